@@ -1,0 +1,87 @@
+# Makefile - builds the engine, its tests and its fuzzers. A C compiler is all it needs; `make help` lists the targets.
+#
+# Only ./gemma4 lands in this directory, everything else in build/. Set on the command line as needed:
+#   CC=clang   CFLAGS="-O2 -g"   OMP=0 (one thread)   WERROR=1 (warnings are errors)   ARCH=sm_90 (nvcc's -arch)
+#   PREFIX=/usr/local   DESTDIR=   FUZZ_SECONDS=60   MODEL=file.gguf (for bench)   STRICT=1 (a skipped test fails)
+
+B       := build
+BIN     := gemma4
+CFLAGS  ?= -O3 -march=native -g
+OMP     ?= 1
+PREFIX  ?= /usr/local
+MODEL   ?= models/gemma4-mini-q8_0.gguf
+ARCH    ?= native
+NVCC    ?= $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+KERNELS := $(wildcard gemma4_kernels.cu)
+ENGINE  := $(if $(and $(strip $(NVCC)),$(KERNELS)),cuda,cpu)
+
+# -fopenmp is used when a program built with it links, which is tried here, once.
+# -ffp-contract=off: the CPU operations are the reference, so a*b + c rounds twice with every compiler.
+ifeq ($(OMP),1)
+OMP_FLAG := $(shell mkdir -p $(B); echo 'int main(void) { return !omp_get_max_threads(); }' | \
+    $(CC) -include omp.h -fopenmp -xc - -o $(B)/omp_probe 2>/dev/null && echo -fopenmp)
+OMP_NOTE := $(if $(OMP_FLAG),,@echo "note: built for one thread: '$(CC) -fopenmp' does not link; \
+    libgomp (gcc) or libomp-dev (clang) adds it" >&2)
+endif
+COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) $(or $(OMP_FLAG),-Wno-unknown-pragmas) \
+    -ffp-contract=off $(CFLAGS)
+SOURCES  := gemma4.c $(wildcard *.h)
+PROGRAMS := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c tests/make_*.c))
+FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
+
+all: $(ENGINE)                  ## build ./gemma4 for this machine: CUDA when nvcc is found, else CPU
+cpu: $(B)/gemma4-cpu            ## build for the CPU only
+	@cmp -s $< $(BIN) || cp -f $< $(BIN)
+cuda: $(if $(filter cuda,$(ENGINE)),$(B)/gemma4-cuda,no-cuda)   ## build for CUDA and CPU in one binary
+	@cmp -s $< $(BIN) || cp -f $< $(BIN)
+no-cuda:
+	@echo "make cuda: $(if $(KERNELS),nvcc not found; install the CUDA toolkit or set NVCC=/path/to/nvcc,this tree has \
+	no CUDA backend yet (gemma4_kernels.cu); use 'make cpu')" >&2; exit 1
+
+$(B)/gemma4-cpu: $(SOURCES) $(B)/flags
+	$(OMP_NOTE)
+	$(COMPILE) gemma4.c -o $@ $(LDFLAGS) -lm
+$(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/kernels.o
+	$(NVCC) $^ -o $@ $(addprefix -Xcompiler ,$(OMP_FLAG)) -lcublas -lm
+$(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
+	$(COMPILE) -DUSE_CUDA -c gemma4.c -o $@
+$(B)/kernels.o: gemma4_kernels.cu gemma4.h $(B)/flags
+	$(NVCC) -O3 -std=c++17 -lineinfo -arch=$(strip $(ARCH)) -c $< -o $@
+$(B)/flags: FORCE               # holds the command lines; a change of compiler or flags rebuilds what they built
+	@mkdir -p $(B); echo '$(COMPILE) $(NVCC) $(ARCH)' | cmp -s - $@ || echo '$(COMPILE) $(NVCC) $(ARCH)' > $@
+
+test: $(ENGINE) test-programs   ## build what is missing and run all tests
+	@BUILD=$(B) GEMMA4='$(CURDIR)/$(BIN)' sh tests/run.sh
+test-programs: $(PROGRAMS)      ## build the test programs without running them
+# A test program includes the source that it tests, so part of that goes unused. Asserts stay on.
+$(PROGRAMS): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags
+	$(COMPILE) -UNDEBUG -Wno-unused-function $< -o $@ $(LDFLAGS) -lm
+asan:                           ## run all tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@$(MAKE) --no-print-directory test B=build/asan BIN=build/asan/gemma4 ENGINE=cpu CFLAGS="-O1 -march=native -g \
+	-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"
+
+FUZZ_CC      ?= clang
+FUZZ_SECONDS ?= 60
+FUZZ_BUILD   := $(FUZZ_CC) -std=c11 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined
+fuzz: $(FUZZERS)                ## run each fuzz target for FUZZ_SECONDS under clang's libFuzzer
+	@for f in $(FUZZERS); do echo "$$f: $(FUZZ_SECONDS) seconds"; mkdir -p $$f.corpus; \
+	  $$f -max_total_time=$(FUZZ_SECONDS) -timeout=10 -artifact_prefix=$$f. $$f.corpus 2> $$f.log || \
+	  { tail -n 40 $$f.log; exit 1; }; tail -n 1 $$f.log; done
+$(FUZZERS): $(B)/%: tests/%.c $(SOURCES) $(B)/flags
+	@echo 'int LLVMFuzzerTestOneInput(void) { return 0; }' | $(FUZZ_BUILD) -xc - -o $@.probe 2>/dev/null || \
+	  { echo "make fuzz: '$(FUZZ_CC) -fsanitize=fuzzer' does not link; install clang and its runtime:" \
+	  "libclang-rt-dev (Debian, Ubuntu), compiler-rt (Fedora, Arch, Alpine)" >&2; exit 1; }
+	$(FUZZ_BUILD) -DLIBFUZZER -Wno-unused-function $< -o $@ -lm
+
+bench: all                      ## time MODEL on this machine: prompt and decode tok/s
+	@sh tests/bench_cpu.sh $(MODEL)
+install:                        ## copy gemma4 to DESTDIR and PREFIX/bin
+	@test -x $(BIN) || $(MAKE) all
+	install -d "$(DESTDIR)$(PREFIX)/bin" && install -m 755 $(BIN) "$(DESTDIR)$(PREFIX)/bin/gemma4"
+clean:                          ## remove everything that was built
+	rm -rf build gemma4
+help:                           ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+FORCE:
+.DELETE_ON_ERROR:
+.PHONY: all cpu cuda no-cuda test test-programs asan fuzz bench install clean help FORCE

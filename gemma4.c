@@ -1,0 +1,2107 @@
+/* gemma4.c - Gemma 4 inference: load a GGUF, run the transformer, print text.
+ *
+ * HOW TO READ  Start low: main [10] -> generate [8] -> step [7] -> forward [6] -> operations (declared in gemma4.h, CPU
+ *              bodies in [5]). The forward pass is written once, against a table of operations; a backend fills the table.
+ * CONTENTS     search for "[n]"
+ *   [1]  Limits, helpers, die()
+ *   [2]  Config: model-wide and per layer
+ *   [3]  Weights: names, shapes, binding
+ *   [4]  Sessions and KV cache, the plan
+ *   [5]  CPU operations
+ *   [6]  The forward pass
+ *   [7]  Step: batch, run, commit
+ *   [8]  Text: tokenizer, sampling, generation
+ *   [9]  Verbs: logits
+ *   [10] Command line
+ * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; nothing is
+ *              allocated after [4].
+ * TRAPS        the list before forward: every way this model differs from Llama. */
+#define _GNU_SOURCE
+#include <assert.h>
+#include <errno.h>
+#include <inttypes.h>
+#include <limits.h>
+#include <math.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#define GGUF_IMPLEMENTATION
+#define TOKENIZER_IMPLEMENTATION
+#include "gemma4.h"
+#include "gguf.h"
+#include "tokenizer.h"
+
+// ==== [1] Limits, helpers, die() =====================================================================================
+// Two kinds of failure, never mixed: bad input prints one line and exits 1; our own bug is an assert.
+
+enum { MAX_LAYERS = 512, MAX_HEAD_DIM = 512, MAX_GROUP = 64, MAX_CONTEXT = 1 << 24 };
+
+// One line on stderr, exit 1: "<file>: <tensor, key or flag>: expected <x>, got <y>; try <fix>".
+__attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt, ...) {
+    va_list ap;
+    va_start(ap, fmt);
+    fflush(stdout);
+    fprintf(stderr, "gemma4: error: ");
+    vfprintf(stderr, fmt, ap);
+    fprintf(stderr, "\n");
+    va_end(ap);
+    exit(1);
+}
+
+static void *alloc_or_die(size_t n, size_t size) {                 // host memory, zeroed; only while loading
+    void *p = calloc(n ? n : 1, size);
+    if (!p) die("out of memory: %zu bytes wanted", n * size);
+    return p;
+}
+
+static double seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+static int min_int(int a, int b) { return a < b ? a : b; }
+static int max_int(int a, int b) { return a > b ? a : b; }
+
+// A line that redraws itself, on a terminal only; done == total ends it.
+static void progress(const char *what, size_t done, size_t total) {
+    if (!isatty(2)) return;
+    fprintf(stderr, "\r# %s %zu / %zu%s", what, done, total, done == total ? "\r\033[K" : "");
+    fflush(stderr);
+}
+
+// ==== [2] Config: model-wide and per layer ===========================================================================
+// Everything here comes from the file's metadata and is checked against a range before anything is computed from it.
+// Gemma 4 layers differ from each other: sliding or global attention, their head size, whether they own a cache, and
+// (E2B) their FFN width. Names are those of style tables everywhere: see README "Names".
+
+typedef struct {              // one per layer: everything that is not the same for all layers
+    bool is_swa;              // true: sliding window of n_swa tokens; false: all positions
+    int  head_dim;            // values per head
+    int  n_kv_heads;          // divides n_heads
+    int  ffn_dim;             // rows of ffn_gate and ffn_up
+    int  kv_layer;            // whose cache this layer reads; == own index when this layer has K and V
+    int  last_reader;         // the last layer that reads this layer's cache; owners only
+} LayerConfig;
+
+typedef struct {
+    int    dim;               // width of the residual stream
+    int    n_layers, n_heads, vocab;
+    int    n_swa;             // sliding window in tokens, the row itself included
+    int    first_shared;      // layers from here on own no cache; n_layers when all do
+    int    ple_dim;           // width of per-layer embeddings; 0: none
+    int    n_experts, n_experts_used, expert_dim;      // 0: dense
+    int    n_ctx_train;
+    float  eps, logit_cap;
+    double rope_base, rope_base_swa;                   // theta of global and of sliding layers
+    LayerConfig layer[MAX_LAYERS];
+} Config;
+
+static void die_gguf(const Gguf *g) { die("%s: %s", g->path, g->err); }
+
+static int64_t key_int(Gguf *g, const char *key, int64_t min, int64_t max, int64_t otherwise) {  // otherwise < min: required
+    int64_t v = otherwise;
+    int found = gguf_get_int(g, key, min, max, &v);
+    if (found < 0) die_gguf(g);
+    if (!found && otherwise < min) die("%s: key '%s': missing", g->path, key);
+    return v;
+}
+
+static double key_float(Gguf *g, const char *key, double otherwise) {                            // otherwise 0: required
+    double v = otherwise;
+    int found = gguf_get_float(g, key, &v);
+    if (found < 0) die_gguf(g);
+    if (!found && otherwise == 0) die("%s: key '%s': missing", g->path, key);
+    if (!(v > 0)) die("%s: key '%s': expected a positive number, got %g", g->path, key, v);
+    return v;
+}
+
+// A value per layer, or one for all.
+static void key_per_layer(Gguf *g, const char *key, int64_t min, int64_t max, int64_t *out, int n) {
+    int found = gguf_get_ints(g, key, min, max, out, (size_t)n);
+    if (found < 0) die_gguf(g);
+    if (!found) die("%s: key '%s': missing", g->path, key);
+}
+
+static void load_config(Config *c, Gguf *g) {
+    GgufStr arch = { "", 0 };
+    if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
+    if (arch.n != 6 || memcmp(arch.s, "gemma4", 6) != 0)
+        die("%s: key 'general.architecture': expected 'gemma4', got '%.*s'; drafters and other models cannot be run by "
+            "themselves", g->path, (int)(arch.n < 40 ? arch.n : 40), arch.s);
+
+    memset(c, 0, sizeof *c);
+    c->n_layers    = (int)key_int(g, "gemma4.block_count", 1, MAX_LAYERS, 0);
+    c->dim         = (int)key_int(g, "gemma4.embedding_length", 1, 1 << 20, 0);
+    c->n_ctx_train = (int)key_int(g, "gemma4.context_length", 1, MAX_CONTEXT, 0);
+    c->n_swa       = (int)key_int(g, "gemma4.attention.sliding_window", 1, MAX_CONTEXT, 0);
+    c->ple_dim     = (int)key_int(g, "gemma4.embedding_length_per_layer_input", 0, 1 << 16, 0);
+    c->n_experts   = (int)key_int(g, "gemma4.expert_count", 0, 1024, 0);
+    c->eps         = (float)key_float(g, "gemma4.attention.layer_norm_rms_epsilon", 0);
+    c->logit_cap   = (float)key_float(g, "gemma4.final_logit_softcapping", 30);
+    c->rope_base     = key_float(g, "gemma4.rope.freq_base", 1e4);
+    c->rope_base_swa = key_float(g, "gemma4.rope.freq_base_swa", 1e4);
+    if (!(c->rope_base > 1) || !(c->rope_base_swa > 1))
+        die("%s: key 'gemma4.rope.freq_base': expected more than 1, got %g and %g (sliding layers)", g->path, c->rope_base,
+            c->rope_base_swa);
+
+    const int n = c->n_layers;
+    int64_t v[MAX_LAYERS];
+    key_per_layer(g, "gemma4.attention.head_count", 1, 1024, v, n);
+    c->n_heads = (int)v[0];
+    for (int l = 1; l < n; l++)
+        if (v[l] != v[0])
+            die("%s: key 'gemma4.attention.head_count': expected %d in every layer, got %d in layer %d", g->path,
+                c->n_heads, (int)v[l], l);
+    if (c->n_experts) {
+        c->n_experts_used = (int)key_int(g, "gemma4.expert_used_count", 1, c->n_experts, 0);
+        key_per_layer(g, "gemma4.expert_feed_forward_length", 1, 1 << 20, v, n);
+        c->expert_dim = (int)v[0];
+        for (int l = 1; l < n; l++)
+            if (v[l] != v[0])
+                die("%s: key 'gemma4.expert_feed_forward_length': expected %d in every layer, got %d in layer %d", g->path,
+                    c->expert_dim, (int)v[l], l);
+    }
+    const int n_shared = (int)key_int(g, "gemma4.attention.shared_kv_layers", 0, n - 1, 0);
+    c->first_shared = n - n_shared;
+
+    // Head sizes: global layers, sliding layers. K and V agree in both.
+    const char *head_keys[2][3] = {
+        { "gemma4.attention.key_length", "gemma4.attention.value_length", "gemma4.rope.dimension_count" },
+        { "gemma4.attention.key_length_swa", "gemma4.attention.value_length_swa", "gemma4.rope.dimension_count_swa" } };
+    int head_dim[2];
+    for (int t = 0; t < 2; t++) {
+        head_dim[t] = (int)key_int(g, head_keys[t][0], 32, MAX_HEAD_DIM, 0);
+        if (head_dim[t] % 32) die("%s: key '%s': expected a multiple of 32, got %d", g->path, head_keys[t][0], head_dim[t]);
+        for (int i = 1; i < 3; i++)
+            if (key_int(g, head_keys[t][i], 1, INT_MAX, head_dim[t]) != head_dim[t])
+                die("%s: key '%s': expected %d as in '%s'", g->path, head_keys[t][i], head_dim[t], head_keys[t][0]);
+    }
+
+    int64_t swa[MAX_LAYERS], kv_heads[MAX_LAYERS], ffn[MAX_LAYERS];
+    const GgufKv *pattern = gguf_find_kv(g, "gemma4.attention.sliding_window_pattern");
+    if (pattern && pattern->type != GGUF_V_ARRAY)
+        die("%s: key 'gemma4.attention.sliding_window_pattern': expected an array, one value per layer", g->path);
+    key_per_layer(g, "gemma4.attention.sliding_window_pattern", 0, INT_MAX, swa, n);
+    key_per_layer(g, "gemma4.attention.head_count_kv", 1, 1024, kv_heads, n);
+    key_per_layer(g, "gemma4.feed_forward_length", 1, 1 << 20, ffn, n);
+
+    int newest[2] = { -1, -1 };                        // last layer that owns a cache: global, sliding
+    for (int l = 0; l < n; l++) {
+        LayerConfig *lc = &c->layer[l];
+        lc->is_swa = swa[l] != 0;
+        lc->head_dim = head_dim[lc->is_swa];
+        lc->n_kv_heads = (int)kv_heads[l];
+        lc->ffn_dim = (int)ffn[l];
+        if (l < c->first_shared) newest[lc->is_swa] = l;
+        lc->kv_layer = newest[lc->is_swa];
+        if (lc->kv_layer < 0)
+            die("%s: key 'gemma4.attention.shared_kv_layers': layer %d shares K and V, but no layer of its kind before %d "
+                "owns any", g->path, l, c->first_shared);
+        c->layer[lc->kv_layer].last_reader = l;
+        if (lc->n_kv_heads != c->layer[lc->kv_layer].n_kv_heads)
+            die("%s: key 'gemma4.attention.head_count_kv': layer %d reads the cache of layer %d: expected %d, got %d",
+                g->path, l, lc->kv_layer, c->layer[lc->kv_layer].n_kv_heads, lc->n_kv_heads);
+        if (c->n_heads % lc->n_kv_heads || c->n_heads / lc->n_kv_heads > MAX_GROUP)
+            die("%s: key 'gemma4.attention.head_count_kv': layer %d: expected a divisor of %d heads with at most %d heads "
+                "each, got %d", g->path, l, c->n_heads, MAX_GROUP, lc->n_kv_heads);
+    }
+}
+
+// ==== [3] Weights: names, shapes, binding ============================================================================
+// Weights point into the mapped file. Every tensor that the model needs is looked up by its GGUF name, with the shape that
+// the config implies; all layers are checked before the first byte is used. A backend that keeps weights in its own memory
+// gets them one by one through upload(), once; until then and on the CPU they are read where they lie.
+
+typedef struct {                        // shapes are (rows, cols); vectors are f32
+    const float *attn_norm;             // (dim)
+    Tensor attn_q;                      // (n_heads * head_dim, dim)
+    Tensor attn_k, attn_v;              // (n_kv_heads * head_dim, dim); data NULL: attn_k in layers that share K and V,
+                                        // attn_v there and in layers whose V is the K projection
+    const float *attn_q_norm;           // (head_dim)
+    const float *attn_k_norm;           // (head_dim) NULL in layers that share K and V
+    Tensor attn_output;                 // (dim, n_heads * head_dim)
+    const float *post_attention_norm;   // (dim)
+    const float *ffn_norm;              // (dim)
+    Tensor ffn_gate, ffn_up;            // (ffn_dim, dim)
+    Tensor ffn_down;                    // (dim, ffn_dim)
+    const float *post_ffw_norm;         // (dim)
+    float layer_output_scale;           // 1 when the file has none
+    // MoE (26B-A4B), beside the dense FFN
+    Tensor ffn_gate_inp;                // (n_experts, dim) router
+    const float *router_norm;           // (dim) ffn_gate_inp.scale / sqrt(dim): a norm weight
+    Tensor ffn_gate_exps, ffn_up_exps;  // (expert_dim, dim) x n_experts; fused: gate_exps (2 * expert_dim, dim), up_exps.data NULL
+    Tensor ffn_down_exps;               // (dim, expert_dim) x n_experts
+    const float *ffn_down_exps_scale;   // (n_experts) or NULL
+    const float *pre_ffw_norm_2, *post_ffw_norm_1, *post_ffw_norm_2;   // (dim)
+    // per-layer embeddings (E2B, E4B)
+    Tensor inp_gate;                    // (ple_dim, dim)
+    Tensor proj;                        // (dim, ple_dim)
+    const float *post_norm;             // (dim)
+} LayerWeights;
+
+typedef struct {
+    Tensor token_embd;                  // (vocab, dim)
+    Tensor output;                      // (vocab, dim) LM head; data NULL: token_embd serves as such
+    const float *output_norm;           // (dim)
+    Tensor per_layer_token_embd;        // (vocab, n_layers * ple_dim)
+    Tensor per_layer_model_proj;        // (n_layers * ple_dim, dim)
+    const float *per_layer_proj_norm;   // (ple_dim)
+    double inv_freq[2][MAX_HEAD_DIM / 2];   // (n_pairs) radians per position: global, sliding layers; on the host
+    int n_pairs[2];                     // pairs that turn
+    LayerWeights *layer;                // (n_layers)
+} Weights;
+
+typedef struct {                        // one thing that upload() may move: a matrix, or a vector and who points to it
+    Tensor tensor;
+    Tensor *matrix;
+    const float **vector;
+} Upload;
+
+typedef struct {
+    Gguf    *g;
+    char    *seen;                      // (g->n_tensors) bound, or known to be dead
+    Upload  *uploads;                   // room for every tensor of the file and a few that are derived
+    float   *derived;                   // (n_layers, dim) vectors that are computed while binding
+    int      n_uploads;
+    size_t   bytes;                     // of what is bound, in the file
+} Binder;
+
+static bool is_quantised(DType t) { return t != T_F32 && t != T_F16 && t != T_BF16; }
+
+static size_t matrix_bytes(const Tensor *t) { return gguf_row_size((int)t->type, (size_t)t->cols) * (size_t)t->rows * (size_t)t->n; }
+
+static const GgufTensor *find_tensor(Binder *b, const char *name) {
+    const GgufTensor *t = gguf_find_tensor(b->g, name);
+    if (t) b->seen[t - b->g->tensors] = 1;
+    return t;
+}
+
+// Bind tensor `name` as n matrices (rows, cols), or stop. GGUF stores ne[0] = cols, ne[1] = rows, ne[2] = n.
+static Tensor bind_tensor(Binder *b, const char *name, int rows, int cols, int n) {
+    const GgufTensor *t = find_tensor(b, name);
+    if (!t) die("%s: tensor '%s': missing, expected shape (%d, %d, %d)", b->g->path, name, cols, rows, n);
+    if (t->ne[0] != (uint64_t)cols || t->ne[1] != (uint64_t)rows || t->ne[2] != (uint64_t)n || t->ne[3] != 1)
+        die("%s: tensor '%s': expected shape (%d, %d, %d), got (%" PRIu64 ", %" PRIu64 ", %" PRIu64 ")", b->g->path, name,
+            cols, rows, n, t->ne[0], t->ne[1], t->ne[2]);
+    if (!gguf_type_supported(t->type))
+        die("%s: tensor '%s': type %s is not supported by this build", b->g->path, name, gguf_type_name(t->type));
+    b->bytes += t->size;
+    return (Tensor){ .data = t->data, .type = (DType)t->type, .rows = rows, .cols = cols, .n = n };
+}
+
+static void bind_matrix(Binder *b, Tensor *dst, const char *name, int rows, int cols, int n) {
+    *dst = bind_tensor(b, name, rows, cols, n);
+    b->uploads[b->n_uploads++] = (Upload){ .tensor = *dst, .matrix = dst };
+}
+
+static void add_vector(Binder *b, const float **dst, const float *values, int n) {
+    *dst = values;
+    b->uploads[b->n_uploads++] = (Upload){ .tensor = { .data = values, .type = T_F32, .rows = 1, .cols = n, .n = 1 }, .vector = dst };
+}
+
+static void bind_vector(Binder *b, const float **dst, const char *name, int n) {
+    Tensor t = bind_tensor(b, name, 1, n, 1);
+    if (t.type != T_F32) die("%s: tensor '%s': expected type F32, got %s", b->g->path, name, gguf_type_name((int)t.type));
+    add_vector(b, dst, t.data, n);
+}
+
+// Radians per position of every pair that turns: base^(-2i/head_dim) / factor[i]. Published files give global layers factors
+// of 1 for the first quarter and 1e30, which stops a pair, for the rest.
+static void bind_rope(Binder *b, Weights *w, int t, double base, int head_dim, const float *factor) {
+    for (int i = 0; i < head_dim / 2; i++) {
+        const double divisor = factor ? factor[i] : 1;
+        if (!(divisor > 0)) die("%s: tensor 'rope_freqs.weight': expected positive factors, got %g", b->g->path, divisor);
+        w->inv_freq[t][i] = pow(base, -2.0 * i / head_dim) / divisor;
+        if (divisor < 1e20) w->n_pairs[t] = i + 1;
+    }
+}
+
+static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
+    const LayerConfig *lc = &c->layer[l];
+    const bool own = lc->kv_layer == l;
+    const int q_dim = c->n_heads * lc->head_dim, kv_dim = lc->n_kv_heads * lc->head_dim, dim = c->dim;
+    char name[80];
+#define NAME(stem) (snprintf(name, sizeof name, "blk.%d." stem, l), name)
+    bind_vector(b, &w->attn_norm, NAME("attn_norm.weight"), dim);
+    const GgufTensor *fused = find_tensor(b, NAME("attn_qkv.weight"));
+    if (fused) {                                       // rows of q, then k, then v
+        const bool has_v = own && fused->ne[1] != (uint64_t)q_dim + (uint64_t)kv_dim;
+        Tensor qkv = bind_tensor(b, name, q_dim + (own ? (has_v ? 2 : 1) * kv_dim : 0), dim, 1);
+        Tensor *parts[3] = { &w->attn_q, &w->attn_k, &w->attn_v };
+        const int rows[3] = { q_dim, own ? kv_dim : 0, has_v ? kv_dim : 0 };
+        const uint8_t *at = qkv.data;
+        for (int i = 0; i < 3; i++) {
+            if (!rows[i]) continue;
+            *parts[i] = (Tensor){ .data = at, .type = qkv.type, .rows = rows[i], .cols = dim, .n = 1 };
+            b->uploads[b->n_uploads++] = (Upload){ .tensor = *parts[i], .matrix = parts[i] };
+            at += matrix_bytes(parts[i]);
+        }
+    } else {
+        bind_matrix(b, &w->attn_q, NAME("attn_q.weight"), q_dim, dim, 1);
+        if (own) {
+            bind_matrix(b, &w->attn_k, NAME("attn_k.weight"), kv_dim, dim, 1);
+            if (find_tensor(b, NAME("attn_v.weight"))) bind_matrix(b, &w->attn_v, name, kv_dim, dim, 1);
+            else if (lc->is_swa) die("%s: tensor '%s': missing; only global layers take V from the K projection", b->g->path, name);
+        } else {                                       // published files keep these; nothing reads them
+            find_tensor(b, NAME("attn_k.weight"));
+            find_tensor(b, NAME("attn_v.weight"));
+        }
+    }
+    bind_vector(b, &w->attn_q_norm, NAME("attn_q_norm.weight"), lc->head_dim);
+    if (own) bind_vector(b, &w->attn_k_norm, NAME("attn_k_norm.weight"), lc->head_dim);
+    else find_tensor(b, NAME("attn_k_norm.weight"));
+    bind_matrix(b, &w->attn_output, NAME("attn_output.weight"), dim, q_dim, 1);
+    bind_vector(b, &w->post_attention_norm, NAME("post_attention_norm.weight"), dim);
+    bind_vector(b, &w->ffn_norm, NAME("ffn_norm.weight"), dim);
+    bind_matrix(b, &w->ffn_gate, NAME("ffn_gate.weight"), lc->ffn_dim, dim, 1);
+    bind_matrix(b, &w->ffn_up, NAME("ffn_up.weight"), lc->ffn_dim, dim, 1);
+    bind_matrix(b, &w->ffn_down, NAME("ffn_down.weight"), dim, lc->ffn_dim, 1);
+    bind_vector(b, &w->post_ffw_norm, NAME("post_ffw_norm.weight"), dim);
+    w->layer_output_scale = 1;
+    if (find_tensor(b, NAME("layer_output_scale.weight"))) {
+        const float *scale;
+        bind_vector(b, &scale, name, 1);
+        b->n_uploads--;                                // a host number: it travels inside the operation
+        w->layer_output_scale = scale[0];
+    }
+    if (c->n_experts) {
+        bind_matrix(b, &w->ffn_gate_inp, NAME("ffn_gate_inp.weight"), c->n_experts, dim, 1);
+        const float *scale;
+        bind_vector(b, &scale, NAME("ffn_gate_inp.scale"), dim);
+        b->n_uploads--;
+        float *norm = b->derived + (size_t)l * (size_t)dim;
+        for (int i = 0; i < dim; i++) norm[i] = scale[i] / sqrtf((float)dim);
+        add_vector(b, &w->router_norm, norm, dim);
+        if (find_tensor(b, NAME("ffn_gate_up_exps.weight"))) {
+            bind_matrix(b, &w->ffn_gate_exps, name, 2 * c->expert_dim, dim, c->n_experts);
+        } else {
+            bind_matrix(b, &w->ffn_gate_exps, NAME("ffn_gate_exps.weight"), c->expert_dim, dim, c->n_experts);
+            bind_matrix(b, &w->ffn_up_exps, NAME("ffn_up_exps.weight"), c->expert_dim, dim, c->n_experts);
+        }
+        bind_matrix(b, &w->ffn_down_exps, NAME("ffn_down_exps.weight"), dim, c->expert_dim, c->n_experts);
+        if (find_tensor(b, NAME("ffn_down_exps.scale"))) bind_vector(b, &w->ffn_down_exps_scale, name, c->n_experts);
+        bind_vector(b, &w->pre_ffw_norm_2, NAME("pre_ffw_norm_2.weight"), dim);
+        bind_vector(b, &w->post_ffw_norm_1, NAME("post_ffw_norm_1.weight"), dim);
+        bind_vector(b, &w->post_ffw_norm_2, NAME("post_ffw_norm_2.weight"), dim);
+    }
+    if (c->ple_dim) {
+        bind_matrix(b, &w->inp_gate, NAME("inp_gate.weight"), c->ple_dim, dim, 1);
+        bind_matrix(b, &w->proj, NAME("proj.weight"), dim, c->ple_dim, 1);
+        bind_vector(b, &w->post_norm, NAME("post_norm.weight"), dim);
+    }
+#undef NAME
+}
+
+// Bind everything; sets c->vocab. Tensors that nothing reads (other modalities, side data) are counted and named once.
+static void bind_weights(Binder *b, Config *c, Weights *w) {
+    w->layer = alloc_or_die((size_t)c->n_layers, sizeof *w->layer);
+    const GgufTensor *embd = gguf_find_tensor(b->g, "token_embd.weight");
+    if (!embd) die("%s: tensor 'token_embd.weight': missing", b->g->path);
+    if (embd->ne[1] > 1u << 24) die("%s: tensor 'token_embd.weight': expected at most %u rows, got %" PRIu64, b->g->path, 1u << 24, embd->ne[1]);
+    c->vocab = (int)embd->ne[1];
+    bind_matrix(b, &w->token_embd, "token_embd.weight", c->vocab, c->dim, 1);
+    if (find_tensor(b, "output.weight")) bind_matrix(b, &w->output, "output.weight", c->vocab, c->dim, 1);
+    bind_vector(b, &w->output_norm, "output_norm.weight", c->dim);
+
+    bool has[2] = { false, false };
+    int head_dim[2] = { 0, 0 };
+    for (int l = 0; l < c->n_layers; l++) {
+        has[c->layer[l].is_swa] = true;
+        head_dim[c->layer[l].is_swa] = c->layer[l].head_dim;
+    }
+    if (has[0]) {
+        Tensor factors = bind_tensor(b, "rope_freqs.weight", 1, head_dim[0] / 2, 1);
+        if (factors.type != T_F32) die("%s: tensor 'rope_freqs.weight': expected type F32", b->g->path);
+        bind_rope(b, w, 0, c->rope_base, head_dim[0], factors.data);
+    } else {
+        find_tensor(b, "rope_freqs.weight");
+    }
+    if (has[1]) bind_rope(b, w, 1, c->rope_base_swa, head_dim[1], NULL);
+    if (c->ple_dim) {
+        const int all = c->n_layers * c->ple_dim;
+        bind_matrix(b, &w->per_layer_token_embd, "per_layer_token_embd.weight", c->vocab, all, 1);
+        bind_matrix(b, &w->per_layer_model_proj, "per_layer_model_proj.weight", all, c->dim, 1);
+        bind_vector(b, &w->per_layer_proj_norm, "per_layer_proj_norm.weight", c->ple_dim);
+    }
+    for (int l = 0; l < c->n_layers; l++) bind_layer(b, c, &w->layer[l], l);
+
+    size_t n_ignored = 0;
+    const GgufStr *first = NULL;
+    for (size_t i = 0; i < b->g->n_tensors; i++) {
+        if (b->seen[i]) continue;
+        if (!n_ignored++) first = &b->g->tensors[i].name;
+    }
+    if (n_ignored)
+        fprintf(stderr, "# %zu tensor%s of the file not used by the text model (%.*s%s)\n", n_ignored, n_ignored == 1 ? " is" : "s are",
+                (int)first->n, first->s, n_ignored == 1 ? "" : ", ...");
+}
+
+// ==== [4] Sessions and KV cache, the plan ============================================================================
+// All memory of a model is planned here and reserved in one piece before the first step. A model serves n_seqs sessions;
+// each owns a slice of every layer's cache and a length. Sliding layers are rings, global layers hold the whole context;
+// where V is the K projection the two are stored once ("tied", gemma4.h). Forward's activations are sized for n_batch rows.
+
+typedef struct {
+    int    n_ctx;             // tokens a session can hold; 0: as many as the model was trained for, 8192 at most
+    int    n_seqs;            // sessions
+    int    n_batch;           // most rows of a step, >= STEP_ROWS
+    int    n_logits;          // most rows of a step that want logits
+    KvType k_type, v_type;    // of global layers; rings are f16, or f32 when k_type is
+    bool   untied;            // keep K and V apart also where they come from one projection
+} PlanOptions;
+
+typedef struct {              // bytes
+    size_t weights;           // that the backend keeps itself; 0: read in the mapped file
+    size_t kv_global, kv_rings, stage, activations, scratch;
+} Plan;
+
+typedef struct {              // what forward works on; all in backend memory
+    Row     *rows, *kept_rows;         // (n_batch), (n_logits): the rows of a step, and of those whose output is wanted
+    Segment *segs;                     // (n_seqs)
+    int32_t *len;                      // (n_seqs)
+    int32_t *kept_index;               // (n_logits) kept row -> row
+    int32_t *n_accept, *path;          // (n_seqs), (n_seqs, STEP_ROWS)
+    float   *x[2];                     // (n_batch, dim) the residual stream, and its next state
+    float   *q;                        // (n_batch, n_heads * head_dim)
+    float   *k, *v;                    // (n_batch, n_kv_heads * head_dim)
+    Act      att_out;                  // (n_batch, n_heads * head_dim)
+    float   *y;                        // (n_batch, dim) what attention, or the per-layer embedding, adds to x
+    Act      ffn;                      // (n_batch, ffn_dim)
+    float   *mlp, *moe;                // (n_batch, dim) what the FFN and the experts add
+    Act      expert;                   // (n_batch, n_experts_used, expert_dim)
+    float   *router, *expert_weights;  // (n_batch, n_experts), (n_batch, n_experts_used)
+    int32_t *expert_ids;               // (n_batch, n_experts_used)
+    float   *ple, *ple_kept;           // (n_batch, n_layers, ple_dim), (n_logits, n_layers, ple_dim)
+    Act      ple_gate;                 // (n_batch, ple_dim)
+    float   *logits, *hidden;          // (n_logits, vocab), (n_logits, dim)
+    uint32_t *mask;                    // (n_logits, vocab / 32) tokens that may be sampled
+    int32_t *chosen;                   // (n_logits)
+    SampleParams *params;              // (n_seqs)
+    double  *inv_freq[2];              // (n_pairs) radians per position: global, sliding layers
+    float   *dump[5];                  // (n_batch, widest) when dumping
+} State;
+
+typedef struct StepRow {      // one row as the caller of step() describes it
+    int32_t token;
+    int32_t parent;           // TREE: number within the segment of the row this one follows, < own number; -1: the session's last token
+    bool    want;             // its logits are wanted
+} StepRow;
+
+typedef struct {
+    Gguf         gguf;
+    Config       config;
+    Weights      weights;
+    Binder       binder;
+    const Ops   *ops;
+    PlanOptions  options;
+    Plan         plan;
+    void        *arena;
+    State        s;
+    Cache        caches[MAX_LAYERS];   // (n_owners) of the layers that own one, in order
+    int          cache_of[MAX_LAYERS]; // layer -> index into caches, the donor's for layers that share
+    int          n_caches;
+    Cache        stage;                // rows of a prompt step on sliding layers, until their ring takes them
+    // host side
+    int         *len;                  // (n_seqs) mirror of s.len
+    Row         *rows, *kept_rows;     // what the last step was made of
+    Segment     *segs;
+    int32_t     *kept_index;
+    StepRow     *chunk;                // (n_batch) of run_prompt
+    int          n_rows, n_segs, n_kept;
+    const char  *dump_dir;             // checkpoints go here; NULL: no dump
+    int          steps;                // done so far
+} Model;
+
+typedef struct { char *base; size_t used; } Arena;     // base NULL: a dry run that only counts
+
+static void *take(Arena *a, size_t n, size_t size) {
+    void *p = a->base ? a->base + a->used : NULL;
+    a->used += round_up(n * size, 256);
+    return p;
+}
+
+static Act take_act(Arena *a, size_t rows, size_t cols) {
+    Act t = { .f = take(a, rows * cols, sizeof(float)) };
+    t.q = take(a, rows * cols, 1);
+    t.s = take(a, rows * (cols / 32 + 1), sizeof(float));
+    return t;
+}
+
+static size_t kv_value_bytes(KvType t) { return t == KV_F32 ? 4 : 2; }
+
+static void take_cache(Arena *a, Cache *c) {
+    const size_t rows = (size_t)c->n_seqs * (size_t)c->n_kv_heads * (size_t)c->slots;
+    c->k.data = take(a, rows * (size_t)c->k.dim, kv_value_bytes(c->k.type));
+    c->v.data = take(a, rows * (size_t)c->v.dim, kv_value_bytes(c->v.type));
+}
+
+// The caches of all layers that own one, and the stage that their rows pass through in prompt steps.
+static void plan_caches(Model *m, Arena *a) {
+    const Config *c = &m->config;
+    const PlanOptions *o = &m->options;
+    const KvType ring_type = o->k_type == KV_F32 ? KV_F32 : KV_F16;
+    size_t stage_rows = 0;
+    m->n_caches = 0;
+    for (int l = 0; l < c->first_shared; l++) {
+        const LayerConfig *lc = &c->layer[l];
+        const LayerWeights *w = &m->weights.layer[l];
+        Cache k = { .n_seqs = o->n_seqs, .n_kv_heads = lc->n_kv_heads, .head_dim = lc->head_dim };
+        k.slots = (int)round_up((size_t)o->n_ctx + STEP_ROWS, TILE_SLOTS);
+        k.k = (KvPlane){ .type = o->k_type, .dim = lc->head_dim };
+        k.v = (KvPlane){ .type = o->v_type, .dim = lc->head_dim };
+        if (lc->is_swa) {
+            k.slots = min_int(k.slots, (int)round_up((size_t)c->n_swa - 1 + STEP_ROWS, TILE_SLOTS));
+            k.k.type = k.v.type = ring_type;
+            stage_rows = (size_t)max_int((int)stage_rows, lc->n_kv_heads * lc->head_dim);
+        } else if (!w->attn_v.data && !o->untied) {
+            k.n_rot = m->weights.n_pairs[0];
+            k.k.dim = 2 * k.n_rot;
+            k.fold = w->attn_k_norm;
+        }
+        const size_t before = a->used;
+        take_cache(a, &k);
+        *(lc->is_swa ? &m->plan.kv_rings : &m->plan.kv_global) += a->used - before;
+        m->cache_of[l] = m->n_caches;
+        m->caches[m->n_caches++] = k;
+    }
+    for (int l = c->first_shared; l < c->n_layers; l++) m->cache_of[l] = m->cache_of[c->layer[l].kv_layer];
+
+    const size_t before = a->used;
+    m->stage = (Cache){ .n_seqs = 1, .slots = o->n_batch, .k = { .type = ring_type }, .v = { .type = ring_type } };
+    m->stage.k.data = take(a, stage_rows * (size_t)o->n_batch, kv_value_bytes(ring_type));
+    m->stage.v.data = take(a, stage_rows * (size_t)o->n_batch, kv_value_bytes(ring_type));
+    m->plan.stage = a->used - before;
+}
+
+static void plan_state(Model *m, Arena *a) {
+    const Config *c = &m->config;
+    const PlanOptions *o = &m->options;
+    State *s = &m->s;
+    size_t q_dim = 0, kv_dim = 0, ffn_dim = 0;
+    for (int l = 0; l < c->n_layers; l++) {
+        const LayerConfig *lc = &c->layer[l];
+        q_dim = (size_t)max_int((int)q_dim, c->n_heads * lc->head_dim);
+        kv_dim = (size_t)max_int((int)kv_dim, lc->n_kv_heads * lc->head_dim);
+        ffn_dim = (size_t)max_int((int)ffn_dim, lc->ffn_dim);
+    }
+    const size_t n = (size_t)o->n_batch, kept = (size_t)o->n_logits, seqs = (size_t)o->n_seqs, dim = (size_t)c->dim;
+    const size_t used = (size_t)c->n_experts_used, ple = (size_t)c->n_layers * (size_t)c->ple_dim, f = sizeof(float);
+    s->rows = take(a, n, sizeof(Row));
+    s->kept_rows = take(a, kept, sizeof(Row));
+    s->segs = take(a, seqs, sizeof(Segment));
+    s->len = take(a, seqs, sizeof(int32_t));
+    s->kept_index = take(a, kept, sizeof(int32_t));
+    s->n_accept = take(a, seqs, sizeof(int32_t));
+    s->path = take(a, seqs * STEP_ROWS, sizeof(int32_t));
+    for (int i = 0; i < 2; i++) s->x[i] = take(a, n * dim, f);
+    s->q = take(a, n * q_dim, f);
+    s->k = take(a, n * kv_dim, f);
+    s->v = take(a, n * kv_dim, f);
+    s->att_out = take_act(a, n, q_dim);
+    s->y = take(a, n * dim, f);
+    s->ffn = take_act(a, n, ffn_dim);
+    s->mlp = take(a, n * dim, f);
+    if (c->n_experts) {
+        s->moe = take(a, n * dim, f);
+        s->expert = take_act(a, n * used, (size_t)c->expert_dim);
+        s->router = take(a, n * (size_t)c->n_experts, f);
+        s->expert_weights = take(a, n * used, f);
+        s->expert_ids = take(a, n * used, sizeof(int32_t));
+    }
+    if (c->ple_dim) {
+        s->ple = take(a, n * ple, f);
+        s->ple_kept = take(a, kept * ple, f);
+        s->ple_gate = take_act(a, n, (size_t)c->ple_dim);
+    }
+    s->logits = take(a, kept * (size_t)c->vocab, f);
+    s->hidden = take(a, kept * dim, f);
+    s->mask = take(a, kept * round_up((size_t)c->vocab, 32) / 32, sizeof(uint32_t));
+    s->chosen = take(a, kept, sizeof(int32_t));
+    s->params = take(a, seqs, sizeof(SampleParams));
+    for (int t = 0; t < 2; t++) s->inv_freq[t] = take(a, (size_t)m->weights.n_pairs[t], sizeof(double));
+    const size_t widest = (size_t)max_int(max_int((int)q_dim, (int)kv_dim), c->dim);
+    for (int i = 0; i < 5; i++) s->dump[i] = m->dump_dir ? take(a, n * widest, f) : NULL;
+}
+
+static Limits plan_limits(const Model *m) {
+    const Config *c = &m->config;
+    Limits lim = { .max_rows = m->options.n_batch, .max_experts = c->n_experts_used, .vocab = c->vocab,
+                   .max_cols = max_int(c->dim, c->n_layers * c->ple_dim) };
+    for (int l = 0; l < c->n_layers; l++)
+        lim.max_cols = max_int(lim.max_cols, max_int(c->layer[l].ffn_dim, c->n_heads * c->layer[l].head_dim));
+    return lim;
+}
+
+// Everything that lives in backend memory, in one pass: weights, caches, activations. Called twice, to count and to place.
+static void plan_memory(Model *m, Arena *a) {
+    m->plan = (Plan){ 0 };
+    for (int i = 0; i < m->binder.n_uploads; i++) {
+        Upload *u = &m->binder.uploads[i];
+        const size_t bytes = m->ops->weight_bytes(&u->tensor);
+        if (!bytes) continue;                          // read in place
+        void *dst = take(a, bytes, 1);
+        m->plan.weights += bytes;
+        if (!a->base) continue;
+        m->ops->upload(&u->tensor, dst);
+        if (u->matrix) *u->matrix = u->tensor;
+        if (u->vector) *u->vector = u->tensor.data;
+    }
+    plan_caches(m, a);
+    const size_t before = a->used;
+    plan_state(m, a);
+    m->plan.activations = a->used - before;
+}
+
+static void reset_session(Model *m, int seq) {         // forget everything; nothing needs to be erased
+    const int32_t zero = 0;
+    m->len[seq] = 0;
+    m->ops->copy(&(Copy){ m->s.len + seq, &zero, sizeof zero, COPY_IN });
+}
+
+// Tokens that the file forbids to sample (tokenizer.ggml.suppress_tokens) leave the mask; all others stay.
+static void load_mask(Model *m) {
+    const size_t words = round_up((size_t)m->config.vocab, 32) / 32;
+    uint32_t *mask = alloc_or_die(words, sizeof *mask);
+    for (int i = 0; i < m->config.vocab; i++) mask[i / 32] |= 1u << (i % 32);
+    const GgufKv *kv = gguf_find_kv(&m->gguf, "tokenizer.ggml.suppress_tokens");
+    if (kv && kv->type == GGUF_V_ARRAY && kv->count) {
+        if (kv->count > (uint64_t)m->config.vocab)
+            die("%s: key 'tokenizer.ggml.suppress_tokens': expected at most %d ids", m->gguf.path, m->config.vocab);
+        int64_t *ids = alloc_or_die((size_t)kv->count, sizeof *ids);
+        if (gguf_get_ints(&m->gguf, "tokenizer.ggml.suppress_tokens", 0, m->config.vocab - 1, ids, (size_t)kv->count) < 0) die_gguf(&m->gguf);
+        for (uint64_t i = 0; i < kv->count; i++) mask[ids[i] / 32] &= ~(1u << (ids[i] % 32));
+        free(ids);
+    }
+    for (int r = 0; r < m->options.n_logits; r++)
+        m->ops->copy(&(Copy){ m->s.mask + (size_t)r * words, mask, words * sizeof *mask, COPY_IN });
+    free(mask);
+}
+
+// Open, check, plan, reserve. Dies with one line on bad input. dump_dir may be NULL.
+static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
+    memset(m, 0, sizeof *m);
+    m->ops = ops;
+    m->dump_dir = dump_dir;
+    if (gguf_open(&m->gguf, path) < 0) die("%s: %s", path, m->gguf.err);
+    load_config(&m->config, &m->gguf);
+    Binder *b = &m->binder;
+    b->g = &m->gguf;
+    b->seen = alloc_or_die(m->gguf.n_tensors, 1);
+    b->uploads = alloc_or_die(m->gguf.n_tensors + (size_t)m->config.n_layers * 4, sizeof *b->uploads);
+    b->derived = alloc_or_die((size_t)m->config.n_layers * (size_t)m->config.dim, sizeof *b->derived);
+    bind_weights(b, &m->config, &m->weights);
+
+    const Config *c = &m->config;
+    if (!o.n_ctx) o.n_ctx = min_int(c->n_ctx_train, 8192);
+    o.n_batch = max_int(o.n_batch, STEP_ROWS);
+    m->options = o;
+    bool has_tied = false;
+    for (int l = 0; l < c->first_shared; l++) has_tied |= !m->weights.layer[l].attn_v.data;
+    if (has_tied && !o.untied && o.k_type != o.v_type)
+        die("-ctv: expected the type given by -ctk, got another: this model's global layers store K and V as one; try --kv-layout untied");
+
+    Arena arena = { 0 };
+    plan_memory(m, &arena);
+    const Limits lim = plan_limits(m);
+    ops->init(&lim);
+    arena = (Arena){ .base = m->arena = ops->reserve(arena.used) };
+    plan_memory(m, &arena);
+    m->plan.scratch = ops->scratch_bytes(&lim);
+
+    m->len = alloc_or_die((size_t)o.n_seqs, sizeof *m->len);
+    m->rows = alloc_or_die((size_t)o.n_batch, sizeof *m->rows);
+    m->kept_rows = alloc_or_die((size_t)o.n_logits, sizeof *m->kept_rows);
+    m->segs = alloc_or_die((size_t)o.n_seqs, sizeof *m->segs);
+    m->kept_index = alloc_or_die((size_t)o.n_logits, sizeof *m->kept_index);
+    m->chunk = alloc_or_die((size_t)o.n_batch, sizeof *m->chunk);
+    for (int i = 0; i < o.n_seqs; i++) reset_session(m, i);
+    load_mask(m);
+    for (int t = 0; t < 2; t++)
+        ops->copy(&(Copy){ m->s.inv_freq[t], m->weights.inv_freq[t], (size_t)m->weights.n_pairs[t] * sizeof(double), COPY_IN });
+}
+
+static void free_model(Model *m) {
+    if (m->arena) m->ops->release(m->arena);
+    free(m->weights.layer);
+    free(m->binder.seen);
+    free(m->binder.uploads);
+    free(m->binder.derived);
+    free(m->len);
+    free(m->rows);
+    free(m->kept_rows);
+    free(m->segs);
+    free(m->kept_index);
+    free(m->chunk);
+    gguf_close(&m->gguf);
+}
+
+// ==== [5] CPU operations =============================================================================================
+// The definition of every operation in gemma4.h, in the plainest form that is still usable. OpenMP splits output rows only,
+// so it never changes a sum; a row's arithmetic does not depend on the other rows of the step. Weights are read where they
+// lie in the mapped file. Tolerances for other backends are those of their comments in gemma4.h and tests/test_ops.c.
+
+static struct {               // scratch of the CPU backend: one prepared input at a time, candidates of sample
+    Act    y;                 // (max_rows, max_cols)
+    size_t rows, cols, vocab;
+    struct Candidate { float logit; int32_t id; } *candidates;      // (vocab)
+} cpu;
+
+static size_t cpu_weight_bytes(const Tensor *w) {
+    (void)w;
+    return 0;
+}
+
+static void cpu_upload(Tensor *w, void *dst) {
+    (void)w;
+    (void)dst;
+    assert(!"the CPU reads weights in place");
+}
+
+static size_t cpu_scratch_bytes(const Limits *lim) {
+    const size_t n = (size_t)lim->max_rows * (size_t)lim->max_cols;
+    return n * 5 + n / 32 * 4 + (size_t)lim->max_rows * 4 + (size_t)lim->vocab * sizeof *cpu.candidates;
+}
+
+static void cpu_init(const Limits *lim) {
+    const size_t rows = (size_t)max_int(lim->max_rows, (int)cpu.rows), cols = (size_t)max_int(lim->max_cols, (int)cpu.cols);
+    const size_t vocab = (size_t)max_int(lim->vocab, (int)cpu.vocab);
+    if (rows == cpu.rows && cols == cpu.cols && vocab == cpu.vocab) return;
+    free(cpu.y.f);
+    free(cpu.y.q);
+    free(cpu.y.s);
+    free(cpu.candidates);
+    cpu.y.f = alloc_or_die(rows * cols, sizeof *cpu.y.f);
+    cpu.y.q = alloc_or_die(rows * cols, sizeof *cpu.y.q);
+    cpu.y.s = alloc_or_die(rows * (cols / 32 + 1), sizeof *cpu.y.s);
+    cpu.candidates = alloc_or_die(vocab, sizeof *cpu.candidates);
+    cpu.rows = rows;
+    cpu.cols = cols;
+    cpu.vocab = vocab;
+}
+
+static void *cpu_reserve(size_t bytes) {
+    void *p = aligned_alloc(256, round_up(bytes ? bytes : 1, 256));
+    if (!p) die("out of memory: %zu bytes wanted; try a smaller -c", bytes);
+    memset(p, 0, round_up(bytes ? bytes : 1, 256));
+    return p;
+}
+
+static void cpu_release(void *p) { free(p); }
+
+static void cpu_copy(const Copy *c) { memcpy(c->dst, c->src, c->bytes); }
+
+static bool cpu_begin(StepKey key) {                   // nothing is recorded: issue the operations
+    (void)key;
+    return true;
+}
+
+static void cpu_end(void) {}
+static void cpu_wait(void) {}
+
+// ---- building blocks ----
+
+// 1 / sqrt(mean(x^2) + eps). The sum is in f64: n goes up to 21504.
+static float rms_scale(const float *x, int n, float eps) {
+    double ss = 0;
+    for (int i = 0; i < n; i++) ss += (double)x[i] * x[i];
+    return (float)(1.0 / sqrt(ss / n + eps));
+}
+
+// out[i] = w[i] * x[i] / rms(x); w NULL: no weight. out may be x.
+static void rms_norm(float *out, const float *x, const float *w, int n, float eps) {
+    const float scale = rms_scale(x, n, eps);
+    for (int i = 0; i < n; i++) out[i] = w ? w[i] * (x[i] * scale) : x[i] * scale;
+}
+
+static float activate(ActFn fn, float x) {
+    if (fn == ACT_SILU) return x / (1.0f + expf(-x));
+    return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+}
+
+// One row of In: stores x' where wanted, leaves y in out (cols).
+static void prepare_row(const In *in, size_t r, int cols, float *out) {
+    const size_t at = r * (size_t)cols;
+    memset(out, 0, (size_t)cols * sizeof *out);
+    for (int k = 0; k < 2; k++) {                      // out = d
+        if (!in->delta[k]) continue;
+        const float *d = in->delta[k] + at, *w = in->w_delta[k];
+        const float scale = w ? rms_scale(d, cols, in->eps) : 1;
+        for (int i = 0; i < cols; i++) out[i] += w ? w[i] * (d[i] * scale) : d[i];
+    }
+    if (in->w_post && (in->delta[0] || in->delta[1])) rms_norm(out, out, in->w_post, cols, in->eps);
+    for (int i = 0; i < cols; i++) out[i] = in->scale * ((in->x ? in->x[at + (size_t)i] : 0) + out[i]);
+    if (in->x_out) memcpy(in->x_out + at, out, (size_t)cols * sizeof *out);
+    if (in->w_pre) rms_norm(out, out, in->w_pre, cols, in->eps);
+}
+
+// The input of a product, ready for dot(): what a producer left, or rows prepared in scratch, there also in int8.
+static Act prepare(const In *in, int n_rows, int cols, bool quantise) {
+    if (in->act.f || in->act.q) return in->act;
+#pragma omp parallel for if (n_rows > 1)
+    for (int r = 0; r < n_rows; r++) {
+        const size_t at = (size_t)r * (size_t)cols;
+        prepare_row(in, (size_t)r, cols, cpu.y.f + at);
+        if (quantise) gguf_quantize_q8(cpu.y.f + at, cpu.y.q + at, cpu.y.s + at / 32, (size_t)cols);
+    }
+    return cpu.y;
+}
+
+// Row i of matrix e of w times row r of a: one element of a product.
+static float dot(const Tensor *w, int e, int i, const Act *a, size_t r) {
+    const size_t cols = (size_t)w->cols, at = r * cols;
+    const uint8_t *row = (const uint8_t *)w->data + ((size_t)e * (size_t)w->rows + (size_t)i) * gguf_row_size((int)w->type, cols);
+    const float y = is_quantised(w->type) ? gguf_dot_q8((int)w->type, row, a->q + at, a->s + at / 32, cols)
+                                          : gguf_dot_f32((int)w->type, row, a->f + at, cols);
+    return w->scale ? w->scale[e] * y : y;
+}
+
+// n values of row r of an Act (cols wide) from column `first`, a multiple of 32; in int8 too when the reader wants that.
+static void emit(const Act *out, size_t r, int cols, int first, const float *v, int n) {
+    const size_t at = r * (size_t)cols + (size_t)first;
+    if (out->f) memcpy(out->f + at, v, (size_t)n * sizeof *v);
+    if (out->q) gguf_quantize_q8(v, out->q + at, out->s + at / 32, (size_t)n);
+}
+
+// ---- body ----
+
+static void cpu_embed(const Embed *o) {
+    const size_t cols = (size_t)o->table->cols, row_size = gguf_row_size((int)o->table->type, cols);
+#pragma omp parallel for if (o->batch->n_rows > 1)
+    for (int r = 0; r < o->batch->n_rows; r++) {
+        float *x = o->out + (size_t)r * (size_t)o->out_stride;
+        gguf_dequantize((int)o->table->type, (const uint8_t *)o->table->data + (size_t)o->batch->rows[r].token * row_size, x, cols);
+        for (size_t i = 0; i < cols; i++) x[i] *= o->scale;
+    }
+}
+
+static void cpu_ple_rows(const PleRows *o) {
+    const size_t cols = (size_t)o->table->cols, row_size = gguf_row_size((int)o->table->type, cols);
+#pragma omp parallel for if (o->batch->n_rows > 1)
+    for (int r = 0; r < o->batch->n_rows; r++) {
+        float *a = cpu.y.f + (size_t)r * cols;         // the token's row for all layers
+        gguf_dequantize((int)o->table->type, (const uint8_t *)o->table->data + (size_t)o->batch->rows[r].token * row_size, a, cols);
+        for (int l = 0; l < o->n_layers; l++) {
+            const size_t at = (size_t)l * (size_t)o->ple_dim;
+            float *u = o->u + (size_t)r * cols + at;
+            for (int i = 0; i < o->ple_dim; i++) u[i] *= o->proj_scale;
+            rms_norm(u, u, o->w_norm, o->ple_dim, o->eps);
+            for (int i = 0; i < o->ple_dim; i++) u[i] = (u[i] + a[at + (size_t)i] * o->table_scale) * o->out_scale;
+        }
+    }
+}
+
+static void cpu_matmul(const Matmul *o) {
+    bool quantise = false;
+    for (int k = 0; k < o->n; k++) quantise |= is_quantised(o->w[k]->type);
+    const Act y = prepare(&o->in, o->n_rows, o->w[0]->cols, quantise);
+    for (int k = 0; k < o->n; k++) {
+        const Tensor *w = o->w[k];
+#pragma omp parallel for
+        for (int i = 0; i < w->rows; i++)
+            for (int r = 0; r < o->n_rows; r++) o->out[k][(size_t)r * (size_t)w->rows + (size_t)i] = dot(w, 0, i, &y, (size_t)r);
+    }
+}
+
+// 32 values of act(gate y) * (up y), from value `first` on. Fused tensors hold the n rows of up behind those of gate.
+static void gated_values(const Tensor *gate, const Tensor *up, int e, int n, int first, ActFn fn, const Act *y, size_t r_in,
+                         const Act *out, size_t r_out) {
+    float v[32];
+    const int end = min_int(first + 32, n);
+    for (int i = first; i < end; i++) {
+        const float u = up ? dot(up, e, i, y, r_in) : dot(gate, e, n + i, y, r_in);
+        v[i - first] = activate(fn, dot(gate, e, i, y, r_in)) * u;
+    }
+    emit(out, r_out, n, first, v, end - first);
+}
+
+static void cpu_route(const Route *o);
+
+static void cpu_gate_up(const GateUp *o) {
+    const int n = o->gate->rows;
+    const Act y = prepare(&o->in, o->n_rows, o->gate->cols, is_quantised(o->gate->type) || is_quantised(o->up->type));
+#pragma omp parallel for
+    for (int i = 0; i < n; i += 32)
+        for (int r = 0; r < o->n_rows; r++) gated_values(o->gate, o->up, 0, n, i, o->fn, &y, (size_t)r, &o->out, (size_t)r);
+    if (o->route) cpu_route(o->route);
+}
+
+static void cpu_route(const Route *o) {
+    const int n = o->w->rows;
+    const Act y = prepare(&o->in, o->n_rows, o->w->cols, is_quantised(o->w->type));
+#pragma omp parallel for collapse(2)
+    for (int r = 0; r < o->n_rows; r++)
+        for (int i = 0; i < n; i++) o->logits[(size_t)r * (size_t)n + (size_t)i] = dot(o->w, 0, i, &y, (size_t)r);
+    for (int r = 0; r < o->n_rows; r++) {
+        const float *z = o->logits + (size_t)r * (size_t)n;
+        int32_t *ids = o->ids + (size_t)r * (size_t)o->n_used;
+        float *weights = o->weights + (size_t)r * (size_t)o->n_used, sum = 0;
+        for (int j = 0; j < o->n_used; j++) {          // the next largest, the lower expert first on ties; NaN comes last
+            int best = -1;
+            for (int i = 0; i < n; i++) {
+                bool taken = false;
+                for (int k = 0; k < j; k++) taken |= ids[k] == i;
+                if (!taken && (best < 0 || z[i] > z[best])) best = i;
+            }
+            ids[j] = best;
+            weights[j] = expf(z[best] - z[ids[0]]);    // softmax over all, then over the chosen: the common factor cancels
+            sum += weights[j];
+        }
+        for (int j = 0; j < o->n_used; j++) weights[j] = weights[j] / sum * (o->expert_scale ? o->expert_scale[ids[j]] : 1);
+    }
+}
+
+static void cpu_expert_gate_up(const ExpertGateUp *o) {
+    const int n = o->up ? o->gate->rows : o->gate->rows / 2;
+    const Act y = prepare(&o->in, o->n_rows, o->gate->cols, is_quantised(o->gate->type) || (o->up && is_quantised(o->up->type)));
+#pragma omp parallel for collapse(2)
+    for (int j = 0; j < o->n_rows * o->n_used; j++)
+        for (int i = 0; i < n; i += 32)
+            gated_values(o->gate, o->up, o->ids[j], n, i, o->fn, &y, (size_t)(j / o->n_used), &o->out, (size_t)j);
+    if (o->beside) cpu_matmul(o->beside);
+}
+
+static void cpu_expert_down(const ExpertDown *o) {
+    const int n = o->down->rows;
+#pragma omp parallel for collapse(2)
+    for (int r = 0; r < o->n_rows; r++)
+        for (int i = 0; i < n; i++) {
+            float sum = 0;
+            for (int j = r * o->n_used; j < (r + 1) * o->n_used; j++) sum += o->weights[j] * dot(o->down, o->ids[j], i, &o->in, (size_t)j);
+            o->out[(size_t)r * (size_t)n + (size_t)i] = sum;
+        }
+}
+
+static void cpu_ple_inject(const PleInject *o) {
+    const int n = o->w->rows;
+    const Act y = prepare(&o->in, o->n_rows, o->w->cols, is_quantised(o->w->type));
+#pragma omp parallel for collapse(2)
+    for (int r = 0; r < o->n_rows; r++)
+        for (int first = 0; first < n; first += 32) {
+            float v[32];
+            const int end = min_int(first + 32, n);
+            for (int i = first; i < end; i++)
+                v[i - first] = activate(ACT_GELU, dot(o->w, 0, i, &y, (size_t)r)) * o->u[(size_t)r * (size_t)o->u_stride + (size_t)i];
+            emit(&o->out, (size_t)r, n, first, v, end - first);
+        }
+}
+
+static void cpu_close(const Close *o) {
+    for (int r = 0; r < o->n_rows; r++) {
+        prepare_row(&o->in, (size_t)r, o->cols, cpu.y.f);
+        if (o->out) memcpy(o->out + (size_t)r * (size_t)o->cols, cpu.y.f, (size_t)o->cols * sizeof(float));
+    }
+}
+
+static void cpu_gather_rows(const GatherRows *o) {
+    for (int r = 0; r < o->n_rows; r++)
+        memcpy(o->dst + (size_t)r * (size_t)o->dst_stride,
+               o->src + (size_t)(o->index ? o->index[r] : r) * (size_t)o->src_stride, (size_t)o->cols * sizeof(float));
+}
+
+// ---- cache ----
+
+static void kv_type_missing(KvType t) { die("cache type %d is not supported by the CPU backend; try -ctk f16", (int)t); }
+
+// Where row `slot` of one head lies.
+static void *kv_row(const Cache *c, const KvPlane *p, int seq, int head, int slot) {
+    const size_t row = ((size_t)seq * (size_t)c->n_kv_heads + (size_t)head) * (size_t)c->slots + (size_t)slot;
+    return (char *)p->data + row * (size_t)p->dim * kv_value_bytes(p->type);
+}
+
+static void kv_write(const KvPlane *p, void *row, const float *v) {
+    if (p->type == KV_F32) memcpy(row, v, (size_t)p->dim * sizeof *v);
+    else if (p->type == KV_F16) for (int i = 0; i < p->dim; i++) ((uint16_t *)row)[i] = gguf_f32_to_f16(v[i]);
+    else if (p->type == KV_BF16) for (int i = 0; i < p->dim; i++) ((uint16_t *)row)[i] = gguf_f32_to_bf16(v[i]);
+    else kv_type_missing(p->type);
+}
+
+// The row as f32: itself, or converted into buf (dim).
+static const float *kv_read(const KvPlane *p, const void *row, float *buf) {
+    if (p->type == KV_F32) return row;
+    if (p->type == KV_F16) gguf_dequantize(GGUF_F16, row, buf, (size_t)p->dim);
+    else if (p->type == KV_BF16) gguf_dequantize(GGUF_BF16, row, buf, (size_t)p->dim);
+    else kv_type_missing(p->type);
+    return buf;
+}
+
+// Pairs (i, i + half), i < n: (a, b) -> (a cos - b sin, a sin + b cos).
+static void rope_rotate(float *v, int half, int n, const float *cosine, const float *sine) {
+    for (int i = 0; i < n; i++) {
+        const float a = v[i], b = v[i + half];
+        v[i] = a * cosine[i] - b * sine[i];
+        v[i + half] = a * sine[i] + b * cosine[i];
+    }
+}
+
+// Tied order of a head (gemma4.h, Cache): the 2 * n_rot values that rotate, then the others. back: from it to the natural one.
+static void tied_order(float *v, int head_dim, int n_rot, bool back) {
+    float t[MAX_HEAD_DIM];
+    const int half = head_dim / 2;
+    int k = 0;
+    memcpy(t, v, (size_t)head_dim * sizeof *v);
+    for (int part = 0; part < 4; part++) {             // [0, n_rot) [half, half + n_rot) [n_rot, half) [half + n_rot, head_dim)
+        const int from = (part & 1) * half + (part < 2 ? 0 : n_rot), to = (part & 1) * half + (part < 2 ? n_rot : half);
+        for (int i = from; i < to; i++, k++) {
+            if (back) v[i] = t[k];
+            else v[k] = t[i];
+        }
+    }
+}
+
+static void dump_head(float *dump, size_t r, int n_heads, int h, int head_dim, const float *v) {
+    if (dump) memcpy(dump + (r * (size_t)n_heads + (size_t)h) * (size_t)head_dim, v, (size_t)head_dim * sizeof *v);
+}
+
+static void cpu_qkv_store(const QkvStore *o) {
+    const Cache *c = o->cache;
+    const int hd = c->head_dim, half = hd / 2;
+#pragma omp parallel for if (o->batch->n_rows > 1)
+    for (int r = 0; r < o->batch->n_rows; r++) {
+        const Row *row = &o->batch->rows[r];
+        const Segment *seg = &o->batch->segs[row->seg];
+        const int len = o->batch->len[seg->seq], pos = len + row->depth;
+        float cosine[MAX_HEAD_DIM / 2], sine[MAX_HEAD_DIM / 2], k[MAX_HEAD_DIM], v[MAX_HEAD_DIM];
+        for (int i = 0; i < o->rope.n_pairs; i++) {    // angles in f64: f32 is 0.016 rad off at position 262143
+            cosine[i] = (float)cos(pos * o->rope.inv_freq[i]);
+            sine[i] = (float)sin(pos * o->rope.inv_freq[i]);
+        }
+        for (int h = 0; o->q && h < o->n_heads; h++) {
+            float *q = o->q + ((size_t)r * (size_t)o->n_heads + (size_t)h) * (size_t)hd;
+            rms_norm(q, q, o->w_q, hd, o->eps);
+            dump_head(o->dump_q, (size_t)r, o->n_heads, h, hd, q);
+            rope_rotate(q, half, o->rope.n_pairs, cosine, sine);
+            dump_head(o->dump_q_pos, (size_t)r, o->n_heads, h, hd, q);
+            if (!c->n_rot) continue;
+            for (int i = 0; i < half; i++) {           // the unrotated part of K is r * fold: fold goes into q
+                if (i < c->n_rot) continue;
+                q[i] *= c->fold[i];
+                q[i + half] *= c->fold[i + half];
+            }
+            tied_order(q, hd, c->n_rot, false);
+        }
+        if (!o->k) continue;
+        const Cache *dst = o->stage ? o->stage : c;
+        const int seq = o->stage ? 0 : seg->seq, slot = o->stage ? seg->first + row->index : (len + row->index) % c->slots;
+        for (int g = 0; g < c->n_kv_heads; g++) {
+            const size_t at = ((size_t)r * (size_t)c->n_kv_heads + (size_t)g) * (size_t)hd;
+            rms_norm(k, o->k + at, o->w_k, hd, o->eps);
+            if (o->v_norm) rms_norm(v, o->v + at, NULL, hd, o->eps);
+            else memcpy(v, o->v + at, (size_t)hd * sizeof *v);
+            dump_head(o->dump_k, (size_t)r, c->n_kv_heads, g, hd, k);
+            dump_head(o->dump_v, (size_t)r, c->n_kv_heads, g, hd, v);
+            rope_rotate(k, half, o->rope.n_pairs, cosine, sine);
+            dump_head(o->dump_k_pos, (size_t)r, c->n_kv_heads, g, hd, k);
+            if (c->n_rot) {
+                tied_order(k, hd, c->n_rot, false);
+                tied_order(v, hd, c->n_rot, false);
+            }
+            kv_write(&dst->k, kv_row(dst, &dst->k, seq, g, slot), k);      // tied: the first k.dim values, those that rotate
+            kv_write(&dst->v, kv_row(dst, &dst->v, seq, g, slot), v);
+        }
+    }
+}
+
+typedef struct {              // softmax(q . k) v of one row and one group of query heads, key by key ("online softmax")
+    int   n_heads, head_dim;
+    const float *q;           // (n_heads, head_dim)
+    float scale;
+    float max[MAX_GROUP], sum[MAX_GROUP];
+    float out[MAX_GROUP * MAX_HEAD_DIM];    // (n_heads, head_dim) unnormalised
+} Softmax;
+
+// Takes one key into account. The largest score so far stays the reference point, so exp never overflows.
+static void attend_key(Softmax *s, const Cache *c, int seq, int head, int slot) {
+    float k_buf[MAX_HEAD_DIM], v_buf[MAX_HEAD_DIM];
+    const float *k = kv_read(&c->k, kv_row(c, &c->k, seq, head, slot), k_buf);
+    const float *v = kv_read(&c->v, kv_row(c, &c->v, seq, head, slot), v_buf);
+    const int hd = s->head_dim, n_k = c->k.dim;
+    for (int h = 0; h < s->n_heads; h++) {
+        const float *q = s->q + (size_t)h * (size_t)hd;
+        float *out = s->out + (size_t)h * (size_t)hd;
+        float score = gguf_dot_f32(GGUF_F32, k, q, (size_t)n_k);
+        if (n_k < hd) score += gguf_dot_f32(GGUF_F32, v + n_k, q + n_k, (size_t)(hd - n_k));   // tied: the rest of K is V
+        score *= s->scale;
+        if (score > s->max[h]) {
+            const float shrink = expf(s->max[h] - score);        // 0 the first time: max is -inf
+            s->sum[h] *= shrink;
+            for (int i = 0; i < hd; i++) out[i] *= shrink;
+            s->max[h] = score;
+        }
+        const float p = expf(score - s->max[h]);
+        s->sum[h] += p;
+        for (int i = 0; i < hd; i++) out[i] += p * v[i];
+    }
+}
+
+static void cpu_attend(const Attend *o) {
+    const Cache *c = o->cache;
+    const int hd = c->head_dim, group = o->n_heads / c->n_kv_heads;
+    if (o->blocks) die("attend: block lists are not supported by the CPU backend");
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int r = 0; r < o->batch->n_rows; r++)
+        for (int g = 0; g < c->n_kv_heads; g++) {
+            const Row *row = &o->batch->rows[r];
+            const Segment *seg = &o->batch->segs[row->seg];
+            const int len = o->batch->len[seg->seq], pos = len + row->depth;
+            const int first = o->window ? max_int(0, pos - o->window + 1) : 0;      // the lowest position in sight
+            const size_t at = (size_t)r * (size_t)o->n_heads + (size_t)g * (size_t)group;
+            Softmax s = { .n_heads = group, .head_dim = hd, .q = o->q + at * (size_t)hd, .scale = o->scale };
+            for (int h = 0; h < group; h++) s.max[h] = -INFINITY;
+
+            for (int p = first; p < len; p++) attend_key(&s, c, seg->seq, g, p % c->slots);
+            const int n_own = o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : row->index + 1;
+            for (int i = 0; i < n_own; i++) {
+                if (o->own == OWN_CAUSAL) {
+                    if (seg->kind == SEG_TREE && !(row->ancestors >> i & 1)) continue;
+                    if (seg->kind == SEG_CHAIN && len + i < first) continue;
+                }
+                if (o->stage) attend_key(&s, o->stage, 0, g, seg->first + i);
+                else attend_key(&s, c, seg->seq, g, (len + i) % c->slots);
+            }
+            for (int h = 0; h < group; h++) {
+                float *out = s.out + (size_t)h * (size_t)hd;
+                for (int i = 0; i < hd; i++) out[i] = s.sum[h] > 0 ? out[i] / s.sum[h] : 0;     // nothing in sight: 0
+                if (c->n_rot) tied_order(out, hd, c->n_rot, true);
+                emit(&o->out, (size_t)r, o->n_heads * hd, (g * group + h) * hd, out, hd);
+            }
+        }
+}
+
+// One cached row of all heads from one place to another.
+static void kv_move(const Cache *dst, int dst_seq, int dst_slot, const Cache *src, int src_seq, int src_slot) {
+    for (int g = 0; g < dst->n_kv_heads; g++) {
+        memmove(kv_row(dst, &dst->k, dst_seq, g, dst_slot), kv_row(src, &src->k, src_seq, g, src_slot), (size_t)dst->k.dim * kv_value_bytes(dst->k.type));
+        memmove(kv_row(dst, &dst->v, dst_seq, g, dst_slot), kv_row(src, &src->v, src_seq, g, src_slot), (size_t)dst->v.dim * kv_value_bytes(dst->v.type));
+    }
+}
+
+static void cpu_kv_commit(const KvCommit *o) {
+    for (int i = 0; i < o->batch->n_segs; i++) {
+        const Segment *seg = &o->batch->segs[i];
+        int32_t *len = &o->batch->len[seg->seq];
+        for (int k = 0; seg->kind == SEG_TREE && k < o->n_accept[i]; k++) {        // path[k] >= k: nothing is overwritten unread
+            const int from = o->path[(size_t)i * STEP_ROWS + (size_t)k];
+            for (int l = 0; l < o->n_caches && from != k; l++) {
+                const Cache *c = &o->caches[l];
+                kv_move(c, seg->seq, (*len + k) % c->slots, c, seg->seq, (*len + from) % c->slots);
+            }
+        }
+        *len += o->n_accept[i];
+    }
+}
+
+static void cpu_kv_copy(const KvCopy *o) {
+    for (int i = 0; i < o->batch->n_segs; i++) {
+        const Segment *seg = &o->batch->segs[i];
+        const int len = o->batch->len[seg->seq];
+        for (int j = max_int(0, seg->n - o->cache->slots); j < seg->n; j++)
+            kv_move(o->cache, seg->seq, (len + j) % o->cache->slots, o->stage, 0, seg->first + j);
+    }
+}
+
+// ---- output ----
+
+static void cpu_head(const Head *o) {
+    const int vocab = o->w->rows, cols = o->w->cols;
+    const Act y = prepare(&o->in, o->n_rows, cols, is_quantised(o->w->type));
+    if (o->top_k || o->logsumexp || !o->logits) die("head: only whole rows of logits are supported by the CPU backend");
+    if (o->hidden) memcpy(o->hidden, y.f, (size_t)o->n_rows * (size_t)cols * sizeof(float));
+#pragma omp parallel for
+    for (int i = 0; i < vocab; i++)
+        for (int r = 0; r < o->n_rows; r++) {
+            const float z = dot(o->w, 0, i, &y, (size_t)r);
+            o->logits[(size_t)r * (size_t)vocab + (size_t)i] = o->cap > 0 ? o->cap * tanhf(z / o->cap) : z;
+        }
+}
+
+static int compare_candidates(const void *a, const void *b) {      // descending logit, then ascending id
+    const struct Candidate *x = a, *y = b;
+    if (x->logit != y->logit) return x->logit < y->logit ? 1 : -1;
+    return x->id < y->id ? -1 : x->id > y->id;
+}
+
+// The largest logit, lowest id first: greedy choice.
+static struct Candidate best_candidate(int n) {
+    struct Candidate best = cpu.candidates[0];
+    for (int i = 1; i < n; i++)
+        if (cpu.candidates[i].logit > best.logit) best = cpu.candidates[i];
+    return best;
+}
+
+// Moves the k best of n candidates to the front, in order.
+static void select_top(int n, int k) {
+    struct Candidate *c = cpu.candidates;
+    if (k >= n || k > 1024) {
+        qsort(c, (size_t)n, sizeof *c, compare_candidates);
+        return;
+    }
+    qsort(c, (size_t)k, sizeof *c, compare_candidates);
+    for (int i = k; i < n; i++) {                      // insert what beats the worst of the k: rare after the first few
+        const struct Candidate x = c[i];
+        if (compare_candidates(&x, &c[k - 1]) >= 0) continue;
+        int j = k - 1;
+        for (; j > 0 && compare_candidates(&x, &c[j - 1]) < 0; j--) c[j] = c[j - 1];
+        c[j] = x;
+    }
+}
+
+static int32_t sample_row(const float *logits, int vocab, const uint32_t *mask, const SampleParams *p, int pos) {
+    int n = 0;
+    for (int i = 0; i < vocab; i++) {
+        if (isnan(logits[i])) die("sample: the logits at position %d are not numbers; the model file or its cache is damaged", pos);
+        if (!mask || mask[i / 32] >> (i % 32) & 1) cpu.candidates[n++] = (struct Candidate){ logits[i], i };
+    }
+    if (!n) die("sample: no token is allowed at position %d", pos);
+    if (p->temperature <= 0) return best_candidate(n).id;
+    int kept = p->top_k > 0 ? min_int(p->top_k, n) : n;
+    select_top(n, kept);
+    struct Candidate *c = cpu.candidates;              // from here on .logit holds exp((logit - largest) / temperature)
+    const float largest = c[0].logit;
+    double total = 0, mass = 0;
+    for (int i = 0; i < kept; i++) total += c[i].logit = expf((c[i].logit - largest) / p->temperature);
+    for (int i = 0; i < kept; i++) {                   // top-p keeps a token if the mass before it is below top_p
+        if (i && (mass >= p->top_p * total || c[i].logit < p->min_p)) kept = i;
+        else mass += c[i].logit;
+    }
+    double u = random_unit(p->seed, pos) * mass;
+    for (int i = 0; i < kept; i++) {
+        u -= c[i].logit;
+        if (u < 0) return c[i].id;
+    }
+    return c[kept - 1].id;
+}
+
+static void cpu_sample(const Sample *o) {
+    const size_t words = round_up((size_t)o->vocab, 32) / 32;
+    if (o->counts) die("sample: penalties are not supported by the CPU backend");
+    for (int r = 0; r < o->batch->n_rows; r++) {
+        const Row *row = &o->batch->rows[r];
+        const int seq = o->batch->segs[row->seg].seq;
+        o->out[r] = sample_row(o->logits + (size_t)r * (size_t)o->vocab, o->vocab, o->mask ? o->mask + (size_t)r * words : NULL,
+                               &o->params[seq], o->batch->len[seq] + row->depth);
+        if (o->feed) o->feed[r].token = o->out[r];
+    }
+}
+
+// Operations that no feature of this build needs yet stay NULL (gemma4.h, contract 10).
+const Ops *cpu_ops(void) {
+    static const Ops ops = {
+        .name = "cpu", .weight_bytes = cpu_weight_bytes, .upload = cpu_upload, .scratch_bytes = cpu_scratch_bytes,
+        .init = cpu_init, .reserve = cpu_reserve, .release = cpu_release, .copy = cpu_copy, .begin = cpu_begin, .end = cpu_end,
+        .wait = cpu_wait, .embed = cpu_embed, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up,
+        .route = cpu_route, .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
+        .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store, .attend = cpu_attend,
+        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .sample = cpu_sample
+    };
+    return &ops;
+}
+
+// ==== [6] The forward pass ===========================================================================================
+// Written once, against the table of operations; a step's rows may belong to several sessions and may be prompt, plain
+// decoding or a tree of drafts. Each layer: attention, feed-forward, per-layer embedding (E2B, E4B), scale. Norms and
+// residual additions ride on the products that read them (In in gemma4.h): a block leaves what it adds as a delta of the
+// stream, and the next product takes it in.
+//
+// Checkpoints carry the names of llama.cpp's gemma4 graph. They cost nothing unless --dump is given.
+
+enum { OUT_OF_LAYERS = -1 };
+
+// Appends n_rows x cols values to DIR/NAME-LAYER.f32 (DIR/NAME.f32 outside the layers); the first step of a run truncates.
+static void checkpoint(Model *m, const char *name, int l, const float *data, int n_rows, int cols) {
+    if (!m->dump_dir) return;
+    const size_t n = (size_t)n_rows * (size_t)cols;
+    float *host = alloc_or_die(n, sizeof *host);
+    m->ops->copy(&(Copy){ host, data, n * sizeof *host, COPY_OUT });
+    m->ops->wait();
+    char path[4096], layer[16] = "";
+    if (l != OUT_OF_LAYERS) snprintf(layer, sizeof layer, "-%d", l);
+    if (snprintf(path, sizeof path, "%s/%s%s.f32", m->dump_dir, name, layer) >= (int)sizeof path) die("--dump: the path is too long: %s", m->dump_dir);
+    FILE *f = fopen(path, m->steps ? "ab" : "wb");
+    if (!f) die("--dump: %s: %s", path, strerror(errno));
+    if (fwrite(host, sizeof *host, n, f) != n || fclose(f)) die("--dump: %s: %s", path, strerror(errno));
+    free(host);
+}
+
+// The same for the y of an In, which no buffer holds.
+static void checkpoint_in(Model *m, const char *name, int l, In in, int n_rows) {
+    if (!m->dump_dir) return;
+    in.x_out = NULL;
+    m->ops->close(&(Close){ .n_rows = n_rows, .cols = m->config.dim, .in = in, .out = m->s.dump[0] });
+    checkpoint(m, name, l, m->s.dump[0], n_rows, m->config.dim);
+}
+
+typedef struct {              // what one pass through the layers carries along
+    Batch all, batch;         // all rows of the step; those still under way
+    In    stream;             // the residual stream, and what its next reader has to add to it
+    const float *ple;         // (n_rows, n_layers, ple_dim)
+    bool  staged;             // a prompt step: rows of sliding layers wait in m->stage until their last reader is done
+    int   waiting;            // layer whose rows are in the stage; -1: none
+} Pass;
+
+// The stream as the input of a product whose norm weight is w_pre. If something is to be added, the sum goes to the other
+// buffer, which is the stream from here on.
+static In enter(const State *s, In *stream, const float *w_pre) {
+    In in = *stream;
+    in.w_pre = w_pre;
+    if (in.delta[0] || in.scale != 1) {
+        in.x_out = stream->x == s->x[0] ? s->x[1] : s->x[0];
+        *stream = (In){ .x = in.x_out, .scale = 1, .eps = in.eps };
+    }
+    return in;
+}
+
+// The form in which the matrix w wants to find an activation.
+static Act act_for(const Tensor *w, Act a) {
+    if (is_quantised(w->type)) a.f = NULL;
+    else a.q = NULL, a.s = NULL;
+    return a;
+}
+
+static Cache stage_of(const Model *m, const Cache *ring) {          // the stage in the shape of one ring
+    Cache st = m->stage;
+    st.n_kv_heads = ring->n_kv_heads;
+    st.head_dim = st.k.dim = st.v.dim = ring->head_dim;
+    return st;
+}
+
+static void empty_stage(Model *m, Pass *p) {
+    if (p->waiting < 0) return;
+    const Cache *ring = &m->caches[m->cache_of[p->waiting]], stage = stage_of(m, ring);
+    m->ops->kv_copy(&(KvCopy){ .batch = &p->all, .cache = ring, .stage = &stage });
+    p->waiting = -1;
+}
+
+// Go on with the rows whose output is wanted. The stream has nothing pending.
+static void keep_wanted(Model *m, Pass *p) {
+    const Config *c = &m->config;
+    State *s = &m->s;
+    float *x = p->stream.x == s->x[0] ? s->x[1] : s->x[0];
+    const int ple = c->n_layers * c->ple_dim;
+    m->ops->gather_rows(&(GatherRows){ .n_rows = m->n_kept, .cols = c->dim, .src = p->stream.x, .src_stride = c->dim,
+                                       .index = s->kept_index, .dst = x, .dst_stride = c->dim });
+    if (ple) {
+        m->ops->gather_rows(&(GatherRows){ .n_rows = m->n_kept, .cols = ple, .src = s->ple, .src_stride = ple,
+                                           .index = s->kept_index, .dst = s->ple_kept, .dst_stride = ple });
+        p->ple = s->ple_kept;
+    }
+    p->stream.x = x;
+    p->batch.rows = s->kept_rows;
+    p->batch.n_rows = m->n_kept;
+}
+
+// x += norm(Wo attend(q, K, V)); leaves the sum as a delta. False: no row's output is wanted, and the caches are complete.
+static bool attention(Model *m, int l, Pass *p) {
+    const Config *c = &m->config;
+    const LayerConfig *lc = &c->layer[l];
+    const LayerWeights *w = &m->weights.layer[l];
+    const Ops *op = m->ops;
+    State *s = &m->s;
+    const bool own = lc->kv_layer == l;
+    const bool has_v = w->attn_v.data != NULL;
+    // The last layer with a cache of its own: later layers need only the rows whose output is wanted, and so does its q.
+    const bool shrink = l == c->first_shared - 1 && m->n_kept < p->batch.n_rows && !m->dump_dir;
+    const Cache *cache = &m->caches[m->cache_of[l]];
+    const Cache stage = stage_of(m, cache);
+
+    In in = enter(s, &p->stream, w->attn_norm);
+    checkpoint_in(m, "attn_norm", l, in, p->batch.n_rows);
+    Matmul qkv = { .n_rows = p->batch.n_rows, .in = in };
+    if (!shrink) qkv.w[qkv.n] = &w->attn_q, qkv.out[qkv.n++] = s->q;
+    if (own) qkv.w[qkv.n] = &w->attn_k, qkv.out[qkv.n++] = s->k;
+    if (own && has_v) qkv.w[qkv.n] = &w->attn_v, qkv.out[qkv.n++] = s->v;
+    op->matmul(&qkv);
+
+    if (own && p->staged && lc->is_swa) p->waiting = l;
+    QkvStore store = {
+        .batch = &p->batch, .cache = cache, .stage = p->staged && lc->is_swa ? &stage : NULL, .n_heads = c->n_heads,
+        .q = shrink ? NULL : s->q, .k = own ? s->k : NULL, .v = own ? (has_v ? s->v : s->k) : NULL,
+        .w_q = w->attn_q_norm, .w_k = w->attn_k_norm, .v_norm = true, .eps = c->eps,
+        .rope = { s->inv_freq[lc->is_swa], m->weights.n_pairs[lc->is_swa] },
+        .dump_q = s->dump[0], .dump_q_pos = s->dump[1], .dump_k = s->dump[2], .dump_v = s->dump[3], .dump_k_pos = s->dump[4]
+    };
+    op->qkv_store(&store);
+    checkpoint(m, "Qcur_normed", l, s->dump[0], p->batch.n_rows, c->n_heads * lc->head_dim);
+    checkpoint(m, "Qcur_pos", l, s->dump[1], p->batch.n_rows, c->n_heads * lc->head_dim);
+    if (own) {
+        checkpoint(m, "Kcur_normed", l, s->dump[2], p->batch.n_rows, lc->n_kv_heads * lc->head_dim);
+        checkpoint(m, "Vcur_normed", l, s->dump[3], p->batch.n_rows, lc->n_kv_heads * lc->head_dim);
+        checkpoint(m, "Kcur_pos", l, s->dump[4], p->batch.n_rows, lc->n_kv_heads * lc->head_dim);
+    }
+
+    if (shrink) {
+        if (!m->n_kept) return false;
+        keep_wanted(m, p);
+        op->matmul(&(Matmul){ .n_rows = m->n_kept, .in = enter(s, &p->stream, w->attn_norm), .n = 1, .w = { &w->attn_q }, .out = { s->q } });
+        store.q = s->q;
+        store.k = store.v = NULL;
+        op->qkv_store(&store);
+    }
+    const Act att_out = act_for(&w->attn_output, s->att_out);
+    op->attend(&(Attend){ .batch = &p->batch, .cache = cache, .stage = store.stage, .n_heads = c->n_heads, .q = s->q,
+                          .window = lc->is_swa ? c->n_swa : 0, .own = OWN_CAUSAL, .scale = 1, .out = att_out });
+    if (p->waiting >= 0 && c->layer[p->waiting].last_reader == l) empty_stage(m, p);
+    op->matmul(&(Matmul){ .n_rows = p->batch.n_rows, .in = { .act = att_out }, .n = 1, .w = { &w->attn_output }, .out = { s->y } });
+
+    p->stream.delta[0] = s->y;
+    p->stream.w_post = w->post_attention_norm;
+    In added = p->stream;
+    added.x = NULL;
+    checkpoint_in(m, "attn_post_norm", l, added, p->batch.n_rows);
+    checkpoint_in(m, "attn_out", l, p->stream, p->batch.n_rows);
+    return true;
+}
+
+// x += norm(FFN(x)), with the experts beside the dense FFN where the model has them; leaves the sum as deltas.
+static void feed_forward(Model *m, int l, Pass *p) {
+    const Config *c = &m->config;
+    const LayerWeights *w = &m->weights.layer[l];
+    const Ops *op = m->ops;
+    State *s = &m->s;
+    const int n_rows = p->batch.n_rows;
+
+    const In in = enter(s, &p->stream, w->ffn_norm);
+    checkpoint_in(m, c->n_experts ? "ffn_norm_1" : "ffn_norm", l, in, n_rows);
+    Route route = { .n_rows = n_rows, .n_used = c->n_experts_used, .in = in, .w = &w->ffn_gate_inp,
+                    .expert_scale = w->ffn_down_exps_scale, .logits = s->router, .ids = s->expert_ids, .weights = s->expert_weights };
+    route.in.w_pre = w->router_norm;                   // the router sees x itself, not what the experts see
+    route.in.x_out = NULL;
+    const Act ffn = act_for(&w->ffn_down, s->ffn);
+    op->gate_up(&(GateUp){ .n_rows = n_rows, .in = in, .gate = &w->ffn_gate, .up = &w->ffn_up, .fn = ACT_GELU, .out = ffn,
+                           .route = c->n_experts ? &route : NULL });
+    const Matmul down = { .n_rows = n_rows, .in = { .act = ffn }, .n = 1, .w = { &w->ffn_down }, .out = { s->mlp } };
+
+    if (c->n_experts) {
+        checkpoint(m, "ffn_moe_logits", l, s->router, n_rows, c->n_experts);
+        const In experts_in = enter(s, &p->stream, w->pre_ffw_norm_2);
+        checkpoint_in(m, "ffn_norm_2", l, experts_in, n_rows);
+        const Act expert = act_for(&w->ffn_down_exps, s->expert);
+        op->expert_gate_up(&(ExpertGateUp){ .n_rows = n_rows, .n_used = c->n_experts_used, .in = experts_in, .gate = &w->ffn_gate_exps,
+                                            .up = w->ffn_up_exps.data ? &w->ffn_up_exps : NULL, .fn = ACT_GELU,
+                                            .ids = s->expert_ids, .out = expert, .beside = &down });
+        op->expert_down(&(ExpertDown){ .n_rows = n_rows, .n_used = c->n_experts_used, .in = expert, .down = &w->ffn_down_exps,
+                                       .ids = s->expert_ids, .weights = s->expert_weights, .out = s->moe });
+        p->stream.delta[1] = s->moe;
+        p->stream.w_delta[0] = w->post_ffw_norm_1;
+        p->stream.w_delta[1] = w->post_ffw_norm_2;
+        checkpoint_in(m, "ffn_mlp", l, (In){ .delta = { s->mlp }, .w_delta = { w->post_ffw_norm_1 }, .scale = 1, .eps = c->eps }, n_rows);
+        checkpoint_in(m, "ffn_moe", l, (In){ .delta = { s->moe }, .w_delta = { w->post_ffw_norm_2 }, .scale = 1, .eps = c->eps }, n_rows);
+    } else {
+        op->matmul(&down);
+        checkpoint(m, "ffn_out", l, s->mlp, n_rows, c->dim);
+    }
+    p->stream.delta[0] = s->mlp;
+    p->stream.w_post = w->post_ffw_norm;
+    In added = p->stream;
+    added.x = NULL;
+    checkpoint_in(m, "ffn_post_norm", l, added, n_rows);
+}
+
+// x += norm(Wproj (gelu(Wgate x) * u[l])); leaves the sum as a delta. x is not normed on the way in.
+static void per_layer_embedding(Model *m, int l, Pass *p) {
+    const Config *c = &m->config;
+    const LayerWeights *w = &m->weights.layer[l];
+    State *s = &m->s;
+    const Act gate = act_for(&w->proj, s->ple_gate);
+    m->ops->ple_inject(&(PleInject){ .n_rows = p->batch.n_rows, .in = enter(s, &p->stream, NULL), .w = &w->inp_gate,
+                                     .u = p->ple + (size_t)l * (size_t)c->ple_dim, .u_stride = c->n_layers * c->ple_dim, .out = gate });
+    m->ops->matmul(&(Matmul){ .n_rows = p->batch.n_rows, .in = { .act = gate }, .n = 1, .w = { &w->proj }, .out = { s->y } });
+    p->stream.delta[0] = s->y;
+    p->stream.w_post = w->post_norm;
+    In added = p->stream;
+    added.x = NULL;
+    checkpoint_in(m, "per_layer_embd_out", l, added, p->batch.n_rows);
+}
+
+/* TRAPS  what differs from Llama, and the test that sees it when it is wrong (all: the golden logits of test_forward.c)
+ *  1. embedding times sqrt(dim); the LM head uses the same table without it                          golden
+ *  2. norm weights as stored, no "1 + w"                                                             golden
+ *  3. attention scale 1, not 1/sqrt(head_dim); per-head norms of q and k carry the temperature       golden
+ *  4. V is normed without a weight, and never rotated                                                golden
+ *  5. a global layer without attn_v takes V from the raw K projection, before k's norm and rope      golden dense, moe; test_cache tied
+ *  6. sliding layers: head_dim 256, base 1e4, all pairs turn; global: head_dim 512, base 1e6,
+ *     pairs (i, i + 256), i < 64 turn with exponent 2i/512, the others stay                          golden; test_ops rope
+ *  7. the window holds n_swa keys, the row's own included                                            golden; test_cache window
+ *  8. layers that share K and V read the last owner of their kind, as it is after this step          golden e; test_cache
+ *  9. residual: x + norm(attention), x + norm(FFN): norms before and after each block                golden
+ * 10. GELU in its tanh form, in the FFN, the experts and the per-layer gate                          test_ops
+ * 11. FFN width differs by layer (E2B: doubled in layers that share K and V)                         golden e
+ * 12. MoE: router, dense FFN and experts all read x, each through its own norm; the router's norm
+ *     weight is scale / sqrt(dim); outputs are normed apart, added, normed again                     golden moe
+ * 13. chosen experts' weights are renormalised, then times ffn_down_exps.scale                       golden moe; test_ops route
+ * 14. fused expert tensors hold the rows of gate first                                               test_forward split experts
+ * 15. per-layer embeddings: table times 16, projection times 1/sqrt(dim) then normed per layer,
+ *     sum times 1/sqrt(2); the gate reads x without a norm                                           golden e
+ * 16. layer_output_scale multiplies the whole stream, last                                           golden
+ * 17. logits = 30 tanh(z / 30)                                                                       golden
+ * 18. positions are len + depth, taken before anything is stored                                     test_cache chunks, trees */
+static void forward(Model *m, bool staged) {
+    const Config *c = &m->config;
+    const Weights *w = &m->weights;
+    const Ops *op = m->ops;
+    State *s = &m->s;
+    const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
+    Pass p = { .all = all, .batch = all, .stream = { .x = s->x[0], .scale = 1, .eps = c->eps }, .ple = s->ple,
+               .staged = staged, .waiting = -1 };
+
+    op->embed(&(Embed){ .batch = &all, .table = &w->token_embd, .scale = sqrtf((float)c->dim), .out = s->x[0], .out_stride = c->dim });
+    checkpoint(m, "inp_scaled", OUT_OF_LAYERS, s->x[0], all.n_rows, c->dim);
+    if (c->ple_dim) {
+        op->matmul(&(Matmul){ .n_rows = all.n_rows, .in = p.stream, .n = 1, .w = { &w->per_layer_model_proj }, .out = { s->ple } });
+        op->ple_rows(&(PleRows){ .batch = &all, .table = &w->per_layer_token_embd, .w_norm = w->per_layer_proj_norm, .u = s->ple,
+                                 .n_layers = c->n_layers, .ple_dim = c->ple_dim, .proj_scale = 1 / sqrtf((float)c->dim),
+                                 .table_scale = sqrtf((float)c->ple_dim), .out_scale = 1 / sqrtf(2), .eps = c->eps });
+        checkpoint(m, "inp_per_layer", OUT_OF_LAYERS, s->ple, all.n_rows, c->n_layers * c->ple_dim);
+    }
+
+    for (int l = 0; l < c->n_layers; l++) {
+        if (!attention(m, l, &p)) break;
+        feed_forward(m, l, &p);
+        if (c->ple_dim) per_layer_embedding(m, l, &p);
+        p.stream.scale = w->layer[l].layer_output_scale;
+        checkpoint_in(m, "out_scaled", l, p.stream, p.batch.n_rows);
+        checkpoint_in(m, "l_out", l, p.stream, p.batch.n_rows);
+    }
+    empty_stage(m, &p);
+    if (!m->n_kept) return;
+    if (p.batch.n_rows > m->n_kept) {                  // a dump went through all layers with all rows
+        op->close(&(Close){ .n_rows = p.batch.n_rows, .cols = c->dim, .in = enter(s, &p.stream, NULL) });
+        keep_wanted(m, &p);
+    }
+    p.stream.w_pre = w->output_norm;
+    op->head(&(Head){ .n_rows = m->n_kept, .in = p.stream, .w = w->output.data ? &w->output : &w->token_embd, .cap = c->logit_cap,
+                      .logits = s->logits, .hidden = s->hidden });
+    checkpoint(m, "result_norm", OUT_OF_LAYERS, s->hidden, m->n_kept, c->dim);
+    checkpoint(m, "result_output", OUT_OF_LAYERS, s->logits, m->n_kept, c->vocab);
+}
+
+// ==== [7] Step: batch, run, commit ===================================================================================
+// A step takes rows of one or more sessions through the model. Their K and V are in the caches afterwards, but the sessions
+// are as long as before: commit() decides how many rows, along which path, become part of a session. What is not committed
+// needs no undo. A segment of more than STEP_ROWS rows is a prompt chunk and must be committed whole.
+
+typedef struct {
+    int seq;                  // session
+    SegKind kind;
+    int n;
+    const StepRow *rows;      // (n)
+} StepSeg;
+
+// Runs the rows of n_segs segments of different sessions. Returns the number of rows of logits, in the order of the rows
+// that want them. The caller has checked token ids and that len + n fits the session.
+static int step(Model *m, const StepSeg *segs, int n_segs) {
+    const Ops *op = m->ops;
+    State *s = &m->s;
+    bool staged = false;
+    m->n_segs = n_segs;
+    m->n_rows = m->n_kept = 0;
+    assert(n_segs <= m->options.n_seqs);
+    for (int i = 0; i < n_segs; i++) {
+        const StepSeg *in = &segs[i];
+        assert(m->n_rows + in->n <= m->options.n_batch && (in->kind == SEG_CHAIN || in->n <= STEP_ROWS));
+        assert(m->len[in->seq] + in->n <= m->options.n_ctx + STEP_ROWS);
+        m->segs[i] = (Segment){ .seq = in->seq, .first = m->n_rows, .n = in->n, .kind = (int32_t)in->kind };
+        staged |= in->n > STEP_ROWS;
+        for (int j = 0; j < in->n; j++) {
+            Row *row = &m->rows[m->n_rows];
+            *row = (Row){ .token = in->rows[j].token, .seg = i, .index = j, .depth = j };
+            if (in->kind == SEG_TREE) {
+                const int parent = in->rows[j].parent;
+                assert(parent < j);
+                const Row *above = row - j + parent;
+                row->depth = parent < 0 ? 0 : above->depth + 1;
+                row->ancestors = (parent < 0 ? 0 : above->ancestors) | (uint64_t)1 << j;
+            }
+            if (in->rows[j].want) {
+                assert(m->n_kept < m->options.n_logits);
+                m->kept_rows[m->n_kept] = *row;
+                m->kept_index[m->n_kept++] = m->n_rows;
+            }
+            m->n_rows++;
+        }
+    }
+    op->copy(&(Copy){ s->rows, m->rows, (size_t)m->n_rows * sizeof(Row), COPY_IN });
+    op->copy(&(Copy){ s->segs, m->segs, (size_t)m->n_segs * sizeof(Segment), COPY_IN });
+    op->copy(&(Copy){ s->kept_rows, m->kept_rows, (size_t)m->n_kept * sizeof(Row), COPY_IN });
+    op->copy(&(Copy){ s->kept_index, m->kept_index, (size_t)m->n_kept * sizeof(int32_t), COPY_IN });
+    if (m->dump_dir) {                                 // checkpoints copy out as they go: nothing to record
+        forward(m, staged);
+    } else {
+        const StepKey key = { .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs, .kept = m->n_kept, .logits = m->n_kept };
+        if (op->begin(key)) forward(m, staged);
+        op->end();
+    }
+    m->steps++;
+    return m->n_kept;
+}
+
+// Makes n_accept[i] rows of the last step's segment i part of its session: of a CHAIN the first ones, of a TREE the rows
+// path[i * STEP_ROWS ...], root first. path may be NULL when all segments are chains.
+static void commit(Model *m, const int32_t *n_accept, const int32_t *path) {
+    const Ops *op = m->ops;
+    State *s = &m->s;
+    const Batch b = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
+    for (int i = 0; i < m->n_segs; i++) {
+        assert(n_accept[i] >= 0 && n_accept[i] <= m->segs[i].n && (m->segs[i].n <= STEP_ROWS || n_accept[i] == m->segs[i].n));
+        m->len[m->segs[i].seq] += n_accept[i];
+    }
+    op->copy(&(Copy){ s->n_accept, n_accept, (size_t)m->n_segs * sizeof *n_accept, COPY_IN });
+    if (path) op->copy(&(Copy){ s->path, path, (size_t)m->n_segs * STEP_ROWS * sizeof *path, COPY_IN });
+    if (op->begin((StepKey){ .kind = STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs, .kept = path != NULL }))
+        op->kv_commit(&(KvCommit){ .batch = &b, .caches = m->caches, .n_caches = m->n_caches, .n_accept = s->n_accept, .path = path ? s->path : NULL });
+    op->end();
+}
+
+static void read_logits(Model *m, int row, float *host) {            // (vocab) of one row of the last step
+    const size_t n = (size_t)m->config.vocab;
+    m->ops->copy(&(Copy){ host, m->s.logits + (size_t)row * n, n * sizeof *host, COPY_OUT });
+    m->ops->wait();
+}
+
+// Runs n tokens through session seq in chunks of at most n_batch rows and commits them; the last one's logits are row 0
+// afterwards. what: shown as progress, NULL: not. False: *stop was set between two chunks; what ran is committed.
+static bool run_prompt(Model *m, int seq, const int32_t *tokens, int n, const char *what, const volatile sig_atomic_t *stop) {
+    for (int at = 0; at < n; ) {
+        const int chunk = min_int(n - at, m->options.n_batch);
+        for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = tokens[at + i], .want = at + i == n - 1 };
+        step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = chunk, .rows = m->chunk }, 1);
+        commit(m, &(int32_t){ chunk }, NULL);
+        at += chunk;
+        if (what) progress(what, (size_t)at, (size_t)n);
+        if (at < n && stop && *stop) return false;
+    }
+    return true;
+}
+
+// ==== [8] Text: tokenizer, sampling, generation ======================================================================
+// From text to ids and back. The generated text goes to stdout as it comes; statistics go to stderr, each line with "# ".
+
+static volatile sig_atomic_t interrupted;              // set by the first Ctrl-C; a second one ends the process
+
+static void on_interrupt(int signal_number) {
+    (void)signal_number;
+    interrupted = 1;
+}
+
+static TokStr tok_str(GgufStr s) { return (TokStr){ s.s, s.n }; }
+
+static void load_tokenizer(Tokenizer *t, Gguf *g, const Config *c) {
+    GgufStr kind = { "", 0 };
+    if (gguf_get_str(g, "tokenizer.ggml.model", &kind) < 0) die_gguf(g);
+    if (kind.n != 6 || memcmp(kind.s, "gemma4", 6) != 0)
+        die("%s: key 'tokenizer.ggml.model': expected 'gemma4', got '%.*s'", g->path, (int)(kind.n < 40 ? kind.n : 40), kind.s);
+    const GgufStr *tokens, *merges;
+    size_t n_tokens = 0, n_merges = 0;
+    int found = gguf_get_strs(g, "tokenizer.ggml.tokens", &tokens, &n_tokens);
+    if (found < 0) die_gguf(g);
+    if (!found) die("%s: key 'tokenizer.ggml.tokens': missing", g->path);
+    if (n_tokens != (size_t)c->vocab)
+        die("%s: key 'tokenizer.ggml.tokens': expected %d texts, one per row of token_embd.weight, got %zu", g->path, c->vocab, n_tokens);
+    found = gguf_get_strs(g, "tokenizer.ggml.merges", &merges, &n_merges);
+    if (found < 0) die_gguf(g);
+    if (!found) die("%s: key 'tokenizer.ggml.merges': missing", g->path);
+    if (n_merges > INT_MAX) die("%s: key 'tokenizer.ggml.merges': expected at most %d, got %zu", g->path, INT_MAX, n_merges);
+
+    TokStr *text = alloc_or_die(n_tokens + n_merges, sizeof *text);
+    int64_t *types64 = alloc_or_die(n_tokens, sizeof *types64);
+    int32_t *types = alloc_or_die(n_tokens, sizeof *types);
+    for (size_t i = 0; i < n_tokens; i++) text[i] = tok_str(tokens[i]);
+    for (size_t i = 0; i < n_merges; i++) text[n_tokens + i] = tok_str(merges[i]);
+    const int has_types = gguf_get_ints(g, "tokenizer.ggml.token_type", INT32_MIN, INT32_MAX, types64, n_tokens);
+    if (has_types < 0) die_gguf(g);
+    for (size_t i = 0; i < n_tokens; i++) types[i] = (int32_t)types64[i];
+    GgufStr chat_template = { "", 0 };
+    if (gguf_get_str(g, "tokenizer.chat_template", &chat_template) < 0) die_gguf(g);
+    const TokVocab v = {
+        .tokens = text, .n_tokens = (int)n_tokens, .types = has_types ? types : NULL, .merges = text + n_tokens, .n_merges = (int)n_merges,
+        .bos = (int)key_int(g, "tokenizer.ggml.bos_token_id", 0, c->vocab - 1, 2), .eos = (int)key_int(g, "tokenizer.ggml.eos_token_id", 0, c->vocab - 1, 1),
+        .eot = gguf_find_kv(g, "tokenizer.ggml.eot_token_id") ? (int)key_int(g, "tokenizer.ggml.eot_token_id", 0, c->vocab - 1, -1) : -1,
+        .chat_template = tok_str(chat_template), .has_ple = c->ple_dim > 0
+    };
+    if (tok_init(t, &v) < 0) die("%s: tokenizer: %s", g->path, t->err);
+    free(text);
+    free(types64);
+    free(types);
+}
+
+// FNV-1a of the bytes, to compare two runs at a glance.
+static uint64_t hash_bytes(const void *p, size_t n) {
+    uint64_t h = 0xcbf29ce484222325u;
+    for (size_t i = 0; i < n; i++) h = (h ^ ((const uint8_t *)p)[i]) * 0x100000001b3u;
+    return h;
+}
+
+// Bytes of weights and cache that one decoded token at position pos has to read: the floor of its time is this over bandwidth.
+static double bytes_per_token(const Model *m, int pos) {
+    const Config *c = &m->config;
+    double bytes = (double)matrix_bytes(m->weights.output.data ? &m->weights.output : &m->weights.token_embd);
+    if (c->ple_dim) bytes += (double)matrix_bytes(&m->weights.per_layer_model_proj);
+    for (int l = 0; l < c->n_layers; l++) {
+        const LayerWeights *w = &m->weights.layer[l];
+        const Tensor *dense[] = { &w->attn_q, &w->attn_k, &w->attn_v, &w->attn_output, &w->ffn_gate, &w->ffn_up, &w->ffn_down, &w->ffn_gate_inp, &w->inp_gate, &w->proj };
+        const Tensor *experts[] = { &w->ffn_gate_exps, &w->ffn_up_exps, &w->ffn_down_exps };
+        for (size_t i = 0; i < sizeof dense / sizeof *dense; i++)
+            if (dense[i]->data) bytes += (double)matrix_bytes(dense[i]);
+        for (size_t i = 0; i < sizeof experts / sizeof *experts; i++)
+            if (experts[i]->data) bytes += (double)matrix_bytes(experts[i]) / c->n_experts * c->n_experts_used;
+        const Cache *k = &m->caches[m->cache_of[l]];
+        bytes += (double)(c->layer[l].is_swa ? min_int(pos, c->n_swa) : pos) * k->n_kv_heads *
+                 ((double)k->k.dim * (double)kv_value_bytes(k->k.type) + (double)k->v.dim * (double)kv_value_bytes(k->v.type));
+    }
+    return bytes;
+}
+
+// What is about to run, on stderr: model, plan, device.
+static void print_plan(const Model *m) {
+    const Config *c = &m->config;
+    const double mib = 1 << 20;
+    GgufStr name = { "unnamed", 7 };
+    if (gguf_get_str((Gguf *)(uintptr_t)&m->gguf, "general.name", &name) < 0) name = (GgufStr){ "unnamed", 7 };
+    bool tied = false;
+    for (int i = 0; i < m->n_caches; i++) tied |= m->caches[i].n_rot > 0;
+    fprintf(stderr, "# %.*s: %d layers, dim %d, %d experts, vocabulary %d, weights %.1f MiB (%s)\n", (int)(name.n < 80 ? name.n : 80), name.s,
+            c->n_layers, c->dim, c->n_experts, c->vocab, (double)m->binder.bytes / mib, gguf_type_name((int)m->weights.layer[0].attn_q.type));
+    fprintf(stderr, "# plan: context %d x %d: global KV %.1f MiB (%s %s), rings %.1f MiB, stage %.1f MiB, activations %.1f MiB, scratch %.1f MiB\n",
+            m->options.n_seqs, m->options.n_ctx, (double)m->plan.kv_global / mib, m->options.k_type == KV_F32 ? "f32" : "f16", tied ? "tied" : "untied",
+            (double)m->plan.kv_rings / mib, (double)m->plan.stage / mib, (double)m->plan.activations / mib, (double)m->plan.scratch / mib);
+    int threads = 1;
+#ifdef _OPENMP
+    threads = omp_get_max_threads();
+#endif
+    fprintf(stderr, "# backend: %s, %d thread%s\n", m->ops->name, threads, threads == 1 ? "" : "s");
+}
+
+typedef struct {
+    int          n_predict;   // tokens to generate; -1: until the turn ends or the context is full
+    bool         ignore_eos;
+    SampleParams sampling;
+} GenerateOptions;
+
+static void write_text(const char *s, size_t n) {
+    if (fwrite(s, 1, n, stdout) != n || fflush(stdout)) die("standard output: %s", strerror(errno));
+}
+
+// Continues session 0 with the prompt (ids, n >= 1) and prints what follows. Returns 0, or 130 after Ctrl-C.
+static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, const GenerateOptions *o) {
+    const Ops *op = m->ops;
+    char *text = alloc_or_die(t->stream_cap, 1);
+    TokStream stream = { 0 };
+    op->copy(&(Copy){ m->s.params, &o->sampling, sizeof o->sampling, COPY_IN });
+
+    const double t_start = seconds();
+    const bool prompted = run_prompt(m, 0, prompt, n, "prompt tokens", &interrupted);
+    op->wait();
+    const double t_prompt = seconds();
+    int made = 0;
+    double read = 0;                                   // bytes that the decoding steps had to read
+    const char *why = "end of turn";
+    for (; prompted && !interrupted; made++) {
+        const Batch b = { .rows = m->s.kept_rows, .segs = m->s.segs, .len = m->s.len, .n_rows = 1, .n_segs = 1 };
+        if (made == o->n_predict) { why = "-n reached"; break; }
+        if (op->begin((StepKey){ .kind = STEP_COMMIT, .rows = 1, .logits = 1 }))
+            op->sample(&(Sample){ .batch = &b, .vocab = m->config.vocab, .logits = m->s.logits, .params = m->s.params, .mask = m->s.mask, .out = m->s.chosen });
+        op->end();
+        int32_t token;
+        op->copy(&(Copy){ &token, m->s.chosen, sizeof token, COPY_OUT });
+        op->wait();
+        if (tok_is_stop(t, token) && !o->ignore_eos) break;
+        write_text(text, tok_stream_push(t, &stream, token, false, text, t->stream_cap));
+        if (m->len[0] == m->options.n_ctx) { made++; why = "context full"; break; }
+        if (made + 1 == o->n_predict) continue;        // nobody needs what follows the last token
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = token, .want = true } }, 1);
+        commit(m, &(int32_t){ 1 }, NULL);
+        read += bytes_per_token(m, m->len[0]);
+    }
+    const double t_end = seconds();
+    write_text(text, tok_stream_flush(&stream, text, t->stream_cap));
+    if (isatty(1)) write_text("\n", 1);
+    if (interrupted) why = "interrupted";
+
+    float *logits = alloc_or_die((size_t)m->config.vocab, sizeof *logits);
+    read_logits(m, 0, logits);
+    fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s\n", n, t_prompt - t_start, n / (t_prompt - t_start));
+    const int steps = max_int(made - 1, 0);            // the first token came with the prompt
+    if (steps) fprintf(stderr, "# decode: %d steps in %.3f s, %.1f tok/s, %.2f GB/s\n", steps, t_end - t_prompt, steps / (t_end - t_prompt), read / (t_end - t_prompt) * 1e-9);
+    fprintf(stderr, "# %d tokens generated, stopped: %s; last logits %016" PRIx64 "\n", made, why, hash_bytes(logits, (size_t)m->config.vocab * sizeof *logits));
+    free(logits);
+    free(text);
+    return interrupted ? 130 : 0;
+}
+
+// ==== [9] Verbs: logits ==============================================================================================
+
+static void *read_file(const char *path, size_t *size, const char *flag) {        // the whole file; freed by the caller
+    FILE *f = fopen(path, "rb");
+    if (!f) die("%s: %s: %s", flag, path, strerror(errno));
+    size_t cap = 1 << 16, n = 0;
+    char *data = alloc_or_die(cap, 1);
+    for (size_t got; (got = fread(data + n, 1, cap - n, f)) > 0; ) {
+        n += got;
+        if (n < cap) continue;
+        data = realloc(data, cap *= 2);
+        if (!data) die("%s: %s: out of memory at %zu bytes", flag, path, n);
+    }
+    if (ferror(f)) die("%s: %s: %s", flag, path, strerror(errno));
+    fclose(f);
+    *size = n;
+    return data;
+}
+
+// gemma4 logits: the logits of every position of a list of ids, after the soft-cap, as n x vocab float32.
+static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const char *ids_path, const char *out_path, const char *dump_dir) {
+    size_t size = 0;
+    uint8_t *bytes = read_file(ids_path, &size, "--ids");
+    if (!size || size % 4) die("--ids: %s: expected little-endian int32 ids, got %zu bytes", ids_path, size);
+    if (size / 4 > MAX_CONTEXT) die("--ids: %s: expected at most %d ids, got %zu", ids_path, MAX_CONTEXT, size / 4);
+    const int n = (int)(size / 4);
+    if (!o.n_ctx) o.n_ctx = n;
+    if (n > o.n_ctx) die("--ids: %s: expected at most %d ids, got %d; try -c %d", ids_path, o.n_ctx, n, n);
+    o.n_logits = o.n_batch = STEP_ROWS;
+    Model *m = alloc_or_die(1, sizeof *m);
+    load_model(m, model, ops, o, dump_dir);
+    int32_t *ids = alloc_or_die((size_t)n, sizeof *ids);
+    for (int i = 0; i < n; i++) {
+        const uint8_t *b = bytes + (size_t)i * 4;
+        ids[i] = (int32_t)((uint32_t)b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24);
+        if (ids[i] < 0 || ids[i] >= m->config.vocab)
+            die("--ids: %s: id %d: expected 0..%d, got %" PRId32, ids_path, i, m->config.vocab - 1, ids[i]);
+    }
+    FILE *f = fopen(out_path, "wb");
+    if (!f) die("-o: %s: %s", out_path, strerror(errno));
+    float *logits = alloc_or_die((size_t)m->config.vocab, sizeof *logits);
+    const double t0 = seconds();
+    for (int at = 0; at < n; ) {
+        const int chunk = min_int(n - at, STEP_ROWS);
+        for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .want = true };
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = chunk, .rows = m->chunk }, 1);
+        for (int i = 0; i < chunk; i++) {
+            read_logits(m, i, logits);
+            if (fwrite(logits, sizeof *logits, (size_t)m->config.vocab, f) != (size_t)m->config.vocab) die("-o: %s: %s", out_path, strerror(errno));
+        }
+        commit(m, &(int32_t){ chunk }, NULL);
+        at += chunk;
+        progress("positions", (size_t)at, (size_t)n);
+    }
+    if (fclose(f)) die("-o: %s: %s", out_path, strerror(errno));
+    fprintf(stderr, "# %d positions x %d logits in %.2f s\n", n, m->config.vocab, seconds() - t0);
+    free(logits);
+    free(ids);
+    free(bytes);
+    free_model(m);
+    free(m);
+}
+
+// ==== [10] Command line ==============================================================================================
+// gemma4 MODEL [flags] generates; gemma4 VERB MODEL [flags] does something else. One table describes every flag: its
+// spelling, what it takes, where the value goes, and the line that --help prints.
+
+#ifndef TESTING
+#define VERSION "0.1"
+
+typedef struct {
+    const char *verb, *model, *prompt, *prompt_file, *system, *ids, *out, *dump, *kv_layout, *k_type, *v_type;
+    double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, seed;
+    bool raw, ignore_eos, help, version;
+} Flags;
+
+typedef enum { FLAG_TEXT, FLAG_INT, FLAG_REAL, FLAG_ON } FlagKind;
+
+typedef struct {
+    const char *name, *alias, *value;
+    FlagKind    kind;
+    size_t      field;        // offset into Flags
+    double      min, max;
+    const char *help;
+} Flag;
+
+#define FIELD(name) offsetof(Flags, name)
+static const Flag flags[] = {
+    { "-m", "--model", "FILE", FLAG_TEXT, FIELD(model), 0, 0, "the model, instead of the first argument" },
+    { "-p", "--prompt", "TEXT", FLAG_TEXT, FIELD(prompt), 0, 0, "what to answer, or to continue with --raw" },
+    { "-f", "--file", "FILE", FLAG_TEXT, FIELD(prompt_file), 0, 0, "the prompt is in this file" },
+    { "-n", "--predict", "N", FLAG_INT, FIELD(n_predict), -1, INT_MAX, "most tokens to generate; default -1: until the turn ends or the context is full" },
+    { "-c", "--ctx-size", "N", FLAG_INT, FIELD(n_ctx), 1, MAX_CONTEXT, "tokens of context; default: the model's, 8192 at most" },
+    { "-t", "--threads", "N", FLAG_INT, FIELD(n_threads), 1, 4096, "CPU threads; default: one per core" },
+    { "--system", "-sys", "TEXT", FLAG_TEXT, FIELD(system), 0, 0, "system turn; default: none" },
+    { "--raw", NULL, NULL, FLAG_ON, FIELD(raw), 0, 0, "continue the prompt as it is, without chat turns; <bos> is added" },
+    { "--ignore-eos", NULL, NULL, FLAG_ON, FIELD(ignore_eos), 0, 0, "go on after the end of the turn" },
+    { "--temp", "--temperature", "T", FLAG_REAL, FIELD(temperature), 0, 1000, "temperature; 0: always the likeliest token; default: the file's, else 1.0" },
+    { "--top-k", NULL, "N", FLAG_INT, FIELD(top_k), 0, INT_MAX, "sample from the N likeliest tokens, 0: all; default: the file's, else 64" },
+    { "--top-p", NULL, "P", FLAG_REAL, FIELD(top_p), 0, 1, "sample from the likeliest tokens that hold P of the probability; default: the file's, else 0.95" },
+    { "--min-p", NULL, "P", FLAG_REAL, FIELD(min_p), 0, 1, "leave out tokens less than P times as likely as the likeliest; default 0" },
+    { "--seed", "-s", "N", FLAG_INT, FIELD(seed), 0, 4294967295.0, "random seed; default: another one each time, printed" },
+    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, FIELD(k_type), 0, 0, "type of cached K: f16 or f32; default f16, for logits f32" },
+    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, FIELD(v_type), 0, 0, "type of cached V; default: as K" },
+    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, FIELD(kv_layout), 0, 0, "tied: store K and V of global layers once where V is the K projection (default); untied: apart" },
+    { "--dump", NULL, "DIR", FLAG_TEXT, FIELD(dump), 0, 0, "write every checkpoint to DIR/NAME-LAYER.f32, rows x width float32" },
+    { "--ids", NULL, "FILE", FLAG_TEXT, FIELD(ids), 0, 0, "logits: token ids, little-endian int32, <bos> included" },
+    { "-o", "--output", "FILE", FLAG_TEXT, FIELD(out), 0, 0, "logits: where they go, positions x vocabulary float32" },
+    { "-h", "--help", NULL, FLAG_ON, FIELD(help), 0, 0, "this text" },
+    { "--version", NULL, NULL, FLAG_ON, FIELD(version), 0, 0, "version and backend" },
+};
+
+static void print_help(void) {
+    printf("gemma4 " VERSION " - runs Gemma 4 text models from GGUF files\n\n"
+           "  gemma4 MODEL.gguf -p TEXT [flags]                generates: text on stdout, statistics on stderr\n"
+           "  gemma4 logits MODEL.gguf --ids FILE -o FILE      logits of every position, after the soft-cap\n\n");
+    for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) {
+        char left[64];
+        snprintf(left, sizeof left, "%s%s%s%s%s", flags[i].name, flags[i].alias ? ", " : "", flags[i].alias ? flags[i].alias : "",
+                 flags[i].value ? " " : "", flags[i].value ? flags[i].value : "");
+        printf("  %-28s %s\n", left, flags[i].help);
+    }
+}
+
+static void parse_flags(Flags *f, int argc, char **argv) {
+    for (int i = 1; i < argc; i++) {
+        const char *arg = argv[i];
+        const Flag *flag = NULL;
+        for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
+            if (!strcmp(arg, flags[k].name) || (flags[k].alias && !strcmp(arg, flags[k].alias))) flag = &flags[k];
+        if (!flag) {
+            if (arg[0] == '-') die("%s: no such flag; try --help", arg);
+            if (!f->verb && !f->model && !strcmp(arg, "logits")) f->verb = arg;
+            else if (!f->model) f->model = arg;
+            else die("%s: expected a flag, got a second model (the first is %s)", arg, f->model);
+            continue;
+        }
+        void *field = (char *)f + flag->field;
+        if (flag->kind == FLAG_ON) {
+            *(bool *)field = true;
+            continue;
+        }
+        if (++i == argc) die("%s: expected a value (%s), got the end of the line", arg, flag->value);
+        if (flag->kind == FLAG_TEXT) {
+            *(const char **)field = argv[i];
+            continue;
+        }
+        char *end;
+        errno = 0;
+        const double v = strtod(argv[i], &end);
+        const bool whole = v == floor(v);
+        if (end == argv[i] || *end || errno || !(v >= flag->min && v <= flag->max) || (flag->kind == FLAG_INT && !whole))
+            die("%s: expected %s from %.10g to %.10g, got '%s'", arg, flag->kind == FLAG_INT ? "a whole number" : "a number", flag->min, flag->max, argv[i]);
+        *(double *)field = v;
+    }
+}
+
+static KvType parse_kv_type(const char *flag, const char *name, KvType otherwise) {
+    if (!name) return otherwise;
+    if (!strcmp(name, "f16")) return KV_F16;
+    if (!strcmp(name, "f32")) return KV_F32;
+    die("%s: expected f16 or f32, got '%s'", flag, name);
+}
+
+// A sampling number: the command line's, else the file's, else Gemma's.
+static double sampling_value(Gguf *g, double given, const char *key, double otherwise) {
+    if (!isnan(given)) return given;
+    double v = otherwise;
+    int64_t i = 0;
+    const GgufKv *kv = gguf_find_kv(g, key);
+    if (!kv) return otherwise;
+    if (kv->type == GGUF_V_F32 || kv->type == GGUF_V_F64) {
+        if (gguf_get_float(g, key, &v) < 0) die_gguf(g);
+        return v;
+    }
+    if (gguf_get_int(g, key, 0, INT_MAX, &i) < 0) die_gguf(g);
+    return (double)i;
+}
+
+static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
+    size_t n_text = 0;
+    char *text = NULL;
+    if (f->prompt && f->prompt_file) die("-f: expected one prompt, got -p and -f");
+    if (f->prompt_file) {
+        text = read_file(f->prompt_file, &n_text, "-f");
+    } else if (f->prompt) {
+        n_text = strlen(f->prompt);
+        text = alloc_or_die(n_text + 1, 1);
+        memcpy(text, f->prompt, n_text);
+    } else {
+        die("-p: expected a prompt; try gemma4 MODEL.gguf -p \"Hello\"");
+    }
+    Model *m = alloc_or_die(1, sizeof *m);
+    Tokenizer tok;
+    TokIds ids = { 0 };
+    load_model(m, f->model, ops, o, f->dump);
+    load_tokenizer(&tok, &m->gguf, &m->config);
+    if (f->raw) {
+        if (f->system) die("--system: has no place in a --raw prompt");
+        if (tok_encode(&tok, "<bos>", 5, TOK_SPECIAL, &ids) < 0) die("-p: %s", tok.err);
+        if (tok_encode(&tok, text, n_text, TOK_PLAIN, &ids) < 0) die("-p: %s", tok.err);
+    } else {
+        const TokStr system = { f->system, f->system ? strlen(f->system) : 0 };
+        if (tok_chat_turn(&tok, system, (TokStr){ text, n_text }, &ids) < 0) die("-p: %s", tok.err);
+    }
+    if (ids.n > (size_t)m->options.n_ctx) die("-p: the prompt has %zu tokens, the context %d; try -c %zu", ids.n, m->options.n_ctx, ids.n + 512);
+
+    GenerateOptions g = { .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos };
+    const double seed = isnan(f->seed) ? (double)((uint64_t)time(NULL) * 1000003u % 4294967296u ^ ((uint64_t)getpid() & 0xffff)) : f->seed;
+    g.sampling = (SampleParams){
+        .seed = (uint64_t)seed, .temperature = (float)sampling_value(&m->gguf, f->temperature, "general.sampling.temp", 1.0),
+        .top_k = (int32_t)sampling_value(&m->gguf, f->top_k, "general.sampling.top_k", 64),
+        .top_p = (float)sampling_value(&m->gguf, f->top_p, "general.sampling.top_p", 0.95),
+        .min_p = isnan(f->min_p) ? 0 : (float)f->min_p, .repeat = 1
+    };
+    print_plan(m);
+    if (g.sampling.temperature > 0)
+        fprintf(stderr, "# sampling: temperature %g, top-k %d, top-p %g, min-p %g, seed %.0f\n", (double)g.sampling.temperature,
+                (int)g.sampling.top_k, (double)g.sampling.top_p, (double)g.sampling.min_p, seed);
+    struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)SA_RESETHAND };
+    sigaction(SIGINT, &act, NULL);
+    const int status = generate(m, &tok, ids.ids, (int)ids.n, &g);
+    tok_ids_free(&ids);
+    tok_free(&tok);
+    free(text);
+    free_model(m);
+    free(m);
+    return status;
+}
+
+int main(int argc, char **argv) {
+    Flags f = { .n_predict = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN, .min_p = NAN, .seed = NAN };
+    parse_flags(&f, argc, argv);
+    if (f.help) {
+        print_help();
+        return fflush(stdout) ? 1 : 0;
+    }
+#ifdef USE_CUDA
+    const Ops *ops = cuda_ops();
+#else
+    const Ops *ops = cpu_ops();
+#endif
+    if (f.version) {
+        printf("gemma4 " VERSION " (%s)\n", ops->name);
+        return fflush(stdout) ? 1 : 0;
+    }
+    const uint16_t one = 1;
+    if (*(const uint8_t *)&one != 1) die("this program needs a little-endian machine");
+    if (!f.model) die("expected a model file; try gemma4 MODEL.gguf -p \"Hello\", or --help");
+#ifdef _OPENMP
+    if (f.n_threads) omp_set_num_threads((int)f.n_threads);
+#endif
+    const bool logits = f.verb != NULL;
+    PlanOptions o = { .n_ctx = (int)f.n_ctx, .n_seqs = 1, .n_batch = 512, .n_logits = 1 };
+    o.k_type = parse_kv_type("-ctk", f.k_type, logits ? KV_F32 : KV_F16);
+    o.v_type = parse_kv_type("-ctv", f.v_type, o.k_type);
+    if (f.kv_layout && strcmp(f.kv_layout, "tied") && strcmp(f.kv_layout, "untied")) die("--kv-layout: expected tied or untied, got '%s'", f.kv_layout);
+    o.untied = f.kv_layout && !strcmp(f.kv_layout, "untied");
+    if (!logits) {
+        if (f.ids || f.out) die("%s: belongs to gemma4 logits", f.ids ? "--ids" : "-o");
+        return verb_generate(&f, ops, o);
+    }
+    if (!f.ids) die("--ids: expected a file of token ids");
+    if (!f.out) die("-o: expected a file for the logits");
+    verb_logits(f.model, ops, o, f.ids, f.out, f.dump);
+    return 0;
+}
+#endif

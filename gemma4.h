@@ -1,0 +1,453 @@
+/* gemma4.h - the seam: what the forward pass in gemma4.c asks of a backend, and nothing else.
+ *
+ * The model is written once, against the table of operations at the end of this file. cpu_ops() in gemma4.c is the
+ * readable definition of each operation; another backend (CUDA, HIP, Metal, SYCL) is one more file that fills the table.
+ * This header knows nothing about files, text or sampling policy, and includes only <stdbool.h>, <stddef.h>, <stdint.h>.
+ *
+ * CONTRACT
+ *  1. One struct per operation. Pointers in it point into backend memory unless marked "host"; counts are host-side upper
+ *     bounds. Token ids, row positions, lengths, accepted paths and sampler state live in backend memory and may be written
+ *     by operations, so a step can follow the last one without the host knowing what it chose.
+ *  2. No launch geometry depends on a length: grids follow from n_rows and shapes alone; loops read lengths on the device.
+ *  3. An operation does not allocate, synchronise or open files. Only wait() blocks.
+ *  4. begin(key) .. end() brackets a step. Steps with equal keys issue the same operations with the same structs; only the
+ *     contents of backend memory differ. A backend may therefore record a step once per key (a CUDA graph) and replay it:
+ *     begin() returns true when the operations have to be issued, false when end() replays what it has.
+ *  5. Activations are f32, (rows, cols) row-major. Matrices are (rows = out, cols = in), row-major, y = W x, no bias.
+ *  6. A quantised matrix meets int8 activations in groups of 32: s = max|x| / 127, q = rint(x * (127 / max|x|)), ties to
+ *     even, a group of zeros has s = 0; integer dot product per group, f32 accumulation in one order per weight type.
+ *     Matrices of floats meet f32 (CPU) or the matrix's own precision with f32 accumulation (GPU).
+ *  7. For 1..64 rows the result of a row does not depend on how many rows share the step, nor on its segment or session.
+ *     Attention walks the committed positions upwards, in tiles aligned to cache slots, then the rows of the step.
+ *  8. Norms and residual additions are prologues of their consumer (In, below): every block recomputes those few
+ *     kilobytes, one block stores x'. x_out must not overlap any input.
+ *  9. `beside` (and GateUp.route): independent work that may share the launch of the operation that carries it. NULL: none.
+ * 10. A table entry may be NULL: the backend does not have that operation, and gemma4.c refuses the feature that needs it
+ *     by name. An unsupported type or shape ends the process with operation and shapes; nothing falls back silently.
+ * 11. No checkpoint without a name: fused operations offer what they fuse through their dump_* pointers (NULL in normal use).
+ */
+#ifndef GEMMA4_H
+#define GEMMA4_H
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum { STEP_ROWS = 64,               // the most rows a step may have that is not a prompt; also the spare slots of a cache
+       TILE_SLOTS = 64 };            // attention tile; `slots` of a cache is a multiple
+
+// ---- matrices ----------------------------------------------------------------------------------------------------
+// Element types carry their GGUF numbers, so that no table translates them.
+typedef enum {
+    T_F32 = 0, T_F16 = 1, T_Q4_0 = 2, T_Q4_1 = 3, T_Q5_0 = 6, T_Q5_1 = 7, T_Q8_0 = 8, T_Q2_K = 10, T_Q3_K = 11, T_Q4_K = 12,
+    T_Q5_K = 13, T_Q6_K = 14, T_IQ4_NL = 20, T_IQ4_XS = 23, T_BF16 = 30, T_MXFP4 = 39, T_NVFP4 = 40
+} DType;
+
+typedef struct {
+    const void  *data;               // (n, rows, cols); host memory as in the file before upload(), the backend's own layout after
+    DType        type;
+    int          rows, cols;         // out features, in features (cols = contiguous)
+    int          n;                  // matrices stacked behind each other: experts; else 1
+    const float *scale;              // (n) factor of each matrix's product, NULL = 1 (the .scale side tensors of NVFP4 files)
+} Tensor;
+
+// An activation that a matrix product will read. The producer fills what is not NULL: f for float matrices, q and s for
+// quantised ones (rule 6), both when a dump wants to see it. Equal results either way: the rounding is the same.
+typedef struct {
+    float  *f;                       // (rows, cols)
+    int8_t *q;                       // (rows, cols)
+    float  *s;                       // (rows, cols / 32)
+} Act;
+
+// The input of a matrix product: residual addition and norms that precede it. With rms(u) = sqrt(mean(u^2) + eps) and
+// norm(u; w) = w * u / rms(u), or u itself when w is NULL:
+//     d  = norm(delta[0]; w_delta[0]) + norm(delta[1]; w_delta[1])         absent deltas are 0
+//     x' = scale * (x + norm(d; w_post))                                   the residual stream after the last block
+//     y  = norm(x'; w_pre)                                                 what the matrix is multiplied with
+typedef struct {
+    const float *x;                  // (rows, cols); NULL = 0
+    Act          act;                // instead of x, when a producer wrote an Act: then no delta and no norm
+    const float *delta[2];           // (rows, cols); NULL = absent
+    const float *w_delta[2];         // (cols)
+    const float *w_post;             // (cols); not used without delta
+    float        scale;              // 1 unless a layer ends here (layer_output_scale)
+    const float *w_pre;              // (cols)
+    float        eps;
+    float       *x_out;              // (rows, cols) x' is stored here; NULL: nobody needs it
+} In;
+
+// ---- the batch: what every step takes ----------------------------------------------------------------------------
+// A step holds segments, a segment belongs to one session ("sequence"). Row i of a segment is written at slot len + i of
+// the session's caches and stands at position len + depth; len grows only by kv_commit. So rows carry no position: a
+// recorded step stays valid when the length moves.
+typedef enum {
+    SEG_CHAIN,                       // row i follows row i - 1: prompt chunk, plain decoding (n = 1), chain verification
+    SEG_TREE                         // at most 64 rows; row i sees its ancestors. A tree is not deeper than the window
+} SegKind;
+
+typedef struct {
+    int32_t seq;                     // session number, 0 .. n_seqs - 1
+    int32_t first, n;                // rows first .. first + n - 1 of the step
+    int32_t kind;                    // SegKind. A segment of more than STEP_ROWS rows is a CHAIN and is committed whole
+} Segment;
+
+typedef struct {
+    int32_t  token;                  // id
+    int32_t  seg;                    // index of the segment
+    int32_t  index;                  // number within the segment: the row's cache slot is len + index
+    int32_t  depth;                  // position - len; CHAIN: index; TREE: number of proper ancestors
+    uint64_t ancestors;              // TREE: bit j = row j of the segment is on the path to this row, its own bit included
+} Row;
+
+typedef struct {                     // a view: forward() drops rows whose output nobody wants and goes on with a smaller one
+    const Row     *rows;             // (n_rows)
+    const Segment *segs;             // (n_segs)
+    int32_t       *len;              // (n_seqs) committed rows of each session; the position of row r is len[seq] + depth
+    int            n_rows, n_segs;
+} Batch;
+
+// ---- caches ------------------------------------------------------------------------------------------------------
+typedef enum { KV_F32, KV_F16, KV_BF16, KV_Q8_0, KV_Q4_0, KV_TQ4, KV_TQ3 } KvType;
+
+typedef struct {                     // (n_seqs, n_kv_heads, slots, dim): one head of one session is contiguous
+    KvType type;
+    int    dim;                      // values per row; 0: plane absent
+    void  *data;                     // codes or floats
+    void  *scale;                    // group scales of quantised types, same order; else NULL
+} KvPlane;
+
+// One layer's K and V, for all sessions.
+// Slot of position p: p mod slots. A sliding layer is a ring with slots >= window - 1 + STEP_ROWS, so rejected rows never
+// need to be undone (a stale slot aliases a position outside every window). A global layer has slots for the context and
+// STEP_ROWS more, and never wraps.
+// Untied: k and v hold head_dim values each: K after norm and rope, V after its norm.
+// Tied (n_rot > 0; layers whose V is the K projection): with r = k / rms(k), v holds r, k holds the 2 * n_rot rotated
+// values of K = rope(w_k * r); the other values of K are r * fold. Both hold them in the order
+//     [0, n_rot) [half, half + n_rot) | [n_rot, half) [half + n_rot, head_dim),    half = head_dim / 2
+// so that rotated and unrotated values do not mix in a Hadamard group. qkv_store brings q into that order and multiplies
+// its unrotated part by fold; attend brings the output back. Whoever reads a cache goes through these two operations.
+typedef struct {
+    int          n_seqs, n_kv_heads, head_dim;
+    int          slots;              // multiple of TILE_SLOTS
+    int          n_rot;              // tied: pairs that rotate; 0: untied
+    int          hadamard;           // rows are Hadamard-rotated in groups of this many values; 0: not
+    KvPlane      k, v;
+    const float *fold;               // (head_dim) w_k of the owning layer, tied only
+    KvPlane      k_tail, v_tail;     // the newest rows in f16, a ring of tail_slots, when k and v are quantised
+    int          tail_slots;         // 0: no tail
+    float       *means;              // (n_seqs, n_kv_heads, slots / 128, head_dim) block means of K for block_select, or NULL
+} Cache;
+
+typedef struct {                     // rotary embedding of pairs (i, i + head_dim / 2), i < n_pairs
+    const double *inv_freq;          // (n_pairs) radians per position
+    int           n_pairs;           // pairs above do not turn
+} Rope;
+
+// ---- body --------------------------------------------------------------------------------------------------------
+typedef enum { ACT_GELU, ACT_SILU } ActFn;             // GELU: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
+
+typedef struct {                     // out[r] = scale * table[token of r]
+    const Batch  *batch;
+    const Tensor *table;             // (vocab, cols), any type
+    float         scale;
+    float        *out;               // (n_rows, out_stride)
+    int           out_stride;        // floats; >= cols (an MTP drafter writes into half of a wider row)
+} Embed;
+
+typedef struct {                     // u[r][l] = (norm(proj[r][l] * proj_scale; w_norm) + table[token of r][l] * table_scale) * out_scale
+    const Batch  *batch;
+    const Tensor *table;             // (vocab, n_layers * ple_dim), any type; may lie in pinned host memory
+    const float  *w_norm;            // (ple_dim)
+    float        *u;                 // (n_rows, n_layers, ple_dim): proj on entry, u on return
+    int           n_layers, ple_dim;
+    float         proj_scale, table_scale, out_scale, eps;
+} PleRows;
+
+typedef struct {                     // out[i] = w[i] y, independent products of one input: q|k|v
+    int           n_rows, n;         // n = 1 .. 4
+    In            in;                // cols = w[i]->cols
+    const Tensor *w[4];
+    float        *out[4];            // (n_rows, w[i]->rows)
+} Matmul;
+
+typedef struct {                     // router: the n_used largest of softmax(w y), renormalised to 1, times expert_scale
+    int           n_rows, n_used;    // equal logits: the lower expert first. Experts in descending order of probability
+    In            in;                // w_pre = ffn_gate_inp.scale / sqrt(cols)
+    const Tensor *w;                 // (n_experts, cols)
+    const float  *expert_scale;      // (n_experts) or NULL
+    float        *logits;            // (n_rows, n_experts)
+    int32_t      *ids;               // (n_rows, n_used)
+    float        *weights;           // (n_rows, n_used)
+} Route;
+
+typedef struct {                     // out = act(gate y) * (up y)
+    int           n_rows;
+    In            in;
+    const Tensor *gate, *up;         // (ffn_dim, cols)
+    ActFn         fn;
+    Act           out;               // (n_rows, ffn_dim)
+    const Route  *route;             // same x', own w_pre; may share the launch
+} GateUp;
+
+typedef struct {                     // out[r][j] = act(gate_e y) * (up_e y) with e = ids[r][j]
+    int           n_rows, n_used;
+    In            in;
+    const Tensor *gate, *up;         // (expert_dim, cols) x n experts; or up = NULL and gate = (2 * expert_dim, cols): gate rows first
+    ActFn         fn;
+    const int32_t *ids;              // (n_rows, n_used)
+    Act           out;               // (n_rows, n_used, expert_dim)
+    const Matmul *beside;            // the dense branch's ffn_down
+} ExpertGateUp;
+
+typedef struct {                     // out[r] = sum over j, ascending, of weights[r][j] * (down_e in[r][j])
+    int           n_rows, n_used;
+    Act           in;                // (n_rows, n_used, expert_dim)
+    const Tensor *down;              // (cols_out, expert_dim) x n experts
+    const int32_t *ids;
+    const float  *weights;
+    float        *out;               // (n_rows, down->rows)
+} ExpertDown;
+
+typedef struct {                     // out = gelu(w y) * u, the gate of the per-layer embedding
+    int           n_rows;
+    In            in;
+    const Tensor *w;                 // (ple_dim, cols)
+    const float  *u;                 // row r at u + r * u_stride, ple_dim values
+    int           u_stride;          // floats
+    Act           out;               // (n_rows, ple_dim)
+} PleInject;
+
+typedef struct {                     // writes out an In: x' to in.x_out, y to out
+    int    n_rows, cols;
+    In     in;
+    float *out;                      // (n_rows, cols) or NULL
+} Close;
+
+typedef struct {                     // dst[i] = src[index[i]]
+    int            n_rows, cols;     // floats
+    const float   *src;              // row stride src_stride floats
+    const int32_t *index;            // (n_rows), NULL: identity
+    float         *dst;              // row stride dst_stride floats; no overlap with src
+    int            src_stride, dst_stride;
+} GatherRows;
+
+// ---- cache -------------------------------------------------------------------------------------------------------
+typedef struct {                     // head norms, rope, basis of the cache, quantise, write
+    const Batch *batch;
+    const Cache *cache;              // the layer's own, or its donor's (then k = v = NULL)
+    const Cache *stage;              // not NULL: a prompt step on a ring; rows go to slot = row number of the step of this one
+                                     // (n_seqs = 1) and kv_copy brings them home after the last reader
+    int          n_heads;            // query heads
+    float       *q;                  // (n_rows, n_heads * head_dim): Wq y on entry, the query in the cache's basis on return; NULL: none
+    const float *k, *v;              // (n_rows, n_kv_heads * head_dim): Wk y and Wv y; v = k where V is the K projection; NULL: nothing to store
+    const float *w_q, *w_k;          // (head_dim) norm weights
+    bool         v_norm;             // V is normed, without weight (Gemma 4); false: stored as it is (DFlash)
+    Rope         rope;
+    float        eps;
+    float       *dump_q, *dump_k, *dump_v, *dump_k_pos, *dump_q_pos;  // checkpoints Qcur_normed, Kcur_normed, Vcur_normed, Kcur_pos, Qcur_pos
+} QkvStore;
+
+typedef enum {
+    OWN_CAUSAL,                      // rows see the rows of their segment on their path: CHAIN those before, TREE their ancestors
+    OWN_ALL,                         // every row of the segment sees every other (full layer of a DFlash block)
+    OWN_NONE                         // committed rows only (MTP on the target's cache)
+} OwnMask;
+
+typedef struct {                     // out[r][h] = sum_j softmax_j(scale * q[r][h] . k[j][g]) v[j][g],   g = h / (n_heads / n_kv_heads)
+    const Batch   *batch;            // j over committed positions p - window < j < len, then the rows of the segment by `own`
+    const Cache   *cache;
+    const Cache   *stage;            // as in QkvStore: the rows of the step are read here, committed ones in cache
+    int            n_heads;
+    const float   *q;                // (n_rows, n_heads * head_dim) from qkv_store
+    int            window;           // 0: all positions. A field of the reader: an MTP drafter may see another window than its donor
+    OwnMask        own;
+    float          scale;            // 1 for Gemma 4
+    const int32_t *blocks;           // block list from block_select, or NULL: dense
+    int            max_blocks;
+    Act            out;              // (n_rows, n_heads * head_dim)
+} Attend;
+
+typedef struct {                     // for every segment: moves row path[k] of the step to slot len + k, k ascending, then len += n_accept
+    const Batch   *batch;            // CHAIN: path is 0, 1, 2 .. and not read, nothing moves
+    const Cache   *caches;           // host array, (n_caches): every layer that owns one
+    int            n_caches;
+    const int32_t *n_accept;         // (n_segs) rows that stay, 0 .. n
+    const int32_t *path;             // (n_segs, STEP_ROWS), ascending; NULL when all segments are chains
+} KvCommit;
+
+typedef struct {                     // stage -> ring: the last min(n, slots) rows of every segment to their slots
+    const Batch *batch;
+    const Cache *cache, *stage;
+} KvCopy;
+
+typedef struct {                     // pFlash: key blocks of 128 worth attending, per query block and KV head (FlashPrefill steps 1-4)
+    const Batch *batch;
+    const Cache *cache;              // means up to date after the call
+    int          n_heads;
+    const float *q;
+    float        alpha;              // keep w >= alpha * max; >= 1: all (dense)
+    int          n_sink, n_local;    // blocks always kept: first, and latest including the diagonal
+    bool         last;               // the end of the prompt: its last two query blocks are dense
+    int32_t     *blocks;             // (n_rows / 128 rounded up, n_kv_heads, max_blocks) ascending, -1 ends
+    int          max_blocks;
+} BlockSelect;
+
+typedef struct {                     // prompt compression: mass[j] = max over heads of the mean over rows of softmax_j(q . k), merged by max with mass
+    const Batch *batch;
+    const Cache *cache;
+    int          n_heads;
+    const float *q;
+    float       *mass;               // (max_len) f32, updated
+    int          max_len;
+} AttnMass;
+
+// ---- output ------------------------------------------------------------------------------------------------------
+typedef struct {                     // z = w y; logits = cap * tanh(z / cap)
+    int           n_rows;
+    In            in;                // w_pre = output_norm
+    const Tensor *w;                 // (vocab, cols)
+    float         cap;               // 0: none
+    float        *logits;            // (n_rows, vocab), or NULL when the top_k largest do
+    float        *hidden;            // (n_rows, cols) y, what an MTP drafter starts from, or NULL
+    int           top_k;             // 0: none
+    int32_t      *top_ids;           // (n_rows, top_k) descending logit, lower id first on ties
+    float        *top_logits;        // (n_rows, top_k)
+    float        *logsumexp;         // (n_rows) over the vocabulary, or NULL
+} Head;
+
+typedef struct {                     // MTP of E2B, E4B: best token among those of the top_k best centroids
+    int            n_rows, top_k;
+    In             in;
+    const Tensor  *centroids;        // (n_centroids, cols)
+    const int32_t *ordering;         // (vocab) token ids, vocab / n_centroids per centroid
+    const Tensor  *w;                // (vocab, cols)
+    int32_t       *ids;              // (n_rows)
+    float         *logits;           // (n_rows)
+} HeadCentroid;
+
+typedef struct {                     // out[r] = logits[r][ids[r]] - logsumexp(logits[r])
+    int            n_rows, vocab;
+    const float   *logits;
+    const int32_t *ids;              // (n_rows)
+    float         *out;              // (n_rows)
+} Logprob;
+
+typedef struct {                     // of one session; backend memory
+    uint64_t seed;
+    float    temperature;            // <= 0: the largest logit, lowest id first
+    int32_t  top_k;                  // 0: off
+    float    top_p, min_p;           // 1, 0: off
+    float    repeat, presence, frequency;   // penalties: 1, 0, 0: off
+} SampleParams;
+
+typedef struct {                     // one token per row. Order: mask, penalties, temperature, top-k, top-p, min-p, draw.
+    const Batch        *batch;       // the rows of logits. The draw uses random_unit(seed, position of the row): the same token
+                                     // whatever was drafted, however many rows the step had
+    int                 vocab;
+    const float        *logits;      // (n_rows, vocab)
+    const SampleParams *params;      // (n_seqs)
+    const uint32_t     *mask;        // (n_rows, vocab / 32 rounded up) bit set = allowed; NULL: all
+    const int32_t      *counts;      // (n_seqs, vocab) occurrences in the committed text that penalties look at; NULL: none
+    const Row          *step_rows;   // all rows of the step: a row's ancestors count as occurrences too; NULL without counts
+    int32_t            *out;         // (n_rows)
+    Row                *feed;        // rows whose token is set to out: the next step's batch, or NULL
+} Sample;
+
+// The random number of one position: uniform in [0, 1), 24 bits, the same on every backend.
+static inline float random_unit(uint64_t seed, int32_t pos) {
+    uint64_t z = seed + 0x9E3779B97F4A7C15u * ((uint64_t)(uint32_t)pos + 1);          // splitmix64 of (seed, pos)
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    z ^= z >> 31;
+    return (float)(z >> 40) * (1.0f / 16777216.0f);
+}
+
+typedef struct {                     // DDTree: the most probable prefixes of per-depth candidates, best first, as a TREE segment
+    int            depth, width, budget;        // candidates per depth; rows after the root, < STEP_ROWS
+    const int32_t *ids;              // (depth, width) descending
+    const float   *logprobs;         // (depth, width)
+    Row           *rows;             // (budget + 1) row 0 = root, its token is kept
+    Segment       *seg;              // n is set
+} TreeBuild;
+
+typedef struct {                     // follows the target's choices through each segment as far as the drafts agree
+    const Batch   *batch;
+    const int32_t *choice;           // (n_rows) from sample
+    int32_t       *n_accept;         // (n_segs) rows to commit, >= 1: what kv_commit reads
+    int32_t       *path;             // (n_segs, STEP_ROWS)
+    int32_t       *next;             // (n_segs) the choice at the last accepted row: the next step's first token
+} VerifyWalk;
+
+// ---- run time ----------------------------------------------------------------------------------------------------
+typedef enum {
+    COPY_IN,                         // host -> backend; src may be reused when copy() returns
+    COPY_OUT,                        // backend -> host; complete after wait()
+    COPY_WITHIN                      // backend -> backend
+} CopyKind;
+
+typedef struct {                     // in order with the operations
+    void       *dst;
+    const void *src;
+    size_t      bytes;
+    CopyKind    kind;
+} Copy;
+
+typedef enum { STEP_PROMPT, STEP_DECODE, STEP_DRAFT, STEP_COMMIT } StepKind;
+
+typedef struct {                     // everything that decides which operations a step issues; compare as bytes
+    int32_t model;                   // target and drafters number themselves
+    int32_t kind;                    // StepKind
+    int32_t rows, segs;
+    int32_t kept, logits;            // rows that go through the last layers; rows that get logits
+} StepKey;
+
+typedef struct {                     // largest sizes that operations will be called with; fixes a backend's own scratch
+    int max_rows;                    // rows of a step
+    int max_cols;                    // widest input of a matrix product
+    int max_experts;                 // n_used, 0 without experts
+    int vocab;
+} Limits;
+
+typedef struct Ops {
+    const char *name;
+    // run time. Out of memory or a device error ends the process with one line
+    size_t (*weight_bytes)(const Tensor *w);                 // backend memory that upload() fills; 0: the backend reads the file's bytes in place
+    void   (*upload)(Tensor *w, void *dst);                  // w->data: host bytes in file layout -> dst in the backend's layout
+    size_t (*scratch_bytes)(const Limits *lim);              // what init() will take for the backend itself
+    void   (*init)(const Limits *lim);                       // before the first operation; may be called again with other limits between steps
+    void  *(*reserve)(size_t bytes);                         // zeroed, 256-byte aligned; only at start
+    void   (*release)(void *p);
+    void   (*copy)(const Copy *c);
+    bool   (*begin)(StepKey key);                            // an operation outside begin .. end is carried out as it is issued
+    void   (*end)(void);
+    void   (*wait)(void);
+    // body
+    void (*embed)(const Embed *o);
+    void (*ple_rows)(const PleRows *o);
+    void (*matmul)(const Matmul *o);
+    void (*gate_up)(const GateUp *o);
+    void (*route)(const Route *o);
+    void (*expert_gate_up)(const ExpertGateUp *o);
+    void (*expert_down)(const ExpertDown *o);
+    void (*ple_inject)(const PleInject *o);
+    void (*close)(const Close *o);
+    void (*gather_rows)(const GatherRows *o);
+    // cache
+    void (*qkv_store)(const QkvStore *o);
+    void (*attend)(const Attend *o);
+    void (*kv_commit)(const KvCommit *o);
+    void (*kv_copy)(const KvCopy *o);
+    void (*block_select)(const BlockSelect *o);              // pFlash
+    void (*attn_mass)(const AttnMass *o);                    // prompt compression
+    // output
+    void (*head)(const Head *o);
+    void (*head_centroid)(const HeadCentroid *o);            // MTP
+    void (*logprob)(const Logprob *o);                       // perplexity
+    void (*sample)(const Sample *o);
+    void (*tree_build)(const TreeBuild *o);                  // DDTree
+    void (*verify_walk)(const VerifyWalk *o);                // speculation
+} Ops;
+
+const Ops *cpu_ops(void);            // gemma4.c [5]
+const Ops *cuda_ops(void);           // gemma4_kernels.cu
+
+#endif

@@ -1,0 +1,1083 @@
+/* gguf.h - read GGUF model files, and define what their block formats mean. Single header.
+ *
+ *   #define _GNU_SOURCE            // before every include: open, pread, mmap
+ *   #define GGUF_IMPLEMENTATION    // in exactly one C file
+ *   #include "gguf.h"
+ *
+ * The file is untrusted. Nothing here exits, prints or keeps globals: a function that can fail returns < 0 and puts one
+ * line into g->err, "<what>: expected <x>, got <y> (E_CODE at byte N)", with unprintable bytes escaped. The caller
+ * prefixes the file name. A file that passed has every table, string and tensor inside the bounds that were checked.
+ *
+ * FILE      all integers little-endian, everything packed: fields are read with memcpy, never through a cast pointer
+ *   offset  size  field
+ *        0     4  magic 47 47 55 46 "GGUF"
+ *        4     4  version u32: 2 or 3 (the same bytes in a little-endian file)
+ *        8     8  n_tensors u64
+ *       16     8  n_kvs u64
+ *       24     -  n_kvs entries       key string, type i32, value
+ *        -     -  n_tensors infos     name string, n_dims u32, dims u64 * n_dims (fastest first), type i32, offset u64
+ *        -     -  padding to the next multiple of general.alignment (32 when the key is absent); absent if n_tensors = 0
+ *        -     -  data_start: tensor i lies at data_start + offset_i, each tensor padded to the alignment
+ *   string  n u64, then n bytes, no terminator; a string value may hold any bytes, also NUL and broken UTF-8
+ *   array   element type i32, count u64, then the elements packed; arrays of arrays are refused
+ *   offset_i must be the running sum of the padded sizes before it: no overlap, no gap, one comparison
+ *
+ * BLOCKS    the types with code here; a row is ne[0] elements, and a block never crosses a row's end
+ *   type    elems  bytes  fields at byte offsets                            value of element i
+ *   F32         1      4  f32                                               itself
+ *   F16, BF16   1      2  binary16; upper half of a binary32                itself
+ *   Q8_0       32     34  d f16 @0, q i8[32] @2                             d*q[i]
+ *   Q4_0       32     18  d f16 @0, q u8[16] @2                             d*(c-8)   c: low nibbles are 0..15, high 16..31
+ *   Q5_0       32     22  d f16 @0, h u32 @2, q u8[16] @6                   d*(c-16)  c: nibble as Q4_0 + 16*(bit i of h)
+ *   Q4_K      256    144  d f16 @0, dmin f16 @2, s u8[12] @4, q u8[128] @16 (d*sc)*c - (dmin*mn)  per sub-block of 32
+ *   Q6_K      256    210  ql u8[128] @0, qh u8[64] @128, sc i8[16] @192, d f16 @208   d*sc*(c-32) per sub-block of 16
+ *   How Q4_K packs sc and mn (6 bits each) and Q6_K its codes: gguf__q4_k_scales and gguf__q6_k_codes below.
+ *   Every product here has at most 24 significant bits, hence is exact in f32: a dequantised value is the correctly
+ *   rounded value of its formula, with or without fused multiply-add, on any device.
+ */
+#ifndef GGUF_H
+#define GGUF_H
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// ---- what a file holds -------------------------------------------------------------------------------------------
+
+enum {                          // value types, ids of the file
+    GGUF_V_U8, GGUF_V_I8, GGUF_V_U16, GGUF_V_I16, GGUF_V_U32, GGUF_V_I32, GGUF_V_F32, GGUF_V_BOOL, GGUF_V_STR,
+    GGUF_V_ARRAY, GGUF_V_U64, GGUF_V_I64, GGUF_V_F64
+};
+
+enum {                          // tensor types, ids of the file; the gaps are removed types
+    GGUF_F32 = 0, GGUF_F16 = 1, GGUF_Q4_0 = 2, GGUF_Q4_1 = 3, GGUF_Q5_0 = 6, GGUF_Q5_1 = 7, GGUF_Q8_0 = 8, GGUF_Q8_1 = 9,
+    GGUF_Q2_K = 10, GGUF_Q3_K = 11, GGUF_Q4_K = 12, GGUF_Q5_K = 13, GGUF_Q6_K = 14, GGUF_Q8_K = 15, GGUF_IQ2_XXS = 16,
+    GGUF_IQ2_XS = 17, GGUF_IQ3_XXS = 18, GGUF_IQ1_S = 19, GGUF_IQ4_NL = 20, GGUF_IQ3_S = 21, GGUF_IQ2_S = 22,
+    GGUF_IQ4_XS = 23, GGUF_I8 = 24, GGUF_I16 = 25, GGUF_I32 = 26, GGUF_I64 = 27, GGUF_F64 = 28, GGUF_IQ1_M = 29,
+    GGUF_BF16 = 30, GGUF_TQ1_0 = 34, GGUF_TQ2_0 = 35, GGUF_MXFP4 = 39, GGUF_NVFP4 = 40, GGUF_Q1_0 = 41, GGUF_Q2_0 = 42,
+    GGUF_N_TYPES = 43           // first unknown id
+};
+
+typedef struct {
+    const char *s;              // n bytes, no terminator
+    size_t n;
+} GgufStr;
+
+typedef struct {
+    GgufStr key;                // 1..65535 bytes of printable ASCII, unique in the file
+    int type, elem_type;        // GGUF_V_*; elem_type == type unless type is GGUF_V_ARRAY
+    uint64_t count;             // scalar: 1; string: bytes; array: elements
+    const uint8_t *data;        // scalar, string, array of fixed-size elements: the bytes, unaligned
+    GgufStr *strs;              // array of strings: (count); else NULL
+} GgufKv;
+
+typedef struct {
+    GgufStr name;               // 1..63 bytes of printable ASCII, unique in the file
+    int type, n_dims;           // type: any known id; whether there is code for it, gguf_type_supported says
+    uint64_t ne[4];             // elements per dimension, fastest first: {cols, rows, experts, 1}; 1 beyond n_dims
+    uint64_t offset, size;      // bytes; offset from the start of the data section
+    const uint8_t *data;        // (size) bytes in the mapping, aligned like the file's alignment
+} GgufTensor;
+
+typedef struct {
+    const char *path;           // as given to gguf_open, not copied; "(memory)" after gguf_parse
+    uint32_t version, alignment;
+    GgufKv *kvs;         size_t n_kvs;
+    GgufTensor *tensors; size_t n_tensors;
+    size_t file_size, data_start;           // bytes
+    char err[512];              // the last failure, one line; "" when there was none
+    // private
+    const uint8_t *meta;        // metadata as it was checked: a private copy of the file's head, or gguf_parse's bytes
+    uint8_t *meta_copy;         // what to free of it
+    void *map;                  // the whole file, read-only
+    uint32_t *kv_index, *tensor_index;      // hash tables: index + 1, 0 = free
+    size_t kv_slots, tensor_slots;          // powers of two
+} Gguf;
+
+// Open a GGUF file: copy its metadata to private memory and check it there, map the file for the tensor data. 0 or < 0.
+// Whoever shortens the file while it is open turns a later access into SIGBUS; wrong bytes in the data stay in bounds.
+int gguf_open(Gguf *g, const char *path);
+// The same for a file that lies in memory; bytes must stay unchanged until gguf_close. 0 or < 0.
+int gguf_parse(Gguf *g, const void *bytes, size_t size);
+// Release everything but err. Harmless after a failed open or parse (which released it already), and twice.
+void gguf_close(Gguf *g);
+
+const GgufKv *gguf_find_kv(const Gguf *g, const char *key);             // NULL: absent
+const GgufTensor *gguf_find_tensor(const Gguf *g, const char *name);    // NULL: absent
+
+// Read one key. 1: found; 0: absent, out is untouched; -1: wrong type, length or range, err says which, out is undefined.
+int gguf_get_int(Gguf *g, const char *key, int64_t min, int64_t max, int64_t *out);   // any integer type, and bool
+int gguf_get_float(Gguf *g, const char *key, double *out);                            // f32 or f64, finite
+int gguf_get_str(Gguf *g, const char *key, GgufStr *out);                             // lives until gguf_close
+// n integers: an array (any integer type, or bool) of exactly n elements, or a scalar that stands for all of them.
+int gguf_get_ints(Gguf *g, const char *key, int64_t min, int64_t max, int64_t *out, size_t n);
+int gguf_get_strs(Gguf *g, const char *key, const GgufStr **out, size_t *n);          // lives until gguf_close
+
+// ---- block formats -----------------------------------------------------------------------------------------------
+// A type number of the caller's that breaks a precondition below is a bug, not bad input: check a file's types once, with
+// gguf_type_supported and gguf_row_size, when the tensor is bound.
+
+const char *gguf_type_name(int type);           // "unknown" for an unknown or removed id
+int gguf_block_elems(int type);                 // elements per block; 0 for an unknown or removed id
+int gguf_block_bytes(int type);                 // bytes per block; 0 likewise
+bool gguf_type_supported(int type);             // F32 F16 BF16 Q8_0 Q4_0 Q5_0 Q4_K Q6_K
+size_t gguf_row_size(int type, size_t n);       // bytes of n elements; 0 if n is no multiple of the block or too large
+
+// n elements (a multiple of the block) of a supported type to f32. Exact, or correctly rounded where two terms are added.
+void gguf_dequantize(int type, const void *src, float *dst, size_t n);
+
+// Activations to int8 in groups of 32 (n a multiple of 32). This rounding is part of the model's definition: every backend
+// reproduces it bit for bit. Per group, in f32, IEEE division, with a = max|x|:
+//   scale = a / 127;  q[i] = x[i] * (127 / a) rounded to the nearest integer, ties to even;  |q| <= 127
+//   a < 2^-120, which includes all zeros:  scale = 0, q = 0    (127 / a would overflow)
+//   any NaN or Inf among the 32:           scale = NaN, q = 0  (shows in the result instead of vanishing)
+void gguf_quantize_q8(const float *x, int8_t *q, float *scale, size_t n);
+
+// sum_i row[i]*x[i] for a row of n elements of F32, F16 or BF16; any n.
+// f32: element i is multiplied (rounded), then added to partial sum i % 32, i ascending; the 32 sums are then folded in
+// halves (j += j+16, then 8, 4, 2, 1). The order is fixed by the source, not by the compiler's vectors.
+float gguf_dot_f32(int type, const void *row, const float *x, size_t n);
+
+// sum_i row[i]*(scale[i/32]*q[i]) for a row of n elements of Q8_0, Q4_0, Q5_0 (n % 32 == 0), Q4_K or Q6_K (n % 256 == 0);
+// |q| <= 127. Per group g of 32, with integers I and M that are exact and below 2^24, hence exact in f32 as well:
+//   Q8_0 Q4_0 Q5_0  term(g) = (d*scale[g]) * I                       I = sum (c - offset)*q
+//   Q6_K            term(g) = (d*scale[g]) * I                       I = sum over both 16s of sc * sum (c-32)*q
+//   Q4_K            term(g) = (d*scale[g]) * I - (dmin*scale[g]) * M I = sc * sum c*q, M = mn * sum q
+// each product and the difference rounded to f32. term(g) is added to partial sum g % 8, g ascending; the 8 sums are
+// folded in halves (j += j+4, then 2, 1). |y - y64| <= 2e-6 * sum_g |term(g)|, both products of Q4_K counted.
+float gguf_dot_q8(int type, const void *row, const int8_t *q, const float *scale, size_t n);
+
+// Scalars. f16 and bf16 to f32 are exact; f32 to f16 and bf16 round to nearest, ties to even; a NaN stays a (quiet) NaN.
+static inline float gguf_bf16_to_f32(uint16_t h) {
+    uint32_t u = (uint32_t)h << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+static inline uint16_t gguf_f32_to_bf16(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    if ((u & 0x7fffffff) > 0x7f800000) return (uint16_t)(u >> 16 | 64);     // NaN: rounding could carry it into Inf
+    return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+static inline float gguf_f16_to_f32(uint16_t h) {
+#ifdef __F16C__
+    return _cvtsh_ss(h);
+#else
+    uint32_t em = (h & 0x7fffu) << 13, u;       // exponent and mantissa at their place in a binary32
+    float f;
+    if (em >= 0x0f800000) {                     // Inf, NaN (made quiet)
+        u = 0x70000000 + em;
+        if (u > 0x7f800000) u |= 0x00400000;
+    } else if (em >= 0x00800000) {              // normal: the bias differs by 112
+        u = em + 0x38000000;
+    } else {                                    // zero, subnormal: mantissa * 2^-24
+        f = (float)(h & 0x7fff) * 0x1p-24f;
+        memcpy(&u, &f, 4);
+    }
+    u |= (uint32_t)(h & 0x8000u) << 16;
+    memcpy(&f, &u, 4);
+    return f;
+#endif
+}
+
+static inline uint16_t gguf_f32_to_f16(float f) {
+#ifdef __F16C__
+    return (uint16_t)_cvtss_sh(f, 0);           // 0: to nearest, ties to even
+#else
+    uint32_t u, sign, r;
+    memcpy(&u, &f, 4);
+    sign = u >> 16 & 0x8000;
+    u &= 0x7fffffff;
+    if (u > 0x7f800000) {                       // NaN: quiet, upper payload bits kept
+        r = 0x7e00 | (u >> 13 & 0x3ff);
+    } else if (u >= 0x47800000) {               // 65536 and above; what rounds up to it carries into Inf below
+        r = 0x7c00;
+    } else if (u >= 0x38800000) {               // normal
+        r = (u - 0x38000000 + 0xfff + (u >> 13 & 1)) >> 13;
+    } else if (u >= 0x33000000) {               // subnormal: mantissa in units of 2^-24
+        uint32_t m = (u & 0x007fffff) | 0x00800000, shift = 126 - (u >> 23);        // 14..24
+        uint32_t half = 1u << (shift - 1), rest = m & (2 * half - 1);
+        r = m >> shift;
+        r += rest > half || (rest == half && (r & 1));
+    } else {                                    // below 2^-25
+        r = 0;
+    }
+    return (uint16_t)(sign | r);
+#endif
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif // GGUF_H
+
+#ifdef GGUF_IMPLEMENTATION
+#include <assert.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+// ---- limits and tables -------------------------------------------------------------------------------------------
+
+#define GGUF__KEY_MAX    65535              // bytes, the published rule
+#define GGUF__NAME_MAX   63                 // bytes
+#define GGUF__COUNT_MAX  65536              // keys; tensors
+#define GGUF__KV_MIN     14                 // bytes of the smallest entry: 8 + 1 + 4 + 1
+#define GGUF__TENSOR_MIN 33                 // bytes of the smallest info: 8 + 1 + 4 + 8 + 4 + 8
+#define GGUF__META_MAX   ((size_t)1 << 30)  // bytes of metadata that are copied; real files have 16 MB
+
+static const struct {
+    const char *name;
+    uint16_t elems, bytes;                  // of one block; elems = 0: removed from the format
+    bool supported;
+} gguf__types[GGUF_N_TYPES] = {
+    [GGUF_F32]     = {"F32", 1, 4, true},         [GGUF_F16]    = {"F16", 1, 2, true},
+    [GGUF_Q4_0]    = {"Q4_0", 32, 18, true},      [GGUF_Q4_1]   = {"Q4_1", 32, 20, false},
+    [GGUF_Q5_0]    = {"Q5_0", 32, 22, true},      [GGUF_Q5_1]   = {"Q5_1", 32, 24, false},
+    [GGUF_Q8_0]    = {"Q8_0", 32, 34, true},      [GGUF_Q8_1]   = {"Q8_1", 32, 36, false},
+    [GGUF_Q2_K]    = {"Q2_K", 256, 84, false},    [GGUF_Q3_K]   = {"Q3_K", 256, 110, false},
+    [GGUF_Q4_K]    = {"Q4_K", 256, 144, true},    [GGUF_Q5_K]   = {"Q5_K", 256, 176, false},
+    [GGUF_Q6_K]    = {"Q6_K", 256, 210, true},    [GGUF_Q8_K]   = {"Q8_K", 256, 292, false},
+    [GGUF_IQ2_XXS] = {"IQ2_XXS", 256, 66, false}, [GGUF_IQ2_XS] = {"IQ2_XS", 256, 74, false},
+    [GGUF_IQ3_XXS] = {"IQ3_XXS", 256, 98, false}, [GGUF_IQ1_S]  = {"IQ1_S", 256, 50, false},
+    [GGUF_IQ4_NL]  = {"IQ4_NL", 32, 18, false},   [GGUF_IQ3_S]  = {"IQ3_S", 256, 110, false},
+    [GGUF_IQ2_S]   = {"IQ2_S", 256, 82, false},   [GGUF_IQ4_XS] = {"IQ4_XS", 256, 136, false},
+    [GGUF_I8]      = {"I8", 1, 1, false},         [GGUF_I16]    = {"I16", 1, 2, false},
+    [GGUF_I32]     = {"I32", 1, 4, false},        [GGUF_I64]    = {"I64", 1, 8, false},
+    [GGUF_F64]     = {"F64", 1, 8, false},        [GGUF_IQ1_M]  = {"IQ1_M", 256, 56, false},
+    [GGUF_BF16]    = {"BF16", 1, 2, true},        [GGUF_TQ1_0]  = {"TQ1_0", 256, 54, false},
+    [GGUF_TQ2_0]   = {"TQ2_0", 256, 66, false},   [GGUF_MXFP4]  = {"MXFP4", 32, 17, false},
+    [GGUF_NVFP4]   = {"NVFP4", 64, 36, false},    [GGUF_Q1_0]   = {"Q1_0", 128, 18, false},
+    [GGUF_Q2_0]    = {"Q2_0", 64, 18, false},
+};
+
+static const struct {
+    const char *name;
+    uint8_t bytes;                          // 0: variable
+    bool is_int;
+} gguf__values[GGUF_V_F64 + 1] = {
+    {"u8", 1, true}, {"i8", 1, true}, {"u16", 2, true}, {"i16", 2, true}, {"u32", 4, true}, {"i32", 4, true},
+    {"f32", 4, false}, {"bool", 1, true}, {"string", 0, false}, {"array", 0, false},
+    {"u64", 8, true}, {"i64", 8, true}, {"f64", 8, false},
+};
+
+static bool gguf__type_known(int type) { return type >= 0 && type < GGUF_N_TYPES && gguf__types[type].elems != 0; }
+const char *gguf_type_name(int type) { return gguf__type_known(type) ? gguf__types[type].name : "unknown"; }
+int gguf_block_elems(int type) { return gguf__type_known(type) ? gguf__types[type].elems : 0; }
+int gguf_block_bytes(int type) { return gguf__type_known(type) ? gguf__types[type].bytes : 0; }
+bool gguf_type_supported(int type) { return gguf__type_known(type) && gguf__types[type].supported; }
+
+size_t gguf_row_size(int type, size_t n) {
+    if (!gguf__type_known(type) || n % gguf__types[type].elems != 0) return 0;
+    size_t blocks = n / gguf__types[type].elems;
+    return blocks <= SIZE_MAX / gguf__types[type].bytes ? blocks * gguf__types[type].bytes : 0;
+}
+
+// ---- errors ------------------------------------------------------------------------------------------------------
+
+// Fill g->err with "<kind> '<name>': <message> (<code> at byte <at>)" and return -1. A name of 0 bytes is left out, a long
+// one is cut; both parts together stay below sizeof err.
+#ifdef __GNUC__
+__attribute__((format(printf, 6, 7)))
+#endif
+static int gguf__fail(Gguf *g, const char *kind, GgufStr name, const char *code, size_t at, const char *fmt, ...) {
+    char shown[64 * 4 + 8], message[160];
+    size_t n = 0;
+    for (size_t i = 0; i < name.n && i < 64; i++) {
+        unsigned char ch = (unsigned char)name.s[i];
+        n += (size_t)snprintf(shown + n, sizeof shown - n, ch > 0x20 && ch < 0x7f && ch != '\\' ? "%c" : "\\x%02x", ch);
+    }
+    snprintf(shown + n, sizeof shown - n, "%s", name.n > 64 ? "..." : "");
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(message, sizeof message, fmt, ap);
+    va_end(ap);
+    snprintf(g->err, sizeof g->err, name.n ? "%s '%s': %s (%s at byte %zu)" : "%s%s: %s (%s at byte %zu)", kind, shown,
+             message, code, at);
+    return -1;
+}
+
+// ---- tables by name ----------------------------------------------------------------------------------------------
+// Keys and tensors are found through open-addressed tables of indices, and duplicates are found while filling them:
+// comparing all pairs would let a file of 65,536 keys buy minutes. The hash starts from the table's address, which an
+// author of hostile files cannot predict.
+
+static GgufStr gguf__str(const char *s) { return (GgufStr){s, strlen(s)}; }
+
+static uint64_t gguf__hash(GgufStr s, const void *seed) {
+    uint64_t h = 0xcbf29ce484222325u ^ (uint64_t)(uintptr_t)seed * 0x9e3779b97f4a7c15u;     // FNV-1a from there on
+    for (size_t i = 0; i < s.n; i++) h = (h ^ (unsigned char)s.s[i]) * 0x100000001b3u;
+    return h ^ h >> 32;
+}
+
+// The slot of `name`, or the free slot where it belongs. items: structs of `stride` bytes that start with their name.
+static size_t gguf__slot(const uint32_t *index, size_t slots, const void *items, size_t stride, GgufStr name) {
+    size_t i = (size_t)gguf__hash(name, index) & (slots - 1);
+    for (; index[i] != 0; i = (i + 1) & (slots - 1)) {      // at most half full: ends
+        const GgufStr *other = (const GgufStr *)(const void *)((const char *)items + (index[i] - 1) * stride);
+        if (other->n == name.n && memcmp(other->s, name.s, name.n) == 0) break;
+    }
+    return i;
+}
+
+const GgufKv *gguf_find_kv(const Gguf *g, const char *key) {
+    if (g->kv_slots == 0) return NULL;
+    uint32_t i = g->kv_index[gguf__slot(g->kv_index, g->kv_slots, g->kvs, sizeof(GgufKv), gguf__str(key))];
+    return i ? &g->kvs[i - 1] : NULL;
+}
+
+const GgufTensor *gguf_find_tensor(const Gguf *g, const char *name) {
+    if (g->tensor_slots == 0) return NULL;
+    uint32_t i = g->tensor_index[gguf__slot(g->tensor_index, g->tensor_slots, g->tensors, sizeof(GgufTensor), gguf__str(name))];
+    return i ? &g->tensors[i - 1] : NULL;
+}
+
+// ---- parsing -----------------------------------------------------------------------------------------------------
+// One bounded cursor and one primitive, gguf__need(n): fail unless n <= size - pos. pos <= size always holds, so the
+// subtraction cannot wrap; "pos + n <= size" could. Only `loaded` bytes of the file's `size` are in memory: when a field
+// lies beyond them, parsing returns GGUF__MORE and starts over with a longer copy, which keeps every pointer simple.
+
+enum { GGUF__MORE = 1 };
+
+typedef struct {
+    Gguf *g;
+    const uint8_t *base;
+    size_t pos, loaded, size;       // bytes
+    const char *kind;               // what an error names: "header", "key", "tensor"
+    GgufStr name;
+} gguf__cursor;
+
+#define GGUF__TRY(call) do { int result_ = (call); if (result_ != 0) return result_; } while (0)
+#define GGUF__FAIL(c, code, at, ...) gguf__fail((c)->g, (c)->kind, (c)->name, code, at, __VA_ARGS__)
+
+static int gguf__need(gguf__cursor *c, uint64_t n, const char *field) {
+    if (n > c->size - c->pos)
+        return GGUF__FAIL(c, "E_TRUNC", c->pos, "%s: expected %llu bytes, got %zu before the end of the file", field,
+                          (unsigned long long)n, c->size - c->pos);
+    return n > c->loaded - c->pos ? GGUF__MORE : 0;
+}
+
+// Little-endian fields at the cursor, after gguf__need.
+static uint32_t gguf__u32(gguf__cursor *c) {
+    uint32_t v;
+    memcpy(&v, c->base + c->pos, 4);
+    c->pos += 4;
+    return v;
+}
+
+static uint64_t gguf__u64(gguf__cursor *c) {
+    uint64_t v;
+    memcpy(&v, c->base + c->pos, 8);
+    c->pos += 8;
+    return v;
+}
+
+// A key or tensor name of 1..max bytes 0x21..0x7e; without NUL, two stored names never make the same C string.
+static int gguf__name(gguf__cursor *c, size_t max, const char *e_len, const char *e_char, GgufStr *out) {
+    size_t at = c->pos;
+    GGUF__TRY(gguf__need(c, 8, "name length"));
+    uint64_t n = gguf__u64(c);
+    if (n < 1 || n > max)
+        return GGUF__FAIL(c, e_len, at, "expected a name of 1..%zu bytes, got %llu", max, (unsigned long long)n);
+    GGUF__TRY(gguf__need(c, n, "name"));
+    *out = c->name = (GgufStr){(const char *)c->base + c->pos, (size_t)n};
+    for (size_t i = 0; i < out->n; i++) {
+        unsigned char ch = (unsigned char)out->s[i];
+        if (ch < 0x21 || ch > 0x7e)
+            return GGUF__FAIL(c, e_char, c->pos + i, "expected a name of bytes 0x21..0x7e, got 0x%02x", ch);
+    }
+    c->pos += out->n;
+    return 0;
+}
+
+// n packed values of a fixed-size type; the caller has checked that they fit.
+static int gguf__scalars(gguf__cursor *c, int type, uint64_t n) {
+    uint64_t bytes = n * gguf__values[type].bytes;
+    GGUF__TRY(gguf__need(c, bytes, "value"));
+    for (size_t i = 0; type == GGUF_V_BOOL && i < n; i++) {
+        unsigned v = c->base[c->pos + i];
+        if (v > 1) return GGUF__FAIL(c, "E_KV_BOOL", c->pos + i, "expected a bool of 0 or 1, got %u", v);
+    }
+    c->pos += (size_t)bytes;
+    return 0;
+}
+
+static int gguf__string(gguf__cursor *c, GgufStr *out) {
+    GGUF__TRY(gguf__need(c, 8, "string length"));
+    uint64_t n = gguf__u64(c);
+    GGUF__TRY(gguf__need(c, n, "string"));
+    *out = (GgufStr){(const char *)c->base + c->pos, (size_t)n};
+    c->pos += out->n;
+    return 0;
+}
+
+static int gguf__array(gguf__cursor *c, GgufKv *kv) {
+    size_t at = c->pos;
+    GGUF__TRY(gguf__need(c, 12, "array head"));
+    uint32_t type = gguf__u32(c);
+    if (type == GGUF_V_ARRAY) return GGUF__FAIL(c, "E_ARR_NEST", at, "expected a flat array, got an array of arrays");
+    if (type > GGUF_V_F64)
+        return GGUF__FAIL(c, "E_ARR_TYPE", at, "expected an element type 0..12, got %d", (int)(int32_t)type);
+    kv->elem_type = (int)type;
+    kv->count = gguf__u64(c);
+    kv->data = c->base + c->pos;
+    size_t least = type == GGUF_V_STR ? 8 : gguf__values[type].bytes;       // bytes an element takes at the least
+    if (kv->count > (c->size - c->pos) / least)
+        return GGUF__FAIL(c, "E_ARR_LEN", c->pos - 8, "expected at most %zu elements in the rest of the file, got %llu",
+                          (c->size - c->pos) / least, (unsigned long long)kv->count);
+    if (type != GGUF_V_STR) return gguf__scalars(c, (int)type, kv->count);
+    GGUF__TRY(gguf__need(c, kv->count * 8, "array"));                       // before it buys an index of twice that size
+    if (kv->count == 0) return 0;
+    kv->strs = (GgufStr *)calloc((size_t)kv->count, sizeof(GgufStr));
+    if (!kv->strs)
+        return GGUF__FAIL(c, "E_NOMEM", c->pos, "no memory for %llu strings", (unsigned long long)kv->count);
+    for (size_t i = 0; i < kv->count; i++) GGUF__TRY(gguf__string(c, &kv->strs[i]));
+    return 0;
+}
+
+static int gguf__kv(gguf__cursor *c, GgufKv *kv) {
+    GGUF__TRY(gguf__name(c, GGUF__KEY_MAX, "E_KEY_LEN", "E_KEY_CHAR", &kv->key));
+    size_t at = c->pos;
+    GGUF__TRY(gguf__need(c, 4, "value type"));
+    uint32_t type = gguf__u32(c);
+    if (type > GGUF_V_F64)
+        return GGUF__FAIL(c, "E_KV_TYPE", at, "expected a value type 0..12, got %d", (int)(int32_t)type);
+    kv->type = kv->elem_type = (int)type;
+    kv->count = 1;
+    kv->data = c->base + c->pos;
+    if (type == GGUF_V_ARRAY) return gguf__array(c, kv);
+    if (type != GGUF_V_STR) return gguf__scalars(c, (int)type, 1);
+    GgufStr s;
+    GGUF__TRY(gguf__string(c, &s));
+    kv->count = s.n;
+    kv->data = (const uint8_t *)s.s;
+    return 0;
+}
+
+// Dimensions, type and size; the offset is only read here, checked when the data section's place is known.
+static int gguf__tensor(gguf__cursor *c, GgufTensor *t) {
+    size_t at = c->pos;
+    GGUF__TRY(gguf__need(c, 4, "n_dims"));
+    uint32_t n_dims = gguf__u32(c);
+    if (n_dims < 1 || n_dims > 4) return GGUF__FAIL(c, "E_NDIMS", at, "expected 1..4 dimensions, got %u", (unsigned)n_dims);
+    t->n_dims = (int)n_dims;
+    GGUF__TRY(gguf__need(c, 8 * (uint64_t)n_dims + 12, "dimensions"));
+    // No format stores more than 8 elements per byte (Q1_0: 7.1), so this limit holds for every real tensor, and with it no
+    // product that could wrap is ever formed.
+    uint64_t n = 1, limit = 8 * (uint64_t)c->size;
+    for (int d = 0; d < 4; d++) {
+        at = c->pos;
+        uint64_t ne = t->ne[d] = d < t->n_dims ? gguf__u64(c) : 1;
+        if (ne == 0) return GGUF__FAIL(c, "E_DIM", at, "dimension %d: expected at least 1, got 0", d);
+        if (ne > limit / n)
+            return GGUF__FAIL(c, "E_NELEM", at, "dimension %d: expected at most %llu for a file of this size, got %llu", d,
+                              (unsigned long long)(limit / n), (unsigned long long)ne);
+        n *= ne;
+    }
+    at = c->pos;
+    int type = (int)(int32_t)gguf__u32(c);
+    if (type < 0 || type >= GGUF_N_TYPES)
+        return GGUF__FAIL(c, "E_TYPE_UNKNOWN", at, "expected a tensor type 0..%d, got %d", GGUF_N_TYPES - 1, type);
+    if (!gguf__type_known(type))
+        return GGUF__FAIL(c, "E_TYPE_REMOVED", at, "expected a current tensor type, got %d, which the format removed", type);
+    t->type = type;
+    uint64_t elems = gguf__types[type].elems, bytes = gguf__types[type].bytes;
+    if (t->ne[0] % elems != 0)
+        return GGUF__FAIL(c, "E_ROW", at, "expected rows of a multiple of %d elements for %s, got %llu", (int)elems,
+                          gguf__types[type].name, (unsigned long long)t->ne[0]);
+    if (n / elems > SIZE_MAX / bytes)
+        return GGUF__FAIL(c, "E_NBYTES", at, "expected a size below 2^%d bytes, got %llu blocks of %d",
+                          (int)(8 * sizeof(size_t)), (unsigned long long)(n / elems), (int)bytes);
+    t->size = n / elems * bytes;
+    t->offset = gguf__u64(c);
+    return 0;
+}
+
+static int gguf__alignment(gguf__cursor *c) {
+    const GgufKv *kv = gguf_find_kv(c->g, "general.alignment");
+    uint32_t v = 32;
+    if (kv) {
+        size_t at = (size_t)(kv->data - c->base);
+        c->kind = "key";
+        c->name = kv->key;
+        if (kv->type != GGUF_V_U32)
+            return GGUF__FAIL(c, "E_ALIGN_TYPE", at, "expected u32, got %s", gguf__values[kv->type].name);
+        memcpy(&v, kv->data, 4);
+        if (v < 8 || v > 65536 || (v & (v - 1)) != 0)
+            return GGUF__FAIL(c, "E_ALIGN", at, "expected a power of two in 8..65536, got %u", (unsigned)v);
+    }
+    c->g->alignment = v;
+    return 0;
+}
+
+// A part of a split model has its own shape of errors waiting (missing names, other parts); say it in one line instead.
+static int gguf__refuse_split(gguf__cursor *c) {
+    const GgufKv *kv = gguf_find_kv(c->g, "split.count");
+    if (!kv) return 0;
+    c->kind = "key";
+    c->name = kv->key;
+    uint16_t v = 0;
+    if (kv->type == GGUF_V_U16) memcpy(&v, kv->data, 2);
+    if (kv->type == GGUF_V_U16 && v <= 1) return 0;
+    return GGUF__FAIL(c, "E_SPLIT_COUNT", (size_t)(kv->data - c->base),
+                      "expected one file, got one part of a split model; merge the parts first");
+}
+
+static uint64_t gguf__pad(uint64_t at, uint64_t alignment) { return (alignment - at % alignment) % alignment; }
+
+// Offsets must be the running sum of the padded sizes. Everything compared or added is already known to be at most the
+// size of the file, so nothing wraps.
+static int gguf__place(gguf__cursor *c) {
+    Gguf *g = c->g;
+    uint64_t align = g->alignment, expect = 0;
+    if (g->n_tensors == 0) return 0;            // such a file may end without the padding
+    uint64_t pad = gguf__pad(c->pos, align);
+    if (pad > c->size - c->pos) {
+        c->kind = "file";
+        c->name = (GgufStr){0};
+        return GGUF__FAIL(c, "E_DATA_START", c->pos, "expected %d bytes of padding before the data, got %zu", (int)pad,
+                          c->size - c->pos);
+    }
+    g->data_start = c->pos + (size_t)pad;
+    uint64_t avail = c->size - g->data_start;
+    c->kind = "tensor";
+    for (size_t i = 0; i < g->n_tensors; i++) {
+        GgufTensor *t = &g->tensors[i];
+        unsigned long long offset = t->offset, size = t->size;
+        size_t at = (size_t)((const uint8_t *)t->name.s - c->base) + t->name.n + 4 + 8 * (size_t)t->n_dims + 4;
+        c->name = t->name;
+        if (offset % align != 0)
+            return GGUF__FAIL(c, "E_OFF_ALIGN", at, "expected an offset that is a multiple of %d, got %llu", (int)align, offset);
+        if (offset != expect)
+            return GGUF__FAIL(c, "E_OFF_SEQ", at, "expected offset %llu, right after the tensor before, got %llu",
+                              (unsigned long long)expect, offset);
+        if (offset > avail || size > avail - offset)
+            return GGUF__FAIL(c, "E_OFF_RANGE", at, "expected %llu bytes at offset %llu, got a data section of %llu", size,
+                              offset, (unsigned long long)avail);
+        expect = offset + size + gguf__pad(offset + size, align);
+    }
+    return 0;
+}
+
+// calloc of n items and of an index that is at most half full.
+static int gguf__tables(gguf__cursor *c, size_t n, size_t item, void **items, uint32_t **index, size_t *slots) {
+    if (n == 0) return 0;
+    *slots = 4;
+    while (*slots < 2 * n) *slots *= 2;
+    *items = calloc(n, item);
+    *index = (uint32_t *)calloc(*slots, sizeof(uint32_t));
+    return *items && *index ? 0 : GGUF__FAIL(c, "E_NOMEM", c->pos, "no memory for %zu entries", n);
+}
+
+// The container's checks, in the order in which errors take precedence. 0, < 0, or GGUF__MORE.
+static int gguf__metadata(Gguf *g, const uint8_t *bytes, size_t loaded, size_t size) {
+    gguf__cursor cursor = {g, bytes, 0, loaded, size, "header", {0}}, *c = &cursor;
+    g->meta = bytes;
+    g->file_size = size;
+    GGUF__TRY(gguf__need(c, 24, "header"));
+    if (memcmp(bytes, "GGUF", 4) != 0)
+        return GGUF__FAIL(c, "E_MAGIC", 0, "magic: expected 47 47 55 46 (GGUF), got %02x %02x %02x %02x", bytes[0], bytes[1],
+                          bytes[2], bytes[3]);
+    c->pos = 4;
+    g->version = gguf__u32(c);
+    if ((g->version & 0xffff) == 0)
+        return GGUF__FAIL(c, "E_ENDIAN", 4, "version: expected 2 or 3, got 0x%08x, as in a big-endian file", (unsigned)g->version);
+    if (g->version != 2 && g->version != 3)
+        return GGUF__FAIL(c, "E_VERSION", 4, "version: expected 2 or 3, got %u", (unsigned)g->version);
+
+    uint64_t n_tensors = gguf__u64(c), n_kvs = gguf__u64(c), rest = size - 24;
+    if (n_tensors > GGUF__COUNT_MAX)
+        return GGUF__FAIL(c, "E_NTENSORS", 8, "tensor count: expected at most %d, got %llu", GGUF__COUNT_MAX,
+                          (unsigned long long)n_tensors);
+    if (n_kvs > GGUF__COUNT_MAX || n_kvs * GGUF__KV_MIN > rest)
+        return GGUF__FAIL(c, "E_NKV", 16, "key count: expected at most %d, and %d bytes for each, got %llu", GGUF__COUNT_MAX,
+                          GGUF__KV_MIN, (unsigned long long)n_kvs);
+    if (n_tensors * GGUF__TENSOR_MIN > rest - n_kvs * GGUF__KV_MIN)
+        return GGUF__FAIL(c, "E_NTENSORS", 8, "tensor count: expected %d bytes for each, got %llu tensors", GGUF__TENSOR_MIN,
+                          (unsigned long long)n_tensors);
+    void *kvs = NULL, *tensors = NULL;
+    int failed = gguf__tables(c, (size_t)n_kvs, sizeof(GgufKv), &kvs, &g->kv_index, &g->kv_slots);
+    if (!failed) failed = gguf__tables(c, (size_t)n_tensors, sizeof(GgufTensor), &tensors, &g->tensor_index, &g->tensor_slots);
+    g->kvs = (GgufKv *)kvs;
+    g->tensors = (GgufTensor *)tensors;
+    if (failed) return failed;
+
+    for (size_t i = 0; i < n_kvs; i++) {
+        c->kind = "key";
+        c->name = (GgufStr){0};
+        size_t at = c->pos;
+        g->n_kvs = i + 1;                       // from here on gguf_close frees its strings
+        GGUF__TRY(gguf__kv(c, &g->kvs[i]));
+        size_t slot = gguf__slot(g->kv_index, g->kv_slots, g->kvs, sizeof(GgufKv), g->kvs[i].key);
+        if (g->kv_index[slot]) return GGUF__FAIL(c, "E_KEY_DUP", at, "expected each key once, got it again");
+        g->kv_index[slot] = (uint32_t)i + 1;
+    }
+    GGUF__TRY(gguf__alignment(c));
+    GGUF__TRY(gguf__refuse_split(c));
+    for (size_t i = 0; i < n_tensors; i++) {
+        GgufTensor *t = &g->tensors[i];
+        c->kind = "tensor";
+        c->name = (GgufStr){0};
+        size_t at = c->pos;
+        GGUF__TRY(gguf__name(c, GGUF__NAME_MAX, "E_NAME_LEN", "E_NAME_CHAR", &t->name));
+        size_t slot = gguf__slot(g->tensor_index, g->tensor_slots, g->tensors, sizeof(GgufTensor), t->name);
+        if (g->tensor_index[slot]) return GGUF__FAIL(c, "E_NAME_DUP", at, "expected each name once, got it again");
+        g->tensor_index[slot] = (uint32_t)i + 1;
+        GGUF__TRY(gguf__tensor(c, t));
+    }
+    g->n_tensors = (size_t)n_tensors;
+    return gguf__place(c);
+}
+
+static void gguf__free_tables(Gguf *g) {
+    for (size_t i = 0; i < g->n_kvs; i++) free(g->kvs[i].strs);
+    free(g->kvs);
+    free(g->tensors);
+    free(g->kv_index);
+    free(g->tensor_index);
+    g->kvs = NULL;
+    g->tensors = NULL;
+    g->kv_index = g->tensor_index = NULL;
+    g->n_kvs = g->n_tensors = g->kv_slots = g->tensor_slots = 0;
+}
+
+void gguf_close(Gguf *g) {
+    gguf__free_tables(g);
+    free(g->meta_copy);
+    if (g->map) munmap(g->map, g->file_size);
+    g->meta_copy = NULL;
+    g->meta = NULL;
+    g->map = NULL;
+}
+
+// Tensor data start in `data`, the whole file in memory.
+static void gguf__bind(Gguf *g, const uint8_t *data) {
+    for (size_t i = 0; i < g->n_tensors; i++) g->tensors[i].data = data + g->data_start + (size_t)g->tensors[i].offset;
+}
+
+int gguf_parse(Gguf *g, const void *bytes, size_t size) {
+    memset(g, 0, sizeof *g);
+    g->path = "(memory)";
+    int failed = gguf__metadata(g, (const uint8_t *)bytes, size, size);
+    if (failed) gguf_close(g);
+    else gguf__bind(g, (const uint8_t *)bytes);
+    return failed;
+}
+
+// Read the file's head into a growing private copy until the metadata lies in it, then map the file. The copy is what was
+// checked and what is used: another process may still change the pages of a mapping.
+static int gguf__load(Gguf *g, int fd) {
+    struct stat st;
+    size_t have = 0;
+    if (fstat(fd, &st) != 0) return gguf__fail(g, "file", (GgufStr){0}, "E_STAT", 0, "cannot stat: %s", strerror(errno));
+    if (!S_ISREG(st.st_mode)) return gguf__fail(g, "file", (GgufStr){0}, "E_NOTFILE", 0, "expected a regular file");
+    if ((uint64_t)st.st_size > SIZE_MAX / 16)
+        return gguf__fail(g, "file", (GgufStr){0}, "E_MAP", 0, "expected a size that fits memory, got %lld", (long long)st.st_size);
+    size_t size = (size_t)st.st_size;
+    for (size_t want = (size_t)1 << 20;; want *= 2) {
+        if (want > size) want = size;
+        uint8_t *copy = (uint8_t *)realloc(g->meta_copy, want ? want : 1);
+        if (!copy) return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", have, "no memory for %zu bytes of metadata", want);
+        g->meta_copy = copy;
+        while (have < want) {
+            ssize_t n = pread(fd, copy + have, want - have, (off_t)have);
+            if (n < 0 && errno == EINTR) continue;
+            if (n <= 0)
+                return gguf__fail(g, "file", (GgufStr){0}, "E_TRUNC", have, "expected %zu bytes, got %s", size,
+                                  n < 0 ? strerror(errno) : "fewer");
+            have += (size_t)n;
+        }
+        int result = gguf__metadata(g, copy, have, size);
+        if (result < 0) return result;
+        if (result == 0) break;
+        gguf__free_tables(g);
+        if (want >= GGUF__META_MAX)
+            return gguf__fail(g, "file", (GgufStr){0}, "E_STR_LEN", have, "expected at most %zu bytes of metadata, got more",
+                              GGUF__META_MAX);
+    }
+    g->map = mmap(NULL, size, PROT_READ, MAP_PRIVATE, fd, 0);
+    if (g->map == MAP_FAILED) {
+        g->map = NULL;
+        return gguf__fail(g, "file", (GgufStr){0}, "E_MAP", 0, "cannot map %zu bytes: %s", size, strerror(errno));
+    }
+    gguf__bind(g, (const uint8_t *)g->map);
+    return 0;
+}
+
+int gguf_open(Gguf *g, const char *path) {
+    memset(g, 0, sizeof *g);
+    g->path = path;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);         // NONBLOCK: a FIFO must not make us wait for a writer
+    if (fd < 0) return gguf__fail(g, "file", (GgufStr){0}, "E_OPEN", 0, "cannot open: %s", strerror(errno));
+    int failed = gguf__load(g, fd);
+    close(fd);
+    if (failed) gguf_close(g);
+    return failed;
+}
+
+// ---- reading keys ------------------------------------------------------------------------------------------------
+
+#define GGUF__KV_FAIL(g, kv, code, ...) gguf__fail(g, "key", (kv)->key, code, (size_t)((kv)->data - (g)->meta), __VA_ARGS__)
+
+// Integer number i of a scalar or array of integers.
+static int gguf__int_at(Gguf *g, const GgufKv *kv, size_t i, int64_t min, int64_t max, int64_t *out) {
+    const uint8_t *p = kv->data + i * gguf__values[kv->elem_type].bytes;
+    uint64_t u = 0;
+    memcpy(&u, p, gguf__values[kv->elem_type].bytes);
+    int64_t v;
+    switch (kv->elem_type) {
+    case GGUF_V_I8:  v = (int8_t)u; break;
+    case GGUF_V_I16: v = (int16_t)u; break;
+    case GGUF_V_I32: v = (int32_t)u; break;
+    default:         v = (int64_t)u; break;
+    }
+    bool too_big = kv->elem_type == GGUF_V_U64 && u > INT64_MAX;
+    if (too_big || v < min || v > max)
+        return gguf__fail(g, "key", kv->key, "E_META_RANGE", (size_t)(p - g->meta),
+                          too_big ? "expected an integer in %lld..%lld, got %llu" : "expected an integer in %lld..%lld, got %lld",
+                          (long long)min, (long long)max, (long long)v);
+    *out = v;
+    return 1;
+}
+
+int gguf_get_int(Gguf *g, const char *key, int64_t min, int64_t max, int64_t *out) {
+    const GgufKv *kv = gguf_find_kv(g, key);
+    if (!kv) return 0;
+    if (!gguf__values[kv->type].is_int)
+        return GGUF__KV_FAIL(g, kv, "E_META_TYPE", "expected an integer, got %s", gguf__values[kv->type].name);
+    return gguf__int_at(g, kv, 0, min, max, out);
+}
+
+int gguf_get_float(Gguf *g, const char *key, double *out) {
+    const GgufKv *kv = gguf_find_kv(g, key);
+    if (!kv) return 0;
+    double v;
+    if (kv->type == GGUF_V_F32) {
+        float f;
+        memcpy(&f, kv->data, 4);
+        v = f;
+    } else if (kv->type == GGUF_V_F64) {
+        memcpy(&v, kv->data, 8);
+    } else {
+        return GGUF__KV_FAIL(g, kv, "E_META_TYPE", "expected f32 or f64, got %s", gguf__values[kv->type].name);
+    }
+    if (!isfinite(v)) return GGUF__KV_FAIL(g, kv, "E_META_RANGE", "expected a finite number, got %g", v);
+    *out = v;
+    return 1;
+}
+
+int gguf_get_str(Gguf *g, const char *key, GgufStr *out) {
+    const GgufKv *kv = gguf_find_kv(g, key);
+    if (!kv) return 0;
+    if (kv->type != GGUF_V_STR)
+        return GGUF__KV_FAIL(g, kv, "E_META_TYPE", "expected a string, got %s", gguf__values[kv->type].name);
+    *out = (GgufStr){(const char *)kv->data, (size_t)kv->count};
+    return 1;
+}
+
+int gguf_get_ints(Gguf *g, const char *key, int64_t min, int64_t max, int64_t *out, size_t n) {
+    const GgufKv *kv = gguf_find_kv(g, key);
+    if (!kv) return 0;
+    bool is_array = kv->type == GGUF_V_ARRAY;
+    if (!gguf__values[kv->elem_type].is_int)
+        return GGUF__KV_FAIL(g, kv, "E_META_TYPE", "expected integers, got %s%s", is_array ? "an array of " : "",
+                             gguf__values[kv->elem_type].name);
+    if (is_array && kv->count != n)
+        return GGUF__KV_FAIL(g, kv, "E_META_ARRAY", "expected %zu elements, got %llu", n, (unsigned long long)kv->count);
+    for (size_t i = 0; i < n; i++)
+        if (gguf__int_at(g, kv, is_array ? i : 0, min, max, &out[i]) < 0) return -1;
+    return 1;
+}
+
+int gguf_get_strs(Gguf *g, const char *key, const GgufStr **out, size_t *n) {
+    const GgufKv *kv = gguf_find_kv(g, key);
+    if (!kv) return 0;
+    if (kv->type != GGUF_V_ARRAY || kv->elem_type != GGUF_V_STR)
+        return GGUF__KV_FAIL(g, kv, "E_META_TYPE", "expected an array of strings, got %s%s",
+                             kv->type == GGUF_V_ARRAY ? "an array of " : "", gguf__values[kv->elem_type].name);
+    *out = kv->strs;
+    *n = (size_t)kv->count;
+    return 1;
+}
+
+// ---- block formats -----------------------------------------------------------------------------------------------
+// Quantised types go through one buffer of 256 signed codes: eight blocks of 32, or one block of 256. The unpackers are
+// the formats' only definition here; dequantise and dot both start from them.
+
+// Both compilers unroll short loops completely before they could turn them into vectors; this makes them wait.
+#if defined(__clang__)
+#define GGUF__VECTOR_LOOP _Pragma("clang loop unroll(disable) vectorize(enable)")
+#elif defined(__GNUC__)
+#define GGUF__VECTOR_LOOP _Pragma("GCC unroll 1")
+#else
+#define GGUF__VECTOR_LOOP
+#endif
+
+static inline float gguf__f16_at(const uint8_t *p) {
+    uint16_t h;
+    memcpy(&h, p, 2);
+    return gguf_f16_to_f32(h);
+}
+
+// Q8_0, Q4_0, Q5_0: the codes of m <= 8 blocks of 32, offset removed.
+static inline void gguf__codes_32(int type, const uint8_t *restrict b, int m, int8_t *restrict w) {
+    int bytes = gguf_block_bytes(type);
+    if (type == GGUF_Q8_0) {
+        for (int g = 0; g < m; g++) memcpy(w + 32 * g, b + g * bytes + 2, 32);
+        return;
+    }
+    int offset = type == GGUF_Q4_0 ? 8 : 0;
+    for (int g = 0; g < m; g++) {
+        const uint8_t *q = b + g * bytes + bytes - 16;
+        GGUF__VECTOR_LOOP for (int i = 0; i < 16; i++) w[32 * g + i] = (int8_t)((q[i] & 15) - offset);
+        GGUF__VECTOR_LOOP for (int i = 0; i < 16; i++) w[32 * g + 16 + i] = (int8_t)((q[i] >> 4) - offset);
+    }
+    if (type == GGUF_Q4_0) return;
+    uint64_t high[32];                              // byte i: zero where bit i of h is clear
+    for (int g = 0; g < m; g++)
+        for (int k = 0; k < 4; k++) high[4 * g + k] = b[g * bytes + 2 + k] * 0x0101010101010101u & 0x8040201008040201u;
+    const uint8_t *is_high = (const uint8_t *)high;
+    for (int i = 0; i < 32 * m; i++) w[i] = (int8_t)(w[i] - (is_high[i] ? 0 : 16));
+}
+
+// Q4_K: element 64*p + l is the low nibble of q[32*p + l], element 64*p + 32 + l the high one.
+static inline void gguf__q4_k_codes(const uint8_t *restrict b, int8_t *restrict w) {
+    const uint8_t *q = b + 16;
+    for (int p = 0; p < 4; p++, q += 32, w += 64) {
+        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[l] = (int8_t)(q[l] & 15);
+        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[32 + l] = (int8_t)(q[l] >> 4);
+    }
+}
+
+// Q4_K: 6-bit scales sc and minima mn of the eight sub-blocks, from the twelve bytes s. Bytes 0..3 and 4..7 hold sc and mn
+// of sub-blocks 0..3 in their low six bits; the rest has its low four bits in bytes 8..11 (sc low nibble, mn high) and its
+// upper two on top of bytes 0..3 and 4..7.
+static inline void gguf__q4_k_scales(const uint8_t *restrict s, int32_t *restrict sc, int32_t *restrict mn) {
+    for (int g = 0; g < 4; g++) {
+        sc[g] = s[g] & 63;
+        mn[g] = s[g + 4] & 63;
+        sc[g + 4] = (s[g + 8] & 15) | (s[g] >> 6) << 4;
+        mn[g + 4] = s[g + 8] >> 4 | (s[g + 4] >> 6) << 4;
+    }
+}
+
+// Q6_K: each half of 128 elements has 64 bytes ql and 32 bytes qh; element 32*k + l of it takes a nibble of
+// ql[32*(k&1) + l] (low for k < 2) and bits 2k, 2k+1 of qh[l] above it.
+static inline void gguf__q6_k_codes(const uint8_t *restrict b, int8_t *restrict w) {
+    for (int h = 0; h < 2; h++, w += 128) {
+        const uint8_t *ql = b + 64 * h, *qh = b + 128 + 32 * h;
+        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[l] = (int8_t)(((ql[l] & 15) | (qh[l] & 3) << 4) - 32);
+        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[32 + l] = (int8_t)(((ql[32 + l] & 15) | (qh[l] >> 2 & 3) << 4) - 32);
+        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[64 + l] = (int8_t)(((ql[l] >> 4) | (qh[l] >> 4 & 3) << 4) - 32);
+        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[96 + l] = (int8_t)(((ql[32 + l] >> 4) | (qh[l] >> 6) << 4) - 32);
+    }
+}
+
+// Up to 32 elements of a float type to f32.
+static inline void gguf__floats(int type, const uint8_t *p, float *dst, int n) {
+    if (type == GGUF_F32) {
+        memcpy(dst, p, (size_t)n * 4);
+        return;
+    }
+    uint16_t h[32];
+    memcpy(h, p, (size_t)n * 2);
+    if (type == GGUF_BF16) {
+        for (int i = 0; i < n; i++) dst[i] = gguf_bf16_to_f32(h[i]);
+        return;
+    }
+#ifdef __F16C__
+    if (n == 32) {
+        for (int i = 0; i < 32; i += 8) _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(h + i))));
+        return;
+    }
+#endif
+    for (int i = 0; i < n; i++) dst[i] = gguf_f16_to_f32(h[i]);
+}
+
+void gguf_dequantize(int type, const void *src, float *dst, size_t n) {
+    const uint8_t *b = (const uint8_t *)src;
+    int elems = gguf_block_elems(type), bytes = gguf_block_bytes(type);
+    assert(gguf_type_supported(type) && n % (size_t)elems == 0);
+    if (elems == 1) {
+        for (; n >= 32; n -= 32, b += 32 * bytes, dst += 32) gguf__floats(type, b, dst, 32);
+        gguf__floats(type, b, dst, (int)n);
+        return;
+    }
+    for (; n > 0; n -= (size_t)elems, b += bytes, dst += elems) {
+        int8_t w[256];
+        if (type == GGUF_Q4_K) {
+            int32_t sc[8], mn[8];
+            float d = gguf__f16_at(b), dmin = gguf__f16_at(b + 2);
+            gguf__q4_k_scales(b + 4, sc, mn);
+            gguf__q4_k_codes(b, w);
+            for (int i = 0; i < 256; i++) dst[i] = (d * (float)sc[i / 32]) * w[i] - dmin * (float)mn[i / 32];
+        } else if (type == GGUF_Q6_K) {
+            float d = gguf__f16_at(b + 208);
+            gguf__q6_k_codes(b, w);
+            for (int i = 0; i < 256; i++) dst[i] = (d * (int8_t)b[192 + i / 16]) * w[i];
+        } else {
+            float d = gguf__f16_at(b);
+            gguf__codes_32(type, b, 1, w);
+            for (int i = 0; i < 32; i++) dst[i] = d * w[i];
+        }
+    }
+}
+
+void gguf_quantize_q8(const float *x, int8_t *q, float *scale, size_t n) {
+    assert(n % 32 == 0);
+    for (; n >= 32; n -= 32, x += 32, q += 32, scale++) {
+        uint32_t bits[32], top = 0;                 // of |x|: as integers they compare like the floats, NaN above Inf
+        memcpy(bits, x, sizeof bits);
+        for (int i = 0; i < 32; i++) {
+            uint32_t u = bits[i] & 0x7fffffff;
+            top = u > top ? u : top;
+        }
+        float max, inv = 0;
+        memcpy(&max, &top, 4);
+        if (top >= 0x7f800000) *scale = NAN;
+        else if (max < 0x1p-120f) *scale = 0;
+        else *scale = max / 127, inv = 127 / max;
+        if (inv == 0) memset(q, 0, 32);
+        else for (int i = 0; i < 32; i++) q[i] = (int8_t)(int)rintf(x[i] * inv);
+    }
+}
+
+static inline float gguf__fold(float *acc, int n) {
+    for (int h = n / 2; h > 0; h /= 2)
+        for (int j = 0; j < h; j++) acc[j] += acc[j + h];
+    return acc[0];
+}
+
+float gguf_dot_f32(int type, const void *row, const float *x, size_t n) {
+    const uint8_t *p = (const uint8_t *)row;
+    size_t bytes = (size_t)gguf_block_bytes(type);
+    assert(type == GGUF_F32 || type == GGUF_F16 || type == GGUF_BF16);
+    float acc[32] = {0}, w[32];
+    for (; n >= 32; n -= 32, x += 32, p += 32 * bytes) {
+        gguf__floats(type, p, w, 32);
+        GGUF__VECTOR_LOOP for (int j = 0; j < 32; j++) acc[j] += w[j] * x[j];
+    }
+    gguf__floats(type, p, w, (int)n);
+    for (size_t j = 0; j < n; j++) acc[j] += w[j] * x[j];
+    return gguf__fold(acc, 32);
+}
+
+// Sums of 16 products over 256 codes: even[g] = sum over i < 16 of w[32*g + i]*q[32*g + i], odd[g] over i = 16..31. Exact,
+// so both bodies give the same bits; |q| <= 127, w >= -128. The vector body moves the sign of w to q, because the
+// instructions multiply unsigned by signed bytes; 2*128*127 still fits the 16 bits that AVX2 adds pairs in.
+static inline void gguf__dot_16s(const int8_t *w, const int8_t *q, int32_t *even, int32_t *odd) {
+#ifdef __AVX2__
+    __m256i s[8];
+    for (int g = 0; g < 8; g++) {
+        __m256i wg = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)(w + 32 * g))), _mm_loadu_si128((const __m128i *)(const void *)(w + 32 * g + 16)), 1);
+        __m256i qg = _mm256_loadu_si256((const __m256i *)(const void *)(q + 32 * g));
+        __m256i a = _mm256_abs_epi8(wg), b = _mm256_sign_epi8(qg, wg);
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+        s[g] = _mm256_dpbusd_epi32(_mm256_setzero_si256(), a, b);
+#else
+        s[g] = _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
+#endif
+    }
+    // Each half of s[g] holds four parts of one sum; two rounds of pairwise adds put four sums into each half.
+    __m256i lo = _mm256_hadd_epi32(_mm256_hadd_epi32(s[0], s[1]), _mm256_hadd_epi32(s[2], s[3]));
+    __m256i hi = _mm256_hadd_epi32(_mm256_hadd_epi32(s[4], s[5]), _mm256_hadd_epi32(s[6], s[7]));
+    _mm256_storeu_si256((__m256i *)(void *)even, _mm256_permute2x128_si256(lo, hi, 0x20));
+    _mm256_storeu_si256((__m256i *)(void *)odd, _mm256_permute2x128_si256(lo, hi, 0x31));
+#else
+    for (int g = 0; g < 8; g++, w += 32, q += 32) {
+        even[g] = odd[g] = 0;
+        for (int i = 0; i < 16; i++) even[g] += w[i] * q[i], odd[g] += w[16 + i] * q[16 + i];
+    }
+#endif
+}
+
+// The three shapes of gguf_dot_q8's terms.
+static inline float gguf__dot_32(int type, const uint8_t *b, const int8_t *q, const float *scale, size_t n) {
+    int bytes = gguf_block_bytes(type);
+    int8_t w[256], q_tail[256] = {0};
+    float acc[8] = {0}, d[8], scale_tail[8] = {0};
+    int32_t even[8], odd[8];
+    for (size_t left = n / 32; left > 0;) {
+        int m = left < 8 ? (int)left : 8;
+        if (m < 8) {                                // zeros for the missing groups; their terms are 0
+            memset(w, 0, sizeof w);
+            memset(d, 0, sizeof d);
+            memcpy(q_tail, q, 32 * (size_t)m);
+            memcpy(scale_tail, scale, 4 * (size_t)m);
+            q = q_tail;
+            scale = scale_tail;
+        }
+        gguf__codes_32(type, b, m, w);
+        gguf__dot_16s(w, q, even, odd);
+        for (int g = 0; g < m; g++) d[g] = gguf__f16_at(b + g * bytes);
+        GGUF__VECTOR_LOOP for (int g = 0; g < 8; g++) acc[g] += (d[g] * scale[g]) * (float)(even[g] + odd[g]);
+        left -= (size_t)m, b += m * bytes, q += 256, scale += 8;
+    }
+    return gguf__fold(acc, 8);
+}
+
+static inline float gguf__dot_q4_k(const uint8_t *b, const int8_t *q, const float *scale, size_t n) {
+    float acc[8] = {0};
+    int8_t w[256], ones[256];
+    int32_t sc[8], mn[8];
+    int32_t even[8], odd[8], even_q[8], odd_q[8];
+    memset(ones, 1, sizeof ones);
+    for (; n > 0; n -= 256, b += 144, q += 256, scale += 8) {
+        float d = gguf__f16_at(b), dmin = gguf__f16_at(b + 2);
+        gguf__q4_k_scales(b + 4, sc, mn);
+        gguf__q4_k_codes(b, w);
+        gguf__dot_16s(w, q, even, odd);
+        gguf__dot_16s(ones, q, even_q, odd_q);
+        GGUF__VECTOR_LOOP for (int g = 0; g < 8; g++)
+            acc[g] += (d * scale[g]) * (float)(sc[g] * (even[g] + odd[g])) -
+                      (dmin * scale[g]) * (float)(mn[g] * (even_q[g] + odd_q[g]));
+    }
+    return gguf__fold(acc, 8);
+}
+
+static inline float gguf__dot_q6_k(const uint8_t *b, const int8_t *q, const float *scale, size_t n) {
+    float acc[8] = {0};
+    int8_t w[256], sc[16];
+    int32_t even[8], odd[8];
+    for (; n > 0; n -= 256, b += 210, q += 256, scale += 8) {
+        float d = gguf__f16_at(b + 208);
+        memcpy(sc, b + 192, 16);
+        gguf__q6_k_codes(b, w);
+        gguf__dot_16s(w, q, even, odd);
+        GGUF__VECTOR_LOOP for (int g = 0; g < 8; g++)
+            acc[g] += (d * scale[g]) * (float)(sc[2 * g] * even[g] + sc[2 * g + 1] * odd[g]);
+    }
+    return gguf__fold(acc, 8);
+}
+
+float gguf_dot_q8(int type, const void *row, const int8_t *q, const float *scale, size_t n) {
+    const uint8_t *b = (const uint8_t *)row;
+    assert(gguf_block_elems(type) >= 32 && n % (size_t)gguf_block_elems(type) == 0);
+    switch (type) {                                 // a constant type each, so that its loop has no branches
+    case GGUF_Q8_0: return gguf__dot_32(GGUF_Q8_0, b, q, scale, n);
+    case GGUF_Q4_0: return gguf__dot_32(GGUF_Q4_0, b, q, scale, n);
+    case GGUF_Q5_0: return gguf__dot_32(GGUF_Q5_0, b, q, scale, n);
+    case GGUF_Q4_K: return gguf__dot_q4_k(b, q, scale, n);
+    case GGUF_Q6_K: return gguf__dot_q6_k(b, q, scale, n);
+    default: assert(0); return NAN;
+    }
+}
+#endif // GGUF_IMPLEMENTATION

@@ -1,0 +1,240 @@
+#!/bin/sh
+# The command line from end to end on the small model: text, flags, the logits verb, errors, signals, a full disk.
+# Environment: GEMMA4 (the binary, ./gemma4), STRICT=1 (skips fail).
+cd "$(dirname "$0")/.." || exit 1
+gemma4=${GEMMA4:-$PWD/gemma4}
+model=models/gemma4-mini-q8_0.gguf
+vocab=4096
+tmp=$(mktemp -d) || exit 1
+trap 'rm -rf "$tmp"' EXIT
+passed=0 failed=0 skipped=0
+limit=                                            # a hang is a failure (124), not a wait
+command -v timeout >/dev/null 2>&1 && limit="timeout -k 5 300"
+
+ok() { # ok NAME COMMAND...: one case, passed when the command succeeds
+    name=$1
+    shift
+    if "$@"; then
+        passed=$((passed + 1))
+    else
+        failed=$((failed + 1))
+        echo "FAILED: $name (exit status $status, $*)"
+        sed 's/^/    stderr: /' "$tmp/err" | head -n 5
+    fi
+}
+skip() {
+    echo "skipped: $1"
+    if [ "${STRICT:-0}" = 0 ]; then skipped=$((skipped + 1)); else failed=$((failed + 1)); fi
+}
+run() { # run ARGUMENTS...: runs gemma4; leaves $status, $tmp/out and $tmp/err
+    $limit "$gemma4" "$@" >"$tmp/out" 2>"$tmp/err" </dev/null
+    status=$?
+}
+story() { # story FILE ARGUMENTS...: runs the model on one prompt and keeps its text as $tmp/FILE
+    file=$1
+    shift
+    run "$model" -p "Tell me a story about a fox." "$@"
+    cp "$tmp/out" "$tmp/$file"
+    ok "story $*: exits 0" [ "$status" -eq 0 ]
+}
+same() { [ -s "$tmp/$1" ] && cmp -s "$tmp/$1" "$tmp/$2"; }
+differ() { ! cmp -s "$tmp/$1" "$tmp/$2"; }
+lines() { [ "$(grep -c '' "$tmp/$1")" -eq "$2" ]; }
+size() { [ -f "$1" ] && [ "$(wc -c <"$1")" -eq "$2" ]; }
+has() { grep -qF -e "$2" "$tmp/$1"; }
+none() { ! grep -qE -e "$2" "$tmp/$1"; }
+starts() { # starts LONG SHORT: the text of SHORT, less a final newline, begins that of LONG
+    case $(cat "$tmp/$1") in "$(cat "$tmp/$2")"*) return 0 ;; esac
+    return 1
+}
+error() { # error WORD ARGUMENTS...: must end with one error line that holds WORD, exit status 1 and no text
+    word=$1
+    shift
+    run "$@"
+    ok "error [$*]: exit status 1" [ "$status" -eq 1 ]
+    ok "error [$*]: stdout is empty" size "$tmp/out" 0
+    ok "error [$*]: one line on stderr" lines err 1
+    ok "error [$*]: starts with 'gemma4: error:'" grep -q '^gemma4: error: ' "$tmp/err"
+    ok "error [$*]: names '$word'" has err "$word"
+}
+ids() { # ids NUMBER...: prints them as 32-bit little-endian integers
+    for i in "$@"; do
+        # shellcheck disable=SC2059  # the format is the data
+        printf "$(printf '\\%03o\\%03o\\%03o\\%03o' $((i & 255)) $((i >> 8 & 255)) $((i >> 16 & 255)) $((i >> 24 & 255)))"
+    done
+}
+
+# ---- text ----------------------------------------------------------------------------
+story greedy --temp 0 -n 60
+ok "the story has text" grep -q '[a-z]' "$tmp/greedy"
+ok "stdout holds no statistics" none greedy '^# '
+ok "statistics go to stderr" has err "tok/s"
+ok "every line on stderr starts with '# '" none err '^[^#]|^#[^ ]'
+story again --temp 0 -n 60
+ok "greedy text is the same twice" same greedy again
+story one --temp 0 -n 60 -t 1
+story two --temp 0 -n 60 -t 2
+ok "one thread and two give the same text" same one two
+ok "-t changes no text" same greedy one
+story short --temp 0 -n 20
+ok "-n 20 gives the beginning of -n 60" starts greedy short
+ok "-n 20 gives less than -n 60" differ greedy short
+story c --temp 0 -n 60 -c 512
+ok "-c changes no text" same greedy c
+
+story seed7 --temp 1 --seed 7 -n 60
+story seed7b --temp 1 --seed 7 -n 60
+story seed8 --temp 1 --seed 8 -n 60
+ok "the same seed gives the same text" same seed7 seed7b
+ok "another seed gives another text" differ seed7 seed8
+story topk --temp 1 --seed 7 --top-k 1 -n 60
+ok "--top-k 1 is greedy" same greedy topk
+story topp --temp 1 --seed 7 --top-p 0.000001 -n 60
+ok "a tiny --top-p is greedy" same greedy topp
+
+story tied --temp 0 -n 100 --ignore-eos --kv-layout tied
+story untied --temp 0 -n 100 --ignore-eos --kv-layout untied
+ok "tied and untied cache give the same 100 tokens" same tied untied
+story f32 --temp 0 -n 60 -ctk f32 -ctv f32
+story f16 --temp 0 -n 60 -ctk f16 -ctv f16
+story mixed --temp 0 -n 60 -ctk f32 -ctv f16 --kv-layout untied
+ok "an f32 cache gives text" grep -q '[a-z]' "$tmp/f32"
+ok "an f16 cache gives text" grep -q '[a-z]' "$tmp/f16"
+ok "an f32/f16 cache gives text" grep -q '[a-z]' "$tmp/mixed"
+
+printf '%s' "Tell me a story about a fox." >"$tmp/prompt.txt"
+run "$model" -f "$tmp/prompt.txt" --temp 0 -n 60
+ok "-f reads the prompt that -p takes" same greedy out
+story raw --temp 0 -n 60 --raw
+ok "--raw leaves out the chat template" differ greedy raw
+story system --temp 0 -n 20 --system "You are a pirate."
+story dump --temp 0 -n 2 --dump "$tmp/dump"
+ok "--dump writes files" [ -n "$(ls "$tmp/dump" 2>/dev/null)" ]
+run "$model" -p "$(printf 'bad \377\376 bytes \300')" --temp 0 -n 4
+ok "bytes that are no UTF-8 do not crash" [ "$status" -le 1 ]
+run "$model" -p "" --temp 0 -n 4
+ok "an empty prompt does not crash" [ "$status" -le 1 ]
+
+# ---- logits --------------------------------------------------------------------------
+ids 2 100 200 300 400 >"$tmp/five.i32"
+ids 2 >"$tmp/one.i32"
+run logits "$model" --ids "$tmp/five.i32" -o "$tmp/five.f32"
+ok "logits of 5 ids: exits 0" [ "$status" -eq 0 ]
+ok "logits of 5 ids: n * vocab * 4 bytes" size "$tmp/five.f32" $((5 * vocab * 4))
+ok "logits: stdout is empty" size "$tmp/out" 0
+run logits "$model" --ids "$tmp/one.i32" -o "$tmp/one.f32"
+ok "logits of 1 id: n * vocab * 4 bytes" size "$tmp/one.f32" $((vocab * 4))
+run logits "$model" --ids "$tmp/five.i32" -o "$tmp/again.f32"
+ok "logits are the same twice" same five.f32 again.f32
+head -c $((vocab * 4)) "$tmp/five.f32" >"$tmp/row0.f32"
+ok "later ids do not change the first row" same row0.f32 one.f32
+
+# ---- help ----------------------------------------------------------------------------
+run --help
+ok "--help exits 0" [ "$status" -eq 0 ]
+ok "--help writes nothing to stderr" size "$tmp/err" 0
+for flag in -p -f -n -c -t --temp --seed --top-k --top-p --raw --ignore-eos --kv-layout -ctk -ctv --dump --system \
+    logits --ids -o --help --version; do
+    ok "--help lists $flag" grep -qE -e "(^|[^a-z-])$flag([^a-z-]|\$)" "$tmp/out"
+done
+run --version
+ok "--version exits 0" [ "$status" -eq 0 ]
+ok "--version prints one line" lines out 1
+
+# ---- wrong flags ---------------------------------------------------------------------
+error --nope "$model" -p hi --nope
+error -p "$model" -p
+error -n "$model" -p hi -n
+error -n "$model" -p hi -n ten
+error -n "$model" -p hi -n 5x
+error -n "$model" -p hi -n ''
+error -n "$model" -p hi -n 99999999999999999999
+error --temp "$model" -p hi --temp hot
+error --temp "$model" -p hi --temp nan
+error --temp "$model" -p hi --temp -1
+error --top-p "$model" -p hi --top-p 2
+error --top-k "$model" -p hi --top-k -5
+error --seed "$model" -p hi --seed x
+error -c "$model" -p hi -c -1
+error -c "$model" -p hi -c 1e3
+error -t "$model" -p hi -t two
+error --kv-layout "$model" -p hi --kv-layout sideways
+error -ctk "$model" -p hi -ctk q9
+error "--kv-layout untied" "$model" -p hi -ctk f32 -ctv f16
+error -c "$model" -c 16 -p "This prompt is a good deal longer than the sixteen tokens of context that it is given to \
+fill, and so it must be refused before anything is generated."
+
+# ---- wrong files ---------------------------------------------------------------------
+printf 'This is a text file and no model, whatever its name says.\n' >"$tmp/text.gguf"
+: >"$tmp/empty.gguf"
+head -c 20 "$model" >"$tmp/cut20.gguf"
+head -c 50000 "$model" >"$tmp/cut50000.gguf"
+head -c 4000000 "$model" >"$tmp/cut4000000.gguf"
+mkdir "$tmp/folder.gguf"
+for file in missing.gguf folder.gguf empty.gguf text.gguf cut20.gguf cut50000.gguf cut4000000.gguf; do
+    error "$file" "$tmp/$file" -p hi
+done
+error missing.txt "$model" -f "$tmp/missing.txt"
+error folder.gguf "$model" -f "$tmp/folder.gguf"
+error text.gguf "$model" -p hi --dump "$tmp/text.gguf/dump"
+error text.gguf "$model" -p hi --dump "$tmp/text.gguf"
+
+ids 2 4096 >"$tmp/big.i32"
+ids 2 -1 >"$tmp/negative.i32"
+printf '\002\000\000\000\001' >"$tmp/odd.i32"
+: >"$tmp/none.i32"
+for file in big negative odd none missing; do
+    error "$file.i32" logits "$model" --ids "$tmp/$file.i32" -o "$tmp/x.f32"
+done
+error text.gguf logits "$model" --ids "$tmp/five.i32" -o "$tmp/text.gguf/x.f32"
+error folder.gguf logits "$model" --ids "$tmp/five.i32" -o "$tmp/folder.gguf"
+error missing.gguf logits "$tmp/missing.gguf" --ids "$tmp/five.i32" -o "$tmp/x.f32"
+error -o logits "$model" --ids "$tmp/five.i32"
+error --ids logits "$model" -o "$tmp/x.f32"
+
+# ---- a full disk, a closed pipe, Ctrl-C ----------------------------------------------
+if [ -c /dev/full ]; then
+    $limit "$gemma4" "$model" -p hi --temp 0 -n 20 --ignore-eos >/dev/full 2>"$tmp/err"
+    status=$?
+    ok "full disk: exit status 1" [ "$status" -eq 1 ]
+    ok "full disk: an error line" grep -q '^gemma4: error: ' "$tmp/err"
+    error /dev/full logits "$model" --ids "$tmp/five.i32" -o /dev/full
+    $limit "$gemma4" --help >/dev/full 2>"$tmp/err"
+    status=$?
+    ok "full disk: --help: exit status 1" [ "$status" -eq 1 ]
+else
+    skip "no /dev/full on this system"
+fi
+$limit "$gemma4" "$model" -p hi --temp 0 -n 4 >&- 2>"$tmp/err"
+status=$?
+ok "closed stdout: exit status 1" [ "$status" -eq 1 ]
+
+{
+    $limit "$gemma4" "$model" -p hi --temp 0 -n 4000 --ignore-eos 2>"$tmp/err"
+    echo $? >"$tmp/status"
+} | head -c 10 >"$tmp/ten"
+status=$(cat "$tmp/status")
+ok "closed pipe: the reader has its 10 bytes" size "$tmp/ten" 10
+ok "closed pipe: no hang" [ "$status" -ne 124 ]
+ok "closed pipe: no crash" [ "$status" -ne 139 ]
+
+if env --default-signal=INT true 2>/dev/null; then      # a shell starts background commands with SIGINT ignored
+    env --default-signal=INT "$gemma4" "$model" -p hi --temp 0 -n 8000 --ignore-eos >"$tmp/out" 2>"$tmp/err" &
+    pid=$!
+    i=0
+    while [ ! -s "$tmp/out" ] && [ $i -lt 300 ]; do sleep 0.1; i=$((i + 1)); done
+    ok "Ctrl-C: text appears while it is generated" kill -INT $pid
+    i=0
+    while kill -0 $pid 2>/dev/null && [ $i -lt 100 ]; do sleep 0.1; i=$((i + 1)); done
+    ok "Ctrl-C: the process ends" [ $i -lt 100 ]
+    kill -9 $pid 2>/dev/null
+    wait $pid
+    status=$?
+    ok "Ctrl-C: exit status 130" [ "$status" -eq 130 ]
+    ok "Ctrl-C: the text so far is written" [ -s "$tmp/out" ]
+else
+    skip "no 'env --default-signal' on this system: Ctrl-C"
+fi
+
+echo "# cli: $passed passed, $failed failed, $skipped skipped"
+[ "$failed" -eq 0 ]

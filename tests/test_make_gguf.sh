@@ -1,0 +1,89 @@
+#!/bin/sh
+# make_gguf writes the files that golden/SHA256 lists, byte for byte, and refuses bad arguments and a full disk.
+# A name in that list says how the file is made: PRESET-QUANT[-KIND][-split].gguf; micro-* files with
+# --seed 11 --separate-pools (the reference results belong to these), tiny-* files with the default seed.
+# Environment: BUILD (build: where make put make_gguf), CC (used if it is not there), STRICT=1 (skips fail).
+cd "$(dirname "$0")/.." || exit 1
+tmp=$(mktemp -d) || exit 1
+trap 'rm -rf "$tmp"' EXIT
+passed=0 failed=0 skipped=0
+make_gguf=${BUILD:-build}/make_gguf
+if [ ! -x "$make_gguf" ]; then
+    make_gguf=$tmp/make_gguf
+    ${CC:-cc} -std=c11 -O2 tests/make_gguf.c -o "$make_gguf" -lm || exit 1
+fi
+
+check() { # check STATUS MESSAGE: counts one case
+    if [ "$1" -eq 0 ]; then
+        passed=$((passed + 1))
+    else
+        failed=$((failed + 1))
+        echo "FAILED: $2"
+    fi
+}
+skip() {
+    echo "skipped: $1"
+    if [ "${STRICT:-0}" = 0 ]; then skipped=$((skipped + 1)); else failed=$((failed + 1)); fi
+}
+
+# ---- the listed files
+while read -r want file; do
+    name=${file%.gguf} kind=target seed=1
+    set --
+    case $name in *-split) name=${name%-split}; set -- "$@" --split-experts ;; esac
+    case $name in *-mtp | *-dflash) kind=${name##*-} name=${name%-*} ;; esac
+    case $name in micro-*) seed=11; set -- "$@" --separate-pools ;; esac
+    got=$("$make_gguf" --preset "${name%-*}" --quant "${name##*-}" --kind "$kind" --seed "$seed" "$@" \
+        --sha256 --out "$tmp/$file")
+    [ "${got%% *}" = "$want" ]
+    check $? "$file: SHA-256 expected $want, got ${got%% *}"
+done <tests/golden/SHA256
+
+# ---- what it printed is what the disk holds
+if command -v sha256sum >/dev/null 2>&1; then
+    list=$PWD/tests/golden/SHA256
+    (cd "$tmp" && sha256sum -c --quiet "$list")
+    check $? "sha256sum -c: a file on disk differs from golden/SHA256"
+else
+    skip "no sha256sum: the files on disk were not hashed a second time"
+fi
+
+# ---- bad arguments: exit 1, one line, no file
+refuse() { # refuse TEXT ARGUMENTS...: TEXT must be part of the error
+    text=$1
+    shift
+    "$make_gguf" "$@" >"$tmp/stdout" 2>"$tmp/stderr"
+    status=$?
+    [ "$status" -eq 1 ] && [ "$(wc -l <"$tmp/stderr")" -eq 1 ] && [ ! -s "$tmp/stdout" ] && [ ! -e "$tmp/x.gguf" ] \
+        && grep -qF -- "$text" "$tmp/stderr"
+    check $? "make_gguf $*: expected exit status 1 and one line with '$text', got $status and: $(cat "$tmp/stderr")"
+}
+x=$tmp/x.gguf
+refuse "--preset is missing" --quant f16 --out "$x"
+refuse "--quant is missing" --preset micro-e --out "$x"
+refuse "--out is missing" --preset micro-e --quant f16
+refuse "expected one of" --preset micro --quant f16 --out "$x"
+refuse "expected one of" --preset micro-e --quant q5_k --out "$x"
+refuse "expected one of" --preset micro-e --quant f16 --kind draft --out "$x"
+refuse "unknown argument '--sparse'" --preset micro-e --quant f16 --out "$x" --sparse
+refuse "expected a value" --preset micro-e --quant f16 --out "$x" --seed
+refuse "from 0 to 4294967295, got '4294967296'" --preset micro-e --quant f16 --out "$x" --seed 4294967296
+refuse "got '-1'" --preset micro-e --quant f16 --out "$x" --seed -1
+refuse "got '5x'" --preset micro-e --quant f16 --out "$x" --layers 5x
+refuse "from 2 to 512, got '1'" --preset micro-e --quant f16 --out "$x" --layers 1
+refuse "from 512 to 262144, got '511'" --preset micro-e --quant f16 --out "$x" --vocab 511
+refuse "has no experts" --preset micro-e --quant f16 --out "$x" --split-experts
+refuse "has no experts" --preset micro-moe --quant f16 --kind mtp --out "$x" --split-experts
+refuse "cannot create" --preset micro-e --quant f16 --out "$tmp/no/such/folder/x.gguf"
+
+# ---- a write that fails: the partial file goes (a file size limit stands in for a full disk)
+if (trap '' XFSZ && ulimit -f 100) 2>/dev/null; then
+    (trap '' XFSZ && ulimit -f 100 && exec "$make_gguf" --preset micro-e --quant f16 --out "$x") 2>"$tmp/stderr"
+    [ $? -eq 1 ] && [ ! -e "$x" ] && grep -q "the partial file was removed" "$tmp/stderr"
+    check $? "a write past the file size limit: $(cat "$tmp/stderr")"
+else
+    skip "this shell cannot limit the file size: no failing write"
+fi
+
+echo "# make_gguf: $passed passed, $failed failed, $skipped skipped"
+[ "$failed" -eq 0 ]

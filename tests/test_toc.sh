@@ -1,0 +1,64 @@
+#!/bin/sh
+# The table of contents at the head of a long source names the section banners below it, in order, and no engine
+# source reads the environment. Entries are "[n]  Title", one or two on a line; banners are "// ==== [n] Title ====".
+cd "$(dirname "$0")/.." || exit 1
+passed=0 failed=0
+
+check() { # check STATUS MESSAGE: counts one case
+    if [ "$1" -eq 0 ]; then
+        passed=$((passed + 1))
+    else
+        failed=$((failed + 1))
+        echo "$2"
+    fi
+}
+
+# Prints one line per difference, then "N entries".
+compare() {
+    awk '
+    function trim(s) { gsub(/^[ \t]+|[ \t*\/]+$/, "", s); return s }
+    /^\/\/ ====+ *\[[0-9]+\] / {
+        n_banners++
+        title = $0
+        sub(/^\/\/ =+ */, "", title); sub(/ *=+ *$/, "", title)
+        number = title; sub(/\].*/, "", number); sub(/\[/, "", number)
+        sub(/^\[[0-9]+\] */, "", title)
+        if (number + 0 != n_banners) printf "%s:%d: banner [%s] is number %d\n", FILENAME, FNR, number, n_banners
+        banner[number] = trim(title)
+        next
+    }
+    n_banners == 0 && /^[ \t*\/]*\[[0-9]+\] / {          # the table: before the first banner
+        rest = $0
+        while (match(rest, /\[[0-9]+\] /)) {
+            number = substr(rest, RSTART + 1, RLENGTH - 3)
+            rest = substr(rest, RSTART + RLENGTH)
+            title = rest
+            if (match(rest, /  +\[[0-9]+\] /)) title = substr(rest, 1, RSTART - 1)
+            entry[number] = trim(title)
+            n_entries++
+        }
+    }
+    END {
+        if (n_entries == 0) printf "%s: no table of contents\n", FILENAME
+        for (n in entry)
+            if (!(n in banner)) printf "%s: [%s] %s is in the table and has no banner\n", FILENAME, n, entry[n]
+            else if (entry[n] != banner[n])
+                printf "%s: [%s] is \"%s\" in the table and \"%s\" in the banner\n", FILENAME, n, entry[n], banner[n]
+        for (n in banner)
+            if (!(n in entry)) printf "%s: [%s] %s has a banner and is not in the table\n", FILENAME, n, banner[n]
+    }' "$1"
+}
+
+for file in gemma4.c gemma4_kernels.cu tests/make_gguf.c; do
+    [ "$file" = gemma4.c ] || [ -f "$file" ] || continue
+    differences=$(compare "$file" 2>&1)
+    [ -z "$differences" ]
+    check $? "$differences"
+done
+for file in gemma4.c gemma4.h gguf.h tokenizer.h; do
+    uses=$(grep -nE '\b(secure_)?getenv *\(' "$file" 2>&1)
+    [ -z "$uses" ]
+    check $? "$file: reads the environment: $uses"
+done
+echo "# toc: $passed passed, $failed failed, 0 skipped"
+[ "$failed" -eq 0 ]
