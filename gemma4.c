@@ -648,8 +648,7 @@ static void plan_memory(Model *m, Arena *a) {
     for (int i = 0; i < m->binder.n_uploads; i++) {
         Upload *u = &m->binder.uploads[i];
         const size_t bytes = m->ops->weight_bytes(&u->tensor);
-        if (!bytes) continue;                          // read in place
-        void *dst = take(a, bytes, 1);
+        void *dst = bytes ? take(a, bytes, 1) : NULL;
         m->plan.weights += bytes;
         if (!a->base) continue;
         m->ops->upload(&u->tensor, dst);
@@ -714,7 +713,16 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     plan_memory(m, &arena);
     const Limits lim = plan_limits(m);
     ops->init(&lim);
-    arena = (Arena){ .base = m->arena = ops->reserve(arena.used) };
+    const size_t wanted = arena.used;
+    m->arena = ops->reserve(wanted);
+    if (!m->arena) {
+        size_t free_bytes, total;
+        ops->memory(&free_bytes, &total);
+        die("out of memory: the plan needs %.2f GiB (weights %.2f, KV cache %.2f, activations %.2f) of %.2f GiB free; try a smaller -c",
+            (double)wanted / (1 << 30), (double)m->plan.weights / (1 << 30), (double)(m->plan.kv_global + m->plan.kv_rings) / (1 << 30),
+            (double)(m->plan.activations + m->plan.stage) / (1 << 30), (double)free_bytes / (1 << 30));
+    }
+    arena = (Arena){ .base = m->arena };
     plan_memory(m, &arena);
     m->plan.scratch = ops->scratch_bytes(&lim);
 
@@ -761,10 +769,15 @@ static size_t cpu_weight_bytes(const Tensor *w) {
     return 0;
 }
 
-static void cpu_upload(Tensor *w, void *dst) {
+static void cpu_upload(Tensor *w, void *dst) {         // weights are read in the mapped file
     (void)w;
     (void)dst;
-    assert(!"the CPU reads weights in place");
+}
+
+static void cpu_memory(size_t *free_bytes, size_t *total) {
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    *free_bytes = (size_t)sysconf(_SC_AVPHYS_PAGES) * page;
+    *total = (size_t)sysconf(_SC_PHYS_PAGES) * page;
 }
 
 static size_t cpu_scratch_bytes(const Limits *lim) {
@@ -790,9 +803,9 @@ static void cpu_init(const Limits *lim) {
 }
 
 static void *cpu_reserve(size_t bytes) {
-    void *p = aligned_alloc(256, round_up(bytes ? bytes : 1, 256));
-    if (!p) die("out of memory: %zu bytes wanted; try a smaller -c", bytes);
-    memset(p, 0, round_up(bytes ? bytes : 1, 256));
+    bytes = round_up(bytes ? bytes : 1, 256);
+    void *p = aligned_alloc(256, bytes);
+    if (p) memset(p, 0, bytes);
     return p;
 }
 
@@ -1147,6 +1160,7 @@ static void cpu_attend(const Attend *o) {
     const Cache *c = o->cache;
     const int hd = c->head_dim, group = o->n_heads / c->n_kv_heads;
     if (o->blocks) die("attend: block lists are not supported by the CPU backend");
+    if (o->store) cpu_qkv_store(o->store);
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int r = 0; r < o->batch->n_rows; r++)
         for (int g = 0; g < c->n_kv_heads; g++) {
@@ -1258,10 +1272,10 @@ static void select_top(int n, int k) {
 static int32_t sample_row(const float *logits, int vocab, const uint32_t *mask, const SampleParams *p, int pos) {
     int n = 0;
     for (int i = 0; i < vocab; i++) {
-        if (isnan(logits[i])) die("sample: the logits at position %d are not numbers; the model file or its cache is damaged", pos);
+        if (isnan(logits[i])) return -1;
         if (!mask || mask[i / 32] >> (i % 32) & 1) cpu.candidates[n++] = (struct Candidate){ logits[i], i };
     }
-    if (!n) die("sample: no token is allowed at position %d", pos);
+    if (!n) return -1;
     if (p->temperature <= 0) return best_candidate(n).id;
     int kept = p->top_k > 0 ? min_int(p->top_k, n) : n;
     select_top(n, kept);
@@ -1283,7 +1297,7 @@ static int32_t sample_row(const float *logits, int vocab, const uint32_t *mask, 
 
 static void cpu_sample(const Sample *o) {
     const size_t words = round_up((size_t)o->vocab, 32) / 32;
-    if (o->counts) die("sample: penalties are not supported by the CPU backend");
+    if (o->counts || o->bias) die("sample: penalties and biases are not supported by the CPU backend");
     for (int r = 0; r < o->batch->n_rows; r++) {
         const Row *row = &o->batch->rows[r];
         const int seq = o->batch->segs[row->seg].seq;
@@ -1296,7 +1310,7 @@ static void cpu_sample(const Sample *o) {
 // Operations that no feature of this build needs yet stay NULL (gemma4.h, contract 10).
 const Ops *cpu_ops(void) {
     static const Ops ops = {
-        .name = "cpu", .weight_bytes = cpu_weight_bytes, .upload = cpu_upload, .scratch_bytes = cpu_scratch_bytes,
+        .name = "cpu", .memory = cpu_memory, .weight_bytes = cpu_weight_bytes, .upload = cpu_upload, .scratch_bytes = cpu_scratch_bytes,
         .init = cpu_init, .reserve = cpu_reserve, .release = cpu_release, .copy = cpu_copy, .begin = cpu_begin, .end = cpu_end,
         .wait = cpu_wait, .embed = cpu_embed, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up,
         .route = cpu_route, .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
@@ -1429,7 +1443,17 @@ static bool attention(Model *m, int l, Pass *p) {
         .rope = { s->inv_freq[lc->is_swa], m->weights.n_pairs[lc->is_swa] },
         .dump_q = s->dump[0], .dump_q_pos = s->dump[1], .dump_k = s->dump[2], .dump_v = s->dump[3], .dump_k_pos = s->dump[4]
     };
-    op->qkv_store(&store);
+    if (shrink) {
+        op->qkv_store(&store);
+        if (!m->n_kept) return false;
+        keep_wanted(m, p);
+        op->matmul(&(Matmul){ .n_rows = m->n_kept, .in = enter(s, &p->stream, w->attn_norm), .n = 1, .w = { &w->attn_q }, .out = { s->q } });
+        store.q = s->q;
+        store.k = store.v = NULL;
+    }
+    const Act att_out = act_for(&w->attn_output, s->att_out);
+    op->attend(&(Attend){ .batch = &p->batch, .cache = cache, .stage = store.stage, .n_heads = c->n_heads, .q = s->q,
+                          .window = lc->is_swa ? c->n_swa : 0, .own = OWN_CAUSAL, .scale = 1, .store = &store, .out = att_out });
     checkpoint(m, "Qcur_normed", l, s->dump[0], p->batch.n_rows, c->n_heads * lc->head_dim);
     checkpoint(m, "Qcur_pos", l, s->dump[1], p->batch.n_rows, c->n_heads * lc->head_dim);
     if (own) {
@@ -1437,18 +1461,6 @@ static bool attention(Model *m, int l, Pass *p) {
         checkpoint(m, "Vcur_normed", l, s->dump[3], p->batch.n_rows, lc->n_kv_heads * lc->head_dim);
         checkpoint(m, "Kcur_pos", l, s->dump[4], p->batch.n_rows, lc->n_kv_heads * lc->head_dim);
     }
-
-    if (shrink) {
-        if (!m->n_kept) return false;
-        keep_wanted(m, p);
-        op->matmul(&(Matmul){ .n_rows = m->n_kept, .in = enter(s, &p->stream, w->attn_norm), .n = 1, .w = { &w->attn_q }, .out = { s->q } });
-        store.q = s->q;
-        store.k = store.v = NULL;
-        op->qkv_store(&store);
-    }
-    const Act att_out = act_for(&w->attn_output, s->att_out);
-    op->attend(&(Attend){ .batch = &p->batch, .cache = cache, .stage = store.stage, .n_heads = c->n_heads, .q = s->q,
-                          .window = lc->is_swa ? c->n_swa : 0, .own = OWN_CAUSAL, .scale = 1, .out = att_out });
     if (p->waiting >= 0 && c->layer[p->waiting].last_reader == l) empty_stage(m, p);
     op->matmul(&(Matmul){ .n_rows = p->batch.n_rows, .in = { .act = att_out }, .n = 1, .w = { &w->attn_output }, .out = { s->y } });
 
@@ -1813,6 +1825,7 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
         int32_t token;
         op->copy(&(Copy){ &token, m->s.chosen, sizeof token, COPY_OUT });
         op->wait();
+        if (token < 0) die("%s: the logits at position %d are not numbers; the file is damaged", m->gguf.path, m->len[0] - 1);
         if (tok_is_stop(t, token) && !o->ignore_eos) break;
         write_text(text, tok_stream_push(t, &stream, token, false, text, t->stream_cap));
         if (m->len[0] == m->options.n_ctx) { made++; why = "context full"; break; }

@@ -48,6 +48,8 @@ typedef struct {
     int          rows, cols;         // out features, in features (cols = contiguous)
     int          n;                  // matrices stacked behind each other: experts; else 1
     const float *scale;              // (n) factor of each matrix's product, NULL = 1 (the .scale side tensors of NVFP4 files)
+    bool         in_host;            // rows are gathered, never multiplied (the PLE table), and the plan has no room for it:
+                                     // upload() leaves it in host memory that the device can read
 } Tensor;
 
 // An activation that a matrix product will read. The producer fills what is not NULL: f for float matrices, q and s for
@@ -261,6 +263,7 @@ typedef struct {                     // out[r][h] = sum_j softmax_j(scale * q[r]
     int            window;           // 0: all positions. A field of the reader: an MTP drafter may see another window than its donor
     OwnMask        own;
     float          scale;            // 1 for Gemma 4
+    const QkvStore *store;           // carried out first, on the same batch, and may share the launch; NULL: done already
     const int32_t *blocks;           // block list from block_select, or NULL: dense
     int            max_blocks;
     Act            out;              // (n_rows, n_heads * head_dim)
@@ -339,13 +342,15 @@ typedef struct {                     // of one session; backend memory
     float    repeat, presence, frequency;   // penalties: 1, 0, 0: off
 } SampleParams;
 
-typedef struct {                     // one token per row. Order: mask, penalties, temperature, top-k, top-p, min-p, draw.
+typedef struct {                     // one token per row. Order: mask, bias, penalties, temperature, top-k, top-p, min-p, draw.
+                                     // -1 for a row that holds a NaN or allows no token
     const Batch        *batch;       // the rows of logits. The draw uses random_unit(seed, position of the row): the same token
                                      // whatever was drafted, however many rows the step had
     int                 vocab;
     const float        *logits;      // (n_rows, vocab)
     const SampleParams *params;      // (n_seqs)
     const uint32_t     *mask;        // (n_rows, vocab / 32 rounded up) bit set = allowed; NULL: all
+    const float        *bias;        // (n_seqs, vocab) added to the logits; NULL: none
     const int32_t      *counts;      // (n_seqs, vocab) occurrences in the committed text that penalties look at; NULL: none
     const Row          *step_rows;   // all rows of the step: a row's ancestors count as occurrences too; NULL without counts
     int32_t            *out;         // (n_rows)
@@ -363,9 +368,10 @@ static inline float random_unit(uint64_t seed, int32_t pos) {
 
 typedef struct {                     // DDTree: the most probable prefixes of per-depth candidates, best first, as a TREE segment
     int            depth, width, budget;        // candidates per depth; rows after the root, < STEP_ROWS
-    const int32_t *ids;              // (depth, width) descending
-    const float   *logprobs;         // (depth, width)
-    Row           *rows;             // (budget + 1) row 0 = root, its token is kept
+    const int32_t *ids;              // (depth, width) from head
+    const float   *logits;           // (depth, width)
+    const float   *logsumexp;        // (depth)
+    Row           *rows;             // (budget + 1) row 0 = root, its token is kept; rows that stay unused repeat the root
     Segment       *seg;              // n is set
 } TreeBuild;
 
@@ -374,7 +380,8 @@ typedef struct {                     // follows the target's choices through eac
     const int32_t *choice;           // (n_rows) from sample
     int32_t       *n_accept;         // (n_segs) rows to commit, >= 1: what kv_commit reads
     int32_t       *path;             // (n_segs, STEP_ROWS)
-    int32_t       *next;             // (n_segs) the choice at the last accepted row: the next step's first token
+    int32_t       *last;             // (n_segs) the last accepted row's number in the step: whose hidden state drafts go on from
+    int32_t       *next;             // (n_segs) the choice at that row: the next step's first token
 } VerifyWalk;
 
 // ---- run time ----------------------------------------------------------------------------------------------------
@@ -409,12 +416,14 @@ typedef struct {                     // largest sizes that operations will be ca
 
 typedef struct Ops {
     const char *name;
-    // run time. Out of memory or a device error ends the process with one line
-    size_t (*weight_bytes)(const Tensor *w);                 // backend memory that upload() fills; 0: the backend reads the file's bytes in place
-    void   (*upload)(Tensor *w, void *dst);                  // w->data: host bytes in file layout -> dst in the backend's layout
+    // run time. A device error ends the process with one line
+    void   (*memory)(size_t *free, size_t *total);           // bytes of backend memory
+    size_t (*weight_bytes)(const Tensor *w);                 // backend memory that upload() fills; 0: rows are read where they lie
+    void   (*upload)(Tensor *w, void *dst);                  // w->data: host bytes in file layout -> dst in the backend's layout;
+                                                             // called for every matrix and vector, dst NULL when weight_bytes is 0
     size_t (*scratch_bytes)(const Limits *lim);              // what init() will take for the backend itself
     void   (*init)(const Limits *lim);                       // before the first operation; may be called again with other limits between steps
-    void  *(*reserve)(size_t bytes);                         // zeroed, 256-byte aligned; only at start
+    void  *(*reserve)(size_t bytes);                         // zeroed, 256-byte aligned; only at start; NULL: there is not so much
     void   (*release)(void *p);
     void   (*copy)(const Copy *c);
     bool   (*begin)(StepKey key);                            // an operation outside begin .. end is carried out as it is issued
