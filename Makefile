@@ -55,7 +55,7 @@ test: $(ENGINE) test-programs   ## build what is missing and run all tests
 test-programs: $(PROGRAMS)      ## build the test programs without running them
 # A test program includes the source that it tests, so part of that goes unused. Asserts stay on.
 $(PROGRAMS): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags
-	$(COMPILE) -UNDEBUG -Wno-unused-function $< -o $@ $(LDFLAGS) -lm
+	$(COMPILE) -I. -UNDEBUG -Wno-unused-function $< -o $@ $(LDFLAGS) -lm
 asan:                           ## run all tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(MAKE) --no-print-directory test B=build/asan BIN=build/asan/gemma4 ENGINE=cpu CFLAGS="-O1 -march=native -g \
 	-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"
@@ -65,16 +65,17 @@ FUZZ_SECONDS ?= 60
 FUZZ_BUILD   := $(FUZZ_CC) -std=c11 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined
 fuzz: $(FUZZERS)                ## run each fuzz target for FUZZ_SECONDS under clang's libFuzzer
 	@for f in $(FUZZERS); do echo "$$f: $(FUZZ_SECONDS) seconds"; mkdir -p $$f.corpus; \
+	  head -c 1000 models/gemma4-mini-q8_0.gguf > $$f.corpus/head; \
 	  $$f -max_total_time=$(FUZZ_SECONDS) -timeout=10 -artifact_prefix=$$f. $$f.corpus 2> $$f.log || \
 	  { tail -n 40 $$f.log; exit 1; }; tail -n 1 $$f.log; done
 $(FUZZERS): $(B)/%: tests/%.c $(SOURCES) $(B)/flags
 	@echo 'int LLVMFuzzerTestOneInput(void) { return 0; }' | $(FUZZ_BUILD) -xc - -o $@.probe 2>/dev/null || \
 	  { echo "make fuzz: '$(FUZZ_CC) -fsanitize=fuzzer' does not link; install clang and its runtime:" \
 	  "libclang-rt-dev (Debian, Ubuntu), compiler-rt (Fedora, Arch, Alpine)" >&2; exit 1; }
-	$(FUZZ_BUILD) -DLIBFUZZER -Wno-unused-function $< -o $@ -lm
+	$(FUZZ_BUILD) -I. -DFUZZER -DLIBFUZZER -Wno-unused-function $< -o $@ -lm
 
 bench: all                      ## time MODEL on this machine: prompt and decode tok/s
-	@sh tests/bench_cpu.sh $(MODEL)
+	@sh tests/bench_cpu.sh "$(MODEL)"
 install:                        ## copy gemma4 to DESTDIR and PREFIX/bin
 	@test -x $(BIN) || $(MAKE) all
 	install -d "$(DESTDIR)$(PREFIX)/bin" && install -m 755 $(BIN) "$(DESTDIR)$(PREFIX)/bin/gemma4"

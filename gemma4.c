@@ -42,7 +42,7 @@
 // ==== [1] Limits, helpers, die() =====================================================================================
 // Two kinds of failure, never mixed: bad input prints one line and exits 1; our own bug is an assert.
 
-enum { MAX_LAYERS = 512, MAX_HEAD_DIM = 512, MAX_GROUP = 64, MAX_CONTEXT = 1 << 24 };
+enum { MAX_LAYERS = 512, MAX_HEAD_DIM = 512, MAX_GROUP = 64, MAX_CONTEXT = 1 << 24, MAX_VOCAB = 1 << 24 };
 
 // One line on stderr, exit 1: "<file>: <tensor, key or flag>: expected <x>, got <y>; try <fix>".
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt, ...) {
@@ -106,9 +106,12 @@ typedef struct {
     LayerConfig layer[MAX_LAYERS];
 } Config;
 
+static int shown(GgufStr s) { return s.n < 60 ? (int)s.n : 60; }    // bytes of a file's string that a message shows
+
 static void die_gguf(const Gguf *g) { die("%s: %s", g->path, g->err); }
 
-static int64_t key_int(Gguf *g, const char *key, int64_t min, int64_t max, int64_t otherwise) {  // otherwise < min: required
+// The value of a key, or `otherwise` when the file lacks it; otherwise < min (floats: 0) means that it is required.
+static int64_t key_int(Gguf *g, const char *key, int64_t min, int64_t max, int64_t otherwise) {
     int64_t v = otherwise;
     int found = gguf_get_int(g, key, min, max, &v);
     if (found < 0) die_gguf(g);
@@ -116,7 +119,7 @@ static int64_t key_int(Gguf *g, const char *key, int64_t min, int64_t max, int64
     return v;
 }
 
-static double key_float(Gguf *g, const char *key, double otherwise) {                            // otherwise 0: required
+static double key_float(Gguf *g, const char *key, double otherwise) {
     double v = otherwise;
     int found = gguf_get_float(g, key, &v);
     if (found < 0) die_gguf(g);
@@ -127,7 +130,7 @@ static double key_float(Gguf *g, const char *key, double otherwise) {           
 
 // A value per layer, or one for all.
 static void key_per_layer(Gguf *g, const char *key, int64_t min, int64_t max, int64_t *out, int n) {
-    int found = gguf_get_ints(g, key, min, max, out, (size_t)n);
+    int found = gguf_get_ints(g, key, min, max, out, n);
     if (found < 0) die_gguf(g);
     if (!found) die("%s: key '%s': missing", g->path, key);
 }
@@ -137,7 +140,7 @@ static void load_config(Config *c, Gguf *g) {
     if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
     if (arch.n != 6 || memcmp(arch.s, "gemma4", 6) != 0)
         die("%s: key 'general.architecture': expected 'gemma4', got '%.*s'; drafters and other models cannot be run by "
-            "themselves", g->path, (int)(arch.n < 40 ? arch.n : 40), arch.s);
+            "themselves", g->path, shown(arch), arch.s);
 
     memset(c, 0, sizeof *c);
     c->n_layers    = (int)key_int(g, "gemma4.block_count", 1, MAX_LAYERS, 0);
@@ -239,7 +242,8 @@ typedef struct {                        // shapes are (rows, cols); vectors are 
     // MoE (26B-A4B), beside the dense FFN
     Tensor ffn_gate_inp;                // (n_experts, dim) router
     const float *router_norm;           // (dim) ffn_gate_inp.scale / sqrt(dim): a norm weight
-    Tensor ffn_gate_exps, ffn_up_exps;  // (expert_dim, dim) x n_experts; fused: gate_exps (2 * expert_dim, dim), up_exps.data NULL
+    Tensor ffn_gate_exps, ffn_up_exps;  // (expert_dim, dim) x n_experts; fused in the file: ffn_gate_exps is
+                                        // (2 * expert_dim, dim), gate rows first, and ffn_up_exps.data NULL
     Tensor ffn_down_exps;               // (dim, expert_dim) x n_experts
     const float *ffn_down_exps_scale;   // (n_experts) or NULL
     const float *pre_ffw_norm_2, *post_ffw_norm_1, *post_ffw_norm_2;   // (dim)
@@ -278,7 +282,7 @@ typedef struct {
 
 static bool is_quantised(DType t) { return t != T_F32 && t != T_F16 && t != T_BF16; }
 
-static size_t matrix_bytes(const Tensor *t) { return gguf_row_size((int)t->type, (size_t)t->cols) * (size_t)t->rows * (size_t)t->n; }
+static size_t matrix_bytes(const Tensor *t) { return gguf_row_size(t->type, t->cols) * (size_t)t->rows * t->n; }
 
 static const GgufTensor *find_tensor(Binder *b, const char *name) {
     const GgufTensor *t = gguf_find_tensor(b->g, name);
@@ -306,12 +310,13 @@ static void bind_matrix(Binder *b, Tensor *dst, const char *name, int rows, int 
 
 static void add_vector(Binder *b, const float **dst, const float *values, int n) {
     *dst = values;
-    b->uploads[b->n_uploads++] = (Upload){ .tensor = { .data = values, .type = T_F32, .rows = 1, .cols = n, .n = 1 }, .vector = dst };
+    const Tensor t = { .data = values, .type = T_F32, .rows = 1, .cols = n, .n = 1 };
+    b->uploads[b->n_uploads++] = (Upload){ .tensor = t, .vector = dst };
 }
 
 static void bind_vector(Binder *b, const float **dst, const char *name, int n) {
     Tensor t = bind_tensor(b, name, 1, n, 1);
-    if (t.type != T_F32) die("%s: tensor '%s': expected type F32, got %s", b->g->path, name, gguf_type_name((int)t.type));
+    if (t.type != T_F32) die("%s: tensor '%s': expected type F32, got %s", b->g->path, name, gguf_type_name(t.type));
     add_vector(b, dst, t.data, n);
 }
 
@@ -350,8 +355,10 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
         bind_matrix(b, &w->attn_q, NAME("attn_q.weight"), q_dim, dim, 1);
         if (own) {
             bind_matrix(b, &w->attn_k, NAME("attn_k.weight"), kv_dim, dim, 1);
-            if (find_tensor(b, NAME("attn_v.weight"))) bind_matrix(b, &w->attn_v, name, kv_dim, dim, 1);
-            else if (lc->is_swa) die("%s: tensor '%s': missing; only global layers take V from the K projection", b->g->path, name);
+            if (find_tensor(b, NAME("attn_v.weight")))
+                bind_matrix(b, &w->attn_v, name, kv_dim, dim, 1);
+            else if (lc->is_swa)
+                die("%s: tensor '%s': missing; only global layers take V from the K projection", b->g->path, name);
         } else {                                       // published files keep these; nothing reads them
             find_tensor(b, NAME("attn_k.weight"));
             find_tensor(b, NAME("attn_v.weight"));
@@ -379,7 +386,7 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
         const float *scale;
         bind_vector(b, &scale, NAME("ffn_gate_inp.scale"), dim);
         b->n_uploads--;
-        float *norm = b->derived + (size_t)l * (size_t)dim;
+        float *norm = b->derived + (size_t)l * dim;
         for (int i = 0; i < dim; i++) norm[i] = scale[i] / sqrtf((float)dim);
         add_vector(b, &w->router_norm, norm, dim);
         if (find_tensor(b, NAME("ffn_gate_up_exps.weight"))) {
@@ -404,10 +411,11 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
 
 // Bind everything; sets c->vocab. Tensors that nothing reads (other modalities, side data) are counted and named once.
 static void bind_weights(Binder *b, Config *c, Weights *w) {
-    w->layer = alloc_or_die((size_t)c->n_layers, sizeof *w->layer);
+    w->layer = alloc_or_die(c->n_layers, sizeof *w->layer);
     const GgufTensor *embd = gguf_find_tensor(b->g, "token_embd.weight");
     if (!embd) die("%s: tensor 'token_embd.weight': missing", b->g->path);
-    if (embd->ne[1] > 1u << 24) die("%s: tensor 'token_embd.weight': expected at most %u rows, got %" PRIu64, b->g->path, 1u << 24, embd->ne[1]);
+    if (embd->ne[1] > MAX_VOCAB)
+        die("%s: tensor 'token_embd.weight': expected at most %d rows, got %" PRIu64, b->g->path, MAX_VOCAB, embd->ne[1]);
     c->vocab = (int)embd->ne[1];
     bind_matrix(b, &w->token_embd, "token_embd.weight", c->vocab, c->dim, 1);
     if (find_tensor(b, "output.weight")) bind_matrix(b, &w->output, "output.weight", c->vocab, c->dim, 1);
@@ -442,7 +450,7 @@ static void bind_weights(Binder *b, Config *c, Weights *w) {
         if (!n_ignored++) first = &b->g->tensors[i].name;
     }
     if (n_ignored)
-        fprintf(stderr, "# %zu tensor%s of the file not used by the text model (%.*s%s)\n", n_ignored, n_ignored == 1 ? " is" : "s are",
+        fprintf(stderr, "# %s: tensors that the text model does not use: %zu (%.*s%s)\n", b->g->path, n_ignored,
                 (int)first->n, first->s, n_ignored == 1 ? "" : ", ...");
 }
 
@@ -493,7 +501,7 @@ typedef struct {              // what forward works on; all in backend memory
 
 typedef struct StepRow {      // one row as the caller of step() describes it
     int32_t token;
-    int32_t parent;           // TREE: number within the segment of the row this one follows, < own number; -1: the session's last token
+    int32_t parent;           // TREE: number within the segment of the row this one follows; -1: the last committed token
     bool    want;             // its logits are wanted
 } StepRow;
 
@@ -530,17 +538,23 @@ static void *take(Arena *a, size_t n, size_t size) {
     return p;
 }
 
-static Act take_act(Arena *a, size_t rows, size_t cols) {
-    Act t = { .f = take(a, rows * cols, sizeof(float)) };
-    t.q = take(a, rows * cols, 1);
-    t.s = take(a, rows * (cols / 32 + 1), sizeof(float));
+// The forms of an activation that its readers want: f32 for matrices of floats, int8 for quantised ones.
+typedef struct { bool f, q; } Forms;
+
+static void add_reader(Forms *forms, const Tensor *w) { *(is_quantised(w->type) ? &forms->q : &forms->f) = true; }
+
+static Act take_act(Arena *a, Forms forms, size_t rows, size_t cols) {
+    Act t = { 0 };
+    if (forms.f) t.f = take(a, rows * cols, sizeof(float));
+    if (forms.q) t.q = take(a, rows * cols, 1);
+    if (forms.q) t.s = take(a, rows * cols / 32, sizeof(float));
     return t;
 }
 
 static size_t kv_value_bytes(KvType t) { return t == KV_F32 ? 4 : 2; }
 
 static void take_cache(Arena *a, Cache *c) {
-    const size_t rows = (size_t)c->n_seqs * (size_t)c->n_kv_heads * (size_t)c->slots;
+    const size_t rows = (size_t)c->n_seqs * c->n_kv_heads * (size_t)c->slots;
     c->k.data = take(a, rows * (size_t)c->k.dim, kv_value_bytes(c->k.type));
     c->v.data = take(a, rows * (size_t)c->v.dim, kv_value_bytes(c->v.type));
 }
@@ -588,14 +602,20 @@ static void plan_state(Model *m, Arena *a) {
     const PlanOptions *o = &m->options;
     State *s = &m->s;
     size_t q_dim = 0, kv_dim = 0, ffn_dim = 0;
+    Forms att_out = { 0 }, ffn = { 0 }, expert = { 0 }, ple_gate = { 0 };
     for (int l = 0; l < c->n_layers; l++) {
         const LayerConfig *lc = &c->layer[l];
+        const LayerWeights *w = &m->weights.layer[l];
+        add_reader(&att_out, &w->attn_output);
+        add_reader(&ffn, &w->ffn_down);
+        add_reader(&expert, &w->ffn_down_exps);
+        add_reader(&ple_gate, &w->proj);
         q_dim = (size_t)max_int((int)q_dim, c->n_heads * lc->head_dim);
         kv_dim = (size_t)max_int((int)kv_dim, lc->n_kv_heads * lc->head_dim);
         ffn_dim = (size_t)max_int((int)ffn_dim, lc->ffn_dim);
     }
     const size_t n = (size_t)o->n_batch, kept = (size_t)o->n_logits, seqs = (size_t)o->n_seqs, dim = (size_t)c->dim;
-    const size_t used = (size_t)c->n_experts_used, ple = (size_t)c->n_layers * (size_t)c->ple_dim, f = sizeof(float);
+    const size_t used = (size_t)c->n_experts_used, ple = (size_t)c->n_layers * c->ple_dim, f = sizeof(float);
     s->rows = take(a, n, sizeof(Row));
     s->kept_rows = take(a, kept, sizeof(Row));
     s->segs = take(a, seqs, sizeof(Segment));
@@ -607,13 +627,13 @@ static void plan_state(Model *m, Arena *a) {
     s->q = take(a, n * q_dim, f);
     s->k = take(a, n * kv_dim, f);
     s->v = take(a, n * kv_dim, f);
-    s->att_out = take_act(a, n, q_dim);
+    s->att_out = take_act(a, att_out, n, q_dim);
     s->y = take(a, n * dim, f);
-    s->ffn = take_act(a, n, ffn_dim);
+    s->ffn = take_act(a, ffn, n, ffn_dim);
     s->mlp = take(a, n * dim, f);
     if (c->n_experts) {
         s->moe = take(a, n * dim, f);
-        s->expert = take_act(a, n * used, (size_t)c->expert_dim);
+        s->expert = take_act(a, expert, n * used, c->expert_dim);
         s->router = take(a, n * (size_t)c->n_experts, f);
         s->expert_weights = take(a, n * used, f);
         s->expert_ids = take(a, n * used, sizeof(int32_t));
@@ -621,7 +641,7 @@ static void plan_state(Model *m, Arena *a) {
     if (c->ple_dim) {
         s->ple = take(a, n * ple, f);
         s->ple_kept = take(a, kept * ple, f);
-        s->ple_gate = take_act(a, n, (size_t)c->ple_dim);
+        s->ple_gate = take_act(a, ple_gate, n, c->ple_dim);
     }
     s->logits = take(a, kept * (size_t)c->vocab, f);
     s->hidden = take(a, kept * dim, f);
@@ -676,8 +696,9 @@ static void load_mask(Model *m) {
     if (kv && kv->type == GGUF_V_ARRAY && kv->count) {
         if (kv->count > (uint64_t)m->config.vocab)
             die("%s: key 'tokenizer.ggml.suppress_tokens': expected at most %d ids", m->gguf.path, m->config.vocab);
-        int64_t *ids = alloc_or_die((size_t)kv->count, sizeof *ids);
-        if (gguf_get_ints(&m->gguf, "tokenizer.ggml.suppress_tokens", 0, m->config.vocab - 1, ids, (size_t)kv->count) < 0) die_gguf(&m->gguf);
+        int64_t *ids = alloc_or_die(kv->count, sizeof *ids);
+        if (gguf_get_ints(&m->gguf, "tokenizer.ggml.suppress_tokens", 0, m->config.vocab - 1, ids, kv->count) < 0)
+            die_gguf(&m->gguf);
         for (uint64_t i = 0; i < kv->count; i++) mask[ids[i] / 32] &= ~(1u << (ids[i] % 32));
         free(ids);
     }
@@ -696,8 +717,8 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     Binder *b = &m->binder;
     b->g = &m->gguf;
     b->seen = alloc_or_die(m->gguf.n_tensors, 1);
-    b->uploads = alloc_or_die(m->gguf.n_tensors + (size_t)m->config.n_layers * 4, sizeof *b->uploads);
-    b->derived = alloc_or_die((size_t)m->config.n_layers * (size_t)m->config.dim, sizeof *b->derived);
+    b->uploads = alloc_or_die(m->gguf.n_tensors + m->config.n_layers * 4, sizeof *b->uploads);
+    b->derived = alloc_or_die((size_t)m->config.n_layers * m->config.dim, sizeof *b->derived);
     bind_weights(b, &m->config, &m->weights);
 
     const Config *c = &m->config;
@@ -707,7 +728,8 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     bool has_tied = false;
     for (int l = 0; l < c->first_shared; l++) has_tied |= !m->weights.layer[l].attn_v.data;
     if (has_tied && !o.untied && o.k_type != o.v_type)
-        die("-ctv: expected the type given by -ctk, got another: this model's global layers store K and V as one; try --kv-layout untied");
+        die("-ctv: expected the type of -ctk, got another: global layers of this model store K and V as one; "
+            "try --kv-layout untied");
 
     Arena arena = { 0 };
     plan_memory(m, &arena);
@@ -718,24 +740,26 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     if (!m->arena) {
         size_t free_bytes, total;
         ops->memory(&free_bytes, &total);
-        die("out of memory: the plan needs %.2f GiB (weights %.2f, KV cache %.2f, activations %.2f) of %.2f GiB free; try a smaller -c",
-            (double)wanted / (1 << 30), (double)m->plan.weights / (1 << 30), (double)(m->plan.kv_global + m->plan.kv_rings) / (1 << 30),
-            (double)(m->plan.activations + m->plan.stage) / (1 << 30), (double)free_bytes / (1 << 30));
+        const double gib = 1 << 30;
+        die("out of memory: the plan needs %.2f GiB (weights %.2f, KV cache %.2f, activations %.2f) of %.2f GiB free; "
+            "try a smaller -c", (double)wanted / gib, (double)m->plan.weights / gib,
+            (double)(m->plan.kv_global + m->plan.kv_rings) / gib, (double)(m->plan.activations + m->plan.stage) / gib,
+            (double)free_bytes / gib);
     }
     arena = (Arena){ .base = m->arena };
     plan_memory(m, &arena);
     m->plan.scratch = ops->scratch_bytes(&lim);
 
-    m->len = alloc_or_die((size_t)o.n_seqs, sizeof *m->len);
-    m->rows = alloc_or_die((size_t)o.n_batch, sizeof *m->rows);
-    m->kept_rows = alloc_or_die((size_t)o.n_logits, sizeof *m->kept_rows);
-    m->segs = alloc_or_die((size_t)o.n_seqs, sizeof *m->segs);
-    m->kept_index = alloc_or_die((size_t)o.n_logits, sizeof *m->kept_index);
-    m->chunk = alloc_or_die((size_t)o.n_batch, sizeof *m->chunk);
+    m->len = alloc_or_die(o.n_seqs, sizeof *m->len);
+    m->rows = alloc_or_die(o.n_batch, sizeof *m->rows);
+    m->kept_rows = alloc_or_die(o.n_logits, sizeof *m->kept_rows);
+    m->segs = alloc_or_die(o.n_seqs, sizeof *m->segs);
+    m->kept_index = alloc_or_die(o.n_logits, sizeof *m->kept_index);
+    m->chunk = alloc_or_die(o.n_batch, sizeof *m->chunk);
     for (int i = 0; i < o.n_seqs; i++) reset_session(m, i);
     load_mask(m);
     for (int t = 0; t < 2; t++)
-        ops->copy(&(Copy){ m->s.inv_freq[t], m->weights.inv_freq[t], (size_t)m->weights.n_pairs[t] * sizeof(double), COPY_IN });
+        ops->copy(&(Copy){ m->s.inv_freq[t], m->weights.inv_freq[t], m->weights.n_pairs[t] * sizeof(double), COPY_IN });
 }
 
 static void free_model(Model *m) {
@@ -781,8 +805,8 @@ static void cpu_memory(size_t *free_bytes, size_t *total) {
 }
 
 static size_t cpu_scratch_bytes(const Limits *lim) {
-    const size_t n = (size_t)lim->max_rows * (size_t)lim->max_cols;
-    return n * 5 + n / 32 * 4 + (size_t)lim->max_rows * 4 + (size_t)lim->vocab * sizeof *cpu.candidates;
+    const size_t n = (size_t)lim->max_rows * lim->max_cols;
+    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + lim->vocab * sizeof *cpu.candidates;
 }
 
 static void cpu_init(const Limits *lim) {
@@ -852,7 +876,7 @@ static void prepare_row(const In *in, size_t r, int cols, float *out) {
         for (int i = 0; i < cols; i++) out[i] += w ? w[i] * (d[i] * scale) : d[i];
     }
     if (in->w_post && (in->delta[0] || in->delta[1])) rms_norm(out, out, in->w_post, cols, in->eps);
-    for (int i = 0; i < cols; i++) out[i] = in->scale * ((in->x ? in->x[at + (size_t)i] : 0) + out[i]);
+    for (int i = 0; i < cols; i++) out[i] = in->scale * ((in->x ? in->x[at + i] : 0) + out[i]);
     if (in->x_out) memcpy(in->x_out + at, out, (size_t)cols * sizeof *out);
     if (in->w_pre) rms_norm(out, out, in->w_pre, cols, in->eps);
 }
@@ -862,9 +886,9 @@ static Act prepare(const In *in, int n_rows, int cols, bool quantise) {
     if (in->act.f || in->act.q) return in->act;
 #pragma omp parallel for if (n_rows > 1)
     for (int r = 0; r < n_rows; r++) {
-        const size_t at = (size_t)r * (size_t)cols;
-        prepare_row(in, (size_t)r, cols, cpu.y.f + at);
-        if (quantise) gguf_quantize_q8(cpu.y.f + at, cpu.y.q + at, cpu.y.s + at / 32, (size_t)cols);
+        const size_t at = (size_t)r * cols;
+        prepare_row(in, r, cols, cpu.y.f + at);
+        if (quantise) gguf_quantize_q8(cpu.y.f + at, cpu.y.q + at, cpu.y.s + at / 32, cols);
     }
     return cpu.y;
 }
@@ -872,43 +896,48 @@ static Act prepare(const In *in, int n_rows, int cols, bool quantise) {
 // Row i of matrix e of w times row r of a: one element of a product.
 static float dot(const Tensor *w, int e, int i, const Act *a, size_t r) {
     const size_t cols = (size_t)w->cols, at = r * cols;
-    const uint8_t *row = (const uint8_t *)w->data + ((size_t)e * (size_t)w->rows + (size_t)i) * gguf_row_size((int)w->type, cols);
-    const float y = is_quantised(w->type) ? gguf_dot_q8((int)w->type, row, a->q + at, a->s + at / 32, cols)
-                                          : gguf_dot_f32((int)w->type, row, a->f + at, cols);
+    const uint8_t *row = (const uint8_t *)w->data + ((size_t)e * w->rows + i) * gguf_row_size(w->type, cols);
+    const float y = is_quantised(w->type) ? gguf_dot_q8(w->type, row, a->q + at, a->s + at / 32, cols)
+                                          : gguf_dot_f32(w->type, row, a->f + at, cols);
     return w->scale ? w->scale[e] * y : y;
 }
 
 // n values of row r of an Act (cols wide) from column `first`, a multiple of 32; in int8 too when the reader wants that.
 static void emit(const Act *out, size_t r, int cols, int first, const float *v, int n) {
-    const size_t at = r * (size_t)cols + (size_t)first;
+    const size_t at = r * (size_t)cols + first;
     if (out->f) memcpy(out->f + at, v, (size_t)n * sizeof *v);
-    if (out->q) gguf_quantize_q8(v, out->q + at, out->s + at / 32, (size_t)n);
+    if (out->q) gguf_quantize_q8(v, out->q + at, out->s + at / 32, n);
 }
 
 // ---- body ----
 
+// A token's row of an embedding table as f32 (cols).
+static void embedding_row(const Tensor *table, int32_t token, float *out) {
+    const size_t row_size = gguf_row_size(table->type, table->cols);
+    gguf_dequantize(table->type, (const uint8_t *)table->data + (size_t)token * row_size, out, table->cols);
+}
+
 static void cpu_embed(const Embed *o) {
-    const size_t cols = (size_t)o->table->cols, row_size = gguf_row_size((int)o->table->type, cols);
 #pragma omp parallel for if (o->batch->n_rows > 1)
     for (int r = 0; r < o->batch->n_rows; r++) {
-        float *x = o->out + (size_t)r * (size_t)o->out_stride;
-        gguf_dequantize((int)o->table->type, (const uint8_t *)o->table->data + (size_t)o->batch->rows[r].token * row_size, x, cols);
-        for (size_t i = 0; i < cols; i++) x[i] *= o->scale;
+        float *x = o->out + (size_t)r * o->out_stride;
+        embedding_row(o->table, o->batch->rows[r].token, x);
+        for (int i = 0; i < o->table->cols; i++) x[i] *= o->scale;
     }
 }
 
 static void cpu_ple_rows(const PleRows *o) {
-    const size_t cols = (size_t)o->table->cols, row_size = gguf_row_size((int)o->table->type, cols);
+    const size_t cols = (size_t)o->table->cols;
 #pragma omp parallel for if (o->batch->n_rows > 1)
     for (int r = 0; r < o->batch->n_rows; r++) {
         float *a = cpu.y.f + (size_t)r * cols;         // the token's row for all layers
-        gguf_dequantize((int)o->table->type, (const uint8_t *)o->table->data + (size_t)o->batch->rows[r].token * row_size, a, cols);
+        embedding_row(o->table, o->batch->rows[r].token, a);
         for (int l = 0; l < o->n_layers; l++) {
-            const size_t at = (size_t)l * (size_t)o->ple_dim;
+            const size_t at = (size_t)l * o->ple_dim;
             float *u = o->u + (size_t)r * cols + at;
             for (int i = 0; i < o->ple_dim; i++) u[i] *= o->proj_scale;
             rms_norm(u, u, o->w_norm, o->ple_dim, o->eps);
-            for (int i = 0; i < o->ple_dim; i++) u[i] = (u[i] + a[at + (size_t)i] * o->table_scale) * o->out_scale;
+            for (int i = 0; i < o->ple_dim; i++) u[i] = (u[i] + a[at + i] * o->table_scale) * o->out_scale;
         }
     }
 }
@@ -921,7 +950,8 @@ static void cpu_matmul(const Matmul *o) {
         const Tensor *w = o->w[k];
 #pragma omp parallel for
         for (int i = 0; i < w->rows; i++)
-            for (int r = 0; r < o->n_rows; r++) o->out[k][(size_t)r * (size_t)w->rows + (size_t)i] = dot(w, 0, i, &y, (size_t)r);
+            for (int r = 0; r < o->n_rows; r++)
+                o->out[k][(size_t)r * w->rows + i] = dot(w, 0, i, &y, r);
     }
 }
 
@@ -944,7 +974,7 @@ static void cpu_gate_up(const GateUp *o) {
     const Act y = prepare(&o->in, o->n_rows, o->gate->cols, is_quantised(o->gate->type) || is_quantised(o->up->type));
 #pragma omp parallel for
     for (int i = 0; i < n; i += 32)
-        for (int r = 0; r < o->n_rows; r++) gated_values(o->gate, o->up, 0, n, i, o->fn, &y, (size_t)r, &o->out, (size_t)r);
+        for (int r = 0; r < o->n_rows; r++) gated_values(o->gate, o->up, 0, n, i, o->fn, &y, r, &o->out, r);
     if (o->route) cpu_route(o->route);
 }
 
@@ -953,11 +983,11 @@ static void cpu_route(const Route *o) {
     const Act y = prepare(&o->in, o->n_rows, o->w->cols, is_quantised(o->w->type));
 #pragma omp parallel for collapse(2)
     for (int r = 0; r < o->n_rows; r++)
-        for (int i = 0; i < n; i++) o->logits[(size_t)r * (size_t)n + (size_t)i] = dot(o->w, 0, i, &y, (size_t)r);
+        for (int i = 0; i < n; i++) o->logits[(size_t)r * n + i] = dot(o->w, 0, i, &y, r);
     for (int r = 0; r < o->n_rows; r++) {
-        const float *z = o->logits + (size_t)r * (size_t)n;
-        int32_t *ids = o->ids + (size_t)r * (size_t)o->n_used;
-        float *weights = o->weights + (size_t)r * (size_t)o->n_used, sum = 0;
+        const float *z = o->logits + (size_t)r * n;
+        int32_t *ids = o->ids + (size_t)r * o->n_used;
+        float *weights = o->weights + (size_t)r * o->n_used, sum = 0;
         for (int j = 0; j < o->n_used; j++) {          // the next largest, the lower expert first on ties; NaN comes last
             int best = -1;
             for (int i = 0; i < n; i++) {
@@ -975,11 +1005,12 @@ static void cpu_route(const Route *o) {
 
 static void cpu_expert_gate_up(const ExpertGateUp *o) {
     const int n = o->up ? o->gate->rows : o->gate->rows / 2;
-    const Act y = prepare(&o->in, o->n_rows, o->gate->cols, is_quantised(o->gate->type) || (o->up && is_quantised(o->up->type)));
+    const bool quantise = is_quantised(o->gate->type) || (o->up && is_quantised(o->up->type));
+    const Act y = prepare(&o->in, o->n_rows, o->gate->cols, quantise);
 #pragma omp parallel for collapse(2)
     for (int j = 0; j < o->n_rows * o->n_used; j++)
         for (int i = 0; i < n; i += 32)
-            gated_values(o->gate, o->up, o->ids[j], n, i, o->fn, &y, (size_t)(j / o->n_used), &o->out, (size_t)j);
+            gated_values(o->gate, o->up, o->ids[j], n, i, o->fn, &y, (size_t)(j / o->n_used), &o->out, j);
     if (o->beside) cpu_matmul(o->beside);
 }
 
@@ -989,8 +1020,9 @@ static void cpu_expert_down(const ExpertDown *o) {
     for (int r = 0; r < o->n_rows; r++)
         for (int i = 0; i < n; i++) {
             float sum = 0;
-            for (int j = r * o->n_used; j < (r + 1) * o->n_used; j++) sum += o->weights[j] * dot(o->down, o->ids[j], i, &o->in, (size_t)j);
-            o->out[(size_t)r * (size_t)n + (size_t)i] = sum;
+            for (int j = r * o->n_used; j < (r + 1) * o->n_used; j++)
+                sum += o->weights[j] * dot(o->down, o->ids[j], i, &o->in, j);
+            o->out[(size_t)r * n + i] = sum;
         }
 }
 
@@ -1003,21 +1035,21 @@ static void cpu_ple_inject(const PleInject *o) {
             float v[32];
             const int end = min_int(first + 32, n);
             for (int i = first; i < end; i++)
-                v[i - first] = activate(ACT_GELU, dot(o->w, 0, i, &y, (size_t)r)) * o->u[(size_t)r * (size_t)o->u_stride + (size_t)i];
-            emit(&o->out, (size_t)r, n, first, v, end - first);
+                v[i - first] = activate(ACT_GELU, dot(o->w, 0, i, &y, r)) * o->u[(size_t)r * o->u_stride + i];
+            emit(&o->out, r, n, first, v, end - first);
         }
 }
 
 static void cpu_close(const Close *o) {
     for (int r = 0; r < o->n_rows; r++) {
-        prepare_row(&o->in, (size_t)r, o->cols, cpu.y.f);
-        if (o->out) memcpy(o->out + (size_t)r * (size_t)o->cols, cpu.y.f, (size_t)o->cols * sizeof(float));
+        prepare_row(&o->in, r, o->cols, cpu.y.f);
+        if (o->out) memcpy(o->out + (size_t)r * o->cols, cpu.y.f, (size_t)o->cols * sizeof(float));
     }
 }
 
 static void cpu_gather_rows(const GatherRows *o) {
     for (int r = 0; r < o->n_rows; r++)
-        memcpy(o->dst + (size_t)r * (size_t)o->dst_stride,
+        memcpy(o->dst + (size_t)r * o->dst_stride,
                o->src + (size_t)(o->index ? o->index[r] : r) * (size_t)o->src_stride, (size_t)o->cols * sizeof(float));
 }
 
@@ -1027,7 +1059,7 @@ static void kv_type_missing(KvType t) { die("cache type %d is not supported by t
 
 // Where row `slot` of one head lies.
 static void *kv_row(const Cache *c, const KvPlane *p, int seq, int head, int slot) {
-    const size_t row = ((size_t)seq * (size_t)c->n_kv_heads + (size_t)head) * (size_t)c->slots + (size_t)slot;
+    const size_t row = ((size_t)seq * c->n_kv_heads + head) * (size_t)c->slots + slot;
     return (char *)p->data + row * (size_t)p->dim * kv_value_bytes(p->type);
 }
 
@@ -1041,8 +1073,8 @@ static void kv_write(const KvPlane *p, void *row, const float *v) {
 // The row as f32: itself, or converted into buf (dim).
 static const float *kv_read(const KvPlane *p, const void *row, float *buf) {
     if (p->type == KV_F32) return row;
-    if (p->type == KV_F16) gguf_dequantize(GGUF_F16, row, buf, (size_t)p->dim);
-    else if (p->type == KV_BF16) gguf_dequantize(GGUF_BF16, row, buf, (size_t)p->dim);
+    if (p->type == KV_F16) gguf_dequantize(GGUF_F16, row, buf, p->dim);
+    else if (p->type == KV_BF16) gguf_dequantize(GGUF_BF16, row, buf, p->dim);
     else kv_type_missing(p->type);
     return buf;
 }
@@ -1056,13 +1088,13 @@ static void rope_rotate(float *v, int half, int n, const float *cosine, const fl
     }
 }
 
-// Tied order of a head (gemma4.h, Cache): the 2 * n_rot values that rotate, then the others. back: from it to the natural one.
+// Tied order of a head (gemma4.h, Cache): the 2 * n_rot values that rotate, then the others. back: the other way round.
 static void tied_order(float *v, int head_dim, int n_rot, bool back) {
     float t[MAX_HEAD_DIM];
     const int half = head_dim / 2;
     int k = 0;
     memcpy(t, v, (size_t)head_dim * sizeof *v);
-    for (int part = 0; part < 4; part++) {             // [0, n_rot) [half, half + n_rot) [n_rot, half) [half + n_rot, head_dim)
+    for (int part = 0; part < 4; part++) {             // rotated of both halves, then unrotated of both
         const int from = (part & 1) * half + (part < 2 ? 0 : n_rot), to = (part & 1) * half + (part < 2 ? n_rot : half);
         for (int i = from; i < to; i++, k++) {
             if (back) v[i] = t[k];
@@ -1072,7 +1104,7 @@ static void tied_order(float *v, int head_dim, int n_rot, bool back) {
 }
 
 static void dump_head(float *dump, size_t r, int n_heads, int h, int head_dim, const float *v) {
-    if (dump) memcpy(dump + (r * (size_t)n_heads + (size_t)h) * (size_t)head_dim, v, (size_t)head_dim * sizeof *v);
+    if (dump) memcpy(dump + (r * (size_t)n_heads + h) * (size_t)head_dim, v, (size_t)head_dim * sizeof *v);
 }
 
 static void cpu_qkv_store(const QkvStore *o) {
@@ -1089,11 +1121,11 @@ static void cpu_qkv_store(const QkvStore *o) {
             sine[i] = (float)sin(pos * o->rope.inv_freq[i]);
         }
         for (int h = 0; o->q && h < o->n_heads; h++) {
-            float *q = o->q + ((size_t)r * (size_t)o->n_heads + (size_t)h) * (size_t)hd;
+            float *q = o->q + ((size_t)r * o->n_heads + h) * (size_t)hd;
             rms_norm(q, q, o->w_q, hd, o->eps);
-            dump_head(o->dump_q, (size_t)r, o->n_heads, h, hd, q);
+            dump_head(o->dump_q, r, o->n_heads, h, hd, q);
             rope_rotate(q, half, o->rope.n_pairs, cosine, sine);
-            dump_head(o->dump_q_pos, (size_t)r, o->n_heads, h, hd, q);
+            dump_head(o->dump_q_pos, r, o->n_heads, h, hd, q);
             if (!c->n_rot) continue;
             for (int i = 0; i < half; i++) {           // the unrotated part of K is r * fold: fold goes into q
                 if (i < c->n_rot) continue;
@@ -1106,19 +1138,19 @@ static void cpu_qkv_store(const QkvStore *o) {
         const Cache *dst = o->stage ? o->stage : c;
         const int seq = o->stage ? 0 : seg->seq, slot = o->stage ? seg->first + row->index : (len + row->index) % c->slots;
         for (int g = 0; g < c->n_kv_heads; g++) {
-            const size_t at = ((size_t)r * (size_t)c->n_kv_heads + (size_t)g) * (size_t)hd;
+            const size_t at = ((size_t)r * c->n_kv_heads + g) * (size_t)hd;
             rms_norm(k, o->k + at, o->w_k, hd, o->eps);
             if (o->v_norm) rms_norm(v, o->v + at, NULL, hd, o->eps);
             else memcpy(v, o->v + at, (size_t)hd * sizeof *v);
-            dump_head(o->dump_k, (size_t)r, c->n_kv_heads, g, hd, k);
-            dump_head(o->dump_v, (size_t)r, c->n_kv_heads, g, hd, v);
+            dump_head(o->dump_k, r, c->n_kv_heads, g, hd, k);
+            dump_head(o->dump_v, r, c->n_kv_heads, g, hd, v);
             rope_rotate(k, half, o->rope.n_pairs, cosine, sine);
-            dump_head(o->dump_k_pos, (size_t)r, c->n_kv_heads, g, hd, k);
+            dump_head(o->dump_k_pos, r, c->n_kv_heads, g, hd, k);
             if (c->n_rot) {
                 tied_order(k, hd, c->n_rot, false);
                 tied_order(v, hd, c->n_rot, false);
             }
-            kv_write(&dst->k, kv_row(dst, &dst->k, seq, g, slot), k);      // tied: the first k.dim values, those that rotate
+            kv_write(&dst->k, kv_row(dst, &dst->k, seq, g, slot), k);  // tied: the first k.dim values, those that rotate
             kv_write(&dst->v, kv_row(dst, &dst->v, seq, g, slot), v);
         }
     }
@@ -1139,9 +1171,9 @@ static void attend_key(Softmax *s, const Cache *c, int seq, int head, int slot) 
     const float *v = kv_read(&c->v, kv_row(c, &c->v, seq, head, slot), v_buf);
     const int hd = s->head_dim, n_k = c->k.dim;
     for (int h = 0; h < s->n_heads; h++) {
-        const float *q = s->q + (size_t)h * (size_t)hd;
-        float *out = s->out + (size_t)h * (size_t)hd;
-        float score = gguf_dot_f32(GGUF_F32, k, q, (size_t)n_k);
+        const float *q = s->q + (size_t)h * hd;
+        float *out = s->out + (size_t)h * hd;
+        float score = gguf_dot_f32(GGUF_F32, k, q, n_k);
         if (n_k < hd) score += gguf_dot_f32(GGUF_F32, v + n_k, q + n_k, (size_t)(hd - n_k));   // tied: the rest of K is V
         score *= s->scale;
         if (score > s->max[h]) {
@@ -1168,7 +1200,7 @@ static void cpu_attend(const Attend *o) {
             const Segment *seg = &o->batch->segs[row->seg];
             const int len = o->batch->len[seg->seq], pos = len + row->depth;
             const int first = o->window ? max_int(0, pos - o->window + 1) : 0;      // the lowest position in sight
-            const size_t at = (size_t)r * (size_t)o->n_heads + (size_t)g * (size_t)group;
+            const size_t at = (size_t)r * o->n_heads + (size_t)g * group;
             Softmax s = { .n_heads = group, .head_dim = hd, .q = o->q + at * (size_t)hd, .scale = o->scale };
             for (int h = 0; h < group; h++) s.max[h] = -INFINITY;
 
@@ -1183,19 +1215,21 @@ static void cpu_attend(const Attend *o) {
                 else attend_key(&s, c, seg->seq, g, (len + i) % c->slots);
             }
             for (int h = 0; h < group; h++) {
-                float *out = s.out + (size_t)h * (size_t)hd;
+                float *out = s.out + (size_t)h * hd;
                 for (int i = 0; i < hd; i++) out[i] = s.sum[h] > 0 ? out[i] / s.sum[h] : 0;     // nothing in sight: 0
                 if (c->n_rot) tied_order(out, hd, c->n_rot, true);
-                emit(&o->out, (size_t)r, o->n_heads * hd, (g * group + h) * hd, out, hd);
+                emit(&o->out, r, o->n_heads * hd, (g * group + h) * hd, out, hd);
             }
         }
 }
 
 // One cached row of all heads from one place to another.
 static void kv_move(const Cache *dst, int dst_seq, int dst_slot, const Cache *src, int src_seq, int src_slot) {
+    const size_t k_bytes = (size_t)dst->k.dim * kv_value_bytes(dst->k.type);
+    const size_t v_bytes = (size_t)dst->v.dim * kv_value_bytes(dst->v.type);
     for (int g = 0; g < dst->n_kv_heads; g++) {
-        memmove(kv_row(dst, &dst->k, dst_seq, g, dst_slot), kv_row(src, &src->k, src_seq, g, src_slot), (size_t)dst->k.dim * kv_value_bytes(dst->k.type));
-        memmove(kv_row(dst, &dst->v, dst_seq, g, dst_slot), kv_row(src, &src->v, src_seq, g, src_slot), (size_t)dst->v.dim * kv_value_bytes(dst->v.type));
+        memmove(kv_row(dst, &dst->k, dst_seq, g, dst_slot), kv_row(src, &src->k, src_seq, g, src_slot), k_bytes);
+        memmove(kv_row(dst, &dst->v, dst_seq, g, dst_slot), kv_row(src, &src->v, src_seq, g, src_slot), v_bytes);
     }
 }
 
@@ -1203,8 +1237,8 @@ static void cpu_kv_commit(const KvCommit *o) {
     for (int i = 0; i < o->batch->n_segs; i++) {
         const Segment *seg = &o->batch->segs[i];
         int32_t *len = &o->batch->len[seg->seq];
-        for (int k = 0; seg->kind == SEG_TREE && k < o->n_accept[i]; k++) {        // path[k] >= k: nothing is overwritten unread
-            const int from = o->path[(size_t)i * STEP_ROWS + (size_t)k];
+        for (int k = 0; seg->kind == SEG_TREE && k < o->n_accept[i]; k++) {    // path[k] >= k: no row is overwritten unread
+            const int from = o->path[(size_t)i * STEP_ROWS + k];
             for (int l = 0; l < o->n_caches && from != k; l++) {
                 const Cache *c = &o->caches[l];
                 kv_move(c, seg->seq, (*len + k) % c->slots, c, seg->seq, (*len + from) % c->slots);
@@ -1229,12 +1263,12 @@ static void cpu_head(const Head *o) {
     const int vocab = o->w->rows, cols = o->w->cols;
     const Act y = prepare(&o->in, o->n_rows, cols, is_quantised(o->w->type));
     if (o->top_k || o->logsumexp || !o->logits) die("head: only whole rows of logits are supported by the CPU backend");
-    if (o->hidden) memcpy(o->hidden, y.f, (size_t)o->n_rows * (size_t)cols * sizeof(float));
+    if (o->hidden) memcpy(o->hidden, y.f, (size_t)o->n_rows * cols * sizeof(float));
 #pragma omp parallel for
     for (int i = 0; i < vocab; i++)
         for (int r = 0; r < o->n_rows; r++) {
-            const float z = dot(o->w, 0, i, &y, (size_t)r);
-            o->logits[(size_t)r * (size_t)vocab + (size_t)i] = o->cap > 0 ? o->cap * tanhf(z / o->cap) : z;
+            const float z = dot(o->w, 0, i, &y, r);
+            o->logits[(size_t)r * vocab + i] = o->cap > 0 ? o->cap * tanhf(z / o->cap) : z;
         }
 }
 
@@ -1256,10 +1290,10 @@ static struct Candidate best_candidate(int n) {
 static void select_top(int n, int k) {
     struct Candidate *c = cpu.candidates;
     if (k >= n || k > 1024) {
-        qsort(c, (size_t)n, sizeof *c, compare_candidates);
+        qsort(c, n, sizeof *c, compare_candidates);
         return;
     }
-    qsort(c, (size_t)k, sizeof *c, compare_candidates);
+    qsort(c, k, sizeof *c, compare_candidates);
     for (int i = k; i < n; i++) {                      // insert what beats the worst of the k: rare after the first few
         const struct Candidate x = c[i];
         if (compare_candidates(&x, &c[k - 1]) >= 0) continue;
@@ -1301,8 +1335,9 @@ static void cpu_sample(const Sample *o) {
     for (int r = 0; r < o->batch->n_rows; r++) {
         const Row *row = &o->batch->rows[r];
         const int seq = o->batch->segs[row->seg].seq;
-        o->out[r] = sample_row(o->logits + (size_t)r * (size_t)o->vocab, o->vocab, o->mask ? o->mask + (size_t)r * words : NULL,
-                               &o->params[seq], o->batch->len[seq] + row->depth);
+        const uint32_t *mask = o->mask ? o->mask + (size_t)r * words : NULL;
+        o->out[r] = sample_row(o->logits + (size_t)r * o->vocab, o->vocab, mask, &o->params[seq],
+                               o->batch->len[seq] + row->depth);
         if (o->feed) o->feed[r].token = o->out[r];
     }
 }
@@ -1310,10 +1345,11 @@ static void cpu_sample(const Sample *o) {
 // Operations that no feature of this build needs yet stay NULL (gemma4.h, contract 10).
 const Ops *cpu_ops(void) {
     static const Ops ops = {
-        .name = "cpu", .memory = cpu_memory, .weight_bytes = cpu_weight_bytes, .upload = cpu_upload, .scratch_bytes = cpu_scratch_bytes,
-        .init = cpu_init, .reserve = cpu_reserve, .release = cpu_release, .copy = cpu_copy, .begin = cpu_begin, .end = cpu_end,
-        .wait = cpu_wait, .embed = cpu_embed, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up,
-        .route = cpu_route, .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
+        .name = "cpu", .memory = cpu_memory, .weight_bytes = cpu_weight_bytes, .upload = cpu_upload,
+        .scratch_bytes = cpu_scratch_bytes, .init = cpu_init, .reserve = cpu_reserve, .release = cpu_release,
+        .copy = cpu_copy, .begin = cpu_begin, .end = cpu_end, .wait = cpu_wait,
+        .embed = cpu_embed, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up, .route = cpu_route,
+        .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store, .attend = cpu_attend,
         .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .sample = cpu_sample
     };
@@ -1333,13 +1369,14 @@ enum { OUT_OF_LAYERS = -1 };
 // Appends n_rows x cols values to DIR/NAME-LAYER.f32 (DIR/NAME.f32 outside the layers); the first step of a run truncates.
 static void checkpoint(Model *m, const char *name, int l, const float *data, int n_rows, int cols) {
     if (!m->dump_dir) return;
-    const size_t n = (size_t)n_rows * (size_t)cols;
+    const size_t n = (size_t)n_rows * cols;
     float *host = alloc_or_die(n, sizeof *host);
     m->ops->copy(&(Copy){ host, data, n * sizeof *host, COPY_OUT });
     m->ops->wait();
     char path[4096], layer[16] = "";
     if (l != OUT_OF_LAYERS) snprintf(layer, sizeof layer, "-%d", l);
-    if (snprintf(path, sizeof path, "%s/%s%s.f32", m->dump_dir, name, layer) >= (int)sizeof path) die("--dump: the path is too long: %s", m->dump_dir);
+    if (snprintf(path, sizeof path, "%s/%s%s.f32", m->dump_dir, name, layer) >= (int)sizeof path)
+        die("--dump: %s: the path is too long", m->dump_dir);
     FILE *f = fopen(path, m->steps ? "ab" : "wb");
     if (!f) die("--dump: %s: %s", path, strerror(errno));
     if (fwrite(host, sizeof *host, n, f) != n || fclose(f)) die("--dump: %s: %s", path, strerror(errno));
@@ -1352,6 +1389,12 @@ static void checkpoint_in(Model *m, const char *name, int l, In in, int n_rows) 
     in.x_out = NULL;
     m->ops->close(&(Close){ .n_rows = n_rows, .cols = m->config.dim, .in = in, .out = m->s.dump[0] });
     checkpoint(m, name, l, m->s.dump[0], n_rows, m->config.dim);
+}
+
+// What the last block added to the stream: the y of an In without its x.
+static void checkpoint_added(Model *m, const char *name, int l, In stream, int n_rows) {
+    stream.x = NULL;
+    checkpoint_in(m, name, l, stream, n_rows);
 }
 
 typedef struct {              // what one pass through the layers carries along
@@ -1372,6 +1415,11 @@ static In enter(const State *s, In *stream, const float *w_pre) {
         *stream = (In){ .x = in.x_out, .scale = 1, .eps = in.eps };
     }
     return in;
+}
+
+// out = w in, a single product.
+static void multiply(const Model *m, int n_rows, In in, const Tensor *w, float *out) {
+    m->ops->matmul(&(Matmul){ .n_rows = n_rows, .in = in, .n = 1, .w = { w }, .out = { out } });
 }
 
 // The form in which the matrix w wants to find an activation.
@@ -1447,29 +1495,29 @@ static bool attention(Model *m, int l, Pass *p) {
         op->qkv_store(&store);
         if (!m->n_kept) return false;
         keep_wanted(m, p);
-        op->matmul(&(Matmul){ .n_rows = m->n_kept, .in = enter(s, &p->stream, w->attn_norm), .n = 1, .w = { &w->attn_q }, .out = { s->q } });
+        multiply(m, m->n_kept, enter(s, &p->stream, w->attn_norm), &w->attn_q, s->q);
         store.q = s->q;
         store.k = store.v = NULL;
     }
+    const int n_rows = p->batch.n_rows;
     const Act att_out = act_for(&w->attn_output, s->att_out);
     op->attend(&(Attend){ .batch = &p->batch, .cache = cache, .stage = store.stage, .n_heads = c->n_heads, .q = s->q,
-                          .window = lc->is_swa ? c->n_swa : 0, .own = OWN_CAUSAL, .scale = 1, .store = &store, .out = att_out });
-    checkpoint(m, "Qcur_normed", l, s->dump[0], p->batch.n_rows, c->n_heads * lc->head_dim);
-    checkpoint(m, "Qcur_pos", l, s->dump[1], p->batch.n_rows, c->n_heads * lc->head_dim);
+                          .window = lc->is_swa ? c->n_swa : 0, .own = OWN_CAUSAL, .scale = 1, .store = &store,
+                          .out = att_out });
+    checkpoint(m, "Qcur_normed", l, s->dump[0], n_rows, c->n_heads * lc->head_dim);
+    checkpoint(m, "Qcur_pos", l, s->dump[1], n_rows, c->n_heads * lc->head_dim);
     if (own) {
-        checkpoint(m, "Kcur_normed", l, s->dump[2], p->batch.n_rows, lc->n_kv_heads * lc->head_dim);
-        checkpoint(m, "Vcur_normed", l, s->dump[3], p->batch.n_rows, lc->n_kv_heads * lc->head_dim);
-        checkpoint(m, "Kcur_pos", l, s->dump[4], p->batch.n_rows, lc->n_kv_heads * lc->head_dim);
+        checkpoint(m, "Kcur_normed", l, s->dump[2], n_rows, lc->n_kv_heads * lc->head_dim);
+        checkpoint(m, "Vcur_normed", l, s->dump[3], n_rows, lc->n_kv_heads * lc->head_dim);
+        checkpoint(m, "Kcur_pos", l, s->dump[4], n_rows, lc->n_kv_heads * lc->head_dim);
     }
     if (p->waiting >= 0 && c->layer[p->waiting].last_reader == l) empty_stage(m, p);
-    op->matmul(&(Matmul){ .n_rows = p->batch.n_rows, .in = { .act = att_out }, .n = 1, .w = { &w->attn_output }, .out = { s->y } });
+    multiply(m, n_rows, (In){ .act = att_out }, &w->attn_output, s->y);
 
     p->stream.delta[0] = s->y;
     p->stream.w_post = w->post_attention_norm;
-    In added = p->stream;
-    added.x = NULL;
-    checkpoint_in(m, "attn_post_norm", l, added, p->batch.n_rows);
-    checkpoint_in(m, "attn_out", l, p->stream, p->batch.n_rows);
+    checkpoint_added(m, "attn_post_norm", l, p->stream, n_rows);
+    checkpoint_in(m, "attn_out", l, p->stream, n_rows);
     return true;
 }
 
@@ -1484,7 +1532,8 @@ static void feed_forward(Model *m, int l, Pass *p) {
     const In in = enter(s, &p->stream, w->ffn_norm);
     checkpoint_in(m, c->n_experts ? "ffn_norm_1" : "ffn_norm", l, in, n_rows);
     Route route = { .n_rows = n_rows, .n_used = c->n_experts_used, .in = in, .w = &w->ffn_gate_inp,
-                    .expert_scale = w->ffn_down_exps_scale, .logits = s->router, .ids = s->expert_ids, .weights = s->expert_weights };
+                    .expert_scale = w->ffn_down_exps_scale, .logits = s->router, .ids = s->expert_ids,
+                    .weights = s->expert_weights };
     route.in.w_pre = w->router_norm;                   // the router sees x itself, not what the experts see
     route.in.x_out = NULL;
     const Act ffn = act_for(&w->ffn_down, s->ffn);
@@ -1497,25 +1546,27 @@ static void feed_forward(Model *m, int l, Pass *p) {
         const In experts_in = enter(s, &p->stream, w->pre_ffw_norm_2);
         checkpoint_in(m, "ffn_norm_2", l, experts_in, n_rows);
         const Act expert = act_for(&w->ffn_down_exps, s->expert);
-        op->expert_gate_up(&(ExpertGateUp){ .n_rows = n_rows, .n_used = c->n_experts_used, .in = experts_in, .gate = &w->ffn_gate_exps,
-                                            .up = w->ffn_up_exps.data ? &w->ffn_up_exps : NULL, .fn = ACT_GELU,
-                                            .ids = s->expert_ids, .out = expert, .beside = &down });
-        op->expert_down(&(ExpertDown){ .n_rows = n_rows, .n_used = c->n_experts_used, .in = expert, .down = &w->ffn_down_exps,
-                                       .ids = s->expert_ids, .weights = s->expert_weights, .out = s->moe });
+        op->expert_gate_up(&(ExpertGateUp){ .n_rows = n_rows, .n_used = c->n_experts_used, .in = experts_in,
+                                            .gate = &w->ffn_gate_exps, .up = w->ffn_up_exps.data ? &w->ffn_up_exps : NULL,
+                                            .fn = ACT_GELU, .ids = s->expert_ids, .out = expert, .beside = &down });
+        op->expert_down(&(ExpertDown){ .n_rows = n_rows, .n_used = c->n_experts_used, .in = expert,
+                                       .down = &w->ffn_down_exps, .ids = s->expert_ids, .weights = s->expert_weights,
+                                       .out = s->moe });
+        In branch = { .delta = { s->mlp }, .w_delta = { w->post_ffw_norm_1 }, .scale = 1, .eps = c->eps };
+        checkpoint_in(m, "ffn_mlp", l, branch, n_rows);
+        branch.delta[0] = s->moe;
+        branch.w_delta[0] = w->post_ffw_norm_2;
+        checkpoint_in(m, "ffn_moe", l, branch, n_rows);
         p->stream.delta[1] = s->moe;
         p->stream.w_delta[0] = w->post_ffw_norm_1;
         p->stream.w_delta[1] = w->post_ffw_norm_2;
-        checkpoint_in(m, "ffn_mlp", l, (In){ .delta = { s->mlp }, .w_delta = { w->post_ffw_norm_1 }, .scale = 1, .eps = c->eps }, n_rows);
-        checkpoint_in(m, "ffn_moe", l, (In){ .delta = { s->moe }, .w_delta = { w->post_ffw_norm_2 }, .scale = 1, .eps = c->eps }, n_rows);
     } else {
         op->matmul(&down);
         checkpoint(m, "ffn_out", l, s->mlp, n_rows, c->dim);
     }
     p->stream.delta[0] = s->mlp;
     p->stream.w_post = w->post_ffw_norm;
-    In added = p->stream;
-    added.x = NULL;
-    checkpoint_in(m, "ffn_post_norm", l, added, n_rows);
+    checkpoint_added(m, "ffn_post_norm", l, p->stream, n_rows);
 }
 
 // x += norm(Wproj (gelu(Wgate x) * u[l])); leaves the sum as a delta. x is not normed on the way in.
@@ -1523,15 +1574,14 @@ static void per_layer_embedding(Model *m, int l, Pass *p) {
     const Config *c = &m->config;
     const LayerWeights *w = &m->weights.layer[l];
     State *s = &m->s;
+    const int n_rows = p->batch.n_rows;
     const Act gate = act_for(&w->proj, s->ple_gate);
-    m->ops->ple_inject(&(PleInject){ .n_rows = p->batch.n_rows, .in = enter(s, &p->stream, NULL), .w = &w->inp_gate,
-                                     .u = p->ple + (size_t)l * (size_t)c->ple_dim, .u_stride = c->n_layers * c->ple_dim, .out = gate });
-    m->ops->matmul(&(Matmul){ .n_rows = p->batch.n_rows, .in = { .act = gate }, .n = 1, .w = { &w->proj }, .out = { s->y } });
+    m->ops->ple_inject(&(PleInject){ .n_rows = n_rows, .in = enter(s, &p->stream, NULL), .w = &w->inp_gate,
+                                     .u = p->ple + (size_t)l * c->ple_dim, .u_stride = c->n_layers * c->ple_dim, .out = gate });
+    multiply(m, n_rows, (In){ .act = gate }, &w->proj, s->y);
     p->stream.delta[0] = s->y;
     p->stream.w_post = w->post_norm;
-    In added = p->stream;
-    added.x = NULL;
-    checkpoint_in(m, "per_layer_embd_out", l, added, p->batch.n_rows);
+    checkpoint_added(m, "per_layer_embd_out", l, p->stream, n_rows);
 }
 
 /* TRAPS  what differs from Llama, and the test that sees it when it is wrong (all: the golden logits of test_forward.c)
@@ -1539,23 +1589,23 @@ static void per_layer_embedding(Model *m, int l, Pass *p) {
  *  2. norm weights as stored, no "1 + w"                                                             golden
  *  3. attention scale 1, not 1/sqrt(head_dim); per-head norms of q and k carry the temperature       golden
  *  4. V is normed without a weight, and never rotated                                                golden
- *  5. a global layer without attn_v takes V from the raw K projection, before k's norm and rope      golden dense, moe; test_cache tied
+ *  5. a global layer without attn_v takes V from the raw K projection, before k's norm and rope      golden dense, moe; test_cache
  *  6. sliding layers: head_dim 256, base 1e4, all pairs turn; global: head_dim 512, base 1e6,
  *     pairs (i, i + 256), i < 64 turn with exponent 2i/512, the others stay                          golden; test_ops rope
- *  7. the window holds n_swa keys, the row's own included                                            golden; test_cache window
+ *  7. the window holds n_swa keys, the row's own included                                            golden; test_cache
  *  8. layers that share K and V read the last owner of their kind, as it is after this step          golden e; test_cache
  *  9. residual: x + norm(attention), x + norm(FFN): norms before and after each block                golden
  * 10. GELU in its tanh form, in the FFN, the experts and the per-layer gate                          test_ops
  * 11. FFN width differs by layer (E2B: doubled in layers that share K and V)                         golden e
  * 12. MoE: router, dense FFN and experts all read x, each through its own norm; the router's norm
  *     weight is scale / sqrt(dim); outputs are normed apart, added, normed again                     golden moe
- * 13. chosen experts' weights are renormalised, then times ffn_down_exps.scale                       golden moe; test_ops route
- * 14. fused expert tensors hold the rows of gate first                                               test_forward split experts
+ * 13. chosen experts' weights are renormalised, then times ffn_down_exps.scale                       golden moe; test_ops
+ * 14. fused expert tensors hold the rows of gate first                                               test_forward
  * 15. per-layer embeddings: table times 16, projection times 1/sqrt(dim) then normed per layer,
  *     sum times 1/sqrt(2); the gate reads x without a norm                                           golden e
  * 16. layer_output_scale multiplies the whole stream, last                                           golden
  * 17. logits = 30 tanh(z / 30)                                                                       golden
- * 18. positions are len + depth, taken before anything is stored                                     test_cache chunks, trees */
+ * 18. positions are len + depth, taken before anything is stored                                     test_cache */
 static void forward(Model *m, bool staged) {
     const Config *c = &m->config;
     const Weights *w = &m->weights;
@@ -1565,13 +1615,15 @@ static void forward(Model *m, bool staged) {
     Pass p = { .all = all, .batch = all, .stream = { .x = s->x[0], .scale = 1, .eps = c->eps }, .ple = s->ple,
                .staged = staged, .waiting = -1 };
 
-    op->embed(&(Embed){ .batch = &all, .table = &w->token_embd, .scale = sqrtf((float)c->dim), .out = s->x[0], .out_stride = c->dim });
+    op->embed(&(Embed){ .batch = &all, .table = &w->token_embd, .scale = sqrtf((float)c->dim), .out = s->x[0],
+                        .out_stride = c->dim });
     checkpoint(m, "inp_scaled", OUT_OF_LAYERS, s->x[0], all.n_rows, c->dim);
     if (c->ple_dim) {
-        op->matmul(&(Matmul){ .n_rows = all.n_rows, .in = p.stream, .n = 1, .w = { &w->per_layer_model_proj }, .out = { s->ple } });
-        op->ple_rows(&(PleRows){ .batch = &all, .table = &w->per_layer_token_embd, .w_norm = w->per_layer_proj_norm, .u = s->ple,
-                                 .n_layers = c->n_layers, .ple_dim = c->ple_dim, .proj_scale = 1 / sqrtf((float)c->dim),
-                                 .table_scale = sqrtf((float)c->ple_dim), .out_scale = 1 / sqrtf(2), .eps = c->eps });
+        multiply(m, all.n_rows, p.stream, &w->per_layer_model_proj, s->ple);
+        op->ple_rows(&(PleRows){ .batch = &all, .table = &w->per_layer_token_embd, .w_norm = w->per_layer_proj_norm,
+                                 .u = s->ple, .n_layers = c->n_layers, .ple_dim = c->ple_dim, .eps = c->eps,
+                                 .proj_scale = 1 / sqrtf((float)c->dim), .table_scale = sqrtf((float)c->ple_dim),
+                                 .out_scale = 1 / sqrtf(2) });
         checkpoint(m, "inp_per_layer", OUT_OF_LAYERS, s->ple, all.n_rows, c->n_layers * c->ple_dim);
     }
 
@@ -1590,8 +1642,8 @@ static void forward(Model *m, bool staged) {
         keep_wanted(m, &p);
     }
     p.stream.w_pre = w->output_norm;
-    op->head(&(Head){ .n_rows = m->n_kept, .in = p.stream, .w = w->output.data ? &w->output : &w->token_embd, .cap = c->logit_cap,
-                      .logits = s->logits, .hidden = s->hidden });
+    op->head(&(Head){ .n_rows = m->n_kept, .in = p.stream, .w = w->output.data ? &w->output : &w->token_embd,
+                      .cap = c->logit_cap, .logits = s->logits, .hidden = s->hidden });
     checkpoint(m, "result_norm", OUT_OF_LAYERS, s->hidden, m->n_kept, c->dim);
     checkpoint(m, "result_output", OUT_OF_LAYERS, s->logits, m->n_kept, c->vocab);
 }
@@ -1648,7 +1700,8 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
     if (m->dump_dir) {                                 // checkpoints copy out as they go: nothing to record
         forward(m, staged);
     } else {
-        const StepKey key = { .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs, .kept = m->n_kept, .logits = m->n_kept };
+        const StepKey key = { .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs,
+                              .kept = m->n_kept, .logits = m->n_kept };
         if (op->begin(key)) forward(m, staged);
         op->end();
     }
@@ -1663,13 +1716,15 @@ static void commit(Model *m, const int32_t *n_accept, const int32_t *path) {
     State *s = &m->s;
     const Batch b = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
     for (int i = 0; i < m->n_segs; i++) {
-        assert(n_accept[i] >= 0 && n_accept[i] <= m->segs[i].n && (m->segs[i].n <= STEP_ROWS || n_accept[i] == m->segs[i].n));
-        m->len[m->segs[i].seq] += n_accept[i];
+        const Segment *seg = &m->segs[i];
+        assert(n_accept[i] >= 0 && n_accept[i] <= seg->n && (seg->n <= STEP_ROWS || n_accept[i] == seg->n));
+        m->len[seg->seq] += n_accept[i];
     }
     op->copy(&(Copy){ s->n_accept, n_accept, (size_t)m->n_segs * sizeof *n_accept, COPY_IN });
     if (path) op->copy(&(Copy){ s->path, path, (size_t)m->n_segs * STEP_ROWS * sizeof *path, COPY_IN });
     if (op->begin((StepKey){ .kind = STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs, .kept = path != NULL }))
-        op->kv_commit(&(KvCommit){ .batch = &b, .caches = m->caches, .n_caches = m->n_caches, .n_accept = s->n_accept, .path = path ? s->path : NULL });
+        op->kv_commit(&(KvCommit){ .batch = &b, .caches = m->caches, .n_caches = m->n_caches, .n_accept = s->n_accept,
+                                   .path = path ? s->path : NULL });
     op->end();
 }
 
@@ -1681,14 +1736,15 @@ static void read_logits(Model *m, int row, float *host) {            // (vocab) 
 
 // Runs n tokens through session seq in chunks of at most n_batch rows and commits them; the last one's logits are row 0
 // afterwards. what: shown as progress, NULL: not. False: *stop was set between two chunks; what ran is committed.
-static bool run_prompt(Model *m, int seq, const int32_t *tokens, int n, const char *what, const volatile sig_atomic_t *stop) {
+static bool run_prompt(Model *m, int seq, const int32_t *tokens, int n, const char *what,
+                       const volatile sig_atomic_t *stop) {
     for (int at = 0; at < n; ) {
         const int chunk = min_int(n - at, m->options.n_batch);
         for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = tokens[at + i], .want = at + i == n - 1 };
         step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = chunk, .rows = m->chunk }, 1);
         commit(m, &(int32_t){ chunk }, NULL);
         at += chunk;
-        if (what) progress(what, (size_t)at, (size_t)n);
+        if (what) progress(what, at, n);
         if (at < n && stop && *stop) return false;
     }
     return true;
@@ -1710,14 +1766,15 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, const Config *c) {
     GgufStr kind = { "", 0 };
     if (gguf_get_str(g, "tokenizer.ggml.model", &kind) < 0) die_gguf(g);
     if (kind.n != 6 || memcmp(kind.s, "gemma4", 6) != 0)
-        die("%s: key 'tokenizer.ggml.model': expected 'gemma4', got '%.*s'", g->path, (int)(kind.n < 40 ? kind.n : 40), kind.s);
+        die("%s: key 'tokenizer.ggml.model': expected 'gemma4', got '%.*s'", g->path, shown(kind), kind.s);
     const GgufStr *tokens, *merges;
     size_t n_tokens = 0, n_merges = 0;
     int found = gguf_get_strs(g, "tokenizer.ggml.tokens", &tokens, &n_tokens);
     if (found < 0) die_gguf(g);
     if (!found) die("%s: key 'tokenizer.ggml.tokens': missing", g->path);
     if (n_tokens != (size_t)c->vocab)
-        die("%s: key 'tokenizer.ggml.tokens': expected %d texts, one per row of token_embd.weight, got %zu", g->path, c->vocab, n_tokens);
+        die("%s: key 'tokenizer.ggml.tokens': expected %d texts, one per row of token_embd.weight, got %zu", g->path,
+            c->vocab, n_tokens);
     found = gguf_get_strs(g, "tokenizer.ggml.merges", &merges, &n_merges);
     if (found < 0) die_gguf(g);
     if (!found) die("%s: key 'tokenizer.ggml.merges': missing", g->path);
@@ -1733,10 +1790,14 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, const Config *c) {
     for (size_t i = 0; i < n_tokens; i++) types[i] = (int32_t)types64[i];
     GgufStr chat_template = { "", 0 };
     if (gguf_get_str(g, "tokenizer.chat_template", &chat_template) < 0) die_gguf(g);
+    const int last = c->vocab - 1;
+    const bool has_eot = gguf_find_kv(g, "tokenizer.ggml.eot_token_id") != NULL;
     const TokVocab v = {
-        .tokens = text, .n_tokens = (int)n_tokens, .types = has_types ? types : NULL, .merges = text + n_tokens, .n_merges = (int)n_merges,
-        .bos = (int)key_int(g, "tokenizer.ggml.bos_token_id", 0, c->vocab - 1, 2), .eos = (int)key_int(g, "tokenizer.ggml.eos_token_id", 0, c->vocab - 1, 1),
-        .eot = gguf_find_kv(g, "tokenizer.ggml.eot_token_id") ? (int)key_int(g, "tokenizer.ggml.eot_token_id", 0, c->vocab - 1, -1) : -1,
+        .tokens = text, .n_tokens = (int)n_tokens, .types = has_types ? types : NULL,
+        .merges = text + n_tokens, .n_merges = (int)n_merges,
+        .bos = (int)key_int(g, "tokenizer.ggml.bos_token_id", 0, last, 2),
+        .eos = (int)key_int(g, "tokenizer.ggml.eos_token_id", 0, last, 1),
+        .eot = has_eot ? (int)key_int(g, "tokenizer.ggml.eot_token_id", 0, last, 0) : -1,
         .chat_template = tok_str(chat_template), .has_ple = c->ple_dim > 0
     };
     if (tok_init(t, &v) < 0) die("%s: tokenizer: %s", g->path, t->err);
@@ -1752,39 +1813,42 @@ static uint64_t hash_bytes(const void *p, size_t n) {
     return h;
 }
 
-// Bytes of weights and cache that one decoded token at position pos has to read: the floor of its time is this over bandwidth.
+// Bytes of weights and cache that decoding a token at position pos has to read: over bandwidth, the floor of its time.
 static double bytes_per_token(const Model *m, int pos) {
     const Config *c = &m->config;
     double bytes = (double)matrix_bytes(m->weights.output.data ? &m->weights.output : &m->weights.token_embd);
     if (c->ple_dim) bytes += (double)matrix_bytes(&m->weights.per_layer_model_proj);
     for (int l = 0; l < c->n_layers; l++) {
         const LayerWeights *w = &m->weights.layer[l];
-        const Tensor *dense[] = { &w->attn_q, &w->attn_k, &w->attn_v, &w->attn_output, &w->ffn_gate, &w->ffn_up, &w->ffn_down, &w->ffn_gate_inp, &w->inp_gate, &w->proj };
+        const Tensor *dense[] = { &w->attn_q, &w->attn_k, &w->attn_v, &w->attn_output, &w->ffn_gate, &w->ffn_up, &w->ffn_down,
+                                  &w->ffn_gate_inp, &w->inp_gate, &w->proj };
         const Tensor *experts[] = { &w->ffn_gate_exps, &w->ffn_up_exps, &w->ffn_down_exps };
         for (size_t i = 0; i < sizeof dense / sizeof *dense; i++)
             if (dense[i]->data) bytes += (double)matrix_bytes(dense[i]);
         for (size_t i = 0; i < sizeof experts / sizeof *experts; i++)
             if (experts[i]->data) bytes += (double)matrix_bytes(experts[i]) / c->n_experts * c->n_experts_used;
         const Cache *k = &m->caches[m->cache_of[l]];
-        bytes += (double)(c->layer[l].is_swa ? min_int(pos, c->n_swa) : pos) * k->n_kv_heads *
-                 ((double)k->k.dim * (double)kv_value_bytes(k->k.type) + (double)k->v.dim * (double)kv_value_bytes(k->v.type));
+        const size_t row = (size_t)k->k.dim * kv_value_bytes(k->k.type) + (size_t)k->v.dim * kv_value_bytes(k->v.type);
+        bytes += (double)(c->layer[l].is_swa ? min_int(pos, c->n_swa) : pos) * k->n_kv_heads * (double)row;
     }
     return bytes;
 }
 
 // What is about to run, on stderr: model, plan, device.
-static void print_plan(const Model *m) {
+static void print_plan(Model *m) {
     const Config *c = &m->config;
     const double mib = 1 << 20;
     GgufStr name = { "unnamed", 7 };
-    if (gguf_get_str((Gguf *)(uintptr_t)&m->gguf, "general.name", &name) < 0) name = (GgufStr){ "unnamed", 7 };
+    if (gguf_get_str(&m->gguf, "general.name", &name) < 0) die_gguf(&m->gguf);
     bool tied = false;
     for (int i = 0; i < m->n_caches; i++) tied |= m->caches[i].n_rot > 0;
-    fprintf(stderr, "# %.*s: %d layers, dim %d, %d experts, vocabulary %d, weights %.1f MiB (%s)\n", (int)(name.n < 80 ? name.n : 80), name.s,
-            c->n_layers, c->dim, c->n_experts, c->vocab, (double)m->binder.bytes / mib, gguf_type_name((int)m->weights.layer[0].attn_q.type));
-    fprintf(stderr, "# plan: context %d x %d: global KV %.1f MiB (%s %s), rings %.1f MiB, stage %.1f MiB, activations %.1f MiB, scratch %.1f MiB\n",
-            m->options.n_seqs, m->options.n_ctx, (double)m->plan.kv_global / mib, m->options.k_type == KV_F32 ? "f32" : "f16", tied ? "tied" : "untied",
-            (double)m->plan.kv_rings / mib, (double)m->plan.stage / mib, (double)m->plan.activations / mib, (double)m->plan.scratch / mib);
+    fprintf(stderr, "# %.*s: %d layers, dim %d, %d experts, vocabulary %d, weights %.1f MiB (%s)\n", shown(name), name.s,
+            c->n_layers, c->dim, c->n_experts, c->vocab, (double)m->binder.bytes / mib,
+            gguf_type_name(m->weights.layer[0].attn_q.type));
+    fprintf(stderr, "# plan: context %d: global KV %.1f MiB (%s %s), rings %.1f MiB, stage %.1f MiB, activations %.1f MiB, "
+            "scratch %.1f MiB\n", m->options.n_ctx, (double)m->plan.kv_global / mib,
+            m->options.k_type == KV_F32 ? "f32" : "f16", tied ? "tied" : "untied", (double)m->plan.kv_rings / mib,
+            (double)m->plan.stage / mib, (double)m->plan.activations / mib, (double)m->plan.scratch / mib);
     int threads = 1;
 #ifdef _OPENMP
     threads = omp_get_max_threads();
@@ -1820,7 +1884,8 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
         const Batch b = { .rows = m->s.kept_rows, .segs = m->s.segs, .len = m->s.len, .n_rows = 1, .n_segs = 1 };
         if (made == o->n_predict) { why = "-n reached"; break; }
         if (op->begin((StepKey){ .kind = STEP_COMMIT, .rows = 1, .logits = 1 }))
-            op->sample(&(Sample){ .batch = &b, .vocab = m->config.vocab, .logits = m->s.logits, .params = m->s.params, .mask = m->s.mask, .out = m->s.chosen });
+            op->sample(&(Sample){ .batch = &b, .vocab = m->config.vocab, .logits = m->s.logits, .params = m->s.params,
+                                  .mask = m->s.mask, .out = m->s.chosen });
         op->end();
         int32_t token;
         op->copy(&(Copy){ &token, m->s.chosen, sizeof token, COPY_OUT });
@@ -1839,12 +1904,16 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
     if (isatty(1)) write_text("\n", 1);
     if (interrupted) why = "interrupted";
 
-    float *logits = alloc_or_die((size_t)m->config.vocab, sizeof *logits);
+    float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
     read_logits(m, 0, logits);
     fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s\n", n, t_prompt - t_start, n / (t_prompt - t_start));
     const int steps = max_int(made - 1, 0);            // the first token came with the prompt
-    if (steps) fprintf(stderr, "# decode: %d steps in %.3f s, %.1f tok/s, %.2f GB/s\n", steps, t_end - t_prompt, steps / (t_end - t_prompt), read / (t_end - t_prompt) * 1e-9);
-    fprintf(stderr, "# %d tokens generated, stopped: %s; last logits %016" PRIx64 "\n", made, why, hash_bytes(logits, (size_t)m->config.vocab * sizeof *logits));
+    const double t_decode = t_end - t_prompt;
+    if (steps)
+        fprintf(stderr, "# decode: %d steps in %.3f s, %.1f tok/s, %.2f GB/s\n", steps, t_decode, steps / t_decode,
+                read / t_decode * 1e-9);
+    fprintf(stderr, "# %d tokens generated, stopped: %s; last logits %016" PRIx64 "\n", made, why,
+            hash_bytes(logits, (size_t)m->config.vocab * sizeof *logits));
     free(logits);
     free(text);
     return interrupted ? 130 : 0;
@@ -1870,7 +1939,8 @@ static void *read_file(const char *path, size_t *size, const char *flag) {      
 }
 
 // gemma4 logits: the logits of every position of a list of ids, after the soft-cap, as n x vocab float32.
-static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const char *ids_path, const char *out_path, const char *dump_dir) {
+static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const char *ids_path, const char *out_path,
+                        const char *dump_dir) {
     size_t size = 0;
     uint8_t *bytes = read_file(ids_path, &size, "--ids");
     if (!size || size % 4) die("--ids: %s: expected little-endian int32 ids, got %zu bytes", ids_path, size);
@@ -1881,7 +1951,7 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
     o.n_logits = o.n_batch = STEP_ROWS;
     Model *m = alloc_or_die(1, sizeof *m);
     load_model(m, model, ops, o, dump_dir);
-    int32_t *ids = alloc_or_die((size_t)n, sizeof *ids);
+    int32_t *ids = alloc_or_die(n, sizeof *ids);
     for (int i = 0; i < n; i++) {
         const uint8_t *b = bytes + (size_t)i * 4;
         ids[i] = (int32_t)((uint32_t)b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24);
@@ -1890,7 +1960,7 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
     }
     FILE *f = fopen(out_path, "wb");
     if (!f) die("-o: %s: %s", out_path, strerror(errno));
-    float *logits = alloc_or_die((size_t)m->config.vocab, sizeof *logits);
+    float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
     const double t0 = seconds();
     for (int at = 0; at < n; ) {
         const int chunk = min_int(n - at, STEP_ROWS);
@@ -1898,11 +1968,12 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = chunk, .rows = m->chunk }, 1);
         for (int i = 0; i < chunk; i++) {
             read_logits(m, i, logits);
-            if (fwrite(logits, sizeof *logits, (size_t)m->config.vocab, f) != (size_t)m->config.vocab) die("-o: %s: %s", out_path, strerror(errno));
+            if (fwrite(logits, sizeof *logits, m->config.vocab, f) != (size_t)m->config.vocab)
+                die("-o: %s: %s", out_path, strerror(errno));
         }
         commit(m, &(int32_t){ chunk }, NULL);
         at += chunk;
-        progress("positions", (size_t)at, (size_t)n);
+        progress("positions", at, n);
     }
     if (fclose(f)) die("-o: %s: %s", out_path, strerror(errno));
     fprintf(stderr, "# %d positions x %d logits in %.2f s\n", n, m->config.vocab, seconds() - t0);
@@ -1941,21 +2012,30 @@ static const Flag flags[] = {
     { "-m", "--model", "FILE", FLAG_TEXT, FIELD(model), 0, 0, "the model, instead of the first argument" },
     { "-p", "--prompt", "TEXT", FLAG_TEXT, FIELD(prompt), 0, 0, "what to answer, or to continue with --raw" },
     { "-f", "--file", "FILE", FLAG_TEXT, FIELD(prompt_file), 0, 0, "the prompt is in this file" },
-    { "-n", "--predict", "N", FLAG_INT, FIELD(n_predict), -1, INT_MAX, "most tokens to generate; default -1: until the turn ends or the context is full" },
-    { "-c", "--ctx-size", "N", FLAG_INT, FIELD(n_ctx), 1, MAX_CONTEXT, "tokens of context; default: the model's, 8192 at most" },
+    { "-n", "--predict", "N", FLAG_INT, FIELD(n_predict), -1, INT_MAX,
+      "most tokens to generate; default -1: until the turn ends or the context is full" },
+    { "-c", "--ctx-size", "N", FLAG_INT, FIELD(n_ctx), 1, MAX_CONTEXT,
+      "tokens of context; default: the model's, 8192 at most" },
     { "-t", "--threads", "N", FLAG_INT, FIELD(n_threads), 1, 4096, "CPU threads; default: one per core" },
     { "--system", "-sys", "TEXT", FLAG_TEXT, FIELD(system), 0, 0, "system turn; default: none" },
     { "--raw", NULL, NULL, FLAG_ON, FIELD(raw), 0, 0, "continue the prompt as it is, without chat turns; <bos> is added" },
     { "--ignore-eos", NULL, NULL, FLAG_ON, FIELD(ignore_eos), 0, 0, "go on after the end of the turn" },
-    { "--temp", "--temperature", "T", FLAG_REAL, FIELD(temperature), 0, 1000, "temperature; 0: always the likeliest token; default: the file's, else 1.0" },
-    { "--top-k", NULL, "N", FLAG_INT, FIELD(top_k), 0, INT_MAX, "sample from the N likeliest tokens, 0: all; default: the file's, else 64" },
-    { "--top-p", NULL, "P", FLAG_REAL, FIELD(top_p), 0, 1, "sample from the likeliest tokens that hold P of the probability; default: the file's, else 0.95" },
-    { "--min-p", NULL, "P", FLAG_REAL, FIELD(min_p), 0, 1, "leave out tokens less than P times as likely as the likeliest; default 0" },
+    { "--temp", "--temperature", "T", FLAG_REAL, FIELD(temperature), 0, 1000,
+      "temperature; 0: always the likeliest token; default: the file's, else 1.0" },
+    { "--top-k", NULL, "N", FLAG_INT, FIELD(top_k), 0, INT_MAX,
+      "sample from the N likeliest tokens, 0: all; default: the file's, else 64" },
+    { "--top-p", NULL, "P", FLAG_REAL, FIELD(top_p), 0, 1,
+      "sample from the likeliest tokens that hold P of the probability; default: the file's, else 0.95" },
+    { "--min-p", NULL, "P", FLAG_REAL, FIELD(min_p), 0, 1,
+      "leave out tokens less than P times as likely as the likeliest; default 0" },
     { "--seed", "-s", "N", FLAG_INT, FIELD(seed), 0, 4294967295.0, "random seed; default: another one each time, printed" },
-    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, FIELD(k_type), 0, 0, "type of cached K: f16 or f32; default f16, for logits f32" },
+    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, FIELD(k_type), 0, 0,
+      "type of cached K: f16 or f32; default f16, for logits f32" },
     { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, FIELD(v_type), 0, 0, "type of cached V; default: as K" },
-    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, FIELD(kv_layout), 0, 0, "tied: store K and V of global layers once where V is the K projection (default); untied: apart" },
-    { "--dump", NULL, "DIR", FLAG_TEXT, FIELD(dump), 0, 0, "write every checkpoint to DIR/NAME-LAYER.f32, rows x width float32" },
+    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, FIELD(kv_layout), 0, 0,
+      "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
+    { "--dump", NULL, "DIR", FLAG_TEXT, FIELD(dump), 0, 0,
+      "write every checkpoint to DIR/NAME-LAYER.f32, rows x width float32" },
     { "--ids", NULL, "FILE", FLAG_TEXT, FIELD(ids), 0, 0, "logits: token ids, little-endian int32, <bos> included" },
     { "-o", "--output", "FILE", FLAG_TEXT, FIELD(out), 0, 0, "logits: where they go, positions x vocabulary float32" },
     { "-h", "--help", NULL, FLAG_ON, FIELD(help), 0, 0, "this text" },
@@ -1968,9 +2048,9 @@ static void print_help(void) {
            "  gemma4 logits MODEL.gguf --ids FILE -o FILE      logits of every position, after the soft-cap\n\n");
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) {
         char left[64];
-        snprintf(left, sizeof left, "%s%s%s%s%s", flags[i].name, flags[i].alias ? ", " : "", flags[i].alias ? flags[i].alias : "",
-                 flags[i].value ? " " : "", flags[i].value ? flags[i].value : "");
-        printf("  %-28s %s\n", left, flags[i].help);
+        const Flag *f = &flags[i];
+        snprintf(left, sizeof left, "%s%s%s %s", f->name, f->alias ? ", " : "", f->alias ? f->alias : "", f->value ? f->value : "");
+        printf("  %-28s %s\n", left, f->help);
     }
 }
 
@@ -2002,7 +2082,8 @@ static void parse_flags(Flags *f, int argc, char **argv) {
         const double v = strtod(argv[i], &end);
         const bool whole = v == floor(v);
         if (end == argv[i] || *end || errno || !(v >= flag->min && v <= flag->max) || (flag->kind == FLAG_INT && !whole))
-            die("%s: expected %s from %.10g to %.10g, got '%s'", arg, flag->kind == FLAG_INT ? "a whole number" : "a number", flag->min, flag->max, argv[i]);
+            die("%s: expected %s from %.10g to %.10g, got '%s'", arg, flag->kind == FLAG_INT ? "a whole number" : "a number",
+                flag->min, flag->max, argv[i]);
         *(double *)field = v;
     }
 }
@@ -2055,10 +2136,12 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
         const TokStr system = { f->system, f->system ? strlen(f->system) : 0 };
         if (tok_chat_turn(&tok, system, (TokStr){ text, n_text }, &ids) < 0) die("-p: %s", tok.err);
     }
-    if (ids.n > (size_t)m->options.n_ctx) die("-p: the prompt has %zu tokens, the context %d; try -c %zu", ids.n, m->options.n_ctx, ids.n + 512);
+    if (ids.n > (size_t)m->options.n_ctx)
+        die("-p: the prompt has %zu tokens, the context %d; try -c %zu", ids.n, m->options.n_ctx, ids.n + 512);
 
     GenerateOptions g = { .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos };
-    const double seed = isnan(f->seed) ? (double)((uint64_t)time(NULL) * 1000003u % 4294967296u ^ ((uint64_t)getpid() & 0xffff)) : f->seed;
+    const uint64_t clock_seed = ((uint64_t)time(NULL) * 1000003u ^ (uint64_t)getpid()) & 0xffffffff;
+    const double seed = isnan(f->seed) ? (double)clock_seed : f->seed;
     g.sampling = (SampleParams){
         .seed = (uint64_t)seed, .temperature = (float)sampling_value(&m->gguf, f->temperature, "general.sampling.temp", 1.0),
         .top_k = (int32_t)sampling_value(&m->gguf, f->top_k, "general.sampling.top_k", 64),
@@ -2106,7 +2189,8 @@ int main(int argc, char **argv) {
     PlanOptions o = { .n_ctx = (int)f.n_ctx, .n_seqs = 1, .n_batch = 512, .n_logits = 1 };
     o.k_type = parse_kv_type("-ctk", f.k_type, logits ? KV_F32 : KV_F16);
     o.v_type = parse_kv_type("-ctv", f.v_type, o.k_type);
-    if (f.kv_layout && strcmp(f.kv_layout, "tied") && strcmp(f.kv_layout, "untied")) die("--kv-layout: expected tied or untied, got '%s'", f.kv_layout);
+    if (f.kv_layout && strcmp(f.kv_layout, "tied") && strcmp(f.kv_layout, "untied"))
+        die("--kv-layout: expected tied or untied, got '%s'", f.kv_layout);
     o.untied = f.kv_layout && !strcmp(f.kv_layout, "untied");
     if (!logits) {
         if (f.ids || f.out) die("%s: belongs to gemma4 logits", f.ids ? "--ids" : "-o");

@@ -7,6 +7,8 @@
  * The file is untrusted. Nothing here exits, prints or keeps globals: a function that can fail returns < 0 and puts one
  * line into g->err, "<what>: expected <x>, got <y> (E_CODE at byte N)", with unprintable bytes escaped. The caller
  * prefixes the file name. A file that passed has every table, string and tensor inside the bounds that were checked.
+ * One part of a split model is refused (E_SPLIT_COUNT). A tensor may have any type of the format; one that the engine
+ * binds must pass gguf_type_supported, so that an unused exotic tensor does not make a file unreadable.
  *
  * FILE      all integers little-endian, everything packed: fields are read with memcpy, never through a cast pointer
  *   offset  size  field
@@ -148,7 +150,7 @@ float gguf_dot_f32(int type, const void *row, const float *x, size_t n);
 // |q| <= 127. Per group g of 32, with integers I and M that are exact and below 2^24, hence exact in f32 as well:
 //   Q8_0 Q4_0 Q5_0  term(g) = (d*scale[g]) * I                       I = sum (c - offset)*q
 //   Q6_K            term(g) = (d*scale[g]) * I                       I = sum over both 16s of sc * sum (c-32)*q
-//   Q4_K            term(g) = (d*scale[g]) * I - (dmin*scale[g]) * M I = sc * sum c*q, M = mn * sum q
+//   Q4_K            term(g) = (d*scale[g]) * I - (dmin*scale[g]) * M      I = sc * sum c*q, M = mn * sum q
 // each product and the difference rounded to f32. term(g) is added to partial sum g % 8, g ascending; the 8 sums are
 // folded in halves (j += j+4, then 2, 1). |y - y64| <= 2e-6 * sum_g |term(g)|, both products of Q4_K counted.
 float gguf_dot_q8(int type, const void *row, const int8_t *q, const float *scale, size_t n);
@@ -340,13 +342,15 @@ static size_t gguf__slot(const uint32_t *index, size_t slots, const void *items,
 
 const GgufKv *gguf_find_kv(const Gguf *g, const char *key) {
     if (g->kv_slots == 0) return NULL;
-    uint32_t i = g->kv_index[gguf__slot(g->kv_index, g->kv_slots, g->kvs, sizeof(GgufKv), gguf__str(key))];
+    size_t slot = gguf__slot(g->kv_index, g->kv_slots, g->kvs, sizeof(GgufKv), gguf__str(key));
+    uint32_t i = g->kv_index[slot];
     return i ? &g->kvs[i - 1] : NULL;
 }
 
 const GgufTensor *gguf_find_tensor(const Gguf *g, const char *name) {
     if (g->tensor_slots == 0) return NULL;
-    uint32_t i = g->tensor_index[gguf__slot(g->tensor_index, g->tensor_slots, g->tensors, sizeof(GgufTensor), gguf__str(name))];
+    size_t slot = gguf__slot(g->tensor_index, g->tensor_slots, g->tensors, sizeof(GgufTensor), gguf__str(name));
+    uint32_t i = g->tensor_index[slot];
     return i ? &g->tensors[i - 1] : NULL;
 }
 
@@ -528,7 +532,7 @@ static int gguf__alignment(gguf__cursor *c) {
     return 0;
 }
 
-// A part of a split model has its own shape of errors waiting (missing names, other parts); say it in one line instead.
+// The first part of a split model would load, and then lack most tensors; say what it is instead.
 static int gguf__refuse_split(gguf__cursor *c) {
     const GgufKv *kv = gguf_find_kv(c->g, "split.count");
     if (!kv) return 0;
@@ -565,7 +569,7 @@ static int gguf__place(gguf__cursor *c) {
         size_t at = (size_t)((const uint8_t *)t->name.s - c->base) + t->name.n + 4 + 8 * (size_t)t->n_dims + 4;
         c->name = t->name;
         if (offset % align != 0)
-            return GGUF__FAIL(c, "E_OFF_ALIGN", at, "expected an offset that is a multiple of %d, got %llu", (int)align, offset);
+            return GGUF__FAIL(c, "E_OFF_ALIGN", at, "expected a multiple of %d as offset, got %llu", (int)align, offset);
         if (offset != expect)
             return GGUF__FAIL(c, "E_OFF_SEQ", at, "expected offset %llu, right after the tensor before, got %llu",
                               (unsigned long long)expect, offset);
@@ -599,7 +603,8 @@ static int gguf__metadata(Gguf *g, const uint8_t *bytes, size_t loaded, size_t s
     c->pos = 4;
     g->version = gguf__u32(c);
     if ((g->version & 0xffff) == 0)
-        return GGUF__FAIL(c, "E_ENDIAN", 4, "version: expected 2 or 3, got 0x%08x, as in a big-endian file", (unsigned)g->version);
+        return GGUF__FAIL(c, "E_ENDIAN", 4, "version: expected 2 or 3, got 0x%08x, as in a big-endian file",
+                          (unsigned)g->version);
     if (g->version != 2 && g->version != 3)
         return GGUF__FAIL(c, "E_VERSION", 4, "version: expected 2 or 3, got %u", (unsigned)g->version);
 
@@ -615,7 +620,8 @@ static int gguf__metadata(Gguf *g, const uint8_t *bytes, size_t loaded, size_t s
                           (unsigned long long)n_tensors);
     void *kvs = NULL, *tensors = NULL;
     int failed = gguf__tables(c, (size_t)n_kvs, sizeof(GgufKv), &kvs, &g->kv_index, &g->kv_slots);
-    if (!failed) failed = gguf__tables(c, (size_t)n_tensors, sizeof(GgufTensor), &tensors, &g->tensor_index, &g->tensor_slots);
+    if (!failed)
+        failed = gguf__tables(c, (size_t)n_tensors, sizeof(GgufTensor), &tensors, &g->tensor_index, &g->tensor_slots);
     g->kvs = (GgufKv *)kvs;
     g->tensors = (GgufTensor *)tensors;
     if (failed) return failed;
@@ -690,7 +696,8 @@ static int gguf__load(Gguf *g, int fd) {
     if (fstat(fd, &st) != 0) return gguf__fail(g, "file", (GgufStr){0}, "E_STAT", 0, "cannot stat: %s", strerror(errno));
     if (!S_ISREG(st.st_mode)) return gguf__fail(g, "file", (GgufStr){0}, "E_NOTFILE", 0, "expected a regular file");
     if ((uint64_t)st.st_size > SIZE_MAX / 16)
-        return gguf__fail(g, "file", (GgufStr){0}, "E_MAP", 0, "expected a size that fits memory, got %lld", (long long)st.st_size);
+        return gguf__fail(g, "file", (GgufStr){0}, "E_MAP", 0, "expected a size that fits memory, got %lld",
+                          (long long)st.st_size);
     size_t size = (size_t)st.st_size;
     for (size_t want = (size_t)1 << 20;; want *= 2) {
         if (want > size) want = size;
@@ -752,7 +759,8 @@ static int gguf__int_at(Gguf *g, const GgufKv *kv, size_t i, int64_t min, int64_
     bool too_big = kv->elem_type == GGUF_V_U64 && u > INT64_MAX;
     if (too_big || v < min || v > max)
         return gguf__fail(g, "key", kv->key, "E_META_RANGE", (size_t)(p - g->meta),
-                          too_big ? "expected an integer in %lld..%lld, got %llu" : "expected an integer in %lld..%lld, got %lld",
+                          too_big ? "expected an integer in %lld..%lld, got %llu"
+                                  : "expected an integer in %lld..%lld, got %lld",
                           (long long)min, (long long)max, (long long)v);
     *out = v;
     return 1;
@@ -824,7 +832,7 @@ int gguf_get_strs(Gguf *g, const char *key, const GgufStr **out, size_t *n) {
 
 // Both compilers unroll short loops completely before they could turn them into vectors; this makes them wait.
 #if defined(__clang__)
-#define GGUF__VECTOR_LOOP _Pragma("clang loop unroll(disable) vectorize(enable)")
+#define GGUF__VECTOR_LOOP _Pragma("clang loop unroll(disable)")
 #elif defined(__GNUC__)
 #define GGUF__VECTOR_LOOP _Pragma("GCC unroll 1")
 #else
@@ -837,7 +845,7 @@ static inline float gguf__f16_at(const uint8_t *p) {
     return gguf_f16_to_f32(h);
 }
 
-// Q8_0, Q4_0, Q5_0: the codes of m <= 8 blocks of 32, offset removed.
+// Q8_0, Q4_0, Q5_0: the codes of m <= 8 blocks, offset removed.
 static inline void gguf__codes_32(int type, const uint8_t *restrict b, int m, int8_t *restrict w) {
     int bytes = gguf_block_bytes(type);
     if (type == GGUF_Q8_0) {
@@ -884,10 +892,11 @@ static inline void gguf__q4_k_scales(const uint8_t *restrict s, int32_t *restric
 static inline void gguf__q6_k_codes(const uint8_t *restrict b, int8_t *restrict w) {
     for (int h = 0; h < 2; h++, w += 128) {
         const uint8_t *ql = b + 64 * h, *qh = b + 128 + 32 * h;
+        const uint8_t *ql1 = ql + 32;
         GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[l] = (int8_t)(((ql[l] & 15) | (qh[l] & 3) << 4) - 32);
-        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[32 + l] = (int8_t)(((ql[32 + l] & 15) | (qh[l] >> 2 & 3) << 4) - 32);
+        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[32 + l] = (int8_t)(((ql1[l] & 15) | (qh[l] >> 2 & 3) << 4) - 32);
         GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[64 + l] = (int8_t)(((ql[l] >> 4) | (qh[l] >> 4 & 3) << 4) - 32);
-        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[96 + l] = (int8_t)(((ql[32 + l] >> 4) | (qh[l] >> 6) << 4) - 32);
+        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[96 + l] = (int8_t)(((ql1[l] >> 4) | (qh[l] >> 6) << 4) - 32);
     }
 }
 
@@ -905,7 +914,8 @@ static inline void gguf__floats(int type, const uint8_t *p, float *dst, int n) {
     }
 #ifdef __F16C__
     if (n == 32) {
-        for (int i = 0; i < 32; i += 8) _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(h + i))));
+        for (int i = 0; i < 32; i += 8)
+            _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(h + i))));
         return;
     }
 #endif
@@ -986,9 +996,11 @@ float gguf_dot_f32(int type, const void *row, const float *x, size_t n) {
 static inline void gguf__dot_16s(const int8_t *w, const int8_t *q, int32_t *even, int32_t *odd) {
 #ifdef __AVX2__
     __m256i s[8];
-    for (int g = 0; g < 8; g++) {
-        __m256i wg = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)(w + 32 * g))), _mm_loadu_si128((const __m128i *)(const void *)(w + 32 * g + 16)), 1);
-        __m256i qg = _mm256_loadu_si256((const __m256i *)(const void *)(q + 32 * g));
+    for (int g = 0; g < 8; g++, w += 32, q += 32) {
+        // w in halves, as Q4_0 and Q5_0 have just stored it: a load that spans two stores would wait until both are done.
+        __m256i wg = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)w));
+        wg = _mm256_inserti128_si256(wg, _mm_loadu_si128((const __m128i *)(const void *)(w + 16)), 1);
+        __m256i qg = _mm256_loadu_si256((const __m256i *)(const void *)q);
         __m256i a = _mm256_abs_epi8(wg), b = _mm256_sign_epi8(qg, wg);
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
         s[g] = _mm256_dpbusd_epi32(_mm256_setzero_si256(), a, b);
@@ -1009,27 +1021,28 @@ static inline void gguf__dot_16s(const int8_t *w, const int8_t *q, int32_t *even
 #endif
 }
 
-// The three shapes of gguf_dot_q8's terms.
+// The three shapes of gguf_dot_q8's terms. A last part of fewer than eight blocks is padded with zeros: terms of 0.
 static inline float gguf__dot_32(int type, const uint8_t *b, const int8_t *q, const float *scale, size_t n) {
-    int bytes = gguf_block_bytes(type);
-    int8_t w[256], q_tail[256] = {0};
-    float acc[8] = {0}, d[8], scale_tail[8] = {0};
+    size_t bytes = (size_t)gguf_block_bytes(type);
+    int8_t w[256], q_tail[256];
+    uint8_t b_tail[8 * 34];
+    float acc[8] = {0}, d[8], scale_tail[8];
     int32_t even[8], odd[8];
-    for (size_t left = n / 32; left > 0;) {
-        int m = left < 8 ? (int)left : 8;
-        if (m < 8) {                                // zeros for the missing groups; their terms are 0
-            memset(w, 0, sizeof w);
-            memset(d, 0, sizeof d);
-            memcpy(q_tail, q, 32 * (size_t)m);
-            memcpy(scale_tail, scale, 4 * (size_t)m);
-            q = q_tail;
-            scale = scale_tail;
+    for (size_t left = n / 32; left > 0; b += 8 * bytes, q += 256, scale += 8) {
+        size_t m = left < 8 ? left : 8;
+        left -= m;
+        if (m < 8) {
+            memset(b_tail, 0, sizeof b_tail);
+            memset(q_tail, 0, sizeof q_tail);
+            memset(scale_tail, 0, sizeof scale_tail);
+            b = (const uint8_t *)memcpy(b_tail, b, m * bytes);
+            q = (const int8_t *)memcpy(q_tail, q, m * 32);
+            scale = (const float *)memcpy(scale_tail, scale, m * sizeof(float));
         }
-        gguf__codes_32(type, b, m, w);
+        gguf__codes_32(type, b, 8, w);
         gguf__dot_16s(w, q, even, odd);
-        for (int g = 0; g < m; g++) d[g] = gguf__f16_at(b + g * bytes);
+        for (int g = 0; g < 8; g++) d[g] = gguf__f16_at(b + (size_t)g * bytes);
         GGUF__VECTOR_LOOP for (int g = 0; g < 8; g++) acc[g] += (d[g] * scale[g]) * (float)(even[g] + odd[g]);
-        left -= (size_t)m, b += m * bytes, q += 256, scale += 8;
     }
     return gguf__fold(acc, 8);
 }

@@ -108,6 +108,7 @@ ok "-f reads the prompt that -p takes" same greedy out
 story raw --temp 0 -n 60 --raw
 ok "--raw leaves out the chat template" differ greedy raw
 story system --temp 0 -n 20 --system "You are a pirate."
+mkdir "$tmp/dump"
 story dump --temp 0 -n 2 --dump "$tmp/dump"
 ok "--dump writes files" [ -n "$(ls "$tmp/dump" 2>/dev/null)" ]
 run "$model" -p "$(printf 'bad \377\376 bytes \300')" --temp 0 -n 4
@@ -156,7 +157,7 @@ error --top-p "$model" -p hi --top-p 2
 error --top-k "$model" -p hi --top-k -5
 error --seed "$model" -p hi --seed x
 error -c "$model" -p hi -c -1
-error -c "$model" -p hi -c 1e3
+error -c "$model" -p hi -c 12.5
 error -t "$model" -p hi -t two
 error --kv-layout "$model" -p hi --kv-layout sideways
 error -ctk "$model" -p hi -ctk q9

@@ -1,0 +1,778 @@
+/* test_cache.c - windows, rings, tied and shared caches, trees, sessions: what step() and commit() promise.
+ *
+ * One property in many forms: the logits of a row depend on the tokens on its path and on nothing else. Not on how the
+ * prompt was cut, where its rings wrapped, which drafts came and went, who shared the step, or what a session held before.
+ * Equal means equal bits. The judge is the plainest run: one token a step (t.ref), or a session that was never drafted.
+ * That those logits are the model's is the business of test_forward.c; only two tests here do not compare runs with each
+ * other: "poison" (what lies outside the window is not read, what lies at its edge is) and "tied" (tied == untied).
+ *
+ * Models are made by make_gguf. micro-*: window 32, ring 128 slots; tiny-e: window 64, ring 128 slots, which is
+ * window - 1 + STEP_ROWS rounded up by one, so a ring that is too short shows there first. */
+#define TESTING
+#include "../gemma4.c"
+#include "test.h"
+#include <sys/mman.h>
+#include <sys/wait.h>
+
+#ifdef __has_feature
+#if __has_feature(address_sanitizer)
+#define SANITIZED 1
+#endif
+#endif
+#if defined(__SANITIZE_ADDRESS__) || defined(SANITIZED)
+enum { FUZZ_ROUNDS = 10, MIXED_ROUNDS = 3, SANITIZER_STRIDE = 4 };
+#else
+enum { FUZZ_ROUNDS = 50, MIXED_ROUNDS = 12, SANITIZER_STRIDE = 1 };
+#endif
+enum { N_SEQS = 3, N_BATCH = 400, N_TEXT = 720, N_CTX = 768 };
+
+static struct {               // the model under test
+    char    name[80];         // file and cache type
+    char    path[256];
+    PlanOptions options;
+    Model  *m;
+    int     number, stride;   // of every `stride` combinations of lengths and sizes this model takes one, not the same as the next model
+    int     vocab, window, ring;       // window in tokens; slots of a sliding layer
+    int32_t text[N_TEXT];
+    int     n_ref;
+    float  *ref;              // (n_ref, vocab) logits of text by single steps
+} t;
+
+static bool my_turn(size_t i) { return (i + (size_t)t.number) % (size_t)t.stride == 0; }
+
+static uint32_t random_state = 1;
+static int rnd(int n) {       // 0 .. n-1
+    random_state = random_state * 1664525u + 1013904223u;
+    return (int)((random_state >> 8) % (uint32_t)n);
+}
+
+// ---- files ----------------------------------------------------------------------------------------------------------
+
+static const struct { const char *preset, *quant; } files[] = {
+    { "micro-dense", "f16" }, { "micro-moe", "f16" }, { "micro-e", "f16" }, { "micro-e", "q8_0" }, { "tiny-e", "q4_k_m" }
+};
+enum { MICRO_DENSE, MICRO_MOE, MICRO_E, MICRO_E_Q8, TINY_E, N_FILES };
+
+static char dir[200];         // holds the models; removed at exit
+
+static const char *file_path(int file) {
+    static char path[sizeof dir + 40];
+    snprintf(path, sizeof path, "%s/%s-%s.gguf", dir, files[file].preset, files[file].quant);
+    return path;
+}
+
+static pid_t owner;           // the process that made them
+
+static void remove_files(void) {
+    if (getpid() != owner) return;
+    for (int i = 0; i < N_FILES; i++) unlink(file_path(i));
+    rmdir(dir);
+}
+
+static void make_files(void) {
+    const char *build = getenv("BUILD"), *tmp = getenv("TMPDIR");
+    char command[1024];
+    snprintf(dir, sizeof dir, "%.150s/test_cache.XXXXXX", tmp ? tmp : "/tmp");
+    if (!mkdtemp(dir)) die("%s: %s", dir, strerror(errno));
+    owner = getpid();
+    atexit(remove_files);
+    for (int i = 0; i < N_FILES; i++) {
+        snprintf(command, sizeof command, "'%.300s/make_gguf' --preset %s --quant %s --seed 11 --out '%s'", build ? build : "build",
+                 files[i].preset, files[i].quant, file_path(i));
+        if (system(command)) die("cannot make a model; try make test-programs, and run this from the repository root: %s", command);
+    }
+}
+
+// ---- running and comparing ------------------------------------------------------------------------------------------
+
+static Model *open_model(const char *path, PlanOptions o) {
+    Model *m = alloc_or_die(1, sizeof *m);
+    load_model(m, path, cpu_ops(), o, NULL);
+    return m;
+}
+
+static void close_model(Model *m) {
+    free_model(m);
+    free(m);
+}
+
+static const float *logits(const Model *m, int row) {  // of the last step, where the CPU backend keeps them
+    return m->s.logits + (size_t)row * (size_t)m->config.vocab;
+}
+
+static float *copy_logits(const Model *m, int n_rows) {            // freed by the caller
+    const size_t n = (size_t)n_rows * (size_t)m->config.vocab;
+    float *copy = alloc_or_die(n, sizeof *copy);
+    memcpy(copy, logits(m, 0), n * sizeof *copy);
+    return copy;
+}
+
+static const float *ref(int pos) { return t.ref + (size_t)pos * (size_t)t.vocab; }
+
+static bool equal(const float *a, const float *b) { return !memcmp(a, b, (size_t)t.vocab * sizeof *a); }
+
+// Counts one case: n rows of logits are equal bit for bit; of the first that is not, it prints row, logit, want and got.
+__attribute__((format(printf, 5, 6)))
+static bool same_rows(int line, const float *got, const float *want, int n, const char *fmt, ...) {
+    char text[200];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(text, sizeof text, fmt, ap);
+    va_end(ap);
+    int r = 0, i = 0;
+    while (r < n && equal(got + (size_t)r * (size_t)t.vocab, want + (size_t)r * (size_t)t.vocab)) r++;
+    if (r == n) return test_check(1, __FILE__, line, " ");
+    got += (size_t)r * (size_t)t.vocab, want += (size_t)r * (size_t)t.vocab;
+    while (i < t.vocab - 1 && !memcmp(got + i, want + i, sizeof *got)) i++;
+    return test_check(0, __FILE__, line, "%s: %s: row %d of %d: logit %d: expected %.9g, got %.9g", t.name, text, r, n, i,
+                      (double)want[i], (double)got[i]);
+}
+#define SAME(got, want, n, ...) same_rows(__LINE__, got, want, n, __VA_ARGS__)
+
+enum { NONE, LAST, ALL };     // rows whose logits are wanted
+
+// n tokens as a chain, not committed.
+static void run_chain(Model *m, int seq, const int32_t *tokens, int n, int want) {
+    static StepRow rows[N_BATCH];
+    for (int i = 0; i < n; i++) rows[i] = (StepRow){ .token = tokens[i], .parent = i - 1, .want = want == ALL || (want == LAST && i == n - 1) };
+    step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = n, .rows = rows }, 1);
+}
+
+static void accept_rows(Model *m, int n) { commit(m, &(int32_t){ n }, NULL); }
+
+// The first n tokens of the text as session seq, cut in pieces on both sides of STEP_ROWS.
+static void fill(Model *m, int seq, int n) {
+    reset_session(m, seq);
+    for (int at = 0, k = 0; at < n; k++) {
+        const int chunk = min_int(n - at, k % 2 ? 100 : 48);
+        run_chain(m, seq, t.text + at, chunk, NONE);
+        accept_rows(m, chunk);
+        at += chunk;
+    }
+}
+
+// ---- drafts ----
+
+static void random_tokens(StepRow *rows, int n, int want_percent) {
+    for (int i = 0; i < n; i++) rows[i] = (StepRow){ .token = rnd(t.vocab), .parent = i - 1, .want = rnd(100) < want_percent };
+}
+
+// A tree of n rows in an order that mixes its branches, with about n_roots roots and paths of at most max_path rows.
+static void random_tree(StepRow *rows, int n, int n_roots, int max_path, int want_percent) {
+    int length[STEP_ROWS];
+    random_tokens(rows, n, want_percent);
+    for (int i = 0; i < n; i++) {
+        int parent = i < n_roots ? -1 : rnd(2) ? rnd(i) : i - 1 - rnd(min_int(i, 3));
+        if (parent >= 0 && length[parent] == max_path) parent = -1;
+        rows[i].parent = parent;
+        length[i] = parent < 0 ? 1 : length[parent] + 1;
+    }
+}
+
+// The rows from a root to `node`, root first. Returns their number.
+static int path_to(const StepRow *rows, int node, int32_t *path) {
+    int n = 0;
+    for (int i = node; i >= 0; i = rows[i].parent) n++;
+    for (int i = node, k = n; i >= 0; i = rows[i].parent) path[--k] = i;
+    return n;
+}
+
+// Every row of the tree in session seq against its path as a chain in session `other`, which holds the same tokens.
+// Both stay as long as they are; the tree is the last step, with all rows wanted.
+static void compare_tree(Model *m, int seq, int other, StepRow *rows, int n, const char *what) {
+    bool leaf[STEP_ROWS];
+    for (int i = 0; i < n; i++) {
+        rows[i].want = leaf[i] = true;
+        if (rows[i].parent >= 0) leaf[rows[i].parent] = false;
+    }
+    const StepSeg seg = { .seq = seq, .kind = SEG_TREE, .n = n, .rows = rows };
+    step(m, &seg, 1);
+    float *want = copy_logits(m, n);
+    for (int i = 0; i < n; i++) {
+        int32_t path[STEP_ROWS], tokens[STEP_ROWS];
+        if (!leaf[i]) continue;
+        const int depth = path_to(rows, i, path);
+        for (int k = 0; k < depth; k++) tokens[k] = rows[path[k]].token;
+        run_chain(m, other, tokens, depth, ALL);
+        int k = 0;
+        while (k < depth - 1 && equal(want + (size_t)path[k] * (size_t)t.vocab, logits(m, k))) k++;
+        SAME(want + (size_t)path[k] * (size_t)t.vocab, logits(m, k), 1, "%s: tree of %d at length %d: row %d, depth %d, against its path as a chain",
+             what, n, m->len[seq], (int)path[k], k);
+    }
+    step(m, &seg, 1);
+    SAME(logits(m, 0), want, n, "%s: tree of %d at length %d, run again", what, n, m->len[seq]);
+    free(want);
+}
+
+// ---- caches from outside ----
+
+// The caches of the layers that own one are in the order of the layers, and those come first: cache i belongs to layer i.
+static bool is_ring(const Model *m, int i) { return m->config.layer[i].is_swa; }
+
+// Gives all rings other slots, empty, and how many the caller likes. Returns their memory, to be freed after the model.
+static void *replace_rings(Model *m, int slots) {
+    Arena a = { 0 };
+    for (int pass = 0; pass < 2; pass++) {
+        if (pass) a = (Arena){ .base = alloc_or_die(a.used, 1) };
+        for (int i = 0; i < m->n_caches; i++) {
+            if (!is_ring(m, i)) continue;
+            m->caches[i].slots = slots;
+            take_cache(&a, &m->caches[i]);
+        }
+    }
+    return a.base;
+}
+
+static void poison_row(const Cache *c, int seq, int slot) {        // NaN in every type
+    for (int g = 0; g < c->n_kv_heads; g++) {
+        memset(kv_row(c, &c->k, seq, g, slot), 0xff, (size_t)c->k.dim * kv_value_bytes(c->k.type));
+        memset(kv_row(c, &c->v, seq, g, slot), 0xff, (size_t)c->v.dim * kv_value_bytes(c->v.type));
+    }
+}
+
+// NaN wherever session seq has nothing that its next row may read: ring slots whose position is outside
+// [len - (window - 1), len), global slots from len on, and the stage.
+static void poison_unseen(Model *m, int seq) {
+    const int len = m->len[seq];
+    for (int i = 0; i < m->n_caches; i++) {
+        const Cache *c = &m->caches[i];
+        for (int slot = 0; slot < c->slots; slot++) {
+            const int pos = is_ring(m, i) ? len - 1 - ((len - 1 - slot) % c->slots + c->slots) % c->slots : slot;    // newest in the slot
+            if (is_ring(m, i) ? pos < max_int(0, len - (t.window - 1)) : pos >= len) poison_row(c, seq, slot);
+        }
+        if (!is_ring(m, i)) continue;
+        const Cache stage = stage_of(m, c);
+        for (int slot = 0; slot < stage.slots; slot++) poison_row(&stage, 0, slot);
+    }
+}
+
+static uint64_t cache_hash(const Model *m, int seq) {  // of all that session seq owns in all layers
+    uint64_t h = 0;
+    for (int i = 0; i < m->n_caches; i++) {
+        const Cache *c = &m->caches[i];
+        const size_t rows = (size_t)c->n_kv_heads * (size_t)c->slots;
+        h = h * 31 + hash_bytes(kv_row(c, &c->k, seq, 0, 0), rows * (size_t)c->k.dim * kv_value_bytes(c->k.type));
+        h = h * 31 + hash_bytes(kv_row(c, &c->v, seq, 0, 0), rows * (size_t)c->v.dim * kv_value_bytes(c->v.type));
+    }
+    return h;
+}
+
+// ---- the model under test ----
+
+static void open_test(int file, KvType k, KvType v) {
+    static const char *types[] = { "f32", "f16", "bf16" };
+    snprintf(t.path, sizeof t.path, "%s", file_path(file));
+    snprintf(t.name, sizeof t.name, "%s-%s %s %s", files[file].preset, files[file].quant, types[k], types[v]);
+    t.options = (PlanOptions){ .n_ctx = N_CTX, .n_seqs = N_SEQS, .n_batch = N_BATCH, .n_logits = N_BATCH, .k_type = k, .v_type = v };
+    t.m = open_model(t.path, t.options);
+    t.vocab = t.m->config.vocab;
+    t.window = t.m->config.n_swa;
+    t.ring = t.m->caches[0].slots;
+    CHECK(is_ring(t.m, 0) && t.ring >= t.window - 1 + STEP_ROWS && t.ring % TILE_SLOTS == 0, "%s: window %d, ring of %d slots", t.name, t.window, t.ring);
+    random_state = 1;
+    for (int i = 0; i < N_TEXT; i++) t.text[i] = rnd(t.vocab);
+    t.n_ref = max_int(10 * t.window, 420);
+    t.ref = alloc_or_die((size_t)t.n_ref * (size_t)t.vocab, sizeof *t.ref);
+    for (int i = 0; i < t.n_ref; i++) {
+        run_chain(t.m, 0, t.text + i, 1, LAST);
+        accept_rows(t.m, 1);
+        read_logits(t.m, 0, t.ref + (size_t)i * (size_t)t.vocab);
+    }
+}
+
+static void close_test(void) {
+    close_model(t.m);
+    free(t.ref);
+}
+
+// ---- 1. chunks ------------------------------------------------------------------------------------------------------
+
+// A prompt of n tokens in chunks == single steps.
+static void check_chunks(int n, int size, int want) {
+    Model *m = t.m;
+    reset_session(m, 0);
+    for (int at = 0; at < n; ) {
+        const int chunk = min_int(size, n - at);
+        run_chain(m, 0, t.text + at, chunk, want == LAST && at + chunk < n ? NONE : want);
+        if (want == ALL && !SAME(logits(m, 0), ref(at), chunk, "chunks of %d, all rows: rows from %d of %d", size, at, n)) return;
+        accept_rows(m, chunk);
+        at += chunk;
+    }
+    if (want == LAST) SAME(logits(m, 0), ref(n - 1), 1, "chunks of %d, last row: prompt of %d", size, n);
+}
+
+static void test_chunks(void) {
+    static const int lengths[] = { 1, 2, 31, 32, 33, 63, 64, 65, 66, 95, 96, 97, 200, 400 };
+    static const int sizes[] = { 1, 7, 32, 64, 65, 100, 400 };     // 65: the first that takes the stage
+    size_t n = 0;
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
+        for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++) {
+            if (k && sizes[k - 1] >= lengths[i]) continue;         // the same cut again
+            if (my_turn(n++)) check_chunks(lengths[i], sizes[k], LAST);
+            if (my_turn(n++)) check_chunks(lengths[i], sizes[k], ALL);
+        }
+}
+
+// Random cuts, and of every chunk a random selection of rows wanted.
+static void test_wanted(void) {
+    Model *m = t.m;
+    static StepRow rows[N_BATCH];
+    for (int run = 0; run < 3; run++) {
+        reset_session(m, 0);
+        for (int at = 0; at < 300; ) {
+            const int chunk = min_int(1 + rnd(140), 300 - at), percent = rnd(2) ? 10 : 60;
+            int r = 0;
+            for (int i = 0; i < chunk; i++) rows[i] = (StepRow){ .token = t.text[at + i], .want = rnd(100) < percent };
+            step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = chunk, .rows = rows }, 1);
+            for (int i = 0; i < chunk; i++) {
+                if (!rows[i].want) continue;
+                if (!SAME(logits(m, r++), ref(at + i), 1, "position %d of a chunk of %d, %d %% wanted", at + i, chunk, percent)) return;
+            }
+            CHECK(m->n_kept == r, "%s: %d rows of logits, expected %d", t.name, m->n_kept, r);
+            accept_rows(m, chunk);
+            at += chunk;
+        }
+    }
+    // run_prompt makes its own chunks, of n_batch rows
+    PlanOptions o = t.options;
+    o.n_batch = 100, o.n_logits = 1;
+    Model *p = open_model(t.path, o);
+    run_prompt(p, 1, t.text, 330, NULL, NULL);
+    SAME(logits(p, 0), ref(329), 1, "run_prompt, 330 tokens, n_batch 100");
+    run_prompt(p, 1, t.text + 330, 1, NULL, NULL);
+    SAME(logits(p, 0), ref(330), 1, "run_prompt, one token more");
+    close_model(p);
+}
+
+// ---- 2. rings -------------------------------------------------------------------------------------------------------
+
+static void test_ring(void) {
+    const int W = t.window, n = 10 * W;
+    PlanOptions o = t.options;
+    o.n_seqs = 1;
+    Model *m = open_model(t.path, o);                  // rings as long as the context: they never wrap
+    void *rings = replace_rings(m, N_CTX + STEP_ROWS);
+    for (int i = 0; i < n; i++) {
+        run_chain(m, 0, t.text + i, 1, LAST);
+        if (!SAME(logits(m, 0), ref(i), 1, "position %d of %d: rings of %d slots against rings that never wrap", i, n, t.ring)) break;
+        accept_rows(m, 1);
+    }
+    close_model(m);
+    free(rings);
+
+    m = open_model(t.path, o);                         // the shortest rings that gemma4.h allows, but for the tile
+    rings = replace_rings(m, W - 1 + STEP_ROWS);
+    const int at = 3 * W + 5;
+    for (int seam = 0; seam < 2; seam++) {             // seam 1: the draft crosses the end of the ring
+        const int len = at + seam * (W - 1 + STEP_ROWS - at % (W - 1 + STEP_ROWS) - 10);
+        fill(m, 0, len);
+        run_chain(m, 0, t.text + len, STEP_ROWS, ALL);
+        SAME(logits(m, 0), ref(len), STEP_ROWS, "rings of window - 1 + %d: a draft of %d at %d", STEP_ROWS, STEP_ROWS, len);
+        run_chain(m, 0, t.text + len, 1, ALL);
+        SAME(logits(m, 0), ref(len), 1, "rings of window - 1 + %d: after a rejected draft at %d", STEP_ROWS, len);
+        run_chain(m, 0, t.text + len, STEP_ROWS + 1, ALL);
+        SAME(logits(m, 0), ref(len), STEP_ROWS + 1, "rings of window - 1 + %d: a prompt chunk at %d", STEP_ROWS, len);
+    }
+    close_model(m);
+    free(rings);
+
+    m = open_model(t.path, o);                         // one less, and a draft of 64 overwrites what its first row reads
+    rings = replace_rings(m, W - 1 + STEP_ROWS - 1);
+    fill(m, 0, at);
+    run_chain(m, 0, t.text + at, STEP_ROWS - 1, ALL);
+    SAME(logits(m, 0), ref(at), STEP_ROWS - 1, "rings of window - 1 + %d: a draft of %d at %d", STEP_ROWS - 1, STEP_ROWS - 1, at);
+    run_chain(m, 0, t.text + at, STEP_ROWS, ALL);
+    CHECK(!equal(logits(m, 0), ref(at)), "%s: rings of window - 1 + %d slots should be too short for a draft of %d", t.name, STEP_ROWS - 1, STEP_ROWS);
+    close_model(m);
+    free(rings);
+}
+
+// ---- 3. the window's edge -------------------------------------------------------------------------------------------
+
+static void test_poison(void) {
+    Model *m = t.m;
+    const int W = t.window, R = t.ring, lengths[] = { 1, W - 1, W, W + 1, 2 * W, R - 1, R, R + 1, R + W + 5 };
+    StepRow draft[STEP_ROWS];
+    for (size_t k = 0; k < sizeof lengths / sizeof *lengths; k++) {
+        if (!my_turn(k)) continue;
+        int len = lengths[k];
+        fill(m, 0, len);
+        random_tree(draft, STEP_ROWS, 3, 20, 0);       // leaves stale rows everywhere
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_TREE, .n = STEP_ROWS, .rows = draft }, 1);
+        poison_unseen(m, 0);
+        run_chain(m, 0, t.text + len, STEP_ROWS, ALL);
+        SAME(logits(m, 0), ref(len), STEP_ROWS, "NaN outside the window at %d, then a draft of %d", len, STEP_ROWS);
+        for (const int end = len + 3; len < end; len++) {
+            poison_unseen(m, 0);
+            run_chain(m, 0, t.text + len, 1, ALL);
+            SAME(logits(m, 0), ref(len), 1, "NaN outside the window at %d, then one token", len);
+            accept_rows(m, 1);
+        }
+        for (int want = ALL; want >= LAST; want--) {
+            const int n = STEP_ROWS + 9, first = want == ALL ? 0 : n - 1;
+            poison_unseen(m, 0);
+            run_chain(m, 0, t.text + len, n, want);
+            SAME(logits(m, 0), ref(len + first), n - first, "NaN outside the window at %d, then a prompt chunk%s", len, want == ALL ? "" : ", last row");
+            accept_rows(m, n);
+            len += n;
+        }
+    }
+    // The other way round: each cache is read up to its edge. Layers that share a cache stand behind its owner.
+    const int len = R + 3;
+    fill(m, 0, len);
+    for (int i = 0; i < m->n_caches; i++) {
+        const Cache *c = &m->caches[i];
+        const int oldest = is_ring(m, i) ? len - (W - 1) : 0, before = oldest - 1;
+        const int seen[] = { oldest, (oldest + len) / 2, len - 1 };
+        for (int k = 0; k < 3; k++) {
+            poison_row(c, 0, seen[k] % c->slots);
+            run_chain(m, 0, t.text + len, 1, ALL);
+            CHECK(!equal(logits(m, 0), ref(len)), "%s: cache %d: position %d is in sight of position %d, but NaN there changes nothing", t.name, i, seen[k], len);
+            fill(m, 0, len);
+        }
+        if (!is_ring(m, i)) continue;
+        poison_row(c, 0, before % c->slots);
+        run_chain(m, 0, t.text + len, 1, ALL);
+        SAME(logits(m, 0), ref(len), 1, "cache %d: NaN at position %d, just out of sight of %d", i, before, len);
+    }
+}
+
+// ---- 4. trees and rollback ------------------------------------------------------------------------------------------
+
+// Tree == its chains; then a random path is committed, and session 0 goes on like session 1, which got it token by token.
+static void test_trees(void) {
+    Model *m = t.m;
+    const int W = t.window, R = t.ring;
+    const int lengths[] = { 0, 1, W - 10, W - 1, W, W + 1, R - 64, R - 20, R - 1, R, R + 1, R + W - 9, 2 * R };
+    StepRow rows[STEP_ROWS];
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        if (!my_turn(i)) continue;
+        const int len = lengths[i], n = i % 3 == 0 ? STEP_ROWS : 1 + rnd(STEP_ROWS);
+        fill(m, 0, len);
+        fill(m, 1, len);
+        random_tree(rows, n, 1 + (int)i % 4, 20, 100);
+        compare_tree(m, 0, 1, rows, n, "random");
+        int32_t path[STEP_ROWS] = { 0 };
+        const int depth = path_to(rows, rnd(n), path);
+        commit(m, &(int32_t){ depth }, path);
+        for (int k = 0; k < depth; k++) {
+            run_chain(m, 1, &rows[path[k]].token, 1, NONE);
+            accept_rows(m, 1);
+        }
+        for (int k = 0; k < 4; k++) {
+            int32_t token = rnd(t.vocab);
+            run_chain(m, 1, &token, 1, ALL);
+            accept_rows(m, 1);
+            float *want = copy_logits(m, 1);
+            run_chain(m, 0, &token, 1, ALL);
+            accept_rows(m, 1);
+            SAME(logits(m, 0), want, 1, "token %d after a path of %d from a tree of %d at %d", k, depth, n, len);
+            free(want);
+        }
+    }
+    // One branch as long as the window, the longest that gemma4.h allows, and short ones beside it.
+    fill(m, 0, W + 3);
+    fill(m, 1, W + 3);
+    random_tokens(rows, STEP_ROWS, 100);
+    for (int i = 0; i < STEP_ROWS; i++) rows[i].parent = i < W ? i - 1 : i - W - 1;
+    compare_tree(m, 0, 1, rows, STEP_ROWS, "deep");
+}
+
+// Session 0 is drafted at random, chains and trees, and keeps a random part; session 1 gets only what was kept.
+// Session 2 is a bystander.
+static void draft_rounds(int n_rounds, const char *what) {
+    Model *m = t.m;
+    StepRow rows[STEP_ROWS];
+    const uint64_t bystander = cache_hash(m, 2);
+    for (int round = 0; round < n_rounds; round++) {
+        if (m->len[0] + STEP_ROWS + 1 > N_CTX) {
+            reset_session(m, 0);
+            reset_session(m, 1);
+        }
+        const bool tree = rnd(2);
+        const int len = m->len[0], n = 1 + rnd(STEP_ROWS), percent = rnd(4) ? 50 : rnd(2) * 100;
+        int32_t path[STEP_ROWS] = { 0 }, tokens[STEP_ROWS + 1];
+        int n_kept;
+        if (tree) {
+            random_tree(rows, n, 1 + rnd(3), 20, percent);
+            n_kept = rnd(5) ? path_to(rows, rnd(n), path) : 0;
+        } else {
+            random_tokens(rows, n, percent);
+            n_kept = rnd(5) ? min_int(rnd(n + 1), 24) : rnd(2) * n;
+            for (int i = 0; i < n; i++) path[i] = i;
+        }
+        step(m, &(StepSeg){ .seq = 0, .kind = tree ? SEG_TREE : SEG_CHAIN, .n = n, .rows = rows }, 1);
+        float *drafted = copy_logits(m, m->n_kept);
+        commit(m, &(int32_t){ n_kept }, path);
+        for (int k = 0; k < n_kept; k++) tokens[k] = rows[path[k]].token;
+        tokens[n_kept] = rnd(t.vocab);                 // one more, in both
+        run_chain(m, 0, tokens + n_kept, 1, ALL);
+        accept_rows(m, 1);
+        float *next = copy_logits(m, 1);
+        if (n_kept) {
+            run_chain(m, 1, tokens, n_kept, ALL);
+            int k = 0, r = 0;                          // r: row of drafted that belongs to row path[k]
+            for (int i = 0; k < n_kept; i++) {
+                if (path[k] == i) {
+                    if (rows[i].want && !SAME(drafted + (size_t)r * (size_t)t.vocab, logits(m, k), 1, "%s: round %d: %s of %d at %d, %d kept: logits of row %d",
+                                              what, round, tree ? "tree" : "chain", n, len, n_kept, i)) break;
+                    k++;
+                }
+                r += rows[i].want;
+            }
+            accept_rows(m, n_kept);
+        }
+        run_chain(m, 1, tokens + n_kept, 1, ALL);
+        accept_rows(m, 1);
+        const bool ok = SAME(next, logits(m, 0), 1, "%s: round %d: token after %d rows kept of a %s of %d at %d", what, round, n_kept, tree ? "tree" : "chain", n, len);
+        free(drafted);
+        free(next);
+        if (!ok) break;
+    }
+    CHECK(m->len[0] == m->len[1], "%s: %s: lengths %d and %d", t.name, what, m->len[0], m->len[1]);
+    CHECK(cache_hash(m, 2) == bystander, "%s: %s: the cache of a session that took no part changed", t.name, what);
+}
+
+static void test_rollback(void) {
+    const int W = t.window, R = t.ring, lengths[] = { W - 1, W, W + 1, R - 1, R, R + 1, 2 * R };
+    fill(t.m, 2, R + 20);
+    reset_session(t.m, 0);
+    reset_session(t.m, 1);
+    draft_rounds(FUZZ_ROUNDS, "fuzz");
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        if (!my_turn(i)) continue;
+        fill(t.m, 0, lengths[i]);
+        fill(t.m, 1, lengths[i]);
+        draft_rounds(3, "edge");
+    }
+}
+
+// ---- 5. sessions ----------------------------------------------------------------------------------------------------
+
+typedef struct { SegKind kind; int n; } Part;          // n 0: takes no part
+
+// One step of several sessions in m == one step each in alone. order: which session comes first.
+static void check_mixed(Model *m, Model *alone, const Part *parts, int order, int want_percent) {
+    static StepRow rows[N_SEQS][N_BATCH];
+    StepSeg segs[N_SEQS];
+    int32_t n_accept[N_SEQS], path[N_SEQS * STEP_ROWS] = { 0 };
+    char text[100] = "";
+    int n_segs = 0, row = 0;
+    for (int i = 0; i < N_SEQS; i++) {
+        const int seq = (order + i) % N_SEQS, n = parts[seq].n;
+        if (!n) continue;
+        if (parts[seq].kind == SEG_TREE) random_tree(rows[seq], n, 1 + rnd(2), 20, want_percent);
+        else random_tokens(rows[seq], n, want_percent);
+        if (parts[seq].kind == SEG_TREE) n_accept[n_segs] = path_to(rows[seq], rnd(n), path + n_segs * STEP_ROWS);
+        else n_accept[n_segs] = n > STEP_ROWS || rnd(2) ? n : rnd(n + 1);
+        segs[n_segs++] = (StepSeg){ .seq = seq, .kind = parts[seq].kind, .n = n, .rows = rows[seq] };
+        snprintf(text + strlen(text), sizeof text - strlen(text), " %s%d@%d", parts[seq].kind == SEG_TREE ? "tree" : "chain", n, m->len[seq]);
+    }
+    step(m, segs, n_segs);
+    float *got = copy_logits(m, m->n_kept);
+    commit(m, n_accept, path);
+    for (int i = 0; i < n_segs; i++) {
+        step(alone, &segs[i], 1);
+        SAME(got + (size_t)row * (size_t)t.vocab, logits(alone, 0), alone->n_kept, "segment %d of a step of%s, against the same alone", i, text);
+        row += alone->n_kept;
+        commit(alone, &n_accept[i], path + i * STEP_ROWS);
+        CHECK(m->len[segs[i].seq] == alone->len[segs[i].seq], "%s:%s: length of session %d", t.name, text, segs[i].seq);
+    }
+    free(got);
+}
+
+static void test_sessions(void) {
+    static const Part fixed[][N_SEQS] = {
+        { { SEG_CHAIN, 40 }, { SEG_CHAIN, 1 }, { SEG_TREE, 23 } },             // not staged
+        { { SEG_CHAIN, 100 }, { SEG_CHAIN, 1 }, { SEG_TREE, 64 } },            // staged: two short segments pass the stage
+        { { SEG_CHAIN, 1 }, { SEG_CHAIN, 150 }, { SEG_CHAIN, 90 } },           // two prompts, one longer than the ring
+        { { SEG_CHAIN, 1 }, { SEG_CHAIN, 1 }, { SEG_CHAIN, 1 } },
+        { { SEG_TREE, 64 }, { SEG_CHAIN, 0 }, { SEG_CHAIN, 65 } },
+        { { SEG_TREE, 30 }, { SEG_TREE, 64 }, { SEG_TREE, 1 } },
+        { { SEG_CHAIN, 64 }, { SEG_TREE, 2 }, { SEG_CHAIN, 0 } },
+    };
+    Model *alone = open_model(t.path, t.options);
+    const int n_fixed = sizeof fixed / sizeof *fixed;
+    for (int seq = 0; seq < N_SEQS; seq++) {
+        fill(t.m, seq, t.window - 2 + seq * 50);
+        fill(alone, seq, t.window - 2 + seq * 50);
+    }
+    for (int i = 0; i < n_fixed + MIXED_ROUNDS; i++) {
+        Part parts[N_SEQS];
+        for (int seq = 0; seq < N_SEQS; seq++) {
+            const int kind = rnd(5);                   // 0: none, 1: decode, 2: tree, 3: short chain, 4: prompt
+            parts[seq] = (Part){ kind == 2 ? SEG_TREE : SEG_CHAIN, kind == 0 ? 0 : kind == 1 ? 1 : kind == 4 ? 65 + rnd(60) : 1 + rnd(STEP_ROWS) };
+            if (i < n_fixed) parts[seq] = fixed[i][seq];
+            if (t.m->len[seq] + parts[seq].n + STEP_ROWS > N_CTX) {
+                reset_session(t.m, seq);
+                reset_session(alone, seq);
+            }
+        }
+        check_mixed(t.m, alone, parts, i, i % 3 == 0 ? 100 : i % 3 == 1 ? 15 : 0);
+        for (int seq = 0; seq < N_SEQS; seq++) {       // whatever was kept: the next token sees it
+            Part next[N_SEQS] = { 0 };
+            next[seq] = (Part){ SEG_CHAIN, 1 };
+            check_mixed(t.m, alone, next, 0, 100);
+        }
+    }
+    close_model(alone);
+}
+
+// ---- 6. what a cache holds ------------------------------------------------------------------------------------------
+
+// Largest difference over 160 positions in parts of max|logit|, between t.ref and a model with other caches.
+static double difference(PlanOptions o) {
+    o.n_seqs = 1;
+    Model *m = open_model(t.path, o);
+    double most = 0, largest = 0;
+    run_chain(m, 0, t.text, 160, ALL);
+    for (size_t i = 0; i < 160 * (size_t)t.vocab; i++) {
+        const double d = fabs((double)m->s.logits[i] - (double)t.ref[i]);
+        if (!(d <= most)) most = d;                    // a NaN stays
+        if (fabs((double)t.ref[i]) > largest) largest = fabs((double)t.ref[i]);
+    }
+    close_model(m);
+    return most / largest;
+}
+
+static void test_layout(void) {
+    PlanOptions o = t.options;
+    const bool f32 = o.k_type == KV_F32;
+    o.k_type = o.v_type = f32 ? KV_F16 : KV_F32;
+    double d = difference(o);
+    CHECK(d > 0 && d <= 5e-3, "%s: f16 against f32: largest difference %.3g of max|logit|, expected at most 5e-3", t.name, d);
+    o = t.options;
+    o.untied = true;
+    o.n_seqs = 1;
+    bool has_tied = false;
+    for (int i = 0; i < t.m->n_caches; i++) has_tied |= t.m->caches[i].n_rot > 0;
+    if (!has_tied) return;
+    const double most = f32 ? 1e-5 : 5e-3;
+    d = difference(o);
+    CHECK(d <= most, "%s: tied against untied: largest difference %.3g of max|logit|, expected at most %g", t.name, d, most);
+    Model *untied = open_model(t.path, (o.n_seqs = N_SEQS, o));
+    CHECK(t.m->plan.kv_global * 1024 == untied->plan.kv_global * 640, "%s: global caches: tied %zu bytes, untied %zu, expected 640 / 1024", t.name,
+          t.m->plan.kv_global, untied->plan.kv_global);
+    CHECK(t.m->plan.kv_rings == untied->plan.kv_rings, "%s: rings: tied %zu bytes, untied %zu", t.name, t.m->plan.kv_rings, untied->plan.kv_rings);
+    close_model(untied);
+}
+
+// ---- 7. reset, full context -----------------------------------------------------------------------------------------
+
+static void test_reset(void) {
+    int32_t other[150];
+    for (int i = 0; i < 150; i++) other[i] = rnd(t.vocab);
+    Model *fresh = open_model(t.path, t.options);
+    fill(t.m, 0, t.ring + 77);
+    run_chain(t.m, 0, t.text, STEP_ROWS, NONE);        // a draft that nobody kept
+    reset_session(t.m, 0);
+    for (int at = 0, n = 1; at < 150; at += n, n = at < 20 ? 3 : 65) {
+        n = min_int(n, 150 - at);
+        run_chain(fresh, 0, other + at, n, ALL);
+        run_chain(t.m, 0, other + at, n, ALL);
+        SAME(logits(t.m, 0), logits(fresh, 0), n, "another text after reset_session, from %d", at);
+        accept_rows(fresh, n);
+        accept_rows(t.m, n);
+    }
+    close_model(fresh);
+}
+
+static void test_full(int n_ctx) {
+    PlanOptions o = t.options;
+    o.n_ctx = n_ctx;
+    o.n_batch = 100;
+    o.n_logits = STEP_ROWS;
+    Model *m = open_model(t.path, o);
+    StepRow rows[STEP_ROWS];
+    run_prompt(m, 0, t.text, n_ctx, NULL, NULL);
+    SAME(logits(m, 0), ref(n_ctx - 1), 1, "context of %d, filled in chunks: last position", n_ctx);
+    for (int i = 0; i < n_ctx; i++) {
+        run_chain(m, 2, t.text + i, 1, LAST);
+        accept_rows(m, 1);
+    }
+    SAME(logits(m, 0), ref(n_ctx - 1), 1, "context of %d, filled one by one: last position", n_ctx);
+    fill(m, 1, n_ctx - 1);
+    const uint64_t before[] = { cache_hash(m, 0), cache_hash(m, 2) };
+    run_chain(m, 1, t.text + n_ctx - 1, STEP_ROWS, ALL);           // the session in the middle drafts into the spare slots
+    SAME(logits(m, 0), ref(n_ctx - 1), STEP_ROWS, "context of %d: draft of %d at the last position", n_ctx, STEP_ROWS);
+    random_tree(rows, STEP_ROWS, 2, 20, 0);
+    step(m, &(StepSeg){ .seq = 1, .kind = SEG_TREE, .n = STEP_ROWS, .rows = rows }, 1);
+    run_chain(m, 1, t.text + n_ctx - 1, STEP_ROWS, ALL);
+    accept_rows(m, 1);
+    run_chain(m, 1, t.text + n_ctx, STEP_ROWS, ALL);
+    SAME(logits(m, 0), ref(n_ctx), STEP_ROWS, "context of %d, full: draft of %d that cannot be kept", n_ctx, STEP_ROWS);
+    CHECK(cache_hash(m, 0) == before[0] && cache_hash(m, 2) == before[1], "%s: context of %d: drafts at its end changed another session", t.name, n_ctx);
+    close_model(m);
+}
+
+// ---- jobs -----------------------------------------------------------------------------------------------------------
+// Models are independent and their steps too small to be worth sharing between threads: one process each, one thread,
+// as many at a time as there are processors. Counts come back through shared memory.
+
+static const struct {
+    int    file;
+    KvType k_type, v_type;
+    int    stride;
+} jobs[] = {                  // the longest first
+    { TINY_E, KV_F32, KV_F32, 3 }, { TINY_E, KV_F16, KV_F16, 6 },
+    { MICRO_E, KV_F32, KV_F32, 1 }, { MICRO_DENSE, KV_F32, KV_F32, 1 },
+    { MICRO_E, KV_F16, KV_F16, 2 }, { MICRO_DENSE, KV_F16, KV_F16, 2 },
+    { MICRO_MOE, KV_F32, KV_F32, 2 }, { MICRO_MOE, KV_F16, KV_F16, 3 },
+    { MICRO_E_Q8, KV_F32, KV_F32, 3 }, { MICRO_E, KV_F16, KV_F32, 3 }              // rings f16, the global layer's V f32
+};
+enum { N_JOBS = sizeof jobs / sizeof *jobs };
+
+static void run_job(int i) {
+    t.number = i;
+    t.stride = jobs[i].stride * SANITIZER_STRIDE;
+    open_test(jobs[i].file, jobs[i].k_type, jobs[i].v_type);
+    test_chunks();
+    test_wanted();
+    test_ring();
+    test_poison();
+    test_trees();
+    test_rollback();
+    test_sessions();
+    test_layout();
+    test_reset();
+    test_full(128);
+    test_full(100);
+    close_test();
+    printf("%s: %d passed, %d failed, %.1f s of processor time\n", t.name, test_passed, test_failed, (double)clock() / CLOCKS_PER_SEC);
+}
+
+int main(int argc, char **argv) {
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    make_files();
+#ifdef _OPENMP
+    omp_set_num_threads(1);
+#endif
+    if (argc > 1) {                                    // one job, here
+        run_job(atoi(argv[1]) % N_JOBS);
+        return test_done("cache");
+    }
+    const int cores = max_int(1, (int)sysconf(_SC_NPROCESSORS_ONLN));
+    int (*counts)[2] = mmap(NULL, N_JOBS * sizeof *counts, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (counts == MAP_FAILED) die("mmap: %s", strerror(errno));
+    for (int started = 0, ended = 0; ended < N_JOBS; ) {
+        if (started < N_JOBS && started - ended < cores) {
+            const pid_t pid = fork();
+            if (pid < 0) die("fork: %s", strerror(errno));
+            if (!pid) {
+                run_job(started);
+                counts[started][0] = test_passed;
+                counts[started][1] = test_failed;
+                exit(0);
+            }
+            started++;
+            continue;
+        }
+        int status;
+        if (wait(&status) < 0) die("wait: %s", strerror(errno));
+        CHECK(status == 0, "a model's process ended with status 0x%x", (unsigned)status);
+        ended++;
+    }
+    for (int i = 0; i < N_JOBS; i++) test_passed += counts[i][0], test_failed += counts[i][1];
+    munmap(counts, N_JOBS * sizeof *counts);
+    return test_done("cache");
+}
