@@ -72,7 +72,7 @@ $(FUZZERS): $(B)/%: tests/%.c $(SOURCES) $(B)/flags
 	@echo 'int LLVMFuzzerTestOneInput(void) { return 0; }' | $(FUZZ_BUILD) -xc - -o $@.probe 2>/dev/null || \
 	  { echo "make fuzz: '$(FUZZ_CC) -fsanitize=fuzzer' does not link; install clang and its runtime:" \
 	  "libclang-rt-dev (Debian, Ubuntu), compiler-rt (Fedora, Arch, Alpine)" >&2; exit 1; }
-	$(FUZZ_BUILD) -I. -DFUZZER -DLIBFUZZER -Wno-unused-function $< -o $@ -lm
+	$(FUZZ_BUILD) -I. -DFUZZER -Wno-unused-function $< -o $@ -lm
 
 bench: all                      ## time MODEL on this machine: prompt and decode tok/s
 	@sh tests/bench_cpu.sh "$(MODEL)"

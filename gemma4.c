@@ -106,7 +106,14 @@ typedef struct {
     LayerConfig layer[MAX_LAYERS];
 } Config;
 
-static int shown(GgufStr s) { return s.n < 60 ? (int)s.n : 60; }    // bytes of a file's string that a message shows
+// A string of the file as a message may show it: its first bytes, '?' for what could steer a terminal. One at a time.
+static const char *shown(GgufStr s) {
+    static char text[64];
+    size_t n = 0;
+    for (; n < s.n && n < sizeof text - 1; n++) text[n] = s.s[n] >= 0x20 && s.s[n] < 0x7f ? s.s[n] : '?';
+    text[n] = 0;
+    return text;
+}
 
 static void die_gguf(const Gguf *g) { die("%s: %s", g->path, g->err); }
 
@@ -139,8 +146,8 @@ static void load_config(Config *c, Gguf *g) {
     GgufStr arch = { "", 0 };
     if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
     if (arch.n != 6 || memcmp(arch.s, "gemma4", 6) != 0)
-        die("%s: key 'general.architecture': expected 'gemma4', got '%.*s'; drafters and other models cannot be run by "
-            "themselves", g->path, shown(arch), arch.s);
+        die("%s: key 'general.architecture': expected 'gemma4', got '%s'; drafters and other models cannot be run by "
+            "themselves", g->path, shown(arch));
 
     memset(c, 0, sizeof *c);
     c->n_layers    = (int)key_int(g, "gemma4.block_count", 1, MAX_LAYERS, 0);
@@ -712,6 +719,8 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     memset(m, 0, sizeof *m);
     m->ops = ops;
     m->dump_dir = dump_dir;
+    if (dump_dir && ((mkdir(dump_dir, 0777) && errno != EEXIST) || access(dump_dir, W_OK | X_OK)))
+        die("--dump: %s: %s", dump_dir, strerror(errno));
     if (gguf_open(&m->gguf, path) < 0) die("%s: %s", path, m->gguf.err);
     load_config(&m->config, &m->gguf);
     Binder *b = &m->binder;
@@ -1766,7 +1775,7 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, const Config *c) {
     GgufStr kind = { "", 0 };
     if (gguf_get_str(g, "tokenizer.ggml.model", &kind) < 0) die_gguf(g);
     if (kind.n != 6 || memcmp(kind.s, "gemma4", 6) != 0)
-        die("%s: key 'tokenizer.ggml.model': expected 'gemma4', got '%.*s'", g->path, shown(kind), kind.s);
+        die("%s: key 'tokenizer.ggml.model': expected 'gemma4', got '%s'", g->path, shown(kind));
     const GgufStr *tokens, *merges;
     size_t n_tokens = 0, n_merges = 0;
     int found = gguf_get_strs(g, "tokenizer.ggml.tokens", &tokens, &n_tokens);
@@ -1842,8 +1851,8 @@ static void print_plan(Model *m) {
     if (gguf_get_str(&m->gguf, "general.name", &name) < 0) die_gguf(&m->gguf);
     bool tied = false;
     for (int i = 0; i < m->n_caches; i++) tied |= m->caches[i].n_rot > 0;
-    fprintf(stderr, "# %.*s: %d layers, dim %d, %d experts, vocabulary %d, weights %.1f MiB (%s)\n", shown(name), name.s,
-            c->n_layers, c->dim, c->n_experts, c->vocab, (double)m->binder.bytes / mib,
+    fprintf(stderr, "# %s: %d layers, dim %d, %d experts, vocabulary %d, weights %.1f MiB (%s)\n", shown(name), c->n_layers,
+            c->dim, c->n_experts, c->vocab, (double)m->binder.bytes / mib,
             gguf_type_name(m->weights.layer[0].attn_q.type));
     fprintf(stderr, "# plan: context %d: global KV %.1f MiB (%s %s), rings %.1f MiB, stage %.1f MiB, activations %.1f MiB, "
             "scratch %.1f MiB\n", m->options.n_ctx, (double)m->plan.kv_global / mib,

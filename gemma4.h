@@ -14,11 +14,12 @@
  *     contents of backend memory differ. A backend may therefore record a step once per key (a CUDA graph) and replay it:
  *     begin() returns true when the operations have to be issued, false when end() replays what it has.
  *  5. Activations are f32, (rows, cols) row-major. Matrices are (rows = out, cols = in), row-major, y = W x, no bias.
- *  6. A quantised matrix meets int8 activations in groups of 32: s = max|x| / 127, q = rint(x * (127 / max|x|)), ties to
- *     even, a group of zeros has s = 0; integer dot product per group, f32 accumulation in one order per weight type.
- *     Matrices of floats meet f32 (CPU) or the matrix's own precision with f32 accumulation (GPU).
+ *  6. A quantised matrix meets int8 activations in groups of 32: with a = max|x|, s = a / 127, q = rint(x * (127 / a)) in
+ *     f32, ties to even; a < 2^-120: s = 0 and q = 0; a NaN or Inf in the group: s = NaN and q = 0 (gguf_quantize_q8).
+ *     Integer dot product per group, f32 accumulation in one order per weight type. Matrices of floats meet f32 (CPU) or
+ *     the matrix's own precision with f32 accumulation (GPU).
  *  7. For 1..64 rows the result of a row does not depend on how many rows share the step, nor on its segment or session.
- *     Attention walks the committed positions upwards, in tiles aligned to cache slots, then the rows of the step.
+ *     Attention walks the committed positions upwards, then the rows of the step; tiles are aligned to cache slots.
  *  8. Norms and residual additions are prologues of their consumer (In, below): every block recomputes those few
  *     kilobytes, one block stores x'. x_out must not overlap any input.
  *  9. `beside` (and GateUp.route): independent work that may share the launch of the operation that carries it. NULL: none.

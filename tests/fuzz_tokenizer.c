@@ -4,7 +4,7 @@
  * back is the text as UTF-8 repair leaves it; encoding that again changes nothing.
  * Odd first byte: the rest is a vocabulary. It is either refused with an error line or encodes without a bad access.
  *
- * clang -fsanitize=fuzzer links it with -DLIBFUZZER; otherwise main() runs it once for each file named. */
+ * clang -fsanitize=fuzzer links it with -DFUZZER; otherwise main() runs it once for each file named. */
 #define TOKENIZER_IMPLEMENTATION
 #include "../tokenizer.h"
 #include <stdio.h>
@@ -123,7 +123,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     return 0;
 }
 
-#ifndef LIBFUZZER
+#ifndef FUZZER
 int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         static uint8_t bytes[1 << 20];

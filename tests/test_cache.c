@@ -20,9 +20,9 @@
 #endif
 #endif
 #if defined(__SANITIZE_ADDRESS__) || defined(SANITIZED)
-enum { FUZZ_ROUNDS = 10, MIXED_ROUNDS = 3, SANITIZER_STRIDE = 4 };
+enum { FEWER = 4 };           // under a sanitizer everything takes several times as long
 #else
-enum { FUZZ_ROUNDS = 50, MIXED_ROUNDS = 12, SANITIZER_STRIDE = 1 };
+enum { FEWER = 1 };
 #endif
 enum { N_SEQS = 3, N_BATCH = 400, N_TEXT = 720, N_CTX = 768 };
 
@@ -32,6 +32,7 @@ static struct {               // the model under test
     PlanOptions options;
     Model  *m;
     int     number, stride;   // of every `stride` combinations of lengths and sizes this model takes one, not the same as the next model
+    int     rounds;           // of random drafts
     int     vocab, window, ring;       // window in tokens; slots of a sliding layer
     int32_t text[N_TEXT];
     int     n_ref;
@@ -309,7 +310,7 @@ static void test_chunks(void) {
         for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++) {
             if (k && sizes[k - 1] >= lengths[i]) continue;         // the same cut again
             if (my_turn(n++)) check_chunks(lengths[i], sizes[k], LAST);
-            if (my_turn(n++)) check_chunks(lengths[i], sizes[k], ALL);
+            if (k && my_turn(n++)) check_chunks(lengths[i], sizes[k], ALL);
         }
 }
 
@@ -538,7 +539,7 @@ static void test_rollback(void) {
     fill(t.m, 2, R + 20);
     reset_session(t.m, 0);
     reset_session(t.m, 1);
-    draft_rounds(FUZZ_ROUNDS, "fuzz");
+    draft_rounds(t.rounds, "fuzz");
     for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
         if (!my_turn(i)) continue;
         fill(t.m, 0, lengths[i]);
@@ -597,7 +598,7 @@ static void test_sessions(void) {
         fill(t.m, seq, t.window - 2 + seq * 50);
         fill(alone, seq, t.window - 2 + seq * 50);
     }
-    for (int i = 0; i < n_fixed + MIXED_ROUNDS; i++) {
+    for (int i = 0; i < n_fixed + t.rounds / 6; i++) {
         Part parts[N_SEQS];
         for (int seq = 0; seq < N_SEQS; seq++) {
             const int kind = rnd(5);                   // 0: none, 1: decode, 2: tree, 3: short chain, 4: prompt
@@ -620,36 +621,47 @@ static void test_sessions(void) {
 
 // ---- 6. what a cache holds ------------------------------------------------------------------------------------------
 
-// Largest difference over 160 positions in parts of max|logit|, between t.ref and a model with other caches.
-static double difference(PlanOptions o) {
-    o.n_seqs = 1;
-    Model *m = open_model(t.path, o);
-    double most = 0, largest = 0;
-    run_chain(m, 0, t.text, 160, ALL);
-    for (size_t i = 0; i < 160 * (size_t)t.vocab; i++) {
-        const double d = fabs((double)m->s.logits[i] - (double)t.ref[i]);
-        if (!(d <= most)) most = d;                    // a NaN stays
-        if (fabs((double)t.ref[i]) > largest) largest = fabs((double)t.ref[i]);
-    }
-    close_model(m);
-    return most / largest;
+static int compare_doubles(const void *a, const void *b) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    return x < y ? -1 : x > y;
 }
 
+// Largest difference of each of 160 positions, in parts of max|logit|, between t.ref and a model with other caches: the
+// largest of them, or the one in the middle.
+static double difference(PlanOptions o, bool median) {
+    o.n_seqs = 1;
+    Model *m = open_model(t.path, o);
+    double row[160] = { 0 }, largest = 0;
+    run_chain(m, 0, t.text, 160, ALL);
+    for (int r = 0; r < 160; r++)
+        for (int i = 0; i < t.vocab; i++) {
+            const double d = fabs((double)logits(m, r)[i] - (double)ref(r)[i]);
+            row[r] = isnan(d) ? INFINITY : fmax(row[r], d);
+            largest = fmax(largest, fabs((double)ref(r)[i]));
+        }
+    qsort(row, 160, sizeof *row, compare_doubles);
+    close_model(m);
+    return row[median ? 80 : 159] / largest;
+}
+
+// Rounding in a cache moves logits a little, unless it tips something over: another expert is chosen (then only the
+// median is bounded), or an int8 activation rounds the other way (then what is measured is the noise of int8).
 static void test_layout(void) {
     PlanOptions o = t.options;
-    const bool f32 = o.k_type == KV_F32;
+    const bool f32 = o.k_type == KV_F32, moe = t.m->config.n_experts > 0, int8 = is_quantised(t.m->weights.layer[0].attn_q.type);
+    double most = int8 ? 0.1 : 5e-3;
     o.k_type = o.v_type = f32 ? KV_F16 : KV_F32;
-    double d = difference(o);
-    CHECK(d > 0 && d <= 5e-3, "%s: f16 against f32: largest difference %.3g of max|logit|, expected at most 5e-3", t.name, d);
+    double d = difference(o, moe);
+    CHECK(d > 0 && d <= most, "%s: against %s: %s difference %.3g of max|logit|, expected at most %g", t.name, f32 ? "f16" : "f32", moe ? "median" : "largest", d, most);
     o = t.options;
     o.untied = true;
     o.n_seqs = 1;
     bool has_tied = false;
     for (int i = 0; i < t.m->n_caches; i++) has_tied |= t.m->caches[i].n_rot > 0;
     if (!has_tied) return;
-    const double most = f32 ? 1e-5 : 5e-3;
-    d = difference(o);
-    CHECK(d <= most, "%s: tied against untied: largest difference %.3g of max|logit|, expected at most %g", t.name, d, most);
+    most = f32 ? 1e-5 : 5e-3;
+    d = difference(o, moe && !f32);
+    CHECK(d <= most, "%s: tied against untied: %s difference %.3g of max|logit|, expected at most %g", t.name, moe && !f32 ? "median" : "largest", d, most);
     Model *untied = open_model(t.path, (o.n_seqs = N_SEQS, o));
     CHECK(t.m->plan.kv_global * 1024 == untied->plan.kv_global * 640, "%s: global caches: tied %zu bytes, untied %zu, expected 640 / 1024", t.name,
           t.m->plan.kv_global, untied->plan.kv_global);
@@ -712,19 +724,20 @@ static void test_full(int n_ctx) {
 static const struct {
     int    file;
     KvType k_type, v_type;
-    int    stride;
+    int    stride, rounds;    // see t
 } jobs[] = {                  // the longest first
-    { TINY_E, KV_F32, KV_F32, 3 }, { TINY_E, KV_F16, KV_F16, 6 },
-    { MICRO_E, KV_F32, KV_F32, 1 }, { MICRO_DENSE, KV_F32, KV_F32, 1 },
-    { MICRO_E, KV_F16, KV_F16, 2 }, { MICRO_DENSE, KV_F16, KV_F16, 2 },
-    { MICRO_MOE, KV_F32, KV_F32, 2 }, { MICRO_MOE, KV_F16, KV_F16, 3 },
-    { MICRO_E_Q8, KV_F32, KV_F32, 3 }, { MICRO_E, KV_F16, KV_F32, 3 }              // rings f16, the global layer's V f32
+    { TINY_E, KV_F32, KV_F32, 12, 16 },
+    { MICRO_E, KV_F32, KV_F32, 3, 50 }, { MICRO_DENSE, KV_F32, KV_F32, 3, 50 },
+    { MICRO_E, KV_F16, KV_F16, 4, 50 }, { MICRO_DENSE, KV_F16, KV_F16, 4, 50 },
+    { MICRO_MOE, KV_F32, KV_F32, 4, 50 }, { MICRO_MOE, KV_F16, KV_F16, 6, 24 },
+    { MICRO_E_Q8, KV_F32, KV_F32, 6, 50 }, { MICRO_E, KV_F16, KV_F32, 7, 16 }              // rings f16, the global layer's V f32
 };
 enum { N_JOBS = sizeof jobs / sizeof *jobs };
 
 static void run_job(int i) {
     t.number = i;
-    t.stride = jobs[i].stride * SANITIZER_STRIDE;
+    t.stride = jobs[i].stride * FEWER;
+    t.rounds = jobs[i].rounds / FEWER;
     open_test(jobs[i].file, jobs[i].k_type, jobs[i].v_type);
     test_chunks();
     test_wanted();

@@ -9,7 +9,7 @@ tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT
 passed=0 failed=0 skipped=0
 limit=                                            # a hang is a failure (124), not a wait
-command -v timeout >/dev/null 2>&1 && limit="timeout -k 5 300"
+timeout --foreground -k 1 1 true 2>/dev/null && limit="timeout --foreground -k 5 300"
 
 ok() { # ok NAME COMMAND...: one case, passed when the command succeeds
     name=$1
@@ -59,8 +59,9 @@ error() { # error WORD ARGUMENTS...: must end with one error line that holds WOR
 }
 ids() { # ids NUMBER...: prints them as 32-bit little-endian integers
     for i in "$@"; do
+        format=$(printf '\\%03o\\%03o\\%03o\\%03o' $((i & 255)) $((i >> 8 & 255)) $((i >> 16 & 255)) $((i >> 24 & 255)))
         # shellcheck disable=SC2059  # the format is the data
-        printf "$(printf '\\%03o\\%03o\\%03o\\%03o' $((i & 255)) $((i >> 8 & 255)) $((i >> 16 & 255)) $((i >> 24 & 255)))"
+        printf "$format"
     done
 }
 
