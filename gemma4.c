@@ -285,6 +285,8 @@ typedef struct {
     float   *derived;                   // (n_layers, dim) vectors that are computed while binding
     int      n_uploads;
     size_t   bytes;                     // of what is bound, in the file
+    size_t   n_unused;                  // tensors that the text model does not read
+    GgufStr  first_unused;
 } Binder;
 
 static bool is_quantised(DType t) { return t != T_F32 && t != T_F16 && t != T_BF16; }
@@ -416,7 +418,7 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
 #undef NAME
 }
 
-// Bind everything; sets c->vocab. Tensors that nothing reads (other modalities, side data) are counted and named once.
+// Bind everything; sets c->vocab. Tensors that nothing reads (other modalities, side data) are counted.
 static void bind_weights(Binder *b, Config *c, Weights *w) {
     w->layer = alloc_or_die(c->n_layers, sizeof *w->layer);
     const GgufTensor *embd = gguf_find_tensor(b->g, "token_embd.weight");
@@ -450,15 +452,10 @@ static void bind_weights(Binder *b, Config *c, Weights *w) {
     }
     for (int l = 0; l < c->n_layers; l++) bind_layer(b, c, &w->layer[l], l);
 
-    size_t n_ignored = 0;
-    const GgufStr *first = NULL;
     for (size_t i = 0; i < b->g->n_tensors; i++) {
         if (b->seen[i]) continue;
-        if (!n_ignored++) first = &b->g->tensors[i].name;
+        if (!b->n_unused++) b->first_unused = b->g->tensors[i].name;
     }
-    if (n_ignored)
-        fprintf(stderr, "# %s: tensors that the text model does not use: %zu (%.*s%s)\n", b->g->path, n_ignored,
-                (int)first->n, first->s, n_ignored == 1 ? "" : ", ...");
 }
 
 // ==== [4] Sessions and KV cache, the plan ============================================================================
@@ -1858,6 +1855,9 @@ static void print_plan(Model *m) {
             "scratch %.1f MiB\n", m->options.n_ctx, (double)m->plan.kv_global / mib,
             m->options.k_type == KV_F32 ? "f32" : "f16", tied ? "tied" : "untied", (double)m->plan.kv_rings / mib,
             (double)m->plan.stage / mib, (double)m->plan.activations / mib, (double)m->plan.scratch / mib);
+    if (m->binder.n_unused)
+        fprintf(stderr, "# tensors of the file that are not read: %zu, the first: %s\n", m->binder.n_unused,
+                shown(m->binder.first_unused));
     int threads = 1;
 #ifdef _OPENMP
     threads = omp_get_max_threads();
@@ -1969,6 +1969,7 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
     }
     FILE *f = fopen(out_path, "wb");
     if (!f) die("-o: %s: %s", out_path, strerror(errno));
+    print_plan(m);
     float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
     const double t0 = seconds();
     for (int at = 0; at < n; ) {

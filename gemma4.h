@@ -32,6 +32,14 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#ifdef __CUDACC__
+#define ON_DEVICE __host__ __device__    // for the one function below that both sides run
+#else
+#define ON_DEVICE
+#endif
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 enum { STEP_ROWS = 64,               // the most rows a step may have that is not a prompt; also the spare slots of a cache
        TILE_SLOTS = 64 };            // attention tile; `slots` of a cache is a multiple
@@ -359,7 +367,7 @@ typedef struct {                     // one token per row. Order: mask, bias, pe
 } Sample;
 
 // The random number of one position: uniform in [0, 1), 24 bits, the same on every backend.
-static inline float random_unit(uint64_t seed, int32_t pos) {
+ON_DEVICE static inline float random_unit(uint64_t seed, int32_t pos) {
     uint64_t z = seed + 0x9E3779B97F4A7C15u * ((uint64_t)(uint32_t)pos + 1);          // splitmix64 of (seed, pos)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
@@ -460,4 +468,7 @@ typedef struct Ops {
 const Ops *cpu_ops(void);            // gemma4.c [5]
 const Ops *cuda_ops(void);           // gemma4_kernels.cu
 
+#ifdef __cplusplus
+}
+#endif
 #endif
