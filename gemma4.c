@@ -336,7 +336,7 @@ static void bind_rope(Binder *b, Weights *w, int t, double base, int head_dim, c
         const double divisor = factor ? factor[i] : 1;
         if (!(divisor > 0)) die("%s: tensor 'rope_freqs.weight': expected positive factors, got %g", b->g->path, divisor);
         w->inv_freq[t][i] = pow(base, -2.0 * i / head_dim) / divisor;
-        if (divisor < 1e20) w->n_pairs[t] = i + 1;
+        if (divisor < 1e20 || i == 0) w->n_pairs[t] = i + 1;         // at least one: 0 would mean an untied cache
     }
 }
 
@@ -348,15 +348,14 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
 #define NAME(stem) (snprintf(name, sizeof name, "blk.%d." stem, l), name)
     bind_vector(b, &w->attn_norm, NAME("attn_norm.weight"), dim);
     const GgufTensor *fused = find_tensor(b, NAME("attn_qkv.weight"));
-    if (fused) {                                       // rows of q, then k, then v
-        const bool has_v = own && fused->ne[1] != (uint64_t)q_dim + (uint64_t)kv_dim;
-        Tensor qkv = bind_tensor(b, name, q_dim + (own ? (has_v ? 2 : 1) * kv_dim : 0), dim, 1);
+    if (fused) {                                       // rows of q, then k, then v; k and v are dead in layers that share
+        const uint64_t n_kv = (fused->ne[1] - (uint64_t)q_dim) / (uint64_t)kv_dim;
+        const bool complete = n_kv == 2 || (n_kv == 1 && !(own && lc->is_swa)) || (n_kv == 0 && !own);
+        const Tensor qkv = bind_tensor(b, name, q_dim + (complete ? (int)n_kv : 2) * kv_dim, dim, 1);
         Tensor *parts[3] = { &w->attn_q, &w->attn_k, &w->attn_v };
-        const int rows[3] = { q_dim, own ? kv_dim : 0, has_v ? kv_dim : 0 };
         const uint8_t *at = qkv.data;
-        for (int i = 0; i < 3; i++) {
-            if (!rows[i]) continue;
-            *parts[i] = (Tensor){ .data = at, .type = qkv.type, .rows = rows[i], .cols = dim, .n = 1 };
+        for (int i = 0; i <= (own ? (int)n_kv : 0); i++) {
+            *parts[i] = (Tensor){ .data = at, .type = qkv.type, .rows = i ? kv_dim : q_dim, .cols = dim, .n = 1 };
             b->uploads[b->n_uploads++] = (Upload){ .tensor = *parts[i], .matrix = parts[i] };
             at += matrix_bytes(parts[i]);
         }
@@ -994,7 +993,7 @@ static void cpu_route(const Route *o) {
         const float *z = o->logits + (size_t)r * n;
         int32_t *ids = o->ids + (size_t)r * o->n_used;
         float *weights = o->weights + (size_t)r * o->n_used, sum = 0;
-        for (int j = 0; j < o->n_used; j++) {          // the next largest, the lower expert first on ties; NaN comes last
+        for (int j = 0; j < o->n_used; j++) {          // the next largest, the lower expert first on ties
             int best = -1;
             for (int i = 0; i < n; i++) {
                 bool taken = false;
@@ -1321,6 +1320,7 @@ static int32_t sample_row(const float *logits, int vocab, const uint32_t *mask, 
     select_top(n, kept);
     struct Candidate *c = cpu.candidates;              // from here on .logit holds exp((logit - largest) / temperature)
     const float largest = c[0].logit;
+    if (isinf(largest)) return largest > 0 ? c[0].id : -1;
     double total = 0, mass = 0;
     for (int i = 0; i < kept; i++) total += c[i].logit = expf((c[i].logit - largest) / p->temperature);
     for (int i = 0; i < kept; i++) {                   // top-p keeps a token if the mass before it is below top_p
@@ -1689,6 +1689,7 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
                 assert(parent < j);
                 const Row *above = row - j + parent;
                 row->depth = parent < 0 ? 0 : above->depth + 1;
+                assert(row->depth < m->config.n_swa);
                 row->ancestors = (parent < 0 ? 0 : above->ancestors) | (uint64_t)1 << j;
             }
             if (in->rows[j].want) {
@@ -1768,6 +1769,10 @@ static void on_interrupt(int signal_number) {
 
 static TokStr tok_str(GgufStr s) { return (TokStr){ s.s, s.n }; }
 
+static int token_id(Gguf *g, const char *key, int vocab) {           // -1: the file does not say
+    return gguf_find_kv(g, key) ? (int)key_int(g, key, 0, vocab - 1, 0) : -1;
+}
+
 static void load_tokenizer(Tokenizer *t, Gguf *g, const Config *c) {
     GgufStr kind = { "", 0 };
     if (gguf_get_str(g, "tokenizer.ggml.model", &kind) < 0) die_gguf(g);
@@ -1796,14 +1801,12 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, const Config *c) {
     for (size_t i = 0; i < n_tokens; i++) types[i] = (int32_t)types64[i];
     GgufStr chat_template = { "", 0 };
     if (gguf_get_str(g, "tokenizer.chat_template", &chat_template) < 0) die_gguf(g);
-    const int last = c->vocab - 1;
-    const bool has_eot = gguf_find_kv(g, "tokenizer.ggml.eot_token_id") != NULL;
     const TokVocab v = {
         .tokens = text, .n_tokens = (int)n_tokens, .types = has_types ? types : NULL,
         .merges = text + n_tokens, .n_merges = (int)n_merges,
-        .bos = (int)key_int(g, "tokenizer.ggml.bos_token_id", 0, last, 2),
-        .eos = (int)key_int(g, "tokenizer.ggml.eos_token_id", 0, last, 1),
-        .eot = has_eot ? (int)key_int(g, "tokenizer.ggml.eot_token_id", 0, last, 0) : -1,
+        .bos = token_id(g, "tokenizer.ggml.bos_token_id", c->vocab),
+        .eos = token_id(g, "tokenizer.ggml.eos_token_id", c->vocab),
+        .eot = token_id(g, "tokenizer.ggml.eot_token_id", c->vocab),
         .chat_template = tok_str(chat_template), .has_ple = c->ple_dim > 0
     };
     if (tok_init(t, &v) < 0) die("%s: tokenizer: %s", g->path, t->err);
@@ -1969,7 +1972,6 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
     }
     FILE *f = fopen(out_path, "wb");
     if (!f) die("-o: %s: %s", out_path, strerror(errno));
-    print_plan(m);
     float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
     const double t0 = seconds();
     for (int at = 0; at < n; ) {
@@ -1986,6 +1988,7 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
         progress("positions", at, n);
     }
     if (fclose(f)) die("-o: %s: %s", out_path, strerror(errno));
+    print_plan(m);
     fprintf(stderr, "# %d positions x %d logits in %.2f s\n", n, m->config.vocab, seconds() - t0);
     free(logits);
     free(ids);

@@ -227,7 +227,7 @@ typedef struct {                     // out = gelu(w y) * u, the gate of the per
     Act           out;               // (n_rows, ple_dim)
 } PleInject;
 
-typedef struct {                     // writes out an In: x' to in.x_out, y to out
+typedef struct {                     // writes out an In (no Act): x' to in.x_out, y to out
     int    n_rows, cols;
     In     in;
     float *out;                      // (n_rows, cols) or NULL
@@ -258,13 +258,14 @@ typedef struct {                     // head norms, rope, basis of the cache, qu
 } QkvStore;
 
 typedef enum {
-    OWN_CAUSAL,                      // rows see the rows of their segment on their path: CHAIN those before, TREE their ancestors
+    OWN_CAUSAL,                      // CHAIN: itself and those before, inside the window; TREE: its ancestors, itself included
     OWN_ALL,                         // every row of the segment sees every other (full layer of a DFlash block)
     OWN_NONE                         // committed rows only (MTP on the target's cache)
 } OwnMask;
 
 typedef struct {                     // out[r][h] = sum_j softmax_j(scale * q[r][h] . k[j][g]) v[j][g],   g = h / (n_heads / n_kv_heads)
-    const Batch   *batch;            // j over committed positions p - window < j < len, then the rows of the segment by `own`
+    const Batch   *batch;            // j over committed positions p - window < j < len, then the rows of the segment by `own`;
+                                     // nothing in sight: 0
     const Cache   *cache;
     const Cache   *stage;            // as in QkvStore: the rows of the step are read here, committed ones in cache
     int            n_heads;
@@ -315,7 +316,7 @@ typedef struct {                     // prompt compression: mass[j] = max over h
 // ---- output ------------------------------------------------------------------------------------------------------
 typedef struct {                     // z = w y; logits = cap * tanh(z / cap)
     int           n_rows;
-    In            in;                // w_pre = output_norm
+    In            in;                // w_pre = output_norm; no Act
     const Tensor *w;                 // (vocab, cols)
     float         cap;               // 0: none
     float        *logits;            // (n_rows, vocab), or NULL when the top_k largest do
@@ -352,7 +353,9 @@ typedef struct {                     // of one session; backend memory
 } SampleParams;
 
 typedef struct {                     // one token per row. Order: mask, bias, penalties, temperature, top-k, top-p, min-p, draw.
-                                     // -1 for a row that holds a NaN or allows no token
+                                     // The draw: candidates in descending logit, lower id first on ties; the first whose
+                                     // cumulative weight exceeds random_unit * total. -1 for a row that holds a NaN, or
+                                     // whose allowed logits are all -Inf or none
     const Batch        *batch;       // the rows of logits. The draw uses random_unit(seed, position of the row): the same token
                                      // whatever was drafted, however many rows the step had
     int                 vocab;
@@ -418,7 +421,7 @@ typedef struct {                     // everything that decides which operations
 
 typedef struct {                     // largest sizes that operations will be called with; fixes a backend's own scratch
     int max_rows;                    // rows of a step
-    int max_cols;                    // widest input of a matrix product
+    int max_cols;                    // widest input of a matrix product, or row of the per-layer table
     int max_experts;                 // n_used, 0 without experts
     int vocab;
 } Limits;

@@ -8,11 +8,12 @@
  *                     a norm precedes the product, the backend's y may differ from the reference in its last bits and a
  *                     rounding to int8 may go the other way: an element that lies that close to a tie widens the tolerance
  *                     by its own share, s * |w|, and no other element does
- *   rows              every operation on rows runs with 1, 2, 7, 64 and 100 of them, and a row alone must give the bits it
- *                     gives among 64 (contract 7)
+ *   rows              products, norms and experts run with 1, 2, 7, 64 and 100 rows, attention with up to 200; a row alone
+ *                     must give the bits it gives among 64 (contract 7)
  *   attention         softmax in double over the values as they are stored; slots that no row may see hold large values
  *   buffers           outputs start as NaN (all bits set) and have guards behind them; inputs must come back unchanged
- */
+ *
+ * Arguments: the operations to test, for example `build/test_ops attend route`; none: all. TEST_TIMES=1 prints seconds. */
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
@@ -20,9 +21,11 @@
 // Bounds on |got - want|. Where nothing is listed the bits must be equal: copies, q and s of an Act, stored cache rows
 // against the checkpoint of the same row, choices.
 #define TOL_PRODUCT 4e-6                // * sum |term|      products; both halves of a Q4_K term count
+#define TOL_FACTOR  5e-7                // * |value|         roundings after a product: scale of a matrix, weight of an expert
 #define TOL_NORM    2e-6                // * max |row|       norms, residual sums, rope, per-layer rows, router weights
 #define TOL_ACT     1e-6                // * |argument|      GELU, SiLU; * cap: the cap of logits
 #define TOL_EMBED   2.5e-7              // * |value|         two roundings
+#define TOL_TINY    1e-7                // +                 cache rows of 16 bits near 0; else half a unit in the last place
 #define TOL_ATTEND  2e-5                // * max |v| in sight, f32 caches; the CPU computes in f32 from every cache type
 #define TOL_ATTEND_16 4e-3              // * max |v| in sight, other backends on caches of 16 bits: q and p may be rounded
 #define CHI_Z       4.75                // standard deviations: a right sampler fails once in a million cases
@@ -79,6 +82,7 @@ static void *buffer(const char *name, const void *src, size_t bytes, bool fixed)
     memset(image, 0xff, bytes + GUARD);
     if (src && bytes) memcpy(image, src, bytes);
     *b = (Buffer){ .dev = op->reserve(bytes + GUARD), .bytes = bytes, .name = name };
+    if (!b->dev) die("test_ops: no room for %zu bytes", bytes + GUARD);
     op->copy(&(Copy){ b->dev, image, bytes + GUARD, COPY_IN });
     if (fixed) b->src = image;
     else free(image);
@@ -86,8 +90,19 @@ static void *buffer(const char *name, const void *src, size_t bytes, bool fixed)
 }
 
 static void *room(const char *name, size_t n, size_t size) { return buffer(name, NULL, n * size, false); }
-static void *put(const char *name, const void *src, size_t n, size_t size) { return src ? buffer(name, src, n * size, true) : NULL; }
-static void *put_changing(const char *name, const void *src, size_t n, size_t size) { return buffer(name, src, n * size, false); }
+static void *put(const char *name, const void *src, size_t n, size_t size) {
+    return src ? buffer(name, src, n * size, true) : NULL;
+}
+
+static void *put_changing(const char *name, const void *src, size_t n, size_t size) {
+    return buffer(name, src, n * size, false);
+}
+
+static float *room_f(const char *name, size_t n) { return room(name, n, sizeof(float)); }
+static float *change_f(const char *name, const float *src, size_t n) {
+    return put_changing(name, src, n, sizeof(float));
+}
+static float *put_f(const char *name, const float *src, size_t n) { return put(name, src, n, sizeof(float)); }
 
 static void *fetch(const void *dev, size_t n, size_t size) {
     void *p = keep(n, size);
@@ -95,6 +110,8 @@ static void *fetch(const void *dev, size_t n, size_t size) {
     op->wait();
     return p;
 }
+
+static float *fetch_f(const float *dev, size_t n) { return fetch(dev, n, sizeof(float)); }
 
 static void sweep(void) {
     char guard[GUARD];
@@ -120,7 +137,8 @@ static void sweep(void) {
 // ---- comparison -----------------------------------------------------------------------------------------------------
 
 // got (rows, stride) against want and bound (rows, cols); one message for the worst element. NaN is never near.
-static void compare(const char *what, const float *got, size_t stride, const double *want, const double *bound, int rows, int cols) {
+static void compare(const char *what, const float *got, size_t stride, const double *want, const double *bound, int rows,
+                    int cols) {
     int bad = 0, at_r = 0, at_i = 0;
     double worst = -1;
     for (int r = 0; r < rows; r++)
@@ -181,12 +199,13 @@ static float *floats(size_t n, double scale, double offset) {
     return v;
 }
 
-// (rows, cols) like activations are: groups of 32 of very different size, some of them zero.
+// (rows, cols) like activations are: groups of 32 of very different size, some of them zero or as good as that.
 static float *activations(int rows, int cols) {
     float *v = floats((size_t)rows * (size_t)cols, 1, 0);
     for (int r = 0; r < rows; r++)
         for (int g = 0; cols > 128 && g < cols / 32; g++) {
-            const float scale = (g + r) % 7 == 3 ? 0 : (g + r) % 11 == 5 ? 12.0f : (g + r) % 5 == 1 ? 0.03f : 1;
+            const float zero = r % 2 ? 1e-37f : 0;
+            const float scale = (g + r) % 7 == 3 ? zero : (g + r) % 11 == 5 ? 12 : (g + r) % 5 == 1 ? 0.03f : 1;
             for (int i = 0; i < 32; i++) v[(size_t)r * (size_t)cols + (size_t)(g * 32 + i)] *= scale;
         }
     return v;
@@ -319,8 +338,8 @@ static void place(Matrix *w) {
         decode_block(w->t.type, w->bytes + i * (size_t)block_bytes(w->t.type), w->v + i * elems, w->a + i * elems);
     w->t.data = w->bytes;
     const size_t bytes = op->weight_bytes(&w->t);
-    if (bytes) op->upload(&w->t, room("weights", bytes, 1));
-    if (w->factor) w->t.scale = put("scale", w->factor, (size_t)w->t.n, sizeof(float));
+    op->upload(&w->t, bytes ? room("weights", bytes, 1) : NULL);
+    if (w->factor) w->t.scale = put_f("scale", w->factor, (size_t)w->t.n);
 }
 
 static Matrix matrix(DType type, int n, int rows, int cols) {
@@ -329,9 +348,16 @@ static Matrix matrix(DType type, int n, int rows, int cols) {
     return w;
 }
 
+static Matrix table(DType type, int rows, int cols, bool in_host) {         // rows are gathered, never multiplied
+    Matrix w = random_matrix(type, 1, rows, cols);
+    w.t.in_host = in_host;
+    place(&w);
+    return w;
+}
+
 static Matrix scaled_matrix(DType type, int n, int rows, int cols) {
     Matrix w = random_matrix(type, n, rows, cols);
-    w.factor = floats((size_t)n, 0.5, 1);
+    w.factor = floats(n, 0.5, 1);
     place(&w);
     return w;
 }
@@ -362,13 +388,14 @@ static void ref_norm(double *out, const double *u, const float *w, int n, double
     for (int i = 0; i < n; i++) out[i] = (w ? (double)w[i] : 1) * u[i] * scale;
 }
 
-// Contract 6, in f32.
+// Contract 6, in f32; x is finite.
 static float ref_group(const float *x, int8_t *q) {
     float max = 0;
     for (int i = 0; i < 32; i++) max = fabsf(x[i]) > max ? fabsf(x[i]) : max;
-    const float inv = max > 0 ? 127 / max : 0;
-    for (int i = 0; i < 32; i++) q[i] = (int8_t)rintf(x[i] * inv);
-    return max > 0 ? max / 127 : 0;
+    const bool zero = max < ldexpf(1, -120);
+    const float inv = zero ? 0 : 127 / max;
+    for (int i = 0; i < 32; i++) q[i] = zero ? 0 : (int8_t)rintf(x[i] * inv);
+    return zero ? 0 : max / 127;
 }
 
 // y (cols) as both kinds of matrix see it, when it is known to +-near.
@@ -386,7 +413,8 @@ static void ref_forms(Input *in, size_t at, int cols, const double *y, double ne
             const size_t j = at + (size_t)(g * 32 + i);
             const double exact = max > 0 ? (double)x[i] * 127 / max : 0, to_tie = fabs(exact - floor(exact) - 0.5);
             in->z[AS_INT8][j] = s * q[i];
-            in->t[AS_INT8][j] = TOL_PRODUCT * s * abs(q[i]) + (max > 0 ? s * abs(q[i]) * near / max : 0) + (to_tie < unsure ? s : 0);
+            const double size = s * abs(q[i]);
+            in->t[AS_INT8][j] = TOL_PRODUCT * size + (max > 0 ? size * near / max : 0) + (to_tie < unsure ? s : 0);
         }
     }
 }
@@ -397,7 +425,7 @@ static Input ref_in(const In *in, int rows, int cols) {
     Input out = { .cols = cols };
     double **all[] = { &out.z[0], &out.z[1], &out.t[0], &out.t[1], &out.y, &out.x, &out.y_bound, &out.x_bound };
     for (int i = 0; i < 8; i++) *all[i] = keep(n, sizeof(double));
-    double *d = keep((size_t)cols, sizeof *d), *u = keep((size_t)cols, sizeof *u);
+    double *d = keep(cols, sizeof *d), *u = keep(cols, sizeof *u);
     const bool exact = !in->delta[0] && !in->delta[1] && in->scale == 1 && !in->w_pre;
     for (int r = 0; r < rows; r++) {
         const size_t at = (size_t)r * (size_t)cols;
@@ -419,9 +447,11 @@ static Input ref_in(const In *in, int rows, int cols) {
             for (int i = 0; i < cols; i++) d[i] += u[i];
         }
         if ((in->delta[0] || in->delta[1]) && in->w_post) ref_norm(d, d, in->w_post, cols, (double)in->eps);
-        double terms = 0;                              // the largest sum |term| of x': what cancels is not lost from the tolerance
+        // the largest sum |term| of x': what cancels is not lost from the tolerance
+        double terms = 0;
         for (int i = 0; i < cols; i++) {
-            const double xi = in->x ? (double)in->x[at + (size_t)i] : 0, size = fabs((double)in->scale) * (fabs(xi) + fabs(d[i]));
+            const double xi = in->x ? (double)in->x[at + (size_t)i] : 0,
+                         size = fabs((double)in->scale) * (fabs(xi) + fabs(d[i]));
             x[i] = y[i] = (double)in->scale * (xi + d[i]);
             terms = size > terms ? size : terms;
         }
@@ -436,7 +466,8 @@ static Input ref_in(const In *in, int rows, int cols) {
 
 typedef struct { double v, bound; } Ref;
 
-// Row i of matrix e times row r of the input.
+// Row i of matrix e times row r of the input. Not under sanitizers, where it would take a third of the time.
+__attribute__((no_sanitize("address"), no_sanitize("undefined")))
 static Ref product(const Matrix *w, int e, int i, const Input *in, size_t r) {
     const size_t cols = (size_t)w->t.cols, at = ((size_t)e * (size_t)w->t.rows + (size_t)i) * cols;
     const int form = takes_int8(w->t.type) ? AS_INT8 : AS_F32;
@@ -452,7 +483,7 @@ static Ref product(const Matrix *w, int e, int i, const Input *in, size_t r) {
         y.bound *= 1 + ldexp(1, w->t.type == T_F16 ? -11 : -8) / TOL_PRODUCT;
     if (w->factor) {
         const double f = (double)w->factor[e];
-        y.bound = fabs(f) * y.bound + 1e-7 * fabs(f * y.v);
+        y.bound = fabs(f) * y.bound + TOL_FACTOR * fabs(f * y.v);
         y.v *= f;
     }
     return y;
@@ -461,7 +492,8 @@ static Ref product(const Matrix *w, int e, int i, const Input *in, size_t r) {
 // act(g) * u
 static Ref gated(ActFn fn, Ref g, Ref u) {
     const double x = g.v;
-    const double act = fn == ACT_SILU ? x / (1 + exp(-x)) : 0.5 * x * (1 + tanh(sqrt(2 / 3.14159265358979323846) * (x + 0.044715 * x * x * x)));
+    const double gelu = 0.5 * x * (1 + tanh(sqrt(2 / 3.14159265358979323846) * (x + 0.044715 * x * x * x)));
+    const double act = fn == ACT_SILU ? x / (1 + exp(-x)) : gelu;
     const double slope = 1.13;          // neither function is steeper
     return (Ref){ act * u.v, (slope * g.bound + TOL_ACT * fabs(x)) * (fabs(u.v) + u.bound) + fabs(act) * u.bound };
 }
@@ -505,10 +537,10 @@ static In random_in(int rows, int cols, int bits) {
     if (bits & IN_X) in.x = activations(rows, cols);
     for (int k = 0; k < 2; k++) {
         if (bits & IN_DELTA << k) in.delta[k] = floats((size_t)rows * (size_t)cols, k ? 0.2 : 3, 0);
-        if (bits & IN_W_DELTA << k) in.w_delta[k] = floats((size_t)cols, 0.5, 1);
+        if (bits & IN_W_DELTA << k) in.w_delta[k] = floats(cols, 0.5, 1);
     }
-    if (bits & IN_W_POST) in.w_post = floats((size_t)cols, 0.5, 1);
-    if (bits & IN_W_PRE) in.w_pre = floats((size_t)cols, 0.5, 1);
+    if (bits & IN_W_POST) in.w_post = floats(cols, 0.5, 1);
+    if (bits & IN_W_PRE) in.w_pre = floats(cols, 0.5, 1);
     if (bits & IN_X_OUT) in.x_out = keep(1, sizeof(float));        // put_in makes the real one
     return in;
 }
@@ -554,11 +586,12 @@ static void set(Expect *e, size_t i, Ref y) {
 
 static void check_rows(const char *what, Expect *e, float *got, Run run) {
     const size_t at = (size_t)run.first * (size_t)e->cols;
-    compare(what, got, (size_t)e->cols, e->want + at, e->bound + at, run.n, e->cols);
+    compare(what, got, e->cols, e->want + at, e->bound + at, run.n, e->cols);
     if (!e->base) e->base = got, e->base_n = run.n;
     else if (run.first + run.n <= e->base_n) {
         char text[120];
-        snprintf(text, sizeof text, "%s: rows %d..%d alone against the same among %d", what, run.first, run.first + run.n - 1, e->base_n);
+        snprintf(text, sizeof text, "%s: rows %d..%d alone against the same among %d", what, run.first,
+                 run.first + run.n - 1, e->base_n);
         same_bits(text, got, e->base + at, (size_t)run.n * (size_t)e->cols, sizeof(float));
     }
 }
@@ -578,17 +611,17 @@ static void check_quantised(const char *what, const int8_t *q, const float *s, c
 static Act act_room(int rows, int cols, int run) {
     const size_t n = (size_t)rows * (size_t)cols;
     Act a = { 0 };
-    if (run % 3 != 2 || cols % 32) a.f = room("out.f", n, sizeof(float));
-    if (run % 3 != 1 && cols % 32 == 0) a.q = room("out.q", n, 1), a.s = room("out.s", n / 32, sizeof(float));
+    if (run % 3 != 2 || cols % 32) a.f = room_f("out.f", n);
+    if (run % 3 != 1 && cols % 32 == 0) a.q = room("out.q", n, 1), a.s = room_f("out.s", n / 32);
     return a;
 }
 
 static void check_act(Expect *e, Act out, Run run) {
     const size_t n = (size_t)run.n * (size_t)e->cols;
-    float *f = out.f ? fetch(out.f, n, sizeof(float)) : NULL;
+    float *f = out.f ? fetch_f(out.f, n) : NULL;
     if (f) check_rows("out.f", e, f, run);
     else if (run.first + run.n <= e->base_n) f = e->base + (size_t)run.first * (size_t)e->cols;
-    if (out.q && f) check_quantised("out", fetch(out.q, n, 1), fetch(out.s, n / 32, sizeof(float)), f, n);
+    if (out.q && f) check_quantised("out", fetch(out.q, n, 1), fetch_f(out.s, n / 32), f, n);
 }
 
 // ---- the batch ------------------------------------------------------------------------------------------------------
@@ -648,7 +681,7 @@ static void test_embed(void) {
             const int cols = widths[k], vocab = 50, stride = k % 2 ? cols : 2 * cols + 3;
             if (cols % block_elems(all_types[t])) continue;
             CASE("embed", "%s, cols %d, stride %d", type_name(all_types[t]), cols, stride);
-            Matrix w = matrix(all_types[t], 1, vocab, cols);
+            Matrix w = table(all_types[t], vocab, cols, k % 3 == 1);
             Step *s = keep(1, sizeof *s);
             add_chain(s, 0, 0, 64);
             random_tokens(s, vocab);
@@ -658,10 +691,10 @@ static void test_embed(void) {
                 const Run rows = run ? runs_7[run] : (Run){ 0, 64 };
                 const Batch b = batch_from(batch, rows);
                 const size_t n = (size_t)rows.n * (size_t)stride;
-                float *out = room("out", n, sizeof(float));
+                float *out = room_f("out", n);
                 set_threads(rows.n);
                 op->embed(&(Embed){ .batch = &b, .table = &w.t, .scale = scale, .out = out, .out_stride = stride });
-                const float *got = fetch(out, n, sizeof(float));
+                const float *got = fetch_f(out, n);
                 Expect e = expect(rows.n, cols);
                 int touched = 0;
                 for (int r = 0; r < rows.n; r++) {
@@ -671,7 +704,7 @@ static void test_embed(void) {
                     }
                     for (int i = cols; i < stride; i++) touched += !isnan(got[(size_t)r * (size_t)stride + (size_t)i]);
                 }
-                compare("out", got, (size_t)stride, e.want, e.bound, rows.n, cols);
+                compare("out", got, stride, e.want, e.bound, rows.n, cols);
                 CHECK(!touched, "%s: out: got %d values written between the rows, want 0", now, touched);
             }
             sweep();
@@ -682,14 +715,15 @@ static void test_ple_rows(void) {
     for (int t = 0; t < N_TYPES; t++) {
         const int n_layers = 3, ple_dim = 256, vocab = 20, cols = n_layers * ple_dim;
         CASE("ple_rows", "%s, %d x %d", type_name(all_types[t]), n_layers, ple_dim);
-        Matrix w = matrix(all_types[t], 1, vocab, cols);
+        Matrix w = table(all_types[t], vocab, cols, t % 2);
         Step *s = keep(1, sizeof *s);
         add_chain(s, 0, 3, 100);
         random_tokens(s, vocab);
         const Batch batch = put_batch(s);
-        PleRows o = { .table = &w.t, .n_layers = n_layers, .ple_dim = ple_dim, .proj_scale = 0.0255f, .table_scale = 16, .out_scale = 0.70710678f, .eps = 1e-6f };
-        const float *w_norm = floats((size_t)ple_dim, 0.5, 1), *proj = floats(100 * (size_t)cols, 30, 0);
-        o.w_norm = put("w_norm", w_norm, (size_t)ple_dim, sizeof(float));
+        PleRows o = { .table = &w.t, .n_layers = n_layers, .ple_dim = ple_dim, .proj_scale = 0.0255f, .table_scale = 16,
+                      .out_scale = 0.70710678f, .eps = 1e-6f };
+        const float *w_norm = floats(ple_dim, 0.5, 1), *proj = floats(100 * (size_t)cols, 30, 0);
+        o.w_norm = put_f("w_norm", w_norm, ple_dim);
         Expect e = expect(100, cols);
         for (int r = 0; r < 100; r++)
             for (int l = 0; l < n_layers; l++) {
@@ -698,7 +732,8 @@ static void test_ple_rows(void) {
                 for (int i = 0; i < ple_dim; i++) c[i] = (double)proj[at + (size_t)i] * (double)o.proj_scale;
                 ref_norm(c, c, w_norm, ple_dim, (double)o.eps);
                 for (int i = 0; i < ple_dim; i++)
-                    c[i] = (c[i] + w.v[(size_t)(s->rows[r].token * cols + l * ple_dim + i)] * (double)o.table_scale) * (double)o.out_scale;
+                    c[i] += w.v[(size_t)(s->rows[r].token * cols + l * ple_dim + i)] * (double)o.table_scale;
+                for (int i = 0; i < ple_dim; i++) c[i] *= (double)o.out_scale;
                 const double bound = TOL_NORM * largest(c, ple_dim);
                 for (int i = 0; i < ple_dim; i++) set(&e, at + (size_t)i, (Ref){ c[i], bound });
             }
@@ -706,10 +741,10 @@ static void test_ple_rows(void) {
             const Run rows = runs_100[run];
             const Batch b = batch_from(batch, rows);
             o.batch = &b;
-            o.u = put_changing("u", proj + (size_t)(rows.first * cols), (size_t)(rows.n * cols), sizeof(float));
+            o.u = change_f("u", proj + (size_t)(rows.first * cols), rows.n * cols);
             set_threads(rows.n);
             op->ple_rows(&o);
-            check_rows("u", &e, fetch(o.u, (size_t)(rows.n * cols), sizeof(float)), rows);
+            check_rows("u", &e, fetch_f(o.u, rows.n * cols), rows);
         }
         sweep();
     }
@@ -717,7 +752,9 @@ static void test_ple_rows(void) {
 
 static void check_x_out(const Input *ref, const float *dev, int first, int rows) {
     const size_t at = (size_t)first * (size_t)ref->cols;
-    if (dev) compare("in.x_out", fetch(dev + at, (size_t)rows * (size_t)ref->cols, sizeof(float)), (size_t)ref->cols, ref->x + at, ref->x_bound + at, rows, ref->cols);
+    if (dev)
+        compare("in.x_out", fetch_f(dev + at, (size_t)rows * (size_t)ref->cols), ref->cols, ref->x + at, ref->x_bound + at,
+                rows, ref->cols);
 }
 
 // One input, n matrices, every run; host In.
@@ -730,20 +767,20 @@ static void matmul_case(int n, Matrix *w, const In *in, int rows, const Run *run
         const int out = w[k].t.rows;
         e[k] = expect(rows, out);
         for (int i = 0; i < out; i++)
-            for (int r = 0; r < rows; r++) set(&e[k], (size_t)r * (size_t)out + (size_t)i, product(&w[k], 0, i, &ref, (size_t)r));
+            for (int r = 0; r < rows; r++) set(&e[k], (size_t)r * (size_t)out + (size_t)i, product(&w[k], 0, i, &ref, r));
     }
     for (int run = 0; run < n_runs; run++) {
         Matmul o = { .n_rows = runs[run].n, .n = n, .in = in_from(dev, runs[run].first, cols) };
         for (int k = 0; k < n; k++) {
             o.w[k] = &w[k].t;
-            o.out[k] = room("out", (size_t)runs[run].n * (size_t)w[k].t.rows, sizeof(float));
+            o.out[k] = room_f("out", (size_t)runs[run].n * (size_t)w[k].t.rows);
         }
         set_threads(o.n_rows);
         op->matmul(&o);
         for (int k = 0; k < n; k++) {
             char what[32];
             snprintf(what, sizeof what, "out[%d]", k);
-            check_rows(what, &e[k], fetch(o.out[k], (size_t)runs[run].n * (size_t)w[k].t.rows, sizeof(float)), runs[run]);
+            check_rows(what, &e[k], fetch_f(o.out[k], (size_t)runs[run].n * (size_t)w[k].t.rows), runs[run]);
         }
         check_x_out(&ref, dev.x_out, runs[run].first, runs[run].n);
     }
@@ -752,14 +789,16 @@ static void matmul_case(int n, Matrix *w, const In *in, int rows, const Run *run
 
 static void test_matmul(void) {
     // Real widths, one matrix; odd ones for floats.
-    static const struct { int rows, cols; } shapes[] = { { 64, 2816 }, { 33, 1536 }, { 200, 704 }, { 7, 2112 }, { 1, 256 }, { 300, 512 },
+    static const struct { int rows, cols; } shapes[] = { { 64, 2816 }, { 33, 1536 }, { 200, 704 }, { 7, 2112 }, { 1, 256 },
+                                                         { 300, 512 },
                                                          { 33, 77 }, { 7, 1000 }, { 64, 1 }, { 1, 2817 } };
     for (int t = 0; t < N_TYPES; t++)
         for (size_t k = 0; k < sizeof shapes / sizeof *shapes; k++) {
-            const int cols = shapes[k].cols, bits = k % 3 == 0 ? IN_X : k % 3 == 1 ? IN_X | IN_W_PRE : IN_X | IN_DELTA | IN_W_POST | IN_W_PRE | IN_X_OUT;
+            static const int ins[] = { IN_X, IN_X | IN_W_PRE, IN_X | IN_DELTA | IN_W_POST | IN_W_PRE | IN_X_OUT };
+            const int cols = shapes[k].cols, bits = ins[k % 3];
             if (cols % block_elems(all_types[t])) continue;
             CASE("matmul", "%s (%d, %d), In 0x%x", type_name(all_types[t]), shapes[k].rows, cols, bits);
-            Matrix w = k % 2 ? scaled_matrix(all_types[t], 1, shapes[k].rows, cols) : matrix(all_types[t], 1, shapes[k].rows, cols);
+            Matrix w = (k % 2 ? scaled_matrix : matrix)(all_types[t], 1, shapes[k].rows, cols);
             const In in = random_in(100, cols, bits);
             matmul_case(1, &w, &in, 100, runs_100, N_RUNS_100);
         }
@@ -784,8 +823,25 @@ static void test_matmul(void) {
             const In in = { .act = random_act(100, cols, !q || both, q || both), .scale = 1 };
             matmul_case(1, &w, &in, 100, runs_100, N_RUNS_100);
         }
+    for (int t = 0; t < N_TYPES; t++) {                // a NaN or an infinity shows, in its row only
+        const int cols = 512, rows = 5;
+        CASE("matmul", "%s, NaN and Inf in rows 1 and 3", type_name(all_types[t]));
+        Matrix w = matrix(all_types[t], 1, 9, cols);
+        const In in = { .x = floats(rows * cols, 1, 0), .scale = 1 };
+        at_row(in.x, 1, cols)[77] = NAN;
+        at_row(in.x, 3, cols)[300] = -INFINITY;
+        float *out = room_f("out", 9 * 5);
+        op->matmul(&(Matmul){ .n_rows = rows, .n = 1, .in = put_in(&in, rows, cols), .w = { &w.t }, .out = { out } });
+        const float *got = fetch_f(out, 9 * 5);
+        int wrong = 0;
+        for (int i = 0; i < rows * 9; i++) wrong += isfinite(got[i]) != (i / 9 % 2 == 0);
+        CHECK(!wrong, "%s: out: got %d values that are finite where they should not be, or the reverse, want 0", now, wrong);
+        sweep();
+    }
+
     CASE("matmul", "Act in both forms, mixed types");
-    Matrix w[4] = { matrix(T_Q8_0, 1, 33, 256), matrix(T_F16, 1, 7, 256), matrix(T_Q6_K, 1, 64, 256), matrix(T_F32, 1, 1, 256) };
+    Matrix w[4] = { matrix(T_Q8_0, 1, 33, 256), matrix(T_F16, 1, 7, 256), matrix(T_Q6_K, 1, 64, 256),
+                    matrix(T_F32, 1, 1, 256) };
     const In in = { .act = random_act(7, 256, true, true), .scale = 1 };
     matmul_case(4, w, &in, 7, runs_7, N_RUNS_7);
 }
@@ -800,18 +856,20 @@ typedef struct {                        // a router beside other work
 } Router;
 
 // Two equal rows in the matrix make ties; row 3 of x is zero.
-static Router router(DType type, int n_experts, int cols, int n_used, bool scale, const In *in, const float *w_pre, In dev, int rows) {
+static Router router(DType type, int n_experts, int cols, int n_used, bool scale, const In *in, const float *w_pre, In dev,
+                     int rows) {
     Router t = { .w = random_matrix(type, 1, n_experts, cols) };
     const size_t row_bytes = (size_t)cols / (size_t)block_elems(type) * (size_t)block_bytes(type);
-    for (int i = 3; i + 2 < n_experts; i += 5) memcpy(t.w.bytes + (size_t)(i + 2) * row_bytes, t.w.bytes + (size_t)i * row_bytes, row_bytes);
+    for (int i = 3; i + 2 < n_experts; i += 5)
+        memcpy(t.w.bytes + (size_t)(i + 2) * row_bytes, t.w.bytes + (size_t)i * row_bytes, row_bytes);
     place(&t.w);
     In own = *in;
     own.w_pre = w_pre;
     own.x_out = NULL;
     t.ref = ref_in(&own, rows, cols);
-    if (scale) t.expert_scale = floats((size_t)n_experts, 0.9, 1);
-    t.o = (Route){ .n_used = n_used, .in = dev, .expert_scale = put("expert_scale", t.expert_scale, (size_t)n_experts, sizeof(float)) };
-    t.o.in.w_pre = put("router w_pre", w_pre, (size_t)cols, sizeof(float));
+    if (scale) t.expert_scale = floats(n_experts, 0.9, 1);
+    t.o = (Route){ .n_used = n_used, .in = dev, .expert_scale = put_f("expert_scale", t.expert_scale, n_experts) };
+    t.o.in.w_pre = put_f("router w_pre", w_pre, cols);
     t.o.in.x_out = NULL;
     return t;
 }
@@ -819,22 +877,22 @@ static Router router(DType type, int n_experts, int cols, int n_used, bool scale
 static void route_room(Router *t, Run run) {
     t->o.w = &t->w.t;
     t->o.n_rows = run.n;
-    t->o.logits = room("logits", (size_t)run.n * (size_t)t->w.t.rows, sizeof(float));
+    t->o.logits = room_f("logits", (size_t)run.n * (size_t)t->w.t.rows);
     t->o.ids = room("ids", (size_t)run.n * (size_t)t->o.n_used, sizeof(int32_t));
-    t->o.weights = room("weights", (size_t)run.n * (size_t)t->o.n_used, sizeof(float));
+    t->o.weights = room_f("weights", (size_t)run.n * (size_t)t->o.n_used);
 }
 
 // Logits against the reference; the choice against the operation's own logits.
 static void check_route(Router *t, Run run) {
     const int n = t->w.t.rows, used = t->o.n_used;
-    const float *logits = fetch(t->o.logits, (size_t)run.n * (size_t)n, sizeof(float));
+    const float *logits = fetch_f(t->o.logits, (size_t)run.n * (size_t)n);
     const int32_t *ids = fetch(t->o.ids, (size_t)run.n * (size_t)used, sizeof(int32_t));
-    const float *weights = fetch(t->o.weights, (size_t)run.n * (size_t)used, sizeof(float));
+    const float *weights = fetch_f(t->o.weights, (size_t)run.n * (size_t)used);
     Expect e = expect(run.n, n), ew = expect(run.n, used);
     int32_t *want = keep((size_t)run.n * (size_t)used, sizeof *want);
     for (int r = 0; r < run.n; r++) {
         const float *z = logits + (size_t)(r * n);
-        for (int i = 0; i < n; i++) set(&e, (size_t)(r * n + i), product(&t->w, 0, i, &t->ref, (size_t)(run.first + r)));
+        for (int i = 0; i < n; i++) set(&e, r * n + i, product(&t->w, 0, i, &t->ref, (size_t)(run.first + r)));
         bool taken[MAX_EXPERTS] = { false };
         double all = 0, sum = 0, p[MAX_EXPERTS];
         for (int i = 0; i < n; i++) all += exp((double)z[i]);
@@ -848,26 +906,28 @@ static void check_route(Router *t, Run run) {
         }
         for (int j = 0; j < used; j++) {
             const double scale = t->expert_scale ? (double)t->expert_scale[want[r * used + j]] : 1;
-            set(&ew, (size_t)(r * used + j), (Ref){ p[j] / sum * scale, TOL_NORM * fabs(scale) });
+            set(&ew, r * used + j, (Ref){ p[j] / sum * scale, TOL_NORM * fabs(scale) });
         }
     }
-    compare("logits", logits, (size_t)n, e.want, e.bound, run.n, n);
+    compare("logits", logits, n, e.want, e.bound, run.n, n);
     same_ints("ids", ids, want, run.n * used);
-    compare("weights", weights, (size_t)used, ew.want, ew.bound, run.n, used);
+    compare("weights", weights, used, ew.want, ew.bound, run.n, used);
 }
 
 static void test_route(void) {
     static const struct { DType type; int n, cols, used; bool scale; } cases[] = {
-        { T_F32, 128, 2816, 8, true }, { T_F32, 128, 704, 8, false }, { T_F16, 16, 1536, 16, true }, { T_BF16, 33, 77, 1, false },
+        { T_F32, 128, 2816, 8, true }, { T_F32, 128, 704, 8, false }, { T_F16, 16, 1536, 16, true },
+        { T_BF16, 33, 77, 1, false },
         { T_F32, 7, 33, 7, true }, { T_Q8_0, 32, 2112, 4, true }, { T_F32, 1, 64, 1, true }
     };
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
         const int cols = cases[k].cols, rows = 100;
-        CASE("route", "%s, %d of %d experts, cols %d, expert_scale %d", type_name(cases[k].type), cases[k].used, cases[k].n, cols, cases[k].scale);
+        CASE("route", "%s, %d of %d experts, cols %d, expert_scale %d", type_name(cases[k].type), cases[k].used, cases[k].n,
+             cols, cases[k].scale);
         In in = random_in(rows, cols, IN_X);
         memset(at_row(in.x, 3, cols), 0, (size_t)cols * sizeof(float));
         const In dev = put_in(&in, rows, cols);
-        Router t = router(cases[k].type, cases[k].n, cols, cases[k].used, cases[k].scale, &in, floats((size_t)cols, 0.5, 1), dev, rows);
+        Router t = router(cases[k].type, cases[k].n, cols, cases[k].used, cases[k].scale, &in, floats(cols, 0.5, 1), dev, rows);
         for (int run = 0; run < N_RUNS_100; run++) {
             Router part = t;
             part.o.in = in_from(t.o.in, runs_100[run].first, cols);
@@ -882,32 +942,36 @@ static void test_route(void) {
 
 static void test_gate_up(void) {
     static const struct { DType gate, up; int rows, cols; ActFn fn; bool route; } cases[] = {
-        { T_Q8_0, T_Q8_0, 96, 2816, ACT_GELU, true }, { T_Q4_0, T_Q4_0, 64, 1536, ACT_GELU, false }, { T_Q5_0, T_Q5_0, 704, 256, ACT_SILU, false },
-        { T_Q4_K, T_Q4_K, 96, 1536, ACT_GELU, false }, { T_Q4_K, T_Q6_K, 32, 2816, ACT_SILU, false }, { T_Q6_K, T_Q6_K, 2112, 256, ACT_GELU, false },
-        { T_F16, T_F16, 64, 2816, ACT_GELU, true }, { T_BF16, T_BF16, 33, 1000, ACT_SILU, false }, { T_F32, T_F32, 7, 77, ACT_GELU, true },
+        { T_Q8_0, T_Q8_0, 64, 2816, ACT_GELU, true }, { T_Q4_0, T_Q4_0, 64, 1536, ACT_GELU, false },
+        { T_Q5_0, T_Q5_0, 704, 256, ACT_SILU, false },
+        { T_Q4_K, T_Q4_K, 64, 1536, ACT_GELU, false }, { T_Q4_K, T_Q6_K, 32, 2816, ACT_SILU, false },
+        { T_Q6_K, T_Q6_K, 2112, 256, ACT_GELU, false },
+        { T_F16, T_F16, 32, 2816, ACT_GELU, true }, { T_BF16, T_BF16, 33, 1000, ACT_SILU, false },
+        { T_F32, T_F32, 7, 77, ACT_GELU, true },
         { T_F16, T_Q8_0, 64, 704, ACT_GELU, false }, { T_Q8_0, T_BF16, 1, 64, ACT_SILU, true }
     };
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
         const int cols = cases[k].cols, n = cases[k].rows, rows = 100;
         CASE("gate_up", "%s, %s (%d, %d), %s, route %d", type_name(cases[k].gate), type_name(cases[k].up), n, cols,
              cases[k].fn == ACT_GELU ? "GELU" : "SiLU", cases[k].route);
-        Matrix gate = k % 2 ? scaled_matrix(cases[k].gate, 1, n, cols) : matrix(cases[k].gate, 1, n, cols), up = matrix(cases[k].up, 1, n, cols);
+        Matrix gate = (k % 2 ? scaled_matrix : matrix)(cases[k].gate, 1, n, cols), up = matrix(cases[k].up, 1, n, cols);
         const In in = random_in(rows, cols, IN_X | IN_DELTA | IN_W_POST | IN_W_PRE | IN_X_OUT);
         const Input ref = ref_in(&in, rows, cols);
         const In dev = put_in(&in, rows, cols);
         Expect e = expect(rows, n);
         for (int i = 0; i < n; i++)
             for (int r = 0; r < rows; r++)
-                set(&e, (size_t)(r * n + i), gated(cases[k].fn, product(&gate, 0, i, &ref, (size_t)r), product(&up, 0, i, &ref, (size_t)r)));
+                set(&e, r * n + i, gated(cases[k].fn, product(&gate, 0, i, &ref, r), product(&up, 0, i, &ref, r)));
         Router t = { 0 };
-        if (cases[k].route) t = router(T_F32, 16, cols, 4, true, &in, floats((size_t)cols, 0.5, 1), dev, rows);
+        if (cases[k].route) t = router(T_F32, 16, cols, 4, true, &in, floats(cols, 0.5, 1), dev, rows);
         for (int run = 0; run < N_RUNS_100; run++) {
             Router part = t;
             part.o.in = in_from(t.o.in, runs_100[run].first, cols);
             if (cases[k].route) route_room(&part, runs_100[run]);
             const Act out = act_room(runs_100[run].n, n, run);
             set_threads(runs_100[run].n);
-            op->gate_up(&(GateUp){ .n_rows = runs_100[run].n, .in = in_from(dev, runs_100[run].first, cols), .gate = &gate.t, .up = &up.t,
+            op->gate_up(&(GateUp){ .n_rows = runs_100[run].n, .in = in_from(dev, runs_100[run].first, cols),
+                                   .gate = &gate.t, .up = &up.t,
                                    .fn = cases[k].fn, .out = out, .route = cases[k].route ? &part.o : NULL });
             check_act(&e, out, runs_100[run]);
             check_x_out(&ref, dev.x_out, runs_100[run].first, runs_100[run].n);
@@ -934,20 +998,27 @@ static int32_t *random_ids(int rows, int used, int n) {
 
 static void test_expert_gate_up(void) {
     static const struct { DType gate, up; int n, used, dim, cols; bool fused, beside, scaled; ActFn fn; } cases[] = {
-        { T_Q4_K, T_Q4_K, 8, 4, 32, 2816, true, true, false, ACT_GELU }, { T_Q4_0, T_Q4_0, 8, 8, 32, 704, true, false, true, ACT_GELU },
-        { T_Q8_0, T_Q8_0, 4, 1, 64, 704, false, true, true, ACT_SILU }, { T_Q5_0, T_Q5_0, 4, 2, 704, 64, true, true, false, ACT_GELU },
-        { T_Q6_K, T_Q4_K, 4, 2, 96, 256, false, false, false, ACT_GELU }, { T_Q6_K, T_Q6_K, 4, 2, 96, 256, true, false, true, ACT_GELU },
-        { T_F16, T_F16, 4, 2, 33, 77, true, true, false, ACT_GELU }, { T_BF16, T_F32, 4, 3, 7, 100, false, false, true, ACT_SILU },
-        { T_F32, T_F32, 3, 3, 1, 33, true, false, false, ACT_GELU }, { T_BF16, T_BF16, 4, 2, 64, 256, true, false, false, ACT_GELU }
+        { T_Q4_K, T_Q4_K, 8, 4, 32, 2816, true, true, false, ACT_GELU },
+        { T_Q4_0, T_Q4_0, 8, 8, 32, 704, true, false, true, ACT_GELU },
+        { T_Q8_0, T_Q8_0, 4, 1, 64, 704, false, true, true, ACT_SILU },
+        { T_Q5_0, T_Q5_0, 4, 2, 704, 64, true, true, false, ACT_GELU },
+        { T_Q6_K, T_Q4_K, 4, 2, 96, 256, false, false, false, ACT_GELU },
+        { T_Q6_K, T_Q6_K, 4, 2, 96, 256, true, false, true, ACT_GELU },
+        { T_F16, T_F16, 4, 2, 33, 77, true, true, false, ACT_GELU },
+        { T_BF16, T_F32, 4, 3, 7, 100, false, false, true, ACT_SILU },
+        { T_F32, T_F32, 3, 3, 1, 33, true, false, false, ACT_GELU },
+        { T_BF16, T_BF16, 4, 2, 64, 256, true, false, false, ACT_GELU }
     };
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
         const int cols = cases[k].cols, dim = cases[k].dim, used = cases[k].used, n = cases[k].n, rows = 100;
-        CASE("expert_gate_up", "%s %s, %d of %d experts, (%d, %d), beside %d, scale %d", cases[k].fused ? "fused" : "split", type_name(cases[k].gate),
+        CASE("expert_gate_up", "%s %s, %d of %d experts, (%d, %d), beside %d, scale %d", cases[k].fused ? "fused" : "split",
+             type_name(cases[k].gate),
              used, n, dim, cols, cases[k].beside, cases[k].scaled);
-        Matrix gate = random_matrix(cases[k].gate, n, cases[k].fused ? 2 * dim : dim, cols), up = { 0 }, dense = matrix(T_Q8_0, 1, 20, 96);
-        if (cases[k].scaled) gate.factor = floats((size_t)n, 0.5, 1);
+        Matrix gate = random_matrix(cases[k].gate, n, cases[k].fused ? 2 * dim : dim, cols), up = { 0 },
+               dense = matrix(T_Q8_0, 1, 20, 96);
+        if (cases[k].scaled) gate.factor = floats(n, 0.5, 1);
         place(&gate);
-        if (!cases[k].fused) up = cases[k].scaled ? scaled_matrix(cases[k].up, n, dim, cols) : matrix(cases[k].up, n, dim, cols);
+        if (!cases[k].fused) up = (cases[k].scaled ? scaled_matrix : matrix)(cases[k].up, n, dim, cols);
         const int32_t *ids = random_ids(rows, used, n), *dev_ids = put("ids", ids, (size_t)(rows * used), sizeof(int32_t));
         const In in = random_in(rows, cols, IN_X | IN_DELTA | IN_W_POST | IN_W_PRE);
         const Input ref = ref_in(&in, rows, cols);
@@ -959,22 +1030,24 @@ static void test_expert_gate_up(void) {
             for (int j = 0; j < used; j++)
                 for (int i = 0; i < dim; i++) {
                     const int x = ids[r * used + j];
-                    const Ref u = cases[k].fused ? product(&gate, x, dim + i, &ref, (size_t)r) : product(&up, x, i, &ref, (size_t)r);
-                    set(&e, (size_t)((r * used + j) * dim + i), gated(cases[k].fn, product(&gate, x, i, &ref, (size_t)r), u));
+                    const Ref u = product(cases[k].fused ? &gate : &up, x, cases[k].fused ? dim + i : i, &ref, r);
+                    set(&e, (r * used + j) * dim + i, gated(cases[k].fn, product(&gate, x, i, &ref, r), u));
                 }
-            for (int i = 0; i < 20; i++) set(&e_dense, (size_t)(r * 20 + i), product(&dense, 0, i, &dense_ref, (size_t)r));
+            for (int i = 0; i < 20; i++) set(&e_dense, r * 20 + i, product(&dense, 0, i, &dense_ref, r));
         }
         for (int run = 0; run < N_RUNS_100; run++) {
             const Run part = runs_100[run];
             const Matmul beside = { .n_rows = part.n, .n = 1, .in = in_from(dense_dev, part.first, 96), .w = { &dense.t },
-                                    .out = { room("beside", (size_t)part.n * 20, sizeof(float)) } };
+                                    .out = { room_f("beside", (size_t)part.n * 20) } };
             const Act out = act_room(part.n, used * dim, dim % 32 ? 1 : run);
             set_threads(part.n);
-            op->expert_gate_up(&(ExpertGateUp){ .n_rows = part.n, .n_used = used, .in = in_from(dev, part.first, cols), .gate = &gate.t,
-                                                .up = cases[k].fused ? NULL : &up.t, .fn = cases[k].fn, .ids = dev_ids + part.first * used, .out = out,
+            op->expert_gate_up(&(ExpertGateUp){ .n_rows = part.n, .n_used = used, .in = in_from(dev, part.first, cols),
+                                                .gate = &gate.t,
+                                                .up = cases[k].fused ? NULL : &up.t, .fn = cases[k].fn,
+                                                .ids = dev_ids + part.first * used, .out = out,
                                                 .beside = cases[k].beside ? &beside : NULL });
             check_act(&e, out, part);
-            if (cases[k].beside) check_rows("beside", &e_dense, fetch(beside.out[0], (size_t)part.n * 20, sizeof(float)), part);
+            if (cases[k].beside) check_rows("beside", &e_dense, fetch_f(beside.out[0], (size_t)part.n * 20), part);
         }
         sweep();
     }
@@ -984,36 +1057,39 @@ static void test_expert_down(void) {
     static const int dims[] = { 704, 704, 64, 512, 96, 77, 33, 256 };
     for (int t = 0; t < N_TYPES; t++)
         for (int k = 0; k < 8; k++) {
-            const int dim = dims[k], n = 6, used = k == 0 ? 1 : k == 1 ? 6 : 3, out = k == 3 ? 200 : k == 4 ? 1 : 33, rows = k < 2 ? 100 : 64;
+            const int dim = dims[k], n = 6, used = k == 0 ? 1 : k == 1 ? 6 : 3, out = k == 3 ? 100 : k == 4 ? 1 : 33,
+                      rows = k < 2 ? 100 : 64;
             const DType type = all_types[t];
             if (dim % block_elems(type)) continue;
             CASE("expert_down", "%s, %d of %d experts, (%d, %d)", type_name(type), used, n, out, dim);
-            Matrix down = k % 2 ? scaled_matrix(type, n, out, dim) : matrix(type, n, out, dim);
+            Matrix down = (k % 2 ? scaled_matrix : matrix)(type, n, out, dim);
             const In in = { .act = random_act(rows * used, dim, !takes_int8(type), takes_int8(type)), .scale = 1 };
             const Input ref = ref_in(&in, rows * used, dim);
             const In dev = put_in(&in, rows * used, dim);
             const int32_t *ids = random_ids(rows, used, n), *dev_ids = put("ids", ids, (size_t)(rows * used), sizeof(int32_t));
-            const float *weights = floats((size_t)(rows * used), 0.5, 0.5), *dev_weights = put("weights", weights, (size_t)(rows * used), sizeof(float));
+            const float *weights = floats(rows * used, 0.5, 0.5);
+            const float *dev_weights = put_f("weights", weights, rows * used);
             Expect e = expect(rows, out);
             for (int r = 0; r < rows; r++)
                 for (int i = 0; i < out; i++) {
                     Ref y = { 0, 0 };
                     for (int j = r * used; j < (r + 1) * used; j++) {
-                        const Ref p = product(&down, ids[j], i, &ref, (size_t)j);
+                        const Ref p = product(&down, ids[j], i, &ref, j);
                         const double w = (double)weights[j];
                         y.v += w * p.v;
-                        y.bound += fabs(w) * p.bound + 5e-7 * fabs(w * p.v);
+                        y.bound += fabs(w) * p.bound + TOL_FACTOR * fabs(w * p.v);
                     }
-                    set(&e, (size_t)(r * out + i), y);
+                    set(&e, r * out + i, y);
                 }
             for (int run = 0; run < N_RUNS_100; run++) {
                 const Run part = runs_100[run];
                 if (part.first + part.n > rows) continue;
-                float *y = room("out", (size_t)(part.n * out), sizeof(float));
+                float *y = room_f("out", part.n * out);
                 set_threads(part.n);
-                op->expert_down(&(ExpertDown){ .n_rows = part.n, .n_used = used, .in = in_from(dev, part.first * used, dim).act, .down = &down.t,
+                op->expert_down(&(ExpertDown){ .n_rows = part.n, .n_used = used,
+                                               .in = in_from(dev, part.first * used, dim).act, .down = &down.t,
                                                .ids = dev_ids + part.first * used, .weights = dev_weights + part.first * used, .out = y });
-                check_rows("out", &e, fetch(y, (size_t)(part.n * out), sizeof(float)), part);
+                check_rows("out", &e, fetch_f(y, part.n * out), part);
             }
             sweep();
         }
@@ -1023,24 +1099,26 @@ static void test_ple_inject(void) {
     for (int t = 0; t < N_TYPES; t++)
         for (int k = 0; k < 3; k++) {
             const DType type = all_types[t];
-            const int n = k == 0 ? 256 : k == 1 ? 64 : 33, cols = k == 0 ? 1536 : k == 1 ? 512 : 77, rows = k == 0 ? 64 : 100, stride = k == 1 ? n : 3 * n + 1;
+            const int n = k == 0 ? 256 : k == 1 ? 32 : 33, cols = k == 0 ? 512 : k == 1 ? 1536 : 77;
+            const int rows = k == 0 ? 64 : 100, stride = k == 1 ? n : 3 * n + 1;
             if (cols % block_elems(type)) continue;
             CASE("ple_inject", "%s (%d, %d), u_stride %d", type_name(type), n, cols, stride);
             Matrix w = matrix(type, 1, n, cols);
             const In in = random_in(rows, cols, k == 0 ? IN_X | IN_DELTA | IN_W_POST | IN_X_OUT : IN_X);
             const Input ref = ref_in(&in, rows, cols);
             const In dev = put_in(&in, rows, cols);
-            const float *u = floats((size_t)(rows * stride), 1, 0), *dev_u = put("u", u, (size_t)(rows * stride), sizeof(float));
+            const float *u = floats(rows * stride, 1, 0), *dev_u = put_f("u", u, rows * stride);
             Expect e = expect(rows, n);
             for (int i = 0; i < n; i++)
                 for (int r = 0; r < rows; r++)
-                    set(&e, (size_t)(r * n + i), gated(ACT_GELU, product(&w, 0, i, &ref, (size_t)r), (Ref){ (double)u[r * stride + i], 0 }));
+                    set(&e, r * n + i, gated(ACT_GELU, product(&w, 0, i, &ref, r), (Ref){ (double)u[r * stride + i], 0 }));
             for (int run = 0; run < N_RUNS_100; run++) {
                 const Run part = runs_100[run];
                 if (part.first + part.n > rows) continue;
                 const Act out = act_room(part.n, n, run);
                 set_threads(part.n);
-                op->ple_inject(&(PleInject){ .n_rows = part.n, .in = in_from(dev, part.first, cols), .w = &w.t, .u = dev_u + part.first * stride,
+                op->ple_inject(&(PleInject){ .n_rows = part.n, .in = in_from(dev, part.first, cols), .w = &w.t,
+                                             .u = dev_u + part.first * stride,
                                              .u_stride = stride, .out = out });
                 check_act(&e, out, part);
                 check_x_out(&ref, dev.x_out, part.first, part.n);
@@ -1058,9 +1136,9 @@ static void close_case(int rows, int cols, int bits, bool with_out, const Run *r
     memcpy(e.want, ref.y, (size_t)rows * (size_t)cols * sizeof(double));
     memcpy(e.bound, ref.y_bound, (size_t)rows * (size_t)cols * sizeof(double));
     for (int run = 0; run < n_runs; run++) {
-        float *out = with_out ? room("out", (size_t)runs[run].n * (size_t)cols, sizeof(float)) : NULL;
+        float *out = with_out ? room_f("out", (size_t)runs[run].n * (size_t)cols) : NULL;
         op->close(&(Close){ .n_rows = runs[run].n, .cols = cols, .in = in_from(dev, runs[run].first, cols), .out = out });
-        if (out) check_rows("out", &e, fetch(out, (size_t)runs[run].n * (size_t)cols, sizeof(float)), runs[run]);
+        if (out) check_rows("out", &e, fetch_f(out, (size_t)runs[run].n * (size_t)cols), runs[run]);
         check_x_out(&ref, dev.x_out, runs[run].first, runs[run].n);
     }
     sweep();
@@ -1078,17 +1156,18 @@ static void test_close(void) {
 static void test_gather_rows(void) {
     static const int widths[] = { 2816, 1536, 33, 7, 1 };
     for (int k = 0; k < 10; k++) {
-        const int cols = widths[k % 5], src_stride = cols + k % 3 * 5, dst_stride = cols + (k + 1) % 3 * 4, n_src = 70, rows = k % 4 == 0 ? 64 : k % 4 == 1 ? 1 : 33;
+        const int cols = widths[k % 5], src_stride = cols + k % 3 * 5, dst_stride = cols + (k + 1) % 3 * 4;
+        const int n_src = 70, rows = k % 4 == 0 ? 64 : k % 4 == 1 ? 1 : 33;
         const bool indexed = k % 2 == 0;
         CASE("gather_rows", "%d rows, cols %d, strides %d %d, index %d", rows, cols, src_stride, dst_stride, indexed);
         int32_t index[64];
         for (int i = 0; i < rows; i++) index[i] = indexed ? (int32_t)rnd((uint32_t)n_src) : i;
-        const float *src = floats((size_t)(n_src * src_stride), 1, 0);
-        float *dst = room("dst", (size_t)(rows * dst_stride), sizeof(float));
-        op->gather_rows(&(GatherRows){ .n_rows = rows, .cols = cols, .src = put("src", src, (size_t)(n_src * src_stride), sizeof(float)),
+        const float *src = floats(n_src * src_stride, 1, 0);
+        float *dst = room_f("dst", rows * dst_stride);
+        op->gather_rows(&(GatherRows){ .n_rows = rows, .cols = cols, .src = put_f("src", src, n_src * src_stride),
                                        .index = indexed ? put("index", index, (size_t)rows, sizeof(int32_t)) : NULL, .dst = dst,
                                        .src_stride = src_stride, .dst_stride = dst_stride });
-        const float *got = fetch(dst, (size_t)(rows * dst_stride), sizeof(float));
+        const float *got = fetch_f(dst, rows * dst_stride);
         int touched = 0;
         for (int r = 0; r < rows; r++) {
             same_bits("dst", got + r * dst_stride, src + index[r] * src_stride, (size_t)cols, sizeof(float));
@@ -1129,7 +1208,9 @@ static double load_value(KvType t, const uint8_t *p, size_t i) {
 }
 
 // Number of row `slot` of a head among all rows of a plane.
-static size_t row_of(const Cache *c, int seq, int head, int slot) { return (size_t)((seq * c->n_kv_heads + head) * c->slots + slot); }
+static size_t row_of(const Cache *c, int seq, int head, int slot) {
+    return (size_t)((seq * c->n_kv_heads + head) * c->slots + slot);
+}
 
 static size_t plane_bytes(const Cache *c, const KvPlane *p) {
     return (size_t)(c->n_seqs * c->n_kv_heads * c->slots * p->dim) * kv_bytes(p->type);
@@ -1148,15 +1229,17 @@ static TestCache new_cache(KvType type, int n_seqs, int n_kv_heads, int head_dim
         for (int j = 0; j < p->dim; j++) store_value(type, *image[i], (size_t)j, i ? 1000 : j % 3 ? -8 : 8);
         for (size_t r = 1; r < rows; r++) memcpy(*image[i] + r * row_bytes, *image[i], row_bytes);
     }
-    if (n_rot) t.fold = floats((size_t)head_dim, 0.5, 1);
+    if (n_rot) t.fold = floats(head_dim, 0.5, 1);
     return t;
 }
 
 static void random_row(TestCache *t, int seq, int slot) {
     for (int g = 0; g < t->c.n_kv_heads; g++) {
         const size_t row = row_of(&t->c, seq, g, slot);
-        for (int i = 0; i < t->c.k.dim; i++) store_value(t->c.k.type, t->k, row * (size_t)t->c.k.dim + (size_t)i, (double)uniform());
-        for (int i = 0; i < t->c.v.dim; i++) store_value(t->c.v.type, t->v, row * (size_t)t->c.v.dim + (size_t)i, (double)uniform());
+        for (int i = 0; i < t->c.k.dim; i++)
+            store_value(t->c.k.type, t->k, row * (size_t)t->c.k.dim + (size_t)i, (double)uniform());
+        for (int i = 0; i < t->c.v.dim; i++)
+            store_value(t->c.v.type, t->v, row * (size_t)t->c.v.dim + (size_t)i, (double)uniform());
     }
 }
 
@@ -1168,7 +1251,7 @@ static void random_rows(TestCache *t) {
 static void put_cache(TestCache *t, bool fixed) {
     t->c.k.data = buffer("cache.k", t->k, plane_bytes(&t->c, &t->c.k), fixed);
     t->c.v.data = buffer("cache.v", t->v, plane_bytes(&t->c, &t->c.v), fixed);
-    t->c.fold = put("cache.fold", t->fold, (size_t)t->c.head_dim, sizeof(float));
+    t->c.fold = put_f("cache.fold", t->fold, (size_t)t->c.head_dim);
 }
 
 // Where value i of a head lies in tied order; natural order when n_rot is 0 (gemma4.h, Cache).
@@ -1185,7 +1268,8 @@ typedef struct {
 } QkvCase;
 
 // w * u / rms(u), then rotated; both results (head_dim).
-static void ref_head(double *normed, double *turned, const float *u, const float *w, const double *inv_freq, const QkvCase *t, int pos) {
+static void ref_head(double *normed, double *turned, const float *u, const float *w, const double *inv_freq,
+                     const QkvCase *t, int pos) {
     const int half = t->head_dim / 2;
     for (int i = 0; i < t->head_dim; i++) normed[i] = (double)u[i];
     ref_norm(normed, normed, w, t->head_dim, 1e-6);
@@ -1204,36 +1288,42 @@ static void set_head(Expect *e, size_t at, const double *v, int n) {
 
 static void qkv_case(QkvCase t, const Step *s) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, kv_dim = t.n_kv_heads * hd;
-    CASE("qkv_store", "%s, head_dim %d, heads %d/%d, slots %d, n_rot %d, pairs %d, v %s%s, q %d, k %d, stage %d, dumps %d, %d rows in %d segments at %d",
-         kv_name(t.type), hd, t.n_heads, t.n_kv_heads, t.slots, t.n_rot, t.n_pairs, t.v_is_k ? "= k" : "own", t.v_norm ? "" : " unnormed",
+    CASE("qkv_store", "%s, head_dim %d, heads %d/%d, slots %d, n_rot %d, pairs %d, v %s%s, q %d, k %d, stage %d, dumps %d, %d rows in %d segments "
+         "at %d",
+         kv_name(t.type), hd, t.n_heads, t.n_kv_heads, t.slots, t.n_rot, t.n_pairs, t.v_is_k ? "= k" : "own",
+             t.v_norm ? "" : " unnormed",
          t.with_q, t.with_k, t.staged, t.dumps, n, s->n_segs, s->len[s->segs[0].seq]);
-    TestCache ring = new_cache(t.type, 3, t.n_kv_heads, hd, t.slots, t.n_rot), stage = new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot);
+    TestCache ring = new_cache(t.type, 3, t.n_kv_heads, hd, t.slots, t.n_rot);
+    TestCache stage = new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot);
     put_cache(&ring, t.staged || !t.with_k);
     put_cache(&stage, !t.staged);
     const Batch batch = put_batch(s);
-    const float *q = floats((size_t)(n * q_dim), 3, 0), *k = floats((size_t)(n * kv_dim), 2, 0), *v = t.v_is_k ? k : floats((size_t)(n * kv_dim), 0.7, 0.1);
-    const float *w_q = floats((size_t)hd, 0.5, 1), *w_k = t.n_rot ? ring.fold : floats((size_t)hd, 0.5, 1);
-    double *inv_freq = keep((size_t)t.n_pairs, sizeof *inv_freq);
+    const float *q = floats(n * q_dim, 3, 0), *k = floats(n * kv_dim, 2, 0), *own_v = floats(n * kv_dim, 0.7, 0.1);
+    const float *v = t.v_is_k ? k : own_v;
+    const float *w_q = floats(hd, 0.5, 1), *w_k = t.n_rot ? ring.fold : floats(hd, 0.5, 1);
+    double *inv_freq = keep(t.n_pairs, sizeof *inv_freq);
     for (int i = 0; i < t.n_pairs; i++) inv_freq[i] = pow(1e4, -2.0 * i / hd);
-    QkvStore o = { .batch = &batch, .cache = &ring.c, .stage = t.staged ? &stage.c : NULL, .n_heads = t.n_heads, .v_norm = t.v_norm, .eps = 1e-6f,
+    QkvStore o = { .batch = &batch, .cache = &ring.c, .stage = t.staged ? &stage.c : NULL, .n_heads = t.n_heads,
+                   .v_norm = t.v_norm, .eps = 1e-6f,
                    .rope = { put("inv_freq", inv_freq, (size_t)t.n_pairs, sizeof(double)), t.n_pairs },
-                   .w_q = put("w_q", w_q, (size_t)hd, sizeof(float)), .w_k = put("w_k", w_k, (size_t)hd, sizeof(float)) };
-    if (t.with_q) o.q = put_changing("q", q, (size_t)(n * q_dim), sizeof(float));
+                   .w_q = put_f("w_q", w_q, hd), .w_k = put_f("w_k", w_k, hd) };
+    if (t.with_q) o.q = change_f("q", q, n * q_dim);
     if (t.with_k) {
-        o.k = put("k", k, (size_t)(n * kv_dim), sizeof(float));
-        o.v = t.v_is_k ? o.k : put("v", v, (size_t)(n * kv_dim), sizeof(float));
+        o.k = put_f("k", k, n * kv_dim);
+        o.v = t.v_is_k ? o.k : put_f("v", v, n * kv_dim);
     }
     if (t.dumps) {
-        o.dump_q = room("dump_q", (size_t)(n * q_dim), sizeof(float));
-        o.dump_q_pos = room("dump_q_pos", (size_t)(n * q_dim), sizeof(float));
-        o.dump_k = room("dump_k", (size_t)(n * kv_dim), sizeof(float));
-        o.dump_v = room("dump_v", (size_t)(n * kv_dim), sizeof(float));
-        o.dump_k_pos = room("dump_k_pos", (size_t)(n * kv_dim), sizeof(float));
+        o.dump_q = room_f("dump_q", n * q_dim);
+        o.dump_q_pos = room_f("dump_q_pos", n * q_dim);
+        o.dump_k = room_f("dump_k", n * kv_dim);
+        o.dump_v = room_f("dump_v", n * kv_dim);
+        o.dump_k_pos = room_f("dump_k_pos", n * kv_dim);
     }
     set_threads(n);
     op->qkv_store(&o);
 
-    Expect e_q = expect(n, q_dim), e_qn = expect(n, q_dim), e_qp = expect(n, q_dim), e_kn = expect(n, kv_dim), e_kp = expect(n, kv_dim), e_v = expect(n, kv_dim);
+    Expect e_q = expect(n, q_dim), e_qn = expect(n, q_dim), e_qp = expect(n, q_dim), e_kn = expect(n, kv_dim),
+           e_kp = expect(n, kv_dim), e_v = expect(n, kv_dim);
     for (int r = 0; r < n; r++) {
         const Segment *seg = &s->segs[s->rows[r].seg];
         const int pos = s->len[seg->seq] + s->rows[r].depth;
@@ -1258,27 +1348,28 @@ static void qkv_case(QkvCase t, const Step *s) {
         }
     }
     if (t.with_q) {
-        const float *got = fetch(o.q, (size_t)(n * q_dim), sizeof(float));
-        compare("q", got, (size_t)q_dim, e_q.want, e_q.bound, n, q_dim);
+        const float *got = fetch_f(o.q, n * q_dim);
+        compare("q", got, q_dim, e_q.want, e_q.bound, n, q_dim);
         if (n <= 64) {                  // the last row on its own, as a view and without k
             const Batch view = batch_from(batch, (Run){ n - 1, 1 });
-            QkvStore last = { .batch = &view, .cache = &ring.c, .stage = o.stage, .n_heads = t.n_heads, .v_norm = t.v_norm, .eps = o.eps, .rope = o.rope,
-                              .w_q = o.w_q, .w_k = o.w_k, .q = put_changing("last q", q + (n - 1) * q_dim, (size_t)q_dim, sizeof(float)) };
+            QkvStore last = { .batch = &view, .cache = &ring.c, .stage = o.stage, .n_heads = t.n_heads, .v_norm = t.v_norm,
+                              .eps = o.eps, .rope = o.rope,
+                              .w_q = o.w_q, .w_k = o.w_k, .q = change_f("last q", q + (n - 1) * q_dim, q_dim) };
             op->qkv_store(&last);
-            same_bits("q of the last row alone", fetch(last.q, (size_t)q_dim, sizeof(float)), got + (n - 1) * q_dim, (size_t)q_dim, sizeof(float));
+            same_bits("q of the last row alone", fetch_f(last.q, q_dim), got + (n - 1) * q_dim, (size_t)q_dim, sizeof(float));
         }
     }
     if (t.dumps && t.with_q) {
-        compare("dump_q", fetch(o.dump_q, (size_t)(n * q_dim), sizeof(float)), (size_t)q_dim, e_qn.want, e_qn.bound, n, q_dim);
-        compare("dump_q_pos", fetch(o.dump_q_pos, (size_t)(n * q_dim), sizeof(float)), (size_t)q_dim, e_qp.want, e_qp.bound, n, q_dim);
+        compare("dump_q", fetch_f(o.dump_q, n * q_dim), q_dim, e_qn.want, e_qn.bound, n, q_dim);
+        compare("dump_q_pos", fetch_f(o.dump_q_pos, n * q_dim), q_dim, e_qp.want, e_qp.bound, n, q_dim);
     }
     if (t.with_k) {
-        const float *dump_k = t.dumps ? fetch(o.dump_k_pos, (size_t)(n * kv_dim), sizeof(float)) : NULL;
-        const float *dump_v = t.dumps ? fetch(o.dump_v, (size_t)(n * kv_dim), sizeof(float)) : NULL;
+        const float *dump_k = t.dumps ? fetch_f(o.dump_k_pos, n * kv_dim) : NULL;
+        const float *dump_v = t.dumps ? fetch_f(o.dump_v, n * kv_dim) : NULL;
         if (t.dumps) {
-            compare("dump_k", fetch(o.dump_k, (size_t)(n * kv_dim), sizeof(float)), (size_t)kv_dim, e_kn.want, e_kn.bound, n, kv_dim);
-            compare("dump_v", dump_v, (size_t)kv_dim, e_v.want, e_v.bound, n, kv_dim);
-            compare("dump_k_pos", dump_k, (size_t)kv_dim, e_kp.want, e_kp.bound, n, kv_dim);
+            compare("dump_k", fetch_f(o.dump_k, n * kv_dim), kv_dim, e_kn.want, e_kn.bound, n, kv_dim);
+            compare("dump_v", dump_v, kv_dim, e_v.want, e_v.bound, n, kv_dim);
+            compare("dump_k_pos", dump_k, kv_dim, e_kp.want, e_kp.bound, n, kv_dim);
         }
         // The planes: rows of the step where they belong, all others as they were.
         TestCache *dst = t.staged ? &stage : &ring;
@@ -1289,7 +1380,7 @@ static void qkv_case(QkvCase t, const Step *s) {
             const Expect *e = p ? &e_v : &e_kp;
             const float *dump = p ? dump_v : dump_k;
             const uint8_t *got = fetch(planes[p]->data, plane_bytes(&dst->c, planes[p]), 1);
-            float *value = keep((size_t)(n * kv_dim), sizeof *value);
+            float *value = keep(n * kv_dim, sizeof *value);
             Expect stored = expect(n, t.n_kv_heads * dim);
             for (int r = 0; r < n; r++) {
                 const Segment *seg = &s->segs[s->rows[r].seg];
@@ -1302,13 +1393,17 @@ static void qkv_case(QkvCase t, const Step *s) {
                         if (to >= dim) continue;
                         const double unit = t.type == KV_F32 ? 0 : t.type == KV_F16 ? ldexp(1, -11) : ldexp(1, -8);
                         value[at] = (float)load_value(t.type, got, row + (size_t)to);
-                        set(&stored, at, (Ref){ e->want[from], e->bound[from] * 1.1 + unit * fabs(e->want[from]) + (unit > 0 ? 1e-7 : 0) });
+                        const double rounding = unit > 0 ? unit * (fabs(e->want[from]) + e->bound[from]) + TOL_TINY : 0;
+                        set(&stored, at, (Ref){ e->want[from], e->bound[from] + rounding });
                         store_value(t.type, images[p], row + (size_t)to, dump ? (double)dump[from] : (double)value[at]);
                     }
                 }
             }
-            compare(p ? "v plane" : "k plane", value, (size_t)(t.n_kv_heads * dim), stored.want, stored.bound, n, t.n_kv_heads * dim);
-            same_bits(p ? "v plane, all rows" : "k plane, all rows", got, images[p], plane_bytes(&dst->c, planes[p]) / kv_bytes(t.type), kv_bytes(t.type));
+            compare(p ? "v plane" : "k plane", value, (size_t)(t.n_kv_heads * dim), stored.want, stored.bound, n,
+                    t.n_kv_heads * dim);
+            const size_t size = kv_bytes(t.type);
+            same_bits(p ? "v plane, all rows" : "k plane, all rows", got, images[p], plane_bytes(&dst->c, planes[p]) / size,
+                      size);
         }
     }
     sweep();
@@ -1317,33 +1412,39 @@ static void qkv_case(QkvCase t, const Step *s) {
 static void test_qkv_store(void) {
     static const KvType types[] = { KV_F32, KV_F16, KV_BF16 };
     for (int k = 0; k < 3; k++) {
-        Step *one = keep(1, sizeof *one), *two = keep(1, sizeof *two), *many = keep(1, sizeof *many), *far = keep(1, sizeof *far), keep_one, keep_two, keep_many, keep_far;
-        add_chain(one, 0, 5, 1);
-        add_chain(two, 2, 125, 7);      // wraps in a ring of 128
-        add_tree(two, 0, 40, 9, 3);
-        add_chain(many, 1, 90, 64);
-        add_chain(far, 1, 200003, 2);   // f32 angles would be off by 0.01
-        add_chain(far, 2, 0, 1);
-        keep_one = *one, keep_two = *two, keep_many = *many, keep_far = *far;
-        sweep();
+        static Step one, two, many, far;
+        memset(&one, 0, sizeof one);
+        memset(&two, 0, sizeof two);
+        memset(&many, 0, sizeof many);
+        memset(&far, 0, sizeof far);
+        add_chain(&one, 0, 5, 1);
+        add_chain(&two, 2, 125, 7);      // wraps in a ring of 128
+        add_tree(&two, 0, 40, 9, 3);
+        add_chain(&many, 1, 90, 64);
+        add_chain(&far, 1, 200003, 2);   // f32 angles would be off by 0.01
+        add_chain(&far, 2, 0, 1);
         const KvType t = types[k];
-        qkv_case((QkvCase){ t, 256, 8, 2, 128, 0, 128, false, true, true, true, false, true }, &keep_two);       // sliding layer
-        qkv_case((QkvCase){ t, 256, 4, 1, 128, 0, 128, false, true, true, true, false, false }, &keep_many);
-        qkv_case((QkvCase){ t, 256, 8, 2, 128, 0, 128, false, true, true, true, false, true }, &keep_far);
-        qkv_case((QkvCase){ t, 512, 8, 1, 256, 0, 64, true, true, true, true, false, true }, &keep_two);         // global layer, untied
-        qkv_case((QkvCase){ t, 512, 8, 2, 256, 64, 64, true, true, true, true, false, true }, &keep_two);        // tied
-        qkv_case((QkvCase){ t, 512, 2, 1, 256, 64, 64, true, true, true, true, false, false }, &keep_many);
-        qkv_case((QkvCase){ t, 128, 2, 2, 192, 16, 16, true, true, true, true, false, true }, &keep_one);
-        qkv_case((QkvCase){ t, 128, 4, 4, 128, 0, 64, false, false, true, true, false, true }, &keep_two);       // DFlash: V as it is
-        qkv_case((QkvCase){ t, 128, 4, 1, 128, 0, 64, false, true, true, false, false, true }, &keep_two);       // a reader of a donor's cache
-        qkv_case((QkvCase){ t, 128, 4, 1, 128, 16, 16, true, true, true, false, false, false }, &keep_two);
-        qkv_case((QkvCase){ t, 128, 4, 2, 128, 0, 32, false, true, false, true, false, true }, &keep_two);       // no q
-        qkv_case((QkvCase){ t, 256, 4, 2, 128, 0, 128, false, true, true, true, true, true }, &keep_two);        // stage
+        qkv_case((QkvCase){ t, 256, 8, 2, 128, 0, 128, false, true, true, true, false, true }, &two);       // sliding layer
+        qkv_case((QkvCase){ t, 256, 4, 1, 128, 0, 128, false, true, true, true, false, false }, &many);
+        qkv_case((QkvCase){ t, 256, 8, 2, 128, 0, 128, false, true, true, true, false, true }, &far);
+        // global layer, untied
+        qkv_case((QkvCase){ t, 512, 8, 1, 256, 0, 64, true, true, true, true, false, true }, &two);
+        qkv_case((QkvCase){ t, 512, 8, 2, 256, 64, 64, true, true, true, true, false, true }, &two);        // tied
+        qkv_case((QkvCase){ t, 512, 2, 1, 256, 64, 64, true, true, true, true, false, false }, &many);
+        qkv_case((QkvCase){ t, 128, 2, 2, 192, 16, 16, true, true, true, true, false, true }, &one);
+        // DFlash: V as it is
+        qkv_case((QkvCase){ t, 128, 4, 4, 128, 0, 64, false, false, true, true, false, true }, &two);
+        // a reader of a donor's cache
+        qkv_case((QkvCase){ t, 128, 4, 1, 128, 0, 64, false, true, true, false, false, true }, &two);
+        qkv_case((QkvCase){ t, 128, 4, 1, 128, 16, 16, true, true, true, false, false, false }, &two);
+        qkv_case((QkvCase){ t, 128, 4, 2, 128, 0, 32, false, true, false, true, false, true }, &two);       // no q
+        qkv_case((QkvCase){ t, 256, 4, 2, 128, 0, 128, false, true, true, true, true, true }, &two);        // stage
     }
     Step *chunk = alloc_or_die(1, sizeof *chunk);
     add_chain(chunk, 1, 60, 150);
     add_chain(chunk, 0, 0, 50);
-    qkv_case((QkvCase){ KV_F16, 256, 4, 1, 128, 0, 128, false, true, true, true, true, false }, chunk);          // a prompt longer than the ring
+    // a prompt longer than the ring
+    qkv_case((QkvCase){ KV_F16, 256, 4, 1, 128, 0, 128, false, true, true, true, true, false }, chunk);
     free(chunk);
 }
 
@@ -1360,10 +1461,13 @@ static void attend_case(AttendCase t, const Step *s) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, group = t.n_heads / t.n_kv_heads;
     int n_seqs = 0;
     for (int i = 0; i < s->n_segs; i++) n_seqs = max_int(n_seqs, s->segs[i].seq + 1);
-    CASE("attend", "%s, head_dim %d, heads %d/%d, slots %d, n_rot %d, window %d, own %s, stage %d, scale %g, %s of %d rows at %d (%d segments)", kv_name(t.type),
-         hd, t.n_heads, t.n_kv_heads, t.slots, t.n_rot, t.window, own_name[t.own], t.staged, (double)t.scale, s->segs[0].kind == SEG_TREE ? "tree" : "chain",
+    CASE("attend", "%s, head_dim %d, heads %d/%d, slots %d, n_rot %d, window %d, own %s, stage %d, scale %g, %s of %d "
+         "rows at %d (%d segments)", kv_name(t.type),
+         hd, t.n_heads, t.n_kv_heads, t.slots, t.n_rot, t.window, own_name[t.own], t.staged, (double)t.scale,
+             s->segs[0].kind == SEG_TREE ? "tree" : "chain",
          s->segs[0].n, s->len[s->segs[0].seq], s->n_segs);
-    TestCache ring = new_cache(t.type, n_seqs, t.n_kv_heads, hd, t.slots, t.n_rot), stage = new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot);
+    TestCache ring = new_cache(t.type, n_seqs, t.n_kv_heads, hd, t.slots, t.n_rot);
+    TestCache stage = new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot);
     for (int k = 0; k < s->n_segs; k++) {
         const Segment *seg = &s->segs[k];
         const int len = s->len[seg->seq];
@@ -1381,12 +1485,12 @@ static void attend_case(AttendCase t, const Step *s) {
     const Batch batch = put_batch(s);
 
     // Scores of a few units. The query goes in as qkv_store leaves it: in the cache's order, its unrotated part times fold.
-    float *q = floats((size_t)(n * q_dim), 7.5 / sqrt(hd) / (double)t.scale, 0), *q_in = keep((size_t)(n * q_dim), sizeof *q);
+    float *q = floats(n * q_dim, 7.5 / sqrt(hd) / (double)t.scale, 0), *q_in = keep(n * q_dim, sizeof *q);
     if (t.twins) memcpy(q + n / 2 * q_dim, q, (size_t)(n / 2 * q_dim) * sizeof *q);
     for (int h = 0; h < n * t.n_heads; h++)
         for (int i = 0; i < hd; i++)
             q_in[h * hd + place_of(i, t.n_rot, hd)] = q[h * hd + i] * (t.n_rot && i % (hd / 2) >= t.n_rot ? ring.fold[i] : 1);
-    const float *q_dev = put("q", q_in, (size_t)(n * q_dim), sizeof(float));
+    const float *q_dev = put_f("q", q_in, n * q_dim);
 
     // Keys and values in natural order, (seq, head, slot, head_dim): the cache's, then the stage's.
     const size_t n_ring = row_of(&ring.c, n_seqs, 0, 0), n_all = n_ring + row_of(&stage.c, 1, 0, 0);
@@ -1399,15 +1503,17 @@ static void attend_case(AttendCase t, const Step *s) {
             const int from = place_of(i, t.n_rot, hd);
             const double v = load_value(t.type, c->v, at * (size_t)hd + (size_t)from);
             values[row * (size_t)hd + (size_t)i] = v;
-            keys[row * (size_t)hd + (size_t)i] = from < c->c.k.dim ? load_value(t.type, c->k, at * (size_t)c->c.k.dim + (size_t)from) : v * (double)ring.fold[i];
+            const bool in_k = from < c->c.k.dim;
+            keys[row * (size_t)hd + (size_t)i] =
+                in_k ? load_value(t.type, c->k, at * (size_t)c->c.k.dim + (size_t)from) : v * (double)ring.fold[i];
         }
     }
 
     Expect e = expect(n, q_dim);
     const double tolerance = t.type == KV_F32 || on_cpu() ? TOL_ATTEND : TOL_ATTEND_16;
     const int max_keys = t.slots + 256;
-    double *weights = keep((size_t)(n * t.n_kv_heads * max_keys), sizeof *weights);
-    size_t *rows = keep((size_t)(n * t.n_kv_heads * max_keys), sizeof *rows);
+    double *weights = keep(n * t.n_kv_heads * max_keys, sizeof *weights);
+    size_t *rows = keep(n * t.n_kv_heads * max_keys, sizeof *rows);
     for (int rg = 0; rg < n * t.n_kv_heads; rg++) {
         const int r = rg / t.n_kv_heads, g = rg % t.n_kv_heads;
         const Row *row = &s->rows[r];
@@ -1419,9 +1525,11 @@ static void attend_case(AttendCase t, const Step *s) {
         for (int j = 0; j < len; j++)
             if (!t.window || pos - j < t.window) seen[n_keys++] = row_of(&ring.c, seg->seq, g, j % t.slots);
         for (int i = 0; i < seg->n; i++) {
-            const bool chain = i <= row->index && (!t.window || row->index - i < t.window), path = row->ancestors >> (i % 64) & 1;
+            const bool chain = i <= row->index && (!t.window || row->index - i < t.window),
+                       path = row->ancestors >> (i % 64) & 1;
             if (t.own == OWN_NONE || (t.own == OWN_CAUSAL && !(seg->kind == SEG_CHAIN ? chain : path))) continue;
-            seen[n_keys++] = t.staged ? n_ring + row_of(&stage.c, 0, g, seg->first + i) : row_of(&ring.c, seg->seq, g, (len + i) % t.slots);
+            if (t.staged) seen[n_keys++] = n_ring + row_of(&stage.c, 0, g, seg->first + i);
+            else seen[n_keys++] = row_of(&ring.c, seg->seq, g, (len + i) % t.slots);
         }
         double v_max = 0;
         for (int j = 0; j < n_keys; j++) {
@@ -1432,7 +1540,8 @@ static void attend_case(AttendCase t, const Step *s) {
             double max = -INFINITY, sum = 0, out[512] = { 0 };
             for (int j = 0; j < n_keys; j++) {
                 double score = 0;
-                for (int i = 0; i < hd; i++) score += (double)q[r * q_dim + h * hd + i] * keys[seen[j] * (size_t)hd + (size_t)i];
+                for (int i = 0; i < hd; i++)
+                    score += (double)q[r * q_dim + h * hd + i] * keys[seen[j] * (size_t)hd + (size_t)i];
                 p[j] = score * (double)t.scale;
                 max = p[j] > max ? p[j] : max;
             }
@@ -1441,7 +1550,7 @@ static void attend_case(AttendCase t, const Step *s) {
                 for (int i = 0; i < hd; i++) out[i] += p[j] * values[seen[j] * (size_t)hd + (size_t)i];
             }
             for (int i = 0; i < hd; i++)                // nothing in sight: 0
-                set(&e, (size_t)(r * q_dim + h * hd + i), (Ref){ n_keys ? out[i] / sum : 0, n_keys ? tolerance * v_max : 0 });
+                set(&e, r * q_dim + h * hd + i, (Ref){ n_keys ? out[i] / sum : 0, n_keys ? tolerance * v_max : 0 });
         }
     }
 
@@ -1450,11 +1559,13 @@ static void attend_case(AttendCase t, const Step *s) {
         const Batch view = batch_from(batch, runs[k]);
         const Act out = act_room(runs[k].n, q_dim, k);
         set_threads(runs[k].n);
-        op->attend(&(Attend){ .batch = &view, .cache = &ring.c, .stage = t.staged ? &stage.c : NULL, .n_heads = t.n_heads, .q = q_dev + runs[k].first * q_dim,
+        op->attend(&(Attend){ .batch = &view, .cache = &ring.c, .stage = t.staged ? &stage.c : NULL, .n_heads = t.n_heads,
+                              .q = q_dev + runs[k].first * q_dim,
                               .window = t.window, .own = t.own, .scale = t.scale, .out = out });
         check_act(&e, out, runs[k]);
     }
-    if (t.twins) same_bits("the same rows in two sessions", e.base + n / 2 * q_dim, e.base, (size_t)(n / 2 * q_dim), sizeof(float));
+    if (t.twins)
+        same_bits("the same rows in two sessions", e.base + n / 2 * q_dim, e.base, (size_t)(n / 2 * q_dim), sizeof(float));
     sweep();
 }
 
@@ -1465,6 +1576,57 @@ static void attend_chain(AttendCase t, int len, int n) {
     free(s);
 }
 
+// attend with a store of its own against qkv_store and then attend.
+static void attend_store_case(AttendCase t, bool reader, const Step *s) {
+    const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, kv_dim = t.n_kv_heads * hd,
+              n_pairs = t.n_rot ? t.n_rot : hd / 2;
+    CASE("attend", "store in its launch: %s, head_dim %d, heads %d/%d, n_rot %d, window %d, stage %d, k %d, %d rows",
+         kv_name(t.type), hd, t.n_heads,
+         t.n_kv_heads, t.n_rot, t.window, t.staged, !reader, n);
+    TestCache ring[2] = { new_cache(t.type, 2, t.n_kv_heads, hd, t.slots, t.n_rot) };
+    TestCache stage[2] = { new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot) };
+    random_rows(&ring[0]);
+    random_rows(&stage[0]);
+    ring[1] = ring[0];
+    stage[1] = stage[0];
+    const Batch batch = put_batch(s);
+    const float *w_q = floats(hd, 0.05, 0.2), *w_k = t.n_rot ? ring[0].fold : floats(hd, 0.5, 1);      // scores of a few units
+    const float *q = floats(n * q_dim, 3, 0), *k = floats(n * kv_dim, 2, 0);
+    double *inv_freq = keep(n_pairs, sizeof *inv_freq);
+    for (int i = 0; i < n_pairs; i++) inv_freq[i] = pow(1e4, -2.0 * i / hd);
+    QkvStore store = { .batch = &batch, .n_heads = t.n_heads, .v_norm = true, .eps = 1e-6f,
+                       .rope = { put("inv_freq", inv_freq, (size_t)n_pairs, sizeof(double)), n_pairs },
+                       .w_q = put_f("w_q", w_q, hd), .w_k = put_f("w_k", w_k, hd) };
+    if (!reader) store.k = store.v = put_f("k", k, n * kv_dim);
+    const float *out[2];
+    for (int path = 0; path < 2; path++) {
+        put_cache(&ring[path], false);
+        put_cache(&stage[path], false);
+        store.cache = &ring[path].c;
+        store.stage = t.staged ? &stage[path].c : NULL;
+        store.q = change_f("q", q, n * q_dim);
+        float *y = room_f("out", n * q_dim);
+        if (path == 0) op->qkv_store(&store);
+        op->attend(&(Attend){ .batch = &batch, .cache = store.cache, .stage = store.stage, .n_heads = t.n_heads,
+                              .q = store.q, .window = t.window,
+                              .own = t.own, .scale = t.scale, .store = path ? &store : NULL, .out = { .f = y } });
+        out[path] = fetch_f(y, n * q_dim);
+    }
+    Expect e = expect(n, q_dim);
+    const double tolerance = t.type == KV_F32 || on_cpu() ? TOL_ATTEND : TOL_ATTEND_16;
+    // values in the cache are about 1
+    for (int i = 0; i < n * q_dim; i++) set(&e, (size_t)i, (Ref){ (double)out[0][i], tolerance });
+    compare("out", out[1], q_dim, e.want, e.bound, n, q_dim);
+    for (int p = 0; p < 2; p++) {
+        const TestCache *a = t.staged ? stage : ring;
+        const KvPlane *plane[2] = { p ? &a[0].c.v : &a[0].c.k, p ? &a[1].c.v : &a[1].c.k };
+        const size_t bytes = plane_bytes(&a->c, plane[0]);
+        same_bits(p ? "v plane" : "k plane", fetch(plane[1]->data, bytes, 1), fetch(plane[0]->data, bytes, 1),
+                  bytes / kv_bytes(t.type), kv_bytes(t.type));
+    }
+    sweep();
+}
+
 static void test_attend(void) {
     static const KvType types[] = { KV_F32, KV_F16, KV_BF16 };
     static const int lens[] = { 0, 1, 63, 64, 65, 128 }, edges[] = { 1023, 1024, 1025, 1026 };
@@ -1473,33 +1635,43 @@ static void test_attend(void) {
         const AttendCase t = { types[k % 3], 128 << k % 3, 4, 2, 256, 0, 0, OWN_CAUSAL, false, false, 1 };
         attend_chain(t, lens[k], 1);
         attend_chain(t, lens[k], 7);
-        attend_chain((AttendCase){ types[(k + 1) % 3], 512, 4, 1, 256, 64, 0, OWN_CAUSAL, false, false, 1 }, lens[k], k % 2 ? 2 : 5);  // tied
+        // tied
+        attend_chain((AttendCase){ types[(k + 1) % 3], 512, 4, 1, 256, 64, 0, OWN_CAUSAL, false, false, 1 }, lens[k],
+                     k % 2 ? 2 : 5);
     }
     for (int group = 1; group <= 16; group *= 2)
         for (int k = 0; k < 3; k++) {
-            attend_chain((AttendCase){ types[k], 128 << k, group * (group < 4 ? 2 : 1), group < 4 ? 2 : 1, 256, 0, 0, OWN_CAUSAL, false, false, 1 }, 150, 3);
-            attend_chain((AttendCase){ types[k], 128 << k, group, 1, 192, 16 << k, 0, OWN_CAUSAL, false, false, 0.0625f }, 100, 2);
+            attend_chain((AttendCase){ types[k], 128 << k, group * (group < 4 ? 2 : 1), group < 4 ? 2 : 1, 256, 0, 0,
+                                       OWN_CAUSAL, false, false, 1 }, 150, 3);
+            attend_chain((AttendCase){ types[k], 128 << k, group, 1, 192, 16 << k, 0, OWN_CAUSAL, false, false, 0.0625f },
+                         100, 2);
         }
     attend_chain((AttendCase){ KV_F32, 256, 4, 2, 256, 0, 0, OWN_CAUSAL, false, false, 1 }, 130, 64);
     attend_chain((AttendCase){ KV_F16, 512, 4, 1, 256, 64, 0, OWN_CAUSAL, false, false, 1 }, 70, 64);
     attend_chain((AttendCase){ KV_F32, 128, 2, 1, 1152, 0, 0, OWN_CAUSAL, false, false, 1 }, 1026, 2);
-    for (int k = 0; k < 4; k++) {                      // sliding layers: the window's edge, and rings of 1024 and 1088 slots where they wrap
+    // sliding layers: the window's edge, and rings of 1024 and 1088 slots where they wrap
+    for (int k = 0; k < 4; k++) {
         attend_chain((AttendCase){ KV_F32, 256, 2, 1, 1024, 0, 961, OWN_CAUSAL, false, false, 1 }, edges[k], k % 2 ? 1 : 4);
-        attend_chain((AttendCase){ types[k % 3], 128, 2, 1, 1088, 0, 1024, OWN_CAUSAL, false, false, 1 }, edges[k], k % 2 ? 5 : 2);
+        attend_chain((AttendCase){ types[k % 3], 128, 2, 1, 1088, 0, 1024, OWN_CAUSAL, false, false, 1 }, edges[k],
+                     k % 2 ? 5 : 2);
         attend_chain((AttendCase){ KV_F32, 128, 2, 1, 1088, 0, 1024, OWN_CAUSAL, false, false, 1 }, edges[k] + 62, k + 1);
-        attend_chain((AttendCase){ KV_F16, 128, 4, 2, 1088, 0, 512, OWN_CAUSAL, false, false, 1 }, edges[k] + 2000, 3);  // a narrower reader
+        // a narrower reader
+        attend_chain((AttendCase){ KV_F16, 128, 4, 2, 1088, 0, 512, OWN_CAUSAL, false, false, 1 }, edges[k] + 2000, 3);
     }
     attend_chain((AttendCase){ KV_F32, 256, 2, 1, 1088, 0, 1024, OWN_CAUSAL, false, false, 1 }, 1060, 64);
-    attend_chain((AttendCase){ KV_F32, 128, 2, 2, 128, 0, 16, OWN_CAUSAL, false, false, 1 }, 100, 64);             // own rows leave the window
+    // own rows leave the window
+    attend_chain((AttendCase){ KV_F32, 128, 2, 2, 128, 0, 16, OWN_CAUSAL, false, false, 1 }, 100, 64);
     attend_chain((AttendCase){ KV_F32, 128, 2, 1, 128, 0, 1, OWN_CAUSAL, false, false, 1 }, 100, 3);
 
     for (int k = 0; k < 6; k++) {                      // trees: bushy, narrow, balanced; with a session beside them
         memset(s, 0, sizeof *s);
         add_tree(s, 0, k % 2 ? 100 : 0, k < 3 ? 64 : 17, k % 3 == 0 ? 60 : k % 3 == 1 ? 2 : 0);
         if (k >= 3) add_chain(s, 2, 33, 2);
-        attend_case((AttendCase){ types[k % 3], 128, 4, 2, 192, k == 4 ? 16 : 0, k == 5 || k == 2 ? 65 : 0, OWN_CAUSAL, false, false, 1 }, s);
+        attend_case((AttendCase){ types[k % 3], 128, 4, 2, 192, k == 4 ? 16 : 0, k == 5 || k == 2 ? 65 : 0, OWN_CAUSAL,
+                                  false, false, 1 }, s);
     }
-    for (int k = 0; k < 3; k++) {                      // OWN_ALL: a block of drafts; OWN_NONE: a reader of another model's cache
+    // OWN_ALL: a block of drafts; OWN_NONE: a reader of another model's cache
+    for (int k = 0; k < 3; k++) {
         memset(s, 0, sizeof *s);
         add_chain(s, 1, 65 * k, 16);
         add_chain(s, 0, 7, 3);
@@ -1520,6 +1692,14 @@ static void test_attend(void) {
         add_chain(s, 0, 75, 5);
         add_chain(s, 1, 75, 5);
         attend_case((AttendCase){ types[k], 256, 4, 2, 128, k == 1 ? 32 : 0, k == 2 ? 40 : 0, OWN_CAUSAL, false, true, 1 }, s);
+    }
+    for (int k = 0; k < 12; k++) {                     // one launch for store and attention
+        memset(s, 0, sizeof *s);
+        if (k % 3 == 2) add_tree(s, 1, 30, 20, 4);
+        else add_chain(s, 1, 30 + k, k % 3 ? 5 : 1);
+        if (k >= 6) add_chain(s, 0, 60, 3);
+        attend_store_case((AttendCase){ types[k % 3], 128 << k % 2, 4, 2, 128, k % 2 && k > 3 ? 32 : 0, k == 2 ? 25 : 0,
+                                        OWN_CAUSAL, k == 1, false, 1 }, k % 4 == 3, s);
     }
     free(s);
 }
@@ -1544,7 +1724,8 @@ static void check_planes(const TestCache *t, const char *name) {
 static void test_kv_commit(void) {
     for (int k = 0; k < 12; k++) {
         Step *s = keep(1, sizeof *s);
-        const int n_tree = k % 3 == 0 ? 64 : 20, ring_slots = 128, lens[3] = { 120 + k, k % 4 == 0 ? 0 : 30, 200 };      // session 0 wraps in the ring
+        // session 0 wraps in the ring
+        const int n_tree = k % 3 == 0 ? 64 : 20, ring_slots = 128, lens[3] = { 120 + k, k % 4 == 0 ? 0 : 30, 200 };
         if (k % 4 == 3) {
             add_chain(s, 1, lens[1], 64);
             add_chain(s, 0, lens[0], 3);
@@ -1554,7 +1735,8 @@ static void test_kv_commit(void) {
             add_tree(s, 1, lens[1], 9, 0);
         }
         CASE("kv_commit", "case %d, %d segments", k, s->n_segs);
-        TestCache caches[3] = { new_cache(KV_F16, 3, 2, 64, ring_slots, 0), new_cache(KV_F32, 3, 1, 128, 320, 0), new_cache(KV_BF16, 3, 2, 64, 320, 8) };
+        TestCache caches[3] = { new_cache(KV_F16, 3, 2, 64, ring_slots, 0), new_cache(KV_F32, 3, 1, 128, 320, 0),
+                                new_cache(KV_BF16, 3, 2, 64, 320, 8) };
         Cache list[3];
         for (int l = 0; l < 3; l++) {
             random_rows(&caches[l]);
@@ -1579,7 +1761,8 @@ static void test_kv_commit(void) {
         }
         Batch batch = put_batch(s);
         batch.len = put_changing("len", s->len, MAX_SEGS, sizeof(int32_t));
-        op->kv_commit(&(KvCommit){ .batch = &batch, .caches = list, .n_caches = 3, .n_accept = put("n_accept", n_accept, MAX_SEGS, sizeof(int32_t)),
+        op->kv_commit(&(KvCommit){ .batch = &batch, .caches = list, .n_caches = 3,
+                                   .n_accept = put("n_accept", n_accept, MAX_SEGS, sizeof(int32_t)),
                                    .path = k % 4 == 3 ? NULL : put("path", path, MAX_SEGS * STEP_ROWS, sizeof(int32_t)) });
         same_ints("len", fetch(batch.len, MAX_SEGS, sizeof(int32_t)), want_len, MAX_SEGS);
         for (int l = 0; l < 3; l++) {
@@ -1591,7 +1774,8 @@ static void test_kv_commit(void) {
                         const int len = s->len[seg->seq];
                         size_t bytes;
                         for (int j = 0; seg->kind == SEG_TREE && j < n_accept[i]; j++) {
-                            const uint8_t *from = image_row(t, p, seg->seq, g, (len + path[i * STEP_ROWS + j]) % t->c.slots, &bytes);
+                            const uint8_t *from = image_row(t, p, seg->seq, g, (len + path[i * STEP_ROWS + j]) % t->c.slots,
+                                                            &bytes);
                             memmove(image_row(t, p, seg->seq, g, (len + j) % t->c.slots, &bytes), from, bytes);
                         }
                         // What rejected rows leave behind is the backend's business.
@@ -1609,12 +1793,14 @@ static void test_kv_commit(void) {
 
 static void test_kv_copy(void) {
     static const KvType types[] = { KV_F32, KV_F16, KV_BF16 };
-    static const struct { int len, n, len_2, n_2; } cases[] = { { 77, 300, 100, 50 }, { 0, 128, 0, 1 }, { 0, 129, 1000, 64 }, { 1000, 7, 127, 2 }, { 5, 320, 3, 190 } };
+    static const struct { int len, n, len_2, n_2; } cases[] = { { 77, 300, 100, 50 }, { 0, 128, 0, 1 },
+                                                                { 0, 129, 1000, 64 }, { 1000, 7, 127, 2 }, { 5, 320, 3, 190 } };
     for (int k = 0; k < 5; k++) {
         Step *s = keep(1, sizeof *s);
         add_chain(s, 1, cases[k].len, cases[k].n);
         add_chain(s, 0, cases[k].len_2, cases[k].n_2);
-        CASE("kv_copy", "%s, %d rows at %d and %d at %d into 128 slots", kv_name(types[k % 3]), cases[k].n, cases[k].len, cases[k].n_2, cases[k].len_2);
+        CASE("kv_copy", "%s, %d rows at %d and %d at %d into 128 slots", kv_name(types[k % 3]), cases[k].n, cases[k].len,
+             cases[k].n_2, cases[k].len_2);
         TestCache ring = new_cache(types[k % 3], 3, 2, 64, 128, 0), stage = new_cache(types[k % 3], 1, 2, 64, MAX_STEP, 0);
         random_rows(&ring);
         random_rows(&stage);
@@ -1641,7 +1827,8 @@ static void test_head(void) {
     for (int t = 0; t < N_TYPES; t++)
         for (int k = 0; k < 3; k++) {
             const DType type = all_types[t];
-            const int vocab = k == 0 ? 300 : k == 1 ? 1000 : 33, cols = k == 0 ? 1536 : k == 1 ? 256 : 77, rows = k == 0 ? 64 : 100;
+            const int vocab = k == 0 ? 100 : k == 1 ? 500 : 33, cols = k == 0 ? 1536 : k == 1 ? 256 : 77;
+            const int rows = k == 0 ? 64 : 100;
             const double cap = k == 1 ? 0 : t % 2 ? 30 : 1.5;      // 1.5: logits of this test's size reach its bend
             if (cols % block_elems(type)) continue;
             CASE("head", "%s (%d, %d), cap %g, hidden %d", type_name(type), vocab, cols, cap, k < 2);
@@ -1652,19 +1839,22 @@ static void test_head(void) {
             Expect e = expect(rows, vocab);
             for (int i = 0; i < vocab; i++)
                 for (int r = 0; r < rows; r++) {
-                    Ref z = product(&w, 0, i, &ref, (size_t)r);
+                    Ref z = product(&w, 0, i, &ref, r);
                     if (cap > 0) z = (Ref){ cap * tanh(z.v / cap), z.bound + TOL_ACT * cap };
-                    set(&e, (size_t)(r * vocab + i), z);
+                    set(&e, r * vocab + i, z);
                 }
             for (int run = 0; run < N_RUNS_100; run++) {
                 const Run part = runs_100[run];
                 if (part.first + part.n > rows) continue;
-                float *logits = room("logits", (size_t)(part.n * vocab), sizeof(float)), *hidden = k < 2 ? room("hidden", (size_t)(part.n * cols), sizeof(float)) : NULL;
+                float *logits = room_f("logits", part.n * vocab);
+                float *hidden = k < 2 ? room_f("hidden", part.n * cols) : NULL;
                 set_threads(part.n);
-                op->head(&(Head){ .n_rows = part.n, .in = in_from(dev, part.first, cols), .w = &w.t, .cap = (float)cap, .logits = logits, .hidden = hidden });
-                check_rows("logits", &e, fetch(logits, (size_t)(part.n * vocab), sizeof(float)), part);
+                op->head(&(Head){ .n_rows = part.n, .in = in_from(dev, part.first, cols), .w = &w.t, .cap = (float)cap,
+                                  .logits = logits, .hidden = hidden });
+                check_rows("logits", &e, fetch_f(logits, part.n * vocab), part);
                 if (hidden)
-                    compare("hidden", fetch(hidden, (size_t)(part.n * cols), sizeof(float)), (size_t)cols, ref.y + part.first * cols, ref.y_bound + part.first * cols, part.n, cols);
+                    compare("hidden", fetch_f(hidden, part.n * cols), cols, ref.y + part.first * cols,
+                            ref.y_bound + part.first * cols, part.n, cols);
             }
             sweep();
         }
@@ -1679,8 +1869,8 @@ static void sample_greedy(void) {
         add_chain(s, 1, 9, 5);
         add_tree(s, 0, 3, 7, 2);
         const Batch batch = put_batch(s);
-        float *logits = floats((size_t)(n * vocab), 3, 0);
-        uint32_t *mask = keep((size_t)(n * words), sizeof *mask);
+        float *logits = floats(n * vocab, 3, 0);
+        uint32_t *mask = keep(n * words, sizeof *mask);
         int32_t want[12];
         for (int r = 0; r < n; r++) {
             float *z = logits + r * vocab;
@@ -1698,11 +1888,14 @@ static void sample_greedy(void) {
             for (int i = 0; i < vocab; i++)
                 if ((!masked || mask[r * words + i / 32] >> (i % 32) & 1) && (want[r] < 0 || z[i] > z[want[r]])) want[r] = i;
         }
-        const SampleParams params[2] = { { .seed = 1, .temperature = 0, .top_p = 1, .repeat = 1 }, { .seed = 2, .temperature = -1, .top_k = 5, .top_p = 0.5f, .repeat = 1 } };
+        const SampleParams params[2] = { { .seed = 1, .temperature = 0, .top_p = 1, .repeat = 1 },
+                                         { .seed = 2, .temperature = -1, .top_k = 5, .top_p = 0.5f, .repeat = 1 } };
         Row *feed = put_changing("feed", s->rows, (size_t)n, sizeof(Row));
         int32_t *out = room("out", (size_t)n, sizeof(int32_t));
-        op->sample(&(Sample){ .batch = &batch, .vocab = vocab, .logits = put("logits", logits, (size_t)(n * vocab), sizeof(float)), .params = put("params", params, 2, sizeof *params),
-                              .mask = masked ? put("mask", mask, (size_t)(n * words), sizeof *mask) : NULL, .out = out, .feed = k >= 2 ? feed : NULL });
+        op->sample(&(Sample){ .batch = &batch, .vocab = vocab, .logits = put_f("logits", logits, n * vocab),
+                              .params = put("params", params, 2, sizeof *params),
+                              .mask = masked ? put("mask", mask, (size_t)(n * words), sizeof *mask) : NULL, .out = out,
+                              .feed = k >= 2 ? feed : NULL });
         same_ints("out", fetch(out, (size_t)n, sizeof(int32_t)), want, n);
         for (int r = 0; k >= 2 && r < n; r++) s->rows[r].token = want[r];
         same_bits("feed", fetch(feed, (size_t)n, sizeof(Row)), s->rows, (size_t)n, sizeof(Row));
@@ -1725,7 +1918,8 @@ static int ref_probabilities(double *p, const float *logits, const uint32_t *mas
         }
     kept = s->top_k > 0 && s->top_k < n ? s->top_k : n;
     double total = 0, mass = 0;
-    for (int i = 0; i < kept; i++) total += p[order[i]] = exp(((double)logits[order[i]] - (double)logits[order[0]]) / (double)s->temperature);
+    for (int i = 0; i < kept; i++)
+        total += p[order[i]] = exp(((double)logits[order[i]] - (double)logits[order[0]]) / (double)s->temperature);
     int stay = 0;
     for (; stay < kept && (stay == 0 || mass < (double)s->top_p * total); stay++) mass += p[order[stay]];
     while (stay > 1 && p[order[stay - 1]] < (double)s->min_p) mass -= p[order[--stay]];
@@ -1737,27 +1931,32 @@ static int ref_probabilities(double *p, const float *logits, const uint32_t *mas
 static void sample_distribution(void) {
     static const struct { int vocab; float temperature; int top_k; float top_p, min_p; bool mask; } cases[] = {
         { 40, 1, 0, 1, 0, false }, { 40, 0.7f, 0, 1, 0, true }, { 77, 1.5f, 10, 1, 0, false }, { 77, 1, 0, 0.8f, 0, false },
-        { 40, 1, 0, 1, 0.1f, false }, { 77, 1.2f, 20, 0.9f, 0.05f, true }, { 33, 2, 1, 1, 0, false }, { 7, 100, 0, 0.5f, 0, false }, { 5, 1, 64, 0, 0, false }
+        { 40, 1, 0, 1, 0.1f, false }, { 77, 1.2f, 20, 0.9f, 0.05f, true }, { 33, 2, 1, 1, 0, false },
+        { 7, 100, 0, 0.5f, 0, false }, { 5, 1, 64, 0, 0, false }
     };
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
         const int vocab = cases[k].vocab, words = (vocab + 31) / 32, n = 64, calls = 400;
-        const SampleParams params = { .seed = 1000 + k, .temperature = cases[k].temperature, .top_k = cases[k].top_k, .top_p = cases[k].top_p, .min_p = cases[k].min_p, .repeat = 1 };
-        CASE("sample", "vocab %d, temperature %g, top-k %d, top-p %g, min-p %g, mask %d", vocab, (double)params.temperature, (int)params.top_k, (double)params.top_p,
+        const SampleParams params = { .seed = 1000 + k, .temperature = cases[k].temperature, .top_k = cases[k].top_k,
+                                      .top_p = cases[k].top_p, .min_p = cases[k].min_p, .repeat = 1 };
+        CASE("sample", "vocab %d, temperature %g, top-k %d, top-p %g, min-p %g, mask %d", vocab, (double)params.temperature,
+             (int)params.top_k, (double)params.top_p,
              (double)params.min_p, cases[k].mask);
         Step *s = keep(1, sizeof *s);
         add_chain(s, 0, 0, n);
         Batch batch = put_batch(s);
         batch.len = put_changing("len", s->len, MAX_SEGS, sizeof(int32_t));
-        const float *row = floats((size_t)vocab, 2.5, 0);
-        float *logits = keep((size_t)(n * vocab), sizeof *logits);
-        uint32_t *mask = keep((size_t)(n * words), sizeof *mask);
+        float *row = floats(vocab, 2.5, 0);
+        row[vocab - 1] = 2.4f;          // the last token counts
+        float *logits = keep(n * vocab, sizeof *logits);
+        uint32_t *mask = keep(n * words, sizeof *mask);
         for (int i = 0; i < vocab; i++) mask[i / 32] |= (uint32_t)(i % 5 != 2) << (i % 32);
         for (int r = 0; r < n; r++) {
             memcpy(logits + r * vocab, row, (size_t)vocab * sizeof *row);
             memcpy(mask + r * words, mask, (size_t)words * sizeof *mask);
         }
         int32_t *out = room("out", (size_t)n, sizeof(int32_t));
-        const Sample o = { .batch = &batch, .vocab = vocab, .logits = put("logits", logits, (size_t)(n * vocab), sizeof(float)), .params = put("params", &params, 1, sizeof params),
+        const Sample o = { .batch = &batch, .vocab = vocab, .logits = put_f("logits", logits, n * vocab),
+                           .params = put("params", &params, 1, sizeof params),
                            .mask = cases[k].mask ? put("mask", mask, (size_t)(n * words), sizeof *mask) : NULL, .out = out };
         double p[128], chi = 0, rest_p = 0, rest_n = 0;
         int count[128] = { 0 }, bins = 0, outside = 0, first_bad = -1;
@@ -1775,7 +1974,8 @@ static void sample_distribution(void) {
                 else if (outside++ == 0) first_bad = got[r];
             }
         }
-        CHECK(!outside, "%s: out: got token %d, which cannot be drawn, %d of %d times, want 0", now, first_bad, outside, calls * n);
+        CHECK(!outside, "%s: out: got token %d, which cannot be drawn, %d of %d times, want 0", now, first_bad, outside,
+              calls * n);
         for (int i = 0; i < vocab; i++) {
             const double want = p[i] * calls * n;
             if (want >= 8) chi += (count[i] - want) * (count[i] - want) / want, bins++;
@@ -1783,8 +1983,10 @@ static void sample_distribution(void) {
         }
         if (rest_p >= 8) chi += (rest_n - rest_p) * (rest_n - rest_p) / rest_p, bins++;
         // Wilson and Hilferty: the cube root of chi / df is nearly normal.
-        const double df = bins - 1, a = 2 / (9 * (df > 0 ? df : 1)), root = 1 - a + CHI_Z * sqrt(a), limit = df > 0 ? df * root * root * root : 1e-9;
-        CHECK(chi <= limit, "%s: chi-square of %d draws over %d of %d tokens: got %.1f, want at most %.1f", now, calls * n, bins, stay, chi, limit);
+        const double df = bins - 1, a = 2 / (9 * (df > 0 ? df : 1)), root = 1 - a + CHI_Z * sqrt(a),
+                     limit = df > 0 ? df * root * root * root : 1e-9;
+        CHECK(chi <= limit, "%s: chi-square of %d draws over %d of %d tokens: got %.1f, want at most %.1f", now, calls * n,
+              bins, stay, chi, limit);
         sweep();
     }
 }
@@ -1794,12 +1996,13 @@ static void sample_same(void) {
     const int vocab = 3000, n = 40;
     for (int k = 0; k < 3; k++) {
         const int top_k = k == 0 ? 0 : k == 1 ? 500 : 1500;
-        const SampleParams one = { .seed = 7, .temperature = 1, .top_k = top_k, .top_p = 0.95f, .repeat = 1 }, params[3] = { one, one, one };
+        const SampleParams one = { .seed = 7, .temperature = 1, .top_k = top_k, .top_p = 0.95f, .repeat = 1 },
+                           params[3] = { one, one, one };
         CASE("sample", "same seed and position, top-k %d", top_k);
         const float *dev_params = put("params", params, 3, sizeof one);
         // By position, 100 .. 100 + n - 1, in a chain of one session; then other rows, segments and sessions.
-        const float *by_pos = floats((size_t)(n * vocab), 4, 0);
-        double *p = keep((size_t)vocab, sizeof *p);
+        const float *by_pos = floats(n * vocab, 4, 0);
+        double *p = keep(vocab, sizeof *p);
         int32_t want[64];
         for (int layout = 0; layout < 4; layout++) {
             Step *s = keep(1, sizeof *s);
@@ -1808,7 +2011,7 @@ static void sample_same(void) {
             if (layout == 2) add_chain(s, 1, 120, 5), add_chain(s, 2, 103, 3), add_chain(s, 0, 139, 1);
             if (layout == 3) add_chain(s, 2, 130, 2), add_tree(s, 1, 100, 20, 3);
             const Batch batch = put_batch(s);
-            float *logits = keep((size_t)(s->n_rows * vocab), sizeof *logits);
+            float *logits = keep(s->n_rows * vocab, sizeof *logits);
             int32_t *out = room("out", (size_t)s->n_rows, sizeof *out);
             int32_t expected[64];
             for (int r = 0; r < s->n_rows; r++) {
@@ -1816,7 +2019,7 @@ static void sample_same(void) {
                 memcpy(logits + r * vocab, by_pos + (pos - 100) * vocab, (size_t)vocab * sizeof *logits);
                 expected[r] = layout ? want[pos - 100] : 0;
             }
-            op->sample(&(Sample){ .batch = &batch, .vocab = vocab, .logits = put("logits", logits, (size_t)(s->n_rows * vocab), sizeof(float)),
+            op->sample(&(Sample){ .batch = &batch, .vocab = vocab, .logits = put_f("logits", logits, s->n_rows * vocab),
                                   .params = (const SampleParams *)(const void *)dev_params, .out = out });
             const int32_t *got = fetch(out, (size_t)s->n_rows, sizeof *out);
             if (layout) same_ints("out", got, expected, s->n_rows);
@@ -1828,33 +2031,68 @@ static void sample_same(void) {
             outside += want[r] < 0 || want[r] >= vocab || p[want[r]] <= 0;
         }
         for (int r = 1; r < n; r++) changes += want[r] != want[r - 1];
-        CHECK(!outside && changes > n / 2, "%s: out: got %d tokens that cannot be drawn and %d changes, want 0 and more than %d", now, outside, changes, n / 2);
+        CHECK(!outside && changes > n / 2, "%s: out: got %d tokens that cannot be drawn and %d changes, want 0 and more than %d",
+              now, outside, changes, n / 2);
+        sweep();
+    }
+}
+
+static void sample_refused(void) {
+    const int vocab = 77, n = 4;
+    for (int k = 0; k < 2; k++) {
+        CASE("sample", "rows without an answer, temperature %d", k);
+        Step *s = keep(1, sizeof *s);
+        add_chain(s, 0, 3, n);
+        const Batch batch = put_batch(s);
+        float *logits = floats(n * vocab, 1, 0);
+        // 3 words a row; bits behind the vocabulary mean nothing
+        uint32_t mask[12] = { 0, 0, 1, ~0u, ~1u, ~0u, 0, 0, 0, 4, 0, 0 };
+        mask[8] = 1u << 20;
+        logits[vocab + 32] = NAN;                      // row 1, not allowed there, and all the same
+        const SampleParams params = { .seed = 5, .temperature = (float)k, .top_p = 1, .repeat = 1 };
+        int32_t *out = room("out", (size_t)n, sizeof(int32_t));
+        op->sample(&(Sample){ .batch = &batch, .vocab = vocab, .logits = put_f("logits", logits, n * vocab),
+                              .params = put("params", &params, 1, sizeof params),
+                              .mask = put("mask", mask, 12, sizeof *mask), .out = out });
+        same_ints("out", fetch(out, (size_t)n, sizeof(int32_t)), (int32_t[]){ 64, -1, -1, 2 }, n);
         sweep();
     }
 }
 
 static void test_sample(void) {
     sample_greedy();
+    sample_refused();
     sample_distribution();
     sample_same();
 }
 
 // ---- all ------------------------------------------------------------------------------------------------------------
 
-static void run_all(const Ops *table) {
+// only: names of operations, NULL after the last; none: all.
+static void run_all(const Ops *table, char **only) {
     op = table;
     const Limits lim = { .max_rows = MAX_STEP, .max_cols = 4096, .max_experts = 8, .vocab = 4096 };
     op->init(&lim);
+    size_t free_bytes = 1, total = 0;
+    op->memory(&free_bytes, &total);
+    CHECK(total && free_bytes <= total, "%s memory: got %zu bytes free of %zu", op->name, free_bytes, total);
     const struct { const char *name; bool filled; void (*test)(void); } tests[] = {
         { "embed", op->embed, test_embed }, { "ple_rows", op->ple_rows, test_ple_rows }, { "matmul", op->matmul, test_matmul },
-        { "route", op->route, test_route }, { "gate_up", op->gate_up, test_gate_up }, { "expert_gate_up", op->expert_gate_up, test_expert_gate_up },
-        { "expert_down", op->expert_down, test_expert_down }, { "ple_inject", op->ple_inject, test_ple_inject }, { "close", op->close, test_close },
-        { "gather_rows", op->gather_rows, test_gather_rows }, { "qkv_store", op->qkv_store, test_qkv_store }, { "attend", op->attend, test_attend },
-        { "kv_commit", op->kv_commit, test_kv_commit }, { "kv_copy", op->kv_copy, test_kv_copy }, { "head", op->head, test_head }, { "sample", op->sample, test_sample }
+        { "route", op->route, test_route }, { "gate_up", op->gate_up, test_gate_up },
+        { "expert_gate_up", op->expert_gate_up, test_expert_gate_up },
+        { "expert_down", op->expert_down, test_expert_down }, { "ple_inject", op->ple_inject, test_ple_inject },
+        { "close", op->close, test_close },
+        { "gather_rows", op->gather_rows, test_gather_rows }, { "qkv_store", op->qkv_store, test_qkv_store },
+        { "attend", op->attend, test_attend },
+        { "kv_commit", op->kv_commit, test_kv_commit }, { "kv_copy", op->kv_copy, test_kv_copy },
+        { "head", op->head, test_head }, { "sample", op->sample, test_sample }
     };
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
         const double start = seconds();
         char why[80];
+        bool wanted = !*only;
+        for (char **name = only; *name; name++) wanted |= strcmp(*name, tests[i].name) == 0;
+        if (!wanted) continue;
         random_state = i + 1;           // a test gives the same numbers whichever others run
         snprintf(why, sizeof why, "%s has no %s", op->name, tests[i].name);
         if (tests[i].filled) tests[i].test();
@@ -1863,7 +2101,8 @@ static void run_all(const Ops *table) {
     }
 }
 
-int main(void) {
-    run_all(cpu_ops());
+int main(int argc, char **argv) {
+    (void)argc;
+    run_all(cpu_ops(), argv + 1);
     return test_done("ops");
 }
