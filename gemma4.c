@@ -1221,7 +1221,7 @@ static void cpu_attend(const Attend *o) {
             }
             for (int h = 0; h < group; h++) {
                 float *out = s.out + (size_t)h * hd;
-                for (int i = 0; i < hd; i++) out[i] = s.sum[h] > 0 ? out[i] / s.sum[h] : 0;     // nothing in sight: 0
+                for (int i = 0; i < hd; i++) out[i] = s.sum[h] == 0 ? 0 : out[i] / s.sum[h];   // nothing in sight: 0
                 if (c->n_rot) tied_order(out, hd, c->n_rot, true);
                 emit(&o->out, r, o->n_heads * hd, (g * group + h) * hd, out, hd);
             }
