@@ -1895,7 +1895,7 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
     for (; prompted && !interrupted; made++) {
         const Batch b = { .rows = m->s.kept_rows, .segs = m->s.segs, .len = m->s.len, .n_rows = 1, .n_segs = 1 };
         if (made == o->n_predict) { why = "-n reached"; break; }
-        if (op->begin((StepKey){ .kind = STEP_COMMIT, .rows = 1, .logits = 1 }))
+        if (op->begin((StepKey){ .kind = STEP_SAMPLE, .rows = 1, .logits = 1 }))
             op->sample(&(Sample){ .batch = &b, .vocab = m->config.vocab, .logits = m->s.logits, .params = m->s.params,
                                   .mask = m->s.mask, .out = m->s.chosen });
         op->end();

@@ -410,7 +410,7 @@ typedef struct {                     // in order with the operations
     CopyKind    kind;
 } Copy;
 
-typedef enum { STEP_PROMPT, STEP_DECODE, STEP_DRAFT, STEP_COMMIT } StepKind;
+typedef enum { STEP_PROMPT, STEP_DECODE, STEP_DRAFT, STEP_SAMPLE, STEP_COMMIT } StepKind;
 
 typedef struct {                     // everything that decides which operations a step issues; compare as bytes
     int32_t model;                   // target and drafters number themselves
