@@ -554,12 +554,15 @@ static Act take_act(Arena *a, Forms forms, size_t rows, size_t cols) {
     return t;
 }
 
-static size_t kv_value_bytes(KvType t) { return t == KV_F32 ? 4 : 2; }
+static void take_plane(Arena *a, KvPlane *p, size_t rows) {
+    p->data = take(a, rows, kv_row_bytes(p->type, p->dim));
+    p->scale = kv_group(p->type) ? take(a, rows, kv_scale_bytes(p->type, p->dim)) : NULL;
+}
 
 static void take_cache(Arena *a, Cache *c) {
     const size_t rows = (size_t)c->n_seqs * c->n_kv_heads * (size_t)c->slots;
-    c->k.data = take(a, rows * (size_t)c->k.dim, kv_value_bytes(c->k.type));
-    c->v.data = take(a, rows * (size_t)c->v.dim, kv_value_bytes(c->v.type));
+    take_plane(a, &c->k, rows);
+    take_plane(a, &c->v, rows);
 }
 
 // The caches of all layers that own one, and the stage that their rows pass through in prompt steps.
@@ -567,7 +570,7 @@ static void plan_caches(Model *m, Arena *a) {
     const Config *c = &m->config;
     const PlanOptions *o = &m->options;
     const KvType ring_type = o->k_type == KV_F32 ? KV_F32 : KV_F16;
-    size_t stage_rows = 0;
+    int stage_dim = 0;                                 // values of a row of all heads, in the widest ring
     m->n_caches = 0;
     for (int l = 0; l < c->first_shared; l++) {
         const LayerConfig *lc = &c->layer[l];
@@ -579,7 +582,7 @@ static void plan_caches(Model *m, Arena *a) {
         if (lc->is_swa) {
             k.slots = min_int(k.slots, (int)round_up((size_t)c->n_swa - 1 + STEP_ROWS, TILE_SLOTS));
             k.k.type = k.v.type = ring_type;
-            stage_rows = (size_t)max_int((int)stage_rows, lc->n_kv_heads * lc->head_dim);
+            stage_dim = max_int(stage_dim, lc->n_kv_heads * lc->head_dim);
         } else if (!w->attn_v.data && !o->untied) {
             k.n_rot = m->weights.n_pairs[0];
             k.k.dim = 2 * k.n_rot;
@@ -594,9 +597,9 @@ static void plan_caches(Model *m, Arena *a) {
     for (int l = c->first_shared; l < c->n_layers; l++) m->cache_of[l] = m->cache_of[c->layer[l].kv_layer];
 
     const size_t before = a->used;
-    m->stage = (Cache){ .n_seqs = 1, .slots = o->n_batch, .k = { .type = ring_type }, .v = { .type = ring_type } };
-    m->stage.k.data = take(a, stage_rows * (size_t)o->n_batch, kv_value_bytes(ring_type));
-    m->stage.v.data = take(a, stage_rows * (size_t)o->n_batch, kv_value_bytes(ring_type));
+    m->stage = (Cache){ .n_seqs = 1, .n_kv_heads = 1, .slots = (int)round_up(o->n_batch, TILE_SLOTS),
+                        .k = { .type = ring_type, .dim = stage_dim }, .v = { .type = ring_type, .dim = stage_dim } };
+    take_cache(a, &m->stage);
     m->plan.stage = a->used - before;
 }
 
@@ -919,6 +922,7 @@ static void emit(const Act *out, size_t r, int cols, int first, const float *v, 
 // A token's row of an embedding table as f32 (cols).
 static void embedding_row(const Tensor *table, int32_t token, float *out) {
     const size_t row_size = gguf_row_size(table->type, table->cols);
+    if (token < 0 || token >= table->rows) token = 0;  // a choice of -1 that was fed
     gguf_dequantize(table->type, (const uint8_t *)table->data + (size_t)token * row_size, out, table->cols);
 }
 
@@ -1054,8 +1058,8 @@ static void cpu_close(const Close *o) {
 
 static void cpu_gather_rows(const GatherRows *o) {
     for (int r = 0; r < o->n_rows; r++)
-        memcpy(o->dst + (size_t)r * o->dst_stride,
-               o->src + (size_t)(o->index ? o->index[r] : r) * (size_t)o->src_stride, (size_t)o->cols * sizeof(float));
+        memcpy((uint32_t *)o->dst + (size_t)r * o->dst_stride,
+               (const uint32_t *)o->src + (size_t)(o->index ? o->index[r] : r) * o->src_stride, o->cols * sizeof(uint32_t));
 }
 
 // ---- cache ----
@@ -1065,7 +1069,7 @@ static void kv_type_missing(KvType t) { die("cache type %d is not supported by t
 // Where row `slot` of one head lies.
 static void *kv_row(const Cache *c, const KvPlane *p, int seq, int head, int slot) {
     const size_t row = ((size_t)seq * c->n_kv_heads + head) * (size_t)c->slots + slot;
-    return (char *)p->data + row * (size_t)p->dim * kv_value_bytes(p->type);
+    return (char *)p->data + row * kv_row_bytes(p->type, p->dim);
 }
 
 static void kv_write(const KvPlane *p, void *row, const float *v) {
@@ -1230,8 +1234,7 @@ static void cpu_attend(const Attend *o) {
 
 // One cached row of all heads from one place to another.
 static void kv_move(const Cache *dst, int dst_seq, int dst_slot, const Cache *src, int src_seq, int src_slot) {
-    const size_t k_bytes = (size_t)dst->k.dim * kv_value_bytes(dst->k.type);
-    const size_t v_bytes = (size_t)dst->v.dim * kv_value_bytes(dst->v.type);
+    const size_t k_bytes = kv_row_bytes(dst->k.type, dst->k.dim), v_bytes = kv_row_bytes(dst->v.type, dst->v.dim);
     for (int g = 0; g < dst->n_kv_heads; g++) {
         memmove(kv_row(dst, &dst->k, dst_seq, g, dst_slot), kv_row(src, &src->k, src_seq, g, src_slot), k_bytes);
         memmove(kv_row(dst, &dst->v, dst_seq, g, dst_slot), kv_row(src, &src->v, src_seq, g, src_slot), v_bytes);
@@ -1242,12 +1245,13 @@ static void cpu_kv_commit(const KvCommit *o) {
     for (int i = 0; i < o->batch->n_segs; i++) {
         const Segment *seg = &o->batch->segs[i];
         int32_t *len = &o->batch->len[seg->seq];
-        for (int k = 0; seg->kind == SEG_TREE && k < o->n_accept[i]; k++) {    // path[k] >= k: no row is overwritten unread
-            const int from = o->path[(size_t)i * STEP_ROWS + k];
+        for (int k = 0; k < o->n_accept[i]; k++) {     // path[k] >= k: no row is overwritten unread
+            const int from = seg->kind == SEG_TREE ? o->path[(size_t)i * STEP_ROWS + k] : k;
             for (int l = 0; l < o->n_caches && from != k; l++) {
                 const Cache *c = &o->caches[l];
                 kv_move(c, seg->seq, (*len + k) % c->slots, c, seg->seq, (*len + from) % c->slots);
             }
+            if (o->counts) o->counts[(size_t)seg->seq * o->vocab + o->batch->rows[seg->first + from].token]++;
         }
         *len += o->n_accept[i];
     }
@@ -1729,10 +1733,14 @@ static void commit(Model *m, const int32_t *n_accept, const int32_t *path) {
     }
     op->copy(&(Copy){ s->n_accept, n_accept, (size_t)m->n_segs * sizeof *n_accept, COPY_IN });
     if (path) op->copy(&(Copy){ s->path, path, (size_t)m->n_segs * STEP_ROWS * sizeof *path, COPY_IN });
-    if (op->begin((StepKey){ .kind = STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs, .kept = path != NULL }))
+    if (op->begin((StepKey){ .kind = STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs, .variant = path != NULL }))
         op->kv_commit(&(KvCommit){ .batch = &b, .caches = m->caches, .n_caches = m->n_caches, .n_accept = s->n_accept,
                                    .path = path ? s->path : NULL });
     op->end();
+}
+
+static void commit_all(Model *m) {                     // every row of the last step, which is one chain
+    commit(m, &(int32_t){ m->n_rows }, NULL);
 }
 
 static void read_logits(Model *m, int row, float *host) {            // (vocab) of one row of the last step
@@ -1741,18 +1749,20 @@ static void read_logits(Model *m, int row, float *host) {            // (vocab) 
     m->ops->wait();
 }
 
-// Runs n tokens through session seq in chunks of at most n_batch rows and commits them; the last one's logits are row 0
-// afterwards. what: shown as progress, NULL: not. False: *stop was set between two chunks; what ran is committed.
+// Runs n tokens through session seq in chunks of at most n_batch rows. The last one's logits are row 0 afterwards, and its
+// chunk is left to the caller to commit, who may sample first. what: shown as progress, NULL: not. False: *stop was set
+// between two chunks; what ran is committed.
 static bool run_prompt(Model *m, int seq, const int32_t *tokens, int n, const char *what,
                        const volatile sig_atomic_t *stop) {
     for (int at = 0; at < n; ) {
         const int chunk = min_int(n - at, m->options.n_batch);
         for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = tokens[at + i], .want = at + i == n - 1 };
         step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = chunk, .rows = m->chunk }, 1);
-        commit(m, &(int32_t){ chunk }, NULL);
         at += chunk;
         if (what) progress(what, at, n);
-        if (at < n && stop && *stop) return false;
+        if (at == n) break;
+        commit_all(m);
+        if (stop && *stop) return false;
     }
     return true;
 }
@@ -1837,7 +1847,8 @@ static double bytes_per_token(const Model *m, int pos) {
         for (size_t i = 0; i < sizeof experts / sizeof *experts; i++)
             if (experts[i]->data) bytes += (double)matrix_bytes(experts[i]) / c->n_experts * c->n_experts_used;
         const Cache *k = &m->caches[m->cache_of[l]];
-        const size_t row = (size_t)k->k.dim * kv_value_bytes(k->k.type) + (size_t)k->v.dim * kv_value_bytes(k->v.type);
+        const size_t row = kv_row_bytes(k->k.type, k->k.dim) + kv_scale_bytes(k->k.type, k->k.dim) +
+                           kv_row_bytes(k->v.type, k->v.dim) + kv_scale_bytes(k->v.type, k->v.dim);
         bytes += (double)(c->layer[l].is_swa ? min_int(pos, c->n_swa) : pos) * k->n_kv_heads * (double)row;
     }
     return bytes;
@@ -1892,23 +1903,25 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
     int made = 0;
     double read = 0;                                   // bytes that the decoding steps had to read
     const char *why = "end of turn";
-    for (; prompted && !interrupted; made++) {
-        const Batch b = { .rows = m->s.kept_rows, .segs = m->s.segs, .len = m->s.len, .n_rows = 1, .n_segs = 1 };
+    for (; prompted; made++) {                         // here a step has been run and its rows are not committed yet
         if (made == o->n_predict) { why = "-n reached"; break; }
+        if (interrupted) break;
+        const Batch b = { .rows = m->s.kept_rows, .segs = m->s.segs, .len = m->s.len, .n_rows = 1, .n_segs = 1 };
         if (op->begin((StepKey){ .kind = STEP_SAMPLE, .rows = 1, .logits = 1 }))
             op->sample(&(Sample){ .batch = &b, .vocab = m->config.vocab, .logits = m->s.logits, .params = m->s.params,
                                   .mask = m->s.mask, .out = m->s.chosen });
         op->end();
+        commit_all(m);
         int32_t token;
         op->copy(&(Copy){ &token, m->s.chosen, sizeof token, COPY_OUT });
         op->wait();
-        if (token < 0) die("%s: the logits at position %d are not numbers; the file is damaged", m->gguf.path, m->len[0] - 1);
+        if (token < 0)
+            die("%s: the logits at position %d are not numbers; the file is damaged", m->gguf.path, m->len[0] - 1);
         if (tok_is_stop(t, token) && !o->ignore_eos) break;
         write_text(text, tok_stream_push(t, &stream, token, false, text, t->stream_cap));
         if (m->len[0] == m->options.n_ctx) { made++; why = "context full"; break; }
         if (made + 1 == o->n_predict) continue;        // nobody needs what follows the last token
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = token, .want = true } }, 1);
-        commit(m, &(int32_t){ 1 }, NULL);
         read += bytes_per_token(m, m->len[0]);
     }
     const double t_end = seconds();
@@ -1983,7 +1996,7 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
             if (fwrite(logits, sizeof *logits, m->config.vocab, f) != (size_t)m->config.vocab)
                 die("-o: %s: %s", out_path, strerror(errno));
         }
-        commit(m, &(int32_t){ chunk }, NULL);
+        commit_all(m);
         at += chunk;
         progress("positions", at, n);
     }

@@ -5,19 +5,22 @@
  * This header knows nothing about files, text or sampling policy, and includes only <stdbool.h>, <stddef.h>, <stdint.h>.
  *
  * CONTRACT
- *  1. One struct per operation. Pointers in it point into backend memory unless marked "host"; counts are host-side upper
- *     bounds. Token ids, row positions, lengths, accepted paths and sampler state live in backend memory and may be written
- *     by operations, so a step can follow the last one without the host knowing what it chose.
+ *  1. One struct per operation. Batch, Cache, Tensor and operation structs are host memory, read during the call; all other
+ *     pointers point into backend memory unless marked "host". Counts are host-side upper bounds. Token ids, row positions,
+ *     lengths, accepted paths and sampler state live in backend memory and may be written by operations, so a step can
+ *     follow the last one without the host knowing what it chose.
  *  2. No launch geometry depends on a length: grids follow from n_rows and shapes alone; loops read lengths on the device.
- *  3. An operation does not allocate, synchronise or open files. Only wait() blocks.
+ *  3. An operation does not allocate, synchronise or open files. Only wait() and wait_for() block.
  *  4. begin(key) .. end() brackets a step. Steps with equal keys issue the same operations with the same structs; only the
  *     contents of backend memory differ. A backend may therefore record a step once per key (a CUDA graph) and replay it:
- *     begin() returns true when the operations have to be issued, false when end() replays what it has.
+ *     begin() returns true when the operations have to be issued, false when end() replays what it has. Between the two
+ *     there are operations and COPY_WITHIN, no other run-time call. init() and release() forget every recorded step.
  *  5. Activations are f32, (rows, cols) row-major. Matrices are (rows = out, cols = in), row-major, y = W x, no bias.
  *  6. A quantised matrix meets int8 activations in groups of 32: with a = max|x|, s = a / 127, q = rint(x * (127 / a)) in
  *     f32, ties to even; a < 2^-120: s = 0 and q = 0; a NaN or Inf in the group: s = NaN and q = 0 (gguf_quantize_q8).
  *     Integer dot product per group, f32 accumulation in one order per weight type. Matrices of floats meet f32 (CPU) or
- *     the matrix's own precision with f32 accumulation (GPU).
+ *     the matrix's own precision with f32 accumulation (GPU). Steps of more than STEP_ROWS rows may take both factors of any
+ *     product as bf16 instead (the int8 activation times its scale where that is what the producer left).
  *  7. For 1..64 rows the result of a row does not depend on how many rows share the step, nor on its segment or session.
  *     Attention walks the committed positions upwards, then the rows of the step; tiles are aligned to cache slots.
  *  8. Norms and residual additions are prologues of their consumer (In, below): every block recomputes those few
@@ -89,10 +92,12 @@ typedef struct {
 // ---- the batch: what every step takes ----------------------------------------------------------------------------
 // A step holds segments, a segment belongs to one session ("sequence"). Row i of a segment is written at slot len + i of
 // the session's caches and stands at position len + depth; len grows only by kv_commit. So rows carry no position: a
-// recorded step stays valid when the length moves.
+// recorded step stays valid when the length moves. Between steps the host may set len by copy(): a new, restored or shortened
+// session (a ring allows at most slots - (window - 1) rows less than it has seen).
 typedef enum {
     SEG_CHAIN,                       // row i follows row i - 1: prompt chunk, plain decoding (n = 1), chain verification
-    SEG_TREE                         // at most 64 rows; row i sees its ancestors. A tree is not deeper than the window
+    SEG_TREE                         // at most 64 rows; row i sees its ancestors. A tree is not deeper than the window; one
+                                     // without branches gives the bits of the CHAIN
 } SegKind;
 
 typedef struct {
@@ -102,7 +107,7 @@ typedef struct {
 } Segment;
 
 typedef struct {
-    int32_t  token;                  // id
+    int32_t  token;                  // id; operations take one outside the vocabulary (a choice of -1 that was fed) for 0
     int32_t  seg;                    // index of the segment
     int32_t  index;                  // number within the segment: the row's cache slot is len + index
     int32_t  depth;                  // position - len; CHAIN: index; TREE: number of proper ancestors
@@ -122,9 +127,18 @@ typedef enum { KV_F32, KV_F16, KV_BF16, KV_Q8_0, KV_Q4_0, KV_TQ4, KV_TQ3 } KvTyp
 typedef struct {                     // (n_seqs, n_kv_heads, slots, dim): one head of one session is contiguous
     KvType type;
     int    dim;                      // values per row; 0: plane absent
-    void  *data;                     // codes or floats
-    void  *scale;                    // group scales of quantised types, same order; else NULL
+    void  *data;                     // codes or floats, kv_row_bytes() a row
+    void  *scale;                    // f16 group scales of quantised types, same order, kv_scale_bytes() a row; else NULL
 } KvPlane;
+
+// gemma4.c places, saves and restores rows by these sizes; the order of codes within a row is the backend's own.
+ON_DEVICE static inline size_t kv_row_bytes(KvType t, int dim) {
+    return (size_t)dim * (t == KV_F32 ? 32 : t == KV_F16 || t == KV_BF16 ? 16 : t == KV_Q8_0 ? 8 : t == KV_TQ3 ? 3 : 4) / 8;
+}
+ON_DEVICE static inline int kv_group(KvType t) {       // values that share a scale; 0: not quantised
+    return t == KV_Q8_0 || t == KV_Q4_0 ? 32 : t == KV_TQ4 ? 64 : t == KV_TQ3 ? 128 : 0;
+}
+ON_DEVICE static inline size_t kv_scale_bytes(KvType t, int dim) { return kv_group(t) ? (size_t)dim / kv_group(t) * 2 : 0; }
 
 // One layer's K and V, for all sessions.
 // Slot of position p: p mod slots. A sliding layer is a ring with slots >= window - 1 + STEP_ROWS, so rejected rows never
@@ -140,12 +154,16 @@ typedef struct {
     int          n_seqs, n_kv_heads, head_dim;
     int          slots;              // multiple of TILE_SLOTS
     int          n_rot;              // tied: pairs that rotate; 0: untied
-    int          hadamard;           // rows are Hadamard-rotated in groups of this many values; 0: not
+    int          hadamard;           // rows are Hadamard-rotated in groups of this many values, S2 H S1 x with the signs of
+                                     // gemma4.c [5]; 0: not
     KvPlane      k, v;
     const float *fold;               // (head_dim) w_k of the owning layer, tied only
-    KvPlane      k_tail, v_tail;     // the newest rows in f16, a ring of tail_slots, when k and v are quantised
-    int          tail_slots;         // 0: no tail
-    float       *means;              // (n_seqs, n_kv_heads, slots / 128, head_dim) block means of K for block_select, or NULL
+    KvPlane      k_tail, v_tail;     // the newest rows in f16 too, a ring of tail_slots, when k and v are quantised. A row at
+                                     // position p reads positions > p - (tail_slots - STEP_ROWS) there, older ones in k and v.
+                                     // A segment of more than STEP_ROWS rows reads k and v only; its last tail_slots rows go
+                                     // to both
+    int          tail_slots;         // multiple of TILE_SLOTS; 0: no tail
+    float       *means;              // (n_seqs, n_kv_heads, slots / 128 rounded up, head_dim) of block_select, or NULL
 } Cache;
 
 typedef struct {                     // rotary embedding of pairs (i, i + head_dim / 2), i < n_pairs
@@ -233,11 +251,12 @@ typedef struct {                     // writes out an In (no Act): x' to in.x_ou
     float *out;                      // (n_rows, cols) or NULL
 } Close;
 
-typedef struct {                     // dst[i] = src[index[i]]
-    int            n_rows, cols;     // floats
-    const float   *src;              // row stride src_stride floats
+typedef struct {                     // dst[i] = src[index[i]]: words of 32 bits, copied unchanged. Also feeds token ids to the
+                                     // rows of a later step: cols 1, dst = &rows[0].token, dst_stride = sizeof(Row) / 4
+    int            n_rows, cols;     // words
+    const void    *src;              // row stride src_stride words
     const int32_t *index;            // (n_rows), NULL: identity
-    float         *dst;              // row stride dst_stride floats; no overlap with src
+    void          *dst;              // row stride dst_stride words; no overlap with src
     int            src_stride, dst_stride;
 } GatherRows;
 
@@ -246,9 +265,11 @@ typedef struct {                     // head norms, rope, basis of the cache, qu
     const Batch *batch;
     const Cache *cache;              // the layer's own, or its donor's (then k = v = NULL)
     const Cache *stage;              // not NULL: a prompt step on a ring; rows go to slot = row number of the step of this one
-                                     // (n_seqs = 1) and kv_copy brings them home after the last reader
+                                     // (n_seqs = 1) and kv_copy brings them home after the last reader. NULL: a segment has at
+                                     // most cache->slots rows in batch (larger ones: several calls with views)
     int          n_heads;            // query heads
-    float       *q;                  // (n_rows, n_heads * head_dim): Wq y on entry, the query in the cache's basis on return; NULL: none
+    float       *q;                  // (n_rows, n_heads * head_dim): Wq y on entry, the query in the cache's basis on return, but
+                                     // undefined after attend() carried this out; NULL: none
     const float *k, *v;              // (n_rows, n_kv_heads * head_dim): Wk y and Wv y; v = k where V is the K projection; NULL: nothing to store
     const float *w_q, *w_k;          // (head_dim) norm weights
     bool         v_norm;             // V is normed, without weight (Gemma 4); false: stored as it is (DFlash)
@@ -279,12 +300,16 @@ typedef struct {                     // out[r][h] = sum_j softmax_j(scale * q[r]
     Act            out;              // (n_rows, n_heads * head_dim)
 } Attend;
 
-typedef struct {                     // for every segment: moves row path[k] of the step to slot len + k, k ascending, then len += n_accept
-    const Batch   *batch;            // CHAIN: path is 0, 1, 2 .. and not read, nothing moves
+typedef struct {                     // for every segment: row path[k] of the segment moves to slot len + k, k ascending, and
+                                     // counts[seq][its token] += 1; then len += n_accept. The last operation of a step that
+                                     // reads len; once per `len` and step: caches of a drafter that shares len go in the same call
+    const Batch   *batch;            // all rows of the step. CHAIN: path is 0, 1, 2 .. and not read, nothing moves
     const Cache   *caches;           // host array, (n_caches): every layer that owns one
     int            n_caches;
     const int32_t *n_accept;         // (n_segs) rows that stay, 0 .. n
     const int32_t *path;             // (n_segs, STEP_ROWS), ascending; NULL when all segments are chains
+    int32_t       *counts;           // (n_seqs, vocab) what Sample.counts reads; NULL: none
+    int            vocab;
 } KvCommit;
 
 typedef struct {                     // stage -> ring: the last min(n, slots) rows of every segment to their slots
@@ -293,23 +318,29 @@ typedef struct {                     // stage -> ring: the last min(n, slots) ro
 } KvCopy;
 
 typedef struct {                     // pFlash: key blocks of 128 worth attending, per query block and KV head (FlashPrefill steps 1-4)
-    const Batch *batch;
-    const Cache *cache;              // means up to date after the call
+    const Batch *batch;              // one segment, a CHAIN; after its rows are stored
+    const Cache *cache;              // never a ring. All means in sight are made anew from the rows: nobody else keeps them
     int          n_heads;
     const float *q;
     float        alpha;              // keep w >= alpha * max; >= 1: all (dense)
-    int          n_sink, n_local;    // blocks always kept: first, and latest including the diagonal
-    bool         last;               // the end of the prompt: its last two query blocks are dense
-    int32_t     *blocks;             // (n_rows / 128 rounded up, n_kv_heads, max_blocks) ascending, -1 ends
+    int          n_skip;             // pairs i < n_skip of a head are left out of the score (those that rotate); 0: none
+    int          n_sink, n_local;    // blocks always kept: the first, and the latest up to that of the query block's last row;
+                                     // also every block that its rows lie in
+    bool         last;               // the end of the prompt: the last two query blocks of the step are dense
+    int32_t     *blocks;             // (n_rows / 128 rounded up, n_kv_heads, max_blocks) ascending, -1 ends. Query block b is
+                                     // rows 128 b .. of the step; key block n is positions 128 n .. 128 n + 127
     int          max_blocks;
 } BlockSelect;
 
-typedef struct {                     // prompt compression: mass[j] = max over heads of the mean over rows of softmax_j(q . k), merged by max with mass
-    const Batch *batch;
+typedef struct {                     // prompt compression: mass[r][j] = max of mass[r][j] and, over heads, softmax_j(q[r] . k[j]), j as in
+                                     // attend with OWN_CAUSAL, window 0. Layers merge by calling again; the host zeroes mass
+                                     // and takes the mean over rows
+    const Batch *batch;              // the last rows of a step, one segment
     const Cache *cache;
     int          n_heads;
     const float *q;
-    float       *mass;               // (max_len) f32, updated
+    int          n_skip;             // pairs i < n_skip of a head are left out of q . k (those that rotate); 0: none
+    float       *mass;               // (n_rows, max_len)
     int          max_len;
 } AttnMass;
 
@@ -327,14 +358,16 @@ typedef struct {                     // z = w y; logits = cap * tanh(z / cap)
     float        *logsumexp;         // (n_rows) over the vocabulary, or NULL
 } Head;
 
-typedef struct {                     // MTP of E2B, E4B: best token among those of the top_k best centroids
-    int            n_rows, top_k;
+typedef struct {                     // MTP of E2B, E4B: head over the tokens of the n_best best centroids (equal scores: the lower one)
+    int            n_rows, n_best;
     In             in;
     const Tensor  *centroids;        // (n_centroids, cols)
     const int32_t *ordering;         // (vocab) token ids, vocab / n_centroids per centroid
     const Tensor  *w;                // (vocab, cols)
-    int32_t       *ids;              // (n_rows)
-    float         *logits;           // (n_rows)
+    int            top_k;            // >= 1
+    int32_t       *top_ids;          // (n_rows, top_k) as in Head
+    float         *top_logits;       // (n_rows, top_k)
+    float         *logsumexp;        // (n_rows) over the tokens looked at, or NULL
 } HeadCentroid;
 
 typedef struct {                     // out[r] = logits[r][ids[r]] - logsumexp(logits[r])
@@ -353,6 +386,9 @@ typedef struct {                     // of one session; backend memory
 } SampleParams;
 
 typedef struct {                     // one token per row. Order: mask, bias, penalties, temperature, top-k, top-p, min-p, draw.
+                                     // Issued before the kv_commit of its step: positions, counts and ancestors belong together.
+                                     // Penalties, for a token seen c > 0 times: z > 0 ? z / repeat : z * repeat, then
+                                     // - c * frequency - presence
                                      // The draw: candidates in descending logit, lower id first on ties; the first whose
                                      // cumulative weight exceeds random_unit * total. -1 for a row that holds a NaN, or
                                      // whose allowed logits are all -Inf or none
@@ -363,10 +399,11 @@ typedef struct {                     // one token per row. Order: mask, bias, pe
     const SampleParams *params;      // (n_seqs)
     const uint32_t     *mask;        // (n_rows, vocab / 32 rounded up) bit set = allowed; NULL: all
     const float        *bias;        // (n_seqs, vocab) added to the logits; NULL: none
-    const int32_t      *counts;      // (n_seqs, vocab) occurrences in the committed text that penalties look at; NULL: none
+    const int32_t      *counts;      // (n_seqs, vocab) occurrences in the committed text, prompt included; NULL: none
     const Row          *step_rows;   // all rows of the step: a row's ancestors count as occurrences too; NULL without counts
     int32_t            *out;         // (n_rows)
-    Row                *feed;        // rows whose token is set to out: the next step's batch, or NULL
+    Row                *feed;        // (n_rows) the token is set to out: the next step's batch, but not rows that kv_commit has yet
+                                     // to count; or NULL
 } Sample;
 
 // The random number of one position: uniform in [0, 1), 24 bits, the same on every backend.
@@ -379,20 +416,26 @@ ON_DEVICE static inline float random_unit(uint64_t seed, int32_t pos) {
 }
 
 typedef struct {                     // DDTree: the most probable prefixes of per-depth candidates, best first, as a TREE segment
+                                     // The chain of best candidates comes first, as deep as the budget allows. Equal
+                                     // probabilities: the node with the lower parent, then the lower candidate
     int            depth, width, budget;        // candidates per depth; rows after the root, < STEP_ROWS
+    int            stride;           // rows of ids, logits and logsumexp from one depth to the next (1, or the sessions of a draft step)
     const int32_t *ids;              // (depth, width) from head
     const float   *logits;           // (depth, width)
     const float   *logsumexp;        // (depth)
-    Row           *rows;             // (budget + 1) row 0 = root, its token is kept; rows that stay unused repeat the root
-    Segment       *seg;              // n is set
+    Row           *rows;             // (budget + 1) token, index, depth, ancestors are set. Row 0 = root, its token is kept;
+                                     // rows that stay unused repeat the root, seg of all is kept
+    Segment       *seg;              // n is set, the rest is kept (kind is TREE)
 } TreeBuild;
 
 typedef struct {                     // follows the target's choices through each segment as far as the drafts agree
-    const Batch   *batch;
+    const Batch   *batch;            // the rows of choice: a view. A segment's rows before its first one in the view are given
+                                     // text, not drafts, and accepted; from that one on all are in the view. A segment with no
+                                     // row in the view is accepted whole: last is 0 and next -1
     const int32_t *choice;           // (n_rows) from sample
     int32_t       *n_accept;         // (n_segs) rows to commit, >= 1: what kv_commit reads
-    int32_t       *path;             // (n_segs, STEP_ROWS)
-    int32_t       *last;             // (n_segs) the last accepted row's number in the step: whose hidden state drafts go on from
+    int32_t       *path;             // (n_segs, STEP_ROWS) numbers within the segment; not written for a CHAIN
+    int32_t       *last;             // (n_segs) the last accepted row's number in the view: whose hidden state drafts go on from
     int32_t       *next;             // (n_segs) the choice at that row: the next step's first token
 } VerifyWalk;
 
@@ -417,6 +460,8 @@ typedef struct {                     // everything that decides which operations
     int32_t kind;                    // StepKind
     int32_t rows, segs;
     int32_t kept, logits;            // rows that go through the last layers; rows that get logits
+    int32_t variant;                 // whatever else gemma4.c makes the operations or their host fields depend on (sparse or
+                                     // dense prompt, end of a prompt, draft depth, tree width ..), numbered by gemma4.c
 } StepKey;
 
 typedef struct {                     // largest sizes that operations will be called with; fixes a backend's own scratch
@@ -431,16 +476,22 @@ typedef struct Ops {
     // run time. A device error ends the process with one line
     void   (*memory)(size_t *free, size_t *total);           // bytes of backend memory
     size_t (*weight_bytes)(const Tensor *w);                 // backend memory that upload() fills; 0: rows are read where they lie
-    void   (*upload)(Tensor *w, void *dst);                  // w->data: host bytes in file layout -> dst in the backend's layout;
-                                                             // called for every matrix and vector, dst NULL when weight_bytes is 0
+    void   (*upload)(Tensor *w, void *dst);                  // w->data (and scale): host bytes in file layout -> dst in the backend's layout;
+                                                             // called for every matrix and vector, dst NULL when weight_bytes is 0;
+                                                             // again between steps to bring back a model whose memory was lent
     size_t (*scratch_bytes)(const Limits *lim);              // what init() will take for the backend itself
-    void   (*init)(const Limits *lim);                       // before the first operation; may be called again with other limits between steps
+    void   (*init)(const Limits *lim);                       // before the first operation; may be called again between steps. Limits are
+                                                             // those of all models that are loaded together
     void  *(*reserve)(size_t bytes);                         // zeroed, 256-byte aligned; only at start; NULL: there is not so much
-    void   (*release)(void *p);
+    void   (*release)(void *p);                              // and host memory that upload() made readable for what lay in p
     void   (*copy)(const Copy *c);
     bool   (*begin)(StepKey key);                            // an operation outside begin .. end is carried out as it is issued
     void   (*end)(void);
-    void   (*wait)(void);
+    void   (*wait)(void);                                    // until everything issued so far is done
+    int    (*mark)(void);                                    // a point in the order of steps, operations and copies
+    void   (*wait_for)(int mark);                            // until everything issued before it is done
+    double (*bandwidth)(void);                               // bytes/s of the device's memory at best; 0: not known
+    double (*joules)(void);                                  // energy the device has used since some moment; < 0: not known
     // body
     void (*embed)(const Embed *o);
     void (*ple_rows)(const PleRows *o);

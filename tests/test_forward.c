@@ -228,8 +228,8 @@ static void poison_caches(Model *m) {
     for (int i = 0; i < m->n_caches; i++) {
         const Cache *c = &m->caches[i];
         const size_t rows = (size_t)c->n_seqs * (size_t)c->n_kv_heads * (size_t)c->slots;
-        memset(c->k.data, 0xff, rows * (size_t)c->k.dim * kv_value_bytes(c->k.type));
-        memset(c->v.data, 0xff, rows * (size_t)c->v.dim * kv_value_bytes(c->v.type));
+        memset(c->k.data, 0xff, rows * kv_row_bytes(c->k.type, c->k.dim));
+        memset(c->v.data, 0xff, rows * kv_row_bytes(c->v.type, c->v.dim));
     }
 }
 
@@ -1043,6 +1043,7 @@ static void play_script(void *arg) {
     reset_session(m, 1);
     run_prompt(m, 0, s->ids, 120, NULL, NULL);
     read_logits(m, 0, s->logits + (size_t)s->n++ * VOCAB);
+    commit_all(m);
     play(s, 0, NULL, 80, ALL, 0, 80, NULL);
     for (int i = 0; i < 3; i++) play(s, 1, NULL, 0, ALL, 1, 0, NULL);
     play(s, 3, NULL, 5, ALL, 2, 5, NULL);

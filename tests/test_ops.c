@@ -1743,6 +1743,10 @@ static void test_kv_commit(void) {
             put_cache(&caches[l], false);
             list[l] = caches[l].c;
         }
+        enum { COUNTED = 2048 };                       // tokens of the counted vocabulary
+        int32_t *counts = keep(MAX_SEGS * COUNTED, sizeof *counts), *want_counts = keep(MAX_SEGS * COUNTED, sizeof *counts);
+        for (int i = 0; i < s->n_segs; i++)
+            for (int j = 0; j < s->segs[i].n; j++) s->rows[s->segs[i].first + j].token = (int32_t)rnd(COUNTED);
         int32_t n_accept[MAX_SEGS] = { 0 }, *path = keep(MAX_SEGS * STEP_ROWS, sizeof *path), want_len[MAX_SEGS];
         memcpy(want_len, s->len, sizeof want_len);
         for (int i = 0; i < s->n_segs; i++) {
@@ -1758,12 +1762,18 @@ static void test_kv_commit(void) {
             }
             n_accept[i] = k == 5 ? 0 : k == 7 ? 1 : k % 2 ? on_path : 1 + (int32_t)rnd((uint32_t)on_path);
             want_len[seg->seq] += n_accept[i];
+            for (int j = 0; j < n_accept[i]; j++)
+                want_counts[seg->seq * COUNTED + s->rows[seg->first + (seg->kind == SEG_TREE ? path[i * STEP_ROWS + j] : j)].token]++;
         }
         Batch batch = put_batch(s);
+        int32_t *counts_there = k % 2 ? put_changing("counts", counts, MAX_SEGS * COUNTED, sizeof *counts) : NULL;
         batch.len = put_changing("len", s->len, MAX_SEGS, sizeof(int32_t));
         op->kv_commit(&(KvCommit){ .batch = &batch, .caches = list, .n_caches = 3,
                                    .n_accept = put("n_accept", n_accept, MAX_SEGS, sizeof(int32_t)),
-                                   .path = k % 4 == 3 ? NULL : put("path", path, MAX_SEGS * STEP_ROWS, sizeof(int32_t)) });
+                                   .path = k % 4 == 3 ? NULL : put("path", path, MAX_SEGS * STEP_ROWS, sizeof(int32_t)),
+                                   .counts = counts_there, .vocab = COUNTED });
+        if (counts_there)
+            same_ints("counts", fetch(counts_there, MAX_SEGS * COUNTED, sizeof(int32_t)), want_counts, MAX_SEGS * COUNTED);
         same_ints("len", fetch(batch.len, MAX_SEGS, sizeof(int32_t)), want_len, MAX_SEGS);
         for (int l = 0; l < 3; l++) {
             TestCache *t = &caches[l];
