@@ -55,7 +55,7 @@ typedef enum {
 } DType;
 
 typedef struct {
-    const void  *data;               // (n, rows, cols); host memory as in the file before upload(), the backend's own layout after
+    const void  *data;               // (n, rows, cols) as in the file; the backend's own layout once uploaded
     DType        type;
     int          rows, cols;         // out features, in features (cols = contiguous)
     int          n;                  // matrices stacked behind each other: experts; else 1
@@ -182,7 +182,8 @@ typedef struct {                     // out[r] = scale * table[token of r]
     int           out_stride;        // floats; >= cols (an MTP drafter writes into half of a wider row)
 } Embed;
 
-typedef struct {                     // u[r][l] = (norm(proj[r][l] * proj_scale; w_norm) + table[token of r][l] * table_scale) * out_scale
+typedef struct {                     // u[r][l] = out_scale * (norm(proj_scale * proj[r][l]; w_norm)
+                                     //                        + table_scale * table[token of r][l])
     const Batch  *batch;
     const Tensor *table;             // (vocab, n_layers * ple_dim), any type; may lie in pinned host memory
     const float  *w_norm;            // (ple_dim)
@@ -220,7 +221,8 @@ typedef struct {                     // out = act(gate y) * (up y)
 typedef struct {                     // out[r][j] = act(gate_e y) * (up_e y) with e = ids[r][j]
     int           n_rows, n_used;
     In            in;
-    const Tensor *gate, *up;         // (expert_dim, cols) x n experts; or up = NULL and gate = (2 * expert_dim, cols): gate rows first
+    const Tensor *gate, *up;         // (expert_dim, cols) x n experts; or fused: up = NULL, gate
+                                     // (2 * expert_dim, cols), its first half gate, its second up
     ActFn         fn;
     const int32_t *ids;              // (n_rows, n_used)
     Act           out;               // (n_rows, n_used, expert_dim)
@@ -268,14 +270,16 @@ typedef struct {                     // head norms, rope, basis of the cache, qu
                                      // (n_seqs = 1) and kv_copy brings them home after the last reader. NULL: a segment has at
                                      // most cache->slots rows in batch (larger ones: several calls with views)
     int          n_heads;            // query heads
-    float       *q;                  // (n_rows, n_heads * head_dim): Wq y on entry, the query in the cache's basis on return, but
-                                     // undefined after attend() carried this out; NULL: none
-    const float *k, *v;              // (n_rows, n_kv_heads * head_dim): Wk y and Wv y; v = k where V is the K projection; NULL: nothing to store
+    float       *q;                  // (n_rows, n_heads * head_dim) Wq y on entry, the query in the cache's basis on
+                                     // return, but undefined after attend() carried this out; NULL: none
+    const float *k, *v;              // (n_rows, n_kv_heads * head_dim) Wk y and Wv y; v = k where V is the K
+                                     // projection; NULL: nothing to store
     const float *w_q, *w_k;          // (head_dim) norm weights
     bool         v_norm;             // V is normed, without weight (Gemma 4); false: stored as it is (DFlash)
     Rope         rope;
     float        eps;
-    float       *dump_q, *dump_k, *dump_v, *dump_k_pos, *dump_q_pos;  // checkpoints Qcur_normed, Kcur_normed, Vcur_normed, Kcur_pos, Qcur_pos
+    float       *dump_q, *dump_q_pos;               // checkpoints Qcur_normed, Qcur_pos
+    float       *dump_k, *dump_k_pos, *dump_v;      // Kcur_normed, Kcur_pos, Vcur_normed
 } QkvStore;
 
 typedef enum {
@@ -284,14 +288,14 @@ typedef enum {
     OWN_NONE                         // committed rows only (MTP on the target's cache)
 } OwnMask;
 
-typedef struct {                     // out[r][h] = sum_j softmax_j(scale * q[r][h] . k[j][g]) v[j][g],   g = h / (n_heads / n_kv_heads)
+typedef struct {                     // out[r][h] = sum_j softmax_j(scale * q[r][h] . k[j][g]) v[j][g], g = h / (n_heads / n_kv_heads)
     const Batch   *batch;            // j over committed positions p - window < j < len, then the rows of the segment by `own`;
                                      // nothing in sight: 0
     const Cache   *cache;
     const Cache   *stage;            // as in QkvStore: the rows of the step are read here, committed ones in cache
     int            n_heads;
     const float   *q;                // (n_rows, n_heads * head_dim) from qkv_store
-    int            window;           // 0: all positions. A field of the reader: an MTP drafter may see another window than its donor
+    int            window;           // 0: all positions. The reader's: an MTP drafter may see another than its donor
     OwnMask        own;
     float          scale;            // 1 for Gemma 4
     const QkvStore *store;           // carried out first, on the same batch, and may share the launch; NULL: done already
@@ -302,7 +306,7 @@ typedef struct {                     // out[r][h] = sum_j softmax_j(scale * q[r]
 
 typedef struct {                     // for every segment: row path[k] of the segment moves to slot len + k, k ascending, and
                                      // counts[seq][its token] += 1; then len += n_accept. The last operation of a step that
-                                     // reads len; once per `len` and step: caches of a drafter that shares len go in the same call
+                                     // reads len, and the only one: caches of a drafter that shares len go in the same call
     const Batch   *batch;            // all rows of the step. CHAIN: path is 0, 1, 2 .. and not read, nothing moves
     const Cache   *caches;           // host array, (n_caches): every layer that owns one
     int            n_caches;
@@ -317,7 +321,8 @@ typedef struct {                     // stage -> ring: the last min(n, slots) ro
     const Cache *cache, *stage;
 } KvCopy;
 
-typedef struct {                     // pFlash: key blocks of 128 worth attending, per query block and KV head (FlashPrefill steps 1-4)
+typedef struct {                     // pFlash: key blocks of 128 worth attending, per query block and KV head
+                                     // (FlashPrefill, arXiv 2603.06199, steps 1-4)
     const Batch *batch;              // one segment, a CHAIN; after its rows are stored
     const Cache *cache;              // never a ring. All means in sight are made anew from the rows: nobody else keeps them
     int          n_heads;
@@ -332,9 +337,9 @@ typedef struct {                     // pFlash: key blocks of 128 worth attendin
     int          max_blocks;
 } BlockSelect;
 
-typedef struct {                     // prompt compression: mass[r][j] = max of mass[r][j] and, over heads, softmax_j(q[r] . k[j]), j as in
-                                     // attend with OWN_CAUSAL, window 0. Layers merge by calling again; the host zeroes mass
-                                     // and takes the mean over rows
+typedef struct {                     // prompt compression: mass[r][j] = max of mass[r][j] and, over heads,
+                                     // softmax_j(q[r] . k[j]), j as in attend with OWN_CAUSAL, window 0. Layers merge by
+                                     // calling again; the host zeroes mass and takes the mean over rows
     const Batch *batch;              // the last rows of a step, one segment
     const Cache *cache;
     int          n_heads;
@@ -358,7 +363,8 @@ typedef struct {                     // z = w y; logits = cap * tanh(z / cap)
     float        *logsumexp;         // (n_rows) over the vocabulary, or NULL
 } Head;
 
-typedef struct {                     // MTP of E2B, E4B: head over the tokens of the n_best best centroids (equal scores: the lower one)
+typedef struct {                     // MTP of E2B, E4B: head over the tokens of the n_best best centroids; equal
+                                     // scores: the lower centroid
     int            n_rows, n_best;
     In             in;
     const Tensor  *centroids;        // (n_centroids, cols)
@@ -402,8 +408,8 @@ typedef struct {                     // one token per row. Order: mask, bias, pe
     const int32_t      *counts;      // (n_seqs, vocab) occurrences in the committed text, prompt included; NULL: none
     const Row          *step_rows;   // all rows of the step: a row's ancestors count as occurrences too; NULL without counts
     int32_t            *out;         // (n_rows)
-    Row                *feed;        // (n_rows) the token is set to out: the next step's batch, but not rows that kv_commit has yet
-                                     // to count; or NULL
+    Row                *feed;        // (n_rows) their token is set to out: the next step's batch, not rows that
+                                     // kv_commit has yet to count; or NULL
 } Sample;
 
 // The random number of one position: uniform in [0, 1), 24 bits, the same on every backend.
@@ -415,11 +421,12 @@ ON_DEVICE static inline float random_unit(uint64_t seed, int32_t pos) {
     return (float)(z >> 40) * (1.0f / 16777216.0f);
 }
 
-typedef struct {                     // DDTree: the most probable prefixes of per-depth candidates, best first, as a TREE segment
+typedef struct {                     // DDTree: the most probable prefixes of per-depth candidates as a TREE segment
                                      // The chain of best candidates comes first, as deep as the budget allows. Equal
                                      // probabilities: the node with the lower parent, then the lower candidate
     int            depth, width, budget;        // candidates per depth; rows after the root, < STEP_ROWS
-    int            stride;           // rows of ids, logits and logsumexp from one depth to the next (1, or the sessions of a draft step)
+    int            stride;           // rows of ids, logits and logsumexp from one depth to the next: 1, or the
+                                     // sessions of a draft step
     const int32_t *ids;              // (depth, width) from head
     const float   *logits;           // (depth, width)
     const float   *logsumexp;        // (depth)
@@ -435,7 +442,8 @@ typedef struct {                     // follows the target's choices through eac
     const int32_t *choice;           // (n_rows) from sample
     int32_t       *n_accept;         // (n_segs) rows to commit, >= 1: what kv_commit reads
     int32_t       *path;             // (n_segs, STEP_ROWS) numbers within the segment; not written for a CHAIN
-    int32_t       *last;             // (n_segs) the last accepted row's number in the view: whose hidden state drafts go on from
+    int32_t       *last;             // (n_segs) the last accepted row's number in the view: its hidden state is
+                                     // what drafts go on from
     int32_t       *next;             // (n_segs) the choice at that row: the next step's first token
 } VerifyWalk;
 
@@ -474,24 +482,24 @@ typedef struct {                     // largest sizes that operations will be ca
 typedef struct Ops {
     const char *name;
     // run time. A device error ends the process with one line
-    void   (*memory)(size_t *free, size_t *total);           // bytes of backend memory
-    size_t (*weight_bytes)(const Tensor *w);                 // backend memory that upload() fills; 0: rows are read where they lie
-    void   (*upload)(Tensor *w, void *dst);                  // w->data (and scale): host bytes in file layout -> dst in the backend's layout;
-                                                             // called for every matrix and vector, dst NULL when weight_bytes is 0;
-                                                             // again between steps to bring back a model whose memory was lent
-    size_t (*scratch_bytes)(const Limits *lim);              // what init() will take for the backend itself
-    void   (*init)(const Limits *lim);                       // before the first operation; may be called again between steps. Limits are
-                                                             // those of all models that are loaded together
-    void  *(*reserve)(size_t bytes);                         // zeroed, 256-byte aligned; only at start; NULL: there is not so much
-    void   (*release)(void *p);                              // and host memory that upload() made readable for what lay in p
+    void   (*memory)(size_t *free, size_t *total);  // bytes of backend memory
+    size_t (*weight_bytes)(const Tensor *w);        // backend memory that upload() fills; 0: rows are read where they lie
+    // w->data (and scale): host bytes in file layout -> dst in the backend's layout. Called for every matrix and vector,
+    // dst NULL when weight_bytes is 0; again between steps to bring back a model whose memory was lent
+    void   (*upload)(Tensor *w, void *dst);
+    size_t (*scratch_bytes)(const Limits *lim);     // what init() will take for the backend itself
+    // before the first operation; may be called again between steps. Limits are those of all models loaded together
+    void   (*init)(const Limits *lim);
+    void  *(*reserve)(size_t bytes);                // zeroed, 256-byte aligned; only at start; NULL: there is not so much
+    void   (*release)(void *p);                     // and host memory that upload() made readable for what lay in p
     void   (*copy)(const Copy *c);
-    bool   (*begin)(StepKey key);                            // an operation outside begin .. end is carried out as it is issued
+    bool   (*begin)(StepKey key);                   // an operation outside begin .. end is carried out as it is issued
     void   (*end)(void);
-    void   (*wait)(void);                                    // until everything issued so far is done
-    int    (*mark)(void);                                    // a point in the order of steps, operations and copies
-    void   (*wait_for)(int mark);                            // until everything issued before it is done
-    double (*bandwidth)(void);                               // bytes/s of the device's memory at best; 0: not known
-    double (*joules)(void);                                  // energy the device has used since some moment; < 0: not known
+    void   (*wait)(void);                           // until everything issued so far is done
+    int    (*mark)(void);                           // a point in the order of steps, operations and copies
+    void   (*wait_for)(int mark);                   // until everything issued before it is done
+    double (*bandwidth)(void);                      // bytes/s of the device's memory at best; 0: not known
+    double (*joules)(void);                         // energy the device has used since some moment; < 0: not known
     // body
     void (*embed)(const Embed *o);
     void (*ple_rows)(const PleRows *o);
