@@ -1,7 +1,8 @@
 /* gemma4.c - Gemma 4 inference: load a GGUF, run the transformer, print text.
  *
- * HOW TO READ  Start low: main [10] -> generate [8] -> step [7] -> forward [6] -> operations (declared in gemma4.h, CPU
- *              bodies in [5]). The forward pass is written once, against a table of operations; a backend fills the table.
+ * HOW TO READ  Start low: main [10] -> verb_generate -> generate [8] -> step [7] -> forward [6] -> attention -> op->attend
+ *              (declared in gemma4.h) -> cpu_attend [5]. The forward pass is written once, against a table of operations;
+ *              a backend fills the table.
  * CONTENTS     search for "[n]"
  *   [1]  Limits, helpers, die()
  *   [2]  Config: model-wide and per layer
@@ -13,8 +14,8 @@
  *   [8]  Text: tokenizer, sampling, generation
  *   [9]  Verbs: logits
  *   [10] Command line
- * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; nothing is
- *              allocated after [4].
+ * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
+ *              allocates nothing, unless --dump is given.
  * TRAPS        the list before forward: every way this model differs from Llama. */
 #define _GNU_SOURCE
 #include <assert.h>
@@ -42,7 +43,7 @@
 // ==== [1] Limits, helpers, die() =====================================================================================
 // Two kinds of failure, never mixed: bad input prints one line and exits 1; our own bug is an assert.
 
-enum { MAX_LAYERS = 512, MAX_HEAD_DIM = 512, MAX_GROUP = 64, MAX_CONTEXT = 1 << 24, MAX_VOCAB = 1 << 24 };
+enum { MAX_LAYERS = 512, MAX_HEAD_DIM = 512, MAX_EXPERTS = 1024, MAX_CONTEXT = 1 << 24, MAX_VOCAB = 1 << 24 };
 
 // One line on stderr, exit 1: "<file>: <tensor, key or flag>: expected <x>, got <y>; try <fix>".
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt, ...) {
@@ -82,7 +83,7 @@ static void progress(const char *what, size_t done, size_t total) {
 // ==== [2] Config: model-wide and per layer ===========================================================================
 // Everything here comes from the file's metadata and is checked against a range before anything is computed from it.
 // Gemma 4 layers differ from each other: sliding or global attention, their head size, whether they own a cache, and
-// (E2B) their FFN width. Names are those of style tables everywhere: see README "Names".
+// (E2B) their FFN width. Names are those of the GGUF keys, shortened.
 
 typedef struct {              // one per layer: everything that is not the same for all layers
     bool is_swa;              // true: sliding window of n_swa tokens; false: all positions
@@ -155,7 +156,7 @@ static void load_config(Config *c, Gguf *g) {
     c->n_ctx_train = (int)key_int(g, "gemma4.context_length", 1, MAX_CONTEXT, 0);
     c->n_swa       = (int)key_int(g, "gemma4.attention.sliding_window", 1, MAX_CONTEXT, 0);
     c->ple_dim     = (int)key_int(g, "gemma4.embedding_length_per_layer_input", 0, 1 << 16, 0);
-    c->n_experts   = (int)key_int(g, "gemma4.expert_count", 0, 1024, 0);
+    c->n_experts   = (int)key_int(g, "gemma4.expert_count", 0, MAX_EXPERTS, 0);
     c->eps         = (float)key_float(g, "gemma4.attention.layer_norm_rms_epsilon", 0);
     c->logit_cap   = (float)key_float(g, "gemma4.final_logit_softcapping", 30);
     c->rope_base     = key_float(g, "gemma4.rope.freq_base", 1e4);
@@ -221,9 +222,9 @@ static void load_config(Config *c, Gguf *g) {
         if (lc->n_kv_heads != c->layer[lc->kv_layer].n_kv_heads)
             die("%s: key 'gemma4.attention.head_count_kv': layer %d reads the cache of layer %d: expected %d, got %d",
                 g->path, l, lc->kv_layer, c->layer[lc->kv_layer].n_kv_heads, lc->n_kv_heads);
-        if (c->n_heads % lc->n_kv_heads || c->n_heads / lc->n_kv_heads > MAX_GROUP)
-            die("%s: key 'gemma4.attention.head_count_kv': layer %d: expected a divisor of %d heads with at most %d heads "
-                "each, got %d", g->path, l, c->n_heads, MAX_GROUP, lc->n_kv_heads);
+        if (c->n_heads % lc->n_kv_heads)
+            die("%s: key 'gemma4.attention.head_count_kv': layer %d: expected a divisor of %d heads, got %d", g->path, l,
+                c->n_heads, lc->n_kv_heads);
     }
 }
 
@@ -458,9 +459,10 @@ static void bind_weights(Binder *b, Config *c, Weights *w) {
 }
 
 // ==== [4] Sessions and KV cache, the plan ============================================================================
-// All memory of a model is planned here and reserved in one piece before the first step. A model serves n_seqs sessions;
-// each owns a slice of every layer's cache and a length. Sliding layers are rings, global layers hold the whole context;
-// where V is the K projection the two are stored once ("tied", gemma4.h). Forward's activations are sized for n_batch rows.
+// All backend memory of a model, but the backend's own scratch, is planned here and reserved in one piece at start. A model
+// serves n_seqs sessions; each owns a slice of every layer's cache and a length. Sliding layers are rings, global layers hold
+// the whole context; where V is the K projection the two are stored once ("tied", gemma4.h). Forward's activations are sized
+// for n_batch rows.
 
 typedef struct {
     int    n_ctx;             // tokens a session can hold; 0: as many as the model was trained for, 8192 at most
@@ -662,7 +664,7 @@ static void plan_state(Model *m, Arena *a) {
 static Limits plan_limits(const Model *m) {
     const Config *c = &m->config;
     Limits lim = { .max_rows = m->options.n_batch, .max_experts = c->n_experts_used, .vocab = c->vocab,
-                   .max_cols = max_int(c->dim, c->n_layers * c->ple_dim) };
+                   .max_cols = max_int(max_int(c->dim, c->expert_dim), c->n_layers * c->ple_dim) };
     for (int l = 0; l < c->n_layers; l++)
         lim.max_cols = max_int(lim.max_cols, max_int(c->layer[l].ffn_dim, c->n_heads * c->layer[l].head_dim));
     return lim;
@@ -718,9 +720,9 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     memset(m, 0, sizeof *m);
     m->ops = ops;
     m->dump_dir = dump_dir;
+    if (gguf_open(&m->gguf, path) < 0) die("%s: %s", path, m->gguf.err);
     if (dump_dir && ((mkdir(dump_dir, 0777) && errno != EEXIST) || access(dump_dir, W_OK | X_OK)))
         die("--dump: %s: %s", dump_dir, strerror(errno));
-    if (gguf_open(&m->gguf, path) < 0) die("%s: %s", path, m->gguf.err);
     load_config(&m->config, &m->gguf);
     Binder *b = &m->binder;
     b->g = &m->gguf;
@@ -855,7 +857,7 @@ static void cpu_wait(void) {}
 
 // ---- building blocks ----
 
-// 1 / sqrt(mean(x^2) + eps). The sum is in f64: n goes up to 21504.
+// 1 / sqrt(mean(x^2) + eps). The sum is in f64.
 static float rms_scale(const float *x, int n, float eps) {
     double ss = 0;
     for (int i = 0; i < n; i++) ss += (double)x[i] * x[i];
@@ -976,17 +978,6 @@ static void gated_values(const Tensor *gate, const Tensor *up, int e, int n, int
     emit(out, r_out, n, first, v, end - first);
 }
 
-static void cpu_route(const Route *o);
-
-static void cpu_gate_up(const GateUp *o) {
-    const int n = o->gate->rows;
-    const Act y = prepare(&o->in, o->n_rows, o->gate->cols, is_quantised(o->gate->type) || is_quantised(o->up->type));
-#pragma omp parallel for
-    for (int i = 0; i < n; i += 32)
-        for (int r = 0; r < o->n_rows; r++) gated_values(o->gate, o->up, 0, n, i, o->fn, &y, r, &o->out, r);
-    if (o->route) cpu_route(o->route);
-}
-
 static void cpu_route(const Route *o) {
     const int n = o->w->rows;
     const Act y = prepare(&o->in, o->n_rows, o->w->cols, is_quantised(o->w->type));
@@ -997,19 +988,27 @@ static void cpu_route(const Route *o) {
         const float *z = o->logits + (size_t)r * n;
         int32_t *ids = o->ids + (size_t)r * o->n_used;
         float *weights = o->weights + (size_t)r * o->n_used, sum = 0;
+        bool taken[MAX_EXPERTS] = { false };
         for (int j = 0; j < o->n_used; j++) {          // the next largest, the lower expert first on ties
             int best = -1;
-            for (int i = 0; i < n; i++) {
-                bool taken = false;
-                for (int k = 0; k < j; k++) taken |= ids[k] == i;
-                if (!taken && (best < 0 || z[i] > z[best])) best = i;
-            }
+            for (int i = 0; i < n; i++)
+                if (!taken[i] && (best < 0 || z[i] > z[best])) best = i;
+            taken[best] = true;
             ids[j] = best;
             weights[j] = expf(z[best] - z[ids[0]]);    // softmax over all, then over the chosen: the common factor cancels
             sum += weights[j];
         }
         for (int j = 0; j < o->n_used; j++) weights[j] = weights[j] / sum * (o->expert_scale ? o->expert_scale[ids[j]] : 1);
     }
+}
+
+static void cpu_gate_up(const GateUp *o) {
+    const int n = o->gate->rows;
+    const Act y = prepare(&o->in, o->n_rows, o->gate->cols, is_quantised(o->gate->type) || is_quantised(o->up->type));
+#pragma omp parallel for
+    for (int i = 0; i < n; i += 32)
+        for (int r = 0; r < o->n_rows; r++) gated_values(o->gate, o->up, 0, n, i, o->fn, &y, r, &o->out, r);
+    if (o->route) cpu_route(o->route);
 }
 
 static void cpu_expert_gate_up(const ExpertGateUp *o) {
@@ -1165,12 +1164,14 @@ static void cpu_qkv_store(const QkvStore *o) {
     }
 }
 
-typedef struct {              // softmax(q . k) v of one row and one group of query heads, key by key ("online softmax")
+enum { HEADS_AT_ONCE = 8 };   // query heads that share a pass over the keys; a Softmax lies on the stack of a thread
+
+typedef struct {              // softmax(q . k) v of one row and some query heads, key by key ("online softmax")
     int   n_heads, head_dim;
     const float *q;           // (n_heads, head_dim)
     float scale;
-    float max[MAX_GROUP], sum[MAX_GROUP];
-    float out[MAX_GROUP * MAX_HEAD_DIM];    // (n_heads, head_dim) unnormalised
+    float max[HEADS_AT_ONCE], sum[HEADS_AT_ONCE];
+    float out[HEADS_AT_ONCE * MAX_HEAD_DIM];    // (n_heads, head_dim) unnormalised
 } Softmax;
 
 // Takes one key into account. The largest score so far stays the reference point, so exp never overflows.
@@ -1200,18 +1201,21 @@ static void attend_key(Softmax *s, const Cache *c, int seq, int head, int slot) 
 static void cpu_attend(const Attend *o) {
     const Cache *c = o->cache;
     const int hd = c->head_dim, group = o->n_heads / c->n_kv_heads;
+    const int parts = (group + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;     // of the heads that share one KV head
     if (o->blocks) die("attend: block lists are not supported by the CPU backend");
     if (o->store) cpu_qkv_store(o->store);
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int r = 0; r < o->batch->n_rows; r++)
-        for (int g = 0; g < c->n_kv_heads; g++) {
+        for (int j = 0; j < c->n_kv_heads * parts; j++) {
+            const int g = j / parts, n_heads = min_int(HEADS_AT_ONCE, group - j % parts * HEADS_AT_ONCE);
+            const int head = g * group + j % parts * HEADS_AT_ONCE;              // the first query head of this part
             const Row *row = &o->batch->rows[r];
             const Segment *seg = &o->batch->segs[row->seg];
             const int len = o->batch->len[seg->seq], pos = len + row->depth;
             const int first = o->window ? max_int(0, pos - o->window + 1) : 0;      // the lowest position in sight
-            const size_t at = (size_t)r * o->n_heads + (size_t)g * group;
-            Softmax s = { .n_heads = group, .head_dim = hd, .q = o->q + at * (size_t)hd, .scale = o->scale };
-            for (int h = 0; h < group; h++) s.max[h] = -INFINITY;
+            const size_t at = (size_t)r * o->n_heads + head;
+            Softmax s = { .n_heads = n_heads, .head_dim = hd, .q = o->q + at * (size_t)hd, .scale = o->scale };
+            for (int h = 0; h < n_heads; h++) s.max[h] = -INFINITY;
 
             for (int p = first; p < len; p++) attend_key(&s, c, seg->seq, g, p % c->slots);
             const int n_own = o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : row->index + 1;
@@ -1223,11 +1227,11 @@ static void cpu_attend(const Attend *o) {
                 if (o->stage) attend_key(&s, o->stage, 0, g, seg->first + i);
                 else attend_key(&s, c, seg->seq, g, (len + i) % c->slots);
             }
-            for (int h = 0; h < group; h++) {
+            for (int h = 0; h < n_heads; h++) {
                 float *out = s.out + (size_t)h * hd;
                 for (int i = 0; i < hd; i++) out[i] = s.sum[h] == 0 ? 0 : out[i] / s.sum[h];   // nothing in sight: 0
                 if (c->n_rot) tied_order(out, hd, c->n_rot, true);
-                emit(&o->out, r, o->n_heads * hd, (g * group + h) * hd, out, hd);
+                emit(&o->out, r, o->n_heads * hd, (head + h) * hd, out, hd);
             }
         }
 }
@@ -1319,7 +1323,10 @@ static int32_t sample_row(const float *logits, int vocab, const uint32_t *mask, 
         if (!mask || mask[i / 32] >> (i % 32) & 1) cpu.candidates[n++] = (struct Candidate){ logits[i], i };
     }
     if (!n) return -1;
-    if (p->temperature <= 0) return best_candidate(n).id;
+    if (p->temperature <= 0) {
+        const struct Candidate best = best_candidate(n);
+        return best.logit == -INFINITY ? -1 : best.id;
+    }
     int kept = p->top_k > 0 ? min_int(p->top_k, n) : n;
     select_top(n, kept);
     struct Candidate *c = cpu.candidates;              // from here on .logit holds exp((logit - largest) / temperature)
@@ -1646,7 +1653,11 @@ static void forward(Model *m, bool staged) {
         checkpoint_in(m, "l_out", l, p.stream, p.batch.n_rows);
     }
     empty_stage(m, &p);
-    if (!m->n_kept) return;
+    if (!m->n_kept) {                                  // truncates what an earlier dump left: a later chunk appends
+        checkpoint(m, "result_norm", OUT_OF_LAYERS, s->hidden, 0, c->dim);
+        checkpoint(m, "result_output", OUT_OF_LAYERS, s->logits, 0, c->vocab);
+        return;
+    }
     if (p.batch.n_rows > m->n_kept) {                  // a dump went through all layers with all rows
         op->close(&(Close){ .n_rows = p.batch.n_rows, .cols = c->dim, .in = enter(s, &p.stream, NULL) });
         keep_wanted(m, &p);
@@ -1762,7 +1773,9 @@ static bool run_prompt(Model *m, int seq, const int32_t *tokens, int n, const ch
         if (what) progress(what, at, n);
         if (at == n) break;
         commit_all(m);
-        if (stop && *stop) return false;
+        if (!stop || !*stop) continue;
+        if (what) progress(what, n, n);                // the line goes away
+        return false;
     }
     return true;
 }
@@ -1869,6 +1882,8 @@ static void print_plan(Model *m) {
             "scratch %.1f MiB\n", m->options.n_ctx, (double)m->plan.kv_global / mib,
             m->options.k_type == KV_F32 ? "f32" : "f16", tied ? "tied" : "untied", (double)m->plan.kv_rings / mib,
             (double)m->plan.stage / mib, (double)m->plan.activations / mib, (double)m->plan.scratch / mib);
+    if (m->options.n_ctx > c->n_ctx_train)
+        fprintf(stderr, "# warning: a context of %d, but the model was trained for %d\n", m->options.n_ctx, c->n_ctx_train);
     if (m->binder.n_unused)
         fprintf(stderr, "# tensors of the file that are not read: %zu, the first: %s\n", m->binder.n_unused,
                 shown(m->binder.first_unused));
@@ -1898,9 +1913,11 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
 
     const double t_start = seconds();
     const bool prompted = run_prompt(m, 0, prompt, n, "prompt tokens", &interrupted);
+    if (!prompted) n = m->len[0];                      // as far as it came
     op->wait();
     const double t_prompt = seconds();
-    int made = 0;
+    int made = 0, steps = 0;
+    bool thinking = false;                             // inside <|channel> .. <channel|>: not shown
     double read = 0;                                   // bytes that the decoding steps had to read
     const char *why = "end of turn";
     for (; prompted; made++) {                         // here a step has been run and its rows are not committed yet
@@ -1918,10 +1935,13 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
         if (token < 0)
             die("%s: the logits at position %d are not numbers; the file is damaged", m->gguf.path, m->len[0] - 1);
         if (tok_is_stop(t, token) && !o->ignore_eos) break;
-        write_text(text, tok_stream_push(t, &stream, token, false, text, t->stream_cap));
+        if (token == t->channel_open) thinking = true;
+        if (!thinking) write_text(text, tok_stream_push(t, &stream, token, false, text, t->stream_cap));
+        if (token == t->channel_close) thinking = false;
         if (m->len[0] == m->options.n_ctx) { made++; why = "context full"; break; }
         if (made + 1 == o->n_predict) continue;        // nobody needs what follows the last token
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = token, .want = true } }, 1);
+        steps++;
         read += bytes_per_token(m, m->len[0]);
     }
     const double t_end = seconds();
@@ -1929,17 +1949,19 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
     if (isatty(1)) write_text("\n", 1);
     if (interrupted) why = "interrupted";
 
-    float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
-    read_logits(m, 0, logits);
     fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s\n", n, t_prompt - t_start, n / (t_prompt - t_start));
-    const int steps = max_int(made - 1, 0);            // the first token came with the prompt
     const double t_decode = t_end - t_prompt;
     if (steps)
         fprintf(stderr, "# decode: %d steps in %.3f s, %.1f tok/s, %.2f GB/s\n", steps, t_decode, steps / t_decode,
                 read / t_decode * 1e-9);
-    fprintf(stderr, "# %d tokens generated, stopped: %s; last logits %016" PRIx64 "\n", made, why,
-            hash_bytes(logits, (size_t)m->config.vocab * sizeof *logits));
-    free(logits);
+    fprintf(stderr, "# %d tokens generated, stopped: %s", made, why);
+    if (prompted) {                                    // two runs that agree to the last bit show it here
+        float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
+        read_logits(m, 0, logits);
+        fprintf(stderr, "; last logits %016" PRIx64, hash_bytes(logits, (size_t)m->config.vocab * sizeof *logits));
+        free(logits);
+    }
+    fprintf(stderr, "\n");
     free(text);
     return interrupted ? 130 : 0;
 }
@@ -1973,6 +1995,9 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
     const int n = (int)(size / 4);
     if (!o.n_ctx) o.n_ctx = n;
     if (n > o.n_ctx) die("--ids: %s: expected at most %d ids, got %d; try -c %d", ids_path, o.n_ctx, n, n);
+    struct stat in, out;
+    if (!stat(model, &in) && !stat(out_path, &out) && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
+        die("-o: %s: expected another file, got the model itself", out_path);
     o.n_logits = o.n_batch = STEP_ROWS;
     Model *m = alloc_or_die(1, sizeof *m);
     load_model(m, model, ops, o, dump_dir);
@@ -2122,18 +2147,16 @@ static KvType parse_kv_type(const char *flag, const char *name, KvType otherwise
 }
 
 // A sampling number: the command line's, else the file's, else Gemma's.
-static double sampling_value(Gguf *g, double given, const char *key, double otherwise) {
-    if (!isnan(given)) return given;
-    double v = otherwise;
-    int64_t i = 0;
+static double sampling_value(Gguf *g, double given, const char *key, double max, double otherwise) {
     const GgufKv *kv = gguf_find_kv(g, key);
-    if (!kv) return otherwise;
-    if (kv->type == GGUF_V_F32 || kv->type == GGUF_V_F64) {
-        if (gguf_get_float(g, key, &v) < 0) die_gguf(g);
-        return v;
-    }
-    if (gguf_get_int(g, key, 0, INT_MAX, &i) < 0) die_gguf(g);
-    return (double)i;
+    if (!isnan(given) || !kv) return isnan(given) ? otherwise : given;
+    double v = 0;
+    int64_t i = 0;
+    const bool is_float = kv->type == GGUF_V_F32 || kv->type == GGUF_V_F64;
+    if (is_float ? gguf_get_float(g, key, &v) < 0 : gguf_get_int(g, key, 0, INT_MAX, &i) < 0) die_gguf(g);
+    if (!is_float) v = (double)i;
+    if (!(v >= 0 && v <= max)) die("%s: key '%s': expected 0 to %.10g, got %g", g->path, key, max, v);
+    return v;
 }
 
 static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
@@ -2156,7 +2179,9 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     load_tokenizer(&tok, &m->gguf, &m->config);
     if (f->raw) {
         if (f->system) die("--system: has no place in a --raw prompt");
-        if (tok_encode(&tok, "<bos>", 5, TOK_SPECIAL, &ids) < 0) die("-p: %s", tok.err);
+        if (tok.bos < 0) die("%s: key 'tokenizer.ggml.bos_token_id': missing, and no token is called <bos>", m->gguf.path);
+        ids = (TokIds){ .ids = alloc_or_die(1, sizeof *ids.ids), .n = 1, .cap = 1 };
+        ids.ids[0] = tok.bos;
         if (tok_encode(&tok, text, n_text, TOK_PLAIN, &ids) < 0) die("-p: %s", tok.err);
     } else {
         const TokStr system = { f->system, f->system ? strlen(f->system) : 0 };
@@ -2169,16 +2194,17 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     const uint64_t clock_seed = ((uint64_t)time(NULL) * 1000003u ^ (uint64_t)getpid()) & 0xffffffff;
     const double seed = isnan(f->seed) ? (double)clock_seed : f->seed;
     g.sampling = (SampleParams){
-        .seed = (uint64_t)seed, .temperature = (float)sampling_value(&m->gguf, f->temperature, "general.sampling.temp", 1.0),
-        .top_k = (int32_t)sampling_value(&m->gguf, f->top_k, "general.sampling.top_k", 64),
-        .top_p = (float)sampling_value(&m->gguf, f->top_p, "general.sampling.top_p", 0.95),
+        .seed = (uint64_t)seed,
+        .temperature = (float)sampling_value(&m->gguf, f->temperature, "general.sampling.temp", 1000, 1.0),
+        .top_k = (int32_t)sampling_value(&m->gguf, f->top_k, "general.sampling.top_k", INT_MAX, 64),
+        .top_p = (float)sampling_value(&m->gguf, f->top_p, "general.sampling.top_p", 1, 0.95),
         .min_p = isnan(f->min_p) ? 0 : (float)f->min_p, .repeat = 1
     };
     print_plan(m);
     if (g.sampling.temperature > 0)
         fprintf(stderr, "# sampling: temperature %g, top-k %d, top-p %g, min-p %g, seed %.0f\n", (double)g.sampling.temperature,
                 (int)g.sampling.top_k, (double)g.sampling.top_p, (double)g.sampling.min_p, seed);
-    struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)SA_RESETHAND };
+    struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)(SA_RESETHAND | SA_RESTART) };
     sigaction(SIGINT, &act, NULL);
     const int status = generate(m, &tok, ids.ids, (int)ids.n, &g);
     tok_ids_free(&ids);
@@ -2222,6 +2248,9 @@ int main(int argc, char **argv) {
         if (f.ids || f.out) die("%s: belongs to gemma4 logits", f.ids ? "--ids" : "-o");
         return verb_generate(&f, ops, o);
     }
+    if (f.prompt || f.prompt_file || f.system || f.raw || f.ignore_eos || f.n_predict >= 0 || !isnan(f.temperature) ||
+        !isnan(f.top_k) || !isnan(f.top_p) || !isnan(f.min_p) || !isnan(f.seed))
+        die("logits: takes --ids, -o, -c, -t, -ctk, -ctv, --kv-layout and --dump; the other flags are for generating");
     if (!f.ids) die("--ids: expected a file of token ids");
     if (!f.out) die("-o: expected a file for the logits");
     verb_logits(f.model, ops, o, f.ids, f.out, f.dump);

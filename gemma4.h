@@ -65,7 +65,7 @@ typedef struct {
 } Tensor;
 
 // An activation that a matrix product will read. The producer fills what is not NULL: f for float matrices, q and s for
-// quantised ones (rule 6), both when a dump wants to see it. Equal results either way: the rounding is the same.
+// quantised ones (rule 6). Equal results either way: the rounding is the same.
 typedef struct {
     float  *f;                       // (rows, cols)
     int8_t *q;                       // (rows, cols)

@@ -112,6 +112,13 @@ story system --temp 0 -n 20 --system "You are a pirate."
 mkdir "$tmp/dump"
 story dump --temp 0 -n 2 --dump "$tmp/dump"
 ok "--dump writes files" [ -n "$(ls "$tmp/dump" 2>/dev/null)" ]
+i=0
+while [ $i -lt 130 ]; do printf 'The fox ran home. '; i=$((i + 1)); done >"$tmp/long.txt"     # more than one chunk of a prompt
+run "$model" -f "$tmp/long.txt" --temp 0 -n 1 --dump "$tmp/dump"
+ls -l "$tmp/dump" | awk '{ print $5, $9 }' >"$tmp/sizes1"
+run "$model" -f "$tmp/long.txt" --temp 0 -n 1 --dump "$tmp/dump"
+ls -l "$tmp/dump" | awk '{ print $5, $9 }' >"$tmp/sizes2"
+ok "--dump replaces what an earlier run left" same sizes1 sizes2
 run "$model" -p "$(printf 'bad \377\376 bytes \300')" --temp 0 -n 4
 ok "bytes that are no UTF-8 do not crash" [ "$status" -le 1 ]
 run "$model" -p "" --temp 0 -n 4
@@ -192,6 +199,10 @@ error text.gguf logits "$model" --ids "$tmp/five.i32" -o "$tmp/text.gguf/x.f32"
 error folder.gguf logits "$model" --ids "$tmp/five.i32" -o "$tmp/folder.gguf"
 error missing.gguf logits "$tmp/missing.gguf" --ids "$tmp/five.i32" -o "$tmp/x.f32"
 error -o logits "$model" --ids "$tmp/five.i32"
+error logits: logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" -p hi
+cp "$model" "$tmp/own.gguf"
+error "the model itself" logits "$tmp/own.gguf" --ids "$tmp/five.i32" -o "$tmp/own.gguf"
+ok "-o does not touch the model" cmp -s "$model" "$tmp/own.gguf"
 error --ids logits "$model" -o "$tmp/x.f32"
 
 # ---- a full disk, a closed pipe, Ctrl-C ----------------------------------------------
@@ -207,7 +218,7 @@ if [ -c /dev/full ]; then
 else
     skip "no /dev/full on this system"
 fi
-$limit "$gemma4" "$model" -p hi --temp 0 -n 4 >&- 2>"$tmp/err"
+$limit "$gemma4" "$model" -p "Tell me a story." --temp 0 -n 4 >&- 2>"$tmp/err"
 status=$?
 ok "closed stdout: exit status 1" [ "$status" -eq 1 ]
 

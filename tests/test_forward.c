@@ -1213,7 +1213,7 @@ static const Edit edits[] = {
     { 0, SET_INT, "gemma4.attention.head_count", NULL, { 0 }, NULL },
     { 0, SET_INT, "gemma4.attention.head_count", "gemma4.attention.head_count_kv", { 3 }, NULL },
     { 0, SET_INT, "gemma4.attention.head_count", "blk.0.attn_q.weight", { 4 }, NULL },
-    { 0, SET_INT, "gemma4.attention.head_count", "gemma4.attention.head_count_kv", { 256 }, NULL },
+    { 0, SET_INT, "gemma4.attention.head_count", "blk.0.attn_q.weight", { 256 }, NULL },
     { 0, SET_INT, "gemma4.attention.key_length", NULL, { 0 }, NULL },
     { 0, SET_INT, "gemma4.attention.key_length", NULL, { 1024 }, NULL },
     { 0, SET_INT, "gemma4.attention.key_length_swa", NULL, { 48 }, NULL },

@@ -846,7 +846,7 @@ static void test_matmul(void) {
     matmul_case(4, w, &in, 7, runs_7, N_RUNS_7);
 }
 
-enum { MAX_EXPERTS = 128 };
+enum { CASE_EXPERTS = 128 };
 
 typedef struct {                        // a router beside other work
     Route  o;                           // its outputs have room for `rows`
@@ -893,8 +893,8 @@ static void check_route(Router *t, Run run) {
     for (int r = 0; r < run.n; r++) {
         const float *z = logits + (size_t)(r * n);
         for (int i = 0; i < n; i++) set(&e, r * n + i, product(&t->w, 0, i, &t->ref, (size_t)(run.first + r)));
-        bool taken[MAX_EXPERTS] = { false };
-        double all = 0, sum = 0, p[MAX_EXPERTS];
+        bool taken[CASE_EXPERTS] = { false };
+        double all = 0, sum = 0, p[CASE_EXPERTS];
         for (int i = 0; i < n; i++) all += exp((double)z[i]);
         for (int j = 0; j < used; j++) {
             int best = -1;
