@@ -54,7 +54,7 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt,
     vfprintf(stderr, fmt, ap);
     fprintf(stderr, "\n");
     va_end(ap);
-    exit(1);
+    _exit(1);                                          // stdout is flushed; memory goes with the process
 }
 
 static void *alloc_or_die(size_t n, size_t size) {                 // host memory, zeroed; only while loading
