@@ -97,7 +97,8 @@ typedef struct {
     // private
     const uint8_t *meta;        // metadata as it was checked: a private copy of the file's head, or gguf_parse's bytes
     uint8_t *meta_copy;         // what to free of it
-    void *map;                  // the whole file, read-only
+    struct { void *at; size_t size; } *maps;    // the files, read-only
+    size_t n_maps;
     uint32_t *kv_index, *tensor_index;      // hash tables: index + 1, 0 = free
     size_t kv_slots, tensor_slots;          // powers of two
 } Gguf;
@@ -120,6 +121,32 @@ int gguf_get_str(Gguf *g, const char *key, GgufStr *out);                       
 // n integers: an array (any integer type, or bool) of exactly n elements, or a scalar that stands for all of them.
 int gguf_get_ints(Gguf *g, const char *key, int64_t min, int64_t max, int64_t *out, size_t n);
 int gguf_get_strs(Gguf *g, const char *key, const GgufStr **out, size_t *n);          // lives until gguf_close
+
+// ---- JSON --------------------------------------------------------------------------------------------------------
+// For safetensors headers and the texts around a model: configurations, tool declarations, calls. A value is the span of
+// its text inside the text that was parsed, so nothing is copied or allocated and the text must live as long.
+
+enum { GGUF_J_NULL, GGUF_J_FALSE, GGUF_J_TRUE, GGUF_J_NUMBER, GGUF_J_STRING, GGUF_J_ARRAY, GGUF_J_OBJECT };
+
+typedef struct {
+    int type;                   // GGUF_J_*
+    const char *s;              // n bytes from the value's first to its last: quotes and brackets included
+    size_t n;
+} GgufJson;
+
+// Check a whole text (RFC 8259, at most 256 levels deep; whether strings are UTF-8 is left open). 0 and the value, or -1,
+// with err_at the byte at fault and err what was expected there. The other functions take only values that come from here.
+int gguf_json_parse(const char *text, size_t n, GgufJson *value, size_t *err_at, const char **err);
+// Step through an array or object: start with a copy of it in *rest. key may be NULL; arrays leave it alone. Linear in the
+// container's text over a whole walk.
+bool gguf_json_next(GgufJson *rest, GgufJson *key, GgufJson *value);
+bool gguf_json_get(const GgufJson *object, const char *key, GgufJson *out);     // the last one of that name
+bool gguf_json_is(const GgufJson *string, const char *text);                    // a string that reads `text`
+// A string's bytes without quotes and escapes, at most string->n of them, to out; returns how many. Half a surrogate pair
+// becomes U+FFFD.
+size_t gguf_json_string(const GgufJson *string, char *out);
+bool gguf_json_int(const GgufJson *number, int64_t min, int64_t max, int64_t *out);     // false: no such integer
+bool gguf_json_float(const GgufJson *number, double *out);                              // false: no finite number
 
 // ---- block formats -----------------------------------------------------------------------------------------------
 // A type number of the caller's that breaks a precondition below is a bug, not bad input: check a file's types once, with
@@ -668,10 +695,12 @@ static void gguf__free_tables(Gguf *g) {
 void gguf_close(Gguf *g) {
     gguf__free_tables(g);
     free(g->meta_copy);
-    if (g->map) munmap(g->map, g->file_size);
+    for (size_t i = 0; i < g->n_maps; i++) munmap(g->maps[i].at, g->maps[i].size);
+    free(g->maps);
     g->meta_copy = NULL;
     g->meta = NULL;
-    g->map = NULL;
+    g->maps = NULL;
+    g->n_maps = 0;
 }
 
 // Tensor data start in `data`, the whole file in memory.
@@ -686,6 +715,19 @@ int gguf_parse(Gguf *g, const void *bytes, size_t size) {
     if (failed) gguf_close(g);
     else gguf__bind(g, (const uint8_t *)bytes);
     return failed;
+}
+
+// Map one more file; gguf_close unmaps it. NULL: err says why.
+static void *gguf__map(Gguf *g, int fd, size_t size) {
+    void *maps = realloc(g->maps, (g->n_maps + 1) * sizeof *g->maps);
+    if (!maps) return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for a mapping"), NULL;
+    g->maps = maps;
+    void *at = mmap(NULL, size, PROT_READ, MAP_PRIVATE, fd, 0);
+    if (at == MAP_FAILED)
+        return gguf__fail(g, "file", (GgufStr){0}, "E_MAP", 0, "cannot map %zu bytes: %s", size, strerror(errno)), NULL;
+    g->maps[g->n_maps].at = at;
+    g->maps[g->n_maps++].size = size;
+    return at;
 }
 
 // Read the file's head into a growing private copy until the metadata lies in it, then map the file. The copy is what was
@@ -720,13 +762,9 @@ static int gguf__load(Gguf *g, int fd) {
             return gguf__fail(g, "file", (GgufStr){0}, "E_STR_LEN", have, "expected at most %zu bytes of metadata, got more",
                               GGUF__META_MAX);
     }
-    g->map = mmap(NULL, size, PROT_READ, MAP_PRIVATE, fd, 0);
-    if (g->map == MAP_FAILED) {
-        g->map = NULL;
-        return gguf__fail(g, "file", (GgufStr){0}, "E_MAP", 0, "cannot map %zu bytes: %s", size, strerror(errno));
-    }
-    gguf__bind(g, (const uint8_t *)g->map);
-    return 0;
+    void *at = gguf__map(g, fd, size);
+    if (at) gguf__bind(g, (const uint8_t *)at);
+    return at ? 0 : -1;
 }
 
 int gguf_open(Gguf *g, const char *path) {
@@ -824,6 +862,246 @@ int gguf_get_strs(Gguf *g, const char *key, const GgufStr **out, size_t *n) {
     *out = kv->strs;
     *n = (size_t)kv->count;
     return 1;
+}
+
+// ---- JSON --------------------------------------------------------------------------------------------------------
+
+enum { GGUF__JSON_DEPTH = 256 };
+
+static size_t gguf__json_space(const char *s, size_t i, size_t n) {
+    while (i < n && (s[i] == ' ' || s[i] == '\n' || s[i] == '\r' || s[i] == '\t')) i++;
+    return i;
+}
+
+static bool gguf__json_digit(const char *s, size_t i, size_t n) { return i < n && s[i] >= '0' && s[i] <= '9'; }
+
+static int gguf__hex(char c) {
+    return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+}
+
+// The end of the string or scalar that starts at i; NULL in *err, or what was expected where the result points.
+static size_t gguf__json_scalar(const char *s, size_t i, size_t n, int *type, const char **err) {
+    *err = NULL;
+    if (s[i] == '"') {
+        *type = GGUF_J_STRING;
+        for (i++; i < n && s[i] != '"'; i++) {
+            if ((unsigned char)s[i] < 0x20) return *err = "a control character as an escape", i;
+            if (s[i] != '\\') continue;
+            if (++i < n && s[i] == 'u') {
+                for (int k = 0; k < 4; k++)
+                    if (++i >= n || gguf__hex(s[i]) < 0) return *err = "four hexadecimal digits", i;
+            } else if (i >= n || !s[i] || !strchr("\"\\/bfnrt", s[i])) {
+                return *err = "an escape", i;
+            }
+        }
+        if (i >= n) *err = "the end of the string";
+        return i + 1;
+    }
+    static const char *const words[3] = {"null", "false", "true"};
+    for (int k = 0; k < 3; k++) {
+        const size_t len = strlen(words[k]);
+        if (s[i] != words[k][0]) continue;
+        if (n - i < len || memcmp(s + i, words[k], len) != 0) return *err = words[k], i;
+        *type = GGUF_J_NULL + k;
+        return i + len;
+    }
+    *type = GGUF_J_NUMBER;
+    if (s[i] == '-') i++;
+    if (!gguf__json_digit(s, i, n)) return *err = "a value", i;
+    const bool zero = s[i] == '0';
+    while (gguf__json_digit(s, ++i, n))
+        if (zero) return *err = "no digit after a leading zero", i;
+    if (i < n && s[i] == '.') {
+        if (!gguf__json_digit(s, ++i, n)) return *err = "a digit", i;
+        while (gguf__json_digit(s, i, n)) i++;
+    }
+    if (i < n && (s[i] == 'e' || s[i] == 'E')) {
+        i++;
+        if (i < n && (s[i] == '+' || s[i] == '-')) i++;
+        if (!gguf__json_digit(s, i, n)) return *err = "a digit", i;
+        while (gguf__json_digit(s, i, n)) i++;
+    }
+    return i;
+}
+
+int gguf_json_parse(const char *text, size_t n, GgufJson *value, size_t *err_at, const char **err) {
+    char open[GGUF__JSON_DEPTH];                // '[' or '{' of each level
+    int depth = 0, type;
+    bool want_key = false, may_close = false;   // in an object, before a key; right after an opening bracket
+    const size_t start = gguf__json_space(text, 0, n);
+    size_t i = start;
+    *err = NULL;
+    for (;;) {
+        i = gguf__json_space(text, i, n);
+        if (i >= n) { *err = depth ? "the end of an array or object" : "a value"; break; }
+        if (may_close && text[i] == (open[depth - 1] == '[' ? ']' : '}')) {
+            i++;
+            depth--;
+        } else if (want_key) {
+            if (text[i] != '"') { *err = "a key"; break; }
+            i = gguf__json_scalar(text, i, n, &type, err);
+            if (*err) break;
+            i = gguf__json_space(text, i, n);
+            if (i >= n || text[i] != ':') { *err = "a colon"; break; }
+            i++;
+            want_key = may_close = false;
+            continue;
+        } else if (text[i] == '[' || text[i] == '{') {
+            if (depth == GGUF__JSON_DEPTH) { *err = "at most 256 levels"; break; }
+            open[depth++] = text[i++];
+            want_key = open[depth - 1] == '{';
+            may_close = true;
+            continue;
+        } else {
+            i = gguf__json_scalar(text, i, n, &type, err);
+            if (*err) break;
+        }
+        // A value is complete: close what ends here, then go on behind a comma.
+        for (;;) {
+            if (depth == 0) break;
+            i = gguf__json_space(text, i, n);
+            if (i >= n || text[i] != (open[depth - 1] == '[' ? ']' : '}')) break;
+            i++;
+            depth--;
+        }
+        if (depth == 0) break;
+        if (i >= n || text[i] != ',') { *err = open[depth - 1] == '[' ? "',' or ']'" : "',' or '}'"; break; }
+        i++;
+        want_key = open[depth - 1] == '{';
+        may_close = false;
+    }
+    if (!*err) {
+        const size_t end = i;
+        i = gguf__json_space(text, i, n);
+        if (i == n) {
+            const char c = text[start];
+            value->type = c == '{' ? GGUF_J_OBJECT : c == '[' ? GGUF_J_ARRAY : GGUF_J_NULL;
+            if (value->type == GGUF_J_NULL) gguf__json_scalar(text, start, n, &value->type, err);
+            value->s = text + start;
+            value->n = end - start;
+            return 0;
+        }
+        *err = "nothing after the value";
+    }
+    *err_at = i < n ? i : n;
+    return -1;
+}
+
+// The value that starts at s, inside a checked text that ends at s + n.
+static GgufJson gguf__json_value(const char *s, size_t n) {
+    GgufJson v = {*s == '{' ? GGUF_J_OBJECT : GGUF_J_ARRAY, s, 0};
+    const char *err;
+    if (*s != '{' && *s != '[') {
+        v.n = gguf__json_scalar(s, 0, n, &v.type, &err);
+        return v;
+    }
+    int depth = 0;
+    do {
+        const char c = s[v.n++];
+        if (c == '{' || c == '[') depth++;
+        else if (c == '}' || c == ']') depth--;
+        else if (c == '"')
+            for (; s[v.n++] != '"'; ) v.n += s[v.n - 1] == '\\';
+    } while (depth > 0);
+    return v;
+}
+
+bool gguf_json_next(GgufJson *rest, GgufJson *key, GgufJson *value) {
+    size_t i = gguf__json_space(rest->s, 1, rest->n);               // behind the bracket or the comma
+    if (i >= rest->n || rest->s[i] == ']' || rest->s[i] == '}') return false;
+    if (rest->type == GGUF_J_OBJECT) {
+        const GgufJson name = gguf__json_value(rest->s + i, rest->n - i);
+        if (key) *key = name;
+        i = gguf__json_space(rest->s, i + name.n, rest->n) + 1;
+        i = gguf__json_space(rest->s, i, rest->n);
+    }
+    *value = gguf__json_value(rest->s + i, rest->n - i);
+    i = gguf__json_space(rest->s, i + value->n, rest->n);
+    rest->s += i;
+    rest->n -= i;
+    return true;
+}
+
+bool gguf_json_get(const GgufJson *object, const char *key, GgufJson *out) {
+    GgufJson rest = *object, name, value;
+    bool found = false;
+    if (object->type != GGUF_J_OBJECT) return false;
+    while (gguf_json_next(&rest, &name, &value))
+        if (gguf_json_is(&name, key)) *out = value, found = true;
+    return found;
+}
+
+static size_t gguf__utf8(uint32_t c, char *out) {
+    if (c < 0x80) return out[0] = (char)c, 1;
+    const int more = c < 0x800 ? 1 : c < 0x10000 ? 2 : 3;
+    static const unsigned char lead[4] = {0, 0xc0, 0xe0, 0xf0};
+    out[0] = (char)(lead[more] | c >> (6 * more));
+    for (int k = 1; k <= more; k++) out[k] = (char)(0x80 | (c >> (6 * (more - k)) & 63));
+    return (size_t)more + 1;
+}
+
+// The character at s, of a string without its quotes, to out (4 bytes); *used: the bytes read.
+static size_t gguf__json_char(const char *s, size_t n, char *out, size_t *used) {
+    *used = 1;
+    if (s[0] != '\\') return out[0] = s[0], 1;
+    *used = 2;
+    if (s[1] != 'u') {
+        static const char from[] = "bfnrt", to[] = "\b\f\n\r\t";
+        const char *at = strchr(from, s[1]);
+        return out[0] = at ? to[at - from] : s[1], 1;
+    }
+    uint32_t c = 0, low = 0;
+    *used = 6;
+    for (int k = 2; k < 6; k++) c = c << 4 | (uint32_t)gguf__hex(s[k]);
+    if (c >= 0xd800 && c < 0xdc00 && n >= 12 && s[6] == '\\' && s[7] == 'u') {
+        for (int k = 8; k < 12; k++) low = low << 4 | (uint32_t)gguf__hex(s[k]);
+        if (low >= 0xdc00 && low < 0xe000) {
+            *used = 12;
+            return gguf__utf8(0x10000 + ((c - 0xd800) << 10) + (low - 0xdc00), out);
+        }
+    }
+    return gguf__utf8(c >= 0xd800 && c < 0xe000 ? 0xfffd : c, out);
+}
+
+size_t gguf_json_string(const GgufJson *string, char *out) {
+    size_t n = 0, used;
+    for (size_t i = 1; i + 1 < string->n; i += used)
+        n += gguf__json_char(string->s + i, string->n - 1 - i, out + n, &used);
+    return n;
+}
+
+bool gguf_json_is(const GgufJson *string, const char *text) {
+    char c[4];
+    size_t used;
+    if (string->type != GGUF_J_STRING) return false;
+    for (size_t i = 1; i + 1 < string->n; i += used) {
+        const size_t n = gguf__json_char(string->s + i, string->n - 1 - i, c, &used);
+        if (strncmp(text, c, n) != 0 || memchr(c, 0, n)) return false;
+        text += n;
+    }
+    return *text == 0;
+}
+
+bool gguf_json_float(const GgufJson *number, double *out) {
+    char text[64];
+    if (number->type != GGUF_J_NUMBER || number->n >= sizeof text) return false;
+    memcpy(text, number->s, number->n);
+    text[number->n] = 0;
+    *out = strtod(text, NULL);
+    return isfinite(*out);
+}
+
+bool gguf_json_int(const GgufJson *number, int64_t min, int64_t max, int64_t *out) {
+    char text[64];
+    if (number->type != GGUF_J_NUMBER || number->n >= sizeof text) return false;
+    memcpy(text, number->s, number->n);
+    text[number->n] = 0;
+    char *end;
+    errno = 0;
+    const long long v = strtoll(text, &end, 10);
+    if (*end || errno || v < min || v > max) return false;
+    *out = v;
+    return true;
 }
 
 // ---- block formats -----------------------------------------------------------------------------------------------
