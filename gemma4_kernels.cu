@@ -110,11 +110,6 @@ __device__ static inline float warp_sum(float v) {
     return v;
 }
 
-__device__ static inline int warp_sum(int v) {
-    for (int h = 16; h > 0; h /= 2) v += __shfl_xor_sync(~0u, v, h);
-    return v;
-}
-
 __device__ static inline float warp_max(float v) {
     for (int h = 16; h > 0; h /= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, h));
     return v;
@@ -1427,14 +1422,311 @@ static void cuda_attend(const Attend *o) {
 }
 
 // ==== [9] Output: head, sampling =====================================================================================
+// Tokens of a row are ordered by a key of 64 bits, descending logit, then ascending id: no two are equal, 0 is below all. One
+// block works on a row. Up to LIST / 2 candidates are gathered in shared memory and sorted; more of them (top_k off, or a row
+// full of equal logits) are found where they lie, byte by byte of the key.
 
+enum { SAMPLE_THREADS = 1024, LIST = 2 * SAMPLE_THREADS };
+
+typedef unsigned long long u64;
+
+__device__ static inline u64 token_key(float z, int id) {
+    unsigned bits = __float_as_uint(z + 0.0f);         // -0 becomes 0: the two are equal
+    bits = bits >> 31 ? ~bits : bits | 0x80000000u;
+    return (u64)bits << 32 | (unsigned)~id;
+}
+__device__ static inline int key_id(u64 key) { return (int)~(unsigned)key; }
+__device__ static inline float key_logit(u64 key) {
+    const unsigned bits = (unsigned)(key >> 32);
+    return __uint_as_float(bits >> 31 ? bits & 0x7fffffffu : ~bits);
+}
+
+typedef struct {              // the logits of one row as steps 1 to 3 of Sample leave them
+    const float *logits, *bias;
+    const uint32_t *mask;
+    const int32_t *counts, *seen;              // committed, of the step; NULL: no penalties
+    SampleParams p;
+    int vocab;
+    bool nan_is_low;          // head: a NaN counts as -Inf, nothing is out
+} TokenRow;
+
+// Key of token i, 0 if it is out. *nan is set for a NaN.
+__device__ static inline u64 key_of(const TokenRow &o, int i, bool *nan) {
+    float z = o.logits[i];
+    if (o.nan_is_low) return token_key(z != z ? -INFINITY : z, i);
+    if (o.bias) z += o.bias[i];
+    const int c = o.counts ? o.counts[i] + o.seen[i] : 0;
+    if (c > 0) z = sample_penalised(z, c, &o.p);
+    if (z != z) *nan = true;
+    const bool allowed = !o.mask || o.mask[i / 32] >> (i % 32) & 1;
+    return allowed && z > -INFINITY ? token_key(z, i) : 0;
+}
+
+// Descending, n a power of two. All threads; whole behind it.
+__device__ static void sort_keys(u64 *key, int n) {
+    for (int size = 2; size <= n; size *= 2)
+        for (int step = size / 2; step > 0; step /= 2) {
+            __syncthreads();
+            for (int i = threadIdx.x; i < n; i += blockDim.x) {
+                const int j = i ^ step;
+                if (j <= i) continue;
+                const bool down = (i & size) == 0;
+                const u64 a = key[i], b = key[j];
+                if ((a < b) == down) key[i] = b, key[j] = a;
+            }
+        }
+    __syncthreads();
+}
+
+// The best k <= SAMPLE_THREADS keys of a row, sorted, in list (LIST). Returns how many there are, or -1 when too many are as
+// good as a bound that is quickly found. *top: the best of all; *nan: the row holds a NaN.
+//   Every thread keeps the best of its tokens; the k-th best of these is a bound that at least k tokens reach.
+__device__ static int gather_best(const TokenRow &o, int k, u64 *list, u64 *top, bool *nan) {
+    __shared__ int n_found;
+    u64 best = 0;
+    bool bad = false;
+    for (int i = threadIdx.x; i < o.vocab; i += blockDim.x) best = max(best, key_of(o, i, &bad));
+    *nan = __syncthreads_or(bad);
+    list[threadIdx.x] = best;
+    sort_keys(list, SAMPLE_THREADS);
+    *top = list[0];
+    if (k > SAMPLE_THREADS) return -1;
+    const u64 bound = max(list[k - 1], (u64)1);
+    __syncthreads();
+    if (threadIdx.x == 0) n_found = 0;
+    for (int i = threadIdx.x; i < LIST; i += blockDim.x) list[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < o.vocab; i += blockDim.x) {
+        const u64 key = key_of(o, i, &bad);
+        if (key < bound) continue;
+        const int at = atomicAdd(&n_found, 1);
+        if (at < LIST) list[at] = key;
+    }
+    __syncthreads();
+    if (n_found > LIST) return -1;
+    sort_keys(list, LIST);
+    return min(k, n_found);
+}
+
+typedef struct { float largest, scale; u64 least; } Weighing;          // scale 0: every token weighs 1
+
+__device__ static inline u64 weight_of(const Weighing &w, u64 key) {
+    if (w.scale == 0) return 1;
+    const u64 x = sample_weight(key_logit(key), w.largest, w.scale);
+    return x < w.least ? 0 : x;
+}
+
+// Of the tokens with keys from `low` up, best first: the key of the first that together with those before it weighs more than
+// target; 0: all of them weigh no more. total: what they weigh, when not NULL.
+__device__ static u64 first_above(const TokenRow &o, u64 low, const Weighing &w, u64 target, u64 *hist, u64 *total) {
+    __shared__ u64 prefix, rest;
+    __shared__ bool found;
+    if (threadIdx.x == 0) prefix = 0, rest = target;
+    for (int shift = 56; shift >= 0; shift -= 8) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < 256; i += blockDim.x) hist[i] = 0;
+        __syncthreads();
+        bool bad = false;
+        for (int i = threadIdx.x; i < o.vocab; i += blockDim.x) {
+            const u64 key = key_of(o, i, &bad);
+            if (key < low || (shift < 56 && key >> (shift + 8) != prefix >> (shift + 8))) continue;
+            atomicAdd(&hist[key >> shift & 255], weight_of(w, key));
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            u64 sum = 0;
+            for (int i = 0; i < 256; i++) sum += hist[i];
+            if (total && shift == 56) *total = sum;
+            found = sum > rest;
+            for (int i = 255; found && i >= 0; i--) {
+                if (hist[i] > rest) {
+                    prefix |= (u64)i << shift;
+                    break;
+                }
+                rest -= hist[i];
+            }
+        }
+        __syncthreads();
+        if (!found) return 0;
+    }
+    return prefix;
+}
+
+// sample: one token per row, steps 1 to 8 of Sample in gemma4.h.
+//   shapes    logits (n_rows, vocab)
+//   launch    grid n_rows, block 1024, dynamic shared memory 8 * LIST
+//   traffic   reads a row of logits twice (top_k up to 1024), else some twenty times
+//   numerics  whole numbers behind step 3: equal to the CPU's choice whenever the logits are equal
+//   see       cpu_sample
+__global__ void __launch_bounds__(SAMPLE_THREADS) sample_kernel(Sample o, Batch b, const int32_t *seen) {
+    extern __shared__ u64 list[];
+    __shared__ int32_t choice;
+    __shared__ u64 sum;
+    const int r = blockIdx.x;
+    const Row row = b.rows[r];
+    const int seq = b.segs[row.seg].seq, pos = b.len[seq] + row.depth;
+    const size_t words = ((size_t)o.vocab + 31) / 32;
+    const TokenRow t = { o.logits + (size_t)r * o.vocab, o.bias ? o.bias + (size_t)seq * o.vocab : NULL,
+                         o.mask ? o.mask + r * words : NULL, o.counts ? o.counts + (size_t)seq * o.vocab : NULL,
+                         seen ? seen + (size_t)r * o.vocab : NULL, o.params[seq], o.vocab, false };
+    const SampleParams p = t.p;
+    const int k = p.temperature <= 0 ? 1 : p.top_k > 0 ? min(p.top_k, o.vocab) : o.vocab;
+    u64 top;
+    bool nan;
+    const int n = gather_best(t, k, list, &top, &nan);
+    if (threadIdx.x == 0) choice = nan || !top ? -1 : key_id(top);
+    __syncthreads();
+    if (choice >= 0 && p.temperature > 0) {
+        Weighing w = { key_logit(top), 1.44269504f / p.temperature, 0 };
+        const u64 least = sample_share(SAMPLE_ONE, p.min_p);
+        const float u = random_unit(p.seed, pos);
+        if (n >= 0) {
+            if (threadIdx.x == 0) {                    // a few dozen tokens, in order
+                u64 total = 0, before = 0, kept = 0;
+                for (int i = 0; i < n; i++) total += weight_of(w, list[i]);
+                const u64 part = p.top_p < 1 ? sample_share(total, p.top_p) : total;
+                int n_kept = 0;
+                for (; n_kept < n; n_kept++) {
+                    const u64 x = weight_of(w, list[n_kept]);
+                    if (n_kept && p.top_p < 1 && before >= part) break;
+                    before += x;
+                    kept += x < least ? 0 : x;
+                }
+                const u64 target = sample_share(kept, u);
+                before = 0;
+                for (int i = 0; i < n_kept; i++) {
+                    const u64 x = weight_of(w, list[i]);
+                    before += x < least ? 0 : x;
+                    if (before <= target) continue;
+                    choice = key_id(list[i]);
+                    break;
+                }
+            }
+        } else {
+            u64 low = 1;
+            const Weighing count = { 0, 0, 0 };
+            if (k < o.vocab) {
+                const u64 last = first_above(t, low, count, k - 1, list, NULL);
+                low = last ? last : low;
+            }
+            if (p.top_p < 1) {
+                first_above(t, low, w, ~(u64)0, list, &sum);
+                __syncthreads();
+                const u64 part = sample_share(sum, p.top_p);
+                const u64 last = first_above(t, low, w, part ? part - 1 : 0, list, NULL);
+                low = last ? last : low;
+            }
+            w.least = least;
+            first_above(t, low, w, ~(u64)0, list, &sum);
+            __syncthreads();
+            const u64 key = first_above(t, low, w, sample_share(sum, u), list, NULL);
+            if (threadIdx.x == 0 && key) choice = key_id(key);
+        }
+        __syncthreads();
+    }
+    if (threadIdx.x != 0) return;
+    o.out[r] = choice;
+    if (o.feed) o.feed[r].token = choice;
+}
+
+// seen: occurrences of tokens among a row of the step and its ancestors; seen (n_rows, vocab) is zero before.
+//   launch    grid n_rows, block 128
+__global__ void seen_kernel(Batch b, const Row *step_rows, int32_t *seen, int vocab) {
+    const Row row = b.rows[blockIdx.x];
+    const Segment seg = b.segs[row.seg];
+    for (int j = threadIdx.x; j <= row.index; j += blockDim.x) {
+        if (seg.kind != SEG_CHAIN && !(row.ancestors >> j & 1)) continue;
+        const int token = step_rows[seg.first + j].token;
+        atomicAdd(&seen[(size_t)blockIdx.x * vocab + (token < 0 || token >= vocab ? 0 : token)], 1);
+    }
+}
+
+static void cuda_sample(const Sample *o) {
+    const int n_rows = o->batch->n_rows;
+    int32_t *seen = o->counts ? (int32_t *)cuda.panel : NULL;
+    if (seen) {
+        const size_t bytes = (size_t)n_rows * o->vocab * sizeof *seen;
+        if (bytes > PANEL_BYTES) cuda_die("sample: penalties for %d rows of %d tokens are not supported", n_rows, o->vocab);
+        CHECK_CUDA(cudaMemsetAsync(seen, 0, bytes, cuda.stream), "sample n_rows=%d", n_rows);
+        seen_kernel<<<n_rows, 128, 0, cuda.stream>>>(*o->batch, o->step_rows, seen, o->vocab);
+        CHECK_LAUNCH("seen n_rows=%d", n_rows);
+    }
+    sample_kernel<<<n_rows, SAMPLE_THREADS, LIST * sizeof(u64), cuda.stream>>>(*o, *o->batch, seen);
+    CHECK_LAUNCH("sample n_rows=%d vocab=%d", n_rows, o->vocab);
+}
+
+// top_logits: the top_k best tokens of each row in order.
+//   launch    grid n_rows, block 1024, dynamic shared memory 8 * LIST
+//   see       cpu_head
+__global__ void __launch_bounds__(SAMPLE_THREADS) top_logits_kernel(const float *logits, int vocab, int k, int32_t *ids, float *top_logits) {
+    extern __shared__ u64 list[];
+    __shared__ u64 hist[256];
+    __shared__ int n_found;
+    const TokenRow t = { .logits = logits + (size_t)blockIdx.x * vocab, .vocab = vocab, .nan_is_low = true };
+    u64 top;
+    bool nan;
+    const int n = gather_best(t, k, list, &top, &nan);
+    if (n < 0) {
+        const Weighing count = { 0, 0, 0 };
+        const u64 last = first_above(t, 1, count, k - 1, hist, NULL);
+        for (int i = threadIdx.x; i < LIST; i += blockDim.x) list[i] = 0;
+        if (threadIdx.x == 0) n_found = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < vocab; i += blockDim.x) {
+            const u64 key = key_of(t, i, &nan);
+            if (key >= last) list[atomicAdd(&n_found, 1)] = key;
+        }
+        sort_keys(list, LIST);
+    }
+    for (int i = threadIdx.x; i < k; i += blockDim.x) {
+        ids[(size_t)blockIdx.x * k + i] = key_id(list[i]);
+        top_logits[(size_t)blockIdx.x * k + i] = t.logits[key_id(list[i])];
+    }
+}
+
+// logsumexp: of each row; with ids the log-probability of one token instead.
+//   launch    grid n_rows, block 1024
+//   numerics  exp in f32 of the distance to the largest, sum in f64
+//   see       logsumexp(), cpu_logprob
+__global__ void __launch_bounds__(SAMPLE_THREADS) logsumexp_kernel(const float *logits, int vocab, const int32_t *ids, float *out) {
+    __shared__ float tops[32];
+    __shared__ double sums[32];
+    const float *row = logits + (size_t)blockIdx.x * vocab;
+    float top = -INFINITY;
+    double sum = 0;
+    for (int i = threadIdx.x; i < vocab; i += blockDim.x) top = fmaxf(top, row[i]);
+    top = warp_max(top);
+    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;
+    __syncthreads();
+    top = warp_max(tops[threadIdx.x % 32]);
+    if (isinf(top)) top = 0;                           // all -Inf, or one +Inf: the sum says so
+    for (int i = threadIdx.x; i < vocab; i += blockDim.x) sum += (double)expf(row[i] - top);
+    for (int h = 16; h > 0; h /= 2) sum += __shfl_xor_sync(~0u, sum, h);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    sum = 0;
+    for (int i = 0; i < 32; i++) sum += sums[i];
+    const double all = top + log(sum);
+    const int id = ids ? ids[blockIdx.x] : 0;
+    out[blockIdx.x] = !ids ? (float)all : id < 0 || id >= vocab ? NAN : (float)(row[id] - all);
+}
+static void cuda_logprob(const Logprob *o) {
+    logsumexp_kernel<<<o->n_rows, SAMPLE_THREADS, 0, cuda.stream>>>(o->logits, o->vocab, o->ids, o->out);
+    CHECK_LAUNCH("logprob n_rows=%d vocab=%d", o->n_rows, o->vocab);
+}
+
+// head: the soft-capped products of STEP_ROWS rows at a time; logits that nobody wants whole pass through cuda.panel.
 static void cuda_head(const Head *o) {
     const int vocab = o->w->rows, cols = o->w->cols;
-    if (o->top_k || o->logsumexp || !o->logits) cuda_die("head: only whole rows of logits are supported");
     const bool f = is_float(o->w->type);
-    for (int r = 0; r < o->n_rows; r += STEP_ROWS) {   // a prompt whose every row is wanted goes through in pieces
-        const int n = min_int(STEP_ROWS, o->n_rows - r);
+    const int at_once = o->logits ? STEP_ROWS : min_int(STEP_ROWS, (int)(PANEL_BYTES / sizeof(float) / vocab));
+    if (!at_once) cuda_die("head: a vocabulary of %d is not supported", vocab);
+    if (o->top_k > LIST) cuda_die("head: expected top_k up to %d, got %d", LIST, o->top_k);
+    for (int r = 0; r < o->n_rows; r += at_once) {
+        const int n = min_int(at_once, o->n_rows - r);
         const size_t at = (size_t)r * cols;
+        float *logits = o->logits ? o->logits + (size_t)r * vocab : (float *)cuda.panel;
         In in = o->in;
         if (in.x) in.x += at;
         for (int k = 0; k < 2; k++)
@@ -1445,10 +1737,20 @@ static void cuda_head(const Head *o) {
         launch_prepare(&in, NULL, y, (Prepared){ 0 }, n, cols);
         Jobs jobs = { };
         Job job = job_of(o->w, y, n);
-        job.out = o->logits + (size_t)r * vocab;
+        job.out = logits;
         job.cap = o->cap;
         add_job(&jobs, job);
         launch_jobs(&jobs, "head", n);
+        if (o->top_k) {
+            const size_t top = (size_t)r * o->top_k;
+            top_logits_kernel<<<n, SAMPLE_THREADS, LIST * sizeof(u64), cuda.stream>>>(logits, vocab, o->top_k, o->top_ids + top,
+                                                                                      o->top_logits + top);
+            CHECK_LAUNCH("top_logits n_rows=%d vocab=%d", n, vocab);
+        }
+        if (o->logsumexp) {
+            logsumexp_kernel<<<n, SAMPLE_THREADS, 0, cuda.stream>>>(logits, vocab, NULL, o->logsumexp + r);
+            CHECK_LAUNCH("logsumexp n_rows=%d vocab=%d", n, vocab);
+        }
     }
 }
 
@@ -1543,20 +1845,18 @@ static void *cuda_reserve(size_t bytes) {
     return p;
 }
 
-static void finish_copies(void);
+// What came out of the device is handed over; the ring is empty behind it.
+static void finish_copies(void) {
+    for (int i = 0; i < cuda.n_pending; i++) memcpy(cuda.pending[i].dst, cuda.pending[i].src, cuda.pending[i].bytes);
+    cuda.n_pending = 0;
+    cuda.ring_at = 0;
+}
 
 static void cuda_release(void *p) {
     CHECK_CUDA(cudaStreamSynchronize(cuda.stream), "release");
     finish_copies();
     forget_steps();
     CHECK_CUDA(cudaFree(p), "release");
-}
-
-// What came out of the device is handed over; the ring is empty behind it.
-static void finish_copies(void) {
-    for (int i = 0; i < cuda.n_pending; i++) memcpy(cuda.pending[i].dst, cuda.pending[i].src, cuda.pending[i].bytes);
-    cuda.n_pending = 0;
-    cuda.ring_at = 0;
 }
 
 static void cuda_wait(void) {
@@ -1671,6 +1971,6 @@ const Ops *cuda_ops(void) {
     ops.route = cuda_route, ops.expert_gate_up = cuda_expert_gate_up, ops.expert_down = cuda_expert_down;
     ops.ple_inject = cuda_ple_inject, ops.close = cuda_close, ops.gather_rows = cuda_gather_rows;
     ops.qkv_store = cuda_qkv_store, ops.attend = cuda_attend, ops.kv_commit = cuda_kv_commit, ops.kv_copy = cuda_kv_copy;
-    ops.head = cuda_head;
+    ops.head = cuda_head, ops.logprob = cuda_logprob, ops.sample = cuda_sample;
     return &ops;
 }
