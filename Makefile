@@ -27,6 +27,7 @@ COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) $(o
     -ffp-contract=off $(CFLAGS)
 SOURCES  := gemma4.c $(wildcard *.h)
 PROGRAMS := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c tests/make_*.c))
+CUDA_LIBS := $(addprefix -Xcompiler ,$(OMP_FLAG)) -lcublas -lm -ldl
 FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
 
 all: $(ENGINE)                  ## build ./gemma4 for this machine: CUDA when nvcc is found, else CPU
@@ -42,11 +43,11 @@ $(B)/gemma4-cpu: $(SOURCES) $(B)/flags
 	$(OMP_NOTE)
 	$(COMPILE) gemma4.c -o $@ $(LDFLAGS) -lm
 $(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/kernels.o
-	$(NVCC) $^ -o $@ $(addprefix -Xcompiler ,$(OMP_FLAG)) -lcublas -lm
+	$(NVCC) $^ -o $@ $(CUDA_LIBS)
 $(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
 	$(COMPILE) -DUSE_CUDA -c gemma4.c -o $@
 $(B)/kernels.o: gemma4_kernels.cu gemma4.h $(B)/flags
-	$(NVCC) -O3 -std=c++17 -lineinfo -arch=$(strip $(ARCH)) -c $< -o $@
+	$(NVCC) -O3 -std=c++17 -lineinfo --split-compile=0 -arch=$(strip $(ARCH)) -c $< -o $@
 $(B)/flags: FORCE               # holds the command lines; a change of compiler or flags rebuilds what they built
 	@mkdir -p $(B); echo '$(COMPILE) $(NVCC) $(ARCH)' | cmp -s - $@ || echo '$(COMPILE) $(NVCC) $(ARCH)' > $@
 
@@ -54,8 +55,13 @@ test: $(ENGINE) test-programs   ## build what is missing and run all tests
 	@BUILD=$(B) GEMMA4='$(CURDIR)/$(BIN)' sh tests/run.sh
 test-programs: $(PROGRAMS)      ## build the test programs without running them
 # A test program includes the source that it tests, so part of that goes unused. Asserts stay on.
-$(PROGRAMS): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags
+$(PROGRAMS): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags $(if $(filter cuda,$(ENGINE)),$(B)/kernels.o)
+ifeq ($(ENGINE),cuda)
+	$(COMPILE) -I. -UNDEBUG -DUSE_CUDA -Wno-unused-function -c $< -o $@.o
+	$(NVCC) $@.o $(B)/kernels.o -o $@ $(CUDA_LIBS)
+else
 	$(COMPILE) -I. -UNDEBUG -Wno-unused-function $< -o $@ $(LDFLAGS) -lm
+endif
 asan:                           ## run all tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(MAKE) --no-print-directory test B=build/asan BIN=build/asan/gemma4 ENGINE=cpu CFLAGS="-O1 -march=native -g \
 	-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"

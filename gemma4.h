@@ -570,7 +570,7 @@ typedef struct Ops {
 } Ops;
 
 const Ops *cpu_ops(void);            // gemma4.c [5]
-const Ops *cuda_ops(void);           // gemma4_kernels.cu
+const Ops *cuda_ops(void);           // gemma4_kernels.cu; NULL: there is no GPU that it could use
 
 #ifdef __cplusplus
 }

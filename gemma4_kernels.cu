@@ -1794,9 +1794,7 @@ static size_t cuda_scratch_bytes(const Limits *lim) {
 
 static void start_device(void) {
     if (cuda.stream) return;
-    int n_devices = 0, optin = 0;
-    CHECK_CUDA(cudaGetDeviceCount(&n_devices), "looking for a GPU");
-    if (!n_devices) cuda_die("no GPU found");
+    int optin = 0;
     CHECK_CUDA(cudaStreamCreateWithFlags(&cuda.stream, cudaStreamNonBlocking), "stream");
     CHECK_CUDA(cudaMallocHost((void **)&cuda.ring, RING_BYTES), "pinned memory of %d bytes", RING_BYTES);
     CHECK_CUDA(cudaDeviceGetAttribute(&cuda.n_sm, cudaDevAttrMultiProcessorCount, 0), "device");
@@ -1962,6 +1960,8 @@ static double cuda_joules(void) {
 // Operations that no feature of this build needs yet stay NULL (gemma4.h, contract 10).
 const Ops *cuda_ops(void) {
     static Ops ops;
+    int n_devices = 0;
+    if (cudaGetDeviceCount(&n_devices) != cudaSuccess || !n_devices) return NULL;
     ops.name = "cuda";
     ops.memory = cuda_memory, ops.weight_bytes = cuda_weight_bytes, ops.upload = cuda_upload;
     ops.scratch_bytes = cuda_scratch_bytes, ops.init = cuda_init, ops.reserve = cuda_reserve, ops.release = cuda_release;
