@@ -347,8 +347,8 @@ template <DType T> __device__ static inline void load_group(const Planes &p, siz
         out->a[0] = out->a[1] = __low2float(dm);
         out->m[0] = out->m[1] = -__high2float(dm);     // these formats add it
     } else if constexpr (T == T_MXFP4) {
-        const unsigned e = p.head[g];                  // 2^(e - 128); 0 and 1 are subnormal
-        out->a[0] = out->a[1] = __uint_as_float(e >= 2 ? (e - 1) << 23 : 0x00200000u << e);
+        const unsigned e = p.head[g];                  // 2^(e - 128); 0 and 1 are subnormal, 255 is NaN
+        out->a[0] = out->a[1] = __uint_as_float(e == 255 ? 0x7fc00000u : e >= 2 ? (e - 1) << 23 : 0x00200000u << e);
     } else if constexpr (T == T_NVFP4) {
         for (int h = 0; h < 2; h++) out->a[h] = 0.5f * e4m3(p.head[g * 2 + h]);
     } else if constexpr (T == T_Q4_K || T == T_Q5_K) {
