@@ -2222,11 +2222,12 @@ int main(int argc, char **argv) {
         print_help();
         return fflush(stdout) ? 1 : 0;
     }
+    const Ops *ops = NULL;
 #ifdef USE_CUDA
-    const Ops *ops = cuda_ops();
-#else
-    const Ops *ops = cpu_ops();
+    ops = cuda_ops();
+    if (!ops) fprintf(stderr, "# no GPU found: running on the CPU\n");
 #endif
+    if (!ops) ops = cpu_ops();
     if (f.version) {
         printf("gemma4 " VERSION " (%s)\n", ops->name);
         return fflush(stdout) ? 1 : 0;
