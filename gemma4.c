@@ -792,10 +792,14 @@ static void free_model(Model *m) {
 // so it never changes a sum; a row's arithmetic does not depend on the other rows of the step. Weights are read where they
 // lie in the mapped file. Tolerances for other backends are those of their comments in gemma4.h and tests/test_ops.c.
 
-static struct {               // scratch of the CPU backend: one prepared input at a time, candidates of sample
-    Act    y;                 // (max_rows, max_cols)
-    size_t rows, cols, vocab;
-    struct Candidate { float logit; int32_t id; } *candidates;      // (vocab)
+typedef struct { uint64_t key, weight; } Candidate;    // a token among others: the higher key, the better (candidate_key)
+
+static struct {               // scratch of the CPU backend: one prepared input at a time, one row of logits
+    Act        y;             // (max_rows, max_cols)
+    size_t     rows, cols, vocab;
+    Candidate *candidates;    // (vocab)
+    float     *logits;        // (vocab)
+    int32_t   *seen;          // (vocab) 0 between operations
 } cpu;
 
 static size_t cpu_weight_bytes(const Tensor *w) {
@@ -816,7 +820,7 @@ static void cpu_memory(size_t *free_bytes, size_t *total) {
 
 static size_t cpu_scratch_bytes(const Limits *lim) {
     const size_t n = (size_t)lim->max_rows * lim->max_cols;
-    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + lim->vocab * sizeof *cpu.candidates;
+    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + lim->vocab * (sizeof(Candidate) + sizeof(float) + sizeof(int32_t));
 }
 
 static void cpu_init(const Limits *lim) {
@@ -827,10 +831,14 @@ static void cpu_init(const Limits *lim) {
     free(cpu.y.q);
     free(cpu.y.s);
     free(cpu.candidates);
+    free(cpu.logits);
+    free(cpu.seen);
     cpu.y.f = alloc_or_die(rows * cols, sizeof *cpu.y.f);
     cpu.y.q = alloc_or_die(rows * cols, sizeof *cpu.y.q);
     cpu.y.s = alloc_or_die(rows * (cols / 32 + 1), sizeof *cpu.y.s);
     cpu.candidates = alloc_or_die(vocab, sizeof *cpu.candidates);
+    cpu.logits = alloc_or_die(vocab, sizeof *cpu.logits);
+    cpu.seen = alloc_or_die(vocab, sizeof *cpu.seen);
     cpu.rows = rows;
     cpu.cols = cols;
     cpu.vocab = vocab;
@@ -921,11 +929,13 @@ static void emit(const Act *out, size_t r, int cols, int first, const float *v, 
 
 // ---- body ----
 
+// The token of a row, 0 for one outside the vocabulary: a choice of -1 that was fed.
+static int32_t known(int32_t token, int vocab) { return token < 0 || token >= vocab ? 0 : token; }
+
 // A token's row of an embedding table as f32 (cols).
 static void embedding_row(const Tensor *table, int32_t token, float *out) {
-    const size_t row_size = gguf_row_size(table->type, table->cols);
-    if (token < 0 || token >= table->rows) token = 0;  // a choice of -1 that was fed
-    gguf_dequantize(table->type, (const uint8_t *)table->data + (size_t)token * row_size, out, table->cols);
+    const size_t row = (size_t)known(token, table->rows), row_size = gguf_row_size(table->type, table->cols);
+    gguf_dequantize(table->type, (const uint8_t *)table->data + row * row_size, out, table->cols);
 }
 
 static void cpu_embed(const Embed *o) {
@@ -1255,7 +1265,8 @@ static void cpu_kv_commit(const KvCommit *o) {
                 const Cache *c = &o->caches[l];
                 kv_move(c, seg->seq, (*len + k) % c->slots, c, seg->seq, (*len + from) % c->slots);
             }
-            if (o->counts) o->counts[(size_t)seg->seq * o->vocab + o->batch->rows[seg->first + from].token]++;
+            const int32_t token = known(o->batch->rows[seg->first + from].token, o->vocab);
+            if (o->counts) o->counts[(size_t)seg->seq * o->vocab + token]++;
         }
         *len += o->n_accept[i];
     }
@@ -1272,89 +1283,196 @@ static void cpu_kv_copy(const KvCopy *o) {
 
 // ---- output ----
 
+// Candidates in order are those of descending keys: descending logit, then ascending id. No two keys are equal.
+static uint64_t candidate_key(float logit, int32_t id) {
+    uint32_t bits;
+    logit += 0.0f;                                     // -0 becomes 0: the two are equal
+    memcpy(&bits, &logit, sizeof bits);
+    bits = bits >> 31 ? ~bits : bits | 0x80000000u;    // ascending like the number
+    return (uint64_t)bits << 32 | (uint32_t)~id;
+}
+
+static int32_t candidate_id(Candidate c) { return (int32_t)~(uint32_t)c.key; }
+
+static float candidate_logit(Candidate c) {
+    uint32_t bits = (uint32_t)(c.key >> 32);
+    float logit;
+    bits = bits >> 31 ? bits & 0x7fffffffu : ~bits;
+    memcpy(&logit, &bits, sizeof logit);
+    return logit;
+}
+
+static int compare_candidates(const void *a, const void *b) {
+    const uint64_t x = ((const Candidate *)a)->key, y = ((const Candidate *)b)->key;
+    return x > y ? -1 : x < y;
+}
+
+// Brings the fewest best candidates that together weigh at least `weight` to the front, the worst of them last. Returns how
+// many they are. All n together weigh that much. Quickselect: its time grows with n, whatever the order and the weights.
+static int best_prefix(Candidate *c, int n, uint64_t weight) {
+    uint32_t random = 1;
+    uint64_t before = 0;                               // weight of c[0 .. low - 1], which are better than the rest and stay
+    for (int low = 0, high = n; ; ) {
+        random = random * 1664525 + 1013904223;
+        const int at = low + (int)((uint64_t)random * (uint32_t)(high - low) >> 32);
+        const Candidate pivot = c[at];
+        c[at] = c[high - 1];
+        uint64_t better = 0;
+        int i = low;
+        for (int j = low; j < high - 1; j++) {         // no branch: it could not be predicted
+            const Candidate x = c[j];
+            const uint64_t is_better = x.key > pivot.key;
+            c[j] = c[i];
+            c[i] = x;
+            i += (int)is_better;
+            better += x.weight & -is_better;
+        }
+        c[high - 1] = c[i];
+        c[i] = pivot;
+        if (before + better >= weight) {
+            high = i;
+        } else {
+            before += better + pivot.weight;
+            low = i + 1;
+            if (before >= weight) return low;
+        }
+    }
+}
+
+typedef struct {              // the k best of the candidates that came by, in any order, among n that may be among them
+    Candidate *c;             // room for all that come by
+    int        n, k;
+    uint64_t   floor;         // no key up to this one is among them
+} Best;
+
+static void best_cut(Best *b) {
+    if (b->n <= b->k) return;
+    b->n = best_prefix(b->c, b->n, (uint64_t)b->k);    // each weighs 1
+    b->floor = b->c[b->n - 1].key;
+}
+
+static void best_add(Best *b, uint64_t key) {
+    if (key <= b->floor) return;
+    b->c[b->n++] = (Candidate){ key, 1 };
+    if (b->n >= b->k + max_int(b->k, 64)) best_cut(b);
+}
+
+// The k best of a row, k <= vocab, in order, at c[0 .. k - 1]. c has room for the row.
+static void best_of_row(Candidate *c, const float *logits, int vocab, int k) {
+    Best best = { .c = c, .k = k };
+    for (int i = 0; i < vocab; i++) best_add(&best, candidate_key(isnan(logits[i]) ? -INFINITY : logits[i], i));
+    best_cut(&best);
+    qsort(c, k, sizeof *c, compare_candidates);
+}
+
+static double logsumexp(const float *logits, int vocab) {
+    float largest = -INFINITY;
+    for (int i = 0; i < vocab; i++)
+        if (logits[i] > largest) largest = logits[i];
+    if (isinf(largest)) largest = 0;                   // all -Inf, or one +Inf: the sum says so
+    double sum = 0;
+    for (int i = 0; i < vocab; i++) sum += exp((double)logits[i] - largest);
+    return largest + log(sum);
+}
+
 static void cpu_head(const Head *o) {
     const int vocab = o->w->rows, cols = o->w->cols;
     const Act y = prepare(&o->in, o->n_rows, cols, is_quantised(o->w->type));
-    if (o->top_k || o->logsumexp || !o->logits) die("head: only whole rows of logits are supported by the CPU backend");
     if (o->hidden) memcpy(o->hidden, y.f, (size_t)o->n_rows * cols * sizeof(float));
+    const int at_once = o->logits ? o->n_rows : 1;
+    for (int first = 0; first < o->n_rows; first += at_once) {
+        float *logits = o->logits ? o->logits : cpu.logits;
 #pragma omp parallel for
-    for (int i = 0; i < vocab; i++)
-        for (int r = 0; r < o->n_rows; r++) {
-            const float z = dot(o->w, 0, i, &y, r);
-            o->logits[(size_t)r * vocab + i] = o->cap > 0 ? o->cap * tanhf(z / o->cap) : z;
+        for (int i = 0; i < vocab; i++)
+            for (int r = 0; r < at_once; r++) {
+                const float z = dot(o->w, 0, i, &y, first + r);
+                logits[(size_t)r * vocab + i] = o->cap > 0 ? o->cap * tanhf(z / o->cap) : z;
+            }
+        for (int r = 0; r < at_once; r++, logits += vocab) {
+            const size_t at = (size_t)(first + r) * o->top_k;
+            if (o->top_k) best_of_row(cpu.candidates, logits, vocab, o->top_k);
+            for (int i = 0; i < o->top_k; i++) {
+                o->top_ids[at + i] = candidate_id(cpu.candidates[i]);
+                o->top_logits[at + i] = logits[o->top_ids[at + i]];
+            }
+            if (o->logsumexp) o->logsumexp[first + r] = (float)logsumexp(logits, vocab);
         }
-}
-
-static int compare_candidates(const void *a, const void *b) {      // descending logit, then ascending id
-    const struct Candidate *x = a, *y = b;
-    if (x->logit != y->logit) return x->logit < y->logit ? 1 : -1;
-    return x->id < y->id ? -1 : x->id > y->id;
-}
-
-// The largest logit, lowest id first: greedy choice.
-static struct Candidate best_candidate(int n) {
-    struct Candidate best = cpu.candidates[0];
-    for (int i = 1; i < n; i++)
-        if (cpu.candidates[i].logit > best.logit) best = cpu.candidates[i];
-    return best;
-}
-
-// Moves the k best of n candidates to the front, in order.
-static void select_top(int n, int k) {
-    struct Candidate *c = cpu.candidates;
-    if (k >= n || k > 1024) {
-        qsort(c, n, sizeof *c, compare_candidates);
-        return;
-    }
-    qsort(c, k, sizeof *c, compare_candidates);
-    for (int i = k; i < n; i++) {                      // insert what beats the worst of the k: rare after the first few
-        const struct Candidate x = c[i];
-        if (compare_candidates(&x, &c[k - 1]) >= 0) continue;
-        int j = k - 1;
-        for (; j > 0 && compare_candidates(&x, &c[j - 1]) < 0; j--) c[j] = c[j - 1];
-        c[j] = x;
     }
 }
 
-static int32_t sample_row(const float *logits, int vocab, const uint32_t *mask, const SampleParams *p, int pos) {
-    int n = 0;
-    for (int i = 0; i < vocab; i++) {
-        if (isnan(logits[i])) return -1;
-        if (!mask || mask[i / 32] >> (i % 32) & 1) cpu.candidates[n++] = (struct Candidate){ logits[i], i };
+static void cpu_logprob(const Logprob *o) {
+    for (int r = 0; r < o->n_rows; r++) {
+        const float *logits = o->logits + (size_t)r * o->vocab;
+        const int32_t id = o->ids[r];
+        o->out[r] = id < 0 || id >= o->vocab ? NAN : (float)(logits[id] - logsumexp(logits, o->vocab));
     }
+}
+
+// Steps 2 and 3 of Sample: row r with bias and penalties. Without both the row itself.
+static const float *penalised_row(const Sample *o, int r) {
+    const Row *row = &o->batch->rows[r];
+    const Segment *seg = &o->batch->segs[row->seg];
+    const float *logits = o->logits + (size_t)r * o->vocab, *bias = o->bias ? o->bias + (size_t)seg->seq * o->vocab : NULL;
+    const int32_t *counts = o->counts ? o->counts + (size_t)seg->seq * o->vocab : NULL;
+    const SampleParams *p = &o->params[seg->seq];
+    float *z = cpu.logits;
+    if (!bias && !counts) return logits;
+    for (int i = 0; i < o->vocab; i++) z[i] = bias ? logits[i] + bias[i] : logits[i];
+    if (!counts) return z;
+    const Row *rows = o->step_rows + seg->first;
+    for (int j = 0; j <= row->index; j++)
+        if (seg->kind == SEG_CHAIN || row->ancestors >> j & 1) cpu.seen[known(rows[j].token, o->vocab)]++;
+    for (int i = 0; i < o->vocab; i++) {
+        const int32_t c = counts[i] + cpu.seen[i];
+        if (c > 0) z[i] = sample_penalised(z[i], c, p);
+    }
+    for (int j = 0; j <= row->index; j++) cpu.seen[known(rows[j].token, o->vocab)] = 0;
+    return z;
+}
+
+// The other steps of Sample. z (vocab), mask may be NULL. Returns the token or -1.
+static int32_t sample_row(const float *z, int vocab, const uint32_t *mask, const SampleParams *p, int pos) {
+    Best best = { .c = cpu.candidates, .k = p->temperature <= 0 ? 1 : p->top_k > 0 ? min_int(p->top_k, vocab) : vocab };
+    float floor = -INFINITY;                           // what best.floor says, to pass most tokens by at once
+    for (int first = 0; first < vocab; first += 32) {
+        const int n = min_int(32, vocab - first);
+        bool above = false;
+        for (int j = 0; j < n; j++) above |= !(z[first + j] <= floor);
+        for (int i = first; above && i < first + n; i++) {
+            if (isnan(z[i])) return -1;
+            if (z[i] > floor && (!mask || mask[i / 32] >> (i % 32) & 1)) best_add(&best, candidate_key(z[i], i));
+        }
+        if (best.floor) floor = candidate_logit((Candidate){ .key = best.floor });
+    }
+    best_cut(&best);
+    Candidate *c = best.c;
+    int n = best.n;
     if (!n) return -1;
-    if (p->temperature <= 0) {
-        const struct Candidate best = best_candidate(n);
-        return best.logit == -INFINITY ? -1 : best.id;
+    if (p->temperature <= 0) return candidate_id(c[0]);
+
+    uint64_t largest = 0, total = 0;
+    for (int i = 0; i < n; i++) largest = c[i].key > largest ? c[i].key : largest;
+    const float z_largest = candidate_logit((Candidate){ .key = largest }), scale = 1.44269504f / p->temperature;
+    for (int i = 0; i < n; i++) total += c[i].weight = sample_weight(candidate_logit(c[i]), z_largest, scale);
+    if (p->top_p < 1) {
+        const uint64_t part = sample_share(total, p->top_p);
+        n = best_prefix(c, n, part ? part : 1);
     }
-    int kept = p->top_k > 0 ? min_int(p->top_k, n) : n;
-    select_top(n, kept);
-    struct Candidate *c = cpu.candidates;              // from here on .logit holds exp((logit - largest) / temperature)
-    const float largest = c[0].logit;
-    if (isinf(largest)) return largest > 0 ? c[0].id : -1;
-    double total = 0, mass = 0;
-    for (int i = 0; i < kept; i++) total += c[i].logit = expf((c[i].logit - largest) / p->temperature);
-    for (int i = 0; i < kept; i++) {                   // top-p keeps a token if the mass before it is below top_p
-        if (i && (mass >= p->top_p * total || c[i].logit < p->min_p)) kept = i;
-        else mass += c[i].logit;
-    }
-    double u = random_unit(p->seed, pos) * mass;
-    for (int i = 0; i < kept; i++) {
-        u -= c[i].logit;
-        if (u < 0) return c[i].id;
-    }
-    return c[kept - 1].id;
+    const uint64_t least = sample_share(SAMPLE_ONE, p->min_p);
+    int kept = 0;
+    total = 0;
+    for (int i = 0; i < n; i++)
+        if (c[i].weight >= least) total += (c[kept++] = c[i]).weight;
+    return candidate_id(c[best_prefix(c, kept, sample_share(total, random_unit(p->seed, pos)) + 1) - 1]);
 }
 
 static void cpu_sample(const Sample *o) {
     const size_t words = round_up((size_t)o->vocab, 32) / 32;
-    if (o->counts || o->bias) die("sample: penalties and biases are not supported by the CPU backend");
     for (int r = 0; r < o->batch->n_rows; r++) {
         const Row *row = &o->batch->rows[r];
         const int seq = o->batch->segs[row->seg].seq;
         const uint32_t *mask = o->mask ? o->mask + (size_t)r * words : NULL;
-        o->out[r] = sample_row(o->logits + (size_t)r * o->vocab, o->vocab, mask, &o->params[seq],
-                               o->batch->len[seq] + row->depth);
+        o->out[r] = sample_row(penalised_row(o, r), o->vocab, mask, &o->params[seq], o->batch->len[seq] + row->depth);
         if (o->feed) o->feed[r].token = o->out[r];
     }
 }
@@ -1368,7 +1486,7 @@ const Ops *cpu_ops(void) {
         .embed = cpu_embed, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up, .route = cpu_route,
         .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store, .attend = cpu_attend,
-        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .sample = cpu_sample
+        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob, .sample = cpu_sample
     };
     return &ops;
 }
