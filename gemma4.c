@@ -63,6 +63,8 @@ static void *alloc_or_die(size_t n, size_t size) {                 // host memor
     return p;
 }
 
+typedef struct { const char **text; int n; } TextList;
+
 static double seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -471,6 +473,7 @@ typedef struct {
     int    n_logits;          // most rows of a step that want logits
     KvType k_type, v_type;    // of global layers; rings are f16, or f32 when k_type is
     bool   untied;            // keep K and V apart also where they come from one projection
+    bool   penalties, bias;   // sampling counts tokens; adds a bias to logits
 } PlanOptions;
 
 typedef struct {              // bytes
@@ -500,6 +503,8 @@ typedef struct {              // what forward works on; all in backend memory
     uint32_t *mask;                    // (n_logits, vocab / 32) tokens that may be sampled
     int32_t *chosen;                   // (n_logits)
     SampleParams *params;              // (n_seqs)
+    int32_t *counts;                   // (n_seqs, vocab) how often a token was committed; NULL without penalties
+    float   *bias;                     // (n_seqs, vocab) 0 until set; NULL without biases
     double  *inv_freq[2];              // (n_pairs) radians per position: global, sliding layers
     float   *dump[5];                  // (n_batch, widest) when dumping
 } State;
@@ -533,6 +538,7 @@ typedef struct {
     int          n_rows, n_segs, n_kept;
     const char  *dump_dir;             // checkpoints go here; NULL: no dump
     int          steps;                // done so far
+    int          n_suppressed;         // tokens that the mask leaves out
 } Model;
 
 typedef struct { char *base; size_t used; } Arena;     // base NULL: a dry run that only counts
@@ -656,6 +662,8 @@ static void plan_state(Model *m, Arena *a) {
     s->mask = take(a, kept * round_up((size_t)c->vocab, 32) / 32, sizeof(uint32_t));
     s->chosen = take(a, kept, sizeof(int32_t));
     s->params = take(a, seqs, sizeof(SampleParams));
+    s->counts = o->penalties ? take(a, seqs * (size_t)c->vocab, sizeof(int32_t)) : NULL;
+    s->bias = o->bias ? take(a, seqs * (size_t)c->vocab, f) : NULL;
     for (int t = 0; t < 2; t++) s->inv_freq[t] = take(a, (size_t)m->weights.n_pairs[t], sizeof(double));
     const size_t widest = (size_t)max_int(max_int((int)q_dim, (int)kv_dim), c->dim);
     for (int i = 0; i < 5; i++) s->dump[i] = m->dump_dir ? take(a, n * widest, f) : NULL;
@@ -689,10 +697,15 @@ static void plan_memory(Model *m, Arena *a) {
     m->plan.activations = a->used - before;
 }
 
-static void reset_session(Model *m, int seq) {         // forget everything; nothing needs to be erased
+static void reset_session(Model *m, int seq) {         // forget everything; no cached row needs to be erased
     const int32_t zero = 0;
     m->len[seq] = 0;
     m->ops->copy(&(Copy){ m->s.len + seq, &zero, sizeof zero, COPY_IN });
+    if (!m->s.counts) return;
+    const size_t vocab = (size_t)m->config.vocab;
+    int32_t *none = alloc_or_die(vocab, sizeof *none);
+    m->ops->copy(&(Copy){ m->s.counts + (size_t)seq * vocab, none, vocab * sizeof *none, COPY_IN });
+    free(none);
 }
 
 // Tokens that the file forbids to sample (tokenizer.ggml.suppress_tokens) leave the mask; all others stay.
@@ -707,7 +720,10 @@ static void load_mask(Model *m) {
         int64_t *ids = alloc_or_die(kv->count, sizeof *ids);
         if (gguf_get_ints(&m->gguf, "tokenizer.ggml.suppress_tokens", 0, m->config.vocab - 1, ids, kv->count) < 0)
             die_gguf(&m->gguf);
-        for (uint64_t i = 0; i < kv->count; i++) mask[ids[i] / 32] &= ~(1u << (ids[i] % 32));
+        for (uint64_t i = 0; i < kv->count; i++) {
+            m->n_suppressed += mask[ids[i] / 32] >> (ids[i] % 32) & 1;
+            mask[ids[i] / 32] &= ~(1u << (ids[i] % 32));
+        }
         free(ids);
     }
     for (int r = 0; r < m->options.n_logits; r++)
@@ -792,10 +808,14 @@ static void free_model(Model *m) {
 // so it never changes a sum; a row's arithmetic does not depend on the other rows of the step. Weights are read where they
 // lie in the mapped file. Tolerances for other backends are those of their comments in gemma4.h and tests/test_ops.c.
 
-static struct {               // scratch of the CPU backend: one prepared input at a time, candidates of sample
-    Act    y;                 // (max_rows, max_cols)
-    size_t rows, cols, vocab;
-    struct Candidate { float logit; int32_t id; } *candidates;      // (vocab)
+typedef struct { uint64_t key, weight; } Candidate;    // a token among others: the higher key, the better (candidate_key)
+
+static struct {               // scratch of the CPU backend: one prepared input at a time, one row of logits
+    Act        y;             // (max_rows, max_cols)
+    size_t     rows, cols, vocab;
+    Candidate *candidates;    // (vocab)
+    float     *logits;        // (vocab)
+    int32_t   *seen;          // (vocab) 0 between operations
 } cpu;
 
 static size_t cpu_weight_bytes(const Tensor *w) {
@@ -816,7 +836,7 @@ static void cpu_memory(size_t *free_bytes, size_t *total) {
 
 static size_t cpu_scratch_bytes(const Limits *lim) {
     const size_t n = (size_t)lim->max_rows * lim->max_cols;
-    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + lim->vocab * sizeof *cpu.candidates;
+    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + lim->vocab * (sizeof(Candidate) + sizeof(float) + sizeof(int32_t));
 }
 
 static void cpu_init(const Limits *lim) {
@@ -827,10 +847,14 @@ static void cpu_init(const Limits *lim) {
     free(cpu.y.q);
     free(cpu.y.s);
     free(cpu.candidates);
+    free(cpu.logits);
+    free(cpu.seen);
     cpu.y.f = alloc_or_die(rows * cols, sizeof *cpu.y.f);
     cpu.y.q = alloc_or_die(rows * cols, sizeof *cpu.y.q);
     cpu.y.s = alloc_or_die(rows * (cols / 32 + 1), sizeof *cpu.y.s);
     cpu.candidates = alloc_or_die(vocab, sizeof *cpu.candidates);
+    cpu.logits = alloc_or_die(vocab, sizeof *cpu.logits);
+    cpu.seen = alloc_or_die(vocab, sizeof *cpu.seen);
     cpu.rows = rows;
     cpu.cols = cols;
     cpu.vocab = vocab;
@@ -921,11 +945,13 @@ static void emit(const Act *out, size_t r, int cols, int first, const float *v, 
 
 // ---- body ----
 
+// The token of a row, 0 for one outside the vocabulary: a choice of -1 that was fed.
+static int32_t known(int32_t token, int vocab) { return token < 0 || token >= vocab ? 0 : token; }
+
 // A token's row of an embedding table as f32 (cols).
 static void embedding_row(const Tensor *table, int32_t token, float *out) {
-    const size_t row_size = gguf_row_size(table->type, table->cols);
-    if (token < 0 || token >= table->rows) token = 0;  // a choice of -1 that was fed
-    gguf_dequantize(table->type, (const uint8_t *)table->data + (size_t)token * row_size, out, table->cols);
+    const size_t row = (size_t)known(token, table->rows), row_size = gguf_row_size(table->type, table->cols);
+    gguf_dequantize(table->type, (const uint8_t *)table->data + row * row_size, out, table->cols);
 }
 
 static void cpu_embed(const Embed *o) {
@@ -1255,7 +1281,8 @@ static void cpu_kv_commit(const KvCommit *o) {
                 const Cache *c = &o->caches[l];
                 kv_move(c, seg->seq, (*len + k) % c->slots, c, seg->seq, (*len + from) % c->slots);
             }
-            if (o->counts) o->counts[(size_t)seg->seq * o->vocab + o->batch->rows[seg->first + from].token]++;
+            const int32_t token = known(o->batch->rows[seg->first + from].token, o->vocab);
+            if (o->counts) o->counts[(size_t)seg->seq * o->vocab + token]++;
         }
         *len += o->n_accept[i];
     }
@@ -1272,89 +1299,196 @@ static void cpu_kv_copy(const KvCopy *o) {
 
 // ---- output ----
 
+// Candidates in order are those of descending keys: descending logit, then ascending id. No two keys are equal.
+static uint64_t candidate_key(float logit, int32_t id) {
+    uint32_t bits;
+    logit += 0.0f;                                     // -0 becomes 0: the two are equal
+    memcpy(&bits, &logit, sizeof bits);
+    bits = bits >> 31 ? ~bits : bits | 0x80000000u;    // ascending like the number
+    return (uint64_t)bits << 32 | (uint32_t)~id;
+}
+
+static int32_t candidate_id(Candidate c) { return (int32_t)~(uint32_t)c.key; }
+
+static float candidate_logit(Candidate c) {
+    uint32_t bits = (uint32_t)(c.key >> 32);
+    float logit;
+    bits = bits >> 31 ? bits & 0x7fffffffu : ~bits;
+    memcpy(&logit, &bits, sizeof logit);
+    return logit;
+}
+
+static int compare_candidates(const void *a, const void *b) {
+    const uint64_t x = ((const Candidate *)a)->key, y = ((const Candidate *)b)->key;
+    return x > y ? -1 : x < y;
+}
+
+// Brings the fewest best candidates that together weigh at least `weight` to the front, the worst of them last. Returns how
+// many they are. All n together weigh that much. Quickselect: its time grows with n, whatever the order and the weights.
+static int best_prefix(Candidate *c, int n, uint64_t weight) {
+    uint32_t random = 1;
+    uint64_t before = 0;                               // weight of c[0 .. low - 1], which are better than the rest and stay
+    for (int low = 0, high = n; ; ) {
+        random = random * 1664525 + 1013904223;
+        const int at = low + (int)((uint64_t)random * (uint32_t)(high - low) >> 32);
+        const Candidate pivot = c[at];
+        c[at] = c[high - 1];
+        uint64_t better = 0;
+        int i = low;
+        for (int j = low; j < high - 1; j++) {         // no branch: it could not be predicted
+            const Candidate x = c[j];
+            const uint64_t is_better = x.key > pivot.key;
+            c[j] = c[i];
+            c[i] = x;
+            i += (int)is_better;
+            better += x.weight & -is_better;
+        }
+        c[high - 1] = c[i];
+        c[i] = pivot;
+        if (before + better >= weight) {
+            high = i;
+        } else {
+            before += better + pivot.weight;
+            low = i + 1;
+            if (before >= weight) return low;
+        }
+    }
+}
+
+typedef struct {              // the k best of the candidates that came by, in any order, among n that may be among them
+    Candidate *c;             // room for all that come by
+    int        n, k;
+    uint64_t   floor;         // no key up to this one is among them
+} Best;
+
+static void best_cut(Best *b) {
+    if (b->n <= b->k) return;
+    b->n = best_prefix(b->c, b->n, (uint64_t)b->k);    // each weighs 1
+    b->floor = b->c[b->n - 1].key;
+}
+
+static void best_add(Best *b, uint64_t key) {
+    if (key <= b->floor) return;
+    b->c[b->n++] = (Candidate){ key, 1 };
+    if (b->n >= b->k + max_int(b->k, 64)) best_cut(b);
+}
+
+// The k best of a row, k <= vocab, in order, at c[0 .. k - 1]. c has room for the row.
+static void best_of_row(Candidate *c, const float *logits, int vocab, int k) {
+    Best best = { .c = c, .k = k };
+    for (int i = 0; i < vocab; i++) best_add(&best, candidate_key(isnan(logits[i]) ? -INFINITY : logits[i], i));
+    best_cut(&best);
+    qsort(c, k, sizeof *c, compare_candidates);
+}
+
+static double logsumexp(const float *logits, int vocab) {
+    float largest = -INFINITY;
+    for (int i = 0; i < vocab; i++)
+        if (logits[i] > largest) largest = logits[i];
+    if (isinf(largest)) largest = 0;                   // all -Inf, or one +Inf: the sum says so
+    double sum = 0;
+    for (int i = 0; i < vocab; i++) sum += exp((double)logits[i] - largest);
+    return largest + log(sum);
+}
+
 static void cpu_head(const Head *o) {
     const int vocab = o->w->rows, cols = o->w->cols;
     const Act y = prepare(&o->in, o->n_rows, cols, is_quantised(o->w->type));
-    if (o->top_k || o->logsumexp || !o->logits) die("head: only whole rows of logits are supported by the CPU backend");
     if (o->hidden) memcpy(o->hidden, y.f, (size_t)o->n_rows * cols * sizeof(float));
+    const int at_once = o->logits ? o->n_rows : 1;
+    for (int first = 0; first < o->n_rows; first += at_once) {
+        float *logits = o->logits ? o->logits : cpu.logits;
 #pragma omp parallel for
-    for (int i = 0; i < vocab; i++)
-        for (int r = 0; r < o->n_rows; r++) {
-            const float z = dot(o->w, 0, i, &y, r);
-            o->logits[(size_t)r * vocab + i] = o->cap > 0 ? o->cap * tanhf(z / o->cap) : z;
+        for (int i = 0; i < vocab; i++)
+            for (int r = 0; r < at_once; r++) {
+                const float z = dot(o->w, 0, i, &y, first + r);
+                logits[(size_t)r * vocab + i] = o->cap > 0 ? o->cap * tanhf(z / o->cap) : z;
+            }
+        for (int r = 0; r < at_once; r++, logits += vocab) {
+            const size_t at = (size_t)(first + r) * o->top_k;
+            if (o->top_k) best_of_row(cpu.candidates, logits, vocab, o->top_k);
+            for (int i = 0; i < o->top_k; i++) {
+                o->top_ids[at + i] = candidate_id(cpu.candidates[i]);
+                o->top_logits[at + i] = logits[o->top_ids[at + i]];
+            }
+            if (o->logsumexp) o->logsumexp[first + r] = (float)logsumexp(logits, vocab);
         }
-}
-
-static int compare_candidates(const void *a, const void *b) {      // descending logit, then ascending id
-    const struct Candidate *x = a, *y = b;
-    if (x->logit != y->logit) return x->logit < y->logit ? 1 : -1;
-    return x->id < y->id ? -1 : x->id > y->id;
-}
-
-// The largest logit, lowest id first: greedy choice.
-static struct Candidate best_candidate(int n) {
-    struct Candidate best = cpu.candidates[0];
-    for (int i = 1; i < n; i++)
-        if (cpu.candidates[i].logit > best.logit) best = cpu.candidates[i];
-    return best;
-}
-
-// Moves the k best of n candidates to the front, in order.
-static void select_top(int n, int k) {
-    struct Candidate *c = cpu.candidates;
-    if (k >= n || k > 1024) {
-        qsort(c, n, sizeof *c, compare_candidates);
-        return;
-    }
-    qsort(c, k, sizeof *c, compare_candidates);
-    for (int i = k; i < n; i++) {                      // insert what beats the worst of the k: rare after the first few
-        const struct Candidate x = c[i];
-        if (compare_candidates(&x, &c[k - 1]) >= 0) continue;
-        int j = k - 1;
-        for (; j > 0 && compare_candidates(&x, &c[j - 1]) < 0; j--) c[j] = c[j - 1];
-        c[j] = x;
     }
 }
 
-static int32_t sample_row(const float *logits, int vocab, const uint32_t *mask, const SampleParams *p, int pos) {
-    int n = 0;
-    for (int i = 0; i < vocab; i++) {
-        if (isnan(logits[i])) return -1;
-        if (!mask || mask[i / 32] >> (i % 32) & 1) cpu.candidates[n++] = (struct Candidate){ logits[i], i };
+static void cpu_logprob(const Logprob *o) {
+    for (int r = 0; r < o->n_rows; r++) {
+        const float *logits = o->logits + (size_t)r * o->vocab;
+        const int32_t id = o->ids[r];
+        o->out[r] = id < 0 || id >= o->vocab ? NAN : (float)(logits[id] - logsumexp(logits, o->vocab));
     }
+}
+
+// Steps 2 and 3 of Sample: row r with bias and penalties. Without both the row itself.
+static const float *penalised_row(const Sample *o, int r) {
+    const Row *row = &o->batch->rows[r];
+    const Segment *seg = &o->batch->segs[row->seg];
+    const float *logits = o->logits + (size_t)r * o->vocab, *bias = o->bias ? o->bias + (size_t)seg->seq * o->vocab : NULL;
+    const int32_t *counts = o->counts ? o->counts + (size_t)seg->seq * o->vocab : NULL;
+    const SampleParams *p = &o->params[seg->seq];
+    float *z = cpu.logits;
+    if (!bias && !counts) return logits;
+    for (int i = 0; i < o->vocab; i++) z[i] = bias ? logits[i] + bias[i] : logits[i];
+    if (!counts) return z;
+    const Row *rows = o->step_rows + seg->first;
+    for (int j = 0; j <= row->index; j++)
+        if (seg->kind == SEG_CHAIN || row->ancestors >> j & 1) cpu.seen[known(rows[j].token, o->vocab)]++;
+    for (int i = 0; i < o->vocab; i++) {
+        const int32_t c = counts[i] + cpu.seen[i];
+        if (c > 0) z[i] = sample_penalised(z[i], c, p);
+    }
+    for (int j = 0; j <= row->index; j++) cpu.seen[known(rows[j].token, o->vocab)] = 0;
+    return z;
+}
+
+// The other steps of Sample. z (vocab), mask may be NULL. Returns the token or -1.
+static int32_t sample_row(const float *z, int vocab, const uint32_t *mask, const SampleParams *p, int pos) {
+    Best best = { .c = cpu.candidates, .k = p->temperature <= 0 ? 1 : p->top_k > 0 ? min_int(p->top_k, vocab) : vocab };
+    float floor = -INFINITY;                           // what best.floor says, to pass most tokens by at once
+    for (int first = 0; first < vocab; first += 32) {
+        const int n = min_int(32, vocab - first);
+        bool above = false;
+        for (int j = 0; j < n; j++) above |= !(z[first + j] <= floor);
+        for (int i = first; above && i < first + n; i++) {
+            if (isnan(z[i])) return -1;
+            if (z[i] > floor && (!mask || mask[i / 32] >> (i % 32) & 1)) best_add(&best, candidate_key(z[i], i));
+        }
+        if (best.floor) floor = candidate_logit((Candidate){ .key = best.floor });
+    }
+    best_cut(&best);
+    Candidate *c = best.c;
+    int n = best.n;
     if (!n) return -1;
-    if (p->temperature <= 0) {
-        const struct Candidate best = best_candidate(n);
-        return best.logit == -INFINITY ? -1 : best.id;
+    if (p->temperature <= 0) return candidate_id(c[0]);
+
+    uint64_t largest = 0, total = 0;
+    for (int i = 0; i < n; i++) largest = c[i].key > largest ? c[i].key : largest;
+    const float z_largest = candidate_logit((Candidate){ .key = largest }), scale = 1.44269504f / p->temperature;
+    for (int i = 0; i < n; i++) total += c[i].weight = sample_weight(candidate_logit(c[i]), z_largest, scale);
+    if (p->top_p < 1) {
+        const uint64_t part = sample_share(total, p->top_p);
+        n = best_prefix(c, n, part ? part : 1);
     }
-    int kept = p->top_k > 0 ? min_int(p->top_k, n) : n;
-    select_top(n, kept);
-    struct Candidate *c = cpu.candidates;              // from here on .logit holds exp((logit - largest) / temperature)
-    const float largest = c[0].logit;
-    if (isinf(largest)) return largest > 0 ? c[0].id : -1;
-    double total = 0, mass = 0;
-    for (int i = 0; i < kept; i++) total += c[i].logit = expf((c[i].logit - largest) / p->temperature);
-    for (int i = 0; i < kept; i++) {                   // top-p keeps a token if the mass before it is below top_p
-        if (i && (mass >= p->top_p * total || c[i].logit < p->min_p)) kept = i;
-        else mass += c[i].logit;
-    }
-    double u = random_unit(p->seed, pos) * mass;
-    for (int i = 0; i < kept; i++) {
-        u -= c[i].logit;
-        if (u < 0) return c[i].id;
-    }
-    return c[kept - 1].id;
+    const uint64_t least = sample_share(SAMPLE_ONE, p->min_p);
+    int kept = 0;
+    total = 0;
+    for (int i = 0; i < n; i++)
+        if (c[i].weight >= least) total += (c[kept++] = c[i]).weight;
+    return candidate_id(c[best_prefix(c, kept, sample_share(total, random_unit(p->seed, pos)) + 1) - 1]);
 }
 
 static void cpu_sample(const Sample *o) {
     const size_t words = round_up((size_t)o->vocab, 32) / 32;
-    if (o->counts || o->bias) die("sample: penalties and biases are not supported by the CPU backend");
     for (int r = 0; r < o->batch->n_rows; r++) {
         const Row *row = &o->batch->rows[r];
         const int seq = o->batch->segs[row->seg].seq;
         const uint32_t *mask = o->mask ? o->mask + (size_t)r * words : NULL;
-        o->out[r] = sample_row(o->logits + (size_t)r * o->vocab, o->vocab, mask, &o->params[seq],
-                               o->batch->len[seq] + row->depth);
+        o->out[r] = sample_row(penalised_row(o, r), o->vocab, mask, &o->params[seq], o->batch->len[seq] + row->depth);
         if (o->feed) o->feed[r].token = o->out[r];
     }
 }
@@ -1368,7 +1502,7 @@ const Ops *cpu_ops(void) {
         .embed = cpu_embed, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up, .route = cpu_route,
         .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store, .attend = cpu_attend,
-        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .sample = cpu_sample
+        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob, .sample = cpu_sample
     };
     return &ops;
 }
@@ -1746,7 +1880,7 @@ static void commit(Model *m, const int32_t *n_accept, const int32_t *path) {
     if (path) op->copy(&(Copy){ s->path, path, (size_t)m->n_segs * STEP_ROWS * sizeof *path, COPY_IN });
     if (op->begin((StepKey){ .kind = STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs, .variant = path != NULL }))
         op->kv_commit(&(KvCommit){ .batch = &b, .caches = m->caches, .n_caches = m->n_caches, .n_accept = s->n_accept,
-                                   .path = path ? s->path : NULL });
+                                   .path = path ? s->path : NULL, .counts = s->counts, .vocab = m->config.vocab });
     op->end();
 }
 
@@ -1894,9 +2028,58 @@ static void print_plan(Model *m) {
     fprintf(stderr, "# backend: %s, %d thread%s\n", m->ops->name, threads, threads == 1 ? "" : "s");
 }
 
+// Stop strings. Text passes through byte by byte, so that where tokens begin makes no difference; what may be the
+// beginning of a stop string waits. The stop string that is complete first ends the text before it; of several that
+// end there, the longest.
+typedef struct {
+    const TextList *strings;  // none is empty
+    char           *held;     // (longest) the last bytes of the text, not passed on yet
+    size_t          n_held, longest;
+    bool            hit;      // a stop string was found: nothing passes any more
+} Stops;
+
+static Stops stops_new(const TextList *strings) {      // free(held) when done
+    size_t longest = 0;
+    for (int i = 0; i < strings->n; i++)
+        if (strlen(strings->text[i]) > longest) longest = strlen(strings->text[i]);
+    return (Stops){ .strings = strings, .held = alloc_or_die(longest + 1, 1), .longest = longest };
+}
+
+// Takes n bytes of text and returns how many are written to out, at most n + longest.
+static size_t stops_push(Stops *s, const char *text, size_t n, char *out) {
+    size_t n_out = 0;
+    for (size_t i = 0; i < n && !s->hit; i++) {
+        s->held[s->n_held++] = text[i];
+        size_t keep = 0, found = 0;                    // bytes at the end of held: a beginning, a whole stop string
+        for (int k = 0; k < s->strings->n; k++) {
+            const char *stop = s->strings->text[k];
+            const size_t len = strlen(stop);
+            size_t same = len < s->n_held ? len : s->n_held;
+            while (memcmp(s->held + s->n_held - same, stop, same)) same--;
+            if (same == len && len > found) found = len;
+            if (same > keep) keep = same;
+        }
+        s->hit = found > 0;
+        const size_t pass = s->n_held - (s->hit ? found : keep);
+        memcpy(out + n_out, s->held, pass);
+        n_out += pass;
+        memmove(s->held, s->held + pass, s->n_held -= pass);
+    }
+    return n_out;
+}
+
+static size_t stops_flush(Stops *s, char *out) {       // at the end: what waits was no stop string
+    const size_t n = s->hit ? 0 : s->n_held;
+    memcpy(out, s->held, n);
+    s->n_held = 0;
+    return n;
+}
+
 typedef struct {
     int          n_predict;   // tokens to generate; -1: until the turn ends or the context is full
     bool         ignore_eos;
+    int          top_logits;  // candidates of every token to show on stderr
+    TextList     stops;       // text that ends the generation and is not printed
     SampleParams sampling;
 } GenerateOptions;
 
@@ -1904,10 +2087,43 @@ static void write_text(const char *s, size_t n) {
     if (fwrite(s, 1, n, stdout) != n || fflush(stdout)) die("standard output: %s", strerror(errno));
 }
 
+// The text of a token in quotes, so that it stays on its line and cannot steer a terminal.
+static void print_quoted(FILE *f, TokStr s) {
+    fputc('"', f);
+    for (size_t i = 0; i < s.n; i++) {
+        const unsigned char c = (unsigned char)s.s[i];
+        if (c == '\n') fputs("\\n", f);
+        else if (c == '"' || c == '\\') fprintf(f, "\\%c", c);
+        else if (c < 0x20 || c > 0x7e) fprintf(f, "\\x%02x", c);
+        else fputc(c, f);
+    }
+    fputc('"', f);
+}
+
+// The n likeliest tokens of row 0 of the last step, which has been committed, on one line of stderr: id, text, logit and
+// probability as the model gives them, before mask, bias, penalties and temperature. logits, c (vocab): room to work in.
+static void print_top_logits(Model *m, const Tokenizer *t, int32_t chosen, int n, float *logits, Candidate *c) {
+    read_logits(m, 0, logits);
+    best_of_row(c, logits, m->config.vocab, n);
+    const double sum = logsumexp(logits, m->config.vocab);
+    fprintf(stderr, "# position %d, chosen %" PRId32 ":", m->len[0], chosen);
+    for (int i = 0; i < n; i++) {
+        const int32_t id = candidate_id(c[i]);
+        fprintf(stderr, "%s %" PRId32 " ", i ? "," : "", id);
+        print_quoted(stderr, tok_piece(t, id, true));
+        fprintf(stderr, " %.4f %.4g", (double)logits[id], exp(logits[id] - sum));
+    }
+    fprintf(stderr, "\n");
+}
+
 // Continues session 0 with the prompt (ids, n >= 1) and prints what follows. Returns 0, or 130 after Ctrl-C.
 static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, const GenerateOptions *o) {
     const Ops *op = m->ops;
-    char *text = alloc_or_die(t->stream_cap, 1);
+    const int n_top = min_int(o->top_logits, m->config.vocab);
+    float *top_logits = n_top ? alloc_or_die(m->config.vocab, sizeof *top_logits) : NULL;
+    Candidate *top = n_top ? alloc_or_die(m->config.vocab, sizeof *top) : NULL;
+    Stops stops = stops_new(&o->stops);
+    char *text = alloc_or_die(t->stream_cap, 1), *visible = alloc_or_die(t->stream_cap + stops.longest, 1);
     TokStream stream = { 0 };
     op->copy(&(Copy){ m->s.params, &o->sampling, sizeof o->sampling, COPY_IN });
 
@@ -1926,17 +2142,22 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
         const Batch b = { .rows = m->s.kept_rows, .segs = m->s.segs, .len = m->s.len, .n_rows = 1, .n_segs = 1 };
         if (op->begin((StepKey){ .kind = STEP_SAMPLE, .rows = 1, .logits = 1 }))
             op->sample(&(Sample){ .batch = &b, .vocab = m->config.vocab, .logits = m->s.logits, .params = m->s.params,
-                                  .mask = m->s.mask, .out = m->s.chosen });
+                                  .mask = m->s.mask, .bias = m->s.bias, .counts = m->s.counts,
+                                  .step_rows = m->s.counts ? m->s.rows : NULL, .out = m->s.chosen });
         op->end();
         commit_all(m);
         int32_t token;
         op->copy(&(Copy){ &token, m->s.chosen, sizeof token, COPY_OUT });
         op->wait();
         if (token < 0)
-            die("%s: the logits at position %d are not numbers; the file is damaged", m->gguf.path, m->len[0] - 1);
+            die("%s: no token can be chosen at position %d: the logits are not numbers, so the file is damaged, or every "
+                "token is suppressed", m->gguf.path, m->len[0] - 1);
+        if (n_top) print_top_logits(m, t, token, n_top, top_logits, top);
         if (tok_is_stop(t, token) && !o->ignore_eos) break;
         if (token == t->channel_open) thinking = true;
-        if (!thinking) write_text(text, tok_stream_push(t, &stream, token, false, text, t->stream_cap));
+        const size_t n_text = thinking ? 0 : tok_stream_push(t, &stream, token, false, text, t->stream_cap);
+        write_text(visible, stops_push(&stops, text, n_text, visible));
+        if (stops.hit) { made++; why = "stop string"; break; }
         if (token == t->channel_close) thinking = false;
         if (m->len[0] == m->options.n_ctx) { made++; why = "context full"; break; }
         if (made + 1 == o->n_predict) continue;        // nobody needs what follows the last token
@@ -1945,7 +2166,8 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
         read += bytes_per_token(m, m->len[0]);
     }
     const double t_end = seconds();
-    write_text(text, tok_stream_flush(&stream, text, t->stream_cap));
+    write_text(visible, stops_push(&stops, text, tok_stream_flush(&stream, text, t->stream_cap), visible));
+    write_text(visible, stops_flush(&stops, visible));
     if (isatty(1)) write_text("\n", 1);
     if (interrupted) why = "interrupted";
 
@@ -1963,6 +2185,10 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
     }
     fprintf(stderr, "\n");
     free(text);
+    free(visible);
+    free(stops.held);
+    free(top_logits);
+    free(top);
     return interrupted ? 130 : 0;
 }
 
@@ -2044,11 +2270,12 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
 
 typedef struct {
     const char *verb, *model, *prompt, *prompt_file, *system, *ids, *out, *dump, *kv_layout, *k_type, *v_type;
-    double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, seed;
+    double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
+    TextList biases, stops;
     bool raw, ignore_eos, help, version;
 } Flags;
 
-typedef enum { FLAG_TEXT, FLAG_INT, FLAG_REAL, FLAG_ON } FlagKind;
+typedef enum { FLAG_TEXT, FLAG_LIST, FLAG_INT, FLAG_REAL, FLAG_ON } FlagKind;      // a list: the flag may come again
 
 typedef struct {
     const char *name, *alias, *value;
@@ -2079,7 +2306,19 @@ static const Flag flags[] = {
       "sample from the likeliest tokens that hold P of the probability; default: the file's, else 0.95" },
     { "--min-p", NULL, "P", FLAG_REAL, FIELD(min_p), 0, 1,
       "leave out tokens less than P times as likely as the likeliest; default 0" },
+    { "--repeat-penalty", NULL, "R", FLAG_REAL, FIELD(repeat), 0.001, 1000,
+      "logits of tokens seen: / R above 0, * R below; default 1. Seen: in all of prompt and text (llama.cpp: the last 64)" },
+    { "--presence-penalty", NULL, "P", FLAG_REAL, FIELD(presence), -1000, 1000,
+      "take P from the logits of tokens seen; default 0" },
+    { "--frequency-penalty", NULL, "P", FLAG_REAL, FIELD(frequency), -1000, 1000,
+      "take P from the logit of a token for each time it was seen; default 0" },
+    { "--logit-bias", "-l", "ID+B", FLAG_LIST, FIELD(biases), 0, 0,
+      "add B to the logit of token ID; ID-B: take it away, ID-inf: never; with commas, or again, for more" },
     { "--seed", "-s", "N", FLAG_INT, FIELD(seed), 0, 4294967295.0, "random seed; default: another one each time, printed" },
+    { "--stop", "-r", "TEXT", FLAG_LIST, FIELD(stops), 0, 0,
+      "stop before this text, which is not printed; again for more" },
+    { "--top-logits", NULL, "N", FLAG_INT, FIELD(top_logits), 0, MAX_VOCAB,
+      "print the N likeliest candidates of every token: id, text, logit, probability, before bias and penalties" },
     { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, FIELD(k_type), 0, 0,
       "type of cached K: f16 or f32; default f16, for logits f32" },
     { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, FIELD(v_type), 0, 0, "type of cached V; default: as K" },
@@ -2128,6 +2367,13 @@ static void parse_flags(Flags *f, int argc, char **argv) {
             *(const char **)field = argv[i];
             continue;
         }
+        if (flag->kind == FLAG_LIST) {
+            TextList *list = field;
+            list->text = realloc(list->text, (size_t)(list->n + 1) * sizeof *list->text);
+            if (!list->text) die("%s: out of memory", arg);
+            list->text[list->n++] = argv[i];
+            continue;
+        }
         char *end;
         errno = 0;
         const double v = strtod(argv[i], &end);
@@ -2159,6 +2405,44 @@ static double sampling_value(Gguf *g, double given, const char *key, double max,
     return v;
 }
 
+// Biases "ID+VALUE", "ID-VALUE", several with commas between, as (vocab); those of one id add up.
+static float *parse_biases(const TextList *list, int vocab) {
+    float *bias = alloc_or_die(vocab, sizeof *bias);
+    for (int i = 0; i < list->n; i++)
+        for (const char *at = list->text[i]; ; at++) {
+            char *sign, *end = NULL;
+            const long id = *at >= '0' && *at <= '9' ? strtol(at, &sign, 10) : -1;
+            const float value = id >= 0 && (*sign == '+' || *sign == '-') ? strtof(sign, &end) : 0;
+            if (!end || end == sign || (*end && *end != ',') || !(value < INFINITY))
+                die("--logit-bias: expected ID+VALUE or ID-VALUE, with commas between several, got '%s'", list->text[i]);
+            if (id >= vocab)
+                die("--logit-bias: '%s': expected ids from 0 to %d, got %ld", list->text[i], vocab - 1, id);
+            bias[id] += value;
+            at = end;
+            if (!*at) break;
+        }
+    return bias;
+}
+
+// The steps of sampling that change something, in their order.
+static void print_sampling(const Model *m, const SampleParams *p) {
+    fprintf(stderr, "# sampling: ");
+    if (m->n_suppressed) fprintf(stderr, "%d tokens suppressed > ", m->n_suppressed);
+    if (m->s.bias) fprintf(stderr, "bias > ");
+    if (m->s.counts)
+        fprintf(stderr, "penalties: repeat %g, frequency %g, presence %g > ", (double)p->repeat, (double)p->frequency,
+                (double)p->presence);
+    if (p->temperature <= 0) {
+        fprintf(stderr, "the likeliest\n");
+        return;
+    }
+    fprintf(stderr, "temperature %g > ", (double)p->temperature);
+    if (p->top_k > 0) fprintf(stderr, "top-k %d > ", (int)p->top_k);
+    if (p->top_p < 1) fprintf(stderr, "top-p %g > ", (double)p->top_p);
+    if (p->min_p > 0) fprintf(stderr, "min-p %g > ", (double)p->min_p);
+    fprintf(stderr, "draw, seed %" PRIu64 "\n", p->seed);
+}
+
 static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     size_t n_text = 0;
     char *text = NULL;
@@ -2172,6 +2456,10 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     } else {
         die("-p: expected a prompt; try gemma4 MODEL.gguf -p \"Hello\"");
     }
+    for (int i = 0; i < f->stops.n; i++)
+        if (!*f->stops.text[i]) die("--stop: expected a text, got an empty one");
+    o.penalties = f->repeat != 1 || f->presence != 0 || f->frequency != 0;
+    o.bias = f->biases.n > 0;
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     TokIds ids = { 0 };
@@ -2190,7 +2478,13 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     if (ids.n > (size_t)m->options.n_ctx)
         die("-p: the prompt has %zu tokens, the context %d; try -c %zu", ids.n, m->options.n_ctx, ids.n + 512);
 
-    GenerateOptions g = { .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos };
+    if (o.bias) {
+        float *bias = parse_biases(&f->biases, m->config.vocab);
+        ops->copy(&(Copy){ m->s.bias, bias, (size_t)m->config.vocab * sizeof *bias, COPY_IN });
+        free(bias);
+    }
+    GenerateOptions g = { .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .top_logits = (int)f->top_logits,
+                          .stops = f->stops };
     const uint64_t clock_seed = ((uint64_t)time(NULL) * 1000003u ^ (uint64_t)getpid()) & 0xffffffff;
     const double seed = isnan(f->seed) ? (double)clock_seed : f->seed;
     g.sampling = (SampleParams){
@@ -2198,12 +2492,11 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
         .temperature = (float)sampling_value(&m->gguf, f->temperature, "general.sampling.temp", 1000, 1.0),
         .top_k = (int32_t)sampling_value(&m->gguf, f->top_k, "general.sampling.top_k", INT_MAX, 64),
         .top_p = (float)sampling_value(&m->gguf, f->top_p, "general.sampling.top_p", 1, 0.95),
-        .min_p = isnan(f->min_p) ? 0 : (float)f->min_p, .repeat = 1
+        .min_p = isnan(f->min_p) ? 0 : (float)f->min_p,
+        .repeat = (float)f->repeat, .presence = (float)f->presence, .frequency = (float)f->frequency
     };
     print_plan(m);
-    if (g.sampling.temperature > 0)
-        fprintf(stderr, "# sampling: temperature %g, top-k %d, top-p %g, min-p %g, seed %.0f\n", (double)g.sampling.temperature,
-                (int)g.sampling.top_k, (double)g.sampling.top_p, (double)g.sampling.min_p, seed);
+    print_sampling(m, &g.sampling);
     struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)(SA_RESETHAND | SA_RESTART) };
     sigaction(SIGINT, &act, NULL);
     const int status = generate(m, &tok, ids.ids, (int)ids.n, &g);
@@ -2216,7 +2509,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
 }
 
 int main(int argc, char **argv) {
-    Flags f = { .n_predict = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN, .min_p = NAN, .seed = NAN };
+    Flags f = { .n_predict = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN, .min_p = NAN, .repeat = 1, .seed = NAN };
     parse_flags(&f, argc, argv);
     if (f.help) {
         print_help();
@@ -2246,10 +2539,14 @@ int main(int argc, char **argv) {
     o.untied = f.kv_layout && !strcmp(f.kv_layout, "untied");
     if (!logits) {
         if (f.ids || f.out) die("%s: belongs to gemma4 logits", f.ids ? "--ids" : "-o");
-        return verb_generate(&f, ops, o);
+        const int status = verb_generate(&f, ops, o);
+        free(f.stops.text);
+        free(f.biases.text);
+        return status;
     }
     if (f.prompt || f.prompt_file || f.system || f.raw || f.ignore_eos || f.n_predict >= 0 || !isnan(f.temperature) ||
-        !isnan(f.top_k) || !isnan(f.top_p) || !isnan(f.min_p) || !isnan(f.seed))
+        !isnan(f.top_k) || !isnan(f.top_p) || !isnan(f.min_p) || !isnan(f.seed) || f.repeat != 1 || f.presence != 0 ||
+        f.frequency != 0 || f.top_logits > 0 || f.biases.n || f.stops.n)
         die("logits: takes --ids, -o, -c, -t, -ctk, -ctv, --kv-layout and --dump; the other flags are for generating");
     if (!f.ids) die("--ids: expected a file of token ids");
     if (!f.out) die("-o: expected a file for the logits");

@@ -1358,6 +1358,44 @@ static void test_damaged(void) {
     check_refused("micro-dense, attn_qkv of sliding layer 0 without V", write_fused(in_tmp("micro-dense-f16.gguf"), in_tmp("damaged.gguf"), 0), "blk.0.attn_");
 }
 
+// Tokens that the file suppresses are never sampled, not even by a bias.
+static void test_suppressed(void) {
+    enum { ALSO = 5 };
+    float *z = must(calloc(VOCAB, sizeof *z));
+    int best = 0, next = -1, bad = 0;
+    PlanOptions o = plan(false);
+    o.bias = true;
+    Model *m = open_model(in_tmp("micro-dense-f16.gguf"), cpu_ops(), o, NULL);
+    if (!m) return;
+    run_prompt(m, 0, prompts[0], 8, NULL, NULL);
+    read_logits(m, 0, z);
+    for (int i = 0; i < VOCAB; i++) if (z[i] > z[best]) best = i;
+    for (int i = 0; i < VOCAB; i++) if (i != best && i != ALSO && (next < 0 || z[i] > z[next])) next = i;
+    close_model(m);
+
+    Draft d = read_draft(in_tmp("micro-dense-f16.gguf"));
+    apply_edit(&d, &(Edit){ 0, SET_INTS, "tokenizer.ggml.suppress_tokens", NULL, { best, ALSO, best, -1 }, NULL });
+    m = open_model(write_draft(&d, in_tmp("suppressed.gguf")), cpu_ops(), o, NULL);
+    if (!m) return;
+    CHECK(m->n_suppressed == 2, "suppressed tokens: counted %d, expected 2", m->n_suppressed);
+    run_prompt(m, 0, prompts[0], 8, NULL, NULL);
+    const Batch b = { .rows = m->s.kept_rows, .segs = m->s.segs, .len = m->s.len, .n_rows = 1, .n_segs = 1 };
+    const Sample sample = { .batch = &b, .vocab = VOCAB, .logits = m->s.logits, .params = m->s.params, .mask = m->s.mask,
+                            .bias = m->s.bias, .out = m->s.chosen };
+    m->s.params[0] = (SampleParams){ .temperature = 0, .top_p = 1, .repeat = 1 };
+    cpu_ops()->sample(&sample);
+    CHECK(m->s.chosen[0] == next, "suppressed tokens: greedy chose %d, expected %d", (int)m->s.chosen[0], next);
+    m->s.bias[best] = m->s.bias[ALSO] = 1000;
+    for (uint64_t seed = 0; seed < 500; seed++) {
+        m->s.params[0] = (SampleParams){ .seed = seed, .temperature = (float)(seed % 2), .top_p = 1, .repeat = 1 };
+        cpu_ops()->sample(&sample);
+        bad += m->s.chosen[0] == best || m->s.chosen[0] == ALSO || m->s.chosen[0] < 0;
+    }
+    CHECK(!bad, "suppressed tokens: chosen %d of 500 times", bad);
+    close_model(m);
+    free(z);
+}
+
 // ==== [8] True widths ================================================================================================
 // Few layers and tokens, but every other dimension as published: buffers, strides and block types that small models miss.
 
@@ -1429,6 +1467,7 @@ int main(void) {
     test_guarded("micro-moe", dense | 1u << OP_expert_gate_up | 1u << OP_expert_down);
     test_guarded("micro-e", dense | 1u << OP_ple_rows | 1u << OP_ple_inject);
     test_damaged();
+    test_suppressed();
     test_true_width("26b-a4b", "2");
     test_true_width("e2b", "6");
     return test_done("forward");
