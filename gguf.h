@@ -87,7 +87,7 @@ typedef struct {
 } GgufKv;
 
 typedef struct {
-    GgufStr name;               // 1..63 bytes of printable ASCII, unique in the file
+    GgufStr name;               // 1..63 bytes of printable ASCII, unique in the model
     int type, n_dims;           // type: any known id; whether there is code for it, gguf_type_supported says
     uint64_t ne[4];             // elements per dimension, fastest first: {cols, rows, experts, 1}; 1 beyond n_dims
     uint64_t offset, size;      // bytes; offset from the start of the data section of its file
