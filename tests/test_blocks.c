@@ -1,0 +1,323 @@
+/* test_blocks.c - gguf.h: block formats, their values, and their dots with float and int8 activations.
+ *
+ * Run from the top of the repository. Block formats are compared with tests/golden/quants.txt and with formulas written out
+ * again here, element by element, in double. */
+#define _GNU_SOURCE
+#define GGUF_IMPLEMENTATION
+#include "gguf.h"
+#include "test.h"
+
+// ---- helpers -----------------------------------------------------------------------------------------------------
+
+static uint32_t bits_of(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    return u;
+}
+static float float_of(uint32_t u) {
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+static uint64_t rng_state = 1;
+static uint32_t rng(void) {
+    rng_state = rng_state * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)(rng_state >> 33);
+}
+static float uniform(void) { return (float)rng() * 0x1p-30f - 1; }          // -1..1
+
+static const int types[] = {GGUF_F32, GGUF_F16, GGUF_BF16, GGUF_Q8_0, GGUF_Q4_0, GGUF_Q5_0, GGUF_Q4_K, GGUF_Q6_K};
+enum { N_TYPES = 8 };
+
+static int type_by_name(const char *name) {
+    for (int i = 0; i < N_TYPES; i++)
+        if (strcmp(gguf_type_name(types[i]), name) == 0) return types[i];
+    return -1;
+}
+
+static void test_table(void) {
+    int supported = 0, known = 0;
+    for (int type = -1; type <= GGUF_N_TYPES; type++) {
+        supported += gguf_type_supported(type);
+        known += gguf_block_elems(type) > 0;
+        CHECK((gguf_block_elems(type) > 0) == (gguf_block_bytes(type) > 0), "type %d: half known", type);
+        CHECK((strcmp(gguf_type_name(type), "unknown") == 0) == (gguf_block_elems(type) == 0),
+              "type %d: name %s", type, gguf_type_name(type));
+    }
+    CHECK(supported == N_TYPES && known == 35, "types: expected %d with code of 35, got %d of %d", N_TYPES, supported, known);
+    CHECK(gguf_row_size(GGUF_Q4_K, 512) == 288 && gguf_row_size(GGUF_Q4_K, 128) == 0, "row size Q4_K");
+    CHECK(gguf_row_size(GGUF_F32, SIZE_MAX / 2) == 0 && gguf_row_size(4, 32) == 0 && gguf_row_size(-1, 32) == 0,
+          "row size limits");
+}
+
+// The value of a binary16, and the binary16 nearest to a float, by arithmetic.
+static double f16_value(uint16_t h) {
+    int e = h >> 10 & 31, m = h & 1023;
+    double v = e == 31 ? (m ? NAN : INFINITY) : e ? ldexp(1024 + m, e - 25) : ldexp(m, -24);
+    return h >> 15 ? -v : v;
+}
+static uint16_t f16_nearest(float f) {
+    double a = fabs((double)f);
+    uint16_t sign = (uint16_t)(signbit(f) ? 0x8000 : 0);
+    if (a >= 65520) return sign | 0x7c00;
+    int e = a < 0x1p-14 ? -24 : ilogb(a) - 10;                              // exponent of the last mantissa bit
+    double m = nearbyint(ldexp(a, -e));                                     // 0..2048, exact
+    return (uint16_t)(sign + (e == -24 ? 0 : (e + 24) << 10) + (int)m);     // a full mantissa carries into the exponent
+}
+
+static void test_scalars(void) {
+    for (uint32_t h = 0; h < 65536; h++) {
+        double want = f16_value((uint16_t)h);
+        float got = gguf_f16_to_f32((uint16_t)h);
+        uint16_t back = gguf_f32_to_f16(got);
+        if (isnan(want)) {
+            CHECK(isnan(got) && (back & 0x7fff) > 0x7c00 && (bits_of(got) & 0x00400000),
+                  "f16 %04x: got %08x, back %04x", h, bits_of(got), back);
+        } else {
+            CHECK((double)got == want && !!signbit(got) == (int)(h >> 15),
+                  "f16 %04x: expected %a, got %a", h, want, got);
+            CHECK(back == h, "f16 %04x: back %04x", h, back);
+        }
+        uint16_t b = gguf_f32_to_bf16(gguf_bf16_to_f32((uint16_t)h));
+        CHECK(b == h || ((h & 0x7fff) > 0x7f80 && b == (h | 64)), "bf16 %04x: back %04x", h, b);
+    }
+    for (int i = 0; i < 200000; i++) {
+        uint32_t u = rng() ^ rng() << 16;
+        if (i & 1) u = (u & 0x80000000) | (0x32000000 + u % 0x16000000);    // around the range of f16
+        if (i & 2) u &= 0xfffff000;                                         // ties
+        float f = float_of(u);
+        if (isnan(f)) {
+            CHECK((gguf_f32_to_f16(f) & 0x7fff) > 0x7c00 && (gguf_f32_to_bf16(f) & 0x7fff) > 0x7f80, "NaN %08x is lost", u);
+            continue;
+        }
+        CHECK(gguf_f32_to_f16(f) == f16_nearest(f),
+              "f32 %08x to f16: expected %04x, got %04x", u, f16_nearest(f), gguf_f32_to_f16(f));
+        uint32_t rest = u & 0xffff, bf = u >> 16;
+        bf += rest > 0x8000 || (rest == 0x8000 && (bf & 1));
+        CHECK(gguf_f32_to_bf16(f) == bf, "f32 %08x to bf16: expected %04x, got %04x", u, bf, gguf_f32_to_bf16(f));
+    }
+}
+
+static void test_quantize(void) {
+    float x[64] = {0}, scale[2];
+    int8_t q[64];
+    memset(q, 1, sizeof q);
+    gguf_quantize_q8(x, q, scale, 64);
+    CHECK(bits_of(scale[0]) == 0 && bits_of(scale[1]) == 0 && q[0] == 0 && q[63] == 0, "quantize zeros");
+    static const float xs[] = {127, -127, 0.5f, 1.5f, 2.5f, -0.5f, -2.5f, 3.25f, 126.5f, -125.5f};
+    static const int8_t want[] = {127, -127, 0, 2, 2, 0, -2, 3, 126, -126};
+    memcpy(x, xs, sizeof xs);
+    x[32] = 0x1p-121f, x[33] = -0x1p-149f;          // too small for 127 / max
+    gguf_quantize_q8(x, q, scale, 64);
+    for (int i = 0; i < 10; i++) CHECK(q[i] == want[i], "quantize %g: expected %d, got %d", x[i], want[i], q[i]);
+    CHECK(scale[0] == 1 && scale[1] == 0 && q[32] == 0, "quantize scales: got %g, %g", scale[0], scale[1]);
+    x[32] = 0x1p-120f;
+    gguf_quantize_q8(x, q, scale, 64);
+    CHECK(q[32] == 127 && scale[1] > 0, "quantize the smallest group: got %d, %g", q[32], scale[1]);
+    x[5] = NAN, x[40] = -INFINITY;
+    gguf_quantize_q8(x, q, scale, 64);
+    CHECK(isnan(scale[0]) && isnan(scale[1]) && q[0] == 0 && q[40] == 0, "quantize NaN, Inf: got %g, %g", scale[0], scale[1]);
+    for (int i = 0; i < 32; i++) x[i] = uniform() * 1e38f;
+    x[7] = 3.4028235e38f;
+    gguf_quantize_q8(x, q, scale, 32);
+    CHECK(q[7] == 127 && isfinite(scale[0]), "quantize the largest float: got %d, %g", q[7], scale[0]);
+}
+
+static size_t read_words(const char *p, float *out, size_t max) {
+    size_t n = 0;
+    for (char *end; n < max; n++, p = end) {
+        uint32_t u = (uint32_t)strtoul(p, &end, 16);
+        if (end == p) break;
+        out[n] = float_of(u);
+    }
+    return n;
+}
+static size_t read_hex(const char *p, uint8_t *out, size_t max) {
+    size_t n = 0;
+    for (unsigned v; n < max && sscanf(p + 2 * n, "%2x", &v) == 1; n++) out[n] = (uint8_t)v;
+    return n;
+}
+
+static void test_golden(void) {
+    static char line[1 << 14];
+    float x[256], scale[8], want_scale[8], want[256], got[256];
+    uint8_t want_q[256], block[1024];
+    int8_t q[256];
+    char name[16] = "";
+    int elems = 0, type = -1, n_blocks = 0;
+    FILE *f = fopen("tests/golden/quants.txt", "r");
+    if (!CHECK(f, "cannot open tests/golden/quants.txt; run from the top of the repository")) return;
+    while (fgets(line, sizeof line, f)) {
+        int hex = 0;
+        if (strncmp(line, "x ", 2) == 0) {
+            CHECK(read_words(line + 2, x, 256) == 256, "golden x");
+            gguf_quantize_q8(x, q, scale, 256);
+        } else if (strncmp(line, "scale ", 6) == 0) {
+            CHECK(read_words(line + 6, want_scale, 8) == 8, "golden scale");
+            for (int g = 0; g < 8; g++)
+                CHECK(bits_of(scale[g]) == bits_of(want_scale[g]), "scale %d: expected %a, got %a", g, want_scale[g], scale[g]);
+        } else if (strncmp(line, "q ", 2) == 0) {
+            CHECK(read_hex(line + 2, want_q, 256) == 256, "golden q");
+            for (int i = 0; i < 256; i++)
+                CHECK((uint8_t)q[i] == want_q[i], "q %d: expected %d, got %d", i, (int8_t)want_q[i], q[i]);
+        } else if (sscanf(line, "block %15s %d %n", name, &elems, &hex) == 2 && hex > 0) {
+            type = type_by_name(name);
+            if (!CHECK(type >= 0 && elems <= 256, "golden block %s", name)) break;
+            size_t n = read_hex(line + hex, block, sizeof block);
+            CHECK(n == gguf_row_size(type, (size_t)elems), "golden block %s: %zu bytes", name, n);
+            n_blocks++;
+        } else if (strncmp(line, "f32 ", 4) == 0) {
+            CHECK((int)read_words(line + 4, want, 256) == elems, "golden f32 of %s", name);
+            gguf_dequantize(type, block, got, (size_t)elems);
+            for (int i = 0; i < elems; i++)
+                CHECK(bits_of(got[i]) == bits_of(want[i]) || (got[i] == 0 && want[i] == 0),
+                      "%s block %d [%d]: expected %a, got %a", name, n_blocks, i, want[i], got[i]);
+        } else if (strncmp(line, "dot ", 4) == 0) {
+            double y64 = strtod(line + 4, NULL), size = 0;
+            for (int i = 0; i < elems; i++) size += fabs((double)want[i] * scale[i / 32] * q[i]);
+            float y = gguf_dot_q8(type, block, q, scale, (size_t)elems);
+            CHECK(fabs(y - y64) <= 2e-6 * size, "%s block %d dot: expected %a, got %a", name, n_blocks, y64, y);
+        }
+    }
+    fclose(f);
+    CHECK(n_blocks == 37, "golden: expected 37 blocks, got %d", n_blocks);
+}
+
+// One element, from the format's definition: code, scale of the code, and what is subtracted.
+typedef struct { int code, sub; double d, min; int sub_min; } Element;
+static Element element(int type, const uint8_t *row, size_t i) {
+    const uint8_t *b = row + i / (size_t)gguf_block_elems(type) * (size_t)gguf_block_bytes(type);
+    int j = (int)(i % (size_t)gguf_block_elems(type));
+    uint16_t d, dmin;
+    uint32_t h;
+    memcpy(&d, type == GGUF_Q6_K ? b + 208 : b, 2);
+    memcpy(&dmin, b + 2, 2);
+    Element e = {0, 1, f16_value(d), 0, 0};
+    switch (type) {
+    case GGUF_Q8_0: e.code = (int8_t)b[2 + j]; break;
+    case GGUF_Q4_0: e.code = (b[2 + j % 16] >> (j < 16 ? 0 : 4) & 15) - 8; break;
+    case GGUF_Q5_0:
+        memcpy(&h, b + 2, 4);
+        e.code = (b[6 + j % 16] >> (j < 16 ? 0 : 4) & 15) + 16 * (int)(h >> j & 1) - 16;
+        break;
+    case GGUF_Q4_K: {
+        const uint8_t *s = b + 4;
+        int g = j / 32;
+        e.sub = g < 4 ? s[g] & 63 : (s[g + 4] & 15) | s[g - 4] >> 6 << 4;
+        e.sub_min = g < 4 ? s[g + 4] & 63 : s[g + 4] >> 4 | s[g] >> 6 << 4;
+        e.min = f16_value(dmin);
+        e.code = b[16 + 32 * (j / 64) + j % 32] >> (g % 2 ? 4 : 0) & 15;
+        break;
+    }
+    case GGUF_Q6_K: {
+        int n = j / 128, k = j / 32 % 4, l = j % 32;
+        e.sub = (int8_t)b[192 + j / 16];
+        e.code = ((b[64 * n + 32 * (k & 1) + l] >> 4 * (k >> 1) & 15) | (b[128 + 32 * n + l] >> 2 * k & 3) << 4) - 32;
+        break;
+    }
+    }
+    return e;
+}
+
+// Random blocks with scales of a sane size and either sign.
+static void random_row(int type, uint8_t *row, size_t n) {
+    size_t bytes = (size_t)gguf_block_bytes(type), size = gguf_row_size(type, n);
+    for (size_t i = 0; i < size; i++) row[i] = (uint8_t)rng();
+    for (size_t b = 0; b < size; b += bytes) {
+        float f = uniform();
+        uint16_t d = type == GGUF_BF16 ? gguf_f32_to_bf16(f) : gguf_f32_to_f16(f), dmin = gguf_f32_to_f16(uniform());
+        if (type == GGUF_F32) memcpy(row + b, &f, 4);
+        else memcpy(row + b + (type == GGUF_Q6_K ? 208 : 0), &d, 2);
+        if (type == GGUF_Q4_K) memcpy(row + b + 2, &dmin, 2);
+    }
+}
+
+// The dots: against double within 2e-6 of the sum of terms, and, bit for bit, against their definition in plain loops
+// (which needs -ffp-contract=off, like every build).
+static void test_dots(void) {
+    static const size_t blocks[] = {1, 2, 3, 7, 8, 9, 11, 22, 64, 65, 66, 88};
+    static const size_t lengths[] = {0, 1, 7, 31, 32, 33, 63, 64, 65, 100, 704, 2112, 2817};
+    enum { MAX = 88 * 256 };
+    uint8_t *memory = malloc(MAX * 4 + 1), *row = memory + 1;               // rows need no alignment
+    float *x = malloc(MAX * sizeof *x), *values = malloc(MAX * sizeof *values), *scale = malloc(MAX / 32 * sizeof *scale);
+    int8_t *q = malloc(MAX);
+    for (int t = 0; t < N_TYPES; t++)
+        for (int k = 0; k < 13; k++) {
+            int type = types[t], is_float = gguf_block_elems(type) == 1;
+            if (!is_float && k == 12) break;
+            size_t n = is_float ? lengths[k] : blocks[k] * (size_t)gguf_block_elems(type);
+            const char *name = gguf_type_name(type);
+            random_row(type, row, n);
+            for (size_t i = 0; i < n; i++) x[i] = uniform() * uniform() * 4;
+            double y64 = 0, size = 0;
+            float acc[32] = {0}, y;
+            gguf_dequantize(type, row, values, n);
+            if (is_float) {
+                for (size_t i = 0; i < n; i++) {
+                    acc[i % 32] += values[i] * x[i];
+                    y64 += (double)values[i] * x[i];
+                    size += fabs((double)values[i] * x[i]);
+                }
+                for (int h = 16; h; h /= 2)
+                    for (int j = 0; j < h; j++) acc[j] += acc[j + h];
+                y = gguf_dot_f32(type, row, x, n);
+            } else {
+                gguf_quantize_q8(x, q, scale, n);
+                for (size_t g = 0; g < n / 32; g++) {
+                    int dot = 0, min = 0;
+                    Element e = {0};
+                    for (size_t i = 32 * g; i < 32 * g + 32; i++) {
+                        e = element(type, row, i);
+                        dot += e.sub * e.code * q[i], min += e.sub_min * q[i];
+                        float want = (float)(e.d * e.sub * e.code - e.min * e.sub_min);
+                        CHECK(values[i] == want, "%s [%zu]: expected %a, got %a", name, i, want, values[i]);
+                    }
+                    y64 += e.d * scale[g] * dot - e.min * scale[g] * min;
+                    size += fabs(e.d * scale[g] * dot) + fabs(e.min * scale[g] * min);
+                    float term = ((float)e.d * scale[g]) * (float)dot;
+                    if (type == GGUF_Q4_K) term -= ((float)e.min * scale[g]) * (float)min;
+                    acc[g % 8] += term;
+                }
+                for (int h = 4; h; h /= 2)
+                    for (int j = 0; j < h; j++) acc[j] += acc[j + h];
+                y = gguf_dot_q8(type, row, q, scale, n);
+            }
+            CHECK(fabs(y - y64) <= 2e-6 * size,
+                  "%s dot of %zu: expected %a, got %a, tolerance %g", name, n, y64, y, 2e-6 * size);
+            CHECK(y == acc[0], "%s dot of %zu: by definition %a, got %a", name, n, acc[0], y);
+        }
+    // Extremes: the largest codes and scales, where the integers are widest.
+    memset(q, 127, 256);
+    for (int g = 0; g < 8; g++) scale[g] = 1;
+    for (int sign = 0; sign < 2; sign++) {
+        memset(row, sign ? 0x80 : 0x7f, 34);
+        row[0] = 0, row[1] = 0x3c;
+        float want = sign ? -128 * 127 * 32 : 127 * 127 * 32, y = gguf_dot_q8(GGUF_Q8_0, row, q, scale, 32);
+        CHECK(y == want, "Q8_0 extreme: expected %g, got %g", want, y);
+        memset(row, sign ? 0x00 : 0xff, 192), memset(row + 192, 0x80, 16);
+        row[208] = 0, row[209] = 0x3c;
+        want = sign ? 128 * 32 * 127 * 256.f : -128 * 31 * 127 * 256.f, y = gguf_dot_q8(GGUF_Q6_K, row, q, scale, 256);
+        CHECK(y == want, "Q6_K extreme: expected %g, got %g", want, y);
+        memset(q, -127, 256);
+        memset(row, 0xff, 144);
+        row[0] = row[2] = 0, row[1] = row[3] = 0x3c;
+        want = -(63 * 15 - 63) * 127 * 256.f, y = gguf_dot_q8(GGUF_Q4_K, row, q, scale, 256);
+        CHECK(y == want, "Q4_K extreme: expected %g, got %g", want, y);
+        memset(q, 127, 256);
+    }
+    free(memory);
+    free(x);
+    free(values);
+    free(scale);
+    free(q);
+}
+
+int main(void) {
+    test_table();
+    test_scalars();
+    test_quantize();
+    test_golden();
+    test_dots();
+    return test_done("blocks");
+}
