@@ -27,8 +27,9 @@ static uint32_t rng(void) {
 }
 static float uniform(void) { return (float)rng() * 0x1p-30f - 1; }          // -1..1
 
-static const int types[] = {GGUF_F32, GGUF_F16, GGUF_BF16, GGUF_Q8_0, GGUF_Q4_0, GGUF_Q5_0, GGUF_Q4_K, GGUF_Q6_K};
-enum { N_TYPES = 8 };
+static const int types[] = {GGUF_F32, GGUF_F16, GGUF_BF16, GGUF_Q8_0, GGUF_Q4_0, GGUF_Q4_1, GGUF_Q5_0, GGUF_Q5_1, GGUF_Q2_K,
+                            GGUF_Q3_K, GGUF_Q4_K, GGUF_Q5_K, GGUF_Q6_K, GGUF_IQ4_NL, GGUF_IQ4_XS, GGUF_MXFP4, GGUF_NVFP4};
+enum { N_TYPES = sizeof types / sizeof *types };
 
 static int type_by_name(const char *name) {
     for (int i = 0; i < N_TYPES; i++)
@@ -139,24 +140,32 @@ static size_t read_hex(const char *p, uint8_t *out, size_t max) {
     return n;
 }
 
+// The golden file, and from its blocks rows of up to 88 (K = 704 and 2816 among them): m times a block has m times its dot.
 static void test_golden(void) {
+    static const size_t repeats[] = {1, 2, 3, 7, 8, 9, 11, 22, 64, 65, 66, 88};
     static char line[1 << 14];
+    static uint8_t row[88 * 256];
+    static int8_t row_q[88 * 256];
+    static float row_scale[88 * 8];
     float x[256], scale[8], want_scale[8], want[256], got[256];
     uint8_t want_q[256], block[1024];
     int8_t q[256];
     char name[16] = "";
-    int elems = 0, type = -1, n_blocks = 0;
+    int elems = 0, type = -1, n_blocks = 0, n_dots = 0;
+    size_t bytes = 0;
     FILE *f = fopen("tests/golden/quants.txt", "r");
     if (!CHECK(f, "cannot open tests/golden/quants.txt; run from the top of the repository")) return;
     while (fgets(line, sizeof line, f)) {
         int hex = 0;
+        double y64, y8, y_float;
         if (strncmp(line, "x ", 2) == 0) {
             CHECK(read_words(line + 2, x, 256) == 256, "golden x");
             gguf_quantize_q8(x, q, scale, 256);
         } else if (strncmp(line, "scale ", 6) == 0) {
             CHECK(read_words(line + 6, want_scale, 8) == 8, "golden scale");
             for (int g = 0; g < 8; g++)
-                CHECK(bits_of(scale[g]) == bits_of(want_scale[g]), "scale %d: expected %a, got %a", g, want_scale[g], scale[g]);
+                CHECK(bits_of(scale[g]) == bits_of(want_scale[g]),
+                      "scale %d: expected %a, got %a", g, want_scale[g], scale[g]);
         } else if (strncmp(line, "q ", 2) == 0) {
             CHECK(read_hex(line + 2, want_q, 256) == 256, "golden q");
             for (int i = 0; i < 256; i++)
@@ -164,8 +173,8 @@ static void test_golden(void) {
         } else if (sscanf(line, "block %15s %d %n", name, &elems, &hex) == 2 && hex > 0) {
             type = type_by_name(name);
             if (!CHECK(type >= 0 && elems <= 256, "golden block %s", name)) break;
-            size_t n = read_hex(line + hex, block, sizeof block);
-            CHECK(n == gguf_row_size(type, (size_t)elems), "golden block %s: %zu bytes", name, n);
+            bytes = read_hex(line + hex, block, sizeof block);
+            CHECK(bytes == gguf_row_size(type, (size_t)elems), "golden block %s: %zu bytes", name, bytes);
             n_blocks++;
         } else if (strncmp(line, "f32 ", 4) == 0) {
             CHECK((int)read_words(line + 4, want, 256) == elems, "golden f32 of %s", name);
@@ -173,47 +182,107 @@ static void test_golden(void) {
             for (int i = 0; i < elems; i++)
                 CHECK(bits_of(got[i]) == bits_of(want[i]) || (got[i] == 0 && want[i] == 0),
                       "%s block %d [%d]: expected %a, got %a", name, n_blocks, i, want[i], got[i]);
-        } else if (strncmp(line, "dot ", 4) == 0) {
-            double y64 = strtod(line + 4, NULL), size = 0;
-            for (int i = 0; i < elems; i++) size += fabs((double)want[i] * scale[i / 32] * q[i]);
+        } else if (sscanf(line, "dot %la %la %la", &y64, &y8, &y_float) == 3) {
+            // Terms of subnormal size lose bits, at most 2^-149 each.
+            double size = 0, sizes = 0, size_x = 0, tiny = 0x1p-140;
+            for (int i = 0; i < elems; i++) {
+                size += fabs((double)want[i] * scale[i / 32] * q[i]);
+                sizes += (double)want[i] * want[i], size_x += (double)x[i] * x[i];
+            }
             float y = gguf_dot_q8(type, block, q, scale, (size_t)elems);
-            CHECK(fabs(y - y64) <= 2e-6 * size, "%s block %d dot: expected %a, got %a", name, n_blocks, y64, y);
+            CHECK(fabs(y - y64) <= 2e-6 * size + tiny, "%s block %d dot: expected %a, got %a", name, n_blocks, y64, y);
+            // Another activation format: its scales are off by up to 2^-11 each.
+            CHECK(fabs(y - y8) <= 0x1p-11 * size + tiny,
+                  "%s block %d dot, Q8_0: expected %a, got %a", name, n_blocks, y8, y);
+            CHECK(fabs(y - y_float) <= 5e-3 * sqrt(sizes * size_x) + tiny,
+                  "%s block %d dot, float: expected %a, got %a", name, n_blocks, y_float, y);
+            for (size_t k = 0; k < sizeof repeats / sizeof *repeats; k++) {
+                size_t m = repeats[k], n = m * (size_t)elems;
+                for (size_t i = 0; i < m; i++) {
+                    memcpy(row + i * bytes, block, bytes);
+                    memcpy(row_q + i * (size_t)elems, q, (size_t)elems);
+                    memcpy(row_scale + i * (size_t)elems / 32, scale, (size_t)elems / 32 * sizeof *scale);
+                }
+                y = gguf_dot_q8(type, row, row_q, row_scale, n);
+                CHECK(fabs(y - (double)m * y64) <= (double)m * (2e-6 * size + tiny),
+                      "%s block %d dot, %zu times: expected %a, got %a", name, n_blocks, m, (double)m * y64, y);
+            }
+            n_dots++;
         }
     }
     fclose(f);
-    CHECK(n_blocks == 37, "golden: expected 37 blocks, got %d", n_blocks);
+    CHECK(n_blocks == 82 && n_dots == 70, "golden: expected 82 blocks and 70 dots, got %d and %d", n_blocks, n_dots);
 }
 
-// One element, from the format's definition: code, scale of the code, and what is subtracted.
+// One element, from the format's definition: value = d*sub*code - min*sub_min.
 typedef struct { int code, sub; double d, min; int sub_min; } Element;
 static Element element(int type, const uint8_t *row, size_t i) {
     const uint8_t *b = row + i / (size_t)gguf_block_elems(type) * (size_t)gguf_block_bytes(type);
-    int j = (int)(i % (size_t)gguf_block_elems(type));
-    uint16_t d, dmin;
+    static const int t[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    static const int v[8] = {0, 1, 2, 3, 4, 6, 8, 12};                      // E2M1 magnitudes, doubled
+    const int j = (int)(i % (size_t)gguf_block_elems(type)), g = j / 32, l = j % 32;
+    const int at_d = type == GGUF_Q6_K ? 208 : type == GGUF_Q3_K ? 108 : type == GGUF_Q2_K ? 80 : 0;
+    uint16_t d = 0, dmin = 0;
     uint32_t h;
-    memcpy(&d, type == GGUF_Q6_K ? b + 208 : b, 2);
-    memcpy(&dmin, b + 2, 2);
-    Element e = {0, 1, f16_value(d), 0, 0};
+    Element e = {0, 1, 0, 0, 0};
+    if (type != GGUF_MXFP4 && type != GGUF_NVFP4) memcpy(&d, b + at_d, 2);
+    if (type != GGUF_Q3_K && type != GGUF_Q6_K) memcpy(&dmin, b + at_d + 2, 2);
+    e.d = f16_value(d);
     switch (type) {
     case GGUF_Q8_0: e.code = (int8_t)b[2 + j]; break;
     case GGUF_Q4_0: e.code = (b[2 + j % 16] >> (j < 16 ? 0 : 4) & 15) - 8; break;
+    case GGUF_IQ4_NL: e.code = t[b[2 + j % 16] >> (j < 16 ? 0 : 4) & 15]; break;
+    case GGUF_Q4_1:
+        e.code = b[4 + j % 16] >> (j < 16 ? 0 : 4) & 15;
+        e.min = -f16_value(dmin), e.sub_min = 1;
+        break;
     case GGUF_Q5_0:
         memcpy(&h, b + 2, 4);
         e.code = (b[6 + j % 16] >> (j < 16 ? 0 : 4) & 15) + 16 * (int)(h >> j & 1) - 16;
         break;
-    case GGUF_Q4_K: {
-        const uint8_t *s = b + 4;
-        int g = j / 32;
+    case GGUF_Q5_1:
+        memcpy(&h, b + 4, 4);
+        e.code = (b[8 + j % 16] >> (j < 16 ? 0 : 4) & 15) + 16 * (int)(h >> j & 1);
+        e.min = -f16_value(dmin), e.sub_min = 1;
+        break;
+    case GGUF_Q4_K:
+    case GGUF_Q5_K: {
+        const uint8_t *s = b + 4, *q = b + (type == GGUF_Q4_K ? 16 : 48);
         e.sub = g < 4 ? s[g] & 63 : (s[g + 4] & 15) | s[g - 4] >> 6 << 4;
         e.sub_min = g < 4 ? s[g + 4] & 63 : s[g + 4] >> 4 | s[g] >> 6 << 4;
         e.min = f16_value(dmin);
-        e.code = b[16 + 32 * (j / 64) + j % 32] >> (g % 2 ? 4 : 0) & 15;
+        e.code = q[32 * (j / 64) + l] >> (g % 2 ? 4 : 0) & 15;
+        if (type == GGUF_Q5_K) e.code += 16 * (b[16 + l] >> g & 1);
         break;
     }
     case GGUF_Q6_K: {
-        int n = j / 128, k = j / 32 % 4, l = j % 32;
+        int n = j / 128, k = g % 4;
         e.sub = (int8_t)b[192 + j / 16];
         e.code = ((b[64 * n + 32 * (k & 1) + l] >> 4 * (k >> 1) & 15) | (b[128 + 32 * n + l] >> 2 * k & 3) << 4) - 32;
+        break;
+    }
+    case GGUF_Q3_K: {
+        const uint8_t *s = b + 96;
+        int n = j / 16;
+        e.sub = ((n < 8 ? s[n] & 15 : s[n - 8] >> 4) | (s[8 + n % 4] >> 2 * (n / 4) & 3) << 4) - 32;
+        e.code = (b[32 + 32 * (j / 128) + l] >> 2 * (g % 4) & 3) - (b[l] >> g & 1 ? 0 : 4);
+        break;
+    }
+    case GGUF_Q2_K:
+        e.sub = b[j / 16] & 15, e.sub_min = b[j / 16] >> 4;
+        e.min = f16_value(dmin);
+        e.code = b[16 + 32 * (j / 128) + l] >> 2 * (g % 4) & 3;
+        break;
+    case GGUF_IQ4_XS:
+        e.sub = ((b[4 + g / 2] >> 4 * (g & 1) & 15) | ((b[2] | b[3] << 8) >> 2 * g & 3) << 4) - 32;
+        e.code = t[b[8 + 16 * g + l % 16] >> (l < 16 ? 0 : 4) & 15];
+        break;
+    case GGUF_MXFP4:
+    case GGUF_NVFP4: {
+        int c = type == GGUF_MXFP4 ? b[1 + j % 16] >> (j < 16 ? 0 : 4) : b[4 + 8 * (j / 16) + j % 8] >> (j % 16 < 8 ? 0 : 4);
+        int s = b[j / 16] & 127;
+        e.d = type == GGUF_MXFP4 ? ldexp(1, b[0] - 128) : s == 127 ? 0 : s < 8 ? ldexp(s, -10) : ldexp(8 + s % 8, s / 8 - 11);
+        e.code = c & 8 ? -v[c & 7] : v[c & 7];
         break;
     }
     }
@@ -227,9 +296,12 @@ static void random_row(int type, uint8_t *row, size_t n) {
     for (size_t b = 0; b < size; b += bytes) {
         float f = uniform();
         uint16_t d = type == GGUF_BF16 ? gguf_f32_to_bf16(f) : gguf_f32_to_f16(f), dmin = gguf_f32_to_f16(uniform());
+        size_t at = type == GGUF_Q6_K ? 208 : type == GGUF_Q3_K ? 108 : type == GGUF_Q2_K ? 80 : 0;
         if (type == GGUF_F32) memcpy(row + b, &f, 4);
-        else memcpy(row + b + (type == GGUF_Q6_K ? 208 : 0), &d, 2);
-        if (type == GGUF_Q4_K) memcpy(row + b + 2, &dmin, 2);
+        else if (type == GGUF_MXFP4) row[b] = (uint8_t)(120 + rng() % 8);
+        else if (type != GGUF_NVFP4) memcpy(row + b + at, &d, 2);
+        if (type == GGUF_Q4_1 || type == GGUF_Q5_1 || type == GGUF_Q2_K || type == GGUF_Q4_K || type == GGUF_Q5_K)
+            memcpy(row + b + at + 2, &dmin, 2);
     }
 }
 
@@ -265,18 +337,23 @@ static void test_dots(void) {
             } else {
                 gguf_quantize_q8(x, q, scale, n);
                 for (size_t g = 0; g < n / 32; g++) {
-                    int dot = 0, min = 0;
-                    Element e = {0};
+                    int dot[2] = {0}, min = 0;
+                    Element e[2] = {{0}};
                     for (size_t i = 32 * g; i < 32 * g + 32; i++) {
-                        e = element(type, row, i);
-                        dot += e.sub * e.code * q[i], min += e.sub_min * q[i];
-                        float want = (float)(e.d * e.sub * e.code - e.min * e.sub_min);
+                        Element *p = &e[i % 32 / 16];
+                        *p = element(type, row, i);
+                        dot[i % 32 / 16] += p->sub * p->code * q[i], min += p->sub_min * q[i];
+                        float want = (float)(p->d * p->sub * p->code - p->min * p->sub_min);
                         CHECK(values[i] == want, "%s [%zu]: expected %a, got %a", name, i, want, values[i]);
+                        y64 += (double)values[i] * scale[g] * q[i];
                     }
-                    y64 += e.d * scale[g] * dot - e.min * scale[g] * min;
-                    size += fabs(e.d * scale[g] * dot) + fabs(e.min * scale[g] * min);
-                    float term = ((float)e.d * scale[g]) * (float)dot;
-                    if (type == GGUF_Q4_K) term -= ((float)e.min * scale[g]) * (float)min;
+                    float d0 = (float)e[0].d * scale[g], d1 = (float)e[1].d * scale[g], m = (float)e[0].min * scale[g], term;
+                    if (type == GGUF_NVFP4) term = d0 * (float)dot[0] + d1 * (float)dot[1];
+                    else term = d0 * (float)(dot[0] + dot[1]);
+                    if (type == GGUF_NVFP4) size += fabs((double)d0 * dot[0]) + fabs((double)d1 * dot[1]);
+                    else size += fabs((double)d0 * (dot[0] + dot[1])) + fabs((double)m * min);
+                    if (e[0].min != 0) term -= m * (float)min;
+                    CHECK(abs(dot[0] + dot[1]) < 1 << 24 && abs(min) < 1 << 24, "%s: integers are too wide", name);
                     acc[g % 8] += term;
                 }
                 for (int h = 4; h; h /= 2)
@@ -313,11 +390,57 @@ static void test_dots(void) {
     free(q);
 }
 
+// Many rows at once: the bits of gguf_dot_q8 for every pair of rows, nothing written beside them.
+static void test_rows(void) {
+    static const size_t n_ws[] = {1, 2, 3, 4, 5, 9};
+    enum { MAX_ROWS = 70, MAX_N = 2816, STRIDE = 11 };
+    float *x = malloc(MAX_N * sizeof *x), *scale = malloc(MAX_ROWS * MAX_N / 32 * sizeof *scale);
+    float *out = malloc(MAX_ROWS * STRIDE * sizeof *out);
+    int8_t *q = malloc(MAX_ROWS * MAX_N);
+    for (int t = 0; t < N_TYPES; t++) {
+        const int type = types[t];
+        if (gguf_block_elems(type) == 1) continue;
+        for (size_t n_rows = 1; n_rows <= MAX_ROWS; n_rows += n_rows < 34 ? 1 : 6) {
+            const size_t k = n_rows == 33 ? MAX_N : n_rows % 5 == 4 ? 704 : 32 * (1 + n_rows % 24);
+            const size_t elems = (size_t)gguf_block_elems(type), n = (k + elems - 1) / elems * elems;
+            const size_t n_w = n_ws[n_rows % 6], size = gguf_packed_size(n), row_size = gguf_row_size(type, n);
+            uint8_t *packed = malloc(n_rows * size);            // exactly, so that a sanitizer sees every step beyond
+            uint8_t *rows = malloc(n_w * row_size);
+            random_row(type, rows, n_w * n);
+            for (size_t r = 0; r < n_rows; r++) {
+                for (size_t i = 0; i < n; i++) x[i] = uniform() * uniform() * 4;
+                if (r == 3) memset(x, 0, 32 * sizeof *x);
+                if (r == 2) x[n - 1] = NAN;
+                gguf_quantize_q8(x, q + r * n, scale + r * n / 32, n);
+                gguf_pack_q8(q + r * n, scale + r * n / 32, n, packed + r * size);
+            }
+            for (size_t i = 0; i < MAX_ROWS * STRIDE; i++) out[i] = 7;
+            gguf_dot_q8_rows(type, rows, n_w, packed, n_rows, n, out, STRIDE);
+            for (size_t r = 0; r < MAX_ROWS; r++)
+                for (size_t i = 0; i < STRIDE; i++) {
+                    const int8_t *qr = q + r * n;
+                    float want = 7, got = out[r * STRIDE + i];
+                    if (r < n_rows && i < n_w) want = gguf_dot_q8(type, rows + i * row_size, qr, scale + r * n / 32, n);
+                    CHECK(bits_of(got) == bits_of(want) || (isnan(got) && isnan(want)),
+                          "%s rows, %zu by %zu of %zu, [%zu][%zu]: expected %a, got %a",
+                          gguf_type_name(type), n_w, n_rows, n, r, i, want, got);
+                }
+            free(packed);
+            free(rows);
+        }
+    }
+    free(x);
+    free(scale);
+    free(out);
+    free(q);
+}
+
 int main(void) {
     test_table();
     test_scalars();
     test_quantize();
     test_golden();
     test_dots();
+    test_rows();
     return test_done("blocks");
 }
