@@ -148,6 +148,12 @@ size_t gguf_row_size(int type, size_t n);       // bytes of n elements; 0 if n i
 // n elements (a multiple of the block) of a supported type to f32. Exact, or correctly rounded where two terms are added.
 void gguf_dequantize(int type, const void *src, float *dst, size_t n);
 
+// n floats (a multiple of the block) to a type of the table: all but IQ4_NL and IQ4_XS. Without importance weights, each
+// value or block by itself, in f32 in a fixed order: the bytes are the same on every machine. A block with a NaN or an Inf,
+// or with scales that overflow binary16, gives some block, whose values may be NaN or Inf.
+bool gguf_can_quantize(int type);
+void gguf_quantize(int type, const float *src, void *dst, size_t n);
+
 // Activations to int8 in groups of 32 (n a multiple of 32). This rounding is part of the model's definition: every backend
 // reproduces it bit for bit. Per group, in f32, IEEE division, with a = max|x|:
 //   scale = a / 127;  q[i] = x[i] * (127 / a) rounded to the nearest integer, ties to even;  |q| <= 127
@@ -1464,5 +1470,352 @@ void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, s
             GGUF__FOR_TYPE(type, gguf__dot_tile(T, (const uint8_t *)w + i * row_size, row_size, tile_w, x, parts, tile_r, n,
                                                 out + r * out_stride + i, out_stride))
         }
+}
+
+// ---- quantising --------------------------------------------------------------------------------------------------
+// The K types look for the best scale of each sub-block, over the 8 or 16 sub-blocks of a block side by side: x[i][j] is
+// element i of sub-block j, every loop over j is a vector, and each sub-block's sums still run over i in order. So the
+// result is that of a loop over one sub-block after the other, and the same with every compiler.
+
+// v to the nearest integer, ties to even, where |v| < 2^22; otherwise, and for a NaN, some integer.
+static inline int32_t gguf__nearest(float v) {
+    float shifted = v + 0x1.8p23f;                  // the last bit of the sum is worth 1
+    uint32_t u;
+    memcpy(&u, &shifted, 4);
+    return (int32_t)(u & 0x007fffff) - 0x00400000;
+}
+static inline int32_t gguf__clamp(int32_t v, int32_t min, int32_t max) { return v < min ? min : v > max ? max : v; }
+static inline int gguf__min(int a, int b) { return a < b ? a : b; }
+
+// v without its fraction, and to the nearest integer, halves away from zero; 0 if that is no int8.
+static inline int gguf__trunc(float v) { return v > -129 && v < 128 ? (int)v : 0; }
+static inline int gguf__round(float v) {
+    const float in = v > -128.5f && v < 127.5f ? v : 0;
+    const int t = (int)in;
+    return t + (in - (float)t >= 0.5f) - (in - (float)t <= -0.5f);
+}
+
+static inline void gguf__put_f16(uint8_t *p, float f) {
+    uint16_t h = gguf_f32_to_f16(f);
+    memcpy(p, &h, 2);
+}
+
+// The element of largest magnitude with its sign, the first of several.
+static inline float gguf__extreme(const float *x, int n) {
+    float max = 0, m = 0;
+    for (int i = 0; i < n; i++)
+        if (fabsf(x[i]) > max) max = fabsf(x[i]), m = x[i];
+    return m;
+}
+
+static void gguf__quantize_q8_0(const float *x, uint8_t *b) {
+    const float d = fabsf(gguf__extreme(x, 32)) / 127, r = d != 0 ? 1 / d : 0;
+    gguf__put_f16(b, d);
+    for (int i = 0; i < 32; i++) b[2 + i] = (uint8_t)gguf__round(x[i] * r);
+}
+
+// Q4_0 Q4_1 Q5_0 Q5_1: the extreme of Q4_0 and Q5_0 becomes code 0; Q4_1 and Q5_1 reach from the least to the largest value.
+GGUF__INLINE void gguf__quantize_32(int type, const float *x, uint8_t *b) {
+    const bool five = type == GGUF_Q5_0 || type == GGUF_Q5_1, has_min = gguf__has_min(type);
+    const int top = five ? 31 : 15;
+    float d, zero = 0, half = (float)(top / 2 + 1) + 0.5f;
+    if (has_min) {
+        float max = x[0];
+        zero = x[0], half = 0.5f;
+        for (int i = 1; i < 32; i++) zero = x[i] < zero ? x[i] : zero, max = x[i] > max ? x[i] : max;
+        d = (max - zero) / (float)top;
+    } else {
+        d = gguf__extreme(x, 32) / (float)-(top / 2 + 1);
+    }
+    const float r = d != 0 ? 1 / d : 0;
+    uint8_t c[32];
+    uint32_t high = 0;
+    for (int i = 0; i < 32; i++) {
+        c[i] = (uint8_t)gguf__min(top, gguf__trunc((x[i] - zero) * r + half));
+        high |= (uint32_t)(c[i] >> 4 & 1) << i;
+    }
+    gguf__put_f16(b, d), b += 2;
+    if (has_min) gguf__put_f16(b, zero), b += 2;
+    if (five) memcpy(b, &high, 4), b += 4;
+    for (int i = 0; i < 16; i++) b[i] = (uint8_t)((c[i] & 15) | c[16 + i] << 4);
+}
+
+// The code whose value V[c]*h is nearest to x, the first of several.
+static inline uint8_t gguf__nearest_e2m1(float x, float h) {
+    int best = 0;
+    float error = fabsf(x);
+    for (int c = 1; c < 16; c++) {
+        const float e = fabsf(gguf__nibble_v[c] * h - x);
+        best = e < error ? c : best, error = e < error ? e : error;
+    }
+    return (uint8_t)best;
+}
+
+static void gguf__quantize_mxfp4(const float *x, uint8_t *b) {
+    const float max = fabsf(gguf__extreme(x, 32));
+    float e = max > 0 ? floorf(log2f(max)) + 125 : 0;
+    e = e > 0 ? e < 254 ? e : 254 : 0;
+    b[0] = (uint8_t)e;
+    const float h = gguf__e8m0_half(b[0]);
+    for (int i = 0; i < 16; i++) b[1 + i] = (uint8_t)(gguf__nearest_e2m1(x[i], h) | gguf__nearest_e2m1(x[16 + i], h) << 4);
+}
+
+// The nearest unsigned E4M3 number, halves upwards; at most 448. Subnormals, M*2^-9, end at M = 7, also from 7.5 on.
+static uint8_t gguf__to_e4m3(float v) {
+    uint32_t u;
+    if (!(v > 0)) return 0;
+    if (v >= 448) return 0x7e;
+    if (v < 0x1p-6f) return (uint8_t)gguf__min(7, (int)(v * 512 + 0.5f));
+    memcpy(&u, &v, 4);
+    u = (u + (1 << 19)) >> 20;                      // exponent and three bits of mantissa
+    return (uint8_t)gguf__min(0x7e, (int)(u - (120 << 3)));
+}
+
+static void gguf__quantize_nvfp4(const float *x, uint8_t *b) {
+    for (int j = 0; j < 4; j++, x += 16) {
+        b[j] = gguf__to_e4m3(fabsf(gguf__extreme(x, 16)) / 6);
+        const float h = gguf__e4m3_half(b[j]);
+        for (int i = 0; i < 8; i++)
+            b[4 + 8 * j + i] = (uint8_t)(gguf__nearest_e2m1(x[i], h) | gguf__nearest_e2m1(x[8 + i], h) << 4);
+    }
+}
+
+// Scale and minimum of x ~ scale*code + min, code 0..top, min <= 0, for n sub-blocks of `len` elements with weights w. Tried
+// are the full range and then steps + 1 widths around it, each measured from the best minimum so far, with the codes of
+// that width and the scale and minimum that fit these codes best; the least weighted error wins. min is returned positive.
+GGUF__INLINE void gguf__search_min(int n, int len, const float *restrict x, const float *restrict w, int top, float start,
+                                   int steps, bool absolute, float *restrict scale, float *restrict min,
+                                   int32_t *restrict code) {
+    float lo[16], hi[16], s[16], m[16], sum_w[16] = {0}, sum_x[16] = {0};
+    float inv[16], zero[16], best_inv[16] = {0}, best_zero[16] = {0}, best[16] = {0};
+    int32_t l[256];
+    for (int j = 0; j < n; j++) lo[j] = x[j] < 0 ? x[j] : 0, hi[j] = x[j];
+    for (int i = 0; i < len; i++)
+        GGUF__VECTOR_LOOP for (int j = 0; j < n; j++) {
+            const float v = x[i * n + j], wv = w[i * n + j];
+            lo[j] = v < lo[j] ? v : lo[j], hi[j] = v > hi[j] ? v : hi[j];
+            sum_w[j] += wv, sum_x[j] += wv * v;
+        }
+    for (int k = -1; k <= steps; k++) {             // -1: the first try, whose scale and minimum stay as they are
+        float sum_l[16] = {0}, sum_l2[16] = {0}, sum_xl[16] = {0}, error[16] = {0};
+        for (int j = 0; j < n; j++) {
+            zero[j] = k < 0 ? lo[j] : min[j];
+            inv[j] = (k < 0 ? (float)top : start + 0.1f * (float)k + (float)top) / (hi[j] - zero[j]);
+        }
+        for (int i = 0; i < len; i++)
+            GGUF__VECTOR_LOOP for (int j = 0; j < n; j++) {
+                const float v = x[i * n + j], wv = w[i * n + j];
+                const int32_t c = gguf__clamp(gguf__nearest(inv[j] * (v - zero[j])), 0, top);
+                l[i * n + j] = c;
+                sum_l[j] += wv * (float)c, sum_l2[j] += wv * (float)c * (float)c, sum_xl[j] += wv * (float)c * v;
+            }
+        GGUF__VECTOR_LOOP for (int j = 0; j < n; j++) {
+            const float det = sum_w[j] * sum_l2[j] - sum_l[j] * sum_l[j];
+            const float fit = (sum_w[j] * sum_xl[j] - sum_x[j] * sum_l[j]) / det;
+            const float fit_min = (sum_l2[j] * sum_x[j] - sum_l[j] * sum_xl[j]) / det;
+            s[j] = k < 0 ? 1 / inv[j] : fit_min > 0 ? sum_xl[j] / sum_l2[j] : fit;
+            m[j] = k < 0 ? lo[j] : fit_min > 0 ? 0 : fit_min;
+            sum_l[j] = k < 0 || det > 0;            // from here on: may be taken
+        }
+        for (int i = 0; i < len; i++)
+            GGUF__VECTOR_LOOP for (int j = 0; j < n; j++) {
+                const float diff = s[j] * (float)l[i * n + j] + m[j] - x[i * n + j];
+                error[j] += w[i * n + j] * (absolute ? fabsf(diff) : diff * diff);
+            }
+        for (int j = 0; j < n; j++)
+            if (k < 0 || (sum_l[j] != 0 && error[j] < best[j]))
+                best[j] = error[j], best_inv[j] = inv[j], best_zero[j] = zero[j], scale[j] = s[j], min[j] = m[j];
+    }
+    for (int j = 0; j < n; j++)
+        if (hi[j] == lo[j]) scale[j] = 0, min[j] = lo[j], best_inv[j] = 0;
+    for (int i = 0; i < len; i++)
+        for (int j = 0; j < n; j++)
+            code[i * n + j] = gguf__clamp(gguf__nearest(best_inv[j] * (x[i * n + j] - best_zero[j])), 0, top);
+    for (int j = 0; j < n; j++) min[j] = -min[j];
+}
+
+// Q2_K Q4_K Q5_K.
+GGUF__INLINE void gguf__quantize_k_min(int type, const float *restrict src, uint8_t *restrict b) {
+    const bool q2 = type == GGUF_Q2_K;
+    const int n = q2 ? 16 : 8, len = 256 / n, top = q2 ? 3 : type == GGUF_Q4_K ? 15 : 31, top_scale = q2 ? 15 : 63;
+    float x[256], w[256], scale[16] = {0}, min[16] = {0}, max_scale = 0, max_min = 0;
+    int32_t c[256];
+    for (int j = 0; j < n; j++) {
+        float mean = 0;
+        for (int i = 0; i < len; i++) x[i * n + j] = src[j * len + i], mean += src[j * len + i] * src[j * len + i];
+        mean = q2 ? 0 : sqrtf(mean / (float)len);
+        for (int i = 0; i < len; i++) w[i * n + j] = mean + fabsf(x[i * n + j]);
+    }
+    gguf__search_min(n, len, x, w, top, type == GGUF_Q4_K ? -1 : -0.5f, type == GGUF_Q4_K ? 20 : 15, q2, scale, min, c);
+    for (int j = 0; j < n; j++) {
+        max_scale = scale[j] > max_scale ? scale[j] : max_scale;
+        max_min = min[j] > max_min ? min[j] : max_min;
+    }
+    const float inv_scale = max_scale > 0 ? (float)top_scale / max_scale : 0;
+    const float inv_min = max_min > 0 ? (float)top_scale / max_min : 0;
+    uint8_t sc[16], mn[16], *at_d = q2 ? b + 80 : b;
+    gguf__put_f16(at_d, max_scale / (float)top_scale);
+    gguf__put_f16(at_d + 2, max_min / (float)top_scale);
+    const float d = gguf__f16_at(at_d), dmin = gguf__f16_at(at_d + 2);
+    for (int j = 0; j < n; j++) {
+        sc[j] = (uint8_t)gguf__min(top_scale, (uint8_t)gguf__nearest(inv_scale * scale[j]));
+        mn[j] = (uint8_t)gguf__min(top_scale, (uint8_t)gguf__nearest(inv_min * min[j]));
+    }
+    for (int i = 0; i < len; i++)                   // the codes for the rounded scales and minima
+        for (int j = 0; j < n; j++) {
+            const float step = d * sc[j], m = dmin * mn[j];
+            if (step != 0) c[i * n + j] = gguf__clamp(gguf__nearest((x[i * n + j] + m) / step), 0, top);
+        }
+    if (q2) {
+        for (int j = 0; j < 16; j++) b[j] = (uint8_t)(sc[j] | mn[j] << 4);
+        memset(b + 16, 0, 64);
+        for (int i = 0; i < 256; i++) b[16 + i / 128 * 32 + i % 32] |= (uint8_t)(c[i % 16 * 16 + i / 16] << (i / 32 % 4 * 2));
+        return;
+    }
+    for (int g = 0; g < 4; g++) {
+        b[4 + g] = (uint8_t)(sc[g] | sc[g + 4] >> 4 << 6);
+        b[8 + g] = (uint8_t)(mn[g] | mn[g + 4] >> 4 << 6);
+        b[12 + g] = (uint8_t)((sc[g + 4] & 15) | mn[g + 4] << 4);
+    }
+    uint8_t *h = b + 16, *q = type == GGUF_Q4_K ? b + 16 : b + 48;
+    for (int i = 0; i < 128; i++) {
+        const int32_t *pair = c + i % 32 * 8 + i / 32 * 2;      // element i % 32 of sub-blocks 2p and 2p + 1
+        q[i] = (uint8_t)((pair[0] & 15) | pair[1] << 4);
+    }
+    if (type == GGUF_Q5_K)
+        for (int i = 0; i < 32; i++) {
+            h[i] = 0;
+            for (int g = 0; g < 8; g++) h[i] |= (uint8_t)(c[i * 8 + g] >> 4 << g);
+        }
+}
+
+// Q6_K: scales of 16 sub-blocks, x ~ scale*code with code -32..31 and weights x^2, the best of 19 ranges.
+static void gguf__quantize_q6_k(const float *restrict src, uint8_t *restrict b) {
+    float x[256], m[16], scale[16] = {0}, merit[16] = {0}, best_inv[16] = {0};
+    for (int j = 0; j < 16; j++) {
+        m[j] = gguf__extreme(src + 16 * j, 16);
+        for (int i = 0; i < 16; i++) x[i * 16 + j] = src[j * 16 + i];
+    }
+    for (int k = -10; k <= 9; k++) {                // -10: the first try, at the range itself
+        float inv[16], sum_xl[16] = {0}, sum_l2[16] = {0};
+        if (k == 0) continue;
+        GGUF__VECTOR_LOOP for (int j = 0; j < 16; j++) inv[j] = -(k == -10 ? 32 : 32 + 0.1f * (float)k) / m[j];
+        for (int i = 0; i < 16; i++)
+            GGUF__VECTOR_LOOP for (int j = 0; j < 16; j++) {
+                const float v = x[i * 16 + j], c = (float)gguf__clamp(gguf__nearest(inv[j] * v), -32, 31);
+                sum_xl[j] += v * v * v * c, sum_l2[j] += v * v * c * c;
+            }
+        for (int j = 0; j < 16; j++) {
+            const bool better = k == -10 || (sum_l2[j] > 0 && sum_xl[j] * sum_xl[j] > merit[j] * sum_l2[j]);
+            if (!better || fabsf(m[j]) < 1e-15f) continue;
+            best_inv[j] = inv[j];
+            scale[j] = sum_l2[j] != 0 ? sum_xl[j] / sum_l2[j] : 0;
+            merit[j] = scale[j] * sum_xl[j];
+        }
+    }
+    const float max = gguf__extreme(scale, 16);
+    if (fabsf(max) < 1e-15f) {
+        memset(b, 0, 210);
+        return;
+    }
+    const float inv = -128 / max;
+    gguf__put_f16(b + 208, 1 / inv);
+    const float d = gguf__f16_at(b + 208);
+    uint8_t c[256];
+    for (int j = 0; j < 16; j++) {
+        const int sc = gguf__min(127, gguf__nearest(inv * scale[j]));
+        const float step = d * (float)sc;
+        b[192 + j] = (uint8_t)sc;
+        for (int i = 0; i < 16; i++) {              // a sub-block with a scale of 0 keeps the codes of the search
+            const float v = step != 0 ? src[16 * j + i] / step : src[16 * j + i] * best_inv[j];
+            c[16 * j + i] = best_inv[j] == 0 && step == 0 ? 0 : (uint8_t)(gguf__clamp(gguf__nearest(v), -32, 31) + 32);
+        }
+    }
+    for (int h = 0; h < 2; h++)
+        for (int l = 0; l < 32; l++) {
+            const uint8_t *p = c + 128 * h + l;
+            b[64 * h + l] = (uint8_t)((p[0] & 15) | p[64] << 4);
+            b[64 * h + 32 + l] = (uint8_t)((p[32] & 15) | p[96] << 4);
+            b[128 + 32 * h + l] = (uint8_t)(p[0] >> 4 | p[32] >> 4 << 2 | p[64] >> 4 << 4 | p[96] >> 4 << 6);
+        }
+}
+
+// Q3_K: scales of 16 sub-blocks, x ~ scale*code with code -4..3 and weights x^2. From the codes of the full range, five
+// sweeps give each element in turn the code that is best for the others' scale.
+static void gguf__quantize_q3_k(const float *restrict src, uint8_t *restrict b) {
+    int32_t c[256];
+    float scale[16];
+    for (int j = 0; j < 16; j++) {
+        const float *x = src + 16 * j, m = gguf__extreme(x, 16), inv = -4 / m;
+        float sum_xl = 0, sum_l2 = 0;
+        int32_t *cj = c + 16 * j;
+        scale[j] = 0;
+        memset(cj, 0, 16 * sizeof *cj);
+        if (fabsf(m) < 1e-15f) continue;
+        for (int i = 0; i < 16; i++) {
+            const float w = x[i] * x[i];
+            cj[i] = gguf__clamp(gguf__nearest(inv * x[i]), -4, 3);
+            sum_xl += w * x[i] * (float)cj[i], sum_l2 += w * (float)cj[i] * (float)cj[i];
+        }
+        for (int sweep = 0; sweep < 5; sweep++)
+            for (int i = 0; i < 16; i++) {
+                const float w = x[i] * x[i], xl = sum_xl - w * x[i] * (float)cj[i];
+                const float l2 = sum_l2 - w * (float)cj[i] * (float)cj[i];
+                if (!(xl > 0)) continue;
+                const int32_t l = gguf__clamp(gguf__nearest(x[i] * l2 / xl), -4, 3);
+                const float new_xl = xl + w * x[i] * (float)l, new_l2 = l2 + w * (float)l * (float)l;
+                if (l == cj[i] || !(new_l2 > 0) || !(new_xl * new_xl * sum_l2 > sum_xl * sum_xl * new_l2)) continue;
+                cj[i] = l, sum_xl = new_xl, sum_l2 = new_l2;
+            }
+        scale[j] = sum_l2 > 0 ? sum_xl / sum_l2 : 0;
+        for (int i = 0; i < 16; i++) cj[i] += 4;
+    }
+    const float max = gguf__extreme(scale, 16), inv = max != 0 ? -32 / max : 0;
+    gguf__put_f16(b + 108, max != 0 ? 1 / inv : 0);
+    const float d = gguf__f16_at(b + 108);
+    memset(b, 0, 108);
+    for (int j = 0; j < 16; j++) {
+        const int sc = gguf__clamp(gguf__nearest(inv * scale[j]), -32, 31) + 32;
+        const float step = d * (float)(sc - 32);
+        if (max != 0) {
+            b[96 + j % 8] |= (uint8_t)((sc & 15) << (j / 8 * 4));
+            b[104 + j % 4] |= (uint8_t)(sc >> 4 << (j / 4 * 2));
+        }
+        for (int i = 16 * j; i < 16 * j + 16; i++) {
+            if (step != 0) c[i] = gguf__clamp(gguf__nearest(src[i] / step), -4, 3) + 4;
+            b[32 + i / 128 * 32 + i % 32] |= (uint8_t)((c[i] & 3) << (i / 32 % 4 * 2));
+            b[i % 32] |= (uint8_t)(c[i] >> 2 << (i / 32));
+        }
+    }
+}
+
+bool gguf_can_quantize(int type) {
+    return gguf_type_supported(type) && type != GGUF_IQ4_NL && type != GGUF_IQ4_XS;
+}
+
+void gguf_quantize(int type, const float *src, void *dst, size_t n) {
+    const size_t elems = (size_t)gguf_block_elems(type), bytes = (size_t)gguf_block_bytes(type);
+    uint8_t *b = (uint8_t *)dst;
+    assert(gguf_can_quantize(type) && n % elems == 0);
+    if (type == GGUF_F32 && n > 0) memcpy(dst, src, n * sizeof *src);
+    else for (; n > 0; n -= elems, src += elems, b += bytes) {
+        uint16_t h;
+        switch (type) {
+        case GGUF_F16: h = gguf_f32_to_f16(*src), memcpy(b, &h, 2); break;
+        case GGUF_BF16: h = gguf_f32_to_bf16(*src), memcpy(b, &h, 2); break;
+        case GGUF_Q8_0: gguf__quantize_q8_0(src, b); break;
+        case GGUF_Q4_0: gguf__quantize_32(GGUF_Q4_0, src, b); break;
+        case GGUF_Q4_1: gguf__quantize_32(GGUF_Q4_1, src, b); break;
+        case GGUF_Q5_0: gguf__quantize_32(GGUF_Q5_0, src, b); break;
+        case GGUF_Q5_1: gguf__quantize_32(GGUF_Q5_1, src, b); break;
+        case GGUF_MXFP4: gguf__quantize_mxfp4(src, b); break;
+        case GGUF_NVFP4: gguf__quantize_nvfp4(src, b); break;
+        case GGUF_Q2_K: gguf__quantize_k_min(GGUF_Q2_K, src, b); break;
+        case GGUF_Q3_K: gguf__quantize_q3_k(src, b); break;
+        case GGUF_Q4_K: gguf__quantize_k_min(GGUF_Q4_K, src, b); break;
+        case GGUF_Q5_K: gguf__quantize_k_min(GGUF_Q5_K, src, b); break;
+        case GGUF_Q6_K: gguf__quantize_q6_k(src, b); break;
+        }
+    }
 }
 #endif // GGUF_IMPLEMENTATION
