@@ -28,6 +28,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -45,12 +46,15 @@
 
 enum { MAX_LAYERS = 512, MAX_HEAD_DIM = 512, MAX_EXPERTS = 1024, MAX_CONTEXT = 1 << 24, MAX_VOCAB = 1 << 24 };
 
-// One line on stderr, exit 1: "<file>: <tensor, key or flag>: expected <x>, got <y>; try <fix>".
+static bool bar_shown;                                 // progress() has left a line on the terminal that nothing ended yet
+
+// One line on stderr, exit 1: "<file>: <tensor, key or flag>: expected <x>, got <y>; try <fix>". Where a model file is at
+// fault its kind of fault is named as well, like those of gguf.h: E_META_* keys, E_TENSOR_MISSING, E_SHAPE, E_PAYLOAD.
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
     fflush(stdout);
-    fprintf(stderr, "gemma4: error: ");
+    fprintf(stderr, bar_shown ? "\r\033[Kgemma4: error: " : "gemma4: error: ");
     vfprintf(stderr, fmt, ap);
     fprintf(stderr, "\n");
     va_end(ap);
@@ -63,6 +67,8 @@ static void *alloc_or_die(size_t n, size_t size) {                 // host memor
     return p;
 }
 
+typedef struct { const char **text; int n; } TextList;
+
 static double seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -73,10 +79,38 @@ static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 static int min_int(int a, int b) { return a < b ? a : b; }
 static int max_int(int a, int b) { return a > b ? a : b; }
 
-// A line that redraws itself, on a terminal only; done == total ends it.
-static void progress(const char *what, size_t done, size_t total) {
-    if (!isatty(2)) return;
-    fprintf(stderr, "\r# %s %zu / %zu%s", what, done, total, done == total ? "\r\033[K" : "");
+// "7.9 MB", "512 tokens": n of a unit, "B" being bytes.
+static const char *amount(char out[32], double n, const char *unit) {
+    static const struct { double size; const char *name; } bytes[] = { { 1e9, "GB" }, { 1e6, "MB" }, { 1e3, "kB" } };
+    snprintf(out, 32, "%.*f %.16s", n < 10 && strcmp(unit, "B") ? 1 : 0, n, unit);
+    for (int i = 2; i >= 0 && !strcmp(unit, "B"); i--)
+        if (n >= bytes[i].size || i == 2) snprintf(out, 32, "%.1f %s", n / bytes[i].size, bytes[i].name);
+    return out;
+}
+
+// A line about long work that redraws itself, on a terminal only: "# what  7.9 MB  [=====>    ]  56 %  3.2 GB/s  1 s left".
+// done == 0 starts it and its clock, done == total erases it. One at a time, from one thread.
+static void progress(const char *what, size_t done, size_t total, const char *unit) {
+    static double start, drawn;
+    const double now = seconds();
+    if (done == 0) start = now;
+    if (!isatty(2) || (done && done < total && now - drawn < 0.1)) return;
+    drawn = now;
+    bar_shown = done < total;
+    if (!bar_shown) {
+        fprintf(stderr, "\r\033[K");
+        return;
+    }
+    char size[32], rate[32] = "", left[32] = "", bar[11] = "          ";
+    const double share = (double)done / (double)total, speed = (double)done / (now - start + 1e-9);
+    memset(bar, '=', (size_t)(share * 10));
+    bar[(size_t)(share * 10)] = '>';
+    if (done) {
+        amount(rate, speed, unit);
+        snprintf(left, sizeof left, "/s  %.0f s left", ceil((double)(total - done) / speed));
+    }
+    fprintf(stderr, "\r# %.20s  %s  [%s]  %d %%  %s%s\033[K", what, amount(size, (double)total, unit), bar,
+            (int)(share * 100), rate, left);
     fflush(stderr);
 }
 
@@ -123,7 +157,7 @@ static int64_t key_int(Gguf *g, const char *key, int64_t min, int64_t max, int64
     int64_t v = otherwise;
     int found = gguf_get_int(g, key, min, max, &v);
     if (found < 0) die_gguf(g);
-    if (!found && otherwise < min) die("%s: key '%s': missing", g->path, key);
+    if (!found && otherwise < min) die("%s: key '%s': missing (E_META_MISSING)", g->path, key);
     return v;
 }
 
@@ -131,8 +165,8 @@ static double key_float(Gguf *g, const char *key, double otherwise) {
     double v = otherwise;
     int found = gguf_get_float(g, key, &v);
     if (found < 0) die_gguf(g);
-    if (!found && otherwise == 0) die("%s: key '%s': missing", g->path, key);
-    if (!(v > 0)) die("%s: key '%s': expected a positive number, got %g", g->path, key, v);
+    if (!found && otherwise == 0) die("%s: key '%s': missing (E_META_MISSING)", g->path, key);
+    if (!(v > 0)) die("%s: key '%s': expected a positive number, got %g (E_META_RANGE)", g->path, key, v);
     return v;
 }
 
@@ -140,7 +174,7 @@ static double key_float(Gguf *g, const char *key, double otherwise) {
 static void key_per_layer(Gguf *g, const char *key, int64_t min, int64_t max, int64_t *out, int n) {
     int found = gguf_get_ints(g, key, min, max, out, n);
     if (found < 0) die_gguf(g);
-    if (!found) die("%s: key '%s': missing", g->path, key);
+    if (!found) die("%s: key '%s': missing (E_META_MISSING)", g->path, key);
 }
 
 static void load_config(Config *c, Gguf *g) {
@@ -148,7 +182,7 @@ static void load_config(Config *c, Gguf *g) {
     if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
     if (arch.n != 6 || memcmp(arch.s, "gemma4", 6) != 0)
         die("%s: key 'general.architecture': expected 'gemma4', got '%s'; drafters and other models cannot be run by "
-            "themselves", g->path, shown(arch));
+            "themselves (E_META_RANGE)", g->path, shown(arch));
 
     memset(c, 0, sizeof *c);
     c->n_layers    = (int)key_int(g, "gemma4.block_count", 1, MAX_LAYERS, 0);
@@ -162,8 +196,8 @@ static void load_config(Config *c, Gguf *g) {
     c->rope_base     = key_float(g, "gemma4.rope.freq_base", 1e4);
     c->rope_base_swa = key_float(g, "gemma4.rope.freq_base_swa", 1e4);
     if (!(c->rope_base > 1) || !(c->rope_base_swa > 1))
-        die("%s: key 'gemma4.rope.freq_base': expected more than 1, got %g and %g (sliding layers)", g->path, c->rope_base,
-            c->rope_base_swa);
+        die("%s: key 'gemma4.rope.freq_base': expected more than 1, got %g and %g for sliding layers (E_META_RANGE)", g->path,
+            c->rope_base, c->rope_base_swa);
 
     const int n = c->n_layers;
     int64_t v[MAX_LAYERS];
@@ -171,16 +205,16 @@ static void load_config(Config *c, Gguf *g) {
     c->n_heads = (int)v[0];
     for (int l = 1; l < n; l++)
         if (v[l] != v[0])
-            die("%s: key 'gemma4.attention.head_count': expected %d in every layer, got %d in layer %d", g->path,
-                c->n_heads, (int)v[l], l);
+            die("%s: key 'gemma4.attention.head_count': expected %d in every layer, got %d in layer %d (E_META_RANGE)",
+                g->path, c->n_heads, (int)v[l], l);
     if (c->n_experts) {
         c->n_experts_used = (int)key_int(g, "gemma4.expert_used_count", 1, c->n_experts, 0);
         key_per_layer(g, "gemma4.expert_feed_forward_length", 1, 1 << 20, v, n);
         c->expert_dim = (int)v[0];
         for (int l = 1; l < n; l++)
             if (v[l] != v[0])
-                die("%s: key 'gemma4.expert_feed_forward_length': expected %d in every layer, got %d in layer %d", g->path,
-                    c->expert_dim, (int)v[l], l);
+                die("%s: key 'gemma4.expert_feed_forward_length': expected %d in every layer, got %d in layer %d "
+                    "(E_META_RANGE)", g->path, c->expert_dim, (int)v[l], l);
     }
     const int n_shared = (int)key_int(g, "gemma4.attention.shared_kv_layers", 0, n - 1, 0);
     c->first_shared = n - n_shared;
@@ -192,16 +226,19 @@ static void load_config(Config *c, Gguf *g) {
     int head_dim[2];
     for (int t = 0; t < 2; t++) {
         head_dim[t] = (int)key_int(g, head_keys[t][0], 32, MAX_HEAD_DIM, 0);
-        if (head_dim[t] % 32) die("%s: key '%s': expected a multiple of 32, got %d", g->path, head_keys[t][0], head_dim[t]);
+        if (head_dim[t] % 32)
+            die("%s: key '%s': expected a multiple of 32, got %d (E_META_RANGE)", g->path, head_keys[t][0], head_dim[t]);
         for (int i = 1; i < 3; i++)
             if (key_int(g, head_keys[t][i], 1, INT_MAX, head_dim[t]) != head_dim[t])
-                die("%s: key '%s': expected %d as in '%s'", g->path, head_keys[t][i], head_dim[t], head_keys[t][0]);
+                die("%s: key '%s': expected %d as in '%s' (E_META_RANGE)", g->path, head_keys[t][i], head_dim[t],
+                    head_keys[t][0]);
     }
 
     int64_t swa[MAX_LAYERS], kv_heads[MAX_LAYERS], ffn[MAX_LAYERS];
     const GgufKv *pattern = gguf_find_kv(g, "gemma4.attention.sliding_window_pattern");
     if (pattern && pattern->type != GGUF_V_ARRAY)
-        die("%s: key 'gemma4.attention.sliding_window_pattern': expected an array, one value per layer", g->path);
+        die("%s: key 'gemma4.attention.sliding_window_pattern': expected an array, one value per layer (E_META_TYPE)",
+            g->path);
     key_per_layer(g, "gemma4.attention.sliding_window_pattern", 0, INT_MAX, swa, n);
     key_per_layer(g, "gemma4.attention.head_count_kv", 1, 1024, kv_heads, n);
     key_per_layer(g, "gemma4.feed_forward_length", 1, 1 << 20, ffn, n);
@@ -217,14 +254,14 @@ static void load_config(Config *c, Gguf *g) {
         lc->kv_layer = newest[lc->is_swa];
         if (lc->kv_layer < 0)
             die("%s: key 'gemma4.attention.shared_kv_layers': layer %d shares K and V, but no layer of its kind before %d "
-                "owns any", g->path, l, c->first_shared);
+                "owns any (E_META_RANGE)", g->path, l, c->first_shared);
         c->layer[lc->kv_layer].last_reader = l;
         if (lc->n_kv_heads != c->layer[lc->kv_layer].n_kv_heads)
-            die("%s: key 'gemma4.attention.head_count_kv': layer %d reads the cache of layer %d: expected %d, got %d",
-                g->path, l, lc->kv_layer, c->layer[lc->kv_layer].n_kv_heads, lc->n_kv_heads);
+            die("%s: key 'gemma4.attention.head_count_kv': layer %d reads the cache of layer %d: expected %d, got %d "
+                "(E_META_RANGE)", g->path, l, lc->kv_layer, c->layer[lc->kv_layer].n_kv_heads, lc->n_kv_heads);
         if (c->n_heads % lc->n_kv_heads)
-            die("%s: key 'gemma4.attention.head_count_kv': layer %d: expected a divisor of %d heads, got %d", g->path, l,
-                c->n_heads, lc->n_kv_heads);
+            die("%s: key 'gemma4.attention.head_count_kv': layer %d: expected a divisor of %d heads, got %d "
+                "(E_META_RANGE)", g->path, l, c->n_heads, lc->n_kv_heads);
     }
 }
 
@@ -281,14 +318,15 @@ typedef struct {                        // one thing that upload() may move: a m
 
 typedef struct {
     Gguf    *g;
-    char    *seen;                      // (g->n_tensors) bound, or known to be dead
+    char    *seen;                      // (g->n_tensors) UNSEEN, KNOWN or BOUND
     Upload  *uploads;                   // room for every tensor of the file and a few that are derived
-    float   *derived;                   // (n_layers, dim) vectors that are computed while binding
+    float   *derived;                   // (n_layers, dim + 2 * n_experts) vectors that are computed while binding
+    size_t   n_derived;                 // floats of it in use
     int      n_uploads;
     size_t   bytes;                     // of what is bound, in the file
-    size_t   n_unused;                  // tensors that the text model does not read
-    GgufStr  first_unused;
 } Binder;
+
+enum { UNSEEN, KNOWN, BOUND };          // a tensor that is KNOWN has a name of this architecture, but nothing reads it
 
 static bool is_quantised(DType t) { return t != T_F32 && t != T_F16 && t != T_BF16; }
 
@@ -296,20 +334,22 @@ static size_t matrix_bytes(const Tensor *t) { return gguf_row_size(t->type, t->c
 
 static const GgufTensor *find_tensor(Binder *b, const char *name) {
     const GgufTensor *t = gguf_find_tensor(b->g, name);
-    if (t) b->seen[t - b->g->tensors] = 1;
+    if (t && b->seen[t - b->g->tensors] == UNSEEN) b->seen[t - b->g->tensors] = KNOWN;
     return t;
 }
 
 // Bind tensor `name` as n matrices (rows, cols), or stop. GGUF stores ne[0] = cols, ne[1] = rows, ne[2] = n.
 static Tensor bind_tensor(Binder *b, const char *name, int rows, int cols, int n) {
     const GgufTensor *t = find_tensor(b, name);
-    if (!t) die("%s: tensor '%s': missing, expected shape (%d, %d, %d)", b->g->path, name, cols, rows, n);
+    if (!t) die("%s: tensor '%s': missing, expected shape (%d, %d, %d) (E_TENSOR_MISSING)", b->g->path, name, cols, rows, n);
     if (t->ne[0] != (uint64_t)cols || t->ne[1] != (uint64_t)rows || t->ne[2] != (uint64_t)n || t->ne[3] != 1)
-        die("%s: tensor '%s': expected shape (%d, %d, %d), got (%" PRIu64 ", %" PRIu64 ", %" PRIu64 ")", b->g->path, name,
-            cols, rows, n, t->ne[0], t->ne[1], t->ne[2]);
+        die("%s: tensor '%s': expected shape (%d, %d, %d), got (%" PRIu64 ", %" PRIu64 ", %" PRIu64 ") (E_SHAPE)", b->g->path,
+            name, cols, rows, n, t->ne[0], t->ne[1], t->ne[2]);
     if (!gguf_type_supported(t->type))
-        die("%s: tensor '%s': type %s is not supported by this build", b->g->path, name, gguf_type_name(t->type));
+        die("%s: tensor '%s': type %s is not supported by this build (E_TYPE_UNSUPPORTED)", b->g->path, name,
+            gguf_type_name(t->type));
     b->bytes += t->size;
+    b->seen[t - b->g->tensors] = BOUND;
     return (Tensor){ .data = t->data, .type = (DType)t->type, .rows = rows, .cols = cols, .n = n };
 }
 
@@ -326,8 +366,38 @@ static void add_vector(Binder *b, const float **dst, const float *values, int n)
 
 static void bind_vector(Binder *b, const float **dst, const char *name, int n) {
     Tensor t = bind_tensor(b, name, 1, n, 1);
-    if (t.type != T_F32) die("%s: tensor '%s': expected type F32, got %s", b->g->path, name, gguf_type_name(t.type));
+    if (t.type != T_F32)
+        die("%s: tensor '%s': expected type F32, got %s (E_TYPE_UNSUPPORTED)", b->g->path, name, gguf_type_name(t.type));
     add_vector(b, dst, t.data, n);
+}
+
+// The factors that files with NVFP4 matrices hold beside them, STEM.scale for STEM.weight: one for all n, or one each. To
+// be called after the upload of dst is noted. Not for ffn_gate_inp and ffn_down_exps, whose .scale is another thing.
+static void bind_scale(Binder *b, Tensor *dst, const char *weight, int n) {
+    char name[80];
+    snprintf(name, sizeof name, "%.*s.scale", (int)(strlen(weight) - strlen(".weight")), weight);
+    const GgufTensor *t = find_tensor(b, name);
+    if (!t) return;
+    bind_vector(b, &dst->scale, name, t->ne[0] == 1 ? 1 : n);
+    if (t->ne[0] != 1 || n == 1) return;
+    b->n_uploads--;
+    float *each = b->derived + b->n_derived;
+    for (int i = 0; i < n; i++) each[i] = dst->scale[0];
+    b->n_derived += (size_t)n;
+    add_vector(b, &dst->scale, each, n);
+}
+
+static void bind_scaled(Binder *b, Tensor *dst, const char *name, int rows, int cols, int n) {
+    bind_matrix(b, dst, name, rows, cols, n);
+    bind_scale(b, dst, name, n);
+}
+
+// A table that rows are taken from. A factor of it would have to be applied there: no file is known that has one.
+static void bind_table(Binder *b, Tensor *dst, const char *name, int rows, int cols) {
+    bind_scaled(b, dst, name, rows, cols, 1);
+    if (dst->scale)
+        die("%s: tensor '%s': a table with a factor, its .scale, is not supported (E_TYPE_UNSUPPORTED)",
+            b->g->path, name);
 }
 
 // Radians per position of every pair that turns: base^(-2i/head_dim) / factor[i]. Published files give global layers factors
@@ -335,7 +405,8 @@ static void bind_vector(Binder *b, const float **dst, const char *name, int n) {
 static void bind_rope(Binder *b, Weights *w, int t, double base, int head_dim, const float *factor) {
     for (int i = 0; i < head_dim / 2; i++) {
         const double divisor = factor ? factor[i] : 1;
-        if (!(divisor > 0)) die("%s: tensor 'rope_freqs.weight': expected positive factors, got %g", b->g->path, divisor);
+        if (!(divisor > 0))
+            die("%s: tensor 'rope_freqs.weight': expected positive factors, got %g (E_PAYLOAD)", b->g->path, divisor);
         w->inv_freq[t][i] = pow(base, -2.0 * i / head_dim) / divisor;
         if (divisor < 1e20 || i == 0) w->n_pairs[t] = i + 1;         // at least one: 0 would mean an untied cache
     }
@@ -358,16 +429,18 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
         for (int i = 0; i <= (own ? (int)n_kv : 0); i++) {
             *parts[i] = (Tensor){ .data = at, .type = qkv.type, .rows = i ? kv_dim : q_dim, .cols = dim, .n = 1 };
             b->uploads[b->n_uploads++] = (Upload){ .tensor = *parts[i], .matrix = parts[i] };
+            bind_scale(b, parts[i], name, 1);
             at += matrix_bytes(parts[i]);
         }
     } else {
-        bind_matrix(b, &w->attn_q, NAME("attn_q.weight"), q_dim, dim, 1);
+        bind_scaled(b, &w->attn_q, NAME("attn_q.weight"), q_dim, dim, 1);
         if (own) {
-            bind_matrix(b, &w->attn_k, NAME("attn_k.weight"), kv_dim, dim, 1);
+            bind_scaled(b, &w->attn_k, NAME("attn_k.weight"), kv_dim, dim, 1);
             if (find_tensor(b, NAME("attn_v.weight")))
-                bind_matrix(b, &w->attn_v, name, kv_dim, dim, 1);
+                bind_scaled(b, &w->attn_v, name, kv_dim, dim, 1);
             else if (lc->is_swa)
-                die("%s: tensor '%s': missing; only global layers take V from the K projection", b->g->path, name);
+                die("%s: tensor '%s': missing; only global layers take V from the K projection (E_TENSOR_MISSING)",
+                    b->g->path, name);
         } else {                                       // published files keep these; nothing reads them
             find_tensor(b, NAME("attn_k.weight"));
             find_tensor(b, NAME("attn_v.weight"));
@@ -376,12 +449,12 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
     bind_vector(b, &w->attn_q_norm, NAME("attn_q_norm.weight"), lc->head_dim);
     if (own) bind_vector(b, &w->attn_k_norm, NAME("attn_k_norm.weight"), lc->head_dim);
     else find_tensor(b, NAME("attn_k_norm.weight"));
-    bind_matrix(b, &w->attn_output, NAME("attn_output.weight"), dim, q_dim, 1);
+    bind_scaled(b, &w->attn_output, NAME("attn_output.weight"), dim, q_dim, 1);
     bind_vector(b, &w->post_attention_norm, NAME("post_attention_norm.weight"), dim);
     bind_vector(b, &w->ffn_norm, NAME("ffn_norm.weight"), dim);
-    bind_matrix(b, &w->ffn_gate, NAME("ffn_gate.weight"), lc->ffn_dim, dim, 1);
-    bind_matrix(b, &w->ffn_up, NAME("ffn_up.weight"), lc->ffn_dim, dim, 1);
-    bind_matrix(b, &w->ffn_down, NAME("ffn_down.weight"), dim, lc->ffn_dim, 1);
+    bind_scaled(b, &w->ffn_gate, NAME("ffn_gate.weight"), lc->ffn_dim, dim, 1);
+    bind_scaled(b, &w->ffn_up, NAME("ffn_up.weight"), lc->ffn_dim, dim, 1);
+    bind_scaled(b, &w->ffn_down, NAME("ffn_down.weight"), dim, lc->ffn_dim, 1);
     bind_vector(b, &w->post_ffw_norm, NAME("post_ffw_norm.weight"), dim);
     w->layer_output_scale = 1;
     if (find_tensor(b, NAME("layer_output_scale.weight"))) {
@@ -395,14 +468,15 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
         const float *scale;
         bind_vector(b, &scale, NAME("ffn_gate_inp.scale"), dim);
         b->n_uploads--;
-        float *norm = b->derived + (size_t)l * dim;
+        float *norm = b->derived + b->n_derived;
+        b->n_derived += (size_t)dim;
         for (int i = 0; i < dim; i++) norm[i] = scale[i] / sqrtf((float)dim);
         add_vector(b, &w->router_norm, norm, dim);
         if (find_tensor(b, NAME("ffn_gate_up_exps.weight"))) {
-            bind_matrix(b, &w->ffn_gate_exps, name, 2 * c->expert_dim, dim, c->n_experts);
+            bind_scaled(b, &w->ffn_gate_exps, name, 2 * c->expert_dim, dim, c->n_experts);
         } else {
-            bind_matrix(b, &w->ffn_gate_exps, NAME("ffn_gate_exps.weight"), c->expert_dim, dim, c->n_experts);
-            bind_matrix(b, &w->ffn_up_exps, NAME("ffn_up_exps.weight"), c->expert_dim, dim, c->n_experts);
+            bind_scaled(b, &w->ffn_gate_exps, NAME("ffn_gate_exps.weight"), c->expert_dim, dim, c->n_experts);
+            bind_scaled(b, &w->ffn_up_exps, NAME("ffn_up_exps.weight"), c->expert_dim, dim, c->n_experts);
         }
         bind_matrix(b, &w->ffn_down_exps, NAME("ffn_down_exps.weight"), dim, c->expert_dim, c->n_experts);
         if (find_tensor(b, NAME("ffn_down_exps.scale"))) bind_vector(b, &w->ffn_down_exps_scale, name, c->n_experts);
@@ -411,23 +485,24 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
         bind_vector(b, &w->post_ffw_norm_2, NAME("post_ffw_norm_2.weight"), dim);
     }
     if (c->ple_dim) {
-        bind_matrix(b, &w->inp_gate, NAME("inp_gate.weight"), c->ple_dim, dim, 1);
-        bind_matrix(b, &w->proj, NAME("proj.weight"), dim, c->ple_dim, 1);
+        bind_scaled(b, &w->inp_gate, NAME("inp_gate.weight"), c->ple_dim, dim, 1);
+        bind_scaled(b, &w->proj, NAME("proj.weight"), dim, c->ple_dim, 1);
         bind_vector(b, &w->post_norm, NAME("post_norm.weight"), dim);
     }
 #undef NAME
 }
 
-// Bind everything; sets c->vocab. Tensors that nothing reads (other modalities, side data) are counted.
+// Bind everything; sets c->vocab.
 static void bind_weights(Binder *b, Config *c, Weights *w) {
     w->layer = alloc_or_die(c->n_layers, sizeof *w->layer);
     const GgufTensor *embd = gguf_find_tensor(b->g, "token_embd.weight");
-    if (!embd) die("%s: tensor 'token_embd.weight': missing", b->g->path);
+    if (!embd) die("%s: tensor 'token_embd.weight': missing (E_TENSOR_MISSING)", b->g->path);
     if (embd->ne[1] > MAX_VOCAB)
-        die("%s: tensor 'token_embd.weight': expected at most %d rows, got %" PRIu64, b->g->path, MAX_VOCAB, embd->ne[1]);
+        die("%s: tensor 'token_embd.weight': expected at most %d rows, got %" PRIu64 " (E_SHAPE)", b->g->path, MAX_VOCAB,
+            embd->ne[1]);
     c->vocab = (int)embd->ne[1];
-    bind_matrix(b, &w->token_embd, "token_embd.weight", c->vocab, c->dim, 1);
-    if (find_tensor(b, "output.weight")) bind_matrix(b, &w->output, "output.weight", c->vocab, c->dim, 1);
+    bind_table(b, &w->token_embd, "token_embd.weight", c->vocab, c->dim);
+    if (find_tensor(b, "output.weight")) bind_scaled(b, &w->output, "output.weight", c->vocab, c->dim, 1);
     bind_vector(b, &w->output_norm, "output_norm.weight", c->dim);
 
     bool has[2] = { false, false };
@@ -438,7 +513,7 @@ static void bind_weights(Binder *b, Config *c, Weights *w) {
     }
     if (has[0]) {
         Tensor factors = bind_tensor(b, "rope_freqs.weight", 1, head_dim[0] / 2, 1);
-        if (factors.type != T_F32) die("%s: tensor 'rope_freqs.weight': expected type F32", b->g->path);
+        if (factors.type != T_F32) die("%s: tensor 'rope_freqs.weight': expected type F32 (E_TYPE_UNSUPPORTED)", b->g->path);
         bind_rope(b, w, 0, c->rope_base, head_dim[0], factors.data);
     } else {
         find_tensor(b, "rope_freqs.weight");
@@ -446,15 +521,39 @@ static void bind_weights(Binder *b, Config *c, Weights *w) {
     if (has[1]) bind_rope(b, w, 1, c->rope_base_swa, head_dim[1], NULL);
     if (c->ple_dim) {
         const int all = c->n_layers * c->ple_dim;
-        bind_matrix(b, &w->per_layer_token_embd, "per_layer_token_embd.weight", c->vocab, all, 1);
-        bind_matrix(b, &w->per_layer_model_proj, "per_layer_model_proj.weight", all, c->dim, 1);
+        bind_table(b, &w->per_layer_token_embd, "per_layer_token_embd.weight", c->vocab, all);
+        bind_scaled(b, &w->per_layer_model_proj, "per_layer_model_proj.weight", all, c->dim, 1);
         bind_vector(b, &w->per_layer_proj_norm, "per_layer_proj_norm.weight", c->ple_dim);
     }
     for (int l = 0; l < c->n_layers; l++) bind_layer(b, c, &w->layer[l], l);
+}
 
-    for (size_t i = 0; i < b->g->n_tensors; i++) {
-        if (b->seen[i]) continue;
-        if (!b->n_unused++) b->first_unused = b->g->tensors[i].name;
+static bool starts_with_one_of(GgufStr s, const char *const *starts) {                // NULL ends the list
+    for (; *starts; starts++)
+        if (s.n >= strlen(*starts) && !memcmp(s.s, *starts, strlen(*starts))) return true;
+    return false;
+}
+
+// Says on stderr how many tensors and keys this program knows nothing about, and the first few names. Other modalities
+// (vision, audio), unused K and V of layers that share them and scales of inputs are known and not worth a line.
+static void print_unknown(const Binder *b) {
+    static const char *const tensors[] = { "v.", "a.", "mm.", NULL };
+    static const char *const keys[] = { "gemma4.", "general.", "tokenizer.", "split.", "quantize.", NULL };
+    static const char input_scale[] = ".input_scale";
+    for (int kind = 0; kind < 2; kind++) {
+        const size_t n_all = kind ? b->g->n_kvs : b->g->n_tensors, n_end = strlen(input_scale);
+        size_t n = 0;
+        char names[3 * 66 + 8] = "";
+        for (size_t i = 0; i < n_all; i++) {
+            const GgufStr s = kind ? b->g->kvs[i].key : b->g->tensors[i].name;
+            if (!kind && (b->seen[i] != UNSEEN || (s.n >= n_end && !memcmp(s.s + s.n - n_end, input_scale, n_end)))) continue;
+            if (starts_with_one_of(s, kind ? keys : tensors)) continue;
+            const size_t at = strlen(names);
+            if (n < 3) snprintf(names + at, sizeof names - at, "%s%.*s", n ? ", " : "", s.n < 64 ? (int)s.n : 64, s.s);
+            if (n == 3) strcat(names, ", ...");
+            n++;
+        }
+        if (n) fprintf(stderr, "# %zu %s%s not used: %s\n", n, kind ? "key" : "tensor", n == 1 ? " is" : "s are", names);
     }
 }
 
@@ -471,6 +570,7 @@ typedef struct {
     int    n_logits;          // most rows of a step that want logits
     KvType k_type, v_type;    // of global layers; rings are f16, or f32 when k_type is
     bool   untied;            // keep K and V apart also where they come from one projection
+    bool   penalties, bias;   // sampling counts tokens; adds a bias to logits
 } PlanOptions;
 
 typedef struct {              // bytes
@@ -500,6 +600,8 @@ typedef struct {              // what forward works on; all in backend memory
     uint32_t *mask;                    // (n_logits, vocab / 32) tokens that may be sampled
     int32_t *chosen;                   // (n_logits)
     SampleParams *params;              // (n_seqs)
+    int32_t *counts;                   // (n_seqs, vocab) how often a token was committed; NULL without penalties
+    float   *bias;                     // (n_seqs, vocab) 0 until set; NULL without biases
     double  *inv_freq[2];              // (n_pairs) radians per position: global, sliding layers
     float   *dump[5];                  // (n_batch, widest) when dumping
 } State;
@@ -533,6 +635,7 @@ typedef struct {
     int          n_rows, n_segs, n_kept;
     const char  *dump_dir;             // checkpoints go here; NULL: no dump
     int          steps;                // done so far
+    int          n_suppressed;         // tokens that the mask leaves out
 } Model;
 
 typedef struct { char *base; size_t used; } Arena;     // base NULL: a dry run that only counts
@@ -656,6 +759,8 @@ static void plan_state(Model *m, Arena *a) {
     s->mask = take(a, kept * round_up((size_t)c->vocab, 32) / 32, sizeof(uint32_t));
     s->chosen = take(a, kept, sizeof(int32_t));
     s->params = take(a, seqs, sizeof(SampleParams));
+    s->counts = o->penalties ? take(a, seqs * (size_t)c->vocab, sizeof(int32_t)) : NULL;
+    s->bias = o->bias ? take(a, seqs * (size_t)c->vocab, f) : NULL;
     for (int t = 0; t < 2; t++) s->inv_freq[t] = take(a, (size_t)m->weights.n_pairs[t], sizeof(double));
     const size_t widest = (size_t)max_int(max_int((int)q_dim, (int)kv_dim), c->dim);
     for (int i = 0; i < 5; i++) s->dump[i] = m->dump_dir ? take(a, n * widest, f) : NULL;
@@ -670,9 +775,19 @@ static Limits plan_limits(const Model *m) {
     return lim;
 }
 
+// general.name, or the file's name: what the user may know the model by. Until the next call.
+static const char *model_name(const Model *m) {
+    const GgufKv *kv = gguf_find_kv(&m->gguf, "general.name");
+    const char *slash = strrchr(m->gguf.path, '/'), *file = slash ? slash + 1 : m->gguf.path;
+    return shown(kv && kv->type == GGUF_V_STR && kv->count ? (GgufStr){ (const char *)kv->data, (size_t)kv->count }
+                                                           : (GgufStr){ file, strlen(file) });
+}
+
 // Everything that lives in backend memory, in one pass: weights, caches, activations. Called twice, to count and to place.
 static void plan_memory(Model *m, Arena *a) {
+    const size_t to_upload = m->plan.weights;          // known the second time
     m->plan = (Plan){ 0 };
+    if (a->base && to_upload) progress(model_name(m), 0, to_upload, "B");
     for (int i = 0; i < m->binder.n_uploads; i++) {
         Upload *u = &m->binder.uploads[i];
         const size_t bytes = m->ops->weight_bytes(&u->tensor);
@@ -682,6 +797,7 @@ static void plan_memory(Model *m, Arena *a) {
         m->ops->upload(&u->tensor, dst);
         if (u->matrix) *u->matrix = u->tensor;
         if (u->vector) *u->vector = u->tensor.data;
+        if (bytes) progress(model_name(m), m->plan.weights, to_upload, "B");
     }
     plan_caches(m, a);
     const size_t before = a->used;
@@ -689,10 +805,15 @@ static void plan_memory(Model *m, Arena *a) {
     m->plan.activations = a->used - before;
 }
 
-static void reset_session(Model *m, int seq) {         // forget everything; nothing needs to be erased
+static void reset_session(Model *m, int seq) {         // forget everything; no cached row needs to be erased
     const int32_t zero = 0;
     m->len[seq] = 0;
     m->ops->copy(&(Copy){ m->s.len + seq, &zero, sizeof zero, COPY_IN });
+    if (!m->s.counts) return;
+    const size_t vocab = (size_t)m->config.vocab;
+    int32_t *none = alloc_or_die(vocab, sizeof *none);
+    m->ops->copy(&(Copy){ m->s.counts + (size_t)seq * vocab, none, vocab * sizeof *none, COPY_IN });
+    free(none);
 }
 
 // Tokens that the file forbids to sample (tokenizer.ggml.suppress_tokens) leave the mask; all others stay.
@@ -703,11 +824,15 @@ static void load_mask(Model *m) {
     const GgufKv *kv = gguf_find_kv(&m->gguf, "tokenizer.ggml.suppress_tokens");
     if (kv && kv->type == GGUF_V_ARRAY && kv->count) {
         if (kv->count > (uint64_t)m->config.vocab)
-            die("%s: key 'tokenizer.ggml.suppress_tokens': expected at most %d ids", m->gguf.path, m->config.vocab);
+            die("%s: key 'tokenizer.ggml.suppress_tokens': expected at most %d ids (E_META_ARRAY)", m->gguf.path,
+                m->config.vocab);
         int64_t *ids = alloc_or_die(kv->count, sizeof *ids);
         if (gguf_get_ints(&m->gguf, "tokenizer.ggml.suppress_tokens", 0, m->config.vocab - 1, ids, kv->count) < 0)
             die_gguf(&m->gguf);
-        for (uint64_t i = 0; i < kv->count; i++) mask[ids[i] / 32] &= ~(1u << (ids[i] % 32));
+        for (uint64_t i = 0; i < kv->count; i++) {
+            m->n_suppressed += mask[ids[i] / 32] >> (ids[i] % 32) & 1;
+            mask[ids[i] / 32] &= ~(1u << (ids[i] % 32));
+        }
         free(ids);
     }
     for (int r = 0; r < m->options.n_logits; r++)
@@ -727,8 +852,9 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     Binder *b = &m->binder;
     b->g = &m->gguf;
     b->seen = alloc_or_die(m->gguf.n_tensors, 1);
-    b->uploads = alloc_or_die(m->gguf.n_tensors + m->config.n_layers * 4, sizeof *b->uploads);
-    b->derived = alloc_or_die((size_t)m->config.n_layers * m->config.dim, sizeof *b->derived);
+    b->uploads = alloc_or_die(m->gguf.n_tensors + (size_t)m->config.n_layers * 4, sizeof *b->uploads);
+    b->derived = alloc_or_die((size_t)m->config.n_layers * ((size_t)m->config.dim + 2 * (size_t)m->config.n_experts),
+                              sizeof *b->derived);
     bind_weights(b, &m->config, &m->weights);
 
     const Config *c = &m->config;
@@ -772,6 +898,93 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
         ops->copy(&(Copy){ m->s.inv_freq[t], m->weights.inv_freq[t], m->weights.n_pairs[t] * sizeof(double), COPY_IN });
 }
 
+// Bytes that can be had without swapping: what is free and what the page cache would give back.
+static size_t available_memory(void) {
+    char line[128];
+    unsigned long long kb = 0;
+    FILE *f = fopen("/proc/meminfo", "r");
+    while (f && !kb && fgets(line, sizeof line, f)) sscanf(line, "MemAvailable: %llu kB", &kb);
+    if (f) fclose(f);
+    return kb ? (size_t)kb * 1024 : (size_t)sysconf(_SC_AVPHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+}
+
+typedef struct {
+    const GgufTensor *t;
+    size_t first, n;          // blocks of it
+} Piece;
+
+// Reads the model's data from one end to the other, with all threads and under a progress bar: for the pages, which the
+// first prompt would otherwise wait for one by one, or, with check, for what stands in them (every tensor of the file).
+// Left out without check: what nobody reads or what rows are only taken from; and all when it is more than memory can hold
+// or the backend keeps weights of its own. Takes next to no time when the pages are in memory already.
+static void read_weights(Model *m, bool check) {
+    enum { PIECE = 4 << 20, AHEAD = 8 };               // bytes; pieces that the kernel is told of in advance
+    const Gguf *g = &m->gguf;
+    const Weights *w = &m->weights;
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    size_t total = 0, done = 0, bad_block = 0;
+    int n_pieces = 0, bad_piece = INT_MAX;             // the first one that has a bad block
+    if (!check && m->plan.weights) return;
+    Piece *pieces = alloc_or_die(g->n_tensors + g->file_size / (PIECE / 2), sizeof *pieces);
+    for (size_t i = 0; i < g->n_tensors; i++) {
+        const GgufTensor *t = &g->tensors[i];
+        const bool table = t->data == w->per_layer_token_embd.data || (w->output.data && t->data == w->token_embd.data);
+        if (!check && (m->binder.seen[i] != BOUND || table)) continue;
+        const size_t bytes = (size_t)gguf_block_bytes(t->type), n = (size_t)t->size / bytes, most = PIECE / bytes;
+        for (size_t at = 0; at < n; at += most)
+            pieces[n_pieces++] = (Piece){ t, at, n - at < most ? n - at : most };
+        total += (size_t)t->size;
+    }
+    char size[2][32];
+    if (!check && total > available_memory()) {
+        fprintf(stderr, "# %s of weights do not fit %s of available memory: they are read as they are needed\n",
+                amount(size[0], (double)total, "B"), amount(size[1], (double)available_memory(), "B"));
+        n_pieces = 0;
+    }
+
+    const double start = seconds();
+    char what[64];
+    snprintf(what, sizeof what, "%s%.40s", check ? "checking " : "", model_name(m));
+    if (n_pieces) progress(what, 0, total, "B");
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int i = 0; i < n_pieces; i++) {
+        const Piece *p = &pieces[i], *next = &pieces[min_int(i + AHEAD, n_pieces - 1)];
+        const size_t bytes = (size_t)gguf_block_bytes(p->t->type), next_bytes = (size_t)gguf_block_bytes(next->t->type);
+        const uint8_t *data = p->t->data + p->first * bytes, *from = next->t->data + next->first * next_bytes;
+        const size_t before = (size_t)((uintptr_t)from % page);
+        madvise((void *)(uintptr_t)(from - before), next->n * next_bytes + before, MADV_WILLNEED);
+        if (check) {
+            const size_t bad = gguf_find_bad_block(p->t->type, data, p->n);
+#pragma omp critical
+            if (bad < p->n && i < bad_piece) {
+                bad_piece = i;
+                bad_block = p->first + bad;
+            }
+        } else {
+            for (size_t at = 0; at < p->n * bytes; at += page) (void)((const volatile uint8_t *)data)[at];
+        }
+        size_t so_far;
+#pragma omp atomic capture
+        so_far = done += p->n * bytes;
+#ifdef _OPENMP
+        if (omp_get_thread_num() == 0)
+#endif
+            if (so_far < total) progress(what, so_far, total, "B");
+    }
+    if (n_pieces) progress(what, total, total, "B");
+    if (bad_piece < INT_MAX) {
+        const GgufTensor *t = pieces[bad_piece].t;
+        const size_t elems = (size_t)gguf_block_elems(t->type);
+        die("%s: tensor '%.*s': expected finite numbers, got NaN, Inf or a reserved value in block %zu of type %s, elements "
+            "%zu to %zu (E_PAYLOAD)", g->path, (int)t->name.n, t->name.s, bad_block, gguf_type_name(t->type),
+            bad_block * elems, (bad_block + 1) * elems - 1);
+    }
+    if (check)
+        fprintf(stderr, "# checked %zu tensors, %s at %s/s: all numbers are finite\n", g->n_tensors,
+                amount(size[0], (double)total, "B"), amount(size[1], (double)total / (seconds() - start + 1e-9), "B"));
+    free(pieces);
+}
+
 static void free_model(Model *m) {
     if (m->arena) m->ops->release(m->arena);
     free(m->weights.layer);
@@ -792,10 +1005,14 @@ static void free_model(Model *m) {
 // so it never changes a sum; a row's arithmetic does not depend on the other rows of the step. Weights are read where they
 // lie in the mapped file. Tolerances for other backends are those of their comments in gemma4.h and tests/test_ops.c.
 
-static struct {               // scratch of the CPU backend: one prepared input at a time, candidates of sample
-    Act    y;                 // (max_rows, max_cols)
-    size_t rows, cols, vocab;
-    struct Candidate { float logit; int32_t id; } *candidates;      // (vocab)
+typedef struct { uint64_t key, weight; } Candidate;    // a token among others: the higher key, the better (candidate_key)
+
+static struct {               // scratch of the CPU backend: one prepared input at a time, one row of logits
+    Act        y;             // (max_rows, max_cols)
+    size_t     rows, cols, vocab;
+    Candidate *candidates;    // (vocab)
+    float     *logits;        // (vocab)
+    int32_t   *seen;          // (vocab) 0 between operations
 } cpu;
 
 static size_t cpu_weight_bytes(const Tensor *w) {
@@ -816,7 +1033,7 @@ static void cpu_memory(size_t *free_bytes, size_t *total) {
 
 static size_t cpu_scratch_bytes(const Limits *lim) {
     const size_t n = (size_t)lim->max_rows * lim->max_cols;
-    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + lim->vocab * sizeof *cpu.candidates;
+    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + lim->vocab * (sizeof(Candidate) + sizeof(float) + sizeof(int32_t));
 }
 
 static void cpu_init(const Limits *lim) {
@@ -827,10 +1044,14 @@ static void cpu_init(const Limits *lim) {
     free(cpu.y.q);
     free(cpu.y.s);
     free(cpu.candidates);
+    free(cpu.logits);
+    free(cpu.seen);
     cpu.y.f = alloc_or_die(rows * cols, sizeof *cpu.y.f);
     cpu.y.q = alloc_or_die(rows * cols, sizeof *cpu.y.q);
     cpu.y.s = alloc_or_die(rows * (cols / 32 + 1), sizeof *cpu.y.s);
     cpu.candidates = alloc_or_die(vocab, sizeof *cpu.candidates);
+    cpu.logits = alloc_or_die(vocab, sizeof *cpu.logits);
+    cpu.seen = alloc_or_die(vocab, sizeof *cpu.seen);
     cpu.rows = rows;
     cpu.cols = cols;
     cpu.vocab = vocab;
@@ -921,11 +1142,13 @@ static void emit(const Act *out, size_t r, int cols, int first, const float *v, 
 
 // ---- body ----
 
+// The token of a row, 0 for one outside the vocabulary: a choice of -1 that was fed.
+static int32_t known(int32_t token, int vocab) { return token < 0 || token >= vocab ? 0 : token; }
+
 // A token's row of an embedding table as f32 (cols).
 static void embedding_row(const Tensor *table, int32_t token, float *out) {
-    const size_t row_size = gguf_row_size(table->type, table->cols);
-    if (token < 0 || token >= table->rows) token = 0;  // a choice of -1 that was fed
-    gguf_dequantize(table->type, (const uint8_t *)table->data + (size_t)token * row_size, out, table->cols);
+    const size_t row = (size_t)known(token, table->rows), row_size = gguf_row_size(table->type, table->cols);
+    gguf_dequantize(table->type, (const uint8_t *)table->data + row * row_size, out, table->cols);
 }
 
 static void cpu_embed(const Embed *o) {
@@ -1255,7 +1478,8 @@ static void cpu_kv_commit(const KvCommit *o) {
                 const Cache *c = &o->caches[l];
                 kv_move(c, seg->seq, (*len + k) % c->slots, c, seg->seq, (*len + from) % c->slots);
             }
-            if (o->counts) o->counts[(size_t)seg->seq * o->vocab + o->batch->rows[seg->first + from].token]++;
+            const int32_t token = known(o->batch->rows[seg->first + from].token, o->vocab);
+            if (o->counts) o->counts[(size_t)seg->seq * o->vocab + token]++;
         }
         *len += o->n_accept[i];
     }
@@ -1272,89 +1496,196 @@ static void cpu_kv_copy(const KvCopy *o) {
 
 // ---- output ----
 
+// Candidates in order are those of descending keys: descending logit, then ascending id. No two keys are equal.
+static uint64_t candidate_key(float logit, int32_t id) {
+    uint32_t bits;
+    logit += 0.0f;                                     // -0 becomes 0: the two are equal
+    memcpy(&bits, &logit, sizeof bits);
+    bits = bits >> 31 ? ~bits : bits | 0x80000000u;    // ascending like the number
+    return (uint64_t)bits << 32 | (uint32_t)~id;
+}
+
+static int32_t candidate_id(Candidate c) { return (int32_t)~(uint32_t)c.key; }
+
+static float candidate_logit(Candidate c) {
+    uint32_t bits = (uint32_t)(c.key >> 32);
+    float logit;
+    bits = bits >> 31 ? bits & 0x7fffffffu : ~bits;
+    memcpy(&logit, &bits, sizeof logit);
+    return logit;
+}
+
+static int compare_candidates(const void *a, const void *b) {
+    const uint64_t x = ((const Candidate *)a)->key, y = ((const Candidate *)b)->key;
+    return x > y ? -1 : x < y;
+}
+
+// Brings the fewest best candidates that together weigh at least `weight` to the front, the worst of them last. Returns how
+// many they are. All n together weigh that much. Quickselect: its time grows with n, whatever the order and the weights.
+static int best_prefix(Candidate *c, int n, uint64_t weight) {
+    uint32_t random = 1;
+    uint64_t before = 0;                               // weight of c[0 .. low - 1], which are better than the rest and stay
+    for (int low = 0, high = n; ; ) {
+        random = random * 1664525 + 1013904223;
+        const int at = low + (int)((uint64_t)random * (uint32_t)(high - low) >> 32);
+        const Candidate pivot = c[at];
+        c[at] = c[high - 1];
+        uint64_t better = 0;
+        int i = low;
+        for (int j = low; j < high - 1; j++) {         // no branch: it could not be predicted
+            const Candidate x = c[j];
+            const uint64_t is_better = x.key > pivot.key;
+            c[j] = c[i];
+            c[i] = x;
+            i += (int)is_better;
+            better += x.weight & -is_better;
+        }
+        c[high - 1] = c[i];
+        c[i] = pivot;
+        if (before + better >= weight) {
+            high = i;
+        } else {
+            before += better + pivot.weight;
+            low = i + 1;
+            if (before >= weight) return low;
+        }
+    }
+}
+
+typedef struct {              // the k best of the candidates that came by, in any order, among n that may be among them
+    Candidate *c;             // room for all that come by
+    int        n, k;
+    uint64_t   floor;         // no key up to this one is among them
+} Best;
+
+static void best_cut(Best *b) {
+    if (b->n <= b->k) return;
+    b->n = best_prefix(b->c, b->n, (uint64_t)b->k);    // each weighs 1
+    b->floor = b->c[b->n - 1].key;
+}
+
+static void best_add(Best *b, uint64_t key) {
+    if (key <= b->floor) return;
+    b->c[b->n++] = (Candidate){ key, 1 };
+    if (b->n >= b->k + max_int(b->k, 64)) best_cut(b);
+}
+
+// The k best of a row, k <= vocab, in order, at c[0 .. k - 1]. c has room for the row.
+static void best_of_row(Candidate *c, const float *logits, int vocab, int k) {
+    Best best = { .c = c, .k = k };
+    for (int i = 0; i < vocab; i++) best_add(&best, candidate_key(isnan(logits[i]) ? -INFINITY : logits[i], i));
+    best_cut(&best);
+    qsort(c, k, sizeof *c, compare_candidates);
+}
+
+static double logsumexp(const float *logits, int vocab) {
+    float largest = -INFINITY;
+    for (int i = 0; i < vocab; i++)
+        if (logits[i] > largest) largest = logits[i];
+    if (isinf(largest)) largest = 0;                   // all -Inf, or one +Inf: the sum says so
+    double sum = 0;
+    for (int i = 0; i < vocab; i++) sum += exp((double)logits[i] - largest);
+    return largest + log(sum);
+}
+
 static void cpu_head(const Head *o) {
     const int vocab = o->w->rows, cols = o->w->cols;
     const Act y = prepare(&o->in, o->n_rows, cols, is_quantised(o->w->type));
-    if (o->top_k || o->logsumexp || !o->logits) die("head: only whole rows of logits are supported by the CPU backend");
     if (o->hidden) memcpy(o->hidden, y.f, (size_t)o->n_rows * cols * sizeof(float));
+    const int at_once = o->logits ? o->n_rows : 1;
+    for (int first = 0; first < o->n_rows; first += at_once) {
+        float *logits = o->logits ? o->logits : cpu.logits;
 #pragma omp parallel for
-    for (int i = 0; i < vocab; i++)
-        for (int r = 0; r < o->n_rows; r++) {
-            const float z = dot(o->w, 0, i, &y, r);
-            o->logits[(size_t)r * vocab + i] = o->cap > 0 ? o->cap * tanhf(z / o->cap) : z;
+        for (int i = 0; i < vocab; i++)
+            for (int r = 0; r < at_once; r++) {
+                const float z = dot(o->w, 0, i, &y, first + r);
+                logits[(size_t)r * vocab + i] = o->cap > 0 ? o->cap * tanhf(z / o->cap) : z;
+            }
+        for (int r = 0; r < at_once; r++, logits += vocab) {
+            const size_t at = (size_t)(first + r) * o->top_k;
+            if (o->top_k) best_of_row(cpu.candidates, logits, vocab, o->top_k);
+            for (int i = 0; i < o->top_k; i++) {
+                o->top_ids[at + i] = candidate_id(cpu.candidates[i]);
+                o->top_logits[at + i] = logits[o->top_ids[at + i]];
+            }
+            if (o->logsumexp) o->logsumexp[first + r] = (float)logsumexp(logits, vocab);
         }
-}
-
-static int compare_candidates(const void *a, const void *b) {      // descending logit, then ascending id
-    const struct Candidate *x = a, *y = b;
-    if (x->logit != y->logit) return x->logit < y->logit ? 1 : -1;
-    return x->id < y->id ? -1 : x->id > y->id;
-}
-
-// The largest logit, lowest id first: greedy choice.
-static struct Candidate best_candidate(int n) {
-    struct Candidate best = cpu.candidates[0];
-    for (int i = 1; i < n; i++)
-        if (cpu.candidates[i].logit > best.logit) best = cpu.candidates[i];
-    return best;
-}
-
-// Moves the k best of n candidates to the front, in order.
-static void select_top(int n, int k) {
-    struct Candidate *c = cpu.candidates;
-    if (k >= n || k > 1024) {
-        qsort(c, n, sizeof *c, compare_candidates);
-        return;
-    }
-    qsort(c, k, sizeof *c, compare_candidates);
-    for (int i = k; i < n; i++) {                      // insert what beats the worst of the k: rare after the first few
-        const struct Candidate x = c[i];
-        if (compare_candidates(&x, &c[k - 1]) >= 0) continue;
-        int j = k - 1;
-        for (; j > 0 && compare_candidates(&x, &c[j - 1]) < 0; j--) c[j] = c[j - 1];
-        c[j] = x;
     }
 }
 
-static int32_t sample_row(const float *logits, int vocab, const uint32_t *mask, const SampleParams *p, int pos) {
-    int n = 0;
-    for (int i = 0; i < vocab; i++) {
-        if (isnan(logits[i])) return -1;
-        if (!mask || mask[i / 32] >> (i % 32) & 1) cpu.candidates[n++] = (struct Candidate){ logits[i], i };
+static void cpu_logprob(const Logprob *o) {
+    for (int r = 0; r < o->n_rows; r++) {
+        const float *logits = o->logits + (size_t)r * o->vocab;
+        const int32_t id = o->ids[r];
+        o->out[r] = id < 0 || id >= o->vocab ? NAN : (float)(logits[id] - logsumexp(logits, o->vocab));
     }
+}
+
+// Steps 2 and 3 of Sample: row r with bias and penalties. Without both the row itself.
+static const float *penalised_row(const Sample *o, int r) {
+    const Row *row = &o->batch->rows[r];
+    const Segment *seg = &o->batch->segs[row->seg];
+    const float *logits = o->logits + (size_t)r * o->vocab, *bias = o->bias ? o->bias + (size_t)seg->seq * o->vocab : NULL;
+    const int32_t *counts = o->counts ? o->counts + (size_t)seg->seq * o->vocab : NULL;
+    const SampleParams *p = &o->params[seg->seq];
+    float *z = cpu.logits;
+    if (!bias && !counts) return logits;
+    for (int i = 0; i < o->vocab; i++) z[i] = bias ? logits[i] + bias[i] : logits[i];
+    if (!counts) return z;
+    const Row *rows = o->step_rows + seg->first;
+    for (int j = 0; j <= row->index; j++)
+        if (seg->kind == SEG_CHAIN || row->ancestors >> j & 1) cpu.seen[known(rows[j].token, o->vocab)]++;
+    for (int i = 0; i < o->vocab; i++) {
+        const int32_t c = counts[i] + cpu.seen[i];
+        if (c > 0) z[i] = sample_penalised(z[i], c, p);
+    }
+    for (int j = 0; j <= row->index; j++) cpu.seen[known(rows[j].token, o->vocab)] = 0;
+    return z;
+}
+
+// The other steps of Sample. z (vocab), mask may be NULL. Returns the token or -1.
+static int32_t sample_row(const float *z, int vocab, const uint32_t *mask, const SampleParams *p, int pos) {
+    Best best = { .c = cpu.candidates, .k = p->temperature <= 0 ? 1 : p->top_k > 0 ? min_int(p->top_k, vocab) : vocab };
+    float floor = -INFINITY;                           // what best.floor says, to pass most tokens by at once
+    for (int first = 0; first < vocab; first += 32) {
+        const int n = min_int(32, vocab - first);
+        bool above = false;
+        for (int j = 0; j < n; j++) above |= !(z[first + j] <= floor);
+        for (int i = first; above && i < first + n; i++) {
+            if (isnan(z[i])) return -1;
+            if (z[i] > floor && (!mask || mask[i / 32] >> (i % 32) & 1)) best_add(&best, candidate_key(z[i], i));
+        }
+        if (best.floor) floor = candidate_logit((Candidate){ .key = best.floor });
+    }
+    best_cut(&best);
+    Candidate *c = best.c;
+    int n = best.n;
     if (!n) return -1;
-    if (p->temperature <= 0) {
-        const struct Candidate best = best_candidate(n);
-        return best.logit == -INFINITY ? -1 : best.id;
+    if (p->temperature <= 0) return candidate_id(c[0]);
+
+    uint64_t largest = 0, total = 0;
+    for (int i = 0; i < n; i++) largest = c[i].key > largest ? c[i].key : largest;
+    const float z_largest = candidate_logit((Candidate){ .key = largest }), scale = 1.44269504f / p->temperature;
+    for (int i = 0; i < n; i++) total += c[i].weight = sample_weight(candidate_logit(c[i]), z_largest, scale);
+    if (p->top_p < 1) {
+        const uint64_t part = sample_share(total, p->top_p);
+        n = best_prefix(c, n, part ? part : 1);
     }
-    int kept = p->top_k > 0 ? min_int(p->top_k, n) : n;
-    select_top(n, kept);
-    struct Candidate *c = cpu.candidates;              // from here on .logit holds exp((logit - largest) / temperature)
-    const float largest = c[0].logit;
-    if (isinf(largest)) return largest > 0 ? c[0].id : -1;
-    double total = 0, mass = 0;
-    for (int i = 0; i < kept; i++) total += c[i].logit = expf((c[i].logit - largest) / p->temperature);
-    for (int i = 0; i < kept; i++) {                   // top-p keeps a token if the mass before it is below top_p
-        if (i && (mass >= p->top_p * total || c[i].logit < p->min_p)) kept = i;
-        else mass += c[i].logit;
-    }
-    double u = random_unit(p->seed, pos) * mass;
-    for (int i = 0; i < kept; i++) {
-        u -= c[i].logit;
-        if (u < 0) return c[i].id;
-    }
-    return c[kept - 1].id;
+    const uint64_t least = sample_share(SAMPLE_ONE, p->min_p);
+    int kept = 0;
+    total = 0;
+    for (int i = 0; i < n; i++)
+        if (c[i].weight >= least) total += (c[kept++] = c[i]).weight;
+    return candidate_id(c[best_prefix(c, kept, sample_share(total, random_unit(p->seed, pos)) + 1) - 1]);
 }
 
 static void cpu_sample(const Sample *o) {
     const size_t words = round_up((size_t)o->vocab, 32) / 32;
-    if (o->counts || o->bias) die("sample: penalties and biases are not supported by the CPU backend");
     for (int r = 0; r < o->batch->n_rows; r++) {
         const Row *row = &o->batch->rows[r];
         const int seq = o->batch->segs[row->seg].seq;
         const uint32_t *mask = o->mask ? o->mask + (size_t)r * words : NULL;
-        o->out[r] = sample_row(o->logits + (size_t)r * o->vocab, o->vocab, mask, &o->params[seq],
-                               o->batch->len[seq] + row->depth);
+        o->out[r] = sample_row(penalised_row(o, r), o->vocab, mask, &o->params[seq], o->batch->len[seq] + row->depth);
         if (o->feed) o->feed[r].token = o->out[r];
     }
 }
@@ -1368,7 +1699,7 @@ const Ops *cpu_ops(void) {
         .embed = cpu_embed, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up, .route = cpu_route,
         .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store, .attend = cpu_attend,
-        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .sample = cpu_sample
+        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob, .sample = cpu_sample
     };
     return &ops;
 }
@@ -1746,7 +2077,7 @@ static void commit(Model *m, const int32_t *n_accept, const int32_t *path) {
     if (path) op->copy(&(Copy){ s->path, path, (size_t)m->n_segs * STEP_ROWS * sizeof *path, COPY_IN });
     if (op->begin((StepKey){ .kind = STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs, .variant = path != NULL }))
         op->kv_commit(&(KvCommit){ .batch = &b, .caches = m->caches, .n_caches = m->n_caches, .n_accept = s->n_accept,
-                                   .path = path ? s->path : NULL });
+                                   .path = path ? s->path : NULL, .counts = s->counts, .vocab = m->config.vocab });
     op->end();
 }
 
@@ -1765,16 +2096,17 @@ static void read_logits(Model *m, int row, float *host) {            // (vocab) 
 // between two chunks; what ran is committed.
 static bool run_prompt(Model *m, int seq, const int32_t *tokens, int n, const char *what,
                        const volatile sig_atomic_t *stop) {
+    if (what) progress(what, 0, n, "tokens");
     for (int at = 0; at < n; ) {
         const int chunk = min_int(n - at, m->options.n_batch);
         for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = tokens[at + i], .want = at + i == n - 1 };
         step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = chunk, .rows = m->chunk }, 1);
         at += chunk;
-        if (what) progress(what, at, n);
+        if (what) progress(what, at, n, "tokens");
         if (at == n) break;
         commit_all(m);
         if (!stop || !*stop) continue;
-        if (what) progress(what, n, n);                // the line goes away
+        if (what) progress(what, n, n, "tokens");      // the line goes away
         return false;
     }
     return true;
@@ -1800,19 +2132,33 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, const Config *c) {
     GgufStr kind = { "", 0 };
     if (gguf_get_str(g, "tokenizer.ggml.model", &kind) < 0) die_gguf(g);
     if (kind.n != 6 || memcmp(kind.s, "gemma4", 6) != 0)
-        die("%s: key 'tokenizer.ggml.model': expected 'gemma4', got '%s'", g->path, shown(kind));
+        die("%s: key 'tokenizer.ggml.model': expected 'gemma4', got '%s' (E_META_RANGE)", g->path, shown(kind));
     const GgufStr *tokens, *merges;
     size_t n_tokens = 0, n_merges = 0;
     int found = gguf_get_strs(g, "tokenizer.ggml.tokens", &tokens, &n_tokens);
     if (found < 0) die_gguf(g);
-    if (!found) die("%s: key 'tokenizer.ggml.tokens': missing", g->path);
+    if (!found) die("%s: key 'tokenizer.ggml.tokens': missing (E_META_MISSING)", g->path);
     if (n_tokens != (size_t)c->vocab)
-        die("%s: key 'tokenizer.ggml.tokens': expected %d texts, one per row of token_embd.weight, got %zu", g->path,
-            c->vocab, n_tokens);
+        die("%s: key 'tokenizer.ggml.tokens': expected %d texts, one per row of token_embd.weight, got %zu (E_SHAPE)",
+            g->path, c->vocab, n_tokens);
     found = gguf_get_strs(g, "tokenizer.ggml.merges", &merges, &n_merges);
     if (found < 0) die_gguf(g);
-    if (!found) die("%s: key 'tokenizer.ggml.merges': missing", g->path);
-    if (n_merges > INT_MAX) die("%s: key 'tokenizer.ggml.merges': expected at most %d, got %zu", g->path, INT_MAX, n_merges);
+    if (!found) die("%s: key 'tokenizer.ggml.merges': missing (E_META_MISSING)", g->path);
+    if (n_merges > INT_MAX)
+        die("%s: key 'tokenizer.ggml.merges': expected at most %d, got %zu (E_META_ARRAY)", g->path, INT_MAX, n_merges);
+    for (size_t i = 0; i < n_merges; i++)
+        if (merges[i].n < 3 || !memchr(merges[i].s + 1, ' ', merges[i].n - 2))
+            die("%s: key 'tokenizer.ggml.merges': merge %zu: expected two texts with a space between, got '%s' "
+                "(E_META_RANGE)", g->path, i, shown(merges[i]));
+    const GgufKv *scores = gguf_find_kv(g, "tokenizer.ggml.scores");  // nothing reads them
+    if (scores && (scores->type != GGUF_V_ARRAY || scores->count != n_tokens))
+        die("%s: key 'tokenizer.ggml.scores': expected an array of %zu (E_META_ARRAY)", g->path, n_tokens);
+    static const char *const unread[] = { "unknown", "padding", "mask", "eom", "separator" };
+    for (size_t i = 0; i < sizeof unread / sizeof *unread; i++) {
+        char key[64];
+        snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", unread[i]);
+        token_id(g, key, c->vocab);
+    }
 
     TokStr *text = alloc_or_die(n_tokens + n_merges, sizeof *text);
     int64_t *types64 = alloc_or_die(n_tokens, sizeof *types64);
@@ -1871,11 +2217,9 @@ static double bytes_per_token(const Model *m, int pos) {
 static void print_plan(Model *m) {
     const Config *c = &m->config;
     const double mib = 1 << 20;
-    GgufStr name = { "unnamed", 7 };
-    if (gguf_get_str(&m->gguf, "general.name", &name) < 0) die_gguf(&m->gguf);
     bool tied = false;
     for (int i = 0; i < m->n_caches; i++) tied |= m->caches[i].n_rot > 0;
-    fprintf(stderr, "# %s: %d layers, dim %d, %d experts, vocabulary %d, weights %.1f MiB (%s)\n", shown(name), c->n_layers,
+    fprintf(stderr, "# %s: %d layers, dim %d, %d experts, vocabulary %d, weights %.1f MiB (%s)\n", model_name(m), c->n_layers,
             c->dim, c->n_experts, c->vocab, (double)m->binder.bytes / mib,
             gguf_type_name(m->weights.layer[0].attn_q.type));
     fprintf(stderr, "# plan: context %d: global KV %.1f MiB (%s %s), rings %.1f MiB, stage %.1f MiB, activations %.1f MiB, "
@@ -1884,9 +2228,7 @@ static void print_plan(Model *m) {
             (double)m->plan.stage / mib, (double)m->plan.activations / mib, (double)m->plan.scratch / mib);
     if (m->options.n_ctx > c->n_ctx_train)
         fprintf(stderr, "# warning: a context of %d, but the model was trained for %d\n", m->options.n_ctx, c->n_ctx_train);
-    if (m->binder.n_unused)
-        fprintf(stderr, "# tensors of the file that are not read: %zu, the first: %s\n", m->binder.n_unused,
-                shown(m->binder.first_unused));
+    print_unknown(&m->binder);
     int threads = 1;
 #ifdef _OPENMP
     threads = omp_get_max_threads();
@@ -1894,9 +2236,58 @@ static void print_plan(Model *m) {
     fprintf(stderr, "# backend: %s, %d thread%s\n", m->ops->name, threads, threads == 1 ? "" : "s");
 }
 
+// Stop strings. Text passes through byte by byte, so that where tokens begin makes no difference; what may be the
+// beginning of a stop string waits. The stop string that is complete first ends the text before it; of several that
+// end there, the longest.
+typedef struct {
+    const TextList *strings;  // none is empty
+    char           *held;     // (longest) the last bytes of the text, not passed on yet
+    size_t          n_held, longest;
+    bool            hit;      // a stop string was found: nothing passes any more
+} Stops;
+
+static Stops stops_new(const TextList *strings) {      // free(held) when done
+    size_t longest = 0;
+    for (int i = 0; i < strings->n; i++)
+        if (strlen(strings->text[i]) > longest) longest = strlen(strings->text[i]);
+    return (Stops){ .strings = strings, .held = alloc_or_die(longest + 1, 1), .longest = longest };
+}
+
+// Takes n bytes of text and returns how many are written to out, at most n + longest.
+static size_t stops_push(Stops *s, const char *text, size_t n, char *out) {
+    size_t n_out = 0;
+    for (size_t i = 0; i < n && !s->hit; i++) {
+        s->held[s->n_held++] = text[i];
+        size_t keep = 0, found = 0;                    // bytes at the end of held: a beginning, a whole stop string
+        for (int k = 0; k < s->strings->n; k++) {
+            const char *stop = s->strings->text[k];
+            const size_t len = strlen(stop);
+            size_t same = len < s->n_held ? len : s->n_held;
+            while (memcmp(s->held + s->n_held - same, stop, same)) same--;
+            if (same == len && len > found) found = len;
+            if (same > keep) keep = same;
+        }
+        s->hit = found > 0;
+        const size_t pass = s->n_held - (s->hit ? found : keep);
+        memcpy(out + n_out, s->held, pass);
+        n_out += pass;
+        memmove(s->held, s->held + pass, s->n_held -= pass);
+    }
+    return n_out;
+}
+
+static size_t stops_flush(Stops *s, char *out) {       // at the end: what waits was no stop string
+    const size_t n = s->hit ? 0 : s->n_held;
+    memcpy(out, s->held, n);
+    s->n_held = 0;
+    return n;
+}
+
 typedef struct {
     int          n_predict;   // tokens to generate; -1: until the turn ends or the context is full
     bool         ignore_eos;
+    int          top_logits;  // candidates of every token to show on stderr
+    TextList     stops;       // text that ends the generation and is not printed
     SampleParams sampling;
 } GenerateOptions;
 
@@ -1904,15 +2295,48 @@ static void write_text(const char *s, size_t n) {
     if (fwrite(s, 1, n, stdout) != n || fflush(stdout)) die("standard output: %s", strerror(errno));
 }
 
+// The text of a token in quotes, so that it stays on its line and cannot steer a terminal.
+static void print_quoted(FILE *f, TokStr s) {
+    fputc('"', f);
+    for (size_t i = 0; i < s.n; i++) {
+        const unsigned char c = (unsigned char)s.s[i];
+        if (c == '\n') fputs("\\n", f);
+        else if (c == '"' || c == '\\') fprintf(f, "\\%c", c);
+        else if (c < 0x20 || c > 0x7e) fprintf(f, "\\x%02x", c);
+        else fputc(c, f);
+    }
+    fputc('"', f);
+}
+
+// The n likeliest tokens of row 0 of the last step, which has been committed, on one line of stderr: id, text, logit and
+// probability as the model gives them, before mask, bias, penalties and temperature. logits, c (vocab): room to work in.
+static void print_top_logits(Model *m, const Tokenizer *t, int32_t chosen, int n, float *logits, Candidate *c) {
+    read_logits(m, 0, logits);
+    best_of_row(c, logits, m->config.vocab, n);
+    const double sum = logsumexp(logits, m->config.vocab);
+    fprintf(stderr, "# position %d, chosen %" PRId32 ":", m->len[0], chosen);
+    for (int i = 0; i < n; i++) {
+        const int32_t id = candidate_id(c[i]);
+        fprintf(stderr, "%s %" PRId32 " ", i ? "," : "", id);
+        print_quoted(stderr, tok_piece(t, id, true));
+        fprintf(stderr, " %.4f %.4g", (double)logits[id], exp(logits[id] - sum));
+    }
+    fprintf(stderr, "\n");
+}
+
 // Continues session 0 with the prompt (ids, n >= 1) and prints what follows. Returns 0, or 130 after Ctrl-C.
 static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, const GenerateOptions *o) {
     const Ops *op = m->ops;
-    char *text = alloc_or_die(t->stream_cap, 1);
+    const int n_top = min_int(o->top_logits, m->config.vocab);
+    float *top_logits = n_top ? alloc_or_die(m->config.vocab, sizeof *top_logits) : NULL;
+    Candidate *top = n_top ? alloc_or_die(m->config.vocab, sizeof *top) : NULL;
+    Stops stops = stops_new(&o->stops);
+    char *text = alloc_or_die(t->stream_cap, 1), *visible = alloc_or_die(t->stream_cap + stops.longest, 1);
     TokStream stream = { 0 };
     op->copy(&(Copy){ m->s.params, &o->sampling, sizeof o->sampling, COPY_IN });
 
     const double t_start = seconds();
-    const bool prompted = run_prompt(m, 0, prompt, n, "prompt tokens", &interrupted);
+    const bool prompted = run_prompt(m, 0, prompt, n, "prompt", &interrupted);
     if (!prompted) n = m->len[0];                      // as far as it came
     op->wait();
     const double t_prompt = seconds();
@@ -1926,17 +2350,22 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
         const Batch b = { .rows = m->s.kept_rows, .segs = m->s.segs, .len = m->s.len, .n_rows = 1, .n_segs = 1 };
         if (op->begin((StepKey){ .kind = STEP_SAMPLE, .rows = 1, .logits = 1 }))
             op->sample(&(Sample){ .batch = &b, .vocab = m->config.vocab, .logits = m->s.logits, .params = m->s.params,
-                                  .mask = m->s.mask, .out = m->s.chosen });
+                                  .mask = m->s.mask, .bias = m->s.bias, .counts = m->s.counts,
+                                  .step_rows = m->s.counts ? m->s.rows : NULL, .out = m->s.chosen });
         op->end();
         commit_all(m);
         int32_t token;
         op->copy(&(Copy){ &token, m->s.chosen, sizeof token, COPY_OUT });
         op->wait();
         if (token < 0)
-            die("%s: the logits at position %d are not numbers; the file is damaged", m->gguf.path, m->len[0] - 1);
+            die("%s: no token can be chosen at position %d: the logits are not numbers, so the file is damaged, or every "
+                "token is suppressed", m->gguf.path, m->len[0] - 1);
+        if (n_top) print_top_logits(m, t, token, n_top, top_logits, top);
         if (tok_is_stop(t, token) && !o->ignore_eos) break;
         if (token == t->channel_open) thinking = true;
-        if (!thinking) write_text(text, tok_stream_push(t, &stream, token, false, text, t->stream_cap));
+        const size_t n_text = thinking ? 0 : tok_stream_push(t, &stream, token, false, text, t->stream_cap);
+        write_text(visible, stops_push(&stops, text, n_text, visible));
+        if (stops.hit) { made++; why = "stop string"; break; }
         if (token == t->channel_close) thinking = false;
         if (m->len[0] == m->options.n_ctx) { made++; why = "context full"; break; }
         if (made + 1 == o->n_predict) continue;        // nobody needs what follows the last token
@@ -1945,7 +2374,8 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
         read += bytes_per_token(m, m->len[0]);
     }
     const double t_end = seconds();
-    write_text(text, tok_stream_flush(&stream, text, t->stream_cap));
+    write_text(visible, stops_push(&stops, text, tok_stream_flush(&stream, text, t->stream_cap), visible));
+    write_text(visible, stops_flush(&stops, visible));
     if (isatty(1)) write_text("\n", 1);
     if (interrupted) why = "interrupted";
 
@@ -1963,6 +2393,10 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
     }
     fprintf(stderr, "\n");
     free(text);
+    free(visible);
+    free(stops.held);
+    free(top_logits);
+    free(top);
     return interrupted ? 130 : 0;
 }
 
@@ -1987,7 +2421,7 @@ static void *read_file(const char *path, size_t *size, const char *flag) {      
 
 // gemma4 logits: the logits of every position of a list of ids, after the soft-cap, as n x vocab float32.
 static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const char *ids_path, const char *out_path,
-                        const char *dump_dir) {
+                        const char *dump_dir, bool check_tensors) {
     size_t size = 0;
     uint8_t *bytes = read_file(ids_path, &size, "--ids");
     if (!size || size % 4) die("--ids: %s: expected little-endian int32 ids, got %zu bytes", ids_path, size);
@@ -2001,6 +2435,7 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
     o.n_logits = o.n_batch = STEP_ROWS;
     Model *m = alloc_or_die(1, sizeof *m);
     load_model(m, model, ops, o, dump_dir);
+    if (check_tensors) read_weights(m, true);
     int32_t *ids = alloc_or_die(n, sizeof *ids);
     for (int i = 0; i < n; i++) {
         const uint8_t *b = bytes + (size_t)i * 4;
@@ -2012,6 +2447,7 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
     if (!f) die("-o: %s: %s", out_path, strerror(errno));
     float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
     const double t0 = seconds();
+    progress("logits", 0, n, "positions");
     for (int at = 0; at < n; ) {
         const int chunk = min_int(n - at, STEP_ROWS);
         for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .want = true };
@@ -2023,7 +2459,7 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
         }
         commit_all(m);
         at += chunk;
-        progress("positions", at, n);
+        progress("logits", at, n, "positions");
     }
     if (fclose(f)) die("-o: %s: %s", out_path, strerror(errno));
     print_plan(m);
@@ -2044,11 +2480,12 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
 
 typedef struct {
     const char *verb, *model, *prompt, *prompt_file, *system, *ids, *out, *dump, *kv_layout, *k_type, *v_type;
-    double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, seed;
-    bool raw, ignore_eos, help, version;
+    double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
+    TextList biases, stops;
+    bool raw, ignore_eos, check_tensors, help, version;
 } Flags;
 
-typedef enum { FLAG_TEXT, FLAG_INT, FLAG_REAL, FLAG_ON } FlagKind;
+typedef enum { FLAG_TEXT, FLAG_LIST, FLAG_INT, FLAG_REAL, FLAG_ON } FlagKind;      // a list: the flag may come again
 
 typedef struct {
     const char *name, *alias, *value;
@@ -2079,12 +2516,26 @@ static const Flag flags[] = {
       "sample from the likeliest tokens that hold P of the probability; default: the file's, else 0.95" },
     { "--min-p", NULL, "P", FLAG_REAL, FIELD(min_p), 0, 1,
       "leave out tokens less than P times as likely as the likeliest; default 0" },
+    { "--repeat-penalty", NULL, "R", FLAG_REAL, FIELD(repeat), 0.001, 1000,
+      "logits of tokens seen: / R above 0, * R below; default 1. Seen: in all of prompt and text (llama.cpp: the last 64)" },
+    { "--presence-penalty", NULL, "P", FLAG_REAL, FIELD(presence), -1000, 1000,
+      "take P from the logits of tokens seen; default 0" },
+    { "--frequency-penalty", NULL, "P", FLAG_REAL, FIELD(frequency), -1000, 1000,
+      "take P from the logit of a token for each time it was seen; default 0" },
+    { "--logit-bias", "-l", "ID+B", FLAG_LIST, FIELD(biases), 0, 0,
+      "add B to the logit of token ID; ID-B: take it away, ID-inf: never; with commas, or again, for more" },
     { "--seed", "-s", "N", FLAG_INT, FIELD(seed), 0, 4294967295.0, "random seed; default: another one each time, printed" },
+    { "--stop", "-r", "TEXT", FLAG_LIST, FIELD(stops), 0, 0,
+      "stop before this text, which is not printed; again for more" },
+    { "--top-logits", NULL, "N", FLAG_INT, FIELD(top_logits), 0, MAX_VOCAB,
+      "print the N likeliest candidates of every token: id, text, logit, probability, before bias and penalties" },
     { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, FIELD(k_type), 0, 0,
       "type of cached K: f16 or f32; default f16, for logits f32" },
     { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, FIELD(v_type), 0, 0, "type of cached V; default: as K" },
     { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, FIELD(kv_layout), 0, 0,
       "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
+    { "--check-tensors", NULL, NULL, FLAG_ON, FIELD(check_tensors), 0, 0,
+      "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales" },
     { "--dump", NULL, "DIR", FLAG_TEXT, FIELD(dump), 0, 0,
       "write every checkpoint to DIR/NAME-LAYER.f32, rows x width float32" },
     { "--ids", NULL, "FILE", FLAG_TEXT, FIELD(ids), 0, 0, "logits: token ids, little-endian int32, <bos> included" },
@@ -2128,6 +2579,13 @@ static void parse_flags(Flags *f, int argc, char **argv) {
             *(const char **)field = argv[i];
             continue;
         }
+        if (flag->kind == FLAG_LIST) {
+            TextList *list = field;
+            list->text = realloc(list->text, (size_t)(list->n + 1) * sizeof *list->text);
+            if (!list->text) die("%s: out of memory", arg);
+            list->text[list->n++] = argv[i];
+            continue;
+        }
         char *end;
         errno = 0;
         const double v = strtod(argv[i], &end);
@@ -2155,8 +2613,46 @@ static double sampling_value(Gguf *g, double given, const char *key, double max,
     const bool is_float = kv->type == GGUF_V_F32 || kv->type == GGUF_V_F64;
     if (is_float ? gguf_get_float(g, key, &v) < 0 : gguf_get_int(g, key, 0, INT_MAX, &i) < 0) die_gguf(g);
     if (!is_float) v = (double)i;
-    if (!(v >= 0 && v <= max)) die("%s: key '%s': expected 0 to %.10g, got %g", g->path, key, max, v);
+    if (!(v >= 0 && v <= max)) die("%s: key '%s': expected 0 to %.10g, got %g (E_META_RANGE)", g->path, key, max, v);
     return v;
+}
+
+// Biases "ID+VALUE", "ID-VALUE", several with commas between, as (vocab); those of one id add up.
+static float *parse_biases(const TextList *list, int vocab) {
+    float *bias = alloc_or_die(vocab, sizeof *bias);
+    for (int i = 0; i < list->n; i++)
+        for (const char *at = list->text[i]; ; at++) {
+            char *sign, *end = NULL;
+            const long id = *at >= '0' && *at <= '9' ? strtol(at, &sign, 10) : -1;
+            const float value = id >= 0 && (*sign == '+' || *sign == '-') ? strtof(sign, &end) : 0;
+            if (!end || end == sign || (*end && *end != ',') || !(value < INFINITY))
+                die("--logit-bias: expected ID+VALUE or ID-VALUE, with commas between several, got '%s'", list->text[i]);
+            if (id >= vocab)
+                die("--logit-bias: '%s': expected ids from 0 to %d, got %ld", list->text[i], vocab - 1, id);
+            bias[id] += value;
+            at = end;
+            if (!*at) break;
+        }
+    return bias;
+}
+
+// The steps of sampling that change something, in their order.
+static void print_sampling(const Model *m, const SampleParams *p) {
+    fprintf(stderr, "# sampling: ");
+    if (m->n_suppressed) fprintf(stderr, "%d tokens suppressed > ", m->n_suppressed);
+    if (m->s.bias) fprintf(stderr, "bias > ");
+    if (m->s.counts)
+        fprintf(stderr, "penalties: repeat %g, frequency %g, presence %g > ", (double)p->repeat, (double)p->frequency,
+                (double)p->presence);
+    if (p->temperature <= 0) {
+        fprintf(stderr, "the likeliest\n");
+        return;
+    }
+    fprintf(stderr, "temperature %g > ", (double)p->temperature);
+    if (p->top_k > 0) fprintf(stderr, "top-k %d > ", (int)p->top_k);
+    if (p->top_p < 1) fprintf(stderr, "top-p %g > ", (double)p->top_p);
+    if (p->min_p > 0) fprintf(stderr, "min-p %g > ", (double)p->min_p);
+    fprintf(stderr, "draw, seed %" PRIu64 "\n", p->seed);
 }
 
 static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
@@ -2172,6 +2668,10 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     } else {
         die("-p: expected a prompt; try gemma4 MODEL.gguf -p \"Hello\"");
     }
+    for (int i = 0; i < f->stops.n; i++)
+        if (!*f->stops.text[i]) die("--stop: expected a text, got an empty one");
+    o.penalties = f->repeat != 1 || f->presence != 0 || f->frequency != 0;
+    o.bias = f->biases.n > 0;
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     TokIds ids = { 0 };
@@ -2190,7 +2690,13 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     if (ids.n > (size_t)m->options.n_ctx)
         die("-p: the prompt has %zu tokens, the context %d; try -c %zu", ids.n, m->options.n_ctx, ids.n + 512);
 
-    GenerateOptions g = { .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos };
+    if (o.bias) {
+        float *bias = parse_biases(&f->biases, m->config.vocab);
+        ops->copy(&(Copy){ m->s.bias, bias, (size_t)m->config.vocab * sizeof *bias, COPY_IN });
+        free(bias);
+    }
+    GenerateOptions g = { .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .top_logits = (int)f->top_logits,
+                          .stops = f->stops };
     const uint64_t clock_seed = ((uint64_t)time(NULL) * 1000003u ^ (uint64_t)getpid()) & 0xffffffff;
     const double seed = isnan(f->seed) ? (double)clock_seed : f->seed;
     g.sampling = (SampleParams){
@@ -2198,12 +2704,12 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
         .temperature = (float)sampling_value(&m->gguf, f->temperature, "general.sampling.temp", 1000, 1.0),
         .top_k = (int32_t)sampling_value(&m->gguf, f->top_k, "general.sampling.top_k", INT_MAX, 64),
         .top_p = (float)sampling_value(&m->gguf, f->top_p, "general.sampling.top_p", 1, 0.95),
-        .min_p = isnan(f->min_p) ? 0 : (float)f->min_p, .repeat = 1
+        .min_p = isnan(f->min_p) ? 0 : (float)f->min_p,
+        .repeat = (float)f->repeat, .presence = (float)f->presence, .frequency = (float)f->frequency
     };
     print_plan(m);
-    if (g.sampling.temperature > 0)
-        fprintf(stderr, "# sampling: temperature %g, top-k %d, top-p %g, min-p %g, seed %.0f\n", (double)g.sampling.temperature,
-                (int)g.sampling.top_k, (double)g.sampling.top_p, (double)g.sampling.min_p, seed);
+    print_sampling(m, &g.sampling);
+    read_weights(m, f->check_tensors);                 // Ctrl-C still ends the process at once
     struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)(SA_RESETHAND | SA_RESTART) };
     sigaction(SIGINT, &act, NULL);
     const int status = generate(m, &tok, ids.ids, (int)ids.n, &g);
@@ -2216,7 +2722,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
 }
 
 int main(int argc, char **argv) {
-    Flags f = { .n_predict = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN, .min_p = NAN, .seed = NAN };
+    Flags f = { .n_predict = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN, .min_p = NAN, .repeat = 1, .seed = NAN };
     parse_flags(&f, argc, argv);
     if (f.help) {
         print_help();
@@ -2247,14 +2753,19 @@ int main(int argc, char **argv) {
     o.untied = f.kv_layout && !strcmp(f.kv_layout, "untied");
     if (!logits) {
         if (f.ids || f.out) die("%s: belongs to gemma4 logits", f.ids ? "--ids" : "-o");
-        return verb_generate(&f, ops, o);
+        const int status = verb_generate(&f, ops, o);
+        free(f.stops.text);
+        free(f.biases.text);
+        return status;
     }
     if (f.prompt || f.prompt_file || f.system || f.raw || f.ignore_eos || f.n_predict >= 0 || !isnan(f.temperature) ||
-        !isnan(f.top_k) || !isnan(f.top_p) || !isnan(f.min_p) || !isnan(f.seed))
-        die("logits: takes --ids, -o, -c, -t, -ctk, -ctv, --kv-layout and --dump; the other flags are for generating");
+        !isnan(f.top_k) || !isnan(f.top_p) || !isnan(f.min_p) || !isnan(f.seed) || f.repeat != 1 || f.presence != 0 ||
+        f.frequency != 0 || f.top_logits > 0 || f.biases.n || f.stops.n)
+        die("logits: takes --ids, -o, -c, -t, -ctk, -ctv, --kv-layout, --check-tensors and --dump; the others are "
+            "for generating");
     if (!f.ids) die("--ids: expected a file of token ids");
     if (!f.out) die("-o: expected a file for the logits");
-    verb_logits(f.model, ops, o, f.ids, f.out, f.dump);
+    verb_logits(f.model, ops, o, f.ids, f.out, f.dump, f.check_tensors);
     return 0;
 }
 #endif

@@ -142,7 +142,8 @@ ok "later ids do not change the first row" same row0.f32 one.f32
 run --help
 ok "--help exits 0" [ "$status" -eq 0 ]
 ok "--help writes nothing to stderr" size "$tmp/err" 0
-for flag in -p -f -n -c -t --temp --seed --top-k --top-p --raw --ignore-eos --kv-layout -ctk -ctv --dump --system \
+for flag in -p -f -n -c -t --temp --seed --top-k --top-p --min-p --repeat-penalty --presence-penalty --frequency-penalty \
+    --logit-bias --stop -r --top-logits --raw --ignore-eos --kv-layout -ctk -ctv --dump --system --check-tensors \
     logits --ids -o --help --version; do
     ok "--help lists $flag" grep -qE -e "(^|[^a-z-])$flag([^a-z-]|\$)" "$tmp/out"
 done
@@ -204,6 +205,84 @@ cp "$model" "$tmp/own.gguf"
 error "the model itself" logits "$tmp/own.gguf" --ids "$tmp/five.i32" -o "$tmp/own.gguf"
 ok "-o does not touch the model" cmp -s "$model" "$tmp/own.gguf"
 error --ids logits "$model" -o "$tmp/x.f32"
+
+# ---- sampling ------------------------------------------------------------------------
+# The greedy story of the first block is $tmp/greedy.
+story repeat1 --temp 0 -n 60 --repeat-penalty 1 --presence-penalty 0 --frequency-penalty 0
+ok "penalties that are off change nothing" same greedy repeat1
+story repeat --temp 0 -n 60 --repeat-penalty 1.5
+ok "--repeat-penalty changes the text" differ greedy repeat
+story presence --temp 0 -n 60 --presence-penalty 2
+ok "--presence-penalty changes the text" differ greedy presence
+story frequency --temp 0 -n 60 --frequency-penalty 2
+ok "--frequency-penalty changes the text" differ greedy frequency
+ok "frequency and presence are not the same" differ presence frequency
+for n in one two; do
+    threads=1
+    [ $n = one ] || threads=2
+    story "all_$n" -n 60 --seed 5 --temp 1.2 --top-k 40 --top-p 0.9 --min-p 0.01 --repeat-penalty 1.1 --presence-penalty 0.1 \
+        --frequency-penalty 0.1 --logit-bias 834+1,845-1 -t $threads
+done
+ok "one seed gives one text on any number of threads" same all_one all_two
+ok "the chain is shown in its order" has err "# sampling: bias > penalties: repeat 1.1, frequency 0.1, presence 0.1 > \
+temperature 1.2 > top-k 40 > top-p 0.9 > min-p 0.01 > draw, seed 5"
+run "$model" -p "Tell me a story about a fox." -n 1 --seed 1
+ok "without flags the chain is Gemma's" has err "# sampling: temperature 1 > top-k 64 > top-p 0.95 > draw, seed 1"
+
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 30 --top-logits 3
+cp "$tmp/err" "$tmp/top"
+ok "--top-logits leaves the text alone" starts greedy out
+ok "--top-logits: one line for every token" [ "$(grep -c '^# position ' "$tmp/top")" -eq 30 ]
+ok "--top-logits: three candidates, all with id, text, logit and probability" [ "$(grep -cE \
+    '^# position [0-9]+, chosen [0-9]+:( [0-9]+ "([^"\\]|\\.)*" -?[0-9.]+ [0-9.e-]+,?){3}$' "$tmp/top")" -eq 30 ]
+ok "--top-logits: greedy chooses the first" [ "$(sed -nE 's/^# position [0-9]+, chosen ([0-9]+): ([0-9]+) .*/\1 \2/p' "$tmp/top" |
+    awk '$1 != $2' | wc -l)" -eq 0 ]
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 1 --top-logits 16777216
+ok "--top-logits: no more than the vocabulary" [ "$(grep '^# position ' "$tmp/err" | grep -o '", \| -*[0-9.]* [0-9.e-]*,' | wc -l)" -ge 4000 ]
+
+# What greedy says first and second: ids for biases.
+first=$(sed -nE 's/^# position [0-9]+, chosen ([0-9]+):.*/\1/p' "$tmp/top" | sed -n 1p)
+second=$(sed -nE 's/^# position [0-9]+, chosen [0-9]+: [0-9]+ "([^"\\]|\\.)*" [^ ]* [^ ]*, ([0-9]+) .*/\2/p' "$tmp/top" | sed -n 1p)
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 1 --top-logits 1 --logit-bias "$first-inf"
+ok "--logit-bias ID-inf: the second best comes up" has err "chosen $second: $first "
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 1 --top-logits 1 -l "$first-50" -l "7-1,$first+50"
+ok "--logit-bias: those of one id add up" has err "chosen $first: $first "
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 3 --top-logits 1 --logit-bias 700+1000
+ok "--logit-bias ID+VALUE: that token and no other" [ "$(grep -c 'chosen 700:' "$tmp/err")" -eq 3 ]
+
+# The greedy story begins "Once upon a time"; a stop string ends it anywhere, within a token or across two.
+word=$(cut -c 10-20 "$tmp/greedy" | head -n 1)
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 60 --stop "$word"
+printf '%s' "$(head -c 9 "$tmp/greedy")" >"$tmp/want"
+printf '%s' "$(cat "$tmp/out")" >"$tmp/got"
+ok "--stop ends the text before the stop string" same want got
+ok "--stop says why" has err "stopped: stop string"
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 60 --stop "no such text" -r "$word" --stop "$word and more"
+printf '%s' "$(cat "$tmp/out")" >"$tmp/got"
+ok "-r is --stop, and several are several" same want got
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 60 --stop "${word}never"
+ok "--stop: what begins like a stop string is printed after all" same greedy out
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 60 --stop "$(head -c 1 "$tmp/greedy")"
+ok "--stop: the first byte ends it" size "$tmp/out" 0
+ok "--stop: no text is no error" [ "$status" -eq 0 ]
+last=$(tail -c 4 "$tmp/greedy")
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 60 --stop "${last}x"
+ok "--stop: what waits at the end is printed" same greedy out
+
+error --repeat-penalty "$model" -p hi --repeat-penalty 0
+error --repeat-penalty "$model" -p hi --repeat-penalty nan
+error --presence-penalty "$model" -p hi --presence-penalty inf
+error --frequency-penalty "$model" -p hi --frequency-penalty x
+error --top-logits "$model" -p hi --top-logits -1
+error --stop "$model" -p hi --stop
+error --stop "$model" -p hi --stop ""
+for bias in "" , 5 +1 5+ 5- 5+x 5+1, ,5+1 5+nan 5+inf 5+1e99 5--1 " 5+1" -1+1 5+1,6 5+1x 99999999999999999999999+1; do
+    error --logit-bias "$model" -p hi --logit-bias "$bias"
+done
+error 0\ to\ 4095 "$model" -p hi --logit-bias 4096+1
+for flag in --repeat-penalty --presence-penalty --frequency-penalty --logit-bias --stop --top-logits; do
+    error logits: logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" $flag 2
+done
 
 # ---- a full disk, a closed pipe, Ctrl-C ----------------------------------------------
 if [ -c /dev/full ]; then
