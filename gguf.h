@@ -1776,8 +1776,8 @@ GGUF__INLINE void gguf__add_terms(int type, const Gguf__Codes *restrict c, int32
 }
 
 // Sums of 16 products over 256 codes: dot[0][g] = sum over i < 16 of w[32*g + i]*q[32*g + i], dot[1][g] over i = 16..31.
-// NULL for w: codes of 1. Exact, so all bodies give the same bits; |q| <= 127, w >= -128. The AVX2 body moves the sign of w to q, because the
-// instructions multiply unsigned by signed bytes; 2*128*127 still fits the 16 bits that it adds pairs in.
+// NULL for w: codes of 1. Exact, so all bodies give the same bits; |q| <= 127, w >= -128. The AVX2 body moves the sign of w
+// to q, because the instructions multiply unsigned by signed bytes; 2*128*127 still fits the 16 bits that it adds pairs in.
 GGUF__INLINE void gguf__dot_16s(const int8_t *w, const int8_t *q, int32_t dot[2][8]) {
 #if defined(__AVX2__)
     __m256i s[8];
