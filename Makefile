@@ -66,7 +66,8 @@ FUZZ_BUILD   := $(FUZZ_CC) -std=c11 -O1 -g -fsanitize=fuzzer,address,undefined -
 fuzz: $(FUZZERS)                ## run each fuzz target for FUZZ_SECONDS under clang's libFuzzer
 	@for f in $(FUZZERS); do echo "$$f: $(FUZZ_SECONDS) seconds"; mkdir -p $$f.corpus; \
 	  head -c 1000 models/gemma4-mini-q8_0.gguf > $$f.corpus/head; \
-	  $$f -max_total_time=$(FUZZ_SECONDS) -timeout=10 -artifact_prefix=$$f. $$f.corpus 2> $$f.log || \
+	  seeds=tests/seeds/$${f##*fuzz_}; [ -d $$seeds ] || seeds=; \
+	  $$f -max_total_time=$(FUZZ_SECONDS) -timeout=10 -artifact_prefix=$$f. $$f.corpus $$seeds 2> $$f.log || \
 	  { tail -n 40 $$f.log; exit 1; }; tail -n 1 $$f.log; done
 $(FUZZERS): $(B)/%: tests/%.c $(SOURCES) $(B)/flags
 	@echo 'int LLVMFuzzerTestOneInput(void) { return 0; }' | $(FUZZ_BUILD) -xc - -o $@.probe 2>/dev/null || \

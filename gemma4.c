@@ -32,6 +32,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -49,12 +50,15 @@
 
 enum { MAX_LAYERS = 512, MAX_HEAD_DIM = 512, MAX_EXPERTS = 1024, MAX_CONTEXT = 1 << 24, MAX_VOCAB = 1 << 24 };
 
-// One line on stderr, exit 1: "<file>: <tensor, key or flag>: expected <x>, got <y>; try <fix>".
+static bool bar_shown;                                 // progress() has left a line on the terminal that nothing ended yet
+
+// One line on stderr, exit 1: "<file>: <tensor, key or flag>: expected <x>, got <y>; try <fix>". Where a model file is at
+// fault its kind of fault is named as well, like those of gguf.h: E_META_* keys, E_TENSOR_MISSING, E_SHAPE, E_PAYLOAD.
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
     fflush(stdout);
-    fprintf(stderr, "gemma4: error: ");
+    fprintf(stderr, bar_shown ? "\r\033[Kgemma4: error: " : "gemma4: error: ");
     vfprintf(stderr, fmt, ap);
     fprintf(stderr, "\n");
     va_end(ap);
@@ -94,10 +98,38 @@ static void *read_file(const char *path, size_t *size, const char *flag) {      
     return data;
 }
 
-// A line that redraws itself, on a terminal only; done == total ends it.
-static void progress(const char *what, size_t done, size_t total) {
-    if (!isatty(2)) return;
-    fprintf(stderr, "\r# %s %zu / %zu%s", what, done, total, done == total ? "\r\033[K" : "");
+// "7.9 MB", "512 tokens": n of a unit, "B" being bytes.
+static const char *amount(char out[32], double n, const char *unit) {
+    static const struct { double size; const char *name; } bytes[] = { { 1e9, "GB" }, { 1e6, "MB" }, { 1e3, "kB" } };
+    snprintf(out, 32, "%.*f %.16s", n < 10 && strcmp(unit, "B") ? 1 : 0, n, unit);
+    for (int i = 2; i >= 0 && !strcmp(unit, "B"); i--)
+        if (n >= bytes[i].size || i == 2) snprintf(out, 32, "%.1f %s", n / bytes[i].size, bytes[i].name);
+    return out;
+}
+
+// A line about long work that redraws itself, on a terminal only: "# what  7.9 MB  [=====>    ]  56 %  3.2 GB/s  1 s left".
+// done == 0 starts it and its clock, done == total erases it. One at a time, from one thread.
+static void progress(const char *what, size_t done, size_t total, const char *unit) {
+    static double start, drawn;
+    const double now = seconds();
+    if (done == 0) start = now;
+    if (!isatty(2) || (done && done < total && now - drawn < 0.1)) return;
+    drawn = now;
+    bar_shown = done < total;
+    if (!bar_shown) {
+        fprintf(stderr, "\r\033[K");
+        return;
+    }
+    char size[32], rate[32] = "", left[32] = "", bar[11] = "          ";
+    const double share = (double)done / (double)total, speed = (double)done / (now - start + 1e-9);
+    memset(bar, '=', (size_t)(share * 10));
+    bar[(size_t)(share * 10)] = '>';
+    if (done) {
+        amount(rate, speed, unit);
+        snprintf(left, sizeof left, "/s  %.0f s left", ceil((double)(total - done) / speed));
+    }
+    fprintf(stderr, "\r# %.20s  %s  [%s]  %d %%  %s%s\033[K", what, amount(size, (double)total, unit), bar,
+            (int)(share * 100), rate, left);
     fflush(stderr);
 }
 
@@ -144,7 +176,7 @@ static int64_t key_int(Gguf *g, const char *key, int64_t min, int64_t max, int64
     int64_t v = otherwise;
     int found = gguf_get_int(g, key, min, max, &v);
     if (found < 0) die_gguf(g);
-    if (!found && otherwise < min) die("%s: key '%s': missing", g->path, key);
+    if (!found && otherwise < min) die("%s: key '%s': missing (E_META_MISSING)", g->path, key);
     return v;
 }
 
@@ -152,8 +184,8 @@ static double key_float(Gguf *g, const char *key, double otherwise) {
     double v = otherwise;
     int found = gguf_get_float(g, key, &v);
     if (found < 0) die_gguf(g);
-    if (!found && otherwise == 0) die("%s: key '%s': missing", g->path, key);
-    if (!(v > 0)) die("%s: key '%s': expected a positive number, got %g", g->path, key, v);
+    if (!found && otherwise == 0) die("%s: key '%s': missing (E_META_MISSING)", g->path, key);
+    if (!(v > 0)) die("%s: key '%s': expected a positive number, got %g (E_META_RANGE)", g->path, key, v);
     return v;
 }
 
@@ -161,7 +193,7 @@ static double key_float(Gguf *g, const char *key, double otherwise) {
 static void key_per_layer(Gguf *g, const char *key, int64_t min, int64_t max, int64_t *out, int n) {
     int found = gguf_get_ints(g, key, min, max, out, n);
     if (found < 0) die_gguf(g);
-    if (!found) die("%s: key '%s': missing", g->path, key);
+    if (!found) die("%s: key '%s': missing (E_META_MISSING)", g->path, key);
 }
 
 static void load_config(Config *c, Gguf *g) {
@@ -169,7 +201,7 @@ static void load_config(Config *c, Gguf *g) {
     if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
     if (arch.n != 6 || memcmp(arch.s, "gemma4", 6) != 0)
         die("%s: key 'general.architecture': expected 'gemma4', got '%s'; drafters and other models cannot be run by "
-            "themselves", g->path, shown(arch));
+            "themselves (E_META_RANGE)", g->path, shown(arch));
 
     memset(c, 0, sizeof *c);
     c->n_layers    = (int)key_int(g, "gemma4.block_count", 1, MAX_LAYERS, 0);
@@ -183,8 +215,8 @@ static void load_config(Config *c, Gguf *g) {
     c->rope_base     = key_float(g, "gemma4.rope.freq_base", 1e4);
     c->rope_base_swa = key_float(g, "gemma4.rope.freq_base_swa", 1e4);
     if (!(c->rope_base > 1) || !(c->rope_base_swa > 1))
-        die("%s: key 'gemma4.rope.freq_base': expected more than 1, got %g and %g (sliding layers)", g->path, c->rope_base,
-            c->rope_base_swa);
+        die("%s: key 'gemma4.rope.freq_base': expected more than 1, got %g and %g for sliding layers (E_META_RANGE)", g->path,
+            c->rope_base, c->rope_base_swa);
 
     const int n = c->n_layers;
     int64_t v[MAX_LAYERS];
@@ -192,16 +224,16 @@ static void load_config(Config *c, Gguf *g) {
     c->n_heads = (int)v[0];
     for (int l = 1; l < n; l++)
         if (v[l] != v[0])
-            die("%s: key 'gemma4.attention.head_count': expected %d in every layer, got %d in layer %d", g->path,
-                c->n_heads, (int)v[l], l);
+            die("%s: key 'gemma4.attention.head_count': expected %d in every layer, got %d in layer %d (E_META_RANGE)",
+                g->path, c->n_heads, (int)v[l], l);
     if (c->n_experts) {
         c->n_experts_used = (int)key_int(g, "gemma4.expert_used_count", 1, c->n_experts, 0);
         key_per_layer(g, "gemma4.expert_feed_forward_length", 1, 1 << 20, v, n);
         c->expert_dim = (int)v[0];
         for (int l = 1; l < n; l++)
             if (v[l] != v[0])
-                die("%s: key 'gemma4.expert_feed_forward_length': expected %d in every layer, got %d in layer %d", g->path,
-                    c->expert_dim, (int)v[l], l);
+                die("%s: key 'gemma4.expert_feed_forward_length': expected %d in every layer, got %d in layer %d "
+                    "(E_META_RANGE)", g->path, c->expert_dim, (int)v[l], l);
     }
     const int n_shared = (int)key_int(g, "gemma4.attention.shared_kv_layers", 0, n - 1, 0);
     c->first_shared = n - n_shared;
@@ -213,16 +245,19 @@ static void load_config(Config *c, Gguf *g) {
     int head_dim[2];
     for (int t = 0; t < 2; t++) {
         head_dim[t] = (int)key_int(g, head_keys[t][0], 32, MAX_HEAD_DIM, 0);
-        if (head_dim[t] % 32) die("%s: key '%s': expected a multiple of 32, got %d", g->path, head_keys[t][0], head_dim[t]);
+        if (head_dim[t] % 32)
+            die("%s: key '%s': expected a multiple of 32, got %d (E_META_RANGE)", g->path, head_keys[t][0], head_dim[t]);
         for (int i = 1; i < 3; i++)
             if (key_int(g, head_keys[t][i], 1, INT_MAX, head_dim[t]) != head_dim[t])
-                die("%s: key '%s': expected %d as in '%s'", g->path, head_keys[t][i], head_dim[t], head_keys[t][0]);
+                die("%s: key '%s': expected %d as in '%s' (E_META_RANGE)", g->path, head_keys[t][i], head_dim[t],
+                    head_keys[t][0]);
     }
 
     int64_t swa[MAX_LAYERS], kv_heads[MAX_LAYERS], ffn[MAX_LAYERS];
     const GgufKv *pattern = gguf_find_kv(g, "gemma4.attention.sliding_window_pattern");
     if (pattern && pattern->type != GGUF_V_ARRAY)
-        die("%s: key 'gemma4.attention.sliding_window_pattern': expected an array, one value per layer", g->path);
+        die("%s: key 'gemma4.attention.sliding_window_pattern': expected an array, one value per layer (E_META_TYPE)",
+            g->path);
     key_per_layer(g, "gemma4.attention.sliding_window_pattern", 0, INT_MAX, swa, n);
     key_per_layer(g, "gemma4.attention.head_count_kv", 1, 1024, kv_heads, n);
     key_per_layer(g, "gemma4.feed_forward_length", 1, 1 << 20, ffn, n);
@@ -238,14 +273,14 @@ static void load_config(Config *c, Gguf *g) {
         lc->kv_layer = newest[lc->is_swa];
         if (lc->kv_layer < 0)
             die("%s: key 'gemma4.attention.shared_kv_layers': layer %d shares K and V, but no layer of its kind before %d "
-                "owns any", g->path, l, c->first_shared);
+                "owns any (E_META_RANGE)", g->path, l, c->first_shared);
         c->layer[lc->kv_layer].last_reader = l;
         if (lc->n_kv_heads != c->layer[lc->kv_layer].n_kv_heads)
-            die("%s: key 'gemma4.attention.head_count_kv': layer %d reads the cache of layer %d: expected %d, got %d",
-                g->path, l, lc->kv_layer, c->layer[lc->kv_layer].n_kv_heads, lc->n_kv_heads);
+            die("%s: key 'gemma4.attention.head_count_kv': layer %d reads the cache of layer %d: expected %d, got %d "
+                "(E_META_RANGE)", g->path, l, lc->kv_layer, c->layer[lc->kv_layer].n_kv_heads, lc->n_kv_heads);
         if (c->n_heads % lc->n_kv_heads)
-            die("%s: key 'gemma4.attention.head_count_kv': layer %d: expected a divisor of %d heads, got %d", g->path, l,
-                c->n_heads, lc->n_kv_heads);
+            die("%s: key 'gemma4.attention.head_count_kv': layer %d: expected a divisor of %d heads, got %d "
+                "(E_META_RANGE)", g->path, l, c->n_heads, lc->n_kv_heads);
     }
 }
 
@@ -302,14 +337,15 @@ typedef struct {                        // one thing that upload() may move: a m
 
 typedef struct {
     Gguf    *g;
-    char    *seen;                      // (g->n_tensors) bound, or known to be dead
+    char    *seen;                      // (g->n_tensors) UNSEEN, KNOWN or BOUND
     Upload  *uploads;                   // room for every tensor of the file and a few that are derived
-    float   *derived;                   // (n_layers, dim) vectors that are computed while binding
+    float   *derived;                   // (n_layers, dim + 2 * n_experts) vectors that are computed while binding
+    size_t   n_derived;                 // floats of it in use
     int      n_uploads;
     size_t   bytes;                     // of what is bound, in the file
-    size_t   n_unused;                  // tensors that the text model does not read
-    GgufStr  first_unused;
 } Binder;
+
+enum { UNSEEN, KNOWN, BOUND };          // a tensor that is KNOWN has a name of this architecture, but nothing reads it
 
 static bool is_quantised(DType t) { return t != T_F32 && t != T_F16 && t != T_BF16; }
 
@@ -317,20 +353,22 @@ static size_t matrix_bytes(const Tensor *t) { return gguf_row_size(t->type, t->c
 
 static const GgufTensor *find_tensor(Binder *b, const char *name) {
     const GgufTensor *t = gguf_find_tensor(b->g, name);
-    if (t) b->seen[t - b->g->tensors] = 1;
+    if (t && b->seen[t - b->g->tensors] == UNSEEN) b->seen[t - b->g->tensors] = KNOWN;
     return t;
 }
 
 // Bind tensor `name` as n matrices (rows, cols), or stop. GGUF stores ne[0] = cols, ne[1] = rows, ne[2] = n.
 static Tensor bind_tensor(Binder *b, const char *name, int rows, int cols, int n) {
     const GgufTensor *t = find_tensor(b, name);
-    if (!t) die("%s: tensor '%s': missing, expected shape (%d, %d, %d)", b->g->path, name, cols, rows, n);
+    if (!t) die("%s: tensor '%s': missing, expected shape (%d, %d, %d) (E_TENSOR_MISSING)", b->g->path, name, cols, rows, n);
     if (t->ne[0] != (uint64_t)cols || t->ne[1] != (uint64_t)rows || t->ne[2] != (uint64_t)n || t->ne[3] != 1)
-        die("%s: tensor '%s': expected shape (%d, %d, %d), got (%" PRIu64 ", %" PRIu64 ", %" PRIu64 ")", b->g->path, name,
-            cols, rows, n, t->ne[0], t->ne[1], t->ne[2]);
+        die("%s: tensor '%s': expected shape (%d, %d, %d), got (%" PRIu64 ", %" PRIu64 ", %" PRIu64 ") (E_SHAPE)", b->g->path,
+            name, cols, rows, n, t->ne[0], t->ne[1], t->ne[2]);
     if (!gguf_type_supported(t->type))
-        die("%s: tensor '%s': type %s is not supported by this build", b->g->path, name, gguf_type_name(t->type));
+        die("%s: tensor '%s': type %s is not supported by this build (E_TYPE_UNSUPPORTED)", b->g->path, name,
+            gguf_type_name(t->type));
     b->bytes += t->size;
+    b->seen[t - b->g->tensors] = BOUND;
     return (Tensor){ .data = t->data, .type = (DType)t->type, .rows = rows, .cols = cols, .n = n };
 }
 
@@ -347,8 +385,38 @@ static void add_vector(Binder *b, const float **dst, const float *values, int n)
 
 static void bind_vector(Binder *b, const float **dst, const char *name, int n) {
     Tensor t = bind_tensor(b, name, 1, n, 1);
-    if (t.type != T_F32) die("%s: tensor '%s': expected type F32, got %s", b->g->path, name, gguf_type_name(t.type));
+    if (t.type != T_F32)
+        die("%s: tensor '%s': expected type F32, got %s (E_TYPE_UNSUPPORTED)", b->g->path, name, gguf_type_name(t.type));
     add_vector(b, dst, t.data, n);
+}
+
+// The factors that files with NVFP4 matrices hold beside them, STEM.scale for STEM.weight: one for all n, or one each. To
+// be called after the upload of dst is noted. Not for ffn_gate_inp and ffn_down_exps, whose .scale is another thing.
+static void bind_scale(Binder *b, Tensor *dst, const char *weight, int n) {
+    char name[80];
+    snprintf(name, sizeof name, "%.*s.scale", (int)(strlen(weight) - strlen(".weight")), weight);
+    const GgufTensor *t = find_tensor(b, name);
+    if (!t) return;
+    bind_vector(b, &dst->scale, name, t->ne[0] == 1 ? 1 : n);
+    if (t->ne[0] != 1 || n == 1) return;
+    b->n_uploads--;
+    float *each = b->derived + b->n_derived;
+    for (int i = 0; i < n; i++) each[i] = dst->scale[0];
+    b->n_derived += (size_t)n;
+    add_vector(b, &dst->scale, each, n);
+}
+
+static void bind_scaled(Binder *b, Tensor *dst, const char *name, int rows, int cols, int n) {
+    bind_matrix(b, dst, name, rows, cols, n);
+    bind_scale(b, dst, name, n);
+}
+
+// A table that rows are taken from. A factor of it would have to be applied there: no file is known that has one.
+static void bind_table(Binder *b, Tensor *dst, const char *name, int rows, int cols) {
+    bind_scaled(b, dst, name, rows, cols, 1);
+    if (dst->scale)
+        die("%s: tensor '%s': a table with a factor, its .scale, is not supported (E_TYPE_UNSUPPORTED)",
+            b->g->path, name);
 }
 
 // Radians per position of every pair that turns: base^(-2i/head_dim) / factor[i]. Published files give global layers factors
@@ -356,7 +424,8 @@ static void bind_vector(Binder *b, const float **dst, const char *name, int n) {
 static void bind_rope(Binder *b, Weights *w, int t, double base, int head_dim, const float *factor) {
     for (int i = 0; i < head_dim / 2; i++) {
         const double divisor = factor ? factor[i] : 1;
-        if (!(divisor > 0)) die("%s: tensor 'rope_freqs.weight': expected positive factors, got %g", b->g->path, divisor);
+        if (!(divisor > 0))
+            die("%s: tensor 'rope_freqs.weight': expected positive factors, got %g (E_PAYLOAD)", b->g->path, divisor);
         w->inv_freq[t][i] = pow(base, -2.0 * i / head_dim) / divisor;
         if (divisor < 1e20 || i == 0) w->n_pairs[t] = i + 1;         // at least one: 0 would mean an untied cache
     }
@@ -379,16 +448,18 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
         for (int i = 0; i <= (own ? (int)n_kv : 0); i++) {
             *parts[i] = (Tensor){ .data = at, .type = qkv.type, .rows = i ? kv_dim : q_dim, .cols = dim, .n = 1 };
             b->uploads[b->n_uploads++] = (Upload){ .tensor = *parts[i], .matrix = parts[i] };
+            bind_scale(b, parts[i], name, 1);
             at += matrix_bytes(parts[i]);
         }
     } else {
-        bind_matrix(b, &w->attn_q, NAME("attn_q.weight"), q_dim, dim, 1);
+        bind_scaled(b, &w->attn_q, NAME("attn_q.weight"), q_dim, dim, 1);
         if (own) {
-            bind_matrix(b, &w->attn_k, NAME("attn_k.weight"), kv_dim, dim, 1);
+            bind_scaled(b, &w->attn_k, NAME("attn_k.weight"), kv_dim, dim, 1);
             if (find_tensor(b, NAME("attn_v.weight")))
-                bind_matrix(b, &w->attn_v, name, kv_dim, dim, 1);
+                bind_scaled(b, &w->attn_v, name, kv_dim, dim, 1);
             else if (lc->is_swa)
-                die("%s: tensor '%s': missing; only global layers take V from the K projection", b->g->path, name);
+                die("%s: tensor '%s': missing; only global layers take V from the K projection (E_TENSOR_MISSING)",
+                    b->g->path, name);
         } else {                                       // published files keep these; nothing reads them
             find_tensor(b, NAME("attn_k.weight"));
             find_tensor(b, NAME("attn_v.weight"));
@@ -397,12 +468,12 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
     bind_vector(b, &w->attn_q_norm, NAME("attn_q_norm.weight"), lc->head_dim);
     if (own) bind_vector(b, &w->attn_k_norm, NAME("attn_k_norm.weight"), lc->head_dim);
     else find_tensor(b, NAME("attn_k_norm.weight"));
-    bind_matrix(b, &w->attn_output, NAME("attn_output.weight"), dim, q_dim, 1);
+    bind_scaled(b, &w->attn_output, NAME("attn_output.weight"), dim, q_dim, 1);
     bind_vector(b, &w->post_attention_norm, NAME("post_attention_norm.weight"), dim);
     bind_vector(b, &w->ffn_norm, NAME("ffn_norm.weight"), dim);
-    bind_matrix(b, &w->ffn_gate, NAME("ffn_gate.weight"), lc->ffn_dim, dim, 1);
-    bind_matrix(b, &w->ffn_up, NAME("ffn_up.weight"), lc->ffn_dim, dim, 1);
-    bind_matrix(b, &w->ffn_down, NAME("ffn_down.weight"), dim, lc->ffn_dim, 1);
+    bind_scaled(b, &w->ffn_gate, NAME("ffn_gate.weight"), lc->ffn_dim, dim, 1);
+    bind_scaled(b, &w->ffn_up, NAME("ffn_up.weight"), lc->ffn_dim, dim, 1);
+    bind_scaled(b, &w->ffn_down, NAME("ffn_down.weight"), dim, lc->ffn_dim, 1);
     bind_vector(b, &w->post_ffw_norm, NAME("post_ffw_norm.weight"), dim);
     w->layer_output_scale = 1;
     if (find_tensor(b, NAME("layer_output_scale.weight"))) {
@@ -416,14 +487,15 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
         const float *scale;
         bind_vector(b, &scale, NAME("ffn_gate_inp.scale"), dim);
         b->n_uploads--;
-        float *norm = b->derived + (size_t)l * dim;
+        float *norm = b->derived + b->n_derived;
+        b->n_derived += (size_t)dim;
         for (int i = 0; i < dim; i++) norm[i] = scale[i] / sqrtf((float)dim);
         add_vector(b, &w->router_norm, norm, dim);
         if (find_tensor(b, NAME("ffn_gate_up_exps.weight"))) {
-            bind_matrix(b, &w->ffn_gate_exps, name, 2 * c->expert_dim, dim, c->n_experts);
+            bind_scaled(b, &w->ffn_gate_exps, name, 2 * c->expert_dim, dim, c->n_experts);
         } else {
-            bind_matrix(b, &w->ffn_gate_exps, NAME("ffn_gate_exps.weight"), c->expert_dim, dim, c->n_experts);
-            bind_matrix(b, &w->ffn_up_exps, NAME("ffn_up_exps.weight"), c->expert_dim, dim, c->n_experts);
+            bind_scaled(b, &w->ffn_gate_exps, NAME("ffn_gate_exps.weight"), c->expert_dim, dim, c->n_experts);
+            bind_scaled(b, &w->ffn_up_exps, NAME("ffn_up_exps.weight"), c->expert_dim, dim, c->n_experts);
         }
         bind_matrix(b, &w->ffn_down_exps, NAME("ffn_down_exps.weight"), dim, c->expert_dim, c->n_experts);
         if (find_tensor(b, NAME("ffn_down_exps.scale"))) bind_vector(b, &w->ffn_down_exps_scale, name, c->n_experts);
@@ -432,23 +504,24 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
         bind_vector(b, &w->post_ffw_norm_2, NAME("post_ffw_norm_2.weight"), dim);
     }
     if (c->ple_dim) {
-        bind_matrix(b, &w->inp_gate, NAME("inp_gate.weight"), c->ple_dim, dim, 1);
-        bind_matrix(b, &w->proj, NAME("proj.weight"), dim, c->ple_dim, 1);
+        bind_scaled(b, &w->inp_gate, NAME("inp_gate.weight"), c->ple_dim, dim, 1);
+        bind_scaled(b, &w->proj, NAME("proj.weight"), dim, c->ple_dim, 1);
         bind_vector(b, &w->post_norm, NAME("post_norm.weight"), dim);
     }
 #undef NAME
 }
 
-// Bind everything; sets c->vocab. Tensors that nothing reads (other modalities, side data) are counted.
+// Bind everything; sets c->vocab.
 static void bind_weights(Binder *b, Config *c, Weights *w) {
     w->layer = alloc_or_die(c->n_layers, sizeof *w->layer);
     const GgufTensor *embd = gguf_find_tensor(b->g, "token_embd.weight");
-    if (!embd) die("%s: tensor 'token_embd.weight': missing", b->g->path);
+    if (!embd) die("%s: tensor 'token_embd.weight': missing (E_TENSOR_MISSING)", b->g->path);
     if (embd->ne[1] > MAX_VOCAB)
-        die("%s: tensor 'token_embd.weight': expected at most %d rows, got %" PRIu64, b->g->path, MAX_VOCAB, embd->ne[1]);
+        die("%s: tensor 'token_embd.weight': expected at most %d rows, got %" PRIu64 " (E_SHAPE)", b->g->path, MAX_VOCAB,
+            embd->ne[1]);
     c->vocab = (int)embd->ne[1];
-    bind_matrix(b, &w->token_embd, "token_embd.weight", c->vocab, c->dim, 1);
-    if (find_tensor(b, "output.weight")) bind_matrix(b, &w->output, "output.weight", c->vocab, c->dim, 1);
+    bind_table(b, &w->token_embd, "token_embd.weight", c->vocab, c->dim);
+    if (find_tensor(b, "output.weight")) bind_scaled(b, &w->output, "output.weight", c->vocab, c->dim, 1);
     bind_vector(b, &w->output_norm, "output_norm.weight", c->dim);
 
     bool has[2] = { false, false };
@@ -459,7 +532,7 @@ static void bind_weights(Binder *b, Config *c, Weights *w) {
     }
     if (has[0]) {
         Tensor factors = bind_tensor(b, "rope_freqs.weight", 1, head_dim[0] / 2, 1);
-        if (factors.type != T_F32) die("%s: tensor 'rope_freqs.weight': expected type F32", b->g->path);
+        if (factors.type != T_F32) die("%s: tensor 'rope_freqs.weight': expected type F32 (E_TYPE_UNSUPPORTED)", b->g->path);
         bind_rope(b, w, 0, c->rope_base, head_dim[0], factors.data);
     } else {
         find_tensor(b, "rope_freqs.weight");
@@ -467,15 +540,39 @@ static void bind_weights(Binder *b, Config *c, Weights *w) {
     if (has[1]) bind_rope(b, w, 1, c->rope_base_swa, head_dim[1], NULL);
     if (c->ple_dim) {
         const int all = c->n_layers * c->ple_dim;
-        bind_matrix(b, &w->per_layer_token_embd, "per_layer_token_embd.weight", c->vocab, all, 1);
-        bind_matrix(b, &w->per_layer_model_proj, "per_layer_model_proj.weight", all, c->dim, 1);
+        bind_table(b, &w->per_layer_token_embd, "per_layer_token_embd.weight", c->vocab, all);
+        bind_scaled(b, &w->per_layer_model_proj, "per_layer_model_proj.weight", all, c->dim, 1);
         bind_vector(b, &w->per_layer_proj_norm, "per_layer_proj_norm.weight", c->ple_dim);
     }
     for (int l = 0; l < c->n_layers; l++) bind_layer(b, c, &w->layer[l], l);
+}
 
-    for (size_t i = 0; i < b->g->n_tensors; i++) {
-        if (b->seen[i]) continue;
-        if (!b->n_unused++) b->first_unused = b->g->tensors[i].name;
+static bool starts_with_one_of(GgufStr s, const char *const *starts) {                // NULL ends the list
+    for (; *starts; starts++)
+        if (s.n >= strlen(*starts) && !memcmp(s.s, *starts, strlen(*starts))) return true;
+    return false;
+}
+
+// Says on stderr how many tensors and keys this program knows nothing about, and the first few names. Other modalities
+// (vision, audio), unused K and V of layers that share them and scales of inputs are known and not worth a line.
+static void print_unknown(const Binder *b) {
+    static const char *const tensors[] = { "v.", "a.", "mm.", NULL };
+    static const char *const keys[] = { "gemma4.", "general.", "tokenizer.", "split.", "quantize.", NULL };
+    static const char input_scale[] = ".input_scale";
+    for (int kind = 0; kind < 2; kind++) {
+        const size_t n_all = kind ? b->g->n_kvs : b->g->n_tensors, n_end = strlen(input_scale);
+        size_t n = 0;
+        char names[3 * 66 + 8] = "";
+        for (size_t i = 0; i < n_all; i++) {
+            const GgufStr s = kind ? b->g->kvs[i].key : b->g->tensors[i].name;
+            if (!kind && (b->seen[i] != UNSEEN || (s.n >= n_end && !memcmp(s.s + s.n - n_end, input_scale, n_end)))) continue;
+            if (starts_with_one_of(s, kind ? keys : tensors)) continue;
+            const size_t at = strlen(names);
+            if (n < 3) snprintf(names + at, sizeof names - at, "%s%.*s", n ? ", " : "", s.n < 64 ? (int)s.n : 64, s.s);
+            if (n == 3) strcat(names, ", ...");
+            n++;
+        }
+        if (n) fprintf(stderr, "# %zu %s%s not used: %s\n", n, kind ? "key" : "tensor", n == 1 ? " is" : "s are", names);
     }
 }
 
@@ -1138,9 +1235,19 @@ static Limits plan_limits(const Model *m) {
     return lim;
 }
 
+// general.name, or the file's name: what the user may know the model by. Until the next call.
+static const char *model_name(const Model *m) {
+    const GgufKv *kv = gguf_find_kv(&m->gguf, "general.name");
+    const char *slash = strrchr(m->gguf.path, '/'), *file = slash ? slash + 1 : m->gguf.path;
+    return shown(kv && kv->type == GGUF_V_STR && kv->count ? (GgufStr){ (const char *)kv->data, (size_t)kv->count }
+                                                           : (GgufStr){ file, strlen(file) });
+}
+
 // Everything that lives in backend memory, in one pass: weights, caches, activations. Called twice, to count and to place.
 static void plan_memory(Model *m, Arena *a) {
+    const size_t to_upload = m->plan.weights;          // known the second time
     m->plan = (Plan){ 0 };
+    if (a->base && to_upload) progress(model_name(m), 0, to_upload, "B");
     for (int i = 0; i < m->binder.n_uploads; i++) {
         Upload *u = &m->binder.uploads[i];
         const size_t bytes = m->ops->weight_bytes(&u->tensor);
@@ -1150,6 +1257,7 @@ static void plan_memory(Model *m, Arena *a) {
         m->ops->upload(&u->tensor, dst);
         if (u->matrix) *u->matrix = u->tensor;
         if (u->vector) *u->vector = u->tensor.data;
+        if (bytes) progress(model_name(m), m->plan.weights, to_upload, "B");
     }
     plan_caches(m, a);
     const size_t before = a->used;
@@ -1171,7 +1279,8 @@ static void load_mask(Model *m) {
     const GgufKv *kv = gguf_find_kv(&m->gguf, "tokenizer.ggml.suppress_tokens");
     if (kv && kv->type == GGUF_V_ARRAY && kv->count) {
         if (kv->count > (uint64_t)m->config.vocab)
-            die("%s: key 'tokenizer.ggml.suppress_tokens': expected at most %d ids", m->gguf.path, m->config.vocab);
+            die("%s: key 'tokenizer.ggml.suppress_tokens': expected at most %d ids (E_META_ARRAY)", m->gguf.path,
+                m->config.vocab);
         int64_t *ids = alloc_or_die(kv->count, sizeof *ids);
         if (gguf_get_ints(&m->gguf, "tokenizer.ggml.suppress_tokens", 0, m->config.vocab - 1, ids, kv->count) < 0)
             die_gguf(&m->gguf);
@@ -1195,8 +1304,9 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     Binder *b = &m->binder;
     b->g = &m->gguf;
     b->seen = alloc_or_die(m->gguf.n_tensors, 1);
-    b->uploads = alloc_or_die(m->gguf.n_tensors + m->config.n_layers * 4, sizeof *b->uploads);
-    b->derived = alloc_or_die((size_t)m->config.n_layers * m->config.dim, sizeof *b->derived);
+    b->uploads = alloc_or_die(m->gguf.n_tensors + (size_t)m->config.n_layers * 4, sizeof *b->uploads);
+    b->derived = alloc_or_die((size_t)m->config.n_layers * ((size_t)m->config.dim + 2 * (size_t)m->config.n_experts),
+                              sizeof *b->derived);
     bind_weights(b, &m->config, &m->weights);
 
     const Config *c = &m->config;
@@ -1238,6 +1348,93 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     load_mask(m);
     for (int t = 0; t < 2; t++)
         ops->copy(&(Copy){ m->s.inv_freq[t], m->weights.inv_freq[t], m->weights.n_pairs[t] * sizeof(double), COPY_IN });
+}
+
+// Bytes that can be had without swapping: what is free and what the page cache would give back.
+static size_t available_memory(void) {
+    char line[128];
+    unsigned long long kb = 0;
+    FILE *f = fopen("/proc/meminfo", "r");
+    while (f && !kb && fgets(line, sizeof line, f)) sscanf(line, "MemAvailable: %llu kB", &kb);
+    if (f) fclose(f);
+    return kb ? (size_t)kb * 1024 : (size_t)sysconf(_SC_AVPHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+}
+
+typedef struct {
+    const GgufTensor *t;
+    size_t first, n;          // blocks of it
+} Piece;
+
+// Reads the model's data from one end to the other, with all threads and under a progress bar: for the pages, which the
+// first prompt would otherwise wait for one by one, or, with check, for what stands in them (every tensor of the file).
+// Left out without check: what nobody reads or what rows are only taken from; and all when it is more than memory can hold
+// or the backend keeps weights of its own. Takes next to no time when the pages are in memory already.
+static void read_weights(Model *m, bool check) {
+    enum { PIECE = 4 << 20, AHEAD = 8 };               // bytes; pieces that the kernel is told of in advance
+    const Gguf *g = &m->gguf;
+    const Weights *w = &m->weights;
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    size_t total = 0, done = 0;
+    int n_pieces = 0, bad_piece = INT_MAX;
+    Piece *pieces = alloc_or_die(g->n_tensors + g->file_size / (PIECE / 2), sizeof *pieces);
+    for (size_t i = 0; i < g->n_tensors; i++) {
+        const GgufTensor *t = &g->tensors[i];
+        const bool table = t->data == w->per_layer_token_embd.data || (w->output.data && t->data == w->token_embd.data);
+        if (!check && (m->binder.seen[i] != BOUND || table)) continue;
+        const size_t bytes = (size_t)gguf_block_bytes(t->type), n = (size_t)t->size / bytes, most = PIECE / bytes;
+        for (size_t at = 0; at < n; at += most)
+            pieces[n_pieces++] = (Piece){ t, at, n - at < most ? n - at : most };
+        total += (size_t)t->size;
+    }
+    char size[2][32];
+    if (!check && total > available_memory()) {
+        fprintf(stderr, "# %s of weights do not fit %s of available memory: they are read as they are needed\n",
+                amount(size[0], (double)total, "B"), amount(size[1], (double)available_memory(), "B"));
+        n_pieces = 0;
+    }
+    if (!check && m->plan.weights) n_pieces = 0;
+
+    const double start = seconds();
+    char what[64];
+    snprintf(what, sizeof what, "%s%.40s", check ? "checking " : "", model_name(m));
+    if (n_pieces) progress(what, 0, total, "B");
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int i = 0; i < n_pieces; i++) {
+        const Piece *p = &pieces[i], *next = &pieces[min_int(i + AHEAD, n_pieces - 1)];
+        const size_t bytes = (size_t)gguf_block_bytes(p->t->type), next_bytes = (size_t)gguf_block_bytes(next->t->type);
+        const uint8_t *data = p->t->data + p->first * bytes, *from = next->t->data + next->first * next_bytes;
+        const size_t before = (size_t)((uintptr_t)from % page);
+        madvise((void *)(uintptr_t)(from - before), next->n * next_bytes + before, MADV_WILLNEED);
+        if (check) {
+            const size_t bad = gguf_find_bad_block(p->t->type, data, p->n);
+#pragma omp critical
+            if (bad < p->n && i < bad_piece) {
+                bad_piece = i;
+                pieces[i].first += bad;
+            }
+        } else {
+            for (size_t at = 0; at < p->n * bytes; at += page) (void)((const volatile uint8_t *)data)[at];
+        }
+        size_t so_far;
+#pragma omp atomic capture
+        so_far = done += p->n * bytes;
+#ifdef _OPENMP
+        if (omp_get_thread_num() == 0)
+#endif
+            if (so_far < total) progress(what, so_far, total, "B");
+    }
+    if (n_pieces) progress(what, total, total, "B");
+    if (bad_piece < INT_MAX) {
+        const Piece *p = &pieces[bad_piece];
+        const size_t elems = (size_t)gguf_block_elems(p->t->type);
+        die("%s: tensor '%.*s': expected finite numbers, got NaN, Inf or a reserved value in block %zu of type %s, elements "
+            "%zu to %zu (E_PAYLOAD)", g->path, (int)p->t->name.n, p->t->name.s, p->first, gguf_type_name(p->t->type),
+            p->first * elems, (p->first + 1) * elems - 1);
+    }
+    if (check)
+        fprintf(stderr, "# checked %s in %.2f s: every number of %zu tensors is one\n", amount(size[0], (double)total, "B"),
+                seconds() - start, g->n_tensors);
+    free(pieces);
 }
 
 static void free_model(Model *m) {
@@ -2233,16 +2430,17 @@ static void read_logits(Model *m, int row, float *host) {            // (vocab) 
 // between two chunks; what ran is committed.
 static bool run_prompt(Model *m, int seq, const int32_t *tokens, int n, const char *what,
                        const volatile sig_atomic_t *stop) {
+    if (what) progress(what, 0, n, "tokens");
     for (int at = 0; at < n; ) {
         const int chunk = min_int(n - at, m->options.n_batch);
         for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = tokens[at + i], .want = at + i == n - 1 };
         step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = chunk, .rows = m->chunk }, 1);
         at += chunk;
-        if (what) progress(what, at, n);
+        if (what) progress(what, at, n, "tokens");
         if (at == n) break;
         commit_all(m);
         if (!stop || !*stop) continue;
-        if (what) progress(what, n, n);                // the line goes away
+        if (what) progress(what, n, n, "tokens");      // the line goes away
         return false;
     }
     return true;
@@ -2268,19 +2466,33 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, const Config *c) {
     GgufStr kind = { "", 0 };
     if (gguf_get_str(g, "tokenizer.ggml.model", &kind) < 0) die_gguf(g);
     if (kind.n != 6 || memcmp(kind.s, "gemma4", 6) != 0)
-        die("%s: key 'tokenizer.ggml.model': expected 'gemma4', got '%s'", g->path, shown(kind));
+        die("%s: key 'tokenizer.ggml.model': expected 'gemma4', got '%s' (E_META_RANGE)", g->path, shown(kind));
     const GgufStr *tokens, *merges;
     size_t n_tokens = 0, n_merges = 0;
     int found = gguf_get_strs(g, "tokenizer.ggml.tokens", &tokens, &n_tokens);
     if (found < 0) die_gguf(g);
-    if (!found) die("%s: key 'tokenizer.ggml.tokens': missing", g->path);
+    if (!found) die("%s: key 'tokenizer.ggml.tokens': missing (E_META_MISSING)", g->path);
     if (n_tokens != (size_t)c->vocab)
-        die("%s: key 'tokenizer.ggml.tokens': expected %d texts, one per row of token_embd.weight, got %zu", g->path,
-            c->vocab, n_tokens);
+        die("%s: key 'tokenizer.ggml.tokens': expected %d texts, one per row of token_embd.weight, got %zu (E_SHAPE)",
+            g->path, c->vocab, n_tokens);
     found = gguf_get_strs(g, "tokenizer.ggml.merges", &merges, &n_merges);
     if (found < 0) die_gguf(g);
-    if (!found) die("%s: key 'tokenizer.ggml.merges': missing", g->path);
-    if (n_merges > INT_MAX) die("%s: key 'tokenizer.ggml.merges': expected at most %d, got %zu", g->path, INT_MAX, n_merges);
+    if (!found) die("%s: key 'tokenizer.ggml.merges': missing (E_META_MISSING)", g->path);
+    if (n_merges > INT_MAX)
+        die("%s: key 'tokenizer.ggml.merges': expected at most %d, got %zu (E_META_ARRAY)", g->path, INT_MAX, n_merges);
+    for (size_t i = 0; i < n_merges; i++)
+        if (merges[i].n < 3 || !memchr(merges[i].s + 1, ' ', merges[i].n - 2))
+            die("%s: key 'tokenizer.ggml.merges': merge %zu: expected two texts with a space between, got '%s' "
+                "(E_META_RANGE)", g->path, i, shown(merges[i]));
+    const GgufKv *scores = gguf_find_kv(g, "tokenizer.ggml.scores");  // nothing reads them
+    if (scores && (scores->type != GGUF_V_ARRAY || scores->count != n_tokens))
+        die("%s: key 'tokenizer.ggml.scores': expected an array of %zu (E_META_ARRAY)", g->path, n_tokens);
+    static const char *const unread[] = { "unknown", "padding", "mask", "eom", "separator" };
+    for (size_t i = 0; i < sizeof unread / sizeof *unread; i++) {
+        char key[64];
+        snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", unread[i]);
+        token_id(g, key, c->vocab);
+    }
 
     TokStr *text = alloc_or_die(n_tokens + n_merges, sizeof *text);
     int64_t *types64 = alloc_or_die(n_tokens, sizeof *types64);
@@ -2339,11 +2551,9 @@ static double bytes_per_token(const Model *m, int pos) {
 static void print_plan(Model *m) {
     const Config *c = &m->config;
     const double mib = 1 << 20;
-    GgufStr name = { "unnamed", 7 };
-    if (gguf_get_str(&m->gguf, "general.name", &name) < 0) die_gguf(&m->gguf);
     bool tied = false;
     for (int i = 0; i < m->n_caches; i++) tied |= m->caches[i].n_rot > 0;
-    fprintf(stderr, "# %s: %d layers, dim %d, %d experts, vocabulary %d, weights %.1f MiB (%s)\n", shown(name), c->n_layers,
+    fprintf(stderr, "# %s: %d layers, dim %d, %d experts, vocabulary %d, weights %.1f MiB (%s)\n", model_name(m), c->n_layers,
             c->dim, c->n_experts, c->vocab, (double)m->binder.bytes / mib,
             gguf_type_name(m->weights.layer[0].attn_q.type));
     fprintf(stderr, "# plan: context %d: global KV %.1f MiB (%s %s), rings %.1f MiB, stage %.1f MiB, activations %.1f MiB, "
@@ -2352,9 +2562,7 @@ static void print_plan(Model *m) {
             (double)m->plan.stage / mib, (double)m->plan.activations / mib, (double)m->plan.scratch / mib);
     if (m->options.n_ctx > c->n_ctx_train)
         fprintf(stderr, "# warning: a context of %d, but the model was trained for %d\n", m->options.n_ctx, c->n_ctx_train);
-    if (m->binder.n_unused)
-        fprintf(stderr, "# tensors of the file that are not read: %zu, the first: %s\n", m->binder.n_unused,
-                shown(m->binder.first_unused));
+    print_unknown(&m->binder);
     int threads = 1;
 #ifdef _OPENMP
     threads = omp_get_max_threads();
@@ -2380,7 +2588,7 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
     op->copy(&(Copy){ m->s.params, &o->sampling, sizeof o->sampling, COPY_IN });
 
     const double t_start = seconds();
-    const bool prompted = run_prompt(m, 0, prompt, n, "prompt tokens", &interrupted);
+    const bool prompted = run_prompt(m, 0, prompt, n, "prompt", &interrupted);
     if (!prompted) n = m->len[0];                      // as far as it came
     op->wait();
     const double t_prompt = seconds();
@@ -2438,7 +2646,7 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
 
 // gemma4 logits: the logits of every position of a list of ids, after the soft-cap, as n x vocab float32.
 static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const char *ids_path, const char *out_path,
-                        const char *dump_dir) {
+                        const char *dump_dir, bool check_tensors) {
     size_t size = 0;
     uint8_t *bytes = read_file(ids_path, &size, "--ids");
     if (!size || size % 4) die("--ids: %s: expected little-endian int32 ids, got %zu bytes", ids_path, size);
@@ -2452,6 +2660,7 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
     o.n_logits = o.n_batch = STEP_ROWS;
     Model *m = alloc_or_die(1, sizeof *m);
     load_model(m, model, ops, o, dump_dir);
+    if (check_tensors) read_weights(m, true);
     int32_t *ids = alloc_or_die(n, sizeof *ids);
     for (int i = 0; i < n; i++) {
         const uint8_t *b = bytes + (size_t)i * 4;
@@ -2463,6 +2672,7 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
     if (!f) die("-o: %s: %s", out_path, strerror(errno));
     float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
     const double t0 = seconds();
+    progress("logits", 0, n, "positions");
     for (int at = 0; at < n; ) {
         const int chunk = min_int(n - at, STEP_ROWS);
         for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .want = true };
@@ -2474,7 +2684,7 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
         }
         commit_all(m);
         at += chunk;
-        progress("positions", at, n);
+        progress("logits", at, n, "positions");
     }
     if (fclose(f)) die("-o: %s: %s", out_path, strerror(errno));
     print_plan(m);
@@ -2497,9 +2707,10 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
 //   the head: output, or without it token_embd and per_layer_token_embd    Q6_K; Q8_0 in Q8_0 files, and where a row does
 //                                                                          not divide into the base type's blocks
 //   attn_k and attn_v of models with exactly 8 experts                     Q8_0
-//   attn_output of such models, fused attn_qkv                             of base Q4_K: Q5_K; attn_qkv of base Q5_K: Q6_K
+//   attn_output of such models                                             Q5_K in files of base Q4_K
 //   attn_v, ffn_down and ffn_down_exps                                     the better type where the recipe says so
 //   the rest                                                               the base type
+// attn_v stands for a fused attn_qkv as well.
 // A row that does not divide into blocks of 256 falls back to blocks of 32 with as many bits or more, and if it does not
 // divide into these either, to F16. 26B-A4B needs that: its ffn_down has 2112 columns, its experts 704.
 
@@ -2547,6 +2758,8 @@ static bool is_better(const Recipe *r, int i, int n, int n_first) {
     return r->which == FIRST_BETTER && i < n_first;
 }
 
+static bool is_attn_v(GgufStr name) { return has_part(name, "attn_v.weight") || has_part(name, "attn_qkv.weight"); }
+
 static bool divides(const GgufTensor *t, int type) { return t->ne[0] % (uint64_t)gguf_block_elems(type) == 0; }
 
 // The type of a tensor in the new file. To be asked once per tensor, in the new file's order: attn_v are counted.
@@ -2559,7 +2772,7 @@ static int mixture_type(Mixture *m, const GgufTensor *t) {
         return t->type;
     if (gguf_block_elems(r->base) == 1) return r->base;
 
-    const bool is_v = has_part(name, "attn_v.weight"), is_down = has_part(name, "ffn_down");
+    const bool is_v = is_attn_v(name), is_down = has_part(name, "ffn_down");
     const int l = layer_of(name), n = is_v ? m->n_attn_v : m->n_layers, i = is_v ? m->i_attn_v++ : l;
     int type = r->base;
     if (m->has_output ? l < 0 && ends_with(name, "output.weight") : ends_with(name, "token_embd.weight"))
@@ -2568,8 +2781,6 @@ static int mixture_type(Mixture *m, const GgufTensor *t) {
         type = GGUF_Q8_0;
     else if (r->base == GGUF_Q4_K && m->has_8_experts && has_part(name, "attn_output.weight"))
         type = GGUF_Q5_K;
-    else if (r->which == MORE_BITS && has_part(name, "attn_qkv.weight"))
-        type = r->base == GGUF_Q4_K ? GGUF_Q5_K : GGUF_Q6_K;
     else if ((is_v || is_down) && is_better(r, i, n, is_v ? 4 : n / 8))
         type = r->better;
 
@@ -2622,6 +2833,7 @@ static void write_output(const Output *o, const void *bytes, size_t n) {
         const ssize_t done = write(o->fd, p, n < (1 << 30) ? n : 1 << 30);
         if (interrupted) {
             unlink(o->tmp);
+            if (bar_shown) fprintf(stderr, "\n");
             _exit(130);
         }
         if (done < 0 && errno == EINTR) continue;
@@ -2658,8 +2870,10 @@ static bool convert_rows(const GgufTensor *t, const uint8_t *src, int type, uint
         float x[PIECE_ELEMS];
         for (size_t c = 0; c < cols; c += PIECE_ELEMS) {
             const size_t n = cols - c < PIECE_ELEMS ? cols - c : PIECE_ELEMS;
-            gguf_dequantize(t->type, src + r * in + gguf_row_size(t->type, c), x, n);
-            for (size_t i = 0; i < n; i++) bad |= !isfinite(x[i]);
+            const uint8_t *from = src + r * in + gguf_row_size(t->type, c);
+            const size_t n_blocks = n / (size_t)gguf_block_elems(t->type);
+            bad |= gguf_find_bad_block(t->type, from, n_blocks) < n_blocks;
+            gguf_dequantize(t->type, from, x, n);
             gguf_quantize(type, x, dst + r * out + gguf_row_size(type, c), n);
         }
     }
@@ -2705,7 +2919,7 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
     size_t n_elems = 0, n_requantised = 0, in_bytes = 0;
     for (size_t i = 0; i < g.n_tensors; i++) {
         order[i] = &g.tensors[i];
-        m.n_attn_v += has_part(order[i]->name, "attn_v.weight") || has_part(order[i]->name, "attn_qkv.weight");
+        m.n_attn_v += is_attn_v(order[i]->name);
     }
     qsort(order, g.n_tensors, sizeof *order, tensor_order);
     for (size_t i = 0; i < g.n_tensors; i++) {
@@ -2714,7 +2928,7 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
         if (types[i] != t->type && !gguf_type_supported(t->type))
             die("%s: tensor '%s': expected a type that can be converted, got %s", in, shown(t->name),
                 gguf_type_name(t->type));
-        n_requantised += types[i] != t->type && is_quantised((DType)t->type);
+        n_requantised += types[i] != t->type && is_quantised((DType)t->type) && is_quantised((DType)types[i]);
         n_elems += n_elements(t);
         in_bytes += (size_t)t->size;
         gguf_put_tensor(&w, t->name, types[i], t->n_dims, t->ne);
@@ -2735,6 +2949,7 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
     const double t0 = seconds();
     const size_t total = head_size + (size_t)w.data_size;
     size_t at = head_size;
+    progress(m.recipe->name, 0, total, "B");
     write_output(&o, head, head_size);
     for (size_t i = 0; i < g.n_tensors; i++) {
         const GgufTensor *t = order[i];
@@ -2751,12 +2966,13 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
                 die_output(&o, "tensor '%s' of %s holds values that are not finite", shown(t->name), in);
             write_output(&o, types[i] == t->type ? t->data + r * in_row : piece, n * row);
             at += n * row;
-            progress("MB", at >> 20, total >> 20);
+            if (at < total) progress(m.recipe->name, at, total, "B");
         }
         const size_t pad = round_up(n_rows * row, 32) - n_rows * row;
         write_output(&o, zeros, pad);
         at += pad;
     }
+    progress(m.recipe->name, total, total, "B");       // the line goes away
     close_output(&o);
     const double dt = seconds() - t0, mib = 1 << 20;
     fprintf(stderr, "# %s: %.1f MiB to %.1f MiB, %.2f bits per weight, %.1f s, %.3f GB/s read\n", out, (double)in_bytes / mib,
@@ -2779,7 +2995,7 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
 typedef struct {
     const char *verb, *model, *target, *type, *prompt, *prompt_file, *system, *ids, *out, *dump, *kv_layout, *k_type, *v_type;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, seed;
-    bool raw, ignore_eos, help, version;
+    bool raw, ignore_eos, check_tensors, help, version;
 } Flags;
 
 typedef enum { FLAG_TEXT, FLAG_INT, FLAG_REAL, FLAG_ON } FlagKind;
@@ -2819,6 +3035,8 @@ static const Flag flags[] = {
     { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, FIELD(v_type), 0, 0, "type of cached V; default: as K" },
     { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, FIELD(kv_layout), 0, 0,
       "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
+    { "--check-tensors", NULL, NULL, FLAG_ON, FIELD(check_tensors), 0, 0,
+      "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales" },
     { "--dump", NULL, "DIR", FLAG_TEXT, FIELD(dump), 0, 0,
       "write every checkpoint to DIR/NAME-LAYER.f32, rows x width float32" },
     { "--ids", NULL, "FILE", FLAG_TEXT, FIELD(ids), 0, 0, "logits: token ids, little-endian int32, <bos> included" },
@@ -2893,7 +3111,7 @@ static double sampling_value(Gguf *g, double given, const char *key, double max,
     const bool is_float = kv->type == GGUF_V_F32 || kv->type == GGUF_V_F64;
     if (is_float ? gguf_get_float(g, key, &v) < 0 : gguf_get_int(g, key, 0, INT_MAX, &i) < 0) die_gguf(g);
     if (!is_float) v = (double)i;
-    if (!(v >= 0 && v <= max)) die("%s: key '%s': expected 0 to %.10g, got %g", g->path, key, max, v);
+    if (!(v >= 0 && v <= max)) die("%s: key '%s': expected 0 to %.10g, got %g (E_META_RANGE)", g->path, key, max, v);
     return v;
 }
 
@@ -2942,6 +3160,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     if (g.sampling.temperature > 0)
         fprintf(stderr, "# sampling: temperature %g, top-k %d, top-p %g, min-p %g, seed %.0f\n", (double)g.sampling.temperature,
                 (int)g.sampling.top_k, (double)g.sampling.top_p, (double)g.sampling.min_p, seed);
+    read_weights(m, f->check_tensors);                 // Ctrl-C still ends the process at once
     struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)(SA_RESETHAND | SA_RESTART) };
     sigaction(SIGINT, &act, NULL);
     const int status = generate(m, &tok, ids.ids, (int)ids.n, &g);
@@ -2993,10 +3212,11 @@ int main(int argc, char **argv) {
     }
     if (f.prompt || f.prompt_file || f.system || f.raw || f.ignore_eos || f.n_predict >= 0 || !isnan(f.temperature) ||
         !isnan(f.top_k) || !isnan(f.top_p) || !isnan(f.min_p) || !isnan(f.seed))
-        die("logits: takes --ids, -o, -c, -t, -ctk, -ctv, --kv-layout and --dump; the other flags are for generating");
+        die("logits: takes --ids, -o, -c, -t, -ctk, -ctv, --kv-layout, --check-tensors and --dump; the others are "
+            "for generating");
     if (!f.ids) die("--ids: expected a file of token ids");
     if (!f.out) die("-o: expected a file for the logits");
-    verb_logits(f.model, ops, o, f.ids, f.out, f.dump);
+    verb_logits(f.model, ops, o, f.ids, f.out, f.dump, f.check_tensors);
     return 0;
 }
 #endif

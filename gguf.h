@@ -7,8 +7,8 @@
  * The file is untrusted. Nothing here exits, prints or keeps globals: a function that can fail returns < 0 and puts one
  * line into g->err, "<what>: expected <x>, got <y> (E_CODE at byte N)", with unprintable bytes escaped. The caller
  * prefixes the file name. A file that passed has every table, string and tensor inside the bounds that were checked.
- * One part of a split model is refused (E_SPLIT_COUNT). A tensor may have any type of the format; one that the engine
- * binds must pass gguf_type_supported, so that an unused exotic tensor does not make a file unreadable.
+ * A tensor may have any type of the format; one that the engine binds must pass gguf_type_supported, so that an unused
+ * exotic tensor does not make a file unreadable.
  *
  * FILE      all integers little-endian, everything packed: fields are read with memcpy, never through a cast pointer
  *   offset  size  field
@@ -23,6 +23,13 @@
  *   string  n u64, then n bytes, no terminator; a string value may hold any bytes, also NUL and broken UTF-8
  *   array   element type i32, count u64, then the elements packed; arrays of arrays are refused
  *   offset_i must be the running sum of the padded sizes before it: no overlap, no gap, one comparison
+ *
+ * SPLIT     a model in parts: PREFIX-00001-of-00003.gguf and so on, each a whole file with its own alignment and data_start
+ *   split.count          u16  parts, at most 256; 1 or absent: not split
+ *   split.no             u16  this part, from 0
+ *   split.tensors.count  any integer, in the first part: tensors of all parts together
+ *   The first part holds all other keys, and may hold no tensor. gguf_open of the first part opens all; the tensors of all
+ *   parts make one table. An error in a later part starts with that part's name, and its byte position counts there.
  *
  * BLOCKS    the types with code here; a row is ne[0] elements, and a block never crosses a row's end
  *   type    elems  bytes  fields at byte offsets                            value of element i
@@ -83,30 +90,32 @@ typedef struct {
     GgufStr name;               // 1..63 bytes of printable ASCII, unique in the file
     int type, n_dims;           // type: any known id; whether there is code for it, gguf_type_supported says
     uint64_t ne[4];             // elements per dimension, fastest first: {cols, rows, experts, 1}; 1 beyond n_dims
-    uint64_t offset, size;      // bytes; offset from the start of the data section
+    uint64_t offset, size;      // bytes; offset from the start of the data section of its file
     const uint8_t *data;        // (size) bytes in the mapping, aligned like the file's alignment
 } GgufTensor;
 
 typedef struct {
     const char *path;           // as given to gguf_open, not copied; "(memory)" after gguf_parse
     uint32_t version, alignment;
-    GgufKv *kvs;         size_t n_kvs;
-    GgufTensor *tensors; size_t n_tensors;
-    size_t file_size, data_start;           // bytes
-    char err[512];              // the last failure, one line; "" when there was none
+    GgufKv *kvs;         size_t n_kvs;      // of a split model: those of its first part
+    GgufTensor *tensors; size_t n_tensors;  // of all parts
+    size_t file_size, data_start;           // bytes: of all parts together; of the first part
+    char err[1024];             // the last failure, one line; "" when there was none
     // private
     const uint8_t *meta;        // metadata as it was checked: a private copy of the file's head, or gguf_parse's bytes
-    uint8_t *meta_copy;         // what to free of it
+    uint8_t **copies;           // what to free of it: one copy per file
+    size_t n_copies;
     struct { void *at; size_t size; } *maps;    // the files, read-only
     size_t n_maps;
     uint32_t *kv_index, *tensor_index;      // hash tables: index + 1, 0 = free
     size_t kv_slots, tensor_slots;          // powers of two
 } Gguf;
 
-// Open a GGUF file: copy its metadata to private memory and check it there, map the file for the tensor data. 0 or < 0.
-// Whoever shortens the file while it is open turns a later access into SIGBUS; wrong bytes in the data stay in bounds.
+// Open a GGUF file, or all parts of a split model by the name of its first one: copy the metadata to private memory and
+// check it there, map the files for the tensor data. 0 or < 0.
+// Whoever shortens a file while it is open turns a later access into SIGBUS; wrong bytes in the data stay in bounds.
 int gguf_open(Gguf *g, const char *path);
-// The same for a file that lies in memory; bytes must stay unchanged until gguf_close. 0 or < 0.
+// The same for one file that lies in memory; bytes must stay unchanged until gguf_close. 0 or < 0.
 int gguf_parse(Gguf *g, const void *bytes, size_t size);
 // Release everything but err. Harmless after a failed open or parse (which released it already), and twice.
 void gguf_close(Gguf *g);
@@ -121,6 +130,11 @@ int gguf_get_str(Gguf *g, const char *key, GgufStr *out);                       
 // n integers: an array (any integer type, or bool) of exactly n elements, or a scalar that stands for all of them.
 int gguf_get_ints(Gguf *g, const char *key, int64_t min, int64_t max, int64_t *out, size_t n);
 int gguf_get_strs(Gguf *g, const char *key, const GgufStr **out, size_t *n);          // lives until gguf_close
+
+// The first of n blocks of a type that holds a number no quantiser writes, or n: scales and floats must be finite, MXFP4's
+// exponent is not 255, NVFP4's scales have no sign. I8 to I64 and IQ1_M hold nothing that is checked. Nothing else reads
+// all of a model's data before it is used, so this is an offer, not a part of opening. From any thread.
+size_t gguf_find_bad_block(int type, const void *blocks, size_t n);
 
 // ---- writing a file's head -----------------------------------------------------------------------------------------
 // Keys and tensor infos in the order of the calls, offsets as running sums. Start from {0}. The file is the head, then per
@@ -319,6 +333,7 @@ static inline uint16_t gguf_f32_to_f16(float f) {
 #define GGUF__KV_MIN     14                 // bytes of the smallest entry: 8 + 1 + 4 + 1
 #define GGUF__TENSOR_MIN 33                 // bytes of the smallest info: 8 + 1 + 4 + 8 + 4 + 8
 #define GGUF__META_MAX   ((size_t)1 << 30)  // bytes of metadata that are copied; real files have 16 MB
+#define GGUF__SPLIT_MAX  256                // parts of a split model
 
 static const struct {
     const char *name;
@@ -609,19 +624,6 @@ static int gguf__alignment(gguf__cursor *c) {
     return 0;
 }
 
-// The first part of a split model would load, and then lack most tensors; say what it is instead.
-static int gguf__refuse_split(gguf__cursor *c) {
-    const GgufKv *kv = gguf_find_kv(c->g, "split.count");
-    if (!kv) return 0;
-    c->kind = "key";
-    c->name = kv->key;
-    uint16_t v = 0;
-    if (kv->type == GGUF_V_U16) memcpy(&v, kv->data, 2);
-    if (kv->type == GGUF_V_U16 && v <= 1) return 0;
-    return GGUF__FAIL(c, "E_SPLIT_COUNT", (size_t)(kv->data - c->base),
-                      "expected one file, got one part of a split model; merge the parts first");
-}
-
 static uint64_t gguf__pad(uint64_t at, uint64_t alignment) { return (alignment - at % alignment) % alignment; }
 
 // Offsets must be the running sum of the padded sizes. Everything compared or added is already known to be at most the
@@ -714,7 +716,6 @@ static int gguf__metadata(Gguf *g, const uint8_t *bytes, size_t loaded, size_t s
         g->kv_index[slot] = (uint32_t)i + 1;
     }
     GGUF__TRY(gguf__alignment(c));
-    GGUF__TRY(gguf__refuse_split(c));
     for (size_t i = 0; i < n_tensors; i++) {
         GgufTensor *t = &g->tensors[i];
         c->kind = "tensor";
@@ -744,27 +745,19 @@ static void gguf__free_tables(Gguf *g) {
 
 void gguf_close(Gguf *g) {
     gguf__free_tables(g);
-    free(g->meta_copy);
+    for (size_t i = 0; i < g->n_copies; i++) free(g->copies[i]);
     for (size_t i = 0; i < g->n_maps; i++) munmap(g->maps[i].at, g->maps[i].size);
+    free(g->copies);
     free(g->maps);
-    g->meta_copy = NULL;
+    g->copies = NULL;
     g->meta = NULL;
     g->maps = NULL;
-    g->n_maps = 0;
+    g->n_copies = g->n_maps = 0;
 }
 
 // Tensor data start in `data`, the whole file in memory.
 static void gguf__bind(Gguf *g, const uint8_t *data) {
     for (size_t i = 0; i < g->n_tensors; i++) g->tensors[i].data = data + g->data_start + (size_t)g->tensors[i].offset;
-}
-
-int gguf_parse(Gguf *g, const void *bytes, size_t size) {
-    memset(g, 0, sizeof *g);
-    g->path = "(memory)";
-    int failed = gguf__metadata(g, (const uint8_t *)bytes, size, size);
-    if (failed) gguf_close(g);
-    else gguf__bind(g, (const uint8_t *)bytes);
-    return failed;
 }
 
 // Map one more file (fd -1: zeroed private memory); gguf_close unmaps it. NULL: err says why.
@@ -794,11 +787,14 @@ static int gguf__load(Gguf *g, int fd) {
         return gguf__fail(g, "file", (GgufStr){0}, "E_MAP", 0, "expected a size that fits memory, got %lld",
                           (long long)st.st_size);
     size_t size = (size_t)st.st_size;
+    g->copies = (uint8_t **)calloc(1, sizeof *g->copies);
+    if (!g->copies) return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for a file");
+    g->n_copies = 1;
     for (size_t want = (size_t)1 << 20;; want *= 2) {
         if (want > size) want = size;
-        uint8_t *copy = (uint8_t *)realloc(g->meta_copy, want ? want : 1);
+        uint8_t *copy = (uint8_t *)realloc(g->copies[0], want ? want : 1);
         if (!copy) return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", have, "no memory for %zu bytes of metadata", want);
-        g->meta_copy = copy;
+        g->copies[0] = copy;
         while (have < want) {
             ssize_t n = pread(fd, copy + have, want - have, (off_t)have);
             if (n < 0 && errno == EINTR) continue;
@@ -820,14 +816,14 @@ static int gguf__load(Gguf *g, int fd) {
     return at ? 0 : -1;
 }
 
-int gguf_open(Gguf *g, const char *path) {
+// One file, whether it is a part of something or not.
+static int gguf__open_file(Gguf *g, const char *path, const char *code) {
     memset(g, 0, sizeof *g);
     g->path = path;
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);         // NONBLOCK: a FIFO must not make us wait for a writer
-    if (fd < 0) return gguf__fail(g, "file", (GgufStr){0}, "E_OPEN", 0, "cannot open: %s", strerror(errno));
+    if (fd < 0) return gguf__fail(g, "file", (GgufStr){0}, code, 0, "cannot open: %s", strerror(errno));
     int failed = gguf__load(g, fd);
     close(fd);
-    if (failed) gguf_close(g);
     return failed;
 }
 
@@ -915,6 +911,213 @@ int gguf_get_strs(Gguf *g, const char *key, const GgufStr **out, size_t *n) {
     *out = kv->strs;
     *n = (size_t)kv->count;
     return 1;
+}
+
+// ---- opening -----------------------------------------------------------------------------------------------------
+// A part of a split model is parsed by itself, as a file of its own, and then hands its tensors to the whole.
+
+#define GGUF__SUFFIX 20                     // bytes of "-00001-of-00003.gguf"
+
+typedef struct { int64_t count, no, tensors; } gguf__split;         // what a file says about the split that it is a part of
+
+static int gguf__split_key(Gguf *g, const char *key, bool is_u16, const char *code, int64_t max, int64_t *out) {
+    const GgufKv *kv = gguf_find_kv(g, key);
+    if (!kv) return gguf__fail(g, "key", gguf__str(key), code, 24, "missing in a part of a split model");
+    if (is_u16 ? kv->type != GGUF_V_U16 : !gguf__values[kv->type].is_int)
+        return GGUF__KV_FAIL(g, kv, code, "expected %s, got %s", is_u16 ? "u16" : "an integer", gguf__values[kv->type].name);
+    if (gguf__int_at(g, kv, 0, INT64_MIN, INT64_MAX, out) < 0) return -1;
+    if (*out < 0 || *out > max)
+        return GGUF__KV_FAIL(g, kv, code, "expected 0..%lld, got %lld", (long long)max, (long long)*out);
+    return 0;
+}
+
+static int gguf__read_split(Gguf *g, gguf__split *s) {
+    *s = (gguf__split){1, 0, 0};
+    if (!gguf_find_kv(g, "split.count")) return 0;
+    GGUF__TRY(gguf__split_key(g, "split.count", true, "E_SPLIT_COUNT", GGUF__SPLIT_MAX, &s->count));
+    if (s->count <= 1) return s->count = 1, 0;
+    return gguf__split_key(g, "split.no", true, "E_SPLIT_NO", 65535, &s->no);
+}
+
+int gguf_parse(Gguf *g, const void *bytes, size_t size) {
+    memset(g, 0, sizeof *g);
+    g->path = "(memory)";
+    int64_t count = 1;
+    int failed = gguf__metadata(g, (const uint8_t *)bytes, size, size);
+    const GgufKv *kv = failed ? NULL : gguf_find_kv(g, "split.count");
+    if (kv) failed = gguf__split_key(g, "split.count", true, "E_SPLIT_COUNT", GGUF__SPLIT_MAX, &count);
+    if (!failed && count > 1)
+        failed = GGUF__KV_FAIL(g, kv, "E_SPLIT_COUNT", "expected a whole model, got one of %lld parts; open it by its name",
+                               (long long)count);
+    if (failed) gguf_close(g);
+    else gguf__bind(g, (const uint8_t *)bytes);
+    return failed;
+}
+
+static void gguf__suffix(char *out, int64_t no, int64_t count) {     // (GGUF__SUFFIX + 1)
+    snprintf(out, GGUF__SUFFIX + 1, "-%05u-of-%05u.gguf", (unsigned)(no + 1) % 100000, (unsigned)count % 100000);
+}
+
+// Check that `part` is number i of `count`, then give g its tensors, for which g has room up to `total`, and of the first
+// part the keys.
+static int gguf__join(Gguf *g, Gguf *part, int64_t i, int64_t count, size_t total) {
+    gguf__split s;
+    GGUF__TRY(gguf__split_key(part, "split.count", true, "E_SPLIT_COUNT", 65535, &s.count));
+    if (s.count != count)
+        return GGUF__KV_FAIL(part, gguf_find_kv(part, "split.count"), "E_SPLIT_COUNT",
+                             "expected %lld parts as in the first one, got %lld", (long long)count, (long long)s.count);
+    GGUF__TRY(gguf__split_key(part, "split.no", true, "E_SPLIT_NO", 65535, &s.no));
+    if (s.no != i)
+        return GGUF__KV_FAIL(part, gguf_find_kv(part, "split.no"), "E_SPLIT_NO", "expected %lld as the name says, got %lld",
+                             (long long)i, (long long)s.no);
+    if (part->n_tensors > total - g->n_tensors)
+        return gguf__fail(part, "header", (GgufStr){0}, "E_SPLIT_TENSORS", 8,
+                          "tensor count: expected at most %zu, what split.tensors.count leaves, got %zu",
+                          total - g->n_tensors, part->n_tensors);
+    for (size_t k = 0; k < part->n_tensors; k++) {
+        const GgufTensor *t = &part->tensors[k];
+        size_t slot = gguf__slot(g->tensor_index, g->tensor_slots, g->tensors, sizeof(GgufTensor), t->name);
+        if (g->tensor_index[slot])
+            return gguf__fail(part, "tensor", t->name, "E_NAME_DUP", (size_t)((const uint8_t *)t->name.s - part->meta) - 8,
+                              "expected each name once in all parts, got it again");
+        g->tensors[g->n_tensors++] = *t;
+        g->tensor_index[slot] = (uint32_t)g->n_tensors;
+    }
+    g->file_size += part->file_size;
+    g->copies[g->n_copies++] = part->copies[0];
+    g->maps[g->n_maps++] = part->maps[0];
+    part->n_copies = part->n_maps = 0;
+    if (i > 0) return 0;
+    g->version = part->version;
+    g->alignment = part->alignment;
+    g->data_start = part->data_start;
+    g->meta = part->meta;
+    g->kvs = part->kvs;
+    g->n_kvs = part->n_kvs;
+    g->kv_index = part->kv_index;
+    g->kv_slots = part->kv_slots;
+    part->kvs = NULL;
+    part->kv_index = NULL;
+    part->n_kvs = part->kv_slots = 0;
+    return 0;
+}
+
+// g is an open file. If it is the first part of a split model, open the others and make g the whole.
+static int gguf__open_parts(Gguf *g) {
+    gguf__split s;
+    char suffix[GGUF__SUFFIX + 1];
+    GGUF__TRY(gguf__read_split(g, &s));
+    if (s.count == 1) return 0;
+    const size_t n = strlen(g->path);
+    gguf__suffix(suffix, 0, s.count);
+    if (s.no != 0)
+        return GGUF__KV_FAIL(g, gguf_find_kv(g, "split.no"), "E_SPLIT_NO",
+                             "expected the first part of a split model, got part %lld of %lld; open the file that ends in %s",
+                             (long long)s.no + 1, (long long)s.count, suffix);
+    if (n < GGUF__SUFFIX || strcmp(g->path + n - GGUF__SUFFIX, suffix) != 0)
+        return GGUF__KV_FAIL(g, gguf_find_kv(g, "split.count"), "E_SPLIT_NAME",
+                             "one of %lld parts: expected a name that ends in %s, to find the others by", (long long)s.count,
+                             suffix);
+    GGUF__TRY(gguf__split_key(g, "split.tensors.count", false, "E_SPLIT_TENSORS", GGUF__COUNT_MAX, &s.tensors));
+
+    // g starts over, empty and with room for everything; its own file is the first to be joined.
+    const size_t total = (size_t)s.tensors;
+    Gguf part = *g;
+    gguf__cursor c = {.g = g, .kind = "file"};
+    void *tensors = NULL, *maps = calloc((size_t)s.count, sizeof *g->maps);
+    char *name = (char *)malloc(n + 1);
+    memset(g, 0, sizeof *g);
+    g->path = part.path;
+    g->copies = (uint8_t **)calloc((size_t)s.count, sizeof *g->copies);
+    g->maps = maps;
+    int failed = gguf__tables(&c, total, sizeof(GgufTensor), &tensors, &g->tensor_index, &g->tensor_slots);
+    g->tensors = (GgufTensor *)tensors;
+    if (!failed && (!name || !g->copies || !g->maps))
+        failed = gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for %lld parts", (long long)s.count);
+    if (name) memcpy(name, g->path, n + 1);
+    for (int64_t i = 0; i < s.count && !failed; i++) {
+        if (i > 0) {
+            gguf__suffix(name + n - GGUF__SUFFIX, i, s.count);
+            failed = gguf__open_file(&part, name, "E_SPLIT_MISSING");
+        }
+        if (!failed) failed = gguf__join(g, &part, i, s.count, total);
+        const char *slash = strrchr(name, '/'), *file = slash ? slash + 1 : name;
+        if (failed) snprintf(g->err, sizeof g->err, "%.255s%s%.700s", i ? file : "", i ? ": " : "", part.err);
+        gguf_close(&part);
+    }
+    gguf_close(&part);
+    free(name);
+    if (!failed && g->n_tensors != total)
+        failed = GGUF__KV_FAIL(g, gguf_find_kv(g, "split.tensors.count"), "E_SPLIT_TENSORS",
+                               "expected %zu, which the parts hold, got %zu", g->n_tensors, total);
+    return failed;
+}
+
+int gguf_open(Gguf *g, const char *path) {
+    int failed = gguf__open_file(g, path, "E_OPEN");
+    if (!failed) failed = gguf__open_parts(g);
+    if (failed) gguf_close(g);
+    return failed;
+}
+
+// ---- payload -----------------------------------------------------------------------------------------------------
+
+// Where a block holds f16 numbers that scale it; -1: none. Floats and the FP4 formats are checked by their own rules.
+static const int16_t gguf__scale_at[GGUF_N_TYPES][2] = {
+    [GGUF_Q4_0]    = {0, -1},   [GGUF_Q4_1]   = {0, 2},     [GGUF_Q5_0]   = {0, -1},    [GGUF_Q5_1]   = {0, 2},
+    [GGUF_Q8_0]    = {0, -1},   [GGUF_Q8_1]   = {0, 2},     [GGUF_Q2_K]   = {80, 82},   [GGUF_Q3_K]   = {108, -1},
+    [GGUF_Q4_K]    = {0, 2},    [GGUF_Q5_K]   = {0, 2},     [GGUF_Q6_K]   = {208, -1},  [GGUF_IQ2_XXS] = {0, -1},
+    [GGUF_IQ2_XS]  = {0, -1},   [GGUF_IQ3_XXS] = {0, -1},   [GGUF_IQ1_S]  = {0, -1},    [GGUF_IQ4_NL] = {0, -1},
+    [GGUF_IQ3_S]   = {0, -1},   [GGUF_IQ2_S]  = {0, -1},    [GGUF_IQ4_XS] = {0, -1},    [GGUF_TQ1_0]  = {52, -1},
+    [GGUF_TQ2_0]   = {64, -1},  [GGUF_Q1_0]   = {0, -1},    [GGUF_Q2_0]   = {0, -1},
+};
+
+// Is this block free of NaN, Inf and reserved values?
+static inline bool gguf__block_good(int type, const uint8_t *b) {
+    uint64_t u64;
+    uint32_t u32;
+    uint16_t u16;
+    switch (type) {
+    case GGUF_F64: memcpy(&u64, b, 8); return (u64 & 0x7ff0000000000000u) != 0x7ff0000000000000u;
+    case GGUF_F32:
+    case GGUF_Q8_K: memcpy(&u32, b, 4); return (u32 & 0x7f800000) != 0x7f800000;
+    case GGUF_F16: memcpy(&u16, b, 2); return (u16 & 0x7c00) != 0x7c00;
+    case GGUF_BF16: memcpy(&u16, b, 2); return (u16 & 0x7f80) != 0x7f80;
+    case GGUF_MXFP4: return b[0] != 0xff;
+    case GGUF_NVFP4: memcpy(&u32, b, 4); return (u32 & 0x80808080) == 0;
+    case GGUF_I8: case GGUF_I16: case GGUF_I32: case GGUF_I64: case GGUF_IQ1_M: return true;
+    default:
+        for (int k = 0; k < 2 && gguf__scale_at[type][k] >= 0; k++) {
+            memcpy(&u16, b + gguf__scale_at[type][k], 2);
+            if ((u16 & 0x7c00) == 0x7c00) return false;
+        }
+        return true;
+    }
+}
+
+// The same for 256 elements of F32, F16 or BF16 at once: loops without an exit become vectors.
+static inline bool gguf__floats_good(int type, const uint8_t *b) {
+    uint32_t u32[256], bad = 0;
+    uint16_t u16[256], mask = type == GGUF_F16 ? 0x7c00 : 0x7f80;
+    if (type == GGUF_F32) {
+        memcpy(u32, b, sizeof u32);
+        for (int i = 0; i < 256; i++) bad |= (u32[i] & 0x7f800000) == 0x7f800000;
+    } else {
+        memcpy(u16, b, sizeof u16);
+        for (int i = 0; i < 256; i++) bad |= (u16[i] & mask) == mask;
+    }
+    return !bad;
+}
+
+size_t gguf_find_bad_block(int type, const void *blocks, size_t n) {
+    const uint8_t *b = (const uint8_t *)blocks;
+    const size_t bytes = (size_t)gguf_block_bytes(type);
+    const bool is_float = type == GGUF_F32 || type == GGUF_F16 || type == GGUF_BF16;
+    size_t i = 0;
+    if (!gguf__type_known(type)) return n;
+    while (is_float && n - i >= 256 && gguf__floats_good(type, b + i * bytes)) i += 256;
+    while (i < n && gguf__block_good(type, b + i * bytes)) i++;
+    return i;
 }
 
 // ---- writing a file's head ---------------------------------------------------------------------------------------
@@ -1025,9 +1228,11 @@ int gguf_from_writer(Gguf *g, const GgufWriter *w, const uint8_t *const *data, G
     from->maps = NULL;
     from->n_maps = 0;
     gguf_close(from);
-    g->meta_copy = gguf_writer_head(w, &size);
-    int failed = g->meta_copy ? gguf__metadata(g, g->meta_copy, size, size + (size_t)w->data_size)
-                              : gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for the keys of a model");
+    g->copies = (uint8_t **)calloc(1, sizeof *g->copies);
+    uint8_t *head = g->copies ? gguf_writer_head(w, &size) : NULL;
+    int failed = head ? 0 : gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for the keys of a model");
+    if (head) g->copies[g->n_copies++] = head;
+    if (head) failed = gguf__metadata(g, head, size, size + (size_t)w->data_size);
     if (failed) gguf_close(g);
     else for (size_t i = 0; i < g->n_tensors; i++) g->tensors[i].data = data[i];
     return failed;

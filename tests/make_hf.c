@@ -5,7 +5,7 @@
  *       chat_template.jinja. --shards: N files and an index; --numbered: no index; --prefix: before the text model's names;
  *       --bf16: vectors become BF16; --extra: tensors of other modalities among them, of types that no model may have
  *   make_hf --round IN.gguf OUT.gguf     the same file with all vectors but rope_freqs rounded to BF16 values
- *   make_hf --list FILE.gguf             one line per tensor: type, name, FNV-1a 64 of the bytes
+ *   make_hf --list FILE.gguf             one line per tensor: type, name, FNV-1a 64 of the bytes; then that of the whole file
  *
  * The names are written out here a second time, from the other side, so that a slip in gemma4.c's table shows. */
 #define _GNU_SOURCE
@@ -28,13 +28,18 @@ static FILE *create(const char *folder, const char *name) {
 
 // ---- --list, --round ---------------------------------------------------------------------------------------------
 
+static uint64_t hash(const uint8_t *p, size_t n) {
+    uint64_t h = 0xcbf29ce484222325u;
+    while (n-- > 0) h = (h ^ *p++) * 0x100000001b3u;
+    return h;
+}
+
 static void list(const Gguf *g) {
     for (size_t i = 0; i < g->n_tensors; i++) {
         const GgufTensor *t = &g->tensors[i];
-        uint64_t h = 0xcbf29ce484222325u;
-        for (uint64_t k = 0; k < t->size; k++) h = (h ^ t->data[k]) * 0x100000001b3u;
-        printf("%s %.*s %016" PRIx64 "\n", gguf_type_name(t->type), (int)t->name.n, t->name.s, h);
+        printf("%s %.*s %016" PRIx64 "\n", gguf_type_name(t->type), (int)t->name.n, t->name.s, hash(t->data, t->size));
     }
+    printf("file %016" PRIx64 "\n", hash(g->maps[0].at, g->file_size));
 }
 
 static bool is_vector(const GgufTensor *t) { return t->n_dims == 1 && memcmp(t->name.s, "rope_freqs", 10) != 0; }

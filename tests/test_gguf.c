@@ -225,8 +225,8 @@ static void test_keys(void) {
     tensor_1d("a", GGUF_F32, 8, 0), tensor_1d("b", GGUF_F32, 8, 32), data(64, 64);
     rejects("27 alignment 64, laid out for 32", "E_OFF_ALIGN|E_OFF_SEQ", "'b'");
 
-    // Not in the container: parts of split models.
-    base_kv("split.count", GGUF_V_U16), put_u16(3), tail(), rejects("split model", "E_SPLIT_COUNT", "split.count");
+    // Parts of a split model lie in files; test_split opens them.
+    base_kv("split.count", GGUF_V_U16), put_u16(3), tail(), rejects("split model in memory", "E_SPLIT_COUNT", "3 parts");
     base_kv("split.count", GGUF_V_STR), put_str("3"), tail(), rejects("split.count string", "E_SPLIT_COUNT", "split.count");
     base_kv("split.count", GGUF_V_U16), put_u16(1), tail(), loads("one part of one");
 }
@@ -413,6 +413,159 @@ static void test_open(void) {
     }
     unlink(path);
     rmdir(dir);
+}
+
+// Split models: parts of three in a folder. Part i (from 0) holds a tensor of eight f32 for each letter, whose bytes are the
+// letter; part 1 has an alignment of its own. no < 0: without split.no; total < 0: without split.tensors.count.
+static char split_dir[] = "/tmp/test_gguf.XXXXXX";
+
+static const char *split_path(const char *name) {
+    static char path[128];
+    snprintf(path, sizeof path, "%s/%s", split_dir, name);
+    return path;
+}
+
+static void write_to(const char *name) {
+    FILE *f = fopen(split_path(name), "wb");
+    int ok = f && fwrite(file, 1, file_n, f) == file_n;
+    CHECK(f && fclose(f) == 0 && ok, "cannot write %s", name);
+}
+
+static void part(int i, int no, int count, int total, const char *letters) {
+    size_t n = strlen(letters), align = i == 1 ? 64 : 32;
+    begin(n, (uint64_t)(i == 0) + (i == 1) + 1 + (no >= 0) + (total >= 0));
+    if (i == 0) kv_arch();
+    if (no >= 0) kv("split.no", GGUF_V_U16), put_u16((uint16_t)no);
+    kv("split.count", GGUF_V_U16), put_u16((uint16_t)count);
+    if (total >= 0) kv("split.tensors.count", GGUF_V_I32), put_u32((uint32_t)total);
+    if (i == 1) kv("general.alignment", GGUF_V_U32), put_u32(64);
+    for (size_t k = 0; k < n; k++) tensor_1d((char[]){letters[k], 0}, GGUF_F32, 8, k * align);
+    for (size_t k = 0; k < n; k++) {
+        while (file_n % align) put_u8(0);
+        memset(file + file_n, letters[k], 32), file_n += 32;
+    }
+    char name[64];
+    snprintf(name, sizeof name, "m-%05d-of-00003.gguf", i + 1);
+    write_to(name);
+}
+
+static void parts(void) { part(0, 0, 3, 4, "a"), part(1, 1, 3, 4, "bc"), part(2, 2, 3, 4, "d"); }
+
+static void split_loads(const char *what, const char *letters) {
+    Gguf g;
+    int r = gguf_open(&g, split_path("m-00001-of-00003.gguf"));
+    if (!CHECK(r == 0, "%s: refused: %s", what, g.err)) return;
+    touch(&g);
+    CHECK(g.n_tensors == strlen(letters) && g.n_maps == 3, "%s: got %zu tensors of %zu files", what, g.n_tensors, g.n_maps);
+    size_t size = 0;
+    for (int i = 0; i < 3; i++) {
+        struct stat st;
+        char name[64];
+        snprintf(name, sizeof name, "m-%05d-of-00003.gguf", i + 1);
+        if (stat(split_path(name), &st) == 0) size += (size_t)st.st_size;
+    }
+    CHECK(g.file_size == size, "%s: expected %zu bytes in all, got %zu", what, size, g.file_size);
+    for (size_t i = 0; letters[i]; i++) {
+        const GgufTensor *t = gguf_find_tensor(&g, (char[]){letters[i], 0});
+        CHECK(t && t->data[0] == letters[i] && t->data[31] == letters[i], "%s: tensor %c: not found, or other data", what,
+              letters[i]);
+    }
+    GgufStr arch = {0};
+    int64_t v;
+    CHECK(gguf_get_str(&g, "general.architecture", &arch) == 1 && arch.n == 6, "%s: the first part's keys are lost", what);
+    CHECK(gguf_get_int(&g, "split.count", 5, 9, &v) < 0 && err_ok(g.err, "E_META_RANGE", "split.count"), "%s: %s", what,
+          g.err);
+    gguf_close(&g);
+    gguf_close(&g);
+}
+
+static void split_rejects(const char *what, const char *name, const char *code, const char *names) {
+    Gguf g;
+    int r = gguf_open(&g, split_path(name));
+    CHECK(r < 0 && err_ok(g.err, code, names), "%s: expected %s naming '%s', got %d \"%s\"", what, code, names, r, g.err);
+    CHECK(g.n_tensors == 0 && g.n_maps == 0 && g.n_copies == 0, "%s: something stayed open", what);
+    gguf_close(&g);
+}
+
+static void test_split(void) {
+    static const char first[] = "m-00001-of-00003.gguf", second[] = "m-00002-of-00003.gguf";
+    static const char third[] = "m-00003-of-00003.gguf", other[] = "m-00001-of-00004.gguf", whole[] = "whole.gguf";
+    if (!mkdtemp(split_dir)) {
+        SKIP("no writable /tmp for the parts of a split model");
+        return;
+    }
+    parts(), split_loads("three parts", "abcd");
+    part(0, 0, 3, 3, ""), part(1, 1, 3, 3, "bc"), part(2, 2, 3, 3, "d"), split_loads("first part without tensors", "bcd");
+    part(0, 0, 3, 0, ""), part(1, 1, 3, 0, ""), part(2, 2, 3, 0, ""), split_loads("no tensors at all", "");
+    parts(), part(1, 1, 3, -1, "bc"), split_loads("split.tensors.count in the first part only", "abcd");
+
+    part(0, 0, 3, 4, "a"), write_to(whole);
+    split_rejects("56 name without a suffix", whole, "E_SPLIT_NAME", "-00001-of-00003.gguf");
+    write_to(other), split_rejects("56 suffix of another count", other, "E_SPLIT_NAME", "-00001-of-00003.gguf");
+    parts(), split_rejects("57 started from the second part", second, "E_SPLIT_NO", "-00001-of-00003.gguf");
+    parts(), unlink(split_path(third)), split_rejects("58 third part missing", first, "E_SPLIT_MISSING", third);
+    parts(), unlink(split_path(second));
+    if (symlink("nowhere", split_path(second)) == 0)
+        split_rejects("58 second part unreadable", first, "E_SPLIT_MISSING", second);
+    unlink(split_path(second));
+    if (mkdir(split_path(second), 0700) == 0) split_rejects("second part is a folder", first, "E_NOTFILE", second);
+    rmdir(split_path(second));
+    parts(), part(1, 2, 3, 4, "bc"), split_rejects("59 split.no 2 in the second part", first, "E_SPLIT_NO", second);
+    parts(), part(1, -1, 3, 4, "bc"), split_rejects("59 no split.no in the second part", first, "E_SPLIT_NO", second);
+    parts(), begin(0, 2), kv("split.count", GGUF_V_U16), put_u16(3), kv("split.no", GGUF_V_STR), put_str("1");
+    write_to(second), split_rejects("59 split.no as a string", first, "E_SPLIT_NO", second);
+    parts(), part(0, -1, 3, 4, "a"), split_rejects("59 no split.no in the first part", first, "E_SPLIT_NO", "split.no");
+    parts(), part(1, 1, 4, 4, "bc"), split_rejects("60 another split.count", first, "E_SPLIT_COUNT", second);
+    parts(), begin(0, 0), write_to(second), split_rejects("60 no split.count", first, "E_SPLIT_COUNT", second);
+    parts(), part(2, 2, 3, 4, "b"), split_rejects("61 the same tensor in two parts", first, "E_NAME_DUP", third);
+    split_rejects("61 the same tensor in two parts", first, "E_NAME_DUP", "'b'");
+    parts(), part(0, 0, 3, 5, "a"), split_rejects("62 one tensor too few", first, "E_SPLIT_TENSORS", "got 5");
+    parts(), part(0, 0, 3, 3, "a"), split_rejects("62 one tensor too many", first, "E_SPLIT_TENSORS", third);
+    parts(), part(0, 0, 3, 0, "a"), split_rejects("62 more in the first part than in all", first, "E_SPLIT_TENSORS", "got 1");
+    parts(), part(0, 0, 3, -1, "a"), split_rejects("62 no split.tensors.count", first, "E_SPLIT_TENSORS", "split.tensors");
+    parts(), part(0, 0, 3, 65537, "a"), split_rejects("62 more tensors than a model has", first, "E_SPLIT_TENSORS", "65537");
+    part(0, 0, 65535, 1, "a"), split_rejects("63 65535 parts", first, "E_SPLIT_COUNT", "65535");
+    part(0, 0, 257, 1, "a"), split_rejects("63 257 parts", first, "E_SPLIT_COUNT", "257");
+    parts(), part(1, 1, 3, 4, "bc"), file_n--, write_to(second);
+    split_rejects("second part cut", first, "E_OFF_RANGE", second);
+    file_n = 30, write_to(second), split_rejects("second part cut in its keys", first, "E_TRUNC|E_NKV|E_NTENSORS", second);
+
+    static const char *const names[] = {first, second, third, other, whole};
+    for (int i = 0; i < 5; i++) unlink(split_path(names[i]));
+    CHECK(rmdir(split_path("")) == 0, "%s: %s", split_dir, strerror(errno));
+}
+
+// 70: every number that a block may not hold, in every place, and what it may hold.
+static void test_payload(void) {
+    static const struct { int type, at, size; uint32_t bad, good; } fields[] = {
+        {GGUF_F32, 0, 4, 0x7f800000, 0x7f7fffff}, {GGUF_F32, 0, 4, 0xffc00000, 0x80000000}, {GGUF_F16, 0, 2, 0x7c00, 0x7bff},
+        {GGUF_F16, 0, 2, 0xfe01, 0x8001}, {GGUF_BF16, 0, 2, 0x7f80, 0x7f7f}, {GGUF_BF16, 0, 2, 0xffff, 0x8000},
+        {GGUF_Q4_0, 0, 2, 0x7c00, 0x7bff}, {GGUF_Q4_1, 0, 2, 0x7c00, 0}, {GGUF_Q4_1, 2, 2, 0xfc00, 0xfbff},
+        {GGUF_Q5_0, 0, 2, 0x7e00, 0}, {GGUF_Q5_1, 0, 2, 0x7c00, 0}, {GGUF_Q5_1, 2, 2, 0x7c00, 0},
+        {GGUF_Q8_0, 0, 2, 0x7c00, 0x3c00}, {GGUF_Q8_0, 0, 2, 0x7e00, 0xbc00}, {GGUF_Q2_K, 80, 2, 0x7c00, 0},
+        {GGUF_Q2_K, 82, 2, 0x7c00, 0}, {GGUF_Q3_K, 108, 2, 0x7c00, 0}, {GGUF_Q4_K, 0, 2, 0x7c00, 0},
+        {GGUF_Q4_K, 2, 2, 0x7c00, 0}, {GGUF_Q5_K, 0, 2, 0x7c00, 0}, {GGUF_Q5_K, 2, 2, 0x7c00, 0},
+        {GGUF_Q6_K, 208, 2, 0x7c00, 0}, {GGUF_IQ4_NL, 0, 2, 0x7c00, 0}, {GGUF_IQ4_XS, 0, 2, 0x7c00, 0},
+        {GGUF_MXFP4, 0, 1, 0xff, 0xfe}, {GGUF_NVFP4, 0, 1, 0x80, 0x7f}, {GGUF_NVFP4, 3, 1, 0xff, 0x7e},
+    };
+    static const size_t at[] = {0, 1, 255, 256, 299};
+    enum { N = 300 };
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
+        const int type = fields[i].type, bytes = gguf_block_bytes(type);
+        uint8_t *blocks = malloc((size_t)(N * bytes));
+        for (int good = 0; good < 2; good++)
+            for (size_t k = 0; k < 5; k++) {
+                for (int j = 0; j < N * bytes; j++) blocks[j] = gguf_block_elems(type) > 1 ? 0x55 : 0x22;
+                memcpy(blocks + at[k] * (size_t)bytes + fields[i].at, good ? &fields[i].good : &fields[i].bad,
+                       (size_t)fields[i].size);
+                size_t want = good ? N : at[k], got = gguf_find_bad_block(type, blocks, N);
+                CHECK(got == want, "70 %s, bytes at %d %s: expected block %zu, got %zu", gguf_type_name(type), fields[i].at,
+                      good ? "good" : "bad", want, got);
+            }
+        free(blocks);
+    }
+    for (int type = -1; type <= GGUF_N_TYPES; type++)
+        CHECK(gguf_find_bad_block(type, "", 0) == 0, "70 type %d: nothing is not nothing", type);
 }
 
 static void test_keys_get(void) {
@@ -823,6 +976,8 @@ int main(void) {
     test_loads();
     test_damage();
     test_open();
+    test_split();
+    test_payload();
     test_keys_get();
     test_model();
     test_table();
