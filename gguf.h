@@ -37,12 +37,26 @@
  *   F16, BF16   1      2  binary16; upper half of a binary32                itself
  *   Q8_0       32     34  d f16 @0, q i8[32] @2                             d*q[i]
  *   Q4_0       32     18  d f16 @0, q u8[16] @2                             d*(c-8)   c: low nibbles are 0..15, high 16..31
+ *   Q4_1       32     20  d f16 @0, m f16 @2, q u8[16] @4                   d*c + m   c as Q4_0
  *   Q5_0       32     22  d f16 @0, h u32 @2, q u8[16] @6                   d*(c-16)  c: nibble as Q4_0 + 16*(bit i of h)
+ *   Q5_1       32     24  d f16 @0, m f16 @2, h u32 @4, q u8[16] @8         d*c + m   c as Q5_0
+ *   IQ4_NL     32     18  d f16 @0, q u8[16] @2                             d*T[c]    c as Q4_0
+ *   MXFP4      32     17  e u8 @0, q u8[16] @1                              2^(e-128)*V[c]  c as Q4_0; e = 255: NaN
+ *   NVFP4      64     36  s u8[4] @0, q u8[32] @4                           (s/2)*V[c]  per sub-block of 16; s is E4M3, c: of
+ *                                                                           each 8 bytes of q low nibbles 0..7, high 8..15
+ *   Q2_K      256     84  s u8[16] @0, q u8[64] @16, d f16 @80, dmin f16 @82  (d*sc)*c - (dmin*mn) per sub-block
+ *                                                                           of 16; sc: low nibble of s, mn: high
+ *   Q3_K      256    110  h u8[32] @0, q u8[64] @32, s u8[12] @96, d f16 @108  d*sc*(c-4)  per sub-block of 16
  *   Q4_K      256    144  d f16 @0, dmin f16 @2, s u8[12] @4, q u8[128] @16 (d*sc)*c - (dmin*mn)  per sub-block of 32
+ *   Q5_K      256    176  d, dmin, s as Q4_K, h u8[32] @16, q u8[128] @48   as Q4_K
  *   Q6_K      256    210  ql u8[128] @0, qh u8[64] @128, sc i8[16] @192, d f16 @208   d*sc*(c-32) per sub-block of 16
- *   How Q4_K packs sc and mn (6 bits each) and Q6_K its codes: gguf__q4_k_scales and gguf__q6_k_codes below.
+ *   IQ4_XS    256    136  d f16 @0, sh u16 @2, sl u8[4] @4, q u8[128] @8    d*sc*T[c] per sub-block of 32, each as IQ4_NL
+ *   T = -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113;  V = 0 1 2 3 4 6 8 12, and from c = 8 on the negatives:
+ *   twice the magnitudes of E2M1, so that codes are integers. E4M3: (1 + M/8)*2^(E-7) with 4 bits E above 3 bits M, or
+ *   M*2^-9 where E = 0; bit 7 is ignored and 0x7f is 0. A whole NVFP4 tensor has one more factor, in a tensor of its own.
+ *   How the K types and IQ4_XS pack sc, mn (4 or 6 bits) and codes: gguf__q4_k_scales, gguf__q?_k_codes, gguf__unpack below.
  *   Every product here has at most 24 significant bits, hence is exact in f32: a dequantised value is the correctly
- *   rounded value of its formula, with or without fused multiply-add, on any device.
+ *   rounded value of its formula, with or without fused multiply-add, on any device that keeps subnormals.
  */
 #ifndef GGUF_H
 #define GGUF_H
@@ -215,11 +229,17 @@ int gguf_parse_safetensors(Gguf *g, const void *bytes, size_t size);
 const char *gguf_type_name(int type);           // "unknown" for an unknown or removed id
 int gguf_block_elems(int type);                 // elements per block; 0 for an unknown or removed id
 int gguf_block_bytes(int type);                 // bytes per block; 0 likewise
-bool gguf_type_supported(int type);             // F32 F16 BF16 Q8_0 Q4_0 Q5_0 Q4_K Q6_K
+bool gguf_type_supported(int type);             // the types of the BLOCKS table
 size_t gguf_row_size(int type, size_t n);       // bytes of n elements; 0 if n is no multiple of the block or too large
 
 // n elements (a multiple of the block) of a supported type to f32. Exact, or correctly rounded where two terms are added.
 void gguf_dequantize(int type, const void *src, float *dst, size_t n);
+
+// n floats (a multiple of the block) to a type of the table: all but IQ4_NL and IQ4_XS. Without importance weights, each
+// value or block by itself, in f32 in a fixed order: the bytes are the same on every machine. A block with a NaN or an Inf,
+// or with scales that overflow binary16, gives some block, whose values may be NaN or Inf.
+bool gguf_can_quantize(int type);
+void gguf_quantize(int type, const float *src, void *dst, size_t n);
 
 // Activations to int8 in groups of 32 (n a multiple of 32). This rounding is part of the model's definition: every backend
 // reproduces it bit for bit. Per group, in f32, IEEE division, with a = max|x|:
@@ -233,14 +253,29 @@ void gguf_quantize_q8(const float *x, int8_t *q, float *scale, size_t n);
 // halves (j += j+16, then 8, 4, 2, 1). The order is fixed by the source, not by the compiler's vectors.
 float gguf_dot_f32(int type, const void *row, const float *x, size_t n);
 
-// sum_i row[i]*(scale[i/32]*q[i]) for a row of n elements of Q8_0, Q4_0, Q5_0 (n % 32 == 0), Q4_K or Q6_K (n % 256 == 0);
+// sum_i row[i]*(scale[i/32]*q[i]) for a row of n elements of a quantised type (n a multiple of 32 and of the block);
 // |q| <= 127. Per group g of 32, with integers I and M that are exact and below 2^24, hence exact in f32 as well:
-//   Q8_0 Q4_0 Q5_0  term(g) = (d*scale[g]) * I                       I = sum (c - offset)*q
-//   Q6_K            term(g) = (d*scale[g]) * I                       I = sum over both 16s of sc * sum (c-32)*q
-//   Q4_K            term(g) = (d*scale[g]) * I - (dmin*scale[g]) * M      I = sc * sum c*q, M = mn * sum q
-// each product and the difference rounded to f32. term(g) is added to partial sum g % 8, g ascending; the 8 sums are
-// folded in halves (j += j+4, then 2, 1). |y - y64| <= 2e-6 * sum_g |term(g)|, both products of Q4_K counted.
+//   Q8_0 Q4_0 Q5_0 IQ4_NL MXFP4   term(g) = (d*scale[g]) * I     I = sum c*q    c: offset removed, T[c] or V[c];
+//   IQ4_XS                        term(g) = (d*scale[g]) * I     I = sc * sum c*q     MXFP4: d = 2^(e-128)
+//   Q3_K Q6_K                     term(g) = (d*scale[g]) * I     I = sum over both 16s of sc * sum c*q
+//   Q4_1 Q5_1                     term(g) = (d*scale[g]) * I + (m*scale[g]) * M       I = sum c*q, M = sum q
+//   Q4_K Q5_K                     term(g) = (d*scale[g]) * I - (dmin*scale[g]) * M    I = sc * sum c*q, M = mn * sum q
+//   Q2_K                          the same, I and M being sums over both 16s
+//   NVFP4                         term(g) = (s0/2*scale[g]) * I0 + (s1/2*scale[g]) * I1    one scale and sum for each 16
+// each product, sum and difference rounded to f32. term(g) is added to partial sum g % 8, g ascending; the 8 sums are folded
+// in halves (j += j+4, then 2, 1). |y - y64| <= 2e-6 * sum_g |term(g)|, both products of a term counted, unless products are
+// subnormal.
 float gguf_dot_q8(int type, const void *row, const int8_t *q, const float *scale, size_t n);
+
+// The same for n_w consecutive weight rows and n_rows consecutive packed activation rows: out[r*out_stride + i] has exactly
+// the bits of gguf_dot_q8 for weight row i and activation row r. From a few rows on this is several times faster: each
+// weight block is unpacked once for up to 32 rows. Callers that share the work between threads give each a range of weight
+// rows. Packed rows take gguf_packed_size(n) bytes each, at an address aligned for float (64 bytes is best); their layout
+// belongs to the build and is not for files.
+size_t gguf_packed_size(size_t n);
+void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed);     // one row; n a multiple of 32
+void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, size_t n_rows, size_t n,
+                      float *out, size_t out_stride);
 
 // Scalars. f16 and bf16 to f32 are exact; f32 to f16 and bf16 round to nearest, ties to even; a NaN stays a (quiet) NaN.
 static inline float gguf_bf16_to_f32(uint16_t h) {
@@ -321,8 +356,10 @@ static inline uint16_t gguf_f32_to_f16(float f) {
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#ifdef __AVX2__
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 // ---- limits and tables -------------------------------------------------------------------------------------------
@@ -341,22 +378,22 @@ static const struct {
     bool supported;
 } gguf__types[GGUF_N_TYPES] = {
     [GGUF_F32]     = {"F32", 1, 4, true},         [GGUF_F16]    = {"F16", 1, 2, true},
-    [GGUF_Q4_0]    = {"Q4_0", 32, 18, true},      [GGUF_Q4_1]   = {"Q4_1", 32, 20, false},
-    [GGUF_Q5_0]    = {"Q5_0", 32, 22, true},      [GGUF_Q5_1]   = {"Q5_1", 32, 24, false},
+    [GGUF_Q4_0]    = {"Q4_0", 32, 18, true},      [GGUF_Q4_1]   = {"Q4_1", 32, 20, true},
+    [GGUF_Q5_0]    = {"Q5_0", 32, 22, true},      [GGUF_Q5_1]   = {"Q5_1", 32, 24, true},
     [GGUF_Q8_0]    = {"Q8_0", 32, 34, true},      [GGUF_Q8_1]   = {"Q8_1", 32, 36, false},
-    [GGUF_Q2_K]    = {"Q2_K", 256, 84, false},    [GGUF_Q3_K]   = {"Q3_K", 256, 110, false},
-    [GGUF_Q4_K]    = {"Q4_K", 256, 144, true},    [GGUF_Q5_K]   = {"Q5_K", 256, 176, false},
+    [GGUF_Q2_K]    = {"Q2_K", 256, 84, true},    [GGUF_Q3_K]   = {"Q3_K", 256, 110, true},
+    [GGUF_Q4_K]    = {"Q4_K", 256, 144, true},    [GGUF_Q5_K]   = {"Q5_K", 256, 176, true},
     [GGUF_Q6_K]    = {"Q6_K", 256, 210, true},    [GGUF_Q8_K]   = {"Q8_K", 256, 292, false},
     [GGUF_IQ2_XXS] = {"IQ2_XXS", 256, 66, false}, [GGUF_IQ2_XS] = {"IQ2_XS", 256, 74, false},
     [GGUF_IQ3_XXS] = {"IQ3_XXS", 256, 98, false}, [GGUF_IQ1_S]  = {"IQ1_S", 256, 50, false},
-    [GGUF_IQ4_NL]  = {"IQ4_NL", 32, 18, false},   [GGUF_IQ3_S]  = {"IQ3_S", 256, 110, false},
-    [GGUF_IQ2_S]   = {"IQ2_S", 256, 82, false},   [GGUF_IQ4_XS] = {"IQ4_XS", 256, 136, false},
+    [GGUF_IQ4_NL]  = {"IQ4_NL", 32, 18, true},   [GGUF_IQ3_S]  = {"IQ3_S", 256, 110, false},
+    [GGUF_IQ2_S]   = {"IQ2_S", 256, 82, false},   [GGUF_IQ4_XS] = {"IQ4_XS", 256, 136, true},
     [GGUF_I8]      = {"I8", 1, 1, false},         [GGUF_I16]    = {"I16", 1, 2, false},
     [GGUF_I32]     = {"I32", 1, 4, false},        [GGUF_I64]    = {"I64", 1, 8, false},
     [GGUF_F64]     = {"F64", 1, 8, false},        [GGUF_IQ1_M]  = {"IQ1_M", 256, 56, false},
     [GGUF_BF16]    = {"BF16", 1, 2, true},        [GGUF_TQ1_0]  = {"TQ1_0", 256, 54, false},
-    [GGUF_TQ2_0]   = {"TQ2_0", 256, 66, false},   [GGUF_MXFP4]  = {"MXFP4", 32, 17, false},
-    [GGUF_NVFP4]   = {"NVFP4", 64, 36, false},    [GGUF_Q1_0]   = {"Q1_0", 128, 18, false},
+    [GGUF_TQ2_0]   = {"TQ2_0", 256, 66, false},   [GGUF_MXFP4]  = {"MXFP4", 32, 17, true},
+    [GGUF_NVFP4]   = {"NVFP4", 64, 36, true},    [GGUF_Q1_0]   = {"Q1_0", 128, 18, false},
     [GGUF_Q2_0]    = {"Q2_0", 64, 18, false},
 };
 
@@ -1824,8 +1861,14 @@ int gguf_open_safetensors(Gguf *g, const char *path) {
 }
 
 // ---- block formats -----------------------------------------------------------------------------------------------
-// Quantised types go through one buffer of 256 signed codes: eight blocks of 32, or one block of 256. The unpackers are
-// the formats' only definition here; dequantise and dot both start from them.
+// gguf__unpack is the formats' only definition here: it turns 256 elements of any quantised type (eight blocks of 32, four
+// of 64 or one of 256) into signed codes and their factors. Dequantising and both dots start from that.
+
+#if defined(__GNUC__)
+#define GGUF__INLINE static inline __attribute__((always_inline))   // a constant type each: no branches in the loops
+#else
+#define GGUF__INLINE static inline
+#endif
 
 // Both compilers unroll short loops completely before they could turn them into vectors; this makes them wait.
 #if defined(__clang__)
@@ -1836,44 +1879,104 @@ int gguf_open_safetensors(Gguf *g, const char *path) {
 #define GGUF__VECTOR_LOOP
 #endif
 
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define GGUF__DPBUSD _mm256_dpbusd_epi32
+#elif defined(__AVXVNNI__)
+#define GGUF__DPBUSD _mm256_dpbusd_avx_epi32
+#endif
+
+// Do with T = type, a constant in each copy of the statement. A type that is not quantised does nothing.
+#define GGUF__FOR_TYPE(type, statement) \
+    switch (type) { \
+    GGUF__CASE(GGUF_Q8_0, statement)   GGUF__CASE(GGUF_Q4_0, statement)   GGUF__CASE(GGUF_Q4_1, statement) \
+    GGUF__CASE(GGUF_Q5_0, statement)   GGUF__CASE(GGUF_Q5_1, statement)   GGUF__CASE(GGUF_Q2_K, statement) \
+    GGUF__CASE(GGUF_Q3_K, statement)   GGUF__CASE(GGUF_Q4_K, statement)   GGUF__CASE(GGUF_Q5_K, statement) \
+    GGUF__CASE(GGUF_Q6_K, statement)   GGUF__CASE(GGUF_IQ4_NL, statement) GGUF__CASE(GGUF_IQ4_XS, statement) \
+    GGUF__CASE(GGUF_MXFP4, statement)  GGUF__CASE(GGUF_NVFP4, statement) \
+    }
+#define GGUF__CASE(t, statement) case t: { enum { T = t }; statement; break; }
+
+typedef struct {
+    int8_t w[256];                  // codes in element order
+    float a[8], b[8];               // factors of each group of 32
+    int32_t sc[2][8], mn[2][8];     // integer factors of the first and the second half of each group
+} Gguf__Codes;
+
+// Which factors a type has. Element i of half h of group g is
+//   a[g]*sc[h][g]*w + b[g]*mn[h][g]      sc (and mn): one per half, n_scales 2; one per group, 1, in [0]; none (1), 0
+//   (h == 0 ? a[g] : b[g])*w             NVFP4, whose scales of 16 are floats
+GGUF__INLINE int gguf__n_scales(int type) {
+    if (type == GGUF_Q2_K || type == GGUF_Q3_K || type == GGUF_Q6_K) return 2;
+    return type == GGUF_Q4_K || type == GGUF_Q5_K || type == GGUF_IQ4_XS;
+}
+GGUF__INLINE bool gguf__has_min(int type) {
+    return type == GGUF_Q4_1 || type == GGUF_Q5_1 || type == GGUF_Q2_K || type == GGUF_Q4_K || type == GGUF_Q5_K;
+}
+
+static inline float gguf__float_of(uint32_t u) {
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
 static inline float gguf__f16_at(const uint8_t *p) {
     uint16_t h;
     memcpy(&h, p, 2);
     return gguf_f16_to_f32(h);
 }
 
-// Q8_0, Q4_0, Q5_0: the codes of m <= 8 blocks, offset removed.
-static inline void gguf__codes_32(int type, const uint8_t *restrict b, int m, int8_t *restrict w) {
-    int bytes = gguf_block_bytes(type);
-    if (type == GGUF_Q8_0) {
-        for (int g = 0; g < m; g++) memcpy(w + 32 * g, b + g * bytes + 2, 32);
-        return;
-    }
-    int offset = type == GGUF_Q4_0 ? 8 : 0;
-    for (int g = 0; g < m; g++) {
-        const uint8_t *q = b + g * bytes + bytes - 16;
-        GGUF__VECTOR_LOOP for (int i = 0; i < 16; i++) w[32 * g + i] = (int8_t)((q[i] & 15) - offset);
-        GGUF__VECTOR_LOOP for (int i = 0; i < 16; i++) w[32 * g + 16 + i] = (int8_t)((q[i] >> 4) - offset);
-    }
-    if (type == GGUF_Q4_0) return;
-    uint64_t high[32];                              // byte i: zero where bit i of h is clear
-    for (int g = 0; g < m; g++)
-        for (int k = 0; k < 4; k++) high[4 * g + k] = b[g * bytes + 2 + k] * 0x0101010101010101u & 0x8040201008040201u;
-    const uint8_t *is_high = (const uint8_t *)high;
-    for (int i = 0; i < 32 * m; i++) w[i] = (int8_t)(w[i] - (is_high[i] ? 0 : 16));
+// NVFP4: half of an unsigned E4M3 scale, because V holds doubled magnitudes.
+static inline float gguf__e4m3_half(unsigned s) {
+    s &= 127;
+    if (s < 8) return (float)s * 0x1p-10f;
+    return s == 127 ? 0 : gguf__float_of(((s >> 3) + 119) << 23 | (s & 7) << 20);
 }
 
-// Q4_K: element 64*p + l is the low nibble of q[32*p + l], element 64*p + 32 + l the high one.
-static inline void gguf__q4_k_codes(const uint8_t *restrict b, int8_t *restrict w) {
-    const uint8_t *q = b + 16;
-    for (int p = 0; p < 4; p++, q += 32, w += 64) {
-        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[l] = (int8_t)(q[l] & 15);
-        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[32 + l] = (int8_t)(q[l] >> 4);
-    }
+// MXFP4: 2^(e - 128) likewise, two subnormals among them. 255 is the format's NaN.
+static inline float gguf__e8m0_half(uint32_t e) {
+    return e == 255 ? NAN : gguf__float_of(e >= 2 ? (e - 1) << 23 : 0x00200000u << e);
 }
 
-// Q4_K: 6-bit scales sc and minima mn of the eight sub-blocks, from the twelve bytes s. Bytes 0..3 and 4..7 hold sc and mn
-// of sub-blocks 0..3 in their low six bits; the rest has its low four bits in bytes 8..11 (sc low nibble, mn high) and its
+// The codes that nibbles stand for.
+static const int8_t gguf__nibble_u[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+static const int8_t gguf__nibble_8[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+static const int8_t gguf__nibble_16[16] = {-16, -15, -14, -13, -12, -11, -10, -9, -8, -7, -6, -5, -4, -3, -2, -1};
+static const int8_t gguf__nibble_t[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+static const int8_t gguf__nibble_v[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// The 32 codes of 16 bytes: low nibbles, then high ones; with run = 8 so for each 8 bytes.
+GGUF__INLINE void gguf__nibbles(const uint8_t *restrict q, const int8_t *restrict codes, int run, int8_t *restrict w) {
+#ifdef __AVX2__
+    __m256i c = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)codes));
+    __m256i n = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)q));
+    n = _mm256_and_si256(_mm256_srlv_epi32(n, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4)), _mm256_set1_epi8(15));
+    n = _mm256_shuffle_epi8(c, n);
+    if (run == 8) n = _mm256_permute4x64_epi64(n, 0xd8);
+    _mm256_storeu_si256((__m256i *)(void *)w, n);
+#else
+    for (int at = 0; at < 16; at += run, q += run, w += 2 * run)
+        for (int i = 0; i < run; i++) w[i] = codes[q[i] & 15], w[run + i] = codes[q[i] >> 4];
+#endif
+}
+
+// Add 16 to code i where bit i of the 4 bytes at h is set.
+GGUF__INLINE void gguf__fifth_bits(const uint8_t *restrict h, int8_t *restrict w) {
+    uint32_t bits;
+    memcpy(&bits, h, 4);
+#ifdef __AVX2__
+    const __m256i byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i bit = _mm256_set1_epi64x((int64_t)0x8040201008040201);
+    __m256i b = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int32_t)bits), byte), bit);
+    b = _mm256_and_si256(_mm256_cmpeq_epi8(b, bit), _mm256_set1_epi8(16));
+    __m256i *p = (__m256i *)(void *)w;
+    _mm256_storeu_si256(p, _mm256_add_epi8(_mm256_loadu_si256(p), b));
+#else
+    for (int i = 0; i < 32; i++) w[i] = (int8_t)(w[i] + (int)(bits >> i & 1) * 16);
+#endif
+}
+
+// Q4_K, Q5_K: 6-bit scales sc and minima mn of the eight sub-blocks, from the twelve bytes s. Bytes 0..3 and 4..7 hold sc and
+// mn of sub-blocks 0..3 in their low six bits; the rest has its low four bits in bytes 8..11 (sc low nibble, mn high) and its
 // upper two on top of bytes 0..3 and 4..7.
 static inline void gguf__q4_k_scales(const uint8_t *restrict s, int32_t *restrict sc, int32_t *restrict mn) {
     for (int g = 0; g < 4; g++) {
@@ -1881,6 +1984,22 @@ static inline void gguf__q4_k_scales(const uint8_t *restrict s, int32_t *restric
         mn[g] = s[g + 4] & 63;
         sc[g + 4] = (s[g + 8] & 15) | (s[g] >> 6) << 4;
         mn[g + 4] = s[g + 8] >> 4 | (s[g + 4] >> 6) << 4;
+    }
+}
+
+// Q4_K: element 64*p + l is the low nibble of q[32*p + l], element 64*p + 32 + l the high one.
+static inline void gguf__q4_k_codes(const uint8_t *restrict q, int8_t *restrict w) {
+    for (int p = 0; p < 4; p++, q += 32, w += 64) {
+        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[l] = (int8_t)(q[l] & 15);
+        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[32 + l] = (int8_t)(q[l] >> 4);
+    }
+}
+
+// Q5_K: as Q4_K, and bit g of h[l] is the fifth bit of element 32*g + l.
+static inline void gguf__q5_k_codes(const uint8_t *restrict h, const uint8_t *restrict q, int8_t *restrict w) {
+    for (int p = 0; p < 4; p++, q += 32, w += 64) {
+        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[l] = (int8_t)((q[l] & 15) | (h[l] >> (2 * p) & 1) << 4);
+        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[32 + l] = (int8_t)(q[l] >> 4 | (h[l] >> (2 * p + 1) & 1) << 4);
     }
 }
 
@@ -1895,6 +2014,110 @@ static inline void gguf__q6_k_codes(const uint8_t *restrict b, int8_t *restrict 
         GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[64 + l] = (int8_t)(((ql[l] >> 4) | (qh[l] >> 4 & 3) << 4) - 32);
         GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[96 + l] = (int8_t)(((ql1[l] >> 4) | (qh[l] >> 6) << 4) - 32);
     }
+}
+
+// Q2_K, Q3_K: element 128*n + 32*k + l takes bits 2k, 2k+1 of q[32*n + l]. Q3_K: less 4 unless bit 4*n + k of h[l] is set.
+static inline void gguf__q2_k_codes(const uint8_t *restrict q, int8_t *restrict w) {
+    for (int g = 0; g < 8; g++, w += 32) {
+        const uint8_t *qg = q + g / 4 * 32;
+        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[l] = (int8_t)(qg[l] >> (g % 4 * 2) & 3);
+    }
+}
+static inline void gguf__q3_k_codes(const uint8_t *restrict h, const uint8_t *restrict q, int8_t *restrict w) {
+    for (int g = 0; g < 8; g++, w += 32) {
+        const uint8_t *qg = q + g / 4 * 32;
+        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++)
+            w[l] = (int8_t)((qg[l] >> (g % 4 * 2) & 3) + (h[l] >> g & 1) * 4 - 4);
+    }
+}
+
+// 256 elements at b.
+GGUF__INLINE void gguf__unpack(int type, const uint8_t *restrict b, Gguf__Codes *restrict c) {
+    switch (type) {
+    case GGUF_Q8_0:
+        for (int g = 0; g < 8; g++, b += 34) {
+            memcpy(c->w + 32 * g, b + 2, 32);
+            c->a[g] = gguf__f16_at(b);
+        }
+        return;
+    case GGUF_Q4_0:
+    case GGUF_IQ4_NL:
+        for (int g = 0; g < 8; g++, b += 18) {
+            gguf__nibbles(b + 2, type == GGUF_Q4_0 ? gguf__nibble_8 : gguf__nibble_t, 16, c->w + 32 * g);
+            c->a[g] = gguf__f16_at(b);
+        }
+        return;
+    case GGUF_Q4_1:
+        for (int g = 0; g < 8; g++, b += 20) {
+            gguf__nibbles(b + 4, gguf__nibble_u, 16, c->w + 32 * g);
+            c->a[g] = gguf__f16_at(b), c->b[g] = gguf__f16_at(b + 2);
+        }
+        return;
+    case GGUF_Q5_0:
+        for (int g = 0; g < 8; g++, b += 22) {
+            gguf__nibbles(b + 6, gguf__nibble_16, 16, c->w + 32 * g);
+            gguf__fifth_bits(b + 2, c->w + 32 * g);
+            c->a[g] = gguf__f16_at(b);
+        }
+        return;
+    case GGUF_Q5_1:
+        for (int g = 0; g < 8; g++, b += 24) {
+            gguf__nibbles(b + 8, gguf__nibble_u, 16, c->w + 32 * g);
+            gguf__fifth_bits(b + 4, c->w + 32 * g);
+            c->a[g] = gguf__f16_at(b), c->b[g] = gguf__f16_at(b + 2);
+        }
+        return;
+    case GGUF_MXFP4:
+        for (int g = 0; g < 8; g++, b += 17) {
+            gguf__nibbles(b + 1, gguf__nibble_v, 16, c->w + 32 * g);
+            c->a[g] = gguf__e8m0_half(b[0]);
+        }
+        return;
+    case GGUF_NVFP4:
+        for (int g = 0; g < 8; g++) {
+            const uint8_t *s = b + g / 2 * 36 + g % 2 * 2, *q = b + g / 2 * 36 + 4 + g % 2 * 16;
+            gguf__nibbles(q, gguf__nibble_v, 8, c->w + 32 * g);
+            c->a[g] = gguf__e4m3_half(s[0]), c->b[g] = gguf__e4m3_half(s[1]);
+        }
+        return;
+    }
+    // One block of 256: one d for all groups.
+    float d, dmin = 0;
+    switch (type) {
+    case GGUF_Q4_K:
+    case GGUF_Q5_K:
+        d = gguf__f16_at(b), dmin = gguf__f16_at(b + 2);
+        gguf__q4_k_scales(b + 4, c->sc[0], c->mn[0]);
+        if (type == GGUF_Q4_K) gguf__q4_k_codes(b + 16, c->w);
+        else gguf__q5_k_codes(b + 16, b + 48, c->w);
+        break;
+    case GGUF_Q6_K:
+        d = gguf__f16_at(b + 208);
+        gguf__q6_k_codes(b, c->w);
+        for (int j = 0; j < 16; j++) c->sc[j % 2][j / 2] = (int8_t)b[192 + j];
+        break;
+    case GGUF_Q3_K:                                 // 6-bit scales: low four bits in bytes 0..7 of s, upper two in 8..11
+        d = gguf__f16_at(b + 108);
+        gguf__q3_k_codes(b, b + 32, c->w);
+        for (int j = 0; j < 16; j++) {
+            const uint8_t *s = b + 96;
+            int low = j < 8 ? s[j] & 15 : s[j - 8] >> 4, high = s[8 + j % 4] >> (j / 4 * 2) & 3;
+            c->sc[j % 2][j / 2] = (low | high << 4) - 32;
+        }
+        break;
+    case GGUF_Q2_K:
+        d = gguf__f16_at(b + 80), dmin = gguf__f16_at(b + 82);
+        gguf__q2_k_codes(b + 16, c->w);
+        for (int j = 0; j < 16; j++) c->sc[j % 2][j / 2] = b[j] & 15, c->mn[j % 2][j / 2] = b[j] >> 4;
+        break;
+    default:                                        // IQ4_XS: low four bits in nibbles, upper two in 16 bits
+        d = gguf__f16_at(b);
+        for (int g = 0; g < 8; g++) {
+            gguf__nibbles(b + 8 + 16 * g, gguf__nibble_t, 16, c->w + 32 * g);
+            c->sc[0][g] = ((b[4 + g / 2] >> (g % 2 * 4) & 15) | (b[2 + g / 4] >> (g % 4 * 2) & 3) << 4) - 32;
+        }
+    }
+    for (int g = 0; g < 8; g++) c->a[g] = d, c->b[g] = -dmin;
 }
 
 // Up to 32 elements of a float type to f32.
@@ -1919,33 +2142,42 @@ static inline void gguf__floats(int type, const uint8_t *p, float *dst, int n) {
     for (int i = 0; i < n; i++) dst[i] = gguf_f16_to_f32(h[i]);
 }
 
+// The 256 elements at b, of which `left` are there, or a copy of them padded with zero bytes, which are zeros in every type.
+GGUF__INLINE const uint8_t *gguf__part(int type, const uint8_t *b, size_t left, uint8_t tail[8 * 34]) {
+    if (gguf__types[type].elems == 256 || left >= 256) return b;
+    memset(tail, 0, 8 * 34);
+    return (const uint8_t *)memcpy(tail, b, left / gguf__types[type].elems * gguf__types[type].bytes);
+}
+
+GGUF__INLINE void gguf__dequantize(int type, const uint8_t *b, float *dst, size_t n) {
+    const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes;
+    const int n_scales = gguf__n_scales(type);
+    uint8_t tail[8 * 34];
+    Gguf__Codes c;
+    for (size_t left = n; left > 0; b += bytes, dst += 256) {
+        gguf__unpack(type, gguf__part(type, b, left, tail), &c);
+        for (size_t j = 0; j < 16 && j * 16 < left; j++) {
+            const size_t g = j / 2, h = j % 2;
+            const float a = type == GGUF_NVFP4 && h ? c.b[g] : c.a[g];
+            const float s = n_scales ? a * (float)c.sc[n_scales == 2 ? h : 0][g] : a;
+            const float m = n_scales ? c.b[g] * (float)c.mn[n_scales == 2 ? h : 0][g] : c.b[g];
+            if (gguf__has_min(type)) for (size_t i = 16 * j; i < 16 * j + 16; i++) dst[i] = s * c.w[i] + m;
+            else for (size_t i = 16 * j; i < 16 * j + 16; i++) dst[i] = s * c.w[i];
+        }
+        left -= left < 256 ? left : 256;
+    }
+}
+
 void gguf_dequantize(int type, const void *src, float *dst, size_t n) {
     const uint8_t *b = (const uint8_t *)src;
-    int elems = gguf_block_elems(type), bytes = gguf_block_bytes(type);
+    const int elems = gguf_block_elems(type), bytes = gguf_block_bytes(type);
     assert(gguf_type_supported(type) && n % (size_t)elems == 0);
     if (elems == 1) {
         for (; n >= 32; n -= 32, b += 32 * bytes, dst += 32) gguf__floats(type, b, dst, 32);
         gguf__floats(type, b, dst, (int)n);
         return;
     }
-    for (; n > 0; n -= (size_t)elems, b += bytes, dst += elems) {
-        int8_t w[256];
-        if (type == GGUF_Q4_K) {
-            int32_t sc[8], mn[8];
-            float d = gguf__f16_at(b), dmin = gguf__f16_at(b + 2);
-            gguf__q4_k_scales(b + 4, sc, mn);
-            gguf__q4_k_codes(b, w);
-            for (int i = 0; i < 256; i++) dst[i] = (d * (float)sc[i / 32]) * w[i] - dmin * (float)mn[i / 32];
-        } else if (type == GGUF_Q6_K) {
-            float d = gguf__f16_at(b + 208);
-            gguf__q6_k_codes(b, w);
-            for (int i = 0; i < 256; i++) dst[i] = (d * (int8_t)b[192 + i / 16]) * w[i];
-        } else {
-            float d = gguf__f16_at(b);
-            gguf__codes_32(type, b, 1, w);
-            for (int i = 0; i < 32; i++) dst[i] = d * w[i];
-        }
-    }
+    GGUF__FOR_TYPE(type, gguf__dequantize(T, b, dst, n))
 }
 
 void gguf_quantize_q8(const float *x, int8_t *q, float *scale, size_t n) {
@@ -1957,8 +2189,7 @@ void gguf_quantize_q8(const float *x, int8_t *q, float *scale, size_t n) {
             uint32_t u = bits[i] & 0x7fffffff;
             top = u > top ? u : top;
         }
-        float max, inv = 0;
-        memcpy(&max, &top, 4);
+        float max = gguf__float_of(top), inv = 0;
         if (top >= 0x7f800000) *scale = NAN;
         else if (max < 0x1p-120f) *scale = 0;
         else *scale = max / 127, inv = 127 / max;
@@ -1987,107 +2218,601 @@ float gguf_dot_f32(int type, const void *row, const float *x, size_t n) {
     return gguf__fold(acc, 32);
 }
 
-// Sums of 16 products over 256 codes: even[g] = sum over i < 16 of w[32*g + i]*q[32*g + i], odd[g] over i = 16..31. Exact,
-// so both bodies give the same bits; |q| <= 127, w >= -128. The vector body moves the sign of w to q, because the
-// instructions multiply unsigned by signed bytes; 2*128*127 still fits the 16 bits that AVX2 adds pairs in.
-static inline void gguf__dot_16s(const int8_t *w, const int8_t *q, int32_t *even, int32_t *odd) {
+// Add the terms of eight groups to the partial sums. dot and sum hold, for both halves of each group, the sums of w*q and of
+// q; sum is read only where the type has a minimum.
+GGUF__INLINE void gguf__add_terms(int type, const Gguf__Codes *restrict c, int32_t (*restrict dot)[8],
+                                  int32_t (*restrict sum)[8], const float *restrict scale, float *restrict acc) {
+    const int n_scales = gguf__n_scales(type);
+    GGUF__VECTOR_LOOP for (int g = 0; g < 8; g++) {
+        float term;
+        if (type == GGUF_NVFP4) {
+            term = (c->a[g] * scale[g]) * (float)dot[0][g] + (c->b[g] * scale[g]) * (float)dot[1][g];
+        } else {
+            int32_t i = dot[0][g] + dot[1][g];
+            if (n_scales == 1) i *= c->sc[0][g];
+            if (n_scales == 2) i = c->sc[0][g] * dot[0][g] + c->sc[1][g] * dot[1][g];
+            term = (c->a[g] * scale[g]) * (float)i;
+        }
+        if (gguf__has_min(type)) {
+            int32_t m = sum[0][g] + sum[1][g];
+            if (n_scales == 1) m *= c->mn[0][g];
+            if (n_scales == 2) m = c->mn[0][g] * sum[0][g] + c->mn[1][g] * sum[1][g];
+            term += (c->b[g] * scale[g]) * (float)m;
+        }
+        acc[g] += term;
+    }
+}
+
 #ifdef __AVX2__
+// {a0+a1, b0+b1, a2+a3, b2+b3}, and {a0+a2, a1+a3, b0+b2, b1+b3}, in both halves: hadd with half its shuffles.
+static inline __m256i gguf__add_pairs(__m256i a, __m256i b) {
+    return _mm256_add_epi32(_mm256_blend_epi32(a, b, 0xaa), _mm256_shuffle_epi32(_mm256_blend_epi32(b, a, 0xaa), 0xb1));
+}
+static inline __m256i gguf__add_quads(__m256i a, __m256i b) {
+    return _mm256_add_epi32(_mm256_blend_epi32(a, b, 0xcc), _mm256_shuffle_epi32(_mm256_blend_epi32(b, a, 0xcc), 0x4e));
+}
+#endif
+
+// Sums of 16 products over 256 codes: dot[0][g] = sum over i < 16 of w[32*g + i]*q[32*g + i], dot[1][g] over i = 16..31.
+// Exact, so all bodies give the same bits; |q| <= 127, w >= -128. The AVX2 body moves the sign of w to q, because the
+// instructions multiply unsigned by signed bytes; 2*128*127 still fits the 16 bits that it adds pairs in.
+static inline void gguf__dot_16s(const int8_t *w, const int8_t *q, int32_t dot[2][8]) {
+#if defined(__AVX2__)
     __m256i s[8];
     for (int g = 0; g < 8; g++, w += 32, q += 32) {
-        // w in halves, as Q4_0 and Q5_0 have just stored it: a load that spans two stores would wait until both are done.
-        __m256i wg = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)w));
-        wg = _mm256_inserti128_si256(wg, _mm_loadu_si128((const __m128i *)(const void *)(w + 16)), 1);
+        __m256i wg = _mm256_loadu_si256((const __m256i *)(const void *)w);
         __m256i qg = _mm256_loadu_si256((const __m256i *)(const void *)q);
         __m256i a = _mm256_abs_epi8(wg), b = _mm256_sign_epi8(qg, wg);
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-        s[g] = _mm256_dpbusd_epi32(_mm256_setzero_si256(), a, b);
+#ifdef GGUF__DPBUSD
+        s[g] = GGUF__DPBUSD(_mm256_setzero_si256(), a, b);
 #else
         s[g] = _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
 #endif
     }
-    // Each half of s[g] holds four parts of one sum; two rounds of pairwise adds put four sums into each half.
-    __m256i lo = _mm256_hadd_epi32(_mm256_hadd_epi32(s[0], s[1]), _mm256_hadd_epi32(s[2], s[3]));
-    __m256i hi = _mm256_hadd_epi32(_mm256_hadd_epi32(s[4], s[5]), _mm256_hadd_epi32(s[6], s[7]));
-    _mm256_storeu_si256((__m256i *)(void *)even, _mm256_permute2x128_si256(lo, hi, 0x20));
-    _mm256_storeu_si256((__m256i *)(void *)odd, _mm256_permute2x128_si256(lo, hi, 0x31));
+    // Each half of s[g] holds four parts of one sum; two rounds of adds put four sums into each half.
+    __m256i lo = gguf__add_quads(gguf__add_pairs(s[0], s[1]), gguf__add_pairs(s[2], s[3]));
+    __m256i hi = gguf__add_quads(gguf__add_pairs(s[4], s[5]), gguf__add_pairs(s[6], s[7]));
+    _mm256_storeu_si256((__m256i *)(void *)dot[0], _mm256_permute2x128_si256(lo, hi, 0x20));
+    _mm256_storeu_si256((__m256i *)(void *)dot[1], _mm256_permute2x128_si256(lo, hi, 0x31));
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    for (int j = 0; j < 16; j++, w += 16, q += 16) {
+        int8x16_t a = vld1q_s8(w), b = vld1q_s8(q);
+#ifdef __ARM_FEATURE_DOTPROD
+        dot[j % 2][j / 2] = vaddvq_s32(vdotq_s32(vdupq_n_s32(0), a, b));
 #else
-    for (int g = 0; g < 8; g++, w += 32, q += 32) {
-        even[g] = odd[g] = 0;
-        for (int i = 0; i < 16; i++) even[g] += w[i] * q[i], odd[g] += w[16 + i] * q[16 + i];
+        dot[j % 2][j / 2] = vaddlvq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b))) + vaddlvq_s16(vmull_high_s8(a, b));
+#endif
+    }
+#else
+    for (int j = 0; j < 16; j++, w += 16, q += 16) {
+        int32_t sum = 0;
+        for (int i = 0; i < 16; i++) sum += w[i] * q[i];
+        dot[j % 2][j / 2] = sum;
     }
 #endif
 }
 
-// The three shapes of gguf_dot_q8's terms. A last part of fewer than eight blocks is padded with zeros: terms of 0.
-static inline float gguf__dot_32(int type, const uint8_t *b, const int8_t *q, const float *scale, size_t n) {
-    size_t bytes = (size_t)gguf_block_bytes(type);
-    int8_t w[256], q_tail[256];
+GGUF__INLINE float gguf__dot(int type, const uint8_t *b, const int8_t *q, const float *scale, size_t n) {
+    const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes;
+    float acc[8] = {0}, scale_tail[8];
+    int8_t q_tail[256], ones[256];
     uint8_t b_tail[8 * 34];
-    float acc[8] = {0}, d[8], scale_tail[8];
-    int32_t even[8], odd[8];
-    for (size_t left = n / 32; left > 0; b += 8 * bytes, q += 256, scale += 8) {
-        size_t m = left < 8 ? left : 8;
-        left -= m;
-        if (m < 8) {
-            memset(b_tail, 0, sizeof b_tail);
+    int32_t dot[2][8], sum[2][8];
+    Gguf__Codes c;
+    memset(ones, 1, sizeof ones);
+    for (size_t left = n; left > 0; b += bytes, q += 256, scale += 8) {
+        gguf__unpack(type, gguf__part(type, b, left, b_tail), &c);
+        if (left < 256) {                           // padded with zeros: terms of 0
             memset(q_tail, 0, sizeof q_tail);
             memset(scale_tail, 0, sizeof scale_tail);
-            b = (const uint8_t *)memcpy(b_tail, b, m * bytes);
-            q = (const int8_t *)memcpy(q_tail, q, m * 32);
-            scale = (const float *)memcpy(scale_tail, scale, m * sizeof(float));
+            q = (const int8_t *)memcpy(q_tail, q, left);
+            scale = (const float *)memcpy(scale_tail, scale, left / 32 * sizeof *scale);
         }
-        gguf__codes_32(type, b, 8, w);
-        gguf__dot_16s(w, q, even, odd);
-        for (int g = 0; g < 8; g++) d[g] = gguf__f16_at(b + (size_t)g * bytes);
-        GGUF__VECTOR_LOOP for (int g = 0; g < 8; g++) acc[g] += (d[g] * scale[g]) * (float)(even[g] + odd[g]);
-    }
-    return gguf__fold(acc, 8);
-}
-
-static inline float gguf__dot_q4_k(const uint8_t *b, const int8_t *q, const float *scale, size_t n) {
-    float acc[8] = {0};
-    int8_t w[256], ones[256];
-    int32_t sc[8], mn[8];
-    int32_t even[8], odd[8], even_q[8], odd_q[8];
-    memset(ones, 1, sizeof ones);
-    for (; n > 0; n -= 256, b += 144, q += 256, scale += 8) {
-        float d = gguf__f16_at(b), dmin = gguf__f16_at(b + 2);
-        gguf__q4_k_scales(b + 4, sc, mn);
-        gguf__q4_k_codes(b, w);
-        gguf__dot_16s(w, q, even, odd);
-        gguf__dot_16s(ones, q, even_q, odd_q);
-        GGUF__VECTOR_LOOP for (int g = 0; g < 8; g++)
-            acc[g] += (d * scale[g]) * (float)(sc[g] * (even[g] + odd[g])) -
-                      (dmin * scale[g]) * (float)(mn[g] * (even_q[g] + odd_q[g]));
-    }
-    return gguf__fold(acc, 8);
-}
-
-static inline float gguf__dot_q6_k(const uint8_t *b, const int8_t *q, const float *scale, size_t n) {
-    float acc[8] = {0};
-    int8_t w[256], sc[16];
-    int32_t even[8], odd[8];
-    for (; n > 0; n -= 256, b += 210, q += 256, scale += 8) {
-        float d = gguf__f16_at(b + 208);
-        memcpy(sc, b + 192, 16);
-        gguf__q6_k_codes(b, w);
-        gguf__dot_16s(w, q, even, odd);
-        GGUF__VECTOR_LOOP for (int g = 0; g < 8; g++)
-            acc[g] += (d * scale[g]) * (float)(sc[2 * g] * even[g] + sc[2 * g + 1] * odd[g]);
+        gguf__dot_16s(c.w, q, dot);
+        if (gguf__has_min(type)) gguf__dot_16s(ones, q, sum);
+        gguf__add_terms(type, &c, dot, sum, scale, acc);
+        left -= left < 256 ? left : 256;
     }
     return gguf__fold(acc, 8);
 }
 
 float gguf_dot_q8(int type, const void *row, const int8_t *q, const float *scale, size_t n) {
     const uint8_t *b = (const uint8_t *)row;
-    assert(gguf_block_elems(type) >= 32 && n % (size_t)gguf_block_elems(type) == 0);
-    switch (type) {                                 // a constant type each, so that its loop has no branches
-    case GGUF_Q8_0: return gguf__dot_32(GGUF_Q8_0, b, q, scale, n);
-    case GGUF_Q4_0: return gguf__dot_32(GGUF_Q4_0, b, q, scale, n);
-    case GGUF_Q5_0: return gguf__dot_32(GGUF_Q5_0, b, q, scale, n);
-    case GGUF_Q4_K: return gguf__dot_q4_k(b, q, scale, n);
-    case GGUF_Q6_K: return gguf__dot_q6_k(b, q, scale, n);
-    default: assert(0); return NAN;
+    float y = NAN;
+    assert(gguf_type_supported(type) && gguf_block_elems(type) >= 32 && n % (size_t)gguf_block_elems(type) == 0);
+    GGUF__FOR_TYPE(type, y = gguf__dot(T, b, q, scale, n))
+    return y;
+}
+
+// Many rows at once. A part of 256 elements is 64 words of four codes: 8 for each of 8 groups. Packing turns these from
+// [group][word] into [word][group], so that eight steps of four products leave the sum of each group in a lane of its own,
+// and nothing is left to add across lanes. Activations are packed once for all weight rows, weights once for all
+// activation rows. With GGUF__DPBUSD, which multiplies unsigned by signed bytes, activations are stored as q + 128, and
+// the part of the weights holds -128 times its sums to start from.
+typedef struct {
+    int8_t q[256];
+    int32_t sum[2][8];              // of q, both halves of each group
+    float scale[8];
+} Gguf__Acts;
+
+enum { GGUF__TILE_W = 4, GGUF__TILE_ROWS = 32 };        // weight and activation rows whose partial sums are kept at a time
+
+size_t gguf_packed_size(size_t n) { return (n + 255) / 256 * sizeof(Gguf__Acts); }
+
+static inline void gguf__transpose_words(const int8_t *in, int8_t *out) {
+#ifdef __AVX2__
+    const __m256i *p = (const __m256i *)(const void *)in;
+    __m256i a[8], b[8];
+    for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_si256(p + i);
+    for (int i = 0; i < 8; i += 2) {
+        b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = _mm256_unpacklo_epi64(b[i + j], b[i + j + 2]);
+            a[i + 2 * j + 1] = _mm256_unpackhi_epi64(b[i + j], b[i + j + 2]);
+        }
+    __m256i *o = (__m256i *)(void *)out;
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_si256(o + i, _mm256_permute2x128_si256(a[i], a[i + 4], 0x20));
+        _mm256_storeu_si256(o + i + 4, _mm256_permute2x128_si256(a[i], a[i + 4], 0x31));
+    }
+#else
+    for (int k = 0; k < 8; k++)
+        for (int g = 0; g < 8; g++) memcpy(out + 32 * k + 4 * g, in + 32 * g + 4 * k, 4);
+#endif
+}
+
+void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed) {
+    Gguf__Acts *p = (Gguf__Acts *)packed;
+    int8_t part[256], ones[256];
+    assert(n % 32 == 0);
+    memset(ones, 1, sizeof ones);
+    for (; n > 0; p++, q += 256, scale += 8) {
+        const size_t m = n < 256 ? n : 256;
+        n -= m;
+        memset(part, 0, sizeof part);
+        memcpy(part, q, m);
+        memset(p->scale, 0, sizeof p->scale);
+        memcpy(p->scale, scale, m / 32 * sizeof *scale);
+        gguf__dot_16s(ones, part, p->sum);
+        gguf__transpose_words(part, p->q);
+#ifdef GGUF__DPBUSD
+        for (int i = 0; i < 256; i++) p->q[i] = (int8_t)(p->q[i] ^ -128);
+#endif
+    }
+}
+
+typedef struct {
+    Gguf__Codes c;
+    int8_t words[256];
+    int32_t start[2][8];
+} Gguf__Weights;
+
+// dot[h][g] = sum over half h of group g, from codes and activations in [word][group] order.
+static inline void gguf__dot_words(const Gguf__Weights *restrict w, const int8_t *restrict q, int32_t (*restrict dot)[8]) {
+    for (int h = 0; h < 2; h++) {
+        const int8_t *wh = w->words + 128 * h, *qh = q + 128 * h;
+#if defined(__AVX2__)
+        const __m256i *wp = (const __m256i *)(const void *)wh, *qp = (const __m256i *)(const void *)qh;
+#ifdef GGUF__DPBUSD
+        __m256i s = _mm256_loadu_si256((const __m256i *)(const void *)w->start[h]);
+        for (int k = 0; k < 4; k++) s = GGUF__DPBUSD(s, _mm256_loadu_si256(qp + k), _mm256_loadu_si256(wp + k));
+#else
+        __m256i s = _mm256_setzero_si256();
+        for (int k = 0; k < 4; k++) {
+            __m256i a = _mm256_loadu_si256(wp + k), b = _mm256_sign_epi8(_mm256_loadu_si256(qp + k), a);
+            a = _mm256_maddubs_epi16(_mm256_abs_epi8(a), b);
+            s = _mm256_add_epi32(s, _mm256_madd_epi16(a, _mm256_set1_epi16(1)));
+        }
+#endif
+        _mm256_storeu_si256((__m256i *)(void *)dot[h], s);
+#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
+        for (int g = 0; g < 8; g += 4) {
+            int32x4_t s = vdupq_n_s32(0);
+            for (int k = 0; k < 4; k++) s = vdotq_s32(s, vld1q_s8(wh + 32 * k + 4 * g), vld1q_s8(qh + 32 * k + 4 * g));
+            vst1q_s32(dot[h] + g, s);
+        }
+#else
+        memset(dot[h], 0, sizeof dot[h]);
+        for (int k = 0; k < 4; k++)
+            for (int i = 0; i < 32; i++) dot[h][i / 4] += wh[32 * k + i] * qh[32 * k + i];
+#endif
+    }
+}
+
+// n_w <= GGUF__TILE_W weight rows times n_rows <= GGUF__TILE_ROWS activation rows.
+GGUF__INLINE void gguf__dot_tile(int type, const uint8_t *b, size_t row_size, size_t n_w, const Gguf__Acts *x, size_t parts,
+                                 size_t n_rows, size_t n, float *out, size_t out_stride) {
+    const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes;
+    float acc[GGUF__TILE_ROWS][GGUF__TILE_W][8];
+    int32_t dot[2][8], sum[2][8];
+    uint8_t tail[8 * 34];
+    Gguf__Weights w[GGUF__TILE_W];
+    memset(acc, 0, sizeof acc);
+    for (size_t part = 0; part < parts; part++, x++) {
+        for (size_t i = 0; i < n_w; i++) {
+            gguf__unpack(type, gguf__part(type, b + i * row_size + part * bytes, n - part * 256, tail), &w[i].c);
+            gguf__transpose_words(w[i].c.w, w[i].words);
+#ifdef GGUF__DPBUSD
+            int8_t ones[256];
+            memset(ones, 1, sizeof ones);
+            gguf__dot_16s(w[i].c.w, ones, w[i].start);
+            for (int g = 0; g < 8; g++) w[i].start[0][g] *= -128, w[i].start[1][g] *= -128;
+#endif
+        }
+        for (size_t r = 0; r < n_rows; r++) {
+            const Gguf__Acts *xr = x + r * parts;
+            memcpy(sum, xr->sum, sizeof sum);
+            for (size_t i = 0; i < n_w; i++) {
+                gguf__dot_words(&w[i], xr->q, dot);
+                gguf__add_terms(type, &w[i].c, dot, sum, xr->scale, acc[r][i]);
+            }
+        }
+    }
+    for (size_t r = 0; r < n_rows; r++)
+        for (size_t i = 0; i < n_w; i++) out[r * out_stride + i] = gguf__fold(acc[r][i], 8);
+}
+
+void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, size_t n_rows, size_t n,
+                      float *out, size_t out_stride) {
+    const size_t row_size = gguf_row_size(type, n), parts = (n + 255) / 256;
+    assert(gguf_type_supported(type) && gguf_block_elems(type) >= 32 && n % (size_t)gguf_block_elems(type) == 0);
+    for (size_t i = 0; i < n_w; i += GGUF__TILE_W)
+        for (size_t r = 0; r < n_rows; r += GGUF__TILE_ROWS) {
+            const size_t tile_w = n_w - i < GGUF__TILE_W ? n_w - i : GGUF__TILE_W;
+            const size_t tile_r = n_rows - r < GGUF__TILE_ROWS ? n_rows - r : GGUF__TILE_ROWS;
+            const Gguf__Acts *x = (const Gguf__Acts *)packed + r * parts;
+            GGUF__FOR_TYPE(type, gguf__dot_tile(T, (const uint8_t *)w + i * row_size, row_size, tile_w, x, parts, tile_r, n,
+                                                out + r * out_stride + i, out_stride))
+        }
+}
+
+// ---- quantising --------------------------------------------------------------------------------------------------
+// The K types look for the best scale of each sub-block, over the 8 or 16 sub-blocks of a block side by side: x[i][j] is
+// element i of sub-block j, every loop over j is a vector, and each sub-block's sums still run over i in order. So the
+// result is that of a loop over one sub-block after the other, and the same with every compiler.
+
+// v to the nearest integer, ties to even, where |v| < 2^22; otherwise, and for a NaN, some integer.
+static inline int32_t gguf__nearest(float v) {
+    float shifted = v + 0x1.8p23f;                  // the last bit of the sum is worth 1
+    uint32_t u;
+    memcpy(&u, &shifted, 4);
+    return (int32_t)(u & 0x007fffff) - 0x00400000;
+}
+static inline int32_t gguf__clamp(int32_t v, int32_t min, int32_t max) { return v < min ? min : v > max ? max : v; }
+static inline int gguf__min(int a, int b) { return a < b ? a : b; }
+
+// v without its fraction, and to the nearest integer, halves away from zero; 0 if that is no int8.
+static inline int gguf__trunc(float v) { return v > -129 && v < 128 ? (int)v : 0; }
+static inline int gguf__round(float v) {
+    const float in = v > -128.5f && v < 127.5f ? v : 0;
+    const int t = (int)in;
+    return t + (in - (float)t >= 0.5f) - (in - (float)t <= -0.5f);
+}
+
+static inline void gguf__put_f16(uint8_t *p, float f) {
+    uint16_t h = gguf_f32_to_f16(f);
+    memcpy(p, &h, 2);
+}
+
+// The element of largest magnitude with its sign, the first of several.
+static inline float gguf__extreme(const float *x, int n) {
+    float max = 0, m = 0;
+    for (int i = 0; i < n; i++)
+        if (fabsf(x[i]) > max) max = fabsf(x[i]), m = x[i];
+    return m;
+}
+
+static void gguf__quantize_q8_0(const float *x, uint8_t *b) {
+    const float d = fabsf(gguf__extreme(x, 32)) / 127, r = d != 0 ? 1 / d : 0;
+    gguf__put_f16(b, d);
+    for (int i = 0; i < 32; i++) b[2 + i] = (uint8_t)gguf__round(x[i] * r);
+}
+
+// Q4_0 Q4_1 Q5_0 Q5_1: the extreme of Q4_0 and Q5_0 becomes code 0; Q4_1 and Q5_1 reach from the least to the largest value.
+GGUF__INLINE void gguf__quantize_32(int type, const float *x, uint8_t *b) {
+    const bool five = type == GGUF_Q5_0 || type == GGUF_Q5_1, has_min = gguf__has_min(type);
+    const int top = five ? 31 : 15;
+    float d, zero = 0, half = (float)(top / 2 + 1) + 0.5f;
+    if (has_min) {
+        float max = x[0];
+        zero = x[0], half = 0.5f;
+        for (int i = 1; i < 32; i++) zero = x[i] < zero ? x[i] : zero, max = x[i] > max ? x[i] : max;
+        d = (max - zero) / (float)top;
+    } else {
+        d = gguf__extreme(x, 32) / (float)-(top / 2 + 1);
+    }
+    const float r = d != 0 ? 1 / d : 0;
+    uint8_t c[32];
+    uint32_t high = 0;
+    for (int i = 0; i < 32; i++) {
+        c[i] = (uint8_t)gguf__min(top, gguf__trunc((x[i] - zero) * r + half));
+        high |= (uint32_t)(c[i] >> 4 & 1) << i;
+    }
+    gguf__put_f16(b, d), b += 2;
+    if (has_min) gguf__put_f16(b, zero), b += 2;
+    if (five) memcpy(b, &high, 4), b += 4;
+    for (int i = 0; i < 16; i++) b[i] = (uint8_t)((c[i] & 15) | c[16 + i] << 4);
+}
+
+// The code whose value V[c]*h is nearest to x, the first of several.
+static inline uint8_t gguf__nearest_e2m1(float x, float h) {
+    int best = 0;
+    float error = fabsf(x);
+    for (int c = 1; c < 16; c++) {
+        const float e = fabsf(gguf__nibble_v[c] * h - x);
+        best = e < error ? c : best, error = e < error ? e : error;
+    }
+    return (uint8_t)best;
+}
+
+static void gguf__quantize_mxfp4(const float *x, uint8_t *b) {
+    const float max = fabsf(gguf__extreme(x, 32));
+    float e = max > 0 ? floorf(log2f(max)) + 125 : 0;
+    e = e > 0 ? e < 254 ? e : 254 : 0;
+    b[0] = (uint8_t)e;
+    const float h = gguf__e8m0_half(b[0]);
+    for (int i = 0; i < 16; i++) b[1 + i] = (uint8_t)(gguf__nearest_e2m1(x[i], h) | gguf__nearest_e2m1(x[16 + i], h) << 4);
+}
+
+// The nearest unsigned E4M3 number, halves upwards; at most 448. Subnormals, M*2^-9, end at M = 7, also from 7.5 on.
+static uint8_t gguf__to_e4m3(float v) {
+    uint32_t u;
+    if (!(v > 0)) return 0;
+    if (v >= 448) return 0x7e;
+    if (v < 0x1p-6f) return (uint8_t)gguf__min(7, (int)(v * 512 + 0.5f));
+    memcpy(&u, &v, 4);
+    u = (u + (1 << 19)) >> 20;                      // exponent and three bits of mantissa
+    return (uint8_t)gguf__min(0x7e, (int)(u - (120 << 3)));
+}
+
+static void gguf__quantize_nvfp4(const float *x, uint8_t *b) {
+    for (int j = 0; j < 4; j++, x += 16) {
+        b[j] = gguf__to_e4m3(fabsf(gguf__extreme(x, 16)) / 6);
+        const float h = gguf__e4m3_half(b[j]);
+        for (int i = 0; i < 8; i++)
+            b[4 + 8 * j + i] = (uint8_t)(gguf__nearest_e2m1(x[i], h) | gguf__nearest_e2m1(x[8 + i], h) << 4);
+    }
+}
+
+// Scale and minimum of x ~ scale*code + min, code 0..top, min <= 0, for n sub-blocks of `len` elements with weights w. Tried
+// are the full range and then steps + 1 widths around it, each measured from the best minimum so far, with the codes of
+// that width and the scale and minimum that fit these codes best; the least weighted error wins. min is returned positive.
+GGUF__INLINE void gguf__search_min(int n, int len, const float *restrict x, const float *restrict w, int top, float start,
+                                   int steps, bool absolute, float *restrict scale, float *restrict min,
+                                   int32_t *restrict code) {
+    float lo[16], hi[16], s[16], m[16], sum_w[16] = {0}, sum_x[16] = {0};
+    float inv[16], zero[16], best_inv[16] = {0}, best_zero[16] = {0}, best[16] = {0};
+    int32_t l[256];
+    for (int j = 0; j < n; j++) lo[j] = x[j] < 0 ? x[j] : 0, hi[j] = x[j];
+    for (int i = 0; i < len; i++)
+        GGUF__VECTOR_LOOP for (int j = 0; j < n; j++) {
+            const float v = x[i * n + j], wv = w[i * n + j];
+            lo[j] = v < lo[j] ? v : lo[j], hi[j] = v > hi[j] ? v : hi[j];
+            sum_w[j] += wv, sum_x[j] += wv * v;
+        }
+    for (int k = -1; k <= steps; k++) {             // -1: the first try, whose scale and minimum stay as they are
+        float sum_l[16] = {0}, sum_l2[16] = {0}, sum_xl[16] = {0}, error[16] = {0};
+        for (int j = 0; j < n; j++) {
+            zero[j] = k < 0 ? lo[j] : min[j];
+            inv[j] = (k < 0 ? (float)top : start + 0.1f * (float)k + (float)top) / (hi[j] - zero[j]);
+        }
+        for (int i = 0; i < len; i++)
+            GGUF__VECTOR_LOOP for (int j = 0; j < n; j++) {
+                const float v = x[i * n + j], wv = w[i * n + j];
+                const int32_t c = gguf__clamp(gguf__nearest(inv[j] * (v - zero[j])), 0, top);
+                l[i * n + j] = c;
+                sum_l[j] += wv * (float)c, sum_l2[j] += wv * (float)c * (float)c, sum_xl[j] += wv * (float)c * v;
+            }
+        GGUF__VECTOR_LOOP for (int j = 0; j < n; j++) {
+            const float det = sum_w[j] * sum_l2[j] - sum_l[j] * sum_l[j];
+            const float fit = (sum_w[j] * sum_xl[j] - sum_x[j] * sum_l[j]) / det;
+            const float fit_min = (sum_l2[j] * sum_x[j] - sum_l[j] * sum_xl[j]) / det;
+            s[j] = k < 0 ? 1 / inv[j] : fit_min > 0 ? sum_xl[j] / sum_l2[j] : fit;
+            m[j] = k < 0 ? lo[j] : fit_min > 0 ? 0 : fit_min;
+            sum_l[j] = k < 0 || det > 0;            // from here on: may be taken
+        }
+        for (int i = 0; i < len; i++)
+            GGUF__VECTOR_LOOP for (int j = 0; j < n; j++) {
+                const float diff = s[j] * (float)l[i * n + j] + m[j] - x[i * n + j];
+                error[j] += w[i * n + j] * (absolute ? fabsf(diff) : diff * diff);
+            }
+        for (int j = 0; j < n; j++)
+            if (k < 0 || (sum_l[j] != 0 && error[j] < best[j]))
+                best[j] = error[j], best_inv[j] = inv[j], best_zero[j] = zero[j], scale[j] = s[j], min[j] = m[j];
+    }
+    for (int j = 0; j < n; j++)
+        if (hi[j] == lo[j]) scale[j] = 0, min[j] = lo[j], best_inv[j] = 0;
+    for (int i = 0; i < len; i++)
+        for (int j = 0; j < n; j++)
+            code[i * n + j] = gguf__clamp(gguf__nearest(best_inv[j] * (x[i * n + j] - best_zero[j])), 0, top);
+    for (int j = 0; j < n; j++) min[j] = -min[j];
+}
+
+// Q2_K Q4_K Q5_K.
+GGUF__INLINE void gguf__quantize_k_min(int type, const float *restrict src, uint8_t *restrict b) {
+    const bool q2 = type == GGUF_Q2_K;
+    const int n = q2 ? 16 : 8, len = 256 / n, top = q2 ? 3 : type == GGUF_Q4_K ? 15 : 31, top_scale = q2 ? 15 : 63;
+    float x[256], w[256], scale[16] = {0}, min[16] = {0}, max_scale = 0, max_min = 0;
+    int32_t c[256];
+    for (int j = 0; j < n; j++) {
+        float mean = 0;
+        for (int i = 0; i < len; i++) x[i * n + j] = src[j * len + i], mean += src[j * len + i] * src[j * len + i];
+        mean = q2 ? 0 : sqrtf(mean / (float)len);
+        for (int i = 0; i < len; i++) w[i * n + j] = mean + fabsf(x[i * n + j]);
+    }
+    gguf__search_min(n, len, x, w, top, type == GGUF_Q4_K ? -1 : -0.5f, type == GGUF_Q4_K ? 20 : 15, q2, scale, min, c);
+    for (int j = 0; j < n; j++) {
+        max_scale = scale[j] > max_scale ? scale[j] : max_scale;
+        max_min = min[j] > max_min ? min[j] : max_min;
+    }
+    const float inv_scale = max_scale > 0 ? (float)top_scale / max_scale : 0;
+    const float inv_min = max_min > 0 ? (float)top_scale / max_min : 0;
+    uint8_t sc[16], mn[16], *at_d = q2 ? b + 80 : b;
+    gguf__put_f16(at_d, max_scale / (float)top_scale);
+    gguf__put_f16(at_d + 2, max_min / (float)top_scale);
+    const float d = gguf__f16_at(at_d), dmin = gguf__f16_at(at_d + 2);
+    for (int j = 0; j < n; j++) {
+        sc[j] = (uint8_t)gguf__min(top_scale, (uint8_t)gguf__nearest(inv_scale * scale[j]));
+        mn[j] = (uint8_t)gguf__min(top_scale, (uint8_t)gguf__nearest(inv_min * min[j]));
+    }
+    for (int i = 0; i < len; i++)                   // the codes for the rounded scales and minima
+        for (int j = 0; j < n; j++) {
+            const float step = d * sc[j], m = dmin * mn[j];
+            if (step != 0) c[i * n + j] = gguf__clamp(gguf__nearest((x[i * n + j] + m) / step), 0, top);
+        }
+    if (q2) {
+        for (int j = 0; j < 16; j++) b[j] = (uint8_t)(sc[j] | mn[j] << 4);
+        memset(b + 16, 0, 64);
+        for (int i = 0; i < 256; i++) b[16 + i / 128 * 32 + i % 32] |= (uint8_t)(c[i % 16 * 16 + i / 16] << (i / 32 % 4 * 2));
+        return;
+    }
+    for (int g = 0; g < 4; g++) {
+        b[4 + g] = (uint8_t)(sc[g] | sc[g + 4] >> 4 << 6);
+        b[8 + g] = (uint8_t)(mn[g] | mn[g + 4] >> 4 << 6);
+        b[12 + g] = (uint8_t)((sc[g + 4] & 15) | mn[g + 4] << 4);
+    }
+    uint8_t *h = b + 16, *q = type == GGUF_Q4_K ? b + 16 : b + 48;
+    for (int i = 0; i < 128; i++) {
+        const int32_t *pair = c + i % 32 * 8 + i / 32 * 2;      // element i % 32 of sub-blocks 2p and 2p + 1
+        q[i] = (uint8_t)((pair[0] & 15) | pair[1] << 4);
+    }
+    if (type == GGUF_Q5_K)
+        for (int i = 0; i < 32; i++) {
+            h[i] = 0;
+            for (int g = 0; g < 8; g++) h[i] |= (uint8_t)(c[i * 8 + g] >> 4 << g);
+        }
+}
+
+// Q6_K: scales of 16 sub-blocks, x ~ scale*code with code -32..31 and weights x^2, the best of 19 ranges.
+static void gguf__quantize_q6_k(const float *restrict src, uint8_t *restrict b) {
+    float x[256], m[16], scale[16] = {0}, merit[16] = {0}, best_inv[16] = {0};
+    for (int j = 0; j < 16; j++) {
+        m[j] = gguf__extreme(src + 16 * j, 16);
+        for (int i = 0; i < 16; i++) x[i * 16 + j] = src[j * 16 + i];
+    }
+    for (int k = -10; k <= 9; k++) {                // -10: the first try, at the range itself
+        float inv[16], sum_xl[16] = {0}, sum_l2[16] = {0};
+        if (k == 0) continue;
+        GGUF__VECTOR_LOOP for (int j = 0; j < 16; j++) inv[j] = -(k == -10 ? 32 : 32 + 0.1f * (float)k) / m[j];
+        for (int i = 0; i < 16; i++)
+            GGUF__VECTOR_LOOP for (int j = 0; j < 16; j++) {
+                const float v = x[i * 16 + j], c = (float)gguf__clamp(gguf__nearest(inv[j] * v), -32, 31);
+                sum_xl[j] += v * v * v * c, sum_l2[j] += v * v * c * c;
+            }
+        for (int j = 0; j < 16; j++) {
+            const bool better = k == -10 || (sum_l2[j] > 0 && sum_xl[j] * sum_xl[j] > merit[j] * sum_l2[j]);
+            if (!better || fabsf(m[j]) < 1e-15f) continue;
+            best_inv[j] = inv[j];
+            scale[j] = sum_l2[j] != 0 ? sum_xl[j] / sum_l2[j] : 0;
+            merit[j] = scale[j] * sum_xl[j];
+        }
+    }
+    const float max = gguf__extreme(scale, 16);
+    if (fabsf(max) < 1e-15f) {
+        memset(b, 0, 210);
+        return;
+    }
+    const float inv = -128 / max;
+    gguf__put_f16(b + 208, 1 / inv);
+    const float d = gguf__f16_at(b + 208);
+    uint8_t c[256];
+    for (int j = 0; j < 16; j++) {
+        const int sc = gguf__min(127, gguf__nearest(inv * scale[j]));
+        const float step = d * (float)sc;
+        b[192 + j] = (uint8_t)sc;
+        for (int i = 0; i < 16; i++) {              // a sub-block with a scale of 0 keeps the codes of the search
+            const float v = step != 0 ? src[16 * j + i] / step : src[16 * j + i] * best_inv[j];
+            c[16 * j + i] = best_inv[j] == 0 && step == 0 ? 0 : (uint8_t)(gguf__clamp(gguf__nearest(v), -32, 31) + 32);
+        }
+    }
+    for (int h = 0; h < 2; h++)
+        for (int l = 0; l < 32; l++) {
+            const uint8_t *p = c + 128 * h + l;
+            b[64 * h + l] = (uint8_t)((p[0] & 15) | p[64] << 4);
+            b[64 * h + 32 + l] = (uint8_t)((p[32] & 15) | p[96] << 4);
+            b[128 + 32 * h + l] = (uint8_t)(p[0] >> 4 | p[32] >> 4 << 2 | p[64] >> 4 << 4 | p[96] >> 4 << 6);
+        }
+}
+
+// Q3_K: scales of 16 sub-blocks, x ~ scale*code with code -4..3 and weights x^2. From the codes of the full range, five
+// sweeps give each element in turn the code that is best for the others' scale.
+static void gguf__quantize_q3_k(const float *restrict src, uint8_t *restrict b) {
+    int32_t c[256];
+    float scale[16];
+    for (int j = 0; j < 16; j++) {
+        const float *x = src + 16 * j, m = gguf__extreme(x, 16), inv = -4 / m;
+        float sum_xl = 0, sum_l2 = 0;
+        int32_t *cj = c + 16 * j;
+        scale[j] = 0;
+        memset(cj, 0, 16 * sizeof *cj);
+        if (fabsf(m) < 1e-15f) continue;
+        for (int i = 0; i < 16; i++) {
+            const float w = x[i] * x[i];
+            cj[i] = gguf__clamp(gguf__nearest(inv * x[i]), -4, 3);
+            sum_xl += w * x[i] * (float)cj[i], sum_l2 += w * (float)cj[i] * (float)cj[i];
+        }
+        for (int sweep = 0; sweep < 5; sweep++)
+            for (int i = 0; i < 16; i++) {
+                const float w = x[i] * x[i], xl = sum_xl - w * x[i] * (float)cj[i];
+                const float l2 = sum_l2 - w * (float)cj[i] * (float)cj[i];
+                if (!(xl > 0)) continue;
+                const int32_t l = gguf__clamp(gguf__nearest(x[i] * l2 / xl), -4, 3);
+                const float new_xl = xl + w * x[i] * (float)l, new_l2 = l2 + w * (float)l * (float)l;
+                if (l == cj[i] || !(new_l2 > 0) || !(new_xl * new_xl * sum_l2 > sum_xl * sum_xl * new_l2)) continue;
+                cj[i] = l, sum_xl = new_xl, sum_l2 = new_l2;
+            }
+        scale[j] = sum_l2 > 0 ? sum_xl / sum_l2 : 0;
+        for (int i = 0; i < 16; i++) cj[i] += 4;
+    }
+    const float max = gguf__extreme(scale, 16), inv = max != 0 ? -32 / max : 0;
+    gguf__put_f16(b + 108, max != 0 ? 1 / inv : 0);
+    const float d = gguf__f16_at(b + 108);
+    memset(b, 0, 108);
+    for (int j = 0; j < 16; j++) {
+        const int sc = gguf__clamp(gguf__nearest(inv * scale[j]), -32, 31) + 32;
+        const float step = d * (float)(sc - 32);
+        if (max != 0) {
+            b[96 + j % 8] |= (uint8_t)((sc & 15) << (j / 8 * 4));
+            b[104 + j % 4] |= (uint8_t)(sc >> 4 << (j / 4 * 2));
+        }
+        for (int i = 16 * j; i < 16 * j + 16; i++) {
+            if (step != 0) c[i] = gguf__clamp(gguf__nearest(src[i] / step), -4, 3) + 4;
+            b[32 + i / 128 * 32 + i % 32] |= (uint8_t)((c[i] & 3) << (i / 32 % 4 * 2));
+            b[i % 32] |= (uint8_t)(c[i] >> 2 << (i / 32));
+        }
+    }
+}
+
+bool gguf_can_quantize(int type) {
+    return gguf_type_supported(type) && type != GGUF_IQ4_NL && type != GGUF_IQ4_XS;
+}
+
+void gguf_quantize(int type, const float *src, void *dst, size_t n) {
+    const size_t elems = (size_t)gguf_block_elems(type), bytes = (size_t)gguf_block_bytes(type);
+    uint8_t *b = (uint8_t *)dst;
+    assert(gguf_can_quantize(type) && n % elems == 0);
+    if (type == GGUF_F32 && n > 0) memcpy(dst, src, n * sizeof *src);
+    else for (; n > 0; n -= elems, src += elems, b += bytes) {
+        uint16_t h;
+        switch (type) {
+        case GGUF_F16: h = gguf_f32_to_f16(*src), memcpy(b, &h, 2); break;
+        case GGUF_BF16: h = gguf_f32_to_bf16(*src), memcpy(b, &h, 2); break;
+        case GGUF_Q8_0: gguf__quantize_q8_0(src, b); break;
+        case GGUF_Q4_0: gguf__quantize_32(GGUF_Q4_0, src, b); break;
+        case GGUF_Q4_1: gguf__quantize_32(GGUF_Q4_1, src, b); break;
+        case GGUF_Q5_0: gguf__quantize_32(GGUF_Q5_0, src, b); break;
+        case GGUF_Q5_1: gguf__quantize_32(GGUF_Q5_1, src, b); break;
+        case GGUF_MXFP4: gguf__quantize_mxfp4(src, b); break;
+        case GGUF_NVFP4: gguf__quantize_nvfp4(src, b); break;
+        case GGUF_Q2_K: gguf__quantize_k_min(GGUF_Q2_K, src, b); break;
+        case GGUF_Q3_K: gguf__quantize_q3_k(src, b); break;
+        case GGUF_Q4_K: gguf__quantize_k_min(GGUF_Q4_K, src, b); break;
+        case GGUF_Q5_K: gguf__quantize_k_min(GGUF_Q5_K, src, b); break;
+        case GGUF_Q6_K: gguf__quantize_q6_k(src, b); break;
+        }
     }
 }
 #endif // GGUF_IMPLEMENTATION
