@@ -1694,7 +1694,7 @@ static int gguf__st_header(Gguf *g, const uint8_t *first8, size_t size, size_t *
 
 int gguf_parse_safetensors(Gguf *g, const void *bytes, size_t size) {
     const uint8_t *b = (const uint8_t *)bytes;
-    size_t n;
+    size_t n = 0;
     memset(g, 0, sizeof *g);
     g->path = "(memory)";
     g->file_size = size;
