@@ -688,8 +688,8 @@ static size_t n_elements(const GgufTensor *t) {
 static bool hf_is_f32(const GgufTensor *t, const char *name) { return t->n_dims < 2 || strstr(name, "ffn_gate_inp.weight"); }
 
 // Put every tensor of the text model, and the factors that stop `head_dim / 2 - n_rot` pairs of global layers. data: room
-// for one more than st has. Returns the rows of token_embd, 0: none.
-static uint64_t hf_tensors(Gguf *st, GgufWriter *w, const uint8_t **data, int head_dim, int n_rot) {
+// for one more than st has; tied: an LM head of its own is a copy. Returns the rows of token_embd, 0: none.
+static uint64_t hf_tensors(Gguf *st, GgufWriter *w, const uint8_t **data, int head_dim, int n_rot, bool tied) {
     size_t n = 0, n_other = 0, n_floats = (size_t)head_dim / 2;
     uint64_t vocab = 0;
     GgufStr first_other = { "", 0 };
@@ -709,6 +709,7 @@ static uint64_t hf_tensors(Gguf *st, GgufWriter *w, const uint8_t **data, int he
             if (!n_other++) first_other = t->name;
             continue;
         }
+        if (tied && !strcmp(name, "output.weight")) continue;       // the embedding table once more
         const bool is_float = t->type == GGUF_F32 || t->type == GGUF_F16 || t->type == GGUF_BF16;
         const bool is_ids = (t->type == GGUF_I32 || t->type == GGUF_I64) && !strcmp(name, "masked_embd_ordering");
         if (!t->size || !(is_float || is_ids))
@@ -1003,7 +1004,8 @@ static void open_folder(Gguf *g, const char *path) {
     hf_generation_keys(&w, folder);
     const HfRope rope = hf_model_keys(&w, &c);
     const uint8_t **data = alloc_or_die(tensors.n_tensors + 1, sizeof *data);
-    const uint64_t vocab = hf_tensors(&tensors, &w, data, rope.head_dim, rope.n_rot);
+    const bool tied = gguf_json_get(&c.root, "tie_word_embeddings", &type) && type.type == GGUF_J_TRUE;
+    const uint64_t vocab = hf_tensors(&tensors, &w, data, rope.head_dim, rope.n_rot, tied);
     if (!vocab || vocab > MAX_VOCAB)
         die("%s: tensor 'embed_tokens.weight': expected 1..%d rows, got %" PRIu64, path, MAX_VOCAB, vocab);
     hf_tokenizer_keys(&w, folder, vocab, !c.assistant);
@@ -2797,7 +2799,8 @@ static int tensor_order(const void *a, const void *b) {
     return by_name ? by_name : (x->name.n > y->name.n) - (x->name.n < y->name.n);
 }
 
-// A file that takes its name only when it is complete: until then it is PATH.PID.tmp, and whatever PATH was stays.
+// A file that takes its name only when it is complete: until then it is PATH.PID.tmp, and whatever PATH was stays. Only a
+// process that is killed outright leaves the former behind.
 typedef struct {
     const char *path;
     char *tmp;
@@ -2816,6 +2819,9 @@ __attribute__((noreturn, format(printf, 2, 3))) static void die_output(const Out
 
 static Output open_output(const char *path, const char *in) {
     struct stat old, source;
+    const GgufStr name = { path, strlen(path) };
+    if (ends_with(name, ".safetensors") || (ends_with(name, ".gguf") && name.n > 14 && !memcmp(path + name.n - 14, "-of-", 4)))
+        die("%s: expected a name of its own, got one that belongs to a set of files", path);
     if (!stat(path, &old)) {
         if (!S_ISREG(old.st_mode)) die("%s: expected the name of a file to write, got what is no regular file", path);
         if (!stat(in, &source) && old.st_dev == source.st_dev && old.st_ino == source.st_ino)
@@ -2993,7 +2999,8 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
 #define VERSION "0.1"
 
 typedef struct {
-    const char *verb, *model, *target, *type, *prompt, *prompt_file, *system, *ids, *out, *dump, *kv_layout, *k_type, *v_type;
+    const char *verb, *model, *prompt, *prompt_file, *system, *ids, *out, *dump, *kv_layout, *k_type, *v_type;
+    const char *target, *type, *other;          // quantize: OUT, TYPE; the last flag but -m and -t
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, seed;
     bool raw, ignore_eos, check_tensors, help, version;
 } Flags;
@@ -3074,6 +3081,7 @@ static void parse_flags(Flags *f, int argc, char **argv) {
             else die("%s: expected a flag, got a second model (the first is %s)", arg, f->model);
             continue;
         }
+        if (flag->field != FIELD(model) && flag->field != FIELD(n_threads)) f->other = arg;
         void *field = (char *)f + flag->field;
         if (flag->kind == FLAG_ON) {
             *(bool *)field = true;
@@ -3196,6 +3204,7 @@ int main(int argc, char **argv) {
 #endif
     if (f.verb && !strcmp(f.verb, "quantize")) {
         if (!f.type) die("quantize: expected three names, IN OUT.gguf TYPE");
+        if (f.other) die("%s: quantize takes IN OUT.gguf TYPE and -t only", f.other);
         verb_quantize(f.model, f.target, f.type);
         return 0;
     }

@@ -10,7 +10,7 @@
 typedef struct { int n_layers, period, dim, n_heads, kv_swa, kv_full, ffn, experts, expert_dim, ple; bool k_eq_v; } Shape;
 
 static GgufTensor tensors[4096];
-static char names[4096][64];
+static char names[4096][80];
 static int n_tensors;
 
 static void add(const char *name, int layer, int type, int n_dims, uint64_t ne0, uint64_t ne1) {
