@@ -3,6 +3,7 @@
 # Only ./gemma4 lands in this directory, everything else in build/. Set on the command line as needed:
 #   CC=clang   CFLAGS="-O2 -g"   OMP=0 (one thread)   WERROR=1 (warnings are errors)   ARCH=sm_90 (nvcc's -arch)
 #   PREFIX=/usr/local   DESTDIR=   FUZZ_SECONDS=60   MODEL=file.gguf (for bench)   STRICT=1 (a skipped test fails)
+#   LONG=1 (more mutated files in the tests)
 
 B       := build
 BIN     := gemma4

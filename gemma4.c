@@ -927,7 +927,7 @@ static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab,
     }
     gguf_put_bool(w, "tokenizer.ggml.add_bos_token", true);
     gguf_put_bool(w, "tokenizer.ggml.add_space_prefix", false);
-    char path[4096];
+    char path[4096 + 32];
     size_t n;
     snprintf(path, sizeof path, "%s/chat_template.jinja", folder);
     if (!access(path, F_OK)) {

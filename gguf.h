@@ -101,7 +101,7 @@ typedef struct {
 } GgufKv;
 
 typedef struct {
-    GgufStr name;               // 1..63 bytes of printable ASCII, unique in the file
+    GgufStr name;               // 1..63 bytes of printable ASCII, unique in the model
     int type, n_dims;           // type: any known id; whether there is code for it, gguf_type_supported says
     uint64_t ne[4];             // elements per dimension, fastest first: {cols, rows, experts, 1}; 1 beyond n_dims
     uint64_t offset, size;      // bytes; offset from the start of the data section of its file
@@ -1564,7 +1564,7 @@ static int gguf__st_tensor(gguf__st *f, const GgufJson *entry, GgufTensor *t) {
     size_t n_dims = 0, i = 0;
     for (GgufJson rest = shape; gguf_json_next(&rest, NULL, &v); n_dims++) {
         int64_t ne;
-        if (!gguf_json_int(&v, 0, INT64_MAX, &ne)) return GGUF__ST_FAIL(f, "E_DIM", v.s, "shape: expected whole numbers from 0");
+        if (!gguf_json_int(&v, 0, INT64_MAX, &ne)) return GGUF__ST_FAIL(f, "E_DIM", v.s, "shape: expected whole numbers");
         if (ne == 0) empty = true;
         else if ((uint64_t)ne > limit / n)
             return GGUF__ST_FAIL(f, "E_NELEM", v.s, "shape: expected at most %llu here for a file of this size, got %lld",
@@ -1614,7 +1614,7 @@ static int gguf__st_cover(gguf__st *f, GgufTensor *tensors, size_t n, const Gguf
     for (size_t i = 0; i < n; i++) {
         f->name = sorted[i]->name;
         if (sorted[i]->offset != expect)
-            return GGUF__ST_FAIL(f, "E_OFF_SEQ", sorted[i]->name.s, "expected data at %llu, after the tensor before, got %llu",
+            return GGUF__ST_FAIL(f, "E_OFF_SEQ", sorted[i]->name.s, "expected data at %llu, where the last ends, got %llu",
                                  (unsigned long long)expect, (unsigned long long)sorted[i]->offset);
         expect += sorted[i]->size;
     }
@@ -1686,7 +1686,7 @@ static int gguf__st_header(Gguf *g, const uint8_t *first8, size_t size, size_t *
         return gguf__fail(g, "header", (GgufStr){0}, "E_ST_HEADER", 0, "expected at most %llu bytes of JSON, got %llu",
                           (unsigned long long)GGUF__ST_HEADER_MAX, (unsigned long long)v);
     if (v > size - 8)
-        return gguf__fail(g, "header", (GgufStr){0}, "E_TRUNC", 0, "expected %llu bytes of JSON, got %zu to the end of the file",
+        return gguf__fail(g, "header", (GgufStr){0}, "E_TRUNC", 0, "expected %llu bytes of JSON, got %zu in the file",
                           (unsigned long long)v, size - 8);
     *n = (size_t)v;
     return 0;
@@ -1792,7 +1792,7 @@ static int gguf__st_index(Gguf *g, const char *path) {
     for (rest = map; !failed && gguf_json_next(&rest, &key, &value); ) {
         const GgufStr name = {key.s + 1, key.n - 2};
         if (!g->tensor_slots || !*gguf__tensor_slot(g, name))
-            failed = gguf__fail(g, "tensor", name, "E_TENSOR_MISSING", (size_t)(key.s - json), "the index has it, no file does");
+            failed = gguf__fail(g, "tensor", name, "E_TENSOR_MISSING", (size_t)(key.s - json), "only the index has it");
     }
     free(files);
     gguf_close(&text);

@@ -22,7 +22,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
         char name[256];
         sum += t->size;
         if (t->size) sink ^= (uint8_t)(t->data[0] ^ t->data[t->size - 1]);
-        if (t->type >= 0 && t->size != t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3] * (uint64_t)gguf_block_bytes(t->type)) abort();
+        const uint64_t n = t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
+        if (t->type >= 0 && t->size != n * (uint64_t)gguf_block_bytes(t->type)) abort();
         snprintf(name, sizeof name, "%.*s", (int)t->name.n, t->name.s);
         if (gguf_find_tensor(&g, name) != t) abort();
     }

@@ -208,9 +208,10 @@ static void write_config(Gguf *g, const char *folder) {
     fprintf(f, "{\n  \"architectures\": [\"X\"], \"model_type\": \"%s\", \"tie_word_embeddings\": true,\n",
             assistant ? "gemma4_assistant" : "gemma4");
     if (assistant)
-        fprintf(f, "  \"backbone_hidden_size\": %" PRId64 ", \"use_ordered_embeddings\": false,\n", key_int(g, arch, "embedding_length_out", 0));
-    fprintf(f, "  \"text_config\": {\"model_type\": \"gemma4_text\", \"rms_norm_eps\": 1e-06, \"final_logit_softcapping\": %s,\n",
-            assistant ? "null" : "30.0");
+        fprintf(f, "  \"backbone_hidden_size\": %" PRId64 ", \"use_ordered_embeddings\": false,\n",
+                key_int(g, arch, "embedding_length_out", 0));
+    fprintf(f, "  \"text_config\": {\"model_type\": \"gemma4_text\", \"rms_norm_eps\": 1e-06,\n"
+            "    \"final_logit_softcapping\": %s,\n", assistant ? "null" : "30.0");
     static const char *const fields[][2] = { { "num_hidden_layers", "block_count" }, { "hidden_size", "embedding_length" },
         { "num_attention_heads", "attention.head_count" }, { "head_dim", "attention.key_length_swa" },
         { "global_head_dim", "attention.key_length" }, { "sliding_window", "attention.sliding_window" },
@@ -220,8 +221,8 @@ static void write_config(Gguf *g, const char *folder) {
         fprintf(f, "    \"%s\": %" PRId64 ",\n", fields[i][0], key_int(g, arch, fields[i][1], 0));
     fprintf(f, "    \"intermediate_size\": %" PRId64 ", \"use_double_wide_mlp\": %s,\n", ffn[0],
             n_shared && ffn[n - 1] != ffn[0] ? "true" : "false");
-    fprintf(f, "    \"num_key_value_heads\": %" PRId64 ", \"attention_k_eq_v\": %s, \"num_global_key_value_heads\": ", kv_heads[1],
-            k_eq_v ? "true" : "false");
+    fprintf(f, "    \"num_key_value_heads\": %" PRId64 ", \"attention_k_eq_v\": %s,\n    \"num_global_key_value_heads\": ",
+            kv_heads[1], k_eq_v ? "true" : "false");
     if (k_eq_v) fprintf(f, "%" PRId64 ",\n", kv_heads[0]);
     else fprintf(f, "null,\n");
     if (key_int(g, arch, "expert_count", 0))
@@ -229,8 +230,8 @@ static void write_config(Gguf *g, const char *folder) {
                 ", \"moe_intermediate_size\": %" PRId64 ",\n", key_int(g, arch, "expert_count", 0),
                 key_int(g, arch, "expert_used_count", 0), key_int(g, arch, "expert_feed_forward_length", 0));
     else fprintf(f, "    \"enable_moe_block\": false, \"num_experts\": null,\n");
-    fprintf(f, "    \"rope_parameters\": {\"full_attention\": {\"rope_type\": \"proportional\", \"partial_rotary_factor\": 0.25, "
-            "\"rope_theta\": 1000000.0}, \"sliding_attention\": {\"rope_type\": \"default\", \"rope_theta\": 10000.0}},\n"
+    fprintf(f, "    \"rope_parameters\": {\"full_attention\": {\"rope_type\": \"proportional\", "
+            "\"partial_rotary_factor\": 0.25, \"rope_theta\": 1000000.0}, \"sliding_attention\": {\"rope_type\": \"default\", \"rope_theta\": 10000.0}},\n"
             "    \"layer_types\": [");
     for (int l = 0; l < n; l++) fprintf(f, "%s\"%s_attention\"", l ? ", " : "", swa[l] ? "sliding" : "full");
     fprintf(f, "]\n  }\n}\n");
@@ -335,7 +336,8 @@ int main(int argc, char **argv) {
             FILE *f = create(out, "model.safetensors.index.json");
             fprintf(f, "{\"metadata\": {\"total_size\": 1}, \"weight_map\": {");
             for (int i = 0; i < n_entries; i++)
-                fprintf(f, "%s\"%s\": \"model-%05d-of-%05d.safetensors\"", i ? ",\n" : "", entries[i].name, entries[i].shard + 1, n_shards);
+                fprintf(f, "%s\"%s\": \"model-%05d-of-%05d.safetensors\"", i ? ",\n" : "", entries[i].name,
+                        entries[i].shard + 1, n_shards);
             fprintf(f, "}}\n");
             if (fclose(f)) die(out, "index");
         }

@@ -143,7 +143,7 @@ run --help
 ok "--help exits 0" [ "$status" -eq 0 ]
 ok "--help writes nothing to stderr" size "$tmp/err" 0
 for flag in -p -f -n -c -t --temp --seed --top-k --top-p --raw --ignore-eos --kv-layout -ctk -ctv --dump --system \
-    logits --ids -o quantize --help --version; do
+    --check-tensors logits --ids -o quantize --help --version; do
     ok "--help lists $flag" grep -qE -e "(^|[^a-z-])$flag([^a-z-]|\$)" "$tmp/out"
 done
 run --version

@@ -90,7 +90,8 @@ static int type_of(const char *name) {
 }
 
 static void expect(const char *what, const char *name, int type) {
-    CHECK(type_of(name) == type, "%s: %s: expected %s, got %s", what, name, gguf_type_name(type), gguf_type_name(type_of(name)));
+    CHECK(type_of(name) == type, "%s: %s: expected %s, got %s", what, name, gguf_type_name(type),
+          gguf_type_name(type_of(name)));
 }
 
 static void expect_count(const char *what, int type, int count) {

@@ -40,7 +40,8 @@ source_file() { # source_file NAME: makes $tmp/NAME.gguf; PRESET-QUANT[-KIND], w
     set --
     case $stem in *-mtp | *-dflash) what=${stem##*-} base=${stem%-*} ;; *) base=$stem ;; esac
     case $stem in micro-*) seed=11; set -- --separate-pools ;; esac
-    "$make_gguf" --preset "${base%-*}" --quant "${base##*-}" --kind "$what" --seed "$seed" "$@" --out "$tmp/$stem.gguf" || exit 1
+    "$make_gguf" --preset "${base%-*}" --quant "${base##*-}" --kind "$what" --seed "$seed" "$@" \
+        --out "$tmp/$stem.gguf" || exit 1
 }
 refuse() { # refuse WORD ARGUMENTS...: must end with one error line that holds WORD, exit status 1, and leave no new file
     word=$1
@@ -139,7 +140,8 @@ folder() { # folder: a fresh copy of one to damage
 }
 edit() { # edit FILE SED-SCRIPT
     folder
-    sed "$2" "$tmp/bad/$1" >"$tmp/edited" && ! cmp -s "$tmp/edited" "$tmp/bad/$1" || echo "test_quantize: '$2' changes nothing"
+    sed "$2" "$tmp/bad/$1" >"$tmp/edited"
+    cmp -s "$tmp/edited" "$tmp/bad/$1" && ok "edit: '$2' changes $1" false
     mv "$tmp/edited" "$tmp/bad/$1"
 }
 folder

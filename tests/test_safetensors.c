@@ -1,7 +1,7 @@
 /* test_safetensors.c - gguf.h: malformed and unusual safetensors files, sets of files, and the writer of a GGUF head.
  *
  * Run from the top of the repository. Headers are text, so a case is a line: the JSON, the bytes of data behind it, and what
- * is expected. Files are parsed from a heap copy of exactly their length, so that AddressSanitizer sees every read past it. */
+ * is expected. Files are parsed from a heap copy of exactly their length: AddressSanitizer sees every read past it. */
 #define _GNU_SOURCE
 #define GGUF_IMPLEMENTATION
 #include "gguf.h"
@@ -92,8 +92,8 @@ static void test_bad(void) {
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         const int r = parse(&g, &copy, bad[i].header, strlen(bad[i].header), -1, bad[i].data);
         CHECK(r < 0, "%s: accepted", bad[i].what);
-        CHECK(r >= 0 || err_ok(g.err, bad[i].code, bad[i].word), "%s: expected %s and '%s', got: %s", bad[i].what, bad[i].code,
-              bad[i].word, g.err);
+        CHECK(r >= 0 || err_ok(g.err, bad[i].code, bad[i].word), "%s: expected %s and '%s', got: %s", bad[i].what,
+              bad[i].code, bad[i].word, g.err);
         gguf_close(&g);
         free(copy);
     }
@@ -113,7 +113,7 @@ static void test_bad(void) {
     char name[400] = "{\"";
     memset(name + 2, 'n', 256);
     strcpy(name + 258, "\":" T("U8", "0", "0,0") "}");
-    CHECK(parse(&g, &copy, name, strlen(name), -1, 0) < 0 && err_ok(g.err, "E_NAME_LEN", "256"), "256 bytes of name: %s", g.err);
+    CHECK(parse(&g, &copy, name, strlen(name), -1, 0) < 0 && err_ok(g.err, "E_NAME_LEN", "256"), "long name: %s", g.err);
     free(copy);
 }
 
@@ -132,8 +132,8 @@ static void test_good(void) {
     CHECK(m && m->data == copy + 8 + strlen(header) + 16, "m: data");
     CHECK(s && s->type == GGUF_F32 && s->n_dims == 0 && s->ne[0] == 1 && s->size == 4, "a scalar");
     CHECK(e && e->ne[0] == 5 && e->ne[1] == 0 && e->size == 0, "an empty tensor");
-    CHECK(six && six->type == -1 && six->n_dims == 4 && six->ne[0] == 1 && six->ne[1] == 2 && six->ne[2] == 1 && six->ne[3] == 6,
-          "six dimensions");
+    CHECK(six && six->type == -1 && six->n_dims == 4 && six->ne[0] == 1 && six->ne[1] == 2 && six->ne[2] == 1 &&
+          six->ne[3] == 6, "six dimensions");
     CHECK(f4 && f4->type == -1 && f4->size == 3, "two elements a byte");
     gguf_close(&g);
     free(copy);
@@ -164,7 +164,7 @@ static void test_damage(void) {
             copy[cut] = values[v];
             const int r = gguf_parse_safetensors(&g, copy, size);
             if (r == 0) touch(&g);
-            else if (!err_ok(g.err, "E_", "expected") && !strstr(g.err, "(E_")) CHECK(0, "byte %zu = %d: %s", cut, values[v], g.err);
+            else if (!strstr(g.err, "(E_")) CHECK(0, "byte %zu = %d: %s", cut, values[v], g.err);
             accepted += r == 0;
             tried++;
             gguf_close(&g);
@@ -204,10 +204,12 @@ static void expect_set(const char *what, const char *name, int n_tensors, const 
     Gguf g;
     const int r = gguf_open_safetensors(&g, *name ? in_folder(name) : folder);
     if (n_tensors >= 0) {
-        CHECK(r == 0 && g.n_tensors == (size_t)n_tensors, "%s: expected %d tensors, got %s", what, n_tensors, r ? g.err : "others");
+        CHECK(r == 0 && g.n_tensors == (size_t)n_tensors, "%s: expected %d tensors, got %s", what, n_tensors,
+              r ? g.err : "others");
         if (r == 0) touch(&g);
     } else {
-        CHECK(r < 0 && err_ok(g.err, code, word), "%s: expected %s and '%s', got: %s", what, code, word, r ? g.err : "accepted");
+        CHECK(r < 0 && err_ok(g.err, code, word), "%s: expected %s and '%s', got: %s", what, code, word,
+              r ? g.err : "accepted");
     }
     gguf_close(&g);
 }
@@ -276,8 +278,8 @@ static void test_writer(void) {
     gguf_put_array(&w, "none", GGUF_V_F32, NULL, 0);
     gguf_put_tensor(&w, (GgufStr){ "v", 1 }, GGUF_F32, 1, (uint64_t[]){ 3 });
     gguf_put_tensor(&w, (GgufStr){ "m", 1 }, GGUF_Q8_0, 3, (uint64_t[]){ 64, 2, 5 });
-    CHECK(w.n_kvs == 7 && w.n_tensors == 2 && w.data_size == 32 + 704, "%llu keys, %llu bytes of data", (unsigned long long)w.n_kvs,
-          (unsigned long long)w.data_size);
+    CHECK(w.n_kvs == 7 && w.n_tensors == 2 && w.data_size == 32 + 704, "%llu keys, %llu bytes of data",
+          (unsigned long long)w.n_kvs, (unsigned long long)w.data_size);
     size_t size, again_size;
     uint8_t *head = gguf_writer_head(&w, &size), *file = head ? realloc(head, size + w.data_size) : NULL;
     if (!CHECK(file && size % 32 == 0, "head of %zu bytes", size)) return;
@@ -290,7 +292,8 @@ static void test_writer(void) {
     size_t n = 0;
     CHECK(gguf_get_int(&g, "u", 0, 9, &v) == 1 && v == 7 && gguf_get_float(&g, "f", &d) == 1 && d == 0.5, "scalars");
     CHECK(gguf_get_int(&g, "b", 0, 1, &v) == 1 && v == 1 && !gguf_find_kv(&g, "general.alignment"), "bool; alignment");
-    CHECK(gguf_get_strs(&g, "strs", &s, &n) == 1 && n == 3 && s[1].n == 0 && s[2].n == 2 && !memcmp(s[2].s, "\0\xff", 2), "strings");
+    CHECK(gguf_get_strs(&g, "strs", &s, &n) == 1 && n == 3 && s[1].n == 0 && s[2].n == 2 && !memcmp(s[2].s, "\0\xff", 2),
+          "strings");
     CHECK(gguf_get_ints(&g, "ints", -9, 9, read, 4) == 1 && read[1] == -2 && gguf_find_kv(&g, "none")->count == 0, "arrays");
     const GgufTensor *m = gguf_find_tensor(&g, "m");
     CHECK(m && m->offset == 32 && m->size == 680 && m->ne[2] == 5 && m->n_dims == 3, "tensor");
@@ -310,7 +313,7 @@ static void test_writer(void) {
     const uint8_t *const at[2] = { data, data + 100 };
     CHECK(gguf_from_writer(&mem, &copy, at, &from) == 0, "in memory: %s", mem.err);
     m = gguf_find_tensor(&mem, "m");
-    CHECK(m && m->data == data + 100 && m->data[679] == 0 && !strcmp(mem.path, "from") && from.n_maps == 0, "in memory: data");
+    CHECK(m && m->data == data + 100 && m->data[679] == 0 && !strcmp(mem.path, "from") && from.n_maps == 0, "memory: data");
     gguf_close(&mem);
     gguf_put_tensor(&copy, (GgufStr){ "v", 1 }, GGUF_F32, 1, (uint64_t[]){ 3 });
     CHECK(gguf_from_writer(&mem, &copy, at, &from) < 0 && err_ok(mem.err, "E_NAME_DUP", "'v'"), "a name twice: %s", mem.err);
