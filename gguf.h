@@ -54,7 +54,7 @@
  *   T = -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113;  V = 0 1 2 3 4 6 8 12, and from c = 8 on the negatives:
  *   twice the magnitudes of E2M1, so that codes are integers. E4M3: (1 + M/8)*2^(E-7) with 4 bits E above 3 bits M, or
  *   M*2^-9 where E = 0; bit 7 is ignored and 0x7f is 0. A whole NVFP4 tensor has one more factor, in a tensor of its own.
- *   How the K types and IQ4_XS pack sc, mn (4 or 6 bits) and codes: gguf__q4_k_scales, gguf__q?_k_codes, gguf__unpack below.
+ *   How the K types and IQ4_XS pack sc, mn (6 bits) and codes: gguf__q?_k_scales, gguf__q?_k_codes, gguf__unpack below.
  *   Every product here has at most 24 significant bits, hence is exact in f32: a dequantised value is the correctly
  *   rounded value of its formula, with or without fused multiply-add, on any device that keeps subnormals.
  */
@@ -1975,16 +1975,38 @@ GGUF__INLINE void gguf__fifth_bits(const uint8_t *restrict h, int8_t *restrict w
 #endif
 }
 
+// Sixteen bytes, two for each group, to integers: those of the first halves, then of the second.
+GGUF__INLINE void gguf__split_halves(const void *bytes, bool is_signed, int minus, int32_t (*restrict out)[8]) {
+    uint16_t pair[8];
+    memcpy(pair, bytes, 16);
+    GGUF__VECTOR_LOOP for (int g = 0; g < 8; g++) {
+        out[0][g] = (is_signed ? (int8_t)(pair[g] & 255) : pair[g] & 255) - minus;
+        out[1][g] = (is_signed ? (int8_t)(pair[g] >> 8) : pair[g] >> 8) - minus;
+    }
+}
+
 // Q4_K, Q5_K: 6-bit scales sc and minima mn of the eight sub-blocks, from the twelve bytes s. Bytes 0..3 and 4..7 hold sc and
 // mn of sub-blocks 0..3 in their low six bits; the rest has its low four bits in bytes 8..11 (sc low nibble, mn high) and its
-// upper two on top of bytes 0..3 and 4..7.
+// upper two on top of bytes 0..3 and 4..7. Four bytes at a time.
 static inline void gguf__q4_k_scales(const uint8_t *restrict s, int32_t *restrict sc, int32_t *restrict mn) {
-    for (int g = 0; g < 4; g++) {
-        sc[g] = s[g] & 63;
-        mn[g] = s[g + 4] & 63;
-        sc[g + 4] = (s[g + 8] & 15) | (s[g] >> 6) << 4;
-        mn[g + 4] = s[g + 8] >> 4 | (s[g + 4] >> 6) << 4;
-    }
+    uint32_t w[3];
+    uint8_t bytes[16];
+    memcpy(w, s, 12);
+    uint64_t scales = (w[0] & 0x3f3f3f3f) | (uint64_t)((w[2] & 0x0f0f0f0f) | (w[0] >> 2 & 0x30303030)) << 32;
+    uint64_t minima = (w[1] & 0x3f3f3f3f) | (uint64_t)((w[2] >> 4 & 0x0f0f0f0f) | (w[1] >> 2 & 0x30303030)) << 32;
+    memcpy(bytes, &scales, 8), memcpy(bytes + 8, &minima, 8);
+    for (int g = 0; g < 8; g++) sc[g] = bytes[g];
+    for (int g = 0; g < 8; g++) mn[g] = bytes[8 + g];
+}
+
+// Q3_K: the 6-bit scales of the sixteen sub-blocks, likewise: low four bits in the low nibbles of bytes 0..7 of s, then in
+// the high ones; upper two in bytes 8..11, those of sub-block j in bits 2*(j/4) of byte 8 + j%4.
+static inline void gguf__q3_k_scales(const uint8_t *restrict s, int32_t (*restrict sc)[8]) {
+    uint32_t w[3], packed[4];
+    memcpy(w, s, 12);
+    for (int k = 0; k < 4; k++)
+        packed[k] = (w[k % 2] >> (k / 2 * 4) & 0x0f0f0f0f) | (w[2] >> (2 * k) & 0x03030303) << 4;
+    gguf__split_halves(packed, false, 32, sc);
 }
 
 // Q4_K: element 64*p + l is the low nibble of q[32*p + l], element 64*p + 32 + l the high one.
@@ -2094,21 +2116,19 @@ GGUF__INLINE void gguf__unpack(int type, const uint8_t *restrict b, Gguf__Codes 
     case GGUF_Q6_K:
         d = gguf__f16_at(b + 208);
         gguf__q6_k_codes(b, c->w);
-        for (int j = 0; j < 16; j++) c->sc[j % 2][j / 2] = (int8_t)b[192 + j];
+        gguf__split_halves(b + 192, true, 0, c->sc);
         break;
-    case GGUF_Q3_K:                                 // 6-bit scales: low four bits in bytes 0..7 of s, upper two in 8..11
+    case GGUF_Q3_K:
         d = gguf__f16_at(b + 108);
         gguf__q3_k_codes(b, b + 32, c->w);
-        for (int j = 0; j < 16; j++) {
-            const uint8_t *s = b + 96;
-            int low = j < 8 ? s[j] & 15 : s[j - 8] >> 4, high = s[8 + j % 4] >> (j / 4 * 2) & 3;
-            c->sc[j % 2][j / 2] = (low | high << 4) - 32;
-        }
+        gguf__q3_k_scales(b + 96, c->sc);
         break;
     case GGUF_Q2_K:
         d = gguf__f16_at(b + 80), dmin = gguf__f16_at(b + 82);
         gguf__q2_k_codes(b + 16, c->w);
-        for (int j = 0; j < 16; j++) c->sc[j % 2][j / 2] = b[j] & 15, c->mn[j % 2][j / 2] = b[j] >> 4;
+        gguf__split_halves(b, false, 0, c->sc);
+        for (int h = 0; h < 2; h++)
+            GGUF__VECTOR_LOOP for (int g = 0; g < 8; g++) c->mn[h][g] = c->sc[h][g] >> 4, c->sc[h][g] &= 15;
         break;
     default:                                        // IQ4_XS: low four bits in nibbles, upper two in 16 bits
         d = gguf__f16_at(b);
@@ -2219,11 +2239,38 @@ float gguf_dot_f32(int type, const void *row, const float *x, size_t n) {
 }
 
 // Add the terms of eight groups to the partial sums. dot and sum hold, for both halves of each group, the sums of w*q and of
-// q; sum is read only where the type has a minimum.
+// q; sum is read only where the type has a minimum. The AVX2 body is the loop below it, all eight groups at a time.
 GGUF__INLINE void gguf__add_terms(int type, const Gguf__Codes *restrict c, int32_t (*restrict dot)[8],
                                   int32_t (*restrict sum)[8], const float *restrict scale, float *restrict acc) {
     const int n_scales = gguf__n_scales(type);
-    GGUF__VECTOR_LOOP for (int g = 0; g < 8; g++) {
+#ifdef __AVX2__
+#define GGUF__INTS(p)   _mm256_loadu_si256((const __m256i *)(const void *)(p))
+#define GGUF__FLOATS(p) _mm256_loadu_ps(p)
+    __m256i i0 = GGUF__INTS(dot[0]), i1 = GGUF__INTS(dot[1]), m0, m1;
+    __m256 s = GGUF__FLOATS(scale), a = _mm256_mul_ps(GGUF__FLOATS(c->a), s), term;
+    if (type == GGUF_NVFP4) {
+        term = _mm256_add_ps(_mm256_mul_ps(a, _mm256_cvtepi32_ps(i0)),
+                             _mm256_mul_ps(_mm256_mul_ps(GGUF__FLOATS(c->b), s), _mm256_cvtepi32_ps(i1)));
+    } else {
+        if (n_scales == 2) i0 = _mm256_mullo_epi32(i0, GGUF__INTS(c->sc[0]));
+        if (n_scales == 2) i1 = _mm256_mullo_epi32(i1, GGUF__INTS(c->sc[1]));
+        i0 = _mm256_add_epi32(i0, i1);
+        if (n_scales == 1) i0 = _mm256_mullo_epi32(i0, GGUF__INTS(c->sc[0]));
+        term = _mm256_mul_ps(a, _mm256_cvtepi32_ps(i0));
+    }
+    if (gguf__has_min(type)) {
+        m0 = GGUF__INTS(sum[0]), m1 = GGUF__INTS(sum[1]);
+        if (n_scales == 2) m0 = _mm256_mullo_epi32(m0, GGUF__INTS(c->mn[0]));
+        if (n_scales == 2) m1 = _mm256_mullo_epi32(m1, GGUF__INTS(c->mn[1]));
+        m0 = _mm256_add_epi32(m0, m1);
+        if (n_scales == 1) m0 = _mm256_mullo_epi32(m0, GGUF__INTS(c->mn[0]));
+        term = _mm256_add_ps(term, _mm256_mul_ps(_mm256_mul_ps(GGUF__FLOATS(c->b), s), _mm256_cvtepi32_ps(m0)));
+    }
+    _mm256_storeu_ps(acc, _mm256_add_ps(GGUF__FLOATS(acc), term));
+#undef GGUF__INTS
+#undef GGUF__FLOATS
+#else
+    for (int g = 0; g < 8; g++) {
         float term;
         if (type == GGUF_NVFP4) {
             term = (c->a[g] * scale[g]) * (float)dot[0][g] + (c->b[g] * scale[g]) * (float)dot[1][g];
@@ -2241,42 +2288,35 @@ GGUF__INLINE void gguf__add_terms(int type, const Gguf__Codes *restrict c, int32
         }
         acc[g] += term;
     }
-}
-
-#ifdef __AVX2__
-// {a0+a1, b0+b1, a2+a3, b2+b3}, and {a0+a2, a1+a3, b0+b2, b1+b3}, in both halves: hadd with half its shuffles.
-static inline __m256i gguf__add_pairs(__m256i a, __m256i b) {
-    return _mm256_add_epi32(_mm256_blend_epi32(a, b, 0xaa), _mm256_shuffle_epi32(_mm256_blend_epi32(b, a, 0xaa), 0xb1));
-}
-static inline __m256i gguf__add_quads(__m256i a, __m256i b) {
-    return _mm256_add_epi32(_mm256_blend_epi32(a, b, 0xcc), _mm256_shuffle_epi32(_mm256_blend_epi32(b, a, 0xcc), 0x4e));
-}
 #endif
+}
 
 // Sums of 16 products over 256 codes: dot[0][g] = sum over i < 16 of w[32*g + i]*q[32*g + i], dot[1][g] over i = 16..31.
-// Exact, so all bodies give the same bits; |q| <= 127, w >= -128. The AVX2 body moves the sign of w to q, because the
-// instructions multiply unsigned by signed bytes; 2*128*127 still fits the 16 bits that it adds pairs in.
-static inline void gguf__dot_16s(const int8_t *w, const int8_t *q, int32_t dot[2][8]) {
+// NULL for w: codes of 1. Exact, so all bodies give the same bits; |q| <= 127, w >= -128. The AVX2 body moves the sign of w
+// to q, because the instructions multiply unsigned by signed bytes; 2*128*127 still fits the 16 bits that it adds pairs in.
+GGUF__INLINE void gguf__dot_16s(const int8_t *w, const int8_t *q, int32_t dot[2][8]) {
 #if defined(__AVX2__)
     __m256i s[8];
-    for (int g = 0; g < 8; g++, w += 32, q += 32) {
-        __m256i wg = _mm256_loadu_si256((const __m256i *)(const void *)w);
-        __m256i qg = _mm256_loadu_si256((const __m256i *)(const void *)q);
-        __m256i a = _mm256_abs_epi8(wg), b = _mm256_sign_epi8(qg, wg);
+    for (int g = 0; g < 8; g++) {
+        __m256i a = _mm256_set1_epi8(1), b = _mm256_loadu_si256((const __m256i *)(const void *)(q + 32 * g));
+        if (w) {
+            __m256i wg = _mm256_loadu_si256((const __m256i *)(const void *)(w + 32 * g));
+            a = _mm256_abs_epi8(wg), b = _mm256_sign_epi8(b, wg);
+        }
 #ifdef GGUF__DPBUSD
         s[g] = GGUF__DPBUSD(_mm256_setzero_si256(), a, b);
 #else
         s[g] = _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
 #endif
     }
-    // Each half of s[g] holds four parts of one sum; two rounds of adds put four sums into each half.
-    __m256i lo = gguf__add_quads(gguf__add_pairs(s[0], s[1]), gguf__add_pairs(s[2], s[3]));
-    __m256i hi = gguf__add_quads(gguf__add_pairs(s[4], s[5]), gguf__add_pairs(s[6], s[7]));
+    // Each half of s[g] holds four parts of one sum; two rounds of pairwise adds put four sums into each half.
+    __m256i lo = _mm256_hadd_epi32(_mm256_hadd_epi32(s[0], s[1]), _mm256_hadd_epi32(s[2], s[3]));
+    __m256i hi = _mm256_hadd_epi32(_mm256_hadd_epi32(s[4], s[5]), _mm256_hadd_epi32(s[6], s[7]));
     _mm256_storeu_si256((__m256i *)(void *)dot[0], _mm256_permute2x128_si256(lo, hi, 0x20));
     _mm256_storeu_si256((__m256i *)(void *)dot[1], _mm256_permute2x128_si256(lo, hi, 0x31));
 #elif defined(__ARM_NEON) && defined(__aarch64__)
-    for (int j = 0; j < 16; j++, w += 16, q += 16) {
-        int8x16_t a = vld1q_s8(w), b = vld1q_s8(q);
+    for (int j = 0; j < 16; j++) {
+        int8x16_t a = w ? vld1q_s8(w + 16 * j) : vdupq_n_s8(1), b = vld1q_s8(q + 16 * j);
 #ifdef __ARM_FEATURE_DOTPROD
         dot[j % 2][j / 2] = vaddvq_s32(vdotq_s32(vdupq_n_s32(0), a, b));
 #else
@@ -2284,9 +2324,9 @@ static inline void gguf__dot_16s(const int8_t *w, const int8_t *q, int32_t dot[2
 #endif
     }
 #else
-    for (int j = 0; j < 16; j++, w += 16, q += 16) {
+    for (int j = 0; j < 16; j++) {
         int32_t sum = 0;
-        for (int i = 0; i < 16; i++) sum += w[i] * q[i];
+        for (int i = 16 * j; i < 16 * j + 16; i++) sum += w ? w[i] * q[i] : q[i];
         dot[j % 2][j / 2] = sum;
     }
 #endif
@@ -2295,11 +2335,10 @@ static inline void gguf__dot_16s(const int8_t *w, const int8_t *q, int32_t dot[2
 GGUF__INLINE float gguf__dot(int type, const uint8_t *b, const int8_t *q, const float *scale, size_t n) {
     const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes;
     float acc[8] = {0}, scale_tail[8];
-    int8_t q_tail[256], ones[256];
+    int8_t q_tail[256];
     uint8_t b_tail[8 * 34];
     int32_t dot[2][8], sum[2][8];
     Gguf__Codes c;
-    memset(ones, 1, sizeof ones);
     for (size_t left = n; left > 0; b += bytes, q += 256, scale += 8) {
         gguf__unpack(type, gguf__part(type, b, left, b_tail), &c);
         if (left < 256) {                           // padded with zeros: terms of 0
@@ -2309,7 +2348,7 @@ GGUF__INLINE float gguf__dot(int type, const uint8_t *b, const int8_t *q, const 
             scale = (const float *)memcpy(scale_tail, scale, left / 32 * sizeof *scale);
         }
         gguf__dot_16s(c.w, q, dot);
-        if (gguf__has_min(type)) gguf__dot_16s(ones, q, sum);
+        if (gguf__has_min(type)) gguf__dot_16s(NULL, q, sum);
         gguf__add_terms(type, &c, dot, sum, scale, acc);
         left -= left < 256 ? left : 256;
     }
@@ -2366,9 +2405,8 @@ static inline void gguf__transpose_words(const int8_t *in, int8_t *out) {
 
 void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed) {
     Gguf__Acts *p = (Gguf__Acts *)packed;
-    int8_t part[256], ones[256];
+    int8_t part[256];
     assert(n % 32 == 0);
-    memset(ones, 1, sizeof ones);
     for (; n > 0; p++, q += 256, scale += 8) {
         const size_t m = n < 256 ? n : 256;
         n -= m;
@@ -2376,7 +2414,7 @@ void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed) {
         memcpy(part, q, m);
         memset(p->scale, 0, sizeof p->scale);
         memcpy(p->scale, scale, m / 32 * sizeof *scale);
-        gguf__dot_16s(ones, part, p->sum);
+        gguf__dot_16s(NULL, part, p->sum);
         gguf__transpose_words(part, p->q);
 #ifdef GGUF__DPBUSD
         for (int i = 0; i < 256; i++) p->q[i] = (int8_t)(p->q[i] ^ -128);
@@ -2436,9 +2474,7 @@ GGUF__INLINE void gguf__dot_tile(int type, const uint8_t *b, size_t row_size, si
             gguf__unpack(type, gguf__part(type, b + i * row_size + part * bytes, n - part * 256, tail), &w[i].c);
             gguf__transpose_words(w[i].c.w, w[i].words);
 #ifdef GGUF__DPBUSD
-            int8_t ones[256];
-            memset(ones, 1, sizeof ones);
-            gguf__dot_16s(w[i].c.w, ones, w[i].start);
+            gguf__dot_16s(NULL, w[i].c.w, w[i].start);
             for (int g = 0; g < 8; g++) w[i].start[0][g] *= -128, w[i].start[1][g] *= -128;
 #endif
         }
