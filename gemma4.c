@@ -1376,8 +1376,9 @@ static void read_weights(Model *m, bool check) {
     const Gguf *g = &m->gguf;
     const Weights *w = &m->weights;
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    size_t total = 0, done = 0;
-    int n_pieces = 0, bad_piece = INT_MAX;
+    size_t total = 0, done = 0, bad_block = 0;
+    int n_pieces = 0, bad_piece = INT_MAX;             // the first one that has a bad block
+    if (!check && m->plan.weights) return;
     Piece *pieces = alloc_or_die(g->n_tensors + g->file_size / (PIECE / 2), sizeof *pieces);
     for (size_t i = 0; i < g->n_tensors; i++) {
         const GgufTensor *t = &g->tensors[i];
@@ -1394,7 +1395,6 @@ static void read_weights(Model *m, bool check) {
                 amount(size[0], (double)total, "B"), amount(size[1], (double)available_memory(), "B"));
         n_pieces = 0;
     }
-    if (!check && m->plan.weights) n_pieces = 0;
 
     const double start = seconds();
     char what[64];
@@ -1412,7 +1412,7 @@ static void read_weights(Model *m, bool check) {
 #pragma omp critical
             if (bad < p->n && i < bad_piece) {
                 bad_piece = i;
-                pieces[i].first += bad;
+                bad_block = p->first + bad;
             }
         } else {
             for (size_t at = 0; at < p->n * bytes; at += page) (void)((const volatile uint8_t *)data)[at];
@@ -1427,15 +1427,15 @@ static void read_weights(Model *m, bool check) {
     }
     if (n_pieces) progress(what, total, total, "B");
     if (bad_piece < INT_MAX) {
-        const Piece *p = &pieces[bad_piece];
-        const size_t elems = (size_t)gguf_block_elems(p->t->type);
+        const GgufTensor *t = pieces[bad_piece].t;
+        const size_t elems = (size_t)gguf_block_elems(t->type);
         die("%s: tensor '%.*s': expected finite numbers, got NaN, Inf or a reserved value in block %zu of type %s, elements "
-            "%zu to %zu (E_PAYLOAD)", g->path, (int)p->t->name.n, p->t->name.s, p->first, gguf_type_name(p->t->type),
-            p->first * elems, (p->first + 1) * elems - 1);
+            "%zu to %zu (E_PAYLOAD)", g->path, (int)t->name.n, t->name.s, bad_block, gguf_type_name(t->type),
+            bad_block * elems, (bad_block + 1) * elems - 1);
     }
     if (check)
-        fprintf(stderr, "# checked %s in %.2f s: every number of %zu tensors is one\n", amount(size[0], (double)total, "B"),
-                seconds() - start, g->n_tensors);
+        fprintf(stderr, "# checked %zu tensors, %s at %s/s: all numbers are finite\n", g->n_tensors,
+                amount(size[0], (double)total, "B"), amount(size[1], (double)total / (seconds() - start + 1e-9), "B"));
     free(pieces);
 }
 
