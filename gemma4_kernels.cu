@@ -1260,10 +1260,11 @@ static void cuda_kv_copy(const KvCopy *o) {
 }
 
 // ==== [8] Attention ==================================================================================================
-// Positions are cut into tiles of TILE_SLOTS, aligned to position 0, and dealt out to a number of parts that depends on the
-// cache alone. A block takes a row, up to HEADS query heads that share a KV head, and one part: its tiles upwards, then,
-// in part 0, the rows of the step. What the parts found is put together in their order. So a row's result depends neither
-// on the other rows of the step nor on the card.
+// Keys are numbered as they lie in the cache, committed positions first, then the rows of the step: number j below len is
+// position j, len + i is row i of the segment. They are cut into tiles of TILE_SLOTS, aligned to number 0, and dealt out to a
+// number of parts that depends on the cache alone. A block takes a row, up to HEADS query heads that share a KV head, and one
+// part, its tiles upwards. What the parts found is put together in their order. So a row's result depends neither on the
+// other rows of the step, nor on how many of the keys before it are committed already, nor on the card.
 
 enum { HEADS = 8, ATTEND_THREADS = 256, MAX_PARTS = 64 };
 
@@ -1295,23 +1296,17 @@ __global__ void __launch_bounds__(ATTEND_THREADS) attend_kernel(Attend o, Batch 
     if (threadIdx.x < HEADS) max_of[threadIdx.x] = -INFINITY, sum_of[threadIdx.x] = 0;
     float acc[HEADS][2] = { };                         // values 2 * thread and 2 * thread + 1
     const int n_own = o.own == OWN_NONE ? 0 : o.own == OWN_ALL ? seg.n : row.index + 1;
-    const int first_tile = first / TILE_SLOTS, n_tiles = len > first ? (len - 1) / TILE_SLOTS - first_tile + 1 : 0;
-    const int own_tiles = part == 0 ? (n_own + TILE_SLOTS - 1) / TILE_SLOTS : 0;
-    // Tile t of the positions belongs to part t mod parts.
+    const int end = len + n_own, first_tile = first / TILE_SLOTS;
+    const int n_tiles = end > first ? (end - 1) / TILE_SLOTS - first_tile + 1 : 0;
+    // Tile t belongs to part t mod parts.
     const int skip = ((part - first_tile) % parts + parts) % parts, mine = n_tiles > skip ? (n_tiles - skip + parts - 1) / parts : 0;
-    for (int t = 0; t < mine + own_tiles; t++) {
+    for (int t = 0; t < mine; t++) {
         __syncthreads();                               // the last tile's weights have been read
         if (threadIdx.x < TILE_SLOTS) {
-            int slot = -1;
-            if (t < mine) {
-                const int j = (first_tile + skip + t * parts) * TILE_SLOTS + threadIdx.x;
-                if (j >= first && j < len) slot = j % c.slots;
-            } else {
-                const int i = (t - mine) * TILE_SLOTS + threadIdx.x;
-                bool seen = i < n_own;
-                if (seen && o.own == OWN_CAUSAL) seen = seg.kind == SEG_TREE ? row.ancestors >> i & 1 : len + i >= first;
-                if (seen) slot = staged ? -2 - (seg.first + i) : (len + i) % c.slots;
-            }
+            const int j = (first_tile + skip + t * parts) * TILE_SLOTS + threadIdx.x, i = j - len;
+            bool seen = j < end && (i >= 0 || j >= first);
+            if (seen && i >= 0 && o.own == OWN_CAUSAL) seen = seg.kind == SEG_TREE ? row.ancestors >> i & 1 : j >= first;
+            const int slot = !seen ? -1 : i >= 0 && staged ? -2 - (seg.first + i) : j % c.slots;
             slot_of[threadIdx.x] = slot;
         }
         __syncthreads();

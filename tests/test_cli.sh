@@ -144,7 +144,7 @@ ok "--help exits 0" [ "$status" -eq 0 ]
 ok "--help writes nothing to stderr" size "$tmp/err" 0
 for flag in -p -f -n -c -t --temp --seed --top-k --top-p --min-p --repeat-penalty --presence-penalty --frequency-penalty \
     --logit-bias --stop -r --top-logits --raw --ignore-eos --kv-layout -ctk -ctv --dump --system --check-tensors \
-    logits --ids -o --help --version; do
+    logits --ids -o quantize --help --version; do
     ok "--help lists $flag" grep -qE -e "(^|[^a-z-])$flag([^a-z-]|\$)" "$tmp/out"
 done
 run --version
