@@ -1296,8 +1296,8 @@ __global__ void __launch_bounds__(ATTEND_THREADS) attend_kernel(Attend o, Batch 
     if (threadIdx.x < HEADS) max_of[threadIdx.x] = -INFINITY, sum_of[threadIdx.x] = 0;
     float acc[HEADS][2] = { };                         // values 2 * thread and 2 * thread + 1
     const int n_own = o.own == OWN_NONE ? 0 : o.own == OWN_ALL ? seg.n : row.index + 1;
-    const int end = len + n_own, first_tile = first / TILE_SLOTS;
-    const int n_tiles = end > first ? (end - 1) / TILE_SLOTS - first_tile + 1 : 0;
+    const int end = len + n_own, first_tile = min(first, len) / TILE_SLOTS;
+    const int n_tiles = end > min(first, len) ? (end - 1) / TILE_SLOTS - first_tile + 1 : 0;
     // Tile t belongs to part t mod parts.
     const int skip = ((part - first_tile) % parts + parts) % parts, mine = n_tiles > skip ? (n_tiles - skip + parts - 1) / parts : 0;
     for (int t = 0; t < mine; t++) {
