@@ -33,13 +33,13 @@ static const char *make_file(const char *preset, const char *quant, const char *
     return path;
 }
 
-static Model *open_model(const char *path, const Ops *ops, PlanOptions o) {
+static Model *open_for(const char *path, const Ops *ops, PlanOptions o) {
     Model *m = alloc_or_die(1, sizeof *m);
     load_model(m, path, ops, o, NULL);
     return m;
 }
 
-static void close_model(Model *m) {
+static void close_for(Model *m) {
     free_model(m);
     free(m);
 }
@@ -103,7 +103,7 @@ static void test_logits(const char *preset, const char *quant, const char *more,
     char name[120];
     snprintf(name, sizeof name, "%s %s %s KV type %d", preset, quant, more, (int)type);
     const char *path = make_file(preset, quant, more);
-    Model *cpu_m = open_model(path, cpu_ops(), plan(type)), *m = open_model(path, cuda_ops(), plan(type));
+    Model *cpu_m = open_for(path, cpu_ops(), plan(type)), *m = open_for(path, cuda_ops(), plan(type));
     const int vocab = m->config.vocab;
     int32_t ids[N_TEXT];
     random_text(ids, N_TEXT, vocab);
@@ -164,8 +164,8 @@ static void test_logits(const char *preset, const char *quant, const char *more,
     CHECK(tree_kl <= 10 * own + 1e-6, "%s: after a tree: got a mean KL of %.3g, the CPU's own is %.3g", name, tree_kl, own);
     free(want);
     free(got);
-    close_model(cpu_m);
-    close_model(m);
+    close_for(cpu_m);
+    close_for(m);
     unlink(path);
 }
 
@@ -200,7 +200,7 @@ static void test_choices(void) {
     static int32_t want[N_CHOICES], got[N_CHOICES];
     static float top2[N_CHOICES];
     PlanOptions o = plan(KV_F16);
-    Model *cpu_m = open_model(MINI, cpu_ops(), o), *m = open_model(MINI, cuda_ops(), o);
+    Model *cpu_m = open_for(MINI, cpu_ops(), o), *m = open_for(MINI, cuda_ops(), o);
     const int32_t prompt[] = { 2, 1000, 1001, 1002, 700, 701 };
     const SampleParams p = { .top_p = 1, .repeat = 1 };
     choose(cpu_m, prompt, 6, &p, N_CHOICES, want, top2);
@@ -216,23 +216,23 @@ static void test_choices(void) {
     printf("# mini: mean KL %.2g over 256 positions of its own text\n", off);
     free(a);
     free(b);
-    close_model(cpu_m);
-    close_model(m);
+    close_for(cpu_m);
+    close_for(m);
 }
 
 static void test_memory(void) {
     const char *path = make_file("tiny-moe", "q4_k_m", "");
     size_t before = 0, after = 0, total = 0;
-    close_model(open_model(path, cuda_ops(), plan(KV_F16)));           // the driver's own first things
+    close_for(open_for(path, cuda_ops(), plan(KV_F16)));           // the driver's own first things
     cuda_ops()->memory(&before, &total);
     PlanOptions o = plan(KV_F16);
     o.n_ctx = 200000;
-    Model *m = open_model(path, cuda_ops(), o);
+    Model *m = open_for(path, cuda_ops(), o);
     cuda_ops()->memory(&after, &total);
     const double planned = (double)(m->plan.weights + m->plan.kv_global + m->plan.kv_rings + m->plan.stage + m->plan.activations);
     const double taken = (double)before - (double)after, slack = 0.01 * planned + (4 << 20);
     CHECK(fabs(taken - planned) <= slack, "memory: got %.0f bytes taken, want the planned %.0f within 1 %%", taken, planned);
-    close_model(m);
+    close_for(m);
     unlink(path);
 }
 #endif
