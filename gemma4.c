@@ -1018,7 +1018,7 @@ static void open_folder(Gguf *g, const char *path) {
 }
 
 // A GGUF file, or a folder of Hugging Face form.
-static void open_model(Gguf *g, const char *path) {
+static void open_model_file(Gguf *g, const char *path) {
     struct stat st;
     const size_t n = strlen(path);
     const bool folder = (!stat(path, &st) && S_ISDIR(st.st_mode)) || (n > 12 && !strcmp(path + n - 12, ".safetensors")) ||
@@ -1315,7 +1315,7 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     memset(m, 0, sizeof *m);
     m->ops = ops;
     m->dump_dir = dump_dir;
-    open_model(&m->gguf, path);
+    open_model_file(&m->gguf, path);
     if (dump_dir && ((mkdir(dump_dir, 0777) && errno != EEXIST) || access(dump_dir, W_OK | X_OK)))
         die("--dump: %s: %s", dump_dir, strerror(errno));
     load_config(&m->config, &m->gguf);
@@ -3133,7 +3133,7 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
     Mixture m = { .recipe = find_recipe(type_name) };
     GgufWriter w = { 0 };
     Gguf g;
-    open_model(&g, in);
+    open_model_file(&g, in);
     m.n_layers = arch_int(&g, "block_count", 0);
     m.has_8_experts = arch_int(&g, "expert_count", 0) == 8;
     m.has_output = gguf_find_tensor(&g, "output.weight") != NULL;
