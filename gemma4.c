@@ -12,7 +12,7 @@
  *   [6]  The forward pass
  *   [7]  Step: batch, run, commit
  *   [8]  Text: tokenizer, sampling, generation
- *   [9]  Verbs: logits
+ *   [9]  Verbs: logits, tokenize, detokenize
  *   [10] Command line
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
  *              allocates nothing, unless --dump is given.
@@ -1796,9 +1796,12 @@ static int token_id(Gguf *g, const char *key, int vocab) {           // -1: the 
     return gguf_find_kv(g, key) ? (int)key_int(g, key, 0, vocab - 1, 0) : -1;
 }
 
-static void load_tokenizer(Tokenizer *t, Gguf *g, const Config *c) {
+// vocab: how many tokens the weights are for; 0 for a file that is read for its tokenizer only.
+static void load_tokenizer(Tokenizer *t, Gguf *g, int vocab) {
     GgufStr kind = { "", 0 };
-    if (gguf_get_str(g, "tokenizer.ggml.model", &kind) < 0) die_gguf(g);
+    const int has_kind = gguf_get_str(g, "tokenizer.ggml.model", &kind);
+    if (has_kind < 0) die_gguf(g);
+    if (!has_kind) die("%s: key 'tokenizer.ggml.model': missing; the file has no tokenizer", g->path);
     if (kind.n != 6 || memcmp(kind.s, "gemma4", 6) != 0)
         die("%s: key 'tokenizer.ggml.model': expected 'gemma4', got '%s'", g->path, shown(kind));
     const GgufStr *tokens, *merges;
@@ -1806,9 +1809,11 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, const Config *c) {
     int found = gguf_get_strs(g, "tokenizer.ggml.tokens", &tokens, &n_tokens);
     if (found < 0) die_gguf(g);
     if (!found) die("%s: key 'tokenizer.ggml.tokens': missing", g->path);
-    if (n_tokens != (size_t)c->vocab)
+    if (vocab && n_tokens != (size_t)vocab)
         die("%s: key 'tokenizer.ggml.tokens': expected %d texts, one per row of token_embd.weight, got %zu", g->path,
-            c->vocab, n_tokens);
+            vocab, n_tokens);
+    if (n_tokens < 1 || n_tokens > MAX_VOCAB)
+        die("%s: key 'tokenizer.ggml.tokens': expected 1 to %d texts, got %zu", g->path, MAX_VOCAB, n_tokens);
     found = gguf_get_strs(g, "tokenizer.ggml.merges", &merges, &n_merges);
     if (found < 0) die_gguf(g);
     if (!found) die("%s: key 'tokenizer.ggml.merges': missing", g->path);
@@ -1827,10 +1832,11 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, const Config *c) {
     const TokVocab v = {
         .tokens = text, .n_tokens = (int)n_tokens, .types = has_types ? types : NULL,
         .merges = text + n_tokens, .n_merges = (int)n_merges,
-        .bos = token_id(g, "tokenizer.ggml.bos_token_id", c->vocab),
-        .eos = token_id(g, "tokenizer.ggml.eos_token_id", c->vocab),
-        .eot = token_id(g, "tokenizer.ggml.eot_token_id", c->vocab),
-        .chat_template = tok_str(chat_template), .has_ple = c->ple_dim > 0
+        .bos = token_id(g, "tokenizer.ggml.bos_token_id", (int)n_tokens),
+        .eos = token_id(g, "tokenizer.ggml.eos_token_id", (int)n_tokens),
+        .eot = token_id(g, "tokenizer.ggml.eot_token_id", (int)n_tokens),
+        .chat_template = tok_str(chat_template),
+        .has_ple = key_int(g, "gemma4.embedding_length_per_layer_input", 0, 1 << 16, 0) > 0
     };
     if (tok_init(t, &v) < 0) die("%s: tokenizer: %s", g->path, t->err);
     free(text);
@@ -1897,6 +1903,7 @@ static void print_plan(Model *m) {
 typedef struct {
     int          n_predict;   // tokens to generate; -1: until the turn ends or the context is full
     bool         ignore_eos;
+    bool         show_thoughts;
     SampleParams sampling;
 } GenerateOptions;
 
@@ -1904,11 +1911,44 @@ static void write_text(const char *s, size_t n) {
     if (fwrite(s, 1, n, stdout) != n || fflush(stdout)) die("standard output: %s", strerror(errno));
 }
 
+// How much of a reply has been written, in bytes.
+typedef struct { size_t content, thought; } Shown;
+
+// Write what has come since: content to stdout; thoughts to stderr, if they are wanted, on lines of their own.
+static void show_reply(const TokReply *r, Shown *at, bool thoughts) {
+    if (thoughts && r->thought.n > at->thought) {
+        if (!at->thought) fprintf(stderr, "# thought:\n");
+        fwrite(r->thought.s + at->thought, 1, r->thought.n - at->thought, stderr);
+        at->thought = r->thought.n;
+    }
+    if (r->content.n > at->content) {
+        if (thoughts && at->thought && !at->content) fprintf(stderr, "\n");
+        write_text(r->content.s + at->content, r->content.n - at->content);
+        at->content = r->content.n;
+    }
+}
+
+// The calls of a finished reply, each as a line of JSON on stdout: {"name":"f","arguments":{...}}.
+static void show_calls(const TokReply *r) {
+    for (int i = 0; i < r->n_calls; i++) {
+        TokText name = { 0 };
+        if (tok_add_json_string(&name, r->calls[i].name) < 0) die("out of memory for a tool call");
+        if (i == 0 && r->content.n && r->content.s[r->content.n - 1] != '\n') write_text("\n", 1);
+        write_text("{\"name\":", 8);
+        write_text(name.s, name.n);
+        write_text(",\"arguments\":", 13);
+        write_text(r->calls[i].arguments.s, r->calls[i].arguments.n);
+        write_text("}\n", 2);
+        tok_text_free(&name);
+    }
+}
+
 // Continues session 0 with the prompt (ids, n >= 1) and prints what follows. Returns 0, or 130 after Ctrl-C.
-static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, const GenerateOptions *o) {
+static int generate(Model *m, Tokenizer *t, const int32_t *prompt, int n, const GenerateOptions *o) {
     const Ops *op = m->ops;
-    char *text = alloc_or_die(t->stream_cap, 1);
-    TokStream stream = { 0 };
+    TokReply reply = { 0 };
+    Shown at = { 0 };
+    tok_reply_start(t, &reply, prompt, (size_t)n);
     op->copy(&(Copy){ m->s.params, &o->sampling, sizeof o->sampling, COPY_IN });
 
     const double t_start = seconds();
@@ -1917,7 +1957,6 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
     op->wait();
     const double t_prompt = seconds();
     int made = 0, steps = 0;
-    bool thinking = false;                             // inside <|channel> .. <channel|>: not shown
     double read = 0;                                   // bytes that the decoding steps had to read
     const char *why = "end of turn";
     for (; prompted; made++) {                         // here a step has been run and its rows are not committed yet
@@ -1934,10 +1973,10 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
         op->wait();
         if (token < 0)
             die("%s: the logits at position %d are not numbers; the file is damaged", m->gguf.path, m->len[0] - 1);
-        if (tok_is_stop(t, token) && !o->ignore_eos) break;
-        if (token == t->channel_open) thinking = true;
-        if (!thinking) write_text(text, tok_stream_push(t, &stream, token, false, text, t->stream_cap));
-        if (token == t->channel_close) thinking = false;
+        const int over = o->ignore_eos && tok_is_stop(t, token) ? 0 : tok_reply_push(t, &reply, token);
+        if (over < 0) die("%s", t->err);
+        show_reply(&reply, &at, o->show_thoughts);
+        if (over) { why = reply.finish == TOK_TOOL_CALLS ? "tool call" : why; break; }
         if (m->len[0] == m->options.n_ctx) { made++; why = "context full"; break; }
         if (made + 1 == o->n_predict) continue;        // nobody needs what follows the last token
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = token, .want = true } }, 1);
@@ -1945,8 +1984,11 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
         read += bytes_per_token(m, m->len[0]);
     }
     const double t_end = seconds();
-    write_text(text, tok_stream_flush(&stream, text, t->stream_cap));
-    if (isatty(1)) write_text("\n", 1);
+    if (tok_reply_end(t, &reply) < 0) die("%s", t->err);
+    show_reply(&reply, &at, o->show_thoughts);
+    if (at.thought && !at.content) fprintf(stderr, "\n");
+    show_calls(&reply);
+    if (isatty(1) && !reply.n_calls) write_text("\n", 1);
     if (interrupted) why = "interrupted";
 
     fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s\n", n, t_prompt - t_start, n / (t_prompt - t_start));
@@ -1962,11 +2004,11 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
         free(logits);
     }
     fprintf(stderr, "\n");
-    free(text);
+    tok_reply_free(&reply);
     return interrupted ? 130 : 0;
 }
 
-// ==== [9] Verbs: logits ==============================================================================================
+// ==== [9] Verbs: logits, tokenize, detokenize ========================================================================
 
 static void *read_file(const char *path, size_t *size, const char *flag) {        // the whole file; freed by the caller
     FILE *f = fopen(path, "rb");
@@ -2035,6 +2077,53 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
     free(m);
 }
 
+// The tokenizer of a file, which may hold nothing else.
+static void open_tokenizer(Tokenizer *t, Gguf *g, const char *path) {
+    if (gguf_open(g, path) < 0) die_gguf(g);
+    load_tokenizer(t, g, 0);
+}
+
+// gemma4 tokenize: the ids of a text in decimal, on one line, no <bos> added.
+static void verb_tokenize(const char *model, const char *text, size_t n, TokMode mode) {
+    Gguf g;
+    Tokenizer tok;
+    TokIds ids = { 0 };
+    open_tokenizer(&tok, &g, model);
+    if (tok_encode(&tok, text, n, mode, &ids) < 0) die("tokenize: %s", tok.err);
+    for (size_t i = 0; i < ids.n; i++) printf("%s%" PRId32, i ? " " : "", ids.ids[i]);
+    printf("\n");
+    if (fflush(stdout) || ferror(stdout)) die("standard output: %s", strerror(errno));
+    tok_ids_free(&ids);
+    tok_free(&tok);
+    gguf_close(&g);
+}
+
+// gemma4 detokenize: the bytes of ids, markers as their text.
+static void verb_detokenize(const char *model, const char *list) {
+    Gguf g;
+    Tokenizer tok;
+    open_tokenizer(&tok, &g, model);
+    for (int round = 0; round < 2; round++) {          // first all are checked, then they are written
+        const char *s = list;
+        for (int i = 0; ; i++) {
+            s += strspn(s, " \t\r\n");
+            if (!*s) break;
+            char *end;
+            errno = 0;
+            const long id = strtol(s, &end, 10);
+            if (end == s || errno || id < 0 || id >= tok.n_tokens || !strchr(" \t\r\n", *end))
+                die("--ids: number %d: expected an id from 0 to %d, got '%.*s'", i + 1, tok.n_tokens - 1,
+                    min_int((int)strcspn(s, " \t\r\n"), 40), s);
+            const TokStr piece = tok_piece(&tok, (int32_t)id, true);
+            if (round && fwrite(piece.s, 1, piece.n, stdout) != piece.n) die("standard output: %s", strerror(errno));
+            s = end;
+        }
+    }
+    if (fflush(stdout)) die("standard output: %s", strerror(errno));
+    tok_free(&tok);
+    gguf_close(&g);
+}
+
 // ==== [10] Command line ==============================================================================================
 // gemma4 MODEL [flags] generates; gemma4 VERB MODEL [flags] does something else. One table describes every flag: its
 // spelling, what it takes, where the value goes, and the line that --help prints.
@@ -2043,9 +2132,10 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
 #define VERSION "0.1"
 
 typedef struct {
-    const char *verb, *model, *prompt, *prompt_file, *system, *ids, *out, *dump, *kv_layout, *k_type, *v_type;
+    const char *verb, *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout, *k_type;
+    const char *v_type;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, seed;
-    bool raw, ignore_eos, help, version;
+    bool raw, think, show_thoughts, ignore_eos, plain, special, help, version;
 } Flags;
 
 typedef enum { FLAG_TEXT, FLAG_INT, FLAG_REAL, FLAG_ON } FlagKind;
@@ -2069,6 +2159,14 @@ static const Flag flags[] = {
       "tokens of context; default: the model's, 8192 at most" },
     { "-t", "--threads", "N", FLAG_INT, FIELD(n_threads), 1, 4096, "CPU threads; default: one per core" },
     { "--system", "-sys", "TEXT", FLAG_TEXT, FIELD(system), 0, 0, "system turn; default: none" },
+    { "--think", NULL, NULL, FLAG_ON, FIELD(think), 0, 0,
+      "let the model think before it answers; default: it answers at once" },
+    { "--show-thoughts", NULL, NULL, FLAG_ON, FIELD(show_thoughts), 0, 0,
+      "write its thoughts to stderr; default: they are dropped" },
+    { "--tools", NULL, "FILE", FLAG_TEXT, FIELD(tools), 0, 0,
+      "tools it may call, a JSON list as in the OpenAI API; a call is a line {\"name\":..,\"arguments\":{..}} on stdout" },
+    { "--template", NULL, "NAME", FLAG_TEXT, FIELD(chat_template), 0, 0,
+      "chat template: large (12B, 26B, 31B) or small (E2B, E4B); default: as the file's template or its shape says" },
     { "--raw", NULL, NULL, FLAG_ON, FIELD(raw), 0, 0, "continue the prompt as it is, without chat turns; <bos> is added" },
     { "--ignore-eos", NULL, NULL, FLAG_ON, FIELD(ignore_eos), 0, 0, "go on after the end of the turn" },
     { "--temp", "--temperature", "T", FLAG_REAL, FIELD(temperature), 0, 1000,
@@ -2087,8 +2185,12 @@ static const Flag flags[] = {
       "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
     { "--dump", NULL, "DIR", FLAG_TEXT, FIELD(dump), 0, 0,
       "write every checkpoint to DIR/NAME-LAYER.f32, rows x width float32" },
-    { "--ids", NULL, "FILE", FLAG_TEXT, FIELD(ids), 0, 0, "logits: token ids, little-endian int32, <bos> included" },
+    { "--ids", NULL, "IDS", FLAG_TEXT, FIELD(ids), 0, 0,
+      "logits: a file of token ids, little-endian int32, <bos> included; detokenize: the ids themselves, \"2 105 2364\"" },
     { "-o", "--output", "FILE", FLAG_TEXT, FIELD(out), 0, 0, "logits: where they go, positions x vocabulary float32" },
+    { "--plain", NULL, NULL, FLAG_ON, FIELD(plain), 0, 0,
+      "tokenize: no string is special; default: those around calls and thoughts are" },
+    { "--special", NULL, NULL, FLAG_ON, FIELD(special), 0, 0, "tokenize: all of them are, such as <|turn>" },
     { "-h", "--help", NULL, FLAG_ON, FIELD(help), 0, 0, "this text" },
     { "--version", NULL, NULL, FLAG_ON, FIELD(version), 0, 0, "version and backend" },
 };
@@ -2096,7 +2198,9 @@ static const Flag flags[] = {
 static void print_help(void) {
     printf("gemma4 " VERSION " - runs Gemma 4 text models from GGUF files\n\n"
            "  gemma4 MODEL.gguf -p TEXT [flags]                generates: text on stdout, statistics on stderr\n"
-           "  gemma4 logits MODEL.gguf --ids FILE -o FILE      logits of every position, after the soft-cap\n\n");
+           "  gemma4 logits MODEL.gguf --ids FILE -o FILE      logits of every position, after the soft-cap\n"
+           "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   the ids of a text; no <bos> is added\n"
+           "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  the text of ids\n\n");
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) {
         char left[64];
         const Flag *f = &flags[i];
@@ -2113,7 +2217,8 @@ static void parse_flags(Flags *f, int argc, char **argv) {
             if (!strcmp(arg, flags[k].name) || (flags[k].alias && !strcmp(arg, flags[k].alias))) flag = &flags[k];
         if (!flag) {
             if (arg[0] == '-') die("%s: no such flag; try --help", arg);
-            if (!f->verb && !f->model && !strcmp(arg, "logits")) f->verb = arg;
+            const bool is_verb = !strcmp(arg, "logits") || !strcmp(arg, "tokenize") || !strcmp(arg, "detokenize");
+            if (!f->verb && !f->model && is_verb) f->verb = arg;
             else if (!f->model) f->model = arg;
             else die("%s: expected a flag, got a second model (the first is %s)", arg, f->model);
             continue;
@@ -2159,38 +2264,66 @@ static double sampling_value(Gguf *g, double given, const char *key, double max,
     return v;
 }
 
+// The text of -p or -f; the caller frees it.
+static char *read_prompt(const Flags *f, size_t *n) {
+    if (f->prompt && f->prompt_file) die("-f: expected one prompt, got -p and -f");
+    if (f->prompt_file) return read_file(f->prompt_file, n, "-f");
+    if (!f->prompt)
+        die("-p: expected a prompt; try gemma4 %s%sMODEL.gguf -p \"Hello\"", f->verb ? f->verb : "", f->verb ? " " : "");
+    *n = strlen(f->prompt);
+    char *text = alloc_or_die(*n + 1, 1);
+    memcpy(text, f->prompt, *n);
+    return text;
+}
+
+// The prompt of one turn: system turn, tools, the user's text, the opening of the model's turn.
+static void encode_turn(Tokenizer *t, const Flags *f, TokStr user, TokIds *ids) {
+    TokText messages = { 0 };
+    size_t n_tools = 0;
+    char *tools = f->tools ? read_file(f->tools, &n_tools, "--tools") : NULL;
+    const TokStr system = { f->system, f->system ? strlen(f->system) : 0 };
+    if ((f->system && tok_add_message(&messages, "system", system) < 0) || tok_add_message(&messages, "user", user) < 0)
+        die("-p: out of memory for a prompt of %zu bytes", user.n);
+    const TokChat chat = { .messages = { messages.s, messages.n }, .tools = { tools, n_tools }, .think = f->think,
+                           .add_cue = true };
+    if (tok_chat(t, &chat, ids, NULL) < 0) {
+        if (!strncmp(t->err, "tools", 5)) die("--tools: %s: %s", f->tools, t->err);
+        die("-p: %s", t->err);
+    }
+    tok_text_free(&messages);
+    free(tools);
+}
+
+// Name a template in the file that is not the one we render.
+static void print_template(const Tokenizer *t) {
+    static const char *const names[] = { [TOK_TEMPLATE_SPRING] = "Google's of spring 2026",
+        [TOK_TEMPLATE_LAUNCH] = "Google's of the release", [TOK_TEMPLATE_OTHER] = "not one of Google's" };
+    if (t->chat_template != TOK_TEMPLATE_NONE && t->chat_template != TOK_TEMPLATE_CANONICAL)
+        fprintf(stderr, "# chat template of the file: %s; used instead: Google's of 2026-07-09, %s variant\n",
+                names[t->chat_template], t->large_variant ? "large" : "small");
+}
+
 static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     size_t n_text = 0;
-    char *text = NULL;
-    if (f->prompt && f->prompt_file) die("-f: expected one prompt, got -p and -f");
-    if (f->prompt_file) {
-        text = read_file(f->prompt_file, &n_text, "-f");
-    } else if (f->prompt) {
-        n_text = strlen(f->prompt);
-        text = alloc_or_die(n_text + 1, 1);
-        memcpy(text, f->prompt, n_text);
-    } else {
-        die("-p: expected a prompt; try gemma4 MODEL.gguf -p \"Hello\"");
-    }
+    char *text = read_prompt(f, &n_text);
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     TokIds ids = { 0 };
     load_model(m, f->model, ops, o, f->dump);
-    load_tokenizer(&tok, &m->gguf, &m->config);
+    load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
     if (f->raw) {
-        if (f->system) die("--system: has no place in a --raw prompt");
         if (tok.bos < 0) die("%s: key 'tokenizer.ggml.bos_token_id': missing, and no token is called <bos>", m->gguf.path);
         ids = (TokIds){ .ids = alloc_or_die(1, sizeof *ids.ids), .n = 1, .cap = 1 };
         ids.ids[0] = tok.bos;
         if (tok_encode(&tok, text, n_text, TOK_PLAIN, &ids) < 0) die("-p: %s", tok.err);
     } else {
-        const TokStr system = { f->system, f->system ? strlen(f->system) : 0 };
-        if (tok_chat_turn(&tok, system, (TokStr){ text, n_text }, &ids) < 0) die("-p: %s", tok.err);
+        encode_turn(&tok, f, (TokStr){ text, n_text }, &ids);
     }
     if (ids.n > (size_t)m->options.n_ctx)
         die("-p: the prompt has %zu tokens, the context %d; try -c %zu", ids.n, m->options.n_ctx, ids.n + 512);
 
-    GenerateOptions g = { .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos };
+    GenerateOptions g = { .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .show_thoughts = f->show_thoughts };
     const uint64_t clock_seed = ((uint64_t)time(NULL) * 1000003u ^ (uint64_t)getpid()) & 0xffffffff;
     const double seed = isnan(f->seed) ? (double)clock_seed : f->seed;
     g.sampling = (SampleParams){
@@ -2201,6 +2334,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
         .min_p = isnan(f->min_p) ? 0 : (float)f->min_p, .repeat = 1
     };
     print_plan(m);
+    if (!f->raw) print_template(&tok);
     if (g.sampling.temperature > 0)
         fprintf(stderr, "# sampling: temperature %g, top-k %d, top-p %g, min-p %g, seed %.0f\n", (double)g.sampling.temperature,
                 (int)g.sampling.top_k, (double)g.sampling.top_p, (double)g.sampling.min_p, seed);
@@ -2237,19 +2371,45 @@ int main(int argc, char **argv) {
 #ifdef _OPENMP
     if (f.n_threads) omp_set_num_threads((int)f.n_threads);
 #endif
-    const bool logits = f.verb != NULL;
+    const bool generates = !f.verb, logits = !generates && !strcmp(f.verb, "logits");
+    const bool tokenize = !generates && !strcmp(f.verb, "tokenize");
+    const bool for_text = f.system || f.tools || f.chat_template || f.think || f.show_thoughts || f.raw || f.ignore_eos ||
+                          f.n_predict >= 0 || !isnan(f.temperature) || !isnan(f.top_k) || !isnan(f.top_p) ||
+                          !isnan(f.min_p) || !isnan(f.seed);           // flags of generating alone
+    const bool for_model = f.n_ctx || f.k_type || f.v_type || f.kv_layout || f.dump || f.n_threads;
+    if (!tokenize && (f.plain || f.special)) die("%s: belongs to gemma4 tokenize", f.plain ? "--plain" : "--special");
+    if (!generates && !logits) {
+        if (tokenize ? for_text || for_model || f.ids || f.out : for_text || for_model || f.prompt || f.prompt_file || f.out)
+            die("%s: takes %s; the other flags are for generating", f.verb,
+                tokenize ? "-p or -f, --plain or --special" : "--ids");
+        if (f.plain && f.special) die("--special: expected one of --plain and --special");
+        if (!tokenize) {
+            if (!f.ids) die("--ids: expected token ids; try --ids \"2 105 2364\"");
+            verb_detokenize(f.model, f.ids);
+            return 0;
+        }
+        size_t n;
+        char *text = read_prompt(&f, &n);
+        verb_tokenize(f.model, text, n, f.plain ? TOK_PLAIN : f.special ? TOK_SPECIAL : TOK_USER_DEFINED);
+        free(text);
+        return 0;
+    }
     PlanOptions o = { .n_ctx = (int)f.n_ctx, .n_seqs = 1, .n_batch = 512, .n_logits = 1 };
     o.k_type = parse_kv_type("-ctk", f.k_type, logits ? KV_F32 : KV_F16);
     o.v_type = parse_kv_type("-ctv", f.v_type, o.k_type);
     if (f.kv_layout && strcmp(f.kv_layout, "tied") && strcmp(f.kv_layout, "untied"))
         die("--kv-layout: expected tied or untied, got '%s'", f.kv_layout);
     o.untied = f.kv_layout && !strcmp(f.kv_layout, "untied");
-    if (!logits) {
+    if (generates) {
         if (f.ids || f.out) die("%s: belongs to gemma4 logits", f.ids ? "--ids" : "-o");
+        if (f.raw && (f.system || f.tools || f.think || f.chat_template))
+            die("%s: has no place in a --raw prompt",
+                f.system ? "--system" : f.tools ? "--tools" : f.think ? "--think" : "--template");
+        if (f.chat_template && strcmp(f.chat_template, "large") && strcmp(f.chat_template, "small"))
+            die("--template: expected large or small, got '%s'", f.chat_template);
         return verb_generate(&f, ops, o);
     }
-    if (f.prompt || f.prompt_file || f.system || f.raw || f.ignore_eos || f.n_predict >= 0 || !isnan(f.temperature) ||
-        !isnan(f.top_k) || !isnan(f.top_p) || !isnan(f.min_p) || !isnan(f.seed))
+    if (f.prompt || f.prompt_file || for_text)
         die("logits: takes --ids, -o, -c, -t, -ctk, -ctv, --kv-layout and --dump; the other flags are for generating");
     if (!f.ids) die("--ids: expected a file of token ids");
     if (!f.out) die("-o: expected a file for the logits");
