@@ -580,7 +580,7 @@ static void print_unknown(const Binder *b) {
 
 // ==== [4] Hugging Face folders =======================================================================================
 // A folder with config.json, *.safetensors and tokenizer.json becomes the GGUF file that it would convert to, in memory:
-// the same keys, names and shapes, so that nothing behind open_model knows the difference. Matrices stay in the mapped
+// the same keys, names and shapes, so that nothing behind open_model_file knows the difference. Matrices stay in the mapped
 // files, in the type they have there; vectors and routers become F32 in private memory. Text models and MTP assistants;
 // tensors of other modalities are counted and left out. No value is changed or permuted.
 
