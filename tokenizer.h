@@ -1707,7 +1707,7 @@ int tok_chat(Tokenizer *t, const TokChat *c, TokIds *ids, TokText *text) {
 // ---- chat: answer ---------------------------------------------------------------------------------------------------
 // The text of a call is the stream's output, which is UTF-8, so a byte that UTF-8 does not use can stand for <|"|>.
 
-enum { TOK__DELIMITER = 0xFF, TOK__CALL_DEPTH = 256 };               // depth: as much as gguf_json_parse reads
+enum { TOK__DELIMITER = 0xFF, TOK__CALL_DEPTH = 251 };   // depth: what gguf_json_parse reads, less the 5 levels of a message
 
 static bool tok__is_blank(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\n'; }
 
