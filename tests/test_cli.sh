@@ -289,7 +289,7 @@ error text.gguf logits "$model" --ids "$tmp/five.i32" -o "$tmp/text.gguf/x.f32"
 error folder.gguf logits "$model" --ids "$tmp/five.i32" -o "$tmp/folder.gguf"
 error missing.gguf logits "$tmp/missing.gguf" --ids "$tmp/five.i32" -o "$tmp/x.f32"
 error -o logits "$model" --ids "$tmp/five.i32"
-error logits: logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" -p hi
+error "logits does not take it" logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" -p hi
 cp "$model" "$tmp/own.gguf"
 error "the model itself" logits "$tmp/own.gguf" --ids "$tmp/five.i32" -o "$tmp/own.gguf"
 ok "-o does not touch the model" cmp -s "$model" "$tmp/own.gguf"
@@ -370,7 +370,7 @@ for bias in "" , 5 +1 5+ 5- 5+x 5+1, ,5+1 5+nan 5+inf 5+1e99 5--1 " 5+1" -1+1 5+
 done
 error 0\ to\ 4095 "$model" -p hi --logit-bias 4096+1
 for flag in --repeat-penalty --presence-penalty --frequency-penalty --logit-bias --stop --top-logits; do
-    error logits: logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" $flag 2
+    error "logits does not take it" logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" $flag 2
 done
 
 # ---- a full disk, a closed pipe, Ctrl-C ----------------------------------------------
