@@ -27,7 +27,7 @@ endif
 COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) $(or $(OMP_FLAG),-Wno-unknown-pragmas) \
     -ffp-contract=off $(CFLAGS)
 SOURCES  := gemma4.c $(wildcard *.h)
-PROGRAMS := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c tests/make_*.c))
+PROGRAMS := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c tests/make_*.c tests/bench_*.c))
 CUDA_LIBS := $(addprefix -Xcompiler ,$(OMP_FLAG)) -lcublas -lm -ldl
 FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
 
@@ -76,7 +76,7 @@ fuzz: $(FUZZERS)                ## run each fuzz target for FUZZ_SECONDS under c
 	  seeds=tests/seeds/$${f##*fuzz_}; [ -d $$seeds ] || seeds=; \
 	  $$f -max_total_time=$(FUZZ_SECONDS) -timeout=10 -artifact_prefix=$$f. $$f.corpus $$seeds 2> $$f.log || \
 	  { tail -n 40 $$f.log; exit 1; }; tail -n 1 $$f.log; done
-$(FUZZERS): $(B)/%: tests/%.c $(SOURCES) $(B)/flags
+$(FUZZERS): $(B)/%: tests/%.c $(wildcard tests/*.h) $(SOURCES) $(B)/flags
 	@echo 'int LLVMFuzzerTestOneInput(void) { return 0; }' | $(FUZZ_BUILD) -xc - -o $@.probe 2>/dev/null || \
 	  { echo "make fuzz: '$(FUZZ_CC) -fsanitize=fuzzer' does not link; install clang and its runtime:" \
 	  "libclang-rt-dev (Debian, Ubuntu), compiler-rt (Fedora, Arch, Alpine)" >&2; exit 1; }

@@ -13,7 +13,7 @@
  *   [7]  The forward pass
  *   [8]  Step: batch, run, commit
  *   [9]  Text: tokenizer, sampling, generation
- *   [10]  Verbs: logits
+ *   [10] Verbs: logits, tokenize, detokenize
  *   [11] Quantise
  *   [12] Command line
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
@@ -580,7 +580,7 @@ static void print_unknown(const Binder *b) {
 
 // ==== [4] Hugging Face folders =======================================================================================
 // A folder with config.json, *.safetensors and tokenizer.json becomes the GGUF file that it would convert to, in memory:
-// the same keys, names and shapes, so that nothing behind open_model knows the difference. Matrices stay in the mapped
+// the same keys, names and shapes, so that nothing behind open_model_file knows the difference. Matrices stay in the mapped
 // files, in the type they have there; vectors and routers become F32 in private memory. Text models and MTP assistants;
 // tensors of other modalities are counted and left out. No value is changed or permuted.
 
@@ -1018,7 +1018,7 @@ static void open_folder(Gguf *g, const char *path) {
 }
 
 // A GGUF file, or a folder of Hugging Face form.
-static void open_model(Gguf *g, const char *path) {
+static void open_model_file(Gguf *g, const char *path) {
     struct stat st;
     const size_t n = strlen(path);
     const bool folder = (!stat(path, &st) && S_ISDIR(st.st_mode)) || (n > 12 && !strcmp(path + n - 12, ".safetensors")) ||
@@ -1315,7 +1315,7 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     memset(m, 0, sizeof *m);
     m->ops = ops;
     m->dump_dir = dump_dir;
-    open_model(&m->gguf, path);
+    open_model_file(&m->gguf, path);
     if (dump_dir && ((mkdir(dump_dir, 0777) && errno != EEXIST) || access(dump_dir, W_OK | X_OK)))
         die("--dump: %s: %s", dump_dir, strerror(errno));
     load_config(&m->config, &m->gguf);
@@ -2598,9 +2598,12 @@ static int token_id(Gguf *g, const char *key, int vocab) {           // -1: the 
     return gguf_find_kv(g, key) ? (int)key_int(g, key, 0, vocab - 1, 0) : -1;
 }
 
-static void load_tokenizer(Tokenizer *t, Gguf *g, const Config *c) {
+// vocab: how many tokens the weights are for; 0 for a file that is read for its tokenizer only.
+static void load_tokenizer(Tokenizer *t, Gguf *g, int vocab) {
     GgufStr kind = { "", 0 };
-    if (gguf_get_str(g, "tokenizer.ggml.model", &kind) < 0) die_gguf(g);
+    const int has_kind = gguf_get_str(g, "tokenizer.ggml.model", &kind);
+    if (has_kind < 0) die_gguf(g);
+    if (!has_kind) die("%s: key 'tokenizer.ggml.model': missing; the file has no tokenizer", g->path);
     if (kind.n != 6 || memcmp(kind.s, "gemma4", 6) != 0)
         die("%s: key 'tokenizer.ggml.model': expected 'gemma4', got '%s' (E_META_RANGE)", g->path, shown(kind));
     const GgufStr *tokens, *merges;
@@ -2608,9 +2611,11 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, const Config *c) {
     int found = gguf_get_strs(g, "tokenizer.ggml.tokens", &tokens, &n_tokens);
     if (found < 0) die_gguf(g);
     if (!found) die("%s: key 'tokenizer.ggml.tokens': missing (E_META_MISSING)", g->path);
-    if (n_tokens != (size_t)c->vocab)
+    if (vocab && n_tokens != (size_t)vocab)
         die("%s: key 'tokenizer.ggml.tokens': expected %d texts, one per row of token_embd.weight, got %zu (E_SHAPE)",
-            g->path, c->vocab, n_tokens);
+            g->path, vocab, n_tokens);
+    if (n_tokens < 1 || n_tokens > MAX_VOCAB)
+        die("%s: key 'tokenizer.ggml.tokens': expected 1 to %d texts, got %zu (E_META_ARRAY)", g->path, MAX_VOCAB, n_tokens);
     found = gguf_get_strs(g, "tokenizer.ggml.merges", &merges, &n_merges);
     if (found < 0) die_gguf(g);
     if (!found) die("%s: key 'tokenizer.ggml.merges': missing (E_META_MISSING)", g->path);
@@ -2627,7 +2632,7 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, const Config *c) {
     for (size_t i = 0; i < sizeof unread / sizeof *unread; i++) {
         char key[64];
         snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", unread[i]);
-        token_id(g, key, c->vocab);
+        token_id(g, key, (int)n_tokens);
     }
 
     TokStr *text = alloc_or_die(n_tokens + n_merges, sizeof *text);
@@ -2643,10 +2648,11 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, const Config *c) {
     const TokVocab v = {
         .tokens = text, .n_tokens = (int)n_tokens, .types = has_types ? types : NULL,
         .merges = text + n_tokens, .n_merges = (int)n_merges,
-        .bos = token_id(g, "tokenizer.ggml.bos_token_id", c->vocab),
-        .eos = token_id(g, "tokenizer.ggml.eos_token_id", c->vocab),
-        .eot = token_id(g, "tokenizer.ggml.eot_token_id", c->vocab),
-        .chat_template = tok_str(chat_template), .has_ple = c->ple_dim > 0
+        .bos = token_id(g, "tokenizer.ggml.bos_token_id", (int)n_tokens),
+        .eos = token_id(g, "tokenizer.ggml.eos_token_id", (int)n_tokens),
+        .eot = token_id(g, "tokenizer.ggml.eot_token_id", (int)n_tokens),
+        .chat_template = tok_str(chat_template),
+        .has_ple = key_int(g, "gemma4.embedding_length_per_layer_input", 0, 1 << 16, 0) > 0
     };
     if (tok_init(t, &v) < 0) die("%s: tokenizer: %s", g->path, t->err);
     free(text);
@@ -2758,6 +2764,7 @@ typedef struct {
     bool         ignore_eos;
     int          top_logits;  // candidates of every token to show on stderr
     TextList     stops;       // text that ends the generation and is not printed
+    bool         show_thoughts;
     SampleParams sampling;
 } GenerateOptions;
 
@@ -2794,15 +2801,57 @@ static void print_top_logits(Model *m, const Tokenizer *t, int32_t chosen, int n
     fprintf(stderr, "\n");
 }
 
+typedef struct {              // how much of a reply has been written, in bytes, and what waits
+    size_t content, thought;
+    Stops  stops;
+    char  *text;              // (cap) room for what passes the stop strings
+    size_t cap;
+} Shown;
+
+// Write what has come since: content to stdout, up to a stop string; thoughts to stderr, if they are wanted, on lines of
+// their own.
+static void show_reply(const TokReply *r, Shown *at, bool thoughts) {
+    if (thoughts && r->thought.n > at->thought) {
+        if (!at->thought) fprintf(stderr, "# thought:\n");
+        fwrite(r->thought.s + at->thought, 1, r->thought.n - at->thought, stderr);
+        at->thought = r->thought.n;
+    }
+    if (r->content.n > at->content) {
+        if (thoughts && at->thought && !at->content) fprintf(stderr, "\n");
+        const size_t n = r->content.n - at->content, need = n + at->stops.longest;
+        if (need > at->cap) {
+            at->text = realloc(at->text, at->cap = 2 * need);
+            if (!at->text) die("out of memory: %zu bytes wanted", at->cap);
+        }
+        write_text(at->text, stops_push(&at->stops, r->content.s + at->content, n, at->text));
+        at->content = r->content.n;
+    }
+}
+
+// The calls of a finished reply, each as a line of JSON on stdout: {"name":"f","arguments":{...}}.
+static void show_calls(const TokReply *r) {
+    for (int i = 0; i < r->n_calls; i++) {
+        TokText name = { 0 };
+        if (tok_add_json_string(&name, r->calls[i].name) < 0) die("out of memory for a tool call");
+        if (i == 0 && r->content.n && r->content.s[r->content.n - 1] != '\n') write_text("\n", 1);
+        write_text("{\"name\":", 8);
+        write_text(name.s, name.n);
+        write_text(",\"arguments\":", 13);
+        write_text(r->calls[i].arguments.s, r->calls[i].arguments.n);
+        write_text("}\n", 2);
+        tok_text_free(&name);
+    }
+}
+
 // Continues session 0 with the prompt (ids, n >= 1) and prints what follows. Returns 0, or 130 after Ctrl-C.
-static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, const GenerateOptions *o) {
+static int generate(Model *m, Tokenizer *t, const int32_t *prompt, int n, const GenerateOptions *o) {
     const Ops *op = m->ops;
     const int n_top = min_int(o->top_logits, m->config.vocab);
     float *top_logits = n_top ? alloc_or_die(m->config.vocab, sizeof *top_logits) : NULL;
     Candidate *top = n_top ? alloc_or_die(m->config.vocab, sizeof *top) : NULL;
-    Stops stops = stops_new(&o->stops);
-    char *text = alloc_or_die(t->stream_cap, 1), *visible = alloc_or_die(t->stream_cap + stops.longest, 1);
-    TokStream stream = { 0 };
+    TokReply reply = { 0 };
+    Shown at = { .stops = stops_new(&o->stops) };
+    tok_reply_start(t, &reply, prompt, (size_t)n);
     op->copy(&(Copy){ m->s.params, &o->sampling, sizeof o->sampling, COPY_IN });
 
     const double t_start = seconds();
@@ -2811,7 +2860,6 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
     op->wait();
     const double t_prompt = seconds();
     int made = 0, steps = 0;
-    bool thinking = false;                             // inside <|channel> .. <channel|>: not shown
     double read = 0;                                   // bytes that the decoding steps had to read
     const char *why = "end of turn";
     for (; prompted; made++) {                         // here a step has been run and its rows are not committed yet
@@ -2831,12 +2879,11 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
             die("%s: no token can be chosen at position %d: the logits are not numbers, so the file is damaged, or every "
                 "token is suppressed", m->gguf.path, m->len[0] - 1);
         if (n_top) print_top_logits(m, t, token, n_top, top_logits, top);
-        if (tok_is_stop(t, token) && !o->ignore_eos) break;
-        if (token == t->channel_open) thinking = true;
-        const size_t n_text = thinking ? 0 : tok_stream_push(t, &stream, token, false, text, t->stream_cap);
-        write_text(visible, stops_push(&stops, text, n_text, visible));
-        if (stops.hit) { made++; why = "stop string"; break; }
-        if (token == t->channel_close) thinking = false;
+        const int over = o->ignore_eos && tok_is_stop(t, token) ? 0 : tok_reply_push(t, &reply, token);
+        if (over < 0) die("%s", t->err);
+        show_reply(&reply, &at, o->show_thoughts);
+        if (at.stops.hit) { made++; why = "stop string"; break; }
+        if (over) { why = reply.finish == TOK_TOOL_CALLS ? "tool call" : why; break; }
         if (m->len[0] == m->options.n_ctx) { made++; why = "context full"; break; }
         if (made + 1 == o->n_predict) continue;        // nobody needs what follows the last token
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = token, .want = true } }, 1);
@@ -2844,9 +2891,12 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
         read += bytes_per_token(m, m->len[0]);
     }
     const double t_end = seconds();
-    write_text(visible, stops_push(&stops, text, tok_stream_flush(&stream, text, t->stream_cap), visible));
-    write_text(visible, stops_flush(&stops, visible));
-    if (isatty(1)) write_text("\n", 1);
+    if (tok_reply_end(t, &reply) < 0) die("%s", t->err);
+    show_reply(&reply, &at, o->show_thoughts);
+    if (at.text) write_text(at.text, stops_flush(&at.stops, at.text));
+    if (at.thought && !at.content) fprintf(stderr, "\n");
+    show_calls(&reply);
+    if (isatty(1) && !reply.n_calls) write_text("\n", 1);
     if (interrupted) why = "interrupted";
 
     fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s\n", n, t_prompt - t_start, n / (t_prompt - t_start));
@@ -2862,15 +2912,15 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
         free(logits);
     }
     fprintf(stderr, "\n");
-    free(text);
-    free(visible);
-    free(stops.held);
+    tok_reply_free(&reply);
+    free(at.stops.held);
+    free(at.text);
     free(top_logits);
     free(top);
     return interrupted ? 130 : 0;
 }
 
-// ==== [10] Verbs: logits ==============================================================================================
+// ==== [10] Verbs: logits, tokenize, detokenize =======================================================================
 
 // gemma4 logits: the logits of every position of a list of ids, after the soft-cap, as n x vocab float32.
 static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const char *ids_path, const char *out_path,
@@ -2922,6 +2972,53 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
     free(bytes);
     free_model(m);
     free(m);
+}
+
+// The tokenizer of a file, which may hold nothing else.
+static void open_tokenizer(Tokenizer *t, Gguf *g, const char *path) {
+    open_model_file(g, path);
+    load_tokenizer(t, g, 0);
+}
+
+// gemma4 tokenize: the ids of a text in decimal, on one line, no <bos> added.
+static void verb_tokenize(const char *model, const char *text, size_t n, TokMode mode) {
+    Gguf g;
+    Tokenizer tok;
+    TokIds ids = { 0 };
+    open_tokenizer(&tok, &g, model);
+    if (tok_encode(&tok, text, n, mode, &ids) < 0) die("tokenize: %s", tok.err);
+    for (size_t i = 0; i < ids.n; i++) printf("%s%" PRId32, i ? " " : "", ids.ids[i]);
+    printf("\n");
+    if (fflush(stdout) || ferror(stdout)) die("standard output: %s", strerror(errno));
+    tok_ids_free(&ids);
+    tok_free(&tok);
+    gguf_close(&g);
+}
+
+// gemma4 detokenize: the bytes of ids, markers as their text.
+static void verb_detokenize(const char *model, const char *list) {
+    Gguf g;
+    Tokenizer tok;
+    open_tokenizer(&tok, &g, model);
+    for (int round = 0; round < 2; round++) {          // first all are checked, then they are written
+        const char *s = list;
+        for (int i = 0; ; i++) {
+            s += strspn(s, " \t\r\n");
+            if (!*s) break;
+            char *end;
+            errno = 0;
+            const long id = strtol(s, &end, 10);
+            if (end == s || errno || id < 0 || id >= tok.n_tokens || !strchr(" \t\r\n", *end))
+                die("--ids: number %d: expected an id from 0 to %d, got '%.*s'", i + 1, tok.n_tokens - 1,
+                    min_int((int)strcspn(s, " \t\r\n"), 40), s);
+            const TokStr piece = tok_piece(&tok, (int32_t)id, true);
+            if (round && fwrite(piece.s, 1, piece.n, stdout) != piece.n) die("standard output: %s", strerror(errno));
+            s = end;
+        }
+    }
+    if (fflush(stdout)) die("standard output: %s", strerror(errno));
+    tok_free(&tok);
+    gguf_close(&g);
 }
 
 // ==== [11] Quantise ==================================================================================================
@@ -3133,7 +3230,7 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
     Mixture m = { .recipe = find_recipe(type_name) };
     GgufWriter w = { 0 };
     Gguf g;
-    open_model(&g, in);
+    open_model_file(&g, in);
     m.n_layers = arch_int(&g, "block_count", 0);
     m.has_8_experts = arch_int(&g, "expert_count", 0) == 8;
     m.has_output = gguf_find_tensor(&g, "output.weight") != NULL;
@@ -3224,12 +3321,19 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
 #ifndef TESTING
 #define VERSION "0.1"
 
+typedef enum { GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, RUNS = GENERATE | LOGITS, ANY = 31 } Verb;
+
+static const struct { const char *name; Verb verb; } verbs[] = {
+    { "logits", LOGITS }, { "tokenize", TOKENIZE }, { "detokenize", DETOKENIZE }, { "quantize", QUANTIZE }
+};
+
 typedef struct {
-    const char *verb, *model, *prompt, *prompt_file, *system, *ids, *out, *dump, *kv_layout, *k_type, *v_type;
-    const char *target, *type, *other;          // quantize: OUT, TYPE; the last flag but -m and -t
+    Verb verb;
+    const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout, *k_type, *v_type;
+    const char *target, *type;                  // quantize: OUT, TYPE
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
     TextList biases, stops;
-    bool raw, ignore_eos, check_tensors, help, version;
+    bool raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, help, version;
 } Flags;
 
 typedef enum { FLAG_TEXT, FLAG_LIST, FLAG_INT, FLAG_REAL, FLAG_ON } FlagKind;      // a list: the flag may come again
@@ -3237,6 +3341,7 @@ typedef enum { FLAG_TEXT, FLAG_LIST, FLAG_INT, FLAG_REAL, FLAG_ON } FlagKind;   
 typedef struct {
     const char *name, *alias, *value;
     FlagKind    kind;
+    int         verbs;        // those that take it
     size_t      field;        // offset into Flags
     double      min, max;
     const char *help;
@@ -3244,57 +3349,71 @@ typedef struct {
 
 #define FIELD(name) offsetof(Flags, name)
 static const Flag flags[] = {
-    { "-m", "--model", "FILE", FLAG_TEXT, FIELD(model), 0, 0, "the model, instead of the first argument" },
-    { "-p", "--prompt", "TEXT", FLAG_TEXT, FIELD(prompt), 0, 0, "what to answer, or to continue with --raw" },
-    { "-f", "--file", "FILE", FLAG_TEXT, FIELD(prompt_file), 0, 0, "the prompt is in this file" },
-    { "-n", "--predict", "N", FLAG_INT, FIELD(n_predict), -1, INT_MAX,
+    { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0, "the model, instead of the first argument" },
+    { "-p", "--prompt", "TEXT", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt), 0, 0, "what to answer, or to continue with --raw" },
+    { "-f", "--file", "FILE", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt_file), 0, 0, "the prompt is in this file" },
+    { "-n", "--predict", "N", FLAG_INT, GENERATE, FIELD(n_predict), -1, INT_MAX,
       "most tokens to generate; default -1: until the turn ends or the context is full" },
-    { "-c", "--ctx-size", "N", FLAG_INT, FIELD(n_ctx), 1, MAX_CONTEXT,
+    { "-c", "--ctx-size", "N", FLAG_INT, RUNS, FIELD(n_ctx), 1, MAX_CONTEXT,
       "tokens of context; default: the model's, 8192 at most" },
-    { "-t", "--threads", "N", FLAG_INT, FIELD(n_threads), 1, 4096, "CPU threads; default: one per core" },
-    { "--system", "-sys", "TEXT", FLAG_TEXT, FIELD(system), 0, 0, "system turn; default: none" },
-    { "--raw", NULL, NULL, FLAG_ON, FIELD(raw), 0, 0, "continue the prompt as it is, without chat turns; <bos> is added" },
-    { "--ignore-eos", NULL, NULL, FLAG_ON, FIELD(ignore_eos), 0, 0, "go on after the end of the turn" },
-    { "--temp", "--temperature", "T", FLAG_REAL, FIELD(temperature), 0, 1000,
+    { "-t", "--threads", "N", FLAG_INT, RUNS | QUANTIZE, FIELD(n_threads), 1, 4096, "CPU threads; default: one per core" },
+    { "--system", "-sys", "TEXT", FLAG_TEXT, GENERATE, FIELD(system), 0, 0, "system turn; default: none" },
+    { "--think", NULL, NULL, FLAG_ON, GENERATE, FIELD(think), 0, 0,
+      "let the model think before it answers; default: it answers at once" },
+    { "--show-thoughts", NULL, NULL, FLAG_ON, GENERATE, FIELD(show_thoughts), 0, 0,
+      "write its thoughts to stderr; default: they are dropped" },
+    { "--tools", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(tools), 0, 0,
+      "tools it may call, a JSON list as in the OpenAI API; a call is a line {\"name\":..,\"arguments\":{..}} on stdout" },
+    { "--template", NULL, "NAME", FLAG_TEXT, GENERATE, FIELD(chat_template), 0, 0,
+      "chat template: large (12B, 26B, 31B) or small (E2B, E4B); default: as the file's template or its shape says" },
+    { "--raw", NULL, NULL, FLAG_ON, GENERATE, FIELD(raw), 0, 0, "continue the prompt as it is, without chat turns; <bos> is added" },
+    { "--ignore-eos", NULL, NULL, FLAG_ON, GENERATE, FIELD(ignore_eos), 0, 0, "go on after the end of the turn" },
+    { "--temp", "--temperature", "T", FLAG_REAL, GENERATE, FIELD(temperature), 0, 1000,
       "temperature; 0: always the likeliest token; default: the file's, else 1.0" },
-    { "--top-k", NULL, "N", FLAG_INT, FIELD(top_k), 0, INT_MAX,
+    { "--top-k", NULL, "N", FLAG_INT, GENERATE, FIELD(top_k), 0, INT_MAX,
       "sample from the N likeliest tokens, 0: all; default: the file's, else 64" },
-    { "--top-p", NULL, "P", FLAG_REAL, FIELD(top_p), 0, 1,
+    { "--top-p", NULL, "P", FLAG_REAL, GENERATE, FIELD(top_p), 0, 1,
       "sample from the likeliest tokens that hold P of the probability; default: the file's, else 0.95" },
-    { "--min-p", NULL, "P", FLAG_REAL, FIELD(min_p), 0, 1,
+    { "--min-p", NULL, "P", FLAG_REAL, GENERATE, FIELD(min_p), 0, 1,
       "leave out tokens less than P times as likely as the likeliest; default 0" },
-    { "--repeat-penalty", NULL, "R", FLAG_REAL, FIELD(repeat), 0.001, 1000,
+    { "--repeat-penalty", NULL, "R", FLAG_REAL, GENERATE, FIELD(repeat), 0.001, 1000,
       "logits of tokens seen: / R above 0, * R below; default 1. Seen: in all of prompt and text (llama.cpp: the last 64)" },
-    { "--presence-penalty", NULL, "P", FLAG_REAL, FIELD(presence), -1000, 1000,
+    { "--presence-penalty", NULL, "P", FLAG_REAL, GENERATE, FIELD(presence), -1000, 1000,
       "take P from the logits of tokens seen; default 0" },
-    { "--frequency-penalty", NULL, "P", FLAG_REAL, FIELD(frequency), -1000, 1000,
+    { "--frequency-penalty", NULL, "P", FLAG_REAL, GENERATE, FIELD(frequency), -1000, 1000,
       "take P from the logit of a token for each time it was seen; default 0" },
-    { "--logit-bias", "-l", "ID+B", FLAG_LIST, FIELD(biases), 0, 0,
+    { "--logit-bias", "-l", "ID+B", FLAG_LIST, GENERATE, FIELD(biases), 0, 0,
       "add B to the logit of token ID; ID-B: take it away, ID-inf: never; with commas, or again, for more" },
-    { "--seed", "-s", "N", FLAG_INT, FIELD(seed), 0, 4294967295.0, "random seed; default: another one each time, printed" },
-    { "--stop", "-r", "TEXT", FLAG_LIST, FIELD(stops), 0, 0,
+    { "--seed", "-s", "N", FLAG_INT, GENERATE, FIELD(seed), 0, 4294967295.0, "random seed; default: another one each time, printed" },
+    { "--stop", "-r", "TEXT", FLAG_LIST, GENERATE, FIELD(stops), 0, 0,
       "stop before this text, which is not printed; again for more" },
-    { "--top-logits", NULL, "N", FLAG_INT, FIELD(top_logits), 0, MAX_VOCAB,
+    { "--top-logits", NULL, "N", FLAG_INT, GENERATE, FIELD(top_logits), 0, MAX_VOCAB,
       "print the N likeliest candidates of every token: id, text, logit, probability, before bias and penalties" },
-    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, FIELD(k_type), 0, 0,
+    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, RUNS, FIELD(k_type), 0, 0,
       "type of cached K: f16 or f32; default f16, for logits f32" },
-    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, FIELD(v_type), 0, 0, "type of cached V; default: as K" },
-    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, FIELD(kv_layout), 0, 0,
+    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, RUNS, FIELD(v_type), 0, 0, "type of cached V; default: as K" },
+    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, RUNS, FIELD(kv_layout), 0, 0,
       "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
-    { "--check-tensors", NULL, NULL, FLAG_ON, FIELD(check_tensors), 0, 0,
+    { "--check-tensors", NULL, NULL, FLAG_ON, RUNS, FIELD(check_tensors), 0, 0,
       "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales" },
-    { "--dump", NULL, "DIR", FLAG_TEXT, FIELD(dump), 0, 0,
+    { "--dump", NULL, "DIR", FLAG_TEXT, RUNS, FIELD(dump), 0, 0,
       "write every checkpoint to DIR/NAME-LAYER.f32, rows x width float32" },
-    { "--ids", NULL, "FILE", FLAG_TEXT, FIELD(ids), 0, 0, "logits: token ids, little-endian int32, <bos> included" },
-    { "-o", "--output", "FILE", FLAG_TEXT, FIELD(out), 0, 0, "logits: where they go, positions x vocabulary float32" },
-    { "-h", "--help", NULL, FLAG_ON, FIELD(help), 0, 0, "this text" },
-    { "--version", NULL, NULL, FLAG_ON, FIELD(version), 0, 0, "version and backend" },
+    { "--ids", NULL, "IDS", FLAG_TEXT, LOGITS | DETOKENIZE, FIELD(ids), 0, 0,
+      "logits: a file of token ids, little-endian int32, <bos> included; detokenize: the ids themselves, \"2 105 2364\"" },
+    { "-o", "--output", "FILE", FLAG_TEXT, LOGITS, FIELD(out), 0, 0, "logits: where they go, positions x vocabulary float32" },
+    { "--plain", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(plain), 0, 0,
+      "tokenize: no string is special; default: those around calls and thoughts are" },
+    { "--special", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(special), 0, 0, "tokenize: all of them are, such as <|turn>" },
+    { "-h", "--help", NULL, FLAG_ON, ANY, FIELD(help), 0, 0, "this text" },
+    { "--version", NULL, NULL, FLAG_ON, ANY, FIELD(version), 0, 0, "version and backend" },
 };
 
 static void print_help(void) {
     printf("gemma4 " VERSION " - runs Gemma 4 text models from GGUF files\n\n"
            "  gemma4 MODEL.gguf -p TEXT [flags]                generates: text on stdout, statistics on stderr\n"
            "  gemma4 logits MODEL.gguf --ids FILE -o FILE      logits of every position, after the soft-cap\n"
+           "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   the ids of a text; no <bos> is added\n"
+           "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  the text of ids\n"
            "  gemma4 quantize IN OUT.gguf TYPE                 q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32\n\n");
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) {
         char left[64];
@@ -3304,7 +3423,28 @@ static void print_help(void) {
     }
 }
 
+static Verb verb_named(const char *name) {
+    for (size_t k = 0; k < sizeof verbs / sizeof *verbs; k++)
+        if (!strcmp(name, verbs[k].name)) return verbs[k].verb;
+    return 0;
+}
+
+// A flag that the verb does not take would do nothing: say to whom it belongs.
+static void refuse_flag(const Flag *flag, Verb verb) {
+    char owners[80] = "";
+    const char *own = "generating";
+    for (size_t k = 0; k < sizeof verbs / sizeof *verbs; k++) {
+        if (verbs[k].verb == verb) own = verbs[k].name;
+        if (!(flag->verbs & (int)verbs[k].verb)) continue;
+        snprintf(owners + strlen(owners), sizeof owners - strlen(owners), "%s%s", *owners ? ", " : "", verbs[k].name);
+    }
+    const bool generates = flag->verbs & GENERATE;
+    die("%s: %s does not take it; it belongs to %s%s%s", flag->name, own, generates ? "generating" : "",
+        generates && *owners ? ", " : "", owners);
+}
+
 static void parse_flags(Flags *f, int argc, char **argv) {
+    bool given[sizeof flags / sizeof *flags] = { false };
     for (int i = 1; i < argc; i++) {
         const char *arg = argv[i];
         const Flag *flag = NULL;
@@ -3312,15 +3452,15 @@ static void parse_flags(Flags *f, int argc, char **argv) {
             if (!strcmp(arg, flags[k].name) || (flags[k].alias && !strcmp(arg, flags[k].alias))) flag = &flags[k];
         if (!flag) {
             if (arg[0] == '-') die("%s: no such flag; try --help", arg);
-            const bool quantize = f->verb && !strcmp(f->verb, "quantize");
-            if (!f->verb && !f->model && (!strcmp(arg, "logits") || !strcmp(arg, "quantize"))) f->verb = arg;
+            const Verb verb = f->verb || f->model ? 0 : verb_named(arg);
+            if (verb) f->verb = verb;
             else if (!f->model) f->model = arg;
-            else if (quantize && !f->target) f->target = arg;
-            else if (quantize && !f->type) f->type = arg;
+            else if (f->verb == QUANTIZE && !f->target) f->target = arg;
+            else if (f->verb == QUANTIZE && !f->type) f->type = arg;
             else die("%s: expected a flag, got a second model (the first is %s)", arg, f->model);
             continue;
         }
-        if (flag->field != FIELD(model) && flag->field != FIELD(n_threads)) f->other = arg;
+        given[flag - flags] = true;
         void *field = (char *)f + flag->field;
         if (flag->kind == FLAG_ON) {
             *(bool *)field = true;
@@ -3347,6 +3487,9 @@ static void parse_flags(Flags *f, int argc, char **argv) {
                 flag->min, flag->max, argv[i]);
         *(double *)field = v;
     }
+    if (!f->verb) f->verb = GENERATE;
+    for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
+        if (given[k] && !(flags[k].verbs & (int)f->verb)) refuse_flag(&flags[k], f->verb);
 }
 
 static KvType parse_kv_type(const char *flag, const char *name, KvType otherwise) {
@@ -3407,37 +3550,70 @@ static void print_sampling(const Model *m, const SampleParams *p) {
     fprintf(stderr, "draw, seed %" PRIu64 "\n", p->seed);
 }
 
+// The text of -p or -f; the caller frees it.
+static char *read_prompt(const Flags *f, size_t *n) {
+    if (f->prompt && f->prompt_file) die("-f: expected one prompt, got -p and -f");
+    if (f->prompt_file) return read_file(f->prompt_file, n, "-f");
+    if (!f->prompt)
+        die("-p: expected a prompt; try gemma4 %sMODEL.gguf -p \"Hello\"", f->verb == TOKENIZE ? "tokenize " : "");
+    *n = strlen(f->prompt);
+    char *text = alloc_or_die(*n + 1, 1);
+    memcpy(text, f->prompt, *n);
+    return text;
+}
+
+// The prompt of one turn: system turn, tools, the user's text, the opening of the model's turn.
+static void encode_turn(Tokenizer *t, const Flags *f, TokStr user, TokIds *ids) {
+    TokText messages = { 0 };
+    size_t n_tools = 0;
+    char *tools = f->tools ? read_file(f->tools, &n_tools, "--tools") : NULL;
+    const TokStr system = { f->system, f->system ? strlen(f->system) : 0 };
+    if ((f->system && tok_add_message(&messages, "system", system) < 0) || tok_add_message(&messages, "user", user) < 0)
+        die("-p: out of memory for a prompt of %zu bytes", user.n);
+    const TokChat chat = { .messages = { messages.s, messages.n }, .tools = { tools, n_tools }, .think = f->think,
+                           .add_cue = true };
+    if (tok_chat(t, &chat, ids, NULL) < 0) {
+        if (!strncmp(t->err, "tools", 5)) die("--tools: %s: %s", f->tools, t->err);
+        die("-p: %s", t->err);
+    }
+    tok_text_free(&messages);
+    free(tools);
+}
+
+// Name a template in the file that is not the one we render.
+static void print_template(const Tokenizer *t) {
+    static const char *const names[] = { [TOK_TEMPLATE_SPRING] = "Google's of spring 2026",
+        [TOK_TEMPLATE_LAUNCH] = "Google's of the release", [TOK_TEMPLATE_OTHER] = "not one of Google's" };
+    if (t->chat_template != TOK_TEMPLATE_NONE && t->chat_template != TOK_TEMPLATE_CANONICAL)
+        fprintf(stderr, "# chat template of the file: %s; used instead: Google's of 2026-07-09, %s variant\n",
+                names[t->chat_template], t->large_variant ? "large" : "small");
+}
+
 static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     size_t n_text = 0;
-    char *text = NULL;
-    if (f->prompt && f->prompt_file) die("-f: expected one prompt, got -p and -f");
-    if (f->prompt_file) {
-        text = read_file(f->prompt_file, &n_text, "-f");
-    } else if (f->prompt) {
-        n_text = strlen(f->prompt);
-        text = alloc_or_die(n_text + 1, 1);
-        memcpy(text, f->prompt, n_text);
-    } else {
-        die("-p: expected a prompt; try gemma4 MODEL.gguf -p \"Hello\"");
-    }
+    char *text = read_prompt(f, &n_text);
     for (int i = 0; i < f->stops.n; i++)
         if (!*f->stops.text[i]) die("--stop: expected a text, got an empty one");
+    if (f->raw && (f->system || f->tools || f->think || f->chat_template))
+        die("%s: has no place in a --raw prompt",
+            f->system ? "--system" : f->tools ? "--tools" : f->think ? "--think" : "--template");
+    if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
+        die("--template: expected large or small, got '%s'", f->chat_template);
     o.penalties = f->repeat != 1 || f->presence != 0 || f->frequency != 0;
     o.bias = f->biases.n > 0;
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     TokIds ids = { 0 };
     load_model(m, f->model, ops, o, f->dump);
-    load_tokenizer(&tok, &m->gguf, &m->config);
+    load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
     if (f->raw) {
-        if (f->system) die("--system: has no place in a --raw prompt");
         if (tok.bos < 0) die("%s: key 'tokenizer.ggml.bos_token_id': missing, and no token is called <bos>", m->gguf.path);
         ids = (TokIds){ .ids = alloc_or_die(1, sizeof *ids.ids), .n = 1, .cap = 1 };
         ids.ids[0] = tok.bos;
         if (tok_encode(&tok, text, n_text, TOK_PLAIN, &ids) < 0) die("-p: %s", tok.err);
     } else {
-        const TokStr system = { f->system, f->system ? strlen(f->system) : 0 };
-        if (tok_chat_turn(&tok, system, (TokStr){ text, n_text }, &ids) < 0) die("-p: %s", tok.err);
+        encode_turn(&tok, f, (TokStr){ text, n_text }, &ids);
     }
     if (ids.n > (size_t)m->options.n_ctx)
         die("-p: the prompt has %zu tokens, the context %d; try -c %zu", ids.n, m->options.n_ctx, ids.n + 512);
@@ -3448,7 +3624,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
         free(bias);
     }
     GenerateOptions g = { .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .top_logits = (int)f->top_logits,
-                          .stops = f->stops };
+                          .show_thoughts = f->show_thoughts, .stops = f->stops };
     const uint64_t clock_seed = ((uint64_t)time(NULL) * 1000003u ^ (uint64_t)getpid()) & 0xffffffff;
     const double seed = isnan(f->seed) ? (double)clock_seed : f->seed;
     g.sampling = (SampleParams){
@@ -3460,6 +3636,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
         .repeat = (float)f->repeat, .presence = (float)f->presence, .frequency = (float)f->frequency
     };
     print_plan(m);
+    if (!f->raw) print_template(&tok);
     print_sampling(m, &g.sampling);
     read_weights(m, f->check_tensors);                 // Ctrl-C still ends the process at once
     struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)(SA_RESETHAND | SA_RESTART) };
@@ -3496,31 +3673,37 @@ int main(int argc, char **argv) {
 #ifdef _OPENMP
     if (f.n_threads) omp_set_num_threads((int)f.n_threads);
 #endif
-    if (f.verb && !strcmp(f.verb, "quantize")) {
-        if (!f.type) die("quantize: expected three names, IN OUT.gguf TYPE");
-        if (f.other) die("%s: quantize takes IN OUT.gguf TYPE and -t only", f.other);
-        verb_quantize(f.model, f.target, f.type);
+    switch (f.verb) {
+    case TOKENIZE: {
+        size_t n;
+        char *text = read_prompt(&f, &n);
+        if (f.plain && f.special) die("--special: expected one of --plain and --special");
+        verb_tokenize(f.model, text, n, f.plain ? TOK_PLAIN : f.special ? TOK_SPECIAL : TOK_USER_DEFINED);
+        free(text);
         return 0;
     }
-    const bool logits = f.verb != NULL;
+    case DETOKENIZE:
+        if (!f.ids) die("--ids: expected token ids; try --ids \"2 105 2364\"");
+        verb_detokenize(f.model, f.ids);
+        return 0;
+    case QUANTIZE:
+        if (!f.type) die("quantize: expected three names, IN OUT.gguf TYPE");
+        verb_quantize(f.model, f.target, f.type);
+        return 0;
+    default: break;
+    }
     PlanOptions o = { .n_ctx = (int)f.n_ctx, .n_seqs = 1, .n_batch = 512, .n_logits = 1 };
-    o.k_type = parse_kv_type("-ctk", f.k_type, logits ? KV_F32 : KV_F16);
+    o.k_type = parse_kv_type("-ctk", f.k_type, f.verb == LOGITS ? KV_F32 : KV_F16);
     o.v_type = parse_kv_type("-ctv", f.v_type, o.k_type);
     if (f.kv_layout && strcmp(f.kv_layout, "tied") && strcmp(f.kv_layout, "untied"))
         die("--kv-layout: expected tied or untied, got '%s'", f.kv_layout);
     o.untied = f.kv_layout && !strcmp(f.kv_layout, "untied");
-    if (!logits) {
-        if (f.ids || f.out) die("%s: belongs to gemma4 logits", f.ids ? "--ids" : "-o");
+    if (f.verb == GENERATE) {
         const int status = verb_generate(&f, ops, o);
         free(f.stops.text);
         free(f.biases.text);
         return status;
     }
-    if (f.prompt || f.prompt_file || f.system || f.raw || f.ignore_eos || f.n_predict >= 0 || !isnan(f.temperature) ||
-        !isnan(f.top_k) || !isnan(f.top_p) || !isnan(f.min_p) || !isnan(f.seed) || f.repeat != 1 || f.presence != 0 ||
-        f.frequency != 0 || f.top_logits > 0 || f.biases.n || f.stops.n)
-        die("logits: takes --ids, -o, -c, -t, -ctk, -ctv, --kv-layout, --check-tensors and --dump; the others are "
-            "for generating");
     if (!f.ids) die("--ids: expected a file of token ids");
     if (!f.out) die("-o: expected a file for the logits");
     verb_logits(f.model, ops, o, f.ids, f.out, f.dump, f.check_tensors);
