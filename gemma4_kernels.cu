@@ -55,8 +55,8 @@ static struct {
     float *y;                 // (2, max_rows, max_cols) prepared inputs: of the operation, of what rides along
     int8_t *yq;               // (2, max_rows, max_cols)
     float *ys;                // (2, max_rows, max_cols / 32)
-    __nv_bfloat16 *y16;       // (max_rows, max_cols) for cuBLAS
-    __nv_bfloat16 *panel;     // (PANEL_BYTES) a piece of a matrix for cuBLAS
+    __half *y16;              // (max_rows, max_cols) for cuBLAS, times PROMPT_SCALE
+    __half *panel;            // (PANEL_BYTES) a piece of a matrix for cuBLAS
     float *wide;              // (2, max_rows, PANEL_COLS) gate and up of a prompt
     float *partial;           // (PARTIAL_BYTES) attention before its parts are put together
     char  *blas_work;         // (BLAS_BYTES)
@@ -496,11 +496,19 @@ static void cuda_upload(Tensor *w, void *dst) {
 // ==== [4] Inputs: embedding, norms ===================================================================================
 // The input of a product is prepared once per operation by a kernel of its own, for all rows: x', the norm and the int8 form.
 
+// Prompts multiply in f16, whose 11 bits make an eighth of bf16's error. Activations go in times PROMPT_SCALE, so that they
+// may reach a million; what lies beyond is cut there.
+#define PROMPT_SCALE 0.0625f
+__device__ static inline __half prompt_half(float y) {
+    y *= PROMPT_SCALE;
+    return __float2half_rn(y != y ? y : fminf(fmaxf(y, -65504.0f), 65504.0f));
+}
+
 typedef struct {              // where a prepared input goes; NULL: not wanted
     float *f;                 // (n_rows, cols)
     int8_t *q;                // (n_rows, cols)
     float *s;                 // (n_rows, cols / 32)
-    __nv_bfloat16 *h;         // (n_rows, cols)
+    __half *h;                // (n_rows, cols) times PROMPT_SCALE
 } Prepared;
 
 // prepare: In of gemma4.h, one or two of them with the same x' (blockIdx.y); d, x' and y as defined there.
@@ -544,7 +552,7 @@ __global__ void prepare_kernel(In in0, In in1, Prepared out0, Prepared out1, int
     for (int i = threadIdx.x; i < cols; i += blockDim.x) {
         const float y = in.w_pre ? in.w_pre[i] * (row[i] * pre_scale) : row[i];
         if (out.f) out.f[at + i] = y;
-        if (out.h) out.h[at + i] = __float2bfloat16(y);
+        if (out.h) out.h[at + i] = prompt_half(y);
         if (out.q) quantise_group(y, out.q + at + i - threadIdx.x % 32, out.s + (at + i) / 32);
     }
 }
@@ -557,13 +565,13 @@ static void launch_prepare(const In *in, const In *beside, Prepared out, Prepare
     CHECK_LAUNCH("prepare n_rows=%d cols=%d", n_rows, cols);
 }
 
-// act_to_bf16: the form that cuBLAS takes, of what a producer left: f, or q * s.
+// act_to_half: the form that cuBLAS takes, of what a producer left: f, or q * s.
 //   launch    grid (n_rows, ceil(cols / 256)), block 256
-__global__ void act_to_bf16_kernel(Act a, __nv_bfloat16 *out, int cols) {
+__global__ void act_to_half_kernel(Act a, __half *out, int cols) {
     const int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= cols) return;
     const size_t at = (size_t)blockIdx.x * cols + i;
-    out[at] = __float2bfloat16(a.f ? a.f[at] : a.q[at] * a.s[at / 32]);
+    out[at] = prompt_half(a.f ? a.f[at] : a.q[at] * a.s[at / 32]);
 }
 
 // The int8 and f32 forms of an input for the 1..64-row products: what a producer left, or prepared in scratch number `part`.
@@ -847,29 +855,29 @@ static Prepared prepare(const In *in, const Tensor *a, const Tensor *b, int n_ro
 }
 
 // ==== [6] Products of a prompt: cuBLAS ===============================================================================
-// More than STEP_ROWS rows: the matrix goes to bf16 piece by piece, each piece as large as the panel, and cuBLAS multiplies it
-// with the rows in bf16, sums in f32. The pieces of gate and up meet in scratch, where the activation takes them.
+// More than STEP_ROWS rows: the matrix goes to f16 piece by piece, each piece as large as the panel, and cuBLAS multiplies it
+// with the rows in f16, sums in f32. The pieces of gate and up meet in scratch, where the activation takes them.
 
-// dequantise: n rows of a matrix from row `first` on, to bf16.
+// dequantise: n rows of a matrix from row `first` on, to f16.
 //   launch    grid (ceil(cols / 32 / 128), n), block 128: a thread takes a group
 //   traffic   reads the weights once, writes 2 bytes a value
-__global__ void dequantise_kernel(DType t, Planes w, size_t first, int cols, __nv_bfloat16 *out) {
+__global__ void dequantise_kernel(DType t, Planes w, size_t first, int cols, __half *out) {
     const int g = blockIdx.x * blockDim.x + threadIdx.x;
     if (g * 32 >= cols) return;
     float v[32];
     const int n = min(32, cols - g * 32);
     values_at(t, w, (first + blockIdx.y) * cols + g * 32, n, v);
-    for (int i = 0; i < n; i++) out[(size_t)blockIdx.y * cols + g * 32 + i] = __float2bfloat16(v[i]);
+    for (int i = 0; i < n; i++) out[(size_t)blockIdx.y * cols + g * 32 + i] = __float2half_rn(v[i]);
 }
 
 // out[r][i] = factor * (w[first + i] . y[r]) for n features and all rows; out has row stride `stride` floats.
-static void multiply_panel(const Tensor *w, size_t first, int n, const __nv_bfloat16 *y, int n_rows, float *out, int stride) {
+static void multiply_panel(const Tensor *w, size_t first, int n, const __half *y, int n_rows, float *out, int stride) {
     const int cols = w->cols;
     dequantise_kernel<<<dim3(div_up(div_up(cols, 32), 128), n), 128, 0, cuda.stream>>>(w->type, planes_of(w), first, cols, cuda.panel);
     CHECK_LAUNCH("dequantise rows=%d cols=%d", n, cols);
-    const float one = 1, zero = 0;
-    CHECK_BLAS(cublasGemmEx(cuda.blas, CUBLAS_OP_T, CUBLAS_OP_N, n, n_rows, cols, &one, cuda.panel, CUDA_R_16BF, cols, y,
-                            CUDA_R_16BF, cols, &zero, out, CUDA_R_32F, stride, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT), "gemm");
+    const float back = 1 / PROMPT_SCALE, zero = 0;
+    CHECK_BLAS(cublasGemmEx(cuda.blas, CUBLAS_OP_T, CUBLAS_OP_N, n, n_rows, cols, &back, cuda.panel, CUDA_R_16F, cols, y,
+                            CUDA_R_16F, cols, &zero, out, CUDA_R_32F, stride, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT), "gemm");
 }
 
 // out *= *factor. launch: grid ceil(n / 256), block 256.
@@ -878,9 +886,9 @@ __global__ void scale_kernel(float *out, const float *factor, size_t n) {
     if (i < n) out[i] *= *factor;
 }
 
-static int panel_rows(const Tensor *w) { return (int)(PANEL_BYTES / sizeof(__nv_bfloat16) / w->cols); }
+static int panel_rows(const Tensor *w) { return (int)(PANEL_BYTES / sizeof(__half) / w->cols); }
 
-static void multiply_prompt(const Tensor *w, const __nv_bfloat16 *y, int n_rows, float *out) {
+static void multiply_prompt(const Tensor *w, const __half *y, int n_rows, float *out) {
     const int step = panel_rows(w);
     for (int i = 0; i < w->rows; i += step) multiply_panel(w, i, min_int(step, w->rows - i), y, n_rows, out + i, w->rows);
     if (!w->scale) return;
@@ -902,10 +910,10 @@ __global__ void gated_kernel(const float *gate, const float *up, int stride, con
 
 enum { PANEL_COLS = 2048 };   // features of gate and of up that meet at a time
 
-static const __nv_bfloat16 *prompt_input(const In *in, int n_rows, int cols) {
+static const __half *prompt_input(const In *in, int n_rows, int cols) {
     if (in->act.f || in->act.q) {
-        act_to_bf16_kernel<<<dim3(n_rows, div_up(cols, 256)), 256, 0, cuda.stream>>>(in->act, cuda.y16, cols);
-        CHECK_LAUNCH("act_to_bf16 n_rows=%d cols=%d", n_rows, cols);
+        act_to_half_kernel<<<dim3(n_rows, div_up(cols, 256)), 256, 0, cuda.stream>>>(in->act, cuda.y16, cols);
+        CHECK_LAUNCH("act_to_half n_rows=%d cols=%d", n_rows, cols);
     } else {
         launch_prepare(in, NULL, (Prepared){ NULL, NULL, NULL, cuda.y16 }, (Prepared){ 0 }, n_rows, cols);
     }
@@ -916,7 +924,7 @@ static const __nv_bfloat16 *prompt_input(const In *in, int n_rows, int cols) {
 
 static void cuda_matmul(const Matmul *o) {
     if (o->n_rows > STEP_ROWS) {
-        const __nv_bfloat16 *y = prompt_input(&o->in, o->n_rows, o->w[0]->cols);
+        const __half *y = prompt_input(&o->in, o->n_rows, o->w[0]->cols);
         for (int k = 0; k < o->n; k++) multiply_prompt(o->w[k], y, o->n_rows, o->out[k]);
         return;
     }
@@ -995,7 +1003,7 @@ static void cuda_route(const Route *o) {
 static void cuda_gate_up(const GateUp *o) {
     const int rows = o->gate->rows, cols = o->gate->cols;
     if (o->n_rows > STEP_ROWS) {
-        const __nv_bfloat16 *y = prompt_input(&o->in, o->n_rows, cols);
+        const __half *y = prompt_input(&o->in, o->n_rows, cols);
         float *gate = cuda.wide, *up = cuda.wide + (size_t)cuda.lim.max_rows * PANEL_COLS;
         const int step = min_int(PANEL_COLS, panel_rows(o->gate));
         for (int i = 0; i < rows; i += step) {
@@ -1761,8 +1769,8 @@ static size_t scratch_layout(const Limits *lim, char *base) {
     PLACE(y, float, 2 * all);
     PLACE(yq, int8_t, 2 * all);
     PLACE(ys, float, 2 * (all / 32 + lim->max_rows));
-    PLACE(y16, __nv_bfloat16, lim->max_rows > STEP_ROWS ? all : 0);
-    PLACE(panel, __nv_bfloat16, PANEL_BYTES / sizeof(__nv_bfloat16));
+    PLACE(y16, __half, lim->max_rows > STEP_ROWS ? all : 0);
+    PLACE(panel, __half, PANEL_BYTES / sizeof(__half));
     PLACE(wide, float, lim->max_rows > STEP_ROWS ? (size_t)2 * lim->max_rows * PANEL_COLS : 0);
     PLACE(partial, float, PARTIAL_BYTES / sizeof(float));
     PLACE(blas_work, char, BLAS_BYTES);
