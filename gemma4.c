@@ -23,8 +23,11 @@
 #include <inttypes.h>
 #include <limits.h>
 #include <math.h>
+#include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,9 +35,6 @@
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 #define GGUF_IMPLEMENTATION
 #define TOKENIZER_IMPLEMENTATION
 #include "gemma4.h"
@@ -112,6 +112,128 @@ static void progress(const char *what, size_t done, size_t total, const char *un
     fprintf(stderr, "\r# %.20s  %s  [%s]  %d %%  %s%s\033[K", what, amount(size, (double)total, unit), bar,
             (int)(share * 100), rate, left);
     fflush(stderr);
+}
+
+// Threads. A job is cut into pieces, which the caller and a pool of threads claim one by one: a thread that another program
+// keeps from its core is late for its own piece only, and one that has not woken up delays nobody. Threads without work look
+// for some for a short while, then they sleep.
+
+typedef void (*Work)(const void *task, int first, int end);        // does items first .. end - 1 of a job
+
+enum { LOOKS = 2000, MAX_THREADS = 4096, STACK_BYTES = 8 << 20 };  // looks for work, tens of microseconds, before a sleep
+
+static struct {
+    int n_threads;                      // the caller's included; 0: not started yet
+    Work work;                          // the job; it stays as it is while a piece is claimed and not done
+    const void *task;
+    int n_items, step;                  // items in all, and of a piece
+    uint32_t n_pieces;
+    _Atomic uint64_t open;              // number of the job << 32 | pieces that nobody has claimed
+    _Atomic uint32_t undone;            // pieces
+    atomic_int n_sleeping;
+    atomic_bool caller_sleeps;
+    pthread_mutex_t lock;
+    pthread_cond_t wake, done;
+} pool = { .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER };
+
+static int count_cores(void) {                         // that this process may use
+#ifdef __linux__
+    cpu_set_t set;
+    if (!sched_getaffinity(0, sizeof set, &set)) return CPU_COUNT(&set);
+#endif
+    return max_int(1, (int)sysconf(_SC_NPROCESSORS_ONLN));
+}
+
+static void pause_briefly(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void work_on_job(void) {                        // until no piece is left to claim
+    uint64_t open = atomic_load(&pool.open);
+    while ((uint32_t)open) {
+        if (!atomic_compare_exchange_weak(&pool.open, &open, open - 1)) continue;
+        const size_t first = (size_t)(pool.n_pieces - (uint32_t)open) * (size_t)pool.step, left = (size_t)pool.n_items - first;
+        pool.work(pool.task, (int)first, (int)(first + (left < (size_t)pool.step ? left : (size_t)pool.step)));
+        if (atomic_fetch_sub(&pool.undone, 1) == 1 && atomic_load(&pool.caller_sleeps)) {
+            pthread_mutex_lock(&pool.lock);
+            pthread_cond_signal(&pool.done);
+            pthread_mutex_unlock(&pool.lock);
+        }
+        open = atomic_load(&pool.open);
+    }
+}
+
+static void *pool_thread(void *unused) {
+    for (;;) {
+        for (int i = 0; i < LOOKS && !(uint32_t)atomic_load_explicit(&pool.open, memory_order_relaxed); i++) pause_briefly();
+        if (!(uint32_t)atomic_load(&pool.open)) {
+            pthread_mutex_lock(&pool.lock);
+            atomic_fetch_add(&pool.n_sleeping, 1);
+            while (!(uint32_t)atomic_load(&pool.open)) pthread_cond_wait(&pool.wake, &pool.lock);
+            atomic_fetch_sub(&pool.n_sleeping, 1);
+            pthread_mutex_unlock(&pool.lock);
+        }
+        work_on_job();
+    }
+    return unused;
+}
+
+static void pool_forked(void) { pool.n_threads = 1; }  // a child process has none of the threads
+
+// Starts the threads, once; n = 0: one per core.
+static void start_threads(int n) {
+    if (pool.n_threads) return;
+    pthread_attr_t attr;
+    pthread_t id;
+    pool.n_threads = n ? n : count_cores();
+    pthread_atfork(NULL, NULL, pool_forked);
+    if (pthread_attr_init(&attr) || pthread_attr_setstacksize(&attr, STACK_BYTES)) die("threads: no memory");
+    pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
+    for (int i = 1; i < pool.n_threads; i++) {
+        const int error = pthread_create(&id, &attr, pool_thread, NULL);
+        if (error) die("-t: cannot start %d threads: %s; try -t %d", pool.n_threads, strerror(error), i);
+    }
+    pthread_attr_destroy(&attr);
+}
+
+// Does a job of n_items in pieces of `step`, and returns when all are done. Not from within a job.
+static void parallel(int n_items, int step, Work work, const void *task) {
+    start_threads(0);
+    if (pool.n_threads == 1 || n_items <= step) {
+        if (n_items > 0) work(task, 0, n_items);
+        return;
+    }
+    pool.work = work;
+    pool.task = task;
+    pool.n_items = n_items;
+    pool.step = step;
+    pool.n_pieces = (uint32_t)((n_items + step - 1) / step);
+    atomic_store(&pool.undone, pool.n_pieces);
+    atomic_store(&pool.open, ((atomic_load(&pool.open) >> 32) + 1) << 32 | pool.n_pieces);
+    if (atomic_load(&pool.n_sleeping)) {
+        pthread_mutex_lock(&pool.lock);
+        pthread_cond_broadcast(&pool.wake);
+        pthread_mutex_unlock(&pool.lock);
+    }
+    work_on_job();
+    for (int i = 0; i < LOOKS && atomic_load(&pool.undone); i++) pause_briefly();
+    if (!atomic_load(&pool.undone)) return;
+    pthread_mutex_lock(&pool.lock);
+    atomic_store(&pool.caller_sleeps, true);
+    while (atomic_load(&pool.undone)) pthread_cond_wait(&pool.done, &pool.lock);
+    atomic_store(&pool.caller_sleeps, false);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+// Items of a piece, a multiple of grain: several pieces for each thread, as they take different times.
+static int share(int n_items, int grain) {
+    start_threads(0);
+    const int n_pieces = 8 * pool.n_threads;
+    return (int)round_up((size_t)max_int((n_items + n_pieces - 1) / n_pieces, 1), (size_t)grain);
 }
 
 // ==== [2] Config: model-wide and per layer ===========================================================================
@@ -913,17 +1035,53 @@ typedef struct {
     size_t first, n;          // blocks of it
 } Piece;
 
+typedef struct {
+    const Piece *pieces;
+    int          n;
+    bool         check;
+    const char  *what;        // the bar's
+    size_t       total;       // bytes
+    size_t      *done;        // under the lock, like what follows
+    int         *bad_piece;   // the first one that has a bad block
+    size_t      *bad_block;
+    pthread_mutex_t *lock;
+    pthread_t    caller;      // draws the bar
+} ReadJob;
+
+static void read_pieces(const void *task, int begin, int end) {
+    enum { AHEAD = 8 };                                // pieces that the kernel is told of in advance
+    const ReadJob *job = task;
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    for (int i = begin; i < end; i++) {
+        const Piece *p = &job->pieces[i], *next = &job->pieces[min_int(i + AHEAD, job->n - 1)];
+        const size_t bytes = (size_t)gguf_block_bytes(p->t->type), next_bytes = (size_t)gguf_block_bytes(next->t->type);
+        const uint8_t *data = p->t->data + p->first * bytes, *from = next->t->data + next->first * next_bytes;
+        const size_t before = (size_t)((uintptr_t)from % page);
+        size_t bad = p->n;
+        madvise((void *)(uintptr_t)(from - before), next->n * next_bytes + before, MADV_WILLNEED);
+        if (job->check) bad = gguf_find_bad_block(p->t->type, data, p->n);
+        else for (size_t at = 0; at < p->n * bytes; at += page) (void)((const volatile uint8_t *)data)[at];
+        pthread_mutex_lock(job->lock);
+        const size_t so_far = *job->done += p->n * bytes;
+        if (bad < p->n && i < *job->bad_piece) {
+            *job->bad_piece = i;
+            *job->bad_block = p->first + bad;
+        }
+        pthread_mutex_unlock(job->lock);
+        if (so_far < job->total && pthread_equal(pthread_self(), job->caller)) progress(job->what, so_far, job->total, "B");
+    }
+}
+
 // Reads the model's data from one end to the other, with all threads and under a progress bar: for the pages, which the
 // first prompt would otherwise wait for one by one, or, with check, for what stands in them (every tensor of the file).
 // Left out without check: what nobody reads or what rows are only taken from; and all when it is more than memory can hold
 // or the backend keeps weights of its own. Takes next to no time when the pages are in memory already.
 static void read_weights(Model *m, bool check) {
-    enum { PIECE = 4 << 20, AHEAD = 8 };               // bytes; pieces that the kernel is told of in advance
+    enum { PIECE = 4 << 20 };                          // bytes
     const Gguf *g = &m->gguf;
     const Weights *w = &m->weights;
-    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     size_t total = 0, done = 0, bad_block = 0;
-    int n_pieces = 0, bad_piece = INT_MAX;             // the first one that has a bad block
+    int n_pieces = 0, bad_piece = INT_MAX;
     if (!check && m->plan.weights) return;
     Piece *pieces = alloc_or_die(g->n_tensors + g->file_size / (PIECE / 2), sizeof *pieces);
     for (size_t i = 0; i < g->n_tensors; i++) {
@@ -946,31 +1104,10 @@ static void read_weights(Model *m, bool check) {
     char what[64];
     snprintf(what, sizeof what, "%s%.40s", check ? "checking " : "", model_name(m));
     if (n_pieces) progress(what, 0, total, "B");
-#pragma omp parallel for schedule(dynamic, 1)
-    for (int i = 0; i < n_pieces; i++) {
-        const Piece *p = &pieces[i], *next = &pieces[min_int(i + AHEAD, n_pieces - 1)];
-        const size_t bytes = (size_t)gguf_block_bytes(p->t->type), next_bytes = (size_t)gguf_block_bytes(next->t->type);
-        const uint8_t *data = p->t->data + p->first * bytes, *from = next->t->data + next->first * next_bytes;
-        const size_t before = (size_t)((uintptr_t)from % page);
-        madvise((void *)(uintptr_t)(from - before), next->n * next_bytes + before, MADV_WILLNEED);
-        if (check) {
-            const size_t bad = gguf_find_bad_block(p->t->type, data, p->n);
-#pragma omp critical
-            if (bad < p->n && i < bad_piece) {
-                bad_piece = i;
-                bad_block = p->first + bad;
-            }
-        } else {
-            for (size_t at = 0; at < p->n * bytes; at += page) (void)((const volatile uint8_t *)data)[at];
-        }
-        size_t so_far;
-#pragma omp atomic capture
-        so_far = done += p->n * bytes;
-#ifdef _OPENMP
-        if (omp_get_thread_num() == 0)
-#endif
-            if (so_far < total) progress(what, so_far, total, "B");
-    }
+    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    const ReadJob job = { .pieces = pieces, .n = n_pieces, .check = check, .what = what, .total = total, .done = &done,
+                          .bad_piece = &bad_piece, .bad_block = &bad_block, .lock = &lock, .caller = pthread_self() };
+    parallel(n_pieces, 1, read_pieces, &job);
     if (n_pieces) progress(what, total, total, "B");
     if (bad_piece < INT_MAX) {
         const GgufTensor *t = pieces[bad_piece].t;
@@ -1001,15 +1138,21 @@ static void free_model(Model *m) {
 }
 
 // ==== [5] CPU operations =============================================================================================
-// The definition of every operation in gemma4.h, in the plainest form that is still usable. OpenMP splits output rows only,
-// so it never changes a sum; a row's arithmetic does not depend on the other rows of the step. Weights are read where they
-// lie in the mapped file. Tolerances for other backends are those of their comments in gemma4.h and tests/test_ops.c.
+// The definition of every operation in gemma4.h. Threads split outputs only, so they never change a sum; a row's arithmetic
+// does not depend on the other rows of the step, though rows that share a matrix share the work of unpacking it. Weights are
+// read where they lie in the mapped file. Tolerances for other backends are those of their comments in gemma4.h and
+// tests/test_ops.c. An operation is prepare(), which leaves the input in the forms that its matrices want, and one job for
+// parallel(); the function of the job stands above it.
 
 typedef struct { uint64_t key, weight; } Candidate;    // a token among others: the higher key, the better (candidate_key)
 
+enum { PASS_PAIRS = 4096 };   // most pairs (row, chosen expert) that experts work on at a time
+
 static struct {               // scratch of the CPU backend: one prepared input at a time, one row of logits
     Act        y;             // (max_rows, max_cols)
-    size_t     rows, cols, vocab;
+    uint8_t   *packed;        // (max_rows or pairs, max_cols) the input for gguf_dot_q8_rows
+    int32_t   *order;         // (pairs) sorted by expert
+    size_t     rows, pairs, cols, vocab;
     Candidate *candidates;    // (vocab)
     float     *logits;        // (vocab)
     int32_t   *seen;          // (vocab) 0 between operations
@@ -1031,28 +1174,45 @@ static void cpu_memory(size_t *free_bytes, size_t *total) {
     *total = (size_t)sysconf(_SC_PHYS_PAGES) * page;
 }
 
+static size_t pairs_of_pass(const Limits *lim) {
+    const size_t all = (size_t)lim->max_rows * lim->max_experts;
+    return all < PASS_PAIRS ? all : PASS_PAIRS;
+}
+
+static size_t packed_bytes(size_t rows, size_t pairs, size_t cols) {
+    return (rows > pairs ? rows : pairs) * gguf_packed_size(cols);
+}
+
 static size_t cpu_scratch_bytes(const Limits *lim) {
-    const size_t n = (size_t)lim->max_rows * lim->max_cols;
-    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + lim->vocab * (sizeof(Candidate) + sizeof(float) + sizeof(int32_t));
+    const size_t n = (size_t)lim->max_rows * lim->max_cols, pairs = pairs_of_pass(lim);
+    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + packed_bytes(lim->max_rows, pairs, lim->max_cols) +
+           pairs * sizeof(int32_t) + lim->vocab * (sizeof(Candidate) + sizeof(float) + sizeof(int32_t));
 }
 
 static void cpu_init(const Limits *lim) {
     const size_t rows = (size_t)max_int(lim->max_rows, (int)cpu.rows), cols = (size_t)max_int(lim->max_cols, (int)cpu.cols);
     const size_t vocab = (size_t)max_int(lim->vocab, (int)cpu.vocab);
-    if (rows == cpu.rows && cols == cpu.cols && vocab == cpu.vocab) return;
+    const size_t pairs = (size_t)max_int((int)pairs_of_pass(lim), (int)cpu.pairs);
+    if (rows == cpu.rows && pairs == cpu.pairs && cols == cpu.cols && vocab == cpu.vocab) return;
     free(cpu.y.f);
     free(cpu.y.q);
     free(cpu.y.s);
+    free(cpu.packed);
+    free(cpu.order);
     free(cpu.candidates);
     free(cpu.logits);
     free(cpu.seen);
     cpu.y.f = alloc_or_die(rows * cols, sizeof *cpu.y.f);
     cpu.y.q = alloc_or_die(rows * cols, sizeof *cpu.y.q);
     cpu.y.s = alloc_or_die(rows * (cols / 32 + 1), sizeof *cpu.y.s);
+    cpu.packed = aligned_alloc(64, round_up(packed_bytes(rows, pairs, cols), 64));
+    if (!cpu.packed) die("out of memory: %zu bytes wanted", packed_bytes(rows, pairs, cols));
+    cpu.order = alloc_or_die(pairs, sizeof *cpu.order);
     cpu.candidates = alloc_or_die(vocab, sizeof *cpu.candidates);
     cpu.logits = alloc_or_die(vocab, sizeof *cpu.logits);
     cpu.seen = alloc_or_die(vocab, sizeof *cpu.seen);
     cpu.rows = rows;
+    cpu.pairs = pairs;
     cpu.cols = cols;
     cpu.vocab = vocab;
 }
@@ -1078,10 +1238,14 @@ static void cpu_wait(void) {}
 
 // ---- building blocks ----
 
-// 1 / sqrt(mean(x^2) + eps). The sum is in f64.
+// 1 / sqrt(mean(x^2) + eps). The sum is in f64: eight parts, i mod 8, then these in order.
 static float rms_scale(const float *x, int n, float eps) {
-    double ss = 0;
-    for (int i = 0; i < n; i++) ss += (double)x[i] * x[i];
+    double part[8] = { 0 }, ss = 0;
+    int i = 0;
+    for (; i + 8 <= n; i += 8)
+        for (int j = 0; j < 8; j++) part[j] += (double)x[i + j] * x[i + j];
+    for (; i < n; i++) part[i % 8] += (double)x[i] * x[i];
+    for (int j = 0; j < 8; j++) ss += part[j];
     return (float)(1.0 / sqrt(ss / n + eps));
 }
 
@@ -1091,9 +1255,33 @@ static void rms_norm(float *out, const float *x, const float *w, int n, float ep
     for (int i = 0; i < n; i++) out[i] = w ? w[i] * (x[i] * scale) : x[i] * scale;
 }
 
-static float activate(ActFn fn, float x) {
-    if (fn == ACT_SILU) return x / (1.0f + expf(-x));
-    return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+// e^x, relative error below 2e-7; 0 below -87, e^88 above 88; NaN for NaN. Without branches, so that loops over it become
+// vectors: 2^n for the nearest n to x / ln 2, times a polynomial in the rest, |r| <= 0.35.
+static inline float exp_of(float x) {
+    const float in = x > 88 ? 88 : x < -87 ? -87 : x;
+    const float shifted = in * 1.44269504f + 0x1.8p23f, n = shifted - 0x1.8p23f;     // the sum's last bits hold n
+    const float r = (in - n * 0.693359375f) + n * 2.12194440e-4f;                    // n ln 2 in two parts
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1;
+    uint32_t bits, two_n;
+    memcpy(&bits, &shifted, sizeof bits);
+    two_n = (bits << 23) + 0x3f800000u;
+    float scale;
+    memcpy(&scale, &two_n, sizeof scale);
+    return x < -87 ? 0 : p * scale;
+}
+
+static inline float tanh_of(float x) { return 1 - 2 / (1 + exp_of(2 * x)); }
+
+// v[i] = act(v[i]). 0.5 (1 + tanh u) is 1 / (1 + e^(-2 u)).
+static void activate(ActFn fn, float *v, int n) {
+    if (fn == ACT_SILU) for (int i = 0; i < n; i++) v[i] = v[i] / (1 + exp_of(-v[i]));
+    else for (int i = 0; i < n; i++) v[i] = v[i] / (1 + exp_of(-1.5957691216057308f * (v[i] + 0.044715f * v[i] * v[i] * v[i])));
 }
 
 // One row of In: stores x' where wanted, leaves y in out (cols).
@@ -1112,25 +1300,54 @@ static void prepare_row(const In *in, size_t r, int cols, float *out) {
     if (in->w_pre) rms_norm(out, out, in->w_pre, cols, in->eps);
 }
 
-// The input of a product, ready for dot(): what a producer left, or rows prepared in scratch, there also in int8.
-static Act prepare(const In *in, int n_rows, int cols, bool quantise) {
-    if (in->act.f || in->act.q) return in->act;
-#pragma omp parallel for if (n_rows > 1)
-    for (int r = 0; r < n_rows; r++) {
+// The input of matrix products: rows in the forms that the matrices want.
+typedef struct {
+    Act            a;         // (n_rows, cols)
+    const uint8_t *packed;    // (n_rows) for gguf_dot_q8_rows, NULL for a row that is alone
+} Rows;
+
+typedef struct {
+    const In *in;
+    Act       from;           // what a producer left, or NULL and NULL
+    int       cols;
+    bool      quantise, pack;
+} PrepareJob;
+
+static void prepare_rows(const void *task, int first, int end) {
+    const PrepareJob *job = task;
+    const size_t cols = (size_t)job->cols;
+    const Act *from = &job->from;
+    const bool own = !from->f && !from->q;
+    for (int r = first; r < end; r++) {
         const size_t at = (size_t)r * cols;
-        prepare_row(in, r, cols, cpu.y.f + at);
-        if (quantise) gguf_quantize_q8(cpu.y.f + at, cpu.y.q + at, cpu.y.s + at / 32, cols);
+        if (own) prepare_row(job->in, r, job->cols, cpu.y.f + at);
+        if (own && job->quantise) gguf_quantize_q8(cpu.y.f + at, cpu.y.q + at, cpu.y.s + at / 32, cols);
+        const Act *a = own ? &cpu.y : from;
+        if (job->pack) gguf_pack_q8(a->q + at, a->s + at / 32, cols, cpu.packed + (size_t)r * gguf_packed_size(cols));
     }
-    return cpu.y;
 }
 
-// Row i of matrix e of w times row r of a: one element of a product.
-static float dot(const Tensor *w, int e, int i, const Act *a, size_t r) {
-    const size_t cols = (size_t)w->cols, at = r * cols;
-    const uint8_t *row = (const uint8_t *)w->data + ((size_t)e * w->rows + i) * gguf_row_size(w->type, cols);
-    const float y = is_quantised(w->type) ? gguf_dot_q8(w->type, row, a->q + at, a->s + at / 32, cols)
-                                          : gguf_dot_f32(w->type, row, a->f + at, cols);
-    return w->scale ? w->scale[e] * y : y;
+// The input of a product: what a producer left, or rows prepared in scratch; in int8 too where a matrix is quantised, and
+// packed if there are several.
+static Rows prepare(const In *in, int n_rows, int cols, bool quantise) {
+    const bool own = !in->act.f && !in->act.q, pack = quantise && n_rows > 1;
+    const PrepareJob job = { .in = in, .from = in->act, .cols = cols, .quantise = quantise, .pack = pack };
+    if (own || pack) parallel(n_rows, share(n_rows, 1), prepare_rows, &job);
+    return (Rows){ .a = own ? cpu.y : in->act, .packed = pack ? cpu.packed : NULL };
+}
+
+// out[j * stride + i] = row first + i of matrix e of w times row r + j of x: n columns of n_rows rows of a product.
+static void dots(const Tensor *w, int e, int first, int n, const Rows *x, size_t r, int n_rows, float *out, size_t stride) {
+    const size_t cols = (size_t)w->cols, row_size = gguf_row_size(w->type, cols), at = r * cols;
+    const uint8_t *rows = (const uint8_t *)w->data + ((size_t)e * w->rows + first) * row_size;
+    if (!is_quantised(w->type))
+        gguf_dot_f32_rows(w->type, rows, n, row_size, x->a.f + at, n_rows, cols, cols, out, stride);
+    else if (x->packed)
+        gguf_dot_q8_rows(w->type, rows, n, x->packed + r * gguf_packed_size(cols), n_rows, cols, out, stride);
+    else
+        for (int i = 0; i < n; i++) out[i] = gguf_dot_q8(w->type, rows + i * row_size, x->a.q + at, x->a.s + at / 32, cols);
+    for (int j = 0; w->scale && j < n_rows; j++)
+        for (int i = 0; i < n; i++) out[j * stride + i] *= w->scale[e];
 }
 
 // n values of row r of an Act (cols wide) from column `first`, a multiple of 32; in int8 too when the reader wants that.
@@ -1151,19 +1368,21 @@ static void embedding_row(const Tensor *table, int32_t token, float *out) {
     gguf_dequantize(table->type, (const uint8_t *)table->data + row * row_size, out, table->cols);
 }
 
-static void cpu_embed(const Embed *o) {
-#pragma omp parallel for if (o->batch->n_rows > 1)
-    for (int r = 0; r < o->batch->n_rows; r++) {
+static void embed_rows(const void *task, int first, int end) {
+    const Embed *o = task;
+    for (int r = first; r < end; r++) {
         float *x = o->out + (size_t)r * o->out_stride;
         embedding_row(o->table, o->batch->rows[r].token, x);
         for (int i = 0; i < o->table->cols; i++) x[i] *= o->scale;
     }
 }
 
-static void cpu_ple_rows(const PleRows *o) {
+static void cpu_embed(const Embed *o) { parallel(o->batch->n_rows, share(o->batch->n_rows, 1), embed_rows, o); }
+
+static void ple_rows(const void *task, int first, int end) {
+    const PleRows *o = task;
     const size_t cols = (size_t)o->table->cols;
-#pragma omp parallel for if (o->batch->n_rows > 1)
-    for (int r = 0; r < o->batch->n_rows; r++) {
+    for (int r = first; r < end; r++) {
         float *a = cpu.y.f + (size_t)r * cols;         // the token's row for all layers
         embedding_row(o->table, o->batch->rows[r].token, a);
         for (int l = 0; l < o->n_layers; l++) {
@@ -1176,38 +1395,59 @@ static void cpu_ple_rows(const PleRows *o) {
     }
 }
 
+static void cpu_ple_rows(const PleRows *o) { parallel(o->batch->n_rows, share(o->batch->n_rows, 1), ple_rows, o); }
+
+typedef struct { const Matmul *o; Rows y; } MatmulJob;
+
+static void matmul_columns(const void *task, int first, int end) {      // columns of all outputs, one after the other
+    const MatmulJob *job = task;
+    const Matmul *o = job->o;
+    for (int k = 0, at = 0; k < o->n; at += o->w[k++]->rows) {
+        const Tensor *w = o->w[k];
+        const int from = max_int(first - at, 0), to = min_int(end - at, w->rows);
+        if (from < to) dots(w, 0, from, to - from, &job->y, 0, o->n_rows, o->out[k] + from, w->rows);
+    }
+}
+
 static void cpu_matmul(const Matmul *o) {
     bool quantise = false;
-    for (int k = 0; k < o->n; k++) quantise |= is_quantised(o->w[k]->type);
-    const Act y = prepare(&o->in, o->n_rows, o->w[0]->cols, quantise);
+    int n = 0;
     for (int k = 0; k < o->n; k++) {
-        const Tensor *w = o->w[k];
-#pragma omp parallel for
-        for (int i = 0; i < w->rows; i++)
-            for (int r = 0; r < o->n_rows; r++)
-                o->out[k][(size_t)r * w->rows + i] = dot(w, 0, i, &y, r);
+        quantise |= is_quantised(o->w[k]->type);
+        n += o->w[k]->rows;
+    }
+    const MatmulJob job = { o, prepare(&o->in, o->n_rows, o->w[0]->cols, quantise) };
+    parallel(n, share(n, 16), matmul_columns, &job);
+}
+
+enum { TILE_ROWS = 32 };      // activation rows, and columns, of a product that goes through more than one matrix
+
+// out[r][i] = act(gate y) * (up y) of 32 columns from `first` on, of n_rows <= TILE_ROWS rows. Fused tensors hold the n rows
+// of up behind those of gate.
+static void gated_tile(const Tensor *gate, const Tensor *up, int e, int n, int first, ActFn fn, const Rows *y, size_t r,
+                       int n_rows, float out[TILE_ROWS][32]) {
+    float u[TILE_ROWS][32];
+    const int width = min_int(32, n - first);
+    dots(gate, e, first, width, y, r, n_rows, out[0], 32);
+    dots(up ? up : gate, e, up ? first : n + first, width, y, r, n_rows, u[0], 32);
+    for (int j = 0; j < n_rows; j++) {
+        activate(fn, out[j], width);
+        for (int i = 0; i < width; i++) out[j][i] *= u[j][i];
     }
 }
 
-// 32 values of act(gate y) * (up y), from value `first` on. Fused tensors hold the n rows of up behind those of gate.
-static void gated_values(const Tensor *gate, const Tensor *up, int e, int n, int first, ActFn fn, const Act *y, size_t r_in,
-                         const Act *out, size_t r_out) {
-    float v[32];
-    const int end = min_int(first + 32, n);
-    for (int i = first; i < end; i++) {
-        const float u = up ? dot(up, e, i, y, r_in) : dot(gate, e, n + i, y, r_in);
-        v[i - first] = activate(fn, dot(gate, e, i, y, r_in)) * u;
-    }
-    emit(out, r_out, n, first, v, end - first);
+typedef struct { const Route *o; Rows y; } RouteJob;
+
+static void route_columns(const void *task, int first, int end) {
+    const RouteJob *job = task;
+    const Route *o = job->o;
+    dots(o->w, 0, first, end - first, &job->y, 0, o->n_rows, o->logits + first, o->w->rows);
 }
 
-static void cpu_route(const Route *o) {
+static void route_rows(const void *task, int first, int end) {
+    const Route *o = task;
     const int n = o->w->rows;
-    const Act y = prepare(&o->in, o->n_rows, o->w->cols, is_quantised(o->w->type));
-#pragma omp parallel for collapse(2)
-    for (int r = 0; r < o->n_rows; r++)
-        for (int i = 0; i < n; i++) o->logits[(size_t)r * n + i] = dot(o->w, 0, i, &y, r);
-    for (int r = 0; r < o->n_rows; r++) {
+    for (int r = first; r < end; r++) {
         const float *z = o->logits + (size_t)r * n;
         int32_t *ids = o->ids + (size_t)r * o->n_used;
         float *weights = o->weights + (size_t)r * o->n_used, sum = 0;
@@ -1225,50 +1465,173 @@ static void cpu_route(const Route *o) {
     }
 }
 
-static void cpu_gate_up(const GateUp *o) {
+static void cpu_route(const Route *o) {
+    const RouteJob job = { o, prepare(&o->in, o->n_rows, o->w->cols, is_quantised(o->w->type)) };
+    parallel(o->w->rows, share(o->w->rows, 4), route_columns, &job);
+    parallel(o->n_rows, share(o->n_rows, 4), route_rows, o);
+}
+
+typedef struct { const GateUp *o; Rows y; } GateUpJob;
+
+static void gate_up_tiles(const void *task, int begin, int end) {       // of 32 columns, all rows
+    const GateUpJob *job = task;
+    const GateUp *o = job->o;
     const int n = o->gate->rows;
-    const Act y = prepare(&o->in, o->n_rows, o->gate->cols, is_quantised(o->gate->type) || is_quantised(o->up->type));
-#pragma omp parallel for
-    for (int i = 0; i < n; i += 32)
-        for (int r = 0; r < o->n_rows; r++) gated_values(o->gate, o->up, 0, n, i, o->fn, &y, r, &o->out, r);
+    float out[TILE_ROWS][32];
+    for (int first = begin * 32; first < end * 32; first += 32)
+        for (int r = 0; r < o->n_rows; r += TILE_ROWS) {
+            const int n_rows = min_int(TILE_ROWS, o->n_rows - r);
+            gated_tile(o->gate, o->up, 0, n, first, o->fn, &job->y, r, n_rows, out);
+            for (int j = 0; j < n_rows; j++) emit(&o->out, r + j, n, first, out[j], min_int(32, n - first));
+        }
+}
+
+static void cpu_gate_up(const GateUp *o) {
+    const int n = o->gate->rows, n_tiles = (n + 31) / 32;
+    const bool quantise = is_quantised(o->gate->type) || is_quantised(o->up->type);
+    const GateUpJob job = { o, prepare(&o->in, o->n_rows, o->gate->cols, quantise) };
+    parallel(n_tiles, share(n_tiles, 1), gate_up_tiles, &job);
     if (o->route) cpu_route(o->route);
 }
 
+// Pairs (row, chosen expert) by expert, so that an expert's weights are unpacked once for all rows that chose it. Pair p is
+// choice p % n_used of row p / n_used; order[k] for start[i] <= k < start[i + 1] are the pairs of expert[i], ascending.
+typedef struct {
+    int first, n;             // pairs
+    int n_experts;            // that were chosen
+    int expert[MAX_EXPERTS], start[MAX_EXPERTS + 1];
+    int32_t *order;           // (n)
+} Pairs;
+
+static void sort_pairs(Pairs *p, const int32_t *ids, int first, int n) {
+    int count[MAX_EXPERTS] = { 0 }, next[MAX_EXPERTS];
+    p->first = first;
+    p->n = n;
+    p->n_experts = 0;
+    p->start[0] = 0;
+    p->order = cpu.order;
+    for (int i = 0; i < n; i++) count[ids[first + i]]++;
+    for (int e = 0; e < MAX_EXPERTS; e++) {
+        if (!count[e]) continue;
+        next[e] = p->start[p->n_experts];
+        p->expert[p->n_experts++] = e;
+        p->start[p->n_experts] = next[e] + count[e];
+    }
+    for (int i = 0; i < n; i++) p->order[next[ids[first + i]]++] = first + i;
+}
+
+typedef struct {
+    const ExpertGateUp *gate_up;       // one of the two
+    const ExpertDown   *down;
+    Rows  y;                  // by pair, gate_up: by row; its packed rows lie in the order of the pairs
+    Pairs pairs;
+} ExpertJob;
+
+static void pack_pairs(const void *task, int first, int end) {
+    const ExpertJob *job = task;
+    const Act *a = &job->y.a;
+    const size_t cols = (size_t)(job->down ? job->down->down->cols : job->gate_up->gate->cols);
+    for (int k = first; k < end; k++) {
+        const int32_t pair = job->pairs.order[k];
+        const size_t at = (size_t)(job->down ? pair : pair / job->gate_up->n_used) * cols;
+        gguf_pack_q8(a->q + at, a->s + at / 32, cols, cpu.packed + (size_t)k * gguf_packed_size(cols));
+    }
+}
+
+// Sorts the pairs from `first` on, as many as a pass takes, and packs their inputs if that serves several rows.
+static void begin_pass(ExpertJob *job, const int32_t *ids, int first, int n_pairs, int n_used, bool pack) {
+    const int most = (int)cpu.pairs / n_used * n_used;
+    sort_pairs(&job->pairs, ids, first, min_int(most, n_pairs - first));
+    job->y.packed = pack ? cpu.packed : NULL;
+    if (pack) parallel(job->pairs.n, share(job->pairs.n, 1), pack_pairs, job);
+}
+
+static void expert_gate_up_tiles(const void *task, int begin, int end) {           // of 32 columns of one expert
+    const ExpertJob *job = task;
+    const ExpertGateUp *o = job->gate_up;
+    const Pairs *p = &job->pairs;
+    const int n = o->up ? o->gate->rows : o->gate->rows / 2, n_tiles = (n + 31) / 32;
+    float out[TILE_ROWS][32];
+    for (int i = begin; i < end; i++) {
+        const int x = i / n_tiles, first = i % n_tiles * 32, at_once = job->y.packed ? TILE_ROWS : 1;
+        for (int k = p->start[x]; k < p->start[x + 1]; k += at_once) {
+            const int n_rows = min_int(at_once, p->start[x + 1] - k);
+            const size_t r = job->y.packed ? (size_t)k : (size_t)(p->order[k] / o->n_used);
+            gated_tile(o->gate, o->up, p->expert[x], n, first, o->fn, &job->y, r, n_rows, out);
+            for (int j = 0; j < n_rows; j++) emit(&o->out, p->order[k + j], n, first, out[j], min_int(32, n - first));
+        }
+    }
+}
+
 static void cpu_expert_gate_up(const ExpertGateUp *o) {
-    const int n = o->up ? o->gate->rows : o->gate->rows / 2;
-    const bool quantise = is_quantised(o->gate->type) || (o->up && is_quantised(o->up->type));
-    const Act y = prepare(&o->in, o->n_rows, o->gate->cols, quantise);
-#pragma omp parallel for collapse(2)
-    for (int j = 0; j < o->n_rows * o->n_used; j++)
-        for (int i = 0; i < n; i += 32)
-            gated_values(o->gate, o->up, o->ids[j], n, i, o->fn, &y, (size_t)(j / o->n_used), &o->out, j);
+    const int n = o->up ? o->gate->rows : o->gate->rows / 2, n_pairs = o->n_rows * o->n_used;
+    const bool gate_q = is_quantised(o->gate->type), up_q = o->up ? is_quantised(o->up->type) : gate_q;
+    ExpertJob job = { .gate_up = o, .y = prepare(&o->in, o->n_rows, o->gate->cols, gate_q || up_q) };
+    for (int first = 0; first < n_pairs; first += job.pairs.n) {
+        begin_pass(&job, o->ids, first, n_pairs, o->n_used, gate_q && up_q && o->n_rows > 1);
+        const int n_tiles = job.pairs.n_experts * ((n + 31) / 32);
+        parallel(n_tiles, share(n_tiles, 1), expert_gate_up_tiles, &job);
+    }
     if (o->beside) cpu_matmul(o->beside);
 }
 
-static void cpu_expert_down(const ExpertDown *o) {
+static void expert_down_tiles(const void *task, int begin, int end) {   // of 16 columns, all pairs of the pass
+    enum { WIDTH = 16 };
+    const ExpertJob *job = task;
+    const ExpertDown *o = job->down;
+    const Pairs *p = &job->pairs;
     const int n = o->down->rows;
-#pragma omp parallel for collapse(2)
-    for (int r = 0; r < o->n_rows; r++)
-        for (int i = 0; i < n; i++) {
-            float sum = 0;
-            for (int j = r * o->n_used; j < (r + 1) * o->n_used; j++)
-                sum += o->weights[j] * dot(o->down, o->ids[j], i, &o->in, j);
-            o->out[(size_t)r * n + i] = sum;
+    float part[PASS_PAIRS][WIDTH], tile[TILE_ROWS][WIDTH];              // by pair: they are added in the order of a row's choices
+    for (int first = begin * WIDTH; first < end * WIDTH; first += WIDTH) {
+        const int width = min_int(WIDTH, n - first), at_once = job->y.packed ? TILE_ROWS : 1;
+        for (int x = 0; x < p->n_experts; x++)
+            for (int k = p->start[x]; k < p->start[x + 1]; k += at_once) {
+                const int n_rows = min_int(at_once, p->start[x + 1] - k);
+                dots(o->down, p->expert[x], first, width, &job->y, job->y.packed ? k : p->order[k], n_rows, tile[0], WIDTH);
+                for (int j = 0; j < n_rows; j++) memcpy(part[p->order[k + j] - p->first], tile[j], sizeof tile[j]);
+            }
+        for (int i = 0; i < p->n; i += o->n_used) {
+            float sum[WIDTH] = { 0 };
+            for (int j = i; j < i + o->n_used; j++)
+                for (int c = 0; c < width; c++) sum[c] += o->weights[p->first + j] * part[j][c];
+            memcpy(o->out + (size_t)((p->first + i) / o->n_used) * n + first, sum, (size_t)width * sizeof *sum);
+        }
+    }
+}
+
+static void cpu_expert_down(const ExpertDown *o) {
+    const int n_tiles = (o->down->rows + 15) / 16, n_pairs = o->n_rows * o->n_used;
+    ExpertJob job = { .down = o, .y.a = o->in };
+    for (int first = 0; first < n_pairs; first += job.pairs.n) {
+        begin_pass(&job, o->ids, first, n_pairs, o->n_used, is_quantised(o->down->type) && o->n_rows > 1);
+        parallel(n_tiles, share(n_tiles, 1), expert_down_tiles, &job);
+    }
+}
+
+typedef struct { const PleInject *o; Rows y; } PleInjectJob;
+
+static void ple_inject_tiles(const void *task, int begin, int end) {    // of 32 columns, all rows
+    const PleInjectJob *job = task;
+    const PleInject *o = job->o;
+    const int n = o->w->rows;
+    float v[TILE_ROWS][32];
+    for (int first = begin * 32; first < end * 32; first += 32)
+        for (int r = 0; r < o->n_rows; r += TILE_ROWS) {
+            const int n_rows = min_int(TILE_ROWS, o->n_rows - r), width = min_int(32, n - first);
+            dots(o->w, 0, first, width, &job->y, r, n_rows, v[0], 32);
+            for (int j = 0; j < n_rows; j++) {
+                const float *u = o->u + (size_t)(r + j) * o->u_stride + first;
+                activate(ACT_GELU, v[j], width);
+                for (int i = 0; i < width; i++) v[j][i] *= u[i];
+                emit(&o->out, r + j, n, first, v[j], width);
+            }
         }
 }
 
 static void cpu_ple_inject(const PleInject *o) {
-    const int n = o->w->rows;
-    const Act y = prepare(&o->in, o->n_rows, o->w->cols, is_quantised(o->w->type));
-#pragma omp parallel for collapse(2)
-    for (int r = 0; r < o->n_rows; r++)
-        for (int first = 0; first < n; first += 32) {
-            float v[32];
-            const int end = min_int(first + 32, n);
-            for (int i = first; i < end; i++)
-                v[i - first] = activate(ACT_GELU, dot(o->w, 0, i, &y, r)) * o->u[(size_t)r * o->u_stride + i];
-            emit(&o->out, r, n, first, v, end - first);
-        }
+    const int n_tiles = (o->w->rows + 31) / 32;
+    const PleInjectJob job = { o, prepare(&o->in, o->n_rows, o->w->cols, is_quantised(o->w->type)) };
+    parallel(n_tiles, share(n_tiles, 1), ple_inject_tiles, &job);
 }
 
 static void cpu_close(const Close *o) {
@@ -1338,11 +1701,11 @@ static void dump_head(float *dump, size_t r, int n_heads, int h, int head_dim, c
     if (dump) memcpy(dump + (r * (size_t)n_heads + h) * (size_t)head_dim, v, (size_t)head_dim * sizeof *v);
 }
 
-static void cpu_qkv_store(const QkvStore *o) {
+static void qkv_store_rows(const void *task, int first, int end) {
+    const QkvStore *o = task;
     const Cache *c = o->cache;
     const int hd = c->head_dim, half = hd / 2;
-#pragma omp parallel for if (o->batch->n_rows > 1)
-    for (int r = 0; r < o->batch->n_rows; r++) {
+    for (int r = first; r < end; r++) {
         const Row *row = &o->batch->rows[r];
         const Segment *seg = &o->batch->segs[row->seg];
         const int len = o->batch->len[seg->seq], pos = len + row->depth;
@@ -1387,6 +1750,8 @@ static void cpu_qkv_store(const QkvStore *o) {
     }
 }
 
+static void cpu_qkv_store(const QkvStore *o) { parallel(o->batch->n_rows, share(o->batch->n_rows, 1), qkv_store_rows, o); }
+
 enum { HEADS_AT_ONCE = 8 };   // query heads that share a pass over the keys; a Softmax lies on the stack of a thread
 
 typedef struct {              // softmax(q . k) v of one row and some query heads, key by key ("online softmax")
@@ -1421,15 +1786,16 @@ static void attend_key(Softmax *s, const Cache *c, int seq, int head, int slot) 
     }
 }
 
-static void cpu_attend(const Attend *o) {
+static int head_parts(const Attend *o) {               // of the heads that share one KV head
+    return (o->n_heads / o->cache->n_kv_heads + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
+}
+
+static void attend_items(const void *task, int begin, int end) {        // an item: one row, one part of the heads of a KV head
+    const Attend *o = task;
     const Cache *c = o->cache;
-    const int hd = c->head_dim, group = o->n_heads / c->n_kv_heads;
-    const int parts = (group + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;     // of the heads that share one KV head
-    if (o->blocks) die("attend: block lists are not supported by the CPU backend");
-    if (o->store) cpu_qkv_store(o->store);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int r = 0; r < o->batch->n_rows; r++)
-        for (int j = 0; j < c->n_kv_heads * parts; j++) {
+    const int hd = c->head_dim, group = o->n_heads / c->n_kv_heads, parts = head_parts(o);
+    for (int item = begin; item < end; item++) {
+            const int r = item / (c->n_kv_heads * parts), j = item % (c->n_kv_heads * parts);
             const int g = j / parts, n_heads = min_int(HEADS_AT_ONCE, group - j % parts * HEADS_AT_ONCE);
             const int head = g * group + j % parts * HEADS_AT_ONCE;              // the first query head of this part
             const Row *row = &o->batch->rows[r];
@@ -1457,6 +1823,13 @@ static void cpu_attend(const Attend *o) {
                 emit(&o->out, r, o->n_heads * hd, (head + h) * hd, out, hd);
             }
         }
+}
+
+static void cpu_attend(const Attend *o) {
+    const int n = o->batch->n_rows * o->cache->n_kv_heads * head_parts(o);
+    if (o->blocks) die("attend: block lists are not supported by the CPU backend");
+    if (o->store) cpu_qkv_store(o->store);
+    parallel(n, share(n, 1), attend_items, o);
 }
 
 // One cached row of all heads from one place to another.
@@ -1588,19 +1961,33 @@ static double logsumexp(const float *logits, int vocab) {
     return largest + log(sum);
 }
 
+typedef struct {
+    const Head *o;
+    Rows   y;
+    int    first, n_rows;     // of y
+    float *logits;            // (n_rows, vocab)
+} HeadJob;
+
+static void head_columns(const void *task, int first, int end) {
+    const HeadJob *job = task;
+    const size_t vocab = (size_t)job->o->w->rows;
+    const float cap = job->o->cap;
+    dots(job->o->w, 0, first, end - first, &job->y, job->first, job->n_rows, job->logits + first, vocab);
+    for (int r = 0; cap > 0 && r < job->n_rows; r++) {
+        float *z = job->logits + (size_t)r * vocab;
+        for (int i = first; i < end; i++) z[i] = cap * tanh_of(z[i] / cap);
+    }
+}
+
 static void cpu_head(const Head *o) {
     const int vocab = o->w->rows, cols = o->w->cols;
-    const Act y = prepare(&o->in, o->n_rows, cols, is_quantised(o->w->type));
-    if (o->hidden) memcpy(o->hidden, y.f, (size_t)o->n_rows * cols * sizeof(float));
+    const Rows y = prepare(&o->in, o->n_rows, cols, is_quantised(o->w->type));
+    if (o->hidden) memcpy(o->hidden, y.a.f, (size_t)o->n_rows * cols * sizeof(float));
     const int at_once = o->logits ? o->n_rows : 1;
     for (int first = 0; first < o->n_rows; first += at_once) {
         float *logits = o->logits ? o->logits : cpu.logits;
-#pragma omp parallel for
-        for (int i = 0; i < vocab; i++)
-            for (int r = 0; r < at_once; r++) {
-                const float z = dot(o->w, 0, i, &y, first + r);
-                logits[(size_t)r * vocab + i] = o->cap > 0 ? o->cap * tanhf(z / o->cap) : z;
-            }
+        const HeadJob job = { o, y, first, at_once, logits };
+        parallel(vocab, share(vocab, 16), head_columns, &job);
         for (int r = 0; r < at_once; r++, logits += vocab) {
             const size_t at = (size_t)(first + r) * o->top_k;
             if (o->top_k) best_of_row(cpu.candidates, logits, vocab, o->top_k);
@@ -2229,11 +2616,7 @@ static void print_plan(Model *m) {
     if (m->options.n_ctx > c->n_ctx_train)
         fprintf(stderr, "# warning: a context of %d, but the model was trained for %d\n", m->options.n_ctx, c->n_ctx_train);
     print_unknown(&m->binder);
-    int threads = 1;
-#ifdef _OPENMP
-    threads = omp_get_max_threads();
-#endif
-    fprintf(stderr, "# backend: %s, %d thread%s\n", m->ops->name, threads, threads == 1 ? "" : "s");
+    fprintf(stderr, "# backend: %s, %d thread%s\n", m->ops->name, pool.n_threads, pool.n_threads == 1 ? "" : "s");
 }
 
 // Stop strings. Text passes through byte by byte, so that where tokens begin makes no difference; what may be the
@@ -2504,7 +2887,7 @@ static const Flag flags[] = {
       "most tokens to generate; default -1: until the turn ends or the context is full" },
     { "-c", "--ctx-size", "N", FLAG_INT, FIELD(n_ctx), 1, MAX_CONTEXT,
       "tokens of context; default: the model's, 8192 at most" },
-    { "-t", "--threads", "N", FLAG_INT, FIELD(n_threads), 1, 4096, "CPU threads; default: one per core" },
+    { "-t", "--threads", "N", FLAG_INT, FIELD(n_threads), 1, MAX_THREADS, "CPU threads; default: one per core" },
     { "--system", "-sys", "TEXT", FLAG_TEXT, FIELD(system), 0, 0, "system turn; default: none" },
     { "--raw", NULL, NULL, FLAG_ON, FIELD(raw), 0, 0, "continue the prompt as it is, without chat turns; <bos> is added" },
     { "--ignore-eos", NULL, NULL, FLAG_ON, FIELD(ignore_eos), 0, 0, "go on after the end of the turn" },
@@ -2740,9 +3123,7 @@ int main(int argc, char **argv) {
     const uint16_t one = 1;
     if (*(const uint8_t *)&one != 1) die("this program needs a little-endian machine");
     if (!f.model) die("expected a model file; try gemma4 MODEL.gguf -p \"Hello\", or --help");
-#ifdef _OPENMP
-    if (f.n_threads) omp_set_num_threads((int)f.n_threads);
-#endif
+    start_threads((int)f.n_threads);
     const bool logits = f.verb != NULL;
     PlanOptions o = { .n_ctx = (int)f.n_ctx, .n_seqs = 1, .n_batch = 512, .n_logits = 1 };
     o.k_type = parse_kv_type("-ctk", f.k_type, logits ? KV_F32 : KV_F16);
