@@ -18,7 +18,7 @@ ENGINE  := $(if $(and $(strip $(NVCC)),$(KERNELS)),cuda,cpu)
 # -ffp-contract=off: the CPU operations are the reference, so a*b + c rounds twice with every compiler.
 COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -pthread -ffp-contract=off $(CFLAGS)
 SOURCES  := gemma4.c $(wildcard *.h)
-PROGRAMS := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c tests/make_*.c))
+PROGRAMS := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c tests/make_*.c tests/bench_*.c))
 FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
 
 all: $(ENGINE)                  ## build ./gemma4 for this machine: CUDA when nvcc is found, else CPU
@@ -60,7 +60,7 @@ fuzz: $(FUZZERS)                ## run each fuzz target for FUZZ_SECONDS under c
 	  seeds=tests/seeds/$${f##*fuzz_}; [ -d $$seeds ] || seeds=; \
 	  $$f -max_total_time=$(FUZZ_SECONDS) -timeout=10 -artifact_prefix=$$f. $$f.corpus $$seeds 2> $$f.log || \
 	  { tail -n 40 $$f.log; exit 1; }; tail -n 1 $$f.log; done
-$(FUZZERS): $(B)/%: tests/%.c $(SOURCES) $(B)/flags
+$(FUZZERS): $(B)/%: tests/%.c $(wildcard tests/*.h) $(SOURCES) $(B)/flags
 	@echo 'int LLVMFuzzerTestOneInput(void) { return 0; }' | $(FUZZ_BUILD) -xc - -o $@.probe 2>/dev/null || \
 	  { echo "make fuzz: '$(FUZZ_CC) -fsanitize=fuzzer' does not link; install clang and its runtime:" \
 	  "libclang-rt-dev (Debian, Ubuntu), compiler-rt (Fedora, Arch, Alpine)" >&2; exit 1; }

@@ -155,7 +155,7 @@ typedef struct {
     int          slots;              // multiple of TILE_SLOTS
     int          n_rot;              // tied: pairs that rotate; 0: untied
     int          hadamard;           // rows are Hadamard-rotated in groups of this many values, S2 H S1 x with the signs of
-                                     // gemma4.c [5]; 0: not
+                                     // gemma4.c [6]; 0: not
     KvPlane      k, v;
     const float *fold;               // (head_dim) w_k of the owning layer, tied only
     KvPlane      k_tail, v_tail;     // the newest rows in f16 too, a ring of tail_slots, when k and v are quantised. A row at
@@ -569,7 +569,7 @@ typedef struct Ops {
     void (*verify_walk)(const VerifyWalk *o);                // speculation
 } Ops;
 
-const Ops *cpu_ops(void);            // gemma4.c [5]
+const Ops *cpu_ops(void);            // gemma4.c [6]
 const Ops *cuda_ops(void);           // gemma4_kernels.cu
 
 #ifdef __cplusplus

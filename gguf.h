@@ -150,6 +150,36 @@ int gguf_get_strs(Gguf *g, const char *key, const GgufStr **out, size_t *n);    
 // all of a model's data before it is used, so this is an offer, not a part of opening. From any thread.
 size_t gguf_find_bad_block(int type, const void *blocks, size_t n);
 
+// ---- writing a file's head -----------------------------------------------------------------------------------------
+// Keys and tensor infos in the order of the calls, offsets as running sums. Start from {0}. The file is the head, then per
+// tensor its bytes and zeros up to the next multiple of 32. Only memory can run out: then later calls do nothing and
+// gguf_writer_head says so, once. A NULL value, a name or a shape that gguf_parse would refuse is the caller's bug.
+
+typedef struct {
+    uint8_t *kvs, *infos;                   // as they will stand in the file
+    size_t kvs_size, infos_size, kvs_cap, infos_cap;    // bytes
+    uint64_t n_kvs, n_tensors;
+    uint64_t data_size;                     // bytes of the tensors so far, padding included
+    bool no_memory;
+} GgufWriter;
+
+void gguf_put_kv(GgufWriter *w, const GgufKv *kv);          // as it stands in another file; general.alignment is left out
+void gguf_put_u32(GgufWriter *w, const char *key, uint32_t v);
+void gguf_put_f32(GgufWriter *w, const char *key, float v);
+void gguf_put_bool(GgufWriter *w, const char *key, bool v);
+void gguf_put_str(GgufWriter *w, const char *key, GgufStr v);
+// n packed elements of a fixed-size type, or GgufStr[n] when elem_type is GGUF_V_STR.
+void gguf_put_array(GgufWriter *w, const char *key, int elem_type, const void *v, size_t n);
+void gguf_put_tensor(GgufWriter *w, GgufStr name, int type, int n_dims, const uint64_t *ne);
+// The head: *size bytes, a multiple of 32, freed by the caller. NULL: no memory.
+uint8_t *gguf_writer_head(const GgufWriter *w, size_t *size);
+void gguf_writer_free(GgufWriter *w);
+// The file that w describes, without writing it: tensor i has its bytes at data[i], in mappings of `from`, which g takes
+// over. The head is checked as gguf_open would. 0 or < 0; `from` is closed in either case.
+int gguf_from_writer(Gguf *g, const GgufWriter *w, const uint8_t *const *data, Gguf *from);
+// size bytes of zeroed memory that gguf_close releases. NULL: err says why.
+void *gguf_private(Gguf *g, size_t size);
+
 // ---- JSON --------------------------------------------------------------------------------------------------------
 // For safetensors headers and the texts around a model: configurations, tool declarations, calls. A value is the span of
 // its text inside the text that was parsed, so nothing is copied or allocated and the text must live as long.
@@ -175,6 +205,22 @@ bool gguf_json_is(const GgufJson *string, const char *text);                    
 size_t gguf_json_string(const GgufJson *string, char *out);
 bool gguf_json_int(const GgufJson *number, int64_t min, int64_t max, int64_t *out);     // false: no such integer
 bool gguf_json_float(const GgufJson *number, double *out);                              // false: no finite number
+
+// ---- safetensors -------------------------------------------------------------------------------------------------
+// A second container for the same tensors, published beside a config.json. It is read into the same struct: no keys, tensors
+// under their own names and in the file's order, ne[] fastest first (the format counts the other way round), n_dims 0 for a
+// scalar; of more than four dimensions the slowest are multiplied into ne[3], and a dimension may be 0. type is -1 for what
+// has no number here (BOOL, U8, U16, U32, U64, C64, F8_*, F6_*, F4). data may lie at any address.
+//
+// FILE  n u64, then n bytes of JSON {"name": {"dtype": "BF16", "shape": [rows, cols], "data_offsets": [begin, end]}, ...},
+//       then the data, where the offsets count from. "__metadata__" is skipped. The tensors cover the data without overlap
+//       and without gaps, and a tensor's bytes are shape times dtype. n is at most 100,000,000.
+
+// Open one file, or a set: an index (*.index.json), the first of -00001-of-0000N, or a folder that holds model.safetensors,
+// an index or such a set. Headers are copied and checked, files are mapped. 0 or < 0; in a set err starts with a file's name.
+int gguf_open_safetensors(Gguf *g, const char *path);
+// The same for one file that lies in memory; bytes must stay until gguf_close. 0 or < 0.
+int gguf_parse_safetensors(Gguf *g, const void *bytes, size_t size);
 
 // ---- block formats -----------------------------------------------------------------------------------------------
 // A type number of the caller's that breaks a precondition below is a bug, not bad input: check a file's types once, with
@@ -305,6 +351,7 @@ static inline uint16_t gguf_f32_to_f16(float f) {
 
 #ifdef GGUF_IMPLEMENTATION
 #include <assert.h>
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
@@ -431,10 +478,13 @@ const GgufKv *gguf_find_kv(const Gguf *g, const char *key) {
     return i ? &g->kvs[i - 1] : NULL;
 }
 
+static uint32_t *gguf__tensor_slot(const Gguf *g, GgufStr name) {
+    return &g->tensor_index[gguf__slot(g->tensor_index, g->tensor_slots, g->tensors, sizeof(GgufTensor), name)];
+}
+
 const GgufTensor *gguf_find_tensor(const Gguf *g, const char *name) {
     if (g->tensor_slots == 0) return NULL;
-    size_t slot = gguf__slot(g->tensor_index, g->tensor_slots, g->tensors, sizeof(GgufTensor), gguf__str(name));
-    uint32_t i = g->tensor_index[slot];
+    uint32_t i = *gguf__tensor_slot(g, gguf__str(name));
     return i ? &g->tensors[i - 1] : NULL;
 }
 
@@ -752,18 +802,21 @@ static void gguf__bind(Gguf *g, const uint8_t *data) {
     for (size_t i = 0; i < g->n_tensors; i++) g->tensors[i].data = data + g->data_start + (size_t)g->tensors[i].offset;
 }
 
-// Map one more file; gguf_close unmaps it. NULL: err says why.
+// Map one more file (fd -1: zeroed private memory); gguf_close unmaps it. NULL: err says why.
 static void *gguf__map(Gguf *g, int fd, size_t size) {
     void *maps = realloc(g->maps, (g->n_maps + 1) * sizeof *g->maps);
     if (!maps) return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for a mapping"), NULL;
     g->maps = maps;
-    void *at = mmap(NULL, size, PROT_READ, MAP_PRIVATE, fd, 0);
+    void *at = fd >= 0 ? mmap(NULL, size, PROT_READ, MAP_PRIVATE, fd, 0)
+                       : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (at == MAP_FAILED)
         return gguf__fail(g, "file", (GgufStr){0}, "E_MAP", 0, "cannot map %zu bytes: %s", size, strerror(errno)), NULL;
     g->maps[g->n_maps].at = at;
     g->maps[g->n_maps++].size = size;
     return at;
 }
+
+void *gguf_private(Gguf *g, size_t size) { return gguf__map(g, -1, size ? size : 1); }
 
 // Read the file's head into a growing private copy until the metadata lies in it, then map the file. The copy is what was
 // checked and what is used: another process may still change the pages of a mapping.
@@ -1109,6 +1162,124 @@ size_t gguf_find_bad_block(int type, const void *blocks, size_t n) {
     return i;
 }
 
+// ---- writing a file's head ---------------------------------------------------------------------------------------
+
+static void gguf__put(GgufWriter *w, uint8_t **to, size_t *size, size_t *cap, const void *bytes, size_t n) {
+    if (n > *cap - *size) {
+        size_t want = 2 * (*cap + n);
+        uint8_t *grown = w->no_memory ? NULL : (uint8_t *)realloc(*to, want);
+        if (!grown) {
+            w->no_memory = true;
+            return;
+        }
+        *to = grown;
+        *cap = want;
+    }
+    if (n > 0) memcpy(*to + *size, bytes, n);
+    *size += n;
+}
+
+static void gguf__put_kv_bytes(GgufWriter *w, const void *bytes, size_t n) {
+    gguf__put(w, &w->kvs, &w->kvs_size, &w->kvs_cap, bytes, n);
+}
+static void gguf__put_kv_u32(GgufWriter *w, uint32_t v) { gguf__put_kv_bytes(w, &v, 4); }
+static void gguf__put_kv_str(GgufWriter *w, GgufStr s) {
+    const uint64_t n = s.n;
+    gguf__put_kv_bytes(w, &n, 8);
+    gguf__put_kv_bytes(w, s.s, s.n);
+}
+
+void gguf_put_kv(GgufWriter *w, const GgufKv *kv) {
+    static const char alignment[] = "general.alignment";
+    if (kv->key.n == sizeof alignment - 1 && memcmp(kv->key.s, alignment, kv->key.n) == 0) return;
+    gguf__put_kv_str(w, kv->key);
+    gguf__put_kv_u32(w, (uint32_t)kv->type);
+    if (kv->type == GGUF_V_STR) {
+        gguf__put_kv_str(w, (GgufStr){(const char *)kv->data, (size_t)kv->count});
+    } else {
+        if (kv->type == GGUF_V_ARRAY) {
+            gguf__put_kv_u32(w, (uint32_t)kv->elem_type);
+            gguf__put_kv_bytes(w, &kv->count, 8);
+        }
+        if (kv->elem_type == GGUF_V_STR) for (size_t i = 0; i < kv->count; i++) gguf__put_kv_str(w, kv->strs[i]);
+        else gguf__put_kv_bytes(w, kv->data, (size_t)kv->count * gguf__values[kv->elem_type].bytes);
+    }
+    w->n_kvs++;
+}
+
+static void gguf__put_scalar(GgufWriter *w, const char *key, int type, const void *v) {
+    gguf_put_kv(w, &(GgufKv){.key = gguf__str(key), .type = type, .elem_type = type, .count = 1, .data = (const uint8_t *)v});
+}
+void gguf_put_u32(GgufWriter *w, const char *key, uint32_t v) { gguf__put_scalar(w, key, GGUF_V_U32, &v); }
+void gguf_put_f32(GgufWriter *w, const char *key, float v) { gguf__put_scalar(w, key, GGUF_V_F32, &v); }
+void gguf_put_bool(GgufWriter *w, const char *key, bool v) { gguf__put_scalar(w, key, GGUF_V_BOOL, &(uint8_t){v}); }
+
+void gguf_put_str(GgufWriter *w, const char *key, GgufStr v) {
+    gguf_put_kv(w, &(GgufKv){.key = gguf__str(key), .type = GGUF_V_STR, .elem_type = GGUF_V_STR, .count = v.n,
+                             .data = (const uint8_t *)v.s});
+}
+
+void gguf_put_array(GgufWriter *w, const char *key, int elem_type, const void *v, size_t n) {
+    const bool strs = elem_type == GGUF_V_STR;
+    gguf_put_kv(w, &(GgufKv){.key = gguf__str(key), .type = GGUF_V_ARRAY, .elem_type = elem_type, .count = n,
+                             .data = strs ? NULL : (const uint8_t *)v, .strs = strs ? (GgufStr *)(uintptr_t)v : NULL});
+}
+
+void gguf_put_tensor(GgufWriter *w, GgufStr name, int type, int n_dims, const uint64_t *ne) {
+    const uint64_t n = name.n;
+    const uint32_t head[2] = {(uint32_t)n_dims, (uint32_t)type};
+    uint64_t size = gguf_row_size(type, (size_t)ne[0]);
+    for (int d = 1; d < n_dims; d++) size *= ne[d];
+    gguf__put(w, &w->infos, &w->infos_size, &w->infos_cap, &n, 8);
+    gguf__put(w, &w->infos, &w->infos_size, &w->infos_cap, name.s, name.n);
+    gguf__put(w, &w->infos, &w->infos_size, &w->infos_cap, &head[0], 4);
+    gguf__put(w, &w->infos, &w->infos_size, &w->infos_cap, ne, 8 * (size_t)n_dims);
+    gguf__put(w, &w->infos, &w->infos_size, &w->infos_cap, &head[1], 4);
+    gguf__put(w, &w->infos, &w->infos_size, &w->infos_cap, &w->data_size, 8);
+    w->data_size += size + gguf__pad(size, 32);
+    w->n_tensors++;
+}
+
+uint8_t *gguf_writer_head(const GgufWriter *w, size_t *size) {
+    const size_t used = 24 + w->kvs_size + w->infos_size;
+    const uint32_t version = 3;
+    *size = used + (size_t)gguf__pad(used, 32);
+    uint8_t *head = w->no_memory ? NULL : (uint8_t *)calloc(*size, 1);
+    if (!head) return NULL;
+    memcpy(head, "GGUF", 4);
+    memcpy(head + 4, &version, 4);
+    memcpy(head + 8, &w->n_tensors, 8);
+    memcpy(head + 16, &w->n_kvs, 8);
+    if (w->kvs_size) memcpy(head + 24, w->kvs, w->kvs_size);
+    if (w->infos_size) memcpy(head + 24 + w->kvs_size, w->infos, w->infos_size);
+    return head;
+}
+
+void gguf_writer_free(GgufWriter *w) {
+    free(w->kvs);
+    free(w->infos);
+    memset(w, 0, sizeof *w);
+}
+
+int gguf_from_writer(Gguf *g, const GgufWriter *w, const uint8_t *const *data, Gguf *from) {
+    size_t size;
+    memset(g, 0, sizeof *g);
+    g->path = from->path;
+    g->maps = from->maps;
+    g->n_maps = from->n_maps;
+    from->maps = NULL;
+    from->n_maps = 0;
+    gguf_close(from);
+    g->copies = (uint8_t **)calloc(1, sizeof *g->copies);
+    uint8_t *head = g->copies ? gguf_writer_head(w, &size) : NULL;
+    int failed = head ? 0 : gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for the keys of a model");
+    if (head) g->copies[g->n_copies++] = head;
+    if (head) failed = gguf__metadata(g, head, size, size + (size_t)w->data_size);
+    if (failed) gguf_close(g);
+    else for (size_t i = 0; i < g->n_tensors; i++) g->tensors[i].data = data[i];
+    return failed;
+}
+
 // ---- JSON --------------------------------------------------------------------------------------------------------
 
 enum { GGUF__JSON_DEPTH = 256 };
@@ -1347,6 +1518,351 @@ bool gguf_json_int(const GgufJson *number, int64_t min, int64_t max, int64_t *ou
     if (*end || errno || v < min || v > max) return false;
     *out = v;
     return true;
+}
+
+// ---- safetensors -------------------------------------------------------------------------------------------------
+
+#define GGUF__ST_HEADER_MAX ((uint64_t)100000000)       // bytes, the format's own limit
+#define GGUF__ST_FILES_MAX  1024
+
+static const struct {
+    const char *name;
+    int type, bits;                         // type -1: no tensor type of GGUF
+} gguf__dtypes[] = {
+    {"F32", GGUF_F32, 32}, {"F16", GGUF_F16, 16}, {"BF16", GGUF_BF16, 16}, {"F64", GGUF_F64, 64}, {"I8", GGUF_I8, 8},
+    {"I16", GGUF_I16, 16}, {"I32", GGUF_I32, 32}, {"I64", GGUF_I64, 64}, {"BOOL", -1, 8}, {"U8", -1, 8}, {"U16", -1, 16},
+    {"U32", -1, 32}, {"U64", -1, 64}, {"C64", -1, 64}, {"F8_E4M3", -1, 8}, {"F8_E5M2", -1, 8}, {"F8_E8M0", -1, 8},
+    {"F8_E4M3FNUZ", -1, 8}, {"F8_E5M2FNUZ", -1, 8}, {"F6_E2M3", -1, 6}, {"F6_E3M2", -1, 6}, {"F4", -1, 4},
+};
+
+typedef struct {                            // one file while its header is read
+    Gguf *g;
+    const char *header;                     // the private copy; byte 8 of the file
+    GgufStr name;                           // of the tensor at hand
+    uint64_t data_size;
+} gguf__st;
+
+#define GGUF__ST_FAIL(f, code, at, ...) \
+    gguf__fail((f)->g, (f)->name.n ? "tensor" : "header", (f)->name, code, 8 + (size_t)((at) - (f)->header), __VA_ARGS__)
+
+// The tensor that one member of the header describes, without its bytes.
+static int gguf__st_tensor(gguf__st *f, const GgufJson *entry, GgufTensor *t) {
+    GgufJson dtype, shape, offsets, v;
+    if (entry->type != GGUF_J_OBJECT) return GGUF__ST_FAIL(f, "E_ST_FIELD", entry->s, "expected an object");
+    if (!gguf_json_get(entry, "dtype", &dtype) || dtype.type != GGUF_J_STRING)
+        return GGUF__ST_FAIL(f, "E_ST_FIELD", entry->s, "dtype: expected a string");
+    if (!gguf_json_get(entry, "shape", &shape) || shape.type != GGUF_J_ARRAY)
+        return GGUF__ST_FAIL(f, "E_ST_FIELD", entry->s, "shape: expected an array");
+    if (!gguf_json_get(entry, "data_offsets", &offsets) || offsets.type != GGUF_J_ARRAY)
+        return GGUF__ST_FAIL(f, "E_ST_FIELD", entry->s, "data_offsets: expected an array");
+    size_t d = 0;
+    while (d < sizeof gguf__dtypes / sizeof *gguf__dtypes && !gguf_json_is(&dtype, gguf__dtypes[d].name)) d++;
+    if (d == sizeof gguf__dtypes / sizeof *gguf__dtypes)
+        return GGUF__ST_FAIL(f, "E_DTYPE", dtype.s, "dtype: expected a known one, such as \"BF16\"");
+    t->type = gguf__dtypes[d].type;
+
+    // Rows first in the file: dimension number i of n goes to ne[n - 1 - i]. No dtype has more than two elements a byte, so
+    // no product of dimensions that could wrap is ever formed.
+    const uint64_t limit = 2 * f->data_size + 1;
+    uint64_t n = 1;
+    bool empty = false;
+    size_t n_dims = 0, i = 0;
+    for (GgufJson rest = shape; gguf_json_next(&rest, NULL, &v); n_dims++) {
+        int64_t ne;
+        if (!gguf_json_int(&v, 0, INT64_MAX, &ne)) return GGUF__ST_FAIL(f, "E_DIM", v.s, "shape: expected whole numbers");
+        if (ne == 0) empty = true;
+        else if ((uint64_t)ne > limit / n)
+            return GGUF__ST_FAIL(f, "E_NELEM", v.s, "shape: expected at most %llu here for a file of this size, got %lld",
+                                 (unsigned long long)(limit / n), (long long)ne);
+        else n *= (uint64_t)ne;
+    }
+    for (int k = 0; k < 4; k++) t->ne[k] = 1;
+    t->n_dims = n_dims < 4 ? (int)n_dims : 4;
+    for (GgufJson rest = shape; gguf_json_next(&rest, NULL, &v); i++) {
+        int64_t ne = 0;
+        gguf_json_int(&v, 0, INT64_MAX, &ne);
+        const size_t at = n_dims - 1 - i;
+        if (at < 4) t->ne[at] *= (uint64_t)ne;
+        else t->ne[3] *= (uint64_t)ne;
+    }
+
+    int64_t span[2];
+    GgufJson rest = offsets;
+    for (i = 0; i < 2; i++)
+        if (!gguf_json_next(&rest, NULL, &v) || !gguf_json_int(&v, 0, INT64_MAX, &span[i]))
+            return GGUF__ST_FAIL(f, "E_ST_FIELD", offsets.s, "data_offsets: expected two whole numbers");
+    if (gguf_json_next(&rest, NULL, &v)) return GGUF__ST_FAIL(f, "E_ST_FIELD", v.s, "data_offsets: expected no third number");
+    if (span[0] > span[1] || (uint64_t)span[1] > f->data_size)
+        return GGUF__ST_FAIL(f, "E_OFF_RANGE", offsets.s, "data_offsets: expected begin <= end <= %llu, got %lld and %lld",
+                             (unsigned long long)f->data_size, (long long)span[0], (long long)span[1]);
+    t->offset = (uint64_t)span[0];
+    t->size = (uint64_t)(span[1] - span[0]);
+    if (empty) n = 0;
+    const uint64_t bits = (uint64_t)gguf__dtypes[d].bits;               // n <= 2^64 / 64 for every file that can be mapped
+    if (n > UINT64_MAX / bits || n * bits % 8 != 0 || n * bits / 8 != t->size)
+        return GGUF__ST_FAIL(f, "E_NBYTES", offsets.s, "data_offsets: expected %llu elements of %d bits, got %llu bytes",
+                             (unsigned long long)n, (int)bits, (unsigned long long)t->size);
+    return 0;
+}
+
+static int gguf__st_order(const void *a, const void *b) {
+    const GgufTensor *x = *(const GgufTensor *const *)a, *y = *(const GgufTensor *const *)b;
+    if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
+    return x->size != y->size ? (x->size < y->size ? -1 : 1) : 0;
+}
+
+// Offsets, in their order, must be the running sum of the sizes and end with the data. sorted: (n) room.
+static int gguf__st_cover(gguf__st *f, GgufTensor *tensors, size_t n, const GgufTensor **sorted) {
+    uint64_t expect = 0;
+    for (size_t i = 0; i < n; i++) sorted[i] = &tensors[i];
+    if (n > 0) qsort(sorted, n, sizeof *sorted, gguf__st_order);
+    for (size_t i = 0; i < n; i++) {
+        f->name = sorted[i]->name;
+        if (sorted[i]->offset != expect)
+            return GGUF__ST_FAIL(f, "E_OFF_SEQ", sorted[i]->name.s, "expected data at %llu, where the last ends, got %llu",
+                                 (unsigned long long)expect, (unsigned long long)sorted[i]->offset);
+        expect += sorted[i]->size;
+    }
+    f->name = (GgufStr){0};
+    if (expect != f->data_size)
+        return GGUF__ST_FAIL(f, "E_OFF_SEQ", f->header, "expected tensors that cover %llu bytes of data, got %llu",
+                             (unsigned long long)f->data_size, (unsigned long long)expect);
+    return 0;
+}
+
+// Append the tensors of one file of `size` bytes. header: (n) the private copy of its JSON.
+static int gguf__st_add(Gguf *g, const uint8_t *bytes, size_t size, const char *header, size_t n) {
+    gguf__st f = {g, header, {0}, size - 8 - n};
+    GgufJson root, rest, key, value;
+    size_t at, count = 0;
+    const char *err;
+    if (n == 0 || header[0] != '{') return GGUF__ST_FAIL(&f, "E_JSON", header, "expected JSON that starts with {");
+    if (gguf_json_parse(header, n, &root, &at, &err) < 0) return GGUF__ST_FAIL(&f, "E_JSON", header + at, "expected %s", err);
+    for (rest = root; gguf_json_next(&rest, &key, &value); ) count++;
+    if (count > GGUF__COUNT_MAX || g->n_tensors > GGUF__COUNT_MAX)
+        return GGUF__ST_FAIL(&f, "E_NTENSORS", header, "expected at most %d tensors, got %zu", GGUF__COUNT_MAX, count);
+
+    const size_t first = g->n_tensors, most = first + count;
+    while (g->tensor_slots < 2 * most + 4) g->tensor_slots = g->tensor_slots ? 2 * g->tensor_slots : 4;
+    GgufTensor *tensors = (GgufTensor *)realloc(g->tensors, (most + 1) * sizeof *tensors);
+    if (tensors) g->tensors = tensors;
+    free(g->tensor_index);
+    g->tensor_index = (uint32_t *)calloc(g->tensor_slots, sizeof *g->tensor_index);
+    const GgufTensor **sorted = (const GgufTensor **)calloc(count + 1, sizeof *sorted);
+    int failed = 0;
+    if (!tensors || !g->tensor_index || !sorted) {
+        g->tensor_slots = g->tensor_index ? g->tensor_slots : 0;
+        failed = GGUF__ST_FAIL(&f, "E_NOMEM", header, "no memory for %zu tensors", count);
+    }
+    for (size_t i = 0; i < first && !failed; i++) *gguf__tensor_slot(g, tensors[i].name) = (uint32_t)i + 1;
+    for (rest = root; !failed && gguf_json_next(&rest, &key, &value); ) {
+        if (gguf_json_is(&key, "__metadata__")) continue;
+        GgufTensor *t = memset(&tensors[g->n_tensors], 0, sizeof *t);
+        f.name = t->name = (GgufStr){key.s + 1, key.n - 2};
+        if (t->name.n < 1 || t->name.n > 255)
+            failed = GGUF__ST_FAIL(&f, "E_NAME_LEN", key.s, "expected a name of 1..255 bytes, got %zu", t->name.n);
+        for (size_t i = 0; i < t->name.n && !failed; i++) {
+            const unsigned char ch = (unsigned char)t->name.s[i];
+            if (ch < 0x21 || ch > 0x7e || ch == '\\')
+                failed = GGUF__ST_FAIL(&f, "E_NAME_CHAR", key.s, "expected bytes 0x21..0x7e without escapes, got 0x%02x", ch);
+        }
+        if (failed) break;
+        uint32_t *slot = gguf__tensor_slot(g, t->name);
+        if (*slot) {
+            failed = GGUF__ST_FAIL(&f, "E_NAME_DUP", key.s, "expected each name once, got it again");
+            break;
+        }
+        failed = gguf__st_tensor(&f, &value, t);
+        if (failed) break;
+        t->data = bytes + 8 + n + (size_t)t->offset;
+        *slot = (uint32_t)++g->n_tensors;
+    }
+    if (!failed) failed = gguf__st_cover(&f, tensors + first, g->n_tensors - first, sorted);
+    free(sorted);
+    return failed;
+}
+
+// The length of a file's header, checked against the file.
+static int gguf__st_header(Gguf *g, const uint8_t *first8, size_t size, size_t *n) {
+    uint64_t v = 0;
+    if (size < 8) return gguf__fail(g, "header", (GgufStr){0}, "E_TRUNC", 0, "expected 8 bytes of length, got %zu", size);
+    memcpy(&v, first8, 8);
+    if (v > GGUF__ST_HEADER_MAX)
+        return gguf__fail(g, "header", (GgufStr){0}, "E_ST_HEADER", 0, "expected at most %llu bytes of JSON, got %llu",
+                          (unsigned long long)GGUF__ST_HEADER_MAX, (unsigned long long)v);
+    if (v > size - 8)
+        return gguf__fail(g, "header", (GgufStr){0}, "E_TRUNC", 0, "expected %llu bytes of JSON, got %zu in the file",
+                          (unsigned long long)v, size - 8);
+    *n = (size_t)v;
+    return 0;
+}
+
+int gguf_parse_safetensors(Gguf *g, const void *bytes, size_t size) {
+    const uint8_t *b = (const uint8_t *)bytes;
+    size_t n = 0;
+    memset(g, 0, sizeof *g);
+    g->path = "(memory)";
+    g->file_size = size;
+    int failed = gguf__st_header(g, b, size, &n);
+    if (!failed) failed = gguf__st_add(g, b, size, (const char *)b + 8, n);
+    if (failed) gguf_close(g);
+    return failed;
+}
+
+// pread of exactly n bytes. 0 or -1.
+static int gguf__pread(int fd, void *to, size_t n, size_t at) {
+    for (size_t have = 0; have < n; ) {
+        ssize_t got = pread(fd, (uint8_t *)to + have, n - have, (off_t)(at + have));
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return -1;
+        have += (size_t)got;
+    }
+    return 0;
+}
+
+static int gguf__st_file(Gguf *g, const char *path) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) return gguf__fail(g, "file", (GgufStr){0}, "E_OPEN", 0, "cannot open: %s", strerror(errno));
+    struct stat st;
+    uint8_t first8[8] = {0};
+    size_t n = 0, size = 0;
+    int failed = 0;
+    if (fstat(fd, &st) != 0) failed = gguf__fail(g, "file", (GgufStr){0}, "E_STAT", 0, "cannot stat: %s", strerror(errno));
+    else if (!S_ISREG(st.st_mode)) failed = gguf__fail(g, "file", (GgufStr){0}, "E_NOTFILE", 0, "expected a regular file");
+    else if ((uint64_t)st.st_size > SIZE_MAX / 16) failed = gguf__fail(g, "file", (GgufStr){0}, "E_MAP", 0, "too large");
+    else size = (size_t)st.st_size;
+    if (!failed && size >= 8 && gguf__pread(fd, first8, 8, 0) != 0)
+        failed = gguf__fail(g, "file", (GgufStr){0}, "E_TRUNC", 0, "cannot read: %s", strerror(errno));
+    if (!failed) failed = gguf__st_header(g, first8, size, &n);
+    char *header = failed ? NULL : (char *)gguf_private(g, n);
+    if (!failed && !header) failed = -1;
+    if (!failed && gguf__pread(fd, header, n, 8) != 0)
+        failed = gguf__fail(g, "file", (GgufStr){0}, "E_TRUNC", 8, "cannot read: %s", strerror(errno));
+    uint8_t *at = failed ? NULL : (uint8_t *)gguf__map(g, fd, size);
+    close(fd);
+    if (!at) return -1;
+    g->file_size += size;
+    return gguf__st_add(g, at, size, header, n);
+}
+
+// One more file of a set: `name` beside `path`.
+static int gguf__st_part(Gguf *g, const char *path, GgufStr name) {
+    char full[4096], why[sizeof g->err];
+    const char *slash = strrchr(path, '/');
+    const int dir = slash ? (int)(slash - path) + 1 : 0;
+    if ((size_t)snprintf(full, sizeof full, "%.*s%.*s", dir, path, (int)name.n, name.s) >= sizeof full)
+        return gguf__fail(g, "file", (GgufStr){0}, "E_SPLIT_NAME", 0, "expected a shorter path");
+    if (gguf__st_file(g, full) == 0) return 0;
+    memcpy(why, g->err, sizeof why);
+    snprintf(g->err, sizeof g->err, "%.64s: %.400s", full + dir, why);
+    return -1;
+}
+
+// The files that an index names, each once, then all tensors that it promises.
+static int gguf__st_index(Gguf *g, const char *path) {
+    Gguf text = {0};                                    // its mapping alone is used
+    struct stat st;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) return gguf__fail(g, "file", (GgufStr){0}, "E_OPEN", 0, "cannot open: %s", strerror(errno));
+    char *json = NULL;
+    size_t size = 0;
+    if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && (uint64_t)st.st_size <= GGUF__ST_HEADER_MAX) {
+        size = (size_t)st.st_size;
+        json = (char *)gguf_private(&text, size);
+        if (json && gguf__pread(fd, json, size, 0) != 0) json = NULL;
+    }
+    close(fd);
+    int failed = json ? 0 : gguf__fail(g, "file", (GgufStr){0}, "E_TRUNC", 0, "cannot read the index");
+    GgufJson root, map = {0}, rest, key, value;
+    GgufStr *files = (GgufStr *)calloc(GGUF__ST_FILES_MAX, sizeof *files);
+    size_t n_files = 0, at = 0;
+    const char *err = "";
+    if (!failed && !files) failed = gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for the index");
+    if (!failed && gguf_json_parse(json, size, &root, &at, &err) < 0)
+        failed = gguf__fail(g, "index", (GgufStr){0}, "E_JSON", at, "expected %s", err);
+    if (!failed && (!gguf_json_get(&root, "weight_map", &map) || map.type != GGUF_J_OBJECT))
+        failed = gguf__fail(g, "index", (GgufStr){0}, "E_ST_FIELD", 0, "weight_map: expected an object");
+    for (rest = map; !failed && gguf_json_next(&rest, &key, &value); ) {
+        const GgufStr name = value.type == GGUF_J_STRING ? (GgufStr){value.s + 1, value.n - 2} : (GgufStr){0};
+        size_t i = 0;
+        while (i < n_files && !(files[i].n == name.n && memcmp(files[i].s, name.s, name.n) == 0)) i++;
+        if (i < n_files) continue;
+        if (name.n < 1 || name.n > 255 || memchr(name.s, '/', name.n) || memchr(name.s, '\\', name.n) ||
+            n_files == GGUF__ST_FILES_MAX)
+            failed = gguf__fail(g, "index", (GgufStr){0}, "E_SPLIT_NAME", (size_t)(value.s - json),
+                                "expected the names of at most %d files beside it", GGUF__ST_FILES_MAX);
+        else files[n_files++] = name;
+    }
+    for (size_t i = 0; i < n_files && !failed; i++) failed = gguf__st_part(g, path, files[i]);
+    for (rest = map; !failed && gguf_json_next(&rest, &key, &value); ) {
+        const GgufStr name = {key.s + 1, key.n - 2};
+        if (!g->tensor_slots || !*gguf__tensor_slot(g, name))
+            failed = gguf__fail(g, "tensor", name, "E_TENSOR_MISSING", (size_t)(key.s - json), "only the index has it");
+    }
+    free(files);
+    gguf_close(&text);
+    return failed;
+}
+
+// All parts of the set whose first is `path`, PREFIX-00001-of-0000N.safetensors.
+static int gguf__st_numbered(Gguf *g, const char *path) {
+    const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path;
+    const size_t prefix = strlen(name) - strlen("-00001-of-00001.safetensors");
+    const int n = atoi(name + prefix + 10);
+    if (n < 1 || n > GGUF__ST_FILES_MAX || prefix > 200)
+        return gguf__fail(g, "file", (GgufStr){0}, "E_SPLIT_NAME", 0, "expected 1..%d parts, got %d", GGUF__ST_FILES_MAX, n);
+    for (int i = 1; i <= n; i++) {
+        char part[256];
+        snprintf(part, sizeof part, "%.*s-%05d-of-%05d.safetensors", (int)prefix, name, i, n);
+        if (gguf__st_part(g, path, gguf__str(part)) < 0) return -1;
+    }
+    return 0;
+}
+
+// PREFIX-00001-of-NNNNN.safetensors
+static bool gguf__st_is_first(const char *name) {
+    const char *form = "-00001-of-NNNNN.safetensors";
+    const size_t n = strlen(name), m = strlen(form);
+    if (n < m) return false;
+    for (size_t i = 0; i < m; i++) {
+        const char c = name[n - m + i];
+        if (form[i] == 'N' ? c < '0' || c > '9' : c != form[i]) return false;
+    }
+    return true;
+}
+
+// What a folder holds, as a path of its own. 0 or < 0.
+static int gguf__st_in_folder(Gguf *g, const char *folder, char *path, size_t room) {
+    static const char *const names[2] = {"model.safetensors", "model.safetensors.index.json"};
+    for (int i = 0; i < 2; i++)
+        if ((size_t)snprintf(path, room, "%s/%s", folder, names[i]) < room && access(path, F_OK) == 0) return 0;
+    DIR *dir = opendir(folder);
+    int found = 0;
+    for (struct dirent *e; dir && (e = readdir(dir)) != NULL; )
+        if (gguf__st_is_first(e->d_name) && (size_t)snprintf(path, room, "%s/%s", folder, e->d_name) < room) found++;
+    if (dir) closedir(dir);
+    if (found == 1) return 0;
+    return gguf__fail(g, "folder", (GgufStr){0}, "E_OPEN", 0, "expected %s, its index or one numbered set, got %s", names[0],
+                      found ? "several sets" : "none of them");
+}
+
+int gguf_open_safetensors(Gguf *g, const char *path) {
+    char inside[4096];
+    struct stat st;
+    const char *file = path;
+    int failed = 0;
+    memset(g, 0, sizeof *g);
+    g->path = path;
+    if (stat(path, &st) == 0 && S_ISDIR(st.st_mode)) {
+        failed = gguf__st_in_folder(g, path, inside, sizeof inside);
+        file = inside;
+    }
+    const size_t m = failed ? 0 : strlen(file);
+    if (!failed)
+        failed = m > 11 && strcmp(file + m - 11, ".index.json") == 0 ? gguf__st_index(g, file)
+               : gguf__st_is_first(file) ? gguf__st_numbered(g, file) : gguf__st_file(g, file);
+    if (failed) gguf_close(g);
+    return failed;
 }
 
 // ---- block formats -----------------------------------------------------------------------------------------------
@@ -1841,8 +2357,8 @@ GGUF__INLINE void gguf__add_terms(int type, const Gguf__Codes *restrict c, int32
 }
 
 // Sums of 16 products over 256 codes: dot[0][g] = sum over i < 16 of w[32*g + i]*q[32*g + i], dot[1][g] over i = 16..31.
-// NULL for w: codes of 1. Exact, so all bodies give the same bits; |q| <= 127, w >= -128. The AVX2 body moves the sign of w to q, because the
-// instructions multiply unsigned by signed bytes; 2*128*127 still fits the 16 bits that it adds pairs in.
+// NULL for w: codes of 1. Exact, so all bodies give the same bits; |q| <= 127, w >= -128. The AVX2 body moves the sign of w
+// to q, because the instructions multiply unsigned by signed bytes; 2*128*127 still fits the 16 bits that it adds pairs in.
 GGUF__INLINE void gguf__dot_16s(const int8_t *w, const int8_t *q, int32_t dot[2][8]) {
 #if defined(__AVX2__)
     __m256i s[8];

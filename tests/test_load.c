@@ -225,7 +225,7 @@ static const char *test_true_size(void) {
         Tokenizer t;
         load_model(m, path, cpu_ops(), small, NULL);
         const double bound = seconds() - from;
-        load_tokenizer(&t, &m->gguf, &m->config);
+        load_tokenizer(&t, &m->gguf, m->config.vocab);
         printf("26B, %.1f GB: opened and checked in %.3f s; with config, binding and plan %.3f s; with the tokenizer %.3f "
                "s\n", (double)m->gguf.file_size / 1e9, opened, bound, seconds() - from);
         const bool ok = m->config.n_layers == 30 && m->config.n_experts == 128 && m->config.vocab == 262144;
@@ -251,11 +251,12 @@ static void use_model(const char *path, bool check) {
     Model *m = must(calloc(1, sizeof *m));
     Tokenizer t;
     load_model(m, path, cpu_ops(), small, NULL);
-    load_tokenizer(&t, &m->gguf, &m->config);
+    load_tokenizer(&t, &m->gguf, m->config.vocab);
     print_plan(m);
     read_weights(m, check);
     TokIds ids = { 0 };
-    if (tok_chat_turn(&t, (TokStr){ NULL, 0 }, (TokStr){ "ab", 2 }, &ids) < 0) die("-p: %s", t.err);
+    const TokChat chat = { .messages = { "[{\"role\":\"user\",\"content\":\"ab\"}]", 32 }, .add_cue = true };
+    if (tok_chat(&t, &chat, &ids, NULL) < 0) die("-p: %s", t.err);
     if (ids.n > 40) die("the prompt has %zu tokens", ids.n);
     const GenerateOptions g = { .n_predict = 3, .ignore_eos = true,
                                 .sampling = { .seed = 1, .temperature = 1, .top_k = 64, .top_p = 0.95f, .repeat = 1 } };
