@@ -67,7 +67,7 @@ $(FUZZERS): $(B)/%: tests/%.c $(wildcard tests/*.h) $(SOURCES) $(B)/flags
 	$(FUZZ_BUILD) -I. -DFUZZER -Wno-unused-function $< -o $@ -lm
 
 bench: all                      ## time MODEL on this machine: prompt and decode tok/s
-	@sh tests/bench_cpu.sh "$(MODEL)"
+	@./$(BIN) bench "$(MODEL)"
 install:                        ## copy gemma4 to DESTDIR and PREFIX/bin
 	@test -x $(BIN) || $(MAKE) all
 	install -d "$(DESTDIR)$(PREFIX)/bin" && install -m 755 $(BIN) "$(DESTDIR)$(PREFIX)/bin/gemma4"

@@ -13,7 +13,7 @@
  *   [7]  The forward pass
  *   [8]  Step: batch, run, commit
  *   [9]  Text: tokenizer, sampling, generation
- *   [10] Verbs: logits, tokenize, detokenize
+ *   [10] Verbs: logits, tokenize, detokenize, bench
  *   [11] Quantise
  *   [12] Command line
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
@@ -1638,6 +1638,36 @@ static void cpu_memory(size_t *free_bytes, size_t *total) {
     *total = (size_t)sysconf(_SC_PHYS_PAGES) * page;
 }
 
+static void read_words(const void *task, int first, int end) {
+    const uint64_t *words = task;
+    uint64_t sum[16] = { 0 };
+    for (size_t i = (size_t)first * 512; i < (size_t)end * 512; i += 16)
+        for (int j = 0; j < 16; j++) sum[j] += words[i + j];
+    for (int j = 1; j < 16; j++) sum[0] += sum[j];
+    *(volatile uint64_t *)&sum[1] = sum[0];
+}
+
+static void write_words(const void *task, int first, int end) {
+    memset(*(char *const *)task + (size_t)first * 4096, 1, (size_t)(end - first) * 4096);
+}
+
+// What all threads together read per second, the best of five times through more than the caches hold; 0 without the memory.
+static double cpu_bandwidth(void) {
+    const int n_pages = (int)((available_memory() / 4 < (512u << 20) ? available_memory() / 4 : 512u << 20) / 4096);
+    char *words = aligned_alloc(4096, (size_t)n_pages * 4096);
+    double best = 0;
+    if (!words || !n_pages) return 0;
+    parallel(n_pages, share(n_pages, 1), write_words, &words);
+    for (int i = 0; i < 5; i++) {
+        const double start = seconds();
+        parallel(n_pages, share(n_pages, 1), read_words, words);
+        const double speed = n_pages * 4096.0 / (seconds() - start);
+        if (speed > best) best = speed;
+    }
+    free(words);
+    return best;
+}
+
 static size_t pairs_of_pass(const Limits *lim) {
     const size_t all = (size_t)lim->max_rows * lim->max_experts;
     return all < PASS_PAIRS ? all : PASS_PAIRS;
@@ -2546,7 +2576,7 @@ const Ops *cpu_ops(void) {
     static const Ops ops = {
         .name = "cpu", .memory = cpu_memory, .weight_bytes = cpu_weight_bytes, .upload = cpu_upload,
         .scratch_bytes = cpu_scratch_bytes, .init = cpu_init, .reserve = cpu_reserve, .release = cpu_release,
-        .copy = cpu_copy, .begin = cpu_begin, .end = cpu_end, .wait = cpu_wait,
+        .copy = cpu_copy, .begin = cpu_begin, .end = cpu_end, .wait = cpu_wait, .bandwidth = cpu_bandwidth,
         .embed = cpu_embed, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up, .route = cpu_route,
         .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store, .attend = cpu_attend,
@@ -3297,7 +3327,7 @@ static int generate(Model *m, Tokenizer *t, const int32_t *prompt, int n, const 
     return interrupted ? 130 : 0;
 }
 
-// ==== [10] Verbs: logits, tokenize, detokenize =======================================================================
+// ==== [10] Verbs: logits, tokenize, detokenize, bench ================================================================
 
 // gemma4 logits: the logits of every position of a list of ids, after the soft-cap, as n x vocab float32.
 static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const char *ids_path, const char *out_path,
@@ -3396,6 +3426,222 @@ static void verb_detokenize(const char *model, const char *list) {
     if (fflush(stdout)) die("standard output: %s", strerror(errno));
     tok_free(&tok);
     gguf_close(&g);
+}
+
+// ---- bench: speed in the conventions of llama-bench ----
+// ppN runs a prompt of N random tokens, tgN generates N tokens one by one; "@ dN" after N tokens in the context that have
+// really been run. A warm-up, then repetitions: mean and standard deviation of tokens per second.
+
+typedef struct { int n[32], count; } IntList;
+
+typedef struct {
+    IntList prompts, generated, depths;                // 0 among the first two: not that test
+    int n_runs;
+    enum { BENCH_MD, BENCH_CSV, BENCH_JSON } format;
+} BenchOptions;
+
+typedef struct {
+    Model   *m;
+    int32_t *ids;             // (n_ctx) random
+    char    *rings;           // the rings at the depth of the tests; global layers need no copy: rows above len are free
+    int      depth;           // tokens of session 0 at which these were taken
+    double   bandwidth;       // bytes/s of the memory, 0: not known
+    int      n_printed;
+} Bench;
+
+// Copies all rings to the host, or back; NULL: only counts the bytes.
+static size_t copy_rings(const Model *m, char *host, bool back) {
+    size_t bytes = 0;
+    for (int l = 0; l < m->config.first_shared; l++) {
+        const Cache *c = &m->caches[m->cache_of[l]];
+        const size_t rows = (size_t)c->n_seqs * c->n_kv_heads * (size_t)c->slots;
+        for (int i = 0; i < 4 && m->config.layer[l].is_swa; i++) {
+            const KvPlane *p = i & 1 ? &c->v : &c->k;
+            void *data = i & 2 ? p->scale : p->data;
+            const size_t n = rows * (i & 2 ? kv_scale_bytes(p->type, p->dim) : kv_row_bytes(p->type, p->dim));
+            if (host && n) m->ops->copy(&(Copy){ back ? (void *)(host + bytes) : data, back ? data : host + bytes, n,
+                                                 back ? COPY_OUT : COPY_IN });
+            bytes += n;
+        }
+    }
+    m->ops->wait();
+    return bytes;
+}
+
+static void set_length(Model *m, int seq, int32_t len) {
+    m->len[seq] = len;
+    m->ops->copy(&(Copy){ m->s.len + seq, &len, sizeof len, COPY_IN });
+}
+
+// Runs n random tokens from the end of the session on, as a prompt or one by one; returns the seconds.
+static double bench_run(Bench *b, int n, bool one_by_one, const char *what) {
+    Model *m = b->m;
+    const double start = seconds();
+    const int from = m->len[0];
+    for (int i = 0; i < n && one_by_one; i++) {
+        const StepRow row = { .token = b->ids[from + i], .want = true };
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &row }, 1);
+        commit_all(m);
+        m->ops->wait();
+    }
+    if (!one_by_one && n) {
+        run_prompt(m, 0, b->ids + from, n, what, NULL);
+        commit_all(m);
+        m->ops->wait();
+    }
+    return seconds() - start;
+}
+
+static void bench_to_depth(Bench *b, int depth) {      // n tokens are run and kept
+    char what[32];
+    snprintf(what, sizeof what, "filling d%d", depth);
+    if (depth < b->depth) reset_session(b->m, 0);
+    bench_run(b, depth - b->m->len[0], false, what);
+    copy_rings(b->m, b->rings, true);
+    b->depth = depth;
+}
+
+static void print_text(const char *s, char quote) {    // csv: quotes are doubled, JSON: escaped. s is printable ASCII
+    putchar('"');
+    for (; *s; s++) {
+        if (*s == '"' || (*s == '\\' && quote == '\\')) putchar(quote);
+        putchar(*s);
+    }
+    putchar('"');
+}
+
+// Bytes of this process in memory, the pages of the mapped file among them; 0: not known. Not the largest so far, which
+// measuring the bandwidth would decide.
+static size_t resident_memory(void) {
+    unsigned long long pages = 0;
+    FILE *f = fopen("/proc/self/statm", "r");
+    if (f && fscanf(f, "%*u %llu", &pages) != 1) pages = 0;
+    if (f) fclose(f);
+    return (size_t)pages * (size_t)sysconf(_SC_PAGESIZE);
+}
+
+static size_t planned_memory(const Model *m) {
+    const Plan *p = &m->plan;
+    return (p->weights ? p->weights : m->binder.bytes) + p->kv_global + p->kv_rings + p->stage + p->activations + p->scratch;
+}
+
+// One test: runs it, prints its line.
+static void bench_test(Bench *b, const BenchOptions *o, int n, bool one_by_one) {
+    Model *m = b->m;
+    char test[48], what[48], size[32], read_rate[48] = "";
+    double *speed = alloc_or_die(o->n_runs, sizeof *speed), mean = 0, sd = 0, bytes = 0, params = 0;
+    size_t file_bytes = 0;
+    for (size_t i = 0; i < m->gguf.n_tensors; i++) {
+        const GgufTensor *t = &m->gguf.tensors[i];
+        file_bytes += (size_t)t->size;
+        params += (double)t->ne[0] * (double)t->ne[1] * (double)t->ne[2] * (double)t->ne[3];
+    }
+    const int at = snprintf(test, sizeof test, "%s%d", one_by_one ? "tg" : "pp", n);
+    if (b->depth) snprintf(test + at, sizeof test - (size_t)at, " @ d%d", b->depth);
+    snprintf(what, sizeof what, "%.19s", test);
+    for (int i = 0; i < o->n_runs; i++) {
+        progress(what, i, o->n_runs, "runs");
+        copy_rings(m, b->rings, false);
+        set_length(m, 0, b->depth);
+        speed[i] = n / bench_run(b, n, one_by_one, NULL);
+        mean += speed[i] / o->n_runs;
+    }
+    progress(what, o->n_runs, o->n_runs, "runs");
+    for (int i = 0; i < o->n_runs; i++) sd += (speed[i] - mean) * (speed[i] - mean);
+    sd = o->n_runs > 1 ? sqrt(sd / (o->n_runs - 1)) : 0;
+    for (int i = 0; i < n && one_by_one; i++) bytes += bytes_per_token(m, b->depth + i) / n;
+    const double rate = bytes * mean, share_of = b->bandwidth > 0 ? rate / b->bandwidth : 0;
+
+    const char *k_type = m->options.k_type == KV_F32 ? "f32" : "f16", *v_type = m->options.v_type == KV_F32 ? "f32" : "f16";
+    const struct { const char *name; double value; } numbers[] = {
+        { "model_size", (double)file_bytes }, { "model_n_params", params }, { "n_ubatch", m->options.n_batch },
+        { "n_threads", pool.n_threads }, { "n_prompt", one_by_one ? 0 : n }, { "n_gen", one_by_one ? n : 0 },
+        { "n_depth", b->depth }, { "avg_ts", mean }, { "stddev_ts", sd }, { "read_bytes_per_s", rate },
+        { "bandwidth_bytes_per_s", b->bandwidth }, { "planned_bytes", (double)planned_memory(m) },
+        { "resident_bytes", (double)resident_memory() } };
+    const struct { const char *name, *value; } texts[] = {
+        { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", m->ops->name },
+        { "type_k", k_type }, { "type_v", v_type } };
+    enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
+    const bool first = !b->n_printed++;
+    if (o->format == BENCH_MD) {
+        if (first)
+            printf("| %-30s | %10s | %10s | %-10s | %7s | %15s | %20s | %18s |\n"
+                   "| ------------------------------ | ---------: | ---------: | ---------- | ------: | --------------: | "
+                   "-------------------: | -----------------: |\n",
+                   "model", "size", "params", "backend", "threads", "test", "t/s", "GB/s (of memory)");
+        snprintf(size, sizeof size, "%.2f %s", (double)file_bytes / (file_bytes < (1u << 30) ? 1 << 20 : 1 << 30),
+                 file_bytes < (1u << 30) ? "MiB" : "GiB");
+        char count[32], mark[48];
+        snprintf(count, sizeof count, "%.2f %s", params / (params < 1e9 ? 1e6 : 1e9), params < 1e9 ? "M" : "B");
+        snprintf(mark, sizeof mark, "%.2f ± %.2f", mean, sd);
+        if (one_by_one) snprintf(read_rate, sizeof read_rate, share_of > 0 ? "%.2f (%.0f %%)" : "%.2f", rate * 1e-9, share_of * 100);
+        printf("| %-30s | %10s | %10s | %-10s | %7d | %15s | %21s | %18s |\n", model_name(m), size, count, m->ops->name,
+               pool.n_threads, test, mark, read_rate);
+    } else if (o->format == BENCH_CSV) {
+        for (int i = 0; i < N_TEXTS && first; i++) printf("%s,", texts[i].name);
+        for (int i = 0; i < N_NUMBERS && first; i++) printf("%s%s", numbers[i].name, i + 1 < N_NUMBERS ? "," : "\n");
+        for (int i = 0; i < N_TEXTS; i++) {
+            print_text(texts[i].value, '"');
+            putchar(',');
+        }
+        for (int i = 0; i < N_NUMBERS; i++) printf("%.12g%s", numbers[i].value, i + 1 < N_NUMBERS ? "," : "\n");
+    } else {
+        printf(first ? "[\n  {" : ",\n  {");
+        for (int i = 0; i < N_TEXTS; i++) {
+            printf("%s\n    \"%s\": ", i ? "," : "", texts[i].name);
+            print_text(texts[i].value, '\\');
+        }
+        for (int i = 0; i < N_NUMBERS; i++) printf(",\n    \"%s\": %.12g", numbers[i].name, numbers[i].value);
+        printf(",\n    \"samples_ts\": [");
+        for (int i = 0; i < o->n_runs; i++) printf("%s%.12g", i ? ", " : "", speed[i]);
+        printf("]\n  }");
+    }
+    if (fflush(stdout)) die("standard output: %s", strerror(errno));
+    free(speed);
+}
+
+static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const BenchOptions *b) {
+    int longest = 1, deepest = 0, warm_up = 0;
+    for (int i = 0; i < b->prompts.count; i++) warm_up = longest = max_int(longest, b->prompts.n[i]);
+    for (int i = 0; i < b->generated.count; i++) longest = max_int(longest, b->generated.n[i]);
+    for (int i = 0; i < b->depths.count; i++) deepest = max_int(deepest, b->depths.n[i]);
+    if (deepest > MAX_CONTEXT - longest)
+        die("-d: expected at most %d tokens in all, got %d and %d", MAX_CONTEXT, deepest, longest);
+    o.n_ctx = deepest + longest;
+    Bench bench = { .m = alloc_or_die(1, sizeof *bench.m) };
+    Model *m = bench.m;
+    load_model(m, model, ops, o, NULL);
+    print_plan(m);
+    read_weights(m, false);
+    bench.ids = alloc_or_die(o.n_ctx, sizeof *bench.ids);
+    for (int i = 0; i < o.n_ctx; i++) bench.ids[i] = (int32_t)(random_unit(1, i) * (float)m->config.vocab);
+    bench.rings = alloc_or_die(copy_rings(m, NULL, true), 1);
+    bench.bandwidth = ops->bandwidth ? ops->bandwidth() : 0;
+    bench_run(&bench, min_int(warm_up, o.n_batch), false, "warming up");
+    set_length(m, 0, 0);
+    bench_run(&bench, 1, true, NULL);
+    reset_session(m, 0);
+    for (int i = 0; i < b->depths.count; i++) {
+        bench_to_depth(&bench, b->depths.n[i]);
+        for (int k = 0; k < b->prompts.count; k++)
+            if (b->prompts.n[k]) bench_test(&bench, b, b->prompts.n[k], false);
+        for (int k = 0; k < b->generated.count; k++)
+            if (b->generated.n[k]) bench_test(&bench, b, b->generated.n[k], true);
+        copy_rings(m, bench.rings, false);
+        set_length(m, 0, bench.depth);
+    }
+    const double gib = 1 << 30;
+    if (b->format == BENCH_JSON) printf("%s]\n", bench.n_printed ? "\n" : "[");
+    if (b->format == BENCH_MD)
+        printf("\nMemory: %.3f GiB planned, %.3f GiB resident, with the pages of the file that were read.\n"
+               "Bandwidth: %.1f GB/s. GB/s counts the weights and cache rows of a token once; file and caches stay warm.\n",
+               (double)planned_memory(m) / gib, (double)resident_memory() / gib, bench.bandwidth * 1e-9);
+    if (fflush(stdout)) die("standard output: %s", strerror(errno));
+    free(bench.ids);
+    free(bench.rings);
+    free_model(m);
+    free(m);
 }
 
 // ==== [11] Quantise ==================================================================================================
@@ -3711,16 +3957,20 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
 #ifndef TESTING
 #define VERSION "0.1"
 
-typedef enum { GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, RUNS = GENERATE | LOGITS, ANY = 31 } Verb;
+typedef enum { GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32,
+               RUNS = GENERATE | LOGITS, ANY = 63 } Verb;
 
 static const struct { const char *name; Verb verb; } verbs[] = {
-    { "logits", LOGITS }, { "tokenize", TOKENIZE }, { "detokenize", DETOKENIZE }, { "quantize", QUANTIZE }
+    { "logits", LOGITS }, { "tokenize", TOKENIZE }, { "detokenize", DETOKENIZE }, { "quantize", QUANTIZE },
+    { "bench", BENCH }
 };
 
 typedef struct {
     Verb verb;
     const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout, *k_type, *v_type;
     const char *target, *type;                  // quantize: OUT, TYPE
+    const char *prompts, *generated, *depths;   // bench: lists of numbers
+    double n_runs;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
     TextList biases, stops;
     bool raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, help, version;
@@ -3746,7 +3996,7 @@ static const Flag flags[] = {
       "most tokens to generate; default -1: until the turn ends or the context is full" },
     { "-c", "--ctx-size", "N", FLAG_INT, RUNS, FIELD(n_ctx), 1, MAX_CONTEXT,
       "tokens of context; default: the model's, 8192 at most" },
-    { "-t", "--threads", "N", FLAG_INT, RUNS | QUANTIZE, FIELD(n_threads), 1, MAX_THREADS, "CPU threads; default: one per core" },
+    { "-t", "--threads", "N", FLAG_INT, RUNS | BENCH | QUANTIZE, FIELD(n_threads), 1, MAX_THREADS, "CPU threads; default: one per core" },
     { "--system", "-sys", "TEXT", FLAG_TEXT, GENERATE, FIELD(system), 0, 0, "system turn; default: none" },
     { "--think", NULL, NULL, FLAG_ON, GENERATE, FIELD(think), 0, 0,
       "let the model think before it answers; default: it answers at once" },
@@ -3779,10 +4029,10 @@ static const Flag flags[] = {
       "stop before this text, which is not printed; again for more" },
     { "--top-logits", NULL, "N", FLAG_INT, GENERATE, FIELD(top_logits), 0, MAX_VOCAB,
       "print the N likeliest candidates of every token: id, text, logit, probability, before bias and penalties" },
-    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, RUNS, FIELD(k_type), 0, 0,
+    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, RUNS | BENCH, FIELD(k_type), 0, 0,
       "type of cached K: f16 or f32; default f16, for logits f32" },
-    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, RUNS, FIELD(v_type), 0, 0, "type of cached V; default: as K" },
-    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, RUNS, FIELD(kv_layout), 0, 0,
+    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, RUNS | BENCH, FIELD(v_type), 0, 0, "type of cached V; default: as K" },
+    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, RUNS | BENCH, FIELD(kv_layout), 0, 0,
       "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
     { "--check-tensors", NULL, NULL, FLAG_ON, RUNS, FIELD(check_tensors), 0, 0,
       "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales" },
@@ -3794,6 +4044,12 @@ static const Flag flags[] = {
     { "--plain", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(plain), 0, 0,
       "tokenize: no string is special; default: those around calls and thoughts are" },
     { "--special", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(special), 0, 0, "tokenize: all of them are, such as <|turn>" },
+    { "-p", "--n-prompt", "N,..", FLAG_TEXT, BENCH, FIELD(prompts), 0, 0, "bench: tokens of a prompt; default 512, 0: none" },
+    { "-n", "--n-gen", "N,..", FLAG_TEXT, BENCH, FIELD(generated), 0, 0, "bench: tokens to generate; default 128, 0: none" },
+    { "-d", "--n-depth", "N,..", FLAG_TEXT, BENCH, FIELD(depths), 0, 0,
+      "bench: tokens that are in the context already; default 0" },
+    { "-r", "--repetitions", "N", FLAG_INT, BENCH, FIELD(n_runs), 1, 1000, "bench: runs of each test; default 5" },
+    { "-o", "--output", "FORMAT", FLAG_TEXT, BENCH, FIELD(out), 0, 0, "bench: md, csv or json; default md" },
     { "-h", "--help", NULL, FLAG_ON, ANY, FIELD(help), 0, 0, "this text" },
     { "--version", NULL, NULL, FLAG_ON, ANY, FIELD(version), 0, 0, "version and backend" },
 };
@@ -3804,6 +4060,7 @@ static void print_help(void) {
            "  gemma4 logits MODEL.gguf --ids FILE -o FILE      logits of every position, after the soft-cap\n"
            "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   the ids of a text; no <bos> is added\n"
            "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  the text of ids\n"
+           "  gemma4 bench MODEL.gguf [flags]                  tokens per second, as llama-bench measures them\n"
            "  gemma4 quantize IN OUT.gguf TYPE                 q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32\n\n");
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) {
         char left[64];
@@ -3839,7 +4096,8 @@ static void parse_flags(Flags *f, int argc, char **argv) {
         const char *arg = argv[i];
         const Flag *flag = NULL;
         for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
-            if (!strcmp(arg, flags[k].name) || (flags[k].alias && !strcmp(arg, flags[k].alias))) flag = &flags[k];
+            if ((!strcmp(arg, flags[k].name) || (flags[k].alias && !strcmp(arg, flags[k].alias))) &&
+                (!flag || flags[k].verbs & (int)f->verb)) flag = &flags[k];
         if (!flag) {
             if (arg[0] == '-') die("%s: no such flag; try --help", arg);
             const Verb verb = f->verb || f->model ? 0 : verb_named(arg);
@@ -3880,6 +4138,22 @@ static void parse_flags(Flags *f, int argc, char **argv) {
     if (!f->verb) f->verb = GENERATE;
     for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
         if (given[k] && !(flags[k].verbs & (int)f->verb)) refuse_flag(&flags[k], f->verb);
+}
+
+static IntList parse_list(const char *flag, const char *text, int otherwise) {
+    IntList list = { .n = { otherwise }, .count = 1 };
+    for (const char *at = text; at; at++) {
+        char *end;
+        errno = 0;
+        const long v = *at >= '0' && *at <= '9' ? strtol(at, &end, 10) : -1;
+        if (at == text) list.count = 0;
+        if (v < 0 || v > MAX_CONTEXT || errno || (*end && *end != ',') || list.count == 32)
+            die("%s: expected at most 32 whole numbers from 0 to %d with commas between, got '%s'", flag, MAX_CONTEXT, text);
+        list.n[list.count++] = (int)v;
+        if (!*end) break;
+        at = end;
+    }
+    return list;
 }
 
 static KvType parse_kv_type(const char *flag, const char *name, KvType otherwise) {
@@ -4041,7 +4315,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
 }
 
 int main(int argc, char **argv) {
-    Flags f = { .n_predict = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN, .min_p = NAN, .repeat = 1, .seed = NAN };
+    Flags f = { .n_predict = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN, .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5 };
     parse_flags(&f, argc, argv);
     if (f.help) {
         print_help();
@@ -4090,6 +4364,15 @@ int main(int argc, char **argv) {
         free(f.stops.text);
         free(f.biases.text);
         return status;
+    }
+    if (f.verb == BENCH) {
+        BenchOptions b = { .prompts = parse_list("-p", f.prompts, 512), .generated = parse_list("-n", f.generated, 128),
+                           .depths = parse_list("-d", f.depths, 0), .n_runs = (int)f.n_runs };
+        if (f.out && strcmp(f.out, "md") && strcmp(f.out, "csv") && strcmp(f.out, "json"))
+            die("-o: expected md, csv or json, got '%s'", f.out);
+        b.format = !f.out || !strcmp(f.out, "md") ? BENCH_MD : !strcmp(f.out, "csv") ? BENCH_CSV : BENCH_JSON;
+        verb_bench(f.model, ops, o, &b);
+        return 0;
     }
     if (!f.ids) die("--ids: expected a file of token ids");
     if (!f.out) die("-o: expected a file for the logits");
