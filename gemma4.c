@@ -2158,15 +2158,6 @@ static void kv_write(const KvPlane *p, void *row, const float *v) {
     else kv_type_missing(p->type);
 }
 
-// The row as f32: itself, or converted into buf (dim).
-static const float *kv_read(const KvPlane *p, const void *row, float *buf) {
-    if (p->type == KV_F32) return row;
-    if (p->type == KV_F16) gguf_dequantize(GGUF_F16, row, buf, p->dim);
-    else if (p->type == KV_BF16) gguf_dequantize(GGUF_BF16, row, buf, p->dim);
-    else kv_type_missing(p->type);
-    return buf;
-}
-
 // Pairs (i, i + half), i < n: (a, b) -> (a cos - b sin, a sin + b cos).
 static void rope_rotate(float *v, int half, int n, const float *cosine, const float *sine) {
     for (int i = 0; i < n; i++) {
@@ -2246,84 +2237,168 @@ static void qkv_store_rows(const void *task, int first, int end) {
 
 static void cpu_qkv_store(const QkvStore *o) { parallel(o->batch->n_rows, share(o->batch->n_rows, 1), qkv_store_rows, o); }
 
-enum { HEADS_AT_ONCE = 8 };   // query heads that share a pass over the keys; a Softmax lies on the stack of a thread
+enum { QUERIES = 8, KEYS = 32 };        // rows x heads, and cached rows, that are worked on at a time
 
-typedef struct {              // softmax(q . k) v of one row and some query heads, key by key ("online softmax")
-    int   n_heads, head_dim;
-    const float *q;           // (n_heads, head_dim)
-    float scale;
-    float max[HEADS_AT_ONCE], sum[HEADS_AT_ONCE];
-    float out[HEADS_AT_ONCE * MAX_HEAD_DIM];    // (n_heads, head_dim) unnormalised
+// softmax(q . k) v of some queries, which are heads of one KV head in rows of one segment. Key by key in the order of
+// positions ("online softmax"): the largest score so far stays the reference point, so exp never overflows. How queries and
+// keys are grouped makes no difference to the bits.
+typedef struct {
+    const Attend *o;
+    int   head_dim, n_heads, n;         // n queries: rows x n_heads
+    float q[QUERIES * MAX_HEAD_DIM], out[QUERIES * MAX_HEAD_DIM];      // (n, head_dim); out unnormalised
+    float max[QUERIES], sum[QUERIES];
 } Softmax;
 
-// Takes one key into account. The largest score so far stays the reference point, so exp never overflows.
-static void attend_key(Softmax *s, const Cache *c, int seq, int head, int slot) {
-    float k_buf[MAX_HEAD_DIM], v_buf[MAX_HEAD_DIM];
-    const float *k = kv_read(&c->k, kv_row(c, &c->k, seq, head, slot), k_buf);
-    const float *v = kv_read(&c->v, kv_row(c, &c->v, seq, head, slot), v_buf);
-    const int hd = s->head_dim, n_k = c->k.dim;
-    for (int h = 0; h < s->n_heads; h++) {
-        const float *q = s->q + (size_t)h * hd;
-        float *out = s->out + (size_t)h * hd;
-        float score = gguf_dot_f32(GGUF_F32, k, q, n_k);
-        if (n_k < hd) score += gguf_dot_f32(GGUF_F32, v + n_k, q + n_k, (size_t)(hd - n_k));   // tied: the rest of K is V
-        score *= s->scale;
-        if (score > s->max[h]) {
-            const float shrink = expf(s->max[h] - score);        // 0 the first time: max is -inf
-            s->sum[h] *= shrink;
-            for (int i = 0; i < hd; i++) out[i] *= shrink;
-            s->max[h] = score;
+typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));    // the compiler splits it where it must
+
+// out[i] += sum over j, ascending, of p[j] * v[key[j]][i]; dim is a multiple of 32.
+static void add_values(float *out, const float *v, const int *key, const float *p, int n, int dim) {
+    int i = 0;
+    for (; i + 64 <= dim; i += 64) {
+        Vector *o = (Vector *)(out + i), a = o[0], b = o[1], c = o[2], d = o[3];
+        for (int j = 0; j < n; j++) {
+            const Vector *from = (const Vector *)(v + (size_t)key[j] * dim + i);
+            a += p[j] * from[0], b += p[j] * from[1], c += p[j] * from[2], d += p[j] * from[3];
         }
-        const float p = expf(score - s->max[h]);
-        s->sum[h] += p;
-        for (int i = 0; i < hd; i++) out[i] += p * v[i];
+        o[0] = a, o[1] = b, o[2] = c, o[3] = d;
+    }
+    for (; i < dim; i++)
+        for (int j = 0; j < n; j++) out[i] += p[j] * v[(size_t)key[j] * dim + i];
+}
+
+static int float_type(KvType t) {
+    if (t != KV_F32 && t != KV_F16 && t != KV_BF16) kv_type_missing(t);
+    return t == KV_F32 ? GGUF_F32 : t == KV_F16 ? GGUF_F16 : GGUF_BF16;
+}
+
+// Takes n <= KEYS keys into account, in slots from `slot` on. Bit k of seen[i]: row i of the queries sees key k.
+static void attend_keys(Softmax *s, const Cache *c, int seq, int head, int slot, int n, const uint32_t *seen) {
+    const int hd = s->head_dim, n_k = c->k.dim, k_type = float_type(c->k.type), v_type = float_type(c->v.type);
+    const size_t k_bytes = kv_row_bytes(c->k.type, n_k), v_bytes = kv_row_bytes(c->v.type, hd);
+    const char *k_rows = kv_row(c, &c->k, seq, head, slot), *v_rows = kv_row(c, &c->v, seq, head, slot);
+    float scores[QUERIES][KEYS], rest[QUERIES][KEYS], v_buf[KEYS * MAX_HEAD_DIM];
+    const float *v = c->v.type == KV_F32 ? (const float *)(const void *)v_rows : v_buf;
+    if (c->v.type != KV_F32) gguf_dequantize(v_type, v_rows, v_buf, (size_t)n * hd);
+    gguf_dot_f32_rows(k_type, k_rows, n, k_bytes, s->q, s->n, hd, n_k, scores[0], KEYS);
+    if (n_k < hd)                                      // tied: the rest of K is V
+        gguf_dot_f32_rows(v_type, v_rows + v_bytes / hd * n_k, n, v_bytes, s->q + n_k, s->n, hd, hd - n_k, rest[0], KEYS);
+    for (int i = 0; i < s->n; i++) {
+        float score[KEYS], p[KEYS], *out = s->out + (size_t)i * hd;
+        int key[KEYS], n_seen = 0;
+        for (int k = 0; k < n; k++) {
+            if (!(seen[i / s->n_heads] >> k & 1)) continue;
+            score[n_seen] = (n_k < hd ? scores[i][k] + rest[i][k] : scores[i][k]) * s->o->scale;
+            key[n_seen++] = k;
+        }
+        for (int from = 0, to; from < n_seen; from = to) {             // as far as the largest score stays the same
+            if (score[from] > s->max[i]) {
+                const float shrink = exp_of(s->max[i] - score[from]);    // 0 the first time: max is -inf
+                s->sum[i] *= shrink;
+                for (int d = 0; d < hd; d++) out[d] *= shrink;
+                s->max[i] = score[from];
+            }
+            for (to = from + 1; to < n_seen && !(score[to] > s->max[i]); to++) {}
+            for (int j = from; j < to; j++) p[j] = exp_of(score[j] - s->max[i]);
+            for (int j = from; j < to; j++) s->sum[i] += p[j];
+            add_values(out, v, key + from, p + from, to - from, hd);
+        }
     }
 }
 
-static int head_parts(const Attend *o) {               // of the heads that share one KV head
-    return (o->n_heads / o->cache->n_kv_heads + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
+// The heads from `head` on, of rows r .. r + n_rows - 1 of the step, which are of one segment.
+static void attend_queries(Softmax *s, const Attend *o, int r, int n_rows, int head, int n_heads) {
+    const Cache *c = o->cache;
+    const int hd = c->head_dim, g = head / (o->n_heads / c->n_kv_heads);
+    const Row *row = &o->batch->rows[r];
+    const Segment *seg = &o->batch->segs[row->seg];
+    const int len = o->batch->len[seg->seq];
+    int first[QUERIES], lowest = len, n_own = 0;       // the lowest positions in sight; rows of the segment that one may see
+    uint32_t seen[QUERIES];
+    s->o = o;
+    s->head_dim = hd;
+    s->n_heads = n_heads;
+    s->n = n_rows * n_heads;
+    for (int i = 0; i < s->n; i++) {
+        const size_t at = (size_t)(r + i / n_heads) * o->n_heads + head + i % n_heads;
+        memcpy(s->q + (size_t)i * hd, o->q + at * hd, (size_t)hd * sizeof *s->q);
+        s->max[i] = -INFINITY;
+        s->sum[i] = 0;
+    }
+    memset(s->out, 0, (size_t)s->n * hd * sizeof *s->out);
+    for (int i = 0; i < n_rows; i++) {
+        first[i] = o->window ? max_int(0, len + row[i].depth - o->window + 1) : 0;
+        lowest = min_int(lowest, first[i]);
+        n_own = max_int(n_own, o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : row[i].index + 1);
+    }
+    for (int p = lowest, n; p < len; p += n) {
+        n = min_int(min_int(KEYS, len - p), c->slots - p % c->slots);
+        for (int i = 0; i < n_rows; i++) {
+            const int hidden = max_int(first[i] - p, 0);
+            seen[i] = hidden < 32 ? ~(uint32_t)0 << hidden : 0;
+        }
+        attend_keys(s, c, seg->seq, g, p % c->slots, n, seen);
+    }
+    for (int k = 0, n; k < n_own; k += n) {
+        const int slot = o->stage ? seg->first + k : (len + k) % c->slots;
+        uint32_t any = 0;
+        n = min_int(KEYS, n_own - k);
+        if (!o->stage) n = min_int(n, c->slots - slot);
+        for (int i = 0; i < n_rows; i++) {
+            const int hidden = max_int(first[i] - len - k, 0), ahead = row[i].index + 1 - k;
+            seen[i] = ~(uint32_t)0;
+            if (o->own == OWN_CAUSAL && seg->kind == SEG_TREE) seen[i] = (uint32_t)(row[i].ancestors >> k);
+            if (o->own == OWN_CAUSAL && seg->kind == SEG_CHAIN) seen[i] = hidden < 32 ? ~(uint32_t)0 << hidden : 0;
+            if (o->own == OWN_CAUSAL && ahead < 32) seen[i] &= ahead > 0 ? ((uint32_t)1 << ahead) - 1 : 0;
+            any |= seen[i];
+        }
+        if (any) attend_keys(s, o->stage ? o->stage : c, o->stage ? 0 : seg->seq, g, slot, n, seen);
+    }
+    for (int i = 0; i < s->n; i++) {
+        float *out = s->out + (size_t)i * hd;
+        for (int d = 0; d < hd; d++) out[d] = s->sum[i] == 0 ? 0 : out[d] / s->sum[i];      // nothing in sight: 0
+        if (c->n_rot) tied_order(out, hd, c->n_rot, true);
+        emit(&o->out, r + i / n_heads, o->n_heads * hd, (head + i % n_heads) * hd, out, hd);
+    }
 }
 
-static void attend_items(const void *task, int begin, int end) {        // an item: one row, one part of the heads of a KV head
-    const Attend *o = task;
-    const Cache *c = o->cache;
-    const int hd = c->head_dim, group = o->n_heads / c->n_kv_heads, parts = head_parts(o);
-    for (int item = begin; item < end; item++) {
-            const int r = item / (c->n_kv_heads * parts), j = item % (c->n_kv_heads * parts);
-            const int g = j / parts, n_heads = min_int(HEADS_AT_ONCE, group - j % parts * HEADS_AT_ONCE);
-            const int head = g * group + j % parts * HEADS_AT_ONCE;              // the first query head of this part
-            const Row *row = &o->batch->rows[r];
-            const Segment *seg = &o->batch->segs[row->seg];
-            const int len = o->batch->len[seg->seq], pos = len + row->depth;
-            const int first = o->window ? max_int(0, pos - o->window + 1) : 0;      // the lowest position in sight
-            const size_t at = (size_t)r * o->n_heads + head;
-            Softmax s = { .n_heads = n_heads, .head_dim = hd, .q = o->q + at * (size_t)hd, .scale = o->scale };
-            for (int h = 0; h < n_heads; h++) s.max[h] = -INFINITY;
+typedef struct {
+    const Attend *o;
+    int rows, heads;          // of an item
+    int parts;                // into which the heads of a KV head are cut
+} AttendJob;
 
-            for (int p = first; p < len; p++) attend_key(&s, c, seg->seq, g, p % c->slots);
-            const int n_own = o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : row->index + 1;
-            for (int i = 0; i < n_own; i++) {
-                if (o->own == OWN_CAUSAL) {
-                    if (seg->kind == SEG_TREE && !(row->ancestors >> i & 1)) continue;
-                    if (seg->kind == SEG_CHAIN && len + i < first) continue;
-                }
-                if (o->stage) attend_key(&s, o->stage, 0, g, seg->first + i);
-                else attend_key(&s, c, seg->seq, g, (len + i) % c->slots);
-            }
-            for (int h = 0; h < n_heads; h++) {
-                float *out = s.out + (size_t)h * hd;
-                for (int i = 0; i < hd; i++) out[i] = s.sum[h] == 0 ? 0 : out[i] / s.sum[h];   // nothing in sight: 0
-                if (c->n_rot) tied_order(out, hd, c->n_rot, true);
-                emit(&o->out, r, o->n_heads * hd, (head + h) * hd, out, hd);
-            }
+static int attend_count(const AttendJob *job) {        // items
+    return (job->o->batch->n_rows + job->rows - 1) / job->rows * job->o->cache->n_kv_heads * job->parts;
+}
+
+static void attend_items(const void *task, int begin, int end) {
+    const AttendJob *job = task;
+    const Attend *o = job->o;
+    const int kv_heads = o->cache->n_kv_heads, group = o->n_heads / kv_heads, across = kv_heads * job->parts;
+    Softmax s;
+    for (int item = begin; item < end; item++) {
+        const int from = item % across % job->parts * job->heads, head = item % across / job->parts * group + from;
+        const int row_end = min_int((item / across + 1) * job->rows, o->batch->n_rows);
+        for (int r = item / across * job->rows, n; r < row_end; r += n) {
+            for (n = 1; r + n < row_end && o->batch->rows[r + n].seg == o->batch->rows[r].seg; n++) {}
+            attend_queries(&s, o, r, n, head, min_int(job->heads, group - from));
         }
+    }
 }
 
 static void cpu_attend(const Attend *o) {
-    const int n = o->batch->n_rows * o->cache->n_kv_heads * head_parts(o);
+    const int group = o->n_heads / o->cache->n_kv_heads;
+    AttendJob job = { .o = o, .heads = min_int(group, QUERIES) };
     if (o->blocks) die("attend: block lists are not supported by the CPU backend");
     if (o->store) cpu_qkv_store(o->store);
-    parallel(n, share(n, 1), attend_items, o);
+    job.rows = QUERIES / job.heads;
+    job.parts = (group + job.heads - 1) / job.heads;
+    while (attend_count(&job) < pool.n_threads && job.rows * job.heads > 1) {       // fewer queries share a key then
+        if (job.rows > 1) job.rows = (job.rows + 1) / 2;
+        else job.heads = (job.heads + 1) / 2;
+        job.parts = (group + job.heads - 1) / job.heads;
+    }
+    parallel(attend_count(&job), share(attend_count(&job), 1), attend_items, &job);
 }
 
 // One cached row of all heads from one place to another.

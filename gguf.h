@@ -2229,20 +2229,6 @@ static inline float gguf__fold(float *acc, int n) {
     return acc[0];
 }
 
-float gguf_dot_f32(int type, const void *row, const float *x, size_t n) {
-    const uint8_t *p = (const uint8_t *)row;
-    size_t bytes = (size_t)gguf_block_bytes(type);
-    assert(type == GGUF_F32 || type == GGUF_F16 || type == GGUF_BF16);
-    float acc[32] = {0}, w[32];
-    for (; n >= 32; n -= 32, x += 32, p += 32 * bytes) {
-        gguf__floats(type, p, w, 32);
-        GGUF__VECTOR_LOOP for (int j = 0; j < 32; j++) acc[j] += w[j] * x[j];
-    }
-    gguf__floats(type, p, w, (int)n);
-    for (size_t j = 0; j < n; j++) acc[j] += w[j] * x[j];
-    return gguf__fold(acc, 32);
-}
-
 // 16 floats; the compiler splits the vector where the machine's are shorter.
 typedef float Gguf__Half __attribute__((vector_size(64), aligned(4), may_alias));
 
@@ -2258,6 +2244,28 @@ GGUF__INLINE Gguf__Half gguf__half(int type, const uint8_t *p) {
     gguf__floats(type, p, w, 16);
     return *(const Gguf__Half *)(const void *)w;
 #endif
+}
+
+GGUF__INLINE float gguf__dot_one(int type, const uint8_t *p, const float *x, size_t n) {
+    const size_t bytes = (size_t)gguf__types[type].bytes;
+    Gguf__Half a0 = {0}, a1 = {0};
+    float w[32], acc[32];
+    for (; n >= 32; n -= 32, x += 32, p += 32 * bytes) {
+        const Gguf__Half *xv = (const Gguf__Half *)(const void *)x;
+        a0 += gguf__half(type, p) * xv[0], a1 += gguf__half(type, p + 16 * bytes) * xv[1];
+    }
+    memcpy(acc, &a0, sizeof a0);
+    memcpy(acc + 16, &a1, sizeof a1);
+    gguf__floats(type, p, w, (int)n);
+    for (size_t j = 0; j < n; j++) acc[j] += w[j] * x[j];
+    return gguf__fold(acc, 32);
+}
+
+float gguf_dot_f32(int type, const void *row, const float *x, size_t n) {
+    const uint8_t *p = (const uint8_t *)row;
+    assert(type == GGUF_F32 || type == GGUF_F16 || type == GGUF_BF16);
+    if (type == GGUF_F32) return gguf__dot_one(GGUF_F32, p, x, n);
+    return type == GGUF_F16 ? gguf__dot_one(GGUF_F16, p, x, n) : gguf__dot_one(GGUF_BF16, p, x, n);
 }
 
 // One weight row times four rows of x. Their partial sums have names, or the compilers would keep them in memory.
@@ -2291,7 +2299,7 @@ GGUF__INLINE void gguf__dot_float_rows(int type, const uint8_t *w, size_t n_w, s
             gguf__dot_four(type, w + i * w_stride, x + r * x_stride, x_stride, n, out + r * out_stride + i, out_stride);
     for (; r < n_rows; r++)
         for (size_t i = 0; i < n_w; i++)
-            out[r * out_stride + i] = gguf_dot_f32(type, w + i * w_stride, x + r * x_stride, n);
+            out[r * out_stride + i] = gguf__dot_one(type, w + i * w_stride, x + r * x_stride, n);
 }
 
 void gguf_dot_f32_rows(int type, const void *w, size_t n_w, size_t w_stride, const float *x, size_t n_rows, size_t x_stride,
