@@ -719,7 +719,7 @@ static bool hf_get(const HfConfig *c, const char *key, GgufJson *v) {
 
 // Numbers: otherwise < min (hf_float: 0) means that the member is required.
 static int64_t hf_int(const HfConfig *c, const char *key, int64_t min, int64_t max, int64_t otherwise) {
-    GgufJson v;
+    GgufJson v = { 0 };
     int64_t n = otherwise;
     if (!hf_get(c, key, &v)) {
         if (otherwise < min) die("%s: '%s': missing", c->path, key);
@@ -730,7 +730,7 @@ static int64_t hf_int(const HfConfig *c, const char *key, int64_t min, int64_t m
 }
 
 static double json_float(const char *path, const GgufJson *object, const char *key, double otherwise) {
-    GgufJson v;
+    GgufJson v = { 0 };
     double x = otherwise;
     if (!gguf_json_get(object, key, &v) || v.type == GGUF_J_NULL) {
         if (otherwise == 0) die("%s: '%s': missing", path, key);
@@ -741,7 +741,7 @@ static double json_float(const char *path, const GgufJson *object, const char *k
 }
 
 static bool hf_bool(const HfConfig *c, const char *key) {
-    GgufJson v;
+    GgufJson v = { 0 };
     return hf_get(c, key, &v) && v.type == GGUF_J_TRUE;
 }
 
@@ -966,7 +966,7 @@ static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab,
     // Shown although they are special: chat parsers read them in the text.
     static const char *const visible[] = { "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>",
                                            "<tool_response|>", "<|\"|>" };
-    GgufJson root, model, map, merges, added = { 0 }, rest, key, v, id_v, part;
+    GgufJson root, model, map, merges, added = { 0 }, rest, key, v, id_v = { 0 }, part;
     char *text = read_json(folder, "tokenizer.json", &root);
     if (!text && required) die("%s: expected tokenizer.json beside the model, got none", folder);
     if (!text) return;
@@ -1074,7 +1074,7 @@ static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab,
 
 // Defaults of sampling, and tokens that must not be sampled, from generation_config.json.
 static void hf_generation_keys(GgufWriter *w, const char *folder) {
-    GgufJson root, v, id_v;
+    GgufJson root, v, id_v = { 0 };
     char *text = read_json(folder, "generation_config.json", &root);
     int64_t id;
     double x;

@@ -1071,7 +1071,7 @@ static const Edit edits[] = {
     { 0, SET_SHAPE, "rope_freqs.weight", NULL, { 128, -1 }, NULL },
     { 0, SET_SHAPE, "token_embd.weight", NULL, { 32, 512, -1 }, NULL },
     { 0, SET_TYPE, "blk.1.ffn_up.weight", NULL, { GGUF_I8 }, NULL },
-    { 0, SET_TYPE, "blk.1.ffn_up.weight", NULL, { GGUF_Q4_1 }, NULL },
+    { 0, SET_TYPE, "blk.1.ffn_up.weight", NULL, { GGUF_Q8_1 }, NULL },
     { 0, SET_TYPE, "token_embd.weight", NULL, { GGUF_I8 }, NULL },
     { 0, SET_TYPE, "rope_freqs.weight", NULL, { GGUF_F16 }, NULL },
     { 0, SET_TYPE, "blk.0.attn_norm.weight", NULL, { GGUF_F16 }, NULL },
