@@ -1,14 +1,13 @@
 # Makefile - builds the engine, its tests and its fuzzers. A C compiler is all it needs; `make help` lists the targets.
 #
 # Only ./gemma4 lands in this directory, everything else in build/. Set on the command line as needed:
-#   CC=clang   CFLAGS="-O2 -g"   OMP=0 (one thread)   WERROR=1 (warnings are errors)   ARCH=sm_90 (nvcc's -arch)
+#   CC=clang   CFLAGS="-O2 -g"   WERROR=1 (warnings are errors)   ARCH=sm_90 (nvcc's -arch)
 #   PREFIX=/usr/local   DESTDIR=   FUZZ_SECONDS=60   MODEL=file.gguf (for bench)   STRICT=1 (a skipped test fails)
 #   LONG=1 (more mutated files in the tests)
 
 B       := build
 BIN     := gemma4
 CFLAGS  ?= -O3 -march=native -g
-OMP     ?= 1
 PREFIX  ?= /usr/local
 MODEL   ?= models/gemma4-mini-q8_0.gguf
 ARCH    ?= native
@@ -16,16 +15,8 @@ NVCC    ?= $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>
 KERNELS := $(wildcard gemma4_kernels.cu)
 ENGINE  := $(if $(and $(strip $(NVCC)),$(KERNELS)),cuda,cpu)
 
-# -fopenmp is used when a program built with it links, which is tried here, once.
 # -ffp-contract=off: the CPU operations are the reference, so a*b + c rounds twice with every compiler.
-ifeq ($(OMP),1)
-OMP_FLAG := $(shell mkdir -p $(B); echo 'int main(void) { return !omp_get_max_threads(); }' | \
-    $(CC) -include omp.h -fopenmp -xc - -o $(B)/omp_probe 2>/dev/null && echo -fopenmp)
-OMP_NOTE := $(if $(OMP_FLAG),,@echo "note: built for one thread: '$(CC) -fopenmp' does not link; \
-    libgomp (gcc) or libomp-dev (clang) adds it" >&2)
-endif
-COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) $(or $(OMP_FLAG),-Wno-unknown-pragmas) \
-    -ffp-contract=off $(CFLAGS)
+COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -pthread -ffp-contract=off $(CFLAGS)
 SOURCES  := gemma4.c $(wildcard *.h)
 PROGRAMS := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c tests/make_*.c tests/bench_*.c))
 FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
@@ -40,10 +31,9 @@ no-cuda:
 	no CUDA backend yet (gemma4_kernels.cu); use 'make cpu')" >&2; exit 1
 
 $(B)/gemma4-cpu: $(SOURCES) $(B)/flags
-	$(OMP_NOTE)
 	$(COMPILE) gemma4.c -o $@ $(LDFLAGS) -lm
 $(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/kernels.o
-	$(NVCC) $^ -o $@ $(addprefix -Xcompiler ,$(OMP_FLAG)) -lcublas -lm
+	$(NVCC) $^ -o $@ -Xcompiler -pthread -lcublas -lm
 $(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
 	$(COMPILE) -DUSE_CUDA -c gemma4.c -o $@
 $(B)/kernels.o: gemma4_kernels.cu gemma4.h $(B)/flags
@@ -77,7 +67,7 @@ $(FUZZERS): $(B)/%: tests/%.c $(wildcard tests/*.h) $(SOURCES) $(B)/flags
 	$(FUZZ_BUILD) -I. -DFUZZER -Wno-unused-function $< -o $@ -lm
 
 bench: all                      ## time MODEL on this machine: prompt and decode tok/s
-	@sh tests/bench_cpu.sh "$(MODEL)"
+	@./$(BIN) bench "$(MODEL)"
 install:                        ## copy gemma4 to DESTDIR and PREFIX/bin
 	@test -x $(BIN) || $(MAKE) all
 	install -d "$(DESTDIR)$(PREFIX)/bin" && install -m 755 $(BIN) "$(DESTDIR)$(PREFIX)/bin/gemma4"

@@ -13,7 +13,7 @@
  *   [7]  The forward pass
  *   [8]  Step: batch, run, commit
  *   [9]  Text: tokenizer, sampling, generation
- *   [10] Verbs: logits, tokenize, detokenize
+ *   [10] Verbs: logits, tokenize, detokenize, bench
  *   [11] Quantise
  *   [12] Command line
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
@@ -26,8 +26,11 @@
 #include <inttypes.h>
 #include <limits.h>
 #include <math.h>
+#include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -36,9 +39,6 @@
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 #define GGUF_IMPLEMENTATION
 #define TOKENIZER_IMPLEMENTATION
 #include "gemma4.h"
@@ -133,6 +133,128 @@ static void progress(const char *what, size_t done, size_t total, const char *un
     fprintf(stderr, "\r# %.20s  %s  [%s]  %d %%  %s%s\033[K", what, amount(size, (double)total, unit), bar,
             (int)(share * 100), rate, left);
     fflush(stderr);
+}
+
+// Threads. A job is cut into pieces, which the caller and a pool of threads claim one by one: a thread that another program
+// keeps from its core is late for its own piece only, and one that has not woken up delays nobody. Threads without work look
+// for some for a short while, then they sleep.
+
+typedef void (*Work)(const void *task, int first, int end);        // does items first .. end - 1 of a job
+
+enum { LOOKS = 2000, MAX_THREADS = 4096, STACK_BYTES = 8 << 20 };  // looks for work, tens of microseconds, before a sleep
+
+static struct {
+    int n_threads;                      // the caller's included; 0: not started yet
+    Work work;                          // the job; it stays as it is while a piece is claimed and not done
+    const void *task;
+    int n_items, step;                  // items in all, and of a piece
+    uint32_t n_pieces;
+    _Atomic uint64_t open;              // number of the job << 32 | pieces that nobody has claimed
+    _Atomic uint32_t undone;            // pieces
+    atomic_int n_sleeping;
+    atomic_bool caller_sleeps;
+    pthread_mutex_t lock;
+    pthread_cond_t wake, done;
+} pool = { .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER };
+
+static int count_cores(void) {                         // that this process may use
+#ifdef __linux__
+    cpu_set_t set;
+    if (!sched_getaffinity(0, sizeof set, &set)) return CPU_COUNT(&set);
+#endif
+    return max_int(1, (int)sysconf(_SC_NPROCESSORS_ONLN));
+}
+
+static void pause_briefly(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void work_on_job(void) {                        // until no piece is left to claim
+    uint64_t open = atomic_load(&pool.open);
+    while ((uint32_t)open) {
+        if (!atomic_compare_exchange_weak(&pool.open, &open, open - 1)) continue;
+        const size_t first = (size_t)(pool.n_pieces - (uint32_t)open) * (size_t)pool.step, left = (size_t)pool.n_items - first;
+        pool.work(pool.task, (int)first, (int)(first + (left < (size_t)pool.step ? left : (size_t)pool.step)));
+        if (atomic_fetch_sub(&pool.undone, 1) == 1 && atomic_load(&pool.caller_sleeps)) {
+            pthread_mutex_lock(&pool.lock);
+            pthread_cond_signal(&pool.done);
+            pthread_mutex_unlock(&pool.lock);
+        }
+        open = atomic_load(&pool.open);
+    }
+}
+
+static void *pool_thread(void *unused) {
+    for (;;) {
+        for (int i = 0; i < LOOKS && !(uint32_t)atomic_load_explicit(&pool.open, memory_order_relaxed); i++) pause_briefly();
+        if (!(uint32_t)atomic_load(&pool.open)) {
+            pthread_mutex_lock(&pool.lock);
+            atomic_fetch_add(&pool.n_sleeping, 1);
+            while (!(uint32_t)atomic_load(&pool.open)) pthread_cond_wait(&pool.wake, &pool.lock);
+            atomic_fetch_sub(&pool.n_sleeping, 1);
+            pthread_mutex_unlock(&pool.lock);
+        }
+        work_on_job();
+    }
+    return unused;
+}
+
+static void pool_forked(void) { pool.n_threads = 1; }  // a child process has none of the threads
+
+// Starts the threads, once; n = 0: one per core.
+static void start_threads(int n) {
+    if (pool.n_threads) return;
+    pthread_attr_t attr;
+    pthread_t id;
+    pool.n_threads = n ? n : count_cores();
+    pthread_atfork(NULL, NULL, pool_forked);
+    if (pthread_attr_init(&attr) || pthread_attr_setstacksize(&attr, STACK_BYTES)) die("threads: no memory");
+    pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
+    for (int i = 1; i < pool.n_threads; i++) {
+        const int error = pthread_create(&id, &attr, pool_thread, NULL);
+        if (error) die("-t: cannot start %d threads: %s; try -t %d", pool.n_threads, strerror(error), i);
+    }
+    pthread_attr_destroy(&attr);
+}
+
+// Does a job of n_items in pieces of `step`, and returns when all are done. Not from within a job.
+static void parallel(int n_items, int step, Work work, const void *task) {
+    start_threads(0);
+    if (pool.n_threads == 1 || n_items <= step) {
+        if (n_items > 0) work(task, 0, n_items);
+        return;
+    }
+    pool.work = work;
+    pool.task = task;
+    pool.n_items = n_items;
+    pool.step = step;
+    pool.n_pieces = (uint32_t)((n_items + step - 1) / step);
+    atomic_store(&pool.undone, pool.n_pieces);
+    atomic_store(&pool.open, ((atomic_load(&pool.open) >> 32) + 1) << 32 | pool.n_pieces);
+    if (atomic_load(&pool.n_sleeping)) {
+        pthread_mutex_lock(&pool.lock);
+        pthread_cond_broadcast(&pool.wake);
+        pthread_mutex_unlock(&pool.lock);
+    }
+    work_on_job();
+    for (int i = 0; i < LOOKS && atomic_load(&pool.undone); i++) pause_briefly();
+    if (!atomic_load(&pool.undone)) return;
+    pthread_mutex_lock(&pool.lock);
+    atomic_store(&pool.caller_sleeps, true);
+    while (atomic_load(&pool.undone)) pthread_cond_wait(&pool.done, &pool.lock);
+    atomic_store(&pool.caller_sleeps, false);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+// Items of a piece, a multiple of grain: several pieces for each thread, as they take different times.
+static int share(int n_items, int grain) {
+    start_threads(0);
+    const int n_pieces = 8 * pool.n_threads;
+    return (int)round_up((size_t)max_int((n_items + n_pieces - 1) / n_pieces, 1), (size_t)grain);
 }
 
 // ==== [2] Config: model-wide and per layer ===========================================================================
@@ -1383,17 +1505,53 @@ typedef struct {
     size_t first, n;          // blocks of it
 } Piece;
 
+typedef struct {
+    const Piece *pieces;
+    int          n;
+    bool         check;
+    const char  *what;        // the bar's
+    size_t       total;       // bytes
+    size_t      *done;        // under the lock, like what follows
+    int         *bad_piece;   // the first one that has a bad block
+    size_t      *bad_block;
+    pthread_mutex_t *lock;
+    pthread_t    caller;      // draws the bar
+} ReadJob;
+
+static void read_pieces(const void *task, int begin, int end) {
+    enum { AHEAD = 8 };                                // pieces that the kernel is told of in advance
+    const ReadJob *job = task;
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    for (int i = begin; i < end; i++) {
+        const Piece *p = &job->pieces[i], *next = &job->pieces[min_int(i + AHEAD, job->n - 1)];
+        const size_t bytes = (size_t)gguf_block_bytes(p->t->type), next_bytes = (size_t)gguf_block_bytes(next->t->type);
+        const uint8_t *data = p->t->data + p->first * bytes, *from = next->t->data + next->first * next_bytes;
+        const size_t before = (size_t)((uintptr_t)from % page);
+        size_t bad = p->n;
+        madvise((void *)(uintptr_t)(from - before), next->n * next_bytes + before, MADV_WILLNEED);
+        if (job->check) bad = gguf_find_bad_block(p->t->type, data, p->n);
+        else for (size_t at = 0; at < p->n * bytes; at += page) (void)((const volatile uint8_t *)data)[at];
+        pthread_mutex_lock(job->lock);
+        const size_t so_far = *job->done += p->n * bytes;
+        if (bad < p->n && i < *job->bad_piece) {
+            *job->bad_piece = i;
+            *job->bad_block = p->first + bad;
+        }
+        pthread_mutex_unlock(job->lock);
+        if (so_far < job->total && pthread_equal(pthread_self(), job->caller)) progress(job->what, so_far, job->total, "B");
+    }
+}
+
 // Reads the model's data from one end to the other, with all threads and under a progress bar: for the pages, which the
 // first prompt would otherwise wait for one by one, or, with check, for what stands in them (every tensor of the file).
 // Left out without check: what nobody reads or what rows are only taken from; and all when it is more than memory can hold
 // or the backend keeps weights of its own. Takes next to no time when the pages are in memory already.
 static void read_weights(Model *m, bool check) {
-    enum { PIECE = 4 << 20, AHEAD = 8 };               // bytes; pieces that the kernel is told of in advance
+    enum { PIECE = 4 << 20 };                          // bytes
     const Gguf *g = &m->gguf;
     const Weights *w = &m->weights;
-    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     size_t total = 0, done = 0, bad_block = 0;
-    int n_pieces = 0, bad_piece = INT_MAX;             // the first one that has a bad block
+    int n_pieces = 0, bad_piece = INT_MAX;
     if (!check && m->plan.weights) return;
     Piece *pieces = alloc_or_die(g->n_tensors + g->file_size / (PIECE / 2), sizeof *pieces);
     for (size_t i = 0; i < g->n_tensors; i++) {
@@ -1416,31 +1574,10 @@ static void read_weights(Model *m, bool check) {
     char what[64];
     snprintf(what, sizeof what, "%s%.40s", check ? "checking " : "", model_name(m));
     if (n_pieces) progress(what, 0, total, "B");
-#pragma omp parallel for schedule(dynamic, 1)
-    for (int i = 0; i < n_pieces; i++) {
-        const Piece *p = &pieces[i], *next = &pieces[min_int(i + AHEAD, n_pieces - 1)];
-        const size_t bytes = (size_t)gguf_block_bytes(p->t->type), next_bytes = (size_t)gguf_block_bytes(next->t->type);
-        const uint8_t *data = p->t->data + p->first * bytes, *from = next->t->data + next->first * next_bytes;
-        const size_t before = (size_t)((uintptr_t)from % page);
-        madvise((void *)(uintptr_t)(from - before), next->n * next_bytes + before, MADV_WILLNEED);
-        if (check) {
-            const size_t bad = gguf_find_bad_block(p->t->type, data, p->n);
-#pragma omp critical
-            if (bad < p->n && i < bad_piece) {
-                bad_piece = i;
-                bad_block = p->first + bad;
-            }
-        } else {
-            for (size_t at = 0; at < p->n * bytes; at += page) (void)((const volatile uint8_t *)data)[at];
-        }
-        size_t so_far;
-#pragma omp atomic capture
-        so_far = done += p->n * bytes;
-#ifdef _OPENMP
-        if (omp_get_thread_num() == 0)
-#endif
-            if (so_far < total) progress(what, so_far, total, "B");
-    }
+    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    const ReadJob job = { .pieces = pieces, .n = n_pieces, .check = check, .what = what, .total = total, .done = &done,
+                          .bad_piece = &bad_piece, .bad_block = &bad_block, .lock = &lock, .caller = pthread_self() };
+    parallel(n_pieces, 1, read_pieces, &job);
     if (n_pieces) progress(what, total, total, "B");
     if (bad_piece < INT_MAX) {
         const GgufTensor *t = pieces[bad_piece].t;
@@ -1470,16 +1607,16 @@ static void free_model(Model *m) {
     gguf_close(&m->gguf);
 }
 
-// ==== [6] CPU operations =============================================================================================
-// The definition of every operation in gemma4.h, in the plainest form that is still usable. OpenMP splits output rows only,
-// so it never changes a sum; a row's arithmetic does not depend on the other rows of the step. Weights are read where they
-// lie in the mapped file. Tolerances for other backends are those of their comments in gemma4.h and tests/test_ops.c.
-
+// ==== [6] CPU operations ======================================================================================
 typedef struct { uint64_t key, weight; } Candidate;    // a token among others: the higher key, the better (candidate_key)
+
+enum { PASS_PAIRS = 4096 };   // most pairs (row, chosen expert) that experts work on at a time
 
 static struct {               // scratch of the CPU backend: one prepared input at a time, one row of logits
     Act        y;             // (max_rows, max_cols)
-    size_t     rows, cols, vocab;
+    uint8_t   *packed;        // (max_rows or pairs, max_cols) the input for gguf_dot_q8_rows
+    int32_t   *order;         // (pairs) sorted by expert
+    size_t     rows, pairs, cols, vocab;
     Candidate *candidates;    // (vocab)
     float     *logits;        // (vocab)
     int32_t   *seen;          // (vocab) 0 between operations
@@ -1501,28 +1638,75 @@ static void cpu_memory(size_t *free_bytes, size_t *total) {
     *total = (size_t)sysconf(_SC_PHYS_PAGES) * page;
 }
 
+static void read_words(const void *task, int first, int end) {
+    const uint64_t *words = task;
+    uint64_t sum[16] = { 0 };
+    for (size_t i = (size_t)first * 512; i < (size_t)end * 512; i += 16)
+        for (int j = 0; j < 16; j++) sum[j] += words[i + j];
+    for (int j = 1; j < 16; j++) sum[0] += sum[j];
+    *(volatile uint64_t *)&sum[1] = sum[0];
+}
+
+static void write_words(const void *task, int first, int end) {
+    memset(*(char *const *)task + (size_t)first * 4096, 1, (size_t)(end - first) * 4096);
+}
+
+// What all threads together read per second, the best of five times through more than the caches hold; 0 without the memory.
+static double cpu_bandwidth(void) {
+    const int n_pages = (int)((available_memory() / 4 < (512u << 20) ? available_memory() / 4 : 512u << 20) / 4096);
+    char *words = aligned_alloc(4096, (size_t)n_pages * 4096);
+    double best = 0;
+    if (!words || !n_pages) return 0;
+    parallel(n_pages, share(n_pages, 1), write_words, &words);
+    for (int i = 0; i < 5; i++) {
+        const double start = seconds();
+        parallel(n_pages, share(n_pages, 1), read_words, words);
+        const double speed = n_pages * 4096.0 / (seconds() - start);
+        if (speed > best) best = speed;
+    }
+    free(words);
+    return best;
+}
+
+static size_t pairs_of_pass(const Limits *lim) {
+    const size_t all = (size_t)lim->max_rows * lim->max_experts;
+    return all < PASS_PAIRS ? all : PASS_PAIRS;
+}
+
+static size_t packed_bytes(size_t rows, size_t pairs, size_t cols) {
+    return (rows > pairs ? rows : pairs) * gguf_packed_size(cols);
+}
+
 static size_t cpu_scratch_bytes(const Limits *lim) {
-    const size_t n = (size_t)lim->max_rows * lim->max_cols;
-    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + lim->vocab * (sizeof(Candidate) + sizeof(float) + sizeof(int32_t));
+    const size_t n = (size_t)lim->max_rows * lim->max_cols, pairs = pairs_of_pass(lim);
+    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + packed_bytes(lim->max_rows, pairs, lim->max_cols) +
+           pairs * sizeof(int32_t) + lim->vocab * (sizeof(Candidate) + sizeof(float) + sizeof(int32_t));
 }
 
 static void cpu_init(const Limits *lim) {
     const size_t rows = (size_t)max_int(lim->max_rows, (int)cpu.rows), cols = (size_t)max_int(lim->max_cols, (int)cpu.cols);
     const size_t vocab = (size_t)max_int(lim->vocab, (int)cpu.vocab);
-    if (rows == cpu.rows && cols == cpu.cols && vocab == cpu.vocab) return;
+    const size_t pairs = (size_t)max_int((int)pairs_of_pass(lim), (int)cpu.pairs);
+    if (rows == cpu.rows && pairs == cpu.pairs && cols == cpu.cols && vocab == cpu.vocab) return;
     free(cpu.y.f);
     free(cpu.y.q);
     free(cpu.y.s);
+    free(cpu.packed);
+    free(cpu.order);
     free(cpu.candidates);
     free(cpu.logits);
     free(cpu.seen);
     cpu.y.f = alloc_or_die(rows * cols, sizeof *cpu.y.f);
     cpu.y.q = alloc_or_die(rows * cols, sizeof *cpu.y.q);
     cpu.y.s = alloc_or_die(rows * (cols / 32 + 1), sizeof *cpu.y.s);
+    cpu.packed = aligned_alloc(64, round_up(packed_bytes(rows, pairs, cols), 64));
+    if (!cpu.packed) die("out of memory: %zu bytes wanted", packed_bytes(rows, pairs, cols));
+    cpu.order = alloc_or_die(pairs, sizeof *cpu.order);
     cpu.candidates = alloc_or_die(vocab, sizeof *cpu.candidates);
     cpu.logits = alloc_or_die(vocab, sizeof *cpu.logits);
     cpu.seen = alloc_or_die(vocab, sizeof *cpu.seen);
     cpu.rows = rows;
+    cpu.pairs = pairs;
     cpu.cols = cols;
     cpu.vocab = vocab;
 }
@@ -1548,10 +1732,14 @@ static void cpu_wait(void) {}
 
 // ---- building blocks ----
 
-// 1 / sqrt(mean(x^2) + eps). The sum is in f64.
+// 1 / sqrt(mean(x^2) + eps). The sum is in f64: eight parts, i mod 8, then these in order.
 static float rms_scale(const float *x, int n, float eps) {
-    double ss = 0;
-    for (int i = 0; i < n; i++) ss += (double)x[i] * x[i];
+    double part[8] = { 0 }, ss = 0;
+    int i = 0;
+    for (; i + 8 <= n; i += 8)
+        for (int j = 0; j < 8; j++) part[j] += (double)x[i + j] * x[i + j];
+    for (; i < n; i++) part[i % 8] += (double)x[i] * x[i];
+    for (int j = 0; j < 8; j++) ss += part[j];
     return (float)(1.0 / sqrt(ss / n + eps));
 }
 
@@ -1561,9 +1749,33 @@ static void rms_norm(float *out, const float *x, const float *w, int n, float ep
     for (int i = 0; i < n; i++) out[i] = w ? w[i] * (x[i] * scale) : x[i] * scale;
 }
 
-static float activate(ActFn fn, float x) {
-    if (fn == ACT_SILU) return x / (1.0f + expf(-x));
-    return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+// e^x, relative error below 2e-7; 0 below -87, e^88 above 88; NaN for NaN. Without branches, so that loops over it become
+// vectors: 2^n for the nearest n to x / ln 2, times a polynomial in the rest, |r| <= 0.35.
+static inline float exp_of(float x) {
+    const float in = x > 88 ? 88 : x < -87 ? -87 : x;
+    const float shifted = in * 1.44269504f + 0x1.8p23f, n = shifted - 0x1.8p23f;     // the sum's last bits hold n
+    const float r = (in - n * 0.693359375f) + n * 2.12194440e-4f;                    // n ln 2 in two parts
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1;
+    uint32_t bits, two_n;
+    memcpy(&bits, &shifted, sizeof bits);
+    two_n = (bits << 23) + 0x3f800000u;
+    float scale;
+    memcpy(&scale, &two_n, sizeof scale);
+    return x < -87 ? 0 : p * scale;
+}
+
+static inline float tanh_of(float x) { return 1 - 2 / (1 + exp_of(2 * x)); }
+
+// v[i] = act(v[i]). 0.5 (1 + tanh u) is 1 / (1 + e^(-2 u)).
+static void activate(ActFn fn, float *v, int n) {
+    if (fn == ACT_SILU) for (int i = 0; i < n; i++) v[i] = v[i] / (1 + exp_of(-v[i]));
+    else for (int i = 0; i < n; i++) v[i] = v[i] / (1 + exp_of(-1.5957691216057308f * (v[i] + 0.044715f * v[i] * v[i] * v[i])));
 }
 
 // One row of In: stores x' where wanted, leaves y in out (cols).
@@ -1582,25 +1794,54 @@ static void prepare_row(const In *in, size_t r, int cols, float *out) {
     if (in->w_pre) rms_norm(out, out, in->w_pre, cols, in->eps);
 }
 
-// The input of a product, ready for dot(): what a producer left, or rows prepared in scratch, there also in int8.
-static Act prepare(const In *in, int n_rows, int cols, bool quantise) {
-    if (in->act.f || in->act.q) return in->act;
-#pragma omp parallel for if (n_rows > 1)
-    for (int r = 0; r < n_rows; r++) {
+// The input of matrix products: rows in the forms that the matrices want.
+typedef struct {
+    Act            a;         // (n_rows, cols)
+    const uint8_t *packed;    // (n_rows) for gguf_dot_q8_rows, NULL for a row that is alone
+} Rows;
+
+typedef struct {
+    const In *in;
+    Act       from;           // what a producer left, or NULL and NULL
+    int       cols;
+    bool      quantise, pack;
+} PrepareJob;
+
+static void prepare_rows(const void *task, int first, int end) {
+    const PrepareJob *job = task;
+    const size_t cols = (size_t)job->cols;
+    const Act *from = &job->from;
+    const bool own = !from->f && !from->q;
+    for (int r = first; r < end; r++) {
         const size_t at = (size_t)r * cols;
-        prepare_row(in, r, cols, cpu.y.f + at);
-        if (quantise) gguf_quantize_q8(cpu.y.f + at, cpu.y.q + at, cpu.y.s + at / 32, cols);
+        if (own) prepare_row(job->in, r, job->cols, cpu.y.f + at);
+        if (own && job->quantise) gguf_quantize_q8(cpu.y.f + at, cpu.y.q + at, cpu.y.s + at / 32, cols);
+        const Act *a = own ? &cpu.y : from;
+        if (job->pack) gguf_pack_q8(a->q + at, a->s + at / 32, cols, cpu.packed + (size_t)r * gguf_packed_size(cols));
     }
-    return cpu.y;
 }
 
-// Row i of matrix e of w times row r of a: one element of a product.
-static float dot(const Tensor *w, int e, int i, const Act *a, size_t r) {
-    const size_t cols = (size_t)w->cols, at = r * cols;
-    const uint8_t *row = (const uint8_t *)w->data + ((size_t)e * w->rows + i) * gguf_row_size(w->type, cols);
-    const float y = is_quantised(w->type) ? gguf_dot_q8(w->type, row, a->q + at, a->s + at / 32, cols)
-                                          : gguf_dot_f32(w->type, row, a->f + at, cols);
-    return w->scale ? w->scale[e] * y : y;
+// The input of a product: what a producer left, or rows prepared in scratch; in int8 too where a matrix is quantised, and
+// packed if there are several.
+static Rows prepare(const In *in, int n_rows, int cols, bool quantise) {
+    const bool own = !in->act.f && !in->act.q, pack = quantise && n_rows > 1;
+    const PrepareJob job = { .in = in, .from = in->act, .cols = cols, .quantise = quantise, .pack = pack };
+    if (own || pack) parallel(n_rows, share(n_rows, 1), prepare_rows, &job);
+    return (Rows){ .a = own ? cpu.y : in->act, .packed = pack ? cpu.packed : NULL };
+}
+
+// out[j * stride + i] = row first + i of matrix e of w times row r + j of x: n columns of n_rows rows of a product.
+static void dots(const Tensor *w, int e, int first, int n, const Rows *x, size_t r, int n_rows, float *out, size_t stride) {
+    const size_t cols = (size_t)w->cols, row_size = gguf_row_size(w->type, cols), at = r * cols;
+    const uint8_t *rows = (const uint8_t *)w->data + ((size_t)e * w->rows + first) * row_size;
+    if (!is_quantised(w->type))
+        gguf_dot_f32_rows(w->type, rows, n, row_size, x->a.f + at, n_rows, cols, cols, out, stride);
+    else if (x->packed)
+        gguf_dot_q8_rows(w->type, rows, n, x->packed + r * gguf_packed_size(cols), n_rows, cols, out, stride);
+    else
+        for (int i = 0; i < n; i++) out[i] = gguf_dot_q8(w->type, rows + i * row_size, x->a.q + at, x->a.s + at / 32, cols);
+    for (int j = 0; w->scale && j < n_rows; j++)
+        for (int i = 0; i < n; i++) out[j * stride + i] *= w->scale[e];
 }
 
 // n values of row r of an Act (cols wide) from column `first`, a multiple of 32; in int8 too when the reader wants that.
@@ -1621,19 +1862,21 @@ static void embedding_row(const Tensor *table, int32_t token, float *out) {
     gguf_dequantize(table->type, (const uint8_t *)table->data + row * row_size, out, table->cols);
 }
 
-static void cpu_embed(const Embed *o) {
-#pragma omp parallel for if (o->batch->n_rows > 1)
-    for (int r = 0; r < o->batch->n_rows; r++) {
+static void embed_rows(const void *task, int first, int end) {
+    const Embed *o = task;
+    for (int r = first; r < end; r++) {
         float *x = o->out + (size_t)r * o->out_stride;
         embedding_row(o->table, o->batch->rows[r].token, x);
         for (int i = 0; i < o->table->cols; i++) x[i] *= o->scale;
     }
 }
 
-static void cpu_ple_rows(const PleRows *o) {
+static void cpu_embed(const Embed *o) { parallel(o->batch->n_rows, share(o->batch->n_rows, 1), embed_rows, o); }
+
+static void ple_rows(const void *task, int first, int end) {
+    const PleRows *o = task;
     const size_t cols = (size_t)o->table->cols;
-#pragma omp parallel for if (o->batch->n_rows > 1)
-    for (int r = 0; r < o->batch->n_rows; r++) {
+    for (int r = first; r < end; r++) {
         float *a = cpu.y.f + (size_t)r * cols;         // the token's row for all layers
         embedding_row(o->table, o->batch->rows[r].token, a);
         for (int l = 0; l < o->n_layers; l++) {
@@ -1646,38 +1889,59 @@ static void cpu_ple_rows(const PleRows *o) {
     }
 }
 
+static void cpu_ple_rows(const PleRows *o) { parallel(o->batch->n_rows, share(o->batch->n_rows, 1), ple_rows, o); }
+
+typedef struct { const Matmul *o; Rows y; } MatmulJob;
+
+static void matmul_columns(const void *task, int first, int end) {      // columns of all outputs, one after the other
+    const MatmulJob *job = task;
+    const Matmul *o = job->o;
+    for (int k = 0, at = 0; k < o->n; at += o->w[k++]->rows) {
+        const Tensor *w = o->w[k];
+        const int from = max_int(first - at, 0), to = min_int(end - at, w->rows);
+        if (from < to) dots(w, 0, from, to - from, &job->y, 0, o->n_rows, o->out[k] + from, w->rows);
+    }
+}
+
 static void cpu_matmul(const Matmul *o) {
     bool quantise = false;
-    for (int k = 0; k < o->n; k++) quantise |= is_quantised(o->w[k]->type);
-    const Act y = prepare(&o->in, o->n_rows, o->w[0]->cols, quantise);
+    int n = 0;
     for (int k = 0; k < o->n; k++) {
-        const Tensor *w = o->w[k];
-#pragma omp parallel for
-        for (int i = 0; i < w->rows; i++)
-            for (int r = 0; r < o->n_rows; r++)
-                o->out[k][(size_t)r * w->rows + i] = dot(w, 0, i, &y, r);
+        quantise |= is_quantised(o->w[k]->type);
+        n += o->w[k]->rows;
+    }
+    const MatmulJob job = { o, prepare(&o->in, o->n_rows, o->w[0]->cols, quantise) };
+    parallel(n, share(n, 16), matmul_columns, &job);
+}
+
+enum { TILE_ROWS = 32 };      // activation rows, and columns, of a product that goes through more than one matrix
+
+// out[r][i] = act(gate y) * (up y) of 32 columns from `first` on, of n_rows <= TILE_ROWS rows. Fused tensors hold the n rows
+// of up behind those of gate.
+static void gated_tile(const Tensor *gate, const Tensor *up, int e, int n, int first, ActFn fn, const Rows *y, size_t r,
+                       int n_rows, float out[TILE_ROWS][32]) {
+    float u[TILE_ROWS][32];
+    const int width = min_int(32, n - first);
+    dots(gate, e, first, width, y, r, n_rows, out[0], 32);
+    dots(up ? up : gate, e, up ? first : n + first, width, y, r, n_rows, u[0], 32);
+    for (int j = 0; j < n_rows; j++) {
+        activate(fn, out[j], width);
+        for (int i = 0; i < width; i++) out[j][i] *= u[j][i];
     }
 }
 
-// 32 values of act(gate y) * (up y), from value `first` on. Fused tensors hold the n rows of up behind those of gate.
-static void gated_values(const Tensor *gate, const Tensor *up, int e, int n, int first, ActFn fn, const Act *y, size_t r_in,
-                         const Act *out, size_t r_out) {
-    float v[32];
-    const int end = min_int(first + 32, n);
-    for (int i = first; i < end; i++) {
-        const float u = up ? dot(up, e, i, y, r_in) : dot(gate, e, n + i, y, r_in);
-        v[i - first] = activate(fn, dot(gate, e, i, y, r_in)) * u;
-    }
-    emit(out, r_out, n, first, v, end - first);
+typedef struct { const Route *o; Rows y; } RouteJob;
+
+static void route_columns(const void *task, int first, int end) {
+    const RouteJob *job = task;
+    const Route *o = job->o;
+    dots(o->w, 0, first, end - first, &job->y, 0, o->n_rows, o->logits + first, o->w->rows);
 }
 
-static void cpu_route(const Route *o) {
+static void route_rows(const void *task, int first, int end) {
+    const Route *o = task;
     const int n = o->w->rows;
-    const Act y = prepare(&o->in, o->n_rows, o->w->cols, is_quantised(o->w->type));
-#pragma omp parallel for collapse(2)
-    for (int r = 0; r < o->n_rows; r++)
-        for (int i = 0; i < n; i++) o->logits[(size_t)r * n + i] = dot(o->w, 0, i, &y, r);
-    for (int r = 0; r < o->n_rows; r++) {
+    for (int r = first; r < end; r++) {
         const float *z = o->logits + (size_t)r * n;
         int32_t *ids = o->ids + (size_t)r * o->n_used;
         float *weights = o->weights + (size_t)r * o->n_used, sum = 0;
@@ -1695,50 +1959,173 @@ static void cpu_route(const Route *o) {
     }
 }
 
-static void cpu_gate_up(const GateUp *o) {
+static void cpu_route(const Route *o) {
+    const RouteJob job = { o, prepare(&o->in, o->n_rows, o->w->cols, is_quantised(o->w->type)) };
+    parallel(o->w->rows, share(o->w->rows, 4), route_columns, &job);
+    parallel(o->n_rows, share(o->n_rows, 4), route_rows, o);
+}
+
+typedef struct { const GateUp *o; Rows y; } GateUpJob;
+
+static void gate_up_tiles(const void *task, int begin, int end) {       // of 32 columns, all rows
+    const GateUpJob *job = task;
+    const GateUp *o = job->o;
     const int n = o->gate->rows;
-    const Act y = prepare(&o->in, o->n_rows, o->gate->cols, is_quantised(o->gate->type) || is_quantised(o->up->type));
-#pragma omp parallel for
-    for (int i = 0; i < n; i += 32)
-        for (int r = 0; r < o->n_rows; r++) gated_values(o->gate, o->up, 0, n, i, o->fn, &y, r, &o->out, r);
+    float out[TILE_ROWS][32];
+    for (int first = begin * 32; first < end * 32; first += 32)
+        for (int r = 0; r < o->n_rows; r += TILE_ROWS) {
+            const int n_rows = min_int(TILE_ROWS, o->n_rows - r);
+            gated_tile(o->gate, o->up, 0, n, first, o->fn, &job->y, r, n_rows, out);
+            for (int j = 0; j < n_rows; j++) emit(&o->out, r + j, n, first, out[j], min_int(32, n - first));
+        }
+}
+
+static void cpu_gate_up(const GateUp *o) {
+    const int n = o->gate->rows, n_tiles = (n + 31) / 32;
+    const bool quantise = is_quantised(o->gate->type) || is_quantised(o->up->type);
+    const GateUpJob job = { o, prepare(&o->in, o->n_rows, o->gate->cols, quantise) };
+    parallel(n_tiles, share(n_tiles, 1), gate_up_tiles, &job);
     if (o->route) cpu_route(o->route);
 }
 
+// Pairs (row, chosen expert) by expert, so that an expert's weights are unpacked once for all rows that chose it. Pair p is
+// choice p % n_used of row p / n_used; order[k] for start[i] <= k < start[i + 1] are the pairs of expert[i], ascending.
+typedef struct {
+    int first, n;             // pairs
+    int n_experts;            // that were chosen
+    int expert[MAX_EXPERTS], start[MAX_EXPERTS + 1];
+    int32_t *order;           // (n)
+} Pairs;
+
+static void sort_pairs(Pairs *p, const int32_t *ids, int first, int n) {
+    int count[MAX_EXPERTS] = { 0 }, next[MAX_EXPERTS];
+    p->first = first;
+    p->n = n;
+    p->n_experts = 0;
+    p->start[0] = 0;
+    p->order = cpu.order;
+    for (int i = 0; i < n; i++) count[ids[first + i]]++;
+    for (int e = 0; e < MAX_EXPERTS; e++) {
+        if (!count[e]) continue;
+        next[e] = p->start[p->n_experts];
+        p->expert[p->n_experts++] = e;
+        p->start[p->n_experts] = next[e] + count[e];
+    }
+    for (int i = 0; i < n; i++) p->order[next[ids[first + i]]++] = first + i;
+}
+
+typedef struct {
+    const ExpertGateUp *gate_up;       // one of the two
+    const ExpertDown   *down;
+    Rows  y;                  // by pair, gate_up: by row; its packed rows lie in the order of the pairs
+    Pairs pairs;
+} ExpertJob;
+
+static void pack_pairs(const void *task, int first, int end) {
+    const ExpertJob *job = task;
+    const Act *a = &job->y.a;
+    const size_t cols = (size_t)(job->down ? job->down->down->cols : job->gate_up->gate->cols);
+    for (int k = first; k < end; k++) {
+        const int32_t pair = job->pairs.order[k];
+        const size_t at = (size_t)(job->down ? pair : pair / job->gate_up->n_used) * cols;
+        gguf_pack_q8(a->q + at, a->s + at / 32, cols, cpu.packed + (size_t)k * gguf_packed_size(cols));
+    }
+}
+
+// Sorts the pairs from `first` on, as many as a pass takes, and packs their inputs if that serves several rows.
+static void begin_pass(ExpertJob *job, const int32_t *ids, int first, int n_pairs, int n_used, bool pack) {
+    const int most = (int)cpu.pairs / n_used * n_used;
+    sort_pairs(&job->pairs, ids, first, min_int(most, n_pairs - first));
+    job->y.packed = pack ? cpu.packed : NULL;
+    if (pack) parallel(job->pairs.n, share(job->pairs.n, 1), pack_pairs, job);
+}
+
+static void expert_gate_up_tiles(const void *task, int begin, int end) {           // of 32 columns of one expert
+    const ExpertJob *job = task;
+    const ExpertGateUp *o = job->gate_up;
+    const Pairs *p = &job->pairs;
+    const int n = o->up ? o->gate->rows : o->gate->rows / 2, n_tiles = (n + 31) / 32;
+    float out[TILE_ROWS][32];
+    for (int i = begin; i < end; i++) {
+        const int x = i / n_tiles, first = i % n_tiles * 32, at_once = job->y.packed ? TILE_ROWS : 1;
+        for (int k = p->start[x]; k < p->start[x + 1]; k += at_once) {
+            const int n_rows = min_int(at_once, p->start[x + 1] - k);
+            const size_t r = job->y.packed ? (size_t)k : (size_t)(p->order[k] / o->n_used);
+            gated_tile(o->gate, o->up, p->expert[x], n, first, o->fn, &job->y, r, n_rows, out);
+            for (int j = 0; j < n_rows; j++) emit(&o->out, p->order[k + j], n, first, out[j], min_int(32, n - first));
+        }
+    }
+}
+
 static void cpu_expert_gate_up(const ExpertGateUp *o) {
-    const int n = o->up ? o->gate->rows : o->gate->rows / 2;
-    const bool quantise = is_quantised(o->gate->type) || (o->up && is_quantised(o->up->type));
-    const Act y = prepare(&o->in, o->n_rows, o->gate->cols, quantise);
-#pragma omp parallel for collapse(2)
-    for (int j = 0; j < o->n_rows * o->n_used; j++)
-        for (int i = 0; i < n; i += 32)
-            gated_values(o->gate, o->up, o->ids[j], n, i, o->fn, &y, (size_t)(j / o->n_used), &o->out, j);
+    const int n = o->up ? o->gate->rows : o->gate->rows / 2, n_pairs = o->n_rows * o->n_used;
+    const bool gate_q = is_quantised(o->gate->type), up_q = o->up ? is_quantised(o->up->type) : gate_q;
+    ExpertJob job = { .gate_up = o, .y = prepare(&o->in, o->n_rows, o->gate->cols, gate_q || up_q) };
+    for (int first = 0; first < n_pairs; first += job.pairs.n) {
+        begin_pass(&job, o->ids, first, n_pairs, o->n_used, gate_q && up_q && o->n_rows > 1);
+        const int n_tiles = job.pairs.n_experts * ((n + 31) / 32);
+        parallel(n_tiles, share(n_tiles, 1), expert_gate_up_tiles, &job);
+    }
     if (o->beside) cpu_matmul(o->beside);
 }
 
-static void cpu_expert_down(const ExpertDown *o) {
+static void expert_down_tiles(const void *task, int begin, int end) {   // of 16 columns, all pairs of the pass
+    enum { WIDTH = 16 };
+    const ExpertJob *job = task;
+    const ExpertDown *o = job->down;
+    const Pairs *p = &job->pairs;
     const int n = o->down->rows;
-#pragma omp parallel for collapse(2)
-    for (int r = 0; r < o->n_rows; r++)
-        for (int i = 0; i < n; i++) {
-            float sum = 0;
-            for (int j = r * o->n_used; j < (r + 1) * o->n_used; j++)
-                sum += o->weights[j] * dot(o->down, o->ids[j], i, &o->in, j);
-            o->out[(size_t)r * n + i] = sum;
+    float part[PASS_PAIRS][WIDTH], tile[TILE_ROWS][WIDTH];              // by pair: they are added in the order of a row's choices
+    for (int first = begin * WIDTH; first < end * WIDTH; first += WIDTH) {
+        const int width = min_int(WIDTH, n - first), at_once = job->y.packed ? TILE_ROWS : 1;
+        for (int x = 0; x < p->n_experts; x++)
+            for (int k = p->start[x]; k < p->start[x + 1]; k += at_once) {
+                const int n_rows = min_int(at_once, p->start[x + 1] - k);
+                dots(o->down, p->expert[x], first, width, &job->y, job->y.packed ? k : p->order[k], n_rows, tile[0], WIDTH);
+                for (int j = 0; j < n_rows; j++) memcpy(part[p->order[k + j] - p->first], tile[j], sizeof tile[j]);
+            }
+        for (int i = 0; i < p->n; i += o->n_used) {
+            float sum[WIDTH] = { 0 };
+            for (int j = i; j < i + o->n_used; j++)
+                for (int c = 0; c < width; c++) sum[c] += o->weights[p->first + j] * part[j][c];
+            memcpy(o->out + (size_t)((p->first + i) / o->n_used) * n + first, sum, (size_t)width * sizeof *sum);
+        }
+    }
+}
+
+static void cpu_expert_down(const ExpertDown *o) {
+    const int n_tiles = (o->down->rows + 15) / 16, n_pairs = o->n_rows * o->n_used;
+    ExpertJob job = { .down = o, .y.a = o->in };
+    for (int first = 0; first < n_pairs; first += job.pairs.n) {
+        begin_pass(&job, o->ids, first, n_pairs, o->n_used, is_quantised(o->down->type) && o->n_rows > 1);
+        parallel(n_tiles, share(n_tiles, 1), expert_down_tiles, &job);
+    }
+}
+
+typedef struct { const PleInject *o; Rows y; } PleInjectJob;
+
+static void ple_inject_tiles(const void *task, int begin, int end) {    // of 32 columns, all rows
+    const PleInjectJob *job = task;
+    const PleInject *o = job->o;
+    const int n = o->w->rows;
+    float v[TILE_ROWS][32];
+    for (int first = begin * 32; first < end * 32; first += 32)
+        for (int r = 0; r < o->n_rows; r += TILE_ROWS) {
+            const int n_rows = min_int(TILE_ROWS, o->n_rows - r), width = min_int(32, n - first);
+            dots(o->w, 0, first, width, &job->y, r, n_rows, v[0], 32);
+            for (int j = 0; j < n_rows; j++) {
+                const float *u = o->u + (size_t)(r + j) * o->u_stride + first;
+                activate(ACT_GELU, v[j], width);
+                for (int i = 0; i < width; i++) v[j][i] *= u[i];
+                emit(&o->out, r + j, n, first, v[j], width);
+            }
         }
 }
 
 static void cpu_ple_inject(const PleInject *o) {
-    const int n = o->w->rows;
-    const Act y = prepare(&o->in, o->n_rows, o->w->cols, is_quantised(o->w->type));
-#pragma omp parallel for collapse(2)
-    for (int r = 0; r < o->n_rows; r++)
-        for (int first = 0; first < n; first += 32) {
-            float v[32];
-            const int end = min_int(first + 32, n);
-            for (int i = first; i < end; i++)
-                v[i - first] = activate(ACT_GELU, dot(o->w, 0, i, &y, r)) * o->u[(size_t)r * o->u_stride + i];
-            emit(&o->out, r, n, first, v, end - first);
-        }
+    const int n_tiles = (o->w->rows + 31) / 32;
+    const PleInjectJob job = { o, prepare(&o->in, o->n_rows, o->w->cols, is_quantised(o->w->type)) };
+    parallel(n_tiles, share(n_tiles, 1), ple_inject_tiles, &job);
 }
 
 static void cpu_close(const Close *o) {
@@ -1771,15 +2158,6 @@ static void kv_write(const KvPlane *p, void *row, const float *v) {
     else kv_type_missing(p->type);
 }
 
-// The row as f32: itself, or converted into buf (dim).
-static const float *kv_read(const KvPlane *p, const void *row, float *buf) {
-    if (p->type == KV_F32) return row;
-    if (p->type == KV_F16) gguf_dequantize(GGUF_F16, row, buf, p->dim);
-    else if (p->type == KV_BF16) gguf_dequantize(GGUF_BF16, row, buf, p->dim);
-    else kv_type_missing(p->type);
-    return buf;
-}
-
 // Pairs (i, i + half), i < n: (a, b) -> (a cos - b sin, a sin + b cos).
 static void rope_rotate(float *v, int half, int n, const float *cosine, const float *sine) {
     for (int i = 0; i < n; i++) {
@@ -1808,11 +2186,11 @@ static void dump_head(float *dump, size_t r, int n_heads, int h, int head_dim, c
     if (dump) memcpy(dump + (r * (size_t)n_heads + h) * (size_t)head_dim, v, (size_t)head_dim * sizeof *v);
 }
 
-static void cpu_qkv_store(const QkvStore *o) {
+static void qkv_store_rows(const void *task, int first, int end) {
+    const QkvStore *o = task;
     const Cache *c = o->cache;
     const int hd = c->head_dim, half = hd / 2;
-#pragma omp parallel for if (o->batch->n_rows > 1)
-    for (int r = 0; r < o->batch->n_rows; r++) {
+    for (int r = first; r < end; r++) {
         const Row *row = &o->batch->rows[r];
         const Segment *seg = &o->batch->segs[row->seg];
         const int len = o->batch->len[seg->seq], pos = len + row->depth;
@@ -1857,76 +2235,170 @@ static void cpu_qkv_store(const QkvStore *o) {
     }
 }
 
-enum { HEADS_AT_ONCE = 8 };   // query heads that share a pass over the keys; a Softmax lies on the stack of a thread
+static void cpu_qkv_store(const QkvStore *o) { parallel(o->batch->n_rows, share(o->batch->n_rows, 1), qkv_store_rows, o); }
 
-typedef struct {              // softmax(q . k) v of one row and some query heads, key by key ("online softmax")
-    int   n_heads, head_dim;
-    const float *q;           // (n_heads, head_dim)
-    float scale;
-    float max[HEADS_AT_ONCE], sum[HEADS_AT_ONCE];
-    float out[HEADS_AT_ONCE * MAX_HEAD_DIM];    // (n_heads, head_dim) unnormalised
+enum { QUERIES = 8, KEYS = 32 };        // rows x heads, and cached rows, that are worked on at a time
+
+// softmax(q . k) v of some queries, which are heads of one KV head in rows of one segment. Key by key in the order of
+// positions ("online softmax"): the largest score so far stays the reference point, so exp never overflows. How queries and
+// keys are grouped makes no difference to the bits.
+typedef struct {
+    const Attend *o;
+    int   head_dim, n_heads, n;         // n queries: rows x n_heads
+    float q[QUERIES * MAX_HEAD_DIM], out[QUERIES * MAX_HEAD_DIM];      // (n, head_dim); out unnormalised
+    float max[QUERIES], sum[QUERIES];
 } Softmax;
 
-// Takes one key into account. The largest score so far stays the reference point, so exp never overflows.
-static void attend_key(Softmax *s, const Cache *c, int seq, int head, int slot) {
-    float k_buf[MAX_HEAD_DIM], v_buf[MAX_HEAD_DIM];
-    const float *k = kv_read(&c->k, kv_row(c, &c->k, seq, head, slot), k_buf);
-    const float *v = kv_read(&c->v, kv_row(c, &c->v, seq, head, slot), v_buf);
-    const int hd = s->head_dim, n_k = c->k.dim;
-    for (int h = 0; h < s->n_heads; h++) {
-        const float *q = s->q + (size_t)h * hd;
-        float *out = s->out + (size_t)h * hd;
-        float score = gguf_dot_f32(GGUF_F32, k, q, n_k);
-        if (n_k < hd) score += gguf_dot_f32(GGUF_F32, v + n_k, q + n_k, (size_t)(hd - n_k));   // tied: the rest of K is V
-        score *= s->scale;
-        if (score > s->max[h]) {
-            const float shrink = expf(s->max[h] - score);        // 0 the first time: max is -inf
-            s->sum[h] *= shrink;
-            for (int i = 0; i < hd; i++) out[i] *= shrink;
-            s->max[h] = score;
+typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));    // the compiler splits it where it must
+
+// out[i] += sum over j, ascending, of p[j] * v[key[j]][i]; dim is a multiple of 32.
+static void add_values(float *out, const float *v, const int *key, const float *p, int n, int dim) {
+    int i = 0;
+    for (; i + 64 <= dim; i += 64) {
+        Vector *o = (Vector *)(out + i), a = o[0], b = o[1], c = o[2], d = o[3];
+        for (int j = 0; j < n; j++) {
+            const Vector *from = (const Vector *)(v + (size_t)key[j] * dim + i);
+            a += p[j] * from[0], b += p[j] * from[1], c += p[j] * from[2], d += p[j] * from[3];
         }
-        const float p = expf(score - s->max[h]);
-        s->sum[h] += p;
-        for (int i = 0; i < hd; i++) out[i] += p * v[i];
+        o[0] = a, o[1] = b, o[2] = c, o[3] = d;
+    }
+    for (; i < dim; i++)
+        for (int j = 0; j < n; j++) out[i] += p[j] * v[(size_t)key[j] * dim + i];
+}
+
+static int float_type(KvType t) {
+    if (t != KV_F32 && t != KV_F16 && t != KV_BF16) kv_type_missing(t);
+    return t == KV_F32 ? GGUF_F32 : t == KV_F16 ? GGUF_F16 : GGUF_BF16;
+}
+
+// Takes n <= KEYS keys into account, in slots from `slot` on. Bit k of seen[i]: row i of the queries sees key k.
+static void attend_keys(Softmax *s, const Cache *c, int seq, int head, int slot, int n, const uint32_t *seen) {
+    const int hd = s->head_dim, n_k = c->k.dim, k_type = float_type(c->k.type), v_type = float_type(c->v.type);
+    const size_t k_bytes = kv_row_bytes(c->k.type, n_k), v_bytes = kv_row_bytes(c->v.type, hd);
+    const char *k_rows = kv_row(c, &c->k, seq, head, slot), *v_rows = kv_row(c, &c->v, seq, head, slot);
+    float scores[QUERIES][KEYS], rest[QUERIES][KEYS], v_buf[KEYS * MAX_HEAD_DIM];
+    const float *v = c->v.type == KV_F32 ? (const float *)(const void *)v_rows : v_buf;
+    if (c->v.type != KV_F32) gguf_dequantize(v_type, v_rows, v_buf, (size_t)n * hd);
+    gguf_dot_f32_rows(k_type, k_rows, n, k_bytes, s->q, s->n, hd, n_k, scores[0], KEYS);
+    if (n_k < hd)                                      // tied: the rest of K is V
+        gguf_dot_f32_rows(v_type, v_rows + v_bytes / hd * n_k, n, v_bytes, s->q + n_k, s->n, hd, hd - n_k, rest[0], KEYS);
+    for (int i = 0; i < s->n; i++) {
+        float score[KEYS], p[KEYS], *out = s->out + (size_t)i * hd;
+        int key[KEYS], n_seen = 0;
+        for (int k = 0; k < n; k++) {
+            if (!(seen[i / s->n_heads] >> k & 1)) continue;
+            score[n_seen] = (n_k < hd ? scores[i][k] + rest[i][k] : scores[i][k]) * s->o->scale;
+            key[n_seen++] = k;
+        }
+        for (int from = 0, to; from < n_seen; from = to) {             // as far as the largest score stays the same
+            if (score[from] > s->max[i]) {
+                const float shrink = exp_of(s->max[i] - score[from]);    // 0 the first time: max is -inf
+                s->sum[i] *= shrink;
+                for (int d = 0; d < hd; d++) out[d] *= shrink;
+                s->max[i] = score[from];
+            }
+            for (to = from + 1; to < n_seen && !(score[to] > s->max[i]); to++) {}
+            for (int j = from; j < to; j++) p[j] = exp_of(score[j] - s->max[i]);
+            for (int j = from; j < to; j++) s->sum[i] += p[j];
+            add_values(out, v, key + from, p + from, to - from, hd);
+        }
+    }
+}
+
+// The heads from `head` on, of rows r .. r + n_rows - 1 of the step, which are of one segment.
+static void attend_queries(Softmax *s, const Attend *o, int r, int n_rows, int head, int n_heads) {
+    const Cache *c = o->cache;
+    const int hd = c->head_dim, g = head / (o->n_heads / c->n_kv_heads);
+    const Row *row = &o->batch->rows[r];
+    const Segment *seg = &o->batch->segs[row->seg];
+    const int len = o->batch->len[seg->seq];
+    int first[QUERIES], lowest = len, n_own = 0;       // the lowest positions in sight; rows of the segment that one may see
+    uint32_t seen[QUERIES];
+    s->o = o;
+    s->head_dim = hd;
+    s->n_heads = n_heads;
+    s->n = n_rows * n_heads;
+    for (int i = 0; i < s->n; i++) {
+        const size_t at = (size_t)(r + i / n_heads) * o->n_heads + head + i % n_heads;
+        memcpy(s->q + (size_t)i * hd, o->q + at * hd, (size_t)hd * sizeof *s->q);
+        s->max[i] = -INFINITY;
+        s->sum[i] = 0;
+    }
+    memset(s->out, 0, (size_t)s->n * hd * sizeof *s->out);
+    for (int i = 0; i < n_rows; i++) {
+        first[i] = o->window ? max_int(0, len + row[i].depth - o->window + 1) : 0;
+        lowest = min_int(lowest, first[i]);
+        n_own = max_int(n_own, o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : row[i].index + 1);
+    }
+    for (int p = lowest, n; p < len; p += n) {
+        n = min_int(min_int(KEYS, len - p), c->slots - p % c->slots);
+        for (int i = 0; i < n_rows; i++) {
+            const int hidden = max_int(first[i] - p, 0);
+            seen[i] = hidden < 32 ? ~(uint32_t)0 << hidden : 0;
+        }
+        attend_keys(s, c, seg->seq, g, p % c->slots, n, seen);
+    }
+    for (int k = 0, n; k < n_own; k += n) {
+        const int slot = o->stage ? seg->first + k : (len + k) % c->slots;
+        uint32_t any = 0;
+        n = min_int(KEYS, n_own - k);
+        if (!o->stage) n = min_int(n, c->slots - slot);
+        for (int i = 0; i < n_rows; i++) {
+            const int hidden = max_int(first[i] - len - k, 0), ahead = row[i].index + 1 - k;
+            seen[i] = ~(uint32_t)0;
+            if (o->own == OWN_CAUSAL && seg->kind == SEG_TREE) seen[i] = (uint32_t)(row[i].ancestors >> k);
+            if (o->own == OWN_CAUSAL && seg->kind == SEG_CHAIN) seen[i] = hidden < 32 ? ~(uint32_t)0 << hidden : 0;
+            if (o->own == OWN_CAUSAL && ahead < 32) seen[i] &= ahead > 0 ? ((uint32_t)1 << ahead) - 1 : 0;
+            any |= seen[i];
+        }
+        if (any) attend_keys(s, o->stage ? o->stage : c, o->stage ? 0 : seg->seq, g, slot, n, seen);
+    }
+    for (int i = 0; i < s->n; i++) {
+        float *out = s->out + (size_t)i * hd;
+        for (int d = 0; d < hd; d++) out[d] = s->sum[i] == 0 ? 0 : out[d] / s->sum[i];      // nothing in sight: 0
+        if (c->n_rot) tied_order(out, hd, c->n_rot, true);
+        emit(&o->out, r + i / n_heads, o->n_heads * hd, (head + i % n_heads) * hd, out, hd);
+    }
+}
+
+typedef struct {
+    const Attend *o;
+    int rows, heads;          // of an item
+    int parts;                // into which the heads of a KV head are cut
+} AttendJob;
+
+static int attend_count(const AttendJob *job) {        // items
+    return (job->o->batch->n_rows + job->rows - 1) / job->rows * job->o->cache->n_kv_heads * job->parts;
+}
+
+static void attend_items(const void *task, int begin, int end) {
+    const AttendJob *job = task;
+    const Attend *o = job->o;
+    const int kv_heads = o->cache->n_kv_heads, group = o->n_heads / kv_heads, across = kv_heads * job->parts;
+    Softmax s;
+    for (int item = begin; item < end; item++) {
+        const int from = item % across % job->parts * job->heads, head = item % across / job->parts * group + from;
+        const int row_end = min_int((item / across + 1) * job->rows, o->batch->n_rows);
+        for (int r = item / across * job->rows, n; r < row_end; r += n) {
+            for (n = 1; r + n < row_end && o->batch->rows[r + n].seg == o->batch->rows[r].seg; n++) {}
+            attend_queries(&s, o, r, n, head, min_int(job->heads, group - from));
+        }
     }
 }
 
 static void cpu_attend(const Attend *o) {
-    const Cache *c = o->cache;
-    const int hd = c->head_dim, group = o->n_heads / c->n_kv_heads;
-    const int parts = (group + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;     // of the heads that share one KV head
+    const int group = o->n_heads / o->cache->n_kv_heads;
+    AttendJob job = { .o = o, .heads = min_int(group, QUERIES) };
     if (o->blocks) die("attend: block lists are not supported by the CPU backend");
     if (o->store) cpu_qkv_store(o->store);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int r = 0; r < o->batch->n_rows; r++)
-        for (int j = 0; j < c->n_kv_heads * parts; j++) {
-            const int g = j / parts, n_heads = min_int(HEADS_AT_ONCE, group - j % parts * HEADS_AT_ONCE);
-            const int head = g * group + j % parts * HEADS_AT_ONCE;              // the first query head of this part
-            const Row *row = &o->batch->rows[r];
-            const Segment *seg = &o->batch->segs[row->seg];
-            const int len = o->batch->len[seg->seq], pos = len + row->depth;
-            const int first = o->window ? max_int(0, pos - o->window + 1) : 0;      // the lowest position in sight
-            const size_t at = (size_t)r * o->n_heads + head;
-            Softmax s = { .n_heads = n_heads, .head_dim = hd, .q = o->q + at * (size_t)hd, .scale = o->scale };
-            for (int h = 0; h < n_heads; h++) s.max[h] = -INFINITY;
-
-            for (int p = first; p < len; p++) attend_key(&s, c, seg->seq, g, p % c->slots);
-            const int n_own = o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : row->index + 1;
-            for (int i = 0; i < n_own; i++) {
-                if (o->own == OWN_CAUSAL) {
-                    if (seg->kind == SEG_TREE && !(row->ancestors >> i & 1)) continue;
-                    if (seg->kind == SEG_CHAIN && len + i < first) continue;
-                }
-                if (o->stage) attend_key(&s, o->stage, 0, g, seg->first + i);
-                else attend_key(&s, c, seg->seq, g, (len + i) % c->slots);
-            }
-            for (int h = 0; h < n_heads; h++) {
-                float *out = s.out + (size_t)h * hd;
-                for (int i = 0; i < hd; i++) out[i] = s.sum[h] == 0 ? 0 : out[i] / s.sum[h];   // nothing in sight: 0
-                if (c->n_rot) tied_order(out, hd, c->n_rot, true);
-                emit(&o->out, r, o->n_heads * hd, (head + h) * hd, out, hd);
-            }
-        }
+    job.rows = QUERIES / job.heads;
+    job.parts = (group + job.heads - 1) / job.heads;
+    while (attend_count(&job) < pool.n_threads && job.rows * job.heads > 1) {       // fewer queries share a key then
+        if (job.rows > 1) job.rows = (job.rows + 1) / 2;
+        else job.heads = (job.heads + 1) / 2;
+        job.parts = (group + job.heads - 1) / job.heads;
+    }
+    parallel(attend_count(&job), share(attend_count(&job), 1), attend_items, &job);
 }
 
 // One cached row of all heads from one place to another.
@@ -2058,19 +2530,33 @@ static double logsumexp(const float *logits, int vocab) {
     return largest + log(sum);
 }
 
+typedef struct {
+    const Head *o;
+    Rows   y;
+    int    first, n_rows;     // of y
+    float *logits;            // (n_rows, vocab)
+} HeadJob;
+
+static void head_columns(const void *task, int first, int end) {
+    const HeadJob *job = task;
+    const size_t vocab = (size_t)job->o->w->rows;
+    const float cap = job->o->cap;
+    dots(job->o->w, 0, first, end - first, &job->y, job->first, job->n_rows, job->logits + first, vocab);
+    for (int r = 0; cap > 0 && r < job->n_rows; r++) {
+        float *z = job->logits + (size_t)r * vocab;
+        for (int i = first; i < end; i++) z[i] = cap * tanh_of(z[i] / cap);
+    }
+}
+
 static void cpu_head(const Head *o) {
     const int vocab = o->w->rows, cols = o->w->cols;
-    const Act y = prepare(&o->in, o->n_rows, cols, is_quantised(o->w->type));
-    if (o->hidden) memcpy(o->hidden, y.f, (size_t)o->n_rows * cols * sizeof(float));
+    const Rows y = prepare(&o->in, o->n_rows, cols, is_quantised(o->w->type));
+    if (o->hidden) memcpy(o->hidden, y.a.f, (size_t)o->n_rows * cols * sizeof(float));
     const int at_once = o->logits ? o->n_rows : 1;
     for (int first = 0; first < o->n_rows; first += at_once) {
         float *logits = o->logits ? o->logits : cpu.logits;
-#pragma omp parallel for
-        for (int i = 0; i < vocab; i++)
-            for (int r = 0; r < at_once; r++) {
-                const float z = dot(o->w, 0, i, &y, first + r);
-                logits[(size_t)r * vocab + i] = o->cap > 0 ? o->cap * tanhf(z / o->cap) : z;
-            }
+        const HeadJob job = { o, y, first, at_once, logits };
+        parallel(vocab, share(vocab, 16), head_columns, &job);
         for (int r = 0; r < at_once; r++, logits += vocab) {
             const size_t at = (size_t)(first + r) * o->top_k;
             if (o->top_k) best_of_row(cpu.candidates, logits, vocab, o->top_k);
@@ -2165,7 +2651,7 @@ const Ops *cpu_ops(void) {
     static const Ops ops = {
         .name = "cpu", .memory = cpu_memory, .weight_bytes = cpu_weight_bytes, .upload = cpu_upload,
         .scratch_bytes = cpu_scratch_bytes, .init = cpu_init, .reserve = cpu_reserve, .release = cpu_release,
-        .copy = cpu_copy, .begin = cpu_begin, .end = cpu_end, .wait = cpu_wait,
+        .copy = cpu_copy, .begin = cpu_begin, .end = cpu_end, .wait = cpu_wait, .bandwidth = cpu_bandwidth,
         .embed = cpu_embed, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up, .route = cpu_route,
         .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store, .attend = cpu_attend,
@@ -2705,11 +3191,7 @@ static void print_plan(Model *m) {
     if (m->options.n_ctx > c->n_ctx_train)
         fprintf(stderr, "# warning: a context of %d, but the model was trained for %d\n", m->options.n_ctx, c->n_ctx_train);
     print_unknown(&m->binder);
-    int threads = 1;
-#ifdef _OPENMP
-    threads = omp_get_max_threads();
-#endif
-    fprintf(stderr, "# backend: %s, %d thread%s\n", m->ops->name, threads, threads == 1 ? "" : "s");
+    fprintf(stderr, "# backend: %s, %d thread%s\n", m->ops->name, pool.n_threads, pool.n_threads == 1 ? "" : "s");
 }
 
 // Stop strings. Text passes through byte by byte, so that where tokens begin makes no difference; what may be the
@@ -2920,7 +3402,7 @@ static int generate(Model *m, Tokenizer *t, const int32_t *prompt, int n, const 
     return interrupted ? 130 : 0;
 }
 
-// ==== [10] Verbs: logits, tokenize, detokenize =======================================================================
+// ==== [10] Verbs: logits, tokenize, detokenize, bench ================================================================
 
 // gemma4 logits: the logits of every position of a list of ids, after the soft-cap, as n x vocab float32.
 static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const char *ids_path, const char *out_path,
@@ -3019,6 +3501,222 @@ static void verb_detokenize(const char *model, const char *list) {
     if (fflush(stdout)) die("standard output: %s", strerror(errno));
     tok_free(&tok);
     gguf_close(&g);
+}
+
+// ---- bench: speed in the conventions of llama-bench ----
+// ppN runs a prompt of N random tokens, tgN generates N tokens one by one; "@ dN" after N tokens in the context that have
+// really been run. A warm-up, then repetitions: mean and standard deviation of tokens per second.
+
+typedef struct { int n[32], count; } IntList;
+
+typedef struct {
+    IntList prompts, generated, depths;                // 0 among the first two: not that test
+    int n_runs;
+    enum { BENCH_MD, BENCH_CSV, BENCH_JSON } format;
+} BenchOptions;
+
+typedef struct {
+    Model   *m;
+    int32_t *ids;             // (n_ctx) random
+    char    *rings;           // the rings at the depth of the tests; global layers need no copy: rows above len are free
+    int      depth;           // tokens of session 0 at which these were taken
+    double   bandwidth;       // bytes/s of the memory, 0: not known
+    int      n_printed;
+} Bench;
+
+// Copies all rings to the host, or back; NULL: only counts the bytes.
+static size_t copy_rings(const Model *m, char *host, bool back) {
+    size_t bytes = 0;
+    for (int l = 0; l < m->config.first_shared; l++) {
+        const Cache *c = &m->caches[m->cache_of[l]];
+        const size_t rows = (size_t)c->n_seqs * c->n_kv_heads * (size_t)c->slots;
+        for (int i = 0; i < 4 && m->config.layer[l].is_swa; i++) {
+            const KvPlane *p = i & 1 ? &c->v : &c->k;
+            void *data = i & 2 ? p->scale : p->data;
+            const size_t n = rows * (i & 2 ? kv_scale_bytes(p->type, p->dim) : kv_row_bytes(p->type, p->dim));
+            if (host && n) m->ops->copy(&(Copy){ back ? (void *)(host + bytes) : data, back ? data : host + bytes, n,
+                                                 back ? COPY_OUT : COPY_IN });
+            bytes += n;
+        }
+    }
+    m->ops->wait();
+    return bytes;
+}
+
+static void set_length(Model *m, int seq, int32_t len) {
+    m->len[seq] = len;
+    m->ops->copy(&(Copy){ m->s.len + seq, &len, sizeof len, COPY_IN });
+}
+
+// Runs n random tokens from the end of the session on, as a prompt or one by one; returns the seconds.
+static double bench_run(Bench *b, int n, bool one_by_one, const char *what) {
+    Model *m = b->m;
+    const double start = seconds();
+    const int from = m->len[0];
+    for (int i = 0; i < n && one_by_one; i++) {
+        const StepRow row = { .token = b->ids[from + i], .want = true };
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &row }, 1);
+        commit_all(m);
+        m->ops->wait();
+    }
+    if (!one_by_one && n) {
+        run_prompt(m, 0, b->ids + from, n, what, NULL);
+        commit_all(m);
+        m->ops->wait();
+    }
+    return seconds() - start;
+}
+
+static void bench_to_depth(Bench *b, int depth) {      // n tokens are run and kept
+    char what[32];
+    snprintf(what, sizeof what, "filling d%d", depth);
+    if (depth < b->depth) reset_session(b->m, 0);
+    bench_run(b, depth - b->m->len[0], false, what);
+    copy_rings(b->m, b->rings, true);
+    b->depth = depth;
+}
+
+static void print_text(const char *s, char quote) {    // csv: quotes are doubled, JSON: escaped. s is printable ASCII
+    putchar('"');
+    for (; *s; s++) {
+        if (*s == '"' || (*s == '\\' && quote == '\\')) putchar(quote);
+        putchar(*s);
+    }
+    putchar('"');
+}
+
+// Bytes of this process in memory, the pages of the mapped file among them; 0: not known. Not the largest so far, which
+// measuring the bandwidth would decide.
+static size_t resident_memory(void) {
+    unsigned long long pages = 0;
+    FILE *f = fopen("/proc/self/statm", "r");
+    if (f && fscanf(f, "%*u %llu", &pages) != 1) pages = 0;
+    if (f) fclose(f);
+    return (size_t)pages * (size_t)sysconf(_SC_PAGESIZE);
+}
+
+static size_t planned_memory(const Model *m) {
+    const Plan *p = &m->plan;
+    return (p->weights ? p->weights : m->binder.bytes) + p->kv_global + p->kv_rings + p->stage + p->activations + p->scratch;
+}
+
+// One test: runs it, prints its line.
+static void bench_test(Bench *b, const BenchOptions *o, int n, bool one_by_one) {
+    Model *m = b->m;
+    char test[48], what[48], size[32], read_rate[48] = "";
+    double *speed = alloc_or_die(o->n_runs, sizeof *speed), mean = 0, sd = 0, bytes = 0, params = 0;
+    size_t file_bytes = 0;
+    for (size_t i = 0; i < m->gguf.n_tensors; i++) {
+        const GgufTensor *t = &m->gguf.tensors[i];
+        file_bytes += (size_t)t->size;
+        params += (double)t->ne[0] * (double)t->ne[1] * (double)t->ne[2] * (double)t->ne[3];
+    }
+    const int at = snprintf(test, sizeof test, "%s%d", one_by_one ? "tg" : "pp", n);
+    if (b->depth) snprintf(test + at, sizeof test - (size_t)at, " @ d%d", b->depth);
+    snprintf(what, sizeof what, "%.19s", test);
+    for (int i = 0; i < o->n_runs; i++) {
+        progress(what, i, o->n_runs, "runs");
+        copy_rings(m, b->rings, false);
+        set_length(m, 0, b->depth);
+        speed[i] = n / bench_run(b, n, one_by_one, NULL);
+        mean += speed[i] / o->n_runs;
+    }
+    progress(what, o->n_runs, o->n_runs, "runs");
+    for (int i = 0; i < o->n_runs; i++) sd += (speed[i] - mean) * (speed[i] - mean);
+    sd = o->n_runs > 1 ? sqrt(sd / (o->n_runs - 1)) : 0;
+    for (int i = 0; i < n && one_by_one; i++) bytes += bytes_per_token(m, b->depth + i) / n;
+    const double rate = bytes * mean, share_of = b->bandwidth > 0 ? rate / b->bandwidth : 0;
+
+    const char *k_type = m->options.k_type == KV_F32 ? "f32" : "f16", *v_type = m->options.v_type == KV_F32 ? "f32" : "f16";
+    const struct { const char *name; double value; } numbers[] = {
+        { "model_size", (double)file_bytes }, { "model_n_params", params }, { "n_ubatch", m->options.n_batch },
+        { "n_threads", pool.n_threads }, { "n_prompt", one_by_one ? 0 : n }, { "n_gen", one_by_one ? n : 0 },
+        { "n_depth", b->depth }, { "avg_ts", mean }, { "stddev_ts", sd }, { "read_bytes_per_s", rate },
+        { "bandwidth_bytes_per_s", b->bandwidth }, { "planned_bytes", (double)planned_memory(m) },
+        { "resident_bytes", (double)resident_memory() } };
+    const struct { const char *name, *value; } texts[] = {
+        { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", m->ops->name },
+        { "type_k", k_type }, { "type_v", v_type } };
+    enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
+    const bool first = !b->n_printed++;
+    if (o->format == BENCH_MD) {
+        if (first)
+            printf("| %-30s | %10s | %10s | %-10s | %7s | %15s | %20s | %18s |\n"
+                   "| ------------------------------ | ---------: | ---------: | ---------- | ------: | --------------: | "
+                   "-------------------: | -----------------: |\n",
+                   "model", "size", "params", "backend", "threads", "test", "t/s", "GB/s (of memory)");
+        snprintf(size, sizeof size, "%.2f %s", (double)file_bytes / (file_bytes < (1u << 30) ? 1 << 20 : 1 << 30),
+                 file_bytes < (1u << 30) ? "MiB" : "GiB");
+        char count[32], mark[48];
+        snprintf(count, sizeof count, "%.2f %s", params / (params < 1e9 ? 1e6 : 1e9), params < 1e9 ? "M" : "B");
+        snprintf(mark, sizeof mark, "%.2f ± %.2f", mean, sd);
+        if (one_by_one) snprintf(read_rate, sizeof read_rate, share_of > 0 ? "%.2f (%.0f %%)" : "%.2f", rate * 1e-9, share_of * 100);
+        printf("| %-30s | %10s | %10s | %-10s | %7d | %15s | %21s | %18s |\n", model_name(m), size, count, m->ops->name,
+               pool.n_threads, test, mark, read_rate);
+    } else if (o->format == BENCH_CSV) {
+        for (int i = 0; i < N_TEXTS && first; i++) printf("%s,", texts[i].name);
+        for (int i = 0; i < N_NUMBERS && first; i++) printf("%s%s", numbers[i].name, i + 1 < N_NUMBERS ? "," : "\n");
+        for (int i = 0; i < N_TEXTS; i++) {
+            print_text(texts[i].value, '"');
+            putchar(',');
+        }
+        for (int i = 0; i < N_NUMBERS; i++) printf("%.12g%s", numbers[i].value, i + 1 < N_NUMBERS ? "," : "\n");
+    } else {
+        printf(first ? "[\n  {" : ",\n  {");
+        for (int i = 0; i < N_TEXTS; i++) {
+            printf("%s\n    \"%s\": ", i ? "," : "", texts[i].name);
+            print_text(texts[i].value, '\\');
+        }
+        for (int i = 0; i < N_NUMBERS; i++) printf(",\n    \"%s\": %.12g", numbers[i].name, numbers[i].value);
+        printf(",\n    \"samples_ts\": [");
+        for (int i = 0; i < o->n_runs; i++) printf("%s%.12g", i ? ", " : "", speed[i]);
+        printf("]\n  }");
+    }
+    if (fflush(stdout)) die("standard output: %s", strerror(errno));
+    free(speed);
+}
+
+static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const BenchOptions *b) {
+    int longest = 1, deepest = 0, warm_up = 0;
+    for (int i = 0; i < b->prompts.count; i++) warm_up = longest = max_int(longest, b->prompts.n[i]);
+    for (int i = 0; i < b->generated.count; i++) longest = max_int(longest, b->generated.n[i]);
+    for (int i = 0; i < b->depths.count; i++) deepest = max_int(deepest, b->depths.n[i]);
+    if (deepest > MAX_CONTEXT - longest)
+        die("-d: expected at most %d tokens in all, got %d and %d", MAX_CONTEXT, deepest, longest);
+    o.n_ctx = deepest + longest;
+    Bench bench = { .m = alloc_or_die(1, sizeof *bench.m) };
+    Model *m = bench.m;
+    load_model(m, model, ops, o, NULL);
+    print_plan(m);
+    read_weights(m, false);
+    bench.ids = alloc_or_die(o.n_ctx, sizeof *bench.ids);
+    for (int i = 0; i < o.n_ctx; i++) bench.ids[i] = (int32_t)(random_unit(1, i) * (float)m->config.vocab);
+    bench.rings = alloc_or_die(copy_rings(m, NULL, true), 1);
+    bench.bandwidth = ops->bandwidth ? ops->bandwidth() : 0;
+    bench_run(&bench, min_int(warm_up, o.n_batch), false, "warming up");
+    set_length(m, 0, 0);
+    bench_run(&bench, 1, true, NULL);
+    reset_session(m, 0);
+    for (int i = 0; i < b->depths.count; i++) {
+        bench_to_depth(&bench, b->depths.n[i]);
+        for (int k = 0; k < b->prompts.count; k++)
+            if (b->prompts.n[k]) bench_test(&bench, b, b->prompts.n[k], false);
+        for (int k = 0; k < b->generated.count; k++)
+            if (b->generated.n[k]) bench_test(&bench, b, b->generated.n[k], true);
+        copy_rings(m, bench.rings, false);
+        set_length(m, 0, bench.depth);
+    }
+    const double gib = 1 << 30;
+    if (b->format == BENCH_JSON) printf("%s]\n", bench.n_printed ? "\n" : "[");
+    if (b->format == BENCH_MD)
+        printf("\nMemory: %.3f GiB planned, %.3f GiB resident, with the pages of the file that were read.\n"
+               "Bandwidth: %.1f GB/s. GB/s counts the weights and cache rows of a token once; file and caches stay warm.\n",
+               (double)planned_memory(m) / gib, (double)resident_memory() / gib, bench.bandwidth * 1e-9);
+    if (fflush(stdout)) die("standard output: %s", strerror(errno));
+    free(bench.ids);
+    free(bench.rings);
+    free_model(m);
+    free(m);
 }
 
 // ==== [11] Quantise ==================================================================================================
@@ -3190,22 +3888,35 @@ static void close_output(Output *o) {
 
 enum { PIECE_BYTES = 4 << 20, PIECE_ELEMS = 4096 };     // written at once; converted at once, a multiple of all blocks
 
-// n_rows rows of a tensor from `src` to `dst` in another type; false: a value is not finite.
-static bool convert_rows(const GgufTensor *t, const uint8_t *src, int type, uint8_t *dst, size_t n_rows) {
-    const size_t cols = (size_t)t->ne[0], in = gguf_row_size(t->type, cols), out = gguf_row_size(type, cols);
-    int bad = 0;
-#pragma omp parallel for schedule(dynamic) reduction(|:bad)
-    for (size_t r = 0; r < n_rows; r++) {
-        float x[PIECE_ELEMS];
+typedef struct {
+    const GgufTensor *t;
+    const uint8_t    *src;
+    uint8_t          *dst;
+    int               type;             // of dst
+    atomic_bool      *bad;              // a value is not finite
+} ConvertJob;
+
+static void convert_some(const void *task, int first, int end) {
+    const ConvertJob *job = task;
+    const int from_type = job->t->type;
+    const size_t cols = (size_t)job->t->ne[0], in = gguf_row_size(from_type, cols), out = gguf_row_size(job->type, cols);
+    float x[PIECE_ELEMS];
+    for (size_t r = (size_t)first; r < (size_t)end; r++)
         for (size_t c = 0; c < cols; c += PIECE_ELEMS) {
             const size_t n = cols - c < PIECE_ELEMS ? cols - c : PIECE_ELEMS;
-            const uint8_t *from = src + r * in + gguf_row_size(t->type, c);
-            const size_t n_blocks = n / (size_t)gguf_block_elems(t->type);
-            bad |= gguf_find_bad_block(t->type, from, n_blocks) < n_blocks;
-            gguf_dequantize(t->type, from, x, n);
-            gguf_quantize(type, x, dst + r * out + gguf_row_size(type, c), n);
+            const uint8_t *from = job->src + r * in + gguf_row_size(from_type, c);
+            const size_t n_blocks = n / (size_t)gguf_block_elems(from_type);
+            if (gguf_find_bad_block(from_type, from, n_blocks) < n_blocks) atomic_store(job->bad, true);
+            gguf_dequantize(from_type, from, x, n);
+            gguf_quantize(job->type, x, job->dst + r * out + gguf_row_size(job->type, c), n);
         }
-    }
+}
+
+// n_rows rows of a tensor from `src` to `dst` in another type; false: a value is not finite.
+static bool convert_rows(const GgufTensor *t, const uint8_t *src, int type, uint8_t *dst, size_t n_rows) {
+    atomic_bool bad = false;
+    const ConvertJob job = { .t = t, .src = src, .dst = dst, .type = type, .bad = &bad };
+    parallel((int)n_rows, share((int)n_rows, 1), convert_some, &job);
     return !bad;
 }
 
@@ -3321,16 +4032,20 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
 #ifndef TESTING
 #define VERSION "0.1"
 
-typedef enum { GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, RUNS = GENERATE | LOGITS, ANY = 31 } Verb;
+typedef enum { GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32,
+               RUNS = GENERATE | LOGITS, ANY = 63 } Verb;
 
 static const struct { const char *name; Verb verb; } verbs[] = {
-    { "logits", LOGITS }, { "tokenize", TOKENIZE }, { "detokenize", DETOKENIZE }, { "quantize", QUANTIZE }
+    { "logits", LOGITS }, { "tokenize", TOKENIZE }, { "detokenize", DETOKENIZE }, { "quantize", QUANTIZE },
+    { "bench", BENCH }
 };
 
 typedef struct {
     Verb verb;
     const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout, *k_type, *v_type;
     const char *target, *type;                  // quantize: OUT, TYPE
+    const char *prompts, *generated, *depths;   // bench: lists of numbers
+    double n_runs;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
     TextList biases, stops;
     bool raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, help, version;
@@ -3356,7 +4071,7 @@ static const Flag flags[] = {
       "most tokens to generate; default -1: until the turn ends or the context is full" },
     { "-c", "--ctx-size", "N", FLAG_INT, RUNS, FIELD(n_ctx), 1, MAX_CONTEXT,
       "tokens of context; default: the model's, 8192 at most" },
-    { "-t", "--threads", "N", FLAG_INT, RUNS | QUANTIZE, FIELD(n_threads), 1, 4096, "CPU threads; default: one per core" },
+    { "-t", "--threads", "N", FLAG_INT, RUNS | BENCH | QUANTIZE, FIELD(n_threads), 1, MAX_THREADS, "CPU threads; default: one per core" },
     { "--system", "-sys", "TEXT", FLAG_TEXT, GENERATE, FIELD(system), 0, 0, "system turn; default: none" },
     { "--think", NULL, NULL, FLAG_ON, GENERATE, FIELD(think), 0, 0,
       "let the model think before it answers; default: it answers at once" },
@@ -3389,10 +4104,10 @@ static const Flag flags[] = {
       "stop before this text, which is not printed; again for more" },
     { "--top-logits", NULL, "N", FLAG_INT, GENERATE, FIELD(top_logits), 0, MAX_VOCAB,
       "print the N likeliest candidates of every token: id, text, logit, probability, before bias and penalties" },
-    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, RUNS, FIELD(k_type), 0, 0,
+    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, RUNS | BENCH, FIELD(k_type), 0, 0,
       "type of cached K: f16 or f32; default f16, for logits f32" },
-    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, RUNS, FIELD(v_type), 0, 0, "type of cached V; default: as K" },
-    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, RUNS, FIELD(kv_layout), 0, 0,
+    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, RUNS | BENCH, FIELD(v_type), 0, 0, "type of cached V; default: as K" },
+    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, RUNS | BENCH, FIELD(kv_layout), 0, 0,
       "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
     { "--check-tensors", NULL, NULL, FLAG_ON, RUNS, FIELD(check_tensors), 0, 0,
       "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales" },
@@ -3404,6 +4119,12 @@ static const Flag flags[] = {
     { "--plain", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(plain), 0, 0,
       "tokenize: no string is special; default: those around calls and thoughts are" },
     { "--special", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(special), 0, 0, "tokenize: all of them are, such as <|turn>" },
+    { "-p", "--n-prompt", "N,..", FLAG_TEXT, BENCH, FIELD(prompts), 0, 0, "bench: tokens of a prompt; default 512, 0: none" },
+    { "-n", "--n-gen", "N,..", FLAG_TEXT, BENCH, FIELD(generated), 0, 0, "bench: tokens to generate; default 128, 0: none" },
+    { "-d", "--n-depth", "N,..", FLAG_TEXT, BENCH, FIELD(depths), 0, 0,
+      "bench: tokens that are in the context already; default 0" },
+    { "-r", "--repetitions", "N", FLAG_INT, BENCH, FIELD(n_runs), 1, 1000, "bench: runs of each test; default 5" },
+    { "-o", "--output", "FORMAT", FLAG_TEXT, BENCH, FIELD(out), 0, 0, "bench: md, csv or json; default md" },
     { "-h", "--help", NULL, FLAG_ON, ANY, FIELD(help), 0, 0, "this text" },
     { "--version", NULL, NULL, FLAG_ON, ANY, FIELD(version), 0, 0, "version and backend" },
 };
@@ -3414,6 +4135,7 @@ static void print_help(void) {
            "  gemma4 logits MODEL.gguf --ids FILE -o FILE      logits of every position, after the soft-cap\n"
            "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   the ids of a text; no <bos> is added\n"
            "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  the text of ids\n"
+           "  gemma4 bench MODEL.gguf [flags]                  tokens per second, as llama-bench measures them\n"
            "  gemma4 quantize IN OUT.gguf TYPE                 q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32\n\n");
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) {
         char left[64];
@@ -3449,7 +4171,8 @@ static void parse_flags(Flags *f, int argc, char **argv) {
         const char *arg = argv[i];
         const Flag *flag = NULL;
         for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
-            if (!strcmp(arg, flags[k].name) || (flags[k].alias && !strcmp(arg, flags[k].alias))) flag = &flags[k];
+            if ((!strcmp(arg, flags[k].name) || (flags[k].alias && !strcmp(arg, flags[k].alias))) &&
+                (!flag || flags[k].verbs & (int)f->verb)) flag = &flags[k];
         if (!flag) {
             if (arg[0] == '-') die("%s: no such flag; try --help", arg);
             const Verb verb = f->verb || f->model ? 0 : verb_named(arg);
@@ -3490,6 +4213,22 @@ static void parse_flags(Flags *f, int argc, char **argv) {
     if (!f->verb) f->verb = GENERATE;
     for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
         if (given[k] && !(flags[k].verbs & (int)f->verb)) refuse_flag(&flags[k], f->verb);
+}
+
+static IntList parse_list(const char *flag, const char *text, int otherwise) {
+    IntList list = { .n = { otherwise }, .count = 1 };
+    for (const char *at = text; at; at++) {
+        char *end;
+        errno = 0;
+        const long v = *at >= '0' && *at <= '9' ? strtol(at, &end, 10) : -1;
+        if (at == text) list.count = 0;
+        if (v < 0 || v > MAX_CONTEXT || errno || (*end && *end != ',') || list.count == 32)
+            die("%s: expected at most 32 whole numbers from 0 to %d with commas between, got '%s'", flag, MAX_CONTEXT, text);
+        list.n[list.count++] = (int)v;
+        if (!*end) break;
+        at = end;
+    }
+    return list;
 }
 
 static KvType parse_kv_type(const char *flag, const char *name, KvType otherwise) {
@@ -3651,7 +4390,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
 }
 
 int main(int argc, char **argv) {
-    Flags f = { .n_predict = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN, .min_p = NAN, .repeat = 1, .seed = NAN };
+    Flags f = { .n_predict = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN, .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5 };
     parse_flags(&f, argc, argv);
     if (f.help) {
         print_help();
@@ -3669,9 +4408,7 @@ int main(int argc, char **argv) {
     const uint16_t one = 1;
     if (*(const uint8_t *)&one != 1) die("this program needs a little-endian machine");
     if (!f.model) die("expected a model file; try gemma4 MODEL.gguf -p \"Hello\", or --help");
-#ifdef _OPENMP
-    if (f.n_threads) omp_set_num_threads((int)f.n_threads);
-#endif
+    start_threads((int)f.n_threads);
     switch (f.verb) {
     case TOKENIZE: {
         size_t n;
@@ -3702,6 +4439,15 @@ int main(int argc, char **argv) {
         free(f.stops.text);
         free(f.biases.text);
         return status;
+    }
+    if (f.verb == BENCH) {
+        BenchOptions b = { .prompts = parse_list("-p", f.prompts, 512), .generated = parse_list("-n", f.generated, 128),
+                           .depths = parse_list("-d", f.depths, 0), .n_runs = (int)f.n_runs };
+        if (f.out && strcmp(f.out, "md") && strcmp(f.out, "csv") && strcmp(f.out, "json"))
+            die("-o: expected md, csv or json, got '%s'", f.out);
+        b.format = !f.out || !strcmp(f.out, "md") ? BENCH_MD : !strcmp(f.out, "csv") ? BENCH_CSV : BENCH_JSON;
+        verb_bench(f.model, ops, o, &b);
+        return 0;
     }
     if (!f.ids) die("--ids: expected a file of token ids");
     if (!f.out) die("-o: expected a file for the logits");

@@ -253,6 +253,11 @@ void gguf_quantize_q8(const float *x, int8_t *q, float *scale, size_t n);
 // halves (j += j+16, then 8, 4, 2, 1). The order is fixed by the source, not by the compiler's vectors.
 float gguf_dot_f32(int type, const void *row, const float *x, size_t n);
 
+// The same for n_w weight rows, w_stride bytes apart, and n_rows rows of x, x_stride floats apart: out[r*out_stride + i] has
+// exactly the bits of gguf_dot_f32 for weight row i and row r of x. Each weight is converted once for four rows of x.
+void gguf_dot_f32_rows(int type, const void *w, size_t n_w, size_t w_stride, const float *x, size_t n_rows, size_t x_stride,
+                       size_t n, float *out, size_t out_stride);
+
 // sum_i row[i]*(scale[i/32]*q[i]) for a row of n elements of a quantised type (n a multiple of 32 and of the block);
 // |q| <= 127. Per group g of 32, with integers I and M that are exact and below 2^24, hence exact in f32 as well:
 //   Q8_0 Q4_0 Q5_0 IQ4_NL MXFP4   term(g) = (d*scale[g]) * I     I = sum c*q    c: offset removed, T[c] or V[c];
@@ -2224,18 +2229,86 @@ static inline float gguf__fold(float *acc, int n) {
     return acc[0];
 }
 
-float gguf_dot_f32(int type, const void *row, const float *x, size_t n) {
-    const uint8_t *p = (const uint8_t *)row;
-    size_t bytes = (size_t)gguf_block_bytes(type);
-    assert(type == GGUF_F32 || type == GGUF_F16 || type == GGUF_BF16);
-    float acc[32] = {0}, w[32];
+// 16 floats; the compiler splits the vector where the machine's are shorter.
+typedef float Gguf__Half __attribute__((vector_size(64), aligned(4), may_alias));
+
+// 16 elements of a float type to f32. What AVX-512 is for: a vector that was stored in parts is slow to read back.
+GGUF__INLINE Gguf__Half gguf__half(int type, const uint8_t *p) {
+    if (type == GGUF_F32) return *(const Gguf__Half *)(const void *)p;
+#ifdef __AVX512F__
+    const __m256i h = _mm256_loadu_si256((const __m256i *)(const void *)p);
+    if (type == GGUF_F16) return (Gguf__Half)_mm512_cvtph_ps(h);
+    return (Gguf__Half)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
+#else
+    float w[16];
+    gguf__floats(type, p, w, 16);
+    return *(const Gguf__Half *)(const void *)w;
+#endif
+}
+
+GGUF__INLINE float gguf__dot_one(int type, const uint8_t *p, const float *x, size_t n) {
+    const size_t bytes = (size_t)gguf__types[type].bytes;
+    Gguf__Half a0 = {0}, a1 = {0};
+    float w[32], acc[32];
     for (; n >= 32; n -= 32, x += 32, p += 32 * bytes) {
-        gguf__floats(type, p, w, 32);
-        GGUF__VECTOR_LOOP for (int j = 0; j < 32; j++) acc[j] += w[j] * x[j];
+        const Gguf__Half *xv = (const Gguf__Half *)(const void *)x;
+        a0 += gguf__half(type, p) * xv[0], a1 += gguf__half(type, p + 16 * bytes) * xv[1];
     }
+    memcpy(acc, &a0, sizeof a0);
+    memcpy(acc + 16, &a1, sizeof a1);
     gguf__floats(type, p, w, (int)n);
     for (size_t j = 0; j < n; j++) acc[j] += w[j] * x[j];
     return gguf__fold(acc, 32);
+}
+
+float gguf_dot_f32(int type, const void *row, const float *x, size_t n) {
+    const uint8_t *p = (const uint8_t *)row;
+    assert(type == GGUF_F32 || type == GGUF_F16 || type == GGUF_BF16);
+    if (type == GGUF_F32) return gguf__dot_one(GGUF_F32, p, x, n);
+    return type == GGUF_F16 ? gguf__dot_one(GGUF_F16, p, x, n) : gguf__dot_one(GGUF_BF16, p, x, n);
+}
+
+// One weight row times four rows of x. Their partial sums have names, or the compilers would keep them in memory.
+GGUF__INLINE void gguf__dot_four(int type, const uint8_t *p, const float *x, size_t x_stride, size_t n, float *out,
+                                 size_t out_stride) {
+    const size_t bytes = (size_t)gguf__types[type].bytes;
+    Gguf__Half a0 = {0}, a1 = {0}, b0 = {0}, b1 = {0}, c0 = {0}, c1 = {0}, d0 = {0}, d1 = {0};
+    float w[32], acc[4][32];
+    for (; n >= 32; n -= 32, x += 32, p += 32 * bytes) {
+        const Gguf__Half *xa = (const Gguf__Half *)(const void *)x, *xb = (const Gguf__Half *)(const void *)(x + x_stride);
+        const Gguf__Half *xc = (const Gguf__Half *)(const void *)(x + 2 * x_stride);
+        const Gguf__Half *xd = (const Gguf__Half *)(const void *)(x + 3 * x_stride);
+        const Gguf__Half w0 = gguf__half(type, p), w1 = gguf__half(type, p + 16 * bytes);
+        a0 += w0 * xa[0], a1 += w1 * xa[1], b0 += w0 * xb[0], b1 += w1 * xb[1];
+        c0 += w0 * xc[0], c1 += w1 * xc[1], d0 += w0 * xd[0], d1 += w1 * xd[1];
+    }
+    const Gguf__Half sums[8] = {a0, a1, b0, b1, c0, c1, d0, d1};
+    memcpy(acc, sums, sizeof acc);
+    gguf__floats(type, p, w, (int)n);
+    for (int r = 0; r < 4; r++, x += x_stride) {
+        for (size_t j = 0; j < n; j++) acc[r][j] += w[j] * x[j];
+        out[(size_t)r * out_stride] = gguf__fold(acc[r], 32);
+    }
+}
+
+GGUF__INLINE void gguf__dot_float_rows(int type, const uint8_t *w, size_t n_w, size_t w_stride, const float *x, size_t n_rows,
+                                       size_t x_stride, size_t n, float *out, size_t out_stride) {
+    size_t r = 0;
+    for (; n_rows - r >= 4; r += 4)                 // four rows stay in the nearest cache while the weights go by
+        for (size_t i = 0; i < n_w; i++)
+            gguf__dot_four(type, w + i * w_stride, x + r * x_stride, x_stride, n, out + r * out_stride + i, out_stride);
+    for (; r < n_rows; r++)
+        for (size_t i = 0; i < n_w; i++)
+            out[r * out_stride + i] = gguf__dot_one(type, w + i * w_stride, x + r * x_stride, n);
+}
+
+void gguf_dot_f32_rows(int type, const void *w, size_t n_w, size_t w_stride, const float *x, size_t n_rows, size_t x_stride,
+                       size_t n, float *out, size_t out_stride) {
+    const uint8_t *p = (const uint8_t *)w;
+    assert(type == GGUF_F32 || type == GGUF_F16 || type == GGUF_BF16);
+    if (type == GGUF_F32) gguf__dot_float_rows(GGUF_F32, p, n_w, w_stride, x, n_rows, x_stride, n, out, out_stride);
+    else if (type == GGUF_F16) gguf__dot_float_rows(GGUF_F16, p, n_w, w_stride, x, n_rows, x_stride, n, out, out_stride);
+    else gguf__dot_float_rows(GGUF_BF16, p, n_w, w_stride, x, n_rows, x_stride, n, out, out_stride);
 }
 
 // Add the terms of eight groups to the partial sums. dot and sum hold, for both halves of each group, the sums of w*q and of

@@ -32,7 +32,6 @@ quote() {
 tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT
 printf '#include <stdio.h>\nint main(void) { return puts("") < 0; }\n' >"$tmp/c.c"
-printf '#include <omp.h>\nint main(void) { return !omp_get_max_threads(); }\n' >"$tmp/omp.c"
 for compiler in ${CC:+"$CC"} cc gcc clang none; do
     # shellcheck disable=SC2086  # CC may hold flags
     $compiler "$tmp/c.c" -o "$tmp/c" >/dev/null 2>&1 && break
@@ -46,12 +45,6 @@ if ! command -v make >/dev/null 2>&1; then
     exit 1
 fi
 export CC="$compiler"
-# shellcheck disable=SC2086
-if [ "${OMP:-1}" = 1 ] && ! $CC -fopenmp "$tmp/omp.c" -o "$tmp/omp" >/dev/null 2>&1; then
-    say "no OpenMP, so one thread is used; to add it: $(how_to_install libomp-dev 'libgomp libomp-devel' \
-        'libgomp openmp-dev' openmp libomp-devel)"
-    export OMP=0
-fi
 if [ -f "$here/gemma4_kernels.cu" ] && ! command -v nvcc >/dev/null 2>&1 && [ ! -x /usr/local/cuda/bin/nvcc ]; then
     say "no nvcc, so the CPU is used; to add it: $(how_to_install nvidia-cuda-toolkit cuda-toolkit \
         'the CUDA toolkit' cuda cuda-toolkit)"

@@ -12,8 +12,6 @@ cd "$(dirname "$0")/.." || exit 1
 BUILD=${BUILD:-build}
 GEMMA4=${GEMMA4:-$PWD/gemma4}
 export BUILD GEMMA4
-# Threads that wait by spinning make a test forty times slower as soon as anything else needs a core.
-export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 limit=                                            # --foreground: Ctrl-C reaches the test too
 timeout --foreground -k 1 1 true 2>/dev/null && limit="timeout --foreground -k 10 ${TEST_TIMEOUT:-1200}"
 mkdir -p "$BUILD/log" || exit 1

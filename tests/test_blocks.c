@@ -513,6 +513,32 @@ static void test_quantizers(void) {
     free(y);
 }
 
+// Many rows of floats against one pair at a time: strides, odd lengths, one to nine rows.
+static void test_float_rows(void) {
+    enum { N_W = 5, ROWS = 9, WIDTH = 100 };
+    static const int types[] = { GGUF_F32, GGUF_F16, GGUF_BF16 };
+    float x[ROWS * WIDTH], values[N_W * WIDTH], out[ROWS * 7];
+    uint8_t w[N_W * WIDTH * 4];
+    for (int i = 0; i < ROWS * WIDTH; i++) x[i] = sinf((float)i);
+    for (int i = 0; i < N_W * WIDTH; i++) values[i] = cosf((float)i * 1.7f);
+    for (size_t t = 0; t < sizeof types / sizeof *types; t++) {
+        const size_t size = (size_t)gguf_block_bytes(types[t]), stride = (size_t)WIDTH * size;
+        gguf_quantize(types[t], values, w, N_W * WIDTH);
+        for (size_t n = 0; n <= 96; n += n < 70 ? 1 : 13)
+            for (size_t rows = 1; rows <= ROWS; rows += 2) {
+                int bad = 0;
+                gguf_dot_f32_rows(types[t], w, N_W, stride, x, rows, WIDTH, n, out, 7);
+                for (size_t r = 0; r < rows; r++)
+                    for (size_t i = 0; i < N_W; i++) {
+                        const float y = gguf_dot_f32(types[t], w + i * stride, x + r * WIDTH, n);
+                        bad += memcmp(&y, &out[r * 7 + i], sizeof y) != 0;
+                    }
+                CHECK(!bad, "%s: %zu rows of %zu: %d of %zu products differ from gguf_dot_f32", gguf_type_name(types[t]), rows,
+                      n, bad, rows * N_W);
+            }
+    }
+}
+
 int main(void) {
     test_table();
     test_scalars();
@@ -520,6 +546,7 @@ int main(void) {
     test_golden();
     test_dots();
     test_rows();
+    test_float_rows();
     test_quantizers();
     return test_done("blocks");
 }

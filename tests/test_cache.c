@@ -777,9 +777,7 @@ static void run_job(int i) {
 int main(int argc, char **argv) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     make_files();
-#ifdef _OPENMP
-    omp_set_num_threads(1);
-#endif
+    start_threads(1);
     if (argc > 1) {                                    // one job, here
         run_job(atoi(argv[1]) % N_JOBS);
         return test_done("cache");

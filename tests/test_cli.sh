@@ -373,6 +373,32 @@ for flag in --repeat-penalty --presence-penalty --frequency-penalty --logit-bias
     error "logits does not take it" logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" $flag 2
 done
 
+# ---- bench ---------------------------------------------------------------------------
+$limit "$gemma4" bench "$model" -p 3,70 -n 2 -d 0,5 -r 2 -t 2 >"$tmp/bench.md" 2>"$tmp/err"
+status=$?
+ok "bench: exit status 0" [ "$status" -eq 0 ]
+rows=$(grep -cE '^\| .* \| +cpu +\| +2 \| +(pp3|pp70|tg2)( @ d5)? \| +[0-9]+\.[0-9]+ ± [0-9.]+ \|' "$tmp/bench.md")
+ok "bench: a row for each test and depth, got $rows of 6" [ "$rows" -eq 6 ]
+ok "bench: GB/s of generation" grep -qE ' tg2 @ d5 .* [0-9]+\.[0-9]+ \([0-9]+ %\) \|$' "$tmp/bench.md"
+ok "bench: planned and resident memory" grep -qE '^Memory: [0-9.]+ GiB planned, [0-9.]+ GiB resident' "$tmp/bench.md"
+$limit "$gemma4" bench -r 1 -m "$model" -p 0 -n 2,3 -o csv >"$tmp/bench.csv" 2>"$tmp/err"
+widths=$(awk -F, '{ print NF }' "$tmp/bench.csv" | sort -u | wc -l)
+ok "bench: csv: a head and two lines of equal width" [ "$(wc -l <"$tmp/bench.csv") $widths" = "3 1" ]
+ok "bench: csv: names" grep -q '^model_filename,.*,n_gen,n_depth,avg_ts,stddev_ts,' "$tmp/bench.csv"
+$limit "$gemma4" bench "$model" -p 2 -n 0 -r 3 -o json >"$tmp/bench.json" 2>"$tmp/err"
+ok "bench: json: three samples" grep -qE '"samples_ts": \[[0-9.e+]+, [0-9.e+]+, [0-9.e+]+\]' "$tmp/bench.json"
+ok "bench: json: begins and ends" [ "$(head -c 1 "$tmp/bench.json")$(tail -n 1 "$tmp/bench.json")" = "[]" ]
+$limit "$gemma4" bench "$model" -p 0 -n 0 -o json >"$tmp/bench.json" 2>"$tmp/err"
+ok "bench: json: no test, an empty list" [ "$(tr -d '\n' <"$tmp/bench.json")" = "[]" ]
+for list in x 1, ,1 -1 1.5 99999999999999999999 "1 2" 1x; do
+    error "-p: expected at most 32 whole numbers" bench "$model" -p "$list"
+done
+error "md, csv or json" bench "$model" -o sql
+error "bench does not take it" bench "$model" -c 100
+error "bench does not take it" bench "$model" --temp 0
+error "-d: expected at most" bench "$model" -d 16777216
+error "a whole number from 1" bench "$model" -r 0
+
 # ---- a full disk, a closed pipe, Ctrl-C ----------------------------------------------
 if [ -c /dev/full ]; then
     $limit "$gemma4" "$model" -p hi --temp 0 -n 20 --ignore-eos >/dev/full 2>"$tmp/err"
@@ -383,6 +409,9 @@ if [ -c /dev/full ]; then
     $limit "$gemma4" --help >/dev/full 2>"$tmp/err"
     status=$?
     ok "full disk: --help: exit status 1" [ "$status" -eq 1 ]
+    $limit "$gemma4" bench "$model" -p 1 -n 1 -r 1 >/dev/full 2>"$tmp/err"
+    status=$?
+    ok "full disk: bench: exit status 1" [ "$status" -eq 1 ]
 else
     skip "no /dev/full on this system"
 fi

@@ -64,10 +64,7 @@ static int32_t prompts[2][N_POSITIONS];
 // Where threads matter it is said so; elsewhere the models are so small that a second thread would only wait.
 static int max_threads = 1;
 static void use_threads(int n) {
-    (void)n;
-#ifdef _OPENMP
-    omp_set_num_threads(n);
-#endif
+    pool.n_threads = n;
 }
 
 static float *floats_of(const char *path, size_t n) {  // n floats; NULL if the file holds another number of them
@@ -1289,9 +1286,8 @@ static void test_true_width(const char *preset, const char *layers) {
 
 int main(void) {
     make_tmp();
-#ifdef _OPENMP
-    max_threads = omp_get_max_threads();
-#endif
+    start_threads(0);
+    max_threads = pool.n_threads;
     use_threads(1);
     size_t size = 0;
     void *ids = read_file("tests/golden/tokens.i32", &size, "run from the root of the repository");

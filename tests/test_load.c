@@ -335,9 +335,7 @@ static void test_mutations(const char *const *models, int n_models, int n) {
 int main(void) {
     make_tmp();
     gemma4 = getenv("GEMMA4") ? getenv("GEMMA4") : "./gemma4";
-#ifdef _OPENMP
-    omp_set_num_threads(1);
-#endif
+    start_threads(1);
     static const char *const presets[] = { "micro-dense", "micro-moe", "micro-e" }, *const quants[] = { "f16", "q8_0" };
     char models[6][1024];
     const char *list[6];

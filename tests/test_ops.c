@@ -17,6 +17,7 @@
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
+#include <sys/wait.h>
 
 // Bounds on |got - want|. Where nothing is listed the bits must be equal: copies, q and s of an Act, stored cache rows
 // against the checkpoint of the same row, choices.
@@ -48,11 +49,8 @@ static bool on_cpu(void) { return strcmp(op->name, "cpu") == 0; }
 // The CPU backend runs on one thread here, which is faster where other programs want the cores too, except for the 64 rows
 // that come first in most cases: so their bits are also those of another number of threads.
 static void set_threads(int n_rows) {
-#ifdef _OPENMP
-    omp_set_num_threads(n_rows == 64 ? 3 : 1);
-#else
-    (void)n_rows;
-#endif
+    start_threads(3);
+    pool.n_threads = n_rows == 64 ? 3 : 1;
 }
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
@@ -2206,8 +2204,43 @@ static void run_all(const Ops *table, char **only) {
     }
 }
 
+// Every item of a job is done once, whatever the number of items, threads and the size of a piece, and before parallel()
+// returns; also in a child process, which has no threads to help it.
+static int item_done[1000];
+
+static void do_items(const void *task, int first, int end) {
+    for (int i = first; i < end; i++) item_done[i] += *(const int *)task;
+}
+
+static void test_parallel(void) {
+    for (int job = 0; job < 20000; job++) {
+        const int n = job < 1000 ? job : 1 + job % 40, step = 1 + job % 7, one = 1;
+        pool.n_threads = 1 + job % 4;
+        memset(item_done, 0, sizeof item_done);
+        parallel(n, step, do_items, &one);
+        int bad = 0;
+        for (int i = 0; i < 1000; i++) bad += item_done[i] != (i < n);
+        if (bad || job % 100 == 0) CHECK(!bad, "parallel: job %d of %d items in pieces of %d: %d done wrongly", job, n, step, bad);
+    }
+    pool.n_threads = 3;
+    const pid_t child = fork();
+    if (!child) {
+        memset(item_done, 0, sizeof item_done);
+        parallel(1000, 1, do_items, &(int){ 1 });
+        for (int i = 0; i < 1000; i++)
+            if (item_done[i] != 1) _exit(1);
+        _exit(0);
+    }
+    int status = 1;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child && !status, "parallel: in a child process: status %d", status);
+}
+
 int main(int argc, char **argv) {
     (void)argc;
+    if (argc == 1) {
+        start_threads(3);
+        test_parallel();
+    }
     run_all(cpu_ops(), argv + 1);
     return test_done("ops");
 }
