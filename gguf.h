@@ -2233,16 +2233,17 @@ static inline float gguf__fold(float *acc, int n) {
 typedef float Gguf__Half __attribute__((vector_size(64), aligned(4), may_alias));
 
 // 16 elements of a float type to f32. What AVX-512 is for: a vector that was stored in parts is slow to read back.
-GGUF__INLINE Gguf__Half gguf__half(int type, const uint8_t *p) {
-    if (type == GGUF_F32) return *(const Gguf__Half *)(const void *)p;
+GGUF__INLINE void gguf__half(int type, const uint8_t *p, Gguf__Half *v) {
+    if (type == GGUF_F32) {
+        *v = *(const Gguf__Half *)(const void *)p;
+        return;
+    }
 #ifdef __AVX512F__
     const __m256i h = _mm256_loadu_si256((const __m256i *)(const void *)p);
-    if (type == GGUF_F16) return (Gguf__Half)_mm512_cvtph_ps(h);
-    return (Gguf__Half)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
+    if (type == GGUF_F16) *v = (Gguf__Half)_mm512_cvtph_ps(h);
+    else *v = (Gguf__Half)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
 #else
-    float w[16];
-    gguf__floats(type, p, w, 16);
-    return *(const Gguf__Half *)(const void *)w;
+    gguf__floats(type, p, (float *)v, 16);
 #endif
 }
 
@@ -2252,7 +2253,10 @@ GGUF__INLINE float gguf__dot_one(int type, const uint8_t *p, const float *x, siz
     float w[32], acc[32];
     for (; n >= 32; n -= 32, x += 32, p += 32 * bytes) {
         const Gguf__Half *xv = (const Gguf__Half *)(const void *)x;
-        a0 += gguf__half(type, p) * xv[0], a1 += gguf__half(type, p + 16 * bytes) * xv[1];
+        Gguf__Half w0, w1;
+        gguf__half(type, p, &w0);
+        gguf__half(type, p + 16 * bytes, &w1);
+        a0 += w0 * xv[0], a1 += w1 * xv[1];
     }
     memcpy(acc, &a0, sizeof a0);
     memcpy(acc + 16, &a1, sizeof a1);
@@ -2278,7 +2282,9 @@ GGUF__INLINE void gguf__dot_four(int type, const uint8_t *p, const float *x, siz
         const Gguf__Half *xa = (const Gguf__Half *)(const void *)x, *xb = (const Gguf__Half *)(const void *)(x + x_stride);
         const Gguf__Half *xc = (const Gguf__Half *)(const void *)(x + 2 * x_stride);
         const Gguf__Half *xd = (const Gguf__Half *)(const void *)(x + 3 * x_stride);
-        const Gguf__Half w0 = gguf__half(type, p), w1 = gguf__half(type, p + 16 * bytes);
+        Gguf__Half w0, w1;
+        gguf__half(type, p, &w0);
+        gguf__half(type, p + 16 * bytes, &w1);
         a0 += w0 * xa[0], a1 += w1 * xa[1], b0 += w0 * xb[0], b1 += w1 * xb[1];
         c0 += w0 * xc[0], c1 += w1 * xc[1], d0 += w0 * xd[0], d1 += w1 * xd[1];
     }
