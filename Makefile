@@ -26,7 +26,7 @@ endif
 COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) $(or $(OMP_FLAG),-Wno-unknown-pragmas) \
     -ffp-contract=off $(CFLAGS)
 SOURCES  := gemma4.c $(wildcard *.h)
-PROGRAMS := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c tests/make_*.c))
+PROGRAMS := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c tests/make_*.c tests/eval_*.c))
 FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
 
 all: $(ENGINE)                  ## build ./gemma4 for this machine: CUDA when nvcc is found, else CPU
