@@ -3,6 +3,7 @@
 # Only ./gemma4 lands in this directory, everything else in build/. Set on the command line as needed:
 #   CC=clang   CFLAGS="-O2 -g"   OMP=0 (one thread)   WERROR=1 (warnings are errors)   ARCH=sm_90 (nvcc's -arch)
 #   PREFIX=/usr/local   DESTDIR=   FUZZ_SECONDS=60   MODEL=file.gguf (for bench)   STRICT=1 (a skipped test fails)
+#   LONG=1 (more mutated files in the tests)
 
 B       := build
 BIN     := gemma4
@@ -26,7 +27,8 @@ endif
 COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) $(or $(OMP_FLAG),-Wno-unknown-pragmas) \
     -ffp-contract=off $(CFLAGS)
 SOURCES  := gemma4.c $(wildcard *.h)
-PROGRAMS := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c tests/make_*.c tests/eval_*.c))
+PROGRAMS := $(patsubst tests/%.c,$(B)/%,\
+    $(wildcard tests/test_*.c tests/make_*.c tests/bench_*.c tests/eval_*.c))
 FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
 
 all: $(ENGINE)                  ## build ./gemma4 for this machine: CUDA when nvcc is found, else CPU
@@ -66,9 +68,10 @@ FUZZ_BUILD   := $(FUZZ_CC) -std=c11 -O1 -g -fsanitize=fuzzer,address,undefined -
 fuzz: $(FUZZERS)                ## run each fuzz target for FUZZ_SECONDS under clang's libFuzzer
 	@for f in $(FUZZERS); do echo "$$f: $(FUZZ_SECONDS) seconds"; mkdir -p $$f.corpus; \
 	  head -c 1000 models/gemma4-mini-q8_0.gguf > $$f.corpus/head; \
-	  $$f -max_total_time=$(FUZZ_SECONDS) -timeout=10 -artifact_prefix=$$f. $$f.corpus 2> $$f.log || \
+	  seeds=tests/seeds/$${f##*fuzz_}; [ -d $$seeds ] || seeds=; \
+	  $$f -max_total_time=$(FUZZ_SECONDS) -timeout=10 -artifact_prefix=$$f. $$f.corpus $$seeds 2> $$f.log || \
 	  { tail -n 40 $$f.log; exit 1; }; tail -n 1 $$f.log; done
-$(FUZZERS): $(B)/%: tests/%.c $(SOURCES) $(B)/flags
+$(FUZZERS): $(B)/%: tests/%.c $(wildcard tests/*.h) $(SOURCES) $(B)/flags
 	@echo 'int LLVMFuzzerTestOneInput(void) { return 0; }' | $(FUZZ_BUILD) -xc - -o $@.probe 2>/dev/null || \
 	  { echo "make fuzz: '$(FUZZ_CC) -fsanitize=fuzzer' does not link; install clang and its runtime:" \
 	  "libclang-rt-dev (Debian, Ubuntu), compiler-rt (Fedora, Arch, Alpine)" >&2; exit 1; }

@@ -1,25 +1,28 @@
 /* gemma4.c - Gemma 4 inference: load a GGUF, run the transformer, print text.
  *
- * HOW TO READ  Start low: main [10] -> verb_generate -> generate [8] -> step [7] -> forward [6] -> attention -> op->attend
- *              (declared in gemma4.h) -> cpu_attend [5]. The forward pass is written once, against a table of operations;
+ * HOW TO READ  Start low: main [12] -> verb_generate -> generate [9] -> step [8] -> forward [7] -> attention -> op->attend
+ *              (declared in gemma4.h) -> cpu_attend [6]. The forward pass is written once, against a table of operations;
  *              a backend fills the table.
  * CONTENTS     search for "[n]"
  *   [1]  Limits, helpers, die()
  *   [2]  Config: model-wide and per layer
  *   [3]  Weights: names, shapes, binding
- *   [4]  Sessions and KV cache, the plan
- *   [5]  CPU operations
- *   [6]  The forward pass
- *   [7]  Step: batch, run, commit
- *   [8]  Text: tokenizer, sampling, generation
- *   [9]  Verbs: logits
- *   [10] Command line
+ *   [4]  Hugging Face folders
+ *   [5]  Sessions and KV cache, the plan
+ *   [6]  CPU operations
+ *   [7]  The forward pass
+ *   [8]  Step: batch, run, commit
+ *   [9]  Text: tokenizer, sampling, generation
+ *   [10] Verbs: logits, tokenize, detokenize
+ *   [11] Quantise
+ *   [12] Command line
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
  *              allocates nothing, unless --dump is given.
  * TRAPS        the list before forward: every way this model differs from Llama. */
 #define _GNU_SOURCE
 #include <assert.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <limits.h>
 #include <math.h>
@@ -28,6 +31,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -45,12 +50,15 @@
 
 enum { MAX_LAYERS = 512, MAX_HEAD_DIM = 512, MAX_EXPERTS = 1024, MAX_CONTEXT = 1 << 24, MAX_VOCAB = 1 << 24 };
 
-// One line on stderr, exit 1: "<file>: <tensor, key or flag>: expected <x>, got <y>; try <fix>".
+static bool bar_shown;                                 // progress() has left a line on the terminal that nothing ended yet
+
+// One line on stderr, exit 1: "<file>: <tensor, key or flag>: expected <x>, got <y>; try <fix>". Where a model file is at
+// fault its kind of fault is named as well, like those of gguf.h: E_META_* keys, E_TENSOR_MISSING, E_SHAPE, E_PAYLOAD.
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
     fflush(stdout);
-    fprintf(stderr, "gemma4: error: ");
+    fprintf(stderr, bar_shown ? "\r\033[Kgemma4: error: " : "gemma4: error: ");
     vfprintf(stderr, fmt, ap);
     fprintf(stderr, "\n");
     va_end(ap);
@@ -63,6 +71,8 @@ static void *alloc_or_die(size_t n, size_t size) {                 // host memor
     return p;
 }
 
+typedef struct { const char **text; int n; } TextList;
+
 static double seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -73,10 +83,55 @@ static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 static int min_int(int a, int b) { return a < b ? a : b; }
 static int max_int(int a, int b) { return a > b ? a : b; }
 
-// A line that redraws itself, on a terminal only; done == total ends it.
-static void progress(const char *what, size_t done, size_t total) {
-    if (!isatty(2)) return;
-    fprintf(stderr, "\r# %s %zu / %zu%s", what, done, total, done == total ? "\r\033[K" : "");
+static void *read_file(const char *path, size_t *size, const char *flag) {        // the whole file; freed by the caller
+    FILE *f = fopen(path, "rb");
+    if (!f) die("%s: %s: %s", flag, path, strerror(errno));
+    size_t cap = 1 << 16, n = 0;
+    char *data = alloc_or_die(cap, 1);
+    for (size_t got; (got = fread(data + n, 1, cap - n, f)) > 0; ) {
+        n += got;
+        if (n < cap) continue;
+        data = realloc(data, cap *= 2);
+        if (!data) die("%s: %s: out of memory at %zu bytes", flag, path, n);
+    }
+    if (ferror(f)) die("%s: %s: %s", flag, path, strerror(errno));
+    fclose(f);
+    *size = n;
+    return data;
+}
+
+// "7.9 MB", "512 tokens": n of a unit, "B" being bytes.
+static const char *amount(char out[32], double n, const char *unit) {
+    static const struct { double size; const char *name; } bytes[] = { { 1e9, "GB" }, { 1e6, "MB" }, { 1e3, "kB" } };
+    snprintf(out, 32, "%.*f %.16s", n < 10 && strcmp(unit, "B") ? 1 : 0, n, unit);
+    for (int i = 2; i >= 0 && !strcmp(unit, "B"); i--)
+        if (n >= bytes[i].size || i == 2) snprintf(out, 32, "%.1f %s", n / bytes[i].size, bytes[i].name);
+    return out;
+}
+
+// A line about long work that redraws itself, on a terminal only: "# what  7.9 MB  [=====>    ]  56 %  3.2 GB/s  1 s left".
+// done == 0 starts it and its clock, done == total erases it. One at a time, from one thread.
+static void progress(const char *what, size_t done, size_t total, const char *unit) {
+    static double start, drawn;
+    const double now = seconds();
+    if (done == 0) start = now;
+    if (!isatty(2) || (done && done < total && now - drawn < 0.1)) return;
+    drawn = now;
+    bar_shown = done < total;
+    if (!bar_shown) {
+        fprintf(stderr, "\r\033[K");
+        return;
+    }
+    char size[32], rate[32] = "", left[32] = "", bar[11] = "          ";
+    const double share = (double)done / (double)total, speed = (double)done / (now - start + 1e-9);
+    memset(bar, '=', (size_t)(share * 10));
+    bar[(size_t)(share * 10)] = '>';
+    if (done) {
+        amount(rate, speed, unit);
+        snprintf(left, sizeof left, "/s  %.0f s left", ceil((double)(total - done) / speed));
+    }
+    fprintf(stderr, "\r# %.20s  %s  [%s]  %d %%  %s%s\033[K", what, amount(size, (double)total, unit), bar,
+            (int)(share * 100), rate, left);
     fflush(stderr);
 }
 
@@ -123,7 +178,7 @@ static int64_t key_int(Gguf *g, const char *key, int64_t min, int64_t max, int64
     int64_t v = otherwise;
     int found = gguf_get_int(g, key, min, max, &v);
     if (found < 0) die_gguf(g);
-    if (!found && otherwise < min) die("%s: key '%s': missing", g->path, key);
+    if (!found && otherwise < min) die("%s: key '%s': missing (E_META_MISSING)", g->path, key);
     return v;
 }
 
@@ -131,8 +186,8 @@ static double key_float(Gguf *g, const char *key, double otherwise) {
     double v = otherwise;
     int found = gguf_get_float(g, key, &v);
     if (found < 0) die_gguf(g);
-    if (!found && otherwise == 0) die("%s: key '%s': missing", g->path, key);
-    if (!(v > 0)) die("%s: key '%s': expected a positive number, got %g", g->path, key, v);
+    if (!found && otherwise == 0) die("%s: key '%s': missing (E_META_MISSING)", g->path, key);
+    if (!(v > 0)) die("%s: key '%s': expected a positive number, got %g (E_META_RANGE)", g->path, key, v);
     return v;
 }
 
@@ -140,7 +195,7 @@ static double key_float(Gguf *g, const char *key, double otherwise) {
 static void key_per_layer(Gguf *g, const char *key, int64_t min, int64_t max, int64_t *out, int n) {
     int found = gguf_get_ints(g, key, min, max, out, n);
     if (found < 0) die_gguf(g);
-    if (!found) die("%s: key '%s': missing", g->path, key);
+    if (!found) die("%s: key '%s': missing (E_META_MISSING)", g->path, key);
 }
 
 static void load_config(Config *c, Gguf *g) {
@@ -148,7 +203,7 @@ static void load_config(Config *c, Gguf *g) {
     if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
     if (arch.n != 6 || memcmp(arch.s, "gemma4", 6) != 0)
         die("%s: key 'general.architecture': expected 'gemma4', got '%s'; drafters and other models cannot be run by "
-            "themselves", g->path, shown(arch));
+            "themselves (E_META_RANGE)", g->path, shown(arch));
 
     memset(c, 0, sizeof *c);
     c->n_layers    = (int)key_int(g, "gemma4.block_count", 1, MAX_LAYERS, 0);
@@ -162,8 +217,8 @@ static void load_config(Config *c, Gguf *g) {
     c->rope_base     = key_float(g, "gemma4.rope.freq_base", 1e4);
     c->rope_base_swa = key_float(g, "gemma4.rope.freq_base_swa", 1e4);
     if (!(c->rope_base > 1) || !(c->rope_base_swa > 1))
-        die("%s: key 'gemma4.rope.freq_base': expected more than 1, got %g and %g (sliding layers)", g->path, c->rope_base,
-            c->rope_base_swa);
+        die("%s: key 'gemma4.rope.freq_base': expected more than 1, got %g and %g for sliding layers (E_META_RANGE)", g->path,
+            c->rope_base, c->rope_base_swa);
 
     const int n = c->n_layers;
     int64_t v[MAX_LAYERS];
@@ -171,16 +226,16 @@ static void load_config(Config *c, Gguf *g) {
     c->n_heads = (int)v[0];
     for (int l = 1; l < n; l++)
         if (v[l] != v[0])
-            die("%s: key 'gemma4.attention.head_count': expected %d in every layer, got %d in layer %d", g->path,
-                c->n_heads, (int)v[l], l);
+            die("%s: key 'gemma4.attention.head_count': expected %d in every layer, got %d in layer %d (E_META_RANGE)",
+                g->path, c->n_heads, (int)v[l], l);
     if (c->n_experts) {
         c->n_experts_used = (int)key_int(g, "gemma4.expert_used_count", 1, c->n_experts, 0);
         key_per_layer(g, "gemma4.expert_feed_forward_length", 1, 1 << 20, v, n);
         c->expert_dim = (int)v[0];
         for (int l = 1; l < n; l++)
             if (v[l] != v[0])
-                die("%s: key 'gemma4.expert_feed_forward_length': expected %d in every layer, got %d in layer %d", g->path,
-                    c->expert_dim, (int)v[l], l);
+                die("%s: key 'gemma4.expert_feed_forward_length': expected %d in every layer, got %d in layer %d "
+                    "(E_META_RANGE)", g->path, c->expert_dim, (int)v[l], l);
     }
     const int n_shared = (int)key_int(g, "gemma4.attention.shared_kv_layers", 0, n - 1, 0);
     c->first_shared = n - n_shared;
@@ -192,16 +247,19 @@ static void load_config(Config *c, Gguf *g) {
     int head_dim[2];
     for (int t = 0; t < 2; t++) {
         head_dim[t] = (int)key_int(g, head_keys[t][0], 32, MAX_HEAD_DIM, 0);
-        if (head_dim[t] % 32) die("%s: key '%s': expected a multiple of 32, got %d", g->path, head_keys[t][0], head_dim[t]);
+        if (head_dim[t] % 32)
+            die("%s: key '%s': expected a multiple of 32, got %d (E_META_RANGE)", g->path, head_keys[t][0], head_dim[t]);
         for (int i = 1; i < 3; i++)
             if (key_int(g, head_keys[t][i], 1, INT_MAX, head_dim[t]) != head_dim[t])
-                die("%s: key '%s': expected %d as in '%s'", g->path, head_keys[t][i], head_dim[t], head_keys[t][0]);
+                die("%s: key '%s': expected %d as in '%s' (E_META_RANGE)", g->path, head_keys[t][i], head_dim[t],
+                    head_keys[t][0]);
     }
 
     int64_t swa[MAX_LAYERS], kv_heads[MAX_LAYERS], ffn[MAX_LAYERS];
     const GgufKv *pattern = gguf_find_kv(g, "gemma4.attention.sliding_window_pattern");
     if (pattern && pattern->type != GGUF_V_ARRAY)
-        die("%s: key 'gemma4.attention.sliding_window_pattern': expected an array, one value per layer", g->path);
+        die("%s: key 'gemma4.attention.sliding_window_pattern': expected an array, one value per layer (E_META_TYPE)",
+            g->path);
     key_per_layer(g, "gemma4.attention.sliding_window_pattern", 0, INT_MAX, swa, n);
     key_per_layer(g, "gemma4.attention.head_count_kv", 1, 1024, kv_heads, n);
     key_per_layer(g, "gemma4.feed_forward_length", 1, 1 << 20, ffn, n);
@@ -217,14 +275,14 @@ static void load_config(Config *c, Gguf *g) {
         lc->kv_layer = newest[lc->is_swa];
         if (lc->kv_layer < 0)
             die("%s: key 'gemma4.attention.shared_kv_layers': layer %d shares K and V, but no layer of its kind before %d "
-                "owns any", g->path, l, c->first_shared);
+                "owns any (E_META_RANGE)", g->path, l, c->first_shared);
         c->layer[lc->kv_layer].last_reader = l;
         if (lc->n_kv_heads != c->layer[lc->kv_layer].n_kv_heads)
-            die("%s: key 'gemma4.attention.head_count_kv': layer %d reads the cache of layer %d: expected %d, got %d",
-                g->path, l, lc->kv_layer, c->layer[lc->kv_layer].n_kv_heads, lc->n_kv_heads);
+            die("%s: key 'gemma4.attention.head_count_kv': layer %d reads the cache of layer %d: expected %d, got %d "
+                "(E_META_RANGE)", g->path, l, lc->kv_layer, c->layer[lc->kv_layer].n_kv_heads, lc->n_kv_heads);
         if (c->n_heads % lc->n_kv_heads)
-            die("%s: key 'gemma4.attention.head_count_kv': layer %d: expected a divisor of %d heads, got %d", g->path, l,
-                c->n_heads, lc->n_kv_heads);
+            die("%s: key 'gemma4.attention.head_count_kv': layer %d: expected a divisor of %d heads, got %d "
+                "(E_META_RANGE)", g->path, l, c->n_heads, lc->n_kv_heads);
     }
 }
 
@@ -281,14 +339,15 @@ typedef struct {                        // one thing that upload() may move: a m
 
 typedef struct {
     Gguf    *g;
-    char    *seen;                      // (g->n_tensors) bound, or known to be dead
+    char    *seen;                      // (g->n_tensors) UNSEEN, KNOWN or BOUND
     Upload  *uploads;                   // room for every tensor of the file and a few that are derived
-    float   *derived;                   // (n_layers, dim) vectors that are computed while binding
+    float   *derived;                   // (n_layers, dim + 2 * n_experts) vectors that are computed while binding
+    size_t   n_derived;                 // floats of it in use
     int      n_uploads;
     size_t   bytes;                     // of what is bound, in the file
-    size_t   n_unused;                  // tensors that the text model does not read
-    GgufStr  first_unused;
 } Binder;
+
+enum { UNSEEN, KNOWN, BOUND };          // a tensor that is KNOWN has a name of this architecture, but nothing reads it
 
 static bool is_quantised(DType t) { return t != T_F32 && t != T_F16 && t != T_BF16; }
 
@@ -296,20 +355,22 @@ static size_t matrix_bytes(const Tensor *t) { return gguf_row_size(t->type, t->c
 
 static const GgufTensor *find_tensor(Binder *b, const char *name) {
     const GgufTensor *t = gguf_find_tensor(b->g, name);
-    if (t) b->seen[t - b->g->tensors] = 1;
+    if (t && b->seen[t - b->g->tensors] == UNSEEN) b->seen[t - b->g->tensors] = KNOWN;
     return t;
 }
 
 // Bind tensor `name` as n matrices (rows, cols), or stop. GGUF stores ne[0] = cols, ne[1] = rows, ne[2] = n.
 static Tensor bind_tensor(Binder *b, const char *name, int rows, int cols, int n) {
     const GgufTensor *t = find_tensor(b, name);
-    if (!t) die("%s: tensor '%s': missing, expected shape (%d, %d, %d)", b->g->path, name, cols, rows, n);
+    if (!t) die("%s: tensor '%s': missing, expected shape (%d, %d, %d) (E_TENSOR_MISSING)", b->g->path, name, cols, rows, n);
     if (t->ne[0] != (uint64_t)cols || t->ne[1] != (uint64_t)rows || t->ne[2] != (uint64_t)n || t->ne[3] != 1)
-        die("%s: tensor '%s': expected shape (%d, %d, %d), got (%" PRIu64 ", %" PRIu64 ", %" PRIu64 ")", b->g->path, name,
-            cols, rows, n, t->ne[0], t->ne[1], t->ne[2]);
+        die("%s: tensor '%s': expected shape (%d, %d, %d), got (%" PRIu64 ", %" PRIu64 ", %" PRIu64 ") (E_SHAPE)", b->g->path,
+            name, cols, rows, n, t->ne[0], t->ne[1], t->ne[2]);
     if (!gguf_type_supported(t->type))
-        die("%s: tensor '%s': type %s is not supported by this build", b->g->path, name, gguf_type_name(t->type));
+        die("%s: tensor '%s': type %s is not supported by this build (E_TYPE_UNSUPPORTED)", b->g->path, name,
+            gguf_type_name(t->type));
     b->bytes += t->size;
+    b->seen[t - b->g->tensors] = BOUND;
     return (Tensor){ .data = t->data, .type = (DType)t->type, .rows = rows, .cols = cols, .n = n };
 }
 
@@ -326,8 +387,38 @@ static void add_vector(Binder *b, const float **dst, const float *values, int n)
 
 static void bind_vector(Binder *b, const float **dst, const char *name, int n) {
     Tensor t = bind_tensor(b, name, 1, n, 1);
-    if (t.type != T_F32) die("%s: tensor '%s': expected type F32, got %s", b->g->path, name, gguf_type_name(t.type));
+    if (t.type != T_F32)
+        die("%s: tensor '%s': expected type F32, got %s (E_TYPE_UNSUPPORTED)", b->g->path, name, gguf_type_name(t.type));
     add_vector(b, dst, t.data, n);
+}
+
+// The factors that files with NVFP4 matrices hold beside them, STEM.scale for STEM.weight: one for all n, or one each. To
+// be called after the upload of dst is noted. Not for ffn_gate_inp and ffn_down_exps, whose .scale is another thing.
+static void bind_scale(Binder *b, Tensor *dst, const char *weight, int n) {
+    char name[80];
+    snprintf(name, sizeof name, "%.*s.scale", (int)(strlen(weight) - strlen(".weight")), weight);
+    const GgufTensor *t = find_tensor(b, name);
+    if (!t) return;
+    bind_vector(b, &dst->scale, name, t->ne[0] == 1 ? 1 : n);
+    if (t->ne[0] != 1 || n == 1) return;
+    b->n_uploads--;
+    float *each = b->derived + b->n_derived;
+    for (int i = 0; i < n; i++) each[i] = dst->scale[0];
+    b->n_derived += (size_t)n;
+    add_vector(b, &dst->scale, each, n);
+}
+
+static void bind_scaled(Binder *b, Tensor *dst, const char *name, int rows, int cols, int n) {
+    bind_matrix(b, dst, name, rows, cols, n);
+    bind_scale(b, dst, name, n);
+}
+
+// A table that rows are taken from. A factor of it would have to be applied there: no file is known that has one.
+static void bind_table(Binder *b, Tensor *dst, const char *name, int rows, int cols) {
+    bind_scaled(b, dst, name, rows, cols, 1);
+    if (dst->scale)
+        die("%s: tensor '%s': a table with a factor, its .scale, is not supported (E_TYPE_UNSUPPORTED)",
+            b->g->path, name);
 }
 
 // Radians per position of every pair that turns: base^(-2i/head_dim) / factor[i]. Published files give global layers factors
@@ -335,7 +426,8 @@ static void bind_vector(Binder *b, const float **dst, const char *name, int n) {
 static void bind_rope(Binder *b, Weights *w, int t, double base, int head_dim, const float *factor) {
     for (int i = 0; i < head_dim / 2; i++) {
         const double divisor = factor ? factor[i] : 1;
-        if (!(divisor > 0)) die("%s: tensor 'rope_freqs.weight': expected positive factors, got %g", b->g->path, divisor);
+        if (!(divisor > 0))
+            die("%s: tensor 'rope_freqs.weight': expected positive factors, got %g (E_PAYLOAD)", b->g->path, divisor);
         w->inv_freq[t][i] = pow(base, -2.0 * i / head_dim) / divisor;
         if (divisor < 1e20 || i == 0) w->n_pairs[t] = i + 1;         // at least one: 0 would mean an untied cache
     }
@@ -358,16 +450,18 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
         for (int i = 0; i <= (own ? (int)n_kv : 0); i++) {
             *parts[i] = (Tensor){ .data = at, .type = qkv.type, .rows = i ? kv_dim : q_dim, .cols = dim, .n = 1 };
             b->uploads[b->n_uploads++] = (Upload){ .tensor = *parts[i], .matrix = parts[i] };
+            bind_scale(b, parts[i], name, 1);
             at += matrix_bytes(parts[i]);
         }
     } else {
-        bind_matrix(b, &w->attn_q, NAME("attn_q.weight"), q_dim, dim, 1);
+        bind_scaled(b, &w->attn_q, NAME("attn_q.weight"), q_dim, dim, 1);
         if (own) {
-            bind_matrix(b, &w->attn_k, NAME("attn_k.weight"), kv_dim, dim, 1);
+            bind_scaled(b, &w->attn_k, NAME("attn_k.weight"), kv_dim, dim, 1);
             if (find_tensor(b, NAME("attn_v.weight")))
-                bind_matrix(b, &w->attn_v, name, kv_dim, dim, 1);
+                bind_scaled(b, &w->attn_v, name, kv_dim, dim, 1);
             else if (lc->is_swa)
-                die("%s: tensor '%s': missing; only global layers take V from the K projection", b->g->path, name);
+                die("%s: tensor '%s': missing; only global layers take V from the K projection (E_TENSOR_MISSING)",
+                    b->g->path, name);
         } else {                                       // published files keep these; nothing reads them
             find_tensor(b, NAME("attn_k.weight"));
             find_tensor(b, NAME("attn_v.weight"));
@@ -376,12 +470,12 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
     bind_vector(b, &w->attn_q_norm, NAME("attn_q_norm.weight"), lc->head_dim);
     if (own) bind_vector(b, &w->attn_k_norm, NAME("attn_k_norm.weight"), lc->head_dim);
     else find_tensor(b, NAME("attn_k_norm.weight"));
-    bind_matrix(b, &w->attn_output, NAME("attn_output.weight"), dim, q_dim, 1);
+    bind_scaled(b, &w->attn_output, NAME("attn_output.weight"), dim, q_dim, 1);
     bind_vector(b, &w->post_attention_norm, NAME("post_attention_norm.weight"), dim);
     bind_vector(b, &w->ffn_norm, NAME("ffn_norm.weight"), dim);
-    bind_matrix(b, &w->ffn_gate, NAME("ffn_gate.weight"), lc->ffn_dim, dim, 1);
-    bind_matrix(b, &w->ffn_up, NAME("ffn_up.weight"), lc->ffn_dim, dim, 1);
-    bind_matrix(b, &w->ffn_down, NAME("ffn_down.weight"), dim, lc->ffn_dim, 1);
+    bind_scaled(b, &w->ffn_gate, NAME("ffn_gate.weight"), lc->ffn_dim, dim, 1);
+    bind_scaled(b, &w->ffn_up, NAME("ffn_up.weight"), lc->ffn_dim, dim, 1);
+    bind_scaled(b, &w->ffn_down, NAME("ffn_down.weight"), dim, lc->ffn_dim, 1);
     bind_vector(b, &w->post_ffw_norm, NAME("post_ffw_norm.weight"), dim);
     w->layer_output_scale = 1;
     if (find_tensor(b, NAME("layer_output_scale.weight"))) {
@@ -395,14 +489,15 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
         const float *scale;
         bind_vector(b, &scale, NAME("ffn_gate_inp.scale"), dim);
         b->n_uploads--;
-        float *norm = b->derived + (size_t)l * dim;
+        float *norm = b->derived + b->n_derived;
+        b->n_derived += (size_t)dim;
         for (int i = 0; i < dim; i++) norm[i] = scale[i] / sqrtf((float)dim);
         add_vector(b, &w->router_norm, norm, dim);
         if (find_tensor(b, NAME("ffn_gate_up_exps.weight"))) {
-            bind_matrix(b, &w->ffn_gate_exps, name, 2 * c->expert_dim, dim, c->n_experts);
+            bind_scaled(b, &w->ffn_gate_exps, name, 2 * c->expert_dim, dim, c->n_experts);
         } else {
-            bind_matrix(b, &w->ffn_gate_exps, NAME("ffn_gate_exps.weight"), c->expert_dim, dim, c->n_experts);
-            bind_matrix(b, &w->ffn_up_exps, NAME("ffn_up_exps.weight"), c->expert_dim, dim, c->n_experts);
+            bind_scaled(b, &w->ffn_gate_exps, NAME("ffn_gate_exps.weight"), c->expert_dim, dim, c->n_experts);
+            bind_scaled(b, &w->ffn_up_exps, NAME("ffn_up_exps.weight"), c->expert_dim, dim, c->n_experts);
         }
         bind_matrix(b, &w->ffn_down_exps, NAME("ffn_down_exps.weight"), dim, c->expert_dim, c->n_experts);
         if (find_tensor(b, NAME("ffn_down_exps.scale"))) bind_vector(b, &w->ffn_down_exps_scale, name, c->n_experts);
@@ -411,23 +506,24 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
         bind_vector(b, &w->post_ffw_norm_2, NAME("post_ffw_norm_2.weight"), dim);
     }
     if (c->ple_dim) {
-        bind_matrix(b, &w->inp_gate, NAME("inp_gate.weight"), c->ple_dim, dim, 1);
-        bind_matrix(b, &w->proj, NAME("proj.weight"), dim, c->ple_dim, 1);
+        bind_scaled(b, &w->inp_gate, NAME("inp_gate.weight"), c->ple_dim, dim, 1);
+        bind_scaled(b, &w->proj, NAME("proj.weight"), dim, c->ple_dim, 1);
         bind_vector(b, &w->post_norm, NAME("post_norm.weight"), dim);
     }
 #undef NAME
 }
 
-// Bind everything; sets c->vocab. Tensors that nothing reads (other modalities, side data) are counted.
+// Bind everything; sets c->vocab.
 static void bind_weights(Binder *b, Config *c, Weights *w) {
     w->layer = alloc_or_die(c->n_layers, sizeof *w->layer);
     const GgufTensor *embd = gguf_find_tensor(b->g, "token_embd.weight");
-    if (!embd) die("%s: tensor 'token_embd.weight': missing", b->g->path);
+    if (!embd) die("%s: tensor 'token_embd.weight': missing (E_TENSOR_MISSING)", b->g->path);
     if (embd->ne[1] > MAX_VOCAB)
-        die("%s: tensor 'token_embd.weight': expected at most %d rows, got %" PRIu64, b->g->path, MAX_VOCAB, embd->ne[1]);
+        die("%s: tensor 'token_embd.weight': expected at most %d rows, got %" PRIu64 " (E_SHAPE)", b->g->path, MAX_VOCAB,
+            embd->ne[1]);
     c->vocab = (int)embd->ne[1];
-    bind_matrix(b, &w->token_embd, "token_embd.weight", c->vocab, c->dim, 1);
-    if (find_tensor(b, "output.weight")) bind_matrix(b, &w->output, "output.weight", c->vocab, c->dim, 1);
+    bind_table(b, &w->token_embd, "token_embd.weight", c->vocab, c->dim);
+    if (find_tensor(b, "output.weight")) bind_scaled(b, &w->output, "output.weight", c->vocab, c->dim, 1);
     bind_vector(b, &w->output_norm, "output_norm.weight", c->dim);
 
     bool has[2] = { false, false };
@@ -438,7 +534,7 @@ static void bind_weights(Binder *b, Config *c, Weights *w) {
     }
     if (has[0]) {
         Tensor factors = bind_tensor(b, "rope_freqs.weight", 1, head_dim[0] / 2, 1);
-        if (factors.type != T_F32) die("%s: tensor 'rope_freqs.weight': expected type F32", b->g->path);
+        if (factors.type != T_F32) die("%s: tensor 'rope_freqs.weight': expected type F32 (E_TYPE_UNSUPPORTED)", b->g->path);
         bind_rope(b, w, 0, c->rope_base, head_dim[0], factors.data);
     } else {
         find_tensor(b, "rope_freqs.weight");
@@ -446,19 +542,492 @@ static void bind_weights(Binder *b, Config *c, Weights *w) {
     if (has[1]) bind_rope(b, w, 1, c->rope_base_swa, head_dim[1], NULL);
     if (c->ple_dim) {
         const int all = c->n_layers * c->ple_dim;
-        bind_matrix(b, &w->per_layer_token_embd, "per_layer_token_embd.weight", c->vocab, all, 1);
-        bind_matrix(b, &w->per_layer_model_proj, "per_layer_model_proj.weight", all, c->dim, 1);
+        bind_table(b, &w->per_layer_token_embd, "per_layer_token_embd.weight", c->vocab, all);
+        bind_scaled(b, &w->per_layer_model_proj, "per_layer_model_proj.weight", all, c->dim, 1);
         bind_vector(b, &w->per_layer_proj_norm, "per_layer_proj_norm.weight", c->ple_dim);
     }
     for (int l = 0; l < c->n_layers; l++) bind_layer(b, c, &w->layer[l], l);
+}
 
-    for (size_t i = 0; i < b->g->n_tensors; i++) {
-        if (b->seen[i]) continue;
-        if (!b->n_unused++) b->first_unused = b->g->tensors[i].name;
+static bool starts_with_one_of(GgufStr s, const char *const *starts) {                // NULL ends the list
+    for (; *starts; starts++)
+        if (s.n >= strlen(*starts) && !memcmp(s.s, *starts, strlen(*starts))) return true;
+    return false;
+}
+
+// Says on stderr how many tensors and keys this program knows nothing about, and the first few names. Other modalities
+// (vision, audio), unused K and V of layers that share them and scales of inputs are known and not worth a line.
+static void print_unknown(const Binder *b) {
+    static const char *const tensors[] = { "v.", "a.", "mm.", NULL };
+    static const char *const keys[] = { "gemma4.", "general.", "tokenizer.", "split.", "quantize.", NULL };
+    static const char input_scale[] = ".input_scale";
+    for (int kind = 0; kind < 2; kind++) {
+        const size_t n_all = kind ? b->g->n_kvs : b->g->n_tensors, n_end = strlen(input_scale);
+        size_t n = 0;
+        char names[3 * 66 + 8] = "";
+        for (size_t i = 0; i < n_all; i++) {
+            const GgufStr s = kind ? b->g->kvs[i].key : b->g->tensors[i].name;
+            if (!kind && (b->seen[i] != UNSEEN || (s.n >= n_end && !memcmp(s.s + s.n - n_end, input_scale, n_end)))) continue;
+            if (starts_with_one_of(s, kind ? keys : tensors)) continue;
+            const size_t at = strlen(names);
+            if (n < 3) snprintf(names + at, sizeof names - at, "%s%.*s", n ? ", " : "", s.n < 64 ? (int)s.n : 64, s.s);
+            if (n == 3) strcat(names, ", ...");
+            n++;
+        }
+        if (n) fprintf(stderr, "# %zu %s%s not used: %s\n", n, kind ? "key" : "tensor", n == 1 ? " is" : "s are", names);
     }
 }
 
-// ==== [4] Sessions and KV cache, the plan ============================================================================
+// ==== [4] Hugging Face folders =======================================================================================
+// A folder with config.json, *.safetensors and tokenizer.json becomes the GGUF file that it would convert to, in memory:
+// the same keys, names and shapes, so that nothing behind open_model_file knows the difference. Matrices stay in the mapped
+// files, in the type they have there; vectors and routers become F32 in private memory. Text models and MTP assistants;
+// tensors of other modalities are counted and left out. No value is changed or permuted.
+
+typedef struct {
+    const char *path;           // of config.json
+    GgufJson root, text;        // the whole object; its text_config, or root again
+    bool assistant;
+} HfConfig;
+
+// A member of the text model's part of config.json, or else of the whole; null counts as absent.
+static bool hf_get(const HfConfig *c, const char *key, GgufJson *v) {
+    return (gguf_json_get(&c->text, key, v) || gguf_json_get(&c->root, key, v)) && v->type != GGUF_J_NULL;
+}
+
+// Numbers: otherwise < min (hf_float: 0) means that the member is required.
+static int64_t hf_int(const HfConfig *c, const char *key, int64_t min, int64_t max, int64_t otherwise) {
+    GgufJson v = { 0 };
+    int64_t n = otherwise;
+    if (!hf_get(c, key, &v)) {
+        if (otherwise < min) die("%s: '%s': missing", c->path, key);
+    } else if (!gguf_json_int(&v, min, max, &n)) {
+        die("%s: '%s': expected %" PRId64 "..%" PRId64 ", got %s", c->path, key, min, max, shown((GgufStr){ v.s, v.n }));
+    }
+    return n;
+}
+
+static double json_float(const char *path, const GgufJson *object, const char *key, double otherwise) {
+    GgufJson v = { 0 };
+    double x = otherwise;
+    if (!gguf_json_get(object, key, &v) || v.type == GGUF_J_NULL) {
+        if (otherwise == 0) die("%s: '%s': missing", path, key);
+    } else if (!gguf_json_float(&v, &x)) {
+        die("%s: '%s': expected a number, got %s", path, key, shown((GgufStr){ v.s, v.n }));
+    }
+    return x;
+}
+
+static bool hf_bool(const HfConfig *c, const char *key) {
+    GgufJson v = { 0 };
+    return hf_get(c, key, &v) && v.type == GGUF_J_TRUE;
+}
+
+// FOLDER/NAME as parsed JSON; the text is freed by the caller. NULL: there is no such file.
+static char *read_json(const char *folder, const char *name, GgufJson *value) {
+    char path[4096];
+    size_t n, at;
+    const char *err;
+    if ((size_t)snprintf(path, sizeof path, "%s/%s", folder, name) >= sizeof path) die("%s: expected a shorter path", folder);
+    if (access(path, F_OK)) return NULL;
+    char *text = read_file(path, &n, folder);
+    if (gguf_json_parse(text, n, value, &at, &err) < 0) die("%s: not JSON at byte %zu: expected %s", path, at, err);
+    if (value->type != GGUF_J_OBJECT) die("%s: expected a JSON object", path);
+    return text;
+}
+
+// ---- tensors
+
+static const struct { const char *hf, *gguf; } hf_names[] = {       // of no layer; then of layer %d
+    { "embed_tokens.weight", "token_embd.weight" }, { "norm.weight", "output_norm.weight" },
+    { "lm_head.weight", "output.weight" }, { "embed_tokens_per_layer.weight", "per_layer_token_embd.weight" },
+    { "per_layer_model_projection.weight", "per_layer_model_proj.weight" },
+    { "per_layer_projection_norm.weight", "per_layer_proj_norm.weight" },
+    { "pre_projection.weight", "nextn.pre_projection.weight" }, { "post_projection.weight", "nextn.post_projection.weight" },
+    { "masked_embedding.centroids.weight", "masked_embd_centroids.weight" },
+    { "masked_embedding.token_ordering", "masked_embd_ordering" },
+}, hf_layer_names[] = {
+    { "input_layernorm.weight", "attn_norm.weight" }, { "self_attn.q_proj.weight", "attn_q.weight" },
+    { "self_attn.k_proj.weight", "attn_k.weight" }, { "self_attn.v_proj.weight", "attn_v.weight" },
+    { "self_attn.o_proj.weight", "attn_output.weight" }, { "self_attn.q_norm.weight", "attn_q_norm.weight" },
+    { "self_attn.k_norm.weight", "attn_k_norm.weight" }, { "post_attention_layernorm.weight", "post_attention_norm.weight" },
+    { "pre_feedforward_layernorm.weight", "ffn_norm.weight" }, { "mlp.gate_proj.weight", "ffn_gate.weight" },
+    { "mlp.up_proj.weight", "ffn_up.weight" }, { "mlp.down_proj.weight", "ffn_down.weight" },
+    { "post_feedforward_layernorm.weight", "post_ffw_norm.weight" }, { "layer_scalar", "layer_output_scale.weight" },
+    { "router.proj.weight", "ffn_gate_inp.weight" }, { "router.scale", "ffn_gate_inp.scale" },
+    { "router.per_expert_scale", "ffn_down_exps.scale" }, { "experts.gate_up_proj", "ffn_gate_up_exps.weight" },
+    { "experts.down_proj", "ffn_down_exps.weight" }, { "pre_feedforward_layernorm_2.weight", "pre_ffw_norm_2.weight" },
+    { "post_feedforward_layernorm_1.weight", "post_ffw_norm_1.weight" },
+    { "post_feedforward_layernorm_2.weight", "post_ffw_norm_2.weight" },
+    { "per_layer_input_gate.weight", "inp_gate.weight" }, { "per_layer_projection.weight", "proj.weight" },
+    { "post_per_layer_input_norm.weight", "post_norm.weight" },
+};
+
+// The GGUF name of a tensor of the text model; false: it belongs to something else.
+static bool hf_tensor_name(GgufStr name, char *out, size_t room) {
+    static const char *const prefixes[] = { "model.language_model.", "language_model.model.", "language_model.", "model." };
+    char s[256];
+    int l = 0, end = 0;
+    if (name.n >= sizeof s) return false;
+    memcpy(s, name.s, name.n);
+    s[name.n] = 0;
+    const char *p = s;
+    for (size_t i = 0; i < sizeof prefixes / sizeof *prefixes && p == s; i++)
+        if (!strncmp(s, prefixes[i], strlen(prefixes[i]))) p += strlen(prefixes[i]);
+    for (size_t i = 0; i < sizeof hf_names / sizeof *hf_names; i++)
+        if (!strcmp(p, hf_names[i].hf)) return snprintf(out, room, "%s", hf_names[i].gguf), true;
+    if (sscanf(p, "layers.%4d.%n", &l, &end) != 1 || !end || l < 0) return false;
+    for (size_t i = 0; i < sizeof hf_layer_names / sizeof *hf_layer_names; i++)
+        if (!strcmp(p + end, hf_layer_names[i].hf)) return snprintf(out, room, "blk.%d.%s", l, hf_layer_names[i].gguf), true;
+    return false;
+}
+
+static size_t n_elements(const GgufTensor *t) {
+    return (size_t)t->size / (size_t)gguf_block_bytes(t->type) * (size_t)gguf_block_elems(t->type);
+}
+
+// Kept as f32: whatever the engine reads as a vector, and routers.
+static bool hf_is_f32(const GgufTensor *t, const char *name) { return t->n_dims < 2 || strstr(name, "ffn_gate_inp.weight"); }
+
+// Put every tensor of the text model, and the factors that stop `head_dim / 2 - n_rot` pairs of global layers. data: room
+// for one more than st has; tied: an LM head of its own is a copy. Returns the rows of token_embd, 0: none.
+static uint64_t hf_tensors(Gguf *st, GgufWriter *w, const uint8_t **data, int head_dim, int n_rot, bool tied) {
+    size_t n = 0, n_other = 0, n_floats = (size_t)head_dim / 2;
+    uint64_t vocab = 0;
+    GgufStr first_other = { "", 0 };
+    char name[320];
+    for (size_t i = 0; i < st->n_tensors; i++)
+        if (hf_tensor_name(st->tensors[i].name, name, sizeof name) && hf_is_f32(&st->tensors[i], name))
+            n_floats += (size_t)st->tensors[i].size;                            // a byte or more for each element
+    float *floats = gguf_private(st, n_floats * sizeof *floats);
+    if (!floats) die_gguf(st);
+    for (int i = 0; i < head_dim / 2; i++) floats[i] = i < n_rot ? 1 : 1e30f;
+    gguf_put_tensor(w, (GgufStr){ "rope_freqs.weight", 17 }, GGUF_F32, 1, (uint64_t[]){ (uint64_t)head_dim / 2 });
+    data[n++] = (const uint8_t *)floats;
+    floats += head_dim / 2;
+    for (size_t i = 0; i < st->n_tensors; i++) {
+        const GgufTensor *t = &st->tensors[i];
+        if (!hf_tensor_name(t->name, name, sizeof name)) {
+            if (!n_other++) first_other = t->name;
+            continue;
+        }
+        if (tied && !strcmp(name, "output.weight")) continue;       // the embedding table once more
+        const bool is_float = t->type == GGUF_F32 || t->type == GGUF_F16 || t->type == GGUF_BF16;
+        const bool is_ids = (t->type == GGUF_I32 || t->type == GGUF_I64) && !strcmp(name, "masked_embd_ordering");
+        if (!t->size || !(is_float || is_ids))
+            die("%s: tensor '%s': expected F32, F16 or BF16, got %s", st->path, shown(t->name),
+                !t->size ? "no elements" : t->type < 0 ? "a type that GGUF does not have" : gguf_type_name(t->type));
+        const bool f32 = is_float && hf_is_f32(t, name);
+        if (!strcmp(name, "token_embd.weight")) vocab = t->ne[1];
+        gguf_put_tensor(w, (GgufStr){ name, strlen(name) }, f32 ? GGUF_F32 : t->type, max_int(t->n_dims, 1), t->ne);
+        data[n++] = f32 ? (const uint8_t *)floats : t->data;
+        if (!f32) continue;
+        gguf_dequantize(t->type, t->data, floats, n_elements(t));
+        floats += n_elements(t);
+    }
+    if (n_other)
+        fprintf(stderr, "# %zu tensors are not of the text model and are left out, the first: %s\n", n_other,
+                shown(first_other));
+    return vocab;
+}
+
+// ---- keys
+
+static void hf_put_u32(GgufWriter *w, const HfConfig *c, const char *key, uint32_t v) {
+    char full[96];
+    snprintf(full, sizeof full, "%s.%s", c->assistant ? "gemma4-assistant" : "gemma4", key);
+    gguf_put_u32(w, full, v);
+}
+
+static void hf_put_f32(GgufWriter *w, const HfConfig *c, const char *key, double v) {
+    char full[96];
+    snprintf(full, sizeof full, "%s.%s", c->assistant ? "gemma4-assistant" : "gemma4", key);
+    gguf_put_f32(w, full, (float)v);
+}
+
+// One value per layer: as an array, or as a scalar when all are the same.
+static void hf_put_layers(GgufWriter *w, const HfConfig *c, const char *key, const int32_t *v, int n) {
+    char full[96];
+    bool same = true;
+    for (int l = 1; l < n; l++) same &= v[l] == v[0];
+    if (same) return hf_put_u32(w, c, key, (uint32_t)v[0]);
+    snprintf(full, sizeof full, "%s.%s", c->assistant ? "gemma4-assistant" : "gemma4", key);
+    gguf_put_array(w, full, GGUF_V_I32, v, (size_t)n);
+}
+
+typedef struct { int head_dim, n_rot; } HfRope;         // of global layers: values per head, pairs that turn
+
+// The model's own keys from config.json.
+static HfRope hf_model_keys(GgufWriter *w, const HfConfig *c) {
+    const int n = (int)hf_int(c, "num_hidden_layers", 1, MAX_LAYERS, 0);
+    const int head_dim = (int)hf_int(c, "global_head_dim", 1, MAX_HEAD_DIM, 512);
+    const int head_dim_swa = (int)hf_int(c, "head_dim", 1, MAX_HEAD_DIM, 0);
+    const int n_shared = (int)hf_int(c, "num_kv_shared_layers", 0, n, c->assistant ? n : 0);
+    const int32_t ffn = (int32_t)hf_int(c, "intermediate_size", 1, 1 << 20, 0);
+    const int32_t kv_swa = (int32_t)hf_int(c, "num_key_value_heads", 1, 1024, 0);
+    const bool k_eq_v = hf_bool(c, "attention_k_eq_v");
+    const int32_t kv_full = k_eq_v ? (int32_t)hf_int(c, "num_global_key_value_heads", 1, 1024, kv_swa) : kv_swa;
+    const bool wide = hf_bool(c, "use_double_wide_mlp");
+    int32_t ffns[MAX_LAYERS], kv_heads[MAX_LAYERS];
+    uint8_t swa[MAX_LAYERS];
+    GgufJson types, rope, full, sliding, v;
+    int l = 0;
+    if (!hf_get(c, "layer_types", &types) || types.type != GGUF_J_ARRAY) die("%s: 'layer_types': expected an array", c->path);
+    for (; gguf_json_next(&types, NULL, &v); l++) {
+        if (l == n) die("%s: 'layer_types': expected %d, one per layer, got more", c->path, n);
+        swa[l] = gguf_json_is(&v, "sliding_attention");
+        if (!swa[l] && !gguf_json_is(&v, "full_attention"))
+            die("%s: 'layer_types': expected sliding_attention or full_attention, got %s", c->path,
+                shown((GgufStr){ v.s, v.n }));
+        ffns[l] = wide && l >= n - n_shared ? 2 * ffn : ffn;
+        kv_heads[l] = swa[l] ? kv_swa : kv_full;
+    }
+    if (l < n) die("%s: 'layer_types': expected %d, one per layer, got %d", c->path, n, l);
+    if (!hf_get(c, "rope_parameters", &rope) || !gguf_json_get(&rope, "full_attention", &full) ||
+        !gguf_json_get(&rope, "sliding_attention", &sliding))
+        die("%s: 'rope_parameters': expected full_attention and sliding_attention", c->path);
+    // Only "proportional" divides the exponent by the whole head; of the default kind the same holds when all pairs turn.
+    const double part = json_float(c->path, &full, "partial_rotary_factor", 1);
+    const double part_swa = json_float(c->path, &sliding, "partial_rotary_factor", 1);
+    if (!(gguf_json_get(&full, "rope_type", &v) && (gguf_json_is(&v, "proportional") || gguf_json_is(&v, "default"))) ||
+        (gguf_json_is(&v, "default") && part != 1) || !(part > 0 && part <= 1))
+        die("%s: 'rope_parameters': full_attention: expected rope_type proportional with a factor in 0..1", c->path);
+    if (!(gguf_json_get(&sliding, "rope_type", &v) && gguf_json_is(&v, "default")) || part_swa != 1)
+        die("%s: 'rope_parameters': sliding_attention: expected rope_type default, all pairs turning", c->path);
+
+    hf_put_u32(w, c, "block_count", (uint32_t)n);
+    hf_put_u32(w, c, "context_length", (uint32_t)hf_int(c, "max_position_embeddings", 1, MAX_CONTEXT, 0));
+    hf_put_u32(w, c, "embedding_length", (uint32_t)hf_int(c, "hidden_size", 1, 1 << 20, 0));
+    hf_put_layers(w, c, "feed_forward_length", ffns, n);
+    hf_put_u32(w, c, "attention.head_count", (uint32_t)hf_int(c, "num_attention_heads", 1, 1024, 0));
+    hf_put_layers(w, c, "attention.head_count_kv", kv_heads, n);
+    hf_put_f32(w, c, "rope.freq_base", json_float(c->path, &full, "rope_theta", 0));
+    hf_put_f32(w, c, "rope.freq_base_swa", json_float(c->path, &sliding, "rope_theta", 0));
+    hf_put_f32(w, c, "attention.layer_norm_rms_epsilon", json_float(c->path, &c->text, "rms_norm_eps", 0));
+    hf_put_u32(w, c, "attention.key_length", (uint32_t)head_dim);
+    hf_put_u32(w, c, "attention.value_length", (uint32_t)head_dim);
+    hf_put_u32(w, c, "attention.sliding_window", (uint32_t)hf_int(c, "sliding_window", 1, MAX_CONTEXT, 0));
+    hf_put_u32(w, c, "attention.shared_kv_layers", (uint32_t)n_shared);
+    hf_put_u32(w, c, "embedding_length_per_layer_input", (uint32_t)hf_int(c, "hidden_size_per_layer_input", 0, 1 << 16, 0));
+    char key[96];
+    snprintf(key, sizeof key, "%s.attention.sliding_window_pattern", c->assistant ? "gemma4-assistant" : "gemma4");
+    gguf_put_array(w, key, GGUF_V_BOOL, swa, (size_t)n);
+    hf_put_u32(w, c, "attention.key_length_swa", (uint32_t)head_dim_swa);
+    hf_put_u32(w, c, "attention.value_length_swa", (uint32_t)head_dim_swa);
+    hf_put_u32(w, c, "rope.dimension_count", (uint32_t)head_dim);
+    hf_put_u32(w, c, "rope.dimension_count_swa", (uint32_t)head_dim_swa);
+    if (c->assistant) {
+        hf_put_u32(w, c, "embedding_length_out", (uint32_t)hf_int(c, "backbone_hidden_size", 1, 1 << 20, 0));
+        hf_put_u32(w, c, "nextn_predict_layers", (uint32_t)n);
+        gguf_put_bool(w, "gemma4-assistant.use_ordered_embeddings", hf_bool(c, "use_ordered_embeddings"));
+    } else {
+        hf_put_f32(w, c, "final_logit_softcapping", json_float(c->path, &c->text, "final_logit_softcapping", 0));
+    }
+    if (hf_bool(c, "enable_moe_block")) {
+        hf_put_u32(w, c, "expert_count", (uint32_t)hf_int(c, "num_experts", 1, MAX_EXPERTS, 0));
+        hf_put_u32(w, c, "expert_used_count", (uint32_t)hf_int(c, "top_k_experts", 1, MAX_EXPERTS, 0));
+        hf_put_u32(w, c, "expert_feed_forward_length", (uint32_t)hf_int(c, "moe_intermediate_size", 1, 1 << 20, 0));
+    }
+    return (HfRope){ head_dim, (int)(head_dim * part / 2) };
+}
+
+// A string value, unescaped, to the end of a text arena.
+static GgufStr take_text(char **arena, const GgufJson *v) {
+    const GgufStr s = { *arena, gguf_json_string(v, *arena) };
+    *arena += s.n;
+    return s;
+}
+
+// The keys tokenizer.ggml.* and the chat template. vocab: rows of the embedding table; ids without a text are padding.
+static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab, bool required) {
+    enum { NORMAL = 1, CONTROL = 3, USER_DEFINED = 4, UNUSED = 5, BYTE = 6 };
+    // Shown although they are special: chat parsers read them in the text.
+    static const char *const visible[] = { "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>",
+                                           "<tool_response|>", "<|\"|>" };
+    GgufJson root, model, map, merges, added = { 0 }, rest, key, v, id_v = { 0 }, part;
+    char *text = read_json(folder, "tokenizer.json", &root);
+    if (!text && required) die("%s: expected tokenizer.json beside the model, got none", folder);
+    if (!text) return;
+    char *arena = alloc_or_die(root.n + 16 * vocab, 1), *at = arena;
+    if (!gguf_json_get(&root, "model", &model) || !gguf_json_get(&model, "vocab", &map) || map.type != GGUF_J_OBJECT ||
+        !gguf_json_get(&model, "merges", &merges) || merges.type != GGUF_J_ARRAY)
+        die("%s/tokenizer.json: expected model.vocab and model.merges", folder);
+    GgufStr *tokens = alloc_or_die(vocab, sizeof *tokens);
+    int32_t *types = alloc_or_die(vocab, sizeof *types);
+    float *scores = alloc_or_die(vocab, sizeof *scores);
+    int64_t id;
+    for (rest = map; gguf_json_next(&rest, &key, &v); ) {
+        if (!gguf_json_int(&v, 0, (int64_t)vocab - 1, &id))
+            die("%s/tokenizer.json: %s: expected an id below %" PRIu64 ", the rows of the embedding table", folder,
+                shown((GgufStr){ key.s, key.n }), vocab);
+        tokens[id] = take_text(&at, &key);
+        const GgufStr t = tokens[id];
+        types[id] = t.n == 6 && !memcmp(t.s, "<0x", 3) && t.s[5] == '>' ? BYTE : NORMAL;
+    }
+    if (gguf_json_get(&root, "added_tokens", &added) && added.type != GGUF_J_ARRAY)
+        die("%s/tokenizer.json: added_tokens: expected an array", folder);
+    for (rest = added; added.n && gguf_json_next(&rest, NULL, &v); ) {
+        if (!gguf_json_get(&v, "id", &id_v) || !gguf_json_int(&id_v, 0, (int64_t)vocab - 1, &id) ||
+            !gguf_json_get(&v, "content", &part) || part.type != GGUF_J_STRING)
+            die("%s/tokenizer.json: added_tokens: expected ids below %" PRIu64 " and texts", folder, vocab);
+        tokens[id] = take_text(&at, &part);
+        types[id] = gguf_json_get(&v, "special", &id_v) && id_v.type == GGUF_J_TRUE ? CONTROL : USER_DEFINED;
+        for (size_t i = 0; i < sizeof visible / sizeof *visible; i++)
+            if (gguf_json_is(&part, visible[i])) types[id] = USER_DEFINED;
+    }
+    for (uint64_t i = 0; i < vocab; i++) {
+        scores[i] = -1000;
+        if (tokens[i].n) continue;
+        tokens[i] = (GgufStr){ at, (size_t)sprintf(at, "[PAD%" PRIu64 "]", i) };
+        at += tokens[i].n;
+        types[i] = UNUSED;
+    }
+    size_t n_merges = 0;
+    for (rest = merges; gguf_json_next(&rest, NULL, &v); ) n_merges++;
+    GgufStr *pairs = alloc_or_die(n_merges, sizeof *pairs);
+    n_merges = 0;
+    for (rest = merges; gguf_json_next(&rest, NULL, &v); n_merges++) {          // ["left", "right"], or "left right"
+        pairs[n_merges].s = at;
+        GgufJson pair = v;
+        if (v.type == GGUF_J_STRING) {
+            take_text(&at, &v);
+        } else {
+            for (int i = 0; i < 2; i++) {
+                if (v.type != GGUF_J_ARRAY || !gguf_json_next(&pair, NULL, &part) || part.type != GGUF_J_STRING)
+                    die("%s/tokenizer.json: merges: expected pairs of strings", folder);
+                if (i) *at++ = ' ';
+                take_text(&at, &part);
+            }
+        }
+        pairs[n_merges].n = (size_t)(at - pairs[n_merges].s);
+    }
+    gguf_put_str(w, "tokenizer.ggml.model", (GgufStr){ "gemma4", 6 });
+    gguf_put_array(w, "tokenizer.ggml.tokens", GGUF_V_STR, tokens, (size_t)vocab);
+    gguf_put_array(w, "tokenizer.ggml.scores", GGUF_V_F32, scores, (size_t)vocab);
+    gguf_put_array(w, "tokenizer.ggml.token_type", GGUF_V_I32, types, (size_t)vocab);
+    gguf_put_array(w, "tokenizer.ggml.merges", GGUF_V_STR, pairs, n_merges);
+
+    // The special ids by text: tokenizer_config.json's, else Gemma's own.
+    static const char *const special[5][3] = { { "bos_token", "<bos>", "tokenizer.ggml.bos_token_id" },
+        { "eos_token", "<eos>", "tokenizer.ggml.eos_token_id" }, { "unk_token", "<unk>", "tokenizer.ggml.unknown_token_id" },
+        { "pad_token", "<pad>", "tokenizer.ggml.padding_token_id" },
+        { "mask_token", "<mask>", "tokenizer.ggml.mask_token_id" } };
+    GgufJson config = { 0 };
+    char *config_text = read_json(folder, "tokenizer_config.json", &config);
+    for (int k = 0; k < 5; k++) {
+        GgufStr want = { special[k][1], strlen(special[k][1]) };
+        char buffer[256];
+        if (config_text && gguf_json_get(&config, special[k][0], &v)) {
+            if (v.type == GGUF_J_OBJECT && !gguf_json_get(&v, "content", &v)) continue;
+            if (v.type == GGUF_J_STRING && v.n < sizeof buffer) want = (GgufStr){ buffer, gguf_json_string(&v, buffer) };
+        }
+        for (uint64_t i = 0; i < vocab; i++)
+            if (tokens[i].n == want.n && !memcmp(tokens[i].s, want.s, want.n)) {
+                gguf_put_u32(w, special[k][2], (uint32_t)i);
+                break;
+            }
+    }
+    gguf_put_bool(w, "tokenizer.ggml.add_bos_token", true);
+    gguf_put_bool(w, "tokenizer.ggml.add_space_prefix", false);
+    char path[4096 + 32];
+    size_t n;
+    snprintf(path, sizeof path, "%s/chat_template.jinja", folder);
+    if (!access(path, F_OK)) {
+        char *jinja = read_file(path, &n, folder);
+        gguf_put_str(w, "tokenizer.chat_template", (GgufStr){ jinja, n });
+        free(jinja);
+    } else if (config_text && gguf_json_get(&config, "chat_template", &v) && v.type == GGUF_J_STRING) {
+        char *jinja = alloc_or_die(v.n, 1);
+        gguf_put_str(w, "tokenizer.chat_template", (GgufStr){ jinja, gguf_json_string(&v, jinja) });
+        free(jinja);
+    }
+    free(config_text);
+    free(pairs);
+    free(scores);
+    free(types);
+    free(tokens);
+    free(arena);
+    free(text);
+}
+
+// Defaults of sampling, and tokens that must not be sampled, from generation_config.json.
+static void hf_generation_keys(GgufWriter *w, const char *folder) {
+    GgufJson root, v, id_v = { 0 };
+    char *text = read_json(folder, "generation_config.json", &root);
+    int64_t id;
+    double x;
+    if (!text) return;
+    if (gguf_json_get(&root, "top_k", &v) && gguf_json_int(&v, 0, INT_MAX, &id))
+        gguf_put_u32(w, "general.sampling.top_k", (uint32_t)id);
+    if (gguf_json_get(&root, "top_p", &v) && gguf_json_float(&v, &x))
+        gguf_put_f32(w, "general.sampling.top_p", (float)x);
+    if (gguf_json_get(&root, "temperature", &v) && gguf_json_float(&v, &x))
+        gguf_put_f32(w, "general.sampling.temp", (float)x);
+    if (gguf_json_get(&root, "suppress_tokens", &v) && v.type == GGUF_J_ARRAY) {
+        int32_t ids[1024];
+        size_t n = 0;
+        while (n < 1024 && gguf_json_next(&v, NULL, &id_v) && gguf_json_int(&id_v, 0, MAX_VOCAB, &id)) ids[n++] = (int32_t)id;
+        if (n) gguf_put_array(w, "tokenizer.ggml.suppress_tokens", GGUF_V_I32, ids, n);
+    }
+    free(text);
+}
+
+// path: the folder, or one of its *.safetensors or the index.
+static void open_folder(Gguf *g, const char *path) {
+    char folder[4096], config_path[4096 + 16];
+    struct stat st;
+    if ((size_t)snprintf(folder, sizeof folder, "%s", path) >= sizeof folder) die("%s: expected a shorter path", path);
+    if (stat(path, &st)) die("%s: %s", path, strerror(errno));
+    char *slash = strrchr(folder, '/');
+    if (!S_ISDIR(st.st_mode)) slash ? (void)(slash[slash == folder] = 0) : (void)strcpy(folder, ".");
+    snprintf(config_path, sizeof config_path, "%s/config.json", folder);
+
+    Gguf tensors;
+    GgufWriter w = { 0 };
+    HfConfig c = { .path = config_path };
+    GgufJson type;
+    char *config = read_json(folder, "config.json", &c.root);
+    if (!config) die("%s: expected a model, got a folder without config.json", folder);
+    if (!gguf_json_get(&c.root, "text_config", &c.text) || c.text.type != GGUF_J_OBJECT) c.text = c.root;
+    if (!gguf_json_get(&c.root, "model_type", &type) || type.type != GGUF_J_STRING)
+        die("%s: 'model_type': missing", config_path);
+    c.assistant = gguf_json_is(&type, "gemma4_assistant") || gguf_json_is(&type, "gemma4_unified_assistant");
+    if (!c.assistant && strncmp(type.s, "\"gemma4", 7))
+        die("%s: 'model_type': expected a Gemma 4 model or its assistant, got %s; other drafters are read from GGUF files",
+            config_path, shown((GgufStr){ type.s, type.n }));
+    if (gguf_open_safetensors(&tensors, path) < 0) die("%s: %s", path, tensors.err);
+
+    const char *base = strrchr(folder, '/');
+    base = base && base[1] ? base + 1 : folder;
+    const char *arch = c.assistant ? "gemma4-assistant" : "gemma4";
+    gguf_put_str(&w, "general.architecture", (GgufStr){ arch, strlen(arch) });
+    gguf_put_str(&w, "general.type", (GgufStr){ "model", 5 });
+    gguf_put_str(&w, "general.name", (GgufStr){ base, strlen(base) });
+    hf_generation_keys(&w, folder);
+    const HfRope rope = hf_model_keys(&w, &c);
+    const uint8_t **data = alloc_or_die(tensors.n_tensors + 1, sizeof *data);
+    const bool tied = gguf_json_get(&c.root, "tie_word_embeddings", &type) && type.type == GGUF_J_TRUE;
+    const uint64_t vocab = hf_tensors(&tensors, &w, data, rope.head_dim, rope.n_rot, tied);
+    if (!vocab || vocab > MAX_VOCAB)
+        die("%s: tensor 'embed_tokens.weight': expected 1..%d rows, got %" PRIu64, path, MAX_VOCAB, vocab);
+    hf_tokenizer_keys(&w, folder, vocab, !c.assistant);
+    if (gguf_from_writer(g, &w, data, &tensors) < 0) die_gguf(g);
+    gguf_writer_free(&w);
+    free(data);
+    free(config);
+}
+
+// A GGUF file, or a folder of Hugging Face form.
+static void open_model_file(Gguf *g, const char *path) {
+    struct stat st;
+    const size_t n = strlen(path);
+    const bool folder = (!stat(path, &st) && S_ISDIR(st.st_mode)) || (n > 12 && !strcmp(path + n - 12, ".safetensors")) ||
+                        (n > 11 && !strcmp(path + n - 11, ".index.json"));
+    if (folder) open_folder(g, path);
+    else if (gguf_open(g, path) < 0) die("%s: %s", path, g->err);
+}
+
+// ==== [5] Sessions and KV cache, the plan ============================================================================
 // All backend memory of a model, but the backend's own scratch, is planned here and reserved in one piece at start. A model
 // serves n_seqs sessions; each owns a slice of every layer's cache and a length. Sliding layers are rings, global layers hold
 // the whole context; where V is the K projection the two are stored once ("tied", gemma4.h). Forward's activations are sized
@@ -471,6 +1040,7 @@ typedef struct {
     int    n_logits;          // most rows of a step that want logits
     KvType k_type, v_type;    // of global layers; rings are f16, or f32 when k_type is
     bool   untied;            // keep K and V apart also where they come from one projection
+    bool   penalties, bias;   // sampling counts tokens; adds a bias to logits
 } PlanOptions;
 
 typedef struct {              // bytes
@@ -500,6 +1070,8 @@ typedef struct {              // what forward works on; all in backend memory
     uint32_t *mask;                    // (n_logits, vocab / 32) tokens that may be sampled
     int32_t *chosen;                   // (n_logits)
     SampleParams *params;              // (n_seqs)
+    int32_t *counts;                   // (n_seqs, vocab) how often a token was committed; NULL without penalties
+    float   *bias;                     // (n_seqs, vocab) 0 until set; NULL without biases
     double  *inv_freq[2];              // (n_pairs) radians per position: global, sliding layers
     float   *dump[5];                  // (n_batch, widest) when dumping
 } State;
@@ -533,6 +1105,7 @@ typedef struct {
     int          n_rows, n_segs, n_kept;
     const char  *dump_dir;             // checkpoints go here; NULL: no dump
     int          steps;                // done so far
+    int          n_suppressed;         // tokens that the mask leaves out
 } Model;
 
 typedef struct { char *base; size_t used; } Arena;     // base NULL: a dry run that only counts
@@ -656,6 +1229,8 @@ static void plan_state(Model *m, Arena *a) {
     s->mask = take(a, kept * round_up((size_t)c->vocab, 32) / 32, sizeof(uint32_t));
     s->chosen = take(a, kept, sizeof(int32_t));
     s->params = take(a, seqs, sizeof(SampleParams));
+    s->counts = o->penalties ? take(a, seqs * (size_t)c->vocab, sizeof(int32_t)) : NULL;
+    s->bias = o->bias ? take(a, seqs * (size_t)c->vocab, f) : NULL;
     for (int t = 0; t < 2; t++) s->inv_freq[t] = take(a, (size_t)m->weights.n_pairs[t], sizeof(double));
     const size_t widest = (size_t)max_int(max_int((int)q_dim, (int)kv_dim), c->dim);
     for (int i = 0; i < 5; i++) s->dump[i] = m->dump_dir ? take(a, n * widest, f) : NULL;
@@ -670,9 +1245,19 @@ static Limits plan_limits(const Model *m) {
     return lim;
 }
 
+// general.name, or the file's name: what the user may know the model by. Until the next call.
+static const char *model_name(const Model *m) {
+    const GgufKv *kv = gguf_find_kv(&m->gguf, "general.name");
+    const char *slash = strrchr(m->gguf.path, '/'), *file = slash ? slash + 1 : m->gguf.path;
+    return shown(kv && kv->type == GGUF_V_STR && kv->count ? (GgufStr){ (const char *)kv->data, (size_t)kv->count }
+                                                           : (GgufStr){ file, strlen(file) });
+}
+
 // Everything that lives in backend memory, in one pass: weights, caches, activations. Called twice, to count and to place.
 static void plan_memory(Model *m, Arena *a) {
+    const size_t to_upload = m->plan.weights;          // known the second time
     m->plan = (Plan){ 0 };
+    if (a->base && to_upload) progress(model_name(m), 0, to_upload, "B");
     for (int i = 0; i < m->binder.n_uploads; i++) {
         Upload *u = &m->binder.uploads[i];
         const size_t bytes = m->ops->weight_bytes(&u->tensor);
@@ -682,6 +1267,7 @@ static void plan_memory(Model *m, Arena *a) {
         m->ops->upload(&u->tensor, dst);
         if (u->matrix) *u->matrix = u->tensor;
         if (u->vector) *u->vector = u->tensor.data;
+        if (bytes) progress(model_name(m), m->plan.weights, to_upload, "B");
     }
     plan_caches(m, a);
     const size_t before = a->used;
@@ -689,10 +1275,15 @@ static void plan_memory(Model *m, Arena *a) {
     m->plan.activations = a->used - before;
 }
 
-static void reset_session(Model *m, int seq) {         // forget everything; nothing needs to be erased
+static void reset_session(Model *m, int seq) {         // forget everything; no cached row needs to be erased
     const int32_t zero = 0;
     m->len[seq] = 0;
     m->ops->copy(&(Copy){ m->s.len + seq, &zero, sizeof zero, COPY_IN });
+    if (!m->s.counts) return;
+    const size_t vocab = (size_t)m->config.vocab;
+    int32_t *none = alloc_or_die(vocab, sizeof *none);
+    m->ops->copy(&(Copy){ m->s.counts + (size_t)seq * vocab, none, vocab * sizeof *none, COPY_IN });
+    free(none);
 }
 
 // Tokens that the file forbids to sample (tokenizer.ggml.suppress_tokens) leave the mask; all others stay.
@@ -703,11 +1294,15 @@ static void load_mask(Model *m) {
     const GgufKv *kv = gguf_find_kv(&m->gguf, "tokenizer.ggml.suppress_tokens");
     if (kv && kv->type == GGUF_V_ARRAY && kv->count) {
         if (kv->count > (uint64_t)m->config.vocab)
-            die("%s: key 'tokenizer.ggml.suppress_tokens': expected at most %d ids", m->gguf.path, m->config.vocab);
+            die("%s: key 'tokenizer.ggml.suppress_tokens': expected at most %d ids (E_META_ARRAY)", m->gguf.path,
+                m->config.vocab);
         int64_t *ids = alloc_or_die(kv->count, sizeof *ids);
         if (gguf_get_ints(&m->gguf, "tokenizer.ggml.suppress_tokens", 0, m->config.vocab - 1, ids, kv->count) < 0)
             die_gguf(&m->gguf);
-        for (uint64_t i = 0; i < kv->count; i++) mask[ids[i] / 32] &= ~(1u << (ids[i] % 32));
+        for (uint64_t i = 0; i < kv->count; i++) {
+            m->n_suppressed += mask[ids[i] / 32] >> (ids[i] % 32) & 1;
+            mask[ids[i] / 32] &= ~(1u << (ids[i] % 32));
+        }
         free(ids);
     }
     for (int r = 0; r < m->options.n_logits; r++)
@@ -720,15 +1315,16 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     memset(m, 0, sizeof *m);
     m->ops = ops;
     m->dump_dir = dump_dir;
-    if (gguf_open(&m->gguf, path) < 0) die("%s: %s", path, m->gguf.err);
+    open_model_file(&m->gguf, path);
     if (dump_dir && ((mkdir(dump_dir, 0777) && errno != EEXIST) || access(dump_dir, W_OK | X_OK)))
         die("--dump: %s: %s", dump_dir, strerror(errno));
     load_config(&m->config, &m->gguf);
     Binder *b = &m->binder;
     b->g = &m->gguf;
     b->seen = alloc_or_die(m->gguf.n_tensors, 1);
-    b->uploads = alloc_or_die(m->gguf.n_tensors + m->config.n_layers * 4, sizeof *b->uploads);
-    b->derived = alloc_or_die((size_t)m->config.n_layers * m->config.dim, sizeof *b->derived);
+    b->uploads = alloc_or_die(m->gguf.n_tensors + (size_t)m->config.n_layers * 4, sizeof *b->uploads);
+    b->derived = alloc_or_die((size_t)m->config.n_layers * ((size_t)m->config.dim + 2 * (size_t)m->config.n_experts),
+                              sizeof *b->derived);
     bind_weights(b, &m->config, &m->weights);
 
     const Config *c = &m->config;
@@ -772,6 +1368,93 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
         ops->copy(&(Copy){ m->s.inv_freq[t], m->weights.inv_freq[t], m->weights.n_pairs[t] * sizeof(double), COPY_IN });
 }
 
+// Bytes that can be had without swapping: what is free and what the page cache would give back.
+static size_t available_memory(void) {
+    char line[128];
+    unsigned long long kb = 0;
+    FILE *f = fopen("/proc/meminfo", "r");
+    while (f && !kb && fgets(line, sizeof line, f)) sscanf(line, "MemAvailable: %llu kB", &kb);
+    if (f) fclose(f);
+    return kb ? (size_t)kb * 1024 : (size_t)sysconf(_SC_AVPHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+}
+
+typedef struct {
+    const GgufTensor *t;
+    size_t first, n;          // blocks of it
+} Piece;
+
+// Reads the model's data from one end to the other, with all threads and under a progress bar: for the pages, which the
+// first prompt would otherwise wait for one by one, or, with check, for what stands in them (every tensor of the file).
+// Left out without check: what nobody reads or what rows are only taken from; and all when it is more than memory can hold
+// or the backend keeps weights of its own. Takes next to no time when the pages are in memory already.
+static void read_weights(Model *m, bool check) {
+    enum { PIECE = 4 << 20, AHEAD = 8 };               // bytes; pieces that the kernel is told of in advance
+    const Gguf *g = &m->gguf;
+    const Weights *w = &m->weights;
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    size_t total = 0, done = 0, bad_block = 0;
+    int n_pieces = 0, bad_piece = INT_MAX;             // the first one that has a bad block
+    if (!check && m->plan.weights) return;
+    Piece *pieces = alloc_or_die(g->n_tensors + g->file_size / (PIECE / 2), sizeof *pieces);
+    for (size_t i = 0; i < g->n_tensors; i++) {
+        const GgufTensor *t = &g->tensors[i];
+        const bool table = t->data == w->per_layer_token_embd.data || (w->output.data && t->data == w->token_embd.data);
+        if (!check && (m->binder.seen[i] != BOUND || table)) continue;
+        const size_t bytes = (size_t)gguf_block_bytes(t->type), n = (size_t)t->size / bytes, most = PIECE / bytes;
+        for (size_t at = 0; at < n; at += most)
+            pieces[n_pieces++] = (Piece){ t, at, n - at < most ? n - at : most };
+        total += (size_t)t->size;
+    }
+    char size[2][32];
+    if (!check && total > available_memory()) {
+        fprintf(stderr, "# %s of weights do not fit %s of available memory: they are read as they are needed\n",
+                amount(size[0], (double)total, "B"), amount(size[1], (double)available_memory(), "B"));
+        n_pieces = 0;
+    }
+
+    const double start = seconds();
+    char what[64];
+    snprintf(what, sizeof what, "%s%.40s", check ? "checking " : "", model_name(m));
+    if (n_pieces) progress(what, 0, total, "B");
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int i = 0; i < n_pieces; i++) {
+        const Piece *p = &pieces[i], *next = &pieces[min_int(i + AHEAD, n_pieces - 1)];
+        const size_t bytes = (size_t)gguf_block_bytes(p->t->type), next_bytes = (size_t)gguf_block_bytes(next->t->type);
+        const uint8_t *data = p->t->data + p->first * bytes, *from = next->t->data + next->first * next_bytes;
+        const size_t before = (size_t)((uintptr_t)from % page);
+        madvise((void *)(uintptr_t)(from - before), next->n * next_bytes + before, MADV_WILLNEED);
+        if (check) {
+            const size_t bad = gguf_find_bad_block(p->t->type, data, p->n);
+#pragma omp critical
+            if (bad < p->n && i < bad_piece) {
+                bad_piece = i;
+                bad_block = p->first + bad;
+            }
+        } else {
+            for (size_t at = 0; at < p->n * bytes; at += page) (void)((const volatile uint8_t *)data)[at];
+        }
+        size_t so_far;
+#pragma omp atomic capture
+        so_far = done += p->n * bytes;
+#ifdef _OPENMP
+        if (omp_get_thread_num() == 0)
+#endif
+            if (so_far < total) progress(what, so_far, total, "B");
+    }
+    if (n_pieces) progress(what, total, total, "B");
+    if (bad_piece < INT_MAX) {
+        const GgufTensor *t = pieces[bad_piece].t;
+        const size_t elems = (size_t)gguf_block_elems(t->type);
+        die("%s: tensor '%.*s': expected finite numbers, got NaN, Inf or a reserved value in block %zu of type %s, elements "
+            "%zu to %zu (E_PAYLOAD)", g->path, (int)t->name.n, t->name.s, bad_block, gguf_type_name(t->type),
+            bad_block * elems, (bad_block + 1) * elems - 1);
+    }
+    if (check)
+        fprintf(stderr, "# checked %zu tensors, %s at %s/s: all numbers are finite\n", g->n_tensors,
+                amount(size[0], (double)total, "B"), amount(size[1], (double)total / (seconds() - start + 1e-9), "B"));
+    free(pieces);
+}
+
 static void free_model(Model *m) {
     if (m->arena) m->ops->release(m->arena);
     free(m->weights.layer);
@@ -787,15 +1470,19 @@ static void free_model(Model *m) {
     gguf_close(&m->gguf);
 }
 
-// ==== [5] CPU operations =============================================================================================
+// ==== [6] CPU operations =============================================================================================
 // The definition of every operation in gemma4.h, in the plainest form that is still usable. OpenMP splits output rows only,
 // so it never changes a sum; a row's arithmetic does not depend on the other rows of the step. Weights are read where they
 // lie in the mapped file. Tolerances for other backends are those of their comments in gemma4.h and tests/test_ops.c.
 
-static struct {               // scratch of the CPU backend: one prepared input at a time, candidates of sample
-    Act    y;                 // (max_rows, max_cols)
-    size_t rows, cols, vocab;
-    struct Candidate { float logit; int32_t id; } *candidates;      // (vocab)
+typedef struct { uint64_t key, weight; } Candidate;    // a token among others: the higher key, the better (candidate_key)
+
+static struct {               // scratch of the CPU backend: one prepared input at a time, one row of logits
+    Act        y;             // (max_rows, max_cols)
+    size_t     rows, cols, vocab;
+    Candidate *candidates;    // (vocab)
+    float     *logits;        // (vocab)
+    int32_t   *seen;          // (vocab) 0 between operations
 } cpu;
 
 static size_t cpu_weight_bytes(const Tensor *w) {
@@ -816,7 +1503,7 @@ static void cpu_memory(size_t *free_bytes, size_t *total) {
 
 static size_t cpu_scratch_bytes(const Limits *lim) {
     const size_t n = (size_t)lim->max_rows * lim->max_cols;
-    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + lim->vocab * sizeof *cpu.candidates;
+    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + lim->vocab * (sizeof(Candidate) + sizeof(float) + sizeof(int32_t));
 }
 
 static void cpu_init(const Limits *lim) {
@@ -827,10 +1514,14 @@ static void cpu_init(const Limits *lim) {
     free(cpu.y.q);
     free(cpu.y.s);
     free(cpu.candidates);
+    free(cpu.logits);
+    free(cpu.seen);
     cpu.y.f = alloc_or_die(rows * cols, sizeof *cpu.y.f);
     cpu.y.q = alloc_or_die(rows * cols, sizeof *cpu.y.q);
     cpu.y.s = alloc_or_die(rows * (cols / 32 + 1), sizeof *cpu.y.s);
     cpu.candidates = alloc_or_die(vocab, sizeof *cpu.candidates);
+    cpu.logits = alloc_or_die(vocab, sizeof *cpu.logits);
+    cpu.seen = alloc_or_die(vocab, sizeof *cpu.seen);
     cpu.rows = rows;
     cpu.cols = cols;
     cpu.vocab = vocab;
@@ -921,11 +1612,13 @@ static void emit(const Act *out, size_t r, int cols, int first, const float *v, 
 
 // ---- body ----
 
+// The token of a row, 0 for one outside the vocabulary: a choice of -1 that was fed.
+static int32_t known(int32_t token, int vocab) { return token < 0 || token >= vocab ? 0 : token; }
+
 // A token's row of an embedding table as f32 (cols).
 static void embedding_row(const Tensor *table, int32_t token, float *out) {
-    const size_t row_size = gguf_row_size(table->type, table->cols);
-    if (token < 0 || token >= table->rows) token = 0;  // a choice of -1 that was fed
-    gguf_dequantize(table->type, (const uint8_t *)table->data + (size_t)token * row_size, out, table->cols);
+    const size_t row = (size_t)known(token, table->rows), row_size = gguf_row_size(table->type, table->cols);
+    gguf_dequantize(table->type, (const uint8_t *)table->data + row * row_size, out, table->cols);
 }
 
 static void cpu_embed(const Embed *o) {
@@ -1255,7 +1948,8 @@ static void cpu_kv_commit(const KvCommit *o) {
                 const Cache *c = &o->caches[l];
                 kv_move(c, seg->seq, (*len + k) % c->slots, c, seg->seq, (*len + from) % c->slots);
             }
-            if (o->counts) o->counts[(size_t)seg->seq * o->vocab + o->batch->rows[seg->first + from].token]++;
+            const int32_t token = known(o->batch->rows[seg->first + from].token, o->vocab);
+            if (o->counts) o->counts[(size_t)seg->seq * o->vocab + token]++;
         }
         *len += o->n_accept[i];
     }
@@ -1272,89 +1966,196 @@ static void cpu_kv_copy(const KvCopy *o) {
 
 // ---- output ----
 
+// Candidates in order are those of descending keys: descending logit, then ascending id. No two keys are equal.
+static uint64_t candidate_key(float logit, int32_t id) {
+    uint32_t bits;
+    logit += 0.0f;                                     // -0 becomes 0: the two are equal
+    memcpy(&bits, &logit, sizeof bits);
+    bits = bits >> 31 ? ~bits : bits | 0x80000000u;    // ascending like the number
+    return (uint64_t)bits << 32 | (uint32_t)~id;
+}
+
+static int32_t candidate_id(Candidate c) { return (int32_t)~(uint32_t)c.key; }
+
+static float candidate_logit(Candidate c) {
+    uint32_t bits = (uint32_t)(c.key >> 32);
+    float logit;
+    bits = bits >> 31 ? bits & 0x7fffffffu : ~bits;
+    memcpy(&logit, &bits, sizeof logit);
+    return logit;
+}
+
+static int compare_candidates(const void *a, const void *b) {
+    const uint64_t x = ((const Candidate *)a)->key, y = ((const Candidate *)b)->key;
+    return x > y ? -1 : x < y;
+}
+
+// Brings the fewest best candidates that together weigh at least `weight` to the front, the worst of them last. Returns how
+// many they are. All n together weigh that much. Quickselect: its time grows with n, whatever the order and the weights.
+static int best_prefix(Candidate *c, int n, uint64_t weight) {
+    uint32_t random = 1;
+    uint64_t before = 0;                               // weight of c[0 .. low - 1], which are better than the rest and stay
+    for (int low = 0, high = n; ; ) {
+        random = random * 1664525 + 1013904223;
+        const int at = low + (int)((uint64_t)random * (uint32_t)(high - low) >> 32);
+        const Candidate pivot = c[at];
+        c[at] = c[high - 1];
+        uint64_t better = 0;
+        int i = low;
+        for (int j = low; j < high - 1; j++) {         // no branch: it could not be predicted
+            const Candidate x = c[j];
+            const uint64_t is_better = x.key > pivot.key;
+            c[j] = c[i];
+            c[i] = x;
+            i += (int)is_better;
+            better += x.weight & -is_better;
+        }
+        c[high - 1] = c[i];
+        c[i] = pivot;
+        if (before + better >= weight) {
+            high = i;
+        } else {
+            before += better + pivot.weight;
+            low = i + 1;
+            if (before >= weight) return low;
+        }
+    }
+}
+
+typedef struct {              // the k best of the candidates that came by, in any order, among n that may be among them
+    Candidate *c;             // room for all that come by
+    int        n, k;
+    uint64_t   floor;         // no key up to this one is among them
+} Best;
+
+static void best_cut(Best *b) {
+    if (b->n <= b->k) return;
+    b->n = best_prefix(b->c, b->n, (uint64_t)b->k);    // each weighs 1
+    b->floor = b->c[b->n - 1].key;
+}
+
+static void best_add(Best *b, uint64_t key) {
+    if (key <= b->floor) return;
+    b->c[b->n++] = (Candidate){ key, 1 };
+    if (b->n >= b->k + max_int(b->k, 64)) best_cut(b);
+}
+
+// The k best of a row, k <= vocab, in order, at c[0 .. k - 1]. c has room for the row.
+static void best_of_row(Candidate *c, const float *logits, int vocab, int k) {
+    Best best = { .c = c, .k = k };
+    for (int i = 0; i < vocab; i++) best_add(&best, candidate_key(isnan(logits[i]) ? -INFINITY : logits[i], i));
+    best_cut(&best);
+    qsort(c, k, sizeof *c, compare_candidates);
+}
+
+static double logsumexp(const float *logits, int vocab) {
+    float largest = -INFINITY;
+    for (int i = 0; i < vocab; i++)
+        if (logits[i] > largest) largest = logits[i];
+    if (isinf(largest)) largest = 0;                   // all -Inf, or one +Inf: the sum says so
+    double sum = 0;
+    for (int i = 0; i < vocab; i++) sum += exp((double)logits[i] - largest);
+    return largest + log(sum);
+}
+
 static void cpu_head(const Head *o) {
     const int vocab = o->w->rows, cols = o->w->cols;
     const Act y = prepare(&o->in, o->n_rows, cols, is_quantised(o->w->type));
-    if (o->top_k || o->logsumexp || !o->logits) die("head: only whole rows of logits are supported by the CPU backend");
     if (o->hidden) memcpy(o->hidden, y.f, (size_t)o->n_rows * cols * sizeof(float));
+    const int at_once = o->logits ? o->n_rows : 1;
+    for (int first = 0; first < o->n_rows; first += at_once) {
+        float *logits = o->logits ? o->logits : cpu.logits;
 #pragma omp parallel for
-    for (int i = 0; i < vocab; i++)
-        for (int r = 0; r < o->n_rows; r++) {
-            const float z = dot(o->w, 0, i, &y, r);
-            o->logits[(size_t)r * vocab + i] = o->cap > 0 ? o->cap * tanhf(z / o->cap) : z;
+        for (int i = 0; i < vocab; i++)
+            for (int r = 0; r < at_once; r++) {
+                const float z = dot(o->w, 0, i, &y, first + r);
+                logits[(size_t)r * vocab + i] = o->cap > 0 ? o->cap * tanhf(z / o->cap) : z;
+            }
+        for (int r = 0; r < at_once; r++, logits += vocab) {
+            const size_t at = (size_t)(first + r) * o->top_k;
+            if (o->top_k) best_of_row(cpu.candidates, logits, vocab, o->top_k);
+            for (int i = 0; i < o->top_k; i++) {
+                o->top_ids[at + i] = candidate_id(cpu.candidates[i]);
+                o->top_logits[at + i] = logits[o->top_ids[at + i]];
+            }
+            if (o->logsumexp) o->logsumexp[first + r] = (float)logsumexp(logits, vocab);
         }
-}
-
-static int compare_candidates(const void *a, const void *b) {      // descending logit, then ascending id
-    const struct Candidate *x = a, *y = b;
-    if (x->logit != y->logit) return x->logit < y->logit ? 1 : -1;
-    return x->id < y->id ? -1 : x->id > y->id;
-}
-
-// The largest logit, lowest id first: greedy choice.
-static struct Candidate best_candidate(int n) {
-    struct Candidate best = cpu.candidates[0];
-    for (int i = 1; i < n; i++)
-        if (cpu.candidates[i].logit > best.logit) best = cpu.candidates[i];
-    return best;
-}
-
-// Moves the k best of n candidates to the front, in order.
-static void select_top(int n, int k) {
-    struct Candidate *c = cpu.candidates;
-    if (k >= n || k > 1024) {
-        qsort(c, n, sizeof *c, compare_candidates);
-        return;
-    }
-    qsort(c, k, sizeof *c, compare_candidates);
-    for (int i = k; i < n; i++) {                      // insert what beats the worst of the k: rare after the first few
-        const struct Candidate x = c[i];
-        if (compare_candidates(&x, &c[k - 1]) >= 0) continue;
-        int j = k - 1;
-        for (; j > 0 && compare_candidates(&x, &c[j - 1]) < 0; j--) c[j] = c[j - 1];
-        c[j] = x;
     }
 }
 
-static int32_t sample_row(const float *logits, int vocab, const uint32_t *mask, const SampleParams *p, int pos) {
-    int n = 0;
-    for (int i = 0; i < vocab; i++) {
-        if (isnan(logits[i])) return -1;
-        if (!mask || mask[i / 32] >> (i % 32) & 1) cpu.candidates[n++] = (struct Candidate){ logits[i], i };
+static void cpu_logprob(const Logprob *o) {
+    for (int r = 0; r < o->n_rows; r++) {
+        const float *logits = o->logits + (size_t)r * o->vocab;
+        const int32_t id = o->ids[r];
+        o->out[r] = id < 0 || id >= o->vocab ? NAN : (float)(logits[id] - logsumexp(logits, o->vocab));
     }
+}
+
+// Steps 2 and 3 of Sample: row r with bias and penalties. Without both the row itself.
+static const float *penalised_row(const Sample *o, int r) {
+    const Row *row = &o->batch->rows[r];
+    const Segment *seg = &o->batch->segs[row->seg];
+    const float *logits = o->logits + (size_t)r * o->vocab, *bias = o->bias ? o->bias + (size_t)seg->seq * o->vocab : NULL;
+    const int32_t *counts = o->counts ? o->counts + (size_t)seg->seq * o->vocab : NULL;
+    const SampleParams *p = &o->params[seg->seq];
+    float *z = cpu.logits;
+    if (!bias && !counts) return logits;
+    for (int i = 0; i < o->vocab; i++) z[i] = bias ? logits[i] + bias[i] : logits[i];
+    if (!counts) return z;
+    const Row *rows = o->step_rows + seg->first;
+    for (int j = 0; j <= row->index; j++)
+        if (seg->kind == SEG_CHAIN || row->ancestors >> j & 1) cpu.seen[known(rows[j].token, o->vocab)]++;
+    for (int i = 0; i < o->vocab; i++) {
+        const int32_t c = counts[i] + cpu.seen[i];
+        if (c > 0) z[i] = sample_penalised(z[i], c, p);
+    }
+    for (int j = 0; j <= row->index; j++) cpu.seen[known(rows[j].token, o->vocab)] = 0;
+    return z;
+}
+
+// The other steps of Sample. z (vocab), mask may be NULL. Returns the token or -1.
+static int32_t sample_row(const float *z, int vocab, const uint32_t *mask, const SampleParams *p, int pos) {
+    Best best = { .c = cpu.candidates, .k = p->temperature <= 0 ? 1 : p->top_k > 0 ? min_int(p->top_k, vocab) : vocab };
+    float floor = -INFINITY;                           // what best.floor says, to pass most tokens by at once
+    for (int first = 0; first < vocab; first += 32) {
+        const int n = min_int(32, vocab - first);
+        bool above = false;
+        for (int j = 0; j < n; j++) above |= !(z[first + j] <= floor);
+        for (int i = first; above && i < first + n; i++) {
+            if (isnan(z[i])) return -1;
+            if (z[i] > floor && (!mask || mask[i / 32] >> (i % 32) & 1)) best_add(&best, candidate_key(z[i], i));
+        }
+        if (best.floor) floor = candidate_logit((Candidate){ .key = best.floor });
+    }
+    best_cut(&best);
+    Candidate *c = best.c;
+    int n = best.n;
     if (!n) return -1;
-    if (p->temperature <= 0) {
-        const struct Candidate best = best_candidate(n);
-        return best.logit == -INFINITY ? -1 : best.id;
+    if (p->temperature <= 0) return candidate_id(c[0]);
+
+    uint64_t largest = 0, total = 0;
+    for (int i = 0; i < n; i++) largest = c[i].key > largest ? c[i].key : largest;
+    const float z_largest = candidate_logit((Candidate){ .key = largest }), scale = 1.44269504f / p->temperature;
+    for (int i = 0; i < n; i++) total += c[i].weight = sample_weight(candidate_logit(c[i]), z_largest, scale);
+    if (p->top_p < 1) {
+        const uint64_t part = sample_share(total, p->top_p);
+        n = best_prefix(c, n, part ? part : 1);
     }
-    int kept = p->top_k > 0 ? min_int(p->top_k, n) : n;
-    select_top(n, kept);
-    struct Candidate *c = cpu.candidates;              // from here on .logit holds exp((logit - largest) / temperature)
-    const float largest = c[0].logit;
-    if (isinf(largest)) return largest > 0 ? c[0].id : -1;
-    double total = 0, mass = 0;
-    for (int i = 0; i < kept; i++) total += c[i].logit = expf((c[i].logit - largest) / p->temperature);
-    for (int i = 0; i < kept; i++) {                   // top-p keeps a token if the mass before it is below top_p
-        if (i && (mass >= p->top_p * total || c[i].logit < p->min_p)) kept = i;
-        else mass += c[i].logit;
-    }
-    double u = random_unit(p->seed, pos) * mass;
-    for (int i = 0; i < kept; i++) {
-        u -= c[i].logit;
-        if (u < 0) return c[i].id;
-    }
-    return c[kept - 1].id;
+    const uint64_t least = sample_share(SAMPLE_ONE, p->min_p);
+    int kept = 0;
+    total = 0;
+    for (int i = 0; i < n; i++)
+        if (c[i].weight >= least) total += (c[kept++] = c[i]).weight;
+    return candidate_id(c[best_prefix(c, kept, sample_share(total, random_unit(p->seed, pos)) + 1) - 1]);
 }
 
 static void cpu_sample(const Sample *o) {
     const size_t words = round_up((size_t)o->vocab, 32) / 32;
-    if (o->counts || o->bias) die("sample: penalties and biases are not supported by the CPU backend");
     for (int r = 0; r < o->batch->n_rows; r++) {
         const Row *row = &o->batch->rows[r];
         const int seq = o->batch->segs[row->seg].seq;
         const uint32_t *mask = o->mask ? o->mask + (size_t)r * words : NULL;
-        o->out[r] = sample_row(o->logits + (size_t)r * o->vocab, o->vocab, mask, &o->params[seq],
-                               o->batch->len[seq] + row->depth);
+        o->out[r] = sample_row(penalised_row(o, r), o->vocab, mask, &o->params[seq], o->batch->len[seq] + row->depth);
         if (o->feed) o->feed[r].token = o->out[r];
     }
 }
@@ -1368,12 +2169,12 @@ const Ops *cpu_ops(void) {
         .embed = cpu_embed, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up, .route = cpu_route,
         .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store, .attend = cpu_attend,
-        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .sample = cpu_sample
+        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob, .sample = cpu_sample
     };
     return &ops;
 }
 
-// ==== [6] The forward pass ===========================================================================================
+// ==== [7] The forward pass ===========================================================================================
 // Written once, against the table of operations; a step's rows may belong to several sessions and may be prompt, plain
 // decoding or a tree of drafts. Each layer: attention, feed-forward, per-layer embedding (E2B, E4B), scale. Norms and
 // residual additions ride on the products that read them (In in gemma4.h): a block leaves what it adds as a delta of the
@@ -1669,7 +2470,7 @@ static void forward(Model *m, bool staged) {
     checkpoint(m, "result_output", OUT_OF_LAYERS, s->logits, m->n_kept, c->vocab);
 }
 
-// ==== [7] Step: batch, run, commit ===================================================================================
+// ==== [8] Step: batch, run, commit ===================================================================================
 // A step takes rows of one or more sessions through the model. Their K and V are in the caches afterwards, but the sessions
 // are as long as before: commit() decides how many rows, along which path, become part of a session. What is not committed
 // needs no undo. A segment of more than STEP_ROWS rows is a prompt chunk and must be committed whole.
@@ -1746,7 +2547,7 @@ static void commit(Model *m, const int32_t *n_accept, const int32_t *path) {
     if (path) op->copy(&(Copy){ s->path, path, (size_t)m->n_segs * STEP_ROWS * sizeof *path, COPY_IN });
     if (op->begin((StepKey){ .kind = STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs, .variant = path != NULL }))
         op->kv_commit(&(KvCommit){ .batch = &b, .caches = m->caches, .n_caches = m->n_caches, .n_accept = s->n_accept,
-                                   .path = path ? s->path : NULL });
+                                   .path = path ? s->path : NULL, .counts = s->counts, .vocab = m->config.vocab });
     op->end();
 }
 
@@ -1765,22 +2566,23 @@ static void read_logits(Model *m, int row, float *host) {            // (vocab) 
 // between two chunks; what ran is committed.
 static bool run_prompt(Model *m, int seq, const int32_t *tokens, int n, const char *what,
                        const volatile sig_atomic_t *stop) {
+    if (what) progress(what, 0, n, "tokens");
     for (int at = 0; at < n; ) {
         const int chunk = min_int(n - at, m->options.n_batch);
         for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = tokens[at + i], .want = at + i == n - 1 };
         step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = chunk, .rows = m->chunk }, 1);
         at += chunk;
-        if (what) progress(what, at, n);
+        if (what) progress(what, at, n, "tokens");
         if (at == n) break;
         commit_all(m);
         if (!stop || !*stop) continue;
-        if (what) progress(what, n, n);                // the line goes away
+        if (what) progress(what, n, n, "tokens");      // the line goes away
         return false;
     }
     return true;
 }
 
-// ==== [8] Text: tokenizer, sampling, generation ======================================================================
+// ==== [9] Text: tokenizer, sampling, generation ======================================================================
 // From text to ids and back. The generated text goes to stdout as it comes; statistics go to stderr, each line with "# ".
 
 static volatile sig_atomic_t interrupted;              // set by the first Ctrl-C; a second one ends the process
@@ -1796,23 +2598,42 @@ static int token_id(Gguf *g, const char *key, int vocab) {           // -1: the 
     return gguf_find_kv(g, key) ? (int)key_int(g, key, 0, vocab - 1, 0) : -1;
 }
 
-static void load_tokenizer(Tokenizer *t, Gguf *g, const Config *c) {
+// vocab: how many tokens the weights are for; 0 for a file that is read for its tokenizer only.
+static void load_tokenizer(Tokenizer *t, Gguf *g, int vocab) {
     GgufStr kind = { "", 0 };
-    if (gguf_get_str(g, "tokenizer.ggml.model", &kind) < 0) die_gguf(g);
+    const int has_kind = gguf_get_str(g, "tokenizer.ggml.model", &kind);
+    if (has_kind < 0) die_gguf(g);
+    if (!has_kind) die("%s: key 'tokenizer.ggml.model': missing; the file has no tokenizer", g->path);
     if (kind.n != 6 || memcmp(kind.s, "gemma4", 6) != 0)
-        die("%s: key 'tokenizer.ggml.model': expected 'gemma4', got '%s'", g->path, shown(kind));
+        die("%s: key 'tokenizer.ggml.model': expected 'gemma4', got '%s' (E_META_RANGE)", g->path, shown(kind));
     const GgufStr *tokens, *merges;
     size_t n_tokens = 0, n_merges = 0;
     int found = gguf_get_strs(g, "tokenizer.ggml.tokens", &tokens, &n_tokens);
     if (found < 0) die_gguf(g);
-    if (!found) die("%s: key 'tokenizer.ggml.tokens': missing", g->path);
-    if (n_tokens != (size_t)c->vocab)
-        die("%s: key 'tokenizer.ggml.tokens': expected %d texts, one per row of token_embd.weight, got %zu", g->path,
-            c->vocab, n_tokens);
+    if (!found) die("%s: key 'tokenizer.ggml.tokens': missing (E_META_MISSING)", g->path);
+    if (vocab && n_tokens != (size_t)vocab)
+        die("%s: key 'tokenizer.ggml.tokens': expected %d texts, one per row of token_embd.weight, got %zu (E_SHAPE)",
+            g->path, vocab, n_tokens);
+    if (n_tokens < 1 || n_tokens > MAX_VOCAB)
+        die("%s: key 'tokenizer.ggml.tokens': expected 1 to %d texts, got %zu (E_META_ARRAY)", g->path, MAX_VOCAB, n_tokens);
     found = gguf_get_strs(g, "tokenizer.ggml.merges", &merges, &n_merges);
     if (found < 0) die_gguf(g);
-    if (!found) die("%s: key 'tokenizer.ggml.merges': missing", g->path);
-    if (n_merges > INT_MAX) die("%s: key 'tokenizer.ggml.merges': expected at most %d, got %zu", g->path, INT_MAX, n_merges);
+    if (!found) die("%s: key 'tokenizer.ggml.merges': missing (E_META_MISSING)", g->path);
+    if (n_merges > INT_MAX)
+        die("%s: key 'tokenizer.ggml.merges': expected at most %d, got %zu (E_META_ARRAY)", g->path, INT_MAX, n_merges);
+    for (size_t i = 0; i < n_merges; i++)
+        if (merges[i].n < 3 || !memchr(merges[i].s + 1, ' ', merges[i].n - 2))
+            die("%s: key 'tokenizer.ggml.merges': merge %zu: expected two texts with a space between, got '%s' "
+                "(E_META_RANGE)", g->path, i, shown(merges[i]));
+    const GgufKv *scores = gguf_find_kv(g, "tokenizer.ggml.scores");  // nothing reads them
+    if (scores && (scores->type != GGUF_V_ARRAY || scores->count != n_tokens))
+        die("%s: key 'tokenizer.ggml.scores': expected an array of %zu (E_META_ARRAY)", g->path, n_tokens);
+    static const char *const unread[] = { "unknown", "padding", "mask", "eom", "separator" };
+    for (size_t i = 0; i < sizeof unread / sizeof *unread; i++) {
+        char key[64];
+        snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", unread[i]);
+        token_id(g, key, (int)n_tokens);
+    }
 
     TokStr *text = alloc_or_die(n_tokens + n_merges, sizeof *text);
     int64_t *types64 = alloc_or_die(n_tokens, sizeof *types64);
@@ -1827,10 +2648,11 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, const Config *c) {
     const TokVocab v = {
         .tokens = text, .n_tokens = (int)n_tokens, .types = has_types ? types : NULL,
         .merges = text + n_tokens, .n_merges = (int)n_merges,
-        .bos = token_id(g, "tokenizer.ggml.bos_token_id", c->vocab),
-        .eos = token_id(g, "tokenizer.ggml.eos_token_id", c->vocab),
-        .eot = token_id(g, "tokenizer.ggml.eot_token_id", c->vocab),
-        .chat_template = tok_str(chat_template), .has_ple = c->ple_dim > 0
+        .bos = token_id(g, "tokenizer.ggml.bos_token_id", (int)n_tokens),
+        .eos = token_id(g, "tokenizer.ggml.eos_token_id", (int)n_tokens),
+        .eot = token_id(g, "tokenizer.ggml.eot_token_id", (int)n_tokens),
+        .chat_template = tok_str(chat_template),
+        .has_ple = key_int(g, "gemma4.embedding_length_per_layer_input", 0, 1 << 16, 0) > 0
     };
     if (tok_init(t, &v) < 0) die("%s: tokenizer: %s", g->path, t->err);
     free(text);
@@ -1871,11 +2693,9 @@ static double bytes_per_token(const Model *m, int pos) {
 static void print_plan(Model *m) {
     const Config *c = &m->config;
     const double mib = 1 << 20;
-    GgufStr name = { "unnamed", 7 };
-    if (gguf_get_str(&m->gguf, "general.name", &name) < 0) die_gguf(&m->gguf);
     bool tied = false;
     for (int i = 0; i < m->n_caches; i++) tied |= m->caches[i].n_rot > 0;
-    fprintf(stderr, "# %s: %d layers, dim %d, %d experts, vocabulary %d, weights %.1f MiB (%s)\n", shown(name), c->n_layers,
+    fprintf(stderr, "# %s: %d layers, dim %d, %d experts, vocabulary %d, weights %.1f MiB (%s)\n", model_name(m), c->n_layers,
             c->dim, c->n_experts, c->vocab, (double)m->binder.bytes / mib,
             gguf_type_name(m->weights.layer[0].attn_q.type));
     fprintf(stderr, "# plan: context %d: global KV %.1f MiB (%s %s), rings %.1f MiB, stage %.1f MiB, activations %.1f MiB, "
@@ -1884,9 +2704,7 @@ static void print_plan(Model *m) {
             (double)m->plan.stage / mib, (double)m->plan.activations / mib, (double)m->plan.scratch / mib);
     if (m->options.n_ctx > c->n_ctx_train)
         fprintf(stderr, "# warning: a context of %d, but the model was trained for %d\n", m->options.n_ctx, c->n_ctx_train);
-    if (m->binder.n_unused)
-        fprintf(stderr, "# tensors of the file that are not read: %zu, the first: %s\n", m->binder.n_unused,
-                shown(m->binder.first_unused));
+    print_unknown(&m->binder);
     int threads = 1;
 #ifdef _OPENMP
     threads = omp_get_max_threads();
@@ -1894,9 +2712,59 @@ static void print_plan(Model *m) {
     fprintf(stderr, "# backend: %s, %d thread%s\n", m->ops->name, threads, threads == 1 ? "" : "s");
 }
 
+// Stop strings. Text passes through byte by byte, so that where tokens begin makes no difference; what may be the
+// beginning of a stop string waits. The stop string that is complete first ends the text before it; of several that
+// end there, the longest.
+typedef struct {
+    const TextList *strings;  // none is empty
+    char           *held;     // (longest) the last bytes of the text, not passed on yet
+    size_t          n_held, longest;
+    bool            hit;      // a stop string was found: nothing passes any more
+} Stops;
+
+static Stops stops_new(const TextList *strings) {      // free(held) when done
+    size_t longest = 0;
+    for (int i = 0; i < strings->n; i++)
+        if (strlen(strings->text[i]) > longest) longest = strlen(strings->text[i]);
+    return (Stops){ .strings = strings, .held = alloc_or_die(longest + 1, 1), .longest = longest };
+}
+
+// Takes n bytes of text and returns how many are written to out, at most n + longest.
+static size_t stops_push(Stops *s, const char *text, size_t n, char *out) {
+    size_t n_out = 0;
+    for (size_t i = 0; i < n && !s->hit; i++) {
+        s->held[s->n_held++] = text[i];
+        size_t keep = 0, found = 0;                    // bytes at the end of held: a beginning, a whole stop string
+        for (int k = 0; k < s->strings->n; k++) {
+            const char *stop = s->strings->text[k];
+            const size_t len = strlen(stop);
+            size_t same = len < s->n_held ? len : s->n_held;
+            while (memcmp(s->held + s->n_held - same, stop, same)) same--;
+            if (same == len && len > found) found = len;
+            if (same > keep) keep = same;
+        }
+        s->hit = found > 0;
+        const size_t pass = s->n_held - (s->hit ? found : keep);
+        memcpy(out + n_out, s->held, pass);
+        n_out += pass;
+        memmove(s->held, s->held + pass, s->n_held -= pass);
+    }
+    return n_out;
+}
+
+static size_t stops_flush(Stops *s, char *out) {       // at the end: what waits was no stop string
+    const size_t n = s->hit ? 0 : s->n_held;
+    memcpy(out, s->held, n);
+    s->n_held = 0;
+    return n;
+}
+
 typedef struct {
     int          n_predict;   // tokens to generate; -1: until the turn ends or the context is full
     bool         ignore_eos;
+    int          top_logits;  // candidates of every token to show on stderr
+    TextList     stops;       // text that ends the generation and is not printed
+    bool         show_thoughts;
     SampleParams sampling;
 } GenerateOptions;
 
@@ -1904,20 +2772,94 @@ static void write_text(const char *s, size_t n) {
     if (fwrite(s, 1, n, stdout) != n || fflush(stdout)) die("standard output: %s", strerror(errno));
 }
 
+// The text of a token in quotes, so that it stays on its line and cannot steer a terminal.
+static void print_quoted(FILE *f, TokStr s) {
+    fputc('"', f);
+    for (size_t i = 0; i < s.n; i++) {
+        const unsigned char c = (unsigned char)s.s[i];
+        if (c == '\n') fputs("\\n", f);
+        else if (c == '"' || c == '\\') fprintf(f, "\\%c", c);
+        else if (c < 0x20 || c > 0x7e) fprintf(f, "\\x%02x", c);
+        else fputc(c, f);
+    }
+    fputc('"', f);
+}
+
+// The n likeliest tokens of row 0 of the last step, which has been committed, on one line of stderr: id, text, logit and
+// probability as the model gives them, before mask, bias, penalties and temperature. logits, c (vocab): room to work in.
+static void print_top_logits(Model *m, const Tokenizer *t, int32_t chosen, int n, float *logits, Candidate *c) {
+    read_logits(m, 0, logits);
+    best_of_row(c, logits, m->config.vocab, n);
+    const double sum = logsumexp(logits, m->config.vocab);
+    fprintf(stderr, "# position %d, chosen %" PRId32 ":", m->len[0], chosen);
+    for (int i = 0; i < n; i++) {
+        const int32_t id = candidate_id(c[i]);
+        fprintf(stderr, "%s %" PRId32 " ", i ? "," : "", id);
+        print_quoted(stderr, tok_piece(t, id, true));
+        fprintf(stderr, " %.4f %.4g", (double)logits[id], exp(logits[id] - sum));
+    }
+    fprintf(stderr, "\n");
+}
+
+typedef struct {              // how much of a reply has been written, in bytes, and what waits
+    size_t content, thought;
+    Stops  stops;
+    char  *text;              // (cap) room for what passes the stop strings
+    size_t cap;
+} Shown;
+
+// Write what has come since: content to stdout, up to a stop string; thoughts to stderr, if they are wanted, on lines of
+// their own.
+static void show_reply(const TokReply *r, Shown *at, bool thoughts) {
+    if (thoughts && r->thought.n > at->thought) {
+        if (!at->thought) fprintf(stderr, "# thought:\n");
+        fwrite(r->thought.s + at->thought, 1, r->thought.n - at->thought, stderr);
+        at->thought = r->thought.n;
+    }
+    if (r->content.n > at->content) {
+        if (thoughts && at->thought && !at->content) fprintf(stderr, "\n");
+        const size_t n = r->content.n - at->content, need = n + at->stops.longest;
+        if (need > at->cap) {
+            at->text = realloc(at->text, at->cap = 2 * need);
+            if (!at->text) die("out of memory: %zu bytes wanted", at->cap);
+        }
+        write_text(at->text, stops_push(&at->stops, r->content.s + at->content, n, at->text));
+        at->content = r->content.n;
+    }
+}
+
+// The calls of a finished reply, each as a line of JSON on stdout: {"name":"f","arguments":{...}}.
+static void show_calls(const TokReply *r) {
+    for (int i = 0; i < r->n_calls; i++) {
+        TokText name = { 0 };
+        if (tok_add_json_string(&name, r->calls[i].name) < 0) die("out of memory for a tool call");
+        if (i == 0 && r->content.n && r->content.s[r->content.n - 1] != '\n') write_text("\n", 1);
+        write_text("{\"name\":", 8);
+        write_text(name.s, name.n);
+        write_text(",\"arguments\":", 13);
+        write_text(r->calls[i].arguments.s, r->calls[i].arguments.n);
+        write_text("}\n", 2);
+        tok_text_free(&name);
+    }
+}
+
 // Continues session 0 with the prompt (ids, n >= 1) and prints what follows. Returns 0, or 130 after Ctrl-C.
-static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, const GenerateOptions *o) {
+static int generate(Model *m, Tokenizer *t, const int32_t *prompt, int n, const GenerateOptions *o) {
     const Ops *op = m->ops;
-    char *text = alloc_or_die(t->stream_cap, 1);
-    TokStream stream = { 0 };
+    const int n_top = min_int(o->top_logits, m->config.vocab);
+    float *top_logits = n_top ? alloc_or_die(m->config.vocab, sizeof *top_logits) : NULL;
+    Candidate *top = n_top ? alloc_or_die(m->config.vocab, sizeof *top) : NULL;
+    TokReply reply = { 0 };
+    Shown at = { .stops = stops_new(&o->stops) };
+    tok_reply_start(t, &reply, prompt, (size_t)n);
     op->copy(&(Copy){ m->s.params, &o->sampling, sizeof o->sampling, COPY_IN });
 
     const double t_start = seconds();
-    const bool prompted = run_prompt(m, 0, prompt, n, "prompt tokens", &interrupted);
+    const bool prompted = run_prompt(m, 0, prompt, n, "prompt", &interrupted);
     if (!prompted) n = m->len[0];                      // as far as it came
     op->wait();
     const double t_prompt = seconds();
     int made = 0, steps = 0;
-    bool thinking = false;                             // inside <|channel> .. <channel|>: not shown
     double read = 0;                                   // bytes that the decoding steps had to read
     const char *why = "end of turn";
     for (; prompted; made++) {                         // here a step has been run and its rows are not committed yet
@@ -1926,18 +2868,22 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
         const Batch b = { .rows = m->s.kept_rows, .segs = m->s.segs, .len = m->s.len, .n_rows = 1, .n_segs = 1 };
         if (op->begin((StepKey){ .kind = STEP_SAMPLE, .rows = 1, .logits = 1 }))
             op->sample(&(Sample){ .batch = &b, .vocab = m->config.vocab, .logits = m->s.logits, .params = m->s.params,
-                                  .mask = m->s.mask, .out = m->s.chosen });
+                                  .mask = m->s.mask, .bias = m->s.bias, .counts = m->s.counts,
+                                  .step_rows = m->s.counts ? m->s.rows : NULL, .out = m->s.chosen });
         op->end();
         commit_all(m);
         int32_t token;
         op->copy(&(Copy){ &token, m->s.chosen, sizeof token, COPY_OUT });
         op->wait();
         if (token < 0)
-            die("%s: the logits at position %d are not numbers; the file is damaged", m->gguf.path, m->len[0] - 1);
-        if (tok_is_stop(t, token) && !o->ignore_eos) break;
-        if (token == t->channel_open) thinking = true;
-        if (!thinking) write_text(text, tok_stream_push(t, &stream, token, false, text, t->stream_cap));
-        if (token == t->channel_close) thinking = false;
+            die("%s: no token can be chosen at position %d: the logits are not numbers, so the file is damaged, or every "
+                "token is suppressed", m->gguf.path, m->len[0] - 1);
+        if (n_top) print_top_logits(m, t, token, n_top, top_logits, top);
+        const int over = o->ignore_eos && tok_is_stop(t, token) ? 0 : tok_reply_push(t, &reply, token);
+        if (over < 0) die("%s", t->err);
+        show_reply(&reply, &at, o->show_thoughts);
+        if (at.stops.hit) { made++; why = "stop string"; break; }
+        if (over) { why = reply.finish == TOK_TOOL_CALLS ? "tool call" : why; break; }
         if (m->len[0] == m->options.n_ctx) { made++; why = "context full"; break; }
         if (made + 1 == o->n_predict) continue;        // nobody needs what follows the last token
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = token, .want = true } }, 1);
@@ -1945,8 +2891,12 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
         read += bytes_per_token(m, m->len[0]);
     }
     const double t_end = seconds();
-    write_text(text, tok_stream_flush(&stream, text, t->stream_cap));
-    if (isatty(1)) write_text("\n", 1);
+    if (tok_reply_end(t, &reply) < 0) die("%s", t->err);
+    show_reply(&reply, &at, o->show_thoughts);
+    if (at.text) write_text(at.text, stops_flush(&at.stops, at.text));
+    if (at.thought && !at.content) fprintf(stderr, "\n");
+    show_calls(&reply);
+    if (isatty(1) && !reply.n_calls) write_text("\n", 1);
     if (interrupted) why = "interrupted";
 
     fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s\n", n, t_prompt - t_start, n / (t_prompt - t_start));
@@ -1962,32 +2912,19 @@ static int generate(Model *m, const Tokenizer *t, const int32_t *prompt, int n, 
         free(logits);
     }
     fprintf(stderr, "\n");
-    free(text);
+    tok_reply_free(&reply);
+    free(at.stops.held);
+    free(at.text);
+    free(top_logits);
+    free(top);
     return interrupted ? 130 : 0;
 }
 
-// ==== [9] Verbs: logits ==============================================================================================
-
-static void *read_file(const char *path, size_t *size, const char *flag) {        // the whole file; freed by the caller
-    FILE *f = fopen(path, "rb");
-    if (!f) die("%s: %s: %s", flag, path, strerror(errno));
-    size_t cap = 1 << 16, n = 0;
-    char *data = alloc_or_die(cap, 1);
-    for (size_t got; (got = fread(data + n, 1, cap - n, f)) > 0; ) {
-        n += got;
-        if (n < cap) continue;
-        data = realloc(data, cap *= 2);
-        if (!data) die("%s: %s: out of memory at %zu bytes", flag, path, n);
-    }
-    if (ferror(f)) die("%s: %s: %s", flag, path, strerror(errno));
-    fclose(f);
-    *size = n;
-    return data;
-}
+// ==== [10] Verbs: logits, tokenize, detokenize =======================================================================
 
 // gemma4 logits: the logits of every position of a list of ids, after the soft-cap, as n x vocab float32.
 static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const char *ids_path, const char *out_path,
-                        const char *dump_dir) {
+                        const char *dump_dir, bool check_tensors) {
     size_t size = 0;
     uint8_t *bytes = read_file(ids_path, &size, "--ids");
     if (!size || size % 4) die("--ids: %s: expected little-endian int32 ids, got %zu bytes", ids_path, size);
@@ -2001,6 +2938,7 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
     o.n_logits = o.n_batch = STEP_ROWS;
     Model *m = alloc_or_die(1, sizeof *m);
     load_model(m, model, ops, o, dump_dir);
+    if (check_tensors) read_weights(m, true);
     int32_t *ids = alloc_or_die(n, sizeof *ids);
     for (int i = 0; i < n; i++) {
         const uint8_t *b = bytes + (size_t)i * 4;
@@ -2012,6 +2950,7 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
     if (!f) die("-o: %s: %s", out_path, strerror(errno));
     float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
     const double t0 = seconds();
+    progress("logits", 0, n, "positions");
     for (int at = 0; at < n; ) {
         const int chunk = min_int(n - at, STEP_ROWS);
         for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .want = true };
@@ -2023,7 +2962,7 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
         }
         commit_all(m);
         at += chunk;
-        progress("positions", at, n);
+        progress("logits", at, n, "positions");
     }
     if (fclose(f)) die("-o: %s: %s", out_path, strerror(errno));
     print_plan(m);
@@ -2035,24 +2974,374 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
     free(m);
 }
 
-// ==== [10] Command line ==============================================================================================
+// The tokenizer of a file, which may hold nothing else.
+static void open_tokenizer(Tokenizer *t, Gguf *g, const char *path) {
+    open_model_file(g, path);
+    load_tokenizer(t, g, 0);
+}
+
+// gemma4 tokenize: the ids of a text in decimal, on one line, no <bos> added.
+static void verb_tokenize(const char *model, const char *text, size_t n, TokMode mode) {
+    Gguf g;
+    Tokenizer tok;
+    TokIds ids = { 0 };
+    open_tokenizer(&tok, &g, model);
+    if (tok_encode(&tok, text, n, mode, &ids) < 0) die("tokenize: %s", tok.err);
+    for (size_t i = 0; i < ids.n; i++) printf("%s%" PRId32, i ? " " : "", ids.ids[i]);
+    printf("\n");
+    if (fflush(stdout) || ferror(stdout)) die("standard output: %s", strerror(errno));
+    tok_ids_free(&ids);
+    tok_free(&tok);
+    gguf_close(&g);
+}
+
+// gemma4 detokenize: the bytes of ids, markers as their text.
+static void verb_detokenize(const char *model, const char *list) {
+    Gguf g;
+    Tokenizer tok;
+    open_tokenizer(&tok, &g, model);
+    for (int round = 0; round < 2; round++) {          // first all are checked, then they are written
+        const char *s = list;
+        for (int i = 0; ; i++) {
+            s += strspn(s, " \t\r\n");
+            if (!*s) break;
+            char *end;
+            errno = 0;
+            const long id = strtol(s, &end, 10);
+            if (end == s || errno || id < 0 || id >= tok.n_tokens || !strchr(" \t\r\n", *end))
+                die("--ids: number %d: expected an id from 0 to %d, got '%.*s'", i + 1, tok.n_tokens - 1,
+                    min_int((int)strcspn(s, " \t\r\n"), 40), s);
+            const TokStr piece = tok_piece(&tok, (int32_t)id, true);
+            if (round && fwrite(piece.s, 1, piece.n, stdout) != piece.n) die("standard output: %s", strerror(errno));
+            s = end;
+        }
+    }
+    if (fflush(stdout)) die("standard output: %s", strerror(errno));
+    tok_free(&tok);
+    gguf_close(&g);
+}
+
+// ==== [11] Quantise ==================================================================================================
+// gemma4 quantize IN OUT TYPE: the same model in another mixture of block formats. Which tensor gets which type is the
+// mixture of published files (llama-quantize without an importance matrix); the order of keys and tensors is theirs too, so
+// that files are equal byte for byte. Tensors are streamed: converted in pieces by all threads, and written.
+//
+// Converted are the matrices whose names end in "weight", except norms, routers (ffn_gate_inp) and the projection of the
+// per-layer embeddings; these stay as they are, as vectors and integers do. Recipes of float types have one type for all.
+// In the others a matrix gets, first match first:
+//   the head: output, or without it token_embd and per_layer_token_embd    Q6_K; Q8_0 in Q8_0 files, and where a row does
+//                                                                          not divide into the base type's blocks
+//   attn_k and attn_v of models with exactly 8 experts                     Q8_0
+//   attn_output of such models                                             Q5_K in files of base Q4_K
+//   attn_v, ffn_down and ffn_down_exps                                     the better type where the recipe says so
+//   the rest                                                               the base type
+// attn_v stands for a fused attn_qkv as well.
+// A row that does not divide into blocks of 256 falls back to blocks of 32 with as many bits or more, and if it does not
+// divide into these either, to F16. 26B-A4B needs that: its ffn_down has 2112 columns, its experts 704.
+
+typedef enum { NONE_BETTER, MORE_BITS, FIRST_BETTER } Better;       // which attn_v and ffn_down get the better type
+
+typedef struct {
+    const char *name;
+    int    file_type;           // value of general.file_type
+    int    base, better;        // type of most matrices; of some attn_v and ffn_down
+    Better which;
+} Recipe;
+
+static const Recipe recipes[] = {
+    { "q8_0",    7, GGUF_Q8_0, GGUF_Q8_0, NONE_BETTER },  { "q6_k",   18, GGUF_Q6_K, GGUF_Q6_K, NONE_BETTER },
+    { "q5_k_m", 17, GGUF_Q5_K, GGUF_Q6_K, MORE_BITS },    { "q4_k_m", 15, GGUF_Q4_K, GGUF_Q6_K, MORE_BITS },
+    { "q4_k_s", 14, GGUF_Q4_K, GGUF_Q5_K, FIRST_BETTER }, { "q4_0",    2, GGUF_Q4_0, GGUF_Q4_0, NONE_BETTER },
+    { "bf16",   32, GGUF_BF16, GGUF_BF16, NONE_BETTER },  { "f16",     1, GGUF_F16,  GGUF_F16,  NONE_BETTER },
+    { "f32",     0, GGUF_F32,  GGUF_F32,  NONE_BETTER },
+};
+
+typedef struct {
+    const Recipe *recipe;
+    int  n_layers;
+    int  n_attn_v, i_attn_v;    // attn_v tensors of the file; of those, already met
+    bool has_output, has_8_experts;
+} Mixture;
+
+static bool has_part(GgufStr name, const char *part) { return memmem(name.s, name.n, part, strlen(part)) != NULL; }
+static bool ends_with(GgufStr name, const char *end) {
+    const size_t n = strlen(end);
+    return name.n >= n && !memcmp(name.s + name.n - n, end, n);
+}
+
+static int layer_of(GgufStr name) {                     // -1: it belongs to no layer
+    int layer = -1;
+    if (name.n > 4 && !memcmp(name.s, "blk.", 4))
+        for (size_t i = 4; i < name.n && i < 9 && name.s[i] >= '0' && name.s[i] <= '9'; i++)
+            layer = 10 * max_int(layer, 0) + name.s[i] - '0';
+    return layer;
+}
+
+// MORE_BITS: the first and the last eighth, and every third between them. FIRST_BETTER: the first n_first.
+static bool is_better(const Recipe *r, int i, int n, int n_first) {
+    if (r->which == MORE_BITS) return i < n / 8 || i >= 7 * n / 8 || (i - n / 8) % 3 == 2;
+    return r->which == FIRST_BETTER && i < n_first;
+}
+
+static bool is_attn_v(GgufStr name) { return has_part(name, "attn_v.weight") || has_part(name, "attn_qkv.weight"); }
+
+static bool divides(const GgufTensor *t, int type) { return t->ne[0] % (uint64_t)gguf_block_elems(type) == 0; }
+
+// The type of a tensor in the new file. To be asked once per tensor, in the new file's order: attn_v are counted.
+static int mixture_type(Mixture *m, const GgufTensor *t) {
+    const Recipe *r = m->recipe;
+    const GgufStr name = t->name;
+    const bool is_integer = gguf_block_elems(t->type) == 1 && is_quantised((DType)t->type);
+    if (t->n_dims < 2 || is_integer || !ends_with(name, "weight") || ends_with(name, "_norm.weight") ||
+        has_part(name, "ffn_gate_inp.weight") || has_part(name, "per_layer_model_proj"))
+        return t->type;
+    if (gguf_block_elems(r->base) == 1) return r->base;
+
+    const bool is_v = is_attn_v(name), is_down = has_part(name, "ffn_down");
+    const int l = layer_of(name), n = is_v ? m->n_attn_v : m->n_layers, i = is_v ? m->i_attn_v++ : l;
+    int type = r->base;
+    if (m->has_output ? l < 0 && ends_with(name, "output.weight") : ends_with(name, "token_embd.weight"))
+        type = r->base == GGUF_Q8_0 || !divides(t, r->base) ? GGUF_Q8_0 : GGUF_Q6_K;
+    else if (m->has_8_experts && (is_v || has_part(name, "attn_k.weight")))
+        type = GGUF_Q8_0;
+    else if (r->base == GGUF_Q4_K && m->has_8_experts && has_part(name, "attn_output.weight"))
+        type = GGUF_Q5_K;
+    else if ((is_v || is_down) && is_better(r, i, n, is_v ? 4 : n / 8))
+        type = r->better;
+
+    if (!divides(t, type)) type = type == GGUF_Q4_K ? GGUF_Q5_0 : type == GGUF_Q5_K ? GGUF_Q5_1 : GGUF_Q8_0;
+    return divides(t, type) ? type : GGUF_F16;
+}
+
+// The order of quantised files: tensors of no layer, then layer by layer, each by name.
+static int tensor_order(const void *a, const void *b) {
+    const GgufTensor *x = *(const GgufTensor *const *)a, *y = *(const GgufTensor *const *)b;
+    const int by_layer = layer_of(x->name) - layer_of(y->name);
+    const size_t n = x->name.n < y->name.n ? x->name.n : y->name.n;
+    const int by_name = by_layer ? by_layer : memcmp(x->name.s, y->name.s, n);
+    return by_name ? by_name : (x->name.n > y->name.n) - (x->name.n < y->name.n);
+}
+
+// A file that takes its name only when it is complete: until then it is PATH.PID.tmp, and whatever PATH was stays. Only a
+// process that is killed outright leaves the former behind.
+typedef struct {
+    const char *path;
+    char *tmp;
+    int fd;
+} Output;
+
+__attribute__((noreturn, format(printf, 2, 3))) static void die_output(const Output *o, const char *fmt, ...) {
+    char text[512];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(text, sizeof text, fmt, ap);
+    va_end(ap);
+    unlink(o->tmp);
+    die("%s: %s", o->path, text);
+}
+
+static Output open_output(const char *path, const char *in) {
+    struct stat old, source;
+    const GgufStr name = { path, strlen(path) };
+    if (ends_with(name, ".safetensors") || (ends_with(name, ".gguf") && name.n > 14 && !memcmp(path + name.n - 14, "-of-", 4)))
+        die("%s: expected a name of its own, got one that belongs to a set of files", path);
+    if (!stat(path, &old)) {
+        if (!S_ISREG(old.st_mode)) die("%s: expected the name of a file to write, got what is no regular file", path);
+        if (!stat(in, &source) && old.st_dev == source.st_dev && old.st_ino == source.st_ino)
+            die("%s: expected another file, got the model itself", path);
+    }
+    Output o = { .path = path, .tmp = alloc_or_die(strlen(path) + 32, 1) };
+    sprintf(o.tmp, "%s.%ld.tmp", path, (long)getpid());
+    o.fd = open(o.tmp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (o.fd < 0) die("%s: %s", o.tmp, strerror(errno));
+    return o;
+}
+
+static void write_output(const Output *o, const void *bytes, size_t n) {
+    for (const uint8_t *p = bytes; n > 0; ) {
+        const ssize_t done = write(o->fd, p, n < (1 << 30) ? n : 1 << 30);
+        if (interrupted) {
+            unlink(o->tmp);
+            if (bar_shown) fprintf(stderr, "\n");
+            _exit(130);
+        }
+        if (done < 0 && errno == EINTR) continue;
+        if (done <= 0) die_output(o, "cannot write: %s; the file was left as it was", strerror(done ? errno : EIO));
+        p += done;
+        n -= (size_t)done;
+    }
+}
+
+static void close_output(Output *o) {
+    Gguf check;
+    if (fsync(o->fd) || close(o->fd)) die_output(o, "cannot write: %s; the file was left as it was", strerror(errno));
+    if (gguf_open(&check, o->tmp) < 0) die_output(o, "what was written is damaged: %s", check.err);
+    gguf_close(&check);
+    if (rename(o->tmp, o->path)) die_output(o, "%s", strerror(errno));
+    char *slash = strrchr(o->tmp, '/');
+    if (slash) slash[slash == o->tmp] = 0;              // the folder, so that the new name survives a power cut too
+    const int dir = open(slash ? o->tmp : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (dir >= 0) {
+        fsync(dir);
+        close(dir);
+    }
+    free(o->tmp);
+}
+
+enum { PIECE_BYTES = 4 << 20, PIECE_ELEMS = 4096 };     // written at once; converted at once, a multiple of all blocks
+
+// n_rows rows of a tensor from `src` to `dst` in another type; false: a value is not finite.
+static bool convert_rows(const GgufTensor *t, const uint8_t *src, int type, uint8_t *dst, size_t n_rows) {
+    const size_t cols = (size_t)t->ne[0], in = gguf_row_size(t->type, cols), out = gguf_row_size(type, cols);
+    int bad = 0;
+#pragma omp parallel for schedule(dynamic) reduction(|:bad)
+    for (size_t r = 0; r < n_rows; r++) {
+        float x[PIECE_ELEMS];
+        for (size_t c = 0; c < cols; c += PIECE_ELEMS) {
+            const size_t n = cols - c < PIECE_ELEMS ? cols - c : PIECE_ELEMS;
+            const uint8_t *from = src + r * in + gguf_row_size(t->type, c);
+            const size_t n_blocks = n / (size_t)gguf_block_elems(t->type);
+            bad |= gguf_find_bad_block(t->type, from, n_blocks) < n_blocks;
+            gguf_dequantize(t->type, from, x, n);
+            gguf_quantize(type, x, dst + r * out + gguf_row_size(type, c), n);
+        }
+    }
+    return !bad;
+}
+
+static const Recipe *find_recipe(const char *name) {
+    for (size_t i = 0; i < sizeof recipes / sizeof *recipes; i++)
+        if (!strcasecmp(name, recipes[i].name)) return &recipes[i];
+    die("%s: expected one of q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32 as the type", name);
+}
+
+// An architecture's own integer key, or `otherwise` where the file has none.
+static int arch_int(Gguf *g, const char *key, int otherwise) {
+    GgufStr arch = { "", 0 };
+    char full[128];
+    int64_t v = otherwise;
+    if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
+    snprintf(full, sizeof full, "%.*s.%s", (int)(arch.n < 64 ? arch.n : 64), arch.s, key);
+    if (gguf_get_int(g, full, 0, INT_MAX, &v) < 0) die_gguf(g);
+    return (int)v;
+}
+
+static void verb_quantize(const char *in, const char *out, const char *type_name) {
+    Mixture m = { .recipe = find_recipe(type_name) };
+    GgufWriter w = { 0 };
+    Gguf g;
+    open_model_file(&g, in);
+    m.n_layers = arch_int(&g, "block_count", 0);
+    m.has_8_experts = arch_int(&g, "expert_count", 0) == 8;
+    m.has_output = gguf_find_tensor(&g, "output.weight") != NULL;
+    for (size_t i = 0; i < g.n_kvs; i++) {
+        const GgufStr key = g.kvs[i].key;
+        const bool ours = (key.n == 17 && !memcmp(key.s, "general.file_type", 17)) ||
+                          (key.n == 28 && !memcmp(key.s, "general.quantization_version", 28));
+        if (!ours && !(key.n > 6 && !memcmp(key.s, "split.", 6))) gguf_put_kv(&w, &g.kvs[i]);
+    }
+    gguf_put_u32(&w, "general.quantization_version", 2);
+    gguf_put_u32(&w, "general.file_type", (uint32_t)m.recipe->file_type);
+
+    const GgufTensor **order = alloc_or_die(g.n_tensors, sizeof *order);
+    int *types = alloc_or_die(g.n_tensors, sizeof *types);
+    size_t n_elems = 0, n_requantised = 0, in_bytes = 0;
+    for (size_t i = 0; i < g.n_tensors; i++) {
+        order[i] = &g.tensors[i];
+        m.n_attn_v += is_attn_v(order[i]->name);
+    }
+    qsort(order, g.n_tensors, sizeof *order, tensor_order);
+    for (size_t i = 0; i < g.n_tensors; i++) {
+        const GgufTensor *t = order[i];
+        types[i] = mixture_type(&m, t);
+        if (types[i] != t->type && !gguf_type_supported(t->type))
+            die("%s: tensor '%s': expected a type that can be converted, got %s", in, shown(t->name),
+                gguf_type_name(t->type));
+        n_requantised += types[i] != t->type && is_quantised((DType)t->type) && is_quantised((DType)types[i]);
+        n_elems += n_elements(t);
+        in_bytes += (size_t)t->size;
+        gguf_put_tensor(&w, t->name, types[i], t->n_dims, t->ne);
+    }
+    if (n_requantised)
+        fprintf(stderr, "# warning: %zu tensors are quantised already: the file will be worse than one made from f16\n",
+                n_requantised);
+    size_t head_size;
+    uint8_t *head = gguf_writer_head(&w, &head_size), *piece = NULL;
+    if (!head) die("out of memory: the head of %s", out);
+
+    Output o = open_output(out, in);
+    struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)SA_RESETHAND };
+    sigaction(SIGINT, &act, NULL);
+    sigaction(SIGTERM, &act, NULL);
+    sigaction(SIGHUP, &act, NULL);
+    signal(SIGXFSZ, SIG_IGN);                           // a limit of the file size is an error like a full disk
+    const double t0 = seconds();
+    const size_t total = head_size + (size_t)w.data_size;
+    size_t at = head_size;
+    progress(m.recipe->name, 0, total, "B");
+    write_output(&o, head, head_size);
+    for (size_t i = 0; i < g.n_tensors; i++) {
+        const GgufTensor *t = order[i];
+        const size_t row = gguf_row_size(types[i], (size_t)t->ne[0]), in_row = gguf_row_size(t->type, (size_t)t->ne[0]);
+        const size_t n_rows = (size_t)(t->ne[1] * t->ne[2] * t->ne[3]), step = row < PIECE_BYTES ? PIECE_BYTES / row : 1;
+        static const uint8_t zeros[32];
+        if (types[i] != t->type) {
+            piece = realloc(piece, step * row);
+            if (!piece) die_output(&o, "out of memory: %zu bytes wanted", step * row);
+        }
+        for (size_t r = 0; r < n_rows; r += step) {
+            const size_t n = n_rows - r < step ? n_rows - r : step;
+            if (types[i] != t->type && !convert_rows(t, t->data + r * in_row, types[i], piece, n))
+                die_output(&o, "tensor '%s' of %s holds values that are not finite", shown(t->name), in);
+            write_output(&o, types[i] == t->type ? t->data + r * in_row : piece, n * row);
+            at += n * row;
+            if (at < total) progress(m.recipe->name, at, total, "B");
+        }
+        const size_t pad = round_up(n_rows * row, 32) - n_rows * row;
+        write_output(&o, zeros, pad);
+        at += pad;
+    }
+    progress(m.recipe->name, total, total, "B");       // the line goes away
+    close_output(&o);
+    const double dt = seconds() - t0, mib = 1 << 20;
+    fprintf(stderr, "# %s: %.1f MiB to %.1f MiB, %.2f bits per weight, %.1f s, %.3f GB/s read\n", out, (double)in_bytes / mib,
+            (double)total / mib, 8 * (double)w.data_size / (double)n_elems, dt, (double)in_bytes / 1e9 / dt);
+    free(piece);
+    free(head);
+    free(types);
+    free(order);
+    gguf_writer_free(&w);
+    gguf_close(&g);
+}
+
+// ==== [12] Command line ==============================================================================================
 // gemma4 MODEL [flags] generates; gemma4 VERB MODEL [flags] does something else. One table describes every flag: its
 // spelling, what it takes, where the value goes, and the line that --help prints.
 
 #ifndef TESTING
 #define VERSION "0.1"
 
+typedef enum { GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, RUNS = GENERATE | LOGITS, ANY = 31 } Verb;
+
+static const struct { const char *name; Verb verb; } verbs[] = {
+    { "logits", LOGITS }, { "tokenize", TOKENIZE }, { "detokenize", DETOKENIZE }, { "quantize", QUANTIZE }
+};
+
 typedef struct {
-    const char *verb, *model, *prompt, *prompt_file, *system, *ids, *out, *dump, *kv_layout, *k_type, *v_type;
-    double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, seed;
-    bool raw, ignore_eos, help, version;
+    Verb verb;
+    const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout, *k_type, *v_type;
+    const char *target, *type;                  // quantize: OUT, TYPE
+    double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
+    TextList biases, stops;
+    bool raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, help, version;
 } Flags;
 
-typedef enum { FLAG_TEXT, FLAG_INT, FLAG_REAL, FLAG_ON } FlagKind;
+typedef enum { FLAG_TEXT, FLAG_LIST, FLAG_INT, FLAG_REAL, FLAG_ON } FlagKind;      // a list: the flag may come again
 
 typedef struct {
     const char *name, *alias, *value;
     FlagKind    kind;
+    int         verbs;        // those that take it
     size_t      field;        // offset into Flags
     double      min, max;
     const char *help;
@@ -2060,43 +3349,72 @@ typedef struct {
 
 #define FIELD(name) offsetof(Flags, name)
 static const Flag flags[] = {
-    { "-m", "--model", "FILE", FLAG_TEXT, FIELD(model), 0, 0, "the model, instead of the first argument" },
-    { "-p", "--prompt", "TEXT", FLAG_TEXT, FIELD(prompt), 0, 0, "what to answer, or to continue with --raw" },
-    { "-f", "--file", "FILE", FLAG_TEXT, FIELD(prompt_file), 0, 0, "the prompt is in this file" },
-    { "-n", "--predict", "N", FLAG_INT, FIELD(n_predict), -1, INT_MAX,
+    { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0, "the model, instead of the first argument" },
+    { "-p", "--prompt", "TEXT", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt), 0, 0, "what to answer, or to continue with --raw" },
+    { "-f", "--file", "FILE", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt_file), 0, 0, "the prompt is in this file" },
+    { "-n", "--predict", "N", FLAG_INT, GENERATE, FIELD(n_predict), -1, INT_MAX,
       "most tokens to generate; default -1: until the turn ends or the context is full" },
-    { "-c", "--ctx-size", "N", FLAG_INT, FIELD(n_ctx), 1, MAX_CONTEXT,
+    { "-c", "--ctx-size", "N", FLAG_INT, RUNS, FIELD(n_ctx), 1, MAX_CONTEXT,
       "tokens of context; default: the model's, 8192 at most" },
-    { "-t", "--threads", "N", FLAG_INT, FIELD(n_threads), 1, 4096, "CPU threads; default: one per core" },
-    { "--system", "-sys", "TEXT", FLAG_TEXT, FIELD(system), 0, 0, "system turn; default: none" },
-    { "--raw", NULL, NULL, FLAG_ON, FIELD(raw), 0, 0, "continue the prompt as it is, without chat turns; <bos> is added" },
-    { "--ignore-eos", NULL, NULL, FLAG_ON, FIELD(ignore_eos), 0, 0, "go on after the end of the turn" },
-    { "--temp", "--temperature", "T", FLAG_REAL, FIELD(temperature), 0, 1000,
+    { "-t", "--threads", "N", FLAG_INT, RUNS | QUANTIZE, FIELD(n_threads), 1, 4096, "CPU threads; default: one per core" },
+    { "--system", "-sys", "TEXT", FLAG_TEXT, GENERATE, FIELD(system), 0, 0, "system turn; default: none" },
+    { "--think", NULL, NULL, FLAG_ON, GENERATE, FIELD(think), 0, 0,
+      "let the model think before it answers; default: it answers at once" },
+    { "--show-thoughts", NULL, NULL, FLAG_ON, GENERATE, FIELD(show_thoughts), 0, 0,
+      "write its thoughts to stderr; default: they are dropped" },
+    { "--tools", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(tools), 0, 0,
+      "tools it may call, a JSON list as in the OpenAI API; a call is a line {\"name\":..,\"arguments\":{..}} on stdout" },
+    { "--template", NULL, "NAME", FLAG_TEXT, GENERATE, FIELD(chat_template), 0, 0,
+      "chat template: large (12B, 26B, 31B) or small (E2B, E4B); default: as the file's template or its shape says" },
+    { "--raw", NULL, NULL, FLAG_ON, GENERATE, FIELD(raw), 0, 0, "continue the prompt as it is, without chat turns; <bos> is added" },
+    { "--ignore-eos", NULL, NULL, FLAG_ON, GENERATE, FIELD(ignore_eos), 0, 0, "go on after the end of the turn" },
+    { "--temp", "--temperature", "T", FLAG_REAL, GENERATE, FIELD(temperature), 0, 1000,
       "temperature; 0: always the likeliest token; default: the file's, else 1.0" },
-    { "--top-k", NULL, "N", FLAG_INT, FIELD(top_k), 0, INT_MAX,
+    { "--top-k", NULL, "N", FLAG_INT, GENERATE, FIELD(top_k), 0, INT_MAX,
       "sample from the N likeliest tokens, 0: all; default: the file's, else 64" },
-    { "--top-p", NULL, "P", FLAG_REAL, FIELD(top_p), 0, 1,
+    { "--top-p", NULL, "P", FLAG_REAL, GENERATE, FIELD(top_p), 0, 1,
       "sample from the likeliest tokens that hold P of the probability; default: the file's, else 0.95" },
-    { "--min-p", NULL, "P", FLAG_REAL, FIELD(min_p), 0, 1,
+    { "--min-p", NULL, "P", FLAG_REAL, GENERATE, FIELD(min_p), 0, 1,
       "leave out tokens less than P times as likely as the likeliest; default 0" },
-    { "--seed", "-s", "N", FLAG_INT, FIELD(seed), 0, 4294967295.0, "random seed; default: another one each time, printed" },
-    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, FIELD(k_type), 0, 0,
+    { "--repeat-penalty", NULL, "R", FLAG_REAL, GENERATE, FIELD(repeat), 0.001, 1000,
+      "logits of tokens seen: / R above 0, * R below; default 1. Seen: in all of prompt and text (llama.cpp: the last 64)" },
+    { "--presence-penalty", NULL, "P", FLAG_REAL, GENERATE, FIELD(presence), -1000, 1000,
+      "take P from the logits of tokens seen; default 0" },
+    { "--frequency-penalty", NULL, "P", FLAG_REAL, GENERATE, FIELD(frequency), -1000, 1000,
+      "take P from the logit of a token for each time it was seen; default 0" },
+    { "--logit-bias", "-l", "ID+B", FLAG_LIST, GENERATE, FIELD(biases), 0, 0,
+      "add B to the logit of token ID; ID-B: take it away, ID-inf: never; with commas, or again, for more" },
+    { "--seed", "-s", "N", FLAG_INT, GENERATE, FIELD(seed), 0, 4294967295.0, "random seed; default: another one each time, printed" },
+    { "--stop", "-r", "TEXT", FLAG_LIST, GENERATE, FIELD(stops), 0, 0,
+      "stop before this text, which is not printed; again for more" },
+    { "--top-logits", NULL, "N", FLAG_INT, GENERATE, FIELD(top_logits), 0, MAX_VOCAB,
+      "print the N likeliest candidates of every token: id, text, logit, probability, before bias and penalties" },
+    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, RUNS, FIELD(k_type), 0, 0,
       "type of cached K: f16 or f32; default f16, for logits f32" },
-    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, FIELD(v_type), 0, 0, "type of cached V; default: as K" },
-    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, FIELD(kv_layout), 0, 0,
+    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, RUNS, FIELD(v_type), 0, 0, "type of cached V; default: as K" },
+    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, RUNS, FIELD(kv_layout), 0, 0,
       "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
-    { "--dump", NULL, "DIR", FLAG_TEXT, FIELD(dump), 0, 0,
+    { "--check-tensors", NULL, NULL, FLAG_ON, RUNS, FIELD(check_tensors), 0, 0,
+      "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales" },
+    { "--dump", NULL, "DIR", FLAG_TEXT, RUNS, FIELD(dump), 0, 0,
       "write every checkpoint to DIR/NAME-LAYER.f32, rows x width float32" },
-    { "--ids", NULL, "FILE", FLAG_TEXT, FIELD(ids), 0, 0, "logits: token ids, little-endian int32, <bos> included" },
-    { "-o", "--output", "FILE", FLAG_TEXT, FIELD(out), 0, 0, "logits: where they go, positions x vocabulary float32" },
-    { "-h", "--help", NULL, FLAG_ON, FIELD(help), 0, 0, "this text" },
-    { "--version", NULL, NULL, FLAG_ON, FIELD(version), 0, 0, "version and backend" },
+    { "--ids", NULL, "IDS", FLAG_TEXT, LOGITS | DETOKENIZE, FIELD(ids), 0, 0,
+      "logits: a file of token ids, little-endian int32, <bos> included; detokenize: the ids themselves, \"2 105 2364\"" },
+    { "-o", "--output", "FILE", FLAG_TEXT, LOGITS, FIELD(out), 0, 0, "logits: where they go, positions x vocabulary float32" },
+    { "--plain", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(plain), 0, 0,
+      "tokenize: no string is special; default: those around calls and thoughts are" },
+    { "--special", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(special), 0, 0, "tokenize: all of them are, such as <|turn>" },
+    { "-h", "--help", NULL, FLAG_ON, ANY, FIELD(help), 0, 0, "this text" },
+    { "--version", NULL, NULL, FLAG_ON, ANY, FIELD(version), 0, 0, "version and backend" },
 };
 
 static void print_help(void) {
     printf("gemma4 " VERSION " - runs Gemma 4 text models from GGUF files\n\n"
            "  gemma4 MODEL.gguf -p TEXT [flags]                generates: text on stdout, statistics on stderr\n"
-           "  gemma4 logits MODEL.gguf --ids FILE -o FILE      logits of every position, after the soft-cap\n\n");
+           "  gemma4 logits MODEL.gguf --ids FILE -o FILE      logits of every position, after the soft-cap\n"
+           "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   the ids of a text; no <bos> is added\n"
+           "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  the text of ids\n"
+           "  gemma4 quantize IN OUT.gguf TYPE                 q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32\n\n");
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) {
         char left[64];
         const Flag *f = &flags[i];
@@ -2105,7 +3423,28 @@ static void print_help(void) {
     }
 }
 
+static Verb verb_named(const char *name) {
+    for (size_t k = 0; k < sizeof verbs / sizeof *verbs; k++)
+        if (!strcmp(name, verbs[k].name)) return verbs[k].verb;
+    return 0;
+}
+
+// A flag that the verb does not take would do nothing: say to whom it belongs.
+static void refuse_flag(const Flag *flag, Verb verb) {
+    char owners[80] = "";
+    const char *own = "generating";
+    for (size_t k = 0; k < sizeof verbs / sizeof *verbs; k++) {
+        if (verbs[k].verb == verb) own = verbs[k].name;
+        if (!(flag->verbs & (int)verbs[k].verb)) continue;
+        snprintf(owners + strlen(owners), sizeof owners - strlen(owners), "%s%s", *owners ? ", " : "", verbs[k].name);
+    }
+    const bool generates = flag->verbs & GENERATE;
+    die("%s: %s does not take it; it belongs to %s%s%s", flag->name, own, generates ? "generating" : "",
+        generates && *owners ? ", " : "", owners);
+}
+
 static void parse_flags(Flags *f, int argc, char **argv) {
+    bool given[sizeof flags / sizeof *flags] = { false };
     for (int i = 1; i < argc; i++) {
         const char *arg = argv[i];
         const Flag *flag = NULL;
@@ -2113,11 +3452,15 @@ static void parse_flags(Flags *f, int argc, char **argv) {
             if (!strcmp(arg, flags[k].name) || (flags[k].alias && !strcmp(arg, flags[k].alias))) flag = &flags[k];
         if (!flag) {
             if (arg[0] == '-') die("%s: no such flag; try --help", arg);
-            if (!f->verb && !f->model && !strcmp(arg, "logits")) f->verb = arg;
+            const Verb verb = f->verb || f->model ? 0 : verb_named(arg);
+            if (verb) f->verb = verb;
             else if (!f->model) f->model = arg;
+            else if (f->verb == QUANTIZE && !f->target) f->target = arg;
+            else if (f->verb == QUANTIZE && !f->type) f->type = arg;
             else die("%s: expected a flag, got a second model (the first is %s)", arg, f->model);
             continue;
         }
+        given[flag - flags] = true;
         void *field = (char *)f + flag->field;
         if (flag->kind == FLAG_ON) {
             *(bool *)field = true;
@@ -2126,6 +3469,13 @@ static void parse_flags(Flags *f, int argc, char **argv) {
         if (++i == argc) die("%s: expected a value (%s), got the end of the line", arg, flag->value);
         if (flag->kind == FLAG_TEXT) {
             *(const char **)field = argv[i];
+            continue;
+        }
+        if (flag->kind == FLAG_LIST) {
+            TextList *list = field;
+            list->text = realloc(list->text, (size_t)(list->n + 1) * sizeof *list->text);
+            if (!list->text) die("%s: out of memory", arg);
+            list->text[list->n++] = argv[i];
             continue;
         }
         char *end;
@@ -2137,6 +3487,9 @@ static void parse_flags(Flags *f, int argc, char **argv) {
                 flag->min, flag->max, argv[i]);
         *(double *)field = v;
     }
+    if (!f->verb) f->verb = GENERATE;
+    for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
+        if (given[k] && !(flags[k].verbs & (int)f->verb)) refuse_flag(&flags[k], f->verb);
 }
 
 static KvType parse_kv_type(const char *flag, const char *name, KvType otherwise) {
@@ -2155,42 +3508,123 @@ static double sampling_value(Gguf *g, double given, const char *key, double max,
     const bool is_float = kv->type == GGUF_V_F32 || kv->type == GGUF_V_F64;
     if (is_float ? gguf_get_float(g, key, &v) < 0 : gguf_get_int(g, key, 0, INT_MAX, &i) < 0) die_gguf(g);
     if (!is_float) v = (double)i;
-    if (!(v >= 0 && v <= max)) die("%s: key '%s': expected 0 to %.10g, got %g", g->path, key, max, v);
+    if (!(v >= 0 && v <= max)) die("%s: key '%s': expected 0 to %.10g, got %g (E_META_RANGE)", g->path, key, max, v);
     return v;
+}
+
+// Biases "ID+VALUE", "ID-VALUE", several with commas between, as (vocab); those of one id add up.
+static float *parse_biases(const TextList *list, int vocab) {
+    float *bias = alloc_or_die(vocab, sizeof *bias);
+    for (int i = 0; i < list->n; i++)
+        for (const char *at = list->text[i]; ; at++) {
+            char *sign, *end = NULL;
+            const long id = *at >= '0' && *at <= '9' ? strtol(at, &sign, 10) : -1;
+            const float value = id >= 0 && (*sign == '+' || *sign == '-') ? strtof(sign, &end) : 0;
+            if (!end || end == sign || (*end && *end != ',') || !(value < INFINITY))
+                die("--logit-bias: expected ID+VALUE or ID-VALUE, with commas between several, got '%s'", list->text[i]);
+            if (id >= vocab)
+                die("--logit-bias: '%s': expected ids from 0 to %d, got %ld", list->text[i], vocab - 1, id);
+            bias[id] += value;
+            at = end;
+            if (!*at) break;
+        }
+    return bias;
+}
+
+// The steps of sampling that change something, in their order.
+static void print_sampling(const Model *m, const SampleParams *p) {
+    fprintf(stderr, "# sampling: ");
+    if (m->n_suppressed) fprintf(stderr, "%d tokens suppressed > ", m->n_suppressed);
+    if (m->s.bias) fprintf(stderr, "bias > ");
+    if (m->s.counts)
+        fprintf(stderr, "penalties: repeat %g, frequency %g, presence %g > ", (double)p->repeat, (double)p->frequency,
+                (double)p->presence);
+    if (p->temperature <= 0) {
+        fprintf(stderr, "the likeliest\n");
+        return;
+    }
+    fprintf(stderr, "temperature %g > ", (double)p->temperature);
+    if (p->top_k > 0) fprintf(stderr, "top-k %d > ", (int)p->top_k);
+    if (p->top_p < 1) fprintf(stderr, "top-p %g > ", (double)p->top_p);
+    if (p->min_p > 0) fprintf(stderr, "min-p %g > ", (double)p->min_p);
+    fprintf(stderr, "draw, seed %" PRIu64 "\n", p->seed);
+}
+
+// The text of -p or -f; the caller frees it.
+static char *read_prompt(const Flags *f, size_t *n) {
+    if (f->prompt && f->prompt_file) die("-f: expected one prompt, got -p and -f");
+    if (f->prompt_file) return read_file(f->prompt_file, n, "-f");
+    if (!f->prompt)
+        die("-p: expected a prompt; try gemma4 %sMODEL.gguf -p \"Hello\"", f->verb == TOKENIZE ? "tokenize " : "");
+    *n = strlen(f->prompt);
+    char *text = alloc_or_die(*n + 1, 1);
+    memcpy(text, f->prompt, *n);
+    return text;
+}
+
+// The prompt of one turn: system turn, tools, the user's text, the opening of the model's turn.
+static void encode_turn(Tokenizer *t, const Flags *f, TokStr user, TokIds *ids) {
+    TokText messages = { 0 };
+    size_t n_tools = 0;
+    char *tools = f->tools ? read_file(f->tools, &n_tools, "--tools") : NULL;
+    const TokStr system = { f->system, f->system ? strlen(f->system) : 0 };
+    if ((f->system && tok_add_message(&messages, "system", system) < 0) || tok_add_message(&messages, "user", user) < 0)
+        die("-p: out of memory for a prompt of %zu bytes", user.n);
+    const TokChat chat = { .messages = { messages.s, messages.n }, .tools = { tools, n_tools }, .think = f->think,
+                           .add_cue = true };
+    if (tok_chat(t, &chat, ids, NULL) < 0) {
+        if (!strncmp(t->err, "tools", 5)) die("--tools: %s: %s", f->tools, t->err);
+        die("-p: %s", t->err);
+    }
+    tok_text_free(&messages);
+    free(tools);
+}
+
+// Name a template in the file that is not the one we render.
+static void print_template(const Tokenizer *t) {
+    static const char *const names[] = { [TOK_TEMPLATE_SPRING] = "Google's of spring 2026",
+        [TOK_TEMPLATE_LAUNCH] = "Google's of the release", [TOK_TEMPLATE_OTHER] = "not one of Google's" };
+    if (t->chat_template != TOK_TEMPLATE_NONE && t->chat_template != TOK_TEMPLATE_CANONICAL)
+        fprintf(stderr, "# chat template of the file: %s; used instead: Google's of 2026-07-09, %s variant\n",
+                names[t->chat_template], t->large_variant ? "large" : "small");
 }
 
 static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     size_t n_text = 0;
-    char *text = NULL;
-    if (f->prompt && f->prompt_file) die("-f: expected one prompt, got -p and -f");
-    if (f->prompt_file) {
-        text = read_file(f->prompt_file, &n_text, "-f");
-    } else if (f->prompt) {
-        n_text = strlen(f->prompt);
-        text = alloc_or_die(n_text + 1, 1);
-        memcpy(text, f->prompt, n_text);
-    } else {
-        die("-p: expected a prompt; try gemma4 MODEL.gguf -p \"Hello\"");
-    }
+    char *text = read_prompt(f, &n_text);
+    for (int i = 0; i < f->stops.n; i++)
+        if (!*f->stops.text[i]) die("--stop: expected a text, got an empty one");
+    if (f->raw && (f->system || f->tools || f->think || f->chat_template))
+        die("%s: has no place in a --raw prompt",
+            f->system ? "--system" : f->tools ? "--tools" : f->think ? "--think" : "--template");
+    if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
+        die("--template: expected large or small, got '%s'", f->chat_template);
+    o.penalties = f->repeat != 1 || f->presence != 0 || f->frequency != 0;
+    o.bias = f->biases.n > 0;
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     TokIds ids = { 0 };
     load_model(m, f->model, ops, o, f->dump);
-    load_tokenizer(&tok, &m->gguf, &m->config);
+    load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
     if (f->raw) {
-        if (f->system) die("--system: has no place in a --raw prompt");
         if (tok.bos < 0) die("%s: key 'tokenizer.ggml.bos_token_id': missing, and no token is called <bos>", m->gguf.path);
         ids = (TokIds){ .ids = alloc_or_die(1, sizeof *ids.ids), .n = 1, .cap = 1 };
         ids.ids[0] = tok.bos;
         if (tok_encode(&tok, text, n_text, TOK_PLAIN, &ids) < 0) die("-p: %s", tok.err);
     } else {
-        const TokStr system = { f->system, f->system ? strlen(f->system) : 0 };
-        if (tok_chat_turn(&tok, system, (TokStr){ text, n_text }, &ids) < 0) die("-p: %s", tok.err);
+        encode_turn(&tok, f, (TokStr){ text, n_text }, &ids);
     }
     if (ids.n > (size_t)m->options.n_ctx)
         die("-p: the prompt has %zu tokens, the context %d; try -c %zu", ids.n, m->options.n_ctx, ids.n + 512);
 
-    GenerateOptions g = { .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos };
+    if (o.bias) {
+        float *bias = parse_biases(&f->biases, m->config.vocab);
+        ops->copy(&(Copy){ m->s.bias, bias, (size_t)m->config.vocab * sizeof *bias, COPY_IN });
+        free(bias);
+    }
+    GenerateOptions g = { .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .top_logits = (int)f->top_logits,
+                          .show_thoughts = f->show_thoughts, .stops = f->stops };
     const uint64_t clock_seed = ((uint64_t)time(NULL) * 1000003u ^ (uint64_t)getpid()) & 0xffffffff;
     const double seed = isnan(f->seed) ? (double)clock_seed : f->seed;
     g.sampling = (SampleParams){
@@ -2198,12 +3632,13 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
         .temperature = (float)sampling_value(&m->gguf, f->temperature, "general.sampling.temp", 1000, 1.0),
         .top_k = (int32_t)sampling_value(&m->gguf, f->top_k, "general.sampling.top_k", INT_MAX, 64),
         .top_p = (float)sampling_value(&m->gguf, f->top_p, "general.sampling.top_p", 1, 0.95),
-        .min_p = isnan(f->min_p) ? 0 : (float)f->min_p, .repeat = 1
+        .min_p = isnan(f->min_p) ? 0 : (float)f->min_p,
+        .repeat = (float)f->repeat, .presence = (float)f->presence, .frequency = (float)f->frequency
     };
     print_plan(m);
-    if (g.sampling.temperature > 0)
-        fprintf(stderr, "# sampling: temperature %g, top-k %d, top-p %g, min-p %g, seed %.0f\n", (double)g.sampling.temperature,
-                (int)g.sampling.top_k, (double)g.sampling.top_p, (double)g.sampling.min_p, seed);
+    if (!f->raw) print_template(&tok);
+    print_sampling(m, &g.sampling);
+    read_weights(m, f->check_tensors);                 // Ctrl-C still ends the process at once
     struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)(SA_RESETHAND | SA_RESTART) };
     sigaction(SIGINT, &act, NULL);
     const int status = generate(m, &tok, ids.ids, (int)ids.n, &g);
@@ -2216,7 +3651,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
 }
 
 int main(int argc, char **argv) {
-    Flags f = { .n_predict = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN, .min_p = NAN, .seed = NAN };
+    Flags f = { .n_predict = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN, .min_p = NAN, .repeat = 1, .seed = NAN };
     parse_flags(&f, argc, argv);
     if (f.help) {
         print_help();
@@ -2237,23 +3672,40 @@ int main(int argc, char **argv) {
 #ifdef _OPENMP
     if (f.n_threads) omp_set_num_threads((int)f.n_threads);
 #endif
-    const bool logits = f.verb != NULL;
+    switch (f.verb) {
+    case TOKENIZE: {
+        size_t n;
+        char *text = read_prompt(&f, &n);
+        if (f.plain && f.special) die("--special: expected one of --plain and --special");
+        verb_tokenize(f.model, text, n, f.plain ? TOK_PLAIN : f.special ? TOK_SPECIAL : TOK_USER_DEFINED);
+        free(text);
+        return 0;
+    }
+    case DETOKENIZE:
+        if (!f.ids) die("--ids: expected token ids; try --ids \"2 105 2364\"");
+        verb_detokenize(f.model, f.ids);
+        return 0;
+    case QUANTIZE:
+        if (!f.type) die("quantize: expected three names, IN OUT.gguf TYPE");
+        verb_quantize(f.model, f.target, f.type);
+        return 0;
+    default: break;
+    }
     PlanOptions o = { .n_ctx = (int)f.n_ctx, .n_seqs = 1, .n_batch = 512, .n_logits = 1 };
-    o.k_type = parse_kv_type("-ctk", f.k_type, logits ? KV_F32 : KV_F16);
+    o.k_type = parse_kv_type("-ctk", f.k_type, f.verb == LOGITS ? KV_F32 : KV_F16);
     o.v_type = parse_kv_type("-ctv", f.v_type, o.k_type);
     if (f.kv_layout && strcmp(f.kv_layout, "tied") && strcmp(f.kv_layout, "untied"))
         die("--kv-layout: expected tied or untied, got '%s'", f.kv_layout);
     o.untied = f.kv_layout && !strcmp(f.kv_layout, "untied");
-    if (!logits) {
-        if (f.ids || f.out) die("%s: belongs to gemma4 logits", f.ids ? "--ids" : "-o");
-        return verb_generate(&f, ops, o);
+    if (f.verb == GENERATE) {
+        const int status = verb_generate(&f, ops, o);
+        free(f.stops.text);
+        free(f.biases.text);
+        return status;
     }
-    if (f.prompt || f.prompt_file || f.system || f.raw || f.ignore_eos || f.n_predict >= 0 || !isnan(f.temperature) ||
-        !isnan(f.top_k) || !isnan(f.top_p) || !isnan(f.min_p) || !isnan(f.seed))
-        die("logits: takes --ids, -o, -c, -t, -ctk, -ctv, --kv-layout and --dump; the other flags are for generating");
     if (!f.ids) die("--ids: expected a file of token ids");
     if (!f.out) die("-o: expected a file for the logits");
-    verb_logits(f.model, ops, o, f.ids, f.out, f.dump);
+    verb_logits(f.model, ops, o, f.ids, f.out, f.dump, f.check_tensors);
     return 0;
 }
 #endif

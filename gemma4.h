@@ -155,7 +155,7 @@ typedef struct {
     int          slots;              // multiple of TILE_SLOTS
     int          n_rot;              // tied: pairs that rotate; 0: untied
     int          hadamard;           // rows are Hadamard-rotated in groups of this many values, S2 H S1 x with the signs of
-                                     // gemma4.c [5]; 0: not
+                                     // gemma4.c [6]; 0: not
     KvPlane      k, v;
     const float *fold;               // (head_dim) w_k of the owning layer, tied only
     KvPlane      k_tail, v_tail;     // the newest rows in f16 too, a ring of tail_slots, when k and v are quantised. A row at
@@ -312,7 +312,8 @@ typedef struct {                     // for every segment: row path[k] of the se
     int            n_caches;
     const int32_t *n_accept;         // (n_segs) rows that stay, 0 .. n
     const int32_t *path;             // (n_segs, STEP_ROWS), ascending; NULL when all segments are chains
-    int32_t       *counts;           // (n_seqs, vocab) what Sample.counts reads; NULL: none
+    int32_t       *counts;           // (n_seqs, vocab) what Sample.counts reads; NULL: none. Who sets len by copy() sets
+                                     // these too
     int            vocab;
 } KvCommit;
 
@@ -357,10 +358,10 @@ typedef struct {                     // z = w y; logits = cap * tanh(z / cap)
     float         cap;               // 0: none
     float        *logits;            // (n_rows, vocab), or NULL when the top_k largest do
     float        *hidden;            // (n_rows, cols) y, what an MTP drafter starts from, or NULL
-    int           top_k;             // 0: none
-    int32_t      *top_ids;           // (n_rows, top_k) descending logit, lower id first on ties
-    float        *top_logits;        // (n_rows, top_k)
-    float        *logsumexp;         // (n_rows) over the vocabulary, or NULL
+    int           top_k;             // 0 .. vocab; 0: none
+    int32_t      *top_ids;           // (n_rows, top_k) descending logit, lower id first on ties; a NaN counts as -Inf
+    float        *top_logits;        // (n_rows, top_k) as in logits
+    float        *logsumexp;         // (n_rows) over the vocabulary, as exact as in Logprob, or NULL. NaN for a row with one
 } Head;
 
 typedef struct {                     // MTP of E2B, E4B: head over the tokens of the n_best best centroids; equal
@@ -376,41 +377,82 @@ typedef struct {                     // MTP of E2B, E4B: head over the tokens of
     float         *logsumexp;        // (n_rows) over the tokens looked at, or NULL
 } HeadCentroid;
 
-typedef struct {                     // out[r] = logits[r][ids[r]] - logsumexp(logits[r])
-    int            n_rows, vocab;
-    const float   *logits;
+typedef struct {                     // out[r] = logits[r][ids[r]] - logsumexp(logits[r]); the sum in f64, or as exact
+    int            n_rows, vocab;    // as 1e-6 of max(1, |out|). An id outside the vocabulary: NaN
+    const float   *logits;           // (n_rows, vocab)
     const int32_t *ids;              // (n_rows)
     float         *out;              // (n_rows)
 } Logprob;
 
 typedef struct {                     // of one session; backend memory
     uint64_t seed;
-    float    temperature;            // <= 0: the largest logit, lowest id first
-    int32_t  top_k;                  // 0: off
-    float    top_p, min_p;           // 1, 0: off
+    float    temperature;            // <= 0: the best token, and nothing below applies but the penalties
+    int32_t  top_k;                  // <= 0: off
+    float    top_p, min_p;           // >= 1, <= 0: off. top_p <= 0 keeps the best token, min_p >= 1 those of its weight
     float    repeat, presence, frequency;   // penalties: 1, 0, 0: off
 } SampleParams;
 
-typedef struct {                     // one token per row. Order: mask, bias, penalties, temperature, top-k, top-p, min-p, draw.
-                                     // Issued before the kv_commit of its step: positions, counts and ancestors belong together.
-                                     // Penalties, for a token seen c > 0 times: z > 0 ? z / repeat : z * repeat, then
-                                     // - c * frequency - presence
-                                     // The draw: candidates in descending logit, lower id first on ties; the first whose
-                                     // cumulative weight exceeds random_unit * total. -1 for a row that holds a NaN, or
-                                     // whose allowed logits are all -Inf or none
-    const Batch        *batch;       // the rows of logits. The draw uses random_unit(seed, position of the row): the same token
-                                     // whatever was drafted, however many rows the step had
+// One token per row. The steps, in order; everything in f32 without contraction, or in whole numbers, so that backends that
+// are given the same logits choose the same token, in whatever order and on however many threads they sum:
+//   1. mask         a token whose bit is clear is out
+//   2. bias         z = logit + bias
+//   3. penalties    z = sample_penalised(z, c) of a token that was seen c > 0 times. Seen is the whole committed text of the
+//                   session, its prompt included, and in the step the row itself and its ancestors
+//                   A token with z = -Inf is out. From here on tokens have an order: descending z, the lower id where z is
+//                   equal (-0 equals 0). None left, or a NaN in the row's logits or z, masked or not: -1
+//   4. temperature  <= 0: the first token, end. Else every token has a weight, sample_weight(z, largest z left)
+//   5. top-k        the first top_k stay
+//   6. top-p        with total the weights of 5, a token stays while those before it weigh less than
+//                   sample_share(total, top_p); the first always stays
+//   7. min-p        a token that weighs less than sample_share(SAMPLE_ONE, min_p) is out
+//   8. draw         with total the weights of 7: the first token that together with those before it weighs more than
+//                   sample_share(total, random_unit(seed, position of the row))
+// So a row's token does not depend on what was drafted or how many rows the step had. Issued before the kv_commit of its
+// step: positions, counts and ancestors belong together.
+typedef struct {
+    const Batch        *batch;       // the rows of logits
     int                 vocab;
     const float        *logits;      // (n_rows, vocab)
     const SampleParams *params;      // (n_seqs)
     const uint32_t     *mask;        // (n_rows, vocab / 32 rounded up) bit set = allowed; NULL: all
-    const float        *bias;        // (n_seqs, vocab) added to the logits; NULL: none
-    const int32_t      *counts;      // (n_seqs, vocab) occurrences in the committed text, prompt included; NULL: none
-    const Row          *step_rows;   // all rows of the step: a row's ancestors count as occurrences too; NULL without counts
+    const float        *bias;        // (n_seqs, vocab); NULL: none
+    const int32_t      *counts;      // (n_seqs, vocab) occurrences in the committed text; NULL: no penalties
+    const Row          *step_rows;   // all rows of the step, among them the ancestors; NULL without counts
     int32_t            *out;         // (n_rows)
     Row                *feed;        // (n_rows) their token is set to out: the next step's batch, not rows that
                                      // kv_commit has yet to count; or NULL
 } Sample;
+
+// z of a token that was seen count times. In f64, where both products are exact: a fused multiply-add changes nothing.
+ON_DEVICE static inline float sample_penalised(float z, int32_t count, const SampleParams *p) {
+    const double y = z > 0 ? (double)z / p->repeat : (double)z * p->repeat;
+    return (float)(y - (double)count * p->frequency - p->presence);
+}
+
+// exp((z - largest) / temperature) as a whole number, SAMPLE_ONE for 1; 0 below 2^-39. scale = 1.44269504f / temperature. So
+// 2^24 tokens sum to less than 2^64. 2^-f for the fraction f of the exponent is a polynomial in 31 bits, off by less
+// than 1e-8, and never rises.
+#define SAMPLE_ONE ((uint64_t)1 << 39)
+ON_DEVICE static inline uint64_t sample_weight(float z, float largest, float scale) {
+    if (z == largest) return SAMPLE_ONE;               // infinite ones too
+    const float halvings = (largest - z) * scale;
+    if (!(halvings < 40)) return 0;
+    const uint32_t t = (uint32_t)(halvings * 16777216.0f), f = t << 8;
+    uint32_t p = 2737501 - (uint32_t)((uint64_t)f * 234126 >> 32);
+    p = 20571132 - (uint32_t)((uint64_t)f * p >> 32);
+    p = 119165493 - (uint32_t)((uint64_t)f * p >> 32);
+    p = 515877902 - (uint32_t)((uint64_t)f * p >> 32);
+    p = 1488521986 - (uint32_t)((uint64_t)f * p >> 32);
+    p = 2147483648u - (uint32_t)((uint64_t)f * p >> 32);
+    return ((uint64_t)p << 8) >> (t >> 24);
+}
+
+// The part of a total that is 24 bits of a fraction, rounded down.
+ON_DEVICE static inline uint64_t sample_share(uint64_t total, float fraction) {
+    if (!(fraction < 1)) return total;
+    const uint64_t f = fraction > 0 ? (uint64_t)(fraction * 16777216.0f) : 0;
+    return (total >> 24) * f + ((total & 0xffffff) * f >> 24);
+}
 
 // The random number of one position: uniform in [0, 1), 24 bits, the same on every backend.
 ON_DEVICE static inline float random_unit(uint64_t seed, int32_t pos) {
@@ -527,7 +569,7 @@ typedef struct Ops {
     void (*verify_walk)(const VerifyWalk *o);                // speculation
 } Ops;
 
-const Ops *cpu_ops(void);            // gemma4.c [5]
+const Ops *cpu_ops(void);            // gemma4.c [6]
 const Ops *cuda_ops(void);           // gemma4_kernels.cu
 
 #ifdef __cplusplus

@@ -7,8 +7,8 @@
  * The file is untrusted. Nothing here exits, prints or keeps globals: a function that can fail returns < 0 and puts one
  * line into g->err, "<what>: expected <x>, got <y> (E_CODE at byte N)", with unprintable bytes escaped. The caller
  * prefixes the file name. A file that passed has every table, string and tensor inside the bounds that were checked.
- * One part of a split model is refused (E_SPLIT_COUNT). A tensor may have any type of the format; one that the engine
- * binds must pass gguf_type_supported, so that an unused exotic tensor does not make a file unreadable.
+ * A tensor may have any type of the format; one that the engine binds must pass gguf_type_supported, so that an unused
+ * exotic tensor does not make a file unreadable.
  *
  * FILE      all integers little-endian, everything packed: fields are read with memcpy, never through a cast pointer
  *   offset  size  field
@@ -24,18 +24,39 @@
  *   array   element type i32, count u64, then the elements packed; arrays of arrays are refused
  *   offset_i must be the running sum of the padded sizes before it: no overlap, no gap, one comparison
  *
+ * SPLIT     a model in parts: PREFIX-00001-of-00003.gguf and so on, each a whole file with its own alignment and data_start
+ *   split.count          u16  parts, at most 256; 1 or absent: not split
+ *   split.no             u16  this part, from 0
+ *   split.tensors.count  any integer, in the first part: tensors of all parts together
+ *   The first part holds all other keys, and may hold no tensor. gguf_open of the first part opens all; the tensors of all
+ *   parts make one table. An error in a later part starts with that part's name, and its byte position counts there.
+ *
  * BLOCKS    the types with code here; a row is ne[0] elements, and a block never crosses a row's end
  *   type    elems  bytes  fields at byte offsets                            value of element i
  *   F32         1      4  f32                                               itself
  *   F16, BF16   1      2  binary16; upper half of a binary32                itself
  *   Q8_0       32     34  d f16 @0, q i8[32] @2                             d*q[i]
  *   Q4_0       32     18  d f16 @0, q u8[16] @2                             d*(c-8)   c: low nibbles are 0..15, high 16..31
+ *   Q4_1       32     20  d f16 @0, m f16 @2, q u8[16] @4                   d*c + m   c as Q4_0
  *   Q5_0       32     22  d f16 @0, h u32 @2, q u8[16] @6                   d*(c-16)  c: nibble as Q4_0 + 16*(bit i of h)
+ *   Q5_1       32     24  d f16 @0, m f16 @2, h u32 @4, q u8[16] @8         d*c + m   c as Q5_0
+ *   IQ4_NL     32     18  d f16 @0, q u8[16] @2                             d*T[c]    c as Q4_0
+ *   MXFP4      32     17  e u8 @0, q u8[16] @1                              2^(e-128)*V[c]  c as Q4_0; e = 255: NaN
+ *   NVFP4      64     36  s u8[4] @0, q u8[32] @4                           (s/2)*V[c]  per sub-block of 16; s is E4M3, c: of
+ *                                                                           each 8 bytes of q low nibbles 0..7, high 8..15
+ *   Q2_K      256     84  s u8[16] @0, q u8[64] @16, d f16 @80, dmin f16 @82  (d*sc)*c - (dmin*mn) per sub-block
+ *                                                                           of 16; sc: low nibble of s, mn: high
+ *   Q3_K      256    110  h u8[32] @0, q u8[64] @32, s u8[12] @96, d f16 @108  d*sc*(c-4)  per sub-block of 16
  *   Q4_K      256    144  d f16 @0, dmin f16 @2, s u8[12] @4, q u8[128] @16 (d*sc)*c - (dmin*mn)  per sub-block of 32
+ *   Q5_K      256    176  d, dmin, s as Q4_K, h u8[32] @16, q u8[128] @48   as Q4_K
  *   Q6_K      256    210  ql u8[128] @0, qh u8[64] @128, sc i8[16] @192, d f16 @208   d*sc*(c-32) per sub-block of 16
- *   How Q4_K packs sc and mn (6 bits each) and Q6_K its codes: gguf__q4_k_scales and gguf__q6_k_codes below.
+ *   IQ4_XS    256    136  d f16 @0, sh u16 @2, sl u8[4] @4, q u8[128] @8    d*sc*T[c] per sub-block of 32, each as IQ4_NL
+ *   T = -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113;  V = 0 1 2 3 4 6 8 12, and from c = 8 on the negatives:
+ *   twice the magnitudes of E2M1, so that codes are integers. E4M3: (1 + M/8)*2^(E-7) with 4 bits E above 3 bits M, or
+ *   M*2^-9 where E = 0; bit 7 is ignored and 0x7f is 0. A whole NVFP4 tensor has one more factor, in a tensor of its own.
+ *   How the K types and IQ4_XS pack sc, mn (6 bits) and codes: gguf__q?_k_scales, gguf__q?_k_codes, gguf__unpack below.
  *   Every product here has at most 24 significant bits, hence is exact in f32: a dequantised value is the correctly
- *   rounded value of its formula, with or without fused multiply-add, on any device.
+ *   rounded value of its formula, with or without fused multiply-add, on any device that keeps subnormals.
  */
 #ifndef GGUF_H
 #define GGUF_H
@@ -80,33 +101,35 @@ typedef struct {
 } GgufKv;
 
 typedef struct {
-    GgufStr name;               // 1..63 bytes of printable ASCII, unique in the file
+    GgufStr name;               // 1..63 bytes of printable ASCII, unique in the model
     int type, n_dims;           // type: any known id; whether there is code for it, gguf_type_supported says
     uint64_t ne[4];             // elements per dimension, fastest first: {cols, rows, experts, 1}; 1 beyond n_dims
-    uint64_t offset, size;      // bytes; offset from the start of the data section
+    uint64_t offset, size;      // bytes; offset from the start of the data section of its file
     const uint8_t *data;        // (size) bytes in the mapping, aligned like the file's alignment
 } GgufTensor;
 
 typedef struct {
     const char *path;           // as given to gguf_open, not copied; "(memory)" after gguf_parse
     uint32_t version, alignment;
-    GgufKv *kvs;         size_t n_kvs;
-    GgufTensor *tensors; size_t n_tensors;
-    size_t file_size, data_start;           // bytes
-    char err[512];              // the last failure, one line; "" when there was none
+    GgufKv *kvs;         size_t n_kvs;      // of a split model: those of its first part
+    GgufTensor *tensors; size_t n_tensors;  // of all parts
+    size_t file_size, data_start;           // bytes: of all parts together; of the first part
+    char err[1024];             // the last failure, one line; "" when there was none
     // private
     const uint8_t *meta;        // metadata as it was checked: a private copy of the file's head, or gguf_parse's bytes
-    uint8_t *meta_copy;         // what to free of it
+    uint8_t **copies;           // what to free of it: one copy per file
+    size_t n_copies;
     struct { void *at; size_t size; } *maps;    // the files, read-only
     size_t n_maps;
     uint32_t *kv_index, *tensor_index;      // hash tables: index + 1, 0 = free
     size_t kv_slots, tensor_slots;          // powers of two
 } Gguf;
 
-// Open a GGUF file: copy its metadata to private memory and check it there, map the file for the tensor data. 0 or < 0.
-// Whoever shortens the file while it is open turns a later access into SIGBUS; wrong bytes in the data stay in bounds.
+// Open a GGUF file, or all parts of a split model by the name of its first one: copy the metadata to private memory and
+// check it there, map the files for the tensor data. 0 or < 0.
+// Whoever shortens a file while it is open turns a later access into SIGBUS; wrong bytes in the data stay in bounds.
 int gguf_open(Gguf *g, const char *path);
-// The same for a file that lies in memory; bytes must stay unchanged until gguf_close. 0 or < 0.
+// The same for one file that lies in memory; bytes must stay unchanged until gguf_close. 0 or < 0.
 int gguf_parse(Gguf *g, const void *bytes, size_t size);
 // Release everything but err. Harmless after a failed open or parse (which released it already), and twice.
 void gguf_close(Gguf *g);
@@ -121,6 +144,41 @@ int gguf_get_str(Gguf *g, const char *key, GgufStr *out);                       
 // n integers: an array (any integer type, or bool) of exactly n elements, or a scalar that stands for all of them.
 int gguf_get_ints(Gguf *g, const char *key, int64_t min, int64_t max, int64_t *out, size_t n);
 int gguf_get_strs(Gguf *g, const char *key, const GgufStr **out, size_t *n);          // lives until gguf_close
+
+// The first of n blocks of a type that holds a number no quantiser writes, or n: scales and floats must be finite, MXFP4's
+// exponent is not 255, NVFP4's scales have no sign. I8 to I64 and IQ1_M hold nothing that is checked. Nothing else reads
+// all of a model's data before it is used, so this is an offer, not a part of opening. From any thread.
+size_t gguf_find_bad_block(int type, const void *blocks, size_t n);
+
+// ---- writing a file's head -----------------------------------------------------------------------------------------
+// Keys and tensor infos in the order of the calls, offsets as running sums. Start from {0}. The file is the head, then per
+// tensor its bytes and zeros up to the next multiple of 32. Only memory can run out: then later calls do nothing and
+// gguf_writer_head says so, once. A NULL value, a name or a shape that gguf_parse would refuse is the caller's bug.
+
+typedef struct {
+    uint8_t *kvs, *infos;                   // as they will stand in the file
+    size_t kvs_size, infos_size, kvs_cap, infos_cap;    // bytes
+    uint64_t n_kvs, n_tensors;
+    uint64_t data_size;                     // bytes of the tensors so far, padding included
+    bool no_memory;
+} GgufWriter;
+
+void gguf_put_kv(GgufWriter *w, const GgufKv *kv);          // as it stands in another file; general.alignment is left out
+void gguf_put_u32(GgufWriter *w, const char *key, uint32_t v);
+void gguf_put_f32(GgufWriter *w, const char *key, float v);
+void gguf_put_bool(GgufWriter *w, const char *key, bool v);
+void gguf_put_str(GgufWriter *w, const char *key, GgufStr v);
+// n packed elements of a fixed-size type, or GgufStr[n] when elem_type is GGUF_V_STR.
+void gguf_put_array(GgufWriter *w, const char *key, int elem_type, const void *v, size_t n);
+void gguf_put_tensor(GgufWriter *w, GgufStr name, int type, int n_dims, const uint64_t *ne);
+// The head: *size bytes, a multiple of 32, freed by the caller. NULL: no memory.
+uint8_t *gguf_writer_head(const GgufWriter *w, size_t *size);
+void gguf_writer_free(GgufWriter *w);
+// The file that w describes, without writing it: tensor i has its bytes at data[i], in mappings of `from`, which g takes
+// over. The head is checked as gguf_open would. 0 or < 0; `from` is closed in either case.
+int gguf_from_writer(Gguf *g, const GgufWriter *w, const uint8_t *const *data, Gguf *from);
+// size bytes of zeroed memory that gguf_close releases. NULL: err says why.
+void *gguf_private(Gguf *g, size_t size);
 
 // ---- JSON --------------------------------------------------------------------------------------------------------
 // For safetensors headers and the texts around a model: configurations, tool declarations, calls. A value is the span of
@@ -148,6 +206,22 @@ size_t gguf_json_string(const GgufJson *string, char *out);
 bool gguf_json_int(const GgufJson *number, int64_t min, int64_t max, int64_t *out);     // false: no such integer
 bool gguf_json_float(const GgufJson *number, double *out);                              // false: no finite number
 
+// ---- safetensors -------------------------------------------------------------------------------------------------
+// A second container for the same tensors, published beside a config.json. It is read into the same struct: no keys, tensors
+// under their own names and in the file's order, ne[] fastest first (the format counts the other way round), n_dims 0 for a
+// scalar; of more than four dimensions the slowest are multiplied into ne[3], and a dimension may be 0. type is -1 for what
+// has no number here (BOOL, U8, U16, U32, U64, C64, F8_*, F6_*, F4). data may lie at any address.
+//
+// FILE  n u64, then n bytes of JSON {"name": {"dtype": "BF16", "shape": [rows, cols], "data_offsets": [begin, end]}, ...},
+//       then the data, where the offsets count from. "__metadata__" is skipped. The tensors cover the data without overlap
+//       and without gaps, and a tensor's bytes are shape times dtype. n is at most 100,000,000.
+
+// Open one file, or a set: an index (*.index.json), the first of -00001-of-0000N, or a folder that holds model.safetensors,
+// an index or such a set. Headers are copied and checked, files are mapped. 0 or < 0; in a set err starts with a file's name.
+int gguf_open_safetensors(Gguf *g, const char *path);
+// The same for one file that lies in memory; bytes must stay until gguf_close. 0 or < 0.
+int gguf_parse_safetensors(Gguf *g, const void *bytes, size_t size);
+
 // ---- block formats -----------------------------------------------------------------------------------------------
 // A type number of the caller's that breaks a precondition below is a bug, not bad input: check a file's types once, with
 // gguf_type_supported and gguf_row_size, when the tensor is bound.
@@ -155,11 +229,17 @@ bool gguf_json_float(const GgufJson *number, double *out);                      
 const char *gguf_type_name(int type);           // "unknown" for an unknown or removed id
 int gguf_block_elems(int type);                 // elements per block; 0 for an unknown or removed id
 int gguf_block_bytes(int type);                 // bytes per block; 0 likewise
-bool gguf_type_supported(int type);             // F32 F16 BF16 Q8_0 Q4_0 Q5_0 Q4_K Q6_K
+bool gguf_type_supported(int type);             // the types of the BLOCKS table
 size_t gguf_row_size(int type, size_t n);       // bytes of n elements; 0 if n is no multiple of the block or too large
 
 // n elements (a multiple of the block) of a supported type to f32. Exact, or correctly rounded where two terms are added.
 void gguf_dequantize(int type, const void *src, float *dst, size_t n);
+
+// n floats (a multiple of the block) to a type of the table: all but IQ4_NL and IQ4_XS. Without importance weights, each
+// value or block by itself, in f32 in a fixed order: the bytes are the same on every machine. A block with a NaN or an Inf,
+// or with scales that overflow binary16, gives some block, whose values may be NaN or Inf.
+bool gguf_can_quantize(int type);
+void gguf_quantize(int type, const float *src, void *dst, size_t n);
 
 // Activations to int8 in groups of 32 (n a multiple of 32). This rounding is part of the model's definition: every backend
 // reproduces it bit for bit. Per group, in f32, IEEE division, with a = max|x|:
@@ -173,14 +253,29 @@ void gguf_quantize_q8(const float *x, int8_t *q, float *scale, size_t n);
 // halves (j += j+16, then 8, 4, 2, 1). The order is fixed by the source, not by the compiler's vectors.
 float gguf_dot_f32(int type, const void *row, const float *x, size_t n);
 
-// sum_i row[i]*(scale[i/32]*q[i]) for a row of n elements of Q8_0, Q4_0, Q5_0 (n % 32 == 0), Q4_K or Q6_K (n % 256 == 0);
+// sum_i row[i]*(scale[i/32]*q[i]) for a row of n elements of a quantised type (n a multiple of 32 and of the block);
 // |q| <= 127. Per group g of 32, with integers I and M that are exact and below 2^24, hence exact in f32 as well:
-//   Q8_0 Q4_0 Q5_0  term(g) = (d*scale[g]) * I                       I = sum (c - offset)*q
-//   Q6_K            term(g) = (d*scale[g]) * I                       I = sum over both 16s of sc * sum (c-32)*q
-//   Q4_K            term(g) = (d*scale[g]) * I - (dmin*scale[g]) * M      I = sc * sum c*q, M = mn * sum q
-// each product and the difference rounded to f32. term(g) is added to partial sum g % 8, g ascending; the 8 sums are
-// folded in halves (j += j+4, then 2, 1). |y - y64| <= 2e-6 * sum_g |term(g)|, both products of Q4_K counted.
+//   Q8_0 Q4_0 Q5_0 IQ4_NL MXFP4   term(g) = (d*scale[g]) * I     I = sum c*q    c: offset removed, T[c] or V[c];
+//   IQ4_XS                        term(g) = (d*scale[g]) * I     I = sc * sum c*q     MXFP4: d = 2^(e-128)
+//   Q3_K Q6_K                     term(g) = (d*scale[g]) * I     I = sum over both 16s of sc * sum c*q
+//   Q4_1 Q5_1                     term(g) = (d*scale[g]) * I + (m*scale[g]) * M       I = sum c*q, M = sum q
+//   Q4_K Q5_K                     term(g) = (d*scale[g]) * I - (dmin*scale[g]) * M    I = sc * sum c*q, M = mn * sum q
+//   Q2_K                          the same, I and M being sums over both 16s
+//   NVFP4                         term(g) = (s0/2*scale[g]) * I0 + (s1/2*scale[g]) * I1    one scale and sum for each 16
+// each product, sum and difference rounded to f32. term(g) is added to partial sum g % 8, g ascending; the 8 sums are folded
+// in halves (j += j+4, then 2, 1). |y - y64| <= 2e-6 * sum_g |term(g)|, both products of a term counted, unless products are
+// subnormal.
 float gguf_dot_q8(int type, const void *row, const int8_t *q, const float *scale, size_t n);
+
+// The same for n_w consecutive weight rows and n_rows consecutive packed activation rows: out[r*out_stride + i] has exactly
+// the bits of gguf_dot_q8 for weight row i and activation row r. From a few rows on this is several times faster: each
+// weight block is unpacked once for up to 32 rows. Callers that share the work between threads give each a range of weight
+// rows. Packed rows take gguf_packed_size(n) bytes each, at an address aligned for float (64 bytes is best); their layout
+// belongs to the build and is not for files.
+size_t gguf_packed_size(size_t n);
+void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed);     // one row; n a multiple of 32
+void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, size_t n_rows, size_t n,
+                      float *out, size_t out_stride);
 
 // Scalars. f16 and bf16 to f32 are exact; f32 to f16 and bf16 round to nearest, ties to even; a NaN stays a (quiet) NaN.
 static inline float gguf_bf16_to_f32(uint16_t h) {
@@ -251,6 +346,7 @@ static inline uint16_t gguf_f32_to_f16(float f) {
 
 #ifdef GGUF_IMPLEMENTATION
 #include <assert.h>
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
@@ -260,8 +356,10 @@ static inline uint16_t gguf_f32_to_f16(float f) {
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#ifdef __AVX2__
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 // ---- limits and tables -------------------------------------------------------------------------------------------
@@ -272,6 +370,7 @@ static inline uint16_t gguf_f32_to_f16(float f) {
 #define GGUF__KV_MIN     14                 // bytes of the smallest entry: 8 + 1 + 4 + 1
 #define GGUF__TENSOR_MIN 33                 // bytes of the smallest info: 8 + 1 + 4 + 8 + 4 + 8
 #define GGUF__META_MAX   ((size_t)1 << 30)  // bytes of metadata that are copied; real files have 16 MB
+#define GGUF__SPLIT_MAX  256                // parts of a split model
 
 static const struct {
     const char *name;
@@ -279,22 +378,22 @@ static const struct {
     bool supported;
 } gguf__types[GGUF_N_TYPES] = {
     [GGUF_F32]     = {"F32", 1, 4, true},         [GGUF_F16]    = {"F16", 1, 2, true},
-    [GGUF_Q4_0]    = {"Q4_0", 32, 18, true},      [GGUF_Q4_1]   = {"Q4_1", 32, 20, false},
-    [GGUF_Q5_0]    = {"Q5_0", 32, 22, true},      [GGUF_Q5_1]   = {"Q5_1", 32, 24, false},
+    [GGUF_Q4_0]    = {"Q4_0", 32, 18, true},      [GGUF_Q4_1]   = {"Q4_1", 32, 20, true},
+    [GGUF_Q5_0]    = {"Q5_0", 32, 22, true},      [GGUF_Q5_1]   = {"Q5_1", 32, 24, true},
     [GGUF_Q8_0]    = {"Q8_0", 32, 34, true},      [GGUF_Q8_1]   = {"Q8_1", 32, 36, false},
-    [GGUF_Q2_K]    = {"Q2_K", 256, 84, false},    [GGUF_Q3_K]   = {"Q3_K", 256, 110, false},
-    [GGUF_Q4_K]    = {"Q4_K", 256, 144, true},    [GGUF_Q5_K]   = {"Q5_K", 256, 176, false},
+    [GGUF_Q2_K]    = {"Q2_K", 256, 84, true},    [GGUF_Q3_K]   = {"Q3_K", 256, 110, true},
+    [GGUF_Q4_K]    = {"Q4_K", 256, 144, true},    [GGUF_Q5_K]   = {"Q5_K", 256, 176, true},
     [GGUF_Q6_K]    = {"Q6_K", 256, 210, true},    [GGUF_Q8_K]   = {"Q8_K", 256, 292, false},
     [GGUF_IQ2_XXS] = {"IQ2_XXS", 256, 66, false}, [GGUF_IQ2_XS] = {"IQ2_XS", 256, 74, false},
     [GGUF_IQ3_XXS] = {"IQ3_XXS", 256, 98, false}, [GGUF_IQ1_S]  = {"IQ1_S", 256, 50, false},
-    [GGUF_IQ4_NL]  = {"IQ4_NL", 32, 18, false},   [GGUF_IQ3_S]  = {"IQ3_S", 256, 110, false},
-    [GGUF_IQ2_S]   = {"IQ2_S", 256, 82, false},   [GGUF_IQ4_XS] = {"IQ4_XS", 256, 136, false},
+    [GGUF_IQ4_NL]  = {"IQ4_NL", 32, 18, true},   [GGUF_IQ3_S]  = {"IQ3_S", 256, 110, false},
+    [GGUF_IQ2_S]   = {"IQ2_S", 256, 82, false},   [GGUF_IQ4_XS] = {"IQ4_XS", 256, 136, true},
     [GGUF_I8]      = {"I8", 1, 1, false},         [GGUF_I16]    = {"I16", 1, 2, false},
     [GGUF_I32]     = {"I32", 1, 4, false},        [GGUF_I64]    = {"I64", 1, 8, false},
     [GGUF_F64]     = {"F64", 1, 8, false},        [GGUF_IQ1_M]  = {"IQ1_M", 256, 56, false},
     [GGUF_BF16]    = {"BF16", 1, 2, true},        [GGUF_TQ1_0]  = {"TQ1_0", 256, 54, false},
-    [GGUF_TQ2_0]   = {"TQ2_0", 256, 66, false},   [GGUF_MXFP4]  = {"MXFP4", 32, 17, false},
-    [GGUF_NVFP4]   = {"NVFP4", 64, 36, false},    [GGUF_Q1_0]   = {"Q1_0", 128, 18, false},
+    [GGUF_TQ2_0]   = {"TQ2_0", 256, 66, false},   [GGUF_MXFP4]  = {"MXFP4", 32, 17, true},
+    [GGUF_NVFP4]   = {"NVFP4", 64, 36, true},    [GGUF_Q1_0]   = {"Q1_0", 128, 18, false},
     [GGUF_Q2_0]    = {"Q2_0", 64, 18, false},
 };
 
@@ -374,10 +473,13 @@ const GgufKv *gguf_find_kv(const Gguf *g, const char *key) {
     return i ? &g->kvs[i - 1] : NULL;
 }
 
+static uint32_t *gguf__tensor_slot(const Gguf *g, GgufStr name) {
+    return &g->tensor_index[gguf__slot(g->tensor_index, g->tensor_slots, g->tensors, sizeof(GgufTensor), name)];
+}
+
 const GgufTensor *gguf_find_tensor(const Gguf *g, const char *name) {
     if (g->tensor_slots == 0) return NULL;
-    size_t slot = gguf__slot(g->tensor_index, g->tensor_slots, g->tensors, sizeof(GgufTensor), gguf__str(name));
-    uint32_t i = g->tensor_index[slot];
+    uint32_t i = *gguf__tensor_slot(g, gguf__str(name));
     return i ? &g->tensors[i - 1] : NULL;
 }
 
@@ -559,19 +661,6 @@ static int gguf__alignment(gguf__cursor *c) {
     return 0;
 }
 
-// The first part of a split model would load, and then lack most tensors; say what it is instead.
-static int gguf__refuse_split(gguf__cursor *c) {
-    const GgufKv *kv = gguf_find_kv(c->g, "split.count");
-    if (!kv) return 0;
-    c->kind = "key";
-    c->name = kv->key;
-    uint16_t v = 0;
-    if (kv->type == GGUF_V_U16) memcpy(&v, kv->data, 2);
-    if (kv->type == GGUF_V_U16 && v <= 1) return 0;
-    return GGUF__FAIL(c, "E_SPLIT_COUNT", (size_t)(kv->data - c->base),
-                      "expected one file, got one part of a split model; merge the parts first");
-}
-
 static uint64_t gguf__pad(uint64_t at, uint64_t alignment) { return (alignment - at % alignment) % alignment; }
 
 // Offsets must be the running sum of the padded sizes. Everything compared or added is already known to be at most the
@@ -664,7 +753,6 @@ static int gguf__metadata(Gguf *g, const uint8_t *bytes, size_t loaded, size_t s
         g->kv_index[slot] = (uint32_t)i + 1;
     }
     GGUF__TRY(gguf__alignment(c));
-    GGUF__TRY(gguf__refuse_split(c));
     for (size_t i = 0; i < n_tensors; i++) {
         GgufTensor *t = &g->tensors[i];
         c->kind = "tensor";
@@ -694,13 +782,14 @@ static void gguf__free_tables(Gguf *g) {
 
 void gguf_close(Gguf *g) {
     gguf__free_tables(g);
-    free(g->meta_copy);
+    for (size_t i = 0; i < g->n_copies; i++) free(g->copies[i]);
     for (size_t i = 0; i < g->n_maps; i++) munmap(g->maps[i].at, g->maps[i].size);
+    free(g->copies);
     free(g->maps);
-    g->meta_copy = NULL;
+    g->copies = NULL;
     g->meta = NULL;
     g->maps = NULL;
-    g->n_maps = 0;
+    g->n_copies = g->n_maps = 0;
 }
 
 // Tensor data start in `data`, the whole file in memory.
@@ -708,27 +797,21 @@ static void gguf__bind(Gguf *g, const uint8_t *data) {
     for (size_t i = 0; i < g->n_tensors; i++) g->tensors[i].data = data + g->data_start + (size_t)g->tensors[i].offset;
 }
 
-int gguf_parse(Gguf *g, const void *bytes, size_t size) {
-    memset(g, 0, sizeof *g);
-    g->path = "(memory)";
-    int failed = gguf__metadata(g, (const uint8_t *)bytes, size, size);
-    if (failed) gguf_close(g);
-    else gguf__bind(g, (const uint8_t *)bytes);
-    return failed;
-}
-
-// Map one more file; gguf_close unmaps it. NULL: err says why.
+// Map one more file (fd -1: zeroed private memory); gguf_close unmaps it. NULL: err says why.
 static void *gguf__map(Gguf *g, int fd, size_t size) {
     void *maps = realloc(g->maps, (g->n_maps + 1) * sizeof *g->maps);
     if (!maps) return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for a mapping"), NULL;
     g->maps = maps;
-    void *at = mmap(NULL, size, PROT_READ, MAP_PRIVATE, fd, 0);
+    void *at = fd >= 0 ? mmap(NULL, size, PROT_READ, MAP_PRIVATE, fd, 0)
+                       : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (at == MAP_FAILED)
         return gguf__fail(g, "file", (GgufStr){0}, "E_MAP", 0, "cannot map %zu bytes: %s", size, strerror(errno)), NULL;
     g->maps[g->n_maps].at = at;
     g->maps[g->n_maps++].size = size;
     return at;
 }
+
+void *gguf_private(Gguf *g, size_t size) { return gguf__map(g, -1, size ? size : 1); }
 
 // Read the file's head into a growing private copy until the metadata lies in it, then map the file. The copy is what was
 // checked and what is used: another process may still change the pages of a mapping.
@@ -741,11 +824,14 @@ static int gguf__load(Gguf *g, int fd) {
         return gguf__fail(g, "file", (GgufStr){0}, "E_MAP", 0, "expected a size that fits memory, got %lld",
                           (long long)st.st_size);
     size_t size = (size_t)st.st_size;
+    g->copies = (uint8_t **)calloc(1, sizeof *g->copies);
+    if (!g->copies) return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for a file");
+    g->n_copies = 1;
     for (size_t want = (size_t)1 << 20;; want *= 2) {
         if (want > size) want = size;
-        uint8_t *copy = (uint8_t *)realloc(g->meta_copy, want ? want : 1);
+        uint8_t *copy = (uint8_t *)realloc(g->copies[0], want ? want : 1);
         if (!copy) return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", have, "no memory for %zu bytes of metadata", want);
-        g->meta_copy = copy;
+        g->copies[0] = copy;
         while (have < want) {
             ssize_t n = pread(fd, copy + have, want - have, (off_t)have);
             if (n < 0 && errno == EINTR) continue;
@@ -767,14 +853,14 @@ static int gguf__load(Gguf *g, int fd) {
     return at ? 0 : -1;
 }
 
-int gguf_open(Gguf *g, const char *path) {
+// One file, whether it is a part of something or not.
+static int gguf__open_file(Gguf *g, const char *path, const char *code) {
     memset(g, 0, sizeof *g);
     g->path = path;
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);         // NONBLOCK: a FIFO must not make us wait for a writer
-    if (fd < 0) return gguf__fail(g, "file", (GgufStr){0}, "E_OPEN", 0, "cannot open: %s", strerror(errno));
+    if (fd < 0) return gguf__fail(g, "file", (GgufStr){0}, code, 0, "cannot open: %s", strerror(errno));
     int failed = gguf__load(g, fd);
     close(fd);
-    if (failed) gguf_close(g);
     return failed;
 }
 
@@ -862,6 +948,331 @@ int gguf_get_strs(Gguf *g, const char *key, const GgufStr **out, size_t *n) {
     *out = kv->strs;
     *n = (size_t)kv->count;
     return 1;
+}
+
+// ---- opening -----------------------------------------------------------------------------------------------------
+// A part of a split model is parsed by itself, as a file of its own, and then hands its tensors to the whole.
+
+#define GGUF__SUFFIX 20                     // bytes of "-00001-of-00003.gguf"
+
+typedef struct { int64_t count, no, tensors; } gguf__split;         // what a file says about the split that it is a part of
+
+static int gguf__split_key(Gguf *g, const char *key, bool is_u16, const char *code, int64_t max, int64_t *out) {
+    const GgufKv *kv = gguf_find_kv(g, key);
+    if (!kv) return gguf__fail(g, "key", gguf__str(key), code, 24, "missing in a part of a split model");
+    if (is_u16 ? kv->type != GGUF_V_U16 : !gguf__values[kv->type].is_int)
+        return GGUF__KV_FAIL(g, kv, code, "expected %s, got %s", is_u16 ? "u16" : "an integer", gguf__values[kv->type].name);
+    if (gguf__int_at(g, kv, 0, INT64_MIN, INT64_MAX, out) < 0) return -1;
+    if (*out < 0 || *out > max)
+        return GGUF__KV_FAIL(g, kv, code, "expected 0..%lld, got %lld", (long long)max, (long long)*out);
+    return 0;
+}
+
+static int gguf__read_split(Gguf *g, gguf__split *s) {
+    *s = (gguf__split){1, 0, 0};
+    if (!gguf_find_kv(g, "split.count")) return 0;
+    GGUF__TRY(gguf__split_key(g, "split.count", true, "E_SPLIT_COUNT", GGUF__SPLIT_MAX, &s->count));
+    if (s->count <= 1) return s->count = 1, 0;
+    return gguf__split_key(g, "split.no", true, "E_SPLIT_NO", 65535, &s->no);
+}
+
+int gguf_parse(Gguf *g, const void *bytes, size_t size) {
+    memset(g, 0, sizeof *g);
+    g->path = "(memory)";
+    int64_t count = 1;
+    int failed = gguf__metadata(g, (const uint8_t *)bytes, size, size);
+    const GgufKv *kv = failed ? NULL : gguf_find_kv(g, "split.count");
+    if (kv) failed = gguf__split_key(g, "split.count", true, "E_SPLIT_COUNT", GGUF__SPLIT_MAX, &count);
+    if (!failed && count > 1)
+        failed = GGUF__KV_FAIL(g, kv, "E_SPLIT_COUNT", "expected a whole model, got one of %lld parts; open it by its name",
+                               (long long)count);
+    if (failed) gguf_close(g);
+    else gguf__bind(g, (const uint8_t *)bytes);
+    return failed;
+}
+
+static void gguf__suffix(char *out, int64_t no, int64_t count) {     // (GGUF__SUFFIX + 1)
+    snprintf(out, GGUF__SUFFIX + 1, "-%05u-of-%05u.gguf", (unsigned)(no + 1) % 100000, (unsigned)count % 100000);
+}
+
+// Check that `part` is number i of `count`, then give g its tensors, for which g has room up to `total`, and of the first
+// part the keys.
+static int gguf__join(Gguf *g, Gguf *part, int64_t i, int64_t count, size_t total) {
+    gguf__split s;
+    GGUF__TRY(gguf__split_key(part, "split.count", true, "E_SPLIT_COUNT", 65535, &s.count));
+    if (s.count != count)
+        return GGUF__KV_FAIL(part, gguf_find_kv(part, "split.count"), "E_SPLIT_COUNT",
+                             "expected %lld parts as in the first one, got %lld", (long long)count, (long long)s.count);
+    GGUF__TRY(gguf__split_key(part, "split.no", true, "E_SPLIT_NO", 65535, &s.no));
+    if (s.no != i)
+        return GGUF__KV_FAIL(part, gguf_find_kv(part, "split.no"), "E_SPLIT_NO", "expected %lld as the name says, got %lld",
+                             (long long)i, (long long)s.no);
+    if (part->n_tensors > total - g->n_tensors)
+        return gguf__fail(part, "header", (GgufStr){0}, "E_SPLIT_TENSORS", 8,
+                          "tensor count: expected at most %zu, what split.tensors.count leaves, got %zu",
+                          total - g->n_tensors, part->n_tensors);
+    for (size_t k = 0; k < part->n_tensors; k++) {
+        const GgufTensor *t = &part->tensors[k];
+        size_t slot = gguf__slot(g->tensor_index, g->tensor_slots, g->tensors, sizeof(GgufTensor), t->name);
+        if (g->tensor_index[slot])
+            return gguf__fail(part, "tensor", t->name, "E_NAME_DUP", (size_t)((const uint8_t *)t->name.s - part->meta) - 8,
+                              "expected each name once in all parts, got it again");
+        g->tensors[g->n_tensors++] = *t;
+        g->tensor_index[slot] = (uint32_t)g->n_tensors;
+    }
+    g->file_size += part->file_size;
+    g->copies[g->n_copies++] = part->copies[0];
+    g->maps[g->n_maps++] = part->maps[0];
+    part->n_copies = part->n_maps = 0;
+    if (i > 0) return 0;
+    g->version = part->version;
+    g->alignment = part->alignment;
+    g->data_start = part->data_start;
+    g->meta = part->meta;
+    g->kvs = part->kvs;
+    g->n_kvs = part->n_kvs;
+    g->kv_index = part->kv_index;
+    g->kv_slots = part->kv_slots;
+    part->kvs = NULL;
+    part->kv_index = NULL;
+    part->n_kvs = part->kv_slots = 0;
+    return 0;
+}
+
+// g is an open file. If it is the first part of a split model, open the others and make g the whole.
+static int gguf__open_parts(Gguf *g) {
+    gguf__split s;
+    char suffix[GGUF__SUFFIX + 1];
+    GGUF__TRY(gguf__read_split(g, &s));
+    if (s.count == 1) return 0;
+    const size_t n = strlen(g->path);
+    gguf__suffix(suffix, 0, s.count);
+    if (s.no != 0)
+        return GGUF__KV_FAIL(g, gguf_find_kv(g, "split.no"), "E_SPLIT_NO",
+                             "expected the first part of a split model, got part %lld of %lld; open the file that ends in %s",
+                             (long long)s.no + 1, (long long)s.count, suffix);
+    if (n < GGUF__SUFFIX || strcmp(g->path + n - GGUF__SUFFIX, suffix) != 0)
+        return GGUF__KV_FAIL(g, gguf_find_kv(g, "split.count"), "E_SPLIT_NAME",
+                             "one of %lld parts: expected a name that ends in %s, to find the others by", (long long)s.count,
+                             suffix);
+    GGUF__TRY(gguf__split_key(g, "split.tensors.count", false, "E_SPLIT_TENSORS", GGUF__COUNT_MAX, &s.tensors));
+
+    // g starts over, empty and with room for everything; its own file is the first to be joined.
+    const size_t total = (size_t)s.tensors;
+    Gguf part = *g;
+    gguf__cursor c = {.g = g, .kind = "file"};
+    void *tensors = NULL, *maps = calloc((size_t)s.count, sizeof *g->maps);
+    char *name = (char *)malloc(n + 1);
+    memset(g, 0, sizeof *g);
+    g->path = part.path;
+    g->copies = (uint8_t **)calloc((size_t)s.count, sizeof *g->copies);
+    g->maps = maps;
+    int failed = gguf__tables(&c, total, sizeof(GgufTensor), &tensors, &g->tensor_index, &g->tensor_slots);
+    g->tensors = (GgufTensor *)tensors;
+    if (!failed && (!name || !g->copies || !g->maps))
+        failed = gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for %lld parts", (long long)s.count);
+    if (name) memcpy(name, g->path, n + 1);
+    for (int64_t i = 0; i < s.count && !failed; i++) {
+        if (i > 0) {
+            gguf__suffix(name + n - GGUF__SUFFIX, i, s.count);
+            failed = gguf__open_file(&part, name, "E_SPLIT_MISSING");
+        }
+        if (!failed) failed = gguf__join(g, &part, i, s.count, total);
+        const char *slash = strrchr(name, '/'), *file = slash ? slash + 1 : name;
+        if (failed) snprintf(g->err, sizeof g->err, "%.255s%s%.700s", i ? file : "", i ? ": " : "", part.err);
+        gguf_close(&part);
+    }
+    gguf_close(&part);
+    free(name);
+    if (!failed && g->n_tensors != total)
+        failed = GGUF__KV_FAIL(g, gguf_find_kv(g, "split.tensors.count"), "E_SPLIT_TENSORS",
+                               "expected %zu, which the parts hold, got %zu", g->n_tensors, total);
+    return failed;
+}
+
+int gguf_open(Gguf *g, const char *path) {
+    int failed = gguf__open_file(g, path, "E_OPEN");
+    if (!failed) failed = gguf__open_parts(g);
+    if (failed) gguf_close(g);
+    return failed;
+}
+
+// ---- payload -----------------------------------------------------------------------------------------------------
+
+// Where a block holds f16 numbers that scale it; -1: none. Floats and the FP4 formats are checked by their own rules.
+static const int16_t gguf__scale_at[GGUF_N_TYPES][2] = {
+    [GGUF_Q4_0]    = {0, -1},   [GGUF_Q4_1]   = {0, 2},     [GGUF_Q5_0]   = {0, -1},    [GGUF_Q5_1]   = {0, 2},
+    [GGUF_Q8_0]    = {0, -1},   [GGUF_Q8_1]   = {0, 2},     [GGUF_Q2_K]   = {80, 82},   [GGUF_Q3_K]   = {108, -1},
+    [GGUF_Q4_K]    = {0, 2},    [GGUF_Q5_K]   = {0, 2},     [GGUF_Q6_K]   = {208, -1},  [GGUF_IQ2_XXS] = {0, -1},
+    [GGUF_IQ2_XS]  = {0, -1},   [GGUF_IQ3_XXS] = {0, -1},   [GGUF_IQ1_S]  = {0, -1},    [GGUF_IQ4_NL] = {0, -1},
+    [GGUF_IQ3_S]   = {0, -1},   [GGUF_IQ2_S]  = {0, -1},    [GGUF_IQ4_XS] = {0, -1},    [GGUF_TQ1_0]  = {52, -1},
+    [GGUF_TQ2_0]   = {64, -1},  [GGUF_Q1_0]   = {0, -1},    [GGUF_Q2_0]   = {0, -1},
+};
+
+// Is this block free of NaN, Inf and reserved values?
+static inline bool gguf__block_good(int type, const uint8_t *b) {
+    uint64_t u64;
+    uint32_t u32;
+    uint16_t u16;
+    switch (type) {
+    case GGUF_F64: memcpy(&u64, b, 8); return (u64 & 0x7ff0000000000000u) != 0x7ff0000000000000u;
+    case GGUF_F32:
+    case GGUF_Q8_K: memcpy(&u32, b, 4); return (u32 & 0x7f800000) != 0x7f800000;
+    case GGUF_F16: memcpy(&u16, b, 2); return (u16 & 0x7c00) != 0x7c00;
+    case GGUF_BF16: memcpy(&u16, b, 2); return (u16 & 0x7f80) != 0x7f80;
+    case GGUF_MXFP4: return b[0] != 0xff;
+    case GGUF_NVFP4: memcpy(&u32, b, 4); return (u32 & 0x80808080) == 0;
+    case GGUF_I8: case GGUF_I16: case GGUF_I32: case GGUF_I64: case GGUF_IQ1_M: return true;
+    default:
+        for (int k = 0; k < 2 && gguf__scale_at[type][k] >= 0; k++) {
+            memcpy(&u16, b + gguf__scale_at[type][k], 2);
+            if ((u16 & 0x7c00) == 0x7c00) return false;
+        }
+        return true;
+    }
+}
+
+// The same for 256 elements of F32, F16 or BF16 at once: loops without an exit become vectors.
+static inline bool gguf__floats_good(int type, const uint8_t *b) {
+    uint32_t u32[256], bad = 0;
+    uint16_t u16[256], mask = type == GGUF_F16 ? 0x7c00 : 0x7f80;
+    if (type == GGUF_F32) {
+        memcpy(u32, b, sizeof u32);
+        for (int i = 0; i < 256; i++) bad |= (u32[i] & 0x7f800000) == 0x7f800000;
+    } else {
+        memcpy(u16, b, sizeof u16);
+        for (int i = 0; i < 256; i++) bad |= (u16[i] & mask) == mask;
+    }
+    return !bad;
+}
+
+size_t gguf_find_bad_block(int type, const void *blocks, size_t n) {
+    const uint8_t *b = (const uint8_t *)blocks;
+    const size_t bytes = (size_t)gguf_block_bytes(type);
+    const bool is_float = type == GGUF_F32 || type == GGUF_F16 || type == GGUF_BF16;
+    size_t i = 0;
+    if (!gguf__type_known(type)) return n;
+    while (is_float && n - i >= 256 && gguf__floats_good(type, b + i * bytes)) i += 256;
+    while (i < n && gguf__block_good(type, b + i * bytes)) i++;
+    return i;
+}
+
+// ---- writing a file's head ---------------------------------------------------------------------------------------
+
+static void gguf__put(GgufWriter *w, uint8_t **to, size_t *size, size_t *cap, const void *bytes, size_t n) {
+    if (n > *cap - *size) {
+        size_t want = 2 * (*cap + n);
+        uint8_t *grown = w->no_memory ? NULL : (uint8_t *)realloc(*to, want);
+        if (!grown) {
+            w->no_memory = true;
+            return;
+        }
+        *to = grown;
+        *cap = want;
+    }
+    if (n > 0) memcpy(*to + *size, bytes, n);
+    *size += n;
+}
+
+static void gguf__put_kv_bytes(GgufWriter *w, const void *bytes, size_t n) {
+    gguf__put(w, &w->kvs, &w->kvs_size, &w->kvs_cap, bytes, n);
+}
+static void gguf__put_kv_u32(GgufWriter *w, uint32_t v) { gguf__put_kv_bytes(w, &v, 4); }
+static void gguf__put_kv_str(GgufWriter *w, GgufStr s) {
+    const uint64_t n = s.n;
+    gguf__put_kv_bytes(w, &n, 8);
+    gguf__put_kv_bytes(w, s.s, s.n);
+}
+
+void gguf_put_kv(GgufWriter *w, const GgufKv *kv) {
+    static const char alignment[] = "general.alignment";
+    if (kv->key.n == sizeof alignment - 1 && memcmp(kv->key.s, alignment, kv->key.n) == 0) return;
+    gguf__put_kv_str(w, kv->key);
+    gguf__put_kv_u32(w, (uint32_t)kv->type);
+    if (kv->type == GGUF_V_STR) {
+        gguf__put_kv_str(w, (GgufStr){(const char *)kv->data, (size_t)kv->count});
+    } else {
+        if (kv->type == GGUF_V_ARRAY) {
+            gguf__put_kv_u32(w, (uint32_t)kv->elem_type);
+            gguf__put_kv_bytes(w, &kv->count, 8);
+        }
+        if (kv->elem_type == GGUF_V_STR) for (size_t i = 0; i < kv->count; i++) gguf__put_kv_str(w, kv->strs[i]);
+        else gguf__put_kv_bytes(w, kv->data, (size_t)kv->count * gguf__values[kv->elem_type].bytes);
+    }
+    w->n_kvs++;
+}
+
+static void gguf__put_scalar(GgufWriter *w, const char *key, int type, const void *v) {
+    gguf_put_kv(w, &(GgufKv){.key = gguf__str(key), .type = type, .elem_type = type, .count = 1, .data = (const uint8_t *)v});
+}
+void gguf_put_u32(GgufWriter *w, const char *key, uint32_t v) { gguf__put_scalar(w, key, GGUF_V_U32, &v); }
+void gguf_put_f32(GgufWriter *w, const char *key, float v) { gguf__put_scalar(w, key, GGUF_V_F32, &v); }
+void gguf_put_bool(GgufWriter *w, const char *key, bool v) { gguf__put_scalar(w, key, GGUF_V_BOOL, &(uint8_t){v}); }
+
+void gguf_put_str(GgufWriter *w, const char *key, GgufStr v) {
+    gguf_put_kv(w, &(GgufKv){.key = gguf__str(key), .type = GGUF_V_STR, .elem_type = GGUF_V_STR, .count = v.n,
+                             .data = (const uint8_t *)v.s});
+}
+
+void gguf_put_array(GgufWriter *w, const char *key, int elem_type, const void *v, size_t n) {
+    const bool strs = elem_type == GGUF_V_STR;
+    gguf_put_kv(w, &(GgufKv){.key = gguf__str(key), .type = GGUF_V_ARRAY, .elem_type = elem_type, .count = n,
+                             .data = strs ? NULL : (const uint8_t *)v, .strs = strs ? (GgufStr *)(uintptr_t)v : NULL});
+}
+
+void gguf_put_tensor(GgufWriter *w, GgufStr name, int type, int n_dims, const uint64_t *ne) {
+    const uint64_t n = name.n;
+    const uint32_t head[2] = {(uint32_t)n_dims, (uint32_t)type};
+    uint64_t size = gguf_row_size(type, (size_t)ne[0]);
+    for (int d = 1; d < n_dims; d++) size *= ne[d];
+    gguf__put(w, &w->infos, &w->infos_size, &w->infos_cap, &n, 8);
+    gguf__put(w, &w->infos, &w->infos_size, &w->infos_cap, name.s, name.n);
+    gguf__put(w, &w->infos, &w->infos_size, &w->infos_cap, &head[0], 4);
+    gguf__put(w, &w->infos, &w->infos_size, &w->infos_cap, ne, 8 * (size_t)n_dims);
+    gguf__put(w, &w->infos, &w->infos_size, &w->infos_cap, &head[1], 4);
+    gguf__put(w, &w->infos, &w->infos_size, &w->infos_cap, &w->data_size, 8);
+    w->data_size += size + gguf__pad(size, 32);
+    w->n_tensors++;
+}
+
+uint8_t *gguf_writer_head(const GgufWriter *w, size_t *size) {
+    const size_t used = 24 + w->kvs_size + w->infos_size;
+    const uint32_t version = 3;
+    *size = used + (size_t)gguf__pad(used, 32);
+    uint8_t *head = w->no_memory ? NULL : (uint8_t *)calloc(*size, 1);
+    if (!head) return NULL;
+    memcpy(head, "GGUF", 4);
+    memcpy(head + 4, &version, 4);
+    memcpy(head + 8, &w->n_tensors, 8);
+    memcpy(head + 16, &w->n_kvs, 8);
+    if (w->kvs_size) memcpy(head + 24, w->kvs, w->kvs_size);
+    if (w->infos_size) memcpy(head + 24 + w->kvs_size, w->infos, w->infos_size);
+    return head;
+}
+
+void gguf_writer_free(GgufWriter *w) {
+    free(w->kvs);
+    free(w->infos);
+    memset(w, 0, sizeof *w);
+}
+
+int gguf_from_writer(Gguf *g, const GgufWriter *w, const uint8_t *const *data, Gguf *from) {
+    size_t size;
+    memset(g, 0, sizeof *g);
+    g->path = from->path;
+    g->maps = from->maps;
+    g->n_maps = from->n_maps;
+    from->maps = NULL;
+    from->n_maps = 0;
+    gguf_close(from);
+    g->copies = (uint8_t **)calloc(1, sizeof *g->copies);
+    uint8_t *head = g->copies ? gguf_writer_head(w, &size) : NULL;
+    int failed = head ? 0 : gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for the keys of a model");
+    if (head) g->copies[g->n_copies++] = head;
+    if (head) failed = gguf__metadata(g, head, size, size + (size_t)w->data_size);
+    if (failed) gguf_close(g);
+    else for (size_t i = 0; i < g->n_tensors; i++) g->tensors[i].data = data[i];
+    return failed;
 }
 
 // ---- JSON --------------------------------------------------------------------------------------------------------
@@ -1104,9 +1515,360 @@ bool gguf_json_int(const GgufJson *number, int64_t min, int64_t max, int64_t *ou
     return true;
 }
 
+// ---- safetensors -------------------------------------------------------------------------------------------------
+
+#define GGUF__ST_HEADER_MAX ((uint64_t)100000000)       // bytes, the format's own limit
+#define GGUF__ST_FILES_MAX  1024
+
+static const struct {
+    const char *name;
+    int type, bits;                         // type -1: no tensor type of GGUF
+} gguf__dtypes[] = {
+    {"F32", GGUF_F32, 32}, {"F16", GGUF_F16, 16}, {"BF16", GGUF_BF16, 16}, {"F64", GGUF_F64, 64}, {"I8", GGUF_I8, 8},
+    {"I16", GGUF_I16, 16}, {"I32", GGUF_I32, 32}, {"I64", GGUF_I64, 64}, {"BOOL", -1, 8}, {"U8", -1, 8}, {"U16", -1, 16},
+    {"U32", -1, 32}, {"U64", -1, 64}, {"C64", -1, 64}, {"F8_E4M3", -1, 8}, {"F8_E5M2", -1, 8}, {"F8_E8M0", -1, 8},
+    {"F8_E4M3FNUZ", -1, 8}, {"F8_E5M2FNUZ", -1, 8}, {"F6_E2M3", -1, 6}, {"F6_E3M2", -1, 6}, {"F4", -1, 4},
+};
+
+typedef struct {                            // one file while its header is read
+    Gguf *g;
+    const char *header;                     // the private copy; byte 8 of the file
+    GgufStr name;                           // of the tensor at hand
+    uint64_t data_size;
+} gguf__st;
+
+#define GGUF__ST_FAIL(f, code, at, ...) \
+    gguf__fail((f)->g, (f)->name.n ? "tensor" : "header", (f)->name, code, 8 + (size_t)((at) - (f)->header), __VA_ARGS__)
+
+// The tensor that one member of the header describes, without its bytes.
+static int gguf__st_tensor(gguf__st *f, const GgufJson *entry, GgufTensor *t) {
+    GgufJson dtype, shape, offsets, v;
+    if (entry->type != GGUF_J_OBJECT) return GGUF__ST_FAIL(f, "E_ST_FIELD", entry->s, "expected an object");
+    if (!gguf_json_get(entry, "dtype", &dtype) || dtype.type != GGUF_J_STRING)
+        return GGUF__ST_FAIL(f, "E_ST_FIELD", entry->s, "dtype: expected a string");
+    if (!gguf_json_get(entry, "shape", &shape) || shape.type != GGUF_J_ARRAY)
+        return GGUF__ST_FAIL(f, "E_ST_FIELD", entry->s, "shape: expected an array");
+    if (!gguf_json_get(entry, "data_offsets", &offsets) || offsets.type != GGUF_J_ARRAY)
+        return GGUF__ST_FAIL(f, "E_ST_FIELD", entry->s, "data_offsets: expected an array");
+    size_t d = 0;
+    while (d < sizeof gguf__dtypes / sizeof *gguf__dtypes && !gguf_json_is(&dtype, gguf__dtypes[d].name)) d++;
+    if (d == sizeof gguf__dtypes / sizeof *gguf__dtypes)
+        return GGUF__ST_FAIL(f, "E_DTYPE", dtype.s, "dtype: expected a known one, such as \"BF16\"");
+    t->type = gguf__dtypes[d].type;
+
+    // Rows first in the file: dimension number i of n goes to ne[n - 1 - i]. No dtype has more than two elements a byte, so
+    // no product of dimensions that could wrap is ever formed.
+    const uint64_t limit = 2 * f->data_size + 1;
+    uint64_t n = 1;
+    bool empty = false;
+    size_t n_dims = 0, i = 0;
+    for (GgufJson rest = shape; gguf_json_next(&rest, NULL, &v); n_dims++) {
+        int64_t ne;
+        if (!gguf_json_int(&v, 0, INT64_MAX, &ne)) return GGUF__ST_FAIL(f, "E_DIM", v.s, "shape: expected whole numbers");
+        if (ne == 0) empty = true;
+        else if ((uint64_t)ne > limit / n)
+            return GGUF__ST_FAIL(f, "E_NELEM", v.s, "shape: expected at most %llu here for a file of this size, got %lld",
+                                 (unsigned long long)(limit / n), (long long)ne);
+        else n *= (uint64_t)ne;
+    }
+    for (int k = 0; k < 4; k++) t->ne[k] = 1;
+    t->n_dims = n_dims < 4 ? (int)n_dims : 4;
+    for (GgufJson rest = shape; gguf_json_next(&rest, NULL, &v); i++) {
+        int64_t ne = 0;
+        gguf_json_int(&v, 0, INT64_MAX, &ne);
+        const size_t at = n_dims - 1 - i;
+        if (at < 4) t->ne[at] *= (uint64_t)ne;
+        else t->ne[3] *= (uint64_t)ne;
+    }
+
+    int64_t span[2];
+    GgufJson rest = offsets;
+    for (i = 0; i < 2; i++)
+        if (!gguf_json_next(&rest, NULL, &v) || !gguf_json_int(&v, 0, INT64_MAX, &span[i]))
+            return GGUF__ST_FAIL(f, "E_ST_FIELD", offsets.s, "data_offsets: expected two whole numbers");
+    if (gguf_json_next(&rest, NULL, &v)) return GGUF__ST_FAIL(f, "E_ST_FIELD", v.s, "data_offsets: expected no third number");
+    if (span[0] > span[1] || (uint64_t)span[1] > f->data_size)
+        return GGUF__ST_FAIL(f, "E_OFF_RANGE", offsets.s, "data_offsets: expected begin <= end <= %llu, got %lld and %lld",
+                             (unsigned long long)f->data_size, (long long)span[0], (long long)span[1]);
+    t->offset = (uint64_t)span[0];
+    t->size = (uint64_t)(span[1] - span[0]);
+    if (empty) n = 0;
+    const uint64_t bits = (uint64_t)gguf__dtypes[d].bits;               // n <= 2^64 / 64 for every file that can be mapped
+    if (n > UINT64_MAX / bits || n * bits % 8 != 0 || n * bits / 8 != t->size)
+        return GGUF__ST_FAIL(f, "E_NBYTES", offsets.s, "data_offsets: expected %llu elements of %d bits, got %llu bytes",
+                             (unsigned long long)n, (int)bits, (unsigned long long)t->size);
+    return 0;
+}
+
+static int gguf__st_order(const void *a, const void *b) {
+    const GgufTensor *x = *(const GgufTensor *const *)a, *y = *(const GgufTensor *const *)b;
+    if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
+    return x->size != y->size ? (x->size < y->size ? -1 : 1) : 0;
+}
+
+// Offsets, in their order, must be the running sum of the sizes and end with the data. sorted: (n) room.
+static int gguf__st_cover(gguf__st *f, GgufTensor *tensors, size_t n, const GgufTensor **sorted) {
+    uint64_t expect = 0;
+    for (size_t i = 0; i < n; i++) sorted[i] = &tensors[i];
+    if (n > 0) qsort(sorted, n, sizeof *sorted, gguf__st_order);
+    for (size_t i = 0; i < n; i++) {
+        f->name = sorted[i]->name;
+        if (sorted[i]->offset != expect)
+            return GGUF__ST_FAIL(f, "E_OFF_SEQ", sorted[i]->name.s, "expected data at %llu, where the last ends, got %llu",
+                                 (unsigned long long)expect, (unsigned long long)sorted[i]->offset);
+        expect += sorted[i]->size;
+    }
+    f->name = (GgufStr){0};
+    if (expect != f->data_size)
+        return GGUF__ST_FAIL(f, "E_OFF_SEQ", f->header, "expected tensors that cover %llu bytes of data, got %llu",
+                             (unsigned long long)f->data_size, (unsigned long long)expect);
+    return 0;
+}
+
+// Append the tensors of one file of `size` bytes. header: (n) the private copy of its JSON.
+static int gguf__st_add(Gguf *g, const uint8_t *bytes, size_t size, const char *header, size_t n) {
+    gguf__st f = {g, header, {0}, size - 8 - n};
+    GgufJson root, rest, key, value;
+    size_t at, count = 0;
+    const char *err;
+    if (n == 0 || header[0] != '{') return GGUF__ST_FAIL(&f, "E_JSON", header, "expected JSON that starts with {");
+    if (gguf_json_parse(header, n, &root, &at, &err) < 0) return GGUF__ST_FAIL(&f, "E_JSON", header + at, "expected %s", err);
+    for (rest = root; gguf_json_next(&rest, &key, &value); ) count++;
+    if (count > GGUF__COUNT_MAX || g->n_tensors > GGUF__COUNT_MAX)
+        return GGUF__ST_FAIL(&f, "E_NTENSORS", header, "expected at most %d tensors, got %zu", GGUF__COUNT_MAX, count);
+
+    const size_t first = g->n_tensors, most = first + count;
+    while (g->tensor_slots < 2 * most + 4) g->tensor_slots = g->tensor_slots ? 2 * g->tensor_slots : 4;
+    GgufTensor *tensors = (GgufTensor *)realloc(g->tensors, (most + 1) * sizeof *tensors);
+    if (tensors) g->tensors = tensors;
+    free(g->tensor_index);
+    g->tensor_index = (uint32_t *)calloc(g->tensor_slots, sizeof *g->tensor_index);
+    const GgufTensor **sorted = (const GgufTensor **)calloc(count + 1, sizeof *sorted);
+    int failed = 0;
+    if (!tensors || !g->tensor_index || !sorted) {
+        g->tensor_slots = g->tensor_index ? g->tensor_slots : 0;
+        failed = GGUF__ST_FAIL(&f, "E_NOMEM", header, "no memory for %zu tensors", count);
+    }
+    for (size_t i = 0; i < first && !failed; i++) *gguf__tensor_slot(g, tensors[i].name) = (uint32_t)i + 1;
+    for (rest = root; !failed && gguf_json_next(&rest, &key, &value); ) {
+        if (gguf_json_is(&key, "__metadata__")) continue;
+        GgufTensor *t = memset(&tensors[g->n_tensors], 0, sizeof *t);
+        f.name = t->name = (GgufStr){key.s + 1, key.n - 2};
+        if (t->name.n < 1 || t->name.n > 255)
+            failed = GGUF__ST_FAIL(&f, "E_NAME_LEN", key.s, "expected a name of 1..255 bytes, got %zu", t->name.n);
+        for (size_t i = 0; i < t->name.n && !failed; i++) {
+            const unsigned char ch = (unsigned char)t->name.s[i];
+            if (ch < 0x21 || ch > 0x7e || ch == '\\')
+                failed = GGUF__ST_FAIL(&f, "E_NAME_CHAR", key.s, "expected bytes 0x21..0x7e without escapes, got 0x%02x", ch);
+        }
+        if (failed) break;
+        uint32_t *slot = gguf__tensor_slot(g, t->name);
+        if (*slot) {
+            failed = GGUF__ST_FAIL(&f, "E_NAME_DUP", key.s, "expected each name once, got it again");
+            break;
+        }
+        failed = gguf__st_tensor(&f, &value, t);
+        if (failed) break;
+        t->data = bytes + 8 + n + (size_t)t->offset;
+        *slot = (uint32_t)++g->n_tensors;
+    }
+    if (!failed) failed = gguf__st_cover(&f, tensors + first, g->n_tensors - first, sorted);
+    free(sorted);
+    return failed;
+}
+
+// The length of a file's header, checked against the file.
+static int gguf__st_header(Gguf *g, const uint8_t *first8, size_t size, size_t *n) {
+    uint64_t v = 0;
+    if (size < 8) return gguf__fail(g, "header", (GgufStr){0}, "E_TRUNC", 0, "expected 8 bytes of length, got %zu", size);
+    memcpy(&v, first8, 8);
+    if (v > GGUF__ST_HEADER_MAX)
+        return gguf__fail(g, "header", (GgufStr){0}, "E_ST_HEADER", 0, "expected at most %llu bytes of JSON, got %llu",
+                          (unsigned long long)GGUF__ST_HEADER_MAX, (unsigned long long)v);
+    if (v > size - 8)
+        return gguf__fail(g, "header", (GgufStr){0}, "E_TRUNC", 0, "expected %llu bytes of JSON, got %zu in the file",
+                          (unsigned long long)v, size - 8);
+    *n = (size_t)v;
+    return 0;
+}
+
+int gguf_parse_safetensors(Gguf *g, const void *bytes, size_t size) {
+    const uint8_t *b = (const uint8_t *)bytes;
+    size_t n = 0;
+    memset(g, 0, sizeof *g);
+    g->path = "(memory)";
+    g->file_size = size;
+    int failed = gguf__st_header(g, b, size, &n);
+    if (!failed) failed = gguf__st_add(g, b, size, (const char *)b + 8, n);
+    if (failed) gguf_close(g);
+    return failed;
+}
+
+// pread of exactly n bytes. 0 or -1.
+static int gguf__pread(int fd, void *to, size_t n, size_t at) {
+    for (size_t have = 0; have < n; ) {
+        ssize_t got = pread(fd, (uint8_t *)to + have, n - have, (off_t)(at + have));
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return -1;
+        have += (size_t)got;
+    }
+    return 0;
+}
+
+static int gguf__st_file(Gguf *g, const char *path) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) return gguf__fail(g, "file", (GgufStr){0}, "E_OPEN", 0, "cannot open: %s", strerror(errno));
+    struct stat st;
+    uint8_t first8[8] = {0};
+    size_t n = 0, size = 0;
+    int failed = 0;
+    if (fstat(fd, &st) != 0) failed = gguf__fail(g, "file", (GgufStr){0}, "E_STAT", 0, "cannot stat: %s", strerror(errno));
+    else if (!S_ISREG(st.st_mode)) failed = gguf__fail(g, "file", (GgufStr){0}, "E_NOTFILE", 0, "expected a regular file");
+    else if ((uint64_t)st.st_size > SIZE_MAX / 16) failed = gguf__fail(g, "file", (GgufStr){0}, "E_MAP", 0, "too large");
+    else size = (size_t)st.st_size;
+    if (!failed && size >= 8 && gguf__pread(fd, first8, 8, 0) != 0)
+        failed = gguf__fail(g, "file", (GgufStr){0}, "E_TRUNC", 0, "cannot read: %s", strerror(errno));
+    if (!failed) failed = gguf__st_header(g, first8, size, &n);
+    char *header = failed ? NULL : (char *)gguf_private(g, n);
+    if (!failed && !header) failed = -1;
+    if (!failed && gguf__pread(fd, header, n, 8) != 0)
+        failed = gguf__fail(g, "file", (GgufStr){0}, "E_TRUNC", 8, "cannot read: %s", strerror(errno));
+    uint8_t *at = failed ? NULL : (uint8_t *)gguf__map(g, fd, size);
+    close(fd);
+    if (!at) return -1;
+    g->file_size += size;
+    return gguf__st_add(g, at, size, header, n);
+}
+
+// One more file of a set: `name` beside `path`.
+static int gguf__st_part(Gguf *g, const char *path, GgufStr name) {
+    char full[4096], why[sizeof g->err];
+    const char *slash = strrchr(path, '/');
+    const int dir = slash ? (int)(slash - path) + 1 : 0;
+    if ((size_t)snprintf(full, sizeof full, "%.*s%.*s", dir, path, (int)name.n, name.s) >= sizeof full)
+        return gguf__fail(g, "file", (GgufStr){0}, "E_SPLIT_NAME", 0, "expected a shorter path");
+    if (gguf__st_file(g, full) == 0) return 0;
+    memcpy(why, g->err, sizeof why);
+    snprintf(g->err, sizeof g->err, "%.64s: %.400s", full + dir, why);
+    return -1;
+}
+
+// The files that an index names, each once, then all tensors that it promises.
+static int gguf__st_index(Gguf *g, const char *path) {
+    Gguf text = {0};                                    // its mapping alone is used
+    struct stat st;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) return gguf__fail(g, "file", (GgufStr){0}, "E_OPEN", 0, "cannot open: %s", strerror(errno));
+    char *json = NULL;
+    size_t size = 0;
+    if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && (uint64_t)st.st_size <= GGUF__ST_HEADER_MAX) {
+        size = (size_t)st.st_size;
+        json = (char *)gguf_private(&text, size);
+        if (json && gguf__pread(fd, json, size, 0) != 0) json = NULL;
+    }
+    close(fd);
+    int failed = json ? 0 : gguf__fail(g, "file", (GgufStr){0}, "E_TRUNC", 0, "cannot read the index");
+    GgufJson root, map = {0}, rest, key, value;
+    GgufStr *files = (GgufStr *)calloc(GGUF__ST_FILES_MAX, sizeof *files);
+    size_t n_files = 0, at = 0;
+    const char *err = "";
+    if (!failed && !files) failed = gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for the index");
+    if (!failed && gguf_json_parse(json, size, &root, &at, &err) < 0)
+        failed = gguf__fail(g, "index", (GgufStr){0}, "E_JSON", at, "expected %s", err);
+    if (!failed && (!gguf_json_get(&root, "weight_map", &map) || map.type != GGUF_J_OBJECT))
+        failed = gguf__fail(g, "index", (GgufStr){0}, "E_ST_FIELD", 0, "weight_map: expected an object");
+    for (rest = map; !failed && gguf_json_next(&rest, &key, &value); ) {
+        const GgufStr name = value.type == GGUF_J_STRING ? (GgufStr){value.s + 1, value.n - 2} : (GgufStr){0};
+        size_t i = 0;
+        while (i < n_files && !(files[i].n == name.n && memcmp(files[i].s, name.s, name.n) == 0)) i++;
+        if (i < n_files) continue;
+        if (name.n < 1 || name.n > 255 || memchr(name.s, '/', name.n) || memchr(name.s, '\\', name.n) ||
+            n_files == GGUF__ST_FILES_MAX)
+            failed = gguf__fail(g, "index", (GgufStr){0}, "E_SPLIT_NAME", (size_t)(value.s - json),
+                                "expected the names of at most %d files beside it", GGUF__ST_FILES_MAX);
+        else files[n_files++] = name;
+    }
+    for (size_t i = 0; i < n_files && !failed; i++) failed = gguf__st_part(g, path, files[i]);
+    for (rest = map; !failed && gguf_json_next(&rest, &key, &value); ) {
+        const GgufStr name = {key.s + 1, key.n - 2};
+        if (!g->tensor_slots || !*gguf__tensor_slot(g, name))
+            failed = gguf__fail(g, "tensor", name, "E_TENSOR_MISSING", (size_t)(key.s - json), "only the index has it");
+    }
+    free(files);
+    gguf_close(&text);
+    return failed;
+}
+
+// All parts of the set whose first is `path`, PREFIX-00001-of-0000N.safetensors.
+static int gguf__st_numbered(Gguf *g, const char *path) {
+    const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path;
+    const size_t prefix = strlen(name) - strlen("-00001-of-00001.safetensors");
+    const int n = atoi(name + prefix + 10);
+    if (n < 1 || n > GGUF__ST_FILES_MAX || prefix > 200)
+        return gguf__fail(g, "file", (GgufStr){0}, "E_SPLIT_NAME", 0, "expected 1..%d parts, got %d", GGUF__ST_FILES_MAX, n);
+    for (int i = 1; i <= n; i++) {
+        char part[256];
+        snprintf(part, sizeof part, "%.*s-%05d-of-%05d.safetensors", (int)prefix, name, i, n);
+        if (gguf__st_part(g, path, gguf__str(part)) < 0) return -1;
+    }
+    return 0;
+}
+
+// PREFIX-00001-of-NNNNN.safetensors
+static bool gguf__st_is_first(const char *name) {
+    const char *form = "-00001-of-NNNNN.safetensors";
+    const size_t n = strlen(name), m = strlen(form);
+    if (n < m) return false;
+    for (size_t i = 0; i < m; i++) {
+        const char c = name[n - m + i];
+        if (form[i] == 'N' ? c < '0' || c > '9' : c != form[i]) return false;
+    }
+    return true;
+}
+
+// What a folder holds, as a path of its own. 0 or < 0.
+static int gguf__st_in_folder(Gguf *g, const char *folder, char *path, size_t room) {
+    static const char *const names[2] = {"model.safetensors", "model.safetensors.index.json"};
+    for (int i = 0; i < 2; i++)
+        if ((size_t)snprintf(path, room, "%s/%s", folder, names[i]) < room && access(path, F_OK) == 0) return 0;
+    DIR *dir = opendir(folder);
+    int found = 0;
+    for (struct dirent *e; dir && (e = readdir(dir)) != NULL; )
+        if (gguf__st_is_first(e->d_name) && (size_t)snprintf(path, room, "%s/%s", folder, e->d_name) < room) found++;
+    if (dir) closedir(dir);
+    if (found == 1) return 0;
+    return gguf__fail(g, "folder", (GgufStr){0}, "E_OPEN", 0, "expected %s, its index or one numbered set, got %s", names[0],
+                      found ? "several sets" : "none of them");
+}
+
+int gguf_open_safetensors(Gguf *g, const char *path) {
+    char inside[4096];
+    struct stat st;
+    const char *file = path;
+    int failed = 0;
+    memset(g, 0, sizeof *g);
+    g->path = path;
+    if (stat(path, &st) == 0 && S_ISDIR(st.st_mode)) {
+        failed = gguf__st_in_folder(g, path, inside, sizeof inside);
+        file = inside;
+    }
+    const size_t m = failed ? 0 : strlen(file);
+    if (!failed)
+        failed = m > 11 && strcmp(file + m - 11, ".index.json") == 0 ? gguf__st_index(g, file)
+               : gguf__st_is_first(file) ? gguf__st_numbered(g, file) : gguf__st_file(g, file);
+    if (failed) gguf_close(g);
+    return failed;
+}
+
 // ---- block formats -----------------------------------------------------------------------------------------------
-// Quantised types go through one buffer of 256 signed codes: eight blocks of 32, or one block of 256. The unpackers are
-// the formats' only definition here; dequantise and dot both start from them.
+// gguf__unpack is the formats' only definition here: it turns 256 elements of any quantised type (eight blocks of 32, four
+// of 64 or one of 256) into signed codes and their factors. Dequantising and both dots start from that.
+
+#if defined(__GNUC__)
+#define GGUF__INLINE static inline __attribute__((always_inline))   // a constant type each: no branches in the loops
+#else
+#define GGUF__INLINE static inline
+#endif
 
 // Both compilers unroll short loops completely before they could turn them into vectors; this makes them wait.
 #if defined(__clang__)
@@ -1117,51 +1879,149 @@ bool gguf_json_int(const GgufJson *number, int64_t min, int64_t max, int64_t *ou
 #define GGUF__VECTOR_LOOP
 #endif
 
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define GGUF__DPBUSD _mm256_dpbusd_epi32
+#elif defined(__AVXVNNI__)
+#define GGUF__DPBUSD _mm256_dpbusd_avx_epi32
+#endif
+
+// Do with T = type, a constant in each copy of the statement. A type that is not quantised does nothing.
+#define GGUF__FOR_TYPE(type, statement) \
+    switch (type) { \
+    GGUF__CASE(GGUF_Q8_0, statement)   GGUF__CASE(GGUF_Q4_0, statement)   GGUF__CASE(GGUF_Q4_1, statement) \
+    GGUF__CASE(GGUF_Q5_0, statement)   GGUF__CASE(GGUF_Q5_1, statement)   GGUF__CASE(GGUF_Q2_K, statement) \
+    GGUF__CASE(GGUF_Q3_K, statement)   GGUF__CASE(GGUF_Q4_K, statement)   GGUF__CASE(GGUF_Q5_K, statement) \
+    GGUF__CASE(GGUF_Q6_K, statement)   GGUF__CASE(GGUF_IQ4_NL, statement) GGUF__CASE(GGUF_IQ4_XS, statement) \
+    GGUF__CASE(GGUF_MXFP4, statement)  GGUF__CASE(GGUF_NVFP4, statement) \
+    }
+#define GGUF__CASE(t, statement) case t: { enum { T = t }; statement; break; }
+
+typedef struct {
+    int8_t w[256];                  // codes in element order
+    float a[8], b[8];               // factors of each group of 32
+    int32_t sc[2][8], mn[2][8];     // integer factors of the first and the second half of each group
+} Gguf__Codes;
+
+// Which factors a type has. Element i of half h of group g is
+//   a[g]*sc[h][g]*w + b[g]*mn[h][g]      sc (and mn): one per half, n_scales 2; one per group, 1, in [0]; none (1), 0
+//   (h == 0 ? a[g] : b[g])*w             NVFP4, whose scales of 16 are floats
+GGUF__INLINE int gguf__n_scales(int type) {
+    if (type == GGUF_Q2_K || type == GGUF_Q3_K || type == GGUF_Q6_K) return 2;
+    return type == GGUF_Q4_K || type == GGUF_Q5_K || type == GGUF_IQ4_XS;
+}
+GGUF__INLINE bool gguf__has_min(int type) {
+    return type == GGUF_Q4_1 || type == GGUF_Q5_1 || type == GGUF_Q2_K || type == GGUF_Q4_K || type == GGUF_Q5_K;
+}
+
+static inline float gguf__float_of(uint32_t u) {
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
 static inline float gguf__f16_at(const uint8_t *p) {
     uint16_t h;
     memcpy(&h, p, 2);
     return gguf_f16_to_f32(h);
 }
 
-// Q8_0, Q4_0, Q5_0: the codes of m <= 8 blocks, offset removed.
-static inline void gguf__codes_32(int type, const uint8_t *restrict b, int m, int8_t *restrict w) {
-    int bytes = gguf_block_bytes(type);
-    if (type == GGUF_Q8_0) {
-        for (int g = 0; g < m; g++) memcpy(w + 32 * g, b + g * bytes + 2, 32);
-        return;
+// NVFP4: half of an unsigned E4M3 scale, because V holds doubled magnitudes.
+static inline float gguf__e4m3_half(unsigned s) {
+    s &= 127;
+    if (s < 8) return (float)s * 0x1p-10f;
+    return s == 127 ? 0 : gguf__float_of(((s >> 3) + 119) << 23 | (s & 7) << 20);
+}
+
+// MXFP4: 2^(e - 128) likewise, two subnormals among them. 255 is the format's NaN.
+static inline float gguf__e8m0_half(uint32_t e) {
+    return e == 255 ? NAN : gguf__float_of(e >= 2 ? (e - 1) << 23 : 0x00200000u << e);
+}
+
+// The codes that nibbles stand for.
+static const int8_t gguf__nibble_u[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+static const int8_t gguf__nibble_8[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+static const int8_t gguf__nibble_16[16] = {-16, -15, -14, -13, -12, -11, -10, -9, -8, -7, -6, -5, -4, -3, -2, -1};
+static const int8_t gguf__nibble_t[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+static const int8_t gguf__nibble_v[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// The 32 codes of 16 bytes: low nibbles, then high ones; with run = 8 so for each 8 bytes.
+GGUF__INLINE void gguf__nibbles(const uint8_t *restrict q, const int8_t *restrict codes, int run, int8_t *restrict w) {
+#ifdef __AVX2__
+    __m256i c = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)codes));
+    __m256i n = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)q));
+    n = _mm256_and_si256(_mm256_srlv_epi32(n, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4)), _mm256_set1_epi8(15));
+    n = _mm256_shuffle_epi8(c, n);
+    if (run == 8) n = _mm256_permute4x64_epi64(n, 0xd8);
+    _mm256_storeu_si256((__m256i *)(void *)w, n);
+#else
+    for (int at = 0; at < 16; at += run, q += run, w += 2 * run)
+        for (int i = 0; i < run; i++) w[i] = codes[q[i] & 15], w[run + i] = codes[q[i] >> 4];
+#endif
+}
+
+// Add 16 to code i where bit i of the 4 bytes at h is set.
+GGUF__INLINE void gguf__fifth_bits(const uint8_t *restrict h, int8_t *restrict w) {
+    uint32_t bits;
+    memcpy(&bits, h, 4);
+#ifdef __AVX2__
+    const __m256i byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i bit = _mm256_set1_epi64x((int64_t)0x8040201008040201);
+    __m256i b = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int32_t)bits), byte), bit);
+    b = _mm256_and_si256(_mm256_cmpeq_epi8(b, bit), _mm256_set1_epi8(16));
+    __m256i *p = (__m256i *)(void *)w;
+    _mm256_storeu_si256(p, _mm256_add_epi8(_mm256_loadu_si256(p), b));
+#else
+    for (int i = 0; i < 32; i++) w[i] = (int8_t)(w[i] + (int)(bits >> i & 1) * 16);
+#endif
+}
+
+// Sixteen bytes, two for each group, to integers: those of the first halves, then of the second.
+GGUF__INLINE void gguf__split_halves(const void *bytes, bool is_signed, int minus, int32_t (*restrict out)[8]) {
+    uint16_t pair[8];
+    memcpy(pair, bytes, 16);
+    GGUF__VECTOR_LOOP for (int g = 0; g < 8; g++) {
+        out[0][g] = (is_signed ? (int8_t)(pair[g] & 255) : pair[g] & 255) - minus;
+        out[1][g] = (is_signed ? (int8_t)(pair[g] >> 8) : pair[g] >> 8) - minus;
     }
-    int offset = type == GGUF_Q4_0 ? 8 : 0;
-    for (int g = 0; g < m; g++) {
-        const uint8_t *q = b + g * bytes + bytes - 16;
-        GGUF__VECTOR_LOOP for (int i = 0; i < 16; i++) w[32 * g + i] = (int8_t)((q[i] & 15) - offset);
-        GGUF__VECTOR_LOOP for (int i = 0; i < 16; i++) w[32 * g + 16 + i] = (int8_t)((q[i] >> 4) - offset);
-    }
-    if (type == GGUF_Q4_0) return;
-    uint64_t high[32];                              // byte i: zero where bit i of h is clear
-    for (int g = 0; g < m; g++)
-        for (int k = 0; k < 4; k++) high[4 * g + k] = b[g * bytes + 2 + k] * 0x0101010101010101u & 0x8040201008040201u;
-    const uint8_t *is_high = (const uint8_t *)high;
-    for (int i = 0; i < 32 * m; i++) w[i] = (int8_t)(w[i] - (is_high[i] ? 0 : 16));
+}
+
+// Q4_K, Q5_K: 6-bit scales sc and minima mn of the eight sub-blocks, from the twelve bytes s. Bytes 0..3 and 4..7 hold sc and
+// mn of sub-blocks 0..3 in their low six bits; the rest has its low four bits in bytes 8..11 (sc low nibble, mn high) and its
+// upper two on top of bytes 0..3 and 4..7. Four bytes at a time.
+static inline void gguf__q4_k_scales(const uint8_t *restrict s, int32_t *restrict sc, int32_t *restrict mn) {
+    uint32_t w[3];
+    uint8_t bytes[16];
+    memcpy(w, s, 12);
+    uint64_t scales = (w[0] & 0x3f3f3f3f) | (uint64_t)((w[2] & 0x0f0f0f0f) | (w[0] >> 2 & 0x30303030)) << 32;
+    uint64_t minima = (w[1] & 0x3f3f3f3f) | (uint64_t)((w[2] >> 4 & 0x0f0f0f0f) | (w[1] >> 2 & 0x30303030)) << 32;
+    memcpy(bytes, &scales, 8), memcpy(bytes + 8, &minima, 8);
+    for (int g = 0; g < 8; g++) sc[g] = bytes[g];
+    for (int g = 0; g < 8; g++) mn[g] = bytes[8 + g];
+}
+
+// Q3_K: the 6-bit scales of the sixteen sub-blocks, likewise: low four bits in the low nibbles of bytes 0..7 of s, then in
+// the high ones; upper two in bytes 8..11, those of sub-block j in bits 2*(j/4) of byte 8 + j%4.
+static inline void gguf__q3_k_scales(const uint8_t *restrict s, int32_t (*restrict sc)[8]) {
+    uint32_t w[3], packed[4];
+    memcpy(w, s, 12);
+    for (int k = 0; k < 4; k++)
+        packed[k] = (w[k % 2] >> (k / 2 * 4) & 0x0f0f0f0f) | (w[2] >> (2 * k) & 0x03030303) << 4;
+    gguf__split_halves(packed, false, 32, sc);
 }
 
 // Q4_K: element 64*p + l is the low nibble of q[32*p + l], element 64*p + 32 + l the high one.
-static inline void gguf__q4_k_codes(const uint8_t *restrict b, int8_t *restrict w) {
-    const uint8_t *q = b + 16;
+static inline void gguf__q4_k_codes(const uint8_t *restrict q, int8_t *restrict w) {
     for (int p = 0; p < 4; p++, q += 32, w += 64) {
         GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[l] = (int8_t)(q[l] & 15);
         GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[32 + l] = (int8_t)(q[l] >> 4);
     }
 }
 
-// Q4_K: 6-bit scales sc and minima mn of the eight sub-blocks, from the twelve bytes s. Bytes 0..3 and 4..7 hold sc and mn
-// of sub-blocks 0..3 in their low six bits; the rest has its low four bits in bytes 8..11 (sc low nibble, mn high) and its
-// upper two on top of bytes 0..3 and 4..7.
-static inline void gguf__q4_k_scales(const uint8_t *restrict s, int32_t *restrict sc, int32_t *restrict mn) {
-    for (int g = 0; g < 4; g++) {
-        sc[g] = s[g] & 63;
-        mn[g] = s[g + 4] & 63;
-        sc[g + 4] = (s[g + 8] & 15) | (s[g] >> 6) << 4;
-        mn[g + 4] = s[g + 8] >> 4 | (s[g + 4] >> 6) << 4;
+// Q5_K: as Q4_K, and bit g of h[l] is the fifth bit of element 32*g + l.
+static inline void gguf__q5_k_codes(const uint8_t *restrict h, const uint8_t *restrict q, int8_t *restrict w) {
+    for (int p = 0; p < 4; p++, q += 32, w += 64) {
+        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[l] = (int8_t)((q[l] & 15) | (h[l] >> (2 * p) & 1) << 4);
+        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[32 + l] = (int8_t)(q[l] >> 4 | (h[l] >> (2 * p + 1) & 1) << 4);
     }
 }
 
@@ -1176,6 +2036,108 @@ static inline void gguf__q6_k_codes(const uint8_t *restrict b, int8_t *restrict 
         GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[64 + l] = (int8_t)(((ql[l] >> 4) | (qh[l] >> 4 & 3) << 4) - 32);
         GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[96 + l] = (int8_t)(((ql1[l] >> 4) | (qh[l] >> 6) << 4) - 32);
     }
+}
+
+// Q2_K, Q3_K: element 128*n + 32*k + l takes bits 2k, 2k+1 of q[32*n + l]. Q3_K: less 4 unless bit 4*n + k of h[l] is set.
+static inline void gguf__q2_k_codes(const uint8_t *restrict q, int8_t *restrict w) {
+    for (int g = 0; g < 8; g++, w += 32) {
+        const uint8_t *qg = q + g / 4 * 32;
+        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[l] = (int8_t)(qg[l] >> (g % 4 * 2) & 3);
+    }
+}
+static inline void gguf__q3_k_codes(const uint8_t *restrict h, const uint8_t *restrict q, int8_t *restrict w) {
+    for (int g = 0; g < 8; g++, w += 32) {
+        const uint8_t *qg = q + g / 4 * 32;
+        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++)
+            w[l] = (int8_t)((qg[l] >> (g % 4 * 2) & 3) + (h[l] >> g & 1) * 4 - 4);
+    }
+}
+
+// 256 elements at b.
+GGUF__INLINE void gguf__unpack(int type, const uint8_t *restrict b, Gguf__Codes *restrict c) {
+    switch (type) {
+    case GGUF_Q8_0:
+        for (int g = 0; g < 8; g++, b += 34) {
+            memcpy(c->w + 32 * g, b + 2, 32);
+            c->a[g] = gguf__f16_at(b);
+        }
+        return;
+    case GGUF_Q4_0:
+    case GGUF_IQ4_NL:
+        for (int g = 0; g < 8; g++, b += 18) {
+            gguf__nibbles(b + 2, type == GGUF_Q4_0 ? gguf__nibble_8 : gguf__nibble_t, 16, c->w + 32 * g);
+            c->a[g] = gguf__f16_at(b);
+        }
+        return;
+    case GGUF_Q4_1:
+        for (int g = 0; g < 8; g++, b += 20) {
+            gguf__nibbles(b + 4, gguf__nibble_u, 16, c->w + 32 * g);
+            c->a[g] = gguf__f16_at(b), c->b[g] = gguf__f16_at(b + 2);
+        }
+        return;
+    case GGUF_Q5_0:
+        for (int g = 0; g < 8; g++, b += 22) {
+            gguf__nibbles(b + 6, gguf__nibble_16, 16, c->w + 32 * g);
+            gguf__fifth_bits(b + 2, c->w + 32 * g);
+            c->a[g] = gguf__f16_at(b);
+        }
+        return;
+    case GGUF_Q5_1:
+        for (int g = 0; g < 8; g++, b += 24) {
+            gguf__nibbles(b + 8, gguf__nibble_u, 16, c->w + 32 * g);
+            gguf__fifth_bits(b + 4, c->w + 32 * g);
+            c->a[g] = gguf__f16_at(b), c->b[g] = gguf__f16_at(b + 2);
+        }
+        return;
+    case GGUF_MXFP4:
+        for (int g = 0; g < 8; g++, b += 17) {
+            gguf__nibbles(b + 1, gguf__nibble_v, 16, c->w + 32 * g);
+            c->a[g] = gguf__e8m0_half(b[0]);
+        }
+        return;
+    case GGUF_NVFP4:
+        for (int g = 0; g < 8; g++) {
+            const uint8_t *s = b + g / 2 * 36 + g % 2 * 2, *q = b + g / 2 * 36 + 4 + g % 2 * 16;
+            gguf__nibbles(q, gguf__nibble_v, 8, c->w + 32 * g);
+            c->a[g] = gguf__e4m3_half(s[0]), c->b[g] = gguf__e4m3_half(s[1]);
+        }
+        return;
+    }
+    // One block of 256: one d for all groups.
+    float d, dmin = 0;
+    switch (type) {
+    case GGUF_Q4_K:
+    case GGUF_Q5_K:
+        d = gguf__f16_at(b), dmin = gguf__f16_at(b + 2);
+        gguf__q4_k_scales(b + 4, c->sc[0], c->mn[0]);
+        if (type == GGUF_Q4_K) gguf__q4_k_codes(b + 16, c->w);
+        else gguf__q5_k_codes(b + 16, b + 48, c->w);
+        break;
+    case GGUF_Q6_K:
+        d = gguf__f16_at(b + 208);
+        gguf__q6_k_codes(b, c->w);
+        gguf__split_halves(b + 192, true, 0, c->sc);
+        break;
+    case GGUF_Q3_K:
+        d = gguf__f16_at(b + 108);
+        gguf__q3_k_codes(b, b + 32, c->w);
+        gguf__q3_k_scales(b + 96, c->sc);
+        break;
+    case GGUF_Q2_K:
+        d = gguf__f16_at(b + 80), dmin = gguf__f16_at(b + 82);
+        gguf__q2_k_codes(b + 16, c->w);
+        gguf__split_halves(b, false, 0, c->sc);
+        for (int h = 0; h < 2; h++)
+            GGUF__VECTOR_LOOP for (int g = 0; g < 8; g++) c->mn[h][g] = c->sc[h][g] >> 4, c->sc[h][g] &= 15;
+        break;
+    default:                                        // IQ4_XS: low four bits in nibbles, upper two in 16 bits
+        d = gguf__f16_at(b);
+        for (int g = 0; g < 8; g++) {
+            gguf__nibbles(b + 8 + 16 * g, gguf__nibble_t, 16, c->w + 32 * g);
+            c->sc[0][g] = ((b[4 + g / 2] >> (g % 2 * 4) & 15) | (b[2 + g / 4] >> (g % 4 * 2) & 3) << 4) - 32;
+        }
+    }
+    for (int g = 0; g < 8; g++) c->a[g] = d, c->b[g] = -dmin;
 }
 
 // Up to 32 elements of a float type to f32.
@@ -1200,33 +2162,42 @@ static inline void gguf__floats(int type, const uint8_t *p, float *dst, int n) {
     for (int i = 0; i < n; i++) dst[i] = gguf_f16_to_f32(h[i]);
 }
 
+// The 256 elements at b, of which `left` are there, or a copy of them padded with zero bytes, which are zeros in every type.
+GGUF__INLINE const uint8_t *gguf__part(int type, const uint8_t *b, size_t left, uint8_t tail[8 * 34]) {
+    if (gguf__types[type].elems == 256 || left >= 256) return b;
+    memset(tail, 0, 8 * 34);
+    return (const uint8_t *)memcpy(tail, b, left / gguf__types[type].elems * gguf__types[type].bytes);
+}
+
+GGUF__INLINE void gguf__dequantize(int type, const uint8_t *b, float *dst, size_t n) {
+    const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes;
+    const int n_scales = gguf__n_scales(type);
+    uint8_t tail[8 * 34];
+    Gguf__Codes c;
+    for (size_t left = n; left > 0; b += bytes, dst += 256) {
+        gguf__unpack(type, gguf__part(type, b, left, tail), &c);
+        for (size_t j = 0; j < 16 && j * 16 < left; j++) {
+            const size_t g = j / 2, h = j % 2;
+            const float a = type == GGUF_NVFP4 && h ? c.b[g] : c.a[g];
+            const float s = n_scales ? a * (float)c.sc[n_scales == 2 ? h : 0][g] : a;
+            const float m = n_scales ? c.b[g] * (float)c.mn[n_scales == 2 ? h : 0][g] : c.b[g];
+            if (gguf__has_min(type)) for (size_t i = 16 * j; i < 16 * j + 16; i++) dst[i] = s * c.w[i] + m;
+            else for (size_t i = 16 * j; i < 16 * j + 16; i++) dst[i] = s * c.w[i];
+        }
+        left -= left < 256 ? left : 256;
+    }
+}
+
 void gguf_dequantize(int type, const void *src, float *dst, size_t n) {
     const uint8_t *b = (const uint8_t *)src;
-    int elems = gguf_block_elems(type), bytes = gguf_block_bytes(type);
+    const int elems = gguf_block_elems(type), bytes = gguf_block_bytes(type);
     assert(gguf_type_supported(type) && n % (size_t)elems == 0);
     if (elems == 1) {
         for (; n >= 32; n -= 32, b += 32 * bytes, dst += 32) gguf__floats(type, b, dst, 32);
         gguf__floats(type, b, dst, (int)n);
         return;
     }
-    for (; n > 0; n -= (size_t)elems, b += bytes, dst += elems) {
-        int8_t w[256];
-        if (type == GGUF_Q4_K) {
-            int32_t sc[8], mn[8];
-            float d = gguf__f16_at(b), dmin = gguf__f16_at(b + 2);
-            gguf__q4_k_scales(b + 4, sc, mn);
-            gguf__q4_k_codes(b, w);
-            for (int i = 0; i < 256; i++) dst[i] = (d * (float)sc[i / 32]) * w[i] - dmin * (float)mn[i / 32];
-        } else if (type == GGUF_Q6_K) {
-            float d = gguf__f16_at(b + 208);
-            gguf__q6_k_codes(b, w);
-            for (int i = 0; i < 256; i++) dst[i] = (d * (int8_t)b[192 + i / 16]) * w[i];
-        } else {
-            float d = gguf__f16_at(b);
-            gguf__codes_32(type, b, 1, w);
-            for (int i = 0; i < 32; i++) dst[i] = d * w[i];
-        }
-    }
+    GGUF__FOR_TYPE(type, gguf__dequantize(T, b, dst, n))
 }
 
 void gguf_quantize_q8(const float *x, int8_t *q, float *scale, size_t n) {
@@ -1238,8 +2209,7 @@ void gguf_quantize_q8(const float *x, int8_t *q, float *scale, size_t n) {
             uint32_t u = bits[i] & 0x7fffffff;
             top = u > top ? u : top;
         }
-        float max, inv = 0;
-        memcpy(&max, &top, 4);
+        float max = gguf__float_of(top), inv = 0;
         if (top >= 0x7f800000) *scale = NAN;
         else if (max < 0x1p-120f) *scale = 0;
         else *scale = max / 127, inv = 127 / max;
@@ -1268,20 +2238,73 @@ float gguf_dot_f32(int type, const void *row, const float *x, size_t n) {
     return gguf__fold(acc, 32);
 }
 
-// Sums of 16 products over 256 codes: even[g] = sum over i < 16 of w[32*g + i]*q[32*g + i], odd[g] over i = 16..31. Exact,
-// so both bodies give the same bits; |q| <= 127, w >= -128. The vector body moves the sign of w to q, because the
-// instructions multiply unsigned by signed bytes; 2*128*127 still fits the 16 bits that AVX2 adds pairs in.
-static inline void gguf__dot_16s(const int8_t *w, const int8_t *q, int32_t *even, int32_t *odd) {
+// Add the terms of eight groups to the partial sums. dot and sum hold, for both halves of each group, the sums of w*q and of
+// q; sum is read only where the type has a minimum. The AVX2 body is the loop below it, all eight groups at a time.
+GGUF__INLINE void gguf__add_terms(int type, const Gguf__Codes *restrict c, int32_t (*restrict dot)[8],
+                                  int32_t (*restrict sum)[8], const float *restrict scale, float *restrict acc) {
+    const int n_scales = gguf__n_scales(type);
 #ifdef __AVX2__
+#define GGUF__INTS(p)   _mm256_loadu_si256((const __m256i *)(const void *)(p))
+#define GGUF__FLOATS(p) _mm256_loadu_ps(p)
+    __m256i i0 = GGUF__INTS(dot[0]), i1 = GGUF__INTS(dot[1]), m0, m1;
+    __m256 s = GGUF__FLOATS(scale), a = _mm256_mul_ps(GGUF__FLOATS(c->a), s), term;
+    if (type == GGUF_NVFP4) {
+        term = _mm256_add_ps(_mm256_mul_ps(a, _mm256_cvtepi32_ps(i0)),
+                             _mm256_mul_ps(_mm256_mul_ps(GGUF__FLOATS(c->b), s), _mm256_cvtepi32_ps(i1)));
+    } else {
+        if (n_scales == 2) i0 = _mm256_mullo_epi32(i0, GGUF__INTS(c->sc[0]));
+        if (n_scales == 2) i1 = _mm256_mullo_epi32(i1, GGUF__INTS(c->sc[1]));
+        i0 = _mm256_add_epi32(i0, i1);
+        if (n_scales == 1) i0 = _mm256_mullo_epi32(i0, GGUF__INTS(c->sc[0]));
+        term = _mm256_mul_ps(a, _mm256_cvtepi32_ps(i0));
+    }
+    if (gguf__has_min(type)) {
+        m0 = GGUF__INTS(sum[0]), m1 = GGUF__INTS(sum[1]);
+        if (n_scales == 2) m0 = _mm256_mullo_epi32(m0, GGUF__INTS(c->mn[0]));
+        if (n_scales == 2) m1 = _mm256_mullo_epi32(m1, GGUF__INTS(c->mn[1]));
+        m0 = _mm256_add_epi32(m0, m1);
+        if (n_scales == 1) m0 = _mm256_mullo_epi32(m0, GGUF__INTS(c->mn[0]));
+        term = _mm256_add_ps(term, _mm256_mul_ps(_mm256_mul_ps(GGUF__FLOATS(c->b), s), _mm256_cvtepi32_ps(m0)));
+    }
+    _mm256_storeu_ps(acc, _mm256_add_ps(GGUF__FLOATS(acc), term));
+#undef GGUF__INTS
+#undef GGUF__FLOATS
+#else
+    for (int g = 0; g < 8; g++) {
+        float term;
+        if (type == GGUF_NVFP4) {
+            term = (c->a[g] * scale[g]) * (float)dot[0][g] + (c->b[g] * scale[g]) * (float)dot[1][g];
+        } else {
+            int32_t i = dot[0][g] + dot[1][g];
+            if (n_scales == 1) i *= c->sc[0][g];
+            if (n_scales == 2) i = c->sc[0][g] * dot[0][g] + c->sc[1][g] * dot[1][g];
+            term = (c->a[g] * scale[g]) * (float)i;
+        }
+        if (gguf__has_min(type)) {
+            int32_t m = sum[0][g] + sum[1][g];
+            if (n_scales == 1) m *= c->mn[0][g];
+            if (n_scales == 2) m = c->mn[0][g] * sum[0][g] + c->mn[1][g] * sum[1][g];
+            term += (c->b[g] * scale[g]) * (float)m;
+        }
+        acc[g] += term;
+    }
+#endif
+}
+
+// Sums of 16 products over 256 codes: dot[0][g] = sum over i < 16 of w[32*g + i]*q[32*g + i], dot[1][g] over i = 16..31.
+// NULL for w: codes of 1. Exact, so all bodies give the same bits; |q| <= 127, w >= -128. The AVX2 body moves the sign of w
+// to q, because the instructions multiply unsigned by signed bytes; 2*128*127 still fits the 16 bits that it adds pairs in.
+GGUF__INLINE void gguf__dot_16s(const int8_t *w, const int8_t *q, int32_t dot[2][8]) {
+#if defined(__AVX2__)
     __m256i s[8];
-    for (int g = 0; g < 8; g++, w += 32, q += 32) {
-        // w in halves, as Q4_0 and Q5_0 have just stored it: a load that spans two stores would wait until both are done.
-        __m256i wg = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)w));
-        wg = _mm256_inserti128_si256(wg, _mm_loadu_si128((const __m128i *)(const void *)(w + 16)), 1);
-        __m256i qg = _mm256_loadu_si256((const __m256i *)(const void *)q);
-        __m256i a = _mm256_abs_epi8(wg), b = _mm256_sign_epi8(qg, wg);
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-        s[g] = _mm256_dpbusd_epi32(_mm256_setzero_si256(), a, b);
+    for (int g = 0; g < 8; g++) {
+        __m256i a = _mm256_set1_epi8(1), b = _mm256_loadu_si256((const __m256i *)(const void *)(q + 32 * g));
+        if (w) {
+            __m256i wg = _mm256_loadu_si256((const __m256i *)(const void *)(w + 32 * g));
+            a = _mm256_abs_epi8(wg), b = _mm256_sign_epi8(b, wg);
+        }
+#ifdef GGUF__DPBUSD
+        s[g] = GGUF__DPBUSD(_mm256_setzero_si256(), a, b);
 #else
         s[g] = _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
 #endif
@@ -1289,86 +2312,543 @@ static inline void gguf__dot_16s(const int8_t *w, const int8_t *q, int32_t *even
     // Each half of s[g] holds four parts of one sum; two rounds of pairwise adds put four sums into each half.
     __m256i lo = _mm256_hadd_epi32(_mm256_hadd_epi32(s[0], s[1]), _mm256_hadd_epi32(s[2], s[3]));
     __m256i hi = _mm256_hadd_epi32(_mm256_hadd_epi32(s[4], s[5]), _mm256_hadd_epi32(s[6], s[7]));
-    _mm256_storeu_si256((__m256i *)(void *)even, _mm256_permute2x128_si256(lo, hi, 0x20));
-    _mm256_storeu_si256((__m256i *)(void *)odd, _mm256_permute2x128_si256(lo, hi, 0x31));
+    _mm256_storeu_si256((__m256i *)(void *)dot[0], _mm256_permute2x128_si256(lo, hi, 0x20));
+    _mm256_storeu_si256((__m256i *)(void *)dot[1], _mm256_permute2x128_si256(lo, hi, 0x31));
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    for (int j = 0; j < 16; j++) {
+        int8x16_t a = w ? vld1q_s8(w + 16 * j) : vdupq_n_s8(1), b = vld1q_s8(q + 16 * j);
+#ifdef __ARM_FEATURE_DOTPROD
+        dot[j % 2][j / 2] = vaddvq_s32(vdotq_s32(vdupq_n_s32(0), a, b));
 #else
-    for (int g = 0; g < 8; g++, w += 32, q += 32) {
-        even[g] = odd[g] = 0;
-        for (int i = 0; i < 16; i++) even[g] += w[i] * q[i], odd[g] += w[16 + i] * q[16 + i];
+        dot[j % 2][j / 2] = vaddlvq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b))) + vaddlvq_s16(vmull_high_s8(a, b));
+#endif
+    }
+#else
+    for (int j = 0; j < 16; j++) {
+        int32_t sum = 0;
+        for (int i = 16 * j; i < 16 * j + 16; i++) sum += w ? w[i] * q[i] : q[i];
+        dot[j % 2][j / 2] = sum;
     }
 #endif
 }
 
-// The three shapes of gguf_dot_q8's terms. A last part of fewer than eight blocks is padded with zeros: terms of 0.
-static inline float gguf__dot_32(int type, const uint8_t *b, const int8_t *q, const float *scale, size_t n) {
-    size_t bytes = (size_t)gguf_block_bytes(type);
-    int8_t w[256], q_tail[256];
+GGUF__INLINE float gguf__dot(int type, const uint8_t *b, const int8_t *q, const float *scale, size_t n) {
+    const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes;
+    float acc[8] = {0}, scale_tail[8];
+    int8_t q_tail[256];
     uint8_t b_tail[8 * 34];
-    float acc[8] = {0}, d[8], scale_tail[8];
-    int32_t even[8], odd[8];
-    for (size_t left = n / 32; left > 0; b += 8 * bytes, q += 256, scale += 8) {
-        size_t m = left < 8 ? left : 8;
-        left -= m;
-        if (m < 8) {
-            memset(b_tail, 0, sizeof b_tail);
+    int32_t dot[2][8], sum[2][8];
+    Gguf__Codes c;
+    for (size_t left = n; left > 0; b += bytes, q += 256, scale += 8) {
+        gguf__unpack(type, gguf__part(type, b, left, b_tail), &c);
+        if (left < 256) {                           // padded with zeros: terms of 0
             memset(q_tail, 0, sizeof q_tail);
             memset(scale_tail, 0, sizeof scale_tail);
-            b = (const uint8_t *)memcpy(b_tail, b, m * bytes);
-            q = (const int8_t *)memcpy(q_tail, q, m * 32);
-            scale = (const float *)memcpy(scale_tail, scale, m * sizeof(float));
+            q = (const int8_t *)memcpy(q_tail, q, left);
+            scale = (const float *)memcpy(scale_tail, scale, left / 32 * sizeof *scale);
         }
-        gguf__codes_32(type, b, 8, w);
-        gguf__dot_16s(w, q, even, odd);
-        for (int g = 0; g < 8; g++) d[g] = gguf__f16_at(b + (size_t)g * bytes);
-        GGUF__VECTOR_LOOP for (int g = 0; g < 8; g++) acc[g] += (d[g] * scale[g]) * (float)(even[g] + odd[g]);
-    }
-    return gguf__fold(acc, 8);
-}
-
-static inline float gguf__dot_q4_k(const uint8_t *b, const int8_t *q, const float *scale, size_t n) {
-    float acc[8] = {0};
-    int8_t w[256], ones[256];
-    int32_t sc[8], mn[8];
-    int32_t even[8], odd[8], even_q[8], odd_q[8];
-    memset(ones, 1, sizeof ones);
-    for (; n > 0; n -= 256, b += 144, q += 256, scale += 8) {
-        float d = gguf__f16_at(b), dmin = gguf__f16_at(b + 2);
-        gguf__q4_k_scales(b + 4, sc, mn);
-        gguf__q4_k_codes(b, w);
-        gguf__dot_16s(w, q, even, odd);
-        gguf__dot_16s(ones, q, even_q, odd_q);
-        GGUF__VECTOR_LOOP for (int g = 0; g < 8; g++)
-            acc[g] += (d * scale[g]) * (float)(sc[g] * (even[g] + odd[g])) -
-                      (dmin * scale[g]) * (float)(mn[g] * (even_q[g] + odd_q[g]));
-    }
-    return gguf__fold(acc, 8);
-}
-
-static inline float gguf__dot_q6_k(const uint8_t *b, const int8_t *q, const float *scale, size_t n) {
-    float acc[8] = {0};
-    int8_t w[256], sc[16];
-    int32_t even[8], odd[8];
-    for (; n > 0; n -= 256, b += 210, q += 256, scale += 8) {
-        float d = gguf__f16_at(b + 208);
-        memcpy(sc, b + 192, 16);
-        gguf__q6_k_codes(b, w);
-        gguf__dot_16s(w, q, even, odd);
-        GGUF__VECTOR_LOOP for (int g = 0; g < 8; g++)
-            acc[g] += (d * scale[g]) * (float)(sc[2 * g] * even[g] + sc[2 * g + 1] * odd[g]);
+        gguf__dot_16s(c.w, q, dot);
+        if (gguf__has_min(type)) gguf__dot_16s(NULL, q, sum);
+        gguf__add_terms(type, &c, dot, sum, scale, acc);
+        left -= left < 256 ? left : 256;
     }
     return gguf__fold(acc, 8);
 }
 
 float gguf_dot_q8(int type, const void *row, const int8_t *q, const float *scale, size_t n) {
     const uint8_t *b = (const uint8_t *)row;
-    assert(gguf_block_elems(type) >= 32 && n % (size_t)gguf_block_elems(type) == 0);
-    switch (type) {                                 // a constant type each, so that its loop has no branches
-    case GGUF_Q8_0: return gguf__dot_32(GGUF_Q8_0, b, q, scale, n);
-    case GGUF_Q4_0: return gguf__dot_32(GGUF_Q4_0, b, q, scale, n);
-    case GGUF_Q5_0: return gguf__dot_32(GGUF_Q5_0, b, q, scale, n);
-    case GGUF_Q4_K: return gguf__dot_q4_k(b, q, scale, n);
-    case GGUF_Q6_K: return gguf__dot_q6_k(b, q, scale, n);
-    default: assert(0); return NAN;
+    float y = NAN;
+    assert(gguf_type_supported(type) && gguf_block_elems(type) >= 32 && n % (size_t)gguf_block_elems(type) == 0);
+    GGUF__FOR_TYPE(type, y = gguf__dot(T, b, q, scale, n))
+    return y;
+}
+
+// Many rows at once. A part of 256 elements is 64 words of four codes: 8 for each of 8 groups. Packing turns these from
+// [group][word] into [word][group], so that eight steps of four products leave the sum of each group in a lane of its own,
+// and nothing is left to add across lanes. Activations are packed once for all weight rows, weights once for all
+// activation rows. With GGUF__DPBUSD, which multiplies unsigned by signed bytes, activations are stored as q + 128, and
+// the part of the weights holds -128 times its sums to start from.
+typedef struct {
+    int8_t q[256];
+    int32_t sum[2][8];              // of q, both halves of each group
+    float scale[8];
+} Gguf__Acts;
+
+enum { GGUF__TILE_W = 4, GGUF__TILE_ROWS = 32 };        // weight and activation rows whose partial sums are kept at a time
+
+size_t gguf_packed_size(size_t n) { return (n + 255) / 256 * sizeof(Gguf__Acts); }
+
+static inline void gguf__transpose_words(const int8_t *in, int8_t *out) {
+#ifdef __AVX2__
+    const __m256i *p = (const __m256i *)(const void *)in;
+    __m256i a[8], b[8];
+    for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_si256(p + i);
+    for (int i = 0; i < 8; i += 2) {
+        b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = _mm256_unpacklo_epi64(b[i + j], b[i + j + 2]);
+            a[i + 2 * j + 1] = _mm256_unpackhi_epi64(b[i + j], b[i + j + 2]);
+        }
+    __m256i *o = (__m256i *)(void *)out;
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_si256(o + i, _mm256_permute2x128_si256(a[i], a[i + 4], 0x20));
+        _mm256_storeu_si256(o + i + 4, _mm256_permute2x128_si256(a[i], a[i + 4], 0x31));
+    }
+#else
+    for (int k = 0; k < 8; k++)
+        for (int g = 0; g < 8; g++) memcpy(out + 32 * k + 4 * g, in + 32 * g + 4 * k, 4);
+#endif
+}
+
+void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed) {
+    Gguf__Acts *p = (Gguf__Acts *)packed;
+    int8_t part[256];
+    assert(n % 32 == 0);
+    for (; n > 0; p++, q += 256, scale += 8) {
+        const size_t m = n < 256 ? n : 256;
+        n -= m;
+        memset(part, 0, sizeof part);
+        memcpy(part, q, m);
+        memset(p->scale, 0, sizeof p->scale);
+        memcpy(p->scale, scale, m / 32 * sizeof *scale);
+        gguf__dot_16s(NULL, part, p->sum);
+        gguf__transpose_words(part, p->q);
+#ifdef GGUF__DPBUSD
+        for (int i = 0; i < 256; i++) p->q[i] = (int8_t)(p->q[i] ^ -128);
+#endif
+    }
+}
+
+typedef struct {
+    Gguf__Codes c;
+    int8_t words[256];
+    int32_t start[2][8];
+} Gguf__Weights;
+
+// dot[h][g] = sum over half h of group g, from codes and activations in [word][group] order.
+static inline void gguf__dot_words(const Gguf__Weights *restrict w, const int8_t *restrict q, int32_t (*restrict dot)[8]) {
+    for (int h = 0; h < 2; h++) {
+        const int8_t *wh = w->words + 128 * h, *qh = q + 128 * h;
+#if defined(__AVX2__)
+        const __m256i *wp = (const __m256i *)(const void *)wh, *qp = (const __m256i *)(const void *)qh;
+#ifdef GGUF__DPBUSD
+        __m256i s = _mm256_loadu_si256((const __m256i *)(const void *)w->start[h]);
+        for (int k = 0; k < 4; k++) s = GGUF__DPBUSD(s, _mm256_loadu_si256(qp + k), _mm256_loadu_si256(wp + k));
+#else
+        __m256i s = _mm256_setzero_si256();
+        for (int k = 0; k < 4; k++) {
+            __m256i a = _mm256_loadu_si256(wp + k), b = _mm256_sign_epi8(_mm256_loadu_si256(qp + k), a);
+            a = _mm256_maddubs_epi16(_mm256_abs_epi8(a), b);
+            s = _mm256_add_epi32(s, _mm256_madd_epi16(a, _mm256_set1_epi16(1)));
+        }
+#endif
+        _mm256_storeu_si256((__m256i *)(void *)dot[h], s);
+#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
+        for (int g = 0; g < 8; g += 4) {
+            int32x4_t s = vdupq_n_s32(0);
+            for (int k = 0; k < 4; k++) s = vdotq_s32(s, vld1q_s8(wh + 32 * k + 4 * g), vld1q_s8(qh + 32 * k + 4 * g));
+            vst1q_s32(dot[h] + g, s);
+        }
+#else
+        memset(dot[h], 0, sizeof dot[h]);
+        for (int k = 0; k < 4; k++)
+            for (int i = 0; i < 32; i++) dot[h][i / 4] += wh[32 * k + i] * qh[32 * k + i];
+#endif
+    }
+}
+
+// n_w <= GGUF__TILE_W weight rows times n_rows <= GGUF__TILE_ROWS activation rows.
+GGUF__INLINE void gguf__dot_tile(int type, const uint8_t *b, size_t row_size, size_t n_w, const Gguf__Acts *x, size_t parts,
+                                 size_t n_rows, size_t n, float *out, size_t out_stride) {
+    const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes;
+    float acc[GGUF__TILE_ROWS][GGUF__TILE_W][8];
+    int32_t dot[2][8], sum[2][8];
+    uint8_t tail[8 * 34];
+    Gguf__Weights w[GGUF__TILE_W];
+    memset(acc, 0, sizeof acc);
+    for (size_t part = 0; part < parts; part++, x++) {
+        for (size_t i = 0; i < n_w; i++) {
+            gguf__unpack(type, gguf__part(type, b + i * row_size + part * bytes, n - part * 256, tail), &w[i].c);
+            gguf__transpose_words(w[i].c.w, w[i].words);
+#ifdef GGUF__DPBUSD
+            gguf__dot_16s(NULL, w[i].c.w, w[i].start);
+            for (int g = 0; g < 8; g++) w[i].start[0][g] *= -128, w[i].start[1][g] *= -128;
+#endif
+        }
+        for (size_t r = 0; r < n_rows; r++) {
+            const Gguf__Acts *xr = x + r * parts;
+            memcpy(sum, xr->sum, sizeof sum);
+            for (size_t i = 0; i < n_w; i++) {
+                gguf__dot_words(&w[i], xr->q, dot);
+                gguf__add_terms(type, &w[i].c, dot, sum, xr->scale, acc[r][i]);
+            }
+        }
+    }
+    for (size_t r = 0; r < n_rows; r++)
+        for (size_t i = 0; i < n_w; i++) out[r * out_stride + i] = gguf__fold(acc[r][i], 8);
+}
+
+void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, size_t n_rows, size_t n,
+                      float *out, size_t out_stride) {
+    const size_t row_size = gguf_row_size(type, n), parts = (n + 255) / 256;
+    assert(gguf_type_supported(type) && gguf_block_elems(type) >= 32 && n % (size_t)gguf_block_elems(type) == 0);
+    for (size_t i = 0; i < n_w; i += GGUF__TILE_W)
+        for (size_t r = 0; r < n_rows; r += GGUF__TILE_ROWS) {
+            const size_t tile_w = n_w - i < GGUF__TILE_W ? n_w - i : GGUF__TILE_W;
+            const size_t tile_r = n_rows - r < GGUF__TILE_ROWS ? n_rows - r : GGUF__TILE_ROWS;
+            const Gguf__Acts *x = (const Gguf__Acts *)packed + r * parts;
+            GGUF__FOR_TYPE(type, gguf__dot_tile(T, (const uint8_t *)w + i * row_size, row_size, tile_w, x, parts, tile_r, n,
+                                                out + r * out_stride + i, out_stride))
+        }
+}
+
+// ---- quantising --------------------------------------------------------------------------------------------------
+// The K types look for the best scale of each sub-block, over the 8 or 16 sub-blocks of a block side by side: x[i][j] is
+// element i of sub-block j, every loop over j is a vector, and each sub-block's sums still run over i in order. So the
+// result is that of a loop over one sub-block after the other, and the same with every compiler.
+
+// v to the nearest integer, ties to even, where |v| < 2^22; otherwise, and for a NaN, some integer.
+static inline int32_t gguf__nearest(float v) {
+    float shifted = v + 0x1.8p23f;                  // the last bit of the sum is worth 1
+    uint32_t u;
+    memcpy(&u, &shifted, 4);
+    return (int32_t)(u & 0x007fffff) - 0x00400000;
+}
+static inline int32_t gguf__clamp(int32_t v, int32_t min, int32_t max) { return v < min ? min : v > max ? max : v; }
+static inline int gguf__min(int a, int b) { return a < b ? a : b; }
+
+// v without its fraction, and to the nearest integer, halves away from zero; 0 if that is no int8.
+static inline int gguf__trunc(float v) { return v > -129 && v < 128 ? (int)v : 0; }
+static inline int gguf__round(float v) {
+    const float in = v > -128.5f && v < 127.5f ? v : 0;
+    const int t = (int)in;
+    return t + (in - (float)t >= 0.5f) - (in - (float)t <= -0.5f);
+}
+
+static inline void gguf__put_f16(uint8_t *p, float f) {
+    uint16_t h = gguf_f32_to_f16(f);
+    memcpy(p, &h, 2);
+}
+
+// The element of largest magnitude with its sign, the first of several.
+static inline float gguf__extreme(const float *x, int n) {
+    float max = 0, m = 0;
+    for (int i = 0; i < n; i++)
+        if (fabsf(x[i]) > max) max = fabsf(x[i]), m = x[i];
+    return m;
+}
+
+static void gguf__quantize_q8_0(const float *x, uint8_t *b) {
+    const float d = fabsf(gguf__extreme(x, 32)) / 127, r = d != 0 ? 1 / d : 0;
+    gguf__put_f16(b, d);
+    for (int i = 0; i < 32; i++) b[2 + i] = (uint8_t)gguf__round(x[i] * r);
+}
+
+// Q4_0 Q4_1 Q5_0 Q5_1: the extreme of Q4_0 and Q5_0 becomes code 0; Q4_1 and Q5_1 reach from the least to the largest value.
+GGUF__INLINE void gguf__quantize_32(int type, const float *x, uint8_t *b) {
+    const bool five = type == GGUF_Q5_0 || type == GGUF_Q5_1, has_min = gguf__has_min(type);
+    const int top = five ? 31 : 15;
+    float d, zero = 0, half = (float)(top / 2 + 1) + 0.5f;
+    if (has_min) {
+        float max = x[0];
+        zero = x[0], half = 0.5f;
+        for (int i = 1; i < 32; i++) zero = x[i] < zero ? x[i] : zero, max = x[i] > max ? x[i] : max;
+        d = (max - zero) / (float)top;
+    } else {
+        d = gguf__extreme(x, 32) / (float)-(top / 2 + 1);
+    }
+    const float r = d != 0 ? 1 / d : 0;
+    uint8_t c[32];
+    uint32_t high = 0;
+    for (int i = 0; i < 32; i++) {
+        c[i] = (uint8_t)gguf__min(top, gguf__trunc((x[i] - zero) * r + half));
+        high |= (uint32_t)(c[i] >> 4 & 1) << i;
+    }
+    gguf__put_f16(b, d), b += 2;
+    if (has_min) gguf__put_f16(b, zero), b += 2;
+    if (five) memcpy(b, &high, 4), b += 4;
+    for (int i = 0; i < 16; i++) b[i] = (uint8_t)((c[i] & 15) | c[16 + i] << 4);
+}
+
+// The code whose value V[c]*h is nearest to x, the first of several.
+static inline uint8_t gguf__nearest_e2m1(float x, float h) {
+    int best = 0;
+    float error = fabsf(x);
+    for (int c = 1; c < 16; c++) {
+        const float e = fabsf(gguf__nibble_v[c] * h - x);
+        best = e < error ? c : best, error = e < error ? e : error;
+    }
+    return (uint8_t)best;
+}
+
+static void gguf__quantize_mxfp4(const float *x, uint8_t *b) {
+    const float max = fabsf(gguf__extreme(x, 32));
+    float e = max > 0 ? floorf(log2f(max)) + 125 : 0;
+    e = e > 0 ? e < 254 ? e : 254 : 0;
+    b[0] = (uint8_t)e;
+    const float h = gguf__e8m0_half(b[0]);
+    for (int i = 0; i < 16; i++) b[1 + i] = (uint8_t)(gguf__nearest_e2m1(x[i], h) | gguf__nearest_e2m1(x[16 + i], h) << 4);
+}
+
+// The nearest unsigned E4M3 number, halves upwards; at most 448. Subnormals, M*2^-9, end at M = 7, also from 7.5 on.
+static uint8_t gguf__to_e4m3(float v) {
+    uint32_t u;
+    if (!(v > 0)) return 0;
+    if (v >= 448) return 0x7e;
+    if (v < 0x1p-6f) return (uint8_t)gguf__min(7, (int)(v * 512 + 0.5f));
+    memcpy(&u, &v, 4);
+    u = (u + (1 << 19)) >> 20;                      // exponent and three bits of mantissa
+    return (uint8_t)gguf__min(0x7e, (int)(u - (120 << 3)));
+}
+
+static void gguf__quantize_nvfp4(const float *x, uint8_t *b) {
+    for (int j = 0; j < 4; j++, x += 16) {
+        b[j] = gguf__to_e4m3(fabsf(gguf__extreme(x, 16)) / 6);
+        const float h = gguf__e4m3_half(b[j]);
+        for (int i = 0; i < 8; i++)
+            b[4 + 8 * j + i] = (uint8_t)(gguf__nearest_e2m1(x[i], h) | gguf__nearest_e2m1(x[8 + i], h) << 4);
+    }
+}
+
+// Scale and minimum of x ~ scale*code + min, code 0..top, min <= 0, for n sub-blocks of `len` elements with weights w. Tried
+// are the full range and then steps + 1 widths around it, each measured from the best minimum so far, with the codes of
+// that width and the scale and minimum that fit these codes best; the least weighted error wins. min is returned positive.
+GGUF__INLINE void gguf__search_min(int n, int len, const float *restrict x, const float *restrict w, int top, float start,
+                                   int steps, bool absolute, float *restrict scale, float *restrict min,
+                                   int32_t *restrict code) {
+    float lo[16], hi[16], s[16], m[16], sum_w[16] = {0}, sum_x[16] = {0};
+    float inv[16], zero[16], best_inv[16] = {0}, best_zero[16] = {0}, best[16] = {0};
+    int32_t l[256];
+    for (int j = 0; j < n; j++) lo[j] = x[j] < 0 ? x[j] : 0, hi[j] = x[j];
+    for (int i = 0; i < len; i++)
+        GGUF__VECTOR_LOOP for (int j = 0; j < n; j++) {
+            const float v = x[i * n + j], wv = w[i * n + j];
+            lo[j] = v < lo[j] ? v : lo[j], hi[j] = v > hi[j] ? v : hi[j];
+            sum_w[j] += wv, sum_x[j] += wv * v;
+        }
+    for (int k = -1; k <= steps; k++) {             // -1: the first try, whose scale and minimum stay as they are
+        float sum_l[16] = {0}, sum_l2[16] = {0}, sum_xl[16] = {0}, error[16] = {0};
+        for (int j = 0; j < n; j++) {
+            zero[j] = k < 0 ? lo[j] : min[j];
+            inv[j] = (k < 0 ? (float)top : start + 0.1f * (float)k + (float)top) / (hi[j] - zero[j]);
+        }
+        for (int i = 0; i < len; i++)
+            GGUF__VECTOR_LOOP for (int j = 0; j < n; j++) {
+                const float v = x[i * n + j], wv = w[i * n + j];
+                const int32_t c = gguf__clamp(gguf__nearest(inv[j] * (v - zero[j])), 0, top);
+                l[i * n + j] = c;
+                sum_l[j] += wv * (float)c, sum_l2[j] += wv * (float)c * (float)c, sum_xl[j] += wv * (float)c * v;
+            }
+        GGUF__VECTOR_LOOP for (int j = 0; j < n; j++) {
+            const float det = sum_w[j] * sum_l2[j] - sum_l[j] * sum_l[j];
+            const float fit = (sum_w[j] * sum_xl[j] - sum_x[j] * sum_l[j]) / det;
+            const float fit_min = (sum_l2[j] * sum_x[j] - sum_l[j] * sum_xl[j]) / det;
+            s[j] = k < 0 ? 1 / inv[j] : fit_min > 0 ? sum_xl[j] / sum_l2[j] : fit;
+            m[j] = k < 0 ? lo[j] : fit_min > 0 ? 0 : fit_min;
+            sum_l[j] = k < 0 || det > 0;            // from here on: may be taken
+        }
+        for (int i = 0; i < len; i++)
+            GGUF__VECTOR_LOOP for (int j = 0; j < n; j++) {
+                const float diff = s[j] * (float)l[i * n + j] + m[j] - x[i * n + j];
+                error[j] += w[i * n + j] * (absolute ? fabsf(diff) : diff * diff);
+            }
+        for (int j = 0; j < n; j++)
+            if (k < 0 || (sum_l[j] != 0 && error[j] < best[j]))
+                best[j] = error[j], best_inv[j] = inv[j], best_zero[j] = zero[j], scale[j] = s[j], min[j] = m[j];
+    }
+    for (int j = 0; j < n; j++)
+        if (hi[j] == lo[j]) scale[j] = 0, min[j] = lo[j], best_inv[j] = 0;
+    for (int i = 0; i < len; i++)
+        for (int j = 0; j < n; j++)
+            code[i * n + j] = gguf__clamp(gguf__nearest(best_inv[j] * (x[i * n + j] - best_zero[j])), 0, top);
+    for (int j = 0; j < n; j++) min[j] = -min[j];
+}
+
+// Q2_K Q4_K Q5_K.
+GGUF__INLINE void gguf__quantize_k_min(int type, const float *restrict src, uint8_t *restrict b) {
+    const bool q2 = type == GGUF_Q2_K;
+    const int n = q2 ? 16 : 8, len = 256 / n, top = q2 ? 3 : type == GGUF_Q4_K ? 15 : 31, top_scale = q2 ? 15 : 63;
+    float x[256], w[256], scale[16] = {0}, min[16] = {0}, max_scale = 0, max_min = 0;
+    int32_t c[256];
+    for (int j = 0; j < n; j++) {
+        float mean = 0;
+        for (int i = 0; i < len; i++) x[i * n + j] = src[j * len + i], mean += src[j * len + i] * src[j * len + i];
+        mean = q2 ? 0 : sqrtf(mean / (float)len);
+        for (int i = 0; i < len; i++) w[i * n + j] = mean + fabsf(x[i * n + j]);
+    }
+    gguf__search_min(n, len, x, w, top, type == GGUF_Q4_K ? -1 : -0.5f, type == GGUF_Q4_K ? 20 : 15, q2, scale, min, c);
+    for (int j = 0; j < n; j++) {
+        max_scale = scale[j] > max_scale ? scale[j] : max_scale;
+        max_min = min[j] > max_min ? min[j] : max_min;
+    }
+    const float inv_scale = max_scale > 0 ? (float)top_scale / max_scale : 0;
+    const float inv_min = max_min > 0 ? (float)top_scale / max_min : 0;
+    uint8_t sc[16], mn[16], *at_d = q2 ? b + 80 : b;
+    gguf__put_f16(at_d, max_scale / (float)top_scale);
+    gguf__put_f16(at_d + 2, max_min / (float)top_scale);
+    const float d = gguf__f16_at(at_d), dmin = gguf__f16_at(at_d + 2);
+    for (int j = 0; j < n; j++) {
+        sc[j] = (uint8_t)gguf__min(top_scale, (uint8_t)gguf__nearest(inv_scale * scale[j]));
+        mn[j] = (uint8_t)gguf__min(top_scale, (uint8_t)gguf__nearest(inv_min * min[j]));
+    }
+    for (int i = 0; i < len; i++)                   // the codes for the rounded scales and minima
+        for (int j = 0; j < n; j++) {
+            const float step = d * sc[j], m = dmin * mn[j];
+            if (step != 0) c[i * n + j] = gguf__clamp(gguf__nearest((x[i * n + j] + m) / step), 0, top);
+        }
+    if (q2) {
+        for (int j = 0; j < 16; j++) b[j] = (uint8_t)(sc[j] | mn[j] << 4);
+        memset(b + 16, 0, 64);
+        for (int i = 0; i < 256; i++) b[16 + i / 128 * 32 + i % 32] |= (uint8_t)(c[i % 16 * 16 + i / 16] << (i / 32 % 4 * 2));
+        return;
+    }
+    for (int g = 0; g < 4; g++) {
+        b[4 + g] = (uint8_t)(sc[g] | sc[g + 4] >> 4 << 6);
+        b[8 + g] = (uint8_t)(mn[g] | mn[g + 4] >> 4 << 6);
+        b[12 + g] = (uint8_t)((sc[g + 4] & 15) | mn[g + 4] << 4);
+    }
+    uint8_t *h = b + 16, *q = type == GGUF_Q4_K ? b + 16 : b + 48;
+    for (int i = 0; i < 128; i++) {
+        const int32_t *pair = c + i % 32 * 8 + i / 32 * 2;      // element i % 32 of sub-blocks 2p and 2p + 1
+        q[i] = (uint8_t)((pair[0] & 15) | pair[1] << 4);
+    }
+    if (type == GGUF_Q5_K)
+        for (int i = 0; i < 32; i++) {
+            h[i] = 0;
+            for (int g = 0; g < 8; g++) h[i] |= (uint8_t)(c[i * 8 + g] >> 4 << g);
+        }
+}
+
+// Q6_K: scales of 16 sub-blocks, x ~ scale*code with code -32..31 and weights x^2, the best of 19 ranges.
+static void gguf__quantize_q6_k(const float *restrict src, uint8_t *restrict b) {
+    float x[256], m[16], scale[16] = {0}, merit[16] = {0}, best_inv[16] = {0};
+    for (int j = 0; j < 16; j++) {
+        m[j] = gguf__extreme(src + 16 * j, 16);
+        for (int i = 0; i < 16; i++) x[i * 16 + j] = src[j * 16 + i];
+    }
+    for (int k = -10; k <= 9; k++) {                // -10: the first try, at the range itself
+        float inv[16], sum_xl[16] = {0}, sum_l2[16] = {0};
+        if (k == 0) continue;
+        GGUF__VECTOR_LOOP for (int j = 0; j < 16; j++) inv[j] = -(k == -10 ? 32 : 32 + 0.1f * (float)k) / m[j];
+        for (int i = 0; i < 16; i++)
+            GGUF__VECTOR_LOOP for (int j = 0; j < 16; j++) {
+                const float v = x[i * 16 + j], c = (float)gguf__clamp(gguf__nearest(inv[j] * v), -32, 31);
+                sum_xl[j] += v * v * v * c, sum_l2[j] += v * v * c * c;
+            }
+        for (int j = 0; j < 16; j++) {
+            const bool better = k == -10 || (sum_l2[j] > 0 && sum_xl[j] * sum_xl[j] > merit[j] * sum_l2[j]);
+            if (!better || fabsf(m[j]) < 1e-15f) continue;
+            best_inv[j] = inv[j];
+            scale[j] = sum_l2[j] != 0 ? sum_xl[j] / sum_l2[j] : 0;
+            merit[j] = scale[j] * sum_xl[j];
+        }
+    }
+    const float max = gguf__extreme(scale, 16);
+    if (fabsf(max) < 1e-15f) {
+        memset(b, 0, 210);
+        return;
+    }
+    const float inv = -128 / max;
+    gguf__put_f16(b + 208, 1 / inv);
+    const float d = gguf__f16_at(b + 208);
+    uint8_t c[256];
+    for (int j = 0; j < 16; j++) {
+        const int sc = gguf__min(127, gguf__nearest(inv * scale[j]));
+        const float step = d * (float)sc;
+        b[192 + j] = (uint8_t)sc;
+        for (int i = 0; i < 16; i++) {              // a sub-block with a scale of 0 keeps the codes of the search
+            const float v = step != 0 ? src[16 * j + i] / step : src[16 * j + i] * best_inv[j];
+            c[16 * j + i] = best_inv[j] == 0 && step == 0 ? 0 : (uint8_t)(gguf__clamp(gguf__nearest(v), -32, 31) + 32);
+        }
+    }
+    for (int h = 0; h < 2; h++)
+        for (int l = 0; l < 32; l++) {
+            const uint8_t *p = c + 128 * h + l;
+            b[64 * h + l] = (uint8_t)((p[0] & 15) | p[64] << 4);
+            b[64 * h + 32 + l] = (uint8_t)((p[32] & 15) | p[96] << 4);
+            b[128 + 32 * h + l] = (uint8_t)(p[0] >> 4 | p[32] >> 4 << 2 | p[64] >> 4 << 4 | p[96] >> 4 << 6);
+        }
+}
+
+// Q3_K: scales of 16 sub-blocks, x ~ scale*code with code -4..3 and weights x^2. From the codes of the full range, five
+// sweeps give each element in turn the code that is best for the others' scale.
+static void gguf__quantize_q3_k(const float *restrict src, uint8_t *restrict b) {
+    int32_t c[256];
+    float scale[16];
+    for (int j = 0; j < 16; j++) {
+        const float *x = src + 16 * j, m = gguf__extreme(x, 16), inv = -4 / m;
+        float sum_xl = 0, sum_l2 = 0;
+        int32_t *cj = c + 16 * j;
+        scale[j] = 0;
+        memset(cj, 0, 16 * sizeof *cj);
+        if (fabsf(m) < 1e-15f) continue;
+        for (int i = 0; i < 16; i++) {
+            const float w = x[i] * x[i];
+            cj[i] = gguf__clamp(gguf__nearest(inv * x[i]), -4, 3);
+            sum_xl += w * x[i] * (float)cj[i], sum_l2 += w * (float)cj[i] * (float)cj[i];
+        }
+        for (int sweep = 0; sweep < 5; sweep++)
+            for (int i = 0; i < 16; i++) {
+                const float w = x[i] * x[i], xl = sum_xl - w * x[i] * (float)cj[i];
+                const float l2 = sum_l2 - w * (float)cj[i] * (float)cj[i];
+                if (!(xl > 0)) continue;
+                const int32_t l = gguf__clamp(gguf__nearest(x[i] * l2 / xl), -4, 3);
+                const float new_xl = xl + w * x[i] * (float)l, new_l2 = l2 + w * (float)l * (float)l;
+                if (l == cj[i] || !(new_l2 > 0) || !(new_xl * new_xl * sum_l2 > sum_xl * sum_xl * new_l2)) continue;
+                cj[i] = l, sum_xl = new_xl, sum_l2 = new_l2;
+            }
+        scale[j] = sum_l2 > 0 ? sum_xl / sum_l2 : 0;
+        for (int i = 0; i < 16; i++) cj[i] += 4;
+    }
+    const float max = gguf__extreme(scale, 16), inv = max != 0 ? -32 / max : 0;
+    gguf__put_f16(b + 108, max != 0 ? 1 / inv : 0);
+    const float d = gguf__f16_at(b + 108);
+    memset(b, 0, 108);
+    for (int j = 0; j < 16; j++) {
+        const int sc = gguf__clamp(gguf__nearest(inv * scale[j]), -32, 31) + 32;
+        const float step = d * (float)(sc - 32);
+        if (max != 0) {
+            b[96 + j % 8] |= (uint8_t)((sc & 15) << (j / 8 * 4));
+            b[104 + j % 4] |= (uint8_t)(sc >> 4 << (j / 4 * 2));
+        }
+        for (int i = 16 * j; i < 16 * j + 16; i++) {
+            if (step != 0) c[i] = gguf__clamp(gguf__nearest(src[i] / step), -4, 3) + 4;
+            b[32 + i / 128 * 32 + i % 32] |= (uint8_t)((c[i] & 3) << (i / 32 % 4 * 2));
+            b[i % 32] |= (uint8_t)(c[i] >> 2 << (i / 32));
+        }
+    }
+}
+
+bool gguf_can_quantize(int type) {
+    return gguf_type_supported(type) && type != GGUF_IQ4_NL && type != GGUF_IQ4_XS;
+}
+
+void gguf_quantize(int type, const float *src, void *dst, size_t n) {
+    const size_t elems = (size_t)gguf_block_elems(type), bytes = (size_t)gguf_block_bytes(type);
+    uint8_t *b = (uint8_t *)dst;
+    assert(gguf_can_quantize(type) && n % elems == 0);
+    if (type == GGUF_F32 && n > 0) memcpy(dst, src, n * sizeof *src);
+    else for (; n > 0; n -= elems, src += elems, b += bytes) {
+        uint16_t h;
+        switch (type) {
+        case GGUF_F16: h = gguf_f32_to_f16(*src), memcpy(b, &h, 2); break;
+        case GGUF_BF16: h = gguf_f32_to_bf16(*src), memcpy(b, &h, 2); break;
+        case GGUF_Q8_0: gguf__quantize_q8_0(src, b); break;
+        case GGUF_Q4_0: gguf__quantize_32(GGUF_Q4_0, src, b); break;
+        case GGUF_Q4_1: gguf__quantize_32(GGUF_Q4_1, src, b); break;
+        case GGUF_Q5_0: gguf__quantize_32(GGUF_Q5_0, src, b); break;
+        case GGUF_Q5_1: gguf__quantize_32(GGUF_Q5_1, src, b); break;
+        case GGUF_MXFP4: gguf__quantize_mxfp4(src, b); break;
+        case GGUF_NVFP4: gguf__quantize_nvfp4(src, b); break;
+        case GGUF_Q2_K: gguf__quantize_k_min(GGUF_Q2_K, src, b); break;
+        case GGUF_Q3_K: gguf__quantize_q3_k(src, b); break;
+        case GGUF_Q4_K: gguf__quantize_k_min(GGUF_Q4_K, src, b); break;
+        case GGUF_Q5_K: gguf__quantize_k_min(GGUF_Q5_K, src, b); break;
+        case GGUF_Q6_K: gguf__quantize_q6_k(src, b); break;
+        }
     }
 }
 #endif // GGUF_IMPLEMENTATION

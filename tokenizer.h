@@ -1,7 +1,13 @@
-/* tokenizer.h - text <-> token ids of Gemma 4, and the chat turn. Single header, no dependencies, no model knowledge.
+/* tokenizer.h - text <-> token ids of Gemma 4, chat prompts, and the model's output read back. Single header, no model
+ * knowledge. It needs the JSON reader of gguf.h, which it includes.
  *
- * USE    In exactly one C file: #define TOKENIZER_IMPLEMENTATION before the #include. Fill a TokVocab from the model
- *        file, tok_init, then tok_encode / tok_piece / tok_stream_push; tok_free at the end.
+ * USE    In exactly one C file: #define GGUF_IMPLEMENTATION (unless another file has it) and TOKENIZER_IMPLEMENTATION
+ *        before the #include. Fill a TokVocab from the model file, tok_init, then
+ *          text     tok_encode, tok_piece, tok_stream_push
+ *          prompt   tok_add_message ..., tok_chat: a conversation to ids
+ *          answer   tok_reply_start, tok_reply_push ..., tok_reply_end: ids to thought, text and tool calls;
+ *                   tok_add_reply puts them into the conversation
+ *        and tok_free at the end.
  *
  * ENCODE 1. In the mode asked for, cut the text at the special strings ("<|turn>" and 23 others).
  *        2. A space becomes U+2581; each invalid UTF-8 byte becomes U+FFFD. No other change.
@@ -15,22 +21,33 @@
  *
  * SEAMS  encode(a) + encode(b) is not encode(a + b): join adjacent plain texts before they are encoded.
  *
+ * CHAT   A conversation is one JSON text, the "messages" of the OpenAI chat API, whoever made it: a server passes it
+ *        through, a terminal appends to it. tok_chat renders all of it each time, which is cheap (millions of tokens a
+ *        second); what is in the cache already shows by comparing ids. Texts are encoded in TOK_PLAIN mode and markers
+ *        are put in by id, so no message can open or close a turn.
+ *
  * ERRORS Functions that can fail return < 0 and leave one line in t->err, without newline. Nothing prints or exits.
- *        A failed tok_encode or tok_chat_turn leaves the ids as they were.
+ *        A failed tok_encode or tok_chat leaves its results as they were.
  *
  * THREADS  After tok_init the tables are read only; t->err is written by a call that fails. Decoding is safe from any
  *        number of threads; encoding too, if each thread has its own copy of the struct (by assignment: the copies share
  *        the tables, and only one of them is given to tok_free).
  *
  * MEMORY About 26 MB of tables for 262144 tokens and 514906 merges. Encoding needs 4 bytes per code point in the
- *        result, and 24 more while it merges a run of more than 32 code points that offers no place to cut. */
+ *        result, and 24 more while it merges a run of more than 32 code points that offers no place to cut. A prompt
+ *        needs a copy of its longest text and 200 bytes per message. */
 #ifndef TOKENIZER_H
 #define TOKENIZER_H
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#ifndef GGUF_H                // where gguf.h is there already, its implementation must not come in twice
+#include "gguf.h"
+#endif
 
 typedef struct { const char *s; size_t n; } TokStr;   // bytes, no terminator; s may be NULL when n is 0
+typedef struct { char *s; size_t n, cap; } TokText;   // bytes that grow by realloc, no terminator; start with {0}
+void tok_text_free(TokText *v);
 
 // What the model file says. The pointers need to live during tok_init only.
 typedef struct {
@@ -44,11 +61,21 @@ typedef struct {
     bool has_ple;             // per-layer embeddings: decides the chat variant when there is no template
 } TokVocab;
 
+// Google's chat templates, told apart by what their source mentions.
+typedef enum {
+    TOK_TEMPLATE_NONE,        // the file has none
+    TOK_TEMPLATE_CANONICAL,   // of July 2026 or later: has the input preserve_thinking
+    TOK_TEMPLATE_SPRING,      // of spring 2026: reads tool_call_id, but not preserve_thinking
+    TOK_TEMPLATE_LAUNCH,      // of the release: knows tool_responses only
+    TOK_TEMPLATE_OTHER        // none of Google's
+} TokTemplate;
+
 typedef struct { int32_t left, right; uint32_t rank; int32_t merged; } Tok__Merge;   // left -1: free slot
 
 typedef struct Tokenizer {
     int n_tokens;
-    bool large_variant;       // chat: with thinking off the prompt ends in an empty thought block
+    bool large_variant;       // chat: with thinking off the prompt ends in an empty thought block; may be set after tok_init
+    TokTemplate chat_template;   // what the file's template is; tok_chat renders the canonical one in any case
     int bos, eos, eot;        // as in the file, bos and eos by their text if the file does not say; -1 when unknown
     int32_t stop[8];          // (n_stop) ids that end generation
     int n_stop;
@@ -109,9 +136,72 @@ typedef struct { unsigned char pending[4]; int n; } TokStream;
 size_t tok_stream_push(const Tokenizer *t, TokStream *s, int32_t id, bool show_special, char *out, size_t cap);
 size_t tok_stream_flush(TokStream *s, char *out, size_t cap);   // at the end: what is pending was no character
 
-// Append the prompt of a first turn, thinking off: BOS, a system turn unless system.s is NULL, the user turn, and the
-// opening of the model's turn. The texts are trimmed (Unicode white space) and encoded in TOK_PLAIN mode.
-int tok_chat_turn(Tokenizer *t, TokStr system, TokStr user, TokIds *out);
+// ---- a conversation to a prompt ----
+
+// The conversation: a JSON array of messages {role, content, ...} as in the OpenAI chat API, empty for none.
+//   role       "system" and "developer" (first message: the system turn), "user", "assistant", "tool"
+//   content    a string, null, or a list of parts {type: text | image | image_url | audio | input_audio | video, text}
+//   assistant  reasoning or reasoning_content; tool_calls [{id, function: {name, arguments}}], the arguments as an object
+//              or as a string that holds one; tool_responses [{name, response}], results inside the same message
+//   tool       tool_call_id or name; content, which may also be an object
+// tok_add_message appends a text message, bytes of any kind. Returns 0, or -1 when memory runs out; nothing is added then.
+int tok_add_message(TokText *messages, const char *role, TokStr content);
+
+typedef struct {
+    TokStr messages;          // JSON array, see above
+    TokStr tools;             // JSON array of [{type: "function", function: {name, description, parameters}}], or empty
+    bool think;               // thinking on: <|think|> in the system turn
+    bool keep_thoughts;       // show thoughts of earlier turns too, where they led to tool calls
+    bool add_cue;             // end with the opening of the model's turn: it is to answer
+    bool end_thought;         // after a tool result with thinking off: an empty thought block, which some models need
+    bool exact;               // the published template to the letter, in the two cases where it leaves a prompt broken:
+                              // parameters without a type, and an answer after a message with content and results
+    TokStr thought, answer;   // how the model's turn starts, with add_cue; s NULL: not given. A thought needs `think`;
+                              // it stays open unless an answer follows
+} TokChat;
+
+// Append the prompt to *ids: the canonical template, <bos> first, and its text, markers spelled out, to *text unless that is
+// NULL. Errors name the place: "messages[2].content: expected ...".
+int tok_chat(Tokenizer *t, const TokChat *c, TokIds *ids, TokText *text);
+
+// ---- the model's output, read back ----
+
+typedef struct { TokStr name, arguments; } TokCall;   // arguments: a JSON object, members as the model wrote them
+typedef enum { TOK_RUNNING, TOK_STOP, TOK_TOOL_CALLS, TOK_LENGTH } TokFinish;
+
+// Ids are pushed one at a time; content and thought grow by whole characters and never shrink, so a caller streams what is
+// new behind the offset it has shown. A thought's trailing white space is held back until more follows; a call appears in
+// calls when it is complete. Broken calls are repaired as far as they can be read; what is no call is dropped.
+typedef struct {
+    TokText content, thought;
+    TokCall *calls;           // (n_calls)
+    int n_calls;
+    TokFinish finish;         // TOK_RUNNING until a stop id or tok_reply_end
+
+    // Private.
+    enum { TOK__CONTENT, TOK__THOUGHT, TOK__CALL } state;
+    bool naming;              // in a thought, before the end of its first line: the channel's name
+    bool after_call;          // white space is dropped
+    size_t held;              // bytes behind thought.n: white space that more may follow
+    TokStream stream;
+    TokText call;             // text of the open call, TOK__DELIMITER for <|"|>
+    TokText piece;            // the characters of one id
+} TokReply;
+
+// Begin after this prompt (its ids decide whether the model goes on with an open thought). *r starts as {0}; a used one
+// keeps its memory and loses its contents.
+void tok_reply_start(const Tokenizer *t, TokReply *r, const int32_t *prompt, size_t n);
+// The next id. Returns 0: go on; 1: it was a stop id, r->finish says why; -1: out of memory.
+int tok_reply_push(Tokenizer *t, TokReply *r, int32_t id);
+// Generation ended without a stop id: finish is TOK_LENGTH, an open call is read as far as it goes. No effect after a stop.
+int tok_reply_end(Tokenizer *t, TokReply *r);
+void tok_reply_free(TokReply *r);
+
+// Append the reply as an assistant message; its calls get the ids call_N_0, call_N_1 ... for message N. As tok_add_message.
+int tok_add_reply(TokText *messages, const TokReply *r);
+
+// Append s as a JSON string, quotes included. Bytes of 0x80 and more are copied. Returns 0, or -1 when memory runs out.
+int tok_add_json_string(TokText *out, TokStr s);
 
 #endif // TOKENIZER_H
 
@@ -198,6 +288,30 @@ static int tok__push(Tokenizer *t, TokIds *v, int32_t id) {
 void tok_ids_free(TokIds *v) {
     free(v->ids);
     *v = (TokIds){ 0 };
+}
+
+// Make room for n more bytes; false when memory runs out.
+static bool tok__room(TokText *v, size_t n) {
+    if (n <= v->cap - v->n) return true;
+    if (n > SIZE_MAX / 2 - v->n) return false;
+    size_t cap = v->n + n < 256 ? 256 : (v->n + n) / 2 * 3;
+    char *s = realloc(v->s, cap);
+    if (!s) return false;
+    v->s = s;
+    v->cap = cap;
+    return true;
+}
+
+static bool tok__append(TokText *v, const char *s, size_t n) {
+    if (!tok__room(v, n)) return false;
+    if (n) memcpy(v->s + v->n, s, n);
+    v->n += n;
+    return true;
+}
+
+void tok_text_free(TokText *v) {
+    free(v->s);
+    *v = (TokText){ 0 };
 }
 
 // ---- UTF-8 ----------------------------------------------------------------------------------------------------------
@@ -478,10 +592,22 @@ static void tok__add_stop(Tokenizer *t, int32_t id) {
     if (id >= 0 && !tok_is_stop(t, id)) t->stop[t->n_stop++] = id;
 }
 
-static bool tok__contains(TokStr s, TokStr what) {
-    for (size_t i = 0; i + what.n <= s.n; i++)
-        if (memcmp(s.s + i, what.s, what.n) == 0) return true;
+static bool tok__contains(TokStr s, const char *what) {
+    size_t n = strlen(what);
+    for (size_t i = 0; i + n <= s.n; i++)
+        if (memcmp(s.s + i, what, n) == 0) return true;
     return false;
+}
+
+// The variant and the age of the file's chat template. Its bytes differ between publishers, the names it uses do not.
+static void tok__read_template(Tokenizer *t, const TokVocab *v) {
+    const TokStr s = v->chat_template;
+    t->large_variant = s.n ? tok__contains(s, "<|channel>thought\\n<channel|>") : !v->has_ple;   // in source: \ and n
+    t->chat_template = !s.n ? TOK_TEMPLATE_NONE
+                     : !tok__contains(s, "<|turn>") || !tok__contains(s, "enable_thinking") ? TOK_TEMPLATE_OTHER
+                     : tok__contains(s, "preserve_thinking") ? TOK_TEMPLATE_CANONICAL
+                     : tok__contains(s, "tool_call_id") ? TOK_TEMPLATE_SPRING
+                     : tok__contains(s, "tool_responses") ? TOK_TEMPLATE_LAUNCH : TOK_TEMPLATE_OTHER;
 }
 
 static int tok__check(Tokenizer *t, const TokVocab *v) {
@@ -513,8 +639,7 @@ int tok_init(Tokenizer *t, const TokVocab *v) {
     t->eot = v->eot;
     const int32_t stop[] = { t->eos, t->eot, t->tag_eos, t->turn_close, t->response_open, t->turn_open };
     for (size_t i = 0; i < sizeof stop / sizeof *stop; i++) tok__add_stop(t, stop[i]);
-    TokStr cue = { "<|channel>thought\\n<channel|>", 29 };            // template source: a backslash and an n
-    t->large_variant = v->chat_template.n ? tok__contains(v->chat_template, cue) : !v->has_ple;
+    tok__read_template(t, v);
     return 0;
 }
 
@@ -756,58 +881,1086 @@ size_t tok_stream_flush(TokStream *s, char *out, size_t cap) {
     return at;
 }
 
-// ---- chat -----------------------------------------------------------------------------------------------------------
-// A prompt is a list of special ids and plain texts. Texts are encoded in TOK_PLAIN mode: a user who writes "<turn|>"
-// gets the characters, not the token.
+// ---- chat: JSON -----------------------------------------------------------------------------------------------------
 
-static int tok__push_special(Tokenizer *t, TokIds *out, int32_t id, const char *name) {
-    if (id < 0) return tok__fail(t, "chat: the vocabulary has no token %s", name);
-    return tok__push(t, out, id);
-}
-
-// "ROLE\nTEXT" as one text: merges may cross the seam.
-static int tok__push_role(Tokenizer *t, TokIds *out, const char *role, TokStr text) {
-    size_t n_role = strlen(role);
-    if (text.n > INT32_MAX) return tok__fail(t, "text: expected at most %d bytes, got %zu", INT32_MAX, text.n);
-    char *joined = malloc(n_role + 1 + text.n);
-    if (!joined) return tok__fail(t, "out of memory for a message of %zu bytes", text.n);
-    memcpy(joined, role, n_role);
-    joined[n_role] = '\n';
-    if (text.n) memcpy(joined + n_role + 1, text.s, text.n);
-    int rc = tok_encode(t, joined, n_role + 1 + text.n, TOK_PLAIN, out);
-    free(joined);
-    return rc;
-}
-
-// <|turn> ROLE \n TEXT <turn|> \n
-static int tok__push_turn(Tokenizer *t, TokIds *out, const char *role, TokStr text) {
-    if (tok__push_special(t, out, t->turn_open, "<|turn>") < 0) return -1;
-    if (tok__push_role(t, out, role, tok__trim(text)) < 0) return -1;
-    if (tok__push_special(t, out, t->turn_close, "<turn|>") < 0) return -1;
-    return tok_encode(t, "\n", 1, TOK_PLAIN, out);
-}
-
-// <|turn> model \n, and on large models <|channel> thought \n <channel|>: nothing was thought.
-static int tok__push_cue(Tokenizer *t, TokIds *out) {
-    TokStr nothing = { "", 0 };
-    if (tok__push_special(t, out, t->turn_open, "<|turn>") < 0) return -1;
-    if (tok__push_role(t, out, "model", nothing) < 0) return -1;
-    if (!t->large_variant) return 0;
-    if (tok__push_special(t, out, t->channel_open, "<|channel>") < 0) return -1;
-    if (tok__push_role(t, out, "thought", nothing) < 0) return -1;
-    return tok__push_special(t, out, t->channel_close, "<channel|>");
-}
-
-int tok_chat_turn(Tokenizer *t, TokStr system, TokStr user, TokIds *out) {
-    size_t n_before = out->n;
-    if (tok__push_special(t, out, t->bos, "<bos>") < 0 ||
-        (system.s && tok__push_turn(t, out, "system", system) < 0) ||
-        tok__push_turn(t, out, "user", user) < 0 ||
-        tok__push_cue(t, out) < 0) {
-        out->n = n_before;
-        return -1;
+static void tok__escape(TokText *out, unsigned char c) {              // the caller has made room for 6 bytes
+    static const char from[] = "\"\\\n\t\r\b\f", to[] = "\"\\ntrbf", hex[] = "0123456789abcdef";
+    const char *at = c ? strchr(from, c) : NULL;
+    if (at || c < 0x20) out->s[out->n++] = '\\';
+    if (at) {
+        out->s[out->n++] = to[at - from];
+    } else if (c < 0x20) {
+        memcpy(out->s + out->n, "u00", 3);
+        out->s[out->n + 3] = hex[c >> 4];
+        out->s[out->n + 4] = hex[c & 15];
+        out->n += 5;
+    } else {
+        out->s[out->n++] = (char)c;
     }
+}
+
+int tok_add_json_string(TokText *out, TokStr s) {
+    if (s.n > SIZE_MAX / 16 || !tok__room(out, 6 * s.n + 2)) return -1;
+    out->s[out->n++] = '"';
+    for (size_t i = 0; i < s.n; i++) tok__escape(out, (unsigned char)s.s[i]);
+    out->s[out->n++] = '"';
     return 0;
+}
+
+static void tok__literal(TokText *out, const char *s) { tok__append(out, s, strlen(s)); }
+
+// Reopen the list for one more message of at most n bytes; after it room is certain and nothing fails.
+static bool tok__open_list(TokText *messages, size_t n) {
+    if (n > SIZE_MAX / 4 || !tok__room(messages, n + 3)) return false;
+    while (messages->n && messages->s[messages->n - 1] != ']') messages->n--;     // white space behind the list
+    if (messages->n) messages->n--;
+    else messages->s[messages->n++] = '[';
+    size_t last = messages->n;
+    while (last && memchr(" \t\r\n", messages->s[last - 1], 4)) last--;
+    if (last && messages->s[last - 1] != '[') messages->s[messages->n++] = ',';
+    return true;
+}
+
+int tok_add_message(TokText *messages, const char *role, TokStr content) {
+    const TokStr name = { role, strlen(role) };
+    if (content.n > SIZE_MAX / 64 || !tok__open_list(messages, 6 * (name.n + content.n) + 64)) return -1;
+    tok__literal(messages, "{\"role\":");
+    tok_add_json_string(messages, name);
+    tok__literal(messages, ",\"content\":");
+    tok_add_json_string(messages, content);
+    tok__literal(messages, "}]");
+    return 0;
+}
+
+int tok_add_reply(TokText *messages, const TokReply *r) {
+    size_t n = 256;
+    bool fits = r->content.n < SIZE_MAX / 64 && r->thought.n < SIZE_MAX / 64;
+    if (fits) n += 6 * (r->content.n + r->thought.n);
+    for (int i = 0; i < r->n_calls; i++) n += 6 * r->calls[i].name.n + r->calls[i].arguments.n + 160;
+    if (!fits || !tok__open_list(messages, n)) return -1;
+    const size_t at = messages->n;
+    tok__literal(messages, "{\"role\":\"assistant\",\"content\":");
+    tok_add_json_string(messages, (TokStr){ r->content.s, r->content.n });
+    if (r->thought.n) {
+        tok__literal(messages, ",\"reasoning_content\":");
+        tok_add_json_string(messages, (TokStr){ r->thought.s, r->thought.n });
+    }
+    for (int i = 0; i < r->n_calls; i++) {
+        char open[128];
+        snprintf(open, sizeof open, "%s{\"id\":\"call_%zu_%d\",\"type\":\"function\",\"function\":{\"name\":",
+                 i ? "," : ",\"tool_calls\":[", at, i);
+        tok__literal(messages, open);
+        tok_add_json_string(messages, r->calls[i].name);
+        tok__literal(messages, ",\"arguments\":");
+        tok__append(messages, r->calls[i].arguments.s, r->calls[i].arguments.n);
+        tok__literal(messages, "}}");
+    }
+    tok__literal(messages, r->n_calls ? "]}]" : "}]");
+    return 0;
+}
+
+enum { TOK__MISSING = -1 };                                           // GgufJson.type of a field that is not there
+
+// Look up n names of an object in one walk; what is no object has no fields.
+static void tok__fields(const GgufJson *object, const char *const *names, GgufJson *out, int n) {
+    GgufJson rest = *object, name, value;
+    for (int i = 0; i < n; i++) out[i] = (GgufJson){ TOK__MISSING, NULL, 0 };
+    if (object->type != GGUF_J_OBJECT) return;
+    while (gguf_json_next(&rest, &name, &value))
+        for (int i = 0; i < n; i++)
+            if (gguf_json_is(&name, names[i])) out[i] = value;
+}
+
+// False for what is missing, null, false, 0, "", [] and {}.
+static bool tok__is_set(const GgufJson *v) {
+    GgufJson rest = *v, value;
+    double x = 1;
+    switch (v->type) {
+    case GGUF_J_TRUE: return true;
+    case GGUF_J_NUMBER: return !gguf_json_float(v, &x) || x != 0;
+    case GGUF_J_STRING: return v->n > 2;
+    case GGUF_J_ARRAY: case GGUF_J_OBJECT: return gguf_json_next(&rest, NULL, &value);
+    default: return false;
+    }
+}
+
+// A string that reads `word`, which is in capitals, in any case.
+static bool tok__is_word(const GgufJson *v, const char *word) {
+    char s[64];
+    if (v->type != GGUF_J_STRING || v->n > sizeof s) return false;
+    size_t n = gguf_json_string(v, s);
+    for (size_t i = 0; i < n; i++) if (s[i] >= 'a' && s[i] <= 'z') s[i] = (char)(s[i] - 32);
+    return n == strlen(word) && memcmp(s, word, n) == 0;
+}
+
+// ---- chat: prompt ---------------------------------------------------------------------------------------------------
+// A prompt is a list of markers, put in by id, and plain texts. What lies between two markers is gathered in `run` and
+// encoded as one text, in TOK_PLAIN mode: a user who writes "<turn|>" gets the characters, not the token.
+// The rules are those of Google's template. After a failure nothing more is written.
+
+typedef struct {
+    Tokenizer *t;
+    TokIds *ids;
+    TokText *text;            // the prompt as text, or NULL
+    TokText run;              // plain text that is not encoded yet
+    bool exact;               // TokChat.exact
+    bool failed;              // t->err says why
+} Tok__Prompt;
+
+#define TOK__REFUSE(p, ...) do { if (!(p)->failed) tok__fail((p)->t, __VA_ARGS__); (p)->failed = true; } while (0)
+
+static bool tok__room_in_run(Tok__Prompt *p, size_t n) {
+    if (!p->failed && !tok__room(&p->run, n)) TOK__REFUSE(p, "out of memory for a text of %zu bytes", p->run.n + n);
+    return !p->failed;
+}
+
+static void tok__put_bytes(Tok__Prompt *p, const char *s, size_t n) {
+    if (tok__room_in_run(p, n)) tok__append(&p->run, s, n);
+}
+
+static void tok__put(Tok__Prompt *p, const char *s) { tok__put_bytes(p, s, strlen(s)); }
+
+static void tok__put_string(Tok__Prompt *p, const GgufJson *v) {      // a JSON string's characters
+    if (tok__room_in_run(p, v->n)) p->run.n += gguf_json_string(v, p->run.s + p->run.n);
+}
+
+static void tok__end_run(Tok__Prompt *p) {
+    if (p->failed || !p->run.n) return;
+    if (tok_encode(p->t, p->run.s, p->run.n, TOK_PLAIN, p->ids) < 0) p->failed = true;
+    else if (p->text && !tok__append(p->text, p->run.s, p->run.n)) TOK__REFUSE(p, "out of memory for the text of a prompt");
+    p->run.n = 0;
+}
+
+static void tok__put_id(Tok__Prompt *p, int32_t id, const char *text) {
+    tok__end_run(p);
+    if (p->failed) return;
+    if (id < 0) TOK__REFUSE(p, "chat: the vocabulary has no token %s", text);
+    else if (tok__push(p->t, p->ids, id) < 0) p->failed = true;
+    else if (p->text && !tok__append(p->text, text, strlen(text))) TOK__REFUSE(p, "out of memory for the text of a prompt");
+}
+
+// A marker, named by its field: tok__put_tag(p, &p->t->turn_open).
+static void tok__put_tag(Tok__Prompt *p, const int32_t *field) {
+    for (int i = 0; i < TOK__N_SPECIALS; i++)
+        if (tok__special_id(p->t, i) == field) tok__put_id(p, *field, tok__specials[i].text);
+}
+
+// A quoted string value.
+static void tok__put_quoted(Tok__Prompt *p, const GgufJson *v) {
+    tok__put_tag(p, &p->t->quote);
+    if (v->type == GGUF_J_STRING) tok__put_string(p, v);
+    else if (v->type > GGUF_J_NULL) tok__put_bytes(p, v->s, v->n);
+    tok__put_tag(p, &p->t->quote);
+}
+
+// Trim what stands in run from `from` on; of an assistant also cut thoughts out: all from "<|channel>" to "<channel|>".
+static void tok__tidy(Tok__Prompt *p, size_t from, bool cut_thoughts) {
+    if (p->failed) return;
+    char *s = p->run.s;
+    size_t n = p->run.n, to = from;
+    bool inside = false;
+    for (size_t i = from; cut_thoughts && i < n; ) {
+        const bool tag = s[i] == '<' && n - i >= 10;
+        if (tag && memcmp(s + i, "<channel|>", 10) == 0) inside = false, i += 10;
+        else if (tag && memcmp(s + i, "<|channel>", 10) == 0) inside = true, i += 10;
+        else if (inside) i++;
+        else s[to++] = s[i++];
+    }
+    if (cut_thoughts) p->run.n = to;
+    const TokStr trimmed = tok__trim((TokStr){ s + from, p->run.n - from });
+    if (trimmed.n) memmove(s + from, trimmed.s, trimmed.n);
+    p->run.n = from + trimmed.n;
+}
+
+// The members of an object in the order of the template: by key in lower case (of ASCII letters), equal ones as they
+// come; of a repeated key the last value, in the first place.
+typedef struct { TokStr key; size_t at; GgufJson name, value; } Tok__Member;
+
+static int tok__compare_keys(TokStr a, TokStr b, bool fold) {
+    for (size_t i = 0; i < a.n && i < b.n; i++) {
+        int x = (unsigned char)a.s[i], y = (unsigned char)b.s[i];
+        if (fold && x >= 'A' && x <= 'Z') x += 32;
+        if (fold && y >= 'A' && y <= 'Z') y += 32;
+        if (x != y) return x - y;
+    }
+    return (a.n > b.n) - (a.n < b.n);
+}
+
+static int tok__by_key(const void *a, const void *b) {
+    const Tok__Member *x = a, *y = b;
+    const int c = tok__compare_keys(x->key, y->key, false);
+    return c ? c : (x->at > y->at) - (x->at < y->at);
+}
+
+static int tok__by_folded_key(const void *a, const void *b) {
+    const Tok__Member *x = a, *y = b;
+    const int c = tok__compare_keys(x->key, y->key, true);
+    return c ? c : (x->at > y->at) - (x->at < y->at);
+}
+
+static Tok__Member *tok__members(Tok__Prompt *p, const GgufJson *object, size_t *n) {      // free() it
+    GgufJson rest = *object, name, value;
+    size_t key_bytes = 0, n_all = 0, at = 0;
+    *n = 0;
+    if (p->failed || object->type != GGUF_J_OBJECT) return NULL;
+    for (; gguf_json_next(&rest, &name, &value); n_all++) key_bytes += name.n;
+    Tok__Member *m = malloc(n_all * sizeof *m + key_bytes + 1);
+    if (!m) {
+        TOK__REFUSE(p, "out of memory for %zu members of an object", n_all);
+        return NULL;
+    }
+    char *keys = (char *)(m + n_all);
+    for (rest = *object; gguf_json_next(&rest, &name, &value); at++) {
+        m[at] = (Tok__Member){ { keys, gguf_json_string(&name, keys) }, at, name, value };
+        keys += m[at].key.n;
+    }
+    qsort(m, n_all, sizeof *m, tok__by_key);
+    for (size_t i = 0; i < n_all; i++) {
+        if (*n && tok__compare_keys(m[*n - 1].key, m[i].key, false) == 0) m[*n - 1].value = m[i].value;
+        else m[(*n)++] = m[i];
+    }
+    qsort(m, *n, sizeof *m, tok__by_folded_key);
+    return m;
+}
+
+// A number as Python prints it: integers as they are, others in the fewest digits that read back the same.
+static void tok__put_number(Tok__Prompt *p, const GgufJson *v) {
+    double x;
+    char digits[32], out[64];
+    bool whole = true;
+    for (size_t i = 0; i < v->n; i++) whole &= v->s[i] != '.' && v->s[i] != 'e' && v->s[i] != 'E';
+    if (whole || !gguf_json_float(v, &x)) {
+        if (whole && v->n == 2 && memcmp(v->s, "-0", 2) == 0) tok__put(p, "0");
+        else tok__put_bytes(p, v->s, v->n);
+        return;
+    }
+    for (int n = 0; n < 17; n++) {
+        snprintf(digits, sizeof digits, "%.*e", n, x);
+        if (strtod(digits, NULL) == x) break;
+    }
+    const int exponent = atoi(strchr(digits, 'e') + 1);
+    if (exponent < -4 || exponent >= 16) {                            // d.ddde+XX, as it stands
+        tok__put(p, digits);
+        return;
+    }
+    int n_digits = 0;
+    for (const char *s = digits; *s != 'e'; s++) n_digits += *s >= '0' && *s <= '9';
+    snprintf(out, sizeof out, "%.*f", n_digits - 1 - exponent > 0 ? n_digits - 1 - exponent : 1, x);
+    tok__put(p, out);
+}
+
+static void tok__put_value(Tok__Prompt *p, const GgufJson *v, bool wrap_keys);
+
+// The members of an object, without its braces.
+static void tok__put_members(Tok__Prompt *p, const GgufJson *object, bool wrap_keys) {
+    size_t n;
+    Tok__Member *m = tok__members(p, object, &n);
+    for (size_t i = 0; i < n && !p->failed; i++) {
+        if (i) tok__put(p, ",");
+        if (wrap_keys) tok__put_quoted(p, &m[i].name);
+        else tok__put_string(p, &m[i].name);
+        tok__put(p, ":");
+        tok__put_value(p, &m[i].value, wrap_keys);
+    }
+    free(m);
+}
+
+// wrap_keys: the keys of objects are quoted too, which they are in declarations. Recursion ends where JSON's depth does.
+static void tok__put_value(Tok__Prompt *p, const GgufJson *v, bool wrap_keys) {
+    GgufJson rest = *v, value;
+    bool first = true;
+    switch (v->type) {
+    case GGUF_J_STRING: tok__put_quoted(p, v); break;
+    case GGUF_J_NUMBER: tok__put_number(p, v); break;
+    case GGUF_J_TRUE:   tok__put(p, "true"); break;
+    case GGUF_J_FALSE:  tok__put(p, "false"); break;
+    case GGUF_J_ARRAY:
+        tok__put(p, "[");
+        for (; !p->failed && gguf_json_next(&rest, NULL, &value); first = false) {
+            if (!first) tok__put(p, ",");
+            tok__put_value(p, &value, wrap_keys);
+        }
+        tok__put(p, "]");
+        break;
+    case GGUF_J_OBJECT:
+        tok__put(p, "{");
+        tok__put_members(p, v, wrap_keys);
+        tok__put(p, "}");
+        break;
+    default: tok__put(p, "null");
+    }
+}
+
+// A schema's type in capitals (of ASCII letters); a list of types as Python prints it.
+static void tok__put_type(Tok__Prompt *p, const GgufJson *type) {
+    GgufJson rest = *type, value;
+    const size_t from = p->run.n;
+    bool first = true;
+    if (type->type == GGUF_J_STRING) tok__put_string(p, type);
+    if (type->type == GGUF_J_ARRAY) {
+        tok__put(p, "[");
+        for (; gguf_json_next(&rest, NULL, &value); first = false) {
+            tok__put(p, first ? "'" : ", '");
+            if (value.type == GGUF_J_STRING) tok__put_string(p, &value);
+            tok__put(p, "'");
+        }
+        tok__put(p, "]");
+    }
+    for (size_t i = from; i < p->run.n; i++)
+        if (p->run.s[i] >= 'a' && p->run.s[i] <= 'z') p->run.s[i] = (char)(p->run.s[i] - 32);
+}
+
+static void tok__put_quoted_type(Tok__Prompt *p, const GgufJson *type) {
+    tok__put_tag(p, &p->t->quote);
+    tok__put_type(p, type);
+    tok__put_tag(p, &p->t->quote);
+}
+
+static void tok__put_required(Tok__Prompt *p, const GgufJson *names) {
+    GgufJson rest = *names, name;
+    bool first = true;
+    tok__put(p, "required:[");
+    for (; names->type == GGUF_J_ARRAY && gguf_json_next(&rest, NULL, &name); first = false) {
+        if (!first) tok__put(p, ",");
+        tok__put_quoted(p, &name);
+    }
+    tok__put(p, "]");
+}
+
+static void tok__put_properties(Tok__Prompt *p, const GgufJson *object, bool is_schema);
+
+// items:{...} of an array's schema.
+static void tok__put_items(Tok__Prompt *p, const GgufJson *items) {
+    size_t n;
+    Tok__Member *m = tok__members(p, items, &n);
+    bool first = true;
+    tok__put(p, "items:{");
+    for (size_t i = 0; i < n && !p->failed; i++) {
+        GgufJson rest = m[i].value, value;
+        if (m[i].value.type == GGUF_J_NULL) continue;
+        if (!first) tok__put(p, ",");
+        first = false;
+        if (gguf_json_is(&m[i].name, "properties")) {
+            tok__put(p, "properties:{");
+            tok__put_properties(p, &m[i].value, false);
+            tok__put(p, "}");
+        } else if (gguf_json_is(&m[i].name, "required")) {
+            tok__put_required(p, &m[i].value);
+        } else if (gguf_json_is(&m[i].name, "type") && m[i].value.type == GGUF_J_ARRAY) {
+            tok__put(p, "type:[");
+            for (bool one = false; gguf_json_next(&rest, NULL, &value); one = true) {
+                if (one) tok__put(p, ",");
+                tok__put_quoted_type(p, &value);
+            }
+            tok__put(p, "]");
+        } else if (gguf_json_is(&m[i].name, "type")) {
+            tok__put(p, "type:");
+            tok__put_quoted_type(p, &m[i].value);
+        } else {
+            tok__put_string(p, &m[i].name);
+            tok__put(p, ":");
+            tok__put_value(p, &m[i].value, true);
+        }
+    }
+    tok__put(p, "}");
+    free(m);
+}
+
+// KEY:{...} of each property. is_schema: the object is itself a schema without properties, whose other keys are taken for
+// them: so the template does it.
+static void tok__put_properties(Tok__Prompt *p, const GgufJson *object, bool is_schema) {
+    static const char *const names[] = { "description", "type", "properties", "required", "nullable", "enum", "items" };
+    enum { DESCRIPTION, TYPE, PROPERTIES, REQUIRED, NULLABLE, ENUM, ITEMS, N_FIELDS };
+    size_t n;
+    Tok__Member *m = tok__members(p, object, &n);
+    bool first = true;
+    for (size_t i = 0; i < n && !p->failed; i++) {
+        GgufJson f[N_FIELDS];
+        bool standard = false;
+        for (int k = 0; k <= NULLABLE; k++) standard |= gguf_json_is(&m[i].name, names[k]);
+        if (is_schema && standard) continue;
+        if (!first) tok__put(p, ",");
+        first = false;
+        tok__fields(&m[i].value, names, f, N_FIELDS);
+        tok__put_string(p, &m[i].name);
+        tok__put(p, ":{");
+        if (tok__is_set(&f[DESCRIPTION])) {
+            tok__put(p, "description:");
+            tok__put_quoted(p, &f[DESCRIPTION]);
+            tok__put(p, ",");
+        }
+        if (tok__is_word(&f[TYPE], "STRING") && tok__is_set(&f[ENUM])) {
+            tok__put(p, "enum:");
+            tok__put_value(p, &f[ENUM], true);
+            tok__put(p, ",");
+        }
+        if (tok__is_word(&f[TYPE], "ARRAY") && f[ITEMS].type == GGUF_J_OBJECT && tok__is_set(&f[ITEMS])) {
+            tok__put_items(p, &f[ITEMS]);
+            tok__put(p, ",");
+        }
+        if (tok__is_set(&f[NULLABLE])) tok__put(p, "nullable:true,");
+        if (tok__is_word(&f[TYPE], "OBJECT")) {
+            const bool own = f[PROPERTIES].type == GGUF_J_OBJECT;
+            tok__put(p, "properties:{");
+            tok__put_properties(p, own ? &f[PROPERTIES] : &m[i].value, !own);
+            tok__put(p, "},");
+            if (tok__is_set(&f[REQUIRED])) {
+                tok__put_required(p, &f[REQUIRED]);
+                tok__put(p, ",");
+            }
+        }
+        tok__put(p, "type:");
+        tok__put_quoted_type(p, &f[TYPE]);
+        tok__put(p, "}");
+    }
+    free(m);
+}
+
+// The declaration of tool number i. A missing type is given as object, or its brace would stay open, as it does in the
+// template.
+static void tok__put_tool(Tok__Prompt *p, const GgufJson *tool, size_t i) {
+    static const char *const wrapper[] = { "function" };
+    static const char *const names[] = { "name", "description", "parameters", "response" };
+    static const char *const schema[] = { "type", "properties", "required", "description" };
+    enum { NAME, DESCRIPTION, PARAMETERS, RESPONSE };
+    enum { TYPE, PROPERTIES, REQUIRED, ABOUT };
+    const GgufJson object = { GGUF_J_STRING, "\"object\"", 8 };
+    GgufJson function, f[4], s[4];
+    tok__fields(tool, wrapper, &function, 1);
+    tok__fields(function.type == TOK__MISSING ? tool : &function, names, f, 4);
+    if (f[NAME].type != GGUF_J_STRING) TOK__REFUSE(p, "tools[%zu].function.name: expected a string", i);
+    if (tok__is_set(&f[PARAMETERS]) && f[PARAMETERS].type != GGUF_J_OBJECT)
+        TOK__REFUSE(p, "tools[%zu].function.parameters: expected an object", i);
+    if (p->failed) return;
+
+    tok__put_tag(p, &p->t->tool_open);
+    tok__put(p, "declaration:");
+    tok__put_string(p, &f[NAME]);
+    tok__put(p, "{description:");
+    tok__put_quoted(p, &f[DESCRIPTION]);
+    if (tok__is_set(&f[PARAMETERS])) {
+        tok__fields(&f[PARAMETERS], schema, s, 4);
+        tok__put(p, ",parameters:{");
+        if (tok__is_set(&s[PROPERTIES])) {
+            tok__put(p, "properties:{");
+            tok__put_properties(p, &s[PROPERTIES], false);
+            tok__put(p, "},");
+        }
+        if (tok__is_set(&s[REQUIRED])) {
+            tok__put_required(p, &s[REQUIRED]);
+            tok__put(p, ",");
+        }
+        if (!tok__is_set(&s[TYPE]) && !p->exact) s[TYPE] = object;
+        if (tok__is_set(&s[TYPE])) {
+            tok__put(p, "type:");
+            tok__put_quoted_type(p, &s[TYPE]);
+            tok__put(p, "}");
+        }
+    }
+    if (f[RESPONSE].type == GGUF_J_OBJECT) {
+        tok__fields(&f[RESPONSE], schema, s, 4);
+        tok__put(p, ",response:{");
+        if (tok__is_set(&s[ABOUT])) {
+            tok__put(p, "description:");
+            tok__put_quoted(p, &s[ABOUT]);
+            tok__put(p, ",");
+        }
+        if (!tok__is_set(&s[TYPE]) && !p->exact) s[TYPE] = object;
+        if (tok__is_word(&s[TYPE], "OBJECT") || !p->exact) {
+            tok__put(p, "type:");
+            tok__put_quoted_type(p, &s[TYPE]);
+            tok__put(p, "}");
+        }
+    }
+    tok__put(p, "}");
+    tok__put_tag(p, &p->t->tool_close);
+}
+
+// The placeholder of a content part, or NULL: text and unknown parts.
+static const int32_t *tok__placeholder(const Tokenizer *t, const GgufJson *type) {
+    return gguf_json_is(type, "image") || gguf_json_is(type, "image_url") ? &t->image
+         : gguf_json_is(type, "audio") || gguf_json_is(type, "input_audio") ? &t->audio
+         : gguf_json_is(type, "video") ? &t->video : NULL;
+}
+
+typedef enum { TOK__ROLE, TOK__TEXT, TOK__REASONING, TOK__REASONING_CONTENT, TOK__CALLS, TOK__RESPONSES, TOK__CALL_ID,
+               TOK__NAME, TOK__N_FIELDS } Tok__Field;
+static const char *const tok__field_names[TOK__N_FIELDS] = {
+    "role", "content", "reasoning", "reasoning_content", "tool_calls", "tool_responses", "tool_call_id", "name"
+};
+typedef struct { size_t number; GgufJson f[TOK__N_FIELDS]; } Tok__Message;     // number: its place in the caller's list
+
+// The next part of a list: its type and, if that is text, its text.
+static bool tok__next_part(Tok__Prompt *p, const Tok__Message *m, GgufJson *rest, GgufJson part[2]) {
+    static const char *const names[] = { "type", "text" };
+    GgufJson value;
+    if (p->failed || !gguf_json_next(rest, NULL, &value)) return false;
+    tok__fields(&value, names, part, 2);
+    const bool is_text = gguf_json_is(&part[0], "text");
+    if (is_text && part[1].type != GGUF_J_STRING)
+        TOK__REFUSE(p, "messages[%zu].content: a text part: expected a string in \"text\"", m->number);
+    if (!is_text && !tok__placeholder(p->t, &part[0]))
+        TOK__REFUSE(p, "messages[%zu].content: a part: expected type text, image, image_url, audio, input_audio or video",
+                    m->number);
+    return !p->failed;
+}
+
+// Content of a turn; false when nothing is left of it after trimming.
+static bool tok__put_content(Tok__Prompt *p, const Tok__Message *m, bool is_model, bool is_system) {
+    const GgufJson *content = &m->f[TOK__TEXT];
+    GgufJson rest = *content, part[2];
+    size_t from = p->run.n;
+    bool any = false;
+    switch (content->type) {
+    case TOK__MISSING: case GGUF_J_NULL: return false;
+    case GGUF_J_STRING:
+        tok__put_string(p, content);
+        tok__tidy(p, from, is_model);
+        return p->run.n > from;
+    case GGUF_J_ARRAY:
+        while (tok__next_part(p, m, &rest, part)) {
+            const int32_t *placeholder = tok__placeholder(p->t, &part[0]);
+            from = p->run.n;
+            if (placeholder) {
+                if (is_system) TOK__REFUSE(p, "messages[%zu].content: expected text parts in the system turn", m->number);
+                tok__put_tag(p, placeholder);
+            } else {
+                tok__put_string(p, &part[1]);
+                tok__tidy(p, from, is_model);
+                if (is_system) tok__put(p, " ");
+            }
+            any |= placeholder || p->run.n > from;
+        }
+        return any;
+    default:
+        TOK__REFUSE(p, "messages[%zu].content: expected a string, null or a list of parts", m->number);
+        return false;
+    }
+}
+
+static void tok__put_thought(Tok__Prompt *p, const Tok__Message *m) {
+    const GgufJson *r = &m->f[tok__is_set(&m->f[TOK__REASONING]) ? TOK__REASONING : TOK__REASONING_CONTENT];
+    if (!tok__is_set(r)) return;
+    if (r->type != GGUF_J_STRING) TOK__REFUSE(p, "messages[%zu].reasoning: expected a string", m->number);
+    if (p->failed) return;
+    tok__put_tag(p, &p->t->channel_open);
+    tok__put(p, "thought\n");
+    tok__put_string(p, r);
+    tok__put(p, "\n");
+    tok__put_tag(p, &p->t->channel_close);
+}
+
+typedef struct { GgufJson id, name; } Tok__Called;                   // a call, for the results that follow
+
+// One call. Its arguments are an object, or a string that holds one.
+static void tok__put_call(Tok__Prompt *p, const GgufJson *call, const Tok__Message *m, size_t i, Tok__Called *called) {
+    static const char *const wrapper[] = { "function", "id" };
+    static const char *const names[] = { "name", "arguments" };
+    GgufJson outer[2], f[2], parsed;
+    const char *err = "an object";
+    size_t err_at = 0;
+    TokText inner = { 0 };
+    tok__fields(call, wrapper, outer, 2);
+    tok__fields(&outer[0], names, f, 2);
+    if (f[0].type != GGUF_J_STRING)
+        TOK__REFUSE(p, "messages[%zu].tool_calls[%zu].function.name: expected a string", m->number, i);
+    *called = (Tok__Called){ outer[1], f[0] };
+    if (!p->failed && f[1].type == GGUF_J_STRING && tok__is_set(&f[1])) {
+        if (!tok__room(&inner, f[1].n)) TOK__REFUSE(p, "out of memory for arguments of %zu bytes", f[1].n);
+        else if (gguf_json_parse(inner.s, gguf_json_string(&f[1], inner.s), &parsed, &err_at, &err) == 0) f[1] = parsed;
+        else TOK__REFUSE(p, "messages[%zu].tool_calls[%zu].function.arguments: byte %zu: expected %s", m->number, i, err_at,
+                         err);
+    }
+    if (tok__is_set(&f[1]) && f[1].type != GGUF_J_OBJECT)
+        TOK__REFUSE(p, "messages[%zu].tool_calls[%zu].function.arguments: expected an object", m->number, i);
+    tok__put_tag(p, &p->t->call_open);
+    if (!p->failed) {
+        tok__put(p, "call:");
+        tok__put_string(p, &f[0]);
+        tok__put(p, "{");
+        tok__put_members(p, &f[1], false);
+        tok__put(p, "}");
+    }
+    tok__put_tag(p, &p->t->call_close);
+    tok_text_free(&inner);
+}
+
+// Equal ids; a missing one equals null and another missing one.
+static bool tok__same_id(const GgufJson *a, const GgufJson *b) {
+    if (a->type <= GGUF_J_NULL || b->type <= GGUF_J_NULL) return a->type <= GGUF_J_NULL && b->type <= GGUF_J_NULL;
+    return a->n == b->n && memcmp(a->s, b->s, a->n) == 0;
+}
+
+// response:NAME{...} with a result of any kind.
+static void tok__put_result(Tok__Prompt *p, const GgufJson *name, const GgufJson *result) {
+    tok__put_tag(p, &p->t->response_open);
+    tok__put(p, "response:");
+    if (name->type == GGUF_J_STRING && tok__is_set(name)) tok__put_string(p, name);
+    else tok__put(p, "unknown");
+    tok__put(p, "{");
+    if (result->type == GGUF_J_OBJECT) {
+        tok__put_members(p, result, false);
+    } else {
+        tok__put(p, "value:");
+        tok__put_value(p, result, false);
+    }
+    tok__put(p, "}");
+    tok__put_tag(p, &p->t->response_close);
+}
+
+// A tool message: its name is that of the last call with its id. The texts of a list of parts are one string.
+static void tok__put_tool_message(Tok__Prompt *p, const Tok__Message *m, const Tok__Called *called, size_t n_called) {
+    const GgufJson *name = &m->f[TOK__NAME], *content = &m->f[TOK__TEXT];
+    for (size_t i = n_called; i-- > 0; )
+        if (tok__same_id(&called[i].id, &m->f[TOK__CALL_ID])) {
+            name = &called[i].name;
+            break;
+        }
+    if (content->type != GGUF_J_ARRAY) {
+        tok__put_result(p, name, content);
+        return;
+    }
+    GgufJson rest = *content, part[2];
+    tok__put_tag(p, &p->t->response_open);
+    tok__put(p, "response:");
+    if (name->type == GGUF_J_STRING && tok__is_set(name)) tok__put_string(p, name);
+    else tok__put(p, "unknown");
+    tok__put(p, "{value:");
+    tok__put_tag(p, &p->t->quote);
+    while (tok__next_part(p, m, &rest, part))
+        if (part[1].type == GGUF_J_STRING && !tok__placeholder(p->t, &part[0])) tok__put_string(p, &part[1]);
+    tok__put_tag(p, &p->t->quote);
+    tok__put(p, "}");
+    tok__put_tag(p, &p->t->response_close);
+    for (rest = *content; tok__next_part(p, m, &rest, part); ) {
+        const int32_t *placeholder = tok__placeholder(p->t, &part[0]);
+        if (placeholder) tok__put_tag(p, placeholder);
+    }
+}
+
+// Calls of message i and the results for them: its own, or the tool messages that follow, m[1..next).
+static void tok__put_calls(Tok__Prompt *p, const Tok__Message *m, size_t n_follow, bool *calls, bool *results) {
+    static const char *const names[] = { "name", "response" };
+    const GgufJson *list = &m->f[TOK__CALLS], *responses = &m->f[TOK__RESPONSES];
+    GgufJson rest = *list, value, f[2];
+    size_t n = 0, i = 0;
+    *calls = tok__is_set(list);
+    *results = tok__is_set(responses);
+    if (*calls && list->type != GGUF_J_ARRAY) TOK__REFUSE(p, "messages[%zu].tool_calls: expected a list", m->number);
+    if (*results && responses->type != GGUF_J_ARRAY)
+        TOK__REFUSE(p, "messages[%zu].tool_responses: expected a list", m->number);
+    if (p->failed) return;
+    if (*calls) while (gguf_json_next(&rest, NULL, &value)) n++;
+    Tok__Called *called = malloc(n * sizeof *called + 1);
+    if (!called) {
+        TOK__REFUSE(p, "out of memory for %zu calls", n);
+        return;
+    }
+    rest = *list;
+    for (; i < n && !p->failed && gguf_json_next(&rest, NULL, &value); i++) tok__put_call(p, &value, m, i, &called[i]);
+    if (*results) {
+        rest = *responses;
+        while (!p->failed && gguf_json_next(&rest, NULL, &value)) {
+            tok__fields(&value, names, f, 2);
+            tok__put_result(p, &f[0], &f[1]);
+        }
+    } else if (*calls) {
+        for (size_t k = 1; k <= n_follow && !p->failed; k++) tok__put_tool_message(p, &m[k], called, n);
+        *results = n_follow > 0;
+    }
+    free(called);
+}
+
+static bool tok__has_role(const Tok__Message *m, const char *role) { return gguf_json_is(&m->f[TOK__ROLE], role); }
+
+// How the last turn stands when all messages are written.
+typedef enum { TOK__CLOSED, TOK__AFTER_RESULT, TOK__CALL_OPEN } Tok__End;
+
+static Tok__End tok__put_messages(Tok__Prompt *p, const TokChat *c, const Tok__Message *m, size_t n, bool *closed) {
+    Tok__End end = TOK__CLOSED;
+    size_t after_user = 0, next;                      // messages from here on are behind the last user's
+    bool goes_on = false;                             // the message before was the assistant's
+    for (size_t i = 0; i < n; i++) if (tok__has_role(&m[i], "user")) after_user = i + 1;
+    *closed = true;
+    for (size_t i = 0; i < n && !p->failed; i = next) {
+        for (next = i + 1; next < n && tok__has_role(&m[next], "tool"); ) next++;
+        if (tok__has_role(&m[i], "tool")) continue;   // results of no call
+        const bool is_assistant = tok__has_role(&m[i], "assistant"), is_model = is_assistant || tok__has_role(&m[i], "model");
+        if (!is_model || !goes_on) {
+            tok__put_tag(p, &p->t->turn_open);
+            if (is_model) tok__put(p, "model");
+            else tok__put_string(p, &m[i].f[TOK__ROLE]);
+            tok__put(p, "\n");
+        }
+        goes_on = is_assistant;
+        if (i >= after_user || (c->keep_thoughts && tok__is_set(&m[i].f[TOK__CALLS]))) tok__put_thought(p, &m[i]);
+        bool calls, results;
+        tok__put_calls(p, &m[i], next - i - 1, &calls, &results);
+        const bool content = tok__put_content(p, &m[i], is_model, false);
+        end = calls && !results ? TOK__CALL_OPEN : results ? TOK__AFTER_RESULT : TOK__CLOSED;
+        *closed = false;
+        if (end == TOK__CALL_OPEN) {
+            tok__put_tag(p, &p->t->response_open);
+        } else if (!(is_model && next < n && tok__has_role(&m[next], "assistant")) && !(results && !content && next == n)) {
+            tok__put_tag(p, &p->t->turn_close);
+            tok__put(p, "\n");
+            *closed = true;
+        }
+    }
+    return end;
+}
+
+// The opening of the model's turn, and the beginning of its answer if that is given.
+static void tok__put_cue(Tok__Prompt *p, const TokChat *c, Tok__End end, bool closed) {
+    const bool after_result = end == TOK__AFTER_RESULT && !(closed && !p->exact);
+    const bool new_turn = !after_result && end != TOK__CALL_OPEN;
+    bool in_thought = false;
+    if (end == TOK__CALL_OPEN && (c->thought.s || c->answer.s))
+        TOK__REFUSE(p, "chat: no answer can start before a call has its result");
+    if (new_turn) {
+        tok__put_tag(p, &p->t->turn_open);
+        tok__put(p, "model\n");
+    }
+    if (c->thought.s || (after_result && (c->think || c->end_thought)) || (new_turn && !c->think && p->t->large_variant)) {
+        tok__put_tag(p, &p->t->channel_open);
+        tok__put(p, "thought\n");
+        in_thought = true;
+    }
+    if (c->thought.s) tok__put_bytes(p, c->thought.s, c->thought.n);
+    if (in_thought && (!c->think || c->answer.s)) {
+        if (c->thought.s) tok__put(p, "\n");
+        tok__put_tag(p, &p->t->channel_close);
+    }
+    if (c->answer.s) tok__put_bytes(p, c->answer.s, c->answer.n);
+}
+
+// Parse a text that has to be a list; an empty one is an empty list.
+static bool tok__parse_list(Tok__Prompt *p, const char *what, TokStr text, GgufJson *list) {
+    const char *err;
+    size_t err_at;
+    *list = (GgufJson){ GGUF_J_ARRAY, "[]", 2 };
+    if (!text.n) return true;
+    if (gguf_json_parse(text.s, text.n, list, &err_at, &err) < 0)
+        TOK__REFUSE(p, "%s: byte %zu: expected %s", what, err_at, err);
+    else if (list->type != GGUF_J_ARRAY)
+        TOK__REFUSE(p, "%s: expected a JSON list", what);
+    return !p->failed;
+}
+
+// The messages of a list; free() them.
+static Tok__Message *tok__read_messages(Tok__Prompt *p, const GgufJson *list, size_t *n) {
+    GgufJson rest = *list, value;
+    *n = 0;
+    while (gguf_json_next(&rest, NULL, &value)) ++*n;
+    Tok__Message *m = malloc(*n * sizeof *m + 1);
+    if (!m) {
+        TOK__REFUSE(p, "out of memory for %zu messages", *n);
+        return NULL;
+    }
+    rest = *list;
+    for (size_t i = 0; i < *n && gguf_json_next(&rest, NULL, &value); i++) {
+        m[i].number = i;
+        tok__fields(&value, tok__field_names, m[i].f, TOK__N_FIELDS);
+        if (m[i].f[TOK__ROLE].type != GGUF_J_STRING) TOK__REFUSE(p, "messages[%zu].role: expected a string", i);
+    }
+    return m;
+}
+
+int tok_chat(Tokenizer *t, const TokChat *c, TokIds *ids, TokText *text) {
+    Tok__Prompt p = { .t = t, .ids = ids, .text = text, .exact = c->exact };
+    const size_t n_ids = ids->n, n_text = text ? text->n : 0;
+    GgufJson list, tools, tool;
+    Tok__Message *m = NULL;
+    size_t n = 0, first = 0, n_tools = 0;
+    bool closed;
+    if (tok__parse_list(&p, "messages", c->messages, &list) && tok__parse_list(&p, "tools", c->tools, &tools))
+        m = tok__read_messages(&p, &list, &n);
+    if ((c->thought.s || c->answer.s) && !c->add_cue) TOK__REFUSE(&p, "chat: the start of an answer needs the model's turn");
+    if (c->thought.s && !c->think) TOK__REFUSE(&p, "chat: the start of a thought needs thinking to be on");
+    if (!p.failed) {
+        tok__put_id(&p, t->bos, "<bos>");
+        const bool system = n && (tok__has_role(&m[0], "system") || tok__has_role(&m[0], "developer"));
+        if (c->think || tok__is_set(&tools) || system) {
+            tok__put_tag(&p, &t->turn_open);
+            tok__put(&p, "system\n");
+            if (c->think) {
+                tok__put_tag(&p, &t->think);
+                tok__put(&p, "\n");
+            }
+            if (system) tok__put_content(&p, &m[first++], false, true);
+            while (!p.failed && gguf_json_next(&tools, NULL, &tool)) tok__put_tool(&p, &tool, n_tools++);
+            tok__put_tag(&p, &t->turn_close);
+            tok__put(&p, "\n");
+        }
+        const Tok__End end = tok__put_messages(&p, c, m + first, n - first, &closed);
+        if (c->add_cue) tok__put_cue(&p, c, end, closed);
+        tok__end_run(&p);
+    }
+    free(m);
+    tok_text_free(&p.run);
+    if (!p.failed) return 0;
+    ids->n = n_ids;
+    if (text) text->n = n_text;
+    return -1;
+}
+
+// ---- chat: answer ---------------------------------------------------------------------------------------------------
+// The text of a call is the stream's output, which is UTF-8, so a byte that UTF-8 does not use can stand for <|"|>.
+
+enum { TOK__DELIMITER = 0xFF, TOK__CALL_DEPTH = 251 };   // depth: what gguf_json_parse reads, less the 5 levels of a message
+
+static bool tok__is_blank(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\n'; }
+
+typedef struct {
+    const char *s;
+    size_t n, i;              // s[i..n) is not read yet
+    TokText *out;             // arguments as JSON; the caller has made room
+    int depth;
+    bool failed;
+} Tok__Call;
+
+static bool tok__at(const Tok__Call *c, char want) { return c->i < c->n && c->s[c->i] == want; }
+static bool tok__at_end(const Tok__Call *c) {                         // of a value
+    return c->i == c->n || c->s[c->i] == ',' || c->s[c->i] == '}' || c->s[c->i] == ']';
+}
+static void tok__skip_blanks(Tok__Call *c) { while (c->i < c->n && tok__is_blank(c->s[c->i])) c->i++; }
+
+// s[from..to) as the inside of a JSON string. A delimiter where none belongs is shown as its text.
+static void tok__call_escape(Tok__Call *c, size_t from, size_t to) {
+    for (; from < to; from++) {
+        if ((unsigned char)c->s[from] == TOK__DELIMITER) tok__literal(c->out, "<|\\\"|>");
+        else tok__escape(c->out, (unsigned char)c->s[from]);
+    }
+}
+
+// The string that starts at s[i], which is a delimiter or a quote; its end may be missing.
+static void tok__call_string(Tok__Call *c) {
+    const char quote = c->s[c->i++];
+    c->out->s[c->out->n++] = '"';
+    for (; c->i < c->n && c->s[c->i] != quote; c->i++) {
+        size_t len = 0;                               // of a JSON escape, which is copied
+        if (quote == '"' && c->s[c->i] == '\\' && c->n - c->i > 1) {
+            const char e = c->s[c->i + 1];
+            if (e && strchr("\"\\/bfnrt", e)) len = 2;
+            if (e == 'u' && c->n - c->i >= 6) len = 6;
+            for (size_t k = 2; k < len; k++) if (tok__hex((unsigned char)c->s[c->i + k]) < 0) len = 0;
+        }
+        if (len) {
+            tok__append(c->out, c->s + c->i, len);
+            c->i += len - 1;
+        } else {
+            tok__call_escape(c, c->i, c->i + 1);
+        }
+    }
+    if (c->i < c->n) c->i++;
+    c->out->s[c->out->n++] = '"';
+}
+
+// Bare characters up to the end of the value, or up to `stop`: a number or a word of JSON as it is, else a string.
+static void tok__call_bare(Tok__Call *c, char stop) {
+    const size_t start = c->i;
+    while (c->i < c->n && (stop ? c->s[c->i] != stop : !tok__at_end(c))) c->i++;
+    size_t from = start, to = c->i, err_at;
+    while (from < to && tok__is_blank(c->s[from])) from++;
+    while (from < to && tok__is_blank(c->s[to - 1])) to--;
+    GgufJson v;
+    const char *err;
+    if (!stop && gguf_json_parse(c->s + from, to - from, &v, &err_at, &err) == 0 && v.type <= GGUF_J_NUMBER) {
+        tok__append(c->out, v.s, v.n);
+        return;
+    }
+    c->out->s[c->out->n++] = '"';
+    tok__call_escape(c, from, to);
+    c->out->s[c->out->n++] = '"';
+}
+
+// The value at s[i]: an object, an array, a string or a bare word. Whatever closes closes the innermost; what is not
+// closed ends with the text; a member without a value is left out.
+static void tok__call_value(Tok__Call *c) {
+    const char open = c->s[c->i];
+    if (open == '"' || (unsigned char)open == TOK__DELIMITER) {
+        tok__call_string(c);
+        return;
+    }
+    if (open != '{' && open != '[') {
+        tok__call_bare(c, 0);
+        return;
+    }
+    if (c->depth == TOK__CALL_DEPTH) c->failed = true;
+    if (c->failed) return;
+    c->depth++;
+    c->i++;
+    c->out->s[c->out->n++] = open;
+    for (bool first = true; ; ) {
+        while (c->i < c->n && (tok__is_blank(c->s[c->i]) || c->s[c->i] == ',')) c->i++;
+        if (c->i == c->n) break;
+        if (tok__at_end(c)) { c->i++; break; }
+        const size_t mark = c->out->n;
+        if (!first) c->out->s[c->out->n++] = ',';
+        bool complete = true;
+        if (open == '{') {
+            if (tok__at(c, '"') || tok__at(c, (char)TOK__DELIMITER)) tok__call_string(c);
+            else tok__call_bare(c, ':');
+            tok__skip_blanks(c);
+            complete = tok__at(c, ':');
+            if (complete) {
+                c->out->s[c->out->n++] = ':';
+                c->i++;
+                tok__skip_blanks(c);
+                complete = c->i < c->n;
+            }
+        }
+        if (complete) {
+            tok__call_value(c);
+            if (c->failed) return;
+            first = false;
+        } else {
+            c->out->n = mark;
+        }
+        while (!tok__at_end(c)) c->i++;
+    }
+    c->out->s[c->out->n++] = open == '{' ? '}' : ']';
+    c->depth--;
+}
+
+// The collected call: call:NAME{...}. What is none is dropped; so is a name that the end of the text may have cut.
+static int tok__end_call(Tokenizer *t, TokReply *r, bool closed) {
+    const char *s = r->call.s;
+    size_t n = r->call.n, from = 0, brace, to;
+    while (from < n && tok__is_blank(s[from])) from++;
+    if (n - from < 5 || memcmp(s + from, "call:", 5) != 0) return 0;
+    for (from += 5; from < n && tok__is_blank(s[from]); ) from++;
+    for (brace = from; brace < n && s[brace] != '{'; ) brace++;
+    for (to = brace; to > from && tok__is_blank(s[to - 1]); ) to--;
+    if (to == from || (brace == n && !closed)) return 0;
+
+    // Each byte becomes 6 at most; an opening bracket or a member can bring two quotes and one bracket.
+    TokText out = { 0 };
+    TokCall *calls = realloc(r->calls, ((size_t)r->n_calls + 1) * sizeof *calls);
+    if (calls) r->calls = calls;
+    if (!calls || n > SIZE_MAX / 32 || !tok__room(&out, 10 * n + 16)) return tok__fail(t, "out of memory for a tool call");
+    for (size_t i = from; i < to; i++) {
+        if ((unsigned char)s[i] == TOK__DELIMITER) tok__literal(&out, "<|\"|>");
+        else out.s[out.n++] = s[i];
+    }
+    const size_t n_name = out.n;
+    Tok__Call c = { .s = s, .n = n, .i = brace, .out = &out };
+    if (brace < n) tok__call_value(&c);
+    else tok__literal(&out, "{}");
+    if (c.failed) {
+        tok_text_free(&out);
+        return 0;
+    }
+    char *block = realloc(out.s, out.n);              // gives back what was not needed
+    if (block) out.s = block;
+    r->calls[r->n_calls++] = (TokCall){ { out.s, n_name }, { out.s + n_name, out.n - n_name } };
+    return 0;
+}
+
+// Characters of the open state.
+static bool tok__reply_text(TokReply *r, const char *s, size_t n) {
+    if (r->state == TOK__CALL) return tok__append(&r->call, s, n);
+    if (r->state == TOK__CONTENT) {
+        for (; r->after_call && n && tok__is_blank(*s); n--) s++;
+        if (n) r->after_call = false;
+        return tok__append(&r->content, s, n);
+    }
+    if (r->naming) {
+        const char *end = n ? memchr(s, '\n', n) : NULL;
+        if (!end) return true;
+        r->naming = false;
+        n -= (size_t)(end + 1 - s);
+        s = end + 1;
+    }
+    size_t shown = n;
+    while (shown && tok__is_blank(s[shown - 1])) shown--;
+    if (!tok__room(&r->thought, r->held + n)) return false;
+    if (n) memcpy(r->thought.s + r->thought.n + r->held, s, n);
+    if (shown) r->thought.n += r->held + shown;
+    r->held = shown ? n - shown : r->held + n;
+    return true;
+}
+
+// Enter a state. What was pending in the old one was no character.
+static int tok__reply_enter(Tokenizer *t, TokReply *r, int state) {
+    const size_t n = tok_stream_flush(&r->stream, r->piece.s, r->piece.cap);
+    if (!tok__reply_text(r, r->piece.s, n)) return tok__fail(t, "out of memory for a reply");
+    r->state = state;
+    r->naming = state == TOK__THOUGHT;
+    return 0;
+}
+
+void tok_reply_start(const Tokenizer *t, TokReply *r, const int32_t *prompt, size_t n) {
+    for (int i = 0; i < r->n_calls; i++) free((void *)(uintptr_t)r->calls[i].name.s);
+    TokReply fresh = { .content = r->content, .thought = r->thought, .call = r->call, .piece = r->piece, .calls = r->calls };
+    fresh.content.n = fresh.thought.n = fresh.call.n = 0;
+    *r = fresh;
+    bool named = false;                               // behind here is the end of a line
+    while (n-- > 0) {
+        if (prompt[n] < 0 || prompt[n] >= t->n_tokens) continue;
+        if (t->kind[prompt[n]] == TOK__HIDDEN) {
+            if (prompt[n] != t->channel_open) return;
+            r->state = TOK__THOUGHT;
+            r->naming = !named;
+            return;
+        }
+        const TokStr piece = tok_piece(t, prompt[n], false);
+        named |= piece.n && memchr(piece.s, '\n', piece.n);
+    }
+}
+
+int tok_reply_push(Tokenizer *t, TokReply *r, int32_t id) {
+    if (r->finish != TOK_RUNNING) return 1;
+    if (id < 0 || id >= t->n_tokens) return 0;        // no token; an absent marker is -1
+    if (!tok__room(&r->piece, t->stream_cap)) return tok__fail(t, "out of memory for a reply");
+    const bool in_call = r->state == TOK__CALL;
+    if (tok_is_stop(t, id)) {
+        if (tok__reply_enter(t, r, TOK__CONTENT) < 0 || (in_call && tok__end_call(t, r, false) < 0)) return -1;
+        r->finish = r->n_calls ? TOK_TOOL_CALLS : TOK_STOP;
+        return 1;
+    }
+    if (id == t->channel_open) {
+        if (in_call) return 0;
+        r->after_call = false;
+        return tok__reply_enter(t, r, TOK__THOUGHT);
+    }
+    if (id == t->channel_close) return r->state == TOK__THOUGHT ? tok__reply_enter(t, r, TOK__CONTENT) : 0;
+    if (id == t->call_open) {                         // a call that is still open ends here
+        if (tok__reply_enter(t, r, TOK__CALL) < 0 || (in_call && tok__end_call(t, r, false) < 0)) return -1;
+        r->call.n = 0;
+        return 0;
+    }
+    if (id == t->call_close) {
+        if (!in_call) return 0;
+        r->after_call = true;
+        return tok__reply_enter(t, r, TOK__CONTENT) < 0 ? -1 : tok__end_call(t, r, true);
+    }
+    if (in_call && id == t->quote) {
+        const char delimiter = (char)TOK__DELIMITER;
+        if (tok__reply_enter(t, r, TOK__CALL) < 0) return -1;
+        return tok__append(&r->call, &delimiter, 1) ? 0 : tok__fail(t, "out of memory for a reply");
+    }
+    const size_t n = tok_stream_push(t, &r->stream, id, id == t->quote, r->piece.s, r->piece.cap);
+    return tok__reply_text(r, r->piece.s, n) ? 0 : tok__fail(t, "out of memory for a reply");
+}
+
+int tok_reply_end(Tokenizer *t, TokReply *r) {
+    if (r->finish != TOK_RUNNING) return 0;
+    const bool in_call = r->state == TOK__CALL;
+    if (!tok__room(&r->piece, t->stream_cap)) return tok__fail(t, "out of memory for a reply");
+    if (tok__reply_enter(t, r, TOK__CONTENT) < 0 || (in_call && tok__end_call(t, r, false) < 0)) return -1;
+    r->finish = TOK_LENGTH;
+    return 0;
+}
+
+void tok_reply_free(TokReply *r) {
+    for (int i = 0; i < r->n_calls; i++) free((void *)(uintptr_t)r->calls[i].name.s);
+    free(r->calls);
+    tok_text_free(&r->content);
+    tok_text_free(&r->thought);
+    tok_text_free(&r->call);
+    tok_text_free(&r->piece);
+    *r = (TokReply){ 0 };
 }
 
 #endif // TOKENIZER_IMPLEMENTED

@@ -358,7 +358,7 @@ int main(int argc, char **argv) {
     t.m = alloc_or_die(1, sizeof *t.m);
     load_model(t.m, model, cpu_ops(), (PlanOptions){ .n_ctx = t.is_short ? 1536 : MAX_IDS, .n_seqs = 1, .n_batch = N_BATCH,
                .n_logits = N_BATCH, .k_type = KV_F16, .v_type = KV_F16 }, NULL);
-    load_tokenizer(&t.tok, &t.m->gguf, &t.m->config);
+    load_tokenizer(&t.tok, &t.m->gguf, t.m->config.vocab);
     t.logits = alloc_or_die((size_t)t.m->config.vocab, sizeof *t.logits);
 
     printf("%-24s %5s %5s  %7s  %16s  %8s  %8s\n", "kind", "items", "right", "share", "95 % interval", "loss", "near tie");

@@ -3,15 +3,9 @@
  * Even first byte: the rest is text for a small built-in vocabulary. Every text encodes in every mode, and what comes
  * back is the text as UTF-8 repair leaves it; encoding that again changes nothing.
  * Odd first byte: the rest is a vocabulary. It is either refused with an error line or encodes without a bad access.
- *
- * clang -fsanitize=fuzzer links it with -DFUZZER; otherwise main() runs it once for each file named. */
-#define TOKENIZER_IMPLEMENTATION
-#include "../tokenizer.h"
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#define NEED(cond) do { if (!(cond)) { fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #cond); abort(); } } while (0)
+ * The chat has a target of its own, fuzz_chat.c. */
+#define _GNU_SOURCE                     // gguf.h: open, pread, mmap
+#include "fuzz.h"
 
 // Text of the ids, through the stream; checks that pieces stay in bounds.
 static char *decode(const Tokenizer *t, const TokIds *ids, bool show_special, size_t *n) {
@@ -26,31 +20,6 @@ static char *decode(const Tokenizer *t, const TokIds *ids, bool show_special, si
     }
     *n += tok_stream_flush(&s, out + *n, t->stream_cap);
     return out;
-}
-
-static void make_built_in(Tokenizer *t) {
-    static const char *texts[] = {
-        "<bos>", "<eos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_response>", "<|\"|>", "a", "b", "c", "<",
-        "|", ">", "\n", "\342\226\201", "\303\251", "\357\277\275", "ab", "bc", "abc", "aa", "aaa", "aaaa", "\n\n",
-        "\342\226\201\342\226\201", "\342\226\201a", "<|", "|>", "\357\277\275\357\277\275", "\303\251a",
-    };
-    static const char *lines[] = {
-        "\n \n", "\342\226\201 \342\226\201", "b c", "aa aa", "a b", "a a", "a bc", "aa a", "\342\226\201 a", "< |", "| >",
-        "\357\277\275 \357\277\275", "\303\251 a", "ab c",
-    };
-    char bytes[256][8];
-    TokStr tokens[320], merges[24];
-    int n_tokens = 0, n_merges = 0;
-    for (; n_tokens < 256; n_tokens++) {
-        snprintf(bytes[n_tokens], sizeof bytes[n_tokens], "<0x%02X>", (unsigned)n_tokens);
-        tokens[n_tokens] = (TokStr){ bytes[n_tokens], 6 };
-    }
-    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
-        tokens[n_tokens++] = (TokStr){ texts[i], strlen(texts[i]) };
-    for (size_t i = 0; i < sizeof lines / sizeof *lines; i++)
-        merges[n_merges++] = (TokStr){ lines[i], strlen(lines[i]) };
-    TokVocab v = { tokens, n_tokens, NULL, merges, n_merges, 256, 257, -1, { NULL, 0 }, false };
-    NEED(tok_init(t, &v) == 0 && t->n_skipped == 0);
 }
 
 static void fuzz_text(const char *text, size_t n) {
@@ -71,12 +40,6 @@ static void fuzz_text(const char *text, size_t n) {
         tok_ids_free(&again);
         tok_ids_free(&ids);
     }
-    TokIds ids = { 0 };
-    NEED(tok_chat_turn(&t, (TokStr){ text, n / 2 }, (TokStr){ text + n / 2, n - n / 2 }, &ids) == 0);
-    int n_turns = 0;
-    for (size_t i = 0; i < ids.n; i++) n_turns += ids.ids[i] == t.turn_open;
-    NEED(n_turns == 3);
-    tok_ids_free(&ids);
 }
 
 // Lines: the first half are tokens, the others merges. Numbers come from the first bytes.
@@ -108,33 +71,20 @@ static void fuzz_vocabulary(const uint8_t *bytes, size_t size) {
         free(decode(&t, &ids, bytes[6] & 1, &n));
         tok_ids_free(&ids);
     }
+    TokText messages = { 0 };
     TokIds ids = { 0 };
-    if (tok_chat_turn(&t, (TokStr){ NULL, 0 }, (TokStr){ (const char *)bytes, size }, &ids) < 0) NEED(ids.n == 0);
+    NEED(tok_add_message(&messages, "user", (TokStr){ (const char *)bytes, size }) == 0);
+    const TokChat chat = { .messages = { messages.s, messages.n }, .think = true, .add_cue = true };
+    if (tok_chat(&t, &chat, &ids, NULL) < 0) NEED(ids.n == 0 && t.err[0] && !strchr(t.err, '\n'));
+    tok_text_free(&messages);
     for (int32_t id = -2; id < t.n_tokens + 2; id++) NEED(tok_piece(&t, id, true).n <= size);
     tok_ids_free(&ids);
     tok_free(&t);
 }
 
-int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     if (size == 0) return 0;
     if (bytes[0] & 1) fuzz_vocabulary(bytes + 1, size - 1);
     else fuzz_text((const char *)bytes + 1, size - 1);
     return 0;
 }
-
-#ifndef FUZZER
-int main(int argc, char **argv) {
-    for (int i = 1; i < argc; i++) {
-        static uint8_t bytes[1 << 20];
-        FILE *f = fopen(argv[i], "rb");
-        if (!f) {
-            fprintf(stderr, "%s: cannot read\n", argv[i]);
-            return 1;
-        }
-        LLVMFuzzerTestOneInput(bytes, fread(bytes, 1, sizeof bytes, f));
-        fclose(f);
-    }
-    return 0;
-}
-#endif

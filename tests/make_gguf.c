@@ -8,7 +8,7 @@
  * own (no order of calls to keep), and every value is +, -, *, / or sqrt of IEEE floats in a fixed order: no exp, no log.
  *
  *   make_gguf --preset P --quant Q --out FILE [--kind target|mtp|dflash] [--seed N] [--vocab N] [--layers N]
- *             [--drop-shared-kv] [--split-experts] [--separate-pools] [--sha256]
+ *             [--drop-shared-kv] [--split-experts] [--separate-pools] [--sparse] [--sha256]
  *
  * The head of the file is made in memory, the weights are streamed: at most about 250 MB of memory whatever the file.
  * Output text is nonsense by design; no draft knows its target.
@@ -22,7 +22,8 @@
  *   [5] Tensors of the three kinds
  * WEIGHTS      matrices: mean 0, standard deviation sigma = gain / sqrt(fan-in). Vectors: a mean and 10 % jitter, so that a
  *              swapped or skipped vector shows. The means are chosen so that the model behaves (see build_target). */
-#define _POSIX_C_SOURCE 200809L      // stat, to remove only regular files after a failed write
+#define _POSIX_C_SOURCE 200809L      // stat, to remove only regular files after a failed write; ftruncate
+#define _FILE_OFFSET_BITS 64
 #include <errno.h>
 #include <float.h>
 #include <math.h>
@@ -33,6 +34,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 // ==== [1] Limits, helpers, die() ===================================================================================
 // Bad arguments, lack of memory and a failed write print one line and exit 1. All memory is allocated before the output
@@ -1073,6 +1075,7 @@ static void write_vector(Out *o, const Tensor *t, uint32_t seed) {
     }
 }
 
+// pools NULL: matrices are left as holes, which read as zeros and take no room on the disk.
 static void write_file(Out *o, const Meta *md, const TensorList *list, Pool pools[], uint32_t seed) {
     Buf head = { 0 };
     uint64_t offset = 0;
@@ -1101,11 +1104,13 @@ static void write_file(Out *o, const Meta *md, const TensorList *list, Pool pool
     for (int i = 0; i < list->n; i++) {
         const Tensor *t = &list->t[i];
         if (t->n_dims == 1) write_vector(o, t, seed);
-        else write_matrix(o, pools, t, seed);
+        else if (pools) write_matrix(o, pools, t, seed);
+        else if (fseeko(o->f, (off_t)tensor_bytes(t), SEEK_CUR)) write_failed(o);
         out_zeros(o, pad(tensor_bytes(t)));
     }
     errno = 0;
     FILE *f = o->f;
+    if (!pools && (fflush(f) || ftruncate(fileno(f), (off_t)(head.len + pad(head.len) + offset)))) write_failed(o);
     if (fflush(f) != 0) write_failed(o);
     o->f = NULL;
     if (fclose(f) != 0) write_failed(o);
@@ -1126,6 +1131,7 @@ static const char USAGE[] =
     "  --drop-shared-kv  leave out the unused K and V tensors of layers that share KV\n"
     "  --split-experts   ffn_gate_exps and ffn_up_exps with the weights of the fused ffn_gate_up_exps\n"
     "  --separate-pools  F32, F16 and BF16 matrices do not share one pool of weights (golden micro-moe-f16 only)\n"
+    "  --sparse          matrices are holes in the file: true sizes without the disk space; all weights are 0\n"
     "  --sha256          print the SHA-256 of the written bytes and the file name\n";
 
 static uint32_t parse_number(const char *flag, const char *s, uint32_t min, uint32_t max) {
@@ -1156,7 +1162,7 @@ static int parse_choice(const char *flag, const char *s, const char *(*name)(int
 int main(int argc, char **argv) {
     int preset = -1, quant = -1, kind = 0, n_vocab = 0, n_layers = 0;
     uint32_t seed = 1;
-    bool drop_shared_kv = false, split = false, separate = false;
+    bool drop_shared_kv = false, split = false, separate = false, sparse = false;
     Out o = { 0 };
     if (*(const uint8_t *)&(uint16_t){ 1 } != 1) die("this program needs a little-endian machine");
 
@@ -1166,6 +1172,7 @@ int main(int argc, char **argv) {
         if (!strcmp(flag, "--drop-shared-kv")) { drop_shared_kv = true; continue; }
         if (!strcmp(flag, "--split-experts")) { split = true; continue; }
         if (!strcmp(flag, "--separate-pools")) { separate = true; continue; }
+        if (!strcmp(flag, "--sparse")) { sparse = true; continue; }
         if (!strcmp(flag, "--sha256")) { o.hash = true; continue; }
         bool known = !strcmp(flag, "--preset") || !strcmp(flag, "--quant") || !strcmp(flag, "--out") || !strcmp(flag, "--kind")
                   || !strcmp(flag, "--seed") || !strcmp(flag, "--vocab") || !strcmp(flag, "--layers");
@@ -1183,6 +1190,7 @@ int main(int argc, char **argv) {
     if (preset < 0) die("--preset is missing; try --help");
     if (quant < 0) die("--quant is missing; try --help");
     if (!o.path) die("--out is missing; try --help");
+    if (sparse && o.hash) die("--sha256: a --sparse file has no bytes to hash");
 
     const Preset *p = &PRESETS[preset];
     if (split && (!p->n_experts || kind != 0)) die("--split-experts: the %s of preset %s has no experts", KINDS[kind], p->name);
@@ -1209,9 +1217,9 @@ int main(int argc, char **argv) {
     add_tokenizer(&md, c.n_vocab);
     sort_tensors(&list);
     assign_types(&list, &QUANTS[quant], n);
-    make_pools(pools, &list, seed, separate);                     // sized by the fused tensors, so splitting changes no weight
+    if (!sparse) make_pools(pools, &list, seed, separate);        // sized by the fused tensors, so splitting changes no weight
     if (split) split_experts(&list);
-    write_file(&o, &md, &list, pools, seed);
+    write_file(&o, &md, &list, sparse ? NULL : pools, seed);
 
     if (o.hash) {
         uint8_t hash[32];

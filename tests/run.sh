@@ -6,7 +6,8 @@
 # A suite is tests/test_X.c (built by make as $BUILD/test_X) or tests/test_X.sh. It prints, near its end, one line
 # "# X: N passed, N failed, N skipped". A suite that ends without this line, or with a failing exit status although
 # its line reports no failure, counts as one failure. The output of a failing suite is shown.
-# Environment: BUILD (build), GEMMA4 (./gemma4), STRICT=1 (skips fail), TEST_TIMEOUT (seconds for one suite, 1200).
+# Environment: BUILD (build), GEMMA4 (./gemma4), STRICT=1 (skips fail), TEST_TIMEOUT (seconds for one suite, 1200),
+# LONG=1 (10,000 mutated model files instead of 300).
 cd "$(dirname "$0")/.." || exit 1
 BUILD=${BUILD:-build}
 GEMMA4=${GEMMA4:-$PWD/gemma4}

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The command line from end to end on the small model: text, flags, the logits verb, errors, signals, a full disk.
-# Environment: GEMMA4 (the binary, ./gemma4), STRICT=1 (skips fail).
+# The command line from end to end on the small model: text, flags, the verbs, errors, signals, a full disk.
+# Environment: GEMMA4 (the binary, ./gemma4), BUILD (the folder of make_vocab, build), STRICT=1 (skips fail).
 cd "$(dirname "$0")/.." || exit 1
 gemma4=${GEMMA4:-$PWD/gemma4}
 model=models/gemma4-mini-q8_0.gguf
@@ -71,6 +71,7 @@ ok "the story has text" grep -q '[a-z]' "$tmp/greedy"
 ok "stdout holds no statistics" none greedy '^# '
 ok "statistics go to stderr" has err "tok/s"
 ok "every line on stderr starts with '# '" none err '^[^#]|^#[^ ]'
+cp "$tmp/err" "$tmp/err.story"
 story again --temp 0 -n 60
 ok "greedy text is the same twice" same greedy again
 story one --temp 0 -n 60 -t 1
@@ -138,12 +139,101 @@ ok "logits are the same twice" same five.f32 again.f32
 head -c $((vocab * 4)) "$tmp/five.f32" >"$tmp/row0.f32"
 ok "later ids do not change the first row" same row0.f32 one.f32
 
+# ---- thoughts, tools, templates ------------------------------------------------------
+ok "a template that is not Google's is named" grep -q "^# chat template of the file: not one of Google's; .*small" "$tmp/err.story"
+story large --temp 0 -n 20 --template large
+ok "--template large is taken" has err "large variant"
+cat >"$tmp/tools.json" <<'END'
+[{"type":"function","function":{"name":"get_weather","description":"Get the weather for a city.","parameters":
+{"type":"object","properties":{"city":{"type":"string","description":"City name."}},"required":["city"]}}}]
+END
+run "$model" -p "What is the weather in Paris?" --tools "$tmp/tools.json" --temp 0 -n 100
+ok "--tools: a call is a line of JSON on stdout" grep -qE '^\{"name":"[^"]+","arguments":\{.*\}\}$' "$tmp/out"
+ok "--tools: nothing else is" lines out 1
+ok "--tools: the statistics say why it stopped" has err "stopped: tool call"
+run "$model" -p "What is 22 minus 2?" --think --temp 0 -n 100
+ok "--think: exits 0" [ "$status" -eq 0 ]
+ok "--think: no thoughts on stderr" none err thought:
+cp "$tmp/out" "$tmp/hidden"
+run "$model" -p "What is 22 minus 2?" --think --show-thoughts --temp 0 -n 100
+ok "--show-thoughts: the thought is on stderr" has err "# thought:"
+ok "--show-thoughts: stdout is the same" same hidden out
+printf '[{"function":{}}]' >"$tmp/noname.json"
+error "tools[0].function.name" "$model" -p hi --tools "$tmp/noname.json"
+error "byte 0" "$model" -p hi --tools "$tmp/prompt.txt"
+error missing.json "$model" -p hi --tools "$tmp/missing.json"
+error --template "$model" -p hi --template huge
+for flag in --think "--system x" "--tools $tmp/tools.json" "--template large"; do
+    # shellcheck disable=SC2086  # a flag and its value are two words
+    error "${flag%% *}" "$model" -p hi --raw $flag
+done
+
+# ---- tokenize, detokenize ------------------------------------------------------------
+tokens() { # tokens FILE IDS ARGUMENTS...: tokenize must print these ids, and detokenize their text
+    file=$1 want=$2
+    shift 2
+    run tokenize "$file" "$@"
+    ok "tokenize $*: exits 0" [ "$status" -eq 0 ]
+    ok "tokenize $*: prints $want" [ "$(cat "$tmp/out")" = "$want" ]
+    ok "tokenize $*: one line" lines out 1
+    ok "tokenize $*: stderr is empty" size "$tmp/err" 0
+}
+vocab_file=$tmp/vocab.gguf
+if ! gzip --version >/dev/null 2>&1; then
+    skip "tokenize on Gemma 4's vocabulary: gzip is missing"
+elif [ ! -x "${BUILD:-build}/make_vocab" ]; then
+    skip "tokenize on Gemma 4's vocabulary: make_vocab is not built"
+else
+    gzip -dc tests/golden/gemma4-tokens.txt.gz | "${BUILD:-build}/make_vocab" "$vocab_file"
+    ok "make_vocab" [ -s "$vocab_file" ]
+    tokens "$vocab_file" "9259 1902" -p "Hello world"
+    tokens "$vocab_file" "2 105 2364 107 9259 106" -p "<bos><|turn>user
+Hello<turn|>" --special
+    tokens "$vocab_file" "236746 52 236763" -p 'a<|"|>b'
+    tokens "$vocab_file" "236746 236820 153857 111038 236763" -p 'a<|"|>b' --plain
+    error 262143 detokenize "$vocab_file" --ids 262144
+    error token_embd.weight "$vocab_file" -p hi
+    rm -f "$vocab_file"
+fi
+tokens "$model" "" -p ""
+printf 'tabs\tand  spaces \303\251 \377 <turn|>\n' >"$tmp/odd.txt"
+printf 'tabs\tand  spaces \303\251 \357\277\275 <turn|>\n' >"$tmp/repaired.txt"
+for mode in "" --plain --special; do
+    # shellcheck disable=SC2086  # no mode is no word
+    run tokenize "$model" -f "$tmp/odd.txt" $mode
+    ok "tokenize -f $mode: exits 0" [ "$status" -eq 0 ]
+    run detokenize "$model" --ids "$(cat "$tmp/out")"
+    ok "detokenize: exits 0" [ "$status" -eq 0 ]
+    ok "detokenize: the text comes back, an invalid byte as U+FFFD" same repaired.txt out
+done
+run detokenize "$model" --ids "  "
+ok "detokenize of nothing: exits 0" [ "$status" -eq 0 ]
+ok "detokenize of nothing: nothing" size "$tmp/out" 0
+for ids in x 1.5 "2 5x" -1 4096 99999999999999999999; do
+    error --ids detokenize "$model" --ids "$ids"
+done
+error --ids detokenize "$model"
+error detokenize detokenize "$model" --ids 2 -p hi
+error -p tokenize "$model"
+error -f tokenize "$model" -p hi -f "$tmp/prompt.txt"
+error missing.txt tokenize "$model" -f "$tmp/missing.txt"
+error --plain tokenize "$model" -p hi --plain --special
+error tokenize tokenize "$model" -p hi --temp 1
+error tokenize tokenize "$model" -p hi -c 512
+error --plain "$model" -p hi --plain
+error --special logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" --special
+error missing.gguf tokenize "$tmp/missing.gguf" -p hi
+printf 'GGUF\003\000\000\000\000\000\000\000\000\000\000\000\000\000\000\000\000\000\000\000' >"$tmp/bare.gguf"
+error "no tokenizer" tokenize "$tmp/bare.gguf" -p hi
+error prompt.txt tokenize "$tmp/prompt.txt" -p hi
+
 # ---- help ----------------------------------------------------------------------------
 run --help
 ok "--help exits 0" [ "$status" -eq 0 ]
 ok "--help writes nothing to stderr" size "$tmp/err" 0
-for flag in -p -f -n -c -t --temp --seed --top-k --top-p --raw --ignore-eos --kv-layout -ctk -ctv --dump --system \
-    logits --ids -o --help --version; do
+for flag in -p -f -n -c -t --temp --seed --top-k --top-p --min-p --repeat-penalty --presence-penalty --frequency-penalty \
+    --logit-bias --stop -r --top-logits --raw --ignore-eos --kv-layout -ctk -ctv --dump --system --check-tensors \
+    --think --show-thoughts --tools --template logits tokenize detokenize quantize --plain --special --ids -o --help --version; do
     ok "--help lists $flag" grep -qE -e "(^|[^a-z-])$flag([^a-z-]|\$)" "$tmp/out"
 done
 run --version
@@ -199,11 +289,89 @@ error text.gguf logits "$model" --ids "$tmp/five.i32" -o "$tmp/text.gguf/x.f32"
 error folder.gguf logits "$model" --ids "$tmp/five.i32" -o "$tmp/folder.gguf"
 error missing.gguf logits "$tmp/missing.gguf" --ids "$tmp/five.i32" -o "$tmp/x.f32"
 error -o logits "$model" --ids "$tmp/five.i32"
-error logits: logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" -p hi
+error "logits does not take it" logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" -p hi
 cp "$model" "$tmp/own.gguf"
 error "the model itself" logits "$tmp/own.gguf" --ids "$tmp/five.i32" -o "$tmp/own.gguf"
 ok "-o does not touch the model" cmp -s "$model" "$tmp/own.gguf"
 error --ids logits "$model" -o "$tmp/x.f32"
+
+# ---- sampling ------------------------------------------------------------------------
+# The greedy story of the first block is $tmp/greedy.
+story repeat1 --temp 0 -n 60 --repeat-penalty 1 --presence-penalty 0 --frequency-penalty 0
+ok "penalties that are off change nothing" same greedy repeat1
+story repeat --temp 0 -n 60 --repeat-penalty 1.5
+ok "--repeat-penalty changes the text" differ greedy repeat
+story presence --temp 0 -n 60 --presence-penalty 2
+ok "--presence-penalty changes the text" differ greedy presence
+story frequency --temp 0 -n 60 --frequency-penalty 2
+ok "--frequency-penalty changes the text" differ greedy frequency
+ok "frequency and presence are not the same" differ presence frequency
+for n in one two; do
+    threads=1
+    [ $n = one ] || threads=2
+    story "all_$n" -n 60 --seed 5 --temp 1.2 --top-k 40 --top-p 0.9 --min-p 0.01 --repeat-penalty 1.1 --presence-penalty 0.1 \
+        --frequency-penalty 0.1 --logit-bias 834+1,845-1 -t $threads
+done
+ok "one seed gives one text on any number of threads" same all_one all_two
+ok "the chain is shown in its order" has err "# sampling: bias > penalties: repeat 1.1, frequency 0.1, presence 0.1 > \
+temperature 1.2 > top-k 40 > top-p 0.9 > min-p 0.01 > draw, seed 5"
+run "$model" -p "Tell me a story about a fox." -n 1 --seed 1
+ok "without flags the chain is Gemma's" has err "# sampling: temperature 1 > top-k 64 > top-p 0.95 > draw, seed 1"
+
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 30 --top-logits 3
+cp "$tmp/err" "$tmp/top"
+ok "--top-logits leaves the text alone" starts greedy out
+ok "--top-logits: one line for every token" [ "$(grep -c '^# position ' "$tmp/top")" -eq 30 ]
+ok "--top-logits: three candidates, all with id, text, logit and probability" [ "$(grep -cE \
+    '^# position [0-9]+, chosen [0-9]+:( [0-9]+ "([^"\\]|\\.)*" -?[0-9.]+ [0-9.e-]+,?){3}$' "$tmp/top")" -eq 30 ]
+ok "--top-logits: greedy chooses the first" [ "$(sed -nE 's/^# position [0-9]+, chosen ([0-9]+): ([0-9]+) .*/\1 \2/p' "$tmp/top" |
+    awk '$1 != $2' | wc -l)" -eq 0 ]
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 1 --top-logits 16777216
+ok "--top-logits: no more than the vocabulary" [ "$(grep '^# position ' "$tmp/err" | grep -o '", \| -*[0-9.]* [0-9.e-]*,' | wc -l)" -ge 4000 ]
+
+# What greedy says first and second: ids for biases.
+first=$(sed -nE 's/^# position [0-9]+, chosen ([0-9]+):.*/\1/p' "$tmp/top" | sed -n 1p)
+second=$(sed -nE 's/^# position [0-9]+, chosen [0-9]+: [0-9]+ "([^"\\]|\\.)*" [^ ]* [^ ]*, ([0-9]+) .*/\2/p' "$tmp/top" | sed -n 1p)
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 1 --top-logits 1 --logit-bias "$first-inf"
+ok "--logit-bias ID-inf: the second best comes up" has err "chosen $second: $first "
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 1 --top-logits 1 -l "$first-50" -l "7-1,$first+50"
+ok "--logit-bias: those of one id add up" has err "chosen $first: $first "
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 3 --top-logits 1 --logit-bias 700+1000
+ok "--logit-bias ID+VALUE: that token and no other" [ "$(grep -c 'chosen 700:' "$tmp/err")" -eq 3 ]
+
+# The greedy story begins "Once upon a time"; a stop string ends it anywhere, within a token or across two.
+word=$(cut -c 10-20 "$tmp/greedy" | head -n 1)
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 60 --stop "$word"
+printf '%s' "$(head -c 9 "$tmp/greedy")" >"$tmp/want"
+printf '%s' "$(cat "$tmp/out")" >"$tmp/got"
+ok "--stop ends the text before the stop string" same want got
+ok "--stop says why" has err "stopped: stop string"
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 60 --stop "no such text" -r "$word" --stop "$word and more"
+printf '%s' "$(cat "$tmp/out")" >"$tmp/got"
+ok "-r is --stop, and several are several" same want got
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 60 --stop "${word}never"
+ok "--stop: what begins like a stop string is printed after all" same greedy out
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 60 --stop "$(head -c 1 "$tmp/greedy")"
+ok "--stop: the first byte ends it" size "$tmp/out" 0
+ok "--stop: no text is no error" [ "$status" -eq 0 ]
+last=$(tail -c 4 "$tmp/greedy")
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 60 --stop "${last}x"
+ok "--stop: what waits at the end is printed" same greedy out
+
+error --repeat-penalty "$model" -p hi --repeat-penalty 0
+error --repeat-penalty "$model" -p hi --repeat-penalty nan
+error --presence-penalty "$model" -p hi --presence-penalty inf
+error --frequency-penalty "$model" -p hi --frequency-penalty x
+error --top-logits "$model" -p hi --top-logits -1
+error --stop "$model" -p hi --stop
+error --stop "$model" -p hi --stop ""
+for bias in "" , 5 +1 5+ 5- 5+x 5+1, ,5+1 5+nan 5+inf 5+1e99 5--1 " 5+1" -1+1 5+1,6 5+1x 99999999999999999999999+1; do
+    error --logit-bias "$model" -p hi --logit-bias "$bias"
+done
+error 0\ to\ 4095 "$model" -p hi --logit-bias 4096+1
+for flag in --repeat-penalty --presence-penalty --frequency-penalty --logit-bias --stop --top-logits; do
+    error "logits does not take it" logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" $flag 2
+done
 
 # ---- a full disk, a closed pipe, Ctrl-C ----------------------------------------------
 if [ -c /dev/full ]; then

@@ -5,7 +5,7 @@
  * wraps the CPU's hands out memory that nobody can touch outside its operations, and writes down what it was asked for.
  *
  *   [1] Programs, files, small helpers      [5] Other forms of the same weights
- *   [2] A GGUF file taken apart             [6] The guarded backend
+ *   [2] Files rewritten                     [6] The guarded backend
  *   [3] Golden logits                       [7] Damaged files
  *   [4] Checkpoints                         [8] True widths
  *
@@ -42,6 +42,7 @@ static void *counted_aligned_alloc(size_t align, size_t n) { n_allocations++; re
 #undef realloc
 #undef aligned_alloc
 #include "test.h"
+#include "files.h"
 
 enum { N_POSITIONS = 160, VOCAB = 512, DIM = 64,       // of the golden data
        N_FORM = 96 };                                  // positions that files with the same weights are compared at
@@ -69,70 +70,6 @@ static void use_threads(int n) {
 #endif
 }
 
-static char tmp[512];                                  // everything goes here, and goes away with it
-static pid_t main_pid;
-
-static int remove_entry(const char *path, const struct stat *st, int kind, struct FTW *at) {
-    (void)st, (void)kind, (void)at;
-    return remove(path);
-}
-static void remove_tree(const char *path) { nftw(path, remove_entry, 16, FTW_DEPTH | FTW_PHYS); }
-static void remove_tmp(void) {                         // also when gemma4.c ends the process; not in a child
-    if (getpid() == main_pid) remove_tree(tmp);
-}
-
-// The paths of files in the temporary directory; each call site gets one of a few buffers in turn.
-__attribute__((format(printf, 1, 2))) static const char *in_tmp(const char *fmt, ...) {
-    static char path[8][1024];
-    static int turn;
-    char *p = path[turn = (turn + 1) % 8];
-    const int n = snprintf(p, 600, "%s/", tmp);
-    va_list ap;
-    va_start(ap, fmt);
-    vsnprintf(p + n, 1024 - (size_t)n, fmt, ap);
-    va_end(ap);
-    return p;
-}
-
-static void *must(void *p) {
-    if (!p) {
-        printf("out of memory, or a file that cannot be opened: %s\n", strerror(errno));
-        exit(1);
-    }
-    return p;
-}
-
-// Runs a program with its output in files (NULL: ours). Returns the exit status, or 1000 + the signal that ended it.
-static int run_program(const char *const argv[], const char *out, const char *err) {
-    fflush(stdout);
-    const pid_t child = fork();
-    if (!child) {
-        const char *path[2] = { out, err };
-        for (int i = 0; i < 2; i++) {
-            const int fd = path[i] ? open(path[i], O_WRONLY | O_CREAT | O_TRUNC, 0600) : -1;
-            if (path[i] && (fd < 0 || dup2(fd, i + 1) < 0)) _exit(126);
-        }
-        execvp(argv[0], (char *const *)(uintptr_t)argv);
-        _exit(127);
-    }
-    int status = -1;
-    while (child > 0 && waitpid(child, &status, 0) < 0 && errno == EINTR) {}
-    return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
-}
-
-static char *text_of(const char *path) {               // the file's bytes, with a NUL
-    FILE *f = must(fopen(path, "rb"));
-    size_t n = 0, got;
-    char *s = NULL;
-    do {
-        s = must(realloc(s, n + 65536 + 1));
-        n += got = fread(s + n, 1, 65536, f);
-    } while (got);
-    fclose(f);
-    s[n] = 0;
-    return s;
-}
-
 static float *floats_of(const char *path, size_t n) {  // n floats; NULL if the file holds another number of them
     size_t size = 0;
     struct stat st;
@@ -146,28 +83,6 @@ static float *golden(const char *family, const char *type, const char *what, siz
     float *p = floats_of(path, n);
     CHECK(p, "%s: expected %zu floats; run from the root of the repository", path, n);
     return p;
-}
-
-// Writes a model to NAME.gguf in the temporary directory. More arguments of make_gguf follow; NULL ends them.
-static const char *make_model(const char *name, const char *preset, const char *quant, ...) {
-    static char program[1024];
-    if (!program[0]) {
-        snprintf(program, sizeof program, "%s/make_gguf", getenv("BUILD") ? getenv("BUILD") : "build");
-        if (access(program, X_OK)) {
-            snprintf(program, sizeof program, "%s", in_tmp("make_gguf"));
-            const char *cc[] = { getenv("CC") ? getenv("CC") : "cc", "-std=c11", "-O2", "tests/make_gguf.c", "-o", program, "-lm", NULL };
-            CHECK(run_program(cc, NULL, NULL) == 0, "tests/make_gguf.c does not compile");
-        }
-    }
-    const char *path = in_tmp("%s.gguf", name);
-    const char *argv[20] = { program, "--preset", preset, "--quant", quant, "--seed", "11", "--separate-pools", "--out", path };
-    va_list ap;
-    va_start(ap, quant);
-    for (int n = 10; n < 19 && (argv[n] = va_arg(ap, const char *)) != NULL; n++) {}
-    va_end(ap);
-    const int status = run_program(argv, in_tmp("stdout"), NULL);
-    CHECK(status == 0, "make_gguf for %s: exit status %d", path, status);
-    return path;
 }
 
 // What the tests run with unless they say otherwise: f32 caches, room for a whole prompt in one step.
@@ -264,134 +179,7 @@ static void check_same(const char *label, const float *got, const float *want, s
           (double)got[i < n * cols ? i : 0], (double)want[i < n * cols ? i : 0]);
 }
 
-// ==== [2] A GGUF file taken apart ====================================================================================
-// Keys as raw bytes, tensors as names, shapes and copies of their data: enough to write the file again with changes.
-
-typedef struct { uint8_t *data; size_t n, cap; } Bytes;
-
-static void put(Bytes *b, const void *data, size_t n) {
-    if (b->n + n > b->cap) b->data = must(realloc(b->data, b->cap = (b->n + n) * 2));
-    if (n) memcpy(b->data + b->n, data, n);
-    b->n += n;
-}
-static void put_u32(Bytes *b, uint32_t v) { put(b, &v, 4); }
-static void put_u64(Bytes *b, uint64_t v) { put(b, &v, 8); }
-static void put_text(Bytes *b, const char *s) {
-    put_u64(b, strlen(s));
-    put(b, s, strlen(s));
-}
-static void put_padding(Bytes *b, size_t to) {
-    static const uint8_t zeros[65536];
-    put(b, zeros, (to - b->n % to) % to);
-}
-
-typedef struct {
-    char  name[128];
-    Bytes value;              // type and value as in the file
-} DraftKey;
-
-typedef struct {
-    char     name[64];        // "": left out when written
-    int      type, n_dims;
-    uint64_t ne[4];
-    Bytes    data;
-} DraftTensor;
-
-typedef struct {
-    DraftKey    *keys;
-    DraftTensor *tensors;
-    size_t       n_keys, n_tensors, alignment;
-} Draft;
-
-static Draft read_draft(const char *path) {
-    Gguf g;
-    Draft d = { 0 };
-    if (gguf_open(&g, path) < 0) die("%s: %s", path, g.err);
-    d.alignment = g.alignment;
-    d.keys = must(calloc(g.n_kvs + 1, sizeof *d.keys));                // room for one that is added
-    d.tensors = must(calloc(g.n_tensors, sizeof *d.tensors));
-    for (; d.n_keys < g.n_kvs; d.n_keys++) {                           // an entry ends where the next one's length field begins
-        const GgufStr key = g.kvs[d.n_keys].key, next = d.n_keys + 1 < g.n_kvs ? g.kvs[d.n_keys + 1].key : g.tensors[0].name;
-        snprintf(d.keys[d.n_keys].name, sizeof d.keys->name, "%.*s", (int)key.n, key.s);
-        put(&d.keys[d.n_keys].value, key.s + key.n, (size_t)(next.s - 8 - (key.s + key.n)));
-    }
-    for (; d.n_tensors < g.n_tensors; d.n_tensors++) {
-        const GgufTensor *from = &g.tensors[d.n_tensors];
-        DraftTensor *t = &d.tensors[d.n_tensors];
-        snprintf(t->name, sizeof t->name, "%.*s", (int)from->name.n, from->name.s);
-        t->type = from->type;
-        t->n_dims = from->n_dims;
-        memcpy(t->ne, from->ne, sizeof t->ne);
-        put(&t->data, from->data, (size_t)from->size);
-    }
-    gguf_close(&g);
-    return d;
-}
-
-static void free_draft(Draft *d) {
-    for (size_t i = 0; i < d->n_keys; i++) free(d->keys[i].value.data);
-    for (size_t i = 0; i < d->n_tensors; i++) free(d->tensors[i].data.data);
-    free(d->keys);
-    free(d->tensors);
-}
-
-// Writes the file and frees the draft. A tensor's data is cut or continued with zeros to the size of its shape and type.
-static const char *write_draft(Draft *d, const char *path) {
-    Bytes b = { 0 };
-    uint64_t n_keys = 0, n_tensors = 0, offset = 0;
-    for (size_t i = 0; i < d->n_keys; i++) n_keys += d->keys[i].name[0] != 0;
-    for (size_t i = 0; i < d->n_tensors; i++) n_tensors += d->tensors[i].name[0] != 0;
-    put(&b, "GGUF", 4);
-    put_u32(&b, 3);
-    put_u64(&b, n_tensors);
-    put_u64(&b, n_keys);
-    for (size_t i = 0; i < d->n_keys; i++) {
-        if (!d->keys[i].name[0]) continue;
-        put_text(&b, d->keys[i].name);
-        put(&b, d->keys[i].value.data, d->keys[i].value.n);
-    }
-    for (size_t i = 0; i < d->n_tensors; i++) {
-        DraftTensor *t = &d->tensors[i];
-        if (!t->name[0]) continue;
-        const size_t size = gguf_row_size(t->type, (size_t)t->ne[0]) * (size_t)(t->ne[1] * t->ne[2] * t->ne[3]);
-        static const uint8_t zeros[4096];
-        while (t->data.n < size) put(&t->data, zeros, size - t->data.n < sizeof zeros ? size - t->data.n : sizeof zeros);
-        t->data.n = size;
-        put_text(&b, t->name);
-        put_u32(&b, (uint32_t)t->n_dims);
-        for (int k = 0; k < t->n_dims; k++) put_u64(&b, t->ne[k]);
-        put_u32(&b, (uint32_t)t->type);
-        put_u64(&b, offset);
-        offset += round_up(size, d->alignment);
-    }
-    for (size_t i = 0; i < d->n_tensors; i++) {
-        if (!d->tensors[i].name[0]) continue;
-        put_padding(&b, d->alignment);
-        put(&b, d->tensors[i].data.data, d->tensors[i].data.n);
-    }
-    put_padding(&b, d->alignment);
-    FILE *f = must(fopen(path, "wb"));
-    const bool ok = fwrite(b.data, 1, b.n, f) == b.n;
-    CHECK(!fclose(f) && ok, "%s: %s", path, strerror(errno));
-    free(b.data);
-    free_draft(d);
-    return path;
-}
-
-static DraftKey *draft_key(Draft *d, const char *name) {               // added when there is none
-    for (size_t i = 0; i < d->n_keys; i++)
-        if (!strcmp(d->keys[i].name, name)) return &d->keys[i];
-    DraftKey *k = &d->keys[d->n_keys++];
-    snprintf(k->name, sizeof k->name, "%s", name);
-    return k;
-}
-
-static DraftTensor *draft_tensor(Draft *d, const char *name) {         // NULL: there is none
-    for (size_t i = 0; i < d->n_tensors; i++)
-        if (!strcmp(d->tensors[i].name, name)) return &d->tensors[i];
-    return NULL;
-}
-
+// ==== [2] Files rewritten ============================================================================================
 // F16 tensors become F32: the same values in another type.
 static const char *write_widened(const char *from, const char *to) {
     Draft d = read_draft(from);
@@ -444,10 +232,42 @@ static const char *write_dropped(const char *from, const char *to, int first) {
     return write_draft(&d, to);
 }
 
-// A tensor of floats, all of them v.
-static void fill(DraftTensor *t, float v) {
-    t->data.n = 0;
-    for (uint64_t i = 0; i < t->ne[0] * t->ne[1]; i++) put(&t->data, &v, sizeof v);
+// Every matrix of a layer that can have factors beside it gets them, as NVFP4 files have, and its weights are divided by
+// them: powers of two, so the products keep their bits. one: a single factor also for a stack of experts.
+static const char *write_side_scales(const char *from, const char *to, bool one) {
+    Draft d = read_draft(from);
+    const size_t n_tensors = d.n_tensors;
+    for (size_t i = 0, k = 0; i < n_tensors; i++) {
+        DraftTensor *t = &d.tensors[i];
+        if (strncmp(t->name, "blk.", 4) || t->n_dims < 2 || strstr(t->name, "ffn_gate_inp") || strstr(t->name, "ffn_down_exps")) continue;
+        char name[64];
+        snprintf(name, sizeof name, "%.*sscale", (int)(strlen(t->name) - strlen("weight")), t->name);
+        const size_t n = one ? 1 : (size_t)t->ne[2], elems = (size_t)gguf_block_elems(t->type), bytes = (size_t)gguf_block_bytes(t->type);
+        const size_t n_blocks = t->data.n / bytes;
+        DraftTensor *scale = draft_add(&d, name, n);
+        for (size_t e = 0; e < n; e++, k++) {
+            const float factor = (float[]){ 2, 0.5f, 4 }[k % 3];
+            put(&scale->data, &factor, sizeof factor);
+            for (size_t j = n_blocks / n * e; j < n_blocks / n * (e + 1); j++) {
+                uint8_t *block = t->data.data + j * bytes;
+                float f;
+                uint16_t h;
+                if (elems == 1) {                      // F32
+                    memcpy(&f, block, 4);
+                    f /= factor;
+                    memcpy(block, &f, 4);
+                } else {                               // Q8_0: the scale of the block
+                    memcpy(&h, block, 2);
+                    h = gguf_f32_to_f16(gguf_f16_to_f32(h) / factor);
+                    memcpy(block, &h, 2);
+                }
+            }
+        }
+        snprintf(name, sizeof name, "%.*sinput_scale", (int)(strlen(t->name) - strlen("weight")), t->name);
+        if (i % 7 == 0) draft_add(&d, name, 1);        // of no consequence
+    }
+    CHECK(d.n_tensors > n_tensors, "%s: no matrix to give a factor", from);
+    return write_draft(&d, to);
 }
 
 // ==== [3] Golden logits ==============================================================================================
@@ -663,7 +483,19 @@ static void test_other_forms(void) {
     const char *dropped = write_dropped(in_tmp("micro-e-f16.gguf"), in_tmp("dropped.gguf"), 3);
     check_same_logits("micro-e: without the unused K and V", dropped, want[2]);
     check_same_logits("micro-e: without the unused K and V, attn_qkv", write_fused(dropped, in_tmp("fused.gguf"), -1), want[2]);
-    for (int i = 0; i < 3; i++) free(want[i]);
+    for (int i = 0; i < 3; i++) {
+        const char *f32 = write_widened(in_tmp("%s-f16.gguf", families[i]), in_tmp("widened.gguf"));
+        char label[128];
+        snprintf(label, sizeof label, "%s: factors beside the matrices", families[i]);
+        check_same_logits(label, write_side_scales(f32, in_tmp("scaled.gguf"), false), want[i]);
+        snprintf(label, sizeof label, "%s: attn_qkv with a factor, one factor for all experts", families[i]);
+        check_same_logits(label, write_side_scales(write_fused(f32, in_tmp("fused.gguf"), -1), in_tmp("scaled.gguf"), true), want[i]);
+        free(want[i]);
+    }
+    const char *q8 = make_model("q8", "micro-moe", "q8_0", "--split-experts", NULL);
+    float *plain = logits_of(q8, prompts[0], false);
+    check_same_logits("micro-moe q8_0: factors beside the matrices", write_side_scales(q8, in_tmp("scaled.gguf"), false), plain);
+    free(plain);
 
     // Global layers where every pair turns, and where none does: tied and untied caches agree, and the factors matter.
     static const float factors[] = { 1, 1e30f };
@@ -1144,7 +976,7 @@ static void test_guarded(const char *family, unsigned operations) {
     }
 
     Tokenizer tok;
-    load_tokenizer(&tok, &m->gguf, &m->config);
+    load_tokenizer(&tok, &m->gguf, m->config.vocab);
     bool ok[2];
     char *text[2] = { generated(plain, &tok, &ok[0]), generated(m, &tok, &ok[1]) };
     CHECK(ok[1], "%s: generate touches backend memory %s%s", family, guard.op ? "in " : "outside every operation", guard.op ? guard.op : "");
@@ -1165,7 +997,7 @@ done:
 // ==== [7] Damaged files ==============================================================================================
 // A file that does not fit ends the process with one line that names the file and the key or tensor.
 
-typedef enum { DROP_KEY, SET_INT, SET_REAL, SET_TEXT, SET_INTS, DROP_TENSOR, SET_SHAPE, SET_TYPE, FILL } EditKind;
+typedef enum { DROP_KEY, SET_INT, SET_REAL, SET_TEXT, SET_TEXTS, SET_INTS, ADD_TENSOR, DROP_TENSOR, SET_SHAPE, SET_TYPE, FILL } EditKind;
 
 typedef struct {
     int         family;                // index into families
@@ -1192,20 +1024,20 @@ static const Edit edits[] = {
     { 0, SET_INT, "gemma4.embedding_length", "token_embd.weight", { 128 }, NULL },
     { 0, SET_INT, "gemma4.embedding_length", NULL, { 0 }, NULL },
     { 0, SET_INT, "gemma4.context_length", NULL, { 0 }, NULL },
-    { 0, SET_REAL, "gemma4.attention.layer_norm_rms_epsilon", NULL, { NAN }, NULL },
+    { 0, SET_REAL, "gemma4.attention.layer_norm_rms_epsilon", "layer_norm_rms_epsilon': expected a finite number, got nan (E_META_RANGE", { NAN }, NULL },
     { 0, SET_REAL, "gemma4.attention.layer_norm_rms_epsilon", NULL, { 0 }, NULL },
     { 0, SET_REAL, "gemma4.attention.layer_norm_rms_epsilon", NULL, { -1e-6 }, NULL },
     { 0, SET_TEXT, "gemma4.attention.layer_norm_rms_epsilon", NULL, { 0 }, "1e-6" },
     { 0, DROP_KEY, "gemma4.attention.layer_norm_rms_epsilon", NULL, { 0 }, NULL },
-    { 0, SET_REAL, "gemma4.final_logit_softcapping", NULL, { 0 }, NULL },
+    { 0, SET_REAL, "gemma4.final_logit_softcapping", "softcapping': expected a positive number, got 0 (E_META_RANGE", { 0 }, NULL },
     { 0, SET_REAL, "gemma4.final_logit_softcapping", NULL, { -30 }, NULL },
     { 0, SET_REAL, "gemma4.final_logit_softcapping", NULL, { NAN }, NULL },
     { 0, SET_REAL, "gemma4.final_logit_softcapping", NULL, { INFINITY }, NULL },
     { 0, SET_REAL, "gemma4.rope.freq_base", NULL, { 1 }, NULL },
     { 0, SET_REAL, "gemma4.rope.freq_base_swa", NULL, { NAN }, NULL },
     // attention
-    { 0, SET_INTS, "gemma4.attention.head_count_kv", NULL, { 2, 1, 2, -1 }, NULL },
-    { 0, SET_INTS, "gemma4.attention.head_count_kv", NULL, { 2, 1, 0, 1, -1 }, NULL },
+    { 0, SET_INTS, "gemma4.attention.head_count_kv", "head_count_kv': expected 4 elements, got 3 (E_META_ARRAY", { 2, 1, 2, -1 }, NULL },
+    { 0, SET_INTS, "gemma4.attention.head_count_kv", "head_count_kv': expected an integer in 1..1024, got 0 (E_META_RANGE", { 2, 1, 0, 1, -1 }, NULL },
     { 0, SET_INTS, "gemma4.attention.head_count_kv", NULL, { 2, 1, 3, 1, -1 }, NULL },
     { 0, SET_INTS, "gemma4.attention.head_count_kv", "blk.2.attn_k.weight", { 2, 1, 1, 1, -1 }, NULL },
     { 0, SET_REAL, "gemma4.attention.head_count_kv", NULL, { 1 }, NULL },
@@ -1242,7 +1074,7 @@ static const Edit edits[] = {
     { 0, SET_SHAPE, "rope_freqs.weight", NULL, { 128, -1 }, NULL },
     { 0, SET_SHAPE, "token_embd.weight", NULL, { 32, 512, -1 }, NULL },
     { 0, SET_TYPE, "blk.1.ffn_up.weight", NULL, { GGUF_I8 }, NULL },
-    { 0, SET_TYPE, "blk.1.ffn_up.weight", NULL, { GGUF_Q4_1 }, NULL },
+    { 0, SET_TYPE, "blk.1.ffn_up.weight", NULL, { GGUF_Q8_1 }, NULL },
     { 0, SET_TYPE, "token_embd.weight", NULL, { GGUF_I8 }, NULL },
     { 0, SET_TYPE, "rope_freqs.weight", NULL, { GGUF_F16 }, NULL },
     { 0, SET_TYPE, "blk.0.attn_norm.weight", NULL, { GGUF_F16 }, NULL },
@@ -1250,18 +1082,29 @@ static const Edit edits[] = {
     { 0, FILL, "rope_freqs.weight", NULL, { 0 }, NULL },
     { 0, FILL, "rope_freqs.weight", NULL, { -1 }, NULL },
     { 0, FILL, "rope_freqs.weight", NULL, { NAN }, NULL },
+    // the tables of rows
+    { 0, ADD_TENSOR, "token_embd.scale", "'token_embd.weight': a table with a factor", { 0 }, NULL },
+    { 2, ADD_TENSOR, "per_layer_token_embd.scale", "'per_layer_token_embd.weight': a table with a factor", { 0 }, NULL },
+    { 1, ADD_TENSOR, "blk.0.ffn_gate_up_exps.scale", "'blk.0.ffn_gate_up_exps.scale': expected shape (8, 1, 1), got (2, 1, 1) (E_SHAPE)", { 2 }, NULL },
     // tokenizer
-    { 0, SET_SHAPE, "token_embd.weight", "tokenizer.ggml.tokens", { 64, 511, -1 }, NULL },
+    { 0, SET_INTS, "tokenizer.ggml.scores", "(E_META_ARRAY)", { 1, 2, -1 }, NULL },
+    { 0, SET_INT, "tokenizer.ggml.scores", NULL, { 1 }, NULL },
+    { 0, SET_INT, "tokenizer.ggml.padding_token_id", NULL, { 512 }, NULL },
+    { 0, SET_INT, "tokenizer.ggml.mask_token_id", NULL, { 512 }, NULL },
+    { 0, SET_TEXTS, "tokenizer.ggml.merges", "merge 1: expected two texts with a space between, got 'ab' (E_META_RANGE)", { 0 }, "ab" },
+    { 0, SET_TEXTS, "tokenizer.ggml.merges", "merge 1: expected two texts with a space between, got ' a' (E_META_RANGE)", { 0 }, " a" },
+    { 0, SET_TEXTS, "tokenizer.ggml.merges", "merge 1: expected two texts with a space between, got 'a ' (E_META_RANGE)", { 0 }, "a " },
+    { 0, SET_SHAPE, "token_embd.weight", "tokens': expected 511 texts, one per row of token_embd.weight, got 512 (E_SHAPE", { 64, 511, -1 }, NULL },
     { 0, DROP_KEY, "tokenizer.ggml.tokens", NULL, { 0 }, NULL },
     { 0, DROP_KEY, "tokenizer.ggml.merges", NULL, { 0 }, NULL },
     { 0, SET_TEXT, "tokenizer.ggml.model", NULL, { 0 }, "llama" },
     { 0, SET_INTS, "tokenizer.ggml.token_type", NULL, { 1, 1, 1, -1 }, NULL },
-    { 0, SET_INT, "tokenizer.ggml.bos_token_id", NULL, { 512 }, NULL },
+    { 0, SET_INT, "tokenizer.ggml.bos_token_id", "bos_token_id': expected an integer in 0..511, got 512 (E_META_RANGE", { 512 }, NULL },
     { 0, SET_INT, "tokenizer.ggml.eos_token_id", NULL, { 4294967295.0 }, NULL },
     { 0, SET_INT, "tokenizer.ggml.eot_token_id", NULL, { 512 }, NULL },
     { 0, SET_INTS, "tokenizer.ggml.suppress_tokens", NULL, { 3, 512, -1 }, NULL },
     // experts
-    { 1, SET_INT, "gemma4.expert_used_count", NULL, { 9 }, NULL },
+    { 1, SET_INT, "gemma4.expert_used_count", "expert_used_count': expected an integer in 1..8, got 9 (E_META_RANGE", { 9 }, NULL },
     { 1, SET_INT, "gemma4.expert_used_count", NULL, { 0 }, NULL },
     { 1, SET_INT, "gemma4.expert_count", NULL, { 1025 }, NULL },
     { 1, SET_INT, "gemma4.expert_count", "blk.0.ffn_gate_inp.weight", { 4 }, NULL },
@@ -1270,7 +1113,7 @@ static const Edit edits[] = {
     { 1, DROP_TENSOR, "blk.1.ffn_gate_inp.scale", NULL, { 0 }, NULL },
     { 1, DROP_TENSOR, "blk.2.ffn_gate_up_exps.weight", "blk.2.ffn_gate_exps.weight", { 0 }, NULL },
     { 1, DROP_TENSOR, "blk.3.ffn_down_exps.weight", NULL, { 0 }, NULL },
-    { 1, SET_SHAPE, "blk.3.ffn_down_exps.weight", NULL, { 32, 64, 7, -1 }, NULL },
+    { 1, SET_SHAPE, "blk.3.ffn_down_exps.weight", "ffn_down_exps.weight': expected shape (32, 64, 8), got (32, 64, 7) (E_SHAPE", { 32, 64, 7, -1 }, NULL },
     { 1, SET_SHAPE, "blk.3.ffn_down_exps.scale", NULL, { 7, -1 }, NULL },
     // per-layer embeddings, shared K and V
     { 2, SET_INT, "gemma4.embedding_length_per_layer_input", "per_layer_token_embd.weight", { 64 }, NULL },
@@ -1285,7 +1128,7 @@ static const Edit edits[] = {
 };
 
 static void apply_edit(Draft *d, const Edit *e) {
-    static const uint32_t types[] = { [SET_INT] = GGUF_V_U32, [SET_REAL] = GGUF_V_F32, [SET_TEXT] = GGUF_V_STR, [SET_INTS] = GGUF_V_ARRAY };
+    static const uint32_t types[] = { [SET_INT] = GGUF_V_U32, [SET_REAL] = GGUF_V_F32, [SET_TEXT] = GGUF_V_STR, [SET_TEXTS] = GGUF_V_ARRAY, [SET_INTS] = GGUF_V_ARRAY };
     uint64_t n = 0;
     while (n < 5 && e->value[n] >= 0) n++;
     if (e->kind <= SET_INTS) {
@@ -1300,10 +1143,20 @@ static void apply_edit(Draft *d, const Edit *e) {
         if (e->kind == SET_INT) put_u32(b, (uint32_t)e->value[0]);
         if (e->kind == SET_REAL) put(b, &(float){ (float)e->value[0] }, 4);
         if (e->kind == SET_TEXT) put_text(b, e->text);
+        if (e->kind == SET_TEXTS) {                    // a good merge, then the text
+            put_u32(b, GGUF_V_STR);
+            put_u64(b, 2);
+            put_text(b, "a b");
+            put_text(b, e->text);
+        }
         if (e->kind != SET_INTS) return;
         put_u32(b, GGUF_V_U32);
         put_u64(b, n);
         for (uint64_t i = 0; i < n; i++) put_u32(b, (uint32_t)e->value[i]);
+        return;
+    }
+    if (e->kind == ADD_TENSOR) {
+        draft_add(d, e->name, e->value[0] > 0 ? (uint64_t)e->value[0] : 1);
         return;
     }
     DraftTensor *t = draft_tensor(d, e->name);
@@ -1330,8 +1183,8 @@ static void check_refused(const char *what, const char *path, const char *names)
         if (line[0] != '#' && !n_errors++) error = line;               // "# " lines are remarks
     snprintf(start, sizeof start, "gemma4: error: %s: ", path);
     CHECK(status == 1, "%s: expected exit status 1, got %d", what, status);
-    CHECK(n_errors == 1 && error && !strncmp(error, start, strlen(start)) && strstr(error, names) && !out[0],
-          "%s: expected one line '%s...%s...', got %d, the first: %s", what, start, names, n_errors, error ? error : "(none)");
+    CHECK(n_errors == 1 && error && !strncmp(error, start, strlen(start)) && strstr(error, names) && strstr(error, "(E_") && !out[0],
+          "%s: expected one line '%s...%s...(E_...)', got %d, the first: %s", what, start, names, n_errors, error ? error : "(none)");
     free(err);
     free(out);
 }
@@ -1356,6 +1209,44 @@ static void test_damaged(void) {
         check_refused(what, write_draft(&d, in_tmp("damaged.gguf")), e->names ? e->names : e->name);
     }
     check_refused("micro-dense, attn_qkv of sliding layer 0 without V", write_fused(in_tmp("micro-dense-f16.gguf"), in_tmp("damaged.gguf"), 0), "blk.0.attn_");
+}
+
+// Tokens that the file suppresses are never sampled, not even by a bias.
+static void test_suppressed(void) {
+    enum { ALSO = 5 };
+    float *z = must(calloc(VOCAB, sizeof *z));
+    int best = 0, next = -1, bad = 0;
+    PlanOptions o = plan(false);
+    o.bias = true;
+    Model *m = open_model(in_tmp("micro-dense-f16.gguf"), cpu_ops(), o, NULL);
+    if (!m) return;
+    run_prompt(m, 0, prompts[0], 8, NULL, NULL);
+    read_logits(m, 0, z);
+    for (int i = 0; i < VOCAB; i++) if (z[i] > z[best]) best = i;
+    for (int i = 0; i < VOCAB; i++) if (i != best && i != ALSO && (next < 0 || z[i] > z[next])) next = i;
+    close_model(m);
+
+    Draft d = read_draft(in_tmp("micro-dense-f16.gguf"));
+    apply_edit(&d, &(Edit){ 0, SET_INTS, "tokenizer.ggml.suppress_tokens", NULL, { best, ALSO, best, -1 }, NULL });
+    m = open_model(write_draft(&d, in_tmp("suppressed.gguf")), cpu_ops(), o, NULL);
+    if (!m) return;
+    CHECK(m->n_suppressed == 2, "suppressed tokens: counted %d, expected 2", m->n_suppressed);
+    run_prompt(m, 0, prompts[0], 8, NULL, NULL);
+    const Batch b = { .rows = m->s.kept_rows, .segs = m->s.segs, .len = m->s.len, .n_rows = 1, .n_segs = 1 };
+    const Sample sample = { .batch = &b, .vocab = VOCAB, .logits = m->s.logits, .params = m->s.params, .mask = m->s.mask,
+                            .bias = m->s.bias, .out = m->s.chosen };
+    m->s.params[0] = (SampleParams){ .temperature = 0, .top_p = 1, .repeat = 1 };
+    cpu_ops()->sample(&sample);
+    CHECK(m->s.chosen[0] == next, "suppressed tokens: greedy chose %d, expected %d", (int)m->s.chosen[0], next);
+    m->s.bias[best] = m->s.bias[ALSO] = 1000;
+    for (uint64_t seed = 0; seed < 500; seed++) {
+        m->s.params[0] = (SampleParams){ .seed = seed, .temperature = (float)(seed % 2), .top_p = 1, .repeat = 1 };
+        cpu_ops()->sample(&sample);
+        bad += m->s.chosen[0] == best || m->s.chosen[0] == ALSO || m->s.chosen[0] < 0;
+    }
+    CHECK(!bad, "suppressed tokens: chosen %d of 500 times", bad);
+    close_model(m);
+    free(z);
 }
 
 // ==== [8] True widths ================================================================================================
@@ -1397,11 +1288,7 @@ static void test_true_width(const char *preset, const char *layers) {
 }
 
 int main(void) {
-    const char *base = getenv("TMPDIR") && *getenv("TMPDIR") ? getenv("TMPDIR") : "/tmp";
-    snprintf(tmp, sizeof tmp, "%.400s/gemma4-test-XXXXXX", base);
-    must(mkdtemp(tmp));
-    main_pid = getpid();
-    atexit(remove_tmp);
+    make_tmp();
 #ifdef _OPENMP
     max_threads = omp_get_max_threads();
 #endif
@@ -1429,6 +1316,7 @@ int main(void) {
     test_guarded("micro-moe", dense | 1u << OP_expert_gate_up | 1u << OP_expert_down);
     test_guarded("micro-e", dense | 1u << OP_ple_rows | 1u << OP_ple_inject);
     test_damaged();
+    test_suppressed();
     test_true_width("26b-a4b", "2");
     test_true_width("e2b", "6");
     return test_done("forward");

@@ -1,8 +1,7 @@
-/* test_gguf.c - gguf.h: malformed and unusual files, key access, block formats and their dots.
+/* test_gguf.c - gguf.h: malformed and unusual files, key access. Block formats: test_blocks.c.
  *
  * Run from the top of the repository. Files are built in memory, one change each to a small valid one, and parsed from a
- * heap copy of exactly their length, so that AddressSanitizer sees every read past the end. Block formats are compared
- * with tests/golden/quants.txt and with formulas written out again here, element by element, in double. */
+ * heap copy of exactly their length, so that AddressSanitizer sees every read past the end. */
 #define _GNU_SOURCE
 #define GGUF_IMPLEMENTATION
 #include "gguf.h"
@@ -225,8 +224,8 @@ static void test_keys(void) {
     tensor_1d("a", GGUF_F32, 8, 0), tensor_1d("b", GGUF_F32, 8, 32), data(64, 64);
     rejects("27 alignment 64, laid out for 32", "E_OFF_ALIGN|E_OFF_SEQ", "'b'");
 
-    // Not in the container: parts of split models.
-    base_kv("split.count", GGUF_V_U16), put_u16(3), tail(), rejects("split model", "E_SPLIT_COUNT", "split.count");
+    // Parts of a split model lie in files; test_split opens them.
+    base_kv("split.count", GGUF_V_U16), put_u16(3), tail(), rejects("split model in memory", "E_SPLIT_COUNT", "3 parts");
     base_kv("split.count", GGUF_V_STR), put_str("3"), tail(), rejects("split.count string", "E_SPLIT_COUNT", "split.count");
     base_kv("split.count", GGUF_V_U16), put_u16(1), tail(), loads("one part of one");
 }
@@ -415,6 +414,159 @@ static void test_open(void) {
     rmdir(dir);
 }
 
+// Split models: parts of three in a folder. Part i (from 0) holds a tensor of eight f32 for each letter, whose bytes are the
+// letter; part 1 has an alignment of its own. no < 0: without split.no; total < 0: without split.tensors.count.
+static char split_dir[] = "/tmp/test_gguf.XXXXXX";
+
+static const char *split_path(const char *name) {
+    static char path[128];
+    snprintf(path, sizeof path, "%s/%s", split_dir, name);
+    return path;
+}
+
+static void write_to(const char *name) {
+    FILE *f = fopen(split_path(name), "wb");
+    int ok = f && fwrite(file, 1, file_n, f) == file_n;
+    CHECK(f && fclose(f) == 0 && ok, "cannot write %s", name);
+}
+
+static void part(int i, int no, int count, int total, const char *letters) {
+    size_t n = strlen(letters), align = i == 1 ? 64 : 32;
+    begin(n, (uint64_t)(i == 0) + (i == 1) + 1 + (no >= 0) + (total >= 0));
+    if (i == 0) kv_arch();
+    if (no >= 0) kv("split.no", GGUF_V_U16), put_u16((uint16_t)no);
+    kv("split.count", GGUF_V_U16), put_u16((uint16_t)count);
+    if (total >= 0) kv("split.tensors.count", GGUF_V_I32), put_u32((uint32_t)total);
+    if (i == 1) kv("general.alignment", GGUF_V_U32), put_u32(64);
+    for (size_t k = 0; k < n; k++) tensor_1d((char[]){letters[k], 0}, GGUF_F32, 8, k * align);
+    for (size_t k = 0; k < n; k++) {
+        while (file_n % align) put_u8(0);
+        memset(file + file_n, letters[k], 32), file_n += 32;
+    }
+    char name[64];
+    snprintf(name, sizeof name, "m-%05d-of-00003.gguf", i + 1);
+    write_to(name);
+}
+
+static void parts(void) { part(0, 0, 3, 4, "a"), part(1, 1, 3, 4, "bc"), part(2, 2, 3, 4, "d"); }
+
+static void split_loads(const char *what, const char *letters) {
+    Gguf g;
+    int r = gguf_open(&g, split_path("m-00001-of-00003.gguf"));
+    if (!CHECK(r == 0, "%s: refused: %s", what, g.err)) return;
+    touch(&g);
+    CHECK(g.n_tensors == strlen(letters) && g.n_maps == 3, "%s: got %zu tensors of %zu files", what, g.n_tensors, g.n_maps);
+    size_t size = 0;
+    for (int i = 0; i < 3; i++) {
+        struct stat st;
+        char name[64];
+        snprintf(name, sizeof name, "m-%05d-of-00003.gguf", i + 1);
+        if (stat(split_path(name), &st) == 0) size += (size_t)st.st_size;
+    }
+    CHECK(g.file_size == size, "%s: expected %zu bytes in all, got %zu", what, size, g.file_size);
+    for (size_t i = 0; letters[i]; i++) {
+        const GgufTensor *t = gguf_find_tensor(&g, (char[]){letters[i], 0});
+        CHECK(t && t->data[0] == letters[i] && t->data[31] == letters[i], "%s: tensor %c: not found, or other data", what,
+              letters[i]);
+    }
+    GgufStr arch = {0};
+    int64_t v;
+    CHECK(gguf_get_str(&g, "general.architecture", &arch) == 1 && arch.n == 6, "%s: the first part's keys are lost", what);
+    CHECK(gguf_get_int(&g, "split.count", 5, 9, &v) < 0 && err_ok(g.err, "E_META_RANGE", "split.count"), "%s: %s", what,
+          g.err);
+    gguf_close(&g);
+    gguf_close(&g);
+}
+
+static void split_rejects(const char *what, const char *name, const char *code, const char *names) {
+    Gguf g;
+    int r = gguf_open(&g, split_path(name));
+    CHECK(r < 0 && err_ok(g.err, code, names), "%s: expected %s naming '%s', got %d \"%s\"", what, code, names, r, g.err);
+    CHECK(g.n_tensors == 0 && g.n_maps == 0 && g.n_copies == 0, "%s: something stayed open", what);
+    gguf_close(&g);
+}
+
+static void test_split(void) {
+    static const char first[] = "m-00001-of-00003.gguf", second[] = "m-00002-of-00003.gguf";
+    static const char third[] = "m-00003-of-00003.gguf", other[] = "m-00001-of-00004.gguf", whole[] = "whole.gguf";
+    if (!mkdtemp(split_dir)) {
+        SKIP("no writable /tmp for the parts of a split model");
+        return;
+    }
+    parts(), split_loads("three parts", "abcd");
+    part(0, 0, 3, 3, ""), part(1, 1, 3, 3, "bc"), part(2, 2, 3, 3, "d"), split_loads("first part without tensors", "bcd");
+    part(0, 0, 3, 0, ""), part(1, 1, 3, 0, ""), part(2, 2, 3, 0, ""), split_loads("no tensors at all", "");
+    parts(), part(1, 1, 3, -1, "bc"), split_loads("split.tensors.count in the first part only", "abcd");
+
+    part(0, 0, 3, 4, "a"), write_to(whole);
+    split_rejects("56 name without a suffix", whole, "E_SPLIT_NAME", "-00001-of-00003.gguf");
+    write_to(other), split_rejects("56 suffix of another count", other, "E_SPLIT_NAME", "-00001-of-00003.gguf");
+    parts(), split_rejects("57 started from the second part", second, "E_SPLIT_NO", "-00001-of-00003.gguf");
+    parts(), unlink(split_path(third)), split_rejects("58 third part missing", first, "E_SPLIT_MISSING", third);
+    parts(), unlink(split_path(second));
+    if (symlink("nowhere", split_path(second)) == 0)
+        split_rejects("58 second part unreadable", first, "E_SPLIT_MISSING", second);
+    unlink(split_path(second));
+    if (mkdir(split_path(second), 0700) == 0) split_rejects("second part is a folder", first, "E_NOTFILE", second);
+    rmdir(split_path(second));
+    parts(), part(1, 2, 3, 4, "bc"), split_rejects("59 split.no 2 in the second part", first, "E_SPLIT_NO", second);
+    parts(), part(1, -1, 3, 4, "bc"), split_rejects("59 no split.no in the second part", first, "E_SPLIT_NO", second);
+    parts(), begin(0, 2), kv("split.count", GGUF_V_U16), put_u16(3), kv("split.no", GGUF_V_STR), put_str("1");
+    write_to(second), split_rejects("59 split.no as a string", first, "E_SPLIT_NO", second);
+    parts(), part(0, -1, 3, 4, "a"), split_rejects("59 no split.no in the first part", first, "E_SPLIT_NO", "split.no");
+    parts(), part(1, 1, 4, 4, "bc"), split_rejects("60 another split.count", first, "E_SPLIT_COUNT", second);
+    parts(), begin(0, 0), write_to(second), split_rejects("60 no split.count", first, "E_SPLIT_COUNT", second);
+    parts(), part(2, 2, 3, 4, "b"), split_rejects("61 the same tensor in two parts", first, "E_NAME_DUP", third);
+    split_rejects("61 the same tensor in two parts", first, "E_NAME_DUP", "'b'");
+    parts(), part(0, 0, 3, 5, "a"), split_rejects("62 one tensor too few", first, "E_SPLIT_TENSORS", "got 5");
+    parts(), part(0, 0, 3, 3, "a"), split_rejects("62 one tensor too many", first, "E_SPLIT_TENSORS", third);
+    parts(), part(0, 0, 3, 0, "a"), split_rejects("62 more in the first part than in all", first, "E_SPLIT_TENSORS", "got 1");
+    parts(), part(0, 0, 3, -1, "a"), split_rejects("62 no split.tensors.count", first, "E_SPLIT_TENSORS", "split.tensors");
+    parts(), part(0, 0, 3, 65537, "a"), split_rejects("62 more tensors than a model has", first, "E_SPLIT_TENSORS", "65537");
+    part(0, 0, 65535, 1, "a"), split_rejects("63 65535 parts", first, "E_SPLIT_COUNT", "65535");
+    part(0, 0, 257, 1, "a"), split_rejects("63 257 parts", first, "E_SPLIT_COUNT", "257");
+    parts(), part(1, 1, 3, 4, "bc"), file_n--, write_to(second);
+    split_rejects("second part cut", first, "E_OFF_RANGE", second);
+    file_n = 30, write_to(second), split_rejects("second part cut in its keys", first, "E_TRUNC|E_NKV|E_NTENSORS", second);
+
+    static const char *const names[] = {first, second, third, other, whole};
+    for (int i = 0; i < 5; i++) unlink(split_path(names[i]));
+    CHECK(rmdir(split_path("")) == 0, "%s: %s", split_dir, strerror(errno));
+}
+
+// 70: every number that a block may not hold, in every place, and what it may hold.
+static void test_payload(void) {
+    static const struct { int type, at, size; uint32_t bad, good; } fields[] = {
+        {GGUF_F32, 0, 4, 0x7f800000, 0x7f7fffff}, {GGUF_F32, 0, 4, 0xffc00000, 0x80000000}, {GGUF_F16, 0, 2, 0x7c00, 0x7bff},
+        {GGUF_F16, 0, 2, 0xfe01, 0x8001}, {GGUF_BF16, 0, 2, 0x7f80, 0x7f7f}, {GGUF_BF16, 0, 2, 0xffff, 0x8000},
+        {GGUF_Q4_0, 0, 2, 0x7c00, 0x7bff}, {GGUF_Q4_1, 0, 2, 0x7c00, 0}, {GGUF_Q4_1, 2, 2, 0xfc00, 0xfbff},
+        {GGUF_Q5_0, 0, 2, 0x7e00, 0}, {GGUF_Q5_1, 0, 2, 0x7c00, 0}, {GGUF_Q5_1, 2, 2, 0x7c00, 0},
+        {GGUF_Q8_0, 0, 2, 0x7c00, 0x3c00}, {GGUF_Q8_0, 0, 2, 0x7e00, 0xbc00}, {GGUF_Q2_K, 80, 2, 0x7c00, 0},
+        {GGUF_Q2_K, 82, 2, 0x7c00, 0}, {GGUF_Q3_K, 108, 2, 0x7c00, 0}, {GGUF_Q4_K, 0, 2, 0x7c00, 0},
+        {GGUF_Q4_K, 2, 2, 0x7c00, 0}, {GGUF_Q5_K, 0, 2, 0x7c00, 0}, {GGUF_Q5_K, 2, 2, 0x7c00, 0},
+        {GGUF_Q6_K, 208, 2, 0x7c00, 0}, {GGUF_IQ4_NL, 0, 2, 0x7c00, 0}, {GGUF_IQ4_XS, 0, 2, 0x7c00, 0},
+        {GGUF_MXFP4, 0, 1, 0xff, 0xfe}, {GGUF_NVFP4, 0, 1, 0x80, 0x7f}, {GGUF_NVFP4, 3, 1, 0xff, 0x7e},
+    };
+    static const size_t at[] = {0, 1, 255, 256, 299};
+    enum { N = 300 };
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
+        const int type = fields[i].type, bytes = gguf_block_bytes(type);
+        uint8_t *blocks = malloc((size_t)(N * bytes));
+        for (int good = 0; good < 2; good++)
+            for (size_t k = 0; k < 5; k++) {
+                for (int j = 0; j < N * bytes; j++) blocks[j] = gguf_block_elems(type) > 1 ? 0x55 : 0x22;
+                memcpy(blocks + at[k] * (size_t)bytes + fields[i].at, good ? &fields[i].good : &fields[i].bad,
+                       (size_t)fields[i].size);
+                size_t want = good ? N : at[k], got = gguf_find_bad_block(type, blocks, N);
+                CHECK(got == want, "70 %s, bytes at %d %s: expected block %zu, got %zu", gguf_type_name(type), fields[i].at,
+                      good ? "good" : "bad", want, got);
+            }
+        free(blocks);
+    }
+    for (int type = -1; type <= GGUF_N_TYPES; type++)
+        CHECK(gguf_find_bad_block(type, "", 0) == 0, "70 type %d: nothing is not nothing", type);
+}
+
 static void test_keys_get(void) {
     float nan_f = NAN, f = 0.5f;
     double df = 0.25;
@@ -510,312 +662,6 @@ static void test_model(void) {
     gguf_close(&g);
 }
 
-// ---- block formats -----------------------------------------------------------------------------------------------
-
-static uint32_t bits_of(float f) {
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    return u;
-}
-static float float_of(uint32_t u) {
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
-}
-
-static uint64_t rng_state = 1;
-static uint32_t rng(void) {
-    rng_state = rng_state * 6364136223846793005u + 1442695040888963407u;
-    return (uint32_t)(rng_state >> 33);
-}
-static float uniform(void) { return (float)rng() * 0x1p-30f - 1; }          // -1..1
-
-static const int types[] = {GGUF_F32, GGUF_F16, GGUF_BF16, GGUF_Q8_0, GGUF_Q4_0, GGUF_Q5_0, GGUF_Q4_K, GGUF_Q6_K};
-enum { N_TYPES = 8 };
-
-static int type_by_name(const char *name) {
-    for (int i = 0; i < N_TYPES; i++)
-        if (strcmp(gguf_type_name(types[i]), name) == 0) return types[i];
-    return -1;
-}
-
-static void test_table(void) {
-    int supported = 0, known = 0;
-    for (int type = -1; type <= GGUF_N_TYPES; type++) {
-        supported += gguf_type_supported(type);
-        known += gguf_block_elems(type) > 0;
-        CHECK((gguf_block_elems(type) > 0) == (gguf_block_bytes(type) > 0), "type %d: half known", type);
-        CHECK((strcmp(gguf_type_name(type), "unknown") == 0) == (gguf_block_elems(type) == 0),
-              "type %d: name %s", type, gguf_type_name(type));
-    }
-    CHECK(supported == N_TYPES && known == 35, "types: expected %d with code of 35, got %d of %d", N_TYPES, supported, known);
-    CHECK(gguf_row_size(GGUF_Q4_K, 512) == 288 && gguf_row_size(GGUF_Q4_K, 128) == 0, "row size Q4_K");
-    CHECK(gguf_row_size(GGUF_F32, SIZE_MAX / 2) == 0 && gguf_row_size(4, 32) == 0 && gguf_row_size(-1, 32) == 0,
-          "row size limits");
-}
-
-// The value of a binary16, and the binary16 nearest to a float, by arithmetic.
-static double f16_value(uint16_t h) {
-    int e = h >> 10 & 31, m = h & 1023;
-    double v = e == 31 ? (m ? NAN : INFINITY) : e ? ldexp(1024 + m, e - 25) : ldexp(m, -24);
-    return h >> 15 ? -v : v;
-}
-static uint16_t f16_nearest(float f) {
-    double a = fabs((double)f);
-    uint16_t sign = (uint16_t)(signbit(f) ? 0x8000 : 0);
-    if (a >= 65520) return sign | 0x7c00;
-    int e = a < 0x1p-14 ? -24 : ilogb(a) - 10;                              // exponent of the last mantissa bit
-    double m = nearbyint(ldexp(a, -e));                                     // 0..2048, exact
-    return (uint16_t)(sign + (e == -24 ? 0 : (e + 24) << 10) + (int)m);     // a full mantissa carries into the exponent
-}
-
-static void test_scalars(void) {
-    for (uint32_t h = 0; h < 65536; h++) {
-        double want = f16_value((uint16_t)h);
-        float got = gguf_f16_to_f32((uint16_t)h);
-        uint16_t back = gguf_f32_to_f16(got);
-        if (isnan(want)) {
-            CHECK(isnan(got) && (back & 0x7fff) > 0x7c00 && (bits_of(got) & 0x00400000),
-                  "f16 %04x: got %08x, back %04x", h, bits_of(got), back);
-        } else {
-            CHECK((double)got == want && !!signbit(got) == (int)(h >> 15),
-                  "f16 %04x: expected %a, got %a", h, want, got);
-            CHECK(back == h, "f16 %04x: back %04x", h, back);
-        }
-        uint16_t b = gguf_f32_to_bf16(gguf_bf16_to_f32((uint16_t)h));
-        CHECK(b == h || ((h & 0x7fff) > 0x7f80 && b == (h | 64)), "bf16 %04x: back %04x", h, b);
-    }
-    for (int i = 0; i < 200000; i++) {
-        uint32_t u = rng() ^ rng() << 16;
-        if (i & 1) u = (u & 0x80000000) | (0x32000000 + u % 0x16000000);    // around the range of f16
-        if (i & 2) u &= 0xfffff000;                                         // ties
-        float f = float_of(u);
-        if (isnan(f)) {
-            CHECK((gguf_f32_to_f16(f) & 0x7fff) > 0x7c00 && (gguf_f32_to_bf16(f) & 0x7fff) > 0x7f80, "NaN %08x is lost", u);
-            continue;
-        }
-        CHECK(gguf_f32_to_f16(f) == f16_nearest(f),
-              "f32 %08x to f16: expected %04x, got %04x", u, f16_nearest(f), gguf_f32_to_f16(f));
-        uint32_t rest = u & 0xffff, bf = u >> 16;
-        bf += rest > 0x8000 || (rest == 0x8000 && (bf & 1));
-        CHECK(gguf_f32_to_bf16(f) == bf, "f32 %08x to bf16: expected %04x, got %04x", u, bf, gguf_f32_to_bf16(f));
-    }
-}
-
-static void test_quantize(void) {
-    float x[64] = {0}, scale[2];
-    int8_t q[64];
-    memset(q, 1, sizeof q);
-    gguf_quantize_q8(x, q, scale, 64);
-    CHECK(bits_of(scale[0]) == 0 && bits_of(scale[1]) == 0 && q[0] == 0 && q[63] == 0, "quantize zeros");
-    static const float xs[] = {127, -127, 0.5f, 1.5f, 2.5f, -0.5f, -2.5f, 3.25f, 126.5f, -125.5f};
-    static const int8_t want[] = {127, -127, 0, 2, 2, 0, -2, 3, 126, -126};
-    memcpy(x, xs, sizeof xs);
-    x[32] = 0x1p-121f, x[33] = -0x1p-149f;          // too small for 127 / max
-    gguf_quantize_q8(x, q, scale, 64);
-    for (int i = 0; i < 10; i++) CHECK(q[i] == want[i], "quantize %g: expected %d, got %d", x[i], want[i], q[i]);
-    CHECK(scale[0] == 1 && scale[1] == 0 && q[32] == 0, "quantize scales: got %g, %g", scale[0], scale[1]);
-    x[32] = 0x1p-120f;
-    gguf_quantize_q8(x, q, scale, 64);
-    CHECK(q[32] == 127 && scale[1] > 0, "quantize the smallest group: got %d, %g", q[32], scale[1]);
-    x[5] = NAN, x[40] = -INFINITY;
-    gguf_quantize_q8(x, q, scale, 64);
-    CHECK(isnan(scale[0]) && isnan(scale[1]) && q[0] == 0 && q[40] == 0, "quantize NaN, Inf: got %g, %g", scale[0], scale[1]);
-    for (int i = 0; i < 32; i++) x[i] = uniform() * 1e38f;
-    x[7] = 3.4028235e38f;
-    gguf_quantize_q8(x, q, scale, 32);
-    CHECK(q[7] == 127 && isfinite(scale[0]), "quantize the largest float: got %d, %g", q[7], scale[0]);
-}
-
-static size_t read_words(const char *p, float *out, size_t max) {
-    size_t n = 0;
-    for (char *end; n < max; n++, p = end) {
-        uint32_t u = (uint32_t)strtoul(p, &end, 16);
-        if (end == p) break;
-        out[n] = float_of(u);
-    }
-    return n;
-}
-static size_t read_hex(const char *p, uint8_t *out, size_t max) {
-    size_t n = 0;
-    for (unsigned v; n < max && sscanf(p + 2 * n, "%2x", &v) == 1; n++) out[n] = (uint8_t)v;
-    return n;
-}
-
-static void test_golden(void) {
-    static char line[1 << 14];
-    float x[256], scale[8], want_scale[8], want[256], got[256];
-    uint8_t want_q[256], block[1024];
-    int8_t q[256];
-    char name[16] = "";
-    int elems = 0, type = -1, n_blocks = 0;
-    FILE *f = fopen("tests/golden/quants.txt", "r");
-    if (!CHECK(f, "cannot open tests/golden/quants.txt; run from the top of the repository")) return;
-    while (fgets(line, sizeof line, f)) {
-        int hex = 0;
-        if (strncmp(line, "x ", 2) == 0) {
-            CHECK(read_words(line + 2, x, 256) == 256, "golden x");
-            gguf_quantize_q8(x, q, scale, 256);
-        } else if (strncmp(line, "scale ", 6) == 0) {
-            CHECK(read_words(line + 6, want_scale, 8) == 8, "golden scale");
-            for (int g = 0; g < 8; g++)
-                CHECK(bits_of(scale[g]) == bits_of(want_scale[g]), "scale %d: expected %a, got %a", g, want_scale[g], scale[g]);
-        } else if (strncmp(line, "q ", 2) == 0) {
-            CHECK(read_hex(line + 2, want_q, 256) == 256, "golden q");
-            for (int i = 0; i < 256; i++)
-                CHECK((uint8_t)q[i] == want_q[i], "q %d: expected %d, got %d", i, (int8_t)want_q[i], q[i]);
-        } else if (sscanf(line, "block %15s %d %n", name, &elems, &hex) == 2 && hex > 0) {
-            type = type_by_name(name);
-            if (!CHECK(type >= 0 && elems <= 256, "golden block %s", name)) break;
-            size_t n = read_hex(line + hex, block, sizeof block);
-            CHECK(n == gguf_row_size(type, (size_t)elems), "golden block %s: %zu bytes", name, n);
-            n_blocks++;
-        } else if (strncmp(line, "f32 ", 4) == 0) {
-            CHECK((int)read_words(line + 4, want, 256) == elems, "golden f32 of %s", name);
-            gguf_dequantize(type, block, got, (size_t)elems);
-            for (int i = 0; i < elems; i++)
-                CHECK(bits_of(got[i]) == bits_of(want[i]) || (got[i] == 0 && want[i] == 0),
-                      "%s block %d [%d]: expected %a, got %a", name, n_blocks, i, want[i], got[i]);
-        } else if (strncmp(line, "dot ", 4) == 0) {
-            double y64 = strtod(line + 4, NULL), size = 0;
-            for (int i = 0; i < elems; i++) size += fabs((double)want[i] * scale[i / 32] * q[i]);
-            float y = gguf_dot_q8(type, block, q, scale, (size_t)elems);
-            CHECK(fabs(y - y64) <= 2e-6 * size, "%s block %d dot: expected %a, got %a", name, n_blocks, y64, y);
-        }
-    }
-    fclose(f);
-    CHECK(n_blocks == 37, "golden: expected 37 blocks, got %d", n_blocks);
-}
-
-// One element, from the format's definition: code, scale of the code, and what is subtracted.
-typedef struct { int code, sub; double d, min; int sub_min; } Element;
-static Element element(int type, const uint8_t *row, size_t i) {
-    const uint8_t *b = row + i / (size_t)gguf_block_elems(type) * (size_t)gguf_block_bytes(type);
-    int j = (int)(i % (size_t)gguf_block_elems(type));
-    uint16_t d, dmin;
-    uint32_t h;
-    memcpy(&d, type == GGUF_Q6_K ? b + 208 : b, 2);
-    memcpy(&dmin, b + 2, 2);
-    Element e = {0, 1, f16_value(d), 0, 0};
-    switch (type) {
-    case GGUF_Q8_0: e.code = (int8_t)b[2 + j]; break;
-    case GGUF_Q4_0: e.code = (b[2 + j % 16] >> (j < 16 ? 0 : 4) & 15) - 8; break;
-    case GGUF_Q5_0:
-        memcpy(&h, b + 2, 4);
-        e.code = (b[6 + j % 16] >> (j < 16 ? 0 : 4) & 15) + 16 * (int)(h >> j & 1) - 16;
-        break;
-    case GGUF_Q4_K: {
-        const uint8_t *s = b + 4;
-        int g = j / 32;
-        e.sub = g < 4 ? s[g] & 63 : (s[g + 4] & 15) | s[g - 4] >> 6 << 4;
-        e.sub_min = g < 4 ? s[g + 4] & 63 : s[g + 4] >> 4 | s[g] >> 6 << 4;
-        e.min = f16_value(dmin);
-        e.code = b[16 + 32 * (j / 64) + j % 32] >> (g % 2 ? 4 : 0) & 15;
-        break;
-    }
-    case GGUF_Q6_K: {
-        int n = j / 128, k = j / 32 % 4, l = j % 32;
-        e.sub = (int8_t)b[192 + j / 16];
-        e.code = ((b[64 * n + 32 * (k & 1) + l] >> 4 * (k >> 1) & 15) | (b[128 + 32 * n + l] >> 2 * k & 3) << 4) - 32;
-        break;
-    }
-    }
-    return e;
-}
-
-// Random blocks with scales of a sane size and either sign.
-static void random_row(int type, uint8_t *row, size_t n) {
-    size_t bytes = (size_t)gguf_block_bytes(type), size = gguf_row_size(type, n);
-    for (size_t i = 0; i < size; i++) row[i] = (uint8_t)rng();
-    for (size_t b = 0; b < size; b += bytes) {
-        float f = uniform();
-        uint16_t d = type == GGUF_BF16 ? gguf_f32_to_bf16(f) : gguf_f32_to_f16(f), dmin = gguf_f32_to_f16(uniform());
-        if (type == GGUF_F32) memcpy(row + b, &f, 4);
-        else memcpy(row + b + (type == GGUF_Q6_K ? 208 : 0), &d, 2);
-        if (type == GGUF_Q4_K) memcpy(row + b + 2, &dmin, 2);
-    }
-}
-
-// The dots: against double within 2e-6 of the sum of terms, and, bit for bit, against their definition in plain loops
-// (which needs -ffp-contract=off, like every build).
-static void test_dots(void) {
-    static const size_t blocks[] = {1, 2, 3, 7, 8, 9, 11, 22, 64, 65, 66, 88};
-    static const size_t lengths[] = {0, 1, 7, 31, 32, 33, 63, 64, 65, 100, 704, 2112, 2817};
-    enum { MAX = 88 * 256 };
-    uint8_t *memory = malloc(MAX * 4 + 1), *row = memory + 1;               // rows need no alignment
-    float *x = malloc(MAX * sizeof *x), *values = malloc(MAX * sizeof *values), *scale = malloc(MAX / 32 * sizeof *scale);
-    int8_t *q = malloc(MAX);
-    for (int t = 0; t < N_TYPES; t++)
-        for (int k = 0; k < 13; k++) {
-            int type = types[t], is_float = gguf_block_elems(type) == 1;
-            if (!is_float && k == 12) break;
-            size_t n = is_float ? lengths[k] : blocks[k] * (size_t)gguf_block_elems(type);
-            const char *name = gguf_type_name(type);
-            random_row(type, row, n);
-            for (size_t i = 0; i < n; i++) x[i] = uniform() * uniform() * 4;
-            double y64 = 0, size = 0;
-            float acc[32] = {0}, y;
-            gguf_dequantize(type, row, values, n);
-            if (is_float) {
-                for (size_t i = 0; i < n; i++) {
-                    acc[i % 32] += values[i] * x[i];
-                    y64 += (double)values[i] * x[i];
-                    size += fabs((double)values[i] * x[i]);
-                }
-                for (int h = 16; h; h /= 2)
-                    for (int j = 0; j < h; j++) acc[j] += acc[j + h];
-                y = gguf_dot_f32(type, row, x, n);
-            } else {
-                gguf_quantize_q8(x, q, scale, n);
-                for (size_t g = 0; g < n / 32; g++) {
-                    int dot = 0, min = 0;
-                    Element e = {0};
-                    for (size_t i = 32 * g; i < 32 * g + 32; i++) {
-                        e = element(type, row, i);
-                        dot += e.sub * e.code * q[i], min += e.sub_min * q[i];
-                        float want = (float)(e.d * e.sub * e.code - e.min * e.sub_min);
-                        CHECK(values[i] == want, "%s [%zu]: expected %a, got %a", name, i, want, values[i]);
-                    }
-                    y64 += e.d * scale[g] * dot - e.min * scale[g] * min;
-                    size += fabs(e.d * scale[g] * dot) + fabs(e.min * scale[g] * min);
-                    float term = ((float)e.d * scale[g]) * (float)dot;
-                    if (type == GGUF_Q4_K) term -= ((float)e.min * scale[g]) * (float)min;
-                    acc[g % 8] += term;
-                }
-                for (int h = 4; h; h /= 2)
-                    for (int j = 0; j < h; j++) acc[j] += acc[j + h];
-                y = gguf_dot_q8(type, row, q, scale, n);
-            }
-            CHECK(fabs(y - y64) <= 2e-6 * size,
-                  "%s dot of %zu: expected %a, got %a, tolerance %g", name, n, y64, y, 2e-6 * size);
-            CHECK(y == acc[0], "%s dot of %zu: by definition %a, got %a", name, n, acc[0], y);
-        }
-    // Extremes: the largest codes and scales, where the integers are widest.
-    memset(q, 127, 256);
-    for (int g = 0; g < 8; g++) scale[g] = 1;
-    for (int sign = 0; sign < 2; sign++) {
-        memset(row, sign ? 0x80 : 0x7f, 34);
-        row[0] = 0, row[1] = 0x3c;
-        float want = sign ? -128 * 127 * 32 : 127 * 127 * 32, y = gguf_dot_q8(GGUF_Q8_0, row, q, scale, 32);
-        CHECK(y == want, "Q8_0 extreme: expected %g, got %g", want, y);
-        memset(row, sign ? 0x00 : 0xff, 192), memset(row + 192, 0x80, 16);
-        row[208] = 0, row[209] = 0x3c;
-        want = sign ? 128 * 32 * 127 * 256.f : -128 * 31 * 127 * 256.f, y = gguf_dot_q8(GGUF_Q6_K, row, q, scale, 256);
-        CHECK(y == want, "Q6_K extreme: expected %g, got %g", want, y);
-        memset(q, -127, 256);
-        memset(row, 0xff, 144);
-        row[0] = row[2] = 0, row[1] = row[3] = 0x3c;
-        want = -(63 * 15 - 63) * 127 * 256.f, y = gguf_dot_q8(GGUF_Q4_K, row, q, scale, 256);
-        CHECK(y == want, "Q4_K extreme: expected %g, got %g", want, y);
-        memset(q, 127, 256);
-    }
-    free(memory);
-    free(x);
-    free(values);
-    free(scale);
-    free(q);
-}
-
 int main(void) {
     test_header();
     test_keys();
@@ -823,12 +669,9 @@ int main(void) {
     test_loads();
     test_damage();
     test_open();
+    test_split();
+    test_payload();
     test_keys_get();
     test_model();
-    test_table();
-    test_scalars();
-    test_quantize();
-    test_golden();
-    test_dots();
     return test_done("gguf");
 }

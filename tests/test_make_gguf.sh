@@ -65,7 +65,8 @@ refuse "--out is missing" --preset micro-e --quant f16
 refuse "expected one of" --preset micro --quant f16 --out "$x"
 refuse "expected one of" --preset micro-e --quant q5_k --out "$x"
 refuse "expected one of" --preset micro-e --quant f16 --kind draft --out "$x"
-refuse "unknown argument '--sparse'" --preset micro-e --quant f16 --out "$x" --sparse
+refuse "unknown argument '--dense'" --preset micro-e --quant f16 --out "$x" --dense
+refuse "has no bytes to hash" --preset micro-e --quant f16 --out "$x" --sparse --sha256
 refuse "expected a value" --preset micro-e --quant f16 --out "$x" --seed
 refuse "from 0 to 4294967295, got '4294967296'" --preset micro-e --quant f16 --out "$x" --seed 4294967296
 refuse "got '-1'" --preset micro-e --quant f16 --out "$x" --seed -1

@@ -28,6 +28,7 @@
 #define TOL_TINY    1e-7                // +                 cache rows of 16 bits near 0; else half a unit in the last place
 #define TOL_ATTEND  2e-5                // * max |v| in sight, f32 caches; the CPU computes in f32 from every cache type
 #define TOL_ATTEND_16 4e-3              // * max |v| in sight, other backends on caches of 16 bits: q and p may be rounded
+#define TOL_LOGPROB 1e-6                // * max(1, |value|)   logprob, logsumexp
 #define CHI_Z       4.75                // standard deviations: a right sampler fails once in a million cases
 
 static const Ops *op;
@@ -1833,7 +1834,7 @@ static void test_kv_copy(void) {
 
 // ---- output ---------------------------------------------------------------------------------------------------------
 
-static void test_head(void) {
+static void test_head_rows(void) {
     for (int t = 0; t < N_TYPES; t++)
         for (int k = 0; k < 3; k++) {
             const DType type = all_types[t];
@@ -1868,6 +1869,100 @@ static void test_head(void) {
             }
             sweep();
         }
+}
+
+// The k largest logits and their sum, beside whole rows and without them.
+static void test_head_top(void) {
+    static const struct { int vocab, top_k; } cases[] = { { 100, 1 }, { 500, 8 }, { 500, 100 }, { 33, 33 }, { 3000, 64 } };
+    for (int k = 0; k < 10; k++) {
+        const int vocab = cases[k / 2].vocab, top_k = cases[k / 2].top_k, rows = 7, cols = 64, like = vocab / 3;
+        const bool whole = k % 2;
+        CASE("head", "top-k %d of %d, logits %d", top_k, vocab, whole);
+        float *values = floats((size_t)vocab * cols, 0.5, 0);
+        // ties: some rows are alike; k 6: a row of NaN
+        for (int i = 0; i < 3; i++) memcpy(values + (like + 7 * i) * cols, values + like * cols, (size_t)cols * sizeof *values);
+        if (k == 6) for (int i = 0; i < cols; i++) values[5 * cols + i] = NAN;
+        const Tensor w = { .data = put_f("w", values, vocab * cols), .type = T_F32, .rows = vocab, .cols = cols, .n = 1 };
+        float *x = floats(rows * cols, 1, 0), *norm = floats(cols, 0.2, 1);
+        for (int i = 0; i < cols; i++) x[i] = values[like * cols + i];         // row 0: the ties come first
+        const In in = { .x = put_f("x", x, rows * cols), .scale = 1, .w_pre = put_f("w_pre", norm, cols), .eps = 1e-6f };
+        Head o = { .n_rows = rows, .in = in, .w = &w, .cap = 30, .logits = room_f("logits", rows * vocab) };
+        op->head(&o);
+        const float *logits = fetch_f(o.logits, rows * vocab);
+        if (!whole) o.logits = NULL;
+        o.top_k = top_k;
+        o.top_ids = room("top_ids", (size_t)(rows * top_k), sizeof(int32_t));
+        o.top_logits = room_f("top_logits", rows * top_k);
+        o.logsumexp = room_f("logsumexp", rows);
+        op->head(&o);
+        if (whole) same_bits("logits", fetch_f(o.logits, rows * vocab), logits, (size_t)(rows * vocab), sizeof(float));
+        int32_t *ids = keep(rows * top_k, sizeof *ids);
+        float *top = keep(rows * top_k, sizeof *top);
+        double *sums = keep(rows, sizeof *sums), *bounds = keep(rows, sizeof *bounds);
+        for (int r = 0; r < rows; r++) {
+            const float *z = logits + r * vocab;
+            bool *taken = keep(vocab, 1);
+            for (int j = 0; j < top_k; j++) {
+                int best = -1;
+                for (int i = 0; i < vocab; i++)                                // a NaN comes after all numbers
+                    if (!taken[i] && (best < 0 || z[i] > z[best] || (isnan(z[best]) && !isnan(z[i])))) best = i;
+                taken[best] = true;
+                ids[r * top_k + j] = best;
+                top[r * top_k + j] = z[best];
+            }
+            for (int i = 0; i < vocab; i++) sums[r] += exp((double)z[i]);
+            sums[r] = log(sums[r]);
+            bounds[r] = TOL_LOGPROB * fmax(1, fabs(sums[r]));
+        }
+        same_ints("top_ids", fetch(o.top_ids, (size_t)(rows * top_k), sizeof *ids), ids, rows * top_k);
+        same_bits("top_logits", fetch_f(o.top_logits, rows * top_k), top, (size_t)(rows * top_k), sizeof *top);
+        const float *got = fetch_f(o.logsumexp, rows);
+        if (k != 6) {
+            compare("logsumexp", got, 1, sums, bounds, rows, 1);
+        } else {
+            int numbers = 0;
+            for (int r = 0; r < rows; r++) numbers += !isnan(got[r]);
+            CHECK(!numbers, "%s: logsumexp: got a number in %d of %d rows with a NaN", now, numbers, rows);
+        }
+        sweep();
+    }
+}
+
+static void test_head(void) {
+    test_head_rows();
+    test_head_top();
+}
+
+static void test_logprob(void) {
+    static const int sizes[] = { 1, 77, 4000 };
+    for (int k = 0; k < 6; k++) {
+        const int vocab = sizes[k % 3], n = 9;
+        CASE("logprob", "vocab %d, case %d", vocab, k);
+        float *logits = floats(n * vocab, k < 3 ? 8 : 80, k < 3 ? 0 : 500);    // exp alone would overflow
+        int32_t *ids = keep(n, sizeof *ids);
+        double *want = keep(n, sizeof *want), *bound = keep(n, sizeof *bound);
+        for (int r = 0; r < n; r++) {
+            float *z = logits + r * vocab;
+            ids[r] = r == 1 ? vocab - 1 : (int32_t)rnd((uint32_t)vocab);
+            if (vocab > 1 && r == 2) for (int i = 0; i < vocab; i += 2) z[i] = -INFINITY, ids[r] = 1;
+            double sum = 0, largest = -INFINITY;
+            for (int i = 0; i < vocab; i++) largest = fmax(largest, (double)z[i]);
+            for (int i = 0; i < vocab; i++) sum += exp((double)z[i] - largest);
+            want[r] = (double)z[ids[r]] - largest - log(sum);
+            bound[r] = TOL_LOGPROB * fmax(1, fabs(want[r]));
+        }
+        float *out = room_f("out", n);
+        op->logprob(&(Logprob){ .n_rows = n, .vocab = vocab, .logits = put_f("logits", logits, n * vocab),
+                                .ids = put("ids", ids, (size_t)n, sizeof *ids), .out = out });
+        compare("out", fetch_f(out, n), 1, want, bound, n, 1);
+        ids[0] = -1, ids[1] = vocab;
+        op->logprob(&(Logprob){ .n_rows = n, .vocab = vocab, .logits = put_f("logits", logits, n * vocab),
+                                .ids = put("ids", ids, (size_t)n, sizeof *ids), .out = out });
+        const float *got = fetch_f(out, n);
+        CHECK(isnan(got[0]) && isnan(got[1]), "%s: out: got %g and %g for ids outside the vocabulary, want NaN", now, (double)got[0],
+              (double)got[1]);
+        sweep();
+    }
 }
 
 static void sample_greedy(void) {
@@ -2095,7 +2190,7 @@ static void run_all(const Ops *table, char **only) {
         { "gather_rows", op->gather_rows, test_gather_rows }, { "qkv_store", op->qkv_store, test_qkv_store },
         { "attend", op->attend, test_attend },
         { "kv_commit", op->kv_commit, test_kv_commit }, { "kv_copy", op->kv_copy, test_kv_copy },
-        { "head", op->head, test_head }, { "sample", op->sample, test_sample }
+        { "head", op->head, test_head }, { "logprob", op->logprob, test_logprob }, { "sample", op->sample, test_sample }
     };
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
         const double start = seconds();

@@ -1,0 +1,792 @@
+/* test_chat.c - conversations to prompts and answers back: tokenizer.h against the reference renderings and readings in
+ * tests/golden/gemma4-chat.jsonl.gz and gemma4-parse.jsonl.gz, and against properties: what is rendered reads back the
+ * same, no text can bring in a marker, no cut of the stream changes the result, no lack of memory goes unnoticed.
+ *
+ * Uses models/gemma4-mini-q8_0.gguf for the properties, Gemma 4's own vocabulary for the vectors. */
+#define _GNU_SOURCE                     // gguf.h: open, pread, mmap; popen
+#define GGUF_IMPLEMENTATION
+#include "../gguf.h"
+
+// Allocations of tokenizer.h, which fail from the fail_at-th on; -1: never.
+static long fail_at = -1;
+static bool out_of_memory(void) { return fail_at >= 0 && fail_at-- == 0 ? fail_at = 0, true : false; }
+static void *test_malloc(size_t n) { return out_of_memory() ? NULL : malloc(n); }
+static void *test_realloc(void *p, size_t n) { return out_of_memory() ? NULL : realloc(p, n); }
+#include <stdlib.h>
+#define malloc test_malloc
+#define realloc test_realloc
+#define TOKENIZER_IMPLEMENTATION
+#include "../tokenizer.h"
+#undef malloc
+#undef realloc
+#include "test.h"
+#include "vocab.h"
+
+#define MODEL "models/gemma4-mini-q8_0.gguf"
+#define Q "<|\"|>"
+
+// ---- vectors --------------------------------------------------------------------------------------------------------
+
+static TokStr text_of(const TokText *v) { return (TokStr){ v->s, v->n }; }
+static bool flag(const GgufJson *row, const char *name) { return field(row, name).type == GGUF_J_TRUE; }
+
+// A given start of the answer, as the rows write it: [<|channel>thought\n THOUGHT [\n<channel|> TEXT]] or TEXT.
+static void split_prefill(TokStr s, TokChat *c) {
+    const char *open = "<|channel>thought\n", *close = "\n<channel|>";
+    if (!s.n) return;
+    if (strncmp(s.s, open, strlen(open)) != 0) {
+        c->answer = s;
+        return;
+    }
+    const char *thought = s.s + strlen(open), *end = strstr(thought, close);
+    c->thought = (TokStr){ thought, end ? (size_t)(end - thought) : strlen(thought) };
+    if (end) c->answer = str(end + strlen(close));
+}
+
+static void check_chat_vectors(Tokenizer *t, char *file) {
+    GgufJson row;
+    size_t n_rows = 0, n_injected = 0;
+    for (char *at = file; file && *at && next_row(&at, &row); n_rows++) {
+        const TokStr name = text_field(&row, "name"), variant = text_field(&row, "variant");
+        const TokStr prefill = text_field(&row, "prefill"), rendered = text_field(&row, "rendered");
+        const GgufJson messages = field(&row, "messages"), tools = field(&row, "tools");
+        TokIds want = ids_field(&row, "ids"), got = { 0 }, encoded = { 0 };
+        TokText text = { 0 };
+        TokChat c = { .messages = { messages.s, messages.n }, .tools = { tools.s, tools.type == GGUF_J_NULL ? 0 : tools.n },
+                      .think = flag(&row, "enable_thinking"), .keep_thoughts = flag(&row, "preserve_thinking"),
+                      .add_cue = flag(&row, "add_generation_prompt"), .exact = true };
+        split_prefill(prefill, &c);
+        t->large_variant = !strcmp(variant.s, "large");
+        CHECK(tok_chat(t, &c, &got, &text) == 0, "%s, %s: %s", name.s, variant.s, t->err);
+        CHECK(same_text(text_of(&text), rendered), "%s, %s: want\n%s\ngot\n%.*s", name.s, variant.s, rendered.s,
+              (int)text.n, text.s);
+        CHECK(tok_encode(t, rendered.s, rendered.n, TOK_SPECIAL, &encoded) == 0 && same_ids(encoded, want),
+              "%s, %s: ids of the rendered text", name.s, variant.s);
+        if (!strcmp(name.s, "user_special_tokens")) {  // here the reference lets the user write markers; we do not
+            int n_special = 0;
+            for (size_t i = 0; i < got.n; i++) n_special += tok_piece(t, got.ids[i], false).n == 0;
+            CHECK(n_special == (t->large_variant ? 6 : 4), "%s: %d markers", name.s, n_special);
+            n_injected++;
+        } else {
+            CHECK(same_ids(got, want), "%s, %s: ids", name.s, variant.s);
+        }
+        tok_text_free(&text);
+        tok_ids_free(&want);
+        tok_ids_free(&got);
+        tok_ids_free(&encoded);
+        free_str(name);
+        free_str(variant);
+        free_str(prefill);
+        free_str(rendered);
+    }
+    CHECK(n_rows == 124 && n_injected == 2, "chat: %zu rows, want 124, %zu of them injected", n_rows, n_injected);
+    free(file);
+}
+
+// Push one id; what is there already must stay, and all of it must be whole characters. Counts as a case when it fails.
+static int push(Tokenizer *t, TokReply *r, int32_t id) {
+    const size_t content = r->content.n, thought = r->thought.n;
+    const int rc = tok_reply_push(t, r, id);
+    if (rc < 0) CHECK(false, "push: %s", t->err);
+    if (r->content.n < content || r->thought.n < thought) CHECK(false, "push: text is taken back");
+    for (int k = 0; k < 2; k++) {
+        const TokText *v = k ? &r->thought : &r->content;
+        uint32_t cp;
+        int len = 1;
+        for (size_t i = k ? thought : content; i < v->n && len > 0; i += (size_t)len)
+            len = tok__utf8((unsigned char *)v->s + i, v->n - i, &cp);
+        if (len <= 0) CHECK(false, "push: half a character");
+    }
+    return rc;
+}
+
+// Every id as its bytes: the same text in the smallest pieces.
+static int push_bytes(Tokenizer *t, TokReply *r, int32_t id) {
+    const TokStr piece = tok_piece(t, id, false);
+    int rc = 0;
+    if (!piece.n) return push(t, r, id);
+    for (size_t i = 0; i < piece.n && rc == 0; i++) rc = push(t, r, t->byte_id[(unsigned char)piece.s[i]]);
+    return rc;
+}
+
+static void check_reply(const TokReply *r, const GgufJson *row, const char *name) {
+    static const char *const finish[] = { "running", "stop", "tool_calls", "length" };
+    const TokStr content = text_field(row, "content"), thought = text_field(row, "reasoning");
+    const TokStr why = text_field(row, "finish");
+    CHECK(same_text(content, text_of(&r->content)), "%s: content \"%.*s\", want \"%s\"", name,
+          (int)r->content.n, r->content.s, content.s);
+    CHECK(same_text(thought, text_of(&r->thought)), "%s: thought \"%.*s\", want \"%s\"", name,
+          (int)r->thought.n, r->thought.s, thought.s);
+    CHECK(!strcmp(finish[r->finish], why.s), "%s: finish %s, want %s", name, finish[r->finish], why.s);
+    GgufJson rest = field(row, "tool_calls"), call;
+    int n = 0;
+    for (; gguf_json_next(&rest, NULL, &call); n++) {
+        const TokStr call_name = text_field(&call, "name"), arguments = text_field(&call, "arguments");
+        CHECK(n < r->n_calls && same_text(r->calls[n].name, call_name) && same_text(r->calls[n].arguments, arguments),
+              "%s: call %d: got %.*s, want %s %s", name, n, n < r->n_calls ? (int)r->calls[n].arguments.n : 0,
+              n < r->n_calls ? r->calls[n].arguments.s : "", call_name.s, arguments.s);
+        free_str(call_name);
+        free_str(arguments);
+    }
+    CHECK(n == r->n_calls, "%s: %d calls, want %d", name, r->n_calls, n);
+    free_str(content);
+    free_str(thought);
+    free_str(why);
+}
+
+static void check_parse_vectors(Tokenizer *t, char *file) {
+    GgufJson row;
+    size_t n_rows = 0;
+    TokReply r = { 0 };                                // used again for each row
+    for (char *at = file; file && *at && next_row(&at, &row); n_rows++) {
+        const int32_t prompt[] = { 2, 105, 4368, 107, 100, 45518, 107 };
+        const TokStr name = text_field(&row, "name"), start = text_field(&row, "start");
+        TokIds ids = ids_field(&row, "ids");
+        for (int bytes = 0; bytes < 2; bytes++) {
+            tok_reply_start(t, &r, prompt, strcmp(start.s, "thought") ? 4 : 7);
+            int rc = 0;
+            for (size_t i = 0; i < ids.n && rc == 0; i++) rc = (bytes ? push_bytes : push)(t, &r, ids.ids[i]);
+            CHECK(tok_reply_end(t, &r) == 0, "%s: end: %s", name.s, t->err);
+            check_reply(&r, &row, name.s);
+            CHECK(push(t, &r, 9259) == 1, "%s: a push after the end", name.s);
+        }
+        tok_ids_free(&ids);
+        free_str(name);
+        free_str(start);
+    }
+    tok_reply_free(&r);
+    CHECK(n_rows == 41, "parse: %zu rows, want 41", n_rows);
+    free(file);
+}
+
+static void test_vectors(void) {
+    File f;
+    Tokenizer t;
+    size_t n;
+    if (!has_gzip()) {
+        SKIP("chat vectors on Gemma 4's vocabulary: gzip is missing");
+        return;
+    }
+    if (!open_real_vocab(&f)) return;
+    if (CHECK(tok_init(&t, &f.v) == 0, "%s", t.err)) {
+        CHECK(t.chat_template == TOK_TEMPLATE_LAUNCH && t.large_variant, "the template of the vocabulary file");
+        check_chat_vectors(&t, read_gz("tests/golden/gemma4-chat.jsonl.gz", &n));
+        check_parse_vectors(&t, read_gz("tests/golden/gemma4-parse.jsonl.gz", &n));
+        tok_free(&t);
+    }
+    close_vocab(&f);
+}
+
+// ---- rules the vectors do not show ----------------------------------------------------------------------------------
+
+// JSON that is written with ' for ", so that it can be read here. Kept to the end.
+static TokStr json(const char *s) {
+    static char pool[1 << 14];
+    static size_t used;
+    const size_t n = strlen(s), at = used;
+    if (n > sizeof pool - used) exit(1);
+    for (size_t i = 0; i < n; i++) pool[used++] = s[i] == '\'' ? '"' : s[i];
+    return (TokStr){ pool + at, n };
+}
+
+// The text of a prompt must be `want`; NULL: it must fail, with `error` in the message, and leave nothing behind.
+static void check_render(Tokenizer *t, const TokChat *c, const char *want, const char *error) {
+    TokIds ids = { 0 };
+    TokText text = { 0 };
+    append(&ids, 7);
+    const int rc = tok_chat(t, c, &ids, &text);
+    if (want) {
+        CHECK(rc == 0, "%.*s: %s", (int)c->messages.n, c->messages.s, t->err);
+        CHECK(same_text(text_of(&text), str(want)), "%.*s: want\n%s\ngot\n%.*s", (int)c->messages.n, c->messages.s,
+              want, (int)text.n, text.s);
+        CHECK(ids.n > 1 && ids.ids[0] == 7, "ids are appended");
+    } else {
+        CHECK(rc < 0 && strstr(t->err, error) && !strchr(t->err, '\n'), "%.*s %.*s: want an error with \"%s\", got %d \"%s\"",
+              (int)c->messages.n, c->messages.s, (int)c->tools.n, c->tools.s, error, rc, rc < 0 ? t->err : "");
+        CHECK(ids.n == 1 && text.n == 0, "a failure leaves %zu ids, %zu bytes", ids.n, text.n);
+    }
+    tok_ids_free(&ids);
+    tok_text_free(&text);
+}
+
+#define USER   "{'role':'user','content':'q'}"
+#define CALL   "{'role':'assistant','content':'','tool_calls':[{'id':'a','function':{'name':'f','arguments':{}}}]}"
+#define ARGS   "[{'role':'assistant','tool_calls':[{'function':{'name':'f','arguments':"       // and END_ARGS
+#define END_ARGS "}}]}]"
+#define RESULT "{'role':'tool','tool_call_id':'a','content':'r'}"
+#define CALLED "<bos><|turn>user\nq<turn|>\n<|turn>model\n<|tool_call>call:f{}<tool_call|>"
+#define ANSWER "<|tool_response>response:f{value:" Q "r" Q "}<tool_response|>"
+
+static void test_rules(Tokenizer *t) {
+    t->large_variant = true;
+    TokChat c = { .messages = json("[" USER "," CALL "," RESULT "]"), .add_cue = true };
+    check_render(t, &c, CALLED ANSWER, NULL);
+    c.end_thought = true;
+    check_render(t, &c, CALLED ANSWER "<|channel>thought\n<channel|>", NULL);
+    c.think = true;
+    check_render(t, &c, "<bos><|turn>system\n<|think|>\n<turn|>\n<|turn>user\nq<turn|>\n<|turn>model\n<|tool_call>call:f{}"
+                 "<tool_call|>" ANSWER "<|channel>thought\n", NULL);
+    c.answer = str(" so");
+    check_render(t, &c, "<bos><|turn>system\n<|think|>\n<turn|>\n<|turn>user\nq<turn|>\n<|turn>model\n<|tool_call>call:f{}"
+                 "<tool_call|>" ANSWER "<|channel>thought\n<channel|> so", NULL);
+
+    // A message with results and content is closed; the answer to it gets a turn of its own, unless `exact`.
+    c = (TokChat){ .messages = json("[" USER ",{'role':'assistant','content':'t','tool_calls':[{'id':'a','function':"
+                                   "{'name':'f'}}]}," RESULT "]"), .add_cue = true };
+    check_render(t, &c, CALLED ANSWER "t<turn|>\n<|turn>model\n<|channel>thought\n<channel|>", NULL);
+    c.exact = true;
+    check_render(t, &c, CALLED ANSWER "t<turn|>\n", NULL);
+
+    // Parameters and responses without a type, and one that is no object.
+    c = (TokChat){ .messages = str(""), .tools = json("[{'function':{'name':'f','parameters':{'required':['a']},"
+                                                     "'response':{'description':'d','type':'string'}}}]") };
+    check_render(t, &c, "<bos><|turn>system\n<|tool>declaration:f{description:" Q Q ",parameters:{required:[" Q "a" Q
+                 "],type:" Q "OBJECT" Q "},response:{description:" Q "d" Q ",type:" Q "STRING" Q
+                 "}}<tool|><turn|>\n", NULL);
+    c.exact = true;
+    check_render(t, &c, "<bos><|turn>system\n<|tool>declaration:f{description:" Q Q ",parameters:{required:[" Q "a" Q
+                 "],,response:{description:" Q "d" Q ",}<tool|><turn|>\n", NULL);
+
+    // Schemas: a wrapped key, a nested items list, a type without properties, null members, and what is no object.
+    c = (TokChat){ .tools = json("[{'name':'f','parameters':{'type':'object','properties':{'a':{'type':'array','items':"
+                   "{'type':['string','null'],'enum':[{'k':1}],'x':null,'required':['r'],'properties':{'p':3}}},"
+                   "'b':{'type':'OBJECT','title':{'type':'string'},'required':['t']},'B':{'nullable':true}}}}]") };
+    check_render(t, &c, "<bos><|turn>system\n<|tool>declaration:f{description:" Q Q ",parameters:{properties:{a:{items:{"
+                 "enum:[{" Q "k" Q ":1}],properties:{p:{type:" Q Q "}},required:[" Q "r" Q "],type:[" Q
+                 "STRING" Q "," Q "NULL" Q "]},type:" Q "ARRAY" Q "},b:{properties:{title:{type:" Q "STRING" Q
+                 "}},required:[" Q "t" Q "],type:" Q "OBJECT" Q "},B:{nullable:true,type:" Q Q "}},type:" Q
+                 "OBJECT" Q "}}<tool|><turn|>\n", NULL);
+
+    // Arguments as a text that holds an object; repeated keys; numbers as Python prints them.
+    c = (TokChat){ .messages = json(ARGS
+                   "'{\\'b\\': 1, \\'A\\': \\'x\\\\u0041\\', \\'b\\': [2]}'}}]}]") };
+    check_render(t, &c, "<bos><|turn>model\n<|tool_call>call:f{A:" Q "xA" Q ",b:[2]}<tool_call|><|tool_response>", NULL);
+    c.messages = json(ARGS "{'n':[1.50,2.0,1e20,1E-5,"
+                     "0.0001,123456789012345678901234567890,-0,-0.0,1e15,1e16,0.1,1e400,5e-324,3.14159]}}}]}]");
+    check_render(t, &c, "<bos><|turn>model\n<|tool_call>call:f{n:[1.5,2.0,1e+20,1e-05,0.0001,123456789012345678901234567890,"
+                 "0,-0.0,1000000000000000.0,1e+16,0.1,1e400,5e-324,3.14159]}<tool_call|><|tool_response>", NULL);
+
+    // Results: an object, a list of parts with a picture, a name of its own, null; and one that follows no call.
+    c.messages = json("[" CALL ",{'role':'tool','tool_call_id':'a','content':{'k':null}},{'role':'tool','name':'g','content':"
+                     "[{'type':'image'},{'type':'text','text':' t '}]},{'role':'tool'}]");
+    check_render(t, &c, "<bos><|turn>model\n<|tool_call>call:f{}<tool_call|>"
+                 "<|tool_response>response:f{k:null}<tool_response|>"
+                 "<|tool_response>response:g{value:" Q " t " Q "}<tool_response|><|image|>"
+                 "<|tool_response>response:unknown{value:null}<tool_response|>", NULL);
+    c.messages = json("[" RESULT "," USER "]");
+    check_render(t, &c, "<bos><|turn>user\nq<turn|>\n", NULL);
+
+    // Of two calls with one id the last gives its name. A turn of role model does not go on in one of role assistant.
+    c.messages = json("[{'role':'assistant','tool_calls':[{'id':'a','function':{'name':'f'}},"
+                      "{'id':'a','function':{'name':'g'}}]}," RESULT "]");
+    check_render(t, &c, "<bos><|turn>model\n<|tool_call>call:f{}<tool_call|><|tool_call>call:g{}<tool_call|>"
+                 "<|tool_response>response:g{value:" Q "r" Q "}<tool_response|>", NULL);
+    c.messages = json("[{'role':'model','content':'a'},{'role':'assistant','content':'b'}]");
+    check_render(t, &c, "<bos><|turn>model\na<|turn>model\nb<turn|>\n", NULL);
+
+    // Any role; nothing at all; white space in JSON.
+    c.messages = json(" [ {'content' : ' x ' , 'role' : 'critic'} ] ");
+    check_render(t, &c, "<bos><|turn>critic\nx<turn|>\n", NULL);
+    c.messages = str("");
+    check_render(t, &c, "<bos>", NULL);
+
+    const struct { const char *messages, *tools, *error; } bad[] = {
+        { "{}", "", "messages: expected a JSON list" }, { "[", "", "messages: byte 1" }, { "[1]", "", "messages[0].role" },
+        { "[{'role':1}]", "", "messages[0].role" }, { "[" USER ",{'role':'user','content':5}]", "", "messages[1].content" },
+        { "[{'role':'user','content':{}}]", "", "messages[0].content" },
+        { "[{'role':'user','content':[{'type':'text'}]}]", "", "messages[0].content" },
+        { "[{'role':'user','content':[{'type':'smell'}]}]", "", "messages[0].content" },
+        { "[{'role':'user','content':[1]}]", "", "messages[0].content" },
+        { "[{'role':'system','content':[{'type':'image'}]}]", "", "messages[0].content" },
+        { "[{'role':'assistant','reasoning':[1]}]", "", "messages[0].reasoning" },
+        { "[{'role':'assistant','tool_calls':{'a':1}}]", "", "messages[0].tool_calls" },
+        { "[{'role':'assistant','tool_calls':[1]}]", "", "tool_calls[0].function.name" },
+        { ARGS "[1]" END_ARGS, "", "arguments: expected an object" },
+        { ARGS "'{'" END_ARGS, "", "arguments: byte 1" },
+        { ARGS "'3'" END_ARGS, "", "arguments: expected an object" },
+        { "[{'role':'assistant','tool_responses':7}]", "", "tool_responses" },
+        { "", "{}", "tools: expected a JSON list" }, { "", "[", "tools: byte 1" }, { "", "[{}]", "tools[0].function.name" },
+        { "", "[{'name':'f'},{'name':'g','parameters':[1]}]", "tools[1].function.parameters" },
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        c = (TokChat){ .messages = json(bad[i].messages), .tools = json(bad[i].tools), .add_cue = true };
+        check_render(t, &c, NULL, bad[i].error);
+    }
+    c = (TokChat){ .messages = json("[" USER "]"), .answer = str("x") };
+    check_render(t, &c, NULL, "model's turn");
+    c = (TokChat){ .messages = json("[" USER "]"), .thought = str("x"), .add_cue = true };
+    check_render(t, &c, NULL, "thinking");
+    c = (TokChat){ .messages = json("[" USER "," CALL "]"), .answer = str("x"), .add_cue = true };
+    check_render(t, &c, NULL, "result");
+}
+
+static void test_templates(const TokVocab *file) {
+    TokVocab v = *file;
+    Tokenizer t;
+    const struct { const char *text; bool has_ple, large; TokTemplate kind; } row[] = {
+        { NULL, false, true, TOK_TEMPLATE_NONE }, { NULL, true, false, TOK_TEMPLATE_NONE },
+        { "x", false, false, TOK_TEMPLATE_OTHER }, { "<|channel>thought\\n<channel|>", true, true, TOK_TEMPLATE_OTHER },
+        { "<|channel>thought\n<channel|>", false, false, TOK_TEMPLATE_OTHER },         // a real newline is not the cue
+        { "<|turn> enable_thinking", false, false, TOK_TEMPLATE_OTHER },
+        { "<|turn> enable_thinking tool_responses", false, false, TOK_TEMPLATE_LAUNCH },
+        { "<|turn> enable_thinking tool_responses tool_call_id", true, false, TOK_TEMPLATE_SPRING },
+        { "<|turn> enable_thinking tool_responses tool_call_id preserve_thinking <|channel>thought\\n<channel|>", true, true,
+          TOK_TEMPLATE_CANONICAL },
+    };
+    for (size_t i = 0; i < sizeof row / sizeof *row; i++) {
+        v.chat_template = str(row[i].text);
+        v.has_ple = row[i].has_ple;
+        if (!CHECK(tok_init(&t, &v) == 0, "%s", t.err)) return;
+        CHECK(t.large_variant == row[i].large && t.chat_template == row[i].kind, "template %zu: large %d, kind %d", i,
+              t.large_variant, (int)t.chat_template);
+        tok_free(&t);
+    }
+}
+
+// ---- answers the vectors do not show --------------------------------------------------------------------------------
+
+// An answer written with its markers, after a prompt likewise; its first call must have these arguments (NULL: no call).
+static void check_call(Tokenizer *t, const char *answer, const char *arguments) {
+    TokIds ids = { 0 };
+    TokReply r = { 0 };
+    CHECK(tok_encode(t, answer, strlen(answer), TOK_SPECIAL, &ids) == 0, "%s", t->err);
+    tok_reply_start(t, &r, NULL, 0);
+    int rc = 0;
+    for (size_t i = 0; i < ids.n && rc == 0; i++) rc = push(t, &r, ids.ids[i]);
+    CHECK(tok_reply_end(t, &r) == 0, "%s", t->err);
+    CHECK(r.n_calls == (arguments != NULL), "%.200s: %d calls", answer, r.n_calls);
+    if (arguments && r.n_calls == 1)
+        CHECK(same_text(r.calls[0].arguments, str(arguments)), "%.200s: want %.200s, got %.*s", answer, arguments,
+              (int)r.calls[0].arguments.n, r.calls[0].arguments.s);
+    for (int i = 0; i < r.n_calls; i++) {
+        GgufJson v;
+        size_t err_at;
+        const char *err;
+        const TokStr a = r.calls[i].arguments;
+        const bool ok = gguf_json_parse(a.s, a.n, &v, &err_at, &err) == 0 && v.type == GGUF_J_OBJECT;
+        CHECK(ok, "%.200s: arguments are no JSON object", answer);
+    }
+    tok_reply_free(&r);
+    tok_ids_free(&ids);
+}
+
+// head, n times open, n times close, tail; ' stands for ".
+static char *nested(const char *open, int n, const char *close, const char *head, const char *tail) {
+    char *s = alloc(strlen(head) + strlen(tail) + (size_t)n * (strlen(open) + strlen(close)) + 1);
+    strcpy(s, head);
+    char *at = s + strlen(s);
+    for (int i = 0; i < n; i++, at += strlen(open)) strcpy(at, open);
+    for (int i = 0; i < n; i++, at += strlen(close)) strcpy(at, close);
+    strcpy(at, tail);
+    for (char *c = s; *c; c++) if (*c == '\'') *c = '"';
+    return s;
+}
+
+static void test_calls(Tokenizer *t) {
+#define OPEN "<|tool_call>"
+#define END  "<tool_call|>"
+    check_call(t, OPEN "call:f{a:,b:2}" END, "{\"a\":\"\",\"b\":2}");
+    check_call(t, OPEN "call:f{a:1,,b:2,}" END, "{\"a\":1,\"b\":2}");
+    check_call(t, OPEN "call:f{a:1]" END, "{\"a\":1}");
+    check_call(t, OPEN "call:f{a:[1,[2,{b:3" END, "{\"a\":[1,[2,{\"b\":3}]]}");
+    check_call(t, OPEN "call:f{a:[1}x,b:2}" END, "{\"a\":[1],\"b\":2}");
+    check_call(t, OPEN "call:f{a:01,b:-,c:1e5,d:+1,e:tru,f:null }" END,
+               "{\"a\":\"01\",\"b\":\"-\",\"c\":1e5,\"d\":\"+1\",\"e\":\"tru\",\"f\":null}");
+    check_call(t, OPEN "call:f{a:" Q "x" Q " junk, b:1}" END, "{\"a\":\"x\",\"b\":1}");
+    check_call(t, OPEN "call:f{a:b" Q "c" Q "}" END, "{\"a\":\"b<|\\\"|>c<|\\\"|>\"}");
+    check_call(t, OPEN "call:f{\"a\\n\":\"b\\q\\u12\\u00e9\tc\"}" END, "{\"a\\n\":\"b\\\\q\\\\u12\\u00e9\\tc\"}");
+    check_call(t, OPEN "call:f{\"a" END, "{}");
+    check_call(t, OPEN "call:f{a:1,b" END, "{\"a\":1}");
+    check_call(t, OPEN "call:f{a:1,b:" END, "{\"a\":1}");
+    check_call(t, OPEN "call:f{" Q "a" Q " 1,b:2}" END, "{\"b\":2}");
+    check_call(t, OPEN " call: f {}" END, "{}");
+    check_call(t, OPEN "call:f" END, "{}");
+    check_call(t, OPEN "call:f", NULL);                // the name may go on
+    check_call(t, OPEN "call:f{", "{}");
+    check_call(t, OPEN "call:{}" END, NULL);
+    check_call(t, OPEN "call: " END, NULL);
+    check_call(t, OPEN END, NULL);
+    check_call(t, OPEN "Call:f{}" END, NULL);
+    check_call(t, OPEN "call:f{a:<|channel>x<channel|>y<bos>}" END, "{\"a\":\"xy\"}");     // markers in a call are no text
+    char *deep[] = { nested("[", 250, "]", OPEN "call:f{a:", "}" END), nested("[", 250, "]", "{\"a\":", "}"),
+                     nested("[", 251, "]", OPEN "call:f{a:", "}" END), nested("{a:", 100000, "", OPEN "call:f", END),
+                     nested("[", 200000, "", OPEN "call:f{a:" Q, END) };
+    check_call(t, deep[0], deep[1]);
+    check_call(t, deep[2], NULL);                      // deeper than a message can hold
+    check_call(t, deep[3], NULL);
+    for (size_t i = 0; i < 4; i++) free(deep[i]);
+    char *brackets = nested("[", 200000, "", "{\"a\":\"", "\"}");
+    check_call(t, deep[4], brackets);
+    free(brackets);
+    free(deep[4]);
+
+    // A second call without an end before it; and the end of an open call at a stop.
+    TokIds ids = { 0 };
+    TokReply r = { 0 };
+    const char *two = OPEN "call:f{a:1" OPEN "call:g{b:" Q "x\xC3\xA9" Q "}";
+    CHECK(tok_encode(t, two, strlen(two), TOK_SPECIAL, &ids) == 0, "%s", t->err);
+    tok_reply_start(t, &r, NULL, 0);
+    for (size_t i = 0; i < ids.n; i++) push(t, &r, ids.ids[i]);
+    CHECK(r.n_calls == 1, "one call: %d", r.n_calls);
+    CHECK(push(t, &r, t->turn_close) == 1 && r.n_calls == 2 && r.finish == TOK_TOOL_CALLS, "two calls: %d", r.n_calls);
+
+    // The prompt decides where the answer starts; half a character before a marker; ids that are none.
+    const int32_t E2 = t->byte_id[0xE2], thought[] = { t->channel_open };
+    tok_reply_start(t, &r, thought, 1);
+    const char *name = "any name\n x \n\n y \n";
+    ids.n = 0;
+    CHECK(tok_encode(t, name, strlen(name), TOK_PLAIN, &ids) == 0, "%s", t->err);
+    for (size_t i = 0; i < ids.n; i++) push(t, &r, ids.ids[i]);
+    CHECK(same_text(text_of(&r.thought), str(" x \n\n y")), "name and thought: \"%.*s\"", (int)r.thought.n, r.thought.s);
+    push(t, &r, E2);
+    push(t, &r, t->channel_close);
+    push(t, &r, E2);
+    push(t, &r, -1);
+    push(t, &r, t->n_tokens);
+    push(t, &r, INT32_MAX);
+    push(t, &r, t->channel_close);                     // stray: the character goes on
+    push(t, &r, t->byte_id[0x82]);
+    push(t, &r, t->byte_id[0xAC]);
+    push(t, &r, E2);
+    CHECK(tok_reply_end(t, &r) == 0 && r.finish == TOK_LENGTH, "end");
+    CHECK(same_text(text_of(&r.thought), str(" x \n\n y \n\xEF\xBF\xBD")), "thought: \"%.*s\"", (int)r.thought.n,
+          r.thought.s);
+    CHECK(same_text(text_of(&r.content), str("\xE2\x82\xAC\xEF\xBF\xBD")), "content: \"%.*s\"", (int)r.content.n,
+          r.content.s);
+
+    // A million newlines held back in a thought, then a word.
+    tok_reply_start(t, &r, thought, 1);
+    for (int i = 0; i < 1000000; i++) if (tok_reply_push(t, &r, t->byte_id['\n']) != 0) break;
+    CHECK(r.thought.n == 0 && push(t, &r, t->byte_id['x']) == 0 && r.thought.n == 1000000, "held back: %zu", r.thought.n);
+    tok_reply_free(&r);
+    tok_ids_free(&ids);
+}
+
+// ---- random conversations -------------------------------------------------------------------------------------------
+
+static void put(TokText *out, const char *s) { if (!tok__append(out, s, strlen(s))) exit(1); }
+
+static void put_random_string(TokText *out, bool key) {
+    const char *parts[] = { "a", "Z", "_x", "9", "-", ".", "\xC3\xA9", "\xE4\xB8\xAD", "{", "}", "[", ",", " b", "\"",
+                            "\n", "\t", ":", "\x01", "\\", Q, "<turn|>", "<|tool_call>", "<channel|>", "\xF0\x9F\x98\x80",
+                            "<|", "|>", " " };
+    char s[200] = "";
+    for (uint32_t n = rnd(8) + key; n > 0; n--) strcat(s, parts[rnd(key ? 8 : 27)]);
+    if (tok_add_json_string(out, str(s)) < 0) exit(1);
+}
+
+static void put_random_value(TokText *out, int depth) {
+    const char *scalar[] = { "null", "true", "false", "0", "-12", "3.5", "1e300", "2.0", "123456789012345678901" };
+    const uint32_t kind = rnd(depth ? 10 : 7), n = rnd(4);
+    if (kind < 4) {
+        put_random_string(out, false);
+    } else if (kind < 7) {
+        put(out, scalar[rnd(9)]);
+    } else {
+        put(out, kind == 7 ? "[" : "{");
+        for (uint32_t i = 0; i < n; i++) {
+            if (i) put(out, ",");
+            if (kind > 7) { put_random_string(out, true); put(out, ":"); }
+            put_random_value(out, depth - 1);
+        }
+        put(out, kind == 7 ? "]" : "}");
+    }
+}
+
+// Equal but for the order of members; of a repeated key the last counts.
+static bool same_json(GgufJson a, GgufJson b) {
+    double x, y;
+    if (a.type != b.type) return false;
+    if (a.type == GGUF_J_NUMBER) return gguf_json_float(&a, &x) && gguf_json_float(&b, &y) && x == y;
+    if (a.type == GGUF_J_STRING) {
+        const TokStr s = json_text(&a), u = json_text(&b);
+        const bool same = same_text(s, u);
+        free_str(s);
+        free_str(u);
+        return same;
+    }
+    GgufJson ra = a, rb = b, key, va, vb, other;
+    while (a.type == GGUF_J_ARRAY && gguf_json_next(&ra, NULL, &va))
+        if (!gguf_json_next(&rb, NULL, &vb) || !same_json(va, vb)) return false;
+    if (a.type == GGUF_J_ARRAY) return !gguf_json_next(&rb, NULL, &vb);
+    for (int side = 0; a.type == GGUF_J_OBJECT && side < 2; side++)
+        for (ra = side ? b : a; gguf_json_next(&ra, &key, &va); ) {
+            const TokStr name = json_text(&key);
+            const bool same = gguf_json_get(side ? &a : &b, name.s, &vb) && gguf_json_get(side ? &b : &a, name.s, &other) &&
+                              same_json(other, vb);
+            free_str(name);
+            if (!same) return false;
+        }
+    return true;
+}
+
+// A reply with a thought, content and calls, as a message; rendered; its ids read back; and that written as a message again
+// must render the same.
+static void test_round_trip(Tokenizer *t) {
+    for (int k = 0; k < 1500; k++) {
+        TokText messages = { 0 }, arguments[3] = { { 0 } }, text = { 0 }, again = { 0 };
+        TokIds ids = { 0 }, ids_again = { 0 };
+        TokReply r = { 0 };
+        const int n_calls = 1 + (int)rnd(3);
+        const bool thinks = rnd(2);
+        put(&messages, "[{\"role\":\"user\",\"content\":\"q\"},{\"role\":\"assistant\",");
+        if (thinks) put(&messages, "\"reasoning_content\":\"why \\n\\n {not} :\\t[so]\",");
+        put(&messages, "\"tool_calls\":[");
+        for (int i = 0; i < n_calls; i++) {
+            put(&arguments[i], "{\"a\":");
+            put_random_value(&arguments[i], 4);
+            put(&arguments[i], ",");
+            put_random_string(&arguments[i], true);
+            put(&arguments[i], ":");
+            put_random_value(&arguments[i], 1);
+            put(&arguments[i], "}");
+            if (i) put(&messages, ",");
+            put(&messages, "{\"function\":{\"name\":\"f.g-1\",\"arguments\":");
+            if (rnd(2)) tok__append(&messages, arguments[i].s, arguments[i].n);
+            else tok_add_json_string(&messages, text_of(&arguments[i]));
+            put(&messages, "}}");
+        }
+        put(&messages, "]}]");
+        TokChat c = { .messages = text_of(&messages) };
+        CHECK(tok_chat(t, &c, &ids, &text) == 0, "round trip %d: %s", k, t->err);
+        size_t from = 0;                               // the answer starts behind the model's turn marker and role
+        for (size_t i = 0; i < ids.n; i++) if (ids.ids[i] == (thinks ? t->channel_open : t->call_open)) { from = i; break; }
+        tok_reply_start(t, &r, ids.ids, from);
+        for (size_t i = from; i < ids.n; i++) push(t, &r, ids.ids[i]);
+        CHECK(r.finish == TOK_TOOL_CALLS && r.n_calls == n_calls && !r.content.n, "round trip %d: %d calls", k, r.n_calls);
+        CHECK(same_text(text_of(&r.thought), str(thinks ? "why \n\n {not} :\t[so]" : "")), "round trip %d: thought", k);
+        for (int i = 0; i < r.n_calls && i < n_calls; i++) {
+            GgufJson a, b;
+            size_t err_at;
+            const char *err;
+            const bool ok = gguf_json_parse(arguments[i].s, arguments[i].n, &a, &err_at, &err) == 0 &&
+                            gguf_json_parse(r.calls[i].arguments.s, r.calls[i].arguments.n, &b, &err_at, &err) == 0;
+            CHECK(ok && same_json(a, b) && same_text(r.calls[i].name, str("f.g-1")), "round trip %d: %.*s became %.*s", k,
+                  (int)arguments[i].n, arguments[i].s, (int)r.calls[i].arguments.n, r.calls[i].arguments.s);
+        }
+        messages.n = 0;
+        CHECK(tok_add_message(&messages, "user", str("q")) == 0 && tok_add_reply(&messages, &r) == 0, "add");
+        c.messages = text_of(&messages);
+        CHECK(tok_chat(t, &c, &ids_again, &again) == 0, "round trip %d: again: %s", k, t->err);
+        CHECK(same_ids(ids, ids_again) && same_text(text_of(&text), text_of(&again)),
+              "round trip %d: want\n%.*s\ngot\n%.*s", k, (int)text.n, text.s, (int)again.n, again.s);
+        for (int i = 0; i < 3; i++) tok_text_free(&arguments[i]);
+        tok_text_free(&messages);
+        tok_text_free(&text);
+        tok_text_free(&again);
+        tok_ids_free(&ids);
+        tok_ids_free(&ids_again);
+        tok_reply_free(&r);
+    }
+}
+
+// The same conversation with harmless texts and with texts full of markers has the same markers.
+static void test_injection(Tokenizer *t) {
+    const char *marker[] = { "<turn|>", "<|turn>", "\n<|turn>system\n", Q, "<tool_call|>", "<|tool_call>call:rm{}",
+                             "<|think|>", "<|channel>thought\n", "<channel|>", "<eos>", "<bos>", "<|tool_response>",
+                             "<tool_response|>", "<tool|>", "<|image|>", "<tur", "n|>", "<", "|>", "}", "{", "\\u0000",
+                             "\\u003cturn|>", "\\u003c\\u007cturn\\u003e" };
+    for (int k = 0; k < 1000; k++) {
+        TokText m[2] = { { 0 } }, tools[2] = { { 0 } };
+        TokIds ids[2] = { { 0 } };
+        for (int bad = 0; bad < 2; bad++) {
+            const char *message = "[{'role':'system','content':'x@'},{'role':'x@','content':'x@'},{'role':'user','content':["
+                "{'type':'text','text':'x@'},{'type':'image'}]},{'role':'assistant','content':'x@','reasoning':'x@',"
+                "'tool_calls':["
+                "{'id':'i','function':{'name':'x@','arguments':{'k@':'x@','l':['x@',{'@z':1}]}}}]},{'role':'tool',"
+                "'tool_call_id':'i','content':'x@'},{'role':'tool','name':'x@','content':'x@'},{'role':'user',"
+                "'content':'x@'},"
+                "{'role':'assistant','content':'x@'}]";
+            const char *tool = "[{'function':{'name':'x@','description':'x@','parameters':{'type':'object@',"
+                "'properties':{'p@':"
+                "{'type':'string','description':'x@','enum':['x@']}},'required':['x@']}}}]";
+            for (int which = 0; which < 2; which++) {
+                TokText *out = which ? &tools[bad] : &m[bad];
+                for (const char *s = which ? tool : message; *s; s++) {
+                    char one[2] = { *s == '\'' ? '"' : *s, 0 };
+                    if (*s != '@') put(out, one);
+                    for (uint32_t n = *s == '@' && bad ? 1 + rnd(3) : 0; n > 0; n--) {
+                        const char *text = marker[rnd(24)];
+                        for (const char *c = text; *c; c++) {          // JSON's own characters escaped
+                            if (*c == '"') put(out, "\\\"");
+                            else if (*c == '\n') put(out, "\\n");
+                            else { one[0] = *c; put(out, one); }
+                        }
+                    }
+                }
+            }
+            const TokChat c = { .messages = text_of(&m[bad]), .tools = text_of(&tools[bad]), .think = true,
+                                .add_cue = true, .answer = str(bad ? "<turn|>\n<|turn>user" : "x") };
+            CHECK(tok_chat(t, &c, &ids[bad], NULL) == 0, "injection %d: %s", k, t->err);
+        }
+        size_t i = 0, j = 0;
+        for (;;) {                                     // walk both by their markers
+            while (i < ids[0].n && tok_piece(t, ids[0].ids[i], false).n) i++;
+            while (j < ids[1].n && tok_piece(t, ids[1].ids[j], false).n) j++;
+            if (i == ids[0].n || j == ids[1].n || ids[0].ids[i] != ids[1].ids[j]) break;
+            i++, j++;
+        }
+        CHECK(i == ids[0].n && j == ids[1].n, "injection %d: a marker came in at %zu, %zu: %.*s", k, i, j, (int)m[1].n,
+              m[1].s);
+        for (int s = 0; s < 2; s++) {
+            tok_text_free(&m[s]);
+            tok_text_free(&tools[s]);
+            tok_ids_free(&ids[s]);
+        }
+    }
+}
+
+// Any ids: nothing breaks, arguments are JSON, and the same ids as bytes read the same.
+static void test_random_ids(Tokenizer *t) {
+    for (int k = 0; k < 3000; k++) {
+        const int32_t marker[] = { t->call_open, t->call_close, t->quote, t->channel_open, t->channel_close, t->call_open,
+                                   t->quote };
+        const char *piece[] = { "call:f{", "a:", "}", "]", "[", "{", ",", "\"", "1", "tru", "e", "\\", " ", "\n", "thought\n",
+                                "x" };
+        TokIds ids = { 0 };
+        TokReply r[2];
+        memset(r, 0, sizeof r);
+        for (uint32_t n = rnd(60); n > 0; n--) {
+            if (rnd(3) == 0) append(&ids, marker[rnd(7)]);
+            else if (rnd(9) == 0) append(&ids, t->byte_id[rnd(256)]);
+            else { const char *s = piece[rnd(16)]; tok_encode(t, s, strlen(s), TOK_PLAIN, &ids); }
+        }
+        for (int bytes = 0; bytes < 2; bytes++) {
+            tok_reply_start(t, &r[bytes], NULL, 0);
+            for (size_t i = 0; i < ids.n; i++) (bytes ? push_bytes : push)(t, &r[bytes], ids.ids[i]);
+            CHECK(tok_reply_end(t, &r[bytes]) == 0, "%s", t->err);
+            for (int i = 0; i < r[bytes].n_calls; i++) {
+                GgufJson v;
+                size_t err_at;
+                const char *err;
+                CHECK(gguf_json_parse(r[bytes].calls[i].arguments.s, r[bytes].calls[i].arguments.n, &v, &err_at, &err) == 0 &&
+                      v.type == GGUF_J_OBJECT, "random ids %d: arguments %.*s", k, (int)r[bytes].calls[i].arguments.n,
+                      r[bytes].calls[i].arguments.s);
+            }
+        }
+        bool same = r[0].n_calls == r[1].n_calls && r[0].content.n == r[1].content.n && r[0].thought.n == r[1].thought.n;
+        for (int i = 0; same && i < r[0].n_calls; i++)
+            same = same_text(r[0].calls[i].arguments, r[1].calls[i].arguments) &&
+                   same_text(r[0].calls[i].name, r[1].calls[i].name);
+        CHECK(same, "random ids %d: other pieces, other reply", k);
+        tok_reply_free(&r[0]);
+        tok_reply_free(&r[1]);
+        tok_ids_free(&ids);
+    }
+}
+
+// ---- limits ---------------------------------------------------------------------------------------------------------
+
+static void test_add(Tokenizer *t) {
+    TokText m = { 0 };
+    TokIds got = { 0 }, want = { 0 };
+    const TokStr odd = { "a\0\"\\\x1F\xFFz\n", 8 };
+    put(&m, " [ ] ");
+    CHECK(tok_add_message(&m, "user", odd) == 0 && tok_add_message(&m, "assistant", str("")) == 0, "add");
+    put(&m, " \n");
+    CHECK(tok_add_message(&m, "user", str("two")) == 0, "add");
+    const TokChat c = { .messages = text_of(&m) };
+    t->large_variant = false;
+    CHECK(tok_chat(t, &c, &got, NULL) == 0, "add: %s in %.*s", t->err, (int)m.n, m.s);
+    const char text[] = "<bos><|turn>user\na\0\"\\\x1F\xFFz<turn|>\n<|turn>model\n<turn|>\n<|turn>user\ntwo<turn|>\n";
+    CHECK(tok_encode(t, text, sizeof text - 1, TOK_SPECIAL, &want) == 0 && same_ids(got, want), "odd bytes in a message");
+    tok_text_free(&m);
+    tok_ids_free(&got);
+    tok_ids_free(&want);
+}
+
+// Let each allocation fail in turn: an error each time, nothing changed, nothing leaked (the sanitizer's part).
+static void test_memory(Tokenizer *t) {
+    const TokChat c = { .messages = json("[" USER "," CALL "," RESULT ",{'role':'assistant','content':'x','tool_calls':"
+                                         "[{'function':{'name':'f','arguments':'{\\'a\\':{\\'b\\':1}}'}}]}]"),
+                        .tools = json("[{'name':'f','parameters':{'type':'object','properties':{'a':{'type':'array','items':"
+                                     "{'type':'string'}}}}}]") };
+    TokIds answer = { 0 };
+    const char *text = "<|channel>thought\nt<channel|>content" OPEN "call:f{a:1}" END OPEN "call:g{}" END "<turn|>";
+    CHECK(tok_encode(t, text, strlen(text), TOK_SPECIAL, &answer) == 0, "%s", t->err);
+    long n_chat = 0, n_reply = 0, n_add = 0;
+    for (bool done = false; !done && n_chat < 1000; n_chat++) {
+        TokIds ids = { 0 };
+        TokText out = { 0 };
+        t->err[0] = 0;
+        fail_at = n_chat;
+        const int rc = tok_chat(t, &c, &ids, &out);
+        fail_at = -1;
+        done = rc == 0;
+        CHECK(done || (strstr(t->err, "out of memory") && !ids.n && !out.n), "chat, allocation %ld: \"%s\"", n_chat, t->err);
+        tok_ids_free(&ids);
+        tok_text_free(&out);
+    }
+    TokReply r = { 0 };
+    for (bool done = false; !done && n_reply < 1000; n_reply++) {
+        int rc = 0;
+        tok_reply_free(&r);
+        t->err[0] = 0;
+        fail_at = n_reply;
+        tok_reply_start(t, &r, NULL, 0);
+        for (size_t i = 0; i < answer.n && rc == 0; i++) rc = tok_reply_push(t, &r, answer.ids[i]);
+        fail_at = -1;
+        done = rc == 1;
+        CHECK(done || strstr(t->err, "out of memory"), "reply, allocation %ld: %d \"%s\"", n_reply, rc, t->err);
+    }
+    CHECK(r.n_calls == 2 && r.finish == TOK_TOOL_CALLS, "reply: %d calls", r.n_calls);
+    for (bool done = false; !done && n_add < 1000; n_add++) {
+        TokText m = { 0 };
+        fail_at = n_add;
+        const int first = tok_add_message(&m, "user", str("x"));
+        const size_t n = m.n;
+        const int second = first < 0 ? -1 : tok_add_reply(&m, &r);
+        fail_at = -1;
+        done = second == 0;
+        CHECK(done || m.n == n, "add, allocation %ld: %zu bytes", n_add, m.n);
+        tok_text_free(&m);
+    }
+    CHECK(n_chat > 5 && n_reply > 5 && n_add > 2, "allocations that can fail: %ld, %ld, %ld", n_chat, n_reply, n_add);
+    tok_reply_free(&r);
+    tok_ids_free(&answer);
+}
+
+// JSON as deep as it may be, and deeper; a message of a megabyte; many members.
+static void test_deep(Tokenizer *t) {
+    TokIds ids = { 0 };
+    char *deep[] = { nested("[", 250, "]", ARGS "{'a':", "}" END_ARGS),
+                     nested("[", 255, "]", ARGS "'{\\'a\\':", "}'" END_ARGS),
+                     nested("[", 300, "]", ARGS "{'a':", "}" END_ARGS),
+                     nested("[", 256, "]", ARGS "'{\\'a\\':", "}'" END_ARGS),
+                     nested("'type':'array','items':{", 250, "}", "[{'name':'f','parameters':{'properties':{'a':{", "}}}}]"),
+                     nested("a", 1 << 20, "", "[{'role':'user','content':'", "'}]"),
+                     nested("'a':1,", 100000, "", ARGS "{", "'b':2}" END_ARGS) };
+    const bool fits[] = { true, true, false, false, true, true, true };
+    for (size_t i = 0; i < sizeof deep / sizeof *deep; i++) {
+        const TokChat c = { .messages = str(i == 4 ? "" : deep[i]), .tools = str(i == 4 ? deep[4] : "") };
+        ids.n = 0;
+        const int rc = tok_chat(t, &c, &ids, NULL);
+        CHECK((rc == 0) == fits[i] && (rc == 0 || strstr(t->err, "256")), "deep %zu: %d %s", i, rc, rc ? t->err : "");
+    }
+    for (size_t i = 0; i < sizeof deep / sizeof *deep; i++) free(deep[i]);
+    tok_ids_free(&ids);
+}
+
+int main(void) {
+    File f;
+    Tokenizer t;
+    test_vectors();
+    if (open_vocab(&f, MODEL)) {
+        TokStr *tokens = (TokStr *)(uintptr_t)f.v.tokens;              // the small vocabulary has no placeholders
+        tokens[5] = str("<|image|>");
+        if (CHECK(tok_init(&t, &f.v) == 0, "%s: %s", MODEL, t.err)) {
+            test_rules(&t);
+            test_calls(&t);
+            test_round_trip(&t);
+            test_injection(&t);
+            test_random_ids(&t);
+            test_add(&t);
+            test_memory(&t);
+            test_deep(&t);
+            tok_free(&t);
+        }
+        test_templates(&f.v);
+        close_vocab(&f);
+    }
+    return test_done("chat");
+}
