@@ -154,8 +154,9 @@ typedef struct {
     bool keep_thoughts;       // show thoughts of earlier turns too, where they led to tool calls
     bool add_cue;             // end with the opening of the model's turn: it is to answer
     bool end_thought;         // after a tool result with thinking off: an empty thought block, which some models need
-    bool exact;               // the published template to the letter, in the two cases where it leaves a prompt broken:
-                              // parameters without a type, and an answer after a message with content and results
+    bool exact;               // the published template to the letter, where it leaves a prompt broken: a declaration whose
+                              // parameters have no type or whose response is no object, and an answer after a message
+                              // with content and results
     TokStr thought, answer;   // how the model's turn starts, with add_cue; s NULL: not given. A thought needs `think`;
                               // it stays open unless an answer follows
 } TokChat;
@@ -1450,7 +1451,30 @@ static void tok__put_thought(Tok__Prompt *p, const Tok__Message *m) {
     tok__put_tag(p, &p->t->channel_close);
 }
 
-typedef struct { GgufJson id, name; } Tok__Called;                   // a call, for the results that follow
+typedef struct { GgufJson id, name; size_t at; } Tok__Called;        // call number `at`, for the results that follow
+
+// Order of ids, the shorter first; a missing one equals null and another missing one.
+static int tok__compare_ids(const GgufJson *a, const GgufJson *b) {
+    const size_t na = a->type > GGUF_J_NULL ? a->n : 0, nb = b->type > GGUF_J_NULL ? b->n : 0;
+    return na != nb ? (na > nb) - (na < nb) : na ? memcmp(a->s, b->s, na) : 0;
+}
+
+static int tok__by_id(const void *a, const void *b) {
+    const Tok__Called *x = a, *y = b;
+    const int c = tok__compare_ids(&x->id, &y->id);
+    return c ? c : (x->at > y->at) - (x->at < y->at);
+}
+
+// The name of the last of the calls, sorted by id, that has this id; NULL: none has.
+static const GgufJson *tok__called_name(const Tok__Called *called, size_t n, const GgufJson *id) {
+    size_t low = 0, high = n;                         // [0, low) are not above id, [high, n) are
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        if (tok__compare_ids(&called[middle].id, id) > 0) high = middle;
+        else low = middle + 1;
+    }
+    return low && tok__compare_ids(&called[low - 1].id, id) == 0 ? &called[low - 1].name : NULL;
+}
 
 // One call. Its arguments are an object, or a string that holds one.
 static void tok__put_call(Tok__Prompt *p, const GgufJson *call, const Tok__Message *m, size_t i, Tok__Called *called) {
@@ -1464,7 +1488,7 @@ static void tok__put_call(Tok__Prompt *p, const GgufJson *call, const Tok__Messa
     tok__fields(&outer[0], names, f, 2);
     if (f[0].type != GGUF_J_STRING)
         TOK__REFUSE(p, "messages[%zu].tool_calls[%zu].function.name: expected a string", m->number, i);
-    *called = (Tok__Called){ outer[1], f[0] };
+    *called = (Tok__Called){ outer[1], f[0], i };
     if (!p->failed && f[1].type == GGUF_J_STRING && tok__is_set(&f[1])) {
         if (!tok__room(&inner, f[1].n)) TOK__REFUSE(p, "out of memory for arguments of %zu bytes", f[1].n);
         else if (gguf_json_parse(inner.s, gguf_json_string(&f[1], inner.s), &parsed, &err_at, &err) == 0) f[1] = parsed;
@@ -1485,53 +1509,48 @@ static void tok__put_call(Tok__Prompt *p, const GgufJson *call, const Tok__Messa
     tok_text_free(&inner);
 }
 
-// Equal ids; a missing one equals null and another missing one.
-static bool tok__same_id(const GgufJson *a, const GgufJson *b) {
-    if (a->type <= GGUF_J_NULL || b->type <= GGUF_J_NULL) return a->type <= GGUF_J_NULL && b->type <= GGUF_J_NULL;
-    return a->n == b->n && memcmp(a->s, b->s, a->n) == 0;
-}
-
-// response:NAME{...} with a result of any kind.
-static void tok__put_result(Tok__Prompt *p, const GgufJson *name, const GgufJson *result) {
+// response:NAME{ of a result, and its end.
+static void tok__open_result(Tok__Prompt *p, const GgufJson *name) {
     tok__put_tag(p, &p->t->response_open);
     tok__put(p, "response:");
     if (name->type == GGUF_J_STRING && tok__is_set(name)) tok__put_string(p, name);
     else tok__put(p, "unknown");
     tok__put(p, "{");
+}
+
+static void tok__close_result(Tok__Prompt *p) {
+    tok__put(p, "}");
+    tok__put_tag(p, &p->t->response_close);
+}
+
+static void tok__put_result(Tok__Prompt *p, const GgufJson *name, const GgufJson *result) {
+    tok__open_result(p, name);
     if (result->type == GGUF_J_OBJECT) {
         tok__put_members(p, result, false);
     } else {
         tok__put(p, "value:");
         tok__put_value(p, result, false);
     }
-    tok__put(p, "}");
-    tok__put_tag(p, &p->t->response_close);
+    tok__close_result(p);
 }
 
-// A tool message: its name is that of the last call with its id. The texts of a list of parts are one string.
+// A tool message: its name is that of the last call with its id, else its own. The texts of a list of parts are one string;
+// placeholders come behind the result.
 static void tok__put_tool_message(Tok__Prompt *p, const Tok__Message *m, const Tok__Called *called, size_t n_called) {
-    const GgufJson *name = &m->f[TOK__NAME], *content = &m->f[TOK__TEXT];
-    for (size_t i = n_called; i-- > 0; )
-        if (tok__same_id(&called[i].id, &m->f[TOK__CALL_ID])) {
-            name = &called[i].name;
-            break;
-        }
+    const GgufJson *name = tok__called_name(called, n_called, &m->f[TOK__CALL_ID]), *content = &m->f[TOK__TEXT];
+    GgufJson rest = *content, part[2];
+    if (!name) name = &m->f[TOK__NAME];
     if (content->type != GGUF_J_ARRAY) {
         tok__put_result(p, name, content);
         return;
     }
-    GgufJson rest = *content, part[2];
-    tok__put_tag(p, &p->t->response_open);
-    tok__put(p, "response:");
-    if (name->type == GGUF_J_STRING && tok__is_set(name)) tok__put_string(p, name);
-    else tok__put(p, "unknown");
-    tok__put(p, "{value:");
+    tok__open_result(p, name);
+    tok__put(p, "value:");
     tok__put_tag(p, &p->t->quote);
     while (tok__next_part(p, m, &rest, part))
-        if (part[1].type == GGUF_J_STRING && !tok__placeholder(p->t, &part[0])) tok__put_string(p, &part[1]);
+        if (!tok__placeholder(p->t, &part[0])) tok__put_string(p, &part[1]);
     tok__put_tag(p, &p->t->quote);
-    tok__put(p, "}");
-    tok__put_tag(p, &p->t->response_close);
+    tok__close_result(p);
     for (rest = *content; tok__next_part(p, m, &rest, part); ) {
         const int32_t *placeholder = tok__placeholder(p->t, &part[0]);
         if (placeholder) tok__put_tag(p, placeholder);
@@ -1564,7 +1583,8 @@ static void tok__put_calls(Tok__Prompt *p, const Tok__Message *m, size_t n_follo
             tok__fields(&value, names, f, 2);
             tok__put_result(p, &f[0], &f[1]);
         }
-    } else if (*calls) {
+    } else if (*calls && !p->failed) {
+        qsort(called, n, sizeof *called, tok__by_id);
         for (size_t k = 1; k <= n_follow && !p->failed; k++) tok__put_tool_message(p, &m[k], called, n);
         *results = n_follow > 0;
     }
