@@ -144,8 +144,10 @@ size_t tok_stream_flush(TokStream *s, char *out, size_t cap);   // at the end: w
 //   assistant  reasoning or reasoning_content; tool_calls [{id, function: {name, arguments}}], the arguments as an object
 //              or as a string that holds one; tool_responses [{name, response}], results inside the same message
 //   tool       tool_call_id or name; content, which may also be an object
-// tok_add_message appends a text message, bytes of any kind. Returns 0, or -1 when memory runs out; nothing is added then.
+// tok_add_message appends a text message, bytes of any kind; tok_add_result the result of a call, which is known by the name
+// of its function. Both return 0, or -1 when memory runs out; nothing is added then.
 int tok_add_message(TokText *messages, const char *role, TokStr content);
+int tok_add_result(TokText *messages, TokStr name, TokStr content);
 
 typedef struct {
     TokStr messages;          // JSON array, see above
@@ -198,7 +200,7 @@ int tok_reply_push(Tokenizer *t, TokReply *r, int32_t id);
 int tok_reply_end(Tokenizer *t, TokReply *r);
 void tok_reply_free(TokReply *r);
 
-// Append the reply as an assistant message; its calls get the ids call_N_0, call_N_1 ... for message N. As tok_add_message.
+// Append the reply as an assistant message. Its calls get ids that are like no other in the list. As tok_add_message.
 int tok_add_reply(TokText *messages, const TokReply *r);
 
 // Append s as a JSON string, quotes included. Bytes of 0x80 and more are copied. Returns 0, or -1 when memory runs out.
@@ -922,15 +924,28 @@ static bool tok__open_list(TokText *messages, size_t n) {
     return true;
 }
 
-int tok_add_message(TokText *messages, const char *role, TokStr content) {
-    const TokStr name = { role, strlen(role) };
-    if (content.n > SIZE_MAX / 64 || !tok__open_list(messages, 6 * (name.n + content.n) + 64)) return -1;
+// A message of a role and a text; with a name unless its s is NULL.
+static int tok__add_text(TokText *messages, TokStr role, TokStr name, TokStr content) {
+    const bool fits = role.n < SIZE_MAX / 64 && name.n < SIZE_MAX / 64 && content.n < SIZE_MAX / 64;
+    if (!fits || !tok__open_list(messages, 6 * (role.n + name.n + content.n) + 64)) return -1;
     tok__literal(messages, "{\"role\":");
-    tok_add_json_string(messages, name);
+    tok_add_json_string(messages, role);
+    if (name.s) {
+        tok__literal(messages, ",\"name\":");
+        tok_add_json_string(messages, name);
+    }
     tok__literal(messages, ",\"content\":");
     tok_add_json_string(messages, content);
     tok__literal(messages, "}]");
     return 0;
+}
+
+int tok_add_message(TokText *messages, const char *role, TokStr content) {
+    return tok__add_text(messages, (TokStr){ role, strlen(role) }, (TokStr){ NULL, 0 }, content);
+}
+
+int tok_add_result(TokText *messages, TokStr name, TokStr content) {
+    return tok__add_text(messages, (TokStr){ "tool", 4 }, name, content);
 }
 
 int tok_add_reply(TokText *messages, const TokReply *r) {
@@ -939,7 +954,7 @@ int tok_add_reply(TokText *messages, const TokReply *r) {
     if (fits) n += 6 * (r->content.n + r->thought.n);
     for (int i = 0; i < r->n_calls; i++) n += 6 * r->calls[i].name.n + r->calls[i].arguments.n + 160;
     if (!fits || !tok__open_list(messages, n)) return -1;
-    const size_t at = messages->n;
+    const size_t at = messages->n;                    // makes the ids of the calls unique
     tok__literal(messages, "{\"role\":\"assistant\",\"content\":");
     tok_add_json_string(messages, (TokStr){ r->content.s, r->content.n });
     if (r->thought.n) {
@@ -1737,16 +1752,16 @@ typedef struct {
     TokText *out;             // arguments as JSON; the caller has made room
     int depth;
     bool failed;
-} Tok__Call;
+} Tok__CallReader;
 
-static bool tok__at(const Tok__Call *c, char want) { return c->i < c->n && c->s[c->i] == want; }
-static bool tok__at_end(const Tok__Call *c) {                         // of a value
+static bool tok__at(const Tok__CallReader *c, char want) { return c->i < c->n && c->s[c->i] == want; }
+static bool tok__at_end(const Tok__CallReader *c) {                         // of a value
     return c->i == c->n || c->s[c->i] == ',' || c->s[c->i] == '}' || c->s[c->i] == ']';
 }
-static void tok__skip_blanks(Tok__Call *c) { while (c->i < c->n && tok__is_blank(c->s[c->i])) c->i++; }
+static void tok__skip_blanks(Tok__CallReader *c) { while (c->i < c->n && tok__is_blank(c->s[c->i])) c->i++; }
 
 // s[from..to) as the inside of a JSON string. A delimiter where none belongs is shown as its text.
-static void tok__call_escape(Tok__Call *c, size_t from, size_t to) {
+static void tok__call_escape(Tok__CallReader *c, size_t from, size_t to) {
     for (; from < to; from++) {
         if ((unsigned char)c->s[from] == TOK__DELIMITER) tok__literal(c->out, "<|\\\"|>");
         else tok__escape(c->out, (unsigned char)c->s[from]);
@@ -1754,7 +1769,7 @@ static void tok__call_escape(Tok__Call *c, size_t from, size_t to) {
 }
 
 // The string that starts at s[i], which is a delimiter or a quote; its end may be missing.
-static void tok__call_string(Tok__Call *c) {
+static void tok__call_string(Tok__CallReader *c) {
     const char quote = c->s[c->i++];
     c->out->s[c->out->n++] = '"';
     for (; c->i < c->n && c->s[c->i] != quote; c->i++) {
@@ -1777,7 +1792,7 @@ static void tok__call_string(Tok__Call *c) {
 }
 
 // Bare characters up to the end of the value, or up to `stop`: a number or a word of JSON as it is, else a string.
-static void tok__call_bare(Tok__Call *c, char stop) {
+static void tok__call_bare(Tok__CallReader *c, char stop) {
     const size_t start = c->i;
     while (c->i < c->n && (stop ? c->s[c->i] != stop : !tok__at_end(c))) c->i++;
     size_t from = start, to = c->i, err_at;
@@ -1796,7 +1811,7 @@ static void tok__call_bare(Tok__Call *c, char stop) {
 
 // The value at s[i]: an object, an array, a string or a bare word. Whatever closes closes the innermost; what is not
 // closed ends with the text; a member without a value is left out.
-static void tok__call_value(Tok__Call *c) {
+static void tok__call_value(Tok__CallReader *c) {
     const char open = c->s[c->i];
     if (open == '"' || (unsigned char)open == TOK__DELIMITER) {
         tok__call_string(c);
@@ -1864,7 +1879,7 @@ static int tok__end_call(Tokenizer *t, TokReply *r, bool closed) {
         else out.s[out.n++] = s[i];
     }
     const size_t n_name = out.n;
-    Tok__Call c = { .s = s, .n = n, .i = brace, .out = &out };
+    Tok__CallReader c = { .s = s, .n = n, .i = brace, .out = &out };
     if (brace < n) tok__call_value(&c);
     else tok__literal(&out, "{}");
     if (c.failed) {
