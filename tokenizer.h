@@ -138,12 +138,14 @@ size_t tok_stream_flush(TokStream *s, char *out, size_t cap);   // at the end: w
 
 // ---- a conversation to a prompt ----
 
-// The conversation: a JSON array of messages {role, content, ...} as in the OpenAI chat API, empty for none.
-//   role       "system" and "developer" (first message: the system turn), "user", "assistant", "tool"
+// The conversation: a JSON array of messages {role, content, ...} as in the OpenAI chat API, empty or null for none. Fields
+// that are not named here are ignored.
+//   role       "system" and "developer" (first message: the system turn), "user", "assistant", "tool"; any other opens a turn
+//              of that name
 //   content    a string, null, or a list of parts {type: text | image | image_url | audio | input_audio | video, text}
 //   assistant  reasoning or reasoning_content; tool_calls [{id, function: {name, arguments}}], the arguments as an object
 //              or as a string that holds one; tool_responses [{name, response}], results inside the same message
-//   tool       tool_call_id or name; content, which may also be an object
+//   tool       tool_call_id or name; content, which may also be an object. One that follows no call is left out
 // tok_add_message appends a text message, bytes of any kind; tok_add_result the result of a call, which is known by the name
 // of its function. Both return 0, or -1 when memory runs out; nothing is added then.
 int tok_add_message(TokText *messages, const char *role, TokStr content);
@@ -151,7 +153,7 @@ int tok_add_result(TokText *messages, TokStr name, TokStr content);
 
 typedef struct {
     TokStr messages;          // JSON array, see above
-    TokStr tools;             // JSON array of [{type: "function", function: {name, description, parameters}}], or empty
+    TokStr tools;             // JSON array of [{type: "function", function: {name, description, parameters}}]; empty or null
     bool think;               // thinking on: <|think|> in the system turn
     bool keep_thoughts;       // show thoughts of earlier turns too, where they led to tool calls
     bool add_cue;             // end with the opening of the model's turn: it is to answer
@@ -1669,14 +1671,17 @@ static void tok__put_cue(Tok__Prompt *p, const TokChat *c, Tok__End end, bool cl
     if (c->answer.s) tok__put_bytes(p, c->answer.s, c->answer.n);
 }
 
-// Parse a text that has to be a list; an empty one is an empty list.
+// Parse a text that has to be a list; an empty one and null, which clients send for tools, are an empty list.
 static bool tok__parse_list(Tok__Prompt *p, const char *what, TokStr text, GgufJson *list) {
+    const GgufJson none = { GGUF_J_ARRAY, "[]", 2 };
     const char *err;
     size_t err_at;
-    *list = (GgufJson){ GGUF_J_ARRAY, "[]", 2 };
+    *list = none;
     if (!text.n) return true;
     if (gguf_json_parse(text.s, text.n, list, &err_at, &err) < 0)
         TOK__REFUSE(p, "%s: byte %zu: expected %s", what, err_at, err);
+    else if (list->type == GGUF_J_NULL)
+        *list = none;
     else if (list->type != GGUF_J_ARRAY)
         TOK__REFUSE(p, "%s: expected a JSON list", what);
     return !p->failed;

@@ -301,6 +301,9 @@ static void test_rules(Tokenizer *t) {
     check_render(t, &c, "<bos><|turn>critic\nx<turn|>\n", NULL);
     c.messages = str("");
     check_render(t, &c, "<bos>", NULL);
+    c.messages = c.tools = str(" null");
+    check_render(t, &c, "<bos>", NULL);
+    c.tools = str("");
 
     const struct { const char *messages, *tools, *error; } bad[] = {
         { "{}", "", "messages: expected a JSON list" }, { "[", "", "messages: byte 1" }, { "[1]", "", "messages[0].role" },
@@ -317,7 +320,8 @@ static void test_rules(Tokenizer *t) {
         { ARGS "'{'" END_ARGS, "", "arguments: byte 1" },
         { ARGS "'3'" END_ARGS, "", "arguments: expected an object" },
         { "[{'role':'assistant','tool_responses':7}]", "", "tool_responses" },
-        { "", "{}", "tools: expected a JSON list" }, { "", "[", "tools: byte 1" }, { "", "[{}]", "tools[0].function.name" },
+        { "", "{}", "tools: expected a JSON list" }, { "0", "", "messages: expected a JSON list" },
+        { "", "[", "tools: byte 1" }, { "", "[{}]", "tools[0].function.name" },
         { "", "[{'name':'f'},{'name':'g','parameters':[1]}]", "tools[1].function.parameters" },
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
