@@ -26,7 +26,8 @@
  *        second); what is in the cache already shows by comparing ids. Texts are encoded in TOK_PLAIN mode and markers
  *        are put in by id, so no message can open or close a turn.
  *
- * ERRORS Functions that can fail return < 0 and leave one line in t->err, without newline. Nothing prints or exits.
+ * ERRORS Functions that can fail return < 0; those given a Tokenizer leave one line in its err, without newline. Nothing
+ *        prints or exits.
  *        A failed tok_encode or tok_chat leaves its results as they were.
  *
  * THREADS  After tok_init the tables are read only; t->err is written by a call that fails. Decoding is safe from any
@@ -109,7 +110,7 @@ typedef struct Tokenizer {
 } Tokenizer;
 
 // Build the tables. Returns 0, or -1 with t->err set and nothing left to free. A file may repeat a text (the lowest id
-// is used) and may lack specials, merges or byte tokens; tok_encode and tok_chat_turn complain when they need one.
+// is used) and may lack specials, merges or byte tokens; tok_encode and tok_chat complain when they need one.
 int tok_init(Tokenizer *t, const TokVocab *v);
 void tok_free(Tokenizer *t);
 
@@ -1401,8 +1402,8 @@ static const int32_t *tok__placeholder(const Tokenizer *t, const GgufJson *type)
          : gguf_json_is(type, "video") ? &t->video : NULL;
 }
 
-typedef enum { TOK__ROLE, TOK__TEXT, TOK__REASONING, TOK__REASONING_CONTENT, TOK__CALLS, TOK__RESPONSES, TOK__CALL_ID,
-               TOK__NAME, TOK__N_FIELDS } Tok__Field;
+enum { TOK__ROLE, TOK__TEXT, TOK__REASONING, TOK__REASONING_CONTENT, TOK__CALLS, TOK__RESPONSES, TOK__CALL_ID, TOK__NAME,
+       TOK__N_FIELDS };
 static const char *const tok__field_names[TOK__N_FIELDS] = {
     "role", "content", "reasoning", "reasoning_content", "tool_calls", "tool_responses", "tool_call_id", "name"
 };
