@@ -1079,7 +1079,6 @@ static const Edit edits[] = {
     { 0, SET_TYPE, "blk.1.attn_output.weight", "'blk.1.attn_output.weight': type Q8_K is not supported by this build (E_TYPE_UNSUPPORTED)", { GGUF_Q8_K }, NULL },
     { 0, SET_TYPE, "blk.1.attn_output.weight", "'blk.1.attn_output.weight': type IQ1_S is not supported by this build (E_TYPE_UNSUPPORTED)", { GGUF_IQ1_S }, NULL },
     { 0, SET_TYPE, "token_embd.weight", "'token_embd.weight': type I8 is not supported by this build (E_TYPE_UNSUPPORTED)", { GGUF_I8 }, NULL },
-    { 0, SET_TYPE, "blk.1.ffn_up.weight", NULL, { GGUF_Q4_1 }, NULL },
     { 0, SET_TYPE, "rope_freqs.weight", NULL, { GGUF_F16 }, NULL },
     { 0, SET_TYPE, "blk.0.attn_norm.weight", NULL, { GGUF_F16 }, NULL },
     { 0, SET_TYPE, "blk.0.layer_output_scale.weight", NULL, { GGUF_F16 }, NULL },
