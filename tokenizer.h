@@ -350,14 +350,6 @@ static inline int tok__utf8(const unsigned char *s, size_t n, uint32_t *cp) {
     return len;
 }
 
-static int tok__put_utf8(unsigned char out[4], uint32_t c) {
-    if (c < 0x80) { out[0] = (unsigned char)c; return 1; }
-    int len = c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
-    for (int i = len - 1; i > 0; i--, c >>= 6) out[i] = (unsigned char)(0x80 | (c & 0x3F));
-    out[0] = (unsigned char)((0xF00 >> len & 0xFF) | c);              // 110xxxxx, 1110xxxx, 11110xxx
-    return len;
-}
-
 // First and last code point of a text; false unless it is valid UTF-8 and not empty.
 static bool tok__ends(TokStr s, uint32_t *first, uint32_t *last) {
     for (size_t i = 0; i < s.n; ) {
@@ -795,12 +787,13 @@ static int tok__encode_run(Tokenizer *t, const unsigned char *s, size_t n, TokId
             if (tok__push(t, out, id) < 0) return -1;
             continue;
         }
-        unsigned char byte[4];                        // no such token: its bytes, which take part in no merge
-        int n_bytes = tok__put_utf8(byte, c);
-        for (int b = 0; b < n_bytes; b++) {
-            if (t->byte_id[byte[b]] < 0)
-                return tok__fail(t, "cannot encode U+%04X: the vocabulary has no token <0x%02X>", (unsigned)c, byte[b]);
-            if (tok__push(t, out, t->byte_id[byte[b]]) < 0) return -1;
+        char bytes[4];                                // no such token: its bytes, which take part in no merge
+        const size_t n_bytes = gguf_utf8(c, bytes);
+        for (size_t b = 0; b < n_bytes; b++) {
+            const unsigned byte = (unsigned char)bytes[b];
+            if (t->byte_id[byte] < 0)
+                return tok__fail(t, "cannot encode U+%04X: the vocabulary has no token <0x%02X>", (unsigned)c, byte);
+            if (tok__push(t, out, t->byte_id[byte]) < 0) return -1;
         }
         start = out->n;
     }
