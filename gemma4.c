@@ -65,6 +65,17 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt,
     _exit(1);                                          // stdout is flushed; memory goes with the process
 }
 
+static const char *unfinished;                         // a file that is being written, to be removed if that fails
+
+// SIGBUS: pages of a mapped model file are gone, because somebody made it shorter or its disk failed.
+static void on_lost_pages(int signal_number) {
+    static const char text[] = "\ngemma4: error: a model file got shorter, or could not be read, while it was in use\n";
+    (void)signal_number;
+    if (unfinished) unlink(unfinished);
+    if (write(2, text + !bar_shown, sizeof text - 1 - !bar_shown) < 0) {}
+    _exit(1);
+}
+
 static void *alloc_or_die(size_t n, size_t size) {                 // host memory, zeroed; only while loading
     void *p = calloc(n ? n : 1, size);
     if (!p) die("out of memory: %zu bytes wanted", n * size);
@@ -745,16 +756,27 @@ static bool hf_bool(const HfConfig *c, const char *key) {
     return hf_get(c, key, &v) && v.type == GGUF_J_TRUE;
 }
 
-// FOLDER/NAME as parsed JSON; the text is freed by the caller. NULL: there is no such file.
-static char *read_json(const char *folder, const char *name, GgufJson *value) {
+// The bytes of FOLDER/NAME, freed by the caller. NULL: there is no such file.
+static char *read_beside(const char *folder, const char *name, size_t *n) {
+    const off_t most = 1 << 28;                        // bytes; a published tokenizer.json has 32 MB
     char path[4096];
+    struct stat st;
+    if ((size_t)snprintf(path, sizeof path, "%s/%s", folder, name) >= sizeof path) die("%s: expected a shorter path", folder);
+    if (stat(path, &st)) return NULL;
+    if (!S_ISREG(st.st_mode)) die("%s: expected a regular file", path);
+    if (st.st_size > most) die("%s: expected at most %lld bytes, got %lld", path, (long long)most, (long long)st.st_size);
+    return read_file(path, n, folder);
+}
+
+// The same as parsed JSON; the text is freed by the caller.
+static char *read_json(const char *folder, const char *name, GgufJson *value) {
     size_t n, at;
     const char *err;
-    if ((size_t)snprintf(path, sizeof path, "%s/%s", folder, name) >= sizeof path) die("%s: expected a shorter path", folder);
-    if (access(path, F_OK)) return NULL;
-    char *text = read_file(path, &n, folder);
-    if (gguf_json_parse(text, n, value, &at, &err) < 0) die("%s: not JSON at byte %zu: expected %s", path, at, err);
-    if (value->type != GGUF_J_OBJECT) die("%s: expected a JSON object", path);
+    char *text = read_beside(folder, name, &n);
+    if (!text) return NULL;
+    if (gguf_json_parse(text, n, value, &at, &err) < 0)
+        die("%s/%s: not JSON at byte %zu: expected %s", folder, name, at, err);
+    if (value->type != GGUF_J_OBJECT) die("%s/%s: expected a JSON object", folder, name);
     return text;
 }
 
@@ -855,16 +877,19 @@ static uint64_t hf_tensors(Gguf *st, GgufWriter *w, const uint8_t **data, int he
 
 // ---- keys
 
+static const char *hf_key(char out[96], const HfConfig *c, const char *key) {       // with the architecture before it
+    snprintf(out, 96, "%s.%s", c->assistant ? "gemma4-assistant" : "gemma4", key);
+    return out;
+}
+
 static void hf_put_u32(GgufWriter *w, const HfConfig *c, const char *key, uint32_t v) {
     char full[96];
-    snprintf(full, sizeof full, "%s.%s", c->assistant ? "gemma4-assistant" : "gemma4", key);
-    gguf_put_u32(w, full, v);
+    gguf_put_u32(w, hf_key(full, c, key), v);
 }
 
 static void hf_put_f32(GgufWriter *w, const HfConfig *c, const char *key, double v) {
     char full[96];
-    snprintf(full, sizeof full, "%s.%s", c->assistant ? "gemma4-assistant" : "gemma4", key);
-    gguf_put_f32(w, full, (float)v);
+    gguf_put_f32(w, hf_key(full, c, key), (float)v);
 }
 
 // One value per layer: as an array, or as a scalar when all are the same.
@@ -872,9 +897,8 @@ static void hf_put_layers(GgufWriter *w, const HfConfig *c, const char *key, con
     char full[96];
     bool same = true;
     for (int l = 1; l < n; l++) same &= v[l] == v[0];
-    if (same) return hf_put_u32(w, c, key, (uint32_t)v[0]);
-    snprintf(full, sizeof full, "%s.%s", c->assistant ? "gemma4-assistant" : "gemma4", key);
-    gguf_put_array(w, full, GGUF_V_I32, v, (size_t)n);
+    if (same) hf_put_u32(w, c, key, (uint32_t)v[0]);
+    else gguf_put_array(w, hf_key(full, c, key), GGUF_V_I32, v, (size_t)n);
 }
 
 typedef struct { int head_dim, n_rot; } HfRope;         // of global layers: values per head, pairs that turn
@@ -882,8 +906,8 @@ typedef struct { int head_dim, n_rot; } HfRope;         // of global layers: val
 // The model's own keys from config.json.
 static HfRope hf_model_keys(GgufWriter *w, const HfConfig *c) {
     const int n = (int)hf_int(c, "num_hidden_layers", 1, MAX_LAYERS, 0);
-    const int head_dim = (int)hf_int(c, "global_head_dim", 1, MAX_HEAD_DIM, 512);
-    const int head_dim_swa = (int)hf_int(c, "head_dim", 1, MAX_HEAD_DIM, 0);
+    const int head_dim = (int)hf_int(c, "global_head_dim", 32, MAX_HEAD_DIM, 512);
+    const int head_dim_swa = (int)hf_int(c, "head_dim", 32, MAX_HEAD_DIM, 0);
     const int n_shared = (int)hf_int(c, "num_kv_shared_layers", 0, n, c->assistant ? n : 0);
     const int32_t ffn = (int32_t)hf_int(c, "intermediate_size", 1, 1 << 20, 0);
     const int32_t kv_swa = (int32_t)hf_int(c, "num_key_value_heads", 1, 1024, 0);
@@ -931,9 +955,8 @@ static HfRope hf_model_keys(GgufWriter *w, const HfConfig *c) {
     hf_put_u32(w, c, "attention.sliding_window", (uint32_t)hf_int(c, "sliding_window", 1, MAX_CONTEXT, 0));
     hf_put_u32(w, c, "attention.shared_kv_layers", (uint32_t)n_shared);
     hf_put_u32(w, c, "embedding_length_per_layer_input", (uint32_t)hf_int(c, "hidden_size_per_layer_input", 0, 1 << 16, 0));
-    char key[96];
-    snprintf(key, sizeof key, "%s.attention.sliding_window_pattern", c->assistant ? "gemma4-assistant" : "gemma4");
-    gguf_put_array(w, key, GGUF_V_BOOL, swa, (size_t)n);
+    char full_key[96];
+    gguf_put_array(w, hf_key(full_key, c, "attention.sliding_window_pattern"), GGUF_V_BOOL, swa, (size_t)n);
     hf_put_u32(w, c, "attention.key_length_swa", (uint32_t)head_dim_swa);
     hf_put_u32(w, c, "attention.value_length_swa", (uint32_t)head_dim_swa);
     hf_put_u32(w, c, "rope.dimension_count", (uint32_t)head_dim);
@@ -960,6 +983,41 @@ static GgufStr take_text(char **arena, const GgufJson *v) {
     return s;
 }
 
+// Special ids by text, tokenizer_config.json's or else Gemma's own, and the chat template. tokens: (n) by id.
+static void hf_special_keys(GgufWriter *w, const char *folder, const GgufStr *tokens, size_t n) {
+    static const char *const special[5][3] = { { "bos_token", "<bos>", "tokenizer.ggml.bos_token_id" },
+        { "eos_token", "<eos>", "tokenizer.ggml.eos_token_id" }, { "unk_token", "<unk>", "tokenizer.ggml.unknown_token_id" },
+        { "pad_token", "<pad>", "tokenizer.ggml.padding_token_id" },
+        { "mask_token", "<mask>", "tokenizer.ggml.mask_token_id" } };
+    GgufJson config = { 0 }, v;
+    char *config_text = read_json(folder, "tokenizer_config.json", &config);
+    for (int k = 0; k < 5; k++) {
+        GgufStr want = { special[k][1], strlen(special[k][1]) };
+        char buffer[256];
+        if (config_text && gguf_json_get(&config, special[k][0], &v)) {
+            if (v.type == GGUF_J_OBJECT && !gguf_json_get(&v, "content", &v)) continue;
+            if (v.type == GGUF_J_STRING && v.n < sizeof buffer) want = (GgufStr){ buffer, gguf_json_string(&v, buffer) };
+        }
+        for (size_t i = 0; i < n; i++)
+            if (tokens[i].n == want.n && !memcmp(tokens[i].s, want.s, want.n)) {
+                gguf_put_u32(w, special[k][2], (uint32_t)i);
+                break;
+            }
+    }
+    gguf_put_bool(w, "tokenizer.ggml.add_bos_token", true);
+    gguf_put_bool(w, "tokenizer.ggml.add_space_prefix", false);
+    size_t size;
+    char *jinja = read_beside(folder, "chat_template.jinja", &size);
+    if (jinja) {
+        gguf_put_str(w, "tokenizer.chat_template", (GgufStr){ jinja, size });
+    } else if (config_text && gguf_json_get(&config, "chat_template", &v) && v.type == GGUF_J_STRING) {
+        jinja = alloc_or_die(v.n, 1);
+        gguf_put_str(w, "tokenizer.chat_template", (GgufStr){ jinja, gguf_json_string(&v, jinja) });
+    }
+    free(jinja);
+    free(config_text);
+}
+
 // The keys tokenizer.ggml.* and the chat template. vocab: rows of the embedding table; ids without a text are padding.
 static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab, bool required) {
     enum { NORMAL = 1, CONTROL = 3, USER_DEFINED = 4, UNUSED = 5, BYTE = 6 };
@@ -982,8 +1040,10 @@ static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab,
         if (!gguf_json_int(&v, 0, (int64_t)vocab - 1, &id))
             die("%s/tokenizer.json: %s: expected an id below %" PRIu64 ", the rows of the embedding table", folder,
                 shown((GgufStr){ key.s, key.n }), vocab);
-        tokens[id] = take_text(&at, &key);
-        const GgufStr t = tokens[id];
+        if (tokens[id].n)
+            die("%s/tokenizer.json: %s: expected an id of its own, got %" PRId64 " again", folder,
+                shown((GgufStr){ key.s, key.n }), id);
+        const GgufStr t = tokens[id] = take_text(&at, &key);
         types[id] = t.n == 6 && !memcmp(t.s, "<0x", 3) && t.s[5] == '>' ? BYTE : NORMAL;
     }
     if (gguf_json_get(&root, "added_tokens", &added) && added.type != GGUF_J_ARRAY)
@@ -1009,19 +1069,21 @@ static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab,
     GgufStr *pairs = alloc_or_die(n_merges, sizeof *pairs);
     n_merges = 0;
     for (rest = merges; gguf_json_next(&rest, NULL, &v); n_merges++) {          // ["left", "right"], or "left right"
-        pairs[n_merges].s = at;
-        GgufJson pair = v;
-        if (v.type == GGUF_J_STRING) {
-            take_text(&at, &v);
-        } else {
-            for (int i = 0; i < 2; i++) {
-                if (v.type != GGUF_J_ARRAY || !gguf_json_next(&pair, NULL, &part) || part.type != GGUF_J_STRING)
-                    die("%s/tokenizer.json: merges: expected pairs of strings", folder);
-                if (i) *at++ = ' ';
-                take_text(&at, &part);
-            }
+        GgufStr *pair = &pairs[n_merges];
+        GgufJson parts = v;
+        bool good = v.type == GGUF_J_STRING || v.type == GGUF_J_ARRAY;
+        pair->s = at;
+        if (v.type == GGUF_J_STRING) take_text(&at, &v);
+        for (int i = 0; v.type == GGUF_J_ARRAY && gguf_json_next(&parts, NULL, &part) && good; i++) {
+            good = part.type == GGUF_J_STRING && i < 2;
+            if (i == 1) *at++ = ' ';
+            if (good) take_text(&at, &part);
         }
-        pairs[n_merges].n = (size_t)(at - pairs[n_merges].s);
+        pair->n = (size_t)(at - pair->s);
+        const char *space = pair->n ? memchr(pair->s, ' ', pair->n) : NULL, *end = pair->s + pair->n;
+        if (!good || !space || space == pair->s || space + 1 == end || memchr(space + 1, ' ', (size_t)(end - space - 1)))
+            die("%s/tokenizer.json: merges: merge %zu: expected two texts without spaces, got %s", folder, n_merges,
+                shown((GgufStr){ v.s, v.n }));
     }
     gguf_put_str(w, "tokenizer.ggml.model", (GgufStr){ "gemma4", 6 });
     gguf_put_array(w, "tokenizer.ggml.tokens", GGUF_V_STR, tokens, (size_t)vocab);
@@ -1029,41 +1091,7 @@ static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab,
     gguf_put_array(w, "tokenizer.ggml.token_type", GGUF_V_I32, types, (size_t)vocab);
     gguf_put_array(w, "tokenizer.ggml.merges", GGUF_V_STR, pairs, n_merges);
 
-    // The special ids by text: tokenizer_config.json's, else Gemma's own.
-    static const char *const special[5][3] = { { "bos_token", "<bos>", "tokenizer.ggml.bos_token_id" },
-        { "eos_token", "<eos>", "tokenizer.ggml.eos_token_id" }, { "unk_token", "<unk>", "tokenizer.ggml.unknown_token_id" },
-        { "pad_token", "<pad>", "tokenizer.ggml.padding_token_id" },
-        { "mask_token", "<mask>", "tokenizer.ggml.mask_token_id" } };
-    GgufJson config = { 0 };
-    char *config_text = read_json(folder, "tokenizer_config.json", &config);
-    for (int k = 0; k < 5; k++) {
-        GgufStr want = { special[k][1], strlen(special[k][1]) };
-        char buffer[256];
-        if (config_text && gguf_json_get(&config, special[k][0], &v)) {
-            if (v.type == GGUF_J_OBJECT && !gguf_json_get(&v, "content", &v)) continue;
-            if (v.type == GGUF_J_STRING && v.n < sizeof buffer) want = (GgufStr){ buffer, gguf_json_string(&v, buffer) };
-        }
-        for (uint64_t i = 0; i < vocab; i++)
-            if (tokens[i].n == want.n && !memcmp(tokens[i].s, want.s, want.n)) {
-                gguf_put_u32(w, special[k][2], (uint32_t)i);
-                break;
-            }
-    }
-    gguf_put_bool(w, "tokenizer.ggml.add_bos_token", true);
-    gguf_put_bool(w, "tokenizer.ggml.add_space_prefix", false);
-    char path[4096 + 32];
-    size_t n;
-    snprintf(path, sizeof path, "%s/chat_template.jinja", folder);
-    if (!access(path, F_OK)) {
-        char *jinja = read_file(path, &n, folder);
-        gguf_put_str(w, "tokenizer.chat_template", (GgufStr){ jinja, n });
-        free(jinja);
-    } else if (config_text && gguf_json_get(&config, "chat_template", &v) && v.type == GGUF_J_STRING) {
-        char *jinja = alloc_or_die(v.n, 1);
-        gguf_put_str(w, "tokenizer.chat_template", (GgufStr){ jinja, gguf_json_string(&v, jinja) });
-        free(jinja);
-    }
-    free(config_text);
+    hf_special_keys(w, folder, tokens, (size_t)vocab);
     free(pairs);
     free(scores);
     free(types);
@@ -1142,6 +1170,7 @@ static void open_folder(Gguf *g, const char *path) {
 // A GGUF file, or a folder of Hugging Face form.
 static void open_model_file(Gguf *g, const char *path) {
     struct stat st;
+    signal(SIGBUS, on_lost_pages);
     const size_t n = strlen(path);
     const bool folder = (!stat(path, &st) && S_ISDIR(st.st_mode)) || (n > 12 && !strcmp(path + n - 12, ".safetensors")) ||
                         (n > 11 && !strcmp(path + n - 11, ".index.json"));
@@ -2169,15 +2198,6 @@ static void kv_write(const KvPlane *p, void *row, const float *v) {
     else kv_type_missing(p->type);
 }
 
-// The row as f32: itself, or converted into buf (dim).
-static const float *kv_read(const KvPlane *p, const void *row, float *buf) {
-    if (p->type == KV_F32) return row;
-    if (p->type == KV_F16) gguf_dequantize(GGUF_F16, row, buf, p->dim);
-    else if (p->type == KV_BF16) gguf_dequantize(GGUF_BF16, row, buf, p->dim);
-    else kv_type_missing(p->type);
-    return buf;
-}
-
 // Pairs (i, i + half), i < n: (a, b) -> (a cos - b sin, a sin + b cos).
 static void rope_rotate(float *v, int half, int n, const float *cosine, const float *sine) {
     for (int i = 0; i < n; i++) {
@@ -2257,84 +2277,168 @@ static void qkv_store_rows(const void *task, int first, int end) {
 
 static void cpu_qkv_store(const QkvStore *o) { parallel(o->batch->n_rows, share(o->batch->n_rows, 1), qkv_store_rows, o); }
 
-enum { HEADS_AT_ONCE = 8 };   // query heads that share a pass over the keys; a Softmax lies on the stack of a thread
+enum { QUERIES = 8, KEYS = 32 };        // rows x heads, and cached rows, that are worked on at a time
 
-typedef struct {              // softmax(q . k) v of one row and some query heads, key by key ("online softmax")
-    int   n_heads, head_dim;
-    const float *q;           // (n_heads, head_dim)
-    float scale;
-    float max[HEADS_AT_ONCE], sum[HEADS_AT_ONCE];
-    float out[HEADS_AT_ONCE * MAX_HEAD_DIM];    // (n_heads, head_dim) unnormalised
+// softmax(q . k) v of some queries, which are heads of one KV head in rows of one segment. Key by key in the order of
+// positions ("online softmax"): the largest score so far stays the reference point, so exp never overflows. How queries and
+// keys are grouped makes no difference to the bits.
+typedef struct {
+    const Attend *o;
+    int   head_dim, n_heads, n;         // n queries: rows x n_heads
+    float q[QUERIES * MAX_HEAD_DIM], out[QUERIES * MAX_HEAD_DIM];      // (n, head_dim); out unnormalised
+    float max[QUERIES], sum[QUERIES];
 } Softmax;
 
-// Takes one key into account. The largest score so far stays the reference point, so exp never overflows.
-static void attend_key(Softmax *s, const Cache *c, int seq, int head, int slot) {
-    float k_buf[MAX_HEAD_DIM], v_buf[MAX_HEAD_DIM];
-    const float *k = kv_read(&c->k, kv_row(c, &c->k, seq, head, slot), k_buf);
-    const float *v = kv_read(&c->v, kv_row(c, &c->v, seq, head, slot), v_buf);
-    const int hd = s->head_dim, n_k = c->k.dim;
-    for (int h = 0; h < s->n_heads; h++) {
-        const float *q = s->q + (size_t)h * hd;
-        float *out = s->out + (size_t)h * hd;
-        float score = gguf_dot_f32(GGUF_F32, k, q, n_k);
-        if (n_k < hd) score += gguf_dot_f32(GGUF_F32, v + n_k, q + n_k, (size_t)(hd - n_k));   // tied: the rest of K is V
-        score *= s->scale;
-        if (score > s->max[h]) {
-            const float shrink = expf(s->max[h] - score);        // 0 the first time: max is -inf
-            s->sum[h] *= shrink;
-            for (int i = 0; i < hd; i++) out[i] *= shrink;
-            s->max[h] = score;
+typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));    // the compiler splits it where it must
+
+// out[i] += sum over j, ascending, of p[j] * v[key[j]][i]; dim is a multiple of 32.
+static void add_values(float *out, const float *v, const int *key, const float *p, int n, int dim) {
+    int i = 0;
+    for (; i + 64 <= dim; i += 64) {
+        Vector *o = (Vector *)(out + i), a = o[0], b = o[1], c = o[2], d = o[3];
+        for (int j = 0; j < n; j++) {
+            const Vector *from = (const Vector *)(v + (size_t)key[j] * dim + i);
+            a += p[j] * from[0], b += p[j] * from[1], c += p[j] * from[2], d += p[j] * from[3];
         }
-        const float p = expf(score - s->max[h]);
-        s->sum[h] += p;
-        for (int i = 0; i < hd; i++) out[i] += p * v[i];
+        o[0] = a, o[1] = b, o[2] = c, o[3] = d;
+    }
+    for (; i < dim; i++)
+        for (int j = 0; j < n; j++) out[i] += p[j] * v[(size_t)key[j] * dim + i];
+}
+
+static int float_type(KvType t) {
+    if (t != KV_F32 && t != KV_F16 && t != KV_BF16) kv_type_missing(t);
+    return t == KV_F32 ? GGUF_F32 : t == KV_F16 ? GGUF_F16 : GGUF_BF16;
+}
+
+// Takes n <= KEYS keys into account, in slots from `slot` on. Bit k of seen[i]: row i of the queries sees key k.
+static void attend_keys(Softmax *s, const Cache *c, int seq, int head, int slot, int n, const uint32_t *seen) {
+    const int hd = s->head_dim, n_k = c->k.dim, k_type = float_type(c->k.type), v_type = float_type(c->v.type);
+    const size_t k_bytes = kv_row_bytes(c->k.type, n_k), v_bytes = kv_row_bytes(c->v.type, hd);
+    const char *k_rows = kv_row(c, &c->k, seq, head, slot), *v_rows = kv_row(c, &c->v, seq, head, slot);
+    float scores[QUERIES][KEYS], rest[QUERIES][KEYS], v_buf[KEYS * MAX_HEAD_DIM];
+    const float *v = c->v.type == KV_F32 ? (const float *)(const void *)v_rows : v_buf;
+    if (c->v.type != KV_F32) gguf_dequantize(v_type, v_rows, v_buf, (size_t)n * hd);
+    gguf_dot_f32_rows(k_type, k_rows, n, k_bytes, s->q, s->n, hd, n_k, scores[0], KEYS);
+    if (n_k < hd)                                      // tied: the rest of K is V
+        gguf_dot_f32_rows(v_type, v_rows + v_bytes / hd * n_k, n, v_bytes, s->q + n_k, s->n, hd, hd - n_k, rest[0], KEYS);
+    for (int i = 0; i < s->n; i++) {
+        float score[KEYS], p[KEYS], *out = s->out + (size_t)i * hd;
+        int key[KEYS], n_seen = 0;
+        for (int k = 0; k < n; k++) {
+            if (!(seen[i / s->n_heads] >> k & 1)) continue;
+            score[n_seen] = (n_k < hd ? scores[i][k] + rest[i][k] : scores[i][k]) * s->o->scale;
+            key[n_seen++] = k;
+        }
+        for (int from = 0, to; from < n_seen; from = to) {             // as far as the largest score stays the same
+            if (score[from] > s->max[i]) {
+                const float shrink = exp_of(s->max[i] - score[from]);    // 0 the first time: max is -inf
+                s->sum[i] *= shrink;
+                for (int d = 0; d < hd; d++) out[d] *= shrink;
+                s->max[i] = score[from];
+            }
+            for (to = from + 1; to < n_seen && !(score[to] > s->max[i]); to++) {}
+            for (int j = from; j < to; j++) p[j] = exp_of(score[j] - s->max[i]);
+            for (int j = from; j < to; j++) s->sum[i] += p[j];
+            add_values(out, v, key + from, p + from, to - from, hd);
+        }
     }
 }
 
-static int head_parts(const Attend *o) {               // of the heads that share one KV head
-    return (o->n_heads / o->cache->n_kv_heads + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
+// The heads from `head` on, of rows r .. r + n_rows - 1 of the step, which are of one segment.
+static void attend_queries(Softmax *s, const Attend *o, int r, int n_rows, int head, int n_heads) {
+    const Cache *c = o->cache;
+    const int hd = c->head_dim, g = head / (o->n_heads / c->n_kv_heads);
+    const Row *row = &o->batch->rows[r];
+    const Segment *seg = &o->batch->segs[row->seg];
+    const int len = o->batch->len[seg->seq];
+    int first[QUERIES], lowest = len, n_own = 0;       // the lowest positions in sight; rows of the segment that one may see
+    uint32_t seen[QUERIES];
+    s->o = o;
+    s->head_dim = hd;
+    s->n_heads = n_heads;
+    s->n = n_rows * n_heads;
+    for (int i = 0; i < s->n; i++) {
+        const size_t at = (size_t)(r + i / n_heads) * o->n_heads + head + i % n_heads;
+        memcpy(s->q + (size_t)i * hd, o->q + at * hd, (size_t)hd * sizeof *s->q);
+        s->max[i] = -INFINITY;
+        s->sum[i] = 0;
+    }
+    memset(s->out, 0, (size_t)s->n * hd * sizeof *s->out);
+    for (int i = 0; i < n_rows; i++) {
+        first[i] = o->window ? max_int(0, len + row[i].depth - o->window + 1) : 0;
+        lowest = min_int(lowest, first[i]);
+        n_own = max_int(n_own, o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : row[i].index + 1);
+    }
+    for (int p = lowest, n; p < len; p += n) {
+        n = min_int(min_int(KEYS, len - p), c->slots - p % c->slots);
+        for (int i = 0; i < n_rows; i++) {
+            const int hidden = max_int(first[i] - p, 0);
+            seen[i] = hidden < 32 ? ~(uint32_t)0 << hidden : 0;
+        }
+        attend_keys(s, c, seg->seq, g, p % c->slots, n, seen);
+    }
+    for (int k = 0, n; k < n_own; k += n) {
+        const int slot = o->stage ? seg->first + k : (len + k) % c->slots;
+        uint32_t any = 0;
+        n = min_int(KEYS, n_own - k);
+        if (!o->stage) n = min_int(n, c->slots - slot);
+        for (int i = 0; i < n_rows; i++) {
+            const int hidden = max_int(first[i] - len - k, 0), ahead = row[i].index + 1 - k;
+            seen[i] = ~(uint32_t)0;
+            if (o->own == OWN_CAUSAL && seg->kind == SEG_TREE) seen[i] = (uint32_t)(row[i].ancestors >> k);
+            if (o->own == OWN_CAUSAL && seg->kind == SEG_CHAIN) seen[i] = hidden < 32 ? ~(uint32_t)0 << hidden : 0;
+            if (o->own == OWN_CAUSAL && ahead < 32) seen[i] &= ahead > 0 ? ((uint32_t)1 << ahead) - 1 : 0;
+            any |= seen[i];
+        }
+        if (any) attend_keys(s, o->stage ? o->stage : c, o->stage ? 0 : seg->seq, g, slot, n, seen);
+    }
+    for (int i = 0; i < s->n; i++) {
+        float *out = s->out + (size_t)i * hd;
+        for (int d = 0; d < hd; d++) out[d] = s->sum[i] == 0 ? 0 : out[d] / s->sum[i];      // nothing in sight: 0
+        if (c->n_rot) tied_order(out, hd, c->n_rot, true);
+        emit(&o->out, r + i / n_heads, o->n_heads * hd, (head + i % n_heads) * hd, out, hd);
+    }
 }
 
-static void attend_items(const void *task, int begin, int end) {        // an item: one row, one part of the heads of a KV head
-    const Attend *o = task;
-    const Cache *c = o->cache;
-    const int hd = c->head_dim, group = o->n_heads / c->n_kv_heads, parts = head_parts(o);
-    for (int item = begin; item < end; item++) {
-            const int r = item / (c->n_kv_heads * parts), j = item % (c->n_kv_heads * parts);
-            const int g = j / parts, n_heads = min_int(HEADS_AT_ONCE, group - j % parts * HEADS_AT_ONCE);
-            const int head = g * group + j % parts * HEADS_AT_ONCE;              // the first query head of this part
-            const Row *row = &o->batch->rows[r];
-            const Segment *seg = &o->batch->segs[row->seg];
-            const int len = o->batch->len[seg->seq], pos = len + row->depth;
-            const int first = o->window ? max_int(0, pos - o->window + 1) : 0;      // the lowest position in sight
-            const size_t at = (size_t)r * o->n_heads + head;
-            Softmax s = { .n_heads = n_heads, .head_dim = hd, .q = o->q + at * (size_t)hd, .scale = o->scale };
-            for (int h = 0; h < n_heads; h++) s.max[h] = -INFINITY;
+typedef struct {
+    const Attend *o;
+    int rows, heads;          // of an item
+    int parts;                // into which the heads of a KV head are cut
+} AttendJob;
 
-            for (int p = first; p < len; p++) attend_key(&s, c, seg->seq, g, p % c->slots);
-            const int n_own = o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : row->index + 1;
-            for (int i = 0; i < n_own; i++) {
-                if (o->own == OWN_CAUSAL) {
-                    if (seg->kind == SEG_TREE && !(row->ancestors >> i & 1)) continue;
-                    if (seg->kind == SEG_CHAIN && len + i < first) continue;
-                }
-                if (o->stage) attend_key(&s, o->stage, 0, g, seg->first + i);
-                else attend_key(&s, c, seg->seq, g, (len + i) % c->slots);
-            }
-            for (int h = 0; h < n_heads; h++) {
-                float *out = s.out + (size_t)h * hd;
-                for (int i = 0; i < hd; i++) out[i] = s.sum[h] == 0 ? 0 : out[i] / s.sum[h];   // nothing in sight: 0
-                if (c->n_rot) tied_order(out, hd, c->n_rot, true);
-                emit(&o->out, r, o->n_heads * hd, (head + h) * hd, out, hd);
-            }
+static int attend_count(const AttendJob *job) {        // items
+    return (job->o->batch->n_rows + job->rows - 1) / job->rows * job->o->cache->n_kv_heads * job->parts;
+}
+
+static void attend_items(const void *task, int begin, int end) {
+    const AttendJob *job = task;
+    const Attend *o = job->o;
+    const int kv_heads = o->cache->n_kv_heads, group = o->n_heads / kv_heads, across = kv_heads * job->parts;
+    Softmax s;
+    for (int item = begin; item < end; item++) {
+        const int from = item % across % job->parts * job->heads, head = item % across / job->parts * group + from;
+        const int row_end = min_int((item / across + 1) * job->rows, o->batch->n_rows);
+        for (int r = item / across * job->rows, n; r < row_end; r += n) {
+            for (n = 1; r + n < row_end && o->batch->rows[r + n].seg == o->batch->rows[r].seg; n++) {}
+            attend_queries(&s, o, r, n, head, min_int(job->heads, group - from));
         }
+    }
 }
 
 static void cpu_attend(const Attend *o) {
-    const int n = o->batch->n_rows * o->cache->n_kv_heads * head_parts(o);
+    const int group = o->n_heads / o->cache->n_kv_heads;
+    AttendJob job = { .o = o, .heads = min_int(group, QUERIES) };
     if (o->blocks) die("attend: block lists are not supported by the CPU backend");
     if (o->store) cpu_qkv_store(o->store);
-    parallel(n, share(n, 1), attend_items, o);
+    job.rows = QUERIES / job.heads;
+    job.parts = (group + job.heads - 1) / job.heads;
+    while (attend_count(&job) < pool.n_threads && job.rows * job.heads > 1) {       // fewer queries share a key then
+        if (job.rows > 1) job.rows = (job.rows + 1) / 2;
+        else job.heads = (job.heads + 1) / 2;
+        job.parts = (group + job.heads - 1) / job.heads;
+    }
+    parallel(attend_count(&job), share(attend_count(&job), 1), attend_items, &job);
 }
 
 // One cached row of all heads from one place to another.
@@ -3891,7 +3995,8 @@ __attribute__((noreturn, format(printf, 2, 3))) static void die_output(const Out
 static Output open_output(const char *path, const char *in) {
     struct stat old, source;
     const GgufStr name = { path, strlen(path) };
-    if (ends_with(name, ".safetensors") || (ends_with(name, ".gguf") && name.n > 14 && !memcmp(path + name.n - 14, "-of-", 4)))
+    if (ends_with(name, ".safetensors") ||
+        (ends_with(name, ".gguf") && name.n > 14 && !memcmp(path + name.n - 14, "-of-", 4)))
         die("%s: expected a name of its own, got one that belongs to a set of files", path);
     if (!stat(path, &old)) {
         if (!S_ISREG(old.st_mode)) die("%s: expected the name of a file to write, got what is no regular file", path);
@@ -3902,6 +4007,7 @@ static Output open_output(const char *path, const char *in) {
     sprintf(o.tmp, "%s.%ld.tmp", path, (long)getpid());
     o.fd = open(o.tmp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (o.fd < 0) die("%s: %s", o.tmp, strerror(errno));
+    unfinished = o.tmp;
     return o;
 }
 
@@ -3914,6 +4020,7 @@ static void write_output(const Output *o, const void *bytes, size_t n) {
             _exit(130);
         }
         if (done < 0 && errno == EINTR) continue;
+        if (done < 0 && errno == EFAULT) on_lost_pages(SIGBUS);       // the same, met by the kernel
         if (done <= 0) die_output(o, "cannot write: %s; the file was left as it was", strerror(done ? errno : EIO));
         p += done;
         n -= (size_t)done;
@@ -3926,6 +4033,7 @@ static void close_output(Output *o) {
     if (gguf_open(&check, o->tmp) < 0) die_output(o, "what was written is damaged: %s", check.err);
     gguf_close(&check);
     if (rename(o->tmp, o->path)) die_output(o, "%s", strerror(errno));
+    unfinished = NULL;
     char *slash = strrchr(o->tmp, '/');
     if (slash) slash[slash == o->tmp] = 0;              // the folder, so that the new name survives a power cut too
     const int dir = open(slash ? o->tmp : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -3937,37 +4045,40 @@ static void close_output(Output *o) {
 }
 
 enum { PIECE_BYTES = 4 << 20, PIECE_ELEMS = 4096 };     // written at once; converted at once, a multiple of all blocks
+enum { NOT_FINITE = 1, TOO_LARGE = 2 };                 // what is wrong with values: in the source, for the new type
 
 typedef struct {
     const GgufTensor *t;
     const uint8_t    *src;
     uint8_t          *dst;
     int               type;             // of dst
-    atomic_bool      *bad;              // a value is not finite
+    atomic_int       *bad;              // what is wrong with some values
 } ConvertJob;
 
 static void convert_some(const void *task, int first, int end) {
     const ConvertJob *job = task;
-    const int from_type = job->t->type;
-    const size_t cols = (size_t)job->t->ne[0], in = gguf_row_size(from_type, cols), out = gguf_row_size(job->type, cols);
+    const int from_type = job->t->type, type = job->type;
+    const size_t cols = (size_t)job->t->ne[0], in = gguf_row_size(from_type, cols), out = gguf_row_size(type, cols);
     float x[PIECE_ELEMS];
     for (size_t r = (size_t)first; r < (size_t)end; r++)
         for (size_t c = 0; c < cols; c += PIECE_ELEMS) {
             const size_t n = cols - c < PIECE_ELEMS ? cols - c : PIECE_ELEMS;
             const uint8_t *from = job->src + r * in + gguf_row_size(from_type, c);
-            const size_t n_blocks = n / (size_t)gguf_block_elems(from_type);
-            if (gguf_find_bad_block(from_type, from, n_blocks) < n_blocks) atomic_store(job->bad, true);
+            uint8_t *to = job->dst + r * out + gguf_row_size(type, c);
+            const size_t n_from = n / (size_t)gguf_block_elems(from_type), n_to = n / (size_t)gguf_block_elems(type);
             gguf_dequantize(from_type, from, x, n);
-            gguf_quantize(job->type, x, job->dst + r * out + gguf_row_size(job->type, c), n);
+            gguf_quantize(type, x, to, n);
+            if (gguf_find_bad_block(from_type, from, n_from) < n_from) atomic_fetch_or(job->bad, NOT_FINITE);
+            if (gguf_find_bad_block(type, to, n_to) < n_to) atomic_fetch_or(job->bad, TOO_LARGE);
         }
 }
 
-// n_rows rows of a tensor from `src` to `dst` in another type; false: a value is not finite.
-static bool convert_rows(const GgufTensor *t, const uint8_t *src, int type, uint8_t *dst, size_t n_rows) {
-    atomic_bool bad = false;
+// n_rows rows of a tensor from `src` to `dst` in another type; 0, or what is wrong with some of its values.
+static int convert_rows(const GgufTensor *t, const uint8_t *src, int type, uint8_t *dst, size_t n_rows) {
+    atomic_int bad = 0;
     const ConvertJob job = { .t = t, .src = src, .dst = dst, .type = type, .bad = &bad };
     parallel((int)n_rows, share((int)n_rows, 1), convert_some, &job);
-    return !bad;
+    return bad;
 }
 
 static const Recipe *find_recipe(const char *name) {
@@ -4052,8 +4163,11 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
         }
         for (size_t r = 0; r < n_rows; r += step) {
             const size_t n = n_rows - r < step ? n_rows - r : step;
-            if (types[i] != t->type && !convert_rows(t, t->data + r * in_row, types[i], piece, n))
+            const int bad = types[i] != t->type ? convert_rows(t, t->data + r * in_row, types[i], piece, n) : 0;
+            if (bad & NOT_FINITE)
                 die_output(&o, "tensor '%s' of %s holds values that are not finite", shown(t->name), in);
+            if (bad)
+                die_output(&o, "tensor '%s' of %s holds values too large for %s", shown(t->name), in, gguf_type_name(types[i]));
             write_output(&o, types[i] == t->type ? t->data + r * in_row : piece, n * row);
             at += n * row;
             if (at < total) progress(m.recipe->name, at, total, "B");
@@ -4066,7 +4180,7 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
     close_output(&o);
     const double dt = seconds() - t0, mib = 1 << 20;
     fprintf(stderr, "# %s: %.1f MiB to %.1f MiB, %.2f bits per weight, %.1f s, %.3f GB/s read\n", out, (double)in_bytes / mib,
-            (double)total / mib, 8 * (double)w.data_size / (double)n_elems, dt, (double)in_bytes / 1e9 / dt);
+            (double)total / mib, n_elems ? 8 * (double)w.data_size / (double)n_elems : 0, dt, (double)in_bytes / 1e9 / dt);
     free(piece);
     free(head);
     free(types);
