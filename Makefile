@@ -1,7 +1,7 @@
 # Makefile - builds the engine, its tests and its fuzzers. A C compiler is all it needs; `make help` lists the targets.
 #
 # Only ./gemma4 lands in this directory, everything else in build/. Set on the command line as needed:
-#   CC=clang   CFLAGS="-O2 -g"   WERROR=1 (warnings are errors)   ARCH=sm_90 (nvcc's -arch)
+#   CC=clang   CFLAGS="-O2 -g"   WERROR=1 (warnings are errors)   ARCH=sm_90, native, all-major (for which GPUs)
 #   PREFIX=/usr/local   DESTDIR=   FUZZ_SECONDS=60   MODEL=file.gguf (for bench)   STRICT=1 (a skipped test fails)
 #   LONG=1 (more mutated files in the tests)
 
@@ -10,16 +10,21 @@ BIN     := gemma4
 CFLAGS  ?= -O3 -march=native -g
 PREFIX  ?= /usr/local
 MODEL   ?= models/gemma4-mini-q8_0.gguf
-ARCH    ?= native
+# Without a GPU to look at: the oldest that the kernels run on; newer ones translate it when they load it.
+ARCH    ?= $(if $(wildcard /dev/nvidiactl),native,sm_80)
 NVCC    ?= $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 KERNELS := $(wildcard gemma4_kernels.cu)
-ENGINE  := $(if $(and $(strip $(NVCC)),$(KERNELS)),cuda,cpu)
+CUBLAS  := $(wildcard $(addsuffix ../include/cublas_v2.h,$(dir $(NVCC))) /usr/include/cublas_v2.h)
+ENGINE  := $(if $(and $(strip $(NVCC)),$(KERNELS),$(CUBLAS)),cuda,cpu)
 
 # -ffp-contract=off: the CPU operations are the reference, so a*b + c rounds twice with every compiler.
 COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -pthread -ffp-contract=off $(CFLAGS)
 SOURCES  := gemma4.c $(wildcard *.h)
 PROGRAMS := $(patsubst tests/%.c,$(B)/%,\
     $(wildcard tests/test_*.c tests/make_*.c tests/bench_*.c tests/eval_*.c))
+comma := ,
+# all-major: one piece of code for each generation from sm_80 on
+ARCH_FLAGS := $(if $(filter all-major,$(ARCH)),$(foreach a,80 86 89 90 100 120,-gencode arch=compute_$(a)$(comma)code=sm_$(a)),-arch=$(strip $(ARCH)))
 CUDA_LIBS := -Xcompiler -pthread -lcublas -lm -ldl
 FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
 
@@ -29,8 +34,8 @@ cpu: $(B)/gemma4-cpu            ## build for the CPU only
 cuda: $(if $(filter cuda,$(ENGINE)),$(B)/gemma4-cuda,no-cuda)   ## build for CUDA and CPU in one binary
 	@cmp -s $< $(BIN) || cp -f $< $(BIN)
 no-cuda:
-	@echo "make cuda: $(if $(KERNELS),nvcc not found; install the CUDA toolkit or set NVCC=/path/to/nvcc,this tree has \
-	no CUDA backend yet (gemma4_kernels.cu); use 'make cpu')" >&2; exit 1
+	@echo "make cuda: $(if $(strip $(NVCC)),no cublas_v2.h beside $(NVCC); install the whole CUDA toolkit,nvcc not found; install the \
+	CUDA toolkit or set NVCC=/path/to/nvcc); or use 'make cpu'" >&2; exit 1
 
 $(B)/gemma4-cpu: $(SOURCES) $(B)/flags
 	$(COMPILE) gemma4.c -o $@ $(LDFLAGS) -lm
@@ -39,7 +44,7 @@ $(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/kernels.o
 $(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
 	$(COMPILE) -DUSE_CUDA -c gemma4.c -o $@
 $(B)/kernels.o: gemma4_kernels.cu gemma4.h $(B)/flags
-	$(NVCC) -O3 -std=c++17 -lineinfo --split-compile=0 -arch=$(strip $(ARCH)) -c $< -o $@
+	$(NVCC) -O3 -std=c++17 -lineinfo --split-compile=0 $(ARCH_FLAGS) -c $< -o $@
 $(B)/flags: FORCE               # holds the command lines; a change of compiler or flags rebuilds what they built
 	@mkdir -p $(B); echo '$(COMPILE) $(NVCC) $(ARCH)' | cmp -s - $@ || echo '$(COMPILE) $(NVCC) $(ARCH)' > $@
 

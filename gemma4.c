@@ -3240,7 +3240,11 @@ static void print_plan(Model *m) {
     if (m->options.n_ctx > c->n_ctx_train)
         fprintf(stderr, "# warning: a context of %d, but the model was trained for %d\n", m->options.n_ctx, c->n_ctx_train);
     print_unknown(&m->binder);
-    fprintf(stderr, "# backend: %s, %d thread%s\n", m->ops->name, pool.n_threads, pool.n_threads == 1 ? "" : "s");
+    const char *note = "";
+#ifdef USE_CUDA
+    if (m->ops == cpu_ops()) note = " (no GPU that this build can use)";
+#endif
+    fprintf(stderr, "# backend: %s%s, %d thread%s\n", m->ops->name, note, pool.n_threads, pool.n_threads == 1 ? "" : "s");
 }
 
 // Stop strings. Text passes through byte by byte, so that where tokens begin makes no difference; what may be the
@@ -4564,7 +4568,6 @@ int main(int argc, char **argv) {
     const Ops *ops = NULL;
 #ifdef USE_CUDA
     ops = cuda_ops();
-    if (!ops) fprintf(stderr, "# no GPU found: running on the CPU\n");
 #endif
     if (!ops) ops = cpu_ops();
     if (f.version) {
