@@ -18,7 +18,8 @@ ENGINE  := $(if $(and $(strip $(NVCC)),$(KERNELS)),cuda,cpu)
 # -ffp-contract=off: the CPU operations are the reference, so a*b + c rounds twice with every compiler.
 COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -pthread -ffp-contract=off $(CFLAGS)
 SOURCES  := gemma4.c $(wildcard *.h)
-PROGRAMS := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c tests/make_*.c tests/bench_*.c))
+PROGRAMS := $(patsubst tests/%.c,$(B)/%,\
+    $(wildcard tests/test_*.c tests/make_*.c tests/bench_*.c tests/eval_*.c))
 FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
 
 all: $(ENGINE)                  ## build ./gemma4 for this machine: CUDA when nvcc is found, else CPU

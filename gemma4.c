@@ -65,6 +65,17 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt,
     _exit(1);                                          // stdout is flushed; memory goes with the process
 }
 
+static const char *unfinished;                         // a file that is being written, to be removed if that fails
+
+// SIGBUS: pages of a mapped model file are gone, because somebody made it shorter or its disk failed.
+static void on_lost_pages(int signal_number) {
+    static const char text[] = "\ngemma4: error: a model file got shorter, or could not be read, while it was in use\n";
+    (void)signal_number;
+    if (unfinished) unlink(unfinished);
+    if (write(2, text + !bar_shown, sizeof text - 1 - !bar_shown) < 0) {}
+    _exit(1);
+}
+
 static void *alloc_or_die(size_t n, size_t size) {                 // host memory, zeroed; only while loading
     void *p = calloc(n ? n : 1, size);
     if (!p) die("out of memory: %zu bytes wanted", n * size);
@@ -745,16 +756,27 @@ static bool hf_bool(const HfConfig *c, const char *key) {
     return hf_get(c, key, &v) && v.type == GGUF_J_TRUE;
 }
 
-// FOLDER/NAME as parsed JSON; the text is freed by the caller. NULL: there is no such file.
-static char *read_json(const char *folder, const char *name, GgufJson *value) {
+// The bytes of FOLDER/NAME, freed by the caller. NULL: there is no such file.
+static char *read_beside(const char *folder, const char *name, size_t *n) {
+    const off_t most = 1 << 28;                        // bytes; a published tokenizer.json has 32 MB
     char path[4096];
+    struct stat st;
+    if ((size_t)snprintf(path, sizeof path, "%s/%s", folder, name) >= sizeof path) die("%s: expected a shorter path", folder);
+    if (stat(path, &st)) return NULL;
+    if (!S_ISREG(st.st_mode)) die("%s: expected a regular file", path);
+    if (st.st_size > most) die("%s: expected at most %lld bytes, got %lld", path, (long long)most, (long long)st.st_size);
+    return read_file(path, n, folder);
+}
+
+// The same as parsed JSON; the text is freed by the caller.
+static char *read_json(const char *folder, const char *name, GgufJson *value) {
     size_t n, at;
     const char *err;
-    if ((size_t)snprintf(path, sizeof path, "%s/%s", folder, name) >= sizeof path) die("%s: expected a shorter path", folder);
-    if (access(path, F_OK)) return NULL;
-    char *text = read_file(path, &n, folder);
-    if (gguf_json_parse(text, n, value, &at, &err) < 0) die("%s: not JSON at byte %zu: expected %s", path, at, err);
-    if (value->type != GGUF_J_OBJECT) die("%s: expected a JSON object", path);
+    char *text = read_beside(folder, name, &n);
+    if (!text) return NULL;
+    if (gguf_json_parse(text, n, value, &at, &err) < 0)
+        die("%s/%s: not JSON at byte %zu: expected %s", folder, name, at, err);
+    if (value->type != GGUF_J_OBJECT) die("%s/%s: expected a JSON object", folder, name);
     return text;
 }
 
@@ -855,16 +877,19 @@ static uint64_t hf_tensors(Gguf *st, GgufWriter *w, const uint8_t **data, int he
 
 // ---- keys
 
+static const char *hf_key(char out[96], const HfConfig *c, const char *key) {       // with the architecture before it
+    snprintf(out, 96, "%s.%s", c->assistant ? "gemma4-assistant" : "gemma4", key);
+    return out;
+}
+
 static void hf_put_u32(GgufWriter *w, const HfConfig *c, const char *key, uint32_t v) {
     char full[96];
-    snprintf(full, sizeof full, "%s.%s", c->assistant ? "gemma4-assistant" : "gemma4", key);
-    gguf_put_u32(w, full, v);
+    gguf_put_u32(w, hf_key(full, c, key), v);
 }
 
 static void hf_put_f32(GgufWriter *w, const HfConfig *c, const char *key, double v) {
     char full[96];
-    snprintf(full, sizeof full, "%s.%s", c->assistant ? "gemma4-assistant" : "gemma4", key);
-    gguf_put_f32(w, full, (float)v);
+    gguf_put_f32(w, hf_key(full, c, key), (float)v);
 }
 
 // One value per layer: as an array, or as a scalar when all are the same.
@@ -872,9 +897,8 @@ static void hf_put_layers(GgufWriter *w, const HfConfig *c, const char *key, con
     char full[96];
     bool same = true;
     for (int l = 1; l < n; l++) same &= v[l] == v[0];
-    if (same) return hf_put_u32(w, c, key, (uint32_t)v[0]);
-    snprintf(full, sizeof full, "%s.%s", c->assistant ? "gemma4-assistant" : "gemma4", key);
-    gguf_put_array(w, full, GGUF_V_I32, v, (size_t)n);
+    if (same) hf_put_u32(w, c, key, (uint32_t)v[0]);
+    else gguf_put_array(w, hf_key(full, c, key), GGUF_V_I32, v, (size_t)n);
 }
 
 typedef struct { int head_dim, n_rot; } HfRope;         // of global layers: values per head, pairs that turn
@@ -882,8 +906,8 @@ typedef struct { int head_dim, n_rot; } HfRope;         // of global layers: val
 // The model's own keys from config.json.
 static HfRope hf_model_keys(GgufWriter *w, const HfConfig *c) {
     const int n = (int)hf_int(c, "num_hidden_layers", 1, MAX_LAYERS, 0);
-    const int head_dim = (int)hf_int(c, "global_head_dim", 1, MAX_HEAD_DIM, 512);
-    const int head_dim_swa = (int)hf_int(c, "head_dim", 1, MAX_HEAD_DIM, 0);
+    const int head_dim = (int)hf_int(c, "global_head_dim", 32, MAX_HEAD_DIM, 512);
+    const int head_dim_swa = (int)hf_int(c, "head_dim", 32, MAX_HEAD_DIM, 0);
     const int n_shared = (int)hf_int(c, "num_kv_shared_layers", 0, n, c->assistant ? n : 0);
     const int32_t ffn = (int32_t)hf_int(c, "intermediate_size", 1, 1 << 20, 0);
     const int32_t kv_swa = (int32_t)hf_int(c, "num_key_value_heads", 1, 1024, 0);
@@ -931,9 +955,8 @@ static HfRope hf_model_keys(GgufWriter *w, const HfConfig *c) {
     hf_put_u32(w, c, "attention.sliding_window", (uint32_t)hf_int(c, "sliding_window", 1, MAX_CONTEXT, 0));
     hf_put_u32(w, c, "attention.shared_kv_layers", (uint32_t)n_shared);
     hf_put_u32(w, c, "embedding_length_per_layer_input", (uint32_t)hf_int(c, "hidden_size_per_layer_input", 0, 1 << 16, 0));
-    char key[96];
-    snprintf(key, sizeof key, "%s.attention.sliding_window_pattern", c->assistant ? "gemma4-assistant" : "gemma4");
-    gguf_put_array(w, key, GGUF_V_BOOL, swa, (size_t)n);
+    char full_key[96];
+    gguf_put_array(w, hf_key(full_key, c, "attention.sliding_window_pattern"), GGUF_V_BOOL, swa, (size_t)n);
     hf_put_u32(w, c, "attention.key_length_swa", (uint32_t)head_dim_swa);
     hf_put_u32(w, c, "attention.value_length_swa", (uint32_t)head_dim_swa);
     hf_put_u32(w, c, "rope.dimension_count", (uint32_t)head_dim);
@@ -960,6 +983,41 @@ static GgufStr take_text(char **arena, const GgufJson *v) {
     return s;
 }
 
+// Special ids by text, tokenizer_config.json's or else Gemma's own, and the chat template. tokens: (n) by id.
+static void hf_special_keys(GgufWriter *w, const char *folder, const GgufStr *tokens, size_t n) {
+    static const char *const special[5][3] = { { "bos_token", "<bos>", "tokenizer.ggml.bos_token_id" },
+        { "eos_token", "<eos>", "tokenizer.ggml.eos_token_id" }, { "unk_token", "<unk>", "tokenizer.ggml.unknown_token_id" },
+        { "pad_token", "<pad>", "tokenizer.ggml.padding_token_id" },
+        { "mask_token", "<mask>", "tokenizer.ggml.mask_token_id" } };
+    GgufJson config = { 0 }, v;
+    char *config_text = read_json(folder, "tokenizer_config.json", &config);
+    for (int k = 0; k < 5; k++) {
+        GgufStr want = { special[k][1], strlen(special[k][1]) };
+        char buffer[256];
+        if (config_text && gguf_json_get(&config, special[k][0], &v)) {
+            if (v.type == GGUF_J_OBJECT && !gguf_json_get(&v, "content", &v)) continue;
+            if (v.type == GGUF_J_STRING && v.n < sizeof buffer) want = (GgufStr){ buffer, gguf_json_string(&v, buffer) };
+        }
+        for (size_t i = 0; i < n; i++)
+            if (tokens[i].n == want.n && !memcmp(tokens[i].s, want.s, want.n)) {
+                gguf_put_u32(w, special[k][2], (uint32_t)i);
+                break;
+            }
+    }
+    gguf_put_bool(w, "tokenizer.ggml.add_bos_token", true);
+    gguf_put_bool(w, "tokenizer.ggml.add_space_prefix", false);
+    size_t size;
+    char *jinja = read_beside(folder, "chat_template.jinja", &size);
+    if (jinja) {
+        gguf_put_str(w, "tokenizer.chat_template", (GgufStr){ jinja, size });
+    } else if (config_text && gguf_json_get(&config, "chat_template", &v) && v.type == GGUF_J_STRING) {
+        jinja = alloc_or_die(v.n, 1);
+        gguf_put_str(w, "tokenizer.chat_template", (GgufStr){ jinja, gguf_json_string(&v, jinja) });
+    }
+    free(jinja);
+    free(config_text);
+}
+
 // The keys tokenizer.ggml.* and the chat template. vocab: rows of the embedding table; ids without a text are padding.
 static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab, bool required) {
     enum { NORMAL = 1, CONTROL = 3, USER_DEFINED = 4, UNUSED = 5, BYTE = 6 };
@@ -982,8 +1040,10 @@ static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab,
         if (!gguf_json_int(&v, 0, (int64_t)vocab - 1, &id))
             die("%s/tokenizer.json: %s: expected an id below %" PRIu64 ", the rows of the embedding table", folder,
                 shown((GgufStr){ key.s, key.n }), vocab);
-        tokens[id] = take_text(&at, &key);
-        const GgufStr t = tokens[id];
+        if (tokens[id].n)
+            die("%s/tokenizer.json: %s: expected an id of its own, got %" PRId64 " again", folder,
+                shown((GgufStr){ key.s, key.n }), id);
+        const GgufStr t = tokens[id] = take_text(&at, &key);
         types[id] = t.n == 6 && !memcmp(t.s, "<0x", 3) && t.s[5] == '>' ? BYTE : NORMAL;
     }
     if (gguf_json_get(&root, "added_tokens", &added) && added.type != GGUF_J_ARRAY)
@@ -1009,19 +1069,21 @@ static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab,
     GgufStr *pairs = alloc_or_die(n_merges, sizeof *pairs);
     n_merges = 0;
     for (rest = merges; gguf_json_next(&rest, NULL, &v); n_merges++) {          // ["left", "right"], or "left right"
-        pairs[n_merges].s = at;
-        GgufJson pair = v;
-        if (v.type == GGUF_J_STRING) {
-            take_text(&at, &v);
-        } else {
-            for (int i = 0; i < 2; i++) {
-                if (v.type != GGUF_J_ARRAY || !gguf_json_next(&pair, NULL, &part) || part.type != GGUF_J_STRING)
-                    die("%s/tokenizer.json: merges: expected pairs of strings", folder);
-                if (i) *at++ = ' ';
-                take_text(&at, &part);
-            }
+        GgufStr *pair = &pairs[n_merges];
+        GgufJson parts = v;
+        bool good = v.type == GGUF_J_STRING || v.type == GGUF_J_ARRAY;
+        pair->s = at;
+        if (v.type == GGUF_J_STRING) take_text(&at, &v);
+        for (int i = 0; v.type == GGUF_J_ARRAY && gguf_json_next(&parts, NULL, &part) && good; i++) {
+            good = part.type == GGUF_J_STRING && i < 2;
+            if (i == 1) *at++ = ' ';
+            if (good) take_text(&at, &part);
         }
-        pairs[n_merges].n = (size_t)(at - pairs[n_merges].s);
+        pair->n = (size_t)(at - pair->s);
+        const char *space = pair->n ? memchr(pair->s, ' ', pair->n) : NULL, *end = pair->s + pair->n;
+        if (!good || !space || space == pair->s || space + 1 == end || memchr(space + 1, ' ', (size_t)(end - space - 1)))
+            die("%s/tokenizer.json: merges: merge %zu: expected two texts without spaces, got %s", folder, n_merges,
+                shown((GgufStr){ v.s, v.n }));
     }
     gguf_put_str(w, "tokenizer.ggml.model", (GgufStr){ "gemma4", 6 });
     gguf_put_array(w, "tokenizer.ggml.tokens", GGUF_V_STR, tokens, (size_t)vocab);
@@ -1029,41 +1091,7 @@ static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab,
     gguf_put_array(w, "tokenizer.ggml.token_type", GGUF_V_I32, types, (size_t)vocab);
     gguf_put_array(w, "tokenizer.ggml.merges", GGUF_V_STR, pairs, n_merges);
 
-    // The special ids by text: tokenizer_config.json's, else Gemma's own.
-    static const char *const special[5][3] = { { "bos_token", "<bos>", "tokenizer.ggml.bos_token_id" },
-        { "eos_token", "<eos>", "tokenizer.ggml.eos_token_id" }, { "unk_token", "<unk>", "tokenizer.ggml.unknown_token_id" },
-        { "pad_token", "<pad>", "tokenizer.ggml.padding_token_id" },
-        { "mask_token", "<mask>", "tokenizer.ggml.mask_token_id" } };
-    GgufJson config = { 0 };
-    char *config_text = read_json(folder, "tokenizer_config.json", &config);
-    for (int k = 0; k < 5; k++) {
-        GgufStr want = { special[k][1], strlen(special[k][1]) };
-        char buffer[256];
-        if (config_text && gguf_json_get(&config, special[k][0], &v)) {
-            if (v.type == GGUF_J_OBJECT && !gguf_json_get(&v, "content", &v)) continue;
-            if (v.type == GGUF_J_STRING && v.n < sizeof buffer) want = (GgufStr){ buffer, gguf_json_string(&v, buffer) };
-        }
-        for (uint64_t i = 0; i < vocab; i++)
-            if (tokens[i].n == want.n && !memcmp(tokens[i].s, want.s, want.n)) {
-                gguf_put_u32(w, special[k][2], (uint32_t)i);
-                break;
-            }
-    }
-    gguf_put_bool(w, "tokenizer.ggml.add_bos_token", true);
-    gguf_put_bool(w, "tokenizer.ggml.add_space_prefix", false);
-    char path[4096 + 32];
-    size_t n;
-    snprintf(path, sizeof path, "%s/chat_template.jinja", folder);
-    if (!access(path, F_OK)) {
-        char *jinja = read_file(path, &n, folder);
-        gguf_put_str(w, "tokenizer.chat_template", (GgufStr){ jinja, n });
-        free(jinja);
-    } else if (config_text && gguf_json_get(&config, "chat_template", &v) && v.type == GGUF_J_STRING) {
-        char *jinja = alloc_or_die(v.n, 1);
-        gguf_put_str(w, "tokenizer.chat_template", (GgufStr){ jinja, gguf_json_string(&v, jinja) });
-        free(jinja);
-    }
-    free(config_text);
+    hf_special_keys(w, folder, tokens, (size_t)vocab);
     free(pairs);
     free(scores);
     free(types);
@@ -1142,6 +1170,7 @@ static void open_folder(Gguf *g, const char *path) {
 // A GGUF file, or a folder of Hugging Face form.
 static void open_model_file(Gguf *g, const char *path) {
     struct stat st;
+    signal(SIGBUS, on_lost_pages);
     const size_t n = strlen(path);
     const bool folder = (!stat(path, &st) && S_ISDIR(st.st_mode)) || (n > 12 && !strcmp(path + n - 12, ".safetensors")) ||
                         (n > 11 && !strcmp(path + n - 11, ".index.json"));
@@ -3853,7 +3882,8 @@ __attribute__((noreturn, format(printf, 2, 3))) static void die_output(const Out
 static Output open_output(const char *path, const char *in) {
     struct stat old, source;
     const GgufStr name = { path, strlen(path) };
-    if (ends_with(name, ".safetensors") || (ends_with(name, ".gguf") && name.n > 14 && !memcmp(path + name.n - 14, "-of-", 4)))
+    if (ends_with(name, ".safetensors") ||
+        (ends_with(name, ".gguf") && name.n > 14 && !memcmp(path + name.n - 14, "-of-", 4)))
         die("%s: expected a name of its own, got one that belongs to a set of files", path);
     if (!stat(path, &old)) {
         if (!S_ISREG(old.st_mode)) die("%s: expected the name of a file to write, got what is no regular file", path);
@@ -3864,6 +3894,7 @@ static Output open_output(const char *path, const char *in) {
     sprintf(o.tmp, "%s.%ld.tmp", path, (long)getpid());
     o.fd = open(o.tmp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (o.fd < 0) die("%s: %s", o.tmp, strerror(errno));
+    unfinished = o.tmp;
     return o;
 }
 
@@ -3876,6 +3907,7 @@ static void write_output(const Output *o, const void *bytes, size_t n) {
             _exit(130);
         }
         if (done < 0 && errno == EINTR) continue;
+        if (done < 0 && errno == EFAULT) on_lost_pages(SIGBUS);       // the same, met by the kernel
         if (done <= 0) die_output(o, "cannot write: %s; the file was left as it was", strerror(done ? errno : EIO));
         p += done;
         n -= (size_t)done;
@@ -3888,6 +3920,7 @@ static void close_output(Output *o) {
     if (gguf_open(&check, o->tmp) < 0) die_output(o, "what was written is damaged: %s", check.err);
     gguf_close(&check);
     if (rename(o->tmp, o->path)) die_output(o, "%s", strerror(errno));
+    unfinished = NULL;
     char *slash = strrchr(o->tmp, '/');
     if (slash) slash[slash == o->tmp] = 0;              // the folder, so that the new name survives a power cut too
     const int dir = open(slash ? o->tmp : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -3899,37 +3932,40 @@ static void close_output(Output *o) {
 }
 
 enum { PIECE_BYTES = 4 << 20, PIECE_ELEMS = 4096 };     // written at once; converted at once, a multiple of all blocks
+enum { NOT_FINITE = 1, TOO_LARGE = 2 };                 // what is wrong with values: in the source, for the new type
 
 typedef struct {
     const GgufTensor *t;
     const uint8_t    *src;
     uint8_t          *dst;
     int               type;             // of dst
-    atomic_bool      *bad;              // a value is not finite
+    atomic_int       *bad;              // what is wrong with some values
 } ConvertJob;
 
 static void convert_some(const void *task, int first, int end) {
     const ConvertJob *job = task;
-    const int from_type = job->t->type;
-    const size_t cols = (size_t)job->t->ne[0], in = gguf_row_size(from_type, cols), out = gguf_row_size(job->type, cols);
+    const int from_type = job->t->type, type = job->type;
+    const size_t cols = (size_t)job->t->ne[0], in = gguf_row_size(from_type, cols), out = gguf_row_size(type, cols);
     float x[PIECE_ELEMS];
     for (size_t r = (size_t)first; r < (size_t)end; r++)
         for (size_t c = 0; c < cols; c += PIECE_ELEMS) {
             const size_t n = cols - c < PIECE_ELEMS ? cols - c : PIECE_ELEMS;
             const uint8_t *from = job->src + r * in + gguf_row_size(from_type, c);
-            const size_t n_blocks = n / (size_t)gguf_block_elems(from_type);
-            if (gguf_find_bad_block(from_type, from, n_blocks) < n_blocks) atomic_store(job->bad, true);
+            uint8_t *to = job->dst + r * out + gguf_row_size(type, c);
+            const size_t n_from = n / (size_t)gguf_block_elems(from_type), n_to = n / (size_t)gguf_block_elems(type);
             gguf_dequantize(from_type, from, x, n);
-            gguf_quantize(job->type, x, job->dst + r * out + gguf_row_size(job->type, c), n);
+            gguf_quantize(type, x, to, n);
+            if (gguf_find_bad_block(from_type, from, n_from) < n_from) atomic_fetch_or(job->bad, NOT_FINITE);
+            if (gguf_find_bad_block(type, to, n_to) < n_to) atomic_fetch_or(job->bad, TOO_LARGE);
         }
 }
 
-// n_rows rows of a tensor from `src` to `dst` in another type; false: a value is not finite.
-static bool convert_rows(const GgufTensor *t, const uint8_t *src, int type, uint8_t *dst, size_t n_rows) {
-    atomic_bool bad = false;
+// n_rows rows of a tensor from `src` to `dst` in another type; 0, or what is wrong with some of its values.
+static int convert_rows(const GgufTensor *t, const uint8_t *src, int type, uint8_t *dst, size_t n_rows) {
+    atomic_int bad = 0;
     const ConvertJob job = { .t = t, .src = src, .dst = dst, .type = type, .bad = &bad };
     parallel((int)n_rows, share((int)n_rows, 1), convert_some, &job);
-    return !bad;
+    return bad;
 }
 
 static const Recipe *find_recipe(const char *name) {
@@ -4014,8 +4050,11 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
         }
         for (size_t r = 0; r < n_rows; r += step) {
             const size_t n = n_rows - r < step ? n_rows - r : step;
-            if (types[i] != t->type && !convert_rows(t, t->data + r * in_row, types[i], piece, n))
+            const int bad = types[i] != t->type ? convert_rows(t, t->data + r * in_row, types[i], piece, n) : 0;
+            if (bad & NOT_FINITE)
                 die_output(&o, "tensor '%s' of %s holds values that are not finite", shown(t->name), in);
+            if (bad)
+                die_output(&o, "tensor '%s' of %s holds values too large for %s", shown(t->name), in, gguf_type_name(types[i]));
             write_output(&o, types[i] == t->type ? t->data + r * in_row : piece, n * row);
             at += n * row;
             if (at < total) progress(m.recipe->name, at, total, "B");
@@ -4028,7 +4067,7 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
     close_output(&o);
     const double dt = seconds() - t0, mib = 1 << 20;
     fprintf(stderr, "# %s: %.1f MiB to %.1f MiB, %.2f bits per weight, %.1f s, %.3f GB/s read\n", out, (double)in_bytes / mib,
-            (double)total / mib, 8 * (double)w.data_size / (double)n_elems, dt, (double)in_bytes / 1e9 / dt);
+            (double)total / mib, n_elems ? 8 * (double)w.data_size / (double)n_elems : 0, dt, (double)in_bytes / 1e9 / dt);
     free(piece);
     free(head);
     free(types);

@@ -203,6 +203,7 @@ bool gguf_json_is(const GgufJson *string, const char *text);                    
 // A string's bytes without quotes and escapes, at most string->n of them, to out; returns how many. Half a surrogate pair
 // becomes U+FFFD.
 size_t gguf_json_string(const GgufJson *string, char *out);
+size_t gguf_utf8(uint32_t c, char out[4]);      // code point c <= 0x10ffff as UTF-8; returns how many bytes
 bool gguf_json_int(const GgufJson *number, int64_t min, int64_t max, int64_t *out);     // false: no such integer
 bool gguf_json_float(const GgufJson *number, double *out);                              // false: no finite number
 
@@ -374,7 +375,7 @@ static inline uint16_t gguf_f32_to_f16(float f) {
 #define GGUF__COUNT_MAX  65536              // keys; tensors
 #define GGUF__KV_MIN     14                 // bytes of the smallest entry: 8 + 1 + 4 + 1
 #define GGUF__TENSOR_MIN 33                 // bytes of the smallest info: 8 + 1 + 4 + 8 + 4 + 8
-#define GGUF__META_MAX   ((size_t)1 << 30)  // bytes of metadata that are copied; real files have 16 MB
+#define GGUF__META_MAX   ((size_t)1 << 28)  // bytes of metadata that are copied; real files have 16 MB
 #define GGUF__SPLIT_MAX  256                // parts of a split model
 
 static const struct {
@@ -386,19 +387,19 @@ static const struct {
     [GGUF_Q4_0]    = {"Q4_0", 32, 18, true},      [GGUF_Q4_1]   = {"Q4_1", 32, 20, true},
     [GGUF_Q5_0]    = {"Q5_0", 32, 22, true},      [GGUF_Q5_1]   = {"Q5_1", 32, 24, true},
     [GGUF_Q8_0]    = {"Q8_0", 32, 34, true},      [GGUF_Q8_1]   = {"Q8_1", 32, 36, false},
-    [GGUF_Q2_K]    = {"Q2_K", 256, 84, true},    [GGUF_Q3_K]   = {"Q3_K", 256, 110, true},
+    [GGUF_Q2_K]    = {"Q2_K", 256, 84, true},     [GGUF_Q3_K]   = {"Q3_K", 256, 110, true},
     [GGUF_Q4_K]    = {"Q4_K", 256, 144, true},    [GGUF_Q5_K]   = {"Q5_K", 256, 176, true},
     [GGUF_Q6_K]    = {"Q6_K", 256, 210, true},    [GGUF_Q8_K]   = {"Q8_K", 256, 292, false},
     [GGUF_IQ2_XXS] = {"IQ2_XXS", 256, 66, false}, [GGUF_IQ2_XS] = {"IQ2_XS", 256, 74, false},
     [GGUF_IQ3_XXS] = {"IQ3_XXS", 256, 98, false}, [GGUF_IQ1_S]  = {"IQ1_S", 256, 50, false},
-    [GGUF_IQ4_NL]  = {"IQ4_NL", 32, 18, true},   [GGUF_IQ3_S]  = {"IQ3_S", 256, 110, false},
+    [GGUF_IQ4_NL]  = {"IQ4_NL", 32, 18, true},    [GGUF_IQ3_S]  = {"IQ3_S", 256, 110, false},
     [GGUF_IQ2_S]   = {"IQ2_S", 256, 82, false},   [GGUF_IQ4_XS] = {"IQ4_XS", 256, 136, true},
     [GGUF_I8]      = {"I8", 1, 1, false},         [GGUF_I16]    = {"I16", 1, 2, false},
     [GGUF_I32]     = {"I32", 1, 4, false},        [GGUF_I64]    = {"I64", 1, 8, false},
     [GGUF_F64]     = {"F64", 1, 8, false},        [GGUF_IQ1_M]  = {"IQ1_M", 256, 56, false},
     [GGUF_BF16]    = {"BF16", 1, 2, true},        [GGUF_TQ1_0]  = {"TQ1_0", 256, 54, false},
     [GGUF_TQ2_0]   = {"TQ2_0", 256, 66, false},   [GGUF_MXFP4]  = {"MXFP4", 32, 17, true},
-    [GGUF_NVFP4]   = {"NVFP4", 64, 36, true},    [GGUF_Q1_0]   = {"Q1_0", 128, 18, false},
+    [GGUF_NVFP4]   = {"NVFP4", 64, 36, true},     [GGUF_Q1_0]   = {"Q1_0", 128, 18, false},
     [GGUF_Q2_0]    = {"Q2_0", 64, 18, false},
 };
 
@@ -501,12 +502,12 @@ typedef struct {
     size_t pos, loaded, size;       // bytes
     const char *kind;               // what an error names: "header", "key", "tensor"
     GgufStr name;
-} gguf__cursor;
+} Gguf__Cursor;
 
 #define GGUF__TRY(call) do { int result_ = (call); if (result_ != 0) return result_; } while (0)
 #define GGUF__FAIL(c, code, at, ...) gguf__fail((c)->g, (c)->kind, (c)->name, code, at, __VA_ARGS__)
 
-static int gguf__need(gguf__cursor *c, uint64_t n, const char *field) {
+static int gguf__need(Gguf__Cursor *c, uint64_t n, const char *field) {
     if (n > c->size - c->pos)
         return GGUF__FAIL(c, "E_TRUNC", c->pos, "%s: expected %llu bytes, got %zu before the end of the file", field,
                           (unsigned long long)n, c->size - c->pos);
@@ -514,14 +515,14 @@ static int gguf__need(gguf__cursor *c, uint64_t n, const char *field) {
 }
 
 // Little-endian fields at the cursor, after gguf__need.
-static uint32_t gguf__u32(gguf__cursor *c) {
+static uint32_t gguf__u32(Gguf__Cursor *c) {
     uint32_t v;
     memcpy(&v, c->base + c->pos, 4);
     c->pos += 4;
     return v;
 }
 
-static uint64_t gguf__u64(gguf__cursor *c) {
+static uint64_t gguf__u64(Gguf__Cursor *c) {
     uint64_t v;
     memcpy(&v, c->base + c->pos, 8);
     c->pos += 8;
@@ -529,7 +530,7 @@ static uint64_t gguf__u64(gguf__cursor *c) {
 }
 
 // A key or tensor name of 1..max bytes 0x21..0x7e; without NUL, two stored names never make the same C string.
-static int gguf__name(gguf__cursor *c, size_t max, const char *e_len, const char *e_char, GgufStr *out) {
+static int gguf__name(Gguf__Cursor *c, size_t max, const char *e_len, const char *e_char, GgufStr *out) {
     size_t at = c->pos;
     GGUF__TRY(gguf__need(c, 8, "name length"));
     uint64_t n = gguf__u64(c);
@@ -547,7 +548,7 @@ static int gguf__name(gguf__cursor *c, size_t max, const char *e_len, const char
 }
 
 // n packed values of a fixed-size type; the caller has checked that they fit.
-static int gguf__scalars(gguf__cursor *c, int type, uint64_t n) {
+static int gguf__scalars(Gguf__Cursor *c, int type, uint64_t n) {
     uint64_t bytes = n * gguf__values[type].bytes;
     GGUF__TRY(gguf__need(c, bytes, "value"));
     for (size_t i = 0; type == GGUF_V_BOOL && i < n; i++) {
@@ -558,7 +559,7 @@ static int gguf__scalars(gguf__cursor *c, int type, uint64_t n) {
     return 0;
 }
 
-static int gguf__string(gguf__cursor *c, GgufStr *out) {
+static int gguf__string(Gguf__Cursor *c, GgufStr *out) {
     GGUF__TRY(gguf__need(c, 8, "string length"));
     uint64_t n = gguf__u64(c);
     GGUF__TRY(gguf__need(c, n, "string"));
@@ -567,7 +568,7 @@ static int gguf__string(gguf__cursor *c, GgufStr *out) {
     return 0;
 }
 
-static int gguf__array(gguf__cursor *c, GgufKv *kv) {
+static int gguf__array(Gguf__Cursor *c, GgufKv *kv) {
     size_t at = c->pos;
     GGUF__TRY(gguf__need(c, 12, "array head"));
     uint32_t type = gguf__u32(c);
@@ -591,7 +592,7 @@ static int gguf__array(gguf__cursor *c, GgufKv *kv) {
     return 0;
 }
 
-static int gguf__kv(gguf__cursor *c, GgufKv *kv) {
+static int gguf__kv(Gguf__Cursor *c, GgufKv *kv) {
     GGUF__TRY(gguf__name(c, GGUF__KEY_MAX, "E_KEY_LEN", "E_KEY_CHAR", &kv->key));
     size_t at = c->pos;
     GGUF__TRY(gguf__need(c, 4, "value type"));
@@ -611,7 +612,7 @@ static int gguf__kv(gguf__cursor *c, GgufKv *kv) {
 }
 
 // Dimensions, type and size; the offset is only read here, checked when the data section's place is known.
-static int gguf__tensor(gguf__cursor *c, GgufTensor *t) {
+static int gguf__tensor(Gguf__Cursor *c, GgufTensor *t) {
     size_t at = c->pos;
     GGUF__TRY(gguf__need(c, 4, "n_dims"));
     uint32_t n_dims = gguf__u32(c);
@@ -649,7 +650,7 @@ static int gguf__tensor(gguf__cursor *c, GgufTensor *t) {
     return 0;
 }
 
-static int gguf__alignment(gguf__cursor *c) {
+static int gguf__alignment(Gguf__Cursor *c) {
     const GgufKv *kv = gguf_find_kv(c->g, "general.alignment");
     uint32_t v = 32;
     if (kv) {
@@ -670,7 +671,7 @@ static uint64_t gguf__pad(uint64_t at, uint64_t alignment) { return (alignment -
 
 // Offsets must be the running sum of the padded sizes. Everything compared or added is already known to be at most the
 // size of the file, so nothing wraps.
-static int gguf__place(gguf__cursor *c) {
+static int gguf__place(Gguf__Cursor *c) {
     Gguf *g = c->g;
     uint64_t align = g->alignment, expect = 0;
     if (g->n_tensors == 0) return 0;            // such a file may end without the padding
@@ -703,7 +704,7 @@ static int gguf__place(gguf__cursor *c) {
 }
 
 // calloc of n items and of an index that is at most half full.
-static int gguf__tables(gguf__cursor *c, size_t n, size_t item, void **items, uint32_t **index, size_t *slots) {
+static int gguf__tables(Gguf__Cursor *c, size_t n, size_t item, void **items, uint32_t **index, size_t *slots) {
     if (n == 0) return 0;
     *slots = 4;
     while (*slots < 2 * n) *slots *= 2;
@@ -714,7 +715,7 @@ static int gguf__tables(gguf__cursor *c, size_t n, size_t item, void **items, ui
 
 // The container's checks, in the order in which errors take precedence. 0, < 0, or GGUF__MORE.
 static int gguf__metadata(Gguf *g, const uint8_t *bytes, size_t loaded, size_t size) {
-    gguf__cursor cursor = {g, bytes, 0, loaded, size, "header", {0}}, *c = &cursor;
+    Gguf__Cursor cursor = {g, bytes, 0, loaded, size, "header", {0}}, *c = &cursor;
     g->meta = bytes;
     g->file_size = size;
     GGUF__TRY(gguf__need(c, 24, "header"));
@@ -818,17 +819,39 @@ static void *gguf__map(Gguf *g, int fd, size_t size) {
 
 void *gguf_private(Gguf *g, size_t size) { return gguf__map(g, -1, size ? size : 1); }
 
+// Open a regular file for reading: its descriptor and size, or -1. `code` names the failure to open it.
+static int gguf__open_regular(Gguf *g, const char *path, const char *code, size_t *size) {
+    struct stat st;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);         // NONBLOCK: a FIFO must not make us wait for a writer
+    if (fd < 0) return gguf__fail(g, "file", (GgufStr){0}, code, 0, "cannot open: %s", strerror(errno));
+    int failed = 0;
+    if (fstat(fd, &st) != 0) failed = gguf__fail(g, "file", (GgufStr){0}, "E_STAT", 0, "cannot stat: %s", strerror(errno));
+    else if (!S_ISREG(st.st_mode)) failed = gguf__fail(g, "file", (GgufStr){0}, "E_NOTFILE", 0, "expected a regular file");
+    else if ((uint64_t)st.st_size > SIZE_MAX / 16)
+        failed = gguf__fail(g, "file", (GgufStr){0}, "E_MAP", 0, "expected a size that fits memory, got %lld",
+                            (long long)st.st_size);
+    if (failed) close(fd);
+    else *size = (size_t)st.st_size;
+    return failed ? -1 : fd;
+}
+
+// Read exactly n bytes from byte `at` on. 0 or -1.
+static int gguf__read(Gguf *g, int fd, void *to, size_t n, size_t at) {
+    for (size_t have = 0; have < n; ) {
+        ssize_t got = pread(fd, (uint8_t *)to + have, n - have, (off_t)(at + have));
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0)
+            return gguf__fail(g, "file", (GgufStr){0}, "E_TRUNC", at + have, "expected %zu more bytes, got %s", n - have,
+                              got < 0 ? strerror(errno) : "the end of the file");
+        have += (size_t)got;
+    }
+    return 0;
+}
+
 // Read the file's head into a growing private copy until the metadata lies in it, then map the file. The copy is what was
 // checked and what is used: another process may still change the pages of a mapping.
-static int gguf__load(Gguf *g, int fd) {
-    struct stat st;
+static int gguf__load(Gguf *g, int fd, size_t size) {
     size_t have = 0;
-    if (fstat(fd, &st) != 0) return gguf__fail(g, "file", (GgufStr){0}, "E_STAT", 0, "cannot stat: %s", strerror(errno));
-    if (!S_ISREG(st.st_mode)) return gguf__fail(g, "file", (GgufStr){0}, "E_NOTFILE", 0, "expected a regular file");
-    if ((uint64_t)st.st_size > SIZE_MAX / 16)
-        return gguf__fail(g, "file", (GgufStr){0}, "E_MAP", 0, "expected a size that fits memory, got %lld",
-                          (long long)st.st_size);
-    size_t size = (size_t)st.st_size;
     g->copies = (uint8_t **)calloc(1, sizeof *g->copies);
     if (!g->copies) return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for a file");
     g->n_copies = 1;
@@ -837,14 +860,8 @@ static int gguf__load(Gguf *g, int fd) {
         uint8_t *copy = (uint8_t *)realloc(g->copies[0], want ? want : 1);
         if (!copy) return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", have, "no memory for %zu bytes of metadata", want);
         g->copies[0] = copy;
-        while (have < want) {
-            ssize_t n = pread(fd, copy + have, want - have, (off_t)have);
-            if (n < 0 && errno == EINTR) continue;
-            if (n <= 0)
-                return gguf__fail(g, "file", (GgufStr){0}, "E_TRUNC", have, "expected %zu bytes, got %s", size,
-                                  n < 0 ? strerror(errno) : "fewer");
-            have += (size_t)n;
-        }
+        if (gguf__read(g, fd, copy + have, want - have, have) < 0) return -1;
+        have = want;
         int result = gguf__metadata(g, copy, have, size);
         if (result < 0) return result;
         if (result == 0) break;
@@ -860,11 +877,12 @@ static int gguf__load(Gguf *g, int fd) {
 
 // One file, whether it is a part of something or not.
 static int gguf__open_file(Gguf *g, const char *path, const char *code) {
+    size_t size = 0;
     memset(g, 0, sizeof *g);
     g->path = path;
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);         // NONBLOCK: a FIFO must not make us wait for a writer
-    if (fd < 0) return gguf__fail(g, "file", (GgufStr){0}, code, 0, "cannot open: %s", strerror(errno));
-    int failed = gguf__load(g, fd);
+    int fd = gguf__open_regular(g, path, code, &size);
+    if (fd < 0) return -1;
+    int failed = gguf__load(g, fd, size);
     close(fd);
     return failed;
 }
@@ -960,7 +978,7 @@ int gguf_get_strs(Gguf *g, const char *key, const GgufStr **out, size_t *n) {
 
 #define GGUF__SUFFIX 20                     // bytes of "-00001-of-00003.gguf"
 
-typedef struct { int64_t count, no, tensors; } gguf__split;         // what a file says about the split that it is a part of
+typedef struct { int64_t count, no, tensors; } Gguf__Split;         // what a file says about the split that it is a part of
 
 static int gguf__split_key(Gguf *g, const char *key, bool is_u16, const char *code, int64_t max, int64_t *out) {
     const GgufKv *kv = gguf_find_kv(g, key);
@@ -973,8 +991,8 @@ static int gguf__split_key(Gguf *g, const char *key, bool is_u16, const char *co
     return 0;
 }
 
-static int gguf__read_split(Gguf *g, gguf__split *s) {
-    *s = (gguf__split){1, 0, 0};
+static int gguf__read_split(Gguf *g, Gguf__Split *s) {
+    *s = (Gguf__Split){1, 0, 0};
     if (!gguf_find_kv(g, "split.count")) return 0;
     GGUF__TRY(gguf__split_key(g, "split.count", true, "E_SPLIT_COUNT", GGUF__SPLIT_MAX, &s->count));
     if (s->count <= 1) return s->count = 1, 0;
@@ -1003,7 +1021,7 @@ static void gguf__suffix(char *out, int64_t no, int64_t count) {     // (GGUF__S
 // Check that `part` is number i of `count`, then give g its tensors, for which g has room up to `total`, and of the first
 // part the keys.
 static int gguf__join(Gguf *g, Gguf *part, int64_t i, int64_t count, size_t total) {
-    gguf__split s;
+    Gguf__Split s;
     GGUF__TRY(gguf__split_key(part, "split.count", true, "E_SPLIT_COUNT", 65535, &s.count));
     if (s.count != count)
         return GGUF__KV_FAIL(part, gguf_find_kv(part, "split.count"), "E_SPLIT_COUNT",
@@ -1046,7 +1064,7 @@ static int gguf__join(Gguf *g, Gguf *part, int64_t i, int64_t count, size_t tota
 
 // g is an open file. If it is the first part of a split model, open the others and make g the whole.
 static int gguf__open_parts(Gguf *g) {
-    gguf__split s;
+    Gguf__Split s;
     char suffix[GGUF__SUFFIX + 1];
     GGUF__TRY(gguf__read_split(g, &s));
     if (s.count == 1) return 0;
@@ -1065,7 +1083,7 @@ static int gguf__open_parts(Gguf *g) {
     // g starts over, empty and with room for everything; its own file is the first to be joined.
     const size_t total = (size_t)s.tensors;
     Gguf part = *g;
-    gguf__cursor c = {.g = g, .kind = "file"};
+    Gguf__Cursor c = {.g = g, .kind = "file"};
     void *tensors = NULL, *maps = calloc((size_t)s.count, sizeof *g->maps);
     char *name = (char *)malloc(n + 1);
     memset(g, 0, sizeof *g);
@@ -1106,12 +1124,12 @@ int gguf_open(Gguf *g, const char *path) {
 
 // Where a block holds f16 numbers that scale it; -1: none. Floats and the FP4 formats are checked by their own rules.
 static const int16_t gguf__scale_at[GGUF_N_TYPES][2] = {
-    [GGUF_Q4_0]    = {0, -1},   [GGUF_Q4_1]   = {0, 2},     [GGUF_Q5_0]   = {0, -1},    [GGUF_Q5_1]   = {0, 2},
-    [GGUF_Q8_0]    = {0, -1},   [GGUF_Q8_1]   = {0, 2},     [GGUF_Q2_K]   = {80, 82},   [GGUF_Q3_K]   = {108, -1},
-    [GGUF_Q4_K]    = {0, 2},    [GGUF_Q5_K]   = {0, 2},     [GGUF_Q6_K]   = {208, -1},  [GGUF_IQ2_XXS] = {0, -1},
-    [GGUF_IQ2_XS]  = {0, -1},   [GGUF_IQ3_XXS] = {0, -1},   [GGUF_IQ1_S]  = {0, -1},    [GGUF_IQ4_NL] = {0, -1},
-    [GGUF_IQ3_S]   = {0, -1},   [GGUF_IQ2_S]  = {0, -1},    [GGUF_IQ4_XS] = {0, -1},    [GGUF_TQ1_0]  = {52, -1},
-    [GGUF_TQ2_0]   = {64, -1},  [GGUF_Q1_0]   = {0, -1},    [GGUF_Q2_0]   = {0, -1},
+    [GGUF_Q4_0]   = {0, -1},  [GGUF_Q4_1]   = {0, 2},   [GGUF_Q5_0]    = {0, -1},   [GGUF_Q5_1]    = {0, 2},
+    [GGUF_Q8_0]   = {0, -1},  [GGUF_Q8_1]   = {0, 2},   [GGUF_Q2_K]    = {80, 82},  [GGUF_Q3_K]    = {108, -1},
+    [GGUF_Q4_K]   = {0, 2},   [GGUF_Q5_K]   = {0, 2},   [GGUF_Q6_K]    = {208, -1}, [GGUF_IQ2_XXS] = {0, -1},
+    [GGUF_IQ2_XS] = {0, -1},  [GGUF_IQ2_S]  = {0, -1},  [GGUF_IQ3_XXS] = {0, -1},   [GGUF_IQ3_S]   = {0, -1},
+    [GGUF_IQ1_S]  = {0, -1},  [GGUF_IQ4_NL] = {0, -1},  [GGUF_IQ4_XS]  = {0, -1},   [GGUF_TQ1_0]   = {52, -1},
+    [GGUF_TQ2_0]  = {64, -1}, [GGUF_Q1_0]   = {0, -1},  [GGUF_Q2_0]    = {0, -1},
 };
 
 // Is this block free of NaN, Inf and reserved values?
@@ -1447,7 +1465,7 @@ bool gguf_json_get(const GgufJson *object, const char *key, GgufJson *out) {
     return found;
 }
 
-static size_t gguf__utf8(uint32_t c, char *out) {
+size_t gguf_utf8(uint32_t c, char out[4]) {
     if (c < 0x80) return out[0] = (char)c, 1;
     const int more = c < 0x800 ? 1 : c < 0x10000 ? 2 : 3;
     static const unsigned char lead[4] = {0, 0xc0, 0xe0, 0xf0};
@@ -1473,10 +1491,10 @@ static size_t gguf__json_char(const char *s, size_t n, char *out, size_t *used) 
         for (int k = 8; k < 12; k++) low = low << 4 | (uint32_t)gguf__hex(s[k]);
         if (low >= 0xdc00 && low < 0xe000) {
             *used = 12;
-            return gguf__utf8(0x10000 + ((c - 0xd800) << 10) + (low - 0xdc00), out);
+            return gguf_utf8(0x10000 + ((c - 0xd800) << 10) + (low - 0xdc00), out);
         }
     }
-    return gguf__utf8(c >= 0xd800 && c < 0xe000 ? 0xfffd : c, out);
+    return gguf_utf8(c >= 0xd800 && c < 0xe000 ? 0xfffd : c, out);
 }
 
 size_t gguf_json_string(const GgufJson *string, char *out) {
@@ -1540,13 +1558,13 @@ typedef struct {                            // one file while its header is read
     const char *header;                     // the private copy; byte 8 of the file
     GgufStr name;                           // of the tensor at hand
     uint64_t data_size;
-} gguf__st;
+} Gguf__St;
 
 #define GGUF__ST_FAIL(f, code, at, ...) \
     gguf__fail((f)->g, (f)->name.n ? "tensor" : "header", (f)->name, code, 8 + (size_t)((at) - (f)->header), __VA_ARGS__)
 
 // The tensor that one member of the header describes, without its bytes.
-static int gguf__st_tensor(gguf__st *f, const GgufJson *entry, GgufTensor *t) {
+static int gguf__st_tensor(Gguf__St *f, const GgufJson *entry, GgufTensor *t) {
     GgufJson dtype, shape, offsets, v;
     if (entry->type != GGUF_J_OBJECT) return GGUF__ST_FAIL(f, "E_ST_FIELD", entry->s, "expected an object");
     if (!gguf_json_get(entry, "dtype", &dtype) || dtype.type != GGUF_J_STRING)
@@ -1612,7 +1630,7 @@ static int gguf__st_order(const void *a, const void *b) {
 }
 
 // Offsets, in their order, must be the running sum of the sizes and end with the data. sorted: (n) room.
-static int gguf__st_cover(gguf__st *f, GgufTensor *tensors, size_t n, const GgufTensor **sorted) {
+static int gguf__st_cover(Gguf__St *f, GgufTensor *tensors, size_t n, const GgufTensor **sorted) {
     uint64_t expect = 0;
     for (size_t i = 0; i < n; i++) sorted[i] = &tensors[i];
     if (n > 0) qsort(sorted, n, sizeof *sorted, gguf__st_order);
@@ -1632,7 +1650,7 @@ static int gguf__st_cover(gguf__st *f, GgufTensor *tensors, size_t n, const Gguf
 
 // Append the tensors of one file of `size` bytes. header: (n) the private copy of its JSON.
 static int gguf__st_add(Gguf *g, const uint8_t *bytes, size_t size, const char *header, size_t n) {
-    gguf__st f = {g, header, {0}, size - 8 - n};
+    Gguf__St f = {g, header, {0}, size - 8 - n};
     GgufJson root, rest, key, value;
     size_t at, count = 0;
     const char *err;
@@ -1709,36 +1727,15 @@ int gguf_parse_safetensors(Gguf *g, const void *bytes, size_t size) {
     return failed;
 }
 
-// pread of exactly n bytes. 0 or -1.
-static int gguf__pread(int fd, void *to, size_t n, size_t at) {
-    for (size_t have = 0; have < n; ) {
-        ssize_t got = pread(fd, (uint8_t *)to + have, n - have, (off_t)(at + have));
-        if (got < 0 && errno == EINTR) continue;
-        if (got <= 0) return -1;
-        have += (size_t)got;
-    }
-    return 0;
-}
-
 static int gguf__st_file(Gguf *g, const char *path) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (fd < 0) return gguf__fail(g, "file", (GgufStr){0}, "E_OPEN", 0, "cannot open: %s", strerror(errno));
-    struct stat st;
     uint8_t first8[8] = {0};
     size_t n = 0, size = 0;
-    int failed = 0;
-    if (fstat(fd, &st) != 0) failed = gguf__fail(g, "file", (GgufStr){0}, "E_STAT", 0, "cannot stat: %s", strerror(errno));
-    else if (!S_ISREG(st.st_mode)) failed = gguf__fail(g, "file", (GgufStr){0}, "E_NOTFILE", 0, "expected a regular file");
-    else if ((uint64_t)st.st_size > SIZE_MAX / 16) failed = gguf__fail(g, "file", (GgufStr){0}, "E_MAP", 0, "too large");
-    else size = (size_t)st.st_size;
-    if (!failed && size >= 8 && gguf__pread(fd, first8, 8, 0) != 0)
-        failed = gguf__fail(g, "file", (GgufStr){0}, "E_TRUNC", 0, "cannot read: %s", strerror(errno));
+    int fd = gguf__open_regular(g, path, "E_OPEN", &size);
+    if (fd < 0) return -1;
+    int failed = size >= 8 ? gguf__read(g, fd, first8, 8, 0) : 0;
     if (!failed) failed = gguf__st_header(g, first8, size, &n);
     char *header = failed ? NULL : (char *)gguf_private(g, n);
-    if (!failed && !header) failed = -1;
-    if (!failed && gguf__pread(fd, header, n, 8) != 0)
-        failed = gguf__fail(g, "file", (GgufStr){0}, "E_TRUNC", 8, "cannot read: %s", strerror(errno));
-    uint8_t *at = failed ? NULL : (uint8_t *)gguf__map(g, fd, size);
+    uint8_t *at = header && gguf__read(g, fd, header, n, 8) == 0 ? (uint8_t *)gguf__map(g, fd, size) : NULL;
     close(fd);
     if (!at) return -1;
     g->file_size += size;
@@ -1761,21 +1758,19 @@ static int gguf__st_part(Gguf *g, const char *path, GgufStr name) {
 // The files that an index names, each once, then all tensors that it promises.
 static int gguf__st_index(Gguf *g, const char *path) {
     Gguf text = {0};                                    // its mapping alone is used
-    struct stat st;
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (fd < 0) return gguf__fail(g, "file", (GgufStr){0}, "E_OPEN", 0, "cannot open: %s", strerror(errno));
-    char *json = NULL;
     size_t size = 0;
-    if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && (uint64_t)st.st_size <= GGUF__ST_HEADER_MAX) {
-        size = (size_t)st.st_size;
-        json = (char *)gguf_private(&text, size);
-        if (json && gguf__pread(fd, json, size, 0) != 0) json = NULL;
-    }
+    int fd = gguf__open_regular(g, path, "E_OPEN", &size);
+    if (fd < 0) return -1;
+    int failed = size <= GGUF__ST_HEADER_MAX ? 0
+               : gguf__fail(g, "index", (GgufStr){0}, "E_ST_HEADER", 0, "expected at most %llu bytes of JSON, got %zu",
+                            (unsigned long long)GGUF__ST_HEADER_MAX, size);
+    char *json = failed ? NULL : (char *)gguf_private(&text, size);
+    if (!failed && !json) failed = gguf__fail(g, "index", (GgufStr){0}, "E_NOMEM", 0, "no memory for %zu bytes", size);
+    if (!failed) failed = gguf__read(g, fd, json, size, 0);
     close(fd);
-    int failed = json ? 0 : gguf__fail(g, "file", (GgufStr){0}, "E_TRUNC", 0, "cannot read the index");
     GgufJson root, map = {0}, rest, key, value;
     GgufStr *files = (GgufStr *)calloc(GGUF__ST_FILES_MAX, sizeof *files);
-    size_t n_files = 0, at = 0;
+    size_t n_files = 0, n_tensors = 0, at = 0;
     const char *err = "";
     if (!failed && !files) failed = gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for the index");
     if (!failed && gguf_json_parse(json, size, &root, &at, &err) < 0)
@@ -1785,13 +1780,16 @@ static int gguf__st_index(Gguf *g, const char *path) {
     for (rest = map; !failed && gguf_json_next(&rest, &key, &value); ) {
         const GgufStr name = value.type == GGUF_J_STRING ? (GgufStr){value.s + 1, value.n - 2} : (GgufStr){0};
         size_t i = 0;
+        if (n_tensors++ == GGUF__COUNT_MAX)             // before it buys as many searches among the files
+            failed = gguf__fail(g, "index", (GgufStr){0}, "E_NTENSORS", (size_t)(key.s - json),
+                                "expected at most %d tensors, got more", GGUF__COUNT_MAX);
         while (i < n_files && !(files[i].n == name.n && memcmp(files[i].s, name.s, name.n) == 0)) i++;
         if (i < n_files) continue;
         if (name.n < 1 || name.n > 255 || memchr(name.s, '/', name.n) || memchr(name.s, '\\', name.n) ||
             n_files == GGUF__ST_FILES_MAX)
             failed = gguf__fail(g, "index", (GgufStr){0}, "E_SPLIT_NAME", (size_t)(value.s - json),
                                 "expected the names of at most %d files beside it", GGUF__ST_FILES_MAX);
-        else files[n_files++] = name;
+        else if (!failed) files[n_files++] = name;
     }
     for (size_t i = 0; i < n_files && !failed; i++) failed = gguf__st_part(g, path, files[i]);
     for (rest = map; !failed && gguf_json_next(&rest, &key, &value); ) {

@@ -26,7 +26,8 @@
  *        second); what is in the cache already shows by comparing ids. Texts are encoded in TOK_PLAIN mode and markers
  *        are put in by id, so no message can open or close a turn.
  *
- * ERRORS Functions that can fail return < 0 and leave one line in t->err, without newline. Nothing prints or exits.
+ * ERRORS Functions that can fail return < 0; those given a Tokenizer leave one line in its err, without newline. Nothing
+ *        prints or exits.
  *        A failed tok_encode or tok_chat leaves its results as they were.
  *
  * THREADS  After tok_init the tables are read only; t->err is written by a call that fails. Decoding is safe from any
@@ -109,7 +110,7 @@ typedef struct Tokenizer {
 } Tokenizer;
 
 // Build the tables. Returns 0, or -1 with t->err set and nothing left to free. A file may repeat a text (the lowest id
-// is used) and may lack specials, merges or byte tokens; tok_encode and tok_chat_turn complain when they need one.
+// is used) and may lack specials, merges or byte tokens; tok_encode and tok_chat complain when they need one.
 int tok_init(Tokenizer *t, const TokVocab *v);
 void tok_free(Tokenizer *t);
 
@@ -138,24 +139,29 @@ size_t tok_stream_flush(TokStream *s, char *out, size_t cap);   // at the end: w
 
 // ---- a conversation to a prompt ----
 
-// The conversation: a JSON array of messages {role, content, ...} as in the OpenAI chat API, empty for none.
-//   role       "system" and "developer" (first message: the system turn), "user", "assistant", "tool"
+// The conversation: a JSON array of messages {role, content, ...} as in the OpenAI chat API, empty or null for none. Fields
+// that are not named here are ignored.
+//   role       "system" and "developer" (first message: the system turn), "user", "assistant", "tool"; any other opens a turn
+//              of that name
 //   content    a string, null, or a list of parts {type: text | image | image_url | audio | input_audio | video, text}
 //   assistant  reasoning or reasoning_content; tool_calls [{id, function: {name, arguments}}], the arguments as an object
 //              or as a string that holds one; tool_responses [{name, response}], results inside the same message
-//   tool       tool_call_id or name; content, which may also be an object
-// tok_add_message appends a text message, bytes of any kind. Returns 0, or -1 when memory runs out; nothing is added then.
+//   tool       tool_call_id or name; content, which may also be an object. One that follows no call is left out
+// tok_add_message appends a text message, bytes of any kind; tok_add_result the result of a call, which is known by the name
+// of its function. Both return 0, or -1 when memory runs out; nothing is added then.
 int tok_add_message(TokText *messages, const char *role, TokStr content);
+int tok_add_result(TokText *messages, TokStr name, TokStr content);
 
 typedef struct {
     TokStr messages;          // JSON array, see above
-    TokStr tools;             // JSON array of [{type: "function", function: {name, description, parameters}}], or empty
+    TokStr tools;             // JSON array of [{type: "function", function: {name, description, parameters}}]; empty or null
     bool think;               // thinking on: <|think|> in the system turn
     bool keep_thoughts;       // show thoughts of earlier turns too, where they led to tool calls
     bool add_cue;             // end with the opening of the model's turn: it is to answer
     bool end_thought;         // after a tool result with thinking off: an empty thought block, which some models need
-    bool exact;               // the published template to the letter, in the two cases where it leaves a prompt broken:
-                              // parameters without a type, and an answer after a message with content and results
+    bool exact;               // the published template to the letter, where it leaves a prompt broken: a declaration whose
+                              // parameters have no type or whose response is no object, and an answer after a message
+                              // with content and results
     TokStr thought, answer;   // how the model's turn starts, with add_cue; s NULL: not given. A thought needs `think`;
                               // it stays open unless an answer follows
 } TokChat;
@@ -197,7 +203,7 @@ int tok_reply_push(Tokenizer *t, TokReply *r, int32_t id);
 int tok_reply_end(Tokenizer *t, TokReply *r);
 void tok_reply_free(TokReply *r);
 
-// Append the reply as an assistant message; its calls get the ids call_N_0, call_N_1 ... for message N. As tok_add_message.
+// Append the reply as an assistant message. Its calls get ids that are like no other in the list. As tok_add_message.
 int tok_add_reply(TokText *messages, const TokReply *r);
 
 // Append s as a JSON string, quotes included. Bytes of 0x80 and more are copied. Returns 0, or -1 when memory runs out.
@@ -341,14 +347,6 @@ static inline int tok__utf8(const unsigned char *s, size_t n, uint32_t *cp) {
         c = c << 6 | (s[i] & 0x3F);
     }
     *cp = c;
-    return len;
-}
-
-static int tok__put_utf8(unsigned char out[4], uint32_t c) {
-    if (c < 0x80) { out[0] = (unsigned char)c; return 1; }
-    int len = c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
-    for (int i = len - 1; i > 0; i--, c >>= 6) out[i] = (unsigned char)(0x80 | (c & 0x3F));
-    out[0] = (unsigned char)((0xF00 >> len & 0xFF) | c);              // 110xxxxx, 1110xxxx, 11110xxx
     return len;
 }
 
@@ -789,12 +787,13 @@ static int tok__encode_run(Tokenizer *t, const unsigned char *s, size_t n, TokId
             if (tok__push(t, out, id) < 0) return -1;
             continue;
         }
-        unsigned char byte[4];                        // no such token: its bytes, which take part in no merge
-        int n_bytes = tok__put_utf8(byte, c);
-        for (int b = 0; b < n_bytes; b++) {
-            if (t->byte_id[byte[b]] < 0)
-                return tok__fail(t, "cannot encode U+%04X: the vocabulary has no token <0x%02X>", (unsigned)c, byte[b]);
-            if (tok__push(t, out, t->byte_id[byte[b]]) < 0) return -1;
+        char bytes[4];                                // no such token: its bytes, which take part in no merge
+        const size_t n_bytes = gguf_utf8(c, bytes);
+        for (size_t b = 0; b < n_bytes; b++) {
+            const unsigned byte = (unsigned char)bytes[b];
+            if (t->byte_id[byte] < 0)
+                return tok__fail(t, "cannot encode U+%04X: the vocabulary has no token <0x%02X>", (unsigned)c, byte);
+            if (tok__push(t, out, t->byte_id[byte]) < 0) return -1;
         }
         start = out->n;
     }
@@ -921,15 +920,28 @@ static bool tok__open_list(TokText *messages, size_t n) {
     return true;
 }
 
-int tok_add_message(TokText *messages, const char *role, TokStr content) {
-    const TokStr name = { role, strlen(role) };
-    if (content.n > SIZE_MAX / 64 || !tok__open_list(messages, 6 * (name.n + content.n) + 64)) return -1;
+// A message of a role and a text; with a name unless its s is NULL.
+static int tok__add_text(TokText *messages, TokStr role, TokStr name, TokStr content) {
+    const bool fits = role.n < SIZE_MAX / 64 && name.n < SIZE_MAX / 64 && content.n < SIZE_MAX / 64;
+    if (!fits || !tok__open_list(messages, 6 * (role.n + name.n + content.n) + 64)) return -1;
     tok__literal(messages, "{\"role\":");
-    tok_add_json_string(messages, name);
+    tok_add_json_string(messages, role);
+    if (name.s) {
+        tok__literal(messages, ",\"name\":");
+        tok_add_json_string(messages, name);
+    }
     tok__literal(messages, ",\"content\":");
     tok_add_json_string(messages, content);
     tok__literal(messages, "}]");
     return 0;
+}
+
+int tok_add_message(TokText *messages, const char *role, TokStr content) {
+    return tok__add_text(messages, (TokStr){ role, strlen(role) }, (TokStr){ NULL, 0 }, content);
+}
+
+int tok_add_result(TokText *messages, TokStr name, TokStr content) {
+    return tok__add_text(messages, (TokStr){ "tool", 4 }, name, content);
 }
 
 int tok_add_reply(TokText *messages, const TokReply *r) {
@@ -938,7 +950,7 @@ int tok_add_reply(TokText *messages, const TokReply *r) {
     if (fits) n += 6 * (r->content.n + r->thought.n);
     for (int i = 0; i < r->n_calls; i++) n += 6 * r->calls[i].name.n + r->calls[i].arguments.n + 160;
     if (!fits || !tok__open_list(messages, n)) return -1;
-    const size_t at = messages->n;
+    const size_t at = messages->n;                    // makes the ids of the calls unique
     tok__literal(messages, "{\"role\":\"assistant\",\"content\":");
     tok_add_json_string(messages, (TokStr){ r->content.s, r->content.n });
     if (r->thought.n) {
@@ -1383,8 +1395,8 @@ static const int32_t *tok__placeholder(const Tokenizer *t, const GgufJson *type)
          : gguf_json_is(type, "video") ? &t->video : NULL;
 }
 
-typedef enum { TOK__ROLE, TOK__TEXT, TOK__REASONING, TOK__REASONING_CONTENT, TOK__CALLS, TOK__RESPONSES, TOK__CALL_ID,
-               TOK__NAME, TOK__N_FIELDS } Tok__Field;
+enum { TOK__ROLE, TOK__TEXT, TOK__REASONING, TOK__REASONING_CONTENT, TOK__CALLS, TOK__RESPONSES, TOK__CALL_ID, TOK__NAME,
+       TOK__N_FIELDS };
 static const char *const tok__field_names[TOK__N_FIELDS] = {
     "role", "content", "reasoning", "reasoning_content", "tool_calls", "tool_responses", "tool_call_id", "name"
 };
@@ -1450,7 +1462,30 @@ static void tok__put_thought(Tok__Prompt *p, const Tok__Message *m) {
     tok__put_tag(p, &p->t->channel_close);
 }
 
-typedef struct { GgufJson id, name; } Tok__Called;                   // a call, for the results that follow
+typedef struct { GgufJson id, name; size_t at; } Tok__Called;        // call number `at`, for the results that follow
+
+// Order of ids, the shorter first; a missing one equals null and another missing one.
+static int tok__compare_ids(const GgufJson *a, const GgufJson *b) {
+    const size_t na = a->type > GGUF_J_NULL ? a->n : 0, nb = b->type > GGUF_J_NULL ? b->n : 0;
+    return na != nb ? (na > nb) - (na < nb) : na ? memcmp(a->s, b->s, na) : 0;
+}
+
+static int tok__by_id(const void *a, const void *b) {
+    const Tok__Called *x = a, *y = b;
+    const int c = tok__compare_ids(&x->id, &y->id);
+    return c ? c : (x->at > y->at) - (x->at < y->at);
+}
+
+// The name of the last of the calls, sorted by id, that has this id; NULL: none has.
+static const GgufJson *tok__called_name(const Tok__Called *called, size_t n, const GgufJson *id) {
+    size_t low = 0, high = n;                         // [0, low) are not above id, [high, n) are
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        if (tok__compare_ids(&called[middle].id, id) > 0) high = middle;
+        else low = middle + 1;
+    }
+    return low && tok__compare_ids(&called[low - 1].id, id) == 0 ? &called[low - 1].name : NULL;
+}
 
 // One call. Its arguments are an object, or a string that holds one.
 static void tok__put_call(Tok__Prompt *p, const GgufJson *call, const Tok__Message *m, size_t i, Tok__Called *called) {
@@ -1464,7 +1499,7 @@ static void tok__put_call(Tok__Prompt *p, const GgufJson *call, const Tok__Messa
     tok__fields(&outer[0], names, f, 2);
     if (f[0].type != GGUF_J_STRING)
         TOK__REFUSE(p, "messages[%zu].tool_calls[%zu].function.name: expected a string", m->number, i);
-    *called = (Tok__Called){ outer[1], f[0] };
+    *called = (Tok__Called){ outer[1], f[0], i };
     if (!p->failed && f[1].type == GGUF_J_STRING && tok__is_set(&f[1])) {
         if (!tok__room(&inner, f[1].n)) TOK__REFUSE(p, "out of memory for arguments of %zu bytes", f[1].n);
         else if (gguf_json_parse(inner.s, gguf_json_string(&f[1], inner.s), &parsed, &err_at, &err) == 0) f[1] = parsed;
@@ -1485,53 +1520,48 @@ static void tok__put_call(Tok__Prompt *p, const GgufJson *call, const Tok__Messa
     tok_text_free(&inner);
 }
 
-// Equal ids; a missing one equals null and another missing one.
-static bool tok__same_id(const GgufJson *a, const GgufJson *b) {
-    if (a->type <= GGUF_J_NULL || b->type <= GGUF_J_NULL) return a->type <= GGUF_J_NULL && b->type <= GGUF_J_NULL;
-    return a->n == b->n && memcmp(a->s, b->s, a->n) == 0;
-}
-
-// response:NAME{...} with a result of any kind.
-static void tok__put_result(Tok__Prompt *p, const GgufJson *name, const GgufJson *result) {
+// response:NAME{ of a result, and its end.
+static void tok__open_result(Tok__Prompt *p, const GgufJson *name) {
     tok__put_tag(p, &p->t->response_open);
     tok__put(p, "response:");
     if (name->type == GGUF_J_STRING && tok__is_set(name)) tok__put_string(p, name);
     else tok__put(p, "unknown");
     tok__put(p, "{");
+}
+
+static void tok__close_result(Tok__Prompt *p) {
+    tok__put(p, "}");
+    tok__put_tag(p, &p->t->response_close);
+}
+
+static void tok__put_result(Tok__Prompt *p, const GgufJson *name, const GgufJson *result) {
+    tok__open_result(p, name);
     if (result->type == GGUF_J_OBJECT) {
         tok__put_members(p, result, false);
     } else {
         tok__put(p, "value:");
         tok__put_value(p, result, false);
     }
-    tok__put(p, "}");
-    tok__put_tag(p, &p->t->response_close);
+    tok__close_result(p);
 }
 
-// A tool message: its name is that of the last call with its id. The texts of a list of parts are one string.
+// A tool message: its name is that of the last call with its id, else its own. The texts of a list of parts are one string;
+// placeholders come behind the result.
 static void tok__put_tool_message(Tok__Prompt *p, const Tok__Message *m, const Tok__Called *called, size_t n_called) {
-    const GgufJson *name = &m->f[TOK__NAME], *content = &m->f[TOK__TEXT];
-    for (size_t i = n_called; i-- > 0; )
-        if (tok__same_id(&called[i].id, &m->f[TOK__CALL_ID])) {
-            name = &called[i].name;
-            break;
-        }
+    const GgufJson *name = tok__called_name(called, n_called, &m->f[TOK__CALL_ID]), *content = &m->f[TOK__TEXT];
+    GgufJson rest = *content, part[2];
+    if (!name) name = &m->f[TOK__NAME];
     if (content->type != GGUF_J_ARRAY) {
         tok__put_result(p, name, content);
         return;
     }
-    GgufJson rest = *content, part[2];
-    tok__put_tag(p, &p->t->response_open);
-    tok__put(p, "response:");
-    if (name->type == GGUF_J_STRING && tok__is_set(name)) tok__put_string(p, name);
-    else tok__put(p, "unknown");
-    tok__put(p, "{value:");
+    tok__open_result(p, name);
+    tok__put(p, "value:");
     tok__put_tag(p, &p->t->quote);
     while (tok__next_part(p, m, &rest, part))
-        if (part[1].type == GGUF_J_STRING && !tok__placeholder(p->t, &part[0])) tok__put_string(p, &part[1]);
+        if (!tok__placeholder(p->t, &part[0])) tok__put_string(p, &part[1]);
     tok__put_tag(p, &p->t->quote);
-    tok__put(p, "}");
-    tok__put_tag(p, &p->t->response_close);
+    tok__close_result(p);
     for (rest = *content; tok__next_part(p, m, &rest, part); ) {
         const int32_t *placeholder = tok__placeholder(p->t, &part[0]);
         if (placeholder) tok__put_tag(p, placeholder);
@@ -1564,7 +1594,8 @@ static void tok__put_calls(Tok__Prompt *p, const Tok__Message *m, size_t n_follo
             tok__fields(&value, names, f, 2);
             tok__put_result(p, &f[0], &f[1]);
         }
-    } else if (*calls) {
+    } else if (*calls && !p->failed) {
+        qsort(called, n, sizeof *called, tok__by_id);
         for (size_t k = 1; k <= n_follow && !p->failed; k++) tok__put_tool_message(p, &m[k], called, n);
         *results = n_follow > 0;
     }
@@ -1634,14 +1665,17 @@ static void tok__put_cue(Tok__Prompt *p, const TokChat *c, Tok__End end, bool cl
     if (c->answer.s) tok__put_bytes(p, c->answer.s, c->answer.n);
 }
 
-// Parse a text that has to be a list; an empty one is an empty list.
+// Parse a text that has to be a list; an empty one and null, which clients send for tools, are an empty list.
 static bool tok__parse_list(Tok__Prompt *p, const char *what, TokStr text, GgufJson *list) {
+    const GgufJson none = { GGUF_J_ARRAY, "[]", 2 };
     const char *err;
     size_t err_at;
-    *list = (GgufJson){ GGUF_J_ARRAY, "[]", 2 };
+    *list = none;
     if (!text.n) return true;
     if (gguf_json_parse(text.s, text.n, list, &err_at, &err) < 0)
         TOK__REFUSE(p, "%s: byte %zu: expected %s", what, err_at, err);
+    else if (list->type == GGUF_J_NULL)
+        *list = none;
     else if (list->type != GGUF_J_ARRAY)
         TOK__REFUSE(p, "%s: expected a JSON list", what);
     return !p->failed;
@@ -1717,16 +1751,16 @@ typedef struct {
     TokText *out;             // arguments as JSON; the caller has made room
     int depth;
     bool failed;
-} Tok__Call;
+} Tok__CallReader;
 
-static bool tok__at(const Tok__Call *c, char want) { return c->i < c->n && c->s[c->i] == want; }
-static bool tok__at_end(const Tok__Call *c) {                         // of a value
+static bool tok__at(const Tok__CallReader *c, char want) { return c->i < c->n && c->s[c->i] == want; }
+static bool tok__at_end(const Tok__CallReader *c) {                         // of a value
     return c->i == c->n || c->s[c->i] == ',' || c->s[c->i] == '}' || c->s[c->i] == ']';
 }
-static void tok__skip_blanks(Tok__Call *c) { while (c->i < c->n && tok__is_blank(c->s[c->i])) c->i++; }
+static void tok__skip_blanks(Tok__CallReader *c) { while (c->i < c->n && tok__is_blank(c->s[c->i])) c->i++; }
 
 // s[from..to) as the inside of a JSON string. A delimiter where none belongs is shown as its text.
-static void tok__call_escape(Tok__Call *c, size_t from, size_t to) {
+static void tok__call_escape(Tok__CallReader *c, size_t from, size_t to) {
     for (; from < to; from++) {
         if ((unsigned char)c->s[from] == TOK__DELIMITER) tok__literal(c->out, "<|\\\"|>");
         else tok__escape(c->out, (unsigned char)c->s[from]);
@@ -1734,7 +1768,7 @@ static void tok__call_escape(Tok__Call *c, size_t from, size_t to) {
 }
 
 // The string that starts at s[i], which is a delimiter or a quote; its end may be missing.
-static void tok__call_string(Tok__Call *c) {
+static void tok__call_string(Tok__CallReader *c) {
     const char quote = c->s[c->i++];
     c->out->s[c->out->n++] = '"';
     for (; c->i < c->n && c->s[c->i] != quote; c->i++) {
@@ -1757,7 +1791,7 @@ static void tok__call_string(Tok__Call *c) {
 }
 
 // Bare characters up to the end of the value, or up to `stop`: a number or a word of JSON as it is, else a string.
-static void tok__call_bare(Tok__Call *c, char stop) {
+static void tok__call_bare(Tok__CallReader *c, char stop) {
     const size_t start = c->i;
     while (c->i < c->n && (stop ? c->s[c->i] != stop : !tok__at_end(c))) c->i++;
     size_t from = start, to = c->i, err_at;
@@ -1776,7 +1810,7 @@ static void tok__call_bare(Tok__Call *c, char stop) {
 
 // The value at s[i]: an object, an array, a string or a bare word. Whatever closes closes the innermost; what is not
 // closed ends with the text; a member without a value is left out.
-static void tok__call_value(Tok__Call *c) {
+static void tok__call_value(Tok__CallReader *c) {
     const char open = c->s[c->i];
     if (open == '"' || (unsigned char)open == TOK__DELIMITER) {
         tok__call_string(c);
@@ -1844,7 +1878,7 @@ static int tok__end_call(Tokenizer *t, TokReply *r, bool closed) {
         else out.s[out.n++] = s[i];
     }
     const size_t n_name = out.n;
-    Tok__Call c = { .s = s, .n = n, .i = brace, .out = &out };
+    Tok__CallReader c = { .s = s, .n = n, .i = brace, .out = &out };
     if (brace < n) tok__call_value(&c);
     else tok__literal(&out, "{}");
     if (c.failed) {

@@ -276,6 +276,18 @@ static void test_rules(Tokenizer *t) {
     c.messages = json("[" RESULT "," USER "]");
     check_render(t, &c, "<bos><|turn>user\nq<turn|>\n", NULL);
 
+    // Results in another order than their calls, ids of any kind, and one of no call: each finds its own, the last of equals.
+    c.messages = json("[{'role':'assistant','tool_calls':[{'id':'b','function':{'name':'f'}},"
+                      "{'id':7,'function':{'name':'g'}},{'id':'b','function':{'name':'h'}},{'function':{'name':'i'}},"
+                      "{'id':'aa','function':{'name':'j'}},{'id':null,'function':{'name':'k'}},"
+                      "{'id':'a','function':{'name':'l'}}]},{'role':'tool','tool_call_id':'a'},"
+                      "{'role':'tool','tool_call_id':7},{'role':'tool'},{'role':'tool','tool_call_id':'c','name':'o'},"
+                      "{'role':'tool','tool_call_id':'b'},{'role':'tool','tool_call_id':'aa','name':'o'}]");
+#define RAN(name)  "<|tool_call>call:" name "{}<tool_call|>"
+#define GAVE(name) "<|tool_response>response:" name "{value:null}<tool_response|>"
+    check_render(t, &c, "<bos><|turn>model\n" RAN("f") RAN("g") RAN("h") RAN("i") RAN("j") RAN("k") RAN("l")
+                 GAVE("l") GAVE("g") GAVE("k") GAVE("o") GAVE("h") GAVE("j"), NULL);
+
     // Of two calls with one id the last gives its name. A turn of role model does not go on in one of role assistant.
     c.messages = json("[{'role':'assistant','tool_calls':[{'id':'a','function':{'name':'f'}},"
                       "{'id':'a','function':{'name':'g'}}]}," RESULT "]");
@@ -289,6 +301,9 @@ static void test_rules(Tokenizer *t) {
     check_render(t, &c, "<bos><|turn>critic\nx<turn|>\n", NULL);
     c.messages = str("");
     check_render(t, &c, "<bos>", NULL);
+    c.messages = c.tools = str(" null");
+    check_render(t, &c, "<bos>", NULL);
+    c.tools = str("");
 
     const struct { const char *messages, *tools, *error; } bad[] = {
         { "{}", "", "messages: expected a JSON list" }, { "[", "", "messages: byte 1" }, { "[1]", "", "messages[0].role" },
@@ -305,7 +320,8 @@ static void test_rules(Tokenizer *t) {
         { ARGS "'{'" END_ARGS, "", "arguments: byte 1" },
         { ARGS "'3'" END_ARGS, "", "arguments: expected an object" },
         { "[{'role':'assistant','tool_responses':7}]", "", "tool_responses" },
-        { "", "{}", "tools: expected a JSON list" }, { "", "[", "tools: byte 1" }, { "", "[{}]", "tools[0].function.name" },
+        { "", "{}", "tools: expected a JSON list" }, { "0", "", "messages: expected a JSON list" },
+        { "", "[", "tools: byte 1" }, { "", "[{}]", "tools[0].function.name" },
         { "", "[{'name':'f'},{'name':'g','parameters':[1]}]", "tools[1].function.parameters" },
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
@@ -690,9 +706,24 @@ static void test_add(Tokenizer *t) {
     CHECK(tok_chat(t, &c, &got, NULL) == 0, "add: %s in %.*s", t->err, (int)m.n, m.s);
     const char text[] = "<bos><|turn>user\na\0\"\\\x1F\xFFz<turn|>\n<|turn>model\n<turn|>\n<|turn>user\ntwo<turn|>\n";
     CHECK(tok_encode(t, text, sizeof text - 1, TOK_SPECIAL, &want) == 0 && same_ids(got, want), "odd bytes in a message");
-    tok_text_free(&m);
     tok_ids_free(&got);
     tok_ids_free(&want);
+
+    // A reply with two calls, their results by name, and the prompt for what follows.
+    const char *answer = "<|tool_call>call:f{}<tool_call|><|tool_call>call:g{a:1}<tool_call|><|tool_response>";
+    TokReply r = { 0 };
+    m.n = 0;
+    CHECK(tok_encode(t, answer, strlen(answer), TOK_SPECIAL, &got) == 0, "%s", t->err);
+    for (size_t i = 0; i < got.n; i++) push(t, &r, got.ids[i]);
+    CHECK(tok_add_message(&m, "user", str("q")) == 0 && tok_add_reply(&m, &r) == 0, "add a reply");
+    for (int i = 0; i < r.n_calls; i++)
+        CHECK(tok_add_result(&m, r.calls[i].name, str(i ? "\"2\"" : "1")) == 0, "add a result");
+    check_render(t, &(TokChat){ .messages = text_of(&m) }, CALLED "<|tool_call>call:g{a:1}<tool_call|>"
+                 "<|tool_response>response:f{value:" Q "1" Q "}<tool_response|>"
+                 "<|tool_response>response:g{value:" Q "\"2\"" Q "}<tool_response|>", NULL);
+    tok_reply_free(&r);
+    tok_text_free(&m);
+    tok_ids_free(&got);
 }
 
 // Let each allocation fail in turn: an error each time, nothing changed, nothing leaked (the sanitizer's part).

@@ -175,8 +175,18 @@ edit config.json 's/"final_logit_softcapping": 30.0/"final_logit_softcapping": n
 refuse "final_logit_softcapping" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
 edit tokenizer.json 's/: 7$/: 512/; s/: 7,$/: 512,/'
 refuse "rows of the embedding table" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
-edit tokenizer.json 's/"merges": \[/"merges": [7,/'
-refuse "merges" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
+edit tokenizer.json 's/: 7,$/: 8,/'
+refuse "got 8 again" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
+for merge in 7 '{}' '[]' '["a"]' '["a","b","c"]' '["a b","c"]' '["a",7]' '["","b"]' '"ab"' '" b"' '"a b c"'; do
+    edit tokenizer.json 's/"merges": \[/"merges": ['"$merge"',/'
+    refuse "merge 0: expected two texts without spaces" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
+done
+for name in config.json tokenizer.json tokenizer_config.json generation_config.json chat_template.jinja; do
+    folder
+    rm -f "$tmp/bad/$name"
+    mkfifo "$tmp/bad/$name"                       # which would make a reader wait for a writer
+    refuse "$name: expected a regular file" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
+done
 edit tokenizer.json 's/"vocab"/"words"/'
 refuse "model.vocab" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
 folder
@@ -212,9 +222,13 @@ ok "the model is untouched" same "$tmp/own.gguf" "$tmp/micro-moe-f16.gguf"
 cp "$tmp/micro-dense-f16.gguf" "$tmp/nan.gguf"
 printf '\377\377' | dd of="$tmp/nan.gguf" bs=1 seek=200000 conv=notrunc 2>/dev/null
 refuse "not finite" quantize "$tmp/nan.gguf" "$tmp/x.gguf" q8_0
+cp "$tmp/micro-e-f32.gguf" "$tmp/nan.gguf"
+printf '\377\377\177\177' | dd of="$tmp/nan.gguf" bs=4 seek=100000 conv=notrunc 2>/dev/null
+refuse "too large for F16" quantize "$tmp/nan.gguf" "$tmp/x.gguf" f16
+refuse "too large for Q8_0" quantize "$tmp/nan.gguf" "$tmp/x.gguf" q8_0
 rm "$tmp/nan.gguf"
 
-# ---- a full disk, kill -9, Ctrl-C: what stood there stays ----------------------------
+# ---- a full disk, kill -9, Ctrl-C, a model that gets shorter: what stood there stays --
 echo "what stood there" >"$tmp/stay.txt"
 cp "$tmp/stay.txt" "$tmp/stay.gguf"
 if (ulimit -f 100) 2>/dev/null; then              # a limit of the file size stands in for a full disk
@@ -228,7 +242,7 @@ else
     skip "this shell cannot limit the file size: no failing write"
 fi
 source_file tiny-moe-f32
-in_the_middle() { # in_the_middle SIGNAL: starts a long run, sends the signal when its file has begun; leaves $status
+in_the_middle() { # in_the_middle COMMAND...: starts a long run, runs the command with its pid when its file has begun
     env --default-signal=INT "$gemma4" quantize "$tmp/tiny-moe-f32.gguf" "$tmp/stay.gguf" q6_k -t 1 >"$tmp/out" 2>"$tmp/err" &
     pid=$!
     i=0
@@ -236,24 +250,31 @@ in_the_middle() { # in_the_middle SIGNAL: starts a long run, sends the signal wh
         sleep 0.01
         i=$((i + 1))
     done
-    kill "-$1" $pid 2>/dev/null
+    "$@" $pid 2>/dev/null
     wait $pid
     status=$?
 }
 if env --default-signal=INT true 2>/dev/null; then      # a shell starts background commands with SIGINT ignored
-    in_the_middle KILL
+    in_the_middle kill -KILL
     ok "kill -9: it was in the middle" [ "$status" -eq 137 ]
     ok "kill -9: the old file stands" same "$tmp/stay.txt" "$tmp/stay.gguf"
     rm -f "$tmp"/stay.gguf.*.tmp
-    in_the_middle INT
+    in_the_middle kill -INT
     ok "Ctrl-C: exit status 130" [ "$status" -eq 130 ]
     ok "Ctrl-C: the old file stands" same "$tmp/stay.txt" "$tmp/stay.gguf"
     ok "Ctrl-C: nothing is left" [ -z "$(ls "$tmp" | grep tmp)" ]
     run quantize "$tmp/tiny-moe-f32.gguf" "$tmp/stay.gguf" q6_k
     ok "after that it works" made
     ok "and replaces the old file" [ "$("$make_hf" --list "$tmp/stay.gguf" | grep -c Q6_K)" -gt 10 ]
+    cp "$tmp/stay.txt" "$tmp/stay.gguf"
+    shorten() { dd if=/dev/null of="$tmp/tiny-moe-f32.gguf" bs=1 seek=200000 2>/dev/null; }
+    in_the_middle shorten
+    ok "a model that gets shorter: exit status 1" [ "$status" -eq 1 ]
+    ok "a model that gets shorter: one error line" [ "$(grep -c 'gemma4: error: a model file got shorter' "$tmp/err")" -eq 1 ]
+    ok "a model that gets shorter: the old file stands" same "$tmp/stay.txt" "$tmp/stay.gguf"
+    ok "a model that gets shorter: nothing is left" [ -z "$(ls "$tmp" | grep tmp)" ]
 else
-    skip "no 'env --default-signal' on this system: kill -9 and Ctrl-C in the middle"
+    skip "no 'env --default-signal' on this system: what happens in the middle of a run"
 fi
 
 echo "# quantize: $passed passed, $failed failed, $skipped skipped"

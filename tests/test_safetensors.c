@@ -245,7 +245,15 @@ static void test_sets(void) {
     expect_set("an index that is cut", "", -1, "E_JSON", "expected");
     write_text("model.safetensors.index.json", "");
     expect_set("an empty index", "", -1, "E_JSON", "expected");
-    unlink(path);
+    char *many = malloc((size_t)65537 * 16 + 64), *end = many + sprintf(many, "{\"weight_map\":{");
+    for (int i = 0; i <= 65536; i++) end += sprintf(end, "%s\"%d\":\"f\"", i ? "," : "", i);
+    strcpy(end, "}}");
+    write_text("model.safetensors.index.json", many);
+    free(many);
+    expect_set("an index of 65,537 tensors", "", -1, "E_NTENSORS", "65536");
+    unlink(in_folder("model.safetensors.index.json"));
+    if (mkfifo(path, 0600) == 0) expect_set("an index that is a FIFO", "", -1, "E_NOTFILE", "regular");
+    unlink(in_folder("model.safetensors.index.json"));
     unlink(in_folder("other-00001-of-00001.safetensors"));
     write_file(two, "{\"a\":" T("F32", "2", "0,8") "}", 8);
     expect_set("a name in two parts", "", -1, "E_NAME_DUP", two);

@@ -330,8 +330,8 @@ static void put_text(TokText *out, const char *s, size_t n) {
 }
 
 static void put_scalar(TokText *out, uint32_t c) {
-    unsigned char s[4];
-    put_text(out, (char *)s, (size_t)tok__put_utf8(s, c));
+    char s[4];
+    put_text(out, s, gguf_utf8(c, s));
 }
 
 // The long texts that are given by a rule (README.md of the golden data names them).

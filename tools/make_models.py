@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""Makes all files of models/ from nothing: text, tokenizer-ready rows, two models, two drafters. One GPU, PyTorch 2.
+
+  python3 tools/make_models.py --work DIR              every stage whose files are not there yet; stop and start at will
+  python3 tools/make_models.py --work DIR --only mini  one stage, in this process
+  python3 tools/make_models.py --work DIR --smoke      every stage with a handful of steps, to see that all runs
+
+Stages run side by side as far as they can: text | mini, mini-e (as the text comes) | rows (needs mini) | mtp, dflash.
+Each writes DIR/STAGE.log. Training resumes from a state that is saved every 1000 steps.
+"""
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+STEPS, SMOKE_STEPS = 5200, 16                  # of 65,536 ids, for each of the two models
+STAGES = {                                     # stage: (stages it needs, the file that it writes last)
+    "text": ((), "text.done"),
+    "mini": ((), "gemma4-mini-q8_0.gguf"),
+    "mini-e": ((), "gemma4-mini-e-q8_0.gguf"),
+    "rows": (("mini",), "rows.npz"),
+    "mtp": (("rows",), "mtp.json"),
+    "dflash": (("rows",), "dflash.json")}
+
+
+def run_stage(stage, work, smoke, device):
+    def file(name):
+        return os.path.join(work, name)
+
+    start = time.time()
+
+    def log(line):
+        print("%6.0f s  %s" % (time.time() - start, line), flush=True)
+
+    n_steps = SMOKE_STEPS if smoke else STEPS
+    log("start")
+    if stage == "text":
+        import train
+        train.make_text(file("text"), n_steps, max(2, (os.cpu_count() or 4) - 4))
+        open(file("text.done"), "w").close()
+    elif stage in ("mini", "mini-e"):
+        import gemma4
+        import gguf
+        import train
+        form = gemma4.MINI if stage == "mini" else gemma4.MINI_E
+        weights = train.train(form, work, n_steps, device, log)
+        for kind, name in ((gguf.F16, "f16"), (gguf.Q8_0, "q8_0")):
+            size = gemma4.write_model(file("%s-%s.gguf" % (form.file, name)), form, weights, kind)
+            log("%s %s: %d bytes" % (form.file, name, size))
+    else:
+        import drafters
+        target, rows = file("gemma4-mini-f16.gguf"), file("rows.npz")
+        if stage == "rows":
+            sizes = dict(n_train=480, n_text=256, n_measured=8) if smoke else {}
+            drafters.make_rows(rows, target, device, log, **sizes)
+        else:
+            make = drafters.train_mtp if stage == "mtp" else drafters.train_dflash
+            few = dict(n_steps=SMOKE_STEPS) if smoke else {}
+            measured = make(file("gemma4-mini-%s-q8_0.gguf" % stage), rows, target, device, log, **few)
+            with open(file(stage + ".json"), "w") as f:
+                json.dump(measured, f, indent=1)
+    log("done")
+
+
+def run_all(work, smoke, device):
+    running, failed = {}, []
+
+    def is_done(stage):
+        return stage not in running and os.path.exists(os.path.join(work, STAGES[stage][1]))
+
+    while not failed and (running or not all(map(is_done, STAGES))):
+        for stage, (needs, _) in STAGES.items():
+            if stage not in running and not is_done(stage) and all(map(is_done, needs)):
+                command = [sys.executable, os.path.join(HERE, "make_models.py"), "--work", work, "--only", stage,
+                           "--device", device] + ["--smoke"] * smoke
+                with open(os.path.join(work, stage + ".log"), "a") as log:
+                    running[stage] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+                print("%s: started" % stage, flush=True)
+        time.sleep(0.5)
+        for stage, process in list(running.items()):
+            if process.poll() is not None:
+                del running[stage]
+                print("%s: %s" % (stage, "done" if process.returncode == 0 else "FAILED, see %s.log" % stage), flush=True)
+                if process.returncode:
+                    failed.append(stage)
+    for process in running.values():
+        process.terminate()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    ap = argparse.ArgumentParser()
+    ap.add_argument("--work", required=True)
+    ap.add_argument("--only", choices=STAGES)
+    ap.add_argument("--smoke", action="store_true")
+    ap.add_argument("--device", default="cuda")
+    a = ap.parse_args()
+    os.makedirs(a.work, exist_ok=True)
+    if a.only:
+        run_stage(a.only, a.work, a.smoke, a.device)
+    else:
+        sys.exit(run_all(a.work, a.smoke, a.device))
