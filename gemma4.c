@@ -4,7 +4,7 @@
  *              (declared in gemma4.h) -> cpu_attend [6]. The forward pass is written once, against a table of operations;
  *              a backend fills the table.
  * CONTENTS     search for "[n]"
- *   [1]  Limits, helpers, die()
+ *   [1]  Limits, helpers, die(), threads
  *   [2]  Config: model-wide and per layer
  *   [3]  Weights: names, shapes, binding
  *   [4]  Hugging Face folders
@@ -45,7 +45,7 @@
 #include "gguf.h"
 #include "tokenizer.h"
 
-// ==== [1] Limits, helpers, die() =====================================================================================
+// ==== [1] Limits, helpers, die(), threads ============================================================================
 // Two kinds of failure, never mixed: bad input prints one line and exits 1; our own bug is an assert.
 
 enum { MAX_LAYERS = 512, MAX_HEAD_DIM = 512, MAX_EXPERTS = 1024, MAX_CONTEXT = 1 << 24, MAX_VOCAB = 1 << 24 };
@@ -188,8 +188,8 @@ static void work_on_job(void) {                        // until no piece is left
     uint64_t open = atomic_load(&pool.open);
     while ((uint32_t)open) {
         if (!atomic_compare_exchange_weak(&pool.open, &open, open - 1)) continue;
-        const size_t first = (size_t)(pool.n_pieces - (uint32_t)open) * (size_t)pool.step, left = (size_t)pool.n_items - first;
-        pool.work(pool.task, (int)first, (int)(first + (left < (size_t)pool.step ? left : (size_t)pool.step)));
+        const int first = (int)(pool.n_pieces - (uint32_t)open) * pool.step;       // below n_items
+        pool.work(pool.task, first, first + min_int(pool.step, pool.n_items - first));
         if (atomic_fetch_sub(&pool.undone, 1) == 1 && atomic_load(&pool.caller_sleeps)) {
             pthread_mutex_lock(&pool.lock);
             pthread_cond_signal(&pool.done);
@@ -1803,8 +1803,11 @@ static inline float tanh_of(float x) { return 1 - 2 / (1 + exp_of(2 * x)); }
 
 // v[i] = act(v[i]). 0.5 (1 + tanh u) is 1 / (1 + e^(-2 u)).
 static void activate(ActFn fn, float *v, int n) {
-    if (fn == ACT_SILU) for (int i = 0; i < n; i++) v[i] = v[i] / (1 + exp_of(-v[i]));
-    else for (int i = 0; i < n; i++) v[i] = v[i] / (1 + exp_of(-1.5957691216057308f * (v[i] + 0.044715f * v[i] * v[i] * v[i])));
+    for (int i = 0; i < n && fn == ACT_SILU; i++) v[i] = v[i] / (1 + exp_of(-v[i]));
+    for (int i = 0; i < n && fn == ACT_GELU; i++) {
+        const float x = v[i];
+        v[i] = x / (1 + exp_of(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+    }
 }
 
 // One row of In: stores x' where wanted, leaves y in out (cols).
@@ -2104,7 +2107,8 @@ static void expert_down_tiles(const void *task, int begin, int end) {   // of 16
     const ExpertDown *o = job->down;
     const Pairs *p = &job->pairs;
     const int n = o->down->rows;
-    float part[PASS_PAIRS][WIDTH], tile[TILE_ROWS][WIDTH];              // by pair: they are added in the order of a row's choices
+    float part[PASS_PAIRS][WIDTH];                     // by pair: they are added in the order of a row's choices
+    float tile[TILE_ROWS][WIDTH];
     for (int first = begin * WIDTH; first < end * WIDTH; first += WIDTH) {
         const int width = min_int(WIDTH, n - first), at_once = job->y.packed ? TILE_ROWS : 1;
         for (int x = 0; x < p->n_experts; x++)
@@ -2278,12 +2282,19 @@ typedef struct {
     float max[QUERIES], sum[QUERIES];
 } Softmax;
 
-typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));    // the compiler splits it where it must
+#if defined(__AVX512F__)
+enum { LANES = 16 };
+#elif defined(__AVX__)
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
+typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
 
 // out[i] += sum over j, ascending, of p[j] * v[key[j]][i]; dim is a multiple of 32.
 static void add_values(float *out, const float *v, const int *key, const float *p, int n, int dim) {
     int i = 0;
-    for (; i + 64 <= dim; i += 64) {
+    for (; i + 4 * LANES <= dim; i += 4 * LANES) {
         Vector *o = (Vector *)(out + i), a = o[0], b = o[1], c = o[2], d = o[3];
         for (int j = 0; j < n; j++) {
             const Vector *from = (const Vector *)(v + (size_t)key[j] * dim + i);
@@ -3679,7 +3690,8 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, bool one_by_one) 
         char count[32], mark[48];
         snprintf(count, sizeof count, "%.2f %s", params / (params < 1e9 ? 1e6 : 1e9), params < 1e9 ? "M" : "B");
         snprintf(mark, sizeof mark, "%.2f ± %.2f", mean, sd);
-        if (one_by_one) snprintf(read_rate, sizeof read_rate, share_of > 0 ? "%.2f (%.0f %%)" : "%.2f", rate * 1e-9, share_of * 100);
+        if (one_by_one)
+            snprintf(read_rate, sizeof read_rate, share_of > 0 ? "%.2f (%.0f %%)" : "%.2f", rate * 1e-9, share_of * 100);
         printf("| %-30s | %10s | %10s | %-10s | %7d | %15s | %21s | %18s |\n", model_name(m), size, count, m->ops->name,
                pool.n_threads, test, mark, read_rate);
     } else if (o->format == BENCH_CSV) {
@@ -4110,7 +4122,8 @@ static const Flag flags[] = {
       "most tokens to generate; default -1: until the turn ends or the context is full" },
     { "-c", "--ctx-size", "N", FLAG_INT, RUNS, FIELD(n_ctx), 1, MAX_CONTEXT,
       "tokens of context; default: the model's, 8192 at most" },
-    { "-t", "--threads", "N", FLAG_INT, RUNS | BENCH | QUANTIZE, FIELD(n_threads), 1, MAX_THREADS, "CPU threads; default: one per core" },
+    { "-t", "--threads", "N", FLAG_INT, RUNS | BENCH | QUANTIZE, FIELD(n_threads), 1, MAX_THREADS,
+      "CPU threads; default: one per core" },
     { "--system", "-sys", "TEXT", FLAG_TEXT, GENERATE, FIELD(system), 0, 0, "system turn; default: none" },
     { "--think", NULL, NULL, FLAG_ON, GENERATE, FIELD(think), 0, 0,
       "let the model think before it answers; default: it answers at once" },
@@ -4429,7 +4442,8 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
 }
 
 int main(int argc, char **argv) {
-    Flags f = { .n_predict = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN, .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5 };
+    Flags f = { .n_predict = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN, .min_p = NAN, .repeat = 1, .seed = NAN,
+                .n_runs = 5 };
     parse_flags(&f, argc, argv);
     if (f.help) {
         print_help();
