@@ -1,13 +1,14 @@
 # Makefile - builds the engine, its tests and its fuzzers. A C compiler is all it needs; `make help` lists the targets.
 #
 # Only ./gemma4 lands in this directory, everything else in build/. Set on the command line as needed:
-#   CC=clang   CFLAGS="-O2 -g"   WERROR=1 (warnings are errors)   ARCH=sm_90, native, all-major (for which GPUs)
-#   PREFIX=/usr/local   DESTDIR=   FUZZ_SECONDS=60   MODEL=file.gguf (for bench)   STRICT=1 (a skipped test fails)
-#   LONG=1 (more mutated files in the tests)
+#   CC=clang   CFLAGS="-O2 -g"   EDIT=0 (no line editing)   WERROR=1 (warnings are errors)
+#   ARCH=sm_90, native, all-major (for which GPUs)   PREFIX=/usr/local   DESTDIR=   FUZZ_SECONDS=60   MODEL=file.gguf (for bench)
+#   STRICT=1 (a skipped test fails)   LONG=1 (more mutated files in the tests)
 
 B       := build
 BIN     := gemma4
 CFLAGS  ?= -O3 -march=native -g
+EDIT    ?= 1
 PREFIX  ?= /usr/local
 MODEL   ?= models/gemma4-mini-q8_0.gguf
 # Without a GPU to look at: the oldest that the kernels run on; newer ones translate it when they load it.
@@ -18,6 +19,14 @@ CUBLAS  := $(wildcard $(addsuffix ../include/cublas_v2.h,$(dir $(NVCC))) /usr/in
 ENGINE  := $(if $(and $(strip $(NVCC)),$(KERNELS),$(CUBLAS)),cuda,cpu)
 
 # -ffp-contract=off: the CPU operations are the reference, so a*b + c rounds twice with every compiler.
+# The chat edits lines with libedit, or else readline, when a program built with it links.
+ifeq ($(EDIT),1)
+EDIT_NAME := $(firstword $(foreach name,editline readline,$(shell mkdir -p $(B); \
+    echo 'int main(void) { rl_callback_handler_remove(); }' | $(CC) $(CFLAGS) -include stdio.h \
+    -include $(name)/readline.h -xc - -o $(B)/edit_probe $(LDFLAGS) -l$(name:editline=edit) 2>/dev/null && echo $(name))))
+EDIT_FLAG := $(patsubst editline,-DUSE_EDITLINE,$(patsubst readline,-DUSE_READLINE,$(EDIT_NAME)))
+EDIT_LIB  := $(patsubst %,-l%,$(EDIT_NAME:editline=edit))
+endif
 COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -pthread -ffp-contract=off $(CFLAGS)
 SOURCES  := gemma4.c $(wildcard *.h)
 PROGRAMS := $(patsubst tests/%.c,$(B)/%,\
@@ -38,15 +47,15 @@ no-cuda:
 	CUDA toolkit or set NVCC=/path/to/nvcc); or use 'make cpu'" >&2; exit 1
 
 $(B)/gemma4-cpu: $(SOURCES) $(B)/flags
-	$(COMPILE) gemma4.c -o $@ $(LDFLAGS) -lm
+	$(COMPILE) $(EDIT_FLAG) gemma4.c -o $@ $(LDFLAGS) $(EDIT_LIB) -lm
 $(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/kernels.o
-	$(NVCC) $^ -o $@ $(CUDA_LIBS)
+	$(NVCC) $^ -o $@ $(EDIT_LIB) $(CUDA_LIBS)
 $(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
-	$(COMPILE) -DUSE_CUDA -c gemma4.c -o $@
+	$(COMPILE) $(EDIT_FLAG) -DUSE_CUDA -c gemma4.c -o $@
 $(B)/kernels.o: gemma4_kernels.cu gemma4.h $(B)/flags
 	$(NVCC) -O3 -std=c++17 -lineinfo --split-compile=0 $(ARCH_FLAGS) -c $< -o $@
 $(B)/flags: FORCE               # holds the command lines; a change of compiler or flags rebuilds what they built
-	@mkdir -p $(B); echo '$(COMPILE) $(NVCC) $(ARCH)' | cmp -s - $@ || echo '$(COMPILE) $(NVCC) $(ARCH)' > $@
+	@mkdir -p $(B); echo '$(COMPILE) $(EDIT_LIB) $(NVCC) $(ARCH)' | cmp -s - $@ || echo '$(COMPILE) $(EDIT_LIB) $(NVCC) $(ARCH)' > $@
 
 test: $(ENGINE) test-programs   ## build what is missing and run all tests
 	@BUILD=$(B) GEMMA4='$(CURDIR)/$(BIN)' sh tests/run.sh

@@ -1,10 +1,10 @@
 /* gemma4.c - Gemma 4 inference: load a GGUF, run the transformer, print text.
  *
- * HOW TO READ  Start low: main [12] -> verb_generate -> generate [9] -> step [8] -> forward [7] -> attention -> op->attend
- *              (declared in gemma4.h) -> cpu_attend [6]. The forward pass is written once, against a table of operations;
- *              a backend fills the table.
+ * HOW TO READ  Start low: main [13] -> verb_generate -> answer [12] -> generate [9] -> step [8] -> forward [7] ->
+ *              attention -> op->attend (declared in gemma4.h) -> cpu_attend [6]. The forward pass is written once, against
+ *              a table of operations; a backend fills the table.
  * CONTENTS     search for "[n]"
- *   [1]  Limits, helpers, die()
+ *   [1]  Limits, helpers, die(), threads
  *   [2]  Config: model-wide and per layer
  *   [3]  Weights: names, shapes, binding
  *   [4]  Hugging Face folders
@@ -13,9 +13,10 @@
  *   [7]  The forward pass
  *   [8]  Step: batch, run, commit
  *   [9]  Text: tokenizer, sampling, generation
- *   [10] Verbs: logits, tokenize, detokenize, bench
+ *   [10] Verbs: logits, tokenize, detokenize, plan, bench
  *   [11] Quantise
- *   [12] Command line
+ *   [12] Chat
+ *   [13] Command line
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
  *              allocates nothing, unless --dump is given.
  * TRAPS        the list before forward: every way this model differs from Llama. */
@@ -36,16 +37,25 @@
 #include <string.h>
 #include <strings.h>
 #include <sys/mman.h>
+#include <sys/select.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+#if defined(USE_EDITLINE)     // the Makefile found libedit
+#include <editline/readline.h>
+#define EDITS_LINES
+#elif defined(USE_READLINE)   // or readline
+#include <readline/readline.h>
+#include <readline/history.h>
+#define EDITS_LINES
+#endif
 #define GGUF_IMPLEMENTATION
 #define TOKENIZER_IMPLEMENTATION
 #include "gemma4.h"
 #include "gguf.h"
 #include "tokenizer.h"
 
-// ==== [1] Limits, helpers, die() =====================================================================================
+// ==== [1] Limits, helpers, die(), threads ============================================================================
 // Two kinds of failure, never mixed: bad input prints one line and exits 1; our own bug is an assert.
 
 enum { MAX_LAYERS = 512, MAX_HEAD_DIM = 512, MAX_EXPERTS = 1024, MAX_CONTEXT = 1 << 24, MAX_VOCAB = 1 << 24 };
@@ -188,8 +198,8 @@ static void work_on_job(void) {                        // until no piece is left
     uint64_t open = atomic_load(&pool.open);
     while ((uint32_t)open) {
         if (!atomic_compare_exchange_weak(&pool.open, &open, open - 1)) continue;
-        const size_t first = (size_t)(pool.n_pieces - (uint32_t)open) * (size_t)pool.step, left = (size_t)pool.n_items - first;
-        pool.work(pool.task, (int)first, (int)(first + (left < (size_t)pool.step ? left : (size_t)pool.step)));
+        const int first = (int)(pool.n_pieces - (uint32_t)open) * pool.step;       // below n_items
+        pool.work(pool.task, first, first + min_int(pool.step, pool.n_items - first));
         if (atomic_fetch_sub(&pool.undone, 1) == 1 && atomic_load(&pool.caller_sleeps)) {
             pthread_mutex_lock(&pool.lock);
             pthread_cond_signal(&pool.done);
@@ -225,10 +235,14 @@ static void start_threads(int n) {
     pthread_atfork(NULL, NULL, pool_forked);
     if (pthread_attr_init(&attr) || pthread_attr_setstacksize(&attr, STACK_BYTES)) die("threads: no memory");
     pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
+    sigset_t all, before;                              // signals are for the thread that may wait for input
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     for (int i = 1; i < pool.n_threads; i++) {
         const int error = pthread_create(&id, &attr, pool_thread, NULL);
         if (error) die("-t: cannot start %d threads: %s; try -t %d", pool.n_threads, strerror(error), i);
     }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attr);
 }
 
@@ -1185,14 +1199,17 @@ static void open_model_file(Gguf *g, const char *path) {
 // for n_batch rows.
 
 typedef struct {
-    int    n_ctx;             // tokens a session can hold; 0: as many as the model was trained for, 8192 at most
+    int    n_ctx;             // tokens a session can hold; 0: as many as the model was trained for, 8192 at most; CTX_FIT
     int    n_seqs;            // sessions
     int    n_batch;           // most rows of a step, >= STEP_ROWS
     int    n_logits;          // most rows of a step that want logits
     KvType k_type, v_type;    // of global layers; rings are f16, or f32 when k_type is
     bool   untied;            // keep K and V apart also where they come from one projection
     bool   penalties, bias;   // sampling counts tokens; adds a bias to logits
+    size_t memory;            // bytes that the backend is taken to have; 0: what it has
 } PlanOptions;
+
+enum { CTX_FIT = -1 };        // n_ctx: as many tokens as memory has room for, up to those the model was trained for
 
 typedef struct {              // bytes
     size_t weights;           // that the backend keeps itself; 0: read in the mapped file
@@ -1256,6 +1273,7 @@ typedef struct {
     Cache        stage;                // rows of a prompt step on sliding layers, until their ring takes them
     // host side
     int         *len;                  // (n_seqs) mirror of s.len
+    int         *seen;                 // (n_seqs) how far rows were ever written: rings have lost what is far behind it
     Row         *rows, *kept_rows;     // what the last step was made of
     Segment     *segs;
     int32_t     *kept_index;
@@ -1433,19 +1451,58 @@ static void plan_memory(Model *m, Arena *a) {
     const size_t before = a->used;
     plan_state(m, a);
     m->plan.activations = a->used - before;
+    const Limits lim = plan_limits(m);
+    m->plan.scratch = m->ops->scratch_bytes(&lim);
+}
+
+// Makes session seq n tokens long, n <= len. They are ids, which penalties count. False, with nothing done: a ring has moved
+// on and lost rows that the token behind them would see.
+static bool shorten_session(Model *m, int seq, const int32_t *ids, int n) {
+    const int32_t len = n;
+    for (int i = 0; i < m->n_caches; i++) {
+        const int slots = m->caches[i].slots;
+        if (slots < m->seen[seq] && m->seen[seq] - n > slots - (m->config.n_swa - 1)) return false;
+    }
+    m->len[seq] = n;
+    m->ops->copy(&(Copy){ m->s.len + seq, &len, sizeof len, COPY_IN });
+    if (!m->s.counts) return true;
+    const size_t vocab = (size_t)m->config.vocab;
+    int32_t *counts = alloc_or_die(vocab, sizeof *counts);
+    for (int i = 0; i < n; i++) counts[ids[i]]++;
+    m->ops->copy(&(Copy){ m->s.counts + (size_t)seq * vocab, counts, vocab * sizeof *counts, COPY_IN });
+    free(counts);
+    return true;
 }
 
 static void reset_session(Model *m, int seq) {         // forget everything; no cached row needs to be erased
-    const int32_t zero = 0;
-    m->len[seq] = 0;
-    m->ops->copy(&(Copy){ m->s.len + seq, &zero, sizeof zero, COPY_IN });
-    if (!m->s.counts) return;
-    const size_t vocab = (size_t)m->config.vocab;
-    int32_t *none = alloc_or_die(vocab, sizeof *none);
-    m->ops->copy(&(Copy){ m->s.counts + (size_t)seq * vocab, none, vocab * sizeof *none, COPY_IN });
-    free(none);
+    m->seen[seq] = 0;
+    shorten_session(m, seq, NULL, 0);
 }
 
+// Copies the rows of session seq in all rings that can move on to host memory, COPY_OUT, or back. Returns their bytes; host
+// NULL: only that.
+static size_t copy_rings(Model *m, int seq, uint8_t *host, CopyKind kind) {
+    size_t n = 0;
+    for (int i = 0; i < m->n_caches; i++) {
+        const Cache *c = &m->caches[i];
+        if (c->slots >= m->options.n_ctx + STEP_ROWS) continue;
+        const size_t rows = (size_t)c->n_kv_heads * (size_t)c->slots;
+        const KvPlane *planes[] = { &c->k, &c->v };
+        for (int k = 0; k < 2; k++) {
+            const KvPlane *p = planes[k];
+            const struct { uint8_t *data; size_t bytes; } parts[] = { { p->data, rows * kv_row_bytes(p->type, p->dim) },
+                { p->scale, p->scale ? rows * kv_scale_bytes(p->type, p->dim) : 0 } };
+            for (int j = 0; j < 2; n += parts[j++].bytes) {
+                if (!host || !parts[j].bytes) continue;
+                uint8_t *there = parts[j].data + (size_t)seq * parts[j].bytes;
+                m->ops->copy(&(Copy){ kind == COPY_OUT ? host + n : there, kind == COPY_OUT ? there : host + n,
+                                      parts[j].bytes, kind });
+            }
+        }
+    }
+    if (host) m->ops->wait();
+    return n;
+}
 // Tokens that the file forbids to sample (tokenizer.ggml.suppress_tokens) leave the mask; all others stay.
 static void load_mask(Model *m) {
     const size_t words = round_up((size_t)m->config.vocab, 32) / 32;
@@ -1470,8 +1527,50 @@ static void load_mask(Model *m) {
     free(mask);
 }
 
-// Open, check, plan, reserve. Dies with one line on bad input. dump_dir may be NULL.
-static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
+// Plans for a context of n_ctx tokens. Returns the bytes that have to be there: the arena, the backend's scratch, and weights
+// that are read in the mapped file.
+static size_t plan_context(Model *m, int n_ctx) {
+    Arena arena = { 0 };
+    m->options.n_ctx = n_ctx;
+    plan_memory(m, &arena);
+    return arena.used + m->plan.scratch + (m->plan.weights ? 0 : m->binder.bytes);
+}
+
+// Bytes that a plan may take: as many as the user says, else what is free, less a 32nd part for what others take meanwhile.
+static size_t plan_budget(const Model *m) {
+    size_t free_bytes, total;
+    if (m->options.memory) return m->options.memory;
+    m->ops->memory(&free_bytes, &total);
+    return free_bytes - free_bytes / 32;
+}
+
+// The longest context, at most `most`, that the budget has room for; 0: not even the smallest.
+static int largest_context(Model *m, int most) {
+    const size_t budget = plan_budget(m);
+    int low = 0, high = (most - 1) / TILE_SLOTS + 1;   // in tiles: has room, has none
+    if (plan_context(m, most) <= budget) return most;
+    while (high - low > 1) {
+        const int mid = low + (high - low) / 2;
+        *(plan_context(m, mid * TILE_SLOTS) <= budget ? &low : &high) = mid;
+    }
+    return low * TILE_SLOTS;
+}
+
+// The plan has no room: what it needs, and what would have room.
+__attribute__((noreturn)) static void die_no_room(Model *m) {
+    const int n_ctx = m->options.n_ctx, most = largest_context(m, n_ctx);
+    char advice[64] = "a smaller model";
+    if (most) snprintf(advice, sizeof advice, "-c %d", most);
+    const double gib = 1 << 30, needed = (double)plan_context(m, n_ctx);
+    die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f) of %.2f "
+        "GiB; try %s", n_ctx, needed / gib, (double)(m->plan.weights ? m->plan.weights : m->binder.bytes) / gib,
+        (double)(m->plan.kv_global + m->plan.kv_rings) / gib,
+        (double)(m->plan.activations + m->plan.stage + m->plan.scratch) / gib, (double)plan_budget(m) / gib, advice);
+}
+
+// Opens and checks a model and plans its memory, of which nothing is reserved yet. Dies with one line on bad input. dump_dir
+// may be NULL.
+static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
     memset(m, 0, sizeof *m);
     m->ops = ops;
     m->dump_dir = dump_dir;
@@ -1488,7 +1587,6 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     bind_weights(b, &m->config, &m->weights);
 
     const Config *c = &m->config;
-    if (!o.n_ctx) o.n_ctx = min_int(c->n_ctx_train, 8192);
     o.n_batch = max_int(o.n_batch, STEP_ROWS);
     m->options = o;
     bool has_tied = false;
@@ -1496,33 +1594,33 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     if (has_tied && !o.untied && o.k_type != o.v_type)
         die("-ctv: expected the type of -ctk, got another: global layers of this model store K and V as one; "
             "try --kv-layout untied");
+    int n_ctx = o.n_ctx;
+    if (n_ctx == CTX_FIT) n_ctx = max_int(largest_context(m, c->n_ctx_train), TILE_SLOTS);
+    plan_context(m, n_ctx ? n_ctx : min_int(c->n_ctx_train, 8192));
+}
 
+// Open, check, plan, reserve. Dies with one line on bad input or when there is no room. dump_dir may be NULL.
+static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
+    plan_model(m, path, ops, o, dump_dir);
+    if ((o.memory || o.n_ctx == CTX_FIT) && plan_context(m, m->options.n_ctx) > plan_budget(m)) die_no_room(m);
     Arena arena = { 0 };
     plan_memory(m, &arena);
     const Limits lim = plan_limits(m);
     ops->init(&lim);
-    const size_t wanted = arena.used;
-    m->arena = ops->reserve(wanted);
-    if (!m->arena) {
-        size_t free_bytes, total;
-        ops->memory(&free_bytes, &total);
-        const double gib = 1 << 30;
-        die("out of memory: the plan needs %.2f GiB (weights %.2f, KV cache %.2f, activations %.2f) of %.2f GiB free; "
-            "try a smaller -c", (double)wanted / gib, (double)m->plan.weights / gib,
-            (double)(m->plan.kv_global + m->plan.kv_rings) / gib, (double)(m->plan.activations + m->plan.stage) / gib,
-            (double)free_bytes / gib);
-    }
+    m->arena = ops->reserve(arena.used);
+    if (!m->arena) die_no_room(m);
     arena = (Arena){ .base = m->arena };
     plan_memory(m, &arena);
-    m->plan.scratch = ops->scratch_bytes(&lim);
 
-    m->len = alloc_or_die(o.n_seqs, sizeof *m->len);
-    m->rows = alloc_or_die(o.n_batch, sizeof *m->rows);
-    m->kept_rows = alloc_or_die(o.n_logits, sizeof *m->kept_rows);
-    m->segs = alloc_or_die(o.n_seqs, sizeof *m->segs);
-    m->kept_index = alloc_or_die(o.n_logits, sizeof *m->kept_index);
-    m->chunk = alloc_or_die(o.n_batch, sizeof *m->chunk);
-    for (int i = 0; i < o.n_seqs; i++) reset_session(m, i);
+    const int n_seqs = m->options.n_seqs, n_batch = m->options.n_batch, n_logits = m->options.n_logits;
+    m->len = alloc_or_die(n_seqs, sizeof *m->len);
+    m->seen = alloc_or_die(n_seqs, sizeof *m->seen);
+    m->rows = alloc_or_die(n_batch, sizeof *m->rows);
+    m->kept_rows = alloc_or_die(n_logits, sizeof *m->kept_rows);
+    m->segs = alloc_or_die(n_seqs, sizeof *m->segs);
+    m->kept_index = alloc_or_die(n_logits, sizeof *m->kept_index);
+    m->chunk = alloc_or_die(n_batch, sizeof *m->chunk);
+    for (int i = 0; i < n_seqs; i++) reset_session(m, i);
     load_mask(m);
     for (int t = 0; t < 2; t++)
         ops->copy(&(Copy){ m->s.inv_freq[t], m->weights.inv_freq[t], m->weights.n_pairs[t] * sizeof(double), COPY_IN });
@@ -1639,6 +1737,7 @@ static void free_model(Model *m) {
     free(m->binder.uploads);
     free(m->binder.derived);
     free(m->len);
+    free(m->seen);
     free(m->rows);
     free(m->kept_rows);
     free(m->segs);
@@ -1673,9 +1772,8 @@ static void cpu_upload(Tensor *w, void *dst) {         // weights are read in th
 }
 
 static void cpu_memory(size_t *free_bytes, size_t *total) {
-    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    *free_bytes = (size_t)sysconf(_SC_AVPHYS_PAGES) * page;
-    *total = (size_t)sysconf(_SC_PHYS_PAGES) * page;
+    *free_bytes = available_memory();
+    *total = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
 }
 
 static void read_words(const void *task, int first, int end) {
@@ -1814,8 +1912,11 @@ static inline float tanh_of(float x) { return 1 - 2 / (1 + exp_of(2 * x)); }
 
 // v[i] = act(v[i]). 0.5 (1 + tanh u) is 1 / (1 + e^(-2 u)).
 static void activate(ActFn fn, float *v, int n) {
-    if (fn == ACT_SILU) for (int i = 0; i < n; i++) v[i] = v[i] / (1 + exp_of(-v[i]));
-    else for (int i = 0; i < n; i++) v[i] = v[i] / (1 + exp_of(-1.5957691216057308f * (v[i] + 0.044715f * v[i] * v[i] * v[i])));
+    for (int i = 0; i < n && fn == ACT_SILU; i++) v[i] = v[i] / (1 + exp_of(-v[i]));
+    for (int i = 0; i < n && fn == ACT_GELU; i++) {
+        const float x = v[i];
+        v[i] = x / (1 + exp_of(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+    }
 }
 
 // One row of In: stores x' where wanted, leaves y in out (cols).
@@ -2115,7 +2216,8 @@ static void expert_down_tiles(const void *task, int begin, int end) {   // of 16
     const ExpertDown *o = job->down;
     const Pairs *p = &job->pairs;
     const int n = o->down->rows;
-    float part[PASS_PAIRS][WIDTH], tile[TILE_ROWS][WIDTH];              // by pair: they are added in the order of a row's choices
+    float part[PASS_PAIRS][WIDTH];                     // by pair: they are added in the order of a row's choices
+    float tile[TILE_ROWS][WIDTH];
     for (int first = begin * WIDTH; first < end * WIDTH; first += WIDTH) {
         const int width = min_int(WIDTH, n - first), at_once = job->y.packed ? TILE_ROWS : 1;
         for (int x = 0; x < p->n_experts; x++)
@@ -2289,12 +2391,19 @@ typedef struct {
     float max[QUERIES], sum[QUERIES];
 } Softmax;
 
-typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));    // the compiler splits it where it must
+#if defined(__AVX512F__)
+enum { LANES = 16 };
+#elif defined(__AVX__)
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
+typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
 
 // out[i] += sum over j, ascending, of p[j] * v[key[j]][i]; dim is a multiple of 32.
 static void add_values(float *out, const float *v, const int *key, const float *p, int n, int dim) {
     int i = 0;
-    for (; i + 64 <= dim; i += 64) {
+    for (; i + 4 * LANES <= dim; i += 4 * LANES) {
         Vector *o = (Vector *)(out + i), a = o[0], b = o[1], c = o[2], d = o[3];
         for (int j = 0; j < n; j++) {
             const Vector *from = (const Vector *)(v + (size_t)key[j] * dim + i);
@@ -3030,6 +3139,7 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
         const StepSeg *in = &segs[i];
         assert(m->n_rows + in->n <= m->options.n_batch && (in->kind == SEG_CHAIN || in->n <= STEP_ROWS));
         assert(m->len[in->seq] + in->n <= m->options.n_ctx + STEP_ROWS);
+        m->seen[in->seq] = max_int(m->seen[in->seq], m->len[in->seq] + in->n);
         m->segs[i] = (Segment){ .seq = in->seq, .first = m->n_rows, .n = in->n, .kind = (int32_t)in->kind };
         staged |= in->n > STEP_ROWS;
         for (int j = 0; j < in->n; j++) {
@@ -3124,6 +3234,11 @@ static volatile sig_atomic_t interrupted;              // set by the first Ctrl-
 
 static void on_interrupt(int signal_number) {
     (void)signal_number;
+    if (interrupted) {                                 // what was generated is written; a terminal is as we found it
+        const char *end = bar_shown ? "\r\033[K" : "";
+        if (write(2, end, strlen(end)) < 0) _exit(1);
+        _exit(130);
+    }
     interrupted = 1;
 }
 
@@ -3300,6 +3415,9 @@ typedef struct {
     int          top_logits;  // candidates of every token to show on stderr
     TextList     stops;       // text that ends the generation and is not printed
     bool         show_thoughts;
+    bool         newline;     // end the text with one also where it does not go to a terminal
+    int          think_budget;   // tokens of thought, after which it is closed; -1: as many as the model likes
+    bool         shift;       // a full context drops its oldest tokens; else it ends the generation
     SampleParams sampling;
 } GenerateOptions;
 
@@ -3337,7 +3455,7 @@ static void print_top_logits(Model *m, const Tokenizer *t, int32_t chosen, int n
 }
 
 typedef struct {              // how much of a reply has been written, in bytes, and what waits
-    size_t content, thought;
+    size_t content, thought, passed;   // passed: of content, what the stop strings let through
     Stops  stops;
     char  *text;              // (cap) room for what passes the stop strings
     size_t cap;
@@ -3358,7 +3476,9 @@ static void show_reply(const TokReply *r, Shown *at, bool thoughts) {
             at->text = realloc(at->text, at->cap = 2 * need);
             if (!at->text) die("out of memory: %zu bytes wanted", at->cap);
         }
-        write_text(at->text, stops_push(&at->stops, r->content.s + at->content, n, at->text));
+        const size_t passed = stops_push(&at->stops, r->content.s + at->content, n, at->text);
+        write_text(at->text, passed);
+        at->passed += passed;
         at->content = r->content.n;
     }
 }
@@ -3378,84 +3498,217 @@ static void show_calls(const TokReply *r) {
     }
 }
 
-// Continues session 0 with the prompt (ids, n >= 1) and prints what follows. Returns 0, or 130 after Ctrl-C.
-static int generate(Model *m, Tokenizer *t, const int32_t *prompt, int n, const GenerateOptions *o) {
+// Session 0 and the tokens that it holds. A prompt runs only from where it differs from them.
+typedef struct {
+    Model     *m;
+    Tokenizer *t;
+    TokIds     held;          // (m->len[0]) the committed tokens
+    uint8_t   *rings;         // the rings as they were when the first `mark` of them were held: to go back further than rings
+    int        mark;          // reach. 0: nothing is kept
+    int        mark_seen;
+} Session;
+
+static void session_free(Session *s) {
+    tok_ids_free(&s->held);
+    free(s->rings);
+}
+
+static void hold(Session *s, int32_t id) {
+    if (tok__push(s->t, &s->held, id) < 0) die("%s", s->t->err);
+}
+
+// Cuts the session back to what it shares with a prompt (ids, n >= 1), less the last token, which has to run for its logits.
+// Where the rings do not reach back as far, they are put back as they were at the mark; else the session starts again.
+static void session_keep(Session *s, const int32_t *ids, int n) {
+    Model *m = s->m;
+    int same = 0;
+    while (same < min_int(n - 1, m->len[0]) && s->held.ids[same] == ids[same]) same++;
+    if (same < s->mark) s->mark = 0;
+    if (!shorten_session(m, 0, ids, same)) {
+        same = s->mark;
+        if (same) {
+            copy_rings(m, 0, s->rings, COPY_IN);
+            m->seen[0] = s->mark_seen;
+            shorten_session(m, 0, ids, same);
+        } else {
+            reset_session(m, 0);
+        }
+    }
+    s->held.n = (size_t)same;
+}
+
+// Runs a prompt (ids, n >= 1) as far as the session does not hold it. The last row's logits are row 0 afterwards, and its
+// step is not committed. mark: how many of the tokens a later prompt is sure to begin with, 0 if that is not known. Returns
+// how many tokens it ran, or -1 after Ctrl-C: what ran is committed.
+static int session_prompt(Session *s, const int32_t *ids, int n, int mark) {
+    Model *m = s->m;
+    session_keep(s, ids, n);
+    const int kept = m->len[0];
+    bool done = true;
+    if (mark > kept && mark < n && copy_rings(m, 0, NULL, COPY_OUT)) {
+        done = run_prompt(m, 0, ids + kept, mark - kept, "prompt", &interrupted);
+        if (done) {
+            commit_all(m);
+            if (!s->rings) s->rings = alloc_or_die(copy_rings(m, 0, NULL, COPY_OUT), 1);
+            copy_rings(m, 0, s->rings, COPY_OUT);
+            s->mark = mark;
+            s->mark_seen = m->seen[0];
+        }
+    }
+    if (done) done = run_prompt(m, 0, ids + m->len[0], n - m->len[0], "prompt", &interrupted);
+    for (int i = kept; i < m->len[0]; i++) hold(s, ids[i]);
+    return done ? n - kept : -1;
+}
+
+static void session_commit(Session *s) {               // all rows of the last step
+    commit_all(s->m);
+    for (int i = 0; i < s->m->n_rows; i++) hold(s, s->m->rows[i].token);
+}
+
+// The context is full: of its tokens the first n_head stay, and the newest half of the room behind these; they run again,
+// with n more tokens, whose last one's logits are row 0 afterwards. 0: the head leaves less than half of the context, so
+// nothing was done; -1 after Ctrl-C.
+static int session_shift(Session *s, int n_head, const int32_t *next, int n) {
+    const int n_ctx = s->m->options.n_ctx, half = (n_ctx - n_head) / 2, len = s->m->len[0];
+    if (n_head > n_ctx / 2 || half < n) return 0;
+    int32_t *ids = alloc_or_die((size_t)(n_head + half + n), sizeof *ids);
+    memcpy(ids, s->held.ids, (size_t)n_head * sizeof *ids);
+    memcpy(ids + n_head, s->held.ids + len - half, (size_t)half * sizeof *ids);
+    memcpy(ids + n_head + half, next, (size_t)n * sizeof *ids);
+    fprintf(stderr, "%s# context full: %d tokens dropped, the first %d and the newest %d stay\n",
+            isatty(1) && isatty(2) ? "\n" : "", len - n_head - half, n_head, half);
+    const int ran = session_prompt(s, ids, n_head + half + n, 0);
+    free(ids);
+    return ran;
+}
+
+typedef struct {              // what a turn took
+    int         n_prompt, n_run;       // tokens of the prompt, and those that were not in the cache
+    int         made, steps;           // tokens generated, decoding steps
+    int         shifts;                // times the context was full
+    double      prompt_seconds, decode_seconds, read;     // read: bytes that the decoding steps had to read
+    uint64_t    hash;                  // of the last logits: two runs that agree to the last bit show it here
+    const char *why;                   // it stopped
+} Turn;
+
+static void print_turn(const Turn *t) {
+    fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s", t->n_run, t->prompt_seconds, t->n_run / t->prompt_seconds);
+    if (t->n_run < t->n_prompt) fprintf(stderr, "; %d were in the cache", t->n_prompt - t->n_run);
+    if (t->steps)
+        fprintf(stderr, "\n# decode: %d steps in %.3f s, %.1f tok/s, %.2f GB/s", t->steps, t->decode_seconds,
+                t->steps / t->decode_seconds, t->read / t->decode_seconds * 1e-9);
+    fprintf(stderr, "\n# %d tokens generated, stopped: %s", t->made, t->why);
+    if (t->hash) fprintf(stderr, "; last logits %016" PRIx64, t->hash);
+    fprintf(stderr, "\n");
+}
+
+// A prompt as generate() takes it.
+typedef struct {
+    const int32_t *ids;       // (n), n >= 1
+    int            n;
+    int            n_head;    // the first of them that stay when the context shifts: <bos> and the system turn
+    int            mark;      // see session_prompt
+} Prompt;
+
+// Answers a prompt in session 0 and prints the answer, which is left in *reply ({0}, or a used one), cut where a stop string
+// began. interrupted tells of Ctrl-C.
+static Turn generate(Session *s, const Prompt *p, const GenerateOptions *o, TokReply *reply) {
+    Model *m = s->m;
+    Tokenizer *t = s->t;
     const Ops *op = m->ops;
     const int n_top = min_int(o->top_logits, m->config.vocab);
-    float *top_logits = n_top ? alloc_or_die(m->config.vocab, sizeof *top_logits) : NULL;
+    float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
     Candidate *top = n_top ? alloc_or_die(m->config.vocab, sizeof *top) : NULL;
-    TokReply reply = { 0 };
     Shown at = { .stops = stops_new(&o->stops) };
-    tok_reply_start(t, &reply, prompt, (size_t)n);
+    TokIds name = { 0 }, next = { 0 };                 // of a thought: its first line; what the next step takes
+    Turn turn = { .n_prompt = p->n, .why = "end of turn" };
+    if (tok_encode(t, "thought\n", 8, TOK_PLAIN, &name) < 0) die("%s", t->err);
+    tok_reply_start(t, reply, p->ids, (size_t)p->n);
     op->copy(&(Copy){ m->s.params, &o->sampling, sizeof o->sampling, COPY_IN });
 
     const double t_start = seconds();
-    const bool prompted = run_prompt(m, 0, prompt, n, "prompt", &interrupted);
-    if (!prompted) n = m->len[0];                      // as far as it came
+    const int before = m->len[0];
+    const int ran = session_prompt(s, p->ids, p->n, p->mark);
+    turn.n_run = ran < 0 ? max_int(m->len[0] - before, 0) : ran;
     op->wait();
     const double t_prompt = seconds();
-    int made = 0, steps = 0;
-    double read = 0;                                   // bytes that the decoding steps had to read
-    const char *why = "end of turn";
-    for (; prompted; made++) {                         // here a step has been run and its rows are not committed yet
-        if (made == o->n_predict) { why = "-n reached"; break; }
-        if (interrupted) break;
+    int named = tok_reply_thinks(reply) ? (int)name.n : 0, thought = 0;      // tokens of the name, of thoughts
+    bool stepped = ran >= 0;                           // a step has been run and its rows are not committed yet
+    while (stepped && !interrupted) {
+        if (turn.made >= o->n_predict && o->n_predict >= 0) { turn.why = "-n reached"; break; }
         const Batch b = { .rows = m->s.kept_rows, .segs = m->s.segs, .len = m->s.len, .n_rows = 1, .n_segs = 1 };
         if (op->begin((StepKey){ .kind = STEP_SAMPLE, .rows = 1, .logits = 1 }))
             op->sample(&(Sample){ .batch = &b, .vocab = m->config.vocab, .logits = m->s.logits, .params = m->s.params,
                                   .mask = m->s.mask, .bias = m->s.bias, .counts = m->s.counts,
                                   .step_rows = m->s.counts ? m->s.rows : NULL, .out = m->s.chosen });
         op->end();
-        commit_all(m);
+        session_commit(s);
         int32_t token;
         op->copy(&(Copy){ &token, m->s.chosen, sizeof token, COPY_OUT });
         op->wait();
         if (token < 0)
             die("%s: no token can be chosen at position %d: the logits are not numbers, so the file is damaged, or every "
                 "token is suppressed", m->gguf.path, m->len[0] - 1);
-        if (n_top) print_top_logits(m, t, token, n_top, top_logits, top);
-        const int over = o->ignore_eos && tok_is_stop(t, token) ? 0 : tok_reply_push(t, &reply, token);
+        if (n_top) print_top_logits(m, t, token, n_top, logits, top);
+        const bool thought_before = tok_reply_thinks(reply);
+        int over = o->ignore_eos && tok_is_stop(t, token) ? 0 : tok_reply_push(t, reply, token);
+        turn.made++;
+        next.n = 0;
+        if (tok__push(t, &next, token) < 0) die("%s", t->err);
+        if (!tok_reply_thinks(reply)) named = 0;
+        else if (thought_before) *(named < (int)name.n ? &named : &thought) += 1;
+        if (!over && o->think_budget >= 0 && thought >= o->think_budget && tok_reply_thinks(reply) && named == (int)name.n) {
+            const TokStr last = tok_piece(t, token, false);
+            const bool line_ended = last.n && last.s[last.n - 1] == '\n';
+            if ((!line_ended && tok_encode(t, "\n", 1, TOK_PLAIN, &next) < 0) || tok__push(t, &next, t->channel_close) < 0)
+                die("%s", t->err);
+            for (size_t i = 1; i < next.n && !over; i++, turn.made++) over = tok_reply_push(t, reply, next.ids[i]);
+        }
         if (over < 0) die("%s", t->err);
-        show_reply(&reply, &at, o->show_thoughts);
-        if (at.stops.hit) { made++; why = "stop string"; break; }
-        if (over) { why = reply.finish == TOK_TOOL_CALLS ? "tool call" : why; break; }
-        if (m->len[0] == m->options.n_ctx) { made++; why = "context full"; break; }
-        if (made + 1 == o->n_predict) continue;        // nobody needs what follows the last token
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = token, .want = true } }, 1);
-        steps++;
-        read += bytes_per_token(m, m->len[0]);
+        show_reply(reply, &at, o->show_thoughts);
+        if (at.stops.hit) { turn.why = "stop string"; break; }
+        if (over) { turn.why = reply->finish == TOK_TOOL_CALLS ? "tool call" : turn.why; break; }
+        if (turn.made >= o->n_predict && o->n_predict >= 0) { turn.why = "-n reached"; break; }  // nobody needs what follows
+        if (m->len[0] + (int)next.n > m->options.n_ctx) {
+            const int shifted = o->shift ? session_shift(s, p->n_head, next.ids, (int)next.n) : 0;
+            if (!shifted) { turn.why = "context full"; break; }
+            stepped = shifted > 0;
+            turn.shifts++;
+            continue;
+        }
+        for (size_t i = 0; i < next.n; i++) m->chunk[i] = (StepRow){ .token = next.ids[i], .want = i + 1 == next.n };
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = (int)next.n, .rows = m->chunk }, 1);
+        turn.steps++;
+        turn.read += bytes_per_token(m, m->len[0]);
     }
-    const double t_end = seconds();
-    if (tok_reply_end(t, &reply) < 0) die("%s", t->err);
-    show_reply(&reply, &at, o->show_thoughts);
-    if (at.text) write_text(at.text, stops_flush(&at.stops, at.text));
+    if (tok_reply_end(t, reply) < 0) die("%s", t->err);
+    show_reply(reply, &at, o->show_thoughts);
+    if (at.text) {
+        const size_t n = stops_flush(&at.stops, at.text);
+        write_text(at.text, n);
+        at.passed += n;
+    }
+    reply->content.n = at.passed;
     if (at.thought && !at.content) fprintf(stderr, "\n");
-    show_calls(&reply);
-    if (isatty(1) && !reply.n_calls) write_text("\n", 1);
-    if (interrupted) why = "interrupted";
-
-    fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s\n", n, t_prompt - t_start, n / (t_prompt - t_start));
-    const double t_decode = t_end - t_prompt;
-    if (steps)
-        fprintf(stderr, "# decode: %d steps in %.3f s, %.1f tok/s, %.2f GB/s\n", steps, t_decode, steps / t_decode,
-                read / t_decode * 1e-9);
-    fprintf(stderr, "# %d tokens generated, stopped: %s", made, why);
-    if (prompted) {                                    // two runs that agree to the last bit show it here
-        float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
+    show_calls(reply);
+    if ((o->newline || isatty(1)) && !reply->n_calls) write_text("\n", 1);
+    if (interrupted) turn.why = "interrupted";
+    turn.prompt_seconds = t_prompt - t_start;
+    turn.decode_seconds = seconds() - t_prompt;
+    if (ran >= 0) {
         read_logits(m, 0, logits);
-        fprintf(stderr, "; last logits %016" PRIx64, hash_bytes(logits, (size_t)m->config.vocab * sizeof *logits));
-        free(logits);
+        turn.hash = hash_bytes(logits, (size_t)m->config.vocab * sizeof *logits);
     }
-    fprintf(stderr, "\n");
-    tok_reply_free(&reply);
+    tok_ids_free(&name);
+    tok_ids_free(&next);
     free(at.stops.held);
     free(at.text);
-    free(top_logits);
+    free(logits);
     free(top);
-    return interrupted ? 130 : 0;
+    return turn;
 }
 
-// ==== [10] Verbs: logits, tokenize, detokenize, bench ================================================================
+// ==== [10] Verbs: logits, tokenize, detokenize, plan, bench ==========================================================
 
 // gemma4 logits: the logits of every position of a list of ids, after the soft-cap, as n x vocab float32.
 static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const char *ids_path, const char *out_path,
@@ -3556,6 +3809,43 @@ static void verb_detokenize(const char *model, const char *list) {
     gguf_close(&g);
 }
 
+// gemma4 plan: what a context takes in memory, without taking it. Dies when it does not fit.
+static void verb_plan(const char *model, const Ops *ops, PlanOptions o) {
+    static const int contexts[] = { 8 << 10, 32 << 10, 128 << 10, 256 << 10, 1 << 20 };
+    const double gib = 1 << 30;
+    Model *m = alloc_or_die(1, sizeof *m);
+    plan_model(m, model, ops, o, NULL);
+    const int n_ctx = m->options.n_ctx, trained = m->config.n_ctx_train, most = largest_context(m, trained);
+    size_t free_bytes, total;
+    ops->memory(&free_bytes, &total);
+    const size_t needed = plan_context(m, n_ctx), budget = plan_budget(m);
+    const Plan plan = m->plan;
+    const size_t weights = plan.weights ? plan.weights : m->binder.bytes;
+    printf("%s: context %d, trained for %d\n", model_name(m), n_ctx, trained);
+    printf("weights      %9.3f GiB%s\n", (double)weights / gib, plan.weights ? "" : ", read in the mapped file");
+    printf("global KV    %9.3f GiB\n", (double)plan.kv_global / gib);
+    printf("rings        %9.3f GiB\n", (double)plan.kv_rings / gib);
+    printf("stage        %9.3f GiB\n", (double)plan.stage / gib);
+    printf("activations  %9.3f GiB\n", (double)plan.activations / gib);
+    printf("scratch      %9.3f GiB\n", (double)plan.scratch / gib);
+    printf("total        %9.3f GiB\n", (double)needed / gib);
+    printf("room         %9.3f GiB, %s\n", (double)budget / gib,
+           o.memory ? "as --vram says" : "31/32 of the backend's free memory");
+    if (!o.memory) printf("free         %9.3f GiB of %.3f\n", (double)free_bytes / gib, (double)total / gib);
+    printf("largest context that fits: %d%s\n\n", most, most == trained ? ", as trained" : "");
+    printf("%8s  %9s  %9s\n", "context", "KV GiB", "total GiB");
+    for (size_t i = 0; i < sizeof contexts / sizeof *contexts; i++) {
+        const size_t all = plan_context(m, contexts[i]);
+        printf("%8d  %9.3f  %9.3f  %s%s\n", contexts[i], (double)(m->plan.kv_global + m->plan.kv_rings) / gib,
+               (double)all / gib, all <= budget ? "fits" : "does not fit",
+               contexts[i] > trained ? ", past the trained length" : "");
+    }
+    if (fflush(stdout) || ferror(stdout)) die("standard output: %s", strerror(errno));
+    if (plan_context(m, n_ctx) > budget) die_no_room(m);
+    free_model(m);
+    free(m);
+}
+
 // ---- bench: speed in the conventions of llama-bench ----
 // ppN runs a prompt of N random tokens, tgN generates N tokens one by one; "@ dN" after N tokens in the context that have
 // really been run. A warm-up, then repetitions: mean and standard deviation of tokens per second.
@@ -3571,30 +3861,11 @@ typedef struct {
 typedef struct {
     Model   *m;
     int32_t *ids;             // (n_ctx) random
-    char    *rings;           // the rings at the depth of the tests; global layers need no copy: rows above len are free
+    uint8_t *rings;           // the rings at the depth of the tests; global layers need no copy: rows above len are free
     int      depth;           // tokens of session 0 at which these were taken
     double   bandwidth;       // bytes/s of the memory, 0: not known
     int      n_printed;
 } Bench;
-
-// Copies all rings to the host, or back; NULL: only counts the bytes.
-static size_t copy_rings(const Model *m, char *host, bool back) {
-    size_t bytes = 0;
-    for (int l = 0; l < m->config.first_shared; l++) {
-        const Cache *c = &m->caches[m->cache_of[l]];
-        const size_t rows = (size_t)c->n_seqs * c->n_kv_heads * (size_t)c->slots;
-        for (int i = 0; i < 4 && m->config.layer[l].is_swa; i++) {
-            const KvPlane *p = i & 1 ? &c->v : &c->k;
-            void *data = i & 2 ? p->scale : p->data;
-            const size_t n = rows * (i & 2 ? kv_scale_bytes(p->type, p->dim) : kv_row_bytes(p->type, p->dim));
-            if (host && n) m->ops->copy(&(Copy){ back ? (void *)(host + bytes) : data, back ? data : host + bytes, n,
-                                                 back ? COPY_OUT : COPY_IN });
-            bytes += n;
-        }
-    }
-    m->ops->wait();
-    return bytes;
-}
 
 static void set_length(Model *m, int seq, int32_t len) {
     m->len[seq] = len;
@@ -3625,7 +3896,7 @@ static void bench_to_depth(Bench *b, int depth) {      // n tokens are run and k
     snprintf(what, sizeof what, "filling d%d", depth);
     if (depth < b->depth) reset_session(b->m, 0);
     bench_run(b, depth - b->m->len[0], false, what);
-    copy_rings(b->m, b->rings, true);
+    copy_rings(b->m, 0, b->rings, COPY_OUT);
     b->depth = depth;
 }
 
@@ -3669,7 +3940,7 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, bool one_by_one) 
     snprintf(what, sizeof what, "%.19s", test);
     for (int i = 0; i < o->n_runs; i++) {
         progress(what, i, o->n_runs, "runs");
-        copy_rings(m, b->rings, false);
+        copy_rings(m, 0, b->rings, COPY_IN);
         set_length(m, 0, b->depth);
         speed[i] = n / bench_run(b, n, one_by_one, NULL);
         mean += speed[i] / o->n_runs;
@@ -3703,7 +3974,8 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, bool one_by_one) 
         char count[32], mark[48];
         snprintf(count, sizeof count, "%.2f %s", params / (params < 1e9 ? 1e6 : 1e9), params < 1e9 ? "M" : "B");
         snprintf(mark, sizeof mark, "%.2f ± %.2f", mean, sd);
-        if (one_by_one) snprintf(read_rate, sizeof read_rate, share_of > 0 ? "%.2f (%.0f %%)" : "%.2f", rate * 1e-9, share_of * 100);
+        if (one_by_one)
+            snprintf(read_rate, sizeof read_rate, share_of > 0 ? "%.2f (%.0f %%)" : "%.2f", rate * 1e-9, share_of * 100);
         printf("| %-30s | %10s | %10s | %-10s | %7d | %15s | %21s | %18s |\n", model_name(m), size, count, m->ops->name,
                pool.n_threads, test, mark, read_rate);
     } else if (o->format == BENCH_CSV) {
@@ -3744,7 +4016,7 @@ static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const B
     read_weights(m, false);
     bench.ids = alloc_or_die(o.n_ctx, sizeof *bench.ids);
     for (int i = 0; i < o.n_ctx; i++) bench.ids[i] = (int32_t)(random_unit(1, i) * (float)m->config.vocab);
-    bench.rings = alloc_or_die(copy_rings(m, NULL, true), 1);
+    bench.rings = alloc_or_die(copy_rings(m, 0, NULL, COPY_OUT), 1);
     bench.bandwidth = ops->bandwidth ? ops->bandwidth() : 0;
     bench_run(&bench, min_int(warm_up, o.n_batch), false, "warming up");
     set_length(m, 0, 0);
@@ -3756,7 +4028,7 @@ static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const B
             if (b->prompts.n[k]) bench_test(&bench, b, b->prompts.n[k], false);
         for (int k = 0; k < b->generated.count; k++)
             if (b->generated.n[k]) bench_test(&bench, b, b->generated.n[k], true);
-        copy_rings(m, bench.rings, false);
+        copy_rings(m, 0, bench.rings, COPY_IN);
         set_length(m, 0, bench.depth);
     }
     const double gib = 1 << 30;
@@ -4193,36 +4465,508 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
     gguf_close(&g);
 }
 
-// ==== [12] Command line ==============================================================================================
+// ==== [12] Chat ======================================================================================================
+// A conversation is a list of messages as in the OpenAI API. Each turn renders all of it and runs what the session does not
+// hold yet. In a chat nothing that the user types ends the program but /exit, Ctrl-D, or Ctrl-C twice.
+
+typedef struct {
+    Session  s;
+    TokText  messages;        // JSON list; a system message comes first
+    size_t   n_skipped;       // messages behind the system message that the model is no longer shown
+    TokStr   tools;           // JSON list, or empty
+    bool     think, verbose;
+    bool     chatting;        // more turns will follow
+    GenerateOptions options;
+    TokReply reply;
+    Turn     turn;            // the last one; why NULL: there was none
+    char     err[512];        // why the last turn could not be
+} Chat;
+
+static bool has_role(const GgufJson *message, const char *role) {
+    GgufJson v;
+    return gguf_json_get(message, "role", &v) && gguf_json_is(&v, role);
+}
+
+static bool is_system(const GgufJson *message) { return has_role(message, "system") || has_role(message, "developer"); }
+
+static GgufJson message_list(const TokText *messages) {           // they are ours or were checked
+    GgufJson list;
+    size_t at;
+    const char *err;
+    if (!messages->n || gguf_json_parse(messages->s, messages->n, &list, &at, &err) < 0)
+        list = (GgufJson){ GGUF_J_ARRAY, "[]", 2 };
+    return list;
+}
+
+static size_t count_messages(const TokText *messages, const char *role) {         // role NULL: all but the system message
+    GgufJson rest = message_list(messages), m;
+    size_t n = 0;
+    while (gguf_json_next(&rest, NULL, &m)) n += role ? has_role(&m, role) : !is_system(&m);
+    return n;
+}
+
+// Appends one message, given as JSON.
+static void append_message(TokText *list, TokStr json) {
+    if (!tok__open_list(list, json.n + 1) || !tok__append(list, json.s, json.n) || !tok__append(list, "]", 1))
+        die("out of memory for a conversation");
+}
+
+// Appends to *to the system message, if it is wanted, and those of the others that have number first or more, counted without
+// it, and less than end.
+static void copy_messages(const TokText *from, bool system, size_t first, size_t end, TokText *to) {
+    GgufJson rest = message_list(from), m;
+    for (size_t i = 0; gguf_json_next(&rest, NULL, &m); ) {
+        if (is_system(&m) ? system : i >= first && i < end) append_message(to, (TokStr){ m.s, m.n });
+        i += !is_system(&m);
+    }
+}
+
+static void keep_messages(TokText *messages, bool system, size_t end) {            // drops the others
+    TokText kept = { 0 };
+    copy_messages(messages, system, 0, end, &kept);
+    tok_text_free(messages);
+    *messages = kept;
+}
+
+// The prompt that shows the messages from number first to end, counted without the system message. < 0: t->err says why.
+static int render(Chat *c, size_t first, size_t end, bool cue, TokIds *ids) {
+    TokText shown = { 0 };
+    copy_messages(&c->messages, true, first, end, &shown);
+    const TokChat chat = { .messages = { shown.s, shown.n }, .tools = c->tools, .think = c->think, .add_cue = cue };
+    ids->n = 0;
+    int status = tok_chat(c->s.t, &chat, ids, NULL);
+    tok_text_free(&shown);
+    if (status || !cue || c->options.think_budget) return status;
+    TokReply open = { 0 };                             // a cue that opens a thought, of which there is to be none
+    tok_reply_start(c->s.t, &open, ids->ids, ids->n);
+    if (tok_reply_thinks(&open)) status = tok__push(c->s.t, ids, c->s.t->channel_close);
+    tok_reply_free(&open);
+    return status;
+}
+
+// The conversation no longer fits: of its messages the newest stay that fill at most half of the context, from a user's on;
+// or only the last of the user's and what follows it, if that fits at all. False: it does not.
+static bool skip_oldest(Chat *c, TokIds *ids) {
+    const size_t n_ctx = (size_t)c->s.m->options.n_ctx, n = count_messages(&c->messages, NULL), before = c->n_skipped;
+    GgufJson rest = message_list(&c->messages), m;
+    bool fits = false;
+    for (size_t i = 0; !fits && gguf_json_next(&rest, NULL, &m); i += !is_system(&m)) {
+        if (i <= c->n_skipped || !has_role(&m, "user")) continue;
+        c->n_skipped = i;
+        if (render(c, i, n, true, ids) < 0) return false;
+        fits = ids->n <= n_ctx / 2;
+    }
+    if (c->n_skipped == before || ids->n >= n_ctx) {
+        c->n_skipped = before;
+        return false;
+    }
+    fprintf(stderr, "# context full: the oldest %zu messages are no longer shown to the model\n", c->n_skipped);
+    return true;
+}
+
+static int same_ids(const TokIds *a, const TokIds *b) {           // how many at the beginning
+    size_t n = 0;
+    while (n < a->n && n < b->n && a->ids[n] == b->ids[n]) n++;
+    return (int)n;
+}
+
+// Answers the conversation as it stands, prints the answer and adds it. False: it could not, and c->err says why.
+static bool answer(Chat *c) {
+    Model *m = c->s.m;
+    const size_t n = count_messages(&c->messages, NULL);
+    TokIds ids = { 0 }, part = { 0 };
+    bool ok = render(c, c->n_skipped, n, true, &ids) == 0;
+    if (!ok) {
+        snprintf(c->err, sizeof c->err, "%s", c->s.t->err);
+    } else if (ids.n > (size_t)m->options.n_ctx && !(c->options.shift && skip_oldest(c, &ids))) {
+        snprintf(c->err, sizeof c->err, "context full: the conversation has %zu tokens, the context %d; try -c %zu%s", ids.n,
+                 m->options.n_ctx, ids.n + 512, c->options.shift || n < 2 ? "" : ", --context-shift or /clear");
+        ok = false;
+    }
+    if (ok) {
+        Prompt p = { .ids = ids.ids, .n = (int)ids.n };
+        if (render(c, 0, 0, false, &part) == 0) p.n_head = same_ids(&part, &ids);
+        if (c->chatting && render(c, c->n_skipped, n, false, &part) == 0) p.mark = same_ids(&part, &ids);
+        c->turn = generate(&c->s, &p, &c->options, &c->reply);
+        const bool empty = !c->reply.content.n && !c->reply.thought.n && !c->reply.n_calls;
+        if (!empty && tok_add_reply(&c->messages, &c->reply) < 0) die("out of memory for a conversation");
+    }
+    tok_ids_free(&ids);
+    tok_ids_free(&part);
+    return ok;
+}
+
+static void chat_free(Chat *c) {
+    session_free(&c->s);
+    tok_text_free(&c->messages);
+    tok_reply_free(&c->reply);
+}
+
+// ---- lines from the terminal ----
+
+typedef enum { LINE_TEXT, LINE_END, LINE_INTERRUPTED } LineKind;
+
+// Waits for standard input. False: Ctrl-C came first. SIGINT is blocked but for here, so none is missed.
+static bool wait_for_input(const sigset_t *unblocked) {
+    fd_set set;
+    FD_ZERO(&set);
+    FD_SET(0, &set);
+    while (!interrupted && pselect(1, &set, NULL, NULL, NULL, unblocked) < 0 && errno == EINTR) {}
+    return !interrupted;
+}
+
+#ifdef EDITS_LINES
+static char *edited;                                   // by the library: a line, or NULL at the end of input
+static bool edit_ended;
+
+static void on_edited(char *line) {
+    edited = line;
+    edit_ended = true;
+    rl_callback_handler_remove();                      // the terminal is as we found it from here on
+}
+
+static LineKind edit_line(const char *prompt, const sigset_t *unblocked, TokText *line) {
+    edit_ended = false;
+    rl_callback_handler_install(prompt, on_edited);
+    while (!edit_ended && wait_for_input(unblocked)) rl_callback_read_char();
+    if (!edit_ended) {
+        rl_callback_handler_remove();
+        return LINE_INTERRUPTED;
+    }
+    if (!edited) return LINE_END;
+    const bool ok = tok__append(line, edited, strlen(edited));
+    if (!ok) die("out of memory for a line");
+    free(edited);
+    return LINE_TEXT;
+}
+#endif
+
+// The next line of standard input without its end, appended to *line. The prompt is shown on a terminal only.
+static LineKind read_line(const char *prompt, TokText *line) {
+    static char buffer[4096];
+    static size_t n, at;                               // bytes read, and those used up
+    sigset_t blocked, before;
+    LineKind kind = LINE_TEXT;
+    sigemptyset(&blocked);
+    sigaddset(&blocked, SIGINT);
+    sigprocmask(SIG_BLOCK, &blocked, &before);
+    interrupted = 0;
+#ifdef EDITS_LINES
+    if (isatty(0) && isatty(2)) {
+        kind = edit_line(prompt, &before, line);
+        goto out;
+    }
+#endif
+    if (isatty(0)) fputs(prompt, stderr);
+    for (size_t start = line->n; ; ) {
+        const char *end = memchr(buffer + at, '\n', n - at);
+        const size_t got = end ? (size_t)(end - buffer) - at : n - at;
+        if (!tok__append(line, buffer + at, got)) die("out of memory for a line");
+        at += got + (end != NULL);
+        if (end) break;
+        if (!wait_for_input(&before)) {
+            kind = LINE_INTERRUPTED;
+            break;
+        }
+        const ssize_t bytes = read(0, buffer, sizeof buffer);
+        if (bytes < 0 && errno == EINTR) continue;
+        if (bytes < 0) die("standard input: %s", strerror(errno));
+        n = (size_t)bytes;
+        at = 0;
+        if (n) continue;
+        if (line->n == start) kind = LINE_END;
+        break;
+    }
+#ifdef EDITS_LINES
+out:
+#endif
+    if (kind != LINE_TEXT && isatty(0)) fputc('\n', stderr);
+    sigprocmask(SIG_SETMASK, &before, NULL);
+    return kind;
+}
+
+// What the user says: a line, and those that follow it as long as each ends in a backslash, which becomes a line break.
+static LineKind read_message(TokText *text) {
+    text->n = 0;
+    LineKind kind = read_line("> ", text);
+    while (kind == LINE_TEXT && text->n && text->s[text->n - 1] == '\\') {
+        text->s[text->n - 1] = '\n';
+        kind = read_line(". ", text);
+        if (kind == LINE_END) kind = LINE_TEXT;
+    }
+    return kind;
+}
+
+// ---- commands ----
+
+// The calls of the last answer that wait for a result: how many, and the first one's id.
+static size_t calls_waiting(const TokText *messages, GgufJson *id) {
+    GgufJson rest = message_list(messages), m, calls = { .type = GGUF_J_NULL }, call;
+    size_t results = 0, n = 0, waiting = 0;
+    while (gguf_json_next(&rest, NULL, &m)) {
+        results = has_role(&m, "tool") ? results + 1 : 0;
+        if (!results && (!gguf_json_get(&m, "tool_calls", &calls) || calls.type != GGUF_J_ARRAY)) calls.type = GGUF_J_NULL;
+    }
+    if (calls.type == GGUF_J_NULL) return 0;
+    for (rest = calls; gguf_json_next(&rest, NULL, &call); n++) {
+        if (n < results) continue;
+        if (!waiting++ && !gguf_json_get(&call, "id", id)) *id = (GgufJson){ GGUF_J_NULL, "null", 4 };
+    }
+    return waiting;
+}
+
+static bool retry(Chat *c) {                           // answers the last message of the user again, with another seed
+    GgufJson rest = message_list(&c->messages), m;
+    size_t last = 0, i = 0;
+    for (; gguf_json_next(&rest, NULL, &m); i += !is_system(&m))
+        if (has_role(&m, "user")) last = i + 1;
+    if (!last) {
+        snprintf(c->err, sizeof c->err, "nothing was said yet");
+        return false;
+    }
+    if (last < i) c->options.sampling.seed++;
+    keep_messages(&c->messages, true, last);
+    return answer(c);
+}
+
+static void set_system(Chat *c, TokStr text) {
+    TokText all = { 0 };
+    if (text.n && tok_add_message(&all, "system", text) < 0) die("out of memory for a conversation");
+    copy_messages(&c->messages, false, 0, SIZE_MAX, &all);
+    tok_text_free(&c->messages);
+    c->messages = all;
+}
+
+// Writes the conversation. The file is there as a whole or as it was. 0, or errno.
+static int save_messages(const Chat *c, const char *path) {
+    char draft[4096];
+    if (snprintf(draft, sizeof draft, "%s.part", path) >= (int)sizeof draft) return ENAMETOOLONG;
+    FILE *f = fopen(draft, "wb");
+    if (!f) return errno;
+    const GgufJson list = message_list(&c->messages);
+    bool ok = fwrite(list.s, 1, list.n, f) == list.n && fputc('\n', f) != EOF && !fflush(f) && !fsync(fileno(f));
+    int err = ok ? 0 : errno;
+    if (fclose(f) && ok) ok = false, err = errno;
+    if (ok && !rename(draft, path)) return 0;
+    if (ok) err = errno;
+    remove(draft);
+    return err;
+}
+
+// Reads a conversation in place of the one there is. False, with nothing changed: c->err says why.
+static bool load_messages(Chat *c, const char *path) {
+    TokText text = { 0 };
+    TokIds ids = { 0 };
+    char block[1 << 14];
+    FILE *f = fopen(path, "rb");
+    bool ok = f != NULL;
+    for (size_t n; ok && (n = fread(block, 1, sizeof block, f)) > 0; ) ok = tok__append(&text, block, n);
+    if (!ok || ferror(f)) {
+        snprintf(c->err, sizeof c->err, "/load: %s: %s", path, strerror(f ? errno : ENOENT));
+        ok = false;
+    }
+    if (f) fclose(f);
+    if (ok) {
+        const TokText before = c->messages;
+        const TokChat chat = { .messages = { text.s, text.n }, .tools = c->tools, .think = c->think };
+        ok = tok_chat(c->s.t, &chat, &ids, NULL) == 0;
+        if (ok) c->messages = text, text = before, c->n_skipped = 0;
+        else snprintf(c->err, sizeof c->err, "/load: %s: %s", path, c->s.t->err);
+    }
+    tok_text_free(&text);
+    tok_ids_free(&ids);
+    return ok;
+}
+
+static void print_stats(const Chat *c) {
+    if (c->turn.why) print_turn(&c->turn);
+    fprintf(stderr, "# context: %d of %d tokens held; %zu messages", c->s.m->len[0], c->s.m->options.n_ctx,
+            count_messages(&c->messages, NULL));
+    if (c->n_skipped) fprintf(stderr, ", the oldest %zu of them not shown to the model", c->n_skipped);
+    fprintf(stderr, "\n");
+}
+
+typedef enum { CMD_HELP, CMD_SYSTEM, CMD_SAVE, CMD_LOAD, CMD_CLEAR, CMD_STATS, CMD_RETRY, CMD_TOOL, CMD_EXIT } Command;
+
+static const struct { const char *name, *value, *help; Command command; } commands[] = {
+    { "/help", NULL, "this list", CMD_HELP },
+    { "/system", "[TEXT]", "replace the system turn; without TEXT: take it away", CMD_SYSTEM },
+    { "/save", "FILE", "write the conversation, a JSON list of messages as in the OpenAI API", CMD_SAVE },
+    { "/load", "FILE", "go on with such a conversation instead of this one", CMD_LOAD },
+    { "/clear", NULL, "forget everything but the system turn", CMD_CLEAR },
+    { "/stats", NULL, "speed of the last answer, and how full the context is", CMD_STATS },
+    { "/retry", NULL, "answer the last message again, with another seed", CMD_RETRY },
+    { "/tool", "RESULT", "the result of a call the model made: a JSON object, or any text", CMD_TOOL },
+    { "/exit", NULL, "the end, as Ctrl-D is; Ctrl-C ends an answer, and twice the program", CMD_EXIT },
+    { "/quit", NULL, "the same", CMD_EXIT },
+};
+enum { N_COMMANDS = sizeof commands / sizeof *commands };
+
+// Adds the result of the first call that waits for one, and answers when none does any more.
+static bool add_result(Chat *c, TokStr text) {
+    GgufJson id, object;
+    size_t at;
+    const char *err;
+    const size_t waiting = calls_waiting(&c->messages, &id);
+    if (!waiting) {
+        snprintf(c->err, sizeof c->err, "/tool: no call waits for a result");
+        return false;
+    }
+    TokText m = { 0 };
+    const bool is_object = gguf_json_parse(text.s, text.n, &object, &at, &err) == 0 && object.type == GGUF_J_OBJECT;
+    bool ok = tok__append(&m, "{\"role\":\"tool\",\"tool_call_id\":", 30) && tok__append(&m, id.s, id.n) &&
+              tok__append(&m, ",\"content\":", 11);
+    ok = ok && (is_object ? tok__append(&m, object.s, object.n) : tok_add_json_string(&m, text) == 0);
+    if (!ok || !tok__append(&m, "}", 1)) die("out of memory for a conversation");
+    append_message(&c->messages, (TokStr){ m.s, m.n });
+    tok_text_free(&m);
+    if (waiting == 1) return answer(c);
+    fprintf(stderr, "# %zu more %s a result\n", waiting - 1, waiting == 2 ? "call waits for" : "calls wait for");
+    return true;
+}
+
+// Carries out a line that begins with a slash. False: it was the last one.
+static bool command(Chat *c, char *line) {
+    size_t n = strcspn(line, " \t"), i = 0;
+    char *value = line + n + strspn(line + n, " \t");
+    size_t n_value = strlen(value);
+    while (n_value && strchr(" \t\r", value[n_value - 1])) value[--n_value] = 0;
+    while (i < N_COMMANDS && (strlen(commands[i].name) != n || memcmp(commands[i].name, line, n))) i++;
+    if (i == N_COMMANDS) {
+        fprintf(stderr, "# %.*s: no such command; /help lists them, and // begins a message with a slash\n",
+                (int)strcspn(line, " \t"), line);
+        return true;
+    }
+    const char *wants = commands[i].value;
+    if (wants ? *wants != '[' && !n_value : n_value > 0) {
+        fprintf(stderr, "# %s: expected %s\n", commands[i].name, wants ? wants : "nothing behind it");
+        return true;
+    }
+    bool ok = true, answered = false;
+    int err;
+    switch (commands[i].command) {
+    case CMD_HELP:
+        for (i = 0; i < N_COMMANDS; i++)
+            fprintf(stderr, "# %-7s %-7s %s\n", commands[i].name, commands[i].value ? commands[i].value : "",
+                    commands[i].help);
+        fprintf(stderr, "# A line that ends in a backslash goes on in the next one.\n");
+        break;
+    case CMD_SYSTEM: set_system(c, (TokStr){ value, n_value }); break;
+    case CMD_SAVE:
+        err = save_messages(c, value);
+        if (err) fprintf(stderr, "# /save: %s: %s\n", value, strerror(err));
+        else fprintf(stderr, "# %zu messages saved in %s\n", count_messages(&c->messages, NULL), value);
+        break;
+    case CMD_LOAD:
+        ok = load_messages(c, value);
+        if (!ok) break;
+        fprintf(stderr, "# %zu messages from %s\n", count_messages(&c->messages, NULL), value);
+        break;
+    case CMD_CLEAR:
+        keep_messages(&c->messages, true, 0);
+        c->n_skipped = 0;
+        break;
+    case CMD_STATS: print_stats(c); break;
+    case CMD_RETRY: ok = answered = retry(c); break;
+    case CMD_TOOL: ok = answered = add_result(c, (TokStr){ value, n_value }); break;
+    case CMD_EXIT: return false;
+    }
+    if (!ok) fprintf(stderr, "# %s\n", c->err);
+    if (answered && c->verbose) print_stats(c);
+    return true;
+}
+
+// A message of the user and the answer to it. A message that cannot be answered is taken back.
+static void say(Chat *c, TokStr text) {
+    GgufJson id;
+    const size_t n = count_messages(&c->messages, NULL);
+    if (calls_waiting(&c->messages, &id)) {
+        fprintf(stderr, "# a call waits for its result: /tool RESULT, or /retry\n");
+        return;
+    }
+    if (tok_add_message(&c->messages, "user", text) < 0) die("out of memory for a conversation");
+    const bool ok = answer(c);
+    if (!ok) fprintf(stderr, "# %s\n", c->err);
+    if (ok && c->verbose) print_stats(c);
+    if (count_messages(&c->messages, NULL) > n + 1) return;
+    if (ok) fprintf(stderr, "# no answer came, so the message is taken back\n");
+    keep_messages(&c->messages, true, n);
+}
+
+// Talks until the end of input, /exit, or Ctrl-C twice. first: what the user says first, s NULL: it is asked for. history: a
+// file for the lines that were typed, or NULL. Returns the exit status.
+static int chat_loop(Chat *c, TokStr first, const char *history) {
+    TokText text = { 0 };
+    int interrupts = 0;
+#ifdef EDITS_LINES
+    rl_readline_name = "gemma4";
+    rl_outstream = stderr;
+    rl_catch_signals = 0;
+    using_history();
+    if (history) read_history(history);
+#else
+    (void)history;
+#endif
+    if (isatty(0)) fprintf(stderr, "# /help lists the commands; Ctrl-C ends an answer, Ctrl-D the chat\n");
+    if (first.s) say(c, first);
+    for (bool more = true; more && interrupts < 2; ) {
+        const LineKind kind = read_message(&text);
+        if (kind == LINE_END) break;
+        if (kind == LINE_INTERRUPTED) {
+            if (++interrupts == 1) fprintf(stderr, "# once more ends the chat\n");
+            continue;
+        }
+        interrupts = 0;
+        if (!text.n || !tok__append(&text, "", 1)) continue;         // a NUL behind it
+        text.n--;
+#ifdef EDITS_LINES
+        if (isatty(0)) add_history(text.s);
+        if (isatty(0) && history && write_history(history)) {
+            fprintf(stderr, "# --history: %s: %s\n", history, strerror(errno));
+            history = NULL;
+        }
+#endif
+        if (text.s[0] == '/' && text.s[1] != '/') more = command(c, text.s);
+        else say(c, text.s[0] == '/' ? (TokStr){ text.s + 1, text.n - 1 } : (TokStr){ text.s, text.n });
+    }
+    tok_text_free(&text);
+    return interrupts == 2 ? 130 : 0;
+}
+
+// ==== [13] Command line ==============================================================================================
 // gemma4 MODEL [flags] generates; gemma4 VERB MODEL [flags] does something else. One table describes every flag: its
 // spelling, what it takes, where the value goes, and the line that --help prints.
 
 #ifndef TESTING
 #define VERSION "0.1"
 
-typedef enum { GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, CHECK = 64,
-               RUNS = GENERATE | LOGITS, ANY = 127 } Verb;
+typedef enum {
+    GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
+    RUNS = GENERATE | LOGITS, PLANS = RUNS | PLAN, ANY = 255
+} Verb;
 
 static const struct { const char *name; Verb verb; } verbs[] = {
     { "logits", LOGITS }, { "tokenize", TOKENIZE }, { "detokenize", DETOKENIZE }, { "quantize", QUANTIZE },
-    { "bench", BENCH }, { "check", CHECK }
+    { "bench", BENCH }, { "plan", PLAN }, { "check", CHECK }
 };
 
 typedef struct {
     Verb verb;
     const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout, *k_type, *v_type;
+    const char *history;
     const char *target, *type;                  // quantize: OUT, TYPE
     const char *prompts, *generated, *depths;   // bench: lists of numbers
     double n_runs;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
+    double think_budget, memory;
     TextList biases, stops;
-    bool raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, help, version;
+    bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, help, version;
 } Flags;
 
 typedef enum { FLAG_TEXT, FLAG_LIST, FLAG_INT, FLAG_REAL, FLAG_ON } FlagKind;      // a list: the flag may come again
 
 typedef struct {
-    const char *name, *alias, *value;
+    const char *name, *alias, *value;            // alias: other names, with spaces between
     FlagKind    kind;
     int         verbs;        // those that take it
     size_t      field;        // offset into Flags
@@ -4233,24 +4977,32 @@ typedef struct {
 #define FIELD(name) offsetof(Flags, name)
 static const Flag flags[] = {
     { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0, "the model, instead of the first argument" },
-    { "-p", "--prompt", "TEXT", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt), 0, 0, "what to answer, or to continue with --raw" },
-    { "-f", "--file", "FILE", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt_file), 0, 0, "the prompt is in this file" },
-    { "-n", "--predict", "N", FLAG_INT, GENERATE, FIELD(n_predict), -1, INT_MAX,
-      "most tokens to generate; default -1: until the turn ends or the context is full" },
-    { "-c", "--ctx-size", "N", FLAG_INT, RUNS, FIELD(n_ctx), 1, MAX_CONTEXT,
-      "tokens of context; default: the model's, 8192 at most" },
-    { "-t", "--threads", "N", FLAG_INT, RUNS | BENCH | CHECK | QUANTIZE, FIELD(n_threads), 1, MAX_THREADS, "CPU threads; default: one per core" },
-    { "--system", "-sys", "TEXT", FLAG_TEXT, GENERATE, FIELD(system), 0, 0, "system turn; default: none" },
+    { "-t", "--threads", "N", FLAG_INT, RUNS | BENCH | CHECK | QUANTIZE, FIELD(n_threads), 1, MAX_THREADS,
+      "CPU threads; default: one per core" },
+    { "--check-tensors", NULL, NULL, FLAG_ON, RUNS, FIELD(check_tensors), 0, 0,
+      "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales; default: off" },
+    { "-p", "--prompt", "TEXT", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt), 0, 0,
+      "what to answer, or to continue with --raw; default: -f, standard input, or a chat" },
+    { "-f", "--file", "FILE", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt_file), 0, 0,
+      "the prompt is in this file, - for standard input; with -p: behind that text and an empty line; default: none" },
+    { "-sys", "--system --system-prompt", "TEXT", FLAG_TEXT, GENERATE, FIELD(system), 0, 0, "system turn; default: none" },
+    { "-i", "--interactive -cnv --conversation", NULL, FLAG_ON, GENERATE, FIELD(interactive), 0, 0,
+      "chat, also where input or output is no terminal; -p is said first; default: without a prompt on a terminal" },
+    { "--history", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(history), 0, 0,
+      "chat: keep typed lines in this file from one chat to the next; default: none" },
     { "--think", NULL, NULL, FLAG_ON, GENERATE, FIELD(think), 0, 0,
       "let the model think before it answers; default: it answers at once" },
-    { "--show-thoughts", NULL, NULL, FLAG_ON, GENERATE, FIELD(show_thoughts), 0, 0,
-      "write its thoughts to stderr; default: they are dropped" },
+    { "--think-budget", "--reasoning-budget", "N", FLAG_INT, GENERATE, FIELD(think_budget), -1, INT_MAX,
+      "tokens of thought, then it is closed and the answer goes on; 0: none; default -1: no limit" },
     { "--tools", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(tools), 0, 0,
-      "tools it may call, a JSON list as in the OpenAI API; a call is a line {\"name\":..,\"arguments\":{..}} on stdout" },
+      "tools it may call, a JSON list as in the OpenAI API; a call is a line {\"name\":..,\"arguments\":{..}} on stdout; "
+      "default: none" },
     { "--template", NULL, "NAME", FLAG_TEXT, GENERATE, FIELD(chat_template), 0, 0,
       "chat template: large (12B, 26B, 31B) or small (E2B, E4B); default: as the file's template or its shape says" },
-    { "--raw", NULL, NULL, FLAG_ON, GENERATE, FIELD(raw), 0, 0, "continue the prompt as it is, without chat turns; <bos> is added" },
-    { "--ignore-eos", NULL, NULL, FLAG_ON, GENERATE, FIELD(ignore_eos), 0, 0, "go on after the end of the turn" },
+    { "--raw", NULL, NULL, FLAG_ON, GENERATE, FIELD(raw), 0, 0,
+      "continue the prompt as it is, without chat turns; <bos> is added; default: off" },
+    { "-n", "--predict --n-predict", "N", FLAG_INT, GENERATE, FIELD(n_predict), -1, INT_MAX,
+      "most tokens to generate, in a chat for each answer; default -1: until the turn ends or the context is full" },
     { "--temp", "--temperature", "T", FLAG_REAL, GENERATE, FIELD(temperature), 0, 1000,
       "temperature; 0: always the likeliest token; default: the file's, else 1.0" },
     { "--top-k", NULL, "N", FLAG_INT, GENERATE, FIELD(top_k), 0, INT_MAX,
@@ -4265,28 +5017,43 @@ static const Flag flags[] = {
       "take P from the logits of tokens seen; default 0" },
     { "--frequency-penalty", NULL, "P", FLAG_REAL, GENERATE, FIELD(frequency), -1000, 1000,
       "take P from the logit of a token for each time it was seen; default 0" },
-    { "--logit-bias", "-l", "ID+B", FLAG_LIST, GENERATE, FIELD(biases), 0, 0,
-      "add B to the logit of token ID; ID-B: take it away, ID-inf: never; with commas, or again, for more" },
-    { "--seed", "-s", "N", FLAG_INT, GENERATE, FIELD(seed), 0, 4294967295.0, "random seed; default: another one each time, printed" },
-    { "--stop", "-r", "TEXT", FLAG_LIST, GENERATE, FIELD(stops), 0, 0,
-      "stop before this text, which is not printed; again for more" },
-    { "--top-logits", NULL, "N", FLAG_INT, GENERATE, FIELD(top_logits), 0, MAX_VOCAB,
-      "print the N likeliest candidates of every token: id, text, logit, probability, before bias and penalties" },
-    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, RUNS | BENCH | CHECK, FIELD(k_type), 0, 0,
+    { "-l", "--logit-bias", "ID+B", FLAG_LIST, GENERATE, FIELD(biases), 0, 0,
+      "add B to the logit of token ID; ID-B: take it away, ID-inf: never; with commas, or again, for more; default: none" },
+    { "-s", "--seed", "N", FLAG_INT, GENERATE, FIELD(seed), 0, 4294967295.0,
+      "random seed; default: another one each time, printed" },
+    { "-r", "--stop --reverse-prompt", "TEXT", FLAG_LIST, GENERATE, FIELD(stops), 0, 0,
+      "stop before this text, which is not printed; again for more; default: none" },
+    { "--ignore-eos", NULL, NULL, FLAG_ON, GENERATE, FIELD(ignore_eos), 0, 0,
+      "go on after the end of the turn; default: off" },
+    { "-c", "--ctx-size", "N", FLAG_INT, PLANS, FIELD(n_ctx), 0, MAX_CONTEXT,
+      "tokens of context; 0: what memory has room for, up to the trained length; default: the trained length, 8192 at most" },
+    { "--context-shift", NULL, NULL, FLAG_ON, GENERATE, FIELD(shift), 0, 0,
+      "when the context is full, forget its older half but for the system turn, and go on; default: stop" },
+    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, PLANS | BENCH, FIELD(k_type), 0, 0,
       "type of cached K: f16 or f32; default f16, for logits f32" },
-    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, RUNS | BENCH | CHECK, FIELD(v_type), 0, 0, "type of cached V; default: as K" },
-    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, RUNS | BENCH | CHECK, FIELD(kv_layout), 0, 0,
+    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, PLANS | BENCH, FIELD(v_type), 0, 0,
+      "type of cached V; default: as K" },
+    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, PLANS | BENCH, FIELD(kv_layout), 0, 0,
       "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
-    { "--check-tensors", NULL, NULL, FLAG_ON, RUNS, FIELD(check_tensors), 0, 0,
-      "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales" },
+    { "--vram", NULL, "G", FLAG_REAL, PLANS, FIELD(memory), 0.001, 1e6,
+      "plan as if the backend had G GiB of memory, and end if that is not enough; default: what is free" },
+    { "--show-thoughts", NULL, NULL, FLAG_ON, GENERATE, FIELD(show_thoughts), 0, 0,
+      "write thoughts to stderr; default: they are dropped" },
+    { "--top-logits", NULL, "N", FLAG_INT, GENERATE, FIELD(top_logits), 0, MAX_VOCAB,
+      "print the N likeliest candidates of every token: id, text, logit, probability, before bias and penalties; default 0" },
+    { "-v", "--verbose", NULL, FLAG_ON, GENERATE, FIELD(verbose), 0, 0,
+      "chat: statistics after every answer; default: when /stats asks" },
+    { "-o", "--output", "FILE", FLAG_TEXT, LOGITS, FIELD(out), 0, 0,
+      "logits: where they go, positions x vocabulary float32; no default" },
     { "--dump", NULL, "DIR", FLAG_TEXT, RUNS, FIELD(dump), 0, 0,
-      "write every checkpoint to DIR/NAME-LAYER.f32, rows x width float32" },
+      "write every checkpoint to DIR/NAME-LAYER.f32, rows x width float32; default: none" },
     { "--ids", NULL, "IDS", FLAG_TEXT, LOGITS | DETOKENIZE, FIELD(ids), 0, 0,
-      "logits: a file of token ids, little-endian int32, <bos> included; detokenize: the ids themselves, \"2 105 2364\"" },
-    { "-o", "--output", "FILE", FLAG_TEXT, LOGITS, FIELD(out), 0, 0, "logits: where they go, positions x vocabulary float32" },
+      "logits: a file of token ids, little-endian int32, <bos> included; detokenize: the ids themselves, \"2 105 2364\"; "
+      "no default" },
     { "--plain", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(plain), 0, 0,
       "tokenize: no string is special; default: those around calls and thoughts are" },
-    { "--special", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(special), 0, 0, "tokenize: all of them are, such as <|turn>" },
+    { "--special", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(special), 0, 0,
+      "tokenize: all of them are, such as <|turn>; default: as above" },
     { "-p", "--n-prompt", "N,..", FLAG_TEXT, BENCH, FIELD(prompts), 0, 0, "bench: tokens of a prompt; default 512, 0: none" },
     { "-n", "--n-gen", "N,..", FLAG_TEXT, BENCH, FIELD(generated), 0, 0, "bench: tokens to generate; default 128, 0: none" },
     { "-d", "--n-depth", "N,..", FLAG_TEXT, BENCH, FIELD(depths), 0, 0,
@@ -4297,21 +5064,46 @@ static const Flag flags[] = {
     { "--version", NULL, NULL, FLAG_ON, ANY, FIELD(version), 0, 0, "version and backend" },
 };
 
+static const struct { const char *first, *title; } groups[] = {   // of flags, in their order, each with its first one
+    { "-m", "model" }, { "-p", "prompt" }, { "-n", "sampling" }, { "-c", "context" }, { "--show-thoughts", "output" },
+    { "--ids", "other verbs" }, { "-p", "bench" }, { "-h", "help" }
+};
+
 static void print_help(void) {
     printf("gemma4 " VERSION " - runs Gemma 4 text models from GGUF files\n\n"
-           "  gemma4 MODEL.gguf -p TEXT [flags]                generates: text on stdout, statistics on stderr\n"
+           "  gemma4 MODEL.gguf -p TEXT [flags]                answers: text on stdout, statistics on stderr\n"
+           "  gemma4 MODEL.gguf [flags]                        chat on a terminal; else the prompt is standard input\n"
+           "  gemma4 plan MODEL.gguf [-c N] [--vram G]         what a context takes in memory\n"
            "  gemma4 logits MODEL.gguf --ids FILE -o FILE      logits of every position, after the soft-cap\n"
            "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   the ids of a text; no <bos> is added\n"
            "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  the text of ids\n"
            "  gemma4 bench MODEL.gguf [flags]                  tokens per second, as llama-bench measures them\n"
            "  gemma4 check MODEL.gguf                          the GPU against the CPU, checkpoint by checkpoint\n"
-           "  gemma4 quantize IN OUT.gguf TYPE                 q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32\n\n");
-    for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) {
-        char left[64];
+           "  gemma4 quantize IN OUT.gguf TYPE                 q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32\n");
+    for (size_t i = 0, group = 0; i < sizeof flags / sizeof *flags; i++) {
+        char left[80];
         const Flag *f = &flags[i];
-        snprintf(left, sizeof left, "%s%s%s %s", f->name, f->alias ? ", " : "", f->alias ? f->alias : "", f->value ? f->value : "");
-        printf("  %-28s %s\n", left, f->help);
+        if (group < sizeof groups / sizeof *groups && !strcmp(groups[group].first, f->name))
+            printf("\n%s\n", groups[group++].title);
+        int n = snprintf(left, sizeof left, "%s", f->name);
+        for (const char *at = f->alias; at && *at; at += strspn(at, " ")) {
+            n += snprintf(left + n, sizeof left - (size_t)n, ", %.*s", (int)strcspn(at, " "), at);
+            at += strcspn(at, " ");
+        }
+        snprintf(left + n, sizeof left - (size_t)n, " %s", f->value ? f->value : "");
+        printf("  %-28s%s%s\n", left, strlen(left) > 28 ? "\n                               " : " ", f->help);
     }
+}
+
+static bool is_named(const Flag *f, const char *arg) {
+    const size_t n = strlen(arg);
+    if (!strcmp(arg, f->name)) return true;
+    for (const char *at = f->alias; at && *at; at += strspn(at, " ")) {
+        const size_t len = strcspn(at, " ");
+        if (len == n && !memcmp(at, arg, n)) return true;
+        at += len;
+    }
+    return false;
 }
 
 static Verb verb_named(const char *name) {
@@ -4340,8 +5132,7 @@ static void parse_flags(Flags *f, int argc, char **argv) {
         const char *arg = argv[i];
         const Flag *flag = NULL;
         for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
-            if ((!strcmp(arg, flags[k].name) || (flags[k].alias && !strcmp(arg, flags[k].alias))) &&
-                (!flag || flags[k].verbs & (int)f->verb)) flag = &flags[k];
+            if (is_named(&flags[k], arg) && (!flag || flags[k].verbs & (int)f->verb)) flag = &flags[k];
         if (!flag) {
             if (arg[0] == '-') die("%s: no such flag; try --help", arg);
             const Verb verb = f->verb || f->model ? 0 : verb_named(arg);
@@ -4458,34 +5249,35 @@ static void print_sampling(const Model *m, const SampleParams *p) {
     fprintf(stderr, "draw, seed %" PRIu64 "\n", p->seed);
 }
 
-// The text of -p or -f; the caller frees it.
+// The prompt: the text of -p, of -f, or both with an empty line between; else standard input, unless that is a terminal. The
+// caller frees it. NULL: there is none.
 static char *read_prompt(const Flags *f, size_t *n) {
-    if (f->prompt && f->prompt_file) die("-f: expected one prompt, got -p and -f");
-    if (f->prompt_file) return read_file(f->prompt_file, n, "-f");
-    if (!f->prompt)
-        die("-p: expected a prompt; try gemma4 %sMODEL.gguf -p \"Hello\"", f->verb == TOKENIZE ? "tokenize " : "");
-    *n = strlen(f->prompt);
-    char *text = alloc_or_die(*n + 1, 1);
-    memcpy(text, f->prompt, *n);
+    const bool typed = isatty(0);
+    const char *path = f->prompt_file;
+    *n = f->prompt ? strlen(f->prompt) : 0;
+    if (!path && !f->prompt) {
+        if (typed || f->interactive) return NULL;
+        path = "-";
+    }
+    if (path && !strcmp(path, "-") && f->interactive) die("-f: expected a file, got -: the chat reads standard input");
+    size_t n_file = 0;
+    char *file = path ? read_file(strcmp(path, "-") ? path : "/dev/stdin", &n_file, "-f") : NULL;
+    if (!f->prompt && !f->prompt_file && !n_file) {
+        free(file);
+        return NULL;
+    }
+    char *text = alloc_or_die(*n + n_file + 3, 1);
+    if (*n) memcpy(text, f->prompt, *n);
+    if (*n && n_file) *n += (size_t)sprintf(text + *n, "\n\n");
+    if (n_file) memcpy(text + *n, file, n_file);
+    *n += n_file;
+    free(file);
     return text;
 }
 
-// The prompt of one turn: system turn, tools, the user's text, the opening of the model's turn.
-static void encode_turn(Tokenizer *t, const Flags *f, TokStr user, TokIds *ids) {
-    TokText messages = { 0 };
-    size_t n_tools = 0;
-    char *tools = f->tools ? read_file(f->tools, &n_tools, "--tools") : NULL;
-    const TokStr system = { f->system, f->system ? strlen(f->system) : 0 };
-    if ((f->system && tok_add_message(&messages, "system", system) < 0) || tok_add_message(&messages, "user", user) < 0)
-        die("-p: out of memory for a prompt of %zu bytes", user.n);
-    const TokChat chat = { .messages = { messages.s, messages.n }, .tools = { tools, n_tools }, .think = f->think,
-                           .add_cue = true };
-    if (tok_chat(t, &chat, ids, NULL) < 0) {
-        if (!strncmp(t->err, "tools", 5)) die("--tools: %s: %s", f->tools, t->err);
-        die("-p: %s", t->err);
-    }
-    tok_text_free(&messages);
-    free(tools);
+__attribute__((noreturn)) static void die_without_prompt(const Flags *f) {
+    die("-p: expected a prompt, got none, and nothing on standard input; try gemma4 %sMODEL.gguf -p \"Hello\"%s",
+        f->verb == TOKENIZE ? "tokenize " : "", f->verb == TOKENIZE ? "" : ", or -i for a chat");
 }
 
 // Name a template in the file that is not the one we render.
@@ -4498,15 +5290,24 @@ static void print_template(const Tokenizer *t) {
 }
 
 static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
-    size_t n_text = 0;
+    size_t n_text = 0, n_tools = 0;
     char *text = read_prompt(f, &n_text);
+    const bool chatting = f->interactive || (!text && isatty(0) && isatty(1));
+    if (!text && !chatting) die_without_prompt(f);
     for (int i = 0; i < f->stops.n; i++)
         if (!*f->stops.text[i]) die("--stop: expected a text, got an empty one");
-    if (f->raw && (f->system || f->tools || f->think || f->chat_template))
-        die("%s: has no place in a --raw prompt",
-            f->system ? "--system" : f->tools ? "--tools" : f->think ? "--think" : "--template");
+    if (f->raw && (f->system || f->tools || f->think || f->chat_template || chatting))
+        die("%s: has no place in a --raw prompt", f->system ? "--system" : f->tools ? "--tools" : f->think ? "--think" :
+            f->chat_template ? "--template" : "a chat");
     if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
         die("--template: expected large or small, got '%s'", f->chat_template);
+    if (f->think_budget >= 0 && !f->think) die("--think-budget: expected --think beside it");
+    if (!chatting && (f->history || f->verbose))
+        die("%s: expected a chat, got a prompt; try -i", f->history ? "--history" : "--verbose");
+#ifndef EDITS_LINES
+    if (f->history) die("--history: this build edits no lines: it was made without libedit and readline");
+#endif
+    char *tools = f->tools ? read_file(f->tools, &n_tools, "--tools") : NULL;
     o.penalties = f->repeat != 1 || f->presence != 0 || f->frequency != 0;
     o.bias = f->biases.n > 0;
     Model *m = alloc_or_die(1, sizeof *m);
@@ -4515,27 +5316,36 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     load_model(m, f->model, ops, o, f->dump);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
+    if (f->think_budget >= 0 && tok.channel_close < 0) die("--think-budget: %s: has no token <channel|>", m->gguf.path);
+    Chat c = { .s = { .m = m, .t = &tok }, .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose,
+               .chatting = chatting };
     if (f->raw) {
         if (tok.bos < 0) die("%s: key 'tokenizer.ggml.bos_token_id': missing, and no token is called <bos>", m->gguf.path);
-        ids = (TokIds){ .ids = alloc_or_die(1, sizeof *ids.ids), .n = 1, .cap = 1 };
-        ids.ids[0] = tok.bos;
-        if (tok_encode(&tok, text, n_text, TOK_PLAIN, &ids) < 0) die("-p: %s", tok.err);
+        if (tok__push(&tok, &ids, tok.bos) < 0 || tok_encode(&tok, text, n_text, TOK_PLAIN, &ids) < 0) die("-p: %s", tok.err);
     } else {
-        encode_turn(&tok, f, (TokStr){ text, n_text }, &ids);
+        if (f->system) set_system(&c, (TokStr){ f->system, strlen(f->system) });
+        if (!chatting && tok_add_message(&c.messages, "user", (TokStr){ text, n_text }) < 0)
+            die("-p: out of memory for a prompt of %zu bytes", n_text);
+        if (render(&c, 0, 1, true, &ids) < 0) {
+            if (!strncmp(tok.err, "tools", 5)) die("--tools: %s: %s", f->tools, tok.err);
+            die("-p: %s", tok.err);
+        }
     }
-    if (ids.n > (size_t)m->options.n_ctx)
-        die("-p: the prompt has %zu tokens, the context %d; try -c %zu", ids.n, m->options.n_ctx, ids.n + 512);
+    if (ids.n > (size_t)m->options.n_ctx)              // in a chat, what the flags bring
+        die("%s: the prompt has %zu tokens, the context %d; try -c %zu", chatting ? "-i" : "-p", ids.n, m->options.n_ctx,
+            ids.n + 512);
 
     if (o.bias) {
         float *bias = parse_biases(&f->biases, m->config.vocab);
         ops->copy(&(Copy){ m->s.bias, bias, (size_t)m->config.vocab * sizeof *bias, COPY_IN });
         free(bias);
     }
-    GenerateOptions g = { .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .top_logits = (int)f->top_logits,
-                          .show_thoughts = f->show_thoughts, .stops = f->stops };
+    c.options = (GenerateOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos,
+                                   .top_logits = (int)f->top_logits, .show_thoughts = f->show_thoughts, .stops = f->stops,
+                                   .newline = chatting, .think_budget = (int)f->think_budget, .shift = f->shift };
     const uint64_t clock_seed = ((uint64_t)time(NULL) * 1000003u ^ (uint64_t)getpid()) & 0xffffffff;
     const double seed = isnan(f->seed) ? (double)clock_seed : f->seed;
-    g.sampling = (SampleParams){
+    c.options.sampling = (SampleParams){
         .seed = (uint64_t)seed,
         .temperature = (float)sampling_value(&m->gguf, f->temperature, "general.sampling.temp", 1000, 1.0),
         .top_k = (int32_t)sampling_value(&m->gguf, f->top_k, "general.sampling.top_k", INT_MAX, 64),
@@ -4545,21 +5355,34 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     };
     print_plan(m);
     if (!f->raw) print_template(&tok);
-    print_sampling(m, &g.sampling);
+    print_sampling(m, &c.options.sampling);
     read_weights(m, f->check_tensors);                 // Ctrl-C still ends the process at once
-    struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)(SA_RESETHAND | SA_RESTART) };
+    struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)SA_RESTART };
     sigaction(SIGINT, &act, NULL);
-    const int status = generate(m, &tok, ids.ids, (int)ids.n, &g);
+    int status = 0;
+    if (chatting) {
+        status = chat_loop(&c, (TokStr){ text, n_text }, f->history);
+    } else {
+        if (f->raw) c.turn = generate(&c.s, &(Prompt){ .ids = ids.ids, .n = (int)ids.n, .n_head = 1 }, &c.options, &c.reply);
+        else if (!answer(&c)) die("-p: %s", c.err);
+        print_turn(&c.turn);
+        if (!strcmp(c.turn.why, "context full"))
+            fprintf(stderr, "# the context of %d tokens is full; try a larger -c, or --context-shift\n", m->options.n_ctx);
+        status = interrupted ? 130 : 0;
+    }
+    chat_free(&c);
     tok_ids_free(&ids);
     tok_free(&tok);
     free(text);
+    free(tools);
     free_model(m);
     free(m);
     return status;
 }
 
 int main(int argc, char **argv) {
-    Flags f = { .n_predict = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN, .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5 };
+    Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
+                .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5 };
     parse_flags(&f, argc, argv);
     if (f.help) {
         print_help();
@@ -4582,6 +5405,7 @@ int main(int argc, char **argv) {
     case TOKENIZE: {
         size_t n;
         char *text = read_prompt(&f, &n);
+        if (!text) die_without_prompt(&f);
         if (f.plain && f.special) die("--special: expected one of --plain and --special");
         verb_tokenize(f.model, text, n, f.plain ? TOK_PLAIN : f.special ? TOK_SPECIAL : TOK_USER_DEFINED);
         free(text);
@@ -4597,7 +5421,8 @@ int main(int argc, char **argv) {
         return 0;
     default: break;
     }
-    PlanOptions o = { .n_ctx = (int)f.n_ctx, .n_seqs = 1, .n_batch = 512, .n_logits = 1 };
+    PlanOptions o = { .n_seqs = 1, .n_batch = 512, .n_logits = 1, .memory = (size_t)(f.memory * (1 << 30)) };
+    o.n_ctx = f.n_ctx < 0 ? 0 : f.n_ctx > 0 ? (int)f.n_ctx : CTX_FIT;
     o.k_type = parse_kv_type("-ctk", f.k_type, f.verb == LOGITS || f.verb == CHECK ? KV_F32 : KV_F16);
     o.v_type = parse_kv_type("-ctv", f.v_type, o.k_type);
     if (f.kv_layout && strcmp(f.kv_layout, "tied") && strcmp(f.kv_layout, "untied"))
@@ -4610,6 +5435,10 @@ int main(int argc, char **argv) {
         return status;
     }
     if (f.verb == CHECK) return verb_check(f.model, ops, o);
+    if (f.verb == PLAN) {
+        verb_plan(f.model, ops, o);
+        return 0;
+    }
     if (f.verb == BENCH) {
         BenchOptions b = { .prompts = parse_list("-p", f.prompts, 512), .generated = parse_list("-n", f.generated, 128),
                            .depths = parse_list("-d", f.depths, 0), .n_runs = (int)f.n_runs };

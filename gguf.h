@@ -2227,37 +2227,34 @@ static inline float gguf__fold(float *acc, int n) {
     return acc[0];
 }
 
-// 16 floats; the compiler splits the vector where the machine's are shorter.
-typedef float Gguf__Half __attribute__((vector_size(64), aligned(4), may_alias));
-
-// 16 elements of a float type to f32. What AVX-512 is for: a vector that was stored in parts is slow to read back.
-GGUF__INLINE void gguf__half(int type, const uint8_t *p, Gguf__Half *v) {
-    if (type == GGUF_F32) {
-        *v = *(const Gguf__Half *)(const void *)p;
-        return;
-    }
 #ifdef __AVX512F__
+// 16 elements of a float type to f32.
+GGUF__INLINE __m512 gguf__16_floats(int type, const uint8_t *p) {
+    if (type == GGUF_F32) return _mm512_loadu_ps(p);
     const __m256i h = _mm256_loadu_si256((const __m256i *)(const void *)p);
-    if (type == GGUF_F16) *v = (Gguf__Half)_mm512_cvtph_ps(h);
-    else *v = (Gguf__Half)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
-#else
-    gguf__floats(type, p, (float *)v, 16);
-#endif
+    if (type == GGUF_F16) return _mm512_cvtph_ps(h);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
 }
+#define GGUF__ADD_PRODUCT(acc, w, x) acc = _mm512_add_ps(acc, _mm512_mul_ps(w, _mm512_loadu_ps(x)))
+#endif
 
-GGUF__INLINE float gguf__dot_one(int type, const uint8_t *p, const float *x, size_t n) {
+GGUF__INLINE float gguf__dot_floats(int type, const uint8_t *p, const float *x, size_t n) {
     const size_t bytes = (size_t)gguf__types[type].bytes;
-    Gguf__Half a0 = {0}, a1 = {0};
-    float w[32], acc[32];
+    float acc[32] = {0}, w[32];
+#ifdef __AVX512F__
+    __m512 a0 = _mm512_setzero_ps(), a1 = a0;
     for (; n >= 32; n -= 32, x += 32, p += 32 * bytes) {
-        const Gguf__Half *xv = (const Gguf__Half *)(const void *)x;
-        Gguf__Half w0, w1;
-        gguf__half(type, p, &w0);
-        gguf__half(type, p + 16 * bytes, &w1);
-        a0 += w0 * xv[0], a1 += w1 * xv[1];
+        GGUF__ADD_PRODUCT(a0, gguf__16_floats(type, p), x);
+        GGUF__ADD_PRODUCT(a1, gguf__16_floats(type, p + 16 * bytes), x + 16);
     }
-    memcpy(acc, &a0, sizeof a0);
-    memcpy(acc + 16, &a1, sizeof a1);
+    _mm512_storeu_ps(acc, a0);
+    _mm512_storeu_ps(acc + 16, a1);
+#else
+    for (; n >= 32; n -= 32, x += 32, p += 32 * bytes) {
+        gguf__floats(type, p, w, 32);
+        GGUF__VECTOR_LOOP for (int j = 0; j < 32; j++) acc[j] += w[j] * x[j];
+    }
+#endif
     gguf__floats(type, p, w, (int)n);
     for (size_t j = 0; j < n; j++) acc[j] += w[j] * x[j];
     return gguf__fold(acc, 32);
@@ -2266,28 +2263,39 @@ GGUF__INLINE float gguf__dot_one(int type, const uint8_t *p, const float *x, siz
 float gguf_dot_f32(int type, const void *row, const float *x, size_t n) {
     const uint8_t *p = (const uint8_t *)row;
     assert(type == GGUF_F32 || type == GGUF_F16 || type == GGUF_BF16);
-    if (type == GGUF_F32) return gguf__dot_one(GGUF_F32, p, x, n);
-    return type == GGUF_F16 ? gguf__dot_one(GGUF_F16, p, x, n) : gguf__dot_one(GGUF_BF16, p, x, n);
+    if (type == GGUF_F32) return gguf__dot_floats(GGUF_F32, p, x, n);
+    return type == GGUF_F16 ? gguf__dot_floats(GGUF_F16, p, x, n) : gguf__dot_floats(GGUF_BF16, p, x, n);
 }
 
-// One weight row times four rows of x. Their partial sums have names, or the compilers would keep them in memory.
+// One weight row, converted once, times four rows of x. With AVX-512 all partial sums are in registers.
 GGUF__INLINE void gguf__dot_four(int type, const uint8_t *p, const float *x, size_t x_stride, size_t n, float *out,
                                  size_t out_stride) {
     const size_t bytes = (size_t)gguf__types[type].bytes;
-    Gguf__Half a0 = {0}, a1 = {0}, b0 = {0}, b1 = {0}, c0 = {0}, c1 = {0}, d0 = {0}, d1 = {0};
-    float w[32], acc[4][32];
+    float w[32], acc[4][32] = {{0}};
+#ifdef __AVX512F__
+    __m512 a0 = _mm512_setzero_ps(), a1 = a0, b0 = a0, b1 = a0, c0 = a0, c1 = a0, d0 = a0, d1 = a0;
     for (; n >= 32; n -= 32, x += 32, p += 32 * bytes) {
-        const Gguf__Half *xa = (const Gguf__Half *)(const void *)x, *xb = (const Gguf__Half *)(const void *)(x + x_stride);
-        const Gguf__Half *xc = (const Gguf__Half *)(const void *)(x + 2 * x_stride);
-        const Gguf__Half *xd = (const Gguf__Half *)(const void *)(x + 3 * x_stride);
-        Gguf__Half w0, w1;
-        gguf__half(type, p, &w0);
-        gguf__half(type, p + 16 * bytes, &w1);
-        a0 += w0 * xa[0], a1 += w1 * xa[1], b0 += w0 * xb[0], b1 += w1 * xb[1];
-        c0 += w0 * xc[0], c1 += w1 * xc[1], d0 += w0 * xd[0], d1 += w1 * xd[1];
+        const __m512 w0 = gguf__16_floats(type, p), w1 = gguf__16_floats(type, p + 16 * bytes);
+        GGUF__ADD_PRODUCT(a0, w0, x);
+        GGUF__ADD_PRODUCT(a1, w1, x + 16);
+        GGUF__ADD_PRODUCT(b0, w0, x + x_stride);
+        GGUF__ADD_PRODUCT(b1, w1, x + x_stride + 16);
+        GGUF__ADD_PRODUCT(c0, w0, x + 2 * x_stride);
+        GGUF__ADD_PRODUCT(c1, w1, x + 2 * x_stride + 16);
+        GGUF__ADD_PRODUCT(d0, w0, x + 3 * x_stride);
+        GGUF__ADD_PRODUCT(d1, w1, x + 3 * x_stride + 16);
     }
-    const Gguf__Half sums[8] = {a0, a1, b0, b1, c0, c1, d0, d1};
+    const __m512 sums[8] = {a0, a1, b0, b1, c0, c1, d0, d1};
     memcpy(acc, sums, sizeof acc);
+#else
+    for (; n >= 32; n -= 32, x += 32, p += 32 * bytes) {
+        gguf__floats(type, p, w, 32);
+        for (size_t r = 0; r < 4; r++) {
+            const float *xr = x + r * x_stride;
+            GGUF__VECTOR_LOOP for (int j = 0; j < 32; j++) acc[r][j] += w[j] * xr[j];
+        }
+    }
+#endif
     gguf__floats(type, p, w, (int)n);
     for (int r = 0; r < 4; r++, x += x_stride) {
         for (size_t j = 0; j < n; j++) acc[r][j] += w[j] * x[j];
@@ -2303,7 +2311,7 @@ GGUF__INLINE void gguf__dot_float_rows(int type, const uint8_t *w, size_t n_w, s
             gguf__dot_four(type, w + i * w_stride, x + r * x_stride, x_stride, n, out + r * out_stride + i, out_stride);
     for (; r < n_rows; r++)
         for (size_t i = 0; i < n_w; i++)
-            out[r * out_stride + i] = gguf__dot_one(type, w + i * w_stride, x + r * x_stride, n);
+            out[r * out_stride + i] = gguf__dot_floats(type, w + i * w_stride, x + r * x_stride, n);
 }
 
 void gguf_dot_f32_rows(int type, const void *w, size_t n_w, size_t w_stride, const float *x, size_t n_rows, size_t x_stride,

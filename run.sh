@@ -1,5 +1,6 @@
 #!/bin/sh
-# Builds gemma4 and runs it:   ./run.sh [MODEL.gguf] [gemma4 flags ...]
+# Builds gemma4 and runs it:    ./run.sh [MODEL.gguf] [gemma4 flags ...]
+# Downloads a model to models/: ./run.sh --fetch NAME          (goes on where it stopped; without NAME: the list)
 #
 # The model is the first argument, else $GEMMA4_MODEL, else the small one in models/. Without flags it tells a story.
 # Works from any directory. Everything but the generated text goes to stderr.
@@ -27,6 +28,92 @@ quote() {
     *) printf '%s ' "$1" ;;
     esac
 }
+
+# ---- models to download --------------------------------------------------------------
+# Name, repository on huggingface.co, file, about how many GB. The exact size and the SHA-256 are what the server says of the
+# file when it is downloaded (its headers X-Linked-Size and X-Linked-ETag), since publishers replace files.
+models() {
+    cat <<'END'
+e2b    unsloth/gemma-4-E2B-it-GGUF       gemma-4-E2B-it-Q4_K_M.gguf      3.1
+e2b-q8 ggml-org/gemma-4-E2B-it-GGUF      gemma-4-E2B-it-Q8_0.gguf        5.0
+e4b    ggml-org/gemma-4-E4B-it-GGUF      gemma-4-E4B-it-Q4_K_M.gguf      5.3
+12b    ggml-org/gemma-4-12B-it-GGUF      gemma-4-12B-it-Q4_K_M.gguf      7.4
+26b    ggml-org/gemma-4-26B-A4B-it-GGUF  gemma-4-26B-A4B-it-Q4_K_M.gguf  16.8
+31b    ggml-org/gemma-4-31B-it-GGUF      gemma-4-31B-it-Q4_K_M.gguf      18.7
+END
+}
+
+bytes_of() { wc -c <"$1" | tr -d ' '; }
+
+# The SHA-256 of a file; nothing when no program here computes it.
+sha256_of() {
+    if command -v sha256sum >/dev/null 2>&1; then sha256sum "$1" | cut -d ' ' -f 1
+    elif command -v shasum >/dev/null 2>&1; then shasum -a 256 "$1" | cut -d ' ' -f 1
+    elif command -v openssl >/dev/null 2>&1; then openssl dgst -sha256 "$1" | sed 's/.* //'
+    fi
+}
+
+# header NAME HEADERS: its value in the first answer that has it, without quotes.
+header() { printf '%s\n' "$2" | tr -d '\r"' | awk -v name="$1:" 'tolower($1) == name { print $2; exit }'; }
+
+# is_complete FILE SIZE SHA256: whether the file is what the server has; says so.
+is_complete() {
+    got=$(bytes_of "$1")
+    [ "$got" -eq "$2" ] || { say "$1: expected $2 bytes, got $got"; return 1; }
+    got=$(sha256_of "$1")
+    if [ -z "$3" ] || [ -z "$got" ]; then say "$1: complete, the size is right; no SHA-256 to compare"
+    elif [ "$got" != "$3" ]; then say "$1: expected SHA-256 $3, got $got"; return 1
+    else say "$1: complete, size and SHA-256 are right"
+    fi
+}
+
+# Downloads the file of that name to models/FILE.part, checks size and SHA-256, and makes it models/FILE.
+fetch() {
+    line=$(models | awk -v name="$1" '$1 == name')
+    if [ -z "$line" ]; then
+        say "--fetch: expected one of these names, got '$1'"
+        models | awk '{ printf "  %-8s %5s GB  %s  %s\n", $1, $4, $2, $3 }' >&2
+        return 1
+    fi
+    # shellcheck disable=SC2086  # the line's words
+    set -- $line
+    file=$here/models/$3 part=$here/models/$3.part url=https://huggingface.co/$2/resolve/main/$3
+    if ! command -v curl >/dev/null 2>&1; then
+        say "--fetch: no curl; to add it: $(how_to_install curl curl curl curl curl)"
+        return 1
+    fi
+    headers=$(curl -sIL "$url") || { say "--fetch: $url: no answer; is there a network?"; return 1; }
+    size=$(header x-linked-size "$headers") sha=$(header x-linked-etag "$headers")
+    case $size in
+    '' | *[!0-9]*)
+        say "--fetch: $url: expected a file's size, got: $(printf '%s\n' "$headers" | tr -d '\r' | grep '^HTTP' | tail -n 1)"
+        return 1 ;;
+    esac
+    case $sha in *[!0-9a-f]*) sha= ;; esac
+    [ ${#sha} -eq 64 ] || sha=
+    say "$url: $size bytes, SHA-256 ${sha:-not given}"
+    mkdir -p "$here/models" || return 1
+    if [ -f "$file" ]; then
+        is_complete "$file" "$size" "$sha" || { say "move it away to download it again"; return 1; }
+        return 0
+    fi
+    if [ ! -f "$part" ] || [ "$(bytes_of "$part")" -ne "$size" ]; then
+        curl -fL -C - --progress-bar -o "$part" "$url" ||
+            { say "--fetch: the download stopped; the same command goes on where it did"; return 1; }
+    fi
+    is_complete "$part" "$size" "$sha" || { rm -f "$part"; say "it is removed; try again"; return 1; }
+    mv "$part" "$file"
+}
+
+case ${1:-} in
+--fetch)
+    [ $# -le 2 ] || { say "--fetch: expected one name, got more"; exit 1; }
+    fetch "${2:-}"
+    exit ;;
+-h | --help)
+    sed -n '2,6s/^# \{0,1\}//p' "$0"
+    echo ;;
+esac
 
 # ---- what the build needs ------------------------------------------------------------
 tmp=$(mktemp -d) || exit 1

@@ -201,6 +201,8 @@ void tok_reply_start(const Tokenizer *t, TokReply *r, const int32_t *prompt, siz
 int tok_reply_push(Tokenizer *t, TokReply *r, int32_t id);
 // Generation ended without a stop id: finish is TOK_LENGTH, an open call is read as far as it goes. No effect after a stop.
 int tok_reply_end(Tokenizer *t, TokReply *r);
+// True while the model thinks: its next token goes to the thought, or to the thought's name, or closes it.
+bool tok_reply_thinks(const TokReply *r);
 void tok_reply_free(TokReply *r);
 
 // Append the reply as an assistant message. Its calls get ids that are like no other in the list. As tok_add_message.
@@ -1986,6 +1988,8 @@ int tok_reply_end(Tokenizer *t, TokReply *r) {
     r->finish = TOK_LENGTH;
     return 0;
 }
+
+bool tok_reply_thinks(const TokReply *r) { return r->finish == TOK_RUNNING && r->state == TOK__THOUGHT; }
 
 void tok_reply_free(TokReply *r) {
     for (int i = 0; i < r->n_calls; i++) free((void *)(uintptr_t)r->calls[i].name.s);

@@ -140,7 +140,7 @@ head -c $((vocab * 4)) "$tmp/five.f32" >"$tmp/row0.f32"
 ok "later ids do not change the first row" same row0.f32 one.f32
 
 # ---- thoughts, tools, templates ------------------------------------------------------
-ok "a template that is not Google's is named" grep -q "^# chat template of the file: not one of Google's; .*small" "$tmp/err.story"
+ok "a template that is not Google's is named" grep -q "^# chat template of the file: not one of Google's; .* variant" "$tmp/err.story"
 story large --temp 0 -n 20 --template large
 ok "--template large is taken" has err "large variant"
 cat >"$tmp/tools.json" <<'END'
@@ -215,7 +215,6 @@ done
 error --ids detokenize "$model"
 error detokenize detokenize "$model" --ids 2 -p hi
 error -p tokenize "$model"
-error -f tokenize "$model" -p hi -f "$tmp/prompt.txt"
 error missing.txt tokenize "$model" -f "$tmp/missing.txt"
 error --plain tokenize "$model" -p hi --plain --special
 error tokenize tokenize "$model" -p hi --temp 1
@@ -231,11 +230,71 @@ error prompt.txt tokenize "$tmp/prompt.txt" -p hi
 run --help
 ok "--help exits 0" [ "$status" -eq 0 ]
 ok "--help writes nothing to stderr" size "$tmp/err" 0
-for flag in -p -f -n -c -t --temp --seed --top-k --top-p --min-p --repeat-penalty --presence-penalty --frequency-penalty \
-    --logit-bias --stop -r --top-logits --raw --ignore-eos --kv-layout -ctk -ctv --dump --system --check-tensors \
-    --think --show-thoughts --tools --template logits tokenize detokenize quantize --plain --special --ids -o --help --version; do
-    ok "--help lists $flag" grep -qE -e "(^|[^a-z-])$flag([^a-z-]|\$)" "$tmp/out"
+for word in logits tokenize detokenize quantize plan model prompt sampling context output other bench; do
+    ok "--help names $word" grep -qE -e "(^|[^a-z-])$word([^a-z-]|\$)" "$tmp/out"
 done
+# Every flag, under each of its names, with a value that works and one that does not. A flag that is missing here fails.
+sed -nE 's/^  (--?[a-z-]+(, --?[a-z-]+)*).*/\1/p' "$tmp/out" | tr -d , >"$tmp/flags"
+ok "--help: at least 35 flags" [ "$(grep -c '' "$tmp/flags")" -ge 35 ]
+awk '/^  -/ { if (line) print line; line = "" } /^  +[^ ]/ { line = line $0 } END { print line }' "$tmp/out" | grep '^  -' |
+    grep -v default >"$tmp/no-default"
+ok "--help: each flag says its default but --model, --help and --version" lines no-default 3
+printf '[]' >"$tmp/no-tools.json"
+printf '\002\000\000\000' >"$tmp/bos.i32"
+while read -r names; do
+    for flag in $names; do
+        verb='' plain="-p hi -n 2 --temp 0" good='' bad=''
+        case "$names " in
+        "-p --n-prompt ") verb=bench plain="-r 1 -n 0" good=2 bad=x ;;
+        "-n --n-gen ") verb=bench plain="-r 1 -p 0" good=2 bad=x ;;
+        "-d --n-depth ") verb=bench plain="-r 1 -p 2 -n 0" good=2 bad=x ;;
+        "-r --repetitions ") verb=bench plain="-p 2 -n 0" good=1 bad=0 ;;
+        "-m "*) good="$model" bad=missing.gguf ;;
+        "-p "*) plain='' good="hi -n 2" ;;
+        "-f "*) plain='' good="$tmp/prompt.txt -n 2" bad=missing.txt ;;
+        "-sys "*) good=pirate ;;
+        "-i "*) plain="-n 2" ;;
+        "--history "*) plain="-i -n 2" good="$tmp/history" ;;
+        "-v "*) plain="-i -n 2" ;;
+        "--think-budget "*) good="3 --think" bad=-2 ;;
+        "--tools "*) good="$tmp/no-tools.json" bad=missing.json ;;
+        "--template "*) good=large bad=middle ;;
+        "-n "*) plain="-p hi" good=2 bad=-2 ;;
+        "-t "*) good=1 bad=0 ;;
+        "-c "*) good=0 bad=-1 ;;
+        "--temp "*) plain="-p hi -n 2" good=0.5 bad=-1 ;;
+        "--top-k "*) good=5 bad=-1 ;;
+        "--top-p "* | "--min-p "*) good=0.5 bad=1.5 ;;
+        "--repeat-penalty "*) good=1.1 bad=0 ;;
+        "--presence-penalty "* | "--frequency-penalty "*) good=0.1 bad=x ;;
+        "-l "*) good=5+1 bad=5 ;;
+        "-s "*) good=7 bad=-1 ;;
+        "-r "*) good=zzz ;;
+        "-ctk "* | "-ctv "*) good="f32 --kv-layout untied" bad=q1 ;;
+        "--kv-layout "*) good=untied bad=both ;;
+        "--vram "*) good=4 bad=0.001 ;;
+        "--top-logits "*) good=2 bad=-1 ;;
+        "-o "*) verb=logits plain="--ids $tmp/bos.i32" good="$tmp/bos.f32" bad=/nowhere/x ;;
+        "--dump "*) good="$tmp/dump" bad=/nowhere/x ;;
+        "--ids "*) verb=detokenize plain='' good=2 bad=x ;;
+        "--plain "* | "--special "*) verb=tokenize plain="-p hi" ;;
+        "--check-tensors "* | "--think "* | "--raw "* | "--ignore-eos "* | "--context-shift "* | "--show-thoughts "*) ;;
+        "-h "* | "--version "*) ;;
+        *) bad="no case for $flag in test_cli.sh" plain=--missing ;;
+        esac
+        file=$model
+        [ "${names%% *}" != -m ] || file=
+        # shellcheck disable=SC2086  # verbs, flags and values are words
+        run $verb $file $plain $flag $good
+        if [ "$flag" = --history ] && grep -q "edits no lines" "$tmp/err"; then
+            ok "$flag: refused by a build that edits no lines" [ "$status" -eq 1 ]
+        else
+            ok "$flag $good: exits 0" [ "$status" -eq 0 ]
+        fi
+        # shellcheck disable=SC2086
+        [ -z "$bad" ] || error "" $verb $file $plain $flag "$bad"
+    done
+done <"$tmp/flags"
 run --version
 ok "--version exits 0" [ "$status" -eq 0 ]
 ok "--version prints one line" lines out 1
@@ -398,6 +457,176 @@ error "bench does not take it" bench "$model" -c 100
 error "bench does not take it" bench "$model" --temp 0
 error "-d: expected at most" bench "$model" -d 16777216
 error "a whole number from 1" bench "$model" -r 0
+
+# ---- where the prompt comes from -----------------------------------------------------
+fed() { # fed INPUT ARGUMENTS...: runs gemma4 with this standard input
+    printf '%b' "$1" >"$tmp/in"
+    shift
+    $limit "$gemma4" "$@" >"$tmp/out" 2>"$tmp/err" <"$tmp/in"
+    status=$?
+}
+fed "Tell me a story about a fox." "$model" --temp 0 -n 60
+ok "standard input is the prompt" same greedy out
+fed "Tell me a story about a fox." "$model" --temp 0 -n 60 -f -
+ok "-f - is standard input" same greedy out
+fed "Another text." "$model" --temp 0 -n 60 -p "Tell me a story about a fox."
+ok "-p leaves standard input alone" same greedy out
+fed "about a fox." tokenize "$model" -p "Tell me a story" -f -
+cp "$tmp/out" "$tmp/joined"
+run tokenize "$model" -p "Tell me a story
+
+about a fox."
+ok "-p and -f: an empty line between" same joined out
+run "$model" -n 2
+ok "no prompt at all: exit status 1" [ "$status" -eq 1 ]
+ok "no prompt at all: one line" lines err 1
+ok "no prompt at all: names -p" has err "-p: expected a prompt"
+error -f "$model" -i -f -
+error --history "$model" -p hi --history "$tmp/history"
+error --verbose "$model" -p hi -v
+error --think "$model" -p hi --think-budget 5
+error "a chat" "$model" -i --raw
+
+# ---- chat ----------------------------------------------------------------------------
+cd "$tmp" || exit 1
+mini=$OLDPWD/$model
+case $model in /*) mini=$model ;; esac
+fed "Tell me a story about a fox.\nWho is it about?\n/stats\n/save two.json\n/nothing\n/clear now\n/save\n/system Be brief.\n/save three.json\n" \
+    "$mini" -i --temp 0 -n 60
+ok "chat: exits 0 at the end of input" [ "$status" -eq 0 ]
+ok "chat: the first answer is that of -p" starts out greedy
+ok "chat: what the cache holds is not run again" has err "were in the cache"
+ok "chat: /stats counts messages" has err "; 4 messages"
+ok "chat: /save" has err "# 4 messages saved in two.json"
+ok "chat: an unknown command" has err "# /nothing: no such command"
+ok "chat: a command with too much behind it" has err "# /clear: expected nothing"
+ok "chat: a command with too little behind it" has err "# /save: expected FILE"
+ok "chat: no statistics but those of /stats" [ "$(grep -c '^# prompt: ' err)" -eq 1 ]
+ok "chat: every line on stderr starts with '# '" none err '^[^#]|^#[^ ]'
+ok "chat: /save leaves no draft" [ ! -e two.json.part ]
+ok "chat: /system comes first" grep -q '^\[{"role":"system","content":"Be brief."},{"role":"user"' three.json
+sed -n '2,$p' out >second
+ok "chat: a second answer" grep -q '[a-z]' second
+tail -n 1 out >last
+fed "/load two.json\n/retry\n/save again.json\n" "$mini" -i --temp 0 -n 60
+ok "chat: the same conversation from a file gives the same answer" same last out
+ok "chat: /load, /retry, /save: the same file" same two.json again.json
+fed "Tell me a story about a fox.\nWho is it about?\n" "$mini" -i --temp 0 -n 60 --repeat-penalty 1.2
+tail -n 1 out >penalised
+fed "Tell me a story about a fox.\n/save p.json\n" "$mini" -i --temp 0 -n 60 --repeat-penalty 1.2
+fed "/load p.json\nWho is it about?\n" "$mini" -i --temp 0 -n 60 --repeat-penalty 1.2
+ok "chat: penalties count what the session holds, and no more" same penalised out
+fed "hi\n" "$mini" -i --temp 0 -n 4 -v
+ok "chat: -v shows statistics" has err "# decode: "
+fed "//clear, and tell me a story about a fox.\nTell me a story \\\\\nabout a fox.\n/save slash.json\n" "$mini" -i --temp 0 -n 8 --ignore-eos
+ok "chat: two slashes are text with one" grep -qF '"content":"/clear, and tell me' slash.json
+ok "chat: a backslash continues the line" grep -qF '"content":"Tell me a story \nabout a fox."' slash.json
+fed "hi\n/save /nowhere/x\n/load missing.json\n/load err\nhi\n" "$mini" -i --temp 0 -n 2
+ok "chat: /save and /load that fail: the chat goes on" [ "$status" -eq 0 ]
+ok "chat: /save says why" has err "# /save: /nowhere/x: "
+ok "chat: /load says why" has err "# /load: missing.json: "
+ok "chat: /load names the place" has err "# /load: err: messages"
+fed "/retry\n/tool 5\n/exit\nhi\n" "$mini" -i --temp 0 -n 2
+ok "chat: /retry without a message" has err "# nothing was said yet"
+ok "chat: /tool without a call" has err "# /tool: no call waits"
+ok "chat: /exit ends it" size out 0
+run "$mini" -i -p "Tell me a story about a fox." --temp 0 -n 60
+ok "chat: -p is said first" starts out greedy
+
+# Rings move on; before an answer that the next prompt will not hold they are kept. The last logits are those of a session
+# that is given the whole conversation at once, bit for bit.
+story_of="Tell me a story about a"
+resumed() { # resumed FLAGS...: runs $tmp/talk as a chat, then its conversation in a fresh one, and compares the last logits
+    fed "$talk/save long.json\n/stats\n" "$mini" -i --temp 0 "$@"
+    grep -o 'last logits.*' err >last
+    grep -o '; [0-9]* were in the cache' err >reused
+    fed "/load long.json\n/retry\n/stats\n" "$mini" -i --temp 0 "$@"
+    grep -o 'last logits.*' err >again
+}
+talk="$story_of fox.\n$story_of cow.\n$story_of duck.\nWho is it about?\n"
+for template in small large; do
+    resumed -n 300 --template $template
+    ok "chat, $template: turns past the window are those of a fresh session" same last again
+    ok "chat, $template: most of them was in the cache" grep -q '; [5-9][0-9][0-9] were' reused
+done
+talk="What is 22 minus 2?\nAnd 22 minus 3?\n"
+resumed -n 200 --think
+ok "chat: thoughts of earlier turns leave the prompt" same last again
+talk="$story_of fox.\n$story_of cow.\n$story_of duck.\n/retry\n"
+resumed -n 300 --template large
+ok "chat: /retry past the window" same last again
+
+# ---- tool results --------------------------------------------------------------------
+fed "What is the weather in Paris?\nhello\n/tool {\"temp\": 15}\n/tool x\n/save tool.json\n" "$mini" -i --temp 0 -n 60 --tools tools.json
+ok "/tool: a message while a call waits is refused" has err "# a call waits for its result"
+ok "/tool: the result follows its call" grep -qE '"tool_calls":\[\{"id":"(call_[0-9_]+)".*\{"role":"tool","tool_call_id":"call_[0-9_]+","content":\{"temp": 15\}\}' tool.json
+ok "/tool: an answer follows" grep -q '"role":"tool".*"role":"assistant"' tool.json
+
+# ---- thinking ------------------------------------------------------------------------
+run "$mini" -p "What is 22 minus 2?" --think --show-thoughts --temp 0 -n 200
+thought=$(sed -n '/^# thought:/,/^# /p' err)
+for n in 0 1 2; do
+    run "$mini" -p "What is 22 minus 2?" --think --think-budget $n --show-thoughts --temp 0 -n 200
+    ok "--think-budget $n: an answer" grep -q '[0-9]' out
+    ok "--think-budget $n: not the whole thought" [ "$(sed -n '/^# thought:/,/^# /p' err)" != "$thought" ]
+done
+run "$mini" -p "What is 22 minus 2?" --think --think-budget 0 --show-thoughts --temp 0 -n 200
+ok "--think-budget 0: no thought" none err '^# thought:'
+run "$mini" -p "What is 22 minus 2?" --think --think-budget 1000 --temp 0 -n 200
+cp out free
+run "$mini" -p "What is 22 minus 2?" --think --temp 0 -n 200
+ok "--think-budget that is not reached changes nothing" same free out
+
+# ---- a full context ------------------------------------------------------------------
+run "$mini" -p "Tell me a story about a fox." --temp 0 --ignore-eos -c 64
+ok "a full context ends the generation" has err "stopped: context full"
+ok "a full context: says what to do" has err "--context-shift"
+ok "a full context: exits 0" [ "$status" -eq 0 ]
+cp out full
+run "$mini" -p "Tell me a story about a fox." --temp 0 --ignore-eos -c 64 --context-shift -n 200 -sys "Be kind."
+ok "--context-shift goes on" has err "200 tokens generated, stopped: -n reached"
+ok "--context-shift announces each shift" [ "$(grep -c '^# context full: [0-9]* tokens dropped, the first [0-9]* and the newest [0-9]* stay$' err)" -ge 4 ]
+run "$mini" -p "Tell me a story about a fox." --temp 0 --ignore-eos -c 64 --context-shift -n 80
+ok "--context-shift changes nothing before the context is full" starts out full
+run "$mini" -p "Once upon a time" --raw --temp 0 --ignore-eos -c 64 --context-shift -n 100
+ok "--context-shift: --raw keeps the first token" has err "the first 1 and the newest 31 stay"
+fed "Tell me a story about a fox.\nAnd one about a cow, please, which is long enough to fill what is left of it all, and more.\nhi\n/stats\n" \
+    "$mini" -i --temp 0 -n 30 -c 80
+ok "chat: a full context: the message is refused" has err "# context full: the conversation has"
+ok "chat: a full context: it is taken back" has err "; 4 messages"
+fed "Tell me a story about a fox.\nAnd one about a cow.\nAnd now about a duck.\nhi\n/stats\n/save shifted.json\n" "$mini" -i --temp 0 -n 30 -c 96 \
+    --context-shift -sys "Be kind."
+ok "chat: --context-shift goes on" has err "no longer shown to the model"
+ok "chat: --context-shift: /stats says so" grep -q "; 8 messages, the oldest [246] of them not shown" err
+ok "chat: --context-shift: /save writes all" grep -q '"Be kind.".*about a fox.*about a cow.*about a duck.*"hi"' shifted.json
+
+# ---- the plan ------------------------------------------------------------------------
+run plan "$mini" -c 4096
+ok "plan: exits 0" [ "$status" -eq 0 ]
+ok "plan: stderr is empty" size err 0
+trained=$(sed -nE 's/.*trained for ([0-9]+)$/\1/p' out)
+ok "plan: says what the model was trained for" [ "$trained" -ge 4096 ]
+for word in weights "global KV" rings stage activations scratch total room free "largest context that fits: $trained" 1048576; do
+    ok "plan: says $word" has out "$word"
+done
+ok "plan: warns past the trained length" grep -q "^ *32768 .*past the trained length" out
+run plan "$mini" --vram 0.03
+ok "plan: no room: exit status 1" [ "$status" -eq 1 ]
+ok "plan: no room: one line on stderr" lines err 1
+most=$(sed -nE 's/.*try -c ([0-9]+)$/\1/p' err)
+ok "plan: no room: says what would have" [ -n "$most" ]
+run plan "$mini" --vram 0.03 -c "$most"
+ok "plan: what it said fits" [ "$status" -eq 0 ]
+run plan "$mini" --vram 0.03 -c $((most + 64))
+ok "plan: one tile more does not" [ "$status" -eq 1 ]
+run "$mini" -p hi -n 1 --vram 0.03 -c 0
+ok "-c 0 takes what fits" has err "# plan: context $most:"
+run "$mini" -p hi -n 1 -c 0
+ok "-c 0 takes no more than the trained length" has err "# plan: context $trained:"
+error "try -c $most" "$mini" -p hi --vram 0.03 -c 8192
+error "a smaller model" "$mini" -p hi --vram 0.001 -c 0
+error plan plan "$mini" -p hi
+cd "$OLDPWD" || exit 1
 
 # ---- a full disk, a closed pipe, Ctrl-C ----------------------------------------------
 if [ -c /dev/full ]; then

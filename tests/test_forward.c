@@ -909,9 +909,13 @@ typedef struct {
 
 static void run_generate(void *arg) {
     Talk *t = arg;
-    const GenerateOptions o = { .n_predict = 12, .ignore_eos = true, .sampling = { .seed = 5, .temperature = 1, .top_k = 40, .top_p = 0.9f, .repeat = 1 } };
+    const GenerateOptions o = { .n_predict = 12, .ignore_eos = true, .think_budget = -1, .sampling = { .seed = 5, .temperature = 1, .top_k = 40, .top_p = 0.9f, .repeat = 1 } };
     reset_session(t->m, 0);
-    generate(t->m, t->tok, prompts[0], 90, &o);
+    Session s = { .m = t->m, .t = t->tok };
+    TokReply reply = { 0 };
+    generate(&s, &(Prompt){ .ids = prompts[0], .n = 90 }, &o, &reply);
+    session_free(&s);
+    tok_reply_free(&reply);
 }
 
 // The text that generate() prints, caught in a file.

@@ -5,11 +5,11 @@
  *
  * Environment: BUILD, CC, TMPDIR (see files.h), GEMMA4 (./gemma4), LONG=1 (10,000 mutations instead of 300), SEED (1). */
 #define _GNU_SOURCE
-#include <poll.h>
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
 #include "files.h"
+#include "pty.h"
 
 static const char *gemma4;
 static const PlanOptions small = { .n_ctx = 64, .n_seqs = 1, .n_batch = STEP_ROWS, .n_logits = 1, .k_type = KV_F16,
@@ -126,49 +126,22 @@ static void test_unknown(const char *model) {
 
 // ---- the terminal ------------------------------------------------------------------------------------------------
 
-// Runs the binary with stderr on a terminal and collects what it shows. interrupt: Ctrl-C as soon as a bar is there. The
-// exit status, or 1000 + signal; -1: no terminal to be had.
-static int run_on_terminal(const char *const argv[], bool interrupt, char *shows, size_t cap) {
-    int status = -1;
-    size_t n = 0;
-    const int terminal = posix_openpt(O_RDWR | O_NOCTTY);
-    if (terminal < 0) return -1;
-    const char *name = grantpt(terminal) || unlockpt(terminal) ? NULL : ptsname(terminal);
-    const int side = name ? open(name, O_RDWR | O_NOCTTY) : -1;
-    if (side < 0) {
-        close(terminal);
-        return -1;
+// Runs the binary with stderr on a terminal. interrupt: Ctrl-C as soon as a bar is there. The exit status, or 1000 + signal;
+// -1: no terminal to be had.
+static int run_on_terminal(Pty *p, const char *const argv[], bool interrupt) {
+    if (!pty_start(p, argv, PTY_ERR, NULL)) return -1;
+    if (interrupt) {
+        CHECK(pty_expect(p, "  ["), "no bar to interrupt: %s", p->shows);
+        kill(p->pid, SIGINT);
     }
-    const pid_t child = fork();
-    if (!child) {
-        const int null = open("/dev/null", O_WRONLY);
-        signal(SIGINT, SIG_DFL);
-        if (null < 0 || dup2(null, 1) < 0 || dup2(side, 2) < 0) _exit(126);
-        execvp(argv[0], (char *const *)(uintptr_t)argv);
-        _exit(127);
-    }
-    close(side);
-    const double start = seconds();
-    for (bool sent = false; n + 1 < cap; ) {
-        struct pollfd p = { .fd = terminal, .events = POLLIN };
-        if (seconds() - start > 60) kill(child, SIGKILL);
-        if (poll(&p, 1, 1000) <= 0) continue;
-        const ssize_t got = read(terminal, shows + n, cap - 1 - n);
-        if (got <= 0) break;                           // the other side is closed
-        n += (size_t)got;
-        shows[n] = 0;
-        if (interrupt && !sent && strstr(shows, "  [")) sent = !kill(child, SIGINT);
-    }
-    shows[n] = 0;
-    while (waitpid(child, &status, 0) < 0 && errno == EINTR) {}
-    close(terminal);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+    return pty_end(p, NULL);
 }
 
 static void test_terminal(const char *model, const char *large) {
-    static char shows[1 << 16];
+    static Pty p;
+    const char *shows = p.shows;
     const char *argv[] = { gemma4, model, "-p", "a b", "--raw", "-n", "2", "-c", "64", NULL };
-    int status = run_on_terminal(argv, false, shows, sizeof shows);
+    int status = run_on_terminal(&p, argv, false);
     if (status == -1) {
         SKIP("no terminal to be had: the bar");
         return;
@@ -182,7 +155,7 @@ static void test_terminal(const char *model, const char *large) {
     if (!large) return;
     const char *with_check[] = { gemma4, large, "-p", "a", "-c", "64", "--check-tensors", NULL };      // of 17 GB
     const double start = seconds();
-    status = run_on_terminal(with_check, true, shows, sizeof shows);
+    status = run_on_terminal(&p, with_check, true);
     CHECK(status == 1000 + SIGINT, "Ctrl-C while reading: expected the end by SIGINT, got status %d", status);
     CHECK(seconds() - start < 20, "Ctrl-C while reading: took %.1f s", seconds() - start);
 }
@@ -258,9 +231,14 @@ static void use_model(const char *path, bool check) {
     const TokChat chat = { .messages = { "[{\"role\":\"user\",\"content\":\"ab\"}]", 32 }, .add_cue = true };
     if (tok_chat(&t, &chat, &ids, NULL) < 0) die("-p: %s", t.err);
     if (ids.n > 40) die("the prompt has %zu tokens", ids.n);
-    const GenerateOptions g = { .n_predict = 3, .ignore_eos = true,
+    const GenerateOptions g = { .n_predict = 3, .ignore_eos = true, .think_budget = -1,
                                 .sampling = { .seed = 1, .temperature = 1, .top_k = 64, .top_p = 0.95f, .repeat = 1 } };
-    generate(m, &t, ids.ids, (int)ids.n, &g);
+    Session s = { .m = m, .t = &t };
+    TokReply reply = { 0 };
+    const Turn turn = generate(&s, &(Prompt){ .ids = ids.ids, .n = (int)ids.n, .n_head = 1 }, &g, &reply);
+    print_turn(&turn);
+    session_free(&s);
+    tok_reply_free(&reply);
     tok_ids_free(&ids);
     tok_free(&t);
     free_model(m);

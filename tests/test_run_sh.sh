@@ -1,0 +1,128 @@
+#!/bin/sh
+# run.sh --fetch, with a curl of our own that serves one small file: list, download, resume, damage, no network, no curl.
+# Environment: STRICT=1 (skips fail).
+cd "$(dirname "$0")/.." || exit 1
+tmp=$(mktemp -d) || exit 1
+trap 'rm -rf "$tmp"' EXIT
+passed=0 failed=0 skipped=0
+
+ok() { # ok NAME COMMAND...: one case, passed when the command succeeds
+    name=$1
+    shift
+    if "$@"; then
+        passed=$((passed + 1))
+    else
+        failed=$((failed + 1))
+        echo "FAILED: $name (exit status $status, $*)"
+        sed 's/^/    stderr: /' "$tmp/err" | head -n 5
+    fi
+}
+has() { grep -qF -e "$1" "$tmp/err"; }
+lines() { [ "$(grep -c '' "$tmp/err")" -eq "$1" ]; }
+
+# A copy of run.sh downloads to its own folder.
+mkdir "$tmp/tree" "$tmp/bin" || exit 1
+cp run.sh "$tmp/tree/run.sh"
+cat >"$tmp/bin/curl" <<'END'
+#!/bin/sh
+# Serves $tmp/payload. Files in $tmp say what goes wrong: offline, missing, cut.
+[ ! -e "$tmp/offline" ] || exit 6
+echo "$*" >>"$tmp/calls"
+case $1 in
+-sI*)
+    if [ -e "$tmp/missing" ]; then printf 'HTTP/2 404 \r\ncontent-length: 15\r\n\r\n'; exit 0; fi
+    printf 'HTTP/2 302 \r\ncontent-length: 99\r\nx-linked-size: %s\r\nX-Linked-ETag: "%s"\r\n\r\nHTTP/2 200 \r\netag: "other"\r\n\r\n' \
+        "$(wc -c <"$tmp/payload" | tr -d ' ')" "$(cat "$tmp/sha")"
+    exit 0 ;;
+esac
+while [ "$1" != -o ]; do shift; done
+have=$(wc -c <"$2" 2>/dev/null | tr -d ' ')
+if [ -e "$tmp/cut" ]; then head -c 1000 "$tmp/payload" >"$2"; exit 18; fi
+tail -c +$((${have:-0} + 1)) "$tmp/payload" >>"$2"
+END
+chmod +x "$tmp/bin/curl"
+export tmp
+fetch() { # fetch ARGUMENTS...: runs run.sh --fetch; leaves $status and $tmp/err
+    PATH="$tmp/bin:$PATH" sh "$tmp/tree/run.sh" --fetch "$@" >"$tmp/out" 2>"$tmp/err"
+    status=$?
+}
+i=0
+while [ $i -lt 500 ]; do echo "line $i of a model"; i=$((i + 1)); done >"$tmp/payload"
+if command -v sha256sum >/dev/null 2>&1; then sha256sum "$tmp/payload" | cut -d ' ' -f 1 >"$tmp/sha"
+elif command -v shasum >/dev/null 2>&1; then shasum -a 256 "$tmp/payload" | cut -d ' ' -f 1 >"$tmp/sha"
+else openssl dgst -sha256 "$tmp/payload" 2>/dev/null | sed 's/.* //' >"$tmp/sha"
+fi
+
+for name in "" nothing; do
+    fetch $name
+    ok "--fetch $name: exit status 1" [ "$status" -eq 1 ]
+    ok "--fetch $name: lists the names" has "  26b"
+    ok "--fetch $name: names repository and file" grep -qE '^  26b +16.8 GB  [a-z-]+/[^ ]+-GGUF  [^ ]+\.gguf$' "$tmp/err"
+done
+fetch e4b e2b
+ok "two names: exit status 1" [ "$status" -eq 1 ]
+
+file=$tmp/tree/models/gemma-4-E4B-it-Q4_K_M.gguf
+touch "$tmp/offline"
+fetch e4b
+ok "no network: exit status 1" [ "$status" -eq 1 ]
+ok "no network: one line" lines 1
+ok "no network: says so" has "is there a network?"
+rm "$tmp/offline"
+touch "$tmp/missing"
+fetch e4b
+ok "no such file: exit status 1" [ "$status" -eq 1 ]
+ok "no such file: one line with the server's answer" has "HTTP/2 404"
+rm "$tmp/missing"
+touch "$tmp/cut"
+fetch e4b
+ok "a connection that breaks: exit status 1" [ "$status" -eq 1 ]
+ok "a connection that breaks: says what to do" has "goes on where it did"
+ok "a connection that breaks: no model" [ ! -e "$file" ]
+ok "a connection that breaks: what came stays" [ -e "$file.part" ]
+rm "$tmp/cut"
+fetch e4b
+ok "resumed: exits 0" [ "$status" -eq 0 ]
+ok "resumed: the whole file" cmp -s "$tmp/payload" "$file"
+ok "resumed: the draft is gone" [ ! -e "$file.part" ]
+ok "size is shown" has "$(wc -c <"$tmp/payload" | tr -d ' ') bytes"
+ok "SHA-256 is shown" has "SHA-256 $(cat "$tmp/sha")"
+ok "curl was asked to resume" grep -q -e '-C - .*https://huggingface.co/ggml-org/gemma-4-E4B-it-GGUF/resolve/main/gemma-4-E4B-it-Q4_K_M.gguf' "$tmp/calls"
+: >"$tmp/calls"
+fetch e4b
+ok "again: exits 0" [ "$status" -eq 0 ]
+ok "again: nothing is downloaded twice" [ "$(grep -c '' "$tmp/calls")" -eq 1 ]
+if [ ! -s "$tmp/sha" ]; then
+    echo "skipped: no sha256sum, shasum or openssl: a damaged file"
+    if [ "${STRICT:-0}" = 0 ]; then skipped=1; else failed=$((failed + 1)); fi
+else
+    printf 'X' | dd of="$file" bs=1 seek=100 conv=notrunc 2>/dev/null
+    fetch e4b
+    ok "a damaged file: exit status 1" [ "$status" -eq 1 ]
+    ok "a damaged file: both sums" has "expected SHA-256 $(cat "$tmp/sha"), got"
+    ok "a damaged file: stays" [ -e "$file" ]
+    mv "$file" "$file.part"
+    fetch e4b
+    ok "a damaged draft: exit status 1" [ "$status" -eq 1 ]
+    ok "a damaged draft: goes away" [ ! -e "$file.part" ]
+    ok "a damaged draft: becomes no model" [ ! -e "$file" ]
+fi
+echo "another file" >"$file"
+fetch e4b
+ok "a file of another size: exit status 1" [ "$status" -eq 1 ]
+ok "a file of another size: stays" grep -q another "$file"
+rm "$file"
+
+# A PATH without curl.
+mkdir "$tmp/few"
+for tool in sh awk cat cut dirname grep mkdir mktemp mv rm sed tail tr uname wc; do
+    ln -s "$(command -v $tool)" "$tmp/few/$tool"
+done
+PATH=$tmp/few sh "$tmp/tree/run.sh" --fetch e4b >"$tmp/out" 2>"$tmp/err"
+status=$?
+ok "no curl: exit status 1" [ "$status" -eq 1 ]
+ok "no curl: one line" lines 1
+ok "no curl: says so" has "no curl; to add it:"
+
+echo "# run_sh: $passed passed, $failed failed, $skipped skipped"
+[ "$failed" -eq 0 ]
