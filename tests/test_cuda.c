@@ -6,7 +6,8 @@
  *   logits    chunks of 1, 7 and 64 rows: within 1e-3 of max |logit|, and equal bits among themselves (contract 7)
  *   prompt    one chunk of 400 rows: KL divergence of the next token at most 1e-3 on average
  *             Quantised random models: a last bit that moves an activation across a rounding edge moves their logits far. There
- *             the bound is ten times what the CPU backend does to itself when its norms change in their seventh digit
+ *             the bound is ten times what the CPU backend does to itself when its norms change in their seventh digit; for
+ *             prompts, which multiply in f16 what the CPU rounds to int8, what that rounding costs such models (README)
  *   trees     drafts that are accepted in part, then plain tokens: as if they had never been drafted
  *   choices   greedy text of the trained mini: the CPU's, or a near tie where they part; next-token KL at most 1e-3
  *   memory    what the device lost while a model was loaded: the plan, within 1 % and the driver's own granularity
@@ -135,8 +136,8 @@ static void test_logits(const char *preset, const char *quant, const char *more,
     want = logits_of(cpu_m, ids, N, N);
     float *got = logits_of(m, ids, N, N);
     const double mean = mean_kl(want, got, N, vocab);
-    CHECK(mean <= (exact ? 1e-3 : 10 * own + 1e-3), "%s: prompt of %d rows: got a mean KL of %.3g, the CPU's own is %.3g", name, N,
-          mean, own);
+    const double most = exact ? 1e-3 : 0.15;
+    CHECK(mean <= most, "%s: prompt of %d rows: got a mean KL of %.3g, want at most %g", name, N, mean, most);
     printf("# %s: chunk of %d: mean KL %.2g\n", name, N, mean);
     free(want);
     free(got);
