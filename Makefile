@@ -2,7 +2,7 @@
 #
 # Only ./gemma4 lands in this directory, everything else in build/. Set on the command line as needed:
 #   CC=clang   CFLAGS="-O2 -g"   EDIT=0 (no line editing)   WERROR=1 (warnings are errors)
-#   ARCH=sm_90 (nvcc's -arch)   PREFIX=/usr/local   DESTDIR=   FUZZ_SECONDS=60   MODEL=file.gguf (for bench)
+#   ARCH=sm_90, native, all-major (for which GPUs)   PREFIX=/usr/local   DESTDIR=   FUZZ_SECONDS=60   MODEL=file.gguf (for bench)
 #   STRICT=1 (a skipped test fails)   LONG=1 (more mutated files in the tests)
 
 B       := build
@@ -11,10 +11,12 @@ CFLAGS  ?= -O3 -march=native -g
 EDIT    ?= 1
 PREFIX  ?= /usr/local
 MODEL   ?= models/gemma4-mini-q8_0.gguf
-ARCH    ?= native
+# Without a GPU to look at: the oldest that the kernels run on; newer ones translate it when they load it.
+ARCH    ?= $(if $(wildcard /dev/nvidiactl),native,sm_80)
 NVCC    ?= $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 KERNELS := $(wildcard gemma4_kernels.cu)
-ENGINE  := $(if $(and $(strip $(NVCC)),$(KERNELS)),cuda,cpu)
+CUBLAS  := $(wildcard $(addsuffix ../include/cublas_v2.h,$(dir $(NVCC))) /usr/include/cublas_v2.h)
+ENGINE  := $(if $(and $(strip $(NVCC)),$(KERNELS),$(CUBLAS)),cuda,cpu)
 
 # -ffp-contract=off: the CPU operations are the reference, so a*b + c rounds twice with every compiler.
 # The chat edits lines with libedit, or else readline, when a program built with it links.
@@ -29,6 +31,10 @@ COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -pt
 SOURCES  := gemma4.c $(wildcard *.h)
 PROGRAMS := $(patsubst tests/%.c,$(B)/%,\
     $(wildcard tests/test_*.c tests/make_*.c tests/bench_*.c tests/eval_*.c))
+comma := ,
+# all-major: one piece of code for each generation from sm_80 on
+ARCH_FLAGS := $(if $(filter all-major,$(ARCH)),$(foreach a,80 86 89 90 100 120,-gencode arch=compute_$(a)$(comma)code=sm_$(a)),-arch=$(strip $(ARCH)))
+CUDA_LIBS := -Xcompiler -pthread -lcublas -lm -ldl
 FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
 
 all: $(ENGINE)                  ## build ./gemma4 for this machine: CUDA when nvcc is found, else CPU
@@ -37,17 +43,17 @@ cpu: $(B)/gemma4-cpu            ## build for the CPU only
 cuda: $(if $(filter cuda,$(ENGINE)),$(B)/gemma4-cuda,no-cuda)   ## build for CUDA and CPU in one binary
 	@cmp -s $< $(BIN) || cp -f $< $(BIN)
 no-cuda:
-	@echo "make cuda: $(if $(KERNELS),nvcc not found; install the CUDA toolkit or set NVCC=/path/to/nvcc,this tree has \
-	no CUDA backend yet (gemma4_kernels.cu); use 'make cpu')" >&2; exit 1
+	@echo "make cuda: $(if $(strip $(NVCC)),no cublas_v2.h beside $(NVCC); install the whole CUDA toolkit,nvcc not found; install the \
+	CUDA toolkit or set NVCC=/path/to/nvcc); or use 'make cpu'" >&2; exit 1
 
 $(B)/gemma4-cpu: $(SOURCES) $(B)/flags
 	$(COMPILE) $(EDIT_FLAG) gemma4.c -o $@ $(LDFLAGS) $(EDIT_LIB) -lm
 $(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/kernels.o
-	$(NVCC) $^ -o $@ -Xcompiler -pthread $(EDIT_LIB) -lcublas -lm
+	$(NVCC) $^ -o $@ $(EDIT_LIB) $(CUDA_LIBS)
 $(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
 	$(COMPILE) $(EDIT_FLAG) -DUSE_CUDA -c gemma4.c -o $@
 $(B)/kernels.o: gemma4_kernels.cu gemma4.h $(B)/flags
-	$(NVCC) -O3 -std=c++17 -lineinfo -arch=$(strip $(ARCH)) -c $< -o $@
+	$(NVCC) -O3 -std=c++17 -lineinfo --split-compile=0 $(ARCH_FLAGS) -c $< -o $@
 $(B)/flags: FORCE               # holds the command lines; a change of compiler or flags rebuilds what they built
 	@mkdir -p $(B); echo '$(COMPILE) $(EDIT_LIB) $(NVCC) $(ARCH)' | cmp -s - $@ || echo '$(COMPILE) $(EDIT_LIB) $(NVCC) $(ARCH)' > $@
 
@@ -55,8 +61,13 @@ test: $(ENGINE) test-programs   ## build what is missing and run all tests
 	@BUILD=$(B) GEMMA4='$(CURDIR)/$(BIN)' sh tests/run.sh
 test-programs: $(PROGRAMS)      ## build the test programs without running them
 # A test program includes the source that it tests, so part of that goes unused. Asserts stay on.
-$(PROGRAMS): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags
+$(PROGRAMS): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags $(if $(filter cuda,$(ENGINE)),$(B)/kernels.o)
+ifeq ($(ENGINE),cuda)
+	$(COMPILE) -I. -UNDEBUG -DUSE_CUDA -Wno-unused-function -c $< -o $@.o
+	$(NVCC) $@.o $(B)/kernels.o -o $@ $(CUDA_LIBS)
+else
 	$(COMPILE) -I. -UNDEBUG -Wno-unused-function $< -o $@ $(LDFLAGS) -lm
+endif
 asan:                           ## run all tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(MAKE) --no-print-directory test B=build/asan BIN=build/asan/gemma4 ENGINE=cpu CFLAGS="-O1 -march=native -g \
 	-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"

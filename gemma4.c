@@ -1250,6 +1250,13 @@ typedef struct StepRow {      // one row as the caller of step() describes it
     bool    want;             // its logits are wanted
 } StepRow;
 
+typedef struct {              // a named intermediate result
+    char   name[24];
+    int    layer;             // -1: outside the layers
+    int    n_rows, cols;
+    float *data;              // (n_rows, cols) on the host
+} Checkpoint;
+
 typedef struct {
     Gguf         gguf;
     Config       config;
@@ -1272,7 +1279,9 @@ typedef struct {
     int32_t     *kept_index;
     StepRow     *chunk;                // (n_batch) of run_prompt
     int          n_rows, n_segs, n_kept;
-    const char  *dump_dir;             // checkpoints go here; NULL: no dump
+    const char  *dump_dir;             // checkpoints go to files here; "": into memory; NULL: there are none
+    Checkpoint  *checkpoints;          // (n_checkpoints) of the steps so far, in memory
+    int          n_checkpoints;
     int          steps;                // done so far
     int          n_suppressed;         // tokens that the mask leaves out
 } Model;
@@ -1566,7 +1575,7 @@ static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     m->ops = ops;
     m->dump_dir = dump_dir;
     open_model_file(&m->gguf, path);
-    if (dump_dir && ((mkdir(dump_dir, 0777) && errno != EEXIST) || access(dump_dir, W_OK | X_OK)))
+    if (dump_dir && *dump_dir && ((mkdir(dump_dir, 0777) && errno != EEXIST) || access(dump_dir, W_OK | X_OK)))
         die("--dump: %s: %s", dump_dir, strerror(errno));
     load_config(&m->config, &m->gguf);
     Binder *b = &m->binder;
@@ -1721,6 +1730,8 @@ static void read_weights(Model *m, bool check) {
 
 static void free_model(Model *m) {
     if (m->arena) m->ops->release(m->arena);
+    for (int i = 0; i < m->n_checkpoints; i++) free(m->checkpoints[i].data);
+    free(m->checkpoints);
     free(m->weights.layer);
     free(m->binder.seen);
     free(m->binder.uploads);
@@ -2808,13 +2819,22 @@ const Ops *cpu_ops(void) {
 
 enum { OUT_OF_LAYERS = -1 };
 
-// Appends n_rows x cols values to DIR/NAME-LAYER.f32 (DIR/NAME.f32 outside the layers); the first step of a run truncates.
+// Keeps n_rows x cols values in memory, or appends them to DIR/NAME-LAYER.f32 (DIR/NAME.f32 outside the layers); the first step
+// of a run truncates.
 static void checkpoint(Model *m, const char *name, int l, const float *data, int n_rows, int cols) {
     if (!m->dump_dir) return;
     const size_t n = (size_t)n_rows * cols;
     float *host = alloc_or_die(n, sizeof *host);
     m->ops->copy(&(Copy){ host, data, n * sizeof *host, COPY_OUT });
     m->ops->wait();
+    if (!*m->dump_dir) {
+        m->checkpoints = realloc(m->checkpoints, (size_t)(m->n_checkpoints + 1) * sizeof *m->checkpoints);
+        if (!m->checkpoints) die("out of memory for %d checkpoints", m->n_checkpoints + 1);
+        Checkpoint *c = &m->checkpoints[m->n_checkpoints++];
+        *c = (Checkpoint){ .layer = l, .n_rows = n_rows, .cols = cols, .data = host };
+        snprintf(c->name, sizeof c->name, "%s", name);
+        return;
+    }
     char path[4096], layer[16] = "";
     if (l != OUT_OF_LAYERS) snprintf(layer, sizeof layer, "-%d", l);
     if (snprintf(path, sizeof path, "%s/%s%s.f32", m->dump_dir, name, layer) >= (int)sizeof path)
@@ -3335,7 +3355,11 @@ static void print_plan(Model *m) {
     if (m->options.n_ctx > c->n_ctx_train)
         fprintf(stderr, "# warning: a context of %d, but the model was trained for %d\n", m->options.n_ctx, c->n_ctx_train);
     print_unknown(&m->binder);
-    fprintf(stderr, "# backend: %s, %d thread%s\n", m->ops->name, pool.n_threads, pool.n_threads == 1 ? "" : "s");
+    const char *note = "";
+#ifdef USE_CUDA
+    if (m->ops == cpu_ops()) note = " (no GPU that this build can use)";
+#endif
+    fprintf(stderr, "# backend: %s%s, %d thread%s\n", m->ops->name, note, pool.n_threads, pool.n_threads == 1 ? "" : "s");
 }
 
 // Stop strings. Text passes through byte by byte, so that where tokens begin makes no difference; what may be the
@@ -4018,6 +4042,111 @@ static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const B
     free(bench.rings);
     free_model(m);
     free(m);
+}
+
+// ---- check: the CPU against another backend, checkpoint by checkpoint ----
+// Both run the same text on the same file, the CPU first: once as a step of few rows, whose rounding is the same on both, and
+// once as a prompt, whose products may be rounded otherwise (gemma4.h, contract 6): only the first one is judged.
+
+typedef struct {
+    char   name[24];
+    int    layer;             // where the difference is largest
+    double off, size;         // largest |difference|, of the largest |value| there
+} Difference;
+
+// What a backend makes of the first n ids in one step; freed by the caller with free_model and free.
+static Model *check_run(const char *path, const Ops *ops, PlanOptions o, const int32_t *ids, int n) {
+    Model *m = alloc_or_die(1, sizeof *m);
+    load_model(m, path, ops, o, "");
+    for (int i = 0; i < n; i++) m->chunk[i] = (StepRow){ .token = ids[i], .want = true };
+    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = n, .rows = m->chunk }, 1);
+    return m;
+}
+
+// Mean KL divergence in nats of the next token, of the softmax of p from that of q; rows of n logits.
+static double mean_divergence(const float *p, const float *q, int rows, int n) {
+    double sum = 0;
+    for (int r = 0; r < rows; r++, p += n, q += n) {
+        const double lp = logsumexp(p, n), lq = logsumexp(q, n);
+        for (int i = 0; i < n; i++) sum += exp(p[i] - lp) * ((p[i] - lp) - (q[i] - lq));
+    }
+    return sum / rows;
+}
+
+// Prints what differs, worst layer per name, in the order of the model. Returns the divergence of the logits.
+static double check_compare(const Model *a, const Model *b, const char *what) {
+    Difference found[32];
+    int n_found = 0;
+    double divergence = NAN;
+    if (a->n_checkpoints != b->n_checkpoints) die("check: got %d checkpoints and %d", a->n_checkpoints, b->n_checkpoints);
+    for (int i = 0; i < a->n_checkpoints; i++) {
+        const Checkpoint *x = &a->checkpoints[i], *y = &b->checkpoints[i];
+        const size_t n = (size_t)x->n_rows * (size_t)x->cols;
+        double off = 0, size = 0;
+        for (size_t k = 0; k < n; k++) {
+            const double d = fabs((double)x->data[k] - (double)y->data[k]);
+            if (!(d <= off)) off = d;                  // a NaN stays
+            size = fmax(size, fabs((double)x->data[k]));
+        }
+        int k = 0;
+        while (k < n_found && strcmp(found[k].name, x->name)) k++;
+        if (k == n_found && n_found < 32) {
+            n_found++;
+            found[k] = (Difference){ .size = 1, .off = -1 };
+            snprintf(found[k].name, sizeof found[k].name, "%s", x->name);
+        }
+        if (k < n_found && !(off / size <= found[k].off / found[k].size)) found[k].off = off, found[k].size = size, found[k].layer = x->layer;
+        if (!strcmp(x->name, "result_output")) divergence = mean_divergence(x->data, y->data, x->n_rows, x->cols);
+    }
+    printf("%s\n| checkpoint         | layer | largest value | largest difference | share   |\n"
+           "| ------------------ | ----: | ------------: | -----------------: | ------: |\n", what);
+    for (int k = 0; k < n_found; k++)
+        printf("| %-18s | %5d | %13.4g | %18.3g | %7.1e |\n", found[k].name, found[k].layer, found[k].size, found[k].off,
+               found[k].size > 0 ? found[k].off / found[k].size : 0);
+    printf("next token: mean KL divergence %.3g\n\n", divergence);
+    return divergence;
+}
+
+// gemma4 check: exit status 1 when the next-token distributions of the step of few rows differ by more than CHECK_LIMIT nats.
+#define CHECK_LIMIT 0.05
+static int verb_check(const char *model, const Ops *ops, PlanOptions o) {
+    static const char text[] = "The old lighthouse stood on a rock above the sea. Every evening at 7:45 the keeper climbed its 203 steps, "
+        "lit the lamp and wrote one line into a book: the wind, the ships, the colour of the sky. for (int i = 0; i < n; i++) sum += x[i]; "
+        "On Sundays his daughter came with bread, apples and the newspaper, and they read it to each other until the tea was cold.";
+    enum { FEW = 16, MANY = STEP_ROWS + 32 };
+    if (ops == cpu_ops()) die("check: compares a GPU with the CPU, and there is no GPU that this build can use");
+    Gguf g;
+    Tokenizer tok;
+    TokIds ids = { 0 };
+    open_tokenizer(&tok, &g, model);
+    if (tok_encode(&tok, "", 0, TOK_PLAIN, &ids) < 0 || tok_encode(&tok, text, sizeof text - 1, TOK_PLAIN, &ids) < 0) die("%s", tok.err);
+    int32_t all[MANY];
+    for (int i = 0; i < MANY; i++) all[i] = i == 0 && tok.bos >= 0 ? tok.bos : ids.ids[(size_t)i % ids.n];
+    tok_ids_free(&ids);
+    tok_free(&tok);
+    gguf_close(&g);
+
+    o.n_ctx = o.n_batch = o.n_logits = MANY;
+    double worst = 0;
+    for (int k = 0; k < 2; k++) {
+        const int n = k ? MANY : FEW;
+        char what[80];
+        progress("check: CPU", 0, 1, "run");
+        Model *a = check_run(model, cpu_ops(), o, all, n);
+        progress("check: CPU", 1, 1, "run");
+        Model *b = check_run(model, ops, o, all, n);
+        if (!k) print_plan(b);
+        snprintf(what, sizeof what, "%s against the CPU, a step of %d rows", ops->name, n);
+        const double d = check_compare(a, b, what);
+        if (!k) worst = d;
+        free_model(a);
+        free_model(b);
+        free(a);
+        free(b);
+    }
+    if (fflush(stdout)) die("standard output: %s", strerror(errno));
+    if (worst <= CHECK_LIMIT) return 0;
+    die("%s: check: expected a mean KL divergence of at most %g, got %.3g", model, CHECK_LIMIT, worst);
 }
 
 // ==== [11] Quantise ==================================================================================================
@@ -4812,13 +4941,13 @@ static int chat_loop(Chat *c, TokStr first, const char *history) {
 #define VERSION "0.1"
 
 typedef enum {
-    GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64,
-    RUNS = GENERATE | LOGITS, PLANS = RUNS | PLAN, ANY = 127
+    GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
+    RUNS = GENERATE | LOGITS, PLANS = RUNS | PLAN, ANY = 255
 } Verb;
 
 static const struct { const char *name; Verb verb; } verbs[] = {
     { "logits", LOGITS }, { "tokenize", TOKENIZE }, { "detokenize", DETOKENIZE }, { "quantize", QUANTIZE },
-    { "bench", BENCH }, { "plan", PLAN }
+    { "bench", BENCH }, { "plan", PLAN }, { "check", CHECK }
 };
 
 typedef struct {
@@ -4848,7 +4977,7 @@ typedef struct {
 #define FIELD(name) offsetof(Flags, name)
 static const Flag flags[] = {
     { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0, "the model, instead of the first argument" },
-    { "-t", "--threads", "N", FLAG_INT, RUNS | BENCH | QUANTIZE, FIELD(n_threads), 1, MAX_THREADS,
+    { "-t", "--threads", "N", FLAG_INT, RUNS | BENCH | CHECK | QUANTIZE, FIELD(n_threads), 1, MAX_THREADS,
       "CPU threads; default: one per core" },
     { "--check-tensors", NULL, NULL, FLAG_ON, RUNS, FIELD(check_tensors), 0, 0,
       "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales; default: off" },
@@ -4900,11 +5029,11 @@ static const Flag flags[] = {
       "tokens of context; 0: what memory has room for, up to the trained length; default: the trained length, 8192 at most" },
     { "--context-shift", NULL, NULL, FLAG_ON, GENERATE, FIELD(shift), 0, 0,
       "when the context is full, forget its older half but for the system turn, and go on; default: stop" },
-    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, PLANS | BENCH, FIELD(k_type), 0, 0,
+    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(k_type), 0, 0,
       "type of cached K: f16 or f32; default f16, for logits f32" },
-    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, PLANS | BENCH, FIELD(v_type), 0, 0,
+    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(v_type), 0, 0,
       "type of cached V; default: as K" },
-    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, PLANS | BENCH, FIELD(kv_layout), 0, 0,
+    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(kv_layout), 0, 0,
       "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
     { "--vram", NULL, "G", FLAG_REAL, PLANS, FIELD(memory), 0.001, 1e6,
       "plan as if the backend had G GiB of memory, and end if that is not enough; default: what is free" },
@@ -4949,6 +5078,7 @@ static void print_help(void) {
            "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   the ids of a text; no <bos> is added\n"
            "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  the text of ids\n"
            "  gemma4 bench MODEL.gguf [flags]                  tokens per second, as llama-bench measures them\n"
+           "  gemma4 check MODEL.gguf                          the GPU against the CPU, checkpoint by checkpoint\n"
            "  gemma4 quantize IN OUT.gguf TYPE                 q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32\n");
     for (size_t i = 0, group = 0; i < sizeof flags / sizeof *flags; i++) {
         char left[80];
@@ -5258,11 +5388,11 @@ int main(int argc, char **argv) {
         print_help();
         return fflush(stdout) ? 1 : 0;
     }
+    const Ops *ops = NULL;
 #ifdef USE_CUDA
-    const Ops *ops = cuda_ops();
-#else
-    const Ops *ops = cpu_ops();
+    ops = cuda_ops();
 #endif
+    if (!ops) ops = cpu_ops();
     if (f.version) {
         printf("gemma4 " VERSION " (%s)\n", ops->name);
         return fflush(stdout) ? 1 : 0;
@@ -5293,7 +5423,7 @@ int main(int argc, char **argv) {
     }
     PlanOptions o = { .n_seqs = 1, .n_batch = 512, .n_logits = 1, .memory = (size_t)(f.memory * (1 << 30)) };
     o.n_ctx = f.n_ctx < 0 ? 0 : f.n_ctx > 0 ? (int)f.n_ctx : CTX_FIT;
-    o.k_type = parse_kv_type("-ctk", f.k_type, f.verb == LOGITS ? KV_F32 : KV_F16);
+    o.k_type = parse_kv_type("-ctk", f.k_type, f.verb == LOGITS || f.verb == CHECK ? KV_F32 : KV_F16);
     o.v_type = parse_kv_type("-ctv", f.v_type, o.k_type);
     if (f.kv_layout && strcmp(f.kv_layout, "tied") && strcmp(f.kv_layout, "untied"))
         die("--kv-layout: expected tied or untied, got '%s'", f.kv_layout);
@@ -5304,6 +5434,7 @@ int main(int argc, char **argv) {
         free(f.biases.text);
         return status;
     }
+    if (f.verb == CHECK) return verb_check(f.model, ops, o);
     if (f.verb == PLAN) {
         verb_plan(f.model, ops, o);
         return 0;

@@ -20,7 +20,7 @@
  *     f32, ties to even; a < 2^-120: s = 0 and q = 0; a NaN or Inf in the group: s = NaN and q = 0 (gguf_quantize_q8).
  *     Integer dot product per group, f32 accumulation in one order per weight type. Matrices of floats meet f32 (CPU) or
  *     the matrix's own precision with f32 accumulation (GPU). Steps of more than STEP_ROWS rows may take both factors of any
- *     product as bf16 instead (the int8 activation times its scale where that is what the producer left).
+ *     product as bf16 or f16 instead (the int8 activation times its scale where that is what the producer left).
  *  7. For 1..64 rows the result of a row does not depend on how many rows share the step, nor on its segment or session.
  *     Attention walks the committed positions upwards, then the rows of the step; tiles are aligned to cache slots.
  *  8. Norms and residual additions are prologues of their consumer (In, below): every block recomputes those few
@@ -570,7 +570,7 @@ typedef struct Ops {
 } Ops;
 
 const Ops *cpu_ops(void);            // gemma4.c [6]
-const Ops *cuda_ops(void);           // gemma4_kernels.cu
+const Ops *cuda_ops(void);           // gemma4_kernels.cu; NULL: there is no GPU that it could use
 
 #ifdef __cplusplus
 }

@@ -65,7 +65,7 @@ static inline bool pty_start(Pty *p, const char *const argv[], int on_terminal, 
 // Takes what is shown within the given time. False: the time is up.
 static inline bool pty_read(Pty *p, double wait) {
     struct pollfd ready = { .fd = p->fd, .events = POLLIN };
-    if (poll(&ready, 1, (int)(wait * 1000)) <= 0) return false;
+    if (p->n >= sizeof p->shows - 1 || poll(&ready, 1, (int)(wait * 1000)) <= 0) return false;
     const ssize_t got = read(p->fd, p->shows + p->n, sizeof p->shows - 1 - p->n);
     if (got <= 0) return false;
     p->n += (size_t)got;

@@ -295,6 +295,13 @@ while read -r names; do
         [ -z "$bad" ] || error "" $verb $file $plain $flag "$bad"
     done
 done <"$tmp/flags"
+case "$("$GEMMA4" --version)" in
+*cuda*)
+    run check "$model"
+    ok "check: the GPU agrees with the CPU" [ "$status" -eq 0 ]
+    ok "check: names its checkpoints" grep -q '^| result_output ' "$tmp/out" ;;
+*)  error check: check "$model" ;;
+esac
 run --version
 ok "--version exits 0" [ "$status" -eq 0 ]
 ok "--version prints one line" lines out 1

@@ -757,6 +757,12 @@ static void run_all(const Ops *table) {
 
 int main(void) {
     run_all(cpu_ops());
+#ifdef USE_CUDA
+    if (cuda_ops()) run_all(cuda_ops());
+    else SKIP("no GPU: the CUDA backend's sampler");
+#else
+    SKIP("built without CUDA: the CUDA backend's sampler");
+#endif
     test_stops();
     return test_done("sampling");
 }
