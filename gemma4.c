@@ -4095,7 +4095,11 @@ static double check_compare(const Model *a, const Model *b, const char *what) {
             found[k] = (Difference){ .size = 1, .off = -1 };
             snprintf(found[k].name, sizeof found[k].name, "%s", x->name);
         }
-        if (k < n_found && !(off / size <= found[k].off / found[k].size)) found[k].off = off, found[k].size = size, found[k].layer = x->layer;
+        if (k < n_found && !(off / size <= found[k].off / found[k].size)) {
+            found[k].off = off;
+            found[k].size = size;
+            found[k].layer = x->layer;
+        }
         if (!strcmp(x->name, "result_output")) divergence = mean_divergence(x->data, y->data, x->n_rows, x->cols);
     }
     printf("%s\n| checkpoint         | layer | largest value | largest difference | share   |\n"
@@ -4110,16 +4114,17 @@ static double check_compare(const Model *a, const Model *b, const char *what) {
 // gemma4 check: exit status 1 when the next-token distributions of the step of few rows differ by more than CHECK_LIMIT nats.
 #define CHECK_LIMIT 0.05
 static int verb_check(const char *model, const Ops *ops, PlanOptions o) {
-    static const char text[] = "The old lighthouse stood on a rock above the sea. Every evening at 7:45 the keeper climbed its 203 steps, "
-        "lit the lamp and wrote one line into a book: the wind, the ships, the colour of the sky. for (int i = 0; i < n; i++) sum += x[i]; "
-        "On Sundays his daughter came with bread, apples and the newspaper, and they read it to each other until the tea was cold.";
+    static const char text[] =
+        "The old lighthouse stood on a rock above the sea. Every evening at 7:45 the keeper climbed its 203 steps, lit the lamp "
+        "and wrote one line into a book: the wind, the ships, the colour of the sky. for (int i = 0; i < n; i++) sum += x[i]; On "
+        "Sundays his daughter came with bread, apples and the newspaper, and they read it to each other until the tea was cold.";
     enum { FEW = 16, MANY = STEP_ROWS + 32 };
     if (ops == cpu_ops()) die("check: compares a GPU with the CPU, and there is no GPU that this build can use");
     Gguf g;
     Tokenizer tok;
     TokIds ids = { 0 };
     open_tokenizer(&tok, &g, model);
-    if (tok_encode(&tok, "", 0, TOK_PLAIN, &ids) < 0 || tok_encode(&tok, text, sizeof text - 1, TOK_PLAIN, &ids) < 0) die("%s", tok.err);
+    if (tok_encode(&tok, text, sizeof text - 1, TOK_PLAIN, &ids) < 0) die("%s: %s", model, tok.err);
     int32_t all[MANY];
     for (int i = 0; i < MANY; i++) all[i] = i == 0 && tok.bos >= 0 ? tok.bos : ids.ids[(size_t)i % ids.n];
     tok_ids_free(&ids);

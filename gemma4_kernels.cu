@@ -416,7 +416,10 @@ __device__ static inline void values_at(DType t, const Planes &p, size_t first, 
 
 // ---- upload ----
 
-static int block_values_of(DType t) { return is_float(t) ? 1 : t == T_NVFP4 ? 64 : t >= T_Q2_K && t != T_IQ4_NL && t != T_MXFP4 ? 256 : 32; }
+static int block_values_of(DType t) {
+    if (is_float(t)) return 1;
+    return t == T_NVFP4 ? 64 : t >= T_Q2_K && t != T_IQ4_NL && t != T_MXFP4 ? 256 : 32;
+}
 static int block_bytes_of(DType t) {
     switch (t) {
     case T_F32: return 4;
@@ -760,7 +763,7 @@ template <int R> __device__ static inline void dot_any(DType t, const Planes &w,
 template <int R> __global__ void __launch_bounds__(256) product_kernel(const __grid_constant__ Jobs jobs) {
     __shared__ float tile[2][R][32];                   // gate or the only matrix, up
     int b = blockIdx.x, k = 0;
-    while (k < jobs.n - 1 && b >= jobs.job[k].blocks_x * jobs.job[k].blocks_y) b -= jobs.job[k].blocks_x * jobs.job[k].blocks_y, k++;
+    for (int n; k < jobs.n - 1 && b >= (n = jobs.job[k].blocks_x * jobs.job[k].blocks_y); k++) b -= n;
     const Job &o = jobs.job[k];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first_out = b % o.blocks_x * o.tile, n_out = min(o.tile, o.rows - first_out), y_block = b / o.blocks_x;
@@ -825,7 +828,9 @@ static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
     int blocks = 0;
     for (int k = 0; k < jobs->n; k++) {
         Job *o = &jobs->job[k];
-        o->blocks_y = o->kind == JOB_DOWN ? o->n_rows : o->kind == JOB_GATED && o->ids ? o->n_rows * o->n_used : div_up(o->n_rows, r);
+        o->blocks_y = div_up(o->n_rows, r);
+        if (o->kind == JOB_DOWN) o->blocks_y = o->n_rows;
+        if (o->kind == JOB_GATED && o->ids) o->blocks_y = o->n_rows * o->n_used;
         blocks += o->blocks_x * o->blocks_y;
     }
     if (r == 1) product_kernel<1><<<blocks, 256, 0, cuda.stream>>>(*jobs);
@@ -1951,7 +1956,8 @@ static double cuda_joules(void) {
         tried = true;
         void *lib = dlopen("libnvidia-ml.so.1", RTLD_NOW);
         unsigned (*init)(void) = lib ? (unsigned (*)(void))dlsym(lib, "nvmlInit_v2") : NULL;
-        unsigned (*by_pci)(const char *, void **) = lib ? (unsigned (*)(const char *, void **))dlsym(lib, "nvmlDeviceGetHandleByPciBusId_v2") : NULL;
+        typedef unsigned (*ByPci)(const char *, void **);
+        const ByPci by_pci = lib ? (ByPci)dlsym(lib, "nvmlDeviceGetHandleByPciBusId_v2") : NULL;
         char pci[32] = "";
         if (init && by_pci && init() == 0 && cudaDeviceGetPCIBusId(pci, sizeof pci, 0) == cudaSuccess && by_pci(pci, &device) == 0)
             energy = (unsigned (*)(void *, unsigned long long *))dlsym(lib, "nvmlDeviceGetTotalEnergyConsumption");
