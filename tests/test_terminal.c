@@ -120,11 +120,12 @@ static void test_history(void) {
         SKIP("no libedit or readline in this build: --history");
         return;
     }
+    CHECK(pty_expect(&p, "> "), "no prompt: %s", pty_tail(&p));
     says("remember me\n", "\n> ");
     says("\004", "");
     ends("--history", 0);
     if (!CHECK(pty_start(&p, argv, PTY_ALL, NULL), "no terminal")) return;
-    CHECK(pty_expect(&p, "> "), "no prompt: %s", pty_tail(&p));
+    CHECK(pty_expect(&p, "/help lists") && pty_expect(&p, "> "), "no prompt: %s", pty_tail(&p));
     says("\020", "remember me");                       // Ctrl-P: the line before
     says("\003", "once more");
     says("\004", "");
