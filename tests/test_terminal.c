@@ -128,6 +128,7 @@ static void test_history(void) {
     CHECK(pty_expect(&p, "/help lists") && pty_expect(&p, "> "), "no prompt: %s", pty_tail(&p));
     says("\020", "remember me");                       // Ctrl-P: the line before
     says("\003", "once more");
+    CHECK(pty_expect(&p, "> "), "no prompt: %s", pty_tail(&p));
     says("\004", "");
     ends("--history again", 0);
 }
