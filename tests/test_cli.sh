@@ -2,34 +2,10 @@
 # The command line from end to end on the small model: text, flags, the verbs, errors, signals, a full disk.
 # Environment: GEMMA4 (the binary, ./gemma4), BUILD (the folder of make_vocab, build), STRICT=1 (skips fail).
 cd "$(dirname "$0")/.." || exit 1
-gemma4=${GEMMA4:-$PWD/gemma4}
 model=models/gemma4-mini-q8_0.gguf
 vocab=4096
-tmp=$(mktemp -d) || exit 1
-trap 'rm -rf "$tmp"' EXIT
-passed=0 failed=0 skipped=0
-limit=                                            # a hang is a failure (124), not a wait
-timeout --foreground -k 1 1 true 2>/dev/null && limit="timeout --foreground -k 5 300"
+. tests/harness.sh
 
-ok() { # ok NAME COMMAND...: one case, passed when the command succeeds
-    name=$1
-    shift
-    if "$@"; then
-        passed=$((passed + 1))
-    else
-        failed=$((failed + 1))
-        echo "FAILED: $name (exit status $status, $*)"
-        sed 's/^/    stderr: /' "$tmp/err" | head -n 5
-    fi
-}
-skip() {
-    echo "skipped: $1"
-    if [ "${STRICT:-0}" = 0 ]; then skipped=$((skipped + 1)); else failed=$((failed + 1)); fi
-}
-run() { # run ARGUMENTS...: runs gemma4; leaves $status, $tmp/out and $tmp/err
-    $limit "$gemma4" "$@" >"$tmp/out" 2>"$tmp/err" </dev/null
-    status=$?
-}
 story() { # story FILE ARGUMENTS...: runs the model on one prompt and keeps its text as $tmp/FILE
     file=$1
     shift
@@ -181,10 +157,10 @@ tokens() { # tokens FILE IDS ARGUMENTS...: tokenize must print these ids, and de
 vocab_file=$tmp/vocab.gguf
 if ! gzip --version >/dev/null 2>&1; then
     skip "tokenize on Gemma 4's vocabulary: gzip is missing"
-elif [ ! -x "${BUILD:-build}/make_vocab" ]; then
+elif [ ! -x "$build/make_vocab" ]; then
     skip "tokenize on Gemma 4's vocabulary: make_vocab is not built"
 else
-    gzip -dc tests/golden/gemma4-tokens.txt.gz | "${BUILD:-build}/make_vocab" "$vocab_file"
+    gzip -dc tests/golden/gemma4-tokens.txt.gz | "$build/make_vocab" "$vocab_file"
     ok "make_vocab" [ -s "$vocab_file" ]
     tokens "$vocab_file" "9259 1902" -p "Hello world"
     tokens "$vocab_file" "2 105 2364 107 9259 106" -p "<bos><|turn>user
@@ -295,7 +271,7 @@ while read -r names; do
         [ -z "$bad" ] || error "" $verb $file $plain $flag "$bad"
     done
 done <"$tmp/flags"
-case "$("$GEMMA4" --version)" in
+case "$("$gemma4" --version)" in
 *cuda*)
     run check "$model"
     ok "check: the GPU agrees with the CPU" [ "$status" -eq 0 ]
@@ -682,5 +658,4 @@ else
     skip "no 'env --default-signal' on this system: Ctrl-C"
 fi
 
-echo "# cli: $passed passed, $failed failed, $skipped skipped"
-[ "$failed" -eq 0 ]
+finish cli

@@ -1,7 +1,7 @@
 #!/bin/sh
 # The small models answer held-out questions: the short form of tests/eval_mini.sh for both of them.
 cd "$(dirname "$0")/.." || exit 1
-passed=0 failed=0
+. tests/harness.sh
 measure() { # measure MODEL PERCENT
     echo "$1"
     out=$(tests/eval_mini.sh "$1" --short --at-least "$2")
@@ -14,5 +14,4 @@ measure() { # measure MODEL PERCENT
 }
 measure models/gemma4-mini-q8_0.gguf 95
 measure models/gemma4-mini-e-q8_0.gguf 65            # cannot count well, and edits with mistakes: models/README.md
-echo "# eval of both models: $passed passed, $failed failed, 0 skipped"
-[ "$failed" -eq 0 ]
+finish "eval of both models"

@@ -4,27 +4,12 @@
 # --seed 11 --separate-pools (the reference results belong to these), tiny-* files with the default seed.
 # Environment: BUILD (build: where make put make_gguf), CC (used if it is not there), STRICT=1 (skips fail).
 cd "$(dirname "$0")/.." || exit 1
-tmp=$(mktemp -d) || exit 1
-trap 'rm -rf "$tmp"' EXIT
-passed=0 failed=0 skipped=0
-make_gguf=${BUILD:-build}/make_gguf
+. tests/harness.sh
+make_gguf=$build/make_gguf
 if [ ! -x "$make_gguf" ]; then
     make_gguf=$tmp/make_gguf
     ${CC:-cc} -std=c11 -O2 tests/make_gguf.c -o "$make_gguf" -lm || exit 1
 fi
-
-check() { # check STATUS MESSAGE: counts one case
-    if [ "$1" -eq 0 ]; then
-        passed=$((passed + 1))
-    else
-        failed=$((failed + 1))
-        echo "FAILED: $2"
-    fi
-}
-skip() {
-    echo "skipped: $1"
-    if [ "${STRICT:-0}" = 0 ]; then skipped=$((skipped + 1)); else failed=$((failed + 1)); fi
-}
 
 # ---- the listed files
 while read -r want file; do
@@ -86,5 +71,4 @@ else
     skip "this shell cannot limit the file size: no failing write"
 fi
 
-echo "# make_gguf: $passed passed, $failed failed, $skipped skipped"
-[ "$failed" -eq 0 ]
+finish make_gguf

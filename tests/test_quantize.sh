@@ -2,34 +2,10 @@
 # gemma4 quantize from end to end, and Hugging Face folders as models: bytes, round trips, errors, a killed process, a full
 # disk. Environment: BUILD (build: make_gguf and make_hf), GEMMA4 (./gemma4), STRICT=1 (skips fail).
 cd "$(dirname "$0")/.." || exit 1
-gemma4=${GEMMA4:-$PWD/gemma4}
-make_gguf=${BUILD:-build}/make_gguf make_hf=${BUILD:-build}/make_hf
+. tests/harness.sh
+make_gguf=$build/make_gguf make_hf=$build/make_hf
 mini=models/gemma4-mini-q8_0.gguf
-tmp=$(mktemp -d) || exit 1
-trap 'rm -rf "$tmp"' EXIT
-passed=0 failed=0 skipped=0
-limit=                                            # a hang is a failure (124), not a wait
-timeout --foreground -k 1 1 true 2>/dev/null && limit="timeout --foreground -k 5 300"
 
-ok() { # ok NAME COMMAND...: one case, passed when the command succeeds
-    this_case=$1
-    shift
-    if "$@"; then
-        passed=$((passed + 1))
-    else
-        failed=$((failed + 1))
-        echo "FAILED: $this_case ($*)"
-        sed 's/^/    stderr: /' "$tmp/err" | head -n 5
-    fi
-}
-skip() {
-    echo "skipped: $1"
-    if [ "${STRICT:-0}" = 0 ]; then skipped=$((skipped + 1)); else failed=$((failed + 1)); fi
-}
-run() { # run ARGUMENTS...: runs gemma4; leaves $status, $tmp/out and $tmp/err
-    $limit "$gemma4" "$@" >"$tmp/out" 2>"$tmp/err" </dev/null
-    status=$?
-}
 made() { [ "$status" -eq 0 ]; }
 same() { [ -s "$1" ] && cmp -s "$1" "$2"; }
 has() { grep -qF -e "$2" "$tmp/$1"; }
@@ -277,5 +253,4 @@ else
     skip "no 'env --default-signal' on this system: what happens in the middle of a run"
 fi
 
-echo "# quantize: $passed passed, $failed failed, $skipped skipped"
-[ "$failed" -eq 0 ]
+finish quantize

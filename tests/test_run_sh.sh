@@ -2,21 +2,8 @@
 # run.sh --fetch, with a curl of our own that serves one small file: list, download, resume, damage, no network, no curl.
 # Environment: STRICT=1 (skips fail).
 cd "$(dirname "$0")/.." || exit 1
-tmp=$(mktemp -d) || exit 1
-trap 'rm -rf "$tmp"' EXIT
-passed=0 failed=0 skipped=0
+. tests/harness.sh
 
-ok() { # ok NAME COMMAND...: one case, passed when the command succeeds
-    name=$1
-    shift
-    if "$@"; then
-        passed=$((passed + 1))
-    else
-        failed=$((failed + 1))
-        echo "FAILED: $name (exit status $status, $*)"
-        sed 's/^/    stderr: /' "$tmp/err" | head -n 5
-    fi
-}
 has() { grep -qF -e "$1" "$tmp/err"; }
 lines() { [ "$(grep -c '' "$tmp/err")" -eq "$1" ]; }
 
@@ -124,5 +111,4 @@ ok "no curl: exit status 1" [ "$status" -eq 1 ]
 ok "no curl: one line" lines 1
 ok "no curl: says so" has "no curl; to add it:"
 
-echo "# run_sh: $passed passed, $failed failed, $skipped skipped"
-[ "$failed" -eq 0 ]
+finish run_sh

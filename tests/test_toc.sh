@@ -2,16 +2,8 @@
 # The table of contents at the head of a long source names the section banners below it, in order, and no engine
 # source reads the environment. Entries are "[n]  Title", one or two on a line; banners are "// ==== [n] Title ====".
 cd "$(dirname "$0")/.." || exit 1
-passed=0 failed=0
+. tests/harness.sh
 
-check() { # check STATUS MESSAGE: counts one case
-    if [ "$1" -eq 0 ]; then
-        passed=$((passed + 1))
-    else
-        failed=$((failed + 1))
-        echo "$2"
-    fi
-}
 
 # Prints one line per difference, then "N entries".
 compare() {
@@ -60,5 +52,4 @@ for file in gemma4.c gemma4.h gguf.h tokenizer.h; do
     [ -z "$uses" ]
     check $? "$file: reads the environment: $uses"
 done
-echo "# toc: $passed passed, $failed failed, 0 skipped"
-[ "$failed" -eq 0 ]
+finish toc

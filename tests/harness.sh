@@ -1,0 +1,39 @@
+# harness.sh - what shell suites share: a folder of their own, counted cases, runs that cannot hang. A suite sources it at the
+# top of the repository (`. tests/harness.sh`) and ends with `finish NAME`.
+# Environment: GEMMA4 (./gemma4), BUILD (build), STRICT=1 (skips fail).
+# shellcheck shell=sh disable=SC2034  # suites read what stands here
+gemma4=${GEMMA4:-$PWD/gemma4} build=${BUILD:-build}
+tmp=$(mktemp -d) || exit 1
+trap 'rm -rf "$tmp"' EXIT
+: >"$tmp/err"
+passed=0 failed=0 skipped=0 status=0
+limit=                                            # a hang is a failure (124), not a wait
+timeout --foreground -k 1 1 true 2>/dev/null && limit="timeout --foreground -k 5 300"
+
+check() { # check STATUS MESSAGE: counts one case
+    if [ "$1" -eq 0 ]; then
+        passed=$((passed + 1))
+    else
+        failed=$((failed + 1))
+        echo "FAILED: $2"
+    fi
+}
+ok() { # ok NAME COMMAND...: one case, passed when the command succeeds; else what the last run wrote to stderr is shown
+    this_case=$1
+    shift
+    "$@" && check 0 && return
+    check 1 "$this_case (exit status of the last run $status, $*)"
+    sed 's/^/    stderr: /' "$tmp/err" | head -n 5
+}
+skip() {
+    echo "skipped: $1"
+    if [ "${STRICT:-0}" = 0 ]; then skipped=$((skipped + 1)); else failed=$((failed + 1)); fi
+}
+run() { # run ARGUMENTS...: runs gemma4; leaves $status, $tmp/out and $tmp/err
+    $limit "$gemma4" "$@" >"$tmp/out" 2>"$tmp/err" </dev/null
+    status=$?
+}
+finish() { # finish NAME: the summary line; the exit status of the suite
+    echo "# $1: $passed passed, $failed failed, $skipped skipped"
+    [ "$failed" -eq 0 ]
+}
