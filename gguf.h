@@ -236,10 +236,9 @@ size_t gguf_row_size(int type, size_t n);       // bytes of n elements; 0 if n i
 // n elements (a multiple of the block) of a supported type to f32. Exact, or correctly rounded where two terms are added.
 void gguf_dequantize(int type, const void *src, float *dst, size_t n);
 
-// n floats (a multiple of the block) to a type of the table: all but IQ4_NL and IQ4_XS. Without importance weights, each
+// n floats (a multiple of the block) to a supported type. Without importance weights, each
 // value or block by itself, in f32 in a fixed order: the bytes are the same on every machine. A block with a NaN or an Inf,
 // or with scales that overflow binary16, gives some block, whose values may be NaN or Inf.
-bool gguf_can_quantize(int type);
 void gguf_quantize(int type, const float *src, void *dst, size_t n);
 
 // Activations to int8 in groups of 32 (n a multiple of 32). This rounding is part of the model's definition: every backend
@@ -2907,14 +2906,70 @@ static void gguf__quantize_q3_k(const float *restrict src, uint8_t *restrict b) 
     }
 }
 
-bool gguf_can_quantize(int type) {
-    return gguf_type_supported(type) && type != GGUF_IQ4_NL && type != GGUF_IQ4_XS;
+// The code whose value T[c] is nearest to v, the larger of two.
+static inline int gguf__nearest_t(float v) {
+    int c = 0;
+    for (int i = 1; i < 16; i++) c += v - gguf__nibble_t[i - 1] >= gguf__nibble_t[i] - v;
+    return c;
 }
+
+// Scale of x ~ scale*T[code] for 32 elements with weights x^2: the extreme on either end of the table, then `tries` steps of one
+// entry of the table to each side of it; each with the scale that fits its codes best. code: those of the first ratio.
+static float gguf__search_t(const float *x, int tries, uint8_t *code) {
+    const float m = gguf__extreme(x, 32);
+    float best = 0, scale = 0;
+    memset(code, 0, 32);
+    if (fabsf(m) < 1e-15f) return 0;
+    for (int k = -tries - 1; k <= tries; k++) {         // -tries - 1: the first try
+        const bool first = k < -tries;
+        const float inv = first ? 1 / ((tries ? -m : m) / gguf__nibble_t[0]) : (float)(k + gguf__nibble_t[0]) / m;
+        float sum_xt = 0, sum_t2 = 0;
+        for (int i = 0; i < 32; i++) {
+            const int c = gguf__nearest_t(inv * x[i]);
+            const float t = gguf__nibble_t[c], w = x[i] * x[i];
+            if (first) code[i] = (uint8_t)c;
+            sum_xt += w * t * x[i], sum_t2 += w * t * t;
+        }
+        if (first || (sum_t2 > 0 && sum_xt * sum_xt > best * sum_t2)) scale = sum_xt / sum_t2, best = scale * sum_xt;
+        if (!tries) break;
+    }
+    return scale;
+}
+
+static void gguf__put_nibbles(const uint8_t *c, uint8_t *b) {
+    for (int i = 0; i < 16; i++) b[i] = (uint8_t)(c[i] | c[16 + i] << 4);
+}
+
+// IQ4_NL: one ratio, the extreme at T[0].
+static void gguf__quantize_iq4_nl(const float *x, uint8_t *b) {
+    uint8_t c[32];
+    gguf__put_f16(b, gguf__search_t(x, 0, c));
+    gguf__put_nibbles(c, b + 2);
+}
+
+// IQ4_XS: eight scales, the largest becomes -32.
+static void gguf__quantize_iq4_xs(const float *x, uint8_t *b) {
+    float scale[8];
+    uint8_t c[32];
+    for (int g = 0; g < 8; g++) scale[g] = gguf__search_t(x + 32 * g, 7, c);
+    const float d = -gguf__extreme(scale, 8) / 32, inv = d != 0 ? 1 / d : 0;
+    memset(b, 0, 8);
+    gguf__put_f16(b, d);
+    for (int g = 0; g < 8; g++) {
+        const int sc = gguf__clamp(gguf__nearest(inv * scale[g]), -32, 31);
+        const float step = d * (float)sc, inv_step = step != 0 ? 1 / step : 0;
+        for (int i = 0; i < 32; i++) c[i] = (uint8_t)gguf__nearest_t(inv_step * x[32 * g + i]);
+        gguf__put_nibbles(c, b + 8 + 16 * g);
+        b[2 + g / 4] |= (uint8_t)((sc + 32) >> 4 << (g % 4 * 2));
+        b[4 + g / 2] |= (uint8_t)(((sc + 32) & 15) << (g % 2 * 4));
+    }
+}
+
 
 void gguf_quantize(int type, const float *src, void *dst, size_t n) {
     const size_t elems = (size_t)gguf_block_elems(type), bytes = (size_t)gguf_block_bytes(type);
     uint8_t *b = (uint8_t *)dst;
-    assert(gguf_can_quantize(type) && n % elems == 0);
+    assert(gguf_type_supported(type) && n % elems == 0);
     if (type == GGUF_F32 && n > 0) memcpy(dst, src, n * sizeof *src);
     else for (; n > 0; n -= elems, src += elems, b += bytes) {
         uint16_t h;
@@ -2926,6 +2981,8 @@ void gguf_quantize(int type, const float *src, void *dst, size_t n) {
         case GGUF_Q4_1: gguf__quantize_32(GGUF_Q4_1, src, b); break;
         case GGUF_Q5_0: gguf__quantize_32(GGUF_Q5_0, src, b); break;
         case GGUF_Q5_1: gguf__quantize_32(GGUF_Q5_1, src, b); break;
+        case GGUF_IQ4_NL: gguf__quantize_iq4_nl(src, b); break;
+        case GGUF_IQ4_XS: gguf__quantize_iq4_xs(src, b); break;
         case GGUF_MXFP4: gguf__quantize_mxfp4(src, b); break;
         case GGUF_NVFP4: gguf__quantize_nvfp4(src, b); break;
         case GGUF_Q2_K: gguf__quantize_k_min(GGUF_Q2_K, src, b); break;

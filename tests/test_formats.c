@@ -13,19 +13,6 @@ enum { N_TOKENS = 24, VOCAB = 512 };
 static uint32_t rng_state = 1;
 static uint32_t rng(void) { return (rng_state = rng_state * 1664525 + 1013904223) >> 8; }
 
-// n elements like x in a format that has no quantiser: random codes, scales that give values of the size of x.
-static void random_blocks(int type, const float *x, uint8_t *b, size_t n) {
-    const size_t bytes = (size_t)gguf_block_bytes(type), n_blocks = n / (size_t)gguf_block_elems(type);
-    double sum = 0;
-    for (size_t i = 0; i < n; i++) sum += (double)x[i] * x[i];
-    const double rms = sqrt(sum / (double)n), unit = type == GGUF_IQ4_NL ? 68 : 68 * 18.5;     // of T, and of T times sc
-    for (size_t i = 0; i < n_blocks; i++, b += bytes) {
-        for (size_t k = 2; k < bytes; k++) b[k] = (uint8_t)rng();
-        const uint16_t d = gguf_f32_to_f16((float)(rms / unit * (0.75 + 0.5 * (rng() % 256) / 256.0)));
-        memcpy(b, &d, 2);
-    }
-}
-
 // Rewrites a model of F32 matrices: every matrix of layers whose rows divide into blocks, and the embedding table, becomes
 // `type` (blocks true) or F32 with the values of these very blocks. with_factors: as in NVFP4 files, a matrix is divided by
 // a factor beside it, one for each expert; that of ffn_down_exps goes into the factor that these have anyway.
@@ -50,8 +37,7 @@ static const char *write_as(const char *from, const char *to, int type, bool blo
             const float factor = factors ? 0.003f * (float)(1 + rng() % 7) : 1;
             for (size_t k = e * each; k < (e + 1) * each; k++) x[k] /= factor;
             uint8_t *at = b + gguf_row_size(type, e * each);
-            if (gguf_can_quantize(type)) gguf_quantize(type, x + e * each, at, each);
-            else random_blocks(type, x + e * each, at, each);
+            gguf_quantize(type, x + e * each, at, each);
             gguf_dequantize(type, at, x + e * each, each);
             for (size_t k = e * each; k < (e + 1) * each; k++) x[k] *= factor;
             if (factors && blocks && down) ((float *)(void *)scale->data.data)[e] *= factor;
