@@ -237,6 +237,7 @@ static void start_threads(int n) {
     pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
     sigset_t all, before;                              // signals are for the thread that may wait for input
     sigfillset(&all);
+    sigdelset(&all, SIGBUS);                           // but this one, which comes to who reads a page that is lost
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (int i = 1; i < pool.n_threads; i++) {
         const int error = pthread_create(&id, &attr, pool_thread, NULL);
@@ -1213,6 +1214,7 @@ enum { CTX_FIT = -1 };        // n_ctx: as many tokens as memory has room for, u
 
 typedef struct {              // bytes
     size_t weights;           // that the backend keeps itself; 0: read in the mapped file
+    size_t in_host;           // of host memory for the per-layer table, which the backend has no room for
     size_t kv_global, kv_rings, stage, activations, scratch;
 } Plan;
 
@@ -1244,8 +1246,10 @@ typedef struct {              // what forward works on; all in backend memory
     float   *dump[5];                  // (n_batch, widest) when dumping
 } State;
 
+enum { FED = -1 };            // StepRow.token: the token that was sampled last for row 0. The host need not know it yet
+
 typedef struct StepRow {      // one row as the caller of step() describes it
-    int32_t token;
+    int32_t token;            // or FED, of the only row of a step
     int32_t parent;           // TREE: number within the segment of the row this one follows; -1: the last committed token
     bool    want;             // its logits are wanted
 } StepRow;
@@ -1265,6 +1269,7 @@ typedef struct {
     const Ops   *ops;
     PlanOptions  options;
     Plan         plan;
+    double       upload_seconds;
     void        *arena;
     State        s;
     Cache        caches[MAX_LAYERS];   // (n_owners) of the layers that own one, in order
@@ -1277,6 +1282,12 @@ typedef struct {
     Row         *rows, *kept_rows;     // what the last step was made of
     Segment     *segs;
     int32_t     *kept_index;
+    struct {                           // what the backend was sent last, and is not sent again; operations write none of it
+                                       // but the token of a row that is FED
+        Row     *rows, *kept_rows;
+        Segment *segs;
+        int32_t *kept_index, *n_accept;
+    } sent;
     StepRow     *chunk;                // (n_batch) of run_prompt
     int          n_rows, n_segs, n_kept;
     const char  *dump_dir;             // checkpoints go to files here; "": into memory; NULL: there are none
@@ -1433,19 +1444,22 @@ static const char *model_name(const Model *m) {
 
 // Everything that lives in backend memory, in one pass: weights, caches, activations. Called twice, to count and to place.
 static void plan_memory(Model *m, Arena *a) {
-    const size_t to_upload = m->plan.weights;          // known the second time
+    const size_t to_upload = m->plan.weights + m->plan.in_host;    // known the second time
     m->plan = (Plan){ 0 };
     if (a->base && to_upload) progress(model_name(m), 0, to_upload, "B");
     for (int i = 0; i < m->binder.n_uploads; i++) {
         Upload *u = &m->binder.uploads[i];
+        Tensor on_device = u->tensor;
+        on_device.in_host = false;
         const size_t bytes = m->ops->weight_bytes(&u->tensor);
         void *dst = bytes ? take(a, bytes, 1) : NULL;
         m->plan.weights += bytes;
+        m->plan.in_host += u->tensor.in_host ? m->ops->weight_bytes(&on_device) : 0;
         if (!a->base) continue;
         m->ops->upload(&u->tensor, dst);
         if (u->matrix) *u->matrix = u->tensor;
         if (u->vector) *u->vector = u->tensor.data;
-        if (bytes) progress(model_name(m), m->plan.weights, to_upload, "B");
+        if (to_upload) progress(model_name(m), m->plan.weights + m->plan.in_host, to_upload, "B");
     }
     plan_caches(m, a);
     const size_t before = a->used;
@@ -1556,16 +1570,32 @@ static int largest_context(Model *m, int most) {
     return low * TILE_SLOTS;
 }
 
-// The plan has no room: what it needs, and what would have room.
+// Leaves the table of per-layer embeddings, of which a token reads one row, in host memory, or puts it back. False: there is
+// none, or the backend reads weights where they lie.
+static bool table_in_host(Model *m, bool in_host) {
+    for (int i = 0; i < m->binder.n_uploads && m->plan.weights; i++) {
+        Upload *u = &m->binder.uploads[i];
+        if (u->matrix != &m->weights.per_layer_token_embd) continue;
+        u->tensor.in_host = in_host;
+        return true;
+    }
+    return false;
+}
+
+// The plan has no room: what it needs, what there is, and what would have room.
 __attribute__((noreturn)) static void die_no_room(Model *m) {
-    const int n_ctx = m->options.n_ctx, most = largest_context(m, n_ctx);
-    char advice[64] = "a smaller model";
-    if (most) snprintf(advice, sizeof advice, "-c %d", most);
-    const double gib = 1 << 30, needed = (double)plan_context(m, n_ctx);
+    const int n_ctx = m->options.n_ctx;
+    const double gib = 1 << 30, needed = (double)plan_context(m, n_ctx), room = (double)plan_budget(m);
+    const Plan p = m->plan;
+    int most = largest_context(m, n_ctx);
+    if (most == n_ctx) most = n_ctx / 2 / TILE_SLOTS * TILE_SLOTS;   // free in pieces, it seems, or somebody was quicker
+    char advice[64] = "";
+    if (most) snprintf(advice, sizeof advice, "-c %d, ", most);
+    if (m->options.k_type == KV_F32) strcat(advice, "-ctk f16, ");
     die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f) of %.2f "
-        "GiB; try %s", n_ctx, needed / gib, (double)(m->plan.weights ? m->plan.weights : m->binder.bytes) / gib,
-        (double)(m->plan.kv_global + m->plan.kv_rings) / gib,
-        (double)(m->plan.activations + m->plan.stage + m->plan.scratch) / gib, (double)plan_budget(m) / gib, advice);
+        "GiB%s; try %s%sa smaller model", n_ctx, needed / gib, (double)(p.weights ? p.weights : m->binder.bytes) / gib,
+        (double)(p.kv_global + p.kv_rings) / gib, (double)(p.activations + p.stage + p.scratch) / gib, room / gib,
+        m->options.memory ? " that --vram grants" : " free", advice, m->options.memory ? "a larger --vram, " : "");
 }
 
 // Opens and checks a model and plans its memory, of which nothing is reserved yet. Dies with one line on bad input. dump_dir
@@ -1594,15 +1624,18 @@ static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     if (has_tied && !o.untied && o.k_type != o.v_type)
         die("-ctv: expected the type of -ctk, got another: global layers of this model store K and V as one; "
             "try --kv-layout untied");
-    int n_ctx = o.n_ctx;
+    int n_ctx = o.n_ctx ? o.n_ctx : min_int(c->n_ctx_train, 8192);
+    const int most = n_ctx == CTX_FIT ? c->n_ctx_train : n_ctx;
+    if (plan_context(m, most) > plan_budget(m)) table_in_host(m, true);
     if (n_ctx == CTX_FIT) n_ctx = max_int(largest_context(m, c->n_ctx_train), TILE_SLOTS);
-    plan_context(m, n_ctx ? n_ctx : min_int(c->n_ctx_train, 8192));
+    plan_context(m, n_ctx);
 }
 
 // Open, check, plan, reserve. Dies with one line on bad input or when there is no room. dump_dir may be NULL.
 static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
     plan_model(m, path, ops, o, dump_dir);
-    if ((o.memory || o.n_ctx == CTX_FIT) && plan_context(m, m->options.n_ctx) > plan_budget(m)) die_no_room(m);
+    const bool strict = o.memory || o.n_ctx == CTX_FIT || m->plan.weights;         // else memory may be had by swapping
+    if (strict && plan_context(m, m->options.n_ctx) > plan_budget(m)) die_no_room(m);
     Arena arena = { 0 };
     plan_memory(m, &arena);
     const Limits lim = plan_limits(m);
@@ -1610,7 +1643,10 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     m->arena = ops->reserve(arena.used);
     if (!m->arena) die_no_room(m);
     arena = (Arena){ .base = m->arena };
+    const double start = seconds();
     plan_memory(m, &arena);
+    ops->wait();
+    m->upload_seconds = seconds() - start;
 
     const int n_seqs = m->options.n_seqs, n_batch = m->options.n_batch, n_logits = m->options.n_logits;
     m->len = alloc_or_die(n_seqs, sizeof *m->len);
@@ -1619,6 +1655,11 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     m->kept_rows = alloc_or_die(n_logits, sizeof *m->kept_rows);
     m->segs = alloc_or_die(n_seqs, sizeof *m->segs);
     m->kept_index = alloc_or_die(n_logits, sizeof *m->kept_index);
+    m->sent.rows = alloc_or_die(n_batch, sizeof *m->sent.rows);
+    m->sent.kept_rows = alloc_or_die(n_logits, sizeof *m->sent.kept_rows);
+    m->sent.segs = alloc_or_die(n_seqs, sizeof *m->sent.segs);
+    m->sent.kept_index = alloc_or_die(n_logits, sizeof *m->sent.kept_index);
+    m->sent.n_accept = alloc_or_die(n_seqs, sizeof *m->sent.n_accept);
     m->chunk = alloc_or_die(n_batch, sizeof *m->chunk);
     for (int i = 0; i < n_seqs; i++) reset_session(m, i);
     load_mask(m);
@@ -1742,6 +1783,11 @@ static void free_model(Model *m) {
     free(m->kept_rows);
     free(m->segs);
     free(m->kept_index);
+    free(m->sent.rows);
+    free(m->sent.kept_rows);
+    free(m->sent.segs);
+    free(m->sent.kept_index);
+    free(m->sent.n_accept);
     free(m->chunk);
     gguf_close(&m->gguf);
 }
@@ -2819,8 +2865,8 @@ const Ops *cpu_ops(void) {
 
 enum { OUT_OF_LAYERS = -1 };
 
-// Keeps n_rows x cols values in memory, or appends them to DIR/NAME-LAYER.f32 (DIR/NAME.f32 outside the layers); the first step
-// of a run truncates.
+// Keeps n_rows x cols values in memory, or appends them to DIR/NAME-LAYER.f32 (DIR/NAME.f32 outside the layers); the first
+// step of a run truncates.
 static void checkpoint(Model *m, const char *name, int l, const float *data, int n_rows, int cols) {
     if (!m->dump_dir) return;
     const size_t n = (size_t)n_rows * cols;
@@ -3039,7 +3085,8 @@ static void per_layer_embedding(Model *m, int l, Pass *p) {
     const int n_rows = p->batch.n_rows;
     const Act gate = act_for(&w->proj, s->ple_gate);
     m->ops->ple_inject(&(PleInject){ .n_rows = n_rows, .in = enter(s, &p->stream, NULL), .w = &w->inp_gate,
-                                     .u = p->ple + (size_t)l * c->ple_dim, .u_stride = c->n_layers * c->ple_dim, .out = gate });
+                                     .u = p->ple + (size_t)l * c->ple_dim, .u_stride = c->n_layers * c->ple_dim,
+                                     .out = gate });
     multiply(m, n_rows, (In){ .act = gate }, &w->proj, s->y);
     p->stream.delta[0] = s->y;
     p->stream.w_post = w->post_norm;
@@ -3051,7 +3098,7 @@ static void per_layer_embedding(Model *m, int l, Pass *p) {
  *  2. norm weights as stored, no "1 + w"                                                             golden
  *  3. attention scale 1, not 1/sqrt(head_dim); per-head norms of q and k carry the temperature       golden
  *  4. V is normed without a weight, and never rotated                                                golden
- *  5. a global layer without attn_v takes V from the raw K projection, before k's norm and rope      golden dense, moe; test_cache
+ *  5. a global layer without attn_v takes V from the raw K projection, before k's norm and rope      golden moe; test_cache
  *  6. sliding layers: head_dim 256, base 1e4, all pairs turn; global: head_dim 512, base 1e6,
  *     pairs (i, i + 256), i < 64 turn with exponent 2i/512, the others stay                          golden; test_ops rope
  *  7. the window holds n_swa keys, the row's own included                                            golden; test_cache
@@ -3126,11 +3173,22 @@ typedef struct {
     const StepRow *rows;      // (n)
 } StepSeg;
 
+// What else the operations of a step depend on: StepKey.variant.
+enum { PLAIN, ROW_IS_FED, COMMITS_CHAINS, COMMITS_PATHS };
+
+// Copies to the backend what it does not hold yet: of plain decoding, nothing.
+static void send(Model *m, void *dst, void *sent, const void *src, size_t bytes) {
+    if (!memcmp(sent, src, bytes)) return;
+    memcpy(sent, src, bytes);
+    m->ops->copy(&(Copy){ dst, src, bytes, COPY_IN });
+}
+
 // Runs the rows of n_segs segments of different sessions. Returns the number of rows of logits, in the order of the rows
 // that want them. The caller has checked token ids and that len + n fits the session.
 static int step(Model *m, const StepSeg *segs, int n_segs) {
     const Ops *op = m->ops;
     State *s = &m->s;
+    const bool fed = segs[0].rows[0].token == FED;
     bool staged = false;
     m->n_segs = n_segs;
     m->n_rows = m->n_kept = 0;
@@ -3156,45 +3214,58 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
             if (in->rows[j].want) {
                 assert(m->n_kept < m->options.n_logits);
                 m->kept_rows[m->n_kept] = *row;
+                m->kept_rows[m->n_kept].token = 0;     // embedded already: nobody reads it
                 m->kept_index[m->n_kept++] = m->n_rows;
             }
             m->n_rows++;
         }
     }
-    op->copy(&(Copy){ s->rows, m->rows, (size_t)m->n_rows * sizeof(Row), COPY_IN });
-    op->copy(&(Copy){ s->segs, m->segs, (size_t)m->n_segs * sizeof(Segment), COPY_IN });
-    op->copy(&(Copy){ s->kept_rows, m->kept_rows, (size_t)m->n_kept * sizeof(Row), COPY_IN });
-    op->copy(&(Copy){ s->kept_index, m->kept_index, (size_t)m->n_kept * sizeof(int32_t), COPY_IN });
-    if (m->dump_dir) {                                 // checkpoints copy out as they go: nothing to record
+    assert(!fed || m->n_rows == 1);
+    send(m, s->rows, m->sent.rows, m->rows, (size_t)m->n_rows * sizeof(Row));
+    send(m, s->segs, m->sent.segs, m->segs, (size_t)m->n_segs * sizeof(Segment));
+    send(m, s->kept_rows, m->sent.kept_rows, m->kept_rows, (size_t)m->n_kept * sizeof(Row));
+    send(m, s->kept_index, m->sent.kept_index, m->kept_index, (size_t)m->n_kept * sizeof(int32_t));
+    const StepKey key = { .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs, .kept = m->n_kept,
+                          .logits = m->n_kept, .variant = fed ? ROW_IS_FED : PLAIN };
+    const bool record = !m->dump_dir;                  // checkpoints copy out as they go
+    if (!record || op->begin(key)) {
+        if (fed) op->gather_rows(&(GatherRows){ .n_rows = 1, .cols = 1, .src = s->chosen, .src_stride = 1,
+                                                .dst = &s->rows->token, .dst_stride = sizeof(Row) / sizeof(int32_t) });
         forward(m, staged);
-    } else {
-        const StepKey key = { .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs,
-                              .kept = m->n_kept, .logits = m->n_kept };
-        if (op->begin(key)) forward(m, staged);
-        op->end();
     }
+    if (record) op->end();
     m->steps++;
     return m->n_kept;
 }
 
 // Makes n_accept[i] rows of the last step's segment i part of its session: of a CHAIN the first ones, of a TREE the rows
-// path[i * STEP_ROWS ...], root first. path may be NULL when all segments are chains.
-static void commit(Model *m, const int32_t *n_accept, const int32_t *path) {
+// path[i * STEP_ROWS ...], root first. path may be NULL when all segments are chains. sample: a token is chosen first, from
+// row 0 of the logits. The two follow each other in plain decoding, so they are recorded as one.
+static void finish_step(Model *m, const int32_t *n_accept, const int32_t *path, bool sample) {
     const Ops *op = m->ops;
     State *s = &m->s;
-    const Batch b = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
+    const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
+    const Batch row = { .rows = s->kept_rows, .segs = s->segs, .len = s->len, .n_rows = 1, .n_segs = m->n_segs };
     for (int i = 0; i < m->n_segs; i++) {
         const Segment *seg = &m->segs[i];
         assert(n_accept[i] >= 0 && n_accept[i] <= seg->n && (seg->n <= STEP_ROWS || n_accept[i] == seg->n));
         m->len[seg->seq] += n_accept[i];
     }
-    op->copy(&(Copy){ s->n_accept, n_accept, (size_t)m->n_segs * sizeof *n_accept, COPY_IN });
+    send(m, s->n_accept, m->sent.n_accept, n_accept, (size_t)m->n_segs * sizeof *n_accept);
     if (path) op->copy(&(Copy){ s->path, path, (size_t)m->n_segs * STEP_ROWS * sizeof *path, COPY_IN });
-    if (op->begin((StepKey){ .kind = STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs, .variant = path != NULL }))
-        op->kv_commit(&(KvCommit){ .batch = &b, .caches = m->caches, .n_caches = m->n_caches, .n_accept = s->n_accept,
+    if (op->begin((StepKey){ .kind = sample ? STEP_SAMPLE : STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs,
+                             .logits = sample, .variant = path ? COMMITS_PATHS : COMMITS_CHAINS })) {
+        if (sample)
+            op->sample(&(Sample){ .batch = &row, .vocab = m->config.vocab, .logits = s->logits, .params = s->params,
+                                  .mask = s->mask, .bias = s->bias, .counts = s->counts,
+                                  .step_rows = s->counts ? s->rows : NULL, .out = s->chosen });
+        op->kv_commit(&(KvCommit){ .batch = &all, .caches = m->caches, .n_caches = m->n_caches, .n_accept = s->n_accept,
                                    .path = path ? s->path : NULL, .counts = s->counts, .vocab = m->config.vocab });
+    }
     op->end();
 }
+
+static void commit(Model *m, const int32_t *n_accept, const int32_t *path) { finish_step(m, n_accept, path, false); }
 
 static void commit_all(Model *m) {                     // every row of the last step, which is one chain
     commit(m, &(int32_t){ m->n_rows }, NULL);
@@ -3352,6 +3423,12 @@ static void print_plan(Model *m) {
             "scratch %.1f MiB\n", m->options.n_ctx, (double)m->plan.kv_global / mib,
             m->options.k_type == KV_F32 ? "f32" : "f16", tied ? "tied" : "untied", (double)m->plan.kv_rings / mib,
             (double)m->plan.stage / mib, (double)m->plan.activations / mib, (double)m->plan.scratch / mib);
+    if (m->plan.in_host)
+        fprintf(stderr, "# plan: the table of per-layer embeddings, %.1f MiB, stays in host memory: the GPU has no room for "
+                "it\n", (double)m->plan.in_host / mib);
+    if (m->plan.weights)
+        fprintf(stderr, "# weights loaded in %.2f s, %.2f GB/s\n", m->upload_seconds,
+                (double)m->binder.bytes / m->upload_seconds * 1e-9);
     if (m->options.n_ctx > c->n_ctx_train)
         fprintf(stderr, "# warning: a context of %d, but the model was trained for %d\n", m->options.n_ctx, c->n_ctx_train);
     print_unknown(&m->binder);
@@ -3560,9 +3637,20 @@ static int session_prompt(Session *s, const int32_t *ids, int n, int mark) {
     return done ? n - kept : -1;
 }
 
-static void session_commit(Session *s) {               // all rows of the last step
-    commit_all(s->m);
+// Chooses the token that follows the last step's rows, which become part of the session.
+static void session_sample(Session *s) {
+    finish_step(s->m, &(int32_t){ s->m->n_rows }, NULL, true);
     for (int i = 0; i < s->m->n_rows; i++) hold(s, s->m->rows[i].token);
+}
+
+// Runs the last token once more: a step behind it was dropped, whose logits lie where its own were.
+static void session_rerun(Session *s) {
+    Model *m = s->m;
+    const int n = m->len[0] - 1;
+    const StepRow last = { .token = s->held.ids[n], .want = true };
+    shorten_session(m, 0, s->held.ids, n);
+    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &last }, 1);
+    commit_all(m);
 }
 
 // The context is full: of its tokens the first n_head stay, and the newest half of the room behind these; they run again,
@@ -3612,6 +3700,10 @@ typedef struct {
 
 // Answers a prompt in session 0 and prints the answer, which is left in *reply ({0}, or a used one), cut where a stop string
 // began. interrupted tells of Ctrl-C.
+//
+// A backend that works beside the host (one with marks) never waits for it: a step is fed its token by the device, and the
+// host reads and prints that token while the step runs. Where the token turns out to end the text, or to be followed by
+// others than the model's, the step is dropped: it was not committed.
 static Turn generate(Session *s, const Prompt *p, const GenerateOptions *o, TokReply *reply) {
     Model *m = s->m;
     Tokenizer *t = s->t;
@@ -3634,18 +3726,24 @@ static Turn generate(Session *s, const Prompt *p, const GenerateOptions *o, TokR
     const double t_prompt = seconds();
     int named = tok_reply_thinks(reply) ? (int)name.n : 0, thought = 0;      // tokens of the name, of thoughts
     bool stepped = ran >= 0;                           // a step has been run and its rows are not committed yet
+    bool ahead = false;                                // and another one behind it, which may have to be dropped
     while (stepped && !interrupted) {
         if (turn.made >= o->n_predict && o->n_predict >= 0) { turn.why = "-n reached"; break; }
-        const Batch b = { .rows = m->s.kept_rows, .segs = m->s.segs, .len = m->s.len, .n_rows = 1, .n_segs = 1 };
-        if (op->begin((StepKey){ .kind = STEP_SAMPLE, .rows = 1, .logits = 1 }))
-            op->sample(&(Sample){ .batch = &b, .vocab = m->config.vocab, .logits = m->s.logits, .params = m->s.params,
-                                  .mask = m->s.mask, .bias = m->s.bias, .counts = m->s.counts,
-                                  .step_rows = m->s.counts ? m->s.rows : NULL, .out = m->s.chosen });
-        op->end();
-        session_commit(s);
         int32_t token;
+        session_sample(s);
         op->copy(&(Copy){ &token, m->s.chosen, sizeof token, COPY_OUT });
-        op->wait();
+        // Not behind a prompt: a step that is dropped is made good by another run of the last token, and the rounding of a
+        // prompt differs. Not where it is known that nothing follows, or somebody looks at each step.
+        ahead = op->mark && m->n_rows <= STEP_ROWS && m->len[0] < m->options.n_ctx && !n_top && !m->dump_dir &&
+                (o->n_predict < 0 || turn.made + 1 < o->n_predict);
+        if (ahead) {
+            const int mark = op->mark();
+            step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = FED, .want = true } }, 1);
+            op->wait_for(mark);
+            m->rows[0].token = token;
+        } else {
+            op->wait();
+        }
         if (token < 0)
             die("%s: no token can be chosen at position %d: the logits are not numbers, so the file is damaged, or every "
                 "token is suppressed", m->gguf.path, m->len[0] - 1);
@@ -3674,10 +3772,13 @@ static Turn generate(Session *s, const Prompt *p, const GenerateOptions *o, TokR
             if (!shifted) { turn.why = "context full"; break; }
             stepped = shifted > 0;
             turn.shifts++;
+            ahead = false;
             continue;
         }
         for (size_t i = 0; i < next.n; i++) m->chunk[i] = (StepRow){ .token = next.ids[i], .want = i + 1 == next.n };
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = (int)next.n, .rows = m->chunk }, 1);
+        if (!ahead || next.n > 1)                      // else it runs already
+            step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = (int)next.n, .rows = m->chunk }, 1);
+        ahead = false;
         turn.steps++;
         turn.read += bytes_per_token(m, m->len[0]);
     }
@@ -3696,6 +3797,7 @@ static Turn generate(Session *s, const Prompt *p, const GenerateOptions *o, TokR
     turn.prompt_seconds = t_prompt - t_start;
     turn.decode_seconds = seconds() - t_prompt;
     if (ran >= 0) {
+        if (ahead) session_rerun(s);
         read_logits(m, 0, logits);
         turn.hash = hash_bytes(logits, (size_t)m->config.vocab * sizeof *logits);
     }
@@ -3823,6 +3925,8 @@ static void verb_plan(const char *model, const Ops *ops, PlanOptions o) {
     const size_t weights = plan.weights ? plan.weights : m->binder.bytes;
     printf("%s: context %d, trained for %d\n", model_name(m), n_ctx, trained);
     printf("weights      %9.3f GiB%s\n", (double)weights / gib, plan.weights ? "" : ", read in the mapped file");
+    if (plan.in_host)
+        printf("             %9.3f GiB in host memory: the table of per-layer embeddings\n", (double)plan.in_host / gib);
     printf("global KV    %9.3f GiB\n", (double)plan.kv_global / gib);
     printf("rings        %9.3f GiB\n", (double)plan.kv_rings / gib);
     printf("stage        %9.3f GiB\n", (double)plan.stage / gib);
@@ -3848,22 +3952,31 @@ static void verb_plan(const char *model, const Ops *ops, PlanOptions o) {
 
 // ---- bench: speed in the conventions of llama-bench ----
 // ppN runs a prompt of N random tokens, tgN generates N tokens one by one; "@ dN" after N tokens in the context that have
-// really been run. A warm-up, then repetitions: mean and standard deviation of tokens per second.
+// really been run, or, "(random fill)", whose cache rows are random numbers: as many bytes to read, and no prompt to wait
+// for. vsN takes steps of N rows that all get logits and are never committed, as a verification of drafts does: all at one
+// depth. A warm-up, then repetitions: mean and standard deviation of tokens (rows) per second.
 
 typedef struct { int n[32], count; } IntList;
 
 typedef struct {
-    IntList prompts, generated, depths;                // 0 among the first two: not that test
+    IntList prompts, generated, rows, depths;          // 0 among the first three: not that test
     int n_runs;
+    bool random_fill;
     enum { BENCH_MD, BENCH_CSV, BENCH_JSON } format;
 } BenchOptions;
+
+typedef enum { PROMPT_TEST, GENERATE_TEST, VERIFY_TEST } BenchKind;
+enum { VERIFY_STEPS = 32 };   // of a run
 
 typedef struct {
     Model   *m;
     int32_t *ids;             // (n_ctx) random
     uint8_t *rings;           // the rings at the depth of the tests; global layers need no copy: rows above len are free
     int      depth;           // tokens of session 0 at which these were taken
+    bool     filled;          // its rows are random numbers
     double   bandwidth;       // bytes/s of the memory, 0: not known
+    bool     has_joules;      // the device tells what it uses
+    size_t   free_before;     // bytes of the device before the model was loaded
     int      n_printed;
 } Bench;
 
@@ -3872,31 +3985,89 @@ static void set_length(Model *m, int seq, int32_t len) {
     m->ops->copy(&(Copy){ m->s.len + seq, &len, sizeof len, COPY_IN });
 }
 
-// Runs n random tokens from the end of the session on, as a prompt or one by one; returns the seconds.
-static double bench_run(Bench *b, int n, bool one_by_one, const char *what) {
+// Runs n random tokens from the end of the session on, as a prompt or one by one, or VERIFY_STEPS times as n drafts; returns
+// the seconds.
+static double bench_run(Bench *b, int n, BenchKind kind, const char *what) {
     Model *m = b->m;
+    const Ops *op = m->ops;
     const double start = seconds();
     const int from = m->len[0];
-    for (int i = 0; i < n && one_by_one; i++) {
-        const StepRow row = { .token = b->ids[from + i], .want = true };
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &row }, 1);
-        commit_all(m);
-        m->ops->wait();
+    const int n_steps = kind == GENERATE_TEST ? n : kind == VERIFY_TEST ? VERIFY_STEPS : 0;
+    for (int i = 0, before = 0; i < n_steps; i++) {    // as in generate(), a step is issued while one runs
+        const int rows = kind == VERIFY_TEST ? n : 1;
+        for (int r = 0; r < rows; r++)
+            m->chunk[r] = (StepRow){ .token = b->ids[(from + i + r) % m->options.n_ctx], .want = true };
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk }, 1);
+        if (kind == GENERATE_TEST) commit_all(m);
+        const int mark = op->mark ? op->mark() : 0;
+        if (op->mark && i) op->wait_for(before);
+        before = mark;
     }
-    if (!one_by_one && n) {
+    if (kind == PROMPT_TEST && n) {
         run_prompt(m, 0, b->ids + from, n, what, NULL);
         commit_all(m);
-        m->ops->wait();
     }
+    op->wait();
     return seconds() - start;
 }
 
-static void bench_to_depth(Bench *b, int depth) {      // n tokens are run and kept
+// Bytes of random finite rows of a cache's type, as large as normed K and V are; or (scale) of the f16 scales beside them.
+static void random_rows(uint8_t *out, size_t bytes, KvType type, bool scale) {
+    const bool codes = kv_group(type) && !scale;
+    for (size_t i = 0; i < bytes / 4; i++) {
+        float v[2];
+        for (int k = 0; k < 2; k++) v[k] = (3.4f * random_unit(2 + (uint64_t)k, (int32_t)i) - 1.7f) * (scale ? 0x1p-7f : 1);
+        uint16_t halves[2];
+        for (int k = 0; k < 2; k++)
+            halves[k] = codes ? (uint16_t)(int)(v[k] * 19000) :
+                        type == KV_BF16 && !scale ? gguf_f32_to_bf16(v[k]) : gguf_f32_to_f16(v[k]);
+        memcpy(out + i * 4, type == KV_F32 ? (const void *)v : halves, 4);
+    }
+}
+
+// Fills the caches of session 0, all slots of all layers: a piece of random rows, again and again.
+static void fill_caches(Model *m) {
+    enum { PIECE = 1 << 20 };
+    const Ops *op = m->ops;
+    uint8_t *piece = alloc_or_die(PIECE, 1);
+    for (int i = 0; i < m->n_caches; i++) {
+        const Cache *c = &m->caches[i];
+        const size_t rows = (size_t)c->n_kv_heads * (size_t)c->slots;
+        const KvPlane *planes[] = { &c->k, &c->v };
+        for (int k = 0; k < 2; k++) {
+            const KvPlane *p = planes[k];
+            const struct { uint8_t *data; size_t bytes; } parts[] = { { p->data, rows * kv_row_bytes(p->type, p->dim) },
+                { p->scale, p->scale ? rows * kv_scale_bytes(p->type, p->dim) : 0 } };
+            for (int j = 0; j < 2; j++) {
+                const size_t first = parts[j].bytes < PIECE ? parts[j].bytes : PIECE;
+                if (!first) continue;
+                random_rows(piece, first, p->type, j == 1);
+                op->copy(&(Copy){ parts[j].data, piece, first, COPY_IN });
+                for (size_t at = first; at < parts[j].bytes; at += first) {
+                    const size_t n = parts[j].bytes - at < first ? parts[j].bytes - at : first;
+                    op->copy(&(Copy){ parts[j].data + at, parts[j].data, n, COPY_WITHIN });
+                }
+            }
+        }
+    }
+    op->wait();
+    free(piece);
+}
+
+static void bench_to_depth(Bench *b, int depth, bool random_fill) {  // n tokens are run and kept, or made up
+    Model *m = b->m;
     char what[32];
     snprintf(what, sizeof what, "filling d%d", depth);
-    if (depth < b->depth) reset_session(b->m, 0);
-    bench_run(b, depth - b->m->len[0], false, what);
-    copy_rings(b->m, 0, b->rings, COPY_OUT);
+    if (random_fill) {
+        if (depth && !b->filled) fill_caches(m);       // once for all depths: every slot has a row
+        b->filled |= depth > 0;
+        set_length(m, 0, depth);
+        m->seen[0] = max_int(m->seen[0], depth);
+    } else {
+        if (depth < b->depth) reset_session(m, 0);
+        bench_run(b, depth - m->len[0], PROMPT_TEST, what);
+    }
+    copy_rings(m, 0, b->rings, COPY_OUT);
     b->depth = depth;
 }
 
@@ -3924,60 +4095,92 @@ static size_t planned_memory(const Model *m) {
     return (p->weights ? p->weights : m->binder.bytes) + p->kv_global + p->kv_rings + p->stage + p->activations + p->scratch;
 }
 
+// What a device with memory of its own has lost since before the model was loaded, recorded steps and all; 0: there is none.
+static size_t device_memory(const Bench *b) {
+    size_t free_bytes = 0, total;
+    if (b->m->plan.weights) b->m->ops->memory(&free_bytes, &total);
+    return b->m->plan.weights && b->free_before > free_bytes ? b->free_before - free_bytes : 0;
+}
+
 // One test: runs it, prints its line.
-static void bench_test(Bench *b, const BenchOptions *o, int n, bool one_by_one) {
+static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
+    static const char *const kinds[] = { "pp", "tg", "vs" };
     Model *m = b->m;
-    char test[48], what[48], size[32], read_rate[48] = "";
-    double *speed = alloc_or_die(o->n_runs, sizeof *speed), mean = 0, sd = 0, bytes = 0, params = 0;
+    const Ops *op = m->ops;
+    char test[64], what[48], size[32], read_rate[48] = "";
+    double *speed = alloc_or_die(o->n_runs, sizeof *speed), mean = 0, sd = 0, bytes = 0, params = 0, joules = 0;
     size_t file_bytes = 0;
     for (size_t i = 0; i < m->gguf.n_tensors; i++) {
         const GgufTensor *t = &m->gguf.tensors[i];
         file_bytes += (size_t)t->size;
         params += (double)t->ne[0] * (double)t->ne[1] * (double)t->ne[2] * (double)t->ne[3];
     }
-    const int at = snprintf(test, sizeof test, "%s%d", one_by_one ? "tg" : "pp", n);
-    if (b->depth) snprintf(test + at, sizeof test - (size_t)at, " @ d%d", b->depth);
+    const bool filled = b->depth && o->random_fill;
+    const int n_steps = kind == GENERATE_TEST ? n : kind == VERIFY_TEST ? VERIFY_STEPS : 0;
+    const int n_rows = kind == VERIFY_TEST ? VERIFY_STEPS * n : n;
+    const int at = snprintf(test, sizeof test, "%s%d", kinds[kind], n);
+    if (b->depth) snprintf(test + at, sizeof test - (size_t)at, " @ d%d%s", b->depth, filled ? " (random fill)" : "");
     snprintf(what, sizeof what, "%.19s", test);
+    int64_t launches = 0;                              // before the last run, whose steps are all recorded
     for (int i = 0; i < o->n_runs; i++) {
         progress(what, i, o->n_runs, "runs");
         copy_rings(m, 0, b->rings, COPY_IN);
         set_length(m, 0, b->depth);
-        speed[i] = n / bench_run(b, n, one_by_one, NULL);
+        op->wait();
+        const double before = b->has_joules ? op->joules() : 0;
+        if (i + 1 == o->n_runs && op->launches) launches = op->launches();
+        speed[i] = n_rows / bench_run(b, n, kind, NULL);
+        if (b->has_joules) joules += (op->joules() - before) / ((double)n_rows * o->n_runs);
         mean += speed[i] / o->n_runs;
     }
+    const double per_step = op->launches && n_steps ? (double)(op->launches() - launches) / n_steps : 0;
     progress(what, o->n_runs, o->n_runs, "runs");
     for (int i = 0; i < o->n_runs; i++) sd += (speed[i] - mean) * (speed[i] - mean);
     sd = o->n_runs > 1 ? sqrt(sd / (o->n_runs - 1)) : 0;
-    for (int i = 0; i < n && one_by_one; i++) bytes += bytes_per_token(m, b->depth + i) / n;
+    for (int i = 0; i < n && kind == GENERATE_TEST; i++) bytes += bytes_per_token(m, b->depth + i) / n;
     const double rate = bytes * mean, share_of = b->bandwidth > 0 ? rate / b->bandwidth : 0;
 
     const char *k_type = m->options.k_type == KV_F32 ? "f32" : "f16", *v_type = m->options.v_type == KV_F32 ? "f32" : "f16";
     const struct { const char *name; double value; } numbers[] = {
         { "model_size", (double)file_bytes }, { "model_n_params", params }, { "n_ubatch", m->options.n_batch },
-        { "n_threads", pool.n_threads }, { "n_prompt", one_by_one ? 0 : n }, { "n_gen", one_by_one ? n : 0 },
-        { "n_depth", b->depth }, { "avg_ts", mean }, { "stddev_ts", sd }, { "read_bytes_per_s", rate },
+        { "n_threads", pool.n_threads }, { "n_prompt", kind == PROMPT_TEST ? n : 0 },
+        { "n_gen", kind == GENERATE_TEST ? n : 0 }, { "n_depth", b->depth }, { "avg_ts", mean },
+        { "stddev_ts", sd }, { "read_bytes_per_s", rate },
         { "bandwidth_bytes_per_s", b->bandwidth }, { "planned_bytes", (double)planned_memory(m) },
-        { "resident_bytes", (double)resident_memory() } };
+        { "resident_bytes", (double)resident_memory() }, { "n_verify", kind == VERIFY_TEST ? n : 0 },
+        { "launches_per_step", per_step }, { "joules_per_token", joules }, { "device_bytes", (double)device_memory(b) } };
     const struct { const char *name, *value; } texts[] = {
-        { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", m->ops->name },
-        { "type_k", k_type }, { "type_v", v_type } };
+        { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", op->name },
+        { "type_k", k_type }, { "type_v", v_type }, { "fill", !b->depth ? "none" : filled ? "random" : "prompt" } };
     enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
     const bool first = !b->n_printed++;
     if (o->format == BENCH_MD) {
-        if (first)
-            printf("| %-30s | %10s | %10s | %-10s | %7s | %15s | %20s | %18s |\n"
-                   "| ------------------------------ | ---------: | ---------: | ---------- | ------: | --------------: | "
-                   "-------------------: | -----------------: |\n",
-                   "model", "size", "params", "backend", "threads", "test", "t/s", "GB/s (of memory)");
+        const int width = o->random_fill ? 30 : 15;
+        const char *line = "------------------------------";
+        if (first) {
+            printf("| %-30s | %10s | %10s | %-10s | %7s | %*s | %20s | %18s |", "model", "size", "params", "backend",
+                   "threads", width, "test", "t/s", "GB/s (of memory)");
+            if (op->launches) printf(" %8s |", "launches");
+            if (b->has_joules) printf(" %7s |", "J/token");
+            printf("\n| %s | ---------: | ---------: | ---------- | ------: | %.*s: | -------------------: | "
+                   "-----------------: |", line, width - 1, line);
+            if (op->launches) printf(" -------: |");
+            if (b->has_joules) printf(" ------: |");
+            printf("\n");
+        }
         snprintf(size, sizeof size, "%.2f %s", (double)file_bytes / (file_bytes < (1u << 30) ? 1 << 20 : 1 << 30),
                  file_bytes < (1u << 30) ? "MiB" : "GiB");
         char count[32], mark[48];
         snprintf(count, sizeof count, "%.2f %s", params / (params < 1e9 ? 1e6 : 1e9), params < 1e9 ? "M" : "B");
         snprintf(mark, sizeof mark, "%.2f ± %.2f", mean, sd);
-        if (one_by_one)
+        if (kind == GENERATE_TEST)
             snprintf(read_rate, sizeof read_rate, share_of > 0 ? "%.2f (%.0f %%)" : "%.2f", rate * 1e-9, share_of * 100);
-        printf("| %-30s | %10s | %10s | %-10s | %7d | %15s | %21s | %18s |\n", model_name(m), size, count, m->ops->name,
-               pool.n_threads, test, mark, read_rate);
+        printf("| %-30s | %10s | %10s | %-10s | %7d | %*s | %21s | %18s |", model_name(m), size, count, op->name,
+               pool.n_threads, width, test, mark, read_rate);
+        if (op->launches && n_steps) printf(" %8.1f |", per_step);
+        if (op->launches && !n_steps) printf(" %8s |", "");         // what cuBLAS launches is not known
+        if (b->has_joules) printf(" %7.3f |", joules);
+        printf("\n");
     } else if (o->format == BENCH_CSV) {
         for (int i = 0; i < N_TEXTS && first; i++) printf("%s,", texts[i].name);
         for (int i = 0; i < N_NUMBERS && first; i++) printf("%s%s", numbers[i].name, i + 1 < N_NUMBERS ? "," : "\n");
@@ -4002,41 +4205,58 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, bool one_by_one) 
 }
 
 static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const BenchOptions *b) {
-    int longest = 1, deepest = 0, warm_up = 0;
+    int longest = 1, deepest = 0, warm_up = 0, widest = 0;
     for (int i = 0; i < b->prompts.count; i++) warm_up = longest = max_int(longest, b->prompts.n[i]);
     for (int i = 0; i < b->generated.count; i++) longest = max_int(longest, b->generated.n[i]);
+    for (int i = 0; i < b->rows.count; i++) widest = max_int(widest, b->rows.n[i]);
     for (int i = 0; i < b->depths.count; i++) deepest = max_int(deepest, b->depths.n[i]);
+    if (widest > STEP_ROWS) die("--rows: expected at most %d rows in a step, got %d", STEP_ROWS, widest);
     if (deepest > MAX_CONTEXT - longest)
         die("-d: expected at most %d tokens in all, got %d and %d", MAX_CONTEXT, deepest, longest);
     o.n_ctx = deepest + longest;
+    o.n_logits = max_int(o.n_logits, widest);
     Bench bench = { .m = alloc_or_die(1, sizeof *bench.m) };
     Model *m = bench.m;
+    size_t total;
+    bench.bandwidth = ops->bandwidth ? ops->bandwidth() : 0;
+    bench.has_joules = ops->joules && ops->joules() >= 0;
+    ops->memory(&bench.free_before, &total);
     load_model(m, model, ops, o, NULL);
     print_plan(m);
     read_weights(m, false);
     bench.ids = alloc_or_die(o.n_ctx, sizeof *bench.ids);
     for (int i = 0; i < o.n_ctx; i++) bench.ids[i] = (int32_t)(random_unit(1, i) * (float)m->config.vocab);
     bench.rings = alloc_or_die(copy_rings(m, 0, NULL, COPY_OUT), 1);
-    bench.bandwidth = ops->bandwidth ? ops->bandwidth() : 0;
-    bench_run(&bench, min_int(warm_up, o.n_batch), false, "warming up");
+    bench_run(&bench, min_int(warm_up, o.n_batch), PROMPT_TEST, "warming up");
     set_length(m, 0, 0);
-    bench_run(&bench, 1, true, NULL);
+    bench_run(&bench, min_int(longest, 4), GENERATE_TEST, NULL);
     reset_session(m, 0);
     for (int i = 0; i < b->depths.count; i++) {
-        bench_to_depth(&bench, b->depths.n[i]);
+        bench_to_depth(&bench, b->depths.n[i], b->random_fill);
         for (int k = 0; k < b->prompts.count; k++)
-            if (b->prompts.n[k]) bench_test(&bench, b, b->prompts.n[k], false);
+            if (b->prompts.n[k]) bench_test(&bench, b, b->prompts.n[k], PROMPT_TEST);
         for (int k = 0; k < b->generated.count; k++)
-            if (b->generated.n[k]) bench_test(&bench, b, b->generated.n[k], true);
+            if (b->generated.n[k]) bench_test(&bench, b, b->generated.n[k], GENERATE_TEST);
+        for (int k = 0; k < b->rows.count; k++) {
+            if (!b->rows.n[k]) continue;
+            set_length(m, 0, bench.depth);
+            bench_run(&bench, b->rows.n[k], VERIFY_TEST, NULL);      // its own warm-up: every number of rows is another step
+            bench_test(&bench, b, b->rows.n[k], VERIFY_TEST);
+        }
         copy_rings(m, 0, bench.rings, COPY_IN);
         set_length(m, 0, bench.depth);
     }
     const double gib = 1 << 30;
     if (b->format == BENCH_JSON) printf("%s]\n", bench.n_printed ? "\n" : "[");
-    if (b->format == BENCH_MD)
-        printf("\nMemory: %.3f GiB planned, %.3f GiB resident, with the pages of the file that were read.\n"
-               "Bandwidth: %.1f GB/s. GB/s counts the weights and cache rows of a token once; file and caches stay warm.\n",
-               (double)planned_memory(m) / gib, (double)resident_memory() / gib, bench.bandwidth * 1e-9);
+    if (b->format == BENCH_MD) {
+        printf("\nMemory: %.3f GiB planned, %.3f GiB resident, with the pages of the file that were read.\n",
+               (double)planned_memory(m) / gib, (double)resident_memory() / gib);
+        if (device_memory(&bench))
+            printf("Device: %.3f GiB taken, %.1f %% of the plan.\n", (double)device_memory(&bench) / gib,
+                   100 * (double)device_memory(&bench) / (double)planned_memory(m));
+        printf("Bandwidth: %.1f GB/s. GB/s counts the weights and cache rows of a token once; file and caches stay warm.\n",
+               bench.bandwidth * 1e-9);
+    }
     if (fflush(stdout)) die("standard output: %s", strerror(errno));
     free(bench.ids);
     free(bench.rings);
@@ -4115,9 +4335,10 @@ static double check_compare(const Model *a, const Model *b, const char *what) {
 #define CHECK_LIMIT 0.05
 static int verb_check(const char *model, const Ops *ops, PlanOptions o) {
     static const char text[] =
-        "The old lighthouse stood on a rock above the sea. Every evening at 7:45 the keeper climbed its 203 steps, lit the lamp "
-        "and wrote one line into a book: the wind, the ships, the colour of the sky. for (int i = 0; i < n; i++) sum += x[i]; On "
-        "Sundays his daughter came with bread, apples and the newspaper, and they read it to each other until the tea was cold.";
+        "The old lighthouse stood on a rock above the sea. Every evening at 7:45 the keeper climbed its 203 steps, lit the "
+        "lamp and wrote one line into a book: the wind, the ships, the colour of the sky. for (int i = 0; i < n; i++) sum += "
+        "x[i]; On Sundays his daughter came with bread, apples and the newspaper, and they read it to each other until the "
+        "tea was cold.";
     enum { FEW = 16, MANY = STEP_ROWS + 32 };
     if (ops == cpu_ops()) die("check: compares a GPU with the CPU, and there is no GPU that this build can use");
     Gguf g;
@@ -4448,7 +4669,8 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
             if (bad & NOT_FINITE)
                 die_output(&o, "tensor '%s' of %s holds values that are not finite", shown(t->name), in);
             if (bad)
-                die_output(&o, "tensor '%s' of %s holds values too large for %s", shown(t->name), in, gguf_type_name(types[i]));
+                die_output(&o, "tensor '%s' of %s holds values too large for %s", shown(t->name), in,
+                           gguf_type_name(types[i]));
             write_output(&o, types[i] == t->type ? t->data + r * in_row : piece, n * row);
             at += n * row;
             if (at < total) progress(m.recipe->name, at, total, "B");
@@ -4957,10 +5179,11 @@ static const struct { const char *name; Verb verb; } verbs[] = {
 
 typedef struct {
     Verb verb;
-    const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout, *k_type, *v_type;
-    const char *history;
+    const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout;
+    const char *k_type, *v_type, *history;
     const char *target, *type;                  // quantize: OUT, TYPE
-    const char *prompts, *generated, *depths;   // bench: lists of numbers
+    const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
+    const char *fill;
     double n_runs;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
     double think_budget, memory;
@@ -5061,8 +5284,12 @@ static const Flag flags[] = {
       "tokenize: all of them are, such as <|turn>; default: as above" },
     { "-p", "--n-prompt", "N,..", FLAG_TEXT, BENCH, FIELD(prompts), 0, 0, "bench: tokens of a prompt; default 512, 0: none" },
     { "-n", "--n-gen", "N,..", FLAG_TEXT, BENCH, FIELD(generated), 0, 0, "bench: tokens to generate; default 128, 0: none" },
+    { "--rows", NULL, "N,..", FLAG_TEXT, BENCH, FIELD(rows), 0, 0,
+      "bench: steps of N rows, 1 to 64, as drafts are verified, again and again at the same depth; default 0: none" },
     { "-d", "--n-depth", "N,..", FLAG_TEXT, BENCH, FIELD(depths), 0, 0,
       "bench: tokens that are in the context already; default 0" },
+    { "--fill", NULL, "HOW", FLAG_TEXT, BENCH, FIELD(fill), 0, 0,
+      "bench: how they got there: prompt (default): they are run; random: cache rows are random numbers, which is quick" },
     { "-r", "--repetitions", "N", FLAG_INT, BENCH, FIELD(n_runs), 1, 1000, "bench: runs of each test; default 5" },
     { "-o", "--output", "FORMAT", FLAG_TEXT, BENCH, FIELD(out), 0, 0, "bench: md, csv or json; default md" },
     { "-h", "--help", NULL, FLAG_ON, ANY, FIELD(help), 0, 0, "this text" },
@@ -5446,7 +5673,11 @@ int main(int argc, char **argv) {
     }
     if (f.verb == BENCH) {
         BenchOptions b = { .prompts = parse_list("-p", f.prompts, 512), .generated = parse_list("-n", f.generated, 128),
-                           .depths = parse_list("-d", f.depths, 0), .n_runs = (int)f.n_runs };
+                           .rows = parse_list("--rows", f.rows, 0), .depths = parse_list("-d", f.depths, 0),
+                           .n_runs = (int)f.n_runs };
+        if (f.fill && strcmp(f.fill, "prompt") && strcmp(f.fill, "random"))
+            die("--fill: expected prompt or random, got '%s'", f.fill);
+        b.random_fill = f.fill && !strcmp(f.fill, "random");
         if (f.out && strcmp(f.out, "md") && strcmp(f.out, "csv") && strcmp(f.out, "json"))
             die("-o: expected md, csv or json, got '%s'", f.out);
         b.format = !f.out || !strcmp(f.out, "md") ? BENCH_MD : !strcmp(f.out, "csv") ? BENCH_CSV : BENCH_JSON;

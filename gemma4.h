@@ -159,9 +159,9 @@ typedef struct {
     KvPlane      k, v;
     const float *fold;               // (head_dim) w_k of the owning layer, tied only
     KvPlane      k_tail, v_tail;     // the newest rows in f16 too, a ring of tail_slots, when k and v are quantised. A row at
-                                     // position p reads positions > p - (tail_slots - STEP_ROWS) there, older ones in k and v.
-                                     // A segment of more than STEP_ROWS rows reads k and v only; its last tail_slots rows go
-                                     // to both
+                                     // position p reads positions > p - (tail_slots - STEP_ROWS) there, older ones in k and
+                                     // v. A segment of more than STEP_ROWS rows reads k and v only; its last tail_slots rows
+                                     // go to both
     int          tail_slots;         // multiple of TILE_SLOTS; 0: no tail
     float       *means;              // (n_seqs, n_kv_heads, slots / 128 rounded up, head_dim) of block_select, or NULL
 } Cache;
@@ -253,8 +253,8 @@ typedef struct {                     // writes out an In (no Act): x' to in.x_ou
     float *out;                      // (n_rows, cols) or NULL
 } Close;
 
-typedef struct {                     // dst[i] = src[index[i]]: words of 32 bits, copied unchanged. Also feeds token ids to the
-                                     // rows of a later step: cols 1, dst = &rows[0].token, dst_stride = sizeof(Row) / 4
+typedef struct {                     // dst[i] = src[index[i]]: words of 32 bits, copied unchanged. Also feeds token ids to
+                                     // the rows of a step: cols 1, dst = &rows[0].token, dst_stride = sizeof(Row) / 4
     int            n_rows, cols;     // words
     const void    *src;              // row stride src_stride words
     const int32_t *index;            // (n_rows), NULL: identity
@@ -266,9 +266,9 @@ typedef struct {                     // dst[i] = src[index[i]]: words of 32 bits
 typedef struct {                     // head norms, rope, basis of the cache, quantise, write
     const Batch *batch;
     const Cache *cache;              // the layer's own, or its donor's (then k = v = NULL)
-    const Cache *stage;              // not NULL: a prompt step on a ring; rows go to slot = row number of the step of this one
-                                     // (n_seqs = 1) and kv_copy brings them home after the last reader. NULL: a segment has at
-                                     // most cache->slots rows in batch (larger ones: several calls with views)
+    const Cache *stage;              // not NULL: a prompt step on a ring; rows go to slot = row number of the step of this
+                                     // one (n_seqs = 1) and kv_copy brings them home after the last reader. NULL: a segment
+                                     // has at most cache->slots rows in batch (larger ones: several calls with views)
     int          n_heads;            // query heads
     float       *q;                  // (n_rows, n_heads * head_dim) Wq y on entry, the query in the cache's basis on
                                      // return, but undefined after attend() carried this out; NULL: none
@@ -283,14 +283,15 @@ typedef struct {                     // head norms, rope, basis of the cache, qu
 } QkvStore;
 
 typedef enum {
-    OWN_CAUSAL,                      // CHAIN: itself and those before, inside the window; TREE: its ancestors, itself included
+    OWN_CAUSAL,                      // CHAIN: itself and those before, inside the window; TREE: its ancestors and itself
     OWN_ALL,                         // every row of the segment sees every other (full layer of a DFlash block)
     OWN_NONE                         // committed rows only (MTP on the target's cache)
 } OwnMask;
 
-typedef struct {                     // out[r][h] = sum_j softmax_j(scale * q[r][h] . k[j][g]) v[j][g], g = h / (n_heads / n_kv_heads)
-    const Batch   *batch;            // j over committed positions p - window < j < len, then the rows of the segment by `own`;
-                                     // nothing in sight: 0
+typedef struct {                     // out[r][h] = sum_j softmax_j(scale * q[r][h] . k[j][g]) v[j][g],
+                                     // g = h / (n_heads / n_kv_heads)
+    const Batch   *batch;            // j over committed positions p - window < j < len, then the rows of the segment by
+                                     // `own`; nothing in sight: 0
     const Cache   *cache;
     const Cache   *stage;            // as in QkvStore: the rows of the step are read here, committed ones in cache
     int            n_heads;
@@ -330,8 +331,8 @@ typedef struct {                     // pFlash: key blocks of 128 worth attendin
     const float *q;
     float        alpha;              // keep w >= alpha * max; >= 1: all (dense)
     int          n_skip;             // pairs i < n_skip of a head are left out of the score (those that rotate); 0: none
-    int          n_sink, n_local;    // blocks always kept: the first, and the latest up to that of the query block's last row;
-                                     // also every block that its rows lie in
+    int          n_sink, n_local;    // blocks always kept: the first, and the latest up to that of the query block's last
+                                     // row; also every block that its rows lie in
     bool         last;               // the end of the prompt: the last two query blocks of the step are dense
     int32_t     *blocks;             // (n_rows / 128 rounded up, n_kv_heads, max_blocks) ascending, -1 ends. Query block b is
                                      // rows 128 b .. of the step; key block n is positions 128 n .. 128 n + 127
@@ -478,9 +479,9 @@ typedef struct {                     // DDTree: the most probable prefixes of pe
 } TreeBuild;
 
 typedef struct {                     // follows the target's choices through each segment as far as the drafts agree
-    const Batch   *batch;            // the rows of choice: a view. A segment's rows before its first one in the view are given
-                                     // text, not drafts, and accepted; from that one on all are in the view. A segment with no
-                                     // row in the view is accepted whole: last is 0 and next -1
+    const Batch   *batch;            // the rows of choice: a view. A segment's rows before its first one in the view are
+                                     // given text, not drafts, and accepted; from that one on all are in the view. A segment
+                                     // with no row in the view is accepted whole: last is 0 and next -1
     const int32_t *choice;           // (n_rows) from sample
     int32_t       *n_accept;         // (n_segs) rows to commit, >= 1: what kv_commit reads
     int32_t       *path;             // (n_segs, STEP_ROWS) numbers within the segment; not written for a CHAIN
@@ -492,7 +493,7 @@ typedef struct {                     // follows the target's choices through eac
 // ---- run time ----------------------------------------------------------------------------------------------------
 typedef enum {
     COPY_IN,                         // host -> backend; src may be reused when copy() returns
-    COPY_OUT,                        // backend -> host; complete after wait()
+    COPY_OUT,                        // backend -> host; complete after wait(), or wait_for() a mark behind it
     COPY_WITHIN                      // backend -> backend
 } CopyKind;
 
@@ -527,13 +528,14 @@ typedef struct Ops {
     void   (*memory)(size_t *free, size_t *total);  // bytes of backend memory
     size_t (*weight_bytes)(const Tensor *w);        // backend memory that upload() fills; 0: rows are read where they lie
     // w->data (and scale): host bytes in file layout -> dst in the backend's layout. Called for every matrix and vector,
-    // dst NULL when weight_bytes is 0; again between steps to bring back a model whose memory was lent
+    // dst NULL when weight_bytes is 0; again between steps to bring back a model whose memory was lent. The rows of an
+    // in_host table go to host memory that the device reads: weight_bytes of the same tensor without in_host
     void   (*upload)(Tensor *w, void *dst);
     size_t (*scratch_bytes)(const Limits *lim);     // what init() will take for the backend itself
     // before the first operation; may be called again between steps. Limits are those of all models loaded together
     void   (*init)(const Limits *lim);
     void  *(*reserve)(size_t bytes);                // zeroed, 256-byte aligned; only at start; NULL: there is not so much
-    void   (*release)(void *p);                     // and host memory that upload() made readable for what lay in p
+    void   (*release)(void *p);                     // and host memory that upload() has taken since p was reserved
     void   (*copy)(const Copy *c);
     bool   (*begin)(StepKey key);                   // an operation outside begin .. end is carried out as it is issued
     void   (*end)(void);
@@ -542,6 +544,7 @@ typedef struct Ops {
     void   (*wait_for)(int mark);                   // until everything issued before it is done
     double (*bandwidth)(void);                      // bytes/s of the device's memory at best; 0: not known
     double (*joules)(void);                         // energy the device has used since some moment; < 0: not known
+    int64_t (*launches)(void);                      // kernels and copies issued to the device so far, as far as known
     // body
     void (*embed)(const Embed *o);
     void (*ple_rows)(const PleRows *o);

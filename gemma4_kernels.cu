@@ -1,10 +1,10 @@
 /* gemma4_kernels.cu - the CUDA backend: every operation of gemma4.h as kernels, each with its host wrapper below it.
  *
  * HOW TO READ  cuda_ops() at the end lists what there is. An operation is a function cuda_<op>; the definition of what it has
- *              to compute is cpu_<op> in gemma4.c [5]. Nothing here knows about files, text or the model.
+ *              to compute is cpu_<op> in gemma4.c [6]. Nothing here knows about files, text or the model.
  * CONTENTS     search for "[n]"
  *   [1] Errors, the stream, state           [6] Products of a prompt: cuBLAS
- *   [2] Warp and block helpers              [7] Cache: store, commit, copy
+ *   [2] Launch; warp and block helpers      [7] Cache: store, commit, copy
  *   [3] Weights: layout, upload             [8] Attention
  *   [4] Inputs: embedding, norms            [9] Output: head, sampling
  *   [5] Products of 1 to 64 rows            [10] Memory, copies, recorded steps, the table
@@ -18,12 +18,15 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <dlfcn.h>
+#include <limits.h>
 #include <math.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#include <atomic>
 #include "gemma4.h"
 
 // ==== [1] Errors, the stream, state ==================================================================================
@@ -32,23 +35,41 @@
 // the recorded steps.
 
 enum { RING_BYTES = 4 << 20, MAX_STEPS = 256, MAX_PENDING = 256, MAX_MARKS = 1024, PANEL_BYTES = 64 << 20,
-       PARTIAL_BYTES = 64 << 20, BLAS_BYTES = 32 << 20 };
+       PARTIAL_BYTES = 64 << 20, BLAS_BYTES = 32 << 20, MAX_ARRIVED = 4096,
+       STATIC_SHARED = 3 << 10 };       // shared memory that a kernel may have beside shared_bytes
+enum { EVENT_FLAGS = cudaEventDisableTiming | cudaEventBlockingSync };     // the host sleeps until it comes
 
-typedef struct {              // a recorded step
+typedef struct {              // a step that was seen
     StepKey key;
-    cudaGraphExec_t exec;
+    cudaGraphExec_t exec;     // NULL: seen once, and recorded when it comes again
+    size_t  n_nodes;          // launches in it
+    int64_t used;             // number of the begin() that last asked for it
 } Recorded;
 
-typedef struct {              // device -> host copy that wait() completes
+typedef struct {              // device -> host copy that is handed over once it is there
     void  *dst;
     const char *src;          // in the ring
     size_t bytes;
 } Pending;
 
+typedef struct {              // everything issued before a mark
+    cudaEvent_t event;
+    size_t   ring_at;         // as in the state below
+    unsigned n_pending;
+} Mark;
+
+typedef struct HostTable {    // rows of a table in pinned host memory
+    const void *file, *owner; // what was uploaded; the memory that was reserved last before it
+    void *rows;
+    struct HostTable *next;
+} HostTable;
+
 static struct {
     cudaStream_t stream;
     cublasHandle_t blas;
     int    n_sm;
+    int    block_shared, sm_shared;    // bytes of shared memory: most of a block, of an SM
+    int    starts_early;      // 1: launches may overlap (sm_90 and up)
     Limits lim;
     char  *scratch;           // (scratch_size) carved by scratch_layout()
     size_t scratch_size;
@@ -59,17 +80,23 @@ static struct {
     __half *panel;            // (PANEL_BYTES) a piece of a matrix for cuBLAS
     float *wide;              // (2, max_rows, PANEL_COLS) gate and up of a prompt
     float *partial;           // (PARTIAL_BYTES) attention before its parts are put together
+    unsigned *arrived;        // (MAX_ARRIVED) blocks of a launch that have come to its end; 0 between launches
+    int   *done;              // (max_rows) Choice.done: 0 between launches
     char  *blas_work;         // (BLAS_BYTES)
-    char  *ring;              // (RING_BYTES) pinned
-    size_t ring_at;
-    Pending pending[MAX_PENDING];
-    int    n_pending;
+    char  *ring;              // (RING_BYTES) pinned; its bytes are given out in turn
+    size_t ring_at, ring_free;                 // bytes given out so far, and those among them that are done with
+    Pending pending[MAX_PENDING];              // in turn as well
+    unsigned n_pending, n_handed;              // so far
     Recorded steps[MAX_STEPS];
     int    n_steps;
+    int64_t n_begun;          // begin() so far
+    Recorded *step;           // between begin() and end(): recorded or replayed; NULL: its operations are carried out
     bool   recording;
-    int    replay;            // the step that end() launches; -1: none
-    cudaEvent_t marks[MAX_MARKS];
+    int64_t n_launches;       // so far
+    Mark   marks[MAX_MARKS];
     int    n_marks;           // given out so far
+    void  *reserved;          // the last one
+    HostTable *tables;
 } cuda;
 
 __attribute__((noreturn, format(printf, 1, 2))) static void cuda_die(const char *fmt, ...) {
@@ -98,11 +125,115 @@ __attribute__((noreturn, format(printf, 1, 2))) static void cuda_die(const char 
     } while (0)
 
 static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
-static int div_up(int n, int by) { return (n + by - 1) / by; }
+ON_DEVICE static inline int div_up(int n, int by) { return (n + by - 1) / by; }
 static int min_int(int a, int b) { return a < b ? a : b; }
 static int max_int(int a, int b) { return a > b ? a : b; }
 
-// ==== [2] Warp and block helpers =====================================================================================
+// ==== [2] Launch; warp and block helpers =============================================================================
+// Kernels follow each other closely: the blocks of a launch come up while the last blocks of the launch before it still work,
+// and take_turn() holds them until its results can be read. What no operation writes (weights) may be fetched before.
+
+extern __shared__ __align__(16) char shared_bytes[];   // dynamic shared memory of whatever kernel runs
+
+// The first statement of every kernel, or the last one before it touches what operations write. last_word: the kernel writes
+// weights, so the next launch must not fetch any before all of it has ended.
+__device__ static inline void take_turn(bool last_word = false) {
+#if __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();                   // everything launched before has ended, and can be seen
+    if (!last_word) cudaTriggerProgrammaticLaunchCompletion();         // the next may come up once all blocks got here
+#endif
+    (void)last_word;
+}
+
+// One kernel on the stream; CHECK_LAUNCH behind it names the operation. shared: bytes of dynamic shared memory.
+template <typename... Parameters, typename... Arguments>
+static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, Arguments... arguments) {
+    cudaLaunchConfig_t config = { };
+    cudaLaunchAttribute early = { };
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared;
+    config.stream = cuda.stream;
+    config.attrs = &early;
+    config.numAttrs = cuda.starts_early;
+    cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+    cuda.n_launches += !cuda.recording;
+}
+
+// ---- instructions that CUDA C++ has no name for ----
+// A group of 8 lanes l .. l + 7 hands in addresses of 8 rows of 16 bytes; matrix i of four comes from lanes 8 i ... Every lane
+// gets word lane % 4 of row lane / 4 of each.
+#ifdef __CUDACC__
+__device__ static inline void load_matrices(unsigned r[4], const void *shared_row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"((unsigned)__cvta_generic_to_shared(shared_row)) : "memory");
+}
+// The same for matrices of 8 x 8 halves, transposed.
+__device__ static inline void load_matrices_transposed(unsigned r[4], const void *shared_row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"((unsigned)__cvta_generic_to_shared(shared_row)) : "memory");
+}
+// c (16 x 8) += a (16 x 32, row-major) b (32 x 8, column-major), int8 with int32 sums. Lane l, t = l / 4, k = l % 4:
+//   a[0], a[1]: values 4k .. 4k + 3 of rows t, t + 8; a[2], a[3]: values 16 + 4k .. of them
+//   b[0], b[1]: values 4k .. and 16 + 4k .. of column t;   c[0], c[1]: row t, columns 2k, 2k + 1; c[2], c[3]: row t + 8
+__device__ static inline void multiply_int8(int c[4], const unsigned a[4], const unsigned b[2]) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// The same for 16 values: a (16 x 16), b (16 x 8).   a[0], a[1]: values 4k .. of rows t, t + 8; b: values 4k .. of column t
+__device__ static inline void multiply_int8_half(int c[4], const unsigned a[2], unsigned b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+// c (16 x 8) += a (16 x 16, row-major) b (16 x 8, column-major), halves with f32 sums.
+//   a[0], a[1]: values 2k, 2k + 1 of rows t, t + 8; a[2], a[3]: values 8 + 2k .. of them
+//   b[0], b[1]: values 2k .. and 8 + 2k .. of column t;   c as above
+__device__ static inline void multiply_half(float c[4], const unsigned a[4], const unsigned b[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// 16 bytes from device to shared memory, both aligned to 16, without waiting. A commit closes what was asked for so far;
+// copied<N>() waits until all but the last N closed lots of this thread are there (a barrier then shows them to the block).
+__device__ static inline void copy_ahead(void *shared, const void *global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                 :: "r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global) : "memory");
+}
+// The same, or 16 bytes of zeros; the address counts in both cases.
+__device__ static inline void copy_or_zero(void *shared, const void *global, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global), "r"(there ? 16 : 0) : "memory");
+}
+// The same for 4 bytes, aligned to 4.
+__device__ static inline void copy_word_ahead(void *shared, const void *global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+                 :: "r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global) : "memory");
+}
+__device__ static inline void copy_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> __device__ static inline void copied(void) { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
+// The 128 bytes around p on their way to the L2 cache, without waiting.
+__device__ static inline void fetch_early(const void *p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
+// 16 bytes that are read once: past the L1 cache, without pushing others out.
+__device__ static inline uint4 load_once(const void *p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+// Asks for bytes of global memory, so that they are in the L2 cache when they are read; both multiples of 16.
+__device__ static inline void fetch_ahead(const void *p, unsigned bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(p), "r"(bytes) : "memory");
+#else
+    (void)p, (void)bytes;
+#endif
+}
+#else
+#include "instructions.h"     // the same functions for a compiler that is not nvcc: tests/cuda_on_cpu
+#endif
+
+// ---- sums ----
 // Sums fold in halves, so their order is fixed: lane l adds lane l + 16, then 8, 4, 2, 1. All lanes get the result.
 
 __device__ static inline float warp_sum(float v) {
@@ -128,9 +259,11 @@ __device__ static inline float block_sum(float v) {
     return v;
 }
 
+// Rounded step by step: the compiler may not fuse differently in different kernels (contract 7).
 __device__ static inline float activate(ActFn fn, float x) {
     if (fn == ACT_SILU) return x / (1.0f + expf(-x));
-    return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+    const float inner = __fmaf_rn(__fmul_rn(0.044715f, x), __fmul_rn(x, x), x);
+    return __fmul_rn(__fmul_rn(0.5f, x), __fadd_rn(1.0f, tanhf(__fmul_rn(0.7978845608028654f, inner))));
 }
 
 // One group by one warp: lane l holds x, value l of the group. The rule of contract 6, bit for bit.
@@ -154,11 +287,12 @@ __device__ static inline void quantise_group(float x, int8_t *q, float *s) {
 //   head    what scales the group, or its 256 values, in the order of the file: see the list of formats below
 //   sup     f16 values of 256 that stand apart in the file
 //
-//   4-bit lo   byte j: value j low nibble, value j + 16 high nibble. As four words v[0..3]: codes 4w .. 4w + 3 are the bytes of
-//              v[w] & 0x0f0f0f0f, codes 16 + 4w .. are those of v[w] >> 4 & 0x0f0f0f0f
+//   4-bit lo   byte j: value j low nibble, value j + 16 high nibble. As four words v[0..3]: codes 4w .. 4w + 3 are the bytes
+//              of v[w] & 0x0f0f0f0f, codes 16 + 4w .. are those of v[w] >> 4 & 0x0f0f0f0f
 //   2-bit lo, hi of 6-bit: two words, one for each half of the group; bits 2w, 2w + 1 of byte b belong to value 4w + b
 //   1-bit hi:  one word; bit w of byte b belongs to value 4w + b
-// Planes follow each other, each at a multiple of 256 bytes. A stack of n matrices is one matrix of n * rows rows.
+// Planes follow each other, each at a multiple of 256 bytes. A stack of n matrices is one matrix of n * rows rows. A table of
+// which only rows are gathered may lie in pinned host memory, in the same layout.
 
 typedef struct {              // where the planes of an uploaded matrix lie; floats: lo only, as in the file
     const uint8_t *lo, *hi, *head, *sup;
@@ -174,7 +308,7 @@ typedef struct {
     int sup;                  // bytes per 256 values
 } Format;
 
-static bool format_of(DType t, Format *f) {
+__host__ __device__ static constexpr bool format_of(DType t, Format *f) {
     switch (t) {
     case T_Q8_0:   *f = (Format){ 8, 0, 32, 0, 2, 32, 0 };   return true;    // head: d
     case T_Q4_0:   *f = (Format){ 4, 0, 16, 0, 2, 32, 0 };   return true;
@@ -192,6 +326,12 @@ static bool format_of(DType t, Format *f) {
     case T_IQ4_XS: *f = (Format){ 4, 0, 16, 0, 8, 256, 0 };  return true;    // d, two and four bytes of scales
     default: return false;
     }
+}
+
+__host__ __device__ static constexpr Format known_format(DType t) {
+    Format f = { };
+    format_of(t, &f);
+    return f;
 }
 
 static bool is_float(DType t) { return t == T_F32 || t == T_F16 || t == T_BF16; }
@@ -248,6 +388,7 @@ __device__ static inline unsigned file_code(DType t, const uint8_t *b, int i) {
 //   traffic   reads and writes every byte once, bytewise: bound by the bus that brings them, not by memory
 __global__ void repack_kernel(DType t, Format f, int block_values, int block_bytes, const uint8_t *src, Planes p,
                               size_t first_group, size_t n_groups) {
+    take_turn(true);
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n_groups) return;
     const size_t first = i * 32, g = first_group + i;
@@ -288,9 +429,9 @@ template <DType T> struct Traits {
     static constexpr int offset = T == T_Q4_0 ? 8 : T == T_Q5_0 ? 16 : T == T_Q6_K ? 32 : T == T_Q3_K ? 4 : 0;
     static constexpr bool min = T == T_Q4_1 || T == T_Q5_1 || T == T_Q4_K || T == T_Q5_K || T == T_Q2_K;
     static constexpr bool halves = T == T_Q6_K || T == T_Q3_K || T == T_Q2_K || T == T_NVFP4;    // a[0] != a[1]
+    static constexpr int lo = T == T_Q8_0 ? 32 : T == T_Q2_K || T == T_Q3_K ? 8 : 16;            // as in format_of
+    static constexpr int hi = T == T_Q6_K ? 8 : T == T_Q5_0 || T == T_Q5_1 || T == T_Q5_K || T == T_Q3_K ? 4 : 0;
 };
-
-__device__ static inline float f16_at(const uint8_t *p) { return __half2float(*(const __half *)p); }
 
 // Four table entries by four codes 0..15 in the bytes of x. t: the table, four entries a word.
 __device__ static inline unsigned lookup4(unsigned x, unsigned t0, unsigned t1, unsigned t2, unsigned t3) {
@@ -305,83 +446,168 @@ __device__ static inline float e4m3(unsigned x) {      // unsigned; 0x7f means 0
     return x == 127 ? 0 : e ? ldexpf(1 + m * 0.125f, e - 7) : m * 0x1p-9f;
 }
 
-// Sub-scale and sub-minimum g of Q4_K and Q5_K from the twelve bytes after d and dmin.
-__device__ static inline void k_scales(const uint8_t *s, int g, int *sc, int *mn) {
-    *sc = g < 4 ? s[g] & 63 : (s[g + 4] & 15) | (s[g - 4] >> 6) << 4;
-    *mn = g < 4 ? s[g + 4] & 63 : s[g + 4] >> 4 | (s[g] >> 6) << 4;
+// Sub-scale and sub-minimum g of Q4_K and Q5_K from the three words after d and dmin: 6 bits each, the first four of both whole
+// in words 0 and 1, of the others 4 bits in word 2 and 2 bits above the first ones.
+__device__ static inline void k_scales(unsigned s0, unsigned s1, unsigned s2, int g, unsigned *sc, unsigned *mn) {
+    const int shift = 8 * (g & 3), more = g < 4 ? shift : shift + 2;   // a lane keeps to one g: all but six instructions
+    const unsigned upper = g < 4 ? 0x3f : 0x30, lower = g < 4 ? 0 : 15;                        // leave its loop
+    *sc = (s0 >> more & upper) | (s2 >> shift & lower);
+    *mn = (s1 >> more & upper) | (s2 >> shift >> 4 & lower);
+}
+
+// What is read of a group, as it lies in memory. Parts that a type does not have are never set.
+template <DType T> struct Fetched {
+    uint4 lo[Traits<T>::lo == 32 ? 2 : 1];
+    uint2 hi;
+    uint4 head;
+    unsigned sup;
+};
+
+// Planes from group `first` on; types with blocks of 256: a multiple of 8.
+template <DType T> __device__ static inline Planes planes_from(const Planes &p, size_t first) {
+    Planes at = { p.lo + first * Traits<T>::lo, p.hi, p.head, p.sup };
+    if constexpr (Traits<T>::hi != 0) at.hi += first * Traits<T>::hi;
+    if constexpr (T == T_Q4_K || T == T_Q5_K) at.head += first * 2;
+    else if constexpr (T == T_Q3_K) at.head += first / 8 * 12, at.sup += first / 8 * 2;
+    else if constexpr (T == T_IQ4_XS) at.head += first;
+    else if constexpr (T == T_Q6_K) at.head += first * 2, at.sup += first / 8 * 2;
+    else if constexpr (T == T_Q2_K) at.head += first * 2, at.sup += first / 8 * 4;
+    else if constexpr (T == T_Q4_1 || T == T_Q5_1) at.head += first * 4;
+    else if constexpr (T == T_MXFP4) at.head += first;
+    else at.head += first * 2;
+    return at;
+}
+
+// Group g of the planes; g < 2^26.
+template <DType T> __device__ static inline void fetch_group(const Planes &p, int g, Fetched<T> *f) {
+    if constexpr (Traits<T>::lo == 8) {
+        const uint2 v = __ldg((const uint2 *)p.lo + g);
+        f->lo[0].x = v.x, f->lo[0].y = v.y;
+    } else if constexpr (Traits<T>::lo == 16) {
+        f->lo[0] = load_once((const uint4 *)p.lo + g);
+    } else {
+        f->lo[0] = load_once((const uint4 *)p.lo + 2 * g), f->lo[1] = load_once((const uint4 *)p.lo + 2 * g + 1);
+    }
+    if constexpr (Traits<T>::hi == 8) f->hi = __ldg((const uint2 *)p.hi + g);
+    if constexpr (Traits<T>::hi == 4) f->hi.x = __ldg((const unsigned *)p.hi + g);
+    if constexpr (T == T_Q4_K || T == T_Q5_K) {
+        f->head = __ldg((const uint4 *)p.head + g / 8);
+    } else if constexpr (T == T_Q3_K) {
+        const unsigned *s = (const unsigned *)p.head + g / 8 * 3;
+        f->head.x = __ldg(s), f->head.y = __ldg(s + 1), f->head.z = __ldg(s + 2);
+    } else if constexpr (T == T_IQ4_XS) {
+        const uint2 v = __ldg((const uint2 *)p.head + g / 8);
+        f->head.x = v.x, f->head.y = v.y;
+    } else if constexpr (T == T_Q4_1 || T == T_Q5_1) {
+        f->head.x = __ldg((const unsigned *)p.head + g);
+    } else if constexpr (T == T_MXFP4) {
+        f->head.x = __ldg(p.head + g);
+    } else {
+        f->head.x = __ldg((const unsigned short *)p.head + g);
+    }
+    if constexpr (T == T_Q6_K || T == T_Q3_K) f->sup = __ldg((const unsigned short *)p.sup + g / 8);
+    if constexpr (T == T_Q2_K) f->sup = __ldg((const unsigned *)p.sup + g / 8);
+}
+
+__device__ static inline float half_in(unsigned bits) { return __half2float(__ushort_as_half((unsigned short)bits)); }
+
+// What scales a group, from its head and sup as words. in_256: its number among the eight of 256 values; types with blocks of 32
+// and 64 do not look at it.
+template <DType T> __device__ static inline void group_scales(uint4 head, unsigned sup, int in_256, float a[2], float m[2]) {
+    m[0] = m[1] = 0;
+    if constexpr (T == T_Q8_0 || T == T_Q4_0 || T == T_Q5_0 || T == T_IQ4_NL) {
+        a[0] = a[1] = half_in(head.x);
+    } else if constexpr (T == T_Q4_1 || T == T_Q5_1) {
+        a[0] = a[1] = half_in(head.x);
+        m[0] = m[1] = -half_in(head.x >> 16);          // these formats add it
+    } else if constexpr (T == T_MXFP4) {
+        const unsigned e = head.x;                     // 2^(e - 128); 0 and 1 are subnormal, 255 is NaN
+        a[0] = a[1] = __uint_as_float(e == 255 ? 0x7fc00000u : e >= 2 ? (e - 1) << 23 : 0x00200000u << e);
+    } else if constexpr (T == T_NVFP4) {
+        for (int h = 0; h < 2; h++) a[h] = 0.5f * e4m3(head.x >> 8 * h & 255);
+    } else if constexpr (T == T_Q4_K || T == T_Q5_K) {
+        unsigned sc, mn;
+        k_scales(head.y, head.z, head.w, in_256, &sc, &mn);
+        a[0] = a[1] = half_in(head.x) * sc;
+        m[0] = m[1] = half_in(head.x >> 16) * mn;
+    } else if constexpr (T == T_Q6_K) {
+        const float d = half_in(sup);
+        for (int h = 0; h < 2; h++) a[h] = d * (int8_t)(head.x >> 8 * h);
+    } else if constexpr (T == T_Q2_K) {
+        for (int h = 0; h < 2; h++) {
+            const unsigned s = head.x >> 8 * h;
+            a[h] = half_in(sup) * (s & 15);
+            m[h] = half_in(sup >> 16) * (s >> 4 & 15);
+        }
+    } else if constexpr (T == T_Q3_K) {                // 16 scales of 6 bits: the low four in words 0 and 1, two more in word 2
+        const float d = half_in(sup);
+        for (int h = 0; h < 2; h++) {
+            const int j = 2 * in_256 + h;
+            const unsigned low = (j & 4 ? head.y : head.x) >> (8 * (j & 3) + (j >= 8 ? 4 : 0)) & 15;
+            a[h] = d * ((int)(low | (head.z >> (8 * (j & 3) + 2 * (j >> 2)) & 3) << 4) - 32);
+        }
+    } else if constexpr (T == T_IQ4_XS) {              // d, eight times 2 high bits, eight times 4 low bits
+        const unsigned ls = (head.y >> 4 * in_256 & 15) | (head.x >> (16 + 2 * in_256) & 3) << 4;
+        a[0] = a[1] = half_in(head.x) * ((int)ls - 32);
+    }
+}
+
+// Codes in the bytes of a word as the integers that they stand for, but for the offset.
+template <DType T> __device__ static inline unsigned code_integers(unsigned codes) {
+    // -127 -104 -83 -65 | -49 -35 -22 -10 | 1 13 25 38 | 53 69 89 113
+    if constexpr (T == T_IQ4_NL || T == T_IQ4_XS) return lookup4(codes, 0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u);
+    // twice 0 0.5 1 1.5 | 2 3 4 6, and the negative ones
+    if constexpr (T == T_MXFP4 || T == T_NVFP4) return lookup4(codes, 0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu);
+    return codes;
+}
+
+// in_256: number of the group among the eight of its 256 values; types with blocks of 32 and 64 do not look at it.
+template <DType T> __device__ static inline void unpack_group(const Fetched<T> &f, int in_256, Group *out) {
+    unsigned *c = out->c;
+    if constexpr (Traits<T>::lo == 32) {
+        c[0] = f.lo[0].x, c[1] = f.lo[0].y, c[2] = f.lo[0].z, c[3] = f.lo[0].w;
+        c[4] = f.lo[1].x, c[5] = f.lo[1].y, c[6] = f.lo[1].z, c[7] = f.lo[1].w;
+    } else if constexpr (Traits<T>::lo == 8) {
+        for (int w = 0; w < 4; w++) c[w] = f.lo[0].x >> 2 * w & 0x03030303u, c[4 + w] = f.lo[0].y >> 2 * w & 0x03030303u;
+    } else {
+        const unsigned word[4] = { f.lo[0].x, f.lo[0].y, f.lo[0].z, f.lo[0].w };
+        for (int w = 0; w < 4; w++) c[w] = word[w] & 0x0f0f0f0fu, c[4 + w] = word[w] >> 4 & 0x0f0f0f0fu;
+    }
+    if constexpr (Traits<T>::hi == 4) {                // bit w to bit 4 (Q3_K: 2) of each byte
+        const int to = T == T_Q3_K ? 2 : 4;
+        for (int w = 0; w < 8; w++) c[w] |= (w < to ? f.hi.x << (to - w) : f.hi.x >> (w - to)) & 0x01010101u << to;
+    }
+    if constexpr (Traits<T>::hi == 8)                  // bits 2w, 2w + 1 to bits 4, 5
+        for (int w = 0; w < 4; w++) {
+            c[w] |= (w < 2 ? f.hi.x << (4 - 2 * w) : f.hi.x >> (2 * w - 4)) & 0x30303030u;
+            c[4 + w] |= (w < 2 ? f.hi.y << (4 - 2 * w) : f.hi.y >> (2 * w - 4)) & 0x30303030u;
+        }
+    for (int w = 0; w < 8; w++) c[w] = code_integers<T>(c[w]);
+    group_scales<T>(f.head, f.sup, in_256, out->a, out->m);
 }
 
 // Group number g of the whole matrix.
 template <DType T> __device__ static inline void load_group(const Planes &p, size_t g, Group *out) {
-    unsigned *c = out->c;
-    if constexpr (T == T_Q8_0) {
-        const uint4 v0 = ((const uint4 *)p.lo)[g * 2], v1 = ((const uint4 *)p.lo)[g * 2 + 1];
-        c[0] = v0.x, c[1] = v0.y, c[2] = v0.z, c[3] = v0.w, c[4] = v1.x, c[5] = v1.y, c[6] = v1.z, c[7] = v1.w;
-    } else if constexpr (T == T_Q2_K || T == T_Q3_K) {
-        const uint2 v = ((const uint2 *)p.lo)[g];
-        for (int w = 0; w < 4; w++) c[w] = v.x >> 2 * w & 0x03030303u, c[4 + w] = v.y >> 2 * w & 0x03030303u;
-    } else {
-        const uint4 v = ((const uint4 *)p.lo)[g];
-        const unsigned word[4] = { v.x, v.y, v.z, v.w };
-        for (int w = 0; w < 4; w++) c[w] = word[w] & 0x0f0f0f0fu, c[4 + w] = word[w] >> 4 & 0x0f0f0f0fu;
-    }
-    if constexpr (T == T_Q5_0 || T == T_Q5_1 || T == T_Q5_K || T == T_Q3_K) {
-        const unsigned h = ((const unsigned *)p.hi)[g];
-        for (int w = 0; w < 8; w++) c[w] |= (h >> w & 0x01010101u) << (T == T_Q3_K ? 2 : 4);
-    }
-    if constexpr (T == T_Q6_K) {
-        const uint2 h = ((const uint2 *)p.hi)[g];
-        for (int w = 0; w < 4; w++) c[w] |= (h.x >> 2 * w & 0x03030303u) << 4, c[4 + w] |= (h.y >> 2 * w & 0x03030303u) << 4;
-    }
-    if constexpr (T == T_IQ4_NL || T == T_IQ4_XS)      // -127 -104 -83 -65 | -49 -35 -22 -10 | 1 13 25 38 | 53 69 89 113
-        for (int w = 0; w < 8; w++) c[w] = lookup4(c[w], 0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u);
-    if constexpr (T == T_MXFP4 || T == T_NVFP4)        // twice 0 0.5 1 1.5 | 2 3 4 6, and the negative ones
-        for (int w = 0; w < 8; w++) c[w] = lookup4(c[w], 0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu);
+    Fetched<T> f;
+    fetch_group<T>(planes_from<T>(p, g & ~(size_t)7), (int)(g & 7), &f);
+    unpack_group<T>(f, (int)(g & 7), out);
+}
 
-    const int in_256 = (int)(g % 8);
-    out->m[0] = out->m[1] = 0;
-    if constexpr (T == T_Q8_0 || T == T_Q4_0 || T == T_Q5_0 || T == T_IQ4_NL) {
-        out->a[0] = out->a[1] = __half2float(((const __half *)p.head)[g]);
-    } else if constexpr (T == T_Q4_1 || T == T_Q5_1) {
-        const __half2 dm = ((const __half2 *)p.head)[g];
-        out->a[0] = out->a[1] = __low2float(dm);
-        out->m[0] = out->m[1] = -__high2float(dm);     // these formats add it
-    } else if constexpr (T == T_MXFP4) {
-        const unsigned e = p.head[g];                  // 2^(e - 128); 0 and 1 are subnormal, 255 is NaN
-        out->a[0] = out->a[1] = __uint_as_float(e == 255 ? 0x7fc00000u : e >= 2 ? (e - 1) << 23 : 0x00200000u << e);
-    } else if constexpr (T == T_NVFP4) {
-        for (int h = 0; h < 2; h++) out->a[h] = 0.5f * e4m3(p.head[g * 2 + h]);
-    } else if constexpr (T == T_Q4_K || T == T_Q5_K) {
-        const uint8_t *b = p.head + g / 8 * 16;
-        const __half2 d = *(const __half2 *)b;
-        int sc, mn;
-        k_scales(b + 4, in_256, &sc, &mn);
-        out->a[0] = out->a[1] = __low2float(d) * sc;
-        out->m[0] = out->m[1] = __high2float(d) * mn;
-    } else if constexpr (T == T_Q6_K) {
-        const float d = ((const __half *)p.sup)[g / 8];
-        const int8_t *sc = (const int8_t *)p.head + g * 2;
-        for (int h = 0; h < 2; h++) out->a[h] = d * sc[h];
-    } else if constexpr (T == T_Q2_K) {
-        const __half2 d = ((const __half2 *)p.sup)[g / 8];
-        for (int h = 0; h < 2; h++) {
-            const unsigned s = p.head[g * 2 + h];
-            out->a[h] = __low2float(d) * (s & 15);
-            out->m[h] = __high2float(d) * (s >> 4);
-        }
-    } else if constexpr (T == T_Q3_K) {
-        const float d = ((const __half *)p.sup)[g / 8];
-        const uint8_t *s = p.head + g / 8 * 12;
-        for (int h = 0; h < 2; h++) {
-            const int j = 2 * in_256 + h;
-            const int sc = ((j < 8 ? s[j] & 15 : s[j - 8] >> 4) | (s[8 + j % 4] >> 2 * (j / 4) & 3) << 4) - 32;
-            out->a[h] = d * sc;
-        }
-    } else if constexpr (T == T_IQ4_XS) {
-        const uint8_t *b = p.head + g / 8 * 8;
-        const unsigned sh = b[2] | b[3] << 8, ls = (b[4 + in_256 / 2] >> 4 * (in_256 & 1) & 15) | (sh >> 2 * in_256 & 3) << 4;
-        out->a[0] = out->a[1] = f16_at(b) * ((int)ls - 32);
-    }
+// A group times 32 activations, before their scale. dot: integers times int8 activations of each half, sum: the activations of
+// each half, all of them whole numbers; where the halves do not differ the first ones are of the whole group.
+template <DType T> __device__ static inline float scaled_term(const float a[2], const float m[2], float dot0, float dot1,
+                                                              float sum0, float sum1) {
+    if (!Traits<T>::halves) return Traits<T>::min ? __fmaf_rn(-m[0], sum0, __fmul_rn(a[0], dot0)) : __fmul_rn(a[0], dot0);
+    const float term = __fmaf_rn(a[1], dot1, __fmul_rn(a[0], dot0));
+    return Traits<T>::min ? __fmaf_rn(-m[0], sum0, __fmaf_rn(-m[1], sum1, term)) : term;
+}
+
+// The same from the codes: dot is with the offset still in it.
+template <DType T> __device__ static inline float group_term(const float a[2], const float m[2], int dot0, int dot1, int sum0,
+                                                             int sum1) {
+    const int d0 = dot0 - Traits<T>::offset * sum0, d1 = dot1 - Traits<T>::offset * sum1;
+    if (!Traits<T>::halves) return scaled_term<T>(a, m, (float)(d0 + d1), 0, (float)(sum0 + sum1), 0);
+    return scaled_term<T>(a, m, (float)d0, (float)d1, (float)sum0, (float)sum1);
 }
 
 // The 32 values of a group in f32: exact, or correctly rounded where there is a minimum.
@@ -441,63 +667,113 @@ static int block_bytes_of(DType t) {
     return 0;
 }
 
-enum { UPLOAD_CHUNK = 16 << 20, UPLOAD_BUFFERS = 3 };
+enum { UPLOAD_CHUNK = 8 << 20, UPLOAD_THREADS = 8, MIN_UPLOAD_THREADS = 3 };
+static_assert(UPLOAD_CHUNK * UPLOAD_THREADS <= PANEL_BYTES, "chunks pass through the panel");
 
-static size_t cuda_weight_bytes(const Tensor *w) {
+static size_t planes_bytes(const Tensor *w) {
     size_t bytes;
     planes_at(NULL, w->type, (size_t)w->n * w->rows * w->cols, &bytes);
     return bytes + (w->scale ? round_up(w->n * sizeof(float), 256) : 0);
 }
 
-// Host bytes of the file -> planes at dst, through pinned buffers that take turns: while one is on the bus the next is filled.
-// On the device they pass through cuda.panel.
+static size_t cuda_weight_bytes(const Tensor *w) { return w->in_host ? 0 : planes_bytes(w); }
+
+// Host bytes of the file -> planes. Several threads take the chunks of a matrix in turn, each with a pinned buffer and a part
+// of cuda.panel of its own: it copies a chunk out of the mapped file, whose pages come from memory or the disk meanwhile, and
+// leaves the bus and the repacking to the device. Pages that are gone meet the handler of SIGBUS in whatever thread it is.
+typedef struct {
+    const Tensor *w;
+    char   *dst;
+    Planes  p;
+    Format  f;
+    int     block_values, block_bytes;
+    size_t  n_blocks, chunk;                           // of the matrix; of a chunk: whole blocks, a multiple of 256 values
+    std::atomic<size_t> next;                          // chunk that nobody has taken
+} Uploading;
+
 static struct {
-    char *host[UPLOAD_BUFFERS];
-    cudaEvent_t free[UPLOAD_BUFFERS];
-    int next;
-} uploads;
+    char *host[UPLOAD_THREADS];                        // (UPLOAD_CHUNK) pinned
+    cudaEvent_t free[UPLOAD_THREADS];
+    pthread_mutex_t issue;                             // the stream has one user at a time
+    std::atomic<int> n_threads;                        // at work on this matrix
+} uploads = { { }, { }, PTHREAD_MUTEX_INITIALIZER, { 0 } };
+
+static void *upload_chunks(void *uploading) {
+    Uploading *u = (Uploading *)uploading;
+    const Tensor *w = u->w;
+    const int thread = uploads.n_threads++;
+    char *host = uploads.host[thread], *raw = (char *)cuda.panel + (size_t)thread * UPLOAD_CHUNK;
+    for (size_t k; (k = u->next++) * u->chunk < u->n_blocks; ) {
+        const size_t at = k * u->chunk, n = u->n_blocks - at < u->chunk ? u->n_blocks - at : u->chunk;
+        CHECK_CUDA(cudaEventSynchronize(uploads.free[thread]), "upload of %d x %d", w->rows, w->cols);
+        memcpy(host, (const char *)w->data + at * u->block_bytes, n * u->block_bytes);
+        pthread_mutex_lock(&uploads.issue);
+        void *to = is_float(w->type) ? u->dst + at * u->block_bytes : raw;
+        CHECK_CUDA(cudaMemcpyAsync(to, host, n * u->block_bytes, cudaMemcpyDefault, cuda.stream),
+                   "upload of %d x %d", w->rows, w->cols);
+        if (!is_float(w->type)) {
+            const size_t groups = n * u->block_values / 32;
+            launch(repack_kernel, (unsigned)((groups + 127) / 128), 128, 0, w->type, u->f, u->block_values, u->block_bytes,
+                   (const uint8_t *)raw, u->p, at * u->block_values / 32, groups);
+            CHECK_LAUNCH("repack of %d x %d, type %d", w->rows, w->cols, (int)w->type);
+        }
+        CHECK_CUDA(cudaEventRecord(uploads.free[thread], cuda.stream), "upload of %d x %d", w->rows, w->cols);
+        pthread_mutex_unlock(&uploads.issue);
+    }
+    return NULL;
+}
+
+// Pinned memory for a table that stays on the host, in the layout of the device, which reads rows of it over the bus.
+// *is_new: it has to be filled.
+static void *host_table(const Tensor *w, bool *is_new) {
+    HostTable *t = cuda.tables;
+    while (t && (t->file != w->data || t->owner != cuda.reserved)) t = t->next;
+    *is_new = !t;
+    if (t) return t->rows;
+    t = (HostTable *)malloc(sizeof *t);
+    if (!t || cudaMallocHost(&t->rows, planes_bytes(w)) != cudaSuccess)
+        cuda_die("upload: no %zu bytes of pinned host memory for a table of %d x %d, for which the GPU has no room",
+                 planes_bytes(w), w->rows, w->cols);
+    t->file = w->data, t->owner = cuda.reserved, t->next = cuda.tables;
+    cuda.tables = t;
+    return t->rows;
+}
 
 static void cuda_upload(Tensor *w, void *dst) {
     const size_t values = (size_t)w->n * w->rows * w->cols;
-    const int block_values = block_values_of(w->type), block_bytes = block_bytes_of(w->type);
+    bool fill = true;
+    if (w->in_host && !dst) dst = host_table(w, &fill);
     if (!dst) cuda_die("upload: a matrix of %d x %d was given no memory", w->rows, w->cols);
-    for (int i = 0; i < UPLOAD_BUFFERS && !uploads.host[i]; i++) {
-        CHECK_CUDA(cudaMallocHost((void **)&uploads.host[i], UPLOAD_CHUNK), "upload: pinned buffer of %d bytes", UPLOAD_CHUNK);
-        CHECK_CUDA(cudaEventCreateWithFlags(&uploads.free[i], cudaEventDisableTiming), "upload: event");
+    for (int i = 0; i < UPLOAD_THREADS && !uploads.host[i]; i++) {
+        CHECK_CUDA(cudaMallocHost((void **)&uploads.host[i], UPLOAD_CHUNK), "upload: %d pinned bytes", UPLOAD_CHUNK);
+        CHECK_CUDA(cudaEventCreateWithFlags(&uploads.free[i], EVENT_FLAGS), "upload: event");
     }
-    Format f = { 0 };
-    format_of(w->type, &f);
     size_t bytes;
-    const Planes p = planes_at(dst, w->type, values, &bytes);
-    // chunks of whole blocks whose first value is a multiple of 256
-    const size_t unit = 256 / block_values, chunk = UPLOAD_CHUNK / (unit * block_bytes) * unit, n_blocks = values / block_values;
-    for (size_t at = 0; at < n_blocks; at += chunk) {
-        const size_t n = n_blocks - at < chunk ? n_blocks - at : chunk;
-        const int b = uploads.next++ % UPLOAD_BUFFERS;
-        CHECK_CUDA(cudaEventSynchronize(uploads.free[b]), "upload of %d x %d", w->rows, w->cols);
-        memcpy(uploads.host[b], (const char *)w->data + at * block_bytes, n * block_bytes);
-        char *raw = (char *)cuda.panel + (size_t)b * UPLOAD_CHUNK;
-        void *to = is_float(w->type) ? (char *)dst + at * block_bytes : raw;
-        CHECK_CUDA(cudaMemcpyAsync(to, uploads.host[b], n * block_bytes, cudaMemcpyHostToDevice, cuda.stream),
-                   "upload of %d x %d", w->rows, w->cols);
-        if (!is_float(w->type)) {
-            const size_t groups = n * block_values / 32;
-            repack_kernel<<<(unsigned)((groups + 127) / 128), 128, 0, cuda.stream>>>(
-                w->type, f, block_values, block_bytes, (const uint8_t *)raw, p, at * block_values / 32, groups);
-            CHECK_LAUNCH("repack of %d x %d, type %d", w->rows, w->cols, (int)w->type);
-        }
-        CHECK_CUDA(cudaEventRecord(uploads.free[b], cuda.stream), "upload");
-    }
+    Uploading u = { w, (char *)dst, planes_at(dst, w->type, values, &bytes), { }, block_values_of(w->type),
+                    block_bytes_of(w->type) };
+    format_of(w->type, &u.f);
+    const size_t unit = 256 / u.block_values;
+    u.n_blocks = fill ? values / u.block_values : 0;
+    u.chunk = UPLOAD_CHUNK / (unit * u.block_bytes) * unit;
+    const int n_chunks = (int)((u.n_blocks + u.chunk - 1) / u.chunk), n_cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
+    const int n_threads = min_int(n_chunks, min_int(UPLOAD_THREADS, max_int(MIN_UPLOAD_THREADS, n_cores)));
+    pthread_t others[UPLOAD_THREADS];
+    int n_others = 0;
+    uploads.n_threads = 0;
+    while (n_others < n_threads - 1 && !pthread_create(&others[n_others], NULL, upload_chunks, &u)) n_others++;
+    upload_chunks(&u);                                 // all of it where no thread can be had
+    for (int i = 0; i < n_others; i++) pthread_join(others[i], NULL);
     if (w->scale) {
         float *scale = (float *)((char *)dst + bytes);
-        CHECK_CUDA(cudaMemcpyAsync(scale, w->scale, w->n * sizeof(float), cudaMemcpyHostToDevice, cuda.stream), "upload of scales");
+        CHECK_CUDA(cudaMemcpyAsync(scale, w->scale, w->n * sizeof(float), cudaMemcpyDefault, cuda.stream), "upload: scales");
         w->scale = scale;
     }
     w->data = dst;
 }
 
 // ==== [4] Inputs: embedding, norms ===================================================================================
-// The input of a product is prepared once per operation by a kernel of its own, for all rows: x', the norm and the int8 form.
+// The input of a product, In of gemma4.h, is made by one function from x' to the int8 form: up to TILE_ROWS - 1 rows by every
+// block of the product for itself, more rows (and rows wider than ROW_COLS) once, by a kernel of its own.
 
 // Prompts multiply in f16, whose 11 bits make an eighth of bf16's error. Activations go in times PROMPT_SCALE, so that they
 // may reach a million; what lies beyond is cut there.
@@ -514,63 +790,249 @@ typedef struct {              // where a prepared input goes; NULL: not wanted
     __half *h;                // (n_rows, cols) times PROMPT_SCALE
 } Prepared;
 
-// prepare: In of gemma4.h, one or two of them with the same x' (blockIdx.y); d, x' and y as defined there.
-//   shapes    as In; cols <= 49152 (a row lies in shared memory)
-//   launch    grid (n_rows, 1 or 2), block 512, dynamic shared memory 4 * cols
-//   traffic   reads up to 3 rows of f32 and the norm weights, writes x' and y in the forms wanted
-//   numerics  f32, sums over 512 threads, then halves
-//   see       prepare_row() in gemma4.c [5]; tests/test_ops.c "close" and every product
-__global__ void prepare_kernel(In in0, In in1, Prepared out0, Prepared out1, int cols) {
-    extern __shared__ float row[];
-    const In in = blockIdx.y ? in1 : in0;
-    const Prepared out = blockIdx.y ? out1 : out0;
-    const size_t at = (size_t)blockIdx.x * cols;
-    float scale[2] = { 1, 1 };
-    for (int k = 0; k < 2; k++) {
-        if (!in.delta[k] || !in.w_delta[k]) continue;
-        float ss = 0;
-        for (int i = threadIdx.x; i < cols; i += blockDim.x) ss += in.delta[k][at + i] * in.delta[k][at + i];
-        scale[k] = rsqrtf(block_sum(ss) / cols + in.eps);
+enum { ROW_THREADS = 256, ROW_QUADS = 6, ROW_COLS = ROW_THREADS * ROW_QUADS * 4, NORM_WEIGHTS = 5 };
+
+// One or two inputs with the same x', whose rows lie at multiples of 16 bytes when `quads` is set.
+typedef struct {
+    In   in;
+    const float *w_pre[2];    // of the first and the second input
+    int  n, cols;
+    int  quads;
+} RowInputs;
+
+// Four values from number i on; those behind the end are 0.
+__device__ static inline float4 load4(const float *p, int i, int cols, int quads) {
+    if (quads) return i < cols ? __ldcg((const float4 *)(p + i)) : make_float4(0, 0, 0, 0);
+    return make_float4(i < cols ? __ldcg(p + i) : 0, i + 1 < cols ? __ldcg(p + i + 1) : 0, i + 2 < cols ? __ldcg(p + i + 2) : 0,
+                       i + 3 < cols ? __ldcg(p + i + 3) : 0);
+}
+__device__ static inline void store4(float *p, int i, int cols, int quads, float4 v) {
+    if (quads) {
+        if (i < cols) *(float4 *)(p + i) = v;
+        return;
     }
-    float ss = 0;
-    for (int i = threadIdx.x; i < cols; i += blockDim.x) {
-        float d = 0;
-        for (int k = 0; k < 2; k++)
-            if (in.delta[k]) d += in.w_delta[k] ? in.w_delta[k][i] * (in.delta[k][at + i] * scale[k]) : in.delta[k][at + i];
-        row[i] = d;                                    // each thread comes back to its own elements only
-        ss += d * d;
-    }
-    const bool post = in.w_post && (in.delta[0] || in.delta[1]);
-    const float post_scale = post ? rsqrtf(block_sum(ss) / cols + in.eps) : 1;
-    ss = 0;
-    for (int i = threadIdx.x; i < cols; i += blockDim.x) {
-        const float d = post ? in.w_post[i] * (row[i] * post_scale) : row[i];
-        const float x = in.scale * ((in.x ? in.x[at + i] : 0) + d);
-        if (in.x_out) in.x_out[at + i] = x;
-        row[i] = x;
-        ss += x * x;
-    }
-    const float pre_scale = in.w_pre ? rsqrtf(block_sum(ss) / cols + in.eps) : 1;
-    // Whole groups per warp from here on; blockDim.x is a multiple of 32, so these are still a thread's own elements.
-    for (int i = threadIdx.x; i < cols; i += blockDim.x) {
-        const float y = in.w_pre ? in.w_pre[i] * (row[i] * pre_scale) : row[i];
-        if (out.f) out.f[at + i] = y;
-        if (out.h) out.h[at + i] = prompt_half(y);
-        if (out.q) quantise_group(y, out.q + at + i - threadIdx.x % 32, out.s + (at + i) / 32);
+    if (i < cols) p[i] = v.x;
+    if (i + 1 < cols) p[i + 1] = v.y;
+    if (i + 2 < cols) p[i + 2] = v.z;
+    if (i + 3 < cols) p[i + 3] = v.w;
+}
+
+// No product and sum below is left to the compiler to contract: these rows have the same bits in every kernel.
+__device__ static inline float4 scale4(float4 a, float s) {
+    return make_float4(__fmul_rn(a.x, s), __fmul_rn(a.y, s), __fmul_rn(a.z, s), __fmul_rn(a.w, s));
+}
+__device__ static inline float4 multiply4(float4 a, float4 b) {
+    return make_float4(__fmul_rn(a.x, b.x), __fmul_rn(a.y, b.y), __fmul_rn(a.z, b.z), __fmul_rn(a.w, b.w));
+}
+__device__ static inline float4 add4(float4 a, float4 b) {
+    return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
+}
+__device__ static inline float squares4(float4 a, float sum) {
+    return __fmaf_rn(a.w, a.w, __fmaf_rn(a.z, a.z, __fmaf_rn(a.y, a.y, __fmaf_rn(a.x, a.x, sum))));
+}
+
+// 1 / rms of each of n rows whose sums of squares the threads of the block hold in parts. Two lots of shared memory take turns,
+// so one barrier is enough: who writes a lot again has passed the next call's, which every reader of the lot arrived at.
+template <int N> __device__ static inline void block_rms(const float *sum, int cols, float eps, int *turn, float *out) {
+    __shared__ __align__(16) float part[2][2][ROW_THREADS / 32];
+    const int lot = (*turn)++ % 2;
+    float v[N];
+#pragma unroll
+    for (int k = 0; k < N; k++) v[k] = warp_sum(sum[k]);
+#pragma unroll
+    for (int k = 0; k < N; k++)
+        if (threadIdx.x % 32 == 0) part[lot][k][threadIdx.x / 32] = v[k];
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+        const float4 a = *(const float4 *)&part[lot][k][0], b = *(const float4 *)&part[lot][k][4];
+        const float all = __fadd_rn(__fadd_rn(__fadd_rn(a.x, a.y), __fadd_rn(a.z, a.w)),
+                                    __fadd_rn(__fadd_rn(b.x, b.y), __fadd_rn(b.z, b.w)));
+        out[k] = rsqrtf(__fadd_rn(__fdiv_rn(all, (float)cols), eps));
     }
 }
 
+// Norm weights to shared memory, (NORM_WEIGHTS, cols rounded up to 4) or as many as there are: constants, so they can be on
+// their way before take_turn(). A thread fetches the values that it will use, and needs no barrier.
+__device__ static inline void fetch_norm_weights(const RowInputs &o, float *w) {
+    const float *from[NORM_WEIGHTS] = { o.in.w_delta[0], o.in.w_delta[1], o.in.w_post, o.w_pre[0], o.n > 1 ? o.w_pre[1] : NULL };
+#pragma unroll
+    for (int k = 0; k < NORM_WEIGHTS; k++) {
+        if (!from[k]) continue;
+        for (int i = 4 * threadIdx.x; i < o.cols; i += 4 * ROW_THREADS) {
+            if (o.quads) copy_ahead(w + i, from[k] + i);
+            else store4(w, i, o.cols + 3, 0, load4(from[k], i, o.cols, 0));
+        }
+        w += (o.cols + 3) / 4 * 4;
+    }
+    copy_commit();
+}
+
+// Row `row` of the inputs, by a block of ROW_THREADS. Thread t takes values 4 (t + 256 j) .. + 3, so a group belongs to 8 lanes;
+// emit(k, i, y) hands out four values of input k from number i on, for all threads of a warp if for one (0 behind the end).
+// store_x: x' is written where In wants it. Up to ROW_COLS columns x and both deltas are fetched at once and stay in registers
+// up to the end; in wider rows each pass reads them and the weights again, and d and x' pass through `wide` (cols) in
+// shared memory. turn: of block_rms.
+//   latency   one fetch from L2, then a reduction each for the deltas' norms (both at once), w_post and w_pre
+template <bool WIDE, typename Emit>
+__device__ static inline void prepare_row(const RowInputs &o, size_t row, const float *w, float *wide, bool store_x, int *turn,
+                                          Emit emit) {
+    const In &in = o.in;
+    const int cols = o.cols, stride = (cols + 3) / 4 * 4, n_quads = WIDE ? INT_MAX : ROW_QUADS;
+    const size_t at = row * cols;
+    const float4 none = make_float4(0, 0, 0, 0);
+    float4 x[ROW_QUADS], d[2][ROW_QUADS];
+    auto fetch = [&](const float *p, int j) {
+        return p ? load4(p + at, 4 * (threadIdx.x + ROW_THREADS * j), cols, o.quads) : none;
+    };
+    auto weight = [&](const float *fetched, const float *p, int j) {
+        const int i = 4 * (threadIdx.x + ROW_THREADS * j);
+        return WIDE ? load4(p, i, cols, o.quads) : i < cols ? *(const float4 *)(fetched + i) : none;
+    };
+    auto held = [&](int j) {
+        const int i = 4 * (threadIdx.x + ROW_THREADS * j);
+        return i < cols ? *(const float4 *)(wide + i) : none;
+    };
+    if (!WIDE) {
+#pragma unroll
+        for (int j = 0; j < ROW_QUADS; j++) {
+            if (4 * ROW_THREADS * j >= cols) break;
+            x[j] = fetch(in.x, j);
+            d[0][j] = fetch(in.delta[0], j);
+            d[1][j] = fetch(in.delta[1], j);
+        }
+        copied<0>();
+    }
+    const bool normed0 = in.delta[0] && in.w_delta[0], normed1 = in.delta[1] && in.w_delta[1];
+    const float *w1 = w + (in.w_delta[0] ? stride : 0), *w_post = w1 + (in.w_delta[1] ? stride : 0);
+    const float *w_pre = w_post + (in.w_post ? stride : 0);
+    float scale[2] = { 1, 1 };
+    if (normed0 || normed1) {
+        float sum[2] = { 0, 0 };
+#pragma unroll
+        for (int j = 0; j < n_quads; j++) {
+            if (4 * ROW_THREADS * j >= cols) break;
+            sum[0] = squares4(WIDE ? fetch(in.delta[0], j) : d[0][j], sum[0]);
+            sum[1] = squares4(WIDE ? fetch(in.delta[1], j) : d[1][j], sum[1]);
+        }
+        block_rms<2>(sum, cols, in.eps, turn, scale);
+    }
+    // d[0], or `wide`: the sum of the deltas.
+    float sum = 0, post_scale = 1, pre_scale = 1;
+    const bool post = in.w_post && (in.delta[0] || in.delta[1]);
+#pragma unroll
+    for (int j = 0; j < n_quads; j++) {
+        if (4 * ROW_THREADS * j >= cols) break;
+        float4 a = WIDE ? fetch(in.delta[0], j) : d[0][j], b = WIDE ? fetch(in.delta[1], j) : d[1][j];
+        if (normed0) a = multiply4(weight(w, in.w_delta[0], j), scale4(a, scale[0]));
+        if (normed1) b = multiply4(weight(w1, in.w_delta[1], j), scale4(b, scale[1]));
+        a = in.delta[1] ? add4(a, b) : a;
+        sum = squares4(a, sum);
+        if (WIDE) store4(wide, 4 * (threadIdx.x + ROW_THREADS * j), stride, 1, a);
+        else d[0][j] = a;
+    }
+    if (post) block_rms<1>(&sum, cols, in.eps, turn, &post_scale);
+    sum = 0;
+#pragma unroll
+    for (int j = 0; j < n_quads; j++) {
+        if (4 * ROW_THREADS * j >= cols) break;
+        float4 a = WIDE ? held(j) : d[0][j];
+        if (post) a = multiply4(weight(w_post, in.w_post, j), scale4(a, post_scale));
+        a = scale4(add4(WIDE ? fetch(in.x, j) : x[j], a), in.scale);
+        sum = squares4(a, sum);
+        if (store_x && in.x_out) store4(in.x_out + at, 4 * (threadIdx.x + ROW_THREADS * j), cols, o.quads, a);
+        if (WIDE) store4(wide, 4 * (threadIdx.x + ROW_THREADS * j), stride, 1, a);
+        else x[j] = a;
+    }
+    if (o.w_pre[0] || (o.n > 1 && o.w_pre[1])) block_rms<1>(&sum, cols, in.eps, turn, &pre_scale);
+#pragma unroll
+    for (int j = 0; j < n_quads; j++) {
+        const int i = 4 * (threadIdx.x + ROW_THREADS * j);
+        if (i - 4 * (int)(threadIdx.x % 32) >= cols) break;
+        const float4 a = WIDE ? held(j) : x[j];
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            if (k >= o.n) break;
+            const float *fetched = w_pre + (k && o.w_pre[0] ? stride : 0);
+            emit(k, i, o.w_pre[k] ? multiply4(weight(fetched, o.w_pre[k], j), scale4(a, pre_scale)) : a);
+        }
+    }
+}
+
+// Four values of a group that lies in 8 lanes, as int8 in a word; all lanes get its scale. The rule of contract 6, bit for bit.
+__device__ static inline unsigned quantise4(float4 v, float *s) {
+    unsigned top = max(max(__float_as_uint(v.x) & 0x7fffffffu, __float_as_uint(v.y) & 0x7fffffffu),
+                       max(__float_as_uint(v.z) & 0x7fffffffu, __float_as_uint(v.w) & 0x7fffffffu));     // NaN above Inf
+    for (int h = 1; h < 8; h *= 2) top = max(top, __shfl_xor_sync(~0u, top, h));
+    const float a = __uint_as_float(top);
+    const bool usable = top < 0x7f800000u && a >= 0x1p-120f;
+    const float inv = usable ? __fdiv_rn(127.0f, a) : 0;
+    *s = top >= 0x7f800000u ? __uint_as_float(0x7fc00000u) : usable ? __fdiv_rn(a, 127.0f) : 0;
+    if (!usable) return 0;
+    return (__float2int_rn(__fmul_rn(v.x, inv)) & 255) | (__float2int_rn(__fmul_rn(v.y, inv)) & 255) << 8 |
+           (__float2int_rn(__fmul_rn(v.z, inv)) & 255) << 16 | (unsigned)__float2int_rn(__fmul_rn(v.w, inv)) << 24;
+}
+
+// prepare: In of gemma4.h, one or two of them with the same x'; d, x' and y as defined there.
+//   shapes    as In; cols <= 49152
+//   launch    grid n_rows, block 256, dynamic shared memory 4 * cols: WIDE once, else for each norm weight
+//   traffic   reads up to 3 rows of f32 and the norm weights, writes x' and y in the forms wanted
+//   numerics  f32, sums over 256 threads, then halves, then 8 warps
+//   see       prepare_row() in gemma4.c [6]; tests/test_ops.c "close" and every product
+template <bool WIDE> __global__ void __launch_bounds__(ROW_THREADS) prepare_kernel(const __grid_constant__ RowInputs o,
+                                                                                   Prepared out0, Prepared out1) {
+    float *room = (float *)shared_bytes;               // WIDE: of the row; else of the weights
+    int turn = 0;
+    if (!WIDE) fetch_norm_weights(o, room);
+    take_turn();
+    const size_t at = (size_t)blockIdx.x * o.cols;
+    prepare_row<WIDE>(o, blockIdx.x, room, room, true, &turn, [&](int k, int i, float4 y) {
+        const Prepared &out = k ? out1 : out0;
+        if (out.f) store4(out.f + at, i, o.cols, o.quads, y);
+        if (out.h) {
+            const float v[4] = { y.x, y.y, y.z, y.w };
+            for (int c = 0; c < 4; c++)
+                if (i + c < o.cols) out.h[at + i + c] = prompt_half(v[c]);
+        }
+        if (out.q) {
+            float s;
+            const unsigned word = quantise4(y, &s);
+            if (i < o.cols) *(unsigned *)(out.q + at + i) = word;
+            if (i < o.cols && i % 32 == 0) out.s[(at + i) / 32] = s;
+        }
+    });
+}
+
+static RowInputs row_inputs(const In *in, const In *beside, int cols) {
+    RowInputs o = { *in, { in->w_pre, beside ? beside->w_pre : NULL }, beside ? 2 : 1, cols, 0 };
+    const void *rows[] = { in->x, in->delta[0], in->delta[1], in->w_delta[0], in->w_delta[1], in->w_post, in->x_out, o.w_pre[0],
+                           o.w_pre[1] };
+    size_t bits = (size_t)cols * sizeof(float);
+    for (const void *p : rows) bits |= (size_t)p;
+    o.quads = bits % 16 == 0;
+    return o;
+}
+
+static size_t norm_weight_bytes(const RowInputs *o) {
+    const int n = (o->in.w_delta[0] != NULL) + (o->in.w_delta[1] != NULL) + (o->in.w_post != NULL) + (o->w_pre[0] != NULL) +
+                  (o->n > 1 && o->w_pre[1] != NULL);
+    return n * round_up(o->cols, 4) * sizeof(float);
+}
+
 static void launch_prepare(const In *in, const In *beside, Prepared out, Prepared out_beside, int n_rows, int cols) {
-    const size_t shared = (size_t)cols * sizeof(float);
-    if (shared > 192 << 10) cuda_die("prepare: rows of %d values are not supported", cols);
-    if (out.q && cols % 32) cuda_die("prepare: expected a multiple of 32 columns for int8, got %d", cols);
-    prepare_kernel<<<dim3(n_rows, beside ? 2 : 1), 512, shared, cuda.stream>>>(*in, beside ? *beside : *in, out, out_beside, cols);
+    RowInputs o = row_inputs(in, beside, cols);
+    if (((size_t)out.f | (size_t)out_beside.f) % 16) o.quads = 0;
+    if ((out.q || out_beside.q) && cols % 32) cuda_die("prepare: expected a multiple of 32 columns for int8, got %d", cols);
+    if (cols > 49152) cuda_die("prepare: rows of %d values are not supported", cols);
+    if (cols <= ROW_COLS) launch(prepare_kernel<false>, n_rows, ROW_THREADS, norm_weight_bytes(&o), o, out, out_beside);
+    else launch(prepare_kernel<true>, n_rows, ROW_THREADS, round_up(cols, 4) * sizeof(float), o, out, out_beside);
     CHECK_LAUNCH("prepare n_rows=%d cols=%d", n_rows, cols);
 }
 
 // act_to_half: the form that cuBLAS takes, of what a producer left: f, or q * s.
 //   launch    grid (n_rows, ceil(cols / 256)), block 256
 __global__ void act_to_half_kernel(Act a, __half *out, int cols) {
+    take_turn();
     const int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= cols) return;
     const size_t at = (size_t)blockIdx.x * cols + i;
@@ -590,6 +1052,7 @@ static Prepared prepared_at(int part, int cols, bool f, bool q, bool h) {
 //   traffic   reads one row of the table per row
 //   see       cpu_embed
 __global__ void embed_kernel(Batch b, Planes table, DType type, int vocab, int cols, float scale, float *out, int out_stride) {
+    take_turn();
     const int g = blockIdx.y * blockDim.x + threadIdx.x, first = g * 32;
     if (first >= cols) return;
     int token = b.rows[blockIdx.x].token;
@@ -601,8 +1064,8 @@ __global__ void embed_kernel(Batch b, Planes table, DType type, int vocab, int c
 }
 static void cuda_embed(const Embed *o) {
     const Tensor *t = o->table;
-    embed_kernel<<<dim3(o->batch->n_rows, div_up(div_up(t->cols, 32), 128)), 128, 0, cuda.stream>>>(
-        *o->batch, planes_of(t), t->type, t->rows, t->cols, o->scale, o->out, o->out_stride);
+    launch(embed_kernel, dim3(o->batch->n_rows, div_up(div_up(t->cols, 32), 128)), 128, 0, *o->batch, planes_of(t), t->type,
+           t->rows, t->cols, o->scale, o->out, o->out_stride);
     CHECK_LAUNCH("embed n_rows=%d cols=%d", o->batch->n_rows, t->cols);
 }
 
@@ -613,7 +1076,8 @@ static void cuda_embed(const Embed *o) {
 //   see       cpu_ple_rows
 __global__ void ple_rows_kernel(Batch b, Planes table, DType type, int vocab, const float *w_norm, float *u, int n_layers,
                                 int dim, float proj_scale, float table_scale, float out_scale, float eps) {
-    extern __shared__ float embedding[];
+    take_turn();
+    float *embedding = (float *)shared_bytes;
     int token = b.rows[blockIdx.x].token;
     if (token < 0 || token >= vocab) token = 0;
     float *row = u + ((size_t)blockIdx.x * n_layers + blockIdx.y) * dim;
@@ -632,7 +1096,7 @@ __global__ void ple_rows_kernel(Batch b, Planes table, DType type, int vocab, co
         row[i] = (w_norm[i] * (row[i] * proj_scale * scale) + embedding[i] * table_scale) * out_scale;
 }
 static void cuda_ple_rows(const PleRows *o) {
-    ple_rows_kernel<<<dim3(o->batch->n_rows, o->n_layers), 256, o->ple_dim * sizeof(float), cuda.stream>>>(
+    launch(ple_rows_kernel, dim3(o->batch->n_rows, o->n_layers), 256, o->ple_dim * sizeof(float),
         *o->batch, planes_of(o->table), o->table->type, o->table->rows, o->w_norm, o->u, o->n_layers, o->ple_dim,
         o->proj_scale, o->table_scale, o->out_scale, o->eps);
     CHECK_LAUNCH("ple_rows n_rows=%d n_layers=%d ple_dim=%d", o->batch->n_rows, o->n_layers, o->ple_dim);
@@ -647,21 +1111,33 @@ static void cuda_close(const Close *o) {
 //   see       cpu_gather_rows
 __global__ void gather_rows_kernel(const uint32_t *src, const int32_t *index, uint32_t *dst, int cols, int src_stride,
                                    int dst_stride) {
+    take_turn();
     const int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= cols) return;
     const size_t from = index ? index[blockIdx.x] : blockIdx.x;
     dst[(size_t)blockIdx.x * dst_stride + i] = src[from * src_stride + i];
 }
 static void cuda_gather_rows(const GatherRows *o) {
-    gather_rows_kernel<<<dim3(o->n_rows, div_up(o->cols, 256)), 256, 0, cuda.stream>>>(
+    launch(gather_rows_kernel, dim3(o->n_rows, div_up(o->cols, 256)), 256, 0,
         (const uint32_t *)o->src, o->index, (uint32_t *)o->dst, o->cols, o->src_stride, o->dst_stride);
     CHECK_LAUNCH("gather_rows n_rows=%d cols=%d", o->n_rows, o->cols);
 }
 
 // ==== [5] Products of 1 to 64 rows ===================================================================================
-// One kernel carries out a list of jobs: matrices of different types and shapes that may run beside each other. A block of
-// 8 warps takes a tile of a job's output features and up to R of its rows; a warp takes one feature at a time, lane l the
-// groups l, l + 32, ... of it. Partial sums fold in halves. The order of a row's sum thus depends on its length alone.
+// One kernel carries out a list of jobs: matrices of different types and shapes that may run beside each other. Work comes in
+// units of four output features: a warp takes a unit, 8 lanes a feature, lane l of them the groups l, l + 8, ... of its row, so
+// neighbours read neighbouring 16 bytes. Four to eight groups per lane (Depth) are under way before the first is used and stay so
+// to the end, across the parts of a unit (gate and up; the experts of a row).
+//
+// Order of a sum, here and wherever quantised matrices meet 1 to 64 rows: slice l = groups l, l + 8, ... ascending,
+//     sum_l = fma(scale of the activations, group_term, sum_l)
+//     result = ((sum_0 + sum_4) + (sum_2 + sum_6)) + ((sum_1 + sum_5) + (sum_3 + sum_7))
+// Matrices of floats: the same with chunks of 16 bytes for groups, and four sums a lane (value i of a chunk goes to sum i % 4)
+// that are added as (0 + 1) + (2 + 3) before the lanes are.
+//
+// Time of a launch = what stands before its first weights + bytes / bandwidth. Every block makes the input for itself in shared
+// memory (Input); while it waits for the launch before it and while it makes the input, the first weights of every warp come
+// into L2 (fetch_unit), later ones one unit ahead. A launch of one block per SM leaves the next one room to do that beside it.
 
 typedef enum {
     JOB_STORE,                // out = w y, soft-capped when cap > 0
@@ -678,9 +1154,11 @@ typedef struct {
     size_t   rows_e;          // rows of one expert of w
     int      rows, cols;      // output features, input width
     int      n_rows;          // rows of the input; JOB_GATED with ids: n_rows * n_used outputs
-    Prepared in;
+    int      source;          // which of the launch's inputs it reads
+    Prepared in;              // that input in global memory; without pointers where each block prepares it for itself
     const float *factor, *up_factor;           // (n) Tensor.scale
     const int32_t *ids;       // experts; NULL: a single matrix
+    int      n_experts;       // matrices stacked in w
     const float *weights;     // JOB_DOWN
     int      n_used;
     float   *out;             // JOB_STORE, JOB_DOWN
@@ -689,152 +1167,1201 @@ typedef struct {
     const float *u;           // JOB_INJECT
     int      u_stride;
     float    cap;
-    int      tile;            // features per block: 8 or 32
-    int      blocks_x, blocks_y;               // tiles; tiles of R rows, or pairs of row and expert
+    int      tile;            // features that one block (32: GATED, INJECT, whose groups are quantised) or warp (4) takes
+    int      blocks_x, blocks_y;               // tiles or units of a row or pair; how many of these a chunk of rows has
+    int      row_bytes[2][4]; // of each plane of w and up
+    int      quads;           // floats: rows lie at multiples of 16 bytes
 } Job;
 
-enum { MAX_JOBS = 6, PRODUCT_WARPS = 8 };
+enum { MAX_JOBS = 6, MAX_INPUTS = 2, PRODUCT_WARPS = ROW_THREADS / 32, UNIT = 4, TILE = PRODUCT_WARPS * UNIT,
+       TILE_ROWS = 4,         // from here on inputs are prepared in global memory
+       CHUNK_ROWS = 3,        // rows that a block works on at once
+       AHEAD_BYTES = 1536,    // of a row of a plane that fetch_unit asks for
+       ROW_STEP = 384 };      // bytes of 8 groups of an int8 row in shared memory
+
+// An input as a block holds it in shared memory. f32: rows of f_row bytes, padded with zeros. int8: for 8 groups at a time the
+// first halves (8 x 16 bytes), the second halves, and for each group { scale, sum of its integers, of its halves }. So the 8
+// lanes of a feature read 128 consecutive bytes each time, at fixed distances from one pointer.
+typedef struct {
+    Prepared from;            // in global memory, (n_rows * rows_each, cols); without pointers: made by the block
+    int cols, rows_each;      // rows per row of the step: 1; JOB_DOWN: n_used
+    int f_at, f_row, q_at, q_row;              // offsets and bytes of a row; a row of 0 bytes: that form is not wanted
+} Input;
+
+typedef struct {              // JOB_STORE number `job` is a router: who finishes its last unit chooses the experts
+    int   job, n, n_used;     // n = 0: none
+    const float *expert_scale;
+    int32_t *ids;
+    float *weights;
+    int   *done;              // units so far of each chunk of rows; 0 between launches
+} Choice;
+
 typedef struct {
     Job job[MAX_JOBS];
     int n;
+    int n_rows;
+    Input input[MAX_INPUTS];
+    int n_inputs;
+    RowInputs made;           // the first made.n inputs, where blocks make them; n = 0: none
+    Choice choice;
+    int n_tiles, n_units;     // of a chunk of rows
+    const int32_t *ids;       // experts of the pairs (row, choice) and, JOB_DOWN, their weights; NULL: none
+    const float *pair_weights;
+    int n_used;
+    int units_at, weights_at, pairs_at, keys_at, results_at, n_results;        // offsets in shared memory; floats that a warp keeps
 } Jobs;
 
-// acc[r] = one feature (row number `row` of the planes) times n <= R rows of y; all lanes get the sums.
-template <DType T, int R> __device__ static inline void dot_rows(const Planes &w, size_t row, const Prepared &y, size_t first,
-                                                                 int n, int cols, float *acc) {
-    const int lane = threadIdx.x % 32, n_groups = cols / 32;
-    for (int r = 0; r < R; r++) acc[r] = 0;
-    for (int g = lane; g < n_groups; g += 32) {
-        Group x;
-        load_group<T>(w, row * n_groups + g, &x);
+// ---- inputs ----
+
+__device__ static inline void put_meta(char *group, float s, int sum0, int sum1) {
+    *(uint4 *)(group + 256) = make_uint4(__float_as_uint(s), (unsigned)(sum0 + sum1), (unsigned)sum0, (unsigned)sum1);
+}
+
+// Rows first .. first + n_rows - 1 of what a producer left. Four loads per thread are under way at a time.
+__device__ static inline void copy_input(const Input &o, size_t first, int n_rows) {
+    if (o.q_row) {
+        const int per_row = o.cols / 16, n = n_rows * per_row;
+        const uint4 *q = (const uint4 *)(o.from.q + first * o.cols);
+        const float *s = o.from.s + first * (o.cols / 32);
+        for (int base = threadIdx.x; base - (int)(threadIdx.x % 32) < n; base += 4 * ROW_THREADS) {
+            uint4 v[4];
+            float scale[4];
 #pragma unroll
-        for (int r = 0; r < R; r++) {
-            if (R > 1 && r >= n) continue;
-            const uint4 *q = (const uint4 *)(y.q + (first + r) * cols) + g * 2;
-            const uint4 q0 = q[0], q1 = q[1];
-            const float s = y.s[(first + r) * n_groups + g];
-            const unsigned qs[8] = { q0.x, q0.y, q0.z, q0.w, q1.x, q1.y, q1.z, q1.w };
-            int dot[2] = { 0, 0 }, sum[2] = { 0, 0 };
-            for (int i = 0; i < 8; i++) {
-                dot[i / 4] = __dp4a((int)x.c[i], (int)qs[i], dot[i / 4]);
-                if (Traits<T>::offset || Traits<T>::min) sum[i / 4] = __dp4a(0x01010101, (int)qs[i], sum[i / 4]);
+            for (int k = 0; k < 4; k++) {
+                const int i = base + k * ROW_THREADS;
+                v[k] = i < n ? __ldcg(q + i) : make_uint4(0, 0, 0, 0);
+                scale[k] = i < n ? __ldcg(s + i / 2) : 0;
             }
-            for (int h = 0; h < 2; h++) dot[h] -= Traits<T>::offset * sum[h];
-            float term = Traits<T>::halves ? __fmaf_rn(x.a[1], (float)dot[1], __fmul_rn(x.a[0], (float)dot[0]))
-                                           : __fmul_rn(x.a[0], (float)(dot[0] + dot[1]));
-            if (Traits<T>::min) {
-                if (Traits<T>::halves) term = __fmaf_rn(-x.m[0], (float)sum[0], __fmaf_rn(-x.m[1], (float)sum[1], term));
-                else term = __fmaf_rn(-x.m[0], (float)(sum[0] + sum[1]), term);
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const int i = base + k * ROW_THREADS, r = i / per_row, half = i % per_row, g = half / 2;
+                const int sum = __dp4a(0x01010101, (int)v[k].x, __dp4a(0x01010101, (int)v[k].y,
+                                __dp4a(0x01010101, (int)v[k].z, __dp4a(0x01010101, (int)v[k].w, 0))));
+                const int other = __shfl_xor_sync(~0u, sum, 1);
+                if (i >= n) continue;
+                char *group = shared_bytes + o.q_at + r * o.q_row + g / 8 * ROW_STEP + g % 8 * 16;
+                *(uint4 *)(group + half % 2 * 128) = v[k];
+                if (half % 2 == 0) put_meta(group, scale[k], sum, other);
             }
-            acc[r] = __fmaf_rn(s, term, acc[r]);
         }
     }
-    for (int r = 0; r < R; r++) acc[r] = warp_sum(acc[r]);
-}
-
-template <int R> __device__ static inline void dot_rows_float(DType t, const Planes &w, size_t row, const Prepared &y,
-                                                              size_t first, int n, int cols, float *acc) {
-    const int lane = threadIdx.x % 32;
-    for (int r = 0; r < R; r++) acc[r] = 0;
-    for (int i = lane; i < cols; i += 32) {
-        const float x = float_value(t, w.lo, row * cols + i);
-        for (int r = 0; r < R; r++)
-            if (r < n) acc[r] = __fmaf_rn(x, y.f[(first + r) * cols + i], acc[r]);
+    if (o.f_row) {
+        const int per_row = o.f_row / 16, n = n_rows * per_row;
+        const int quads = o.cols % 4 == 0 && (size_t)o.from.f % 16 == 0;
+        for (int i = threadIdx.x; i < n; i += ROW_THREADS)
+            *(float4 *)(shared_bytes + o.f_at + (size_t)i * 16) =
+                load4(o.from.f + (first + i / per_row) * o.cols, i % per_row * 4, o.cols, quads);
     }
-    for (int r = 0; r < R; r++) acc[r] = warp_sum(acc[r]);
 }
 
-template <int R> __device__ static inline void dot_any(DType t, const Planes &w, size_t row, const Prepared &y, size_t first,
-                                                       int n, int cols, float *acc) {
-    switch (t) {
-#define CASE(T) case T: dot_rows<T, R>(w, row, y, first, n, cols, acc); return;
+// Four values of row r of an input, from number i on; by all threads of a warp.
+__device__ static inline void put_values(const Input &o, int r, int i, float4 y) {
+    if (o.f_row && i * (int)sizeof(float) < o.f_row) *(float4 *)(shared_bytes + o.f_at + r * o.f_row + i * sizeof(float)) = y;
+    if (!o.q_row) return;
+    float s;
+    const unsigned word = quantise4(y, &s);
+    int sum = __dp4a(0x01010101, (int)word, 0);
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    const int other = __shfl_xor_sync(~0u, sum, 4), g = i / 32;
+    if (i >= o.cols) return;
+    char *group = shared_bytes + o.q_at + r * o.q_row + g / 8 * ROW_STEP + g % 8 * 16;
+    *(unsigned *)(group + i / 16 % 2 * 128 + i % 16) = word;
+    if (i % 32 == 0) put_meta(group, s, sum, other);
+}
+
+// Rows first_row .. first_row + n - 1 of the step, in all inputs that lie in global memory; of those that blocks make. Functions
+// of their own, so that their registers are nobody else's; the launch's jobs lie at the start of shared memory.
+__device__ __noinline__ static void copy_inputs(int first_row, int n) {
+    const Jobs &jobs = *(const Jobs *)shared_bytes;
+    for (int k = jobs.made.n; k < jobs.n_inputs; k++)
+        copy_input(jobs.input[k], (size_t)first_row * jobs.input[k].rows_each, n * jobs.input[k].rows_each);
+}
+__device__ __noinline__ static void make_inputs(int first_row, int n, bool store_x) {
+    const Jobs &jobs = *(const Jobs *)shared_bytes;
+    int turn = 0;
+    for (int r = 0; r < n; r++)
+        prepare_row<false>(jobs.made, first_row + r, (const float *)(shared_bytes + jobs.weights_at), NULL, store_x, &turn,
+                           [&](int k, int i, float4 y) { put_values(jobs.input[k], r, i, y); });
+}
+
+// ---- one unit ----
+
+// What a lane reads of a row at a time: a group, or a chunk of 16 bytes of floats.
+template <DType T> struct Floats { static constexpr bool yes = false; static constexpr int chunk = 1; typedef Fetched<T> Held; };
+template <> struct Floats<T_F32>  { static constexpr bool yes = true; static constexpr int chunk = 4; typedef uint4 Held; };
+template <> struct Floats<T_F16>  { static constexpr bool yes = true; static constexpr int chunk = 8; typedef uint4 Held; };
+template <> struct Floats<T_BF16> { static constexpr bool yes = true; static constexpr int chunk = 8; typedef uint4 Held; };
+
+// How many of them are under way: what 48 to 64 registers hold. Fewer for more rows, whose sums need room, and for the types that
+// are seldom seen, which take half as long to compile for it.
+template <DType T, int R> struct Depth {
+    static constexpr int n = R > 1 ? 4 : Floats<T>::yes || T == T_Q4_K || T == T_Q6_K || T == T_Q4_0 || T == T_Q5_0 ? 8
+                           : T == T_Q5_K || T == T_Q8_0 ? 6 : 4;
+};
+
+// Chunk c of a row of floats; values behind its end are 0.
+template <DType T> __device__ static inline uint4 fetch_chunk(const uint8_t *row, int c, int cols, int quads) {
+    constexpr int n = Floats<T>::chunk;
+    if (quads) return load_once((const uint4 *)row + c);
+    unsigned v[4] = { 0, 0, 0, 0 };
+    for (int i = 0; i < n; i++)
+        if (c * n + i < cols) {
+            if (T == T_F32) v[i] = ((const unsigned *)row)[c * n + i];
+            else v[i / 2] |= (unsigned)((const unsigned short *)row)[c * n + i] << 16 * (i % 2);
+        }
+    return make_uint4(v[0], v[1], v[2], v[3]);
+}
+
+template <DType T> __device__ static inline float chunk_value(const uint4 &v, int i) {
+    const unsigned word[4] = { v.x, v.y, v.z, v.w };
+    if (T == T_F32) return __uint_as_float(word[i]);
+    const unsigned w = word[i / 2];
+    if (T == T_BF16) return __uint_as_float(i % 2 ? w & 0xffff0000u : w << 16);
+    return half_in(w >> 16 * (i % 2));
+}
+
+// What a warp works on: a unit of a job, or part of it.
+typedef struct {
+    int job, first;           // first feature
+    int e, ids_at;            // expert; JOB_DOWN: where those of the parts are
+    int part, end;            // parts: the matrix or gate (0), up (1), or the experts of a row (JOB_DOWN)
+    int y_at, y_row;          // the first row of the input that it reads, and bytes from row to row
+    int n;                    // rows of the step that it is for: the next n rows of the input. JOB_DOWN: 1, each part has a row
+    int results_at;           // the sum of part p, row r and feature f goes to results[(p * R + r) * UNIT + f]
+} Unit;                       // what ends in _at is an offset in shared memory
+
+// The sums of this warp's unit, for n <= R rows. What it needs lies in shared memory, and its caller keeps next to nothing in
+// registers: they are there for the groups that are under way.
+template <DType T, int R> __device__ static inline void multiply_unit(void) {
+    const Jobs &jobs = *(const Jobs *)shared_bytes;
+    const Unit &unit = ((const Unit *)(shared_bytes + jobs.units_at))[threadIdx.x / 32];
+    const Job &o = jobs.job[unit.job];
+    const int feature = min(unit.first + (int)(threadIdx.x % 32 / 8), o.rows - 1), n = unit.n, y_row = unit.y_row, end = unit.end;
+    int part = unit.part;
+    const char *y = shared_bytes + unit.y_at;
+    float *results = (float *)(shared_bytes + unit.results_at);
+    constexpr bool floats = Floats<T>::yes;
+    constexpr int n_sums = floats ? 4 : 1, step_bytes = floats ? 8 * Floats<T>::chunk * (int)sizeof(float) : ROW_STEP;
+    constexpr int depth = Depth<T, R>::n;
+    typename Floats<T>::Held held[depth];
+    const int l = threadIdx.x % 8;
+    const int n_chunks = floats ? (o.cols + Floats<T>::chunk - 1) / Floats<T>::chunk : o.cols / 32, n_steps = (n_chunks + 7) / 8;
+    const int total = (end - part) * n_steps;
+    Planes at;
+    int fetch_part = part, fetch_step = 0, step = 0;
+    auto enter = [&](int p) {
+        const bool up = o.kind == JOB_GATED && p;
+        const int e = o.kind == JOB_DOWN ? ((const int *)(shared_bytes + unit.ids_at))[p] : unit.e;
+        const size_t row = e * o.rows_e + (up ? o.up_first : 0) + feature;
+        if constexpr (floats) at.lo = (up ? o.up.lo : o.w.lo) + row * o.cols * (16 / Floats<T>::chunk);
+        else at = planes_from<T>(up ? o.up : o.w, row * n_chunks);
+    };
+    // Behind the end of a row its last group or chunk is read again, and not used: so that `held` has a value on every path, and
+    // takes no registers outside of this unit.
+    auto fetch = [&](typename Floats<T>::Held *h) {
+        const int c = min(l + 8 * fetch_step, n_chunks - 1);
+        if constexpr (floats) *h = fetch_chunk<T>(at.lo, c, o.cols, o.quads);
+        else fetch_group<T>(at, c, h);
+        if (++fetch_step < n_steps) return;
+        fetch_step = 0;
+        if (++fetch_part < end) enter(fetch_part);
+    };
+    enter(part);
+#pragma unroll
+    for (int i = 0; i < depth; i++) fetch(&held[i]);
+
+    float sum[R][n_sums];
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < n_sums; i++) sum[r][i] = 0;
+    y += l * (floats ? step_bytes / 8 : 16);
+    if (o.kind == JOB_DOWN) y += part * y_row;
+    for (int t = 0; t < total; t += depth) {
+#pragma unroll
+        for (int i = 0; i < depth; i++) {
+            if (t + i >= total) break;
+            if (l + 8 * step < n_chunks) {
+                const char *from = y + step * step_bytes;
+                if constexpr (floats) {
+#pragma unroll
+                    for (int r = 0; r < R; r++) {
+                        if (R > 1 && r >= n) break;
+#pragma unroll
+                        for (int k = 0; k < Floats<T>::chunk; k += 4) {
+                            const float4 v = *(const float4 *)(from + r * y_row + k * sizeof(float));
+                            sum[r][0] = __fmaf_rn(chunk_value<T>(held[i], k), v.x, sum[r][0]);
+                            sum[r][1] = __fmaf_rn(chunk_value<T>(held[i], k + 1), v.y, sum[r][1]);
+                            sum[r][2] = __fmaf_rn(chunk_value<T>(held[i], k + 2), v.z, sum[r][2]);
+                            sum[r][3] = __fmaf_rn(chunk_value<T>(held[i], k + 3), v.w, sum[r][3]);
+                        }
+                    }
+                } else {
+                    Group x;
+                    unpack_group<T>(held[i], l, &x);
+#pragma unroll
+                    for (int r = 0; r < R; r++) {
+                        if (R > 1 && r >= n) break;
+                        const char *row = from + r * y_row;
+                        const uint4 q0 = *(const uint4 *)row, q1 = *(const uint4 *)(row + 128);
+                        const float s = *(const float *)(row + 256);
+                        int sum0 = 0, sum1 = 0;
+                        if (Traits<T>::offset || Traits<T>::min) {
+                            if (Traits<T>::halves) {
+                                const int2 sums = *(const int2 *)(row + 264);
+                                sum0 = sums.x, sum1 = sums.y;
+                            } else {
+                                sum0 = *(const int *)(row + 260);
+                            }
+                        }
+                        const unsigned qs[8] = { q0.x, q0.y, q0.z, q0.w, q1.x, q1.y, q1.z, q1.w };
+                        int dot[2] = { 0, 0 };
+                        for (int k = 0; k < 8; k++) {
+                            const int half = Traits<T>::halves ? k / 4 : 0;
+                            dot[half] = __dp4a((int)x.c[k], (int)qs[k], dot[half]);
+                        }
+                        sum[r][0] = __fmaf_rn(s, group_term<T>(x.a, x.m, dot[0], dot[1], sum0, sum1), sum[r][0]);
+                    }
+                }
+            }
+            if (t + i + depth < total) fetch(&held[i]);
+            if (++step < n_steps) continue;
+            for (int r = 0; r < R; r++) {
+                if (R > 1 && r >= n) break;
+                float v = n_sums == 1 ? sum[r][0] : (sum[r][0] + sum[r][1]) + (sum[r][n_sums - 2] + sum[r][n_sums - 1]);
+                for (int h = 4; h > 0; h /= 2) v += __shfl_xor_sync(~0u, v, h);
+                if (l == 0) results[(part * R + r) * UNIT + threadIdx.x % 32 / 8] = v;
+                for (int k = 0; k < n_sums; k++) sum[r][k] = 0;
+            }
+            step = 0;
+            part++;
+            if (o.kind == JOB_DOWN) y += y_row;
+        }
+    }
+}
+
+// A tile or unit of a job: its first feature, and its pair (JOB_GATED with ids) or row (JOB_DOWN) within the chunk, else 0.
+typedef struct { int job, first, pair; } Item;
+
+__device__ static inline Item item_at(const Jobs &jobs, bool tile, int i) {
+    int k = 0;
+    for (int n;; k++) {
+        const Job &o = jobs.job[k];
+        if ((o.tile == TILE) != tile) continue;
+        if (i < (n = o.blocks_x * o.blocks_y)) break;
+        i -= n;
+    }
+    const Job &o = jobs.job[k];
+    return { k, i % o.blocks_x * o.tile, i / o.blocks_x };
+}
+
+// Whether it belongs to a row behind the n of the last chunk.
+__device__ static inline bool behind(const Job &o, Item item, int n) {
+    return o.ids && item.pair >= (o.kind == JOB_DOWN ? n : n * o.n_used);
+}
+
+// Asks for the first AHEAD_BYTES of every row of this warp's unit of a tile, or of a unit: a lane asks for those of one row. late:
+// the experts are known, and id_of tells them by pair of the chunk. What is asked for before take_turn() rests on ids that the
+// launch before the last has written; if they are older, on the wrong experts, which costs time and nothing else.
+template <typename Ids>
+__device__ static inline void fetch_unit(const Jobs &jobs, bool tile, int number, int n, bool late, Ids id_of) {
+    const Item item = item_at(jobs, tile, number);
+    const Job &o = jobs.job[item.job];
+    const int first = item.first + (tile ? UNIT * (int)(threadIdx.x / 32) : 0);
+    if (behind(o, item, n)) return;
+    if (o.ids && o.kind != JOB_DOWN && !late) return;
+    const int n_parts = o.kind == JOB_GATED ? 2 : o.kind == JOB_DOWN ? o.n_used : 1;
+    for (int i = threadIdx.x % 32; i < n_parts * UNIT; i += 32) {
+        const int part = i / UNIT, feature = first + i % UNIT, up = o.kind == JOB_GATED && part;
+        if (feature >= o.rows) continue;
+        const int pair = o.kind == JOB_DOWN ? item.pair * o.n_used + part : item.pair;
+        const int e = o.ids ? min(max(id_of(pair), 0), o.n_experts - 1) : 0;
+        const size_t row = e * o.rows_e + (up ? o.up_first : 0) + feature;
+        const Planes &w = up ? o.up : o.w;
+        const uint8_t *plane[4] = { w.lo, w.hi, w.head, w.sup };
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const int bytes = o.row_bytes[up][k];
+            if (!bytes) continue;
+            const size_t from = (size_t)plane[k] + row * bytes, start = from & ~(size_t)15;
+            fetch_ahead((const void *)start, ((unsigned)(from - start) + min(bytes, AHEAD_BYTES) + 15) & ~15u);
+        }
+    }
+}
+
+// Units of block b: from the first `lead` those of its place among the blocks that got a tile less, then its share of the rest.
+__device__ static inline int unit_number(const Jobs &jobs, int i) {
+    const int b = blockIdx.x, n_blocks = gridDim.x, more = jobs.n_tiles % n_blocks, fewer = n_blocks - more;
+    const int lead = more ? min(2 * PRODUCT_WARPS * fewer, jobs.n_units) : 0;
+    const int n_lead = b >= more && lead > b - more ? (lead - (b - more) + fewer - 1) / fewer : 0;
+    return i < n_lead ? b - more + fewer * i : lead + b + n_blocks * (i - n_lead);
+}
+
+// Sets up this warp's part number k of a tile or unit (n: rows of the chunk) and asks for the next one's weights. Returns the type
+// of its matrix; -1: there is nothing to do. Every part of a unit has the same type, unless gate's and up's differ.
+__device__ __noinline__ static int open_unit(bool tile, int number, int next, int k, int n, int results_at) {
+    const Jobs &jobs = *(const Jobs *)shared_bytes;
+    const int *ids = (const int *)(shared_bytes + jobs.pairs_at), warp = threadIdx.x / 32, offset = tile ? UNIT * warp : 0;
+    const Item item = item_at(jobs, tile, number);
+    const Job &o = jobs.job[item.job];
+    const Input &in = jobs.input[o.source];
+    const bool pairs = o.kind == JOB_GATED && o.ids, down = o.kind == JOB_DOWN;
+    const int n_parts = o.kind == JOB_GATED ? 2 : down ? o.n_used : 1;
+    const int at_once = o.kind == JOB_GATED && o.up_type != o.type ? 1 : n_parts, part = k * at_once;
+    if (part >= n_parts || item.first + offset >= o.rows || behind(o, item, n)) return -1;
+    const DType t = part && o.kind == JOB_GATED ? o.up_type : o.type;
+    const bool floats = t == T_F32 || t == T_F16 || t == T_BF16;
+    const int y_first = down ? item.pair * o.n_used : pairs ? item.pair / o.n_used : 0;
+    Unit unit;
+    unit.job = item.job;
+    unit.first = item.first + offset;
+    unit.e = pairs ? ids[item.pair] : 0;
+    unit.ids_at = jobs.pairs_at + (down ? item.pair * o.n_used * (int)sizeof(int) : 0);
+    unit.part = part;
+    unit.end = part + at_once;
+    unit.y_row = floats ? in.f_row : in.q_row;
+    unit.y_at = (floats ? in.f_at : in.q_at) + y_first * unit.y_row;
+    unit.n = pairs || down ? 1 : n;
+    unit.results_at = results_at + warp * jobs.n_results * (int)sizeof(float);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ((Unit *)(shared_bytes + jobs.units_at))[warp] = unit;
+    __syncwarp();
+    if (k == 0 && next < (tile ? jobs.n_tiles : jobs.n_units))
+        fetch_unit(jobs, tile, next, n, true, [&](int pair) { return ids[pair]; });
+    return t;
+}
+
+template <int R> __device__ static inline void multiply(int type) {
+    switch (type) {
+#define CASE(T) case T: multiply_unit<T, R>(); break;
     QUANTISED_TYPES(CASE)
+    CASE(T_F32) CASE(T_F16) CASE(T_BF16)
 #undef CASE
-    default: dot_rows_float<R>(t, w, row, y, first, n, cols, acc);
     }
+}
+
+// The n_used largest of a row of router logits, the lower expert first on ties, with their softmax weights; by a warp, n_used
+// <= 32. keys: room for n words.
+//   see       cpu_route
+__device__ static inline void choose_experts(const Choice &o, const float *logits, size_t row, unsigned *keys) {
+    const int lane = threadIdx.x % 32;
+    const unsigned nan = 0x7fc00000u;
+    for (int i = lane; i < o.n; i += 32) {
+        const float z = __ldcg(logits + row * o.n + i) + 0.0f;         // written by other blocks; -0 equals 0
+        const unsigned bits = __float_as_uint(z);
+        keys[i] = z != z ? 0 : bits >> 31 ? ~bits : bits | 0x80000000u;
+    }
+    float largest = 0, sum = 0, weight = 0;
+    int id = 0;
+    for (int j = 0; j < o.n_used; j++) {
+        unsigned best = 0;
+        int at = INT_MAX;
+        for (int i = lane; i < o.n; i += 32)
+            if (keys[i] > best) best = keys[i], at = i;
+        const unsigned top = __reduce_max_sync(~0u, best);
+        at = (int)__reduce_min_sync(~0u, (unsigned)(best == top ? at : INT_MAX));
+        if (!top) at = 0;                              // nothing but NaN is left: any expert, with a NaN for its weight
+        const float z = __uint_as_float(!top ? nan : top >> 31 ? top & 0x7fffffffu : ~top);
+        if (j == 0) largest = z;
+        const float w = expf(z - largest);
+        sum += w;
+        if (lane == j) weight = w, id = at;
+        if (lane == at % 32) keys[at] = 0;             // taken; a lane looks at its own keys only
+    }
+    if (lane >= o.n_used) return;
+    o.ids[row * o.n_used + lane] = id;
+    o.weights[row * o.n_used + lane] = weight / sum * (o.expert_scale ? o.expert_scale[id] : 1);
+}
+
+// The results of a tile: act(gate) * up, or gelu(sum) * u, as Act. A warp takes 32 features of one row.
+template <int R> __device__ __noinline__ static void finish_tile(int number, int first_row, int n, int results_at) {
+    const Jobs &jobs = *(const Jobs *)shared_bytes;
+    const Item item = item_at(jobs, true, number);
+    const Job &o = jobs.job[item.job];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const bool pairs = o.kind == JOB_GATED && o.ids, inside = item.first + lane < o.rows;
+    if (warp >= (pairs ? 1 : n) || behind(o, item, n)) return;
+    const float *sum = (const float *)(shared_bytes + results_at) + lane / UNIT * jobs.n_results + lane % UNIT;
+    const int e = pairs ? ((const int *)(shared_bytes + jobs.pairs_at))[item.pair] : 0;
+    const size_t row = pairs ? (size_t)first_row * o.n_used + item.pair : first_row + warp;
+    const size_t at = row * o.rows + item.first;
+    float v = inside ? sum[warp * UNIT] : 0;
+    if (o.factor) v *= o.factor[e];
+    if (o.kind == JOB_GATED) {
+        const float up = inside ? sum[(R + warp) * UNIT] : 0;
+        v = activate(o.fn, v) * (o.up_factor ? o.up_factor[e] * up : up);
+    } else {
+        v = activate(ACT_GELU, v) * (inside ? o.u[row * o.u_stride + item.first + lane] : 0);
+    }
+    if (o.act.f && inside) o.act.f[at + lane] = v;
+    if (o.act.q) quantise_group(v, o.act.q + at, o.act.s + at / 32);
+}
+
+// The results of a unit: a product, or the weighted sum of a row's experts. A lane takes one feature of one row. The last of a
+// router's units chooses the experts.
+template <int R> __device__ __noinline__ static void finish_unit(int number, int first_row, int n, int results_at) {
+    const Jobs &jobs = *(const Jobs *)shared_bytes;
+    const Item item = item_at(jobs, false, number);
+    const Job &o = jobs.job[item.job];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / UNIT, feature = item.first + lane % UNIT;
+    const float *results = (const float *)(shared_bytes + results_at) + warp * jobs.n_results;
+    const bool down = o.kind == JOB_DOWN;
+    if (behind(o, item, n)) return;
+    if (r < (down ? 1 : n) && feature < o.rows) {
+        float v = 0;
+        if (down) {
+            const int *ids = (const int *)(shared_bytes + jobs.pairs_at) + item.pair * o.n_used;
+            const float *weights = (const float *)(shared_bytes + jobs.pairs_at) + (R + item.pair) * o.n_used;
+            for (int j = 0; j < o.n_used; j++) {
+                const float sum = results[j * R * UNIT + lane];
+                v = __fmaf_rn(weights[j], o.factor ? o.factor[ids[j]] * sum : sum, v);
+            }
+        } else {
+            v = results[lane];
+            if (o.factor) v *= *o.factor;
+            if (o.cap > 0) v = o.cap * tanhf(v / o.cap);
+        }
+        o.out[(size_t)(first_row + (down ? item.pair : r)) * o.rows + feature] = v;
+    }
+    if (!jobs.choice.n || item.job != jobs.choice.job) return;
+    __threadfence();                   // logits before the count
+    __syncwarp();
+    int before = lane == 0 ? atomicAdd(&jobs.choice.done[blockIdx.y], 1) : 0;
+    before = __shfl_sync(~0u, before, 0);
+    if (before != o.blocks_x - 1) return;
+    __threadfence();                   // the count before logits
+    for (int k = 0; k < n; k++)
+        choose_experts(jobs.choice, o.out, first_row + k, (unsigned *)(shared_bytes + jobs.keys_at));
+    if (lane == 0) jobs.choice.done[blockIdx.y] = 0;
 }
 
 // product: the jobs of a launch.
 //   shapes    w (rows, cols) per expert, y (n_rows, cols), out (n_rows, rows)
-//   launch    grid: the sum over jobs of blocks_x * blocks_y; block 256; R = 1 or 8 rows of a job per block
-//   traffic   every block reads tile * cols weights (GATED: twice that) and R rows of y
-//   numerics  integer dot products per group, exact; f32 sum of the groups in the order of dot_rows
-//   see       cpu_matmul, cpu_gate_up, cpu_expert_gate_up, cpu_expert_down, cpu_ple_inject, cpu_head
-template <int R> __global__ void __launch_bounds__(256) product_kernel(const __grid_constant__ Jobs jobs) {
-    __shared__ float tile[2][R][32];                   // gate or the only matrix, up
-    int b = blockIdx.x, k = 0;
-    for (int n; k < jobs.n - 1 && b >= (n = jobs.job[k].blocks_x * jobs.job[k].blocks_y); k++) b -= n;
-    const Job &o = jobs.job[k];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int first_out = b % o.blocks_x * o.tile, n_out = min(o.tile, o.rows - first_out), y_block = b / o.blocks_x;
-    // Rows of the input and of the output that this block works on.
-    const bool pairs = o.ids && o.kind == JOB_GATED;
-    const int first = pairs ? y_block / o.n_used : o.kind == JOB_DOWN ? y_block * o.n_used : y_block * R;
-    const int n = pairs || o.kind == JOB_DOWN ? 1 : min(R, o.n_rows - first);
-    const int first_row = pairs || o.kind == JOB_DOWN ? y_block : first;
-    const int e = pairs ? o.ids[y_block] : 0;
-
-    float acc[R];
-    if (o.kind == JOB_DOWN) {
-        for (int i = warp; i < n_out; i += PRODUCT_WARPS) {
-            float sum = 0;
-            for (int j = 0; j < o.n_used; j++) {
-                const int id = o.ids[first + j];
-                float one[1];
-                dot_any<1>(o.type, o.w, id * o.rows_e + first_out + i, o.in, first + j, 1, o.cols, one);
-                sum = __fmaf_rn(o.weights[first + j], o.factor ? o.factor[id] * one[0] : one[0], sum);
-            }
-            if (lane == 0) o.out[(size_t)first_row * o.rows + first_out + i] = sum;
-        }
-        return;
-    }
-    const int n_dots = o.kind == JOB_GATED ? 2 * n_out : n_out;
-    for (int i = warp; i < n_dots; i += PRODUCT_WARPS) {
-        const bool up = i >= n_out;
-        const size_t row = e * o.rows_e + (up ? o.up_first + first_out + i - n_out : first_out + i);
-        dot_any<R>(up ? o.up_type : o.type, up ? o.up : o.w, row, o.in, first, n, o.cols, acc);
-        const float *factor = up ? o.up_factor : o.factor;
-        if (lane == 0)
-            for (int r = 0; r < n; r++) tile[up][r][up ? i - n_out : i] = factor ? factor[e] * acc[r] : acc[r];
-    }
+//   launch    grid (1 or 2 blocks per SM, or fewer where there is less work; chunks of R rows), block 256, dynamic shared
+//             memory: jobs, inputs, norm weights, sums. Tiles (GATED, INJECT: 32 features, a warp 4 of them and both parts) go to
+//             the blocks in turn, then units, first to those that got a tile less
+//   traffic   weights once per chunk of rows; every block reads the rows of the input and the norm weights from L2
+//   numerics  integer dot products per group, exact; f32 sums in the order above
+//   time      behind the launch before it: input 1.0 us (fetch 0.5, reductions 0.15 each, quantise 0.2), during which weights
+//             arrive; then what is left of bytes / bandwidth, and a last unit's 0.5. At 3.1 TB/s, Q4_K_M, one row, in us:
+//             26B  qkv 13.0 MB 4.9   attn_output 6.5 MB 2.9   gate_up + route 8.1 MB 3.4   expert_gate_up + down 21.9 MB 7.8
+//                  expert_down 10.9 MB 4.3   head 606 MB 197
+//             31B  qkv 49.5 MB 17   attn_output 24.8 MB 9   gate_up 130 MB 44   down 65 MB (Q6_K 95) 22 (32)   head 1156 MB 375
+//             E2B  qkv 2.2 MB 1.9   attn_output 1.8 MB 1.8   gate_up 10.6 or 21.2 MB 4.2 or 7.6   down half of that 2.5 or 4.2
+//                  ple_inject and proj 0.2 MB 1.5   per_layer_model_proj 27 MB 9.5   head 330 MB 107
+//   see       cpu_matmul, cpu_gate_up, cpu_route, cpu_expert_gate_up, cpu_expert_down, cpu_ple_inject, cpu_head
+template <int R> __global__ void __launch_bounds__(ROW_THREADS, 2) product_kernel(const __grid_constant__ Jobs jobs) {
+    const int warp = threadIdx.x / 32, first_row = blockIdx.y * R, n = min(R, jobs.n_rows - first_row);
+    const bool tiles = (int)blockIdx.x < jobs.n_tiles;
+    const int first = tiles ? blockIdx.x : unit_number(jobs, warp);
+    auto id_of = [&](int pair) { return __ldcg(jobs.ids + (size_t)first_row * jobs.n_used + pair); };
+    if (tiles || first < jobs.n_units) fetch_unit(jobs, tiles, first, n, false, id_of);
+    if (jobs.made.n) fetch_norm_weights(jobs.made, (float *)(shared_bytes + jobs.weights_at));
+    for (int i = threadIdx.x; i < (int)(sizeof(Jobs) / sizeof(int)); i += ROW_THREADS) // for the functions above
+        ((int *)shared_bytes)[i] = ((const int *)&jobs)[i];
     __syncthreads();
-    for (int j = threadIdx.x; j < n * 32; j += blockDim.x) {           // a warp takes 32 features of one row
-        const int r = j / 32, i = j % 32;
-        const size_t at = (size_t)(first_row + r) * o.rows + first_out;
-        float v = i < n_out ? tile[0][r][i] : 0;
-        if (o.kind == JOB_STORE) {
-            if (i < n_out) o.out[at + i] = o.cap > 0 ? o.cap * tanhf(v / o.cap) : v;
-            continue;
+    take_turn();
+    if (tiles && jobs.ids) fetch_unit(jobs, true, first, n, true, id_of);
+    for (int i = threadIdx.x; i < n * jobs.n_used; i += ROW_THREADS) {
+        int *ids = (int *)(shared_bytes + jobs.pairs_at);
+        ids[i] = __ldcg(jobs.ids + (size_t)first_row * jobs.n_used + i);
+        if (jobs.pair_weights) ((float *)ids)[R * jobs.n_used + i] = jobs.pair_weights[(size_t)first_row * jobs.n_used + i];
+    }
+    copy_inputs(first_row, n);
+    if (jobs.made.n) make_inputs(first_row, n, blockIdx.x == gridDim.x - 1);           // the last block has the least to do: x' too
+    __syncthreads();
+
+    // Tiles, a block together, then units, each warp for itself.
+    for (int t = blockIdx.x, i = warp, lot = 0;;) {
+        const bool tile = t < jobs.n_tiles;
+        const int number = tile ? t : unit_number(jobs, i);
+        if (!tile && number >= jobs.n_units) break;
+        const int next = tile ? t + (int)gridDim.x : unit_number(jobs, i + PRODUCT_WARPS);
+        const int results_at = jobs.results_at + lot * PRODUCT_WARPS * jobs.n_results * (int)sizeof(float);
+        for (int k = 0, type; (type = open_unit(tile, number, next, k, n, results_at)) >= 0; k++) multiply<R>(type);
+        if (tile) {
+            __syncthreads();           // sums are whole. The other lot is free again: who read it has arrived here since
+            finish_tile<R>(number, first_row, n, results_at);
+            lot ^= 1;
+            t += gridDim.x;
+            if (t >= jobs.n_tiles) __syncthreads();    // and both lots are free
+        } else {
+            __syncwarp();
+            finish_unit<R>(number, first_row, n, results_at);
+            __syncwarp();              // the sums have been read
+            i += PRODUCT_WARPS;
         }
-        if (o.kind == JOB_GATED) v = activate(o.fn, v) * (i < n_out ? tile[1][r][i] : 0);
-        else v = activate(ACT_GELU, v) * (i < n_out ? o.u[(size_t)(first_row + r) * o.u_stride + first_out + i] : 0);
-        if (o.act.f && i < n_out) o.act.f[at + i] = v;
-        if (o.act.q) quantise_group(v, o.act.q + at, o.act.s + at / 32);
     }
 }
 
+// ---- a launch ----
+
+// A job whose `in` has no pointers reads input number `source` of those that blocks make (jobs->made).
 static void add_job(Jobs *jobs, Job o) {
     if (jobs->n == MAX_JOBS) cuda_die("product: more than %d jobs", MAX_JOBS);
     if (!is_float(o.type) && (o.cols % 32 || (size_t)o.in.q % 16))
         cuda_die("product %d x %d: int8 rows must be whole groups at multiples of 16 bytes", o.rows, o.cols);
     if (o.act.q && o.rows % 32) cuda_die("product %d x %d: an int8 result must be whole groups", o.rows, o.cols);
-    o.tile = o.kind == JOB_GATED || o.kind == JOB_INJECT ? 32 : PRODUCT_WARPS;
+    o.tile = o.kind == JOB_GATED || o.kind == JOB_INJECT ? TILE : UNIT;
     o.blocks_x = div_up(o.rows, o.tile);
+    o.quads = 1;
+    for (int k = 0; k < (o.kind == JOB_GATED ? 2 : 1); k++) {
+        const DType t = k ? o.up_type : o.type;
+        const size_t values = o.cols;
+        Format f = { 0 };
+        format_of(t, &f);
+        if (is_float(t)) {
+            o.row_bytes[k][0] = (int)(values * float_size(t));
+            if ((o.row_bytes[k][0] | (size_t)(k ? o.up.lo : o.w.lo)) % 16) o.quads = 0;
+            continue;
+        }
+        o.row_bytes[k][0] = (int)(values / 32 * f.lo);
+        o.row_bytes[k][1] = (int)(values / 32 * f.hi);
+        o.row_bytes[k][2] = (int)(values / f.head_values * f.head);
+        o.row_bytes[k][3] = (int)(values / 256 * f.sup);
+    }
+    if (o.in.f || o.in.q) {
+        int k = jobs->made.n;
+        while (k < jobs->n_inputs && (jobs->input[k].from.f != o.in.f || jobs->input[k].from.q != o.in.q)) k++;
+        if (k == MAX_INPUTS) cuda_die("product %d x %d: more than %d inputs", o.rows, o.cols, MAX_INPUTS);
+        jobs->n_inputs = max_int(jobs->n_inputs, k + 1);
+        jobs->input[k].from = o.in;
+        o.source = k;
+    }
+    Input *in = &jobs->input[o.source];
+    const bool gated = o.kind == JOB_GATED;
+    in->cols = o.cols;
+    in->rows_each = o.kind == JOB_DOWN ? o.n_used : 1;
+    if (is_float(o.type) || (gated && is_float(o.up_type))) in->f_row = (int)round_up(o.cols, 8) * (int)sizeof(float);
+    if (!is_float(o.type) || (gated && !is_float(o.up_type))) in->q_row = div_up(o.cols, 256) * ROW_STEP;
+    if (o.source >= jobs->made.n && ((in->f_row && !in->from.f) || (in->q_row && !in->from.q)))
+        cuda_die("product %d x %d, type %d: the input is not there in the form that this type reads", o.rows, o.cols, (int)o.type);
+    if (o.ids) jobs->ids = o.ids, jobs->pair_weights = o.weights, jobs->n_used = o.n_used;
     jobs->job[jobs->n++] = o;
 }
 
+// ---- 4 to 64 rows: tensor cores -------------------------------------------------------------------------------------
+// From TILE_ROWS rows on a block takes 64 or 32 features of a matrix and all rows of the step, so that a weight is read once
+// whatever their number. Its 8 warps are the 8 slices of a sum: warp w multiplies the groups g with g mod 8 = w, ascending, and
+// at the end the slices meet in the order given above. So the bits are those of few rows.
+//
+// Weights come through a ring of stages in shared memory, each 8 groups of every feature, one for each warp, and the same groups
+// of the rows. The whole block copies a stage, so memory is read in whole lines, 128 bytes of a feature's low bits at a time (a
+// ring per warp would read 16 of every 128: each sector twice); a stage costs one barrier. Blocks take their pieces in turn and
+// go on asking for the next piece's weights while they work on the last stages of this one. Weights that do not depend on the
+// choice of experts are asked for before take_turn().
+//
+// Experts: each block lists which of them the rows chose, and with each the rows that did; a piece is one expert's, with all of
+// its rows. JOB_DOWN: a block keeps its 32 features and goes through all experts, so that the sum over a row's experts needs no
+// other block, and no memory but its own.
+
+enum { TILE_WARPS = 8, TILE_STAGES = 8, TILE_RING = 56 << 10, TILE_EXPERTS = 32 * TILE_WARPS, TILE_ROW = 8 * 32 + 16,
+       SUMS_PITCH = 68, SUMS_BYTES = TILE_WARPS * 8 * SUMS_PITCH * 4 };
+
+// How 8 groups of one feature lie in a stage: its planes behind each other (lo at 0), each from the 16 bytes on in which it
+// begins. An odd number of 16 bytes in all, so that 8 features fall on different banks.
+typedef struct { int hi, head, sup, size; } Record;
+
+__host__ __device__ static constexpr int round_16(int n) { return (n + 15) / 16 * 16; }
+__host__ __device__ static constexpr Record record_of(DType t) {
+    const Format f = known_format(t);
+    const int blocks = f.head_values == 256 ? 1 : 8, head = blocks * f.head;
+    Record r = { };
+    if (!f.lo) return r;
+    r.hi = 8 * f.lo;
+    r.head = r.hi + round_16(8 * f.hi + (f.hi && blocks == 8 ? 15 : 0));
+    r.sup = r.head + round_16(head % 16 || blocks == 8 ? head + 15 : head);
+    r.size = round_16(r.sup + f.sup);
+    if (r.size / 16 % 2 == 0) r.size += 16;
+    return r;
+}
+
+typedef struct {              // a launch
+    Jobs   jobs;
+    Format format[MAX_JOBS];
+    Record record[MAX_JOBS];  // size 0: a matrix of floats
+    int    features[MAX_JOBS];                 // of a piece, 32 or 64: JOB_GATED has 32 of gate and 32 of up
+    int    tiles[MAX_JOBS];   // pieces of a matrix
+    int    expert_job, n_pairs;                // -1: none
+    int    stages, stage_bytes;                // of the ring
+    int    sums_at, lists_at, results_at;      // what follows it in shared memory
+} Tiling;
+
+// The pairs of row and expert of a launch, by expert, as lists in shared memory. An entry is an expert with as many of its pairs
+// as a piece has rows; there may be several of one expert.
+typedef enum {
+    LIST_PAIR,                // row * n_used + j
+    LIST_ROW,                 // the row of the input that goes with it
+    LIST_EXPERT, LIST_FIRST,  // of entry u: its expert, where its pairs begin; they end where the next entry's begin
+    LIST_SIZE                 // (1) entries
+} List;
+__device__ static inline uint16_t *list_of(const Tiling &t, List list) {
+    return (uint16_t *)(shared_bytes + t.lists_at) + list * (t.n_pairs + 1);
+}
+
+typedef struct {              // what a block does at a time
+    int job, first;           // first feature
+    int expert;               // 0 without experts
+    int from, n;              // rows, or places in the lists of pairs
+    bool last;                // JOB_DOWN: the last expert of these features
+} Piece;
+
+typedef struct { int item, part; } Walk;       // a block's way through its pieces
+
+__device__ static inline bool next_piece(const Tiling &t, Walk *w, Piece *p) {
+    int i = w->item, k = 0;
+    for (;; k++) {
+        if (k == t.jobs.n) return false;
+        const int n = t.tiles[k] * (k == t.expert_job && t.jobs.job[k].kind == JOB_GATED ? *list_of(t, LIST_SIZE) : 1);
+        if (i < n) break;
+        i -= n;
+    }
+    const Job &o = t.jobs.job[k];
+    const bool down = o.kind == JOB_DOWN;
+    const int entry = down ? w->part : i / t.tiles[k];
+    *p = (Piece){ k, i % t.tiles[k] * (o.kind == JOB_GATED ? 32 : t.features[k]), 0, 0, o.n_rows, true };
+    if (k == t.expert_job) {
+        const uint16_t *first = list_of(t, LIST_FIRST) + entry;
+        p->expert = list_of(t, LIST_EXPERT)[entry];
+        p->from = first[0];
+        p->n = first[1] - first[0];
+        p->last = !down || entry + 1 == *list_of(t, LIST_SIZE);
+    }
+    if (p->last) w->item += gridDim.x, w->part = 0;
+    else w->part++;
+    return true;
+}
+
+// The lists, the same in every block: thread e looks for the pairs of expert e. ids: (n_pairs + 3) room.
+__device__ static inline void list_pairs(const Tiling &t, int at_once, int *ids) {
+    __shared__ unsigned sums[TILE_WARPS];
+    const Job &o = t.jobs.job[t.expert_job];
+    const int lane = threadIdx.x % 32, n_pairs = t.n_pairs;
+    for (int i = threadIdx.x; i < n_pairs + 3; i += blockDim.x) ids[i] = i < n_pairs ? o.ids[i] : -1;
+    __syncthreads();
+    int n = 0;
+    for (int i = 0; i < n_pairs; i += 4) {
+        const int4 v = *(const int4 *)(ids + i);
+        n += (v.x == (int)threadIdx.x) + (v.y == (int)threadIdx.x) + (v.z == (int)threadIdx.x) + (v.w == (int)threadIdx.x);
+    }
+    const unsigned own = (unsigned)div_up(n, at_once) << 16 | n;            // entries, pairs
+    unsigned end = own;
+    for (int by = 1; by < 32; by *= 2) {
+        const unsigned before = __shfl_up_sync(~0u, end, by);
+        if (lane >= by) end += before;
+    }
+    if (lane == 31) sums[threadIdx.x / 32] = end;
+    __syncthreads();
+    for (int w = 0; w < (int)threadIdx.x / 32; w++) end += sums[w];
+    int entry = (end - own) >> 16, at = (end - own) & 0xffff;
+    for (int i = 0, k = 0; k < n; i++) {
+        if (ids[i] != (int)threadIdx.x) continue;
+        if (k++ % at_once == 0) list_of(t, LIST_EXPERT)[entry] = threadIdx.x, list_of(t, LIST_FIRST)[entry++] = at;
+        list_of(t, LIST_PAIR)[at] = i;
+        list_of(t, LIST_ROW)[at++] = o.kind == JOB_DOWN ? i : i / o.n_used;
+    }
+    if (threadIdx.x == blockDim.x - 1) {
+        *list_of(t, LIST_SIZE) = end >> 16;
+        list_of(t, LIST_FIRST)[end >> 16] = end & 0xffff;
+    }
+    __syncthreads();                                   // every thread reads them, and ids may be overwritten
+}
+
+// Number of the planes' row that holds feature f = 0 or 32 of a piece.
+__device__ static inline unsigned piece_row(const Job &o, const Piece &p, int f) {
+    return (unsigned)(p.expert * o.rows_e) + p.first + (o.kind == JOB_GATED && f ? (unsigned)o.up_first : f);
+}
+
+// ---- copies ----
+
+typedef struct {              // how far the block has asked for its pieces
+    Walk     walk;
+    Piece    piece;
+    int      stage, n_stages;
+    unsigned lo, other;       // groups of the matrix that this thread copies next: their low bits, their other planes
+} Feed;
+
+// Threads 8 f .. copy the low bits of features f and f + 32, threads 4 f .. the other planes of feature f. Number of a group:
+// below 2^32.
+__device__ static inline void begin_feed(const Tiling &t, Feed *f) {
+    const Job &o = t.jobs.job[f->piece.job];
+    const int n_groups = o.cols / 32, h = threadIdx.x / 4 & 32;
+    f->lo = (piece_row(o, f->piece, 0) + threadIdx.x / 8) * n_groups;
+    f->other = (piece_row(o, f->piece, h) + threadIdx.x / 4 % 32) * n_groups;
+    f->stage = 0;
+    f->n_stages = div_up(n_groups, 8);
+}
+
+// 16 bytes at a time, whole ones: what lies before a plane's bytes comes along. Features behind the last one are left out.
+__device__ static inline void copy_weights(const Tiling &t, const Feed &f, char *to) {
+    const Job &o = t.jobs.job[f.piece.job];
+    const Format &form = t.format[f.piece.job];
+    const Record &r = t.record[f.piece.job];
+    const bool gated = o.kind == JOB_GATED;
+    const int n_groups = o.cols / 32, groups = min(8, n_groups - 8 * f.stage), left = o.rows - f.piece.first;
+    const int i = threadIdx.x / 8, j = threadIdx.x / 4, c = threadIdx.x % 4;
+    const int at = threadIdx.x % 8 * 16, bytes = groups * form.lo;
+    char *record = to + i * r.size + at;
+    const bool here[2] = { i < left, gated ? i < left : i + 32 < left && t.features[f.piece.job] == 64 };
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const unsigned group = f.lo + (h ? (gated ? (unsigned)o.up_first : 32) * n_groups : 0);
+        const uint8_t *from = (h && gated ? o.up.lo : o.w.lo) + (size_t)group * form.lo + at;
+        if (here[h] && at < bytes) copy_ahead(record + 32 * h * r.size, from);
+        if (here[h] && at + 128 < bytes) copy_ahead(record + 32 * h * r.size + 128, from + 128);       // of 8 bits
+    }
+    if (gated ? j % 32 >= left : j >= left || j >= t.features[f.piece.job]) return;
+    const Planes &w = gated && j >= 32 ? o.up : o.w;
+    const bool blocks = form.head_values == 256;
+    record = to + j * r.size + c * 16;
+    const uint8_t *hi = w.hi + (size_t)f.other * form.hi, *head = w.head + (size_t)(blocks ? f.other / 8 : f.other) * form.head;
+    const int before_hi = (int)((size_t)hi & 15), before_head = (int)((size_t)head & 15);
+    if (16 * c < before_hi + groups * form.hi) copy_ahead(record + r.hi, hi - before_hi + 16 * c);
+    if (16 * c < before_head + (blocks ? 1 : groups) * form.head) copy_ahead(record + r.head, head - before_head + 16 * c);
+    if (c == 3 && form.sup) {
+        const uint8_t *sup = w.sup + (size_t)(f.other / 8) * form.sup;
+        copy_word_ahead(record + r.sup - 48, sup - ((size_t)sup & 3));
+    }
+}
+
+// Rows in int8, TILE_ROW bytes apart, then their scales: (8 groups, room rows).
+__device__ static inline void copy_rows(const Tiling &t, const Feed &f, char *to, int room) {
+    const Job &o = t.jobs.job[f.piece.job];
+    const int n_groups = o.cols / 32, groups = min(8, n_groups - 8 * f.stage);
+    const bool listed = f.piece.job == t.expert_job;
+    float *s = (float *)(to + room * TILE_ROW);
+#pragma unroll
+    for (int k = 0; k < div_up(room * 16, 32 * TILE_WARPS); k++) {
+        const int i = threadIdx.x + 32 * TILE_WARPS * k, r = i / 16, c = i % 16;
+        if (r >= f.piece.n || c >= 2 * groups) continue;
+        const unsigned row = listed ? list_of(t, LIST_ROW)[f.piece.from + r] : r, group = row * n_groups + f.stage * 8;
+        copy_ahead(to + r * TILE_ROW + 16 * c, o.in.q + (size_t)group * 32 + 16 * c);
+        if (c < groups) copy_word_ahead(s + c * room + r, o.in.s + group + c);
+    }
+}
+
+// Asks for the next stage: its weights, its rows or both.
+__device__ static inline void feed_stage(const Tiling &t, Feed *f, int slot, bool weights, bool rows, int room) {
+    while (f->stage == f->n_stages) {
+        if (!next_piece(t, &f->walk, &f->piece)) return;
+        if (t.record[f->piece.job].size) begin_feed(t, f);
+    }
+    char *to = shared_bytes + slot * t.stage_bytes;
+    if (weights) copy_weights(t, *f, to);
+    if (rows) copy_rows(t, *f, to + t.features[f->piece.job] * t.record[f->piece.job].size, room);
+    f->stage++;
+    f->lo += 8, f->other += 8;
+}
+
+// Until the next stage of n is there: all but the n - 2 lots asked for last.
+__device__ static inline void wait_stage(int n) {
+    switch (n) {
+    case 2: copied<0>(); return;
+    case 3: copied<1>(); return;
+    case 4: copied<2>(); return;
+    case 5: copied<3>(); return;
+    case 6: copied<4>(); return;
+    case 7: copied<5>(); return;
+    default: copied<6>();
+    }
+}
+
+// ---- arithmetic ----
+
+// Codes of this warp's group of 32 features, as multiply_int8 takes them. row: number of the planes' row of the first.
+template <DType T> __device__ static inline void tile_codes(unsigned (&a)[2][4], const char *records, unsigned row, int n_groups,
+                                                            int stage) {
+    constexpr Record rec = record_of(T);
+    constexpr Format form = known_format(T);
+    const int slice = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k = lane % 4;
+    if constexpr (T == T_Q8_0) {
+        for (int m = 0; m < 2; m++)
+            load_matrices(a[m], records + (16 * m + lane % 16) * rec.size + 32 * slice + lane / 16 * 16);
+    } else if constexpr (form.lo_bits == 4) {
+        unsigned v[4];
+        load_matrices(v, records + lane * rec.size + 16 * slice);
+        for (int i = 0; i < 4; i++) {
+            a[i / 2][i % 2] = v[i] & 0x0f0f0f0fu;
+            a[i / 2][i % 2 + 2] = v[i] >> 4 & 0x0f0f0f0fu;
+        }
+    } else {
+        for (int i = 0; i < 4; i++) {
+            const uint2 v = *(const uint2 *)(records + (8 * i + t) * rec.size + 8 * slice);
+            a[i / 2][i % 2] = v.x >> 2 * k & 0x03030303u;
+            a[i / 2][i % 2 + 2] = v.y >> 2 * k & 0x03030303u;
+        }
+    }
+    if constexpr (form.hi_bits) {
+        // 8 features on, the plane is a multiple of 16 bytes on
+        const unsigned before = form.head_values == 256 ? 0 : ((row + t) * n_groups + 8 * stage) * form.hi & 15;
+        const char *p = records + t * rec.size + rec.hi + before + form.hi * slice;
+        for (int i = 0; i < 4; i++, p += 8 * rec.size) {
+            unsigned low, high;                        // bits of the two halves, above what lo has
+            if constexpr (form.hi_bits == 1) {
+                const unsigned h = *(const unsigned *)p >> k;
+                low = h & 0x01010101u, high = h >> 4 & 0x01010101u;
+            } else {
+                const uint2 h = *(const uint2 *)p;
+                low = h.x >> 2 * k & 0x03030303u, high = h.y >> 2 * k & 0x03030303u;
+            }
+            a[i / 2][i % 2] |= low << form.lo_bits;
+            a[i / 2][i % 2 + 2] |= high << form.lo_bits;
+        }
+    }
+    for (int i = 0; i < 8; i++) a[i / 4][i % 4] = code_integers<T>(a[i / 4][i % 4]);
+}
+
+// What scales this warp's group of a feature whose row of the planes has number `row`.
+template <DType T> __device__ static inline void tile_scales(const char *record, unsigned row, int n_groups, int stage, float a[2],
+                                                             float m[2]) {
+    constexpr Record rec = record_of(T);
+    constexpr Format form = known_format(T);
+    const int slice = threadIdx.x / 32;
+    const unsigned block = row * (n_groups / 8) + stage, group = row * n_groups + 8 * stage;
+    const unsigned before = form.head_values == 32 ? group * form.head & 15 : form.head % 16 ? block * form.head & 15 : 0;
+    const char *p = record + rec.head + before;
+    const unsigned *word = (const unsigned *)p;
+    uint4 head = { };
+    unsigned sup = 0;
+    if constexpr (T == T_Q4_K || T == T_Q5_K) head = *(const uint4 *)p;
+    else if constexpr (T == T_Q3_K) head.x = word[0], head.y = word[1], head.z = word[2];
+    else if constexpr (T == T_IQ4_XS) head.x = word[0], head.y = word[1];
+    else if constexpr (form.head == 4) head.x = word[slice];
+    else if constexpr (form.head == 1) head.x = ((const uint8_t *)p)[slice];
+    else head.x = ((const uint16_t *)p)[slice];
+    if constexpr (form.sup == 2) sup = *(const uint16_t *)(record + rec.sup + (block * 2 & 3));
+    if constexpr (form.sup == 4) sup = *(const unsigned *)(record + rec.sup);
+    group_scales<T>(head, sup, slice, a, m);
+}
+
+// Sums of products begin here, as whole numbers and as the bits of a float at once: a whole number n below 2^22 on top of them
+// makes the float 1.5 * 2^23 + n, without a conversion.
+#define INT_START 0x4b400000
+__device__ static inline float from_start(int c) { return __fsub_rn(__int_as_float(c), 12582912.0f); }
+
+// acc += one group of 32 features times n rows. acc[m][i]: 16 features by 8 rows, as multiply_int8 has them.
+template <DType T, int NT> __device__ static inline void multiply_group(float (&acc)[2][NT][4], const char *records,
+        const char *rows, unsigned row, int n_groups, int stage, int n) {
+    constexpr bool halves = Traits<T>::halves, min = Traits<T>::min;
+    constexpr int offset = Traits<T>::offset;
+    const int slice = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k = lane % 4;
+    const char *q = rows + t * TILE_ROW + 32 * slice + 4 * k;
+    const float *s = (const float *)(rows + 8 * NT * TILE_ROW) + slice * 8 * NT + 2 * k;
+    unsigned a[2][4];
+    tile_codes<T>(a, records, row, n_groups, stage);
+    float own[2], own_least[2], scale[2][2][2], least[2][2][2];        // [tile][features t, t + 8][half]
+    tile_scales<T>(records + lane * record_of(T).size, row + lane, n_groups, stage, own, own_least);
+    for (int i = 0; i < 4; i++)                        // a lane finds out those of one feature and hands them out
+        for (int half = 0; half < (halves ? 2 : 1); half++) {
+            scale[i / 2][i % 2][half] = __shfl_sync(~0u, own[half], 8 * i + t);
+            if (min) least[i / 2][i % 2][half] = __shfl_sync(~0u, own_least[half], 8 * i + t);
+        }
+#pragma unroll
+    for (int i = 0; i < NT; i++, q += 8 * TILE_ROW) {
+        if (8 * i >= n) break;
+        const unsigned b[2] = { *(const unsigned *)q, *(const unsigned *)(q + 16) };
+        const float2 of_row = *(const float2 *)(s + 8 * i);
+        int start[2][4];                               // what every feature begins with: minus the offset of its codes
+        float sum[2][2] = { };                         // activations, [half][row 2k, 2k + 1]
+        for (int half = 0; half < (halves ? 2 : 1); half++) {
+            for (int j = 0; j < 4; j++) start[half][j] = INT_START;
+            const unsigned each = (offset ? 0x100u - offset : 1u) * 0x01010101u, same[4] = { each, each, each, each };
+            if (!offset && !min) continue;
+            int c[4] = { INT_START, INT_START, INT_START, INT_START };
+            if (halves) multiply_int8_half(c, same, b[half]);
+            else multiply_int8(c, same, b);
+            for (int j = 0; j < 4; j++)
+                if (offset) start[half][j] = c[j];
+            for (int j = 0; j < 2; j++)
+                if (min) sum[half][j] = from_start(c[j]);
+        }
+        for (int m = 0; m < 2; m++) {
+            int dot[2][4];
+            for (int j = 0; j < 4; j++) dot[0][j] = start[0][j], dot[1][j] = start[1][j];
+            if (halves) multiply_int8_half(dot[0], a[m], b[0]), multiply_int8_half(dot[1], a[m] + 2, b[1]);
+            else multiply_int8(dot[0], a[m], b);
+            for (int j = 0; j < 4; j++) {
+                const float term = scaled_term<T>(scale[m][j / 2], least[m][j / 2], from_start(dot[0][j]),
+                                                  halves ? from_start(dot[1][j]) : 0, sum[0][j % 2], sum[1][j % 2]);
+                acc[m][i][j] = __fmaf_rn(j % 2 ? of_row.y : of_row.x, term, acc[m][i][j]);
+            }
+        }
+    }
+}
+
+// One feature times one row, from its eight slices.
+__device__ static inline float join_slices(const float *sums, int row, int feature) {
+    const float *p = sums + row * SUMS_PITCH + feature;
+    float v[8];
+    for (int w = 0; w < 8; w++) v[w] = p[w * 8 * SUMS_PITCH];
+    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+
+// What becomes of one row's products with 32 features from `first` on, a feature a lane; up: JOB_GATED.
+__device__ static inline void finish_row(const Job &o, size_t row, int first, float v, float up) {
+    const int lane = threadIdx.x % 32;
+    const bool mine = first + lane < o.rows;
+    const size_t at = row * o.rows + first;
+    if (o.kind == JOB_STORE) {
+        if (mine) o.out[at + lane] = o.cap > 0 ? o.cap * tanhf(v / o.cap) : v;
+        return;
+    }
+    if (o.kind == JOB_GATED) v = activate(o.fn, v) * up;
+    else v = activate(ACT_GELU, v) * (mine ? o.u[row * o.u_stride + first + lane] : 0);
+    if (o.act.f && mine) o.act.f[at + lane] = v;
+    if (o.act.q) quantise_group(mine ? v : 0, o.act.q + at, o.act.s + at / 32);
+}
+
+// A piece of a float matrix, UNIT features and all rows: warp w takes rows w, w + 8, ... Sums in the order given above.
+template <DType T, int NT> __device__ static inline void multiply_floats(const Job &o, const Piece &p) {
+    constexpr int chunk = Floats<T>::chunk;
+    const int warp = threadIdx.x / 32, l = threadIdx.x % 8, feature = min(p.first + (int)threadIdx.x % 32 / 8, o.rows - 1);
+    const int n_chunks = div_up(o.cols, chunk), quads = o.cols % 4 == 0 && (size_t)o.in.f % 16 == 0;
+    const uint8_t *w = o.w.lo + (size_t)feature * o.cols * (16 / chunk);
+    float sum[NT][4] = { };
+#pragma unroll (4 / NT ? 4 / NT : 1)
+    for (int c = l; c < n_chunks; c += 8) {
+        const uint4 x = fetch_chunk<T>(w, c, o.cols, o.quads);
+#pragma unroll
+        for (int i = 0; i < NT; i++) {
+            if (warp + 8 * i >= p.n) break;
+#pragma unroll
+            for (int k = 0; k < chunk; k += 4) {
+                const float4 y = load4(o.in.f + (size_t)(warp + 8 * i) * o.cols, c * chunk + k, o.cols, quads);
+                sum[i][0] = __fmaf_rn(chunk_value<T>(x, k), y.x, sum[i][0]);
+                sum[i][1] = __fmaf_rn(chunk_value<T>(x, k + 1), y.y, sum[i][1]);
+                sum[i][2] = __fmaf_rn(chunk_value<T>(x, k + 2), y.z, sum[i][2]);
+                sum[i][3] = __fmaf_rn(chunk_value<T>(x, k + 3), y.w, sum[i][3]);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < NT; i++) {
+        float v = (sum[i][0] + sum[i][1]) + (sum[i][2] + sum[i][3]);
+        for (int h = 4; h > 0; h /= 2) v += __shfl_xor_sync(~0u, v, h);
+        if (o.factor) v *= *o.factor;
+        const int r = warp + 8 * i;
+        if (l == 0 && r < p.n && p.first + (int)threadIdx.x % 32 / 8 < o.rows)
+            o.out[(size_t)r * o.rows + feature] = o.cap > 0 ? o.cap * tanhf(v / o.cap) : v;
+    }
+}
+
+// A piece of a router's logits has been stored: the block that stored the last one chooses the experts.
+__device__ static inline void choose_when_last(const Choice &o, const float *logits, int n_rows, int n_pieces, unsigned *keys) {
+    __shared__ bool last;
+    __threadfence();                                   // logits before the count
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicAdd(o.done, 1) == n_pieces - 1;
+    __syncthreads();
+    if (!last) return;
+    __threadfence();                                   // the count before logits
+    for (int r = threadIdx.x / 32; r < n_rows; r += TILE_WARPS) choose_experts(o, logits, r, keys + threadIdx.x / 32 * o.n);
+    if (threadIdx.x == 0) *o.done = 0;
+}
+
+// tile: the jobs of a launch, 4 rows and more.
+//   shapes    w (rows, cols) per expert, y (n_rows, cols) int8 with scales, out (n_rows, rows); n_rows <= 8 NT
+//   launch    grid min(pieces, what is resident), block 256; shared memory: the ring, SUMS_BYTES, lists and results of experts
+//   traffic   a weight once (of experts: those in the union of the rows' choices), the rows once per piece from the L2 cache
+//   numerics  integer products per group, exact; f32 sums in the order given above. No bit depends on the number of rows
+//   time      a stage of 64 features costs a warp about 200 instructions at 8 rows, 280 at 16, 720 at 64: the memory's pace up to
+//             16 rows, half of it at 64. Behind the launch before it: the first rows, lists of experts, 0.5 to 1 us
+//   see       product_kernel; cpu_matmul, cpu_gate_up, cpu_expert_gate_up, cpu_expert_down, cpu_ple_inject, cpu_head
+template <int NT> __global__ void __launch_bounds__(256, NT <= 2 ? 2 : 1) tile_kernel(const __grid_constant__ Tiling t) {
+    constexpr int room = 8 * NT;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float *sums = (float *)(shared_bytes + t.sums_at), *results = (float *)(shared_bytes + t.results_at);
+    const Feed start = { .walk = { (int)blockIdx.x, 0 } };
+    Feed feed = start;
+    if (t.expert_job < 0)                              // the pieces are known already
+        for (int s = 0; s < t.stages - 1; s++) feed_stage(t, &feed, s, true, false, room);
+    take_turn();
+    if (t.expert_job >= 0) list_pairs(t, room, (int *)sums);
+    feed = start;
+    for (int s = 0; s < t.stages - 1; s++) {
+        feed_stage(t, &feed, s, t.expert_job >= 0, true, room);
+        copy_commit();
+    }
+    Walk walk = start.walk;
+    Piece p;
+    int slot = 0;
+    while (next_piece(t, &walk, &p)) {
+        const Job &o = t.jobs.job[p.job];
+        const int features = t.features[p.job], n_groups = o.cols / 32;
+        const bool floats = !t.record[p.job].size, router = t.jobs.choice.n && p.job == t.jobs.choice.job;
+        if (o.type == T_F32) multiply_floats<T_F32, NT>(o, p);
+        if (o.type == T_F16) multiply_floats<T_F16, NT>(o, p);
+        if (o.type == T_BF16) multiply_floats<T_BF16, NT>(o, p);
+        float acc[2][2][NT][4] = { };                  // [features 0 .., 32 ..][tile of 16][tile of 8 rows]
+        for (int stage = 0; !floats && 8 * stage < n_groups; stage++) {
+            wait_stage(t.stages);
+            __syncthreads();                           // the stage is there for all, and the last one has been used
+            feed_stage(t, &feed, slot ? slot - 1 : t.stages - 1, true, true, room);
+            copy_commit();
+            const char *records = shared_bytes + slot * t.stage_bytes;
+            slot = slot + 1 < t.stages ? slot + 1 : 0;
+            const char *rows = records + features * t.record[p.job].size;
+            if (8 * stage + warp >= n_groups) continue;
+            const char *others = records + 32 * t.record[p.job].size;
+            const unsigned row = piece_row(o, p, 0), other_row = piece_row(o, p, 32);
+            switch (o.type) {
+#define CASE(T) case T: \
+                multiply_group<T, NT>(acc[0], records, rows, row, n_groups, stage, p.n); \
+                if (features == 64) multiply_group<T, NT>(acc[1], others, rows, other_row, n_groups, stage, p.n); \
+                break;
+            QUANTISED_TYPES(CASE)
+#undef CASE
+            default: break;
+            }
+        }
+        const bool listed = p.job == t.expert_job;
+        for (int i = 0; !floats && 8 * i < p.n; i++) { // 8 rows at a time: a warp takes one, a lane features l and l + 32
+            if (i) __syncthreads();                    // the sums of the last 8 rows have been read
+#pragma unroll
+            for (int at = 0; at < NT; at++)
+                for (int m = 0; at == i && m < 4; m++)
+                    for (int j = 0; 16 * m < features && j < 4; j++) {
+                        const int row = 8 * warp + lane % 4 * 2 + j % 2, feature = 16 * m + 8 * (j / 2) + lane / 4;
+                        sums[row * SUMS_PITCH + feature] = acc[m / 2][m % 2][at][j];
+                    }
+            __syncthreads();
+            if (8 * i + warp >= p.n) continue;
+            const int r = listed ? list_of(t, LIST_PAIR)[p.from + 8 * i + warp] : 8 * i + warp;
+            float v[2];
+            for (int h = 0; h < 2; h++) {
+                const float *factor = h && o.kind == JOB_GATED ? o.up_factor : o.factor;
+                v[h] = 32 * h < features ? join_slices(sums, warp, 32 * h + lane) : 0;
+                if (factor) v[h] = factor[p.expert] * v[h];
+            }
+            if (o.kind == JOB_DOWN) results[r * 32 + lane] = v[0];
+            else if (o.kind == JOB_GATED) finish_row(o, r, p.first, v[0], v[1]);
+            else finish_row(o, r, p.first, v[0], 0);
+            if (o.kind != JOB_GATED && features == 64) finish_row(o, r, p.first + 32, v[1], 0);
+        }
+        if (router) choose_when_last(t.jobs.choice, o.out, p.n, t.tiles[p.job], (unsigned *)sums);
+        if (o.kind != JOB_DOWN || !p.last) continue;
+        __syncthreads();                               // the results of all experts are there
+        for (int i = threadIdx.x; i < o.n_rows * 32; i += blockDim.x) {
+            const int r = i / 32, feature = p.first + i % 32;
+            float sum = 0;
+            for (int j = 0; j < o.n_used; j++)
+                sum = __fmaf_rn(o.weights[r * o.n_used + j], results[(r * o.n_used + j) * 32 + i % 32], sum);
+            if (feature < o.rows) o.out[(size_t)r * o.rows + feature] = sum;
+        }
+    }
+}
+
+// The tile kernels may ask for all shared memory of a block.
+static void allow_tiles(void) {
+    void (*const kernels[])(Tiling) = { tile_kernel<1>, tile_kernel<2>, tile_kernel<4>, tile_kernel<8> };
+    for (int i = 0; i < 4; i++)
+        CHECK_CUDA(cudaFuncSetAttribute(kernels[i], cudaFuncAttributeMaxDynamicSharedMemorySize, cuda.block_shared - STATIC_SHARED),
+                   "shared memory of the tile kernel");
+}
+
+// Carries out a launch if the tile kernel takes it. The kernel of few rows keeps: fewer rows than TILE_ROWS and more than
+// STEP_ROWS, gate and up of different types, stacks of very many matrices, matrices of floats but for those that only store and
+// run beside quantised ones, and what does not fit into shared memory (the experts of 64 rows, on cards with 100 KB of it).
+static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
+    Tiling t = { };
+    int rows = 1, wide = 0, pieces = 0, results = 0;
+    if (n_rows < TILE_ROWS || 4 * TILE_WARPS * jobs->choice.n > SUMS_BYTES) return false;
+    t.expert_job = -1;
+    for (int k = 0; k < jobs->n; k++) {
+        const Job *o = &jobs->job[k];
+        if (o->n_rows > STEP_ROWS || (o->ids && o->n_experts > TILE_EXPERTS)) return false;
+        if (is_float(o->type) ? o->kind != JOB_STORE : o->kind == JOB_GATED && o->up_type != o->type) return false;
+        rows = max_int(rows, o->n_rows);
+        if (o->ids) t.expert_job = k, t.n_pairs = o->n_rows * o->n_used;
+        if (o->kind == JOB_DOWN) results = t.n_pairs * 32 * (int)sizeof(float);
+        if (o->kind == JOB_DOWN || is_float(o->type)) continue;
+        wide += (o->ids ? min_int(t.n_pairs, o->n_experts) : 1) * div_up(o->kind == JOB_GATED ? 2 * o->rows : o->rows, 64);
+    }
+    const int tiles = rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8;                     // of 8 rows
+    const int row_bytes = 8 * tiles * (TILE_ROW + 8 * (int)sizeof(float));
+    for (int k = 0; k < jobs->n; k++) {
+        const Job *o = &jobs->job[k];
+        // Wide pieces take less work for a weight and read the rows less often, narrow ones reach more of the card.
+        const bool large = o->kind == JOB_GATED || (o->kind != JOB_DOWN && 5 * wide >= 3 * cuda.n_sm);
+        format_of(o->type, &t.format[k]);
+        t.record[k] = record_of(o->type);
+        t.features[k] = is_float(o->type) ? UNIT : large ? 64 : 32;
+        t.tiles[k] = div_up(o->rows, o->kind == JOB_GATED ? 32 : t.features[k]);
+        pieces += t.tiles[k] * (o->ids && o->kind == JOB_GATED ? t.n_pairs : 1);
+        if (!is_float(o->type)) t.stage_bytes = max_int(t.stage_bytes, t.features[k] * t.record[k].size + row_bytes);
+    }
+    if (!t.stage_bytes) return false;                  // floats only
+    const int lists = t.n_pairs ? round_16((LIST_SIZE * (t.n_pairs + 1) + 1) * (int)sizeof(uint16_t)) : 0;
+    const int fixed = SUMS_BYTES + lists + results;
+    int resident = tiles <= 2 ? 2 : 1, space = 0;      // blocks per SM
+    for (; resident > 0; resident--) {
+        space = min_int(cuda.sm_shared / resident - 2048, cuda.block_shared - STATIC_SHARED) - fixed;
+        if (space >= 3 * t.stage_bytes) break;
+    }
+    t.stages = min_int(TILE_STAGES, min_int(max_int(3, div_up(TILE_RING, t.stage_bytes)), space / t.stage_bytes));
+    if (t.stages < 2) return false;
+    t.sums_at = t.stages * t.stage_bytes;
+    t.lists_at = t.sums_at + SUMS_BYTES;
+    t.results_at = t.lists_at + lists;
+    t.jobs = *jobs;
+    const int blocks = min_int(pieces, cuda.n_sm * max_int(resident, 1));
+    const size_t shared = (size_t)t.results_at + results;
+    if (tiles == 1) launch(tile_kernel<1>, blocks, 32 * TILE_WARPS, shared, t);
+    else if (tiles == 2) launch(tile_kernel<2>, blocks, 32 * TILE_WARPS, shared, t);
+    else if (tiles == 4) launch(tile_kernel<4>, blocks, 32 * TILE_WARPS, shared, t);
+    else launch(tile_kernel<8>, blocks, 32 * TILE_WARPS, shared, t);
+    CHECK_LAUNCH("%s n_rows=%d rows=%d cols=%d", what, n_rows, jobs->job[0].rows, jobs->job[0].cols);
+    return true;
+}
+
+// Where things lie in shared memory when a block works on `rows` rows; bytes altogether.
+static size_t place_shared(Jobs *jobs, int rows) {
+    size_t at = round_up(sizeof(Jobs), 16);
+    int parts = 2;
+    for (int k = 0; k < jobs->n_inputs; k++) {
+        Input *in = &jobs->input[k];
+        in->q_at = (int)at;
+        at += (size_t)rows * in->rows_each * in->q_row;
+        in->f_at = (int)at;
+        at += (size_t)rows * in->rows_each * in->f_row;
+    }
+    jobs->units_at = (int)at;
+    at += PRODUCT_WARPS * sizeof(Unit);
+    jobs->weights_at = (int)(at = round_up(at, 16));
+    if (jobs->made.n) at += norm_weight_bytes(&jobs->made);
+    jobs->pairs_at = (int)at;
+    at = round_up(at + (size_t)rows * jobs->n_used * 8, 16);
+    jobs->keys_at = (int)at;
+    at += round_up(jobs->choice.n * sizeof(unsigned), 16);
+    for (int k = 0; k < jobs->n; k++)
+        if (jobs->job[k].kind == JOB_DOWN) parts = max_int(parts, jobs->job[k].n_used);
+    jobs->n_results = parts * rows * UNIT;
+    jobs->results_at = (int)at;
+    return at + 2 * PRODUCT_WARPS * jobs->n_results * sizeof(float);
+}
+
+enum { SHARED_BYTES = 110 << 10 };                     // that leave room for two blocks per SM
+
 static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
-    const int r = n_rows == 1 ? 1 : 8;
-    int blocks = 0;
+    if (launch_tiles(jobs, what, n_rows)) return;
+    int r = n_rows == 1 ? 1 : CHUNK_ROWS;
+    size_t shared = place_shared(jobs, r);
+    if (r > 1 && shared > SHARED_BYTES) shared = place_shared(jobs, r = 1);
+    const int chunk = min_int(r, n_rows), n_chunks = div_up(n_rows, r);
+    jobs->n_rows = n_rows;
+    jobs->n_tiles = jobs->n_units = 0;
+    int work = 0;                                      // in units
     for (int k = 0; k < jobs->n; k++) {
         Job *o = &jobs->job[k];
-        o->blocks_y = div_up(o->n_rows, r);
-        if (o->kind == JOB_DOWN) o->blocks_y = o->n_rows;
-        if (o->kind == JOB_GATED && o->ids) o->blocks_y = o->n_rows * o->n_used;
-        blocks += o->blocks_x * o->blocks_y;
+        o->blocks_y = o->kind == JOB_DOWN ? chunk : o->kind == JOB_GATED && o->ids ? chunk * o->n_used : 1;
+        *(o->tile == TILE ? &jobs->n_tiles : &jobs->n_units) += o->blocks_x * o->blocks_y;
+        work += o->blocks_x * o->blocks_y * (o->kind == JOB_GATED ? 2 * PRODUCT_WARPS : o->kind == JOB_INJECT ? PRODUCT_WARPS : 1);
     }
-    if (r == 1) product_kernel<1><<<blocks, 256, 0, cuda.stream>>>(*jobs);
-    else product_kernel<8><<<blocks, 256, 0, cuda.stream>>>(*jobs);
+    // One block per SM where every warp then has one unit at most: the next launch comes up beside it.
+    const int most = max_int(1, (work <= PRODUCT_WARPS * cuda.n_sm ? 1 : 2) * cuda.n_sm / n_chunks);
+    const dim3 grid(min_int(jobs->n_tiles + jobs->n_units, most), n_chunks);
+    // n_rows >= TILE_ROWS: inputs lie in global memory (Job.in)
+    if (r == 1) launch(product_kernel<1>, grid, ROW_THREADS, shared, *jobs);
+    else launch(product_kernel<CHUNK_ROWS>, grid, ROW_THREADS, shared, *jobs);
     CHECK_LAUNCH("%s n_rows=%d rows=%d cols=%d", what, n_rows, jobs->job[0].rows, jobs->job[0].cols);
 }
 
@@ -847,16 +2374,25 @@ static Job job_of(const Tensor *w, Prepared in, int n_rows) {
     o.n_rows = n_rows;
     o.in = in;
     o.factor = w->scale;
+    o.n_experts = w->n;
     return o;
 }
 
-// The input of a product with matrices a and b (b may be NULL), ready in the forms that they read.
-static Prepared prepare(const In *in, const Tensor *a, const Tensor *b, int n_rows) {
-    if (in->act.f || in->act.q) return (Prepared){ in->act.f, in->act.q, in->act.s, NULL };
-    const bool f = is_float(a->type) || (b && is_float(b->type)), q = !is_float(a->type) || (b && !is_float(b->type));
-    const Prepared y = prepared_at(0, a->cols, f, q, false);
-    launch_prepare(in, NULL, y, (Prepared){ 0 }, n_rows, a->cols);
-    return y;
+// Makes `in`, and `beside` with the same x' (NULL: none), the inputs 0 and 1 of a launch. f, q: the forms that the first is
+// wanted in. Few rows: each block makes them, out stays empty. Else they are ready, where out says.
+static void prepare(Jobs *jobs, const In *in, const In *beside, int n_rows, int cols, bool f, bool q, bool f_beside,
+                    Prepared out[2]) {
+    out[0] = (Prepared){ in->act.f, in->act.q, in->act.s, NULL };
+    out[1] = (Prepared){ };
+    if (out[0].f || out[0].q) return;
+    if (n_rows < TILE_ROWS && cols <= ROW_COLS) {
+        jobs->made = row_inputs(in, beside, cols);
+        jobs->n_inputs = jobs->made.n;
+        return;
+    }
+    out[0] = prepared_at(0, cols, f, q, false);
+    if (beside) out[1] = prepared_at(1, cols, f_beside, !f_beside, false);
+    launch_prepare(in, beside, out[0], out[1], n_rows, cols);
 }
 
 // ==== [6] Products of a prompt: cuBLAS ===============================================================================
@@ -867,6 +2403,7 @@ static Prepared prepare(const In *in, const Tensor *a, const Tensor *b, int n_ro
 //   launch    grid (ceil(cols / 32 / 128), n), block 128: a thread takes a group
 //   traffic   reads the weights once, writes 2 bytes a value
 __global__ void dequantise_kernel(DType t, Planes w, size_t first, int cols, __half *out) {
+    take_turn();
     const int g = blockIdx.x * blockDim.x + threadIdx.x;
     if (g * 32 >= cols) return;
     float v[32];
@@ -878,7 +2415,7 @@ __global__ void dequantise_kernel(DType t, Planes w, size_t first, int cols, __h
 // out[r][i] = factor * (w[first + i] . y[r]) for n features and all rows; out has row stride `stride` floats.
 static void multiply_panel(const Tensor *w, size_t first, int n, const __half *y, int n_rows, float *out, int stride) {
     const int cols = w->cols;
-    dequantise_kernel<<<dim3(div_up(div_up(cols, 32), 128), n), 128, 0, cuda.stream>>>(w->type, planes_of(w), first, cols, cuda.panel);
+    launch(dequantise_kernel, dim3(div_up(div_up(cols, 32), 128), n), 128, 0, w->type, planes_of(w), first, cols, cuda.panel);
     CHECK_LAUNCH("dequantise rows=%d cols=%d", n, cols);
     const float back = 1 / PROMPT_SCALE, zero = 0;
     CHECK_BLAS(cublasGemmEx(cuda.blas, CUBLAS_OP_T, CUBLAS_OP_N, n, n_rows, cols, &back, cuda.panel, CUDA_R_16F, cols, y,
@@ -887,6 +2424,7 @@ static void multiply_panel(const Tensor *w, size_t first, int n, const __half *y
 
 // out *= *factor. launch: grid ceil(n / 256), block 256.
 __global__ void scale_kernel(float *out, const float *factor, size_t n) {
+    take_turn();
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] *= *factor;
 }
@@ -898,13 +2436,14 @@ static void multiply_prompt(const Tensor *w, const __half *y, int n_rows, float 
     for (int i = 0; i < w->rows; i += step) multiply_panel(w, i, min_int(step, w->rows - i), y, n_rows, out + i, w->rows);
     if (!w->scale) return;
     const size_t n = (size_t)n_rows * w->rows;
-    scale_kernel<<<(unsigned)((n + 255) / 256), 256, 0, cuda.stream>>>(out, w->scale, n);
+    launch(scale_kernel, (unsigned)((n + 255) / 256), 256, 0, out, w->scale, n);
     CHECK_LAUNCH("scale n_rows=%d rows=%d", n_rows, w->rows);
 }
 
 // gated: Act columns first .. first + n of act(gate) * up. launch: grid (n_rows, n / 32), block 32: a warp takes a group.
 __global__ void gated_kernel(const float *gate, const float *up, int stride, const float *gate_factor, const float *up_factor,
                              ActFn fn, Act out, int cols, int first, int n) {
+    take_turn();
     const int i = blockIdx.y * 32 + threadIdx.x;
     const size_t from = (size_t)blockIdx.x * stride + i, at = (size_t)blockIdx.x * cols + first + i;
     float v = 0;
@@ -917,7 +2456,7 @@ enum { PANEL_COLS = 2048 };   // features of gate and of up that meet at a time
 
 static const __half *prompt_input(const In *in, int n_rows, int cols) {
     if (in->act.f || in->act.q) {
-        act_to_half_kernel<<<dim3(n_rows, div_up(cols, 256)), 256, 0, cuda.stream>>>(in->act, cuda.y16, cols);
+        launch(act_to_half_kernel, dim3(n_rows, div_up(cols, 256)), 256, 0, in->act, cuda.y16, cols);
         CHECK_LAUNCH("act_to_half n_rows=%d cols=%d", n_rows, cols);
     } else {
         launch_prepare(in, NULL, (Prepared){ NULL, NULL, NULL, cuda.y16 }, (Prepared){ 0 }, n_rows, cols);
@@ -935,74 +2474,34 @@ static void cuda_matmul(const Matmul *o) {
     }
     bool f = false, q = false;
     for (int k = 0; k < o->n; k++) *(is_float(o->w[k]->type) ? &f : &q) = true;
-    Prepared y = { o->in.act.f, o->in.act.q, o->in.act.s, NULL };
-    if (!y.f && !y.q) {
-        y = prepared_at(0, o->w[0]->cols, f, q, false);
-        launch_prepare(&o->in, NULL, y, (Prepared){ 0 }, o->n_rows, o->w[0]->cols);
-    }
     Jobs jobs = { };
+    Prepared y[2];
+    prepare(&jobs, &o->in, NULL, o->n_rows, o->w[0]->cols, f, q, false, y);
     for (int k = 0; k < o->n; k++) {
-        Job job = job_of(o->w[k], y, o->n_rows);
+        Job job = job_of(o->w[k], y[0], o->n_rows);
         job.out = o->out[k];
         add_job(&jobs, job);
     }
     launch_jobs(&jobs, "matmul", o->n_rows);
 }
 
-// top_experts: the n_used largest of each row of logits, the lower expert first on ties, with their softmax weights.
-//   launch    grid n_rows, block 32: every lane looks at n / 32 experts, n_used rounds of a warp-wide maximum
-//   see       cpu_route
-__global__ void top_experts_kernel(const float *logits, int n, int n_used, const float *expert_scale, int32_t *ids, float *weights) {
-    extern __shared__ float z[];
-    const int lane = threadIdx.x;
-    const float *row = logits + (size_t)blockIdx.x * n;
-    for (int i = lane; i < n; i += 32) z[i] = row[i];
-    __syncwarp();
-    float first = 0, sum = 0;
-    for (int j = 0; j < n_used; j++) {
-        int best = -1;
-        for (int i = lane; i < n; i += 32)
-            if (z[i] == z[i] && (best < 0 || z[i] > z[best])) best = i;                // a taken one is NaN
-        float top = best < 0 ? -INFINITY : z[best];
-        for (int h = 16; h > 0; h /= 2) {
-            const float other = __shfl_xor_sync(~0u, top, h);
-            const int id = __shfl_xor_sync(~0u, best, h);
-            if (id >= 0 && (best < 0 || other > top || (other == top && id < best))) top = other, best = id;
-        }
-        if (best < 0) best = 0, top = row[0];          // nothing but NaN: any expert, and the NaN in its weight
-        if (j == 0) first = top;
-        const float w = expf(top - first);
-        sum += w;
-        if (lane == 0) {
-            ids[(size_t)blockIdx.x * n_used + j] = best;
-            weights[(size_t)blockIdx.x * n_used + j] = w;
-            z[best] = __uint_as_float(0x7fc00000u);
-        }
-        __syncwarp();
-    }
-    for (int j = lane; j < n_used; j += 32) {
-        float *w = weights + (size_t)blockIdx.x * n_used + j;
-        *w = *w / sum * (expert_scale ? expert_scale[ids[(size_t)blockIdx.x * n_used + j]] : 1);
-    }
-}
-
-static Job route_job(const Route *o, Prepared y) {
+// The router as one more job of a launch, on input number `source`, or on y where that is ready.
+static void add_router(Jobs *jobs, const Route *o, Prepared y, int source) {
     Job job = job_of(o->w, y, o->n_rows);
     job.out = o->logits;
-    return job;
-}
-
-static void launch_top_experts(const Route *o) {
-    top_experts_kernel<<<o->n_rows, 32, o->w->rows * sizeof(float), cuda.stream>>>(o->logits, o->w->rows, o->n_used, o->expert_scale,
-                                                                                   o->ids, o->weights);
-    CHECK_LAUNCH("route n_rows=%d n_experts=%d", o->n_rows, o->w->rows);
+    job.source = source;
+    if (o->n_used > 32) cuda_die("route: expected up to 32 experts for a row, got %d", o->n_used);
+    jobs->choice = (Choice){ jobs->n, o->w->rows, o->n_used, o->expert_scale, o->ids, o->weights, cuda.done };
+    add_job(jobs, job);
 }
 
 static void cuda_route(const Route *o) {
+    const bool f = is_float(o->w->type);
     Jobs jobs = { };
-    add_job(&jobs, route_job(o, prepare(&o->in, o->w, NULL, o->n_rows)));
+    Prepared y[2];
+    prepare(&jobs, &o->in, NULL, o->n_rows, o->w->cols, f, !f, false, y);
+    add_router(&jobs, o, y[0], 0);
     launch_jobs(&jobs, "route", o->n_rows);
-    launch_top_experts(o);
 }
 
 static void cuda_gate_up(const GateUp *o) {
@@ -1015,28 +2514,19 @@ static void cuda_gate_up(const GateUp *o) {
             const int n = min_int(step, rows - i);
             multiply_panel(o->gate, i, n, y, o->n_rows, gate, n);
             multiply_panel(o->up, i, n, y, o->n_rows, up, n);
-            gated_kernel<<<dim3(o->n_rows, div_up(n, 32)), 32, 0, cuda.stream>>>(gate, up, n, o->gate->scale, o->up->scale, o->fn,
+            launch(gated_kernel, dim3(o->n_rows, div_up(n, 32)), 32, 0, gate, up, n, o->gate->scale, o->up->scale, o->fn,
                                                                                  o->out, rows, i, n);
             CHECK_LAUNCH("gated n_rows=%d n=%d", o->n_rows, n);
         }
         if (o->route) cuda_route(o->route);
         return;
     }
-    const Route *route = o->route;
-    Prepared y = { o->in.act.f, o->in.act.q, o->in.act.s, NULL }, y_route = { };
-    if (route) {
-        const bool f = is_float(route->w->type);
-        y_route = prepared_at(1, cols, f, !f, false);
-    }
-    if (!y.f && !y.q) {
-        const bool f = is_float(o->gate->type) || is_float(o->up->type), q = !is_float(o->gate->type) || !is_float(o->up->type);
-        y = prepared_at(0, cols, f, q, false);
-        launch_prepare(&o->in, route ? &route->in : NULL, y, y_route, o->n_rows, cols);
-    } else if (route) {
-        launch_prepare(&route->in, NULL, y_route, (Prepared){ 0 }, o->n_rows, cols);
-    }
+    const Route *route = o->in.act.f || o->in.act.q ? NULL : o->route;                         // that shares the launch
     Jobs jobs = { };
-    Job job = job_of(o->gate, y, o->n_rows);
+    Prepared y[2];
+    prepare(&jobs, &o->in, route ? &route->in : NULL, o->n_rows, cols, is_float(o->gate->type) || is_float(o->up->type),
+            !is_float(o->gate->type) || !is_float(o->up->type), route && is_float(route->w->type), y);
+    Job job = job_of(o->gate, y[0], o->n_rows);
     job.kind = JOB_GATED;
     job.up_type = o->up->type;
     job.up = planes_of(o->up);
@@ -1044,21 +2534,24 @@ static void cuda_gate_up(const GateUp *o) {
     job.fn = o->fn;
     job.act = o->out;
     add_job(&jobs, job);
-    if (route) add_job(&jobs, route_job(route, y_route));
+    if (route) add_router(&jobs, route, y[1], 1);
     launch_jobs(&jobs, "gate_up", o->n_rows);
-    if (route) launch_top_experts(route);
+    if (o->route && !route) cuda_route(o->route);
 }
 
 static void cuda_expert_gate_up(const ExpertGateUp *o) {
     const bool fused = !o->up;
     const bool with = o->beside && o->beside->n_rows <= STEP_ROWS && (o->beside->in.act.f || o->beside->in.act.q);
-    const Prepared y = prepare(&o->in, o->gate, o->up, o->n_rows);
+    const DType up_type = fused ? o->gate->type : o->up->type;
     Jobs jobs = { };
-    Job job = job_of(o->gate, y, o->n_rows);
+    Prepared y[2];
+    prepare(&jobs, &o->in, NULL, o->n_rows, o->gate->cols, is_float(o->gate->type) || is_float(up_type),
+            !is_float(o->gate->type) || !is_float(up_type), false, y);
+    Job job = job_of(o->gate, y[0], o->n_rows);
     job.kind = JOB_GATED;
     job.rows = fused ? o->gate->rows / 2 : o->gate->rows;
     job.up_first = fused ? job.rows : 0;
-    job.up_type = fused ? job.type : o->up->type;
+    job.up_type = up_type;
     job.up = fused ? job.w : planes_of(o->up);
     job.up_factor = fused ? o->gate->scale : o->up->scale;
     job.fn = o->fn;
@@ -1090,8 +2583,11 @@ static void cuda_expert_down(const ExpertDown *o) {
 }
 
 static void cuda_ple_inject(const PleInject *o) {
+    const bool f = is_float(o->w->type);
     Jobs jobs = { };
-    Job job = job_of(o->w, prepare(&o->in, o->w, NULL, o->n_rows), o->n_rows);
+    Prepared y[2];
+    prepare(&jobs, &o->in, NULL, o->n_rows, o->w->cols, f, !f, false, y);
+    Job job = job_of(o->w, y[0], o->n_rows);
     job.kind = JOB_INJECT;
     job.u = o->u;
     job.u_stride = o->u_stride;
@@ -1132,70 +2628,124 @@ __device__ static inline int tied_place(int i, int head_dim, int n_rot) {
     return j < n_rot ? second * n_rot + j : 2 * n_rot + second * (half - n_rot) + j - n_rot;
 }
 
-// qkv_store: head norms, rope, order of the cache, write. One block per head of q, then one per head of K and V.
+// ---- one head of q, k or v, held by a warp ----
+// Attention makes q and the rows of the step itself where they are few, from the same functions: the bits are those of
+// qkv_store. Every operation is spelt out, so that no compiler contracts one of them here and not there.
+
+// Lane l holds values l + 32 m (lo) and half + l + 32 m (hi), so both of a pair, where l + 32 m < half = head_dim / 2; M
+// of each suffice. What lies behind the end is 0.
+template <int M> struct HeadValues { float lo[M], hi[M]; };
+
+template <int M> __device__ static inline void head_load(HeadValues<M> &x, const float *from, int half) {
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+        const int i = threadIdx.x % 32 + 32 * m;
+        x.lo[m] = i < half ? from[i] : 0;
+        x.hi[m] = i < half ? from[i + half] : 0;
+    }
+}
+
+// w * u / rms(u); w == NULL: 1.
+template <int M> __device__ static inline void head_norm(HeadValues<M> &x, const float *w, int half, float eps) {
+    float ss = 0;
+#pragma unroll
+    for (int m = 0; m < M; m++) ss = __fmaf_rn(x.hi[m], x.hi[m], __fmaf_rn(x.lo[m], x.lo[m], ss));
+    const float scale = __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(warp_sum(ss), 2 * half), eps)));
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+        const int i = threadIdx.x % 32 + 32 * m;
+        const float w_lo = w && i < half ? w[i] : 1, w_hi = w && i < half ? w[i + half] : 1;
+        x.lo[m] = __fmul_rn(w_lo, __fmul_rn(x.lo[m], scale));
+        x.hi[m] = __fmul_rn(w_hi, __fmul_rn(x.hi[m], scale));
+    }
+}
+
+// Pairs turn by pos * inv_freq. The angle is reduced to a part of a turn in f64, sine and cosine are f32.
+template <int M> __device__ static inline void head_turn(HeadValues<M> &x, const Rope &rope, int pos) {
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+        const int i = threadIdx.x % 32 + 32 * m;
+        if (i >= rope.n_pairs) continue;
+        const double turns = __dmul_rn(__dmul_rn(pos, rope.inv_freq[i]), 0.15915494309189535);
+        float sine, cosine;
+        sincospif(2 * (float)(turns - rint(turns)), &sine, &cosine);
+        const float p = x.lo[m], q = x.hi[m];
+        x.lo[m] = __fmaf_rn(p, cosine, -__fmul_rn(q, sine));
+        x.hi[m] = __fmaf_rn(p, sine, __fmul_rn(q, cosine));
+    }
+}
+
+// f(place in the cache's order, number in the head, value) for every value of the head. n_rot 0: places are numbers.
+template <int M, typename F> __device__ static inline void head_each(const HeadValues<M> &x, int half, int n_rot, F f) {
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+        const int i = threadIdx.x % 32 + 32 * m;
+        if (i >= half) continue;
+        f(i + (i < n_rot ? 0 : n_rot), i, x.lo[m]);
+        f(i + (i < n_rot ? n_rot : half), i + half, x.hi[m]);
+    }
+}
+
+// Value i of a query. Tied: the unrotated part of K is r * fold, so fold goes into q.
+__device__ static inline float folded(const Cache &c, int half, int i, float v) {
+    return c.n_rot && (i < half ? i : i - half) >= c.n_rot ? __fmul_rn(v, c.fold[i]) : v;
+}
+
+static __device__ inline void dump_head(float *dump, size_t at, const HeadValues<8> &x, int half) {
+    if (dump) head_each(x, half, 0, [&](int, int i, float v) { dump[at + i] = v; });
+}
+
+// qkv_store: head norms, rope, order of the cache, write. A warp takes a head of q, or of K, or of V.
 //   shapes    as QkvStore; head_dim <= 512
-//   launch    grid (n_rows, (q ? n_heads : 0) + (k ? n_kv_heads : 0)), block 128
+//   launch    grid (n_rows, ceil(((q ? n_heads : 0) + (k ? 2 * n_kv_heads : 0)) / 4)), block 128
 //   traffic   reads and writes q, reads k and v, writes a row of each plane
 //   numerics  f32; angles are reduced to a turn in f64, sine and cosine are f32
 //   see       cpu_qkv_store
 __global__ void qkv_store_kernel(QkvStore o, Batch b, Cache c, Cache dst, bool staged) {
-    __shared__ float x[512], v[512];
-    const int hd = c.head_dim, half = hd / 2, r = blockIdx.x, n_q = o.q ? o.n_heads : 0;
+    take_turn();
+    const int hd = c.head_dim, half = hd / 2, r = blockIdx.x, n_q = o.q ? o.n_heads : 0, n_kv = o.k ? c.n_kv_heads : 0;
+    const int job = blockIdx.y * 4 + threadIdx.x / 32;
+    if (job >= n_q + 2 * n_kv) return;
     const Row row = b.rows[r];
     const Segment seg = b.segs[row.seg];
     const int len = b.len[seg.seq], pos = len + row.depth;
-    const bool is_q = (int)blockIdx.y < n_q;
-    const int h = is_q ? blockIdx.y : blockIdx.y - n_q, n_h = is_q ? o.n_heads : c.n_kv_heads;
-    const size_t at = ((size_t)r * n_h + h) * hd;
-    const float *from = is_q ? o.q : o.k, *w = is_q ? o.w_q : o.w_k;
-    float ss = 0, ss_v = 0;
-    for (int i = threadIdx.x; i < hd; i += blockDim.x) {
-        x[i] = from[at + i];
-        ss += x[i] * x[i];
-        if (is_q) continue;
-        v[i] = o.v[at + i];
-        ss_v += v[i] * v[i];
+    HeadValues<8> x;
+    if (job < n_q) {
+        const size_t at = ((size_t)r * n_q + job) * hd;
+        float *q = o.q + at;
+        head_load(x, q, half);
+        head_norm(x, o.w_q, half, o.eps);
+        dump_head(o.dump_q, at, x, half);
+        head_turn(x, o.rope, pos);
+        dump_head(o.dump_q_pos, at, x, half);
+        head_each(x, half, c.n_rot, [&](int to, int i, float v) { q[to] = folded(c, half, i, v); });   // in place: all was loaded
+        return;                                                                                        // before norm had its sum
     }
-    const float scale = 1.0f / sqrtf(block_sum(ss) / hd + o.eps);
-    const float scale_v = is_q || !o.v_norm ? 1 : 1.0f / sqrtf(block_sum(ss_v) / hd + o.eps);
-    float *dump = is_q ? o.dump_q : o.dump_k, *dump_pos = is_q ? o.dump_q_pos : o.dump_k_pos;
-    for (int i = threadIdx.x; i < hd; i += blockDim.x) {
-        x[i] = w[i] * (x[i] * scale);
-        if (dump) dump[at + i] = x[i];
-        if (is_q) continue;
-        v[i] *= scale_v;
-        if (o.dump_v) o.dump_v[at + i] = v[i];
+    const int h = (job - n_q) % n_kv, slot = staged ? seg.first + row.index : (len + row.index) % c.slots;
+    const int seq = staged ? 0 : seg.seq;
+    const size_t at = ((size_t)r * n_kv + h) * hd;
+    const bool is_k = job - n_q < n_kv;
+    const KvPlane &plane = is_k ? dst.k : dst.v;
+    head_load(x, (is_k ? o.k : o.v) + at, half);
+    if (is_k || o.v_norm) head_norm(x, is_k ? o.w_k : NULL, half, o.eps);
+    dump_head(is_k ? o.dump_k : o.dump_v, at, x, half);
+    if (is_k) {
+        head_turn(x, o.rope, pos);
+        dump_head(o.dump_k_pos, at, x, half);
     }
-    __syncthreads();                                   // a thread turns pairs that others have normed
-    for (int i = threadIdx.x; i < o.rope.n_pairs; i += blockDim.x) {
-        double turns = pos * o.rope.inv_freq[i] * 0.15915494309189535;
-        float sine, cosine;
-        sincospif(2 * (float)(turns - rint(turns)), &sine, &cosine);
-        const float p = x[i], q = x[i + half];
-        x[i] = p * cosine - q * sine;
-        x[i + half] = p * sine + q * cosine;
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < hd; i += blockDim.x)
-        if (dump_pos) dump_pos[at + i] = x[i];
-    const int slot = staged ? seg.first + row.index : (len + row.index) % c.slots, seq = staged ? 0 : seg.seq;
-    for (int i = threadIdx.x; i < hd; i += blockDim.x) {
-        const int to = c.n_rot ? tied_place(i, hd, c.n_rot) : i;
-        if (is_q) {                                    // the unrotated part of K is r * fold: fold goes into q
-            o.q[at + to] = c.n_rot && i % half >= c.n_rot ? x[i] * c.fold[i] : x[i];
-        } else {
-            if (to < dst.k.dim) kv_write(dst.k, kv_row(dst, dst.k, seq, h, slot), to, x[i]);
-            kv_write(dst.v, kv_row(dst, dst.v, seq, h, slot), to, v[i]);
-        }
-    }
+    char *to_row = kv_row(dst, plane, seq, h, slot);
+    head_each(x, half, c.n_rot, [&](int to, int, float v) {
+        if (to < plane.dim) kv_write(plane, to_row, to, v);
+    });
 }
 static void cuda_qkv_store(const QkvStore *o) {
-    const int heads = (o->q ? o->n_heads : 0) + (o->k ? o->cache->n_kv_heads : 0);
+    const int heads = (o->q ? o->n_heads : 0) + (o->k ? 2 * o->cache->n_kv_heads : 0);
     check_cache(o->cache, "qkv_store");
-    if (o->cache->head_dim > 512) cuda_die("qkv_store: heads of %d values are not supported", o->cache->head_dim);
+    if (o->cache->head_dim > 512 || o->cache->head_dim % 2)
+        cuda_die("qkv_store: heads of %d values are not supported", o->cache->head_dim);
     if (!heads) return;
-    qkv_store_kernel<<<dim3(o->batch->n_rows, heads), 128, 0, cuda.stream>>>(*o, *o->batch, *o->cache, o->stage ? *o->stage : *o->cache,
-                                                                            o->stage != NULL);
+    launch(qkv_store_kernel, dim3(o->batch->n_rows, div_up(heads, 4)), 128, 0, *o, *o->batch, *o->cache,
+           o->stage ? *o->stage : *o->cache, o->stage != NULL);
     CHECK_LAUNCH("qkv_store n_rows=%d heads=%d head_dim=%d", o->batch->n_rows, heads, o->cache->head_dim);
 }
 
@@ -1207,6 +2757,7 @@ typedef struct { Cache c[CACHES_AT_ONCE]; } Caches;
 //   launch    grid (n_segs, caches, kv heads), block 256: a thread takes words of 16 bits of both planes
 //   see       cpu_kv_commit
 __global__ void kv_move_kernel(Batch b, const __grid_constant__ Caches caches, const int32_t *n_accept, const int32_t *path) {
+    take_turn();
     const Segment seg = b.segs[blockIdx.x];
     const Cache &c = caches.c[blockIdx.y];
     if (seg.kind != SEG_TREE || (int)blockIdx.z >= c.n_kv_heads) return;
@@ -1225,6 +2776,7 @@ __global__ void kv_move_kernel(Batch b, const __grid_constant__ Caches caches, c
 
 // kv_lengths: counts and len, after everything that reads len.   launch: grid n_segs, block 32
 __global__ void kv_lengths_kernel(Batch b, const int32_t *n_accept, const int32_t *path, int32_t *counts, int vocab) {
+    take_turn();
     const Segment seg = b.segs[blockIdx.x];
     const int n = n_accept[blockIdx.x];
     for (int k = threadIdx.x; counts && k < n; k += 32) {
@@ -1244,10 +2796,10 @@ static void cuda_kv_commit(const KvCommit *o) {
             check_cache(&caches.c[k], "kv_commit");
             heads = max_int(heads, caches.c[k].n_kv_heads);
         }
-        kv_move_kernel<<<dim3(o->batch->n_segs, n, heads), 256, 0, cuda.stream>>>(*o->batch, caches, o->n_accept, o->path);
+        launch(kv_move_kernel, dim3(o->batch->n_segs, n, heads), 256, 0, *o->batch, caches, o->n_accept, o->path);
         CHECK_LAUNCH("kv_commit n_segs=%d n_caches=%d", o->batch->n_segs, o->n_caches);
     }
-    kv_lengths_kernel<<<o->batch->n_segs, 32, 0, cuda.stream>>>(*o->batch, o->n_accept, o->path, o->counts, o->vocab);
+    launch(kv_lengths_kernel, o->batch->n_segs, 32, 0, *o->batch, o->n_accept, o->path, o->counts, o->vocab);
     CHECK_LAUNCH("kv_commit n_segs=%d", o->batch->n_segs);
 }
 
@@ -1255,6 +2807,7 @@ static void cuda_kv_commit(const KvCommit *o) {
 //   launch    grid (n_rows, kv heads), block 128: one row of the step
 //   see       cpu_kv_copy
 __global__ void kv_copy_kernel(Batch b, Cache c, Cache stage) {
+    take_turn();
     const Row row = b.rows[blockIdx.x];
     const Segment seg = b.segs[row.seg];
     if (row.index < seg.n - c.slots) return;
@@ -1268,69 +2821,552 @@ __global__ void kv_copy_kernel(Batch b, Cache c, Cache stage) {
 }
 static void cuda_kv_copy(const KvCopy *o) {
     check_cache(o->cache, "kv_copy");
-    kv_copy_kernel<<<dim3(o->batch->n_rows, o->cache->n_kv_heads), 128, 0, cuda.stream>>>(*o->batch, *o->cache, *o->stage);
+    launch(kv_copy_kernel, dim3(o->batch->n_rows, o->cache->n_kv_heads), 128, 0, *o->batch, *o->cache, *o->stage);
     CHECK_LAUNCH("kv_copy n_rows=%d", o->batch->n_rows);
 }
 
 // ==== [8] Attention ==================================================================================================
 // Keys are numbered as they lie in the cache, committed positions first, then the rows of the step: number j below len is
-// position j, len + i is row i of the segment. They are cut into tiles of TILE_SLOTS, aligned to number 0, and dealt out to a
-// number of parts that depends on the cache alone. A block takes a row, up to HEADS query heads that share a KV head, and one
-// part, its tiles upwards. What the parts found is put together in their order. So a row's result depends neither on the
-// other rows of the step, nor on how many of the keys before it are committed already, nor on the card.
+// position j, len + i is row i of the segment. They are cut into tiles of KEYS, aligned to number 0; some tiles in a row are
+// a span, and span s belongs to part s mod parts. A block takes one part, its tiles upwards. What the parts found is put
+// together in the order of their spans. All this follows from the shape of the cache alone, so a row's result depends
+// neither on the other rows of the step, nor on how many of the keys before it are committed already, nor on the card.
+//
+// Two kernels find what a part has to say: attend_half for caches of f16, on tensor cores, and attend_plain for the others. The
+// parts are put together by the last block of a head to come, or where they are large by a launch that spreads them.
 
-enum { HEADS = 8, ATTEND_THREADS = 256, MAX_PARTS = 64 };
+enum { KEYS = 32, ATTEND_WARPS = 8, ATTEND_THREADS = 32 * ATTEND_WARPS, HEADS = 8,
+       MAX_STAGES = 4,        // tiles under way in a block
+       FUSED_ROWS = 8,        // up to so many rows, attention makes q and the new rows of K and V itself
+       RING_SLOTS = 2048,     // a cache up to this size is taken for a ring, which is in sight as a whole
+       FULL_GRID = 128,       // parts times KV heads of a long cache: a block for each SM of a large card
+       MAX_PARTS = FULL_GRID,
+       JOIN_BYTES = 96 << 10 };        // parts of a block's columns that its last block puts together
 
-static int attend_parts(const Cache *c) {              // two tiles or more for a part
-    return max_int(1, min_int(MAX_PARTS, c->slots / (2 * TILE_SLOTS)));
+typedef struct {              // how the tiles of a cache are dealt out
+    int parts, span_bits;     // 2^span_bits tiles in a span
+} Split;
+
+static Split split_of(const Cache *c, int n_rows) {
+    Split s = { 1, 0 };
+    if (n_rows > STEP_ROWS) return s;                  // rows enough to fill the device
+    if (c->slots > RING_SLOTS) {
+        s.parts = max_int(1, FULL_GRID / c->n_kv_heads);
+    } else {
+        s.span_bits = c->n_kv_heads > 8 ? 2 : 1;
+        s.parts = div_up(c->slots / KEYS, 1 << s.span_bits);
+    }
+    return s;
 }
 
-// attend: softmax(scale * q k) v over the positions of one part.
-//   shapes    q (n_rows, n_heads, head_dim), cache as in gemma4.h, partial (n_rows, n_heads, parts, head_dim + 2)
+typedef struct {              // a row of the step and what it sees
+    int seg, seq, seg_first, kind, len, index, pos;
+    int first;                // lowest position in sight
+    int low, end;             // keys in sight are among low .. end - 1
+    uint64_t ancestors;
+} Sight;
+
+// With one segment and one session no load has to wait for another.
+__device__ static inline Sight look(const Attend &o, const Batch &b, const Cache &c, int r) {
+    const Row row = b.rows[r];
+    const Segment seg = b.segs[b.n_segs == 1 ? 0 : row.seg];
+    const int len = b.len[c.n_seqs == 1 ? 0 : seg.seq], pos = len + row.depth;
+    const int first = o.window ? max(0, pos - o.window + 1) : 0;
+    const int n_own = o.own == OWN_NONE ? 0 : o.own == OWN_ALL ? seg.n : row.index + 1;
+    return (Sight){ row.seg, seg.seq, seg.first, seg.kind, len, row.index, pos, first, min(first, len), len + n_own,
+                    row.ancestors };
+}
+
+__device__ static inline bool in_sight(const Sight &v, OwnMask own, int j) {
+    if (j >= v.end) return false;
+    if (j < v.len) return j >= v.first;
+    return own == OWN_ALL ? true : v.kind == SEG_TREE ? v.ancestors >> (j - v.len) & 1 : j >= v.first;
+}
+
+typedef struct {              // spans that hold keys low .. end - 1: first, first + 1, ..
+    int first, n;
+    int live;                 // parts that have some of them: first mod parts, and those that follow it
+} Spans;
+
+__device__ static inline Spans spans_of(int low, int end, const Split &s) {
+    if (end <= low) return (Spans){ 0, 0, 0 };
+    const int first = (low / KEYS) >> s.span_bits, n = (((end - 1) / KEYS) >> s.span_bits) - first + 1;
+    return (Spans){ first, n, min(n, s.parts) };
+}
+
+typedef struct {              // the tiles of one part: number k, from <= k < to, is tile_of(k)
+    int span, from, to;
+} Share;
+
+__device__ static inline Share share_of(const Spans &s, int low, int end, const Split &split, int part) {
+    const int skip = ((part - s.first) % split.parts + split.parts) % split.parts, bits = split.span_bits;
+    if (skip >= s.n) return (Share){ 0, 0, 0 };
+    const int n = (s.n - 1 - skip) / split.parts + 1, span = s.first + skip, last = span + (n - 1) * split.parts;
+    const int before = max(0, low / KEYS - (span << bits)), behind = max(0, ((last + 1) << bits) - 1 - (end - 1) / KEYS);
+    return (Share){ span, before, (n << bits) - behind };
+}
+
+__device__ static inline int tile_of(const Share &s, const Split &split, int k) {
+    return ((s.span + (k >> split.span_bits) * split.parts) << split.span_bits) + (k & ((1 << split.span_bits) - 1));
+}
+
+// ---- parts put together ----
+// For each query head a part leaves (head_dim) values, and the largest score and the sum of weights that belong to them.
+
+// 32 * G values of a head from `first` on, by a warp: parts in their order, back from the tied order, as Act at `at`. B parts
+// are fetched at a time; neither B nor G makes a difference to the bits. weights: shared memory for MAX_PARTS of them.
+template <int G, int B> __device__ static inline void join_groups(const float *values, const float2 *stats, const Spans &s,
+                                                                  int parts, int hd, int n_rot, int first, const Act &out,
+                                                                  size_t at, float *weights) {
+    const int lane = threadIdx.x % 32, first_part = s.n ? s.first % parts : 0;
+    int place[G];
+    float x[B][G], v[G] = { }, sum = 0, top = -INFINITY;
+    float2 stat[MAX_PARTS / 32];
+    auto part_of = [&](int k) { return first_part + k < parts ? first_part + k : first_part + k - parts; };
+    auto fetch = [&](int from) {
+#pragma unroll
+        for (int u = 0; u < B; u++)
+#pragma unroll
+            for (int g = 0; g < G; g++)
+                x[u][g] = from + u < s.live && place[g] >= 0 ? __ldcg(values + (size_t)part_of(from + u) * hd + place[g]) : 0;
+    };
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+        const int i = first + 32 * g + lane;
+        place[g] = i >= hd ? -1 : n_rot ? tied_place(i, hd, n_rot) : i;
+    }
+#pragma unroll
+    for (int i = 0; i < MAX_PARTS / 32; i++)
+        stat[i] = 32 * i + lane < s.live ? __ldcg(stats + part_of(32 * i + lane)) : make_float2(-INFINITY, 0);
+    fetch(0);                                          // they come with the stats, whose turn is first
+#pragma unroll
+    for (int i = 0; i < MAX_PARTS / 32; i++) top = fmaxf(top, stat[i].x);
+    top = warp_max(top);
+    __syncwarp();                                      // weights of the call before have been read
+#pragma unroll
+    for (int i = 0; i < MAX_PARTS / 32; i++) {
+        const float w = stat[i].y == 0 ? 0 : expf(stat[i].x - top);    // a part may have seen nothing
+        weights[32 * i + lane] = w;
+        sum = __fmaf_rn(w, stat[i].y, sum);
+    }
+    sum = warp_sum(sum);
+    __syncwarp();
+#pragma unroll 1
+    for (int from = 0; from < s.live; from += B) {
+        if (from) fetch(from);
+#pragma unroll
+        for (int u = 0; u < B; u++)
+#pragma unroll
+            for (int g = 0; g < G; g++)
+                if (from + u < s.live) v[g] = __fmaf_rn(weights[from + u], x[u][g], v[g]);
+    }
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+        const int i = first + 32 * g;
+        const float y = sum == 0 ? 0 : v[g] / sum;     // nothing in sight: 0
+        if (out.f && i + lane < hd) out.f[at + i + lane] = y;
+        if (out.q) quantise_group(y, out.q + at + i, out.s + (at + i) / 32);
+    }
+}
+
+// attend_join: the parts of all query heads put together, as Act.
+//   shapes    values (n_rows, n_heads, parts, head_dim), stats (n_rows, n_heads, parts), out (n_rows, n_heads, head_dim)
+//   launch    grid (n_rows, ceil(n_heads * head_dim / 32 / 4)), block 128: a warp takes 32 values
+//   traffic   reads once what parts with a key in sight wrote
+//   see       cpu_attend
+__global__ void attend_join_kernel(Attend o, Batch b, Cache c, Split split, const float *values, const float2 *stats) {
+    take_turn();
+    __shared__ float weights[4][MAX_PARTS];
+    const int hd = c.head_dim, groups = (hd + 31) / 32, job = blockIdx.y * 4 + threadIdx.x / 32, r = blockIdx.x;
+    if (job >= o.n_heads * groups) return;
+    const Sight v = look(o, b, c, r);
+    const size_t head = (size_t)r * o.n_heads + job / groups;
+    join_groups<1, 32>(values + head * split.parts * hd, stats + head * split.parts, spans_of(v.low, v.end, split), split.parts,
+                       hd, c.n_rot, job % groups * 32, o.out, head * hd, weights[threadIdx.x / 32]);
+}
+
+// ---- caches of f16 ----
+
+typedef struct {              // the parameters of attend_half
+    Attend   o;
+    QkvStore store;           // of rows that the kernel makes itself
+    Batch    b;
+    Cache    c, stage;
+    Split    split;
+    int      rows, heads;     // of the step, and of a KV head: rows * heads columns at most in a block
+    int      head_tiles;      // into which the heads of a KV head are cut
+    int      n_stages;
+    bool     staged;
+    bool     makes_q, makes_rows;
+    bool     fine;            // q in two halves
+    bool     joins;           // the last block of a head puts its parts together
+    float   *values;          // (n_rows, n_heads, parts, head_dim)
+    float2  *stats;           // (n_rows, n_heads, parts)
+    unsigned *arrived;        // (n_rows, gridDim.y) 0 between launches
+} AttendTask;
+
+// Rows of q, scores and weights in shared memory are a little longer than what they hold, so that eight of them, read side by
+// side, lie in different banks.
+enum { ROW_PAD = 8, SCORE_ROW = KEYS + 4, WEIGHT_ROW = KEYS + 8 };
+
+// Blocks of which an SM has to have room for the registers, without spills.
+static constexpr int attend_blocks(int hd, int nc) { return nc <= 16 || hd == 256 ? 2 : 1; }
+static size_t attend_fixed_bytes(int hd, int n_k, int nc) {
+    return (size_t)nc * (2 * (hd + ROW_PAD) * sizeof(__half) + 4 * SCORE_ROW * sizeof(float) + WEIGHT_ROW * sizeof(__half)) +
+           (size_t)FUSED_ROWS * (n_k + hd) * sizeof(__half);
+}
+static size_t attend_stage_bytes(int hd, int n_k) { return (size_t)KEYS * (hd + n_k + 2 * ROW_PAD) * sizeof(__half); }
+
+// attend, f16: softmax(scale * q k) v over the keys of one part, for NC columns: some rows times query heads of one KV head.
+// For up to FUSED_ROWS rows it includes qkv_store (Qcur_pos, Kcur_pos, Vcur_normed): each block makes its own columns, the
+// blocks whose part has a new row make it in shared memory, and the one that has its query writes it to the cache.
+//   shapes    q (n_rows, n_heads, HD), cache as in gemma4.h; tied: the tile of V serves the rest of K
+//   launch    grid (ceil(n_rows / rows), n_kv_heads * head_tiles, parts), block 256: 8 warps, dynamic shared memory
+//             attend_fixed_bytes + n_stages * attend_stage_bytes
+//   traffic   every key in sight once for NC columns: 2 * (n_k + HD) B, up to n_stages tiles under way in a block. Row tiles are
+//             neighbours in the grid and share them in L2. Writes and reads 4 * HD B for each column and part with a key in sight
+//   numerics  S = K q on tensor cores with f32 sums, q as the sum of two f16; a warp has 16 keys and a quarter of the dims, and
+//             the quarters are added in their order. Online softmax in f32, by tiles of KEYS. Weights are rounded to f16, and so
+//             summed; O += V^T P with f32 sums, a warp has an eighth of the dims. Columns never meet, so NC is free
+//   see       cpu_attend, cpu_qkv_store
+template <int HD, int NC>
+__global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_half_kernel(const __grid_constant__ AttendTask a) {
+    constexpr int ROW = HD + ROW_PAD, M = HD / 128, N = NC / 8;        // tiles of 16 dims of a warp, and of 8 columns
+    const Cache &c = a.c;
+    __half *q_hi = (__half *)shared_bytes, *q_lo = q_hi + NC * ROW;    // (NC, ROW) each
+    float *scores = (float *)(q_lo + NC * ROW);                        // (4, NC, SCORE_ROW)
+    __half *weights = (__half *)(scores + 4 * NC * SCORE_ROW);         // (NC, WEIGHT_ROW)
+    __half *new_rows = weights + NC * WEIGHT_ROW;                      // (FUSED_ROWS, n_k + HD)
+    __half *stages = new_rows + FUSED_ROWS * (c.k.dim + HD);           // (n_stages): K (KEYS, k_row), V (KEYS, ROW)
+    __shared__ Sight rows[NC];
+    __shared__ int row_of[NC];                         // of a column, in rows; -1: not in use
+    __shared__ float top[NC], sum[NC], shrink[NC];
+    __shared__ bool last;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2;
+    const int n_k = c.k.dim, k_row = n_k + ROW_PAD, stage_halves = KEYS * (k_row + ROW), parts = a.split.parts;
+    const int group = a.o.n_heads / c.n_kv_heads, g = blockIdx.y / a.head_tiles, tile = blockIdx.y % a.head_tiles;
+    const int head = g * group + tile * a.heads, n_heads = min(a.heads, group - tile * a.heads);
+    const int r0 = (gridDim.x - 1 - blockIdx.x) * a.rows, n_here = min(a.rows, a.b.n_rows - r0);       // the longest rows first
+    const int k_chunks = n_k / 8;                      // of 16 bytes; a power of 2
+    const int k_chunk = threadIdx.x % k_chunks, k_key = threadIdx.x / k_chunks, k_keys = ATTEND_THREADS / k_chunks;
+    const size_t k_bytes = (size_t)n_k * sizeof(__half), v_bytes = HD * sizeof(__half);
+    if ((a.makes_q || a.makes_rows) && threadIdx.x < HD / 32) {        // weights: they come while the launch before ends
+        if (a.makes_q) fetch_early(a.store.w_q + 32 * threadIdx.x);
+        if (a.makes_rows) fetch_early(a.store.w_k + 32 * threadIdx.x);
+        if (c.n_rot) fetch_early(c.fold + 32 * threadIdx.x);
+        if (16 * (int)threadIdx.x < a.store.rope.n_pairs) fetch_early(a.store.rope.inv_freq + 16 * threadIdx.x);
+    }
+    take_turn();
+    if ((int)threadIdx.x < n_here) rows[threadIdx.x] = look(a.o, a.b, c, r0 + threadIdx.x);
+
+    for (int from = 0, to; from < n_here; from = to) { // rows of one segment at a time: mostly there is one
+        __syncthreads();                               // rows are there; nobody works on the last segment
+        const Sight self = rows[from];
+        int low = self.low, end = self.end;
+        for (to = from + 1; to < n_here && rows[to].seg == self.seg; to++)
+            low = min(low, rows[to].low), end = max(end, rows[to].end);
+        const Spans spans = spans_of(low, end, a.split);
+        const Share share = share_of(spans, low, end, a.split, blockIdx.z);
+        const bool direct = parts == 1 || (a.joins && spans.live < 2);
+        if (share.from == share.to && !(direct && !spans.n && blockIdx.z == 0)) continue;      // the part has nothing to say
+        const int len = self.len, n_tiles = share.to - share.from;
+        // Keys that the rows of the batch have: the block makes those that lie in its part.
+        const int ahead_of = len + self.index - r0 - from;             // number of the batch's row 0, were it of this segment
+        const int made = a.makes_rows ? max(len, ahead_of) : 0, made_end = a.makes_rows ? min(end, ahead_of + a.b.n_rows) : 0;
+        const char *k_base = kv_row(c, c.k, self.seq, g, 0), *v_base = kv_row(c, c.v, self.seq, g, 0);
+
+        // Tile i of the part on its way to its stage; zeros for keys that nobody sees, whatever lies there.
+        auto copy_tile = [&](int i) {
+            const int j0 = tile_of(share, a.split, share.from + i) * KEYS, slot = j0 % c.slots;
+            __half *k_tile = stages + i % a.n_stages * stage_halves, *v_tile = k_tile + KEYS * k_row;
+            auto copy = [&](__half *at, const KvPlane &staged, const char *base, size_t bytes, int key, int chunk) {
+                const int j = j0 + key;
+                const bool seen = j >= low && j < end;
+                if (j >= made && j < made_end) return;
+                const char *row = a.staged && seen && j >= len ? kv_row(a.stage, staged, 0, g, self.seg_first + j - len)
+                                                               : base + (size_t)(slot + key) * bytes;
+                copy_or_zero(at + chunk * 8, row + chunk * 16, seen);
+            };
+            for (int key = k_key; key < KEYS; key += k_keys) copy(k_tile + key * k_row, a.stage.k, k_base, k_bytes, key, k_chunk);
+#pragma unroll
+            for (int i = 0; i < KEYS * HD / 8 / ATTEND_THREADS; i++) {
+                const int at = i * ATTEND_THREADS + threadIdx.x, key = at / (HD / 8);
+                copy(v_tile + key * ROW, a.stage.v, v_base, v_bytes, key, at % (HD / 8));
+            }
+        };
+        // The same for the rows that this block makes, once they are there.
+        auto place_rows = [&](int i) {
+            const int j0 = tile_of(share, a.split, share.from + i) * KEYS, first = max(j0, made);
+            const int n = min(j0 + KEYS, made_end) - first, chunks = k_chunks + HD / 8;
+            __half *k_tile = stages + i % a.n_stages * stage_halves, *v_tile = k_tile + KEYS * k_row;
+            for (int at = threadIdx.x; at < n * chunks; at += ATTEND_THREADS) {
+                const int key = first + at / chunks, chunk = at % chunks;
+                *(uint4 *)(chunk < k_chunks ? k_tile + (key - j0) * k_row + chunk * 8
+                                            : v_tile + (key - j0) * ROW + (chunk - k_chunks) * 8) =
+                    *(const uint4 *)(new_rows + (size_t)(key - made) * (n_k + HD) + chunk * 8);
+            }
+        };
+
+        for (int i = 0; i < a.n_stages; i++) {
+            if (i < n_tiles) copy_tile(i);
+            copy_commit();
+        }
+        if (threadIdx.x < NC) {
+            const int row = from + threadIdx.x / a.heads;
+            row_of[threadIdx.x] = row < to && (int)threadIdx.x % a.heads < n_heads ? row : -1;
+            top[threadIdx.x] = -INFINITY;
+            sum[threadIdx.x] = 0;
+        }
+        // A warp makes a column of q, or a row of K or V. Every other round goes backwards: the first warps have work already.
+        const int n_jobs = NC + 2 * (made_end - made);
+#pragma unroll 1
+        for (int round = 0; round * ATTEND_WARPS < n_jobs; round++) {
+            const int job = round * ATTEND_WARPS + (round % 2 ? ATTEND_WARPS - 1 - warp : warp);
+            const bool is_q = job < NC, is_k = !is_q && (job - NC) % 2 == 0;
+            if (job >= n_jobs) continue;
+            auto put = [&](int at, float v) {
+                const __half hi = __float2half_rn(v);
+                q_hi[job * ROW + at] = hi;
+                q_lo[job * ROW + at] = __float2half_rn(__fsub_rn(v, __half2float(hi)));
+            };
+            const KvPlane &plane = is_k ? c.k : c.v;
+            const int key = made + (job - NC) / 2;     // of a new row
+            __half *row_to = new_rows + (size_t)(key - made) * (n_k + HD) + (is_k ? 0 : n_k), *cached = NULL;
+            bool writes = false;
+            HeadValues<HD / 64> x;
+            int pos;
+            if (is_q) {
+                const int row = from + job / a.heads, h = job % a.heads;
+                const size_t at = ((size_t)(r0 + row) * a.o.n_heads + head + h) * HD;
+                if (row >= to || h >= n_heads) {
+                    for (int i = lane; i < HD; i += 32) put(i, 0);
+                    continue;
+                }
+                if (!a.makes_q) {
+                    for (int i = lane; i < HD; i += 32) put(i, a.o.q[at + i]);
+                    continue;
+                }
+                pos = rows[row].pos;
+                head_load(x, a.store.q + at, HD / 2);
+            } else {
+                const int r = r0 + from - self.index + key - len;
+                const Row row = a.b.rows[r];
+                if (((key / KEYS) >> a.split.span_bits) % parts != (int)blockIdx.z) continue;  // another part's
+                cached = (__half *)kv_row(c, plane, self.seq, g, key % c.slots);
+                if (row.index != key - len || row.seg != self.seg) {   // stored by a call before this one
+                    for (int i = lane; i < plane.dim; i += 32) row_to[i] = cached[i];
+                    continue;
+                }
+                writes = r >= r0 + from && r < r0 + to && tile == 0;
+                pos = len + row.depth;
+                head_load(x, (is_k ? a.store.k : a.store.v) + ((size_t)r * c.n_kv_heads + g) * HD, HD / 2);
+            }
+            if (is_q || is_k || a.store.v_norm)
+                head_norm(x, is_q ? a.store.w_q : is_k ? a.store.w_k : NULL, HD / 2, a.store.eps);
+            if (is_q || is_k) head_turn(x, a.store.rope, pos);
+            head_each(x, HD / 2, c.n_rot, [&](int at, int i, float v) {
+                if (is_q) put(at, folded(c, HD / 2, i, v));
+                else if (at < plane.dim) row_to[at] = __float2half_rn(v);
+                if (writes && at < plane.dim) cached[at] = __float2half_rn(v);
+            });
+        }
+        if (made_end > made) __syncthreads();          // new rows are there
+
+        float acc[M][N][4] = { };
+        for (int i = 0; i < n_tiles; i++) {
+            const int ahead = i - 1 + a.n_stages;
+            if (i) {
+                __syncthreads();                       // all are done with tile i - 1
+                if (ahead < n_tiles) copy_tile(ahead);
+                copy_commit();
+            }
+            for (int k = i ? ahead : 0; made_end > made && k <= ahead && k < n_tiles; k++) place_rows(k);
+            if (a.n_stages == 4) copied<3>();          // all but those ahead of tile i
+            else if (a.n_stages == 3) copied<2>();
+            else if (a.n_stages == 2) copied<1>();
+            else copied<0>();
+            __syncthreads();                           // tile i is there for all
+            const int j0 = tile_of(share, a.split, share.from + i) * KEYS;
+            const __half *k_tile = stages + i % a.n_stages * stage_halves, *v_tile = k_tile + KEYS * k_row;
+
+            {   // S: 16 keys and a quarter of the dims
+                const int key0 = warp % 2 * 16, quarter = warp / 2, key = key0 + lane % 16, right = lane / 16 * 8;
+                float s_hi[N][4] = { }, s_lo[N][4] = { };
+#pragma unroll
+                for (int d = quarter * (HD / 4); d < (quarter + 1) * (HD / 4); d += 32) {
+                    unsigned k[2][4], q[4];
+#pragma unroll
+                    for (int u = 0; u < 2; u++) {
+                        const int at = d + 16 * u;     // tied: the rest of K is V
+                        load_matrices(k[u], at < n_k ? k_tile + key * k_row + at + right : v_tile + key * ROW + at + right);
+                    }
+#pragma unroll
+                    for (int n = 0; n < N; n++) {
+                        const int at = (8 * n + lane % 8) * ROW + d + lane / 8 * 8;
+                        load_matrices(q, q_hi + at);
+                        multiply_half(s_hi[n], k[0], q);
+                        multiply_half(s_hi[n], k[1], q + 2);
+                        if (!a.fine) continue;
+                        load_matrices(q, q_lo + at);
+                        multiply_half(s_lo[n], k[0], q);
+                        multiply_half(s_lo[n], k[1], q + 2);
+                    }
+                }
+#pragma unroll
+                for (int n = 0; n < N; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        scores[(quarter * NC + 8 * n + k2 + e % 2) * SCORE_ROW + key0 + t + e / 2 * 8] = s_hi[n][e] + s_lo[n][e];
+            }
+            __syncthreads();                           // scores are whole
+
+#pragma unroll
+            for (int n = 0; n < N; n++) {              // softmax: a warp per column, a lane per key
+                const int col = warp * N + n, row = row_of[col];
+                const float *s = scores + col * SCORE_ROW + lane;
+                constexpr int next = NC * SCORE_ROW;
+                const bool seen = row >= 0 && in_sight(rows[max(row, 0)], a.o.own, j0 + lane);
+                const float score = seen ? __fmul_rn((s[0] + s[next]) + (s[2 * next] + s[3 * next]), a.o.scale) : -INFINITY;
+                const float old = top[col], now = fmaxf(old, warp_max(score));
+                const __half p = __float2half_rn(seen ? expf(score - now) : 0);
+                const float more = warp_sum(__half2float(p));
+                weights[col * WEIGHT_ROW + lane] = p;
+                if (lane == 0) {
+                    const float f = now == -INFINITY ? 1 : expf(old - now);
+                    shrink[col] = f;
+                    sum[col] = __fmaf_rn(sum[col], f, more);
+                    top[col] = now;
+                }
+            }
+            __syncthreads();                           // weights are whole
+
+            unsigned p[N][4];                          // O: all keys and an eighth of the dims
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                load_matrices(p[n], weights + (8 * n + lane % 8) * WEIGHT_ROW + lane / 8 * 8);
+                const float f0 = shrink[8 * n + k2], f1 = shrink[8 * n + k2 + 1];
+#pragma unroll
+                for (int m = 0; m < M; m++) acc[m][n][0] *= f0, acc[m][n][1] *= f1, acc[m][n][2] *= f0, acc[m][n][3] *= f1;
+            }
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int u = 0; u < KEYS / 16; u++) {
+                    unsigned v[4];
+                    load_matrices_transposed(v, v_tile + (16 * u + lane / 16 * 8 + lane % 8) * ROW + warp * (HD / 8) + 16 * m +
+                                                    lane / 8 % 2 * 8);
+#pragma unroll
+                    for (int n = 0; n < N; n++) multiply_half(acc[m][n], v, p[n] + 2 * u);
+                }
+        }
+
+        __syncthreads();                               // nobody reads q any more; row_of and sums are those of all tiles
+        float *o = direct ? (float *)shared_bytes : a.values;          // direct: (NC, ROW), over q
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int col = 8 * n + k2 + e, row = row_of[col];
+                if (row < 0) continue;
+                const size_t h = (size_t)(r0 + row) * a.o.n_heads + head + col % a.heads;
+                const size_t at = (direct ? (size_t)col * ROW : (h * parts + blockIdx.z) * HD) + warp * (HD / 8) + t;
+#pragma unroll
+                for (int m = 0; m < M; m++) o[at + 16 * m] = acc[m][n][e], o[at + 16 * m + 8] = acc[m][n][2 + e];
+            }
+        if (!direct && threadIdx.x < NC && row_of[threadIdx.x] >= 0) {
+            const size_t h = (size_t)(r0 + row_of[threadIdx.x]) * a.o.n_heads + head + threadIdx.x % a.heads;
+            a.stats[h * parts + blockIdx.z] = make_float2(top[threadIdx.x], sum[threadIdx.x]);
+        }
+        if (!direct && !a.joins) continue;
+        __syncthreads();                               // what this block found is written
+        if (!direct && threadIdx.x == 0) {
+            __threadfence();                           // and seen by all others, before it is counted
+            last = atomicInc(&a.arrived[(size_t)(r0 + from) * gridDim.y + blockIdx.y], spans.live - 1) == (unsigned)spans.live - 1;
+            __threadfence();
+        }
+        if (!direct) __syncthreads();
+        if (!direct && !last) continue;
+        if (direct) {
+            for (int job = warp; job < NC * (HD / 32); job += ATTEND_WARPS) {
+                const int col = job / (HD / 32), i = job % (HD / 32) * 32 + lane, row = row_of[col];
+                if (row < 0) continue;
+                const size_t at = ((size_t)(r0 + row) * a.o.n_heads + head + col % a.heads) * HD + i;
+                const float v = o[col * ROW + (c.n_rot ? tied_place(i, HD, c.n_rot) : i)] + 0.0f;      // no -0, as in a join
+                const float y = sum[col] == 0 ? 0 : v / sum[col];
+                if (a.o.out.f) a.o.out.f[at] = y;
+                if (a.o.out.q) quantise_group(y, a.o.out.q + at - lane, a.o.out.s + at / 32);
+            }
+        } else {
+            for (int job = warp; job < NC * (HD / 64); job += ATTEND_WARPS) {          // 64 values
+                const int col = job / (HD / 64), row = row_of[col];
+                if (row < 0) continue;
+                const size_t h = (size_t)(r0 + row) * a.o.n_heads + head + col % a.heads;
+                join_groups<2, HD == 256 && NC == 8 ? 17 : 8>(
+                    a.values + h * parts * HD, a.stats + h * parts, spans_of(rows[row].low, rows[row].end, a.split), parts, HD,
+                    c.n_rot, job % (HD / 64) * 64, a.o.out, h * HD, scores + warp * MAX_PARTS);
+            }
+        }
+    }
+}
+
+typedef void (*AttendHalf)(AttendTask);
+static AttendHalf attend_half_of(int hd, int nc) {     // NULL: there is none
+    static const AttendHalf kernels[3][3] = {
+        { attend_half_kernel<128, 8>, attend_half_kernel<128, 16>, attend_half_kernel<128, 32> },
+        { attend_half_kernel<256, 8>, attend_half_kernel<256, 16>, attend_half_kernel<256, 32> },
+        { attend_half_kernel<512, 8>, attend_half_kernel<512, 16>, attend_half_kernel<512, 32> } };
+    return hd != 128 && hd != 256 && hd != 512 ? NULL : kernels[hd / 256][nc / 16];
+}
+
+// Once at start: the largest blocks may take all the shared memory there is.
+static void allow_attend(void) {
+    for (int hd = 128; hd <= 512; hd *= 2)
+        for (int nc = 8; nc <= 32; nc *= 2)
+            CHECK_CUDA(cudaFuncSetAttribute(attend_half_of(hd, nc), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            cuda.block_shared - STATIC_SHARED), "shared memory of attend");
+}
+
+// ---- caches of other types ----
+
+// attend, plain: softmax(scale * q k) v over the keys of one part, a row and up to HEADS query heads that share a KV head.
+//   shapes    q (n_rows, n_heads, head_dim), cache as in gemma4.h, values and stats as in attend_join
 //   launch    grid (n_rows, n_kv_heads * ceil(group / HEADS), parts), block 256
 //   traffic   reads K and V of the positions in sight once per row and KV head (tied: V's row serves both)
 //   numerics  f32 throughout; online softmax per tile
 //   see       cpu_attend
-__global__ void __launch_bounds__(ATTEND_THREADS) attend_kernel(Attend o, Batch b, Cache c, Cache stage, bool staged, int parts,
-                                                                float *partial) {
-    extern __shared__ float q[];                       // (HEADS, head_dim)
-    __shared__ float p[HEADS][TILE_SLOTS];             // scores, then weights
+__global__ void __launch_bounds__(ATTEND_THREADS) attend_plain_kernel(Attend o, Batch b, Cache c, Cache stage, bool staged,
+                                                                      Split split, float *values, float2 *stats) {
+    take_turn();
+    float *q = (float *)shared_bytes;                  // (HEADS, head_dim)
+    __shared__ float p[HEADS][KEYS];                   // scores, then weights
     __shared__ float max_of[HEADS], sum_of[HEADS], shrink[HEADS];
-    __shared__ int slot_of[TILE_SLOTS];                // of the keys of a tile: slot, -1: out of sight, or -2 - slot of the stage
+    __shared__ int slot_of[KEYS];                      // of the keys of a tile: slot, -1: out of sight, or -2 - slot of the stage
     const int hd = c.head_dim, group = o.n_heads / c.n_kv_heads, per_kv = (group + HEADS - 1) / HEADS, r = blockIdx.x;
     const int g = blockIdx.y / per_kv, head = g * group + blockIdx.y % per_kv * HEADS;
     const int n_heads = min(HEADS, group - (int)blockIdx.y % per_kv * HEADS), part = blockIdx.z;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Row row = b.rows[r];
-    const Segment seg = b.segs[row.seg];
-    const int len = b.len[seg.seq], pos = len + row.depth;
-    const int first = o.window ? max(0, pos - o.window + 1) : 0;       // the lowest position in sight
+    const Sight self = look(o, b, c, r);
+    const Share share = share_of(spans_of(self.low, self.end, split), self.low, self.end, split, part);
+    if (share.from == share.to) return;                // attend_join does not look at this part
     for (int i = threadIdx.x; i < n_heads * hd; i += blockDim.x) q[i] = o.q[((size_t)r * o.n_heads + head) * hd + i];
     if (threadIdx.x < HEADS) max_of[threadIdx.x] = -INFINITY, sum_of[threadIdx.x] = 0;
     float acc[HEADS][2] = { };                         // values 2 * thread and 2 * thread + 1
-    const int n_own = o.own == OWN_NONE ? 0 : o.own == OWN_ALL ? seg.n : row.index + 1;
-    const int end = len + n_own, first_tile = min(first, len) / TILE_SLOTS;
-    const int n_tiles = end > min(first, len) ? (end - 1) / TILE_SLOTS - first_tile + 1 : 0;
-    // Tile t belongs to part t mod parts.
-    const int skip = ((part - first_tile) % parts + parts) % parts, mine = n_tiles > skip ? (n_tiles - skip + parts - 1) / parts : 0;
-    for (int t = 0; t < mine; t++) {
+    for (int t = share.from; t < share.to; t++) {
         __syncthreads();                               // the last tile's weights have been read
-        if (threadIdx.x < TILE_SLOTS) {
-            const int j = (first_tile + skip + t * parts) * TILE_SLOTS + threadIdx.x, i = j - len;
-            bool seen = j < end && (i >= 0 || j >= first);
-            if (seen && i >= 0 && o.own == OWN_CAUSAL) seen = seg.kind == SEG_TREE ? row.ancestors >> i & 1 : j >= first;
-            const int slot = !seen ? -1 : i >= 0 && staged ? -2 - (seg.first + i) : j % c.slots;
-            slot_of[threadIdx.x] = slot;
+        if (threadIdx.x < KEYS) {
+            const int j = tile_of(share, split, t) * KEYS + threadIdx.x;
+            slot_of[threadIdx.x] = !in_sight(self, o.own, j) ? -1 : j >= self.len && staged ? -2 - (self.seg_first + j - self.len)
+                                                                                            : j % c.slots;
         }
         __syncthreads();
-        for (int k = warp; k < TILE_SLOTS; k += ATTEND_THREADS / 32) {
+        for (int k = warp; k < KEYS; k += ATTEND_WARPS) {
             const int slot = slot_of[k];
             if (slot == -1) {
                 if (lane < HEADS) p[lane][k] = -INFINITY;
                 continue;
             }
             const Cache &from = slot < 0 ? stage : c;
-            const int seq = slot < 0 ? 0 : seg.seq, at = slot < 0 ? -2 - slot : slot;
+            const int seq = slot < 0 ? 0 : self.seq, at = slot < 0 ? -2 - slot : slot;
             const char *k_row = kv_row(from, from.k, seq, g, at), *v_row = kv_row(from, from.v, seq, g, at);
             float dot[HEADS] = { };
             for (int i = 2 * lane; i < hd; i += 64) {  // tied: the rest of K is V
@@ -1344,17 +3380,15 @@ __global__ void __launch_bounds__(ATTEND_THREADS) attend_kernel(Attend o, Batch 
             }
         }
         __syncthreads();
-        if (warp < n_heads) {                          // a warp per head; two keys a lane
+        if (warp < n_heads) {                          // a warp per head, a lane per key
             float *w = p[warp];
-            const float top = fmaxf(max_of[warp], warp_max(fmaxf(w[lane], w[lane + 32])));
-            const float a = top == -INFINITY ? 0 : expf(w[lane] - top), z = top == -INFINITY ? 0 : expf(w[lane + 32] - top);
-            const float sum = warp_sum(a + z);
-            w[lane] = a;
-            w[lane + 32] = z;
+            const float s = w[lane], old = max_of[warp], now = fmaxf(old, warp_max(s));
+            const float e = s == -INFINITY ? 0 : expf(s - now), more = warp_sum(e);
+            w[lane] = e;
             if (lane == 0) {
-                shrink[warp] = top == -INFINITY ? 1 : expf(max_of[warp] - top);
-                max_of[warp] = top;
-                sum_of[warp] = sum_of[warp] * shrink[warp] + sum;
+                shrink[warp] = now == -INFINITY ? 1 : expf(old - now);
+                max_of[warp] = now;
+                sum_of[warp] = sum_of[warp] * shrink[warp] + more;
             }
         }
         __syncthreads();
@@ -1362,11 +3396,11 @@ __global__ void __launch_bounds__(ATTEND_THREADS) attend_kernel(Attend o, Batch 
         if (i >= hd) continue;
         for (int h = 0; h < HEADS; h++)
             if (h < n_heads) acc[h][0] *= shrink[h], acc[h][1] *= shrink[h];
-        for (int k = 0; k < TILE_SLOTS; k++) {
+        for (int k = 0; k < KEYS; k++) {
             const int slot = slot_of[k];
             if (slot == -1) continue;                  // what lies there may be anything
             const float2 x = slot < 0 ? kv_read2(stage.v, kv_row(stage, stage.v, 0, g, -2 - slot), i)
-                                      : kv_read2(c.v, kv_row(c, c.v, seg.seq, g, slot), i);
+                                      : kv_read2(c.v, kv_row(c, c.v, self.seq, g, slot), i);
             for (int h = 0; h < HEADS; h++)
                 if (h < n_heads) acc[h][0] = __fmaf_rn(p[h][k], x.x, acc[h][0]), acc[h][1] = __fmaf_rn(p[h][k], x.y, acc[h][1]);
         }
@@ -1374,69 +3408,118 @@ __global__ void __launch_bounds__(ATTEND_THREADS) attend_kernel(Attend o, Batch 
     __syncthreads();
     for (int h = 0; h < HEADS; h++) {
         if (h >= n_heads) break;
-        float *out = partial + (((size_t)r * o.n_heads + head + h) * parts + part) * (hd + 2);
-        if (threadIdx.x == 0) out[hd] = max_of[h], out[hd + 1] = sum_of[h];
-        if (2 * threadIdx.x < (unsigned)hd) out[2 * threadIdx.x] = acc[h][0], out[2 * threadIdx.x + 1] = acc[h][1];
+        const size_t at = ((size_t)r * o.n_heads + head + h) * split.parts + part;
+        if (threadIdx.x == 0) stats[at] = make_float2(max_of[h], sum_of[h]);
+        if (2 * threadIdx.x < (unsigned)hd)
+            values[at * hd + 2 * threadIdx.x] = acc[h][0], values[at * hd + 2 * threadIdx.x + 1] = acc[h][1];
     }
 }
 
-// attend_join: the parts of a query head put together in their order; back from the tied order; as Act.
-//   launch    grid (n_rows, n_heads), block head_dim rounded up to a warp
-//   traffic   reads partial once
-__global__ void attend_join_kernel(const float *partial, int parts, int hd, int n_rot, Act out) {
-    const float *from = partial + ((size_t)blockIdx.x * gridDim.y + blockIdx.y) * parts * (hd + 2);
-    const int i = threadIdx.x;
-    float top = -INFINITY, sum = 0, v = 0;
-    for (int k = 0; k < parts; k++) top = fmaxf(top, from[k * (hd + 2) + hd]);
-    for (int k = 0; k < parts && i < hd; k++) {
-        const float *part = from + (size_t)k * (hd + 2);
-        if (part[hd] == -INFINITY) continue;           // saw nothing
-        const float w = expf(part[hd] - top);
-        sum = __fmaf_rn(w, part[hd + 1], sum);
-        v = __fmaf_rn(w, part[n_rot ? tied_place(i, hd, n_rot) : i], v);
-    }
-    v = sum == 0 ? 0 : v / sum;
-    const size_t at = ((size_t)blockIdx.x * gridDim.y + blockIdx.y) * hd;
-    if (out.f && i < hd) out.f[at + i] = v;
-    if (out.q) quantise_group(v, out.q + at + i - i % 32, out.s + (at + i) / 32);
+static size_t attend_shared(const Cache *c, int nc, int n_stages) {
+    return attend_fixed_bytes(c->head_dim, c->k.dim, nc) + n_stages * attend_stage_bytes(c->head_dim, c->k.dim);
+}
+
+// Columns of a block: the number asked for, as far as there is shared memory for a stage; 0: this cache is not for attend_half.
+static int attend_columns(const Cache *c, int wanted) {
+    const bool fits = c->k.type == KV_F16 && c->v.type == KV_F16 && c->k.dim % 16 == 0 && ATTEND_THREADS % (c->k.dim / 8) == 0;
+    int nc = wanted > 16 ? 32 : wanted > 8 ? 16 : 8;
+    if (!fits || !attend_half_of(c->head_dim, nc)) return 0;
+    while (nc && attend_shared(c, nc, 1) + STATIC_SHARED > (size_t)cuda.block_shared) nc = nc > 8 ? nc / 2 : 0;
+    return nc;
+}
+
+// Tiles under way: as many as leave room for the blocks that an SM gets, or can hold.
+static int attend_stages(const Cache *c, int nc, size_t n_blocks) {
+    const int most = (int)((n_blocks + cuda.n_sm - 1) / cuda.n_sm), wanted = min_int(attend_blocks(c->head_dim, nc), most);
+    int n = MAX_STAGES;
+    while (n > 1 && attend_shared(c, nc, n) + STATIC_SHARED > (size_t)cuda.block_shared) n--;
+    while (n > 1 && wanted * (attend_shared(c, nc, n) + STATIC_SHARED + 1024) > (size_t)cuda.sm_shared) n--;
+    return n;
+}
+
+// Rows of the step that are pieces of an attend: their q and out.
+static Attend attend_piece(const Attend *o, int r) {
+    const size_t at = (size_t)r * o->n_heads * o->cache->head_dim;
+    Attend piece = *o;
+    if (piece.q) piece.q += at;
+    if (piece.out.f) piece.out.f += at;
+    if (piece.out.q) piece.out.q += at, piece.out.s += at / 32;
+    return piece;
 }
 
 static void cuda_attend(const Attend *o) {
     const Cache *c = o->cache;
-    const int hd = c->head_dim, group = o->n_heads / c->n_kv_heads, parts = attend_parts(c), n_rows = o->batch->n_rows;
+    const QkvStore *store = o->store;
+    const int hd = c->head_dim, n_rows = o->batch->n_rows, group = o->n_heads / c->n_kv_heads;
+    const Split split = split_of(c, n_rows);
     check_cache(c, "attend");
     if (hd > 2 * ATTEND_THREADS || hd % 2) cuda_die("attend: heads of %d values are not supported", hd);
     if (o->blocks) cuda_die("attend: block lists are not supported");
     if (o->out.q && hd % 32) cuda_die("attend: expected heads of whole groups for int8, got %d values", hd);
-    if (o->store) cuda_qkv_store(o->store);
-    // For each query head a part leaves (head_dim) values, the largest score and the sum. Many rows go through in pieces.
-    const size_t row_bytes = (size_t)o->n_heads * parts * (hd + 2) * sizeof(float);
+    // Many rows go through in pieces, as far as there is room for what parts leave.
+    const size_t row_bytes = (size_t)o->n_heads * split.parts * (hd + 2) * sizeof(float);
     if (row_bytes > PARTIAL_BYTES) cuda_die("attend: n_heads=%d head_dim=%d is not supported", o->n_heads, hd);
-    const int step = (int)(PARTIAL_BYTES / row_bytes);
+    const int n_segs = max_int(1, o->batch->n_segs), alone = div_up(n_rows, n_segs);   // rows of a segment, more or less
+    const int nc = attend_columns(c, min_int(alone, STEP_ROWS) * group);
+    const int step = nc && split.parts == 1 ? n_rows : (int)(PARTIAL_BYTES / row_bytes);
+    const bool dumps = store && (store->dump_q || store->dump_q_pos || store->dump_k || store->dump_k_pos || store->dump_v);
+    const bool makes = nc && store && !dumps && !o->stage && o->own != OWN_NONE && n_rows <= min_int(FUSED_ROWS, step);
+    if (store && !makes) cuda_qkv_store(store);
     for (int r = 0; r < n_rows; r += step) {
         const int n = min_int(step, n_rows - r);
+        const Attend piece = attend_piece(o, r);
+        const Cache stage = o->stage ? *o->stage : *c;
         Batch b = *o->batch;
-        Attend part = *o;
+        float2 *stats = (float2 *)(cuda.partial + (size_t)n * o->n_heads * split.parts * hd);
         b.rows += r;
-        part.q += (size_t)r * o->n_heads * hd;
-        if (part.out.f) part.out.f += (size_t)r * o->n_heads * hd;
-        if (part.out.q) part.out.q += (size_t)r * o->n_heads * hd, part.out.s += (size_t)r * o->n_heads * hd / 32;
-        attend_kernel<<<dim3(n, c->n_kv_heads * div_up(group, HEADS), parts), ATTEND_THREADS, HEADS * hd * sizeof(float), cuda.stream>>>(
-            part, b, *c, o->stage ? *o->stage : *c, o->stage != NULL, parts, cuda.partial);
+        b.n_rows = n;
+        bool joined = false;
+        if (nc) {
+            const int heads = min_int(group, nc), rows = max_int(1, min_int(nc / heads, alone)), head_tiles = div_up(group, heads);
+            const dim3 grid(div_up(n, rows), c->n_kv_heads * head_tiles, split.parts);
+            const int n_stages = attend_stages(c, nc, (size_t)grid.x * grid.y * grid.z);
+            const bool counted = (size_t)n * grid.y <= MAX_ARRIVED;
+            AttendTask task = { piece, { }, b, *c, stage, split, rows, heads, head_tiles, n_stages, o->stage != NULL,
+                                makes && store->q, makes && store->k, n_rows <= STEP_ROWS,
+                                counted && (size_t)split.parts * rows * heads * hd * sizeof(float) <= JOIN_BYTES,
+                                cuda.partial, stats, cuda.arrived };
+            if (makes) task.store = *store;
+            launch(attend_half_of(hd, nc), grid, ATTEND_THREADS, attend_shared(c, nc, n_stages), task);
+            joined = task.joins || split.parts == 1;
+        } else {
+            launch(attend_plain_kernel, dim3(n, c->n_kv_heads * div_up(group, HEADS), split.parts), ATTEND_THREADS,
+                   HEADS * hd * sizeof(float), piece, b, *c, stage, o->stage != NULL, split, cuda.partial, stats);
+        }
         CHECK_LAUNCH("attend n_rows=%d n_heads=%d head_dim=%d", n, o->n_heads, hd);
-        attend_join_kernel<<<dim3(n, o->n_heads), round_up(hd, 32), 0, cuda.stream>>>(cuda.partial, parts, hd, c->n_rot, part.out);
+        if (joined) continue;
+        launch(attend_join_kernel, dim3(n, div_up(o->n_heads * div_up(hd, 32), 4)), 128, 0, piece, b, *c, split, cuda.partial,
+               stats);
         CHECK_LAUNCH("attend_join n_rows=%d n_heads=%d head_dim=%d", n, o->n_heads, hd);
     }
 }
 
 // ==== [9] Output: head, sampling =====================================================================================
-// Tokens of a row are ordered by a key of 64 bits, descending logit, then ascending id: no two are equal, 0 is below all. One
-// block works on a row. Up to LIST / 2 candidates are gathered in shared memory and sorted; more of them (top_k off, or a row
-// full of equal logits) are found where they lie, byte by byte of the key.
+// Tokens of a row are ordered by a key of 64 bits, descending logit, then ascending id: no two are equal, 0 is below all.
+//
+// A row is spread over many blocks. Its pieces of PIECE tokens, one load of a warp, leave their best key each; the block that
+// comes last to a row reads these and finishes the row. The k best tokens lie in the k pieces with the best keys, so it looks
+// at few tokens again: with k = 64 some 80 of 2048 pieces, and little more than k tokens of these, which fit a list. With
+// top_k off a token may be anywhere: sums over bins tell in which, and its tokens fit the list.
+//
+// Everything is exact and in whole numbers, so the division into blocks does not show. Sums of exp() do round: they are
+// made per piece, then over the pieces in one order.
 
-enum { SAMPLE_THREADS = 1024, LIST = 2 * SAMPLE_THREADS };
+enum { SAMPLE_THREADS = 512, SAMPLE_WARPS = SAMPLE_THREADS / 32,
+       PIECE = 128,                            // tokens: four for each lane
+       ROUND = 2 * SAMPLE_WARPS,               // pieces that a block takes at once, two for each warp
+       BLOCKS_AT_ONCE = 512,                   // more rows than this takes in full: fewer blocks a row
+       BIN_BITS = 11, LIST_BITS = 10,
+       BINS = 1 << BIN_BITS, LIST = 1 << LIST_BITS,
+       SAMPLE_SHARED = (BINS + LIST) * 8 };    // bytes
 
 typedef unsigned long long u64;
+
+#define SELDOM __attribute__((noinline))       // code that most launches do not come to
 
 __device__ static inline u64 token_key(float z, int id) {
     unsigned bits = __float_as_uint(z + 0.0f);         // -0 becomes 0: the two are equal
@@ -1449,187 +3532,448 @@ __device__ static inline float key_logit(u64 key) {
     return __uint_as_float(bits >> 31 ? bits & 0x7fffffffu : ~bits);
 }
 
-typedef struct {              // the logits of one row as steps 1 to 3 of Sample leave them
-    const float *logits, *bias;
-    const uint32_t *mask;
-    const int32_t *counts, *seen;              // committed, of the step; NULL: no penalties
-    SampleParams p;
-    int vocab;
-    bool nan_is_low;          // head: a NaN counts as -Inf, nothing is out
+typedef struct {              // what the blocks of a launch hand to the last one of each row
+    u64    *piece;            // (n_rows, n_pieces) the best key of a piece, 0: all of it is out
+    double *sum;              // (n_rows, n_pieces) its sum of exp(z - best)
+    float  *z;                // (n_rows, stride) logits with bias and penalties
+    int     n_pieces, stride;
+    int     per_block;        // pieces, a multiple of ROUND
+} Spread;
+
+typedef struct {              // the tokens of one row
+    const float *z;
+    const uint32_t *mask;     // NULL: all are allowed
+    const u64 *piece;         // of Spread; read by the last block alone
+    int vocab, n_pieces;
+    bool head;                // a NaN counts as -Inf, nothing is out
 } TokenRow;
 
-// Key of token i, 0 if it is out. *nan is set for a NaN.
-__device__ static inline u64 key_of(const TokenRow &o, int i, bool *nan) {
-    float z = o.logits[i];
-    if (o.nan_is_low) return token_key(z != z ? -INFINITY : z, i);
-    if (o.bias) z += o.bias[i];
-    const int c = o.counts ? o.counts[i] + o.seen[i] : 0;
-    if (c > 0) z = sample_penalised(z, c, &o.p);
-    if (z != z) *nan = true;
-    const bool allowed = !o.mask || o.mask[i / 32] >> (i % 32) & 1;
-    return allowed && z > -INFINITY ? token_key(z, i) : 0;
+typedef struct {              // four tokens
+    float4   z;
+    unsigned in;              // bit j: token j is one of the vocabulary and allowed
+} Four;
+
+__device__ static inline float4 four_values(const float *row, int i, int n) {          // 0 behind n
+    if (i + 4 <= n && (size_t)row % 16 == 0) return *(const float4 *)(row + i);
+    return make_float4(i < n ? row[i] : 0, i + 1 < n ? row[i + 1] : 0, i + 2 < n ? row[i + 2] : 0, i + 3 < n ? row[i + 3] : 0);
 }
 
-// Descending, n a power of two. All threads; whole behind it.
-__device__ static void sort_keys(u64 *key, int n) {
-    for (int size = 2; size <= n; size *= 2)
-        for (int step = size / 2; step > 0; step /= 2) {
-            __syncthreads();
-            for (int i = threadIdx.x; i < n; i += blockDim.x) {
-                const int j = i ^ step;
-                if (j <= i) continue;
-                const bool down = (i & size) == 0;
-                const u64 a = key[i], b = key[j];
-                if ((a < b) == down) key[i] = b, key[j] = a;
-            }
-        }
-    __syncthreads();
+// Tokens i .. i + 3, i a multiple of 4.
+__device__ static inline Four four_tokens(const TokenRow &t, int i) {
+    Four v = { four_values(t.z, i, t.vocab), i < t.vocab ? 15u >> max(i + 4 - t.vocab, 0) : 0 };
+    if (t.mask && v.in) v.in &= t.mask[i / 32] >> (i % 32);
+    return v;
 }
 
-// The best k <= SAMPLE_THREADS keys of a row, sorted, in list (LIST). Returns how many there are, or -1 when too many are as
-// good as a bound that is quickly found. *top: the best of all; *nan: the row holds a NaN.
-//   Every thread keeps the best of its tokens; the k-th best of these is a bound that at least k tokens reach.
-__device__ static int gather_best(const TokenRow &o, int k, u64 *list, u64 *top, bool *nan) {
-    __shared__ int n_found;
-    u64 best = 0;
-    bool bad = false;
-    for (int i = threadIdx.x; i < o.vocab; i += blockDim.x) best = max(best, key_of(o, i, &bad));
-    *nan = __syncthreads_or(bad);
-    list[threadIdx.x] = best;
-    sort_keys(list, SAMPLE_THREADS);
-    *top = list[0];
-    if (k > SAMPLE_THREADS) return -1;
-    const u64 bound = max(list[k - 1], (u64)1);
+__device__ static inline u64 key_of(const TokenRow &t, float z, bool in, int id) {
+    if (t.head && z != z) z = -INFINITY;
+    return in && (t.head || z > -INFINITY) ? token_key(z, id) : 0;
+}
+
+// ---- helpers of a block ----
+// What a block keeps in shared memory: words for the sums of the first bins, and a list of keys or words for more bins.
+__device__ static inline u64 *bin_words(void) { return (u64 *)shared_bytes; }      // (BINS)
+__device__ static inline u64 *key_list(void) { return (u64 *)shared_bytes + BINS; }            // (LIST)
+
+__device__ static inline u64 warp_best(u64 key) {
+    const unsigned high = __reduce_max_sync(~0u, (unsigned)(key >> 32));
+    return (u64)high << 32 | __reduce_max_sync(~0u, (unsigned)(key >> 32) == high ? (unsigned)key : 0);
+}
+
+// For all threads; SAMPLE_THREADS of them, as below.
+__device__ static u64 block_best(u64 key) {
+    __shared__ u64 part[SAMPLE_WARPS];
+    key = warp_best(key);
+    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = key;
     __syncthreads();
-    if (threadIdx.x == 0) n_found = 0;
-    for (int i = threadIdx.x; i < LIST; i += blockDim.x) list[i] = 0;
+    key = warp_best(part[threadIdx.x % SAMPLE_WARPS]);
+    __syncthreads();                                   // read before the next call writes
+    return key;
+}
+
+// Sum of v over the threads before this one; *total: over all.
+__device__ static u64 sum_before(u64 v, u64 *total) {
+    __shared__ u64 part[SAMPLE_WARPS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u64 upto = v, before = 0;
+    for (int h = 1; h < 32; h *= 2) {
+        const u64 left = __shfl_up_sync(~0u, upto, h);
+        if (lane >= h) upto += left;
+    }
+    if (lane == 31) part[warp] = upto;
     __syncthreads();
-    for (int i = threadIdx.x; i < o.vocab; i += blockDim.x) {
-        const u64 key = key_of(o, i, &bad);
-        if (key < bound) continue;
-        const int at = atomicAdd(&n_found, 1);
-        if (at < LIST) list[at] = key;
+    *total = 0;
+    for (int i = 0; i < SAMPLE_WARPS; i++) {
+        if (i == warp) before = *total;
+        *total += part[i];
+    }
+    __syncthreads();                                   // read before the next call writes
+    return before + upto - v;
+}
+
+// Whether this block is the last one of its row, for all threads: what the others wrote before can then be read. *any: `some`
+// of any thread of any block of the row.
+__device__ static unsigned blocks_done[STEP_ROWS];     // of each row; 0 between launches
+
+__device__ static bool last_of_row(bool some, bool *any) {
+    __shared__ unsigned done;
+    const int mine = __syncthreads_or(some);           // this block has written
+    if (threadIdx.x == 0) {
+        __threadfence();                               // before it is counted
+        done = atomicAdd(&blocks_done[blockIdx.y], mine ? 0x10001u : 1u) + (mine ? 0x10001u : 1u);
+        __threadfence();                               // counted before the others' writes are read
+        if (done % 0x10000 == gridDim.x) blocks_done[blockIdx.y] = 0;
     }
     __syncthreads();
-    if (n_found > LIST) return -1;
-    sort_keys(list, LIST);
-    return min(k, n_found);
+    *any = done >= 0x10000;
+    return done % 0x10000 == gridDim.x;
 }
 
-typedef struct { float largest, scale; u64 least; } Weighing;          // scale 0: every token weighs 1
+// ---- the best tokens of a row ----
+
+// use(key) for all tokens of the pieces whose best key reaches `from` (> 0), by whole warps; 0 for one that is out.
+template <typename Use> __device__ static inline void each_token(const TokenRow &t, u64 from, Use use) {
+    enum { AHEAD = 4 };                                // pieces on their way to a warp
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    for (int first = 4 * warp; first < t.n_pieces; first += SAMPLE_THREADS) {  // four neighbours, the next four to the next warp
+        const int mine = first + lane / 4 * 4 * SAMPLE_WARPS + lane % 4;
+        unsigned left = __ballot_sync(~0u, mine < t.n_pieces && t.piece[mine] >= from);
+        while (left) {
+            Four v[AHEAD];
+            int at[AHEAD];
+#pragma unroll
+            for (int u = 0; u < AHEAD; u++) {
+                const int l = __ffs(left) - 1;         // the lane that has its key
+                at[u] = left ? (first + l / 4 * 4 * SAMPLE_WARPS + l % 4) * PIECE + 4 * lane : -1;
+                left &= left - 1;
+                if (at[u] >= 0) v[u] = four_tokens(t, at[u]);
+            }
+#pragma unroll
+            for (int u = 0; u < AHEAD; u++) {
+                if (at[u] < 0) break;
+                use(key_of(t, v[u].z.x, v[u].in & 1, at[u]));
+                use(key_of(t, v[u].z.y, v[u].in & 2, at[u] + 1));
+                use(key_of(t, v[u].z.z, v[u].in & 4, at[u] + 2));
+                use(key_of(t, v[u].z.w, v[u].in & 8, at[u] + 3));
+            }
+        }
+    }
+}
+
+// The keys from .. to, in any order, in the list; returns how many there are, which may be more than it holds. *best: the best
+// key that this thread saw.
+__device__ static int gather(const TokenRow &t, u64 from, u64 to, u64 *best) {
+    __shared__ int n;
+    u64 *list = key_list(), most = 0;
+    __syncthreads();                                   // the list is free
+    if (threadIdx.x == 0) n = 0;
+    __syncthreads();
+    each_token(t, from, [&](u64 key) {
+        most = max(most, key);
+        if (key < from || key > to) return;
+        const int at = atomicAdd(&n, 1);
+        if (at < LIST) list[at] = key;
+    });
+    *best = most;
+    __syncthreads();
+    return n;
+}
+
+// A bound that at least k of the threads' keys reach, and hardly more; 1 when fewer of them are not 0. top: the best of them.
+__device__ static u64 bound_of(u64 key, int k, u64 top) {
+    u64 low = 1, high = top;                           // the bound
+    int n = __syncthreads_count(key >= low);
+    while (low < high && n > k + k / 4) {
+        const u64 middle = high - (high - low) / 2;
+        const int above = __syncthreads_count(key >= middle);
+        if (above < k) high = middle - 1;
+        else low = middle, n = above;
+    }
+    return low;
+}
+
+// The first n of the list, descending. A key's place is the number of greater ones. n <= LIST.
+__device__ static void sort_list(int n) {
+    u64 *list = key_list();
+    const int i = threadIdx.x, j = i + SAMPLE_THREADS;
+    const u64 a = i < n ? list[i] : 0, b = j < n ? list[j] : 0;
+    int a_place = 0, b_place = 0;
+    for (int other = 0; other < n && i < n; other++) a_place += list[other] > a;
+    for (int other = 0; other < n && j < n; other++) b_place += list[other] > b;
+    __syncthreads();
+    if (i < n) list[a_place] = a;
+    if (j < n) list[b_place] = b;
+    __syncthreads();
+}
+
+// ---- sums over spans of keys ----
+// The tokens of a row are divided into BINS bins by their distance from the best logit, those of a bin that is too full into
+// LIST bins by their keys, and so on until what is left fits the list. The first bins have words of their own, all others use
+// those of the list.
+
+typedef struct {
+    float largest, scale;     // as in sample_weight
+    bool  count;              // every token weighs 1
+} Weighing;
 
 __device__ static inline u64 weight_of(const Weighing &w, u64 key) {
-    if (w.scale == 0) return 1;
-    const u64 x = sample_weight(key_logit(key), w.largest, w.scale);
-    return x < w.least ? 0 : x;
+    return w.count ? 1 : sample_weight(key_logit(key), w.largest, w.scale);
 }
 
-// Of the tokens with keys from `low` up, best first: the key of the first that together with those before it weighs more than
-// target; 0: all of them weigh no more. total: what they weigh, when not NULL.
-__device__ static u64 first_above(const TokenRow &o, u64 low, const Weighing &w, u64 target, u64 *hist, u64 *total) {
-    __shared__ u64 prefix, rest;
-    __shared__ bool found;
-    if (threadIdx.x == 0) prefix = 0, rest = target;
-    for (int shift = 56; shift >= 0; shift -= 8) {
-        __syncthreads();
-        for (int i = threadIdx.x; i < 256; i += blockDim.x) hist[i] = 0;
-        __syncthreads();
-        bool bad = false;
-        for (int i = threadIdx.x; i < o.vocab; i += blockDim.x) {
-            const u64 key = key_of(o, i, &bad);
-            if (key < low || (shift < 56 && key >> (shift + 8) != prefix >> (shift + 8))) continue;
-            atomicAdd(&hist[key >> shift & 255], weight_of(w, key));
-        }
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            u64 sum = 0;
-            for (int i = 0; i < 256; i++) sum += hist[i];
-            if (total && shift == 56) *total = sum;
-            found = sum > rest;
-            for (int i = 255; found && i >= 0; i--) {
-                if (hist[i] > rest) {
-                    prefix |= (u64)i << shift;
-                    break;
-                }
-                rest -= hist[i];
-            }
-        }
-        __syncthreads();
-        if (!found) return 0;
+// Never falls as the logit falls. Beyond 40 halvings, where tokens weigh nothing: the last.
+__device__ static inline int first_bin(const Weighing &w, u64 key) {
+    const float z = key_logit(key), halvings = z == w.largest ? 0 : (w.largest - z) * w.scale;
+    return halvings < 40 ? min((int)(halvings * (BINS / 40.0f)), BINS - 1) : BINS - 1;
+}
+
+// The least key of a logit that `holds`, up to that of top; true for it and all above.
+template <typename Holds> __device__ static inline u64 least_key(u64 top, Holds holds) {
+    unsigned low = 0x00800000u, high = (unsigned)(top >> 32);          // from the lowest number on; it holds for `high`
+    while (low < high) {                               // 32 places are tried at once
+        const unsigned step = (high - low) / 32 + 1, at = min(high - low, threadIdx.x % 32 * step) + low;
+        const unsigned held = __ballot_sync(~0u, holds((u64)at << 32));
+        const int first = held ? __ffs(held) - 1 : 32;
+        if (first < 32) high = min(high - low, first * step) + low;
+        if (first > 0) low = min(high, low + (first - 1) * step + 1);
     }
-    return prefix;
+    return (u64)high << 32;
+}
+
+__device__ static inline unsigned *low_words(int bits) { return (unsigned *)(bits == BIN_BITS ? bin_words() : key_list()); }
+__device__ static inline unsigned *high_words(int bits) { return low_words(bits) + (1 << bits); }
+__device__ static inline u64 bin_sum(int bits, int i) { return (u64)high_words(bits)[i] << 32 | low_words(bits)[i]; }
+
+// Shared memory adds 32 bits at once.
+__device__ static inline void add_to_bin(int bits, int i, u64 weight) {
+    const unsigned low = (unsigned)weight, before = atomicAdd(low_words(bits) + i, low);
+    const unsigned high = (unsigned)(weight >> 32) + (before + low < low);
+    if (high) atomicAdd(high_words(bits) + i, high);
+}
+
+// Of LIST bins of the keys from .. to, bin i has those that are (i << shift) .. (i + 1 << shift) - 1 below `to`.
+__device__ static inline int bin_shift(u64 from, u64 to) { return max(0, 64 - __clzll((long long)(to - from)) - LIST_BITS); }
+
+// What the tokens from .. to weigh, in each of 1 << bits bins: the first ones, or others. row: in shared memory.
+SELDOM __device__ static void fill_bins(const TokenRow *row, Weighing w, u64 from, u64 to, int bits) {
+    const TokenRow t = *row;
+    const int shift = bin_shift(from, to);
+    __syncthreads();                                   // the words are free
+    for (int i = threadIdx.x; i < 2 << bits; i += SAMPLE_THREADS) low_words(bits)[i] = 0;
+    __syncthreads();
+    each_token(t, from, [&](u64 key) {
+        const bool in = key >= from && key <= to;
+        const int bin = !in ? -1 : bits == BIN_BITS ? first_bin(w, key) : (int)((to - key) >> shift);
+        const u64 weight = in ? weight_of(w, key) : 0;
+        if (!__all_sync(~0u, bin == __shfl_sync(~0u, bin, 0))) {
+            if (weight) add_to_bin(bits, bin, weight);
+        } else if (bin >= 0) {                         // equal logits, say: they would queue for one word
+            const u64 low = __reduce_add_sync(~0u, (unsigned)weight & 0xfffff),        // a weight has 40 bits
+                      high = __reduce_add_sync(~0u, (unsigned)(weight >> 20));
+            if (threadIdx.x % 32 == 0) add_to_bin(bits, bin, low + (high << 20));
+        }
+    });
+    __syncthreads();
+}
+
+// The bin in which the sum from bin 0 on comes to exceed target, or -1; *before: the sum before it, *total: of all.
+__device__ static int bin_above(int bits, u64 target, u64 *before, u64 *total) {
+    __shared__ int found;
+    __shared__ u64 found_before;                       // of no meaning when nothing is found
+    const int each = (1 << bits) / SAMPLE_THREADS, first = threadIdx.x * each;
+    u64 sum = 0;
+    for (int i = first; i < first + each; i++) sum += bin_sum(bits, i);
+    if (threadIdx.x == 0) found = -1;
+    u64 upto = sum_before(sum, total);
+    for (int i = first; i < first + each; i++) {
+        const u64 here = bin_sum(bits, i);
+        if (upto <= target && target - upto < here) found = i, found_before = upto;
+        upto += here;
+    }
+    __syncthreads();
+    const int bin = found;
+    *before = found_before;
+    __syncthreads();                                   // read before the next call writes
+    return bin;
+}
+
+typedef struct { u64 key, sum; } Cut;
+
+// Of the tokens from .. to, best first: the key of the first that together with those before it weighs more than target, 0: all
+// of them weigh no more; and that weight. The first bins are filled with them. Uses the list.
+SELDOM __device__ static Cut first_above(const TokenRow *row, Weighing w, u64 from, u64 to, u64 target) {
+    __shared__ Cut found;
+    const u64 *list = key_list();
+    u64 sum = 0, before, total, best;
+    for (int bits = BIN_BITS;; bits = LIST_BITS) {
+        const int bin = bin_above(bits, target - sum, &before, &total);
+        if (bin < 0) return (Cut){ 0, sum };
+        sum += before;
+        if (bits == BIN_BITS) {
+            if (bin < BINS - 1) from = max(from, least_key(to, [&](u64 key) { return first_bin(w, key) <= bin; }));
+            if (bin > 0) to = least_key(to, [&](u64 key) { return first_bin(w, key) < bin; }) - 1;
+        } else {
+            const int shift = bin_shift(from, to);
+            to -= (u64)bin << shift;
+            if ((to - from) >> shift) from = to - (((u64)1 << shift) - 1);
+        }
+        const int n = gather(*row, from, to, &best);
+        if (n <= LIST) {
+            sort_list(n);
+            const int i = 2 * threadIdx.x;
+            const u64 x = i < n ? weight_of(w, list[i]) : 0, y = i + 1 < n ? weight_of(w, list[i + 1]) : 0;
+            const u64 at = sum + sum_before(x + y, &total);
+            if (at <= target && target - at < x + y) {
+                const bool second = target - at >= x;
+                found = (Cut){ list[i + second], at + x + (second ? y : 0) };
+            }
+            __syncthreads();
+            return found;
+        }
+        fill_bins(row, w, from, to, LIST_BITS);
+    }
+}
+
+// The k-th best key of a row; 0: there are fewer that reach `from`. top: the best. scale: of Weighing, for the division alone.
+__device__ static u64 kth_key(const TokenRow *row, int k, u64 from, u64 top, float scale) {
+    const Weighing one = { key_logit(top), scale, true };
+    fill_bins(row, one, from, top, BIN_BITS);
+    return first_above(row, one, from, top, (u64)k - 1).key;
+}
+
+// The k best tokens, sorted, in the list; returns how many there are. k <= LIST. mine: the best key of the pieces threadIdx.x,
+// threadIdx.x + SAMPLE_THREADS ..; top: of all.
+//   The k-th best of the threads' keys is a bound that k tokens reach; few others do, unless good tokens crowd in few pieces.
+//   Then the threads' best tokens of these give a better one.
+__device__ static int best_tokens(const TokenRow *row, int k, u64 mine, u64 top) {
+    int n;
+    for (int attempt = k <= SAMPLE_THREADS ? 0 : 2;; attempt++) {
+        const u64 from = attempt < 2 ? bound_of(mine, k, top) : max(kth_key(row, k, 1, top, 1), (u64)1);
+        n = gather(*row, from, top, &mine);
+        if (n <= LIST) break;
+    }
+    sort_list(n);
+    return min(k, n);
+}
+
+// Steps 5 to 8 of Sample for the first n <= SAMPLE_THREADS of the list: the one thread that holds the drawn token returns it,
+// the others -1.
+__device__ static int draw_from_list(int n, const Weighing &w, float top_p, u64 least, float u) {
+    const int i = threadIdx.x;
+    const u64 key = i < n ? key_list()[i] : 0;
+    u64 total, kept, weight = i < n ? weight_of(w, key) : 0;
+    const u64 before = sum_before(weight, &total);
+    if ((i > 0 && top_p < 1 && before >= sample_share(total, top_p)) || weight < least) weight = 0;
+    const u64 at = sum_before(weight, &kept), target = sample_share(kept, u);
+    return at <= target && target - at < weight ? key_id(key) : -1;
+}
+
+// The same for a row, of which the k best stay at first; all threads return the token. Tokens that weigh nothing do not matter.
+SELDOM __device__ static int draw_from_row(const TokenRow *row, int k, u64 top, Weighing w, float top_p, u64 least, float u) {
+    const u64 enough = least_key(top, [&](u64 key) { return weight_of(w, key) >= max(least, (u64)1); });
+    u64 from = least_key(top, [&](u64 key) { return weight_of(w, key) > 0; }), total, before;
+    if (k < row->vocab) from = max(from, kth_key(row, k, from, top, w.scale));
+    if (!(top_p < 1)) from = max(from, enough);        // nothing else asks for the weight of what min-p takes
+    fill_bins(row, w, from, top, BIN_BITS);
+    bin_above(BIN_BITS, 0, &before, &total);
+    if (top_p < 1) {
+        const u64 part = sample_share(total, top_p);
+        const Cut last = first_above(row, w, from, top, part ? part - 1 : 0);
+        total = last.sum;
+        if (enough > last.key) {
+            u64 weight = 0;
+            each_token(*row, enough, [&](u64 key) { weight += key >= enough ? weight_of(w, key) : 0; });
+            sum_before(weight, &total);
+        }
+    }
+    return key_id(first_above(row, w, from, top, sample_share(total, u)).key);
+}
+
+// ---- sample ----
+
+// How often the tokens of ROUND pieces from `first` on occur among a row of the step and its ancestors, in seen (shared).
+__device__ static void count_seen(const Row &row, const Segment &seg, const Row *step_rows, int vocab, int first, int *seen) {
+    __syncthreads();                                   // the counts are free
+    for (int i = threadIdx.x; i < ROUND * PIECE; i += SAMPLE_THREADS) seen[i] = 0;
+    __syncthreads();
+    for (int j = threadIdx.x; j <= row.index; j += SAMPLE_THREADS) {
+        if (seg.kind != SEG_CHAIN && !(row.ancestors >> j & 1)) continue;
+        const int token = step_rows[seg.first + j].token, at = (token < 0 || token >= vocab ? 0 : token) - first * PIECE;
+        if (at >= 0 && at < ROUND * PIECE) atomicAdd(&seen[at], 1);
+    }
+    __syncthreads();
 }
 
 // sample: one token per row, steps 1 to 8 of Sample in gemma4.h.
 //   shapes    logits (n_rows, vocab)
-//   launch    grid n_rows, block 1024, dynamic shared memory 8 * LIST
-//   traffic   reads a row of logits twice (top_k up to 1024), else some twenty times
+//   launch    grid (blocks a row, n_rows), block 512, dynamic shared memory SAMPLE_SHARED. The last block of a row chooses
+//   traffic   reads the logits once, with bias or penalties writes them once; the last block of a row reads k and few more
+//             pieces of them again (top_k up to 512), else all that weigh something, once or twice
 //   numerics  whole numbers behind step 3: equal to the CPU's choice whenever the logits are equal
 //   see       cpu_sample
-__global__ void __launch_bounds__(SAMPLE_THREADS) sample_kernel(Sample o, Batch b, const int32_t *seen) {
-    extern __shared__ u64 list[];
+__global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Batch b, Spread s) {
+    take_turn();
+    int *seen = (int *)shared_bytes;
     __shared__ int32_t choice;
-    __shared__ u64 sum;
-    const int r = blockIdx.x;
+    __shared__ TokenRow t;                             // as steps 2 and 3 leave it
+    const int r = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int first_piece = blockIdx.x * s.per_block, end = min(first_piece + s.per_block, s.n_pieces);
+    const bool changed = o.bias || o.counts;
+    float *z = changed ? s.z + (size_t)r * s.stride : NULL;
+    const TokenRow given = { o.logits + (size_t)r * o.vocab, o.mask ? o.mask + r * (((size_t)o.vocab + 31) / 32) : NULL,
+                             s.piece + (size_t)r * s.n_pieces, o.vocab, s.n_pieces, false };
+    Four next[2];                                      // under way while row, segment and parameters are looked up
+    for (int h = 0; h < 2; h++) next[h] = four_tokens(given, (first_piece + warp + h * SAMPLE_WARPS) * PIECE + 4 * lane);
     const Row row = b.rows[r];
-    const int seq = b.segs[row.seg].seq, pos = b.len[seq] + row.depth;
-    const size_t words = ((size_t)o.vocab + 31) / 32;
-    const TokenRow t = { o.logits + (size_t)r * o.vocab, o.bias ? o.bias + (size_t)seq * o.vocab : NULL,
-                         o.mask ? o.mask + r * words : NULL, o.counts ? o.counts + (size_t)seq * o.vocab : NULL,
-                         seen ? seen + (size_t)r * o.vocab : NULL, o.params[seq], o.vocab, false };
-    const SampleParams p = t.p;
-    const int k = p.temperature <= 0 ? 1 : p.top_k > 0 ? min(p.top_k, o.vocab) : o.vocab;
-    u64 top;
-    bool nan;
-    const int n = gather_best(t, k, list, &top, &nan);
-    if (threadIdx.x == 0) choice = nan || !top ? -1 : key_id(top);
+    const Segment seg = b.segs[row.seg];
+    const int pos = b.len[seg.seq] + row.depth;
+    const SampleParams p = o.params[seg.seq];
+    bool nan = false;
+    for (int first = first_piece; first < end; first += ROUND) {
+        if (o.counts) count_seen(row, seg, o.step_rows, o.vocab, first, seen);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int piece = first + warp + h * SAMPLE_WARPS, i = piece * PIECE + 4 * lane;
+            const unsigned in = next[h].in;
+            float v[4] = { next[h].z.x, next[h].z.y, next[h].z.z, next[h].z.w };
+            next[h] = four_tokens(given, first + ROUND < end ? i + ROUND * PIECE : o.vocab);
+            if (o.bias) {
+                const float4 more = four_values(o.bias + (size_t)seg.seq * o.vocab, i, o.vocab);
+                v[0] += more.x, v[1] += more.y, v[2] += more.z, v[3] += more.w;
+            }
+            u64 best = 0;
+            for (int j = 0; j < 4; j++) {
+                if (o.counts && i + j < o.vocab) {
+                    const int c = o.counts[(size_t)seg.seq * o.vocab + i + j] + seen[i + j - first * PIECE];
+                    if (c > 0) v[j] = sample_penalised(v[j], c, &p);
+                }
+                nan |= v[j] != v[j];
+                best = max(best, key_of(given, v[j], in >> j & 1, i + j));
+            }
+            if (changed && i < o.vocab) *(float4 *)(z + i) = make_float4(v[0], v[1], v[2], v[3]);
+            best = warp_best(best);
+            if (lane == 0 && piece < end) s.piece[(size_t)r * s.n_pieces + piece] = best;
+        }
+    }
+    if (!last_of_row(nan, &nan)) return;
+
+    u64 mine = 0;
+    for (int i = threadIdx.x; i < s.n_pieces; i += SAMPLE_THREADS) mine = max(mine, given.piece[i]);
+    const u64 top = block_best(mine);
+    if (threadIdx.x == 0) {
+        choice = nan || !top ? -1 : key_id(top);
+        t = given;
+        if (changed) t.z = z;
+    }
     __syncthreads();
-    if (choice >= 0 && p.temperature > 0) {
-        Weighing w = { key_logit(top), 1.44269504f / p.temperature, 0 };
+    const int k = p.top_k > 0 ? min(p.top_k, o.vocab) : o.vocab;
+    if (choice >= 0 && p.temperature > 0 && k > 1) {
+        const Weighing w = { key_logit(top), 1.44269504f / p.temperature, false };
         const u64 least = sample_share(SAMPLE_ONE, p.min_p);
         const float u = random_unit(p.seed, pos);
-        if (n >= 0) {
-            if (threadIdx.x == 0) {                    // a few dozen tokens, in order
-                u64 total = 0, before = 0, kept = 0;
-                for (int i = 0; i < n; i++) total += weight_of(w, list[i]);
-                const u64 part = p.top_p < 1 ? sample_share(total, p.top_p) : total;
-                int n_kept = 0;
-                for (; n_kept < n; n_kept++) {
-                    const u64 x = weight_of(w, list[n_kept]);
-                    if (n_kept && p.top_p < 1 && before >= part) break;
-                    before += x;
-                    kept += x < least ? 0 : x;
-                }
-                const u64 target = sample_share(kept, u);
-                before = 0;
-                for (int i = 0; i < n_kept; i++) {
-                    const u64 x = weight_of(w, list[i]);
-                    before += x < least ? 0 : x;
-                    if (before <= target) continue;
-                    choice = key_id(list[i]);
-                    break;
-                }
-            }
-        } else {
-            u64 low = 1;
-            const Weighing count = { 0, 0, 0 };
-            if (k < o.vocab) {
-                const u64 last = first_above(t, low, count, k - 1, list, NULL);
-                low = last ? last : low;
-            }
-            if (p.top_p < 1) {
-                first_above(t, low, w, ~(u64)0, list, &sum);
-                __syncthreads();
-                const u64 part = sample_share(sum, p.top_p);
-                const u64 last = first_above(t, low, w, part ? part - 1 : 0, list, NULL);
-                low = last ? last : low;
-            }
-            w.least = least;
-            first_above(t, low, w, ~(u64)0, list, &sum);
-            __syncthreads();
-            const u64 key = first_above(t, low, w, sample_share(sum, u), list, NULL);
-            if (threadIdx.x == 0 && key) choice = key_id(key);
-        }
+        int drawn;
+        if (k <= SAMPLE_THREADS) drawn = draw_from_list(best_tokens(&t, k, mine, top), w, p.top_p, least, u);
+        else drawn = draw_from_row(&t, k, top, w, p.top_p, least, u);
+        if (drawn >= 0) choice = drawn;
         __syncthreads();
     }
     if (threadIdx.x != 0) return;
@@ -1637,91 +3981,144 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) sample_kernel(Sample o, Batch 
     if (o.feed) o.feed[r].token = choice;
 }
 
-// seen: occurrences of tokens among a row of the step and its ancestors; seen (n_rows, vocab) is zero before.
-//   launch    grid n_rows, block 128
-__global__ void seen_kernel(Batch b, const Row *step_rows, int32_t *seen, int vocab) {
-    const Row row = b.rows[blockIdx.x];
-    const Segment seg = b.segs[row.seg];
-    for (int j = threadIdx.x; j <= row.index; j += blockDim.x) {
-        if (seg.kind != SEG_CHAIN && !(row.ancestors >> j & 1)) continue;
-        const int token = step_rows[seg.first + j].token;
-        atomicAdd(&seen[(size_t)blockIdx.x * vocab + (token < 0 || token >= vocab ? 0 : token)], 1);
-    }
+// How a launch of n_rows rows, at most STEP_ROWS, is spread; *grid. Scratch: cuda.partial, and cuda.panel for changed logits.
+static Spread spread_of(int n_rows, int vocab, dim3 *grid) {
+    Spread s = { };
+    s.n_pieces = div_up(vocab, PIECE);
+    s.stride = (int)round_up(vocab, 4);
+    const int rounds = div_up(s.n_pieces, ROUND), each = div_up(rounds * n_rows, BLOCKS_AT_ONCE);
+    s.per_block = ROUND * each;
+    s.piece = (u64 *)cuda.partial;
+    s.sum = (double *)(s.piece + (size_t)n_rows * s.n_pieces);
+    s.z = (float *)cuda.panel;
+    *grid = dim3(div_up(rounds, each), n_rows);
+    return s;
+}
+
+// Rows of a launch.
+static int spread_rows(int vocab) {
+    const size_t pieces = PARTIAL_BYTES / ((sizeof(u64) + sizeof(double)) * div_up(vocab, PIECE));
+    return (int)(pieces < STEP_ROWS ? pieces : STEP_ROWS);
 }
 
 static void cuda_sample(const Sample *o) {
-    const int n_rows = o->batch->n_rows;
-    int32_t *seen = o->counts ? (int32_t *)cuda.panel : NULL;
-    if (seen) {
-        const size_t bytes = (size_t)n_rows * o->vocab * sizeof *seen;
-        if (bytes > PANEL_BYTES) cuda_die("sample: penalties for %d rows of %d tokens are not supported", n_rows, o->vocab);
-        CHECK_CUDA(cudaMemsetAsync(seen, 0, bytes, cuda.stream), "sample n_rows=%d", n_rows);
-        seen_kernel<<<n_rows, 128, 0, cuda.stream>>>(*o->batch, o->step_rows, seen, o->vocab);
-        CHECK_LAUNCH("seen n_rows=%d", n_rows);
+    int at_once = spread_rows(o->vocab);
+    if (o->bias || o->counts) at_once = min_int(at_once, (int)(PANEL_BYTES / sizeof(float) / round_up(o->vocab, 4)));
+    if (!at_once) cuda_die("sample: a vocabulary of %d is not supported", o->vocab);
+    for (int r = 0; r < o->batch->n_rows; r += at_once) {
+        const int n = min_int(at_once, o->batch->n_rows - r);
+        dim3 grid;
+        const Spread spread = spread_of(n, o->vocab, &grid);
+        Sample part = *o;
+        Batch b = *o->batch;
+        b.rows += r;
+        part.logits += (size_t)r * o->vocab;
+        part.out += r;
+        if (o->mask) part.mask += r * (((size_t)o->vocab + 31) / 32);
+        if (o->feed) part.feed += r;
+        launch(sample_kernel, grid, SAMPLE_THREADS, SAMPLE_SHARED, part, b, spread);
+        CHECK_LAUNCH("sample n_rows=%d vocab=%d", n, o->vocab);
     }
-    sample_kernel<<<n_rows, SAMPLE_THREADS, LIST * sizeof(u64), cuda.stream>>>(*o, *o->batch, seen);
-    CHECK_LAUNCH("sample n_rows=%d vocab=%d", n_rows, o->vocab);
 }
 
-// top_logits: the top_k best tokens of each row in order.
-//   launch    grid n_rows, block 1024, dynamic shared memory 8 * LIST
-//   see       cpu_head
-__global__ void __launch_bounds__(SAMPLE_THREADS) top_logits_kernel(const float *logits, int vocab, int k, int32_t *ids, float *top_logits) {
-    extern __shared__ u64 list[];
-    __shared__ u64 hist[256];
-    __shared__ int n_found;
-    const TokenRow t = { .logits = logits + (size_t)blockIdx.x * vocab, .vocab = vocab, .nan_is_low = true };
-    u64 top;
-    bool nan;
-    const int n = gather_best(t, k, list, &top, &nan);
-    if (n < 0) {
-        const Weighing count = { 0, 0, 0 };
-        const u64 last = first_above(t, 1, count, k - 1, hist, NULL);
-        for (int i = threadIdx.x; i < LIST; i += blockDim.x) list[i] = 0;
-        if (threadIdx.x == 0) n_found = 0;
-        __syncthreads();
-        for (int i = threadIdx.x; i < vocab; i += blockDim.x) {
-            const u64 key = key_of(t, i, &nan);
-            if (key >= last) list[atomicAdd(&n_found, 1)] = key;
+// ---- the best logits, and what all of them sum to ----
+
+typedef struct {
+    const float *logits;      // (n_rows, vocab)
+    int      vocab;
+    int      k;               // 0: none
+    int32_t *ids;             // (n_rows, k)
+    float   *top;             // (n_rows, k)
+    float   *sum;             // (n_rows) logsumexp, or with tokens the log-probability of one; NULL: none
+    const int32_t *tokens;    // (n_rows) or NULL
+} Summary;
+
+// summary: of rows of logits, what Head and Logprob ask for.
+//   shapes    logits (n_rows, vocab)
+//   launch    grid (blocks a row, n_rows), block 512, dynamic shared memory SAMPLE_SHARED. The last block of a row finishes it
+//   traffic   reads the logits once, and k and few more pieces of them
+//   numerics  exp in f32 of the distance to the best of a piece, sums in f64 in an order that depends on vocab alone
+//   see       cpu_head, cpu_logprob, logsumexp()
+__global__ void __launch_bounds__(SAMPLE_THREADS, 1) summary_kernel(Summary o, Spread s) {
+    take_turn();
+    __shared__ double part[SAMPLE_WARPS];
+    __shared__ TokenRow shared_row;
+    const int r = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int first_piece = blockIdx.x * s.per_block, end = min(first_piece + s.per_block, s.n_pieces);
+    const TokenRow t = { o.logits + (size_t)r * o.vocab, NULL, s.piece + (size_t)r * s.n_pieces, o.vocab, s.n_pieces, true };
+    double *sums = s.sum + (size_t)r * s.n_pieces;
+    for (int first = first_piece; first < end; first += ROUND) {
+        Four v[2];
+        for (int h = 0; h < 2; h++) v[h] = four_tokens(t, (first + warp + h * SAMPLE_WARPS) * PIECE + 4 * lane);
+        for (int h = 0; h < 2; h++) {
+            const int piece = first + warp + h * SAMPLE_WARPS, i = piece * PIECE + 4 * lane;
+            const float z[4] = { v[h].z.x, v[h].z.y, v[h].z.z, v[h].z.w };
+            u64 best = 0;
+            for (int j = 0; j < 4; j++) best = max(best, key_of(t, z[j], v[h].in >> j & 1, i + j));
+            best = warp_best(best);
+            if (lane == 0 && piece < end) s.piece[(size_t)r * s.n_pieces + piece] = best;
+            if (!o.sum || piece >= end) continue;
+            const float from = isinf(key_logit(best)) ? 0 : key_logit(best);
+            double sum = 0;
+            for (int j = 0; j < 4; j++) sum += v[h].in >> j & 1 ? (double)expf(z[j] - from) : 0;
+            for (int half = 16; half > 0; half /= 2) sum += __shfl_xor_sync(~0u, sum, half);
+            if (lane == 0) sums[piece] = sum;
         }
-        sort_keys(list, LIST);
     }
-    for (int i = threadIdx.x; i < k; i += blockDim.x) {
-        ids[(size_t)blockIdx.x * k + i] = key_id(list[i]);
-        top_logits[(size_t)blockIdx.x * k + i] = t.logits[key_id(list[i])];
-    }
-}
+    bool any;
+    if (!last_of_row(false, &any)) return;
 
-// logsumexp: of each row; with ids the log-probability of one token instead.
-//   launch    grid n_rows, block 1024
-//   numerics  exp in f32 of the distance to the largest, sum in f64
-//   see       logsumexp(), cpu_logprob
-__global__ void __launch_bounds__(SAMPLE_THREADS) logsumexp_kernel(const float *logits, int vocab, const int32_t *ids, float *out) {
-    __shared__ float tops[32];
-    __shared__ double sums[32];
-    const float *row = logits + (size_t)blockIdx.x * vocab;
-    float top = -INFINITY;
+    u64 mine = 0;
+    for (int i = threadIdx.x; i < s.n_pieces; i += SAMPLE_THREADS) mine = max(mine, t.piece[i]);
+    if (threadIdx.x == 0) shared_row = t;
+    const u64 top = block_best(mine);                  // a barrier for shared_row too
+    if (o.k) {
+        best_tokens(&shared_row, o.k, mine, top);
+        const u64 *list = key_list();
+        for (int i = threadIdx.x; i < o.k; i += SAMPLE_THREADS) {
+            o.ids[(size_t)r * o.k + i] = key_id(list[i]);
+            o.top[(size_t)r * o.k + i] = t.z[key_id(list[i])];         // a NaN stays one
+        }
+    }
+    if (!o.sum) return;
+    const float from = isinf(key_logit(top)) ? 0 : key_logit(top);     // all -Inf, or one +Inf: the sum says so
     double sum = 0;
-    for (int i = threadIdx.x; i < vocab; i += blockDim.x) top = fmaxf(top, row[i]);
-    top = warp_max(top);
-    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;
-    __syncthreads();
-    top = warp_max(tops[threadIdx.x % 32]);
-    if (isinf(top)) top = 0;                           // all -Inf, or one +Inf: the sum says so
-    for (int i = threadIdx.x; i < vocab; i += blockDim.x) sum += (double)expf(row[i] - top);
-    for (int h = 16; h > 0; h /= 2) sum += __shfl_xor_sync(~0u, sum, h);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    for (int i = threadIdx.x; i < s.n_pieces; i += SAMPLE_THREADS) {
+        const float best = key_logit(t.piece[i]);
+        if (sums[i] != 0) sum += sums[i] * (double)expf((isinf(best) ? 0 : best) - from);
+    }
+    for (int half = 16; half > 0; half /= 2) sum += __shfl_xor_sync(~0u, sum, half);
+    if (lane == 0) part[warp] = sum;
     __syncthreads();
     if (threadIdx.x != 0) return;
     sum = 0;
-    for (int i = 0; i < 32; i++) sum += sums[i];
-    const double all = top + log(sum);
-    const int id = ids ? ids[blockIdx.x] : 0;
-    out[blockIdx.x] = !ids ? (float)all : id < 0 || id >= vocab ? NAN : (float)(row[id] - all);
+    for (int i = 0; i < SAMPLE_WARPS; i++) sum += part[i];
+    const double all = from + log(sum);
+    const int id = o.tokens ? o.tokens[r] : 0;
+    o.sum[r] = !o.tokens ? (float)all : id < 0 || id >= o.vocab ? NAN : (float)(t.z[id] - all);
 }
+
+// Any number of rows.
+static void launch_summary(const Summary *o, int n_rows, const char *what) {
+    const int at_once = spread_rows(o->vocab);
+    if (!at_once) cuda_die("%s: a vocabulary of %d is not supported", what, o->vocab);
+    for (int r = 0; r < n_rows; r += at_once) {
+        const int n = min_int(at_once, n_rows - r);
+        dim3 grid;
+        const Spread spread = spread_of(n, o->vocab, &grid);
+        Summary part = *o;
+        part.logits += (size_t)r * o->vocab;
+        if (o->k) part.ids += (size_t)r * o->k, part.top += (size_t)r * o->k;
+        if (o->sum) part.sum += r;
+        if (o->tokens) part.tokens += r;
+        launch(summary_kernel, grid, SAMPLE_THREADS, SAMPLE_SHARED, part, spread);
+        CHECK_LAUNCH("%s n_rows=%d vocab=%d", what, n, o->vocab);
+    }
+}
+
 static void cuda_logprob(const Logprob *o) {
-    logsumexp_kernel<<<o->n_rows, SAMPLE_THREADS, 0, cuda.stream>>>(o->logits, o->vocab, o->ids, o->out);
-    CHECK_LAUNCH("logprob n_rows=%d vocab=%d", o->n_rows, o->vocab);
+    const Summary s = { .logits = o->logits, .vocab = o->vocab, .sum = o->out, .tokens = o->ids };
+    launch_summary(&s, o->n_rows, "logprob");
 }
 
 // head: the soft-capped products of STEP_ROWS rows at a time; logits that nobody wants whole pass through cuda.panel.
@@ -1749,23 +4146,20 @@ static void cuda_head(const Head *o) {
         job.cap = o->cap;
         add_job(&jobs, job);
         launch_jobs(&jobs, "head", n);
-        if (o->top_k) {
-            const size_t top = (size_t)r * o->top_k;
-            top_logits_kernel<<<n, SAMPLE_THREADS, LIST * sizeof(u64), cuda.stream>>>(logits, vocab, o->top_k, o->top_ids + top,
-                                                                                      o->top_logits + top);
-            CHECK_LAUNCH("top_logits n_rows=%d vocab=%d", n, vocab);
-        }
-        if (o->logsumexp) {
-            logsumexp_kernel<<<n, SAMPLE_THREADS, 0, cuda.stream>>>(logits, vocab, NULL, o->logsumexp + r);
-            CHECK_LAUNCH("logsumexp n_rows=%d vocab=%d", n, vocab);
-        }
+        if (!o->top_k && !o->logsumexp) continue;
+        const Summary s = { .logits = logits, .vocab = vocab, .k = o->top_k,
+                            .ids = o->top_k ? o->top_ids + (size_t)r * o->top_k : NULL,
+                            .top = o->top_k ? o->top_logits + (size_t)r * o->top_k : NULL,
+                            .sum = o->logsumexp ? o->logsumexp + r : NULL };
+        launch_summary(&s, n, "head");
     }
 }
 
 // ==== [10] Memory, copies, recorded steps, the table =================================================================
 // Small copies go through a ring of pinned memory, so that neither direction makes the host wait: what goes in is copied to
-// the ring first, what comes out stays there until wait(). A step is recorded as a graph the first time its key is seen;
-// prompt steps are not, since their sizes seldom repeat.
+// the ring first, what comes out stays there until wait() or wait_for(). A step is carried out as it is issued the first time
+// its key is seen, recorded as a graph the second time, and replayed from then on: most prompts have sizes of their own.
+// Prompt steps are never recorded.
 
 static size_t scratch_layout(const Limits *lim, char *base) {
     const size_t all = (size_t)lim->max_rows * lim->max_cols;
@@ -1778,6 +4172,8 @@ static size_t scratch_layout(const Limits *lim, char *base) {
     PLACE(panel, __half, PANEL_BYTES / sizeof(__half));
     PLACE(wide, float, lim->max_rows > STEP_ROWS ? (size_t)2 * lim->max_rows * PANEL_COLS : 0);
     PLACE(partial, float, PARTIAL_BYTES / sizeof(float));
+    PLACE(arrived, unsigned, MAX_ARRIVED);
+    PLACE(done, int, lim->max_rows);
     PLACE(blas_work, char, BLAS_BYTES);
 #undef PLACE
     return at;
@@ -1802,20 +4198,28 @@ static size_t cuda_scratch_bytes(const Limits *lim) {
 
 static void start_device(void) {
     if (cuda.stream) return;
-    int optin = 0;
     CHECK_CUDA(cudaStreamCreateWithFlags(&cuda.stream, cudaStreamNonBlocking), "stream");
     CHECK_CUDA(cudaMallocHost((void **)&cuda.ring, RING_BYTES), "pinned memory of %d bytes", RING_BYTES);
     CHECK_CUDA(cudaDeviceGetAttribute(&cuda.n_sm, cudaDevAttrMultiProcessorCount, 0), "device");
-    CHECK_CUDA(cudaDeviceGetAttribute(&optin, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0), "device");
-    CHECK_CUDA(cudaFuncSetAttribute(prepare_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, min_int(optin - 1024, 192 << 10)),
-               "shared memory of prepare");
+    CHECK_CUDA(cudaDeviceGetAttribute(&cuda.block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0), "device");
+    CHECK_CUDA(cudaDeviceGetAttribute(&cuda.sm_shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0), "device");
+    const int most = cuda.block_shared - STATIC_SHARED;
+    CHECK_CUDA(cudaFuncSetAttribute(prepare_kernel<false>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "prepare");
+    CHECK_CUDA(cudaFuncSetAttribute(prepare_kernel<true>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "prepare");
+    CHECK_CUDA(cudaFuncSetAttribute(product_kernel<1>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "product");
+    CHECK_CUDA(cudaFuncSetAttribute(product_kernel<CHUNK_ROWS>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "product");
+    allow_tiles();
+    allow_attend();
+    int major = 0;
+    CHECK_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), "device");
+    cuda.starts_early = major >= 9;
     CHECK_BLAS(cublasCreate(&cuda.blas), "cublasCreate");
     CHECK_BLAS(cublasSetStream(cuda.blas, cuda.stream), "cublasSetStream");
-    cuda.replay = -1;
 }
 
 static void forget_steps(void) {
-    for (int i = 0; i < cuda.n_steps; i++) cudaGraphExecDestroy(cuda.steps[i].exec);
+    for (int i = 0; i < cuda.n_steps; i++)
+        if (cuda.steps[i].exec) cudaGraphExecDestroy(cuda.steps[i].exec);
     cuda.n_steps = 0;
 }
 
@@ -1832,6 +4236,8 @@ static void cuda_init(const Limits *lim) {
     }
     cuda.lim = l;
     scratch_layout(&l, cuda.scratch);
+    CHECK_CUDA(cudaMemsetAsync(cuda.arrived, 0, MAX_ARRIVED * sizeof *cuda.arrived, cuda.stream), "init");
+    CHECK_CUDA(cudaMemsetAsync(cuda.done, 0, l.max_rows * sizeof *cuda.done, cuda.stream), "init");
     CHECK_BLAS(cublasSetWorkspace(cuda.blas, cuda.blas_work, BLAS_BYTES), "cublasSetWorkspace");
 }
 
@@ -1848,32 +4254,74 @@ static void *cuda_reserve(size_t bytes) {
         return NULL;
     }
     CHECK_CUDA(cudaMemsetAsync(p, 0, bytes, cuda.stream), "zeroing %zu bytes", bytes);
-    return p;
+    return cuda.reserved = p;
 }
 
-// What came out of the device is handed over; the ring is empty behind it.
-static void finish_copies(void) {
-    for (int i = 0; i < cuda.n_pending; i++) memcpy(cuda.pending[i].dst, cuda.pending[i].src, cuda.pending[i].bytes);
-    cuda.n_pending = 0;
-    cuda.ring_at = 0;
-}
-
-static void cuda_release(void *p) {
-    CHECK_CUDA(cudaStreamSynchronize(cuda.stream), "release");
-    finish_copies();
-    forget_steps();
-    CHECK_CUDA(cudaFree(p), "release");
+// Everything issued before some point is done: what came out of the device until then is handed over, its part of the ring is
+// free again.
+static void finish_copies(size_t ring_at, unsigned n_pending) {
+    for (; (int)(n_pending - cuda.n_handed) > 0; cuda.n_handed++) {
+        const Pending *p = &cuda.pending[cuda.n_handed % MAX_PENDING];
+        memcpy(p->dst, p->src, p->bytes);
+    }
+    if (ring_at > cuda.ring_free) cuda.ring_free = ring_at;
 }
 
 static void cuda_wait(void) {
     CHECK_CUDA(cudaStreamSynchronize(cuda.stream), "wait");
-    finish_copies();
+    finish_copies(cuda.ring_at, cuda.n_pending);
+}
+
+static void cuda_release(void *p) {
+    cuda_wait();
+    forget_steps();
+    for (HostTable **at = &cuda.tables; *at; ) {
+        HostTable *t = *at;
+        if (t->owner != p) {
+            at = &t->next;
+            continue;
+        }
+        *at = t->next;
+        CHECK_CUDA(cudaFreeHost(t->rows), "release of a table");
+        free(t);
+    }
+    CHECK_CUDA(cudaFree(p), "release");
+}
+
+// bytes of the ring that nobody uses.
+static char *ring_take(size_t bytes) {
+    bytes = round_up(bytes, 64);
+    const size_t at = cuda.ring_at % RING_BYTES, skipped = at + bytes > RING_BYTES ? RING_BYTES - at : 0;
+    const bool full = cuda.ring_at + skipped + bytes - cuda.ring_free > RING_BYTES;
+    if (full || cuda.n_pending - cuda.n_handed == MAX_PENDING) cuda_wait();
+    char *p = cuda.ring + (cuda.ring_at + skipped) % RING_BYTES;
+    cuda.ring_at += skipped + bytes;
+    return p;
+}
+
+// copy_words: a few words between the ring and the device's memory, by the engine that runs the operations: the one that
+// copies would have to be waited for on both sides.
+//   launch    one block of 256
+//   traffic   a round trip over the bus, some 2 us
+__global__ void copy_words_kernel(volatile uint32_t *dst, const volatile uint32_t *src, int n) {
+    take_turn();
+    for (int i = threadIdx.x; i < n; i += blockDim.x) dst[i] = src[i];
+}
+
+static void copy_through_ring(void *dst, const void *src, size_t bytes, cudaMemcpyKind kind) {
+    if (bytes <= 4096 && ((uintptr_t)dst | (uintptr_t)src | bytes) % 4 == 0) {
+        launch(copy_words_kernel, 1, 256, 0, (volatile uint32_t *)dst, (const volatile uint32_t *)src, (int)(bytes / 4));
+        CHECK_LAUNCH("copy of %zu bytes", bytes);
+        return;
+    }
+    CHECK_CUDA(cudaMemcpyAsync(dst, src, bytes, kind, cuda.stream), "copy of %zu bytes", bytes);
 }
 
 static void cuda_copy(const Copy *c) {
     if (!c->bytes) return;
     if (c->kind == COPY_WITHIN) {
-        CHECK_CUDA(cudaMemcpyAsync(c->dst, c->src, c->bytes, cudaMemcpyDeviceToDevice, cuda.stream), "copy of %zu bytes", c->bytes);
+        CHECK_CUDA(cudaMemcpyAsync(c->dst, c->src, c->bytes, cudaMemcpyDeviceToDevice, cuda.stream),
+                   "copy of %zu bytes", c->bytes);
         return;
     }
     const cudaMemcpyKind kind = c->kind == COPY_IN ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
@@ -1882,69 +4330,127 @@ static void cuda_copy(const Copy *c) {
         CHECK_CUDA(cudaStreamSynchronize(cuda.stream), "copy of %zu bytes", c->bytes);
         return;
     }
-    const size_t need = round_up(c->bytes, 64);
-    if (cuda.ring_at + need > RING_BYTES || cuda.n_pending == MAX_PENDING) cuda_wait();
-    char *at = cuda.ring + cuda.ring_at;
-    cuda.ring_at += need;
+    char *at = ring_take(c->bytes);
     if (c->kind == COPY_IN) {
         memcpy(at, c->src, c->bytes);
-        CHECK_CUDA(cudaMemcpyAsync(c->dst, at, c->bytes, kind, cuda.stream), "copy of %zu bytes", c->bytes);
+        copy_through_ring(c->dst, at, c->bytes, kind);
     } else {
-        CHECK_CUDA(cudaMemcpyAsync(at, c->src, c->bytes, kind, cuda.stream), "copy of %zu bytes", c->bytes);
-        cuda.pending[cuda.n_pending++] = (Pending){ c->dst, at, c->bytes };
+        copy_through_ring(at, c->src, c->bytes, kind);
+        cuda.pending[cuda.n_pending++ % MAX_PENDING] = (Pending){ c->dst, at, c->bytes };
     }
+}
+
+// The entry of a key; a new one takes the place of the one that was not asked for the longest.
+static Recorded *find_step(const StepKey *key) {
+    Recorded *oldest = cuda.steps;
+    cuda.n_begun++;
+    for (int i = 0; i < cuda.n_steps; i++) {
+        Recorded *step = &cuda.steps[i];
+        if (memcmp(&step->key, key, sizeof *key) == 0) return step;
+        if (step->used < oldest->used) oldest = step;
+    }
+    if (cuda.n_steps < MAX_STEPS) *(oldest = &cuda.steps[cuda.n_steps++]) = (Recorded){ };
+    if (oldest->exec) {
+        CHECK_CUDA(cudaStreamSynchronize(cuda.stream), "forgetting a step");       // it may run
+        CHECK_CUDA(cudaGraphExecDestroy(oldest->exec), "forgetting a step");
+    }
+    *oldest = (Recorded){ *key, NULL, 0, 0 };
+    return oldest;
 }
 
 static bool cuda_begin(StepKey key) {
-    cuda.replay = -1;
-    cuda.recording = false;
+    cuda.step = NULL;
     if (key.kind == STEP_PROMPT) return true;
-    for (int i = 0; i < cuda.n_steps; i++)
-        if (memcmp(&cuda.steps[i].key, &key, sizeof key) == 0) {
-            cuda.replay = i;
-            return false;
-        }
-    if (cuda.n_steps == MAX_STEPS) forget_steps();
-    cuda.steps[cuda.n_steps].key = key;
-    cuda.recording = true;
-    CHECK_CUDA(cudaStreamBeginCapture(cuda.stream, cudaStreamCaptureModeThreadLocal), "recording a step of %d rows", key.rows);
-    return true;
+    Recorded *step = find_step(&key);
+    const bool is_new = !step->used;
+    step->used = cuda.n_begun;
+    if (is_new) return true;
+    cuda.step = step;
+    cuda.recording = !step->exec;
+    if (cuda.recording)
+        CHECK_CUDA(cudaStreamBeginCapture(cuda.stream, cudaStreamCaptureModeThreadLocal),
+                   "recording a step of %d rows", key.rows);
+    return cuda.recording;
 }
 
 static void cuda_end(void) {
+    Recorded *step = cuda.step;
+    if (!step) return;
+    const int rows = step->key.rows;
     if (cuda.recording) {
-        Recorded *step = &cuda.steps[cuda.n_steps];
         cudaGraph_t graph;
-        CHECK_CUDA(cudaStreamEndCapture(cuda.stream, &graph), "recording a step of %d rows", step->key.rows);
-        CHECK_CUDA(cudaGraphInstantiate(&step->exec, graph, 0), "recording a step of %d rows", step->key.rows);
-        CHECK_CUDA(cudaGraphDestroy(graph), "recording a step of %d rows", step->key.rows);
-        cuda.replay = cuda.n_steps++;
+        CHECK_CUDA(cudaStreamEndCapture(cuda.stream, &graph), "recording a step of %d rows", rows);
+        CHECK_CUDA(cudaGraphGetNodes(graph, NULL, &step->n_nodes), "recording a step of %d rows", rows);
+        CHECK_CUDA(cudaGraphInstantiate(&step->exec, graph, 0), "recording a step of %d rows", rows);
+        CHECK_CUDA(cudaGraphDestroy(graph), "recording a step of %d rows", rows);
         cuda.recording = false;
     }
-    if (cuda.replay < 0) return;
-    const Recorded *step = &cuda.steps[cuda.replay];
-    CHECK_CUDA(cudaGraphLaunch(step->exec, cuda.stream), "step of %d rows", step->key.rows);
-    cuda.replay = -1;
+    CHECK_CUDA(cudaGraphLaunch(step->exec, cuda.stream), "step of %d rows", rows);
+    cuda.n_launches += (int64_t)step->n_nodes;
 }
 
 static int cuda_mark(void) {
-    const int i = cuda.n_marks % MAX_MARKS;
-    if (!cuda.marks[i]) CHECK_CUDA(cudaEventCreateWithFlags(&cuda.marks[i], cudaEventDisableTiming | cudaEventBlockingSync), "mark");
-    CHECK_CUDA(cudaEventRecord(cuda.marks[i], cuda.stream), "mark");
+    Mark *mark = &cuda.marks[cuda.n_marks % MAX_MARKS];
+    if (!mark->event) CHECK_CUDA(cudaEventCreateWithFlags(&mark->event, EVENT_FLAGS), "mark");
+    CHECK_CUDA(cudaEventRecord(mark->event, cuda.stream), "mark");
+    mark->ring_at = cuda.ring_at;
+    mark->n_pending = cuda.n_pending;
     return cuda.n_marks++;
 }
 
 // A mark older than the last MAX_MARKS has been overtaken: waiting for its successor waits for it too.
-static void cuda_wait_for(int mark) {
-    CHECK_CUDA(cudaEventSynchronize(cuda.marks[mark % MAX_MARKS]), "wait_for");
+static void cuda_wait_for(int number) {
+    const Mark *mark = &cuda.marks[number % MAX_MARKS];
+    CHECK_CUDA(cudaEventSynchronize(mark->event), "wait_for");
+    finish_copies(mark->ring_at, mark->n_pending);
 }
 
+static int64_t cuda_launches(void) { return cuda.n_launches; }
+
+// read_once: the sum of n pieces of 16 bytes, so that they have to be read; it goes to out when it is one certain number.
+//   launch    16 blocks of 256 per multiprocessor, 8 loads under way in every thread
+__global__ void read_once_kernel(const uint4 *p, size_t n, uint32_t *out) {
+    take_turn();
+    uint32_t sum = 0;
+    const size_t stride = (size_t)gridDim.x * blockDim.x;
+    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += 8 * stride) {
+        uint4 v[8];
+#pragma unroll
+        for (int k = 0; k < 8; k++) v[k] = i + k * stride < n ? load_once(p + i + k * stride) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int k = 0; k < 8; k++) sum += v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
+    }
+    if (sum == 0x9e3779b9u) *out = sum;
+}
+
+// What a kernel that does nothing else reads per second: the best of ten times through a gigabyte, or as much as there is
+// room for beside what is reserved, many times what the L2 cache holds. Measured once; 0 without the room.
 static double cuda_bandwidth(void) {
-    int clock = 0, bus = 0;
+    static double best = -1;
+    if (best >= 0) return best;
+    size_t bytes = (size_t)1 << 30;
+    char *p = NULL;
+    best = 0;
     start_device();
-    CHECK_CUDA(cudaDeviceGetAttribute(&clock, cudaDevAttrMemoryClockRate, 0), "bandwidth");          // kHz
-    CHECK_CUDA(cudaDeviceGetAttribute(&bus, cudaDevAttrGlobalMemoryBusWidth, 0), "bandwidth");       // bits
-    return 2.0 * clock * 1e3 * bus / 8;
+    while (bytes >= 256 << 20 && cudaMalloc((void **)&p, bytes + 256) != cudaSuccess) bytes /= 2, p = NULL;
+    cudaGetLastError();
+    if (!p) return 0;
+    cudaEvent_t event[2];
+    for (int i = 0; i < 2; i++) CHECK_CUDA(cudaEventCreate(&event[i]), "bandwidth");
+    CHECK_CUDA(cudaMemsetAsync(p, 0, bytes, cuda.stream), "bandwidth");
+    for (int i = 0; i < 11; i++) {                     // the first time does not count
+        float ms = 0;
+        CHECK_CUDA(cudaEventRecord(event[0], cuda.stream), "bandwidth");
+        launch(read_once_kernel, cuda.n_sm * 16, 256, 0, (const uint4 *)p, bytes / sizeof(uint4), (uint32_t *)(p + bytes));
+        CHECK_LAUNCH("bandwidth");
+        CHECK_CUDA(cudaEventRecord(event[1], cuda.stream), "bandwidth");
+        CHECK_CUDA(cudaEventSynchronize(event[1]), "bandwidth");
+        CHECK_CUDA(cudaEventElapsedTime(&ms, event[0], event[1]), "bandwidth");
+        if (i && ms > 0 && bytes / (ms * 1e-3) > best) best = bytes / (ms * 1e-3);
+    }
+    for (int i = 0; i < 2; i++) cudaEventDestroy(event[i]);
+    CHECK_CUDA(cudaFree(p), "bandwidth");
+    return best;
 }
 
 // Energy since the driver was loaded, from NVML where it is installed.
@@ -1959,7 +4465,8 @@ static double cuda_joules(void) {
         typedef unsigned (*ByPci)(const char *, void **);
         const ByPci by_pci = lib ? (ByPci)dlsym(lib, "nvmlDeviceGetHandleByPciBusId_v2") : NULL;
         char pci[32] = "";
-        if (init && by_pci && init() == 0 && cudaDeviceGetPCIBusId(pci, sizeof pci, 0) == cudaSuccess && by_pci(pci, &device) == 0)
+        const bool named = init && by_pci && init() == 0 && cudaDeviceGetPCIBusId(pci, sizeof pci, 0) == cudaSuccess;
+        if (named && by_pci(pci, &device) == 0)
             energy = (unsigned (*)(void *, unsigned long long *))dlsym(lib, "nvmlDeviceGetTotalEnergyConsumption");
     }
     unsigned long long millijoules = 0;
@@ -1976,6 +4483,7 @@ const Ops *cuda_ops(void) {
     ops.scratch_bytes = cuda_scratch_bytes, ops.init = cuda_init, ops.reserve = cuda_reserve, ops.release = cuda_release;
     ops.copy = cuda_copy, ops.begin = cuda_begin, ops.end = cuda_end, ops.wait = cuda_wait;
     ops.mark = cuda_mark, ops.wait_for = cuda_wait_for, ops.bandwidth = cuda_bandwidth, ops.joules = cuda_joules;
+    ops.launches = cuda_launches;
     ops.embed = cuda_embed, ops.ple_rows = cuda_ple_rows, ops.matmul = cuda_matmul, ops.gate_up = cuda_gate_up;
     ops.route = cuda_route, ops.expert_gate_up = cuda_expert_gate_up, ops.expert_down = cuda_expert_down;
     ops.ple_inject = cuda_ple_inject, ops.close = cuda_close, ops.gather_rows = cuda_gather_rows;

@@ -225,6 +225,8 @@ while read -r names; do
         "-n --n-gen ") verb=bench plain="-r 1 -p 0" good=2 bad=x ;;
         "-d --n-depth ") verb=bench plain="-r 1 -p 2 -n 0" good=2 bad=x ;;
         "-r --repetitions ") verb=bench plain="-p 2 -n 0" good=1 bad=0 ;;
+        "--rows ") verb=bench plain="-r 1 -p 0 -n 0" good=2 bad=65 ;;
+        "--fill ") verb=bench plain="-r 1 -p 2 -n 0 -d 3" good=random bad=zeros ;;
         "-m "*) good="$model" bad=missing.gguf ;;
         "-p "*) plain='' good="hi -n 2" ;;
         "-f "*) plain='' good="$tmp/prompt.txt -n 2" bad=missing.txt ;;
@@ -419,9 +421,9 @@ done
 $limit "$gemma4" bench "$model" -p 3,70 -n 2 -d 0,5 -r 2 -t 2 >"$tmp/bench.md" 2>"$tmp/err"
 status=$?
 ok "bench: exit status 0" [ "$status" -eq 0 ]
-rows=$(grep -cE '^\| .* \| +cpu +\| +2 \| +(pp3|pp70|tg2)( @ d5)? \| +[0-9]+\.[0-9]+ ± [0-9.]+ \|' "$tmp/bench.md")
+rows=$(grep -cE '^\| .* \| +(cpu|cuda) +\| +2 \| +(pp3|pp70|tg2)( @ d5)? \| +[0-9]+\.[0-9]+ ± [0-9.]+ \|' "$tmp/bench.md")
 ok "bench: a row for each test and depth, got $rows of 6" [ "$rows" -eq 6 ]
-ok "bench: GB/s of generation" grep -qE ' tg2 @ d5 .* [0-9]+\.[0-9]+ \([0-9]+ %\) \|$' "$tmp/bench.md"
+ok "bench: GB/s of generation" grep -qE ' tg2 @ d5 .* [0-9]+\.[0-9]+ \([0-9]+ %\) \|' "$tmp/bench.md"
 ok "bench: planned and resident memory" grep -qE '^Memory: [0-9.]+ GiB planned, [0-9.]+ GiB resident' "$tmp/bench.md"
 $limit "$gemma4" bench -r 1 -m "$model" -p 0 -n 2,3 -o csv >"$tmp/bench.csv" 2>"$tmp/err"
 widths=$(awk -F, '{ print NF }' "$tmp/bench.csv" | sort -u | wc -l)
@@ -435,6 +437,19 @@ ok "bench: json: no test, an empty list" [ "$(tr -d '\n' <"$tmp/bench.json")" = 
 for list in x 1, ,1 -1 1.5 99999999999999999999 "1 2" 1x; do
     error "-p: expected at most 32 whole numbers" bench "$model" -p "$list"
 done
+$limit "$gemma4" bench "$model" -p 0 -n 2 --rows 3,64 -d 0,40 -r 2 --fill random >"$tmp/bench.md" 2>"$tmp/err"
+ok "bench: --rows: a row for each" [ "$(grep -cE '\| +vs(3|64)( @ d40 \(random fill\))? \| +[0-9]+\.[0-9]+ ± ' "$tmp/bench.md")" -eq 4 ]
+ok "bench: --fill random says so" grep -qE ' tg2 @ d40 \(random fill\) \| ' "$tmp/bench.md"
+for type in "f16 --kv-layout untied" f32; do
+    # shellcheck disable=SC2086  # a type and a flag
+    $limit "$gemma4" bench "$model" -p 0 -n 2 -d 0,40 -r 1 --fill random -o csv -ctk $type >"$tmp/bench.csv" 2>"$tmp/err"
+    ok "bench: --fill random, $type: csv" [ "$(cut -d, -f6 "$tmp/bench.csv" | tr -d '"\n')" = fillnonerandom ]
+done
+$limit "$gemma4" bench "$model" -p 0 -n 0 --rows 5 -d 9 -r 2 -o json >"$tmp/bench.json" 2>"$tmp/err"
+ok "bench: json: how the context was filled" grep -q '"fill": "prompt"' "$tmp/bench.json"
+ok "bench: json: rows of a step" grep -q '"n_verify": 5' "$tmp/bench.json"
+error "--rows: expected at most 64" bench "$model" --rows 65
+error "--fill: expected prompt or random" bench "$model" --fill zeros
 error "md, csv or json" bench "$model" -o sql
 error "bench does not take it" bench "$model" -c 100
 error "bench does not take it" bench "$model" --temp 0
@@ -596,7 +611,7 @@ ok "plan: warns past the trained length" grep -q "^ *32768 .*past the trained le
 run plan "$mini" --vram 0.03
 ok "plan: no room: exit status 1" [ "$status" -eq 1 ]
 ok "plan: no room: one line on stderr" lines err 1
-most=$(sed -nE 's/.*try -c ([0-9]+)$/\1/p' err)
+most=$(sed -nE 's/.*try -c ([0-9]+), a larger --vram, a smaller model$/\1/p' err)
 ok "plan: no room: says what would have" [ -n "$most" ]
 run plan "$mini" --vram 0.03 -c "$most"
 ok "plan: what it said fits" [ "$status" -eq 0 ]

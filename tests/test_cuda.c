@@ -12,16 +12,19 @@
  *   choices   greedy text of the trained mini: the CPU's, or a near tie where they part; next-token KL at most 1e-3
  *   memory    what the device lost while a model was loaded: the plan, within 1 % and the driver's own granularity
  *
- * Skipped, and counted, when built without CUDA or where there is no GPU. */
+ * Arguments: -brief for texts of a third of the length; then the models to test, as a preset or a preset and a type
+ * (`build/test_cuda micro-e tiny-moe-q4_0`), `choices`, `memory`; none: all. Skipped, and counted, when built without CUDA or
+ * where there is no GPU. */
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
 
 #define MINI "models/gemma4-mini-q8_0.gguf"
-enum { N_TEXT = 512, N_SHORT = 96, N_CHOICES = 500 };
+enum { N_TEXT = 512, N_CHOICES = 500 };
 
 #ifdef USE_CUDA
 static char dir[200];
+static bool brief;
 
 static const char *make_file(const char *preset, const char *quant, const char *more) {
     static char path[300];
@@ -109,22 +112,23 @@ static void test_logits(const char *preset, const char *quant, const char *more,
     int32_t ids[N_TEXT];
     random_text(ids, N_TEXT, vocab);
 
+    const int n_short = brief ? 24 : 96, n_prompt = brief ? 130 : 400, n_before = brief ? 40 : 100;
     const bool exact = !is_quantised(m->weights.layer[0].attn_q.type);
-    float *want = logits_of(cpu_m, ids, N_SHORT, STEP_ROWS), *base = logits_of(m, ids, N_SHORT, STEP_ROWS);
+    float *want = logits_of(cpu_m, ids, n_short, STEP_ROWS), *base = logits_of(m, ids, n_short, STEP_ROWS);
     double scale;
-    const double off = mean_kl(want, base, N_SHORT, vocab), far = largest_difference(want, base, (size_t)N_SHORT * (size_t)vocab, &scale);
+    const double off = mean_kl(want, base, n_short, vocab), far = largest_difference(want, base, (size_t)n_short * (size_t)vocab, &scale);
     cpu_m->config.eps *= 1.1f;                         // 1e-7 of a norm
-    float *moved_a_bit = logits_of(cpu_m, ids, N_SHORT, STEP_ROWS);
+    float *moved_a_bit = logits_of(cpu_m, ids, n_short, STEP_ROWS);
     cpu_m->config.eps /= 1.1f;
-    const double own = mean_kl(want, moved_a_bit, N_SHORT, vocab);
+    const double own = mean_kl(want, moved_a_bit, n_short, vocab);
     printf("# %s: chunks of 64: %.2g of max |logit|, mean KL %.2g; the CPU's own %.2g\n", name, far / scale, off, own);
     if (exact) CHECK(far <= 1e-3 * scale, "%s: got a difference of %.3g of max |logit|, want at most 1e-3", name, far / scale);
     else CHECK(off <= 10 * own + 1e-6, "%s: got a mean KL of %.3g, want at most ten times %.3g", name, off, own);
     free(moved_a_bit);
     static const int chunks[] = { 1, 7 };
     for (int k = 0; k < 2; k++) {
-        float *got = logits_of(m, ids, N_SHORT, chunks[k]);
-        CHECK(!memcmp(got, base, (size_t)N_SHORT * (size_t)vocab * sizeof *got), "%s: chunks of %d: other bits than in chunks of 64",
+        float *got = logits_of(m, ids, n_short, chunks[k]);
+        CHECK(!memcmp(got, base, (size_t)n_short * (size_t)vocab * sizeof *got), "%s: chunks of %d: other bits than in chunks of 64",
               name, chunks[k]);
         free(got);
     }
@@ -132,13 +136,12 @@ static void test_logits(const char *preset, const char *quant, const char *more,
     free(base);
 
     // Through the ring twice, and the prompt's own kernels.
-    enum { N = 400 };
-    want = logits_of(cpu_m, ids, N, N);
-    float *got = logits_of(m, ids, N, N);
-    const double mean = mean_kl(want, got, N, vocab);
+    want = logits_of(cpu_m, ids, n_prompt, n_prompt);
+    float *got = logits_of(m, ids, n_prompt, n_prompt);
+    const double mean = mean_kl(want, got, n_prompt, vocab);
     const double most = exact ? 1e-3 : 0.15;
-    CHECK(mean <= most, "%s: prompt of %d rows: got a mean KL of %.3g, want at most %g", name, N, mean, most);
-    printf("# %s: chunk of %d: mean KL %.2g\n", name, N, mean);
+    CHECK(mean <= most, "%s: prompt of %d rows: got a mean KL of %.3g, want at most %g", name, n_prompt, mean, most);
+    printf("# %s: chunk of %d: mean KL %.2g\n", name, n_prompt, mean);
     free(want);
     free(got);
 
@@ -146,22 +149,22 @@ static void test_logits(const char *preset, const char *quant, const char *more,
     StepRow tree[40];
     for (int i = 0; i < 40; i++) tree[i] = (StepRow){ .token = ids[100 + i], .parent = i < 3 ? i - 1 : i - 3, .want = true };
     int32_t path_rows[STEP_ROWS] = { 0, 1, 4, 7, 10 }, n_accept = 5;
-    logits_of(m, ids, 100, 50);
+    logits_of(m, ids, n_before, 50);
     step(m, &(StepSeg){ .seq = 0, .kind = SEG_TREE, .n = 40, .rows = tree }, 1);
     commit(m, &n_accept, path_rows);
     for (int i = 0; i < 10; i++) m->chunk[i] = (StepRow){ .token = ids[200 + i], .want = true };
     step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 10, .rows = m->chunk }, 1);
     got = alloc_or_die((size_t)10 * vocab, sizeof *got);
     for (int i = 0; i < 10; i++) read_logits(m, i, got + (size_t)i * (size_t)vocab);
-    int32_t plain[115];
-    memcpy(plain, ids, 100 * sizeof *ids);
-    for (int k = 0; k < 5; k++) plain[100 + k] = tree[path_rows[k]].token;
-    memcpy(plain + 105, ids + 200, 10 * sizeof *ids);
-    want = logits_of(m, plain, 115, 50);
-    const double moved = largest_difference(want + (size_t)105 * (size_t)vocab, got, (size_t)10 * (size_t)vocab, &scale);
+    int32_t plain[N_TEXT];
+    memcpy(plain, ids, n_before * sizeof *ids);
+    for (int k = 0; k < 5; k++) plain[n_before + k] = tree[path_rows[k]].token;
+    memcpy(plain + n_before + 5, ids + 200, 10 * sizeof *ids);
+    want = logits_of(m, plain, n_before + 15, 50);
+    const double moved = largest_difference(want + (size_t)(n_before + 5) * (size_t)vocab, got, (size_t)10 * (size_t)vocab, &scale);
     if (exact) CHECK(moved <= 1e-3 * scale, "%s: after a tree: got a difference of %.3g of max |logit|, want at most 1e-3", name,
                      moved / scale);
-    const double tree_kl = mean_kl(want + (size_t)105 * (size_t)vocab, got, 10, vocab);
+    const double tree_kl = mean_kl(want + (size_t)(n_before + 5) * (size_t)vocab, got, 10, vocab);
     CHECK(tree_kl <= 10 * own + 1e-6, "%s: after a tree: got a mean KL of %.3g, the CPU's own is %.3g", name, tree_kl, own);
     free(want);
     free(got);
@@ -236,9 +239,17 @@ static void test_memory(void) {
     close_for(m);
     unlink(path);
 }
+
+// only: what to test, NULL after the last; none: all.
+static bool wanted(char **only, const char *name) {
+    for (char **o = only; *o; o++)
+        if (strncmp(*o, name, strlen(*o)) == 0) return true;
+    return !*only;
+}
 #endif
 
-int main(void) {
+int main(int argc, char **argv) {
+    (void)argc, (void)argv;
 #ifdef USE_CUDA
     if (!cuda_ops()) {
         SKIP("no GPU: whole models on the CUDA backend");
@@ -247,18 +258,21 @@ int main(void) {
     const char *tmp = getenv("TMPDIR");
     snprintf(dir, sizeof dir, "%.150s/test_cuda.XXXXXX", tmp ? tmp : "/tmp");
     if (!mkdtemp(dir)) die("%s: %s", dir, strerror(errno));
-    test_logits("micro-dense", "f32", "", KV_F32);
-    test_logits("micro-dense", "f16", "", KV_F16);
-    test_logits("micro-moe", "f32", "", KV_F32);
-    test_logits("micro-moe", "q8_0", "--split-experts", KV_F16);
-    test_logits("micro-e", "f32", "", KV_F32);
-    test_logits("micro-e", "q8_0", "", KV_BF16);
-    test_logits("tiny-dense", "q4_k_m", "", KV_F16);
-    test_logits("tiny-moe", "q4_k_m", "", KV_F16);
-    test_logits("tiny-e", "q4_k_m", "", KV_F16);
-    test_logits("tiny-moe", "q4_0", "", KV_F16);
-    test_choices();
-    test_memory();
+    brief = argc > 1 && strcmp(argv[1], "-brief") == 0;
+    char **only = argv + (brief ? 2 : 1);
+    static const struct { const char *preset, *quant, *more; KvType type; } models[] = {
+        { "micro-dense", "f32", "", KV_F32 }, { "micro-dense", "f16", "", KV_F16 }, { "micro-moe", "f32", "", KV_F32 },
+        { "micro-moe", "q8_0", "--split-experts", KV_F16 }, { "micro-e", "f32", "", KV_F32 }, { "micro-e", "q8_0", "", KV_BF16 },
+        { "tiny-dense", "q4_k_m", "", KV_F16 }, { "tiny-moe", "q4_k_m", "", KV_F16 }, { "tiny-e", "q4_k_m", "", KV_F16 },
+        { "tiny-moe", "q4_0", "", KV_F16 }
+    };
+    for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
+        char name[100];
+        snprintf(name, sizeof name, "%s-%s", models[i].preset, models[i].quant);
+        if (wanted(only, name)) test_logits(models[i].preset, models[i].quant, models[i].more, models[i].type);
+    }
+    if (wanted(only, "choices")) test_choices();
+    if (wanted(only, "memory")) test_memory();
     rmdir(dir);
 #else
     SKIP("built without CUDA: whole models on the CUDA backend");

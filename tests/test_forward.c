@@ -807,6 +807,12 @@ static void guard_end(void) {
     put(&t->fields, now->fields.data, now->fields.n);
 }
 
+static int guard_mark(void) {                          // with marks, generate() issues steps ahead of the tokens it knows
+    if (guard.in_step) breach("mark: inside a step");
+    return 0;
+}
+static void guard_wait_for(int mark) { (void)mark; }
+
 static const Ops *guard_ops(void) {                    // a fresh table: nothing recorded
     for (int i = 0; i < guard.n_seen; i++) free(guard.seen[i].fields.data);
     free(guard.now.fields.data);
@@ -820,6 +826,8 @@ static const Ops *guard_ops(void) {                    // a fresh table: nothing
     guard.ops.copy = guard_copy;
     guard.ops.begin = guard_begin;
     guard.ops.end = guard_end;
+    guard.ops.mark = guard_mark;
+    guard.ops.wait_for = guard_wait_for;
 #define X(name, Type) guard.ops.name = guard_##name;
     OPERATIONS(X)
 #undef X

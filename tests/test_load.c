@@ -124,6 +124,93 @@ static void test_unknown(const char *model) {
           "an ordinary model is said to have unknown parts");
 }
 
+// ---- no room -----------------------------------------------------------------------------------------------------
+
+static size_t small_device;                            // bytes that it has
+static void *no_reserve(size_t bytes) {
+    (void)bytes;
+    return NULL;
+}
+static void device_memory_of(size_t *free_bytes, size_t *total) { *free_bytes = *total = small_device; }
+
+// Loads in a child on a backend that keeps weights itself, has so much memory and reserves nothing. Its line on stderr.
+static char *refused_plan(const char *path, size_t memory, PlanOptions o) {
+    static Ops ops;
+    ops = *cpu_ops();
+    ops.weight_bytes = matrix_bytes;
+    ops.reserve = no_reserve;
+    ops.memory = device_memory_of;
+    small_device = memory;
+    fflush(stdout);
+    const pid_t child = fork();
+    if (!child) {
+        const int err = open(in_tmp("stderr"), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+        if (err < 0 || dup2(err, 2) < 0) _exit(126);
+        Model *m = must(calloc(1, sizeof *m));
+        load_model(m, path, &ops, o, NULL);
+        _exit(0);
+    }
+    int status = -1;
+    while (child > 0 && waitpid(child, &status, 0) < 0 && errno == EINTR) {}
+    char *err = text_of(in_tmp("stderr"));
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1 && strchr(err, '\n') == strrchr(err, '\n'), "no room: status %d and: %s", status,
+          err);
+    return err;
+}
+
+static void test_no_room(const char *path) {
+    PlanOptions o = small;
+    o.n_ctx = 100000;
+    const struct { size_t memory, vram; const char *says[4]; } cases[] = {
+        { (size_t)1 << 40, 0, { "gemma4: error: out of memory: a context of 100000 needs ", " of 992.00 GiB free; try -c 49984, a smaller",
+                                "", "" } },
+        { 20 << 20, 0, { "out of memory: a context of 100000 needs ", "(weights 0.00, KV cache ", " of 0.02 GiB free; try -c ",
+                         ", a smaller model\n" } },
+        { 1 << 10, 0, { "out of memory", "GiB free; try a smaller model\n", "", "" } },
+        { (size_t)1 << 40, 20 << 20, { "of 0.02 GiB that --vram grants; try -c ", ", a larger --vram, a smaller model\n", "", "" } },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        o.memory = cases[i].vram;
+        char *err = refused_plan(path, cases[i].memory, o);
+        for (int k = 0; k < 4; k++)
+            CHECK(strstr(err, cases[i].says[k]), "no room, case %zu: expected '%s' in: %s", i, cases[i].says[k], err);
+        free(err);
+    }
+    o.n_ctx = 64;
+    o.memory = 0;
+    o.k_type = o.v_type = KV_F32;
+    char *err = refused_plan(path, 1 << 10, o);
+    CHECK(strstr(err, "-ctk f16"), "no room: a smaller type is not named: %s", err);
+    free(err);
+}
+
+// A file that gets shorter behind the back of the program that reads it, on one thread or several.
+static void test_shorter(const char *model) {
+    for (int n = 1; n <= 3; n += 2) {
+        Draft d = read_draft(model);
+        const char *path = write_draft(&d, in_tmp("shorter.gguf"));
+        struct stat st;
+        if (!CHECK(!stat(path, &st), "%s: %s", path, strerror(errno))) return;
+        fflush(stdout);
+        const pid_t child = fork();
+        if (!child) {
+            const int err = open(in_tmp("stderr"), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+            if (err < 0 || dup2(err, 2) < 0) _exit(126);
+            pool.n_threads = 0;
+            start_threads(n);
+            Model *m = must(calloc(1, sizeof *m));
+            load_model(m, path, cpu_ops(), small, NULL);
+            if (truncate(path, st.st_size / 4)) _exit(127);
+            read_weights(m, true);
+            _exit(0);
+        }
+        int status = -1;
+        while (child > 0 && waitpid(child, &status, 0) < 0 && errno == EINTR) {}
+        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1 && output_has("stderr", "gemma4: error: a model file got shorter"),
+              "a file that got shorter, %d threads: status %d", n, status);
+    }
+}
+
 // ---- the terminal ------------------------------------------------------------------------------------------------
 
 // Runs the binary with stderr on a terminal. interrupt: Ctrl-C as soon as a bar is there. The exit status, or 1000 + signal;
@@ -323,6 +410,8 @@ int main(void) {
         snprintf(models[i], sizeof models[i], "%s", make_model(name, presets[i % 3], quants[i / 3], NULL));
         list[i] = models[i];
     }
+    test_no_room(models[1]);
+    test_shorter(models[1]);
     const char *large = test_true_size();
     if (access(gemma4, X_OK)) {
         SKIP("no gemma4 to run: split models, --check-tensors, unknown names, the terminal");

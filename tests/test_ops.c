@@ -8,12 +8,13 @@
  *                     a norm precedes the product, the backend's y may differ from the reference in its last bits and a
  *                     rounding to int8 may go the other way: an element that lies that close to a tie widens the tolerance
  *                     by its own share, s * |w|, and no other element does
- *   rows              products, norms and experts run with 1, 2, 7, 64 and 100 rows, attention with up to 200; a row alone
+ *   rows              products, norms and experts run with 1 to 100 rows, attention with up to 200; a row alone
  *                     must give the bits it gives among 64 (contract 7)
  *   attention         softmax in double over the values as they are stored; slots that no row may see hold large values
  *   buffers           outputs start as NaN (all bits set) and have guards behind them; inputs must come back unchanged
  *
- * Arguments: the operations to test, for example `build/test_ops attend route`; none: all. TEST_TIMES=1 prints seconds. */
+ * Arguments: the operations to test, for example `build/test_ops attend route`; none: all. -cuda before them: the CUDA backend
+ * only. TEST_TIMES=1 prints seconds. */
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
@@ -574,9 +575,10 @@ static Act random_act(int rows, int cols, bool f, bool q) {
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
 typedef struct { int first, n; } Run;
-static const Run runs_100[] = { { 0, 64 }, { 0, 1 }, { 0, 2 }, { 0, 7 }, { 5, 1 }, { 63, 1 }, { 33, 7 }, { 0, 100 } };
-static const Run runs_7[] = { { 0, 7 }, { 0, 1 }, { 0, 2 }, { 6, 1 } };
-enum { N_RUNS_100 = 8, N_RUNS_7 = 4 };
+static const Run runs_100[] = { { 0, 64 }, { 0, 1 }, { 0, 2 }, { 0, 7 }, { 5, 1 }, { 63, 1 }, { 33, 7 }, { 40, 3 }, { 60, 4 },
+                                { 20, 9 }, { 31, 33 }, { 0, 17 }, { 0, 100 } };
+static const Run runs_7[] = { { 0, 7 }, { 0, 1 }, { 0, 2 }, { 3, 3 }, { 6, 1 } };
+enum { N_RUNS_100 = sizeof runs_100 / sizeof *runs_100, N_RUNS_7 = 5 };
 
 typedef struct {                        // what all rows should be; the first run's result is what later ones must repeat
     int     cols;
@@ -862,6 +864,16 @@ static void test_matmul(void) {
         sweep();
     }
 
+    CASE("matmul", "rows wider than a backend may hold, mixed types");
+    Matrix wide[2] = { matrix(T_Q4_K, 1, 5, 6400), matrix(T_F16, 1, 3, 6400) };
+    const In wide_in = random_in(7, 6400, IN_X | IN_DELTA | IN_W_POST | IN_W_PRE | IN_X_OUT);
+    matmul_case(2, wide, &wide_in, 7, runs_7, N_RUNS_7);
+
+    CASE("matmul", "more rows than a backend may work on at once");
+    Matrix many[2] = { matrix(T_Q8_0, 1, 9001, 32), matrix(T_BF16, 1, 2003, 32) };
+    const In many_in = random_in(7, 32, IN_X | IN_W_PRE | IN_X_OUT);
+    matmul_case(2, many, &many_in, 7, runs_7, N_RUNS_7);
+
     CASE("matmul", "Act in both forms, mixed types");
     Matrix w[4] = { matrix(T_Q8_0, 1, 33, 256), matrix(T_F16, 1, 7, 256), matrix(T_Q6_K, 1, 64, 256),
                     matrix(T_F32, 1, 1, 256) };
@@ -971,7 +983,7 @@ static void test_gate_up(void) {
         { T_Q6_K, T_Q6_K, 2112, 256, ACT_GELU, false },
         { T_F16, T_F16, 32, 2816, ACT_GELU, true }, { T_BF16, T_BF16, 33, 1000, ACT_SILU, false },
         { T_F32, T_F32, 7, 77, ACT_GELU, true },
-        { T_F16, T_Q8_0, 64, 704, ACT_GELU, false }, { T_Q8_0, T_BF16, 1, 64, ACT_SILU, true }
+        { T_F16, T_Q8_0, 64, 704, ACT_GELU, false }, { T_Q8_0, T_Q4_0, 8480, 32, ACT_GELU, true }, { T_Q8_0, T_BF16, 1, 64, ACT_SILU, true }
     };
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
         const int cols = cases[k].cols, n = cases[k].rows, rows = 100;
@@ -1089,7 +1101,10 @@ static void test_expert_down(void) {
             const In in = { .act = random_act(rows * used, dim, !takes_int8(type), takes_int8(type)), .scale = 1 };
             const Input ref = ref_in(&in, rows * used, dim);
             const In dev = put_in(&in, rows * used, dim);
-            const int32_t *ids = random_ids(rows, used, n), *dev_ids = put("ids", ids, (size_t)(rows * used), sizeof(int32_t));
+            int32_t *ids = random_ids(rows, used, n);
+            if (k == 2)                                // what a router without numbers leaves: one expert again and again
+                for (int i = 0; i < rows / 2 * used; i++) ids[i] = 1;
+            const int32_t *dev_ids = put("ids", ids, (size_t)(rows * used), sizeof(int32_t));
             const float *weights = floats(rows * used, 0.5, 0.5);
             const float *dev_weights = put_f("weights", weights, rows * used);
             Expect e = expect(rows, out);
@@ -1170,6 +1185,10 @@ static void close_case(int rows, int cols, int bits, bool with_out, const Run *r
 static void test_close(void) {
     static const int widths[] = { 2816, 1536, 704, 2112, 1000, 33, 1 };
     for (int bits = 0; bits < IN_ALL; bits++) close_case(7, 100, bits, true, runs_7, N_RUNS_7);
+    for (int k = 0; k < 4; k++) {                      // rows that a backend may hold, and wider ones
+        static const int wide[] = { 6144, 6145, 6148, 10752 };
+        close_case(7, wide[k], IN_ALL - 1, true, runs_7, N_RUNS_7);
+    }
     for (int k = 0; k < 7; k++) {
         close_case(100, widths[k], IN_ALL - 1, true, runs_100, N_RUNS_100);
         close_case(100, widths[k], IN_X | IN_DELTA | IN_W_POST | IN_SCALE | IN_X_OUT, false, runs_100, N_RUNS_100);
@@ -1266,7 +1285,7 @@ static void random_row(TestCache *t, int seq, int slot) {
     }
 }
 
-static void random_rows(TestCache *t) {
+static void fill_cache(TestCache *t) {
     for (int seq = 0; seq < t->c.n_seqs; seq++)
         for (int slot = 0; slot < t->c.slots; slot++) random_row(t, seq, slot);
 }
@@ -1577,8 +1596,9 @@ static void attend_case(AttendCase t, const Step *s) {
         }
     }
 
-    const Run runs[] = { { 0, min_int(n, 64) }, { n - 1, 1 }, { n / 2, 1 }, { 0, n } };
-    for (int k = 0; k < 4; k++) {
+    const Run runs[] = { { 0, min_int(n, 64) }, { n - 1, 1 }, { n / 2, 1 }, { 0, n }, { n / 3, min_int(9, n - n / 3) },
+                         { 0, min_int(n, 3) } };
+    for (int k = 0; k < 6; k++) {
         const Batch view = batch_from(batch, runs[k]);
         const Act out = act_room(runs[k].n, q_dim, k);
         set_threads(runs[k].n);
@@ -1599,19 +1619,19 @@ static void attend_chain(AttendCase t, int len, int n) {
     free(s);
 }
 
-// attend with a store of its own against qkv_store and then attend.
+// attend with a store of its own against qkv_store and then attend: all rows at once, and in two views of the step.
 static void attend_store_case(AttendCase t, bool reader, const Step *s) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, kv_dim = t.n_kv_heads * hd,
               n_pairs = t.n_rot ? t.n_rot : hd / 2;
     CASE("attend", "store in its launch: %s, head_dim %d, heads %d/%d, n_rot %d, window %d, stage %d, k %d, %d rows",
          kv_name(t.type), hd, t.n_heads,
          t.n_kv_heads, t.n_rot, t.window, t.staged, !reader, n);
-    TestCache ring[2] = { new_cache(t.type, 2, t.n_kv_heads, hd, t.slots, t.n_rot) };
-    TestCache stage[2] = { new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot) };
-    random_rows(&ring[0]);
-    random_rows(&stage[0]);
-    ring[1] = ring[0];
-    stage[1] = stage[0];
+    TestCache ring[3] = { new_cache(t.type, 2, t.n_kv_heads, hd, t.slots, t.n_rot) };
+    TestCache stage[3] = { new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot) };
+    fill_cache(&ring[0]);
+    fill_cache(&stage[0]);
+    ring[1] = ring[2] = ring[0];
+    stage[1] = stage[2] = stage[0];
     const Batch batch = put_batch(s);
     const float *w_q = floats(hd, 0.05, 0.2), *w_k = t.n_rot ? ring[0].fold : floats(hd, 0.5, 1);      // scores of a few units
     const float *q = floats(n * q_dim, 3, 0), *k = floats(n * kv_dim, 2, 0);
@@ -1621,8 +1641,8 @@ static void attend_store_case(AttendCase t, bool reader, const Step *s) {
                        .rope = { put("inv_freq", inv_freq, (size_t)n_pairs, sizeof(double)), n_pairs },
                        .w_q = put_f("w_q", w_q, hd), .w_k = put_f("w_k", w_k, hd) };
     if (!reader) store.k = store.v = put_f("k", k, n * kv_dim);
-    const float *out[2];
-    for (int path = 0; path < 2; path++) {
+    const float *out[3];
+    for (int path = 0; path < 3; path++) {
         put_cache(&ring[path], false);
         put_cache(&stage[path], false);
         store.cache = &ring[path].c;
@@ -1630,19 +1650,24 @@ static void attend_store_case(AttendCase t, bool reader, const Step *s) {
         store.q = change_f("q", q, n * q_dim);
         float *y = room_f("out", n * q_dim);
         if (path == 0) op->qkv_store(&store);
-        op->attend(&(Attend){ .batch = &batch, .cache = store.cache, .stage = store.stage, .n_heads = t.n_heads,
-                              .q = store.q, .window = t.window,
-                              .own = t.own, .scale = t.scale, .store = path ? &store : NULL, .out = { .f = y } });
+        for (int from = 0, to; from < n; from = to) {
+            to = path == 2 && !from && n > 1 ? n / 2 : n;
+            const Batch view = batch_from(batch, (Run){ from, to - from });
+            QkvStore part = store;
+            part.batch = &view;
+            part.q += from * q_dim;
+            if (part.k) part.k += from * kv_dim, part.v += from * kv_dim;
+            op->attend(&(Attend){ .batch = &view, .cache = part.cache, .stage = part.stage, .n_heads = t.n_heads, .q = part.q,
+                                  .window = t.window, .own = t.own, .scale = t.scale, .store = path ? &part : NULL,
+                                  .out = { .f = y + from * q_dim } });
+        }
         out[path] = fetch_f(y, n * q_dim);
     }
-    Expect e = expect(n, q_dim);
-    const double tolerance = t.type == KV_F32 || on_cpu() ? TOL_ATTEND : TOL_ATTEND_16;
-    // values in the cache are about 1
-    for (int i = 0; i < n * q_dim; i++) set(&e, (size_t)i, (Ref){ (double)out[0][i], tolerance });
-    compare("out", out[1], q_dim, e.want, e.bound, n, q_dim);
-    for (int p = 0; p < 2; p++) {
+    for (int i = 0; i < 4; i++) {
+        const int p = i % 2, path = 1 + i / 2;
         const TestCache *a = t.staged ? stage : ring;
-        const KvPlane *plane[2] = { p ? &a[0].c.v : &a[0].c.k, p ? &a[1].c.v : &a[1].c.k };
+        const KvPlane *plane[2] = { p ? &a[0].c.v : &a[0].c.k, p ? &a[path].c.v : &a[path].c.k };
+        if (!p) same_bits(path == 1 ? "out" : "out of views", out[path], out[0], (size_t)(n * q_dim), sizeof(float));
         const size_t bytes = plane_bytes(&a->c, plane[0]);
         same_bits(p ? "v plane" : "k plane", fetch(plane[1]->data, bytes, 1), fetch(plane[0]->data, bytes, 1),
                   bytes / kv_bytes(t.type), kv_bytes(t.type));
@@ -1724,6 +1749,27 @@ static void test_attend(void) {
         attend_store_case((AttendCase){ types[k % 3], 128 << k % 2, 4, 2, 128, k % 2 && k > 3 ? 32 : 0, k == 2 ? 25 : 0,
                                         OWN_CAUSAL, k == 1, false, 1 }, k % 4 == 3, s);
     }
+    // Caches of f16, on tensor cores: more keys than one round of parts has, narrow and wide groups, trees behind many keys.
+    for (int k = 0; k < 4; k++) {
+        static const int far[] = { 2047, 2080, 2175, 4300 };
+        attend_chain((AttendCase){ KV_F16, 128, 4, 2, 4416, k % 2 ? 32 : 0, 0, OWN_CAUSAL, false, false, 1 }, far[k], 1 + k * 3);
+        attend_chain((AttendCase){ KV_F16, 256, k % 2 ? 3 : 5, 1, 576, 0, 512, OWN_CAUSAL, false, false, 1 }, far[k], k * 11 + 1);
+        memset(s, 0, sizeof *s);
+        add_tree(s, 1, far[k], 30, 6);
+        add_chain(s, 0, 31 * k, 2);
+        attend_case((AttendCase){ KV_F16, 128, 2, 2, k < 3 ? 2240 : 4416, 0, k == 1 ? 700 : 0, OWN_CAUSAL, false, false, 1 }, s);
+    }
+    attend_chain((AttendCase){ KV_F16, 512, 16, 2, 2176, 64, 0, OWN_CAUSAL, false, false, 1 }, 200, 9);
+    attend_chain((AttendCase){ KV_F16, 128, 18, 9, 1088, 0, 1024, OWN_CAUSAL, false, false, 1 }, 1500, 3);
+    for (int k = 0; k < 12; k++) {                     // few rows at the edges of tiles and parts; sessions side by side
+        static const int at[] = { 0, 29, 31, 32, 60, 63, 64, 127, 500, 1090, 2030, 2111 };
+        memset(s, 0, sizeof *s);
+        if (k % 4 == 3) add_tree(s, 1, at[k], 5, 2);
+        else add_chain(s, 1, at[k], k % 3 == 0 ? 1 : k % 3 == 1 ? 8 : 4);
+        if (k % 4 == 2) add_chain(s, 0, 95, 2);
+        attend_store_case((AttendCase){ KV_F16, 128 << k % 3, 8, k % 2 ? 2 : 1, k < 9 ? 576 : 2240, k % 3 == 2 ? 64 : 0,
+                                        k == 8 ? 300 : 0, OWN_CAUSAL, false, false, 1 }, k == 4, s);
+    }
     free(s);
 }
 
@@ -1762,7 +1808,7 @@ static void test_kv_commit(void) {
                                 new_cache(KV_BF16, 3, 2, 64, 320, 8) };
         Cache list[3];
         for (int l = 0; l < 3; l++) {
-            random_rows(&caches[l]);
+            fill_cache(&caches[l]);
             put_cache(&caches[l], false);
             list[l] = caches[l].c;
         }
@@ -1835,8 +1881,8 @@ static void test_kv_copy(void) {
         CASE("kv_copy", "%s, %d rows at %d and %d at %d into 128 slots", kv_name(types[k % 3]), cases[k].n, cases[k].len,
              cases[k].n_2, cases[k].len_2);
         TestCache ring = new_cache(types[k % 3], 3, 2, 64, 128, 0), stage = new_cache(types[k % 3], 1, 2, 64, MAX_STEP, 0);
-        random_rows(&ring);
-        random_rows(&stage);
+        fill_cache(&ring);
+        fill_cache(&stage);
         put_cache(&ring, false);
         put_cache(&stage, true);
         const Batch batch = put_batch(s);
@@ -2260,14 +2306,15 @@ static void test_parallel(void) {
 }
 
 int main(int argc, char **argv) {
-    (void)argc;
+    const bool cpu = argc < 2 || strcmp(argv[1], "-cuda") != 0;
+    char **only = argv + (cpu ? 1 : 2);
     if (argc == 1) {
         start_threads(3);
         test_parallel();
     }
-    run_all(cpu_ops(), argv + 1);
+    if (cpu) run_all(cpu_ops(), only);
 #ifdef USE_CUDA
-    if (cuda_ops()) run_all(cuda_ops(), argv + 1);
+    if (cuda_ops()) run_all(cuda_ops(), only);
     else SKIP("no GPU: the CUDA backend's operations");
 #else
     SKIP("built without CUDA: the CUDA backend's operations");

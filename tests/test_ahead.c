@@ -1,0 +1,210 @@
+/* test_ahead.c - generate() on a backend that works beside the host says what it says on one that does not.
+ *
+ * The backend here is the CPU's, with marks: what is copied out of it arrives with wait(), or with wait_for() of a mark behind
+ * the copy, not before. So generate() issues steps ahead of the tokens that it knows, and drops some. Text, thoughts, counters,
+ * the hash of the last logits, the tokens that the session holds and what a second turn makes of them must be those of the
+ * plain backend: with stop strings, -n, the end of the turn, budgets of thought, a full context, penalties and Ctrl-C. The
+ * CUDA backend is compared with itself without its marks.
+ *
+ * Run from the top of the repository: the model is the mini that lies there. */
+#define TESTING
+#include "../gemma4.c"
+#include "test.h"
+#include "files.h"
+
+#define MINI "models/gemma4-mini-q8_0.gguf"
+
+// ---- a backend with marks ----
+
+enum { MAX_LATE = 64 };
+static struct {
+    const Ops *base;
+    Ops  ops;
+    struct { void *dst; uint8_t bytes[64]; size_t n; int mark; } late[MAX_LATE];   // copies on their way; big ones wait
+    int  n_late, n_marks;
+    int  n_fed, n_samples;    // steps that took their token from the device; choices
+    int  interrupt_at;        // the choice at which Ctrl-C comes; 0: none
+} beside;
+
+static void arrive(int before) {                       // what was copied before a mark
+    int kept = 0;
+    for (int i = 0; i < beside.n_late; i++) {
+        if (beside.late[i].mark < before) memcpy(beside.late[i].dst, beside.late[i].bytes, beside.late[i].n);
+        else beside.late[kept++] = beside.late[i];
+    }
+    beside.n_late = kept;
+}
+
+static void late_copy(const Copy *c) {
+    const bool late = c->kind == COPY_OUT && c->bytes <= 64 && beside.n_late < MAX_LATE;
+    if (!late) {
+        memcpy(c->dst, c->src, c->bytes);
+        return;
+    }
+    beside.late[beside.n_late].dst = c->dst;
+    beside.late[beside.n_late].n = c->bytes;
+    beside.late[beside.n_late].mark = beside.n_marks;
+    memcpy(beside.late[beside.n_late++].bytes, c->src, c->bytes);
+    memset(c->dst, 0xfe, c->bytes);                    // whoever reads it now does not go unseen
+}
+
+static int late_mark(void) { return ++beside.n_marks; }
+static void late_wait_for(int mark) { arrive(mark); }
+static void late_wait(void) { arrive(INT_MAX); }
+
+static bool count_begin(StepKey key) {
+    beside.n_fed += key.kind == STEP_DECODE && key.variant == ROW_IS_FED;
+    return beside.base->begin(key);
+}
+
+static void count_sample(const Sample *o) {
+    beside.base->sample(o);
+    if (++beside.n_samples == beside.interrupt_at) interrupted = 1;
+}
+
+// A backend with or without marks. One that has marks of its own loses them, or keeps them.
+static const Ops *backend(const Ops *base, bool marks) {
+    beside.base = base;
+    beside.ops = *base;
+    beside.ops.begin = count_begin;
+    beside.ops.sample = count_sample;
+    if (!marks) beside.ops.mark = NULL;
+    if (!marks || base->mark) return &beside.ops;
+    beside.ops.copy = late_copy;
+    beside.ops.wait = late_wait;
+    beside.ops.mark = late_mark;
+    beside.ops.wait_for = late_wait_for;
+    return &beside.ops;
+}
+
+// ---- one conversation of two turns ----
+
+typedef struct {
+    const char *name, *text, *second;                  // what the user says; second NULL: one turn
+    int   n_ctx, n, budget, interrupt_at;
+    bool  think, ignore_eos, shift;
+    const char *stop;
+    float temperature, presence;
+    const char *why;                                   // how the first turn ends
+} Case;
+
+typedef struct {
+    char    *out, *err;
+    Turn     turn[2];
+    int32_t  held[4096];
+    int      n_held, len, n_fed;
+} Result;
+
+static Result talk(const Case *k, const Ops *base, bool marks) {
+    Result r = { 0 };
+    const PlanOptions o = { .n_ctx = k->n_ctx, .n_seqs = 1, .n_batch = 512, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16,
+                            .penalties = k->presence != 0 };
+    Model *m = alloc_or_die(1, sizeof *m);
+    Tokenizer tok;
+    const TextList stops = { .text = (const char *[]){ k->stop }, .n = k->stop != NULL };
+    load_model(m, MINI, backend(base, marks), o, NULL);
+    load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    Chat c = { .s = { .m = m, .t = &tok }, .think = k->think, .chatting = true };
+    c.options = (GenerateOptions){ .n_predict = k->n, .ignore_eos = k->ignore_eos, .stops = stops, .newline = true,
+                                   .think_budget = k->budget, .shift = k->shift, .show_thoughts = true };
+    c.options.sampling = (SampleParams){ .seed = 7, .temperature = k->temperature, .top_k = 64, .top_p = 0.95f, .repeat = 1,
+                                         .presence = k->presence };
+    beside.n_fed = beside.n_samples = 0;
+    beside.interrupt_at = k->interrupt_at;
+    interrupted = 0;
+    fflush(stdout);
+    fflush(stderr);
+    int saved[2];
+    for (int i = 0; i < 2; i++) {
+        const int fd = open(in_tmp(i ? "err" : "out"), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+        saved[i] = dup(i + 1);
+        if (fd < 0 || saved[i] < 0 || dup2(fd, i + 1) < 0) abort();
+        close(fd);
+    }
+    for (int i = 0; i < 2 && (i ? k->second : k->text); i++) {
+        const char *text = i ? k->second : k->text;
+        if (tok_add_message(&c.messages, "user", (TokStr){ text, strlen(text) }) < 0) die("out of memory");
+        if (!answer(&c)) printf("no answer: %s\n", c.err);
+        r.turn[i] = c.turn;
+        beside.interrupt_at = interrupted = 0;
+    }
+    fflush(stdout);
+    fflush(stderr);
+    for (int i = 0; i < 2; i++) {
+        dup2(saved[i], i + 1);
+        close(saved[i]);
+    }
+    r.out = text_of(in_tmp("out"));
+    r.err = text_of(in_tmp("err"));
+    r.n_held = (int)c.s.held.n;
+    memcpy(r.held, c.s.held.ids, (size_t)r.n_held * sizeof *r.held);
+    r.len = m->len[0];
+    r.n_fed = beside.n_fed;
+    chat_free(&c);
+    tok_free(&tok);
+    free_model(m);
+    free(m);
+    return r;
+}
+
+static const Case cases[] = {
+    { "end of turn", "Tell me a story about a fox.", "And one about a cow.", 2048, 200, -1, 0, false, false, false, NULL, 0, 0, NULL },
+    { "-n", "Tell me a story about a fox.", "Go on.", 2048, 17, -1, 0, false, false, false, NULL, 0, 0, "-n reached" },
+    { "-n 1", "Tell me a story about a fox.", "Go on.", 2048, 1, -1, 0, false, false, false, NULL, 0, 0, "-n reached" },
+    { "-n 2", "Tell me a story about a fox.", "Go on.", 2048, 2, -1, 0, false, false, false, NULL, 0, 0, "-n reached" },
+    { "-n 0", "Tell me a story about a fox.", "Go on.", 2048, 0, -1, 0, false, false, false, NULL, 0, 0, "-n reached" },
+    { "stop string", "Tell me a story about a fox.", "Go on.", 2048, 80, -1, 0, false, false, false, "wa", 0, 0, "stop string" },
+    { "sampled, penalties", "Tell me a story about a fox.", "Go on.", 2048, 60, -1, 0, false, false, false, NULL, 1, 0.5f, NULL },
+    { "stop string, penalties", "Tell me a story about a fox.", "Go on.", 2048, 60, -1, 0, false, false, false, "wa", 1, 0.5f,
+      "stop string" },
+    { "thought, budget", "What is 22 minus 2?", "And 22 minus 3?", 2048, 80, 2, 0, true, false, false, NULL, 0, 0, NULL },
+    { "thought, budget meets -n", "What is 22 minus 2?", "And 22 minus 3?", 2048, 6, 2, 0, true, false, false, NULL, 0, 0, NULL },
+    { "context full", "Tell me a story about a fox.", NULL, 64, -1, -1, 0, false, true, false, NULL, 0, 0, "context full" },
+    { "context shifts", "Tell me a story about a fox.", NULL, 64, 120, -1, 0, false, true, true, NULL, 0, 0, "-n reached" },
+    { "Ctrl-C", "Tell me a story about a fox.", "Go on.", 2048, 60, -1, 12, false, false, false, NULL, 0, 0, "interrupted" },
+    { "Ctrl-C at once", "Tell me a story about a fox.", "Go on.", 2048, 20, -1, 1, false, false, false, NULL, 0, 0, "interrupted" },
+};
+
+// The cases that a slow backend is asked for. Its recorded steps do not call sample(), so none with Ctrl-C.
+static const Case few[] = {
+    { "-n, penalties", "Hi", "Go on.", 256, 9, -1, 0, false, true, false, NULL, 1, 0.5f, "-n reached" },
+    { "stop string", "Tell me a story about a fox.", NULL, 256, 24, -1, 0, false, false, false, " ", 0, 0, "stop string" },
+};
+
+static void compare(const Ops *base, const Case *k) {
+    Result want = talk(k, base, false), got = talk(k, base, true);
+    const int steps = want.turn[0].steps + want.turn[1].steps;
+    const char *name = k->name;
+    CHECK(!k->why || !strcmp(want.turn[0].why, k->why), "%s: the case ends by '%s'", name, want.turn[0].why);
+    CHECK(!strcmp(got.out, want.out), "%s: got the text '%s', want '%s'", name, got.out, want.out);
+    CHECK(!strcmp(got.err, want.err), "%s: got '%s' on stderr, want '%s'", name, got.err, want.err);
+    for (int t = 0; t < 2 && (!t || k->second); t++) {
+        const Turn *a = &got.turn[t], *b = &want.turn[t];
+        CHECK(a->made == b->made && a->steps == b->steps && a->n_run == b->n_run && a->shifts == b->shifts && !strcmp(a->why, b->why),
+              "%s, turn %d: got %d tokens, %d steps, %d run, '%s'; want %d, %d, %d, '%s'", name, t, a->made, a->steps, a->n_run,
+              a->why, b->made, b->steps, b->n_run, b->why);
+        CHECK(a->hash == b->hash, "%s, turn %d: other last logits", name, t);
+    }
+    CHECK(got.len == want.len && got.n_held == want.n_held && !memcmp(got.held, want.held, (size_t)got.n_held * sizeof *got.held),
+          "%s: the session holds %d tokens, %d of them in the cache; want %d and %d, or others", name, got.n_held, got.len,
+          want.n_held, want.len);
+    CHECK(!want.n_fed, "%s: a backend without marks was fed", name);
+    CHECK(steps < 8 || got.n_fed >= steps - 8 - 2 * want.turn[0].shifts, "%s: %d of %d steps were issued ahead", name, got.n_fed, steps);
+    printf("# %s, %s: %d steps, %d ahead; %s\n", base->name, name, steps, got.n_fed, want.turn[0].why);
+    free(got.out), free(got.err), free(want.out), free(want.err);
+}
+
+int main(int argc, char **argv) {                      // -cuda: only the CUDA backend
+    const bool all = argc < 2 || strcmp(argv[1], "-cuda");
+    make_tmp();
+    start_threads(1);
+    for (size_t i = 0; all && i < sizeof cases / sizeof *cases; i++) compare(cpu_ops(), &cases[i]);
+#ifdef USE_CUDA
+    for (size_t i = 0; cuda_ops() && i < sizeof few / sizeof *few; i++) compare(cuda_ops(), &few[i]);
+    if (!cuda_ops()) SKIP("no GPU: steps ahead on the CUDA backend");
+#else
+    (void)few;
+    SKIP("built without CUDA: steps ahead on the CUDA backend");
+#endif
+    return test_done("ahead");
+}
