@@ -36,6 +36,14 @@ comma := ,
 ARCH_FLAGS := $(if $(filter all-major,$(ARCH)),$(foreach a,80 86 89 90 100 120,-gencode arch=compute_$(a)$(comma)code=sm_$(a)),-arch=$(strip $(ARCH)))
 CUDA_LIBS := -Xcompiler -pthread -lcublas -lm -ldl
 FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
+# The kernels without a GPU: compiled by g++ against tests/cuda_on_cpu, which carries them out. See its cuda_runtime.h.
+E        := $(B)/emulated
+EMULATED := $(patsubst %,$(E)/%,test_ops test_sampling test_cuda test_layout test_ahead)
+EMULATOR := $(if $(shell command -v $(firstword $(CXX)) 2>/dev/null),$(EMULATED) $(E)/test_emulator)
+EMULATE  := $(CXX) -std=c++20 -O2 -g -Wall -Wno-unknown-pragmas -fno-exceptions -fno-rtti \
+    -ffp-contract=off -pthread $(filter -march=% -mcpu=%,$(CFLAGS))
+KERNEL_FLAGS := -Wno-maybe-uninitialized -Wno-deprecated-enum-float-conversion -fno-extern-tls-init -Itests/cuda_on_cpu \
+    -fsanitize=alignment,bounds -fno-sanitize-recover=all
 
 all: $(ENGINE)                  ## build ./gemma4 for this machine: CUDA when nvcc is found, else CPU
 cpu: $(B)/gemma4-cpu            ## build for the CPU only
@@ -59,7 +67,7 @@ $(B)/flags: FORCE               # holds the command lines; a change of compiler 
 
 test: $(ENGINE) test-programs   ## build what is missing and run all tests
 	@BUILD=$(B) GEMMA4='$(CURDIR)/$(BIN)' sh tests/run.sh
-test-programs: $(PROGRAMS)      ## build the test programs without running them
+test-programs: $(PROGRAMS) $(EMULATOR)   ## build the test programs without running them
 # A test program includes the source that it tests, so part of that goes unused. Asserts stay on.
 $(PROGRAMS): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags $(if $(filter cuda,$(ENGINE)),$(B)/kernels.o)
 ifeq ($(ENGINE),cuda)
@@ -68,8 +76,19 @@ ifeq ($(ENGINE),cuda)
 else
 	$(COMPILE) -I. -UNDEBUG -Wno-unused-function $< -o $@ $(LDFLAGS) -lm
 endif
+emulated: $(EMULATED) $(E)/test_emulator $(B)/make_gguf    ## build the kernels' tests for a machine without a GPU
+$(EMULATED): $(E)/%: tests/%.c $(wildcard tests/*.h) $(SOURCES) $(E)/kernels.o $(E)/emulator.o
+	$(COMPILE) -O1 -I. -UNDEBUG -DUSE_CUDA -Wno-unused-function -rdynamic $< $(E)/kernels.o $(E)/emulator.o -o $@ $(LDFLAGS) -lm -ldl
+$(E)/kernels.o: gemma4_kernels.cu gemma4.h $(wildcard tests/cuda_on_cpu/*.h) $(B)/flags
+	@mkdir -p $(E)
+	$(EMULATE) $(KERNEL_FLAGS) -xc++ -c $< -o $@
+$(E)/emulator.o: tests/cuda_on_cpu/emulator.cpp $(wildcard tests/cuda_on_cpu/*.h) $(B)/flags
+	@mkdir -p $(E)
+	$(EMULATE) -c $< -o $@
+$(E)/test_emulator: tests/test_emulator.cpp tests/test.h $(wildcard tests/cuda_on_cpu/*.h) $(E)/emulator.o
+	$(EMULATE) $(KERNEL_FLAGS) -rdynamic $< $(E)/emulator.o -o $@ -lm -ldl
 asan:                           ## run all tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	@$(MAKE) --no-print-directory test B=build/asan BIN=build/asan/gemma4 ENGINE=cpu CFLAGS="-O1 -march=native -g \
+	@$(MAKE) --no-print-directory test B=build/asan BIN=build/asan/gemma4 ENGINE=cpu EMULATOR= CFLAGS="-O1 -march=native -g \
 	-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"
 
 FUZZ_CC      ?= clang
@@ -98,4 +117,4 @@ help:                           ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 FORCE:
 .DELETE_ON_ERROR:
-.PHONY: all cpu cuda no-cuda test test-programs asan fuzz bench install clean help FORCE
+.PHONY: all cpu cuda no-cuda emulated test test-programs asan fuzz bench install clean help FORCE

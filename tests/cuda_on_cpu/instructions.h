@@ -1,0 +1,51 @@
+/* instructions.h - the instructions that gemma4_kernels.cu [2] wraps, on the CPU (cuda_runtime.h). Layouts: see there. */
+#ifndef INSTRUCTIONS_H
+#define INSTRUCTIONS_H
+#include "cuda_runtime.h"
+
+struct CudaMatrices { unsigned *r; const void *row; };         // of a lane
+struct CudaMultiply { void *c; const unsigned *a, *b; };
+void cuda_check_shared(const char *what, const void *p, int bytes);    // aligned, inside of what the launch asked for
+void cuda_copy_ahead(void *shared, const void *global, int bytes);
+void cuda_copy_commit(void);
+void cuda_copied(int n);
+
+static inline void load_matrices(unsigned r[4], const void *shared_row) {
+    const CudaMatrices lane = { r, shared_row };
+    cuda_check_shared("load_matrices", shared_row, 16);
+    cuda_meet(MEET_MATRICES, ~0u, (uintptr_t)&lane);
+}
+static inline void load_matrices_transposed(unsigned r[4], const void *shared_row) {
+    const CudaMatrices lane = { r, shared_row };
+    cuda_check_shared("load_matrices_transposed", shared_row, 16);
+    cuda_meet(MEET_TRANSPOSED, ~0u, (uintptr_t)&lane);
+}
+static inline void multiply_int8(int c[4], const unsigned a[4], const unsigned b[2]) {
+    const CudaMultiply lane = { c, a, b };
+    cuda_meet(MEET_MULTIPLY_INT8, ~0u, (uintptr_t)&lane);
+}
+static inline void multiply_int8_half(int c[4], const unsigned a[2], unsigned b) {      // the other 16 values are 0
+    const unsigned all_a[4] = { a[0], a[1], 0, 0 }, all_b[2] = { b, 0 };
+    multiply_int8(c, all_a, all_b);
+}
+static inline void multiply_half(float c[4], const unsigned a[4], const unsigned b[2]) {
+    const CudaMultiply lane = { c, a, b };
+    cuda_meet(MEET_MULTIPLY_HALF, ~0u, (uintptr_t)&lane);
+}
+static inline void copy_ahead(void *shared, const void *global) { cuda_copy_ahead(shared, global, 16); }
+static inline void copy_word_ahead(void *shared, const void *global) { cuda_copy_ahead(shared, global, 4); }
+static inline void copy_or_zero(void *shared, const void *global, bool there) {
+    alignas(16) static const char zeros[16] = { };
+    cuda_copy_ahead(shared, there ? global : zeros, 16);
+}
+static inline void fetch_early(const void *) { }
+static inline void fetch_ahead(const void *p, unsigned bytes) {
+    if ((uintptr_t)p % 16 || bytes % 16) cuda_fault("fetch_ahead: %p, %u bytes: not multiples of 16", p, bytes);
+}
+static inline void copy_commit(void) { cuda_copy_commit(); }
+template <int N> static inline void copied(void) { cuda_copied(N); }
+static inline uint4 load_once(const void *p) {
+    if ((uintptr_t)p % 16) cuda_fault("load_once: %p is not aligned to 16 bytes", p);
+    return *(const uint4 *)p;
+}
+#endif

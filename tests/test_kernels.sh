@@ -1,0 +1,48 @@
+#!/bin/sh
+# The kernels of gemma4_kernels.cu without a GPU: compiled by g++ and carried out by tests/cuda_on_cpu, whose cuda_runtime.h says
+# what that proves and what it does not. First the emulator itself, with planted faults; then each operation against double
+# precision, the sampler, whole models against the CPU backend, the layout of weights, and answers whose steps run ahead of the
+# host, as far as two minutes on two cores go. On a machine with a GPU the same programs run on it, whole.
+# Environment: BUILD (build), STRICT=1 (a skip fails).
+cd "$(dirname "$0")/.." || exit 1
+build=${BUILD:-build}
+passed=0 failed=0 skipped=0
+
+finish() {
+    echo "# kernels: $passed passed, $failed failed, $skipped skipped"
+    [ "$failed" -eq 0 ]
+    exit
+}
+
+one() { # one PROGRAM ARGUMENTS...: adds its counts; one that ends without them has failed
+    what=$*
+    program=$build/emulated/$1
+    shift
+    out=$(BUILD=$build "$program" "$@" 2>&1)
+    status=$?
+    line=$(echo "$out" | grep -E '^# [^:]*: [0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$' | tail -n 1)
+    p=0 f=0 s=0
+    [ -n "$line" ] && read -r p f s <<EOT
+$(echo "${line##*:}" | tr -cd '0-9 ')
+EOT
+    [ "$status" -ne 0 ] && [ "$f" -eq 0 ] && f=1
+    passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
+    echo "$what ($p passed, $f failed, exit status $status)"
+    [ "$f" -eq 0 ] || echo "$out" | tail -n 40
+}
+
+if [ ! -x "$build/emulated/test_emulator" ]; then
+    why="g++ not found; install the package g++ (gcc-c++ on Fedora)"
+    command -v g++ >/dev/null 2>&1 && why="not built; run 'make emulated'"
+    echo "skipped: the CUDA backend's kernels on the CPU: $why"
+    if [ "${STRICT:-0}" = 0 ]; then skipped=1; else failed=1; fi
+    finish
+fi
+one test_emulator
+one test_ops -cuda embed ple_rows matmul route gate_up expert_gate_up expert_down ple_inject close gather_rows qkv_store attend \
+    kv_commit kv_copy head logprob
+one test_sampling -cuda seen position
+one test_cuda -brief micro-dense-f16 tiny-moe-q4_k_m
+one test_layout
+one test_ahead -cuda
+finish
