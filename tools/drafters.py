@@ -98,27 +98,22 @@ def load_target(path, device, fast=True):
     return N.Network(G.MINI, {n: torch.from_numpy(t[n]).to(device) for n in G.shapes(G.MINI)}, T + BLOCK, fast)
 
 
-def make_rows(path, target_file, device, log, n_train=12288, n_text=4096, n_measured=96, workers=14):
-    """Writes the rows of both drafters: prompts and what the target makes of them."""
+def continue_all(target, parts, temperature, device):
+    """parts: [(ids (n, T), cut (n))] of prompts -> ids with what the target makes of them, cut, last position of each"""
+    ids, cut = (torch.from_numpy(np.concatenate(x)).to(device) for x in zip(*parts))
+    last = torch.cat([target.generate(ids[i:i + 3072], cut[i:i + 3072], temperature, seed=i)
+                      for i in range(0, len(ids), 3072)])
+    return ids.cpu().numpy(), cut.cpu().numpy(), last.cpu().numpy()
+
+
+def make_rows(path, target_file, device, log, n_train=12288, n_text=4096, workers=14):
+    """Writes what both drafters learn from: prompts with what the target makes of them, and documents."""
     some = [k for k, n in SHARES.items() for _ in range(n)]
     with multiprocessing.get_context("fork").Pool(workers) as pool:
         prompts = pool.map(make_prompts, [("%d" % i, n_train // 48, "draft", some) for i in range(48)], 1)
-        measured = pool.map(make_prompts, [(k, n_measured, "draft-eval", [k]) for k in MEASURED], 1)
         rows = {"text": np.concatenate(pool.map(make_text_rows, [("%d" % i, n_text // 16) for i in range(16)], 1))}
-    target = load_target(target_file, device)
-
-    def continue_all(parts, temperature):
-        ids, cut = (torch.from_numpy(np.concatenate(x)).to(device) for x in zip(*parts))
-        last = torch.cat([target.generate(ids[i:i + 3072], cut[i:i + 3072], temperature, seed=i)
-                          for i in range(0, len(ids), 3072)])
-        return ids.cpu().numpy(), cut.cpu().numpy(), last.cpu().numpy()
-    rows["ids"], rows["cut"], rows["last"] = continue_all(prompts, 0.0)
+    rows["ids"], rows["cut"], rows["last"] = continue_all(load_target(target_file, device), prompts, 0.0, device)
     log("rows: %d ids of the target's own" % (rows["last"] - rows["cut"] + 1).sum())
-    for temperature in (0, 1):
-        ids, cut, last = continue_all(measured, float(temperature))
-        for i, kind in enumerate(MEASURED):
-            s = slice(i * n_measured, (i + 1) * n_measured)
-            rows.update({"%s %d %s" % (kind, temperature, n): x[s] for n, x in (("ids", ids), ("cut", cut), ("last", last))})
     np.savez(path, **rows)
 
 
@@ -173,27 +168,46 @@ def accepted_per_round(right, cut, last, most):
 
 
 def measure(rows, right_of, depth, lengths, device):
-    """-> {kind: {temperature: share of right ids per depth, ids per target pass}} on prompts that training has not seen.
-    right_of(ids (B, T)) -> (B, T) ids drafted right after each position."""
+    """rows: {(kind, temperature): ids, cut, last} of prompts that training has not seen; right_of(ids (B, T)) -> (B, T) ids
+    drafted right after each position. -> {(kind, temperature): share of right ids per depth, {drafted: ids per target pass}}"""
     out = {}
     pos = torch.arange(T, device=device)
-    for kind in MEASURED:
-        out[kind] = {}
-        for temperature in (0, 1):
-            ids, cut, last = (torch.from_numpy(rows["%s %d %s" % (kind, temperature, n)]).to(device)
-                              for n in ("ids", "cut", "last"))
-            padded = torch.cat((ids, ids[:1].expand(-len(ids) % B, -1)))
-            right = torch.cat([right_of(padded[i:i + B]) for i in range(0, len(padded), B)])[:len(ids)]
-            room = (last[:, None] - pos).clamp(0)
-            right = torch.minimum(right, room)
-            share = []
-            for d in range(1, depth + 1):
-                there = (pos >= cut[:, None]) & (room >= d)
-                share.append(round(((right >= d) & there).sum().item() / max(1, there.sum().item()), 4))
-            right, cut, last = right.cpu().numpy(), cut.cpu().numpy(), last.cpu().numpy()
-            out[kind]["temperature %d" % temperature] = dict(
-                right_per_depth=share, ids_per_pass={n: round(accepted_per_round(right, cut, last, n), 2) for n in lengths})
+    for key, row in rows.items():
+        ids, cut, last = (torch.from_numpy(x).to(device) for x in row)
+        padded = torch.cat((ids, ids[:1].expand(-len(ids) % B, -1)))
+        right = torch.cat([right_of(padded[i:i + B]) for i in range(0, len(padded), B)])[:len(ids)]
+        room = (last[:, None] - pos).clamp(0)
+        right = torch.minimum(right, room)
+        share = []
+        for d in range(1, depth + 1):
+            there = (pos >= cut[:, None]) & (room >= d)
+            share.append(((right >= d) & there).sum().item() / max(1, there.sum().item()))
+        right, cut, last = right.cpu().numpy(), cut.cpu().numpy(), last.cpu().numpy()
+        out[key] = share, {n: accepted_per_round(right, cut, last, n) for n in lengths}
     return out
+
+
+def measure_files(target_file, mtp_file, dflash_file, device, n=96, workers=14, fast=True):
+    """What both drafters draft for each kind of text at temperature 0 and 1 -> Markdown: a table per drafter."""
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        prompts = pool.map(make_prompts, [(k, n, "draft-eval", [k]) for k in MEASURED], 1)
+    target, rows = load_target(target_file, device, fast), {}
+    for temperature in (0, 1):
+        all_rows = continue_all(target, prompts, float(temperature), device)
+        rows.update({(kind, temperature): [x[i * n:(i + 1) * n] for x in all_rows] for i, kind in enumerate(MEASURED)})
+    page = []
+    for name, file, form, depth, lengths in (("MTP", mtp_file, Mtp, MTP_DEPTH, (1, 2, 3, 4, 6, 8)),
+                                             ("DFlash", dflash_file, DFlash, BLOCK - 1, (1, 3, 7, 15))):
+        weights = {k: torch.from_numpy(x).to(device) for k, x in gguf.read(file)[1].items()}
+        measured = measure(rows, form(weights, target, device, fast).right, depth, lengths, device)
+        head = ["%s, temperature" % name] + ["%d drafted" % k for k in lengths] + ["%d" % d for d in range(1, depth + 1)]
+        page += ["| %s |" % " | ".join(head), "|---" * len(head) + "|"]
+        for (kind, temperature), (share, ids_per_pass) in measured.items():
+            page.append("| %s | %s |" % (
+                " | ".join(["%s, %d" % (kind.replace("_", " "), temperature)] + ["%.2f" % x for x in ids_per_pass.values()]),
+                " | ".join(("%.2f" % x).lstrip("0") for x in share)))
+        page.append("")
+    return "\n".join(page)
 
 
 # ---- MTP -------------------------------------------------------------------------------------------------------------
@@ -311,8 +325,6 @@ def train_mtp(out, rows_file, target_file, device, log, n_steps=MTP_STEPS, fast=
     G.tokenizer_keys(keys, True)
     tensors = dict({n: x.detach().cpu().numpy() for n, x in w.items()}, **{"rope_freqs.weight": G.rope_freqs()})
     gguf.write(out, keys, tensors, gguf.Q8_0, G.type_of)
-    stored = {n: torch.from_numpy(x).to(device) for n, x in gguf.read(out)[1].items()}
-    return measure(rows, Mtp(stored, target, device, fast).right, MTP_DEPTH, (1, 2, 3, 4, 6, 8), device)
 
 
 # ---- DFlash ----------------------------------------------------------------------------------------------------------
@@ -436,5 +448,3 @@ def train_dflash(out, rows_file, target_file, device, log, n_steps=DFLASH_STEPS,
     keys.flags("dflash.attention.sliding_window_pattern", D_SLIDING)
     G.tokenizer_keys(keys, True)
     gguf.write(out, keys, {n: x.detach().cpu().numpy() for n, x in w.items()}, gguf.Q8_0, G.type_of)
-    stored = {n: torch.from_numpy(x).to(device) for n, x in gguf.read(out)[1].items()}
-    return measure(rows, DFlash(stored, target, device, fast).right, BLOCK - 1, (1, 3, 7, 15), device)

@@ -4,26 +4,34 @@
   python3 tools/make_models.py --work DIR              every stage whose files are not there yet; stop and start at will
   python3 tools/make_models.py --work DIR --only mini  one stage, in this process
   python3 tools/make_models.py --work DIR --smoke      every stage with a handful of steps, to see that all runs
+  python3 tools/make_models.py --measure models        what the drafters in a folder draft (a minute)
 
-Stages run side by side as far as they can: text | mini, mini-e (as the text comes) | rows (needs mini) | mtp, dflash.
-Each writes DIR/STAGE.log. Training resumes from a state that is saved every 1000 steps.
+Stages run side by side as far as they can: text | mini, mini-e (as the text comes) | rows (needs mini) | mtp, dflash |
+acceptance. Each writes DIR/STAGE.log. Training resumes from a state that is saved every 1000 steps.
 """
 import argparse
-import json
 import os
 import subprocess
 import sys
 import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-STEPS, SMOKE_STEPS = 5200, 16                  # of 65,536 ids, for each of the two models
+STEPS, SMOKE_STEPS = {"mini": 5200, "mini-e": 8000}, 16   # of 65,536 ids
 STAGES = {                                     # stage: (stages it needs, the file that it writes last)
     "text": ((), "text.done"),
     "mini": ((), "gemma4-mini-q8_0.gguf"),
     "mini-e": ((), "gemma4-mini-e-q8_0.gguf"),
     "rows": (("mini",), "rows.npz"),
-    "mtp": (("rows",), "mtp.json"),
-    "dflash": (("rows",), "dflash.json")}
+    "mtp": (("rows",), "gemma4-mini-mtp-q8_0.gguf"),
+    "dflash": (("rows",), "gemma4-mini-dflash-q8_0.gguf"),
+    "acceptance": (("mtp", "dflash"), "acceptance.md")}
+
+
+def measured(folder, device, **sizes):
+    """-> what both drafters in the folder draft, as Markdown tables"""
+    import drafters
+    return drafters.measure_files(*(os.path.join(folder, "gemma4-mini%s-q8_0.gguf" % part) for part in ("", "-mtp", "-dflash")),
+                                  device, **sizes)
 
 
 def run_stage(stage, work, smoke, device):
@@ -35,33 +43,35 @@ def run_stage(stage, work, smoke, device):
     def log(line):
         print("%6.0f s  %s" % (time.time() - start, line), flush=True)
 
-    n_steps = SMOKE_STEPS if smoke else STEPS
+    n_steps = {model: SMOKE_STEPS if smoke else n for model, n in STEPS.items()}
     log("start")
     if stage == "text":
         import train
-        train.make_text(file("text"), n_steps, max(2, (os.cpu_count() or 4) - 4))
+        for n in sorted(set(n_steps.values())):
+            train.make_text(file("text"), n, max(2, (os.cpu_count() or 4) - 4))
         open(file("text.done"), "w").close()
     elif stage in ("mini", "mini-e"):
         import gemma4
         import gguf
         import train
         form = gemma4.MINI if stage == "mini" else gemma4.MINI_E
-        weights = train.train(form, work, n_steps, device, log)
+        weights = train.train(form, work, n_steps[stage], device, log)
         for kind, name in ((gguf.F16, "f16"), (gguf.Q8_0, "q8_0")):
             size = gemma4.write_model(file("%s-%s.gguf" % (form.file, name)), form, weights, kind)
             log("%s %s: %d bytes" % (form.file, name, size))
+    elif stage == "acceptance":
+        tables = measured(work, device, **(dict(n=8) if smoke else {}))
+        with open(file("acceptance.md"), "w") as f:
+            f.write(tables)
     else:
         import drafters
         target, rows = file("gemma4-mini-f16.gguf"), file("rows.npz")
         if stage == "rows":
-            sizes = dict(n_train=480, n_text=256, n_measured=8) if smoke else {}
-            drafters.make_rows(rows, target, device, log, **sizes)
+            drafters.make_rows(rows, target, device, log, **(dict(n_train=480, n_text=256) if smoke else {}))
         else:
             make = drafters.train_mtp if stage == "mtp" else drafters.train_dflash
-            few = dict(n_steps=SMOKE_STEPS) if smoke else {}
-            measured = make(file("gemma4-mini-%s-q8_0.gguf" % stage), rows, target, device, log, **few)
-            with open(file(stage + ".json"), "w") as f:
-                json.dump(measured, f, indent=1)
+            make(file("gemma4-mini-%s-q8_0.gguf" % stage), rows, target, device, log,
+                 **(dict(n_steps=SMOKE_STEPS) if smoke else {}))
     log("done")
 
 
@@ -93,11 +103,16 @@ def run_all(work, smoke, device):
 
 if __name__ == "__main__":
     ap = argparse.ArgumentParser()
-    ap.add_argument("--work", required=True)
+    what = ap.add_mutually_exclusive_group(required=True)
+    what.add_argument("--work")
+    what.add_argument("--measure")
     ap.add_argument("--only", choices=STAGES)
     ap.add_argument("--smoke", action="store_true")
     ap.add_argument("--device", default="cuda")
     a = ap.parse_args()
+    if a.measure:
+        print(measured(a.measure, a.device))
+        sys.exit()
     os.makedirs(a.work, exist_ok=True)
     if a.only:
         run_stage(a.only, a.work, a.smoke, a.device)

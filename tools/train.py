@@ -1,7 +1,7 @@
 """Training rows and the training of a model.
 
 Rows: whole documents one after the other, cut at the row's length. The batch of step s is a function of s and of the number
-of steps, so training can stop and resume, and both models learn the same rows.
+of steps, so training can stop and resume.
 """
 import math
 import multiprocessing
