@@ -27,6 +27,7 @@
 #include <string.h>
 #include <unistd.h>
 #include <atomic>
+#include <type_traits>
 #include "gemma4.h"
 
 // ==== [1] Errors, the stream, state ==================================================================================
@@ -212,8 +213,6 @@ __device__ static inline void copy_word_ahead(void *shared, const void *global) 
 }
 __device__ static inline void copy_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ static inline void copied(void) { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
-// The 128 bytes around p on their way to the L2 cache, without waiting.
-__device__ static inline void fetch_early(const void *p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 // 16 bytes that are read once: past the L1 cache, without pushing others out.
 __device__ static inline uint4 load_once(const void *p) {
     uint4 v;
@@ -232,6 +231,22 @@ __device__ static inline void fetch_ahead(const void *p, unsigned bytes) {
 #else
 #include "instructions.h"     // the same functions for a compiler that is not nvcc: tests/cuda_on_cpu
 #endif
+
+// ---- division ----
+
+typedef struct {              // a number that is divided by without a division
+    unsigned by, factor, shift;
+} Divisor;
+
+static Divisor divisor(unsigned by) {
+    unsigned shift = 0;
+    while (1u << shift < by) shift++;
+    return (Divisor){ by, (unsigned)(((((uint64_t)1 << shift) - by) << 32) / by + 1), shift };
+}
+
+// x / d, for 0 <= x < 2^31
+__device__ static inline int quotient(int x, Divisor d) { return (int)((__umulhi((unsigned)x, d.factor) + x) >> d.shift); }
+__device__ static inline int rest(int x, Divisor d) { return x - quotient(x, d) * (int)d.by; }
 
 // ---- sums ----
 // Sums fold in halves, so their order is fixed: lane l adds lane l + 16, then 8, 4, 2, 1. All lanes get the result.
@@ -790,11 +805,13 @@ typedef struct {              // where a prepared input goes; NULL: not wanted
     __half *h;                // (n_rows, cols) times PROMPT_SCALE
 } Prepared;
 
-enum { ROW_THREADS = 256, ROW_QUADS = 6, ROW_COLS = ROW_THREADS * ROW_QUADS * 4, NORM_WEIGHTS = 5 };
+enum { ROW_THREADS = 256, ROW_QUADS = 6, ROW_COLS = ROW_THREADS * ROW_QUADS * 4, HALF_COLS = ROW_COLS / 2,
+       NORM_WEIGHTS = 5 };
 
 // One or two inputs with the same x', whose rows lie at multiples of 16 bytes when `quads` is set.
 typedef struct {
     In   in;
+    const float *norm[NORM_WEIGHTS];           // all weights of norms: w_delta, w_post, w_pre; NULL: none
     const float *w_pre[2];    // of the first and the second input
     int  n, cols;
     int  quads;
@@ -855,14 +872,11 @@ template <int N> __device__ static inline void block_rms(const float *sum, int c
 // Norm weights to shared memory, (NORM_WEIGHTS, cols rounded up to 4) or as many as there are: constants, so they can be on
 // their way before take_turn(). A thread fetches the values that it will use, and needs no barrier.
 __device__ static inline void fetch_norm_weights(const RowInputs &o, float *w) {
-    const float *from[NORM_WEIGHTS] = { o.in.w_delta[0], o.in.w_delta[1], o.in.w_post, o.w_pre[0], o.n > 1 ? o.w_pre[1] : NULL };
-#pragma unroll
+    const float *const *const from = o.norm;
+#pragma unroll 1
     for (int k = 0; k < NORM_WEIGHTS; k++) {
         if (!from[k]) continue;
-        for (int i = 4 * threadIdx.x; i < o.cols; i += 4 * ROW_THREADS) {
-            if (o.quads) copy_ahead(w + i, from[k] + i);
-            else store4(w, i, o.cols + 3, 0, load4(from[k], i, o.cols, 0));
-        }
+        for (int i = 4 * threadIdx.x; i < o.cols; i += 4 * ROW_THREADS) copy_ahead(w + i, from[k] + i);
         w += (o.cols + 3) / 4 * 4;
     }
     copy_commit();
@@ -870,24 +884,25 @@ __device__ static inline void fetch_norm_weights(const RowInputs &o, float *w) {
 
 // Row `row` of the inputs, by a block of ROW_THREADS. Thread t takes values 4 (t + 256 j) .. + 3, so a group belongs to 8 lanes;
 // emit(k, i, y) hands out four values of input k from number i on, for all threads of a warp if for one (0 behind the end).
-// store_x: x' is written where In wants it. Up to ROW_COLS columns x and both deltas are fetched at once and stay in registers
-// up to the end; in wider rows each pass reads them and the weights again, and d and x' pass through `wide` (cols) in
-// shared memory. turn: of block_rms.
+// store_x: x' is written where In wants it. With QUADS > 0, j < QUADS, rows lie at multiples of 16 bytes, x and both deltas are
+// fetched at once and stay in registers up to the end, and the norm weights are in w. QUADS = 0: each pass reads all of them again,
+// and d and x' pass through `wide` (cols) in shared memory. turn: of block_rms.
 //   latency   one fetch from L2, then a reduction each for the deltas' norms (both at once), w_post and w_pre
-template <bool WIDE, typename Emit>
+template <int QUADS, typename Emit>
 __device__ static inline void prepare_row(const RowInputs &o, size_t row, const float *w, float *wide, bool store_x, int *turn,
                                           Emit emit) {
     const In &in = o.in;
-    const int cols = o.cols, stride = (cols + 3) / 4 * 4, n_quads = WIDE ? INT_MAX : ROW_QUADS;
+    constexpr bool WIDE = QUADS == 0;
+    const int cols = o.cols, stride = (cols + 3) / 4 * 4, n_quads = WIDE ? INT_MAX : QUADS, quads = WIDE ? o.quads : 1;
     const size_t at = row * cols;
     const float4 none = make_float4(0, 0, 0, 0);
-    float4 x[ROW_QUADS], d[2][ROW_QUADS];
+    float4 x[WIDE ? 1 : QUADS], d[2][WIDE ? 1 : QUADS];
     auto fetch = [&](const float *p, int j) {
-        return p ? load4(p + at, 4 * (threadIdx.x + ROW_THREADS * j), cols, o.quads) : none;
+        return p ? load4(p + at, 4 * (threadIdx.x + ROW_THREADS * j), cols, quads) : none;
     };
     auto weight = [&](const float *fetched, const float *p, int j) {
         const int i = 4 * (threadIdx.x + ROW_THREADS * j);
-        return WIDE ? load4(p, i, cols, o.quads) : i < cols ? *(const float4 *)(fetched + i) : none;
+        return WIDE ? load4(p, i, cols, quads) : i < cols ? *(const float4 *)(fetched + i) : none;
     };
     auto held = [&](int j) {
         const int i = 4 * (threadIdx.x + ROW_THREADS * j);
@@ -895,7 +910,7 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, const 
     };
     if (!WIDE) {
 #pragma unroll
-        for (int j = 0; j < ROW_QUADS; j++) {
+        for (int j = 0; j < QUADS; j++) {
             if (4 * ROW_THREADS * j >= cols) break;
             x[j] = fetch(in.x, j);
             d[0][j] = fetch(in.delta[0], j);
@@ -950,9 +965,8 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, const 
         const int i = 4 * (threadIdx.x + ROW_THREADS * j);
         if (i - 4 * (int)(threadIdx.x % 32) >= cols) break;
         const float4 a = WIDE ? held(j) : x[j];
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            if (k >= o.n) break;
+#pragma unroll 1
+        for (int k = 0; k < o.n; k++) {
             const float *fetched = w_pre + (k && o.w_pre[0] ? stride : 0);
             emit(k, i, o.w_pre[k] ? multiply4(weight(fetched, o.w_pre[k], j), scale4(a, pre_scale)) : a);
         }
@@ -975,19 +989,19 @@ __device__ static inline unsigned quantise4(float4 v, float *s) {
 
 // prepare: In of gemma4.h, one or two of them with the same x'; d, x' and y as defined there.
 //   shapes    as In; cols <= 49152
-//   launch    grid n_rows, block 256, dynamic shared memory 4 * cols: WIDE once, else for each norm weight
+//   launch    grid n_rows, block 256, dynamic shared memory 4 * cols: QUADS = 0 once, else for each norm weight
 //   traffic   reads up to 3 rows of f32 and the norm weights, writes x' and y in the forms wanted
 //   numerics  f32, sums over 256 threads, then halves, then 8 warps
 //   see       prepare_row() in gemma4.c [6]; tests/test_ops.c "close" and every product
-template <bool WIDE> __global__ void __launch_bounds__(ROW_THREADS) prepare_kernel(const __grid_constant__ RowInputs o,
-                                                                                   Prepared out0, Prepared out1) {
+template <int QUADS> __global__ void __launch_bounds__(ROW_THREADS) prepare_kernel(const __grid_constant__ RowInputs o,
+                                                                                  Prepared out0, Prepared out1) {
     float *room = (float *)shared_bytes;               // WIDE: of the row; else of the weights
     int turn = 0;
-    if (!WIDE) fetch_norm_weights(o, room);
+    if (QUADS) fetch_norm_weights(o, room);
     take_turn();
     const size_t at = (size_t)blockIdx.x * o.cols;
-    prepare_row<WIDE>(o, blockIdx.x, room, room, true, &turn, [&](int k, int i, float4 y) {
-        const Prepared &out = k ? out1 : out0;
+    prepare_row<QUADS>(o, blockIdx.x, room, room, true, &turn, [&](int k, int i, float4 y) {
+        const Prepared out = { k ? out1.f : out0.f, k ? out1.q : out0.q, k ? out1.s : out0.s, k ? out1.h : out0.h };
         if (out.f) store4(out.f + at, i, o.cols, o.quads, y);
         if (out.h) {
             const float v[4] = { y.x, y.y, y.z, y.w };
@@ -1004,7 +1018,9 @@ template <bool WIDE> __global__ void __launch_bounds__(ROW_THREADS) prepare_kern
 }
 
 static RowInputs row_inputs(const In *in, const In *beside, int cols) {
-    RowInputs o = { *in, { in->w_pre, beside ? beside->w_pre : NULL }, beside ? 2 : 1, cols, 0 };
+    const float *w_pre = in->w_pre, *w_beside = beside ? beside->w_pre : NULL;
+    RowInputs o = { *in, { in->w_delta[0], in->w_delta[1], in->w_post, w_pre, w_beside }, { w_pre, w_beside }, beside ? 2 : 1, cols,
+                    0 };
     const void *rows[] = { in->x, in->delta[0], in->delta[1], in->w_delta[0], in->w_delta[1], in->w_post, in->x_out, o.w_pre[0],
                            o.w_pre[1] };
     size_t bits = (size_t)cols * sizeof(float);
@@ -1014,8 +1030,8 @@ static RowInputs row_inputs(const In *in, const In *beside, int cols) {
 }
 
 static size_t norm_weight_bytes(const RowInputs *o) {
-    const int n = (o->in.w_delta[0] != NULL) + (o->in.w_delta[1] != NULL) + (o->in.w_post != NULL) + (o->w_pre[0] != NULL) +
-                  (o->n > 1 && o->w_pre[1] != NULL);
+    int n = 0;
+    for (const float *w : o->norm) n += w != NULL;
     return n * round_up(o->cols, 4) * sizeof(float);
 }
 
@@ -1024,8 +1040,10 @@ static void launch_prepare(const In *in, const In *beside, Prepared out, Prepare
     if (((size_t)out.f | (size_t)out_beside.f) % 16) o.quads = 0;
     if ((out.q || out_beside.q) && cols % 32) cuda_die("prepare: expected a multiple of 32 columns for int8, got %d", cols);
     if (cols > 49152) cuda_die("prepare: rows of %d values are not supported", cols);
-    if (cols <= ROW_COLS) launch(prepare_kernel<false>, n_rows, ROW_THREADS, norm_weight_bytes(&o), o, out, out_beside);
-    else launch(prepare_kernel<true>, n_rows, ROW_THREADS, round_up(cols, 4) * sizeof(float), o, out, out_beside);
+    if (o.quads && cols <= ROW_COLS)
+        launch(prepare_kernel<ROW_QUADS>, n_rows, ROW_THREADS, norm_weight_bytes(&o), o, out, out_beside);
+    else
+        launch(prepare_kernel<0>, n_rows, ROW_THREADS, round_up(cols, 4) * sizeof(float), o, out, out_beside);
     CHECK_LAUNCH("prepare n_rows=%d cols=%d", n_rows, cols);
 }
 
@@ -1124,20 +1142,21 @@ static void cuda_gather_rows(const GatherRows *o) {
 }
 
 // ==== [5] Products of 1 to 64 rows ===================================================================================
-// One kernel carries out a list of jobs: matrices of different types and shapes that may run beside each other. Work comes in
-// units of four output features: a warp takes a unit, 8 lanes a feature, lane l of them the groups l, l + 8, ... of its row, so
-// neighbours read neighbouring 16 bytes. Four to eight groups per lane (Depth) are under way before the first is used and stay so
-// to the end, across the parts of a unit (gate and up; the experts of a row).
+// One kernel carries out a list of jobs: matrices of different types and shapes that may run beside each other. A warp takes four
+// output features at a time, 8 lanes each, lane l of them the groups l, l + 8, ... of its row, so neighbours read neighbouring 16
+// bytes. Of floats it takes one feature. A few groups per lane (Depth) are under way before the first is used and stay so up to the
+// end of the row.
 //
 // Order of a sum, here and wherever quantised matrices meet 1 to 64 rows: slice l = groups l, l + 8, ... ascending,
 //     sum_l = fma(scale of the activations, group_term, sum_l)
 //     result = ((sum_0 + sum_4) + (sum_2 + sum_6)) + ((sum_1 + sum_5) + (sum_3 + sum_7))
-// Matrices of floats: the same with chunks of 16 bytes for groups, and four sums a lane (value i of a chunk goes to sum i % 4)
-// that are added as (0 + 1) + (2 + 3) before the lanes are.
+// Matrices of floats: the same with chunks of 16 bytes for groups and 32 lanes, added in halves, and four sums a lane (value i of a
+// chunk goes to sum i % 4) that are added as (0 + 1) + (2 + 3) before the lanes are.
 //
-// Time of a launch = what stands before its first weights + bytes / bandwidth. Every block makes the input for itself in shared
-// memory (Input); while it waits for the launch before it and while it makes the input, the first weights of every warp come
-// into L2 (fetch_unit), later ones one unit ahead. A launch of one block per SM leaves the next one room to do that beside it.
+// Every block makes the input for itself in shared memory (Input); while it waits for the launch before it and while it makes the
+// input, the first weights of every warp come into L2 (fetch_item), later ones one item ahead. What a launch takes beyond bytes /
+// bandwidth is the chain of instructions of one warp, five cycles each, and those that the instruction cache has to fetch: few and
+// rolled instructions on the path that is executed count for more here than bytes under way.
 
 typedef enum {
     JOB_STORE,                // out = w y, soft-capped when cap > 0
@@ -1167,16 +1186,18 @@ typedef struct {
     const float *u;           // JOB_INJECT
     int      u_stride;
     float    cap;
-    int      tile;            // features that one block (32: GATED, INJECT, whose groups are quantised) or warp (4) takes
-    int      blocks_x, blocks_y;               // tiles or units of a row or pair; how many of these a chunk of rows has
+    bool     is_tiled;        // its items are tiles, which a block takes; else units, a warp each
+    int      tile;            // features of an item: 32 (GATED, INJECT, whose groups are quantised), 4, or 1 (units of floats)
+    int      blocks_x, n_items;                // of a row or pair, in all of a chunk of rows
     int      row_bytes[2][4]; // of each plane of w and up
+    int      ahead[2][4];     // of those, how many are asked for before the row is begun
     int      quads;           // floats: rows lie at multiples of 16 bytes
 } Job;
 
 enum { MAX_JOBS = 6, MAX_INPUTS = 2, PRODUCT_WARPS = ROW_THREADS / 32, UNIT = 4, TILE = PRODUCT_WARPS * UNIT,
        TILE_ROWS = 4,         // from here on inputs are prepared in global memory
        CHUNK_ROWS = 3,        // rows that a block works on at once
-       AHEAD_BYTES = 1536,    // of a row of a plane that fetch_unit asks for
+       AHEAD_STEPS = 12,      // so many times 8 groups of a row are asked for before it is begun: more would not fit into L2
        ROW_STEP = 384 };      // bytes of 8 groups of an int8 row in shared memory
 
 // An input as a block holds it in shared memory. f32: rows of f_row bytes, padded with zeros. int8: for 8 groups at a time the
@@ -1186,6 +1207,7 @@ typedef struct {
     Prepared from;            // in global memory, (n_rows * rows_each, cols); without pointers: made by the block
     int cols, rows_each;      // rows per row of the step: 1; JOB_DOWN: n_used
     int f_at, f_row, q_at, q_row;              // offsets and bytes of a row; a row of 0 bytes: that form is not wanted
+    Divisor by_pieces;        // 16 bytes of an int8 row
 } Input;
 
 typedef struct {              // JOB_STORE number `job` is a router: who finishes its last unit chooses the experts
@@ -1208,7 +1230,8 @@ typedef struct {
     const int32_t *ids;       // experts of the pairs (row, choice) and, JOB_DOWN, their weights; NULL: none
     const float *pair_weights;
     int n_used;
-    int units_at, weights_at, pairs_at, keys_at, results_at, n_results;        // offsets in shared memory; floats that a warp keeps
+    int more;                 // blocks that get a tile more than the others, and no units
+    int weights_at, pairs_at, keys_at, results_at, n_results;  // offsets in shared memory; floats that a warp keeps
 } Jobs;
 
 // ---- inputs ----
@@ -1220,7 +1243,7 @@ __device__ static inline void put_meta(char *group, float s, int sum0, int sum1)
 // Rows first .. first + n_rows - 1 of what a producer left. Four loads per thread are under way at a time.
 __device__ static inline void copy_input(const Input &o, size_t first, int n_rows) {
     if (o.q_row) {
-        const int per_row = o.cols / 16, n = n_rows * per_row;
+        const int n = n_rows * (int)o.by_pieces.by;
         const uint4 *q = (const uint4 *)(o.from.q + first * o.cols);
         const float *s = o.from.s + first * (o.cols / 32);
         for (int base = threadIdx.x; base - (int)(threadIdx.x % 32) < n; base += 4 * ROW_THREADS) {
@@ -1234,7 +1257,7 @@ __device__ static inline void copy_input(const Input &o, size_t first, int n_row
             }
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                const int i = base + k * ROW_THREADS, r = i / per_row, half = i % per_row, g = half / 2;
+                const int i = base + k * ROW_THREADS, r = quotient(i, o.by_pieces), half = rest(i, o.by_pieces), g = half / 2;
                 const int sum = __dp4a(0x01010101, (int)v[k].x, __dp4a(0x01010101, (int)v[k].y,
                                 __dp4a(0x01010101, (int)v[k].z, __dp4a(0x01010101, (int)v[k].w, 0))));
                 const int other = __shfl_xor_sync(~0u, sum, 1);
@@ -1270,35 +1293,30 @@ __device__ static inline void put_values(const Input &o, int r, int i, float4 y)
     if (i % 32 == 0) put_meta(group, s, sum, other);
 }
 
-// Rows first_row .. first_row + n - 1 of the step, in all inputs that lie in global memory; of those that blocks make. Functions
-// of their own, so that their registers are nobody else's; the launch's jobs lie at the start of shared memory.
-__device__ __noinline__ static void copy_inputs(int first_row, int n) {
+// Rows first_row .. first_row + n - 1 of the step, in all inputs that lie in global memory; of those that blocks make. The launch's
+// jobs lie at the start of shared memory.
+__device__ static inline void copy_inputs(int first_row, int n) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
     for (int k = jobs.made.n; k < jobs.n_inputs; k++)
         copy_input(jobs.input[k], (size_t)first_row * jobs.input[k].rows_each, n * jobs.input[k].rows_each);
 }
-__device__ __noinline__ static void make_inputs(int first_row, int n, bool store_x) {
+template <int QUADS> __device__ __noinline__ static void make_inputs(int first_row, int n, bool store_x) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
     int turn = 0;
+#pragma unroll 1
     for (int r = 0; r < n; r++)
-        prepare_row<false>(jobs.made, first_row + r, (const float *)(shared_bytes + jobs.weights_at), NULL, store_x, &turn,
+        prepare_row<QUADS>(jobs.made, first_row + r, (const float *)(shared_bytes + jobs.weights_at), NULL, store_x, &turn,
                            [&](int k, int i, float4 y) { put_values(jobs.input[k], r, i, y); });
 }
 
-// ---- one unit ----
+// ---- what a warp does, in turn ----
 
-// What a lane reads of a row at a time: a group, or a chunk of 16 bytes of floats.
-template <DType T> struct Floats { static constexpr bool yes = false; static constexpr int chunk = 1; typedef Fetched<T> Held; };
-template <> struct Floats<T_F32>  { static constexpr bool yes = true; static constexpr int chunk = 4; typedef uint4 Held; };
-template <> struct Floats<T_F16>  { static constexpr bool yes = true; static constexpr int chunk = 8; typedef uint4 Held; };
-template <> struct Floats<T_BF16> { static constexpr bool yes = true; static constexpr int chunk = 8; typedef uint4 Held; };
-
-// How many of them are under way: what 48 to 64 registers hold. Fewer for more rows, whose sums need room, and for the types that
-// are seldom seen, which take half as long to compile for it.
-template <DType T, int R> struct Depth {
-    static constexpr int n = R > 1 ? 4 : Floats<T>::yes || T == T_Q4_K || T == T_Q6_K || T == T_Q4_0 || T == T_Q5_0 ? 8
-                           : T == T_Q5_K || T == T_Q8_0 ? 6 : 4;
-};
+// What a lane reads of a row at a time: a group, or a chunk of 16 bytes of floats. A row belongs to 8 lanes, or to 32.
+template <DType T> struct Floats { static constexpr bool yes = false; static constexpr int chunk = 1; };
+template <> struct Floats<T_F32>  { static constexpr bool yes = true; static constexpr int chunk = 4; };
+template <> struct Floats<T_F16>  { static constexpr bool yes = true; static constexpr int chunk = 8; };
+template <> struct Floats<T_BF16> { static constexpr bool yes = true; static constexpr int chunk = 8; };
+__device__ static inline bool of_floats(DType t) { return t == T_F32 || t == T_F16 || t == T_BF16; }
 
 // Chunk c of a row of floats; values behind its end are 0.
 template <DType T> __device__ static inline uint4 fetch_chunk(const uint8_t *row, int c, int cols, int quads) {
@@ -1321,137 +1339,17 @@ template <DType T> __device__ static inline float chunk_value(const uint4 &v, in
     return half_in(w >> 16 * (i % 2));
 }
 
-// What a warp works on: a unit of a job, or part of it.
-typedef struct {
-    int job, first;           // first feature
-    int e, ids_at;            // expert; JOB_DOWN: where those of the parts are
-    int part, end;            // parts: the matrix or gate (0), up (1), or the experts of a row (JOB_DOWN)
-    int y_at, y_row;          // the first row of the input that it reads, and bytes from row to row
-    int n;                    // rows of the step that it is for: the next n rows of the input. JOB_DOWN: 1, each part has a row
-    int results_at;           // the sum of part p, row r and feature f goes to results[(p * R + r) * UNIT + f]
-} Unit;                       // what ends in _at is an offset in shared memory
-
-// The sums of this warp's unit, for n <= R rows. What it needs lies in shared memory, and its caller keeps next to nothing in
-// registers: they are there for the groups that are under way.
-template <DType T, int R> __device__ static inline void multiply_unit(void) {
-    const Jobs &jobs = *(const Jobs *)shared_bytes;
-    const Unit &unit = ((const Unit *)(shared_bytes + jobs.units_at))[threadIdx.x / 32];
-    const Job &o = jobs.job[unit.job];
-    const int feature = min(unit.first + (int)(threadIdx.x % 32 / 8), o.rows - 1), n = unit.n, y_row = unit.y_row, end = unit.end;
-    int part = unit.part;
-    const char *y = shared_bytes + unit.y_at;
-    float *results = (float *)(shared_bytes + unit.results_at);
-    constexpr bool floats = Floats<T>::yes;
-    constexpr int n_sums = floats ? 4 : 1, step_bytes = floats ? 8 * Floats<T>::chunk * (int)sizeof(float) : ROW_STEP;
-    constexpr int depth = Depth<T, R>::n;
-    typename Floats<T>::Held held[depth];
-    const int l = threadIdx.x % 8;
-    const int n_chunks = floats ? (o.cols + Floats<T>::chunk - 1) / Floats<T>::chunk : o.cols / 32, n_steps = (n_chunks + 7) / 8;
-    const int total = (end - part) * n_steps;
-    Planes at;
-    int fetch_part = part, fetch_step = 0, step = 0;
-    auto enter = [&](int p) {
-        const bool up = o.kind == JOB_GATED && p;
-        const int e = o.kind == JOB_DOWN ? ((const int *)(shared_bytes + unit.ids_at))[p] : unit.e;
-        const size_t row = e * o.rows_e + (up ? o.up_first : 0) + feature;
-        if constexpr (floats) at.lo = (up ? o.up.lo : o.w.lo) + row * o.cols * (16 / Floats<T>::chunk);
-        else at = planes_from<T>(up ? o.up : o.w, row * n_chunks);
-    };
-    // Behind the end of a row its last group or chunk is read again, and not used: so that `held` has a value on every path, and
-    // takes no registers outside of this unit.
-    auto fetch = [&](typename Floats<T>::Held *h) {
-        const int c = min(l + 8 * fetch_step, n_chunks - 1);
-        if constexpr (floats) *h = fetch_chunk<T>(at.lo, c, o.cols, o.quads);
-        else fetch_group<T>(at, c, h);
-        if (++fetch_step < n_steps) return;
-        fetch_step = 0;
-        if (++fetch_part < end) enter(fetch_part);
-    };
-    enter(part);
-#pragma unroll
-    for (int i = 0; i < depth; i++) fetch(&held[i]);
-
-    float sum[R][n_sums];
-    for (int r = 0; r < R; r++)
-        for (int i = 0; i < n_sums; i++) sum[r][i] = 0;
-    y += l * (floats ? step_bytes / 8 : 16);
-    if (o.kind == JOB_DOWN) y += part * y_row;
-    for (int t = 0; t < total; t += depth) {
-#pragma unroll
-        for (int i = 0; i < depth; i++) {
-            if (t + i >= total) break;
-            if (l + 8 * step < n_chunks) {
-                const char *from = y + step * step_bytes;
-                if constexpr (floats) {
-#pragma unroll
-                    for (int r = 0; r < R; r++) {
-                        if (R > 1 && r >= n) break;
-#pragma unroll
-                        for (int k = 0; k < Floats<T>::chunk; k += 4) {
-                            const float4 v = *(const float4 *)(from + r * y_row + k * sizeof(float));
-                            sum[r][0] = __fmaf_rn(chunk_value<T>(held[i], k), v.x, sum[r][0]);
-                            sum[r][1] = __fmaf_rn(chunk_value<T>(held[i], k + 1), v.y, sum[r][1]);
-                            sum[r][2] = __fmaf_rn(chunk_value<T>(held[i], k + 2), v.z, sum[r][2]);
-                            sum[r][3] = __fmaf_rn(chunk_value<T>(held[i], k + 3), v.w, sum[r][3]);
-                        }
-                    }
-                } else {
-                    Group x;
-                    unpack_group<T>(held[i], l, &x);
-#pragma unroll
-                    for (int r = 0; r < R; r++) {
-                        if (R > 1 && r >= n) break;
-                        const char *row = from + r * y_row;
-                        const uint4 q0 = *(const uint4 *)row, q1 = *(const uint4 *)(row + 128);
-                        const float s = *(const float *)(row + 256);
-                        int sum0 = 0, sum1 = 0;
-                        if (Traits<T>::offset || Traits<T>::min) {
-                            if (Traits<T>::halves) {
-                                const int2 sums = *(const int2 *)(row + 264);
-                                sum0 = sums.x, sum1 = sums.y;
-                            } else {
-                                sum0 = *(const int *)(row + 260);
-                            }
-                        }
-                        const unsigned qs[8] = { q0.x, q0.y, q0.z, q0.w, q1.x, q1.y, q1.z, q1.w };
-                        int dot[2] = { 0, 0 };
-                        for (int k = 0; k < 8; k++) {
-                            const int half = Traits<T>::halves ? k / 4 : 0;
-                            dot[half] = __dp4a((int)x.c[k], (int)qs[k], dot[half]);
-                        }
-                        sum[r][0] = __fmaf_rn(s, group_term<T>(x.a, x.m, dot[0], dot[1], sum0, sum1), sum[r][0]);
-                    }
-                }
-            }
-            if (t + i + depth < total) fetch(&held[i]);
-            if (++step < n_steps) continue;
-            for (int r = 0; r < R; r++) {
-                if (R > 1 && r >= n) break;
-                float v = n_sums == 1 ? sum[r][0] : (sum[r][0] + sum[r][1]) + (sum[r][n_sums - 2] + sum[r][n_sums - 1]);
-                for (int h = 4; h > 0; h /= 2) v += __shfl_xor_sync(~0u, v, h);
-                if (l == 0) results[(part * R + r) * UNIT + threadIdx.x % 32 / 8] = v;
-                for (int k = 0; k < n_sums; k++) sum[r][k] = 0;
-            }
-            step = 0;
-            part++;
-            if (o.kind == JOB_DOWN) y += y_row;
-        }
-    }
-}
-
 // A tile or unit of a job: its first feature, and its pair (JOB_GATED with ids) or row (JOB_DOWN) within the chunk, else 0.
 typedef struct { int job, first, pair; } Item;
 
 __device__ static inline Item item_at(const Jobs &jobs, bool tile, int i) {
-    int k = 0;
-    for (int n;; k++) {
-        const Job &o = jobs.job[k];
-        if ((o.tile == TILE) != tile) continue;
-        if (i < (n = o.blocks_x * o.blocks_y)) break;
-        i -= n;
+    int k = 0, pair = 0;
+    while (jobs.job[k].is_tiled != tile || i >= jobs.job[k].n_items) {
+        if (jobs.job[k].is_tiled == tile) i -= jobs.job[k].n_items;
+        k++;
     }
-    const Job &o = jobs.job[k];
-    return { k, i % o.blocks_x * o.tile, i / o.blocks_x };
+    for (; i >= jobs.job[k].blocks_x; pair++) i -= jobs.job[k].blocks_x;
+    return { k, i * jobs.job[k].tile, pair };
 }
 
 // Whether it belongs to a row behind the n of the last chunk.
@@ -1459,83 +1357,140 @@ __device__ static inline bool behind(const Job &o, Item item, int n) {
     return o.ids && item.pair >= (o.kind == JOB_DOWN ? n : n * o.n_used);
 }
 
-// Asks for the first AHEAD_BYTES of every row of this warp's unit of a tile, or of a unit: a lane asks for those of one row. late:
-// the experts are known, and id_of tells them by pair of the chunk. What is asked for before take_turn() rests on ids that the
-// launch before the last has written; if they are older, on the wrong experts, which costs time and nothing else.
-template <typename Ids>
-__device__ static inline void fetch_unit(const Jobs &jobs, bool tile, int number, int n, bool late, Ids id_of) {
+// Asks for the weights of this warp's part of a tile, or of a unit: for `ahead` bytes of each row of each plane. Rows that are
+// wanted whole lie behind each other, and are asked for at once. Those of experts are left to those who know which ones.
+__device__ static inline void fetch_item(const Jobs &jobs, bool tile, int number) {
     const Item item = item_at(jobs, tile, number);
     const Job &o = jobs.job[item.job];
-    const int first = item.first + (tile ? UNIT * (int)(threadIdx.x / 32) : 0);
-    if (behind(o, item, n)) return;
-    if (o.ids && o.kind != JOB_DOWN && !late) return;
-    const int n_parts = o.kind == JOB_GATED ? 2 : o.kind == JOB_DOWN ? o.n_used : 1;
-    for (int i = threadIdx.x % 32; i < n_parts * UNIT; i += 32) {
-        const int part = i / UNIT, feature = first + i % UNIT, up = o.kind == JOB_GATED && part;
-        if (feature >= o.rows) continue;
-        const int pair = o.kind == JOB_DOWN ? item.pair * o.n_used + part : item.pair;
-        const int e = o.ids ? min(max(id_of(pair), 0), o.n_experts - 1) : 0;
-        const size_t row = e * o.rows_e + (up ? o.up_first : 0) + feature;
-        const Planes &w = up ? o.up : o.w;
-        const uint8_t *plane[4] = { w.lo, w.hi, w.head, w.sup };
+    const int lane = threadIdx.x % 32, up = lane / 16, plane = lane / 4 % 4, rows = min(o.tile, UNIT);
+    const int feature = item.first + (tile ? UNIT * (int)(threadIdx.x / 32) : 0) + lane % 4;
+    const int row_bytes = o.row_bytes[up][plane], ahead = o.ahead[up][plane];
+    if (o.ids || up > (o.kind == JOB_GATED) || !ahead || feature >= o.rows || lane % 4 >= (ahead == row_bytes ? 1 : rows)) return;
+    const size_t from = (size_t)(&(up ? o.up : o.w).lo)[plane] + ((up ? o.up_first : 0) + feature) * row_bytes;
+    const size_t start = from & ~(size_t)15;
+    const int bytes = ahead == row_bytes ? min(o.rows - feature, rows) * row_bytes : ahead;
+    fetch_ahead((const void *)start, ((unsigned)(from - start) + bytes + 15) & ~15u);
+}
+
+// How many groups or chunks are under way for a lane at a time, of each of M rows of weights: 32 to 48 registers. More only make
+// the loop longer than the instruction cache likes.
+template <DType T, int M> struct Depth { static constexpr int n = M == 2 ? 2 : T == T_Q8_0 ? 4 : 6; };
+
+// Sums of M rows of weights (quantised: M times 4 that follow each other, 8 lanes each; floats: M rows) for n <= R rows of an
+// input: that of row m, input r and feature f goes to results[(m * R + r) * UNIT + f]. w: the planes of each; row: the number in
+// them of this lane's. y_at: of the first row of the input.
+template <DType T, int R, int M> __device__ static inline void multiply_rows(const Planes *w, const unsigned (&row)[2], int cols,
+        int quads, int y_at, int y_row, int n, float *results) {
+    constexpr bool floats = Floats<T>::yes, blocks = !floats && known_format(T).head_values == 256;
+    constexpr int depth = Depth<T, M>::n, lanes = floats ? 32 : 8, n_sums = floats ? 4 : 1;
+    constexpr int step_bytes = floats ? 32 * Floats<T>::chunk * (int)sizeof(float) : ROW_STEP;
+    const int lane = threadIdx.x % 32, l = lane % lanes;
+    const int n_chunks = floats ? div_up(cols, Floats<T>::chunk) : cols / 32, n_steps = div_up(n_chunks, lanes);
+    const char *y = shared_bytes + y_at + l * (floats ? step_bytes / 32 : 16);
+    Planes at[M];
+    typename std::conditional<floats, uint4, Fetched<T>>::type held[depth][M];
+    float sum[M][R][n_sums];
+    for (int m = 0; m < M; m++) {
+        if constexpr (floats) at[m].lo = w[m].lo + (size_t)row[m] * cols * (16 / Floats<T>::chunk);
+        else at[m] = planes_from<T>(w[m], (size_t)row[m] * n_chunks);
+        for (int r = 0; r < R; r++)
+            for (int k = 0; k < n_sums; k++) sum[m][r][k] = 0;
+    }
+    // Behind the end of a row its last group or chunk is read again, and not used.
+    auto fetch = [&](int i, int step) {
+        const int c = blocks ? l + 8 * min(step, n_steps - 1) : min(l + lanes * step, n_chunks - 1);
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const int bytes = o.row_bytes[up][k];
-            if (!bytes) continue;
-            const size_t from = (size_t)plane[k] + row * bytes, start = from & ~(size_t)15;
-            fetch_ahead((const void *)start, ((unsigned)(from - start) + min(bytes, AHEAD_BYTES) + 15) & ~15u);
+        for (int m = 0; m < M; m++) {
+            if constexpr (floats) held[i][m] = fetch_chunk<T>(at[m].lo, c, cols, quads);
+            else fetch_group<T>(at[m], c, &held[i][m]);
+        }
+    };
+#pragma unroll
+    for (int i = 0; i < depth; i++) fetch(i, i);
+#pragma unroll 1
+    for (int step = 0; step < n_steps; step += depth, y += depth * step_bytes) {
+#pragma unroll
+        for (int i = 0; i < depth; i++) {
+            if (step + i >= n_steps) break;
+            if (blocks || l + lanes * (step + i) < n_chunks) {
+                const char *from = y + i * step_bytes;
+                if constexpr (floats) {
+#pragma unroll
+                    for (int r = 0; r < R; r++) {
+                        if (R > 1 && r >= n) break;
+#pragma unroll
+                        for (int k = 0; k < Floats<T>::chunk; k += 4) {
+                            const float4 v = *(const float4 *)(from + r * y_row + k * sizeof(float));
+#pragma unroll
+                            for (int m = 0; m < M; m++) {
+                                sum[m][r][0] = __fmaf_rn(chunk_value<T>(held[i][m], k), v.x, sum[m][r][0]);
+                                sum[m][r][1] = __fmaf_rn(chunk_value<T>(held[i][m], k + 1), v.y, sum[m][r][1]);
+                                sum[m][r][2] = __fmaf_rn(chunk_value<T>(held[i][m], k + 2), v.z, sum[m][r][2]);
+                                sum[m][r][3] = __fmaf_rn(chunk_value<T>(held[i][m], k + 3), v.w, sum[m][r][3]);
+                            }
+                        }
+                    }
+                } else {
+                    Group x[M];
+#pragma unroll
+                    for (int m = 0; m < M; m++) unpack_group<T>(held[i][m], l, &x[m]);
+#pragma unroll
+                    for (int r = 0; r < R; r++) {
+                        if (R > 1 && r >= n) break;
+                        const char *in = from + r * y_row;
+                        const uint4 q0 = *(const uint4 *)in, q1 = *(const uint4 *)(in + 128), meta = *(const uint4 *)(in + 256);
+                        const unsigned qs[8] = { q0.x, q0.y, q0.z, q0.w, q1.x, q1.y, q1.z, q1.w };
+#pragma unroll
+                        for (int m = 0; m < M; m++) {
+                            int dot[2] = { 0, 0 };
+                            for (int k = 0; k < 8; k++) dot[k / 4] = __dp4a((int)x[m].c[k], (int)qs[k], dot[k / 4]);
+                            const float term = Traits<T>::halves
+                                ? group_term<T>(x[m].a, x[m].m, dot[0], dot[1], (int)meta.z, (int)meta.w)
+                                : group_term<T>(x[m].a, x[m].m, dot[0] + dot[1], 0, (int)meta.y, 0);
+                            sum[m][r][0] = __fmaf_rn(__uint_as_float(meta.x), term, sum[m][r][0]);
+                        }
+                    }
+                }
+            }
+            if (step + i + depth < n_steps) fetch(i, step + i + depth);
         }
     }
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            if (R > 1 && r >= n) break;
+            float v = n_sums == 1 ? sum[m][r][0] : (sum[m][r][0] + sum[m][r][1]) + (sum[m][r][n_sums - 2] + sum[m][r][n_sums - 1]);
+            for (int h = lanes / 2; h > 0; h /= 2) v += __shfl_xor_sync(~0u, v, h);
+            if (l == 0) results[(m * R + r) * UNIT + lane / lanes] = v;
+        }
 }
 
-// Units of block b: from the first `lead` those of its place among the blocks that got a tile less, then its share of the rest.
-__device__ static inline int unit_number(const Jobs &jobs, int i) {
-    const int b = blockIdx.x, n_blocks = gridDim.x, more = jobs.n_tiles % n_blocks, fewer = n_blocks - more;
-    const int lead = more ? min(2 * PRODUCT_WARPS * fewer, jobs.n_units) : 0;
-    const int n_lead = b >= more && lead > b - more ? (lead - (b - more) + fewer - 1) / fewer : 0;
-    return i < n_lead ? b - more + fewer * i : lead + b + n_blocks * (i - n_lead);
-}
-
-// Sets up this warp's part number k of a tile or unit (n: rows of the chunk) and asks for the next one's weights. Returns the type
-// of its matrix; -1: there is nothing to do. Every part of a unit has the same type, unless gate's and up's differ.
-__device__ __noinline__ static int open_unit(bool tile, int number, int next, int k, int n, int results_at) {
-    const Jobs &jobs = *(const Jobs *)shared_bytes;
-    const int *ids = (const int *)(shared_bytes + jobs.pairs_at), warp = threadIdx.x / 32, offset = tile ? UNIT * warp : 0;
-    const Item item = item_at(jobs, tile, number);
-    const Job &o = jobs.job[item.job];
-    const Input &in = jobs.input[o.source];
-    const bool pairs = o.kind == JOB_GATED && o.ids, down = o.kind == JOB_DOWN;
-    const int n_parts = o.kind == JOB_GATED ? 2 : down ? o.n_used : 1;
-    const int at_once = o.kind == JOB_GATED && o.up_type != o.type ? 1 : n_parts, part = k * at_once;
-    if (part >= n_parts || item.first + offset >= o.rows || behind(o, item, n)) return -1;
-    const DType t = part && o.kind == JOB_GATED ? o.up_type : o.type;
-    const bool floats = t == T_F32 || t == T_F16 || t == T_BF16;
-    const int y_first = down ? item.pair * o.n_used : pairs ? item.pair / o.n_used : 0;
-    Unit unit;
-    unit.job = item.job;
-    unit.first = item.first + offset;
-    unit.e = pairs ? ids[item.pair] : 0;
-    unit.ids_at = jobs.pairs_at + (down ? item.pair * o.n_used * (int)sizeof(int) : 0);
-    unit.part = part;
-    unit.end = part + at_once;
-    unit.y_row = floats ? in.f_row : in.q_row;
-    unit.y_at = (floats ? in.f_at : in.q_at) + y_first * unit.y_row;
-    unit.n = pairs || down ? 1 : n;
-    unit.results_at = results_at + warp * jobs.n_results * (int)sizeof(float);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ((Unit *)(shared_bytes + jobs.units_at))[warp] = unit;
-    __syncwarp();
-    if (k == 0 && next < (tile ? jobs.n_tiles : jobs.n_units))
-        fetch_unit(jobs, tile, next, n, true, [&](int pair) { return ids[pair]; });
-    return t;
-}
-
-template <int R> __device__ static inline void multiply(int type) {
+// The same for the type of the matrix; a function of its own, so that all registers are there for it.
+template <int R, int M> __device__ __noinline__ static void multiply(DType type, const Planes *w, unsigned row0, unsigned row1,
+        int cols, int quads, int y_at, int y_row, int n, float *results) {
+    const unsigned row[2] = { row0, row1 };
     switch (type) {
-#define CASE(T) case T: multiply_unit<T, R>(); break;
+#define CASE(T) case T: multiply_rows<T, R, M>(w, row, cols, quads, y_at, y_row, n, results); break;
     QUANTISED_TYPES(CASE)
     CASE(T_F32) CASE(T_F16) CASE(T_BF16)
 #undef CASE
+    }
+}
+
+// One matrix of a job, or both of gate and up (M = 2): features from `first` on, UNIT of them or `count` of floats, of expert e,
+// times n rows of the input from y_first on.
+template <int R, int M> __device__ static inline void multiply_part(const Jobs &jobs, const Job &o, bool up, int e, int first,
+        int count, int y_first, int n, float *results) {
+    const DType type = up ? o.up_type : o.type;
+    const Input &in = jobs.input[o.source];
+    const bool floats = of_floats(type);
+    const int y_row = floats ? in.f_row : in.q_row, y_at = (floats ? in.f_at : in.q_at) + y_first * y_row;
+#pragma unroll 1
+    for (int i = 0; i < (floats ? count : 1); i++) {
+        const unsigned row = (unsigned)(e * o.rows_e) + (up ? (unsigned)o.up_first : 0) +
+                             min(first + (floats ? i : (int)(threadIdx.x % 32 / 8)), o.rows - 1);
+        multiply<R, M>(type, up ? &o.up : &o.w, row, row + (unsigned)o.up_first, o.cols, o.quads, y_at, y_row, n, results + i);
     }
 }
 
@@ -1572,18 +1527,31 @@ __device__ static inline void choose_experts(const Choice &o, const float *logit
     o.weights[row * o.n_used + lane] = weight / sum * (o.expert_scale ? o.expert_scale[id] : 1);
 }
 
-// The results of a tile: act(gate) * up, or gelu(sum) * u, as Act. A warp takes 32 features of one row.
-template <int R> __device__ __noinline__ static void finish_tile(int number, int first_row, int n, int results_at) {
+// The results of a tile: act(gate) * up, or gelu(sum) * u, as Act: a warp takes 32 features of one row. Or the weighted sum of a
+// row's experts, by one warp.
+template <int R> __device__ __noinline__ static void finish_tile(int number, int first_row, int n, const float *results) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, *ids = (const int *)(shared_bytes + jobs.pairs_at);
+    if (warp >= n) return;
     const Item item = item_at(jobs, true, number);
     const Job &o = jobs.job[item.job];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const bool pairs = o.kind == JOB_GATED && o.ids, inside = item.first + lane < o.rows;
-    if (warp >= (pairs ? 1 : n) || behind(o, item, n)) return;
-    const float *sum = (const float *)(shared_bytes + results_at) + lane / UNIT * jobs.n_results + lane % UNIT;
-    const int e = pairs ? ((const int *)(shared_bytes + jobs.pairs_at))[item.pair] : 0;
-    const size_t row = pairs ? (size_t)first_row * o.n_used + item.pair : first_row + warp;
-    const size_t at = row * o.rows + item.first;
+    if ((warp && o.ids) || behind(o, item, n)) return;
+    if (o.kind == JOB_DOWN) {
+        if (lane >= UNIT || !inside) return;
+        ids += item.pair * o.n_used;
+        const float *weights = (const float *)ids + R * jobs.n_used;
+        float v = 0;
+        for (int j = 0; j < o.n_used; j++) {
+            const float sum = results[j * UNIT + lane];
+            v = __fmaf_rn(weights[j], o.factor ? o.factor[ids[j]] * sum : sum, v);
+        }
+        o.out[(size_t)(first_row + item.pair) * o.rows + item.first + lane] = v;
+        return;
+    }
+    const float *sum = results + lane / UNIT * jobs.n_results + lane % UNIT;
+    const int e = pairs ? ids[item.pair] : 0;
+    const size_t row = pairs ? (size_t)first_row * o.n_used + item.pair : first_row + warp, at = row * o.rows + item.first;
     float v = inside ? sum[warp * UNIT] : 0;
     if (o.factor) v *= o.factor[e];
     if (o.kind == JOB_GATED) {
@@ -1596,100 +1564,92 @@ template <int R> __device__ __noinline__ static void finish_tile(int number, int
     if (o.act.q) quantise_group(v, o.act.q + at, o.act.s + at / 32);
 }
 
-// The results of a unit: a product, or the weighted sum of a row's experts. A lane takes one feature of one row. The last of a
-// router's units chooses the experts.
-template <int R> __device__ __noinline__ static void finish_unit(int number, int first_row, int n, int results_at) {
+// A unit of a router is done, logits of n rows from first_row on; the warp that did the last one chooses the experts.
+__device__ __noinline__ static void router_unit_done(int first_row, int n) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
-    const Item item = item_at(jobs, false, number);
-    const Job &o = jobs.job[item.job];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / UNIT, feature = item.first + lane % UNIT;
-    const float *results = (const float *)(shared_bytes + results_at) + warp * jobs.n_results;
-    const bool down = o.kind == JOB_DOWN;
-    if (behind(o, item, n)) return;
-    if (r < (down ? 1 : n) && feature < o.rows) {
-        float v = 0;
-        if (down) {
-            const int *ids = (const int *)(shared_bytes + jobs.pairs_at) + item.pair * o.n_used;
-            const float *weights = (const float *)(shared_bytes + jobs.pairs_at) + (R + item.pair) * o.n_used;
-            for (int j = 0; j < o.n_used; j++) {
-                const float sum = results[j * R * UNIT + lane];
-                v = __fmaf_rn(weights[j], o.factor ? o.factor[ids[j]] * sum : sum, v);
-            }
-        } else {
-            v = results[lane];
-            if (o.factor) v *= *o.factor;
-            if (o.cap > 0) v = o.cap * tanhf(v / o.cap);
-        }
-        o.out[(size_t)(first_row + (down ? item.pair : r)) * o.rows + feature] = v;
-    }
-    if (!jobs.choice.n || item.job != jobs.choice.job) return;
+    const Job &o = jobs.job[jobs.choice.job];
     __threadfence();                   // logits before the count
     __syncwarp();
-    int before = lane == 0 ? atomicAdd(&jobs.choice.done[blockIdx.y], 1) : 0;
+    int before = threadIdx.x % 32 == 0 ? atomicAdd(&jobs.choice.done[blockIdx.y], 1) : 0;
     before = __shfl_sync(~0u, before, 0);
     if (before != o.blocks_x - 1) return;
     __threadfence();                   // the count before logits
     for (int k = 0; k < n; k++)
         choose_experts(jobs.choice, o.out, first_row + k, (unsigned *)(shared_bytes + jobs.keys_at));
-    if (lane == 0) jobs.choice.done[blockIdx.y] = 0;
+    if (threadIdx.x % 32 == 0) jobs.choice.done[blockIdx.y] = 0;
 }
 
 // product: the jobs of a launch.
 //   shapes    w (rows, cols) per expert, y (n_rows, cols), out (n_rows, rows)
 //   launch    grid (1 or 2 blocks per SM, or fewer where there is less work; chunks of R rows), block 256, dynamic shared
-//             memory: jobs, inputs, norm weights, sums. Tiles (GATED, INJECT: 32 features, a warp 4 of them and both parts) go to
-//             the blocks in turn, then units, first to those that got a tile less
+//             memory: jobs, inputs, norm weights, sums. Tiles go to the blocks in turn: of JOB_GATED and JOB_INJECT 32 features, a
+//             warp 4 of them, of JOB_DOWN 4 features, a warp one expert of each 8. Then units of JOB_STORE, a warp for itself
 //   traffic   weights once per chunk of rows; every block reads the rows of the input and the norm weights from L2
 //   numerics  integer dot products per group, exact; f32 sums in the order above
-//   time      behind the launch before it: input 1.0 us (fetch 0.5, reductions 0.15 each, quantise 0.2), during which weights
-//             arrive; then what is left of bytes / bandwidth, and a last unit's 0.5. At 3.1 TB/s, Q4_K_M, one row, in us:
-//             26B  qkv 13.0 MB 4.9   attn_output 6.5 MB 2.9   gate_up + route 8.1 MB 3.4   expert_gate_up + down 21.9 MB 7.8
-//                  expert_down 10.9 MB 4.3   head 606 MB 197
-//             31B  qkv 49.5 MB 17   attn_output 24.8 MB 9   gate_up 130 MB 44   down 65 MB (Q6_K 95) 22 (32)   head 1156 MB 375
-//             E2B  qkv 2.2 MB 1.9   attn_output 1.8 MB 1.8   gate_up 10.6 or 21.2 MB 4.2 or 7.6   down half of that 2.5 or 4.2
-//                  ple_inject and proj 0.2 MB 1.5   per_layer_model_proj 27 MB 9.5   head 330 MB 107
 //   see       cpu_matmul, cpu_gate_up, cpu_route, cpu_expert_gate_up, cpu_expert_down, cpu_ple_inject, cpu_head
-template <int R> __global__ void __launch_bounds__(ROW_THREADS, 2) product_kernel(const __grid_constant__ Jobs jobs) {
-    const int warp = threadIdx.x / 32, first_row = blockIdx.y * R, n = min(R, jobs.n_rows - first_row);
-    const bool tiles = (int)blockIdx.x < jobs.n_tiles;
-    const int first = tiles ? blockIdx.x : unit_number(jobs, warp);
-    auto id_of = [&](int pair) { return __ldcg(jobs.ids + (size_t)first_row * jobs.n_used + pair); };
-    if (tiles || first < jobs.n_units) fetch_unit(jobs, tiles, first, n, false, id_of);
-    if (jobs.made.n) fetch_norm_weights(jobs.made, (float *)(shared_bytes + jobs.weights_at));
-    for (int i = threadIdx.x; i < (int)(sizeof(Jobs) / sizeof(int)); i += ROW_THREADS) // for the functions above
-        ((int *)shared_bytes)[i] = ((const int *)&jobs)[i];
+template <int R> __global__ void __launch_bounds__(ROW_THREADS, 2) product_kernel(const __grid_constant__ Jobs parameters) {
+    const Jobs &jobs = *(const Jobs *)shared_bytes;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = blockIdx.y * R;
+    if (parameters.made.n) fetch_norm_weights(parameters.made, (float *)(shared_bytes + parameters.weights_at));
+    for (int i = threadIdx.x; i < (int)(sizeof(Jobs) / sizeof(int)); i += ROW_THREADS)
+        ((int *)shared_bytes)[i] = ((const int *)&parameters)[i];
     __syncthreads();
+    const int n = min(R, jobs.n_rows - first_row), n_blocks = gridDim.x - jobs.more;
+    const int first_unit = (int)blockIdx.x < jobs.more ? jobs.n_units : blockIdx.x - jobs.more + n_blocks * warp;
+    if ((int)blockIdx.x < jobs.n_tiles) fetch_item(jobs, true, blockIdx.x);
+    else if (first_unit < jobs.n_units) fetch_item(jobs, false, first_unit);
     take_turn();
-    if (tiles && jobs.ids) fetch_unit(jobs, true, first, n, true, id_of);
+    int *ids = (int *)(shared_bytes + jobs.pairs_at);
     for (int i = threadIdx.x; i < n * jobs.n_used; i += ROW_THREADS) {
-        int *ids = (int *)(shared_bytes + jobs.pairs_at);
         ids[i] = __ldcg(jobs.ids + (size_t)first_row * jobs.n_used + i);
         if (jobs.pair_weights) ((float *)ids)[R * jobs.n_used + i] = jobs.pair_weights[(size_t)first_row * jobs.n_used + i];
     }
     copy_inputs(first_row, n);
-    if (jobs.made.n) make_inputs(first_row, n, blockIdx.x == gridDim.x - 1);           // the last block has the least to do: x' too
+    const bool last = blockIdx.x == gridDim.x - 1;     // has the least to do: x' too
+    if (jobs.made.n && jobs.made.cols <= HALF_COLS) make_inputs<ROW_QUADS / 2>(first_row, n, last);
+    if (jobs.made.n && jobs.made.cols > HALF_COLS) make_inputs<ROW_QUADS>(first_row, n, last);
     __syncthreads();
 
-    // Tiles, a block together, then units, each warp for itself.
-    for (int t = blockIdx.x, i = warp, lot = 0;;) {
-        const bool tile = t < jobs.n_tiles;
-        const int number = tile ? t : unit_number(jobs, i);
-        if (!tile && number >= jobs.n_units) break;
-        const int next = tile ? t + (int)gridDim.x : unit_number(jobs, i + PRODUCT_WARPS);
-        const int results_at = jobs.results_at + lot * PRODUCT_WARPS * jobs.n_results * (int)sizeof(float);
-        for (int k = 0, type; (type = open_unit(tile, number, next, k, n, results_at)) >= 0; k++) multiply<R>(type);
-        if (tile) {
-            __syncthreads();           // sums are whole. The other lot is free again: who read it has arrived here since
-            finish_tile<R>(number, first_row, n, results_at);
-            lot ^= 1;
-            t += gridDim.x;
-            if (t >= jobs.n_tiles) __syncthreads();    // and both lots are free
-        } else {
-            __syncwarp();
-            finish_unit<R>(number, first_row, n, results_at);
-            __syncwarp();              // the sums have been read
-            i += PRODUCT_WARPS;
+    float *all_results = (float *)(shared_bytes + jobs.results_at);
+    for (int t = blockIdx.x, lot = 0; t < jobs.n_tiles; t += gridDim.x, lot ^= 1) {
+        const Item item = item_at(jobs, true, t);
+        const Job &o = jobs.job[item.job];
+        float *results = all_results + lot * PRODUCT_WARPS * jobs.n_results;
+        if (t + (int)gridDim.x < jobs.n_tiles) fetch_item(jobs, true, t + gridDim.x);
+        else if (first_unit < jobs.n_units) fetch_item(jobs, false, first_unit);
+        if (!behind(o, item, n) && o.kind == JOB_DOWN) {
+            for (int j = warp; j < o.n_used; j += PRODUCT_WARPS) {
+                const int pair = item.pair * o.n_used + j;
+                multiply_part<R, 1>(jobs, o, false, ids[pair], item.first, UNIT, pair, 1, results + j * UNIT);
+            }
+        } else if (!behind(o, item, n) && item.first + UNIT * warp < o.rows) {
+            const int e = o.ids ? ids[item.pair] : 0, y_first = R > 1 && o.ids ? item.pair / o.n_used : 0;
+            float *own = results + warp * jobs.n_results;
+            const bool both = o.kind == JOB_GATED && o.up_type == o.type;
+            if (both) multiply_part<R, 2>(jobs, o, false, e, item.first + UNIT * warp, UNIT, y_first, o.ids ? 1 : n, own);
+            for (int up = 0; !both && up < (o.kind == JOB_GATED ? 2 : 1); up++)
+                multiply_part<R, 1>(jobs, o, up, e, item.first + UNIT * warp, UNIT, y_first, o.ids ? 1 : n, own + up * R * UNIT);
         }
+        __syncthreads();               // sums are whole. The other lot is free again: who read it has arrived here since
+        finish_tile<R>(t, first_row, n, results);
+    }
+    if (jobs.n_tiles && jobs.n_units) __syncthreads();                 // and both lots are free
+    float *results = all_results + warp * jobs.n_results;
+    for (int i = first_unit; i < jobs.n_units; i += n_blocks * PRODUCT_WARPS) {
+        const Item item = item_at(jobs, false, i);
+        const Job &o = jobs.job[item.job];
+        if (i + n_blocks * PRODUCT_WARPS < jobs.n_units) fetch_item(jobs, false, i + n_blocks * PRODUCT_WARPS);
+        multiply_part<R, 1>(jobs, o, false, 0, item.first, 1, 0, n, results);
+        __syncwarp();
+        const int r = lane / UNIT, feature = item.first + lane % UNIT;
+        if (r < n && lane % UNIT < o.tile && feature < o.rows) {
+            float v = results[lane];
+            if (o.factor) v *= *o.factor;
+            if (o.cap > 0) v = o.cap * tanhf(v / o.cap);
+            o.out[(size_t)(first_row + r) * o.rows + feature] = v;
+        }
+        __syncwarp();                  // the sums have been read
+        if (jobs.choice.n && item.job == jobs.choice.job) router_unit_done(first_row, n);
     }
 }
 
@@ -1701,7 +1661,8 @@ static void add_job(Jobs *jobs, Job o) {
     if (!is_float(o.type) && (o.cols % 32 || (size_t)o.in.q % 16))
         cuda_die("product %d x %d: int8 rows must be whole groups at multiples of 16 bytes", o.rows, o.cols);
     if (o.act.q && o.rows % 32) cuda_die("product %d x %d: an int8 result must be whole groups", o.rows, o.cols);
-    o.tile = o.kind == JOB_GATED || o.kind == JOB_INJECT ? TILE : UNIT;
+    o.is_tiled = o.kind != JOB_STORE;
+    o.tile = o.kind == JOB_GATED || o.kind == JOB_INJECT ? TILE : o.kind == JOB_STORE && is_float(o.type) ? 1 : UNIT;
     o.blocks_x = div_up(o.rows, o.tile);
     o.quads = 1;
     for (int k = 0; k < (o.kind == JOB_GATED ? 2 : 1); k++) {
@@ -1710,7 +1671,7 @@ static void add_job(Jobs *jobs, Job o) {
         Format f = { 0 };
         format_of(t, &f);
         if (is_float(t)) {
-            o.row_bytes[k][0] = (int)(values * float_size(t));
+            o.row_bytes[k][0] = o.ahead[k][0] = (int)(values * float_size(t));
             if ((o.row_bytes[k][0] | (size_t)(k ? o.up.lo : o.w.lo)) % 16) o.quads = 0;
             continue;
         }
@@ -1718,6 +1679,8 @@ static void add_job(Jobs *jobs, Job o) {
         o.row_bytes[k][1] = (int)(values / 32 * f.hi);
         o.row_bytes[k][2] = (int)(values / f.head_values * f.head);
         o.row_bytes[k][3] = (int)(values / 256 * f.sup);
+        for (int i = 0; i < 4; i++)
+            o.ahead[k][i] = (int)((size_t)o.row_bytes[k][i] * min_int(AHEAD_STEPS, div_up(o.cols, 256)) / div_up(o.cols, 256));
     }
     if (o.in.f || o.in.q) {
         int k = jobs->made.n;
@@ -1730,6 +1693,7 @@ static void add_job(Jobs *jobs, Job o) {
     Input *in = &jobs->input[o.source];
     const bool gated = o.kind == JOB_GATED;
     in->cols = o.cols;
+    in->by_pieces = divisor(max_int(1, o.cols / 16));
     in->rows_each = o.kind == JOB_DOWN ? o.n_used : 1;
     if (is_float(o.type) || (gated && is_float(o.up_type))) in->f_row = (int)round_up(o.cols, 8) * (int)sizeof(float);
     if (!is_float(o.type) || (gated && !is_float(o.up_type))) in->q_row = div_up(o.cols, 256) * ROW_STEP;
@@ -1745,16 +1709,17 @@ static void add_job(Jobs *jobs, Job o) {
 // at the end the slices meet in the order given above. So the bits are those of few rows.
 //
 // Weights come through a ring of stages in shared memory, each 8 groups of every feature, one for each warp, and the same groups
-// of the rows. The whole block copies a stage, so memory is read in whole lines, 128 bytes of a feature's low bits at a time (a
-// ring per warp would read 16 of every 128: each sector twice); a stage costs one barrier. Blocks take their pieces in turn and
-// go on asking for the next piece's weights while they work on the last stages of this one. Weights that do not depend on the
-// choice of experts are asked for before take_turn().
+// of the rows. The whole block copies a stage, so memory is read in whole lines, 128 bytes of a feature's low bits at a time; a
+// stage costs one barrier. What a thread copies is the same place of every stage of a piece: it finds out where once per piece
+// (begin_feed) and then goes on by constants. Blocks take their pieces in turn and go on asking for the next piece's weights
+// while they work on the last stages of this one. Weights that do not depend on the choice of experts are asked for before
+// take_turn().
 //
 // Experts: each block lists which of them the rows chose, and with each the rows that did; a piece is one expert's, with all of
-// its rows. JOB_DOWN: a block keeps its 32 features and goes through all experts, so that the sum over a row's experts needs no
-// other block, and no memory but its own.
+// its rows. JOB_DOWN: a block takes 64 features and every so manieth of the listed experts, and leaves the product of every pair in
+// global memory; the last of the blocks with the same features adds up each row's pairs, j ascending, whoever made them.
 
-enum { TILE_WARPS = 8, TILE_STAGES = 8, TILE_RING = 56 << 10, TILE_EXPERTS = 32 * TILE_WARPS, TILE_ROW = 8 * 32 + 16,
+enum { TILE_WARPS = 8, TILE_THREADS = 32 * TILE_WARPS, TILE_STAGES = 4, TILE_EXPERTS = TILE_THREADS, TILE_ROW = 8 * 32 + 16,
        SUMS_PITCH = 68, SUMS_BYTES = TILE_WARPS * 8 * SUMS_PITCH * 4 };
 
 // How 8 groups of one feature lie in a stage: its planes behind each other (lo at 0), each from the 16 bytes on in which it
@@ -1770,20 +1735,32 @@ __host__ __device__ static constexpr Record record_of(DType t) {
     r.hi = 8 * f.lo;
     r.head = r.hi + round_16(8 * f.hi + (f.hi && blocks == 8 ? 15 : 0));
     r.sup = r.head + round_16(head % 16 || blocks == 8 ? head + 15 : head);
-    r.size = round_16(r.sup + f.sup);
+    r.size = r.sup + round_16(f.sup);
     if (r.size / 16 % 2 == 0) r.size += 16;
     return r;
 }
+
+typedef struct {              // of a stage, in bytes
+    int lo_step;              // low bits of a feature
+    int lo_apart;             // from feature f to f + 32; 0: there is none
+    int rows_at;
+} Layout;
 
 typedef struct {              // a launch
     Jobs   jobs;
     Format format[MAX_JOBS];
     Record record[MAX_JOBS];  // size 0: a matrix of floats
-    int    features[MAX_JOBS];                 // of a piece, 32 or 64: JOB_GATED has 32 of gate and 32 of up
+    int    features[MAX_JOBS];                 // of the result that a piece makes
+    int    width[MAX_JOBS];   // features in a stage, 32 or 64: JOB_GATED has 32 of gate and 32 of up
     int    tiles[MAX_JOBS];   // pieces of a matrix
+    bool   floats;            // there are such
     int    expert_job, n_pairs;                // -1: none
+    int    runs;              // JOB_DOWN: blocks that share the experts of the same features; else 0
+    float *results;           // JOB_DOWN: (n_pairs, rows)
+    int   *arrived;           // JOB_DOWN: (tiles) 0 between launches
+    Layout layout[MAX_JOBS];
     int    stages, stage_bytes;                // of the ring
-    int    sums_at, lists_at, results_at;      // what follows it in shared memory
+    int    sums_at, lists_at;                  // what follows it in shared memory
 } Tiling;
 
 // The pairs of row and expert of a launch, by expert, as lists in shared memory. An entry is an expert with as many of its pairs
@@ -1802,49 +1779,64 @@ typedef struct {              // what a block does at a time
     int job, first;           // first feature
     int expert;               // 0 without experts
     int from, n;              // rows, or places in the lists of pairs
-    bool last;                // JOB_DOWN: the last expert of these features
+    bool last;                // JOB_DOWN: the last expert of this run
 } Piece;
 
 typedef struct { int item, part; } Walk;       // a block's way through its pieces
+
+// How many blocks share the experts of the same features: none has nothing to do.
+__device__ static inline int runs_of(const Tiling &t) { return min(t.runs, (int)*list_of(t, LIST_SIZE)); }
 
 __device__ static inline bool next_piece(const Tiling &t, Walk *w, Piece *p) {
     int i = w->item, k = 0;
     for (;; k++) {
         if (k == t.jobs.n) return false;
-        const int n = t.tiles[k] * (k == t.expert_job && t.jobs.job[k].kind == JOB_GATED ? *list_of(t, LIST_SIZE) : 1);
+        const int n = t.tiles[k] * (k != t.expert_job ? 1 : t.runs ? runs_of(t) : *list_of(t, LIST_SIZE));
         if (i < n) break;
         i -= n;
     }
     const Job &o = t.jobs.job[k];
-    const bool down = o.kind == JOB_DOWN;
-    const int entry = down ? w->part : i / t.tiles[k];
-    *p = (Piece){ k, i % t.tiles[k] * (o.kind == JOB_GATED ? 32 : t.features[k]), 0, 0, o.n_rows, true };
-    if (k == t.expert_job) {
+    const bool experts = k == t.expert_job;
+    int entry = experts ? (unsigned)i / (unsigned)t.tiles[k] : 0;
+    *p = (Piece){ k, (i - entry * t.tiles[k]) * t.features[k], 0, 0, o.n_rows, true };
+    if (experts) {
+        if (t.runs) {                                  // a run is every so manieth entry
+            const int runs = runs_of(t);
+            entry += w->part * runs;
+            p->last = entry + runs >= *list_of(t, LIST_SIZE);
+        }
         const uint16_t *first = list_of(t, LIST_FIRST) + entry;
         p->expert = list_of(t, LIST_EXPERT)[entry];
         p->from = first[0];
         p->n = first[1] - first[0];
-        p->last = !down || entry + 1 == *list_of(t, LIST_SIZE);
     }
     if (p->last) w->item += gridDim.x, w->part = 0;
     else w->part++;
     return true;
 }
 
-// The lists, the same in every block: thread e looks for the pairs of expert e. ids: (n_pairs + 3) room.
+// The lists, the same in every block: thread e looks for the pairs of expert e. ids: room for n_pairs, rounded up to 32.
 __device__ static inline void list_pairs(const Tiling &t, int at_once, int *ids) {
     __shared__ unsigned sums[TILE_WARPS];
     const Job &o = t.jobs.job[t.expert_job];
     const int lane = threadIdx.x % 32, n_pairs = t.n_pairs;
-    for (int i = threadIdx.x; i < n_pairs + 3; i += blockDim.x) ids[i] = i < n_pairs ? o.ids[i] : -1;
+    for (int i = threadIdx.x; i < div_up(n_pairs, 32) * 32; i += blockDim.x) ids[i] = i < n_pairs ? __ldcg(o.ids + i) : -1;
     __syncthreads();
+    auto own = [&](int base) {                         // those of the next 32 pairs that are this thread's
+        unsigned found = 0;
+#pragma unroll
+        for (int i = 0; i < 32; i += 4) {
+            const int4 v = *(const int4 *)(ids + base + i);
+            found |= (unsigned)(v.x == (int)threadIdx.x) << i | (unsigned)(v.y == (int)threadIdx.x) << (i + 1) |
+                     (unsigned)(v.z == (int)threadIdx.x) << (i + 2) | (unsigned)(v.w == (int)threadIdx.x) << (i + 3);
+        }
+        return found;
+    };
     int n = 0;
-    for (int i = 0; i < n_pairs; i += 4) {
-        const int4 v = *(const int4 *)(ids + i);
-        n += (v.x == (int)threadIdx.x) + (v.y == (int)threadIdx.x) + (v.z == (int)threadIdx.x) + (v.w == (int)threadIdx.x);
-    }
-    const unsigned own = (unsigned)div_up(n, at_once) << 16 | n;            // entries, pairs
-    unsigned end = own;
+#pragma unroll 1
+    for (int base = 0; base < n_pairs; base += 32) n += __popc(own(base));
+    const unsigned mine = (unsigned)div_up(n, at_once) << 16 | n;          // entries, pairs
+    unsigned end = mine;
     for (int by = 1; by < 32; by *= 2) {
         const unsigned before = __shfl_up_sync(~0u, end, by);
         if (lane >= by) end += before;
@@ -1852,13 +1844,15 @@ __device__ static inline void list_pairs(const Tiling &t, int at_once, int *ids)
     if (lane == 31) sums[threadIdx.x / 32] = end;
     __syncthreads();
     for (int w = 0; w < (int)threadIdx.x / 32; w++) end += sums[w];
-    int entry = (end - own) >> 16, at = (end - own) & 0xffff;
-    for (int i = 0, k = 0; k < n; i++) {
-        if (ids[i] != (int)threadIdx.x) continue;
-        if (k++ % at_once == 0) list_of(t, LIST_EXPERT)[entry] = threadIdx.x, list_of(t, LIST_FIRST)[entry++] = at;
-        list_of(t, LIST_PAIR)[at] = i;
-        list_of(t, LIST_ROW)[at++] = o.kind == JOB_DOWN ? i : i / o.n_used;
-    }
+    int entry = (end - mine) >> 16, at = (end - mine) & 0xffff, k = 0;
+#pragma unroll 1
+    for (int base = 0; k < n; base += 32)
+        for (unsigned found = own(base); found; found &= found - 1) {
+            const int i = base + __ffs(found) - 1;
+            if (k++ % at_once == 0) list_of(t, LIST_EXPERT)[entry] = threadIdx.x, list_of(t, LIST_FIRST)[entry++] = at;
+            list_of(t, LIST_PAIR)[at] = i;
+            list_of(t, LIST_ROW)[at++] = o.kind == JOB_DOWN ? i : i / o.n_used;
+        }
     if (threadIdx.x == blockDim.x - 1) {
         *list_of(t, LIST_SIZE) = end >> 16;
         list_of(t, LIST_FIRST)[end >> 16] = end & 0xffff;
@@ -1866,109 +1860,140 @@ __device__ static inline void list_pairs(const Tiling &t, int at_once, int *ids)
     __syncthreads();                                   // every thread reads them, and ids may be overwritten
 }
 
-// Number of the planes' row that holds feature f = 0 or 32 of a piece.
-__device__ static inline unsigned piece_row(const Job &o, const Piece &p, int f) {
-    return (unsigned)(p.expert * o.rows_e) + p.first + (o.kind == JOB_GATED && f ? (unsigned)o.up_first : f);
+// Number of the planes' row that holds the first of 32 features of a piece, half 0 or 1.
+__device__ static inline unsigned piece_row(const Job &o, const Piece &p, int half) {
+    return (unsigned)(p.expert * o.rows_e) + p.first + (!half ? 0 : o.kind == JOB_GATED ? (unsigned)o.up_first : 32);
 }
 
 // ---- copies ----
 
-typedef struct {              // how far the block has asked for its pieces
-    Walk     walk;
-    Piece    piece;
-    int      stage, n_stages;
-    unsigned lo, other;       // groups of the matrix that this thread copies next: their low bits, their other planes
-} Feed;
+// 16 bytes that a thread copies of each stage, from a plane whose rows begin anywhere: whole ones, so what lies before a plane's
+// bytes comes along.
+typedef struct {
+    const uint8_t *row;       // where the row begins, at a multiple of 16
+    int at, end, step;        // what is next, the end of the row, bytes from stage to stage
+    int to;                   // where it goes in a stage
+} PlaneCopy;
 
-// Threads 8 f .. copy the low bits of features f and f + 32, threads 4 f .. the other planes of feature f. Number of a group:
-// below 2^32.
-__device__ static inline void begin_feed(const Tiling &t, Feed *f) {
-    const Job &o = t.jobs.job[f->piece.job];
-    const int n_groups = o.cols / 32, h = threadIdx.x / 4 & 32;
-    f->lo = (piece_row(o, f->piece, 0) + threadIdx.x / 8) * n_groups;
-    f->other = (piece_row(o, f->piece, h) + threadIdx.x / 4 % 32) * n_groups;
-    f->stage = 0;
-    f->n_stages = div_up(n_groups, 8);
-}
+// How far the block has asked for its pieces, and what this thread copies of the next stage. Rows come in int8, TILE_ROW bytes
+// apart, then their scales, (8 groups, 8 NT rows). A copy is left out where the row ends before its group.
+enum { NOTHING = 1 << 30 };                            // a group that no row has
+template <int NT> struct Feed {
+    static constexpr int n_rows = (NT + 1) / 2, n_scales = (NT + 3) / 4;       // per thread
+    Walk      walk;
+    int       groups;         // of a piece that are left; at most 0: the next piece's turn
+    const uint8_t *lo[2];     // low bits of features f and f + 32
+    int       lo_group, lo_to;                 // place in a stage
+    PlaneCopy other[2];
+    int       job;
+    int       q[n_rows], s[n_scales];          // distance from the first of them; below 0: nothing to copy
+};
 
-// 16 bytes at a time, whole ones: what lies before a plane's bytes comes along. Features behind the last one are left out.
-__device__ static inline void copy_weights(const Tiling &t, const Feed &f, char *to) {
-    const Job &o = t.jobs.job[f.piece.job];
-    const Format &form = t.format[f.piece.job];
-    const Record &r = t.record[f.piece.job];
-    const bool gated = o.kind == JOB_GATED;
-    const int n_groups = o.cols / 32, groups = min(8, n_groups - 8 * f.stage), left = o.rows - f.piece.first;
-    const int i = threadIdx.x / 8, j = threadIdx.x / 4, c = threadIdx.x % 4;
-    const int at = threadIdx.x % 8 * 16, bytes = groups * form.lo;
-    char *record = to + i * r.size + at;
-    const bool here[2] = { i < left, gated ? i < left : i + 32 < left && t.features[f.piece.job] == 64 };
+// The next piece. Threads 8 f .. copy the low bits of features f and f + 32, 16 bytes each (8-bit types: and 16 more). Lane f
+// copies something else of feature f, in even warps, or f + 32: other[0] are the bits above them, other[1] heads (warps 0 .. 5) and
+// sups. Instead of features behind the last one the last one comes again.
+template <int NT> __device__ static inline void begin_feed(const Tiling &t, Feed<NT> *f) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    f->job = 0;
+    f->groups = NOTHING / 2;                           // behind the last piece nothing is copied, for ever
+    f->lo_group = NOTHING;
+    for (int k = 0; k < 2; k++) f->other[k].end = f->other[k].at = f->other[k].step = 0;
+    for (int k = 0; k < f->n_rows; k++) f->q[k] = INT_MIN;
+    for (int k = 0; k < f->n_scales; k++) f->s[k] = INT_MIN;
+    Piece piece;
+    do
+        if (!next_piece(t, &f->walk, &piece)) return;
+    while (!t.record[piece.job].size);
+    const int job = f->job = piece.job, width = t.width[job];
+    const Job &o = t.jobs.job[job];
+    const Format &form = t.format[job];
+    const Record &r = t.record[job];
+    const bool gated = o.kind == JOB_GATED, blocks = form.head_values == 256;
+    const int n_groups = f->groups = o.cols / 32;
+    f->lo_to = threadIdx.x / 8 * r.size + threadIdx.x % 8 * 16;
+    const int c = threadIdx.x % 8;
+    if (16 * c < t.layout[job].lo_step) f->lo_group = form.lo == 32 ? c / 2 : form.lo == 16 ? c : 2 * c;
+    const int last = o.rows - 1 - piece.first;      // number of the last feature
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const unsigned group = f.lo + (h ? (gated ? (unsigned)o.up_first : 32) * n_groups : 0);
-        const uint8_t *from = (h && gated ? o.up.lo : o.w.lo) + (size_t)group * form.lo + at;
-        if (here[h] && at < bytes) copy_ahead(record + 32 * h * r.size, from);
-        if (here[h] && at + 128 < bytes) copy_ahead(record + 32 * h * r.size + 128, from + 128);       // of 8 bits
+        const unsigned row = piece_row(o, piece, h) + min((int)threadIdx.x / 8, h && !gated ? max(last - 32, -32) : last);
+        f->lo[h] = (h && gated ? o.up.lo : o.w.lo) + (size_t)row * n_groups * form.lo + threadIdx.x % 8 * 16;
     }
-    if (gated ? j % 32 >= left : j >= left || j >= t.features[f.piece.job]) return;
-    const Planes &w = gated && j >= 32 ? o.up : o.w;
-    const bool blocks = form.head_values == 256;
-    record = to + j * r.size + c * 16;
-    const uint8_t *hi = w.hi + (size_t)f.other * form.hi, *head = w.head + (size_t)(blocks ? f.other / 8 : f.other) * form.head;
-    const int before_hi = (int)((size_t)hi & 15), before_head = (int)((size_t)head & 15);
-    if (16 * c < before_hi + groups * form.hi) copy_ahead(record + r.hi, hi - before_hi + 16 * c);
-    if (16 * c < before_head + (blocks ? 1 : groups) * form.head) copy_ahead(record + r.head, head - before_head + 16 * c);
-    if (c == 3 && form.sup) {
-        const uint8_t *sup = w.sup + (size_t)(f.other / 8) * form.sup;
-        copy_word_ahead(record + r.sup - 48, sup - ((size_t)sup & 3));
-    }
-}
-
-// Rows in int8, TILE_ROW bytes apart, then their scales: (8 groups, room rows).
-__device__ static inline void copy_rows(const Tiling &t, const Feed &f, char *to, int room) {
-    const Job &o = t.jobs.job[f.piece.job];
-    const int n_groups = o.cols / 32, groups = min(8, n_groups - 8 * f.stage);
-    const bool listed = f.piece.job == t.expert_job;
-    float *s = (float *)(to + room * TILE_ROW);
+    const int half = warp % 2;
+    const Planes &w = half && gated ? o.up : o.w;
+    const unsigned row = piece_row(o, piece, half) + min(lane, half && !gated ? max(last - 32, -32) : last);
 #pragma unroll
-    for (int k = 0; k < div_up(room * 16, 32 * TILE_WARPS); k++) {
-        const int i = threadIdx.x + 32 * TILE_WARPS * k, r = i / 16, c = i % 16;
-        if (r >= f.piece.n || c >= 2 * groups) continue;
-        const unsigned row = listed ? list_of(t, LIST_ROW)[f.piece.from + r] : r, group = row * n_groups + f.stage * 8;
-        copy_ahead(to + r * TILE_ROW + 16 * c, o.in.q + (size_t)group * 32 + 16 * c);
-        if (c < groups) copy_word_ahead(s + c * room + r, o.in.s + group + c);
+    for (int k = 0; k < 2; k++) {
+        const int plane = k == 0 ? 1 : warp < 6 ? 2 : 3, chunk = plane == 3 ? 0 : warp / 2;
+        const int step = plane == 1 ? 8 * form.hi : plane == 3 ? form.sup : blocks ? form.head : 8 * form.head;
+        if (!step || (half && width == 32)) continue;
+        const int bytes = o.row_bytes[half && gated][plane];
+        const uint8_t *begin = (plane == 1 ? w.hi : plane == 2 ? w.head : w.sup) + (size_t)row * bytes;
+        const int before = (int)((size_t)begin & 15);
+        f->other[k].row = begin - before;
+        f->other[k].at = before + 16 * chunk;
+        if (16 * chunk < step + (step % 16 && plane != 3 ? 15 : before)) f->other[k].end = before + bytes;
+        f->other[k].step = step;
+        f->other[k].to = (32 * half + lane) * r.size + (plane == 1 ? r.hi : plane == 2 ? r.head : r.sup) + 16 * chunk;
+    }
+#pragma unroll
+    for (int k = 0; k < f->n_rows + f->n_scales; k++) {
+        const bool scale = k >= f->n_rows;             // by the last threads first: they have no row to copy
+        const int i = scale ? TILE_THREADS - 1 - threadIdx.x + TILE_THREADS * (k - f->n_rows) : threadIdx.x + TILE_THREADS * k;
+        const int n = scale ? i / 8 : i / 16;
+        if (n >= piece.n) continue;
+        const int from = (job == t.expert_job ? list_of(t, LIST_ROW)[piece.from + n] : n) * n_groups;
+        if (scale) f->s[k - f->n_rows] = from + i % 8;
+        else f->q[k] = from * 32 + i % 16 * 16;
     }
 }
 
 // Asks for the next stage: its weights, its rows or both.
-__device__ static inline void feed_stage(const Tiling &t, Feed *f, int slot, bool weights, bool rows, int room) {
-    while (f->stage == f->n_stages) {
-        if (!next_piece(t, &f->walk, &f->piece)) return;
-        if (t.record[f->piece.job].size) begin_feed(t, f);
+template <int NT> __device__ static inline void feed_stage(const Tiling &t, Feed<NT> *f, const Layout &at, char *to,
+                                                                  bool weights, bool rows) {
+    const int u = threadIdx.x, v = TILE_THREADS - 1 - u;
+    if (weights) {
+        char *lo = to + f->lo_to;
+        const int apart = at.lo_apart, groups = apart ? f->groups : 0;  // of feature f + 32
+        if (f->lo_group < f->groups) copy_ahead(lo, f->lo[0]);
+        if (f->lo_group < groups) copy_ahead(lo + apart, f->lo[1]);
+        if (at.lo_step > 128) {                 // 8 bits
+            if (f->lo_group + 4 < f->groups) copy_ahead(lo + 128, f->lo[0] + 128);
+            if (f->lo_group + 4 < groups) copy_ahead(lo + apart + 128, f->lo[1] + 128);
+        }
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const int from = f->other[k].at & ~15;
+            if (from < f->other[k].end) copy_ahead(to + f->other[k].to, f->other[k].row + from);
+        }
     }
-    char *to = shared_bytes + slot * t.stage_bytes;
-    if (weights) copy_weights(t, *f, to);
-    if (rows) copy_rows(t, *f, to + t.features[f->piece.job] * t.record[f->piece.job].size, room);
-    f->stage++;
-    f->lo += 8, f->other += 8;
+    if (rows) {
+        const Prepared &in = t.jobs.job[f->job].in;
+        char *q = to + at.rows_at, *s = q + 8 * NT * TILE_ROW;
+#pragma unroll
+        for (int k = 0; k < f->n_rows; k++)
+            if (f->q[k] >= 0 && u % 16 / 2 < f->groups)
+                copy_ahead(q + (u / 16 + 16 * k) * TILE_ROW + u % 16 * 16, in.q + f->q[k]);
+#pragma unroll
+        for (int k = 0; k < f->n_scales; k++)
+            if (f->s[k] >= 0 && v % 8 < f->groups) copy_word_ahead(s + (v % 8 * 8 * NT + v / 8 + 32 * k) * 4, in.s + f->s[k]);
+    }
+    for (int k = 0; weights && k < 2; k++) f->lo[k] += at.lo_step, f->other[k].at += f->other[k].step;
+    for (int k = 0; rows && k < f->n_rows; k++) f->q[k] += 8 * 32;
+    for (int k = 0; rows && k < f->n_scales; k++) f->s[k] += 8;
+    f->groups -= 8;
 }
 
-// Until the next stage of n is there: all but the n - 2 lots asked for last.
+// Until the next stage of n is there: all but the n - 2 lots asked for last. Fewer than TILE_STAGES are rare: all.
 __device__ static inline void wait_stage(int n) {
-    switch (n) {
-    case 2: copied<0>(); return;
-    case 3: copied<1>(); return;
-    case 4: copied<2>(); return;
-    case 5: copied<3>(); return;
-    case 6: copied<4>(); return;
-    case 7: copied<5>(); return;
-    default: copied<6>();
-    }
+    if (n == TILE_STAGES) copied<TILE_STAGES - 2>();
+    else copied<0>();
 }
 
 // ---- arithmetic ----
 
 // Codes of this warp's group of 32 features, as multiply_int8 takes them. row: number of the planes' row of the first.
-template <DType T> __device__ static inline void tile_codes(unsigned (&a)[2][4], const char *records, unsigned row, int n_groups,
+template <DType T> __device__ static inline void tile_codes(unsigned (*a)[4], const char *records, unsigned row, int n_groups,
                                                             int stage) {
     constexpr Record rec = record_of(T);
     constexpr Format form = known_format(T);
@@ -1991,20 +2016,22 @@ template <DType T> __device__ static inline void tile_codes(unsigned (&a)[2][4],
         }
     }
     if constexpr (form.hi_bits) {
-        // 8 features on, the plane is a multiple of 16 bytes on
+        // 8 features on, the plane is a multiple of 16 bytes on. Bits turn within their byte to where lo has none: masks take off
+        // what comes from other bytes
         const unsigned before = form.head_values == 256 ? 0 : ((row + t) * n_groups + 8 * stage) * form.hi & 15;
         const char *p = records + t * rec.size + rec.hi + before + form.hi * slice;
+        constexpr unsigned mask = (form.hi_bits == 1 ? 0x01010101u : 0x03030303u) << form.lo_bits;
         for (int i = 0; i < 4; i++, p += 8 * rec.size) {
-            unsigned low, high;                        // bits of the two halves, above what lo has
+            unsigned low, high;
             if constexpr (form.hi_bits == 1) {
-                const unsigned h = *(const unsigned *)p >> k;
-                low = h & 0x01010101u, high = h >> 4 & 0x01010101u;
+                const unsigned h = *(const unsigned *)p;
+                low = __funnelshift_l(h, h, form.lo_bits - k), high = __funnelshift_l(h, h, form.lo_bits - 4 - k);
             } else {
                 const uint2 h = *(const uint2 *)p;
-                low = h.x >> 2 * k & 0x03030303u, high = h.y >> 2 * k & 0x03030303u;
+                low = __funnelshift_l(h.x, h.x, form.lo_bits - 2 * k), high = __funnelshift_l(h.y, h.y, form.lo_bits - 2 * k);
             }
-            a[i / 2][i % 2] |= low << form.lo_bits;
-            a[i / 2][i % 2 + 2] |= high << form.lo_bits;
+            a[i / 2][i % 2] |= low & mask;
+            a[i / 2][i % 2 + 2] |= high & mask;
         }
     }
     for (int i = 0; i < 8; i++) a[i / 4][i % 4] = code_integers<T>(a[i / 4][i % 4]);
@@ -2015,7 +2042,7 @@ template <DType T> __device__ static inline void tile_scales(const char *record,
                                                              float m[2]) {
     constexpr Record rec = record_of(T);
     constexpr Format form = known_format(T);
-    const int slice = threadIdx.x / 32;
+    const int slice = threadIdx.x / 32 % TILE_WARPS;
     const unsigned block = row * (n_groups / 8) + stage, group = row * n_groups + 8 * stage;
     const unsigned before = form.head_values == 32 ? group * form.head & 15 : form.head % 16 ? block * form.head & 15 : 0;
     const char *p = record + rec.head + before;
@@ -2028,63 +2055,109 @@ template <DType T> __device__ static inline void tile_scales(const char *record,
     else if constexpr (form.head == 4) head.x = word[slice];
     else if constexpr (form.head == 1) head.x = ((const uint8_t *)p)[slice];
     else head.x = ((const uint16_t *)p)[slice];
-    if constexpr (form.sup == 2) sup = *(const uint16_t *)(record + rec.sup + (block * 2 & 3));
-    if constexpr (form.sup == 4) sup = *(const unsigned *)(record + rec.sup);
+    if constexpr (form.sup == 2) sup = *(const uint16_t *)(record + rec.sup + (block * 2 & 15));
+    if constexpr (form.sup == 4) sup = *(const unsigned *)(record + rec.sup + (block * 4 & 15));
     group_scales<T>(head, sup, slice, a, m);
 }
 
 // Sums of products begin here, as whole numbers and as the bits of a float at once: a whole number n below 2^22 on top of them
-// makes the float 1.5 * 2^23 + n, without a conversion.
+// makes the float START + n, without a conversion.
 #define INT_START 0x4b400000
-__device__ static inline float from_start(int c) { return __fsub_rn(__int_as_float(c), 12582912.0f); }
+#define START 12582912.0f     // 1.5 * 2^23
+__device__ static inline float from_start(int c) { return __fsub_rn(__int_as_float(c), START); }
 
-// acc += one group of 32 features times n rows. acc[m][i]: 16 features by 8 rows, as multiply_int8 has them.
-template <DType T, int NT> __device__ static inline void multiply_group(float (&acc)[2][NT][4], const char *records,
-        const char *rows, unsigned row, int n_groups, int stage, int n) {
+// Eight rows of a group, as products take them.
+template <DType T> struct TileRows {
+    unsigned b[2];
+    float2   scale;           // of rows 2k, 2k + 1
+    int      start[2][4];     // what every feature begins with: minus the offset of its codes, [half of the group]
+    float    sum[2][2];       // activations, [half][row 2k, 2k + 1]
+};
+template <DType T> __device__ static inline void tile_rows(TileRows<T> *y, const char *q, const float *s) {
     constexpr bool halves = Traits<T>::halves, min = Traits<T>::min;
     constexpr int offset = Traits<T>::offset;
+    y->b[0] = *(const unsigned *)q, y->b[1] = *(const unsigned *)(q + 16);
+    y->scale = *(const float2 *)s;
+    for (int half = 0; half < (halves ? 2 : 1); half++) {
+        for (int j = 0; j < 4; j++) y->start[half][j] = INT_START;
+        const unsigned each = (offset ? 0x100u - offset : 1u) * 0x01010101u, same[4] = { each, each, each, each };
+        if (!offset && !min) continue;
+        int c[4] = { INT_START, INT_START, INT_START, INT_START };
+        if (halves) multiply_int8_half(c, same, y->b[half]);
+        else multiply_int8(c, same, y->b);
+        for (int j = 0; j < 4; j++)
+            if (offset) y->start[half][j] = c[j];
+        for (int j = 0; j < 2; j++)
+            if (min) y->sum[half][j] = from_start(c[j]);
+    }
+}
+
+// acc += one group of 32 features, or 64, times n rows. acc[m][i]: 16 features by 8 rows, as multiply_int8 has them. row, up:
+// numbers of the planes' rows of the first features of both halves. The terms are those of scaled_term:
+// a * (START + n) - a * START, rounded once, is a * n rounded, for a * START is exact where a has 22 bits and is less than 2^104:
+// in every type but MXFP4.
+template <DType T, int NT> __device__ static inline void multiply_group(float (&acc)[4][NT][4], const char *records,
+        const char *rows, unsigned row, unsigned up, bool wide, int n_groups, int stage, int n) {
+    constexpr bool halves = Traits<T>::halves, min = Traits<T>::min, folds = T != T_MXFP4;
     const int slice = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k = lane % 4;
     const char *q = rows + t * TILE_ROW + 32 * slice + 4 * k;
     const float *s = (const float *)(rows + 8 * NT * TILE_ROW) + slice * 8 * NT + 2 * k;
-    unsigned a[2][4];
-    tile_codes<T>(a, records, row, n_groups, stage);
-    float own[2], own_least[2], scale[2][2][2], least[2][2][2];        // [tile][features t, t + 8][half]
-    tile_scales<T>(records + lane * record_of(T).size, row + lane, n_groups, stage, own, own_least);
-    for (int i = 0; i < 4; i++)                        // a lane finds out those of one feature and hands them out
-        for (int half = 0; half < (halves ? 2 : 1); half++) {
-            scale[i / 2][i % 2][half] = __shfl_sync(~0u, own[half], 8 * i + t);
-            if (min) least[i / 2][i % 2][half] = __shfl_sync(~0u, own_least[half], 8 * i + t);
-        }
+    TileRows<T> y;
+    if (NT == 1) tile_rows(&y, q, s);
 #pragma unroll
-    for (int i = 0; i < NT; i++, q += 8 * TILE_ROW) {
-        if (8 * i >= n) break;
-        const unsigned b[2] = { *(const unsigned *)q, *(const unsigned *)(q + 16) };
-        const float2 of_row = *(const float2 *)(s + 8 * i);
-        int start[2][4];                               // what every feature begins with: minus the offset of its codes
-        float sum[2][2] = { };                         // activations, [half][row 2k, 2k + 1]
-        for (int half = 0; half < (halves ? 2 : 1); half++) {
-            for (int j = 0; j < 4; j++) start[half][j] = INT_START;
-            const unsigned each = (offset ? 0x100u - offset : 1u) * 0x01010101u, same[4] = { each, each, each, each };
-            if (!offset && !min) continue;
-            int c[4] = { INT_START, INT_START, INT_START, INT_START };
-            if (halves) multiply_int8_half(c, same, b[half]);
-            else multiply_int8(c, same, b);
-            for (int j = 0; j < 4; j++)
-                if (offset) start[half][j] = c[j];
-            for (int j = 0; j < 2; j++)
-                if (min) sum[half][j] = from_start(c[j]);
-        }
-        for (int m = 0; m < 2; m++) {
-            int dot[2][4];
-            for (int j = 0; j < 4; j++) dot[0][j] = start[0][j], dot[1][j] = start[1][j];
-            if (halves) multiply_int8_half(dot[0], a[m], b[0]), multiply_int8_half(dot[1], a[m] + 2, b[1]);
-            else multiply_int8(dot[0], a[m], b);
-            for (int j = 0; j < 4; j++) {
-                const float term = scaled_term<T>(scale[m][j / 2], least[m][j / 2], from_start(dot[0][j]),
-                                                  halves ? from_start(dot[1][j]) : 0, sum[0][j % 2], sum[1][j % 2]);
-                acc[m][i][j] = __fmaf_rn(j % 2 ? of_row.y : of_row.x, term, acc[m][i][j]);
+    for (int h = 0; h < 2; h++, records += 32 * record_of(T).size, row = up) {
+        if (h && !wide) break;
+        unsigned a[2][4];
+        float own[2], own_least[2], scale[2][2][2], least[2][2][2];          // [tile][features t, t + 8][half]
+        tile_codes<T>(a, records, row, n_groups, stage);
+        tile_scales<T>(records + lane * record_of(T).size, row + lane, n_groups, stage, own, own_least);
+        for (int i = 0; i < 4; i++)                    // a lane finds out those of one feature and hands them out
+            for (int half = 0; half < (halves ? 2 : 1); half++) {
+                scale[i / 2][i % 2][half] = __shfl_sync(~0u, own[half], 8 * i + t);
+                if (min) least[i / 2][i % 2][half] = -__shfl_sync(~0u, own_least[half], 8 * i + t);
+            }
+#pragma unroll
+        for (int i = 0; i < NT; i++) {
+            if (i && 8 * i >= n) break;
+            if (NT > 1) tile_rows(&y, q + 8 * i * TILE_ROW, s + 8 * i);
+            for (int m = 0; m < 2; m++) {
+                int dot[2][4];
+                for (int j = 0; j < 4; j++) dot[0][j] = y.start[0][j], dot[1][j] = y.start[1][j];
+                if (halves) multiply_int8_half(dot[0], a[m], y.b[0]), multiply_int8_half(dot[1], a[m] + 2, y.b[1]);
+                else multiply_int8(dot[0], a[m], y.b);
+                for (int j = 0; j < 4; j++) {
+                    const float *x = scale[m][j / 2], *z = least[m][j / 2];
+                    float term = folds ? __fmaf_rn(x[0], __int_as_float(dot[0][j]), __fmul_rn(x[0], -START))
+                                       : __fmul_rn(x[0], from_start(dot[0][j]));
+                    if (halves) term = __fmaf_rn(x[1], from_start(dot[1][j]), term);
+                    if (halves && min) term = __fmaf_rn(z[1], y.sum[1][j % 2], term);
+                    if (min) term = __fmaf_rn(z[0], y.sum[0][j % 2], term);
+                    acc[2 * h + m][i][j] = __fmaf_rn(j % 2 ? y.scale.y : y.scale.x, term, acc[2 * h + m][i][j]);
+                }
             }
         }
+    }
+}
+
+// The next n stages of a piece, from number `stage` on. use: where the ring's next stage lies; that before it is free again.
+template <DType T, int NT> __device__ static inline void multiply_stages(const Tiling &t, Feed<NT> *feed, int *use,
+        float (&acc)[4][NT][4], const Job &o, const Piece &p, bool wide, int stage, int n) {
+    const int n_groups = (int)((unsigned)o.cols / 32);
+    const unsigned row = piece_row(o, p, 0), up = piece_row(o, p, 1);
+    const Layout layout = t.layout[feed->job];         // for more than 8 rows there are no registers to keep it in
+#pragma unroll 1
+    for (const int end = stage + n; stage < end; stage++) {
+        wait_stage(t.stages);
+        __syncthreads();                               // the stage is there for all, and the last one has been used
+        feed_stage(t, feed, NT == 1 ? layout : t.layout[feed->job],
+                   shared_bytes + (*use ? *use : t.sums_at) - t.stage_bytes, true, true);
+        copy_commit();
+        const char *records = shared_bytes + *use;
+        *use += t.stage_bytes;
+        if (*use == t.sums_at) *use = 0;
+        if (8 * stage + (int)threadIdx.x / 32 < n_groups)
+            multiply_group<T, NT>(acc, records, records + (wide ? 64 : 32) * record_of(T).size, row, up, wide, n_groups, stage,
+                                  p.n);
     }
 }
 
@@ -2111,142 +2184,167 @@ __device__ static inline void finish_row(const Job &o, size_t row, int first, fl
     if (o.act.q) quantise_group(mine ? v : 0, o.act.q + at, o.act.s + at / 32);
 }
 
-// A piece of a float matrix, UNIT features and all rows: warp w takes rows w, w + 8, ... Sums in the order given above.
-template <DType T, int NT> __device__ static inline void multiply_floats(const Job &o, const Piece &p) {
-    constexpr int chunk = Floats<T>::chunk;
-    const int warp = threadIdx.x / 32, l = threadIdx.x % 8, feature = min(p.first + (int)threadIdx.x % 32 / 8, o.rows - 1);
-    const int n_chunks = div_up(o.cols, chunk), quads = o.cols % 4 == 0 && (size_t)o.in.f % 16 == 0;
-    const uint8_t *w = o.w.lo + (size_t)feature * o.cols * (16 / chunk);
-    float sum[NT][4] = { };
-#pragma unroll (4 / NT ? 4 / NT : 1)
-    for (int c = l; c < n_chunks; c += 8) {
-        const uint4 x = fetch_chunk<T>(w, c, o.cols, o.quads);
+// A piece of a float matrix, UNIT features and all rows: a warp takes one feature of one row at a time. Sums in the order given
+// above. Loads of 16 weights and the activations that go with them are under way at a time.
+template <DType T> __device__ static inline void multiply_floats(const Job &o, const Piece &p) {
+    constexpr int chunk = Floats<T>::chunk, depth = 16 / chunk;
+    const int lane = threadIdx.x % 32, n_chunks = div_up(o.cols, chunk), quads = o.cols % 4 == 0 && (size_t)o.in.f % 16 == 0;
+#pragma unroll 1
+    for (int i = threadIdx.x / 32; i < p.n * UNIT; i += TILE_WARPS) {
+        const int r = i / UNIT, feature = p.first + i % UNIT;
+        if (feature >= o.rows) continue;
+        const uint8_t *w = o.w.lo + (size_t)feature * o.cols * (16 / chunk);
+        const float *row = o.in.f + (size_t)r * o.cols;
+        float sum[4] = { };
+#pragma unroll 1
+        for (int first = lane; first < n_chunks; first += 32 * depth) {
+            uint4 x[depth];
+            float4 y[depth][chunk / 4];
 #pragma unroll
-        for (int i = 0; i < NT; i++) {
-            if (warp + 8 * i >= p.n) break;
+            for (int j = 0; j < depth; j++) {          // behind the end the last chunk once more, not used
+                const int c = min(first + 32 * j, n_chunks - 1);
+                x[j] = fetch_chunk<T>(w, c, o.cols, o.quads);
 #pragma unroll
-            for (int k = 0; k < chunk; k += 4) {
-                const float4 y = load4(o.in.f + (size_t)(warp + 8 * i) * o.cols, c * chunk + k, o.cols, quads);
-                sum[i][0] = __fmaf_rn(chunk_value<T>(x, k), y.x, sum[i][0]);
-                sum[i][1] = __fmaf_rn(chunk_value<T>(x, k + 1), y.y, sum[i][1]);
-                sum[i][2] = __fmaf_rn(chunk_value<T>(x, k + 2), y.z, sum[i][2]);
-                sum[i][3] = __fmaf_rn(chunk_value<T>(x, k + 3), y.w, sum[i][3]);
+                for (int k = 0; k < chunk; k += 4) y[j][k / 4] = load4(row, c * chunk + k, o.cols, quads);
             }
-        }
-    }
 #pragma unroll
-    for (int i = 0; i < NT; i++) {
-        float v = (sum[i][0] + sum[i][1]) + (sum[i][2] + sum[i][3]);
-        for (int h = 4; h > 0; h /= 2) v += __shfl_xor_sync(~0u, v, h);
+            for (int j = 0; j < depth; j++)
+#pragma unroll
+                for (int k = 0; first + 32 * j < n_chunks && k < chunk; k += 4) {
+                    sum[0] = __fmaf_rn(chunk_value<T>(x[j], k), y[j][k / 4].x, sum[0]);
+                    sum[1] = __fmaf_rn(chunk_value<T>(x[j], k + 1), y[j][k / 4].y, sum[1]);
+                    sum[2] = __fmaf_rn(chunk_value<T>(x[j], k + 2), y[j][k / 4].z, sum[2]);
+                    sum[3] = __fmaf_rn(chunk_value<T>(x[j], k + 3), y[j][k / 4].w, sum[3]);
+                }
+        }
+        float v = warp_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
         if (o.factor) v *= *o.factor;
-        const int r = warp + 8 * i;
-        if (l == 0 && r < p.n && p.first + (int)threadIdx.x % 32 / 8 < o.rows)
-            o.out[(size_t)r * o.rows + feature] = o.cap > 0 ? o.cap * tanhf(v / o.cap) : v;
+        if (lane == 0) o.out[(size_t)r * o.rows + feature] = o.cap > 0 ? o.cap * tanhf(v / o.cap) : v;
     }
 }
 
-// A piece of a router's logits has been stored: the block that stored the last one chooses the experts.
-__device__ static inline void choose_when_last(const Choice &o, const float *logits, int n_rows, int n_pieces, unsigned *keys) {
+// A piece of floats on its way to the L2 cache.
+__device__ static inline void fetch_floats(const Job &o, const Piece &p) {
+    const int feature = p.first + threadIdx.x, bytes = o.row_bytes[0][0];
+    if (feature < o.rows && threadIdx.x < UNIT && o.quads) fetch_ahead(o.w.lo + (size_t)feature * bytes, bytes);
+}
+
+// Whether this block is the last of n that come here: what they wrote before can then be read.
+__device__ static inline bool last_of(int *arrived, int n) {
     __shared__ bool last;
-    __threadfence();                                   // logits before the count
+    __threadfence();                                   // results before the count
     __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(o.done, 1) == n_pieces - 1;
+    if (threadIdx.x == 0) {
+        last = atomicAdd(arrived, 1) == n - 1;
+        if (last) *arrived = 0;
+    }
     __syncthreads();
-    if (!last) return;
-    __threadfence();                                   // the count before logits
-    for (int r = threadIdx.x / 32; r < n_rows; r += TILE_WARPS) choose_experts(o, logits, r, keys + threadIdx.x / 32 * o.n);
-    if (threadIdx.x == 0) *o.done = 0;
+    __threadfence();                                   // the count before results
+    return last;
+}
+
+// The weighted sum over each row's experts, of the features of a piece.
+__device__ static inline void join_experts(const Tiling &t, const Job &o, int first) {
+    for (int i = threadIdx.x; i < o.n_rows * 64; i += TILE_THREADS) {
+        const int r = i / 64, feature = first + i % 64;
+        if (feature >= o.rows) continue;
+        const float *result = t.results + (size_t)r * o.n_used * o.rows + feature;
+        float sum = 0;
+#pragma unroll 8
+        for (int j = 0; j < o.n_used; j++)
+            sum = __fmaf_rn(o.weights[r * o.n_used + j], __ldcg(result + (size_t)j * o.rows), sum);
+        o.out[(size_t)r * o.rows + feature] = sum;
+    }
 }
 
 // tile: the jobs of a launch, 4 rows and more.
 //   shapes    w (rows, cols) per expert, y (n_rows, cols) int8 with scales, out (n_rows, rows); n_rows <= 8 NT
-//   launch    grid min(pieces, what is resident), block 256; shared memory: the ring, SUMS_BYTES, lists and results of experts
-//   traffic   a weight once (of experts: those in the union of the rows' choices), the rows once per piece from the L2 cache
+//   launch    grid min(pieces, what is resident), block 256; shared memory: the ring, sums, lists of experts
+//   traffic   a weight once (of experts: those in the union of the rows' choices), the rows once per piece from the L2 cache;
+//             JOB_DOWN: 8 bytes per feature and pair on top, in the L2 cache
 //   numerics  integer products per group, exact; f32 sums in the order given above. No bit depends on the number of rows
-//   time      a stage of 64 features costs a warp about 200 instructions at 8 rows, 280 at 16, 720 at 64: the memory's pace up to
-//             16 rows, half of it at 64. Behind the launch before it: the first rows, lists of experts, 0.5 to 1 us
+//   time      a stage of 64 features costs a warp about 240 instructions at 8 rows of Q4_K (75 of them to copy, wait and loop), 300
+//             of Q6_K; 380 at 16 rows of Q4_K. A piece costs 500 more: what to copy, the sums
 //   see       product_kernel; cpu_matmul, cpu_gate_up, cpu_expert_gate_up, cpu_expert_down, cpu_ple_inject, cpu_head
-template <int NT> __global__ void __launch_bounds__(256, NT <= 2 ? 2 : 1) tile_kernel(const __grid_constant__ Tiling t) {
+template <int NT> __global__ void __launch_bounds__(TILE_THREADS, NT <= 2 ? 2 : 1)
+tile_kernel(const __grid_constant__ Tiling t) {
     constexpr int room = 8 * NT;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float *sums = (float *)(shared_bytes + t.sums_at), *results = (float *)(shared_bytes + t.results_at);
-    const Feed start = { .walk = { (int)blockIdx.x, 0 } };
-    Feed feed = start;
-    if (t.expert_job < 0)                              // the pieces are known already
-        for (int s = 0; s < t.stages - 1; s++) feed_stage(t, &feed, s, true, false, room);
+    float *sums = (float *)(shared_bytes + t.sums_at);
+    Walk walk = { (int)blockIdx.x, 0 };
+    Piece p;
+    Feed<NT> feed;
+    int ahead = 0;                                     // stages whose weights are known and asked for before the rows are there
+    feed.walk = walk;
+    feed.groups = 0;
+    if (t.expert_job < 0) {
+        Walk first = walk;
+        if (t.floats && next_piece(t, &first, &p) && !t.record[p.job].size) fetch_floats(t.jobs.job[p.job], p);
+        begin_feed(t, &feed);
+        const int groups = feed.groups;
+        for (; ahead < t.stages - 1 && feed.groups > 0; ahead++)
+            feed_stage(t, &feed, t.layout[feed.job], shared_bytes + ahead * t.stage_bytes, true, false);
+        feed.groups = groups;
+    }
     take_turn();
     if (t.expert_job >= 0) list_pairs(t, room, (int *)sums);
-    feed = start;
+#pragma unroll 1
     for (int s = 0; s < t.stages - 1; s++) {
-        feed_stage(t, &feed, s, t.expert_job >= 0, true, room);
+        if (feed.groups <= 0) begin_feed(t, &feed);
+        feed_stage(t, &feed, t.layout[feed.job], shared_bytes + s * t.stage_bytes, s >= ahead, true);
         copy_commit();
     }
-    Walk walk = start.walk;
-    Piece p;
-    int slot = 0;
+    int use = 0;
     while (next_piece(t, &walk, &p)) {
         const Job &o = t.jobs.job[p.job];
-        const int features = t.features[p.job], n_groups = o.cols / 32;
-        const bool floats = !t.record[p.job].size, router = t.jobs.choice.n && p.job == t.jobs.choice.job;
-        if (o.type == T_F32) multiply_floats<T_F32, NT>(o, p);
-        if (o.type == T_F16) multiply_floats<T_F16, NT>(o, p);
-        if (o.type == T_BF16) multiply_floats<T_BF16, NT>(o, p);
-        float acc[2][2][NT][4] = { };                  // [features 0 .., 32 ..][tile of 16][tile of 8 rows]
-        for (int stage = 0; !floats && 8 * stage < n_groups; stage++) {
-            wait_stage(t.stages);
-            __syncthreads();                           // the stage is there for all, and the last one has been used
-            feed_stage(t, &feed, slot ? slot - 1 : t.stages - 1, true, true, room);
-            copy_commit();
-            const char *records = shared_bytes + slot * t.stage_bytes;
-            slot = slot + 1 < t.stages ? slot + 1 : 0;
-            const char *rows = records + features * t.record[p.job].size;
-            if (8 * stage + warp >= n_groups) continue;
-            const char *others = records + 32 * t.record[p.job].size;
-            const unsigned row = piece_row(o, p, 0), other_row = piece_row(o, p, 32);
+        const int n_groups = o.cols / 32;
+        const bool floats = !t.record[p.job].size, gated = o.kind == JOB_GATED, down = o.kind == JOB_DOWN;
+        const bool wide = t.width[p.job] == 64;
+        float acc[4][NT][4] = { };                     // [tile of 16 features][tile of 8 rows]
+        if (o.type == T_F32) multiply_floats<T_F32>(o, p);
+        if (o.type == T_F16) multiply_floats<T_F16>(o, p);
+        if (o.type == T_BF16) multiply_floats<T_BF16>(o, p);
+        for (int stage = 0; !floats && 8 * stage < n_groups; ) {
+            if (feed.groups <= 0) begin_feed(t, &feed);
+            const int n = div_up(min(n_groups - 8 * stage, feed.groups), 8);
             switch (o.type) {
-#define CASE(T) case T: \
-                multiply_group<T, NT>(acc[0], records, rows, row, n_groups, stage, p.n); \
-                if (features == 64) multiply_group<T, NT>(acc[1], others, rows, other_row, n_groups, stage, p.n); \
-                break;
+#define CASE(T) case T: multiply_stages<T, NT>(t, &feed, &use, acc, o, p, wide, stage, n); break;
             QUANTISED_TYPES(CASE)
 #undef CASE
             default: break;
             }
+            stage += n;
         }
         const bool listed = p.job == t.expert_job;
         for (int i = 0; !floats && 8 * i < p.n; i++) { // 8 rows at a time: a warp takes one, a lane features l and l + 32
             if (i) __syncthreads();                    // the sums of the last 8 rows have been read
+            float *own = sums + (warp * 8 + lane % 4 * 2) * SUMS_PITCH + lane / 4;
 #pragma unroll
             for (int at = 0; at < NT; at++)
-                for (int m = 0; at == i && m < 4; m++)
-                    for (int j = 0; 16 * m < features && j < 4; j++) {
-                        const int row = 8 * warp + lane % 4 * 2 + j % 2, feature = 16 * m + 8 * (j / 2) + lane / 4;
-                        sums[row * SUMS_PITCH + feature] = acc[m / 2][m % 2][at][j];
-                    }
+                for (int m = 0; at == i && m < (wide ? 4 : 2); m++)
+                    for (int j = 0; j < 4; j++) own[j % 2 * SUMS_PITCH + 16 * m + 8 * (j / 2)] = acc[m][at][j];
             __syncthreads();
-            if (8 * i + warp >= p.n) continue;
-            const int r = listed ? list_of(t, LIST_PAIR)[p.from + 8 * i + warp] : 8 * i + warp;
-            float v[2];
-            for (int h = 0; h < 2; h++) {
-                const float *factor = h && o.kind == JOB_GATED ? o.up_factor : o.factor;
-                v[h] = 32 * h < features ? join_slices(sums, warp, 32 * h + lane) : 0;
+            const int n = 8 * i + warp;
+            if (n >= p.n) continue;
+            const size_t r = listed ? list_of(t, LIST_PAIR)[p.from + n] : n;
+            float v[2] = { };
+            for (int h = 0; h <= wide; h++) {
+                const float *factor = h && gated ? o.up_factor : o.factor;
+                v[h] = join_slices(sums, warp, 32 * h + lane);
                 if (factor) v[h] = factor[p.expert] * v[h];
             }
-            if (o.kind == JOB_DOWN) results[r * 32 + lane] = v[0];
-            else if (o.kind == JOB_GATED) finish_row(o, r, p.first, v[0], v[1]);
-            else finish_row(o, r, p.first, v[0], 0);
-            if (o.kind != JOB_GATED && features == 64) finish_row(o, r, p.first + 32, v[1], 0);
+#pragma unroll 1
+            for (int h = 0; h <= (wide && !gated); h++) {
+                const int first = p.first + 32 * h;
+                if (first >= o.rows) break;
+                if (!down) finish_row(o, r, first, h ? v[1] : v[0], v[1]);
+                else if (first + lane < o.rows) t.results[r * o.rows + first + lane] = h ? v[1] : v[0];
+            }
         }
-        if (router) choose_when_last(t.jobs.choice, o.out, p.n, t.tiles[p.job], (unsigned *)sums);
-        if (o.kind != JOB_DOWN || !p.last) continue;
-        __syncthreads();                               // the results of all experts are there
-        for (int i = threadIdx.x; i < o.n_rows * 32; i += blockDim.x) {
-            const int r = i / 32, feature = p.first + i % 32;
-            float sum = 0;
-            for (int j = 0; j < o.n_used; j++)
-                sum = __fmaf_rn(o.weights[r * o.n_used + j], results[(r * o.n_used + j) * 32 + i % 32], sum);
-            if (feature < o.rows) o.out[(size_t)r * o.rows + feature] = sum;
-        }
+        if (t.jobs.choice.n && p.job == t.jobs.choice.job && last_of(t.jobs.choice.done, t.tiles[p.job]))
+            for (int r = warp; r < p.n; r += TILE_WARPS)
+                choose_experts(t.jobs.choice, o.out, r, (unsigned *)sums + warp * t.jobs.choice.n);
+        if (down && p.last && last_of(t.arrived + p.first / 64, runs_of(t))) join_experts(t, o, p.first);
     }
 }
 
@@ -2260,10 +2358,11 @@ static void allow_tiles(void) {
 
 // Carries out a launch if the tile kernel takes it. The kernel of few rows keeps: fewer rows than TILE_ROWS and more than
 // STEP_ROWS, gate and up of different types, stacks of very many matrices, matrices of floats but for those that only store and
-// run beside quantised ones, and what does not fit into shared memory (the experts of 64 rows, on cards with 100 KB of it).
+// run beside quantised ones, and what does not fit into shared memory or scratch.
 static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
     Tiling t = { };
-    int rows = 1, wide = 0, pieces = 0, results = 0;
+    int rows = 1, wide = 0, pieces = 0;
+    const Job *down = NULL;
     if (n_rows < TILE_ROWS || 4 * TILE_WARPS * jobs->choice.n > SUMS_BYTES) return false;
     t.expert_job = -1;
     for (int k = 0; k < jobs->n; k++) {
@@ -2272,43 +2371,55 @@ static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
         if (is_float(o->type) ? o->kind != JOB_STORE : o->kind == JOB_GATED && o->up_type != o->type) return false;
         rows = max_int(rows, o->n_rows);
         if (o->ids) t.expert_job = k, t.n_pairs = o->n_rows * o->n_used;
-        if (o->kind == JOB_DOWN) results = t.n_pairs * 32 * (int)sizeof(float);
-        if (o->kind == JOB_DOWN || is_float(o->type)) continue;
-        wide += (o->ids ? min_int(t.n_pairs, o->n_experts) : 1) * div_up(o->kind == JOB_GATED ? 2 * o->rows : o->rows, 64);
+        if (o->kind == JOB_DOWN) down = o;
+        if (is_float(o->type)) t.floats = true;
+        else wide += (o->ids ? min_int(t.n_pairs, o->n_experts) : 1) * div_up(o->kind == JOB_GATED ? 2 * o->rows : o->rows, 64);
     }
     const int tiles = rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8;                     // of 8 rows
     const int row_bytes = 8 * tiles * (TILE_ROW + 8 * (int)sizeof(float));
     for (int k = 0; k < jobs->n; k++) {
         const Job *o = &jobs->job[k];
-        // Wide pieces take less work for a weight and read the rows less often, narrow ones reach more of the card.
-        const bool large = o->kind == JOB_GATED || (o->kind != JOB_DOWN && 5 * wide >= 3 * cuda.n_sm);
+        // Wide pieces take less work for a weight and read the rows less often. Where there is no more than one for each SM, two
+        // blocks of half the features hide each other's latency, and reach more SMs.
+        t.width[k] = o->kind == JOB_GATED || o->kind == JOB_DOWN || wide > cuda.n_sm ? 64 : 32;
         format_of(o->type, &t.format[k]);
         t.record[k] = record_of(o->type);
-        t.features[k] = is_float(o->type) ? UNIT : large ? 64 : 32;
-        t.tiles[k] = div_up(o->rows, o->kind == JOB_GATED ? 32 : t.features[k]);
+        t.layout[k] = (Layout){ 8 * t.format[k].lo, t.width[k] == 64 ? 32 * t.record[k].size : 0,
+                                t.width[k] * t.record[k].size };
+        t.features[k] = is_float(o->type) ? UNIT : o->kind == JOB_GATED ? 32 : t.width[k];
+        t.tiles[k] = div_up(o->rows, t.features[k]);
         pieces += t.tiles[k] * (o->ids && o->kind == JOB_GATED ? t.n_pairs : 1);
-        if (!is_float(o->type)) t.stage_bytes = max_int(t.stage_bytes, t.features[k] * t.record[k].size + row_bytes);
+        if (!is_float(o->type)) t.stage_bytes = max_int(t.stage_bytes, t.width[k] * t.record[k].size + row_bytes);
     }
     if (!t.stage_bytes) return false;                  // floats only
     const int lists = t.n_pairs ? round_16((LIST_SIZE * (t.n_pairs + 1) + 1) * (int)sizeof(uint16_t)) : 0;
-    const int fixed = SUMS_BYTES + lists + results;
+    const int fixed = SUMS_BYTES + lists;
+    if ((t.n_pairs + 32) * (int)sizeof(int) > SUMS_BYTES) return false;    // list_pairs puts them there
     int resident = tiles <= 2 ? 2 : 1, space = 0;      // blocks per SM
     for (; resident > 0; resident--) {
         space = min_int(cuda.sm_shared / resident - 2048, cuda.block_shared - STATIC_SHARED) - fixed;
         if (space >= 3 * t.stage_bytes) break;
     }
-    t.stages = min_int(TILE_STAGES, min_int(max_int(3, div_up(TILE_RING, t.stage_bytes)), space / t.stage_bytes));
+    t.stages = min_int(TILE_STAGES, space / t.stage_bytes);
     if (t.stages < 2) return false;
+    const int slots = cuda.n_sm * max_int(resident, 1);
+    if (down) {
+        const int same = div_up(down->rows, 64);
+        if (same > MAX_ARRIVED || (size_t)t.n_pairs * down->rows * sizeof(float) > PARTIAL_BYTES) return false;
+        t.runs = max_int(1, slots / same);
+        t.results = cuda.partial;
+        t.arrived = (int *)cuda.arrived;
+        pieces += (t.runs - 1) * same;
+    }
     t.sums_at = t.stages * t.stage_bytes;
     t.lists_at = t.sums_at + SUMS_BYTES;
-    t.results_at = t.lists_at + lists;
     t.jobs = *jobs;
-    const int blocks = min_int(pieces, cuda.n_sm * max_int(resident, 1));
-    const size_t shared = (size_t)t.results_at + results;
-    if (tiles == 1) launch(tile_kernel<1>, blocks, 32 * TILE_WARPS, shared, t);
-    else if (tiles == 2) launch(tile_kernel<2>, blocks, 32 * TILE_WARPS, shared, t);
-    else if (tiles == 4) launch(tile_kernel<4>, blocks, 32 * TILE_WARPS, shared, t);
-    else launch(tile_kernel<8>, blocks, 32 * TILE_WARPS, shared, t);
+    const int blocks = min_int(pieces, slots);
+    const size_t shared = (size_t)t.sums_at + fixed;
+    if (tiles == 1) launch(tile_kernel<1>, blocks, TILE_THREADS, shared, t);
+    else if (tiles == 2) launch(tile_kernel<2>, blocks, TILE_THREADS, shared, t);
+    else if (tiles == 4) launch(tile_kernel<4>, blocks, TILE_THREADS, shared, t);
+    else launch(tile_kernel<8>, blocks, TILE_THREADS, shared, t);
     CHECK_LAUNCH("%s n_rows=%d rows=%d cols=%d", what, n_rows, jobs->job[0].rows, jobs->job[0].cols);
     return true;
 }
@@ -2316,7 +2427,6 @@ static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
 // Where things lie in shared memory when a block works on `rows` rows; bytes altogether.
 static size_t place_shared(Jobs *jobs, int rows) {
     size_t at = round_up(sizeof(Jobs), 16);
-    int parts = 2;
     for (int k = 0; k < jobs->n_inputs; k++) {
         Input *in = &jobs->input[k];
         in->q_at = (int)at;
@@ -2324,17 +2434,13 @@ static size_t place_shared(Jobs *jobs, int rows) {
         in->f_at = (int)at;
         at += (size_t)rows * in->rows_each * in->f_row;
     }
-    jobs->units_at = (int)at;
-    at += PRODUCT_WARPS * sizeof(Unit);
     jobs->weights_at = (int)(at = round_up(at, 16));
     if (jobs->made.n) at += norm_weight_bytes(&jobs->made);
     jobs->pairs_at = (int)at;
     at = round_up(at + (size_t)rows * jobs->n_used * 8, 16);
     jobs->keys_at = (int)at;
     at += round_up(jobs->choice.n * sizeof(unsigned), 16);
-    for (int k = 0; k < jobs->n; k++)
-        if (jobs->job[k].kind == JOB_DOWN) parts = max_int(parts, jobs->job[k].n_used);
-    jobs->n_results = parts * rows * UNIT;
+    jobs->n_results = UNIT * max_int(2 * rows, div_up(jobs->n_used, PRODUCT_WARPS));
     jobs->results_at = (int)at;
     return at + 2 * PRODUCT_WARPS * jobs->n_results * sizeof(float);
 }
@@ -2352,13 +2458,16 @@ static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
     int work = 0;                                      // in units
     for (int k = 0; k < jobs->n; k++) {
         Job *o = &jobs->job[k];
-        o->blocks_y = o->kind == JOB_DOWN ? chunk : o->kind == JOB_GATED && o->ids ? chunk * o->n_used : 1;
-        *(o->tile == TILE ? &jobs->n_tiles : &jobs->n_units) += o->blocks_x * o->blocks_y;
-        work += o->blocks_x * o->blocks_y * (o->kind == JOB_GATED ? 2 * PRODUCT_WARPS : o->kind == JOB_INJECT ? PRODUCT_WARPS : 1);
+        o->n_items = o->blocks_x * (o->kind == JOB_DOWN ? chunk : o->kind == JOB_GATED && o->ids ? chunk * o->n_used : 1);
+        *(o->is_tiled ? &jobs->n_tiles : &jobs->n_units) += o->n_items;
+        work += o->kind == JOB_GATED ? 2 * PRODUCT_WARPS * o->n_items : o->is_tiled ? PRODUCT_WARPS * o->n_items :
+                o->tile == 1 ? div_up(o->n_items, UNIT) : o->n_items;
     }
     // One block per SM where every warp then has one unit at most: the next launch comes up beside it.
     const int most = max_int(1, (work <= PRODUCT_WARPS * cuda.n_sm ? 1 : 2) * cuda.n_sm / n_chunks);
     const dim3 grid(min_int(jobs->n_tiles + jobs->n_units, most), n_chunks);
+    jobs->more = jobs->n_tiles % grid.x;
+    if (jobs->n_units > 2 * PRODUCT_WARPS * (int)(grid.x - jobs->more)) jobs->more = 0;
     // n_rows >= TILE_ROWS: inputs lie in global memory (Job.in)
     if (r == 1) launch(product_kernel<1>, grid, ROW_THREADS, shared, *jobs);
     else launch(product_kernel<CHUNK_ROWS>, grid, ROW_THREADS, shared, *jobs);
@@ -2385,8 +2494,9 @@ static void prepare(Jobs *jobs, const In *in, const In *beside, int n_rows, int 
     out[0] = (Prepared){ in->act.f, in->act.q, in->act.s, NULL };
     out[1] = (Prepared){ };
     if (out[0].f || out[0].q) return;
-    if (n_rows < TILE_ROWS && cols <= ROW_COLS) {
-        jobs->made = row_inputs(in, beside, cols);
+    const RowInputs made = row_inputs(in, beside, cols);
+    if (n_rows < TILE_ROWS && cols <= ROW_COLS && made.quads) {
+        jobs->made = made;
         jobs->n_inputs = jobs->made.n;
         return;
     }
@@ -2609,10 +2719,32 @@ __device__ static inline char *kv_row(const Cache &c, const KvPlane &p, int seq,
     return (char *)p.data + (((size_t)seq * c.n_kv_heads + head) * c.slots + slot) * kv_row_bytes(p.type, p.dim);
 }
 
-__device__ static inline void kv_write(const KvPlane &p, char *row, int i, float v) {
-    if (p.type == KV_F32) ((float *)row)[i] = v;
-    else if (p.type == KV_F16) ((__half *)row)[i] = __float2half_rn(v);
-    else ((__nv_bfloat16 *)row)[i] = __float2bfloat16_rn(v);
+// Four values as halves, the first one lowest.
+__device__ static inline uint2 halves_of(float4 v) {
+    const __half2 h[2] = { __halves2half2(__float2half_rn(v.x), __float2half_rn(v.y)),
+                           __halves2half2(__float2half_rn(v.z), __float2half_rn(v.w)) };
+    uint2 both;
+    memcpy(&both, h, sizeof both);
+    return both;
+}
+
+// Values i .. i + 3 of a row; i is a multiple of 4.
+__device__ static inline void kv_write4(const KvPlane &p, char *row, int i, float4 v) {
+    if (p.type == KV_F32) {
+        *(float4 *)((float *)row + i) = v;
+    } else if (p.type == KV_F16) {
+        *(uint2 *)((__half *)row + i) = halves_of(v);
+    } else {
+        __nv_bfloat16 *to = (__nv_bfloat16 *)row + i;
+        to[0] = __float2bfloat16_rn(v.x), to[1] = __float2bfloat16_rn(v.y);
+        to[2] = __float2bfloat16_rn(v.z), to[3] = __float2bfloat16_rn(v.w);
+    }
+}
+
+// What f16 leaves of four values.
+__device__ static inline float4 behind(float4 v) {
+    auto less = [](float v) { return __fsub_rn(v, __half2float(__float2half_rn(v))); };
+    return make_float4(less(v.x), less(v.y), less(v.z), less(v.w));
 }
 
 // Values i and i + 1 of a row; i is even.
@@ -2624,7 +2756,7 @@ __device__ static inline float2 kv_read2(const KvPlane &p, const char *row, int 
 
 // Where value i of a head goes in the tied order (gemma4.h, Cache).
 __device__ static inline int tied_place(int i, int head_dim, int n_rot) {
-    const int half = head_dim / 2, j = i % half, second = i / half;
+    const int half = head_dim / 2, second = i >= half, j = i - second * half;
     return j < n_rot ? second * n_rot + j : 2 * n_rot + second * (half - n_rot) + j - n_rot;
 }
 
@@ -2632,94 +2764,124 @@ __device__ static inline int tied_place(int i, int head_dim, int n_rot) {
 // Attention makes q and the rows of the step itself where they are few, from the same functions: the bits are those of
 // qkv_store. Every operation is spelt out, so that no compiler contracts one of them here and not there.
 
-// Lane l holds values l + 32 m (lo) and half + l + 32 m (hi), so both of a pair, where l + 32 m < half = head_dim / 2; M
-// of each suffice. What lies behind the end is 0.
-template <int M> struct HeadValues { float lo[M], hi[M]; };
+// Lane l holds values 4 l + 128 m + 0..3 (lo) and the same behind the first half of the head (hi), so both of a pair, where
+// they are below half = head_dim / 2; M of each suffice. What lies behind the end is 0. Heads are multiples of 8 values, the
+// pairs that turn of 4.
+template <int M> struct HeadValues { float4 lo[M], hi[M]; };
+
+__device__ static inline float4 times(float4 a, float4 b) {
+    return make_float4(__fmul_rn(a.x, b.x), __fmul_rn(a.y, b.y), __fmul_rn(a.z, b.z), __fmul_rn(a.w, b.w));
+}
 
 template <int M> __device__ static inline void head_load(HeadValues<M> &x, const float *from, int half) {
 #pragma unroll
     for (int m = 0; m < M; m++) {
-        const int i = threadIdx.x % 32 + 32 * m;
-        x.lo[m] = i < half ? from[i] : 0;
-        x.hi[m] = i < half ? from[i + half] : 0;
+        const int i = 4 * (threadIdx.x % 32) + 128 * m;
+        x.lo[m] = i < half ? *(const float4 *)(from + i) : make_float4(0, 0, 0, 0);
+        x.hi[m] = i < half ? *(const float4 *)(from + i + half) : make_float4(0, 0, 0, 0);
     }
 }
 
 // w * u / rms(u); w == NULL: 1.
 template <int M> __device__ static inline void head_norm(HeadValues<M> &x, const float *w, int half, float eps) {
     float ss = 0;
+    auto add = [&](float lo, float hi) { ss = __fmaf_rn(hi, hi, __fmaf_rn(lo, lo, ss)); };
 #pragma unroll
-    for (int m = 0; m < M; m++) ss = __fmaf_rn(x.hi[m], x.hi[m], __fmaf_rn(x.lo[m], x.lo[m], ss));
+    for (int m = 0; m < M; m++) {
+        add(x.lo[m].x, x.hi[m].x);
+        add(x.lo[m].y, x.hi[m].y);
+        add(x.lo[m].z, x.hi[m].z);
+        add(x.lo[m].w, x.hi[m].w);
+    }
     const float scale = __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(warp_sum(ss), 2 * half), eps)));
 #pragma unroll
     for (int m = 0; m < M; m++) {
-        const int i = threadIdx.x % 32 + 32 * m;
-        const float w_lo = w && i < half ? w[i] : 1, w_hi = w && i < half ? w[i + half] : 1;
-        x.lo[m] = __fmul_rn(w_lo, __fmul_rn(x.lo[m], scale));
-        x.hi[m] = __fmul_rn(w_hi, __fmul_rn(x.hi[m], scale));
+        const int i = 4 * (threadIdx.x % 32) + 128 * m;
+        const float4 all = make_float4(scale, scale, scale, scale);
+        x.lo[m] = times(x.lo[m], all);
+        x.hi[m] = times(x.hi[m], all);
+        if (!w || i >= half) continue;
+        x.lo[m] = times(x.lo[m], *(const float4 *)(w + i));
+        x.hi[m] = times(x.hi[m], *(const float4 *)(w + i + half));
     }
 }
 
-// Pairs turn by pos * inv_freq. The angle is reduced to a part of a turn in f64, sine and cosine are f32.
-template <int M> __device__ static inline void head_turn(HeadValues<M> &x, const Rope &rope, int pos) {
+// Cosine and sine of the angle pos * inv_freq of a pair. The angle is reduced to a part of a turn in f64, the rest is f32.
+__device__ static inline void angle_of(double inv_freq, int pos, float *cosine, float *sine) {
+    const double turns = __dmul_rn(__dmul_rn(pos, inv_freq), 0.15915494309189535);
+    sincospif(2 * (float)(turns - rint(turns)), sine, cosine);
+}
+
+// Pairs turn by their angles: cosines (half) and behind them sines, in shared memory. One table serves all heads of a row.
+template <int M> __device__ static inline void head_turn(HeadValues<M> &x, const float *angles, int n_pairs, int half) {
+    auto turn = [](float &p, float &q, float cosine, float sine) {
+        const float u = p, v = q;
+        p = __fmaf_rn(u, cosine, -__fmul_rn(v, sine));
+        q = __fmaf_rn(u, sine, __fmul_rn(v, cosine));
+    };
 #pragma unroll
     for (int m = 0; m < M; m++) {
-        const int i = threadIdx.x % 32 + 32 * m;
-        if (i >= rope.n_pairs) continue;
-        const double turns = __dmul_rn(__dmul_rn(pos, rope.inv_freq[i]), 0.15915494309189535);
-        float sine, cosine;
-        sincospif(2 * (float)(turns - rint(turns)), &sine, &cosine);
-        const float p = x.lo[m], q = x.hi[m];
-        x.lo[m] = __fmaf_rn(p, cosine, -__fmul_rn(q, sine));
-        x.hi[m] = __fmaf_rn(p, sine, __fmul_rn(q, cosine));
+        const int i = 4 * (threadIdx.x % 32) + 128 * m;
+        if (i >= n_pairs) continue;
+        const float4 cosine = *(const float4 *)(angles + i), sine = *(const float4 *)(angles + half + i);
+        turn(x.lo[m].x, x.hi[m].x, cosine.x, sine.x);
+        turn(x.lo[m].y, x.hi[m].y, cosine.y, sine.y);
+        turn(x.lo[m].z, x.hi[m].z, cosine.z, sine.z);
+        turn(x.lo[m].w, x.hi[m].w, cosine.w, sine.w);
     }
 }
 
-// f(place in the cache's order, number in the head, value) for every value of the head. n_rot 0: places are numbers.
+// f(place in the cache's order, number in the head, four values) for all values of the head. n_rot 0: places are numbers.
 template <int M, typename F> __device__ static inline void head_each(const HeadValues<M> &x, int half, int n_rot, F f) {
 #pragma unroll
     for (int m = 0; m < M; m++) {
-        const int i = threadIdx.x % 32 + 32 * m;
+        const int i = 4 * (threadIdx.x % 32) + 128 * m;
         if (i >= half) continue;
         f(i + (i < n_rot ? 0 : n_rot), i, x.lo[m]);
         f(i + (i < n_rot ? n_rot : half), i + half, x.hi[m]);
     }
 }
 
-// Value i of a query. Tied: the unrotated part of K is r * fold, so fold goes into q.
-__device__ static inline float folded(const Cache &c, int half, int i, float v) {
-    return c.n_rot && (i < half ? i : i - half) >= c.n_rot ? __fmul_rn(v, c.fold[i]) : v;
+// Values i .. i + 3 of a query. Tied: the unrotated part of K is r * fold, so fold goes into q.
+__device__ static inline float4 folded(int n_rot, const float *fold, int half, int i, float4 v) {
+    return n_rot && (i < half ? i : i - half) >= n_rot ? times(v, *(const float4 *)(fold + i)) : v;
 }
 
-static __device__ inline void dump_head(float *dump, size_t at, const HeadValues<8> &x, int half) {
-    if (dump) head_each(x, half, 0, [&](int, int i, float v) { dump[at + i] = v; });
+static __device__ inline void dump_head(float *dump, size_t at, const HeadValues<2> &x, int half) {
+    if (dump) head_each(x, half, 0, [&](int, int i, float4 v) { *(float4 *)(dump + at + i) = v; });
 }
 
 // qkv_store: head norms, rope, order of the cache, write. A warp takes a head of q, or of K, or of V.
-//   shapes    as QkvStore; head_dim <= 512
+//   shapes    as QkvStore; head_dim <= 512, a multiple of 8
 //   launch    grid (n_rows, ceil(((q ? n_heads : 0) + (k ? 2 * n_kv_heads : 0)) / 4)), block 128
 //   traffic   reads and writes q, reads k and v, writes a row of each plane
-//   numerics  f32; angles are reduced to a turn in f64, sine and cosine are f32
+//   numerics  f32; angles are reduced to a turn in f64, sine and cosine are f32, made once for the four heads
 //   see       cpu_qkv_store
 __global__ void qkv_store_kernel(QkvStore o, Batch b, Cache c, Cache dst, bool staged) {
     take_turn();
+    __shared__ __align__(16) float angles[512];
     const int hd = c.head_dim, half = hd / 2, r = blockIdx.x, n_q = o.q ? o.n_heads : 0, n_kv = o.k ? c.n_kv_heads : 0;
     const int job = blockIdx.y * 4 + threadIdx.x / 32;
-    if (job >= n_q + 2 * n_kv) return;
     const Row row = b.rows[r];
     const Segment seg = b.segs[row.seg];
     const int len = b.len[seg.seq], pos = len + row.depth;
-    HeadValues<8> x;
+    for (int i = threadIdx.x; i < o.rope.n_pairs; i += blockDim.x)
+        angle_of(o.rope.inv_freq[i], pos, &angles[i], &angles[half + i]);
+    __syncthreads();
+    if (job >= n_q + 2 * n_kv) return;
+    HeadValues<2> x;
     if (job < n_q) {
         const size_t at = ((size_t)r * n_q + job) * hd;
         float *q = o.q + at;
         head_load(x, q, half);
         head_norm(x, o.w_q, half, o.eps);
         dump_head(o.dump_q, at, x, half);
-        head_turn(x, o.rope, pos);
+        head_turn(x, angles, o.rope.n_pairs, half);
         dump_head(o.dump_q_pos, at, x, half);
-        head_each(x, half, c.n_rot, [&](int to, int i, float v) { q[to] = folded(c, half, i, v); });   // in place: all was loaded
-        return;                                                                                        // before norm had its sum
+        head_each(x, half, c.n_rot, [&](int to, int i, float4 v) {     // in place: all was loaded before norm had its sum
+            *(float4 *)(q + to) = folded(c.n_rot, c.fold, half, i, v);
+        });
+        return;
     }
     const int h = (job - n_q) % n_kv, slot = staged ? seg.first + row.index : (len + row.index) % c.slots;
     const int seq = staged ? 0 : seg.seq;
@@ -2730,19 +2892,19 @@ __global__ void qkv_store_kernel(QkvStore o, Batch b, Cache c, Cache dst, bool s
     if (is_k || o.v_norm) head_norm(x, is_k ? o.w_k : NULL, half, o.eps);
     dump_head(is_k ? o.dump_k : o.dump_v, at, x, half);
     if (is_k) {
-        head_turn(x, o.rope, pos);
+        head_turn(x, angles, o.rope.n_pairs, half);
         dump_head(o.dump_k_pos, at, x, half);
     }
     char *to_row = kv_row(dst, plane, seq, h, slot);
-    head_each(x, half, c.n_rot, [&](int to, int, float v) {
-        if (to < plane.dim) kv_write(plane, to_row, to, v);
+    head_each(x, half, c.n_rot, [&](int to, int, float4 v) {
+        if (to < plane.dim) kv_write4(plane, to_row, to, v);
     });
 }
 static void cuda_qkv_store(const QkvStore *o) {
     const int heads = (o->q ? o->n_heads : 0) + (o->k ? 2 * o->cache->n_kv_heads : 0);
     check_cache(o->cache, "qkv_store");
-    if (o->cache->head_dim > 512 || o->cache->head_dim % 2)
-        cuda_die("qkv_store: heads of %d values are not supported", o->cache->head_dim);
+    if (o->cache->head_dim > 512 || o->cache->head_dim % 8 || o->cache->n_rot % 4 || o->rope.n_pairs % 4)
+        cuda_die("qkv_store: heads of %d values, %d pairs of which turn, are not supported", o->cache->head_dim, o->rope.n_pairs);
     if (!heads) return;
     launch(qkv_store_kernel, dim3(o->batch->n_rows, div_up(heads, 4)), 128, 0, *o, *o->batch, *o->cache,
            o->stage ? *o->stage : *o->cache, o->stage != NULL);
@@ -2841,14 +3003,15 @@ enum { KEYS = 32, ATTEND_WARPS = 8, ATTEND_THREADS = 32 * ATTEND_WARPS, HEADS = 
        RING_SLOTS = 2048,     // a cache up to this size is taken for a ring, which is in sight as a whole
        FULL_GRID = 128,       // parts times KV heads of a long cache: a block for each SM of a large card
        MAX_PARTS = FULL_GRID,
-       JOIN_BYTES = 96 << 10 };        // parts of a block's columns that its last block puts together
+       JOIN_BYTES = 320 << 10 };       // parts of a block's columns that its last block puts together
 
 typedef struct {              // how the tiles of a cache are dealt out
-    int parts, span_bits;     // 2^span_bits tiles in a span
+    int     parts, span_bits; // 2^span_bits tiles in a span
+    Divisor by_parts;
 } Split;
 
 static Split split_of(const Cache *c, int n_rows) {
-    Split s = { 1, 0 };
+    Split s = { 1, 0, divisor(1) };
     if (n_rows > STEP_ROWS) return s;                  // rows enough to fill the device
     if (c->slots > RING_SLOTS) {
         s.parts = max_int(1, FULL_GRID / c->n_kv_heads);
@@ -2856,6 +3019,7 @@ static Split split_of(const Cache *c, int n_rows) {
         s.span_bits = c->n_kv_heads > 8 ? 2 : 1;
         s.parts = div_up(c->slots / KEYS, 1 << s.span_bits);
     }
+    s.by_parts = divisor(s.parts);
     return s;
 }
 
@@ -2867,12 +3031,12 @@ typedef struct {              // a row of the step and what it sees
 } Sight;
 
 // With one segment and one session no load has to wait for another.
-__device__ static inline Sight look(const Attend &o, const Batch &b, const Cache &c, int r) {
+__device__ static inline Sight look(const Batch &b, int n_seqs, int window, OwnMask own, int r) {
     const Row row = b.rows[r];
     const Segment seg = b.segs[b.n_segs == 1 ? 0 : row.seg];
-    const int len = b.len[c.n_seqs == 1 ? 0 : seg.seq], pos = len + row.depth;
-    const int first = o.window ? max(0, pos - o.window + 1) : 0;
-    const int n_own = o.own == OWN_NONE ? 0 : o.own == OWN_ALL ? seg.n : row.index + 1;
+    const int len = b.len[n_seqs == 1 ? 0 : seg.seq], pos = len + row.depth;
+    const int first = window ? max(0, pos - window + 1) : 0;
+    const int n_own = own == OWN_NONE ? 0 : own == OWN_ALL ? seg.n : row.index + 1;
     return (Sight){ row.seg, seg.seq, seg.first, seg.kind, len, row.index, pos, first, min(first, len), len + n_own,
                     row.ancestors };
 }
@@ -2885,13 +3049,13 @@ __device__ static inline bool in_sight(const Sight &v, OwnMask own, int j) {
 
 typedef struct {              // spans that hold keys low .. end - 1: first, first + 1, ..
     int first, n;
-    int live;                 // parts that have some of them: first mod parts, and those that follow it
+    int first_part, live;     // parts that have some of them: first mod parts, and those that follow it
 } Spans;
 
 __device__ static inline Spans spans_of(int low, int end, const Split &s) {
-    if (end <= low) return (Spans){ 0, 0, 0 };
+    if (end <= low) return (Spans){ 0, 0, 0, 0 };
     const int first = (low / KEYS) >> s.span_bits, n = (((end - 1) / KEYS) >> s.span_bits) - first + 1;
-    return (Spans){ first, n, min(n, s.parts) };
+    return (Spans){ first, n, rest(first, s.by_parts), min(n, s.parts) };
 }
 
 typedef struct {              // the tiles of one part: number k, from <= k < to, is tile_of(k)
@@ -2899,9 +3063,9 @@ typedef struct {              // the tiles of one part: number k, from <= k < to
 } Share;
 
 __device__ static inline Share share_of(const Spans &s, int low, int end, const Split &split, int part) {
-    const int skip = ((part - s.first) % split.parts + split.parts) % split.parts, bits = split.span_bits;
+    const int skip = part - s.first_part + (part < s.first_part ? split.parts : 0), bits = split.span_bits;
     if (skip >= s.n) return (Share){ 0, 0, 0 };
-    const int n = (s.n - 1 - skip) / split.parts + 1, span = s.first + skip, last = span + (n - 1) * split.parts;
+    const int n = quotient(s.n - 1 - skip, split.by_parts) + 1, span = s.first + skip, last = span + (n - 1) * split.parts;
     const int before = max(0, low / KEYS - (span << bits)), behind = max(0, ((last + 1) << bits) - 1 - (end - 1) / KEYS);
     return (Share){ span, before, (n << bits) - behind };
 }
@@ -2911,95 +3075,123 @@ __device__ static inline int tile_of(const Share &s, const Split &split, int k) 
 }
 
 // ---- parts put together ----
-// For each query head a part leaves (head_dim) values, and the largest score and the sum of weights that belong to them.
+// For each query head a part leaves (head_dim) values, and the largest score and the sum of weights that belong to them. A head
+// is the sum of weight * values over the parts in the order of their spans, divided by the sum of all weights.
 
-// 32 * G values of a head from `first` on, by a warp: parts in their order, back from the tied order, as Act at `at`. B parts
-// are fetched at a time; neither B nor G makes a difference to the bits. weights: shared memory for MAX_PARTS of them.
-template <int G, int B> __device__ static inline void join_groups(const float *values, const float2 *stats, const Spans &s,
-                                                                  int parts, int hd, int n_rot, int first, const Act &out,
-                                                                  size_t at, float *weights) {
-    const int lane = threadIdx.x % 32, first_part = s.n ? s.first % parts : 0;
-    int place[G];
-    float x[B][G], v[G] = { }, sum = 0, top = -INFINITY;
-    float2 stat[MAX_PARTS / 32];
-    auto part_of = [&](int k) { return first_part + k < parts ? first_part + k : first_part + k - parts; };
-    auto fetch = [&](int from) {
-#pragma unroll
-        for (int u = 0; u < B; u++)
-#pragma unroll
-            for (int g = 0; g < G; g++)
-                x[u][g] = from + u < s.live && place[g] >= 0 ? __ldcg(values + (size_t)part_of(from + u) * hd + place[g]) : 0;
-    };
-#pragma unroll
-    for (int g = 0; g < G; g++) {
-        const int i = first + 32 * g + lane;
-        place[g] = i >= hd ? -1 : n_rot ? tied_place(i, hd, n_rot) : i;
+__device__ static inline int part_of(const Spans &s, int parts, int k) {
+    return s.first_part + k < parts ? s.first_part + k : s.first_part + k - parts;
+}
+
+// One head, by a warp: weights of its parts in their order, and 1 / (sum of all), 0 where nothing was in sight.
+//   stats (parts) of the head;   weights (live) in shared memory, to be seen after a barrier of those who read them
+__device__ static inline float weigh_parts(float2 *weights, const float2 *stats, const Spans &s, int parts) {
+    float top = -INFINITY, sum = 0;
+#pragma unroll 1
+    for (int k = threadIdx.x % 32; k < s.live; k += 32) {
+        weights[k] = __ldcg(stats + part_of(s, parts, k));             // each lane comes back to its own
+        top = fmaxf(top, weights[k].x);
     }
-#pragma unroll
-    for (int i = 0; i < MAX_PARTS / 32; i++)
-        stat[i] = 32 * i + lane < s.live ? __ldcg(stats + part_of(32 * i + lane)) : make_float2(-INFINITY, 0);
-    fetch(0);                                          // they come with the stats, whose turn is first
-#pragma unroll
-    for (int i = 0; i < MAX_PARTS / 32; i++) top = fmaxf(top, stat[i].x);
     top = warp_max(top);
-    __syncwarp();                                      // weights of the call before have been read
-#pragma unroll
-    for (int i = 0; i < MAX_PARTS / 32; i++) {
-        const float w = stat[i].y == 0 ? 0 : expf(stat[i].x - top);    // a part may have seen nothing
-        weights[32 * i + lane] = w;
-        sum = __fmaf_rn(w, stat[i].y, sum);
+#pragma unroll 1
+    for (int k = threadIdx.x % 32; k < s.live; k += 32) {
+        const float w = weights[k].y == 0 ? 0 : expf(weights[k].x - top);              // a part may have seen nothing
+        sum = __fmaf_rn(w, weights[k].y, sum);
+        weights[k].x = w;
     }
     sum = warp_sum(sum);
-    __syncwarp();
-#pragma unroll 1
-    for (int from = 0; from < s.live; from += B) {
-        if (from) fetch(from);
-#pragma unroll
-        for (int u = 0; u < B; u++)
-#pragma unroll
-            for (int g = 0; g < G; g++)
-                if (from + u < s.live) v[g] = __fmaf_rn(weights[from + u], x[u][g], v[g]);
-    }
-#pragma unroll
-    for (int g = 0; g < G; g++) {
-        const int i = first + 32 * g;
-        const float y = sum == 0 ? 0 : v[g] / sum;     // nothing in sight: 0
-        if (out.f && i + lane < hd) out.f[at + i + lane] = y;
-        if (out.q) quantise_group(y, out.q + at + i, out.s + (at + i) / 32);
-    }
+    return sum == 0 ? 0 : __frcp_rn(sum);
+}
+
+// Values of one head as Act at `at` .. at + 3 of lane; a group is 8 lanes. All lanes of the warp.
+__device__ static inline void put_four(const Act &out, size_t at, float4 y) {
+    if (out.f) *(float4 *)(out.f + at) = y;
+    if (!out.q) return;
+    auto bits = [](float v) { return __float_as_uint(v) & 0x7fffffffu; };              // as quantise_group
+    unsigned top = max(max(bits(y.x), bits(y.y)), max(bits(y.z), bits(y.w)));
+    for (int h = 4; h > 0; h /= 2) top = max(top, __shfl_xor_sync(~0u, top, h));
+    const float a = __uint_as_float(top);
+    const bool usable = top < 0x7f800000u && a >= 0x1p-120f;
+    const float inv = usable ? __fdiv_rn(127.0f, a) : 0;
+    auto code = [&](float v) { return usable ? (unsigned)__float2int_rn(__fmul_rn(v, inv)) & 255 : 0; };
+    *(unsigned *)(out.q + at) = code(y.x) | code(y.y) << 8 | code(y.z) << 16 | code(y.w) << 24;
+    if (threadIdx.x % 8 != 0) return;
+    out.s[at / 32] = top >= 0x7f800000u ? __uint_as_float(0x7fc00000u) : usable ? __fdiv_rn(a, 127.0f) : 0;
 }
 
 // attend_join: the parts of all query heads put together, as Act.
 //   shapes    values (n_rows, n_heads, parts, head_dim), stats (n_rows, n_heads, parts), out (n_rows, n_heads, head_dim)
-//   launch    grid (n_rows, ceil(n_heads * head_dim / 32 / 4)), block 128: a warp takes 32 values
+//   launch    grid (n_rows, n_heads, ceil(head_dim / 64)), block 128: 64 values, of which all parts come to shared memory at once
 //   traffic   reads once what parts with a key in sight wrote
 //   see       cpu_attend
-__global__ void attend_join_kernel(Attend o, Batch b, Cache c, Split split, const float *values, const float2 *stats) {
+enum { JOIN_VALUES = 64 };
+__global__ void __launch_bounds__(128) attend_join_kernel(Attend o, Batch b, Cache c, Split split, const float *values,
+                                                          const float2 *stats) {
     take_turn();
-    __shared__ float weights[4][MAX_PARTS];
-    const int hd = c.head_dim, groups = (hd + 31) / 32, job = blockIdx.y * 4 + threadIdx.x / 32, r = blockIdx.x;
-    if (job >= o.n_heads * groups) return;
-    const Sight v = look(o, b, c, r);
-    const size_t head = (size_t)r * o.n_heads + job / groups;
-    join_groups<1, 32>(values + head * split.parts * hd, stats + head * split.parts, spans_of(v.low, v.end, split), split.parts,
-                       hd, c.n_rot, job % groups * 32, o.out, head * hd, weights[threadIdx.x / 32]);
+    __shared__ __align__(16) float x[MAX_PARTS][JOIN_VALUES];
+    __shared__ float2 weights[MAX_PARTS];
+    __shared__ float scale;
+    const int hd = c.head_dim, first = blockIdx.z * JOIN_VALUES, chunk = threadIdx.x % (JOIN_VALUES / 4);
+    const size_t head = (size_t)blockIdx.x * o.n_heads + blockIdx.y;
+    const Sight v = look(b, c.n_seqs, o.window, o.own, blockIdx.x);
+    const Spans spans = spans_of(v.low, v.end, split);
+    if (first + 4 * chunk < hd) {                      // back from the tied order
+        const int place = c.n_rot ? tied_place(first + 4 * chunk, hd, c.n_rot) : first + 4 * chunk;
+#pragma unroll 1
+        for (int k = threadIdx.x / (JOIN_VALUES / 4); k < spans.live; k += 128 / (JOIN_VALUES / 4))
+            copy_ahead(&x[k][4 * chunk], values + (head * split.parts + part_of(spans, split.parts, k)) * hd + place);
+    }
+    copy_commit();
+    if (threadIdx.x < 32) {
+        const float s = weigh_parts(weights, stats + head * split.parts, spans, split.parts);
+        if (threadIdx.x == 0) scale = s;
+    }
+    copied<0>();
+    __syncthreads();
+    const int i = first + threadIdx.x;
+    if (threadIdx.x >= JOIN_VALUES || i - i % 32 >= hd) return;
+    float sum = 0;
+#pragma unroll 4
+    for (int k = 0; k < spans.live; k++) sum = __fmaf_rn(weights[k].x, x[k][threadIdx.x], sum);
+    const float y = __fmul_rn(sum, scale);
+    if (o.out.f && i < hd) o.out.f[head * hd + i] = y;
+    if (o.out.q) quantise_group(y, o.out.q + head * hd + (i - i % 32), o.out.s + (head * hd + i) / 32);
 }
 
 // ---- caches of f16 ----
 
-typedef struct {              // the parameters of attend_half
-    Attend   o;
-    QkvStore store;           // of rows that the kernel makes itself
+// The parameters of attend_half: what it uses and no more, since each 64 bytes of them are waited for. Shapes as in Attend,
+// QkvStore and Cache.
+typedef struct {
     Batch    b;
-    Cache    c, stage;
-    Split    split;
+    int      n_seqs, window;
+    OwnMask  own;
     int      rows, heads;     // of the step, and of a KV head: rows * heads columns at most in a block
     int      head_tiles;      // into which the heads of a KV head are cut
-    int      n_stages;
+    int      group;           // heads of a KV head
+    int      n_heads, n_kv_heads;
+    Divisor  by_tiles, by_heads;       // head_tiles, heads
+    bool     makes_q, makes_rows;      // rows that the kernel makes itself
+    bool     v_norm;
     bool     staged;
-    bool     makes_q, makes_rows;
     bool     fine;            // q in two halves
     bool     joins;           // the last block of a head puts its parts together
+    const float *q;           // made already, or the products to make it of
+    const float *new_k, *new_v;        // products to make rows of
+    const float *w_q, *w_k;   // tied: w_k is fold; NULL: nothing is made of it
+    const double *inv_freq;
+    Divisor  by_pairs;        // that turn
+    float    eps;
+    Split    split;
+    int      n_k, n_rot;
+    int      k_bits;          // a row of K is 2^k_bits chunks of 16 bytes
+    int      n_stages;
+    int      slots, stage_slots;
+    Divisor  by_slots;
+    const __half *stage_k, *stage_v;
+    __half  *cache_k, *cache_v;
+    float    scale;
+    int      at_once;         // columns whose parts find room in the stages
+    Act      out;
     float   *values;          // (n_rows, n_heads, parts, head_dim)
     float2  *stats;           // (n_rows, n_heads, parts)
     unsigned *arrived;        // (n_rows, gridDim.y) 0 between launches
@@ -3011,9 +3203,13 @@ enum { ROW_PAD = 8, SCORE_ROW = KEYS + 4, WEIGHT_ROW = KEYS + 8 };
 
 // Blocks of which an SM has to have room for the registers, without spills.
 static constexpr int attend_blocks(int hd, int nc) { return nc <= 16 || hd == 256 ? 2 : 1; }
+// Scores. Before them angles of up to FUSED_ROWS rows and the frequencies of pairs lie there, behind them the weights of parts.
+ON_DEVICE static constexpr int attend_score_bytes(int hd, int nc) {
+    return 4 * nc * SCORE_ROW * 4 > (FUSED_ROWS + 1) * hd * 4 ? 4 * nc * SCORE_ROW * 4 : (FUSED_ROWS + 1) * hd * 4;
+}
 static size_t attend_fixed_bytes(int hd, int n_k, int nc) {
-    return (size_t)nc * (2 * (hd + ROW_PAD) * sizeof(__half) + 4 * SCORE_ROW * sizeof(float) + WEIGHT_ROW * sizeof(__half)) +
-           (size_t)FUSED_ROWS * (n_k + hd) * sizeof(__half);
+    return (size_t)nc * (2 * (hd + ROW_PAD) * sizeof(__half) + WEIGHT_ROW * sizeof(__half)) + attend_score_bytes(hd, nc) +
+           (size_t)FUSED_ROWS * (n_k + hd) * sizeof(__half) + 2 * hd * sizeof(float);
 }
 static size_t attend_stage_bytes(int hd, int n_k) { return (size_t)KEYS * (hd + n_k + 2 * ROW_PAD) * sizeof(__half); }
 
@@ -3028,172 +3224,186 @@ static size_t attend_stage_bytes(int hd, int n_k) { return (size_t)KEYS * (hd + 
 //   numerics  S = K q on tensor cores with f32 sums, q as the sum of two f16; a warp has 16 keys and a quarter of the dims, and
 //             the quarters are added in their order. Online softmax in f32, by tiles of KEYS. Weights are rounded to f16, and so
 //             summed; O += V^T P with f32 sums, a warp has an eighth of the dims. Columns never meet, so NC is free
+//   time      with few keys a chain of latencies: the rows of the step, then angles, norms and the first tiles, then those of
+//             the parts. So loads go out before what they wait for is known, loops stay rolled where instructions would be met
+//             only once, and nothing is divided
 //   see       cpu_attend, cpu_qkv_store
 template <int HD, int NC>
 __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_half_kernel(const __grid_constant__ AttendTask a) {
     constexpr int ROW = HD + ROW_PAD, M = HD / 128, N = NC / 8;        // tiles of 16 dims of a warp, and of 8 columns
-    const Cache &c = a.c;
+    constexpr int HALF = HD / 2, V_BITS = HD == 512 ? 6 : HD == 256 ? 5 : 4;
     __half *q_hi = (__half *)shared_bytes, *q_lo = q_hi + NC * ROW;    // (NC, ROW) each
     float *scores = (float *)(q_lo + NC * ROW);                        // (4, NC, SCORE_ROW)
-    __half *weights = (__half *)(scores + 4 * NC * SCORE_ROW);         // (NC, WEIGHT_ROW)
-    __half *new_rows = weights + NC * WEIGHT_ROW;                      // (FUSED_ROWS, n_k + HD)
-    __half *stages = new_rows + FUSED_ROWS * (c.k.dim + HD);           // (n_stages): K (KEYS, k_row), V (KEYS, ROW)
-    __shared__ Sight rows[NC];
+    float *angles = scores;                                            // (FUSED_ROWS, HD)
+    double *inv_freq = (double *)(angles + FUSED_ROWS * HD);           // (HALF), of the first segment
+    __half *weights = (__half *)(scores + attend_score_bytes(HD, NC) / 4);             // (NC, WEIGHT_ROW)
+    float *w_q = (float *)(weights + NC * WEIGHT_ROW), *w_k = w_q + HD;                // (HD) each; tied: w_k is fold
+    __half *new_rows = (__half *)(w_k + HD);                           // (FUSED_ROWS, n_k + HD), by rows of the batch
+    __half *stages = new_rows + FUSED_ROWS * (a.n_k + HD);           // (n_stages): K (KEYS, k_row), V (KEYS, ROW)
+    __shared__ Sight sights[NC];                       // of the block's rows; if it makes some, of all rows of the batch
     __shared__ int row_of[NC];                         // of a column, in rows; -1: not in use
-    __shared__ float top[NC], sum[NC], shrink[NC];
+    __shared__ int head_of[NC];                        // of a column: number of its query head in out
+    __shared__ float top[NC], sum[NC], shrink[NC];     // sum: in the end its reciprocal
+    __shared__ Spans seen_by[NC];                      // parts of a column
+    __shared__ int n_live;                             // parts with a key in sight; what is rarely read spares registers here
     __shared__ bool last;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2;
-    const int n_k = c.k.dim, k_row = n_k + ROW_PAD, stage_halves = KEYS * (k_row + ROW), parts = a.split.parts;
-    const int group = a.o.n_heads / c.n_kv_heads, g = blockIdx.y / a.head_tiles, tile = blockIdx.y % a.head_tiles;
-    const int head = g * group + tile * a.heads, n_heads = min(a.heads, group - tile * a.heads);
+    const int n_k = a.n_k, k_row = n_k + ROW_PAD, stage_halves = KEYS * (k_row + ROW), parts = a.split.parts;
+    const int g = quotient(blockIdx.y, a.by_tiles), tile = blockIdx.y - g * a.head_tiles;
+    const int head = g * a.group + tile * a.heads, n_heads = min(a.heads, a.group - tile * a.heads);
     const int r0 = (gridDim.x - 1 - blockIdx.x) * a.rows, n_here = min(a.rows, a.b.n_rows - r0);       // the longest rows first
-    const int k_chunks = n_k / 8;                      // of 16 bytes; a power of 2
-    const int k_chunk = threadIdx.x % k_chunks, k_key = threadIdx.x / k_chunks, k_keys = ATTEND_THREADS / k_chunks;
-    const size_t k_bytes = (size_t)n_k * sizeof(__half), v_bytes = HD * sizeof(__half);
-    if ((a.makes_q || a.makes_rows) && threadIdx.x < HD / 32) {        // weights: they come while the launch before ends
-        if (a.makes_q) fetch_early(a.store.w_q + 32 * threadIdx.x);
-        if (a.makes_rows) fetch_early(a.store.w_k + 32 * threadIdx.x);
-        if (c.n_rot) fetch_early(c.fold + 32 * threadIdx.x);
-        if (16 * (int)threadIdx.x < a.store.rope.n_pairs) fetch_early(a.store.rope.inv_freq + 16 * threadIdx.x);
+    const bool makes = a.makes_q || a.makes_rows;
+    const int n_pairs = (int)a.by_pairs.by;
+    const int n_columns = n_here * a.heads, n_new = a.makes_rows ? a.b.n_rows : 0, n_jobs = n_columns + 2 * n_new;
+    const int known = makes ? 0 : r0, n_known = makes ? a.b.n_rows : n_here;
+    const Sight *rows = sights + r0 - known;
+    if (makes && 4 * threadIdx.x < HD) {               // weights: they come while the launch before ends
+        const int i = 4 * threadIdx.x;
+        if (a.makes_q) copy_ahead(w_q + i, a.w_q + i);
+        if (a.w_k) copy_ahead(w_k + i, a.w_k + i);
+        if (i < 2 * n_pairs) copy_ahead(inv_freq + i / 2, a.inv_freq + i / 2);
     }
+    copy_commit();
     take_turn();
-    if ((int)threadIdx.x < n_here) rows[threadIdx.x] = look(a.o, a.b, c, r0 + threadIdx.x);
+    if ((int)threadIdx.x < n_known) sights[threadIdx.x] = look(a.b, a.n_seqs, a.window, a.own, known + threadIdx.x);
+
+    // A warp makes a column of q, or a row of K or V: jobs in this order. Values are asked for a job ahead, the first at once.
+    typedef HeadValues<(HD + 255) / 256> Head;
+    Head coming;
+    auto load_job = [&](int job) {
+        const float *from;
+        if (job < n_columns) {
+            const int row = quotient(job, a.by_heads), h = job - row * a.heads;
+            from = a.q + ((size_t)(r0 + row) * a.n_heads + head + min(h, n_heads - 1)) * HD;
+        } else {
+            const int k = job - n_columns;
+            from = k < n_new ? a.new_k + ((size_t)k * a.n_kv_heads + g) * HD
+                             : a.new_v + ((size_t)(k - n_new) * a.n_kv_heads + g) * HD;
+        }
+        head_load(coming, from, HALF);
+    };
+    if (NC == 8 && warp < n_jobs) load_job(warp);      // more columns need the registers
+    copied<0>();
+    __syncthreads();                                   // rows and weights are there
 
     for (int from = 0, to; from < n_here; from = to) { // rows of one segment at a time: mostly there is one
-        __syncthreads();                               // rows are there; nobody works on the last segment
-        const Sight self = rows[from];
+        if (from) __syncthreads();                     // nobody works on the last segment
+        const Sight &self = rows[from];
         int low = self.low, end = self.end;
+#pragma unroll 1
         for (to = from + 1; to < n_here && rows[to].seg == self.seg; to++)
             low = min(low, rows[to].low), end = max(end, rows[to].end);
         const Spans spans = spans_of(low, end, a.split);
         const Share share = share_of(spans, low, end, a.split, blockIdx.z);
-        const bool direct = parts == 1 || (a.joins && spans.live < 2);
-        if (share.from == share.to && !(direct && !spans.n && blockIdx.z == 0)) continue;      // the part has nothing to say
-        const int len = self.len, n_tiles = share.to - share.from;
-        // Keys that the rows of the batch have: the block makes those that lie in its part.
-        const int ahead_of = len + self.index - r0 - from;             // number of the batch's row 0, were it of this segment
-        const int made = a.makes_rows ? max(len, ahead_of) : 0, made_end = a.makes_rows ? min(end, ahead_of + a.b.n_rows) : 0;
-        const char *k_base = kv_row(c, c.k, self.seq, g, 0), *v_base = kv_row(c, c.v, self.seq, g, 0);
+        if (share.from == share.to && (blockIdx.z || spans.n || (parts > 1 && !a.joins))) continue;    // nothing to say
+        const int n_tiles = max(1, share.to - share.from);             // with nothing in sight a tile of zeros
+        // Keys that the rows of the batch have, which follow each other: the block makes those that lie in its part.
+        auto number_of = [&](int r) { return self.len + self.index + r - r0 - from; }; // of row r of the batch, in this segment
+        const int new_from = a.makes_rows ? max(self.len, number_of(0)) : 0, new_to = a.makes_rows ? min(end, number_of(n_new)) : 0;
 
         // Tile i of the part on its way to its stage; zeros for keys that nobody sees, whatever lies there.
-        auto copy_tile = [&](int i) {
-            const int j0 = tile_of(share, a.split, share.from + i) * KEYS, slot = j0 % c.slots;
-            __half *k_tile = stages + i % a.n_stages * stage_halves, *v_tile = k_tile + KEYS * k_row;
-            auto copy = [&](__half *at, const KvPlane &staged, const char *base, size_t bytes, int key, int chunk) {
-                const int j = j0 + key;
-                const bool seen = j >= low && j < end;
-                if (j >= made && j < made_end) return;
-                const char *row = a.staged && seen && j >= len ? kv_row(a.stage, staged, 0, g, self.seg_first + j - len)
-                                                               : base + (size_t)(slot + key) * bytes;
-                copy_or_zero(at + chunk * 8, row + chunk * 16, seen);
-            };
-            for (int key = k_key; key < KEYS; key += k_keys) copy(k_tile + key * k_row, a.stage.k, k_base, k_bytes, key, k_chunk);
-#pragma unroll
-            for (int i = 0; i < KEYS * HD / 8 / ATTEND_THREADS; i++) {
-                const int at = i * ATTEND_THREADS + threadIdx.x, key = at / (HD / 8);
-                copy(v_tile + key * ROW, a.stage.v, v_base, v_bytes, key, at % (HD / 8));
-            }
-        };
-        // The same for the rows that this block makes, once they are there.
-        auto place_rows = [&](int i) {
-            const int j0 = tile_of(share, a.split, share.from + i) * KEYS, first = max(j0, made);
-            const int n = min(j0 + KEYS, made_end) - first, chunks = k_chunks + HD / 8;
-            __half *k_tile = stages + i % a.n_stages * stage_halves, *v_tile = k_tile + KEYS * k_row;
-            for (int at = threadIdx.x; at < n * chunks; at += ATTEND_THREADS) {
-                const int key = first + at / chunks, chunk = at % chunks;
-                *(uint4 *)(chunk < k_chunks ? k_tile + (key - j0) * k_row + chunk * 8
-                                            : v_tile + (key - j0) * ROW + (chunk - k_chunks) * 8) =
-                    *(const uint4 *)(new_rows + (size_t)(key - made) * (n_k + HD) + chunk * 8);
-            }
-        };
-
-        for (int i = 0; i < a.n_stages; i++) {
-            if (i < n_tiles) copy_tile(i);
-            copy_commit();
-        }
-        if (threadIdx.x < NC) {
-            const int row = from + threadIdx.x / a.heads;
-            row_of[threadIdx.x] = row < to && (int)threadIdx.x % a.heads < n_heads ? row : -1;
-            top[threadIdx.x] = -INFINITY;
-            sum[threadIdx.x] = 0;
-        }
-        // A warp makes a column of q, or a row of K or V. Every other round goes backwards: the first warps have work already.
-        const int n_jobs = NC + 2 * (made_end - made);
+        auto copy_tile = [&](int i, __half *to) {
+            const int j0 = tile_of(share, a.split, share.from + i) * KEYS;
+            const size_t cache_row = ((size_t)self.seq * a.n_kv_heads + g) * a.slots + rest(j0, a.by_slots);
+            const size_t stage_row = (size_t)g * a.stage_slots + self.seg_first;       // of row 0 of the segment
 #pragma unroll 1
-        for (int round = 0; round * ATTEND_WARPS < n_jobs; round++) {
-            const int job = round * ATTEND_WARPS + (round % 2 ? ATTEND_WARPS - 1 - warp : warp);
-            const bool is_q = job < NC, is_k = !is_q && (job - NC) % 2 == 0;
-            if (job >= n_jobs) continue;
-            auto put = [&](int at, float v) {
-                const __half hi = __float2half_rn(v);
-                q_hi[job * ROW + at] = hi;
-                q_lo[job * ROW + at] = __float2half_rn(__fsub_rn(v, __half2float(hi)));
-            };
-            const KvPlane &plane = is_k ? c.k : c.v;
-            const int key = made + (job - NC) / 2;     // of a new row
-            __half *row_to = new_rows + (size_t)(key - made) * (n_k + HD) + (is_k ? 0 : n_k), *cached = NULL;
-            bool writes = false;
-            HeadValues<HD / 64> x;
-            int pos;
-            if (is_q) {
-                const int row = from + job / a.heads, h = job % a.heads;
-                const size_t at = ((size_t)(r0 + row) * a.o.n_heads + head + h) * HD;
-                if (row >= to || h >= n_heads) {
-                    for (int i = lane; i < HD; i += 32) put(i, 0);
-                    continue;
+            for (int plane = 0; plane < 2; plane++, to += KEYS * k_row) {
+                const int bits = plane ? V_BITS : a.k_bits, dim = 8 << bits, chunk = (threadIdx.x & ((1 << bits) - 1)) * 8;
+                const __half *data = (plane ? a.cache_v : a.cache_k) + cache_row * dim + chunk;
+                const __half *staged = (plane ? a.stage_v : a.stage_k) + stage_row * dim + chunk;
+#pragma unroll 1
+                for (int key = threadIdx.x >> bits; key < KEYS; key += ATTEND_THREADS >> bits) {
+                    const int j = j0 + key;
+                    if (j >= new_from && j < new_to) continue;
+                    const bool seen = j >= low && j < end;
+                    copy_or_zero(to + key * (dim + ROW_PAD) + chunk,
+                                 a.staged && seen && j >= self.len ? staged + (size_t)(j - self.len) * dim
+                                                                   : data + (size_t)key * dim, seen);
                 }
-                if (!a.makes_q) {
-                    for (int i = lane; i < HD; i += 32) put(i, a.o.q[at + i]);
-                    continue;
-                }
-                pos = rows[row].pos;
-                head_load(x, a.store.q + at, HD / 2);
-            } else {
-                const int r = r0 + from - self.index + key - len;
-                const Row row = a.b.rows[r];
-                if (((key / KEYS) >> a.split.span_bits) % parts != (int)blockIdx.z) continue;  // another part's
-                cached = (__half *)kv_row(c, plane, self.seq, g, key % c.slots);
-                if (row.index != key - len || row.seg != self.seg) {   // stored by a call before this one
-                    for (int i = lane; i < plane.dim; i += 32) row_to[i] = cached[i];
-                    continue;
-                }
-                writes = r >= r0 + from && r < r0 + to && tile == 0;
-                pos = len + row.depth;
-                head_load(x, (is_k ? a.store.k : a.store.v) + ((size_t)r * c.n_kv_heads + g) * HD, HD / 2);
             }
-            if (is_q || is_k || a.store.v_norm)
-                head_norm(x, is_q ? a.store.w_q : is_k ? a.store.w_k : NULL, HD / 2, a.store.eps);
-            if (is_q || is_k) head_turn(x, a.store.rope, pos);
-            head_each(x, HD / 2, c.n_rot, [&](int at, int i, float v) {
-                if (is_q) put(at, folded(c, HD / 2, i, v));
-                else if (at < plane.dim) row_to[at] = __float2half_rn(v);
-                if (writes && at < plane.dim) cached[at] = __float2half_rn(v);
-            });
+        };
+        if (threadIdx.x < NC) {
+            const int row = quotient(threadIdx.x, a.by_heads), h = threadIdx.x - row * a.heads;
+            row_of[threadIdx.x] = row >= from && row < to && h < n_heads ? row : -1;
+            head_of[threadIdx.x] = (r0 + row) * a.n_heads + head + h;
+            top[threadIdx.x] = -INFINITY, sum[threadIdx.x] = 0;
         }
-        if (made_end > made) __syncthreads();          // new rows are there
+        if (threadIdx.x == 0) n_live = spans.live;
 
-        float acc[M][N][4] = { };
-        for (int i = 0; i < n_tiles; i++) {
-            const int ahead = i - 1 + a.n_stages;
-            if (i) {
-                __syncthreads();                       // all are done with tile i - 1
-                if (ahead < n_tiles) copy_tile(ahead);
-                copy_commit();
+        float acc[M][N][4];
+        int stage = a.n_stages > 1;                    // i mod n_stages, of tile i
+#pragma unroll 1
+        for (int i = 1 - a.n_stages; i < n_tiles; i++, stage = stage + 1 == a.n_stages ? 0 : stage + 1) {
+            const int ahead = i - 1 + a.n_stages, stage_ahead = (stage ? stage : a.n_stages) - 1;
+            if (i > 0) __syncthreads();                // all are done with tile i - 1
+            if (ahead < n_tiles) copy_tile(ahead, stages + stage_ahead * stage_halves);
+            copy_commit();
+            if (i < 0) continue;
+            if (i == 0) {
+                if ((NC > 8 || from) && warp < n_jobs) load_job(warp);
+                if (makes) {
+                    const double *frequency = from ? a.inv_freq : inv_freq;      // scores lay there
+                    for (int k = threadIdx.x; k < n_known * n_pairs; k += ATTEND_THREADS) {
+                        const int row = quotient(k, a.by_pairs), pair = k - row * n_pairs;
+                        angle_of(frequency[pair], sights[row].pos, &angles[row * HD + pair], &angles[row * HD + HALF + pair]);
+                    }
+                    __syncthreads();                   // angles are there
+                }
+#pragma unroll 1
+                for (int job = warp; job < n_jobs; job += ATTEND_WARPS) {
+                    const bool is_q = job < n_columns, is_k = !is_q && job < n_columns + n_new;
+                    Head x = coming;
+                    if (job + ATTEND_WARPS < n_jobs) load_job(job + ATTEND_WARPS);
+                    const int r = is_q ? r0 + quotient(job, a.by_heads) : job - n_columns - (is_k ? 0 : n_new);
+                    const int key = number_of(r);      // of a new row
+                    if (sights[r - known].seg != self.seg) continue;
+                    if (!is_q && rest((key / KEYS) >> a.split.span_bits, a.split.by_parts) != (int)blockIdx.z) continue;
+                    if (is_q ? a.makes_q : is_k || a.v_norm)
+                        head_norm(x, is_q ? w_q : is_k ? w_k : NULL, HALF, a.eps);
+                    if (is_q ? a.makes_q : is_k) head_turn(x, angles + (r - known) * HD, n_pairs, HALF);
+                    const bool writes = !is_q && r >= r0 && r < r0 + n_here && tile == 0;
+                    const int dim = is_k ? n_k : HD;
+                    __half *put = is_q ? q_hi + job * ROW : new_rows + r * (n_k + HD) + (is_k ? 0 : n_k);
+                    __half *cached = (is_k ? a.cache_k : a.cache_v) +
+                                     (((size_t)self.seq * a.n_kv_heads + g) * a.slots + rest(key, a.by_slots)) * dim;
+                    head_each(x, HALF, is_q && !a.makes_q ? 0 : a.n_rot, [&](int at, int i, float4 v) {
+                        if (is_q && a.makes_q) v = folded(a.n_rot, w_k, HALF, i, v);
+                        if (at >= dim) return;
+                        const uint2 h = halves_of(v);
+                        *(uint2 *)(put + at) = h;
+                        if (writes) *(uint2 *)(cached + at) = h;
+                        if (is_q) *(uint2 *)(put + NC * ROW + at) = halves_of(behind(v));
+                    });
+                }
+                if (new_to > new_from) __syncthreads();                // new rows are there
+#pragma unroll
+                for (int n = 0; n < N; n++)
+#pragma unroll
+                    for (int m = 0; m < M; m++) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0;
             }
-            for (int k = i ? ahead : 0; made_end > made && k <= ahead && k < n_tiles; k++) place_rows(k);
+            // New rows that lie in the tiles which are under way.
+            for (int k = i ? ahead : 0; new_to > new_from && k <= ahead && k < n_tiles; k++) {
+                const int j0 = tile_of(share, a.split, share.from + k) * KEYS, chunk = threadIdx.x * 8;
+                __half *k_tile = stages + (i ? stage_ahead : k) * stage_halves;
+                for (int j = max(j0, new_from); j < min(j0 + KEYS, new_to) && chunk < n_k + HD; j++)
+                    *(uint4 *)(chunk < n_k ? k_tile + (j - j0) * k_row + chunk
+                                           : k_tile + KEYS * k_row + (j - j0) * ROW + chunk - n_k) =
+                        *(const uint4 *)(new_rows + (j - number_of(0)) * (n_k + HD) + chunk);
+            }
             if (a.n_stages == 4) copied<3>();          // all but those ahead of tile i
             else if (a.n_stages == 3) copied<2>();
             else if (a.n_stages == 2) copied<1>();
             else copied<0>();
-            __syncthreads();                           // tile i is there for all
+            __syncthreads();                           // tile i is there for all, and q
             const int j0 = tile_of(share, a.split, share.from + i) * KEYS;
-            const __half *k_tile = stages + i % a.n_stages * stage_halves, *v_tile = k_tile + KEYS * k_row;
+            const __half *k_tile = stages + stage * stage_halves, *v_tile = k_tile + KEYS * k_row;
 
             {   // S: 16 keys and a quarter of the dims
                 const int key0 = warp % 2 * 16, quarter = warp / 2, key = key0 + lane % 16, right = lane / 16 * 8;
                 float s_hi[N][4] = { }, s_lo[N][4] = { };
-#pragma unroll
-                for (int d = quarter * (HD / 4); d < (quarter + 1) * (HD / 4); d += 32) {
+#pragma unroll NC > 8 ? 1 : 2
+                for (int step = 0; step < HD / 128; step++) {
+                    const int d = quarter * (HD / 4) + 32 * step;
                     unsigned k[2][4], q[4];
 #pragma unroll
                     for (int u = 0; u < 2; u++) {
@@ -3220,23 +3430,19 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
             }
             __syncthreads();                           // scores are whole
 
-#pragma unroll
+#pragma unroll N < 2 ? N : 2
             for (int n = 0; n < N; n++) {              // softmax: a warp per column, a lane per key
                 const int col = warp * N + n, row = row_of[col];
                 const float *s = scores + col * SCORE_ROW + lane;
                 constexpr int next = NC * SCORE_ROW;
-                const bool seen = row >= 0 && in_sight(rows[max(row, 0)], a.o.own, j0 + lane);
-                const float score = seen ? __fmul_rn((s[0] + s[next]) + (s[2 * next] + s[3 * next]), a.o.scale) : -INFINITY;
-                const float old = top[col], now = fmaxf(old, warp_max(score));
+                const bool seen = row >= 0 && in_sight(rows[max(row, 0)], a.own, j0 + lane);
+                const float score = seen ? __fmul_rn((s[0] + s[next]) + (s[2 * next] + s[3 * next]), a.scale) : -INFINITY;
+                const float old = top[col], old_sum = sum[col], now = fmaxf(old, warp_max(score));
                 const __half p = __float2half_rn(seen ? expf(score - now) : 0);
-                const float more = warp_sum(__half2float(p));
+                const float f = now == -INFINITY ? 1 : expf(old - now), more = warp_sum(__half2float(p));
                 weights[col * WEIGHT_ROW + lane] = p;
-                if (lane == 0) {
-                    const float f = now == -INFINITY ? 1 : expf(old - now);
-                    shrink[col] = f;
-                    sum[col] = __fmaf_rn(sum[col], f, more);
-                    top[col] = now;
-                }
+                __syncwarp();                          // all have read top and sum
+                if (lane == 0) shrink[col] = f, top[col] = now, sum[col] = __fmaf_rn(old_sum, f, more);
             }
             __syncthreads();                           // weights are whole
 
@@ -3260,51 +3466,88 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
                 }
         }
 
-        __syncthreads();                               // nobody reads q any more; row_of and sums are those of all tiles
-        float *o = direct ? (float *)shared_bytes : a.values;          // direct: (NC, ROW), over q
+        __syncthreads();                               // nobody reads q any more; tops, sums and row_of are there
+        const bool direct = parts == 1 || (a.joins && n_live < 2);
+        float *o = (float *)shared_bytes;              // direct, and parts put together: (NC, ROW), over q
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                const int col = 8 * n + k2 + e, row = row_of[col];
-                if (row < 0) continue;
-                const size_t h = (size_t)(r0 + row) * a.o.n_heads + head + col % a.heads;
-                const size_t at = (direct ? (size_t)col * ROW : (h * parts + blockIdx.z) * HD) + warp * (HD / 8) + t;
+                const int col = 8 * n + k2 + e;
+                if (row_of[col] < 0) continue;
+                float *to = (direct ? o + col * ROW : a.values + ((size_t)head_of[col] * parts + blockIdx.z) * HD) +
+                            warp * (HD / 8) + t;
 #pragma unroll
-                for (int m = 0; m < M; m++) o[at + 16 * m] = acc[m][n][e], o[at + 16 * m + 8] = acc[m][n][2 + e];
+                for (int m = 0; m < M; m++) to[16 * m] = acc[m][n][e], to[16 * m + 8] = acc[m][n][2 + e];
             }
-        if (!direct && threadIdx.x < NC && row_of[threadIdx.x] >= 0) {
-            const size_t h = (size_t)(r0 + row_of[threadIdx.x]) * a.o.n_heads + head + threadIdx.x % a.heads;
-            a.stats[h * parts + blockIdx.z] = make_float2(top[threadIdx.x], sum[threadIdx.x]);
-        }
+        const bool used = threadIdx.x < NC && row_of[threadIdx.x] >= 0;
+        if (used && !direct)
+            a.stats[(size_t)head_of[threadIdx.x] * parts + blockIdx.z] = make_float2(top[threadIdx.x], sum[threadIdx.x]);
+        if (used && direct) sum[threadIdx.x] = sum[threadIdx.x] == 0 ? 0 : __frcp_rn(sum[threadIdx.x]);
         if (!direct && !a.joins) continue;
         __syncthreads();                               // what this block found is written
-        if (!direct && threadIdx.x == 0) {
-            __threadfence();                           // and seen by all others, before it is counted
-            last = atomicInc(&a.arrived[(size_t)(r0 + from) * gridDim.y + blockIdx.y], spans.live - 1) == (unsigned)spans.live - 1;
-            __threadfence();
+        if (!direct) {
+            if (threadIdx.x == 0) {
+                __threadfence();                       // and seen by all others, before it is counted
+                last = atomicInc(&a.arrived[(size_t)(r0 + from) * gridDim.y + blockIdx.y], n_live - 1) ==
+                       (unsigned)n_live - 1;
+                __threadfence();
+            }
+            if (used) seen_by[threadIdx.x] = spans_of(rows[row_of[threadIdx.x]].low, rows[row_of[threadIdx.x]].end, a.split);
+            __syncthreads();
+            if (!last) continue;
+            float2 *weight_of = (float2 *)scores;      // (NC, parts)
+            float *found = (float *)stages;            // (at_once, parts, HD)
+#pragma unroll 1
+            for (int col0 = 0; col0 < n_columns; col0 += a.at_once) {
+                const int col1 = min(n_columns, col0 + a.at_once);
+#pragma unroll 1
+                for (int col = col0 + warp; col < col1; col += ATTEND_WARPS) {         // all parts on their way
+                    if (row_of[col] < 0) continue;
+                    const Spans s = seen_by[col];
+                    const float *values = a.values + (size_t)head_of[col] * parts * HD;
+#pragma unroll 1
+                    for (int k = 0; k < s.live; k++)
+#pragma unroll
+                        for (int i = 4 * lane; i < HD; i += 128)
+                            copy_ahead(found + ((size_t)(col - col0) * parts + k) * HD + i, values + part_of(s, parts, k) * HD + i);
+                }
+                copy_commit();
+#pragma unroll 1
+                for (int col = col0 + warp; col < col1; col += ATTEND_WARPS) {
+                    if (row_of[col] < 0) continue;
+                    const float scale = weigh_parts(weight_of + col * parts, a.stats + (size_t)head_of[col] * parts, seen_by[col],
+                                                    parts);
+                    if (lane == 0) sum[col] = scale;
+                }
+                copied<0>();
+                __syncthreads();                       // weights and values are there
+#pragma unroll 1
+                for (int at = 2 * threadIdx.x; at < (col1 - col0) * HD; at += 2 * ATTEND_THREADS) {
+                    const int col = col0 + at / HD, i = at % HD;
+                    if (row_of[col] < 0) continue;
+                    const float *values = found + (size_t)(col - col0) * parts * HD + i;
+                    float2 v = make_float2(0, 0);
+#pragma unroll 4
+                    for (int k = 0; k < seen_by[col].live; k++) {
+                        const float w = weight_of[col * parts + k].x;
+                        const float2 y = *(const float2 *)(values + k * HD);
+                        v.x = __fmaf_rn(w, y.x, v.x), v.y = __fmaf_rn(w, y.y, v.y);
+                    }
+                    *(float2 *)(o + col * ROW + i) = v;
+                }
+                __syncthreads();                       // and read
+            }
         }
-        if (!direct) __syncthreads();
-        if (!direct && !last) continue;
-        if (direct) {
-            for (int job = warp; job < NC * (HD / 32); job += ATTEND_WARPS) {
-                const int col = job / (HD / 32), i = job % (HD / 32) * 32 + lane, row = row_of[col];
-                if (row < 0) continue;
-                const size_t at = ((size_t)(r0 + row) * a.o.n_heads + head + col % a.heads) * HD + i;
-                const float v = o[col * ROW + (c.n_rot ? tied_place(i, HD, c.n_rot) : i)] + 0.0f;      // no -0, as in a join
-                const float y = sum[col] == 0 ? 0 : v / sum[col];
-                if (a.o.out.f) a.o.out.f[at] = y;
-                if (a.o.out.q) quantise_group(y, a.o.out.q + at - lane, a.o.out.s + at / 32);
-            }
-        } else {
-            for (int job = warp; job < NC * (HD / 64); job += ATTEND_WARPS) {          // 64 values
-                const int col = job / (HD / 64), row = row_of[col];
-                if (row < 0) continue;
-                const size_t h = (size_t)(r0 + row) * a.o.n_heads + head + col % a.heads;
-                join_groups<2, HD == 256 && NC == 8 ? 17 : 8>(
-                    a.values + h * parts * HD, a.stats + h * parts, spans_of(rows[row].low, rows[row].end, a.split), parts, HD,
-                    c.n_rot, job % (HD / 64) * 64, a.o.out, h * HD, scores + warp * MAX_PARTS);
-            }
+#pragma unroll 1
+        for (int job = warp; job < n_columns * (HD / 128); job += ATTEND_WARPS) {
+            const int col = job / (HD / 128), i = job % (HD / 128) * 128 + 4 * lane;
+            if (row_of[col] < 0) continue;
+            const float4 v = *(const float4 *)(o + col * ROW + (a.n_rot ? tied_place(i, HD, a.n_rot) : i));
+            const float scale = sum[col];              // no -0, as where parts are added up
+            put_four(a.out, (size_t)head_of[col] * HD + i,
+                     make_float4(__fmul_rn(v.x + 0.0f, scale), __fmul_rn(v.y + 0.0f, scale), __fmul_rn(v.z + 0.0f, scale),
+                                 __fmul_rn(v.w + 0.0f, scale)));
         }
     }
 }
@@ -3334,8 +3577,8 @@ static void allow_attend(void) {
 //   traffic   reads K and V of the positions in sight once per row and KV head (tied: V's row serves both)
 //   numerics  f32 throughout; online softmax per tile
 //   see       cpu_attend
-__global__ void __launch_bounds__(ATTEND_THREADS) attend_plain_kernel(Attend o, Batch b, Cache c, Cache stage, bool staged,
-                                                                      Split split, float *values, float2 *stats) {
+__global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend o, Batch b, Cache c, Cache stage, bool staged,
+                                                                         Split split, float *values, float2 *stats) {
     take_turn();
     float *q = (float *)shared_bytes;                  // (HEADS, head_dim)
     __shared__ float p[HEADS][KEYS];                   // scores, then weights
@@ -3345,7 +3588,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS) attend_plain_kernel(Attend o, 
     const int g = blockIdx.y / per_kv, head = g * group + blockIdx.y % per_kv * HEADS;
     const int n_heads = min(HEADS, group - (int)blockIdx.y % per_kv * HEADS), part = blockIdx.z;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Sight self = look(o, b, c, r);
+    const Sight self = look(b, c.n_seqs, o.window, o.own, r);
     const Share share = share_of(spans_of(self.low, self.end, split), self.low, self.end, split, part);
     if (share.from == share.to) return;                // attend_join does not look at this part
     for (int i = threadIdx.x; i < n_heads * hd; i += blockDim.x) q[i] = o.q[((size_t)r * o.n_heads + head) * hd + i];
@@ -3421,7 +3664,8 @@ static size_t attend_shared(const Cache *c, int nc, int n_stages) {
 
 // Columns of a block: the number asked for, as far as there is shared memory for a stage; 0: this cache is not for attend_half.
 static int attend_columns(const Cache *c, int wanted) {
-    const bool fits = c->k.type == KV_F16 && c->v.type == KV_F16 && c->k.dim % 16 == 0 && ATTEND_THREADS % (c->k.dim / 8) == 0;
+    const bool fits = c->k.type == KV_F16 && c->v.type == KV_F16 && c->k.dim % 16 == 0 && ATTEND_THREADS % (c->k.dim / 8) == 0 &&
+                      c->n_rot % 4 == 0;
     int nc = wanted > 16 ? 32 : wanted > 8 ? 16 : 8;
     if (!fits || !attend_half_of(c->head_dim, nc)) return 0;
     while (nc && attend_shared(c, nc, 1) + STATIC_SHARED > (size_t)cuda.block_shared) nc = nc > 8 ? nc / 2 : 0;
@@ -3453,7 +3697,7 @@ static void cuda_attend(const Attend *o) {
     const int hd = c->head_dim, n_rows = o->batch->n_rows, group = o->n_heads / c->n_kv_heads;
     const Split split = split_of(c, n_rows);
     check_cache(c, "attend");
-    if (hd > 2 * ATTEND_THREADS || hd % 2) cuda_die("attend: heads of %d values are not supported", hd);
+    if (hd > 2 * ATTEND_THREADS || hd % 8 || c->n_rot % 4) cuda_die("attend: heads of %d values are not supported", hd);
     if (o->blocks) cuda_die("attend: block lists are not supported");
     if (o->out.q && hd % 32) cuda_die("attend: expected heads of whole groups for int8, got %d values", hd);
     // Many rows go through in pieces, as far as there is room for what parts leave.
@@ -3463,7 +3707,8 @@ static void cuda_attend(const Attend *o) {
     const int nc = attend_columns(c, min_int(alone, STEP_ROWS) * group);
     const int step = nc && split.parts == 1 ? n_rows : (int)(PARTIAL_BYTES / row_bytes);
     const bool dumps = store && (store->dump_q || store->dump_q_pos || store->dump_k || store->dump_k_pos || store->dump_v);
-    const bool makes = nc && store && !dumps && !o->stage && o->own != OWN_NONE && n_rows <= min_int(FUSED_ROWS, step);
+    const bool turns = store && store->rope.n_pairs && store->rope.n_pairs % 4 == 0;
+    const bool makes = nc && turns && !dumps && !o->stage && o->own != OWN_NONE && n_rows <= min_int(FUSED_ROWS, step);
     if (store && !makes) cuda_qkv_store(store);
     for (int r = 0; r < n_rows; r += step) {
         const int n = min_int(step, n_rows - r);
@@ -3478,12 +3723,32 @@ static void cuda_attend(const Attend *o) {
             const int heads = min_int(group, nc), rows = max_int(1, min_int(nc / heads, alone)), head_tiles = div_up(group, heads);
             const dim3 grid(div_up(n, rows), c->n_kv_heads * head_tiles, split.parts);
             const int n_stages = attend_stages(c, nc, (size_t)grid.x * grid.y * grid.z);
-            const bool counted = (size_t)n * grid.y <= MAX_ARRIVED;
-            AttendTask task = { piece, { }, b, *c, stage, split, rows, heads, head_tiles, n_stages, o->stage != NULL,
-                                makes && store->q, makes && store->k, n_rows <= STEP_ROWS,
-                                counted && (size_t)split.parts * rows * heads * hd * sizeof(float) <= JOIN_BYTES,
-                                cuda.partial, stats, cuda.arrived };
-            if (makes) task.store = *store;
+            // The last block of a head puts its parts together where it can take them in at once, or nearly.
+            const size_t part_bytes = (size_t)split.parts * hd * sizeof(float), room = n_stages * attend_stage_bytes(hd, c->k.dim);
+            const bool joins = (size_t)n * grid.y <= MAX_ARRIVED && part_bytes <= room && rows * heads * part_bytes <= JOIN_BYTES &&
+                               rows * heads * split.parts * sizeof(float2) <= (size_t)attend_score_bytes(hd, nc);
+            AttendTask task = { };
+            task.b = b, task.n_seqs = c->n_seqs, task.window = o->window, task.own = o->own;
+            task.rows = rows, task.heads = heads, task.head_tiles = head_tiles, task.group = group;
+            task.n_heads = o->n_heads, task.n_kv_heads = c->n_kv_heads;
+            task.by_tiles = divisor(head_tiles), task.by_heads = divisor(heads);
+            task.makes_q = makes && store->q, task.makes_rows = makes && store->k;
+            task.staged = o->stage != NULL, task.fine = n_rows <= STEP_ROWS, task.joins = joins;
+            task.q = piece.q;
+            task.by_pairs = divisor(1);
+            if (makes) {
+                if (store->q) task.q = store->q;
+                task.new_k = store->k, task.new_v = store->v, task.v_norm = store->v_norm;
+                task.w_q = store->w_q, task.w_k = c->n_rot ? c->fold : store->k ? store->w_k : NULL;
+                task.inv_freq = store->rope.inv_freq, task.by_pairs = divisor(store->rope.n_pairs), task.eps = store->eps;
+            }
+            task.split = split, task.n_k = c->k.dim, task.n_rot = c->n_rot, task.n_stages = n_stages;
+            while (8 << task.k_bits < c->k.dim) task.k_bits++;
+            task.slots = c->slots, task.by_slots = divisor(c->slots), task.stage_slots = stage.slots;
+            task.stage_k = (const __half *)stage.k.data, task.stage_v = (const __half *)stage.v.data;
+            task.cache_k = (__half *)c->k.data, task.cache_v = (__half *)c->v.data;
+            task.scale = o->scale, task.at_once = joins ? (int)(room / part_bytes) : 0, task.out = piece.out;
+            task.values = cuda.partial, task.stats = stats, task.arrived = cuda.arrived;
             launch(attend_half_of(hd, nc), grid, ATTEND_THREADS, attend_shared(c, nc, n_stages), task);
             joined = task.joins || split.parts == 1;
         } else {
@@ -3492,8 +3757,7 @@ static void cuda_attend(const Attend *o) {
         }
         CHECK_LAUNCH("attend n_rows=%d n_heads=%d head_dim=%d", n, o->n_heads, hd);
         if (joined) continue;
-        launch(attend_join_kernel, dim3(n, div_up(o->n_heads * div_up(hd, 32), 4)), 128, 0, piece, b, *c, split, cuda.partial,
-               stats);
+        launch(attend_join_kernel, dim3(n, o->n_heads, div_up(hd, JOIN_VALUES)), 128, 0, piece, b, *c, split, cuda.partial, stats);
         CHECK_LAUNCH("attend_join n_rows=%d n_heads=%d head_dim=%d", n, o->n_heads, hd);
     }
 }
@@ -3924,7 +4188,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Bat
     Four next[2];                                      // under way while row, segment and parameters are looked up
     for (int h = 0; h < 2; h++) next[h] = four_tokens(given, (first_piece + warp + h * SAMPLE_WARPS) * PIECE + 4 * lane);
     const Row row = b.rows[r];
-    const Segment seg = b.segs[row.seg];
+    const Segment seg = b.segs[b.n_segs == 1 ? 0 : row.seg];            // with one, without waiting for the row
     const int pos = b.len[seg.seq] + row.depth;
     const SampleParams p = o.params[seg.seq];
     bool nan = false;
@@ -4204,8 +4468,8 @@ static void start_device(void) {
     CHECK_CUDA(cudaDeviceGetAttribute(&cuda.block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0), "device");
     CHECK_CUDA(cudaDeviceGetAttribute(&cuda.sm_shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0), "device");
     const int most = cuda.block_shared - STATIC_SHARED;
-    CHECK_CUDA(cudaFuncSetAttribute(prepare_kernel<false>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "prepare");
-    CHECK_CUDA(cudaFuncSetAttribute(prepare_kernel<true>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "prepare");
+    CHECK_CUDA(cudaFuncSetAttribute(prepare_kernel<ROW_QUADS>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "prepare");
+    CHECK_CUDA(cudaFuncSetAttribute(prepare_kernel<0>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "prepare");
     CHECK_CUDA(cudaFuncSetAttribute(product_kernel<1>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "product");
     CHECK_CUDA(cudaFuncSetAttribute(product_kernel<CHUNK_ROWS>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "product");
     allow_tiles();

@@ -38,7 +38,6 @@ static inline void copy_or_zero(void *shared, const void *global, bool there) {
     alignas(16) static const char zeros[16] = { };
     cuda_copy_ahead(shared, there ? global : zeros, 16);
 }
-static inline void fetch_early(const void *) { }
 static inline void fetch_ahead(const void *p, unsigned bytes) {
     if ((uintptr_t)p % 16 || bytes % 16) cuda_fault("fetch_ahead: %p, %u bytes: not multiples of 16", p, bytes);
 }
