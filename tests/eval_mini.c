@@ -339,7 +339,7 @@ static void stories(int n_stories, int n_ids) {
     const double share = (double)score.near_ties / score.ids;
     printf("greedy stories: %d of %d ids hang on a near tie (%.2f %%), loss %.4f\n", score.near_ties, score.ids, 100 * share,
            score.loss / score.ids);
-    if (t.at_least > 0) CHECK(share <= 0.02, "greedy stories: expected 2 %% near ties at most, got %.2f %%", 100 * share);
+    if (t.at_least > 0) CHECK(share <= 0.04, "greedy stories: expected 4 %% near ties at most, got %.2f %%", 100 * share);
 }
 
 int main(int argc, char **argv) {
