@@ -1493,25 +1493,39 @@ static void reset_session(Model *m, int seq) {         // forget everything; no 
     shorten_session(m, seq, NULL, 0);
 }
 
+typedef struct {              // rows of a cache, or the scales beside them
+    uint8_t *data;
+    size_t  bytes;
+    KvType  type;
+    bool    is_scale;
+} CachePart;
+
+// Where the rows of session seq lie in a cache -> number of parts, up to 4.
+static int cache_parts(const Cache *c, int seq, CachePart *parts) {
+    const size_t rows = (size_t)c->n_kv_heads * (size_t)c->slots;
+    const KvPlane *planes[] = { &c->k, &c->v };
+    int n = 0;
+    for (int k = 0; k < 2; k++) {
+        const KvPlane *p = planes[k];
+        const size_t bytes = rows * kv_row_bytes(p->type, p->dim), scale = p->scale ? rows * kv_scale_bytes(p->type, p->dim) : 0;
+        if (bytes) parts[n++] = (CachePart){ (uint8_t *)p->data + (size_t)seq * bytes, bytes, p->type, false };
+        if (scale) parts[n++] = (CachePart){ (uint8_t *)p->scale + (size_t)seq * scale, scale, p->type, true };
+    }
+    return n;
+}
+
 // Copies the rows of session seq in all rings that can move on to host memory, COPY_OUT, or back. Returns their bytes; host
 // NULL: only that.
 static size_t copy_rings(Model *m, int seq, uint8_t *host, CopyKind kind) {
     size_t n = 0;
     for (int i = 0; i < m->n_caches; i++) {
-        const Cache *c = &m->caches[i];
-        if (c->slots >= m->options.n_ctx + STEP_ROWS) continue;
-        const size_t rows = (size_t)c->n_kv_heads * (size_t)c->slots;
-        const KvPlane *planes[] = { &c->k, &c->v };
-        for (int k = 0; k < 2; k++) {
-            const KvPlane *p = planes[k];
-            const struct { uint8_t *data; size_t bytes; } parts[] = { { p->data, rows * kv_row_bytes(p->type, p->dim) },
-                { p->scale, p->scale ? rows * kv_scale_bytes(p->type, p->dim) : 0 } };
-            for (int j = 0; j < 2; n += parts[j++].bytes) {
-                if (!host || !parts[j].bytes) continue;
-                uint8_t *there = parts[j].data + (size_t)seq * parts[j].bytes;
-                m->ops->copy(&(Copy){ kind == COPY_OUT ? host + n : there, kind == COPY_OUT ? there : host + n,
-                                      parts[j].bytes, kind });
-            }
+        CachePart parts[4];
+        if (m->caches[i].slots >= m->options.n_ctx + STEP_ROWS) continue;
+        const int n_parts = cache_parts(&m->caches[i], seq, parts);
+        for (int k = 0; k < n_parts; n += parts[k++].bytes) {
+            if (!host) continue;
+            uint8_t *there = parts[k].data;
+            m->ops->copy(&(Copy){ kind == COPY_OUT ? host + n : there, kind == COPY_OUT ? there : host + n, parts[k].bytes, kind });
         }
     }
     if (host) m->ops->wait();
@@ -4031,23 +4045,15 @@ static void fill_caches(Model *m) {
     const Ops *op = m->ops;
     uint8_t *piece = alloc_or_die(PIECE, 1);
     for (int i = 0; i < m->n_caches; i++) {
-        const Cache *c = &m->caches[i];
-        const size_t rows = (size_t)c->n_kv_heads * (size_t)c->slots;
-        const KvPlane *planes[] = { &c->k, &c->v };
-        for (int k = 0; k < 2; k++) {
-            const KvPlane *p = planes[k];
-            const struct { uint8_t *data; size_t bytes; } parts[] = { { p->data, rows * kv_row_bytes(p->type, p->dim) },
-                { p->scale, p->scale ? rows * kv_scale_bytes(p->type, p->dim) : 0 } };
-            for (int j = 0; j < 2; j++) {
-                const size_t first = parts[j].bytes < PIECE ? parts[j].bytes : PIECE;
-                if (!first) continue;
-                random_rows(piece, first, p->type, j == 1);
-                op->copy(&(Copy){ parts[j].data, piece, first, COPY_IN });
-                for (size_t at = first; at < parts[j].bytes; at += first) {
-                    const size_t n = parts[j].bytes - at < first ? parts[j].bytes - at : first;
-                    op->copy(&(Copy){ parts[j].data + at, parts[j].data, n, COPY_WITHIN });
-                }
-            }
+        CachePart parts[4];
+        const int n_parts = cache_parts(&m->caches[i], 0, parts);
+        for (int k = 0; k < n_parts; k++) {
+            const CachePart *p = &parts[k];
+            const size_t first = p->bytes < PIECE ? p->bytes : PIECE;
+            random_rows(piece, first, p->type, p->is_scale);
+            op->copy(&(Copy){ p->data, piece, first, COPY_IN });
+            for (size_t at = first; at < p->bytes; at += first)
+                op->copy(&(Copy){ p->data + at, p->data, p->bytes - at < first ? p->bytes - at : first, COPY_WITHIN });
         }
     }
     op->wait();
