@@ -90,6 +90,8 @@ $(E)/test_emulator: tests/test_emulator.cpp tests/test.h $(wildcard tests/cuda_o
 asan:                           ## run all tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(MAKE) --no-print-directory test B=build/asan BIN=build/asan/gemma4 ENGINE=cpu EMULATOR= CFLAGS="-O1 -march=native -g \
 	-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"
+sanitize: test-programs         ## run the GPU's tests under compute-sanitizer
+	@BUILD=$(B) tests/sanitize.sh
 
 FUZZ_CC      ?= clang
 FUZZ_SECONDS ?= 60
@@ -117,4 +119,4 @@ help:                           ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 FORCE:
 .DELETE_ON_ERROR:
-.PHONY: all cpu cuda no-cuda emulated test test-programs asan fuzz bench install clean help FORCE
+.PHONY: all cpu cuda no-cuda emulated test test-programs asan sanitize fuzz bench install clean help FORCE

@@ -805,8 +805,7 @@ typedef struct {              // where a prepared input goes; NULL: not wanted
     __half *h;                // (n_rows, cols) times PROMPT_SCALE
 } Prepared;
 
-enum { ROW_THREADS = 256, ROW_QUADS = 6, ROW_COLS = ROW_THREADS * ROW_QUADS * 4, HALF_COLS = ROW_COLS / 2,
-       NORM_WEIGHTS = 5 };
+enum { ROW_THREADS = 512, ROW_QUADS = 3, ROW_COLS = ROW_THREADS * ROW_QUADS * 4, NORM_WEIGHTS = 5 };
 
 // One or two inputs with the same x', whose rows lie at multiples of 16 bytes when `quads` is set.
 typedef struct {
@@ -862,10 +861,9 @@ template <int N> __device__ static inline void block_rms(const float *sum, int c
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < N; k++) {
-        const float4 a = *(const float4 *)&part[lot][k][0], b = *(const float4 *)&part[lot][k][4];
-        const float all = __fadd_rn(__fadd_rn(__fadd_rn(a.x, a.y), __fadd_rn(a.z, a.w)),
-                                    __fadd_rn(__fadd_rn(b.x, b.y), __fadd_rn(b.z, b.w)));
-        out[k] = rsqrtf(__fadd_rn(__fdiv_rn(all, (float)cols), eps));
+        float4 all = *(const float4 *)&part[lot][k][0];
+        for (int i = 4; i < ROW_THREADS / 32; i += 4) all = add4(all, *(const float4 *)&part[lot][k][i]);
+        out[k] = rsqrtf(__fadd_rn(__fdiv_rn(__fadd_rn(__fadd_rn(all.x, all.y), __fadd_rn(all.z, all.w)), (float)cols), eps));
     }
 }
 
@@ -882,7 +880,7 @@ __device__ static inline void fetch_norm_weights(const RowInputs &o, float *w) {
     copy_commit();
 }
 
-// Row `row` of the inputs, by a block of ROW_THREADS. Thread t takes values 4 (t + 256 j) .. + 3, so a group belongs to 8 lanes;
+// Row `row` of the inputs, by a block of ROW_THREADS. Thread t takes values 4 (t + 512 j) .. + 3, so a group belongs to 8 lanes;
 // emit(k, i, y) hands out four values of input k from number i on, for all threads of a warp if for one (0 behind the end).
 // store_x: x' is written where In wants it. With QUADS > 0, j < QUADS, rows lie at multiples of 16 bytes, x and both deltas are
 // fetched at once and stay in registers up to the end, and the norm weights are in w. QUADS = 0: each pass reads all of them again,
@@ -955,7 +953,7 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, const 
         if (post) a = multiply4(weight(w_post, in.w_post, j), scale4(a, post_scale));
         a = scale4(add4(WIDE ? fetch(in.x, j) : x[j], a), in.scale);
         sum = squares4(a, sum);
-        if (store_x && in.x_out) store4(in.x_out + at, 4 * (threadIdx.x + ROW_THREADS * j), cols, o.quads, a);
+        if (store_x && in.x_out) store4(in.x_out + at, 4 * (threadIdx.x + ROW_THREADS * j), cols, quads, a);
         if (WIDE) store4(wide, 4 * (threadIdx.x + ROW_THREADS * j), stride, 1, a);
         else x[j] = a;
     }
@@ -989,9 +987,9 @@ __device__ static inline unsigned quantise4(float4 v, float *s) {
 
 // prepare: In of gemma4.h, one or two of them with the same x'; d, x' and y as defined there.
 //   shapes    as In; cols <= 49152
-//   launch    grid n_rows, block 256, dynamic shared memory 4 * cols: QUADS = 0 once, else for each norm weight
+//   launch    grid n_rows, block 512, dynamic shared memory 4 * cols: QUADS = 0 once, else for each norm weight
 //   traffic   reads up to 3 rows of f32 and the norm weights, writes x' and y in the forms wanted
-//   numerics  f32, sums over 256 threads, then halves, then 8 warps
+//   numerics  f32, sums over 512 threads, then halves, then 16 warps
 //   see       prepare_row() in gemma4.c [6]; tests/test_ops.c "close" and every product
 template <int QUADS> __global__ void __launch_bounds__(ROW_THREADS) prepare_kernel(const __grid_constant__ RowInputs o,
                                                                                   Prepared out0, Prepared out1) {
@@ -1187,16 +1185,19 @@ typedef struct {
     int      u_stride;
     float    cap;
     bool     is_tiled;        // its items are tiles, which a block takes; else units, a warp each
-    int      tile;            // features of an item: 32 (GATED, INJECT, whose groups are quantised), 4, or 1 (units of floats)
+    int      tile;            // features of an item: 32 (GATED, INJECT, whose groups are quantised), 8 (DOWN), 4, or 1: floats,
+                              // and quantised rows that are few and long
     int      blocks_x, n_items;                // of a row or pair, in all of a chunk of rows
     int      row_bytes[2][4]; // of each plane of w and up
     int      ahead[2][4];     // of those, how many are asked for before the row is begun
     int      quads;           // floats: rows lie at multiples of 16 bytes
 } Job;
 
-enum { MAX_JOBS = 6, MAX_INPUTS = 2, PRODUCT_WARPS = ROW_THREADS / 32, UNIT = 4, TILE = PRODUCT_WARPS * UNIT,
+enum { MAX_JOBS = 6, MAX_INPUTS = 2, PRODUCT_WARPS = ROW_THREADS / 32, UNIT = 4,
+       TILE = 32, TILE_UNITS = TILE / UNIT, DOWN_TILE = 2 * UNIT,
        TILE_ROWS = 4,         // from here on inputs are prepared in global memory
        CHUNK_ROWS = 3,        // rows that a block works on at once
+       SPREAD_COLS = 4096,    // rows of weights that a warp may take alone
        AHEAD_STEPS = 12,      // so many times 8 groups of a row are asked for before it is begun: more would not fit into L2
        ROW_STEP = 384 };      // bytes of 8 groups of an int8 row in shared memory
 
@@ -1362,58 +1363,57 @@ __device__ static inline bool behind(const Job &o, Item item, int n) {
 __device__ static inline void fetch_item(const Jobs &jobs, bool tile, int number) {
     const Item item = item_at(jobs, tile, number);
     const Job &o = jobs.job[item.job];
-    const int lane = threadIdx.x % 32, up = lane / 16, plane = lane / 4 % 4, rows = min(o.tile, UNIT);
-    const int feature = item.first + (tile ? UNIT * (int)(threadIdx.x / 32) : 0) + lane % 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, plane = lane / 4, rows = min(o.tile, UNIT);
+    const int up = tile ? warp / TILE_UNITS : 0, feature = item.first + (tile ? UNIT * (warp % TILE_UNITS) : 0) + lane % 4;
+    if (o.ids || lane >= 16 || up > (o.kind == JOB_GATED) || feature >= o.rows) return;
     const int row_bytes = o.row_bytes[up][plane], ahead = o.ahead[up][plane];
-    if (o.ids || up > (o.kind == JOB_GATED) || !ahead || feature >= o.rows || lane % 4 >= (ahead == row_bytes ? 1 : rows)) return;
+    if (!ahead || lane % 4 >= (ahead == row_bytes ? 1 : rows)) return;
     const size_t from = (size_t)(&(up ? o.up : o.w).lo)[plane] + ((up ? o.up_first : 0) + feature) * row_bytes;
     const size_t start = from & ~(size_t)15;
     const int bytes = ahead == row_bytes ? min(o.rows - feature, rows) * row_bytes : ahead;
     fetch_ahead((const void *)start, ((unsigned)(from - start) + bytes + 15) & ~15u);
 }
 
-// How many groups or chunks are under way for a lane at a time, of each of M rows of weights: 32 to 48 registers. More only make
-// the loop longer than the instruction cache likes.
-template <DType T, int M> struct Depth { static constexpr int n = M == 2 ? 2 : T == T_Q8_0 ? 4 : 6; };
+// How many groups or chunks are under way for a lane at a time. More only make the loop longer than the instruction cache likes.
+template <DType T> struct Depth { static constexpr int n = T == T_Q8_0 ? 3 : 4; };
 
-// Sums of M rows of weights (quantised: M times 4 that follow each other, 8 lanes each; floats: M rows) for n <= R rows of an
-// input: that of row m, input r and feature f goes to results[(m * R + r) * UNIT + f]. w: the planes of each; row: the number in
-// them of this lane's. y_at: of the first row of the input.
-template <DType T, int R, int M> __device__ static inline void multiply_rows(const Planes *w, const unsigned (&row)[2], int cols,
-        int quads, int y_at, int y_row, int n, float *results) {
+// Sums of 4 quantised rows of weights that follow each other, 8 lanes each, or of one row of floats, for n <= R rows of an input:
+// that of input r and feature f goes to results[r * UNIT + f]. S = 4: of one quantised row (R = 1), whose steps the four times 8
+// lanes take in turn; their terms are added in the order of the steps. row: the number in the planes of this lane's row. y_at: of
+// the first row of the input.
+template <DType T, int R, int S> __device__ static inline void multiply_rows(const Planes &w, unsigned row, int cols, int quads,
+                                                                             int y_at, int y_row, int n, float *results) {
     constexpr bool floats = Floats<T>::yes, blocks = !floats && known_format(T).head_values == 256;
-    constexpr int depth = Depth<T, M>::n, lanes = floats ? 32 : 8, n_sums = floats ? 4 : 1;
+    constexpr int depth = Depth<T>::n, lanes = floats ? 32 : 8, n_sums = floats ? 4 : 1;
     constexpr int step_bytes = floats ? 32 * Floats<T>::chunk * (int)sizeof(float) : ROW_STEP;
     const int lane = threadIdx.x % 32, l = lane % lanes;
     const int n_chunks = floats ? div_up(cols, Floats<T>::chunk) : cols / 32, n_steps = div_up(n_chunks, lanes);
-    const char *y = shared_bytes + y_at + l * (floats ? step_bytes / 32 : 16);
-    Planes at[M];
-    typename std::conditional<floats, uint4, Fetched<T>>::type held[depth][M];
-    float sum[M][R][n_sums];
-    for (int m = 0; m < M; m++) {
-        if constexpr (floats) at[m].lo = w[m].lo + (size_t)row[m] * cols * (16 / Floats<T>::chunk);
-        else at[m] = planes_from<T>(w[m], (size_t)row[m] * n_chunks);
-        for (int r = 0; r < R; r++)
-            for (int k = 0; k < n_sums; k++) sum[m][r][k] = 0;
-    }
+    const int part = S == 1 ? 0 : lane / 8;
+    const char *y = shared_bytes + y_at + l * (floats ? step_bytes / 32 : 16) + part * step_bytes;
+    Planes at;
+    typename std::conditional<floats, uint4, Fetched<T>>::type held[depth];
+    float sum[R][n_sums];
+    if constexpr (floats) at.lo = w.lo + (size_t)row * cols * (16 / Floats<T>::chunk);
+    else at = planes_from<T>(w, (size_t)row * n_chunks);
+    for (int r = 0; r < R; r++)
+        for (int k = 0; k < n_sums; k++) sum[r][k] = 0;
     // Behind the end of a row its last group or chunk is read again, and not used.
     auto fetch = [&](int i, int step) {
-        const int c = blocks ? l + 8 * min(step, n_steps - 1) : min(l + lanes * step, n_chunks - 1);
-#pragma unroll
-        for (int m = 0; m < M; m++) {
-            if constexpr (floats) held[i][m] = fetch_chunk<T>(at[m].lo, c, cols, quads);
-            else fetch_group<T>(at[m], c, &held[i][m]);
-        }
+        const int c = blocks ? l + 8 * min(S * step + part, n_steps - 1) : min(l + lanes * (S * step + part), n_chunks - 1);
+        if constexpr (floats) held[i] = fetch_chunk<T>(at.lo, c, cols, quads);
+        else fetch_group<T>(at, c, &held[i]);
     };
 #pragma unroll
     for (int i = 0; i < depth; i++) fetch(i, i);
 #pragma unroll 1
-    for (int step = 0; step < n_steps; step += depth, y += depth * step_bytes) {
+    for (int step = 0; S * step < n_steps; step += depth, y += depth * S * step_bytes) {
 #pragma unroll
         for (int i = 0; i < depth; i++) {
-            if (step + i >= n_steps) break;
-            if (blocks || l + lanes * (step + i) < n_chunks) {
-                const char *from = y + i * step_bytes;
+            if (S * (step + i) >= n_steps) break;
+            const int number = S * (step + i) + part;  // of this lane's step
+            float scale = 0, term = 0;
+            if ((blocks && S == 1) || l + lanes * number < n_chunks) {
+                const char *from = y + i * S * step_bytes;
                 if constexpr (floats) {
 #pragma unroll
                     for (int r = 0; r < R; r++) {
@@ -1421,76 +1421,75 @@ template <DType T, int R, int M> __device__ static inline void multiply_rows(con
 #pragma unroll
                         for (int k = 0; k < Floats<T>::chunk; k += 4) {
                             const float4 v = *(const float4 *)(from + r * y_row + k * sizeof(float));
-#pragma unroll
-                            for (int m = 0; m < M; m++) {
-                                sum[m][r][0] = __fmaf_rn(chunk_value<T>(held[i][m], k), v.x, sum[m][r][0]);
-                                sum[m][r][1] = __fmaf_rn(chunk_value<T>(held[i][m], k + 1), v.y, sum[m][r][1]);
-                                sum[m][r][2] = __fmaf_rn(chunk_value<T>(held[i][m], k + 2), v.z, sum[m][r][2]);
-                                sum[m][r][3] = __fmaf_rn(chunk_value<T>(held[i][m], k + 3), v.w, sum[m][r][3]);
-                            }
+                            sum[r][0] = __fmaf_rn(chunk_value<T>(held[i], k), v.x, sum[r][0]);
+                            sum[r][1] = __fmaf_rn(chunk_value<T>(held[i], k + 1), v.y, sum[r][1]);
+                            sum[r][2] = __fmaf_rn(chunk_value<T>(held[i], k + 2), v.z, sum[r][2]);
+                            sum[r][3] = __fmaf_rn(chunk_value<T>(held[i], k + 3), v.w, sum[r][3]);
                         }
                     }
                 } else {
-                    Group x[M];
-#pragma unroll
-                    for (int m = 0; m < M; m++) unpack_group<T>(held[i][m], l, &x[m]);
+                    Group x;
+                    unpack_group<T>(held[i], l, &x);
 #pragma unroll
                     for (int r = 0; r < R; r++) {
                         if (R > 1 && r >= n) break;
                         const char *in = from + r * y_row;
                         const uint4 q0 = *(const uint4 *)in, q1 = *(const uint4 *)(in + 128), meta = *(const uint4 *)(in + 256);
                         const unsigned qs[8] = { q0.x, q0.y, q0.z, q0.w, q1.x, q1.y, q1.z, q1.w };
-#pragma unroll
-                        for (int m = 0; m < M; m++) {
-                            int dot[2] = { 0, 0 };
-                            for (int k = 0; k < 8; k++) dot[k / 4] = __dp4a((int)x[m].c[k], (int)qs[k], dot[k / 4]);
-                            const float term = Traits<T>::halves
-                                ? group_term<T>(x[m].a, x[m].m, dot[0], dot[1], (int)meta.z, (int)meta.w)
-                                : group_term<T>(x[m].a, x[m].m, dot[0] + dot[1], 0, (int)meta.y, 0);
-                            sum[m][r][0] = __fmaf_rn(__uint_as_float(meta.x), term, sum[m][r][0]);
-                        }
+                        int dot[2] = { 0, 0 };
+                        for (int k = 0; k < 8; k++) dot[k / 4] = __dp4a((int)x.c[k], (int)qs[k], dot[k / 4]);
+                        term = Traits<T>::halves
+                            ? group_term<T>(x.a, x.m, dot[0], dot[1], (int)meta.z, (int)meta.w)
+                            : group_term<T>(x.a, x.m, dot[0] + dot[1], 0, (int)meta.y, 0);
+                        scale = __uint_as_float(meta.x);
+                        if (S == 1) sum[r][0] = __fmaf_rn(scale, term, sum[r][0]);
                     }
                 }
             }
-            if (step + i + depth < n_steps) fetch(i, step + i + depth);
+#pragma unroll
+            for (int k = 0; S > 1 && k < S; k++) {
+                const float a = __shfl_sync(~0u, scale, l + 8 * k), b = __shfl_sync(~0u, term, l + 8 * k);
+                if (l + 8 * (number - part + k) < n_chunks) sum[0][0] = __fmaf_rn(a, b, sum[0][0]);
+            }
+            if (S * (step + i + depth) < n_steps) fetch(i, step + i + depth);
         }
     }
 #pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int r = 0; r < R; r++) {
-            if (R > 1 && r >= n) break;
-            float v = n_sums == 1 ? sum[m][r][0] : (sum[m][r][0] + sum[m][r][1]) + (sum[m][r][n_sums - 2] + sum[m][r][n_sums - 1]);
-            for (int h = lanes / 2; h > 0; h /= 2) v += __shfl_xor_sync(~0u, v, h);
-            if (l == 0) results[(m * R + r) * UNIT + lane / lanes] = v;
-        }
+    for (int r = 0; r < R; r++) {
+        if (R > 1 && r >= n) break;
+        float v = n_sums == 1 ? sum[r][0] : (sum[r][0] + sum[r][1]) + (sum[r][n_sums - 2] + sum[r][n_sums - 1]);
+        for (int h = lanes / 2; h > 0; h /= 2) v += __shfl_xor_sync(~0u, v, h);
+        if (l == 0 && (S == 1 || lane == 0)) results[r * UNIT + lane / lanes] = v;
+    }
 }
 
-// The same for the type of the matrix; a function of its own, so that all registers are there for it.
-template <int R, int M> __device__ __noinline__ static void multiply(DType type, const Planes *w, unsigned row0, unsigned row1,
-        int cols, int quads, int y_at, int y_row, int n, float *results) {
-    const unsigned row[2] = { row0, row1 };
+// The same for the type of the matrix, S = 4 if `spread`; a function of its own, so that all registers are there for it.
+template <int R> __device__ __noinline__ static void multiply(DType type, bool spread, const Planes *w, unsigned row, int cols,
+                                                              int quads, int y_at, int y_row, int n, float *results) {
     switch (type) {
-#define CASE(T) case T: multiply_rows<T, R, M>(w, row, cols, quads, y_at, y_row, n, results); break;
+#define CASE(T) case T: if (R == 1 && spread) multiply_rows<T, 1, 4>(*w, row, cols, quads, y_at, y_row, n, results); \
+                        else multiply_rows<T, R, 1>(*w, row, cols, quads, y_at, y_row, n, results); break;
     QUANTISED_TYPES(CASE)
+#undef CASE
+#define CASE(T) case T: multiply_rows<T, R, 1>(*w, row, cols, quads, y_at, y_row, n, results); break;
     CASE(T_F32) CASE(T_F16) CASE(T_BF16)
 #undef CASE
     }
 }
 
-// One matrix of a job, or both of gate and up (M = 2): features from `first` on, UNIT of them or `count` of floats, of expert e,
-// times n rows of the input from y_first on.
-template <int R, int M> __device__ static inline void multiply_part(const Jobs &jobs, const Job &o, bool up, int e, int first,
-        int count, int y_first, int n, float *results) {
+// Features of a matrix of a job (up: of o.up) from `first` on, UNIT of them or `count` of floats, of expert e, times n rows of the
+// input from y_first on.
+template <int R> __device__ static inline void multiply_part(const Jobs &jobs, const Job &o, bool up, int e, int first, int count,
+                                                             int y_first, int n, float *results) {
     const DType type = up ? o.up_type : o.type;
     const Input &in = jobs.input[o.source];
-    const bool floats = of_floats(type);
+    const bool floats = of_floats(type), spread = R == 1 && !floats && o.tile == 1;
     const int y_row = floats ? in.f_row : in.q_row, y_at = (floats ? in.f_at : in.q_at) + y_first * y_row;
 #pragma unroll 1
     for (int i = 0; i < (floats ? count : 1); i++) {
         const unsigned row = (unsigned)(e * o.rows_e) + (up ? (unsigned)o.up_first : 0) +
-                             min(first + (floats ? i : (int)(threadIdx.x % 32 / 8)), o.rows - 1);
-        multiply<R, M>(type, up ? &o.up : &o.w, row, row + (unsigned)o.up_first, o.cols, o.quads, y_at, y_row, n, results + i);
+                             min(first + (floats ? i : spread ? 0 : (int)(threadIdx.x % 32 / 8)), o.rows - 1);
+        multiply<R>(type, spread, up ? &o.up : &o.w, row, o.cols, o.quads, y_at, y_row, n, results + i);
     }
 }
 
@@ -1538,12 +1537,12 @@ template <int R> __device__ __noinline__ static void finish_tile(int number, int
     const bool pairs = o.kind == JOB_GATED && o.ids, inside = item.first + lane < o.rows;
     if ((warp && o.ids) || behind(o, item, n)) return;
     if (o.kind == JOB_DOWN) {
-        if (lane >= UNIT || !inside) return;
+        if (lane >= DOWN_TILE || !inside) return;
         ids += item.pair * o.n_used;
         const float *weights = (const float *)ids + R * jobs.n_used;
         float v = 0;
         for (int j = 0; j < o.n_used; j++) {
-            const float sum = results[j * UNIT + lane];
+            const float sum = results[j * DOWN_TILE + lane];
             v = __fmaf_rn(weights[j], o.factor ? o.factor[ids[j]] * sum : sum, v);
         }
         o.out[(size_t)(first_row + item.pair) * o.rows + item.first + lane] = v;
@@ -1555,7 +1554,7 @@ template <int R> __device__ __noinline__ static void finish_tile(int number, int
     float v = inside ? sum[warp * UNIT] : 0;
     if (o.factor) v *= o.factor[e];
     if (o.kind == JOB_GATED) {
-        const float up = inside ? sum[(R + warp) * UNIT] : 0;
+        const float up = inside ? sum[TILE_UNITS * jobs.n_results + warp * UNIT] : 0;
         v = activate(o.fn, v) * (o.up_factor ? o.up_factor[e] * up : up);
     } else {
         v = activate(ACT_GELU, v) * (inside ? o.u[row * o.u_stride + item.first + lane] : 0);
@@ -1581,13 +1580,14 @@ __device__ __noinline__ static void router_unit_done(int first_row, int n) {
 
 // product: the jobs of a launch.
 //   shapes    w (rows, cols) per expert, y (n_rows, cols), out (n_rows, rows)
-//   launch    grid (1 or 2 blocks per SM, or fewer where there is less work; chunks of R rows), block 256, dynamic shared
-//             memory: jobs, inputs, norm weights, sums. Tiles go to the blocks in turn: of JOB_GATED and JOB_INJECT 32 features, a
-//             warp 4 of them, of JOB_DOWN 4 features, a warp one expert of each 8. Then units of JOB_STORE, a warp for itself
+//   launch    grid (a block per SM, or fewer where there is less work; chunks of R rows), block 512, dynamic shared memory: jobs,
+//             inputs, norm weights, sums. Tiles go to the blocks in turn: of JOB_GATED and JOB_INJECT 32 features, a warp 4 of
+//             them of one matrix; of JOB_DOWN 8 features, a warp 4 of them and every 8th expert. Then units of JOB_STORE, a warp
+//             for itself: 4 features, or a single one where there are few and long rows
 //   traffic   weights once per chunk of rows; every block reads the rows of the input and the norm weights from L2
 //   numerics  integer dot products per group, exact; f32 sums in the order above
 //   see       cpu_matmul, cpu_gate_up, cpu_route, cpu_expert_gate_up, cpu_expert_down, cpu_ple_inject, cpu_head
-template <int R> __global__ void __launch_bounds__(ROW_THREADS, 2) product_kernel(const __grid_constant__ Jobs parameters) {
+template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kernel(const __grid_constant__ Jobs parameters) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = blockIdx.y * R;
     if (parameters.made.n) fetch_norm_weights(parameters.made, (float *)(shared_bytes + parameters.weights_at));
@@ -1606,8 +1606,7 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 2) product_kerne
     }
     copy_inputs(first_row, n);
     const bool last = blockIdx.x == gridDim.x - 1;     // has the least to do: x' too
-    if (jobs.made.n && jobs.made.cols <= HALF_COLS) make_inputs<ROW_QUADS / 2>(first_row, n, last);
-    if (jobs.made.n && jobs.made.cols > HALF_COLS) make_inputs<ROW_QUADS>(first_row, n, last);
+    if (jobs.made.n) make_inputs<ROW_QUADS>(first_row, n, last);
     __syncthreads();
 
     float *all_results = (float *)(shared_bytes + jobs.results_at);
@@ -1618,17 +1617,17 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 2) product_kerne
         if (t + (int)gridDim.x < jobs.n_tiles) fetch_item(jobs, true, t + gridDim.x);
         else if (first_unit < jobs.n_units) fetch_item(jobs, false, first_unit);
         if (!behind(o, item, n) && o.kind == JOB_DOWN) {
-            for (int j = warp; j < o.n_used; j += PRODUCT_WARPS) {
-                const int pair = item.pair * o.n_used + j;
-                multiply_part<R, 1>(jobs, o, false, ids[pair], item.first, UNIT, pair, 1, results + j * UNIT);
+            for (int i = warp; i < 2 * o.n_used; i += PRODUCT_WARPS) {
+                const int pair = item.pair * o.n_used + i / 2, first = item.first + i % 2 * UNIT;
+                if (first < o.rows)
+                    multiply_part<R>(jobs, o, false, ids[pair], first, UNIT, pair, 1, results + i / 2 * DOWN_TILE + i % 2 * UNIT);
             }
-        } else if (!behind(o, item, n) && item.first + UNIT * warp < o.rows) {
+        } else if (!behind(o, item, n)) {
+            const int first = item.first + UNIT * (warp % TILE_UNITS);
+            const bool up = warp >= TILE_UNITS;
             const int e = o.ids ? ids[item.pair] : 0, y_first = R > 1 && o.ids ? item.pair / o.n_used : 0;
-            float *own = results + warp * jobs.n_results;
-            const bool both = o.kind == JOB_GATED && o.up_type == o.type;
-            if (both) multiply_part<R, 2>(jobs, o, false, e, item.first + UNIT * warp, UNIT, y_first, o.ids ? 1 : n, own);
-            for (int up = 0; !both && up < (o.kind == JOB_GATED ? 2 : 1); up++)
-                multiply_part<R, 1>(jobs, o, up, e, item.first + UNIT * warp, UNIT, y_first, o.ids ? 1 : n, own + up * R * UNIT);
+            if (first < o.rows && (!up || o.kind == JOB_GATED))
+                multiply_part<R>(jobs, o, up, e, first, UNIT, y_first, o.ids ? 1 : n, results + warp * jobs.n_results);
         }
         __syncthreads();               // sums are whole. The other lot is free again: who read it has arrived here since
         finish_tile<R>(t, first_row, n, results);
@@ -1639,7 +1638,7 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 2) product_kerne
         const Item item = item_at(jobs, false, i);
         const Job &o = jobs.job[item.job];
         if (i + n_blocks * PRODUCT_WARPS < jobs.n_units) fetch_item(jobs, false, i + n_blocks * PRODUCT_WARPS);
-        multiply_part<R, 1>(jobs, o, false, 0, item.first, 1, 0, n, results);
+        multiply_part<R>(jobs, o, false, 0, item.first, 1, 0, n, results);
         __syncwarp();
         const int r = lane / UNIT, feature = item.first + lane % UNIT;
         if (r < n && lane % UNIT < o.tile && feature < o.rows) {
@@ -1662,7 +1661,7 @@ static void add_job(Jobs *jobs, Job o) {
         cuda_die("product %d x %d: int8 rows must be whole groups at multiples of 16 bytes", o.rows, o.cols);
     if (o.act.q && o.rows % 32) cuda_die("product %d x %d: an int8 result must be whole groups", o.rows, o.cols);
     o.is_tiled = o.kind != JOB_STORE;
-    o.tile = o.kind == JOB_GATED || o.kind == JOB_INJECT ? TILE : o.kind == JOB_STORE && is_float(o.type) ? 1 : UNIT;
+    o.tile = o.kind == JOB_GATED || o.kind == JOB_INJECT ? TILE : o.kind == JOB_DOWN ? DOWN_TILE : is_float(o.type) ? 1 : UNIT;
     o.blocks_x = div_up(o.rows, o.tile);
     o.quads = 1;
     for (int k = 0; k < (o.kind == JOB_GATED ? 2 : 1); k++) {
@@ -2440,12 +2439,12 @@ static size_t place_shared(Jobs *jobs, int rows) {
     at = round_up(at + (size_t)rows * jobs->n_used * 8, 16);
     jobs->keys_at = (int)at;
     at += round_up(jobs->choice.n * sizeof(unsigned), 16);
-    jobs->n_results = UNIT * max_int(2 * rows, div_up(jobs->n_used, PRODUCT_WARPS));
+    jobs->n_results = max_int(rows * UNIT, div_up(jobs->n_used * DOWN_TILE, PRODUCT_WARPS));
     jobs->results_at = (int)at;
     return at + 2 * PRODUCT_WARPS * jobs->n_results * sizeof(float);
 }
 
-enum { SHARED_BYTES = 110 << 10 };                     // that leave room for two blocks per SM
+enum { SHARED_BYTES = 110 << 10 };                     // what CHUNK_ROWS rows may take; more, and rows go through one by one
 
 static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
     if (launch_tiles(jobs, what, n_rows)) return;
@@ -2455,16 +2454,21 @@ static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
     const int chunk = min_int(r, n_rows), n_chunks = div_up(n_rows, r);
     jobs->n_rows = n_rows;
     jobs->n_tiles = jobs->n_units = 0;
-    int work = 0;                                      // in units
+    bool spread = n_rows == 1;                         // few long rows of weights: a warp for each
+    int features = 0;
+    for (int k = 0; k < jobs->n; k++) {
+        const Job *o = &jobs->job[k];
+        spread = spread && o->kind == JOB_STORE && !is_float(o->type) && o->cols >= SPREAD_COLS;
+        features += o->rows;
+    }
+    spread = spread && features <= cuda.n_sm * PRODUCT_WARPS;
     for (int k = 0; k < jobs->n; k++) {
         Job *o = &jobs->job[k];
+        if (spread) o->tile = 1, o->blocks_x = o->rows;
         o->n_items = o->blocks_x * (o->kind == JOB_DOWN ? chunk : o->kind == JOB_GATED && o->ids ? chunk * o->n_used : 1);
         *(o->is_tiled ? &jobs->n_tiles : &jobs->n_units) += o->n_items;
-        work += o->kind == JOB_GATED ? 2 * PRODUCT_WARPS * o->n_items : o->is_tiled ? PRODUCT_WARPS * o->n_items :
-                o->tile == 1 ? div_up(o->n_items, UNIT) : o->n_items;
     }
-    // One block per SM where every warp then has one unit at most: the next launch comes up beside it.
-    const int most = max_int(1, (work <= PRODUCT_WARPS * cuda.n_sm ? 1 : 2) * cuda.n_sm / n_chunks);
+    const int most = max_int(1, cuda.n_sm / n_chunks);
     const dim3 grid(min_int(jobs->n_tiles + jobs->n_units, most), n_chunks);
     jobs->more = jobs->n_tiles % grid.x;
     if (jobs->n_units > 2 * PRODUCT_WARPS * (int)(grid.x - jobs->more)) jobs->more = 0;
@@ -3001,7 +3005,8 @@ enum { KEYS = 32, ATTEND_WARPS = 8, ATTEND_THREADS = 32 * ATTEND_WARPS, HEADS = 
        MAX_STAGES = 4,        // tiles under way in a block
        FUSED_ROWS = 8,        // up to so many rows, attention makes q and the new rows of K and V itself
        RING_SLOTS = 2048,     // a cache up to this size is taken for a ring, which is in sight as a whole
-       FULL_GRID = 128,       // parts times KV heads of a long cache: a block for each SM of a large card
+       FULL_GRID = 128,       // parts times KV heads of a long cache: a block for each SM of a large card; where K is V but for
+                              // what turns, a tile is small, and there are two blocks
        MAX_PARTS = FULL_GRID,
        JOIN_BYTES = 320 << 10 };       // parts of a block's columns that its last block puts together
 
@@ -3014,7 +3019,7 @@ static Split split_of(const Cache *c, int n_rows) {
     Split s = { 1, 0, divisor(1) };
     if (n_rows > STEP_ROWS) return s;                  // rows enough to fill the device
     if (c->slots > RING_SLOTS) {
-        s.parts = max_int(1, FULL_GRID / c->n_kv_heads);
+        s.parts = min_int(MAX_PARTS, max_int(1, (c->n_rot ? 2 : 1) * FULL_GRID / c->n_kv_heads));
     } else {
         s.span_bits = c->n_kv_heads > 8 ? 2 : 1;
         s.parts = div_up(c->slots / KEYS, 1 << s.span_bits);
@@ -3306,6 +3311,18 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
             const int j0 = tile_of(share, a.split, share.from + i) * KEYS;
             const size_t cache_row = ((size_t)self.seq * a.n_kv_heads + g) * a.slots + rest(j0, a.by_slots);
             const size_t stage_row = (size_t)g * a.stage_slots + self.seg_first;       // of row 0 of the segment
+            if (j0 >= low && j0 + KEYS <= min(end, self.len)) {        // nearly all tiles of a long cache: whole, and here
+                const int i = threadIdx.x, k_step = ATTEND_THREADS >> a.k_bits, v_step = ATTEND_THREADS >> V_BITS;
+                const __half *k_data = a.cache_k + cache_row * n_k + 8 * i, *v_data = a.cache_v + cache_row * HD + 8 * i;
+                __half *k_to = to + (i >> a.k_bits) * k_row + (i & ((1 << a.k_bits) - 1)) * 8;
+                __half *v_to = to + KEYS * k_row + (i >> V_BITS) * ROW + (i & ((1 << V_BITS) - 1)) * 8;
+#pragma unroll 1
+                for (int k = i; k < KEYS << a.k_bits; k += ATTEND_THREADS, k_to += k_step * k_row, k_data += 8 * ATTEND_THREADS)
+                    copy_ahead(k_to, k_data);
+#pragma unroll
+                for (int n = 0; n < KEYS / v_step; n++) copy_ahead(v_to + n * v_step * ROW, v_data + n * 8 * ATTEND_THREADS);
+                return;
+            }
 #pragma unroll 1
             for (int plane = 0; plane < 2; plane++, to += KEYS * k_row) {
                 const int bits = plane ? V_BITS : a.k_bits, dim = 8 << bits, chunk = (threadIdx.x & ((1 << bits) - 1)) * 8;
@@ -3628,6 +3645,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend 
             const float s = w[lane], old = max_of[warp], now = fmaxf(old, warp_max(s));
             const float e = s == -INFINITY ? 0 : expf(s - now), more = warp_sum(e);
             w[lane] = e;
+            __syncwarp();                              // all have read max_of
             if (lane == 0) {
                 shrink[warp] = now == -INFINITY ? 1 : expf(old - now);
                 max_of[warp] = now;

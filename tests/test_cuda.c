@@ -12,9 +12,9 @@
  *   choices   greedy text of the trained mini: the CPU's, or a near tie where they part; next-token KL at most 1e-3
  *   memory    what the device lost while a model was loaded: the plan, within 1 % and the driver's own granularity
  *
- * Arguments: -brief for texts of a third of the length; then the models to test, as a preset or a preset and a type
- * (`build/test_cuda micro-e tiny-moe-q4_0`), `choices`, `memory`; none: all. Skipped, and counted, when built without CUDA or
- * where there is no GPU. */
+ * Arguments: -brief for texts of a third of the length, or -few: so, and no step of more than 64 rows; then the models to test,
+ * as a preset or a preset and a type (`build/test_cuda micro-e tiny-moe-q4_0`), `choices`, `memory`; none: all. Skipped, and
+ * counted, when built without CUDA or where there is no GPU. */
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
@@ -24,7 +24,7 @@ enum { N_TEXT = 512, N_CHOICES = 500 };
 
 #ifdef USE_CUDA
 static char dir[200];
-static bool brief;
+static bool brief, few;
 
 static const char *make_file(const char *preset, const char *quant, const char *more) {
     static char path[300];
@@ -112,7 +112,7 @@ static void test_logits(const char *preset, const char *quant, const char *more,
     int32_t ids[N_TEXT];
     random_text(ids, N_TEXT, vocab);
 
-    const int n_short = brief ? 24 : 96, n_prompt = brief ? 130 : 400, n_before = brief ? 40 : 100;
+    const int n_short = brief ? 24 : 96, n_prompt = few ? STEP_ROWS : brief ? 130 : 400, n_before = brief ? 40 : 100;
     const bool exact = !is_quantised(m->weights.layer[0].attn_q.type);
     float *want = logits_of(cpu_m, ids, n_short, STEP_ROWS), *base = logits_of(m, ids, n_short, STEP_ROWS);
     double scale;
@@ -258,7 +258,8 @@ int main(int argc, char **argv) {
     const char *tmp = getenv("TMPDIR");
     snprintf(dir, sizeof dir, "%.150s/test_cuda.XXXXXX", tmp ? tmp : "/tmp");
     if (!mkdtemp(dir)) die("%s: %s", dir, strerror(errno));
-    brief = argc > 1 && strcmp(argv[1], "-brief") == 0;
+    few = argc > 1 && strcmp(argv[1], "-few") == 0;
+    brief = few || (argc > 1 && strcmp(argv[1], "-brief") == 0);
     char **only = argv + (brief ? 2 : 1);
     static const struct { const char *preset, *quant, *more; KvType type; } models[] = {
         { "micro-dense", "f32", "", KV_F32 }, { "micro-dense", "f16", "", KV_F16 }, { "micro-moe", "f32", "", KV_F32 },

@@ -1,0 +1,47 @@
+#!/bin/sh
+# compute-sanitizer over the tests that run on a GPU: each test program (of test_ops and test_sampling each part) in a process of
+# its own, JOBS at a time, under each tool:
+#   memcheck    everything
+#   racecheck   without what cuBLAS multiplies (on sm_90 the tool cannot run it) and without copy_words, which shares nothing
+#   initcheck   without cuBLAS (on sm_90 the tool does not see what it writes)
+# Needs a GPU, compute-sanitizer (it comes with the CUDA toolkit) and the tests: make ENGINE=cuda test-programs
+#   tests/sanitize.sh [TOOL ...]
+# Environment: BUILD (build), JOBS (processors, 16 at most), LOGS (a new folder: one log per process), LIMIT (1200 seconds for a
+# process).
+cd "$(dirname "$0")/.." || exit 1
+export BUILD="${BUILD:-build}" LOGS="${LOGS:-$(mktemp -d)}" LIMIT="${LIMIT:-1200}"
+jobs=${JOBS:-$(nproc | awk '{ print $1 > 16 ? 16 : $1 }')}
+
+if [ "$1" = -one ]; then                # -one TOOL PROGRAM ARGUMENTS...: one process
+    tool=$2
+    shift 2
+    log=$LOGS/$(echo "$tool $*" | tr -c 'a-zA-Z0-9\n' _).log
+    start=$(date +%s)
+    timeout "$LIMIT" compute-sanitizer --tool "$tool" --error-exitcode 99 \
+        $([ "$tool" = racecheck ] && echo --kernel-name-exclude kns=copy_words_kernel) "$BUILD/$@" >"$log" 2>&1
+    status=$? result=FAILED
+    [ $status -eq 0 ] && grep -qE 'ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards' "$log" && result=clean
+    echo "$result, $(($(date +%s) - start)) s, status $status: $log"
+    exit 0
+fi
+
+if ! command -v compute-sanitizer >/dev/null 2>&1; then
+    echo "skipped: compute-sanitizer not found; it comes with the CUDA toolkit (put its bin folder into PATH)"
+    echo "# sanitizer: 0 passed, 0 failed, 1 skipped"
+    exit 0
+fi
+{
+    for op in matmul attend close sample expert_down head qkv_store expert_gate_up gate_up ple_inject kv_commit kv_copy route \
+        logprob embed ple_rows gather_rows; do echo "test_ops -cuda $op"; done
+    for part in distribution choice edges spread seen position; do echo "test_sampling -cuda $part"; done
+    for model in micro-dense-f32 micro-dense-f16 micro-moe-f32 micro-moe-q8_0 micro-e-f32 micro-e-q8_0 tiny-dense-q4_k_m \
+        tiny-moe-q4_k_m tiny-e-q4_k_m tiny-moe-q4_0; do echo "test_cuda -brief $model"; done
+    printf '%s\n' test_layout "test_ahead -cuda"
+} >"$LOGS/programs"
+for tool in ${*:-racecheck memcheck initcheck}; do
+    if [ "$tool" = memcheck ]; then cat "$LOGS/programs"
+    else sed 's/test_ops -cuda/& -few/; s/-brief/-few/' "$LOGS/programs"; fi | sed "s/^/$tool /"
+done | xargs -P "$jobs" -L 1 "$0" -one | tee "$LOGS/results"
+passed=$(grep -c '^clean' "$LOGS/results") failed=$(grep -vc '^clean' "$LOGS/results")
+echo "# sanitizer: $passed passed, $failed failed, 0 skipped"
+[ "$failed" -eq 0 ]
