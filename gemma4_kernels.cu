@@ -1467,8 +1467,8 @@ template <DType T, int R, int S> __device__ static inline void multiply_rows(con
 template <int R> __device__ __noinline__ static void multiply(DType type, bool spread, const Planes *w, unsigned row, int cols,
                                                               int quads, int y_at, int y_row, int n, float *results) {
     switch (type) {
-#define CASE(T) case T: if (R == 1 && spread) multiply_rows<T, 1, 4>(*w, row, cols, quads, y_at, y_row, n, results); \
-                        else multiply_rows<T, R, 1>(*w, row, cols, quads, y_at, y_row, n, results); break;
+#define CASE(T) case T: { if (R == 1 && spread) multiply_rows<T, 1, 4>(*w, row, cols, quads, y_at, y_row, n, results); \
+                          else multiply_rows<T, R, 1>(*w, row, cols, quads, y_at, y_row, n, results); } break;
     QUANTISED_TYPES(CASE)
 #undef CASE
 #define CASE(T) case T: multiply_rows<T, R, 1>(*w, row, cols, quads, y_at, y_row, n, results); break;

@@ -15,12 +15,13 @@ jobs=${JOBS:-$(nproc | awk '{ print $1 > 16 ? 16 : $1 }')}
 if [ "$1" = -one ]; then                # -one TOOL PROGRAM ARGUMENTS...: one process
     tool=$2
     shift 2
-    log=$LOGS/$(echo "$tool $*" | tr -c 'a-zA-Z0-9\n' _).log
+    log=$LOGS/$(echo "$tool $*" | sed "s#$BUILD/##" | tr -c 'a-zA-Z0-9\n' _).log
     start=$(date +%s)
-    timeout "$LIMIT" compute-sanitizer --tool "$tool" --error-exitcode 99 \
-        $([ "$tool" = racecheck ] && echo --kernel-name-exclude kns=copy_words_kernel) "$BUILD/$@" >"$log" 2>&1
+    [ "$tool" = racecheck ] && set -- --kernel-name-exclude kns=copy_words_kernel "$@"
+    timeout "$LIMIT" compute-sanitizer --tool "$tool" --error-exitcode 99 "$@" >"$log" 2>&1
     status=$? result=FAILED
-    [ $status -eq 0 ] && grep -qE 'ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards' "$log" && result=clean
+    [ $status -eq 0 ] && grep -qE 'ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards' "$log" &&
+        grep -qE '^# .*: [1-9][0-9]* passed, 0 failed, 0 skipped$' "$log" && result=clean      # without a GPU tests are skipped
     echo "$result, $(($(date +%s) - start)) s, status $status: $log"
     exit 0
 fi
@@ -37,8 +38,9 @@ fi
     for model in micro-dense-f32 micro-dense-f16 micro-moe-f32 micro-moe-q8_0 micro-e-f32 micro-e-q8_0 tiny-dense-q4_k_m \
         tiny-moe-q4_k_m tiny-e-q4_k_m tiny-moe-q4_0; do echo "test_cuda -brief $model"; done
     printf '%s\n' test_layout "test_ahead -cuda"
-} >"$LOGS/programs"
-for tool in ${*:-racecheck memcheck initcheck}; do
+} | sed "s#^#$BUILD/#" >"$LOGS/programs"
+[ $# -gt 0 ] || set -- racecheck memcheck initcheck
+for tool in "$@"; do
     if [ "$tool" = memcheck ]; then cat "$LOGS/programs"
     else sed 's/test_ops -cuda/& -few/; s/-brief/-few/' "$LOGS/programs"; fi | sed "s/^/$tool /"
 done | xargs -P "$jobs" -L 1 "$0" -one | tee "$LOGS/results"
