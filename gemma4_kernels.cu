@@ -1142,8 +1142,8 @@ static void cuda_gather_rows(const GatherRows *o) {
 // ==== [5] Products of 1 to 64 rows ===================================================================================
 // One kernel carries out a list of jobs: matrices of different types and shapes that may run beside each other. A warp takes four
 // output features at a time, 8 lanes each, lane l of them the groups l, l + 8, ... of its row, so neighbours read neighbouring 16
-// bytes. Of floats it takes one feature. A few groups per lane (Depth) are under way before the first is used and stay so up to the
-// end of the row.
+// bytes. Of floats it takes one feature, and of few and long quantised rows too: its four times 8 lanes then take 8 groups each in
+// turn. A few groups per lane (Depth) are under way before the first is used and stay so up to the end of the row.
 //
 // Order of a sum, here and wherever quantised matrices meet 1 to 64 rows: slice l = groups l, l + 8, ... ascending,
 //     sum_l = fma(scale of the activations, group_term, sum_l)
@@ -1151,10 +1151,10 @@ static void cuda_gather_rows(const GatherRows *o) {
 // Matrices of floats: the same with chunks of 16 bytes for groups and 32 lanes, added in halves, and four sums a lane (value i of a
 // chunk goes to sum i % 4) that are added as (0 + 1) + (2 + 3) before the lanes are.
 //
-// Every block makes the input for itself in shared memory (Input); while it waits for the launch before it and while it makes the
-// input, the first weights of every warp come into L2 (fetch_item), later ones one item ahead. What a launch takes beyond bytes /
-// bandwidth is the chain of instructions of one warp, five cycles each, and those that the instruction cache has to fetch: few and
-// rolled instructions on the path that is executed count for more here than bytes under way.
+// One block of 16 warps fills an SM and makes the input for itself in shared memory (Input). While it waits for the launch before
+// it and while it makes the input, the first weights of every warp come into L2 (fetch_item), later ones one item ahead. What a
+// launch takes beyond bytes / bandwidth is the chain of instructions of one warp, five cycles each, and those that the instruction
+// cache has to fetch: few and rolled instructions on the path that is executed count for more here than bytes under way.
 
 typedef enum {
     JOB_STORE,                // out = w y, soft-capped when cap > 0
