@@ -4217,6 +4217,7 @@ static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const B
     for (int i = 0; i < b->rows.count; i++) widest = max_int(widest, b->rows.n[i]);
     for (int i = 0; i < b->depths.count; i++) deepest = max_int(deepest, b->depths.n[i]);
     if (widest > STEP_ROWS) die("--rows: expected at most %d rows in a step, got %d", STEP_ROWS, widest);
+    if (widest) longest = max_int(longest, widest + VERIFY_STEPS);     // so many ids are drafted
     if (deepest > MAX_CONTEXT - longest)
         die("-d: expected at most %d tokens in all, got %d and %d", MAX_CONTEXT, deepest, longest);
     o.n_ctx = deepest + longest;

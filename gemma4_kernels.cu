@@ -228,6 +228,19 @@ __device__ static inline void fetch_ahead(const void *p, unsigned bytes) {
     (void)p, (void)bytes;
 #endif
 }
+// Where a kernel's parameter lies in memory. Loads from there are under way all at once; in the constant bank each line of 64 bytes
+// is waited for, and its first reader comes all the way from memory.
+__device__ static inline const void *memory_of(const void *parameter) {
+    asm volatile("" : "+l"(parameter));
+    return parameter;
+}
+// Has a parameter of up to 64 blockDim.x bytes brought into L2, for a kernel that reads it from the constant bank.
+__device__ static inline void touch_parameter(const void *parameter, int bytes) {
+    unsigned first;
+    if (64 * (int)threadIdx.x < bytes)
+        asm volatile("ld.u32 %0, [%1];" : "=r"(first) : "l"((const char *)memory_of(parameter) + 64 * threadIdx.x));
+    (void)first;
+}
 #else
 #include "instructions.h"     // the same functions for a compiler that is not nvcc: tests/cuda_on_cpu
 #endif
@@ -993,6 +1006,7 @@ __device__ static inline unsigned quantise4(float4 v, float *s) {
 //   see       prepare_row() in gemma4.c [6]; tests/test_ops.c "close" and every product
 template <int QUADS> __global__ void __launch_bounds__(ROW_THREADS) prepare_kernel(const __grid_constant__ RowInputs o,
                                                                                   Prepared out0, Prepared out1) {
+    touch_parameter(&o, sizeof o);
     float *room = (float *)shared_bytes;               // WIDE: of the row; else of the weights
     int turn = 0;
     if (QUADS) fetch_norm_weights(o, room);
@@ -1197,6 +1211,7 @@ enum { MAX_JOBS = 6, MAX_INPUTS = 2, PRODUCT_WARPS = ROW_THREADS / 32, UNIT = 4,
        TILE = 32, TILE_UNITS = TILE / UNIT, DOWN_TILE = 2 * UNIT,
        TILE_ROWS = 4,         // from here on inputs are prepared in global memory
        CHUNK_ROWS = 3,        // rows that a block works on at once
+       LOTS = 8,              // tiles whose sums wait for each other, so that warps need not
        SPREAD_COLS = 4096,    // rows of weights that a warp may take alone
        AHEAD_STEPS = 12,      // so many times 8 groups of a row are asked for before it is begun: more would not fit into L2
        ROW_STEP = 384 };      // bytes of 8 groups of an int8 row in shared memory
@@ -1526,16 +1541,16 @@ __device__ static inline void choose_experts(const Choice &o, const float *logit
     o.weights[row * o.n_used + lane] = weight / sum * (o.expert_scale ? o.expert_scale[id] : 1);
 }
 
-// The results of a tile: act(gate) * up, or gelu(sum) * u, as Act: a warp takes 32 features of one row. Or the weighted sum of a
-// row's experts, by one warp.
-template <int R> __device__ __noinline__ static void finish_tile(int number, int first_row, int n, const float *results) {
+// The results of row r of n in a tile, by a warp: act(gate) * up, or gelu(sum) * u, as Act, 32 features. Or the weighted sum of a
+// row's experts.
+template <int R> __device__ __noinline__ static void finish_tile(int number, int first_row, int r, int n, const float *results) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, *ids = (const int *)(shared_bytes + jobs.pairs_at);
-    if (warp >= n) return;
+    const int lane = threadIdx.x % 32, *ids = (const int *)(shared_bytes + jobs.pairs_at);
+    if (r >= n) return;
     const Item item = item_at(jobs, true, number);
     const Job &o = jobs.job[item.job];
     const bool pairs = o.kind == JOB_GATED && o.ids, inside = item.first + lane < o.rows;
-    if ((warp && o.ids) || behind(o, item, n)) return;
+    if ((r && o.ids) || behind(o, item, n)) return;
     if (o.kind == JOB_DOWN) {
         if (lane >= DOWN_TILE || !inside) return;
         ids += item.pair * o.n_used;
@@ -1550,11 +1565,11 @@ template <int R> __device__ __noinline__ static void finish_tile(int number, int
     }
     const float *sum = results + lane / UNIT * jobs.n_results + lane % UNIT;
     const int e = pairs ? ids[item.pair] : 0;
-    const size_t row = pairs ? (size_t)first_row * o.n_used + item.pair : first_row + warp, at = row * o.rows + item.first;
-    float v = inside ? sum[warp * UNIT] : 0;
+    const size_t row = pairs ? (size_t)first_row * o.n_used + item.pair : first_row + r, at = row * o.rows + item.first;
+    float v = inside ? sum[r * UNIT] : 0;
     if (o.factor) v *= o.factor[e];
     if (o.kind == JOB_GATED) {
-        const float up = inside ? sum[TILE_UNITS * jobs.n_results + warp * UNIT] : 0;
+        const float up = inside ? sum[TILE_UNITS * jobs.n_results + r * UNIT] : 0;
         v = activate(o.fn, v) * (o.up_factor ? o.up_factor[e] * up : up);
     } else {
         v = activate(ACT_GELU, v) * (inside ? o.u[row * o.u_stride + item.first + lane] : 0);
@@ -1590,10 +1605,10 @@ __device__ __noinline__ static void router_unit_done(int first_row, int n) {
 template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kernel(const __grid_constant__ Jobs parameters) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = blockIdx.y * R;
-    if (parameters.made.n) fetch_norm_weights(parameters.made, (float *)(shared_bytes + parameters.weights_at));
-    for (int i = threadIdx.x; i < (int)(sizeof(Jobs) / sizeof(int)); i += ROW_THREADS)
-        ((int *)shared_bytes)[i] = ((const int *)&parameters)[i];
+    const uint2 *words = (const uint2 *)memory_of(&parameters);
+    for (int i = threadIdx.x; i < (int)(sizeof(Jobs) / sizeof(uint2)); i += ROW_THREADS) ((uint2 *)shared_bytes)[i] = words[i];
     __syncthreads();
+    if (jobs.made.n) fetch_norm_weights(jobs.made, (float *)(shared_bytes + jobs.weights_at));
     const int n = min(R, jobs.n_rows - first_row), n_blocks = gridDim.x - jobs.more;
     const int first_unit = (int)blockIdx.x < jobs.more ? jobs.n_units : blockIdx.x - jobs.more + n_blocks * warp;
     if ((int)blockIdx.x < jobs.n_tiles) fetch_item(jobs, true, blockIdx.x);
@@ -1610,10 +1625,10 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
     __syncthreads();
 
     float *all_results = (float *)(shared_bytes + jobs.results_at);
-    for (int t = blockIdx.x, lot = 0; t < jobs.n_tiles; t += gridDim.x, lot ^= 1) {
+    for (int t = blockIdx.x, lot = 0; t < jobs.n_tiles; t += gridDim.x) {
         const Item item = item_at(jobs, true, t);
         const Job &o = jobs.job[item.job];
-        float *results = all_results + lot * PRODUCT_WARPS * jobs.n_results;
+        float *results = all_results + lot++ * PRODUCT_WARPS * jobs.n_results;
         if (t + (int)gridDim.x < jobs.n_tiles) fetch_item(jobs, true, t + gridDim.x);
         else if (first_unit < jobs.n_units) fetch_item(jobs, false, first_unit);
         if (!behind(o, item, n) && o.kind == JOB_DOWN) {
@@ -1629,10 +1644,14 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
             if (first < o.rows && (!up || o.kind == JOB_GATED))
                 multiply_part<R>(jobs, o, up, e, first, UNIT, y_first, o.ids ? 1 : n, results + warp * jobs.n_results);
         }
-        __syncthreads();               // sums are whole. The other lot is free again: who read it has arrived here since
-        finish_tile<R>(t, first_row, n, results);
+        if (lot < LOTS && t + (int)gridDim.x < jobs.n_tiles) continue;
+        __syncthreads();               // sums of all lots are whole
+        for (int i = warp; i < lot * R; i += PRODUCT_WARPS)
+            finish_tile<R>(t - (lot - 1 - i / R) * gridDim.x, first_row, i % R, n,
+                           all_results + i / R * PRODUCT_WARPS * jobs.n_results);
+        __syncthreads();               // and have been read
+        lot = 0;
     }
-    if (jobs.n_tiles && jobs.n_units) __syncthreads();                 // and both lots are free
     float *results = all_results + warp * jobs.n_results;
     for (int i = first_unit; i < jobs.n_units; i += n_blocks * PRODUCT_WARPS) {
         const Item item = item_at(jobs, false, i);
@@ -2183,16 +2202,14 @@ __device__ static inline void finish_row(const Job &o, size_t row, int first, fl
     if (o.act.q) quantise_group(mine ? v : 0, o.act.q + at, o.act.s + at / 32);
 }
 
-// A piece of a float matrix, UNIT features and all rows: a warp takes one feature of one row at a time. Sums in the order given
+// A piece of a float matrix, one feature and all rows: a warp takes a row at a time. Sums in the order given
 // above. Loads of 16 weights and the activations that go with them are under way at a time.
 template <DType T> __device__ static inline void multiply_floats(const Job &o, const Piece &p) {
     constexpr int chunk = Floats<T>::chunk, depth = 16 / chunk;
     const int lane = threadIdx.x % 32, n_chunks = div_up(o.cols, chunk), quads = o.cols % 4 == 0 && (size_t)o.in.f % 16 == 0;
+    const uint8_t *w = o.w.lo + (size_t)p.first * o.cols * (16 / chunk);
 #pragma unroll 1
-    for (int i = threadIdx.x / 32; i < p.n * UNIT; i += TILE_WARPS) {
-        const int r = i / UNIT, feature = p.first + i % UNIT;
-        if (feature >= o.rows) continue;
-        const uint8_t *w = o.w.lo + (size_t)feature * o.cols * (16 / chunk);
+    for (int r = threadIdx.x / 32; r < p.n; r += TILE_WARPS) {
         const float *row = o.in.f + (size_t)r * o.cols;
         float sum[4] = { };
 #pragma unroll 1
@@ -2218,14 +2235,13 @@ template <DType T> __device__ static inline void multiply_floats(const Job &o, c
         }
         float v = warp_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
         if (o.factor) v *= *o.factor;
-        if (lane == 0) o.out[(size_t)r * o.rows + feature] = o.cap > 0 ? o.cap * tanhf(v / o.cap) : v;
+        if (lane == 0) o.out[(size_t)r * o.rows + p.first] = o.cap > 0 ? o.cap * tanhf(v / o.cap) : v;
     }
 }
 
 // A piece of floats on its way to the L2 cache.
 __device__ static inline void fetch_floats(const Job &o, const Piece &p) {
-    const int feature = p.first + threadIdx.x, bytes = o.row_bytes[0][0];
-    if (feature < o.rows && threadIdx.x < UNIT && o.quads) fetch_ahead(o.w.lo + (size_t)feature * bytes, bytes);
+    if (threadIdx.x == 0 && o.quads) fetch_ahead(o.w.lo + (size_t)p.first * o.row_bytes[0][0], o.row_bytes[0][0]);
 }
 
 // Whether this block is the last of n that come here: what they wrote before can then be read.
@@ -2268,6 +2284,7 @@ __device__ static inline void join_experts(const Tiling &t, const Job &o, int fi
 template <int NT> __global__ void __launch_bounds__(TILE_THREADS, NT <= 2 ? 2 : 1)
 tile_kernel(const __grid_constant__ Tiling t) {
     constexpr int room = 8 * NT;
+    touch_parameter(&t, sizeof t);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float *sums = (float *)(shared_bytes + t.sums_at);
     Walk walk = { (int)blockIdx.x, 0 };
@@ -2385,7 +2402,7 @@ static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
         t.record[k] = record_of(o->type);
         t.layout[k] = (Layout){ 8 * t.format[k].lo, t.width[k] == 64 ? 32 * t.record[k].size : 0,
                                 t.width[k] * t.record[k].size };
-        t.features[k] = is_float(o->type) ? UNIT : o->kind == JOB_GATED ? 32 : t.width[k];
+        t.features[k] = is_float(o->type) ? 1 : o->kind == JOB_GATED ? 32 : t.width[k];
         t.tiles[k] = div_up(o->rows, t.features[k]);
         pieces += t.tiles[k] * (o->ids && o->kind == JOB_GATED ? t.n_pairs : 1);
         if (!is_float(o->type)) t.stage_bytes = max_int(t.stage_bytes, t.width[k] * t.record[k].size + row_bytes);
@@ -2441,7 +2458,7 @@ static size_t place_shared(Jobs *jobs, int rows) {
     at += round_up(jobs->choice.n * sizeof(unsigned), 16);
     jobs->n_results = max_int(rows * UNIT, div_up(jobs->n_used * DOWN_TILE, PRODUCT_WARPS));
     jobs->results_at = (int)at;
-    return at + 2 * PRODUCT_WARPS * jobs->n_results * sizeof(float);
+    return at + LOTS * PRODUCT_WARPS * jobs->n_results * sizeof(float);
 }
 
 enum { SHARED_BYTES = 110 << 10 };                     // what CHUNK_ROWS rows may take; more, and rows go through one by one
@@ -2473,8 +2490,7 @@ static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
     jobs->more = jobs->n_tiles % grid.x;
     if (jobs->n_units > 2 * PRODUCT_WARPS * (int)(grid.x - jobs->more)) jobs->more = 0;
     // n_rows >= TILE_ROWS: inputs lie in global memory (Job.in)
-    if (r == 1) launch(product_kernel<1>, grid, ROW_THREADS, shared, *jobs);
-    else launch(product_kernel<CHUNK_ROWS>, grid, ROW_THREADS, shared, *jobs);
+    launch(r == 1 ? product_kernel<1> : product_kernel<CHUNK_ROWS>, grid, ROW_THREADS, shared, *jobs);
     CHECK_LAUNCH("%s n_rows=%d rows=%d cols=%d", what, n_rows, jobs->job[0].rows, jobs->job[0].cols);
 }
 
