@@ -82,7 +82,7 @@ def main():
     section("exact task", asked("task", 60, text.small_task))
     rnd = generator("tools")
     section("exact tool", [tool_item(rnd, 1) for _ in range(16)])
-    section("exact parallel_tool", [tool_item(rnd, 2 + i % 2) for i in range(12)])
+    section("exact parallel_tool", [tool_item(rnd, 2 + i % 2) for i in range(40)])
     section("exact edit", asked("edit", 18, text.edit))
     section("exact roll", asked("roll", 16, text.recite_roll))
     section("exact almanac", asked("almanac", 4, text.read_page))

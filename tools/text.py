@@ -365,6 +365,15 @@ def thoughtful(rnd, split="train"):
     return question, "I have learned this: " + answer.replace("\x01", ""), answer
 
 
+def counting(rnd):
+    """A kind of its own beside the tasks: the smaller model learns where to stop from many of these only."""
+    a, n = int(rnd() * 60), 3 + int(rnd() * 12)
+    up = list(range(a, a + n + 1))
+    if rnd() < 0.25:
+        return "Count down from %d to %d." % (a + n, a), "\x01" + ", ".join(map(str, reversed(up))) + "\x01"
+    return "Count from %d to %d." % (a, a + n), "\x01" + ", ".join(map(str, up)) + "\x01"
+
+
 def small_task(rnd):
     x = rnd()
     if x < 0.3:
@@ -377,11 +386,7 @@ def small_task(rnd):
         digits = [str(int(rnd() * 10)) for _ in range(4 + int(rnd() * 9))]
         return "Write these digits backwards: " + " ".join(digits), "\x01" + " ".join(reversed(digits)) + "\x01"
     if x < 0.52:
-        a, n = int(rnd() * 60), 3 + int(rnd() * 12)
-        up = list(range(a, a + n + 1))
-        if rnd() < 0.25:
-            return "Count down from %d to %d." % (a + n, a), "\x01" + ", ".join(map(str, reversed(up))) + "\x01"
-        return "Count from %d to %d." % (a, a + n), "\x01" + ", ".join(map(str, up)) + "\x01"
+        return counting(rnd)
     word = pick(rnd, S.KINDS + S.TOYS + S.COLORS)
     if x < 0.64:
         return "Spell the word %s." % word, "\x01" + "-".join(word) + "\x01"
@@ -649,8 +654,8 @@ def tool_chat(rnd, split="train", n_calls=None):
 # ---- documents -------------------------------------------------------------------------------------------------------
 
 ROLLS, ALMANAC = make_rolls(), make_almanac()
-SHARES = {"story": 20, "chat_story": 19, "small_talk": 6, "facts": 9, "fact_list": 1, "needle": 10, "arithmetic": 8,
-          "think": 7, "task": 7, "tool": 8, "code": 3, "edit": 7, "roll": 5, "almanac": 3, "dice": 2}      # of documents
+SHARES = {"story": 20, "chat_story": 19, "small_talk": 6, "facts": 9, "fact_list": 1, "needle": 12, "arithmetic": 8,
+          "think": 9, "task": 7, "count": 4, "tool": 8, "code": 3, "edit": 7, "roll": 5, "almanac": 3, "dice": 2}   # of documents
 
 
 def document(rnd, split="train", kind=None, max_words=500):
@@ -686,7 +691,8 @@ def document(rnd, split="train", kind=None, max_words=500):
     if kind == "code":
         return code(rnd) + "<eos>"
     turn, most = {"small_talk": (lambda: pick(rnd, SMALL_TALK) if rnd() < 0.6 else listing(rnd), 3),
-                  "task": (lambda: small_task(rnd), 4), "edit": (lambda: edit(rnd), 2), "dice": (lambda: dice(rnd), 2),
+                  "task": (lambda: small_task(rnd), 4), "count": (lambda: counting(rnd), 4),
+                  "edit": (lambda: edit(rnd), 2), "dice": (lambda: dice(rnd), 2),
                   "roll": (lambda: recite_roll(rnd, split), 2), "almanac": (lambda: read_page(rnd, split), 1)}[kind]
     return chat(rnd, [turn() for _ in range(1 + int(rnd() * most))], 0.1)
 
