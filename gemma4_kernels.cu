@@ -1166,9 +1166,9 @@ static void cuda_gather_rows(const GatherRows *o) {
 // chunk goes to sum i % 4) that are added as (0 + 1) + (2 + 3) before the lanes are.
 //
 // One block of 16 warps fills an SM and makes the input for itself in shared memory (Input). While it waits for the launch before
-// it and while it makes the input, the first weights of every warp come into L2 (fetch_item), later ones one item ahead. What a
-// launch takes beyond bytes / bandwidth is the chain of instructions of one warp, five cycles each, and those that the instruction
-// cache has to fetch: few and rolled instructions on the path that is executed count for more here than bytes under way.
+// it and while it makes the input, the first weights of every warp come into L2 (fetch_item). Later ones do not: L2 would carry them
+// twice, and it is what limits long launches. What a launch takes beyond bytes / bandwidth is the chain of instructions of one warp,
+// five cycles each: few and rolled instructions on the path that is executed count for more here than bytes under way.
 
 typedef enum {
     JOB_STORE,                // out = w y, soft-capped when cap > 0
@@ -1629,8 +1629,7 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
         const Item item = item_at(jobs, true, t);
         const Job &o = jobs.job[item.job];
         float *results = all_results + lot++ * PRODUCT_WARPS * jobs.n_results;
-        if (t + (int)gridDim.x < jobs.n_tiles) fetch_item(jobs, true, t + gridDim.x);
-        else if (first_unit < jobs.n_units) fetch_item(jobs, false, first_unit);
+        if (t + (int)gridDim.x >= jobs.n_tiles && first_unit < jobs.n_units) fetch_item(jobs, false, first_unit);
         if (!behind(o, item, n) && o.kind == JOB_DOWN) {
             for (int i = warp; i < 2 * o.n_used; i += PRODUCT_WARPS) {
                 const int pair = item.pair * o.n_used + i / 2, first = item.first + i % 2 * UNIT;
@@ -1656,7 +1655,6 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
     for (int i = first_unit; i < jobs.n_units; i += n_blocks * PRODUCT_WARPS) {
         const Item item = item_at(jobs, false, i);
         const Job &o = jobs.job[item.job];
-        if (i + n_blocks * PRODUCT_WARPS < jobs.n_units) fetch_item(jobs, false, i + n_blocks * PRODUCT_WARPS);
         multiply_part<R>(jobs, o, false, 0, item.first, 1, 0, n, results);
         __syncwarp();
         const int r = lane / UNIT, feature = item.first + lane % UNIT;
