@@ -7,7 +7,7 @@
 # Needs a GPU, compute-sanitizer (it comes with the CUDA toolkit) and the tests: make ENGINE=cuda test-programs
 #   tests/sanitize.sh [TOOL ...]
 # Environment: BUILD (build), JOBS (processors, 16 at most), LOGS (a new folder: one log per process), LIMIT (1200 seconds for a
-# process).
+# process). Where there are several GPUs, all are used.
 cd "$(dirname "$0")/.." || exit 1
 export BUILD="${BUILD:-build}" LOGS="${LOGS:-$(mktemp -d)}" LIMIT="${LIMIT:-1200}"
 jobs=${JOBS:-$(nproc | awk '{ print $1 > 16 ? 16 : $1 }')}
@@ -17,6 +17,8 @@ if [ "$1" = -one ]; then                # -one TOOL PROGRAM ARGUMENTS...: one pr
     shift 2
     log=$LOGS/$(echo "$tool $*" | sed "s#$BUILD/##" | tr -c 'a-zA-Z0-9\n' _).log
     start=$(date +%s)
+    n=$(nvidia-smi -L 2>/dev/null | wc -l)
+    [ "$n" -gt 1 ] && export CUDA_VISIBLE_DEVICES=$((SLOT % n))
     [ "$tool" = racecheck ] && set -- --kernel-name-exclude kns=copy_words_kernel "$@"
     timeout "$LIMIT" compute-sanitizer --tool "$tool" --error-exitcode 99 "$@" >"$log" 2>&1
     status=$? result=FAILED
@@ -43,7 +45,7 @@ fi
 for tool in "$@"; do
     if [ "$tool" = memcheck ]; then cat "$LOGS/programs"
     else sed 's/test_ops -cuda/& -few/; s/-brief/-few/' "$LOGS/programs"; fi | sed "s/^/$tool /"
-done | xargs -P "$jobs" -L 1 "$0" -one | tee "$LOGS/results"
+done | xargs -P "$jobs" --process-slot-var=SLOT -L 1 "$0" -one | tee "$LOGS/results"
 passed=$(grep -c '^clean' "$LOGS/results") failed=$(grep -vc '^clean' "$LOGS/results")
 echo "# sanitizer: $passed passed, $failed failed, 0 skipped"
 [ "$failed" -eq 0 ]

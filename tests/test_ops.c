@@ -14,7 +14,7 @@
  *   buffers           outputs start as NaN (all bits set) and have guards behind them; inputs must come back unchanged
  *
  * Arguments: the operations to test, for example `build/test_ops attend route`; none: all. -cuda before them: the CUDA backend
- * only; -cuda -few: without the 100 rows that cuBLAS multiplies, and a seventh of the combinations of In. TEST_TIMES=1 prints
+ * only; -cuda -few: without the 100 rows that cuBLAS multiplies, and less of the rest. TEST_TIMES=1 prints
  * seconds. */
 #define TESTING
 #include "../gemma4.c"
@@ -581,7 +581,8 @@ static const Run runs_100[] = { { 0, 64 }, { 0, 1 }, { 0, 2 }, { 0, 7 }, { 5, 1 
 static const Run runs_7[] = { { 0, 7 }, { 0, 1 }, { 0, 2 }, { 3, 3 }, { 6, 1 } };
 enum { N_RUNS_7 = 5 };
 static int n_runs_100 = sizeof runs_100 / sizeof *runs_100;           // -few: all but the last
-static int in_step = 1;                 // -few: of the combinations of In each seventh
+static int in_step = 1, shape_step = 1, draws = 400;    // -few: of the combinations of In each seventh, of matmul's shapes each
+                                                        // third, of the calls that draw from a distribution a tenth
 
 typedef struct {                        // what all rows should be; the first run's result is what later ones must repeat
     int     cols;
@@ -821,7 +822,7 @@ static void test_matmul(void) {
                                                          { 300, 512 }, { 40, 4352 }, { 5, 4128 },
                                                          { 33, 77 }, { 7, 1000 }, { 64, 1 }, { 1, 2817 } };
     for (int t = 0; t < N_TYPES; t++)
-        for (size_t k = 0; k < sizeof shapes / sizeof *shapes; k++) {
+        for (int k = t % shape_step; k < (int)(sizeof shapes / sizeof *shapes); k += shape_step) {
             static const int ins[] = { IN_X, IN_X | IN_W_PRE, IN_X | IN_DELTA | IN_W_POST | IN_W_PRE | IN_X_OUT };
             const int cols = shapes[k].cols, bits = ins[k % 3];
             if (cols % block_elems(all_types[t])) continue;
@@ -2111,7 +2112,7 @@ static void sample_distribution(void) {
         { 7, 100, 0, 0.5f, 0, false }, { 5, 1, 64, 0, 0, false }
     };
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
-        const int vocab = cases[k].vocab, words = (vocab + 31) / 32, n = 64, calls = 400;
+        const int vocab = cases[k].vocab, words = (vocab + 31) / 32, n = 64, calls = draws;
         const SampleParams params = { .seed = 1000 + k, .temperature = cases[k].temperature, .top_k = cases[k].top_k,
                                       .top_p = cases[k].top_p, .min_p = cases[k].min_p, .repeat = 1 };
         CASE("sample", "vocab %d, temperature %g, top-k %d, top-p %g, min-p %g, mask %d", vocab, (double)params.temperature,
@@ -2311,7 +2312,7 @@ static void test_parallel(void) {
 int main(int argc, char **argv) {
     const bool cpu = argc < 2 || strcmp(argv[1], "-cuda") != 0, few = argc > 2 && strcmp(argv[2], "-few") == 0;
     char **only = argv + (cpu ? 1 : few ? 3 : 2);
-    if (!cpu && few) n_runs_100--, in_step = 7;
+    if (!cpu && few) n_runs_100--, in_step = 7, shape_step = 3, draws = 40;
     if (argc == 1) {
         start_threads(3);
         test_parallel();
