@@ -1605,7 +1605,7 @@ __device__ __noinline__ static void router_unit_done(int first_row, int n) {
 template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kernel(const __grid_constant__ Jobs parameters) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = blockIdx.y * R;
-    const uint2 *words = (const uint2 *)memory_of(&parameters);
+    const uint2 *words = (const uint2 *)memory_of(&parameters);        // jobs: all at once
     for (int i = threadIdx.x; i < (int)(sizeof(Jobs) / sizeof(uint2)); i += ROW_THREADS) ((uint2 *)shared_bytes)[i] = words[i];
     __syncthreads();
     if (jobs.made.n) fetch_norm_weights(jobs.made, (float *)(shared_bytes + jobs.weights_at));
@@ -2200,8 +2200,8 @@ __device__ static inline void finish_row(const Job &o, size_t row, int first, fl
     if (o.act.q) quantise_group(mine ? v : 0, o.act.q + at, o.act.s + at / 32);
 }
 
-// A piece of a float matrix, one feature and all rows: a warp takes a row at a time. Sums in the order given
-// above. Loads of 16 weights and the activations that go with them are under way at a time.
+// A piece of a float matrix, one feature and all rows: a warp takes a row at a time. Sums in the order given above. Loads of 16
+// weights and the activations that go with them are under way at a time.
 template <DType T> __device__ static inline void multiply_floats(const Job &o, const Piece &p) {
     constexpr int chunk = Floats<T>::chunk, depth = 16 / chunk;
     const int lane = threadIdx.x % 32, n_chunks = div_up(o.cols, chunk), quads = o.cols % 4 == 0 && (size_t)o.in.f % 16 == 0;
