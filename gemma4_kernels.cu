@@ -234,12 +234,13 @@ __device__ static inline const void *memory_of(const void *parameter) {
     asm volatile("" : "+l"(parameter));
     return parameter;
 }
-// Has a parameter of up to 64 blockDim.x bytes brought into L2, for a kernel that reads it from the constant bank.
-__device__ static inline void touch_parameter(const void *parameter, int bytes) {
-    unsigned first;
+// Has a parameter of up to 64 blockDim.x bytes brought into L2, for a kernel that reads it from the constant bank. Nobody waits for
+// the result.
+__device__ static inline unsigned touch_parameter(const void *parameter, int bytes) {
+    unsigned word = 0;
     if (64 * (int)threadIdx.x < bytes)
-        asm volatile("ld.u32 %0, [%1];" : "=r"(first) : "l"((const char *)memory_of(parameter) + 64 * threadIdx.x));
-    (void)first;
+        asm volatile("ld.u32 %0, [%1];" : "=r"(word) : "l"((const char *)memory_of(parameter) + 64 * threadIdx.x));
+    return word;
 }
 #else
 #include "instructions.h"     // the same functions for a compiler that is not nvcc: tests/cuda_on_cpu

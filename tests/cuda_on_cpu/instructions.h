@@ -42,7 +42,7 @@ static inline void fetch_ahead(const void *p, unsigned bytes) {
     if ((uintptr_t)p % 16 || bytes % 16) cuda_fault("fetch_ahead: %p, %u bytes: not multiples of 16", p, bytes);
 }
 static inline const void *memory_of(const void *parameter) { return parameter; }
-static inline void touch_parameter(const void *, int) { }
+static inline unsigned touch_parameter(const void *, int) { return 0; }
 static inline void copy_commit(void) { cuda_copy_commit(); }
 template <int N> static inline void copied(void) { cuda_copied(N); }
 static inline uint4 load_once(const void *p) {
