@@ -1167,9 +1167,10 @@ static void cuda_gather_rows(const GatherRows *o) {
 // chunk goes to sum i % 4) that are added as (0 + 1) + (2 + 3) before the lanes are.
 //
 // One block of 16 warps fills an SM and makes the input for itself in shared memory (Input). While it waits for the launch before
-// it and while it makes the input, the first weights of every warp come into L2 (fetch_item). Later ones do not: L2 would carry them
-// twice, and it is what limits long launches. What a launch takes beyond bytes / bandwidth is the chain of instructions of one warp,
-// five cycles each: few and rolled instructions on the path that is executed count for more here than bytes under way.
+// it and while it makes the input, the first weights of every warp come into L2 (fetch_item). Later ones do not: L2 would carry
+// them twice, and with the output matrix that took it to its limit. What a launch takes beyond bytes / bandwidth is the chain of
+// instructions of one warp, five cycles each: few and rolled instructions on the path that is executed count for more here than
+// bytes under way.
 
 typedef enum {
     JOB_STORE,                // out = w y, soft-capped when cap > 0
@@ -1214,7 +1215,7 @@ enum { MAX_JOBS = 6, MAX_INPUTS = 2, PRODUCT_WARPS = ROW_THREADS / 32, UNIT = 4,
        CHUNK_ROWS = 3,        // rows that a block works on at once
        LOTS = 8,              // tiles whose sums wait for each other, so that warps need not
        SPREAD_COLS = 4096,    // rows of weights that a warp may take alone
-       AHEAD_STEPS = 12,      // so many times 8 groups of a row are asked for before it is begun: more would not fit into L2
+       AHEAD_STEPS = 12,      // so many times 8 groups of a first row come into L2 ahead: more only cost time (README)
        ROW_STEP = 384 };      // bytes of 8 groups of an int8 row in shared memory
 
 // An input as a block holds it in shared memory. f32: rows of f_row bytes, padded with zeros. int8: for 8 groups at a time the
