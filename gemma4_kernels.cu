@@ -27,7 +27,6 @@
 #include <string.h>
 #include <unistd.h>
 #include <atomic>
-#include <type_traits>
 #include "gemma4.h"
 
 // ==== [1] Errors, the stream, state ==================================================================================
@@ -227,6 +226,11 @@ __device__ static inline void fetch_ahead(const void *p, unsigned bytes) {
 #else
     (void)p, (void)bytes;
 #endif
+}
+// sum + the dot product of four unsigned bytes with four signed ones.
+__device__ static inline int dot_unsigned(unsigned a, unsigned b, int sum) {
+    asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(sum));
+    return sum;
 }
 // Where a kernel's parameter lies in memory. Loads from there are under way all at once; in the constant bank each line of 64 bytes
 // is waited for, and its first reader comes all the way from memory.
@@ -458,6 +462,7 @@ template <DType T> struct Traits {
     static constexpr int offset = T == T_Q4_0 ? 8 : T == T_Q5_0 ? 16 : T == T_Q6_K ? 32 : T == T_Q3_K ? 4 : 0;
     static constexpr bool min = T == T_Q4_1 || T == T_Q5_1 || T == T_Q4_K || T == T_Q5_K || T == T_Q2_K;
     static constexpr bool halves = T == T_Q6_K || T == T_Q3_K || T == T_Q2_K || T == T_NVFP4;    // a[0] != a[1]
+    static constexpr bool nibbles = T == T_Q4_0 || T == T_Q4_1 || T == T_Q4_K;                    // codes are 4 bits, no table
     static constexpr int lo = T == T_Q8_0 ? 32 : T == T_Q2_K || T == T_Q3_K ? 8 : 16;            // as in format_of
     static constexpr int hi = T == T_Q6_K ? 8 : T == T_Q5_0 || T == T_Q5_1 || T == T_Q5_K || T == T_Q3_K ? 4 : 0;
 };
@@ -492,50 +497,53 @@ template <DType T> struct Fetched {
     unsigned sup;
 };
 
-// Planes from group `first` on; types with blocks of 256: a multiple of 8.
-template <DType T> __device__ static inline Planes planes_from(const Planes &p, size_t first) {
-    Planes at = { p.lo + first * Traits<T>::lo, p.hi, p.head, p.sup };
-    if constexpr (Traits<T>::hi != 0) at.hi += first * Traits<T>::hi;
-    if constexpr (T == T_Q4_K || T == T_Q5_K) at.head += first * 2;
-    else if constexpr (T == T_Q3_K) at.head += first / 8 * 12, at.sup += first / 8 * 2;
-    else if constexpr (T == T_IQ4_XS) at.head += first;
-    else if constexpr (T == T_Q6_K) at.head += first * 2, at.sup += first / 8 * 2;
-    else if constexpr (T == T_Q2_K) at.head += first * 2, at.sup += first / 8 * 4;
-    else if constexpr (T == T_Q4_1 || T == T_Q5_1) at.head += first * 4;
-    else if constexpr (T == T_MXFP4) at.head += first;
-    else at.head += first * 2;
+// How a row goes on: bytes of each plane from 8 groups to the next 8.
+template <DType T> struct Step {
+    static constexpr Format form = known_format(T);
+    static constexpr bool blocks = form.head_values == 256;            // a row is whole steps
+    static constexpr bool one_head = T == T_Q4_K || T == T_Q5_K || T == T_Q3_K || T == T_IQ4_XS;       // for all eight
+    static constexpr int lo = 8 * form.lo, hi = 8 * form.hi, head = blocks ? form.head : 8 * form.head, sup = form.sup;
+};
+
+// Planes from group g on.
+template <DType T> __device__ static inline Planes planes_from(const Planes &p, size_t g) {
+    Planes at = { p.lo + g * (Step<T>::lo / 8), p.hi, p.head, p.sup };
+    if constexpr (Step<T>::hi != 0) at.hi += g * (Step<T>::hi / 8);
+    at.head += Step<T>::one_head ? g / 8 * Step<T>::head : g * (Step<T>::head / 8);
+    if constexpr (Step<T>::sup != 0) at.sup += g / 8 * Step<T>::sup;
     return at;
 }
 
-// Group g of the planes; g < 2^26.
-template <DType T> __device__ static inline void fetch_group(const Planes &p, int g, Fetched<T> *f) {
+// The group that is `on` groups behind the one where p begins; with blocks of 256 values a multiple of 8.
+template <DType T> __device__ static inline void fetch_group(const Planes &p, int on, Fetched<T> *f) {
+    const uint8_t *lo = p.lo + on * (Step<T>::lo / 8), *hi = p.hi + on * (Step<T>::hi / 8), *sup = p.sup + on / 8 * Step<T>::sup;
+    const uint8_t *head = p.head + (Step<T>::blocks ? on / 8 * Step<T>::head : on * (Step<T>::head / 8));
     if constexpr (Traits<T>::lo == 8) {
-        const uint2 v = __ldg((const uint2 *)p.lo + g);
+        const uint2 v = __ldg((const uint2 *)lo);
         f->lo[0].x = v.x, f->lo[0].y = v.y;
-    } else if constexpr (Traits<T>::lo == 16) {
-        f->lo[0] = load_once((const uint4 *)p.lo + g);
     } else {
-        f->lo[0] = load_once((const uint4 *)p.lo + 2 * g), f->lo[1] = load_once((const uint4 *)p.lo + 2 * g + 1);
+        f->lo[0] = load_once(lo);
+        if constexpr (Traits<T>::lo == 32) f->lo[1] = load_once(lo + 16);
     }
-    if constexpr (Traits<T>::hi == 8) f->hi = __ldg((const uint2 *)p.hi + g);
-    if constexpr (Traits<T>::hi == 4) f->hi.x = __ldg((const unsigned *)p.hi + g);
+    if constexpr (Traits<T>::hi == 8) f->hi = __ldg((const uint2 *)hi);
+    if constexpr (Traits<T>::hi == 4) f->hi.x = __ldg((const unsigned *)hi);
     if constexpr (T == T_Q4_K || T == T_Q5_K) {
-        f->head = __ldg((const uint4 *)p.head + g / 8);
+        f->head = __ldg((const uint4 *)head);
     } else if constexpr (T == T_Q3_K) {
-        const unsigned *s = (const unsigned *)p.head + g / 8 * 3;
+        const unsigned *s = (const unsigned *)head;
         f->head.x = __ldg(s), f->head.y = __ldg(s + 1), f->head.z = __ldg(s + 2);
     } else if constexpr (T == T_IQ4_XS) {
-        const uint2 v = __ldg((const uint2 *)p.head + g / 8);
+        const uint2 v = __ldg((const uint2 *)head);
         f->head.x = v.x, f->head.y = v.y;
     } else if constexpr (T == T_Q4_1 || T == T_Q5_1) {
-        f->head.x = __ldg((const unsigned *)p.head + g);
+        f->head.x = __ldg((const unsigned *)head);
     } else if constexpr (T == T_MXFP4) {
-        f->head.x = __ldg(p.head + g);
+        f->head.x = __ldg(head);
     } else {
-        f->head.x = __ldg((const unsigned short *)p.head + g);
+        f->head.x = __ldg((const unsigned short *)head);
     }
-    if constexpr (T == T_Q6_K || T == T_Q3_K) f->sup = __ldg((const unsigned short *)p.sup + g / 8);
-    if constexpr (T == T_Q2_K) f->sup = __ldg((const unsigned *)p.sup + g / 8);
+    if constexpr (T == T_Q6_K || T == T_Q3_K) f->sup = __ldg((const unsigned short *)sup);
+    if constexpr (T == T_Q2_K) f->sup = __ldg((const unsigned *)sup);
 }
 
 __device__ static inline float half_in(unsigned bits) { return __half2float(__ushort_as_half((unsigned short)bits)); }
@@ -590,8 +598,9 @@ template <DType T> __device__ static inline unsigned code_integers(unsigned code
     return codes;
 }
 
-// in_256: number of the group among the eight of its 256 values; types with blocks of 32 and 64 do not look at it.
-template <DType T> __device__ static inline void unpack_group(const Fetched<T> &f, int in_256, Group *out) {
+// in_256: number of the group among the eight of its 256 values; types with blocks of 32 and 64 do not look at it. UPPER: where
+// codes are nibbles, those of the second half stay where they are, 16 times as large.
+template <DType T, bool UPPER = false> __device__ static inline void unpack_group(const Fetched<T> &f, int in_256, Group *out) {
     unsigned *c = out->c;
     if constexpr (Traits<T>::lo == 32) {
         c[0] = f.lo[0].x, c[1] = f.lo[0].y, c[2] = f.lo[0].z, c[3] = f.lo[0].w;
@@ -600,7 +609,10 @@ template <DType T> __device__ static inline void unpack_group(const Fetched<T> &
         for (int w = 0; w < 4; w++) c[w] = f.lo[0].x >> 2 * w & 0x03030303u, c[4 + w] = f.lo[0].y >> 2 * w & 0x03030303u;
     } else {
         const unsigned word[4] = { f.lo[0].x, f.lo[0].y, f.lo[0].z, f.lo[0].w };
-        for (int w = 0; w < 4; w++) c[w] = word[w] & 0x0f0f0f0fu, c[4 + w] = word[w] >> 4 & 0x0f0f0f0fu;
+        for (int w = 0; w < 4; w++) {
+            c[w] = word[w] & 0x0f0f0f0fu;
+            c[4 + w] = UPPER && Traits<T>::nibbles ? word[w] & 0xf0f0f0f0u : word[w] >> 4 & 0x0f0f0f0fu;
+        }
     }
     if constexpr (Traits<T>::hi == 4) {                // bit w to bit 4 (Q3_K: 2) of each byte
         const int to = T == T_Q3_K ? 2 : 4;
@@ -618,7 +630,7 @@ template <DType T> __device__ static inline void unpack_group(const Fetched<T> &
 // Group number g of the whole matrix.
 template <DType T> __device__ static inline void load_group(const Planes &p, size_t g, Group *out) {
     Fetched<T> f;
-    fetch_group<T>(planes_from<T>(p, g & ~(size_t)7), (int)(g & 7), &f);
+    fetch_group<T>(planes_from<T>(p, g), 0, &f);
     unpack_group<T>(f, (int)(g & 7), out);
 }
 
@@ -632,11 +644,12 @@ template <DType T> __device__ static inline float scaled_term(const float a[2], 
 }
 
 // The same from the codes: dot is with the offset still in it.
-template <DType T> __device__ static inline float group_term(const float a[2], const float m[2], int dot0, int dot1, int sum0,
-                                                             int sum1) {
-    const int d0 = dot0 - Traits<T>::offset * sum0, d1 = dot1 - Traits<T>::offset * sum1;
-    if (!Traits<T>::halves) return scaled_term<T>(a, m, (float)(d0 + d1), 0, (float)(sum0 + sum1), 0);
-    return scaled_term<T>(a, m, (float)d0, (float)d1, (float)sum0, (float)sum1);
+template <DType T> __device__ static inline float group_term(const float a[2], const float m[2], int dot0, int dot1, float sum0,
+                                                             float sum1) {
+    constexpr float offset = Traits<T>::offset;
+    const float d0 = (float)dot0, d1 = (float)dot1;    // whole numbers below 2^24, as are the sums: exact
+    if (!offset) return scaled_term<T>(a, m, d0, d1, sum0, sum1);
+    return scaled_term<T>(a, m, __fmaf_rn(-offset, sum0, d0), __fmaf_rn(-offset, sum1, d1), sum0, sum1);
 }
 
 // The 32 values of a group in f32: exact, or correctly rounded where there is a minimum.
@@ -654,9 +667,10 @@ __device__ static inline float float_value(DType t, const uint8_t *p, size_t i) 
                                                            : __bfloat162float(((const __nv_bfloat16 *)p)[i]);
 }
 
-// X(T) for every quantised type: one case each in the switches below.
-#define QUANTISED_TYPES(X) X(T_Q8_0) X(T_Q4_0) X(T_Q4_1) X(T_Q5_0) X(T_Q5_1) X(T_Q4_K) X(T_Q5_K) X(T_Q6_K) X(T_IQ4_NL) \
-    X(T_IQ4_XS) X(T_Q2_K) X(T_Q3_K) X(T_MXFP4) X(T_NVFP4)
+// X(T) for every quantised type: one case each in the switches below. Most files have the usual ones alone.
+#define USUAL_TYPES(X) X(T_Q8_0) X(T_Q4_0) X(T_Q5_0) X(T_Q4_K) X(T_Q5_K) X(T_Q6_K)
+#define OTHER_TYPES(X) X(T_Q4_1) X(T_Q5_1) X(T_IQ4_NL) X(T_IQ4_XS) X(T_Q2_K) X(T_Q3_K) X(T_MXFP4) X(T_NVFP4)
+#define QUANTISED_TYPES(X) USUAL_TYPES(X) OTHER_TYPES(X)
 
 // Up to 32 values of a matrix from value `first` on, a multiple of 32, in f32.
 __device__ static inline void values_at(DType t, const Planes &p, size_t first, int n, float *v) {
@@ -1255,32 +1269,37 @@ typedef struct {
 // ---- inputs ----
 
 __device__ static inline void put_meta(char *group, float s, int sum0, int sum1) {
-    *(uint4 *)(group + 256) = make_uint4(__float_as_uint(s), (unsigned)(sum0 + sum1), (unsigned)sum0, (unsigned)sum1);
+    *(float4 *)(group + 256) = make_float4(s, (float)(sum0 + sum1), (float)sum0, (float)sum1);
 }
 
 // Rows first .. first + n_rows - 1 of what a producer left. Four loads per thread are under way at a time.
-__device__ static inline void copy_input(const Input &o, size_t first, int n_rows) {
+__device__ static inline void copy_input(const Input &o, unsigned first, int n_rows) {
     if (o.q_row) {
-        const int n = n_rows * (int)o.by_pieces.by;
-        const uint4 *q = (const uint4 *)(o.from.q + first * o.cols);
-        const float *s = o.from.s + first * (o.cols / 32);
-        for (int base = threadIdx.x; base - (int)(threadIdx.x % 32) < n; base += 4 * ROW_THREADS) {
-            uint4 v[4];
-            float scale[4];
+        constexpr int COPIES = 4;
+        const unsigned n = n_rows * o.by_pieces.by, from = first * o.by_pieces.by;
+        const uint4 *q = (const uint4 *)o.from.q + from;
+        const float *s = o.from.s + from / 2;
+#pragma unroll 1
+        for (unsigned base = 0; base + threadIdx.x / 32 * 32 < n; base += COPIES * ROW_THREADS) {
+            const unsigned i = base + threadIdx.x;
+            uint4 v[COPIES];
+            float scale[COPIES];
 #pragma unroll
-            for (int k = 0; k < 4; k++) {
-                const int i = base + k * ROW_THREADS;
-                v[k] = i < n ? __ldcg(q + i) : make_uint4(0, 0, 0, 0);
-                scale[k] = i < n ? __ldcg(s + i / 2) : 0;
+            for (int k = 0; k < COPIES; k++) {
+                if (base + k * ROW_THREADS >= n) break;
+                const unsigned piece = i + k * ROW_THREADS;
+                v[k] = piece < n ? __ldcg(q + piece) : make_uint4(0, 0, 0, 0);
+                scale[k] = piece < n ? __ldcg(s + piece / 2) : 0;
             }
 #pragma unroll
-            for (int k = 0; k < 4; k++) {
-                const int i = base + k * ROW_THREADS, r = quotient(i, o.by_pieces), half = rest(i, o.by_pieces), g = half / 2;
+            for (int k = 0; k < COPIES; k++) {
+                if (base + k * ROW_THREADS >= n) break;
+                const unsigned piece = i + k * ROW_THREADS, r = quotient(piece, o.by_pieces), half = piece - r * o.by_pieces.by;
+                char *group = shared_bytes + o.q_at + r * o.q_row + half / 16 * ROW_STEP + half / 2 % 8 * 16;
                 const int sum = __dp4a(0x01010101, (int)v[k].x, __dp4a(0x01010101, (int)v[k].y,
                                 __dp4a(0x01010101, (int)v[k].z, __dp4a(0x01010101, (int)v[k].w, 0))));
                 const int other = __shfl_xor_sync(~0u, sum, 1);
-                if (i >= n) continue;
-                char *group = shared_bytes + o.q_at + r * o.q_row + g / 8 * ROW_STEP + g % 8 * 16;
+                if (piece >= n) continue;
                 *(uint4 *)(group + half % 2 * 128) = v[k];
                 if (half % 2 == 0) put_meta(group, scale[k], sum, other);
             }
@@ -1291,22 +1310,22 @@ __device__ static inline void copy_input(const Input &o, size_t first, int n_row
         const int quads = o.cols % 4 == 0 && (size_t)o.from.f % 16 == 0;
         for (int i = threadIdx.x; i < n; i += ROW_THREADS)
             *(float4 *)(shared_bytes + o.f_at + (size_t)i * 16) =
-                load4(o.from.f + (first + i / per_row) * o.cols, i % per_row * 4, o.cols, quads);
+                load4(o.from.f + (size_t)(first + i / per_row) * o.cols, i % per_row * 4, o.cols, quads);
     }
 }
 
 // Four values of row r of an input, from number i on; by all threads of a warp.
-__device__ static inline void put_values(const Input &o, int r, int i, float4 y) {
-    if (o.f_row && i * (int)sizeof(float) < o.f_row) *(float4 *)(shared_bytes + o.f_at + r * o.f_row + i * sizeof(float)) = y;
+__device__ static inline void put_values(const Input &o, int r, unsigned i, float4 y) {
+    if (4 * (int)i < o.f_row) *(float4 *)(shared_bytes + o.f_at + r * o.f_row + 4 * i) = y;
     if (!o.q_row) return;
     float s;
     const unsigned word = quantise4(y, &s);
     int sum = __dp4a(0x01010101, (int)word, 0);
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    const int other = __shfl_xor_sync(~0u, sum, 4), g = i / 32;
-    if (i >= o.cols) return;
-    char *group = shared_bytes + o.q_at + r * o.q_row + g / 8 * ROW_STEP + g % 8 * 16;
+    const int other = __shfl_xor_sync(~0u, sum, 4);
+    if ((int)i >= o.cols) return;
+    char *group = shared_bytes + o.q_at + r * o.q_row + i / 256 * ROW_STEP + i / 32 % 8 * 16;
     *(unsigned *)(group + i / 16 % 2 * 128 + i % 16) = word;
     if (i % 32 == 0) put_meta(group, s, sum, other);
 }
@@ -1316,7 +1335,7 @@ __device__ static inline void put_values(const Input &o, int r, int i, float4 y)
 __device__ static inline void copy_inputs(int first_row, int n) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
     for (int k = jobs.made.n; k < jobs.n_inputs; k++)
-        copy_input(jobs.input[k], (size_t)first_row * jobs.input[k].rows_each, n * jobs.input[k].rows_each);
+        copy_input(jobs.input[k], first_row * jobs.input[k].rows_each, n * jobs.input[k].rows_each);
 }
 template <int QUADS> __device__ __noinline__ static void make_inputs(int first_row, int n, bool store_x) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
@@ -1329,11 +1348,8 @@ template <int QUADS> __device__ __noinline__ static void make_inputs(int first_r
 
 // ---- what a warp does, in turn ----
 
-// What a lane reads of a row at a time: a group, or a chunk of 16 bytes of floats. A row belongs to 8 lanes, or to 32.
-template <DType T> struct Floats { static constexpr bool yes = false; static constexpr int chunk = 1; };
-template <> struct Floats<T_F32>  { static constexpr bool yes = true; static constexpr int chunk = 4; };
-template <> struct Floats<T_F16>  { static constexpr bool yes = true; static constexpr int chunk = 8; };
-template <> struct Floats<T_BF16> { static constexpr bool yes = true; static constexpr int chunk = 8; };
+// A quantised row belongs to 8 lanes, each of which reads a group at a time; one of floats to 32, each of which reads 16 bytes.
+template <DType T> struct Floats { static constexpr int chunk = T == T_F32 ? 4 : 8; };         // values in them
 __device__ static inline bool of_floats(DType t) { return t == T_F32 || t == T_F16 || t == T_BF16; }
 
 // Chunk c of a row of floats; values behind its end are 0.
@@ -1391,108 +1407,144 @@ __device__ static inline void fetch_item(const Jobs &jobs, bool tile, int number
     fetch_ahead((const void *)start, ((unsigned)(from - start) + bytes + 15) & ~15u);
 }
 
-// How many groups or chunks are under way for a lane at a time. More only make the loop longer than the instruction cache likes.
+// How many groups are under way for a lane at a time. More only make the loop longer than the instruction cache likes.
 template <DType T> struct Depth { static constexpr int n = T == T_Q8_0 ? 3 : 4; };
 
-// Sums of 4 quantised rows of weights that follow each other, 8 lanes each, or of one row of floats, for n <= R rows of an input:
-// that of input r and feature f goes to results[r * UNIT + f]. S = 4: of one quantised row (R = 1), whose steps the four times 8
-// lanes take in turn; their terms are added in the order of the steps. row: the number in the planes of this lane's row. y_at: of
-// the first row of the input.
-template <DType T, int R, int S> __device__ static inline void multiply_rows(const Planes &w, unsigned row, int cols, int quads,
-                                                                             int y_at, int y_row, int n, float *results) {
-    constexpr bool floats = Floats<T>::yes, blocks = !floats && known_format(T).head_values == 256;
-    constexpr int depth = Depth<T>::n, lanes = floats ? 32 : 8, n_sums = floats ? 4 : 1;
-    constexpr int step_bytes = floats ? 32 * Floats<T>::chunk * (int)sizeof(float) : ROW_STEP;
-    const int lane = threadIdx.x % 32, l = lane % lanes;
-    const int n_chunks = floats ? div_up(cols, Floats<T>::chunk) : cols / 32, n_steps = div_up(n_chunks, lanes);
-    const int part = S == 1 ? 0 : lane / 8;
-    const char *y = shared_bytes + y_at + l * (floats ? step_bytes / 32 : 16) + part * step_bytes;
-    Planes at;
-    typename std::conditional<floats, uint4, Fetched<T>>::type held[depth];
-    float sum[R][n_sums];
-    if constexpr (floats) at.lo = w.lo + (size_t)row * cols * (16 / Floats<T>::chunk);
-    else at = planes_from<T>(w, (size_t)row * n_chunks);
+// Sums of one row of floats, 32 lanes, for n <= R rows of an input: that of input r goes to results[r * UNIT]. row: its number in
+// the planes. y_at: of the first row of the input.
+template <DType T, int R> __device__ static inline void multiply_floats_row(const Planes &w, unsigned row, int cols, int quads,
+                                                                            int y_at, int y_row, int n, float *results) {
+    constexpr int depth = 4, chunk = Floats<T>::chunk, step_bytes = 32 * chunk * (int)sizeof(float);
+    const int lane = threadIdx.x % 32, n_chunks = div_up(cols, chunk), n_steps = div_up(n_chunks, 32);
+    const char *y = shared_bytes + y_at + lane * (step_bytes / 32);
+    const uint8_t *from = w.lo + (size_t)row * cols * (16 / chunk);
+    uint4 held[depth];
+    float sum[R][4];
     for (int r = 0; r < R; r++)
-        for (int k = 0; k < n_sums; k++) sum[r][k] = 0;
-    // Behind the end of a row its last group or chunk is read again, and not used.
-    auto fetch = [&](int i, int step) {
-        const int c = blocks ? l + 8 * min(S * step + part, n_steps - 1) : min(l + lanes * (S * step + part), n_chunks - 1);
-        if constexpr (floats) held[i] = fetch_chunk<T>(at.lo, c, cols, quads);
-        else fetch_group<T>(at, c, &held[i]);
+        for (int k = 0; k < 4; k++) sum[r][k] = 0;
+    auto fetch = [&](int i, int step) {                // behind the end its last chunk again, not used
+        held[i] = fetch_chunk<T>(from, min(lane + 32 * step, n_chunks - 1), cols, quads);
     };
 #pragma unroll
     for (int i = 0; i < depth; i++) fetch(i, i);
 #pragma unroll 1
-    for (int step = 0; S * step < n_steps; step += depth, y += depth * S * step_bytes) {
+    for (int step = 0; step < n_steps; step += depth, y += depth * step_bytes) {
 #pragma unroll
         for (int i = 0; i < depth; i++) {
-            if (S * (step + i) >= n_steps) break;
-            const int number = S * (step + i) + part;  // of this lane's step
-            float scale = 0, term = 0;
-            if ((blocks && S == 1) || l + lanes * number < n_chunks) {
-                const char *from = y + i * S * step_bytes;
-                if constexpr (floats) {
+            if (step + i >= n_steps) break;
 #pragma unroll
-                    for (int r = 0; r < R; r++) {
-                        if (R > 1 && r >= n) break;
+            for (int r = 0; lane + 32 * (step + i) < n_chunks && r < R; r++) {
+                if (R > 1 && r >= n) break;
 #pragma unroll
-                        for (int k = 0; k < Floats<T>::chunk; k += 4) {
-                            const float4 v = *(const float4 *)(from + r * y_row + k * sizeof(float));
-                            sum[r][0] = __fmaf_rn(chunk_value<T>(held[i], k), v.x, sum[r][0]);
-                            sum[r][1] = __fmaf_rn(chunk_value<T>(held[i], k + 1), v.y, sum[r][1]);
-                            sum[r][2] = __fmaf_rn(chunk_value<T>(held[i], k + 2), v.z, sum[r][2]);
-                            sum[r][3] = __fmaf_rn(chunk_value<T>(held[i], k + 3), v.w, sum[r][3]);
-                        }
-                    }
-                } else {
-                    Group x;
-                    unpack_group<T>(held[i], l, &x);
-#pragma unroll
-                    for (int r = 0; r < R; r++) {
-                        if (R > 1 && r >= n) break;
-                        const char *in = from + r * y_row;
-                        const uint4 q0 = *(const uint4 *)in, q1 = *(const uint4 *)(in + 128), meta = *(const uint4 *)(in + 256);
-                        const unsigned qs[8] = { q0.x, q0.y, q0.z, q0.w, q1.x, q1.y, q1.z, q1.w };
-                        int dot[2] = { 0, 0 };
-                        for (int k = 0; k < 8; k++) dot[k / 4] = __dp4a((int)x.c[k], (int)qs[k], dot[k / 4]);
-                        term = Traits<T>::halves
-                            ? group_term<T>(x.a, x.m, dot[0], dot[1], (int)meta.z, (int)meta.w)
-                            : group_term<T>(x.a, x.m, dot[0] + dot[1], 0, (int)meta.y, 0);
-                        scale = __uint_as_float(meta.x);
-                        if (S == 1) sum[r][0] = __fmaf_rn(scale, term, sum[r][0]);
-                    }
+                for (int k = 0; k < chunk; k += 4) {
+                    const float4 v = *(const float4 *)(y + i * step_bytes + r * y_row + k * sizeof(float));
+                    sum[r][0] = __fmaf_rn(chunk_value<T>(held[i], k), v.x, sum[r][0]);
+                    sum[r][1] = __fmaf_rn(chunk_value<T>(held[i], k + 1), v.y, sum[r][1]);
+                    sum[r][2] = __fmaf_rn(chunk_value<T>(held[i], k + 2), v.z, sum[r][2]);
+                    sum[r][3] = __fmaf_rn(chunk_value<T>(held[i], k + 3), v.w, sum[r][3]);
                 }
             }
-#pragma unroll
-            for (int k = 0; S > 1 && k < S; k++) {
-                const float a = __shfl_sync(~0u, scale, l + 8 * k), b = __shfl_sync(~0u, term, l + 8 * k);
-                if (l + 8 * (number - part + k) < n_chunks) sum[0][0] = __fmaf_rn(a, b, sum[0][0]);
-            }
-            if (S * (step + i + depth) < n_steps) fetch(i, step + i + depth);
+            if (step + i + depth < n_steps) fetch(i, step + i + depth);
         }
     }
 #pragma unroll
     for (int r = 0; r < R; r++) {
         if (R > 1 && r >= n) break;
-        float v = n_sums == 1 ? sum[r][0] : (sum[r][0] + sum[r][1]) + (sum[r][n_sums - 2] + sum[r][n_sums - 1]);
-        for (int h = lanes / 2; h > 0; h /= 2) v += __shfl_xor_sync(~0u, v, h);
-        if (l == 0 && (S == 1 || lane == 0)) results[r * UNIT + lane / lanes] = v;
+        const float v = warp_sum((sum[r][0] + sum[r][1]) + (sum[r][2] + sum[r][3]));
+        if (lane == 0) results[r * UNIT] = v;
     }
 }
 
-// The same for the type of the matrix, S = 4 if `spread`; a function of its own, so that all registers are there for it.
+// Sums of 4 quantised rows of weights that follow each other, 8 lanes each, for n <= R rows of an input: that of input r and
+// feature f goes to results[r * UNIT + f]. S = 4: of one row (R = 1), whose steps the four times 8 lanes take in turn; their terms
+// are added in the order of the steps. row: the number in the planes of this lane's row. y_at: of the first row of the input.
+template <DType T, int R, int S> __device__ static inline void multiply_rows(const Planes &w, unsigned row, int cols,
+                                                                             int y_at, int y_row, int n, float *results) {
+    constexpr bool blocks = Step<T>::blocks, upper = Traits<T>::nibbles;
+    constexpr int depth = Depth<T>::n;
+    const int lane = threadIdx.x % 32, l = lane % 8, part = S == 1 ? 0 : lane / 8;
+    const int n_groups = cols / 32, n_steps = div_up(n_groups, 8);
+    const char *y = shared_bytes + y_at + l * 16 + part * ROW_STEP;
+    Planes at = planes_from<T>(w, (size_t)row * n_groups + l + 8 * part);
+    Fetched<T> held[depth];
+    float sum[R];
+    for (int r = 0; r < R; r++) sum[r] = 0;
+    auto is_there = [&](int step) { return blocks ? S * step + part < n_steps : l + 8 * (S * step + part) < n_groups; };
+#pragma unroll
+    for (int i = 0; i < depth; i++) {                  // behind its end the row's last one again, not used
+        const int own = l + 8 * part;
+        const int g = blocks ? l + 8 * min(S * i + part, n_steps - 1) : min(8 * S * i + own, n_groups - 1);
+        fetch_group<T>(at, g - own, &held[i]);
+    }
+#pragma unroll 1
+    for (int step = 0; S * step < n_steps; step += depth, y += depth * S * ROW_STEP) {
+#pragma unroll
+        for (int i = 0; i < depth; i++) {
+            if (S * (step + i) >= n_steps) break;
+            float scale = 0, term = 0;
+            if ((blocks && S == 1) || is_there(step + i)) {
+                Group x;
+                unpack_group<T, true>(held[i], l, &x);
+#pragma unroll
+                for (int r = 0; r < R; r++) {
+                    if (R > 1 && r >= n) break;
+                    const char *in = y + i * S * ROW_STEP + r * y_row;
+                    const uint4 q0 = *(const uint4 *)in, q1 = *(const uint4 *)(in + 128);
+                    const float4 meta = *(const float4 *)(in + 256);
+                    const unsigned qs[8] = { q0.x, q0.y, q0.z, q0.w, q1.x, q1.y, q1.z, q1.w };
+                    int dot[2] = { 0, 0 };
+                    for (int k = 0; k < 8; k++)
+                        dot[k / 4] = upper && k >= 4 ? dot_unsigned(x.c[k], qs[k], dot[1])
+                                                     : __dp4a((int)x.c[k], (int)qs[k], dot[k / 4]);
+                    if (upper) dot[1] >>= 4;
+                    term = Traits<T>::halves ? group_term<T>(x.a, x.m, dot[0], dot[1], meta.z, meta.w)
+                                             : group_term<T>(x.a, x.m, dot[0] + dot[1], 0, meta.y, 0);
+                    scale = meta.x;
+                    if (S == 1) sum[r] = __fmaf_rn(scale, term, sum[r]);
+                }
+            }
+#pragma unroll
+            for (int k = 0; S > 1 && k < S; k++) {
+                const float a = __shfl_sync(~0u, scale, l + 8 * k), b = __shfl_sync(~0u, term, l + 8 * k);
+                if (l + 8 * (S * (step + i) + k) < n_groups) sum[0] = __fmaf_rn(a, b, sum[0]);
+            }
+            if (is_there(step + i + depth)) fetch_group<T>(at, 8 * (i + depth) * S, &held[i]);
+        }
+        at.lo += depth * S * Step<T>::lo, at.hi += depth * S * Step<T>::hi;
+        at.head += depth * S * Step<T>::head, at.sup += depth * S * Step<T>::sup;
+    }
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        if (R > 1 && r >= n) break;
+        float v = sum[r];
+        for (int h = 4; h > 0; h /= 2) v += __shfl_xor_sync(~0u, v, h);
+        if (l == 0 && (S == 1 || lane == 0)) results[r * UNIT + lane / 8] = v;
+    }
+}
+
+// The same for the type of the matrix, S = 4 if `spread`; functions of their own, so that all registers are there for them, and
+// what nearly all files use lies close together.
+#define CASE(T) case T: { if (R == 1 && spread) multiply_rows<T, 1, 4>(*w, row, cols, y_at, y_row, n, results); \
+                          else multiply_rows<T, R, 1>(*w, row, cols, y_at, y_row, n, results); } break;
+template <int R> __device__ __noinline__ static void multiply_other(DType type, bool spread, const Planes *w, unsigned row,
+                                                                    int cols, int quads, int y_at, int y_row, int n,
+                                                                    float *results) {
+    switch (type) {
+    OTHER_TYPES(CASE)
+    case T_F32:  multiply_floats_row<T_F32, R>(*w, row, cols, quads, y_at, y_row, n, results); break;
+    case T_F16:  multiply_floats_row<T_F16, R>(*w, row, cols, quads, y_at, y_row, n, results); break;
+    case T_BF16: multiply_floats_row<T_BF16, R>(*w, row, cols, quads, y_at, y_row, n, results); break;
+    default: break;
+    }
+}
 template <int R> __device__ __noinline__ static void multiply(DType type, bool spread, const Planes *w, unsigned row, int cols,
                                                               int quads, int y_at, int y_row, int n, float *results) {
     switch (type) {
-#define CASE(T) case T: { if (R == 1 && spread) multiply_rows<T, 1, 4>(*w, row, cols, quads, y_at, y_row, n, results); \
-                          else multiply_rows<T, R, 1>(*w, row, cols, quads, y_at, y_row, n, results); } break;
-    QUANTISED_TYPES(CASE)
-#undef CASE
-#define CASE(T) case T: multiply_rows<T, R, 1>(*w, row, cols, quads, y_at, y_row, n, results); break;
-    CASE(T_F32) CASE(T_F16) CASE(T_BF16)
-#undef CASE
+    USUAL_TYPES(CASE)
+    default: multiply_other<R>(type, spread, w, row, cols, quads, y_at, y_row, n, results);
     }
 }
+#undef CASE
 
 // Features of a matrix of a job (up: of o.up) from `first` on, UNIT of them or `count` of floats, of expert e, times n rows of the
 // input from y_first on.
