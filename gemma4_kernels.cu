@@ -200,6 +200,11 @@ __device__ static inline void copy_ahead(void *shared, const void *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
                  :: "r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global) : "memory");
 }
+// The same; L2 fetches all of the 128 bytes that they lie in.
+__device__ static inline void copy_line_ahead(void *shared, const void *global) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
+                 :: "r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global) : "memory");
+}
 // The same, or 16 bytes of zeros; the address counts in both cases.
 __device__ static inline void copy_or_zero(void *shared, const void *global, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
@@ -212,6 +217,38 @@ __device__ static inline void copy_word_ahead(void *shared, const void *global) 
 }
 __device__ static inline void copy_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ static inline void copied(void) { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
+// A barrier in shared memory that some arrive at and others wait at. Its phase n ends when `count` have arrived in it;
+// mbarrier_wait waits for the end of phase n, whose parity it is given. mbarrier_arrive_on_copies: this thread arrives when all
+// copies that it has asked for are there.
+__device__ static inline void mbarrier_init(uint64_t *b, unsigned count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"((unsigned)__cvta_generic_to_shared(b)), "r"(count) : "memory");
+}
+__device__ static inline void mbarrier_arrive(uint64_t *b) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }"
+                 :: "r"((unsigned)__cvta_generic_to_shared(b)) : "memory");
+}
+__device__ static inline void mbarrier_arrive_on_copies(uint64_t *b) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"((unsigned)__cvta_generic_to_shared(b)) : "memory");
+}
+__device__ static inline void mbarrier_wait(uint64_t *b, unsigned parity) {
+    unsigned there;
+    do {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(there) : "r"((unsigned)__cvta_generic_to_shared(b)), "r"(parity) : "memory");
+#else
+        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(there) : "r"((unsigned)__cvta_generic_to_shared(b)), "r"(parity) : "memory");
+#endif
+    } while (!there);
+}
+// The same number, but the compiler does not know that: what follows from it is worked out here, and not kept in registers before.
+__device__ static inline int afresh(int v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
+// A barrier of the first N threads of the block; the others go on.
+template <int N> __device__ static inline void sync_first(void) { asm volatile("bar.sync 1, %0;" :: "n"(N) : "memory"); }
 // 16 bytes that are read once: past the L1 cache, without pushing others out.
 __device__ static inline uint4 load_once(const void *p) {
     uint4 v;
@@ -921,10 +958,13 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, const 
     constexpr bool WIDE = QUADS == 0;
     const int cols = o.cols, stride = (cols + 3) / 4 * 4, n_quads = WIDE ? INT_MAX : QUADS, quads = WIDE ? o.quads : 1;
     const size_t at = row * cols;
+    const unsigned first = (unsigned)row * (unsigned)cols / 4 + threadIdx.x;   // the rows of a step have less than 2^32 values
     const float4 none = make_float4(0, 0, 0, 0);
     float4 x[WIDE ? 1 : QUADS], d[2][WIDE ? 1 : QUADS];
     auto fetch = [&](const float *p, int j) {
-        return p ? load4(p + at, 4 * (threadIdx.x + ROW_THREADS * j), cols, quads) : none;
+        const int i = 4 * (threadIdx.x + ROW_THREADS * j);
+        if (WIDE) return p ? load4(p + at, i, cols, quads) : none;
+        return p && i < cols ? __ldcg((const float4 *)p + (first + ROW_THREADS * j)) : none;
     };
     auto weight = [&](const float *fetched, const float *p, int j) {
         const int i = 4 * (threadIdx.x + ROW_THREADS * j);
@@ -1337,11 +1377,11 @@ __device__ static inline void copy_inputs(int first_row, int n) {
     for (int k = jobs.made.n; k < jobs.n_inputs; k++)
         copy_input(jobs.input[k], first_row * jobs.input[k].rows_each, n * jobs.input[k].rows_each);
 }
-template <int QUADS> __device__ __noinline__ static void make_inputs(int first_row, int n, bool store_x) {
+template <int QUADS, int R> __device__ __noinline__ static void make_inputs(int first_row, int n, bool store_x) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
     int turn = 0;
 #pragma unroll 1
-    for (int r = 0; r < n; r++)
+    for (int r = 0; R == 1 ? r < 1 : r < n; r++)
         prepare_row<QUADS>(jobs.made, first_row + r, (const float *)(shared_bytes + jobs.weights_at), NULL, store_x, &turn,
                            [&](int k, int i, float4 y) { put_values(jobs.input[k], r, i, y); });
 }
@@ -1675,7 +1715,7 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
     }
     copy_inputs(first_row, n);
     const bool last = blockIdx.x == gridDim.x - 1;     // has the least to do: x' too
-    if (jobs.made.n) make_inputs<ROW_QUADS>(first_row, n, last);
+    if (jobs.made.n) make_inputs<ROW_QUADS, R>(first_row, n, last);
     __syncthreads();
 
     float *all_results = (float *)(shared_bytes + jobs.results_at);
@@ -1775,22 +1815,23 @@ static void add_job(Jobs *jobs, Job o) {
 
 // ---- 4 to 64 rows: tensor cores -------------------------------------------------------------------------------------
 // From TILE_ROWS rows on a block takes 64 or 32 features of a matrix and all rows of the step, so that a weight is read once
-// whatever their number. Its 8 warps are the 8 slices of a sum: warp w multiplies the groups g with g mod 8 = w, ascending, and
-// at the end the slices meet in the order given above. So the bits are those of few rows.
+// whatever their number. Its first 8 warps are the 8 slices of a sum: warp w multiplies the groups g with g mod 8 = w, ascending,
+// and at the end the slices meet in the order given above. So the bits are those of few rows.
 //
 // Weights come through a ring of stages in shared memory, each 8 groups of every feature, one for each warp, and the same groups
-// of the rows. The whole block copies a stage, so memory is read in whole lines, 128 bytes of a feature's low bits at a time; a
-// stage costs one barrier. What a thread copies is the same place of every stage of a piece: it finds out where once per piece
-// (begin_feed) and then goes on by constants. Blocks take their pieces in turn and go on asking for the next piece's weights
-// while they work on the last stages of this one. Weights that do not depend on the choice of experts are asked for before
-// take_turn().
+// of the rows. Two more warps copy them, one stage each in turn (feed), and do nothing else: what to copy is found out once per
+// stage and not by every warp, and beside the arithmetic instead of before it. Nobody waits for all of the block: a copying warp
+// waits until the 8 have used what its stage overwrites, each of these until its stage is there. Blocks take their pieces in turn,
+// and the copies of the next piece are under way while this one ends. Weights that do not depend on the choice of experts are
+// asked for before take_turn().
 //
 // Experts: each block lists which of them the rows chose, and with each the rows that did; a piece is one expert's, with all of
 // its rows. JOB_DOWN: a block takes 64 features and every so manieth of the listed experts, and leaves the product of every pair in
 // global memory; the last of the blocks with the same features adds up each row's pairs, j ascending, whoever made them.
 
-enum { TILE_WARPS = 8, TILE_THREADS = 32 * TILE_WARPS, TILE_STAGES = 4, TILE_EXPERTS = TILE_THREADS, TILE_ROW = 8 * 32 + 16,
-       SUMS_PITCH = 68, SUMS_BYTES = TILE_WARPS * 8 * SUMS_PITCH * 4 };
+enum { TILE_WARPS = 8, TILE_THREADS = 32 * TILE_WARPS, COPY_WARPS = 2, TILE_BLOCK = TILE_THREADS + 32 * COPY_WARPS,
+       TILE_STAGES = 4, TILE_EXPERTS = TILE_THREADS, TILE_ROW = 8 * 32 + 16, SUMS_PITCH = 68,
+       SUMS_BYTES = TILE_WARPS * 8 * SUMS_PITCH * 4 };
 
 // How 8 groups of one feature lie in a stage: its planes behind each other (lo at 0), each from the 16 bytes on in which it
 // begins. An odd number of 16 bytes in all, so that 8 features fall on different banks.
@@ -1810,16 +1851,9 @@ __host__ __device__ static constexpr Record record_of(DType t) {
     return r;
 }
 
-typedef struct {              // of a stage, in bytes
-    int lo_step;              // low bits of a feature
-    int lo_apart;             // from feature f to f + 32; 0: there is none
-    int rows_at;
-} Layout;
-
 typedef struct {              // a launch
     Jobs   jobs;
-    Format format[MAX_JOBS];
-    Record record[MAX_JOBS];  // size 0: a matrix of floats
+    int    record[MAX_JOBS];  // bytes; 0: a matrix of floats
     int    features[MAX_JOBS];                 // of the result that a piece makes
     int    width[MAX_JOBS];   // features in a stage, 32 or 64: JOB_GATED has 32 of gate and 32 of up
     int    tiles[MAX_JOBS];   // pieces of a matrix
@@ -1828,9 +1862,8 @@ typedef struct {              // a launch
     int    runs;              // JOB_DOWN: blocks that share the experts of the same features; else 0
     float *results;           // JOB_DOWN: (n_pairs, rows)
     int   *arrived;           // JOB_DOWN: (tiles) 0 between launches
-    Layout layout[MAX_JOBS];
     int    stages, stage_bytes;                // of the ring
-    int    sums_at, lists_at;                  // what follows it in shared memory
+    int    sums_at, lists_at, ring_at;         // what follows it in shared memory
 } Tiling;
 
 // The pairs of row and expert of a launch, by expert, as lists in shared memory. An entry is an expert with as many of its pairs
@@ -1887,7 +1920,7 @@ __device__ static inline bool next_piece(const Tiling &t, Walk *w, Piece *p) {
 
 // The lists, the same in every block: thread e looks for the pairs of expert e. ids: room for n_pairs, rounded up to 32.
 __device__ static inline void list_pairs(const Tiling &t, int at_once, int *ids) {
-    __shared__ unsigned sums[TILE_WARPS];
+    __shared__ unsigned sums[TILE_BLOCK / 32];
     const Job &o = t.jobs.job[t.expert_job];
     const int lane = threadIdx.x % 32, n_pairs = t.n_pairs;
     for (int i = threadIdx.x; i < div_up(n_pairs, 32) * 32; i += blockDim.x) ids[i] = i < n_pairs ? __ldcg(o.ids + i) : -1;
@@ -1937,137 +1970,168 @@ __device__ static inline unsigned piece_row(const Job &o, const Piece &p, int ha
 
 // ---- copies ----
 
-// 16 bytes that a thread copies of each stage, from a plane whose rows begin anywhere: whole ones, so what lies before a plane's
-// bytes comes along.
-typedef struct {
-    const uint8_t *row;       // where the row begins, at a multiple of 16
-    int at, end, step;        // what is next, the end of the row, bytes from stage to stage
-    int to;                   // where it goes in a stage
-} PlaneCopy;
+// For each place in the ring: its stage is there; the 8 warps have used it.
+typedef struct { uint64_t there[TILE_STAGES], used[TILE_STAGES]; } Ring;
+__device__ static inline Ring *ring_of(const Tiling &t) { return (Ring *)(shared_bytes + t.ring_at); }
 
-// How far the block has asked for its pieces, and what this thread copies of the next stage. Rows come in int8, TILE_ROW bytes
-// apart, then their scales, (8 groups, 8 NT rows). A copy is left out where the row ends before its group.
-enum { NOTHING = 1 << 30 };                            // a group that no row has
-template <int NT> struct Feed {
-    static constexpr int n_rows = (NT + 1) / 2, n_scales = (NT + 3) / 4;       // per thread
-    Walk      walk;
-    int       groups;         // of a piece that are left; at most 0: the next piece's turn
-    const uint8_t *lo[2];     // low bits of features f and f + 32
-    int       lo_group, lo_to;                 // place in a stage
-    PlaneCopy other[2];
-    int       job;
-    int       q[n_rows], s[n_scales];          // distance from the first of them; below 0: nothing to copy
+typedef struct {              // how far a copying warp is
+    Walk walk;
+    int  stage;               // of its next in the piece that comes next
+    int  slot;                // its place in the ring
+    bool used;                // which held another stage before
+    unsigned parity;          // of the round in which it did
+} Feed;
+
+// How a plane of a type comes into a stage: of each feature `step` bytes, 16 by each of `lanes` lanes, `at_once` features at once.
+// Rows may begin anywhere: whole 16 bytes are copied, so what lies before a stage's bytes comes along.
+typedef struct { int step, at, lanes, at_once; bool aligned; } PlanePart;
+__host__ __device__ static constexpr PlanePart part_of(DType type, int plane) {
+    const Format f = known_format(type);
+    const Record r = record_of(type);
+    const bool blocks = f.head_values == 256;
+    PlanePart p = { };
+    p.step = plane == 0 ? 8 * f.lo : plane == 1 ? 8 * f.hi : plane == 3 ? f.sup : blocks ? f.head : 8 * f.head;
+    p.at = plane == 0 ? 0 : plane == 1 ? r.hi : plane == 2 ? r.head : r.sup;
+    p.aligned = plane == 0 || (blocks && p.step % 16 == 0);
+    const int most = p.aligned ? p.step : p.step + 16 - (blocks ? p.step & -p.step : 1);      // with what lies before
+    for (p.lanes = 1; 16 * p.lanes < most; ) p.lanes *= 2;
+    p.at_once = 32 / p.lanes;
+    return p;
+}
+
+// What a lane copies of a plane: of features f, f + at_once, ... of both halves of a stage.
+template <DType T, int PLANE> struct PlaneCopy {
+    const uint8_t *from[2];   // of the first of them, in the warp's next stage
+    unsigned apart;           // bytes from one to the next
+    int      left;            // bytes from that stage to the end of a row
 };
-
-// The next piece. Threads 8 f .. copy the low bits of features f and f + 32, 16 bytes each (8-bit types: and 16 more). Lane f
-// copies something else of feature f, in even warps, or f + 32: other[0] are the bits above them, other[1] heads (warps 0 .. 5) and
-// sups. Instead of features behind the last one the last one comes again.
-template <int NT> __device__ static inline void begin_feed(const Tiling &t, Feed<NT> *f) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    f->job = 0;
-    f->groups = NOTHING / 2;                           // behind the last piece nothing is copied, for ever
-    f->lo_group = NOTHING;
-    for (int k = 0; k < 2; k++) f->other[k].end = f->other[k].at = f->other[k].step = 0;
-    for (int k = 0; k < f->n_rows; k++) f->q[k] = INT_MIN;
-    for (int k = 0; k < f->n_scales; k++) f->s[k] = INT_MIN;
-    Piece piece;
-    do
-        if (!next_piece(t, &f->walk, &piece)) return;
-    while (!t.record[piece.job].size);
-    const int job = f->job = piece.job, width = t.width[job];
-    const Job &o = t.jobs.job[job];
-    const Format &form = t.format[job];
-    const Record &r = t.record[job];
-    const bool gated = o.kind == JOB_GATED, blocks = form.head_values == 256;
-    const int n_groups = f->groups = o.cols / 32;
-    f->lo_to = threadIdx.x / 8 * r.size + threadIdx.x % 8 * 16;
-    const int c = threadIdx.x % 8;
-    if (16 * c < t.layout[job].lo_step) f->lo_group = form.lo == 32 ? c / 2 : form.lo == 16 ? c : 2 * c;
-    const int last = o.rows - 1 - piece.first;      // number of the last feature
+template <DType T, int PLANE> __device__ static inline void begin_copy(PlaneCopy<T, PLANE> *c, const Job &o, const Piece &p,
+                                                                       int stage) {
+    constexpr PlanePart part = part_of(T, PLANE);
+    const int lane = threadIdx.x % 32, bytes = o.row_bytes[0][PLANE];
+    c->apart = part.at_once * bytes;
+    c->left = bytes - stage * part.step;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const unsigned row = piece_row(o, piece, h) + min((int)threadIdx.x / 8, h && !gated ? max(last - 32, -32) : last);
-        f->lo[h] = (h && gated ? o.up.lo : o.w.lo) + (size_t)row * n_groups * form.lo + threadIdx.x % 8 * 16;
-    }
-    const int half = warp % 2;
-    const Planes &w = half && gated ? o.up : o.w;
-    const unsigned row = piece_row(o, piece, half) + min(lane, half && !gated ? max(last - 32, -32) : last);
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-        const int plane = k == 0 ? 1 : warp < 6 ? 2 : 3, chunk = plane == 3 ? 0 : warp / 2;
-        const int step = plane == 1 ? 8 * form.hi : plane == 3 ? form.sup : blocks ? form.head : 8 * form.head;
-        if (!step || (half && width == 32)) continue;
-        const int bytes = o.row_bytes[half && gated][plane];
-        const uint8_t *begin = (plane == 1 ? w.hi : plane == 2 ? w.head : w.sup) + (size_t)row * bytes;
-        const int before = (int)((size_t)begin & 15);
-        f->other[k].row = begin - before;
-        f->other[k].at = before + 16 * chunk;
-        if (16 * chunk < step + (step % 16 && plane != 3 ? 15 : before)) f->other[k].end = before + bytes;
-        f->other[k].step = step;
-        f->other[k].to = (32 * half + lane) * r.size + (plane == 1 ? r.hi : plane == 2 ? r.head : r.sup) + 16 * chunk;
-    }
-#pragma unroll
-    for (int k = 0; k < f->n_rows + f->n_scales; k++) {
-        const bool scale = k >= f->n_rows;             // by the last threads first: they have no row to copy
-        const int i = scale ? TILE_THREADS - 1 - threadIdx.x + TILE_THREADS * (k - f->n_rows) : threadIdx.x + TILE_THREADS * k;
-        const int n = scale ? i / 8 : i / 16;
-        if (n >= piece.n) continue;
-        const int from = (job == t.expert_job ? list_of(t, LIST_ROW)[piece.from + n] : n) * n_groups;
-        if (scale) f->s[k - f->n_rows] = from + i % 8;
-        else f->q[k] = from * 32 + i % 16 * 16;
+        const Planes &w = h && o.kind == JOB_GATED ? o.up : o.w;
+        c->from[h] = (&w.lo)[PLANE] + (size_t)(piece_row(o, p, h) + lane / part.lanes) * bytes + stage * part.step +
+                     lane % part.lanes * 16;
     }
 }
-
-// Asks for the next stage: its weights, its rows or both.
-template <int NT> __device__ static inline void feed_stage(const Tiling &t, Feed<NT> *f, const Layout &at, char *to,
-                                                                  bool weights, bool rows) {
-    const int u = threadIdx.x, v = TILE_THREADS - 1 - u;
-    if (weights) {
-        char *lo = to + f->lo_to;
-        const int apart = at.lo_apart, groups = apart ? f->groups : 0;  // of feature f + 32
-        if (f->lo_group < f->groups) copy_ahead(lo, f->lo[0]);
-        if (f->lo_group < groups) copy_ahead(lo + apart, f->lo[1]);
-        if (at.lo_step > 128) {                 // 8 bits
-            if (f->lo_group + 4 < f->groups) copy_ahead(lo + 128, f->lo[0] + 128);
-            if (f->lo_group + 4 < groups) copy_ahead(lo + apart + 128, f->lo[1] + 128);
+// Asks for a stage of it and goes on to the warp's next one. there: features of each half that there are.
+template <DType T, int PLANE> __device__ static inline void copy_plane(PlaneCopy<T, PLANE> *c, char *to, const int there[2]) {
+    constexpr PlanePart part = part_of(T, PLANE);
+    if (!part.step) return;
+    const int lane = threadIdx.x % 32, first = lane / part.lanes, chunk = lane % part.lanes * 16, need = min(part.step, c->left);
+    char *at = to + first * record_of(T).size + part.at + chunk;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+#pragma unroll
+        for (int i = 0; i < part.lanes; i++) {
+            const uint8_t *p = c->from[h] + i * c->apart;
+            const int before = part.aligned ? 0 : (int)((size_t)p & 15);
+            if (first + i * part.at_once < there[h] && chunk < need + before)
+                copy_line_ahead(at + (32 * h + i * part.at_once) * record_of(T).size, p - before);
         }
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            const int from = f->other[k].at & ~15;
-            if (from < f->other[k].end) copy_ahead(to + f->other[k].to, f->other[k].row + from);
-        }
+        c->from[h] += COPY_WARPS * part.step;
     }
-    if (rows) {
-        const Prepared &in = t.jobs.job[f->job].in;
-        char *q = to + at.rows_at, *s = q + 8 * NT * TILE_ROW;
-#pragma unroll
-        for (int k = 0; k < f->n_rows; k++)
-            if (f->q[k] >= 0 && u % 16 / 2 < f->groups)
-                copy_ahead(q + (u / 16 + 16 * k) * TILE_ROW + u % 16 * 16, in.q + f->q[k]);
-#pragma unroll
-        for (int k = 0; k < f->n_scales; k++)
-            if (f->s[k] >= 0 && v % 8 < f->groups) copy_word_ahead(s + (v % 8 * 8 * NT + v / 8 + 32 * k) * 4, in.s + f->s[k]);
-    }
-    for (int k = 0; weights && k < 2; k++) f->lo[k] += at.lo_step, f->other[k].at += f->other[k].step;
-    for (int k = 0; rows && k < f->n_rows; k++) f->q[k] += 8 * 32;
-    for (int k = 0; rows && k < f->n_scales; k++) f->s[k] += 8;
-    f->groups -= 8;
+    c->left -= COPY_WARPS * part.step;
 }
 
-// Until the next stage of n is there: all but the n - 2 lots asked for last. Fewer than TILE_STAGES are rare: all.
-__device__ static inline void wait_stage(int n) {
-    if (n == TILE_STAGES) copied<TILE_STAGES - 2>();
-    else copied<0>();
+// A copying warp's stages of a piece: every second one, each as soon as its place in the ring is free. Rows come in int8, TILE_ROW
+// bytes apart, then their scales, (8 groups, 8 NT rows): a lane takes 16 bytes of every second row, and a scale of every fourth.
+// early: take_turn() is still to come, and as many weights as the ring takes are asked for before it.
+template <DType T, int NT> __device__ static inline void feed_piece(const Tiling &t, const Piece &p, Feed *f, bool early) {
+    const Job &o = t.jobs.job[p.job];
+    const int lane = threadIdx.x % 32, n_groups = (int)((unsigned)o.cols / 32), n = div_up(n_groups, 8), width = t.width[p.job];
+    const bool gated = o.kind == JOB_GATED, listed = p.job == t.expert_job;
+    const int features = o.rows - p.first;
+    const int there[2] = { min(32, features), width == 32 ? 0 : min(32, features - (gated ? 0 : 32)) };
+    Ring *ring = ring_of(t);
+    PlaneCopy<T, 0> lo;
+    PlaneCopy<T, 1> hi;
+    PlaneCopy<T, 2> head;
+    PlaneCopy<T, 3> sup;
+    begin_copy(&lo, o, p, f->stage);
+    begin_copy(&hi, o, p, f->stage);
+    begin_copy(&head, o, p, f->stage);
+    begin_copy(&sup, o, p, f->stage);
+    auto row_of = [&](int r) { return (r >= p.n ? 0 : listed ? list_of(t, LIST_ROW)[p.from + r] : r) * n_groups + 8 * f->stage; };
+    unsigned row[4 * NT], scale[2 * NT];               // where in the input
+#pragma unroll
+    for (int i = 0; i < 4 * NT; i++) row[i] = row_of(lane / 16 + 2 * i) * 32 + lane % 16 * 16;
+#pragma unroll
+    for (int i = 0; i < 2 * NT; i++) scale[i] = row_of(lane / 8 + 4 * i) + lane % 8;
+    const int8_t *in_q = o.in.q;
+    const float *in_s = o.in.s;
+    const Feed begin = *f;
+    int ahead = early ? min(n, t.stages) : 0, end = early ? ahead : n;
+#pragma unroll 1
+    for (;;) {
+        if (f->stage >= end) {
+            if (!early) break;
+            take_turn();
+            *f = begin, early = false, end = n;
+            continue;
+        }
+        char *to = shared_bytes + f->slot * t.stage_bytes;
+        if (f->used) mbarrier_wait(&ring->used[f->slot], f->parity);
+        if (early || f->stage >= ahead) {              // weights
+            copy_plane(&lo, to, there);
+            copy_plane(&hi, to, there);
+            copy_plane(&head, to, there);
+            copy_plane(&sup, to, there);
+        }
+        if (!early) {                                  // rows
+            char *q = to + width * record_of(T).size, *s = q + 8 * NT * TILE_ROW;
+            const bool q_there = 8 * f->stage + lane % 16 / 2 < n_groups, s_there = 8 * f->stage + lane % 8 < n_groups;
+#pragma unroll
+            for (int i = 0; i < 4 * NT; i++) {
+                const int r = lane / 16 + 2 * i;
+                if (r < p.n && q_there) copy_ahead(q + r * TILE_ROW + lane % 16 * 16, in_q + row[i]);
+                row[i] += COPY_WARPS * 8 * 32;
+            }
+#pragma unroll
+            for (int i = 0; i < 2 * NT; i++) {
+                const int r = lane / 8 + 4 * i;
+                if (r < p.n && s_there) copy_word_ahead(s + (lane % 8 * 8 * NT + r) * 4, in_s + scale[i]);
+                scale[i] += COPY_WARPS * 8;
+            }
+            mbarrier_arrive_on_copies(&ring->there[f->slot]);
+        }
+        f->stage += COPY_WARPS;
+        f->slot += COPY_WARPS;
+        if (f->slot >= t.stages) f->slot -= t.stages, f->used = true, f->parity ^= 1;
+    }
+    f->stage -= n;
+}
+
+// A copying warp's work: its stages of all pieces. early: as above.
+template <int NT> __device__ static inline void feed(const Tiling &t, bool early) {
+    const int own = threadIdx.x / 32 - TILE_WARPS;
+    Feed f = { { (int)blockIdx.x, 0 }, own, own, false, 1 };
+    Piece p;
+    while (next_piece(t, &f.walk, &p)) {
+        if (early && !t.record[p.job]) take_turn(), early = false;
+        switch (t.jobs.job[p.job].type) {
+#define CASE(T) case T: feed_piece<T, NT>(t, p, &f, early); break;
+        QUANTISED_TYPES(CASE)
+#undef CASE
+        default: break;
+        }
+        early = false;
+    }
+    copied<0>();                                       // a warp that has ended lets nothing arrive
 }
 
 // ---- arithmetic ----
 
 // Codes of this warp's group of 32 features, as multiply_int8 takes them. row: number of the planes' row of the first.
 template <DType T> __device__ static inline void tile_codes(unsigned (*a)[4], const char *records, unsigned row, int n_groups,
-                                                            int stage) {
+                                                            int stage, int slice, int lane) {
     constexpr Record rec = record_of(T);
     constexpr Format form = known_format(T);
-    const int slice = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k = lane % 4;
+    const int t = lane / 4, k = lane % 4;
     if constexpr (T == T_Q8_0) {
         for (int m = 0; m < 2; m++)
             load_matrices(a[m], records + (16 * m + lane % 16) * rec.size + 32 * slice + lane / 16 * 16);
@@ -2108,11 +2172,10 @@ template <DType T> __device__ static inline void tile_codes(unsigned (*a)[4], co
 }
 
 // What scales this warp's group of a feature whose row of the planes has number `row`.
-template <DType T> __device__ static inline void tile_scales(const char *record, unsigned row, int n_groups, int stage, float a[2],
-                                                             float m[2]) {
+template <DType T> __device__ static inline void tile_scales(const char *record, unsigned row, int n_groups, int stage, int slice,
+                                                             float a[2], float m[2]) {
     constexpr Record rec = record_of(T);
     constexpr Format form = known_format(T);
-    const int slice = threadIdx.x / 32 % TILE_WARPS;
     const unsigned block = row * (n_groups / 8) + stage, group = row * n_groups + 8 * stage;
     const unsigned before = form.head_values == 32 ? group * form.head & 15 : form.head % 16 ? block * form.head & 15 : 0;
     const char *p = record + rec.head + before;
@@ -2167,9 +2230,9 @@ template <DType T> __device__ static inline void tile_rows(TileRows<T> *y, const
 // a * (START + n) - a * START, rounded once, is a * n rounded, for a * START is exact where a has 22 bits and is less than 2^104:
 // in every type but MXFP4.
 template <DType T, int NT> __device__ static inline void multiply_group(float (&acc)[4][NT][4], const char *records,
-        const char *rows, unsigned row, unsigned up, bool wide, int n_groups, int stage, int n) {
+        const char *rows, unsigned row, unsigned up, bool wide, int n_groups, int stage, int n, int slice, int lane) {
     constexpr bool halves = Traits<T>::halves, min = Traits<T>::min, folds = T != T_MXFP4;
-    const int slice = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k = lane % 4;
+    const int t = lane / 4, k = lane % 4;
     const char *q = rows + t * TILE_ROW + 32 * slice + 4 * k;
     const float *s = (const float *)(rows + 8 * NT * TILE_ROW) + slice * 8 * NT + 2 * k;
     TileRows<T> y;
@@ -2179,8 +2242,8 @@ template <DType T, int NT> __device__ static inline void multiply_group(float (&
         if (h && !wide) break;
         unsigned a[2][4];
         float own[2], own_least[2], scale[2][2][2], least[2][2][2];          // [tile][features t, t + 8][half]
-        tile_codes<T>(a, records, row, n_groups, stage);
-        tile_scales<T>(records + lane * record_of(T).size, row + lane, n_groups, stage, own, own_least);
+        tile_codes<T>(a, records, row, n_groups, stage, slice, lane);
+        tile_scales<T>(records + lane * record_of(T).size, row + lane, n_groups, stage, slice, own, own_least);
         for (int i = 0; i < 4; i++)                    // a lane finds out those of one feature and hands them out
             for (int half = 0; half < (halves ? 2 : 1); half++) {
                 scale[i / 2][i % 2][half] = __shfl_sync(~0u, own[half], 8 * i + t);
@@ -2209,25 +2272,23 @@ template <DType T, int NT> __device__ static inline void multiply_group(float (&
     }
 }
 
-// The next n stages of a piece, from number `stage` on. use: where the ring's next stage lies; that before it is free again.
-template <DType T, int NT> __device__ static inline void multiply_stages(const Tiling &t, Feed<NT> *feed, int *use,
-        float (&acc)[4][NT][4], const Job &o, const Piece &p, bool wide, int stage, int n) {
+// All stages of a piece. slot: where in the ring the next one lies; parity: of the round.
+template <DType T, int NT> __device__ static inline void multiply_stages(const Tiling &t, int *slot, unsigned *parity,
+        float (&acc)[4][NT][4], const Job &o, const Piece &p, bool wide) {
+    Ring *ring = ring_of(t);
     const int n_groups = (int)((unsigned)o.cols / 32);
     const unsigned row = piece_row(o, p, 0), up = piece_row(o, p, 1);
-    const Layout layout = t.layout[feed->job];         // for more than 8 rows there are no registers to keep it in
+    const int thread = NT == 1 ? afresh(threadIdx.x) : threadIdx.x, slice = thread / 32, lane = thread % 32;
 #pragma unroll 1
-    for (const int end = stage + n; stage < end; stage++) {
-        wait_stage(t.stages);
-        __syncthreads();                               // the stage is there for all, and the last one has been used
-        feed_stage(t, feed, NT == 1 ? layout : t.layout[feed->job],
-                   shared_bytes + (*use ? *use : t.sums_at) - t.stage_bytes, true, true);
-        copy_commit();
-        const char *records = shared_bytes + *use;
-        *use += t.stage_bytes;
-        if (*use == t.sums_at) *use = 0;
-        if (8 * stage + (int)threadIdx.x / 32 < n_groups)
+    for (int stage = 0; 8 * stage < n_groups; stage++) {
+        const char *records = shared_bytes + *slot * t.stage_bytes;
+        mbarrier_wait(&ring->there[*slot], *parity);
+        if (8 * stage + slice < n_groups)
             multiply_group<T, NT>(acc, records, records + (wide ? 64 : 32) * record_of(T).size, row, up, wide, n_groups, stage,
-                                  p.n);
+                                  p.n, slice, lane);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(&ring->used[*slot]);
+        if (++*slot == t.stages) *slot = 0, *parity ^= 1;
     }
 }
 
@@ -2296,16 +2357,16 @@ __device__ static inline void fetch_floats(const Job &o, const Piece &p) {
     if (threadIdx.x == 0 && o.quads) fetch_ahead(o.w.lo + (size_t)p.first * o.row_bytes[0][0], o.row_bytes[0][0]);
 }
 
-// Whether this block is the last of n that come here: what they wrote before can then be read.
+// Whether this block is the last of n that come here: what they wrote before can then be read. By the multiplying warps.
 __device__ static inline bool last_of(int *arrived, int n) {
     __shared__ bool last;
     __threadfence();                                   // results before the count
-    __syncthreads();
+    sync_first<TILE_THREADS>();
     if (threadIdx.x == 0) {
         last = atomicAdd(arrived, 1) == n - 1;
         if (last) *arrived = 0;
     }
-    __syncthreads();
+    sync_first<TILE_THREADS>();
     __threadfence();                                   // the count before results
     return last;
 }
@@ -2326,72 +2387,64 @@ __device__ static inline void join_experts(const Tiling &t, const Job &o, int fi
 
 // tile: the jobs of a launch, 4 rows and more.
 //   shapes    w (rows, cols) per expert, y (n_rows, cols) int8 with scales, out (n_rows, rows); n_rows <= 8 NT
-//   launch    grid min(pieces, what is resident), block 256; shared memory: the ring, sums, lists of experts
+//   launch    grid min(pieces, what is resident), block 256 + 64; shared memory: the ring, sums, lists of experts
 //   traffic   a weight once (of experts: those in the union of the rows' choices), the rows once per piece from the L2 cache;
 //             JOB_DOWN: 8 bytes per feature and pair on top, in the L2 cache
 //   numerics  integer products per group, exact; f32 sums in the order given above. No bit depends on the number of rows
-//   time      a stage of 64 features costs a warp about 240 instructions at 8 rows of Q4_K (75 of them to copy, wait and loop), 300
-//             of Q6_K; 380 at 16 rows of Q4_K. A piece costs 500 more: what to copy, the sums
+//   time      a stage of 64 features costs each of the 8 warps about 170 instructions at 8 rows of Q4_K, 240 of Q6_K, 270 at 16
+//             rows of Q4_K, and a copying warp 175 or 290
 //   see       product_kernel; cpu_matmul, cpu_gate_up, cpu_expert_gate_up, cpu_expert_down, cpu_ple_inject, cpu_head
-template <int NT> __global__ void __launch_bounds__(TILE_THREADS, NT <= 2 ? 2 : 1)
+template <int NT> __global__ void __launch_bounds__(TILE_BLOCK, NT <= 2 ? 2 : 1)
 tile_kernel(const __grid_constant__ Tiling t) {
     constexpr int room = 8 * NT;
     touch_parameter(&t, sizeof t);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if ((int)threadIdx.x < t.stages) {
+        mbarrier_init(&ring_of(t)->there[threadIdx.x], 32);
+        mbarrier_init(&ring_of(t)->used[threadIdx.x], TILE_WARPS);
+    }
+    __syncthreads();
     float *sums = (float *)(shared_bytes + t.sums_at);
     Walk walk = { (int)blockIdx.x, 0 };
     Piece p;
-    Feed<NT> feed;
-    int ahead = 0;                                     // stages whose weights are known and asked for before the rows are there
-    feed.walk = walk;
-    feed.groups = 0;
-    if (t.expert_job < 0) {
+    const bool early = t.expert_job < 0;               // which weights are read does not depend on what ran before
+    if (early) {
         Walk first = walk;
-        if (t.floats && next_piece(t, &first, &p) && !t.record[p.job].size) fetch_floats(t.jobs.job[p.job], p);
-        begin_feed(t, &feed);
-        const int groups = feed.groups;
-        for (; ahead < t.stages - 1 && feed.groups > 0; ahead++)
-            feed_stage(t, &feed, t.layout[feed.job], shared_bytes + ahead * t.stage_bytes, true, false);
-        feed.groups = groups;
+        if (t.floats && next_piece(t, &first, &p) && !t.record[p.job]) fetch_floats(t.jobs.job[p.job], p);
+    } else {
+        take_turn();
+        list_pairs(t, room, (int *)sums);
     }
-    take_turn();
-    if (t.expert_job >= 0) list_pairs(t, room, (int *)sums);
-#pragma unroll 1
-    for (int s = 0; s < t.stages - 1; s++) {
-        if (feed.groups <= 0) begin_feed(t, &feed);
-        feed_stage(t, &feed, t.layout[feed.job], shared_bytes + s * t.stage_bytes, s >= ahead, true);
-        copy_commit();
+    if (warp >= TILE_WARPS) {
+        feed<NT>(t, early);
+        return;
     }
-    int use = 0;
+    if (early) take_turn();
+    int slot = 0;
+    unsigned parity = 0;
     while (next_piece(t, &walk, &p)) {
         const Job &o = t.jobs.job[p.job];
-        const int n_groups = o.cols / 32;
-        const bool floats = !t.record[p.job].size, gated = o.kind == JOB_GATED, down = o.kind == JOB_DOWN;
+        const bool floats = !t.record[p.job], gated = o.kind == JOB_GATED, down = o.kind == JOB_DOWN;
         const bool wide = t.width[p.job] == 64;
         float acc[4][NT][4] = { };                     // [tile of 16 features][tile of 8 rows]
-        if (o.type == T_F32) multiply_floats<T_F32>(o, p);
-        if (o.type == T_F16) multiply_floats<T_F16>(o, p);
-        if (o.type == T_BF16) multiply_floats<T_BF16>(o, p);
-        for (int stage = 0; !floats && 8 * stage < n_groups; ) {
-            if (feed.groups <= 0) begin_feed(t, &feed);
-            const int n = div_up(min(n_groups - 8 * stage, feed.groups), 8);
-            switch (o.type) {
-#define CASE(T) case T: multiply_stages<T, NT>(t, &feed, &use, acc, o, p, wide, stage, n); break;
-            QUANTISED_TYPES(CASE)
+        switch (o.type) {
+        case T_F32: multiply_floats<T_F32>(o, p); break;
+        case T_F16: multiply_floats<T_F16>(o, p); break;
+        case T_BF16: multiply_floats<T_BF16>(o, p); break;
+#define CASE(T) case T: multiply_stages<T, NT>(t, &slot, &parity, acc, o, p, wide); break;
+        QUANTISED_TYPES(CASE)
 #undef CASE
-            default: break;
-            }
-            stage += n;
+        default: break;
         }
         const bool listed = p.job == t.expert_job;
         for (int i = 0; !floats && 8 * i < p.n; i++) { // 8 rows at a time: a warp takes one, a lane features l and l + 32
-            if (i) __syncthreads();                    // the sums of the last 8 rows have been read
+            sync_first<TILE_THREADS>();                // the sums of the last 8 rows have been read
             float *own = sums + (warp * 8 + lane % 4 * 2) * SUMS_PITCH + lane / 4;
 #pragma unroll
             for (int at = 0; at < NT; at++)
                 for (int m = 0; at == i && m < (wide ? 4 : 2); m++)
                     for (int j = 0; j < 4; j++) own[j % 2 * SUMS_PITCH + 16 * m + 8 * (j / 2)] = acc[m][at][j];
-            __syncthreads();
+            sync_first<TILE_THREADS>();
             const int n = 8 * i + warp;
             if (n >= p.n) continue;
             const size_t r = listed ? list_of(t, LIST_PAIR)[p.from + n] : n;
@@ -2450,18 +2503,15 @@ static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
         // Wide pieces take less work for a weight and read the rows less often. Where there is no more than one for each SM, two
         // blocks of half the features hide each other's latency, and reach more SMs.
         t.width[k] = o->kind == JOB_GATED || o->kind == JOB_DOWN || wide > cuda.n_sm ? 64 : 32;
-        format_of(o->type, &t.format[k]);
-        t.record[k] = record_of(o->type);
-        t.layout[k] = (Layout){ 8 * t.format[k].lo, t.width[k] == 64 ? 32 * t.record[k].size : 0,
-                                t.width[k] * t.record[k].size };
+        t.record[k] = record_of(o->type).size;
         t.features[k] = is_float(o->type) ? 1 : o->kind == JOB_GATED ? 32 : t.width[k];
         t.tiles[k] = div_up(o->rows, t.features[k]);
         pieces += t.tiles[k] * (o->ids && o->kind == JOB_GATED ? t.n_pairs : 1);
-        if (!is_float(o->type)) t.stage_bytes = max_int(t.stage_bytes, t.width[k] * t.record[k].size + row_bytes);
+        if (!is_float(o->type)) t.stage_bytes = max_int(t.stage_bytes, t.width[k] * t.record[k] + row_bytes);
     }
     if (!t.stage_bytes) return false;                  // floats only
     const int lists = t.n_pairs ? round_16((LIST_SIZE * (t.n_pairs + 1) + 1) * (int)sizeof(uint16_t)) : 0;
-    const int fixed = SUMS_BYTES + lists;
+    const int fixed = SUMS_BYTES + lists + (int)sizeof(Ring);
     if ((t.n_pairs + 32) * (int)sizeof(int) > SUMS_BYTES) return false;    // list_pairs puts them there
     int resident = tiles <= 2 ? 2 : 1, space = 0;      // blocks per SM
     for (; resident > 0; resident--) {
@@ -2481,13 +2531,14 @@ static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
     }
     t.sums_at = t.stages * t.stage_bytes;
     t.lists_at = t.sums_at + SUMS_BYTES;
+    t.ring_at = t.lists_at + lists;
     t.jobs = *jobs;
     const int blocks = min_int(pieces, slots);
     const size_t shared = (size_t)t.sums_at + fixed;
-    if (tiles == 1) launch(tile_kernel<1>, blocks, TILE_THREADS, shared, t);
-    else if (tiles == 2) launch(tile_kernel<2>, blocks, TILE_THREADS, shared, t);
-    else if (tiles == 4) launch(tile_kernel<4>, blocks, TILE_THREADS, shared, t);
-    else launch(tile_kernel<8>, blocks, TILE_THREADS, shared, t);
+    if (tiles == 1) launch(tile_kernel<1>, blocks, TILE_BLOCK, shared, t);
+    else if (tiles == 2) launch(tile_kernel<2>, blocks, TILE_BLOCK, shared, t);
+    else if (tiles == 4) launch(tile_kernel<4>, blocks, TILE_BLOCK, shared, t);
+    else launch(tile_kernel<8>, blocks, TILE_BLOCK, shared, t);
     CHECK_LAUNCH("%s n_rows=%d rows=%d cols=%d", what, n_rows, jobs->job[0].rows, jobs->job[0].cols);
     return true;
 }
@@ -3286,6 +3337,158 @@ static size_t attend_fixed_bytes(int hd, int n_k, int nc) {
 }
 static size_t attend_stage_bytes(int hd, int n_k) { return (size_t)KEYS * (hd + n_k + 2 * ROW_PAD) * sizeof(__half); }
 
+// A block's share of a segment's keys, and those of them that rows of the batch have, which follow each other.
+typedef struct {
+    int   seq, len, seg_first;         // as in Sight
+    int   head;               // KV head
+    int   low, end;           // keys in sight of the block's rows
+    int   new_from, new_to;   // of these: rows that the block makes
+} Keys;
+
+// The KEYS keys from j0 on, going to a stage: K (KEYS, n_k + ROW_PAD), V (KEYS, HD + ROW_PAD); zeros for keys that nobody sees,
+// whatever lies there.
+template <int HD> __device__ static inline void copy_keys(const AttendTask &a, const Keys &s, int j0, __half *to) {
+    constexpr int ROW = HD + ROW_PAD, V_BITS = HD == 512 ? 6 : HD == 256 ? 5 : 4;
+    const int n_k = a.n_k, k_row = n_k + ROW_PAD;
+    const size_t cache_row = ((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + rest(j0, a.by_slots);
+    const size_t stage_row = (size_t)s.head * a.stage_slots + s.seg_first;     // of row 0 of the segment
+    if (j0 >= s.low && j0 + KEYS <= min(s.end, s.len)) {       // nearly all tiles of a long cache: whole, and here
+        const int i = threadIdx.x, k_step = ATTEND_THREADS >> a.k_bits, v_step = ATTEND_THREADS >> V_BITS;
+        const __half *k_data = a.cache_k + cache_row * n_k + 8 * i, *v_data = a.cache_v + cache_row * HD + 8 * i;
+        __half *k_to = to + (i >> a.k_bits) * k_row + (i & ((1 << a.k_bits) - 1)) * 8;
+        __half *v_to = to + KEYS * k_row + (i >> V_BITS) * ROW + (i & ((1 << V_BITS) - 1)) * 8;
+#pragma unroll 1
+        for (int k = i; k < KEYS << a.k_bits; k += ATTEND_THREADS, k_to += k_step * k_row, k_data += 8 * ATTEND_THREADS)
+            copy_ahead(k_to, k_data);
+#pragma unroll
+        for (int n = 0; n < KEYS / v_step; n++) copy_ahead(v_to + n * v_step * ROW, v_data + n * 8 * ATTEND_THREADS);
+        return;
+    }
+#pragma unroll 1
+    for (int plane = 0; plane < 2; plane++, to += KEYS * k_row) {
+        const int bits = plane ? V_BITS : a.k_bits, dim = 8 << bits, chunk = (threadIdx.x & ((1 << bits) - 1)) * 8;
+        const __half *data = (plane ? a.cache_v : a.cache_k) + cache_row * dim + chunk;
+        const __half *staged = (plane ? a.stage_v : a.stage_k) + stage_row * dim + chunk;
+#pragma unroll 1
+        for (int key = threadIdx.x >> bits; key < KEYS; key += ATTEND_THREADS >> bits) {
+            const int j = j0 + key;
+            if (j >= s.new_from && j < s.new_to) continue;
+            const bool seen = j >= s.low && j < s.end;
+            copy_or_zero(to + key * (dim + ROW_PAD) + chunk,
+                         a.staged && seen && j >= s.len ? staged + (size_t)(j - s.len) * dim : data + (size_t)key * dim, seen);
+        }
+    }
+}
+
+// scores (4, NC, SCORE_ROW) = q k for the keys of a tile: a warp has 16 keys and a quarter of the dims.
+template <int HD, int NC> __device__ static inline void score_keys(const AttendTask &a, const __half *k_tile, const __half *v_tile,
+                                                                   const __half *q_hi, const __half *q_lo, float *scores) {
+    constexpr int ROW = HD + ROW_PAD, N = NC / 8;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2, n_k = a.n_k, k_row = n_k + ROW_PAD;
+    const int key0 = warp % 2 * 16, quarter = warp / 2, key = key0 + lane % 16, right = lane / 16 * 8;
+    float s_hi[N][4] = { }, s_lo[N][4] = { };
+#pragma unroll NC > 8 ? 1 : 2
+    for (int step = 0; step < HD / 128; step++) {
+        const int d = quarter * (HD / 4) + 32 * step;
+        unsigned k[2][4], q[4];
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+            const int at = d + 16 * u;                 // tied: the rest of K is V
+            load_matrices(k[u], at < n_k ? k_tile + key * k_row + at + right : v_tile + key * ROW + at + right);
+        }
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            const int at = (8 * n + lane % 8) * ROW + d + lane / 8 * 8;
+            load_matrices(q, q_hi + at);
+            multiply_half(s_hi[n], k[0], q);
+            multiply_half(s_hi[n], k[1], q + 2);
+            if (!a.fine) continue;
+            load_matrices(q, q_lo + at);
+            multiply_half(s_lo[n], k[0], q);
+            multiply_half(s_lo[n], k[1], q + 2);
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            scores[(quarter * NC + 8 * n + k2 + e % 2) * SCORE_ROW + key0 + t + e / 2 * 8] = s_hi[n][e] + s_lo[n][e];
+}
+
+// acc += V^T weights for a tile, after acc was scaled by shrink: all keys and an eighth of the dims.
+template <int HD, int NC> __device__ static inline void add_values(float (&acc)[HD / 128][NC / 8][4], const __half *v_tile,
+                                                                   const __half *weights, const float *shrink) {
+    constexpr int ROW = HD + ROW_PAD, M = HD / 128, N = NC / 8;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, k2 = lane % 4 * 2;
+    unsigned p[N][4];
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        load_matrices(p[n], weights + (8 * n + lane % 8) * WEIGHT_ROW + lane / 8 * 8);
+        const float f0 = shrink[8 * n + k2], f1 = shrink[8 * n + k2 + 1];
+#pragma unroll
+        for (int m = 0; m < M; m++) acc[m][n][0] *= f0, acc[m][n][1] *= f1, acc[m][n][2] *= f0, acc[m][n][3] *= f1;
+    }
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int u = 0; u < KEYS / 16; u++) {
+            unsigned v[4];
+            load_matrices_transposed(v, v_tile + (16 * u + lane / 16 * 8 + lane % 8) * ROW + warp * (HD / 8) + 16 * m +
+                                            lane / 8 % 2 * 8);
+#pragma unroll
+            for (int n = 0; n < N; n++) multiply_half(acc[m][n], v, p[n] + 2 * u);
+        }
+}
+
+// By the last block of a head: o (NC, ROW) becomes the sum of all parts of its columns, and sum what they are to be scaled by.
+// scores, found: room for weights and values of parts.
+template <int HD> __device__ static inline void join_columns(const AttendTask &a, int n_columns, const int *row_of,
+                                                             const int *head_of, const Spans *seen_by, float *sum, float *scores,
+                                                             float *found, float *o) {
+    constexpr int ROW = HD + ROW_PAD;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, parts = a.split.parts;
+    float2 *weight_of = (float2 *)scores;              // (NC, parts)
+#pragma unroll 1
+    for (int col0 = 0; col0 < n_columns; col0 += a.at_once) {          // found: (at_once, parts, HD)
+        const int col1 = min(n_columns, col0 + a.at_once);
+#pragma unroll 1
+        for (int col = col0 + warp; col < col1; col += ATTEND_WARPS) { // all parts on their way
+            if (row_of[col] < 0) continue;
+            const Spans s = seen_by[col];
+            const float *values = a.values + (size_t)head_of[col] * parts * HD;
+#pragma unroll 1
+            for (int k = 0; k < s.live; k++)
+#pragma unroll
+                for (int i = 4 * lane; i < HD; i += 128)
+                    copy_ahead(found + ((size_t)(col - col0) * parts + k) * HD + i, values + part_of(s, parts, k) * HD + i);
+        }
+        copy_commit();
+#pragma unroll 1
+        for (int col = col0 + warp; col < col1; col += ATTEND_WARPS) {
+            if (row_of[col] < 0) continue;
+            const float scale = weigh_parts(weight_of + col * parts, a.stats + (size_t)head_of[col] * parts, seen_by[col], parts);
+            if (lane == 0) sum[col] = scale;
+        }
+        copied<0>();
+        __syncthreads();                               // weights and values are there
+#pragma unroll 1
+        for (int at = 2 * threadIdx.x; at < (col1 - col0) * HD; at += 2 * ATTEND_THREADS) {
+            const int col = col0 + at / HD, i = at % HD;
+            if (row_of[col] < 0) continue;
+            const float *values = found + (size_t)(col - col0) * parts * HD + i;
+            float2 v = make_float2(0, 0);
+#pragma unroll 4
+            for (int k = 0; k < seen_by[col].live; k++) {
+                const float w = weight_of[col * parts + k].x;
+                const float2 y = *(const float2 *)(values + k * HD);
+                v.x = __fmaf_rn(w, y.x, v.x), v.y = __fmaf_rn(w, y.y, v.y);
+            }
+            *(float2 *)(o + col * ROW + i) = v;
+        }
+        __syncthreads();                               // and read
+    }
+}
+
 // attend, f16: softmax(scale * q k) v over the keys of one part, for NC columns: some rows times query heads of one KV head.
 // For up to FUSED_ROWS rows it includes qkv_store (Qcur_pos, Kcur_pos, Vcur_normed): each block makes its own columns, the
 // blocks whose part has a new row make it in shared memory, and the one that has its query writes it to the cache.
@@ -3304,7 +3507,7 @@ static size_t attend_stage_bytes(int hd, int n_k) { return (size_t)KEYS * (hd + 
 template <int HD, int NC>
 __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_half_kernel(const __grid_constant__ AttendTask a) {
     constexpr int ROW = HD + ROW_PAD, M = HD / 128, N = NC / 8;        // tiles of 16 dims of a warp, and of 8 columns
-    constexpr int HALF = HD / 2, V_BITS = HD == 512 ? 6 : HD == 256 ? 5 : 4;
+    constexpr int HALF = HD / 2;
     __half *q_hi = (__half *)shared_bytes, *q_lo = q_hi + NC * ROW;    // (NC, ROW) each
     float *scores = (float *)(q_lo + NC * ROW);                        // (4, NC, SCORE_ROW)
     float *angles = scores;                                            // (FUSED_ROWS, HD)
@@ -3374,39 +3577,8 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
         auto number_of = [&](int r) { return self.len + self.index + r - r0 - from; }; // of row r of the batch, in this segment
         const int new_from = a.makes_rows ? max(self.len, number_of(0)) : 0, new_to = a.makes_rows ? min(end, number_of(n_new)) : 0;
 
-        // Tile i of the part on its way to its stage; zeros for keys that nobody sees, whatever lies there.
-        auto copy_tile = [&](int i, __half *to) {
-            const int j0 = tile_of(share, a.split, share.from + i) * KEYS;
-            const size_t cache_row = ((size_t)self.seq * a.n_kv_heads + g) * a.slots + rest(j0, a.by_slots);
-            const size_t stage_row = (size_t)g * a.stage_slots + self.seg_first;       // of row 0 of the segment
-            if (j0 >= low && j0 + KEYS <= min(end, self.len)) {        // nearly all tiles of a long cache: whole, and here
-                const int i = threadIdx.x, k_step = ATTEND_THREADS >> a.k_bits, v_step = ATTEND_THREADS >> V_BITS;
-                const __half *k_data = a.cache_k + cache_row * n_k + 8 * i, *v_data = a.cache_v + cache_row * HD + 8 * i;
-                __half *k_to = to + (i >> a.k_bits) * k_row + (i & ((1 << a.k_bits) - 1)) * 8;
-                __half *v_to = to + KEYS * k_row + (i >> V_BITS) * ROW + (i & ((1 << V_BITS) - 1)) * 8;
-#pragma unroll 1
-                for (int k = i; k < KEYS << a.k_bits; k += ATTEND_THREADS, k_to += k_step * k_row, k_data += 8 * ATTEND_THREADS)
-                    copy_ahead(k_to, k_data);
-#pragma unroll
-                for (int n = 0; n < KEYS / v_step; n++) copy_ahead(v_to + n * v_step * ROW, v_data + n * 8 * ATTEND_THREADS);
-                return;
-            }
-#pragma unroll 1
-            for (int plane = 0; plane < 2; plane++, to += KEYS * k_row) {
-                const int bits = plane ? V_BITS : a.k_bits, dim = 8 << bits, chunk = (threadIdx.x & ((1 << bits) - 1)) * 8;
-                const __half *data = (plane ? a.cache_v : a.cache_k) + cache_row * dim + chunk;
-                const __half *staged = (plane ? a.stage_v : a.stage_k) + stage_row * dim + chunk;
-#pragma unroll 1
-                for (int key = threadIdx.x >> bits; key < KEYS; key += ATTEND_THREADS >> bits) {
-                    const int j = j0 + key;
-                    if (j >= new_from && j < new_to) continue;
-                    const bool seen = j >= low && j < end;
-                    copy_or_zero(to + key * (dim + ROW_PAD) + chunk,
-                                 a.staged && seen && j >= self.len ? staged + (size_t)(j - self.len) * dim
-                                                                   : data + (size_t)key * dim, seen);
-                }
-            }
-        };
+        const Keys keys = { self.seq, self.len, self.seg_first, g, low, end, new_from, new_to };
+        auto first_key = [&](int i) { return tile_of(share, a.split, share.from + i) * KEYS; };        // of tile i of the part
         if (threadIdx.x < NC) {
             const int row = quotient(threadIdx.x, a.by_heads), h = threadIdx.x - row * a.heads;
             row_of[threadIdx.x] = row >= from && row < to && h < n_heads ? row : -1;
@@ -3421,7 +3593,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
         for (int i = 1 - a.n_stages; i < n_tiles; i++, stage = stage + 1 == a.n_stages ? 0 : stage + 1) {
             const int ahead = i - 1 + a.n_stages, stage_ahead = (stage ? stage : a.n_stages) - 1;
             if (i > 0) __syncthreads();                // all are done with tile i - 1
-            if (ahead < n_tiles) copy_tile(ahead, stages + stage_ahead * stage_halves);
+            if (ahead < n_tiles) copy_keys<HD>(a, keys, first_key(ahead), stages + stage_ahead * stage_halves);
             copy_commit();
             if (i < 0) continue;
             if (i == 0) {
@@ -3468,7 +3640,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
             }
             // New rows that lie in the tiles which are under way.
             for (int k = i ? ahead : 0; new_to > new_from && k <= ahead && k < n_tiles; k++) {
-                const int j0 = tile_of(share, a.split, share.from + k) * KEYS, chunk = threadIdx.x * 8;
+                const int j0 = first_key(k), chunk = threadIdx.x * 8;
                 __half *k_tile = stages + (i ? stage_ahead : k) * stage_halves;
                 for (int j = max(j0, new_from); j < min(j0 + KEYS, new_to) && chunk < n_k + HD; j++)
                     *(uint4 *)(chunk < n_k ? k_tile + (j - j0) * k_row + chunk
@@ -3480,39 +3652,10 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
             else if (a.n_stages == 2) copied<1>();
             else copied<0>();
             __syncthreads();                           // tile i is there for all, and q
-            const int j0 = tile_of(share, a.split, share.from + i) * KEYS;
+            const int j0 = first_key(i);
             const __half *k_tile = stages + stage * stage_halves, *v_tile = k_tile + KEYS * k_row;
 
-            {   // S: 16 keys and a quarter of the dims
-                const int key0 = warp % 2 * 16, quarter = warp / 2, key = key0 + lane % 16, right = lane / 16 * 8;
-                float s_hi[N][4] = { }, s_lo[N][4] = { };
-#pragma unroll NC > 8 ? 1 : 2
-                for (int step = 0; step < HD / 128; step++) {
-                    const int d = quarter * (HD / 4) + 32 * step;
-                    unsigned k[2][4], q[4];
-#pragma unroll
-                    for (int u = 0; u < 2; u++) {
-                        const int at = d + 16 * u;     // tied: the rest of K is V
-                        load_matrices(k[u], at < n_k ? k_tile + key * k_row + at + right : v_tile + key * ROW + at + right);
-                    }
-#pragma unroll
-                    for (int n = 0; n < N; n++) {
-                        const int at = (8 * n + lane % 8) * ROW + d + lane / 8 * 8;
-                        load_matrices(q, q_hi + at);
-                        multiply_half(s_hi[n], k[0], q);
-                        multiply_half(s_hi[n], k[1], q + 2);
-                        if (!a.fine) continue;
-                        load_matrices(q, q_lo + at);
-                        multiply_half(s_lo[n], k[0], q);
-                        multiply_half(s_lo[n], k[1], q + 2);
-                    }
-                }
-#pragma unroll
-                for (int n = 0; n < N; n++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        scores[(quarter * NC + 8 * n + k2 + e % 2) * SCORE_ROW + key0 + t + e / 2 * 8] = s_hi[n][e] + s_lo[n][e];
-            }
+            score_keys<HD, NC>(a, k_tile, v_tile, q_hi, q_lo, scores);
             __syncthreads();                           // scores are whole
 
 #pragma unroll N < 2 ? N : 2
@@ -3531,24 +3674,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
             }
             __syncthreads();                           // weights are whole
 
-            unsigned p[N][4];                          // O: all keys and an eighth of the dims
-#pragma unroll
-            for (int n = 0; n < N; n++) {
-                load_matrices(p[n], weights + (8 * n + lane % 8) * WEIGHT_ROW + lane / 8 * 8);
-                const float f0 = shrink[8 * n + k2], f1 = shrink[8 * n + k2 + 1];
-#pragma unroll
-                for (int m = 0; m < M; m++) acc[m][n][0] *= f0, acc[m][n][1] *= f1, acc[m][n][2] *= f0, acc[m][n][3] *= f1;
-            }
-#pragma unroll
-            for (int m = 0; m < M; m++)
-#pragma unroll
-                for (int u = 0; u < KEYS / 16; u++) {
-                    unsigned v[4];
-                    load_matrices_transposed(v, v_tile + (16 * u + lane / 16 * 8 + lane % 8) * ROW + warp * (HD / 8) + 16 * m +
-                                                    lane / 8 % 2 * 8);
-#pragma unroll
-                    for (int n = 0; n < N; n++) multiply_half(acc[m][n], v, p[n] + 2 * u);
-                }
+            add_values<HD, NC>(acc, v_tile, weights, shrink);
         }
 
         __syncthreads();                               // nobody reads q any more; tops, sums and row_of are there
@@ -3581,48 +3707,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
             if (used) seen_by[threadIdx.x] = spans_of(rows[row_of[threadIdx.x]].low, rows[row_of[threadIdx.x]].end, a.split);
             __syncthreads();
             if (!last) continue;
-            float2 *weight_of = (float2 *)scores;      // (NC, parts)
-            float *found = (float *)stages;            // (at_once, parts, HD)
-#pragma unroll 1
-            for (int col0 = 0; col0 < n_columns; col0 += a.at_once) {
-                const int col1 = min(n_columns, col0 + a.at_once);
-#pragma unroll 1
-                for (int col = col0 + warp; col < col1; col += ATTEND_WARPS) {         // all parts on their way
-                    if (row_of[col] < 0) continue;
-                    const Spans s = seen_by[col];
-                    const float *values = a.values + (size_t)head_of[col] * parts * HD;
-#pragma unroll 1
-                    for (int k = 0; k < s.live; k++)
-#pragma unroll
-                        for (int i = 4 * lane; i < HD; i += 128)
-                            copy_ahead(found + ((size_t)(col - col0) * parts + k) * HD + i, values + part_of(s, parts, k) * HD + i);
-                }
-                copy_commit();
-#pragma unroll 1
-                for (int col = col0 + warp; col < col1; col += ATTEND_WARPS) {
-                    if (row_of[col] < 0) continue;
-                    const float scale = weigh_parts(weight_of + col * parts, a.stats + (size_t)head_of[col] * parts, seen_by[col],
-                                                    parts);
-                    if (lane == 0) sum[col] = scale;
-                }
-                copied<0>();
-                __syncthreads();                       // weights and values are there
-#pragma unroll 1
-                for (int at = 2 * threadIdx.x; at < (col1 - col0) * HD; at += 2 * ATTEND_THREADS) {
-                    const int col = col0 + at / HD, i = at % HD;
-                    if (row_of[col] < 0) continue;
-                    const float *values = found + (size_t)(col - col0) * parts * HD + i;
-                    float2 v = make_float2(0, 0);
-#pragma unroll 4
-                    for (int k = 0; k < seen_by[col].live; k++) {
-                        const float w = weight_of[col * parts + k].x;
-                        const float2 y = *(const float2 *)(values + k * HD);
-                        v.x = __fmaf_rn(w, y.x, v.x), v.y = __fmaf_rn(w, y.y, v.y);
-                    }
-                    *(float2 *)(o + col * ROW + i) = v;
-                }
-                __syncthreads();                       // and read
-            }
+            join_columns<HD>(a, n_columns, row_of, head_of, seen_by, sum, scores, (float *)stages, o);
         }
 #pragma unroll 1
         for (int job = warp; job < n_columns * (HD / 128); job += ATTEND_WARPS) {

@@ -2,7 +2,8 @@
  *
  * The headers in this folder take the place of the toolkit's; emulator.cpp beside them carries the kernels out. What is
  * emulated: grids, blocks and warps; barriers and functions of a warp, which meet exactly the lanes that they name; shared
- * memory; ldmatrix, mma and cp.async as instructions.h names them; streams, events, graphs; the memory calls; a cuBLAS product.
+ * memory; ldmatrix, mma, cp.async and mbarrier as instructions.h names them; streams, events, graphs; the memory calls; a cuBLAS
+ * product.
  *
  * It looks for faults, and ends the process with one line that names the launch, the block and the thread:
  *   - a barrier or function of a warp that not all who are meant get to; different ones that meet
@@ -89,9 +90,11 @@ template <typename A, typename B> static inline std::common_type_t<A, B> max(A a
 enum CudaMeeting { MEET_SYNC, MEET_SHUFFLE, MEET_SHUFFLE_UP, MEET_SHUFFLE_DOWN, MEET_SHUFFLE_XOR, MEET_BALLOT, MEET_ANY, MEET_ALL,
                    MEET_ADD, MEET_MIN, MEET_MAX, MEET_MIN_SIGNED, MEET_MAX_SIGNED, MEET_AND, MEET_OR, MEET_XOR, MEET_MATCH,
                    MEET_MATRICES, MEET_TRANSPOSED, MEET_MULTIPLY_INT8, MEET_MULTIPLY_HALF,
-                   MEET_BARRIER, MEET_BARRIER_OR, MEET_BARRIER_AND, MEET_BARRIER_COUNT };
+                   MEET_BARRIER, MEET_BARRIER_OR, MEET_BARRIER_AND, MEET_BARRIER_COUNT, MEET_FIRST,
+                   MEET_MBARRIER };
 uint64_t cuda_meet(CudaMeeting what, unsigned mask, uint64_t value, int parameter = 0);      // lanes of a warp
 int  cuda_barrier(CudaMeeting what, int value);                                                  // threads of a block
+void cuda_barrier_of(int n);                                                                     // the first n of them
 void cuda_yield(void);                                                                           // another thread may go on
 __attribute__((noreturn, format(printf, 1, 2))) void cuda_fault(const char *fmt, ...);
 

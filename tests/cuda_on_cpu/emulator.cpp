@@ -38,7 +38,7 @@ struct Thread {
     uint3 index;
 };
 struct Warp {
-    unsigned live, ready, waiting, at_barrier;         // sets of lanes
+    unsigned live, ready, waiting, at_barrier, at_first, at_mbarrier;   // sets of lanes
     unsigned turn;            // who of the ready is next: 32 * backwards + the first
     bool mixed;               // not all who wait do so in the same call
     uint64_t call[32];        // what << 32 | mask
@@ -52,7 +52,7 @@ struct Block {                // what runs on a thread of the system
     const CudaLaunch *launch; // NULL: none
     uint32_t random;
     bool restless;            // warps take turns at their meetings; else each runs as far as it gets
-    int n_threads, n_live, n_at_barrier;
+    int n_threads, n_live, n_at_barrier, n_at_first;
     Warp *warp;               // of who runs
     int lane;
     unsigned ready_warps;
@@ -190,7 +190,7 @@ static const char *meeting_name(CudaMeeting what) {
         "__ballot_sync", "__any_sync", "__all_sync", "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync",
         "__reduce_min_sync", "__reduce_max_sync", "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync", "__match_any_sync",
         "load_matrices", "load_matrices_transposed", "multiply_int8", "multiply_half", "__syncthreads", "__syncthreads_or",
-        "__syncthreads_and", "__syncthreads_count" };
+        "__syncthreads_and", "__syncthreads_count", "sync_first", "mbarrier_wait" };
     return names[what];
 }
 
@@ -201,7 +201,8 @@ __attribute__((noreturn)) static void deadlock(void) {
     for (int i = 0, n_told = 0; i < block.n_threads && n_told < 3; i++) {
         const auto waits_in = [](int thread) {
             const Warp *w = &block.warps[thread / 32];
-            return w->at_barrier >> thread % 32 & 1 ? block.barrier : (CudaMeeting)(w->call[thread % 32] >> 32);
+            return w->at_barrier >> thread % 32 & 1 ? block.barrier : w->at_first >> thread % 32 & 1 ? MEET_FIRST
+                 : w->at_mbarrier >> thread % 32 & 1 ? MEET_MBARRIER : (CudaMeeting)(w->call[thread % 32] >> 32);
         };
         const CudaMeeting what = waits_in(i);
         if (!(block.warps[i / 32].live >> i % 32 & 1) || told >> what & 1) continue;
@@ -429,6 +430,52 @@ int cuda_barrier(CudaMeeting what, int value) {
     return block.barrier_result;                       // nobody gets past the next barrier before
 }
 
+// A barrier of the first n threads of the block, whatever the others do.
+void cuda_barrier_of(int n) {
+    const int thread = (int)(block.warp - block.warps) * 32 + block.lane;
+    if (n % 32 || n > block.n_threads || thread >= n) cuda_fault("sync_first<%d> by thread %d of %d", n, thread, block.n_threads);
+    block.warp->at_first |= 1u << block.lane;
+    if (++block.n_at_first == n) {
+        for (Warp *w = block.warps; w < block.warps + n / 32; w++) {
+            make_ready(block, w, w->at_first);
+            w->at_first = 0;
+        }
+        block.n_at_first = 0;
+        block.warp = &block.warps[any_of(block.ready_warps)];
+    }
+    wait_for_others(block);
+}
+
+// A barrier of 64 bits in shared memory: how many arrive in a phase, how many of them are still to come, the phase.
+struct Mbarrier { uint16_t count, missing; uint32_t phase; };
+void cuda_mbarrier_init(uint64_t *b, unsigned count) {
+    const Mbarrier m = { (uint16_t)count, (uint16_t)count, 0 };
+    if (!count || count > MAX_THREADS) cuda_fault("mbarrier_init of %u threads", count);
+    memcpy(b, &m, sizeof m);
+}
+
+void cuda_mbarrier_arrive(uint64_t *b, bool copies) {
+    Mbarrier m;
+    if (copies) cuda_copy_commit(), cuda_copied(0);
+    memcpy(&m, b, sizeof m);
+    if (!m.missing || m.missing > m.count) cuda_fault("mbarrier_arrive where nobody is missing");
+    if (--m.missing == 0) {
+        m.missing = m.count, m.phase++;
+        for (Warp *w = block.warps; w < block.warps + (block.n_threads + 31) / 32; w++) {
+            if (w->at_mbarrier) make_ready(block, w, w->at_mbarrier);        // they look again
+            w->at_mbarrier = 0;
+        }
+    }
+    memcpy(b, &m, sizeof m);
+}
+
+void cuda_mbarrier_wait(uint64_t *b, unsigned parity) {
+    for (Mbarrier m; memcpy(&m, b, sizeof m), (m.phase & 1) == parity; ) {
+        block.warp->at_mbarrier |= 1u << block.lane;
+        wait_for_others(block);
+    }
+}
+
 static void thread_ended(void) {
     Warp *w = block.warp;
     w->live &= ~(1u << block.lane);
@@ -505,7 +552,7 @@ static void run_block(const CudaLaunch *l, uint32_t seed, size_t number) {
     blockDim = l->block;
     gridDim = l->grid;
     block.n_threads = block.n_live = (int)(l->block.x * l->block.y * l->block.z);
-    block.n_at_barrier = block.barrier_sum = 0;
+    block.n_at_barrier = block.barrier_sum = block.n_at_first = 0;
     block.ready_warps = 0;
     uint3 index = { 0, 0, 0 };
     for (Thread *t = block.thread; t < block.thread + block.n_threads; t++) {
@@ -520,6 +567,7 @@ static void run_block(const CudaLaunch *l, uint32_t seed, size_t number) {
         const unsigned lanes = n >= 32 ? ~0u : (1u << n) - 1;
         block.warps[w].live = lanes;
         block.warps[w].ready = block.warps[w].waiting = block.warps[w].at_barrier = 0;
+        block.warps[w].at_first = block.warps[w].at_mbarrier = 0;
         make_ready(block, &block.warps[w], lanes);
     }
     block.warp = &block.warps[any_of(block.ready_warps)];

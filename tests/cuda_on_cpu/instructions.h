@@ -9,6 +9,9 @@ void cuda_check_shared(const char *what, const void *p, int bytes);    // aligne
 void cuda_copy_ahead(void *shared, const void *global, int bytes);
 void cuda_copy_commit(void);
 void cuda_copied(int n);
+void cuda_mbarrier_init(uint64_t *b, unsigned count);
+void cuda_mbarrier_arrive(uint64_t *b, bool copies);      // copies: when those of this thread are there, which it lets happen
+void cuda_mbarrier_wait(uint64_t *b, unsigned parity);
 
 static inline void load_matrices(unsigned r[4], const void *shared_row) {
     const CudaMatrices lane = { r, shared_row };
@@ -33,6 +36,7 @@ static inline void multiply_half(float c[4], const unsigned a[4], const unsigned
     cuda_meet(MEET_MULTIPLY_HALF, ~0u, (uintptr_t)&lane);
 }
 static inline void copy_ahead(void *shared, const void *global) { cuda_copy_ahead(shared, global, 16); }
+static inline void copy_line_ahead(void *shared, const void *global) { cuda_copy_ahead(shared, global, 16); }
 static inline void copy_word_ahead(void *shared, const void *global) { cuda_copy_ahead(shared, global, 4); }
 static inline void copy_or_zero(void *shared, const void *global, bool there) {
     alignas(16) static const char zeros[16] = { };
@@ -49,6 +53,12 @@ static inline const void *memory_of(const void *parameter) { return parameter; }
 static inline unsigned touch_parameter(const void *, int) { return 0; }
 static inline void copy_commit(void) { cuda_copy_commit(); }
 template <int N> static inline void copied(void) { cuda_copied(N); }
+static inline int afresh(int v) { return v; }
+template <int N> static inline void sync_first(void) { cuda_barrier_of(N); }
+static inline void mbarrier_init(uint64_t *b, unsigned count) { cuda_mbarrier_init(b, count); }
+static inline void mbarrier_arrive(uint64_t *b) { cuda_mbarrier_arrive(b, false); }
+static inline void mbarrier_arrive_on_copies(uint64_t *b) { cuda_mbarrier_arrive(b, true); }
+static inline void mbarrier_wait(uint64_t *b, unsigned parity) { cuda_mbarrier_wait(b, parity); }
 static inline uint4 load_once(const void *p) {
     if ((uintptr_t)p % 16) cuda_fault("load_once: %p is not aligned to 16 bytes", p);
     return *(const uint4 *)p;
