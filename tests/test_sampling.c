@@ -10,7 +10,7 @@
  *   stop strings   against a plain search, however the text is cut
  *
  * All but the last take any table of operations. TEST_TIMES=1 prints the time of one row of 262144 logits.
- * Arguments: -cuda for the CUDA backend only, -cuda -few for a quarter of choice, edges and spread; then which of distribution,
+ * Arguments: -cuda for the CUDA backend only, -cuda -few for a fifteenth of choice, edges and spread; then which of distribution,
  * choice, edges, spread, seen, position; none: all. */
 #define TESTING
 #include "../gemma4.c"
@@ -294,7 +294,8 @@ static int32_t choose(const float *logits, int vocab, const uint32_t *mask, cons
     return got;
 }
 
-static int shares = 1;                                 // 4: a fourth of the runs will do
+static int shares = 1;                                 // 15: a fifteenth of the runs will do
+static int share(int runs) { return runs >= shares ? runs / shares : 1; }
 
 static void test_choice(void) {
     static const int sizes[] = { 1, 2, 31, 32, 33, 100, 1000, 5003, BIG };
@@ -317,7 +318,7 @@ static void test_choice(void) {
             for (int i = 0; i < (vocab + 31) / 32; i++) mask[i] = rnd(1u << 31) << 1 | rnd(2);
             int bad = 0, n = 0;
             char first[200] = "";
-            for (int run = 0; run < (vocab == BIG ? 10 : 60) / shares; run++) {
+            for (int run = 0; run < share(vocab == BIG ? 10 : 60); run++) {
                 static const int top_k[] = { 0, 64, 1, 2, 40, 1000, 200000 };
                 static const float top_p[] = { 1, 0.95f, 0.3f, 0, 0.999f }, min_p[] = { 0, 0, 0.05f, 1 };
                 static const float temperature[] = { 1, 0.2f, 1.7f, 0, 30 };
@@ -365,7 +366,7 @@ static void test_spread(void) {
             if (shape == 8) z[crowd] = INFINITY;
             int bad = 0, n = 0;
             char first[200] = "";
-            for (int run = 0; run < (vocab == BIG ? 4 : 40) / shares; run++) {
+            for (int run = 0; run < share(vocab == BIG ? 4 : 40); run++) {
                 const int masked = (int)rnd(4);        // all; few; a run of neighbours; all but one
                 memset(mask, masked == 3 ? 0xff : 0, (size_t)words * sizeof *mask);
                 for (int i = masked == 1 ? (int)rnd(4) : 0; i > 0; i--) {
@@ -421,7 +422,7 @@ static void test_weights(void) {
 
 static void edge(const char *name, const float *z, int vocab, const uint32_t *mask, const float *bias, SampleParams p, int32_t want) {
     if (!p.repeat) p.repeat = 1;
-    const int n = 50 / shares;
+    const int n = share(50);
     int bad = 0;
     int32_t got = 0;
     for (int pos = 0; pos < n; pos++) {
@@ -824,7 +825,7 @@ static void run_all(const Ops *table, char **only) {
 int main(int argc, char **argv) {
     const bool cpu = argc < 2 || strcmp(argv[1], "-cuda") != 0, few = !cpu && argc > 2 && strcmp(argv[2], "-few") == 0;
     char **only = argv + (cpu ? 1 : few ? 3 : 2);
-    if (few) shares = 4;
+    if (few) shares = 15;
     if (cpu) run_all(cpu_ops(), only);
 #ifdef USE_CUDA
     if (cuda_ops()) run_all(cuda_ops(), only);
