@@ -295,7 +295,7 @@ static int32_t choose(const float *logits, int vocab, const uint32_t *mask, cons
 }
 
 static int shares = 1;                                 // 15: a fifteenth of the runs will do
-static int share(int runs) { return runs >= shares ? runs / shares : 1; }
+static int fewer(int runs) { return runs >= shares ? runs / shares : 1; }
 
 static void test_choice(void) {
     static const int sizes[] = { 1, 2, 31, 32, 33, 100, 1000, 5003, BIG };
@@ -318,7 +318,7 @@ static void test_choice(void) {
             for (int i = 0; i < (vocab + 31) / 32; i++) mask[i] = rnd(1u << 31) << 1 | rnd(2);
             int bad = 0, n = 0;
             char first[200] = "";
-            for (int run = 0; run < share(vocab == BIG ? 10 : 60); run++) {
+            for (int run = 0; run < fewer(vocab == BIG ? 10 : 60); run++) {
                 static const int top_k[] = { 0, 64, 1, 2, 40, 1000, 200000 };
                 static const float top_p[] = { 1, 0.95f, 0.3f, 0, 0.999f }, min_p[] = { 0, 0, 0.05f, 1 };
                 static const float temperature[] = { 1, 0.2f, 1.7f, 0, 30 };
@@ -366,7 +366,7 @@ static void test_spread(void) {
             if (shape == 8) z[crowd] = INFINITY;
             int bad = 0, n = 0;
             char first[200] = "";
-            for (int run = 0; run < share(vocab == BIG ? 4 : 40); run++) {
+            for (int run = 0; run < fewer(vocab == BIG ? 4 : 40); run++) {
                 const int masked = (int)rnd(4);        // all; few; a run of neighbours; all but one
                 memset(mask, masked == 3 ? 0xff : 0, (size_t)words * sizeof *mask);
                 for (int i = masked == 1 ? (int)rnd(4) : 0; i > 0; i--) {
@@ -422,7 +422,7 @@ static void test_weights(void) {
 
 static void edge(const char *name, const float *z, int vocab, const uint32_t *mask, const float *bias, SampleParams p, int32_t want) {
     if (!p.repeat) p.repeat = 1;
-    const int n = share(50);
+    const int n = fewer(50);
     int bad = 0;
     int32_t got = 0;
     for (int pos = 0; pos < n; pos++) {

@@ -44,6 +44,7 @@ struct Warp {
     uint64_t call[32];        // what << 32 | mask
     int parameter[32];
     uint64_t value[32], result[32];
+    const uint64_t *mbarrier[32];              // that a lane waits at
 };
 
 static size_t round16(size_t n) { return (n + 15) / 16 * 16; }
@@ -462,8 +463,11 @@ void cuda_mbarrier_arrive(uint64_t *b, bool copies) {
     if (--m.missing == 0) {
         m.missing = m.count, m.phase++;
         for (Warp *w = block.warps; w < block.warps + (block.n_threads + 31) / 32; w++) {
-            if (w->at_mbarrier) make_ready(block, w, w->at_mbarrier);        // they look again
-            w->at_mbarrier = 0;
+            unsigned here = 0;
+            for (unsigned set = w->at_mbarrier; set; set &= set - 1)
+                if (w->mbarrier[__builtin_ctz(set)] == b) here |= set & -set;
+            w->at_mbarrier &= ~here;
+            if (here) make_ready(block, w, here);      // they look again
         }
     }
     memcpy(b, &m, sizeof m);
@@ -472,6 +476,7 @@ void cuda_mbarrier_arrive(uint64_t *b, bool copies) {
 void cuda_mbarrier_wait(uint64_t *b, unsigned parity) {
     for (Mbarrier m; memcpy(&m, b, sizeof m), (m.phase & 1) == parity; ) {
         block.warp->at_mbarrier |= 1u << block.lane;
+        block.warp->mbarrier[block.lane] = b;
         wait_for_others(block);
     }
 }
