@@ -2,7 +2,7 @@
 # The kernels of gemma4_kernels.cu without a GPU: compiled by g++ and carried out by tests/cuda_on_cpu, whose cuda_runtime.h says
 # what that proves and what it does not. First the emulator itself, with planted faults; then each operation against double
 # precision, the sampler, whole models against the CPU backend, the layout of weights, and answers whose steps run ahead of the
-# host, as far as two minutes on two cores go. On a machine with a GPU the same programs run on it, whole.
+# host, as far as some four minutes on two cores go. On a machine with a GPU the same programs run on it, whole.
 # Environment: BUILD (build), STRICT=1 (a skip fails).
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
