@@ -61,9 +61,10 @@ $(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/kernels.o
 $(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
 	$(COMPILE) $(EDIT_FLAG) -DUSE_CUDA -c gemma4.c -o $@
 $(B)/kernels.o: gemma4_kernels.cu gemma4.h $(B)/flags
-	$(NVCC) -O3 -std=c++17 -lineinfo --split-compile=0 $(ARCH_FLAGS) -c $< -o $@
+	$(NVCC) -O3 -std=c++17 -lineinfo --split-compile=0 $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
 $(B)/flags: FORCE               # holds the command lines; a change of compiler or flags rebuilds what they built
-	@mkdir -p $(B); echo '$(COMPILE) $(EDIT_LIB) $(NVCC) $(ARCH)' | cmp -s - $@ || echo '$(COMPILE) $(EDIT_LIB) $(NVCC) $(ARCH)' > $@
+	@mkdir -p $(B); echo '$(COMPILE) $(EDIT_LIB) $(NVCC) $(ARCH) $(NVCC_FLAGS)' | cmp -s - $@ || \
+	  echo '$(COMPILE) $(EDIT_LIB) $(NVCC) $(ARCH) $(NVCC_FLAGS)' > $@
 
 test: $(ENGINE) test-programs   ## build what is missing and run all tests
 	@BUILD=$(B) GEMMA4='$(CURDIR)/$(BIN)' sh tests/run.sh
@@ -90,8 +91,9 @@ $(E)/test_emulator: tests/test_emulator.cpp tests/test.h $(wildcard tests/cuda_o
 asan:                           ## run all tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(MAKE) --no-print-directory test B=build/asan BIN=build/asan/gemma4 ENGINE=cpu EMULATOR= CFLAGS="-O1 -march=native -g \
 	-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"
-sanitize: test-programs         ## run the GPU's tests under compute-sanitizer
-	@BUILD=$(B) tests/sanitize.sh
+sanitize:                       ## run the GPU's tests under compute-sanitizer
+	@$(MAKE) --no-print-directory test-programs B=build/sanitize NVCC_FLAGS=-DARRIVING_LANES=32
+	@BUILD=build/sanitize tests/sanitize.sh
 
 FUZZ_CC      ?= clang
 FUZZ_SECONDS ?= 60

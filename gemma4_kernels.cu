@@ -93,6 +93,8 @@ static struct {
     Recorded *step;           // between begin() and end(): recorded or replayed; NULL: its operations are carried out
     bool   recording;
     int64_t n_launches;       // so far
+    int    last_blocks;       // of the last of them
+    bool   last_was_product;  // that wrote neither rows and lengths of sessions nor caches
     Mark   marks[MAX_MARKS];
     int    n_marks;           // given out so far
     void  *reserved;          // the last one
@@ -131,7 +133,8 @@ static int max_int(int a, int b) { return a > b ? a : b; }
 
 // ==== [2] Launch; warp and block helpers =============================================================================
 // Kernels follow each other closely: the blocks of a launch come up while the last blocks of the launch before it still work,
-// and take_turn() holds them until its results can be read. What no operation writes (weights) may be fetched before.
+// and take_turn() holds them until its results can be read. Before, they may read what no operation writes (weights), and what the
+// launches before that last one wrote: it let others come up when it had its own turn, so those had ended.
 
 extern __shared__ __align__(16) char shared_bytes[];   // dynamic shared memory of whatever kernel runs
 
@@ -159,6 +162,8 @@ static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
     config.attrs = &early;
     config.numAttrs = cuda.starts_early;
     cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+    cuda.last_was_product = false;
+    cuda.last_blocks = (int)(grid.x * grid.y * grid.z);
     cuda.n_launches += !cuda.recording;
 }
 
@@ -957,6 +962,7 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, const 
     const In &in = o.in;
     constexpr bool WIDE = QUADS == 0;
     const int cols = o.cols, stride = (cols + 3) / 4 * 4, n_quads = WIDE ? INT_MAX : QUADS, quads = WIDE ? o.quads : 1;
+    const int warp_first = threadIdx.x / 32 * 128;     // a warp whose values lie behind the end has nothing to do
     const size_t at = row * cols;
     const unsigned first = (unsigned)row * (unsigned)cols / 4 + threadIdx.x;   // the rows of a step have less than 2^32 values
     const float4 none = make_float4(0, 0, 0, 0);
@@ -977,7 +983,7 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, const 
     if (!WIDE) {
 #pragma unroll
         for (int j = 0; j < QUADS; j++) {
-            if (4 * ROW_THREADS * j >= cols) break;
+            if (warp_first + 4 * ROW_THREADS * j >= cols) break;
             x[j] = fetch(in.x, j);
             d[0][j] = fetch(in.delta[0], j);
             d[1][j] = fetch(in.delta[1], j);
@@ -992,7 +998,7 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, const 
         float sum[2] = { 0, 0 };
 #pragma unroll
         for (int j = 0; j < n_quads; j++) {
-            if (4 * ROW_THREADS * j >= cols) break;
+            if (warp_first + 4 * ROW_THREADS * j >= cols) break;
             sum[0] = squares4(WIDE ? fetch(in.delta[0], j) : d[0][j], sum[0]);
             sum[1] = squares4(WIDE ? fetch(in.delta[1], j) : d[1][j], sum[1]);
         }
@@ -1003,7 +1009,7 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, const 
     const bool post = in.w_post && (in.delta[0] || in.delta[1]);
 #pragma unroll
     for (int j = 0; j < n_quads; j++) {
-        if (4 * ROW_THREADS * j >= cols) break;
+        if (warp_first + 4 * ROW_THREADS * j >= cols) break;
         float4 a = WIDE ? fetch(in.delta[0], j) : d[0][j], b = WIDE ? fetch(in.delta[1], j) : d[1][j];
         if (normed0) a = multiply4(weight(w, in.w_delta[0], j), scale4(a, scale[0]));
         if (normed1) b = multiply4(weight(w1, in.w_delta[1], j), scale4(b, scale[1]));
@@ -1016,7 +1022,7 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, const 
     sum = 0;
 #pragma unroll
     for (int j = 0; j < n_quads; j++) {
-        if (4 * ROW_THREADS * j >= cols) break;
+        if (warp_first + 4 * ROW_THREADS * j >= cols) break;
         float4 a = WIDE ? held(j) : d[0][j];
         if (post) a = multiply4(weight(w_post, in.w_post, j), scale4(a, post_scale));
         a = scale4(add4(WIDE ? fetch(in.x, j) : x[j], a), in.scale);
@@ -1029,7 +1035,7 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, const 
 #pragma unroll
     for (int j = 0; j < n_quads; j++) {
         const int i = 4 * (threadIdx.x + ROW_THREADS * j);
-        if (i - 4 * (int)(threadIdx.x % 32) >= cols) break;
+        if (warp_first + 4 * ROW_THREADS * j >= cols) break;
         const float4 a = WIDE ? held(j) : x[j];
 #pragma unroll 1
         for (int k = 0; k < o.n; k++) {
@@ -1267,10 +1273,12 @@ enum { MAX_JOBS = 6, MAX_INPUTS = 2, PRODUCT_WARPS = ROW_THREADS / 32, UNIT = 4,
        TILE = 32, TILE_UNITS = TILE / UNIT, DOWN_TILE = 2 * UNIT,
        TILE_ROWS = 4,         // from here on inputs are prepared in global memory
        CHUNK_ROWS = 3,        // rows that a block works on at once
-       LOTS = 8,              // tiles whose sums wait for each other, so that warps need not
        SPREAD_COLS = 4096,    // rows of weights that a warp may take alone
        AHEAD_STEPS = 12,      // so many times 8 groups of a first row come into L2 ahead: more only cost time (README)
        ROW_STEP = 384 };      // bytes of 8 groups of an int8 row in shared memory
+
+// Tiles whose sums wait for each other, so that warps need not: as many as there are warps to finish them, one for each row.
+ON_DEVICE static constexpr int lots_of(int rows) { return rows == 1 ? 8 : PRODUCT_WARPS / rows; }
 
 // An input as a block holds it in shared memory. f32: rows of f_row bytes, padded with zeros. int8: for 8 groups at a time the
 // first halves (8 x 16 bytes), the second halves, and for each group { scale, sum of its integers, of its halves }. So the 8
@@ -1636,40 +1644,43 @@ __device__ static inline void choose_experts(const Choice &o, const float *logit
 }
 
 // The results of row r of n in a tile, by a warp: act(gate) * up, or gelu(sum) * u, as Act, 32 features. Or the weighted sum of a
-// row's experts.
-template <int R> __device__ __noinline__ static void finish_tile(int number, int first_row, int r, int n, const float *results) {
+// row's experts. All warps of the block meet in it or beside it, when the sums are whole: what can be known before is worked out
+// before, as most warps come there early.
+template <int R> __device__ __noinline__ static void finish_tile(Item item, int first_row, int r, int n, const float *results) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
-    const int lane = threadIdx.x % 32, *ids = (const int *)(shared_bytes + jobs.pairs_at);
-    if (r >= n) return;
-    const Item item = item_at(jobs, true, number);
     const Job &o = jobs.job[item.job];
+    const int lane = threadIdx.x % 32, *ids = (const int *)(shared_bytes + jobs.pairs_at);
     const bool pairs = o.kind == JOB_GATED && o.ids, inside = item.first + lane < o.rows;
-    if ((r && o.ids) || behind(o, item, n)) return;
+    if (r >= n || (r && o.ids) || behind(o, item, n)) {
+        sync_first<ROW_THREADS>();
+        return;
+    }
     if (o.kind == JOB_DOWN) {
-        if (lane >= DOWN_TILE || !inside) return;
         ids += item.pair * o.n_used;
-        const float *weights = (const float *)ids + R * jobs.n_used;
+        const float *weights = (const float *)ids + R * jobs.n_used, *factor = o.factor;
+        sync_first<ROW_THREADS>();
+        if (lane >= DOWN_TILE || !inside) return;
         float v = 0;
         for (int j = 0; j < o.n_used; j++) {
             const float sum = results[j * DOWN_TILE + lane];
-            v = __fmaf_rn(weights[j], o.factor ? o.factor[ids[j]] * sum : sum, v);
+            v = __fmaf_rn(weights[j], factor ? factor[ids[j]] * sum : sum, v);
         }
         o.out[(size_t)(first_row + item.pair) * o.rows + item.first + lane] = v;
         return;
     }
-    const float *sum = results + lane / UNIT * jobs.n_results + lane % UNIT;
+    const bool gated = o.kind == JOB_GATED;
+    const float *sum = results + lane / UNIT * jobs.n_results + r * UNIT + lane % UNIT;
     const int e = pairs ? ids[item.pair] : 0;
     const size_t row = pairs ? (size_t)first_row * o.n_used + item.pair : first_row + r, at = row * o.rows + item.first;
-    float v = inside ? sum[r * UNIT] : 0;
-    if (o.factor) v *= o.factor[e];
-    if (o.kind == JOB_GATED) {
-        const float up = inside ? sum[TILE_UNITS * jobs.n_results + r * UNIT] : 0;
-        v = activate(o.fn, v) * (o.up_factor ? o.up_factor[e] * up : up);
-    } else {
-        v = activate(ACT_GELU, v) * (inside ? o.u[row * o.u_stride + item.first + lane] : 0);
-    }
-    if (o.act.f && inside) o.act.f[at + lane] = v;
-    if (o.act.q) quantise_group(v, o.act.q + at, o.act.s + at / 32);
+    const float factor = o.factor ? o.factor[e] : 1, up_factor = gated && o.up_factor ? o.up_factor[e] : 1;
+    const float u = !gated && inside ? o.u[row * o.u_stride + item.first + lane] : 0;
+    const ActFn fn = gated ? o.fn : ACT_GELU;
+    const Act out = o.act;
+    const float *up = sum + (gated ? TILE_UNITS * jobs.n_results : 0);
+    sync_first<ROW_THREADS>();
+    const float v = activate(fn, inside ? factor * *sum : 0) * (gated ? inside ? up_factor * *up : 0 : u);
+    if (out.f && inside) out.f[at + lane] = v;
+    if (out.q) quantise_group(v, out.q + at, out.s + at / 32);
 }
 
 // A unit of a router is done, logits of n rows from first_row on; the warp that did the last one chooses the experts.
@@ -1689,7 +1700,7 @@ __device__ __noinline__ static void router_unit_done(int first_row, int n) {
 
 // product: the jobs of a launch.
 //   shapes    w (rows, cols) per expert, y (n_rows, cols), out (n_rows, rows)
-//   launch    grid (a block per SM, or fewer where there is less work; chunks of R rows), block 512, dynamic shared memory: jobs,
+//   launch    grid (a block per SM, or fewer: less work, SMs still busy; chunks of R rows), block 512, dynamic shared memory: jobs,
 //             inputs, norm weights, sums. Tiles go to the blocks in turn: of JOB_GATED and JOB_INJECT 32 features, a warp 4 of
 //             them of one matrix; of JOB_DOWN 8 features, a warp 4 of them and every 8th expert. Then units of JOB_STORE, a warp
 //             for itself: 4 features, or a single one where there are few and long rows
@@ -1718,10 +1729,12 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
     if (jobs.made.n) make_inputs<ROW_QUADS, R>(first_row, n, last);
     __syncthreads();
 
+    __shared__ Item own_tile[PRODUCT_WARPS];           // which each warp finishes
     float *all_results = (float *)(shared_bytes + jobs.results_at);
     for (int t = blockIdx.x, lot = 0; t < jobs.n_tiles; t += gridDim.x) {
         const Item item = item_at(jobs, true, t);
         const Job &o = jobs.job[item.job];
+        if (lane == 0 && warp / R == lot) own_tile[warp] = item;
         float *results = all_results + lot++ * PRODUCT_WARPS * jobs.n_results;
         if (t + (int)gridDim.x >= jobs.n_tiles && first_unit < jobs.n_units) fetch_item(jobs, false, first_unit);
         if (!behind(o, item, n) && o.kind == JOB_DOWN) {
@@ -1737,12 +1750,12 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
             if (first < o.rows && (!up || o.kind == JOB_GATED))
                 multiply_part<R>(jobs, o, up, e, first, UNIT, y_first, o.ids ? 1 : n, results + warp * jobs.n_results);
         }
-        if (lot < LOTS && t + (int)gridDim.x < jobs.n_tiles) continue;
-        __syncthreads();               // sums of all lots are whole
-        for (int i = warp; i < lot * R; i += PRODUCT_WARPS)
-            finish_tile<R>(t - (lot - 1 - i / R) * gridDim.x, first_row, i % R, n,
-                           all_results + i / R * PRODUCT_WARPS * jobs.n_results);
-        __syncthreads();               // and have been read
+        if (lot < lots_of(R) && t + (int)gridDim.x < jobs.n_tiles) continue;
+        __syncwarp();                  // own_tile is written
+        if (warp < lot * R)
+            finish_tile<R>(own_tile[warp], first_row, warp % R, n, all_results + warp / R * PRODUCT_WARPS * jobs.n_results);
+        else sync_first<ROW_THREADS>();                // sums of all lots are whole
+        if (t + (int)gridDim.x < jobs.n_tiles || jobs.n_units) sync_first<ROW_THREADS>();      // and have been read
         lot = 0;
     }
     float *results = all_results + warp * jobs.n_results;
@@ -1818,8 +1831,8 @@ static void add_job(Jobs *jobs, Job o) {
 // whatever their number. Its first 8 warps are the 8 slices of a sum: warp w multiplies the groups g with g mod 8 = w, ascending,
 // and at the end the slices meet in the order given above. So the bits are those of few rows.
 //
-// Weights come through a ring of stages in shared memory, each 8 groups of every feature, one for each warp, and the same groups
-// of the rows. Two more warps copy them, one stage each in turn (feed), and do nothing else: what to copy is found out once per
+// Weights come through a ring of stages in shared memory, each 8 groups of 64 features, one for each warp, and the same groups of
+// the rows; or, where 64 features would not reach all SMs, 16 groups of 32 features (`deep`). Two more warps copy them, one stage each in turn (feed), and do nothing else: what to copy is found out once per
 // stage and not by every warp, and beside the arithmetic instead of before it. Nobody waits for all of the block: a copying warp
 // waits until the 8 have used what its stage overwrites, each of these until its stage is there. Blocks take their pieces in turn,
 // and the copies of the next piece are under way while this one ends. Weights that do not depend on the choice of experts are
@@ -1830,7 +1843,8 @@ static void add_job(Jobs *jobs, Job o) {
 // global memory; the last of the blocks with the same features adds up each row's pairs, j ascending, whoever made them.
 
 enum { TILE_WARPS = 8, TILE_THREADS = 32 * TILE_WARPS, COPY_WARPS = 2, TILE_BLOCK = TILE_THREADS + 32 * COPY_WARPS,
-       TILE_STAGES = 4, TILE_EXPERTS = TILE_THREADS, TILE_ROW = 8 * 32 + 16, SUMS_PITCH = 68,
+       TILE_STAGES = 4, TILE_EXPERTS = TILE_THREADS, TILE_ROW = 8 * 32 + 16,
+       ROW_AREA = 8 * (TILE_ROW + 8 * (int)sizeof(float)), SUMS_PITCH = 68,
        SUMS_BYTES = TILE_WARPS * 8 * SUMS_PITCH * 4 };
 
 // How 8 groups of one feature lie in a stage: its planes behind each other (lo at 0), each from the 16 bytes on in which it
@@ -1855,7 +1869,7 @@ typedef struct {              // a launch
     Jobs   jobs;
     int    record[MAX_JOBS];  // bytes; 0: a matrix of floats
     int    features[MAX_JOBS];                 // of the result that a piece makes
-    int    width[MAX_JOBS];   // features in a stage, 32 or 64: JOB_GATED has 32 of gate and 32 of up
+    bool   deep[MAX_JOBS];    // the second half of a stage is not of 32 features more (JOB_GATED: of up), but of the next 8 groups
     int    tiles[MAX_JOBS];   // pieces of a matrix
     bool   floats;            // there are such
     int    expert_job, n_pairs;                // -1: none
@@ -1970,6 +1984,12 @@ __device__ static inline unsigned piece_row(const Job &o, const Piece &p, int ha
 
 // ---- copies ----
 
+// Lanes that say for their warp that it has used a stage, behind a __syncwarp. With all 32 steps of 4 and 8 rows take 5 % longer;
+// compute-sanitizer's racecheck believes no lane that does not say so itself, so `make sanitize` sets 32.
+#ifndef ARRIVING_LANES
+#define ARRIVING_LANES 1
+#endif
+
 // For each place in the ring: its stage is there; the 8 warps have used it.
 typedef struct { uint64_t there[TILE_STAGES], used[TILE_STAGES]; } Ring;
 __device__ static inline Ring *ring_of(const Tiling &t) { return (Ring *)(shared_bytes + t.ring_at); }
@@ -2006,26 +2026,29 @@ template <DType T, int PLANE> struct PlaneCopy {
     int      left;            // bytes from that stage to the end of a row
 };
 template <DType T, int PLANE> __device__ static inline void begin_copy(PlaneCopy<T, PLANE> *c, const Job &o, const Piece &p,
-                                                                       int stage) {
+                                                                       bool deep, int stage) {
     constexpr PlanePart part = part_of(T, PLANE);
-    const int lane = threadIdx.x % 32, bytes = o.row_bytes[0][PLANE];
+    const int lane = threadIdx.x % 32, bytes = o.row_bytes[0][PLANE], done = (deep ? 2 : 1) * stage * part.step;
     c->apart = part.at_once * bytes;
-    c->left = bytes - stage * part.step;
+    c->left = bytes - done;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const Planes &w = h && o.kind == JOB_GATED ? o.up : o.w;
-        c->from[h] = (&w.lo)[PLANE] + (size_t)(piece_row(o, p, h) + lane / part.lanes) * bytes + stage * part.step +
-                     lane % part.lanes * 16;
+        c->from[h] = (&w.lo)[PLANE] + (size_t)(piece_row(o, p, h && !deep) + lane / part.lanes) * bytes + done +
+                     (h && deep ? part.step : 0) + lane % part.lanes * 16;
     }
 }
 // Asks for a stage of it and goes on to the warp's next one. there: features of each half that there are.
-template <DType T, int PLANE> __device__ static inline void copy_plane(PlaneCopy<T, PLANE> *c, char *to, const int there[2]) {
+template <DType T, int PLANE> __device__ static inline void copy_plane(PlaneCopy<T, PLANE> *c, char *to, bool deep,
+                                                                       const int there[2]) {
     constexpr PlanePart part = part_of(T, PLANE);
     if (!part.step) return;
-    const int lane = threadIdx.x % 32, first = lane / part.lanes, chunk = lane % part.lanes * 16, need = min(part.step, c->left);
+    const int lane = threadIdx.x % 32, first = lane / part.lanes, chunk = lane % part.lanes * 16;
+    const int on = (deep ? 2 : 1) * COPY_WARPS * part.step;
     char *at = to + first * record_of(T).size + part.at + chunk;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
+        const int left = c->left - (h && deep ? part.step : 0), need = left > 0 ? min(part.step, left) : -16;
 #pragma unroll
         for (int i = 0; i < part.lanes; i++) {
             const uint8_t *p = c->from[h] + i * c->apart;
@@ -2033,30 +2056,33 @@ template <DType T, int PLANE> __device__ static inline void copy_plane(PlaneCopy
             if (first + i * part.at_once < there[h] && chunk < need + before)
                 copy_line_ahead(at + (32 * h + i * part.at_once) * record_of(T).size, p - before);
         }
-        c->from[h] += COPY_WARPS * part.step;
+        c->from[h] += on;
     }
-    c->left -= COPY_WARPS * part.step;
+    c->left -= on;
 }
 
 // A copying warp's stages of a piece: every second one, each as soon as its place in the ring is free. Rows come in int8, TILE_ROW
 // bytes apart, then their scales, (8 groups, 8 NT rows): a lane takes 16 bytes of every second row, and a scale of every fourth.
+// In deep stages the same follows for the next 8 groups.
 // early: take_turn() is still to come, and as many weights as the ring takes are asked for before it.
 template <DType T, int NT> __device__ static inline void feed_piece(const Tiling &t, const Piece &p, Feed *f, bool early) {
     const Job &o = t.jobs.job[p.job];
-    const int lane = threadIdx.x % 32, n_groups = (int)((unsigned)o.cols / 32), n = div_up(n_groups, 8), width = t.width[p.job];
-    const bool gated = o.kind == JOB_GATED, listed = p.job == t.expert_job;
+    const bool deep = t.deep[p.job], listed = p.job == t.expert_job;
+    const int lane = threadIdx.x % 32, n_groups = (int)((unsigned)o.cols / 32), each = deep ? 16 : 8, n = div_up(n_groups, each);
     const int features = o.rows - p.first;
-    const int there[2] = { min(32, features), width == 32 ? 0 : min(32, features - (gated ? 0 : 32)) };
+    const int there[2] = { min(32, features), min(32, features - (deep || o.kind == JOB_GATED ? 0 : 32)) };
     Ring *ring = ring_of(t);
     PlaneCopy<T, 0> lo;
     PlaneCopy<T, 1> hi;
     PlaneCopy<T, 2> head;
     PlaneCopy<T, 3> sup;
-    begin_copy(&lo, o, p, f->stage);
-    begin_copy(&hi, o, p, f->stage);
-    begin_copy(&head, o, p, f->stage);
-    begin_copy(&sup, o, p, f->stage);
-    auto row_of = [&](int r) { return (r >= p.n ? 0 : listed ? list_of(t, LIST_ROW)[p.from + r] : r) * n_groups + 8 * f->stage; };
+    begin_copy(&lo, o, p, deep, f->stage);
+    begin_copy(&hi, o, p, deep, f->stage);
+    begin_copy(&head, o, p, deep, f->stage);
+    begin_copy(&sup, o, p, deep, f->stage);
+    auto row_of = [&](int r) {
+        return (r >= p.n ? 0 : listed ? list_of(t, LIST_ROW)[p.from + r] : r) * n_groups + each * f->stage;
+    };
     unsigned row[4 * NT], scale[2 * NT];               // where in the input
 #pragma unroll
     for (int i = 0; i < 4 * NT; i++) row[i] = row_of(lane / 16 + 2 * i) * 32 + lane % 16 * 16;
@@ -2077,26 +2103,33 @@ template <DType T, int NT> __device__ static inline void feed_piece(const Tiling
         char *to = shared_bytes + f->slot * t.stage_bytes;
         if (f->used) mbarrier_wait(&ring->used[f->slot], f->parity);
         if (early || f->stage >= ahead) {              // weights
-            copy_plane(&lo, to, there);
-            copy_plane(&hi, to, there);
-            copy_plane(&head, to, there);
-            copy_plane(&sup, to, there);
+            copy_plane(&lo, to, deep, there);
+            copy_plane(&hi, to, deep, there);
+            copy_plane(&head, to, deep, there);
+            copy_plane(&sup, to, deep, there);
         }
         if (!early) {                                  // rows
-            char *q = to + width * record_of(T).size, *s = q + 8 * NT * TILE_ROW;
-            const bool q_there = 8 * f->stage + lane % 16 / 2 < n_groups, s_there = 8 * f->stage + lane % 8 < n_groups;
+            char *q = to + 64 * record_of(T).size;
+#pragma unroll 1
+            for (int first = 0; first < each; first += 8, q += ROW_AREA * NT) {
+                const int group = each * f->stage + first;
+                const bool q_there = group + lane % 16 / 2 < n_groups, s_there = group + lane % 8 < n_groups;
 #pragma unroll
-            for (int i = 0; i < 4 * NT; i++) {
-                const int r = lane / 16 + 2 * i;
-                if (r < p.n && q_there) copy_ahead(q + r * TILE_ROW + lane % 16 * 16, in_q + row[i]);
-                row[i] += COPY_WARPS * 8 * 32;
+                for (int i = 0; i < 4 * NT; i++) {
+                    const int r = lane / 16 + 2 * i;
+                    if (r < p.n && q_there) copy_ahead(q + r * TILE_ROW + lane % 16 * 16, in_q + row[i] + 32 * first);
+                }
+#pragma unroll
+                for (int i = 0; i < 2 * NT; i++) {
+                    const int r = lane / 8 + 4 * i;
+                    if (r < p.n && s_there)
+                        copy_word_ahead(q + 8 * NT * TILE_ROW + (lane % 8 * 8 * NT + r) * 4, in_s + scale[i] + first);
+                }
             }
 #pragma unroll
-            for (int i = 0; i < 2 * NT; i++) {
-                const int r = lane / 8 + 4 * i;
-                if (r < p.n && s_there) copy_word_ahead(s + (lane % 8 * 8 * NT + r) * 4, in_s + scale[i]);
-                scale[i] += COPY_WARPS * 8;
-            }
+            for (int i = 0; i < 4 * NT; i++) row[i] += COPY_WARPS * each * 32;
+#pragma unroll
+            for (int i = 0; i < 2 * NT; i++) scale[i] += COPY_WARPS * each;
             mbarrier_arrive_on_copies(&ring->there[f->slot]);
         }
         f->stage += COPY_WARPS;
@@ -2225,12 +2258,12 @@ template <DType T> __device__ static inline void tile_rows(TileRows<T> *y, const
     }
 }
 
-// acc += one group of 32 features, or 64, times n rows. acc[m][i]: 16 features by 8 rows, as multiply_int8 has them. row, up:
-// numbers of the planes' rows of the first features of both halves. The terms are those of scaled_term:
+// acc += one group of 64 features, or (DEEP) two of 32, times n rows. acc[m][i]: 16 features by 8 rows, as multiply_int8 has them.
+// row, up: numbers of the planes' rows of the first features of both halves. The terms are those of scaled_term:
 // a * (START + n) - a * START, rounded once, is a * n rounded, for a * START is exact where a has 22 bits and is less than 2^104:
 // in every type but MXFP4.
-template <DType T, int NT> __device__ static inline void multiply_group(float (&acc)[4][NT][4], const char *records,
-        const char *rows, unsigned row, unsigned up, bool wide, int n_groups, int stage, int n, int slice, int lane) {
+template <DType T, int NT, bool DEEP> __device__ static inline void multiply_group(float (&acc)[4][NT][4], const char *records,
+        const char *rows, unsigned row, unsigned up, int n_groups, int stage, int n, int slice, int lane) {
     constexpr bool halves = Traits<T>::halves, min = Traits<T>::min, folds = T != T_MXFP4;
     const int t = lane / 4, k = lane % 4;
     const char *q = rows + t * TILE_ROW + 32 * slice + 4 * k;
@@ -2239,7 +2272,11 @@ template <DType T, int NT> __device__ static inline void multiply_group(float (&
     if (NT == 1) tile_rows(&y, q, s);
 #pragma unroll
     for (int h = 0; h < 2; h++, records += 32 * record_of(T).size, row = up) {
-        if (h && !wide) break;
+        if (DEEP && h) {
+            if (8 * ++stage + slice >= n_groups) break;
+            q += ROW_AREA * NT, s += ROW_AREA * NT / 4;
+            if (NT == 1) tile_rows(&y, q, s);
+        }
         unsigned a[2][4];
         float own[2], own_least[2], scale[2][2][2], least[2][2][2];          // [tile][features t, t + 8][half]
         tile_codes<T>(a, records, row, n_groups, stage, slice, lane);
@@ -2265,7 +2302,8 @@ template <DType T, int NT> __device__ static inline void multiply_group(float (&
                     if (halves) term = __fmaf_rn(x[1], from_start(dot[1][j]), term);
                     if (halves && min) term = __fmaf_rn(z[1], y.sum[1][j % 2], term);
                     if (min) term = __fmaf_rn(z[0], y.sum[0][j % 2], term);
-                    acc[2 * h + m][i][j] = __fmaf_rn(j % 2 ? y.scale.y : y.scale.x, term, acc[2 * h + m][i][j]);
+                    float *sum = &acc[DEEP ? m : 2 * h + m][i][j];
+                    *sum = __fmaf_rn(j % 2 ? y.scale.y : y.scale.x, term, *sum);
                 }
             }
         }
@@ -2273,21 +2311,20 @@ template <DType T, int NT> __device__ static inline void multiply_group(float (&
 }
 
 // All stages of a piece. slot: where in the ring the next one lies; parity: of the round.
-template <DType T, int NT> __device__ static inline void multiply_stages(const Tiling &t, int *slot, unsigned *parity,
-        float (&acc)[4][NT][4], const Job &o, const Piece &p, bool wide) {
+template <DType T, int NT, bool DEEP> __device__ static inline void multiply_stages(const Tiling &t, int *slot, unsigned *parity,
+        float (&acc)[4][NT][4], const Job &o, const Piece &p) {
     Ring *ring = ring_of(t);
     const int n_groups = (int)((unsigned)o.cols / 32);
-    const unsigned row = piece_row(o, p, 0), up = piece_row(o, p, 1);
+    const unsigned row = piece_row(o, p, 0), up = DEEP ? row : piece_row(o, p, 1);
     const int thread = NT == 1 ? afresh(threadIdx.x) : threadIdx.x, slice = thread / 32, lane = thread % 32;
 #pragma unroll 1
-    for (int stage = 0; 8 * stage < n_groups; stage++) {
+    for (int stage = 0; 8 * stage < n_groups; stage += DEEP ? 2 : 1) {
         const char *records = shared_bytes + *slot * t.stage_bytes;
         mbarrier_wait(&ring->there[*slot], *parity);
         if (8 * stage + slice < n_groups)
-            multiply_group<T, NT>(acc, records, records + (wide ? 64 : 32) * record_of(T).size, row, up, wide, n_groups, stage,
-                                  p.n, slice, lane);
+            multiply_group<T, NT, DEEP>(acc, records, records + 64 * record_of(T).size, row, up, n_groups, stage, p.n, slice, lane);
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(&ring->used[*slot]);
+        if (lane < ARRIVING_LANES) mbarrier_arrive(&ring->used[*slot]);
         if (++*slot == t.stages) *slot = 0, *parity ^= 1;
     }
 }
@@ -2401,7 +2438,7 @@ tile_kernel(const __grid_constant__ Tiling t) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if ((int)threadIdx.x < t.stages) {
         mbarrier_init(&ring_of(t)->there[threadIdx.x], 32);
-        mbarrier_init(&ring_of(t)->used[threadIdx.x], TILE_WARPS);
+        mbarrier_init(&ring_of(t)->used[threadIdx.x], TILE_WARPS * ARRIVING_LANES);
     }
     __syncthreads();
     float *sums = (float *)(shared_bytes + t.sums_at);
@@ -2425,13 +2462,14 @@ tile_kernel(const __grid_constant__ Tiling t) {
     while (next_piece(t, &walk, &p)) {
         const Job &o = t.jobs.job[p.job];
         const bool floats = !t.record[p.job], gated = o.kind == JOB_GATED, down = o.kind == JOB_DOWN;
-        const bool wide = t.width[p.job] == 64;
+        const bool deep = t.deep[p.job];
         float acc[4][NT][4] = { };                     // [tile of 16 features][tile of 8 rows]
         switch (o.type) {
         case T_F32: multiply_floats<T_F32>(o, p); break;
         case T_F16: multiply_floats<T_F16>(o, p); break;
         case T_BF16: multiply_floats<T_BF16>(o, p); break;
-#define CASE(T) case T: multiply_stages<T, NT>(t, &slot, &parity, acc, o, p, wide); break;
+#define CASE(T) case T: deep ? multiply_stages<T, NT, true>(t, &slot, &parity, acc, o, p) \
+                             : multiply_stages<T, NT, false>(t, &slot, &parity, acc, o, p); break;
         QUANTISED_TYPES(CASE)
 #undef CASE
         default: break;
@@ -2442,20 +2480,20 @@ tile_kernel(const __grid_constant__ Tiling t) {
             float *own = sums + (warp * 8 + lane % 4 * 2) * SUMS_PITCH + lane / 4;
 #pragma unroll
             for (int at = 0; at < NT; at++)
-                for (int m = 0; at == i && m < (wide ? 4 : 2); m++)
+                for (int m = 0; at == i && m < (deep ? 2 : 4); m++)
                     for (int j = 0; j < 4; j++) own[j % 2 * SUMS_PITCH + 16 * m + 8 * (j / 2)] = acc[m][at][j];
             sync_first<TILE_THREADS>();
             const int n = 8 * i + warp;
             if (n >= p.n) continue;
             const size_t r = listed ? list_of(t, LIST_PAIR)[p.from + n] : n;
             float v[2] = { };
-            for (int h = 0; h <= wide; h++) {
+            for (int h = 0; h <= !deep; h++) {
                 const float *factor = h && gated ? o.up_factor : o.factor;
                 v[h] = join_slices(sums, warp, 32 * h + lane);
                 if (factor) v[h] = factor[p.expert] * v[h];
             }
 #pragma unroll 1
-            for (int h = 0; h <= (wide && !gated); h++) {
+            for (int h = 0; h <= (!deep && !gated); h++) {
                 const int first = p.first + 32 * h;
                 if (first >= o.rows) break;
                 if (!down) finish_row(o, r, first, h ? v[1] : v[0], v[1]);
@@ -2497,17 +2535,16 @@ static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
         else wide += (o->ids ? min_int(t.n_pairs, o->n_experts) : 1) * div_up(o->kind == JOB_GATED ? 2 * o->rows : o->rows, 64);
     }
     const int tiles = rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8;                     // of 8 rows
-    const int row_bytes = 8 * tiles * (TILE_ROW + 8 * (int)sizeof(float));
     for (int k = 0; k < jobs->n; k++) {
         const Job *o = &jobs->job[k];
-        // Wide pieces take less work for a weight and read the rows less often. Where there is no more than one for each SM, two
-        // blocks of half the features hide each other's latency, and reach more SMs.
-        t.width[k] = o->kind == JOB_GATED || o->kind == JOB_DOWN || wide > cuda.n_sm ? 64 : 32;
+        // Pieces of 64 features take less work for a weight and read the rows less often. Where there is no more than one for each
+        // SM, those of 32 reach more SMs.
+        t.deep[k] = o->kind != JOB_GATED && o->kind != JOB_DOWN && wide <= cuda.n_sm;
         t.record[k] = record_of(o->type).size;
-        t.features[k] = is_float(o->type) ? 1 : o->kind == JOB_GATED ? 32 : t.width[k];
+        t.features[k] = is_float(o->type) ? 1 : o->kind == JOB_GATED || t.deep[k] ? 32 : 64;
         t.tiles[k] = div_up(o->rows, t.features[k]);
         pieces += t.tiles[k] * (o->ids && o->kind == JOB_GATED ? t.n_pairs : 1);
-        if (!is_float(o->type)) t.stage_bytes = max_int(t.stage_bytes, t.width[k] * t.record[k] + row_bytes);
+        if (!is_float(o->type)) t.stage_bytes = max_int(t.stage_bytes, 64 * t.record[k] + (t.deep[k] ? 2 : 1) * ROW_AREA * tiles);
     }
     if (!t.stage_bytes) return false;                  // floats only
     const int lists = t.n_pairs ? round_16((LIST_SIZE * (t.n_pairs + 1) + 1) * (int)sizeof(uint16_t)) : 0;
@@ -2561,13 +2598,14 @@ static size_t place_shared(Jobs *jobs, int rows) {
     at += round_up(jobs->choice.n * sizeof(unsigned), 16);
     jobs->n_results = max_int(rows * UNIT, div_up(jobs->n_used * DOWN_TILE, PRODUCT_WARPS));
     jobs->results_at = (int)at;
-    return at + LOTS * PRODUCT_WARPS * jobs->n_results * sizeof(float);
+    return at + lots_of(rows) * PRODUCT_WARPS * jobs->n_results * sizeof(float);
 }
 
 enum { SHARED_BYTES = 110 << 10 };                     // what CHUNK_ROWS rows may take; more, and rows go through one by one
 
 static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
-    if (launch_tiles(jobs, what, n_rows)) return;
+    cuda.last_was_product = launch_tiles(jobs, what, n_rows);
+    if (cuda.last_was_product) return;
     int r = n_rows == 1 ? 1 : CHUNK_ROWS;
     size_t shared = place_shared(jobs, r);
     if (r > 1 && shared > SHARED_BYTES) shared = place_shared(jobs, r = 1);
@@ -2588,13 +2626,15 @@ static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
         o->n_items = o->blocks_x * (o->kind == JOB_DOWN ? chunk : o->kind == JOB_GATED && o->ids ? chunk * o->n_used : 1);
         *(o->is_tiled ? &jobs->n_tiles : &jobs->n_units) += o->n_items;
     }
-    const int most = max_int(1, cuda.n_sm / n_chunks);
+    // A block fills an SM. Behind a launch of very few it would come up late on theirs, and the next launch would wait for it.
+    const int busy = cuda.last_blocks <= cuda.n_sm / 16 ? cuda.last_blocks : 0, most = max_int(1, (cuda.n_sm - busy) / n_chunks);
     const dim3 grid(min_int(jobs->n_tiles + jobs->n_units, most), n_chunks);
     jobs->more = jobs->n_tiles % grid.x;
     if (jobs->n_units > 2 * PRODUCT_WARPS * (int)(grid.x - jobs->more)) jobs->more = 0;
     // n_rows >= TILE_ROWS: inputs lie in global memory (Job.in)
     launch(r == 1 ? product_kernel<1> : product_kernel<CHUNK_ROWS>, grid, ROW_THREADS, shared, *jobs);
     CHECK_LAUNCH("%s n_rows=%d rows=%d cols=%d", what, n_rows, jobs->job[0].rows, jobs->job[0].cols);
+    cuda.last_was_product = true;
 }
 
 static Job job_of(const Tensor *w, Prepared in, int n_rows) {
@@ -3295,6 +3335,7 @@ typedef struct {
     int      n_heads, n_kv_heads;
     Divisor  by_tiles, by_heads;       // head_tiles, heads
     bool     makes_q, makes_rows;      // rows that the kernel makes itself
+    bool     early;           // nothing but q and its rows is written by the launch before: the rest is read before take_turn()
     bool     v_norm;
     bool     staged;
     bool     fine;            // q in two halves
@@ -3501,8 +3542,8 @@ template <int HD> __device__ static inline void join_columns(const AttendTask &a
 //             the quarters are added in their order. Online softmax in f32, by tiles of KEYS. Weights are rounded to f16, and so
 //             summed; O += V^T P with f32 sums, a warp has an eighth of the dims. Columns never meet, so NC is free
 //   time      with few keys a chain of latencies: the rows of the step, then angles, norms and the first tiles, then those of
-//             the parts. So loads go out before what they wait for is known, loops stay rolled where instructions would be met
-//             only once, and nothing is divided
+//             the parts. So loads go out before what they wait for is known, all but q and the new rows before take_turn() if
+//             `early`; loops stay rolled where instructions would be met only once, and nothing is divided
 //   see       cpu_attend, cpu_qkv_store
 template <int HD, int NC>
 __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_half_kernel(const __grid_constant__ AttendTask a) {
@@ -3540,7 +3581,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
         if (i < 2 * n_pairs) copy_ahead(inv_freq + i / 2, a.inv_freq + i / 2);
     }
     copy_commit();
-    take_turn();
+    if (!a.early) take_turn();
     if ((int)threadIdx.x < n_known) sights[threadIdx.x] = look(a.b, a.n_seqs, a.window, a.own, known + threadIdx.x);
 
     // A warp makes a column of q, or a row of K or V: jobs in this order. Values are asked for a job ahead, the first at once.
@@ -3558,10 +3599,11 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
         }
         head_load(coming, from, HALF);
     };
-    if (NC == 8 && warp < n_jobs) load_job(warp);      // more columns need the registers
+    if (NC == 8 && !a.early && warp < n_jobs) load_job(warp);          // more columns need the registers
     copied<0>();
     __syncthreads();                                   // rows and weights are there
 
+    bool waits = a.early;                              // take_turn() is still to come
     for (int from = 0, to; from < n_here; from = to) { // rows of one segment at a time: mostly there is one
         if (from) __syncthreads();                     // nobody works on the last segment
         const Sight &self = rows[from];
@@ -3597,7 +3639,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
             copy_commit();
             if (i < 0) continue;
             if (i == 0) {
-                if ((NC > 8 || from) && warp < n_jobs) load_job(warp);
+                if ((NC > 8 || from) && !waits && warp < n_jobs) load_job(warp);
                 if (makes) {
                     const double *frequency = from ? a.inv_freq : inv_freq;      // scores lay there
                     for (int k = threadIdx.x; k < n_known * n_pairs; k += ATTEND_THREADS) {
@@ -3605,6 +3647,11 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
                         angle_of(frequency[pair], sights[row].pos, &angles[row * HD + pair], &angles[row * HD + HALF + pair]);
                     }
                     __syncthreads();                   // angles are there
+                }
+                if (waits) {
+                    take_turn();
+                    waits = false;
+                    if (warp < n_jobs) load_job(warp);
                 }
 #pragma unroll 1
                 for (int job = warp; job < n_jobs; job += ATTEND_WARPS) {
@@ -3904,6 +3951,7 @@ static void cuda_attend(const Attend *o) {
             task.n_heads = o->n_heads, task.n_kv_heads = c->n_kv_heads;
             task.by_tiles = divisor(head_tiles), task.by_heads = divisor(heads);
             task.makes_q = makes && store->q, task.makes_rows = makes && store->k;
+            task.early = makes && cuda.last_was_product;
             task.staged = o->stage != NULL, task.fine = n_rows <= STEP_ROWS, task.joins = joins;
             task.q = piece.q;
             task.by_pairs = divisor(1);

@@ -4,7 +4,8 @@
 #   memcheck    everything
 #   racecheck   without what cuBLAS multiplies (on sm_90 the tool cannot run it) and without copy_words, which shares nothing
 #   initcheck   without cuBLAS (on sm_90 the tool does not see what it writes)
-# Needs a GPU, compute-sanitizer (it comes with the CUDA toolkit) and the tests: make ENGINE=cuda test-programs
+# Needs a GPU, compute-sanitizer (it comes with the CUDA toolkit) and the tests as `make sanitize` builds them, with
+# ARRIVING_LANES=32 (gemma4_kernels.cu [5])
 #   tests/sanitize.sh [TOOL ...]
 # Environment: BUILD (build), JOBS (processors, 16 at most), LOGS (a new folder: one log per process), LIMIT (1200 seconds for a
 # process). Where there are several GPUs, all are used.
