@@ -1832,11 +1832,11 @@ static void add_job(Jobs *jobs, Job o) {
 // and at the end the slices meet in the order given above. So the bits are those of few rows.
 //
 // Weights come through a ring of stages in shared memory, each 8 groups of 64 features, one for each warp, and the same groups of
-// the rows; or, where 64 features would not reach all SMs, 16 groups of 32 features (`deep`). Two more warps copy them, one stage each in turn (feed), and do nothing else: what to copy is found out once per
-// stage and not by every warp, and beside the arithmetic instead of before it. Nobody waits for all of the block: a copying warp
-// waits until the 8 have used what its stage overwrites, each of these until its stage is there. Blocks take their pieces in turn,
-// and the copies of the next piece are under way while this one ends. Weights that do not depend on the choice of experts are
-// asked for before take_turn().
+// the rows; or, where 64 features would not reach all SMs, 16 groups of 32 features (`deep`). Two more warps copy them, one stage
+// each in turn (feed), and do nothing else: what to copy is found out once per stage and not by every warp, and beside the
+// arithmetic instead of before it. Nobody waits for all of the block: a copying warp waits until the 8 have used what its stage
+// overwrites, each of these until its stage is there. Blocks take their pieces in turn, and the copies of the next piece are under
+// way while this one ends. Weights that do not depend on the choice of experts are asked for before take_turn().
 //
 // Experts: each block lists which of them the rows chose, and with each the rows that did; a piece is one expert's, with all of
 // its rows. JOB_DOWN: a block takes 64 features and every so manieth of the listed experts, and leaves the product of every pair in
@@ -2626,8 +2626,10 @@ static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
         o->n_items = o->blocks_x * (o->kind == JOB_DOWN ? chunk : o->kind == JOB_GATED && o->ids ? chunk * o->n_used : 1);
         *(o->is_tiled ? &jobs->n_tiles : &jobs->n_units) += o->n_items;
     }
-    // A block fills an SM. Behind a launch of very few it would come up late on theirs, and the next launch would wait for it.
-    const int busy = cuda.last_blocks <= cuda.n_sm / 16 ? cuda.last_blocks : 0, most = max_int(1, (cuda.n_sm - busy) / n_chunks);
+    // A block fills an SM. Behind a launch of very few, which it may overlap, it would come up late on theirs, and the next launch
+    // would wait for it.
+    const int busy = cuda.starts_early && cuda.last_blocks <= cuda.n_sm / 16 ? cuda.last_blocks : 0;
+    const int most = max_int(1, (cuda.n_sm - busy) / n_chunks);
     const dim3 grid(min_int(jobs->n_tiles + jobs->n_units, most), n_chunks);
     jobs->more = jobs->n_tiles % grid.x;
     if (jobs->n_units > 2 * PRODUCT_WARPS * (int)(grid.x - jobs->more)) jobs->more = 0;

@@ -1623,19 +1623,19 @@ static void attend_chain(AttendCase t, int len, int n) {
     free(s);
 }
 
-// attend with a store of its own against qkv_store and then attend: all rows at once, and in two views of the step.
+// attend with a store of its own against qkv_store and then attend: all rows at once, in two views of the step, and right behind a
+// product, as in a layer, where a backend may begin with it earlier.
 static void attend_store_case(AttendCase t, bool reader, const Step *s) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, kv_dim = t.n_kv_heads * hd,
               n_pairs = t.n_rot ? t.n_rot : hd / 2;
     CASE("attend", "store in its launch: %s, head_dim %d, heads %d/%d, n_rot %d, window %d, stage %d, k %d, %d rows",
          kv_name(t.type), hd, t.n_heads,
          t.n_kv_heads, t.n_rot, t.window, t.staged, !reader, n);
-    TestCache ring[3] = { new_cache(t.type, 2, t.n_kv_heads, hd, t.slots, t.n_rot) };
-    TestCache stage[3] = { new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot) };
+    TestCache ring[4] = { new_cache(t.type, 2, t.n_kv_heads, hd, t.slots, t.n_rot) };
+    TestCache stage[4] = { new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot) };
     fill_cache(&ring[0]);
     fill_cache(&stage[0]);
-    ring[1] = ring[2] = ring[0];
-    stage[1] = stage[2] = stage[0];
+    for (int path = 1; path < 4; path++) ring[path] = ring[0], stage[path] = stage[0];
     const Batch batch = put_batch(s);
     const float *w_q = floats(hd, 0.05, 0.2), *w_k = t.n_rot ? ring[0].fold : floats(hd, 0.5, 1);      // scores of a few units
     const float *q = floats(n * q_dim, 3, 0), *k = floats(n * kv_dim, 2, 0);
@@ -1645,8 +1645,10 @@ static void attend_store_case(AttendCase t, bool reader, const Step *s) {
                        .rope = { put("inv_freq", inv_freq, (size_t)n_pairs, sizeof(double)), n_pairs },
                        .w_q = put_f("w_q", w_q, hd), .w_k = put_f("w_k", w_k, hd) };
     if (!reader) store.k = store.v = put_f("k", k, n * kv_dim);
-    const float *out[3];
-    for (int path = 0; path < 3; path++) {
+    const Matrix w = matrix(T_Q8_0, 1, 40, 64);
+    const In in = random_in(n, 64, IN_X), in_dev = put_in(&in, n, 64);
+    const float *out[4];
+    for (int path = 0; path < 4; path++) {
         put_cache(&ring[path], false);
         put_cache(&stage[path], false);
         store.cache = &ring[path].c;
@@ -1654,6 +1656,8 @@ static void attend_store_case(AttendCase t, bool reader, const Step *s) {
         store.q = change_f("q", q, n * q_dim);
         float *y = room_f("out", n * q_dim);
         if (path == 0) op->qkv_store(&store);
+        if (path == 3)
+            op->matmul(&(Matmul){ .n_rows = n, .n = 1, .in = in_dev, .w = { &w.t }, .out = { room_f("product", n * 40) } });
         for (int from = 0, to; from < n; from = to) {
             to = path == 2 && !from && n > 1 ? n / 2 : n;
             const Batch view = batch_from(batch, (Run){ from, to - from });
@@ -1667,11 +1671,12 @@ static void attend_store_case(AttendCase t, bool reader, const Step *s) {
         }
         out[path] = fetch_f(y, n * q_dim);
     }
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 6; i++) {
         const int p = i % 2, path = 1 + i / 2;
         const TestCache *a = t.staged ? stage : ring;
         const KvPlane *plane[2] = { p ? &a[0].c.v : &a[0].c.k, p ? &a[path].c.v : &a[path].c.k };
-        if (!p) same_bits(path == 1 ? "out" : "out of views", out[path], out[0], (size_t)(n * q_dim), sizeof(float));
+        const char *what = path == 1 ? "out" : path == 2 ? "out of views" : "out behind a product";
+        if (!p) same_bits(what, out[path], out[0], (size_t)(n * q_dim), sizeof(float));
         const size_t bytes = plane_bytes(&a->c, plane[0]);
         same_bits(p ? "v plane" : "k plane", fetch(plane[1]->data, bytes, 1), fetch(plane[0]->data, bytes, 1),
                   bytes / kv_bytes(t.type), kv_bytes(t.type));
