@@ -710,7 +710,7 @@ __device__ static inline float float_value(DType t, const uint8_t *p, size_t i) 
 }
 
 // X(T) for every quantised type: one case each in the switches below. Most files have the usual ones alone.
-#define USUAL_TYPES(X) X(T_Q8_0) X(T_Q4_0) X(T_Q5_0) X(T_Q4_K) X(T_Q5_K) X(T_Q6_K)
+#define USUAL_TYPES(X) X(T_Q4_K) X(T_Q6_K) X(T_Q8_0) X(T_Q5_0) X(T_Q4_0) X(T_Q5_K)
 #define OTHER_TYPES(X) X(T_Q4_1) X(T_Q5_1) X(T_IQ4_NL) X(T_IQ4_XS) X(T_Q2_K) X(T_Q3_K) X(T_MXFP4) X(T_NVFP4)
 #define QUANTISED_TYPES(X) USUAL_TYPES(X) OTHER_TYPES(X)
 
@@ -875,14 +875,14 @@ typedef struct {              // where a prepared input goes; NULL: not wanted
     __half *h;                // (n_rows, cols) times PROMPT_SCALE
 } Prepared;
 
-enum { ROW_THREADS = 512, ROW_QUADS = 3, ROW_COLS = ROW_THREADS * ROW_QUADS * 4, NORM_WEIGHTS = 5 };
+enum { ROW_THREADS = 512, ROW_QUADS = 3, ROW_COLS = ROW_THREADS * ROW_QUADS * 4, DELTA = 0, POST = 2, PRE = 3, NORM_WEIGHTS = 5 };
 
 // One or two inputs with the same x', whose rows lie at multiples of 16 bytes when `quads` is set.
 typedef struct {
     In   in;
-    const float *norm[NORM_WEIGHTS];           // all weights of norms: w_delta, w_post, w_pre; NULL: none
-    const float *w_pre[2];    // of the first and the second input
+    const float *norm[NORM_WEIGHTS];           // weights of norms: DELTA in.w_delta, POST in.w_post, PRE w_pre of each; NULL: none
     int  n, cols;
+    float by;                 // 1 / cols
     int  quads;
 } RowInputs;
 
@@ -917,9 +917,10 @@ __device__ static inline float squares4(float4 a, float sum) {
     return __fmaf_rn(a.w, a.w, __fmaf_rn(a.z, a.z, __fmaf_rn(a.y, a.y, __fmaf_rn(a.x, a.x, sum))));
 }
 
-// 1 / rms of each of n rows whose sums of squares the threads of the block hold in parts. Two lots of shared memory take turns,
-// so one barrier is enough: who writes a lot again has passed the next call's, which every reader of the lot arrived at.
-template <int N> __device__ static inline void block_rms(const float *sum, int cols, float eps, int *turn, float *out) {
+// 1 / rms of each of N rows whose sums of squares the threads of the block hold in parts; by: 1 / values of a row. Two lots of
+// shared memory take turns, so one barrier is enough: who writes a lot again has passed the next call's, which every reader of the
+// lot arrived at.
+template <int N> __device__ static inline void block_rms(const float *sum, float by, float eps, int *turn, float *out) {
     __shared__ __align__(16) float part[2][2][ROW_THREADS / 32];
     const int lot = (*turn)++ % 2;
     float v[N];
@@ -933,33 +934,21 @@ template <int N> __device__ static inline void block_rms(const float *sum, int c
     for (int k = 0; k < N; k++) {
         float4 all = *(const float4 *)&part[lot][k][0];
         for (int i = 4; i < ROW_THREADS / 32; i += 4) all = add4(all, *(const float4 *)&part[lot][k][i]);
-        out[k] = rsqrtf(__fadd_rn(__fdiv_rn(__fadd_rn(__fadd_rn(all.x, all.y), __fadd_rn(all.z, all.w)), (float)cols), eps));
+        out[k] = rsqrtf(__fmaf_rn(__fadd_rn(__fadd_rn(all.x, all.y), __fadd_rn(all.z, all.w)), by, eps));
     }
-}
-
-// Norm weights to shared memory, (NORM_WEIGHTS, cols rounded up to 4) or as many as there are: constants, so they can be on
-// their way before take_turn(). A thread fetches the values that it will use, and needs no barrier.
-__device__ static inline void fetch_norm_weights(const RowInputs &o, float *w) {
-    const float *const *const from = o.norm;
-#pragma unroll 1
-    for (int k = 0; k < NORM_WEIGHTS; k++) {
-        if (!from[k]) continue;
-        for (int i = 4 * threadIdx.x; i < o.cols; i += 4 * ROW_THREADS) copy_ahead(w + i, from[k] + i);
-        w += (o.cols + 3) / 4 * 4;
-    }
-    copy_commit();
 }
 
 // Row `row` of the inputs, by a block of ROW_THREADS. Thread t takes values 4 (t + 512 j) .. + 3, so a group belongs to 8 lanes;
-// emit(k, i, y) hands out four values of input k from number i on, for all threads of a warp if for one (0 behind the end).
+// emit(k)(i, y) hands out four values of input k from number i on, for all threads of a warp if for one (0 behind the end).
 // store_x: x' is written where In wants it. With QUADS > 0, j < QUADS, rows lie at multiples of 16 bytes, x and both deltas are
-// fetched at once and stay in registers up to the end, and the norm weights are in w. QUADS = 0: each pass reads all of them again,
-// and d and x' pass through `wide` (cols) in shared memory. turn: of block_rms.
+// fetched at once and stay in registers up to the end; meanwhile() runs while they are on their way. QUADS = 0: each pass reads all
+// of them again, and d and x' pass through `wide` (cols) in shared memory. weight(k, j): four of norm weights k for values j, which
+// are constants and can be on their way before take_turn(). turn: of block_rms.
 //   latency   one fetch from L2, then a reduction each for the deltas' norms (both at once), w_post and w_pre
-template <int QUADS, typename Emit>
-__device__ static inline void prepare_row(const RowInputs &o, size_t row, const float *w, float *wide, bool store_x, int *turn,
-                                          Emit emit) {
-    const In &in = o.in;
+template <int QUADS, typename Weight, typename Meanwhile, typename Emit>
+__device__ static inline void prepare_row(const RowInputs &o, size_t row, Weight weight, float *wide, bool store_x, int *turn,
+                                          Meanwhile meanwhile, Emit emit) {
+    const In in = o.in;
     constexpr bool WIDE = QUADS == 0;
     const int cols = o.cols, stride = (cols + 3) / 4 * 4, n_quads = WIDE ? INT_MAX : QUADS, quads = WIDE ? o.quads : 1;
     const int warp_first = threadIdx.x / 32 * 128;     // a warp whose values lie behind the end has nothing to do
@@ -971,10 +960,6 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, const 
         const int i = 4 * (threadIdx.x + ROW_THREADS * j);
         if (WIDE) return p ? load4(p + at, i, cols, quads) : none;
         return p && i < cols ? __ldcg((const float4 *)p + (first + ROW_THREADS * j)) : none;
-    };
-    auto weight = [&](const float *fetched, const float *p, int j) {
-        const int i = 4 * (threadIdx.x + ROW_THREADS * j);
-        return WIDE ? load4(p, i, cols, quads) : i < cols ? *(const float4 *)(fetched + i) : none;
     };
     auto held = [&](int j) {
         const int i = 4 * (threadIdx.x + ROW_THREADS * j);
@@ -988,11 +973,9 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, const 
             d[0][j] = fetch(in.delta[0], j);
             d[1][j] = fetch(in.delta[1], j);
         }
-        copied<0>();
+        meanwhile();
     }
     const bool normed0 = in.delta[0] && in.w_delta[0], normed1 = in.delta[1] && in.w_delta[1];
-    const float *w1 = w + (in.w_delta[0] ? stride : 0), *w_post = w1 + (in.w_delta[1] ? stride : 0);
-    const float *w_pre = w_post + (in.w_post ? stride : 0);
     float scale[2] = { 1, 1 };
     if (normed0 || normed1) {
         float sum[2] = { 0, 0 };
@@ -1000,9 +983,10 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, const 
         for (int j = 0; j < n_quads; j++) {
             if (warp_first + 4 * ROW_THREADS * j >= cols) break;
             sum[0] = squares4(WIDE ? fetch(in.delta[0], j) : d[0][j], sum[0]);
-            sum[1] = squares4(WIDE ? fetch(in.delta[1], j) : d[1][j], sum[1]);
+            if (normed1) sum[1] = squares4(WIDE ? fetch(in.delta[1], j) : d[1][j], sum[1]);
         }
-        block_rms<2>(sum, cols, in.eps, turn, scale);
+        if (normed1) block_rms<2>(sum, o.by, in.eps, turn, scale);
+        else block_rms<1>(sum, o.by, in.eps, turn, scale);
     }
     // d[0], or `wide`: the sum of the deltas.
     float sum = 0, post_scale = 1, pre_scale = 1;
@@ -1011,36 +995,37 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, const 
     for (int j = 0; j < n_quads; j++) {
         if (warp_first + 4 * ROW_THREADS * j >= cols) break;
         float4 a = WIDE ? fetch(in.delta[0], j) : d[0][j], b = WIDE ? fetch(in.delta[1], j) : d[1][j];
-        if (normed0) a = multiply4(weight(w, in.w_delta[0], j), scale4(a, scale[0]));
-        if (normed1) b = multiply4(weight(w1, in.w_delta[1], j), scale4(b, scale[1]));
+        if (normed0) a = multiply4(weight(DELTA, j), scale4(a, scale[0]));
+        if (normed1) b = multiply4(weight(DELTA + 1, j), scale4(b, scale[1]));
         a = in.delta[1] ? add4(a, b) : a;
         sum = squares4(a, sum);
         if (WIDE) store4(wide, 4 * (threadIdx.x + ROW_THREADS * j), stride, 1, a);
         else d[0][j] = a;
     }
-    if (post) block_rms<1>(&sum, cols, in.eps, turn, &post_scale);
+    if (post) block_rms<1>(&sum, o.by, in.eps, turn, &post_scale);
     sum = 0;
 #pragma unroll
     for (int j = 0; j < n_quads; j++) {
         if (warp_first + 4 * ROW_THREADS * j >= cols) break;
         float4 a = WIDE ? held(j) : d[0][j];
-        if (post) a = multiply4(weight(w_post, in.w_post, j), scale4(a, post_scale));
+        if (post) a = multiply4(weight(POST, j), scale4(a, post_scale));
         a = scale4(add4(WIDE ? fetch(in.x, j) : x[j], a), in.scale);
         sum = squares4(a, sum);
         if (store_x && in.x_out) store4(in.x_out + at, 4 * (threadIdx.x + ROW_THREADS * j), cols, quads, a);
         if (WIDE) store4(wide, 4 * (threadIdx.x + ROW_THREADS * j), stride, 1, a);
         else x[j] = a;
     }
-    if (o.w_pre[0] || (o.n > 1 && o.w_pre[1])) block_rms<1>(&sum, cols, in.eps, turn, &pre_scale);
-#pragma unroll
-    for (int j = 0; j < n_quads; j++) {
-        const int i = 4 * (threadIdx.x + ROW_THREADS * j);
-        if (warp_first + 4 * ROW_THREADS * j >= cols) break;
-        const float4 a = WIDE ? held(j) : x[j];
+    if (o.norm[PRE] || (o.n > 1 && o.norm[PRE + 1])) block_rms<1>(&sum, o.by, in.eps, turn, &pre_scale);
 #pragma unroll 1
-        for (int k = 0; k < o.n; k++) {
-            const float *fetched = w_pre + (k && o.w_pre[0] ? stride : 0);
-            emit(k, i, o.w_pre[k] ? multiply4(weight(fetched, o.w_pre[k], j), scale4(a, pre_scale)) : a);
+    for (int k = 0; k < o.n; k++) {
+        const bool normed = o.norm[PRE + k];
+        auto put = emit(k);
+#pragma unroll
+        for (int j = 0; j < n_quads; j++) {
+            if (warp_first + 4 * ROW_THREADS * j >= cols) break;
+            float4 y = WIDE ? held(j) : x[j];
+            if (normed) y = multiply4(k ? weight(PRE + 1, j) : weight(PRE, j), scale4(y, pre_scale));
+            put(4 * (threadIdx.x + ROW_THREADS * j), y);
         }
     }
 }
@@ -1065,47 +1050,55 @@ __device__ static inline unsigned quantise4(float4 v, float *s) {
 //   traffic   reads up to 3 rows of f32 and the norm weights, writes x' and y in the forms wanted
 //   numerics  f32, sums over 512 threads, then halves, then 16 warps
 //   see       prepare_row() in gemma4.c [6]; tests/test_ops.c "close" and every product
-template <int QUADS> __global__ void __launch_bounds__(ROW_THREADS) prepare_kernel(const __grid_constant__ RowInputs o,
-                                                                                  Prepared out0, Prepared out1) {
+template <int QUADS> __global__ void __launch_bounds__(ROW_THREADS, 2)
+prepare_kernel(const __grid_constant__ RowInputs o, Prepared out0, Prepared out1) {
     touch_parameter(&o, sizeof o);
-    float *room = (float *)shared_bytes;               // WIDE: of the row; else of the weights
-    int turn = 0;
-    if (QUADS) fetch_norm_weights(o, room);
+    float *const room = (float *)shared_bytes;         // of norm weights; QUADS = 0: of the row
+    const float *w[NORM_WEIGHTS];
+    int turn = 0, used = 0;
+#pragma unroll
+    for (int k = 0; QUADS && k < NORM_WEIGHTS; k++) {  // a thread copies what it uses itself
+        w[k] = room + used;
+        if (!o.norm[k]) continue;
+#pragma unroll 1
+        for (int i = 4 * threadIdx.x; i < o.cols; i += 4 * ROW_THREADS) copy_ahead(room + used + i, o.norm[k] + i);
+        used += o.cols;
+    }
+    copy_commit();
     take_turn();
+    auto weight = [&](int k, int j) {
+        const int i = 4 * (threadIdx.x + ROW_THREADS * j);
+        return !QUADS ? load4(o.norm[k], i, o.cols, o.quads) : i < o.cols ? *(const float4 *)(w[k] + i) : make_float4(0, 0, 0, 0);
+    };
     const size_t at = (size_t)blockIdx.x * o.cols;
-    prepare_row<QUADS>(o, blockIdx.x, room, room, true, &turn, [&](int k, int i, float4 y) {
-        const Prepared out = { k ? out1.f : out0.f, k ? out1.q : out0.q, k ? out1.s : out0.s, k ? out1.h : out0.h };
-        if (out.f) store4(out.f + at, i, o.cols, o.quads, y);
-        if (out.h) {
-            const float v[4] = { y.x, y.y, y.z, y.w };
-            for (int c = 0; c < 4; c++)
-                if (i + c < o.cols) out.h[at + i + c] = prompt_half(v[c]);
-        }
-        if (out.q) {
-            float s;
-            const unsigned word = quantise4(y, &s);
-            if (i < o.cols) *(unsigned *)(out.q + at + i) = word;
-            if (i < o.cols && i % 32 == 0) out.s[(at + i) / 32] = s;
-        }
+    prepare_row<QUADS>(o, blockIdx.x, weight, room, true, &turn, [] { copied<0>(); }, [&](int k) {
+        return [&o, at, out = k ? out1 : out0](int i, float4 y) {
+            if (out.f) store4(out.f + at, i, o.cols, o.quads, y);
+            if (out.h) {
+                const float v[4] = { y.x, y.y, y.z, y.w };
+                for (int c = 0; c < 4; c++)
+                    if (i + c < o.cols) out.h[at + i + c] = prompt_half(v[c]);
+            }
+            if (out.q) {
+                float s;
+                const unsigned word = quantise4(y, &s);
+                if (i < o.cols) *(unsigned *)(out.q + at + i) = word;
+                if (i < o.cols && i % 32 == 0) out.s[(at + i) / 32] = s;
+            }
+        };
     });
 }
 
 static RowInputs row_inputs(const In *in, const In *beside, int cols) {
     const float *w_pre = in->w_pre, *w_beside = beside ? beside->w_pre : NULL;
-    RowInputs o = { *in, { in->w_delta[0], in->w_delta[1], in->w_post, w_pre, w_beside }, { w_pre, w_beside }, beside ? 2 : 1, cols,
+    RowInputs o = { *in, { in->w_delta[0], in->w_delta[1], in->w_post, w_pre, w_beside }, beside ? 2 : 1, cols, 1.0f / cols,
                     0 };
-    const void *rows[] = { in->x, in->delta[0], in->delta[1], in->w_delta[0], in->w_delta[1], in->w_post, in->x_out, o.w_pre[0],
-                           o.w_pre[1] };
+    const void *rows[] = { in->x, in->delta[0], in->delta[1], in->w_delta[0], in->w_delta[1], in->w_post, in->x_out, o.norm[PRE],
+                           o.norm[PRE + 1] };
     size_t bits = (size_t)cols * sizeof(float);
     for (const void *p : rows) bits |= (size_t)p;
     o.quads = bits % 16 == 0;
     return o;
-}
-
-static size_t norm_weight_bytes(const RowInputs *o) {
-    int n = 0;
-    for (const float *w : o->norm) n += w != NULL;
-    return n * round_up(o->cols, 4) * sizeof(float);
 }
 
 static void launch_prepare(const In *in, const In *beside, Prepared out, Prepared out_beside, int n_rows, int cols) {
@@ -1113,8 +1106,10 @@ static void launch_prepare(const In *in, const In *beside, Prepared out, Prepare
     if (((size_t)out.f | (size_t)out_beside.f) % 16) o.quads = 0;
     if ((out.q || out_beside.q) && cols % 32) cuda_die("prepare: expected a multiple of 32 columns for int8, got %d", cols);
     if (cols > 49152) cuda_die("prepare: rows of %d values are not supported", cols);
+    int n_weights = 0;
+    for (const float *w : o.norm) n_weights += w != NULL;
     if (o.quads && cols <= ROW_COLS)
-        launch(prepare_kernel<ROW_QUADS>, n_rows, ROW_THREADS, norm_weight_bytes(&o), o, out, out_beside);
+        launch(prepare_kernel<ROW_QUADS>, n_rows, ROW_THREADS, n_weights * cols * sizeof(float), o, out, out_beside);
     else
         launch(prepare_kernel<0>, n_rows, ROW_THREADS, round_up(cols, 4) * sizeof(float), o, out, out_beside);
     CHECK_LAUNCH("prepare n_rows=%d cols=%d", n_rows, cols);
@@ -1227,10 +1222,11 @@ static void cuda_gather_rows(const GatherRows *o) {
 // chunk goes to sum i % 4) that are added as (0 + 1) + (2 + 3) before the lanes are.
 //
 // One block of 16 warps fills an SM and makes the input for itself in shared memory (Input). While it waits for the launch before
-// it and while it makes the input, the first weights of every warp come into L2 (fetch_item). Later ones do not: L2 would carry
-// them twice, and with the output matrix that took it to its limit. What a launch takes beyond bytes / bandwidth is the chain of
-// instructions of one warp, five cycles each: few and rolled instructions on the path that is executed count for more here than
-// bytes under way.
+// it and while it makes the input, the first weights of every warp come into L2 (fetch_item), and while it multiplies a tile of a
+// launch that reads little, those of the next. No others do: L2 would carry them twice, and with the output matrix that took it to
+// its limit. What a launch takes beyond bytes / bandwidth is the chain of instructions of one warp, five cycles each and some ten
+// where their code is new to the SM, as it is in every launch: few instructions that lie behind each other in the order of their use,
+// and no calls, count for more here than bytes under way.
 
 typedef enum {
     JOB_STORE,                // out = w y, soft-capped when cap > 0
@@ -1265,7 +1261,8 @@ typedef struct {
                               // and quantised rows that are few and long
     int      blocks_x, n_items;                // of a row or pair, in all of a chunk of rows
     int      row_bytes[2][4]; // of each plane of w and up
-    int      ahead[2][4];     // of those, how many are asked for before the row is begun
+    int      ahead[2][4];     // of those, how many are asked for before the row is begun; of experts none: who knows which ones
+    const uint8_t *ahead_from[2][4];           // row 0 of each plane
     int      quads;           // floats: rows lie at multiples of 16 bytes
 } Job;
 
@@ -1274,7 +1271,8 @@ enum { MAX_JOBS = 6, MAX_INPUTS = 2, PRODUCT_WARPS = ROW_THREADS / 32, UNIT = 4,
        TILE_ROWS = 4,         // from here on inputs are prepared in global memory
        CHUNK_ROWS = 3,        // rows that a block works on at once
        SPREAD_COLS = 4096,    // rows of weights that a warp may take alone
-       AHEAD_STEPS = 12,      // so many times 8 groups of a first row come into L2 ahead: more only cost time (README)
+       AHEAD_STEPS = 24,      // so many times 8 groups of a row come into L2 ahead, before its launch begins to multiply
+       AHEAD_BYTES = 32 << 20,                 // of later tiles only where a launch reads no more: L2 would be at its limit
        ROW_STEP = 384 };      // bytes of 8 groups of an int8 row in shared memory
 
 // Tiles whose sums wait for each other, so that warps need not: as many as there are warps to finish them, one for each row.
@@ -1311,7 +1309,8 @@ typedef struct {
     const float *pair_weights;
     int n_used;
     int more;                 // blocks that get a tile more than the others, and no units
-    int weights_at, pairs_at, keys_at, results_at, n_results;  // offsets in shared memory; floats that a warp keeps
+    int fetch_all;            // weights of every tile come into L2 while the one before it is multiplied, if the block has one
+    int pairs_at, keys_at, results_at, n_results;  // offsets in shared memory; floats that a warp keeps
 } Jobs;
 
 // ---- inputs ----
@@ -1378,20 +1377,25 @@ __device__ static inline void put_values(const Input &o, int r, unsigned i, floa
     if (i % 32 == 0) put_meta(group, s, sum, other);
 }
 
-// Rows first_row .. first_row + n - 1 of the step, in all inputs that lie in global memory; of those that blocks make. The launch's
-// jobs lie at the start of shared memory.
+// Rows first_row .. first_row + n - 1 of the step, in all inputs that lie in global memory. The launch's jobs lie at the start of
+// shared memory.
 __device__ static inline void copy_inputs(int first_row, int n) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
     for (int k = jobs.made.n; k < jobs.n_inputs; k++)
         copy_input(jobs.input[k], first_row * jobs.input[k].rows_each, n * jobs.input[k].rows_each);
 }
-template <int QUADS, int R> __device__ __noinline__ static void make_inputs(int first_row, int n, bool store_x) {
-    const Jobs &jobs = *(const Jobs *)shared_bytes;
-    int turn = 0;
-#pragma unroll 1
-    for (int r = 0; R == 1 ? r < 1 : r < n; r++)
-        prepare_row<QUADS>(jobs.made, first_row + r, (const float *)(shared_bytes + jobs.weights_at), NULL, store_x, &turn,
-                           [&](int k, int i, float4 y) { put_values(jobs.input[k], r, i, y); });
+// This thread's share of all norm weights, as prepare_row wants them.
+__device__ static inline void load_norm_weights(const RowInputs &o, float4 (*w)[ROW_QUADS]) {
+    const int cols = o.cols;
+#pragma unroll
+    for (int k = 0; k < NORM_WEIGHTS; k++) {
+        const float *const from = o.norm[k];
+#pragma unroll
+        for (int j = 0; j < ROW_QUADS; j++) {
+            const int i = 4 * (threadIdx.x + ROW_THREADS * j);
+            w[k][j] = from && i < cols ? __ldg((const float4 *)(from + i)) : make_float4(0, 0, 0, 0);
+        }
+    }
 }
 
 // ---- what a warp does, in turn ----
@@ -1444,15 +1448,14 @@ __device__ static inline bool behind(const Job &o, Item item, int n) {
 __device__ static inline void fetch_item(const Jobs &jobs, bool tile, int number) {
     const Item item = item_at(jobs, tile, number);
     const Job &o = jobs.job[item.job];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, plane = lane / 4, rows = min(o.tile, UNIT);
-    const int up = tile ? warp / TILE_UNITS : 0, feature = item.first + (tile ? UNIT * (warp % TILE_UNITS) : 0) + lane % 4;
-    if (o.ids || lane >= 16 || up > (o.kind == JOB_GATED) || feature >= o.rows) return;
-    const int row_bytes = o.row_bytes[up][plane], ahead = o.ahead[up][plane];
-    if (!ahead || lane % 4 >= (ahead == row_bytes ? 1 : rows)) return;
-    const size_t from = (size_t)(&(up ? o.up : o.w).lo)[plane] + ((up ? o.up_first : 0) + feature) * row_bytes;
-    const size_t start = from & ~(size_t)15;
-    const int bytes = ahead == row_bytes ? min(o.rows - feature, rows) * row_bytes : ahead;
-    fetch_ahead((const void *)start, ((unsigned)(from - start) + bytes + 15) & ~15u);
+    const int warp = threadIdx.x / 32, row = threadIdx.x % 4, plane = threadIdx.x / 4 % 4, up = tile ? warp / TILE_UNITS : 0;
+    const unsigned feature = item.first + (tile ? UNIT * (warp % TILE_UNITS) : 0) + row, row_bytes = o.row_bytes[up][plane];
+    const int ahead = o.ahead[up][plane], rows = min(o.tile, UNIT), left = o.rows - (int)feature;
+    const bool whole = ahead == (int)row_bytes;
+    if (threadIdx.x % 32 >= 16 || !ahead || left <= 0 || row >= (whole ? 1 : rows)) return;
+    const size_t from = (size_t)o.ahead_from[up][plane] + (size_t)feature * row_bytes;
+    const unsigned bytes = whole ? min(left, rows) * row_bytes : ahead;
+    fetch_ahead((const void *)(from & ~(size_t)15), ((unsigned)from % 16 + bytes + 15) & ~15u);
 }
 
 // How many groups are under way for a lane at a time. More only make the loop longer than the instruction cache likes.
@@ -1570,44 +1573,37 @@ template <DType T, int R, int S> __device__ static inline void multiply_rows(con
     }
 }
 
-// The same for the type of the matrix, S = 4 if `spread`; functions of their own, so that all registers are there for them, and
-// what nearly all files use lies close together.
-#define CASE(T) case T: { if (R == 1 && spread) multiply_rows<T, 1, 4>(*w, row, cols, y_at, y_row, n, results); \
-                          else multiply_rows<T, R, 1>(*w, row, cols, y_at, y_row, n, results); } break;
-template <int R> __device__ __noinline__ static void multiply_other(DType type, bool spread, const Planes *w, unsigned row,
-                                                                    int cols, int quads, int y_at, int y_row, int n,
-                                                                    float *results) {
+// The same for the type of the matrix, S = 4 if `spread`; of floats `count` rows one after the other. The types of nearly all files
+// are part of the kernel, compared in turn: code comes to an SM line by line, so a call costs more than it does, and so does a
+// switch, whose table lies in the constant bank (README). afresh() keeps the compiler from making one.
+template <DType T, int R>
+__device__ static inline void multiply_type(bool spread, const Planes &w, unsigned row, int cols, int y_at, int y_row, int n,
+                                            float *results) {
+    if (R == 1 && spread) multiply_rows<T, 1, 4>(w, row, cols, y_at, y_row, n, results);
+    else multiply_rows<T, R, 1>(w, row, cols, y_at, y_row, n, results);
+}
+template <int R>
+__device__ __noinline__ static void multiply_other(DType type, bool spread, const Planes *w, unsigned row, int count, int cols,
+                                                   int quads, int y_at, int y_row, int n, float *results) {
     switch (type) {
+#define CASE(T) case T: multiply_type<T, R>(spread, *w, row, cols, y_at, y_row, n, results); break;
     OTHER_TYPES(CASE)
-    case T_F32:  multiply_floats_row<T_F32, R>(*w, row, cols, quads, y_at, y_row, n, results); break;
-    case T_F16:  multiply_floats_row<T_F16, R>(*w, row, cols, quads, y_at, y_row, n, results); break;
-    case T_BF16: multiply_floats_row<T_BF16, R>(*w, row, cols, quads, y_at, y_row, n, results); break;
+#undef CASE
+#define CASE(T) case T: \
+        for (int k = 0; k < count; k++) multiply_floats_row<T, R>(*w, row + k, cols, quads, y_at, y_row, n, results + k); \
+        break;
+    CASE(T_F32) CASE(T_F16) CASE(T_BF16)
+#undef CASE
     default: break;
     }
 }
-template <int R> __device__ __noinline__ static void multiply(DType type, bool spread, const Planes *w, unsigned row, int cols,
-                                                              int quads, int y_at, int y_row, int n, float *results) {
-    switch (type) {
+template <int R>
+__device__ static inline void multiply(DType type, bool spread, const Planes *w, unsigned row, int count, int cols, int quads,
+                                       int y_at, int y_row, int n, float *results) {
+#define CASE(T) if (afresh(type) == T) multiply_type<T, R>(spread, *w, row, cols, y_at, y_row, n, results); else
     USUAL_TYPES(CASE)
-    default: multiply_other<R>(type, spread, w, row, cols, quads, y_at, y_row, n, results);
-    }
-}
 #undef CASE
-
-// Features of a matrix of a job (up: of o.up) from `first` on, UNIT of them or `count` of floats, of expert e, times n rows of the
-// input from y_first on.
-template <int R> __device__ static inline void multiply_part(const Jobs &jobs, const Job &o, bool up, int e, int first, int count,
-                                                             int y_first, int n, float *results) {
-    const DType type = up ? o.up_type : o.type;
-    const Input &in = jobs.input[o.source];
-    const bool floats = of_floats(type), spread = R == 1 && !floats && o.tile == 1;
-    const int y_row = floats ? in.f_row : in.q_row, y_at = (floats ? in.f_at : in.q_at) + y_first * y_row;
-#pragma unroll 1
-    for (int i = 0; i < (floats ? count : 1); i++) {
-        const unsigned row = (unsigned)(e * o.rows_e) + (up ? (unsigned)o.up_first : 0) +
-                             min(first + (floats ? i : spread ? 0 : (int)(threadIdx.x % 32 / 8)), o.rows - 1);
-        multiply<R>(type, spread, up ? &o.up : &o.w, row, o.cols, o.quads, y_at, y_row, n, results + i);
-    }
+    multiply_other<R>(type, spread, w, row, count, cols, quads, y_at, y_row, n, results);
 }
 
 // The n_used largest of a row of router logits, the lower expert first on ties, with their softmax weights; by a warp, n_used
@@ -1646,7 +1642,7 @@ __device__ static inline void choose_experts(const Choice &o, const float *logit
 // The results of row r of n in a tile, by a warp: act(gate) * up, or gelu(sum) * u, as Act, 32 features. Or the weighted sum of a
 // row's experts. All warps of the block meet in it or beside it, when the sums are whole: what can be known before is worked out
 // before, as most warps come there early.
-template <int R> __device__ __noinline__ static void finish_tile(Item item, int first_row, int r, int n, const float *results) {
+template <int R> __device__ static inline void finish_tile(Item item, int first_row, int r, int n, const float *results) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
     const Job &o = jobs.job[item.job];
     const int lane = threadIdx.x % 32, *ids = (const int *)(shared_bytes + jobs.pairs_at);
@@ -1701,7 +1697,7 @@ __device__ __noinline__ static void router_unit_done(int first_row, int n) {
 // product: the jobs of a launch.
 //   shapes    w (rows, cols) per expert, y (n_rows, cols), out (n_rows, rows)
 //   launch    grid (a block per SM, or fewer: less work, SMs still busy; chunks of R rows), block 512, dynamic shared memory: jobs,
-//             inputs, norm weights, sums. Tiles go to the blocks in turn: of JOB_GATED and JOB_INJECT 32 features, a warp 4 of
+//             inputs, sums. Tiles go to the blocks in turn: of JOB_GATED and JOB_INJECT 32 features, a warp 4 of
 //             them of one matrix; of JOB_DOWN 8 features, a warp 4 of them and every 8th expert. Then units of JOB_STORE, a warp
 //             for itself: 4 features, or a single one where there are few and long rows
 //   traffic   weights once per chunk of rows; every block reads the rows of the input and the norm weights from L2
@@ -1713,11 +1709,16 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
     const uint2 *words = (const uint2 *)memory_of(&parameters);        // jobs: all at once
     for (int i = threadIdx.x; i < (int)(sizeof(Jobs) / sizeof(uint2)); i += ROW_THREADS) ((uint2 *)shared_bytes)[i] = words[i];
     __syncthreads();
-    if (jobs.made.n) fetch_norm_weights(jobs.made, (float *)(shared_bytes + jobs.weights_at));
     const int n = min(R, jobs.n_rows - first_row), n_blocks = gridDim.x - jobs.more;
     const int first_unit = (int)blockIdx.x < jobs.more ? jobs.n_units : blockIdx.x - jobs.more + n_blocks * warp;
-    if ((int)blockIdx.x < jobs.n_tiles) fetch_item(jobs, true, blockIdx.x);
-    else if (first_unit < jobs.n_units) fetch_item(jobs, false, first_unit);
+    const bool makes = jobs.made.n;
+    auto fetch_first = [&] {
+        if ((int)blockIdx.x < jobs.n_tiles) fetch_item(jobs, true, blockIdx.x);
+        else if (first_unit < jobs.n_units) fetch_item(jobs, false, first_unit);
+    };
+    float4 norm_weights[NORM_WEIGHTS][ROW_QUADS];
+    if (makes) load_norm_weights(jobs.made, norm_weights);
+    else fetch_first();
     take_turn();
     int *ids = (int *)(shared_bytes + jobs.pairs_at);
     for (int i = threadIdx.x; i < n * jobs.n_used; i += ROW_THREADS) {
@@ -1725,45 +1726,63 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
         if (jobs.pair_weights) ((float *)ids)[R * jobs.n_used + i] = jobs.pair_weights[(size_t)first_row * jobs.n_used + i];
     }
     copy_inputs(first_row, n);
-    const bool last = blockIdx.x == gridDim.x - 1;     // has the least to do: x' too
-    if (jobs.made.n) make_inputs<ROW_QUADS, R>(first_row, n, last);
+    if (makes) {                       // the last block has the least to do: x' too
+        int turn = 0;
+#pragma unroll 1
+        for (int r = 0; R == 1 ? r < 1 : r < n; r++)
+            prepare_row<ROW_QUADS>(jobs.made, first_row + r, [&](int k, int j) { return norm_weights[k][j]; }, NULL,
+                                   blockIdx.x == gridDim.x - 1, &turn, [&] { if (r == 0) fetch_first(); },
+                                   [&](int k) { return [r, o = jobs.input[k]](int i, float4 y) { put_values(o, r, i, y); }; });
+    }
     __syncthreads();
 
+    // Tiles, then units, by one loop: the code that multiplies is there once.
     __shared__ Item own_tile[PRODUCT_WARPS];           // which each warp finishes
     float *all_results = (float *)(shared_bytes + jobs.results_at);
-    for (int t = blockIdx.x, lot = 0; t < jobs.n_tiles; t += gridDim.x) {
-        const Item item = item_at(jobs, true, t);
+    int t = blockIdx.x, unit = first_unit, lot = 0;
+    while (t < jobs.n_tiles || unit < jobs.n_units) {
+        const bool tile = t < jobs.n_tiles;
+        const Item item = item_at(jobs, tile, tile ? t : unit);
         const Job &o = jobs.job[item.job];
-        if (lane == 0 && warp / R == lot) own_tile[warp] = item;
-        float *results = all_results + lot++ * PRODUCT_WARPS * jobs.n_results;
-        if (t + (int)gridDim.x >= jobs.n_tiles && first_unit < jobs.n_units) fetch_item(jobs, false, first_unit);
-        if (!behind(o, item, n) && o.kind == JOB_DOWN) {
-            for (int i = warp; i < 2 * o.n_used; i += PRODUCT_WARPS) {
-                const int pair = item.pair * o.n_used + i / 2, first = item.first + i % 2 * UNIT;
-                if (first < o.rows)
-                    multiply_part<R>(jobs, o, false, ids[pair], first, UNIT, pair, 1, results + i / 2 * DOWN_TILE + i % 2 * UNIT);
-            }
-        } else if (!behind(o, item, n)) {
-            const int first = item.first + UNIT * (warp % TILE_UNITS);
-            const bool up = warp >= TILE_UNITS;
-            const int e = o.ids ? ids[item.pair] : 0, y_first = R > 1 && o.ids ? item.pair / o.n_used : 0;
-            if (first < o.rows && (!up || o.kind == JOB_GATED))
-                multiply_part<R>(jobs, o, up, e, first, UNIT, y_first, o.ids ? 1 : n, results + warp * jobs.n_results);
+        float *results = all_results;
+        bool more = false;
+        if (!tile) unit += n_blocks * PRODUCT_WARPS;
+        else {
+            if (lane == 0 && warp / R == lot) own_tile[warp] = item;
+            results += lot++ * PRODUCT_WARPS * jobs.n_results;
+            more = t + (int)gridDim.x < jobs.n_tiles;
+            if (more ? jobs.fetch_all : first_unit < jobs.n_units) fetch_item(jobs, more, more ? t + gridDim.x : first_unit);
+            t += gridDim.x;
         }
-        if (lot < lots_of(R) && t + (int)gridDim.x < jobs.n_tiles) continue;
-        __syncwarp();                  // own_tile is written
-        if (warp < lot * R)
-            finish_tile<R>(own_tile[warp], first_row, warp % R, n, all_results + warp / R * PRODUCT_WARPS * jobs.n_results);
-        else sync_first<ROW_THREADS>();                // sums of all lots are whole
-        if (t + (int)gridDim.x < jobs.n_tiles || jobs.n_units) sync_first<ROW_THREADS>();      // and have been read
-        lot = 0;
-    }
-    float *results = all_results + warp * jobs.n_results;
-    for (int i = first_unit; i < jobs.n_units; i += n_blocks * PRODUCT_WARPS) {
-        const Item item = item_at(jobs, false, i);
-        const Job &o = jobs.job[item.job];
-        multiply_part<R>(jobs, o, false, 0, item.first, 1, 0, n, results);
-        __syncwarp();
+        const bool down = o.kind == JOB_DOWN, up = tile && !down && warp >= TILE_UNITS;
+        if (!down) results += warp * jobs.n_results;
+        const DType type = up ? o.up_type : o.type;
+        const Input &in = jobs.input[o.source];
+        const bool floats = of_floats(type), spread = R == 1 && !floats && o.tile == 1;
+        const int y_row = floats ? in.f_row : in.q_row;
+        const int pieces = behind(o, item, n) || (up && o.kind != JOB_GATED) ? 0 : down ? 2 * o.n_used : 1;
+#pragma unroll 1
+        for (int i = down ? warp : 0; i < pieces; i += PRODUCT_WARPS) {
+            const int pair = down ? item.pair * o.n_used + i / 2 : item.pair;
+            const int first = item.first + (tile ? UNIT * (down ? i % 2 : warp % TILE_UNITS) : 0);
+            if (first >= o.rows) break;
+            const int e = o.ids ? ids[pair] : 0, y_first = down ? pair : R > 1 && o.ids ? pair / o.n_used : 0;
+            const unsigned row = (unsigned)(e * o.rows_e) + (up ? (unsigned)o.up_first : 0) +
+                                 min(first + (floats || spread ? 0 : lane / 8), o.rows - 1);
+            multiply<R>(type, spread, up ? &o.up : &o.w, row, min(min(o.tile, UNIT), o.rows - first), o.cols, o.quads,
+                        (floats ? in.f_at : in.q_at) + y_first * y_row, y_row, o.ids ? 1 : n,
+                        results + (down ? i / 2 * DOWN_TILE + i % 2 * UNIT : 0));
+        }
+        __syncwarp();                  // own_tile and the sums are written
+        if (tile) {
+            if (lot < lots_of(R) && more) continue;
+            if (warp < lot * R)
+                finish_tile<R>(own_tile[warp], first_row, warp % R, n, all_results + warp / R * PRODUCT_WARPS * jobs.n_results);
+            else sync_first<ROW_THREADS>();            // sums of all lots are whole
+            if (more || jobs.n_units) sync_first<ROW_THREADS>();           // and have been read
+            lot = 0;
+            continue;
+        }
         const int r = lane / UNIT, feature = item.first + lane % UNIT;
         if (r < n && lane % UNIT < o.tile && feature < o.rows) {
             float v = results[lane];
@@ -1793,8 +1812,11 @@ static void add_job(Jobs *jobs, Job o) {
         const size_t values = o.cols;
         Format f = { 0 };
         format_of(t, &f);
+        const Planes &w = k ? o.up : o.w;
         if (is_float(t)) {
-            o.row_bytes[k][0] = o.ahead[k][0] = (int)(values * float_size(t));
+            o.row_bytes[k][0] = (int)(values * float_size(t));
+            o.ahead[k][0] = o.ids ? 0 : o.row_bytes[k][0];
+            o.ahead_from[k][0] = w.lo + (k ? o.up_first : 0) * o.row_bytes[k][0];
             if ((o.row_bytes[k][0] | (size_t)(k ? o.up.lo : o.w.lo)) % 16) o.quads = 0;
             continue;
         }
@@ -1802,8 +1824,11 @@ static void add_job(Jobs *jobs, Job o) {
         o.row_bytes[k][1] = (int)(values / 32 * f.hi);
         o.row_bytes[k][2] = (int)(values / f.head_values * f.head);
         o.row_bytes[k][3] = (int)(values / 256 * f.sup);
-        for (int i = 0; i < 4; i++)
-            o.ahead[k][i] = (int)((size_t)o.row_bytes[k][i] * min_int(AHEAD_STEPS, div_up(o.cols, 256)) / div_up(o.cols, 256));
+        const int steps = div_up(o.cols, 256);
+        for (int i = 0; i < 4; i++) {
+            o.ahead[k][i] = o.ids ? 0 : (int)((size_t)o.row_bytes[k][i] * min_int(AHEAD_STEPS, steps) / steps);
+            o.ahead_from[k][i] = (&w.lo)[i] + (k ? o.up_first : 0) * o.row_bytes[k][i];
+        }
     }
     if (o.in.f || o.in.q) {
         int k = jobs->made.n;
@@ -2590,8 +2615,6 @@ static size_t place_shared(Jobs *jobs, int rows) {
         in->f_at = (int)at;
         at += (size_t)rows * in->rows_each * in->f_row;
     }
-    jobs->weights_at = (int)(at = round_up(at, 16));
-    if (jobs->made.n) at += norm_weight_bytes(&jobs->made);
     jobs->pairs_at = (int)at;
     at = round_up(at + (size_t)rows * jobs->n_used * 8, 16);
     jobs->keys_at = (int)at;
@@ -2626,6 +2649,13 @@ static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
         o->n_items = o->blocks_x * (o->kind == JOB_DOWN ? chunk : o->kind == JOB_GATED && o->ids ? chunk * o->n_used : 1);
         *(o->is_tiled ? &jobs->n_tiles : &jobs->n_units) += o->n_items;
     }
+    size_t tile_bytes = 0;
+    for (int k = 0; k < jobs->n; k++) {
+        const Job *o = &jobs->job[k];
+        for (int m = 0; o->is_tiled && m < 2; m++)
+            for (int plane = 0; plane < 4; plane++) tile_bytes += (size_t)o->row_bytes[m][plane] * o->rows;
+    }
+    jobs->fetch_all = tile_bytes <= AHEAD_BYTES;
     // A block fills an SM. Behind a launch of very few, which it may overlap, it would come up late on theirs, and the next launch
     // would wait for it.
     const int busy = cuda.starts_early && cuda.last_blocks <= cuda.n_sm / 16 ? cuda.last_blocks : 0;
