@@ -3341,7 +3341,7 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, int vocab) {
     if (!has_kind) die("%s: key 'tokenizer.ggml.model': missing; the file has no tokenizer", g->path);
     if (kind.n != 6 || memcmp(kind.s, "gemma4", 6) != 0)
         die("%s: key 'tokenizer.ggml.model': expected 'gemma4', got '%s' (E_META_RANGE)", g->path, shown(kind));
-    const GgufStr *tokens, *merges;
+    const GgufStr *tokens = NULL, *merges = NULL;
     size_t n_tokens = 0, n_merges = 0;
     int found = gguf_get_strs(g, "tokenizer.ggml.tokens", &tokens, &n_tokens);
     if (found < 0) die_gguf(g);

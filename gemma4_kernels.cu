@@ -1224,9 +1224,8 @@ static void cuda_gather_rows(const GatherRows *o) {
 // One block of 16 warps fills an SM and makes the input for itself in shared memory (Input). While it waits for the launch before
 // it and while it makes the input, the first weights of every warp come into L2 (fetch_item), and while it multiplies a tile of a
 // launch that reads little, those of the next. No others do: L2 would carry them twice, and with the output matrix that took it to
-// its limit. What a launch takes beyond bytes / bandwidth is the chain of instructions of one warp, five cycles each and some ten
-// where their code is new to the SM, as it is in every launch: few instructions that lie behind each other in the order of their use,
-// and no calls, count for more here than bytes under way.
+// its limit. What a launch takes beyond bytes / bandwidth is the chain of instructions of one warp, five to ten cycles each: few
+// instructions that lie behind each other in the order of their use, and no calls, count for more here than bytes under way.
 
 typedef enum {
     JOB_STORE,                // out = w y, soft-capped when cap > 0
@@ -1679,6 +1678,16 @@ template <int R> __device__ static inline void finish_tile(Item item, int first_
     if (out.q) quantise_group(v, out.q + at, out.s + at / 32);
 }
 
+// The results of n rows in a unit, by the warp whose sums they are.
+__device__ static inline void finish_unit(const Job &o, Item item, int first_row, int n, const float *results) {
+    const int lane = threadIdx.x % 32, r = lane / UNIT, feature = item.first + lane % UNIT;
+    if (r >= n || lane % UNIT >= o.tile || feature >= o.rows) return;
+    float v = results[lane];
+    if (o.factor) v *= *o.factor;
+    if (o.cap > 0) v = o.cap * tanhf(v / o.cap);
+    o.out[(size_t)(first_row + r) * o.rows + feature] = v;
+}
+
 // A unit of a router is done, logits of n rows from first_row on; the warp that did the last one chooses the experts.
 __device__ __noinline__ static void router_unit_done(int first_row, int n) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
@@ -1783,13 +1792,7 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
             lot = 0;
             continue;
         }
-        const int r = lane / UNIT, feature = item.first + lane % UNIT;
-        if (r < n && lane % UNIT < o.tile && feature < o.rows) {
-            float v = results[lane];
-            if (o.factor) v *= *o.factor;
-            if (o.cap > 0) v = o.cap * tanhf(v / o.cap);
-            o.out[(size_t)(first_row + r) * o.rows + feature] = v;
-        }
+        finish_unit(o, item, first_row, n, results);
         __syncwarp();                  // the sums have been read
         if (jobs.choice.n && item.job == jobs.choice.job) router_unit_done(first_row, n);
     }
