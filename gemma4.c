@@ -104,8 +104,10 @@ static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 static int min_int(int a, int b) { return a < b ? a : b; }
 static int max_int(int a, int b) { return a > b ? a : b; }
 
-static void *read_file(const char *path, size_t *size, const char *flag) {        // the whole file; freed by the caller
-    FILE *f = fopen(path, "rb");
+// The whole file, or with path NULL standard input from where it stands; freed by the caller.
+static void *read_file(const char *path, size_t *size, const char *flag) {
+    FILE *f = path ? fopen(path, "rb") : stdin;
+    if (!path) path = "standard input";
     if (!f) die("%s: %s: %s", flag, path, strerror(errno));
     size_t cap = 1 << 16, n = 0;
     char *data = alloc_or_die(cap, 1);
@@ -116,7 +118,7 @@ static void *read_file(const char *path, size_t *size, const char *flag) {      
         if (!data) die("%s: %s: out of memory at %zu bytes", flag, path, n);
     }
     if (ferror(f)) die("%s: %s: %s", flag, path, strerror(errno));
-    fclose(f);
+    if (f != stdin) fclose(f);                         // no file opened later may become standard input
     *size = n;
     return data;
 }
@@ -5500,7 +5502,7 @@ static char *read_prompt(const Flags *f, size_t *n) {
     }
     if (path && !strcmp(path, "-") && f->interactive) die("-f: expected a file, got -: the chat reads standard input");
     size_t n_file = 0;
-    char *file = path ? read_file(strcmp(path, "-") ? path : "/dev/stdin", &n_file, "-f") : NULL;
+    char *file = path ? read_file(strcmp(path, "-") ? path : NULL, &n_file, "-f") : NULL;
     if (!f->prompt && !f->prompt_file && !n_file) {
         free(file);
         return NULL;

@@ -467,6 +467,15 @@ fed "Tell me a story about a fox." "$model" --temp 0 -n 60
 ok "standard input is the prompt" same greedy out
 fed "Tell me a story about a fox." "$model" --temp 0 -n 60 -f -
 ok "-f - is standard input" same greedy out
+printf 'Read already.\nTell me a story about a fox.' >"$tmp/in"
+{ read -r line; $limit "$gemma4" "$model" --temp 0 -n 60 -f - >"$tmp/out" 2>"$tmp/err"; } <"$tmp/in"
+ok "-f - reads on from where standard input stands" same greedy out
+fed "" "$model" -n 2 -f -
+ok "-f -: an empty prompt is a prompt" [ "$status" -eq 0 ]
+$limit "$gemma4" "$model" -n 2 -f - >"$tmp/out" 2>"$tmp/err" <"$tmp"
+status=$?
+ok "-f -: standard input that cannot be read: exit status 1" [ "$status" -eq 1 ]
+ok "-f -: and one line that names it" grep -q '^gemma4: error: -f: standard input: ' "$tmp/err"
 fed "Another text." "$model" --temp 0 -n 60 -p "Tell me a story about a fox."
 ok "-p leaves standard input alone" same greedy out
 fed "about a fox." tokenize "$model" -p "Tell me a story" -f -
