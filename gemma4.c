@@ -75,7 +75,7 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt,
     _exit(1);                                          // stdout is flushed; memory goes with the process
 }
 
-static const char *unfinished;                         // a file that is being written, to be removed if that fails
+static const char *volatile unfinished;                // a file that is being written, to be removed if that fails
 
 // SIGBUS: pages of a mapped model file are gone, because somebody made it shorter or its disk failed.
 static void on_lost_pages(int signal_number) {
@@ -3317,16 +3317,23 @@ static bool run_prompt(Model *m, int seq, const int32_t *tokens, int n, const ch
 // ==== [9] Text: tokenizer, sampling, generation ======================================================================
 // From text to ids and back. The generated text goes to stdout as it comes; statistics go to stderr, each line with "# ".
 
-static volatile sig_atomic_t interrupted;              // set by the first Ctrl-C; a second one ends the process
+static volatile sig_atomic_t interrupted;              // the number of the first signal; a second one ends the process
 
 static void on_interrupt(int signal_number) {
-    (void)signal_number;
     if (interrupted) {                                 // what was generated is written; a terminal is as we found it
         const char *end = bar_shown ? "\r\033[K" : "";
+        if (unfinished) unlink(unfinished);
         if (write(2, end, strlen(end)) < 0) _exit(1);
-        _exit(130);
+        _exit(128 + signal_number);
     }
-    interrupted = 1;
+    interrupted = signal_number;
+}
+
+// From now on the signal asks to stop, unless it is ignored, as nohup and shells without job control have it.
+static void stop_on(int signal_number) {
+    const struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)SA_RESTART };
+    struct sigaction before;
+    if (!sigaction(signal_number, NULL, &before) && before.sa_handler != SIG_IGN) sigaction(signal_number, &act, NULL);
 }
 
 static TokStr tok_str(GgufStr s) { return (TokStr){ s.s, s.n }; }
@@ -4493,6 +4500,48 @@ typedef struct {
     int fd;
 } Output;
 
+static int create_output(Output *o, const char *path) {             // 0, or errno
+    *o = (Output){ .path = path, .tmp = alloc_or_die(strlen(path) + 32, 1) };
+    sprintf(o->tmp, "%s.%ld.tmp", path, (long)getpid());
+    o->fd = open(o->tmp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (o->fd < 0) return errno;
+    unfinished = o->tmp;
+    return 0;
+}
+
+static int write_output(const Output *o, const void *bytes, size_t n) {            // 0, or errno
+    for (const uint8_t *p = bytes; n > 0; ) {
+        const ssize_t done = write(o->fd, p, n < (1 << 30) ? n : 1 << 30);
+        if (done < 0 && errno == EINTR) continue;
+        if (done <= 0) return done ? errno : EIO;
+        p += done;
+        n -= (size_t)done;
+    }
+    return 0;
+}
+
+// Gives the file its name if err is 0, else takes it away; in both cases o is used up. Returns err, or errno of what failed.
+static int finish_output(Output *o, int err) {
+    if (o->fd >= 0) {
+        if (!err && fsync(o->fd)) err = errno;
+        if (close(o->fd) && !err) err = errno;
+        if (!err && rename(o->tmp, o->path)) err = errno;
+        if (err) unlink(o->tmp);
+    }
+    unfinished = NULL;
+    char *slash = strrchr(o->tmp, '/');
+    if (slash) slash[slash == o->tmp] = 0;              // the folder, so that the new name survives a power cut too
+    const int dir = err ? -1 : open(slash ? o->tmp : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (dir >= 0) {
+        fsync(dir);
+        close(dir);
+    }
+    free(o->tmp);
+    return err;
+}
+
+// ---- the new model ----
+
 __attribute__((noreturn, format(printf, 2, 3))) static void die_output(const Output *o, const char *fmt, ...) {
     char text[512];
     va_list ap;
@@ -4503,8 +4552,9 @@ __attribute__((noreturn, format(printf, 2, 3))) static void die_output(const Out
     die("%s: %s", o->path, text);
 }
 
-static Output open_output(const char *path, const char *in) {
+static Output open_model_output(const char *path, const char *in) {
     struct stat old, source;
+    Output o;
     const GgufStr name = { path, strlen(path) };
     if (ends_with(name, ".safetensors") ||
         (ends_with(name, ".gguf") && name.n > 14 && !memcmp(path + name.n - 14, "-of-", 4)))
@@ -4514,45 +4564,28 @@ static Output open_output(const char *path, const char *in) {
         if (!stat(in, &source) && old.st_dev == source.st_dev && old.st_ino == source.st_ino)
             die("%s: expected another file, got the model itself", path);
     }
-    Output o = { .path = path, .tmp = alloc_or_die(strlen(path) + 32, 1) };
-    sprintf(o.tmp, "%s.%ld.tmp", path, (long)getpid());
-    o.fd = open(o.tmp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    if (o.fd < 0) die("%s: %s", o.tmp, strerror(errno));
-    unfinished = o.tmp;
+    const int err = create_output(&o, path);
+    if (err) die("%s: %s", o.tmp, strerror(err));
     return o;
 }
 
-static void write_output(const Output *o, const void *bytes, size_t n) {
-    for (const uint8_t *p = bytes; n > 0; ) {
-        const ssize_t done = write(o->fd, p, n < (1 << 30) ? n : 1 << 30);
-        if (interrupted) {
-            unlink(o->tmp);
-            if (bar_shown) fprintf(stderr, "\n");
-            _exit(130);
-        }
-        if (done < 0 && errno == EINTR) continue;
-        if (done < 0 && errno == EFAULT) on_lost_pages(SIGBUS);       // the same, met by the kernel
-        if (done <= 0) die_output(o, "cannot write: %s; the file was left as it was", strerror(done ? errno : EIO));
-        p += done;
-        n -= (size_t)done;
+static void write_model_output(const Output *o, const void *bytes, size_t n) {
+    const int err = write_output(o, bytes, n);
+    if (interrupted) {
+        unlink(o->tmp);
+        if (bar_shown) fprintf(stderr, "\n");
+        _exit(128 + interrupted);
     }
+    if (err == EFAULT) on_lost_pages(SIGBUS);           // the same, met by the kernel
+    if (err) die_output(o, "cannot write: %s; the file was left as it was", strerror(err));
 }
 
-static void close_output(Output *o) {
+static void close_model_output(Output *o) {
     Gguf check;
-    if (fsync(o->fd) || close(o->fd)) die_output(o, "cannot write: %s; the file was left as it was", strerror(errno));
     if (gguf_open(&check, o->tmp) < 0) die_output(o, "what was written is damaged: %s", check.err);
     gguf_close(&check);
-    if (rename(o->tmp, o->path)) die_output(o, "%s", strerror(errno));
-    unfinished = NULL;
-    char *slash = strrchr(o->tmp, '/');
-    if (slash) slash[slash == o->tmp] = 0;              // the folder, so that the new name survives a power cut too
-    const int dir = open(slash ? o->tmp : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (dir >= 0) {
-        fsync(dir);
-        close(dir);
-    }
-    free(o->tmp);
+    const int err = finish_output(o, 0);
+    if (err) die("%s: cannot write: %s; the file was left as it was", o->path, strerror(err));
 }
 
 enum { PIECE_BYTES = 4 << 20, PIECE_ELEMS = 4096 };     // written at once; converted at once, a multiple of all blocks
@@ -4652,17 +4685,16 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
     uint8_t *head = gguf_writer_head(&w, &head_size), *piece = NULL;
     if (!head) die("out of memory: the head of %s", out);
 
-    Output o = open_output(out, in);
-    struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)SA_RESETHAND };
-    sigaction(SIGINT, &act, NULL);
-    sigaction(SIGTERM, &act, NULL);
-    sigaction(SIGHUP, &act, NULL);
+    stop_on(SIGINT);
+    stop_on(SIGTERM);
+    stop_on(SIGHUP);
+    Output o = open_model_output(out, in);
     signal(SIGXFSZ, SIG_IGN);                           // a limit of the file size is an error like a full disk
     const double t0 = seconds();
     const size_t total = head_size + (size_t)w.data_size;
     size_t at = head_size;
     progress(m.recipe->name, 0, total, "B");
-    write_output(&o, head, head_size);
+    write_model_output(&o, head, head_size);
     for (size_t i = 0; i < g.n_tensors; i++) {
         const GgufTensor *t = order[i];
         const size_t row = gguf_row_size(types[i], (size_t)t->ne[0]), in_row = gguf_row_size(t->type, (size_t)t->ne[0]);
@@ -4680,16 +4712,16 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
             if (bad)
                 die_output(&o, "tensor '%s' of %s holds values too large for %s", shown(t->name), in,
                            gguf_type_name(types[i]));
-            write_output(&o, types[i] == t->type ? t->data + r * in_row : piece, n * row);
+            write_model_output(&o, types[i] == t->type ? t->data + r * in_row : piece, n * row);
             at += n * row;
             if (at < total) progress(m.recipe->name, at, total, "B");
         }
         const size_t pad = round_up(n_rows * row, 32) - n_rows * row;
-        write_output(&o, zeros, pad);
+        write_model_output(&o, zeros, pad);
         at += pad;
     }
     progress(m.recipe->name, total, total, "B");       // the line goes away
-    close_output(&o);
+    close_model_output(&o);
     const double dt = seconds() - t0, mib = 1 << 20;
     fprintf(stderr, "# %s: %.1f MiB to %.1f MiB, %.2f bits per weight, %.1f s, %.3f GB/s read\n", out, (double)in_bytes / mib,
             (double)total / mib, n_elems ? 8 * (double)w.data_size / (double)n_elems : 0, dt, (double)in_bytes / 1e9 / dt);
@@ -4975,18 +5007,12 @@ static void set_system(Chat *c, TokStr text) {
 
 // Writes the conversation. The file is there as a whole or as it was. 0, or errno.
 static int save_messages(const Chat *c, const char *path) {
-    char draft[4096];
-    if (snprintf(draft, sizeof draft, "%s.part", path) >= (int)sizeof draft) return ENAMETOOLONG;
-    FILE *f = fopen(draft, "wb");
-    if (!f) return errno;
     const GgufJson list = message_list(&c->messages);
-    bool ok = fwrite(list.s, 1, list.n, f) == list.n && fputc('\n', f) != EOF && !fflush(f) && !fsync(fileno(f));
-    int err = ok ? 0 : errno;
-    if (fclose(f) && ok) ok = false, err = errno;
-    if (ok && !rename(draft, path)) return 0;
-    if (ok) err = errno;
-    remove(draft);
-    return err;
+    Output o;
+    int err = create_output(&o, path);
+    if (!err) err = write_output(&o, list.s, list.n);
+    if (!err) err = write_output(&o, "\n", 1);
+    return finish_output(&o, err);
 }
 
 // Reads a conversation in place of the one there is. False, with nothing changed: c->err says why.
@@ -4995,13 +5021,12 @@ static bool load_messages(Chat *c, const char *path) {
     TokIds ids = { 0 };
     char block[1 << 14];
     FILE *f = fopen(path, "rb");
-    bool ok = f != NULL;
-    for (size_t n; ok && (n = fread(block, 1, sizeof block, f)) > 0; ) ok = tok__append(&text, block, n);
-    if (!ok || ferror(f)) {
-        snprintf(c->err, sizeof c->err, "/load: %s: %s", path, strerror(f ? errno : ENOENT));
-        ok = false;
-    }
+    int err = f ? 0 : errno;
+    for (size_t n; !err && (n = fread(block, 1, sizeof block, f)) > 0; ) err = tok__append(&text, block, n) ? 0 : ENOMEM;
+    if (!err && ferror(f)) err = errno;
     if (f) fclose(f);
+    if (err) snprintf(c->err, sizeof c->err, "/load: %s: %s", path, strerror(err));
+    bool ok = !err;
     if (ok) {
         const TokText before = c->messages;
         const TokChat chat = { .messages = { text.s, text.n }, .tools = c->tools, .think = c->think };
@@ -5598,8 +5623,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     if (!f->raw) print_template(&tok);
     print_sampling(m, &c.options.sampling);
     read_weights(m, f->check_tensors);                 // Ctrl-C still ends the process at once
-    struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)SA_RESTART };
-    sigaction(SIGINT, &act, NULL);
+    stop_on(SIGINT);
     int status = 0;
     if (chatting) {
         status = chat_loop(&c, (TokStr){ text, n_text }, f->history);

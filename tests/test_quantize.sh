@@ -239,6 +239,18 @@ if env --default-signal=INT true 2>/dev/null; then      # a shell starts backgro
     ok "Ctrl-C: exit status 130" [ "$status" -eq 130 ]
     ok "Ctrl-C: the old file stands" same "$tmp/stay.txt" "$tmp/stay.gguf"
     ok "Ctrl-C: nothing is left" [ -z "$(ls "$tmp" | grep tmp)" ]
+    again_and_again() { for i in 1 2 3 4 5 6 7 8; do kill -INT "$1"; done; }
+    in_the_middle again_and_again
+    ok "Ctrl-C again and again: exit status 130" [ "$status" -eq 130 ]
+    ok "Ctrl-C again and again: nothing is left" [ -z "$(ls "$tmp" | grep tmp)" ]
+    in_the_middle kill -TERM
+    ok "SIGTERM: exit status 143" [ "$status" -eq 143 ]
+    ok "SIGTERM: nothing is left" [ -z "$(ls "$tmp" | grep tmp)" ]
+    trap '' HUP
+    in_the_middle kill -HUP
+    trap - HUP
+    ok "SIGHUP under nohup: it goes on" [ "$status" -eq 0 ]
+    cp "$tmp/stay.txt" "$tmp/stay.gguf"
     run quantize "$tmp/tiny-moe-f32.gguf" "$tmp/stay.gguf" q6_k
     ok "after that it works" made
     ok "and replaces the old file" [ "$("$make_hf" --list "$tmp/stay.gguf" | grep -c Q6_K)" -gt 10 ]
