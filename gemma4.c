@@ -1210,6 +1210,7 @@ typedef struct {
     bool   untied;            // keep K and V apart also where they come from one projection
     bool   penalties, bias;   // sampling counts tokens; adds a bias to logits
     size_t memory;            // bytes that the backend is taken to have; 0: what it has
+    const char *ctx_from;     // what n_ctx follows from, for advice: "-p, -n or -d"; "": no flag; NULL: -c
 } PlanOptions;
 
 enum { CTX_FIT = -1 };        // n_ctx: as many tokens as memory has room for, up to those the model was trained for
@@ -1444,9 +1445,10 @@ static const char *model_name(const Model *m) {
                                                            : (GgufStr){ file, strlen(file) });
 }
 
-// Everything that lives in backend memory, in one pass: weights, caches, activations. Called twice, to count and to place.
+// Everything that lives in backend memory, in one pass: weights, caches, activations. Called to count, as often as plans are
+// compared, and then once to place.
 static void plan_memory(Model *m, Arena *a) {
-    const size_t to_upload = m->plan.weights + m->plan.in_host;    // known the second time
+    const size_t to_upload = m->plan.weights + m->plan.in_host;    // known once it was counted
     m->plan = (Plan){ 0 };
     if (a->base && to_upload) progress(model_name(m), 0, to_upload, "B");
     for (int i = 0; i < m->binder.n_uploads; i++) {
@@ -1566,26 +1568,6 @@ static size_t plan_context(Model *m, int n_ctx) {
     return arena.used + m->plan.scratch + (m->plan.weights ? 0 : m->binder.bytes);
 }
 
-// Bytes that a plan may take: as many as the user says, else what is free, less a 32nd part for what others take meanwhile.
-static size_t plan_budget(const Model *m) {
-    size_t free_bytes, total;
-    if (m->options.memory) return m->options.memory;
-    m->ops->memory(&free_bytes, &total);
-    return free_bytes - free_bytes / 32;
-}
-
-// The longest context, at most `most`, that the budget has room for; 0: not even the smallest.
-static int largest_context(Model *m, int most) {
-    const size_t budget = plan_budget(m);
-    int low = 0, high = (most - 1) / TILE_SLOTS + 1;   // in tiles: has room, has none
-    if (plan_context(m, most) <= budget) return most;
-    while (high - low > 1) {
-        const int mid = low + (high - low) / 2;
-        *(plan_context(m, mid * TILE_SLOTS) <= budget ? &low : &high) = mid;
-    }
-    return low * TILE_SLOTS;
-}
-
 // Leaves the table of per-layer embeddings, of which a token reads one row, in host memory, or puts it back. False: there is
 // none, or the backend reads weights where they lie.
 static bool table_in_host(Model *m, bool in_host) {
@@ -1598,15 +1580,45 @@ static bool table_in_host(Model *m, bool in_host) {
     return false;
 }
 
+// Plans for a context of n_ctx tokens in a budget: what does not fit with that table on the device gets it in host memory.
+// Returns the bytes that have to be there, more than the budget if there is no room.
+static size_t fit_context(Model *m, int n_ctx, size_t budget) {
+    table_in_host(m, false);
+    const size_t needed = plan_context(m, n_ctx);
+    return needed > budget && table_in_host(m, true) ? plan_context(m, n_ctx) : needed;
+}
+
+// Bytes that a plan may take: as many as the user says, else what is free, less a 32nd part for what others take meanwhile.
+static size_t plan_budget(const Model *m) {
+    size_t free_bytes, total;
+    if (m->options.memory) return m->options.memory;
+    m->ops->memory(&free_bytes, &total);
+    return free_bytes - free_bytes / 32;
+}
+
+// The longest context, at most `most`, that the budget has room for; 0: not even the smallest.
+static int largest_context(Model *m, int most, size_t budget) {
+    int low = 0, high = (most - 1) / TILE_SLOTS + 1;   // in tiles: has room, has none
+    if (fit_context(m, most, budget) <= budget) return most;
+    while (high - low > 1) {
+        const int mid = low + (high - low) / 2;
+        *(fit_context(m, mid * TILE_SLOTS, budget) <= budget ? &low : &high) = mid;
+    }
+    return low * TILE_SLOTS;
+}
+
 // The plan has no room: what it needs, what there is, and what would have room.
 __attribute__((noreturn)) static void die_no_room(Model *m) {
     const int n_ctx = m->options.n_ctx;
-    const double gib = 1 << 30, needed = (double)plan_context(m, n_ctx), room = (double)plan_budget(m);
+    const size_t budget = plan_budget(m);
+    const double gib = 1 << 30, needed = (double)fit_context(m, n_ctx, budget), room = (double)budget;
     const Plan p = m->plan;
-    int most = largest_context(m, n_ctx);
+    const char *from = m->options.ctx_from;
+    int most = largest_context(m, n_ctx, budget);
     if (most == n_ctx) most = n_ctx / 2 / TILE_SLOTS * TILE_SLOTS;   // free in pieces, it seems, or somebody was quicker
     char advice[64] = "";
-    if (most) snprintf(advice, sizeof advice, "-c %d, ", most);
+    if (most && !from) snprintf(advice, sizeof advice, "-c %d, ", most);
+    if (most && from && *from) snprintf(advice, sizeof advice, "a smaller %.24s, ", from);
     if (m->options.k_type == KV_F32) strcat(advice, "-ctk f16, ");
     die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f) of %.2f "
         "GiB%s; try %s%sa smaller model", n_ctx, needed / gib, (double)(p.weights ? p.weights : m->binder.bytes) / gib,
@@ -1640,18 +1652,18 @@ static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     if (has_tied && !o.untied && o.k_type != o.v_type)
         die("-ctv: expected the type of -ctk, got another: global layers of this model store K and V as one; "
             "try --kv-layout untied");
+    const size_t budget = plan_budget(m);
     int n_ctx = o.n_ctx ? o.n_ctx : min_int(c->n_ctx_train, 8192);
-    const int most = n_ctx == CTX_FIT ? c->n_ctx_train : n_ctx;
-    if (plan_context(m, most) > plan_budget(m)) table_in_host(m, true);
-    if (n_ctx == CTX_FIT) n_ctx = max_int(largest_context(m, c->n_ctx_train), TILE_SLOTS);
-    plan_context(m, n_ctx);
+    if (n_ctx == CTX_FIT) n_ctx = max_int(largest_context(m, c->n_ctx_train, budget), TILE_SLOTS);
+    fit_context(m, n_ctx, budget);
 }
 
 // Open, check, plan, reserve. Dies with one line on bad input or when there is no room. dump_dir may be NULL.
 static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
     plan_model(m, path, ops, o, dump_dir);
     const bool strict = o.memory || o.n_ctx == CTX_FIT || m->plan.weights;         // else memory may be had by swapping
-    if (strict && plan_context(m, m->options.n_ctx) > plan_budget(m)) die_no_room(m);
+    const size_t budget = plan_budget(m);
+    if (strict && fit_context(m, m->options.n_ctx, budget) > budget) die_no_room(m);
     Arena arena = { 0 };
     plan_memory(m, &arena);
     const Limits lim = plan_limits(m);
@@ -3843,7 +3855,8 @@ static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const 
     if (!size || size % 4) die("--ids: %s: expected little-endian int32 ids, got %zu bytes", ids_path, size);
     if (size / 4 > MAX_CONTEXT) die("--ids: %s: expected at most %d ids, got %zu", ids_path, MAX_CONTEXT, size / 4);
     const int n = (int)(size / 4);
-    if (!o.n_ctx) o.n_ctx = n;
+    if (o.n_ctx <= 0) o.n_ctx = n;
+    if (o.n_ctx == n) o.ctx_from = "number of --ids";
     if (n > o.n_ctx) die("--ids: %s: expected at most %d ids, got %d; try -c %d", ids_path, o.n_ctx, n, n);
     struct stat in, out;
     if (!stat(model, &in) && !stat(out_path, &out) && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
@@ -3940,10 +3953,11 @@ static void verb_plan(const char *model, const Ops *ops, PlanOptions o) {
     const double gib = 1 << 30;
     Model *m = alloc_or_die(1, sizeof *m);
     plan_model(m, model, ops, o, NULL);
-    const int n_ctx = m->options.n_ctx, trained = m->config.n_ctx_train, most = largest_context(m, trained);
+    const size_t budget = plan_budget(m);
+    const int n_ctx = m->options.n_ctx, trained = m->config.n_ctx_train, most = largest_context(m, trained, budget);
     size_t free_bytes, total;
     ops->memory(&free_bytes, &total);
-    const size_t needed = plan_context(m, n_ctx), budget = plan_budget(m);
+    const size_t needed = fit_context(m, n_ctx, budget);
     const Plan plan = m->plan;
     const size_t weights = plan.weights ? plan.weights : m->binder.bytes;
     printf("%s: context %d, trained for %d\n", model_name(m), n_ctx, trained);
@@ -3962,13 +3976,13 @@ static void verb_plan(const char *model, const Ops *ops, PlanOptions o) {
     printf("largest context that fits: %d%s\n\n", most, most == trained ? ", as trained" : "");
     printf("%8s  %9s  %9s\n", "context", "KV GiB", "total GiB");
     for (size_t i = 0; i < sizeof contexts / sizeof *contexts; i++) {
-        const size_t all = plan_context(m, contexts[i]);
-        printf("%8d  %9.3f  %9.3f  %s%s\n", contexts[i], (double)(m->plan.kv_global + m->plan.kv_rings) / gib,
-               (double)all / gib, all <= budget ? "fits" : "does not fit",
+        const size_t all = fit_context(m, contexts[i], budget);
+        printf("%8d  %9.3f  %9.3f  %s%s%s\n", contexts[i], (double)(m->plan.kv_global + m->plan.kv_rings) / gib,
+               (double)all / gib, all <= budget ? "fits" : "does not fit", m->plan.in_host ? ", the table in host memory" : "",
                contexts[i] > trained ? ", past the trained length" : "");
     }
     if (fflush(stdout) || ferror(stdout)) die("standard output: %s", strerror(errno));
-    if (plan_context(m, n_ctx) > budget) die_no_room(m);
+    if (fit_context(m, n_ctx, budget) > budget) die_no_room(m);
     free_model(m);
     free(m);
 }
@@ -4230,6 +4244,7 @@ static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const B
     if (deepest > MAX_CONTEXT - longest)
         die("-d: expected at most %d tokens in all, got %d and %d", MAX_CONTEXT, deepest, longest);
     o.n_ctx = deepest + longest;
+    o.ctx_from = "-p, -n or -d";
     o.n_logits = max_int(o.n_logits, widest);
     Bench bench = { .m = alloc_or_die(1, sizeof *bench.m) };
     Model *m = bench.m;
@@ -4286,8 +4301,8 @@ static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const B
 
 typedef struct {
     char   name[24];
-    int    layer;             // where the difference is largest
-    double off, size;         // largest |difference|, of the largest |value| there
+    int    layer;             // where the share is largest
+    double off, size, share;  // largest |difference|, largest |value|, off / size there
 } Difference;
 
 // What a backend makes of the first n ids in one step; freed by the caller with free_model and free.
@@ -4321,19 +4336,21 @@ static double check_compare(const Model *a, const Model *b, const char *what) {
         double off = 0, size = 0;
         for (size_t k = 0; k < n; k++) {
             const double d = fabs((double)x->data[k] - (double)y->data[k]);
-            if (!(d <= off)) off = d;                  // a NaN stays
+            if (d > off || isnan(d)) off = d;          // a NaN stays
             size = fmax(size, fabs((double)x->data[k]));
         }
         int k = 0;
         while (k < n_found && strcmp(found[k].name, x->name)) k++;
         if (k == n_found && n_found < 32) {
             n_found++;
-            found[k] = (Difference){ .size = 1, .off = -1 };
-            snprintf(found[k].name, sizeof found[k].name, "%s", x->name);
+            found[k] = (Difference){ .share = -1 };
+            memcpy(found[k].name, x->name, sizeof x->name);
         }
-        if (k < n_found && !(off / size <= found[k].off / found[k].size)) {
+        const double share = off == 0 ? 0 : off / size;
+        if (k < n_found && (share > found[k].share || (isnan(share) && !isnan(found[k].share)))) {
             found[k].off = off;
             found[k].size = size;
+            found[k].share = share;
             found[k].layer = x->layer;
         }
         if (!strcmp(x->name, "result_output")) divergence = mean_divergence(x->data, y->data, x->n_rows, x->cols);
@@ -4342,7 +4359,7 @@ static double check_compare(const Model *a, const Model *b, const char *what) {
            "| ------------------ | ----: | ------------: | -----------------: | ------: |\n", what);
     for (int k = 0; k < n_found; k++)
         printf("| %-18s | %5d | %13.4g | %18.3g | %7.1e |\n", found[k].name, found[k].layer, found[k].size, found[k].off,
-               found[k].size > 0 ? found[k].off / found[k].size : 0);
+               found[k].share);
     printf("next token: mean KL divergence %.3g\n\n", divergence);
     return divergence;
 }
@@ -4369,6 +4386,7 @@ static int verb_check(const char *model, const Ops *ops, PlanOptions o) {
     gguf_close(&g);
 
     o.n_ctx = o.n_batch = o.n_logits = MANY;
+    o.ctx_from = "";
     double worst = 0;
     for (int k = 0; k < 2; k++) {
         const int n = k ? MANY : FEW;

@@ -112,6 +112,8 @@ run logits "$model" --ids "$tmp/one.i32" -o "$tmp/one.f32"
 ok "logits of 1 id: n * vocab * 4 bytes" size "$tmp/one.f32" $((vocab * 4))
 run logits "$model" --ids "$tmp/five.i32" -o "$tmp/again.f32"
 ok "logits are the same twice" same five.f32 again.f32
+run logits "$model" --ids "$tmp/five.i32" -o "$tmp/again.f32" -c 0
+ok "logits -c 0: a context for the ids" same five.f32 again.f32
 head -c $((vocab * 4)) "$tmp/five.f32" >"$tmp/row0.f32"
 ok "later ids do not change the first row" same row0.f32 one.f32
 

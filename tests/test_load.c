@@ -124,6 +124,33 @@ static void test_unknown(const char *model) {
           "an ordinary model is said to have unknown parts");
 }
 
+// ---- the table of check ----
+
+// A NaN or Inf in one layer stays what that name's line shows, whatever other values and layers hold.
+static void test_nan_stays(void) {
+    float ones[] = { 1, 1, 1 }, nan[] = { 1, NAN, 2 }, tenth[] = { 1, 1.1f, 1 }, zeros[] = { 0, 0, 0 };
+    Checkpoint a[] = { { "q", 0, 1, 3, ones }, { "q", 1, 1, 3, ones }, { "q", 2, 1, 3, ones }, { "y", 0, 1, 3, zeros },
+                       { "y", 1, 1, 3, ones }, { "z", 0, 1, 3, zeros }, { "z", 1, 1, 3, ones } };
+    Checkpoint b[] = { { "q", 0, 1, 3, ones }, { "q", 1, 1, 3, nan }, { "q", 2, 1, 3, tenth }, { "y", 0, 1, 3, zeros },
+                       { "y", 1, 1, 3, tenth }, { "z", 0, 1, 3, ones }, { "z", 1, 1, 3, tenth } };
+    const Model x = { .checkpoints = a, .n_checkpoints = 7 }, y = { .checkpoints = b, .n_checkpoints = 7 };
+    fflush(stdout);
+    const pid_t child = fork();
+    if (!child) {
+        const int out = open(in_tmp("stdout"), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+        if (out < 0 || dup2(out, 1) < 0) _exit(126);
+        check_compare(&x, &y, "");
+        fflush(stdout);
+        _exit(0);
+    }
+    while (child > 0 && waitpid(child, NULL, 0) < 0 && errno == EINTR) {}
+    char *got = text_of(in_tmp("stdout"));
+    CHECK(strstr(got, "| q                  |     1 |             1 |                nan |     nan |"), "a NaN is lost: %s", got);
+    CHECK(strstr(got, "| y                  |     1 |             1 |                0.1 | 1.0e-01 |"), "0 of 0 stays: %s", got);
+    CHECK(strstr(got, "| z                  |     0 |             0 |                  1 |     inf |"), "1 of 0 is lost: %s", got);
+    free(got);
+}
+
 // ---- no room -----------------------------------------------------------------------------------------------------
 
 static size_t small_device;                            // bytes that it has
@@ -133,21 +160,29 @@ static void *no_reserve(size_t bytes) {
 }
 static void device_memory_of(size_t *free_bytes, size_t *total) { *free_bytes = *total = small_device; }
 
-// Loads in a child on a backend that keeps weights itself, has so much memory and reserves nothing. Its line on stderr.
-static char *refused_plan(const char *path, size_t memory, PlanOptions o) {
+static size_t device_bytes(const Tensor *w) { return w->in_host ? 0 : matrix_bytes(w); }
+
+// A backend that keeps weights itself, has so much memory and reserves nothing.
+static const Ops *device_of(size_t memory) {
     static Ops ops;
     ops = *cpu_ops();
-    ops.weight_bytes = matrix_bytes;
+    ops.weight_bytes = device_bytes;
     ops.reserve = no_reserve;
     ops.memory = device_memory_of;
     small_device = memory;
+    return &ops;
+}
+
+// Loads in a child on such a backend. Its line on stderr.
+static char *refused_plan(const char *path, size_t memory, PlanOptions o) {
+    const Ops *ops = device_of(memory);
     fflush(stdout);
     const pid_t child = fork();
     if (!child) {
         const int err = open(in_tmp("stderr"), O_WRONLY | O_CREAT | O_TRUNC, 0600);
         if (err < 0 || dup2(err, 2) < 0) _exit(126);
         Model *m = must(calloc(1, sizeof *m));
-        load_model(m, path, &ops, o, NULL);
+        load_model(m, path, ops, o, NULL);
         _exit(0);
     }
     int status = -1;
@@ -176,12 +211,48 @@ static void test_no_room(const char *path) {
             CHECK(strstr(err, cases[i].says[k]), "no room, case %zu: expected '%s' in: %s", i, cases[i].says[k], err);
         free(err);
     }
-    o.n_ctx = 64;
+    const struct { const char *from, *says; } froms[] = {
+        { "-p, -n or -d", "free; try a smaller -p, -n or -d, a smaller model\n" }, { "", "free; try a smaller model\n" } };
     o.memory = 0;
+    for (size_t i = 0; i < sizeof froms / sizeof *froms; i++) {
+        o.ctx_from = froms[i].from;
+        char *err = refused_plan(path, 20 << 20, o);
+        CHECK(strstr(err, froms[i].says), "no room: expected '%s' in: %s", froms[i].says, err);
+        free(err);
+    }
+    o.ctx_from = NULL;
+    o.n_ctx = 64;
     o.k_type = o.v_type = KV_F32;
     char *err = refused_plan(path, 1 << 10, o);
     CHECK(strstr(err, "-ctk f16"), "no room: a smaller type is not named: %s", err);
     free(err);
+}
+
+// The per-layer table moves to host memory for what does not fit with it on the device, and back for what does: however a
+// context is asked for, the longest one is the same.
+static void test_table(const char *path) {
+    Model *m = must(calloc(1, sizeof *m));
+    PlanOptions o = small;
+    plan_model(m, path, device_of((size_t)1 << 40), o, NULL);
+    CHECK(!m->plan.in_host, "the table leaves a device that has room for it");
+    o.memory = fit_context(m, 64, SIZE_MAX);
+    const int most = largest_context(m, m->config.n_ctx_train, o.memory);
+    CHECK(most > 64, "no context above 64 fits without the table");
+    CHECK(fit_context(m, most, o.memory) <= o.memory && m->plan.in_host, "%d does not fit, or not without the table", most);
+    CHECK(most == m->config.n_ctx_train || fit_context(m, most + TILE_SLOTS, o.memory) > o.memory, "more than %d fits", most);
+    CHECK(fit_context(m, 64, o.memory) == o.memory && !m->plan.in_host, "the table does not come back");
+    free_model(m);
+    const struct { int n_ctx, is; } asked[] = { { 64, 64 }, { most, most }, { CTX_FIT, most } };
+    for (size_t i = 0; i < sizeof asked / sizeof *asked; i++) {
+        o.n_ctx = asked[i].n_ctx;
+        plan_model(m, path, device_of((size_t)1 << 40), o, NULL);
+        CHECK(m->options.n_ctx == asked[i].is && !m->plan.in_host == (asked[i].is == 64), "context %d: got %d, %zu bytes of the table in "
+              "host memory", asked[i].n_ctx, m->options.n_ctx, m->plan.in_host);
+        const int again = largest_context(m, m->config.n_ctx_train, o.memory);
+        CHECK(again == most, "after a plan for %d: the longest is %d, then %d", o.n_ctx, most, again);
+        free_model(m);
+    }
+    free(m);
 }
 
 // A file that gets shorter behind the back of the program that reads it, on one thread or several.
@@ -410,7 +481,9 @@ int main(void) {
         snprintf(models[i], sizeof models[i], "%s", make_model(name, presets[i % 3], quants[i / 3], NULL));
         list[i] = models[i];
     }
+    test_nan_stays();
     test_no_room(models[1]);
+    test_table(models[2]);
     test_shorter(models[1]);
     const char *large = test_true_size();
     if (access(gemma4, X_OK)) {
