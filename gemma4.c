@@ -4775,11 +4775,11 @@ static bool has_role(const GgufJson *message, const char *role) {
 
 static bool is_system(const GgufJson *message) { return has_role(message, "system") || has_role(message, "developer"); }
 
-static GgufJson message_list(const TokText *messages) {           // they are ours or were checked
+static GgufJson message_list(const TokText *messages) {           // they are ours or were checked; null is an empty list
     GgufJson list;
     size_t at;
     const char *err;
-    if (!messages->n || gguf_json_parse(messages->s, messages->n, &list, &at, &err) < 0)
+    if (!messages->n || gguf_json_parse(messages->s, messages->n, &list, &at, &err) < 0 || list.type != GGUF_J_ARRAY)
         list = (GgufJson){ GGUF_J_ARRAY, "[]", 2 };
     return list;
 }
@@ -5158,7 +5158,7 @@ static bool command(Chat *c, char *line) {
 // A message of the user and the answer to it. A message that cannot be answered is taken back.
 static void say(Chat *c, TokStr text) {
     GgufJson id;
-    const size_t n = count_messages(&c->messages, NULL);
+    const size_t n = count_messages(&c->messages, NULL), skipped = c->n_skipped;
     if (calls_waiting(&c->messages, &id)) {
         fprintf(stderr, "# a call waits for its result: /tool RESULT, or /retry\n");
         return;
@@ -5170,6 +5170,7 @@ static void say(Chat *c, TokStr text) {
     if (count_messages(&c->messages, NULL) > n + 1) return;
     if (ok) fprintf(stderr, "# no answer came, so the message is taken back\n");
     keep_messages(&c->messages, true, n);
+    c->n_skipped = skipped;                            // the model is shown what it was shown before
 }
 
 // Talks until the end of input, /exit, or Ctrl-C twice. first: what the user says first, s NULL: it is asked for. history: a

@@ -613,6 +613,17 @@ ok "chat: --context-shift goes on" has err "no longer shown to the model"
 ok "chat: --context-shift: /stats says so" grep -q "; 8 messages, the oldest [246] of them not shown" err
 ok "chat: --context-shift: /save writes all" grep -q '"Be kind.".*about a fox.*about a cow.*about a duck.*"hi"' shifted.json
 
+fed "/load shifted.json\nAnd one about a cow, please, which is long enough to fill what is left of it all, and more, or most \
+of it.\n/stats\n/retry\n" "$mini" -i --temp 0 -n 0 -c 96 --context-shift
+ok "chat: --context-shift: a message that is taken back shifts" has err "the oldest 8 messages are no longer shown"
+ok "chat: --context-shift: and what it left out comes back" grep -q '; 8 messages$' err
+ok "chat: --context-shift: /retry asks the message before" grep -q 'the oldest [246] messages are no longer shown' err
+echo null >null.json
+fed "/load null.json\n/stats\nhi\n/save talk.json\n/load talk.json\n" "$mini" -i --temp 0 -n 2 --ignore-eos
+ok "chat: /load of null: an empty conversation" has err "# 0 messages from null.json"
+ok "chat: /load of null: the chat goes on" has err "# 2 messages from talk.json"
+ok "chat: /load of null: what is saved" grep -q '^\[{"role":"user","content":"hi"},{"role":"assistant"' talk.json
+
 # ---- the plan ------------------------------------------------------------------------
 run plan "$mini" -c 4096
 ok "plan: exits 0" [ "$status" -eq 0 ]
