@@ -2037,12 +2037,16 @@ static void prepare_rows(const void *task, int first, int end) {
 }
 
 // The input of a product: what a producer left, or rows prepared in scratch; in int8 too where a matrix is quantised, and
-// packed if there are several.
-static Rows prepare(const In *in, int n_rows, int cols, bool quantise) {
-    const bool own = !in->act.f && !in->act.q, pack = quantise && n_rows > 1;
+// packed if that is wanted.
+static Rows prepare_as(const In *in, int n_rows, int cols, bool quantise, bool pack) {
+    const bool own = !in->act.f && !in->act.q;
     const PrepareJob job = { .in = in, .from = in->act, .cols = cols, .quantise = quantise, .pack = pack };
     if (own || pack) parallel(n_rows, share(n_rows, 1), prepare_rows, &job);
     return (Rows){ .a = own ? cpu.y : in->act, .packed = pack ? cpu.packed : NULL };
+}
+
+static Rows prepare(const In *in, int n_rows, int cols, bool quantise) {           // packed if there are several
+    return prepare_as(in, n_rows, cols, quantise, quantise && n_rows > 1);
 }
 
 // out[j * stride + i] = row first + i of matrix e of w times row r + j of x: n columns of n_rows rows of a product.
@@ -2275,7 +2279,7 @@ static void expert_gate_up_tiles(const void *task, int begin, int end) {        
 static void cpu_expert_gate_up(const ExpertGateUp *o) {
     const int n = o->up ? o->gate->rows : o->gate->rows / 2, n_pairs = o->n_rows * o->n_used;
     const bool gate_q = is_quantised(o->gate->type), up_q = o->up ? is_quantised(o->up->type) : gate_q;
-    ExpertJob job = { .gate_up = o, .y = prepare(&o->in, o->n_rows, o->gate->cols, gate_q || up_q) };
+    ExpertJob job = { .gate_up = o, .y = prepare_as(&o->in, o->n_rows, o->gate->cols, gate_q || up_q, false) };
     for (int first = 0; first < n_pairs; first += job.pairs.n) {
         begin_pass(&job, o->ids, first, n_pairs, o->n_used, gate_q && up_q && o->n_rows > 1);
         const int n_tiles = job.pairs.n_experts * ((n + 31) / 32);
