@@ -13,7 +13,7 @@
  *   [7]  The forward pass
  *   [8]  Step: batch, run, commit
  *   [9]  Text: tokenizer, sampling, generation
- *   [10] Verbs: logits, tokenize, detokenize, plan, bench
+ *   [10] Verbs: logits, tokenize, detokenize, plan, bench, check
  *   [11] Quantise
  *   [12] Chat
  *   [13] Command line
@@ -75,6 +75,10 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt,
     _exit(1);                                          // stdout is flushed; memory goes with the process
 }
 
+static void flush_output(void) {                       // dies if not all of stdout could be written
+    if (fflush(stdout) || ferror(stdout)) die("standard output: %s", strerror(errno));
+}
+
 static const char *volatile unfinished;                // a file that is being written, to be removed if that fails
 
 // SIGBUS: pages of a mapped model file are gone, because somebody made it shorter or its disk failed.
@@ -86,7 +90,7 @@ static void on_lost_pages(int signal_number) {
     _exit(1);
 }
 
-static void *alloc_or_die(size_t n, size_t size) {                 // host memory, zeroed; only while loading
+static void *alloc_or_die(size_t n, size_t size) {                 // host memory, zeroed
     void *p = calloc(n ? n : 1, size);
     if (!p) die("out of memory: %zu bytes wanted", n * size);
     return p;
@@ -3449,18 +3453,21 @@ static double bytes_per_token(const Model *m, int pos) {
     return bytes;
 }
 
+static const char *kv_name(KvType t) { return t == KV_F32 ? "f32" : t == KV_F16 ? "f16" : "bf16"; }
+
 // What is about to run, on stderr: model, plan, device.
 static void print_plan(Model *m) {
     const Config *c = &m->config;
     const double mib = 1 << 20;
     bool tied = false;
     for (int i = 0; i < m->n_caches; i++) tied |= m->caches[i].n_rot > 0;
+    const KvType k = m->options.k_type, v = m->options.v_type;
     fprintf(stderr, "# %s: %d layers, dim %d, %d experts, vocabulary %d, weights %.1f MiB (%s)\n", model_name(m), c->n_layers,
             c->dim, c->n_experts, c->vocab, (double)m->binder.bytes / mib,
             gguf_type_name(m->weights.layer[0].attn_q.type));
-    fprintf(stderr, "# plan: context %d: global KV %.1f MiB (%s %s), rings %.1f MiB, stage %.1f MiB, activations %.1f MiB, "
+    fprintf(stderr, "# plan: context %d: global KV %.1f MiB (%s%s%s %s), rings %.1f MiB, stage %.1f MiB, activations %.1f MiB, "
             "scratch %.1f MiB\n", m->options.n_ctx, (double)m->plan.kv_global / mib,
-            m->options.k_type == KV_F32 ? "f32" : "f16", tied ? "tied" : "untied", (double)m->plan.kv_rings / mib,
+            kv_name(k), k == v ? "" : "/", k == v ? "" : kv_name(v), tied ? "tied" : "untied", (double)m->plan.kv_rings / mib,
             (double)m->plan.stage / mib, (double)m->plan.activations / mib, (double)m->plan.scratch / mib);
     if (m->plan.in_host)
         fprintf(stderr, "# plan: the table of per-layer embeddings, %.1f MiB, stays in host memory: the GPU has no room for "
@@ -3849,7 +3856,7 @@ static Turn generate(Session *s, const Prompt *p, const GenerateOptions *o, TokR
     return turn;
 }
 
-// ==== [10] Verbs: logits, tokenize, detokenize, plan, bench ==========================================================
+// ==== [10] Verbs: logits, tokenize, detokenize, plan, bench, check ===================================================
 
 // gemma4 logits: the logits of every position of a list of ids, after the soft-cap, as n x vocab float32.
 static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const char *ids_path, const char *out_path,
@@ -3919,7 +3926,7 @@ static void verb_tokenize(const char *model, const char *text, size_t n, TokMode
     if (tok_encode(&tok, text, n, mode, &ids) < 0) die("tokenize: %s", tok.err);
     for (size_t i = 0; i < ids.n; i++) printf("%s%" PRId32, i ? " " : "", ids.ids[i]);
     printf("\n");
-    if (fflush(stdout) || ferror(stdout)) die("standard output: %s", strerror(errno));
+    flush_output();
     tok_ids_free(&ids);
     tok_free(&tok);
     gguf_close(&g);
@@ -3946,7 +3953,7 @@ static void verb_detokenize(const char *model, const char *list) {
             s = end;
         }
     }
-    if (fflush(stdout)) die("standard output: %s", strerror(errno));
+    flush_output();
     tok_free(&tok);
     gguf_close(&g);
 }
@@ -3985,7 +3992,7 @@ static void verb_plan(const char *model, const Ops *ops, PlanOptions o) {
                (double)all / gib, all <= budget ? "fits" : "does not fit", m->plan.in_host ? ", the table in host memory" : "",
                contexts[i] > trained ? ", past the trained length" : "");
     }
-    if (fflush(stdout) || ferror(stdout)) die("standard output: %s", strerror(errno));
+    flush_output();
     if (fit_context(m, n_ctx, budget) > budget) die_no_room(m);
     free_model(m);
     free(m);
@@ -4173,7 +4180,6 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
     for (int i = 0; i < n && kind == GENERATE_TEST; i++) bytes += bytes_per_token(m, b->depth + i) / n;
     const double rate = bytes * mean, share_of = b->bandwidth > 0 ? rate / b->bandwidth : 0;
 
-    const char *k_type = m->options.k_type == KV_F32 ? "f32" : "f16", *v_type = m->options.v_type == KV_F32 ? "f32" : "f16";
     const struct { const char *name; double value; } numbers[] = {
         { "model_size", (double)file_bytes }, { "model_n_params", params }, { "n_ubatch", m->options.n_batch },
         { "n_threads", pool.n_threads }, { "n_prompt", kind == PROMPT_TEST ? n : 0 },
@@ -4184,7 +4190,8 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
         { "launches_per_step", per_step }, { "joules_per_token", joules }, { "device_bytes", (double)device_memory(b) } };
     const struct { const char *name, *value; } texts[] = {
         { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", op->name },
-        { "type_k", k_type }, { "type_v", v_type }, { "fill", !b->depth ? "none" : filled ? "random" : "prompt" } };
+        { "type_k", kv_name(m->options.k_type) }, { "type_v", kv_name(m->options.v_type) },
+        { "fill", !b->depth ? "none" : filled ? "random" : "prompt" } };
     enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
     const bool first = !b->n_printed++;
     if (o->format == BENCH_MD) {
@@ -4233,7 +4240,7 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
         for (int i = 0; i < o->n_runs; i++) printf("%s%.12g", i ? ", " : "", speed[i]);
         printf("]\n  }");
     }
-    if (fflush(stdout)) die("standard output: %s", strerror(errno));
+    flush_output();
     free(speed);
 }
 
@@ -4292,7 +4299,7 @@ static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const B
         printf("Bandwidth: %.1f GB/s. GB/s counts the weights and cache rows of a token once; file and caches stay warm.\n",
                bench.bandwidth * 1e-9);
     }
-    if (fflush(stdout)) die("standard output: %s", strerror(errno));
+    flush_output();
     free(bench.ids);
     free(bench.rings);
     free_model(m);
@@ -4408,7 +4415,7 @@ static int verb_check(const char *model, const Ops *ops, PlanOptions o) {
         free(a);
         free(b);
     }
-    if (fflush(stdout)) die("standard output: %s", strerror(errno));
+    flush_output();
     if (worst <= CHECK_LIMIT) return 0;
     die("%s: check: expected a mean KL divergence of at most %g, got %.3g", model, CHECK_LIMIT, worst);
 }
@@ -5674,7 +5681,8 @@ int main(int argc, char **argv) {
     parse_flags(&f, argc, argv);
     if (f.help) {
         print_help();
-        return fflush(stdout) ? 1 : 0;
+        flush_output();
+        return 0;
     }
     const Ops *ops = NULL;
 #ifdef USE_CUDA
@@ -5683,7 +5691,8 @@ int main(int argc, char **argv) {
     if (!ops) ops = cpu_ops();
     if (f.version) {
         printf("gemma4 " VERSION " (%s)\n", ops->name);
-        return fflush(stdout) ? 1 : 0;
+        flush_output();
+        return 0;
     }
     const uint16_t one = 1;
     if (*(const uint8_t *)&one != 1) die("this program needs a little-endian machine");

@@ -154,8 +154,8 @@ typedef struct {
     int          n_seqs, n_kv_heads, head_dim;
     int          slots;              // multiple of TILE_SLOTS
     int          n_rot;              // tied: pairs that rotate; 0: untied
-    int          hadamard;           // rows are Hadamard-rotated in groups of this many values, S2 H S1 x with the signs of
-                                     // gemma4.c [6]; 0: not
+    int          hadamard;           // rows are Hadamard-rotated in groups of this many values, S2 H S1 x, S diagonal signs;
+                                     // 0: not. No backend does it yet
     KvPlane      k, v;
     const float *fold;               // (head_dim) w_k of the owning layer, tied only
     KvPlane      k_tail, v_tail;     // the newest rows in f16 too, a ring of tail_slots, when k and v are quantised. A row at

@@ -76,6 +76,7 @@ ok "tied and untied cache give the same 100 tokens" same tied untied
 story f32 --temp 0 -n 60 -ctk f32 -ctv f32
 story f16 --temp 0 -n 60 -ctk f16 -ctv f16
 story mixed --temp 0 -n 60 -ctk f32 -ctv f16 --kv-layout untied
+ok "the plan names both types" has err "(f32/f16 untied)"
 ok "an f32 cache gives text" grep -q '[a-z]' "$tmp/f32"
 ok "an f16 cache gives text" grep -q '[a-z]' "$tmp/f16"
 ok "an f32/f16 cache gives text" grep -q '[a-z]' "$tmp/mixed"
@@ -469,9 +470,11 @@ fed "Tell me a story about a fox." "$model" --temp 0 -n 60
 ok "standard input is the prompt" same greedy out
 fed "Tell me a story about a fox." "$model" --temp 0 -n 60 -f -
 ok "-f - is standard input" same greedy out
-printf 'Read already.\nTell me a story about a fox.' >"$tmp/in"
-{ read -r line; $limit "$gemma4" "$model" --temp 0 -n 60 -f - >"$tmp/out" 2>"$tmp/err"; } <"$tmp/in"
-ok "-f - reads on from where standard input stands" same greedy out
+run tokenize "$model" -p "about a fox."
+cp "$tmp/out" "$tmp/rest"
+printf 'Read already.\nabout a fox.' >"$tmp/in"
+{ read -r line; $limit "$gemma4" tokenize "$model" -f - >"$tmp/out" 2>"$tmp/err"; } <"$tmp/in"
+ok "-f - reads on from where standard input stands" same rest out
 fed "" "$model" -n 2 -f -
 ok "-f -: an empty prompt is a prompt" [ "$status" -eq 0 ]
 $limit "$gemma4" "$model" -n 2 -f - >"$tmp/out" 2>"$tmp/err" <"$tmp"
@@ -662,6 +665,9 @@ if [ -c /dev/full ]; then
     $limit "$gemma4" --help >/dev/full 2>"$tmp/err"
     status=$?
     ok "full disk: --help: exit status 1" [ "$status" -eq 1 ]
+    ok "full disk: --help: an error line" grep -q '^gemma4: error: standard output: ' "$tmp/err"
+    $limit "$gemma4" --version >/dev/full 2>"$tmp/err"
+    ok "full disk: --version: an error line" grep -q '^gemma4: error: standard output: ' "$tmp/err"
     $limit "$gemma4" bench "$model" -p 1 -n 1 -r 1 >/dev/full 2>"$tmp/err"
     status=$?
     ok "full disk: bench: exit status 1" [ "$status" -eq 1 ]
@@ -695,6 +701,7 @@ if env --default-signal=INT true 2>/dev/null; then      # a shell starts backgro
     status=$?
     ok "Ctrl-C: exit status 130" [ "$status" -eq 130 ]
     ok "Ctrl-C: the text so far is written" [ -s "$tmp/out" ]
+    rm "$tmp/out"
     env --ignore-signal=INT "$gemma4" "$model" -p hi --temp 0 -n 200 --ignore-eos >"$tmp/out" 2>"$tmp/err" &
     pid=$!
     i=0

@@ -246,8 +246,8 @@ static void test_table(const char *path) {
     for (size_t i = 0; i < sizeof asked / sizeof *asked; i++) {
         o.n_ctx = asked[i].n_ctx;
         plan_model(m, path, device_of((size_t)1 << 40), o, NULL);
-        CHECK(m->options.n_ctx == asked[i].is && !m->plan.in_host == (asked[i].is == 64), "context %d: got %d, %zu bytes of the table in "
-              "host memory", asked[i].n_ctx, m->options.n_ctx, m->plan.in_host);
+        CHECK(m->options.n_ctx == asked[i].is && !m->plan.in_host == (asked[i].is == 64),
+              "context %d: got %d, %zu bytes of the table in host memory", asked[i].n_ctx, m->options.n_ctx, m->plan.in_host);
         const int again = largest_context(m, m->config.n_ctx_train, o.memory);
         CHECK(again == most, "after a plan for %d: the longest is %d, then %d", o.n_ctx, most, again);
         free_model(m);

@@ -1232,7 +1232,6 @@ typedef struct {
     float   *fold;
 } TestCache;
 
-static const char *kv_name(KvType t) { return t == KV_F32 ? "f32" : t == KV_F16 ? "f16" : "bf16"; }
 static size_t kv_bytes(KvType t) { return t == KV_F32 ? 4 : 2; }
 
 static void store_value(KvType t, uint8_t *p, size_t i, double x) {
