@@ -5422,18 +5422,36 @@ static void refuse_flag(const Flag *flag, Verb verb) {
         generates && *owners ? ", " : "", owners);
 }
 
+// The flag of this name that the verb takes, else the first one: refuse_flag says whose it is. NULL: there is none.
+static const Flag *find_flag(const char *arg, Verb verb) {
+    const Flag *flag = NULL;
+    for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
+        if (is_named(&flags[k], arg) && (!flag || flags[k].verbs & (int)verb)) flag = &flags[k];
+    return flag;
+}
+
+// Where the verb stands, the first word that is neither a flag nor a flag's value; 0: that word is no verb. Of flags that
+// share a name all take a value, or none does.
+static int find_verb(int argc, char **argv) {
+    for (int i = 1; i < argc; i++) {
+        const Flag *flag = find_flag(argv[i], 0);
+        if (!flag && argv[i][0] != '-') return verb_named(argv[i]) ? i : 0;
+        i += flag && flag->kind != FLAG_ON;
+    }
+    return 0;
+}
+
 static void parse_flags(Flags *f, int argc, char **argv) {
     bool given[sizeof flags / sizeof *flags] = { false };
+    const int verb_at = find_verb(argc, argv);
+    f->verb = verb_at ? verb_named(argv[verb_at]) : GENERATE;
     for (int i = 1; i < argc; i++) {
         const char *arg = argv[i];
-        const Flag *flag = NULL;
-        for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
-            if (is_named(&flags[k], arg) && (!flag || flags[k].verbs & (int)f->verb)) flag = &flags[k];
+        const Flag *flag = find_flag(arg, f->verb);
+        if (i == verb_at) continue;
         if (!flag) {
             if (arg[0] == '-') die("%s: no such flag; try --help", arg);
-            const Verb verb = f->verb || f->model ? 0 : verb_named(arg);
-            if (verb) f->verb = verb;
-            else if (!f->model) f->model = arg;
+            if (!f->model) f->model = arg;
             else if (f->verb == QUANTIZE && !f->target) f->target = arg;
             else if (f->verb == QUANTIZE && !f->type) f->type = arg;
             else die("%s: expected a flag, got a second model (the first is %s)", arg, f->model);
@@ -5466,7 +5484,6 @@ static void parse_flags(Flags *f, int argc, char **argv) {
                 flag->min, flag->max, argv[i]);
         *(double *)field = v;
     }
-    if (!f->verb) f->verb = GENERATE;
     for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
         if (given[k] && !(flags[k].verbs & (int)f->verb)) refuse_flag(&flags[k], f->verb);
 }
@@ -5697,7 +5714,7 @@ int main(int argc, char **argv) {
     const uint16_t one = 1;
     if (*(const uint8_t *)&one != 1) die("this program needs a little-endian machine");
     if (!f.model) die("expected a model file; try gemma4 MODEL.gguf -p \"Hello\", or --help");
-    start_threads((int)f.n_threads);
+    if (!(f.verb & (TOKENIZE | DETOKENIZE | PLAN))) start_threads((int)f.n_threads);
     switch (f.verb) {
     case TOKENIZE: {
         size_t n;

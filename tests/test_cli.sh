@@ -451,6 +451,11 @@ done
 $limit "$gemma4" bench "$model" -p 0 -n 0 --rows 5 -d 9 -r 2 -o json >"$tmp/bench.json" 2>"$tmp/err"
 ok "bench: json: how the context was filled" grep -q '"fill": "prompt"' "$tmp/bench.json"
 ok "bench: json: rows of a step" grep -q '"n_verify": 5' "$tmp/bench.json"
+run -p 2 -n 0 -r 1 -o csv -m "$model" bench
+ok "bench: its flags may stand before it" [ "$(wc -l <"$tmp/out")" -eq 2 ]
+error "-p: expected at most 32 whole numbers" -p bench bench "$model"
+error "bench does not take it" --temp 0 bench "$model"
+error "a second model" "$model" bench -p 2
 error "--rows: expected at most 64" bench "$model" --rows 65
 error "--fill: expected prompt or random" bench "$model" --fill zeros
 error "md, csv or json" bench "$model" -o sql
