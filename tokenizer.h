@@ -387,7 +387,9 @@ static TokStr tok__trim(TokStr s) {
 }
 
 // ---- tables ---------------------------------------------------------------------------------------------------------
-// All hash tables are open-addressed with linear probing, a power of two of slots, at most half full.
+// All hash tables are open-addressed with linear probing, a power of two of slots, at most half full. A hash depends on the
+// table's address, which an author of hostile files cannot predict: with keys made for one slot a file of 6 MB would buy a
+// minute. What is found does not depend on it.
 
 static size_t tok__slots(size_t n) {
     size_t slots = 16;
@@ -395,14 +397,17 @@ static size_t tok__slots(size_t n) {
     return slots;
 }
 
-static inline size_t tok__mix(uint64_t key) {
-    key *= 0x9E3779B97F4A7C15u;                       // 2^64 / golden ratio
+// 2^64 / golden ratio
+#define TOK__GOLDEN 0x9E3779B97F4A7C15u
+
+static inline size_t tok__mix(const void *table, uint64_t key) {
+    key = (key ^ (uint64_t)(uintptr_t)table * TOK__GOLDEN) * TOK__GOLDEN;
     return (size_t)(key ^ key >> 32);
 }
 
 // The slot of the merge (left, right), or a free slot, whose rank is TOK__NO_RANK.
 static inline const Tok__Merge *tok__find_merge(const Tokenizer *t, int32_t left, int32_t right) {
-    size_t i = tok__mix((uint64_t)(uint32_t)left << 32 | (uint32_t)right);
+    size_t i = tok__mix(t->merge, (uint64_t)(uint32_t)left << 32 | (uint32_t)right);
     for (;; i++) {
         const Tok__Merge *m = &t->merge[i & t->merge_mask];
         if (m->left < 0 || (m->left == left && m->right == right)) return m;
@@ -416,7 +421,7 @@ static inline uint64_t tok__join_key(uint32_t a, uint32_t b) { return ((uint64_t
 
 static inline bool tok__joins(const Tokenizer *t, uint32_t a, uint32_t b) {
     uint64_t key = tok__join_key(a, b);
-    for (size_t i = tok__mix(key); ; i++) {
+    for (size_t i = tok__mix(t->join, key); ; i++) {
         uint64_t k = t->join[i & t->join_mask];
         if (k == key) return true;
         if (k == 0) return false;
@@ -431,7 +436,7 @@ static int tok__add_join(Tokenizer *t, uint32_t a, uint32_t b) {
         if (!join) return tok__fail(t, "out of memory for %zu pairs of characters", t->n_join);
         for (size_t j = 0; j <= t->join_mask; j++) {
             if (!t->join[j]) continue;
-            size_t i = tok__mix(t->join[j]);
+            size_t i = tok__mix(join, t->join[j]);
             while (join[i & (slots - 1)]) i++;
             join[i & (slots - 1)] = t->join[j];
         }
@@ -439,7 +444,7 @@ static int tok__add_join(Tokenizer *t, uint32_t a, uint32_t b) {
         t->join = join;
         t->join_mask = slots - 1;
     }
-    size_t i = tok__mix(tok__join_key(a, b));
+    size_t i = tok__mix(t->join, tok__join_key(a, b));
     while (t->join[i & t->join_mask]) i++;
     t->join[i & t->join_mask] = tok__join_key(a, b);
     t->n_join++;
@@ -454,11 +459,11 @@ static uint64_t tok__hash(uint64_t h, TokStr s) {                     // FNV-1a,
     for (size_t i = 0; i < s.n; i++) h = (h ^ (unsigned char)s.s[i]) * 0x100000001B3u;
     return h;
 }
-#define TOK__HASH_START 0xCBF29CE484222325u
+static uint64_t tok__hash_start(const Tok__Texts *x) { return 0xCBF29CE484222325u ^ (uint64_t)(uintptr_t)x->slot * TOK__GOLDEN; }
 
 // The slot of the token whose text is a followed by b, or a free slot. h is the hash of both.
 static Tok__Slot *tok__find_text(const Tok__Texts *x, uint64_t h, TokStr a, TokStr b) {
-    size_t i = tok__mix(h);
+    size_t i = tok__mix(x->slot, h);
     uint32_t check = (uint32_t)(h >> 32);
     for (;; i++) {
         Tok__Slot *slot = &x->slot[i & x->mask];
@@ -471,7 +476,7 @@ static Tok__Slot *tok__find_text(const Tok__Texts *x, uint64_t h, TokStr a, TokS
 }
 
 static int32_t tok__id_of(const Tok__Texts *x, TokStr a) {
-    return a.n ? tok__find_text(x, tok__hash(TOK__HASH_START, a), a, (TokStr){ NULL, 0 })->id : -1;
+    return a.n ? tok__find_text(x, tok__hash(tok__hash_start(x), a), a, (TokStr){ NULL, 0 })->id : -1;
 }
 
 static int tok__hex(unsigned char c) {
@@ -500,7 +505,7 @@ static int tok__index_tokens(Tokenizer *t, const TokVocab *v, Tok__Texts *x) {
         TokStr text = v->tokens[id];
         if (!text.n) continue;                                        // never encoded; decodes to nothing
         if (!text.s) return tok__fail(t, "token %d: expected %zu bytes of text, got none", id, text.n);
-        uint64_t h = tok__hash(TOK__HASH_START, text);
+        uint64_t h = tok__hash(tok__hash_start(x), text);
         Tok__Slot *slot = tok__find_text(x, h, text, (TokStr){ NULL, 0 });
         if (slot->id < 0) *slot = (Tok__Slot){ (uint32_t)(h >> 32), id };   // else a repeated text: the first id counts
 
@@ -543,7 +548,7 @@ static int tok__index_merges(Tokenizer *t, const TokVocab *v, const Tok__Texts *
         const char *space = m.n > 1 && m.s ? memchr(m.s + 1, ' ', m.n - 1) : NULL;
         if (!space) { t->n_skipped++; continue; }
         TokStr l = { m.s, (size_t)(space - m.s) }, r = { space + 1, m.n - l.n - 1 };
-        uint64_t h = tok__hash(TOK__HASH_START, l);
+        uint64_t h = tok__hash(tok__hash_start(x), l);
         int32_t left = tok__find_text(x, h, l, (TokStr){ NULL, 0 })->id;
         int32_t right = tok__id_of(x, r);
         int32_t merged = tok__find_text(x, tok__hash(h, r), l, r)->id;
@@ -1811,7 +1816,8 @@ static void tok__call_bare(Tok__CallReader *c, char stop) {
 }
 
 // The value at s[i]: an object, an array, a string or a bare word. Whatever closes closes the innermost; what is not
-// closed ends with the text; a member without a value is left out.
+// closed ends with the text. A member without a colon is left out, and one that the text ends before its value; {a:} is
+// an empty string.
 static void tok__call_value(Tok__CallReader *c) {
     const char open = c->s[c->i];
     if (open == '"' || (unsigned char)open == TOK__DELIMITER) {

@@ -732,10 +732,52 @@ static void test_hand_made(void) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
+// ---- keys made for one slot -----------------------------------------------------------------------------------------
+// A table at address 0 has the hash that a file's author can compute: texts and pairs that meet in one slot there must lie
+// apart in a table of its own address.
+
+static void test_made_keys(void) {
+    enum { N = 1500, MASK = 4095, APART = 200 };                // both tables have 4096 slots
+    static char texts[N][8];
+    static TokStr tokens[N];
+    Tokenizer t = { 0 };
+    Tok__Texts x = { 0 };
+    int n = 0;
+    for (uint32_t i = 0; n < N; i++) {
+        for (int k = 0; k < 7; k++) texts[n][k] = (char)('a' + (i >> 4 * k & 15));
+        tokens[n] = (TokStr){ texts[n], 7 };
+        n += (tok__mix(NULL, tok__hash(0xCBF29CE484222325u, tokens[n])) & MASK) == 0;
+    }
+    const TokVocab v = { .tokens = tokens, .n_tokens = N, .bos = -1, .eos = -1, .eot = -1 };
+    if (CHECK(tok__index_tokens(&t, &v, &x) == 0 && x.mask == MASK, "%zu slots: %s", x.mask + 1, t.err)) {
+        size_t run = 0, longest = 0;
+        for (size_t i = 0; i <= x.mask; i++)
+            if ((run = x.slot[i].id >= 0 ? run + 1 : 0) > longest) longest = run;
+        CHECK(longest < APART, "texts made for one slot: %zu of %d in a row", longest, N);
+        for (int i = 0; i < N; i++) if (tok__id_of(&x, tokens[i]) != i) CHECK(0, "text %d made for one slot: not found", i);
+    }
+    free(x.slot);
+    tok_free(&t);
+
+    t = (Tokenizer){ .join_mask = 1023, .join = calloc(1024, sizeof *t.join) };
+    for (uint32_t a = 0x20, b = 0; t.join && t.n_join < N; b++) {
+        if (b == 0x10000) a++, b = 0;
+        if ((tok__mix(NULL, tok__join_key(a, b)) & MASK) == 0 && tok__add_join(&t, a, b) < 0) break;
+    }
+    if (CHECK(t.n_join == N && t.join_mask == MASK, "%zu pairs in %zu slots", t.n_join, t.join_mask + 1)) {
+        size_t run = 0, longest = 0;
+        for (size_t i = 0; i <= t.join_mask; i++)
+            if ((run = t.join[i] ? run + 1 : 0) > longest) longest = run;
+        CHECK(longest < APART, "pairs made for one slot: %zu of %d in a row", longest, N);
+    }
+    tok_free(&t);
+}
+
 int main(void) {
     File f;
     Tokenizer t;
     test_hand_made();
+    test_made_keys();
     test_random_vocabularies();
     if (open_vocab(&f, MODEL)) {
         if (CHECK(tok_init(&t, &f.v) == 0, "%s: %s", MODEL, t.err)) {
