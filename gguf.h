@@ -1647,6 +1647,26 @@ static int gguf__st_cover(Gguf__St *f, GgufTensor *tensors, size_t n, const Gguf
     return 0;
 }
 
+// Room for n tensors, in their array and in the table. Only when it grows, to twice its size or more, is the table filled
+// anew: the files of a set cost no more than one file with the tensors of all.
+static bool gguf__st_room(Gguf *g, size_t n) {
+    size_t slots = g->tensor_slots ? g->tensor_slots : 4;
+    while (slots < 2 * n + 4) slots *= 2;
+    if (slots == g->tensor_slots) return true;
+    GgufTensor *tensors = (GgufTensor *)realloc(g->tensors, slots / 2 * sizeof *tensors);
+    uint32_t *index = (uint32_t *)calloc(slots, sizeof *index);
+    if (tensors) g->tensors = tensors;
+    if (!tensors || !index) {
+        free(index);
+        return false;
+    }
+    free(g->tensor_index);
+    g->tensor_index = index;
+    g->tensor_slots = slots;
+    for (size_t i = 0; i < g->n_tensors; i++) *gguf__tensor_slot(g, tensors[i].name) = (uint32_t)i + 1;
+    return true;
+}
+
 // Append the tensors of one file of `size` bytes. header: (n) the private copy of its JSON.
 static int gguf__st_add(Gguf *g, const uint8_t *bytes, size_t size, const char *header, size_t n) {
     Gguf__St f = {g, header, {0}, size - 8 - n};
@@ -1659,22 +1679,14 @@ static int gguf__st_add(Gguf *g, const uint8_t *bytes, size_t size, const char *
     if (count > GGUF__COUNT_MAX || g->n_tensors > GGUF__COUNT_MAX)
         return GGUF__ST_FAIL(&f, "E_NTENSORS", header, "expected at most %d tensors, got %zu", GGUF__COUNT_MAX, count);
 
-    const size_t first = g->n_tensors, most = first + count;
-    while (g->tensor_slots < 2 * most + 4) g->tensor_slots = g->tensor_slots ? 2 * g->tensor_slots : 4;
-    GgufTensor *tensors = (GgufTensor *)realloc(g->tensors, (most + 1) * sizeof *tensors);
-    if (tensors) g->tensors = tensors;
-    free(g->tensor_index);
-    g->tensor_index = (uint32_t *)calloc(g->tensor_slots, sizeof *g->tensor_index);
+    const size_t first = g->n_tensors;
     const GgufTensor **sorted = (const GgufTensor **)calloc(count + 1, sizeof *sorted);
     int failed = 0;
-    if (!tensors || !g->tensor_index || !sorted) {
-        g->tensor_slots = g->tensor_index ? g->tensor_slots : 0;
+    if (!sorted || !gguf__st_room(g, first + count))
         failed = GGUF__ST_FAIL(&f, "E_NOMEM", header, "no memory for %zu tensors", count);
-    }
-    for (size_t i = 0; i < first && !failed; i++) *gguf__tensor_slot(g, tensors[i].name) = (uint32_t)i + 1;
     for (rest = root; !failed && gguf_json_next(&rest, &key, &value); ) {
         if (gguf_json_is(&key, "__metadata__")) continue;
-        GgufTensor *t = memset(&tensors[g->n_tensors], 0, sizeof *t);
+        GgufTensor *t = memset(&g->tensors[g->n_tensors], 0, sizeof *t);
         f.name = t->name = (GgufStr){key.s + 1, key.n - 2};
         if (t->name.n < 1 || t->name.n > 255)
             failed = GGUF__ST_FAIL(&f, "E_NAME_LEN", key.s, "expected a name of 1..255 bytes, got %zu", t->name.n);
@@ -1694,7 +1706,7 @@ static int gguf__st_add(Gguf *g, const uint8_t *bytes, size_t size, const char *
         t->data = bytes + 8 + n + (size_t)t->offset;
         *slot = (uint32_t)++g->n_tensors;
     }
-    if (!failed) failed = gguf__st_cover(&f, tensors + first, g->n_tensors - first, sorted);
+    if (!failed) failed = gguf__st_cover(&f, g->tensors + first, g->n_tensors - first, sorted);
     free(sorted);
     return failed;
 }

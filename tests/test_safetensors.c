@@ -214,11 +214,49 @@ static void expect_set(const char *what, const char *name, int n_tensors, const 
     gguf_close(&g);
 }
 
+// Files of 1 to 9 tensors: the table grows with some of them and not with others, and every tensor is found in it.
+static void test_many_files(void) {
+    enum { FILES = 9 };
+    char file[64], header[1000], name[16];
+    for (int dup = 0; dup < 2; dup++) {
+        for (int i = 1; i <= FILES; i++) {
+            size_t n = 0;
+            for (int k = 0; k < i; k++)
+                n += (size_t)sprintf(header + n, "%c\"t%d.%d\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[%d,%d]}",
+                                     k ? ',' : '{', i, k, k, k + 1);
+            if (dup && i == FILES) memcpy(strstr(header, "t9.8"), "t1.0", 4);
+            strcpy(header + n, "}");
+            snprintf(file, sizeof file, "many-%05d-of-%05d.safetensors", i, FILES);
+            write_file(file, header, (size_t)i);
+        }
+        if (dup) {
+            expect_set("a name of the first file in the last", "", -1, "E_NAME_DUP", "'t1.0'");
+            continue;
+        }
+        Gguf g;
+        if (!CHECK(gguf_open_safetensors(&g, folder) == 0 && g.n_tensors == 45, "%d files: %s", FILES, g.err)) continue;
+        for (int i = 1; i <= FILES; i++)
+            for (int k = 0; k < i; k++) {
+                snprintf(name, sizeof name, "t%d.%d", i, k);
+                const GgufTensor *t = gguf_find_tensor(&g, name);
+                CHECK(t && t->offset == (uint64_t)k && t->size == 1, "%d files: %s", FILES, name);
+            }
+        CHECK(!gguf_find_tensor(&g, "t0.0"), "found in no file");
+        touch(&g);
+        gguf_close(&g);
+    }
+    for (int i = 1; i <= FILES; i++) {
+        snprintf(file, sizeof file, "many-%05d-of-%05d.safetensors", i, FILES);
+        unlink(in_folder(file));
+    }
+}
+
 static void test_sets(void) {
     if (!mkdtemp(folder)) {
         SKIP("no folder for files can be made");
         return;
     }
+    test_many_files();
     const char *one = "model-00001-of-00002.safetensors", *two = "model-00002-of-00002.safetensors";
     expect_set("an empty folder", "", -1, "E_OPEN", "none");
     expect_set("no such file", "none.safetensors", -1, "E_OPEN", "cannot open");
