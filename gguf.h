@@ -426,25 +426,32 @@ size_t gguf_row_size(int type, size_t n) {
 
 // ---- errors ------------------------------------------------------------------------------------------------------
 
+enum { GGUF__SHOWN_MAX = 64 * 4 + 4 };      // bytes that gguf__shown writes at the most
+
+// The first 64 bytes of a name, those escaped that are not printable. Returns out.
+static const char *gguf__shown(GgufStr name, char out[GGUF__SHOWN_MAX]) {
+    size_t n = 0;
+    for (size_t i = 0; i < name.n && i < 64; i++) {
+        unsigned char ch = (unsigned char)name.s[i];
+        n += (size_t)snprintf(out + n, 5, ch > 0x20 && ch < 0x7f && ch != '\\' ? "%c" : "\\x%02x", ch);
+    }
+    strcpy(out + n, name.n > 64 ? "..." : "");
+    return out;
+}
+
 // Fill g->err with "<kind> '<name>': <message> (<code> at byte <at>)" and return -1. A name of 0 bytes is left out, a long
 // one is cut; both parts together stay below sizeof err.
 #ifdef __GNUC__
 __attribute__((format(printf, 6, 7)))
 #endif
 static int gguf__fail(Gguf *g, const char *kind, GgufStr name, const char *code, size_t at, const char *fmt, ...) {
-    char shown[64 * 4 + 8], message[160];
-    size_t n = 0;
-    for (size_t i = 0; i < name.n && i < 64; i++) {
-        unsigned char ch = (unsigned char)name.s[i];
-        n += (size_t)snprintf(shown + n, sizeof shown - n, ch > 0x20 && ch < 0x7f && ch != '\\' ? "%c" : "\\x%02x", ch);
-    }
-    snprintf(shown + n, sizeof shown - n, "%s", name.n > 64 ? "..." : "");
+    char shown[GGUF__SHOWN_MAX], message[160];
     va_list ap;
     va_start(ap, fmt);
     vsnprintf(message, sizeof message, fmt, ap);
     va_end(ap);
-    snprintf(g->err, sizeof g->err, name.n ? "%s '%s': %s (%s at byte %zu)" : "%s%s: %s (%s at byte %zu)", kind, shown,
-             message, code, at);
+    snprintf(g->err, sizeof g->err, name.n ? "%s '%s': %s (%s at byte %zu)" : "%s%s: %s (%s at byte %zu)", kind,
+             gguf__shown(name, shown), message, code, at);
     return -1;
 }
 
@@ -1755,14 +1762,14 @@ static int gguf__st_file(Gguf *g, const char *path) {
 
 // One more file of a set: `name` beside `path`.
 static int gguf__st_part(Gguf *g, const char *path, GgufStr name) {
-    char full[4096], why[sizeof g->err];
+    char full[4096], shown[GGUF__SHOWN_MAX], why[sizeof g->err];
     const char *slash = strrchr(path, '/');
     const int dir = slash ? (int)(slash - path) + 1 : 0;
     if ((size_t)snprintf(full, sizeof full, "%.*s%.*s", dir, path, (int)name.n, name.s) >= sizeof full)
         return gguf__fail(g, "file", (GgufStr){0}, "E_SPLIT_NAME", 0, "expected a shorter path");
     if (gguf__st_file(g, full) == 0) return 0;
     memcpy(why, g->err, sizeof why);
-    snprintf(g->err, sizeof g->err, "%.64s: %.400s", full + dir, why);
+    snprintf(g->err, sizeof g->err, "%s: %.700s", gguf__shown(name, shown), why);
     return -1;
 }
 

@@ -277,6 +277,8 @@ static void test_sets(void) {
     expect_set("a path in the index", "", -1, "E_SPLIT_NAME", "beside");
     write_text("model.safetensors.index.json", "{\"weight_map\":{\"a\":7}}");
     expect_set("a number in the index", "", -1, "E_SPLIT_NAME", "beside");
+    write_text("model.safetensors.index.json", "{\"weight_map\":{\"a\":\"\x7f\xe9.safetensors\"}}");
+    expect_set("unprintable bytes in the index", "", -1, "E_OPEN", "\\x7f\\xe9.safetensors: ");
     write_text("model.safetensors.index.json", "{\"weight_map\":[]}");
     expect_set("an index without a map", "", -1, "E_ST_FIELD", "weight_map");
     write_text("model.safetensors.index.json", "{\"weight_map\":");
