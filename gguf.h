@@ -101,11 +101,11 @@ typedef struct {
 } GgufKv;
 
 typedef struct {
-    GgufStr name;               // 1..63 bytes of printable ASCII, unique in the model
+    GgufStr name;               // 1..63 bytes of printable ASCII (safetensors: 1..255), unique in the model
     int type, n_dims;           // type: any known id; whether there is code for it, gguf_type_supported says
     uint64_t ne[4];             // elements per dimension, fastest first: {cols, rows, experts, 1}; 1 beyond n_dims
     uint64_t offset, size;      // bytes; offset from the start of the data section of its file
-    const uint8_t *data;        // (size) bytes in the mapping, aligned like the file's alignment
+    const uint8_t *data;        // (size) bytes; aligned in a GGUF like the file's alignment, in safetensors not at all
 } GgufTensor;
 
 typedef struct {
