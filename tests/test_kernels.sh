@@ -21,7 +21,7 @@ one() { # one PROGRAM ARGUMENTS...: adds its counts; one that ends without them 
     out=$(BUILD=$build "$program" "$@" 2>&1)
     status=$?
     line=$(echo "$out" | grep -E '^# [^:]*: [0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$' | tail -n 1)
-    p=0 f=0 s=0
+    p=0 f=1 s=0
     [ -n "$line" ] && read -r p f s <<EOT
 $(echo "${line##*:}" | tr -cd '0-9 ')
 EOT
