@@ -697,7 +697,8 @@ if env --default-signal=INT true 2>/dev/null; then      # a shell starts backgro
     pid=$!
     i=0
     while [ ! -s "$tmp/out" ] && [ $i -lt 300 ]; do sleep 0.1; i=$((i + 1)); done
-    ok "Ctrl-C: text appears while it is generated" kill -INT $pid
+    ok "Ctrl-C: text appears while it is generated" [ -s "$tmp/out" ]
+    ok "Ctrl-C: the process runs until then" kill -INT $pid
     i=0
     while kill -0 $pid 2>/dev/null && [ $i -lt 100 ]; do sleep 0.1; i=$((i + 1)); done
     ok "Ctrl-C: the process ends" [ $i -lt 100 ]
