@@ -21,9 +21,9 @@ ENGINE  := $(if $(and $(strip $(NVCC)),$(KERNELS),$(CUBLAS)),cuda,cpu)
 # -ffp-contract=off: the CPU operations are the reference, so a*b + c rounds twice with every compiler.
 # The chat edits lines with libedit, or else readline, when a program built with it links.
 ifeq ($(EDIT),1)
-EDIT_NAME := $(firstword $(foreach name,editline readline,$(shell mkdir -p $(B); \
+EDIT_NAME := $(firstword $(foreach name,editline readline,$(shell probe=$$(mktemp) || exit; \
     echo 'int main(void) { rl_callback_handler_remove(); }' | $(CC) $(CFLAGS) -include stdio.h \
-    -include $(name)/readline.h -xc - -o $(B)/edit_probe $(LDFLAGS) -l$(name:editline=edit) 2>/dev/null && echo $(name))))
+    -include $(name)/readline.h -xc - -o $$probe $(LDFLAGS) -l$(name:editline=edit) 2>/dev/null && echo $(name); rm -f $$probe)))
 EDIT_FLAG := $(patsubst editline,-DUSE_EDITLINE,$(patsubst readline,-DUSE_READLINE,$(EDIT_NAME)))
 EDIT_LIB  := $(patsubst %,-l%,$(EDIT_NAME:editline=edit))
 endif
@@ -34,6 +34,8 @@ PROGRAMS := $(patsubst tests/%.c,$(B)/%,\
 comma := ,
 # all-major: one piece of code for each generation from sm_80 on
 ARCH_FLAGS := $(if $(filter all-major,$(ARCH)),$(foreach a,80 86 89 90 100 120,-gencode arch=compute_$(a)$(comma)code=sm_$(a)),-arch=$(strip $(ARCH)))
+# the first releases of CUDA 12 do not know it
+SPLIT_COMPILE = $(if $(findstring --split-compile,$(shell $(NVCC) --help 2>/dev/null)),--split-compile=0)
 CUDA_LIBS := -Xcompiler -pthread -lcublas -lm -ldl
 FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
 # The kernels without a GPU: compiled by g++ against tests/cuda_on_cpu, which carries them out. See its cuda_runtime.h.
@@ -47,12 +49,12 @@ KERNEL_FLAGS := -Wno-maybe-uninitialized -Wno-deprecated-enum-float-conversion -
 
 all: $(ENGINE)                  ## build ./gemma4 for this machine: CUDA when nvcc is found, else CPU
 cpu: $(B)/gemma4-cpu            ## build for the CPU only
-	@cmp -s $< $(BIN) || cp -f $< $(BIN)
+	@cmp -s $< $(BIN) 2>/dev/null || cp -f $< $(BIN)
 cuda: $(if $(filter cuda,$(ENGINE)),$(B)/gemma4-cuda,no-cuda)   ## build for CUDA and CPU in one binary
-	@cmp -s $< $(BIN) || cp -f $< $(BIN)
+	@cmp -s $< $(BIN) 2>/dev/null || cp -f $< $(BIN)
 no-cuda:
 	@echo "make cuda: $(if $(strip $(NVCC)),no cublas_v2.h beside $(NVCC); install the whole CUDA toolkit,nvcc not found; install the \
-	CUDA toolkit or set NVCC=/path/to/nvcc); or use 'make cpu'" >&2; exit 1
+	CUDA toolkit (12 or newer) or set NVCC=/path/to/nvcc); or use 'make cpu'" >&2; exit 1
 
 $(B)/gemma4-cpu: $(SOURCES) $(B)/flags
 	$(COMPILE) $(EDIT_FLAG) gemma4.c -o $@ $(LDFLAGS) $(EDIT_LIB) -lm
@@ -61,13 +63,13 @@ $(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/kernels.o
 $(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
 	$(COMPILE) $(EDIT_FLAG) -DUSE_CUDA -c gemma4.c -o $@
 $(B)/kernels.o: gemma4_kernels.cu gemma4.h $(B)/flags
-	$(NVCC) -O3 -std=c++17 -lineinfo --split-compile=0 $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
+	$(NVCC) -O3 -std=c++17 -lineinfo $(SPLIT_COMPILE) $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
 $(B)/flags: FORCE               # holds the command lines; a change of compiler or flags rebuilds what they built
-	@mkdir -p $(B); echo '$(COMPILE) $(EDIT_LIB) $(NVCC) $(ARCH) $(NVCC_FLAGS)' | cmp -s - $@ || \
-	  echo '$(COMPILE) $(EDIT_LIB) $(NVCC) $(ARCH) $(NVCC_FLAGS)' > $@
+	@mkdir -p $(B); flags='$(COMPILE) $(EDIT_LIB) $(NVCC) $(ARCH) $(NVCC_FLAGS)'; \
+	  [ "$$(cat $@ 2>/dev/null)" = "$$flags" ] || printf '%s\n' "$$flags" > $@
 
 test: $(ENGINE) test-programs   ## build what is missing and run all tests
-	@BUILD=$(B) GEMMA4='$(CURDIR)/$(BIN)' sh tests/run.sh
+	@BUILD=$(B) GEMMA4="$$(pwd)/$(BIN)" sh tests/run.sh
 test-programs: $(PROGRAMS) $(EMULATOR)   ## build the test programs without running them
 # A test program includes the source that it tests, so part of that goes unused. Asserts stay on.
 $(PROGRAMS): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags $(if $(filter cuda,$(ENGINE)),$(B)/kernels.o)
