@@ -4,7 +4,15 @@
 #
 # The model is the first argument, else $GEMMA4_MODEL, else the small one in models/. Without flags it tells a story.
 # Works from any directory. Everything but the generated text goes to stderr.
-here=$(cd "$(dirname "$0")" && pwd) || exit 1
+self=$0
+while [ -h "$self" ]; do            # a link to run.sh: the folder is that of the file itself
+    link=$(readlink "$self") || exit 1
+    case $link in
+    /*) self=$link ;;
+    *) self=$(dirname -- "$self")/$link ;;
+    esac
+done
+here=$(CDPATH='' cd -- "$(dirname -- "$self")" && pwd) || exit 1
 
 say() { echo "run.sh: $*" >&2; }
 
@@ -97,9 +105,17 @@ fetch() {
         is_complete "$file" "$size" "$sha" || { say "move it away to download it again"; return 1; }
         return 0
     fi
+    if [ -f "$part" ] && [ "$(bytes_of "$part")" -gt "$size" ]; then
+        say "$part: expected at most $size bytes, got $(bytes_of "$part"); it is removed"
+        rm -f "$part" || return 1
+    fi
     if [ ! -f "$part" ] || [ "$(bytes_of "$part")" -ne "$size" ]; then
-        curl -fL -C - --progress-bar -o "$part" "$url" ||
-            { say "--fetch: the download stopped; the same command goes on where it did"; return 1; }
+        curl -fL -C - --progress-bar -o "$part" "$url"
+        case $? in
+        0) ;;
+        23) say "--fetch: $part: cannot be written; is the disk full, or models/ not writable?"; return 1 ;;
+        *) say "--fetch: the download stopped; the same command goes on where it did"; return 1 ;;
+        esac
     fi
     is_complete "$part" "$size" "$sha" || { rm -f "$part"; say "it is removed; try again"; return 1; }
     mv "$part" "$file"

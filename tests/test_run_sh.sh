@@ -12,7 +12,7 @@ mkdir "$tmp/tree" "$tmp/bin" || exit 1
 cp run.sh "$tmp/tree/run.sh"
 cat >"$tmp/bin/curl" <<'END'
 #!/bin/sh
-# Serves $tmp/payload. Files in $tmp say what goes wrong: offline, missing, cut.
+# Serves $tmp/payload. Files in $tmp say what goes wrong: offline, missing, cut, full.
 [ ! -e "$tmp/offline" ] || exit 6
 echo "$*" >>"$tmp/calls"
 case $1 in
@@ -24,6 +24,8 @@ case $1 in
 esac
 while [ "$1" != -o ]; do shift; done
 have=$(wc -c <"$2" 2>/dev/null | tr -d ' ')
+if [ -e "$tmp/full" ]; then exit 23; fi
+if [ "${have:-0}" -gt "$(wc -c <"$tmp/payload")" ]; then exit 22; fi
 if [ -e "$tmp/cut" ]; then head -c 1000 "$tmp/payload" >"$2"; exit 18; fi
 tail -c +$((${have:-0} + 1)) "$tmp/payload" >>"$2"
 END
@@ -68,6 +70,12 @@ ok "a connection that breaks: says what to do" has "goes on where it did"
 ok "a connection that breaks: no model" [ ! -e "$file" ]
 ok "a connection that breaks: what came stays" [ -e "$file.part" ]
 rm "$tmp/cut"
+touch "$tmp/full"
+fetch e4b
+ok "a full disk: exit status 1" [ "$status" -eq 1 ]
+ok "a full disk: says so" has "cannot be written; is the disk full"
+ok "a full disk: what came stays" [ -e "$file.part" ]
+rm "$tmp/full"
 fetch e4b
 ok "resumed: exits 0" [ "$status" -eq 0 ]
 ok "resumed: the whole file" cmp -s "$tmp/payload" "$file"
@@ -99,6 +107,22 @@ fetch e4b
 ok "a file of another size: exit status 1" [ "$status" -eq 1 ]
 ok "a file of another size: stays" grep -q another "$file"
 rm "$file"
+cat "$tmp/payload" "$tmp/sha" - >"$file.part" <<END
+more than the server has
+END
+fetch e4b
+ok "a draft that is too large: exits 0" [ "$status" -eq 0 ]
+ok "a draft that is too large: says so" has "it is removed"
+ok "a draft that is too large: the whole file" cmp -s "$tmp/payload" "$file"
+
+mkdir "$tmp/elsewhere" && ln -s elsewhere/link "$tmp/link" && ln -s "$tmp/tree/run.sh" "$tmp/elsewhere/link"
+PATH="$tmp/bin:$PATH" sh "$tmp/link" --fetch e4b >"$tmp/out" 2>"$tmp/err"
+status=$?
+ok "a link to a link to run.sh: finds its folder" has "$file: complete"
+(cd "$tmp" && PATH="$tmp/bin:$PATH" CDPATH=$tmp sh tree/run.sh --fetch e4b >"$tmp/out" 2>"$tmp/err")
+status=$?
+ok "CDPATH: finds its folder" has "tree/models/gemma-4-E4B-it-Q4_K_M.gguf: complete"
+ok "CDPATH: exits 0" [ "$status" -eq 0 ]
 
 # A PATH without curl.
 mkdir "$tmp/few"
