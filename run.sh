@@ -16,16 +16,16 @@ here=$(CDPATH='' cd -- "$(dirname -- "$self")" && pwd) || exit 1
 
 say() { echo "run.sh: $*" >&2; }
 
-# The command that installs a package on this system. The arguments are the names it has with: apt, dnf, apk,
-# pacman, zypper.
+# The command that installs a package on this system. The arguments are what it is called elsewhere, the command on a Mac, and
+# the names it has with: apt, dnf, apk, pacman, zypper.
 how_to_install() {
-    if [ "$(uname -s)" = Darwin ]; then echo "xcode-select --install"
-    elif command -v apt-get >/dev/null 2>&1; then echo "apt-get install $1"
-    elif command -v dnf >/dev/null 2>&1; then echo "dnf install $2"
-    elif command -v apk >/dev/null 2>&1; then echo "apk add $3"
-    elif command -v pacman >/dev/null 2>&1; then echo "pacman -S $4"
-    elif command -v zypper >/dev/null 2>&1; then echo "zypper install $5"
-    else echo "install gcc and make with the package manager of this system"
+    if [ "$(uname -s)" = Darwin ]; then echo "$2"
+    elif command -v apt-get >/dev/null 2>&1; then echo "apt-get install $3"
+    elif command -v dnf >/dev/null 2>&1; then echo "dnf install $4"
+    elif command -v apk >/dev/null 2>&1; then echo "apk add $5"
+    elif command -v pacman >/dev/null 2>&1; then echo "pacman -S $6"
+    elif command -v zypper >/dev/null 2>&1; then echo "zypper install $7"
+    else echo "install $1 with the package manager of this system"
     fi
 }
 
@@ -87,7 +87,7 @@ fetch() {
     set -- $line
     file=$here/models/$3 part=$here/models/$3.part url=https://huggingface.co/$2/resolve/main/$3
     if ! command -v curl >/dev/null 2>&1; then
-        say "--fetch: no curl; to add it: $(how_to_install curl curl curl curl curl)"
+        say "--fetch: no curl; to add it: $(how_to_install curl "brew install curl" curl curl curl curl curl)"
         return 1
     fi
     headers=$(curl -sIL "$url") || { say "--fetch: $url: no answer; is there a network?"; return 1; }
@@ -140,19 +140,40 @@ for compiler in ${CC:+"$CC"} cc gcc clang none; do
     $compiler "$tmp/c.c" -o "$tmp/c" >/dev/null 2>&1 && break
 done
 if [ "$compiler" = none ]; then
-    say "no working C compiler; to add one: $(how_to_install build-essential 'gcc make' build-base base-devel 'gcc make')"
+    say "no working C compiler; to add one: $(how_to_install 'gcc and make' 'xcode-select --install' \
+        build-essential 'gcc make' build-base base-devel 'gcc make')"
     exit 1
 fi
 if ! command -v make >/dev/null 2>&1; then
-    say "no make; to add it: $(how_to_install make make make make make)"
+    say "no make; to add it: $(how_to_install make 'xcode-select --install' make make make make make)"
     exit 1
 fi
 export CC="$compiler"
-if [ -f "$here/gemma4_kernels.cu" ] && ! command -v nvcc >/dev/null 2>&1 && [ ! -x /usr/local/cuda/bin/nvcc ]; then
-    say "no nvcc, so the CPU is used; to add it: $(how_to_install nvidia-cuda-toolkit cuda-toolkit \
-        'the CUDA toolkit' cuda cuda-toolkit)"
+nvcc=${NVCC-$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)}      # as in the Makefile
+if [ -f "$here/gemma4_kernels.cu" ] && [ -z "$nvcc" ] && [ "$(uname -s)" = Linux ] && ! command -v apk >/dev/null 2>&1; then
+    say "no nvcc, so the CPU is used; for a GPU (sm_80 or newer), to add CUDA 12 or newer: $(how_to_install 'the CUDA toolkit' '' \
+        nvidia-cuda-toolkit cuda-toolkit '' cuda cuda-toolkit)"
 fi
-make -s -C "$here" >&2 || { say "the build failed; the compiler's messages are above"; exit 1; }
+
+build() { make -s -C "$here" "$1" >"$tmp/log" 2>&1; }
+if build all; then
+    cat "$tmp/log" >&2
+else
+    error=$(awk 'tolower($0) ~ /error|fatal|denied|read-only|not found/ { print; exit }' "$tmp/log")
+    if [ -x "$here/gemma4" ] && ! { [ -w "$here" ] && [ -w "$here/build" ]; }; then
+        say "nothing can be built in $here, which is not writable ($error); the gemma4 that is there is run"
+    elif [ -n "$nvcc" ] && build cpu; then
+        say "the CUDA build failed, so the CPU is used; a GPU needs CUDA 12 and sm_80, or newer: $error"
+    else
+        cat "$tmp/log" >&2
+        say "the build failed; the compiler's messages are above"
+        exit 1
+    fi
+fi
+if [ "${EDIT:-1}" = 1 ] && ! grep -q -e '-ledit' -e '-lreadline' "$here/build/flags" 2>/dev/null; then
+    say "no libedit or readline, so the chat edits no lines; to add it: $(how_to_install libedit 'xcode-select --install' \
+        libedit-dev libedit-devel libedit-dev libedit libedit-devel)"
+fi
 
 # ---- what to run ---------------------------------------------------------------------
 model=${GEMMA4_MODEL:-$here/models/gemma4-mini-q8_0.gguf}

@@ -1,5 +1,6 @@
 #!/bin/sh
-# run.sh --fetch, with a curl of our own that serves one small file: list, download, resume, damage, no network, no curl.
+# run.sh --fetch, with a curl of our own that serves one small file: list, download, resume, damage, no network, no curl; then
+# what it builds and runs, with a make of our own; and which flags the Makefile gives to an nvcc.
 # Environment: STRICT=1 (skips fail).
 cd "$(dirname "$0")/.." || exit 1
 . tests/harness.sh
@@ -134,5 +135,67 @@ status=$?
 ok "no curl: exit status 1" [ "$status" -eq 1 ]
 ok "no curl: one line" lines 1
 ok "no curl: says so" has "no curl; to add it:"
+ok "no curl: no package manager: names curl" has "to add it: install curl with the package manager"
+
+# ---- what is built and run -----------------------------------------------------------
+cat >"$tmp/bin/make" <<'END'
+#!/bin/sh
+# make -s -C FOLDER TARGET: the gemma4 that it builds prints its arguments. fails-TARGET in $top: it does not.
+echo "$4" >>"$top/made"
+if [ -e "$top/fails-$4" ]; then
+    printf 'note\nx(1): error: no luck with %s\nx(2): error: again\n' "$4" >&2
+    exit 2
+fi
+printf '#!/bin/sh\necho "%s $*"\n' "$4" >"$3/gemma4" && chmod +x "$3/gemma4"
+END
+chmod +x "$tmp/bin/make"
+export top="$tmp"                               # run.sh has a tmp of its own
+touch "$tmp/tree/gemma4_kernels.cu"
+runs() { # runs NVCC: run.sh where that is nvcc; leaves $status, $tmp/made, $tmp/out and $tmp/err
+    : >"$tmp/made"
+    PATH="$tmp/bin:$PATH" NVCC=$1 EDIT=1 sh "$tmp/tree/run.sh" m.gguf -p hi >"$tmp/out" 2>"$tmp/err"
+    status=$?
+}
+made() { [ "$(tr '\n' ' ' <"$tmp/made")" = "$1" ]; }
+
+runs nvcc
+ok "a build: runs it" grep -qx 'all m.gguf -p hi' "$tmp/out"
+ok "no line editing: names the package" has "no libedit or readline"
+mkdir "$tmp/tree/build"
+echo "cc -O3 -lreadline" >"$tmp/tree/build/flags"
+runs nvcc
+ok "a build with line editing: the command alone" lines 1
+touch "$tmp/fails-all"
+runs nvcc
+ok "a CUDA build that fails: runs the CPU's" grep -qx 'cpu m.gguf -p hi' "$tmp/out"
+ok "a CUDA build that fails: two lines" lines 2
+ok "a CUDA build that fails: says why" has "a GPU needs CUDA 12 and sm_80, or newer: x(1): error: no luck with all"
+runs ""
+ok "a build that fails without nvcc: exit status 1" [ "$status" -eq 1 ]
+ok "a build that fails without nvcc: the messages" has "x(2): error: again"
+ok "a build that fails without nvcc: once" made "all "
+touch "$tmp/fails-cpu"
+runs nvcc
+ok "both builds fail: exit status 1" [ "$status" -eq 1 ]
+ok "both builds fail: the CPU's messages" has "no luck with cpu"
+ok "both builds fail: nothing runs" [ ! -s "$tmp/out" ]
+mv "$tmp/tree/build" "$tmp/tree/hidden"        # as not writable, also for root
+runs nvcc
+ok "a tree that is not writable: runs what is there" grep -qx 'cpu m.gguf -p hi' "$tmp/out"
+ok "a tree that is not writable: says so" has "nothing can be built in"
+ok "a tree that is not writable: once" made "all "
+rm "$tmp/tree/gemma4"
+runs nvcc
+ok "a tree that is not writable, with nothing to run: exit status 1" [ "$status" -eq 1 ]
+
+if [ -f gemma4_kernels.cu ]; then
+    for option in split-compile other; do
+        printf '#!/bin/sh\necho "--%s <number>"\n' $option >"$tmp/bin/nvcc"
+        chmod +x "$tmp/bin/nvcc"
+        make -n B="$tmp/b" NVCC="$tmp/bin/nvcc" "$tmp/b/kernels.o" >"$tmp/$option" 2>"$tmp/err"
+    done
+    ok "an nvcc that knows --split-compile: it is used" grep -q -e '-lineinfo --split-compile=0 -arch' "$tmp/split-compile"
+    ok "an nvcc that does not: it is left out" grep -q -e '-lineinfo  -arch' "$tmp/other"
+fi
 
 finish run_sh
