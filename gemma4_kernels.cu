@@ -1574,7 +1574,7 @@ template <DType T, int R, int S> __device__ static inline void multiply_rows(con
 
 // The same for the type of the matrix, S = 4 if `spread`; of floats `count` rows one after the other. The types of nearly all files
 // are part of the kernel, compared in turn: code comes to an SM line by line, so a call costs more than it does, and so does a
-// switch, whose table lies in the constant bank (README). afresh() keeps the compiler from making one.
+// switch, whose table lies in the constant bank (docs/decode.md). afresh() keeps the compiler from making one.
 template <DType T, int R>
 __device__ static inline void multiply_type(bool spread, const Planes &w, unsigned row, int cols, int y_at, int y_row, int n,
                                             float *results) {
