@@ -3491,6 +3491,28 @@ template <int HD, int NC> __device__ static inline void score_keys(const AttendT
             scores[(quarter * NC + 8 * n + k2 + e % 2) * SCORE_ROW + key0 + t + e / 2 * 8] = s_hi[n][e] + s_lo[n][e];
 }
 
+// Softmax of a tile of keys from j0 on, a warp for N columns in turn, a lane for a key: weights of the keys in f16, and of each
+// column the largest score so far, the sum of its weights, and what those before this tile shrink by.
+template <int NC> __device__ static inline void weigh_keys(const AttendTask &a, const Sight *rows, const int *row_of, int j0,
+                                                           const float *scores, __half *weights, float *top, float *sum,
+                                                           float *shrink) {
+    constexpr int N = NC / 8, next = NC * SCORE_ROW;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll N < 2 ? N : 2
+    for (int n = 0; n < N; n++) {
+        const int col = warp * N + n, row = row_of[col];
+        const float *s = scores + col * SCORE_ROW + lane;
+        const bool seen = row >= 0 && in_sight(rows[max(row, 0)], a.own, j0 + lane);
+        const float score = seen ? __fmul_rn((s[0] + s[next]) + (s[2 * next] + s[3 * next]), a.scale) : -INFINITY;
+        const float old = top[col], old_sum = sum[col], now = fmaxf(old, warp_max(score));
+        const __half p = __float2half_rn(seen ? expf(score - now) : 0);
+        const float f = now == -INFINITY ? 1 : expf(old - now), more = warp_sum(__half2float(p));
+        weights[col * WEIGHT_ROW + lane] = p;
+        __syncwarp();                                  // all have read top and sum
+        if (lane == 0) shrink[col] = f, top[col] = now, sum[col] = __fmaf_rn(old_sum, f, more);
+    }
+}
+
 // acc += V^T weights for a tile, after acc was scaled by shrink: all keys and an eighth of the dims.
 template <int HD, int NC> __device__ static inline void add_values(float (&acc)[HD / 128][NC / 8][4], const __half *v_tile,
                                                                    const __half *weights, const float *shrink) {
@@ -3562,6 +3584,22 @@ template <int HD> __device__ static inline void join_columns(const AttendTask &a
             *(float2 *)(o + col * ROW + i) = v;
         }
         __syncthreads();                               // and read
+    }
+}
+
+// The columns that lie in o (NC, HD + ROW_PAD), times scale, to where attention writes: a warp takes 128 values at a time.
+template <int HD> __device__ static inline void put_columns(const AttendTask &a, int n_columns, const int *row_of,
+                                                            const int *head_of, const float *scales, const float *o) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int job = warp; job < n_columns * (HD / 128); job += ATTEND_WARPS) {
+        const int col = job / (HD / 128), i = job % (HD / 128) * 128 + 4 * lane;
+        if (row_of[col] < 0) continue;
+        const float4 v = *(const float4 *)(o + col * (HD + ROW_PAD) + (a.n_rot ? tied_place(i, HD, a.n_rot) : i));
+        const float scale = scales[col];               // no -0, as where parts are added up
+        put_four(a.out, (size_t)head_of[col] * HD + i,
+                 make_float4(__fmul_rn(v.x + 0.0f, scale), __fmul_rn(v.y + 0.0f, scale), __fmul_rn(v.z + 0.0f, scale),
+                             __fmul_rn(v.w + 0.0f, scale)));
     }
 }
 
@@ -3740,20 +3778,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
             score_keys<HD, NC>(a, k_tile, v_tile, q_hi, q_lo, scores);
             __syncthreads();                           // scores are whole
 
-#pragma unroll N < 2 ? N : 2
-            for (int n = 0; n < N; n++) {              // softmax: a warp per column, a lane per key
-                const int col = warp * N + n, row = row_of[col];
-                const float *s = scores + col * SCORE_ROW + lane;
-                constexpr int next = NC * SCORE_ROW;
-                const bool seen = row >= 0 && in_sight(rows[max(row, 0)], a.own, j0 + lane);
-                const float score = seen ? __fmul_rn((s[0] + s[next]) + (s[2 * next] + s[3 * next]), a.scale) : -INFINITY;
-                const float old = top[col], old_sum = sum[col], now = fmaxf(old, warp_max(score));
-                const __half p = __float2half_rn(seen ? expf(score - now) : 0);
-                const float f = now == -INFINITY ? 1 : expf(old - now), more = warp_sum(__half2float(p));
-                weights[col * WEIGHT_ROW + lane] = p;
-                __syncwarp();                          // all have read top and sum
-                if (lane == 0) shrink[col] = f, top[col] = now, sum[col] = __fmaf_rn(old_sum, f, more);
-            }
+            weigh_keys<NC>(a, rows, row_of, j0, scores, weights, top, sum, shrink);
             __syncthreads();                           // weights are whole
 
             add_values<HD, NC>(acc, v_tile, weights, shrink);
@@ -3791,16 +3816,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
             if (!last) continue;
             join_columns<HD>(a, n_columns, row_of, head_of, seen_by, sum, scores, (float *)stages, o);
         }
-#pragma unroll 1
-        for (int job = warp; job < n_columns * (HD / 128); job += ATTEND_WARPS) {
-            const int col = job / (HD / 128), i = job % (HD / 128) * 128 + 4 * lane;
-            if (row_of[col] < 0) continue;
-            const float4 v = *(const float4 *)(o + col * ROW + (a.n_rot ? tied_place(i, HD, a.n_rot) : i));
-            const float scale = sum[col];              // no -0, as where parts are added up
-            put_four(a.out, (size_t)head_of[col] * HD + i,
-                     make_float4(__fmul_rn(v.x + 0.0f, scale), __fmul_rn(v.y + 0.0f, scale), __fmul_rn(v.z + 0.0f, scale),
-                                 __fmul_rn(v.w + 0.0f, scale)));
-        }
+        put_columns<HD>(a, n_columns, row_of, head_of, sum, o);
     }
 }
 

@@ -155,6 +155,7 @@ if [ -f "$here/gemma4_kernels.cu" ] && [ -z "$nvcc" ] && [ "$(uname -s)" = Linux
         nvidia-cuda-toolkit cuda-toolkit '' cuda cuda-toolkit)"
 fi
 
+[ -x "$here/gemma4" ] || say "building${nvcc:+; the kernels take nvcc a few minutes}"
 build() { make -s -C "$here" "$1" >"$tmp/log" 2>&1; }
 if build all; then
     cat "$tmp/log" >&2
