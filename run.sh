@@ -164,7 +164,7 @@ else
     if [ -x "$here/gemma4" ] && ! { [ -w "$here" ] && [ -w "$here/build" ]; }; then
         say "nothing can be built in $here, which is not writable ($error); the gemma4 that is there is run"
     elif [ -n "$nvcc" ] && build cpu; then
-        say "the CUDA build failed, so the CPU is used; a GPU needs CUDA 12 and sm_80, or newer: $error"
+        say "the CUDA build failed, so the CPU is used (as by make test ENGINE=cpu); a GPU needs CUDA 12 and sm_80, or newer: $error"
     else
         cat "$tmp/log" >&2
         say "the build failed; the compiler's messages are above"

@@ -541,6 +541,10 @@ ok "chat: a backslash continues the line" grep -qF '"content":"Tell me a story \
 echo "somebody's" >two.json.part
 fed "/load two.json\n/save two.json\n" "$mini" -i --temp 0 -n 2
 ok "chat: /save leaves the files beside it alone" grep -q "somebody's" two.json.part
+mkfifo "$tmp/pipe"
+fed "hi\n/save $tmp/pipe\n" "$mini" -i --temp 0 -n 2
+ok "chat: /save does not replace what is no regular file" [ -p "$tmp/pipe" ]
+ok "chat: /save onto a pipe: says why" has err "# /save: $tmp/pipe: "
 fed "hi\n/save /nowhere/x\n/load missing.json\n/load two.json/x\n/load err\nhi\n" "$mini" -i --temp 0 -n 2
 ok "chat: /save and /load that fail: the chat goes on" [ "$status" -eq 0 ]
 ok "chat: /save says why" has err "# /save: /nowhere/x: "
