@@ -875,7 +875,8 @@ typedef struct {              // where a prepared input goes; NULL: not wanted
     __half *h;                // (n_rows, cols) times PROMPT_SCALE
 } Prepared;
 
-enum { ROW_THREADS = 512, ROW_QUADS = 3, ROW_COLS = ROW_THREADS * ROW_QUADS * 4, DELTA = 0, POST = 2, PRE = 3, NORM_WEIGHTS = 5 };
+enum { ROW_THREADS = 512, ROW_QUADS = 3, ROW_COLS = 4 * ROW_QUADS * ROW_THREADS, NARROW_QUADS = 2,
+       NARROW_COLS = 4 * NARROW_QUADS * ROW_THREADS, DELTA = 0, POST = 2, PRE = 3, NORM_WEIGHTS = 5 };
 
 // One or two inputs with the same x', whose rows lie at multiples of 16 bytes when `quads` is set.
 typedef struct {
@@ -1108,7 +1109,9 @@ static void launch_prepare(const In *in, const In *beside, Prepared out, Prepare
     if (cols > 49152) cuda_die("prepare: rows of %d values are not supported", cols);
     int n_weights = 0;
     for (const float *w : o.norm) n_weights += w != NULL;
-    if (o.quads && cols <= ROW_COLS)
+    if (o.quads && cols <= NARROW_COLS)
+        launch(prepare_kernel<NARROW_QUADS>, n_rows, ROW_THREADS, n_weights * cols * sizeof(float), o, out, out_beside);
+    else if (o.quads && cols <= ROW_COLS)
         launch(prepare_kernel<ROW_QUADS>, n_rows, ROW_THREADS, n_weights * cols * sizeof(float), o, out, out_beside);
     else
         launch(prepare_kernel<0>, n_rows, ROW_THREADS, round_up(cols, 4) * sizeof(float), o, out, out_beside);
@@ -1210,10 +1213,10 @@ static void cuda_gather_rows(const GatherRows *o) {
 }
 
 // ==== [5] Products of 1 to 64 rows ===================================================================================
-// One kernel carries out a list of jobs: matrices of different types and shapes that may run beside each other. A warp takes four
-// output features at a time, 8 lanes each, lane l of them the groups l, l + 8, ... of its row, so neighbours read neighbouring 16
-// bytes. Of floats it takes one feature, and of few and long quantised rows too: its four times 8 lanes then take 8 groups each in
-// turn. A few groups per lane (Depth) are under way before the first is used and stay so up to the end of the row.
+// product_kernel carries out a list of jobs: matrices of different types and shapes that may run beside each other. A warp takes
+// four output features at a time, 8 lanes each, lane l of them the groups l, l + 8, ... of its row, so neighbours read neighbouring
+// 16 bytes. Of floats it takes one feature. A few groups per lane (Depth) are under way before the first is used and stay so up to
+// the end of the row. One row times few features, or floats, has kernels of its own (gemv), three rows and more have tile_kernel.
 //
 // Order of a sum, here and wherever quantised matrices meet 1 to 64 rows: slice l = groups l, l + 8, ... ascending,
 //     sum_l = fma(scale of the activations, group_term, sum_l)
@@ -1256,8 +1259,7 @@ typedef struct {
     int      u_stride;
     float    cap;
     bool     is_tiled;        // its items are tiles, which a block takes; else units, a warp each
-    int      tile;            // features of an item: 32 (GATED, INJECT, whose groups are quantised), 8 (DOWN), 4, or 1: floats,
-                              // and quantised rows that are few and long
+    int      tile;            // features of an item: 32 (GATED, INJECT, whose groups are quantised), 8 (DOWN), 4, or 1: floats
     int      blocks_x, n_items;                // of a row or pair, in all of a chunk of rows
     int      row_bytes[2][4]; // of each plane of w and up
     int      ahead[2][4];     // of those, how many are asked for before the row is begun; of experts none: who knows which ones
@@ -1267,9 +1269,8 @@ typedef struct {
 
 enum { MAX_JOBS = 6, MAX_INPUTS = 2, PRODUCT_WARPS = ROW_THREADS / 32, UNIT = 4,
        TILE = 32, TILE_UNITS = TILE / UNIT, DOWN_TILE = 2 * UNIT,
-       TILE_ROWS = 4,         // from here on inputs are prepared in global memory
+       TILE_ROWS = 3,         // from here on inputs are prepared in global memory
        CHUNK_ROWS = 3,        // rows that a block works on at once
-       SPREAD_COLS = 4096,    // rows of weights that a warp may take alone
        AHEAD_STEPS = 24,      // so many times 8 groups of a row come into L2 ahead, before its launch begins to multiply
        AHEAD_BYTES = 32 << 20,                 // of later tiles only where a launch reads no more: L2 would be at its limit
        ROW_STEP = 384 };      // bytes of 8 groups of an int8 row in shared memory
@@ -1384,13 +1385,13 @@ __device__ static inline void copy_inputs(int first_row, int n) {
         copy_input(jobs.input[k], first_row * jobs.input[k].rows_each, n * jobs.input[k].rows_each);
 }
 // This thread's share of all norm weights, as prepare_row wants them.
-__device__ static inline void load_norm_weights(const RowInputs &o, float4 (*w)[ROW_QUADS]) {
+template <int QUADS> __device__ static inline void load_norm_weights(const RowInputs &o, float4 (*w)[QUADS]) {
     const int cols = o.cols;
 #pragma unroll
     for (int k = 0; k < NORM_WEIGHTS; k++) {
         const float *const from = o.norm[k];
 #pragma unroll
-        for (int j = 0; j < ROW_QUADS; j++) {
+        for (int j = 0; j < QUADS; j++) {
             const int i = 4 * (threadIdx.x + ROW_THREADS * j);
             w[k][j] = from && i < cols ? __ldg((const float4 *)(from + i)) : make_float4(0, 0, 0, 0);
         }
@@ -1505,87 +1506,75 @@ template <DType T, int R> __device__ static inline void multiply_floats_row(cons
     }
 }
 
+// A group of weights, unpacked with UPPER, times that of an input row in shared memory, before the input's scale.
+template <DType T> __device__ static inline float input_term(const Group &x, const char *in, float *scale) {
+    constexpr bool upper = Traits<T>::nibbles;
+    const uint4 q0 = *(const uint4 *)in, q1 = *(const uint4 *)(in + 128);
+    const float4 meta = *(const float4 *)(in + 256);
+    const unsigned qs[8] = { q0.x, q0.y, q0.z, q0.w, q1.x, q1.y, q1.z, q1.w };
+    int dot[2] = { 0, 0 };
+    for (int k = 0; k < 8; k++)
+        dot[k / 4] = upper && k >= 4 ? dot_unsigned(x.c[k], qs[k], dot[1]) : __dp4a((int)x.c[k], (int)qs[k], dot[k / 4]);
+    if (upper) dot[1] >>= 4;
+    *scale = meta.x;
+    return Traits<T>::halves ? group_term<T>(x.a, x.m, dot[0], dot[1], meta.z, meta.w)
+                             : group_term<T>(x.a, x.m, dot[0] + dot[1], 0, meta.y, 0);
+}
+
 // Sums of 4 quantised rows of weights that follow each other, 8 lanes each, for n <= R rows of an input: that of input r and
-// feature f goes to results[r * UNIT + f]. S = 4: of one row (R = 1), whose steps the four times 8 lanes take in turn; their terms
-// are added in the order of the steps. row: the number in the planes of this lane's row. y_at: of the first row of the input.
-template <DType T, int R, int S> __device__ static inline void multiply_rows(const Planes &w, unsigned row, int cols,
-                                                                             int y_at, int y_row, int n, float *results) {
-    constexpr bool blocks = Step<T>::blocks, upper = Traits<T>::nibbles;
+// feature f goes to results[r * UNIT + f]. row: the number in the planes of this lane's row. y_at: of the first row of the input.
+template <DType T, int R> __device__ static inline void multiply_rows(const Planes &w, unsigned row, int cols, int y_at, int y_row,
+                                                                      int n, float *results) {
+    constexpr bool blocks = Step<T>::blocks;
     constexpr int depth = Depth<T>::n;
-    const int lane = threadIdx.x % 32, l = lane % 8, part = S == 1 ? 0 : lane / 8;
-    const int n_groups = cols / 32, n_steps = div_up(n_groups, 8);
-    const char *y = shared_bytes + y_at + l * 16 + part * ROW_STEP;
-    Planes at = planes_from<T>(w, (size_t)row * n_groups + l + 8 * part);
+    const int lane = threadIdx.x % 32, l = lane % 8, n_groups = cols / 32, n_steps = div_up(n_groups, 8);
+    const char *y = shared_bytes + y_at + l * 16;
+    Planes at = planes_from<T>(w, (size_t)row * n_groups + l);
     Fetched<T> held[depth];
     float sum[R];
     for (int r = 0; r < R; r++) sum[r] = 0;
-    auto is_there = [&](int step) { return blocks ? S * step + part < n_steps : l + 8 * (S * step + part) < n_groups; };
+    auto is_there = [&](int step) { return blocks ? step < n_steps : l + 8 * step < n_groups; };
 #pragma unroll
-    for (int i = 0; i < depth; i++) {                  // behind its end the row's last one again, not used
-        const int own = l + 8 * part;
-        const int g = blocks ? l + 8 * min(S * i + part, n_steps - 1) : min(8 * S * i + own, n_groups - 1);
-        fetch_group<T>(at, g - own, &held[i]);
-    }
+    for (int i = 0; i < depth; i++)                    // behind its end the row's last one again, not used
+        fetch_group<T>(at, blocks ? 8 * min(i, n_steps - 1) : min(8 * i, n_groups - 1 - l), &held[i]);
 #pragma unroll 1
-    for (int step = 0; S * step < n_steps; step += depth, y += depth * S * ROW_STEP) {
+    for (int step = 0; step < n_steps; step += depth, y += depth * ROW_STEP) {
 #pragma unroll
         for (int i = 0; i < depth; i++) {
-            if (S * (step + i) >= n_steps) break;
-            float scale = 0, term = 0;
-            if ((blocks && S == 1) || is_there(step + i)) {
+            if (step + i >= n_steps) break;
+            if (blocks || is_there(step + i)) {
                 Group x;
                 unpack_group<T, true>(held[i], l, &x);
 #pragma unroll
                 for (int r = 0; r < R; r++) {
                     if (R > 1 && r >= n) break;
-                    const char *in = y + i * S * ROW_STEP + r * y_row;
-                    const uint4 q0 = *(const uint4 *)in, q1 = *(const uint4 *)(in + 128);
-                    const float4 meta = *(const float4 *)(in + 256);
-                    const unsigned qs[8] = { q0.x, q0.y, q0.z, q0.w, q1.x, q1.y, q1.z, q1.w };
-                    int dot[2] = { 0, 0 };
-                    for (int k = 0; k < 8; k++)
-                        dot[k / 4] = upper && k >= 4 ? dot_unsigned(x.c[k], qs[k], dot[1])
-                                                     : __dp4a((int)x.c[k], (int)qs[k], dot[k / 4]);
-                    if (upper) dot[1] >>= 4;
-                    term = Traits<T>::halves ? group_term<T>(x.a, x.m, dot[0], dot[1], meta.z, meta.w)
-                                             : group_term<T>(x.a, x.m, dot[0] + dot[1], 0, meta.y, 0);
-                    scale = meta.x;
-                    if (S == 1) sum[r] = __fmaf_rn(scale, term, sum[r]);
+                    float scale;
+                    const float term = input_term<T>(x, y + i * ROW_STEP + r * y_row, &scale);
+                    sum[r] = __fmaf_rn(scale, term, sum[r]);
                 }
             }
-#pragma unroll
-            for (int k = 0; S > 1 && k < S; k++) {
-                const float a = __shfl_sync(~0u, scale, l + 8 * k), b = __shfl_sync(~0u, term, l + 8 * k);
-                if (l + 8 * (S * (step + i) + k) < n_groups) sum[0] = __fmaf_rn(a, b, sum[0]);
-            }
-            if (is_there(step + i + depth)) fetch_group<T>(at, 8 * (i + depth) * S, &held[i]);
+            if (is_there(step + i + depth)) fetch_group<T>(at, 8 * (i + depth), &held[i]);
         }
-        at.lo += depth * S * Step<T>::lo, at.hi += depth * S * Step<T>::hi;
-        at.head += depth * S * Step<T>::head, at.sup += depth * S * Step<T>::sup;
+        at.lo += depth * Step<T>::lo, at.hi += depth * Step<T>::hi;
+        at.head += depth * Step<T>::head, at.sup += depth * Step<T>::sup;
     }
 #pragma unroll
     for (int r = 0; r < R; r++) {
         if (R > 1 && r >= n) break;
         float v = sum[r];
         for (int h = 4; h > 0; h /= 2) v += __shfl_xor_sync(~0u, v, h);
-        if (l == 0 && (S == 1 || lane == 0)) results[r * UNIT + lane / 8] = v;
+        if (l == 0) results[r * UNIT + lane / 8] = v;
     }
 }
 
-// The same for the type of the matrix, S = 4 if `spread`; of floats `count` rows one after the other. The types of nearly all files
-// are part of the kernel, compared in turn: code comes to an SM line by line, so a call costs more than it does, and so does a
-// switch, whose table lies in the constant bank (docs/decode.md). afresh() keeps the compiler from making one.
-template <DType T, int R>
-__device__ static inline void multiply_type(bool spread, const Planes &w, unsigned row, int cols, int y_at, int y_row, int n,
-                                            float *results) {
-    if (R == 1 && spread) multiply_rows<T, 1, 4>(w, row, cols, y_at, y_row, n, results);
-    else multiply_rows<T, R, 1>(w, row, cols, y_at, y_row, n, results);
-}
+// The same for the type of the matrix; of floats `count` rows one after the other. The types of nearly all files are part of the
+// kernel, compared in turn: code comes to an SM line by line, so a call costs more than it does, and so does a switch, whose table
+// lies in the constant bank (docs/decode.md). afresh() keeps the compiler from making one.
 template <int R>
-__device__ __noinline__ static void multiply_other(DType type, bool spread, const Planes *w, unsigned row, int count, int cols,
-                                                   int quads, int y_at, int y_row, int n, float *results) {
+__device__ __noinline__ static void multiply_other(DType type, const Planes *w, unsigned row, int count, int cols, int quads,
+                                                   int y_at, int y_row, int n, float *results) {
     switch (type) {
-#define CASE(T) case T: multiply_type<T, R>(spread, *w, row, cols, y_at, y_row, n, results); break;
+#define CASE(T) case T: multiply_rows<T, R>(*w, row, cols, y_at, y_row, n, results); break;
     OTHER_TYPES(CASE)
 #undef CASE
 #define CASE(T) case T: \
@@ -1597,12 +1586,12 @@ __device__ __noinline__ static void multiply_other(DType type, bool spread, cons
     }
 }
 template <int R>
-__device__ static inline void multiply(DType type, bool spread, const Planes *w, unsigned row, int count, int cols, int quads,
-                                       int y_at, int y_row, int n, float *results) {
-#define CASE(T) if (afresh(type) == T) multiply_type<T, R>(spread, *w, row, cols, y_at, y_row, n, results); else
+__device__ static inline void multiply(DType type, const Planes *w, unsigned row, int count, int cols, int quads, int y_at,
+                                       int y_row, int n, float *results) {
+#define CASE(T) if (afresh(type) == T) multiply_rows<T, R>(*w, row, cols, y_at, y_row, n, results); else
     USUAL_TYPES(CASE)
 #undef CASE
-    multiply_other<R>(type, spread, w, row, count, cols, quads, y_at, y_row, n, results);
+    multiply_other<R>(type, w, row, count, cols, quads, y_at, y_row, n, results);
 }
 
 // The n_used largest of a row of router logits, the lower expert first on ties, with their softmax weights; by a warp, n_used
@@ -1706,9 +1695,9 @@ __device__ __noinline__ static void router_unit_done(int first_row, int n) {
 // product: the jobs of a launch.
 //   shapes    w (rows, cols) per expert, y (n_rows, cols), out (n_rows, rows)
 //   launch    grid (a block per SM, or fewer: less work, SMs still busy; chunks of R rows), block 512, dynamic shared memory: jobs,
-//             inputs, sums. Tiles go to the blocks in turn: of JOB_GATED and JOB_INJECT 32 features, a warp 4 of
-//             them of one matrix; of JOB_DOWN 8 features, a warp 4 of them and every 8th expert. Then units of JOB_STORE, a warp
-//             for itself: 4 features, or a single one where there are few and long rows
+//             inputs, sums. Tiles go to the blocks in turn: of JOB_GATED and JOB_INJECT 32 features, a warp 4 of them of one
+//             matrix; of JOB_DOWN 8 features, a warp 4 of them and every 8th expert. Then units of JOB_STORE, 4 features, or one of
+//             floats, by a warp for itself
 //   traffic   weights once per chunk of rows; every block reads the rows of the input and the norm weights from L2
 //   numerics  integer dot products per group, exact; f32 sums in the order above
 //   see       cpu_matmul, cpu_gate_up, cpu_route, cpu_expert_gate_up, cpu_expert_down, cpu_ple_inject, cpu_head
@@ -1767,7 +1756,7 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
         if (!down) results += warp * jobs.n_results;
         const DType type = up ? o.up_type : o.type;
         const Input &in = jobs.input[o.source];
-        const bool floats = of_floats(type), spread = R == 1 && !floats && o.tile == 1;
+        const bool floats = of_floats(type);
         const int y_row = floats ? in.f_row : in.q_row;
         const int pieces = behind(o, item, n) || (up && o.kind != JOB_GATED) ? 0 : down ? 2 * o.n_used : 1;
 #pragma unroll 1
@@ -1777,8 +1766,8 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
             if (first >= o.rows) break;
             const int e = o.ids ? ids[pair] : 0, y_first = down ? pair : R > 1 && o.ids ? pair / o.n_used : 0;
             const unsigned row = (unsigned)(e * o.rows_e) + (up ? (unsigned)o.up_first : 0) +
-                                 min(first + (floats || spread ? 0 : lane / 8), o.rows - 1);
-            multiply<R>(type, spread, up ? &o.up : &o.w, row, min(min(o.tile, UNIT), o.rows - first), o.cols, o.quads,
+                                 min(first + (floats ? 0 : lane / 8), o.rows - 1);
+            multiply<R>(type, up ? &o.up : &o.w, row, min(min(o.tile, UNIT), o.rows - first), o.cols, o.quads,
                         (floats ? in.f_at : in.q_at) + y_first * y_row, y_row, o.ids ? 1 : n,
                         results + (down ? i / 2 * DOWN_TILE + i % 2 * UNIT : 0));
         }
@@ -1795,6 +1784,268 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
         finish_unit(o, item, first_row, n, results);
         __syncwarp();                  // the sums have been read
         if (jobs.choice.n && item.job == jobs.choice.job) router_unit_done(first_row, n);
+    }
+}
+
+// ---- one row ----
+// Most launches of a token multiply one row with few features and are over within microseconds. Here a warp has one share of one
+// unit, known before its turn, and where the input is there already (Act) it holds its first weights in registers by then: between
+// the turn and the weights nothing is left to find out. Where there are fewer units than warps, a share is some of the steps (8
+// groups) of a unit; its terms pass through shared memory and are added there in the order of the steps, so the bits are those of
+// product_kernel. A launch that does not need all SMs leaves the rest to the next one, whose blocks come up there.
+
+enum { GEMV_JOBS = 3 };
+
+typedef struct {
+    DType  type;
+    Planes w;
+    int    rows, n_units;     // features, 4 of which make a unit
+    unsigned row_bytes[4], step_bytes[4];      // of each plane: a row's, those of a step
+    float *out;               // NULL: JOB_INJECT, whose result goes to Gemv.act
+    const float *factor;
+    float  cap;
+} GemvJob;
+
+typedef struct {
+    GemvJob job[GEMV_JOBS];
+    int    n, n_groups, n_steps;               // jobs; of a row
+    int    units, shares, share;               // units of a block; shares of a unit, steps of a share
+    Input  input;
+    RowInputs made;           // MADE
+    const float *u;           // JOB_INJECT, whose blocks have 8 units: a group of the result
+    Act    act;
+    int    terms_at, sums_at; // offsets in shared memory
+} Gemv;
+
+// What a warp does: steps first .. first + n - 1 of a unit, the block's number `slot`; n = 0: nothing.
+typedef struct { int job, unit, slot, first, n; } GemvShare;
+
+// Share number `share` of the block's unit number `slot`.
+__device__ static inline GemvShare gemv_share(const Gemv &o, int slot, int share) {
+    GemvShare s = { 0, (int)blockIdx.x * o.units + slot, slot, share * o.share, 0 };
+    while (s.job < o.n && s.unit >= o.job[s.job].n_units) s.unit -= o.job[s.job++].n_units;
+    if (slot >= o.units || s.job == o.n) return { };
+    s.n = min(o.share, o.n_steps - s.first);
+    return s;
+}
+
+// Asks for the weights of a share from its step `from` on.
+__device__ static inline void fetch_share(const Gemv &o, const GemvShare &s, int from) {
+    const GemvJob &job = o.job[s.job];
+    const int plane = threadIdx.x / 4 % 4, feature = UNIT * s.unit + threadIdx.x % 4;
+    const int begin = s.first + from, end = s.first + min(s.n, AHEAD_STEPS);
+    const unsigned step = job.step_bytes[plane], row_bytes = job.row_bytes[plane];
+    if (threadIdx.x % 32 >= 16 || begin >= end || feature >= job.rows || !step) return;
+    const size_t at = (size_t)(&job.w.lo)[plane] + (size_t)feature * row_bytes + begin * step;
+    const unsigned bytes = min((end - begin) * step, row_bytes - begin * step);
+    fetch_ahead((const void *)(at & ~(size_t)15), ((unsigned)at % 16 + bytes + 15) & ~15u);
+}
+
+// The row of a launch whose input is there: 16 bytes a thread, as copy_input.
+__device__ static inline void copy_row(const Gemv &o) {
+    const int n = 2 * o.n_groups;
+    for (int i = threadIdx.x; i / 32 * 32 < n; i += ROW_THREADS) {
+        const int own = min(i, n - 1);
+        const uint4 v = __ldcg((const uint4 *)o.input.from.q + own);
+        const float scale = __ldcg(o.input.from.s + own / 2);
+        const int sum = __dp4a(0x01010101, (int)v.x, __dp4a(0x01010101, (int)v.y,
+                        __dp4a(0x01010101, (int)v.z, __dp4a(0x01010101, (int)v.w, 0))));
+        const int other = __shfl_xor_sync(~0u, sum, 1);
+        char *group = shared_bytes + o.input.q_at + own / 16 * ROW_STEP + own / 2 % 8 * 16;
+        if (i >= n) continue;
+        *(uint4 *)(group + own % 2 * 128) = v;
+        if (own % 2 == 0) put_meta(group, scale, sum, other);
+    }
+}
+
+// The sum of each feature of a unit, from its 8 lanes, and where it goes.
+__device__ static inline void finish_gemv(const Gemv &o, const GemvShare &s, float sum) {
+    const GemvJob &job = o.job[s.job];
+    const int lane = threadIdx.x % 32, feature = UNIT * s.unit + lane / 8;
+    for (int h = 4; h > 0; h /= 2) sum += __shfl_xor_sync(~0u, sum, h);
+    if (lane % 8 || feature >= job.rows) return;
+    if (job.factor) sum *= *job.factor;
+    if (job.cap > 0) sum = job.cap * tanhf(sum / job.cap);
+    if (job.out) job.out[feature] = sum;
+    else ((float *)(shared_bytes + o.sums_at))[UNIT * s.slot + lane / 8] = sum;
+}
+
+// A share, from its first weights to its sums or terms. Unless MADE, the input is read in here.
+template <DType T, bool MADE> __device__ static inline void multiply_share(const Gemv &o, const GemvShare &s) {
+    constexpr bool blocks = Step<T>::blocks;
+    constexpr int depth = Depth<T>::n;
+    const GemvJob &job = o.job[s.job];
+    const int lane = threadIdx.x % 32, l = lane % 8, n = s.n, n_groups = o.n_groups;
+    const bool whole = o.shares == 1;
+    Planes at = planes_from<T>(job.w, (size_t)min(UNIT * s.unit + lane / 8, job.rows - 1) * n_groups + l + 8 * s.first);
+    Fetched<T> held[depth];
+    auto is_there = [&](int step) { return step < n && (blocks || l + 8 * (s.first + step) < n_groups); };
+#pragma unroll
+    for (int i = 0; i < depth; i++) {                  // behind the end the last one again, not used
+        const int on = 8 * min(i, max(n, 1) - 1);
+        fetch_group<T>(at, blocks ? on : min(on, n_groups - 1 - l - 8 * s.first), &held[i]);
+    }
+    if (!MADE) {
+        fetch_share(o, s, depth);
+        take_turn();
+        copy_row(o);
+    }
+    __syncthreads();                                   // the input is whole
+    const char *y = shared_bytes + o.input.q_at + l * 16 + s.first * ROW_STEP;
+    float *terms = (float *)(shared_bytes + o.terms_at) + (s.slot * o.n_steps + s.first) * 32 + lane, sum = 0;
+#pragma unroll 1
+    for (int step = 0; step < n; step += depth, y += depth * ROW_STEP, terms += depth * 32) {
+#pragma unroll
+        for (int i = 0; i < depth; i++) {
+            if (step + i >= n) break;
+            if (is_there(step + i)) {
+                Group x;
+                unpack_group<T, true>(held[i], l, &x);
+                float scale;
+                const float term = input_term<T>(x, y + i * ROW_STEP, &scale);
+                if (whole) sum = __fmaf_rn(scale, term, sum);
+                else terms[i * 32] = term;
+            }
+            if (is_there(step + i + depth)) fetch_group<T>(at, 8 * (i + depth), &held[i]);
+        }
+        at.lo += depth * Step<T>::lo, at.hi += depth * Step<T>::hi;
+        at.head += depth * Step<T>::head, at.sup += depth * Step<T>::sup;
+    }
+    if (whole && n) finish_gemv(o, s, sum);
+}
+template <bool MADE> __device__ __noinline__ static void multiply_other_share(const Gemv &o, GemvShare s) {
+    switch (o.job[s.job].type) {
+#define CASE(T) case T: multiply_share<T, MADE>(o, s); break;
+    OTHER_TYPES(CASE)
+#undef CASE
+    default: break;
+    }
+}
+
+// Adds up a unit whose terms lie in shared memory, by a warp.
+__device__ static inline void join_shares(const Gemv &o, const GemvShare &s) {
+    const int lane = threadIdx.x % 32, l = lane % 8;
+    const char *scales = shared_bytes + o.input.q_at + l * 16 + 256;
+    const float *terms = (const float *)(shared_bytes + o.terms_at) + s.slot * o.n_steps * 32 + lane;
+    float sum = 0;
+#pragma unroll 8
+    for (int step = 0; step < o.n_steps; step++)
+        if (l + 8 * step < o.n_groups) sum = __fmaf_rn(*(const float *)(scales + step * ROW_STEP), terms[step * 32], sum);
+    finish_gemv(o, s, sum);
+}
+
+// gemv: out = w y for one row, quantised matrices of few features that share their input; or out = gelu(w y) * u, as Act.
+//   shapes    w (rows, cols), y (cols), out (rows)
+//   launch    grid ceil(units / units of a block), block 512, dynamic shared memory: parameters, the row, terms, sums
+//   traffic   weights once; every block reads the row and, where it makes it, the norm weights from L2
+//   numerics  as product_kernel
+//   see       cpu_matmul, cpu_ple_inject
+template <bool MADE> __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_kernel(const __grid_constant__ Gemv parameters) {
+    const Gemv &o = *(const Gemv *)shared_bytes;
+    const int warp = threadIdx.x / 32;
+    const uint2 *words = (const uint2 *)memory_of(&parameters);
+    for (int i = threadIdx.x; i < (int)(sizeof(Gemv) / sizeof(uint2)); i += ROW_THREADS) ((uint2 *)shared_bytes)[i] = words[i];
+    __syncthreads();
+    const GemvShare s = gemv_share(o, warp / o.shares, warp % o.shares);
+    float u = 0;
+    if (MADE) {
+        float4 norm_weights[NORM_WEIGHTS][NARROW_QUADS];
+        int turn = 0;
+        load_norm_weights(o.made, norm_weights);
+        take_turn();
+        if (o.u && threadIdx.x < TILE) u = __ldcg(o.u + TILE * blockIdx.x + threadIdx.x);
+        prepare_row<NARROW_QUADS>(o.made, 0, [&](int k, int j) { return norm_weights[k][j]; }, NULL,
+                                  blockIdx.x == gridDim.x - 1, &turn, [&] { fetch_share(o, s, 0); },
+                                  [&](int) { return [in = o.input](int i, float4 y) { put_values(in, 0, i, y); }; });
+    }
+    const DType type = o.job[s.job].type;
+#define CASE(T) if (afresh(type) == T) multiply_share<T, MADE>(o, s); else
+    USUAL_TYPES(CASE)
+#undef CASE
+    multiply_other_share<MADE>(o, s);
+    if (o.shares > 1) {
+        __syncthreads();                               // all terms are there
+        const GemvShare whole = gemv_share(o, warp, 0);
+        if (whole.n) join_shares(o, whole);
+    }
+    if (!o.u) return;
+    __syncthreads();
+    if (threadIdx.x >= TILE) return;
+    const float v = activate(ACT_GELU, ((const float *)(shared_bytes + o.sums_at))[threadIdx.x]) * u;
+    const size_t first = TILE * blockIdx.x;
+    if (o.act.f) o.act.f[first + threadIdx.x] = v;
+    if (o.act.q) quantise_group(v, o.act.q + first, o.act.s + first / TILE);
+}
+
+typedef struct {              // one row times a matrix of floats, whose rows lie at multiples of 16 bytes
+    const uint8_t *w;
+    int    rows, cols;
+    float *out;
+    const float *factor;
+    float  cap;
+    Input  input;
+    RowInputs made;           // n = 0: the input is there
+} GemvFloats;
+
+// gemv_floats: the same for a matrix of floats.
+//   launch    grid: an SM each, or fewer, block 512, dynamic shared memory: the row. A warp takes a row of weights at a time; the
+//             loads of the next one are under way while this one ends
+//   numerics  as product_kernel
+template <DType T> __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats_kernel(const __grid_constant__ GemvFloats o) {
+    constexpr int chunk = Floats<T>::chunk, depth = 8;
+    touch_parameter(&o, sizeof o);
+    const int lane = threadIdx.x % 32, n_chunks = o.cols / chunk, n_steps = div_up(n_chunks, 32);
+    const int stride = PRODUCT_WARPS * gridDim.x;
+    int row = blockIdx.x + gridDim.x * (threadIdx.x / 32), step = 0, ahead = 0;        // multiplied next; asked for next
+    const int n = row < o.rows ? div_up(o.rows - row, stride) * n_steps : 0;
+    const uint4 *from = (const uint4 *)o.w + (size_t)row * n_chunks + lane;
+    uint4 held[depth];
+    auto fetch = [&](int i) {                          // behind the end the last chunk once more, not used
+        held[i] = load_once(from + min(32 * ahead, n_chunks - 1 - lane));
+        if (++ahead == n_steps) ahead = 0, from += (size_t)stride * n_chunks;
+    };
+#pragma unroll
+    for (int i = 0; i < depth; i++)
+        if (i < n) fetch(i);
+    if (o.made.n) {
+        float4 norm_weights[NORM_WEIGHTS][NARROW_QUADS];
+        int turn = 0;
+        load_norm_weights(o.made, norm_weights);
+        take_turn();
+        prepare_row<NARROW_QUADS>(o.made, 0, [&](int k, int j) { return norm_weights[k][j]; }, NULL,
+                                  blockIdx.x == gridDim.x - 1, &turn, [] { },
+                                  [&](int) { return [&o](int i, float4 y) { put_values(o.input, 0, i, y); }; });
+    } else {
+        take_turn();
+        copy_input(o.input, 0, 1);
+    }
+    __syncthreads();
+    const float *y = (const float *)(shared_bytes + o.input.f_at) + lane * chunk;
+    float sum[4] = { };
+#pragma unroll 1
+    for (int first = 0; first < n; first += depth) {
+#pragma unroll
+        for (int i = 0; i < depth; i++) {
+            if (first + i >= n) break;
+            if (lane + 32 * step < n_chunks) {
+#pragma unroll
+                for (int k = 0; k < chunk; k += 4) {
+                    const float4 v = *(const float4 *)(y + 32 * chunk * step + k);
+                    sum[0] = __fmaf_rn(chunk_value<T>(held[i], k), v.x, sum[0]);
+                    sum[1] = __fmaf_rn(chunk_value<T>(held[i], k + 1), v.y, sum[1]);
+                    sum[2] = __fmaf_rn(chunk_value<T>(held[i], k + 2), v.z, sum[2]);
+                    sum[3] = __fmaf_rn(chunk_value<T>(held[i], k + 3), v.w, sum[3]);
+                }
+            }
+            if (first + i + depth < n) fetch(i);
+            if (++step < n_steps) continue;
+            float v = warp_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
+            if (o.factor) v *= *o.factor;
+            if (o.cap > 0) v = o.cap * tanhf(v / o.cap);
+            if (lane == 0) o.out[row] = v;
+            row += stride, step = 0;
+            for (int k = 0; k < 4; k++) sum[k] = 0;
+        }
     }
 }
 
@@ -1854,7 +2105,7 @@ static void add_job(Jobs *jobs, Job o) {
     jobs->job[jobs->n++] = o;
 }
 
-// ---- 4 to 64 rows: tensor cores -------------------------------------------------------------------------------------
+// ---- 3 to 64 rows: tensor cores -------------------------------------------------------------------------------------
 // From TILE_ROWS rows on a block takes 64 or 32 features of a matrix and all rows of the step, so that a weight is read once
 // whatever their number. Its first 8 warps are the 8 slices of a sum: warp w multiplies the groups g with g mod 8 = w, ascending,
 // and at the end the slices meet in the order given above. So the bits are those of few rows.
@@ -1873,7 +2124,8 @@ static void add_job(Jobs *jobs, Job o) {
 enum { TILE_WARPS = 8, TILE_THREADS = 32 * TILE_WARPS, COPY_WARPS = 2, TILE_BLOCK = TILE_THREADS + 32 * COPY_WARPS,
        TILE_STAGES = 4, TILE_EXPERTS = TILE_THREADS, TILE_ROW = 8 * 32 + 16,
        ROW_AREA = 8 * (TILE_ROW + 8 * (int)sizeof(float)), SUMS_PITCH = 68,
-       SUMS_BYTES = TILE_WARPS * 8 * SUMS_PITCH * 4 };
+       SUMS_BYTES = TILE_WARPS * 8 * SUMS_PITCH * 4,
+       FEW_ROUNDS = 8 };      // pieces of a block
 
 // How 8 groups of one feature lie in a stage: its planes behind each other (lo at 0), each from the 16 bytes on in which it
 // begins. An odd number of 16 bytes in all, so that 8 features fall on different banks.
@@ -1899,6 +2151,7 @@ typedef struct {              // a launch
     int    features[MAX_JOBS];                 // of the result that a piece makes
     bool   deep[MAX_JOBS];    // the second half of a stage is not of 32 features more (JOB_GATED: of up), but of the next 8 groups
     int    tiles[MAX_JOBS];   // pieces of a matrix
+    int    at_once, chunks;   // beside experts: rows of a piece of another matrix, pieces with the same features; else 0, 1
     bool   floats;            // there are such
     int    expert_job, n_pairs;                // -1: none
     int    runs;              // JOB_DOWN: blocks that share the experts of the same features; else 0
@@ -1927,23 +2180,28 @@ typedef struct {              // what a block does at a time
     bool last;                // JOB_DOWN: the last expert of this run
 } Piece;
 
-typedef struct { int item, part; } Walk;       // a block's way through its pieces
+typedef struct { int item, part, stride; } Walk;       // a block's way through its pieces: every so manieth
 
 // How many blocks share the experts of the same features: none has nothing to do.
 __device__ static inline int runs_of(const Tiling &t) { return min(t.runs, (int)*list_of(t, LIST_SIZE)); }
+
+__device__ static inline int pieces_of(const Tiling &t, int k) {
+    return t.tiles[k] * (k != t.expert_job ? t.chunks : t.runs ? runs_of(t) : *list_of(t, LIST_SIZE));
+}
 
 __device__ static inline bool next_piece(const Tiling &t, Walk *w, Piece *p) {
     int i = w->item, k = 0;
     for (;; k++) {
         if (k == t.jobs.n) return false;
-        const int n = t.tiles[k] * (k != t.expert_job ? 1 : t.runs ? runs_of(t) : *list_of(t, LIST_SIZE));
+        const int n = pieces_of(t, k);
         if (i < n) break;
         i -= n;
     }
     const Job &o = t.jobs.job[k];
     const bool experts = k == t.expert_job;
-    int entry = experts ? (unsigned)i / (unsigned)t.tiles[k] : 0;
+    int entry = experts || t.at_once ? (unsigned)i / (unsigned)t.tiles[k] : 0;
     *p = (Piece){ k, (i - entry * t.tiles[k]) * t.features[k], 0, 0, o.n_rows, true };
+    if (t.at_once) p->from = entry * t.at_once, p->n = min(t.at_once, o.n_rows - p->from);
     if (experts) {
         if (t.runs) {                                  // a run is every so manieth entry
             const int runs = runs_of(t);
@@ -1955,7 +2213,7 @@ __device__ static inline bool next_piece(const Tiling &t, Walk *w, Piece *p) {
         p->from = first[0];
         p->n = first[1] - first[0];
     }
-    if (p->last) w->item += gridDim.x, w->part = 0;
+    if (p->last) w->item += w->stride, w->part = 0;
     else w->part++;
     return true;
 }
@@ -2109,7 +2367,7 @@ template <DType T, int NT> __device__ static inline void feed_piece(const Tiling
     begin_copy(&head, o, p, deep, f->stage);
     begin_copy(&sup, o, p, deep, f->stage);
     auto row_of = [&](int r) {
-        return (r >= p.n ? 0 : listed ? list_of(t, LIST_ROW)[p.from + r] : r) * n_groups + each * f->stage;
+        return (r >= p.n ? 0 : listed ? list_of(t, LIST_ROW)[p.from + r] : p.from + r) * n_groups + each * f->stage;
     };
     unsigned row[4 * NT], scale[2 * NT];               // where in the input
 #pragma unroll
@@ -2167,10 +2425,10 @@ template <DType T, int NT> __device__ static inline void feed_piece(const Tiling
     f->stage -= n;
 }
 
-// A copying warp's work: its stages of all pieces. early: as above.
-template <int NT> __device__ static inline void feed(const Tiling &t, bool early) {
+// A copying warp's work: its stages of all pieces. early: as above. stride: of Walk.
+template <int NT> __device__ static inline void feed(const Tiling &t, bool early, int stride) {
     const int own = threadIdx.x / 32 - TILE_WARPS;
-    Feed f = { { (int)blockIdx.x, 0 }, own, own, false, 1 };
+    Feed f = { { (int)blockIdx.x, 0, stride }, own, own, false, 1 };
     Piece p;
     while (next_piece(t, &f.walk, &p)) {
         if (early && !t.record[p.job]) take_turn(), early = false;
@@ -2380,15 +2638,15 @@ __device__ static inline void finish_row(const Job &o, size_t row, int first, fl
     if (o.act.q) quantise_group(mine ? v : 0, o.act.q + at, o.act.s + at / 32);
 }
 
-// A piece of a float matrix, one feature and all rows: a warp takes a row at a time. Sums in the order given above. Loads of 16
+// A piece of a float matrix, one feature and all rows: a warp takes a row at a time. Sums in the order given above. Loads of 32
 // weights and the activations that go with them are under way at a time.
 template <DType T> __device__ static inline void multiply_floats(const Job &o, const Piece &p) {
-    constexpr int chunk = Floats<T>::chunk, depth = 16 / chunk;
+    constexpr int chunk = Floats<T>::chunk, depth = 32 / chunk;
     const int lane = threadIdx.x % 32, n_chunks = div_up(o.cols, chunk), quads = o.cols % 4 == 0 && (size_t)o.in.f % 16 == 0;
     const uint8_t *w = o.w.lo + (size_t)p.first * o.cols * (16 / chunk);
 #pragma unroll 1
     for (int r = threadIdx.x / 32; r < p.n; r += TILE_WARPS) {
-        const float *row = o.in.f + (size_t)r * o.cols;
+        const float *row = o.in.f + (size_t)(p.from + r) * o.cols;
         float sum[4] = { };
 #pragma unroll 1
         for (int first = lane; first < n_chunks; first += 32 * depth) {
@@ -2413,7 +2671,7 @@ template <DType T> __device__ static inline void multiply_floats(const Job &o, c
         }
         float v = warp_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
         if (o.factor) v *= *o.factor;
-        if (lane == 0) o.out[(size_t)r * o.rows + p.first] = o.cap > 0 ? o.cap * tanhf(v / o.cap) : v;
+        if (lane == 0) o.out[(size_t)(p.from + r) * o.rows + p.first] = o.cap > 0 ? o.cap * tanhf(v / o.cap) : v;
     }
 }
 
@@ -2450,7 +2708,7 @@ __device__ static inline void join_experts(const Tiling &t, const Job &o, int fi
     }
 }
 
-// tile: the jobs of a launch, 4 rows and more.
+// tile: the jobs of a launch, 3 rows and more.
 //   shapes    w (rows, cols) per expert, y (n_rows, cols) int8 with scales, out (n_rows, rows); n_rows <= 8 NT
 //   launch    grid min(pieces, what is resident), block 256 + 64; shared memory: the ring, sums, lists of experts
 //   traffic   a weight once (of experts: those in the union of the rows' choices), the rows once per piece from the L2 cache;
@@ -2470,7 +2728,7 @@ tile_kernel(const __grid_constant__ Tiling t) {
     }
     __syncthreads();
     float *sums = (float *)(shared_bytes + t.sums_at);
-    Walk walk = { (int)blockIdx.x, 0 };
+    Walk walk = { (int)blockIdx.x, 0, (int)gridDim.x };
     Piece p;
     const bool early = t.expert_job < 0;               // which weights are read does not depend on what ran before
     if (early) {
@@ -2479,9 +2737,13 @@ tile_kernel(const __grid_constant__ Tiling t) {
     } else {
         take_turn();
         list_pairs(t, room, (int *)sums);
+        int n = 0;                                     // as many pieces for each block; SMs that are left are the next launch's
+        for (int k = 0; k < t.jobs.n; k++) n += pieces_of(t, k);
+        walk.stride = div_up(n, div_up(n, gridDim.x));
+        if ((int)blockIdx.x >= walk.stride) return;
     }
     if (warp >= TILE_WARPS) {
-        feed<NT>(t, early);
+        feed<NT>(t, early, walk.stride);
         return;
     }
     if (early) take_turn();
@@ -2513,7 +2775,7 @@ tile_kernel(const __grid_constant__ Tiling t) {
             sync_first<TILE_THREADS>();
             const int n = 8 * i + warp;
             if (n >= p.n) continue;
-            const size_t r = listed ? list_of(t, LIST_PAIR)[p.from + n] : n;
+            const size_t r = listed ? list_of(t, LIST_PAIR)[p.from + n] : p.from + n;
             float v[2] = { };
             for (int h = 0; h <= !deep; h++) {
                 const float *factor = h && gated ? o.up_factor : o.factor;
@@ -2548,7 +2810,7 @@ static void allow_tiles(void) {
 // run beside quantised ones, and what does not fit into shared memory or scratch.
 static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
     Tiling t = { };
-    int rows = 1, wide = 0, pieces = 0;
+    int rows = 1, of_expert = 0, wide = 0, pieces = 0;
     const Job *down = NULL;
     if (n_rows < TILE_ROWS || 4 * TILE_WARPS * jobs->choice.n > SUMS_BYTES) return false;
     t.expert_job = -1;
@@ -2557,12 +2819,17 @@ static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
         if (o->n_rows > STEP_ROWS || (o->ids && o->n_experts > TILE_EXPERTS)) return false;
         if (is_float(o->type) ? o->kind != JOB_STORE : o->kind == JOB_GATED && o->up_type != o->type) return false;
         rows = max_int(rows, o->n_rows);
-        if (o->ids) t.expert_job = k, t.n_pairs = o->n_rows * o->n_used;
+        if (o->ids) t.expert_job = k, t.n_pairs = o->n_rows * o->n_used, of_expert = div_up(t.n_pairs, o->n_experts);
         if (o->kind == JOB_DOWN) down = o;
         if (is_float(o->type)) t.floats = true;
         else wide += (o->ids ? min_int(t.n_pairs, o->n_experts) : 1) * div_up(o->kind == JOB_GATED ? 2 * o->rows : o->rows, 64);
     }
+    // An expert has few of the rows: a kernel made for as many takes less time for each weight, and what runs beside goes through
+    // it some rows at a time.
+    if (of_expert) rows = min_int(rows, 2 * of_expert);
     const int tiles = rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8;                     // of 8 rows
+    t.chunks = 1;
+    if (of_expert && jobs->n > 1) t.at_once = 8 * tiles, t.chunks = div_up(n_rows, t.at_once);
     for (int k = 0; k < jobs->n; k++) {
         const Job *o = &jobs->job[k];
         // Pieces of 64 features take less work for a weight and read the rows less often. Where there is no more than one for each
@@ -2571,7 +2838,7 @@ static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
         t.record[k] = record_of(o->type).size;
         t.features[k] = is_float(o->type) ? 1 : o->kind == JOB_GATED || t.deep[k] ? 32 : 64;
         t.tiles[k] = div_up(o->rows, t.features[k]);
-        pieces += t.tiles[k] * (o->ids && o->kind == JOB_GATED ? t.n_pairs : 1);
+        pieces += t.tiles[k] * (o->ids && o->kind == JOB_GATED ? t.n_pairs : t.chunks);
         if (!is_float(o->type)) t.stage_bytes = max_int(t.stage_bytes, 64 * t.record[k] + (t.deep[k] ? 2 : 1) * ROW_AREA * tiles);
     }
     if (!t.stage_bytes) return false;                  // floats only
@@ -2598,13 +2865,74 @@ static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
     t.lists_at = t.sums_at + SUMS_BYTES;
     t.ring_at = t.lists_at + lists;
     t.jobs = *jobs;
-    const int blocks = min_int(pieces, slots);
+    // Few pieces for each block: the same number for all of them, and what is left of the SMs is the next launch's.
+    const int rounds = div_up(pieces, slots);
+    const int blocks = !t.n_pairs && rounds > 2 && rounds <= FEW_ROUNDS ? div_up(pieces, rounds) : min_int(pieces, slots);
     const size_t shared = (size_t)t.sums_at + fixed;
     if (tiles == 1) launch(tile_kernel<1>, blocks, TILE_BLOCK, shared, t);
     else if (tiles == 2) launch(tile_kernel<2>, blocks, TILE_BLOCK, shared, t);
     else if (tiles == 4) launch(tile_kernel<4>, blocks, TILE_BLOCK, shared, t);
     else launch(tile_kernel<8>, blocks, TILE_BLOCK, shared, t);
     CHECK_LAUNCH("%s n_rows=%d rows=%d cols=%d", what, n_rows, jobs->job[0].rows, jobs->job[0].cols);
+    return true;
+}
+
+// Carries out a launch if the kernels of one row take it: a matrix of floats, or quantised ones that store, or the inject, where a
+// unit is no more than a warp's. busy: SMs on which it would come up late.
+static bool launch_gemv_floats(const Jobs *jobs, const char *what) {
+    const Job *o = &jobs->job[0];
+    const int chunk = o->type == T_F32 ? 4 : 8;
+    if (jobs->n > 1 || o->kind != JOB_STORE || jobs->choice.n || !o->quads || o->cols % chunk) return false;
+    GemvFloats g = { o->w.lo, o->rows, o->cols, o->out, o->factor, o->cap, jobs->input[0], jobs->made };
+    g.input.f_at = 0;
+    g.input.q_row = 0;
+    const auto kernel = o->type == T_F32 ? gemv_floats_kernel<T_F32> : o->type == T_F16 ? gemv_floats_kernel<T_F16>
+                                                                                       : gemv_floats_kernel<T_BF16>;
+    launch(kernel, min_int(cuda.n_sm, div_up(o->rows, PRODUCT_WARPS)), ROW_THREADS, g.input.f_row, g);
+    CHECK_LAUNCH("%s rows=%d cols=%d", what, o->rows, o->cols);
+    return true;
+}
+static bool launch_gemv(const Jobs *jobs, const char *what, int busy) {
+    const Job *first = &jobs->job[0];
+    const bool inject = first->kind == JOB_INJECT;
+    Gemv g = { };
+    int n_units = 0;
+    if (jobs->n_inputs > 1 || jobs->made.cols > NARROW_COLS || (!jobs->made.n && first->cols > (32 << 10))) return false;
+    if (is_float(first->type)) return launch_gemv_floats(jobs, what);
+    if (jobs->n > GEMV_JOBS || jobs->choice.n || (inject && (jobs->n > 1 || first->rows % TILE))) return false;
+    for (int k = 0; k < jobs->n; k++) {
+        const Job *o = &jobs->job[k];
+        if ((o->kind != JOB_STORE && !inject) || is_float(o->type)) return false;
+        GemvJob *job = &g.job[k];
+        *job = (GemvJob){ o->type, o->w, o->rows, div_up(o->rows, UNIT), { }, { }, o->out, o->factor, o->cap };
+        Format f = { };
+        format_of(o->type, &f);
+        const int step_bytes[4] = { 8 * f.lo, 8 * f.hi, f.head * 256 / f.head_values, f.sup };
+        for (int i = 0; i < 4; i++) job->row_bytes[i] = o->row_bytes[0][i], job->step_bytes[i] = step_bytes[i];
+        n_units += job->n_units;
+    }
+    g.n = jobs->n;
+    g.n_groups = first->cols / 32;
+    g.n_steps = div_up(g.n_groups, 8);
+    g.units = inject ? TILE_UNITS : div_up(n_units, max_int(1, cuda.n_sm - busy));
+    if (g.n_steps == 1) g.units = max_int(g.units, PRODUCT_WARPS / 2);     // over at once: few SMs, others for the next
+    if (g.units > PRODUCT_WARPS) return false;
+    g.share = div_up(g.n_steps, min_int(PRODUCT_WARPS / g.units, g.n_steps));
+    g.shares = div_up(g.n_steps, g.share);
+    if (g.shares == 1 && g.n_steps > 1 && !jobs->made.n) return false;     // many warps with long rows: product_kernel is as fast
+    g.input = jobs->input[0];
+    g.made = jobs->made;
+    if (inject) g.u = first->u, g.act = first->act;
+    size_t at = round_up(sizeof(Gemv), 16);
+    g.input.q_at = (int)at;
+    at += g.input.q_row;
+    g.terms_at = (int)at;
+    if (g.shares > 1) at += (size_t)g.units * g.n_steps * 32 * sizeof(float);
+    g.sums_at = (int)at;
+    at += (size_t)g.units * UNIT * sizeof(float);
+    if (at > (size_t)cuda.block_shared - STATIC_SHARED) return false;
+    launch(g.made.n ? gemv_kernel<true> : gemv_kernel<false>, div_up(n_units, g.units), ROW_THREADS, at, g);
+    CHECK_LAUNCH("%s rows=%d cols=%d", what, first->rows, first->cols);
     return true;
 }
 
@@ -2630,7 +2958,10 @@ static size_t place_shared(Jobs *jobs, int rows) {
 enum { SHARED_BYTES = 110 << 10 };                     // what CHUNK_ROWS rows may take; more, and rows go through one by one
 
 static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
-    cuda.last_was_product = launch_tiles(jobs, what, n_rows);
+    // A block fills an SM. Behind a launch of very few, which it may overlap, it would come up late on theirs, and the next launch
+    // would wait for it.
+    const int busy = cuda.starts_early && cuda.last_blocks <= cuda.n_sm / 16 ? cuda.last_blocks : 0;
+    cuda.last_was_product = launch_tiles(jobs, what, n_rows) || (n_rows == 1 && launch_gemv(jobs, what, busy));
     if (cuda.last_was_product) return;
     int r = n_rows == 1 ? 1 : CHUNK_ROWS;
     size_t shared = place_shared(jobs, r);
@@ -2638,17 +2969,8 @@ static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
     const int chunk = min_int(r, n_rows), n_chunks = div_up(n_rows, r);
     jobs->n_rows = n_rows;
     jobs->n_tiles = jobs->n_units = 0;
-    bool spread = n_rows == 1;                         // few long rows of weights: a warp for each
-    int features = 0;
-    for (int k = 0; k < jobs->n; k++) {
-        const Job *o = &jobs->job[k];
-        spread = spread && o->kind == JOB_STORE && !is_float(o->type) && o->cols >= SPREAD_COLS;
-        features += o->rows;
-    }
-    spread = spread && features <= cuda.n_sm * PRODUCT_WARPS;
     for (int k = 0; k < jobs->n; k++) {
         Job *o = &jobs->job[k];
-        if (spread) o->tile = 1, o->blocks_x = o->rows;
         o->n_items = o->blocks_x * (o->kind == JOB_DOWN ? chunk : o->kind == JOB_GATED && o->ids ? chunk * o->n_used : 1);
         *(o->is_tiled ? &jobs->n_tiles : &jobs->n_units) += o->n_items;
     }
@@ -2659,10 +2981,9 @@ static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
             for (int plane = 0; plane < 4; plane++) tile_bytes += (size_t)o->row_bytes[m][plane] * o->rows;
     }
     jobs->fetch_all = tile_bytes <= AHEAD_BYTES;
-    // A block fills an SM. Behind a launch of very few, which it may overlap, it would come up late on theirs, and the next launch
-    // would wait for it.
-    const int busy = cuda.starts_early && cuda.last_blocks <= cuda.n_sm / 16 ? cuda.last_blocks : 0;
-    const int most = max_int(1, (cuda.n_sm - busy) / n_chunks);
+    int most = max_int(1, (cuda.n_sm - busy) / n_chunks);
+    // Where memory is the limit: as many tiles for each block, and what is left of the SMs is the next launch's.
+    if (jobs->n_tiles && !jobs->fetch_all) most = div_up(jobs->n_tiles, div_up(jobs->n_tiles, most));
     const dim3 grid(min_int(jobs->n_tiles + jobs->n_units, most), n_chunks);
     jobs->more = jobs->n_tiles % grid.x;
     if (jobs->n_units > 2 * PRODUCT_WARPS * (int)(grid.x - jobs->more)) jobs->more = 0;
@@ -4739,9 +5060,14 @@ static void start_device(void) {
     CHECK_CUDA(cudaDeviceGetAttribute(&cuda.sm_shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0), "device");
     const int most = cuda.block_shared - STATIC_SHARED;
     CHECK_CUDA(cudaFuncSetAttribute(prepare_kernel<ROW_QUADS>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "prepare");
+    CHECK_CUDA(cudaFuncSetAttribute(prepare_kernel<NARROW_QUADS>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "prepare");
     CHECK_CUDA(cudaFuncSetAttribute(prepare_kernel<0>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "prepare");
     CHECK_CUDA(cudaFuncSetAttribute(product_kernel<1>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "product");
     CHECK_CUDA(cudaFuncSetAttribute(product_kernel<CHUNK_ROWS>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "product");
+    void (*const gemv[])(Gemv) = { gemv_kernel<true>, gemv_kernel<false> };
+    void (*const floats[])(GemvFloats) = { gemv_floats_kernel<T_F32>, gemv_floats_kernel<T_F16>, gemv_floats_kernel<T_BF16> };
+    for (auto k : gemv) CHECK_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "gemv");
+    for (auto k : floats) CHECK_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "gemv");
     allow_tiles();
     allow_attend();
     int major = 0;
