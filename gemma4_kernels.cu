@@ -2218,49 +2218,71 @@ __device__ static inline bool next_piece(const Tiling &t, Walk *w, Piece *p) {
     return true;
 }
 
-// The lists, the same in every block: thread e looks for the pairs of expert e. ids: room for n_pairs, rounded up to 32.
-__device__ static inline void list_pairs(const Tiling &t, int at_once, int *ids) {
+// What list_pairs needs beside the lists: for each 32 pairs how many of them are an expert's, then how many come before; where an
+// expert's pairs begin; of each pair its expert, and its number among those of its 32.
+__host__ __device__ static constexpr int lots_of_pairs(int n_pairs) { return (n_pairs + 31) / 32; }
+__host__ __device__ static constexpr int list_room(int n_pairs) {
+    return (int)sizeof(uint16_t) * (TILE_EXPERTS * (lots_of_pairs(n_pairs) + 1) + 32 * lots_of_pairs(n_pairs));
+}
+
+// The lists, the same in every block. A warp finds out which of 32 pairs have the same expert, thread e adds up those of expert e.
+// counts: list_room() bytes, the counts among them 0.
+__device__ static inline void list_pairs(const Tiling &t, int at_once, uint16_t *counts) {
     __shared__ unsigned sums[TILE_BLOCK / 32];
     const Job &o = t.jobs.job[t.expert_job];
-    const int lane = threadIdx.x % 32, n_pairs = t.n_pairs;
-    for (int i = threadIdx.x; i < div_up(n_pairs, 32) * 32; i += blockDim.x) ids[i] = i < n_pairs ? __ldcg(o.ids + i) : -1;
-    __syncthreads();
-    auto own = [&](int base) {                         // those of the next 32 pairs that are this thread's
-        unsigned found = 0;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_pairs = t.n_pairs, n_lots = lots_of_pairs(n_pairs);
+    uint16_t *const begin_of = counts + TILE_EXPERTS * n_lots, *const pairs = begin_of + TILE_EXPERTS;
+#pragma unroll 1
+    for (int lot = warp; lot < n_lots; lot += TILE_BLOCK / 32) {
+        const int i = 32 * lot + lane;
+        const unsigned expert = i < n_pairs ? __ldcg(o.ids + i) : 0;
+        unsigned same = __ballot_sync(~0u, i < n_pairs);
 #pragma unroll
-        for (int i = 0; i < 32; i += 4) {
-            const int4 v = *(const int4 *)(ids + base + i);
-            found |= (unsigned)(v.x == (int)threadIdx.x) << i | (unsigned)(v.y == (int)threadIdx.x) << (i + 1) |
-                     (unsigned)(v.z == (int)threadIdx.x) << (i + 2) | (unsigned)(v.w == (int)threadIdx.x) << (i + 3);
+        for (int bit = 1; bit < TILE_EXPERTS; bit *= 2) {
+            const unsigned set = __ballot_sync(~0u, expert & bit);
+            same &= expert & bit ? set : ~set;
         }
-        return found;
-    };
+        const int before = __popc(same & ((1u << lane) - 1));
+        if (i >= n_pairs) continue;
+        pairs[i] = (uint16_t)(before * TILE_EXPERTS + expert);
+        if (!before) counts[lot * TILE_EXPERTS + expert] = (uint16_t)__popc(same);
+    }
+    __syncthreads();
     int n = 0;
 #pragma unroll 1
-    for (int base = 0; base < n_pairs; base += 32) n += __popc(own(base));
+    for (int lot = 0; threadIdx.x < TILE_EXPERTS && lot < n_lots; lot++) {
+        uint16_t *count = counts + lot * TILE_EXPERTS + threadIdx.x;
+        const int own = *count;
+        *count = (uint16_t)n;
+        n += own;
+    }
     const unsigned mine = (unsigned)div_up(n, at_once) << 16 | n;          // entries, pairs
     unsigned end = mine;
     for (int by = 1; by < 32; by *= 2) {
         const unsigned before = __shfl_up_sync(~0u, end, by);
         if (lane >= by) end += before;
     }
-    if (lane == 31) sums[threadIdx.x / 32] = end;
+    if (lane == 31) sums[warp] = end;
     __syncthreads();
-    for (int w = 0; w < (int)threadIdx.x / 32; w++) end += sums[w];
-    int entry = (end - mine) >> 16, at = (end - mine) & 0xffff, k = 0;
-#pragma unroll 1
-    for (int base = 0; k < n; base += 32)
-        for (unsigned found = own(base); found; found &= found - 1) {
-            const int i = base + __ffs(found) - 1;
-            if (k++ % at_once == 0) list_of(t, LIST_EXPERT)[entry] = threadIdx.x, list_of(t, LIST_FIRST)[entry++] = at;
-            list_of(t, LIST_PAIR)[at] = i;
-            list_of(t, LIST_ROW)[at++] = o.kind == JOB_DOWN ? i : i / o.n_used;
-        }
+    for (int w = 0; w < warp; w++) end += sums[w];
+    int entry = (end - mine) >> 16;
+    const int first = (end - mine) & 0xffff;
+    if (threadIdx.x < TILE_EXPERTS) begin_of[threadIdx.x] = (uint16_t)first;
+    for (int k = 0; k < n; k += at_once)
+        list_of(t, LIST_EXPERT)[entry] = threadIdx.x, list_of(t, LIST_FIRST)[entry++] = first + k;
     if (threadIdx.x == blockDim.x - 1) {
         *list_of(t, LIST_SIZE) = end >> 16;
         list_of(t, LIST_FIRST)[end >> 16] = end & 0xffff;
     }
-    __syncthreads();                                   // every thread reads them, and ids may be overwritten
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < n_pairs; i += TILE_BLOCK) {
+        const int expert = pairs[i] % TILE_EXPERTS;
+        const int at = begin_of[expert] + counts[i / 32 * TILE_EXPERTS + expert] + pairs[i] / TILE_EXPERTS;
+        list_of(t, LIST_PAIR)[at] = i;
+        list_of(t, LIST_ROW)[at] = o.kind == JOB_DOWN ? i : i / o.n_used;
+    }
+    __syncthreads();                                   // every thread reads them, and counts may be overwritten
 }
 
 // Number of the planes' row that holds the first of 32 features of a piece, half 0 or 1.
@@ -2638,10 +2660,10 @@ __device__ static inline void finish_row(const Job &o, size_t row, int first, fl
     if (o.act.q) quantise_group(mine ? v : 0, o.act.q + at, o.act.s + at / 32);
 }
 
-// A piece of a float matrix, one feature and all rows: a warp takes a row at a time. Sums in the order given above. Loads of 32
+// A piece of a float matrix, one feature and all rows: a warp takes a row at a time. Sums in the order given above. Loads of 16
 // weights and the activations that go with them are under way at a time.
 template <DType T> __device__ static inline void multiply_floats(const Job &o, const Piece &p) {
-    constexpr int chunk = Floats<T>::chunk, depth = 32 / chunk;
+    constexpr int chunk = Floats<T>::chunk, depth = 16 / chunk;
     const int lane = threadIdx.x % 32, n_chunks = div_up(o.cols, chunk), quads = o.cols % 4 == 0 && (size_t)o.in.f % 16 == 0;
     const uint8_t *w = o.w.lo + (size_t)p.first * o.cols * (16 / chunk);
 #pragma unroll 1
@@ -2726,8 +2748,10 @@ tile_kernel(const __grid_constant__ Tiling t) {
         mbarrier_init(&ring_of(t)->there[threadIdx.x], 32);
         mbarrier_init(&ring_of(t)->used[threadIdx.x], TILE_WARPS * ARRIVING_LANES);
     }
-    __syncthreads();
     float *sums = (float *)(shared_bytes + t.sums_at);
+    const int n_counts = t.n_pairs ? TILE_EXPERTS * lots_of_pairs(t.n_pairs) / 2 : 0;
+    for (int i = threadIdx.x; i < n_counts; i += TILE_BLOCK) ((unsigned *)sums)[i] = 0;        // of list_pairs
+    __syncthreads();
     Walk walk = { (int)blockIdx.x, 0, (int)gridDim.x };
     Piece p;
     const bool early = t.expert_job < 0;               // which weights are read does not depend on what ran before
@@ -2736,7 +2760,7 @@ tile_kernel(const __grid_constant__ Tiling t) {
         if (t.floats && next_piece(t, &first, &p) && !t.record[p.job]) fetch_floats(t.jobs.job[p.job], p);
     } else {
         take_turn();
-        list_pairs(t, room, (int *)sums);
+        list_pairs(t, room, (uint16_t *)sums);
         int n = 0;                                     // as many pieces for each block; SMs that are left are the next launch's
         for (int k = 0; k < t.jobs.n; k++) n += pieces_of(t, k);
         walk.stride = div_up(n, div_up(n, gridDim.x));
@@ -2844,7 +2868,7 @@ static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
     if (!t.stage_bytes) return false;                  // floats only
     const int lists = t.n_pairs ? round_16((LIST_SIZE * (t.n_pairs + 1) + 1) * (int)sizeof(uint16_t)) : 0;
     const int fixed = SUMS_BYTES + lists + (int)sizeof(Ring);
-    if ((t.n_pairs + 32) * (int)sizeof(int) > SUMS_BYTES) return false;    // list_pairs puts them there
+    if (list_room(t.n_pairs) > SUMS_BYTES) return false;                   // list_pairs works there
     int resident = tiles <= 2 ? 2 : 1, space = 0;      // blocks per SM
     for (; resident > 0; resident--) {
         space = min_int(cuda.sm_shared / resident - 2048, cuda.block_shared - STATIC_SHARED) - fixed;
