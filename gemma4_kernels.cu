@@ -2901,12 +2901,13 @@ static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
     return true;
 }
 
-// Carries out a launch if the kernels of one row take it: a matrix of floats, or quantised ones that store, or the inject, where a
-// unit is no more than a warp's. busy: SMs on which it would come up late.
+// Carry out a launch of one row if the kernels for that take it: a matrix of floats that stores; quantised ones that store, or the
+// inject, all on one input in int8, which have no more units than there are warps. busy: SMs on which blocks would come up late.
 static bool launch_gemv_floats(const Jobs *jobs, const char *what) {
     const Job *o = &jobs->job[0];
     const int chunk = o->type == T_F32 ? 4 : 8;
     if (jobs->n > 1 || o->kind != JOB_STORE || jobs->choice.n || !o->quads || o->cols % chunk) return false;
+    if (jobs->input[0].f_row > cuda.block_shared - STATIC_SHARED) return false;
     GemvFloats g = { o->w.lo, o->rows, o->cols, o->out, o->factor, o->cap, jobs->input[0], jobs->made };
     g.input.f_at = 0;
     g.input.q_row = 0;
@@ -2921,7 +2922,7 @@ static bool launch_gemv(const Jobs *jobs, const char *what, int busy) {
     const bool inject = first->kind == JOB_INJECT;
     Gemv g = { };
     int n_units = 0;
-    if (jobs->n_inputs > 1 || jobs->made.cols > NARROW_COLS || (!jobs->made.n && first->cols > (32 << 10))) return false;
+    if (jobs->n_inputs > 1 || jobs->made.cols > NARROW_COLS) return false;
     if (is_float(first->type)) return launch_gemv_floats(jobs, what);
     if (jobs->n > GEMV_JOBS || jobs->choice.n || (inject && (jobs->n > 1 || first->rows % TILE))) return false;
     for (int k = 0; k < jobs->n; k++) {
