@@ -2118,8 +2118,9 @@ static void add_job(Jobs *jobs, Job o) {
 // way while this one ends. Weights that do not depend on the choice of experts are asked for before take_turn().
 //
 // Experts: each block lists which of them the rows chose, and with each the rows that did; a piece is one expert's, with all of
-// its rows. JOB_DOWN: a block takes 64 features and every so manieth of the listed experts, and leaves the product of every pair in
-// global memory; the last of the blocks with the same features adds up each row's pairs, j ascending, whoever made them.
+// its rows, up to 8 NT; NT follows what an expert has, and the matrix that runs beside takes its rows as many at a time.
+// JOB_DOWN: a block takes 64 features and every so manieth of the listed experts, and leaves the product of every pair in global
+// memory; the last of the blocks with the same features adds up each row's pairs, j ascending, whoever made them.
 
 enum { TILE_WARPS = 8, TILE_THREADS = 32 * TILE_WARPS, COPY_WARPS = 2, TILE_BLOCK = TILE_THREADS + 32 * COPY_WARPS,
        TILE_STAGES = 4, TILE_EXPERTS = TILE_THREADS, TILE_ROW = 8 * 32 + 16,
@@ -2731,8 +2732,9 @@ __device__ static inline void join_experts(const Tiling &t, const Job &o, int fi
 }
 
 // tile: the jobs of a launch, 3 rows and more.
-//   shapes    w (rows, cols) per expert, y (n_rows, cols) int8 with scales, out (n_rows, rows); n_rows <= 8 NT
-//   launch    grid min(pieces, what is resident), block 256 + 64; shared memory: the ring, sums, lists of experts
+//   shapes    w (rows, cols) per expert, y (n_rows, cols) int8 with scales, out (n_rows, rows); 8 NT rows at a time
+//   launch    grid: what is resident, or fewer where each block then has as many pieces; block 256 + 64; shared memory: the ring,
+//             sums, lists of experts
 //   traffic   a weight once (of experts: those in the union of the rows' choices), the rows once per piece from the L2 cache;
 //             JOB_DOWN: 8 bytes per feature and pair on top, in the L2 cache
 //   numerics  integer products per group, exact; f32 sums in the order given above. No bit depends on the number of rows
