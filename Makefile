@@ -28,7 +28,7 @@ EDIT_FLAG := $(patsubst editline,-DUSE_EDITLINE,$(patsubst readline,-DUSE_READLI
 EDIT_LIB  := $(patsubst %,-l%,$(EDIT_NAME:editline=edit))
 endif
 COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -pthread -ffp-contract=off $(CFLAGS)
-SOURCES  := gemma4.c $(wildcard *.h)
+SOURCES  := gemma4.c $(wildcard *.h parts/*.h)
 PROGRAMS := $(patsubst tests/%.c,$(B)/%,\
     $(wildcard tests/test_*.c tests/make_*.c tests/bench_*.c tests/eval_*.c))
 comma := ,

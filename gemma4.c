@@ -1,22 +1,20 @@
 /* gemma4.c - Gemma 4 inference: load a GGUF, run the transformer, print text.
  *
- * HOW TO READ  Start low: main [13] -> verb_generate -> answer [12] -> generate [9] -> step [8] -> forward [7] ->
- *              attention -> op->attend (declared in gemma4.h) -> cpu_attend [6]. The forward pass is written once, against
- *              a table of operations; a backend fills the table.
+ * HOW TO READ  main [9] -> verb_generate -> answer (parts/chat.h) -> generate [7] -> step [6] -> forward [5] -> attention ->
+ *              op->attend (declared in gemma4.h) -> cpu_attend [10]. The forward pass is written once, against a table of
+ *              operations; a backend fills the table.
  * CONTENTS     search for "[n]"
- *   [1]  Limits, helpers, die(), threads
+ *   [1]  Limits, helpers, die()
  *   [2]  Config: model-wide and per layer
  *   [3]  Weights: names, shapes, binding
- *   [4]  Hugging Face folders
- *   [5]  Sessions and KV cache, the plan
- *   [6]  CPU operations
- *   [7]  The forward pass
- *   [8]  Step: batch, run, commit
- *   [9]  Text: tokenizer, sampling, generation
- *   [10] Verbs: logits, tokenize, detokenize, plan, bench, check
- *   [11] Quantise
- *   [12] Chat
- *   [13] Command line
+ *   [4]  Sessions and KV cache, the plan
+ *   [5]  The forward pass
+ *   [6]  Step: batch, run, commit
+ *   [7]  Generation
+ *   [8]  Text and verbs: logits, tokenize, detokenize, plan
+ *   [9]  Command line
+ *   [10] CPU operations
+ * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check; parts/chat.h: the terminal
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
  *              allocates nothing, unless --dump is given.
  * TRAPS        the list before forward: every way this model differs from Llama. */
@@ -55,10 +53,11 @@
 #include "gguf.h"
 #include "tokenizer.h"
 
-// ==== [1] Limits, helpers, die(), threads ============================================================================
+// ==== [1] Limits, helpers, die() =====================================================================================
 // Two kinds of failure, never mixed: bad input prints one line and exits 1; our own bug is an assert.
 
-enum { MAX_LAYERS = 512, MAX_HEAD_DIM = 512, MAX_EXPERTS = 1024, MAX_CONTEXT = 1 << 24, MAX_VOCAB = 1 << 24 };
+enum { MAX_LAYERS = 512, MAX_HEAD_DIM = 512, MAX_EXPERTS = 1024, MAX_CONTEXT = 1 << 24, MAX_VOCAB = 1 << 24,
+       MAX_THREADS = 4096 };
 
 static bool bar_shown;                                 // progress() has left a line on the terminal that nothing ended yet
 
@@ -162,132 +161,14 @@ static void progress(const char *what, size_t done, size_t total, const char *un
     fflush(stderr);
 }
 
-// Threads. A job is cut into pieces, which the caller and a pool of threads claim one by one: a thread that another program
-// keeps from its core is late for its own piece only, and one that has not woken up delays nobody. Threads without work look
-// for some for a short while, then they sleep.
-
+// Declared ahead: bodies are in [10], and of a folder in parts/convert.h.
 typedef void (*Work)(const void *task, int first, int end);        // does items first .. end - 1 of a job
-
-enum { LOOKS = 2000, MAX_THREADS = 4096, STACK_BYTES = 8 << 20 };  // looks for work, tens of microseconds, before a sleep
-
-static struct {
-    int n_threads;                      // the caller's included; 0: not started yet
-    Work work;                          // the job; it stays as it is while a piece is claimed and not done
-    const void *task;
-    int n_items, step;                  // items in all, and of a piece
-    uint32_t n_pieces;
-    _Atomic uint64_t open;              // number of the job << 32 | pieces that nobody has claimed
-    _Atomic uint32_t undone;            // pieces
-    atomic_int n_sleeping;
-    atomic_bool caller_sleeps;
-    pthread_mutex_t lock;
-    pthread_cond_t wake, done;
-} pool = { .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER };
-
-static int count_cores(void) {                         // that this process may use
-#ifdef __linux__
-    cpu_set_t set;
-    if (!sched_getaffinity(0, sizeof set, &set)) return CPU_COUNT(&set);
-#endif
-    return max_int(1, (int)sysconf(_SC_NPROCESSORS_ONLN));
-}
-
-static void pause_briefly(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-static void work_on_job(void) {                        // until no piece is left to claim
-    uint64_t open = atomic_load(&pool.open);
-    while ((uint32_t)open) {
-        if (!atomic_compare_exchange_weak(&pool.open, &open, open - 1)) continue;
-        const int first = (int)(pool.n_pieces - (uint32_t)open) * pool.step;       // below n_items
-        pool.work(pool.task, first, first + min_int(pool.step, pool.n_items - first));
-        if (atomic_fetch_sub(&pool.undone, 1) == 1 && atomic_load(&pool.caller_sleeps)) {
-            pthread_mutex_lock(&pool.lock);
-            pthread_cond_signal(&pool.done);
-            pthread_mutex_unlock(&pool.lock);
-        }
-        open = atomic_load(&pool.open);
-    }
-}
-
-static void *pool_thread(void *unused) {
-    for (;;) {
-        for (int i = 0; i < LOOKS && !(uint32_t)atomic_load_explicit(&pool.open, memory_order_relaxed); i++) pause_briefly();
-        if (!(uint32_t)atomic_load(&pool.open)) {
-            pthread_mutex_lock(&pool.lock);
-            atomic_fetch_add(&pool.n_sleeping, 1);
-            while (!(uint32_t)atomic_load(&pool.open)) pthread_cond_wait(&pool.wake, &pool.lock);
-            atomic_fetch_sub(&pool.n_sleeping, 1);
-            pthread_mutex_unlock(&pool.lock);
-        }
-        work_on_job();
-    }
-    return unused;
-}
-
-static void pool_forked(void) { pool.n_threads = 1; }  // a child process has none of the threads
-
-// Starts the threads, once; n = 0: one per core.
-static void start_threads(int n) {
-    if (pool.n_threads) return;
-    pthread_attr_t attr;
-    pthread_t id;
-    pool.n_threads = n ? n : count_cores();
-    pthread_atfork(NULL, NULL, pool_forked);
-    if (pthread_attr_init(&attr) || pthread_attr_setstacksize(&attr, STACK_BYTES)) die("threads: no memory");
-    pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
-    sigset_t all, before;                              // signals are for the thread that may wait for input
-    sigfillset(&all);
-    sigdelset(&all, SIGBUS);                           // but this one, which comes to who reads a page that is lost
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (int i = 1; i < pool.n_threads; i++) {
-        const int error = pthread_create(&id, &attr, pool_thread, NULL);
-        if (error) die("-t: cannot start %d threads: %s; try -t %d", pool.n_threads, strerror(error), i);
-    }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    pthread_attr_destroy(&attr);
-}
-
-// Does a job of n_items in pieces of `step`, and returns when all are done. Not from within a job.
-static void parallel(int n_items, int step, Work work, const void *task) {
-    start_threads(0);
-    if (pool.n_threads == 1 || n_items <= step) {
-        if (n_items > 0) work(task, 0, n_items);
-        return;
-    }
-    pool.work = work;
-    pool.task = task;
-    pool.n_items = n_items;
-    pool.step = step;
-    pool.n_pieces = (uint32_t)((n_items + step - 1) / step);
-    atomic_store(&pool.undone, pool.n_pieces);
-    atomic_store(&pool.open, ((atomic_load(&pool.open) >> 32) + 1) << 32 | pool.n_pieces);
-    if (atomic_load(&pool.n_sleeping)) {
-        pthread_mutex_lock(&pool.lock);
-        pthread_cond_broadcast(&pool.wake);
-        pthread_mutex_unlock(&pool.lock);
-    }
-    work_on_job();
-    for (int i = 0; i < LOOKS && atomic_load(&pool.undone); i++) pause_briefly();
-    if (!atomic_load(&pool.undone)) return;
-    pthread_mutex_lock(&pool.lock);
-    atomic_store(&pool.caller_sleeps, true);
-    while (atomic_load(&pool.undone)) pthread_cond_wait(&pool.done, &pool.lock);
-    atomic_store(&pool.caller_sleeps, false);
-    pthread_mutex_unlock(&pool.lock);
-}
-
-// Items of a piece, a multiple of grain: several pieces for each thread, as they take different times.
-static int share(int n_items, int grain) {
-    start_threads(0);
-    const int n_pieces = 8 * pool.n_threads;
-    return (int)round_up((size_t)max_int((n_items + n_pieces - 1) / n_pieces, 1), (size_t)grain);
-}
+static void parallel(int n_items, int step, Work work, const void *task);          // by all threads
+static int share(int n_items, int grain);              // a good step for it
+static void start_threads(int n);                      // once; 0: one for each core
+static int count_threads(void);
+static double logsumexp(const float *logits, int vocab);
+static void open_folder(Gguf *g, const char *path);
 
 // ==== [2] Config: model-wide and per layer ===========================================================================
 // Everything here comes from the file's metadata and is checked against a range before anything is computed from it.
@@ -732,474 +613,7 @@ static void print_unknown(const Binder *b) {
     }
 }
 
-// ==== [4] Hugging Face folders =======================================================================================
-// A folder with config.json, *.safetensors and tokenizer.json becomes the GGUF file that it would convert to, in memory:
-// the same keys, names and shapes, so that nothing behind open_model_file knows the difference. Matrices stay in the mapped
-// files, in the type they have there; vectors and routers become F32 in private memory. Text models and MTP assistants;
-// tensors of other modalities are counted and left out. No value is changed or permuted.
-
-typedef struct {
-    const char *path;           // of config.json
-    GgufJson root, text;        // the whole object; its text_config, or root again
-    bool assistant;
-} HfConfig;
-
-// A member of the text model's part of config.json, or else of the whole; null counts as absent.
-static bool hf_get(const HfConfig *c, const char *key, GgufJson *v) {
-    return (gguf_json_get(&c->text, key, v) || gguf_json_get(&c->root, key, v)) && v->type != GGUF_J_NULL;
-}
-
-// Numbers: otherwise < min (hf_float: 0) means that the member is required.
-static int64_t hf_int(const HfConfig *c, const char *key, int64_t min, int64_t max, int64_t otherwise) {
-    GgufJson v = { 0 };
-    int64_t n = otherwise;
-    if (!hf_get(c, key, &v)) {
-        if (otherwise < min) die("%s: '%s': missing", c->path, key);
-    } else if (!gguf_json_int(&v, min, max, &n)) {
-        die("%s: '%s': expected %" PRId64 "..%" PRId64 ", got %s", c->path, key, min, max, shown((GgufStr){ v.s, v.n }));
-    }
-    return n;
-}
-
-static double json_float(const char *path, const GgufJson *object, const char *key, double otherwise) {
-    GgufJson v = { 0 };
-    double x = otherwise;
-    if (!gguf_json_get(object, key, &v) || v.type == GGUF_J_NULL) {
-        if (otherwise == 0) die("%s: '%s': missing", path, key);
-    } else if (!gguf_json_float(&v, &x)) {
-        die("%s: '%s': expected a number, got %s", path, key, shown((GgufStr){ v.s, v.n }));
-    }
-    return x;
-}
-
-static bool hf_bool(const HfConfig *c, const char *key) {
-    GgufJson v = { 0 };
-    return hf_get(c, key, &v) && v.type == GGUF_J_TRUE;
-}
-
-// The bytes of FOLDER/NAME, freed by the caller. NULL: there is no such file.
-static char *read_beside(const char *folder, const char *name, size_t *n) {
-    const off_t most = 1 << 28;                        // bytes; a published tokenizer.json has 32 MB
-    char path[4096];
-    struct stat st;
-    if ((size_t)snprintf(path, sizeof path, "%s/%s", folder, name) >= sizeof path) die("%s: expected a shorter path", folder);
-    if (stat(path, &st)) return NULL;
-    if (!S_ISREG(st.st_mode)) die("%s: expected a regular file", path);
-    if (st.st_size > most) die("%s: expected at most %lld bytes, got %lld", path, (long long)most, (long long)st.st_size);
-    return read_file(path, n, folder);
-}
-
-// The same as parsed JSON; the text is freed by the caller.
-static char *read_json(const char *folder, const char *name, GgufJson *value) {
-    size_t n, at;
-    const char *err;
-    char *text = read_beside(folder, name, &n);
-    if (!text) return NULL;
-    if (gguf_json_parse(text, n, value, &at, &err) < 0)
-        die("%s/%s: not JSON at byte %zu: expected %s", folder, name, at, err);
-    if (value->type != GGUF_J_OBJECT) die("%s/%s: expected a JSON object", folder, name);
-    return text;
-}
-
-// ---- tensors
-
-static const struct { const char *hf, *gguf; } hf_names[] = {       // of no layer; then of layer %d
-    { "embed_tokens.weight", "token_embd.weight" }, { "norm.weight", "output_norm.weight" },
-    { "lm_head.weight", "output.weight" }, { "embed_tokens_per_layer.weight", "per_layer_token_embd.weight" },
-    { "per_layer_model_projection.weight", "per_layer_model_proj.weight" },
-    { "per_layer_projection_norm.weight", "per_layer_proj_norm.weight" },
-    { "pre_projection.weight", "nextn.pre_projection.weight" }, { "post_projection.weight", "nextn.post_projection.weight" },
-    { "masked_embedding.centroids.weight", "masked_embd_centroids.weight" },
-    { "masked_embedding.token_ordering", "masked_embd_ordering" },
-}, hf_layer_names[] = {
-    { "input_layernorm.weight", "attn_norm.weight" }, { "self_attn.q_proj.weight", "attn_q.weight" },
-    { "self_attn.k_proj.weight", "attn_k.weight" }, { "self_attn.v_proj.weight", "attn_v.weight" },
-    { "self_attn.o_proj.weight", "attn_output.weight" }, { "self_attn.q_norm.weight", "attn_q_norm.weight" },
-    { "self_attn.k_norm.weight", "attn_k_norm.weight" }, { "post_attention_layernorm.weight", "post_attention_norm.weight" },
-    { "pre_feedforward_layernorm.weight", "ffn_norm.weight" }, { "mlp.gate_proj.weight", "ffn_gate.weight" },
-    { "mlp.up_proj.weight", "ffn_up.weight" }, { "mlp.down_proj.weight", "ffn_down.weight" },
-    { "post_feedforward_layernorm.weight", "post_ffw_norm.weight" }, { "layer_scalar", "layer_output_scale.weight" },
-    { "router.proj.weight", "ffn_gate_inp.weight" }, { "router.scale", "ffn_gate_inp.scale" },
-    { "router.per_expert_scale", "ffn_down_exps.scale" }, { "experts.gate_up_proj", "ffn_gate_up_exps.weight" },
-    { "experts.down_proj", "ffn_down_exps.weight" }, { "pre_feedforward_layernorm_2.weight", "pre_ffw_norm_2.weight" },
-    { "post_feedforward_layernorm_1.weight", "post_ffw_norm_1.weight" },
-    { "post_feedforward_layernorm_2.weight", "post_ffw_norm_2.weight" },
-    { "per_layer_input_gate.weight", "inp_gate.weight" }, { "per_layer_projection.weight", "proj.weight" },
-    { "post_per_layer_input_norm.weight", "post_norm.weight" },
-};
-
-// The GGUF name of a tensor of the text model; false: it belongs to something else.
-static bool hf_tensor_name(GgufStr name, char *out, size_t room) {
-    static const char *const prefixes[] = { "model.language_model.", "language_model.model.", "language_model.", "model." };
-    char s[256];
-    int l = 0, end = 0;
-    if (name.n >= sizeof s) return false;
-    memcpy(s, name.s, name.n);
-    s[name.n] = 0;
-    const char *p = s;
-    for (size_t i = 0; i < sizeof prefixes / sizeof *prefixes && p == s; i++)
-        if (!strncmp(s, prefixes[i], strlen(prefixes[i]))) p += strlen(prefixes[i]);
-    for (size_t i = 0; i < sizeof hf_names / sizeof *hf_names; i++)
-        if (!strcmp(p, hf_names[i].hf)) return snprintf(out, room, "%s", hf_names[i].gguf), true;
-    if (sscanf(p, "layers.%4d.%n", &l, &end) != 1 || !end || l < 0) return false;
-    for (size_t i = 0; i < sizeof hf_layer_names / sizeof *hf_layer_names; i++)
-        if (!strcmp(p + end, hf_layer_names[i].hf)) return snprintf(out, room, "blk.%d.%s", l, hf_layer_names[i].gguf), true;
-    return false;
-}
-
-static size_t n_elements(const GgufTensor *t) {
-    return (size_t)t->size / (size_t)gguf_block_bytes(t->type) * (size_t)gguf_block_elems(t->type);
-}
-
-// Kept as f32: whatever the engine reads as a vector, and routers.
-static bool hf_is_f32(const GgufTensor *t, const char *name) { return t->n_dims < 2 || strstr(name, "ffn_gate_inp.weight"); }
-
-// Put every tensor of the text model, and the factors that stop `head_dim / 2 - n_rot` pairs of global layers. data: room
-// for one more than st has; tied: an LM head of its own is a copy. Returns the rows of token_embd, 0: none.
-static uint64_t hf_tensors(Gguf *st, GgufWriter *w, const uint8_t **data, int head_dim, int n_rot, bool tied) {
-    size_t n = 0, n_other = 0, n_floats = (size_t)head_dim / 2;
-    uint64_t vocab = 0;
-    GgufStr first_other = { "", 0 };
-    char name[320];
-    for (size_t i = 0; i < st->n_tensors; i++)
-        if (hf_tensor_name(st->tensors[i].name, name, sizeof name) && hf_is_f32(&st->tensors[i], name))
-            n_floats += (size_t)st->tensors[i].size;                            // a byte or more for each element
-    float *floats = gguf_private(st, n_floats * sizeof *floats);
-    if (!floats) die_gguf(st);
-    for (int i = 0; i < head_dim / 2; i++) floats[i] = i < n_rot ? 1 : 1e30f;
-    gguf_put_tensor(w, (GgufStr){ "rope_freqs.weight", 17 }, GGUF_F32, 1, (uint64_t[]){ (uint64_t)head_dim / 2 });
-    data[n++] = (const uint8_t *)floats;
-    floats += head_dim / 2;
-    for (size_t i = 0; i < st->n_tensors; i++) {
-        const GgufTensor *t = &st->tensors[i];
-        if (!hf_tensor_name(t->name, name, sizeof name)) {
-            if (!n_other++) first_other = t->name;
-            continue;
-        }
-        if (tied && !strcmp(name, "output.weight")) continue;       // the embedding table once more
-        const bool is_float = t->type == GGUF_F32 || t->type == GGUF_F16 || t->type == GGUF_BF16;
-        const bool is_ids = (t->type == GGUF_I32 || t->type == GGUF_I64) && !strcmp(name, "masked_embd_ordering");
-        if (!t->size || !(is_float || is_ids))
-            die("%s: tensor '%s': expected F32, F16 or BF16, got %s", st->path, shown(t->name),
-                !t->size ? "no elements" : t->type < 0 ? "a type that GGUF does not have" : gguf_type_name(t->type));
-        const bool f32 = is_float && hf_is_f32(t, name);
-        if (!strcmp(name, "token_embd.weight")) vocab = t->ne[1];
-        gguf_put_tensor(w, (GgufStr){ name, strlen(name) }, f32 ? GGUF_F32 : t->type, max_int(t->n_dims, 1), t->ne);
-        data[n++] = f32 ? (const uint8_t *)floats : t->data;
-        if (!f32) continue;
-        gguf_dequantize(t->type, t->data, floats, n_elements(t));
-        floats += n_elements(t);
-    }
-    if (n_other)
-        fprintf(stderr, "# %zu tensors are not of the text model and are left out, the first: %s\n", n_other,
-                shown(first_other));
-    return vocab;
-}
-
-// ---- keys
-
-static const char *hf_key(char out[96], const HfConfig *c, const char *key) {       // with the architecture before it
-    snprintf(out, 96, "%s.%s", c->assistant ? "gemma4-assistant" : "gemma4", key);
-    return out;
-}
-
-static void hf_put_u32(GgufWriter *w, const HfConfig *c, const char *key, uint32_t v) {
-    char full[96];
-    gguf_put_u32(w, hf_key(full, c, key), v);
-}
-
-static void hf_put_f32(GgufWriter *w, const HfConfig *c, const char *key, double v) {
-    char full[96];
-    gguf_put_f32(w, hf_key(full, c, key), (float)v);
-}
-
-// One value per layer: as an array, or as a scalar when all are the same.
-static void hf_put_layers(GgufWriter *w, const HfConfig *c, const char *key, const int32_t *v, int n) {
-    char full[96];
-    bool same = true;
-    for (int l = 1; l < n; l++) same &= v[l] == v[0];
-    if (same) hf_put_u32(w, c, key, (uint32_t)v[0]);
-    else gguf_put_array(w, hf_key(full, c, key), GGUF_V_I32, v, (size_t)n);
-}
-
-typedef struct { int head_dim, n_rot; } HfRope;         // of global layers: values per head, pairs that turn
-
-// The model's own keys from config.json.
-static HfRope hf_model_keys(GgufWriter *w, const HfConfig *c) {
-    const int n = (int)hf_int(c, "num_hidden_layers", 1, MAX_LAYERS, 0);
-    const int head_dim = (int)hf_int(c, "global_head_dim", 32, MAX_HEAD_DIM, 512);
-    const int head_dim_swa = (int)hf_int(c, "head_dim", 32, MAX_HEAD_DIM, 0);
-    const int n_shared = (int)hf_int(c, "num_kv_shared_layers", 0, n, c->assistant ? n : 0);
-    const int32_t ffn = (int32_t)hf_int(c, "intermediate_size", 1, 1 << 20, 0);
-    const int32_t kv_swa = (int32_t)hf_int(c, "num_key_value_heads", 1, 1024, 0);
-    const bool k_eq_v = hf_bool(c, "attention_k_eq_v");
-    const int32_t kv_full = k_eq_v ? (int32_t)hf_int(c, "num_global_key_value_heads", 1, 1024, kv_swa) : kv_swa;
-    const bool wide = hf_bool(c, "use_double_wide_mlp");
-    int32_t ffns[MAX_LAYERS], kv_heads[MAX_LAYERS];
-    uint8_t swa[MAX_LAYERS];
-    GgufJson types, rope, full, sliding, v;
-    int l = 0;
-    if (!hf_get(c, "layer_types", &types) || types.type != GGUF_J_ARRAY) die("%s: 'layer_types': expected an array", c->path);
-    for (; gguf_json_next(&types, NULL, &v); l++) {
-        if (l == n) die("%s: 'layer_types': expected %d, one per layer, got more", c->path, n);
-        swa[l] = gguf_json_is(&v, "sliding_attention");
-        if (!swa[l] && !gguf_json_is(&v, "full_attention"))
-            die("%s: 'layer_types': expected sliding_attention or full_attention, got %s", c->path,
-                shown((GgufStr){ v.s, v.n }));
-        ffns[l] = wide && l >= n - n_shared ? 2 * ffn : ffn;
-        kv_heads[l] = swa[l] ? kv_swa : kv_full;
-    }
-    if (l < n) die("%s: 'layer_types': expected %d, one per layer, got %d", c->path, n, l);
-    if (!hf_get(c, "rope_parameters", &rope) || !gguf_json_get(&rope, "full_attention", &full) ||
-        !gguf_json_get(&rope, "sliding_attention", &sliding))
-        die("%s: 'rope_parameters': expected full_attention and sliding_attention", c->path);
-    // Only "proportional" divides the exponent by the whole head; of the default kind the same holds when all pairs turn.
-    const double part = json_float(c->path, &full, "partial_rotary_factor", 1);
-    const double part_swa = json_float(c->path, &sliding, "partial_rotary_factor", 1);
-    if (!(gguf_json_get(&full, "rope_type", &v) && (gguf_json_is(&v, "proportional") || gguf_json_is(&v, "default"))) ||
-        (gguf_json_is(&v, "default") && part != 1) || !(part > 0 && part <= 1))
-        die("%s: 'rope_parameters': full_attention: expected rope_type proportional with a factor in 0..1", c->path);
-    if (!(gguf_json_get(&sliding, "rope_type", &v) && gguf_json_is(&v, "default")) || part_swa != 1)
-        die("%s: 'rope_parameters': sliding_attention: expected rope_type default, all pairs turning", c->path);
-
-    hf_put_u32(w, c, "block_count", (uint32_t)n);
-    hf_put_u32(w, c, "context_length", (uint32_t)hf_int(c, "max_position_embeddings", 1, MAX_CONTEXT, 0));
-    hf_put_u32(w, c, "embedding_length", (uint32_t)hf_int(c, "hidden_size", 1, 1 << 20, 0));
-    hf_put_layers(w, c, "feed_forward_length", ffns, n);
-    hf_put_u32(w, c, "attention.head_count", (uint32_t)hf_int(c, "num_attention_heads", 1, 1024, 0));
-    hf_put_layers(w, c, "attention.head_count_kv", kv_heads, n);
-    hf_put_f32(w, c, "rope.freq_base", json_float(c->path, &full, "rope_theta", 0));
-    hf_put_f32(w, c, "rope.freq_base_swa", json_float(c->path, &sliding, "rope_theta", 0));
-    hf_put_f32(w, c, "attention.layer_norm_rms_epsilon", json_float(c->path, &c->text, "rms_norm_eps", 0));
-    hf_put_u32(w, c, "attention.key_length", (uint32_t)head_dim);
-    hf_put_u32(w, c, "attention.value_length", (uint32_t)head_dim);
-    hf_put_u32(w, c, "attention.sliding_window", (uint32_t)hf_int(c, "sliding_window", 1, MAX_CONTEXT, 0));
-    hf_put_u32(w, c, "attention.shared_kv_layers", (uint32_t)n_shared);
-    hf_put_u32(w, c, "embedding_length_per_layer_input", (uint32_t)hf_int(c, "hidden_size_per_layer_input", 0, 1 << 16, 0));
-    char full_key[96];
-    gguf_put_array(w, hf_key(full_key, c, "attention.sliding_window_pattern"), GGUF_V_BOOL, swa, (size_t)n);
-    hf_put_u32(w, c, "attention.key_length_swa", (uint32_t)head_dim_swa);
-    hf_put_u32(w, c, "attention.value_length_swa", (uint32_t)head_dim_swa);
-    hf_put_u32(w, c, "rope.dimension_count", (uint32_t)head_dim);
-    hf_put_u32(w, c, "rope.dimension_count_swa", (uint32_t)head_dim_swa);
-    if (c->assistant) {
-        hf_put_u32(w, c, "embedding_length_out", (uint32_t)hf_int(c, "backbone_hidden_size", 1, 1 << 20, 0));
-        hf_put_u32(w, c, "nextn_predict_layers", (uint32_t)n);
-        gguf_put_bool(w, "gemma4-assistant.use_ordered_embeddings", hf_bool(c, "use_ordered_embeddings"));
-    } else {
-        hf_put_f32(w, c, "final_logit_softcapping", json_float(c->path, &c->text, "final_logit_softcapping", 0));
-    }
-    if (hf_bool(c, "enable_moe_block")) {
-        hf_put_u32(w, c, "expert_count", (uint32_t)hf_int(c, "num_experts", 1, MAX_EXPERTS, 0));
-        hf_put_u32(w, c, "expert_used_count", (uint32_t)hf_int(c, "top_k_experts", 1, MAX_EXPERTS, 0));
-        hf_put_u32(w, c, "expert_feed_forward_length", (uint32_t)hf_int(c, "moe_intermediate_size", 1, 1 << 20, 0));
-    }
-    return (HfRope){ head_dim, (int)(head_dim * part / 2) };
-}
-
-// A string value, unescaped, to the end of a text arena.
-static GgufStr take_text(char **arena, const GgufJson *v) {
-    const GgufStr s = { *arena, gguf_json_string(v, *arena) };
-    *arena += s.n;
-    return s;
-}
-
-// Special ids by text, tokenizer_config.json's or else Gemma's own, and the chat template. tokens: (n) by id.
-static void hf_special_keys(GgufWriter *w, const char *folder, const GgufStr *tokens, size_t n) {
-    static const char *const special[5][3] = { { "bos_token", "<bos>", "tokenizer.ggml.bos_token_id" },
-        { "eos_token", "<eos>", "tokenizer.ggml.eos_token_id" }, { "unk_token", "<unk>", "tokenizer.ggml.unknown_token_id" },
-        { "pad_token", "<pad>", "tokenizer.ggml.padding_token_id" },
-        { "mask_token", "<mask>", "tokenizer.ggml.mask_token_id" } };
-    GgufJson config = { 0 }, v;
-    char *config_text = read_json(folder, "tokenizer_config.json", &config);
-    for (int k = 0; k < 5; k++) {
-        GgufStr want = { special[k][1], strlen(special[k][1]) };
-        char buffer[256];
-        if (config_text && gguf_json_get(&config, special[k][0], &v)) {
-            if (v.type == GGUF_J_OBJECT && !gguf_json_get(&v, "content", &v)) continue;
-            if (v.type == GGUF_J_STRING && v.n < sizeof buffer) want = (GgufStr){ buffer, gguf_json_string(&v, buffer) };
-        }
-        for (size_t i = 0; i < n; i++)
-            if (tokens[i].n == want.n && !memcmp(tokens[i].s, want.s, want.n)) {
-                gguf_put_u32(w, special[k][2], (uint32_t)i);
-                break;
-            }
-    }
-    gguf_put_bool(w, "tokenizer.ggml.add_bos_token", true);
-    gguf_put_bool(w, "tokenizer.ggml.add_space_prefix", false);
-    size_t size;
-    char *jinja = read_beside(folder, "chat_template.jinja", &size);
-    if (jinja) {
-        gguf_put_str(w, "tokenizer.chat_template", (GgufStr){ jinja, size });
-    } else if (config_text && gguf_json_get(&config, "chat_template", &v) && v.type == GGUF_J_STRING) {
-        jinja = alloc_or_die(v.n, 1);
-        gguf_put_str(w, "tokenizer.chat_template", (GgufStr){ jinja, gguf_json_string(&v, jinja) });
-    }
-    free(jinja);
-    free(config_text);
-}
-
-// The keys tokenizer.ggml.* and the chat template. vocab: rows of the embedding table; ids without a text are padding.
-static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab, bool required) {
-    enum { NORMAL = 1, CONTROL = 3, USER_DEFINED = 4, UNUSED = 5, BYTE = 6 };
-    // Shown although they are special: chat parsers read them in the text.
-    static const char *const visible[] = { "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>",
-                                           "<tool_response|>", "<|\"|>" };
-    GgufJson root, model, map, merges, added = { 0 }, rest, key, v, id_v = { 0 }, part;
-    char *text = read_json(folder, "tokenizer.json", &root);
-    if (!text && required) die("%s: expected tokenizer.json beside the model, got none", folder);
-    if (!text) return;
-    char *arena = alloc_or_die(root.n + 16 * vocab, 1), *at = arena;
-    if (!gguf_json_get(&root, "model", &model) || !gguf_json_get(&model, "vocab", &map) || map.type != GGUF_J_OBJECT ||
-        !gguf_json_get(&model, "merges", &merges) || merges.type != GGUF_J_ARRAY)
-        die("%s/tokenizer.json: expected model.vocab and model.merges", folder);
-    GgufStr *tokens = alloc_or_die(vocab, sizeof *tokens);
-    int32_t *types = alloc_or_die(vocab, sizeof *types);
-    float *scores = alloc_or_die(vocab, sizeof *scores);
-    int64_t id;
-    for (rest = map; gguf_json_next(&rest, &key, &v); ) {
-        if (!gguf_json_int(&v, 0, (int64_t)vocab - 1, &id))
-            die("%s/tokenizer.json: %s: expected an id below %" PRIu64 ", the rows of the embedding table", folder,
-                shown((GgufStr){ key.s, key.n }), vocab);
-        if (tokens[id].n)
-            die("%s/tokenizer.json: %s: expected an id of its own, got %" PRId64 " again", folder,
-                shown((GgufStr){ key.s, key.n }), id);
-        const GgufStr t = tokens[id] = take_text(&at, &key);
-        types[id] = t.n == 6 && !memcmp(t.s, "<0x", 3) && t.s[5] == '>' ? BYTE : NORMAL;
-    }
-    if (gguf_json_get(&root, "added_tokens", &added) && added.type != GGUF_J_ARRAY)
-        die("%s/tokenizer.json: added_tokens: expected an array", folder);
-    for (rest = added; added.n && gguf_json_next(&rest, NULL, &v); ) {
-        if (!gguf_json_get(&v, "id", &id_v) || !gguf_json_int(&id_v, 0, (int64_t)vocab - 1, &id) ||
-            !gguf_json_get(&v, "content", &part) || part.type != GGUF_J_STRING)
-            die("%s/tokenizer.json: added_tokens: expected ids below %" PRIu64 " and texts", folder, vocab);
-        tokens[id] = take_text(&at, &part);
-        types[id] = gguf_json_get(&v, "special", &id_v) && id_v.type == GGUF_J_TRUE ? CONTROL : USER_DEFINED;
-        for (size_t i = 0; i < sizeof visible / sizeof *visible; i++)
-            if (gguf_json_is(&part, visible[i])) types[id] = USER_DEFINED;
-    }
-    for (uint64_t i = 0; i < vocab; i++) {
-        scores[i] = -1000;
-        if (tokens[i].n) continue;
-        tokens[i] = (GgufStr){ at, (size_t)sprintf(at, "[PAD%" PRIu64 "]", i) };
-        at += tokens[i].n;
-        types[i] = UNUSED;
-    }
-    size_t n_merges = 0;
-    for (rest = merges; gguf_json_next(&rest, NULL, &v); ) n_merges++;
-    GgufStr *pairs = alloc_or_die(n_merges, sizeof *pairs);
-    n_merges = 0;
-    for (rest = merges; gguf_json_next(&rest, NULL, &v); n_merges++) {          // ["left", "right"], or "left right"
-        GgufStr *pair = &pairs[n_merges];
-        GgufJson parts = v;
-        bool good = v.type == GGUF_J_STRING || v.type == GGUF_J_ARRAY;
-        pair->s = at;
-        if (v.type == GGUF_J_STRING) take_text(&at, &v);
-        for (int i = 0; v.type == GGUF_J_ARRAY && gguf_json_next(&parts, NULL, &part) && good; i++) {
-            good = part.type == GGUF_J_STRING && i < 2;
-            if (i == 1) *at++ = ' ';
-            if (good) take_text(&at, &part);
-        }
-        pair->n = (size_t)(at - pair->s);
-        const char *space = pair->n ? memchr(pair->s, ' ', pair->n) : NULL, *end = pair->s + pair->n;
-        if (!good || !space || space == pair->s || space + 1 == end || memchr(space + 1, ' ', (size_t)(end - space - 1)))
-            die("%s/tokenizer.json: merges: merge %zu: expected two texts without spaces, got %s", folder, n_merges,
-                shown((GgufStr){ v.s, v.n }));
-    }
-    gguf_put_str(w, "tokenizer.ggml.model", (GgufStr){ "gemma4", 6 });
-    gguf_put_array(w, "tokenizer.ggml.tokens", GGUF_V_STR, tokens, (size_t)vocab);
-    gguf_put_array(w, "tokenizer.ggml.scores", GGUF_V_F32, scores, (size_t)vocab);
-    gguf_put_array(w, "tokenizer.ggml.token_type", GGUF_V_I32, types, (size_t)vocab);
-    gguf_put_array(w, "tokenizer.ggml.merges", GGUF_V_STR, pairs, n_merges);
-
-    hf_special_keys(w, folder, tokens, (size_t)vocab);
-    free(pairs);
-    free(scores);
-    free(types);
-    free(tokens);
-    free(arena);
-    free(text);
-}
-
-// Defaults of sampling, and tokens that must not be sampled, from generation_config.json.
-static void hf_generation_keys(GgufWriter *w, const char *folder) {
-    GgufJson root, v, id_v = { 0 };
-    char *text = read_json(folder, "generation_config.json", &root);
-    int64_t id;
-    double x;
-    if (!text) return;
-    if (gguf_json_get(&root, "top_k", &v) && gguf_json_int(&v, 0, INT_MAX, &id))
-        gguf_put_u32(w, "general.sampling.top_k", (uint32_t)id);
-    if (gguf_json_get(&root, "top_p", &v) && gguf_json_float(&v, &x))
-        gguf_put_f32(w, "general.sampling.top_p", (float)x);
-    if (gguf_json_get(&root, "temperature", &v) && gguf_json_float(&v, &x))
-        gguf_put_f32(w, "general.sampling.temp", (float)x);
-    if (gguf_json_get(&root, "suppress_tokens", &v) && v.type == GGUF_J_ARRAY) {
-        int32_t ids[1024];
-        size_t n = 0;
-        while (n < 1024 && gguf_json_next(&v, NULL, &id_v) && gguf_json_int(&id_v, 0, MAX_VOCAB, &id)) ids[n++] = (int32_t)id;
-        if (n) gguf_put_array(w, "tokenizer.ggml.suppress_tokens", GGUF_V_I32, ids, n);
-    }
-    free(text);
-}
-
-// path: the folder, or one of its *.safetensors or the index.
-static void open_folder(Gguf *g, const char *path) {
-    char folder[4096], config_path[4096 + 16];
-    struct stat st;
-    if ((size_t)snprintf(folder, sizeof folder, "%s", path) >= sizeof folder) die("%s: expected a shorter path", path);
-    if (stat(path, &st)) die("%s: %s", path, strerror(errno));
-    char *slash = strrchr(folder, '/');
-    if (!S_ISDIR(st.st_mode)) slash ? (void)(slash[slash == folder] = 0) : (void)strcpy(folder, ".");
-    snprintf(config_path, sizeof config_path, "%s/config.json", folder);
-
-    Gguf tensors;
-    GgufWriter w = { 0 };
-    HfConfig c = { .path = config_path };
-    GgufJson type;
-    char *config = read_json(folder, "config.json", &c.root);
-    if (!config) die("%s: expected a model, got a folder without config.json", folder);
-    if (!gguf_json_get(&c.root, "text_config", &c.text) || c.text.type != GGUF_J_OBJECT) c.text = c.root;
-    if (!gguf_json_get(&c.root, "model_type", &type) || type.type != GGUF_J_STRING)
-        die("%s: 'model_type': missing", config_path);
-    c.assistant = gguf_json_is(&type, "gemma4_assistant") || gguf_json_is(&type, "gemma4_unified_assistant");
-    if (!c.assistant && strncmp(type.s, "\"gemma4", 7))
-        die("%s: 'model_type': expected a Gemma 4 model or its assistant, got %s; other drafters are read from GGUF files",
-            config_path, shown((GgufStr){ type.s, type.n }));
-    if (gguf_open_safetensors(&tensors, path) < 0) die("%s: %s", path, tensors.err);
-
-    const char *base = strrchr(folder, '/');
-    base = base && base[1] ? base + 1 : folder;
-    const char *arch = c.assistant ? "gemma4-assistant" : "gemma4";
-    gguf_put_str(&w, "general.architecture", (GgufStr){ arch, strlen(arch) });
-    gguf_put_str(&w, "general.type", (GgufStr){ "model", 5 });
-    gguf_put_str(&w, "general.name", (GgufStr){ base, strlen(base) });
-    hf_generation_keys(&w, folder);
-    const HfRope rope = hf_model_keys(&w, &c);
-    const uint8_t **data = alloc_or_die(tensors.n_tensors + 1, sizeof *data);
-    const bool tied = gguf_json_get(&c.root, "tie_word_embeddings", &type) && type.type == GGUF_J_TRUE;
-    const uint64_t vocab = hf_tensors(&tensors, &w, data, rope.head_dim, rope.n_rot, tied);
-    if (!vocab || vocab > MAX_VOCAB)
-        die("%s: tensor 'embed_tokens.weight': expected 1..%d rows, got %" PRIu64, path, MAX_VOCAB, vocab);
-    hf_tokenizer_keys(&w, folder, vocab, !c.assistant);
-    if (gguf_from_writer(g, &w, data, &tensors) < 0) die_gguf(g);
-    gguf_writer_free(&w);
-    free(data);
-    free(config);
-}
-
-// A GGUF file, or a folder of Hugging Face form.
-static void open_model_file(Gguf *g, const char *path) {
-    struct stat st;
-    signal(SIGBUS, on_lost_pages);
-    const size_t n = strlen(path);
-    const bool folder = (!stat(path, &st) && S_ISDIR(st.st_mode)) || (n > 12 && !strcmp(path + n - 12, ".safetensors")) ||
-                        (n > 11 && !strcmp(path + n - 11, ".index.json"));
-    if (folder) open_folder(g, path);
-    else if (gguf_open(g, path) < 0) die("%s: %s", path, g->err);
-}
-
-// ==== [5] Sessions and KV cache, the plan ============================================================================
+// ==== [4] Sessions and KV cache, the plan ============================================================================
 // All backend memory of a model, but the backend's own scratch, is planned here and reserved in one piece at start. A model
 // serves n_seqs sessions; each owns a slice of every layer's cache and a length. Sliding layers are rings, global layers hold
 // the whole context; where V is the K projection the two are stored once ("tied", gemma4.h). Forward's activations are sized
@@ -1630,6 +1044,17 @@ __attribute__((noreturn)) static void die_no_room(Model *m) {
         m->options.memory ? " that --vram grants" : " free", advice, m->options.memory ? "a larger --vram, " : "");
 }
 
+// A GGUF file, or a folder of Hugging Face form.
+static void open_model_file(Gguf *g, const char *path) {
+    struct stat st;
+    signal(SIGBUS, on_lost_pages);
+    const size_t n = strlen(path);
+    const bool folder = (!stat(path, &st) && S_ISDIR(st.st_mode)) || (n > 12 && !strcmp(path + n - 12, ".safetensors")) ||
+                        (n > 11 && !strcmp(path + n - 11, ".index.json"));
+    if (folder) open_folder(g, path);
+    else if (gguf_open(g, path) < 0) die("%s: %s", path, g->err);
+}
+
 // Opens and checks a model and plans its memory, of which nothing is reserved yet. Dies with one line on bad input. dump_dir
 // may be NULL.
 static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
@@ -1697,6 +1122,1867 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     load_mask(m);
     for (int t = 0; t < 2; t++)
         ops->copy(&(Copy){ m->s.inv_freq[t], m->weights.inv_freq[t], m->weights.n_pairs[t] * sizeof(double), COPY_IN });
+}
+
+static void read_weights(Model *m, bool check);         // [10]
+
+static void free_model(Model *m) {
+    if (m->arena) m->ops->release(m->arena);
+    for (int i = 0; i < m->n_checkpoints; i++) free(m->checkpoints[i].data);
+    free(m->checkpoints);
+    free(m->weights.layer);
+    free(m->binder.seen);
+    free(m->binder.uploads);
+    free(m->binder.derived);
+    free(m->len);
+    free(m->seen);
+    free(m->rows);
+    free(m->kept_rows);
+    free(m->segs);
+    free(m->kept_index);
+    free(m->sent.rows);
+    free(m->sent.kept_rows);
+    free(m->sent.segs);
+    free(m->sent.kept_index);
+    free(m->sent.n_accept);
+    free(m->chunk);
+    gguf_close(&m->gguf);
+}
+
+// ==== [5] The forward pass ===========================================================================================
+// Written once, against the table of operations; a step's rows may belong to several sessions and may be prompt, plain
+// decoding or a tree of drafts. Each layer: attention, feed-forward, per-layer embedding (E2B, E4B), scale. Norms and
+// residual additions ride on the products that read them (In in gemma4.h): a block leaves what it adds as a delta of the
+// stream, and the next product takes it in.
+//
+// Checkpoints carry the names of llama.cpp's gemma4 graph. They cost nothing unless --dump is given.
+
+enum { OUT_OF_LAYERS = -1 };
+
+// Keeps n_rows x cols values in memory, or appends them to DIR/NAME-LAYER.f32 (DIR/NAME.f32 outside the layers); the first
+// step of a run truncates.
+static void checkpoint(Model *m, const char *name, int l, const float *data, int n_rows, int cols) {
+    if (!m->dump_dir) return;
+    const size_t n = (size_t)n_rows * cols;
+    float *host = alloc_or_die(n, sizeof *host);
+    m->ops->copy(&(Copy){ host, data, n * sizeof *host, COPY_OUT });
+    m->ops->wait();
+    if (!*m->dump_dir) {
+        m->checkpoints = realloc(m->checkpoints, (size_t)(m->n_checkpoints + 1) * sizeof *m->checkpoints);
+        if (!m->checkpoints) die("out of memory for %d checkpoints", m->n_checkpoints + 1);
+        Checkpoint *c = &m->checkpoints[m->n_checkpoints++];
+        *c = (Checkpoint){ .layer = l, .n_rows = n_rows, .cols = cols, .data = host };
+        snprintf(c->name, sizeof c->name, "%s", name);
+        return;
+    }
+    char path[4096], layer[16] = "";
+    if (l != OUT_OF_LAYERS) snprintf(layer, sizeof layer, "-%d", l);
+    if (snprintf(path, sizeof path, "%s/%s%s.f32", m->dump_dir, name, layer) >= (int)sizeof path)
+        die("--dump: %s: the path is too long", m->dump_dir);
+    FILE *f = fopen(path, m->steps ? "ab" : "wb");
+    if (!f) die("--dump: %s: %s", path, strerror(errno));
+    if (fwrite(host, sizeof *host, n, f) != n || fclose(f)) die("--dump: %s: %s", path, strerror(errno));
+    free(host);
+}
+
+// The same for the y of an In, which no buffer holds.
+static void checkpoint_in(Model *m, const char *name, int l, In in, int n_rows) {
+    if (!m->dump_dir) return;
+    in.x_out = NULL;
+    m->ops->close(&(Close){ .n_rows = n_rows, .cols = m->config.dim, .in = in, .out = m->s.dump[0] });
+    checkpoint(m, name, l, m->s.dump[0], n_rows, m->config.dim);
+}
+
+// What the last block added to the stream: the y of an In without its x.
+static void checkpoint_added(Model *m, const char *name, int l, In stream, int n_rows) {
+    stream.x = NULL;
+    checkpoint_in(m, name, l, stream, n_rows);
+}
+
+typedef struct {              // what one pass through the layers carries along
+    Batch all, batch;         // all rows of the step; those still under way
+    In    stream;             // the residual stream, and what its next reader has to add to it
+    const float *ple;         // (n_rows, n_layers, ple_dim)
+    bool  staged;             // a prompt step: rows of sliding layers wait in m->stage until their last reader is done
+    int   waiting;            // layer whose rows are in the stage; -1: none
+} Pass;
+
+// The stream as the input of a product whose norm weight is w_pre. If something is to be added, the sum goes to the other
+// buffer, which is the stream from here on.
+static In enter(const State *s, In *stream, const float *w_pre) {
+    In in = *stream;
+    in.w_pre = w_pre;
+    if (in.delta[0] || in.scale != 1) {
+        in.x_out = stream->x == s->x[0] ? s->x[1] : s->x[0];
+        *stream = (In){ .x = in.x_out, .scale = 1, .eps = in.eps };
+    }
+    return in;
+}
+
+// out = w in, a single product.
+static void multiply(const Model *m, int n_rows, In in, const Tensor *w, float *out) {
+    m->ops->matmul(&(Matmul){ .n_rows = n_rows, .in = in, .n = 1, .w = { w }, .out = { out } });
+}
+
+// The form in which the matrix w wants to find an activation.
+static Act act_for(const Tensor *w, Act a) {
+    if (is_quantised(w->type)) a.f = NULL;
+    else a.q = NULL, a.s = NULL;
+    return a;
+}
+
+static Cache stage_of(const Model *m, const Cache *ring) {          // the stage in the shape of one ring
+    Cache st = m->stage;
+    st.n_kv_heads = ring->n_kv_heads;
+    st.head_dim = st.k.dim = st.v.dim = ring->head_dim;
+    return st;
+}
+
+static void empty_stage(Model *m, Pass *p) {
+    if (p->waiting < 0) return;
+    const Cache *ring = &m->caches[m->cache_of[p->waiting]], stage = stage_of(m, ring);
+    m->ops->kv_copy(&(KvCopy){ .batch = &p->all, .cache = ring, .stage = &stage });
+    p->waiting = -1;
+}
+
+// Go on with the rows whose output is wanted. The stream has nothing pending.
+static void keep_wanted(Model *m, Pass *p) {
+    const Config *c = &m->config;
+    State *s = &m->s;
+    float *x = p->stream.x == s->x[0] ? s->x[1] : s->x[0];
+    const int ple = c->n_layers * c->ple_dim;
+    m->ops->gather_rows(&(GatherRows){ .n_rows = m->n_kept, .cols = c->dim, .src = p->stream.x, .src_stride = c->dim,
+                                       .index = s->kept_index, .dst = x, .dst_stride = c->dim });
+    if (ple) {
+        m->ops->gather_rows(&(GatherRows){ .n_rows = m->n_kept, .cols = ple, .src = s->ple, .src_stride = ple,
+                                           .index = s->kept_index, .dst = s->ple_kept, .dst_stride = ple });
+        p->ple = s->ple_kept;
+    }
+    p->stream.x = x;
+    p->batch.rows = s->kept_rows;
+    p->batch.n_rows = m->n_kept;
+}
+
+// x += norm(Wo attend(q, K, V)); leaves the sum as a delta. False: no row's output is wanted, and the caches are complete.
+static bool attention(Model *m, int l, Pass *p) {
+    const Config *c = &m->config;
+    const LayerConfig *lc = &c->layer[l];
+    const LayerWeights *w = &m->weights.layer[l];
+    const Ops *op = m->ops;
+    State *s = &m->s;
+    const bool own = lc->kv_layer == l;
+    const bool has_v = w->attn_v.data != NULL;
+    // The last layer with a cache of its own: later layers need only the rows whose output is wanted, and so does its q.
+    const bool shrink = l == c->first_shared - 1 && m->n_kept < p->batch.n_rows && !m->dump_dir;
+    const Cache *cache = &m->caches[m->cache_of[l]];
+    const Cache stage = stage_of(m, cache);
+
+    In in = enter(s, &p->stream, w->attn_norm);
+    checkpoint_in(m, "attn_norm", l, in, p->batch.n_rows);
+    Matmul qkv = { .n_rows = p->batch.n_rows, .in = in };
+    if (!shrink) qkv.w[qkv.n] = &w->attn_q, qkv.out[qkv.n++] = s->q;
+    if (own) qkv.w[qkv.n] = &w->attn_k, qkv.out[qkv.n++] = s->k;
+    if (own && has_v) qkv.w[qkv.n] = &w->attn_v, qkv.out[qkv.n++] = s->v;
+    op->matmul(&qkv);
+
+    if (own && p->staged && lc->is_swa) p->waiting = l;
+    QkvStore store = {
+        .batch = &p->batch, .cache = cache, .stage = p->staged && lc->is_swa ? &stage : NULL, .n_heads = c->n_heads,
+        .q = shrink ? NULL : s->q, .k = own ? s->k : NULL, .v = own ? (has_v ? s->v : s->k) : NULL,
+        .w_q = w->attn_q_norm, .w_k = w->attn_k_norm, .v_norm = true, .eps = c->eps,
+        .rope = { s->inv_freq[lc->is_swa], m->weights.n_pairs[lc->is_swa] },
+        .dump_q = s->dump[0], .dump_q_pos = s->dump[1], .dump_k = s->dump[2], .dump_v = s->dump[3], .dump_k_pos = s->dump[4]
+    };
+    if (shrink) {
+        op->qkv_store(&store);
+        if (!m->n_kept) return false;
+        keep_wanted(m, p);
+        multiply(m, m->n_kept, enter(s, &p->stream, w->attn_norm), &w->attn_q, s->q);
+        store.q = s->q;
+        store.k = store.v = NULL;
+    }
+    const int n_rows = p->batch.n_rows;
+    const Act att_out = act_for(&w->attn_output, s->att_out);
+    op->attend(&(Attend){ .batch = &p->batch, .cache = cache, .stage = store.stage, .n_heads = c->n_heads, .q = s->q,
+                          .window = lc->is_swa ? c->n_swa : 0, .own = OWN_CAUSAL, .scale = 1, .store = &store,
+                          .out = att_out });
+    checkpoint(m, "Qcur_normed", l, s->dump[0], n_rows, c->n_heads * lc->head_dim);
+    checkpoint(m, "Qcur_pos", l, s->dump[1], n_rows, c->n_heads * lc->head_dim);
+    if (own) {
+        checkpoint(m, "Kcur_normed", l, s->dump[2], n_rows, lc->n_kv_heads * lc->head_dim);
+        checkpoint(m, "Vcur_normed", l, s->dump[3], n_rows, lc->n_kv_heads * lc->head_dim);
+        checkpoint(m, "Kcur_pos", l, s->dump[4], n_rows, lc->n_kv_heads * lc->head_dim);
+    }
+    if (p->waiting >= 0 && c->layer[p->waiting].last_reader == l) empty_stage(m, p);
+    multiply(m, n_rows, (In){ .act = att_out }, &w->attn_output, s->y);
+
+    p->stream.delta[0] = s->y;
+    p->stream.w_post = w->post_attention_norm;
+    checkpoint_added(m, "attn_post_norm", l, p->stream, n_rows);
+    checkpoint_in(m, "attn_out", l, p->stream, n_rows);
+    return true;
+}
+
+// x += norm(FFN(x)), with the experts beside the dense FFN where the model has them; leaves the sum as deltas.
+static void feed_forward(Model *m, int l, Pass *p) {
+    const Config *c = &m->config;
+    const LayerWeights *w = &m->weights.layer[l];
+    const Ops *op = m->ops;
+    State *s = &m->s;
+    const int n_rows = p->batch.n_rows;
+
+    const In in = enter(s, &p->stream, w->ffn_norm);
+    checkpoint_in(m, c->n_experts ? "ffn_norm_1" : "ffn_norm", l, in, n_rows);
+    Route route = { .n_rows = n_rows, .n_used = c->n_experts_used, .in = in, .w = &w->ffn_gate_inp,
+                    .expert_scale = w->ffn_down_exps_scale, .logits = s->router, .ids = s->expert_ids,
+                    .weights = s->expert_weights };
+    route.in.w_pre = w->router_norm;                   // the router sees x itself, not what the experts see
+    route.in.x_out = NULL;
+    const Act ffn = act_for(&w->ffn_down, s->ffn);
+    op->gate_up(&(GateUp){ .n_rows = n_rows, .in = in, .gate = &w->ffn_gate, .up = &w->ffn_up, .fn = ACT_GELU, .out = ffn,
+                           .route = c->n_experts ? &route : NULL });
+    const Matmul down = { .n_rows = n_rows, .in = { .act = ffn }, .n = 1, .w = { &w->ffn_down }, .out = { s->mlp } };
+
+    if (c->n_experts) {
+        checkpoint(m, "ffn_moe_logits", l, s->router, n_rows, c->n_experts);
+        const In experts_in = enter(s, &p->stream, w->pre_ffw_norm_2);
+        checkpoint_in(m, "ffn_norm_2", l, experts_in, n_rows);
+        const Act expert = act_for(&w->ffn_down_exps, s->expert);
+        op->expert_gate_up(&(ExpertGateUp){ .n_rows = n_rows, .n_used = c->n_experts_used, .in = experts_in,
+                                            .gate = &w->ffn_gate_exps, .up = w->ffn_up_exps.data ? &w->ffn_up_exps : NULL,
+                                            .fn = ACT_GELU, .ids = s->expert_ids, .out = expert, .beside = &down });
+        op->expert_down(&(ExpertDown){ .n_rows = n_rows, .n_used = c->n_experts_used, .in = expert,
+                                       .down = &w->ffn_down_exps, .ids = s->expert_ids, .weights = s->expert_weights,
+                                       .out = s->moe });
+        In branch = { .delta = { s->mlp }, .w_delta = { w->post_ffw_norm_1 }, .scale = 1, .eps = c->eps };
+        checkpoint_in(m, "ffn_mlp", l, branch, n_rows);
+        branch.delta[0] = s->moe;
+        branch.w_delta[0] = w->post_ffw_norm_2;
+        checkpoint_in(m, "ffn_moe", l, branch, n_rows);
+        p->stream.delta[1] = s->moe;
+        p->stream.w_delta[0] = w->post_ffw_norm_1;
+        p->stream.w_delta[1] = w->post_ffw_norm_2;
+    } else {
+        op->matmul(&down);
+        checkpoint(m, "ffn_out", l, s->mlp, n_rows, c->dim);
+    }
+    p->stream.delta[0] = s->mlp;
+    p->stream.w_post = w->post_ffw_norm;
+    checkpoint_added(m, "ffn_post_norm", l, p->stream, n_rows);
+}
+
+// x += norm(Wproj (gelu(Wgate x) * u[l])); leaves the sum as a delta. x is not normed on the way in.
+static void per_layer_embedding(Model *m, int l, Pass *p) {
+    const Config *c = &m->config;
+    const LayerWeights *w = &m->weights.layer[l];
+    State *s = &m->s;
+    const int n_rows = p->batch.n_rows;
+    const Act gate = act_for(&w->proj, s->ple_gate);
+    m->ops->ple_inject(&(PleInject){ .n_rows = n_rows, .in = enter(s, &p->stream, NULL), .w = &w->inp_gate,
+                                     .u = p->ple + (size_t)l * c->ple_dim, .u_stride = c->n_layers * c->ple_dim,
+                                     .out = gate });
+    multiply(m, n_rows, (In){ .act = gate }, &w->proj, s->y);
+    p->stream.delta[0] = s->y;
+    p->stream.w_post = w->post_norm;
+    checkpoint_added(m, "per_layer_embd_out", l, p->stream, n_rows);
+}
+
+/* TRAPS  what differs from Llama, and the test that sees it when it is wrong (all: the golden logits of test_forward.c)
+ *  1. embedding times sqrt(dim); the LM head uses the same table without it                          golden
+ *  2. norm weights as stored, no "1 + w"                                                             golden
+ *  3. attention scale 1, not 1/sqrt(head_dim); per-head norms of q and k carry the temperature       golden
+ *  4. V is normed without a weight, and never rotated                                                golden
+ *  5. a global layer without attn_v takes V from the raw K projection, before k's norm and rope      golden moe; test_cache
+ *  6. sliding layers: head_dim 256, base 1e4, all pairs turn; global: head_dim 512, base 1e6,
+ *     pairs (i, i + 256), i < 64 turn with exponent 2i/512, the others stay                          golden; test_ops rope
+ *  7. the window holds n_swa keys, the row's own included                                            golden; test_cache
+ *  8. layers that share K and V read the last owner of their kind, as it is after this step          golden e; test_cache
+ *  9. residual: x + norm(attention), x + norm(FFN): norms before and after each block                golden
+ * 10. GELU in its tanh form, in the FFN, the experts and the per-layer gate                          test_ops
+ * 11. FFN width differs by layer (E2B: doubled in layers that share K and V)                         golden e
+ * 12. MoE: router, dense FFN and experts all read x, each through its own norm; the router's norm
+ *     weight is scale / sqrt(dim); outputs are normed apart, added, normed again                     golden moe
+ * 13. chosen experts' weights are renormalised, then times ffn_down_exps.scale                       golden moe; test_ops
+ * 14. fused expert tensors hold the rows of gate first                                               test_forward
+ * 15. per-layer embeddings: table times 16, projection times 1/sqrt(dim) then normed per layer,
+ *     sum times 1/sqrt(2); the gate reads x without a norm                                           golden e
+ * 16. layer_output_scale multiplies the whole stream, last                                           golden
+ * 17. logits = 30 tanh(z / 30)                                                                       golden
+ * 18. positions are len + depth, taken before anything is stored                                     test_cache */
+static void forward(Model *m, bool staged) {
+    const Config *c = &m->config;
+    const Weights *w = &m->weights;
+    const Ops *op = m->ops;
+    State *s = &m->s;
+    const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
+    Pass p = { .all = all, .batch = all, .stream = { .x = s->x[0], .scale = 1, .eps = c->eps }, .ple = s->ple,
+               .staged = staged, .waiting = -1 };
+
+    op->embed(&(Embed){ .batch = &all, .table = &w->token_embd, .scale = sqrtf((float)c->dim), .out = s->x[0],
+                        .out_stride = c->dim });
+    checkpoint(m, "inp_scaled", OUT_OF_LAYERS, s->x[0], all.n_rows, c->dim);
+    if (c->ple_dim) {
+        multiply(m, all.n_rows, p.stream, &w->per_layer_model_proj, s->ple);
+        op->ple_rows(&(PleRows){ .batch = &all, .table = &w->per_layer_token_embd, .w_norm = w->per_layer_proj_norm,
+                                 .u = s->ple, .n_layers = c->n_layers, .ple_dim = c->ple_dim, .eps = c->eps,
+                                 .proj_scale = 1 / sqrtf((float)c->dim), .table_scale = sqrtf((float)c->ple_dim),
+                                 .out_scale = 1 / sqrtf(2) });
+        checkpoint(m, "inp_per_layer", OUT_OF_LAYERS, s->ple, all.n_rows, c->n_layers * c->ple_dim);
+    }
+
+    for (int l = 0; l < c->n_layers; l++) {
+        if (!attention(m, l, &p)) break;
+        feed_forward(m, l, &p);
+        if (c->ple_dim) per_layer_embedding(m, l, &p);
+        p.stream.scale = w->layer[l].layer_output_scale;
+        checkpoint_in(m, "out_scaled", l, p.stream, p.batch.n_rows);
+        checkpoint_in(m, "l_out", l, p.stream, p.batch.n_rows);
+    }
+    empty_stage(m, &p);
+    if (!m->n_kept) {                                  // truncates what an earlier dump left: a later chunk appends
+        checkpoint(m, "result_norm", OUT_OF_LAYERS, s->hidden, 0, c->dim);
+        checkpoint(m, "result_output", OUT_OF_LAYERS, s->logits, 0, c->vocab);
+        return;
+    }
+    if (p.batch.n_rows > m->n_kept) {                  // a dump went through all layers with all rows
+        op->close(&(Close){ .n_rows = p.batch.n_rows, .cols = c->dim, .in = enter(s, &p.stream, NULL) });
+        keep_wanted(m, &p);
+    }
+    p.stream.w_pre = w->output_norm;
+    op->head(&(Head){ .n_rows = m->n_kept, .in = p.stream, .w = w->output.data ? &w->output : &w->token_embd,
+                      .cap = c->logit_cap, .logits = s->logits, .hidden = s->hidden });
+    checkpoint(m, "result_norm", OUT_OF_LAYERS, s->hidden, m->n_kept, c->dim);
+    checkpoint(m, "result_output", OUT_OF_LAYERS, s->logits, m->n_kept, c->vocab);
+}
+
+// ==== [6] Step: batch, run, commit ===================================================================================
+// A step takes rows of one or more sessions through the model. Their K and V are in the caches afterwards, but the sessions
+// are as long as before: commit() decides how many rows, along which path, become part of a session. What is not committed
+// needs no undo. A segment of more than STEP_ROWS rows is a prompt chunk and must be committed whole.
+
+typedef struct {
+    int seq;                  // session
+    SegKind kind;
+    int n;
+    const StepRow *rows;      // (n)
+} StepSeg;
+
+// What else the operations of a step depend on: StepKey.variant.
+enum { PLAIN, ROW_IS_FED, COMMITS_CHAINS, COMMITS_PATHS };
+
+// Copies to the backend what it does not hold yet: of plain decoding, nothing.
+static void send(Model *m, void *dst, void *sent, const void *src, size_t bytes) {
+    if (!memcmp(sent, src, bytes)) return;
+    memcpy(sent, src, bytes);
+    m->ops->copy(&(Copy){ dst, src, bytes, COPY_IN });
+}
+
+// Runs the rows of n_segs segments of different sessions. Returns the number of rows of logits, in the order of the rows
+// that want them. The caller has checked token ids and that len + n fits the session.
+static int step(Model *m, const StepSeg *segs, int n_segs) {
+    const Ops *op = m->ops;
+    State *s = &m->s;
+    const bool fed = segs[0].rows[0].token == FED;
+    bool staged = false;
+    m->n_segs = n_segs;
+    m->n_rows = m->n_kept = 0;
+    assert(n_segs <= m->options.n_seqs);
+    for (int i = 0; i < n_segs; i++) {
+        const StepSeg *in = &segs[i];
+        assert(m->n_rows + in->n <= m->options.n_batch && (in->kind == SEG_CHAIN || in->n <= STEP_ROWS));
+        assert(m->len[in->seq] + in->n <= m->options.n_ctx + STEP_ROWS);
+        m->seen[in->seq] = max_int(m->seen[in->seq], m->len[in->seq] + in->n);
+        m->segs[i] = (Segment){ .seq = in->seq, .first = m->n_rows, .n = in->n, .kind = (int32_t)in->kind };
+        staged |= in->n > STEP_ROWS;
+        for (int j = 0; j < in->n; j++) {
+            Row *row = &m->rows[m->n_rows];
+            *row = (Row){ .token = in->rows[j].token, .seg = i, .index = j, .depth = j };
+            if (in->kind == SEG_TREE) {
+                const int parent = in->rows[j].parent;
+                assert(parent < j);
+                const Row *above = row - j + parent;
+                row->depth = parent < 0 ? 0 : above->depth + 1;
+                assert(row->depth < m->config.n_swa);
+                row->ancestors = (parent < 0 ? 0 : above->ancestors) | (uint64_t)1 << j;
+            }
+            if (in->rows[j].want) {
+                assert(m->n_kept < m->options.n_logits);
+                m->kept_rows[m->n_kept] = *row;
+                m->kept_rows[m->n_kept].token = 0;     // embedded already: nobody reads it
+                m->kept_index[m->n_kept++] = m->n_rows;
+            }
+            m->n_rows++;
+        }
+    }
+    assert(!fed || m->n_rows == 1);
+    send(m, s->rows, m->sent.rows, m->rows, (size_t)m->n_rows * sizeof(Row));
+    send(m, s->segs, m->sent.segs, m->segs, (size_t)m->n_segs * sizeof(Segment));
+    send(m, s->kept_rows, m->sent.kept_rows, m->kept_rows, (size_t)m->n_kept * sizeof(Row));
+    send(m, s->kept_index, m->sent.kept_index, m->kept_index, (size_t)m->n_kept * sizeof(int32_t));
+    const StepKey key = { .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs, .kept = m->n_kept,
+                          .logits = m->n_kept, .variant = fed ? ROW_IS_FED : PLAIN };
+    const bool record = !m->dump_dir;                  // checkpoints copy out as they go
+    if (!record || op->begin(key)) {
+        if (fed) op->gather_rows(&(GatherRows){ .n_rows = 1, .cols = 1, .src = s->chosen, .src_stride = 1,
+                                                .dst = &s->rows->token, .dst_stride = sizeof(Row) / sizeof(int32_t) });
+        forward(m, staged);
+    }
+    if (record) op->end();
+    m->steps++;
+    return m->n_kept;
+}
+
+// Makes n_accept[i] rows of the last step's segment i part of its session: of a CHAIN the first ones, of a TREE the rows
+// path[i * STEP_ROWS ...], root first. path may be NULL when all segments are chains. sample: a token is chosen first, from
+// row 0 of the logits. The two follow each other in plain decoding, so they are recorded as one.
+static void finish_step(Model *m, const int32_t *n_accept, const int32_t *path, bool sample) {
+    const Ops *op = m->ops;
+    State *s = &m->s;
+    const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
+    const Batch row = { .rows = s->kept_rows, .segs = s->segs, .len = s->len, .n_rows = 1, .n_segs = m->n_segs };
+    for (int i = 0; i < m->n_segs; i++) {
+        const Segment *seg = &m->segs[i];
+        assert(n_accept[i] >= 0 && n_accept[i] <= seg->n && (seg->n <= STEP_ROWS || n_accept[i] == seg->n));
+        m->len[seg->seq] += n_accept[i];
+    }
+    send(m, s->n_accept, m->sent.n_accept, n_accept, (size_t)m->n_segs * sizeof *n_accept);
+    if (path) op->copy(&(Copy){ s->path, path, (size_t)m->n_segs * STEP_ROWS * sizeof *path, COPY_IN });
+    if (op->begin((StepKey){ .kind = sample ? STEP_SAMPLE : STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs,
+                             .logits = sample, .variant = path ? COMMITS_PATHS : COMMITS_CHAINS })) {
+        if (sample)
+            op->sample(&(Sample){ .batch = &row, .vocab = m->config.vocab, .logits = s->logits, .params = s->params,
+                                  .mask = s->mask, .bias = s->bias, .counts = s->counts,
+                                  .step_rows = s->counts ? s->rows : NULL, .out = s->chosen });
+        op->kv_commit(&(KvCommit){ .batch = &all, .caches = m->caches, .n_caches = m->n_caches, .n_accept = s->n_accept,
+                                   .path = path ? s->path : NULL, .counts = s->counts, .vocab = m->config.vocab });
+    }
+    op->end();
+}
+
+static void commit(Model *m, const int32_t *n_accept, const int32_t *path) { finish_step(m, n_accept, path, false); }
+
+static void commit_all(Model *m) {                     // every row of the last step, which is one chain
+    commit(m, &(int32_t){ m->n_rows }, NULL);
+}
+
+static void read_logits(Model *m, int row, float *host) {            // (vocab) of one row of the last step
+    const size_t n = (size_t)m->config.vocab;
+    m->ops->copy(&(Copy){ host, m->s.logits + (size_t)row * n, n * sizeof *host, COPY_OUT });
+    m->ops->wait();
+}
+
+// Runs n tokens through session seq in chunks of at most n_batch rows. The last one's logits are row 0 afterwards, and its
+// chunk is left to the caller to commit, who may sample first. what: shown as progress, NULL: not. False: *stop was set
+// between two chunks; what ran is committed.
+static bool run_prompt(Model *m, int seq, const int32_t *tokens, int n, const char *what,
+                       const volatile sig_atomic_t *stop) {
+    if (what) progress(what, 0, n, "tokens");
+    for (int at = 0; at < n; ) {
+        const int chunk = min_int(n - at, m->options.n_batch);
+        for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = tokens[at + i], .want = at + i == n - 1 };
+        step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = chunk, .rows = m->chunk }, 1);
+        at += chunk;
+        if (what) progress(what, at, n, "tokens");
+        if (at == n) break;
+        commit_all(m);
+        if (!stop || !*stop) continue;
+        if (what) progress(what, n, n, "tokens");      // the line goes away
+        return false;
+    }
+    return true;
+}
+
+// ==== [7] Generation =================================================================================================
+// From text to ids and back. The generated text goes to stdout as it comes; statistics go to stderr, each line with "# ".
+
+static volatile sig_atomic_t interrupted;              // the number of the first signal; a second one ends the process
+
+static void on_interrupt(int signal_number) {
+    if (interrupted) {                                 // what was generated is written; a terminal is as we found it
+        const char *end = bar_shown ? "\r\033[K" : "";
+        if (unfinished) unlink(unfinished);
+        if (write(2, end, strlen(end)) < 0) _exit(1);
+        _exit(128 + signal_number);
+    }
+    interrupted = signal_number;
+}
+
+// From now on the signal asks to stop, unless it is ignored, as nohup and shells without job control have it.
+static void stop_on(int signal_number) {
+    const struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)SA_RESTART };
+    struct sigaction before;
+    if (!sigaction(signal_number, NULL, &before) && before.sa_handler != SIG_IGN) sigaction(signal_number, &act, NULL);
+}
+
+// FNV-1a of the bytes, to compare two runs at a glance.
+static uint64_t hash_bytes(const void *p, size_t n) {
+    uint64_t h = 0xcbf29ce484222325u;
+    for (size_t i = 0; i < n; i++) h = (h ^ ((const uint8_t *)p)[i]) * 0x100000001b3u;
+    return h;
+}
+
+// Bytes of weights and cache that decoding a token at position pos has to read: over bandwidth, the floor of its time.
+static double bytes_per_token(const Model *m, int pos) {
+    const Config *c = &m->config;
+    double bytes = (double)matrix_bytes(m->weights.output.data ? &m->weights.output : &m->weights.token_embd);
+    if (c->ple_dim) bytes += (double)matrix_bytes(&m->weights.per_layer_model_proj);
+    for (int l = 0; l < c->n_layers; l++) {
+        const LayerWeights *w = &m->weights.layer[l];
+        const Tensor *dense[] = { &w->attn_q, &w->attn_k, &w->attn_v, &w->attn_output, &w->ffn_gate, &w->ffn_up, &w->ffn_down,
+                                  &w->ffn_gate_inp, &w->inp_gate, &w->proj };
+        const Tensor *experts[] = { &w->ffn_gate_exps, &w->ffn_up_exps, &w->ffn_down_exps };
+        for (size_t i = 0; i < sizeof dense / sizeof *dense; i++)
+            if (dense[i]->data) bytes += (double)matrix_bytes(dense[i]);
+        for (size_t i = 0; i < sizeof experts / sizeof *experts; i++)
+            if (experts[i]->data) bytes += (double)matrix_bytes(experts[i]) / c->n_experts * c->n_experts_used;
+        const Cache *k = &m->caches[m->cache_of[l]];
+        const size_t row = kv_row_bytes(k->k.type, k->k.dim) + kv_scale_bytes(k->k.type, k->k.dim) +
+                           kv_row_bytes(k->v.type, k->v.dim) + kv_scale_bytes(k->v.type, k->v.dim);
+        bytes += (double)(c->layer[l].is_swa ? min_int(pos, c->n_swa) : pos) * k->n_kv_heads * (double)row;
+    }
+    return bytes;
+}
+
+// Stop strings. Text passes through byte by byte, so that where tokens begin makes no difference; what may be the
+// beginning of a stop string waits. The stop string that is complete first ends the text before it; of several that
+// end there, the longest.
+typedef struct {
+    const TextList *strings;  // none is empty
+    char           *held;     // (longest) the last bytes of the text, not passed on yet
+    size_t          n_held, longest;
+    bool            hit;      // a stop string was found: nothing passes any more
+} Stops;
+
+static Stops stops_new(const TextList *strings) {      // free(held) when done
+    size_t longest = 0;
+    for (int i = 0; i < strings->n; i++)
+        if (strlen(strings->text[i]) > longest) longest = strlen(strings->text[i]);
+    return (Stops){ .strings = strings, .held = alloc_or_die(longest + 1, 1), .longest = longest };
+}
+
+// Takes n bytes of text and returns how many are written to out, at most n + longest.
+static size_t stops_push(Stops *s, const char *text, size_t n, char *out) {
+    size_t n_out = 0;
+    for (size_t i = 0; i < n && !s->hit; i++) {
+        s->held[s->n_held++] = text[i];
+        size_t keep = 0, found = 0;                    // bytes at the end of held: a beginning, a whole stop string
+        for (int k = 0; k < s->strings->n; k++) {
+            const char *stop = s->strings->text[k];
+            const size_t len = strlen(stop);
+            size_t same = len < s->n_held ? len : s->n_held;
+            while (memcmp(s->held + s->n_held - same, stop, same)) same--;
+            if (same == len && len > found) found = len;
+            if (same > keep) keep = same;
+        }
+        s->hit = found > 0;
+        const size_t pass = s->n_held - (s->hit ? found : keep);
+        memcpy(out + n_out, s->held, pass);
+        n_out += pass;
+        memmove(s->held, s->held + pass, s->n_held -= pass);
+    }
+    return n_out;
+}
+
+static size_t stops_flush(Stops *s, char *out) {       // at the end: what waits was no stop string
+    const size_t n = s->hit ? 0 : s->n_held;
+    memcpy(out, s->held, n);
+    s->n_held = 0;
+    return n;
+}
+
+typedef struct {
+    int          n_predict;   // tokens to generate; -1: until the turn ends or the context is full
+    bool         ignore_eos;
+    int          top_logits;  // candidates of every token to show on stderr
+    TextList     stops;       // text that ends the generation and is not printed
+    bool         show_thoughts;
+    bool         newline;     // end the text with one also where it does not go to a terminal
+    int          think_budget;   // tokens of thought, after which it is closed; -1: as many as the model likes
+    bool         shift;       // a full context drops its oldest tokens; else it ends the generation
+    SampleParams sampling;
+} GenerateOptions;
+
+static void write_text(const char *s, size_t n) {
+    if (fwrite(s, 1, n, stdout) != n || fflush(stdout)) die("standard output: %s", strerror(errno));
+}
+
+// The text of a token in quotes, so that it stays on its line and cannot steer a terminal.
+static void print_quoted(FILE *f, TokStr s) {
+    fputc('"', f);
+    for (size_t i = 0; i < s.n; i++) {
+        const unsigned char c = (unsigned char)s.s[i];
+        if (c == '\n') fputs("\\n", f);
+        else if (c == '"' || c == '\\') fprintf(f, "\\%c", c);
+        else if (c < 0x20 || c > 0x7e) fprintf(f, "\\x%02x", c);
+        else fputc(c, f);
+    }
+    fputc('"', f);
+}
+
+// The n likeliest tokens of row 0 of the last step, which has been committed, on one line of stderr: id, text, logit and
+// probability as the model gives them, before mask, bias, penalties and temperature. logits (vocab): room to work in.
+static void print_top_logits(Model *m, const Tokenizer *t, int32_t chosen, int n, float *logits) {
+    read_logits(m, 0, logits);
+    const double sum = logsumexp(logits, m->config.vocab);
+    fprintf(stderr, "# position %d, chosen %" PRId32 ":", m->len[0], chosen);
+    for (int i = 0; i < n; i++) {
+        int best = 0;                                  // of those not shown yet
+        for (int id = 1; id < m->config.vocab; id++) if (logits[id] > logits[best]) best = id;
+        fprintf(stderr, "%s %d ", i ? "," : "", best);
+        print_quoted(stderr, tok_piece(t, best, true));
+        fprintf(stderr, " %.4f %.4g", (double)logits[best], exp(logits[best] - sum));
+        logits[best] = -INFINITY;
+    }
+    fprintf(stderr, "\n");
+}
+
+typedef struct {              // how much of a reply has been written, in bytes, and what waits
+    size_t content, thought, passed;   // passed: of content, what the stop strings let through
+    Stops  stops;
+    char  *text;              // (cap) room for what passes the stop strings
+    size_t cap;
+} Shown;
+
+// Write what has come since: content to stdout, up to a stop string; thoughts to stderr, if they are wanted, on lines of
+// their own.
+static void show_reply(const TokReply *r, Shown *at, bool thoughts) {
+    if (thoughts && r->thought.n > at->thought) {
+        if (!at->thought) fprintf(stderr, "# thought:\n");
+        fwrite(r->thought.s + at->thought, 1, r->thought.n - at->thought, stderr);
+        at->thought = r->thought.n;
+    }
+    if (r->content.n > at->content) {
+        if (thoughts && at->thought && !at->content) fprintf(stderr, "\n");
+        const size_t n = r->content.n - at->content, need = n + at->stops.longest;
+        if (need > at->cap) {
+            at->text = realloc(at->text, at->cap = 2 * need);
+            if (!at->text) die("out of memory: %zu bytes wanted", at->cap);
+        }
+        const size_t passed = stops_push(&at->stops, r->content.s + at->content, n, at->text);
+        write_text(at->text, passed);
+        at->passed += passed;
+        at->content = r->content.n;
+    }
+}
+
+// The calls of a finished reply, each as a line of JSON on stdout: {"name":"f","arguments":{...}}.
+static void show_calls(const TokReply *r) {
+    for (int i = 0; i < r->n_calls; i++) {
+        TokText name = { 0 };
+        if (tok_add_json_string(&name, r->calls[i].name) < 0) die("out of memory for a tool call");
+        if (i == 0 && r->content.n && r->content.s[r->content.n - 1] != '\n') write_text("\n", 1);
+        write_text("{\"name\":", 8);
+        write_text(name.s, name.n);
+        write_text(",\"arguments\":", 13);
+        write_text(r->calls[i].arguments.s, r->calls[i].arguments.n);
+        write_text("}\n", 2);
+        tok_text_free(&name);
+    }
+}
+
+// Session 0 and the tokens that it holds. A prompt runs only from where it differs from them.
+typedef struct {
+    Model     *m;
+    Tokenizer *t;
+    TokIds     held;          // (m->len[0]) the committed tokens
+    uint8_t   *rings;         // the rings as they were when the first `mark` of them were held: to go back further than rings
+    int        mark;          // reach. 0: nothing is kept
+    int        mark_seen;
+} Session;
+
+static void session_free(Session *s) {
+    tok_ids_free(&s->held);
+    free(s->rings);
+}
+
+static void hold(Session *s, int32_t id) {
+    if (tok__push(s->t, &s->held, id) < 0) die("%s", s->t->err);
+}
+
+// Cuts the session back to what it shares with a prompt (ids, n >= 1), less the last token, which has to run for its logits.
+// Where the rings do not reach back as far, they are put back as they were at the mark; else the session starts again.
+static void session_keep(Session *s, const int32_t *ids, int n) {
+    Model *m = s->m;
+    int same = 0;
+    while (same < min_int(n - 1, m->len[0]) && s->held.ids[same] == ids[same]) same++;
+    if (same < s->mark) s->mark = 0;
+    if (!shorten_session(m, 0, ids, same)) {
+        same = s->mark;
+        if (same) {
+            copy_rings(m, 0, s->rings, COPY_IN);
+            m->seen[0] = s->mark_seen;
+            shorten_session(m, 0, ids, same);
+        } else {
+            reset_session(m, 0);
+        }
+    }
+    s->held.n = (size_t)same;
+}
+
+// Runs a prompt (ids, n >= 1) as far as the session does not hold it. The last row's logits are row 0 afterwards, and its
+// step is not committed. mark: how many of the tokens a later prompt is sure to begin with, 0 if that is not known. Returns
+// how many tokens it ran, or -1 after Ctrl-C: what ran is committed.
+static int session_prompt(Session *s, const int32_t *ids, int n, int mark) {
+    Model *m = s->m;
+    session_keep(s, ids, n);
+    const int kept = m->len[0];
+    bool done = true;
+    if (mark > kept && mark < n && copy_rings(m, 0, NULL, COPY_OUT)) {
+        done = run_prompt(m, 0, ids + kept, mark - kept, "prompt", &interrupted);
+        if (done) {
+            commit_all(m);
+            if (!s->rings) s->rings = alloc_or_die(copy_rings(m, 0, NULL, COPY_OUT), 1);
+            copy_rings(m, 0, s->rings, COPY_OUT);
+            s->mark = mark;
+            s->mark_seen = m->seen[0];
+        }
+    }
+    if (done) done = run_prompt(m, 0, ids + m->len[0], n - m->len[0], "prompt", &interrupted);
+    for (int i = kept; i < m->len[0]; i++) hold(s, ids[i]);
+    return done ? n - kept : -1;
+}
+
+// Chooses the token that follows the last step's rows, which become part of the session.
+static void session_sample(Session *s) {
+    finish_step(s->m, &(int32_t){ s->m->n_rows }, NULL, true);
+    for (int i = 0; i < s->m->n_rows; i++) hold(s, s->m->rows[i].token);
+}
+
+// Runs the last token once more: a step behind it was dropped, whose logits lie where its own were.
+static void session_rerun(Session *s) {
+    Model *m = s->m;
+    const int n = m->len[0] - 1;
+    const StepRow last = { .token = s->held.ids[n], .want = true };
+    shorten_session(m, 0, s->held.ids, n);
+    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &last }, 1);
+    commit_all(m);
+}
+
+// The context is full: of its tokens the first n_head stay, and the newest half of the room behind these; they run again,
+// with n more tokens, whose last one's logits are row 0 afterwards. 0: the head leaves less than half of the context, so
+// nothing was done; -1 after Ctrl-C.
+static int session_shift(Session *s, int n_head, const int32_t *next, int n) {
+    const int n_ctx = s->m->options.n_ctx, half = (n_ctx - n_head) / 2, len = s->m->len[0];
+    if (n_head > n_ctx / 2 || half < n) return 0;
+    int32_t *ids = alloc_or_die((size_t)(n_head + half + n), sizeof *ids);
+    memcpy(ids, s->held.ids, (size_t)n_head * sizeof *ids);
+    memcpy(ids + n_head, s->held.ids + len - half, (size_t)half * sizeof *ids);
+    memcpy(ids + n_head + half, next, (size_t)n * sizeof *ids);
+    fprintf(stderr, "%s# context full: %d tokens dropped, the first %d and the newest %d stay\n",
+            isatty(1) && isatty(2) ? "\n" : "", len - n_head - half, n_head, half);
+    const int ran = session_prompt(s, ids, n_head + half + n, 0);
+    free(ids);
+    return ran;
+}
+
+typedef struct {              // what a turn took
+    int         n_prompt, n_run;       // tokens of the prompt, and those that were not in the cache
+    int         made, steps;           // tokens generated, decoding steps
+    int         shifts;                // times the context was full
+    double      prompt_seconds, decode_seconds, read;     // read: bytes that the decoding steps had to read
+    uint64_t    hash;                  // of the last logits: two runs that agree to the last bit show it here
+    const char *why;                   // it stopped
+} Turn;
+
+static void print_turn(const Turn *t) {
+    fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s", t->n_run, t->prompt_seconds, t->n_run / t->prompt_seconds);
+    if (t->n_run < t->n_prompt) fprintf(stderr, "; %d were in the cache", t->n_prompt - t->n_run);
+    if (t->steps)
+        fprintf(stderr, "\n# decode: %d steps in %.3f s, %.1f tok/s, %.2f GB/s", t->steps, t->decode_seconds,
+                t->steps / t->decode_seconds, t->read / t->decode_seconds * 1e-9);
+    fprintf(stderr, "\n# %d tokens generated, stopped: %s", t->made, t->why);
+    if (t->hash) fprintf(stderr, "; last logits %016" PRIx64, t->hash);
+    fprintf(stderr, "\n");
+}
+
+// A prompt as generate() takes it.
+typedef struct {
+    const int32_t *ids;       // (n), n >= 1
+    int            n;
+    int            n_head;    // the first of them that stay when the context shifts: <bos> and the system turn
+    int            mark;      // see session_prompt
+} Prompt;
+
+// Answers a prompt in session 0 and prints the answer, which is left in *reply ({0}, or a used one), cut where a stop string
+// began. interrupted tells of Ctrl-C.
+//
+// A backend that works beside the host (one with marks) never waits for it: a step is fed its token by the device, and the
+// host reads and prints that token while the step runs. Where the token turns out to end the text, or to be followed by
+// others than the model's, the step is dropped: it was not committed.
+static Turn generate(Session *s, const Prompt *p, const GenerateOptions *o, TokReply *reply) {
+    Model *m = s->m;
+    Tokenizer *t = s->t;
+    const Ops *op = m->ops;
+    const int n_top = min_int(o->top_logits, m->config.vocab);
+    float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
+    Shown at = { .stops = stops_new(&o->stops) };
+    TokIds name = { 0 }, next = { 0 };                 // of a thought: its first line; what the next step takes
+    Turn turn = { .n_prompt = p->n, .why = "end of turn" };
+    if (tok_encode(t, "thought\n", 8, TOK_PLAIN, &name) < 0) die("%s", t->err);
+    tok_reply_start(t, reply, p->ids, (size_t)p->n);
+    op->copy(&(Copy){ m->s.params, &o->sampling, sizeof o->sampling, COPY_IN });
+
+    const double t_start = seconds();
+    const int before = m->len[0];
+    const int ran = session_prompt(s, p->ids, p->n, p->mark);
+    turn.n_run = ran < 0 ? max_int(m->len[0] - before, 0) : ran;
+    op->wait();
+    const double t_prompt = seconds();
+    int named = tok_reply_thinks(reply) ? (int)name.n : 0, thought = 0;      // tokens of the name, of thoughts
+    bool stepped = ran >= 0;                           // a step has been run and its rows are not committed yet
+    bool ahead = false;                                // and another one behind it, which may have to be dropped
+    while (stepped && !interrupted) {
+        if (turn.made >= o->n_predict && o->n_predict >= 0) { turn.why = "-n reached"; break; }
+        int32_t token;
+        session_sample(s);
+        op->copy(&(Copy){ &token, m->s.chosen, sizeof token, COPY_OUT });
+        // Not behind a prompt: a step that is dropped is made good by another run of the last token, and the rounding of a
+        // prompt differs. Not where it is known that nothing follows, or somebody looks at each step.
+        ahead = op->mark && m->n_rows <= STEP_ROWS && m->len[0] < m->options.n_ctx && !n_top && !m->dump_dir &&
+                (o->n_predict < 0 || turn.made + 1 < o->n_predict);
+        if (ahead) {
+            const int mark = op->mark();
+            step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = FED, .want = true } }, 1);
+            op->wait_for(mark);
+            m->rows[0].token = token;
+        } else {
+            op->wait();
+        }
+        if (token < 0)
+            die("%s: no token can be chosen at position %d: the logits are not numbers, so the file is damaged, or every "
+                "token is suppressed", m->gguf.path, m->len[0] - 1);
+        if (n_top) print_top_logits(m, t, token, n_top, logits);
+        const bool thought_before = tok_reply_thinks(reply);
+        int over = o->ignore_eos && tok_is_stop(t, token) ? 0 : tok_reply_push(t, reply, token);
+        turn.made++;
+        next.n = 0;
+        if (tok__push(t, &next, token) < 0) die("%s", t->err);
+        if (!tok_reply_thinks(reply)) named = 0;
+        else if (thought_before) *(named < (int)name.n ? &named : &thought) += 1;
+        if (!over && o->think_budget >= 0 && thought >= o->think_budget && tok_reply_thinks(reply) && named == (int)name.n) {
+            const TokStr last = tok_piece(t, token, false);
+            const bool line_ended = last.n && last.s[last.n - 1] == '\n';
+            if ((!line_ended && tok_encode(t, "\n", 1, TOK_PLAIN, &next) < 0) || tok__push(t, &next, t->channel_close) < 0)
+                die("%s", t->err);
+            for (size_t i = 1; i < next.n && !over; i++, turn.made++) over = tok_reply_push(t, reply, next.ids[i]);
+        }
+        if (over < 0) die("%s", t->err);
+        show_reply(reply, &at, o->show_thoughts);
+        if (at.stops.hit) { turn.why = "stop string"; break; }
+        if (over) { turn.why = reply->finish == TOK_TOOL_CALLS ? "tool call" : turn.why; break; }
+        if (turn.made >= o->n_predict && o->n_predict >= 0) { turn.why = "-n reached"; break; }  // nobody needs what follows
+        if (m->len[0] + (int)next.n > m->options.n_ctx) {
+            const int shifted = o->shift ? session_shift(s, p->n_head, next.ids, (int)next.n) : 0;
+            if (!shifted) { turn.why = "context full"; break; }
+            stepped = shifted > 0;
+            turn.shifts++;
+            ahead = false;
+            continue;
+        }
+        for (size_t i = 0; i < next.n; i++) m->chunk[i] = (StepRow){ .token = next.ids[i], .want = i + 1 == next.n };
+        if (!ahead || next.n > 1)                      // else it runs already
+            step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = (int)next.n, .rows = m->chunk }, 1);
+        ahead = false;
+        turn.steps++;
+        turn.read += bytes_per_token(m, m->len[0]);
+    }
+    if (tok_reply_end(t, reply) < 0) die("%s", t->err);
+    show_reply(reply, &at, o->show_thoughts);
+    if (at.text) {
+        const size_t n = stops_flush(&at.stops, at.text);
+        write_text(at.text, n);
+        at.passed += n;
+    }
+    reply->content.n = at.passed;
+    if (at.thought && !at.content) fprintf(stderr, "\n");
+    show_calls(reply);
+    if ((o->newline || isatty(1)) && !reply->n_calls) write_text("\n", 1);
+    if (interrupted) turn.why = "interrupted";
+    turn.prompt_seconds = t_prompt - t_start;
+    turn.decode_seconds = seconds() - t_prompt;
+    if (ran >= 0) {
+        if (ahead) session_rerun(s);
+        read_logits(m, 0, logits);
+        turn.hash = hash_bytes(logits, (size_t)m->config.vocab * sizeof *logits);
+    }
+    tok_ids_free(&name);
+    tok_ids_free(&next);
+    free(at.stops.held);
+    free(at.text);
+    free(logits);
+    return turn;
+}
+
+// ==== [8] Text and verbs: logits, tokenize, detokenize, plan =========================================================
+
+static TokStr tok_str(GgufStr s) { return (TokStr){ s.s, s.n }; }
+
+static int token_id(Gguf *g, const char *key, int vocab) {           // -1: the file does not say
+    return gguf_find_kv(g, key) ? (int)key_int(g, key, 0, vocab - 1, 0) : -1;
+}
+
+// vocab: how many tokens the weights are for; 0 for a file that is read for its tokenizer only.
+static void load_tokenizer(Tokenizer *t, Gguf *g, int vocab) {
+    GgufStr kind = { "", 0 };
+    const int has_kind = gguf_get_str(g, "tokenizer.ggml.model", &kind);
+    if (has_kind < 0) die_gguf(g);
+    if (!has_kind) die("%s: key 'tokenizer.ggml.model': missing; the file has no tokenizer", g->path);
+    if (kind.n != 6 || memcmp(kind.s, "gemma4", 6) != 0)
+        die("%s: key 'tokenizer.ggml.model': expected 'gemma4', got '%s' (E_META_RANGE)", g->path, shown(kind));
+    const GgufStr *tokens = NULL, *merges = NULL;
+    size_t n_tokens = 0, n_merges = 0;
+    int found = gguf_get_strs(g, "tokenizer.ggml.tokens", &tokens, &n_tokens);
+    if (found < 0) die_gguf(g);
+    if (!found) die("%s: key 'tokenizer.ggml.tokens': missing (E_META_MISSING)", g->path);
+    if (vocab && n_tokens != (size_t)vocab)
+        die("%s: key 'tokenizer.ggml.tokens': expected %d texts, one per row of token_embd.weight, got %zu (E_SHAPE)",
+            g->path, vocab, n_tokens);
+    if (n_tokens < 1 || n_tokens > MAX_VOCAB)
+        die("%s: key 'tokenizer.ggml.tokens': expected 1 to %d texts, got %zu (E_META_ARRAY)", g->path, MAX_VOCAB, n_tokens);
+    found = gguf_get_strs(g, "tokenizer.ggml.merges", &merges, &n_merges);
+    if (found < 0) die_gguf(g);
+    if (!found) die("%s: key 'tokenizer.ggml.merges': missing (E_META_MISSING)", g->path);
+    if (n_merges > INT_MAX)
+        die("%s: key 'tokenizer.ggml.merges': expected at most %d, got %zu (E_META_ARRAY)", g->path, INT_MAX, n_merges);
+    for (size_t i = 0; i < n_merges; i++)
+        if (merges[i].n < 3 || !memchr(merges[i].s + 1, ' ', merges[i].n - 2))
+            die("%s: key 'tokenizer.ggml.merges': merge %zu: expected two texts with a space between, got '%s' "
+                "(E_META_RANGE)", g->path, i, shown(merges[i]));
+    const GgufKv *scores = gguf_find_kv(g, "tokenizer.ggml.scores");  // nothing reads them
+    if (scores && (scores->type != GGUF_V_ARRAY || scores->count != n_tokens))
+        die("%s: key 'tokenizer.ggml.scores': expected an array of %zu (E_META_ARRAY)", g->path, n_tokens);
+    static const char *const unread[] = { "unknown", "padding", "mask", "eom", "separator" };
+    for (size_t i = 0; i < sizeof unread / sizeof *unread; i++) {
+        char key[64];
+        snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", unread[i]);
+        token_id(g, key, (int)n_tokens);
+    }
+
+    TokStr *text = alloc_or_die(n_tokens + n_merges, sizeof *text);
+    int64_t *types64 = alloc_or_die(n_tokens, sizeof *types64);
+    int32_t *types = alloc_or_die(n_tokens, sizeof *types);
+    for (size_t i = 0; i < n_tokens; i++) text[i] = tok_str(tokens[i]);
+    for (size_t i = 0; i < n_merges; i++) text[n_tokens + i] = tok_str(merges[i]);
+    const int has_types = gguf_get_ints(g, "tokenizer.ggml.token_type", INT32_MIN, INT32_MAX, types64, n_tokens);
+    if (has_types < 0) die_gguf(g);
+    for (size_t i = 0; i < n_tokens; i++) types[i] = (int32_t)types64[i];
+    GgufStr chat_template = { "", 0 };
+    if (gguf_get_str(g, "tokenizer.chat_template", &chat_template) < 0) die_gguf(g);
+    const TokVocab v = {
+        .tokens = text, .n_tokens = (int)n_tokens, .types = has_types ? types : NULL,
+        .merges = text + n_tokens, .n_merges = (int)n_merges,
+        .bos = token_id(g, "tokenizer.ggml.bos_token_id", (int)n_tokens),
+        .eos = token_id(g, "tokenizer.ggml.eos_token_id", (int)n_tokens),
+        .eot = token_id(g, "tokenizer.ggml.eot_token_id", (int)n_tokens),
+        .chat_template = tok_str(chat_template),
+        .has_ple = key_int(g, "gemma4.embedding_length_per_layer_input", 0, 1 << 16, 0) > 0
+    };
+    if (tok_init(t, &v) < 0) die("%s: tokenizer: %s", g->path, t->err);
+    free(text);
+    free(types64);
+    free(types);
+}
+
+static const char *kv_name(KvType t) { return t == KV_F32 ? "f32" : t == KV_F16 ? "f16" : "bf16"; }
+
+// What is about to run, on stderr: model, plan, device.
+static void print_plan(Model *m) {
+    const Config *c = &m->config;
+    const double mib = 1 << 20;
+    bool tied = false;
+    for (int i = 0; i < m->n_caches; i++) tied |= m->caches[i].n_rot > 0;
+    const KvType k = m->options.k_type, v = m->options.v_type;
+    fprintf(stderr, "# %s: %d layers, dim %d, %d experts, vocabulary %d, weights %.1f MiB (%s)\n", model_name(m), c->n_layers,
+            c->dim, c->n_experts, c->vocab, (double)m->binder.bytes / mib,
+            gguf_type_name(m->weights.layer[0].attn_q.type));
+    fprintf(stderr, "# plan: context %d: global KV %.1f MiB (%s%s%s %s), rings %.1f MiB, stage %.1f MiB, activations %.1f MiB, "
+            "scratch %.1f MiB\n", m->options.n_ctx, (double)m->plan.kv_global / mib,
+            kv_name(k), k == v ? "" : "/", k == v ? "" : kv_name(v), tied ? "tied" : "untied", (double)m->plan.kv_rings / mib,
+            (double)m->plan.stage / mib, (double)m->plan.activations / mib, (double)m->plan.scratch / mib);
+    if (m->plan.in_host)
+        fprintf(stderr, "# plan: the table of per-layer embeddings, %.1f MiB, stays in host memory: the GPU has no room for "
+                "it\n", (double)m->plan.in_host / mib);
+    if (m->plan.weights)
+        fprintf(stderr, "# weights loaded in %.2f s, %.2f GB/s\n", m->upload_seconds,
+                (double)m->binder.bytes / m->upload_seconds * 1e-9);
+    if (m->options.n_ctx > c->n_ctx_train)
+        fprintf(stderr, "# warning: a context of %d, but the model was trained for %d\n", m->options.n_ctx, c->n_ctx_train);
+    print_unknown(&m->binder);
+    const char *note = "";
+#ifdef USE_CUDA
+    if (m->ops == cpu_ops()) note = " (no GPU that this build can use)";
+#endif
+    fprintf(stderr, "# backend: %s%s, %d thread%s\n", m->ops->name, note, count_threads(), count_threads() == 1 ? "" : "s");
+}
+
+// A file that takes its name only when it is complete: until then it is PATH.PID.tmp, and whatever PATH was stays. Only a
+// process that is killed outright leaves the former behind.
+typedef struct {
+    const char *path;
+    char *tmp;
+    int fd;
+} Output;
+
+static int create_output(Output *o, const char *path) {             // 0, or errno
+    *o = (Output){ .path = path, .tmp = alloc_or_die(strlen(path) + 32, 1) };
+    sprintf(o->tmp, "%s.%ld.tmp", path, (long)getpid());
+    o->fd = open(o->tmp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (o->fd < 0) return errno;
+    unfinished = o->tmp;
+    return 0;
+}
+
+static int write_output(const Output *o, const void *bytes, size_t n) {            // 0, or errno
+    for (const uint8_t *p = bytes; n > 0; ) {
+        const ssize_t done = write(o->fd, p, n < (1 << 30) ? n : 1 << 30);
+        if (done < 0 && errno == EINTR) continue;
+        if (done <= 0) return done ? errno : EIO;
+        p += done;
+        n -= (size_t)done;
+    }
+    return 0;
+}
+
+// Gives the file its name if err is 0, else takes it away; in both cases o is used up. Returns err, or errno of what failed.
+static int finish_output(Output *o, int err) {
+    if (o->fd >= 0) {
+        if (!err && fsync(o->fd)) err = errno;
+        if (close(o->fd) && !err) err = errno;
+        if (!err && rename(o->tmp, o->path)) err = errno;
+        if (err) unlink(o->tmp);
+    }
+    unfinished = NULL;
+    char *slash = strrchr(o->tmp, '/');
+    if (slash) slash[slash == o->tmp] = 0;              // the folder, so that the new name survives a power cut too
+    const int dir = err ? -1 : open(slash ? o->tmp : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (dir >= 0) {
+        fsync(dir);
+        close(dir);
+    }
+    free(o->tmp);
+    return err;
+}
+
+// gemma4 logits: the logits of every position of a list of ids, after the soft-cap, as n x vocab float32.
+static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const char *ids_path, const char *out_path,
+                        const char *dump_dir, bool check_tensors) {
+    size_t size = 0;
+    uint8_t *bytes = read_file(ids_path, &size, "--ids");
+    if (!size || size % 4) die("--ids: %s: expected little-endian int32 ids, got %zu bytes", ids_path, size);
+    if (size / 4 > MAX_CONTEXT) die("--ids: %s: expected at most %d ids, got %zu", ids_path, MAX_CONTEXT, size / 4);
+    const int n = (int)(size / 4);
+    if (o.n_ctx <= 0) o.n_ctx = n;
+    if (o.n_ctx == n) o.ctx_from = "number of --ids";
+    if (n > o.n_ctx) die("--ids: %s: expected at most %d ids, got %d; try -c %d", ids_path, o.n_ctx, n, n);
+    struct stat in, out;
+    if (!stat(model, &in) && !stat(out_path, &out) && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
+        die("-o: %s: expected another file, got the model itself", out_path);
+    o.n_logits = o.n_batch = STEP_ROWS;
+    Model *m = alloc_or_die(1, sizeof *m);
+    load_model(m, model, ops, o, dump_dir);
+    if (check_tensors) read_weights(m, true);
+    int32_t *ids = alloc_or_die(n, sizeof *ids);
+    for (int i = 0; i < n; i++) {
+        const uint8_t *b = bytes + (size_t)i * 4;
+        ids[i] = (int32_t)((uint32_t)b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24);
+        if (ids[i] < 0 || ids[i] >= m->config.vocab)
+            die("--ids: %s: id %d: expected 0..%d, got %" PRId32, ids_path, i, m->config.vocab - 1, ids[i]);
+    }
+    FILE *f = fopen(out_path, "wb");
+    if (!f) die("-o: %s: %s", out_path, strerror(errno));
+    float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
+    const double t0 = seconds();
+    progress("logits", 0, n, "positions");
+    for (int at = 0; at < n; ) {
+        const int chunk = min_int(n - at, STEP_ROWS);
+        for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .want = true };
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = chunk, .rows = m->chunk }, 1);
+        for (int i = 0; i < chunk; i++) {
+            read_logits(m, i, logits);
+            if (fwrite(logits, sizeof *logits, m->config.vocab, f) != (size_t)m->config.vocab)
+                die("-o: %s: %s", out_path, strerror(errno));
+        }
+        commit_all(m);
+        at += chunk;
+        progress("logits", at, n, "positions");
+    }
+    if (fclose(f)) die("-o: %s: %s", out_path, strerror(errno));
+    print_plan(m);
+    fprintf(stderr, "# %d positions x %d logits in %.2f s\n", n, m->config.vocab, seconds() - t0);
+    free(logits);
+    free(ids);
+    free(bytes);
+    free_model(m);
+    free(m);
+}
+
+// The tokenizer of a file, which may hold nothing else.
+static void open_tokenizer(Tokenizer *t, Gguf *g, const char *path) {
+    open_model_file(g, path);
+    load_tokenizer(t, g, 0);
+}
+
+// gemma4 tokenize: the ids of a text in decimal, on one line, no <bos> added.
+static void verb_tokenize(const char *model, const char *text, size_t n, TokMode mode) {
+    Gguf g;
+    Tokenizer tok;
+    TokIds ids = { 0 };
+    open_tokenizer(&tok, &g, model);
+    if (tok_encode(&tok, text, n, mode, &ids) < 0) die("tokenize: %s", tok.err);
+    for (size_t i = 0; i < ids.n; i++) printf("%s%" PRId32, i ? " " : "", ids.ids[i]);
+    printf("\n");
+    flush_output();
+    tok_ids_free(&ids);
+    tok_free(&tok);
+    gguf_close(&g);
+}
+
+// gemma4 detokenize: the bytes of ids, markers as their text.
+static void verb_detokenize(const char *model, const char *list) {
+    Gguf g;
+    Tokenizer tok;
+    open_tokenizer(&tok, &g, model);
+    for (int round = 0; round < 2; round++) {          // first all are checked, then they are written
+        const char *s = list;
+        for (int i = 0; ; i++) {
+            s += strspn(s, " \t\r\n");
+            if (!*s) break;
+            char *end;
+            errno = 0;
+            const long id = strtol(s, &end, 10);
+            if (end == s || errno || id < 0 || id >= tok.n_tokens || !strchr(" \t\r\n", *end))
+                die("--ids: number %d: expected an id from 0 to %d, got '%.*s'", i + 1, tok.n_tokens - 1,
+                    min_int((int)strcspn(s, " \t\r\n"), 40), s);
+            const TokStr piece = tok_piece(&tok, (int32_t)id, true);
+            if (round && fwrite(piece.s, 1, piece.n, stdout) != piece.n) die("standard output: %s", strerror(errno));
+            s = end;
+        }
+    }
+    flush_output();
+    tok_free(&tok);
+    gguf_close(&g);
+}
+
+// gemma4 plan: what a context takes in memory, without taking it. Dies when it does not fit.
+static void verb_plan(const char *model, const Ops *ops, PlanOptions o) {
+    static const int contexts[] = { 8 << 10, 32 << 10, 128 << 10, 256 << 10, 1 << 20 };
+    const double gib = 1 << 30;
+    Model *m = alloc_or_die(1, sizeof *m);
+    plan_model(m, model, ops, o, NULL);
+    const size_t budget = plan_budget(m);
+    const int n_ctx = m->options.n_ctx, trained = m->config.n_ctx_train, most = largest_context(m, trained, budget);
+    size_t free_bytes, total;
+    ops->memory(&free_bytes, &total);
+    const size_t needed = fit_context(m, n_ctx, budget);
+    const Plan plan = m->plan;
+    const size_t weights = plan.weights ? plan.weights : m->binder.bytes;
+    printf("%s: context %d, trained for %d\n", model_name(m), n_ctx, trained);
+    printf("weights      %9.3f GiB%s\n", (double)weights / gib, plan.weights ? "" : ", read in the mapped file");
+    if (plan.in_host)
+        printf("             %9.3f GiB in host memory: the table of per-layer embeddings\n", (double)plan.in_host / gib);
+    printf("global KV    %9.3f GiB\n", (double)plan.kv_global / gib);
+    printf("rings        %9.3f GiB\n", (double)plan.kv_rings / gib);
+    printf("stage        %9.3f GiB\n", (double)plan.stage / gib);
+    printf("activations  %9.3f GiB\n", (double)plan.activations / gib);
+    printf("scratch      %9.3f GiB\n", (double)plan.scratch / gib);
+    printf("total        %9.3f GiB\n", (double)needed / gib);
+    printf("room         %9.3f GiB, %s\n", (double)budget / gib,
+           o.memory ? "as --vram says" : "31/32 of the backend's free memory");
+    if (!o.memory) printf("free         %9.3f GiB of %.3f\n", (double)free_bytes / gib, (double)total / gib);
+    printf("largest context that fits: %d%s\n\n", most, most == trained ? ", as trained" : "");
+    printf("%8s  %9s  %9s\n", "context", "KV GiB", "total GiB");
+    for (size_t i = 0; i < sizeof contexts / sizeof *contexts; i++) {
+        const size_t all = fit_context(m, contexts[i], budget);
+        printf("%8d  %9.3f  %9.3f  %s%s%s\n", contexts[i], (double)(m->plan.kv_global + m->plan.kv_rings) / gib,
+               (double)all / gib, all <= budget ? "fits" : "does not fit", m->plan.in_host ? ", the table in host memory" : "",
+               contexts[i] > trained ? ", past the trained length" : "");
+    }
+    flush_output();
+    if (fit_context(m, n_ctx, budget) > budget) die_no_room(m);
+    free_model(m);
+    free(m);
+}
+
+#include "parts/convert.h"
+#include "parts/bench.h"
+#include "parts/chat.h"
+
+// ==== [9] Command line ===============================================================================================
+// gemma4 MODEL [flags] generates; gemma4 VERB MODEL [flags] does something else. One table describes every flag: its
+// spelling, what it takes, where the value goes, and the line that --help prints.
+
+#ifndef TESTING
+#define VERSION "0.1"
+
+typedef enum {
+    GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
+    RUNS = GENERATE | LOGITS, PLANS = RUNS | PLAN, ANY = 255
+} Verb;
+
+static const struct { const char *name; Verb verb; } verbs[] = {
+    { "logits", LOGITS }, { "tokenize", TOKENIZE }, { "detokenize", DETOKENIZE }, { "quantize", QUANTIZE },
+    { "bench", BENCH }, { "plan", PLAN }, { "check", CHECK }
+};
+
+typedef struct {
+    Verb verb;
+    const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout;
+    const char *k_type, *v_type, *history;
+    const char *target, *type;                  // quantize: OUT, TYPE
+    const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
+    const char *fill;
+    double n_runs;
+    double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
+    double think_budget, memory;
+    TextList biases, stops;
+    bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, help, version;
+} Flags;
+
+typedef enum { FLAG_TEXT, FLAG_LIST, FLAG_INT, FLAG_REAL, FLAG_ON } FlagKind;      // a list: the flag may come again
+
+typedef struct {
+    const char *name, *alias, *value;            // alias: other names, with spaces between
+    FlagKind    kind;
+    int         verbs;        // those that take it
+    size_t      field;        // offset into Flags
+    double      min, max;
+    const char *help;
+} Flag;
+
+#define FIELD(name) offsetof(Flags, name)
+static const Flag flags[] = {
+    { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0, "the model, instead of the first argument" },
+    { "-t", "--threads", "N", FLAG_INT, RUNS | BENCH | CHECK | QUANTIZE, FIELD(n_threads), 1, MAX_THREADS,
+      "CPU threads; default: one per core" },
+    { "--check-tensors", NULL, NULL, FLAG_ON, RUNS, FIELD(check_tensors), 0, 0,
+      "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales; default: off" },
+    { "-p", "--prompt", "TEXT", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt), 0, 0,
+      "what to answer, or to continue with --raw; default: -f, standard input, or a chat" },
+    { "-f", "--file", "FILE", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt_file), 0, 0,
+      "the prompt is in this file, - for standard input; with -p: behind that text and an empty line; default: none" },
+    { "-sys", "--system --system-prompt", "TEXT", FLAG_TEXT, GENERATE, FIELD(system), 0, 0, "system turn; default: none" },
+    { "-i", "--interactive -cnv --conversation", NULL, FLAG_ON, GENERATE, FIELD(interactive), 0, 0,
+      "chat, also where input or output is no terminal; -p is said first; default: without a prompt on a terminal" },
+    { "--history", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(history), 0, 0,
+      "chat: keep typed lines in this file from one chat to the next; default: none" },
+    { "--think", NULL, NULL, FLAG_ON, GENERATE, FIELD(think), 0, 0,
+      "let the model think before it answers; default: it answers at once" },
+    { "--think-budget", "--reasoning-budget", "N", FLAG_INT, GENERATE, FIELD(think_budget), -1, INT_MAX,
+      "tokens of thought, then it is closed and the answer goes on; 0: none; default -1: no limit" },
+    { "--tools", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(tools), 0, 0,
+      "tools it may call, a JSON list as in the OpenAI API; a call is a line {\"name\":..,\"arguments\":{..}} on stdout; "
+      "default: none" },
+    { "--template", NULL, "NAME", FLAG_TEXT, GENERATE, FIELD(chat_template), 0, 0,
+      "chat template: large (12B, 26B, 31B) or small (E2B, E4B); default: as the file's template or its shape says" },
+    { "--raw", NULL, NULL, FLAG_ON, GENERATE, FIELD(raw), 0, 0,
+      "continue the prompt as it is, without chat turns; <bos> is added; default: off" },
+    { "-n", "--predict --n-predict", "N", FLAG_INT, GENERATE, FIELD(n_predict), -1, INT_MAX,
+      "most tokens to generate, in a chat for each answer; default -1: until the turn ends or the context is full" },
+    { "--temp", "--temperature", "T", FLAG_REAL, GENERATE, FIELD(temperature), 0, 1000,
+      "temperature; 0: always the likeliest token; default: the file's, else 1.0" },
+    { "--top-k", NULL, "N", FLAG_INT, GENERATE, FIELD(top_k), 0, INT_MAX,
+      "sample from the N likeliest tokens, 0: all; default: the file's, else 64" },
+    { "--top-p", NULL, "P", FLAG_REAL, GENERATE, FIELD(top_p), 0, 1,
+      "sample from the likeliest tokens that hold P of the probability; default: the file's, else 0.95" },
+    { "--min-p", NULL, "P", FLAG_REAL, GENERATE, FIELD(min_p), 0, 1,
+      "leave out tokens less than P times as likely as the likeliest; default 0" },
+    { "--repeat-penalty", NULL, "R", FLAG_REAL, GENERATE, FIELD(repeat), 0.001, 1000,
+      "logits of tokens seen: / R above 0, * R below; default 1. Seen: in all of prompt and text (llama.cpp: the last 64)" },
+    { "--presence-penalty", NULL, "P", FLAG_REAL, GENERATE, FIELD(presence), -1000, 1000,
+      "take P from the logits of tokens seen; default 0" },
+    { "--frequency-penalty", NULL, "P", FLAG_REAL, GENERATE, FIELD(frequency), -1000, 1000,
+      "take P from the logit of a token for each time it was seen; default 0" },
+    { "-l", "--logit-bias", "ID+B", FLAG_LIST, GENERATE, FIELD(biases), 0, 0,
+      "add B to the logit of token ID; ID-B: take it away, ID-inf: never; with commas, or again, for more; default: none" },
+    { "-s", "--seed", "N", FLAG_INT, GENERATE, FIELD(seed), 0, 4294967295.0,
+      "random seed; default: another one each time, printed" },
+    { "-r", "--stop --reverse-prompt", "TEXT", FLAG_LIST, GENERATE, FIELD(stops), 0, 0,
+      "stop before this text, which is not printed; again for more; default: none" },
+    { "--ignore-eos", NULL, NULL, FLAG_ON, GENERATE, FIELD(ignore_eos), 0, 0,
+      "go on after the end of the turn; default: off" },
+    { "-c", "--ctx-size", "N", FLAG_INT, PLANS, FIELD(n_ctx), 0, MAX_CONTEXT,
+      "tokens of context; 0: what memory has room for, up to the trained length; default: the trained length, 8192 at most" },
+    { "--context-shift", NULL, NULL, FLAG_ON, GENERATE, FIELD(shift), 0, 0,
+      "when the context is full, forget its older half but for the system turn, and go on; default: stop" },
+    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(k_type), 0, 0,
+      "type of cached K: f16 or f32; default f16, for logits f32" },
+    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(v_type), 0, 0,
+      "type of cached V; default: as K" },
+    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(kv_layout), 0, 0,
+      "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
+    { "--vram", NULL, "G", FLAG_REAL, PLANS, FIELD(memory), 0.001, 1e6,
+      "plan as if the backend had G GiB of memory, and end if that is not enough; default: what is free" },
+    { "--show-thoughts", NULL, NULL, FLAG_ON, GENERATE, FIELD(show_thoughts), 0, 0,
+      "write thoughts to stderr; default: they are dropped" },
+    { "--top-logits", NULL, "N", FLAG_INT, GENERATE, FIELD(top_logits), 0, MAX_VOCAB,
+      "print the N likeliest candidates of every token: id, text, logit, probability, before bias and penalties; default 0" },
+    { "-v", "--verbose", NULL, FLAG_ON, GENERATE, FIELD(verbose), 0, 0,
+      "chat: statistics after every answer; default: when /stats asks" },
+    { "-o", "--output", "FILE", FLAG_TEXT, LOGITS, FIELD(out), 0, 0,
+      "logits: where they go, positions x vocabulary float32; no default" },
+    { "--dump", NULL, "DIR", FLAG_TEXT, RUNS, FIELD(dump), 0, 0,
+      "write every checkpoint to DIR/NAME-LAYER.f32, rows x width float32; default: none" },
+    { "--ids", NULL, "IDS", FLAG_TEXT, LOGITS | DETOKENIZE, FIELD(ids), 0, 0,
+      "logits: a file of token ids, little-endian int32, <bos> included; detokenize: the ids themselves, \"2 105 2364\"; "
+      "no default" },
+    { "--plain", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(plain), 0, 0,
+      "tokenize: no string is special; default: those around calls and thoughts are" },
+    { "--special", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(special), 0, 0,
+      "tokenize: all of them are, such as <|turn>; default: as above" },
+    { "-p", "--n-prompt", "N,..", FLAG_TEXT, BENCH, FIELD(prompts), 0, 0, "bench: tokens of a prompt; default 512, 0: none" },
+    { "-n", "--n-gen", "N,..", FLAG_TEXT, BENCH, FIELD(generated), 0, 0, "bench: tokens to generate; default 128, 0: none" },
+    { "--rows", NULL, "N,..", FLAG_TEXT, BENCH, FIELD(rows), 0, 0,
+      "bench: steps of N rows, 1 to 64, as drafts are verified, again and again at the same depth; default 0: none" },
+    { "-d", "--n-depth", "N,..", FLAG_TEXT, BENCH, FIELD(depths), 0, 0,
+      "bench: tokens that are in the context already; default 0" },
+    { "--fill", NULL, "HOW", FLAG_TEXT, BENCH, FIELD(fill), 0, 0,
+      "bench: how they got there: prompt (default): they are run; random: cache rows are random numbers, which is quick" },
+    { "-r", "--repetitions", "N", FLAG_INT, BENCH, FIELD(n_runs), 1, 1000, "bench: runs of each test; default 5" },
+    { "-o", "--output", "FORMAT", FLAG_TEXT, BENCH, FIELD(out), 0, 0, "bench: md, csv or json; default md" },
+    { "-h", "--help", NULL, FLAG_ON, ANY, FIELD(help), 0, 0, "this text" },
+    { "--version", NULL, NULL, FLAG_ON, ANY, FIELD(version), 0, 0, "version and backend" },
+};
+
+static const struct { const char *first, *title; } groups[] = {   // of flags, in their order, each with its first one
+    { "-m", "model" }, { "-p", "prompt" }, { "-n", "sampling" }, { "-c", "context" }, { "--show-thoughts", "output" },
+    { "--ids", "other verbs" }, { "-p", "bench" }, { "-h", "help" }
+};
+
+static void print_help(void) {
+    printf("gemma4 " VERSION " - runs Gemma 4 text models from GGUF files\n\n"
+           "  gemma4 MODEL.gguf -p TEXT [flags]                answers: text on stdout, statistics on stderr\n"
+           "  gemma4 MODEL.gguf [flags]                        chat on a terminal; else the prompt is standard input\n"
+           "  gemma4 plan MODEL.gguf [-c N] [--vram G]         what a context takes in memory\n"
+           "  gemma4 logits MODEL.gguf --ids FILE -o FILE      logits of every position, after the soft-cap\n"
+           "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   the ids of a text; no <bos> is added\n"
+           "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  the text of ids\n"
+           "  gemma4 bench MODEL.gguf [flags]                  tokens per second, as llama-bench measures them\n"
+           "  gemma4 check MODEL.gguf                          the GPU against the CPU, checkpoint by checkpoint\n"
+           "  gemma4 quantize IN OUT.gguf TYPE                 q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32\n");
+    for (size_t i = 0, group = 0; i < sizeof flags / sizeof *flags; i++) {
+        char left[80];
+        const Flag *f = &flags[i];
+        if (group < sizeof groups / sizeof *groups && !strcmp(groups[group].first, f->name))
+            printf("\n%s\n", groups[group++].title);
+        int n = snprintf(left, sizeof left, "%s", f->name);
+        for (const char *at = f->alias; at && *at; at += strspn(at, " ")) {
+            n += snprintf(left + n, sizeof left - (size_t)n, ", %.*s", (int)strcspn(at, " "), at);
+            at += strcspn(at, " ");
+        }
+        snprintf(left + n, sizeof left - (size_t)n, " %s", f->value ? f->value : "");
+        printf("  %-28s%s%s\n", left, strlen(left) > 28 ? "\n                               " : " ", f->help);
+    }
+}
+
+static bool is_named(const Flag *f, const char *arg) {
+    const size_t n = strlen(arg);
+    if (!strcmp(arg, f->name)) return true;
+    for (const char *at = f->alias; at && *at; at += strspn(at, " ")) {
+        const size_t len = strcspn(at, " ");
+        if (len == n && !memcmp(at, arg, n)) return true;
+        at += len;
+    }
+    return false;
+}
+
+static Verb verb_named(const char *name) {
+    for (size_t k = 0; k < sizeof verbs / sizeof *verbs; k++)
+        if (!strcmp(name, verbs[k].name)) return verbs[k].verb;
+    return 0;
+}
+
+// A flag that the verb does not take would do nothing: say to whom it belongs.
+static void refuse_flag(const Flag *flag, Verb verb) {
+    char owners[80] = "";
+    const char *own = "generating";
+    for (size_t k = 0; k < sizeof verbs / sizeof *verbs; k++) {
+        if (verbs[k].verb == verb) own = verbs[k].name;
+        if (!(flag->verbs & (int)verbs[k].verb)) continue;
+        snprintf(owners + strlen(owners), sizeof owners - strlen(owners), "%s%s", *owners ? ", " : "", verbs[k].name);
+    }
+    const bool generates = flag->verbs & GENERATE;
+    die("%s: %s does not take it; it belongs to %s%s%s", flag->name, own, generates ? "generating" : "",
+        generates && *owners ? ", " : "", owners);
+}
+
+// The flag of this name that the verb takes, else the first one: refuse_flag says whose it is. NULL: there is none.
+static const Flag *find_flag(const char *arg, Verb verb) {
+    const Flag *flag = NULL;
+    for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
+        if (is_named(&flags[k], arg) && (!flag || flags[k].verbs & (int)verb)) flag = &flags[k];
+    return flag;
+}
+
+// Where the verb stands, the first word that is neither a flag nor a flag's value; 0: that word is no verb. Of flags that
+// share a name all take a value, or none does.
+static int find_verb(int argc, char **argv) {
+    for (int i = 1; i < argc; i++) {
+        const Flag *flag = find_flag(argv[i], 0);
+        if (!flag && argv[i][0] != '-') return verb_named(argv[i]) ? i : 0;
+        i += flag && flag->kind != FLAG_ON;
+    }
+    return 0;
+}
+
+static void parse_flags(Flags *f, int argc, char **argv) {
+    bool given[sizeof flags / sizeof *flags] = { false };
+    const int verb_at = find_verb(argc, argv);
+    f->verb = verb_at ? verb_named(argv[verb_at]) : GENERATE;
+    for (int i = 1; i < argc; i++) {
+        const char *arg = argv[i];
+        const Flag *flag = find_flag(arg, f->verb);
+        if (i == verb_at) continue;
+        if (!flag) {
+            if (arg[0] == '-') die("%s: no such flag; try --help", arg);
+            if (!f->model) f->model = arg;
+            else if (f->verb == QUANTIZE && !f->target) f->target = arg;
+            else if (f->verb == QUANTIZE && !f->type) f->type = arg;
+            else die("%s: expected a flag, got a second model (the first is %s)", arg, f->model);
+            continue;
+        }
+        given[flag - flags] = true;
+        void *field = (char *)f + flag->field;
+        if (flag->kind == FLAG_ON) {
+            *(bool *)field = true;
+            continue;
+        }
+        if (++i == argc) die("%s: expected a value (%s), got the end of the line", arg, flag->value);
+        if (flag->kind == FLAG_TEXT) {
+            *(const char **)field = argv[i];
+            continue;
+        }
+        if (flag->kind == FLAG_LIST) {
+            TextList *list = field;
+            list->text = realloc(list->text, (size_t)(list->n + 1) * sizeof *list->text);
+            if (!list->text) die("%s: out of memory", arg);
+            list->text[list->n++] = argv[i];
+            continue;
+        }
+        char *end;
+        errno = 0;
+        const double v = strtod(argv[i], &end);
+        const bool whole = v == floor(v);
+        if (end == argv[i] || *end || errno || !(v >= flag->min && v <= flag->max) || (flag->kind == FLAG_INT && !whole))
+            die("%s: expected %s from %.10g to %.10g, got '%s'", arg, flag->kind == FLAG_INT ? "a whole number" : "a number",
+                flag->min, flag->max, argv[i]);
+        *(double *)field = v;
+    }
+    for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
+        if (given[k] && !(flags[k].verbs & (int)f->verb)) refuse_flag(&flags[k], f->verb);
+}
+
+static IntList parse_list(const char *flag, const char *text, int otherwise) {
+    IntList list = { .n = { otherwise }, .count = 1 };
+    for (const char *at = text; at; at++) {
+        char *end;
+        errno = 0;
+        const long v = *at >= '0' && *at <= '9' ? strtol(at, &end, 10) : -1;
+        if (at == text) list.count = 0;
+        if (v < 0 || v > MAX_CONTEXT || errno || (*end && *end != ',') || list.count == 32)
+            die("%s: expected at most 32 whole numbers from 0 to %d with commas between, got '%s'", flag, MAX_CONTEXT, text);
+        list.n[list.count++] = (int)v;
+        if (!*end) break;
+        at = end;
+    }
+    return list;
+}
+
+static KvType parse_kv_type(const char *flag, const char *name, KvType otherwise) {
+    if (!name) return otherwise;
+    if (!strcmp(name, "f16")) return KV_F16;
+    if (!strcmp(name, "f32")) return KV_F32;
+    die("%s: expected f16 or f32, got '%s'", flag, name);
+}
+
+// A sampling number: the command line's, else the file's, else Gemma's.
+static double sampling_value(Gguf *g, double given, const char *key, double max, double otherwise) {
+    const GgufKv *kv = gguf_find_kv(g, key);
+    if (!isnan(given) || !kv) return isnan(given) ? otherwise : given;
+    double v = 0;
+    int64_t i = 0;
+    const bool is_float = kv->type == GGUF_V_F32 || kv->type == GGUF_V_F64;
+    if (is_float ? gguf_get_float(g, key, &v) < 0 : gguf_get_int(g, key, 0, INT_MAX, &i) < 0) die_gguf(g);
+    if (!is_float) v = (double)i;
+    if (!(v >= 0 && v <= max)) die("%s: key '%s': expected 0 to %.10g, got %g (E_META_RANGE)", g->path, key, max, v);
+    return v;
+}
+
+// Biases "ID+VALUE", "ID-VALUE", several with commas between, as (vocab); those of one id add up.
+static float *parse_biases(const TextList *list, int vocab) {
+    float *bias = alloc_or_die(vocab, sizeof *bias);
+    for (int i = 0; i < list->n; i++)
+        for (const char *at = list->text[i]; ; at++) {
+            char *sign, *end = NULL;
+            const long id = *at >= '0' && *at <= '9' ? strtol(at, &sign, 10) : -1;
+            const float value = id >= 0 && (*sign == '+' || *sign == '-') ? strtof(sign, &end) : 0;
+            if (!end || end == sign || (*end && *end != ',') || !(value < INFINITY))
+                die("--logit-bias: expected ID+VALUE or ID-VALUE, with commas between several, got '%s'", list->text[i]);
+            if (id >= vocab)
+                die("--logit-bias: '%s': expected ids from 0 to %d, got %ld", list->text[i], vocab - 1, id);
+            bias[id] += value;
+            at = end;
+            if (!*at) break;
+        }
+    return bias;
+}
+
+// The steps of sampling that change something, in their order.
+static void print_sampling(const Model *m, const SampleParams *p) {
+    fprintf(stderr, "# sampling: ");
+    if (m->n_suppressed) fprintf(stderr, "%d tokens suppressed > ", m->n_suppressed);
+    if (m->s.bias) fprintf(stderr, "bias > ");
+    if (m->s.counts)
+        fprintf(stderr, "penalties: repeat %g, frequency %g, presence %g > ", (double)p->repeat, (double)p->frequency,
+                (double)p->presence);
+    if (p->temperature <= 0) {
+        fprintf(stderr, "the likeliest\n");
+        return;
+    }
+    fprintf(stderr, "temperature %g > ", (double)p->temperature);
+    if (p->top_k > 0) fprintf(stderr, "top-k %d > ", (int)p->top_k);
+    if (p->top_p < 1) fprintf(stderr, "top-p %g > ", (double)p->top_p);
+    if (p->min_p > 0) fprintf(stderr, "min-p %g > ", (double)p->min_p);
+    fprintf(stderr, "draw, seed %" PRIu64 "\n", p->seed);
+}
+
+// The prompt: the text of -p, of -f, or both with an empty line between; else standard input, unless that is a terminal. The
+// caller frees it. NULL: there is none.
+static char *read_prompt(const Flags *f, size_t *n) {
+    const bool typed = isatty(0);
+    const char *path = f->prompt_file;
+    *n = f->prompt ? strlen(f->prompt) : 0;
+    if (!path && !f->prompt) {
+        if (typed || f->interactive) return NULL;
+        path = "-";
+    }
+    if (path && !strcmp(path, "-") && f->interactive) die("-f: expected a file, got -: the chat reads standard input");
+    size_t n_file = 0;
+    char *file = path ? read_file(strcmp(path, "-") ? path : NULL, &n_file, "-f") : NULL;
+    if (!f->prompt && !f->prompt_file && !n_file) {
+        free(file);
+        return NULL;
+    }
+    char *text = alloc_or_die(*n + n_file + 3, 1);
+    if (*n) memcpy(text, f->prompt, *n);
+    if (*n && n_file) *n += (size_t)sprintf(text + *n, "\n\n");
+    if (n_file) memcpy(text + *n, file, n_file);
+    *n += n_file;
+    free(file);
+    return text;
+}
+
+__attribute__((noreturn)) static void die_without_prompt(const Flags *f) {
+    die("-p: expected a prompt, got none, and nothing on standard input; try gemma4 %sMODEL.gguf -p \"Hello\"%s",
+        f->verb == TOKENIZE ? "tokenize " : "", f->verb == TOKENIZE ? "" : ", or -i for a chat");
+}
+
+// Name a template in the file that is not the one we render.
+static void print_template(const Tokenizer *t) {
+    static const char *const names[] = { [TOK_TEMPLATE_SPRING] = "Google's of spring 2026",
+        [TOK_TEMPLATE_LAUNCH] = "Google's of the release", [TOK_TEMPLATE_OTHER] = "not one of Google's" };
+    if (t->chat_template != TOK_TEMPLATE_NONE && t->chat_template != TOK_TEMPLATE_CANONICAL)
+        fprintf(stderr, "# chat template of the file: %s; used instead: Google's of 2026-07-09, %s variant\n",
+                names[t->chat_template], t->large_variant ? "large" : "small");
+}
+
+static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
+    size_t n_text = 0, n_tools = 0;
+    char *text = read_prompt(f, &n_text);
+    const bool chatting = f->interactive || (!text && isatty(0) && isatty(1));
+    if (!text && !chatting) die_without_prompt(f);
+    for (int i = 0; i < f->stops.n; i++)
+        if (!*f->stops.text[i]) die("--stop: expected a text, got an empty one");
+    if (f->raw && (f->system || f->tools || f->think || f->chat_template || chatting))
+        die("%s: has no place in a --raw prompt", f->system ? "--system" : f->tools ? "--tools" : f->think ? "--think" :
+            f->chat_template ? "--template" : "a chat");
+    if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
+        die("--template: expected large or small, got '%s'", f->chat_template);
+    if (f->think_budget >= 0 && !f->think) die("--think-budget: expected --think beside it");
+    if (!chatting && (f->history || f->verbose))
+        die("%s: expected a chat, got a prompt; try -i", f->history ? "--history" : "--verbose");
+#ifndef EDITS_LINES
+    if (f->history) die("--history: this build edits no lines: it was made without libedit and readline");
+#endif
+    char *tools = f->tools ? read_file(f->tools, &n_tools, "--tools") : NULL;
+    o.penalties = f->repeat != 1 || f->presence != 0 || f->frequency != 0;
+    o.bias = f->biases.n > 0;
+    Model *m = alloc_or_die(1, sizeof *m);
+    Tokenizer tok;
+    TokIds ids = { 0 };
+    load_model(m, f->model, ops, o, f->dump);
+    load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
+    if (f->think_budget >= 0 && tok.channel_close < 0) die("--think-budget: %s: has no token <channel|>", m->gguf.path);
+    Chat c = { .s = { .m = m, .t = &tok }, .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose,
+               .chatting = chatting };
+    if (f->raw) {
+        if (tok.bos < 0) die("%s: key 'tokenizer.ggml.bos_token_id': missing, and no token is called <bos>", m->gguf.path);
+        if (tok__push(&tok, &ids, tok.bos) < 0 || tok_encode(&tok, text, n_text, TOK_PLAIN, &ids) < 0) die("-p: %s", tok.err);
+    } else {
+        if (f->system) set_system(&c, (TokStr){ f->system, strlen(f->system) });
+        if (!chatting && tok_add_message(&c.messages, "user", (TokStr){ text, n_text }) < 0)
+            die("-p: out of memory for a prompt of %zu bytes", n_text);
+        if (render(&c, 0, 1, true, &ids) < 0) {
+            if (!strncmp(tok.err, "tools", 5)) die("--tools: %s: %s", f->tools, tok.err);
+            die("-p: %s", tok.err);
+        }
+    }
+    if (ids.n > (size_t)m->options.n_ctx)              // in a chat, what the flags bring
+        die("%s: the prompt has %zu tokens, the context %d; try -c %zu", chatting ? "-i" : "-p", ids.n, m->options.n_ctx,
+            ids.n + 512);
+
+    if (o.bias) {
+        float *bias = parse_biases(&f->biases, m->config.vocab);
+        ops->copy(&(Copy){ m->s.bias, bias, (size_t)m->config.vocab * sizeof *bias, COPY_IN });
+        free(bias);
+    }
+    c.options = (GenerateOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos,
+                                   .top_logits = (int)f->top_logits, .show_thoughts = f->show_thoughts, .stops = f->stops,
+                                   .newline = chatting, .think_budget = (int)f->think_budget, .shift = f->shift };
+    const uint64_t clock_seed = ((uint64_t)time(NULL) * 1000003u ^ (uint64_t)getpid()) & 0xffffffff;
+    const double seed = isnan(f->seed) ? (double)clock_seed : f->seed;
+    c.options.sampling = (SampleParams){
+        .seed = (uint64_t)seed,
+        .temperature = (float)sampling_value(&m->gguf, f->temperature, "general.sampling.temp", 1000, 1.0),
+        .top_k = (int32_t)sampling_value(&m->gguf, f->top_k, "general.sampling.top_k", INT_MAX, 64),
+        .top_p = (float)sampling_value(&m->gguf, f->top_p, "general.sampling.top_p", 1, 0.95),
+        .min_p = isnan(f->min_p) ? 0 : (float)f->min_p,
+        .repeat = (float)f->repeat, .presence = (float)f->presence, .frequency = (float)f->frequency
+    };
+    print_plan(m);
+    if (!f->raw) print_template(&tok);
+    print_sampling(m, &c.options.sampling);
+    read_weights(m, f->check_tensors);                 // Ctrl-C still ends the process at once
+    stop_on(SIGINT);
+    int status = 0;
+    if (chatting) {
+        status = chat_loop(&c, (TokStr){ text, n_text }, f->history);
+    } else {
+        if (f->raw) c.turn = generate(&c.s, &(Prompt){ .ids = ids.ids, .n = (int)ids.n, .n_head = 1 }, &c.options, &c.reply);
+        else if (!answer(&c)) die("-p: %s", c.err);
+        print_turn(&c.turn);
+        if (!strcmp(c.turn.why, "context full"))
+            fprintf(stderr, "# the context of %d tokens is full; try a larger -c, or --context-shift\n", m->options.n_ctx);
+        status = interrupted ? 130 : 0;
+    }
+    chat_free(&c);
+    tok_ids_free(&ids);
+    tok_free(&tok);
+    free(text);
+    free(tools);
+    free_model(m);
+    free(m);
+    return status;
+}
+
+int main(int argc, char **argv) {
+    Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
+                .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5 };
+    parse_flags(&f, argc, argv);
+    if (f.help) {
+        print_help();
+        flush_output();
+        return 0;
+    }
+    const Ops *ops = NULL;
+#ifdef USE_CUDA
+    ops = cuda_ops();
+#endif
+    if (!ops) ops = cpu_ops();
+    if (f.version) {
+        printf("gemma4 " VERSION " (%s)\n", ops->name);
+        flush_output();
+        return 0;
+    }
+    const uint16_t one = 1;
+    if (*(const uint8_t *)&one != 1) die("this program needs a little-endian machine");
+    if (!f.model) die("expected a model file; try gemma4 MODEL.gguf -p \"Hello\", or --help");
+    if (!(f.verb & (TOKENIZE | DETOKENIZE | PLAN))) start_threads((int)f.n_threads);
+    switch (f.verb) {
+    case TOKENIZE: {
+        size_t n;
+        char *text = read_prompt(&f, &n);
+        if (!text) die_without_prompt(&f);
+        if (f.plain && f.special) die("--special: expected one of --plain and --special");
+        verb_tokenize(f.model, text, n, f.plain ? TOK_PLAIN : f.special ? TOK_SPECIAL : TOK_USER_DEFINED);
+        free(text);
+        return 0;
+    }
+    case DETOKENIZE:
+        if (!f.ids) die("--ids: expected token ids; try --ids \"2 105 2364\"");
+        verb_detokenize(f.model, f.ids);
+        return 0;
+    case QUANTIZE:
+        if (!f.type) die("quantize: expected three names, IN OUT.gguf TYPE");
+        verb_quantize(f.model, f.target, f.type);
+        return 0;
+    default: break;
+    }
+    PlanOptions o = { .n_seqs = 1, .n_batch = 512, .n_logits = 1, .memory = (size_t)(f.memory * (1 << 30)) };
+    o.n_ctx = f.n_ctx < 0 ? 0 : f.n_ctx > 0 ? (int)f.n_ctx : CTX_FIT;
+    o.k_type = parse_kv_type("-ctk", f.k_type, f.verb == LOGITS || f.verb == CHECK ? KV_F32 : KV_F16);
+    o.v_type = parse_kv_type("-ctv", f.v_type, o.k_type);
+    if (f.kv_layout && strcmp(f.kv_layout, "tied") && strcmp(f.kv_layout, "untied"))
+        die("--kv-layout: expected tied or untied, got '%s'", f.kv_layout);
+    o.untied = f.kv_layout && !strcmp(f.kv_layout, "untied");
+    if (f.verb == GENERATE) {
+        const int status = verb_generate(&f, ops, o);
+        free(f.stops.text);
+        free(f.biases.text);
+        return status;
+    }
+    if (f.verb == CHECK) return verb_check(f.model, ops, o);
+    if (f.verb == PLAN) {
+        verb_plan(f.model, ops, o);
+        return 0;
+    }
+    if (f.verb == BENCH) {
+        BenchOptions b = { .prompts = parse_list("-p", f.prompts, 512), .generated = parse_list("-n", f.generated, 128),
+                           .rows = parse_list("--rows", f.rows, 0), .depths = parse_list("-d", f.depths, 0),
+                           .n_runs = (int)f.n_runs };
+        if (f.fill && strcmp(f.fill, "prompt") && strcmp(f.fill, "random"))
+            die("--fill: expected prompt or random, got '%s'", f.fill);
+        b.random_fill = f.fill && !strcmp(f.fill, "random");
+        if (f.out && strcmp(f.out, "md") && strcmp(f.out, "csv") && strcmp(f.out, "json"))
+            die("-o: expected md, csv or json, got '%s'", f.out);
+        b.format = !f.out || !strcmp(f.out, "md") ? BENCH_MD : !strcmp(f.out, "csv") ? BENCH_CSV : BENCH_JSON;
+        verb_bench(f.model, ops, o, &b);
+        return 0;
+    }
+    if (!f.ids) die("--ids: expected a file of token ids");
+    if (!f.out) die("-o: expected a file for the logits");
+    verb_logits(f.model, ops, o, f.ids, f.out, f.dump, f.check_tensors);
+    return 0;
+}
+#endif
+
+// ==== [10] CPU operations ============================================================================================
+
+// Threads. A job is cut into pieces, which the caller and a pool of threads claim one by one: a thread that another program
+// keeps from its core is late for its own piece only, and one that has not woken up delays nobody. Threads without work look
+// for some for a short while, then they sleep.
+
+enum { LOOKS = 2000, STACK_BYTES = 8 << 20 };  // looks for work, tens of microseconds, before a sleep
+
+static struct {
+    int n_threads;                      // the caller's included; 0: not started yet
+    Work work;                          // the job; it stays as it is while a piece is claimed and not done
+    const void *task;
+    int n_items, step;                  // items in all, and of a piece
+    uint32_t n_pieces;
+    _Atomic uint64_t open;              // number of the job << 32 | pieces that nobody has claimed
+    _Atomic uint32_t undone;            // pieces
+    atomic_int n_sleeping;
+    atomic_bool caller_sleeps;
+    pthread_mutex_t lock;
+    pthread_cond_t wake, done;
+} pool = { .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER };
+
+static int count_cores(void) {                         // that this process may use
+#ifdef __linux__
+    cpu_set_t set;
+    if (!sched_getaffinity(0, sizeof set, &set)) return CPU_COUNT(&set);
+#endif
+    return max_int(1, (int)sysconf(_SC_NPROCESSORS_ONLN));
+}
+
+static void pause_briefly(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void work_on_job(void) {                        // until no piece is left to claim
+    uint64_t open = atomic_load(&pool.open);
+    while ((uint32_t)open) {
+        if (!atomic_compare_exchange_weak(&pool.open, &open, open - 1)) continue;
+        const int first = (int)(pool.n_pieces - (uint32_t)open) * pool.step;       // below n_items
+        pool.work(pool.task, first, first + min_int(pool.step, pool.n_items - first));
+        if (atomic_fetch_sub(&pool.undone, 1) == 1 && atomic_load(&pool.caller_sleeps)) {
+            pthread_mutex_lock(&pool.lock);
+            pthread_cond_signal(&pool.done);
+            pthread_mutex_unlock(&pool.lock);
+        }
+        open = atomic_load(&pool.open);
+    }
+}
+
+static void *pool_thread(void *unused) {
+    for (;;) {
+        for (int i = 0; i < LOOKS && !(uint32_t)atomic_load_explicit(&pool.open, memory_order_relaxed); i++) pause_briefly();
+        if (!(uint32_t)atomic_load(&pool.open)) {
+            pthread_mutex_lock(&pool.lock);
+            atomic_fetch_add(&pool.n_sleeping, 1);
+            while (!(uint32_t)atomic_load(&pool.open)) pthread_cond_wait(&pool.wake, &pool.lock);
+            atomic_fetch_sub(&pool.n_sleeping, 1);
+            pthread_mutex_unlock(&pool.lock);
+        }
+        work_on_job();
+    }
+    return unused;
+}
+
+static void pool_forked(void) { pool.n_threads = 1; }  // a child process has none of the threads
+
+// Starts the threads, once; n = 0: one per core.
+static void start_threads(int n) {
+    if (pool.n_threads) return;
+    pthread_attr_t attr;
+    pthread_t id;
+    pool.n_threads = n ? n : count_cores();
+    pthread_atfork(NULL, NULL, pool_forked);
+    if (pthread_attr_init(&attr) || pthread_attr_setstacksize(&attr, STACK_BYTES)) die("threads: no memory");
+    pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
+    sigset_t all, before;                              // signals are for the thread that may wait for input
+    sigfillset(&all);
+    sigdelset(&all, SIGBUS);                           // but this one, which comes to who reads a page that is lost
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (int i = 1; i < pool.n_threads; i++) {
+        const int error = pthread_create(&id, &attr, pool_thread, NULL);
+        if (error) die("-t: cannot start %d threads: %s; try -t %d", pool.n_threads, strerror(error), i);
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attr);
+}
+
+static int count_threads(void) { return pool.n_threads; }
+
+// Does a job of n_items in pieces of `step`, and returns when all are done. Not from within a job.
+static void parallel(int n_items, int step, Work work, const void *task) {
+    start_threads(0);
+    if (pool.n_threads == 1 || n_items <= step) {
+        if (n_items > 0) work(task, 0, n_items);
+        return;
+    }
+    pool.work = work;
+    pool.task = task;
+    pool.n_items = n_items;
+    pool.step = step;
+    pool.n_pieces = (uint32_t)((n_items + step - 1) / step);
+    atomic_store(&pool.undone, pool.n_pieces);
+    atomic_store(&pool.open, ((atomic_load(&pool.open) >> 32) + 1) << 32 | pool.n_pieces);
+    if (atomic_load(&pool.n_sleeping)) {
+        pthread_mutex_lock(&pool.lock);
+        pthread_cond_broadcast(&pool.wake);
+        pthread_mutex_unlock(&pool.lock);
+    }
+    work_on_job();
+    for (int i = 0; i < LOOKS && atomic_load(&pool.undone); i++) pause_briefly();
+    if (!atomic_load(&pool.undone)) return;
+    pthread_mutex_lock(&pool.lock);
+    atomic_store(&pool.caller_sleeps, true);
+    while (atomic_load(&pool.undone)) pthread_cond_wait(&pool.done, &pool.lock);
+    atomic_store(&pool.caller_sleeps, false);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+// Items of a piece, a multiple of grain: several pieces for each thread, as they take different times.
+static int share(int n_items, int grain) {
+    start_threads(0);
+    const int n_pieces = 8 * pool.n_threads;
+    return (int)round_up((size_t)max_int((n_items + n_pieces - 1) / n_pieces, 1), (size_t)grain);
 }
 
 // Bytes that can be had without swapping: what is free and what the page cache would give back.
@@ -1801,30 +3087,6 @@ static void read_weights(Model *m, bool check) {
     free(pieces);
 }
 
-static void free_model(Model *m) {
-    if (m->arena) m->ops->release(m->arena);
-    for (int i = 0; i < m->n_checkpoints; i++) free(m->checkpoints[i].data);
-    free(m->checkpoints);
-    free(m->weights.layer);
-    free(m->binder.seen);
-    free(m->binder.uploads);
-    free(m->binder.derived);
-    free(m->len);
-    free(m->seen);
-    free(m->rows);
-    free(m->kept_rows);
-    free(m->segs);
-    free(m->kept_index);
-    free(m->sent.rows);
-    free(m->sent.kept_rows);
-    free(m->sent.segs);
-    free(m->sent.kept_index);
-    free(m->sent.n_accept);
-    free(m->chunk);
-    gguf_close(&m->gguf);
-}
-
-// ==== [6] CPU operations ======================================================================================
 typedef struct { uint64_t key, weight; } Candidate;    // a token among others: the higher key, the better (candidate_key)
 
 enum { PASS_PAIRS = 4096 };   // most pairs (row, chosen expert) that experts work on at a time
@@ -2890,2887 +4152,3 @@ const Ops *cpu_ops(void) {
     };
     return &ops;
 }
-
-// ==== [7] The forward pass ===========================================================================================
-// Written once, against the table of operations; a step's rows may belong to several sessions and may be prompt, plain
-// decoding or a tree of drafts. Each layer: attention, feed-forward, per-layer embedding (E2B, E4B), scale. Norms and
-// residual additions ride on the products that read them (In in gemma4.h): a block leaves what it adds as a delta of the
-// stream, and the next product takes it in.
-//
-// Checkpoints carry the names of llama.cpp's gemma4 graph. They cost nothing unless --dump is given.
-
-enum { OUT_OF_LAYERS = -1 };
-
-// Keeps n_rows x cols values in memory, or appends them to DIR/NAME-LAYER.f32 (DIR/NAME.f32 outside the layers); the first
-// step of a run truncates.
-static void checkpoint(Model *m, const char *name, int l, const float *data, int n_rows, int cols) {
-    if (!m->dump_dir) return;
-    const size_t n = (size_t)n_rows * cols;
-    float *host = alloc_or_die(n, sizeof *host);
-    m->ops->copy(&(Copy){ host, data, n * sizeof *host, COPY_OUT });
-    m->ops->wait();
-    if (!*m->dump_dir) {
-        m->checkpoints = realloc(m->checkpoints, (size_t)(m->n_checkpoints + 1) * sizeof *m->checkpoints);
-        if (!m->checkpoints) die("out of memory for %d checkpoints", m->n_checkpoints + 1);
-        Checkpoint *c = &m->checkpoints[m->n_checkpoints++];
-        *c = (Checkpoint){ .layer = l, .n_rows = n_rows, .cols = cols, .data = host };
-        snprintf(c->name, sizeof c->name, "%s", name);
-        return;
-    }
-    char path[4096], layer[16] = "";
-    if (l != OUT_OF_LAYERS) snprintf(layer, sizeof layer, "-%d", l);
-    if (snprintf(path, sizeof path, "%s/%s%s.f32", m->dump_dir, name, layer) >= (int)sizeof path)
-        die("--dump: %s: the path is too long", m->dump_dir);
-    FILE *f = fopen(path, m->steps ? "ab" : "wb");
-    if (!f) die("--dump: %s: %s", path, strerror(errno));
-    if (fwrite(host, sizeof *host, n, f) != n || fclose(f)) die("--dump: %s: %s", path, strerror(errno));
-    free(host);
-}
-
-// The same for the y of an In, which no buffer holds.
-static void checkpoint_in(Model *m, const char *name, int l, In in, int n_rows) {
-    if (!m->dump_dir) return;
-    in.x_out = NULL;
-    m->ops->close(&(Close){ .n_rows = n_rows, .cols = m->config.dim, .in = in, .out = m->s.dump[0] });
-    checkpoint(m, name, l, m->s.dump[0], n_rows, m->config.dim);
-}
-
-// What the last block added to the stream: the y of an In without its x.
-static void checkpoint_added(Model *m, const char *name, int l, In stream, int n_rows) {
-    stream.x = NULL;
-    checkpoint_in(m, name, l, stream, n_rows);
-}
-
-typedef struct {              // what one pass through the layers carries along
-    Batch all, batch;         // all rows of the step; those still under way
-    In    stream;             // the residual stream, and what its next reader has to add to it
-    const float *ple;         // (n_rows, n_layers, ple_dim)
-    bool  staged;             // a prompt step: rows of sliding layers wait in m->stage until their last reader is done
-    int   waiting;            // layer whose rows are in the stage; -1: none
-} Pass;
-
-// The stream as the input of a product whose norm weight is w_pre. If something is to be added, the sum goes to the other
-// buffer, which is the stream from here on.
-static In enter(const State *s, In *stream, const float *w_pre) {
-    In in = *stream;
-    in.w_pre = w_pre;
-    if (in.delta[0] || in.scale != 1) {
-        in.x_out = stream->x == s->x[0] ? s->x[1] : s->x[0];
-        *stream = (In){ .x = in.x_out, .scale = 1, .eps = in.eps };
-    }
-    return in;
-}
-
-// out = w in, a single product.
-static void multiply(const Model *m, int n_rows, In in, const Tensor *w, float *out) {
-    m->ops->matmul(&(Matmul){ .n_rows = n_rows, .in = in, .n = 1, .w = { w }, .out = { out } });
-}
-
-// The form in which the matrix w wants to find an activation.
-static Act act_for(const Tensor *w, Act a) {
-    if (is_quantised(w->type)) a.f = NULL;
-    else a.q = NULL, a.s = NULL;
-    return a;
-}
-
-static Cache stage_of(const Model *m, const Cache *ring) {          // the stage in the shape of one ring
-    Cache st = m->stage;
-    st.n_kv_heads = ring->n_kv_heads;
-    st.head_dim = st.k.dim = st.v.dim = ring->head_dim;
-    return st;
-}
-
-static void empty_stage(Model *m, Pass *p) {
-    if (p->waiting < 0) return;
-    const Cache *ring = &m->caches[m->cache_of[p->waiting]], stage = stage_of(m, ring);
-    m->ops->kv_copy(&(KvCopy){ .batch = &p->all, .cache = ring, .stage = &stage });
-    p->waiting = -1;
-}
-
-// Go on with the rows whose output is wanted. The stream has nothing pending.
-static void keep_wanted(Model *m, Pass *p) {
-    const Config *c = &m->config;
-    State *s = &m->s;
-    float *x = p->stream.x == s->x[0] ? s->x[1] : s->x[0];
-    const int ple = c->n_layers * c->ple_dim;
-    m->ops->gather_rows(&(GatherRows){ .n_rows = m->n_kept, .cols = c->dim, .src = p->stream.x, .src_stride = c->dim,
-                                       .index = s->kept_index, .dst = x, .dst_stride = c->dim });
-    if (ple) {
-        m->ops->gather_rows(&(GatherRows){ .n_rows = m->n_kept, .cols = ple, .src = s->ple, .src_stride = ple,
-                                           .index = s->kept_index, .dst = s->ple_kept, .dst_stride = ple });
-        p->ple = s->ple_kept;
-    }
-    p->stream.x = x;
-    p->batch.rows = s->kept_rows;
-    p->batch.n_rows = m->n_kept;
-}
-
-// x += norm(Wo attend(q, K, V)); leaves the sum as a delta. False: no row's output is wanted, and the caches are complete.
-static bool attention(Model *m, int l, Pass *p) {
-    const Config *c = &m->config;
-    const LayerConfig *lc = &c->layer[l];
-    const LayerWeights *w = &m->weights.layer[l];
-    const Ops *op = m->ops;
-    State *s = &m->s;
-    const bool own = lc->kv_layer == l;
-    const bool has_v = w->attn_v.data != NULL;
-    // The last layer with a cache of its own: later layers need only the rows whose output is wanted, and so does its q.
-    const bool shrink = l == c->first_shared - 1 && m->n_kept < p->batch.n_rows && !m->dump_dir;
-    const Cache *cache = &m->caches[m->cache_of[l]];
-    const Cache stage = stage_of(m, cache);
-
-    In in = enter(s, &p->stream, w->attn_norm);
-    checkpoint_in(m, "attn_norm", l, in, p->batch.n_rows);
-    Matmul qkv = { .n_rows = p->batch.n_rows, .in = in };
-    if (!shrink) qkv.w[qkv.n] = &w->attn_q, qkv.out[qkv.n++] = s->q;
-    if (own) qkv.w[qkv.n] = &w->attn_k, qkv.out[qkv.n++] = s->k;
-    if (own && has_v) qkv.w[qkv.n] = &w->attn_v, qkv.out[qkv.n++] = s->v;
-    op->matmul(&qkv);
-
-    if (own && p->staged && lc->is_swa) p->waiting = l;
-    QkvStore store = {
-        .batch = &p->batch, .cache = cache, .stage = p->staged && lc->is_swa ? &stage : NULL, .n_heads = c->n_heads,
-        .q = shrink ? NULL : s->q, .k = own ? s->k : NULL, .v = own ? (has_v ? s->v : s->k) : NULL,
-        .w_q = w->attn_q_norm, .w_k = w->attn_k_norm, .v_norm = true, .eps = c->eps,
-        .rope = { s->inv_freq[lc->is_swa], m->weights.n_pairs[lc->is_swa] },
-        .dump_q = s->dump[0], .dump_q_pos = s->dump[1], .dump_k = s->dump[2], .dump_v = s->dump[3], .dump_k_pos = s->dump[4]
-    };
-    if (shrink) {
-        op->qkv_store(&store);
-        if (!m->n_kept) return false;
-        keep_wanted(m, p);
-        multiply(m, m->n_kept, enter(s, &p->stream, w->attn_norm), &w->attn_q, s->q);
-        store.q = s->q;
-        store.k = store.v = NULL;
-    }
-    const int n_rows = p->batch.n_rows;
-    const Act att_out = act_for(&w->attn_output, s->att_out);
-    op->attend(&(Attend){ .batch = &p->batch, .cache = cache, .stage = store.stage, .n_heads = c->n_heads, .q = s->q,
-                          .window = lc->is_swa ? c->n_swa : 0, .own = OWN_CAUSAL, .scale = 1, .store = &store,
-                          .out = att_out });
-    checkpoint(m, "Qcur_normed", l, s->dump[0], n_rows, c->n_heads * lc->head_dim);
-    checkpoint(m, "Qcur_pos", l, s->dump[1], n_rows, c->n_heads * lc->head_dim);
-    if (own) {
-        checkpoint(m, "Kcur_normed", l, s->dump[2], n_rows, lc->n_kv_heads * lc->head_dim);
-        checkpoint(m, "Vcur_normed", l, s->dump[3], n_rows, lc->n_kv_heads * lc->head_dim);
-        checkpoint(m, "Kcur_pos", l, s->dump[4], n_rows, lc->n_kv_heads * lc->head_dim);
-    }
-    if (p->waiting >= 0 && c->layer[p->waiting].last_reader == l) empty_stage(m, p);
-    multiply(m, n_rows, (In){ .act = att_out }, &w->attn_output, s->y);
-
-    p->stream.delta[0] = s->y;
-    p->stream.w_post = w->post_attention_norm;
-    checkpoint_added(m, "attn_post_norm", l, p->stream, n_rows);
-    checkpoint_in(m, "attn_out", l, p->stream, n_rows);
-    return true;
-}
-
-// x += norm(FFN(x)), with the experts beside the dense FFN where the model has them; leaves the sum as deltas.
-static void feed_forward(Model *m, int l, Pass *p) {
-    const Config *c = &m->config;
-    const LayerWeights *w = &m->weights.layer[l];
-    const Ops *op = m->ops;
-    State *s = &m->s;
-    const int n_rows = p->batch.n_rows;
-
-    const In in = enter(s, &p->stream, w->ffn_norm);
-    checkpoint_in(m, c->n_experts ? "ffn_norm_1" : "ffn_norm", l, in, n_rows);
-    Route route = { .n_rows = n_rows, .n_used = c->n_experts_used, .in = in, .w = &w->ffn_gate_inp,
-                    .expert_scale = w->ffn_down_exps_scale, .logits = s->router, .ids = s->expert_ids,
-                    .weights = s->expert_weights };
-    route.in.w_pre = w->router_norm;                   // the router sees x itself, not what the experts see
-    route.in.x_out = NULL;
-    const Act ffn = act_for(&w->ffn_down, s->ffn);
-    op->gate_up(&(GateUp){ .n_rows = n_rows, .in = in, .gate = &w->ffn_gate, .up = &w->ffn_up, .fn = ACT_GELU, .out = ffn,
-                           .route = c->n_experts ? &route : NULL });
-    const Matmul down = { .n_rows = n_rows, .in = { .act = ffn }, .n = 1, .w = { &w->ffn_down }, .out = { s->mlp } };
-
-    if (c->n_experts) {
-        checkpoint(m, "ffn_moe_logits", l, s->router, n_rows, c->n_experts);
-        const In experts_in = enter(s, &p->stream, w->pre_ffw_norm_2);
-        checkpoint_in(m, "ffn_norm_2", l, experts_in, n_rows);
-        const Act expert = act_for(&w->ffn_down_exps, s->expert);
-        op->expert_gate_up(&(ExpertGateUp){ .n_rows = n_rows, .n_used = c->n_experts_used, .in = experts_in,
-                                            .gate = &w->ffn_gate_exps, .up = w->ffn_up_exps.data ? &w->ffn_up_exps : NULL,
-                                            .fn = ACT_GELU, .ids = s->expert_ids, .out = expert, .beside = &down });
-        op->expert_down(&(ExpertDown){ .n_rows = n_rows, .n_used = c->n_experts_used, .in = expert,
-                                       .down = &w->ffn_down_exps, .ids = s->expert_ids, .weights = s->expert_weights,
-                                       .out = s->moe });
-        In branch = { .delta = { s->mlp }, .w_delta = { w->post_ffw_norm_1 }, .scale = 1, .eps = c->eps };
-        checkpoint_in(m, "ffn_mlp", l, branch, n_rows);
-        branch.delta[0] = s->moe;
-        branch.w_delta[0] = w->post_ffw_norm_2;
-        checkpoint_in(m, "ffn_moe", l, branch, n_rows);
-        p->stream.delta[1] = s->moe;
-        p->stream.w_delta[0] = w->post_ffw_norm_1;
-        p->stream.w_delta[1] = w->post_ffw_norm_2;
-    } else {
-        op->matmul(&down);
-        checkpoint(m, "ffn_out", l, s->mlp, n_rows, c->dim);
-    }
-    p->stream.delta[0] = s->mlp;
-    p->stream.w_post = w->post_ffw_norm;
-    checkpoint_added(m, "ffn_post_norm", l, p->stream, n_rows);
-}
-
-// x += norm(Wproj (gelu(Wgate x) * u[l])); leaves the sum as a delta. x is not normed on the way in.
-static void per_layer_embedding(Model *m, int l, Pass *p) {
-    const Config *c = &m->config;
-    const LayerWeights *w = &m->weights.layer[l];
-    State *s = &m->s;
-    const int n_rows = p->batch.n_rows;
-    const Act gate = act_for(&w->proj, s->ple_gate);
-    m->ops->ple_inject(&(PleInject){ .n_rows = n_rows, .in = enter(s, &p->stream, NULL), .w = &w->inp_gate,
-                                     .u = p->ple + (size_t)l * c->ple_dim, .u_stride = c->n_layers * c->ple_dim,
-                                     .out = gate });
-    multiply(m, n_rows, (In){ .act = gate }, &w->proj, s->y);
-    p->stream.delta[0] = s->y;
-    p->stream.w_post = w->post_norm;
-    checkpoint_added(m, "per_layer_embd_out", l, p->stream, n_rows);
-}
-
-/* TRAPS  what differs from Llama, and the test that sees it when it is wrong (all: the golden logits of test_forward.c)
- *  1. embedding times sqrt(dim); the LM head uses the same table without it                          golden
- *  2. norm weights as stored, no "1 + w"                                                             golden
- *  3. attention scale 1, not 1/sqrt(head_dim); per-head norms of q and k carry the temperature       golden
- *  4. V is normed without a weight, and never rotated                                                golden
- *  5. a global layer without attn_v takes V from the raw K projection, before k's norm and rope      golden moe; test_cache
- *  6. sliding layers: head_dim 256, base 1e4, all pairs turn; global: head_dim 512, base 1e6,
- *     pairs (i, i + 256), i < 64 turn with exponent 2i/512, the others stay                          golden; test_ops rope
- *  7. the window holds n_swa keys, the row's own included                                            golden; test_cache
- *  8. layers that share K and V read the last owner of their kind, as it is after this step          golden e; test_cache
- *  9. residual: x + norm(attention), x + norm(FFN): norms before and after each block                golden
- * 10. GELU in its tanh form, in the FFN, the experts and the per-layer gate                          test_ops
- * 11. FFN width differs by layer (E2B: doubled in layers that share K and V)                         golden e
- * 12. MoE: router, dense FFN and experts all read x, each through its own norm; the router's norm
- *     weight is scale / sqrt(dim); outputs are normed apart, added, normed again                     golden moe
- * 13. chosen experts' weights are renormalised, then times ffn_down_exps.scale                       golden moe; test_ops
- * 14. fused expert tensors hold the rows of gate first                                               test_forward
- * 15. per-layer embeddings: table times 16, projection times 1/sqrt(dim) then normed per layer,
- *     sum times 1/sqrt(2); the gate reads x without a norm                                           golden e
- * 16. layer_output_scale multiplies the whole stream, last                                           golden
- * 17. logits = 30 tanh(z / 30)                                                                       golden
- * 18. positions are len + depth, taken before anything is stored                                     test_cache */
-static void forward(Model *m, bool staged) {
-    const Config *c = &m->config;
-    const Weights *w = &m->weights;
-    const Ops *op = m->ops;
-    State *s = &m->s;
-    const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
-    Pass p = { .all = all, .batch = all, .stream = { .x = s->x[0], .scale = 1, .eps = c->eps }, .ple = s->ple,
-               .staged = staged, .waiting = -1 };
-
-    op->embed(&(Embed){ .batch = &all, .table = &w->token_embd, .scale = sqrtf((float)c->dim), .out = s->x[0],
-                        .out_stride = c->dim });
-    checkpoint(m, "inp_scaled", OUT_OF_LAYERS, s->x[0], all.n_rows, c->dim);
-    if (c->ple_dim) {
-        multiply(m, all.n_rows, p.stream, &w->per_layer_model_proj, s->ple);
-        op->ple_rows(&(PleRows){ .batch = &all, .table = &w->per_layer_token_embd, .w_norm = w->per_layer_proj_norm,
-                                 .u = s->ple, .n_layers = c->n_layers, .ple_dim = c->ple_dim, .eps = c->eps,
-                                 .proj_scale = 1 / sqrtf((float)c->dim), .table_scale = sqrtf((float)c->ple_dim),
-                                 .out_scale = 1 / sqrtf(2) });
-        checkpoint(m, "inp_per_layer", OUT_OF_LAYERS, s->ple, all.n_rows, c->n_layers * c->ple_dim);
-    }
-
-    for (int l = 0; l < c->n_layers; l++) {
-        if (!attention(m, l, &p)) break;
-        feed_forward(m, l, &p);
-        if (c->ple_dim) per_layer_embedding(m, l, &p);
-        p.stream.scale = w->layer[l].layer_output_scale;
-        checkpoint_in(m, "out_scaled", l, p.stream, p.batch.n_rows);
-        checkpoint_in(m, "l_out", l, p.stream, p.batch.n_rows);
-    }
-    empty_stage(m, &p);
-    if (!m->n_kept) {                                  // truncates what an earlier dump left: a later chunk appends
-        checkpoint(m, "result_norm", OUT_OF_LAYERS, s->hidden, 0, c->dim);
-        checkpoint(m, "result_output", OUT_OF_LAYERS, s->logits, 0, c->vocab);
-        return;
-    }
-    if (p.batch.n_rows > m->n_kept) {                  // a dump went through all layers with all rows
-        op->close(&(Close){ .n_rows = p.batch.n_rows, .cols = c->dim, .in = enter(s, &p.stream, NULL) });
-        keep_wanted(m, &p);
-    }
-    p.stream.w_pre = w->output_norm;
-    op->head(&(Head){ .n_rows = m->n_kept, .in = p.stream, .w = w->output.data ? &w->output : &w->token_embd,
-                      .cap = c->logit_cap, .logits = s->logits, .hidden = s->hidden });
-    checkpoint(m, "result_norm", OUT_OF_LAYERS, s->hidden, m->n_kept, c->dim);
-    checkpoint(m, "result_output", OUT_OF_LAYERS, s->logits, m->n_kept, c->vocab);
-}
-
-// ==== [8] Step: batch, run, commit ===================================================================================
-// A step takes rows of one or more sessions through the model. Their K and V are in the caches afterwards, but the sessions
-// are as long as before: commit() decides how many rows, along which path, become part of a session. What is not committed
-// needs no undo. A segment of more than STEP_ROWS rows is a prompt chunk and must be committed whole.
-
-typedef struct {
-    int seq;                  // session
-    SegKind kind;
-    int n;
-    const StepRow *rows;      // (n)
-} StepSeg;
-
-// What else the operations of a step depend on: StepKey.variant.
-enum { PLAIN, ROW_IS_FED, COMMITS_CHAINS, COMMITS_PATHS };
-
-// Copies to the backend what it does not hold yet: of plain decoding, nothing.
-static void send(Model *m, void *dst, void *sent, const void *src, size_t bytes) {
-    if (!memcmp(sent, src, bytes)) return;
-    memcpy(sent, src, bytes);
-    m->ops->copy(&(Copy){ dst, src, bytes, COPY_IN });
-}
-
-// Runs the rows of n_segs segments of different sessions. Returns the number of rows of logits, in the order of the rows
-// that want them. The caller has checked token ids and that len + n fits the session.
-static int step(Model *m, const StepSeg *segs, int n_segs) {
-    const Ops *op = m->ops;
-    State *s = &m->s;
-    const bool fed = segs[0].rows[0].token == FED;
-    bool staged = false;
-    m->n_segs = n_segs;
-    m->n_rows = m->n_kept = 0;
-    assert(n_segs <= m->options.n_seqs);
-    for (int i = 0; i < n_segs; i++) {
-        const StepSeg *in = &segs[i];
-        assert(m->n_rows + in->n <= m->options.n_batch && (in->kind == SEG_CHAIN || in->n <= STEP_ROWS));
-        assert(m->len[in->seq] + in->n <= m->options.n_ctx + STEP_ROWS);
-        m->seen[in->seq] = max_int(m->seen[in->seq], m->len[in->seq] + in->n);
-        m->segs[i] = (Segment){ .seq = in->seq, .first = m->n_rows, .n = in->n, .kind = (int32_t)in->kind };
-        staged |= in->n > STEP_ROWS;
-        for (int j = 0; j < in->n; j++) {
-            Row *row = &m->rows[m->n_rows];
-            *row = (Row){ .token = in->rows[j].token, .seg = i, .index = j, .depth = j };
-            if (in->kind == SEG_TREE) {
-                const int parent = in->rows[j].parent;
-                assert(parent < j);
-                const Row *above = row - j + parent;
-                row->depth = parent < 0 ? 0 : above->depth + 1;
-                assert(row->depth < m->config.n_swa);
-                row->ancestors = (parent < 0 ? 0 : above->ancestors) | (uint64_t)1 << j;
-            }
-            if (in->rows[j].want) {
-                assert(m->n_kept < m->options.n_logits);
-                m->kept_rows[m->n_kept] = *row;
-                m->kept_rows[m->n_kept].token = 0;     // embedded already: nobody reads it
-                m->kept_index[m->n_kept++] = m->n_rows;
-            }
-            m->n_rows++;
-        }
-    }
-    assert(!fed || m->n_rows == 1);
-    send(m, s->rows, m->sent.rows, m->rows, (size_t)m->n_rows * sizeof(Row));
-    send(m, s->segs, m->sent.segs, m->segs, (size_t)m->n_segs * sizeof(Segment));
-    send(m, s->kept_rows, m->sent.kept_rows, m->kept_rows, (size_t)m->n_kept * sizeof(Row));
-    send(m, s->kept_index, m->sent.kept_index, m->kept_index, (size_t)m->n_kept * sizeof(int32_t));
-    const StepKey key = { .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs, .kept = m->n_kept,
-                          .logits = m->n_kept, .variant = fed ? ROW_IS_FED : PLAIN };
-    const bool record = !m->dump_dir;                  // checkpoints copy out as they go
-    if (!record || op->begin(key)) {
-        if (fed) op->gather_rows(&(GatherRows){ .n_rows = 1, .cols = 1, .src = s->chosen, .src_stride = 1,
-                                                .dst = &s->rows->token, .dst_stride = sizeof(Row) / sizeof(int32_t) });
-        forward(m, staged);
-    }
-    if (record) op->end();
-    m->steps++;
-    return m->n_kept;
-}
-
-// Makes n_accept[i] rows of the last step's segment i part of its session: of a CHAIN the first ones, of a TREE the rows
-// path[i * STEP_ROWS ...], root first. path may be NULL when all segments are chains. sample: a token is chosen first, from
-// row 0 of the logits. The two follow each other in plain decoding, so they are recorded as one.
-static void finish_step(Model *m, const int32_t *n_accept, const int32_t *path, bool sample) {
-    const Ops *op = m->ops;
-    State *s = &m->s;
-    const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
-    const Batch row = { .rows = s->kept_rows, .segs = s->segs, .len = s->len, .n_rows = 1, .n_segs = m->n_segs };
-    for (int i = 0; i < m->n_segs; i++) {
-        const Segment *seg = &m->segs[i];
-        assert(n_accept[i] >= 0 && n_accept[i] <= seg->n && (seg->n <= STEP_ROWS || n_accept[i] == seg->n));
-        m->len[seg->seq] += n_accept[i];
-    }
-    send(m, s->n_accept, m->sent.n_accept, n_accept, (size_t)m->n_segs * sizeof *n_accept);
-    if (path) op->copy(&(Copy){ s->path, path, (size_t)m->n_segs * STEP_ROWS * sizeof *path, COPY_IN });
-    if (op->begin((StepKey){ .kind = sample ? STEP_SAMPLE : STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs,
-                             .logits = sample, .variant = path ? COMMITS_PATHS : COMMITS_CHAINS })) {
-        if (sample)
-            op->sample(&(Sample){ .batch = &row, .vocab = m->config.vocab, .logits = s->logits, .params = s->params,
-                                  .mask = s->mask, .bias = s->bias, .counts = s->counts,
-                                  .step_rows = s->counts ? s->rows : NULL, .out = s->chosen });
-        op->kv_commit(&(KvCommit){ .batch = &all, .caches = m->caches, .n_caches = m->n_caches, .n_accept = s->n_accept,
-                                   .path = path ? s->path : NULL, .counts = s->counts, .vocab = m->config.vocab });
-    }
-    op->end();
-}
-
-static void commit(Model *m, const int32_t *n_accept, const int32_t *path) { finish_step(m, n_accept, path, false); }
-
-static void commit_all(Model *m) {                     // every row of the last step, which is one chain
-    commit(m, &(int32_t){ m->n_rows }, NULL);
-}
-
-static void read_logits(Model *m, int row, float *host) {            // (vocab) of one row of the last step
-    const size_t n = (size_t)m->config.vocab;
-    m->ops->copy(&(Copy){ host, m->s.logits + (size_t)row * n, n * sizeof *host, COPY_OUT });
-    m->ops->wait();
-}
-
-// Runs n tokens through session seq in chunks of at most n_batch rows. The last one's logits are row 0 afterwards, and its
-// chunk is left to the caller to commit, who may sample first. what: shown as progress, NULL: not. False: *stop was set
-// between two chunks; what ran is committed.
-static bool run_prompt(Model *m, int seq, const int32_t *tokens, int n, const char *what,
-                       const volatile sig_atomic_t *stop) {
-    if (what) progress(what, 0, n, "tokens");
-    for (int at = 0; at < n; ) {
-        const int chunk = min_int(n - at, m->options.n_batch);
-        for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = tokens[at + i], .want = at + i == n - 1 };
-        step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = chunk, .rows = m->chunk }, 1);
-        at += chunk;
-        if (what) progress(what, at, n, "tokens");
-        if (at == n) break;
-        commit_all(m);
-        if (!stop || !*stop) continue;
-        if (what) progress(what, n, n, "tokens");      // the line goes away
-        return false;
-    }
-    return true;
-}
-
-// ==== [9] Text: tokenizer, sampling, generation ======================================================================
-// From text to ids and back. The generated text goes to stdout as it comes; statistics go to stderr, each line with "# ".
-
-static volatile sig_atomic_t interrupted;              // the number of the first signal; a second one ends the process
-
-static void on_interrupt(int signal_number) {
-    if (interrupted) {                                 // what was generated is written; a terminal is as we found it
-        const char *end = bar_shown ? "\r\033[K" : "";
-        if (unfinished) unlink(unfinished);
-        if (write(2, end, strlen(end)) < 0) _exit(1);
-        _exit(128 + signal_number);
-    }
-    interrupted = signal_number;
-}
-
-// From now on the signal asks to stop, unless it is ignored, as nohup and shells without job control have it.
-static void stop_on(int signal_number) {
-    const struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)SA_RESTART };
-    struct sigaction before;
-    if (!sigaction(signal_number, NULL, &before) && before.sa_handler != SIG_IGN) sigaction(signal_number, &act, NULL);
-}
-
-static TokStr tok_str(GgufStr s) { return (TokStr){ s.s, s.n }; }
-
-static int token_id(Gguf *g, const char *key, int vocab) {           // -1: the file does not say
-    return gguf_find_kv(g, key) ? (int)key_int(g, key, 0, vocab - 1, 0) : -1;
-}
-
-// vocab: how many tokens the weights are for; 0 for a file that is read for its tokenizer only.
-static void load_tokenizer(Tokenizer *t, Gguf *g, int vocab) {
-    GgufStr kind = { "", 0 };
-    const int has_kind = gguf_get_str(g, "tokenizer.ggml.model", &kind);
-    if (has_kind < 0) die_gguf(g);
-    if (!has_kind) die("%s: key 'tokenizer.ggml.model': missing; the file has no tokenizer", g->path);
-    if (kind.n != 6 || memcmp(kind.s, "gemma4", 6) != 0)
-        die("%s: key 'tokenizer.ggml.model': expected 'gemma4', got '%s' (E_META_RANGE)", g->path, shown(kind));
-    const GgufStr *tokens = NULL, *merges = NULL;
-    size_t n_tokens = 0, n_merges = 0;
-    int found = gguf_get_strs(g, "tokenizer.ggml.tokens", &tokens, &n_tokens);
-    if (found < 0) die_gguf(g);
-    if (!found) die("%s: key 'tokenizer.ggml.tokens': missing (E_META_MISSING)", g->path);
-    if (vocab && n_tokens != (size_t)vocab)
-        die("%s: key 'tokenizer.ggml.tokens': expected %d texts, one per row of token_embd.weight, got %zu (E_SHAPE)",
-            g->path, vocab, n_tokens);
-    if (n_tokens < 1 || n_tokens > MAX_VOCAB)
-        die("%s: key 'tokenizer.ggml.tokens': expected 1 to %d texts, got %zu (E_META_ARRAY)", g->path, MAX_VOCAB, n_tokens);
-    found = gguf_get_strs(g, "tokenizer.ggml.merges", &merges, &n_merges);
-    if (found < 0) die_gguf(g);
-    if (!found) die("%s: key 'tokenizer.ggml.merges': missing (E_META_MISSING)", g->path);
-    if (n_merges > INT_MAX)
-        die("%s: key 'tokenizer.ggml.merges': expected at most %d, got %zu (E_META_ARRAY)", g->path, INT_MAX, n_merges);
-    for (size_t i = 0; i < n_merges; i++)
-        if (merges[i].n < 3 || !memchr(merges[i].s + 1, ' ', merges[i].n - 2))
-            die("%s: key 'tokenizer.ggml.merges': merge %zu: expected two texts with a space between, got '%s' "
-                "(E_META_RANGE)", g->path, i, shown(merges[i]));
-    const GgufKv *scores = gguf_find_kv(g, "tokenizer.ggml.scores");  // nothing reads them
-    if (scores && (scores->type != GGUF_V_ARRAY || scores->count != n_tokens))
-        die("%s: key 'tokenizer.ggml.scores': expected an array of %zu (E_META_ARRAY)", g->path, n_tokens);
-    static const char *const unread[] = { "unknown", "padding", "mask", "eom", "separator" };
-    for (size_t i = 0; i < sizeof unread / sizeof *unread; i++) {
-        char key[64];
-        snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", unread[i]);
-        token_id(g, key, (int)n_tokens);
-    }
-
-    TokStr *text = alloc_or_die(n_tokens + n_merges, sizeof *text);
-    int64_t *types64 = alloc_or_die(n_tokens, sizeof *types64);
-    int32_t *types = alloc_or_die(n_tokens, sizeof *types);
-    for (size_t i = 0; i < n_tokens; i++) text[i] = tok_str(tokens[i]);
-    for (size_t i = 0; i < n_merges; i++) text[n_tokens + i] = tok_str(merges[i]);
-    const int has_types = gguf_get_ints(g, "tokenizer.ggml.token_type", INT32_MIN, INT32_MAX, types64, n_tokens);
-    if (has_types < 0) die_gguf(g);
-    for (size_t i = 0; i < n_tokens; i++) types[i] = (int32_t)types64[i];
-    GgufStr chat_template = { "", 0 };
-    if (gguf_get_str(g, "tokenizer.chat_template", &chat_template) < 0) die_gguf(g);
-    const TokVocab v = {
-        .tokens = text, .n_tokens = (int)n_tokens, .types = has_types ? types : NULL,
-        .merges = text + n_tokens, .n_merges = (int)n_merges,
-        .bos = token_id(g, "tokenizer.ggml.bos_token_id", (int)n_tokens),
-        .eos = token_id(g, "tokenizer.ggml.eos_token_id", (int)n_tokens),
-        .eot = token_id(g, "tokenizer.ggml.eot_token_id", (int)n_tokens),
-        .chat_template = tok_str(chat_template),
-        .has_ple = key_int(g, "gemma4.embedding_length_per_layer_input", 0, 1 << 16, 0) > 0
-    };
-    if (tok_init(t, &v) < 0) die("%s: tokenizer: %s", g->path, t->err);
-    free(text);
-    free(types64);
-    free(types);
-}
-
-// FNV-1a of the bytes, to compare two runs at a glance.
-static uint64_t hash_bytes(const void *p, size_t n) {
-    uint64_t h = 0xcbf29ce484222325u;
-    for (size_t i = 0; i < n; i++) h = (h ^ ((const uint8_t *)p)[i]) * 0x100000001b3u;
-    return h;
-}
-
-// Bytes of weights and cache that decoding a token at position pos has to read: over bandwidth, the floor of its time.
-static double bytes_per_token(const Model *m, int pos) {
-    const Config *c = &m->config;
-    double bytes = (double)matrix_bytes(m->weights.output.data ? &m->weights.output : &m->weights.token_embd);
-    if (c->ple_dim) bytes += (double)matrix_bytes(&m->weights.per_layer_model_proj);
-    for (int l = 0; l < c->n_layers; l++) {
-        const LayerWeights *w = &m->weights.layer[l];
-        const Tensor *dense[] = { &w->attn_q, &w->attn_k, &w->attn_v, &w->attn_output, &w->ffn_gate, &w->ffn_up, &w->ffn_down,
-                                  &w->ffn_gate_inp, &w->inp_gate, &w->proj };
-        const Tensor *experts[] = { &w->ffn_gate_exps, &w->ffn_up_exps, &w->ffn_down_exps };
-        for (size_t i = 0; i < sizeof dense / sizeof *dense; i++)
-            if (dense[i]->data) bytes += (double)matrix_bytes(dense[i]);
-        for (size_t i = 0; i < sizeof experts / sizeof *experts; i++)
-            if (experts[i]->data) bytes += (double)matrix_bytes(experts[i]) / c->n_experts * c->n_experts_used;
-        const Cache *k = &m->caches[m->cache_of[l]];
-        const size_t row = kv_row_bytes(k->k.type, k->k.dim) + kv_scale_bytes(k->k.type, k->k.dim) +
-                           kv_row_bytes(k->v.type, k->v.dim) + kv_scale_bytes(k->v.type, k->v.dim);
-        bytes += (double)(c->layer[l].is_swa ? min_int(pos, c->n_swa) : pos) * k->n_kv_heads * (double)row;
-    }
-    return bytes;
-}
-
-static const char *kv_name(KvType t) { return t == KV_F32 ? "f32" : t == KV_F16 ? "f16" : "bf16"; }
-
-// What is about to run, on stderr: model, plan, device.
-static void print_plan(Model *m) {
-    const Config *c = &m->config;
-    const double mib = 1 << 20;
-    bool tied = false;
-    for (int i = 0; i < m->n_caches; i++) tied |= m->caches[i].n_rot > 0;
-    const KvType k = m->options.k_type, v = m->options.v_type;
-    fprintf(stderr, "# %s: %d layers, dim %d, %d experts, vocabulary %d, weights %.1f MiB (%s)\n", model_name(m), c->n_layers,
-            c->dim, c->n_experts, c->vocab, (double)m->binder.bytes / mib,
-            gguf_type_name(m->weights.layer[0].attn_q.type));
-    fprintf(stderr, "# plan: context %d: global KV %.1f MiB (%s%s%s %s), rings %.1f MiB, stage %.1f MiB, activations %.1f MiB, "
-            "scratch %.1f MiB\n", m->options.n_ctx, (double)m->plan.kv_global / mib,
-            kv_name(k), k == v ? "" : "/", k == v ? "" : kv_name(v), tied ? "tied" : "untied", (double)m->plan.kv_rings / mib,
-            (double)m->plan.stage / mib, (double)m->plan.activations / mib, (double)m->plan.scratch / mib);
-    if (m->plan.in_host)
-        fprintf(stderr, "# plan: the table of per-layer embeddings, %.1f MiB, stays in host memory: the GPU has no room for "
-                "it\n", (double)m->plan.in_host / mib);
-    if (m->plan.weights)
-        fprintf(stderr, "# weights loaded in %.2f s, %.2f GB/s\n", m->upload_seconds,
-                (double)m->binder.bytes / m->upload_seconds * 1e-9);
-    if (m->options.n_ctx > c->n_ctx_train)
-        fprintf(stderr, "# warning: a context of %d, but the model was trained for %d\n", m->options.n_ctx, c->n_ctx_train);
-    print_unknown(&m->binder);
-    const char *note = "";
-#ifdef USE_CUDA
-    if (m->ops == cpu_ops()) note = " (no GPU that this build can use)";
-#endif
-    fprintf(stderr, "# backend: %s%s, %d thread%s\n", m->ops->name, note, pool.n_threads, pool.n_threads == 1 ? "" : "s");
-}
-
-// Stop strings. Text passes through byte by byte, so that where tokens begin makes no difference; what may be the
-// beginning of a stop string waits. The stop string that is complete first ends the text before it; of several that
-// end there, the longest.
-typedef struct {
-    const TextList *strings;  // none is empty
-    char           *held;     // (longest) the last bytes of the text, not passed on yet
-    size_t          n_held, longest;
-    bool            hit;      // a stop string was found: nothing passes any more
-} Stops;
-
-static Stops stops_new(const TextList *strings) {      // free(held) when done
-    size_t longest = 0;
-    for (int i = 0; i < strings->n; i++)
-        if (strlen(strings->text[i]) > longest) longest = strlen(strings->text[i]);
-    return (Stops){ .strings = strings, .held = alloc_or_die(longest + 1, 1), .longest = longest };
-}
-
-// Takes n bytes of text and returns how many are written to out, at most n + longest.
-static size_t stops_push(Stops *s, const char *text, size_t n, char *out) {
-    size_t n_out = 0;
-    for (size_t i = 0; i < n && !s->hit; i++) {
-        s->held[s->n_held++] = text[i];
-        size_t keep = 0, found = 0;                    // bytes at the end of held: a beginning, a whole stop string
-        for (int k = 0; k < s->strings->n; k++) {
-            const char *stop = s->strings->text[k];
-            const size_t len = strlen(stop);
-            size_t same = len < s->n_held ? len : s->n_held;
-            while (memcmp(s->held + s->n_held - same, stop, same)) same--;
-            if (same == len && len > found) found = len;
-            if (same > keep) keep = same;
-        }
-        s->hit = found > 0;
-        const size_t pass = s->n_held - (s->hit ? found : keep);
-        memcpy(out + n_out, s->held, pass);
-        n_out += pass;
-        memmove(s->held, s->held + pass, s->n_held -= pass);
-    }
-    return n_out;
-}
-
-static size_t stops_flush(Stops *s, char *out) {       // at the end: what waits was no stop string
-    const size_t n = s->hit ? 0 : s->n_held;
-    memcpy(out, s->held, n);
-    s->n_held = 0;
-    return n;
-}
-
-typedef struct {
-    int          n_predict;   // tokens to generate; -1: until the turn ends or the context is full
-    bool         ignore_eos;
-    int          top_logits;  // candidates of every token to show on stderr
-    TextList     stops;       // text that ends the generation and is not printed
-    bool         show_thoughts;
-    bool         newline;     // end the text with one also where it does not go to a terminal
-    int          think_budget;   // tokens of thought, after which it is closed; -1: as many as the model likes
-    bool         shift;       // a full context drops its oldest tokens; else it ends the generation
-    SampleParams sampling;
-} GenerateOptions;
-
-static void write_text(const char *s, size_t n) {
-    if (fwrite(s, 1, n, stdout) != n || fflush(stdout)) die("standard output: %s", strerror(errno));
-}
-
-// The text of a token in quotes, so that it stays on its line and cannot steer a terminal.
-static void print_quoted(FILE *f, TokStr s) {
-    fputc('"', f);
-    for (size_t i = 0; i < s.n; i++) {
-        const unsigned char c = (unsigned char)s.s[i];
-        if (c == '\n') fputs("\\n", f);
-        else if (c == '"' || c == '\\') fprintf(f, "\\%c", c);
-        else if (c < 0x20 || c > 0x7e) fprintf(f, "\\x%02x", c);
-        else fputc(c, f);
-    }
-    fputc('"', f);
-}
-
-// The n likeliest tokens of row 0 of the last step, which has been committed, on one line of stderr: id, text, logit and
-// probability as the model gives them, before mask, bias, penalties and temperature. logits, c (vocab): room to work in.
-static void print_top_logits(Model *m, const Tokenizer *t, int32_t chosen, int n, float *logits, Candidate *c) {
-    read_logits(m, 0, logits);
-    best_of_row(c, logits, m->config.vocab, n);
-    const double sum = logsumexp(logits, m->config.vocab);
-    fprintf(stderr, "# position %d, chosen %" PRId32 ":", m->len[0], chosen);
-    for (int i = 0; i < n; i++) {
-        const int32_t id = candidate_id(c[i]);
-        fprintf(stderr, "%s %" PRId32 " ", i ? "," : "", id);
-        print_quoted(stderr, tok_piece(t, id, true));
-        fprintf(stderr, " %.4f %.4g", (double)logits[id], exp(logits[id] - sum));
-    }
-    fprintf(stderr, "\n");
-}
-
-typedef struct {              // how much of a reply has been written, in bytes, and what waits
-    size_t content, thought, passed;   // passed: of content, what the stop strings let through
-    Stops  stops;
-    char  *text;              // (cap) room for what passes the stop strings
-    size_t cap;
-} Shown;
-
-// Write what has come since: content to stdout, up to a stop string; thoughts to stderr, if they are wanted, on lines of
-// their own.
-static void show_reply(const TokReply *r, Shown *at, bool thoughts) {
-    if (thoughts && r->thought.n > at->thought) {
-        if (!at->thought) fprintf(stderr, "# thought:\n");
-        fwrite(r->thought.s + at->thought, 1, r->thought.n - at->thought, stderr);
-        at->thought = r->thought.n;
-    }
-    if (r->content.n > at->content) {
-        if (thoughts && at->thought && !at->content) fprintf(stderr, "\n");
-        const size_t n = r->content.n - at->content, need = n + at->stops.longest;
-        if (need > at->cap) {
-            at->text = realloc(at->text, at->cap = 2 * need);
-            if (!at->text) die("out of memory: %zu bytes wanted", at->cap);
-        }
-        const size_t passed = stops_push(&at->stops, r->content.s + at->content, n, at->text);
-        write_text(at->text, passed);
-        at->passed += passed;
-        at->content = r->content.n;
-    }
-}
-
-// The calls of a finished reply, each as a line of JSON on stdout: {"name":"f","arguments":{...}}.
-static void show_calls(const TokReply *r) {
-    for (int i = 0; i < r->n_calls; i++) {
-        TokText name = { 0 };
-        if (tok_add_json_string(&name, r->calls[i].name) < 0) die("out of memory for a tool call");
-        if (i == 0 && r->content.n && r->content.s[r->content.n - 1] != '\n') write_text("\n", 1);
-        write_text("{\"name\":", 8);
-        write_text(name.s, name.n);
-        write_text(",\"arguments\":", 13);
-        write_text(r->calls[i].arguments.s, r->calls[i].arguments.n);
-        write_text("}\n", 2);
-        tok_text_free(&name);
-    }
-}
-
-// Session 0 and the tokens that it holds. A prompt runs only from where it differs from them.
-typedef struct {
-    Model     *m;
-    Tokenizer *t;
-    TokIds     held;          // (m->len[0]) the committed tokens
-    uint8_t   *rings;         // the rings as they were when the first `mark` of them were held: to go back further than rings
-    int        mark;          // reach. 0: nothing is kept
-    int        mark_seen;
-} Session;
-
-static void session_free(Session *s) {
-    tok_ids_free(&s->held);
-    free(s->rings);
-}
-
-static void hold(Session *s, int32_t id) {
-    if (tok__push(s->t, &s->held, id) < 0) die("%s", s->t->err);
-}
-
-// Cuts the session back to what it shares with a prompt (ids, n >= 1), less the last token, which has to run for its logits.
-// Where the rings do not reach back as far, they are put back as they were at the mark; else the session starts again.
-static void session_keep(Session *s, const int32_t *ids, int n) {
-    Model *m = s->m;
-    int same = 0;
-    while (same < min_int(n - 1, m->len[0]) && s->held.ids[same] == ids[same]) same++;
-    if (same < s->mark) s->mark = 0;
-    if (!shorten_session(m, 0, ids, same)) {
-        same = s->mark;
-        if (same) {
-            copy_rings(m, 0, s->rings, COPY_IN);
-            m->seen[0] = s->mark_seen;
-            shorten_session(m, 0, ids, same);
-        } else {
-            reset_session(m, 0);
-        }
-    }
-    s->held.n = (size_t)same;
-}
-
-// Runs a prompt (ids, n >= 1) as far as the session does not hold it. The last row's logits are row 0 afterwards, and its
-// step is not committed. mark: how many of the tokens a later prompt is sure to begin with, 0 if that is not known. Returns
-// how many tokens it ran, or -1 after Ctrl-C: what ran is committed.
-static int session_prompt(Session *s, const int32_t *ids, int n, int mark) {
-    Model *m = s->m;
-    session_keep(s, ids, n);
-    const int kept = m->len[0];
-    bool done = true;
-    if (mark > kept && mark < n && copy_rings(m, 0, NULL, COPY_OUT)) {
-        done = run_prompt(m, 0, ids + kept, mark - kept, "prompt", &interrupted);
-        if (done) {
-            commit_all(m);
-            if (!s->rings) s->rings = alloc_or_die(copy_rings(m, 0, NULL, COPY_OUT), 1);
-            copy_rings(m, 0, s->rings, COPY_OUT);
-            s->mark = mark;
-            s->mark_seen = m->seen[0];
-        }
-    }
-    if (done) done = run_prompt(m, 0, ids + m->len[0], n - m->len[0], "prompt", &interrupted);
-    for (int i = kept; i < m->len[0]; i++) hold(s, ids[i]);
-    return done ? n - kept : -1;
-}
-
-// Chooses the token that follows the last step's rows, which become part of the session.
-static void session_sample(Session *s) {
-    finish_step(s->m, &(int32_t){ s->m->n_rows }, NULL, true);
-    for (int i = 0; i < s->m->n_rows; i++) hold(s, s->m->rows[i].token);
-}
-
-// Runs the last token once more: a step behind it was dropped, whose logits lie where its own were.
-static void session_rerun(Session *s) {
-    Model *m = s->m;
-    const int n = m->len[0] - 1;
-    const StepRow last = { .token = s->held.ids[n], .want = true };
-    shorten_session(m, 0, s->held.ids, n);
-    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &last }, 1);
-    commit_all(m);
-}
-
-// The context is full: of its tokens the first n_head stay, and the newest half of the room behind these; they run again,
-// with n more tokens, whose last one's logits are row 0 afterwards. 0: the head leaves less than half of the context, so
-// nothing was done; -1 after Ctrl-C.
-static int session_shift(Session *s, int n_head, const int32_t *next, int n) {
-    const int n_ctx = s->m->options.n_ctx, half = (n_ctx - n_head) / 2, len = s->m->len[0];
-    if (n_head > n_ctx / 2 || half < n) return 0;
-    int32_t *ids = alloc_or_die((size_t)(n_head + half + n), sizeof *ids);
-    memcpy(ids, s->held.ids, (size_t)n_head * sizeof *ids);
-    memcpy(ids + n_head, s->held.ids + len - half, (size_t)half * sizeof *ids);
-    memcpy(ids + n_head + half, next, (size_t)n * sizeof *ids);
-    fprintf(stderr, "%s# context full: %d tokens dropped, the first %d and the newest %d stay\n",
-            isatty(1) && isatty(2) ? "\n" : "", len - n_head - half, n_head, half);
-    const int ran = session_prompt(s, ids, n_head + half + n, 0);
-    free(ids);
-    return ran;
-}
-
-typedef struct {              // what a turn took
-    int         n_prompt, n_run;       // tokens of the prompt, and those that were not in the cache
-    int         made, steps;           // tokens generated, decoding steps
-    int         shifts;                // times the context was full
-    double      prompt_seconds, decode_seconds, read;     // read: bytes that the decoding steps had to read
-    uint64_t    hash;                  // of the last logits: two runs that agree to the last bit show it here
-    const char *why;                   // it stopped
-} Turn;
-
-static void print_turn(const Turn *t) {
-    fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s", t->n_run, t->prompt_seconds, t->n_run / t->prompt_seconds);
-    if (t->n_run < t->n_prompt) fprintf(stderr, "; %d were in the cache", t->n_prompt - t->n_run);
-    if (t->steps)
-        fprintf(stderr, "\n# decode: %d steps in %.3f s, %.1f tok/s, %.2f GB/s", t->steps, t->decode_seconds,
-                t->steps / t->decode_seconds, t->read / t->decode_seconds * 1e-9);
-    fprintf(stderr, "\n# %d tokens generated, stopped: %s", t->made, t->why);
-    if (t->hash) fprintf(stderr, "; last logits %016" PRIx64, t->hash);
-    fprintf(stderr, "\n");
-}
-
-// A prompt as generate() takes it.
-typedef struct {
-    const int32_t *ids;       // (n), n >= 1
-    int            n;
-    int            n_head;    // the first of them that stay when the context shifts: <bos> and the system turn
-    int            mark;      // see session_prompt
-} Prompt;
-
-// Answers a prompt in session 0 and prints the answer, which is left in *reply ({0}, or a used one), cut where a stop string
-// began. interrupted tells of Ctrl-C.
-//
-// A backend that works beside the host (one with marks) never waits for it: a step is fed its token by the device, and the
-// host reads and prints that token while the step runs. Where the token turns out to end the text, or to be followed by
-// others than the model's, the step is dropped: it was not committed.
-static Turn generate(Session *s, const Prompt *p, const GenerateOptions *o, TokReply *reply) {
-    Model *m = s->m;
-    Tokenizer *t = s->t;
-    const Ops *op = m->ops;
-    const int n_top = min_int(o->top_logits, m->config.vocab);
-    float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
-    Candidate *top = n_top ? alloc_or_die(m->config.vocab, sizeof *top) : NULL;
-    Shown at = { .stops = stops_new(&o->stops) };
-    TokIds name = { 0 }, next = { 0 };                 // of a thought: its first line; what the next step takes
-    Turn turn = { .n_prompt = p->n, .why = "end of turn" };
-    if (tok_encode(t, "thought\n", 8, TOK_PLAIN, &name) < 0) die("%s", t->err);
-    tok_reply_start(t, reply, p->ids, (size_t)p->n);
-    op->copy(&(Copy){ m->s.params, &o->sampling, sizeof o->sampling, COPY_IN });
-
-    const double t_start = seconds();
-    const int before = m->len[0];
-    const int ran = session_prompt(s, p->ids, p->n, p->mark);
-    turn.n_run = ran < 0 ? max_int(m->len[0] - before, 0) : ran;
-    op->wait();
-    const double t_prompt = seconds();
-    int named = tok_reply_thinks(reply) ? (int)name.n : 0, thought = 0;      // tokens of the name, of thoughts
-    bool stepped = ran >= 0;                           // a step has been run and its rows are not committed yet
-    bool ahead = false;                                // and another one behind it, which may have to be dropped
-    while (stepped && !interrupted) {
-        if (turn.made >= o->n_predict && o->n_predict >= 0) { turn.why = "-n reached"; break; }
-        int32_t token;
-        session_sample(s);
-        op->copy(&(Copy){ &token, m->s.chosen, sizeof token, COPY_OUT });
-        // Not behind a prompt: a step that is dropped is made good by another run of the last token, and the rounding of a
-        // prompt differs. Not where it is known that nothing follows, or somebody looks at each step.
-        ahead = op->mark && m->n_rows <= STEP_ROWS && m->len[0] < m->options.n_ctx && !n_top && !m->dump_dir &&
-                (o->n_predict < 0 || turn.made + 1 < o->n_predict);
-        if (ahead) {
-            const int mark = op->mark();
-            step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = FED, .want = true } }, 1);
-            op->wait_for(mark);
-            m->rows[0].token = token;
-        } else {
-            op->wait();
-        }
-        if (token < 0)
-            die("%s: no token can be chosen at position %d: the logits are not numbers, so the file is damaged, or every "
-                "token is suppressed", m->gguf.path, m->len[0] - 1);
-        if (n_top) print_top_logits(m, t, token, n_top, logits, top);
-        const bool thought_before = tok_reply_thinks(reply);
-        int over = o->ignore_eos && tok_is_stop(t, token) ? 0 : tok_reply_push(t, reply, token);
-        turn.made++;
-        next.n = 0;
-        if (tok__push(t, &next, token) < 0) die("%s", t->err);
-        if (!tok_reply_thinks(reply)) named = 0;
-        else if (thought_before) *(named < (int)name.n ? &named : &thought) += 1;
-        if (!over && o->think_budget >= 0 && thought >= o->think_budget && tok_reply_thinks(reply) && named == (int)name.n) {
-            const TokStr last = tok_piece(t, token, false);
-            const bool line_ended = last.n && last.s[last.n - 1] == '\n';
-            if ((!line_ended && tok_encode(t, "\n", 1, TOK_PLAIN, &next) < 0) || tok__push(t, &next, t->channel_close) < 0)
-                die("%s", t->err);
-            for (size_t i = 1; i < next.n && !over; i++, turn.made++) over = tok_reply_push(t, reply, next.ids[i]);
-        }
-        if (over < 0) die("%s", t->err);
-        show_reply(reply, &at, o->show_thoughts);
-        if (at.stops.hit) { turn.why = "stop string"; break; }
-        if (over) { turn.why = reply->finish == TOK_TOOL_CALLS ? "tool call" : turn.why; break; }
-        if (turn.made >= o->n_predict && o->n_predict >= 0) { turn.why = "-n reached"; break; }  // nobody needs what follows
-        if (m->len[0] + (int)next.n > m->options.n_ctx) {
-            const int shifted = o->shift ? session_shift(s, p->n_head, next.ids, (int)next.n) : 0;
-            if (!shifted) { turn.why = "context full"; break; }
-            stepped = shifted > 0;
-            turn.shifts++;
-            ahead = false;
-            continue;
-        }
-        for (size_t i = 0; i < next.n; i++) m->chunk[i] = (StepRow){ .token = next.ids[i], .want = i + 1 == next.n };
-        if (!ahead || next.n > 1)                      // else it runs already
-            step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = (int)next.n, .rows = m->chunk }, 1);
-        ahead = false;
-        turn.steps++;
-        turn.read += bytes_per_token(m, m->len[0]);
-    }
-    if (tok_reply_end(t, reply) < 0) die("%s", t->err);
-    show_reply(reply, &at, o->show_thoughts);
-    if (at.text) {
-        const size_t n = stops_flush(&at.stops, at.text);
-        write_text(at.text, n);
-        at.passed += n;
-    }
-    reply->content.n = at.passed;
-    if (at.thought && !at.content) fprintf(stderr, "\n");
-    show_calls(reply);
-    if ((o->newline || isatty(1)) && !reply->n_calls) write_text("\n", 1);
-    if (interrupted) turn.why = "interrupted";
-    turn.prompt_seconds = t_prompt - t_start;
-    turn.decode_seconds = seconds() - t_prompt;
-    if (ran >= 0) {
-        if (ahead) session_rerun(s);
-        read_logits(m, 0, logits);
-        turn.hash = hash_bytes(logits, (size_t)m->config.vocab * sizeof *logits);
-    }
-    tok_ids_free(&name);
-    tok_ids_free(&next);
-    free(at.stops.held);
-    free(at.text);
-    free(logits);
-    free(top);
-    return turn;
-}
-
-// ==== [10] Verbs: logits, tokenize, detokenize, plan, bench, check ===================================================
-
-// gemma4 logits: the logits of every position of a list of ids, after the soft-cap, as n x vocab float32.
-static void verb_logits(const char *model, const Ops *ops, PlanOptions o, const char *ids_path, const char *out_path,
-                        const char *dump_dir, bool check_tensors) {
-    size_t size = 0;
-    uint8_t *bytes = read_file(ids_path, &size, "--ids");
-    if (!size || size % 4) die("--ids: %s: expected little-endian int32 ids, got %zu bytes", ids_path, size);
-    if (size / 4 > MAX_CONTEXT) die("--ids: %s: expected at most %d ids, got %zu", ids_path, MAX_CONTEXT, size / 4);
-    const int n = (int)(size / 4);
-    if (o.n_ctx <= 0) o.n_ctx = n;
-    if (o.n_ctx == n) o.ctx_from = "number of --ids";
-    if (n > o.n_ctx) die("--ids: %s: expected at most %d ids, got %d; try -c %d", ids_path, o.n_ctx, n, n);
-    struct stat in, out;
-    if (!stat(model, &in) && !stat(out_path, &out) && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
-        die("-o: %s: expected another file, got the model itself", out_path);
-    o.n_logits = o.n_batch = STEP_ROWS;
-    Model *m = alloc_or_die(1, sizeof *m);
-    load_model(m, model, ops, o, dump_dir);
-    if (check_tensors) read_weights(m, true);
-    int32_t *ids = alloc_or_die(n, sizeof *ids);
-    for (int i = 0; i < n; i++) {
-        const uint8_t *b = bytes + (size_t)i * 4;
-        ids[i] = (int32_t)((uint32_t)b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24);
-        if (ids[i] < 0 || ids[i] >= m->config.vocab)
-            die("--ids: %s: id %d: expected 0..%d, got %" PRId32, ids_path, i, m->config.vocab - 1, ids[i]);
-    }
-    FILE *f = fopen(out_path, "wb");
-    if (!f) die("-o: %s: %s", out_path, strerror(errno));
-    float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
-    const double t0 = seconds();
-    progress("logits", 0, n, "positions");
-    for (int at = 0; at < n; ) {
-        const int chunk = min_int(n - at, STEP_ROWS);
-        for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .want = true };
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = chunk, .rows = m->chunk }, 1);
-        for (int i = 0; i < chunk; i++) {
-            read_logits(m, i, logits);
-            if (fwrite(logits, sizeof *logits, m->config.vocab, f) != (size_t)m->config.vocab)
-                die("-o: %s: %s", out_path, strerror(errno));
-        }
-        commit_all(m);
-        at += chunk;
-        progress("logits", at, n, "positions");
-    }
-    if (fclose(f)) die("-o: %s: %s", out_path, strerror(errno));
-    print_plan(m);
-    fprintf(stderr, "# %d positions x %d logits in %.2f s\n", n, m->config.vocab, seconds() - t0);
-    free(logits);
-    free(ids);
-    free(bytes);
-    free_model(m);
-    free(m);
-}
-
-// The tokenizer of a file, which may hold nothing else.
-static void open_tokenizer(Tokenizer *t, Gguf *g, const char *path) {
-    open_model_file(g, path);
-    load_tokenizer(t, g, 0);
-}
-
-// gemma4 tokenize: the ids of a text in decimal, on one line, no <bos> added.
-static void verb_tokenize(const char *model, const char *text, size_t n, TokMode mode) {
-    Gguf g;
-    Tokenizer tok;
-    TokIds ids = { 0 };
-    open_tokenizer(&tok, &g, model);
-    if (tok_encode(&tok, text, n, mode, &ids) < 0) die("tokenize: %s", tok.err);
-    for (size_t i = 0; i < ids.n; i++) printf("%s%" PRId32, i ? " " : "", ids.ids[i]);
-    printf("\n");
-    flush_output();
-    tok_ids_free(&ids);
-    tok_free(&tok);
-    gguf_close(&g);
-}
-
-// gemma4 detokenize: the bytes of ids, markers as their text.
-static void verb_detokenize(const char *model, const char *list) {
-    Gguf g;
-    Tokenizer tok;
-    open_tokenizer(&tok, &g, model);
-    for (int round = 0; round < 2; round++) {          // first all are checked, then they are written
-        const char *s = list;
-        for (int i = 0; ; i++) {
-            s += strspn(s, " \t\r\n");
-            if (!*s) break;
-            char *end;
-            errno = 0;
-            const long id = strtol(s, &end, 10);
-            if (end == s || errno || id < 0 || id >= tok.n_tokens || !strchr(" \t\r\n", *end))
-                die("--ids: number %d: expected an id from 0 to %d, got '%.*s'", i + 1, tok.n_tokens - 1,
-                    min_int((int)strcspn(s, " \t\r\n"), 40), s);
-            const TokStr piece = tok_piece(&tok, (int32_t)id, true);
-            if (round && fwrite(piece.s, 1, piece.n, stdout) != piece.n) die("standard output: %s", strerror(errno));
-            s = end;
-        }
-    }
-    flush_output();
-    tok_free(&tok);
-    gguf_close(&g);
-}
-
-// gemma4 plan: what a context takes in memory, without taking it. Dies when it does not fit.
-static void verb_plan(const char *model, const Ops *ops, PlanOptions o) {
-    static const int contexts[] = { 8 << 10, 32 << 10, 128 << 10, 256 << 10, 1 << 20 };
-    const double gib = 1 << 30;
-    Model *m = alloc_or_die(1, sizeof *m);
-    plan_model(m, model, ops, o, NULL);
-    const size_t budget = plan_budget(m);
-    const int n_ctx = m->options.n_ctx, trained = m->config.n_ctx_train, most = largest_context(m, trained, budget);
-    size_t free_bytes, total;
-    ops->memory(&free_bytes, &total);
-    const size_t needed = fit_context(m, n_ctx, budget);
-    const Plan plan = m->plan;
-    const size_t weights = plan.weights ? plan.weights : m->binder.bytes;
-    printf("%s: context %d, trained for %d\n", model_name(m), n_ctx, trained);
-    printf("weights      %9.3f GiB%s\n", (double)weights / gib, plan.weights ? "" : ", read in the mapped file");
-    if (plan.in_host)
-        printf("             %9.3f GiB in host memory: the table of per-layer embeddings\n", (double)plan.in_host / gib);
-    printf("global KV    %9.3f GiB\n", (double)plan.kv_global / gib);
-    printf("rings        %9.3f GiB\n", (double)plan.kv_rings / gib);
-    printf("stage        %9.3f GiB\n", (double)plan.stage / gib);
-    printf("activations  %9.3f GiB\n", (double)plan.activations / gib);
-    printf("scratch      %9.3f GiB\n", (double)plan.scratch / gib);
-    printf("total        %9.3f GiB\n", (double)needed / gib);
-    printf("room         %9.3f GiB, %s\n", (double)budget / gib,
-           o.memory ? "as --vram says" : "31/32 of the backend's free memory");
-    if (!o.memory) printf("free         %9.3f GiB of %.3f\n", (double)free_bytes / gib, (double)total / gib);
-    printf("largest context that fits: %d%s\n\n", most, most == trained ? ", as trained" : "");
-    printf("%8s  %9s  %9s\n", "context", "KV GiB", "total GiB");
-    for (size_t i = 0; i < sizeof contexts / sizeof *contexts; i++) {
-        const size_t all = fit_context(m, contexts[i], budget);
-        printf("%8d  %9.3f  %9.3f  %s%s%s\n", contexts[i], (double)(m->plan.kv_global + m->plan.kv_rings) / gib,
-               (double)all / gib, all <= budget ? "fits" : "does not fit", m->plan.in_host ? ", the table in host memory" : "",
-               contexts[i] > trained ? ", past the trained length" : "");
-    }
-    flush_output();
-    if (fit_context(m, n_ctx, budget) > budget) die_no_room(m);
-    free_model(m);
-    free(m);
-}
-
-// ---- bench: speed in the conventions of llama-bench ----
-// ppN runs a prompt of N random tokens, tgN generates N tokens one by one; "@ dN" after N tokens in the context that have
-// really been run, or, "(random fill)", whose cache rows are random numbers: as many bytes to read, and no prompt to wait
-// for. vsN takes steps of N rows that all get logits and are never committed, as a verification of drafts does: all at one
-// depth. A warm-up, then repetitions: mean and standard deviation of tokens (rows) per second.
-
-typedef struct { int n[32], count; } IntList;
-
-typedef struct {
-    IntList prompts, generated, rows, depths;          // 0 among the first three: not that test
-    int n_runs;
-    bool random_fill;
-    enum { BENCH_MD, BENCH_CSV, BENCH_JSON } format;
-} BenchOptions;
-
-typedef enum { PROMPT_TEST, GENERATE_TEST, VERIFY_TEST } BenchKind;
-enum { VERIFY_STEPS = 32 };   // of a run
-
-typedef struct {
-    Model   *m;
-    int32_t *ids;             // (n_ctx) random
-    uint8_t *rings;           // the rings at the depth of the tests; global layers need no copy: rows above len are free
-    int      depth;           // tokens of session 0 at which these were taken
-    bool     filled;          // its rows are random numbers
-    double   bandwidth;       // bytes/s of the memory, 0: not known
-    bool     has_joules;      // the device tells what it uses
-    size_t   free_before;     // bytes of the device before the model was loaded
-    int      n_printed;
-} Bench;
-
-static void set_length(Model *m, int seq, int32_t len) {
-    m->len[seq] = len;
-    m->ops->copy(&(Copy){ m->s.len + seq, &len, sizeof len, COPY_IN });
-}
-
-// Runs n random tokens from the end of the session on, as a prompt or one by one, or VERIFY_STEPS times as n drafts; returns
-// the seconds.
-static double bench_run(Bench *b, int n, BenchKind kind, const char *what) {
-    Model *m = b->m;
-    const Ops *op = m->ops;
-    const double start = seconds();
-    const int from = m->len[0];
-    const int n_steps = kind == GENERATE_TEST ? n : kind == VERIFY_TEST ? VERIFY_STEPS : 0;
-    for (int i = 0, before = 0; i < n_steps; i++) {    // as in generate(), a step is issued while one runs
-        const int rows = kind == VERIFY_TEST ? n : 1;
-        for (int r = 0; r < rows; r++)
-            m->chunk[r] = (StepRow){ .token = b->ids[(from + i + r) % m->options.n_ctx], .want = true };
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk }, 1);
-        if (kind == GENERATE_TEST) commit_all(m);
-        const int mark = op->mark ? op->mark() : 0;
-        if (op->mark && i) op->wait_for(before);
-        before = mark;
-    }
-    if (kind == PROMPT_TEST && n) {
-        run_prompt(m, 0, b->ids + from, n, what, NULL);
-        commit_all(m);
-    }
-    op->wait();
-    return seconds() - start;
-}
-
-// Bytes of random finite rows of a cache's type, as large as normed K and V are; or (scale) of the f16 scales beside them.
-static void random_rows(uint8_t *out, size_t bytes, KvType type, bool scale) {
-    const bool codes = kv_group(type) && !scale;
-    for (size_t i = 0; i < bytes / 4; i++) {
-        float v[2];
-        for (int k = 0; k < 2; k++) v[k] = (3.4f * random_unit(2 + (uint64_t)k, (int32_t)i) - 1.7f) * (scale ? 0x1p-7f : 1);
-        uint16_t halves[2];
-        for (int k = 0; k < 2; k++)
-            halves[k] = codes ? (uint16_t)(int)(v[k] * 19000) :
-                        type == KV_BF16 && !scale ? gguf_f32_to_bf16(v[k]) : gguf_f32_to_f16(v[k]);
-        memcpy(out + i * 4, type == KV_F32 ? (const void *)v : halves, 4);
-    }
-}
-
-// Fills the caches of session 0, all slots of all layers: a piece of random rows, again and again.
-static void fill_caches(Model *m) {
-    enum { PIECE = 1 << 20 };
-    const Ops *op = m->ops;
-    uint8_t *piece = alloc_or_die(PIECE, 1);
-    for (int i = 0; i < m->n_caches; i++) {
-        CachePart parts[4];
-        const int n_parts = cache_parts(&m->caches[i], 0, parts);
-        for (int k = 0; k < n_parts; k++) {
-            const CachePart *p = &parts[k];
-            const size_t first = p->bytes < PIECE ? p->bytes : PIECE;
-            random_rows(piece, first, p->type, p->is_scale);
-            op->copy(&(Copy){ p->data, piece, first, COPY_IN });
-            for (size_t at = first; at < p->bytes; at += first)
-                op->copy(&(Copy){ p->data + at, p->data, p->bytes - at < first ? p->bytes - at : first, COPY_WITHIN });
-        }
-    }
-    op->wait();
-    free(piece);
-}
-
-static void bench_to_depth(Bench *b, int depth, bool random_fill) {  // n tokens are run and kept, or made up
-    Model *m = b->m;
-    char what[32];
-    snprintf(what, sizeof what, "filling d%d", depth);
-    if (random_fill) {
-        if (depth && !b->filled) fill_caches(m);       // once for all depths: every slot has a row
-        b->filled |= depth > 0;
-        set_length(m, 0, depth);
-        m->seen[0] = max_int(m->seen[0], depth);
-    } else {
-        if (depth < b->depth) reset_session(m, 0);
-        bench_run(b, depth - m->len[0], PROMPT_TEST, what);
-    }
-    copy_rings(m, 0, b->rings, COPY_OUT);
-    b->depth = depth;
-}
-
-static void print_text(const char *s, char quote) {    // csv: quotes are doubled, JSON: escaped. s is printable ASCII
-    putchar('"');
-    for (; *s; s++) {
-        if (*s == '"' || (*s == '\\' && quote == '\\')) putchar(quote);
-        putchar(*s);
-    }
-    putchar('"');
-}
-
-// Bytes of this process in memory, the pages of the mapped file among them; 0: not known. Not the largest so far, which
-// measuring the bandwidth would decide.
-static size_t resident_memory(void) {
-    unsigned long long pages = 0;
-    FILE *f = fopen("/proc/self/statm", "r");
-    if (f && fscanf(f, "%*u %llu", &pages) != 1) pages = 0;
-    if (f) fclose(f);
-    return (size_t)pages * (size_t)sysconf(_SC_PAGESIZE);
-}
-
-static size_t planned_memory(const Model *m) {
-    const Plan *p = &m->plan;
-    return (p->weights ? p->weights : m->binder.bytes) + p->kv_global + p->kv_rings + p->stage + p->activations + p->scratch;
-}
-
-// What a device with memory of its own has lost since before the model was loaded, recorded steps and all; 0: there is none.
-static size_t device_memory(const Bench *b) {
-    size_t free_bytes = 0, total;
-    if (b->m->plan.weights) b->m->ops->memory(&free_bytes, &total);
-    return b->m->plan.weights && b->free_before > free_bytes ? b->free_before - free_bytes : 0;
-}
-
-// One test: runs it, prints its line.
-static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
-    static const char *const kinds[] = { "pp", "tg", "vs" };
-    Model *m = b->m;
-    const Ops *op = m->ops;
-    char test[64], what[48], size[32], read_rate[48] = "";
-    double *speed = alloc_or_die(o->n_runs, sizeof *speed), mean = 0, sd = 0, bytes = 0, params = 0, joules = 0;
-    size_t file_bytes = 0;
-    for (size_t i = 0; i < m->gguf.n_tensors; i++) {
-        const GgufTensor *t = &m->gguf.tensors[i];
-        file_bytes += (size_t)t->size;
-        params += (double)t->ne[0] * (double)t->ne[1] * (double)t->ne[2] * (double)t->ne[3];
-    }
-    const bool filled = b->depth && o->random_fill;
-    const int n_steps = kind == GENERATE_TEST ? n : kind == VERIFY_TEST ? VERIFY_STEPS : 0;
-    const int n_rows = kind == VERIFY_TEST ? VERIFY_STEPS * n : n;
-    const int at = snprintf(test, sizeof test, "%s%d", kinds[kind], n);
-    if (b->depth) snprintf(test + at, sizeof test - (size_t)at, " @ d%d%s", b->depth, filled ? " (random fill)" : "");
-    snprintf(what, sizeof what, "%.19s", test);
-    int64_t launches = 0;                              // before the last run, whose steps are all recorded
-    for (int i = 0; i < o->n_runs; i++) {
-        progress(what, i, o->n_runs, "runs");
-        copy_rings(m, 0, b->rings, COPY_IN);
-        set_length(m, 0, b->depth);
-        op->wait();
-        const double before = b->has_joules ? op->joules() : 0;
-        if (i + 1 == o->n_runs && op->launches) launches = op->launches();
-        speed[i] = n_rows / bench_run(b, n, kind, NULL);
-        if (b->has_joules) joules += (op->joules() - before) / ((double)n_rows * o->n_runs);
-        mean += speed[i] / o->n_runs;
-    }
-    const double per_step = op->launches && n_steps ? (double)(op->launches() - launches) / n_steps : 0;
-    progress(what, o->n_runs, o->n_runs, "runs");
-    for (int i = 0; i < o->n_runs; i++) sd += (speed[i] - mean) * (speed[i] - mean);
-    sd = o->n_runs > 1 ? sqrt(sd / (o->n_runs - 1)) : 0;
-    for (int i = 0; i < n && kind == GENERATE_TEST; i++) bytes += bytes_per_token(m, b->depth + i) / n;
-    const double rate = bytes * mean, share_of = b->bandwidth > 0 ? rate / b->bandwidth : 0;
-
-    const struct { const char *name; double value; } numbers[] = {
-        { "model_size", (double)file_bytes }, { "model_n_params", params }, { "n_ubatch", m->options.n_batch },
-        { "n_threads", pool.n_threads }, { "n_prompt", kind == PROMPT_TEST ? n : 0 },
-        { "n_gen", kind == GENERATE_TEST ? n : 0 }, { "n_depth", b->depth }, { "avg_ts", mean },
-        { "stddev_ts", sd }, { "read_bytes_per_s", rate },
-        { "bandwidth_bytes_per_s", b->bandwidth }, { "planned_bytes", (double)planned_memory(m) },
-        { "resident_bytes", (double)resident_memory() }, { "n_verify", kind == VERIFY_TEST ? n : 0 },
-        { "launches_per_step", per_step }, { "joules_per_token", joules }, { "device_bytes", (double)device_memory(b) } };
-    const struct { const char *name, *value; } texts[] = {
-        { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", op->name },
-        { "type_k", kv_name(m->options.k_type) }, { "type_v", kv_name(m->options.v_type) },
-        { "fill", !b->depth ? "none" : filled ? "random" : "prompt" } };
-    enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
-    const bool first = !b->n_printed++;
-    if (o->format == BENCH_MD) {
-        const int width = o->random_fill ? 30 : 15;
-        const char *line = "------------------------------";
-        if (first) {
-            printf("| %-30s | %10s | %10s | %-10s | %7s | %*s | %20s | %18s |", "model", "size", "params", "backend",
-                   "threads", width, "test", "t/s", "GB/s (of memory)");
-            if (op->launches) printf(" %8s |", "launches");
-            if (b->has_joules) printf(" %7s |", "J/token");
-            printf("\n| %s | ---------: | ---------: | ---------- | ------: | %.*s: | -------------------: | "
-                   "-----------------: |", line, width - 1, line);
-            if (op->launches) printf(" -------: |");
-            if (b->has_joules) printf(" ------: |");
-            printf("\n");
-        }
-        snprintf(size, sizeof size, "%.2f %s", (double)file_bytes / (file_bytes < (1u << 30) ? 1 << 20 : 1 << 30),
-                 file_bytes < (1u << 30) ? "MiB" : "GiB");
-        char count[32], mark[48];
-        snprintf(count, sizeof count, "%.2f %s", params / (params < 1e9 ? 1e6 : 1e9), params < 1e9 ? "M" : "B");
-        snprintf(mark, sizeof mark, "%.2f ± %.2f", mean, sd);
-        if (kind == GENERATE_TEST)
-            snprintf(read_rate, sizeof read_rate, share_of > 0 ? "%.2f (%.0f %%)" : "%.2f", rate * 1e-9, share_of * 100);
-        printf("| %-30s | %10s | %10s | %-10s | %7d | %*s | %21s | %18s |", model_name(m), size, count, op->name,
-               pool.n_threads, width, test, mark, read_rate);
-        if (op->launches && n_steps) printf(" %8.1f |", per_step);
-        if (op->launches && !n_steps) printf(" %8s |", "");         // what cuBLAS launches is not known
-        if (b->has_joules) printf(" %7.3f |", joules);
-        printf("\n");
-    } else if (o->format == BENCH_CSV) {
-        for (int i = 0; i < N_TEXTS && first; i++) printf("%s,", texts[i].name);
-        for (int i = 0; i < N_NUMBERS && first; i++) printf("%s%s", numbers[i].name, i + 1 < N_NUMBERS ? "," : "\n");
-        for (int i = 0; i < N_TEXTS; i++) {
-            print_text(texts[i].value, '"');
-            putchar(',');
-        }
-        for (int i = 0; i < N_NUMBERS; i++) printf("%.12g%s", numbers[i].value, i + 1 < N_NUMBERS ? "," : "\n");
-    } else {
-        printf(first ? "[\n  {" : ",\n  {");
-        for (int i = 0; i < N_TEXTS; i++) {
-            printf("%s\n    \"%s\": ", i ? "," : "", texts[i].name);
-            print_text(texts[i].value, '\\');
-        }
-        for (int i = 0; i < N_NUMBERS; i++) printf(",\n    \"%s\": %.12g", numbers[i].name, numbers[i].value);
-        printf(",\n    \"samples_ts\": [");
-        for (int i = 0; i < o->n_runs; i++) printf("%s%.12g", i ? ", " : "", speed[i]);
-        printf("]\n  }");
-    }
-    flush_output();
-    free(speed);
-}
-
-static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const BenchOptions *b) {
-    int longest = 1, deepest = 0, warm_up = 0, widest = 0;
-    for (int i = 0; i < b->prompts.count; i++) warm_up = longest = max_int(longest, b->prompts.n[i]);
-    for (int i = 0; i < b->generated.count; i++) longest = max_int(longest, b->generated.n[i]);
-    for (int i = 0; i < b->rows.count; i++) widest = max_int(widest, b->rows.n[i]);
-    for (int i = 0; i < b->depths.count; i++) deepest = max_int(deepest, b->depths.n[i]);
-    if (widest > STEP_ROWS) die("--rows: expected at most %d rows in a step, got %d", STEP_ROWS, widest);
-    if (widest) longest = max_int(longest, widest + VERIFY_STEPS);     // so many ids are drafted
-    if (deepest > MAX_CONTEXT - longest)
-        die("-d: expected at most %d tokens in all, got %d and %d", MAX_CONTEXT, deepest, longest);
-    o.n_ctx = deepest + longest;
-    o.ctx_from = "-p, -n or -d";
-    o.n_logits = max_int(o.n_logits, widest);
-    Bench bench = { .m = alloc_or_die(1, sizeof *bench.m) };
-    Model *m = bench.m;
-    size_t total;
-    bench.bandwidth = ops->bandwidth ? ops->bandwidth() : 0;
-    bench.has_joules = ops->joules && ops->joules() >= 0;
-    ops->memory(&bench.free_before, &total);
-    load_model(m, model, ops, o, NULL);
-    print_plan(m);
-    read_weights(m, false);
-    bench.ids = alloc_or_die(o.n_ctx, sizeof *bench.ids);
-    for (int i = 0; i < o.n_ctx; i++) bench.ids[i] = (int32_t)(random_unit(1, i) * (float)m->config.vocab);
-    bench.rings = alloc_or_die(copy_rings(m, 0, NULL, COPY_OUT), 1);
-    bench_run(&bench, min_int(warm_up, o.n_batch), PROMPT_TEST, "warming up");
-    set_length(m, 0, 0);
-    bench_run(&bench, min_int(longest, 4), GENERATE_TEST, NULL);
-    reset_session(m, 0);
-    for (int i = 0; i < b->depths.count; i++) {
-        bench_to_depth(&bench, b->depths.n[i], b->random_fill);
-        for (int k = 0; k < b->prompts.count; k++)
-            if (b->prompts.n[k]) bench_test(&bench, b, b->prompts.n[k], PROMPT_TEST);
-        for (int k = 0; k < b->generated.count; k++)
-            if (b->generated.n[k]) bench_test(&bench, b, b->generated.n[k], GENERATE_TEST);
-        for (int k = 0; k < b->rows.count; k++) {
-            if (!b->rows.n[k]) continue;
-            set_length(m, 0, bench.depth);
-            bench_run(&bench, b->rows.n[k], VERIFY_TEST, NULL);      // its own warm-up: every number of rows is another step
-            bench_test(&bench, b, b->rows.n[k], VERIFY_TEST);
-        }
-        copy_rings(m, 0, bench.rings, COPY_IN);
-        set_length(m, 0, bench.depth);
-    }
-    const double gib = 1 << 30;
-    if (b->format == BENCH_JSON) printf("%s]\n", bench.n_printed ? "\n" : "[");
-    if (b->format == BENCH_MD) {
-        printf("\nMemory: %.3f GiB planned, %.3f GiB resident, with the pages of the file that were read.\n",
-               (double)planned_memory(m) / gib, (double)resident_memory() / gib);
-        if (device_memory(&bench))
-            printf("Device: %.3f GiB taken, %.1f %% of the plan.\n", (double)device_memory(&bench) / gib,
-                   100 * (double)device_memory(&bench) / (double)planned_memory(m));
-        printf("Bandwidth: %.1f GB/s. GB/s counts the weights and cache rows of a token once; file and caches stay warm.\n",
-               bench.bandwidth * 1e-9);
-    }
-    flush_output();
-    free(bench.ids);
-    free(bench.rings);
-    free_model(m);
-    free(m);
-}
-
-// ---- check: the CPU against another backend, checkpoint by checkpoint ----
-// Both run the same text on the same file, the CPU first: once as a step of few rows, whose rounding is the same on both, and
-// once as a prompt, whose products may be rounded otherwise (gemma4.h, contract 6): only the first one is judged.
-
-typedef struct {
-    char   name[24];
-    int    layer;             // where the share is largest
-    double off, size, share;  // largest |difference|, largest |value|, off / size there
-} Difference;
-
-// What a backend makes of the first n ids in one step; freed by the caller with free_model and free.
-static Model *check_run(const char *path, const Ops *ops, PlanOptions o, const int32_t *ids, int n) {
-    Model *m = alloc_or_die(1, sizeof *m);
-    load_model(m, path, ops, o, "");
-    for (int i = 0; i < n; i++) m->chunk[i] = (StepRow){ .token = ids[i], .want = true };
-    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = n, .rows = m->chunk }, 1);
-    return m;
-}
-
-// Mean KL divergence in nats of the next token, of the softmax of p from that of q; rows of n logits.
-static double mean_divergence(const float *p, const float *q, int rows, int n) {
-    double sum = 0;
-    for (int r = 0; r < rows; r++, p += n, q += n) {
-        const double lp = logsumexp(p, n), lq = logsumexp(q, n);
-        for (int i = 0; i < n; i++) sum += exp(p[i] - lp) * ((p[i] - lp) - (q[i] - lq));
-    }
-    return sum / rows;
-}
-
-// Prints what differs, worst layer per name, in the order of the model. Returns the divergence of the logits.
-static double check_compare(const Model *a, const Model *b, const char *what) {
-    Difference found[32];
-    int n_found = 0;
-    double divergence = NAN;
-    if (a->n_checkpoints != b->n_checkpoints) die("check: got %d checkpoints and %d", a->n_checkpoints, b->n_checkpoints);
-    for (int i = 0; i < a->n_checkpoints; i++) {
-        const Checkpoint *x = &a->checkpoints[i], *y = &b->checkpoints[i];
-        const size_t n = (size_t)x->n_rows * (size_t)x->cols;
-        double off = 0, size = 0;
-        for (size_t k = 0; k < n; k++) {
-            const double d = fabs((double)x->data[k] - (double)y->data[k]);
-            if (d > off || isnan(d)) off = d;          // a NaN stays
-            size = fmax(size, fabs((double)x->data[k]));
-        }
-        int k = 0;
-        while (k < n_found && strcmp(found[k].name, x->name)) k++;
-        if (k == n_found && n_found < 32) {
-            n_found++;
-            found[k] = (Difference){ .share = -1 };
-            memcpy(found[k].name, x->name, sizeof x->name);
-        }
-        const double share = off == 0 ? 0 : off / size;
-        if (k < n_found && (share > found[k].share || (isnan(share) && !isnan(found[k].share)))) {
-            found[k].off = off;
-            found[k].size = size;
-            found[k].share = share;
-            found[k].layer = x->layer;
-        }
-        if (!strcmp(x->name, "result_output")) divergence = mean_divergence(x->data, y->data, x->n_rows, x->cols);
-    }
-    printf("%s\n| checkpoint         | layer | largest value | largest difference | share   |\n"
-           "| ------------------ | ----: | ------------: | -----------------: | ------: |\n", what);
-    for (int k = 0; k < n_found; k++)
-        printf("| %-18s | %5d | %13.4g | %18.3g | %7.1e |\n", found[k].name, found[k].layer, found[k].size, found[k].off,
-               found[k].share);
-    printf("next token: mean KL divergence %.3g\n\n", divergence);
-    return divergence;
-}
-
-// gemma4 check: exit status 1 when the next-token distributions of the step of few rows differ by more than CHECK_LIMIT nats.
-#define CHECK_LIMIT 0.05
-static int verb_check(const char *model, const Ops *ops, PlanOptions o) {
-    static const char text[] =
-        "The old lighthouse stood on a rock above the sea. Every evening at 7:45 the keeper climbed its 203 steps, lit the "
-        "lamp and wrote one line into a book: the wind, the ships, the colour of the sky. for (int i = 0; i < n; i++) sum += "
-        "x[i]; On Sundays his daughter came with bread, apples and the newspaper, and they read it to each other until the "
-        "tea was cold.";
-    enum { FEW = 16, MANY = STEP_ROWS + 32 };
-    if (ops == cpu_ops()) die("check: compares a GPU with the CPU, and there is no GPU that this build can use");
-    Gguf g;
-    Tokenizer tok;
-    TokIds ids = { 0 };
-    open_tokenizer(&tok, &g, model);
-    if (tok_encode(&tok, text, sizeof text - 1, TOK_PLAIN, &ids) < 0) die("%s: %s", model, tok.err);
-    int32_t all[MANY];
-    for (int i = 0; i < MANY; i++) all[i] = i == 0 && tok.bos >= 0 ? tok.bos : ids.ids[(size_t)i % ids.n];
-    tok_ids_free(&ids);
-    tok_free(&tok);
-    gguf_close(&g);
-
-    o.n_ctx = o.n_batch = o.n_logits = MANY;
-    o.ctx_from = "";
-    double worst = 0;
-    for (int k = 0; k < 2; k++) {
-        const int n = k ? MANY : FEW;
-        char what[80];
-        progress("check: CPU", 0, 1, "run");
-        Model *a = check_run(model, cpu_ops(), o, all, n);
-        progress("check: CPU", 1, 1, "run");
-        Model *b = check_run(model, ops, o, all, n);
-        if (!k) print_plan(b);
-        snprintf(what, sizeof what, "%s against the CPU, a step of %d rows", ops->name, n);
-        const double d = check_compare(a, b, what);
-        if (!k) worst = d;
-        free_model(a);
-        free_model(b);
-        free(a);
-        free(b);
-    }
-    flush_output();
-    if (worst <= CHECK_LIMIT) return 0;
-    die("%s: check: expected a mean KL divergence of at most %g, got %.3g", model, CHECK_LIMIT, worst);
-}
-
-// ==== [11] Quantise ==================================================================================================
-// gemma4 quantize IN OUT TYPE: the same model in another mixture of block formats. Which tensor gets which type is the
-// mixture of published files (llama-quantize without an importance matrix); the order of keys and tensors is theirs too, so
-// that files are equal byte for byte. Tensors are streamed: converted in pieces by all threads, and written.
-//
-// Converted are the matrices whose names end in "weight", except norms, routers (ffn_gate_inp) and the projection of the
-// per-layer embeddings; these stay as they are, as vectors and integers do. Recipes of float types have one type for all.
-// In the others a matrix gets, first match first:
-//   the head: output, or without it token_embd and per_layer_token_embd    Q6_K; Q8_0 in Q8_0 files, and where a row does
-//                                                                          not divide into the base type's blocks
-//   attn_k and attn_v of models with exactly 8 experts                     Q8_0
-//   attn_output of such models                                             Q5_K in files of base Q4_K
-//   attn_v, ffn_down and ffn_down_exps                                     the better type where the recipe says so
-//   the rest                                                               the base type
-// attn_v stands for a fused attn_qkv as well.
-// A row that does not divide into blocks of 256 falls back to blocks of 32 with as many bits or more, and if it does not
-// divide into these either, to F16. 26B-A4B needs that: its ffn_down has 2112 columns, its experts 704.
-
-typedef enum { NONE_BETTER, MORE_BITS, FIRST_BETTER } Better;       // which attn_v and ffn_down get the better type
-
-typedef struct {
-    const char *name;
-    int    file_type;           // value of general.file_type
-    int    base, better;        // type of most matrices; of some attn_v and ffn_down
-    Better which;
-} Recipe;
-
-static const Recipe recipes[] = {
-    { "q8_0",    7, GGUF_Q8_0, GGUF_Q8_0, NONE_BETTER },  { "q6_k",   18, GGUF_Q6_K, GGUF_Q6_K, NONE_BETTER },
-    { "q5_k_m", 17, GGUF_Q5_K, GGUF_Q6_K, MORE_BITS },    { "q4_k_m", 15, GGUF_Q4_K, GGUF_Q6_K, MORE_BITS },
-    { "q4_k_s", 14, GGUF_Q4_K, GGUF_Q5_K, FIRST_BETTER }, { "q4_0",    2, GGUF_Q4_0, GGUF_Q4_0, NONE_BETTER },
-    { "bf16",   32, GGUF_BF16, GGUF_BF16, NONE_BETTER },  { "f16",     1, GGUF_F16,  GGUF_F16,  NONE_BETTER },
-    { "f32",     0, GGUF_F32,  GGUF_F32,  NONE_BETTER },
-};
-
-typedef struct {
-    const Recipe *recipe;
-    int  n_layers;
-    int  n_attn_v, i_attn_v;    // attn_v tensors of the file; of those, already met
-    bool has_output, has_8_experts;
-} Mixture;
-
-static bool has_part(GgufStr name, const char *part) { return memmem(name.s, name.n, part, strlen(part)) != NULL; }
-static bool ends_with(GgufStr name, const char *end) {
-    const size_t n = strlen(end);
-    return name.n >= n && !memcmp(name.s + name.n - n, end, n);
-}
-
-static int layer_of(GgufStr name) {                     // -1: it belongs to no layer
-    int layer = -1;
-    if (name.n > 4 && !memcmp(name.s, "blk.", 4))
-        for (size_t i = 4; i < name.n && i < 9 && name.s[i] >= '0' && name.s[i] <= '9'; i++)
-            layer = 10 * max_int(layer, 0) + name.s[i] - '0';
-    return layer;
-}
-
-// MORE_BITS: the first and the last eighth, and every third between them. FIRST_BETTER: the first n_first.
-static bool is_better(const Recipe *r, int i, int n, int n_first) {
-    if (r->which == MORE_BITS) return i < n / 8 || i >= 7 * n / 8 || (i - n / 8) % 3 == 2;
-    return r->which == FIRST_BETTER && i < n_first;
-}
-
-static bool is_attn_v(GgufStr name) { return has_part(name, "attn_v.weight") || has_part(name, "attn_qkv.weight"); }
-
-static bool divides(const GgufTensor *t, int type) { return t->ne[0] % (uint64_t)gguf_block_elems(type) == 0; }
-
-// The type of a tensor in the new file. To be asked once per tensor, in the new file's order: attn_v are counted.
-static int mixture_type(Mixture *m, const GgufTensor *t) {
-    const Recipe *r = m->recipe;
-    const GgufStr name = t->name;
-    const bool is_integer = gguf_block_elems(t->type) == 1 && is_quantised((DType)t->type);
-    if (t->n_dims < 2 || is_integer || !ends_with(name, "weight") || ends_with(name, "_norm.weight") ||
-        has_part(name, "ffn_gate_inp.weight") || has_part(name, "per_layer_model_proj"))
-        return t->type;
-    if (gguf_block_elems(r->base) == 1) return r->base;
-
-    const bool is_v = is_attn_v(name), is_down = has_part(name, "ffn_down");
-    const int l = layer_of(name), n = is_v ? m->n_attn_v : m->n_layers, i = is_v ? m->i_attn_v++ : l;
-    int type = r->base;
-    if (m->has_output ? l < 0 && ends_with(name, "output.weight") : ends_with(name, "token_embd.weight"))
-        type = r->base == GGUF_Q8_0 || !divides(t, r->base) ? GGUF_Q8_0 : GGUF_Q6_K;
-    else if (m->has_8_experts && (is_v || has_part(name, "attn_k.weight")))
-        type = GGUF_Q8_0;
-    else if (r->base == GGUF_Q4_K && m->has_8_experts && has_part(name, "attn_output.weight"))
-        type = GGUF_Q5_K;
-    else if ((is_v || is_down) && is_better(r, i, n, is_v ? 4 : n / 8))
-        type = r->better;
-
-    if (!divides(t, type)) type = type == GGUF_Q4_K ? GGUF_Q5_0 : type == GGUF_Q5_K ? GGUF_Q5_1 : GGUF_Q8_0;
-    return divides(t, type) ? type : GGUF_F16;
-}
-
-// The order of quantised files: tensors of no layer, then layer by layer, each by name.
-static int tensor_order(const void *a, const void *b) {
-    const GgufTensor *x = *(const GgufTensor *const *)a, *y = *(const GgufTensor *const *)b;
-    const int by_layer = layer_of(x->name) - layer_of(y->name);
-    const size_t n = x->name.n < y->name.n ? x->name.n : y->name.n;
-    const int by_name = by_layer ? by_layer : memcmp(x->name.s, y->name.s, n);
-    return by_name ? by_name : (x->name.n > y->name.n) - (x->name.n < y->name.n);
-}
-
-// A file that takes its name only when it is complete: until then it is PATH.PID.tmp, and whatever PATH was stays. Only a
-// process that is killed outright leaves the former behind.
-typedef struct {
-    const char *path;
-    char *tmp;
-    int fd;
-} Output;
-
-static int create_output(Output *o, const char *path) {             // 0, or errno
-    *o = (Output){ .path = path, .tmp = alloc_or_die(strlen(path) + 32, 1) };
-    sprintf(o->tmp, "%s.%ld.tmp", path, (long)getpid());
-    o->fd = open(o->tmp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    if (o->fd < 0) return errno;
-    unfinished = o->tmp;
-    return 0;
-}
-
-static int write_output(const Output *o, const void *bytes, size_t n) {            // 0, or errno
-    for (const uint8_t *p = bytes; n > 0; ) {
-        const ssize_t done = write(o->fd, p, n < (1 << 30) ? n : 1 << 30);
-        if (done < 0 && errno == EINTR) continue;
-        if (done <= 0) return done ? errno : EIO;
-        p += done;
-        n -= (size_t)done;
-    }
-    return 0;
-}
-
-// Gives the file its name if err is 0, else takes it away; in both cases o is used up. Returns err, or errno of what failed.
-static int finish_output(Output *o, int err) {
-    if (o->fd >= 0) {
-        if (!err && fsync(o->fd)) err = errno;
-        if (close(o->fd) && !err) err = errno;
-        if (!err && rename(o->tmp, o->path)) err = errno;
-        if (err) unlink(o->tmp);
-    }
-    unfinished = NULL;
-    char *slash = strrchr(o->tmp, '/');
-    if (slash) slash[slash == o->tmp] = 0;              // the folder, so that the new name survives a power cut too
-    const int dir = err ? -1 : open(slash ? o->tmp : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (dir >= 0) {
-        fsync(dir);
-        close(dir);
-    }
-    free(o->tmp);
-    return err;
-}
-
-// ---- the new model ----
-
-__attribute__((noreturn, format(printf, 2, 3))) static void die_output(const Output *o, const char *fmt, ...) {
-    char text[512];
-    va_list ap;
-    va_start(ap, fmt);
-    vsnprintf(text, sizeof text, fmt, ap);
-    va_end(ap);
-    unlink(o->tmp);
-    die("%s: %s", o->path, text);
-}
-
-static Output open_model_output(const char *path, const char *in) {
-    struct stat old, source;
-    Output o;
-    const GgufStr name = { path, strlen(path) };
-    if (ends_with(name, ".safetensors") ||
-        (ends_with(name, ".gguf") && name.n > 14 && !memcmp(path + name.n - 14, "-of-", 4)))
-        die("%s: expected a name of its own, got one that belongs to a set of files", path);
-    if (!stat(path, &old)) {
-        if (!S_ISREG(old.st_mode)) die("%s: expected the name of a file to write, got what is no regular file", path);
-        if (!stat(in, &source) && old.st_dev == source.st_dev && old.st_ino == source.st_ino)
-            die("%s: expected another file, got the model itself", path);
-    }
-    const int err = create_output(&o, path);
-    if (err) die("%s: %s", o.tmp, strerror(err));
-    return o;
-}
-
-static void write_model_output(const Output *o, const void *bytes, size_t n) {
-    const int err = write_output(o, bytes, n);
-    if (interrupted) {
-        unlink(o->tmp);
-        if (bar_shown) fprintf(stderr, "\n");
-        _exit(128 + interrupted);
-    }
-    if (err == EFAULT) on_lost_pages(SIGBUS);           // the same, met by the kernel
-    if (err) die_output(o, "cannot write: %s; the file was left as it was", strerror(err));
-}
-
-static void close_model_output(Output *o) {
-    Gguf check;
-    if (gguf_open(&check, o->tmp) < 0) die_output(o, "what was written is damaged: %s", check.err);
-    gguf_close(&check);
-    const int err = finish_output(o, 0);
-    if (err) die("%s: cannot write: %s; the file was left as it was", o->path, strerror(err));
-}
-
-enum { PIECE_BYTES = 4 << 20, PIECE_ELEMS = 4096 };     // written at once; converted at once, a multiple of all blocks
-enum { NOT_FINITE = 1, TOO_LARGE = 2 };                 // what is wrong with values: in the source, for the new type
-
-typedef struct {
-    const GgufTensor *t;
-    const uint8_t    *src;
-    uint8_t          *dst;
-    int               type;             // of dst
-    atomic_int       *bad;              // what is wrong with some values
-} ConvertJob;
-
-static void convert_some(const void *task, int first, int end) {
-    const ConvertJob *job = task;
-    const int from_type = job->t->type, type = job->type;
-    const size_t cols = (size_t)job->t->ne[0], in = gguf_row_size(from_type, cols), out = gguf_row_size(type, cols);
-    float x[PIECE_ELEMS];
-    for (size_t r = (size_t)first; r < (size_t)end; r++)
-        for (size_t c = 0; c < cols; c += PIECE_ELEMS) {
-            const size_t n = cols - c < PIECE_ELEMS ? cols - c : PIECE_ELEMS;
-            const uint8_t *from = job->src + r * in + gguf_row_size(from_type, c);
-            uint8_t *to = job->dst + r * out + gguf_row_size(type, c);
-            const size_t n_from = n / (size_t)gguf_block_elems(from_type), n_to = n / (size_t)gguf_block_elems(type);
-            gguf_dequantize(from_type, from, x, n);
-            gguf_quantize(type, x, to, n);
-            if (gguf_find_bad_block(from_type, from, n_from) < n_from) atomic_fetch_or(job->bad, NOT_FINITE);
-            if (gguf_find_bad_block(type, to, n_to) < n_to) atomic_fetch_or(job->bad, TOO_LARGE);
-        }
-}
-
-// n_rows rows of a tensor from `src` to `dst` in another type; 0, or what is wrong with some of its values.
-static int convert_rows(const GgufTensor *t, const uint8_t *src, int type, uint8_t *dst, size_t n_rows) {
-    atomic_int bad = 0;
-    const ConvertJob job = { .t = t, .src = src, .dst = dst, .type = type, .bad = &bad };
-    parallel((int)n_rows, share((int)n_rows, 1), convert_some, &job);
-    return bad;
-}
-
-static const Recipe *find_recipe(const char *name) {
-    for (size_t i = 0; i < sizeof recipes / sizeof *recipes; i++)
-        if (!strcasecmp(name, recipes[i].name)) return &recipes[i];
-    die("%s: expected one of q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32 as the type", name);
-}
-
-// An architecture's own integer key, or `otherwise` where the file has none.
-static int arch_int(Gguf *g, const char *key, int otherwise) {
-    GgufStr arch = { "", 0 };
-    char full[128];
-    int64_t v = otherwise;
-    if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
-    snprintf(full, sizeof full, "%.*s.%s", (int)(arch.n < 64 ? arch.n : 64), arch.s, key);
-    if (gguf_get_int(g, full, 0, INT_MAX, &v) < 0) die_gguf(g);
-    return (int)v;
-}
-
-static void verb_quantize(const char *in, const char *out, const char *type_name) {
-    Mixture m = { .recipe = find_recipe(type_name) };
-    GgufWriter w = { 0 };
-    Gguf g;
-    open_model_file(&g, in);
-    m.n_layers = arch_int(&g, "block_count", 0);
-    m.has_8_experts = arch_int(&g, "expert_count", 0) == 8;
-    m.has_output = gguf_find_tensor(&g, "output.weight") != NULL;
-    for (size_t i = 0; i < g.n_kvs; i++) {
-        const GgufStr key = g.kvs[i].key;
-        const bool ours = (key.n == 17 && !memcmp(key.s, "general.file_type", 17)) ||
-                          (key.n == 28 && !memcmp(key.s, "general.quantization_version", 28));
-        if (!ours && !(key.n > 6 && !memcmp(key.s, "split.", 6))) gguf_put_kv(&w, &g.kvs[i]);
-    }
-    gguf_put_u32(&w, "general.quantization_version", 2);
-    gguf_put_u32(&w, "general.file_type", (uint32_t)m.recipe->file_type);
-
-    const GgufTensor **order = alloc_or_die(g.n_tensors, sizeof *order);
-    int *types = alloc_or_die(g.n_tensors, sizeof *types);
-    size_t n_elems = 0, n_requantised = 0, in_bytes = 0;
-    for (size_t i = 0; i < g.n_tensors; i++) {
-        order[i] = &g.tensors[i];
-        m.n_attn_v += is_attn_v(order[i]->name);
-    }
-    qsort(order, g.n_tensors, sizeof *order, tensor_order);
-    for (size_t i = 0; i < g.n_tensors; i++) {
-        const GgufTensor *t = order[i];
-        types[i] = mixture_type(&m, t);
-        if (types[i] != t->type && !gguf_type_supported(t->type))
-            die("%s: tensor '%s': expected a type that can be converted, got %s", in, shown(t->name),
-                gguf_type_name(t->type));
-        n_requantised += types[i] != t->type && is_quantised((DType)t->type) && is_quantised((DType)types[i]);
-        n_elems += n_elements(t);
-        in_bytes += (size_t)t->size;
-        gguf_put_tensor(&w, t->name, types[i], t->n_dims, t->ne);
-    }
-    if (n_requantised)
-        fprintf(stderr, "# warning: %zu tensors are quantised already: the file will be worse than one made from f16\n",
-                n_requantised);
-    size_t head_size;
-    uint8_t *head = gguf_writer_head(&w, &head_size), *piece = NULL;
-    if (!head) die("out of memory: the head of %s", out);
-
-    stop_on(SIGINT);
-    stop_on(SIGTERM);
-    stop_on(SIGHUP);
-    Output o = open_model_output(out, in);
-    signal(SIGXFSZ, SIG_IGN);                           // a limit of the file size is an error like a full disk
-    const double t0 = seconds();
-    const size_t total = head_size + (size_t)w.data_size;
-    size_t at = head_size;
-    progress(m.recipe->name, 0, total, "B");
-    write_model_output(&o, head, head_size);
-    for (size_t i = 0; i < g.n_tensors; i++) {
-        const GgufTensor *t = order[i];
-        const size_t row = gguf_row_size(types[i], (size_t)t->ne[0]), in_row = gguf_row_size(t->type, (size_t)t->ne[0]);
-        const size_t n_rows = (size_t)(t->ne[1] * t->ne[2] * t->ne[3]), step = row < PIECE_BYTES ? PIECE_BYTES / row : 1;
-        static const uint8_t zeros[32];
-        if (types[i] != t->type) {
-            piece = realloc(piece, step * row);
-            if (!piece) die_output(&o, "out of memory: %zu bytes wanted", step * row);
-        }
-        for (size_t r = 0; r < n_rows; r += step) {
-            const size_t n = n_rows - r < step ? n_rows - r : step;
-            const int bad = types[i] != t->type ? convert_rows(t, t->data + r * in_row, types[i], piece, n) : 0;
-            if (bad & NOT_FINITE)
-                die_output(&o, "tensor '%s' of %s holds values that are not finite", shown(t->name), in);
-            if (bad)
-                die_output(&o, "tensor '%s' of %s holds values too large for %s", shown(t->name), in,
-                           gguf_type_name(types[i]));
-            write_model_output(&o, types[i] == t->type ? t->data + r * in_row : piece, n * row);
-            at += n * row;
-            if (at < total) progress(m.recipe->name, at, total, "B");
-        }
-        const size_t pad = round_up(n_rows * row, 32) - n_rows * row;
-        write_model_output(&o, zeros, pad);
-        at += pad;
-    }
-    progress(m.recipe->name, total, total, "B");       // the line goes away
-    close_model_output(&o);
-    const double dt = seconds() - t0, mib = 1 << 20;
-    fprintf(stderr, "# %s: %.1f MiB to %.1f MiB, %.2f bits per weight, %.1f s, %.3f GB/s read\n", out, (double)in_bytes / mib,
-            (double)total / mib, n_elems ? 8 * (double)w.data_size / (double)n_elems : 0, dt, (double)in_bytes / 1e9 / dt);
-    free(piece);
-    free(head);
-    free(types);
-    free(order);
-    gguf_writer_free(&w);
-    gguf_close(&g);
-}
-
-// ==== [12] Chat ======================================================================================================
-// A conversation is a list of messages as in the OpenAI API. Each turn renders all of it and runs what the session does not
-// hold yet. In a chat nothing that the user types ends the program but /exit, Ctrl-D, or Ctrl-C twice.
-
-typedef struct {
-    Session  s;
-    TokText  messages;        // JSON list; a system message comes first
-    size_t   n_skipped;       // messages behind the system message that the model is no longer shown
-    TokStr   tools;           // JSON list, or empty
-    bool     think, verbose;
-    bool     chatting;        // more turns will follow
-    GenerateOptions options;
-    TokReply reply;
-    Turn     turn;            // the last one; why NULL: there was none
-    char     err[512];        // why the last turn could not be
-} Chat;
-
-static bool has_role(const GgufJson *message, const char *role) {
-    GgufJson v;
-    return gguf_json_get(message, "role", &v) && gguf_json_is(&v, role);
-}
-
-static bool is_system(const GgufJson *message) { return has_role(message, "system") || has_role(message, "developer"); }
-
-static GgufJson message_list(const TokText *messages) {           // they are ours or were checked; null is an empty list
-    GgufJson list;
-    size_t at;
-    const char *err;
-    if (!messages->n || gguf_json_parse(messages->s, messages->n, &list, &at, &err) < 0 || list.type != GGUF_J_ARRAY)
-        list = (GgufJson){ GGUF_J_ARRAY, "[]", 2 };
-    return list;
-}
-
-static size_t count_messages(const TokText *messages, const char *role) {         // role NULL: all but the system message
-    GgufJson rest = message_list(messages), m;
-    size_t n = 0;
-    while (gguf_json_next(&rest, NULL, &m)) n += role ? has_role(&m, role) : !is_system(&m);
-    return n;
-}
-
-// Appends one message, given as JSON.
-static void append_message(TokText *list, TokStr json) {
-    if (!tok__open_list(list, json.n + 1) || !tok__append(list, json.s, json.n) || !tok__append(list, "]", 1))
-        die("out of memory for a conversation");
-}
-
-// Appends to *to the system message, if it is wanted, and those of the others that have number first or more, counted without
-// it, and less than end.
-static void copy_messages(const TokText *from, bool system, size_t first, size_t end, TokText *to) {
-    GgufJson rest = message_list(from), m;
-    for (size_t i = 0; gguf_json_next(&rest, NULL, &m); ) {
-        if (is_system(&m) ? system : i >= first && i < end) append_message(to, (TokStr){ m.s, m.n });
-        i += !is_system(&m);
-    }
-}
-
-static void keep_messages(TokText *messages, bool system, size_t end) {            // drops the others
-    TokText kept = { 0 };
-    copy_messages(messages, system, 0, end, &kept);
-    tok_text_free(messages);
-    *messages = kept;
-}
-
-// The prompt that shows the messages from number first to end, counted without the system message. < 0: t->err says why.
-static int render(Chat *c, size_t first, size_t end, bool cue, TokIds *ids) {
-    TokText shown = { 0 };
-    copy_messages(&c->messages, true, first, end, &shown);
-    const TokChat chat = { .messages = { shown.s, shown.n }, .tools = c->tools, .think = c->think, .add_cue = cue };
-    ids->n = 0;
-    int status = tok_chat(c->s.t, &chat, ids, NULL);
-    tok_text_free(&shown);
-    if (status || !cue || c->options.think_budget) return status;
-    TokReply open = { 0 };                             // a cue that opens a thought, of which there is to be none
-    tok_reply_start(c->s.t, &open, ids->ids, ids->n);
-    if (tok_reply_thinks(&open)) status = tok__push(c->s.t, ids, c->s.t->channel_close);
-    tok_reply_free(&open);
-    return status;
-}
-
-// The conversation no longer fits: of its messages the newest stay that fill at most half of the context, from a user's on;
-// or only the last of the user's and what follows it, if that fits at all. False: it does not.
-static bool skip_oldest(Chat *c, TokIds *ids) {
-    const size_t n_ctx = (size_t)c->s.m->options.n_ctx, n = count_messages(&c->messages, NULL), before = c->n_skipped;
-    GgufJson rest = message_list(&c->messages), m;
-    bool fits = false;
-    for (size_t i = 0; !fits && gguf_json_next(&rest, NULL, &m); i += !is_system(&m)) {
-        if (i <= c->n_skipped || !has_role(&m, "user")) continue;
-        c->n_skipped = i;
-        if (render(c, i, n, true, ids) < 0) return false;
-        fits = ids->n <= n_ctx / 2;
-    }
-    if (c->n_skipped == before || ids->n >= n_ctx) {
-        c->n_skipped = before;
-        return false;
-    }
-    fprintf(stderr, "# context full: the oldest %zu messages are no longer shown to the model\n", c->n_skipped);
-    return true;
-}
-
-static int same_ids(const TokIds *a, const TokIds *b) {           // how many at the beginning
-    size_t n = 0;
-    while (n < a->n && n < b->n && a->ids[n] == b->ids[n]) n++;
-    return (int)n;
-}
-
-// Answers the conversation as it stands, prints the answer and adds it. False: it could not, and c->err says why.
-static bool answer(Chat *c) {
-    Model *m = c->s.m;
-    const size_t n = count_messages(&c->messages, NULL);
-    TokIds ids = { 0 }, part = { 0 };
-    bool ok = render(c, c->n_skipped, n, true, &ids) == 0;
-    if (!ok) {
-        snprintf(c->err, sizeof c->err, "%s", c->s.t->err);
-    } else if (ids.n > (size_t)m->options.n_ctx && !(c->options.shift && skip_oldest(c, &ids))) {
-        snprintf(c->err, sizeof c->err, "context full: the conversation has %zu tokens, the context %d; try -c %zu%s", ids.n,
-                 m->options.n_ctx, ids.n + 512, c->options.shift || n < 2 ? "" : ", --context-shift or /clear");
-        ok = false;
-    }
-    if (ok) {
-        Prompt p = { .ids = ids.ids, .n = (int)ids.n };
-        if (render(c, 0, 0, false, &part) == 0) p.n_head = same_ids(&part, &ids);
-        if (c->chatting && render(c, c->n_skipped, n, false, &part) == 0) p.mark = same_ids(&part, &ids);
-        c->turn = generate(&c->s, &p, &c->options, &c->reply);
-        const bool empty = !c->reply.content.n && !c->reply.thought.n && !c->reply.n_calls;
-        if (!empty && tok_add_reply(&c->messages, &c->reply) < 0) die("out of memory for a conversation");
-    }
-    tok_ids_free(&ids);
-    tok_ids_free(&part);
-    return ok;
-}
-
-static void chat_free(Chat *c) {
-    session_free(&c->s);
-    tok_text_free(&c->messages);
-    tok_reply_free(&c->reply);
-}
-
-// ---- lines from the terminal ----
-
-typedef enum { LINE_TEXT, LINE_END, LINE_INTERRUPTED } LineKind;
-
-// Waits for standard input. False: Ctrl-C came first. SIGINT is blocked but for here, so none is missed.
-static bool wait_for_input(const sigset_t *unblocked) {
-    fd_set set;
-    FD_ZERO(&set);
-    FD_SET(0, &set);
-    while (!interrupted && pselect(1, &set, NULL, NULL, NULL, unblocked) < 0 && errno == EINTR) {}
-    return !interrupted;
-}
-
-#ifdef EDITS_LINES
-static char *edited;                                   // by the library: a line, or NULL at the end of input
-static bool edit_ended;
-
-static void on_edited(char *line) {
-    edited = line;
-    edit_ended = true;
-    rl_callback_handler_remove();                      // the terminal is as we found it from here on
-}
-
-static LineKind edit_line(const char *prompt, const sigset_t *unblocked, TokText *line) {
-    edit_ended = false;
-    rl_callback_handler_install(prompt, on_edited);
-    while (!edit_ended && wait_for_input(unblocked)) rl_callback_read_char();
-    if (!edit_ended) {
-        rl_callback_handler_remove();
-        return LINE_INTERRUPTED;
-    }
-    if (!edited) return LINE_END;
-    const bool ok = tok__append(line, edited, strlen(edited));
-    if (!ok) die("out of memory for a line");
-    free(edited);
-    return LINE_TEXT;
-}
-#endif
-
-// The next line of standard input without its end, appended to *line. The prompt is shown on a terminal only.
-static LineKind read_line(const char *prompt, TokText *line) {
-    static char buffer[4096];
-    static size_t n, at;                               // bytes read, and those used up
-    sigset_t blocked, before;
-    LineKind kind = LINE_TEXT;
-    sigemptyset(&blocked);
-    sigaddset(&blocked, SIGINT);
-    sigprocmask(SIG_BLOCK, &blocked, &before);
-    interrupted = 0;
-#ifdef EDITS_LINES
-    if (isatty(0) && isatty(2)) {
-        kind = edit_line(prompt, &before, line);
-        goto out;
-    }
-#endif
-    if (isatty(0)) fputs(prompt, stderr);
-    for (size_t start = line->n; ; ) {
-        const char *end = memchr(buffer + at, '\n', n - at);
-        const size_t got = end ? (size_t)(end - buffer) - at : n - at;
-        if (!tok__append(line, buffer + at, got)) die("out of memory for a line");
-        at += got + (end != NULL);
-        if (end) break;
-        if (!wait_for_input(&before)) {
-            kind = LINE_INTERRUPTED;
-            break;
-        }
-        const ssize_t bytes = read(0, buffer, sizeof buffer);
-        if (bytes < 0 && errno == EINTR) continue;
-        if (bytes < 0) die("standard input: %s", strerror(errno));
-        n = (size_t)bytes;
-        at = 0;
-        if (n) continue;
-        if (line->n == start) kind = LINE_END;
-        break;
-    }
-#ifdef EDITS_LINES
-out:
-#endif
-    if (kind != LINE_TEXT && isatty(0)) fputc('\n', stderr);
-    sigprocmask(SIG_SETMASK, &before, NULL);
-    return kind;
-}
-
-// What the user says: a line, and those that follow it as long as each ends in a backslash, which becomes a line break.
-static LineKind read_message(TokText *text) {
-    text->n = 0;
-    LineKind kind = read_line("> ", text);
-    while (kind == LINE_TEXT && text->n && text->s[text->n - 1] == '\\') {
-        text->s[text->n - 1] = '\n';
-        kind = read_line(". ", text);
-        if (kind == LINE_END) kind = LINE_TEXT;
-    }
-    return kind;
-}
-
-// ---- commands ----
-
-// The calls of the last answer that wait for a result: how many, and the first one's id.
-static size_t calls_waiting(const TokText *messages, GgufJson *id) {
-    GgufJson rest = message_list(messages), m, calls = { .type = GGUF_J_NULL }, call;
-    size_t results = 0, n = 0, waiting = 0;
-    while (gguf_json_next(&rest, NULL, &m)) {
-        results = has_role(&m, "tool") ? results + 1 : 0;
-        if (!results && (!gguf_json_get(&m, "tool_calls", &calls) || calls.type != GGUF_J_ARRAY)) calls.type = GGUF_J_NULL;
-    }
-    if (calls.type == GGUF_J_NULL) return 0;
-    for (rest = calls; gguf_json_next(&rest, NULL, &call); n++) {
-        if (n < results) continue;
-        if (!waiting++ && !gguf_json_get(&call, "id", id)) *id = (GgufJson){ GGUF_J_NULL, "null", 4 };
-    }
-    return waiting;
-}
-
-static bool retry(Chat *c) {                           // answers the last message of the user again, with another seed
-    GgufJson rest = message_list(&c->messages), m;
-    size_t last = 0, i = 0;
-    for (; gguf_json_next(&rest, NULL, &m); i += !is_system(&m))
-        if (has_role(&m, "user")) last = i + 1;
-    if (!last) {
-        snprintf(c->err, sizeof c->err, "nothing was said yet");
-        return false;
-    }
-    if (last < i) c->options.sampling.seed++;
-    keep_messages(&c->messages, true, last);
-    return answer(c);
-}
-
-static void set_system(Chat *c, TokStr text) {
-    TokText all = { 0 };
-    if (text.n && tok_add_message(&all, "system", text) < 0) die("out of memory for a conversation");
-    copy_messages(&c->messages, false, 0, SIZE_MAX, &all);
-    tok_text_free(&c->messages);
-    c->messages = all;
-}
-
-// Writes the conversation. The file is there as a whole or as it was. 0, or errno.
-static int save_messages(const Chat *c, const char *path) {
-    const GgufJson list = message_list(&c->messages);
-    struct stat old;
-    if (!stat(path, &old) && !S_ISREG(old.st_mode)) return ENOTSUP;    // a device or a pipe would be gone
-    Output o;
-    int err = create_output(&o, path);
-    if (!err) err = write_output(&o, list.s, list.n);
-    if (!err) err = write_output(&o, "\n", 1);
-    return finish_output(&o, err);
-}
-
-// Reads a conversation in place of the one there is. False, with nothing changed: c->err says why.
-static bool load_messages(Chat *c, const char *path) {
-    TokText text = { 0 };
-    TokIds ids = { 0 };
-    char block[1 << 14];
-    FILE *f = fopen(path, "rb");
-    int err = f ? 0 : errno;
-    for (size_t n; !err && (n = fread(block, 1, sizeof block, f)) > 0; ) err = tok__append(&text, block, n) ? 0 : ENOMEM;
-    if (!err && ferror(f)) err = errno;
-    if (f) fclose(f);
-    if (err) snprintf(c->err, sizeof c->err, "/load: %s: %s", path, strerror(err));
-    bool ok = !err;
-    if (ok) {
-        const TokText before = c->messages;
-        const TokChat chat = { .messages = { text.s, text.n }, .tools = c->tools, .think = c->think };
-        ok = tok_chat(c->s.t, &chat, &ids, NULL) == 0;
-        if (ok) c->messages = text, text = before, c->n_skipped = 0;
-        else snprintf(c->err, sizeof c->err, "/load: %s: %s", path, c->s.t->err);
-    }
-    tok_text_free(&text);
-    tok_ids_free(&ids);
-    return ok;
-}
-
-static void print_stats(const Chat *c) {
-    if (c->turn.why) print_turn(&c->turn);
-    fprintf(stderr, "# context: %d of %d tokens held; %zu messages", c->s.m->len[0], c->s.m->options.n_ctx,
-            count_messages(&c->messages, NULL));
-    if (c->n_skipped) fprintf(stderr, ", the oldest %zu of them not shown to the model", c->n_skipped);
-    fprintf(stderr, "\n");
-}
-
-typedef enum { CMD_HELP, CMD_SYSTEM, CMD_SAVE, CMD_LOAD, CMD_CLEAR, CMD_STATS, CMD_RETRY, CMD_TOOL, CMD_EXIT } Command;
-
-static const struct { const char *name, *value, *help; Command command; } commands[] = {
-    { "/help", NULL, "this list", CMD_HELP },
-    { "/system", "[TEXT]", "replace the system turn; without TEXT: take it away", CMD_SYSTEM },
-    { "/save", "FILE", "write the conversation, a JSON list of messages as in the OpenAI API", CMD_SAVE },
-    { "/load", "FILE", "go on with such a conversation instead of this one", CMD_LOAD },
-    { "/clear", NULL, "forget everything but the system turn", CMD_CLEAR },
-    { "/stats", NULL, "speed of the last answer, and how full the context is", CMD_STATS },
-    { "/retry", NULL, "answer the last message again, with another seed", CMD_RETRY },
-    { "/tool", "RESULT", "the result of a call the model made: a JSON object, or any text", CMD_TOOL },
-    { "/exit", NULL, "the end, as Ctrl-D is; Ctrl-C ends an answer, and twice the program", CMD_EXIT },
-    { "/quit", NULL, "the same", CMD_EXIT },
-};
-enum { N_COMMANDS = sizeof commands / sizeof *commands };
-
-// Adds the result of the first call that waits for one, and answers when none does any more.
-static bool add_result(Chat *c, TokStr text) {
-    GgufJson id, object;
-    size_t at;
-    const char *err;
-    const size_t waiting = calls_waiting(&c->messages, &id);
-    if (!waiting) {
-        snprintf(c->err, sizeof c->err, "/tool: no call waits for a result");
-        return false;
-    }
-    TokText m = { 0 };
-    const bool is_object = gguf_json_parse(text.s, text.n, &object, &at, &err) == 0 && object.type == GGUF_J_OBJECT;
-    bool ok = tok__append(&m, "{\"role\":\"tool\",\"tool_call_id\":", 30) && tok__append(&m, id.s, id.n) &&
-              tok__append(&m, ",\"content\":", 11);
-    ok = ok && (is_object ? tok__append(&m, object.s, object.n) : tok_add_json_string(&m, text) == 0);
-    if (!ok || !tok__append(&m, "}", 1)) die("out of memory for a conversation");
-    append_message(&c->messages, (TokStr){ m.s, m.n });
-    tok_text_free(&m);
-    if (waiting == 1) return answer(c);
-    fprintf(stderr, "# %zu more %s a result\n", waiting - 1, waiting == 2 ? "call waits for" : "calls wait for");
-    return true;
-}
-
-// Carries out a line that begins with a slash. False: it was the last one.
-static bool command(Chat *c, char *line) {
-    size_t n = strcspn(line, " \t"), i = 0;
-    char *value = line + n + strspn(line + n, " \t");
-    size_t n_value = strlen(value);
-    while (n_value && strchr(" \t\r", value[n_value - 1])) value[--n_value] = 0;
-    while (i < N_COMMANDS && (strlen(commands[i].name) != n || memcmp(commands[i].name, line, n))) i++;
-    if (i == N_COMMANDS) {
-        fprintf(stderr, "# %.*s: no such command; /help lists them, and // begins a message with a slash\n",
-                (int)strcspn(line, " \t"), line);
-        return true;
-    }
-    const char *wants = commands[i].value;
-    if (wants ? *wants != '[' && !n_value : n_value > 0) {
-        fprintf(stderr, "# %s: expected %s\n", commands[i].name, wants ? wants : "nothing behind it");
-        return true;
-    }
-    bool ok = true, answered = false;
-    int err;
-    switch (commands[i].command) {
-    case CMD_HELP:
-        for (i = 0; i < N_COMMANDS; i++)
-            fprintf(stderr, "# %-7s %-7s %s\n", commands[i].name, commands[i].value ? commands[i].value : "",
-                    commands[i].help);
-        fprintf(stderr, "# A line that ends in a backslash goes on in the next one.\n");
-        break;
-    case CMD_SYSTEM: set_system(c, (TokStr){ value, n_value }); break;
-    case CMD_SAVE:
-        err = save_messages(c, value);
-        if (err) fprintf(stderr, "# /save: %s: %s\n", value, strerror(err));
-        else fprintf(stderr, "# %zu messages saved in %s\n", count_messages(&c->messages, NULL), value);
-        break;
-    case CMD_LOAD:
-        ok = load_messages(c, value);
-        if (!ok) break;
-        fprintf(stderr, "# %zu messages from %s\n", count_messages(&c->messages, NULL), value);
-        break;
-    case CMD_CLEAR:
-        keep_messages(&c->messages, true, 0);
-        c->n_skipped = 0;
-        break;
-    case CMD_STATS: print_stats(c); break;
-    case CMD_RETRY: ok = answered = retry(c); break;
-    case CMD_TOOL: ok = answered = add_result(c, (TokStr){ value, n_value }); break;
-    case CMD_EXIT: return false;
-    }
-    if (!ok) fprintf(stderr, "# %s\n", c->err);
-    if (answered && c->verbose) print_stats(c);
-    return true;
-}
-
-// A message of the user and the answer to it. A message that cannot be answered is taken back.
-static void say(Chat *c, TokStr text) {
-    GgufJson id;
-    const size_t n = count_messages(&c->messages, NULL), skipped = c->n_skipped;
-    if (calls_waiting(&c->messages, &id)) {
-        fprintf(stderr, "# a call waits for its result: /tool RESULT, or /retry\n");
-        return;
-    }
-    if (tok_add_message(&c->messages, "user", text) < 0) die("out of memory for a conversation");
-    const bool ok = answer(c);
-    if (!ok) fprintf(stderr, "# %s\n", c->err);
-    if (ok && c->verbose) print_stats(c);
-    if (count_messages(&c->messages, NULL) > n + 1) return;
-    if (ok) fprintf(stderr, "# no answer came, so the message is taken back\n");
-    keep_messages(&c->messages, true, n);
-    c->n_skipped = skipped;                            // the model is shown what it was shown before
-}
-
-// Talks until the end of input, /exit, or Ctrl-C twice. first: what the user says first, s NULL: it is asked for. history: a
-// file for the lines that were typed, or NULL. Returns the exit status.
-static int chat_loop(Chat *c, TokStr first, const char *history) {
-    TokText text = { 0 };
-    int interrupts = 0;
-#ifdef EDITS_LINES
-    rl_readline_name = "gemma4";
-    rl_outstream = stderr;
-    rl_catch_signals = 0;
-    using_history();
-    if (history) read_history(history);
-#else
-    (void)history;
-#endif
-    if (isatty(0)) fprintf(stderr, "# /help lists the commands; Ctrl-C ends an answer, Ctrl-D the chat\n");
-    if (first.s) say(c, first);
-    for (bool more = true; more && interrupts < 2; ) {
-        const LineKind kind = read_message(&text);
-        if (kind == LINE_END) break;
-        if (kind == LINE_INTERRUPTED) {
-            if (++interrupts == 1) fprintf(stderr, "# once more ends the chat\n");
-            continue;
-        }
-        interrupts = 0;
-        if (!text.n || !tok__append(&text, "", 1)) continue;         // a NUL behind it
-        text.n--;
-#ifdef EDITS_LINES
-        if (isatty(0)) add_history(text.s);
-        if (isatty(0) && history && write_history(history)) {
-            fprintf(stderr, "# --history: %s: %s\n", history, strerror(errno));
-            history = NULL;
-        }
-#endif
-        if (text.s[0] == '/' && text.s[1] != '/') more = command(c, text.s);
-        else say(c, text.s[0] == '/' ? (TokStr){ text.s + 1, text.n - 1 } : (TokStr){ text.s, text.n });
-    }
-    tok_text_free(&text);
-    return interrupts == 2 ? 130 : 0;
-}
-
-// ==== [13] Command line ==============================================================================================
-// gemma4 MODEL [flags] generates; gemma4 VERB MODEL [flags] does something else. One table describes every flag: its
-// spelling, what it takes, where the value goes, and the line that --help prints.
-
-#ifndef TESTING
-#define VERSION "0.1"
-
-typedef enum {
-    GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
-    RUNS = GENERATE | LOGITS, PLANS = RUNS | PLAN, ANY = 255
-} Verb;
-
-static const struct { const char *name; Verb verb; } verbs[] = {
-    { "logits", LOGITS }, { "tokenize", TOKENIZE }, { "detokenize", DETOKENIZE }, { "quantize", QUANTIZE },
-    { "bench", BENCH }, { "plan", PLAN }, { "check", CHECK }
-};
-
-typedef struct {
-    Verb verb;
-    const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout;
-    const char *k_type, *v_type, *history;
-    const char *target, *type;                  // quantize: OUT, TYPE
-    const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
-    const char *fill;
-    double n_runs;
-    double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
-    double think_budget, memory;
-    TextList biases, stops;
-    bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, help, version;
-} Flags;
-
-typedef enum { FLAG_TEXT, FLAG_LIST, FLAG_INT, FLAG_REAL, FLAG_ON } FlagKind;      // a list: the flag may come again
-
-typedef struct {
-    const char *name, *alias, *value;            // alias: other names, with spaces between
-    FlagKind    kind;
-    int         verbs;        // those that take it
-    size_t      field;        // offset into Flags
-    double      min, max;
-    const char *help;
-} Flag;
-
-#define FIELD(name) offsetof(Flags, name)
-static const Flag flags[] = {
-    { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0, "the model, instead of the first argument" },
-    { "-t", "--threads", "N", FLAG_INT, RUNS | BENCH | CHECK | QUANTIZE, FIELD(n_threads), 1, MAX_THREADS,
-      "CPU threads; default: one per core" },
-    { "--check-tensors", NULL, NULL, FLAG_ON, RUNS, FIELD(check_tensors), 0, 0,
-      "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales; default: off" },
-    { "-p", "--prompt", "TEXT", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt), 0, 0,
-      "what to answer, or to continue with --raw; default: -f, standard input, or a chat" },
-    { "-f", "--file", "FILE", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt_file), 0, 0,
-      "the prompt is in this file, - for standard input; with -p: behind that text and an empty line; default: none" },
-    { "-sys", "--system --system-prompt", "TEXT", FLAG_TEXT, GENERATE, FIELD(system), 0, 0, "system turn; default: none" },
-    { "-i", "--interactive -cnv --conversation", NULL, FLAG_ON, GENERATE, FIELD(interactive), 0, 0,
-      "chat, also where input or output is no terminal; -p is said first; default: without a prompt on a terminal" },
-    { "--history", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(history), 0, 0,
-      "chat: keep typed lines in this file from one chat to the next; default: none" },
-    { "--think", NULL, NULL, FLAG_ON, GENERATE, FIELD(think), 0, 0,
-      "let the model think before it answers; default: it answers at once" },
-    { "--think-budget", "--reasoning-budget", "N", FLAG_INT, GENERATE, FIELD(think_budget), -1, INT_MAX,
-      "tokens of thought, then it is closed and the answer goes on; 0: none; default -1: no limit" },
-    { "--tools", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(tools), 0, 0,
-      "tools it may call, a JSON list as in the OpenAI API; a call is a line {\"name\":..,\"arguments\":{..}} on stdout; "
-      "default: none" },
-    { "--template", NULL, "NAME", FLAG_TEXT, GENERATE, FIELD(chat_template), 0, 0,
-      "chat template: large (12B, 26B, 31B) or small (E2B, E4B); default: as the file's template or its shape says" },
-    { "--raw", NULL, NULL, FLAG_ON, GENERATE, FIELD(raw), 0, 0,
-      "continue the prompt as it is, without chat turns; <bos> is added; default: off" },
-    { "-n", "--predict --n-predict", "N", FLAG_INT, GENERATE, FIELD(n_predict), -1, INT_MAX,
-      "most tokens to generate, in a chat for each answer; default -1: until the turn ends or the context is full" },
-    { "--temp", "--temperature", "T", FLAG_REAL, GENERATE, FIELD(temperature), 0, 1000,
-      "temperature; 0: always the likeliest token; default: the file's, else 1.0" },
-    { "--top-k", NULL, "N", FLAG_INT, GENERATE, FIELD(top_k), 0, INT_MAX,
-      "sample from the N likeliest tokens, 0: all; default: the file's, else 64" },
-    { "--top-p", NULL, "P", FLAG_REAL, GENERATE, FIELD(top_p), 0, 1,
-      "sample from the likeliest tokens that hold P of the probability; default: the file's, else 0.95" },
-    { "--min-p", NULL, "P", FLAG_REAL, GENERATE, FIELD(min_p), 0, 1,
-      "leave out tokens less than P times as likely as the likeliest; default 0" },
-    { "--repeat-penalty", NULL, "R", FLAG_REAL, GENERATE, FIELD(repeat), 0.001, 1000,
-      "logits of tokens seen: / R above 0, * R below; default 1. Seen: in all of prompt and text (llama.cpp: the last 64)" },
-    { "--presence-penalty", NULL, "P", FLAG_REAL, GENERATE, FIELD(presence), -1000, 1000,
-      "take P from the logits of tokens seen; default 0" },
-    { "--frequency-penalty", NULL, "P", FLAG_REAL, GENERATE, FIELD(frequency), -1000, 1000,
-      "take P from the logit of a token for each time it was seen; default 0" },
-    { "-l", "--logit-bias", "ID+B", FLAG_LIST, GENERATE, FIELD(biases), 0, 0,
-      "add B to the logit of token ID; ID-B: take it away, ID-inf: never; with commas, or again, for more; default: none" },
-    { "-s", "--seed", "N", FLAG_INT, GENERATE, FIELD(seed), 0, 4294967295.0,
-      "random seed; default: another one each time, printed" },
-    { "-r", "--stop --reverse-prompt", "TEXT", FLAG_LIST, GENERATE, FIELD(stops), 0, 0,
-      "stop before this text, which is not printed; again for more; default: none" },
-    { "--ignore-eos", NULL, NULL, FLAG_ON, GENERATE, FIELD(ignore_eos), 0, 0,
-      "go on after the end of the turn; default: off" },
-    { "-c", "--ctx-size", "N", FLAG_INT, PLANS, FIELD(n_ctx), 0, MAX_CONTEXT,
-      "tokens of context; 0: what memory has room for, up to the trained length; default: the trained length, 8192 at most" },
-    { "--context-shift", NULL, NULL, FLAG_ON, GENERATE, FIELD(shift), 0, 0,
-      "when the context is full, forget its older half but for the system turn, and go on; default: stop" },
-    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(k_type), 0, 0,
-      "type of cached K: f16 or f32; default f16, for logits f32" },
-    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(v_type), 0, 0,
-      "type of cached V; default: as K" },
-    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(kv_layout), 0, 0,
-      "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
-    { "--vram", NULL, "G", FLAG_REAL, PLANS, FIELD(memory), 0.001, 1e6,
-      "plan as if the backend had G GiB of memory, and end if that is not enough; default: what is free" },
-    { "--show-thoughts", NULL, NULL, FLAG_ON, GENERATE, FIELD(show_thoughts), 0, 0,
-      "write thoughts to stderr; default: they are dropped" },
-    { "--top-logits", NULL, "N", FLAG_INT, GENERATE, FIELD(top_logits), 0, MAX_VOCAB,
-      "print the N likeliest candidates of every token: id, text, logit, probability, before bias and penalties; default 0" },
-    { "-v", "--verbose", NULL, FLAG_ON, GENERATE, FIELD(verbose), 0, 0,
-      "chat: statistics after every answer; default: when /stats asks" },
-    { "-o", "--output", "FILE", FLAG_TEXT, LOGITS, FIELD(out), 0, 0,
-      "logits: where they go, positions x vocabulary float32; no default" },
-    { "--dump", NULL, "DIR", FLAG_TEXT, RUNS, FIELD(dump), 0, 0,
-      "write every checkpoint to DIR/NAME-LAYER.f32, rows x width float32; default: none" },
-    { "--ids", NULL, "IDS", FLAG_TEXT, LOGITS | DETOKENIZE, FIELD(ids), 0, 0,
-      "logits: a file of token ids, little-endian int32, <bos> included; detokenize: the ids themselves, \"2 105 2364\"; "
-      "no default" },
-    { "--plain", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(plain), 0, 0,
-      "tokenize: no string is special; default: those around calls and thoughts are" },
-    { "--special", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(special), 0, 0,
-      "tokenize: all of them are, such as <|turn>; default: as above" },
-    { "-p", "--n-prompt", "N,..", FLAG_TEXT, BENCH, FIELD(prompts), 0, 0, "bench: tokens of a prompt; default 512, 0: none" },
-    { "-n", "--n-gen", "N,..", FLAG_TEXT, BENCH, FIELD(generated), 0, 0, "bench: tokens to generate; default 128, 0: none" },
-    { "--rows", NULL, "N,..", FLAG_TEXT, BENCH, FIELD(rows), 0, 0,
-      "bench: steps of N rows, 1 to 64, as drafts are verified, again and again at the same depth; default 0: none" },
-    { "-d", "--n-depth", "N,..", FLAG_TEXT, BENCH, FIELD(depths), 0, 0,
-      "bench: tokens that are in the context already; default 0" },
-    { "--fill", NULL, "HOW", FLAG_TEXT, BENCH, FIELD(fill), 0, 0,
-      "bench: how they got there: prompt (default): they are run; random: cache rows are random numbers, which is quick" },
-    { "-r", "--repetitions", "N", FLAG_INT, BENCH, FIELD(n_runs), 1, 1000, "bench: runs of each test; default 5" },
-    { "-o", "--output", "FORMAT", FLAG_TEXT, BENCH, FIELD(out), 0, 0, "bench: md, csv or json; default md" },
-    { "-h", "--help", NULL, FLAG_ON, ANY, FIELD(help), 0, 0, "this text" },
-    { "--version", NULL, NULL, FLAG_ON, ANY, FIELD(version), 0, 0, "version and backend" },
-};
-
-static const struct { const char *first, *title; } groups[] = {   // of flags, in their order, each with its first one
-    { "-m", "model" }, { "-p", "prompt" }, { "-n", "sampling" }, { "-c", "context" }, { "--show-thoughts", "output" },
-    { "--ids", "other verbs" }, { "-p", "bench" }, { "-h", "help" }
-};
-
-static void print_help(void) {
-    printf("gemma4 " VERSION " - runs Gemma 4 text models from GGUF files\n\n"
-           "  gemma4 MODEL.gguf -p TEXT [flags]                answers: text on stdout, statistics on stderr\n"
-           "  gemma4 MODEL.gguf [flags]                        chat on a terminal; else the prompt is standard input\n"
-           "  gemma4 plan MODEL.gguf [-c N] [--vram G]         what a context takes in memory\n"
-           "  gemma4 logits MODEL.gguf --ids FILE -o FILE      logits of every position, after the soft-cap\n"
-           "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   the ids of a text; no <bos> is added\n"
-           "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  the text of ids\n"
-           "  gemma4 bench MODEL.gguf [flags]                  tokens per second, as llama-bench measures them\n"
-           "  gemma4 check MODEL.gguf                          the GPU against the CPU, checkpoint by checkpoint\n"
-           "  gemma4 quantize IN OUT.gguf TYPE                 q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32\n");
-    for (size_t i = 0, group = 0; i < sizeof flags / sizeof *flags; i++) {
-        char left[80];
-        const Flag *f = &flags[i];
-        if (group < sizeof groups / sizeof *groups && !strcmp(groups[group].first, f->name))
-            printf("\n%s\n", groups[group++].title);
-        int n = snprintf(left, sizeof left, "%s", f->name);
-        for (const char *at = f->alias; at && *at; at += strspn(at, " ")) {
-            n += snprintf(left + n, sizeof left - (size_t)n, ", %.*s", (int)strcspn(at, " "), at);
-            at += strcspn(at, " ");
-        }
-        snprintf(left + n, sizeof left - (size_t)n, " %s", f->value ? f->value : "");
-        printf("  %-28s%s%s\n", left, strlen(left) > 28 ? "\n                               " : " ", f->help);
-    }
-}
-
-static bool is_named(const Flag *f, const char *arg) {
-    const size_t n = strlen(arg);
-    if (!strcmp(arg, f->name)) return true;
-    for (const char *at = f->alias; at && *at; at += strspn(at, " ")) {
-        const size_t len = strcspn(at, " ");
-        if (len == n && !memcmp(at, arg, n)) return true;
-        at += len;
-    }
-    return false;
-}
-
-static Verb verb_named(const char *name) {
-    for (size_t k = 0; k < sizeof verbs / sizeof *verbs; k++)
-        if (!strcmp(name, verbs[k].name)) return verbs[k].verb;
-    return 0;
-}
-
-// A flag that the verb does not take would do nothing: say to whom it belongs.
-static void refuse_flag(const Flag *flag, Verb verb) {
-    char owners[80] = "";
-    const char *own = "generating";
-    for (size_t k = 0; k < sizeof verbs / sizeof *verbs; k++) {
-        if (verbs[k].verb == verb) own = verbs[k].name;
-        if (!(flag->verbs & (int)verbs[k].verb)) continue;
-        snprintf(owners + strlen(owners), sizeof owners - strlen(owners), "%s%s", *owners ? ", " : "", verbs[k].name);
-    }
-    const bool generates = flag->verbs & GENERATE;
-    die("%s: %s does not take it; it belongs to %s%s%s", flag->name, own, generates ? "generating" : "",
-        generates && *owners ? ", " : "", owners);
-}
-
-// The flag of this name that the verb takes, else the first one: refuse_flag says whose it is. NULL: there is none.
-static const Flag *find_flag(const char *arg, Verb verb) {
-    const Flag *flag = NULL;
-    for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
-        if (is_named(&flags[k], arg) && (!flag || flags[k].verbs & (int)verb)) flag = &flags[k];
-    return flag;
-}
-
-// Where the verb stands, the first word that is neither a flag nor a flag's value; 0: that word is no verb. Of flags that
-// share a name all take a value, or none does.
-static int find_verb(int argc, char **argv) {
-    for (int i = 1; i < argc; i++) {
-        const Flag *flag = find_flag(argv[i], 0);
-        if (!flag && argv[i][0] != '-') return verb_named(argv[i]) ? i : 0;
-        i += flag && flag->kind != FLAG_ON;
-    }
-    return 0;
-}
-
-static void parse_flags(Flags *f, int argc, char **argv) {
-    bool given[sizeof flags / sizeof *flags] = { false };
-    const int verb_at = find_verb(argc, argv);
-    f->verb = verb_at ? verb_named(argv[verb_at]) : GENERATE;
-    for (int i = 1; i < argc; i++) {
-        const char *arg = argv[i];
-        const Flag *flag = find_flag(arg, f->verb);
-        if (i == verb_at) continue;
-        if (!flag) {
-            if (arg[0] == '-') die("%s: no such flag; try --help", arg);
-            if (!f->model) f->model = arg;
-            else if (f->verb == QUANTIZE && !f->target) f->target = arg;
-            else if (f->verb == QUANTIZE && !f->type) f->type = arg;
-            else die("%s: expected a flag, got a second model (the first is %s)", arg, f->model);
-            continue;
-        }
-        given[flag - flags] = true;
-        void *field = (char *)f + flag->field;
-        if (flag->kind == FLAG_ON) {
-            *(bool *)field = true;
-            continue;
-        }
-        if (++i == argc) die("%s: expected a value (%s), got the end of the line", arg, flag->value);
-        if (flag->kind == FLAG_TEXT) {
-            *(const char **)field = argv[i];
-            continue;
-        }
-        if (flag->kind == FLAG_LIST) {
-            TextList *list = field;
-            list->text = realloc(list->text, (size_t)(list->n + 1) * sizeof *list->text);
-            if (!list->text) die("%s: out of memory", arg);
-            list->text[list->n++] = argv[i];
-            continue;
-        }
-        char *end;
-        errno = 0;
-        const double v = strtod(argv[i], &end);
-        const bool whole = v == floor(v);
-        if (end == argv[i] || *end || errno || !(v >= flag->min && v <= flag->max) || (flag->kind == FLAG_INT && !whole))
-            die("%s: expected %s from %.10g to %.10g, got '%s'", arg, flag->kind == FLAG_INT ? "a whole number" : "a number",
-                flag->min, flag->max, argv[i]);
-        *(double *)field = v;
-    }
-    for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
-        if (given[k] && !(flags[k].verbs & (int)f->verb)) refuse_flag(&flags[k], f->verb);
-}
-
-static IntList parse_list(const char *flag, const char *text, int otherwise) {
-    IntList list = { .n = { otherwise }, .count = 1 };
-    for (const char *at = text; at; at++) {
-        char *end;
-        errno = 0;
-        const long v = *at >= '0' && *at <= '9' ? strtol(at, &end, 10) : -1;
-        if (at == text) list.count = 0;
-        if (v < 0 || v > MAX_CONTEXT || errno || (*end && *end != ',') || list.count == 32)
-            die("%s: expected at most 32 whole numbers from 0 to %d with commas between, got '%s'", flag, MAX_CONTEXT, text);
-        list.n[list.count++] = (int)v;
-        if (!*end) break;
-        at = end;
-    }
-    return list;
-}
-
-static KvType parse_kv_type(const char *flag, const char *name, KvType otherwise) {
-    if (!name) return otherwise;
-    if (!strcmp(name, "f16")) return KV_F16;
-    if (!strcmp(name, "f32")) return KV_F32;
-    die("%s: expected f16 or f32, got '%s'", flag, name);
-}
-
-// A sampling number: the command line's, else the file's, else Gemma's.
-static double sampling_value(Gguf *g, double given, const char *key, double max, double otherwise) {
-    const GgufKv *kv = gguf_find_kv(g, key);
-    if (!isnan(given) || !kv) return isnan(given) ? otherwise : given;
-    double v = 0;
-    int64_t i = 0;
-    const bool is_float = kv->type == GGUF_V_F32 || kv->type == GGUF_V_F64;
-    if (is_float ? gguf_get_float(g, key, &v) < 0 : gguf_get_int(g, key, 0, INT_MAX, &i) < 0) die_gguf(g);
-    if (!is_float) v = (double)i;
-    if (!(v >= 0 && v <= max)) die("%s: key '%s': expected 0 to %.10g, got %g (E_META_RANGE)", g->path, key, max, v);
-    return v;
-}
-
-// Biases "ID+VALUE", "ID-VALUE", several with commas between, as (vocab); those of one id add up.
-static float *parse_biases(const TextList *list, int vocab) {
-    float *bias = alloc_or_die(vocab, sizeof *bias);
-    for (int i = 0; i < list->n; i++)
-        for (const char *at = list->text[i]; ; at++) {
-            char *sign, *end = NULL;
-            const long id = *at >= '0' && *at <= '9' ? strtol(at, &sign, 10) : -1;
-            const float value = id >= 0 && (*sign == '+' || *sign == '-') ? strtof(sign, &end) : 0;
-            if (!end || end == sign || (*end && *end != ',') || !(value < INFINITY))
-                die("--logit-bias: expected ID+VALUE or ID-VALUE, with commas between several, got '%s'", list->text[i]);
-            if (id >= vocab)
-                die("--logit-bias: '%s': expected ids from 0 to %d, got %ld", list->text[i], vocab - 1, id);
-            bias[id] += value;
-            at = end;
-            if (!*at) break;
-        }
-    return bias;
-}
-
-// The steps of sampling that change something, in their order.
-static void print_sampling(const Model *m, const SampleParams *p) {
-    fprintf(stderr, "# sampling: ");
-    if (m->n_suppressed) fprintf(stderr, "%d tokens suppressed > ", m->n_suppressed);
-    if (m->s.bias) fprintf(stderr, "bias > ");
-    if (m->s.counts)
-        fprintf(stderr, "penalties: repeat %g, frequency %g, presence %g > ", (double)p->repeat, (double)p->frequency,
-                (double)p->presence);
-    if (p->temperature <= 0) {
-        fprintf(stderr, "the likeliest\n");
-        return;
-    }
-    fprintf(stderr, "temperature %g > ", (double)p->temperature);
-    if (p->top_k > 0) fprintf(stderr, "top-k %d > ", (int)p->top_k);
-    if (p->top_p < 1) fprintf(stderr, "top-p %g > ", (double)p->top_p);
-    if (p->min_p > 0) fprintf(stderr, "min-p %g > ", (double)p->min_p);
-    fprintf(stderr, "draw, seed %" PRIu64 "\n", p->seed);
-}
-
-// The prompt: the text of -p, of -f, or both with an empty line between; else standard input, unless that is a terminal. The
-// caller frees it. NULL: there is none.
-static char *read_prompt(const Flags *f, size_t *n) {
-    const bool typed = isatty(0);
-    const char *path = f->prompt_file;
-    *n = f->prompt ? strlen(f->prompt) : 0;
-    if (!path && !f->prompt) {
-        if (typed || f->interactive) return NULL;
-        path = "-";
-    }
-    if (path && !strcmp(path, "-") && f->interactive) die("-f: expected a file, got -: the chat reads standard input");
-    size_t n_file = 0;
-    char *file = path ? read_file(strcmp(path, "-") ? path : NULL, &n_file, "-f") : NULL;
-    if (!f->prompt && !f->prompt_file && !n_file) {
-        free(file);
-        return NULL;
-    }
-    char *text = alloc_or_die(*n + n_file + 3, 1);
-    if (*n) memcpy(text, f->prompt, *n);
-    if (*n && n_file) *n += (size_t)sprintf(text + *n, "\n\n");
-    if (n_file) memcpy(text + *n, file, n_file);
-    *n += n_file;
-    free(file);
-    return text;
-}
-
-__attribute__((noreturn)) static void die_without_prompt(const Flags *f) {
-    die("-p: expected a prompt, got none, and nothing on standard input; try gemma4 %sMODEL.gguf -p \"Hello\"%s",
-        f->verb == TOKENIZE ? "tokenize " : "", f->verb == TOKENIZE ? "" : ", or -i for a chat");
-}
-
-// Name a template in the file that is not the one we render.
-static void print_template(const Tokenizer *t) {
-    static const char *const names[] = { [TOK_TEMPLATE_SPRING] = "Google's of spring 2026",
-        [TOK_TEMPLATE_LAUNCH] = "Google's of the release", [TOK_TEMPLATE_OTHER] = "not one of Google's" };
-    if (t->chat_template != TOK_TEMPLATE_NONE && t->chat_template != TOK_TEMPLATE_CANONICAL)
-        fprintf(stderr, "# chat template of the file: %s; used instead: Google's of 2026-07-09, %s variant\n",
-                names[t->chat_template], t->large_variant ? "large" : "small");
-}
-
-static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
-    size_t n_text = 0, n_tools = 0;
-    char *text = read_prompt(f, &n_text);
-    const bool chatting = f->interactive || (!text && isatty(0) && isatty(1));
-    if (!text && !chatting) die_without_prompt(f);
-    for (int i = 0; i < f->stops.n; i++)
-        if (!*f->stops.text[i]) die("--stop: expected a text, got an empty one");
-    if (f->raw && (f->system || f->tools || f->think || f->chat_template || chatting))
-        die("%s: has no place in a --raw prompt", f->system ? "--system" : f->tools ? "--tools" : f->think ? "--think" :
-            f->chat_template ? "--template" : "a chat");
-    if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
-        die("--template: expected large or small, got '%s'", f->chat_template);
-    if (f->think_budget >= 0 && !f->think) die("--think-budget: expected --think beside it");
-    if (!chatting && (f->history || f->verbose))
-        die("%s: expected a chat, got a prompt; try -i", f->history ? "--history" : "--verbose");
-#ifndef EDITS_LINES
-    if (f->history) die("--history: this build edits no lines: it was made without libedit and readline");
-#endif
-    char *tools = f->tools ? read_file(f->tools, &n_tools, "--tools") : NULL;
-    o.penalties = f->repeat != 1 || f->presence != 0 || f->frequency != 0;
-    o.bias = f->biases.n > 0;
-    Model *m = alloc_or_die(1, sizeof *m);
-    Tokenizer tok;
-    TokIds ids = { 0 };
-    load_model(m, f->model, ops, o, f->dump);
-    load_tokenizer(&tok, &m->gguf, m->config.vocab);
-    if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
-    if (f->think_budget >= 0 && tok.channel_close < 0) die("--think-budget: %s: has no token <channel|>", m->gguf.path);
-    Chat c = { .s = { .m = m, .t = &tok }, .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose,
-               .chatting = chatting };
-    if (f->raw) {
-        if (tok.bos < 0) die("%s: key 'tokenizer.ggml.bos_token_id': missing, and no token is called <bos>", m->gguf.path);
-        if (tok__push(&tok, &ids, tok.bos) < 0 || tok_encode(&tok, text, n_text, TOK_PLAIN, &ids) < 0) die("-p: %s", tok.err);
-    } else {
-        if (f->system) set_system(&c, (TokStr){ f->system, strlen(f->system) });
-        if (!chatting && tok_add_message(&c.messages, "user", (TokStr){ text, n_text }) < 0)
-            die("-p: out of memory for a prompt of %zu bytes", n_text);
-        if (render(&c, 0, 1, true, &ids) < 0) {
-            if (!strncmp(tok.err, "tools", 5)) die("--tools: %s: %s", f->tools, tok.err);
-            die("-p: %s", tok.err);
-        }
-    }
-    if (ids.n > (size_t)m->options.n_ctx)              // in a chat, what the flags bring
-        die("%s: the prompt has %zu tokens, the context %d; try -c %zu", chatting ? "-i" : "-p", ids.n, m->options.n_ctx,
-            ids.n + 512);
-
-    if (o.bias) {
-        float *bias = parse_biases(&f->biases, m->config.vocab);
-        ops->copy(&(Copy){ m->s.bias, bias, (size_t)m->config.vocab * sizeof *bias, COPY_IN });
-        free(bias);
-    }
-    c.options = (GenerateOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos,
-                                   .top_logits = (int)f->top_logits, .show_thoughts = f->show_thoughts, .stops = f->stops,
-                                   .newline = chatting, .think_budget = (int)f->think_budget, .shift = f->shift };
-    const uint64_t clock_seed = ((uint64_t)time(NULL) * 1000003u ^ (uint64_t)getpid()) & 0xffffffff;
-    const double seed = isnan(f->seed) ? (double)clock_seed : f->seed;
-    c.options.sampling = (SampleParams){
-        .seed = (uint64_t)seed,
-        .temperature = (float)sampling_value(&m->gguf, f->temperature, "general.sampling.temp", 1000, 1.0),
-        .top_k = (int32_t)sampling_value(&m->gguf, f->top_k, "general.sampling.top_k", INT_MAX, 64),
-        .top_p = (float)sampling_value(&m->gguf, f->top_p, "general.sampling.top_p", 1, 0.95),
-        .min_p = isnan(f->min_p) ? 0 : (float)f->min_p,
-        .repeat = (float)f->repeat, .presence = (float)f->presence, .frequency = (float)f->frequency
-    };
-    print_plan(m);
-    if (!f->raw) print_template(&tok);
-    print_sampling(m, &c.options.sampling);
-    read_weights(m, f->check_tensors);                 // Ctrl-C still ends the process at once
-    stop_on(SIGINT);
-    int status = 0;
-    if (chatting) {
-        status = chat_loop(&c, (TokStr){ text, n_text }, f->history);
-    } else {
-        if (f->raw) c.turn = generate(&c.s, &(Prompt){ .ids = ids.ids, .n = (int)ids.n, .n_head = 1 }, &c.options, &c.reply);
-        else if (!answer(&c)) die("-p: %s", c.err);
-        print_turn(&c.turn);
-        if (!strcmp(c.turn.why, "context full"))
-            fprintf(stderr, "# the context of %d tokens is full; try a larger -c, or --context-shift\n", m->options.n_ctx);
-        status = interrupted ? 130 : 0;
-    }
-    chat_free(&c);
-    tok_ids_free(&ids);
-    tok_free(&tok);
-    free(text);
-    free(tools);
-    free_model(m);
-    free(m);
-    return status;
-}
-
-int main(int argc, char **argv) {
-    Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
-                .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5 };
-    parse_flags(&f, argc, argv);
-    if (f.help) {
-        print_help();
-        flush_output();
-        return 0;
-    }
-    const Ops *ops = NULL;
-#ifdef USE_CUDA
-    ops = cuda_ops();
-#endif
-    if (!ops) ops = cpu_ops();
-    if (f.version) {
-        printf("gemma4 " VERSION " (%s)\n", ops->name);
-        flush_output();
-        return 0;
-    }
-    const uint16_t one = 1;
-    if (*(const uint8_t *)&one != 1) die("this program needs a little-endian machine");
-    if (!f.model) die("expected a model file; try gemma4 MODEL.gguf -p \"Hello\", or --help");
-    if (!(f.verb & (TOKENIZE | DETOKENIZE | PLAN))) start_threads((int)f.n_threads);
-    switch (f.verb) {
-    case TOKENIZE: {
-        size_t n;
-        char *text = read_prompt(&f, &n);
-        if (!text) die_without_prompt(&f);
-        if (f.plain && f.special) die("--special: expected one of --plain and --special");
-        verb_tokenize(f.model, text, n, f.plain ? TOK_PLAIN : f.special ? TOK_SPECIAL : TOK_USER_DEFINED);
-        free(text);
-        return 0;
-    }
-    case DETOKENIZE:
-        if (!f.ids) die("--ids: expected token ids; try --ids \"2 105 2364\"");
-        verb_detokenize(f.model, f.ids);
-        return 0;
-    case QUANTIZE:
-        if (!f.type) die("quantize: expected three names, IN OUT.gguf TYPE");
-        verb_quantize(f.model, f.target, f.type);
-        return 0;
-    default: break;
-    }
-    PlanOptions o = { .n_seqs = 1, .n_batch = 512, .n_logits = 1, .memory = (size_t)(f.memory * (1 << 30)) };
-    o.n_ctx = f.n_ctx < 0 ? 0 : f.n_ctx > 0 ? (int)f.n_ctx : CTX_FIT;
-    o.k_type = parse_kv_type("-ctk", f.k_type, f.verb == LOGITS || f.verb == CHECK ? KV_F32 : KV_F16);
-    o.v_type = parse_kv_type("-ctv", f.v_type, o.k_type);
-    if (f.kv_layout && strcmp(f.kv_layout, "tied") && strcmp(f.kv_layout, "untied"))
-        die("--kv-layout: expected tied or untied, got '%s'", f.kv_layout);
-    o.untied = f.kv_layout && !strcmp(f.kv_layout, "untied");
-    if (f.verb == GENERATE) {
-        const int status = verb_generate(&f, ops, o);
-        free(f.stops.text);
-        free(f.biases.text);
-        return status;
-    }
-    if (f.verb == CHECK) return verb_check(f.model, ops, o);
-    if (f.verb == PLAN) {
-        verb_plan(f.model, ops, o);
-        return 0;
-    }
-    if (f.verb == BENCH) {
-        BenchOptions b = { .prompts = parse_list("-p", f.prompts, 512), .generated = parse_list("-n", f.generated, 128),
-                           .rows = parse_list("--rows", f.rows, 0), .depths = parse_list("-d", f.depths, 0),
-                           .n_runs = (int)f.n_runs };
-        if (f.fill && strcmp(f.fill, "prompt") && strcmp(f.fill, "random"))
-            die("--fill: expected prompt or random, got '%s'", f.fill);
-        b.random_fill = f.fill && !strcmp(f.fill, "random");
-        if (f.out && strcmp(f.out, "md") && strcmp(f.out, "csv") && strcmp(f.out, "json"))
-            die("-o: expected md, csv or json, got '%s'", f.out);
-        b.format = !f.out || !strcmp(f.out, "md") ? BENCH_MD : !strcmp(f.out, "csv") ? BENCH_CSV : BENCH_JSON;
-        verb_bench(f.model, ops, o, &b);
-        return 0;
-    }
-    if (!f.ids) die("--ids: expected a file of token ids");
-    if (!f.out) die("-o: expected a file for the logits");
-    verb_logits(f.model, ops, o, f.ids, f.out, f.dump, f.check_tensors);
-    return 0;
-}
-#endif

@@ -572,7 +572,7 @@ typedef struct Ops {
     void (*verify_walk)(const VerifyWalk *o);                // speculation
 } Ops;
 
-const Ops *cpu_ops(void);            // gemma4.c [6]
+const Ops *cpu_ops(void);            // gemma4.c [10]
 const Ops *cuda_ops(void);           // gemma4_kernels.cu; NULL: there is no GPU that it could use
 
 #ifdef __cplusplus

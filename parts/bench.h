@@ -1,0 +1,429 @@
+/* bench.h - a model on this machine: verb_bench() measures its speed in the conventions of llama-bench, verb_check() compares
+ * two backends on it, checkpoint by checkpoint. A part of gemma4.c, which includes it.
+ *   [1] Bench    [2] Check */
+#ifndef BENCH_H
+#define BENCH_H
+
+// ==== [1] Bench ======================================================================================================
+// ppN runs a prompt of N random tokens, tgN generates N tokens one by one; "@ dN" after N tokens in the context that have
+// really been run, or, "(random fill)", whose cache rows are random numbers: as many bytes to read, and no prompt to wait
+// for. vsN takes steps of N rows that all get logits and are never committed, as a verification of drafts does: all at one
+// depth. A warm-up, then repetitions: mean and standard deviation of tokens (rows) per second.
+
+typedef struct { int n[32], count; } IntList;
+
+typedef struct {
+    IntList prompts, generated, rows, depths;          // 0 among the first three: not that test
+    int n_runs;
+    bool random_fill;
+    enum { BENCH_MD, BENCH_CSV, BENCH_JSON } format;
+} BenchOptions;
+
+typedef enum { PROMPT_TEST, GENERATE_TEST, VERIFY_TEST } BenchKind;
+enum { VERIFY_STEPS = 32 };   // of a run
+
+typedef struct {
+    Model   *m;
+    int32_t *ids;             // (n_ctx) random
+    uint8_t *rings;           // the rings at the depth of the tests; global layers need no copy: rows above len are free
+    int      depth;           // tokens of session 0 at which these were taken
+    bool     filled;          // its rows are random numbers
+    double   bandwidth;       // bytes/s of the memory, 0: not known
+    bool     has_joules;      // the device tells what it uses
+    size_t   free_before;     // bytes of the device before the model was loaded
+    int      n_printed;
+} Bench;
+
+static void set_length(Model *m, int seq, int32_t len) {
+    m->len[seq] = len;
+    m->ops->copy(&(Copy){ m->s.len + seq, &len, sizeof len, COPY_IN });
+}
+
+// Runs n random tokens from the end of the session on, as a prompt or one by one, or VERIFY_STEPS times as n drafts; returns
+// the seconds.
+static double bench_run(Bench *b, int n, BenchKind kind, const char *what) {
+    Model *m = b->m;
+    const Ops *op = m->ops;
+    const double start = seconds();
+    const int from = m->len[0];
+    const int n_steps = kind == GENERATE_TEST ? n : kind == VERIFY_TEST ? VERIFY_STEPS : 0;
+    for (int i = 0, before = 0; i < n_steps; i++) {    // as in generate(), a step is issued while one runs
+        const int rows = kind == VERIFY_TEST ? n : 1;
+        for (int r = 0; r < rows; r++)
+            m->chunk[r] = (StepRow){ .token = b->ids[(from + i + r) % m->options.n_ctx], .want = true };
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk }, 1);
+        if (kind == GENERATE_TEST) commit_all(m);
+        const int mark = op->mark ? op->mark() : 0;
+        if (op->mark && i) op->wait_for(before);
+        before = mark;
+    }
+    if (kind == PROMPT_TEST && n) {
+        run_prompt(m, 0, b->ids + from, n, what, NULL);
+        commit_all(m);
+    }
+    op->wait();
+    return seconds() - start;
+}
+
+// Bytes of random finite rows of a cache's type, as large as normed K and V are; or (scale) of the f16 scales beside them.
+static void random_rows(uint8_t *out, size_t bytes, KvType type, bool scale) {
+    const bool codes = kv_group(type) && !scale;
+    for (size_t i = 0; i < bytes / 4; i++) {
+        float v[2];
+        for (int k = 0; k < 2; k++) v[k] = (3.4f * random_unit(2 + (uint64_t)k, (int32_t)i) - 1.7f) * (scale ? 0x1p-7f : 1);
+        uint16_t halves[2];
+        for (int k = 0; k < 2; k++)
+            halves[k] = codes ? (uint16_t)(int)(v[k] * 19000) :
+                        type == KV_BF16 && !scale ? gguf_f32_to_bf16(v[k]) : gguf_f32_to_f16(v[k]);
+        memcpy(out + i * 4, type == KV_F32 ? (const void *)v : halves, 4);
+    }
+}
+
+// Fills the caches of session 0, all slots of all layers: a piece of random rows, again and again.
+static void fill_caches(Model *m) {
+    enum { PIECE = 1 << 20 };
+    const Ops *op = m->ops;
+    uint8_t *piece = alloc_or_die(PIECE, 1);
+    for (int i = 0; i < m->n_caches; i++) {
+        CachePart parts[4];
+        const int n_parts = cache_parts(&m->caches[i], 0, parts);
+        for (int k = 0; k < n_parts; k++) {
+            const CachePart *p = &parts[k];
+            const size_t first = p->bytes < PIECE ? p->bytes : PIECE;
+            random_rows(piece, first, p->type, p->is_scale);
+            op->copy(&(Copy){ p->data, piece, first, COPY_IN });
+            for (size_t at = first; at < p->bytes; at += first)
+                op->copy(&(Copy){ p->data + at, p->data, p->bytes - at < first ? p->bytes - at : first, COPY_WITHIN });
+        }
+    }
+    op->wait();
+    free(piece);
+}
+
+static void bench_to_depth(Bench *b, int depth, bool random_fill) {  // n tokens are run and kept, or made up
+    Model *m = b->m;
+    char what[32];
+    snprintf(what, sizeof what, "filling d%d", depth);
+    if (random_fill) {
+        if (depth && !b->filled) fill_caches(m);       // once for all depths: every slot has a row
+        b->filled |= depth > 0;
+        set_length(m, 0, depth);
+        m->seen[0] = max_int(m->seen[0], depth);
+    } else {
+        if (depth < b->depth) reset_session(m, 0);
+        bench_run(b, depth - m->len[0], PROMPT_TEST, what);
+    }
+    copy_rings(m, 0, b->rings, COPY_OUT);
+    b->depth = depth;
+}
+
+static void print_text(const char *s, char quote) {    // csv: quotes are doubled, JSON: escaped. s is printable ASCII
+    putchar('"');
+    for (; *s; s++) {
+        if (*s == '"' || (*s == '\\' && quote == '\\')) putchar(quote);
+        putchar(*s);
+    }
+    putchar('"');
+}
+
+// Bytes of this process in memory, the pages of the mapped file among them; 0: not known. Not the largest so far, which
+// measuring the bandwidth would decide.
+static size_t resident_memory(void) {
+    unsigned long long pages = 0;
+    FILE *f = fopen("/proc/self/statm", "r");
+    if (f && fscanf(f, "%*u %llu", &pages) != 1) pages = 0;
+    if (f) fclose(f);
+    return (size_t)pages * (size_t)sysconf(_SC_PAGESIZE);
+}
+
+static size_t planned_memory(const Model *m) {
+    const Plan *p = &m->plan;
+    return (p->weights ? p->weights : m->binder.bytes) + p->kv_global + p->kv_rings + p->stage + p->activations + p->scratch;
+}
+
+// What a device with memory of its own has lost since before the model was loaded, recorded steps and all; 0: there is none.
+static size_t device_memory(const Bench *b) {
+    size_t free_bytes = 0, total;
+    if (b->m->plan.weights) b->m->ops->memory(&free_bytes, &total);
+    return b->m->plan.weights && b->free_before > free_bytes ? b->free_before - free_bytes : 0;
+}
+
+// One test: runs it, prints its line.
+static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
+    static const char *const kinds[] = { "pp", "tg", "vs" };
+    Model *m = b->m;
+    const Ops *op = m->ops;
+    char test[64], what[48], size[32], read_rate[48] = "";
+    double *speed = alloc_or_die(o->n_runs, sizeof *speed), mean = 0, sd = 0, bytes = 0, params = 0, joules = 0;
+    size_t file_bytes = 0;
+    for (size_t i = 0; i < m->gguf.n_tensors; i++) {
+        const GgufTensor *t = &m->gguf.tensors[i];
+        file_bytes += (size_t)t->size;
+        params += (double)t->ne[0] * (double)t->ne[1] * (double)t->ne[2] * (double)t->ne[3];
+    }
+    const bool filled = b->depth && o->random_fill;
+    const int n_steps = kind == GENERATE_TEST ? n : kind == VERIFY_TEST ? VERIFY_STEPS : 0;
+    const int n_rows = kind == VERIFY_TEST ? VERIFY_STEPS * n : n;
+    const int at = snprintf(test, sizeof test, "%s%d", kinds[kind], n);
+    if (b->depth) snprintf(test + at, sizeof test - (size_t)at, " @ d%d%s", b->depth, filled ? " (random fill)" : "");
+    snprintf(what, sizeof what, "%.19s", test);
+    int64_t launches = 0;                              // before the last run, whose steps are all recorded
+    for (int i = 0; i < o->n_runs; i++) {
+        progress(what, i, o->n_runs, "runs");
+        copy_rings(m, 0, b->rings, COPY_IN);
+        set_length(m, 0, b->depth);
+        op->wait();
+        const double before = b->has_joules ? op->joules() : 0;
+        if (i + 1 == o->n_runs && op->launches) launches = op->launches();
+        speed[i] = n_rows / bench_run(b, n, kind, NULL);
+        if (b->has_joules) joules += (op->joules() - before) / ((double)n_rows * o->n_runs);
+        mean += speed[i] / o->n_runs;
+    }
+    const double per_step = op->launches && n_steps ? (double)(op->launches() - launches) / n_steps : 0;
+    progress(what, o->n_runs, o->n_runs, "runs");
+    for (int i = 0; i < o->n_runs; i++) sd += (speed[i] - mean) * (speed[i] - mean);
+    sd = o->n_runs > 1 ? sqrt(sd / (o->n_runs - 1)) : 0;
+    for (int i = 0; i < n && kind == GENERATE_TEST; i++) bytes += bytes_per_token(m, b->depth + i) / n;
+    const double rate = bytes * mean, share_of = b->bandwidth > 0 ? rate / b->bandwidth : 0;
+
+    const struct { const char *name; double value; } numbers[] = {
+        { "model_size", (double)file_bytes }, { "model_n_params", params }, { "n_ubatch", m->options.n_batch },
+        { "n_threads", count_threads() }, { "n_prompt", kind == PROMPT_TEST ? n : 0 },
+        { "n_gen", kind == GENERATE_TEST ? n : 0 }, { "n_depth", b->depth }, { "avg_ts", mean },
+        { "stddev_ts", sd }, { "read_bytes_per_s", rate },
+        { "bandwidth_bytes_per_s", b->bandwidth }, { "planned_bytes", (double)planned_memory(m) },
+        { "resident_bytes", (double)resident_memory() }, { "n_verify", kind == VERIFY_TEST ? n : 0 },
+        { "launches_per_step", per_step }, { "joules_per_token", joules }, { "device_bytes", (double)device_memory(b) } };
+    const struct { const char *name, *value; } texts[] = {
+        { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", op->name },
+        { "type_k", kv_name(m->options.k_type) }, { "type_v", kv_name(m->options.v_type) },
+        { "fill", !b->depth ? "none" : filled ? "random" : "prompt" } };
+    enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
+    const bool first = !b->n_printed++;
+    if (o->format == BENCH_MD) {
+        const int width = o->random_fill ? 30 : 15;
+        const char *line = "------------------------------";
+        if (first) {
+            printf("| %-30s | %10s | %10s | %-10s | %7s | %*s | %20s | %18s |", "model", "size", "params", "backend",
+                   "threads", width, "test", "t/s", "GB/s (of memory)");
+            if (op->launches) printf(" %8s |", "launches");
+            if (b->has_joules) printf(" %7s |", "J/token");
+            printf("\n| %s | ---------: | ---------: | ---------- | ------: | %.*s: | -------------------: | "
+                   "-----------------: |", line, width - 1, line);
+            if (op->launches) printf(" -------: |");
+            if (b->has_joules) printf(" ------: |");
+            printf("\n");
+        }
+        snprintf(size, sizeof size, "%.2f %s", (double)file_bytes / (file_bytes < (1u << 30) ? 1 << 20 : 1 << 30),
+                 file_bytes < (1u << 30) ? "MiB" : "GiB");
+        char count[32], mark[48];
+        snprintf(count, sizeof count, "%.2f %s", params / (params < 1e9 ? 1e6 : 1e9), params < 1e9 ? "M" : "B");
+        snprintf(mark, sizeof mark, "%.2f ± %.2f", mean, sd);
+        if (kind == GENERATE_TEST)
+            snprintf(read_rate, sizeof read_rate, share_of > 0 ? "%.2f (%.0f %%)" : "%.2f", rate * 1e-9, share_of * 100);
+        printf("| %-30s | %10s | %10s | %-10s | %7d | %*s | %21s | %18s |", model_name(m), size, count, op->name,
+               count_threads(), width, test, mark, read_rate);
+        if (op->launches && n_steps) printf(" %8.1f |", per_step);
+        if (op->launches && !n_steps) printf(" %8s |", "");         // what cuBLAS launches is not known
+        if (b->has_joules) printf(" %7.3f |", joules);
+        printf("\n");
+    } else if (o->format == BENCH_CSV) {
+        for (int i = 0; i < N_TEXTS && first; i++) printf("%s,", texts[i].name);
+        for (int i = 0; i < N_NUMBERS && first; i++) printf("%s%s", numbers[i].name, i + 1 < N_NUMBERS ? "," : "\n");
+        for (int i = 0; i < N_TEXTS; i++) {
+            print_text(texts[i].value, '"');
+            putchar(',');
+        }
+        for (int i = 0; i < N_NUMBERS; i++) printf("%.12g%s", numbers[i].value, i + 1 < N_NUMBERS ? "," : "\n");
+    } else {
+        printf(first ? "[\n  {" : ",\n  {");
+        for (int i = 0; i < N_TEXTS; i++) {
+            printf("%s\n    \"%s\": ", i ? "," : "", texts[i].name);
+            print_text(texts[i].value, '\\');
+        }
+        for (int i = 0; i < N_NUMBERS; i++) printf(",\n    \"%s\": %.12g", numbers[i].name, numbers[i].value);
+        printf(",\n    \"samples_ts\": [");
+        for (int i = 0; i < o->n_runs; i++) printf("%s%.12g", i ? ", " : "", speed[i]);
+        printf("]\n  }");
+    }
+    flush_output();
+    free(speed);
+}
+
+static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const BenchOptions *b) {
+    int longest = 1, deepest = 0, warm_up = 0, widest = 0;
+    for (int i = 0; i < b->prompts.count; i++) warm_up = longest = max_int(longest, b->prompts.n[i]);
+    for (int i = 0; i < b->generated.count; i++) longest = max_int(longest, b->generated.n[i]);
+    for (int i = 0; i < b->rows.count; i++) widest = max_int(widest, b->rows.n[i]);
+    for (int i = 0; i < b->depths.count; i++) deepest = max_int(deepest, b->depths.n[i]);
+    if (widest > STEP_ROWS) die("--rows: expected at most %d rows in a step, got %d", STEP_ROWS, widest);
+    if (widest) longest = max_int(longest, widest + VERIFY_STEPS);     // so many ids are drafted
+    if (deepest > MAX_CONTEXT - longest)
+        die("-d: expected at most %d tokens in all, got %d and %d", MAX_CONTEXT, deepest, longest);
+    o.n_ctx = deepest + longest;
+    o.ctx_from = "-p, -n or -d";
+    o.n_logits = max_int(o.n_logits, widest);
+    Bench bench = { .m = alloc_or_die(1, sizeof *bench.m) };
+    Model *m = bench.m;
+    size_t total;
+    bench.bandwidth = ops->bandwidth ? ops->bandwidth() : 0;
+    bench.has_joules = ops->joules && ops->joules() >= 0;
+    ops->memory(&bench.free_before, &total);
+    load_model(m, model, ops, o, NULL);
+    print_plan(m);
+    read_weights(m, false);
+    bench.ids = alloc_or_die(o.n_ctx, sizeof *bench.ids);
+    for (int i = 0; i < o.n_ctx; i++) bench.ids[i] = (int32_t)(random_unit(1, i) * (float)m->config.vocab);
+    bench.rings = alloc_or_die(copy_rings(m, 0, NULL, COPY_OUT), 1);
+    bench_run(&bench, min_int(warm_up, o.n_batch), PROMPT_TEST, "warming up");
+    set_length(m, 0, 0);
+    bench_run(&bench, min_int(longest, 4), GENERATE_TEST, NULL);
+    reset_session(m, 0);
+    for (int i = 0; i < b->depths.count; i++) {
+        bench_to_depth(&bench, b->depths.n[i], b->random_fill);
+        for (int k = 0; k < b->prompts.count; k++)
+            if (b->prompts.n[k]) bench_test(&bench, b, b->prompts.n[k], PROMPT_TEST);
+        for (int k = 0; k < b->generated.count; k++)
+            if (b->generated.n[k]) bench_test(&bench, b, b->generated.n[k], GENERATE_TEST);
+        for (int k = 0; k < b->rows.count; k++) {
+            if (!b->rows.n[k]) continue;
+            set_length(m, 0, bench.depth);
+            bench_run(&bench, b->rows.n[k], VERIFY_TEST, NULL);      // its own warm-up: every number of rows is another step
+            bench_test(&bench, b, b->rows.n[k], VERIFY_TEST);
+        }
+        copy_rings(m, 0, bench.rings, COPY_IN);
+        set_length(m, 0, bench.depth);
+    }
+    const double gib = 1 << 30;
+    if (b->format == BENCH_JSON) printf("%s]\n", bench.n_printed ? "\n" : "[");
+    if (b->format == BENCH_MD) {
+        printf("\nMemory: %.3f GiB planned, %.3f GiB resident, with the pages of the file that were read.\n",
+               (double)planned_memory(m) / gib, (double)resident_memory() / gib);
+        if (device_memory(&bench))
+            printf("Device: %.3f GiB taken, %.1f %% of the plan.\n", (double)device_memory(&bench) / gib,
+                   100 * (double)device_memory(&bench) / (double)planned_memory(m));
+        printf("Bandwidth: %.1f GB/s. GB/s counts the weights and cache rows of a token once; file and caches stay warm.\n",
+               bench.bandwidth * 1e-9);
+    }
+    flush_output();
+    free(bench.ids);
+    free(bench.rings);
+    free_model(m);
+    free(m);
+}
+
+// ==== [2] Check ======================================================================================================
+// Both run the same text on the same file, the CPU first: once as a step of few rows, whose rounding is the same on both, and
+// once as a prompt, whose products may be rounded otherwise (gemma4.h, contract 6): only the first one is judged.
+
+typedef struct {
+    char   name[24];
+    int    layer;             // where the share is largest
+    double off, size, share;  // largest |difference|, largest |value|, off / size there
+} Difference;
+
+// What a backend makes of the first n ids in one step; freed by the caller with free_model and free.
+static Model *check_run(const char *path, const Ops *ops, PlanOptions o, const int32_t *ids, int n) {
+    Model *m = alloc_or_die(1, sizeof *m);
+    load_model(m, path, ops, o, "");
+    for (int i = 0; i < n; i++) m->chunk[i] = (StepRow){ .token = ids[i], .want = true };
+    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = n, .rows = m->chunk }, 1);
+    return m;
+}
+
+// Mean KL divergence in nats of the next token, of the softmax of p from that of q; rows of n logits.
+static double mean_divergence(const float *p, const float *q, int rows, int n) {
+    double sum = 0;
+    for (int r = 0; r < rows; r++, p += n, q += n) {
+        const double lp = logsumexp(p, n), lq = logsumexp(q, n);
+        for (int i = 0; i < n; i++) sum += exp(p[i] - lp) * ((p[i] - lp) - (q[i] - lq));
+    }
+    return sum / rows;
+}
+
+// Prints what differs, worst layer per name, in the order of the model. Returns the divergence of the logits.
+static double check_compare(const Model *a, const Model *b, const char *what) {
+    Difference found[32];
+    int n_found = 0;
+    double divergence = NAN;
+    if (a->n_checkpoints != b->n_checkpoints) die("check: got %d checkpoints and %d", a->n_checkpoints, b->n_checkpoints);
+    for (int i = 0; i < a->n_checkpoints; i++) {
+        const Checkpoint *x = &a->checkpoints[i], *y = &b->checkpoints[i];
+        const size_t n = (size_t)x->n_rows * (size_t)x->cols;
+        double off = 0, size = 0;
+        for (size_t k = 0; k < n; k++) {
+            const double d = fabs((double)x->data[k] - (double)y->data[k]);
+            if (d > off || isnan(d)) off = d;          // a NaN stays
+            size = fmax(size, fabs((double)x->data[k]));
+        }
+        int k = 0;
+        while (k < n_found && strcmp(found[k].name, x->name)) k++;
+        if (k == n_found && n_found < 32) {
+            n_found++;
+            found[k] = (Difference){ .share = -1 };
+            memcpy(found[k].name, x->name, sizeof x->name);
+        }
+        const double share = off == 0 ? 0 : off / size;
+        if (k < n_found && (share > found[k].share || (isnan(share) && !isnan(found[k].share)))) {
+            found[k].off = off;
+            found[k].size = size;
+            found[k].share = share;
+            found[k].layer = x->layer;
+        }
+        if (!strcmp(x->name, "result_output")) divergence = mean_divergence(x->data, y->data, x->n_rows, x->cols);
+    }
+    printf("%s\n| checkpoint         | layer | largest value | largest difference | share   |\n"
+           "| ------------------ | ----: | ------------: | -----------------: | ------: |\n", what);
+    for (int k = 0; k < n_found; k++)
+        printf("| %-18s | %5d | %13.4g | %18.3g | %7.1e |\n", found[k].name, found[k].layer, found[k].size, found[k].off,
+               found[k].share);
+    printf("next token: mean KL divergence %.3g\n\n", divergence);
+    return divergence;
+}
+
+// gemma4 check: exit status 1 when the next-token distributions of the step of few rows differ by more than CHECK_LIMIT nats.
+#define CHECK_LIMIT 0.05
+static int verb_check(const char *model, const Ops *ops, PlanOptions o) {
+    static const char text[] =
+        "The old lighthouse stood on a rock above the sea. Every evening at 7:45 the keeper climbed its 203 steps, lit the "
+        "lamp and wrote one line into a book: the wind, the ships, the colour of the sky. for (int i = 0; i < n; i++) sum += "
+        "x[i]; On Sundays his daughter came with bread, apples and the newspaper, and they read it to each other until the "
+        "tea was cold.";
+    enum { FEW = 16, MANY = STEP_ROWS + 32 };
+    if (ops == cpu_ops()) die("check: compares a GPU with the CPU, and there is no GPU that this build can use");
+    Gguf g;
+    Tokenizer tok;
+    TokIds ids = { 0 };
+    open_tokenizer(&tok, &g, model);
+    if (tok_encode(&tok, text, sizeof text - 1, TOK_PLAIN, &ids) < 0) die("%s: %s", model, tok.err);
+    int32_t all[MANY];
+    for (int i = 0; i < MANY; i++) all[i] = i == 0 && tok.bos >= 0 ? tok.bos : ids.ids[(size_t)i % ids.n];
+    tok_ids_free(&ids);
+    tok_free(&tok);
+    gguf_close(&g);
+
+    o.n_ctx = o.n_batch = o.n_logits = MANY;
+    o.ctx_from = "";
+    double worst = 0;
+    for (int k = 0; k < 2; k++) {
+        const int n = k ? MANY : FEW;
+        char what[80];
+        progress("check: CPU", 0, 1, "run");
+        Model *a = check_run(model, cpu_ops(), o, all, n);
+        progress("check: CPU", 1, 1, "run");
+        Model *b = check_run(model, ops, o, all, n);
+        if (!k) print_plan(b);
+        snprintf(what, sizeof what, "%s against the CPU, a step of %d rows", ops->name, n);
+        const double d = check_compare(a, b, what);
+        if (!k) worst = d;
+        free_model(a);
+        free_model(b);
+        free(a);
+        free(b);
+    }
+    flush_output();
+    if (worst <= CHECK_LIMIT) return 0;
+    die("%s: check: expected a mean KL divergence of at most %g, got %.3g", model, CHECK_LIMIT, worst);
+}
+
+#endif

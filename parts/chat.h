@@ -1,0 +1,471 @@
+/* chat.h - conversations, and the terminal that they are held on: messages, answers, lines that are edited, commands. A part
+ * of gemma4.c, which includes it.
+ *   [1] Messages and answers    [2] Lines from the terminal    [3] Commands */
+#ifndef CHAT_H
+#define CHAT_H
+
+// ==== [1] Messages and answers =======================================================================================
+// A conversation is a list of messages as in the OpenAI API. Each turn renders all of it and runs what the session does not
+// hold yet. In a chat nothing that the user types ends the program but /exit, Ctrl-D, or Ctrl-C twice.
+
+typedef struct {
+    Session  s;
+    TokText  messages;        // JSON list; a system message comes first
+    size_t   n_skipped;       // messages behind the system message that the model is no longer shown
+    TokStr   tools;           // JSON list, or empty
+    bool     think, verbose;
+    bool     chatting;        // more turns will follow
+    GenerateOptions options;
+    TokReply reply;
+    Turn     turn;            // the last one; why NULL: there was none
+    char     err[512];        // why the last turn could not be
+} Chat;
+
+static bool has_role(const GgufJson *message, const char *role) {
+    GgufJson v;
+    return gguf_json_get(message, "role", &v) && gguf_json_is(&v, role);
+}
+
+static bool is_system(const GgufJson *message) { return has_role(message, "system") || has_role(message, "developer"); }
+
+static GgufJson message_list(const TokText *messages) {           // they are ours or were checked; null is an empty list
+    GgufJson list;
+    size_t at;
+    const char *err;
+    if (!messages->n || gguf_json_parse(messages->s, messages->n, &list, &at, &err) < 0 || list.type != GGUF_J_ARRAY)
+        list = (GgufJson){ GGUF_J_ARRAY, "[]", 2 };
+    return list;
+}
+
+static size_t count_messages(const TokText *messages, const char *role) {         // role NULL: all but the system message
+    GgufJson rest = message_list(messages), m;
+    size_t n = 0;
+    while (gguf_json_next(&rest, NULL, &m)) n += role ? has_role(&m, role) : !is_system(&m);
+    return n;
+}
+
+// Appends one message, given as JSON.
+static void append_message(TokText *list, TokStr json) {
+    if (!tok__open_list(list, json.n + 1) || !tok__append(list, json.s, json.n) || !tok__append(list, "]", 1))
+        die("out of memory for a conversation");
+}
+
+// Appends to *to the system message, if it is wanted, and those of the others that have number first or more, counted without
+// it, and less than end.
+static void copy_messages(const TokText *from, bool system, size_t first, size_t end, TokText *to) {
+    GgufJson rest = message_list(from), m;
+    for (size_t i = 0; gguf_json_next(&rest, NULL, &m); ) {
+        if (is_system(&m) ? system : i >= first && i < end) append_message(to, (TokStr){ m.s, m.n });
+        i += !is_system(&m);
+    }
+}
+
+static void keep_messages(TokText *messages, bool system, size_t end) {            // drops the others
+    TokText kept = { 0 };
+    copy_messages(messages, system, 0, end, &kept);
+    tok_text_free(messages);
+    *messages = kept;
+}
+
+// The prompt that shows the messages from number first to end, counted without the system message. < 0: t->err says why.
+static int render(Chat *c, size_t first, size_t end, bool cue, TokIds *ids) {
+    TokText shown = { 0 };
+    copy_messages(&c->messages, true, first, end, &shown);
+    const TokChat chat = { .messages = { shown.s, shown.n }, .tools = c->tools, .think = c->think, .add_cue = cue };
+    ids->n = 0;
+    int status = tok_chat(c->s.t, &chat, ids, NULL);
+    tok_text_free(&shown);
+    if (status || !cue || c->options.think_budget) return status;
+    TokReply open = { 0 };                             // a cue that opens a thought, of which there is to be none
+    tok_reply_start(c->s.t, &open, ids->ids, ids->n);
+    if (tok_reply_thinks(&open)) status = tok__push(c->s.t, ids, c->s.t->channel_close);
+    tok_reply_free(&open);
+    return status;
+}
+
+// The conversation no longer fits: of its messages the newest stay that fill at most half of the context, from a user's on;
+// or only the last of the user's and what follows it, if that fits at all. False: it does not.
+static bool skip_oldest(Chat *c, TokIds *ids) {
+    const size_t n_ctx = (size_t)c->s.m->options.n_ctx, n = count_messages(&c->messages, NULL), before = c->n_skipped;
+    GgufJson rest = message_list(&c->messages), m;
+    bool fits = false;
+    for (size_t i = 0; !fits && gguf_json_next(&rest, NULL, &m); i += !is_system(&m)) {
+        if (i <= c->n_skipped || !has_role(&m, "user")) continue;
+        c->n_skipped = i;
+        if (render(c, i, n, true, ids) < 0) return false;
+        fits = ids->n <= n_ctx / 2;
+    }
+    if (c->n_skipped == before || ids->n >= n_ctx) {
+        c->n_skipped = before;
+        return false;
+    }
+    fprintf(stderr, "# context full: the oldest %zu messages are no longer shown to the model\n", c->n_skipped);
+    return true;
+}
+
+static int same_ids(const TokIds *a, const TokIds *b) {           // how many at the beginning
+    size_t n = 0;
+    while (n < a->n && n < b->n && a->ids[n] == b->ids[n]) n++;
+    return (int)n;
+}
+
+// Answers the conversation as it stands, prints the answer and adds it. False: it could not, and c->err says why.
+static bool answer(Chat *c) {
+    Model *m = c->s.m;
+    const size_t n = count_messages(&c->messages, NULL);
+    TokIds ids = { 0 }, part = { 0 };
+    bool ok = render(c, c->n_skipped, n, true, &ids) == 0;
+    if (!ok) {
+        snprintf(c->err, sizeof c->err, "%s", c->s.t->err);
+    } else if (ids.n > (size_t)m->options.n_ctx && !(c->options.shift && skip_oldest(c, &ids))) {
+        snprintf(c->err, sizeof c->err, "context full: the conversation has %zu tokens, the context %d; try -c %zu%s", ids.n,
+                 m->options.n_ctx, ids.n + 512, c->options.shift || n < 2 ? "" : ", --context-shift or /clear");
+        ok = false;
+    }
+    if (ok) {
+        Prompt p = { .ids = ids.ids, .n = (int)ids.n };
+        if (render(c, 0, 0, false, &part) == 0) p.n_head = same_ids(&part, &ids);
+        if (c->chatting && render(c, c->n_skipped, n, false, &part) == 0) p.mark = same_ids(&part, &ids);
+        c->turn = generate(&c->s, &p, &c->options, &c->reply);
+        const bool empty = !c->reply.content.n && !c->reply.thought.n && !c->reply.n_calls;
+        if (!empty && tok_add_reply(&c->messages, &c->reply) < 0) die("out of memory for a conversation");
+    }
+    tok_ids_free(&ids);
+    tok_ids_free(&part);
+    return ok;
+}
+
+static void chat_free(Chat *c) {
+    session_free(&c->s);
+    tok_text_free(&c->messages);
+    tok_reply_free(&c->reply);
+}
+
+// ==== [2] Lines from the terminal ====================================================================================
+
+typedef enum { LINE_TEXT, LINE_END, LINE_INTERRUPTED } LineKind;
+
+// Waits for standard input. False: Ctrl-C came first. SIGINT is blocked but for here, so none is missed.
+static bool wait_for_input(const sigset_t *unblocked) {
+    fd_set set;
+    FD_ZERO(&set);
+    FD_SET(0, &set);
+    while (!interrupted && pselect(1, &set, NULL, NULL, NULL, unblocked) < 0 && errno == EINTR) {}
+    return !interrupted;
+}
+
+#ifdef EDITS_LINES
+static char *edited;                                   // by the library: a line, or NULL at the end of input
+static bool edit_ended;
+
+static void on_edited(char *line) {
+    edited = line;
+    edit_ended = true;
+    rl_callback_handler_remove();                      // the terminal is as we found it from here on
+}
+
+static LineKind edit_line(const char *prompt, const sigset_t *unblocked, TokText *line) {
+    edit_ended = false;
+    rl_callback_handler_install(prompt, on_edited);
+    while (!edit_ended && wait_for_input(unblocked)) rl_callback_read_char();
+    if (!edit_ended) {
+        rl_callback_handler_remove();
+        return LINE_INTERRUPTED;
+    }
+    if (!edited) return LINE_END;
+    const bool ok = tok__append(line, edited, strlen(edited));
+    if (!ok) die("out of memory for a line");
+    free(edited);
+    return LINE_TEXT;
+}
+#endif
+
+// The next line of standard input without its end, appended to *line. The prompt is shown on a terminal only.
+static LineKind read_line(const char *prompt, TokText *line) {
+    static char buffer[4096];
+    static size_t n, at;                               // bytes read, and those used up
+    sigset_t blocked, before;
+    LineKind kind = LINE_TEXT;
+    sigemptyset(&blocked);
+    sigaddset(&blocked, SIGINT);
+    sigprocmask(SIG_BLOCK, &blocked, &before);
+    interrupted = 0;
+#ifdef EDITS_LINES
+    if (isatty(0) && isatty(2)) {
+        kind = edit_line(prompt, &before, line);
+        goto out;
+    }
+#endif
+    if (isatty(0)) fputs(prompt, stderr);
+    for (size_t start = line->n; ; ) {
+        const char *end = memchr(buffer + at, '\n', n - at);
+        const size_t got = end ? (size_t)(end - buffer) - at : n - at;
+        if (!tok__append(line, buffer + at, got)) die("out of memory for a line");
+        at += got + (end != NULL);
+        if (end) break;
+        if (!wait_for_input(&before)) {
+            kind = LINE_INTERRUPTED;
+            break;
+        }
+        const ssize_t bytes = read(0, buffer, sizeof buffer);
+        if (bytes < 0 && errno == EINTR) continue;
+        if (bytes < 0) die("standard input: %s", strerror(errno));
+        n = (size_t)bytes;
+        at = 0;
+        if (n) continue;
+        if (line->n == start) kind = LINE_END;
+        break;
+    }
+#ifdef EDITS_LINES
+out:
+#endif
+    if (kind != LINE_TEXT && isatty(0)) fputc('\n', stderr);
+    sigprocmask(SIG_SETMASK, &before, NULL);
+    return kind;
+}
+
+// What the user says: a line, and those that follow it as long as each ends in a backslash, which becomes a line break.
+static LineKind read_message(TokText *text) {
+    text->n = 0;
+    LineKind kind = read_line("> ", text);
+    while (kind == LINE_TEXT && text->n && text->s[text->n - 1] == '\\') {
+        text->s[text->n - 1] = '\n';
+        kind = read_line(". ", text);
+        if (kind == LINE_END) kind = LINE_TEXT;
+    }
+    return kind;
+}
+
+// ==== [3] Commands ===================================================================================================
+
+// The calls of the last answer that wait for a result: how many, and the first one's id.
+static size_t calls_waiting(const TokText *messages, GgufJson *id) {
+    GgufJson rest = message_list(messages), m, calls = { .type = GGUF_J_NULL }, call;
+    size_t results = 0, n = 0, waiting = 0;
+    while (gguf_json_next(&rest, NULL, &m)) {
+        results = has_role(&m, "tool") ? results + 1 : 0;
+        if (!results && (!gguf_json_get(&m, "tool_calls", &calls) || calls.type != GGUF_J_ARRAY)) calls.type = GGUF_J_NULL;
+    }
+    if (calls.type == GGUF_J_NULL) return 0;
+    for (rest = calls; gguf_json_next(&rest, NULL, &call); n++) {
+        if (n < results) continue;
+        if (!waiting++ && !gguf_json_get(&call, "id", id)) *id = (GgufJson){ GGUF_J_NULL, "null", 4 };
+    }
+    return waiting;
+}
+
+static bool retry(Chat *c) {                           // answers the last message of the user again, with another seed
+    GgufJson rest = message_list(&c->messages), m;
+    size_t last = 0, i = 0;
+    for (; gguf_json_next(&rest, NULL, &m); i += !is_system(&m))
+        if (has_role(&m, "user")) last = i + 1;
+    if (!last) {
+        snprintf(c->err, sizeof c->err, "nothing was said yet");
+        return false;
+    }
+    if (last < i) c->options.sampling.seed++;
+    keep_messages(&c->messages, true, last);
+    return answer(c);
+}
+
+static void set_system(Chat *c, TokStr text) {
+    TokText all = { 0 };
+    if (text.n && tok_add_message(&all, "system", text) < 0) die("out of memory for a conversation");
+    copy_messages(&c->messages, false, 0, SIZE_MAX, &all);
+    tok_text_free(&c->messages);
+    c->messages = all;
+}
+
+// Writes the conversation. The file is there as a whole or as it was. 0, or errno.
+static int save_messages(const Chat *c, const char *path) {
+    const GgufJson list = message_list(&c->messages);
+    struct stat old;
+    if (!stat(path, &old) && !S_ISREG(old.st_mode)) return ENOTSUP;    // a device or a pipe would be gone
+    Output o;
+    int err = create_output(&o, path);
+    if (!err) err = write_output(&o, list.s, list.n);
+    if (!err) err = write_output(&o, "\n", 1);
+    return finish_output(&o, err);
+}
+
+// Reads a conversation in place of the one there is. False, with nothing changed: c->err says why.
+static bool load_messages(Chat *c, const char *path) {
+    TokText text = { 0 };
+    TokIds ids = { 0 };
+    char block[1 << 14];
+    FILE *f = fopen(path, "rb");
+    int err = f ? 0 : errno;
+    for (size_t n; !err && (n = fread(block, 1, sizeof block, f)) > 0; ) err = tok__append(&text, block, n) ? 0 : ENOMEM;
+    if (!err && ferror(f)) err = errno;
+    if (f) fclose(f);
+    if (err) snprintf(c->err, sizeof c->err, "/load: %s: %s", path, strerror(err));
+    bool ok = !err;
+    if (ok) {
+        const TokText before = c->messages;
+        const TokChat chat = { .messages = { text.s, text.n }, .tools = c->tools, .think = c->think };
+        ok = tok_chat(c->s.t, &chat, &ids, NULL) == 0;
+        if (ok) c->messages = text, text = before, c->n_skipped = 0;
+        else snprintf(c->err, sizeof c->err, "/load: %s: %s", path, c->s.t->err);
+    }
+    tok_text_free(&text);
+    tok_ids_free(&ids);
+    return ok;
+}
+
+static void print_stats(const Chat *c) {
+    if (c->turn.why) print_turn(&c->turn);
+    fprintf(stderr, "# context: %d of %d tokens held; %zu messages", c->s.m->len[0], c->s.m->options.n_ctx,
+            count_messages(&c->messages, NULL));
+    if (c->n_skipped) fprintf(stderr, ", the oldest %zu of them not shown to the model", c->n_skipped);
+    fprintf(stderr, "\n");
+}
+
+typedef enum { CMD_HELP, CMD_SYSTEM, CMD_SAVE, CMD_LOAD, CMD_CLEAR, CMD_STATS, CMD_RETRY, CMD_TOOL, CMD_EXIT } Command;
+
+static const struct { const char *name, *value, *help; Command command; } commands[] = {
+    { "/help", NULL, "this list", CMD_HELP },
+    { "/system", "[TEXT]", "replace the system turn; without TEXT: take it away", CMD_SYSTEM },
+    { "/save", "FILE", "write the conversation, a JSON list of messages as in the OpenAI API", CMD_SAVE },
+    { "/load", "FILE", "go on with such a conversation instead of this one", CMD_LOAD },
+    { "/clear", NULL, "forget everything but the system turn", CMD_CLEAR },
+    { "/stats", NULL, "speed of the last answer, and how full the context is", CMD_STATS },
+    { "/retry", NULL, "answer the last message again, with another seed", CMD_RETRY },
+    { "/tool", "RESULT", "the result of a call the model made: a JSON object, or any text", CMD_TOOL },
+    { "/exit", NULL, "the end, as Ctrl-D is; Ctrl-C ends an answer, and twice the program", CMD_EXIT },
+    { "/quit", NULL, "the same", CMD_EXIT },
+};
+enum { N_COMMANDS = sizeof commands / sizeof *commands };
+
+// Adds the result of the first call that waits for one, and answers when none does any more.
+static bool add_result(Chat *c, TokStr text) {
+    GgufJson id, object;
+    size_t at;
+    const char *err;
+    const size_t waiting = calls_waiting(&c->messages, &id);
+    if (!waiting) {
+        snprintf(c->err, sizeof c->err, "/tool: no call waits for a result");
+        return false;
+    }
+    TokText m = { 0 };
+    const bool is_object = gguf_json_parse(text.s, text.n, &object, &at, &err) == 0 && object.type == GGUF_J_OBJECT;
+    bool ok = tok__append(&m, "{\"role\":\"tool\",\"tool_call_id\":", 30) && tok__append(&m, id.s, id.n) &&
+              tok__append(&m, ",\"content\":", 11);
+    ok = ok && (is_object ? tok__append(&m, object.s, object.n) : tok_add_json_string(&m, text) == 0);
+    if (!ok || !tok__append(&m, "}", 1)) die("out of memory for a conversation");
+    append_message(&c->messages, (TokStr){ m.s, m.n });
+    tok_text_free(&m);
+    if (waiting == 1) return answer(c);
+    fprintf(stderr, "# %zu more %s a result\n", waiting - 1, waiting == 2 ? "call waits for" : "calls wait for");
+    return true;
+}
+
+// Carries out a line that begins with a slash. False: it was the last one.
+static bool command(Chat *c, char *line) {
+    size_t n = strcspn(line, " \t"), i = 0;
+    char *value = line + n + strspn(line + n, " \t");
+    size_t n_value = strlen(value);
+    while (n_value && strchr(" \t\r", value[n_value - 1])) value[--n_value] = 0;
+    while (i < N_COMMANDS && (strlen(commands[i].name) != n || memcmp(commands[i].name, line, n))) i++;
+    if (i == N_COMMANDS) {
+        fprintf(stderr, "# %.*s: no such command; /help lists them, and // begins a message with a slash\n",
+                (int)strcspn(line, " \t"), line);
+        return true;
+    }
+    const char *wants = commands[i].value;
+    if (wants ? *wants != '[' && !n_value : n_value > 0) {
+        fprintf(stderr, "# %s: expected %s\n", commands[i].name, wants ? wants : "nothing behind it");
+        return true;
+    }
+    bool ok = true, answered = false;
+    int err;
+    switch (commands[i].command) {
+    case CMD_HELP:
+        for (i = 0; i < N_COMMANDS; i++)
+            fprintf(stderr, "# %-7s %-7s %s\n", commands[i].name, commands[i].value ? commands[i].value : "",
+                    commands[i].help);
+        fprintf(stderr, "# A line that ends in a backslash goes on in the next one.\n");
+        break;
+    case CMD_SYSTEM: set_system(c, (TokStr){ value, n_value }); break;
+    case CMD_SAVE:
+        err = save_messages(c, value);
+        if (err) fprintf(stderr, "# /save: %s: %s\n", value, strerror(err));
+        else fprintf(stderr, "# %zu messages saved in %s\n", count_messages(&c->messages, NULL), value);
+        break;
+    case CMD_LOAD:
+        ok = load_messages(c, value);
+        if (!ok) break;
+        fprintf(stderr, "# %zu messages from %s\n", count_messages(&c->messages, NULL), value);
+        break;
+    case CMD_CLEAR:
+        keep_messages(&c->messages, true, 0);
+        c->n_skipped = 0;
+        break;
+    case CMD_STATS: print_stats(c); break;
+    case CMD_RETRY: ok = answered = retry(c); break;
+    case CMD_TOOL: ok = answered = add_result(c, (TokStr){ value, n_value }); break;
+    case CMD_EXIT: return false;
+    }
+    if (!ok) fprintf(stderr, "# %s\n", c->err);
+    if (answered && c->verbose) print_stats(c);
+    return true;
+}
+
+// A message of the user and the answer to it. A message that cannot be answered is taken back.
+static void say(Chat *c, TokStr text) {
+    GgufJson id;
+    const size_t n = count_messages(&c->messages, NULL), skipped = c->n_skipped;
+    if (calls_waiting(&c->messages, &id)) {
+        fprintf(stderr, "# a call waits for its result: /tool RESULT, or /retry\n");
+        return;
+    }
+    if (tok_add_message(&c->messages, "user", text) < 0) die("out of memory for a conversation");
+    const bool ok = answer(c);
+    if (!ok) fprintf(stderr, "# %s\n", c->err);
+    if (ok && c->verbose) print_stats(c);
+    if (count_messages(&c->messages, NULL) > n + 1) return;
+    if (ok) fprintf(stderr, "# no answer came, so the message is taken back\n");
+    keep_messages(&c->messages, true, n);
+    c->n_skipped = skipped;                            // the model is shown what it was shown before
+}
+
+// Talks until the end of input, /exit, or Ctrl-C twice. first: what the user says first, s NULL: it is asked for. history: a
+// file for the lines that were typed, or NULL. Returns the exit status.
+static int chat_loop(Chat *c, TokStr first, const char *history) {
+    TokText text = { 0 };
+    int interrupts = 0;
+#ifdef EDITS_LINES
+    rl_readline_name = "gemma4";
+    rl_outstream = stderr;
+    rl_catch_signals = 0;
+    using_history();
+    if (history) read_history(history);
+#else
+    (void)history;
+#endif
+    if (isatty(0)) fprintf(stderr, "# /help lists the commands; Ctrl-C ends an answer, Ctrl-D the chat\n");
+    if (first.s) say(c, first);
+    for (bool more = true; more && interrupts < 2; ) {
+        const LineKind kind = read_message(&text);
+        if (kind == LINE_END) break;
+        if (kind == LINE_INTERRUPTED) {
+            if (++interrupts == 1) fprintf(stderr, "# once more ends the chat\n");
+            continue;
+        }
+        interrupts = 0;
+        if (!text.n || !tok__append(&text, "", 1)) continue;         // a NUL behind it
+        text.n--;
+#ifdef EDITS_LINES
+        if (isatty(0)) add_history(text.s);
+        if (isatty(0) && history && write_history(history)) {
+            fprintf(stderr, "# --history: %s: %s\n", history, strerror(errno));
+            history = NULL;
+        }
+#endif
+        if (text.s[0] == '/' && text.s[1] != '/') more = command(c, text.s);
+        else say(c, text.s[0] == '/' ? (TokStr){ text.s + 1, text.n - 1 } : (TokStr){ text.s, text.n });
+    }
+    tok_text_free(&text);
+    return interrupts == 2 ? 130 : 0;
+}
+
+#endif

@@ -1,0 +1,757 @@
+/* convert.h - other forms of a model: open_folder() reads a Hugging Face folder as if it were a GGUF file, verb_quantize()
+ * writes a model in another mixture of block formats. A part of gemma4.c, which includes it.
+ *   [1] Hugging Face folders    [2] Quantise */
+#ifndef CONVERT_H
+#define CONVERT_H
+
+// ==== [1] Hugging Face folders =======================================================================================
+// A folder with config.json, *.safetensors and tokenizer.json becomes the GGUF file that it would convert to, in memory:
+// the same keys, names and shapes, so that nothing behind open_model_file knows the difference. Matrices stay in the mapped
+// files, in the type they have there; vectors and routers become F32 in private memory. Text models and MTP assistants;
+// tensors of other modalities are counted and left out. No value is changed or permuted.
+
+typedef struct {
+    const char *path;           // of config.json
+    GgufJson root, text;        // the whole object; its text_config, or root again
+    bool assistant;
+} HfConfig;
+
+// A member of the text model's part of config.json, or else of the whole; null counts as absent.
+static bool hf_get(const HfConfig *c, const char *key, GgufJson *v) {
+    return (gguf_json_get(&c->text, key, v) || gguf_json_get(&c->root, key, v)) && v->type != GGUF_J_NULL;
+}
+
+// Numbers: otherwise < min (hf_float: 0) means that the member is required.
+static int64_t hf_int(const HfConfig *c, const char *key, int64_t min, int64_t max, int64_t otherwise) {
+    GgufJson v = { 0 };
+    int64_t n = otherwise;
+    if (!hf_get(c, key, &v)) {
+        if (otherwise < min) die("%s: '%s': missing", c->path, key);
+    } else if (!gguf_json_int(&v, min, max, &n)) {
+        die("%s: '%s': expected %" PRId64 "..%" PRId64 ", got %s", c->path, key, min, max, shown((GgufStr){ v.s, v.n }));
+    }
+    return n;
+}
+
+static double json_float(const char *path, const GgufJson *object, const char *key, double otherwise) {
+    GgufJson v = { 0 };
+    double x = otherwise;
+    if (!gguf_json_get(object, key, &v) || v.type == GGUF_J_NULL) {
+        if (otherwise == 0) die("%s: '%s': missing", path, key);
+    } else if (!gguf_json_float(&v, &x)) {
+        die("%s: '%s': expected a number, got %s", path, key, shown((GgufStr){ v.s, v.n }));
+    }
+    return x;
+}
+
+static bool hf_bool(const HfConfig *c, const char *key) {
+    GgufJson v = { 0 };
+    return hf_get(c, key, &v) && v.type == GGUF_J_TRUE;
+}
+
+// The bytes of FOLDER/NAME, freed by the caller. NULL: there is no such file.
+static char *read_beside(const char *folder, const char *name, size_t *n) {
+    const off_t most = 1 << 28;                        // bytes; a published tokenizer.json has 32 MB
+    char path[4096];
+    struct stat st;
+    if ((size_t)snprintf(path, sizeof path, "%s/%s", folder, name) >= sizeof path) die("%s: expected a shorter path", folder);
+    if (stat(path, &st)) return NULL;
+    if (!S_ISREG(st.st_mode)) die("%s: expected a regular file", path);
+    if (st.st_size > most) die("%s: expected at most %lld bytes, got %lld", path, (long long)most, (long long)st.st_size);
+    return read_file(path, n, folder);
+}
+
+// The same as parsed JSON; the text is freed by the caller.
+static char *read_json(const char *folder, const char *name, GgufJson *value) {
+    size_t n, at;
+    const char *err;
+    char *text = read_beside(folder, name, &n);
+    if (!text) return NULL;
+    if (gguf_json_parse(text, n, value, &at, &err) < 0)
+        die("%s/%s: not JSON at byte %zu: expected %s", folder, name, at, err);
+    if (value->type != GGUF_J_OBJECT) die("%s/%s: expected a JSON object", folder, name);
+    return text;
+}
+
+// ---- tensors
+
+static const struct { const char *hf, *gguf; } hf_names[] = {       // of no layer; then of layer %d
+    { "embed_tokens.weight", "token_embd.weight" }, { "norm.weight", "output_norm.weight" },
+    { "lm_head.weight", "output.weight" }, { "embed_tokens_per_layer.weight", "per_layer_token_embd.weight" },
+    { "per_layer_model_projection.weight", "per_layer_model_proj.weight" },
+    { "per_layer_projection_norm.weight", "per_layer_proj_norm.weight" },
+    { "pre_projection.weight", "nextn.pre_projection.weight" }, { "post_projection.weight", "nextn.post_projection.weight" },
+    { "masked_embedding.centroids.weight", "masked_embd_centroids.weight" },
+    { "masked_embedding.token_ordering", "masked_embd_ordering" },
+}, hf_layer_names[] = {
+    { "input_layernorm.weight", "attn_norm.weight" }, { "self_attn.q_proj.weight", "attn_q.weight" },
+    { "self_attn.k_proj.weight", "attn_k.weight" }, { "self_attn.v_proj.weight", "attn_v.weight" },
+    { "self_attn.o_proj.weight", "attn_output.weight" }, { "self_attn.q_norm.weight", "attn_q_norm.weight" },
+    { "self_attn.k_norm.weight", "attn_k_norm.weight" }, { "post_attention_layernorm.weight", "post_attention_norm.weight" },
+    { "pre_feedforward_layernorm.weight", "ffn_norm.weight" }, { "mlp.gate_proj.weight", "ffn_gate.weight" },
+    { "mlp.up_proj.weight", "ffn_up.weight" }, { "mlp.down_proj.weight", "ffn_down.weight" },
+    { "post_feedforward_layernorm.weight", "post_ffw_norm.weight" }, { "layer_scalar", "layer_output_scale.weight" },
+    { "router.proj.weight", "ffn_gate_inp.weight" }, { "router.scale", "ffn_gate_inp.scale" },
+    { "router.per_expert_scale", "ffn_down_exps.scale" }, { "experts.gate_up_proj", "ffn_gate_up_exps.weight" },
+    { "experts.down_proj", "ffn_down_exps.weight" }, { "pre_feedforward_layernorm_2.weight", "pre_ffw_norm_2.weight" },
+    { "post_feedforward_layernorm_1.weight", "post_ffw_norm_1.weight" },
+    { "post_feedforward_layernorm_2.weight", "post_ffw_norm_2.weight" },
+    { "per_layer_input_gate.weight", "inp_gate.weight" }, { "per_layer_projection.weight", "proj.weight" },
+    { "post_per_layer_input_norm.weight", "post_norm.weight" },
+};
+
+// The GGUF name of a tensor of the text model; false: it belongs to something else.
+static bool hf_tensor_name(GgufStr name, char *out, size_t room) {
+    static const char *const prefixes[] = { "model.language_model.", "language_model.model.", "language_model.", "model." };
+    char s[256];
+    int l = 0, end = 0;
+    if (name.n >= sizeof s) return false;
+    memcpy(s, name.s, name.n);
+    s[name.n] = 0;
+    const char *p = s;
+    for (size_t i = 0; i < sizeof prefixes / sizeof *prefixes && p == s; i++)
+        if (!strncmp(s, prefixes[i], strlen(prefixes[i]))) p += strlen(prefixes[i]);
+    for (size_t i = 0; i < sizeof hf_names / sizeof *hf_names; i++)
+        if (!strcmp(p, hf_names[i].hf)) return snprintf(out, room, "%s", hf_names[i].gguf), true;
+    if (sscanf(p, "layers.%4d.%n", &l, &end) != 1 || !end || l < 0) return false;
+    for (size_t i = 0; i < sizeof hf_layer_names / sizeof *hf_layer_names; i++)
+        if (!strcmp(p + end, hf_layer_names[i].hf)) return snprintf(out, room, "blk.%d.%s", l, hf_layer_names[i].gguf), true;
+    return false;
+}
+
+static size_t n_elements(const GgufTensor *t) {
+    return (size_t)t->size / (size_t)gguf_block_bytes(t->type) * (size_t)gguf_block_elems(t->type);
+}
+
+// Kept as f32: whatever the engine reads as a vector, and routers.
+static bool hf_is_f32(const GgufTensor *t, const char *name) { return t->n_dims < 2 || strstr(name, "ffn_gate_inp.weight"); }
+
+// Put every tensor of the text model, and the factors that stop `head_dim / 2 - n_rot` pairs of global layers. data: room
+// for one more than st has; tied: an LM head of its own is a copy. Returns the rows of token_embd, 0: none.
+static uint64_t hf_tensors(Gguf *st, GgufWriter *w, const uint8_t **data, int head_dim, int n_rot, bool tied) {
+    size_t n = 0, n_other = 0, n_floats = (size_t)head_dim / 2;
+    uint64_t vocab = 0;
+    GgufStr first_other = { "", 0 };
+    char name[320];
+    for (size_t i = 0; i < st->n_tensors; i++)
+        if (hf_tensor_name(st->tensors[i].name, name, sizeof name) && hf_is_f32(&st->tensors[i], name))
+            n_floats += (size_t)st->tensors[i].size;                            // a byte or more for each element
+    float *floats = gguf_private(st, n_floats * sizeof *floats);
+    if (!floats) die_gguf(st);
+    for (int i = 0; i < head_dim / 2; i++) floats[i] = i < n_rot ? 1 : 1e30f;
+    gguf_put_tensor(w, (GgufStr){ "rope_freqs.weight", 17 }, GGUF_F32, 1, (uint64_t[]){ (uint64_t)head_dim / 2 });
+    data[n++] = (const uint8_t *)floats;
+    floats += head_dim / 2;
+    for (size_t i = 0; i < st->n_tensors; i++) {
+        const GgufTensor *t = &st->tensors[i];
+        if (!hf_tensor_name(t->name, name, sizeof name)) {
+            if (!n_other++) first_other = t->name;
+            continue;
+        }
+        if (tied && !strcmp(name, "output.weight")) continue;       // the embedding table once more
+        const bool is_float = t->type == GGUF_F32 || t->type == GGUF_F16 || t->type == GGUF_BF16;
+        const bool is_ids = (t->type == GGUF_I32 || t->type == GGUF_I64) && !strcmp(name, "masked_embd_ordering");
+        if (!t->size || !(is_float || is_ids))
+            die("%s: tensor '%s': expected F32, F16 or BF16, got %s", st->path, shown(t->name),
+                !t->size ? "no elements" : t->type < 0 ? "a type that GGUF does not have" : gguf_type_name(t->type));
+        const bool f32 = is_float && hf_is_f32(t, name);
+        if (!strcmp(name, "token_embd.weight")) vocab = t->ne[1];
+        gguf_put_tensor(w, (GgufStr){ name, strlen(name) }, f32 ? GGUF_F32 : t->type, max_int(t->n_dims, 1), t->ne);
+        data[n++] = f32 ? (const uint8_t *)floats : t->data;
+        if (!f32) continue;
+        gguf_dequantize(t->type, t->data, floats, n_elements(t));
+        floats += n_elements(t);
+    }
+    if (n_other)
+        fprintf(stderr, "# %zu tensors are not of the text model and are left out, the first: %s\n", n_other,
+                shown(first_other));
+    return vocab;
+}
+
+// ---- keys
+
+static const char *hf_key(char out[96], const HfConfig *c, const char *key) {       // with the architecture before it
+    snprintf(out, 96, "%s.%s", c->assistant ? "gemma4-assistant" : "gemma4", key);
+    return out;
+}
+
+static void hf_put_u32(GgufWriter *w, const HfConfig *c, const char *key, uint32_t v) {
+    char full[96];
+    gguf_put_u32(w, hf_key(full, c, key), v);
+}
+
+static void hf_put_f32(GgufWriter *w, const HfConfig *c, const char *key, double v) {
+    char full[96];
+    gguf_put_f32(w, hf_key(full, c, key), (float)v);
+}
+
+// One value per layer: as an array, or as a scalar when all are the same.
+static void hf_put_layers(GgufWriter *w, const HfConfig *c, const char *key, const int32_t *v, int n) {
+    char full[96];
+    bool same = true;
+    for (int l = 1; l < n; l++) same &= v[l] == v[0];
+    if (same) hf_put_u32(w, c, key, (uint32_t)v[0]);
+    else gguf_put_array(w, hf_key(full, c, key), GGUF_V_I32, v, (size_t)n);
+}
+
+typedef struct { int head_dim, n_rot; } HfRope;         // of global layers: values per head, pairs that turn
+
+// The model's own keys from config.json.
+static HfRope hf_model_keys(GgufWriter *w, const HfConfig *c) {
+    const int n = (int)hf_int(c, "num_hidden_layers", 1, MAX_LAYERS, 0);
+    const int head_dim = (int)hf_int(c, "global_head_dim", 32, MAX_HEAD_DIM, 512);
+    const int head_dim_swa = (int)hf_int(c, "head_dim", 32, MAX_HEAD_DIM, 0);
+    const int n_shared = (int)hf_int(c, "num_kv_shared_layers", 0, n, c->assistant ? n : 0);
+    const int32_t ffn = (int32_t)hf_int(c, "intermediate_size", 1, 1 << 20, 0);
+    const int32_t kv_swa = (int32_t)hf_int(c, "num_key_value_heads", 1, 1024, 0);
+    const bool k_eq_v = hf_bool(c, "attention_k_eq_v");
+    const int32_t kv_full = k_eq_v ? (int32_t)hf_int(c, "num_global_key_value_heads", 1, 1024, kv_swa) : kv_swa;
+    const bool wide = hf_bool(c, "use_double_wide_mlp");
+    int32_t ffns[MAX_LAYERS], kv_heads[MAX_LAYERS];
+    uint8_t swa[MAX_LAYERS];
+    GgufJson types, rope, full, sliding, v;
+    int l = 0;
+    if (!hf_get(c, "layer_types", &types) || types.type != GGUF_J_ARRAY) die("%s: 'layer_types': expected an array", c->path);
+    for (; gguf_json_next(&types, NULL, &v); l++) {
+        if (l == n) die("%s: 'layer_types': expected %d, one per layer, got more", c->path, n);
+        swa[l] = gguf_json_is(&v, "sliding_attention");
+        if (!swa[l] && !gguf_json_is(&v, "full_attention"))
+            die("%s: 'layer_types': expected sliding_attention or full_attention, got %s", c->path,
+                shown((GgufStr){ v.s, v.n }));
+        ffns[l] = wide && l >= n - n_shared ? 2 * ffn : ffn;
+        kv_heads[l] = swa[l] ? kv_swa : kv_full;
+    }
+    if (l < n) die("%s: 'layer_types': expected %d, one per layer, got %d", c->path, n, l);
+    if (!hf_get(c, "rope_parameters", &rope) || !gguf_json_get(&rope, "full_attention", &full) ||
+        !gguf_json_get(&rope, "sliding_attention", &sliding))
+        die("%s: 'rope_parameters': expected full_attention and sliding_attention", c->path);
+    // Only "proportional" divides the exponent by the whole head; of the default kind the same holds when all pairs turn.
+    const double part = json_float(c->path, &full, "partial_rotary_factor", 1);
+    const double part_swa = json_float(c->path, &sliding, "partial_rotary_factor", 1);
+    if (!(gguf_json_get(&full, "rope_type", &v) && (gguf_json_is(&v, "proportional") || gguf_json_is(&v, "default"))) ||
+        (gguf_json_is(&v, "default") && part != 1) || !(part > 0 && part <= 1))
+        die("%s: 'rope_parameters': full_attention: expected rope_type proportional with a factor in 0..1", c->path);
+    if (!(gguf_json_get(&sliding, "rope_type", &v) && gguf_json_is(&v, "default")) || part_swa != 1)
+        die("%s: 'rope_parameters': sliding_attention: expected rope_type default, all pairs turning", c->path);
+
+    hf_put_u32(w, c, "block_count", (uint32_t)n);
+    hf_put_u32(w, c, "context_length", (uint32_t)hf_int(c, "max_position_embeddings", 1, MAX_CONTEXT, 0));
+    hf_put_u32(w, c, "embedding_length", (uint32_t)hf_int(c, "hidden_size", 1, 1 << 20, 0));
+    hf_put_layers(w, c, "feed_forward_length", ffns, n);
+    hf_put_u32(w, c, "attention.head_count", (uint32_t)hf_int(c, "num_attention_heads", 1, 1024, 0));
+    hf_put_layers(w, c, "attention.head_count_kv", kv_heads, n);
+    hf_put_f32(w, c, "rope.freq_base", json_float(c->path, &full, "rope_theta", 0));
+    hf_put_f32(w, c, "rope.freq_base_swa", json_float(c->path, &sliding, "rope_theta", 0));
+    hf_put_f32(w, c, "attention.layer_norm_rms_epsilon", json_float(c->path, &c->text, "rms_norm_eps", 0));
+    hf_put_u32(w, c, "attention.key_length", (uint32_t)head_dim);
+    hf_put_u32(w, c, "attention.value_length", (uint32_t)head_dim);
+    hf_put_u32(w, c, "attention.sliding_window", (uint32_t)hf_int(c, "sliding_window", 1, MAX_CONTEXT, 0));
+    hf_put_u32(w, c, "attention.shared_kv_layers", (uint32_t)n_shared);
+    hf_put_u32(w, c, "embedding_length_per_layer_input", (uint32_t)hf_int(c, "hidden_size_per_layer_input", 0, 1 << 16, 0));
+    char full_key[96];
+    gguf_put_array(w, hf_key(full_key, c, "attention.sliding_window_pattern"), GGUF_V_BOOL, swa, (size_t)n);
+    hf_put_u32(w, c, "attention.key_length_swa", (uint32_t)head_dim_swa);
+    hf_put_u32(w, c, "attention.value_length_swa", (uint32_t)head_dim_swa);
+    hf_put_u32(w, c, "rope.dimension_count", (uint32_t)head_dim);
+    hf_put_u32(w, c, "rope.dimension_count_swa", (uint32_t)head_dim_swa);
+    if (c->assistant) {
+        hf_put_u32(w, c, "embedding_length_out", (uint32_t)hf_int(c, "backbone_hidden_size", 1, 1 << 20, 0));
+        hf_put_u32(w, c, "nextn_predict_layers", (uint32_t)n);
+        gguf_put_bool(w, "gemma4-assistant.use_ordered_embeddings", hf_bool(c, "use_ordered_embeddings"));
+    } else {
+        hf_put_f32(w, c, "final_logit_softcapping", json_float(c->path, &c->text, "final_logit_softcapping", 0));
+    }
+    if (hf_bool(c, "enable_moe_block")) {
+        hf_put_u32(w, c, "expert_count", (uint32_t)hf_int(c, "num_experts", 1, MAX_EXPERTS, 0));
+        hf_put_u32(w, c, "expert_used_count", (uint32_t)hf_int(c, "top_k_experts", 1, MAX_EXPERTS, 0));
+        hf_put_u32(w, c, "expert_feed_forward_length", (uint32_t)hf_int(c, "moe_intermediate_size", 1, 1 << 20, 0));
+    }
+    return (HfRope){ head_dim, (int)(head_dim * part / 2) };
+}
+
+// A string value, unescaped, to the end of a text arena.
+static GgufStr take_text(char **arena, const GgufJson *v) {
+    const GgufStr s = { *arena, gguf_json_string(v, *arena) };
+    *arena += s.n;
+    return s;
+}
+
+// Special ids by text, tokenizer_config.json's or else Gemma's own, and the chat template. tokens: (n) by id.
+static void hf_special_keys(GgufWriter *w, const char *folder, const GgufStr *tokens, size_t n) {
+    static const char *const special[5][3] = { { "bos_token", "<bos>", "tokenizer.ggml.bos_token_id" },
+        { "eos_token", "<eos>", "tokenizer.ggml.eos_token_id" }, { "unk_token", "<unk>", "tokenizer.ggml.unknown_token_id" },
+        { "pad_token", "<pad>", "tokenizer.ggml.padding_token_id" },
+        { "mask_token", "<mask>", "tokenizer.ggml.mask_token_id" } };
+    GgufJson config = { 0 }, v;
+    char *config_text = read_json(folder, "tokenizer_config.json", &config);
+    for (int k = 0; k < 5; k++) {
+        GgufStr want = { special[k][1], strlen(special[k][1]) };
+        char buffer[256];
+        if (config_text && gguf_json_get(&config, special[k][0], &v)) {
+            if (v.type == GGUF_J_OBJECT && !gguf_json_get(&v, "content", &v)) continue;
+            if (v.type == GGUF_J_STRING && v.n < sizeof buffer) want = (GgufStr){ buffer, gguf_json_string(&v, buffer) };
+        }
+        for (size_t i = 0; i < n; i++)
+            if (tokens[i].n == want.n && !memcmp(tokens[i].s, want.s, want.n)) {
+                gguf_put_u32(w, special[k][2], (uint32_t)i);
+                break;
+            }
+    }
+    gguf_put_bool(w, "tokenizer.ggml.add_bos_token", true);
+    gguf_put_bool(w, "tokenizer.ggml.add_space_prefix", false);
+    size_t size;
+    char *jinja = read_beside(folder, "chat_template.jinja", &size);
+    if (jinja) {
+        gguf_put_str(w, "tokenizer.chat_template", (GgufStr){ jinja, size });
+    } else if (config_text && gguf_json_get(&config, "chat_template", &v) && v.type == GGUF_J_STRING) {
+        jinja = alloc_or_die(v.n, 1);
+        gguf_put_str(w, "tokenizer.chat_template", (GgufStr){ jinja, gguf_json_string(&v, jinja) });
+    }
+    free(jinja);
+    free(config_text);
+}
+
+// The keys tokenizer.ggml.* and the chat template. vocab: rows of the embedding table; ids without a text are padding.
+static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab, bool required) {
+    enum { NORMAL = 1, CONTROL = 3, USER_DEFINED = 4, UNUSED = 5, BYTE = 6 };
+    // Shown although they are special: chat parsers read them in the text.
+    static const char *const visible[] = { "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>",
+                                           "<tool_response|>", "<|\"|>" };
+    GgufJson root, model, map, merges, added = { 0 }, rest, key, v, id_v = { 0 }, part;
+    char *text = read_json(folder, "tokenizer.json", &root);
+    if (!text && required) die("%s: expected tokenizer.json beside the model, got none", folder);
+    if (!text) return;
+    char *arena = alloc_or_die(root.n + 16 * vocab, 1), *at = arena;
+    if (!gguf_json_get(&root, "model", &model) || !gguf_json_get(&model, "vocab", &map) || map.type != GGUF_J_OBJECT ||
+        !gguf_json_get(&model, "merges", &merges) || merges.type != GGUF_J_ARRAY)
+        die("%s/tokenizer.json: expected model.vocab and model.merges", folder);
+    GgufStr *tokens = alloc_or_die(vocab, sizeof *tokens);
+    int32_t *types = alloc_or_die(vocab, sizeof *types);
+    float *scores = alloc_or_die(vocab, sizeof *scores);
+    int64_t id;
+    for (rest = map; gguf_json_next(&rest, &key, &v); ) {
+        if (!gguf_json_int(&v, 0, (int64_t)vocab - 1, &id))
+            die("%s/tokenizer.json: %s: expected an id below %" PRIu64 ", the rows of the embedding table", folder,
+                shown((GgufStr){ key.s, key.n }), vocab);
+        if (tokens[id].n)
+            die("%s/tokenizer.json: %s: expected an id of its own, got %" PRId64 " again", folder,
+                shown((GgufStr){ key.s, key.n }), id);
+        const GgufStr t = tokens[id] = take_text(&at, &key);
+        types[id] = t.n == 6 && !memcmp(t.s, "<0x", 3) && t.s[5] == '>' ? BYTE : NORMAL;
+    }
+    if (gguf_json_get(&root, "added_tokens", &added) && added.type != GGUF_J_ARRAY)
+        die("%s/tokenizer.json: added_tokens: expected an array", folder);
+    for (rest = added; added.n && gguf_json_next(&rest, NULL, &v); ) {
+        if (!gguf_json_get(&v, "id", &id_v) || !gguf_json_int(&id_v, 0, (int64_t)vocab - 1, &id) ||
+            !gguf_json_get(&v, "content", &part) || part.type != GGUF_J_STRING)
+            die("%s/tokenizer.json: added_tokens: expected ids below %" PRIu64 " and texts", folder, vocab);
+        tokens[id] = take_text(&at, &part);
+        types[id] = gguf_json_get(&v, "special", &id_v) && id_v.type == GGUF_J_TRUE ? CONTROL : USER_DEFINED;
+        for (size_t i = 0; i < sizeof visible / sizeof *visible; i++)
+            if (gguf_json_is(&part, visible[i])) types[id] = USER_DEFINED;
+    }
+    for (uint64_t i = 0; i < vocab; i++) {
+        scores[i] = -1000;
+        if (tokens[i].n) continue;
+        tokens[i] = (GgufStr){ at, (size_t)sprintf(at, "[PAD%" PRIu64 "]", i) };
+        at += tokens[i].n;
+        types[i] = UNUSED;
+    }
+    size_t n_merges = 0;
+    for (rest = merges; gguf_json_next(&rest, NULL, &v); ) n_merges++;
+    GgufStr *pairs = alloc_or_die(n_merges, sizeof *pairs);
+    n_merges = 0;
+    for (rest = merges; gguf_json_next(&rest, NULL, &v); n_merges++) {          // ["left", "right"], or "left right"
+        GgufStr *pair = &pairs[n_merges];
+        GgufJson parts = v;
+        bool good = v.type == GGUF_J_STRING || v.type == GGUF_J_ARRAY;
+        pair->s = at;
+        if (v.type == GGUF_J_STRING) take_text(&at, &v);
+        for (int i = 0; v.type == GGUF_J_ARRAY && gguf_json_next(&parts, NULL, &part) && good; i++) {
+            good = part.type == GGUF_J_STRING && i < 2;
+            if (i == 1) *at++ = ' ';
+            if (good) take_text(&at, &part);
+        }
+        pair->n = (size_t)(at - pair->s);
+        const char *space = pair->n ? memchr(pair->s, ' ', pair->n) : NULL, *end = pair->s + pair->n;
+        if (!good || !space || space == pair->s || space + 1 == end || memchr(space + 1, ' ', (size_t)(end - space - 1)))
+            die("%s/tokenizer.json: merges: merge %zu: expected two texts without spaces, got %s", folder, n_merges,
+                shown((GgufStr){ v.s, v.n }));
+    }
+    gguf_put_str(w, "tokenizer.ggml.model", (GgufStr){ "gemma4", 6 });
+    gguf_put_array(w, "tokenizer.ggml.tokens", GGUF_V_STR, tokens, (size_t)vocab);
+    gguf_put_array(w, "tokenizer.ggml.scores", GGUF_V_F32, scores, (size_t)vocab);
+    gguf_put_array(w, "tokenizer.ggml.token_type", GGUF_V_I32, types, (size_t)vocab);
+    gguf_put_array(w, "tokenizer.ggml.merges", GGUF_V_STR, pairs, n_merges);
+
+    hf_special_keys(w, folder, tokens, (size_t)vocab);
+    free(pairs);
+    free(scores);
+    free(types);
+    free(tokens);
+    free(arena);
+    free(text);
+}
+
+// Defaults of sampling, and tokens that must not be sampled, from generation_config.json.
+static void hf_generation_keys(GgufWriter *w, const char *folder) {
+    GgufJson root, v, id_v = { 0 };
+    char *text = read_json(folder, "generation_config.json", &root);
+    int64_t id;
+    double x;
+    if (!text) return;
+    if (gguf_json_get(&root, "top_k", &v) && gguf_json_int(&v, 0, INT_MAX, &id))
+        gguf_put_u32(w, "general.sampling.top_k", (uint32_t)id);
+    if (gguf_json_get(&root, "top_p", &v) && gguf_json_float(&v, &x))
+        gguf_put_f32(w, "general.sampling.top_p", (float)x);
+    if (gguf_json_get(&root, "temperature", &v) && gguf_json_float(&v, &x))
+        gguf_put_f32(w, "general.sampling.temp", (float)x);
+    if (gguf_json_get(&root, "suppress_tokens", &v) && v.type == GGUF_J_ARRAY) {
+        int32_t ids[1024];
+        size_t n = 0;
+        while (n < 1024 && gguf_json_next(&v, NULL, &id_v) && gguf_json_int(&id_v, 0, MAX_VOCAB, &id)) ids[n++] = (int32_t)id;
+        if (n) gguf_put_array(w, "tokenizer.ggml.suppress_tokens", GGUF_V_I32, ids, n);
+    }
+    free(text);
+}
+
+// path: the folder, or one of its *.safetensors or the index.
+static void open_folder(Gguf *g, const char *path) {
+    char folder[4096], config_path[4096 + 16];
+    struct stat st;
+    if ((size_t)snprintf(folder, sizeof folder, "%s", path) >= sizeof folder) die("%s: expected a shorter path", path);
+    if (stat(path, &st)) die("%s: %s", path, strerror(errno));
+    char *slash = strrchr(folder, '/');
+    if (!S_ISDIR(st.st_mode)) slash ? (void)(slash[slash == folder] = 0) : (void)strcpy(folder, ".");
+    snprintf(config_path, sizeof config_path, "%s/config.json", folder);
+
+    Gguf tensors;
+    GgufWriter w = { 0 };
+    HfConfig c = { .path = config_path };
+    GgufJson type;
+    char *config = read_json(folder, "config.json", &c.root);
+    if (!config) die("%s: expected a model, got a folder without config.json", folder);
+    if (!gguf_json_get(&c.root, "text_config", &c.text) || c.text.type != GGUF_J_OBJECT) c.text = c.root;
+    if (!gguf_json_get(&c.root, "model_type", &type) || type.type != GGUF_J_STRING)
+        die("%s: 'model_type': missing", config_path);
+    c.assistant = gguf_json_is(&type, "gemma4_assistant") || gguf_json_is(&type, "gemma4_unified_assistant");
+    if (!c.assistant && strncmp(type.s, "\"gemma4", 7))
+        die("%s: 'model_type': expected a Gemma 4 model or its assistant, got %s; other drafters are read from GGUF files",
+            config_path, shown((GgufStr){ type.s, type.n }));
+    if (gguf_open_safetensors(&tensors, path) < 0) die("%s: %s", path, tensors.err);
+
+    const char *base = strrchr(folder, '/');
+    base = base && base[1] ? base + 1 : folder;
+    const char *arch = c.assistant ? "gemma4-assistant" : "gemma4";
+    gguf_put_str(&w, "general.architecture", (GgufStr){ arch, strlen(arch) });
+    gguf_put_str(&w, "general.type", (GgufStr){ "model", 5 });
+    gguf_put_str(&w, "general.name", (GgufStr){ base, strlen(base) });
+    hf_generation_keys(&w, folder);
+    const HfRope rope = hf_model_keys(&w, &c);
+    const uint8_t **data = alloc_or_die(tensors.n_tensors + 1, sizeof *data);
+    const bool tied = gguf_json_get(&c.root, "tie_word_embeddings", &type) && type.type == GGUF_J_TRUE;
+    const uint64_t vocab = hf_tensors(&tensors, &w, data, rope.head_dim, rope.n_rot, tied);
+    if (!vocab || vocab > MAX_VOCAB)
+        die("%s: tensor 'embed_tokens.weight': expected 1..%d rows, got %" PRIu64, path, MAX_VOCAB, vocab);
+    hf_tokenizer_keys(&w, folder, vocab, !c.assistant);
+    if (gguf_from_writer(g, &w, data, &tensors) < 0) die_gguf(g);
+    gguf_writer_free(&w);
+    free(data);
+    free(config);
+}
+
+// ==== [2] Quantise ===================================================================================================
+// gemma4 quantize IN OUT TYPE: the same model in another mixture of block formats. Which tensor gets which type is the
+// mixture of published files (llama-quantize without an importance matrix); the order of keys and tensors is theirs too, so
+// that files are equal byte for byte. Tensors are streamed: converted in pieces by all threads, and written.
+//
+// Converted are the matrices whose names end in "weight", except norms, routers (ffn_gate_inp) and the projection of the
+// per-layer embeddings; these stay as they are, as vectors and integers do. Recipes of float types have one type for all.
+// In the others a matrix gets, first match first:
+//   the head: output, or without it token_embd and per_layer_token_embd    Q6_K; Q8_0 in Q8_0 files, and where a row does
+//                                                                          not divide into the base type's blocks
+//   attn_k and attn_v of models with exactly 8 experts                     Q8_0
+//   attn_output of such models                                             Q5_K in files of base Q4_K
+//   attn_v, ffn_down and ffn_down_exps                                     the better type where the recipe says so
+//   the rest                                                               the base type
+// attn_v stands for a fused attn_qkv as well.
+// A row that does not divide into blocks of 256 falls back to blocks of 32 with as many bits or more, and if it does not
+// divide into these either, to F16. 26B-A4B needs that: its ffn_down has 2112 columns, its experts 704.
+
+typedef enum { NONE_BETTER, MORE_BITS, FIRST_BETTER } Better;       // which attn_v and ffn_down get the better type
+
+typedef struct {
+    const char *name;
+    int    file_type;           // value of general.file_type
+    int    base, better;        // type of most matrices; of some attn_v and ffn_down
+    Better which;
+} Recipe;
+
+static const Recipe recipes[] = {
+    { "q8_0",    7, GGUF_Q8_0, GGUF_Q8_0, NONE_BETTER },  { "q6_k",   18, GGUF_Q6_K, GGUF_Q6_K, NONE_BETTER },
+    { "q5_k_m", 17, GGUF_Q5_K, GGUF_Q6_K, MORE_BITS },    { "q4_k_m", 15, GGUF_Q4_K, GGUF_Q6_K, MORE_BITS },
+    { "q4_k_s", 14, GGUF_Q4_K, GGUF_Q5_K, FIRST_BETTER }, { "q4_0",    2, GGUF_Q4_0, GGUF_Q4_0, NONE_BETTER },
+    { "bf16",   32, GGUF_BF16, GGUF_BF16, NONE_BETTER },  { "f16",     1, GGUF_F16,  GGUF_F16,  NONE_BETTER },
+    { "f32",     0, GGUF_F32,  GGUF_F32,  NONE_BETTER },
+};
+
+typedef struct {
+    const Recipe *recipe;
+    int  n_layers;
+    int  n_attn_v, i_attn_v;    // attn_v tensors of the file; of those, already met
+    bool has_output, has_8_experts;
+} Mixture;
+
+static bool has_part(GgufStr name, const char *part) { return memmem(name.s, name.n, part, strlen(part)) != NULL; }
+static bool ends_with(GgufStr name, const char *end) {
+    const size_t n = strlen(end);
+    return name.n >= n && !memcmp(name.s + name.n - n, end, n);
+}
+
+static int layer_of(GgufStr name) {                     // -1: it belongs to no layer
+    int layer = -1;
+    if (name.n > 4 && !memcmp(name.s, "blk.", 4))
+        for (size_t i = 4; i < name.n && i < 9 && name.s[i] >= '0' && name.s[i] <= '9'; i++)
+            layer = 10 * max_int(layer, 0) + name.s[i] - '0';
+    return layer;
+}
+
+// MORE_BITS: the first and the last eighth, and every third between them. FIRST_BETTER: the first n_first.
+static bool is_better(const Recipe *r, int i, int n, int n_first) {
+    if (r->which == MORE_BITS) return i < n / 8 || i >= 7 * n / 8 || (i - n / 8) % 3 == 2;
+    return r->which == FIRST_BETTER && i < n_first;
+}
+
+static bool is_attn_v(GgufStr name) { return has_part(name, "attn_v.weight") || has_part(name, "attn_qkv.weight"); }
+
+static bool divides(const GgufTensor *t, int type) { return t->ne[0] % (uint64_t)gguf_block_elems(type) == 0; }
+
+// The type of a tensor in the new file. To be asked once per tensor, in the new file's order: attn_v are counted.
+static int mixture_type(Mixture *m, const GgufTensor *t) {
+    const Recipe *r = m->recipe;
+    const GgufStr name = t->name;
+    const bool is_integer = gguf_block_elems(t->type) == 1 && is_quantised((DType)t->type);
+    if (t->n_dims < 2 || is_integer || !ends_with(name, "weight") || ends_with(name, "_norm.weight") ||
+        has_part(name, "ffn_gate_inp.weight") || has_part(name, "per_layer_model_proj"))
+        return t->type;
+    if (gguf_block_elems(r->base) == 1) return r->base;
+
+    const bool is_v = is_attn_v(name), is_down = has_part(name, "ffn_down");
+    const int l = layer_of(name), n = is_v ? m->n_attn_v : m->n_layers, i = is_v ? m->i_attn_v++ : l;
+    int type = r->base;
+    if (m->has_output ? l < 0 && ends_with(name, "output.weight") : ends_with(name, "token_embd.weight"))
+        type = r->base == GGUF_Q8_0 || !divides(t, r->base) ? GGUF_Q8_0 : GGUF_Q6_K;
+    else if (m->has_8_experts && (is_v || has_part(name, "attn_k.weight")))
+        type = GGUF_Q8_0;
+    else if (r->base == GGUF_Q4_K && m->has_8_experts && has_part(name, "attn_output.weight"))
+        type = GGUF_Q5_K;
+    else if ((is_v || is_down) && is_better(r, i, n, is_v ? 4 : n / 8))
+        type = r->better;
+
+    if (!divides(t, type)) type = type == GGUF_Q4_K ? GGUF_Q5_0 : type == GGUF_Q5_K ? GGUF_Q5_1 : GGUF_Q8_0;
+    return divides(t, type) ? type : GGUF_F16;
+}
+
+// The order of quantised files: tensors of no layer, then layer by layer, each by name.
+static int tensor_order(const void *a, const void *b) {
+    const GgufTensor *x = *(const GgufTensor *const *)a, *y = *(const GgufTensor *const *)b;
+    const int by_layer = layer_of(x->name) - layer_of(y->name);
+    const size_t n = x->name.n < y->name.n ? x->name.n : y->name.n;
+    const int by_name = by_layer ? by_layer : memcmp(x->name.s, y->name.s, n);
+    return by_name ? by_name : (x->name.n > y->name.n) - (x->name.n < y->name.n);
+}
+
+// ---- the new model ----
+
+__attribute__((noreturn, format(printf, 2, 3))) static void die_output(const Output *o, const char *fmt, ...) {
+    char text[512];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(text, sizeof text, fmt, ap);
+    va_end(ap);
+    unlink(o->tmp);
+    die("%s: %s", o->path, text);
+}
+
+static Output open_model_output(const char *path, const char *in) {
+    struct stat old, source;
+    Output o;
+    const GgufStr name = { path, strlen(path) };
+    if (ends_with(name, ".safetensors") ||
+        (ends_with(name, ".gguf") && name.n > 14 && !memcmp(path + name.n - 14, "-of-", 4)))
+        die("%s: expected a name of its own, got one that belongs to a set of files", path);
+    if (!stat(path, &old)) {
+        if (!S_ISREG(old.st_mode)) die("%s: expected the name of a file to write, got what is no regular file", path);
+        if (!stat(in, &source) && old.st_dev == source.st_dev && old.st_ino == source.st_ino)
+            die("%s: expected another file, got the model itself", path);
+    }
+    const int err = create_output(&o, path);
+    if (err) die("%s: %s", o.tmp, strerror(err));
+    return o;
+}
+
+static void write_model_output(const Output *o, const void *bytes, size_t n) {
+    const int err = write_output(o, bytes, n);
+    if (interrupted) {
+        unlink(o->tmp);
+        if (bar_shown) fprintf(stderr, "\n");
+        _exit(128 + interrupted);
+    }
+    if (err == EFAULT) on_lost_pages(SIGBUS);           // the same, met by the kernel
+    if (err) die_output(o, "cannot write: %s; the file was left as it was", strerror(err));
+}
+
+static void close_model_output(Output *o) {
+    Gguf check;
+    if (gguf_open(&check, o->tmp) < 0) die_output(o, "what was written is damaged: %s", check.err);
+    gguf_close(&check);
+    const int err = finish_output(o, 0);
+    if (err) die("%s: cannot write: %s; the file was left as it was", o->path, strerror(err));
+}
+
+enum { PIECE_BYTES = 4 << 20, PIECE_ELEMS = 4096 };     // written at once; converted at once, a multiple of all blocks
+enum { NOT_FINITE = 1, TOO_LARGE = 2 };                 // what is wrong with values: in the source, for the new type
+
+typedef struct {
+    const GgufTensor *t;
+    const uint8_t    *src;
+    uint8_t          *dst;
+    int               type;             // of dst
+    atomic_int       *bad;              // what is wrong with some values
+} ConvertJob;
+
+static void convert_some(const void *task, int first, int end) {
+    const ConvertJob *job = task;
+    const int from_type = job->t->type, type = job->type;
+    const size_t cols = (size_t)job->t->ne[0], in = gguf_row_size(from_type, cols), out = gguf_row_size(type, cols);
+    float x[PIECE_ELEMS];
+    for (size_t r = (size_t)first; r < (size_t)end; r++)
+        for (size_t c = 0; c < cols; c += PIECE_ELEMS) {
+            const size_t n = cols - c < PIECE_ELEMS ? cols - c : PIECE_ELEMS;
+            const uint8_t *from = job->src + r * in + gguf_row_size(from_type, c);
+            uint8_t *to = job->dst + r * out + gguf_row_size(type, c);
+            const size_t n_from = n / (size_t)gguf_block_elems(from_type), n_to = n / (size_t)gguf_block_elems(type);
+            gguf_dequantize(from_type, from, x, n);
+            gguf_quantize(type, x, to, n);
+            if (gguf_find_bad_block(from_type, from, n_from) < n_from) atomic_fetch_or(job->bad, NOT_FINITE);
+            if (gguf_find_bad_block(type, to, n_to) < n_to) atomic_fetch_or(job->bad, TOO_LARGE);
+        }
+}
+
+// n_rows rows of a tensor from `src` to `dst` in another type; 0, or what is wrong with some of its values.
+static int convert_rows(const GgufTensor *t, const uint8_t *src, int type, uint8_t *dst, size_t n_rows) {
+    atomic_int bad = 0;
+    const ConvertJob job = { .t = t, .src = src, .dst = dst, .type = type, .bad = &bad };
+    parallel((int)n_rows, share((int)n_rows, 1), convert_some, &job);
+    return bad;
+}
+
+static const Recipe *find_recipe(const char *name) {
+    for (size_t i = 0; i < sizeof recipes / sizeof *recipes; i++)
+        if (!strcasecmp(name, recipes[i].name)) return &recipes[i];
+    die("%s: expected one of q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32 as the type", name);
+}
+
+// An architecture's own integer key, or `otherwise` where the file has none.
+static int arch_int(Gguf *g, const char *key, int otherwise) {
+    GgufStr arch = { "", 0 };
+    char full[128];
+    int64_t v = otherwise;
+    if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
+    snprintf(full, sizeof full, "%.*s.%s", (int)(arch.n < 64 ? arch.n : 64), arch.s, key);
+    if (gguf_get_int(g, full, 0, INT_MAX, &v) < 0) die_gguf(g);
+    return (int)v;
+}
+
+static void verb_quantize(const char *in, const char *out, const char *type_name) {
+    Mixture m = { .recipe = find_recipe(type_name) };
+    GgufWriter w = { 0 };
+    Gguf g;
+    open_model_file(&g, in);
+    m.n_layers = arch_int(&g, "block_count", 0);
+    m.has_8_experts = arch_int(&g, "expert_count", 0) == 8;
+    m.has_output = gguf_find_tensor(&g, "output.weight") != NULL;
+    for (size_t i = 0; i < g.n_kvs; i++) {
+        const GgufStr key = g.kvs[i].key;
+        const bool ours = (key.n == 17 && !memcmp(key.s, "general.file_type", 17)) ||
+                          (key.n == 28 && !memcmp(key.s, "general.quantization_version", 28));
+        if (!ours && !(key.n > 6 && !memcmp(key.s, "split.", 6))) gguf_put_kv(&w, &g.kvs[i]);
+    }
+    gguf_put_u32(&w, "general.quantization_version", 2);
+    gguf_put_u32(&w, "general.file_type", (uint32_t)m.recipe->file_type);
+
+    const GgufTensor **order = alloc_or_die(g.n_tensors, sizeof *order);
+    int *types = alloc_or_die(g.n_tensors, sizeof *types);
+    size_t n_elems = 0, n_requantised = 0, in_bytes = 0;
+    for (size_t i = 0; i < g.n_tensors; i++) {
+        order[i] = &g.tensors[i];
+        m.n_attn_v += is_attn_v(order[i]->name);
+    }
+    qsort(order, g.n_tensors, sizeof *order, tensor_order);
+    for (size_t i = 0; i < g.n_tensors; i++) {
+        const GgufTensor *t = order[i];
+        types[i] = mixture_type(&m, t);
+        if (types[i] != t->type && !gguf_type_supported(t->type))
+            die("%s: tensor '%s': expected a type that can be converted, got %s", in, shown(t->name),
+                gguf_type_name(t->type));
+        n_requantised += types[i] != t->type && is_quantised((DType)t->type) && is_quantised((DType)types[i]);
+        n_elems += n_elements(t);
+        in_bytes += (size_t)t->size;
+        gguf_put_tensor(&w, t->name, types[i], t->n_dims, t->ne);
+    }
+    if (n_requantised)
+        fprintf(stderr, "# warning: %zu tensors are quantised already: the file will be worse than one made from f16\n",
+                n_requantised);
+    size_t head_size;
+    uint8_t *head = gguf_writer_head(&w, &head_size), *piece = NULL;
+    if (!head) die("out of memory: the head of %s", out);
+
+    stop_on(SIGINT);
+    stop_on(SIGTERM);
+    stop_on(SIGHUP);
+    Output o = open_model_output(out, in);
+    signal(SIGXFSZ, SIG_IGN);                           // a limit of the file size is an error like a full disk
+    const double t0 = seconds();
+    const size_t total = head_size + (size_t)w.data_size;
+    size_t at = head_size;
+    progress(m.recipe->name, 0, total, "B");
+    write_model_output(&o, head, head_size);
+    for (size_t i = 0; i < g.n_tensors; i++) {
+        const GgufTensor *t = order[i];
+        const size_t row = gguf_row_size(types[i], (size_t)t->ne[0]), in_row = gguf_row_size(t->type, (size_t)t->ne[0]);
+        const size_t n_rows = (size_t)(t->ne[1] * t->ne[2] * t->ne[3]), step = row < PIECE_BYTES ? PIECE_BYTES / row : 1;
+        static const uint8_t zeros[32];
+        if (types[i] != t->type) {
+            piece = realloc(piece, step * row);
+            if (!piece) die_output(&o, "out of memory: %zu bytes wanted", step * row);
+        }
+        for (size_t r = 0; r < n_rows; r += step) {
+            const size_t n = n_rows - r < step ? n_rows - r : step;
+            const int bad = types[i] != t->type ? convert_rows(t, t->data + r * in_row, types[i], piece, n) : 0;
+            if (bad & NOT_FINITE)
+                die_output(&o, "tensor '%s' of %s holds values that are not finite", shown(t->name), in);
+            if (bad)
+                die_output(&o, "tensor '%s' of %s holds values too large for %s", shown(t->name), in,
+                           gguf_type_name(types[i]));
+            write_model_output(&o, types[i] == t->type ? t->data + r * in_row : piece, n * row);
+            at += n * row;
+            if (at < total) progress(m.recipe->name, at, total, "B");
+        }
+        const size_t pad = round_up(n_rows * row, 32) - n_rows * row;
+        write_model_output(&o, zeros, pad);
+        at += pad;
+    }
+    progress(m.recipe->name, total, total, "B");       // the line goes away
+    close_model_output(&o);
+    const double dt = seconds() - t0, mib = 1 << 20;
+    fprintf(stderr, "# %s: %.1f MiB to %.1f MiB, %.2f bits per weight, %.1f s, %.3f GB/s read\n", out, (double)in_bytes / mib,
+            (double)total / mib, n_elems ? 8 * (double)w.data_size / (double)n_elems : 0, dt, (double)in_bytes / 1e9 / dt);
+    free(piece);
+    free(head);
+    free(types);
+    free(order);
+    gguf_writer_free(&w);
+    gguf_close(&g);
+}
+
+#endif
