@@ -1,7 +1,7 @@
 /* gemma4.c - Gemma 4 inference: load a GGUF, run the transformer, print text.
  *
- * HOW TO READ  main [9] -> verb_generate -> answer (parts/chat.h) -> generate [7] -> step [6] -> forward [5] -> attention ->
- *              op->attend (declared in gemma4.h) -> cpu_attend [10]. The forward pass is written once, against a table of
+ * HOW TO READ  main [9] -> verb_generate -> answer (parts/chat.h) -> session_next -> run_sessions [7] -> step [6] ->
+ *              forward [5] -> attention -> op->attend (declared in gemma4.h) -> cpu_attend [10]. The forward pass is written once, against a table of
  *              operations; a backend fills the table.
  * CONTENTS     search for "[n]"
  *   [1]  Limits, helpers, die()
@@ -10,7 +10,7 @@
  *   [4]  Sessions and KV cache, the plan
  *   [5]  The forward pass
  *   [6]  Step: batch, run, commit
- *   [7]  Generation
+ *   [7]  Generation: sessions, events
  *   [8]  Text and verbs: logits, tokenize, detokenize, plan
  *   [9]  Command line
  *   [10] CPU operations
@@ -667,10 +667,11 @@ typedef struct {              // what forward works on; all in backend memory
     float   *dump[5];                  // (n_batch, widest) when dumping
 } State;
 
-enum { FED = -1 };            // StepRow.token: the token that was sampled last for row 0. The host need not know it yet
+enum { MAX_SESSIONS = 64 };   // of a model, and so of a step
+enum { FED = -1 };            // StepRow.token of row r: what was sampled last for row r of the logits. The host need not know it yet
 
 typedef struct StepRow {      // one row as the caller of step() describes it
-    int32_t token;            // or FED, of the only row of a step
+    int32_t token;            // or FED, all of a step or none
     int32_t parent;           // TREE: number within the segment of the row this one follows; -1: the last committed token
     bool    want;             // its logits are wanted
 } StepRow;
@@ -709,12 +710,13 @@ typedef struct {
         Segment *segs;
         int32_t *kept_index, *n_accept;
     } sent;
-    StepRow     *chunk;                // (n_batch) of run_prompt
+    StepRow     *chunk;                // (n_batch) room for a caller of step() to write rows to
     int          n_rows, n_segs, n_kept;
+    bool         ahead;                // the last step was FED: it is under way before anybody knows whether it is wanted
     const char  *dump_dir;             // checkpoints go to files here; "": into memory; NULL: there are none
     Checkpoint  *checkpoints;          // (n_checkpoints) of the steps so far, in memory
     int          n_checkpoints;
-    int          steps;                // done so far
+    int64_t      steps;                // done so far
     int          n_suppressed;         // tokens that the mask leaves out
 } Model;
 
@@ -1074,7 +1076,9 @@ static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     bind_weights(b, &m->config, &m->weights);
 
     const Config *c = &m->config;
+    assert(o.n_seqs >= 1 && o.n_seqs <= MAX_SESSIONS);
     o.n_batch = max_int(o.n_batch, STEP_ROWS);
+    o.n_logits = max_int(o.n_logits, o.n_seqs);
     m->options = o;
     bool has_tied = false;
     for (int l = 0; l < c->first_shared; l++) has_tied |= !m->weights.layer[l].attn_v.data;
@@ -1483,7 +1487,9 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
     const Ops *op = m->ops;
     State *s = &m->s;
     const bool fed = segs[0].rows[0].token == FED;
+    const int n_sampled = m->n_kept;
     bool staged = false;
+    m->ahead = fed;
     m->n_segs = n_segs;
     m->n_rows = m->n_kept = 0;
     assert(n_segs <= m->options.n_seqs);
@@ -1514,7 +1520,7 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
             m->n_rows++;
         }
     }
-    assert(!fed || m->n_rows == 1);
+    assert(!fed || m->n_rows == n_sampled);
     send(m, s->rows, m->sent.rows, m->rows, (size_t)m->n_rows * sizeof(Row));
     send(m, s->segs, m->sent.segs, m->segs, (size_t)m->n_segs * sizeof(Segment));
     send(m, s->kept_rows, m->sent.kept_rows, m->kept_rows, (size_t)m->n_kept * sizeof(Row));
@@ -1523,7 +1529,7 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
                           .logits = m->n_kept, .variant = fed ? ROW_IS_FED : PLAIN };
     const bool record = !m->dump_dir;                  // checkpoints copy out as they go
     if (!record || op->begin(key)) {
-        if (fed) op->gather_rows(&(GatherRows){ .n_rows = 1, .cols = 1, .src = s->chosen, .src_stride = 1,
+        if (fed) op->gather_rows(&(GatherRows){ .n_rows = m->n_rows, .cols = 1, .src = s->chosen, .src_stride = 1,
                                                 .dst = &s->rows->token, .dst_stride = sizeof(Row) / sizeof(int32_t) });
         forward(m, staged);
     }
@@ -1533,13 +1539,13 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
 }
 
 // Makes n_accept[i] rows of the last step's segment i part of its session: of a CHAIN the first ones, of a TREE the rows
-// path[i * STEP_ROWS ...], root first. path may be NULL when all segments are chains. sample: a token is chosen first, from
-// row 0 of the logits. The two follow each other in plain decoding, so they are recorded as one.
+// path[i * STEP_ROWS ...], root first. path may be NULL when all segments are chains. sample: a token is chosen first from
+// every row of logits, into m->s.chosen. The two follow each other in plain decoding, so they are recorded as one.
 static void finish_step(Model *m, const int32_t *n_accept, const int32_t *path, bool sample) {
     const Ops *op = m->ops;
     State *s = &m->s;
     const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
-    const Batch row = { .rows = s->kept_rows, .segs = s->segs, .len = s->len, .n_rows = 1, .n_segs = m->n_segs };
+    const Batch kept = { .rows = s->kept_rows, .segs = s->segs, .len = s->len, .n_rows = m->n_kept, .n_segs = m->n_segs };
     for (int i = 0; i < m->n_segs; i++) {
         const Segment *seg = &m->segs[i];
         assert(n_accept[i] >= 0 && n_accept[i] <= seg->n && (seg->n <= STEP_ROWS || n_accept[i] == seg->n));
@@ -1548,9 +1554,9 @@ static void finish_step(Model *m, const int32_t *n_accept, const int32_t *path, 
     send(m, s->n_accept, m->sent.n_accept, n_accept, (size_t)m->n_segs * sizeof *n_accept);
     if (path) op->copy(&(Copy){ s->path, path, (size_t)m->n_segs * STEP_ROWS * sizeof *path, COPY_IN });
     if (op->begin((StepKey){ .kind = sample ? STEP_SAMPLE : STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs,
-                             .logits = sample, .variant = path ? COMMITS_PATHS : COMMITS_CHAINS })) {
+                             .logits = sample ? m->n_kept : 0, .variant = path ? COMMITS_PATHS : COMMITS_CHAINS })) {
         if (sample)
-            op->sample(&(Sample){ .batch = &row, .vocab = m->config.vocab, .logits = s->logits, .params = s->params,
+            op->sample(&(Sample){ .batch = &kept, .vocab = m->config.vocab, .logits = s->logits, .params = s->params,
                                   .mask = s->mask, .bias = s->bias, .counts = s->counts,
                                   .step_rows = s->counts ? s->rows : NULL, .out = s->chosen });
         op->kv_commit(&(KvCommit){ .batch = &all, .caches = m->caches, .n_caches = m->n_caches, .n_accept = s->n_accept,
@@ -1571,77 +1577,68 @@ static void read_logits(Model *m, int row, float *host) {            // (vocab) 
     m->ops->wait();
 }
 
-// Runs n tokens through session seq in chunks of at most n_batch rows. The last one's logits are row 0 afterwards, and its
-// chunk is left to the caller to commit, who may sample first. what: shown as progress, NULL: not. False: *stop was set
-// between two chunks; what ran is committed.
-static bool run_prompt(Model *m, int seq, const int32_t *tokens, int n, const char *what,
-                       const volatile sig_atomic_t *stop) {
-    if (what) progress(what, 0, n, "tokens");
-    for (int at = 0; at < n; ) {
-        const int chunk = min_int(n - at, m->options.n_batch);
-        for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = tokens[at + i], .want = at + i == n - 1 };
-        step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = chunk, .rows = m->chunk }, 1);
-        at += chunk;
-        if (what) progress(what, at, n, "tokens");
-        if (at == n) break;
-        commit_all(m);
-        if (!stop || !*stop) continue;
-        if (what) progress(what, n, n, "tokens");      // the line goes away
-        return false;
-    }
-    return true;
+// Runs as many of n tokens through session seq as a step has room for, and returns how many: the caller commits them. Where
+// these are all, the last one's logits are row 0.
+static int run_chunk(Model *m, int seq, const int32_t *tokens, int n) {
+    const int chunk = min_int(n, m->options.n_batch);
+    for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = tokens[i], .want = i == n - 1 };
+    step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = chunk, .rows = m->chunk }, 1);
+    return chunk;
 }
 
-// ==== [7] Generation =================================================================================================
-// From text to ids and back. The generated text goes to stdout as it comes; statistics go to stderr, each line with "# ".
+// ==== [7] Generation: sessions, events ===============================================================================
+// The engine as its callers see it: a session holds tokens in one slot of the model's caches; session_start() gives it a
+// prompt to answer, and each session_next() does one piece of work, a chunk of the prompt or a token, and tells what came of
+// it. sessions_next() does so for several sessions at once, which share their decoding steps. Nothing here prints, or ends
+// the process for what is the caller's business.
+//
+// Behind it: a prompt runs only from where it differs from what the session holds. A backend that works beside the host (one
+// with marks) never waits for it: the next step is fed its tokens by the device, and the host looks at them while it runs.
+// Where a token turns out to end the text, or to be followed by others than the model's, that step is dropped: it was not
+// committed. A full context drops its oldest tokens, if that is wanted, and goes on.
 
-static volatile sig_atomic_t interrupted;              // the number of the first signal; a second one ends the process
+typedef struct {              // how to answer
+    int          n_predict;   // tokens to generate; -1: until the turn ends or the context is full
+    bool         ignore_eos;
+    bool         keep_logits; // session_logits() is asked for every token: no step is issued ahead
+    TextList     stops;       // text that ends the answer and is no part of it
+    int          think_budget;   // tokens of thought, after which it is closed; -1: as many as the model likes
+    bool         shift;       // a full context drops its oldest tokens; else it ends the answer
+    SampleParams sampling;
+} AnswerOptions;
 
-static void on_interrupt(int signal_number) {
-    if (interrupted) {                                 // what was generated is written; a terminal is as we found it
-        const char *end = bar_shown ? "\r\033[K" : "";
-        if (unfinished) unlink(unfinished);
-        if (write(2, end, strlen(end)) < 0) _exit(1);
-        _exit(128 + signal_number);
-    }
-    interrupted = signal_number;
-}
+typedef struct {
+    const int32_t *ids;       // (n), n >= 1
+    int            n;
+    int            n_head;    // the first of them that stay when the context shifts: <bos> and the system turn
+    int            mark;      // how many of them a later prompt is sure to begin with, 0 if that is not known: what rings
+} Prompt;                     // would lose is saved there
 
-// From now on the signal asks to stop, unless it is ignored, as nohup and shells without job control have it.
-static void stop_on(int signal_number) {
-    const struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)SA_RESTART };
-    struct sigaction before;
-    if (!sigaction(signal_number, NULL, &before) && before.sa_handler != SIG_IGN) sigaction(signal_number, &act, NULL);
-}
+typedef enum { END_TURN, END_CALLS, END_STOP_STRING, END_LENGTH, END_CONTEXT, END_CANCELLED, END_ERROR } EndReason;
+static const char *const end_text[] = { "end of turn", "tool call", "stop string", "-n reached", "context full",
+                                        "interrupted", "error" };
 
-// FNV-1a of the bytes, to compare two runs at a glance.
-static uint64_t hash_bytes(const void *p, size_t n) {
-    uint64_t h = 0xcbf29ce484222325u;
-    for (size_t i = 0; i < n; i++) h = (h ^ ((const uint8_t *)p)[i]) * 0x100000001b3u;
-    return h;
-}
+typedef enum { EVENT_PROMPT, EVENT_TOKEN, EVENT_SHIFT, EVENT_END } EventKind;
 
-// Bytes of weights and cache that decoding a token at position pos has to read: over bandwidth, the floor of its time.
-static double bytes_per_token(const Model *m, int pos) {
-    const Config *c = &m->config;
-    double bytes = (double)matrix_bytes(m->weights.output.data ? &m->weights.output : &m->weights.token_embd);
-    if (c->ple_dim) bytes += (double)matrix_bytes(&m->weights.per_layer_model_proj);
-    for (int l = 0; l < c->n_layers; l++) {
-        const LayerWeights *w = &m->weights.layer[l];
-        const Tensor *dense[] = { &w->attn_q, &w->attn_k, &w->attn_v, &w->attn_output, &w->ffn_gate, &w->ffn_up, &w->ffn_down,
-                                  &w->ffn_gate_inp, &w->inp_gate, &w->proj };
-        const Tensor *experts[] = { &w->ffn_gate_exps, &w->ffn_up_exps, &w->ffn_down_exps };
-        for (size_t i = 0; i < sizeof dense / sizeof *dense; i++)
-            if (dense[i]->data) bytes += (double)matrix_bytes(dense[i]);
-        for (size_t i = 0; i < sizeof experts / sizeof *experts; i++)
-            if (experts[i]->data) bytes += (double)matrix_bytes(experts[i]) / c->n_experts * c->n_experts_used;
-        const Cache *k = &m->caches[m->cache_of[l]];
-        const size_t row = kv_row_bytes(k->k.type, k->k.dim) + kv_scale_bytes(k->k.type, k->k.dim) +
-                           kv_row_bytes(k->v.type, k->v.dim) + kv_scale_bytes(k->v.type, k->v.dim);
-        bytes += (double)(c->layer[l].is_swa ? min_int(pos, c->n_swa) : pos) * k->n_kv_heads * (double)row;
-    }
-    return bytes;
-}
+typedef struct {              // what came of one session_next(); texts are there until the next one
+    EventKind      kind;
+    int            done, total;        // PROMPT: tokens of the prompt that have run, that are to run
+    const int32_t *ids;                // TOKEN: (n_ids) the token, and what the budget of thoughts put behind it
+    int            n_ids;
+    TokStr         content, thought;   // TOKEN, END: text of the answer, of a thought that has come
+    int            dropped, head, kept;   // SHIFT: tokens that went, the first and the newest that stay
+    EndReason      end;                // END
+    const char    *error;              // END_ERROR: why; the session can be used again
+} Event;
+
+typedef struct {              // what an answer took
+    int         n_prompt, n_run;       // tokens of the prompt, and those that were not in the cache
+    int         made, steps;           // tokens generated, decoding steps
+    int         shifts;                // times the context was full
+    double      prompt_seconds, decode_seconds, read;     // read: bytes that the decoding steps had to read
+    uint64_t    hash;                  // of the last logits, where the caller looks at them
+    const char *why;                   // it ended; NULL: it has not
+} Turn;
 
 // Stop strings. Text passes through byte by byte, so that where tokens begin makes no difference; what may be the
 // beginning of a stop string waits. The stop string that is complete first ends the text before it; of several that
@@ -1691,112 +1688,79 @@ static size_t stops_flush(Stops *s, char *out) {       // at the end: what waits
 }
 
 typedef struct {
-    int          n_predict;   // tokens to generate; -1: until the turn ends or the context is full
-    bool         ignore_eos;
-    int          top_logits;  // candidates of every token to show on stderr
-    TextList     stops;       // text that ends the generation and is not printed
-    bool         show_thoughts;
-    bool         newline;     // end the text with one also where it does not go to a terminal
-    int          think_budget;   // tokens of thought, after which it is closed; -1: as many as the model likes
-    bool         shift;       // a full context drops its oldest tokens; else it ends the generation
-    SampleParams sampling;
-} GenerateOptions;
-
-static void write_text(const char *s, size_t n) {
-    if (fwrite(s, 1, n, stdout) != n || fflush(stdout)) die("standard output: %s", strerror(errno));
-}
-
-// The text of a token in quotes, so that it stays on its line and cannot steer a terminal.
-static void print_quoted(FILE *f, TokStr s) {
-    fputc('"', f);
-    for (size_t i = 0; i < s.n; i++) {
-        const unsigned char c = (unsigned char)s.s[i];
-        if (c == '\n') fputs("\\n", f);
-        else if (c == '"' || c == '\\') fprintf(f, "\\%c", c);
-        else if (c < 0x20 || c > 0x7e) fprintf(f, "\\x%02x", c);
-        else fputc(c, f);
-    }
-    fputc('"', f);
-}
-
-// The n likeliest tokens of row 0 of the last step, which has been committed, on one line of stderr: id, text, logit and
-// probability as the model gives them, before mask, bias, penalties and temperature. logits (vocab): room to work in.
-static void print_top_logits(Model *m, const Tokenizer *t, int32_t chosen, int n, float *logits) {
-    read_logits(m, 0, logits);
-    const double sum = logsumexp(logits, m->config.vocab);
-    fprintf(stderr, "# position %d, chosen %" PRId32 ":", m->len[0], chosen);
-    for (int i = 0; i < n; i++) {
-        int best = 0;                                  // of those not shown yet
-        for (int id = 1; id < m->config.vocab; id++) if (logits[id] > logits[best]) best = id;
-        fprintf(stderr, "%s %d ", i ? "," : "", best);
-        print_quoted(stderr, tok_piece(t, best, true));
-        fprintf(stderr, " %.4f %.4g", (double)logits[best], exp(logits[best] - sum));
-        logits[best] = -INFINITY;
-    }
-    fprintf(stderr, "\n");
-}
-
-typedef struct {              // how much of a reply has been written, in bytes, and what waits
-    size_t content, thought, passed;   // passed: of content, what the stop strings let through
-    Stops  stops;
-    char  *text;              // (cap) room for what passes the stop strings
-    size_t cap;
-} Shown;
-
-// Write what has come since: content to stdout, up to a stop string; thoughts to stderr, if they are wanted, on lines of
-// their own.
-static void show_reply(const TokReply *r, Shown *at, bool thoughts) {
-    if (thoughts && r->thought.n > at->thought) {
-        if (!at->thought) fprintf(stderr, "# thought:\n");
-        fwrite(r->thought.s + at->thought, 1, r->thought.n - at->thought, stderr);
-        at->thought = r->thought.n;
-    }
-    if (r->content.n > at->content) {
-        if (thoughts && at->thought && !at->content) fprintf(stderr, "\n");
-        const size_t n = r->content.n - at->content, need = n + at->stops.longest;
-        if (need > at->cap) {
-            at->text = realloc(at->text, at->cap = 2 * need);
-            if (!at->text) die("out of memory: %zu bytes wanted", at->cap);
-        }
-        const size_t passed = stops_push(&at->stops, r->content.s + at->content, n, at->text);
-        write_text(at->text, passed);
-        at->passed += passed;
-        at->content = r->content.n;
-    }
-}
-
-// The calls of a finished reply, each as a line of JSON on stdout: {"name":"f","arguments":{...}}.
-static void show_calls(const TokReply *r) {
-    for (int i = 0; i < r->n_calls; i++) {
-        TokText name = { 0 };
-        if (tok_add_json_string(&name, r->calls[i].name) < 0) die("out of memory for a tool call");
-        if (i == 0 && r->content.n && r->content.s[r->content.n - 1] != '\n') write_text("\n", 1);
-        write_text("{\"name\":", 8);
-        write_text(name.s, name.n);
-        write_text(",\"arguments\":", 13);
-        write_text(r->calls[i].arguments.s, r->calls[i].arguments.n);
-        write_text("}\n", 2);
-        tok_text_free(&name);
-    }
-}
-
-// Session 0 and the tokens that it holds. A prompt runs only from where it differs from them.
-typedef struct {
     Model     *m;
     Tokenizer *t;
-    TokIds     held;          // (m->len[0]) the committed tokens
+    int        seq;           // its slot in the model's caches
+    TokIds     held;          // (m->len[seq]) the committed tokens
     uint8_t   *rings;         // the rings as they were when the first `mark` of them were held: to go back further than rings
     int        mark;          // reach. 0: nothing is kept
     int        mark_seen;
+    // the answer under way, or the last one
+    AnswerOptions options;
+    TokReply   reply;         // as far as it has come; at its end cut where a stop string began
+    Turn       turn;
+    TokIds     todo;          // what runs next: the prompt, later the last token; of these `at` have been run
+    int        at, want_mark, n_head;
+    bool       prompting;     // todo is a prompt
+    bool       fed;           // a step has been issued that takes the last token from the device
+    bool       answering, ending;      // not told EVENT_END yet; it is what comes next
+    volatile sig_atomic_t cancelled;
+    EndReason  end;
+    Event      shifted;       // n dropped: to be told
+    TokIds     said, thought_name;     // ids of the last event; the first line of a thought
+    int        named, thought_tokens;  // ids of that line, and of thoughts, so far
+    size_t     content, thought, passed;   // bytes of the reply that were looked at; of content, what the stop strings let by
+    Stops      stops;
+    char      *text;          // (text_room) what passes the stop strings
+    size_t     text_room;
+    int        row;           // of the logits of step number `step` that the last token was chosen from; -1: none yet
+    int64_t    step;
+    double     started, first_token;   // seconds()
+    char       err[512];
 } Session;
 
-static void session_free(Session *s) {
-    tok_ids_free(&s->held);
-    free(s->rings);
+static void session_open(Session *s, Model *m, Tokenizer *t, int seq) {
+    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1 };
+    reset_session(m, seq);
 }
 
-static void hold(Session *s, int32_t id) {
-    if (tok__push(s->t, &s->held, id) < 0) die("%s", s->t->err);
+static void session_close(Session *s) {
+    tok_ids_free(&s->held);
+    tok_ids_free(&s->todo);
+    tok_ids_free(&s->said);
+    tok_ids_free(&s->thought_name);
+    tok_reply_free(&s->reply);
+    free(s->rings);
+    free(s->stops.held);
+    free(s->text);
+}
+
+static void session_cancel(Session *s) { s->cancelled = 1; }         // the next event is the end; from any thread or handler
+
+static void push_id(Session *s, TokIds *ids, int32_t id) {
+    if (tok__push(s->t, ids, id) < 0) die("%s", s->t->err);           // out of memory
+}
+
+// Bytes of weights and cache that decoding a token at position pos has to read: over bandwidth, the floor of its time.
+static double bytes_per_token(const Model *m, int pos) {
+    const Config *c = &m->config;
+    double bytes = (double)matrix_bytes(m->weights.output.data ? &m->weights.output : &m->weights.token_embd);
+    if (c->ple_dim) bytes += (double)matrix_bytes(&m->weights.per_layer_model_proj);
+    for (int l = 0; l < c->n_layers; l++) {
+        const LayerWeights *w = &m->weights.layer[l];
+        const Tensor *dense[] = { &w->attn_q, &w->attn_k, &w->attn_v, &w->attn_output, &w->ffn_gate, &w->ffn_up, &w->ffn_down,
+                                  &w->ffn_gate_inp, &w->inp_gate, &w->proj };
+        const Tensor *experts[] = { &w->ffn_gate_exps, &w->ffn_up_exps, &w->ffn_down_exps };
+        for (size_t i = 0; i < sizeof dense / sizeof *dense; i++)
+            if (dense[i]->data) bytes += (double)matrix_bytes(dense[i]);
+        for (size_t i = 0; i < sizeof experts / sizeof *experts; i++)
+            if (experts[i]->data) bytes += (double)matrix_bytes(experts[i]) / c->n_experts * c->n_experts_used;
+        const Cache *k = &m->caches[m->cache_of[l]];
+        const size_t row = kv_row_bytes(k->k.type, k->k.dim) + kv_scale_bytes(k->k.type, k->k.dim) +
+                           kv_row_bytes(k->v.type, k->v.dim) + kv_scale_bytes(k->v.type, k->v.dim);
+        bytes += (double)(c->layer[l].is_swa ? min_int(pos, c->n_swa) : pos) * k->n_kv_heads * (double)row;
+    }
+    return bytes;
 }
 
 // Cuts the session back to what it shares with a prompt (ids, n >= 1), less the last token, which has to run for its logits.
@@ -1804,213 +1768,308 @@ static void hold(Session *s, int32_t id) {
 static void session_keep(Session *s, const int32_t *ids, int n) {
     Model *m = s->m;
     int same = 0;
-    while (same < min_int(n - 1, m->len[0]) && s->held.ids[same] == ids[same]) same++;
+    while (same < min_int(n - 1, m->len[s->seq]) && s->held.ids[same] == ids[same]) same++;
     if (same < s->mark) s->mark = 0;
-    if (!shorten_session(m, 0, ids, same)) {
+    if (!shorten_session(m, s->seq, ids, same)) {
         same = s->mark;
         if (same) {
-            copy_rings(m, 0, s->rings, COPY_IN);
-            m->seen[0] = s->mark_seen;
-            shorten_session(m, 0, ids, same);
+            copy_rings(m, s->seq, s->rings, COPY_IN);
+            m->seen[s->seq] = s->mark_seen;
+            shorten_session(m, s->seq, ids, same);
         } else {
-            reset_session(m, 0);
+            reset_session(m, s->seq);
         }
     }
     s->held.n = (size_t)same;
 }
 
-// Runs a prompt (ids, n >= 1) as far as the session does not hold it. The last row's logits are row 0 afterwards, and its
-// step is not committed. mark: how many of the tokens a later prompt is sure to begin with, 0 if that is not known. Returns
-// how many tokens it ran, or -1 after Ctrl-C: what ran is committed.
-static int session_prompt(Session *s, const int32_t *ids, int n, int mark) {
-    Model *m = s->m;
+// What the rings hold now is kept: the session can go back to here from wherever it gets to.
+static void session_save(Session *s) {
+    if (!s->rings) s->rings = alloc_or_die(copy_rings(s->m, s->seq, NULL, COPY_OUT), 1);
+    copy_rings(s->m, s->seq, s->rings, COPY_OUT);
+    s->mark = s->m->len[s->seq];
+    s->mark_seen = s->m->seen[s->seq];
+}
+
+// The tokens behind what the session shares with (ids, n) are what it runs next.
+static void set_prompt(Session *s, const int32_t *ids, int n) {
     session_keep(s, ids, n);
-    const int kept = m->len[0];
-    bool done = true;
-    if (mark > kept && mark < n && copy_rings(m, 0, NULL, COPY_OUT)) {
-        done = run_prompt(m, 0, ids + kept, mark - kept, "prompt", &interrupted);
-        if (done) {
-            commit_all(m);
-            if (!s->rings) s->rings = alloc_or_die(copy_rings(m, 0, NULL, COPY_OUT), 1);
-            copy_rings(m, 0, s->rings, COPY_OUT);
-            s->mark = mark;
-            s->mark_seen = m->seen[0];
-        }
-    }
-    if (done) done = run_prompt(m, 0, ids + m->len[0], n - m->len[0], "prompt", &interrupted);
-    for (int i = kept; i < m->len[0]; i++) hold(s, ids[i]);
-    return done ? n - kept : -1;
+    s->todo.n = 0;
+    s->at = 0;
+    for (int i = s->m->len[s->seq]; i < n; i++) push_id(s, &s->todo, ids[i]);
+    s->prompting = true;
 }
 
-// Chooses the token that follows the last step's rows, which become part of the session.
-static void session_sample(Session *s) {
-    finish_step(s->m, &(int32_t){ s->m->n_rows }, NULL, true);
-    for (int i = 0; i < s->m->n_rows; i++) hold(s, s->m->rows[i].token);
-}
-
-// Runs the last token once more: a step behind it was dropped, whose logits lie where its own were.
-static void session_rerun(Session *s) {
+// Begins to answer a prompt; what the session shares with it does not run again. False: it cannot, and s->err says why.
+static bool session_start(Session *s, const Prompt *p, const AnswerOptions *o) {
     Model *m = s->m;
-    const int n = m->len[0] - 1;
-    const StepRow last = { .token = s->held.ids[n], .want = true };
-    shorten_session(m, 0, s->held.ids, n);
-    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &last }, 1);
-    commit_all(m);
+    if (p->n < 1 || p->n > m->options.n_ctx) {
+        snprintf(s->err, sizeof s->err, "expected a prompt of 1 to %d tokens, got %d", m->options.n_ctx, p->n);
+        return false;
+    }
+    s->thought_name.n = 0;
+    if (tok_encode(s->t, "thought\n", 8, TOK_PLAIN, &s->thought_name) < 0) die("%s", s->t->err);
+    tok_reply_start(s->t, &s->reply, p->ids, (size_t)p->n);
+    free(s->stops.held);
+    s->options = *o;
+    s->stops = stops_new(&s->options.stops);
+    s->turn = (Turn){ .n_prompt = p->n };
+    s->started = s->first_token = seconds();
+    s->answering = true;
+    s->ending = s->fed = false;
+    s->cancelled = 0;
+    s->content = s->thought = s->passed = 0;
+    s->named = tok_reply_thinks(&s->reply) ? (int)s->thought_name.n : 0;
+    s->thought_tokens = 0;
+    s->n_head = p->n_head;
+    s->row = -1;
+    s->shifted = (Event){ .kind = EVENT_SHIFT };
+    m->ops->copy(&(Copy){ m->s.params + s->seq, &s->options.sampling, sizeof s->options.sampling, COPY_IN });
+    set_prompt(s, p->ids, p->n);
+    s->want_mark = p->mark < p->n && copy_rings(m, s->seq, NULL, COPY_OUT) ? p->mark : 0;
+    return true;
 }
 
-// The context is full: of its tokens the first n_head stay, and the newest half of the room behind these; they run again,
-// with n more tokens, whose last one's logits are row 0 afterwards. 0: the head leaves less than half of the context, so
-// nothing was done; -1 after Ctrl-C.
-static int session_shift(Session *s, int n_head, const int32_t *next, int n) {
-    const int n_ctx = s->m->options.n_ctx, half = (n_ctx - n_head) / 2, len = s->m->len[0];
-    if (n_head > n_ctx / 2 || half < n) return 0;
+static void end_answer(Session *s, EndReason end) {
+    s->ending = true;
+    s->end = end;
+    s->fed = false;
+}
+
+// Text of the reply that has come since: thoughts as they are, content as far as the stop strings let it pass.
+static void pass_text(Session *s, Event *e) {
+    const TokReply *r = &s->reply;
+    const size_t n = r->content.n - s->content, room = n + 2 * s->stops.longest + 1;
+    if (room > s->text_room) {
+        free(s->text);
+        s->text = alloc_or_die(s->text_room = 2 * room, 1);
+    }
+    e->thought = (TokStr){ r->thought.s + s->thought, r->thought.n - s->thought };
+    size_t passed = n ? stops_push(&s->stops, r->content.s + s->content, n, s->text) : 0;
+    if (e->kind == EVENT_END) passed += stops_flush(&s->stops, s->text + passed);
+    e->content = (TokStr){ s->text, passed };
+    s->passed += passed;
+    s->content = r->content.n;
+    s->thought = r->thought.n;
+}
+
+static void tell_end(Session *s, Event *e) {
+    *e = (Event){ .kind = EVENT_END, .end = s->end, .error = s->end == END_ERROR ? s->err : NULL };
+    if (!s->answering) return;
+    if (tok_reply_end(s->t, &s->reply) < 0) die("%s", s->t->err);     // out of memory
+    pass_text(s, e);
+    s->reply.content.n = s->passed;
+    s->turn.why = end_text[s->end];
+    s->turn.prompt_seconds = (s->turn.made ? s->first_token : seconds()) - s->started;
+    s->turn.decode_seconds = s->turn.made ? seconds() - s->first_token : 0;
+    s->answering = false;
+}
+
+// The thought has used up its budget: its end, on a line of its own, is what the model said. As tok_reply_push().
+static int close_thought(Session *s) {
+    Tokenizer *t = s->t;
+    const TokStr last = tok_piece(t, s->said.ids[0], false);
+    int over = 0;
+    if (!(last.n && last.s[last.n - 1] == '\n') && tok_encode(t, "\n", 1, TOK_PLAIN, &s->said) < 0) return -1;
+    push_id(s, &s->said, t->channel_close);
+    for (size_t i = 1; i < s->said.n && !over; i++, s->turn.made++) over = tok_reply_push(t, &s->reply, s->said.ids[i]);
+    return over;
+}
+
+// The context is full: of its tokens the first n_head stay, and the newest half of the room behind these; they run again, with
+// what was said last. False: the head leaves less than half of the context, so nothing was done.
+static bool shift_context(Session *s) {
+    const int n_ctx = s->m->options.n_ctx, n_head = s->n_head, half = (n_ctx - n_head) / 2, len = s->m->len[s->seq];
+    const int n = (int)s->said.n;
+    if (n_head > n_ctx / 2 || half < n) return false;
     int32_t *ids = alloc_or_die((size_t)(n_head + half + n), sizeof *ids);
     memcpy(ids, s->held.ids, (size_t)n_head * sizeof *ids);
     memcpy(ids + n_head, s->held.ids + len - half, (size_t)half * sizeof *ids);
-    memcpy(ids + n_head + half, next, (size_t)n * sizeof *ids);
-    fprintf(stderr, "%s# context full: %d tokens dropped, the first %d and the newest %d stay\n",
-            isatty(1) && isatty(2) ? "\n" : "", len - n_head - half, n_head, half);
-    const int ran = session_prompt(s, ids, n_head + half + n, 0);
+    memcpy(ids + n_head + half, s->said.ids, (size_t)n * sizeof *ids);
+    s->shifted = (Event){ .kind = EVENT_SHIFT, .dropped = len - n_head - half, .head = n_head, .kept = half };
+    s->turn.shifts++;
+    set_prompt(s, ids, n_head + half + n);
     free(ids);
-    return ran;
+    return true;
 }
 
-typedef struct {              // what a turn took
-    int         n_prompt, n_run;       // tokens of the prompt, and those that were not in the cache
-    int         made, steps;           // tokens generated, decoding steps
-    int         shifts;                // times the context was full
-    double      prompt_seconds, decode_seconds, read;     // read: bytes that the decoding steps had to read
-    uint64_t    hash;                  // of the last logits: two runs that agree to the last bit show it here
-    const char *why;                   // it stopped
-} Turn;
-
-static void print_turn(const Turn *t) {
-    fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s", t->n_run, t->prompt_seconds, t->n_run / t->prompt_seconds);
-    if (t->n_run < t->n_prompt) fprintf(stderr, "; %d were in the cache", t->n_prompt - t->n_run);
-    if (t->steps)
-        fprintf(stderr, "\n# decode: %d steps in %.3f s, %.1f tok/s, %.2f GB/s", t->steps, t->decode_seconds,
-                t->steps / t->decode_seconds, t->read / t->decode_seconds * 1e-9);
-    fprintf(stderr, "\n# %d tokens generated, stopped: %s", t->made, t->why);
-    if (t->hash) fprintf(stderr, "; last logits %016" PRIx64, t->hash);
-    fprintf(stderr, "\n");
-}
-
-// A prompt as generate() takes it.
-typedef struct {
-    const int32_t *ids;       // (n), n >= 1
-    int            n;
-    int            n_head;    // the first of them that stay when the context shifts: <bos> and the system turn
-    int            mark;      // see session_prompt
-} Prompt;
-
-// Answers a prompt in session 0 and prints the answer, which is left in *reply ({0}, or a used one), cut where a stop string
-// began. interrupted tells of Ctrl-C.
-//
-// A backend that works beside the host (one with marks) never waits for it: a step is fed its token by the device, and the
-// host reads and prints that token while the step runs. Where the token turns out to end the text, or to be followed by
-// others than the model's, the step is dropped: it was not committed.
-static Turn generate(Session *s, const Prompt *p, const GenerateOptions *o, TokReply *reply) {
+// The token that the model chose: it runs next, unless the answer ends here.
+static void take_token(Session *s, int32_t token, Event *e) {
+    const AnswerOptions *o = &s->options;
     Model *m = s->m;
-    Tokenizer *t = s->t;
-    const Ops *op = m->ops;
-    const int n_top = min_int(o->top_logits, m->config.vocab);
-    float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
-    Shown at = { .stops = stops_new(&o->stops) };
-    TokIds name = { 0 }, next = { 0 };                 // of a thought: its first line; what the next step takes
-    Turn turn = { .n_prompt = p->n, .why = "end of turn" };
-    if (tok_encode(t, "thought\n", 8, TOK_PLAIN, &name) < 0) die("%s", t->err);
-    tok_reply_start(t, reply, p->ids, (size_t)p->n);
-    op->copy(&(Copy){ m->s.params, &o->sampling, sizeof o->sampling, COPY_IN });
+    *e = (Event){ .kind = EVENT_TOKEN };
+    if (!s->turn.made) s->first_token = seconds();
+    s->prompting = false;
+    s->said.n = s->todo.n = 0;
+    s->at = 0;
+    if (token < 0) {
+        snprintf(s->err, sizeof s->err, "%s: no token can be chosen at position %d: the logits are not numbers, so the file is "
+                 "damaged, or every token is suppressed", m->gguf.path, m->len[s->seq] - 1);
+        end_answer(s, END_ERROR);
+        return;
+    }
+    if (!o->n_predict) {                               // the prompt was all that was wanted
+        end_answer(s, END_LENGTH);
+        return;
+    }
+    const int name = (int)s->thought_name.n;
+    const bool thought_before = tok_reply_thinks(&s->reply);
+    int over = o->ignore_eos && tok_is_stop(s->t, token) ? 0 : tok_reply_push(s->t, &s->reply, token);
+    s->turn.made++;
+    push_id(s, &s->said, token);
+    const bool thinks = tok_reply_thinks(&s->reply);
+    if (!thinks) s->named = 0;
+    else if (thought_before && s->named < name) s->named++;
+    else if (thought_before) s->thought_tokens++;
+    if (!over && thinks && o->think_budget >= 0 && s->thought_tokens >= o->think_budget && s->named == name)
+        over = close_thought(s);
+    e->ids = s->said.ids;
+    e->n_ids = (int)s->said.n;
+    if (over < 0) {
+        snprintf(s->err, sizeof s->err, "%s", s->t->err);
+        end_answer(s, END_ERROR);
+        return;
+    }
+    pass_text(s, e);
+    if (s->stops.hit) end_answer(s, END_STOP_STRING);
+    else if (over) end_answer(s, s->reply.finish == TOK_TOOL_CALLS ? END_CALLS : END_TURN);
+    else if (s->turn.made >= o->n_predict && o->n_predict >= 0) end_answer(s, END_LENGTH);
+    else if (m->len[s->seq] + e->n_ids > m->options.n_ctx) {
+        if (!o->shift || !shift_context(s)) end_answer(s, END_CONTEXT);
+    } else {
+        for (int i = 0; i < e->n_ids; i++) push_id(s, &s->todo, e->ids[i]);
+    }
+    s->fed &= !s->ending && !s->prompting && e->n_ids == 1;
+}
 
-    const double t_start = seconds();
-    const int before = m->len[0];
-    const int ran = session_prompt(s, p->ids, p->n, p->mark);
-    turn.n_run = ran < 0 ? max_int(m->len[0] - before, 0) : ran;
-    op->wait();
-    const double t_prompt = seconds();
-    int named = tok_reply_thinks(reply) ? (int)name.n : 0, thought = 0;      // tokens of the name, of thoughts
-    bool stepped = ran >= 0;                           // a step has been run and its rows are not committed yet
-    bool ahead = false;                                // and another one behind it, which may have to be dropped
-    while (stepped && !interrupted) {
-        if (turn.made >= o->n_predict && o->n_predict >= 0) { turn.why = "-n reached"; break; }
-        int32_t token;
-        session_sample(s);
-        op->copy(&(Copy){ &token, m->s.chosen, sizeof token, COPY_OUT });
-        // Not behind a prompt: a step that is dropped is made good by another run of the last token, and the rounding of a
-        // prompt differs. Not where it is known that nothing follows, or somebody looks at each step.
-        ahead = op->mark && m->n_rows <= STEP_ROWS && m->len[0] < m->options.n_ctx && !n_top && !m->dump_dir &&
-                (o->n_predict < 0 || turn.made + 1 < o->n_predict);
-        if (ahead) {
-            const int mark = op->mark();
-            step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = FED, .want = true } }, 1);
-            op->wait_for(mark);
-            m->rows[0].token = token;
+// Rows of the next step: of a prompt a chunk, which ends where the rings are to be saved.
+static int next_rows(const Session *s) {
+    const int n = (int)s->todo.n - s->at, len = s->m->len[s->seq];
+    return min_int(s->want_mark > len ? min_int(n, s->want_mark - len) : n, s->m->options.n_batch);
+}
+
+// Whether the step behind the one that was just sampled can be issued before its token is known. Not behind a prompt: a step
+// that is dropped is made good by another run of the last token, and the rounding of a prompt differs. Not where it is known
+// that nothing follows, or somebody looks at each step.
+static bool may_go_ahead(const Session *s) {
+    const Model *m = s->m;
+    const int n = s->options.n_predict;
+    return m->ops->mark && m->n_rows <= STEP_ROWS && m->len[s->seq] < m->options.n_ctx && !s->options.keep_logits &&
+           !m->dump_dir && (n < 0 || s->turn.made + 1 < n) && !s->cancelled;
+}
+
+// Runs the next rows of n sessions in one step, and tells each what came of it.
+static void run_sessions(Session *const *sessions, Event *const *events, int n) {
+    Model *m = sessions[0]->m;
+    const Ops *op = m->ops;
+    StepSeg segs[MAX_SESSIONS];
+    int32_t n_rows[MAX_SESSIONS], tokens[MAX_SESSIONS];
+    bool runs_already = m->ahead && m->n_segs == n;
+    StepRow *row = m->chunk;
+    for (int i = 0; i < n; i++) {
+        Session *s = sessions[i];
+        n_rows[i] = next_rows(s);
+        runs_already = runs_already && s->fed && m->segs[i].seq == s->seq;
+        segs[i] = (StepSeg){ .seq = s->seq, .kind = SEG_CHAIN, .n = n_rows[i], .rows = row };
+        for (int k = 0; k < n_rows[i]; k++, row++)
+            *row = (StepRow){ .token = s->todo.ids[s->at + k], .want = s->at + k + 1 == (int)s->todo.n };
+        if (s->prompting) {
+            s->turn.n_run += s->turn.shifts ? 0 : n_rows[i];
         } else {
-            op->wait();
+            s->turn.steps++;
+            s->turn.read += bytes_per_token(m, m->len[s->seq]);
         }
-        if (token < 0)
-            die("%s: no token can be chosen at position %d: the logits are not numbers, so the file is damaged, or every "
-                "token is suppressed", m->gguf.path, m->len[0] - 1);
-        if (n_top) print_top_logits(m, t, token, n_top, logits);
-        const bool thought_before = tok_reply_thinks(reply);
-        int over = o->ignore_eos && tok_is_stop(t, token) ? 0 : tok_reply_push(t, reply, token);
-        turn.made++;
-        next.n = 0;
-        if (tok__push(t, &next, token) < 0) die("%s", t->err);
-        if (!tok_reply_thinks(reply)) named = 0;
-        else if (thought_before) *(named < (int)name.n ? &named : &thought) += 1;
-        if (!over && o->think_budget >= 0 && thought >= o->think_budget && tok_reply_thinks(reply) && named == (int)name.n) {
-            const TokStr last = tok_piece(t, token, false);
-            const bool line_ended = last.n && last.s[last.n - 1] == '\n';
-            if ((!line_ended && tok_encode(t, "\n", 1, TOK_PLAIN, &next) < 0) || tok__push(t, &next, t->channel_close) < 0)
-                die("%s", t->err);
-            for (size_t i = 1; i < next.n && !over; i++, turn.made++) over = tok_reply_push(t, reply, next.ids[i]);
+    }
+    if (!runs_already) step(m, segs, n);
+    const int n_kept = m->n_kept;
+    const int64_t step_number = m->steps;
+    finish_step(m, n_rows, NULL, n_kept > 0);
+    if (n_kept) op->copy(&(Copy){ tokens, m->s.chosen, (size_t)n_kept * sizeof *tokens, COPY_OUT });
+    bool ahead = n_kept == n;
+    for (int i = 0; i < n; i++) ahead = ahead && may_go_ahead(sessions[i]);
+    for (int i = 0; i < n; i++) {
+        m->chunk[i] = (StepRow){ .token = FED, .want = true };
+        segs[i].rows = &m->chunk[i];
+        segs[i].n = 1;
+    }
+    const int mark = ahead ? op->mark() : 0;
+    if (ahead) step(m, segs, n);
+    if (ahead) op->wait_for(mark);
+    else op->wait();
+
+    for (int i = 0, k = 0; i < n; i++) {
+        Session *s = sessions[i];
+        for (int r = 0; r < n_rows[i]; r++) push_id(s, &s->held, s->todo.ids[s->at++]);
+        s->fed = ahead;
+        if (s->want_mark == m->len[s->seq]) session_save(s);
+        if (s->at == (int)s->todo.n) {
+            s->row = k++;
+            s->step = step_number;
+            take_token(s, tokens[s->row], events[i]);
+        } else {
+            *events[i] = (Event){ .kind = EVENT_PROMPT, .done = s->at, .total = (int)s->todo.n };
         }
-        if (over < 0) die("%s", t->err);
-        show_reply(reply, &at, o->show_thoughts);
-        if (at.stops.hit) { turn.why = "stop string"; break; }
-        if (over) { turn.why = reply->finish == TOK_TOOL_CALLS ? "tool call" : turn.why; break; }
-        if (turn.made >= o->n_predict && o->n_predict >= 0) { turn.why = "-n reached"; break; }  // nobody needs what follows
-        if (m->len[0] + (int)next.n > m->options.n_ctx) {
-            const int shifted = o->shift ? session_shift(s, p->n_head, next.ids, (int)next.n) : 0;
-            if (!shifted) { turn.why = "context full"; break; }
-            stepped = shifted > 0;
-            turn.shifts++;
-            ahead = false;
+    }
+}
+
+// What a session has to tell without running anything. False: it has tokens to run.
+static bool is_settled(Session *s, Event *e) {
+    if (s->answering && s->cancelled && !s->ending) end_answer(s, END_CANCELLED);
+    if (s->ending || !s->answering) {
+        tell_end(s, e);
+        return true;
+    }
+    *e = s->shifted;
+    s->shifted.dropped = 0;
+    return e->dropped > 0;
+}
+
+// One piece of work for each of n sessions of one model, all different, and events[i] for what came of it: a chunk of a
+// prompt, or a token. Sessions with few rows to run share steps; a longer chunk has one of its own, so that what a session is
+// told does not depend on the others.
+static void sessions_next(Session *const *sessions, int n, Event *events) {
+    Session *some[MAX_SESSIONS];
+    Event *theirs[MAX_SESSIONS];
+    int n_some = 0, rows = 0;
+    for (int i = 0; i < n; i++) {
+        Session *s = sessions[i];
+        Event *e = &events[i];
+        if (is_settled(s, e)) continue;
+        const int more = next_rows(s);
+        if (more > STEP_ROWS) {
+            run_sessions(&s, &e, 1);
             continue;
         }
-        for (size_t i = 0; i < next.n; i++) m->chunk[i] = (StepRow){ .token = next.ids[i], .want = i + 1 == next.n };
-        if (!ahead || next.n > 1)                      // else it runs already
-            step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = (int)next.n, .rows = m->chunk }, 1);
-        ahead = false;
-        turn.steps++;
-        turn.read += bytes_per_token(m, m->len[0]);
+        if (rows + more > STEP_ROWS) {
+            run_sessions(some, theirs, n_some);
+            n_some = rows = 0;
+        }
+        some[n_some] = s;
+        theirs[n_some++] = e;
+        rows += more;
     }
-    if (tok_reply_end(t, reply) < 0) die("%s", t->err);
-    show_reply(reply, &at, o->show_thoughts);
-    if (at.text) {
-        const size_t n = stops_flush(&at.stops, at.text);
-        write_text(at.text, n);
-        at.passed += n;
+    if (n_some) run_sessions(some, theirs, n_some);
+}
+
+static void session_next(Session *s, Event *e) { sessions_next(&s, 1, e); }
+
+// The logits (vocab) that the session's last token was chosen from. Where another step has been run since, the token before it
+// runs once more. False: there are none yet.
+static bool session_logits(Session *s, float *logits) {
+    Model *m = s->m;
+    if (s->row < 0) return false;
+    if (s->step != m->steps) {
+        const int n = m->len[s->seq] - 1;
+        const StepRow last = { .token = s->held.ids[n], .want = true };
+        shorten_session(m, s->seq, s->held.ids, n);
+        step(m, &(StepSeg){ .seq = s->seq, .kind = SEG_CHAIN, .n = 1, .rows = &last }, 1);
+        commit_all(m);
+        s->row = 0;
+        s->step = m->steps;
+        s->fed = false;
     }
-    reply->content.n = at.passed;
-    if (at.thought && !at.content) fprintf(stderr, "\n");
-    show_calls(reply);
-    if ((o->newline || isatty(1)) && !reply->n_calls) write_text("\n", 1);
-    if (interrupted) turn.why = "interrupted";
-    turn.prompt_seconds = t_prompt - t_start;
-    turn.decode_seconds = seconds() - t_prompt;
-    if (ran >= 0) {
-        if (ahead) session_rerun(s);
-        read_logits(m, 0, logits);
-        turn.hash = hash_bytes(logits, (size_t)m->config.vocab * sizeof *logits);
-    }
-    tok_ids_free(&name);
-    tok_ids_free(&next);
-    free(at.stops.held);
-    free(at.text);
-    free(logits);
-    return turn;
+    read_logits(m, s->row, logits);
+    return true;
 }
 
 // ==== [8] Text and verbs: logits, tokenize, detokenize, plan =========================================================
@@ -2302,6 +2361,139 @@ static void verb_plan(const char *model, const Ops *ops, PlanOptions o) {
     free_model(m);
     free(m);
 }
+
+// ---- answers on the terminal: text on stdout as it comes, statistics on stderr, each line with "# " ----
+
+static volatile sig_atomic_t interrupted;              // the number of the first signal; a second one ends the process
+
+static void on_interrupt(int signal_number) {
+    if (interrupted) {                                 // what was generated is written; a terminal is as we found it
+        const char *end = bar_shown ? "\r\033[K" : "";
+        if (unfinished) unlink(unfinished);
+        if (write(2, end, strlen(end)) < 0) _exit(1);
+        _exit(128 + signal_number);
+    }
+    interrupted = signal_number;
+}
+
+// From now on the signal asks to stop, unless it is ignored, as nohup and shells without job control have it.
+static void stop_on(int signal_number) {
+    const struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)SA_RESTART };
+    struct sigaction before;
+    if (!sigaction(signal_number, NULL, &before) && before.sa_handler != SIG_IGN) sigaction(signal_number, &act, NULL);
+}
+
+// FNV-1a of the bytes, to compare two runs at a glance.
+static uint64_t hash_bytes(const void *p, size_t n) {
+    uint64_t h = 0xcbf29ce484222325u;
+    for (size_t i = 0; i < n; i++) h = (h ^ ((const uint8_t *)p)[i]) * 0x100000001b3u;
+    return h;
+}
+
+static void write_text(const char *s, size_t n) {
+    if (fwrite(s, 1, n, stdout) != n || fflush(stdout)) die("standard output: %s", strerror(errno));
+}
+
+// The text of a token in quotes, so that it stays on its line and cannot steer a terminal.
+static void print_quoted(FILE *f, TokStr s) {
+    fputc('"', f);
+    for (size_t i = 0; i < s.n; i++) {
+        const unsigned char c = (unsigned char)s.s[i];
+        if (c == '\n') fputs("\\n", f);
+        else if (c == '"' || c == '\\') fprintf(f, "\\%c", c);
+        else if (c < 0x20 || c > 0x7e) fprintf(f, "\\x%02x", c);
+        else fputc(c, f);
+    }
+    fputc('"', f);
+}
+
+// The n likeliest of the logits (vocab) that a token was chosen from, on one line of stderr: id, text, logit and probability
+// as the model gives them, before mask, bias, penalties and temperature. Overwrites what it shows.
+static void print_top_logits(const Tokenizer *t, int pos, int32_t chosen, int n, float *logits, int vocab) {
+    const double sum = logsumexp(logits, vocab);
+    fprintf(stderr, "# position %d, chosen %" PRId32 ":", pos, chosen);
+    for (int i = 0; i < min_int(n, vocab); i++) {
+        int best = 0;
+        for (int id = 1; id < vocab; id++) if (logits[id] > logits[best]) best = id;
+        fprintf(stderr, "%s %d ", i ? "," : "", best);
+        print_quoted(stderr, tok_piece(t, best, true));
+        fprintf(stderr, " %.4f %.4g", (double)logits[best], exp(logits[best] - sum));
+        logits[best] = -INFINITY;
+    }
+    fprintf(stderr, "\n");
+}
+
+// The calls of a finished reply, each as a line of JSON on stdout: {"name":"f","arguments":{...}}.
+static void show_calls(const TokReply *r) {
+    for (int i = 0; i < r->n_calls; i++) {
+        TokText name = { 0 };
+        if (tok_add_json_string(&name, r->calls[i].name) < 0) die("out of memory for a tool call");
+        if (i == 0 && r->content.n && r->content.s[r->content.n - 1] != '\n') write_text("\n", 1);
+        write_text("{\"name\":", 8);
+        write_text(name.s, name.n);
+        write_text(",\"arguments\":", 13);
+        write_text(r->calls[i].arguments.s, r->calls[i].arguments.n);
+        write_text("}\n", 2);
+        tok_text_free(&name);
+    }
+}
+
+static void print_turn(const Turn *t) {
+    fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s", t->n_run, t->prompt_seconds, t->n_run / t->prompt_seconds);
+    if (t->n_run < t->n_prompt) fprintf(stderr, "; %d were in the cache", t->n_prompt - t->n_run);
+    if (t->steps)
+        fprintf(stderr, "\n# decode: %d steps in %.3f s, %.1f tok/s, %.2f GB/s", t->steps, t->decode_seconds,
+                t->steps / t->decode_seconds, t->read / t->decode_seconds * 1e-9);
+    fprintf(stderr, "\n# %d tokens generated, stopped: %s", t->made, t->why);
+    if (t->hash) fprintf(stderr, "; last logits %016" PRIx64, t->hash);
+    fprintf(stderr, "\n");
+}
+
+typedef struct {              // what is shown of an answer
+    int  top_logits;          // candidates of every token, on stderr
+    bool thoughts;            // on stderr, on lines of their own
+    bool newline;             // end the text with one also where it does not go to a terminal
+} ShowOptions;
+
+static void show_text(const Event *e, const ShowOptions *o, bool *thought, bool *content) {
+    if (o->thoughts && e->thought.n) {
+        if (!*thought) fprintf(stderr, "# thought:\n");
+        fwrite(e->thought.s, 1, e->thought.n, stderr);
+        *thought = true;
+    }
+    if (!e->content.n) return;
+    if (*thought && !*content) fprintf(stderr, "\n");
+    write_text(e->content.s, e->content.n);
+    *content = true;
+}
+
+// Runs the answer that the session has started to its end, or to Ctrl-C, and prints it. False: s->err says what went wrong.
+static bool print_answer(Session *s, const ShowOptions *o) {
+    const size_t vocab = (size_t)s->m->config.vocab, total = s->todo.n;
+    float *logits = alloc_or_die(vocab, sizeof *logits);
+    bool thought = false, content = false;
+    Event e = { .kind = EVENT_PROMPT };
+    progress("prompt", 0, total, "tokens");
+    while (e.kind != EVENT_END) {
+        if (interrupted) session_cancel(s);
+        session_next(s, &e);
+        if (e.kind == EVENT_PROMPT) progress("prompt", (size_t)e.done, (size_t)e.total, "tokens");
+        else if (bar_shown) progress("prompt", total, total, "tokens");
+        if (e.kind == EVENT_SHIFT)
+            fprintf(stderr, "%s# context full: %d tokens dropped, the first %d and the newest %d stay\n",
+                    isatty(1) && isatty(2) ? "\n" : "", e.dropped, e.head, e.kept);
+        if (e.n_ids && o->top_logits && session_logits(s, logits))
+            print_top_logits(s->t, s->m->len[s->seq], e.ids[0], o->top_logits, logits, (int)vocab);
+        show_text(&e, o, &thought, &content);
+    }
+    if (thought && !content) fprintf(stderr, "\n");
+    show_calls(&s->reply);
+    if ((o->newline || isatty(1)) && !s->reply.n_calls) write_text("\n", 1);
+    if (session_logits(s, logits)) s->turn.hash = hash_bytes(logits, vocab * sizeof *logits);
+    free(logits);
+    return e.end != END_ERROR;
+}
+
 
 #include "parts/convert.h"
 #include "parts/bench.h"
@@ -2713,8 +2905,9 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
     if (f->think_budget >= 0 && tok.channel_close < 0) die("--think-budget: %s: has no token <channel|>", m->gguf.path);
-    Chat c = { .s = { .m = m, .t = &tok }, .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose,
-               .chatting = chatting };
+    Chat c = { .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose, .chatting = chatting,
+               .show = { (int)f->top_logits, f->show_thoughts, .newline = chatting } };
+    session_open(&c.s, m, &tok, 0);
     if (f->raw) {
         if (tok.bos < 0) die("%s: key 'tokenizer.ggml.bos_token_id': missing, and no token is called <bos>", m->gguf.path);
         if (tok__push(&tok, &ids, tok.bos) < 0 || tok_encode(&tok, text, n_text, TOK_PLAIN, &ids) < 0) die("-p: %s", tok.err);
@@ -2736,9 +2929,8 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
         ops->copy(&(Copy){ m->s.bias, bias, (size_t)m->config.vocab * sizeof *bias, COPY_IN });
         free(bias);
     }
-    c.options = (GenerateOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos,
-                                   .top_logits = (int)f->top_logits, .show_thoughts = f->show_thoughts, .stops = f->stops,
-                                   .newline = chatting, .think_budget = (int)f->think_budget, .shift = f->shift };
+    c.options = (AnswerOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .stops = f->stops,
+                                 .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget, .shift = f->shift };
     const uint64_t clock_seed = ((uint64_t)time(NULL) * 1000003u ^ (uint64_t)getpid()) & 0xffffffff;
     const double seed = isnan(f->seed) ? (double)clock_seed : f->seed;
     c.options.sampling = (SampleParams){
@@ -2758,10 +2950,11 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     if (chatting) {
         status = chat_loop(&c, (TokStr){ text, n_text }, f->history);
     } else {
-        if (f->raw) c.turn = generate(&c.s, &(Prompt){ .ids = ids.ids, .n = (int)ids.n, .n_head = 1 }, &c.options, &c.reply);
-        else if (!answer(&c)) die("-p: %s", c.err);
-        print_turn(&c.turn);
-        if (!strcmp(c.turn.why, "context full"))
+        if (!f->raw && !answer(&c)) die("-p: %s", c.err);
+        if (f->raw && !(session_start(&c.s, &(Prompt){ .ids = ids.ids, .n = (int)ids.n, .n_head = 1 }, &c.options) &&
+                        print_answer(&c.s, &c.show))) die("-p: %s", c.s.err);
+        print_turn(&c.s.turn);
+        if (c.s.end == END_CONTEXT)
             fprintf(stderr, "# the context of %d tokens is full; try a larger -c, or --context-shift\n", m->options.n_ctx);
         status = interrupted ? 130 : 0;
     }

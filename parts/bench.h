@@ -47,7 +47,7 @@ static double bench_run(Bench *b, int n, BenchKind kind, const char *what) {
     const double start = seconds();
     const int from = m->len[0];
     const int n_steps = kind == GENERATE_TEST ? n : kind == VERIFY_TEST ? VERIFY_STEPS : 0;
-    for (int i = 0, before = 0; i < n_steps; i++) {    // as in generate(), a step is issued while one runs
+    for (int i = 0, before = 0; i < n_steps; i++) {    // as in run_sessions(), a step is issued while one runs
         const int rows = kind == VERIFY_TEST ? n : 1;
         for (int r = 0; r < rows; r++)
             m->chunk[r] = (StepRow){ .token = b->ids[(from + i + r) % m->options.n_ctx], .want = true };
@@ -58,8 +58,12 @@ static double bench_run(Bench *b, int n, BenchKind kind, const char *what) {
         before = mark;
     }
     if (kind == PROMPT_TEST && n) {
-        run_prompt(m, 0, b->ids + from, n, what, NULL);
-        commit_all(m);
+        if (what) progress(what, 0, (size_t)n, "tokens");
+        for (int at = 0; at < n; ) {
+            at += run_chunk(m, 0, b->ids + from + at, n - at);
+            commit_all(m);
+            if (what) progress(what, (size_t)at, (size_t)n, "tokens");
+        }
     }
     op->wait();
     return seconds() - start;

@@ -15,9 +15,8 @@ typedef struct {
     TokStr   tools;           // JSON list, or empty
     bool     think, verbose;
     bool     chatting;        // more turns will follow
-    GenerateOptions options;
-    TokReply reply;
-    Turn     turn;            // the last one; why NULL: there was none
+    AnswerOptions options;
+    ShowOptions show;
     char     err[512];        // why the last turn could not be
 } Chat;
 
@@ -126,9 +125,11 @@ static bool answer(Chat *c) {
         Prompt p = { .ids = ids.ids, .n = (int)ids.n };
         if (render(c, 0, 0, false, &part) == 0) p.n_head = same_ids(&part, &ids);
         if (c->chatting && render(c, c->n_skipped, n, false, &part) == 0) p.mark = same_ids(&part, &ids);
-        c->turn = generate(&c->s, &p, &c->options, &c->reply);
-        const bool empty = !c->reply.content.n && !c->reply.thought.n && !c->reply.n_calls;
-        if (!empty && tok_add_reply(&c->messages, &c->reply) < 0) die("out of memory for a conversation");
+        const TokReply *reply = &c->s.reply;
+        ok = session_start(&c->s, &p, &c->options) && print_answer(&c->s, &c->show);
+        if (!ok) snprintf(c->err, sizeof c->err, "%s", c->s.err);
+        const bool empty = !reply->content.n && !reply->thought.n && !reply->n_calls;
+        if (ok && !empty && tok_add_reply(&c->messages, reply) < 0) die("out of memory for a conversation");
     }
     tok_ids_free(&ids);
     tok_ids_free(&part);
@@ -136,9 +137,8 @@ static bool answer(Chat *c) {
 }
 
 static void chat_free(Chat *c) {
-    session_free(&c->s);
+    session_close(&c->s);
     tok_text_free(&c->messages);
-    tok_reply_free(&c->reply);
 }
 
 // ==== [2] Lines from the terminal ====================================================================================
@@ -313,7 +313,7 @@ static bool load_messages(Chat *c, const char *path) {
 }
 
 static void print_stats(const Chat *c) {
-    if (c->turn.why) print_turn(&c->turn);
+    if (c->s.turn.why) print_turn(&c->s.turn);
     fprintf(stderr, "# context: %d of %d tokens held; %zu messages", c->s.m->len[0], c->s.m->options.n_ctx,
             count_messages(&c->messages, NULL));
     if (c->n_skipped) fprintf(stderr, ", the oldest %zu of them not shown to the model", c->n_skipped);

@@ -14,6 +14,7 @@
  * The data comes from tools/make_eval.py. Names and codes of needles come from a fixed random sequence here. */
 #define TESTING
 #include "../gemma4.c"
+#include "steps.h"
 #include "test.h"
 
 #ifdef __SANITIZE_ADDRESS__
@@ -323,7 +324,7 @@ static void stories(int n_stories, int n_ids) {
         start_text();
         add_question(question);
         reset_session(t.m, 0);
-        run_prompt(t.m, 0, t.ids, t.n, NULL, NULL);
+        run_prompt(t.m, 0, t.ids, t.n);
         for (int i = 0; i < n_ids; i++) {
             bool right = true;
             read_logits(t.m, 0, t.logits);

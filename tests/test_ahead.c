@@ -1,7 +1,8 @@
-/* test_ahead.c - generate() on a backend that works beside the host says what it says on one that does not.
+/* test_ahead.c - sessions on a backend that works beside the host say what they say on one that does not; several sessions
+ * that decode together say what each says alone.
  *
  * The backend here is the CPU's, with marks: what is copied out of it arrives with wait(), or with wait_for() of a mark behind
- * the copy, not before. So generate() issues steps ahead of the tokens that it knows, and drops some. Text, thoughts, counters,
+ * the copy, not before. So sessions issue steps ahead of the tokens that are known, and drop some. Text, thoughts, counters,
  * the hash of the last logits, the tokens that the session holds and what a second turn makes of them must be those of the
  * plain backend: with stop strings, -n, the end of the turn, budgets of thought, a full context, penalties and Ctrl-C. The
  * CUDA backend is compared with itself without its marks.
@@ -104,9 +105,10 @@ static Result talk(const Case *k, const Ops *base, bool marks) {
     const TextList stops = { .text = (const char *[]){ k->stop }, .n = k->stop != NULL };
     load_model(m, MINI, backend(base, marks), o, NULL);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
-    Chat c = { .s = { .m = m, .t = &tok }, .think = k->think, .chatting = true };
-    c.options = (GenerateOptions){ .n_predict = k->n, .ignore_eos = k->ignore_eos, .stops = stops, .newline = true,
-                                   .think_budget = k->budget, .shift = k->shift, .show_thoughts = true };
+    Chat c = { .think = k->think, .chatting = true, .show = { .thoughts = true, .newline = true } };
+    session_open(&c.s, m, &tok, 0);
+    c.options = (AnswerOptions){ .n_predict = k->n, .ignore_eos = k->ignore_eos, .stops = stops, .think_budget = k->budget,
+                                 .shift = k->shift };
     c.options.sampling = (SampleParams){ .seed = 7, .temperature = k->temperature, .top_k = 64, .top_p = 0.95f, .repeat = 1,
                                          .presence = k->presence };
     beside.n_fed = beside.n_samples = 0;
@@ -125,7 +127,7 @@ static Result talk(const Case *k, const Ops *base, bool marks) {
         const char *text = i ? k->second : k->text;
         if (tok_add_message(&c.messages, "user", (TokStr){ text, strlen(text) }) < 0) die("out of memory");
         if (!answer(&c)) printf("no answer: %s\n", c.err);
-        r.turn[i] = c.turn;
+        r.turn[i] = c.s.turn;
         beside.interrupt_at = interrupted = 0;
     }
     fflush(stdout);
@@ -194,13 +196,123 @@ static void compare(const Ops *base, const Case *k) {
     free(got.out), free(got.err), free(want.out), free(want.err);
 }
 
+// ---- several sessions at once ----
+
+enum { N_TALKS = 4, TALK_TOKENS = 40, CANCELLED = 3, CANCEL_AT = 10, LATE = 2, LATE_ROUND = 5 };
+
+typedef struct {
+    int32_t   ids[TALK_TOKENS + 8];
+    int       n;
+    char      text[4096];
+    size_t    n_text;
+    EndReason end;
+    uint64_t  hash;
+} Said;
+
+static void note(Said *said, const Event *e) {
+    for (int i = 0; i < e->n_ids; i++) said->ids[said->n++] = e->ids[i];
+    memcpy(said->text + said->n_text, e->content.s, e->content.n);
+    said->n_text += e->content.n;
+    if (e->kind == EVENT_END) said->end = e->end;
+}
+
+// What sessions answer, one after the other or together: one of them starts later, one is cancelled, one has a prompt of more
+// rows than decoding steps have.
+static void talk_all(Model *m, Tokenizer *tok, bool together, Said *said) {
+    static const char *const texts[N_TALKS] = { "Tell me a story about a fox.", "What is 22 minus 2?", "Tell me a story about a cow.", "" };
+    Session sessions[N_TALKS], *live[N_TALKS];
+    Event events[N_TALKS];
+    TokIds ids[N_TALKS] = { 0 };
+    bool ended[N_TALKS] = { false };
+    float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
+    memset(said, 0, N_TALKS * sizeof *said);
+    for (int i = 0; i < N_TALKS; i++) {
+        session_open(&sessions[i], m, tok, i);
+        TokText messages = { 0 };
+        char text[1024] = "";
+        for (int k = 0; i == N_TALKS - 1 && k < 20; k++) strcat(text, "The fox went to the river. ");
+        const char *said_by_user = *texts[i] ? texts[i] : text;
+        if (tok_add_message(&messages, "user", (TokStr){ said_by_user, strlen(said_by_user) }) < 0) abort();
+        const TokChat chat = { .messages = { messages.s, messages.n }, .add_cue = true };
+        if (tok_chat(tok, &chat, &ids[i], NULL) < 0) abort();
+        tok_text_free(&messages);
+    }
+    CHECK(ids[N_TALKS - 1].n > STEP_ROWS, "the long prompt has %zu tokens", ids[N_TALKS - 1].n);
+    const bool first_alone = !together;
+    for (int only = first_alone ? 0 : -1; only < (first_alone ? N_TALKS : 0); only++) {
+        for (int round = 0, n_live = 1; n_live; round++) {
+            n_live = 0;
+            for (int i = 0; i < N_TALKS; i++) {
+                if (only >= 0 && i != only) continue;
+                if (only < 0 && i == LATE && round < LATE_ROUND) continue;
+                if (round == (only < 0 && i == LATE ? LATE_ROUND : 0)) {
+                    const AnswerOptions o = { .n_predict = TALK_TOKENS, .ignore_eos = i == 0, .think_budget = -1,
+                        .sampling = { .seed = 3 + (uint64_t)i, .temperature = i % 2 ? 1 : 0, .top_k = 40, .top_p = 0.95f, .repeat = 1 } };
+                    CHECK(session_start(&sessions[i], &(Prompt){ .ids = ids[i].ids, .n = (int)ids[i].n }, &o), "%s", sessions[i].err);
+                }
+                if (i == CANCELLED && said[i].n == CANCEL_AT) session_cancel(&sessions[i]);
+                if (!ended[i]) live[n_live++] = &sessions[i];
+            }
+            if (n_live) sessions_next(live, n_live, events);
+            for (int k = 0; k < n_live; k++) {
+                const int i = live[k]->seq;
+                note(&said[i], &events[k]);
+                ended[i] = events[k].kind == EVENT_END;
+                if (!ended[i]) continue;
+                CHECK(session_logits(live[k], logits), "session %d has no logits", i);
+                said[i].hash = hash_bytes(logits, (size_t)m->config.vocab * sizeof *logits);
+            }
+        }
+    }
+    CHECK(!session_start(&sessions[0], &(Prompt){ .ids = ids[0].ids, .n = m->options.n_ctx + 1 }, &(AnswerOptions){ 0 }) && *sessions[0].err,
+          "a prompt longer than the context is begun");
+    for (int i = 0; i < N_TALKS; i++) {
+        CHECK((int)sessions[i].held.n == m->len[i], "session %d holds %zu tokens, its cache %d", i, sessions[i].held.n, m->len[i]);
+        session_close(&sessions[i]);
+        tok_ids_free(&ids[i]);
+    }
+    free(logits);
+}
+
+static void compare_together(const Ops *base, bool marks) {
+    static Said alone[N_TALKS], together[N_TALKS];
+    const PlanOptions o = { .n_ctx = 256, .n_seqs = N_TALKS, .n_batch = 128, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16 };
+    Model *m = alloc_or_die(1, sizeof *m);
+    Tokenizer tok;
+    beside.interrupt_at = 0;
+    load_model(m, MINI, backend(base, marks), o, NULL);
+    load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    talk_all(m, &tok, false, alone);
+    const int64_t steps = m->steps;
+    beside.n_fed = 0;
+    talk_all(m, &tok, true, together);
+    const int64_t shared = m->steps - steps;
+    for (int i = 0; i < N_TALKS; i++) {
+        const Said *a = &alone[i], *b = &together[i];
+        CHECK(a->n == b->n && !memcmp(a->ids, b->ids, (size_t)a->n * sizeof *a->ids), "session %d says other tokens in company", i);
+        CHECK(a->n_text == b->n_text && !memcmp(a->text, b->text, a->n_text), "session %d says other text in company", i);
+        CHECK(a->end == b->end && (i != CANCELLED || a->end == END_CANCELLED), "session %d ends by %d alone, by %d in company", i, a->end, b->end);
+        CHECK(a->hash == b->hash, "session %d has other last logits in company", i);
+        CHECK(a->n > 3, "session %d says %d tokens", i, a->n);
+    }
+    CHECK(shared < steps * 3 / 4, "sessions took %d steps together, %d alone", (int)shared, (int)steps);
+    CHECK(!marks || beside.n_fed > 10, "%d steps were issued ahead", beside.n_fed);
+    printf("# %s%s: %d sessions: %d steps alone, %d together, %d of them ahead\n", base->name, marks ? " with marks" : "", N_TALKS,
+           (int)steps, (int)shared, beside.n_fed);
+    tok_free(&tok);
+    free_model(m);
+    free(m);
+}
+
 int main(int argc, char **argv) {                      // -cuda: only the CUDA backend
     const bool all = argc < 2 || strcmp(argv[1], "-cuda");
     make_tmp();
     start_threads(1);
     for (size_t i = 0; all && i < sizeof cases / sizeof *cases; i++) compare(cpu_ops(), &cases[i]);
+    for (int marks = 0; all && marks < 2; marks++) compare_together(cpu_ops(), marks);
 #ifdef USE_CUDA
     for (size_t i = 0; cuda_ops() && i < sizeof few / sizeof *few; i++) compare(cuda_ops(), &few[i]);
+    if (cuda_ops() && !all) compare_together(cuda_ops(), true);
     if (!cuda_ops()) SKIP("no GPU: steps ahead on the CUDA backend");
 #else
     (void)few;

@@ -10,6 +10,7 @@
  * window - 1 + STEP_ROWS rounded up by one, so a ring that is too short shows there first. */
 #define TESTING
 #include "../gemma4.c"
+#include "steps.h"
 #include "test.h"
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -340,7 +341,7 @@ static void test_wanted(void) {
     PlanOptions o = t.options;
     o.n_batch = 100, o.n_logits = 1;
     Model *p = open_model(t.path, o);
-    run_prompt(p, 1, t.text, 330, NULL, NULL);
+    run_prompt(p, 1, t.text, 330);
     SAME(logits(p, 0), ref(329), 1, "run_prompt, 330 tokens, n_batch 100");
     // A draw belongs to its position, however the prompt was cut.
     for (uint64_t seed = 0; seed < 20; seed++) {
@@ -353,7 +354,7 @@ static void test_wanted(void) {
               (int)p->s.chosen[0], (int)want);
     }
     commit_all(p);
-    run_prompt(p, 1, t.text + 330, 1, NULL, NULL);
+    run_prompt(p, 1, t.text + 330, 1);
     SAME(logits(p, 0), ref(330), 1, "run_prompt, one token more");
     commit_all(p);
     close_model(p);
@@ -712,7 +713,7 @@ static void test_full(int n_ctx) {
     o.n_logits = STEP_ROWS;
     Model *m = open_model(t.path, o);
     StepRow rows[STEP_ROWS];
-    run_prompt(m, 0, t.text, n_ctx, NULL, NULL);
+    run_prompt(m, 0, t.text, n_ctx);
     SAME(logits(m, 0), ref(n_ctx - 1), 1, "context of %d, filled in chunks: last position", n_ctx);
     commit_all(m);
     for (int i = 0; i < n_ctx; i++) {

@@ -17,6 +17,7 @@
  * none: all. Skipped, and counted, when built without CUDA or where there is no GPU. */
 #define TESTING
 #include "../gemma4.c"
+#include "steps.h"
 #include "test.h"
 
 #define MINI "models/gemma4-mini-q8_0.gguf"
@@ -180,7 +181,7 @@ static void choose(Model *m, const int32_t *prompt, int n_prompt, const SamplePa
     float *logits = alloc_or_die((size_t)vocab, sizeof *logits);
     reset_session(m, 0);
     m->ops->copy(&(Copy){ m->s.params, p, sizeof *p, COPY_IN });
-    run_prompt(m, 0, prompt, n_prompt, NULL, NULL);
+    run_prompt(m, 0, prompt, n_prompt);
     for (int i = 0; i < n; i++) {
         const Batch b = { .rows = m->s.kept_rows, .segs = m->s.segs, .len = m->s.len, .n_rows = 1, .n_segs = 1 };
         if (m->ops->begin((StepKey){ .kind = STEP_SAMPLE, .rows = 1, .logits = 1 }))

@@ -37,6 +37,7 @@ static void *counted_aligned_alloc(size_t align, size_t n) { n_allocations++; re
 #define aligned_alloc counted_aligned_alloc
 #define TESTING
 #include "../gemma4.c"
+#include "steps.h"
 #undef malloc
 #undef calloc
 #undef realloc
@@ -807,7 +808,7 @@ static void guard_end(void) {
     put(&t->fields, now->fields.data, now->fields.n);
 }
 
-static int guard_mark(void) {                          // with marks, generate() issues steps ahead of the tokens it knows
+static int guard_mark(void) {                          // with marks, sessions issue steps ahead of the tokens it knows
     if (guard.in_step) breach("mark: inside a step");
     return 0;
 }
@@ -878,7 +879,7 @@ static void play_script(void *arg) {
     s->n = s->at = 0;
     reset_session(m, 0);
     reset_session(m, 1);
-    run_prompt(m, 0, s->ids, 120, NULL, NULL);
+    run_prompt(m, 0, s->ids, 120);
     read_logits(m, 0, s->logits + (size_t)s->n++ * VOCAB);
     commit_all(m);
     play(s, 0, NULL, 80, ALL, 0, 80, NULL);
@@ -917,16 +918,15 @@ typedef struct {
 
 static void run_generate(void *arg) {
     Talk *t = arg;
-    const GenerateOptions o = { .n_predict = 12, .ignore_eos = true, .think_budget = -1, .sampling = { .seed = 5, .temperature = 1, .top_k = 40, .top_p = 0.9f, .repeat = 1 } };
-    reset_session(t->m, 0);
-    Session s = { .m = t->m, .t = t->tok };
-    TokReply reply = { 0 };
-    generate(&s, &(Prompt){ .ids = prompts[0], .n = 90 }, &o, &reply);
-    session_free(&s);
-    tok_reply_free(&reply);
+    const AnswerOptions o = { .n_predict = 12, .ignore_eos = true, .think_budget = -1, .sampling = { .seed = 5, .temperature = 1, .top_k = 40, .top_p = 0.9f, .repeat = 1 } };
+    Session s;
+    session_open(&s, t->m, t->tok, 0);
+    session_start(&s, &(Prompt){ .ids = prompts[0], .n = 90 }, &o);
+    print_answer(&s, &(ShowOptions){ 0 });
+    session_close(&s);
 }
 
-// The text that generate() prints, caught in a file.
+// The text of an answer as it is printed, caught in a file.
 static char *generated(Model *m, Tokenizer *tok, bool *ok) {
     const char *out = in_tmp("text");
     int saved[2];
@@ -988,9 +988,9 @@ static void test_guarded(const char *family, unsigned operations) {
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     bool ok[2];
     char *text[2] = { generated(plain, &tok, &ok[0]), generated(m, &tok, &ok[1]) };
-    CHECK(ok[1], "%s: generate touches backend memory %s%s", family, guard.op ? "in " : "outside every operation", guard.op ? guard.op : "");
+    CHECK(ok[1], "%s: generation touches backend memory %s%s", family, guard.op ? "in " : "outside every operation", guard.op ? guard.op : "");
     CHECK(text[0][0] && !strcmp(text[0], text[1]), "%s: generated '%s' on the guarded backend, '%s' on the plain one", family, text[1], text[0]);
-    CHECK(guard.used & 1u << OP_sample, "%s: generate does not sample", family);
+    CHECK(guard.used & 1u << OP_sample, "%s: generation does not sample", family);
     CHECK(!guard.n_faults, "%s: %d breaches of the contract, the first: %s", family, guard.n_faults, guard.fault);
     free(text[0]);
     free(text[1]);
@@ -1232,7 +1232,7 @@ static void test_suppressed(void) {
     o.bias = true;
     Model *m = open_model(in_tmp("micro-dense-f16.gguf"), cpu_ops(), o, NULL);
     if (!m) return;
-    run_prompt(m, 0, prompts[0], 8, NULL, NULL);
+    run_prompt(m, 0, prompts[0], 8);
     read_logits(m, 0, z);
     for (int i = 0; i < VOCAB; i++) if (z[i] > z[best]) best = i;
     for (int i = 0; i < VOCAB; i++) if (i != best && i != ALSO && (next < 0 || z[i] > z[next])) next = i;
@@ -1243,7 +1243,7 @@ static void test_suppressed(void) {
     m = open_model(write_draft(&d, in_tmp("suppressed.gguf")), cpu_ops(), o, NULL);
     if (!m) return;
     CHECK(m->n_suppressed == 2, "suppressed tokens: counted %d, expected 2", m->n_suppressed);
-    run_prompt(m, 0, prompts[0], 8, NULL, NULL);
+    run_prompt(m, 0, prompts[0], 8);
     const Batch b = { .rows = m->s.kept_rows, .segs = m->s.segs, .len = m->s.len, .n_rows = 1, .n_segs = 1 };
     const Sample sample = { .batch = &b, .vocab = VOCAB, .logits = m->s.logits, .params = m->s.params, .mask = m->s.mask,
                             .bias = m->s.bias, .out = m->s.chosen };

@@ -389,14 +389,14 @@ static void use_model(const char *path, bool check) {
     const TokChat chat = { .messages = { "[{\"role\":\"user\",\"content\":\"ab\"}]", 32 }, .add_cue = true };
     if (tok_chat(&t, &chat, &ids, NULL) < 0) die("-p: %s", t.err);
     if (ids.n > 40) die("the prompt has %zu tokens", ids.n);
-    const GenerateOptions g = { .n_predict = 3, .ignore_eos = true, .think_budget = -1,
+    const AnswerOptions g = { .n_predict = 3, .ignore_eos = true, .think_budget = -1,
                                 .sampling = { .seed = 1, .temperature = 1, .top_k = 64, .top_p = 0.95f, .repeat = 1 } };
-    Session s = { .m = m, .t = &t };
-    TokReply reply = { 0 };
-    const Turn turn = generate(&s, &(Prompt){ .ids = ids.ids, .n = (int)ids.n, .n_head = 1 }, &g, &reply);
-    print_turn(&turn);
-    session_free(&s);
-    tok_reply_free(&reply);
+    Session s;
+    session_open(&s, m, &t, 0);
+    if (!session_start(&s, &(Prompt){ .ids = ids.ids, .n = (int)ids.n, .n_head = 1 }, &g)) die("%s", s.err);
+    if (!print_answer(&s, &(ShowOptions){ 0 })) die("%s", s.err);
+    print_turn(&s.turn);
+    session_close(&s);
     tok_ids_free(&ids);
     tok_free(&t);
     free_model(m);
