@@ -57,7 +57,7 @@
 // Two kinds of failure, never mixed: bad input prints one line and exits 1; our own bug is an assert.
 
 enum { MAX_LAYERS = 512, MAX_HEAD_DIM = 512, MAX_EXPERTS = 1024, MAX_CONTEXT = 1 << 24, MAX_VOCAB = 1 << 24,
-       MAX_THREADS = 4096 };
+       MAX_THREADS = 4096, MAX_FILE = 256 << 20 };
 
 static bool bar_shown;                                 // progress() has left a line on the terminal that nothing ended yet
 
@@ -107,7 +107,7 @@ static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 static int min_int(int a, int b) { return a < b ? a : b; }
 static int max_int(int a, int b) { return a > b ? a : b; }
 
-// The whole file, or with path NULL standard input from where it stands; freed by the caller.
+// The whole file, of at most MAX_FILE bytes, or with path NULL standard input from where it stands; freed by the caller.
 static void *read_file(const char *path, size_t *size, const char *flag) {
     FILE *f = path ? fopen(path, "rb") : stdin;
     if (!path) path = "standard input";
@@ -116,6 +116,7 @@ static void *read_file(const char *path, size_t *size, const char *flag) {
     char *data = alloc_or_die(cap, 1);
     for (size_t got; (got = fread(data + n, 1, cap - n, f)) > 0; ) {
         n += got;
+        if (n > MAX_FILE) die("%s: %s: expected at most %d MiB, got more", flag, path, MAX_FILE >> 20);
         if (n < cap) continue;
         data = realloc(data, cap *= 2);
         if (!data) die("%s: %s: out of memory at %zu bytes", flag, path, n);
@@ -2640,6 +2641,33 @@ static const struct { const char *first, *title; } groups[] = {   // of flags, i
     { "--ids", "other verbs" }, { "-p", "bench" }, { "-h", "help" }
 };
 
+// Flags of llama.cpp whose job needs no flag here.
+static const struct { const char *names, *why; } needless[] = {
+    { "-ngl --gpu-layers --n-gpu-layers -nkvo --no-kv-offload -sm --split-mode -mg --main-gpu -ts --tensor-split",
+      "a model and its cache are on the GPU as a whole, where there is one; --vram G limits what they take, "
+      "CUDA_VISIBLE_DEVICES names the GPU, and make cpu builds without" },
+    { "-fa --flash-attn", "attention never writes its scores to memory, so there is nothing to switch on" },
+    { "--mlock --mmap --no-mmap --no-warmup --warmup --numa -dio --direct-io",
+      "weights are mapped and read ahead before the first prompt; a GPU gets them once" },
+    { "--jinja --no-jinja --chat-template --chat-template-file",
+      "Gemma 4's template is built in; --template large or small chooses its variant, --raw does without" },
+    { "-b --batch-size -ub --ubatch-size -tb --threads-batch",
+      "how many rows of a prompt run at a time follows from the model and the memory; -t N sets the threads" },
+    { "-no-cnv --no-conversation -st --single-turn", "with -p there is one answer; -i makes it a chat" },
+    { "--no-display-prompt --color --simple-io --log-disable --no-perf --perf",
+      "standard output gets the answer alone, standard error the rest; 2>/dev/null hides it" },
+};
+
+static bool is_listed(const char *names, const char *arg) {          // names with spaces between
+    const size_t n = strlen(arg);
+    for (const char *at = names; at && *at; at += strspn(at, " ")) {
+        const size_t len = strcspn(at, " ");
+        if (len == n && !memcmp(at, arg, n)) return true;
+        at += len;
+    }
+    return false;
+}
+
 static void print_help(void) {
     printf("gemma4 " VERSION " - runs Gemma 4 text models from GGUF files\n\n"
            "  gemma4 MODEL.gguf -p TEXT [flags]                answers: text on stdout, statistics on stderr\n"
@@ -2667,14 +2695,7 @@ static void print_help(void) {
 }
 
 static bool is_named(const Flag *f, const char *arg) {
-    const size_t n = strlen(arg);
-    if (!strcmp(arg, f->name)) return true;
-    for (const char *at = f->alias; at && *at; at += strspn(at, " ")) {
-        const size_t len = strcspn(at, " ");
-        if (len == n && !memcmp(at, arg, n)) return true;
-        at += len;
-    }
-    return false;
+    return !strcmp(arg, f->name) || is_listed(f->alias, arg);
 }
 
 static Verb verb_named(const char *name) {
@@ -2716,8 +2737,25 @@ static int find_verb(int argc, char **argv) {
     return 0;
 }
 
+static bool is_no_file(const char *word) { return !strpbrk(word, "./") && access(word, F_OK); }
+
+__attribute__((noreturn)) static void die_no_verb(const char *word) {
+    char names[120] = "";
+    for (size_t k = 0; k < sizeof verbs / sizeof *verbs; k++)
+        snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", k ? ", " : "", verbs[k].name);
+    die("%s: no such verb, and no file: expected a model, or one of %s before it", word, names);
+}
+
+// A word behind the model that nothing takes.
+__attribute__((noreturn)) static void refuse_word(const char *model, const char *word) {
+    if (is_no_file(model)) die_no_verb(model);
+    if (verb_named(word)) die("%s: expected it before the model; try gemma4 %s %s", word, word, model);
+    die("%s: expected a flag, got a second model (the first is %s)", word, model);
+}
+
 static void parse_flags(Flags *f, int argc, char **argv) {
     bool given[sizeof flags / sizeof *flags] = { false };
+    const char *word = NULL;                           // the model, as long as no -m says otherwise
     const int verb_at = find_verb(argc, argv);
     f->verb = verb_at ? verb_named(argv[verb_at]) : GENERATE;
     for (int i = 1; i < argc; i++) {
@@ -2725,11 +2763,13 @@ static void parse_flags(Flags *f, int argc, char **argv) {
         const Flag *flag = find_flag(arg, f->verb);
         if (i == verb_at) continue;
         if (!flag) {
+            for (size_t k = 0; k < sizeof needless / sizeof *needless; k++)
+                if (is_listed(needless[k].names, arg)) die("%s: not needed: %s", arg, needless[k].why);
             if (arg[0] == '-') die("%s: no such flag; try --help", arg);
-            if (!f->model) f->model = arg;
+            if (!f->model) f->model = word = arg;
             else if (f->verb == QUANTIZE && !f->target) f->target = arg;
             else if (f->verb == QUANTIZE && !f->type) f->type = arg;
-            else die("%s: expected a flag, got a second model (the first is %s)", arg, f->model);
+            else refuse_word(f->model, arg);
             continue;
         }
         given[flag - flags] = true;
@@ -2761,6 +2801,8 @@ static void parse_flags(Flags *f, int argc, char **argv) {
     }
     for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
         if (given[k] && !(flags[k].verbs & (int)f->verb)) refuse_flag(&flags[k], f->verb);
+    if (word && is_no_file(word) && f->verb == GENERATE && !f->help) die_no_verb(word);
+    if (word && f->model != word) refuse_word(f->model, word);
 }
 
 static IntList parse_list(const char *flag, const char *text, int otherwise) {

@@ -295,7 +295,10 @@ static bool load_messages(Chat *c, const char *path) {
     char block[1 << 14];
     FILE *f = fopen(path, "rb");
     int err = f ? 0 : errno;
-    for (size_t n; !err && (n = fread(block, 1, sizeof block, f)) > 0; ) err = tok__append(&text, block, n) ? 0 : ENOMEM;
+    for (size_t n; !err && (n = fread(block, 1, sizeof block, f)) > 0; ) {
+        err = tok__append(&text, block, n) ? 0 : ENOMEM;
+        if (text.n > MAX_FILE) err = EFBIG;
+    }
     if (!err && ferror(f)) err = errno;
     if (f) fclose(f);
     if (err) snprintf(c->err, sizeof c->err, "/load: %s: %s", path, strerror(err));

@@ -455,7 +455,18 @@ run -p 2 -n 0 -r 1 -o csv -m "$model" bench
 ok "bench: its flags may stand before it" [ "$(wc -l <"$tmp/out")" -eq 2 ]
 error "-p: expected at most 32 whole numbers" -p bench bench "$model"
 error "bench does not take it" --temp 0 bench "$model"
-error "a second model" "$model" bench -p 2
+error "expected it before the model" "$model" bench -p 2
+error "a second model" "$model" "$model" -p hi
+error "no such verb" serve "$model"
+error "no such verb" serve
+error "no such verb" frobnicate -m "$model" -p hi
+for flag in "-ngl 99" "-fa" "--flash-attn on" --mlock --no-mmap --jinja "-b 512" "-ub 512" -no-cnv --no-display-prompt; do
+    # shellcheck disable=SC2086  # a flag and its value
+    error "${flag%% *}: not needed: " "$model" -p hi $flag
+done
+for flag in -f --tools; do
+    error "$flag: /dev/zero: expected at most" "$model" -p hi $flag /dev/zero
+done
 error "--rows: expected at most 64" bench "$model" --rows 65
 error "--fill: expected prompt or random" bench "$model" --fill zeros
 error "md, csv or json" bench "$model" -o sql
