@@ -234,6 +234,40 @@ static void key_per_layer(Gguf *g, const char *key, int64_t min, int64_t max, in
     if (!found) die("%s: key '%s': missing (E_META_MISSING)", g->path, key);
 }
 
+// What differs from layer to layer. head_dim: of global layers, of sliding ones.
+static void load_layers(Config *c, Gguf *g, const int *head_dim) {
+    const int n = c->n_layers;
+    int64_t swa[MAX_LAYERS], kv_heads[MAX_LAYERS], ffn[MAX_LAYERS];
+    const GgufKv *pattern = gguf_find_kv(g, "gemma4.attention.sliding_window_pattern");
+    if (pattern && pattern->type != GGUF_V_ARRAY)
+        die("%s: key 'gemma4.attention.sliding_window_pattern': expected an array, one value per layer (E_META_TYPE)",
+            g->path);
+    key_per_layer(g, "gemma4.attention.sliding_window_pattern", 0, INT_MAX, swa, n);
+    key_per_layer(g, "gemma4.attention.head_count_kv", 1, 1024, kv_heads, n);
+    key_per_layer(g, "gemma4.feed_forward_length", 1, 1 << 20, ffn, n);
+
+    int newest[2] = { -1, -1 };                        // last layer that owns a cache: global, sliding
+    for (int l = 0; l < n; l++) {
+        LayerConfig *lc = &c->layer[l];
+        lc->is_swa = swa[l] != 0;
+        lc->head_dim = head_dim[lc->is_swa];
+        lc->n_kv_heads = (int)kv_heads[l];
+        lc->ffn_dim = (int)ffn[l];
+        if (l < c->first_shared) newest[lc->is_swa] = l;
+        lc->kv_layer = newest[lc->is_swa];
+        if (lc->kv_layer < 0)
+            die("%s: key 'gemma4.attention.shared_kv_layers': layer %d shares K and V, but no layer of its kind before %d "
+                "owns any (E_META_RANGE)", g->path, l, c->first_shared);
+        c->layer[lc->kv_layer].last_reader = l;
+        if (lc->n_kv_heads != c->layer[lc->kv_layer].n_kv_heads)
+            die("%s: key 'gemma4.attention.head_count_kv': layer %d reads the cache of layer %d: expected %d, got %d "
+                "(E_META_RANGE)", g->path, l, lc->kv_layer, c->layer[lc->kv_layer].n_kv_heads, lc->n_kv_heads);
+        if (c->n_heads % lc->n_kv_heads)
+            die("%s: key 'gemma4.attention.head_count_kv': layer %d: expected a divisor of %d heads, got %d "
+                "(E_META_RANGE)", g->path, l, c->n_heads, lc->n_kv_heads);
+    }
+}
+
 static void load_config(Config *c, Gguf *g) {
     GgufStr arch = { "", 0 };
     if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
@@ -290,36 +324,7 @@ static void load_config(Config *c, Gguf *g) {
                 die("%s: key '%s': expected %d as in '%s' (E_META_RANGE)", g->path, head_keys[t][i], head_dim[t],
                     head_keys[t][0]);
     }
-
-    int64_t swa[MAX_LAYERS], kv_heads[MAX_LAYERS], ffn[MAX_LAYERS];
-    const GgufKv *pattern = gguf_find_kv(g, "gemma4.attention.sliding_window_pattern");
-    if (pattern && pattern->type != GGUF_V_ARRAY)
-        die("%s: key 'gemma4.attention.sliding_window_pattern': expected an array, one value per layer (E_META_TYPE)",
-            g->path);
-    key_per_layer(g, "gemma4.attention.sliding_window_pattern", 0, INT_MAX, swa, n);
-    key_per_layer(g, "gemma4.attention.head_count_kv", 1, 1024, kv_heads, n);
-    key_per_layer(g, "gemma4.feed_forward_length", 1, 1 << 20, ffn, n);
-
-    int newest[2] = { -1, -1 };                        // last layer that owns a cache: global, sliding
-    for (int l = 0; l < n; l++) {
-        LayerConfig *lc = &c->layer[l];
-        lc->is_swa = swa[l] != 0;
-        lc->head_dim = head_dim[lc->is_swa];
-        lc->n_kv_heads = (int)kv_heads[l];
-        lc->ffn_dim = (int)ffn[l];
-        if (l < c->first_shared) newest[lc->is_swa] = l;
-        lc->kv_layer = newest[lc->is_swa];
-        if (lc->kv_layer < 0)
-            die("%s: key 'gemma4.attention.shared_kv_layers': layer %d shares K and V, but no layer of its kind before %d "
-                "owns any (E_META_RANGE)", g->path, l, c->first_shared);
-        c->layer[lc->kv_layer].last_reader = l;
-        if (lc->n_kv_heads != c->layer[lc->kv_layer].n_kv_heads)
-            die("%s: key 'gemma4.attention.head_count_kv': layer %d reads the cache of layer %d: expected %d, got %d "
-                "(E_META_RANGE)", g->path, l, lc->kv_layer, c->layer[lc->kv_layer].n_kv_heads, lc->n_kv_heads);
-        if (c->n_heads % lc->n_kv_heads)
-            die("%s: key 'gemma4.attention.head_count_kv': layer %d: expected a divisor of %d heads, got %d "
-                "(E_META_RANGE)", g->path, l, c->n_heads, lc->n_kv_heads);
-    }
+    load_layers(c, g, head_dim);
 }
 
 // ==== [3] Weights: names, shapes, binding ============================================================================
@@ -2919,11 +2924,8 @@ static void print_template(const Tokenizer *t) {
                 names[t->chat_template], t->large_variant ? "large" : "small");
 }
 
-static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
-    size_t n_text = 0, n_tools = 0;
-    char *text = read_prompt(f, &n_text);
-    const bool chatting = f->interactive || (!text && isatty(0) && isatty(1));
-    if (!text && !chatting) die_without_prompt(f);
+// Dies where flags contradict each other.
+static void check_generate_flags(const Flags *f, bool chatting) {
     for (int i = 0; i < f->stops.n; i++)
         if (!*f->stops.text[i]) die("--stop: expected a text, got an empty one");
     if (f->raw && (f->system || f->tools || f->think || f->chat_template || chatting))
@@ -2937,6 +2939,27 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
 #ifndef EDITS_LINES
     if (f->history) die("--history: this build edits no lines: it was made without libedit and readline");
 #endif
+}
+
+static SampleParams sampling_params(const Flags *f, Gguf *g) {
+    const uint64_t clock_seed = ((uint64_t)time(NULL) * 1000003u ^ (uint64_t)getpid()) & 0xffffffff;
+    const double seed = isnan(f->seed) ? (double)clock_seed : f->seed;
+    return (SampleParams){
+        .seed = (uint64_t)seed,
+        .temperature = (float)sampling_value(g, f->temperature, "general.sampling.temp", 1000, 1.0),
+        .top_k = (int32_t)sampling_value(g, f->top_k, "general.sampling.top_k", INT_MAX, 64),
+        .top_p = (float)sampling_value(g, f->top_p, "general.sampling.top_p", 1, 0.95),
+        .min_p = isnan(f->min_p) ? 0 : (float)f->min_p,
+        .repeat = (float)f->repeat, .presence = (float)f->presence, .frequency = (float)f->frequency
+    };
+}
+
+static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
+    size_t n_text = 0, n_tools = 0;
+    char *text = read_prompt(f, &n_text);
+    const bool chatting = f->interactive || (!text && isatty(0) && isatty(1));
+    if (!text && !chatting) die_without_prompt(f);
+    check_generate_flags(f, chatting);
     char *tools = f->tools ? read_file(f->tools, &n_tools, "--tools") : NULL;
     o.penalties = f->repeat != 1 || f->presence != 0 || f->frequency != 0;
     o.bias = f->biases.n > 0;
@@ -2973,16 +2996,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     }
     c.options = (AnswerOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .stops = f->stops,
                                  .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget, .shift = f->shift };
-    const uint64_t clock_seed = ((uint64_t)time(NULL) * 1000003u ^ (uint64_t)getpid()) & 0xffffffff;
-    const double seed = isnan(f->seed) ? (double)clock_seed : f->seed;
-    c.options.sampling = (SampleParams){
-        .seed = (uint64_t)seed,
-        .temperature = (float)sampling_value(&m->gguf, f->temperature, "general.sampling.temp", 1000, 1.0),
-        .top_k = (int32_t)sampling_value(&m->gguf, f->top_k, "general.sampling.top_k", INT_MAX, 64),
-        .top_p = (float)sampling_value(&m->gguf, f->top_p, "general.sampling.top_p", 1, 0.95),
-        .min_p = isnan(f->min_p) ? 0 : (float)f->min_p,
-        .repeat = (float)f->repeat, .presence = (float)f->presence, .frequency = (float)f->frequency
-    };
+    c.options.sampling = sampling_params(f, &m->gguf);
     print_plan(m);
     if (!f->raw) print_template(&tok);
     print_sampling(m, &c.options.sampling);

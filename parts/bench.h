@@ -152,86 +152,76 @@ static size_t device_memory(const Bench *b) {
     return b->m->plan.weights && b->free_before > free_bytes ? b->free_before - free_bytes : 0;
 }
 
-// One test: runs it, prints its line.
-static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
-    static const char *const kinds[] = { "pp", "tg", "vs" };
-    Model *m = b->m;
-    const Ops *op = m->ops;
-    char test[64], what[48], size[32], read_rate[48] = "";
-    double *speed = alloc_or_die(o->n_runs, sizeof *speed), mean = 0, sd = 0, bytes = 0, params = 0, joules = 0;
-    size_t file_bytes = 0;
+typedef struct {              // of one test
+    char   name[64];
+    int    n;                 // tokens, or rows of a step
+    BenchKind kind;
+    bool   filled;            // the context was, with random numbers
+    const double *speed;      // (n_runs) tokens (rows) per second
+    double mean, sd, rate;    // rate: bytes per second that a token's weights and cache rows come to
+    double per_step, joules;  // launches of a step, energy of a token; 0: not known
+} BenchResult;
+
+static void model_size(const Model *m, double *bytes, double *params) {
+    *bytes = *params = 0;
     for (size_t i = 0; i < m->gguf.n_tensors; i++) {
         const GgufTensor *t = &m->gguf.tensors[i];
-        file_bytes += (size_t)t->size;
-        params += (double)t->ne[0] * (double)t->ne[1] * (double)t->ne[2] * (double)t->ne[3];
+        *bytes += (double)t->size;
+        *params += (double)t->ne[0] * (double)t->ne[1] * (double)t->ne[2] * (double)t->ne[3];
     }
-    const bool filled = b->depth && o->random_fill;
-    const int n_steps = kind == GENERATE_TEST ? n : kind == VERIFY_TEST ? VERIFY_STEPS : 0;
-    const int n_rows = kind == VERIFY_TEST ? VERIFY_STEPS * n : n;
-    const int at = snprintf(test, sizeof test, "%s%d", kinds[kind], n);
-    if (b->depth) snprintf(test + at, sizeof test - (size_t)at, " @ d%d%s", b->depth, filled ? " (random fill)" : "");
-    snprintf(what, sizeof what, "%.19s", test);
-    int64_t launches = 0;                              // before the last run, whose steps are all recorded
-    for (int i = 0; i < o->n_runs; i++) {
-        progress(what, i, o->n_runs, "runs");
-        copy_rings(m, 0, b->rings, COPY_IN);
-        set_length(m, 0, b->depth);
-        op->wait();
-        const double before = b->has_joules ? op->joules() : 0;
-        if (i + 1 == o->n_runs && op->launches) launches = op->launches();
-        speed[i] = n_rows / bench_run(b, n, kind, NULL);
-        if (b->has_joules) joules += (op->joules() - before) / ((double)n_rows * o->n_runs);
-        mean += speed[i] / o->n_runs;
-    }
-    const double per_step = op->launches && n_steps ? (double)(op->launches() - launches) / n_steps : 0;
-    progress(what, o->n_runs, o->n_runs, "runs");
-    for (int i = 0; i < o->n_runs; i++) sd += (speed[i] - mean) * (speed[i] - mean);
-    sd = o->n_runs > 1 ? sqrt(sd / (o->n_runs - 1)) : 0;
-    for (int i = 0; i < n && kind == GENERATE_TEST; i++) bytes += bytes_per_token(m, b->depth + i) / n;
-    const double rate = bytes * mean, share_of = b->bandwidth > 0 ? rate / b->bandwidth : 0;
+}
 
-    const struct { const char *name; double value; } numbers[] = {
-        { "model_size", (double)file_bytes }, { "model_n_params", params }, { "n_ubatch", m->options.n_batch },
-        { "n_threads", count_threads() }, { "n_prompt", kind == PROMPT_TEST ? n : 0 },
-        { "n_gen", kind == GENERATE_TEST ? n : 0 }, { "n_depth", b->depth }, { "avg_ts", mean },
-        { "stddev_ts", sd }, { "read_bytes_per_s", rate },
-        { "bandwidth_bytes_per_s", b->bandwidth }, { "planned_bytes", (double)planned_memory(m) },
-        { "resident_bytes", (double)resident_memory() }, { "n_verify", kind == VERIFY_TEST ? n : 0 },
-        { "launches_per_step", per_step }, { "joules_per_token", joules }, { "device_bytes", (double)device_memory(b) } };
-    const struct { const char *name, *value; } texts[] = {
-        { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", op->name },
-        { "type_k", kv_name(m->options.k_type) }, { "type_v", kv_name(m->options.v_type) },
-        { "fill", !b->depth ? "none" : filled ? "random" : "prompt" } };
-    enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
-    const bool first = !b->n_printed++;
-    if (o->format == BENCH_MD) {
-        const int width = o->random_fill ? 30 : 15;
-        const char *line = "------------------------------";
-        if (first) {
-            printf("| %-30s | %10s | %10s | %-10s | %7s | %*s | %20s | %18s |", "model", "size", "params", "backend",
-                   "threads", width, "test", "t/s", "GB/s (of memory)");
-            if (op->launches) printf(" %8s |", "launches");
-            if (b->has_joules) printf(" %7s |", "J/token");
-            printf("\n| %s | ---------: | ---------: | ---------- | ------: | %.*s: | -------------------: | "
-                   "-----------------: |", line, width - 1, line);
-            if (op->launches) printf(" -------: |");
-            if (b->has_joules) printf(" ------: |");
-            printf("\n");
-        }
-        snprintf(size, sizeof size, "%.2f %s", (double)file_bytes / (file_bytes < (1u << 30) ? 1 << 20 : 1 << 30),
-                 file_bytes < (1u << 30) ? "MiB" : "GiB");
-        char count[32], mark[48];
-        snprintf(count, sizeof count, "%.2f %s", params / (params < 1e9 ? 1e6 : 1e9), params < 1e9 ? "M" : "B");
-        snprintf(mark, sizeof mark, "%.2f ± %.2f", mean, sd);
-        if (kind == GENERATE_TEST)
-            snprintf(read_rate, sizeof read_rate, share_of > 0 ? "%.2f (%.0f %%)" : "%.2f", rate * 1e-9, share_of * 100);
-        printf("| %-30s | %10s | %10s | %-10s | %7d | %*s | %21s | %18s |", model_name(m), size, count, op->name,
-               count_threads(), width, test, mark, read_rate);
-        if (op->launches && n_steps) printf(" %8.1f |", per_step);
-        if (op->launches && !n_steps) printf(" %8s |", "");         // what cuBLAS launches is not known
-        if (b->has_joules) printf(" %7.3f |", joules);
+static void print_markdown(const Bench *b, const BenchOptions *o, const BenchResult *r, bool first) {
+    const Ops *op = b->m->ops;
+    const int width = o->random_fill ? 30 : 15;
+    const char *line = "------------------------------";
+    double bytes, params;
+    char size[32], count[32], mark[48], read_rate[48] = "";
+    if (first) {
+        printf("| %-30s | %10s | %10s | %-10s | %7s | %*s | %20s | %18s |", "model", "size", "params", "backend",
+               "threads", width, "test", "t/s", "GB/s (of memory)");
+        if (op->launches) printf(" %8s |", "launches");
+        if (b->has_joules) printf(" %7s |", "J/token");
+        printf("\n| %s | ---------: | ---------: | ---------- | ------: | %.*s: | -------------------: | "
+               "-----------------: |", line, width - 1, line);
+        if (op->launches) printf(" -------: |");
+        if (b->has_joules) printf(" ------: |");
         printf("\n");
-    } else if (o->format == BENCH_CSV) {
+    }
+    model_size(b->m, &bytes, &params);
+    snprintf(size, sizeof size, "%.2f %s", bytes / (bytes < 0x1p30 ? 0x1p20 : 0x1p30), bytes < 0x1p30 ? "MiB" : "GiB");
+    snprintf(count, sizeof count, "%.2f %s", params / (params < 1e9 ? 1e6 : 1e9), params < 1e9 ? "M" : "B");
+    snprintf(mark, sizeof mark, "%.2f ± %.2f", r->mean, r->sd);
+    if (r->kind == GENERATE_TEST)
+        snprintf(read_rate, sizeof read_rate, b->bandwidth > 0 ? "%.2f (%.0f %%)" : "%.2f", r->rate * 1e-9,
+                 b->bandwidth > 0 ? r->rate / b->bandwidth * 100 : 0);
+    printf("| %-30s | %10s | %10s | %-10s | %7d | %*s | %21s | %18s |", model_name(b->m), size, count, op->name,
+           count_threads(), width, r->name, mark, read_rate);
+    if (op->launches && r->kind != PROMPT_TEST) printf(" %8.1f |", r->per_step);
+    if (op->launches && r->kind == PROMPT_TEST) printf(" %8s |", "");          // what cuBLAS launches is not known
+    if (b->has_joules) printf(" %7.3f |", r->joules);
+    printf("\n");
+}
+
+// The same as CSV or JSON, and more.
+static void print_fields(const Bench *b, const BenchOptions *o, const BenchResult *r, bool first) {
+    const Model *m = b->m;
+    double bytes, params;
+    model_size(m, &bytes, &params);
+    const struct { const char *name; double value; } numbers[] = {
+        { "model_size", bytes }, { "model_n_params", params }, { "n_ubatch", m->options.n_batch },
+        { "n_threads", count_threads() }, { "n_prompt", r->kind == PROMPT_TEST ? r->n : 0 },
+        { "n_gen", r->kind == GENERATE_TEST ? r->n : 0 }, { "n_depth", b->depth }, { "avg_ts", r->mean },
+        { "stddev_ts", r->sd }, { "read_bytes_per_s", r->rate },
+        { "bandwidth_bytes_per_s", b->bandwidth }, { "planned_bytes", (double)planned_memory(m) },
+        { "resident_bytes", (double)resident_memory() }, { "n_verify", r->kind == VERIFY_TEST ? r->n : 0 },
+        { "launches_per_step", r->per_step }, { "joules_per_token", r->joules }, { "device_bytes", (double)device_memory(b) } };
+    const struct { const char *name, *value; } texts[] = {
+        { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", m->ops->name },
+        { "type_k", kv_name(m->options.k_type) }, { "type_v", kv_name(m->options.v_type) },
+        { "fill", !b->depth ? "none" : r->filled ? "random" : "prompt" } };
+    enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
+    if (o->format == BENCH_CSV) {
         for (int i = 0; i < N_TEXTS && first; i++) printf("%s,", texts[i].name);
         for (int i = 0; i < N_NUMBERS && first; i++) printf("%s%s", numbers[i].name, i + 1 < N_NUMBERS ? "," : "\n");
         for (int i = 0; i < N_TEXTS; i++) {
@@ -239,17 +229,50 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
             putchar(',');
         }
         for (int i = 0; i < N_NUMBERS; i++) printf("%.12g%s", numbers[i].value, i + 1 < N_NUMBERS ? "," : "\n");
-    } else {
-        printf(first ? "[\n  {" : ",\n  {");
-        for (int i = 0; i < N_TEXTS; i++) {
-            printf("%s\n    \"%s\": ", i ? "," : "", texts[i].name);
-            print_text(texts[i].value, '\\');
-        }
-        for (int i = 0; i < N_NUMBERS; i++) printf(",\n    \"%s\": %.12g", numbers[i].name, numbers[i].value);
-        printf(",\n    \"samples_ts\": [");
-        for (int i = 0; i < o->n_runs; i++) printf("%s%.12g", i ? ", " : "", speed[i]);
-        printf("]\n  }");
+        return;
     }
+    printf(first ? "[\n  {" : ",\n  {");
+    for (int i = 0; i < N_TEXTS; i++) {
+        printf("%s\n    \"%s\": ", i ? "," : "", texts[i].name);
+        print_text(texts[i].value, '\\');
+    }
+    for (int i = 0; i < N_NUMBERS; i++) printf(",\n    \"%s\": %.12g", numbers[i].name, numbers[i].value);
+    printf(",\n    \"samples_ts\": [");
+    for (int i = 0; i < o->n_runs; i++) printf("%s%.12g", i ? ", " : "", r->speed[i]);
+    printf("]\n  }");
+}
+
+// One test: runs it, prints its line.
+static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
+    static const char *const kinds[] = { "pp", "tg", "vs" };
+    Model *m = b->m;
+    const Ops *op = m->ops;
+    double *speed = alloc_or_die(o->n_runs, sizeof *speed);
+    BenchResult r = { .n = n, .kind = kind, .filled = b->depth && o->random_fill, .speed = speed };
+    const int n_steps = kind == GENERATE_TEST ? n : kind == VERIFY_TEST ? VERIFY_STEPS : 0;
+    const int n_rows = kind == VERIFY_TEST ? VERIFY_STEPS * n : n;
+    const int at = snprintf(r.name, sizeof r.name, "%s%d", kinds[kind], n);
+    if (b->depth) snprintf(r.name + at, sizeof r.name - (size_t)at, " @ d%d%s", b->depth, r.filled ? " (random fill)" : "");
+    int64_t launches = 0;                              // before the last run, whose steps are all recorded
+    for (int i = 0; i < o->n_runs; i++) {
+        progress(r.name, i, o->n_runs, "runs");
+        copy_rings(m, 0, b->rings, COPY_IN);
+        set_length(m, 0, b->depth);
+        op->wait();
+        const double before = b->has_joules ? op->joules() : 0;
+        if (i + 1 == o->n_runs && op->launches) launches = op->launches();
+        speed[i] = n_rows / bench_run(b, n, kind, NULL);
+        if (b->has_joules) r.joules += (op->joules() - before) / ((double)n_rows * o->n_runs);
+        r.mean += speed[i] / o->n_runs;
+    }
+    r.per_step = op->launches && n_steps ? (double)(op->launches() - launches) / n_steps : 0;
+    progress(r.name, o->n_runs, o->n_runs, "runs");
+    for (int i = 0; i < o->n_runs; i++) r.sd += (speed[i] - r.mean) * (speed[i] - r.mean);
+    r.sd = o->n_runs > 1 ? sqrt(r.sd / (o->n_runs - 1)) : 0;
+    for (int i = 0; i < n && kind == GENERATE_TEST; i++) r.rate += bytes_per_token(m, b->depth + i) / n * r.mean;
+    const bool first = !b->n_printed++;
+    if (o->format == BENCH_MD) print_markdown(b, o, &r, first);
+    else print_fields(b, o, &r, first);
     flush_output();
     free(speed);
 }

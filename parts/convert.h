@@ -663,6 +663,32 @@ static int arch_int(Gguf *g, const char *key, int otherwise) {
     return (int)v;
 }
 
+typedef struct { const char *what; size_t done, total; } Bar;        // of bytes
+
+// Writes a tensor of the file `in` as `type`, with zeros up to a multiple of 32 bytes; returns how many bytes these are. *piece
+// is room that it may enlarge.
+static size_t write_tensor(const Output *o, const GgufTensor *t, int type, uint8_t **piece, const char *in, const Bar *bar) {
+    static const uint8_t zeros[32];
+    const size_t row = gguf_row_size(type, (size_t)t->ne[0]), in_row = gguf_row_size(t->type, (size_t)t->ne[0]);
+    const size_t n_rows = (size_t)(t->ne[1] * t->ne[2] * t->ne[3]), step = row < PIECE_BYTES ? PIECE_BYTES / row : 1;
+    const bool converts = type != t->type;
+    if (converts) {
+        *piece = realloc(*piece, step * row);
+        if (!*piece) die_output(o, "out of memory: %zu bytes wanted", step * row);
+    }
+    for (size_t r = 0; r < n_rows; r += step) {
+        const size_t n = n_rows - r < step ? n_rows - r : step, done = bar->done + (r + n) * row;
+        const int bad = converts ? convert_rows(t, t->data + r * in_row, type, *piece, n) : 0;
+        if (bad & NOT_FINITE) die_output(o, "tensor '%s' of %s holds values that are not finite", shown(t->name), in);
+        if (bad) die_output(o, "tensor '%s' of %s holds values too large for %s", shown(t->name), in, gguf_type_name(type));
+        write_model_output(o, converts ? *piece : t->data + r * in_row, n * row);
+        if (done < bar->total) progress(bar->what, done, bar->total, "B");
+    }
+    const size_t pad = round_up(n_rows * row, 32) - n_rows * row;
+    write_model_output(o, zeros, pad);
+    return n_rows * row + pad;
+}
+
 static void verb_quantize(const char *in, const char *out, const char *type_name) {
     Mixture m = { .recipe = find_recipe(type_name) };
     GgufWriter w = { 0 };
@@ -716,31 +742,8 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
     size_t at = head_size;
     progress(m.recipe->name, 0, total, "B");
     write_model_output(&o, head, head_size);
-    for (size_t i = 0; i < g.n_tensors; i++) {
-        const GgufTensor *t = order[i];
-        const size_t row = gguf_row_size(types[i], (size_t)t->ne[0]), in_row = gguf_row_size(t->type, (size_t)t->ne[0]);
-        const size_t n_rows = (size_t)(t->ne[1] * t->ne[2] * t->ne[3]), step = row < PIECE_BYTES ? PIECE_BYTES / row : 1;
-        static const uint8_t zeros[32];
-        if (types[i] != t->type) {
-            piece = realloc(piece, step * row);
-            if (!piece) die_output(&o, "out of memory: %zu bytes wanted", step * row);
-        }
-        for (size_t r = 0; r < n_rows; r += step) {
-            const size_t n = n_rows - r < step ? n_rows - r : step;
-            const int bad = types[i] != t->type ? convert_rows(t, t->data + r * in_row, types[i], piece, n) : 0;
-            if (bad & NOT_FINITE)
-                die_output(&o, "tensor '%s' of %s holds values that are not finite", shown(t->name), in);
-            if (bad)
-                die_output(&o, "tensor '%s' of %s holds values too large for %s", shown(t->name), in,
-                           gguf_type_name(types[i]));
-            write_model_output(&o, types[i] == t->type ? t->data + r * in_row : piece, n * row);
-            at += n * row;
-            if (at < total) progress(m.recipe->name, at, total, "B");
-        }
-        const size_t pad = round_up(n_rows * row, 32) - n_rows * row;
-        write_model_output(&o, zeros, pad);
-        at += pad;
-    }
+    for (size_t i = 0; i < g.n_tensors; i++)
+        at += write_tensor(&o, order[i], types[i], &piece, in, &(Bar){ m.recipe->name, at, total });
     progress(m.recipe->name, total, total, "B");       // the line goes away
     close_model_output(&o);
     const double dt = seconds() - t0, mib = 1 << 20;
