@@ -718,6 +718,7 @@ typedef struct {
     } sent;
     StepRow     *chunk;                // (n_batch) room for a caller of step() to write rows to
     int          n_rows, n_segs, n_kept;
+    const volatile sig_atomic_t *stop; // a prompt step is given up between two layers when this is set; NULL: it is not
     bool         ahead;                // the last step was FED: it is under way before anybody knows whether it is wanted
     const char  *dump_dir;             // checkpoints go to files here; "": into memory; NULL: there are none
     Checkpoint  *checkpoints;          // (n_checkpoints) of the steps so far, in memory
@@ -1168,6 +1169,7 @@ static void free_model(Model *m) {
 // Checkpoints carry the names of llama.cpp's gemma4 graph. They cost nothing unless --dump is given.
 
 enum { OUT_OF_LAYERS = -1 };
+enum { LAYERS_AHEAD = 2, MANY_ROWS = 512 };            // see go_on()
 
 // Keeps n_rows x cols values in memory, or appends them to DIR/NAME-LAYER.f32 (DIR/NAME.f32 outside the layers); the first
 // step of a run truncates.
@@ -1215,6 +1217,7 @@ typedef struct {              // what one pass through the layers carries along
     const float *ple;         // (n_rows, n_layers, ple_dim)
     bool  staged;             // a prompt step: rows of sliding layers wait in m->stage until their last reader is done
     int   waiting;            // layer whose rows are in the stage; -1: none
+    int   marks[LAYERS_AHEAD + 1];     // where the last layers began
 } Pass;
 
 // The stream as the input of a product whose norm weight is w_pre. If something is to be added, the sum goes to the other
@@ -1397,6 +1400,18 @@ static void per_layer_embedding(Model *m, int l, Pass *p) {
     checkpoint_added(m, "per_layer_embd_out", l, p->stream, n_rows);
 }
 
+// Whether layer l of a prompt step is still wanted. A backend that works beside the host is given at most LAYERS_AHEAD layers
+// more than it has done, so that there is something to give up; few rows are done before anybody could want to.
+static bool go_on(const Model *m, int l, Pass *p) {
+    const Ops *op = m->ops;
+    if (!m->stop || !p->staged) return true;
+    if (op->mark && m->n_rows >= MANY_ROWS) {
+        p->marks[l % (LAYERS_AHEAD + 1)] = op->mark();
+        if (l >= LAYERS_AHEAD) op->wait_for(p->marks[(l + 1) % (LAYERS_AHEAD + 1)]);
+    }
+    return !*m->stop;
+}
+
 /* TRAPS  what differs from Llama, and the test that sees it when it is wrong (all: the golden logits of test_forward.c)
  *  1. embedding times sqrt(dim); the LM head uses the same table without it                          golden
  *  2. norm weights as stored, no "1 + w"                                                             golden
@@ -1419,7 +1434,9 @@ static void per_layer_embedding(Model *m, int l, Pass *p) {
  * 16. layer_output_scale multiplies the whole stream, last                                           golden
  * 17. logits = 30 tanh(z / 30)                                                                       golden
  * 18. positions are len + depth, taken before anything is stored                                     test_cache */
-static void forward(Model *m, bool staged) {
+// False: it was given up half-way. What it has written to caches lies behind the sessions' ends, but in rings that have gone
+// round.
+static bool forward(Model *m, bool staged) {
     const Config *c = &m->config;
     const Weights *w = &m->weights;
     const Ops *op = m->ops;
@@ -1441,6 +1458,7 @@ static void forward(Model *m, bool staged) {
     }
 
     for (int l = 0; l < c->n_layers; l++) {
+        if (!go_on(m, l, &p)) return false;
         if (!attention(m, l, &p)) break;
         feed_forward(m, l, &p);
         if (c->ple_dim) per_layer_embedding(m, l, &p);
@@ -1452,7 +1470,7 @@ static void forward(Model *m, bool staged) {
     if (!m->n_kept) {                                  // truncates what an earlier dump left: a later chunk appends
         checkpoint(m, "result_norm", OUT_OF_LAYERS, s->hidden, 0, c->dim);
         checkpoint(m, "result_output", OUT_OF_LAYERS, s->logits, 0, c->vocab);
-        return;
+        return true;
     }
     if (p.batch.n_rows > m->n_kept) {                  // a dump went through all layers with all rows
         op->close(&(Close){ .n_rows = p.batch.n_rows, .cols = c->dim, .in = enter(s, &p.stream, NULL) });
@@ -1463,6 +1481,7 @@ static void forward(Model *m, bool staged) {
                       .cap = c->logit_cap, .logits = s->logits, .hidden = s->hidden });
     checkpoint(m, "result_norm", OUT_OF_LAYERS, s->hidden, m->n_kept, c->dim);
     checkpoint(m, "result_output", OUT_OF_LAYERS, s->logits, m->n_kept, c->vocab);
+    return true;
 }
 
 // ==== [6] Step: batch, run, commit ===================================================================================
@@ -1488,7 +1507,8 @@ static void send(Model *m, void *dst, void *sent, const void *src, size_t bytes)
 }
 
 // Runs the rows of n_segs segments of different sessions. Returns the number of rows of logits, in the order of the rows
-// that want them. The caller has checked token ids and that len + n fits the session.
+// that want them; -1: m->stop was set, and nothing is there to commit. The caller has checked token ids and that len + n fits
+// the session.
 static int step(Model *m, const StepSeg *segs, int n_segs) {
     const Ops *op = m->ops;
     State *s = &m->s;
@@ -1534,14 +1554,15 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
     const StepKey key = { .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs, .kept = m->n_kept,
                           .logits = m->n_kept, .variant = fed ? ROW_IS_FED : PLAIN };
     const bool record = !m->dump_dir;                  // checkpoints copy out as they go
+    bool done = true;
     if (!record || op->begin(key)) {
         if (fed) op->gather_rows(&(GatherRows){ .n_rows = m->n_rows, .cols = 1, .src = s->chosen, .src_stride = 1,
                                                 .dst = &s->rows->token, .dst_stride = sizeof(Row) / sizeof(int32_t) });
-        forward(m, staged);
+        done = forward(m, staged);
     }
     if (record) op->end();
     m->steps++;
-    return m->n_kept;
+    return done ? m->n_kept : -1;
 }
 
 // Makes n_accept[i] rows of the last step's segment i part of its session: of a CHAIN the first ones, of a TREE the rows
@@ -1964,6 +1985,18 @@ static bool may_go_ahead(const Session *s) {
            !m->dump_dir && (n < 0 || s->turn.made + 1 < n) && !s->cancelled;
 }
 
+// What a session has to tell without running anything. False: it has tokens to run.
+static bool is_settled(Session *s, Event *e) {
+    if (s->answering && s->cancelled && !s->ending) end_answer(s, END_CANCELLED);
+    if (s->ending || !s->answering) {
+        tell_end(s, e);
+        return true;
+    }
+    *e = s->shifted;
+    s->shifted.dropped = 0;
+    return e->dropped > 0;
+}
+
 // Runs the next rows of n sessions in one step, and tells each what came of it.
 static void run_sessions(Session *const *sessions, Event *const *events, int n) {
     Model *m = sessions[0]->m;
@@ -1979,14 +2012,16 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
         segs[i] = (StepSeg){ .seq = s->seq, .kind = SEG_CHAIN, .n = n_rows[i], .rows = row };
         for (int k = 0; k < n_rows[i]; k++, row++)
             *row = (StepRow){ .token = s->todo.ids[s->at + k], .want = s->at + k + 1 == (int)s->todo.n };
-        if (s->prompting) {
-            s->turn.n_run += s->turn.shifts ? 0 : n_rows[i];
-        } else {
-            s->turn.steps++;
-            s->turn.read += bytes_per_token(m, m->len[s->seq]);
-        }
+        s->turn.steps += !s->prompting;
+        s->turn.read += s->prompting ? 0 : bytes_per_token(m, m->len[s->seq]);
     }
-    if (!runs_already) step(m, segs, n);
+    m->stop = n == 1 ? &sessions[0]->cancelled : NULL;
+    if (!runs_already && step(m, segs, n) < 0) {
+        sessions[0]->row = -1;                         // the rings may have lost what its last logits came from
+        is_settled(sessions[0], events[0]);
+        return;
+    }
+    m->stop = NULL;
     const int n_kept = m->n_kept;
     const int64_t step_number = m->steps;
     finish_step(m, n_rows, NULL, n_kept > 0);
@@ -2001,11 +2036,12 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
     const int mark = ahead ? op->mark() : 0;
     if (ahead) step(m, segs, n);
     if (ahead) op->wait_for(mark);
-    else op->wait();
+    else if (n_kept) op->wait();
 
     for (int i = 0, k = 0; i < n; i++) {
         Session *s = sessions[i];
         for (int r = 0; r < n_rows[i]; r++) push_id(s, &s->held, s->todo.ids[s->at++]);
+        s->turn.n_run += s->prompting && !s->turn.shifts ? n_rows[i] : 0;
         s->fed = ahead;
         if (s->want_mark == m->len[s->seq]) session_save(s);
         if (s->at == (int)s->todo.n) {
@@ -2016,18 +2052,6 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
             *events[i] = (Event){ .kind = EVENT_PROMPT, .done = s->at, .total = (int)s->todo.n };
         }
     }
-}
-
-// What a session has to tell without running anything. False: it has tokens to run.
-static bool is_settled(Session *s, Event *e) {
-    if (s->answering && s->cancelled && !s->ending) end_answer(s, END_CANCELLED);
-    if (s->ending || !s->answering) {
-        tell_end(s, e);
-        return true;
-    }
-    *e = s->shifted;
-    s->shifted.dropped = 0;
-    return e->dropped > 0;
 }
 
 // One piece of work for each of n sessions of one model, all different, and events[i] for what came of it: a chunk of a
@@ -2371,6 +2395,7 @@ static void verb_plan(const char *model, const Ops *ops, PlanOptions o) {
 // ---- answers on the terminal: text on stdout as it comes, statistics on stderr, each line with "# " ----
 
 static volatile sig_atomic_t interrupted;              // the number of the first signal; a second one ends the process
+static Session *volatile answering;                    // what it cancels
 
 static void on_interrupt(int signal_number) {
     if (interrupted) {                                 // what was generated is written; a terminal is as we found it
@@ -2380,6 +2405,7 @@ static void on_interrupt(int signal_number) {
         _exit(128 + signal_number);
     }
     interrupted = signal_number;
+    if (answering) session_cancel(answering);
 }
 
 // From now on the signal asks to stop, unless it is ignored, as nohup and shells without job control have it.
@@ -2480,8 +2506,9 @@ static bool print_answer(Session *s, const ShowOptions *o) {
     bool thought = false, content = false;
     Event e = { .kind = EVENT_PROMPT };
     progress("prompt", 0, total, "tokens");
+    answering = s;
+    if (interrupted) session_cancel(s);                // it came before there was anything to cancel
     while (e.kind != EVENT_END) {
-        if (interrupted) session_cancel(s);
         session_next(s, &e);
         if (e.kind == EVENT_PROMPT) progress("prompt", (size_t)e.done, (size_t)e.total, "tokens");
         else if (bar_shown) progress("prompt", total, total, "tokens");
@@ -2492,6 +2519,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
             print_top_logits(s->t, s->m->len[s->seq], e.ids[0], o->top_logits, logits, (int)vocab);
         show_text(&e, o, &thought, &content);
     }
+    answering = NULL;
     if (thought && !content) fprintf(stderr, "\n");
     show_calls(&s->reply);
     if ((o->newline || isatty(1)) && !s->reply.n_calls) write_text("\n", 1);

@@ -25,6 +25,8 @@ static struct {
     int  n_late, n_marks;
     int  n_fed, n_samples;    // steps that took their token from the device; choices
     int  interrupt_at;        // the choice at which Ctrl-C comes; 0: none
+    int  cancel_at;           // the attend() at which the session is cancelled; 0: none
+    Session *cancelled;
 } beside;
 
 static void arrive(int before) {                       // what was copied before a mark
@@ -60,7 +62,12 @@ static bool count_begin(StepKey key) {
 
 static void count_sample(const Sample *o) {
     beside.base->sample(o);
-    if (++beside.n_samples == beside.interrupt_at) interrupted = 1;
+    if (++beside.n_samples == beside.interrupt_at) on_interrupt(SIGINT);
+}
+
+static void count_attend(const Attend *o) {
+    beside.base->attend(o);
+    if (beside.cancel_at && !--beside.cancel_at) session_cancel(beside.cancelled);
 }
 
 // A backend with or without marks. One that has marks of its own loses them, or keeps them.
@@ -69,6 +76,7 @@ static const Ops *backend(const Ops *base, bool marks) {
     beside.ops = *base;
     beside.ops.begin = count_begin;
     beside.ops.sample = count_sample;
+    beside.ops.attend = count_attend;
     if (!marks) beside.ops.mark = NULL;
     if (!marks || base->mark) return &beside.ops;
     beside.ops.copy = late_copy;
@@ -304,12 +312,53 @@ static void compare_together(const Ops *base, bool marks) {
     free(m);
 }
 
+// A session that is cancelled within a chunk of its prompt says so before the chunk is over, and answers the same prompt as if
+// nothing had been.
+static void cancel_prompt(const Ops *base, bool marks) {
+    static Said said[2];
+    enum { N_PROMPT = 700, N_BATCH = 600 };
+    const PlanOptions o = { .n_ctx = 1024, .n_seqs = 1, .n_batch = N_BATCH, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16 };
+    Model *m = alloc_or_die(1, sizeof *m);
+    Tokenizer tok;
+    int32_t ids[N_PROMPT];
+    load_model(m, MINI, backend(base, marks), o, NULL);
+    load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    for (int i = 0; i < N_PROMPT; i++) ids[i] = i ? 300 + i * 37 % 3000 : tok.bos;
+    memset(said, 0, sizeof said);
+    for (int again = 0; again < 2; again++) {
+        Session s;
+        Event e = { .kind = EVENT_PROMPT };
+        const AnswerOptions answer = { .n_predict = 12, .ignore_eos = true, .think_budget = -1, .sampling.repeat = 1 };
+        session_open(&s, m, &tok, 0);
+        for (int layers = again ? m->config.n_layers + 2 : 0; layers > 0; layers -= m->config.n_layers) {      // chunk 2, then 1
+            beside.cancelled = &s;
+            beside.cancel_at = layers;
+            CHECK(session_start(&s, &(Prompt){ .ids = ids, .n = N_PROMPT }, &answer), "%s", s.err);
+            int n_chunks = 0;
+            for (e.kind = EVENT_PROMPT; e.kind == EVENT_PROMPT; n_chunks++) session_next(&s, &e);
+            CHECK(e.kind == EVENT_END && e.end == END_CANCELLED && n_chunks == 1 + (layers > m->config.n_layers),
+                  "cancelled at layer %d: %d chunks, event %d", layers, n_chunks, e.kind);
+            CHECK(!beside.cancel_at && (int)s.held.n == m->len[0], "%d tokens held, %d in the cache", (int)s.held.n, m->len[0]);
+        }
+        CHECK(session_start(&s, &(Prompt){ .ids = ids, .n = N_PROMPT }, &answer), "%s", s.err);
+        for (e.kind = EVENT_PROMPT; e.kind != EVENT_END; note(&said[again], &e)) session_next(&s, &e);
+        session_close(&s);
+    }
+    CHECK(said[0].n == 12 && said[1].n == 12 && !memcmp(said[0].ids, said[1].ids, sizeof said[0].ids), "other tokens after a cancelled prompt");
+    tok_free(&tok);
+    free_model(m);
+    free(m);
+}
+
 int main(int argc, char **argv) {                      // -cuda: only the CUDA backend
     const bool all = argc < 2 || strcmp(argv[1], "-cuda");
     make_tmp();
     start_threads(1);
     for (size_t i = 0; all && i < sizeof cases / sizeof *cases; i++) compare(cpu_ops(), &cases[i]);
-    for (int marks = 0; all && marks < 2; marks++) compare_together(cpu_ops(), marks);
+    for (int marks = 0; all && marks < 2; marks++) {
+        compare_together(cpu_ops(), marks);
+        cancel_prompt(cpu_ops(), marks);
+    }
 #ifdef USE_CUDA
     for (size_t i = 0; cuda_ops() && i < sizeof few / sizeof *few; i++) compare(cuda_ops(), &few[i]);
     if (cuda_ops() && !all) compare_together(cuda_ops(), true);
