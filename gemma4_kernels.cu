@@ -64,6 +64,11 @@ typedef struct HostTable {    // rows of a table in pinned host memory
     struct HostTable *next;
 } HostTable;
 
+typedef struct {              // a launch, as far as the next one has to know
+    int      blocks;
+    unsigned writes;          // Writes
+} Launched;
+
 static struct {
     cudaStream_t stream;
     cublasHandle_t blas;
@@ -93,8 +98,7 @@ static struct {
     Recorded *step;           // between begin() and end(): recorded or replayed; NULL: its operations are carried out
     bool   recording;
     int64_t n_launches;       // so far
-    int    last_blocks;       // of the last of them
-    bool   last_was_product;  // that wrote neither rows and lengths of sessions nor caches
+    Launched last;            // of them
     Mark   marks[MAX_MARKS];
     int    n_marks;           // given out so far
     void  *reserved;          // the last one
@@ -132,25 +136,36 @@ static int min_int(int a, int b) { return a < b ? a : b; }
 static int max_int(int a, int b) { return a > b ? a : b; }
 
 // ==== [2] Launch; warp and block helpers =============================================================================
-// Kernels follow each other closely: the blocks of a launch come up while the last blocks of the launch before it still work,
-// and take_turn() holds them until its results can be read. Before, they may read what no operation writes (weights), and what the
-// launches before that last one wrote: it let others come up when it had its own turn, so those had ended.
+// Kernels follow each other closely: the blocks of a launch come up while the last blocks of the launch before it still work
+// (programmatic dependent launch), and take_turn() holds them until its results can be read.
 
 extern __shared__ __align__(16) char shared_bytes[];   // dynamic shared memory of whatever kernel runs
 
-// The first statement of every kernel, or the last one before it touches what operations write. last_word: the kernel writes
-// weights, so the next launch must not fetch any before all of it has ended.
-__device__ static inline void take_turn(bool last_word = false) {
+// The first statement of every kernel, or the last one before it writes, or reads what it may not read early.
+__device__ static inline void take_turn(void) {
 #if __CUDA_ARCH__ >= 900
     cudaGridDependencySynchronize();                   // everything launched before has ended, and can be seen
-    if (!last_word) cudaTriggerProgrammaticLaunchCompletion();         // the next may come up once all blocks got here
+    cudaTriggerProgrammaticLaunchCompletion();         // the next may come up once all blocks got here
 #endif
-    (void)last_word;
 }
 
-// One kernel on the stream; CHECK_LAUNCH behind it names the operation. shared: bytes of dynamic shared memory.
+// What a launch writes. Each states it, and all that it may write.
+enum { WRITES_ACTIVATIONS = 1,          // numbers of rows, choices of experts, results for the host, scratch
+       WRITES_ROWS = 2,                 // rows and segments of a step, lengths of sessions
+       WRITES_CACHE = 4,                // rows of K and V
+       WRITES_WEIGHTS = 8,
+       WRITES_NOTHING = 0, WRITES_ALL_BUT_WEIGHTS = WRITES_ACTIVATIONS | WRITES_ROWS | WRITES_CACHE };
+
+// Whether the next launch may read before its turn what is written by launches that state `written`. Only the last launch
+// counts: it lets the next one come up when it has its own turn, and by then all those before it have ended. Behind copies and
+// cuBLAS the next launch comes up when they have ended.
+static bool may_read_early(unsigned written) { return !(cuda.last.writes & written); }
+
+// One kernel on the stream; CHECK_LAUNCH behind it names the operation. writes: as above; shared: bytes of dynamic shared memory.
+// Every kernel may read weights before its turn, so none comes up beside one that writes them.
 template <typename... Parameters, typename... Arguments>
-static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, Arguments... arguments) {
+static void launch(unsigned writes, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
+                   Arguments... arguments) {
     cudaLaunchConfig_t config = { };
     cudaLaunchAttribute early = { };
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -160,10 +175,9 @@ static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
     config.dynamicSmemBytes = shared;
     config.stream = cuda.stream;
     config.attrs = &early;
-    config.numAttrs = cuda.starts_early;
+    config.numAttrs = cuda.starts_early && may_read_early(WRITES_WEIGHTS);
     cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
-    cuda.last_was_product = false;
-    cuda.last_blocks = (int)(grid.x * grid.y * grid.z);
+    cuda.last = (Launched){ (int)(grid.x * grid.y * grid.z), writes };
     cuda.n_launches += !cuda.recording;
 }
 
@@ -463,7 +477,7 @@ __device__ static inline unsigned file_code(DType t, const uint8_t *b, int i) {
 //   traffic   reads and writes every byte once, bytewise: bound by the bus that brings them, not by memory
 __global__ void repack_kernel(DType t, Format f, int block_values, int block_bytes, const uint8_t *src, Planes p,
                               size_t first_group, size_t n_groups) {
-    take_turn(true);
+    take_turn();
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n_groups) return;
     const size_t first = i * 32, g = first_group + i;
@@ -798,7 +812,7 @@ static void *upload_chunks(void *uploading) {
                    "upload of %d x %d", w->rows, w->cols);
         if (!is_float(w->type)) {
             const size_t groups = n * u->block_values / 32;
-            launch(repack_kernel, (unsigned)((groups + 127) / 128), 128, 0, w->type, u->f, u->block_values, u->block_bytes,
+            launch(WRITES_WEIGHTS, repack_kernel, (unsigned)((groups + 127) / 128), 128, 0, w->type, u->f, u->block_values, u->block_bytes,
                    (const uint8_t *)raw, u->p, at * u->block_values / 32, groups);
             CHECK_LAUNCH("repack of %d x %d, type %d", w->rows, w->cols, (int)w->type);
         }
@@ -1110,11 +1124,11 @@ static void launch_prepare(const In *in, const In *beside, Prepared out, Prepare
     int n_weights = 0;
     for (const float *w : o.norm) n_weights += w != NULL;
     if (o.quads && cols <= NARROW_COLS)
-        launch(prepare_kernel<NARROW_QUADS>, n_rows, ROW_THREADS, n_weights * cols * sizeof(float), o, out, out_beside);
+        launch(WRITES_ACTIVATIONS, prepare_kernel<NARROW_QUADS>, n_rows, ROW_THREADS, n_weights * cols * sizeof(float), o, out, out_beside);
     else if (o.quads && cols <= ROW_COLS)
-        launch(prepare_kernel<ROW_QUADS>, n_rows, ROW_THREADS, n_weights * cols * sizeof(float), o, out, out_beside);
+        launch(WRITES_ACTIVATIONS, prepare_kernel<ROW_QUADS>, n_rows, ROW_THREADS, n_weights * cols * sizeof(float), o, out, out_beside);
     else
-        launch(prepare_kernel<0>, n_rows, ROW_THREADS, round_up(cols, 4) * sizeof(float), o, out, out_beside);
+        launch(WRITES_ACTIVATIONS, prepare_kernel<0>, n_rows, ROW_THREADS, round_up(cols, 4) * sizeof(float), o, out, out_beside);
     CHECK_LAUNCH("prepare n_rows=%d cols=%d", n_rows, cols);
 }
 
@@ -1153,7 +1167,7 @@ __global__ void embed_kernel(Batch b, Planes table, DType type, int vocab, int c
 }
 static void cuda_embed(const Embed *o) {
     const Tensor *t = o->table;
-    launch(embed_kernel, dim3(o->batch->n_rows, div_up(div_up(t->cols, 32), 128)), 128, 0, *o->batch, planes_of(t), t->type,
+    launch(WRITES_ACTIVATIONS, embed_kernel, dim3(o->batch->n_rows, div_up(div_up(t->cols, 32), 128)), 128, 0, *o->batch, planes_of(t), t->type,
            t->rows, t->cols, o->scale, o->out, o->out_stride);
     CHECK_LAUNCH("embed n_rows=%d cols=%d", o->batch->n_rows, t->cols);
 }
@@ -1185,7 +1199,7 @@ __global__ void ple_rows_kernel(Batch b, Planes table, DType type, int vocab, co
         row[i] = (w_norm[i] * (row[i] * proj_scale * scale) + embedding[i] * table_scale) * out_scale;
 }
 static void cuda_ple_rows(const PleRows *o) {
-    launch(ple_rows_kernel, dim3(o->batch->n_rows, o->n_layers), 256, o->ple_dim * sizeof(float),
+    launch(WRITES_ACTIVATIONS, ple_rows_kernel, dim3(o->batch->n_rows, o->n_layers), 256, o->ple_dim * sizeof(float),
         *o->batch, planes_of(o->table), o->table->type, o->table->rows, o->w_norm, o->u, o->n_layers, o->ple_dim,
         o->proj_scale, o->table_scale, o->out_scale, o->eps);
     CHECK_LAUNCH("ple_rows n_rows=%d n_layers=%d ple_dim=%d", o->batch->n_rows, o->n_layers, o->ple_dim);
@@ -1207,7 +1221,7 @@ __global__ void gather_rows_kernel(const uint32_t *src, const int32_t *index, ui
     dst[(size_t)blockIdx.x * dst_stride + i] = src[from * src_stride + i];
 }
 static void cuda_gather_rows(const GatherRows *o) {
-    launch(gather_rows_kernel, dim3(o->n_rows, div_up(o->cols, 256)), 256, 0,
+    launch(WRITES_ACTIVATIONS | WRITES_ROWS, gather_rows_kernel, dim3(o->n_rows, div_up(o->cols, 256)), 256, 0,
         (const uint32_t *)o->src, o->index, (uint32_t *)o->dst, o->cols, o->src_stride, o->dst_stride);
     CHECK_LAUNCH("gather_rows n_rows=%d cols=%d", o->n_rows, o->cols);
 }
@@ -2895,10 +2909,10 @@ static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
     const int rounds = div_up(pieces, slots);
     const int blocks = !t.n_pairs && rounds > 2 && rounds <= FEW_ROUNDS ? div_up(pieces, rounds) : min_int(pieces, slots);
     const size_t shared = (size_t)t.sums_at + fixed;
-    if (tiles == 1) launch(tile_kernel<1>, blocks, TILE_BLOCK, shared, t);
-    else if (tiles == 2) launch(tile_kernel<2>, blocks, TILE_BLOCK, shared, t);
-    else if (tiles == 4) launch(tile_kernel<4>, blocks, TILE_BLOCK, shared, t);
-    else launch(tile_kernel<8>, blocks, TILE_BLOCK, shared, t);
+    if (tiles == 1) launch(WRITES_ACTIVATIONS, tile_kernel<1>, blocks, TILE_BLOCK, shared, t);
+    else if (tiles == 2) launch(WRITES_ACTIVATIONS, tile_kernel<2>, blocks, TILE_BLOCK, shared, t);
+    else if (tiles == 4) launch(WRITES_ACTIVATIONS, tile_kernel<4>, blocks, TILE_BLOCK, shared, t);
+    else launch(WRITES_ACTIVATIONS, tile_kernel<8>, blocks, TILE_BLOCK, shared, t);
     CHECK_LAUNCH("%s n_rows=%d rows=%d cols=%d", what, n_rows, jobs->job[0].rows, jobs->job[0].cols);
     return true;
 }
@@ -2915,7 +2929,7 @@ static bool launch_gemv_floats(const Jobs *jobs, const char *what) {
     g.input.q_row = 0;
     const auto kernel = o->type == T_F32 ? gemv_floats_kernel<T_F32> : o->type == T_F16 ? gemv_floats_kernel<T_F16>
                                                                                        : gemv_floats_kernel<T_BF16>;
-    launch(kernel, min_int(cuda.n_sm, div_up(o->rows, PRODUCT_WARPS)), ROW_THREADS, g.input.f_row, g);
+    launch(WRITES_ACTIVATIONS, kernel, min_int(cuda.n_sm, div_up(o->rows, PRODUCT_WARPS)), ROW_THREADS, g.input.f_row, g);
     CHECK_LAUNCH("%s rows=%d cols=%d", what, o->rows, o->cols);
     return true;
 }
@@ -2958,7 +2972,7 @@ static bool launch_gemv(const Jobs *jobs, const char *what, int busy) {
     g.sums_at = (int)at;
     at += (size_t)g.units * UNIT * sizeof(float);
     if (at > (size_t)cuda.block_shared - STATIC_SHARED) return false;
-    launch(g.made.n ? gemv_kernel<true> : gemv_kernel<false>, div_up(n_units, g.units), ROW_THREADS, at, g);
+    launch(WRITES_ACTIVATIONS, g.made.n ? gemv_kernel<true> : gemv_kernel<false>, div_up(n_units, g.units), ROW_THREADS, at, g);
     CHECK_LAUNCH("%s rows=%d cols=%d", what, first->rows, first->cols);
     return true;
 }
@@ -2987,9 +3001,8 @@ enum { SHARED_BYTES = 110 << 10 };                     // what CHUNK_ROWS rows m
 static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
     // A block fills an SM. Behind a launch of very few, which it may overlap, it would come up late on theirs, and the next launch
     // would wait for it.
-    const int busy = cuda.starts_early && cuda.last_blocks <= cuda.n_sm / 16 ? cuda.last_blocks : 0;
-    cuda.last_was_product = launch_tiles(jobs, what, n_rows) || (n_rows == 1 && launch_gemv(jobs, what, busy));
-    if (cuda.last_was_product) return;
+    const int busy = cuda.starts_early && cuda.last.blocks <= cuda.n_sm / 16 ? cuda.last.blocks : 0;
+    if (launch_tiles(jobs, what, n_rows) || (n_rows == 1 && launch_gemv(jobs, what, busy))) return;
     int r = n_rows == 1 ? 1 : CHUNK_ROWS;
     size_t shared = place_shared(jobs, r);
     if (r > 1 && shared > SHARED_BYTES) shared = place_shared(jobs, r = 1);
@@ -3015,9 +3028,8 @@ static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
     jobs->more = jobs->n_tiles % grid.x;
     if (jobs->n_units > 2 * PRODUCT_WARPS * (int)(grid.x - jobs->more)) jobs->more = 0;
     // n_rows >= TILE_ROWS: inputs lie in global memory (Job.in)
-    launch(r == 1 ? product_kernel<1> : product_kernel<CHUNK_ROWS>, grid, ROW_THREADS, shared, *jobs);
+    launch(WRITES_ACTIVATIONS, r == 1 ? product_kernel<1> : product_kernel<CHUNK_ROWS>, grid, ROW_THREADS, shared, *jobs);
     CHECK_LAUNCH("%s n_rows=%d rows=%d cols=%d", what, n_rows, jobs->job[0].rows, jobs->job[0].cols);
-    cuda.last_was_product = true;
 }
 
 static Job job_of(const Tensor *w, Prepared in, int n_rows) {
@@ -3071,7 +3083,7 @@ __global__ void dequantise_kernel(DType t, Planes w, size_t first, int cols, __h
 // out[r][i] = factor * (w[first + i] . y[r]) for n features and all rows; out has row stride `stride` floats.
 static void multiply_panel(const Tensor *w, size_t first, int n, const __half *y, int n_rows, float *out, int stride) {
     const int cols = w->cols;
-    launch(dequantise_kernel, dim3(div_up(div_up(cols, 32), 128), n), 128, 0, w->type, planes_of(w), first, cols, cuda.panel);
+    launch(WRITES_ACTIVATIONS, dequantise_kernel, dim3(div_up(div_up(cols, 32), 128), n), 128, 0, w->type, planes_of(w), first, cols, cuda.panel);
     CHECK_LAUNCH("dequantise rows=%d cols=%d", n, cols);
     const float back = 1 / PROMPT_SCALE, zero = 0;
     CHECK_BLAS(cublasGemmEx(cuda.blas, CUBLAS_OP_T, CUBLAS_OP_N, n, n_rows, cols, &back, cuda.panel, CUDA_R_16F, cols, y,
@@ -3092,7 +3104,7 @@ static void multiply_prompt(const Tensor *w, const __half *y, int n_rows, float 
     for (int i = 0; i < w->rows; i += step) multiply_panel(w, i, min_int(step, w->rows - i), y, n_rows, out + i, w->rows);
     if (!w->scale) return;
     const size_t n = (size_t)n_rows * w->rows;
-    launch(scale_kernel, (unsigned)((n + 255) / 256), 256, 0, out, w->scale, n);
+    launch(WRITES_ACTIVATIONS, scale_kernel, (unsigned)((n + 255) / 256), 256, 0, out, w->scale, n);
     CHECK_LAUNCH("scale n_rows=%d rows=%d", n_rows, w->rows);
 }
 
@@ -3112,7 +3124,7 @@ enum { PANEL_COLS = 2048 };   // features of gate and of up that meet at a time
 
 static const __half *prompt_input(const In *in, int n_rows, int cols) {
     if (in->act.f || in->act.q) {
-        launch(act_to_half_kernel, dim3(n_rows, div_up(cols, 256)), 256, 0, in->act, cuda.y16, cols);
+        launch(WRITES_ACTIVATIONS, act_to_half_kernel, dim3(n_rows, div_up(cols, 256)), 256, 0, in->act, cuda.y16, cols);
         CHECK_LAUNCH("act_to_half n_rows=%d cols=%d", n_rows, cols);
     } else {
         launch_prepare(in, NULL, (Prepared){ NULL, NULL, NULL, cuda.y16 }, (Prepared){ 0 }, n_rows, cols);
@@ -3170,7 +3182,7 @@ static void cuda_gate_up(const GateUp *o) {
             const int n = min_int(step, rows - i);
             multiply_panel(o->gate, i, n, y, o->n_rows, gate, n);
             multiply_panel(o->up, i, n, y, o->n_rows, up, n);
-            launch(gated_kernel, dim3(o->n_rows, div_up(n, 32)), 32, 0, gate, up, n, o->gate->scale, o->up->scale, o->fn,
+            launch(WRITES_ACTIVATIONS, gated_kernel, dim3(o->n_rows, div_up(n, 32)), 32, 0, gate, up, n, o->gate->scale, o->up->scale, o->fn,
                                                                                  o->out, rows, i, n);
             CHECK_LAUNCH("gated n_rows=%d n=%d", o->n_rows, n);
         }
@@ -3452,7 +3464,7 @@ static void cuda_qkv_store(const QkvStore *o) {
     if (o->cache->head_dim > 512 || o->cache->head_dim % 8 || o->cache->n_rot % 4 || o->rope.n_pairs % 4)
         cuda_die("qkv_store: heads of %d values, %d pairs of which turn, are not supported", o->cache->head_dim, o->rope.n_pairs);
     if (!heads) return;
-    launch(qkv_store_kernel, dim3(o->batch->n_rows, div_up(heads, 4)), 128, 0, *o, *o->batch, *o->cache,
+    launch(WRITES_ACTIVATIONS | WRITES_CACHE, qkv_store_kernel, dim3(o->batch->n_rows, div_up(heads, 4)), 128, 0, *o, *o->batch, *o->cache,
            o->stage ? *o->stage : *o->cache, o->stage != NULL);
     CHECK_LAUNCH("qkv_store n_rows=%d heads=%d head_dim=%d", o->batch->n_rows, heads, o->cache->head_dim);
 }
@@ -3504,10 +3516,10 @@ static void cuda_kv_commit(const KvCommit *o) {
             check_cache(&caches.c[k], "kv_commit");
             heads = max_int(heads, caches.c[k].n_kv_heads);
         }
-        launch(kv_move_kernel, dim3(o->batch->n_segs, n, heads), 256, 0, *o->batch, caches, o->n_accept, o->path);
+        launch(WRITES_CACHE, kv_move_kernel, dim3(o->batch->n_segs, n, heads), 256, 0, *o->batch, caches, o->n_accept, o->path);
         CHECK_LAUNCH("kv_commit n_segs=%d n_caches=%d", o->batch->n_segs, o->n_caches);
     }
-    launch(kv_lengths_kernel, o->batch->n_segs, 32, 0, *o->batch, o->n_accept, o->path, o->counts, o->vocab);
+    launch(WRITES_ROWS, kv_lengths_kernel, o->batch->n_segs, 32, 0, *o->batch, o->n_accept, o->path, o->counts, o->vocab);
     CHECK_LAUNCH("kv_commit n_segs=%d", o->batch->n_segs);
 }
 
@@ -3529,7 +3541,7 @@ __global__ void kv_copy_kernel(Batch b, Cache c, Cache stage) {
 }
 static void cuda_kv_copy(const KvCopy *o) {
     check_cache(o->cache, "kv_copy");
-    launch(kv_copy_kernel, dim3(o->batch->n_rows, o->cache->n_kv_heads), 128, 0, *o->batch, *o->cache, *o->stage);
+    launch(WRITES_CACHE, kv_copy_kernel, dim3(o->batch->n_rows, o->cache->n_kv_heads), 128, 0, *o->batch, *o->cache, *o->stage);
     CHECK_LAUNCH("kv_copy n_rows=%d", o->batch->n_rows);
 }
 
@@ -4350,7 +4362,7 @@ static void cuda_attend(const Attend *o) {
             task.n_heads = o->n_heads, task.n_kv_heads = c->n_kv_heads;
             task.by_tiles = divisor(head_tiles), task.by_heads = divisor(heads);
             task.makes_q = makes && store->q, task.makes_rows = makes && store->k;
-            task.early = makes && cuda.last_was_product;
+            task.early = makes && may_read_early(WRITES_ROWS | WRITES_CACHE);
             task.staged = o->stage != NULL, task.fine = n_rows <= STEP_ROWS, task.joins = joins;
             task.q = piece.q;
             task.by_pairs = divisor(1);
@@ -4367,15 +4379,15 @@ static void cuda_attend(const Attend *o) {
             task.cache_k = (__half *)c->k.data, task.cache_v = (__half *)c->v.data;
             task.scale = o->scale, task.at_once = joins ? (int)(room / part_bytes) : 0, task.out = piece.out;
             task.values = cuda.partial, task.stats = stats, task.arrived = cuda.arrived;
-            launch(attend_half_of(hd, nc), grid, ATTEND_THREADS, attend_shared(c, nc, n_stages), task);
+            launch(WRITES_ACTIVATIONS | WRITES_CACHE, attend_half_of(hd, nc), grid, ATTEND_THREADS, attend_shared(c, nc, n_stages), task);
             joined = task.joins || split.parts == 1;
         } else {
-            launch(attend_plain_kernel, dim3(n, c->n_kv_heads * div_up(group, HEADS), split.parts), ATTEND_THREADS,
+            launch(WRITES_ACTIVATIONS, attend_plain_kernel, dim3(n, c->n_kv_heads * div_up(group, HEADS), split.parts), ATTEND_THREADS,
                    HEADS * hd * sizeof(float), piece, b, *c, stage, o->stage != NULL, split, cuda.partial, stats);
         }
         CHECK_LAUNCH("attend n_rows=%d n_heads=%d head_dim=%d", n, o->n_heads, hd);
         if (joined) continue;
-        launch(attend_join_kernel, dim3(n, o->n_heads, div_up(hd, JOIN_VALUES)), 128, 0, piece, b, *c, split, cuda.partial, stats);
+        launch(WRITES_ACTIVATIONS, attend_join_kernel, dim3(n, o->n_heads, div_up(hd, JOIN_VALUES)), 128, 0, piece, b, *c, split, cuda.partial, stats);
         CHECK_LAUNCH("attend_join n_rows=%d n_heads=%d head_dim=%d", n, o->n_heads, hd);
     }
 }
@@ -4898,7 +4910,7 @@ static void cuda_sample(const Sample *o) {
         part.out += r;
         if (o->mask) part.mask += r * (((size_t)o->vocab + 31) / 32);
         if (o->feed) part.feed += r;
-        launch(sample_kernel, grid, SAMPLE_THREADS, SAMPLE_SHARED, part, b, spread);
+        launch(WRITES_ACTIVATIONS | WRITES_ROWS, sample_kernel, grid, SAMPLE_THREADS, SAMPLE_SHARED, part, b, spread);
         CHECK_LAUNCH("sample n_rows=%d vocab=%d", n, o->vocab);
     }
 }
@@ -4993,7 +5005,7 @@ static void launch_summary(const Summary *o, int n_rows, const char *what) {
         if (o->k) part.ids += (size_t)r * o->k, part.top += (size_t)r * o->k;
         if (o->sum) part.sum += r;
         if (o->tokens) part.tokens += r;
-        launch(summary_kernel, grid, SAMPLE_THREADS, SAMPLE_SHARED, part, spread);
+        launch(WRITES_ACTIVATIONS, summary_kernel, grid, SAMPLE_THREADS, SAMPLE_SHARED, part, spread);
         CHECK_LAUNCH("%s n_rows=%d vocab=%d", what, n, o->vocab);
     }
 }
@@ -5197,7 +5209,7 @@ __global__ void copy_words_kernel(volatile uint32_t *dst, const volatile uint32_
 
 static void copy_through_ring(void *dst, const void *src, size_t bytes, cudaMemcpyKind kind) {
     if (bytes <= 4096 && ((uintptr_t)dst | (uintptr_t)src | bytes) % 4 == 0) {
-        launch(copy_words_kernel, 1, 256, 0, (volatile uint32_t *)dst, (const volatile uint32_t *)src, (int)(bytes / 4));
+        launch(WRITES_ALL_BUT_WEIGHTS, copy_words_kernel, 1, 256, 0, (volatile uint32_t *)dst, (const volatile uint32_t *)src, (int)(bytes / 4));
         CHECK_LAUNCH("copy of %zu bytes", bytes);
         return;
     }
@@ -5247,6 +5259,7 @@ static Recorded *find_step(const StepKey *key) {
 
 static bool cuda_begin(StepKey key) {
     cuda.step = NULL;
+    cuda.last = (Launched){ 0, WRITES_ALL_BUT_WEIGHTS };               // a replayed step is not seen here
     if (key.kind == STEP_PROMPT) return true;
     Recorded *step = find_step(&key);
     const bool is_new = !step->used;
@@ -5328,7 +5341,7 @@ static double cuda_bandwidth(void) {
     for (int i = 0; i < 11; i++) {                     // the first time does not count
         float ms = 0;
         CHECK_CUDA(cudaEventRecord(event[0], cuda.stream), "bandwidth");
-        launch(read_once_kernel, cuda.n_sm * 16, 256, 0, (const uint4 *)p, bytes / sizeof(uint4), (uint32_t *)(p + bytes));
+        launch(WRITES_NOTHING, read_once_kernel, cuda.n_sm * 16, 256, 0, (const uint4 *)p, bytes / sizeof(uint4), (uint32_t *)(p + bytes));
         CHECK_LAUNCH("bandwidth");
         CHECK_CUDA(cudaEventRecord(event[1], cuda.stream), "bandwidth");
         CHECK_CUDA(cudaEventSynchronize(event[1]), "bandwidth");
