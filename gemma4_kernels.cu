@@ -387,59 +387,73 @@ typedef struct {              // where the planes of an uploaded matrix lie; flo
     const uint8_t *lo, *hi, *head, *sup;
 } Planes;
 
-// One line per format: codes = lo + (hi << lo_bits); the integer that meets an activation is code - offset, or the table's
-// entry. scales() gives, for group g of a row that has n groups, the factors a[h] and the minima m[h] of its two halves:
-// value = a * integer - m.
-typedef struct {
-    int lo_bits, hi_bits;     // of a code
-    int lo, hi;               // bytes per group
-    int head, head_values;    // bytes per head_values values
-    int sup;                  // bytes per 256 values
+// One line for each type. Beyond it, a type has a case in file_code (where the file keeps its codes) and one in group_scales
+// (what scales a group). integer = code - offset, or the table's entry; value = a * integer - m, for a half of a group each.
+//     file       values and bytes of a block
+//     code       = lo + (hi << bits of lo): bits in both planes; TABLE_IQ4, TABLE_FP4 or none; offset
+//     head       bytes, for each group or, with blocks of 256 values, for these; where they lie in the block; bytes that the
+//                scales of one group take
+//     sup        bytes for 256 values; where they lie in the block
+//     traits     HAS_MIN: m is not 0; HAS_HALVES: those of a group differ; HAS_WIDE: a may be 2^104 or more
+enum { TABLE_NONE, TABLE_IQ4, TABLE_FP4, HAS_MIN = 1, HAS_HALVES = 2, HAS_WIDE = 4 };
+//     type       file      code                       head         sup     traits
+#define USUAL_TYPES(X) \
+    X(T_Q4_K,     256, 144, 4, 0, TABLE_NONE,  0,      16,   0, 16, 0,   0, HAS_MIN) \
+    X(T_Q6_K,     256, 210, 4, 2, TABLE_NONE, 32,      16, 192,  2, 2, 208, HAS_HALVES) \
+    X(T_Q8_0,      32,  34, 8, 0, TABLE_NONE,  0,       2,   0,  2, 0,   0, 0) \
+    X(T_Q5_0,      32,  22, 4, 1, TABLE_NONE, 16,       2,   0,  2, 0,   0, 0) \
+    X(T_Q4_0,      32,  18, 4, 0, TABLE_NONE,  8,       2,   0,  2, 0,   0, 0) \
+    X(T_Q5_K,     256, 176, 4, 1, TABLE_NONE,  0,      16,   0, 16, 0,   0, HAS_MIN)
+#define OTHER_TYPES(X) \
+    X(T_Q4_1,      32,  20, 4, 0, TABLE_NONE,  0,       4,   0,  4, 0,   0, HAS_MIN) \
+    X(T_Q5_1,      32,  24, 4, 1, TABLE_NONE,  0,       4,   0,  4, 0,   0, HAS_MIN) \
+    X(T_IQ4_NL,    32,  18, 4, 0, TABLE_IQ4,   0,       2,   0,  2, 0,   0, 0) \
+    X(T_IQ4_XS,   256, 136, 4, 0, TABLE_IQ4,   0,       8,   0,  8, 0,   0, 0) \
+    X(T_Q2_K,     256,  84, 2, 0, TABLE_NONE,  0,      16,   0,  2, 4,  80, HAS_MIN | HAS_HALVES) \
+    X(T_Q3_K,     256, 110, 2, 1, TABLE_NONE,  4,      12,  96, 12, 2, 108, HAS_HALVES) \
+    X(T_MXFP4,     32,  17, 4, 0, TABLE_FP4,   0,       1,   0,  1, 0,   0, HAS_WIDE) \
+    X(T_NVFP4,     64,  36, 4, 0, TABLE_FP4,   0,       2,   0,  2, 0,   0, HAS_HALVES)
+#define FLOAT_TYPES(X) \
+    X(T_F32,        1,   4, 32, 0, TABLE_NONE, 0,       0,   0,  0, 0,   0, 0) \
+    X(T_F16,        1,   2, 16, 0, TABLE_NONE, 0,       0,   0,  0, 0,   0, 0) \
+    X(T_BF16,       1,   2, 16, 0, TABLE_NONE, 0,       0,   0,  0, 0,   0, 0)
+#define QUANTISED_TYPES(X) USUAL_TYPES(X) OTHER_TYPES(X)       // most files have the usual ones alone
+
+typedef struct {              // a line of the list
+    int values, bytes;
+    int lo_bits, hi_bits, table, offset;
+    int head, head_at, head_read;
+    int sup, sup_at;
+    int traits;
 } Format;
 
-__host__ __device__ static constexpr bool format_of(DType t, Format *f) {
+__host__ __device__ static constexpr Format format_of(DType t) {       // values 0: not in the list
     switch (t) {
-    case T_Q8_0:   *f = (Format){ 8, 0, 32, 0, 2, 32, 0 };   return true;    // head: d
-    case T_Q4_0:   *f = (Format){ 4, 0, 16, 0, 2, 32, 0 };   return true;
-    case T_IQ4_NL: *f = (Format){ 4, 0, 16, 0, 2, 32, 0 };   return true;
-    case T_Q4_1:   *f = (Format){ 4, 0, 16, 0, 4, 32, 0 };   return true;    // d, m
-    case T_Q5_0:   *f = (Format){ 4, 1, 16, 4, 2, 32, 0 };   return true;
-    case T_Q5_1:   *f = (Format){ 4, 1, 16, 4, 4, 32, 0 };   return true;
-    case T_MXFP4:  *f = (Format){ 4, 0, 16, 0, 1, 32, 0 };   return true;    // exponent
-    case T_NVFP4:  *f = (Format){ 4, 0, 16, 0, 2, 32, 0 };   return true;    // two scales
-    case T_Q4_K:   *f = (Format){ 4, 0, 16, 0, 16, 256, 0 }; return true;    // d, dmin, 12 bytes
-    case T_Q5_K:   *f = (Format){ 4, 1, 16, 4, 16, 256, 0 }; return true;
-    case T_Q6_K:   *f = (Format){ 4, 2, 16, 8, 16, 256, 2 }; return true;    // 16 scales; d
-    case T_Q2_K:   *f = (Format){ 2, 0, 8, 0, 16, 256, 4 };  return true;    // 16 scales and minima; d, dmin
-    case T_Q3_K:   *f = (Format){ 2, 1, 8, 4, 12, 256, 2 };  return true;    // 12 bytes of scales; d
-    case T_IQ4_XS: *f = (Format){ 4, 0, 16, 0, 8, 256, 0 };  return true;    // d, two and four bytes of scales
-    default: return false;
+#define CASE(T, ...) case T: return { __VA_ARGS__ };
+    QUANTISED_TYPES(CASE) FLOAT_TYPES(CASE)
+#undef CASE
+    default: return { };
     }
 }
 
-__host__ __device__ static constexpr Format known_format(DType t) {
-    Format f = { };
-    format_of(t, &f);
-    return f;
-}
+__host__ __device__ static constexpr bool is_float(DType t) { return t == T_F32 || t == T_F16 || t == T_BF16; }
 
-static bool is_float(DType t) { return t == T_F32 || t == T_F16 || t == T_BF16; }
-static size_t float_size(DType t) { return t == T_F32 ? 4 : 2; }
+// Bytes that n values, whole blocks, take in a plane: 0 lo, 1 hi, 2 head, 3 sup.
+__host__ __device__ static constexpr size_t plane_bytes(const Format &f, int plane, size_t n) {
+    if (plane < 2) return n * (plane ? f.hi_bits : f.lo_bits) / 8;
+    if (plane == 3) return n / 256 * f.sup;
+    return n / (f.values == 256 ? 256 : 32) * f.head;
+}
 
 static Planes planes_at(const void *base, DType t, size_t values, size_t *bytes) {
-    Planes p = { (const uint8_t *)base, NULL, NULL, NULL };
-    Format f;
+    const Format f = format_of(t);
+    if (!f.values) cuda_die("matrices of type %d are not supported", (int)t);
+    Planes p = { };
     size_t at = 0;
-    if (is_float(t)) {
-        *bytes = values * float_size(t);
-        return p;
-    }
-    if (!format_of(t, &f)) cuda_die("matrices of type %d are not supported", (int)t);
-    const uint8_t **plane[4] = { &p.lo, &p.hi, &p.head, &p.sup };
-    const size_t size[4] = { values / 32 * f.lo, values / 32 * f.hi, values / f.head_values * f.head, values / 256 * f.sup };
     for (int i = 0; i < 4; i++) {
-        *plane[i] = (const uint8_t *)base + at;
-        at = round_up(at + size[i], 256);
+        (&p.lo)[i] = (const uint8_t *)base + at;
+        at += plane_bytes(f, i, values);
+        if (!is_float(t)) at = round_up(at, 256);
     }
     *bytes = at;
     return p;
@@ -475,14 +489,13 @@ __device__ static inline unsigned file_code(DType t, const uint8_t *b, int i) {
 //   shapes    src: n_groups / (block / 32) blocks; planes: n_groups groups from first_group on
 //   launch    grid n_groups / 128, block 128
 //   traffic   reads and writes every byte once, bytewise: bound by the bus that brings them, not by memory
-__global__ void repack_kernel(DType t, Format f, int block_values, int block_bytes, const uint8_t *src, Planes p,
-                              size_t first_group, size_t n_groups) {
+__global__ void repack_kernel(DType t, Format f, const uint8_t *src, Planes p, size_t first_group, size_t n_groups) {
     take_turn();
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n_groups) return;
     const size_t first = i * 32, g = first_group + i;
-    const uint8_t *b = src + first / block_values * block_bytes;
-    const int in_block = (int)(first % block_values);
+    const uint8_t *b = src + first / f.values * f.bytes;
+    const int in_block = (int)(first % f.values), head_values = f.values == 256 ? 256 : 32;
     unsigned lo[8] = { 0 }, hi[2] = { 0 };
     for (int v = 0; v < 32; v++) {
         const unsigned code = file_code(t, b, in_block + v), low = code & ((1u << f.lo_bits) - 1), high = code >> f.lo_bits;
@@ -493,17 +506,11 @@ __global__ void repack_kernel(DType t, Format f, int block_values, int block_byt
         if (f.hi_bits == 2) hi[h] |= high << (8 * byte + 2 * w);
         if (f.hi_bits == 1) hi[0] |= high << (8 * byte + (v / 4));
     }
-    memcpy((uint8_t *)p.lo + g * f.lo, lo, f.lo);
-    memcpy((uint8_t *)p.hi + g * f.hi, hi, f.hi);
-    if (block_values == 32) {                          // head: the bytes before the codes
-        memcpy((uint8_t *)p.head + g * f.head, b, f.head);
-    } else if (block_values == 64) {
-        memcpy((uint8_t *)p.head + g * 2, b + in_block / 16, 2);
-    } else if (in_block == 0) {
-        const int head_at = t == T_Q6_K ? 192 : t == T_Q3_K ? 96 : 0, sup_at = t == T_Q6_K ? 208 : t == T_Q3_K ? 108 : 80;
-        memcpy((uint8_t *)p.head + g / 8 * f.head, b + head_at, f.head);
-        memcpy((uint8_t *)p.sup + g / 8 * f.sup, b + sup_at, f.sup);
-    }
+    memcpy((uint8_t *)p.lo + g * 4 * f.lo_bits, lo, 4 * f.lo_bits);
+    memcpy((uint8_t *)p.hi + g * 4 * f.hi_bits, hi, 4 * f.hi_bits);
+    if (in_block % head_values) return;
+    memcpy((uint8_t *)p.head + g * 32 / head_values * f.head, b + f.head_at + in_block / head_values * f.head, f.head);
+    memcpy((uint8_t *)p.sup + g / 8 * f.sup, b + f.sup_at, f.sup);
 }
 
 // ---- reading a group ----
@@ -513,14 +520,19 @@ typedef struct {              // a group, ready for dp4a: value = a[h] * integer
     float a[2], m[2];
 } Group;
 
-// What each type needs beyond Format, known at compile time.
-template <DType T> struct Traits {
-    static constexpr int offset = T == T_Q4_0 ? 8 : T == T_Q5_0 ? 16 : T == T_Q6_K ? 32 : T == T_Q3_K ? 4 : 0;
-    static constexpr bool min = T == T_Q4_1 || T == T_Q5_1 || T == T_Q4_K || T == T_Q5_K || T == T_Q2_K;
-    static constexpr bool halves = T == T_Q6_K || T == T_Q3_K || T == T_Q2_K || T == T_NVFP4;    // a[0] != a[1]
-    static constexpr bool nibbles = T == T_Q4_0 || T == T_Q4_1 || T == T_Q4_K;                    // codes are 4 bits, no table
-    static constexpr int lo = T == T_Q8_0 ? 32 : T == T_Q2_K || T == T_Q3_K ? 8 : 16;            // as in format_of
-    static constexpr int hi = T == T_Q6_K ? 8 : T == T_Q5_0 || T == T_Q5_1 || T == T_Q5_K || T == T_Q3_K ? 4 : 0;
+// What follows from a line of the list. lo, hi, head, sup: how a row goes on, bytes of each plane from 8 groups to the next 8.
+template <DType T> struct Type {
+    static constexpr Format form = format_of(T);
+    static constexpr int  offset = form.offset;
+    static constexpr bool min = form.traits & HAS_MIN, halves = form.traits & HAS_HALVES;
+    static constexpr bool nibbles = form.lo_bits == 4 && !form.hi_bits && form.table == TABLE_NONE;
+    static constexpr bool blocks = form.values == 256;                 // a row is whole steps of 8 groups
+    static constexpr bool one_head = blocks && form.head_read == form.head;        // for all eight
+    static constexpr int  lo = plane_bytes(form, 0, 256), hi = plane_bytes(form, 1, 256), head = plane_bytes(form, 2, 256),
+                          sup = plane_bytes(form, 3, 256);
+    static constexpr int  chunk = 16 / (form.bytes < 16 ? form.bytes : 16);        // floats: values in 16 bytes
+    // Groups under way for a lane at a time. More only make the loop longer than the instruction cache likes.
+    static constexpr int  depth = form.lo_bits == 8 ? 3 : 4;
 };
 
 // Four table entries by four codes 0..15 in the bytes of x. t: the table, four entries a word.
@@ -547,59 +559,53 @@ __device__ static inline void k_scales(unsigned s0, unsigned s1, unsigned s2, in
 
 // What is read of a group, as it lies in memory. Parts that a type does not have are never set.
 template <DType T> struct Fetched {
-    uint4 lo[Traits<T>::lo == 32 ? 2 : 1];
+    uint4 lo[Type<T>::form.lo_bits == 8 ? 2 : 1];
     uint2 hi;
     uint4 head;
     unsigned sup;
 };
 
-// How a row goes on: bytes of each plane from 8 groups to the next 8.
-template <DType T> struct Step {
-    static constexpr Format form = known_format(T);
-    static constexpr bool blocks = form.head_values == 256;            // a row is whole steps
-    static constexpr bool one_head = T == T_Q4_K || T == T_Q5_K || T == T_Q3_K || T == T_IQ4_XS;       // for all eight
-    static constexpr int lo = 8 * form.lo, hi = 8 * form.hi, head = blocks ? form.head : 8 * form.head, sup = form.sup;
-};
-
 // Planes from group g on.
 template <DType T> __device__ static inline Planes planes_from(const Planes &p, size_t g) {
-    Planes at = { p.lo + g * (Step<T>::lo / 8), p.hi, p.head, p.sup };
-    if constexpr (Step<T>::hi != 0) at.hi += g * (Step<T>::hi / 8);
-    at.head += Step<T>::one_head ? g / 8 * Step<T>::head : g * (Step<T>::head / 8);
-    if constexpr (Step<T>::sup != 0) at.sup += g / 8 * Step<T>::sup;
+    Planes at = { p.lo + g * (Type<T>::lo / 8), p.hi, p.head, p.sup };
+    if constexpr (Type<T>::hi != 0) at.hi += g * (Type<T>::hi / 8);
+    at.head += Type<T>::one_head ? g / 8 * Type<T>::head : g * (Type<T>::head / 8);
+    if constexpr (Type<T>::sup != 0) at.sup += g / 8 * Type<T>::sup;
     return at;
 }
 
 // The group that is `on` groups behind the one where p begins; with blocks of 256 values a multiple of 8.
 template <DType T> __device__ static inline void fetch_group(const Planes &p, int on, Fetched<T> *f) {
-    const uint8_t *lo = p.lo + on * (Step<T>::lo / 8), *hi = p.hi + on * (Step<T>::hi / 8), *sup = p.sup + on / 8 * Step<T>::sup;
-    const uint8_t *head = p.head + (Step<T>::blocks ? on / 8 * Step<T>::head : on * (Step<T>::head / 8));
-    if constexpr (Traits<T>::lo == 8) {
+    constexpr Format form = Type<T>::form;
+    const uint8_t *lo = p.lo + on * (Type<T>::lo / 8), *hi = p.hi + on * (Type<T>::hi / 8);
+    const uint8_t *sup = p.sup + on / 8 * Type<T>::sup;
+    const uint8_t *head = p.head + (Type<T>::blocks ? on / 8 * Type<T>::head : on * (Type<T>::head / 8));
+    if constexpr (form.lo_bits == 2) {
         const uint2 v = __ldg((const uint2 *)lo);
         f->lo[0].x = v.x, f->lo[0].y = v.y;
     } else {
         f->lo[0] = load_once(lo);
-        if constexpr (Traits<T>::lo == 32) f->lo[1] = load_once(lo + 16);
+        if constexpr (form.lo_bits == 8) f->lo[1] = load_once(lo + 16);
     }
-    if constexpr (Traits<T>::hi == 8) f->hi = __ldg((const uint2 *)hi);
-    if constexpr (Traits<T>::hi == 4) f->hi.x = __ldg((const unsigned *)hi);
-    if constexpr (T == T_Q4_K || T == T_Q5_K) {
+    if constexpr (form.hi_bits == 2) f->hi = __ldg((const uint2 *)hi);
+    if constexpr (form.hi_bits == 1) f->hi.x = __ldg((const unsigned *)hi);
+    if constexpr (form.head_read == 16) {
         f->head = __ldg((const uint4 *)head);
-    } else if constexpr (T == T_Q3_K) {
+    } else if constexpr (form.head_read == 12) {
         const unsigned *s = (const unsigned *)head;
         f->head.x = __ldg(s), f->head.y = __ldg(s + 1), f->head.z = __ldg(s + 2);
-    } else if constexpr (T == T_IQ4_XS) {
+    } else if constexpr (form.head_read == 8) {
         const uint2 v = __ldg((const uint2 *)head);
         f->head.x = v.x, f->head.y = v.y;
-    } else if constexpr (T == T_Q4_1 || T == T_Q5_1) {
+    } else if constexpr (form.head_read == 4) {
         f->head.x = __ldg((const unsigned *)head);
-    } else if constexpr (T == T_MXFP4) {
-        f->head.x = __ldg(head);
-    } else {
+    } else if constexpr (form.head_read == 2) {
         f->head.x = __ldg((const unsigned short *)head);
+    } else {
+        f->head.x = __ldg(head);
     }
-    if constexpr (T == T_Q6_K || T == T_Q3_K) f->sup = __ldg((const unsigned short *)sup);
-    if constexpr (T == T_Q2_K) f->sup = __ldg((const unsigned *)sup);
+    if constexpr (form.sup == 2) f->sup = __ldg((const unsigned short *)sup);
+    if constexpr (form.sup == 4) f->sup = __ldg((const unsigned *)sup);
 }
 
 __device__ static inline float half_in(unsigned bits) { return __half2float(__ushort_as_half((unsigned short)bits)); }
@@ -648,33 +654,34 @@ template <DType T> __device__ static inline void group_scales(uint4 head, unsign
 // Codes in the bytes of a word as the integers that they stand for, but for the offset.
 template <DType T> __device__ static inline unsigned code_integers(unsigned codes) {
     // -127 -104 -83 -65 | -49 -35 -22 -10 | 1 13 25 38 | 53 69 89 113
-    if constexpr (T == T_IQ4_NL || T == T_IQ4_XS) return lookup4(codes, 0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u);
+    if constexpr (Type<T>::form.table == TABLE_IQ4) return lookup4(codes, 0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u);
     // twice 0 0.5 1 1.5 | 2 3 4 6, and the negative ones
-    if constexpr (T == T_MXFP4 || T == T_NVFP4) return lookup4(codes, 0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu);
+    if constexpr (Type<T>::form.table == TABLE_FP4) return lookup4(codes, 0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu);
     return codes;
 }
 
 // in_256: number of the group among the eight of its 256 values; types with blocks of 32 and 64 do not look at it. UPPER: where
 // codes are nibbles, those of the second half stay where they are, 16 times as large.
 template <DType T, bool UPPER = false> __device__ static inline void unpack_group(const Fetched<T> &f, int in_256, Group *out) {
+    constexpr Format form = Type<T>::form;
     unsigned *c = out->c;
-    if constexpr (Traits<T>::lo == 32) {
+    if constexpr (form.lo_bits == 8) {
         c[0] = f.lo[0].x, c[1] = f.lo[0].y, c[2] = f.lo[0].z, c[3] = f.lo[0].w;
         c[4] = f.lo[1].x, c[5] = f.lo[1].y, c[6] = f.lo[1].z, c[7] = f.lo[1].w;
-    } else if constexpr (Traits<T>::lo == 8) {
+    } else if constexpr (form.lo_bits == 2) {
         for (int w = 0; w < 4; w++) c[w] = f.lo[0].x >> 2 * w & 0x03030303u, c[4 + w] = f.lo[0].y >> 2 * w & 0x03030303u;
     } else {
         const unsigned word[4] = { f.lo[0].x, f.lo[0].y, f.lo[0].z, f.lo[0].w };
         for (int w = 0; w < 4; w++) {
             c[w] = word[w] & 0x0f0f0f0fu;
-            c[4 + w] = UPPER && Traits<T>::nibbles ? word[w] & 0xf0f0f0f0u : word[w] >> 4 & 0x0f0f0f0fu;
+            c[4 + w] = UPPER && Type<T>::nibbles ? word[w] & 0xf0f0f0f0u : word[w] >> 4 & 0x0f0f0f0fu;
         }
     }
-    if constexpr (Traits<T>::hi == 4) {                // bit w to bit 4 (Q3_K: 2) of each byte
-        const int to = T == T_Q3_K ? 2 : 4;
+    if constexpr (form.hi_bits == 1) {                 // bit w to the bit above lo of each byte
+        const int to = form.lo_bits;
         for (int w = 0; w < 8; w++) c[w] |= (w < to ? f.hi.x << (to - w) : f.hi.x >> (w - to)) & 0x01010101u << to;
     }
-    if constexpr (Traits<T>::hi == 8)                  // bits 2w, 2w + 1 to bits 4, 5
+    if constexpr (form.hi_bits == 2)                   // bits 2w, 2w + 1 to bits 4, 5
         for (int w = 0; w < 4; w++) {
             c[w] |= (w < 2 ? f.hi.x << (4 - 2 * w) : f.hi.x >> (2 * w - 4)) & 0x30303030u;
             c[4 + w] |= (w < 2 ? f.hi.y << (4 - 2 * w) : f.hi.y >> (2 * w - 4)) & 0x30303030u;
@@ -694,15 +701,15 @@ template <DType T> __device__ static inline void load_group(const Planes &p, siz
 // each half, all of them whole numbers; where the halves do not differ the first ones are of the whole group.
 template <DType T> __device__ static inline float scaled_term(const float a[2], const float m[2], float dot0, float dot1,
                                                               float sum0, float sum1) {
-    if (!Traits<T>::halves) return Traits<T>::min ? __fmaf_rn(-m[0], sum0, __fmul_rn(a[0], dot0)) : __fmul_rn(a[0], dot0);
+    if (!Type<T>::halves) return Type<T>::min ? __fmaf_rn(-m[0], sum0, __fmul_rn(a[0], dot0)) : __fmul_rn(a[0], dot0);
     const float term = __fmaf_rn(a[1], dot1, __fmul_rn(a[0], dot0));
-    return Traits<T>::min ? __fmaf_rn(-m[0], sum0, __fmaf_rn(-m[1], sum1, term)) : term;
+    return Type<T>::min ? __fmaf_rn(-m[0], sum0, __fmaf_rn(-m[1], sum1, term)) : term;
 }
 
 // The same from the codes: dot is with the offset still in it.
 template <DType T> __device__ static inline float group_term(const float a[2], const float m[2], int dot0, int dot1, float sum0,
                                                              float sum1) {
-    constexpr float offset = Traits<T>::offset;
+    constexpr float offset = Type<T>::offset;
     const float d0 = (float)dot0, d1 = (float)dot1;    // whole numbers below 2^24, as are the sums: exact
     if (!offset) return scaled_term<T>(a, m, d0, d1, sum0, sum1);
     return scaled_term<T>(a, m, __fmaf_rn(-offset, sum0, d0), __fmaf_rn(-offset, sum1, d1), sum0, sum1);
@@ -713,25 +720,20 @@ template <DType T> __device__ static inline void group_values(const Planes &p, s
     Group x;
     load_group<T>(p, g, &x);
     for (int i = 0; i < 32; i++) {
-        const int code = (int8_t)(x.c[i / 4] >> 8 * (i % 4)) - Traits<T>::offset;
-        v[i] = Traits<T>::min ? __fsub_rn(__fmul_rn(x.a[i / 16], (float)code), x.m[i / 16]) : x.a[i / 16] * code;
+        const int code = (int8_t)(x.c[i / 4] >> 8 * (i % 4)) - Type<T>::offset;
+        v[i] = Type<T>::min ? __fsub_rn(__fmul_rn(x.a[i / 16], (float)code), x.m[i / 16]) : x.a[i / 16] * code;
     }
 }
 
 __device__ static inline float float_value(DType t, const uint8_t *p, size_t i) {
-    return t == T_F32 ? ((const float *)p)[i] : t == T_F16 ? __half2float(((const __half *)p)[i])
-                                                           : __bfloat162float(((const __nv_bfloat16 *)p)[i]);
+    if (t == T_F32) return ((const float *)p)[i];
+    return t == T_F16 ? __half2float(((const __half *)p)[i]) : __bfloat162float(((const __nv_bfloat16 *)p)[i]);
 }
-
-// X(T) for every quantised type: one case each in the switches below. Most files have the usual ones alone.
-#define USUAL_TYPES(X) X(T_Q4_K) X(T_Q6_K) X(T_Q8_0) X(T_Q5_0) X(T_Q4_0) X(T_Q5_K)
-#define OTHER_TYPES(X) X(T_Q4_1) X(T_Q5_1) X(T_IQ4_NL) X(T_IQ4_XS) X(T_Q2_K) X(T_Q3_K) X(T_MXFP4) X(T_NVFP4)
-#define QUANTISED_TYPES(X) USUAL_TYPES(X) OTHER_TYPES(X)
 
 // Up to 32 values of a matrix from value `first` on, a multiple of 32, in f32.
 __device__ static inline void values_at(DType t, const Planes &p, size_t first, int n, float *v) {
     switch (t) {
-#define CASE(T) case T: group_values<T>(p, first / 32, v); return;
+#define CASE(T, ...) case T: group_values<T>(p, first / 32, v); return;
     QUANTISED_TYPES(CASE)
 #undef CASE
     default:
@@ -740,31 +742,6 @@ __device__ static inline void values_at(DType t, const Planes &p, size_t first, 
 }
 
 // ---- upload ----
-
-static int block_values_of(DType t) {
-    if (is_float(t)) return 1;
-    return t == T_NVFP4 ? 64 : t >= T_Q2_K && t != T_IQ4_NL && t != T_MXFP4 ? 256 : 32;
-}
-static int block_bytes_of(DType t) {
-    switch (t) {
-    case T_F32: return 4;
-    case T_F16: case T_BF16: return 2;
-    case T_Q4_0: case T_IQ4_NL: return 18;
-    case T_Q4_1: return 20;
-    case T_Q5_0: return 22;
-    case T_Q5_1: return 24;
-    case T_Q8_0: return 34;
-    case T_Q2_K: return 84;
-    case T_Q3_K: return 110;
-    case T_Q4_K: return 144;
-    case T_Q5_K: return 176;
-    case T_Q6_K: return 210;
-    case T_IQ4_XS: return 136;
-    case T_MXFP4: return 17;
-    case T_NVFP4: return 36;
-    }
-    return 0;
-}
 
 enum { UPLOAD_CHUNK = 8 << 20, UPLOAD_THREADS = 8, MIN_UPLOAD_THREADS = 3 };
 static_assert(UPLOAD_CHUNK * UPLOAD_THREADS <= PANEL_BYTES, "chunks pass through the panel");
@@ -785,7 +762,6 @@ typedef struct {
     char   *dst;
     Planes  p;
     Format  f;
-    int     block_values, block_bytes;
     size_t  n_blocks, chunk;                           // of the matrix; of a chunk: whole blocks, a multiple of 256 values
     std::atomic<size_t> next;                          // chunk that nobody has taken
 } Uploading;
@@ -805,15 +781,15 @@ static void *upload_chunks(void *uploading) {
     for (size_t k; (k = u->next++) * u->chunk < u->n_blocks; ) {
         const size_t at = k * u->chunk, n = u->n_blocks - at < u->chunk ? u->n_blocks - at : u->chunk;
         CHECK_CUDA(cudaEventSynchronize(uploads.free[thread]), "upload of %d x %d", w->rows, w->cols);
-        memcpy(host, (const char *)w->data + at * u->block_bytes, n * u->block_bytes);
+        memcpy(host, (const char *)w->data + at * u->f.bytes, n * u->f.bytes);
         pthread_mutex_lock(&uploads.issue);
-        void *to = is_float(w->type) ? u->dst + at * u->block_bytes : raw;
-        CHECK_CUDA(cudaMemcpyAsync(to, host, n * u->block_bytes, cudaMemcpyDefault, cuda.stream),
+        void *to = is_float(w->type) ? u->dst + at * u->f.bytes : raw;
+        CHECK_CUDA(cudaMemcpyAsync(to, host, n * u->f.bytes, cudaMemcpyDefault, cuda.stream),
                    "upload of %d x %d", w->rows, w->cols);
         if (!is_float(w->type)) {
-            const size_t groups = n * u->block_values / 32;
-            launch(WRITES_WEIGHTS, repack_kernel, (unsigned)((groups + 127) / 128), 128, 0, w->type, u->f, u->block_values, u->block_bytes,
-                   (const uint8_t *)raw, u->p, at * u->block_values / 32, groups);
+            const size_t groups = n * u->f.values / 32;
+            launch(WRITES_WEIGHTS, repack_kernel, (unsigned)((groups + 127) / 128), 128, 0, w->type, u->f,
+                   (const uint8_t *)raw, u->p, at * u->f.values / 32, groups);
             CHECK_LAUNCH("repack of %d x %d, type %d", w->rows, w->cols, (int)w->type);
         }
         CHECK_CUDA(cudaEventRecord(uploads.free[thread], cuda.stream), "upload of %d x %d", w->rows, w->cols);
@@ -848,12 +824,10 @@ static void cuda_upload(Tensor *w, void *dst) {
         CHECK_CUDA(cudaEventCreateWithFlags(&uploads.free[i], EVENT_FLAGS), "upload: event");
     }
     size_t bytes;
-    Uploading u = { w, (char *)dst, planes_at(dst, w->type, values, &bytes), { }, block_values_of(w->type),
-                    block_bytes_of(w->type) };
-    format_of(w->type, &u.f);
-    const size_t unit = 256 / u.block_values;
-    u.n_blocks = fill ? values / u.block_values : 0;
-    u.chunk = UPLOAD_CHUNK / (unit * u.block_bytes) * unit;
+    Uploading u = { w, (char *)dst, planes_at(dst, w->type, values, &bytes), format_of(w->type) };
+    const size_t unit = 256 / u.f.values;
+    u.n_blocks = fill ? values / u.f.values : 0;
+    u.chunk = UPLOAD_CHUNK / (unit * u.f.bytes) * unit;
     const int n_chunks = (int)((u.n_blocks + u.chunk - 1) / u.chunk), n_cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
     const int n_threads = min_int(n_chunks, min_int(UPLOAD_THREADS, max_int(MIN_UPLOAD_THREADS, n_cores)));
     pthread_t others[UPLOAD_THREADS];
@@ -1415,12 +1389,9 @@ template <int QUADS> __device__ static inline void load_norm_weights(const RowIn
 // ---- what a warp does, in turn ----
 
 // A quantised row belongs to 8 lanes, each of which reads a group at a time; one of floats to 32, each of which reads 16 bytes.
-template <DType T> struct Floats { static constexpr int chunk = T == T_F32 ? 4 : 8; };         // values in them
-__device__ static inline bool of_floats(DType t) { return t == T_F32 || t == T_F16 || t == T_BF16; }
-
 // Chunk c of a row of floats; values behind its end are 0.
 template <DType T> __device__ static inline uint4 fetch_chunk(const uint8_t *row, int c, int cols, int quads) {
-    constexpr int n = Floats<T>::chunk;
+    constexpr int n = Type<T>::chunk;
     if (quads) return load_once((const uint4 *)row + c);
     unsigned v[4] = { 0, 0, 0, 0 };
     for (int i = 0; i < n; i++)
@@ -1472,14 +1443,11 @@ __device__ static inline void fetch_item(const Jobs &jobs, bool tile, int number
     fetch_ahead((const void *)(from & ~(size_t)15), ((unsigned)from % 16 + bytes + 15) & ~15u);
 }
 
-// How many groups are under way for a lane at a time. More only make the loop longer than the instruction cache likes.
-template <DType T> struct Depth { static constexpr int n = T == T_Q8_0 ? 3 : 4; };
-
 // Sums of one row of floats, 32 lanes, for n <= R rows of an input: that of input r goes to results[r * UNIT]. row: its number in
 // the planes. y_at: of the first row of the input.
 template <DType T, int R> __device__ static inline void multiply_floats_row(const Planes &w, unsigned row, int cols, int quads,
                                                                             int y_at, int y_row, int n, float *results) {
-    constexpr int depth = 4, chunk = Floats<T>::chunk, step_bytes = 32 * chunk * (int)sizeof(float);
+    constexpr int depth = 4, chunk = Type<T>::chunk, step_bytes = 32 * chunk * (int)sizeof(float);
     const int lane = threadIdx.x % 32, n_chunks = div_up(cols, chunk), n_steps = div_up(n_chunks, 32);
     const char *y = shared_bytes + y_at + lane * (step_bytes / 32);
     const uint8_t *from = w.lo + (size_t)row * cols * (16 / chunk);
@@ -1522,7 +1490,7 @@ template <DType T, int R> __device__ static inline void multiply_floats_row(cons
 
 // A group of weights, unpacked with UPPER, times that of an input row in shared memory, before the input's scale.
 template <DType T> __device__ static inline float input_term(const Group &x, const char *in, float *scale) {
-    constexpr bool upper = Traits<T>::nibbles;
+    constexpr bool upper = Type<T>::nibbles;
     const uint4 q0 = *(const uint4 *)in, q1 = *(const uint4 *)(in + 128);
     const float4 meta = *(const float4 *)(in + 256);
     const unsigned qs[8] = { q0.x, q0.y, q0.z, q0.w, q1.x, q1.y, q1.z, q1.w };
@@ -1531,7 +1499,7 @@ template <DType T> __device__ static inline float input_term(const Group &x, con
         dot[k / 4] = upper && k >= 4 ? dot_unsigned(x.c[k], qs[k], dot[1]) : __dp4a((int)x.c[k], (int)qs[k], dot[k / 4]);
     if (upper) dot[1] >>= 4;
     *scale = meta.x;
-    return Traits<T>::halves ? group_term<T>(x.a, x.m, dot[0], dot[1], meta.z, meta.w)
+    return Type<T>::halves ? group_term<T>(x.a, x.m, dot[0], dot[1], meta.z, meta.w)
                              : group_term<T>(x.a, x.m, dot[0] + dot[1], 0, meta.y, 0);
 }
 
@@ -1539,8 +1507,8 @@ template <DType T> __device__ static inline float input_term(const Group &x, con
 // feature f goes to results[r * UNIT + f]. row: the number in the planes of this lane's row. y_at: of the first row of the input.
 template <DType T, int R> __device__ static inline void multiply_rows(const Planes &w, unsigned row, int cols, int y_at, int y_row,
                                                                       int n, float *results) {
-    constexpr bool blocks = Step<T>::blocks;
-    constexpr int depth = Depth<T>::n;
+    constexpr bool blocks = Type<T>::blocks;
+    constexpr int depth = Type<T>::depth;
     const int lane = threadIdx.x % 32, l = lane % 8, n_groups = cols / 32, n_steps = div_up(n_groups, 8);
     const char *y = shared_bytes + y_at + l * 16;
     Planes at = planes_from<T>(w, (size_t)row * n_groups + l);
@@ -1569,8 +1537,8 @@ template <DType T, int R> __device__ static inline void multiply_rows(const Plan
             }
             if (is_there(step + i + depth)) fetch_group<T>(at, 8 * (i + depth), &held[i]);
         }
-        at.lo += depth * Step<T>::lo, at.hi += depth * Step<T>::hi;
-        at.head += depth * Step<T>::head, at.sup += depth * Step<T>::sup;
+        at.lo += depth * Type<T>::lo, at.hi += depth * Type<T>::hi;
+        at.head += depth * Type<T>::head, at.sup += depth * Type<T>::sup;
     }
 #pragma unroll
     for (int r = 0; r < R; r++) {
@@ -1588,13 +1556,13 @@ template <int R>
 __device__ __noinline__ static void multiply_other(DType type, const Planes *w, unsigned row, int count, int cols, int quads,
                                                    int y_at, int y_row, int n, float *results) {
     switch (type) {
-#define CASE(T) case T: multiply_rows<T, R>(*w, row, cols, y_at, y_row, n, results); break;
+#define CASE(T, ...) case T: multiply_rows<T, R>(*w, row, cols, y_at, y_row, n, results); break;
     OTHER_TYPES(CASE)
 #undef CASE
-#define CASE(T) case T: \
+#define CASE(T, ...) case T: \
         for (int k = 0; k < count; k++) multiply_floats_row<T, R>(*w, row + k, cols, quads, y_at, y_row, n, results + k); \
         break;
-    CASE(T_F32) CASE(T_F16) CASE(T_BF16)
+    FLOAT_TYPES(CASE)
 #undef CASE
     default: break;
     }
@@ -1602,7 +1570,7 @@ __device__ __noinline__ static void multiply_other(DType type, const Planes *w, 
 template <int R>
 __device__ static inline void multiply(DType type, const Planes *w, unsigned row, int count, int cols, int quads, int y_at,
                                        int y_row, int n, float *results) {
-#define CASE(T) if (afresh(type) == T) multiply_rows<T, R>(*w, row, cols, y_at, y_row, n, results); else
+#define CASE(T, ...) if (afresh(type) == T) multiply_rows<T, R>(*w, row, cols, y_at, y_row, n, results); else
     USUAL_TYPES(CASE)
 #undef CASE
     multiply_other<R>(type, w, row, count, cols, quads, y_at, y_row, n, results);
@@ -1770,7 +1738,7 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
         if (!down) results += warp * jobs.n_results;
         const DType type = up ? o.up_type : o.type;
         const Input &in = jobs.input[o.source];
-        const bool floats = of_floats(type);
+        const bool floats = is_float(type);
         const int y_row = floats ? in.f_row : in.q_row;
         const int pieces = behind(o, item, n) || (up && o.kind != JOB_GATED) ? 0 : down ? 2 * o.n_used : 1;
 #pragma unroll 1
@@ -1886,8 +1854,8 @@ __device__ static inline void finish_gemv(const Gemv &o, const GemvShare &s, flo
 
 // A share, from its first weights to its sums or terms. Unless MADE, the input is read in here.
 template <DType T, bool MADE> __device__ static inline void multiply_share(const Gemv &o, const GemvShare &s) {
-    constexpr bool blocks = Step<T>::blocks;
-    constexpr int depth = Depth<T>::n;
+    constexpr bool blocks = Type<T>::blocks;
+    constexpr int depth = Type<T>::depth;
     const GemvJob &job = o.job[s.job];
     const int lane = threadIdx.x % 32, l = lane % 8, n = s.n, n_groups = o.n_groups;
     const bool whole = o.shares == 1;
@@ -1922,14 +1890,14 @@ template <DType T, bool MADE> __device__ static inline void multiply_share(const
             }
             if (is_there(step + i + depth)) fetch_group<T>(at, 8 * (i + depth), &held[i]);
         }
-        at.lo += depth * Step<T>::lo, at.hi += depth * Step<T>::hi;
-        at.head += depth * Step<T>::head, at.sup += depth * Step<T>::sup;
+        at.lo += depth * Type<T>::lo, at.hi += depth * Type<T>::hi;
+        at.head += depth * Type<T>::head, at.sup += depth * Type<T>::sup;
     }
     if (whole && n) finish_gemv(o, s, sum);
 }
 template <bool MADE> __device__ __noinline__ static void multiply_other_share(const Gemv &o, GemvShare s) {
     switch (o.job[s.job].type) {
-#define CASE(T) case T: multiply_share<T, MADE>(o, s); break;
+#define CASE(T, ...) case T: multiply_share<T, MADE>(o, s); break;
     OTHER_TYPES(CASE)
 #undef CASE
     default: break;
@@ -1973,7 +1941,7 @@ template <bool MADE> __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_kern
                                   [&](int) { return [in = o.input](int i, float4 y) { put_values(in, 0, i, y); }; });
     }
     const DType type = o.job[s.job].type;
-#define CASE(T) if (afresh(type) == T) multiply_share<T, MADE>(o, s); else
+#define CASE(T, ...) if (afresh(type) == T) multiply_share<T, MADE>(o, s); else
     USUAL_TYPES(CASE)
 #undef CASE
     multiply_other_share<MADE>(o, s);
@@ -2006,7 +1974,7 @@ typedef struct {              // one row times a matrix of floats, whose rows li
 //             loads of the next one are under way while this one ends
 //   numerics  as product_kernel
 template <DType T> __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats_kernel(const __grid_constant__ GemvFloats o) {
-    constexpr int chunk = Floats<T>::chunk, depth = 8;
+    constexpr int chunk = Type<T>::chunk, depth = 8;
     touch_parameter(&o, sizeof o);
     const int lane = threadIdx.x % 32, n_chunks = o.cols / chunk, n_steps = div_up(n_chunks, 32);
     const int stride = PRODUCT_WARPS * gridDim.x;
@@ -2077,26 +2045,15 @@ static void add_job(Jobs *jobs, Job o) {
     o.quads = 1;
     for (int k = 0; k < (o.kind == JOB_GATED ? 2 : 1); k++) {
         const DType t = k ? o.up_type : o.type;
-        const size_t values = o.cols;
-        Format f = { 0 };
-        format_of(t, &f);
+        const Format f = format_of(t);
         const Planes &w = k ? o.up : o.w;
-        if (is_float(t)) {
-            o.row_bytes[k][0] = (int)(values * float_size(t));
-            o.ahead[k][0] = o.ids ? 0 : o.row_bytes[k][0];
-            o.ahead_from[k][0] = w.lo + (k ? o.up_first : 0) * o.row_bytes[k][0];
-            if ((o.row_bytes[k][0] | (size_t)(k ? o.up.lo : o.w.lo)) % 16) o.quads = 0;
-            continue;
-        }
-        o.row_bytes[k][0] = (int)(values / 32 * f.lo);
-        o.row_bytes[k][1] = (int)(values / 32 * f.hi);
-        o.row_bytes[k][2] = (int)(values / f.head_values * f.head);
-        o.row_bytes[k][3] = (int)(values / 256 * f.sup);
-        const int steps = div_up(o.cols, 256);
+        const int steps = div_up(o.cols, 256), steps_ahead = is_float(t) ? steps : min_int(AHEAD_STEPS, steps);
         for (int i = 0; i < 4; i++) {
-            o.ahead[k][i] = o.ids ? 0 : (int)((size_t)o.row_bytes[k][i] * min_int(AHEAD_STEPS, steps) / steps);
+            o.row_bytes[k][i] = (int)plane_bytes(f, i, o.cols);
+            o.ahead[k][i] = o.ids ? 0 : (int)((size_t)o.row_bytes[k][i] * steps_ahead / steps);
             o.ahead_from[k][i] = (&w.lo)[i] + (k ? o.up_first : 0) * o.row_bytes[k][i];
         }
+        if (is_float(t) && (o.row_bytes[k][0] | (size_t)w.lo) % 16) o.quads = 0;
     }
     if (o.in.f || o.in.q) {
         int k = jobs->made.n;
@@ -2148,13 +2105,14 @@ typedef struct { int hi, head, sup, size; } Record;
 
 __host__ __device__ static constexpr int round_16(int n) { return (n + 15) / 16 * 16; }
 __host__ __device__ static constexpr Record record_of(DType t) {
-    const Format f = known_format(t);
-    const int blocks = f.head_values == 256 ? 1 : 8, head = blocks * f.head;
+    const Format f = format_of(t);
+    const bool blocks = f.values == 256;
+    const int hi = (int)plane_bytes(f, 1, 256), head = (int)plane_bytes(f, 2, 256);
     Record r = { };
-    if (!f.lo) return r;
-    r.hi = 8 * f.lo;
-    r.head = r.hi + round_16(8 * f.hi + (f.hi && blocks == 8 ? 15 : 0));
-    r.sup = r.head + round_16(head % 16 || blocks == 8 ? head + 15 : head);
+    if (is_float(t)) return r;
+    r.hi = (int)plane_bytes(f, 0, 256);
+    r.head = r.hi + round_16(hi + (hi && !blocks ? 15 : 0));
+    r.sup = r.head + round_16(head % 16 || !blocks ? head + 15 : head);
     r.size = r.sup + round_16(f.sup);
     if (r.size / 16 % 2 == 0) r.size += 16;
     return r;
@@ -2329,12 +2287,12 @@ typedef struct {              // how far a copying warp is
 // Rows may begin anywhere: whole 16 bytes are copied, so what lies before a stage's bytes comes along.
 typedef struct { int step, at, lanes, at_once; bool aligned; } PlanePart;
 __host__ __device__ static constexpr PlanePart part_of(DType type, int plane) {
-    const Format f = known_format(type);
     const Record r = record_of(type);
-    const bool blocks = f.head_values == 256;
+    const bool blocks = format_of(type).values == 256;
+    const int at[4] = { 0, r.hi, r.head, r.sup };
     PlanePart p = { };
-    p.step = plane == 0 ? 8 * f.lo : plane == 1 ? 8 * f.hi : plane == 3 ? f.sup : blocks ? f.head : 8 * f.head;
-    p.at = plane == 0 ? 0 : plane == 1 ? r.hi : plane == 2 ? r.head : r.sup;
+    p.step = (int)plane_bytes(format_of(type), plane, 256);
+    p.at = at[plane];
     p.aligned = plane == 0 || (blocks && p.step % 16 == 0);
     const int most = p.aligned ? p.step : p.step + 16 - (blocks ? p.step & -p.step : 1);      // with what lies before
     for (p.lanes = 1; 16 * p.lanes < most; ) p.lanes *= 2;
@@ -2470,7 +2428,7 @@ template <int NT> __device__ static inline void feed(const Tiling &t, bool early
     while (next_piece(t, &f.walk, &p)) {
         if (early && !t.record[p.job]) take_turn(), early = false;
         switch (t.jobs.job[p.job].type) {
-#define CASE(T) case T: feed_piece<T, NT>(t, p, &f, early); break;
+#define CASE(T, ...) case T: feed_piece<T, NT>(t, p, &f, early); break;
         QUANTISED_TYPES(CASE)
 #undef CASE
         default: break;
@@ -2486,9 +2444,9 @@ template <int NT> __device__ static inline void feed(const Tiling &t, bool early
 template <DType T> __device__ static inline void tile_codes(unsigned (*a)[4], const char *records, unsigned row, int n_groups,
                                                             int stage, int slice, int lane) {
     constexpr Record rec = record_of(T);
-    constexpr Format form = known_format(T);
+    constexpr Format form = format_of(T);
     const int t = lane / 4, k = lane % 4;
-    if constexpr (T == T_Q8_0) {
+    if constexpr (form.lo_bits == 8) {
         for (int m = 0; m < 2; m++)
             load_matrices(a[m], records + (16 * m + lane % 16) * rec.size + 32 * slice + lane / 16 * 16);
     } else if constexpr (form.lo_bits == 4) {
@@ -2508,8 +2466,8 @@ template <DType T> __device__ static inline void tile_codes(unsigned (*a)[4], co
     if constexpr (form.hi_bits) {
         // 8 features on, the plane is a multiple of 16 bytes on. Bits turn within their byte to where lo has none: masks take off
         // what comes from other bytes
-        const unsigned before = form.head_values == 256 ? 0 : ((row + t) * n_groups + 8 * stage) * form.hi & 15;
-        const char *p = records + t * rec.size + rec.hi + before + form.hi * slice;
+        const unsigned before = Type<T>::blocks ? 0 : ((row + t) * n_groups + 8 * stage) * 4 * form.hi_bits & 15;
+        const char *p = records + t * rec.size + rec.hi + before + 4 * form.hi_bits * slice;
         constexpr unsigned mask = (form.hi_bits == 1 ? 0x01010101u : 0x03030303u) << form.lo_bits;
         for (int i = 0; i < 4; i++, p += 8 * rec.size) {
             unsigned low, high;
@@ -2531,19 +2489,18 @@ template <DType T> __device__ static inline void tile_codes(unsigned (*a)[4], co
 template <DType T> __device__ static inline void tile_scales(const char *record, unsigned row, int n_groups, int stage, int slice,
                                                              float a[2], float m[2]) {
     constexpr Record rec = record_of(T);
-    constexpr Format form = known_format(T);
+    constexpr Format form = format_of(T);
     const unsigned block = row * (n_groups / 8) + stage, group = row * n_groups + 8 * stage;
-    const unsigned before = form.head_values == 32 ? group * form.head & 15 : form.head % 16 ? block * form.head & 15 : 0;
-    const char *p = record + rec.head + before;
+    const char *p = record + rec.head + ((Type<T>::blocks ? block : group) * form.head & 15);
     const unsigned *word = (const unsigned *)p;
     uint4 head = { };
     unsigned sup = 0;
-    if constexpr (T == T_Q4_K || T == T_Q5_K) head = *(const uint4 *)p;
-    else if constexpr (T == T_Q3_K) head.x = word[0], head.y = word[1], head.z = word[2];
-    else if constexpr (T == T_IQ4_XS) head.x = word[0], head.y = word[1];
-    else if constexpr (form.head == 4) head.x = word[slice];
-    else if constexpr (form.head == 1) head.x = ((const uint8_t *)p)[slice];
-    else head.x = ((const uint16_t *)p)[slice];
+    if constexpr (form.head_read == 16) head = *(const uint4 *)p;
+    else if constexpr (form.head_read == 12) head.x = word[0], head.y = word[1], head.z = word[2];
+    else if constexpr (form.head_read == 8) head.x = word[0], head.y = word[1];
+    else if constexpr (form.head_read == 4) head.x = word[slice];
+    else if constexpr (form.head_read == 2) head.x = ((const uint16_t *)p)[slice];
+    else head.x = ((const uint8_t *)p)[slice];
     if constexpr (form.sup == 2) sup = *(const uint16_t *)(record + rec.sup + (block * 2 & 15));
     if constexpr (form.sup == 4) sup = *(const unsigned *)(record + rec.sup + (block * 4 & 15));
     group_scales<T>(head, sup, slice, a, m);
@@ -2563,8 +2520,8 @@ template <DType T> struct TileRows {
     float    sum[2][2];       // activations, [half][row 2k, 2k + 1]
 };
 template <DType T> __device__ static inline void tile_rows(TileRows<T> *y, const char *q, const float *s) {
-    constexpr bool halves = Traits<T>::halves, min = Traits<T>::min;
-    constexpr int offset = Traits<T>::offset;
+    constexpr bool halves = Type<T>::halves, min = Type<T>::min;
+    constexpr int offset = Type<T>::offset;
     y->b[0] = *(const unsigned *)q, y->b[1] = *(const unsigned *)(q + 16);
     y->scale = *(const float2 *)s;
     for (int half = 0; half < (halves ? 2 : 1); half++) {
@@ -2583,11 +2540,11 @@ template <DType T> __device__ static inline void tile_rows(TileRows<T> *y, const
 
 // acc += one group of 64 features, or (DEEP) two of 32, times n rows. acc[m][i]: 16 features by 8 rows, as multiply_int8 has them.
 // row, up: numbers of the planes' rows of the first features of both halves. The terms are those of scaled_term:
-// a * (START + n) - a * START, rounded once, is a * n rounded, for a * START is exact where a has 22 bits and is less than 2^104:
-// in every type but MXFP4.
+// a * (START + n) - a * START, rounded once, is a * n rounded, for a * START is exact where a has 22 bits and is less than 2^104
+// (HAS_WIDE).
 template <DType T, int NT, bool DEEP> __device__ static inline void multiply_group(float (&acc)[4][NT][4], const char *records,
         const char *rows, unsigned row, unsigned up, int n_groups, int stage, int n, int slice, int lane) {
-    constexpr bool halves = Traits<T>::halves, min = Traits<T>::min, folds = T != T_MXFP4;
+    constexpr bool halves = Type<T>::halves, min = Type<T>::min, folds = !(Type<T>::form.traits & HAS_WIDE);
     const int t = lane / 4, k = lane % 4;
     const char *q = rows + t * TILE_ROW + 32 * slice + 4 * k;
     const float *s = (const float *)(rows + 8 * NT * TILE_ROW) + slice * 8 * NT + 2 * k;
@@ -2678,7 +2635,7 @@ __device__ static inline void finish_row(const Job &o, size_t row, int first, fl
 // A piece of a float matrix, one feature and all rows: a warp takes a row at a time. Sums in the order given above. Loads of 16
 // weights and the activations that go with them are under way at a time.
 template <DType T> __device__ static inline void multiply_floats(const Job &o, const Piece &p) {
-    constexpr int chunk = Floats<T>::chunk, depth = 16 / chunk;
+    constexpr int chunk = Type<T>::chunk, depth = 16 / chunk;
     const int lane = threadIdx.x % 32, n_chunks = div_up(o.cols, chunk), quads = o.cols % 4 == 0 && (size_t)o.in.f % 16 == 0;
     const uint8_t *w = o.w.lo + (size_t)p.first * o.cols * (16 / chunk);
 #pragma unroll 1
@@ -2795,10 +2752,10 @@ tile_kernel(const __grid_constant__ Tiling t) {
         const bool deep = t.deep[p.job];
         float acc[4][NT][4] = { };                     // [tile of 16 features][tile of 8 rows]
         switch (o.type) {
-        case T_F32: multiply_floats<T_F32>(o, p); break;
-        case T_F16: multiply_floats<T_F16>(o, p); break;
-        case T_BF16: multiply_floats<T_BF16>(o, p); break;
-#define CASE(T) case T: deep ? multiply_stages<T, NT, true>(t, &slot, &parity, acc, o, p) \
+#define CASE(T, ...) case T: multiply_floats<T>(o, p); break;
+        FLOAT_TYPES(CASE)
+#undef CASE
+#define CASE(T, ...) case T: deep ? multiply_stages<T, NT, true>(t, &slot, &parity, acc, o, p) \
                              : multiply_stages<T, NT, false>(t, &slot, &parity, acc, o, p); break;
         QUANTISED_TYPES(CASE)
 #undef CASE
@@ -2921,7 +2878,7 @@ static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
 // inject, all on one input in int8, which have no more units than there are warps. busy: SMs on which blocks would come up late.
 static bool launch_gemv_floats(const Jobs *jobs, const char *what) {
     const Job *o = &jobs->job[0];
-    const int chunk = o->type == T_F32 ? 4 : 8;
+    const int chunk = 16 / format_of(o->type).bytes;
     if (jobs->n > 1 || o->kind != JOB_STORE || jobs->choice.n || !o->quads || o->cols % chunk) return false;
     if (jobs->input[0].f_row > cuda.block_shared - STATIC_SHARED) return false;
     GemvFloats g = { o->w.lo, o->rows, o->cols, o->out, o->factor, o->cap, jobs->input[0], jobs->made };
@@ -2946,10 +2903,8 @@ static bool launch_gemv(const Jobs *jobs, const char *what, int busy) {
         if ((o->kind != JOB_STORE && !inject) || is_float(o->type)) return false;
         GemvJob *job = &g.job[k];
         *job = (GemvJob){ o->type, o->w, o->rows, div_up(o->rows, UNIT), { }, { }, o->out, o->factor, o->cap };
-        Format f = { };
-        format_of(o->type, &f);
-        const int step_bytes[4] = { 8 * f.lo, 8 * f.hi, f.head * 256 / f.head_values, f.sup };
-        for (int i = 0; i < 4; i++) job->row_bytes[i] = o->row_bytes[0][i], job->step_bytes[i] = step_bytes[i];
+        for (int i = 0; i < 4; i++)
+            job->row_bytes[i] = o->row_bytes[0][i], job->step_bytes[i] = (unsigned)plane_bytes(format_of(o->type), i, 256);
         n_units += job->n_units;
     }
     g.n = jobs->n;
