@@ -11,8 +11,34 @@
  * INVARIANTS   one stream; no operation allocates or synchronises; index products are size_t; for 1..64 rows the order of
  *              every sum depends on shapes alone. sm_80 and up.
  *
- * A warp is 32 threads, a lane one of them. A group is 32 consecutive values of a row: the unit of quantised weights and of
- * int8 activations. */
+ * WORDS        one meaning each; in brackets what CUDA and others call it
+ *   lane       one of the 32 threads of a warp
+ *   turn       from when on a launch may read what those before it wrote [grid dependency, programmatic dependent launch]
+ *   early      before the launch's turn
+ *   ahead      asked for, so that it is on its way while something else is done [prefetch]
+ *   group      32 consecutive values of a row: the unit of quantised weights and of int8 activations
+ *   octet      8 consecutive groups of a row: what the 8 lanes of a feature read at once
+ *   chunk      16 consecutive bytes of a row: what one lane reads at once
+ *   plane      the same few bits of all groups of a matrix, group after group; a matrix has up to four
+ *   feature    one output of a product: a row of the matrix
+ *   panel      rows of a matrix in f16 for cuBLAS
+ *   job        one matrix of a launch of products and what becomes of its result
+ *   tile       a part of a matrix, or of the keys, that a block works on as a whole
+ *   unit       four features, a warp's work
+ *   item       a tile or a unit in product_kernel
+ *   piece      a tile of tile_kernel with the rows that go through it
+ *   slice      the groups l, l + 8, ... of a row, whose terms one lane or warp adds up: a sum is joined from 8 of them
+ *   share      what one of several workers gets of a whole
+ *   stage      room in shared memory that copies fill while others are used [pipeline stage]; the cache of that name in
+ *              gemma4.h, which holds the rows of a long prompt, is the staged one here
+ *   ring       stages, or pinned memory, used in turn
+ *   record     how an octet of one feature lies in a stage
+ *   lot        copies that a commit closes [cp.async group]
+ *   span, part tiles of keys in a row; the spans that one block attends to [split of flash decoding]
+ *   column     in attention, a row of the step times one of its heads
+ *   slot       where a position lies in a cache
+ *   strip      128 tokens of the vocabulary in sampling
+ *   bin        tokens of similar logits in sampling */
 #include <cublas_v2.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -82,7 +108,7 @@ static struct {
     int8_t *yq;               // (2, max_rows, max_cols)
     float *ys;                // (2, max_rows, max_cols / 32)
     __half *y16;              // (max_rows, max_cols) for cuBLAS, times PROMPT_SCALE
-    __half *panel;            // (PANEL_BYTES) a piece of a matrix for cuBLAS
+    __half *panel;            // (PANEL_BYTES) rows of a matrix for cuBLAS
     float *wide;              // (2, max_rows, PANEL_COLS) gate and up of a prompt
     float *partial;           // (PARTIAL_BYTES) attention before its parts are put together
     unsigned *arrived;        // (MAX_ARRIVED) blocks of a launch that have come to its end; 0 between launches
@@ -520,13 +546,13 @@ typedef struct {              // a group, ready for dp4a: value = a[h] * integer
     float a[2], m[2];
 } Group;
 
-// What follows from a line of the list. lo, hi, head, sup: how a row goes on, bytes of each plane from 8 groups to the next 8.
+// What follows from a line of the list. lo, hi, head, sup: how a row goes on, bytes of an octet in each plane.
 template <DType T> struct Type {
     static constexpr Format form = format_of(T);
     static constexpr int  offset = form.offset;
     static constexpr bool min = form.traits & HAS_MIN, halves = form.traits & HAS_HALVES;
     static constexpr bool nibbles = form.lo_bits == 4 && !form.hi_bits && form.table == TABLE_NONE;
-    static constexpr bool blocks = form.values == 256;                 // a row is whole steps of 8 groups
+    static constexpr bool blocks = form.values == 256;                 // a row is whole octets
     static constexpr bool one_head = blocks && form.head_read == form.head;        // for all eight
     static constexpr int  lo = plane_bytes(form, 0, 256), hi = plane_bytes(form, 1, 256), head = plane_bytes(form, 2, 256),
                           sup = plane_bytes(form, 3, 256);
@@ -743,8 +769,8 @@ __device__ static inline void values_at(DType t, const Planes &p, size_t first, 
 
 // ---- upload ----
 
-enum { UPLOAD_CHUNK = 8 << 20, UPLOAD_THREADS = 8, MIN_UPLOAD_THREADS = 3 };
-static_assert(UPLOAD_CHUNK * UPLOAD_THREADS <= PANEL_BYTES, "chunks pass through the panel");
+enum { UPLOAD_PORTION = 8 << 20, UPLOAD_THREADS = 8, MIN_UPLOAD_THREADS = 3 };
+static_assert(UPLOAD_PORTION * UPLOAD_THREADS <= PANEL_BYTES, "portions pass through the panel");
 
 static size_t planes_bytes(const Tensor *w) {
     size_t bytes;
@@ -754,32 +780,32 @@ static size_t planes_bytes(const Tensor *w) {
 
 static size_t cuda_weight_bytes(const Tensor *w) { return w->in_host ? 0 : planes_bytes(w); }
 
-// Host bytes of the file -> planes. Several threads take the chunks of a matrix in turn, each with a pinned buffer and a part
-// of cuda.panel of its own: it copies a chunk out of the mapped file, whose pages come from memory or the disk meanwhile, and
+// Host bytes of the file -> planes. Several threads take the portions of a matrix in turn, each with a pinned buffer and a part
+// of cuda.panel of its own: it copies a portion out of the mapped file, whose pages come from memory or the disk meanwhile, and
 // leaves the bus and the repacking to the device. Pages that are gone meet the handler of SIGBUS in whatever thread it is.
 typedef struct {
     const Tensor *w;
     char   *dst;
     Planes  p;
     Format  f;
-    size_t  n_blocks, chunk;                           // of the matrix; of a chunk: whole blocks, a multiple of 256 values
-    std::atomic<size_t> next;                          // chunk that nobody has taken
+    size_t  n_blocks, portion;                           // of the matrix; of a portion: whole blocks, a multiple of 256 values
+    std::atomic<size_t> next;                          // portion that nobody has taken
 } Uploading;
 
 static struct {
-    char *host[UPLOAD_THREADS];                        // (UPLOAD_CHUNK) pinned
+    char *host[UPLOAD_THREADS];                        // (UPLOAD_PORTION) pinned
     cudaEvent_t free[UPLOAD_THREADS];
     pthread_mutex_t issue;                             // the stream has one user at a time
     std::atomic<int> n_threads;                        // at work on this matrix
 } uploads = { { }, { }, PTHREAD_MUTEX_INITIALIZER, { 0 } };
 
-static void *upload_chunks(void *uploading) {
+static void *upload_portions(void *uploading) {
     Uploading *u = (Uploading *)uploading;
     const Tensor *w = u->w;
     const int thread = uploads.n_threads++;
-    char *host = uploads.host[thread], *raw = (char *)cuda.panel + (size_t)thread * UPLOAD_CHUNK;
-    for (size_t k; (k = u->next++) * u->chunk < u->n_blocks; ) {
-        const size_t at = k * u->chunk, n = u->n_blocks - at < u->chunk ? u->n_blocks - at : u->chunk;
+    char *host = uploads.host[thread], *raw = (char *)cuda.panel + (size_t)thread * UPLOAD_PORTION;
+    for (size_t k; (k = u->next++) * u->portion < u->n_blocks; ) {
+        const size_t at = k * u->portion, n = u->n_blocks - at < u->portion ? u->n_blocks - at : u->portion;
         CHECK_CUDA(cudaEventSynchronize(uploads.free[thread]), "upload of %d x %d", w->rows, w->cols);
         memcpy(host, (const char *)w->data + at * u->f.bytes, n * u->f.bytes);
         pthread_mutex_lock(&uploads.issue);
@@ -820,21 +846,21 @@ static void cuda_upload(Tensor *w, void *dst) {
     if (w->in_host && !dst) dst = host_table(w, &fill);
     if (!dst) cuda_die("upload: a matrix of %d x %d was given no memory", w->rows, w->cols);
     for (int i = 0; i < UPLOAD_THREADS && !uploads.host[i]; i++) {
-        CHECK_CUDA(cudaMallocHost((void **)&uploads.host[i], UPLOAD_CHUNK), "upload: %d pinned bytes", UPLOAD_CHUNK);
+        CHECK_CUDA(cudaMallocHost((void **)&uploads.host[i], UPLOAD_PORTION), "upload: %d pinned bytes", UPLOAD_PORTION);
         CHECK_CUDA(cudaEventCreateWithFlags(&uploads.free[i], EVENT_FLAGS), "upload: event");
     }
     size_t bytes;
     Uploading u = { w, (char *)dst, planes_at(dst, w->type, values, &bytes), format_of(w->type) };
     const size_t unit = 256 / u.f.values;
     u.n_blocks = fill ? values / u.f.values : 0;
-    u.chunk = UPLOAD_CHUNK / (unit * u.f.bytes) * unit;
-    const int n_chunks = (int)((u.n_blocks + u.chunk - 1) / u.chunk), n_cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
-    const int n_threads = min_int(n_chunks, min_int(UPLOAD_THREADS, max_int(MIN_UPLOAD_THREADS, n_cores)));
+    u.portion = UPLOAD_PORTION / (unit * u.f.bytes) * unit;
+    const int n_portions = (int)((u.n_blocks + u.portion - 1) / u.portion), n_cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
+    const int n_threads = min_int(n_portions, min_int(UPLOAD_THREADS, max_int(MIN_UPLOAD_THREADS, n_cores)));
     pthread_t others[UPLOAD_THREADS];
     int n_others = 0;
     uploads.n_threads = 0;
-    while (n_others < n_threads - 1 && !pthread_create(&others[n_others], NULL, upload_chunks, &u)) n_others++;
-    upload_chunks(&u);                                 // all of it where no thread can be had
+    while (n_others < n_threads - 1 && !pthread_create(&others[n_others], NULL, upload_portions, &u)) n_others++;
+    upload_portions(&u);                                 // all of it where no thread can be had
     for (int i = 0; i < n_others; i++) pthread_join(others[i], NULL);
     if (w->scale) {
         float *scale = (float *)((char *)dst + bytes);
@@ -845,7 +871,7 @@ static void cuda_upload(Tensor *w, void *dst) {
 }
 
 // ==== [4] Inputs: embedding, norms ===================================================================================
-// The input of a product, In of gemma4.h, is made by one function from x' to the int8 form: up to TILE_ROWS - 1 rows by every
+// The input of a product, In of gemma4.h, is made by one function from x' to the int8 form: up to MANY_ROWS - 1 rows by every
 // block of the product for itself, more rows (and rows wider than ROW_COLS) once, by a kernel of its own.
 
 // Prompts multiply in f16, whose 11 bits make an eighth of bf16's error. Activations go in times PROMPT_SCALE, so that they
@@ -906,23 +932,23 @@ __device__ static inline float squares4(float4 a, float sum) {
     return __fmaf_rn(a.w, a.w, __fmaf_rn(a.z, a.z, __fmaf_rn(a.y, a.y, __fmaf_rn(a.x, a.x, sum))));
 }
 
-// 1 / rms of each of N rows whose sums of squares the threads of the block hold in parts; by: 1 / values of a row. Two lots of
-// shared memory take turns, so one barrier is enough: who writes a lot again has passed the next call's, which every reader of the
-// lot arrived at.
+// 1 / rms of each of N rows whose sums of squares the threads of the block hold in parts; by: 1 / values of a row. Two sets of
+// shared memory take turns, so one barrier is enough: who writes a set again has passed the next call's, which every reader of
+// the set arrived at.
 template <int N> __device__ static inline void block_rms(const float *sum, float by, float eps, int *turn, float *out) {
     __shared__ __align__(16) float part[2][2][ROW_THREADS / 32];
-    const int lot = (*turn)++ % 2;
+    const int own = (*turn)++ % 2;
     float v[N];
 #pragma unroll
     for (int k = 0; k < N; k++) v[k] = warp_sum(sum[k]);
 #pragma unroll
     for (int k = 0; k < N; k++)
-        if (threadIdx.x % 32 == 0) part[lot][k][threadIdx.x / 32] = v[k];
+        if (threadIdx.x % 32 == 0) part[own][k][threadIdx.x / 32] = v[k];
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < N; k++) {
-        float4 all = *(const float4 *)&part[lot][k][0];
-        for (int i = 4; i < ROW_THREADS / 32; i += 4) all = add4(all, *(const float4 *)&part[lot][k][i]);
+        float4 all = *(const float4 *)&part[own][k][0];
+        for (int i = 4; i < ROW_THREADS / 32; i += 4) all = add4(all, *(const float4 *)&part[own][k][i]);
         out[k] = rsqrtf(__fmaf_rn(__fadd_rn(__fadd_rn(all.x, all.y), __fadd_rn(all.z, all.w)), by, eps));
     }
 }
@@ -1116,11 +1142,11 @@ __global__ void act_to_half_kernel(Act a, __half *out, int cols) {
     out[at] = prompt_half(a.f ? a.f[at] : a.q[at] * a.s[at / 32]);
 }
 
-// The int8 and f32 forms of an input for the 1..64-row products: what a producer left, or prepared in scratch number `part`.
-static Prepared prepared_at(int part, int cols, bool f, bool q, bool h) {
+// The int8 and f32 forms of an input for the 1..64-row products: what a producer left, or prepared in scratch number `number`.
+static Prepared prepared_at(int number, int cols, bool f, bool q, bool h) {
     const size_t all = (size_t)cuda.lim.max_rows * cuda.lim.max_cols;
-    return (Prepared){ f ? cuda.y + part * all : NULL, q ? cuda.yq + part * all : NULL,
-                       q ? cuda.ys + part * (all / 32 + cuda.lim.max_rows) : NULL, h ? cuda.y16 : NULL };
+    return (Prepared){ f ? cuda.y + number * all : NULL, q ? cuda.yq + number * all : NULL,
+                       q ? cuda.ys + number * (all / 32 + cuda.lim.max_rows) : NULL, h ? cuda.y16 : NULL };
 }
 
 // embed: out[r] = scale * table[token of r].
@@ -1257,14 +1283,14 @@ typedef struct {
 
 enum { MAX_JOBS = 6, MAX_INPUTS = 2, PRODUCT_WARPS = ROW_THREADS / 32, UNIT = 4,
        TILE = 32, TILE_UNITS = TILE / UNIT, DOWN_TILE = 2 * UNIT,
-       TILE_ROWS = 3,         // from here on inputs are prepared in global memory
-       CHUNK_ROWS = 3,        // rows that a block works on at once
-       AHEAD_STEPS = 24,      // so many times 8 groups of a row come into L2 ahead, before its launch begins to multiply
+       MANY_ROWS = 3,         // from here on inputs are prepared in global memory
+       FEW_ROWS = 3,        // rows that a block works on at once
+       AHEAD_OCTETS = 24,      // so many times 8 groups of a row come into L2 ahead, before its launch begins to multiply
        AHEAD_BYTES = 32 << 20,                 // of later tiles only where a launch reads no more: L2 would be at its limit
-       ROW_STEP = 384 };      // bytes of 8 groups of an int8 row in shared memory
+       OCTET_BYTES = 384 };      // bytes of 8 groups of an int8 row in shared memory
 
 // Tiles whose sums wait for each other, so that warps need not: as many as there are warps to finish them, one for each row.
-ON_DEVICE static constexpr int lots_of(int rows) { return rows == 1 ? 8 : PRODUCT_WARPS / rows; }
+ON_DEVICE static constexpr int waiting_of(int rows) { return rows == 1 ? 8 : PRODUCT_WARPS / rows; }
 
 // An input as a block holds it in shared memory. f32: rows of f_row bytes, padded with zeros. int8: for 8 groups at a time the
 // first halves (8 x 16 bytes), the second halves, and for each group { scale, sum of its integers, of its halves }. So the 8
@@ -1273,7 +1299,7 @@ typedef struct {
     Prepared from;            // in global memory, (n_rows * rows_each, cols); without pointers: made by the block
     int cols, rows_each;      // rows per row of the step: 1; JOB_DOWN: n_used
     int f_at, f_row, q_at, q_row;              // offsets and bytes of a row; a row of 0 bytes: that form is not wanted
-    Divisor by_pieces;        // 16 bytes of an int8 row
+    Divisor by_chunks;        // 16 bytes of an int8 row
 } Input;
 
 typedef struct {              // JOB_STORE number `job` is a router: who finishes its last unit chooses the experts
@@ -1311,7 +1337,7 @@ __device__ static inline void put_meta(char *group, float s, int sum0, int sum1)
 __device__ static inline void copy_input(const Input &o, unsigned first, int n_rows) {
     if (o.q_row) {
         constexpr int COPIES = 4;
-        const unsigned n = n_rows * o.by_pieces.by, from = first * o.by_pieces.by;
+        const unsigned n = n_rows * o.by_chunks.by, from = first * o.by_chunks.by;
         const uint4 *q = (const uint4 *)o.from.q + from;
         const float *s = o.from.s + from / 2;
 #pragma unroll 1
@@ -1322,19 +1348,19 @@ __device__ static inline void copy_input(const Input &o, unsigned first, int n_r
 #pragma unroll
             for (int k = 0; k < COPIES; k++) {
                 if (base + k * ROW_THREADS >= n) break;
-                const unsigned piece = i + k * ROW_THREADS;
-                v[k] = piece < n ? __ldcg(q + piece) : make_uint4(0, 0, 0, 0);
-                scale[k] = piece < n ? __ldcg(s + piece / 2) : 0;
+                const unsigned c = i + k * ROW_THREADS;
+                v[k] = c < n ? __ldcg(q + c) : make_uint4(0, 0, 0, 0);
+                scale[k] = c < n ? __ldcg(s + c / 2) : 0;
             }
 #pragma unroll
             for (int k = 0; k < COPIES; k++) {
                 if (base + k * ROW_THREADS >= n) break;
-                const unsigned piece = i + k * ROW_THREADS, r = quotient(piece, o.by_pieces), half = piece - r * o.by_pieces.by;
-                char *group = shared_bytes + o.q_at + r * o.q_row + half / 16 * ROW_STEP + half / 2 % 8 * 16;
+                const unsigned c = i + k * ROW_THREADS, r = quotient(c, o.by_chunks), half = c - r * o.by_chunks.by;
+                char *group = shared_bytes + o.q_at + r * o.q_row + half / 16 * OCTET_BYTES + half / 2 % 8 * 16;
                 const int sum = __dp4a(0x01010101, (int)v[k].x, __dp4a(0x01010101, (int)v[k].y,
                                 __dp4a(0x01010101, (int)v[k].z, __dp4a(0x01010101, (int)v[k].w, 0))));
                 const int other = __shfl_xor_sync(~0u, sum, 1);
-                if (piece >= n) continue;
+                if (c >= n) continue;
                 *(uint4 *)(group + half % 2 * 128) = v[k];
                 if (half % 2 == 0) put_meta(group, scale[k], sum, other);
             }
@@ -1360,7 +1386,7 @@ __device__ static inline void put_values(const Input &o, int r, unsigned i, floa
     sum += __shfl_xor_sync(~0u, sum, 2);
     const int other = __shfl_xor_sync(~0u, sum, 4);
     if ((int)i >= o.cols) return;
-    char *group = shared_bytes + o.q_at + r * o.q_row + i / 256 * ROW_STEP + i / 32 % 8 * 16;
+    char *group = shared_bytes + o.q_at + r * o.q_row + i / 256 * OCTET_BYTES + i / 32 % 8 * 16;
     *(unsigned *)(group + i / 16 % 2 * 128 + i % 16) = word;
     if (i % 32 == 0) put_meta(group, s, sum, other);
 }
@@ -1447,37 +1473,37 @@ __device__ static inline void fetch_item(const Jobs &jobs, bool tile, int number
 // the planes. y_at: of the first row of the input.
 template <DType T, int R> __device__ static inline void multiply_floats_row(const Planes &w, unsigned row, int cols, int quads,
                                                                             int y_at, int y_row, int n, float *results) {
-    constexpr int depth = 4, chunk = Type<T>::chunk, step_bytes = 32 * chunk * (int)sizeof(float);
-    const int lane = threadIdx.x % 32, n_chunks = div_up(cols, chunk), n_steps = div_up(n_chunks, 32);
-    const char *y = shared_bytes + y_at + lane * (step_bytes / 32);
+    constexpr int depth = 4, chunk = Type<T>::chunk, round_bytes = 32 * chunk * (int)sizeof(float);
+    const int lane = threadIdx.x % 32, n_chunks = div_up(cols, chunk), n_rounds = div_up(n_chunks, 32);
+    const char *y = shared_bytes + y_at + lane * (round_bytes / 32);
     const uint8_t *from = w.lo + (size_t)row * cols * (16 / chunk);
     uint4 held[depth];
     float sum[R][4];
     for (int r = 0; r < R; r++)
         for (int k = 0; k < 4; k++) sum[r][k] = 0;
-    auto fetch = [&](int i, int step) {                // behind the end its last chunk again, not used
-        held[i] = fetch_chunk<T>(from, min(lane + 32 * step, n_chunks - 1), cols, quads);
+    auto fetch = [&](int i, int round) {                // behind the end its last chunk again, not used
+        held[i] = fetch_chunk<T>(from, min(lane + 32 * round, n_chunks - 1), cols, quads);
     };
 #pragma unroll
     for (int i = 0; i < depth; i++) fetch(i, i);
 #pragma unroll 1
-    for (int step = 0; step < n_steps; step += depth, y += depth * step_bytes) {
+    for (int round = 0; round < n_rounds; round += depth, y += depth * round_bytes) {
 #pragma unroll
         for (int i = 0; i < depth; i++) {
-            if (step + i >= n_steps) break;
+            if (round + i >= n_rounds) break;
 #pragma unroll
-            for (int r = 0; lane + 32 * (step + i) < n_chunks && r < R; r++) {
+            for (int r = 0; lane + 32 * (round + i) < n_chunks && r < R; r++) {
                 if (R > 1 && r >= n) break;
 #pragma unroll
                 for (int k = 0; k < chunk; k += 4) {
-                    const float4 v = *(const float4 *)(y + i * step_bytes + r * y_row + k * sizeof(float));
+                    const float4 v = *(const float4 *)(y + i * round_bytes + r * y_row + k * sizeof(float));
                     sum[r][0] = __fmaf_rn(chunk_value<T>(held[i], k), v.x, sum[r][0]);
                     sum[r][1] = __fmaf_rn(chunk_value<T>(held[i], k + 1), v.y, sum[r][1]);
                     sum[r][2] = __fmaf_rn(chunk_value<T>(held[i], k + 2), v.z, sum[r][2]);
                     sum[r][3] = __fmaf_rn(chunk_value<T>(held[i], k + 3), v.w, sum[r][3]);
                 }
             }
-            if (step + i + depth < n_steps) fetch(i, step + i + depth);
+            if (round + i + depth < n_rounds) fetch(i, round + i + depth);
         }
     }
 #pragma unroll
@@ -1509,33 +1535,33 @@ template <DType T, int R> __device__ static inline void multiply_rows(const Plan
                                                                       int n, float *results) {
     constexpr bool blocks = Type<T>::blocks;
     constexpr int depth = Type<T>::depth;
-    const int lane = threadIdx.x % 32, l = lane % 8, n_groups = cols / 32, n_steps = div_up(n_groups, 8);
+    const int lane = threadIdx.x % 32, l = lane % 8, n_groups = cols / 32, n_octets = div_up(n_groups, 8);
     const char *y = shared_bytes + y_at + l * 16;
     Planes at = planes_from<T>(w, (size_t)row * n_groups + l);
     Fetched<T> held[depth];
     float sum[R];
     for (int r = 0; r < R; r++) sum[r] = 0;
-    auto is_there = [&](int step) { return blocks ? step < n_steps : l + 8 * step < n_groups; };
+    auto is_there = [&](int octet) { return blocks ? octet < n_octets : l + 8 * octet < n_groups; };
 #pragma unroll
     for (int i = 0; i < depth; i++)                    // behind its end the row's last one again, not used
-        fetch_group<T>(at, blocks ? 8 * min(i, n_steps - 1) : min(8 * i, n_groups - 1 - l), &held[i]);
+        fetch_group<T>(at, blocks ? 8 * min(i, n_octets - 1) : min(8 * i, n_groups - 1 - l), &held[i]);
 #pragma unroll 1
-    for (int step = 0; step < n_steps; step += depth, y += depth * ROW_STEP) {
+    for (int octet = 0; octet < n_octets; octet += depth, y += depth * OCTET_BYTES) {
 #pragma unroll
         for (int i = 0; i < depth; i++) {
-            if (step + i >= n_steps) break;
-            if (blocks || is_there(step + i)) {
+            if (octet + i >= n_octets) break;
+            if (blocks || is_there(octet + i)) {
                 Group x;
                 unpack_group<T, true>(held[i], l, &x);
 #pragma unroll
                 for (int r = 0; r < R; r++) {
                     if (R > 1 && r >= n) break;
                     float scale;
-                    const float term = input_term<T>(x, y + i * ROW_STEP + r * y_row, &scale);
+                    const float term = input_term<T>(x, y + i * OCTET_BYTES + r * y_row, &scale);
                     sum[r] = __fmaf_rn(scale, term, sum[r]);
                 }
             }
-            if (is_there(step + i + depth)) fetch_group<T>(at, 8 * (i + depth), &held[i]);
+            if (is_there(octet + i + depth)) fetch_group<T>(at, 8 * (i + depth), &held[i]);
         }
         at.lo += depth * Type<T>::lo, at.hi += depth * Type<T>::hi;
         at.head += depth * Type<T>::head, at.sup += depth * Type<T>::sup;
@@ -1719,7 +1745,7 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
     // Tiles, then units, by one loop: the code that multiplies is there once.
     __shared__ Item own_tile[PRODUCT_WARPS];           // which each warp finishes
     float *all_results = (float *)(shared_bytes + jobs.results_at);
-    int t = blockIdx.x, unit = first_unit, lot = 0;
+    int t = blockIdx.x, unit = first_unit, waiting = 0;
     while (t < jobs.n_tiles || unit < jobs.n_units) {
         const bool tile = t < jobs.n_tiles;
         const Item item = item_at(jobs, tile, tile ? t : unit);
@@ -1728,8 +1754,8 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
         bool more = false;
         if (!tile) unit += n_blocks * PRODUCT_WARPS;
         else {
-            if (lane == 0 && warp / R == lot) own_tile[warp] = item;
-            results += lot++ * PRODUCT_WARPS * jobs.n_results;
+            if (lane == 0 && warp / R == waiting) own_tile[warp] = item;
+            results += waiting++ * PRODUCT_WARPS * jobs.n_results;
             more = t + (int)gridDim.x < jobs.n_tiles;
             if (more ? jobs.fetch_all : first_unit < jobs.n_units) fetch_item(jobs, more, more ? t + gridDim.x : first_unit);
             t += gridDim.x;
@@ -1740,9 +1766,9 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
         const Input &in = jobs.input[o.source];
         const bool floats = is_float(type);
         const int y_row = floats ? in.f_row : in.q_row;
-        const int pieces = behind(o, item, n) || (up && o.kind != JOB_GATED) ? 0 : down ? 2 * o.n_used : 1;
+        const int n_sums = behind(o, item, n) || (up && o.kind != JOB_GATED) ? 0 : down ? 2 * o.n_used : 1;
 #pragma unroll 1
-        for (int i = down ? warp : 0; i < pieces; i += PRODUCT_WARPS) {
+        for (int i = down ? warp : 0; i < n_sums; i += PRODUCT_WARPS) {
             const int pair = down ? item.pair * o.n_used + i / 2 : item.pair;
             const int first = item.first + (tile ? UNIT * (down ? i % 2 : warp % TILE_UNITS) : 0);
             if (first >= o.rows) break;
@@ -1755,12 +1781,12 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
         }
         __syncwarp();                  // own_tile and the sums are written
         if (tile) {
-            if (lot < lots_of(R) && more) continue;
-            if (warp < lot * R)
+            if (waiting < waiting_of(R) && more) continue;
+            if (warp < waiting * R)
                 finish_tile<R>(own_tile[warp], first_row, warp % R, n, all_results + warp / R * PRODUCT_WARPS * jobs.n_results);
-            else sync_first<ROW_THREADS>();            // sums of all lots are whole
+            else sync_first<ROW_THREADS>();            // the sums of all that wait are whole
             if (more || jobs.n_units) sync_first<ROW_THREADS>();           // and have been read
-            lot = 0;
+            waiting = 0;
             continue;
         }
         finish_unit(o, item, first_row, n, results);
@@ -1772,8 +1798,8 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
 // ---- one row ----
 // Most launches of a token multiply one row with few features and are over within microseconds. Here a warp has one share of one
 // unit, known before its turn, and where the input is there already (Act) it holds its first weights in registers by then: between
-// the turn and the weights nothing is left to find out. Where there are fewer units than warps, a share is some of the steps (8
-// groups) of a unit; its terms pass through shared memory and are added there in the order of the steps, so the bits are those of
+// the turn and the weights nothing is left to find out. Where there are fewer units than warps, a share is some of the octets
+// of a unit; its terms pass through shared memory and are added there in the order of the octets, so the bits are those of
 // product_kernel. A launch that does not need all SMs leaves the rest to the next one, whose blocks come up there.
 
 enum { GEMV_JOBS = 3 };
@@ -1782,7 +1808,7 @@ typedef struct {
     DType  type;
     Planes w;
     int    rows, n_units;     // features, 4 of which make a unit
-    unsigned row_bytes[4], step_bytes[4];      // of each plane: a row's, those of a step
+    unsigned row_bytes[4], octet_bytes[4];      // of each plane: those of a row, of an octet
     float *out;               // NULL: JOB_INJECT, whose result goes to Gemv.act
     const float *factor;
     float  cap;
@@ -1790,8 +1816,8 @@ typedef struct {
 
 typedef struct {
     GemvJob job[GEMV_JOBS];
-    int    n, n_groups, n_steps;               // jobs; of a row
-    int    units, shares, share;               // units of a block; shares of a unit, steps of a share
+    int    n, n_groups, n_octets;               // jobs; of a row
+    int    units, shares, share;               // units of a block; shares of a unit, octets of a share
     Input  input;
     RowInputs made;           // MADE
     const float *u;           // JOB_INJECT, whose blocks have 8 units: a group of the result
@@ -1799,27 +1825,27 @@ typedef struct {
     int    terms_at, sums_at; // offsets in shared memory
 } Gemv;
 
-// What a warp does: steps first .. first + n - 1 of a unit, the block's number `slot`; n = 0: nothing.
-typedef struct { int job, unit, slot, first, n; } GemvShare;
+// What a warp does: octets first .. first + n - 1 of a unit, the block's number `nth`; n = 0: nothing.
+typedef struct { int job, unit, nth, first, n; } GemvShare;
 
-// Share number `share` of the block's unit number `slot`.
-__device__ static inline GemvShare gemv_share(const Gemv &o, int slot, int share) {
-    GemvShare s = { 0, (int)blockIdx.x * o.units + slot, slot, share * o.share, 0 };
+// Share number `share` of the block's unit number `nth`.
+__device__ static inline GemvShare gemv_share(const Gemv &o, int nth, int share) {
+    GemvShare s = { 0, (int)blockIdx.x * o.units + nth, nth, share * o.share, 0 };
     while (s.job < o.n && s.unit >= o.job[s.job].n_units) s.unit -= o.job[s.job++].n_units;
-    if (slot >= o.units || s.job == o.n) return { };
-    s.n = min(o.share, o.n_steps - s.first);
+    if (nth >= o.units || s.job == o.n) return { };
+    s.n = min(o.share, o.n_octets - s.first);
     return s;
 }
 
-// Asks for the weights of a share from its step `from` on.
+// Asks for the weights of a share from its octet `from` on.
 __device__ static inline void fetch_share(const Gemv &o, const GemvShare &s, int from) {
     const GemvJob &job = o.job[s.job];
     const int plane = threadIdx.x / 4 % 4, feature = UNIT * s.unit + threadIdx.x % 4;
-    const int begin = s.first + from, end = s.first + min(s.n, AHEAD_STEPS);
-    const unsigned step = job.step_bytes[plane], row_bytes = job.row_bytes[plane];
-    if (threadIdx.x % 32 >= 16 || begin >= end || feature >= job.rows || !step) return;
-    const size_t at = (size_t)(&job.w.lo)[plane] + (size_t)feature * row_bytes + begin * step;
-    const unsigned bytes = min((end - begin) * step, row_bytes - begin * step);
+    const int begin = s.first + from, end = s.first + min(s.n, AHEAD_OCTETS);
+    const unsigned octet = job.octet_bytes[plane], row_bytes = job.row_bytes[plane];
+    if (threadIdx.x % 32 >= 16 || begin >= end || feature >= job.rows || !octet) return;
+    const size_t at = (size_t)(&job.w.lo)[plane] + (size_t)feature * row_bytes + begin * octet;
+    const unsigned bytes = min((end - begin) * octet, row_bytes - begin * octet);
     fetch_ahead((const void *)(at & ~(size_t)15), ((unsigned)at % 16 + bytes + 15) & ~15u);
 }
 
@@ -1833,7 +1859,7 @@ __device__ static inline void copy_row(const Gemv &o) {
         const int sum = __dp4a(0x01010101, (int)v.x, __dp4a(0x01010101, (int)v.y,
                         __dp4a(0x01010101, (int)v.z, __dp4a(0x01010101, (int)v.w, 0))));
         const int other = __shfl_xor_sync(~0u, sum, 1);
-        char *group = shared_bytes + o.input.q_at + own / 16 * ROW_STEP + own / 2 % 8 * 16;
+        char *group = shared_bytes + o.input.q_at + own / 16 * OCTET_BYTES + own / 2 % 8 * 16;
         if (i >= n) continue;
         *(uint4 *)(group + own % 2 * 128) = v;
         if (own % 2 == 0) put_meta(group, scale, sum, other);
@@ -1849,7 +1875,7 @@ __device__ static inline void finish_gemv(const Gemv &o, const GemvShare &s, flo
     if (job.factor) sum *= *job.factor;
     if (job.cap > 0) sum = job.cap * tanhf(sum / job.cap);
     if (job.out) job.out[feature] = sum;
-    else ((float *)(shared_bytes + o.sums_at))[UNIT * s.slot + lane / 8] = sum;
+    else ((float *)(shared_bytes + o.sums_at))[UNIT * s.nth + lane / 8] = sum;
 }
 
 // A share, from its first weights to its sums or terms. Unless MADE, the input is read in here.
@@ -1861,7 +1887,7 @@ template <DType T, bool MADE> __device__ static inline void multiply_share(const
     const bool whole = o.shares == 1;
     Planes at = planes_from<T>(job.w, (size_t)min(UNIT * s.unit + lane / 8, job.rows - 1) * n_groups + l + 8 * s.first);
     Fetched<T> held[depth];
-    auto is_there = [&](int step) { return step < n && (blocks || l + 8 * (s.first + step) < n_groups); };
+    auto is_there = [&](int octet) { return octet < n && (blocks || l + 8 * (s.first + octet) < n_groups); };
 #pragma unroll
     for (int i = 0; i < depth; i++) {                  // behind the end the last one again, not used
         const int on = 8 * min(i, max(n, 1) - 1);
@@ -1873,22 +1899,22 @@ template <DType T, bool MADE> __device__ static inline void multiply_share(const
         copy_row(o);
     }
     __syncthreads();                                   // the input is whole
-    const char *y = shared_bytes + o.input.q_at + l * 16 + s.first * ROW_STEP;
-    float *terms = (float *)(shared_bytes + o.terms_at) + (s.slot * o.n_steps + s.first) * 32 + lane, sum = 0;
+    const char *y = shared_bytes + o.input.q_at + l * 16 + s.first * OCTET_BYTES;
+    float *terms = (float *)(shared_bytes + o.terms_at) + (s.nth * o.n_octets + s.first) * 32 + lane, sum = 0;
 #pragma unroll 1
-    for (int step = 0; step < n; step += depth, y += depth * ROW_STEP, terms += depth * 32) {
+    for (int octet = 0; octet < n; octet += depth, y += depth * OCTET_BYTES, terms += depth * 32) {
 #pragma unroll
         for (int i = 0; i < depth; i++) {
-            if (step + i >= n) break;
-            if (is_there(step + i)) {
+            if (octet + i >= n) break;
+            if (is_there(octet + i)) {
                 Group x;
                 unpack_group<T, true>(held[i], l, &x);
                 float scale;
-                const float term = input_term<T>(x, y + i * ROW_STEP, &scale);
+                const float term = input_term<T>(x, y + i * OCTET_BYTES, &scale);
                 if (whole) sum = __fmaf_rn(scale, term, sum);
                 else terms[i * 32] = term;
             }
-            if (is_there(step + i + depth)) fetch_group<T>(at, 8 * (i + depth), &held[i]);
+            if (is_there(octet + i + depth)) fetch_group<T>(at, 8 * (i + depth), &held[i]);
         }
         at.lo += depth * Type<T>::lo, at.hi += depth * Type<T>::hi;
         at.head += depth * Type<T>::head, at.sup += depth * Type<T>::sup;
@@ -1908,11 +1934,11 @@ template <bool MADE> __device__ __noinline__ static void multiply_other_share(co
 __device__ static inline void join_shares(const Gemv &o, const GemvShare &s) {
     const int lane = threadIdx.x % 32, l = lane % 8;
     const char *scales = shared_bytes + o.input.q_at + l * 16 + 256;
-    const float *terms = (const float *)(shared_bytes + o.terms_at) + s.slot * o.n_steps * 32 + lane;
+    const float *terms = (const float *)(shared_bytes + o.terms_at) + s.nth * o.n_octets * 32 + lane;
     float sum = 0;
 #pragma unroll 8
-    for (int step = 0; step < o.n_steps; step++)
-        if (l + 8 * step < o.n_groups) sum = __fmaf_rn(*(const float *)(scales + step * ROW_STEP), terms[step * 32], sum);
+    for (int octet = 0; octet < o.n_octets; octet++)
+        if (l + 8 * octet < o.n_groups) sum = __fmaf_rn(*(const float *)(scales + octet * OCTET_BYTES), terms[octet * 32], sum);
     finish_gemv(o, s, sum);
 }
 
@@ -1976,15 +2002,15 @@ typedef struct {              // one row times a matrix of floats, whose rows li
 template <DType T> __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats_kernel(const __grid_constant__ GemvFloats o) {
     constexpr int chunk = Type<T>::chunk, depth = 8;
     touch_parameter(&o, sizeof o);
-    const int lane = threadIdx.x % 32, n_chunks = o.cols / chunk, n_steps = div_up(n_chunks, 32);
+    const int lane = threadIdx.x % 32, n_chunks = o.cols / chunk, n_rounds = div_up(n_chunks, 32);
     const int stride = PRODUCT_WARPS * gridDim.x;
-    int row = blockIdx.x + gridDim.x * (threadIdx.x / 32), step = 0, ahead = 0;        // multiplied next; asked for next
-    const int n = row < o.rows ? div_up(o.rows - row, stride) * n_steps : 0;
+    int row = blockIdx.x + gridDim.x * (threadIdx.x / 32), round = 0, ahead = 0;        // multiplied next; asked for next
+    const int n = row < o.rows ? div_up(o.rows - row, stride) * n_rounds : 0;
     const uint4 *from = (const uint4 *)o.w + (size_t)row * n_chunks + lane;
     uint4 held[depth];
     auto fetch = [&](int i) {                          // behind the end the last chunk once more, not used
         held[i] = load_once(from + min(32 * ahead, n_chunks - 1 - lane));
-        if (++ahead == n_steps) ahead = 0, from += (size_t)stride * n_chunks;
+        if (++ahead == n_rounds) ahead = 0, from += (size_t)stride * n_chunks;
     };
 #pragma unroll
     for (int i = 0; i < depth; i++)
@@ -2009,10 +2035,10 @@ template <DType T> __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats
 #pragma unroll
         for (int i = 0; i < depth; i++) {
             if (first + i >= n) break;
-            if (lane + 32 * step < n_chunks) {
+            if (lane + 32 * round < n_chunks) {
 #pragma unroll
                 for (int k = 0; k < chunk; k += 4) {
-                    const float4 v = *(const float4 *)(y + 32 * chunk * step + k);
+                    const float4 v = *(const float4 *)(y + 32 * chunk * round + k);
                     sum[0] = __fmaf_rn(chunk_value<T>(held[i], k), v.x, sum[0]);
                     sum[1] = __fmaf_rn(chunk_value<T>(held[i], k + 1), v.y, sum[1]);
                     sum[2] = __fmaf_rn(chunk_value<T>(held[i], k + 2), v.z, sum[2]);
@@ -2020,12 +2046,12 @@ template <DType T> __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats
                 }
             }
             if (first + i + depth < n) fetch(i);
-            if (++step < n_steps) continue;
+            if (++round < n_rounds) continue;
             float v = warp_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
             if (o.factor) v *= *o.factor;
             if (o.cap > 0) v = o.cap * tanhf(v / o.cap);
             if (lane == 0) o.out[row] = v;
-            row += stride, step = 0;
+            row += stride, round = 0;
             for (int k = 0; k < 4; k++) sum[k] = 0;
         }
     }
@@ -2047,10 +2073,10 @@ static void add_job(Jobs *jobs, Job o) {
         const DType t = k ? o.up_type : o.type;
         const Format f = format_of(t);
         const Planes &w = k ? o.up : o.w;
-        const int steps = div_up(o.cols, 256), steps_ahead = is_float(t) ? steps : min_int(AHEAD_STEPS, steps);
+        const int octets = div_up(o.cols, 256), octets_ahead = is_float(t) ? octets : min_int(AHEAD_OCTETS, octets);
         for (int i = 0; i < 4; i++) {
             o.row_bytes[k][i] = (int)plane_bytes(f, i, o.cols);
-            o.ahead[k][i] = o.ids ? 0 : (int)((size_t)o.row_bytes[k][i] * steps_ahead / steps);
+            o.ahead[k][i] = o.ids ? 0 : (int)((size_t)o.row_bytes[k][i] * octets_ahead / octets);
             o.ahead_from[k][i] = (&w.lo)[i] + (k ? o.up_first : 0) * o.row_bytes[k][i];
         }
         if (is_float(t) && (o.row_bytes[k][0] | (size_t)w.lo) % 16) o.quads = 0;
@@ -2066,10 +2092,10 @@ static void add_job(Jobs *jobs, Job o) {
     Input *in = &jobs->input[o.source];
     const bool gated = o.kind == JOB_GATED;
     in->cols = o.cols;
-    in->by_pieces = divisor(max_int(1, o.cols / 16));
+    in->by_chunks = divisor(max_int(1, o.cols / 16));
     in->rows_each = o.kind == JOB_DOWN ? o.n_used : 1;
     if (is_float(o.type) || (gated && is_float(o.up_type))) in->f_row = (int)round_up(o.cols, 8) * (int)sizeof(float);
-    if (!is_float(o.type) || (gated && !is_float(o.up_type))) in->q_row = div_up(o.cols, 256) * ROW_STEP;
+    if (!is_float(o.type) || (gated && !is_float(o.up_type))) in->q_row = div_up(o.cols, 256) * OCTET_BYTES;
     if (o.source >= jobs->made.n && ((in->f_row && !in->from.f) || (in->q_row && !in->from.q)))
         cuda_die("product %d x %d, type %d: the input is not there in the form that this type reads", o.rows, o.cols, (int)o.type);
     if (o.ids) jobs->ids = o.ids, jobs->pair_weights = o.weights, jobs->n_used = o.n_used;
@@ -2077,7 +2103,7 @@ static void add_job(Jobs *jobs, Job o) {
 }
 
 // ---- 3 to 64 rows: tensor cores -------------------------------------------------------------------------------------
-// From TILE_ROWS rows on a block takes 64 or 32 features of a matrix and all rows of the step, so that a weight is read once
+// From MANY_ROWS rows on a block takes 64 or 32 features of a matrix and all rows of the step, so that a weight is read once
 // whatever their number. Its first 8 warps are the 8 slices of a sum: warp w multiplies the groups g with g mod 8 = w, ascending,
 // and at the end the slices meet in the order given above. So the bits are those of few rows.
 //
@@ -2094,8 +2120,8 @@ static void add_job(Jobs *jobs, Job o) {
 // memory; the last of the blocks with the same features adds up each row's pairs, j ascending, whoever made them.
 
 enum { TILE_WARPS = 8, TILE_THREADS = 32 * TILE_WARPS, COPY_WARPS = 2, TILE_BLOCK = TILE_THREADS + 32 * COPY_WARPS,
-       TILE_STAGES = 4, TILE_EXPERTS = TILE_THREADS, TILE_ROW = 8 * 32 + 16,
-       ROW_AREA = 8 * (TILE_ROW + 8 * (int)sizeof(float)), SUMS_PITCH = 68,
+       TILE_STAGES = 4, TILE_EXPERTS = TILE_THREADS, INPUT_PITCH = 8 * 32 + 16,
+       ROW_AREA = 8 * (INPUT_PITCH + 8 * (int)sizeof(float)), SUMS_PITCH = 68,
        SUMS_BYTES = TILE_WARPS * 8 * SUMS_PITCH * 4,
        FEW_ROUNDS = 8 };      // pieces of a block
 
@@ -2193,9 +2219,9 @@ __device__ static inline bool next_piece(const Tiling &t, Walk *w, Piece *p) {
 
 // What list_pairs needs beside the lists: for each 32 pairs how many of them are an expert's, then how many come before; where an
 // expert's pairs begin; of each pair its expert, and its number among those of its 32.
-__host__ __device__ static constexpr int lots_of_pairs(int n_pairs) { return (n_pairs + 31) / 32; }
+__host__ __device__ static constexpr int sets_of_pairs(int n_pairs) { return (n_pairs + 31) / 32; }
 __host__ __device__ static constexpr int list_room(int n_pairs) {
-    return (int)sizeof(uint16_t) * (TILE_EXPERTS * (lots_of_pairs(n_pairs) + 1) + 32 * lots_of_pairs(n_pairs));
+    return (int)sizeof(uint16_t) * (TILE_EXPERTS * (sets_of_pairs(n_pairs) + 1) + 32 * sets_of_pairs(n_pairs));
 }
 
 // The lists, the same in every block. A warp finds out which of 32 pairs have the same expert, thread e adds up those of expert e.
@@ -2203,11 +2229,11 @@ __host__ __device__ static constexpr int list_room(int n_pairs) {
 __device__ static inline void list_pairs(const Tiling &t, int at_once, uint16_t *counts) {
     __shared__ unsigned sums[TILE_BLOCK / 32];
     const Job &o = t.jobs.job[t.expert_job];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_pairs = t.n_pairs, n_lots = lots_of_pairs(n_pairs);
-    uint16_t *const begin_of = counts + TILE_EXPERTS * n_lots, *const pairs = begin_of + TILE_EXPERTS;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_pairs = t.n_pairs, n_sets = sets_of_pairs(n_pairs);
+    uint16_t *const begin_of = counts + TILE_EXPERTS * n_sets, *const pairs = begin_of + TILE_EXPERTS;
 #pragma unroll 1
-    for (int lot = warp; lot < n_lots; lot += TILE_BLOCK / 32) {
-        const int i = 32 * lot + lane;
+    for (int set = warp; set < n_sets; set += TILE_BLOCK / 32) {
+        const int i = 32 * set + lane;
         const unsigned expert = i < n_pairs ? __ldcg(o.ids + i) : 0;
         unsigned same = __ballot_sync(~0u, i < n_pairs);
 #pragma unroll
@@ -2218,13 +2244,13 @@ __device__ static inline void list_pairs(const Tiling &t, int at_once, uint16_t 
         const int before = __popc(same & ((1u << lane) - 1));
         if (i >= n_pairs) continue;
         pairs[i] = (uint16_t)(before * TILE_EXPERTS + expert);
-        if (!before) counts[lot * TILE_EXPERTS + expert] = (uint16_t)__popc(same);
+        if (!before) counts[set * TILE_EXPERTS + expert] = (uint16_t)__popc(same);
     }
     __syncthreads();
     int n = 0;
 #pragma unroll 1
-    for (int lot = 0; threadIdx.x < TILE_EXPERTS && lot < n_lots; lot++) {
-        uint16_t *count = counts + lot * TILE_EXPERTS + threadIdx.x;
+    for (int set = 0; threadIdx.x < TILE_EXPERTS && set < n_sets; set++) {
+        uint16_t *count = counts + set * TILE_EXPERTS + threadIdx.x;
         const int own = *count;
         *count = (uint16_t)n;
         n += own;
@@ -2278,23 +2304,23 @@ __device__ static inline Ring *ring_of(const Tiling &t) { return (Ring *)(shared
 typedef struct {              // how far a copying warp is
     Walk walk;
     int  stage;               // of its next in the piece that comes next
-    int  slot;                // its place in the ring
+    int  place;               // its place in the ring
     bool used;                // which held another stage before
     unsigned parity;          // of the round in which it did
 } Feed;
 
-// How a plane of a type comes into a stage: of each feature `step` bytes, 16 by each of `lanes` lanes, `at_once` features at once.
+// How a plane of a type comes into a stage: of each feature `octet` bytes, 16 by each of `lanes` lanes, `at_once` features at once.
 // Rows may begin anywhere: whole 16 bytes are copied, so what lies before a stage's bytes comes along.
-typedef struct { int step, at, lanes, at_once; bool aligned; } PlanePart;
-__host__ __device__ static constexpr PlanePart part_of(DType type, int plane) {
+typedef struct { int octet, at, lanes, at_once; bool aligned; } CopyShape;
+__host__ __device__ static constexpr CopyShape copy_shape(DType type, int plane) {
     const Record r = record_of(type);
     const bool blocks = format_of(type).values == 256;
     const int at[4] = { 0, r.hi, r.head, r.sup };
-    PlanePart p = { };
-    p.step = (int)plane_bytes(format_of(type), plane, 256);
+    CopyShape p = { };
+    p.octet = (int)plane_bytes(format_of(type), plane, 256);
     p.at = at[plane];
-    p.aligned = plane == 0 || (blocks && p.step % 16 == 0);
-    const int most = p.aligned ? p.step : p.step + 16 - (blocks ? p.step & -p.step : 1);      // with what lies before
+    p.aligned = plane == 0 || (blocks && p.octet % 16 == 0);
+    const int most = p.aligned ? p.octet : p.octet + 16 - (blocks ? p.octet & -p.octet : 1);      // with what lies before
     for (p.lanes = 1; 16 * p.lanes < most; ) p.lanes *= 2;
     p.at_once = 32 / p.lanes;
     return p;
@@ -2308,41 +2334,41 @@ template <DType T, int PLANE> struct PlaneCopy {
 };
 template <DType T, int PLANE> __device__ static inline void begin_copy(PlaneCopy<T, PLANE> *c, const Job &o, const Piece &p,
                                                                        bool deep, int stage) {
-    constexpr PlanePart part = part_of(T, PLANE);
-    const int lane = threadIdx.x % 32, bytes = o.row_bytes[0][PLANE], done = (deep ? 2 : 1) * stage * part.step;
-    c->apart = part.at_once * bytes;
+    constexpr CopyShape shape = copy_shape(T, PLANE);
+    const int lane = threadIdx.x % 32, bytes = o.row_bytes[0][PLANE], done = (deep ? 2 : 1) * stage * shape.octet;
+    c->apart = shape.at_once * bytes;
     c->left = bytes - done;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const Planes &w = h && o.kind == JOB_GATED ? o.up : o.w;
-        c->from[h] = (&w.lo)[PLANE] + (size_t)(piece_row(o, p, h && !deep) + lane / part.lanes) * bytes + done +
-                     (h && deep ? part.step : 0) + lane % part.lanes * 16;
+        c->from[h] = (&w.lo)[PLANE] + (size_t)(piece_row(o, p, h && !deep) + lane / shape.lanes) * bytes + done +
+                     (h && deep ? shape.octet : 0) + lane % shape.lanes * 16;
     }
 }
 // Asks for a stage of it and goes on to the warp's next one. there: features of each half that there are.
 template <DType T, int PLANE> __device__ static inline void copy_plane(PlaneCopy<T, PLANE> *c, char *to, bool deep,
                                                                        const int there[2]) {
-    constexpr PlanePart part = part_of(T, PLANE);
-    if (!part.step) return;
-    const int lane = threadIdx.x % 32, first = lane / part.lanes, chunk = lane % part.lanes * 16;
-    const int on = (deep ? 2 : 1) * COPY_WARPS * part.step;
-    char *at = to + first * record_of(T).size + part.at + chunk;
+    constexpr CopyShape shape = copy_shape(T, PLANE);
+    if (!shape.octet) return;
+    const int lane = threadIdx.x % 32, first = lane / shape.lanes, chunk = lane % shape.lanes * 16;
+    const int on = (deep ? 2 : 1) * COPY_WARPS * shape.octet;
+    char *at = to + first * record_of(T).size + shape.at + chunk;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int left = c->left - (h && deep ? part.step : 0), need = left > 0 ? min(part.step, left) : -16;
+        const int left = c->left - (h && deep ? shape.octet : 0), need = left > 0 ? min(shape.octet, left) : -16;
 #pragma unroll
-        for (int i = 0; i < part.lanes; i++) {
+        for (int i = 0; i < shape.lanes; i++) {
             const uint8_t *p = c->from[h] + i * c->apart;
-            const int before = part.aligned ? 0 : (int)((size_t)p & 15);
-            if (first + i * part.at_once < there[h] && chunk < need + before)
-                copy_line_ahead(at + (32 * h + i * part.at_once) * record_of(T).size, p - before);
+            const int before = shape.aligned ? 0 : (int)((size_t)p & 15);
+            if (first + i * shape.at_once < there[h] && chunk < need + before)
+                copy_line_ahead(at + (32 * h + i * shape.at_once) * record_of(T).size, p - before);
         }
         c->from[h] += on;
     }
     c->left -= on;
 }
 
-// A copying warp's stages of a piece: every second one, each as soon as its place in the ring is free. Rows come in int8, TILE_ROW
+// A copying warp's stages of a piece: every second one, each as soon as its place in the ring is free. Rows come in int8, INPUT_PITCH
 // bytes apart, then their scales, (8 groups, 8 NT rows): a lane takes 16 bytes of every second row, and a scale of every fourth.
 // In deep stages the same follows for the next 8 groups.
 // early: take_turn() is still to come, and as many weights as the ring takes are asked for before it.
@@ -2381,8 +2407,8 @@ template <DType T, int NT> __device__ static inline void feed_piece(const Tiling
             *f = begin, early = false, end = n;
             continue;
         }
-        char *to = shared_bytes + f->slot * t.stage_bytes;
-        if (f->used) mbarrier_wait(&ring->used[f->slot], f->parity);
+        char *to = shared_bytes + f->place * t.stage_bytes;
+        if (f->used) mbarrier_wait(&ring->used[f->place], f->parity);
         if (early || f->stage >= ahead) {              // weights
             copy_plane(&lo, to, deep, there);
             copy_plane(&hi, to, deep, there);
@@ -2398,24 +2424,24 @@ template <DType T, int NT> __device__ static inline void feed_piece(const Tiling
 #pragma unroll
                 for (int i = 0; i < 4 * NT; i++) {
                     const int r = lane / 16 + 2 * i;
-                    if (r < p.n && q_there) copy_ahead(q + r * TILE_ROW + lane % 16 * 16, in_q + row[i] + 32 * first);
+                    if (r < p.n && q_there) copy_ahead(q + r * INPUT_PITCH + lane % 16 * 16, in_q + row[i] + 32 * first);
                 }
 #pragma unroll
                 for (int i = 0; i < 2 * NT; i++) {
                     const int r = lane / 8 + 4 * i;
                     if (r < p.n && s_there)
-                        copy_word_ahead(q + 8 * NT * TILE_ROW + (lane % 8 * 8 * NT + r) * 4, in_s + scale[i] + first);
+                        copy_word_ahead(q + 8 * NT * INPUT_PITCH + (lane % 8 * 8 * NT + r) * 4, in_s + scale[i] + first);
                 }
             }
 #pragma unroll
             for (int i = 0; i < 4 * NT; i++) row[i] += COPY_WARPS * each * 32;
 #pragma unroll
             for (int i = 0; i < 2 * NT; i++) scale[i] += COPY_WARPS * each;
-            mbarrier_arrive_on_copies(&ring->there[f->slot]);
+            mbarrier_arrive_on_copies(&ring->there[f->place]);
         }
         f->stage += COPY_WARPS;
-        f->slot += COPY_WARPS;
-        if (f->slot >= t.stages) f->slot -= t.stages, f->used = true, f->parity ^= 1;
+        f->place += COPY_WARPS;
+        if (f->place >= t.stages) f->place -= t.stages, f->used = true, f->parity ^= 1;
     }
     f->stage -= n;
 }
@@ -2513,13 +2539,13 @@ template <DType T> __device__ static inline void tile_scales(const char *record,
 __device__ static inline float from_start(int c) { return __fsub_rn(__int_as_float(c), START); }
 
 // Eight rows of a group, as products take them.
-template <DType T> struct TileRows {
+template <DType T> struct InputRows {
     unsigned b[2];
     float2   scale;           // of rows 2k, 2k + 1
     int      start[2][4];     // what every feature begins with: minus the offset of its codes, [half of the group]
     float    sum[2][2];       // activations, [half][row 2k, 2k + 1]
 };
-template <DType T> __device__ static inline void tile_rows(TileRows<T> *y, const char *q, const float *s) {
+template <DType T> __device__ static inline void input_rows(InputRows<T> *y, const char *q, const float *s) {
     constexpr bool halves = Type<T>::halves, min = Type<T>::min;
     constexpr int offset = Type<T>::offset;
     y->b[0] = *(const unsigned *)q, y->b[1] = *(const unsigned *)(q + 16);
@@ -2546,16 +2572,16 @@ template <DType T, int NT, bool DEEP> __device__ static inline void multiply_gro
         const char *rows, unsigned row, unsigned up, int n_groups, int stage, int n, int slice, int lane) {
     constexpr bool halves = Type<T>::halves, min = Type<T>::min, folds = !(Type<T>::form.traits & HAS_WIDE);
     const int t = lane / 4, k = lane % 4;
-    const char *q = rows + t * TILE_ROW + 32 * slice + 4 * k;
-    const float *s = (const float *)(rows + 8 * NT * TILE_ROW) + slice * 8 * NT + 2 * k;
-    TileRows<T> y;
-    if (NT == 1) tile_rows(&y, q, s);
+    const char *q = rows + t * INPUT_PITCH + 32 * slice + 4 * k;
+    const float *s = (const float *)(rows + 8 * NT * INPUT_PITCH) + slice * 8 * NT + 2 * k;
+    InputRows<T> y;
+    if (NT == 1) input_rows(&y, q, s);
 #pragma unroll
     for (int h = 0; h < 2; h++, records += 32 * record_of(T).size, row = up) {
         if (DEEP && h) {
             if (8 * ++stage + slice >= n_groups) break;
             q += ROW_AREA * NT, s += ROW_AREA * NT / 4;
-            if (NT == 1) tile_rows(&y, q, s);
+            if (NT == 1) input_rows(&y, q, s);
         }
         unsigned a[2][4];
         float own[2], own_least[2], scale[2][2][2], least[2][2][2];          // [tile][features t, t + 8][half]
@@ -2569,7 +2595,7 @@ template <DType T, int NT, bool DEEP> __device__ static inline void multiply_gro
 #pragma unroll
         for (int i = 0; i < NT; i++) {
             if (i && 8 * i >= n) break;
-            if (NT > 1) tile_rows(&y, q + 8 * i * TILE_ROW, s + 8 * i);
+            if (NT > 1) input_rows(&y, q + 8 * i * INPUT_PITCH, s + 8 * i);
             for (int m = 0; m < 2; m++) {
                 int dot[2][4];
                 for (int j = 0; j < 4; j++) dot[0][j] = y.start[0][j], dot[1][j] = y.start[1][j];
@@ -2590,8 +2616,8 @@ template <DType T, int NT, bool DEEP> __device__ static inline void multiply_gro
     }
 }
 
-// All stages of a piece. slot: where in the ring the next one lies; parity: of the round.
-template <DType T, int NT, bool DEEP> __device__ static inline void multiply_stages(const Tiling &t, int *slot, unsigned *parity,
+// All stages of a piece. place: where in the ring the next one lies; parity: of the round.
+template <DType T, int NT, bool DEEP> __device__ static inline void multiply_stages(const Tiling &t, int *place, unsigned *parity,
         float (&acc)[4][NT][4], const Job &o, const Piece &p) {
     Ring *ring = ring_of(t);
     const int n_groups = (int)((unsigned)o.cols / 32);
@@ -2599,13 +2625,13 @@ template <DType T, int NT, bool DEEP> __device__ static inline void multiply_sta
     const int thread = NT == 1 ? afresh(threadIdx.x) : threadIdx.x, slice = thread / 32, lane = thread % 32;
 #pragma unroll 1
     for (int stage = 0; 8 * stage < n_groups; stage += DEEP ? 2 : 1) {
-        const char *records = shared_bytes + *slot * t.stage_bytes;
-        mbarrier_wait(&ring->there[*slot], *parity);
+        const char *records = shared_bytes + *place * t.stage_bytes;
+        mbarrier_wait(&ring->there[*place], *parity);
         if (8 * stage + slice < n_groups)
             multiply_group<T, NT, DEEP>(acc, records, records + 64 * record_of(T).size, row, up, n_groups, stage, p.n, slice, lane);
         __syncwarp();
-        if (lane < ARRIVING_LANES) mbarrier_arrive(&ring->used[*slot]);
-        if (++*slot == t.stages) *slot = 0, *parity ^= 1;
+        if (lane < ARRIVING_LANES) mbarrier_arrive(&ring->used[*place]);
+        if (++*place == t.stages) *place = 0, *parity ^= 1;
     }
 }
 
@@ -2722,7 +2748,7 @@ tile_kernel(const __grid_constant__ Tiling t) {
         mbarrier_init(&ring_of(t)->used[threadIdx.x], TILE_WARPS * ARRIVING_LANES);
     }
     float *sums = (float *)(shared_bytes + t.sums_at);
-    const int n_counts = t.n_pairs ? TILE_EXPERTS * lots_of_pairs(t.n_pairs) / 2 : 0;
+    const int n_counts = t.n_pairs ? TILE_EXPERTS * sets_of_pairs(t.n_pairs) / 2 : 0;
     for (int i = threadIdx.x; i < n_counts; i += TILE_BLOCK) ((unsigned *)sums)[i] = 0;        // of list_pairs
     __syncthreads();
     Walk walk = { (int)blockIdx.x, 0, (int)gridDim.x };
@@ -2744,7 +2770,7 @@ tile_kernel(const __grid_constant__ Tiling t) {
         return;
     }
     if (early) take_turn();
-    int slot = 0;
+    int place = 0;
     unsigned parity = 0;
     while (next_piece(t, &walk, &p)) {
         const Job &o = t.jobs.job[p.job];
@@ -2755,8 +2781,8 @@ tile_kernel(const __grid_constant__ Tiling t) {
 #define CASE(T, ...) case T: multiply_floats<T>(o, p); break;
         FLOAT_TYPES(CASE)
 #undef CASE
-#define CASE(T, ...) case T: deep ? multiply_stages<T, NT, true>(t, &slot, &parity, acc, o, p) \
-                             : multiply_stages<T, NT, false>(t, &slot, &parity, acc, o, p); break;
+#define CASE(T, ...) case T: deep ? multiply_stages<T, NT, true>(t, &place, &parity, acc, o, p) \
+                             : multiply_stages<T, NT, false>(t, &place, &parity, acc, o, p); break;
         QUANTISED_TYPES(CASE)
 #undef CASE
         default: break;
@@ -2802,14 +2828,14 @@ static void allow_tiles(void) {
                    "shared memory of the tile kernel");
 }
 
-// Carries out a launch if the tile kernel takes it. The kernel of few rows keeps: fewer rows than TILE_ROWS and more than
+// Carries out a launch if the tile kernel takes it. The kernel of few rows keeps: fewer rows than MANY_ROWS and more than
 // STEP_ROWS, gate and up of different types, stacks of very many matrices, matrices of floats but for those that only store and
 // run beside quantised ones, and what does not fit into shared memory or scratch.
 static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
     Tiling t = { };
     int rows = 1, of_expert = 0, wide = 0, pieces = 0;
     const Job *down = NULL;
-    if (n_rows < TILE_ROWS || 4 * TILE_WARPS * jobs->choice.n > SUMS_BYTES) return false;
+    if (n_rows < MANY_ROWS || 4 * TILE_WARPS * jobs->choice.n > SUMS_BYTES) return false;
     t.expert_job = -1;
     for (int k = 0; k < jobs->n; k++) {
         const Job *o = &jobs->job[k];
@@ -2904,18 +2930,18 @@ static bool launch_gemv(const Jobs *jobs, const char *what, int busy) {
         GemvJob *job = &g.job[k];
         *job = (GemvJob){ o->type, o->w, o->rows, div_up(o->rows, UNIT), { }, { }, o->out, o->factor, o->cap };
         for (int i = 0; i < 4; i++)
-            job->row_bytes[i] = o->row_bytes[0][i], job->step_bytes[i] = (unsigned)plane_bytes(format_of(o->type), i, 256);
+            job->row_bytes[i] = o->row_bytes[0][i], job->octet_bytes[i] = (unsigned)plane_bytes(format_of(o->type), i, 256);
         n_units += job->n_units;
     }
     g.n = jobs->n;
     g.n_groups = first->cols / 32;
-    g.n_steps = div_up(g.n_groups, 8);
+    g.n_octets = div_up(g.n_groups, 8);
     g.units = inject ? TILE_UNITS : div_up(n_units, max_int(1, cuda.n_sm - busy));
-    if (g.n_steps == 1) g.units = max_int(g.units, PRODUCT_WARPS / 2);     // over at once: few SMs, others for the next
+    if (g.n_octets == 1) g.units = max_int(g.units, PRODUCT_WARPS / 2);     // over at once: few SMs, others for the next
     if (g.units > PRODUCT_WARPS) return false;
-    g.share = div_up(g.n_steps, min_int(PRODUCT_WARPS / g.units, g.n_steps));
-    g.shares = div_up(g.n_steps, g.share);
-    if (g.shares == 1 && g.n_steps > 1 && !jobs->made.n) return false;     // many warps with long rows: product_kernel is as fast
+    g.share = div_up(g.n_octets, min_int(PRODUCT_WARPS / g.units, g.n_octets));
+    g.shares = div_up(g.n_octets, g.share);
+    if (g.shares == 1 && g.n_octets > 1 && !jobs->made.n) return false;     // many warps with long rows: product_kernel is as fast
     g.input = jobs->input[0];
     g.made = jobs->made;
     if (inject) g.u = first->u, g.act = first->act;
@@ -2923,7 +2949,7 @@ static bool launch_gemv(const Jobs *jobs, const char *what, int busy) {
     g.input.q_at = (int)at;
     at += g.input.q_row;
     g.terms_at = (int)at;
-    if (g.shares > 1) at += (size_t)g.units * g.n_steps * 32 * sizeof(float);
+    if (g.shares > 1) at += (size_t)g.units * g.n_octets * 32 * sizeof(float);
     g.sums_at = (int)at;
     at += (size_t)g.units * UNIT * sizeof(float);
     if (at > (size_t)cuda.block_shared - STATIC_SHARED) return false;
@@ -2948,17 +2974,17 @@ static size_t place_shared(Jobs *jobs, int rows) {
     at += round_up(jobs->choice.n * sizeof(unsigned), 16);
     jobs->n_results = max_int(rows * UNIT, div_up(jobs->n_used * DOWN_TILE, PRODUCT_WARPS));
     jobs->results_at = (int)at;
-    return at + lots_of(rows) * PRODUCT_WARPS * jobs->n_results * sizeof(float);
+    return at + waiting_of(rows) * PRODUCT_WARPS * jobs->n_results * sizeof(float);
 }
 
-enum { SHARED_BYTES = 110 << 10 };                     // what CHUNK_ROWS rows may take; more, and rows go through one by one
+enum { SHARED_BYTES = 110 << 10 };                     // what FEW_ROWS rows may take; more, and rows go through one by one
 
 static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
     // A block fills an SM. Behind a launch of very few, which it may overlap, it would come up late on theirs, and the next launch
     // would wait for it.
     const int busy = cuda.starts_early && cuda.last.blocks <= cuda.n_sm / 16 ? cuda.last.blocks : 0;
     if (launch_tiles(jobs, what, n_rows) || (n_rows == 1 && launch_gemv(jobs, what, busy))) return;
-    int r = n_rows == 1 ? 1 : CHUNK_ROWS;
+    int r = n_rows == 1 ? 1 : FEW_ROWS;
     size_t shared = place_shared(jobs, r);
     if (r > 1 && shared > SHARED_BYTES) shared = place_shared(jobs, r = 1);
     const int chunk = min_int(r, n_rows), n_chunks = div_up(n_rows, r);
@@ -2982,8 +3008,8 @@ static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
     const dim3 grid(min_int(jobs->n_tiles + jobs->n_units, most), n_chunks);
     jobs->more = jobs->n_tiles % grid.x;
     if (jobs->n_units > 2 * PRODUCT_WARPS * (int)(grid.x - jobs->more)) jobs->more = 0;
-    // n_rows >= TILE_ROWS: inputs lie in global memory (Job.in)
-    launch(WRITES_ACTIVATIONS, r == 1 ? product_kernel<1> : product_kernel<CHUNK_ROWS>, grid, ROW_THREADS, shared, *jobs);
+    // n_rows >= MANY_ROWS: inputs lie in global memory (Job.in)
+    launch(WRITES_ACTIVATIONS, r == 1 ? product_kernel<1> : product_kernel<FEW_ROWS>, grid, ROW_THREADS, shared, *jobs);
     CHECK_LAUNCH("%s n_rows=%d rows=%d cols=%d", what, n_rows, jobs->job[0].rows, jobs->job[0].cols);
 }
 
@@ -3008,7 +3034,7 @@ static void prepare(Jobs *jobs, const In *in, const In *beside, int n_rows, int 
     out[1] = (Prepared){ };
     if (out[0].f || out[0].q) return;
     const RowInputs made = row_inputs(in, beside, cols);
-    if (n_rows < TILE_ROWS && cols <= ROW_COLS && made.quads) {
+    if (n_rows < MANY_ROWS && cols <= ROW_COLS && made.quads) {
         jobs->made = made;
         jobs->n_inputs = jobs->made.n;
         return;
@@ -4350,17 +4376,17 @@ static void cuda_attend(const Attend *o) {
 // ==== [9] Output: head, sampling =====================================================================================
 // Tokens of a row are ordered by a key of 64 bits, descending logit, then ascending id: no two are equal, 0 is below all.
 //
-// A row is spread over many blocks. Its pieces of PIECE tokens, one load of a warp, leave their best key each; the block that
-// comes last to a row reads these and finishes the row. The k best tokens lie in the k pieces with the best keys, so it looks
-// at few tokens again: with k = 64 some 80 of 2048 pieces, and little more than k tokens of these, which fit a list. With
+// A row is spread over many blocks. Its strips of STRIP tokens, one load of a warp, leave their best key each; the block that
+// comes last to a row reads these and finishes the row. The k best tokens lie in the k strips with the best keys, so it looks
+// at few tokens again: with k = 64 some 80 of 2048 strips, and little more than k tokens of these, which fit a list. With
 // top_k off a token may be anywhere: sums over bins tell in which, and its tokens fit the list.
 //
 // Everything is exact and in whole numbers, so the division into blocks does not show. Sums of exp() do round: they are
-// made per piece, then over the pieces in one order.
+// made per strip, then over the strips in one order.
 
 enum { SAMPLE_THREADS = 512, SAMPLE_WARPS = SAMPLE_THREADS / 32,
-       PIECE = 128,                            // tokens: four for each lane
-       ROUND = 2 * SAMPLE_WARPS,               // pieces that a block takes at once, two for each warp
+       STRIP = 128,                            // tokens: four for each lane
+       ROUND = 2 * SAMPLE_WARPS,               // strips that a block takes at once, two for each warp
        BLOCKS_AT_ONCE = 512,                   // more rows than this takes in full: fewer blocks a row
        BIN_BITS = 11, LIST_BITS = 10,
        BINS = 1 << BIN_BITS, LIST = 1 << LIST_BITS,
@@ -4382,18 +4408,18 @@ __device__ static inline float key_logit(u64 key) {
 }
 
 typedef struct {              // what the blocks of a launch hand to the last one of each row
-    u64    *piece;            // (n_rows, n_pieces) the best key of a piece, 0: all of it is out
-    double *sum;              // (n_rows, n_pieces) its sum of exp(z - best)
+    u64    *strip;            // (n_rows, n_strips) the best key of a strip, 0: all of it is out
+    double *sum;              // (n_rows, n_strips) its sum of exp(z - best)
     float  *z;                // (n_rows, stride) logits with bias and penalties
-    int     n_pieces, stride;
-    int     per_block;        // pieces, a multiple of ROUND
+    int     n_strips, stride;
+    int     per_block;        // strips, a multiple of ROUND
 } Spread;
 
 typedef struct {              // the tokens of one row
     const float *z;
     const uint32_t *mask;     // NULL: all are allowed
-    const u64 *piece;         // of Spread; read by the last block alone
-    int vocab, n_pieces;
+    const u64 *strip;         // of Spread; read by the last block alone
+    int vocab, n_strips;
     bool head;                // a NaN counts as -Inf, nothing is out
 } TokenRow;
 
@@ -4480,20 +4506,20 @@ __device__ static bool last_of_row(bool some, bool *any) {
 
 // ---- the best tokens of a row ----
 
-// use(key) for all tokens of the pieces whose best key reaches `from` (> 0), by whole warps; 0 for one that is out.
+// use(key) for all tokens of the strips whose best key reaches `from` (> 0), by whole warps; 0 for one that is out.
 template <typename Use> __device__ static inline void each_token(const TokenRow &t, u64 from, Use use) {
-    enum { AHEAD = 4 };                                // pieces on their way to a warp
+    enum { AHEAD = 4 };                                // strips on their way to a warp
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (int first = 4 * warp; first < t.n_pieces; first += SAMPLE_THREADS) {  // four neighbours, the next four to the next warp
+    for (int first = 4 * warp; first < t.n_strips; first += SAMPLE_THREADS) {  // four neighbours, the next four to the next warp
         const int mine = first + lane / 4 * 4 * SAMPLE_WARPS + lane % 4;
-        unsigned left = __ballot_sync(~0u, mine < t.n_pieces && t.piece[mine] >= from);
+        unsigned left = __ballot_sync(~0u, mine < t.n_strips && t.strip[mine] >= from);
         while (left) {
             Four v[AHEAD];
             int at[AHEAD];
 #pragma unroll
             for (int u = 0; u < AHEAD; u++) {
                 const int l = __ffs(left) - 1;         // the lane that has its key
-                at[u] = left ? (first + l / 4 * 4 * SAMPLE_WARPS + l % 4) * PIECE + 4 * lane : -1;
+                at[u] = left ? (first + l / 4 * 4 * SAMPLE_WARPS + l % 4) * STRIP + 4 * lane : -1;
                 left &= left - 1;
                 if (at[u] >= 0) v[u] = four_tokens(t, at[u]);
             }
@@ -4689,9 +4715,9 @@ __device__ static u64 kth_key(const TokenRow *row, int k, u64 from, u64 top, flo
     return first_above(row, one, from, top, (u64)k - 1).key;
 }
 
-// The k best tokens, sorted, in the list; returns how many there are. k <= LIST. mine: the best key of the pieces threadIdx.x,
+// The k best tokens, sorted, in the list; returns how many there are. k <= LIST. mine: the best key of the strips threadIdx.x,
 // threadIdx.x + SAMPLE_THREADS ..; top: of all.
-//   The k-th best of the threads' keys is a bound that k tokens reach; few others do, unless good tokens crowd in few pieces.
+//   The k-th best of the threads' keys is a bound that k tokens reach; few others do, unless good tokens crowd in few strips.
 //   Then the threads' best tokens of these give a better one.
 __device__ static int best_tokens(const TokenRow *row, int k, u64 mine, u64 top) {
     int n;
@@ -4739,15 +4765,15 @@ SELDOM __device__ static int draw_from_row(const TokenRow *row, int k, u64 top, 
 
 // ---- sample ----
 
-// How often the tokens of ROUND pieces from `first` on occur among a row of the step and its ancestors, in seen (shared).
+// How often the tokens of ROUND strips from `first` on occur among a row of the step and its ancestors, in seen (shared).
 __device__ static void count_seen(const Row &row, const Segment &seg, const Row *step_rows, int vocab, int first, int *seen) {
     __syncthreads();                                   // the counts are free
-    for (int i = threadIdx.x; i < ROUND * PIECE; i += SAMPLE_THREADS) seen[i] = 0;
+    for (int i = threadIdx.x; i < ROUND * STRIP; i += SAMPLE_THREADS) seen[i] = 0;
     __syncthreads();
     for (int j = threadIdx.x; j <= row.index; j += SAMPLE_THREADS) {
         if (seg.kind != SEG_CHAIN && !(row.ancestors >> j & 1)) continue;
-        const int token = step_rows[seg.first + j].token, at = (token < 0 || token >= vocab ? 0 : token) - first * PIECE;
-        if (at >= 0 && at < ROUND * PIECE) atomicAdd(&seen[at], 1);
+        const int token = step_rows[seg.first + j].token, at = (token < 0 || token >= vocab ? 0 : token) - first * STRIP;
+        if (at >= 0 && at < ROUND * STRIP) atomicAdd(&seen[at], 1);
     }
     __syncthreads();
 }
@@ -4756,7 +4782,7 @@ __device__ static void count_seen(const Row &row, const Segment &seg, const Row 
 //   shapes    logits (n_rows, vocab)
 //   launch    grid (blocks a row, n_rows), block 512, dynamic shared memory SAMPLE_SHARED. The last block of a row chooses
 //   traffic   reads the logits once, with bias or penalties writes them once; the last block of a row reads k and few more
-//             pieces of them again (top_k up to 512), else all that weigh something, once or twice
+//             strips of them again (top_k up to 512), else all that weigh something, once or twice
 //   numerics  whole numbers behind step 3: equal to the CPU's choice whenever the logits are equal
 //   see       cpu_sample
 __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Batch b, Spread s) {
@@ -4765,26 +4791,26 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Bat
     __shared__ int32_t choice;
     __shared__ TokenRow t;                             // as steps 2 and 3 leave it
     const int r = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int first_piece = blockIdx.x * s.per_block, end = min(first_piece + s.per_block, s.n_pieces);
+    const int first_strip = blockIdx.x * s.per_block, end = min(first_strip + s.per_block, s.n_strips);
     const bool changed = o.bias || o.counts;
     float *z = changed ? s.z + (size_t)r * s.stride : NULL;
     const TokenRow given = { o.logits + (size_t)r * o.vocab, o.mask ? o.mask + r * (((size_t)o.vocab + 31) / 32) : NULL,
-                             s.piece + (size_t)r * s.n_pieces, o.vocab, s.n_pieces, false };
+                             s.strip + (size_t)r * s.n_strips, o.vocab, s.n_strips, false };
     Four next[2];                                      // under way while row, segment and parameters are looked up
-    for (int h = 0; h < 2; h++) next[h] = four_tokens(given, (first_piece + warp + h * SAMPLE_WARPS) * PIECE + 4 * lane);
+    for (int h = 0; h < 2; h++) next[h] = four_tokens(given, (first_strip + warp + h * SAMPLE_WARPS) * STRIP + 4 * lane);
     const Row row = b.rows[r];
     const Segment seg = b.segs[b.n_segs == 1 ? 0 : row.seg];            // with one, without waiting for the row
     const int pos = b.len[seg.seq] + row.depth;
     const SampleParams p = o.params[seg.seq];
     bool nan = false;
-    for (int first = first_piece; first < end; first += ROUND) {
+    for (int first = first_strip; first < end; first += ROUND) {
         if (o.counts) count_seen(row, seg, o.step_rows, o.vocab, first, seen);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int piece = first + warp + h * SAMPLE_WARPS, i = piece * PIECE + 4 * lane;
+            const int strip = first + warp + h * SAMPLE_WARPS, i = strip * STRIP + 4 * lane;
             const unsigned in = next[h].in;
             float v[4] = { next[h].z.x, next[h].z.y, next[h].z.z, next[h].z.w };
-            next[h] = four_tokens(given, first + ROUND < end ? i + ROUND * PIECE : o.vocab);
+            next[h] = four_tokens(given, first + ROUND < end ? i + ROUND * STRIP : o.vocab);
             if (o.bias) {
                 const float4 more = four_values(o.bias + (size_t)seg.seq * o.vocab, i, o.vocab);
                 v[0] += more.x, v[1] += more.y, v[2] += more.z, v[3] += more.w;
@@ -4792,7 +4818,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Bat
             u64 best = 0;
             for (int j = 0; j < 4; j++) {
                 if (o.counts && i + j < o.vocab) {
-                    const int c = o.counts[(size_t)seg.seq * o.vocab + i + j] + seen[i + j - first * PIECE];
+                    const int c = o.counts[(size_t)seg.seq * o.vocab + i + j] + seen[i + j - first * STRIP];
                     if (c > 0) v[j] = sample_penalised(v[j], c, &p);
                 }
                 nan |= v[j] != v[j];
@@ -4800,13 +4826,13 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Bat
             }
             if (changed && i < o.vocab) *(float4 *)(z + i) = make_float4(v[0], v[1], v[2], v[3]);
             best = warp_best(best);
-            if (lane == 0 && piece < end) s.piece[(size_t)r * s.n_pieces + piece] = best;
+            if (lane == 0 && strip < end) s.strip[(size_t)r * s.n_strips + strip] = best;
         }
     }
     if (!last_of_row(nan, &nan)) return;
 
     u64 mine = 0;
-    for (int i = threadIdx.x; i < s.n_pieces; i += SAMPLE_THREADS) mine = max(mine, given.piece[i]);
+    for (int i = threadIdx.x; i < s.n_strips; i += SAMPLE_THREADS) mine = max(mine, given.strip[i]);
     const u64 top = block_best(mine);
     if (threadIdx.x == 0) {
         choice = nan || !top ? -1 : key_id(top);
@@ -4833,12 +4859,12 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Bat
 // How a launch of n_rows rows, at most STEP_ROWS, is spread; *grid. Scratch: cuda.partial, and cuda.panel for changed logits.
 static Spread spread_of(int n_rows, int vocab, dim3 *grid) {
     Spread s = { };
-    s.n_pieces = div_up(vocab, PIECE);
+    s.n_strips = div_up(vocab, STRIP);
     s.stride = (int)round_up(vocab, 4);
-    const int rounds = div_up(s.n_pieces, ROUND), each = div_up(rounds * n_rows, BLOCKS_AT_ONCE);
+    const int rounds = div_up(s.n_strips, ROUND), each = div_up(rounds * n_rows, BLOCKS_AT_ONCE);
     s.per_block = ROUND * each;
-    s.piece = (u64 *)cuda.partial;
-    s.sum = (double *)(s.piece + (size_t)n_rows * s.n_pieces);
+    s.strip = (u64 *)cuda.partial;
+    s.sum = (double *)(s.strip + (size_t)n_rows * s.n_strips);
     s.z = (float *)cuda.panel;
     *grid = dim3(div_up(rounds, each), n_rows);
     return s;
@@ -4846,8 +4872,8 @@ static Spread spread_of(int n_rows, int vocab, dim3 *grid) {
 
 // Rows of a launch.
 static int spread_rows(int vocab) {
-    const size_t pieces = PARTIAL_BYTES / ((sizeof(u64) + sizeof(double)) * div_up(vocab, PIECE));
-    return (int)(pieces < STEP_ROWS ? pieces : STEP_ROWS);
+    const size_t strips = PARTIAL_BYTES / ((sizeof(u64) + sizeof(double)) * div_up(vocab, STRIP));
+    return (int)(strips < STEP_ROWS ? strips : STEP_ROWS);
 }
 
 static void cuda_sample(const Sample *o) {
@@ -4885,40 +4911,40 @@ typedef struct {
 // summary: of rows of logits, what Head and Logprob ask for.
 //   shapes    logits (n_rows, vocab)
 //   launch    grid (blocks a row, n_rows), block 512, dynamic shared memory SAMPLE_SHARED. The last block of a row finishes it
-//   traffic   reads the logits once, and k and few more pieces of them
-//   numerics  exp in f32 of the distance to the best of a piece, sums in f64 in an order that depends on vocab alone
+//   traffic   reads the logits once, and k and few more strips of them
+//   numerics  exp in f32 of the distance to the best of a strip, sums in f64 in an order that depends on vocab alone
 //   see       cpu_head, cpu_logprob, logsumexp()
 __global__ void __launch_bounds__(SAMPLE_THREADS, 1) summary_kernel(Summary o, Spread s) {
     take_turn();
     __shared__ double part[SAMPLE_WARPS];
     __shared__ TokenRow shared_row;
     const int r = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int first_piece = blockIdx.x * s.per_block, end = min(first_piece + s.per_block, s.n_pieces);
-    const TokenRow t = { o.logits + (size_t)r * o.vocab, NULL, s.piece + (size_t)r * s.n_pieces, o.vocab, s.n_pieces, true };
-    double *sums = s.sum + (size_t)r * s.n_pieces;
-    for (int first = first_piece; first < end; first += ROUND) {
+    const int first_strip = blockIdx.x * s.per_block, end = min(first_strip + s.per_block, s.n_strips);
+    const TokenRow t = { o.logits + (size_t)r * o.vocab, NULL, s.strip + (size_t)r * s.n_strips, o.vocab, s.n_strips, true };
+    double *sums = s.sum + (size_t)r * s.n_strips;
+    for (int first = first_strip; first < end; first += ROUND) {
         Four v[2];
-        for (int h = 0; h < 2; h++) v[h] = four_tokens(t, (first + warp + h * SAMPLE_WARPS) * PIECE + 4 * lane);
+        for (int h = 0; h < 2; h++) v[h] = four_tokens(t, (first + warp + h * SAMPLE_WARPS) * STRIP + 4 * lane);
         for (int h = 0; h < 2; h++) {
-            const int piece = first + warp + h * SAMPLE_WARPS, i = piece * PIECE + 4 * lane;
+            const int strip = first + warp + h * SAMPLE_WARPS, i = strip * STRIP + 4 * lane;
             const float z[4] = { v[h].z.x, v[h].z.y, v[h].z.z, v[h].z.w };
             u64 best = 0;
             for (int j = 0; j < 4; j++) best = max(best, key_of(t, z[j], v[h].in >> j & 1, i + j));
             best = warp_best(best);
-            if (lane == 0 && piece < end) s.piece[(size_t)r * s.n_pieces + piece] = best;
-            if (!o.sum || piece >= end) continue;
+            if (lane == 0 && strip < end) s.strip[(size_t)r * s.n_strips + strip] = best;
+            if (!o.sum || strip >= end) continue;
             const float from = isinf(key_logit(best)) ? 0 : key_logit(best);
             double sum = 0;
             for (int j = 0; j < 4; j++) sum += v[h].in >> j & 1 ? (double)expf(z[j] - from) : 0;
             for (int half = 16; half > 0; half /= 2) sum += __shfl_xor_sync(~0u, sum, half);
-            if (lane == 0) sums[piece] = sum;
+            if (lane == 0) sums[strip] = sum;
         }
     }
     bool any;
     if (!last_of_row(false, &any)) return;
 
     u64 mine = 0;
-    for (int i = threadIdx.x; i < s.n_pieces; i += SAMPLE_THREADS) mine = max(mine, t.piece[i]);
+    for (int i = threadIdx.x; i < s.n_strips; i += SAMPLE_THREADS) mine = max(mine, t.strip[i]);
     if (threadIdx.x == 0) shared_row = t;
     const u64 top = block_best(mine);                  // a barrier for shared_row too
     if (o.k) {
@@ -4932,8 +4958,8 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) summary_kernel(Summary o, S
     if (!o.sum) return;
     const float from = isinf(key_logit(top)) ? 0 : key_logit(top);     // all -Inf, or one +Inf: the sum says so
     double sum = 0;
-    for (int i = threadIdx.x; i < s.n_pieces; i += SAMPLE_THREADS) {
-        const float best = key_logit(t.piece[i]);
+    for (int i = threadIdx.x; i < s.n_strips; i += SAMPLE_THREADS) {
+        const float best = key_logit(t.strip[i]);
         if (sums[i] != 0) sum += sums[i] * (double)expf((isinf(best) ? 0 : best) - from);
     }
     for (int half = 16; half > 0; half /= 2) sum += __shfl_xor_sync(~0u, sum, half);
@@ -5057,7 +5083,7 @@ static void start_device(void) {
     CHECK_CUDA(cudaFuncSetAttribute(prepare_kernel<NARROW_QUADS>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "prepare");
     CHECK_CUDA(cudaFuncSetAttribute(prepare_kernel<0>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "prepare");
     CHECK_CUDA(cudaFuncSetAttribute(product_kernel<1>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "product");
-    CHECK_CUDA(cudaFuncSetAttribute(product_kernel<CHUNK_ROWS>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "product");
+    CHECK_CUDA(cudaFuncSetAttribute(product_kernel<FEW_ROWS>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "product");
     void (*const gemv[])(Gemv) = { gemv_kernel<true>, gemv_kernel<false> };
     void (*const floats[])(GemvFloats) = { gemv_floats_kernel<T_F32>, gemv_floats_kernel<T_F16>, gemv_floats_kernel<T_BF16> };
     for (auto k : gemv) CHECK_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "gemv");
@@ -5262,7 +5288,7 @@ static void cuda_wait_for(int number) {
 
 static int64_t cuda_launches(void) { return cuda.n_launches; }
 
-// read_once: the sum of n pieces of 16 bytes, so that they have to be read; it goes to out when it is one certain number.
+// read_once: the sum of n times 16 bytes, so that they have to be read; it goes to out when it is one certain number.
 //   launch    16 blocks of 256 per multiprocessor, 8 loads under way in every thread
 __global__ void read_once_kernel(const uint4 *p, size_t n, uint32_t *out) {
     take_turn();
