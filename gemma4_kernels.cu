@@ -11,8 +11,34 @@
  * INVARIANTS   one stream; no operation allocates or synchronises; index products are size_t; for 1..64 rows the order of
  *              every sum depends on shapes alone. sm_80 and up.
  *
- * A warp is 32 threads, a lane one of them. A group is 32 consecutive values of a row: the unit of quantised weights and of
- * int8 activations. */
+ * WORDS        one meaning each; in brackets what CUDA and others call it
+ *   lane       one of the 32 threads of a warp
+ *   turn       from when on a launch may read what those before it wrote [grid dependency, programmatic dependent launch]
+ *   early      before the launch's turn
+ *   ahead      asked for, so that it is on its way while something else is done [prefetch]
+ *   group      32 consecutive values of a row: the unit of quantised weights and of int8 activations
+ *   octet      8 consecutive groups of a row: what the 8 lanes of a feature read at once
+ *   chunk      16 consecutive bytes of a row: what one lane reads at once
+ *   plane      the same few bits of all groups of a matrix, group after group; a matrix has up to four
+ *   feature    one output of a product: a row of the matrix
+ *   panel      rows of a matrix in f16 for cuBLAS
+ *   job        one matrix of a launch of products and what becomes of its result
+ *   tile       a part of a matrix, or of the keys, that a block works on as a whole
+ *   unit       four features, a warp's work
+ *   item       a tile or a unit in product_kernel
+ *   piece      a tile of tile_kernel with the rows that go through it
+ *   slice      the groups l, l + 8, ... of a row, whose terms one lane or warp adds up: a sum is joined from 8 of them
+ *   share      what one of several workers gets of a whole
+ *   stage      room in shared memory that copies fill while others are used [pipeline stage]; the cache of that name in
+ *              gemma4.h, which holds the rows of a long prompt, is the staged one here
+ *   ring       stages, or pinned memory, used in turn
+ *   record     how an octet of one feature lies in a stage
+ *   lot        copies that a commit closes [cp.async group]
+ *   span, part tiles of keys in a row; the spans that one block attends to [split of flash decoding]
+ *   column     in attention, a row of the step times one of its heads
+ *   slot       where a position lies in a cache
+ *   strip      128 tokens of the vocabulary in sampling
+ *   bin        tokens of similar logits in sampling */
 #include <cublas_v2.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -64,6 +90,11 @@ typedef struct HostTable {    // rows of a table in pinned host memory
     struct HostTable *next;
 } HostTable;
 
+typedef struct {              // a launch, as far as the next one has to know
+    int      blocks;
+    unsigned writes;          // Writes
+} Launched;
+
 static struct {
     cudaStream_t stream;
     cublasHandle_t blas;
@@ -77,7 +108,7 @@ static struct {
     int8_t *yq;               // (2, max_rows, max_cols)
     float *ys;                // (2, max_rows, max_cols / 32)
     __half *y16;              // (max_rows, max_cols) for cuBLAS, times PROMPT_SCALE
-    __half *panel;            // (PANEL_BYTES) a piece of a matrix for cuBLAS
+    __half *panel;            // (PANEL_BYTES) rows of a matrix for cuBLAS
     float *wide;              // (2, max_rows, PANEL_COLS) gate and up of a prompt
     float *partial;           // (PARTIAL_BYTES) attention before its parts are put together
     unsigned *arrived;        // (MAX_ARRIVED) blocks of a launch that have come to its end; 0 between launches
@@ -93,8 +124,7 @@ static struct {
     Recorded *step;           // between begin() and end(): recorded or replayed; NULL: its operations are carried out
     bool   recording;
     int64_t n_launches;       // so far
-    int    last_blocks;       // of the last of them
-    bool   last_was_product;  // that wrote neither rows and lengths of sessions nor caches
+    Launched last;            // of them
     Mark   marks[MAX_MARKS];
     int    n_marks;           // given out so far
     void  *reserved;          // the last one
@@ -132,25 +162,36 @@ static int min_int(int a, int b) { return a < b ? a : b; }
 static int max_int(int a, int b) { return a > b ? a : b; }
 
 // ==== [2] Launch; warp and block helpers =============================================================================
-// Kernels follow each other closely: the blocks of a launch come up while the last blocks of the launch before it still work,
-// and take_turn() holds them until its results can be read. Before, they may read what no operation writes (weights), and what the
-// launches before that last one wrote: it let others come up when it had its own turn, so those had ended.
+// Kernels follow each other closely: the blocks of a launch come up while the last blocks of the launch before it still work
+// (programmatic dependent launch), and take_turn() holds them until its results can be read.
 
 extern __shared__ __align__(16) char shared_bytes[];   // dynamic shared memory of whatever kernel runs
 
-// The first statement of every kernel, or the last one before it touches what operations write. last_word: the kernel writes
-// weights, so the next launch must not fetch any before all of it has ended.
-__device__ static inline void take_turn(bool last_word = false) {
+// The first statement of every kernel, or the last one before it writes, or reads what it may not read early.
+__device__ static inline void take_turn(void) {
 #if __CUDA_ARCH__ >= 900
     cudaGridDependencySynchronize();                   // everything launched before has ended, and can be seen
-    if (!last_word) cudaTriggerProgrammaticLaunchCompletion();         // the next may come up once all blocks got here
+    cudaTriggerProgrammaticLaunchCompletion();         // the next may come up once all blocks got here
 #endif
-    (void)last_word;
 }
 
-// One kernel on the stream; CHECK_LAUNCH behind it names the operation. shared: bytes of dynamic shared memory.
+// What a launch writes. Each states it, and all that it may write.
+enum { WRITES_ACTIVATIONS = 1,          // numbers of rows, choices of experts, results for the host, scratch
+       WRITES_ROWS = 2,                 // rows and segments of a step, lengths of sessions
+       WRITES_CACHE = 4,                // rows of K and V
+       WRITES_WEIGHTS = 8,
+       WRITES_NOTHING = 0, WRITES_ALL_BUT_WEIGHTS = WRITES_ACTIVATIONS | WRITES_ROWS | WRITES_CACHE };
+
+// Whether the next launch may read before its turn what is written by launches that state `written`. Only the last launch
+// counts: it lets the next one come up when it has its own turn, and by then all those before it have ended. Behind copies and
+// cuBLAS the next launch comes up when they have ended.
+static bool may_read_early(unsigned written) { return !(cuda.last.writes & written); }
+
+// One kernel on the stream; CHECK_LAUNCH behind it names the operation. writes: as above; shared: bytes of dynamic shared memory.
+// Every kernel may read weights before its turn, so none comes up beside one that writes them.
 template <typename... Parameters, typename... Arguments>
-static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, Arguments... arguments) {
+static void launch(unsigned writes, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
+                   Arguments... arguments) {
     cudaLaunchConfig_t config = { };
     cudaLaunchAttribute early = { };
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -160,10 +201,9 @@ static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
     config.dynamicSmemBytes = shared;
     config.stream = cuda.stream;
     config.attrs = &early;
-    config.numAttrs = cuda.starts_early;
+    config.numAttrs = cuda.starts_early && may_read_early(WRITES_WEIGHTS);
     cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
-    cuda.last_was_product = false;
-    cuda.last_blocks = (int)(grid.x * grid.y * grid.z);
+    cuda.last = (Launched){ (int)(grid.x * grid.y * grid.z), writes };
     cuda.n_launches += !cuda.recording;
 }
 
@@ -373,59 +413,73 @@ typedef struct {              // where the planes of an uploaded matrix lie; flo
     const uint8_t *lo, *hi, *head, *sup;
 } Planes;
 
-// One line per format: codes = lo + (hi << lo_bits); the integer that meets an activation is code - offset, or the table's
-// entry. scales() gives, for group g of a row that has n groups, the factors a[h] and the minima m[h] of its two halves:
-// value = a * integer - m.
-typedef struct {
-    int lo_bits, hi_bits;     // of a code
-    int lo, hi;               // bytes per group
-    int head, head_values;    // bytes per head_values values
-    int sup;                  // bytes per 256 values
+// One line for each type. Beyond it, a type has a case in file_code (where the file keeps its codes) and one in group_scales
+// (what scales a group). integer = code - offset, or the table's entry; value = a * integer - m, for a half of a group each.
+//     file       values and bytes of a block
+//     code       = lo + (hi << bits of lo): bits in both planes; TABLE_IQ4, TABLE_FP4 or none; offset
+//     head       bytes, for each group or, with blocks of 256 values, for these; where they lie in the block; bytes that the
+//                scales of one group take
+//     sup        bytes for 256 values; where they lie in the block
+//     traits     HAS_MIN: m is not 0; HAS_HALVES: those of a group differ; HAS_WIDE: a may be 2^104 or more
+enum { TABLE_NONE, TABLE_IQ4, TABLE_FP4, HAS_MIN = 1, HAS_HALVES = 2, HAS_WIDE = 4 };
+//     type       file      code                       head         sup     traits
+#define USUAL_TYPES(X) \
+    X(T_Q4_K,     256, 144, 4, 0, TABLE_NONE,  0,      16,   0, 16, 0,   0, HAS_MIN) \
+    X(T_Q6_K,     256, 210, 4, 2, TABLE_NONE, 32,      16, 192,  2, 2, 208, HAS_HALVES) \
+    X(T_Q8_0,      32,  34, 8, 0, TABLE_NONE,  0,       2,   0,  2, 0,   0, 0) \
+    X(T_Q5_0,      32,  22, 4, 1, TABLE_NONE, 16,       2,   0,  2, 0,   0, 0) \
+    X(T_Q4_0,      32,  18, 4, 0, TABLE_NONE,  8,       2,   0,  2, 0,   0, 0) \
+    X(T_Q5_K,     256, 176, 4, 1, TABLE_NONE,  0,      16,   0, 16, 0,   0, HAS_MIN)
+#define OTHER_TYPES(X) \
+    X(T_Q4_1,      32,  20, 4, 0, TABLE_NONE,  0,       4,   0,  4, 0,   0, HAS_MIN) \
+    X(T_Q5_1,      32,  24, 4, 1, TABLE_NONE,  0,       4,   0,  4, 0,   0, HAS_MIN) \
+    X(T_IQ4_NL,    32,  18, 4, 0, TABLE_IQ4,   0,       2,   0,  2, 0,   0, 0) \
+    X(T_IQ4_XS,   256, 136, 4, 0, TABLE_IQ4,   0,       8,   0,  8, 0,   0, 0) \
+    X(T_Q2_K,     256,  84, 2, 0, TABLE_NONE,  0,      16,   0,  2, 4,  80, HAS_MIN | HAS_HALVES) \
+    X(T_Q3_K,     256, 110, 2, 1, TABLE_NONE,  4,      12,  96, 12, 2, 108, HAS_HALVES) \
+    X(T_MXFP4,     32,  17, 4, 0, TABLE_FP4,   0,       1,   0,  1, 0,   0, HAS_WIDE) \
+    X(T_NVFP4,     64,  36, 4, 0, TABLE_FP4,   0,       2,   0,  2, 0,   0, HAS_HALVES)
+#define FLOAT_TYPES(X) \
+    X(T_F32,        1,   4, 32, 0, TABLE_NONE, 0,       0,   0,  0, 0,   0, 0) \
+    X(T_F16,        1,   2, 16, 0, TABLE_NONE, 0,       0,   0,  0, 0,   0, 0) \
+    X(T_BF16,       1,   2, 16, 0, TABLE_NONE, 0,       0,   0,  0, 0,   0, 0)
+#define QUANTISED_TYPES(X) USUAL_TYPES(X) OTHER_TYPES(X)       // most files have the usual ones alone
+
+typedef struct {              // a line of the list
+    int values, bytes;
+    int lo_bits, hi_bits, table, offset;
+    int head, head_at, head_read;
+    int sup, sup_at;
+    int traits;
 } Format;
 
-__host__ __device__ static constexpr bool format_of(DType t, Format *f) {
+__host__ __device__ static constexpr Format format_of(DType t) {       // values 0: not in the list
     switch (t) {
-    case T_Q8_0:   *f = (Format){ 8, 0, 32, 0, 2, 32, 0 };   return true;    // head: d
-    case T_Q4_0:   *f = (Format){ 4, 0, 16, 0, 2, 32, 0 };   return true;
-    case T_IQ4_NL: *f = (Format){ 4, 0, 16, 0, 2, 32, 0 };   return true;
-    case T_Q4_1:   *f = (Format){ 4, 0, 16, 0, 4, 32, 0 };   return true;    // d, m
-    case T_Q5_0:   *f = (Format){ 4, 1, 16, 4, 2, 32, 0 };   return true;
-    case T_Q5_1:   *f = (Format){ 4, 1, 16, 4, 4, 32, 0 };   return true;
-    case T_MXFP4:  *f = (Format){ 4, 0, 16, 0, 1, 32, 0 };   return true;    // exponent
-    case T_NVFP4:  *f = (Format){ 4, 0, 16, 0, 2, 32, 0 };   return true;    // two scales
-    case T_Q4_K:   *f = (Format){ 4, 0, 16, 0, 16, 256, 0 }; return true;    // d, dmin, 12 bytes
-    case T_Q5_K:   *f = (Format){ 4, 1, 16, 4, 16, 256, 0 }; return true;
-    case T_Q6_K:   *f = (Format){ 4, 2, 16, 8, 16, 256, 2 }; return true;    // 16 scales; d
-    case T_Q2_K:   *f = (Format){ 2, 0, 8, 0, 16, 256, 4 };  return true;    // 16 scales and minima; d, dmin
-    case T_Q3_K:   *f = (Format){ 2, 1, 8, 4, 12, 256, 2 };  return true;    // 12 bytes of scales; d
-    case T_IQ4_XS: *f = (Format){ 4, 0, 16, 0, 8, 256, 0 };  return true;    // d, two and four bytes of scales
-    default: return false;
+#define CASE(T, ...) case T: return { __VA_ARGS__ };
+    QUANTISED_TYPES(CASE) FLOAT_TYPES(CASE)
+#undef CASE
+    default: return { };
     }
 }
 
-__host__ __device__ static constexpr Format known_format(DType t) {
-    Format f = { };
-    format_of(t, &f);
-    return f;
-}
+__host__ __device__ static constexpr bool is_float(DType t) { return t == T_F32 || t == T_F16 || t == T_BF16; }
 
-static bool is_float(DType t) { return t == T_F32 || t == T_F16 || t == T_BF16; }
-static size_t float_size(DType t) { return t == T_F32 ? 4 : 2; }
+// Bytes that n values, whole blocks, take in a plane: 0 lo, 1 hi, 2 head, 3 sup.
+__host__ __device__ static constexpr size_t plane_bytes(const Format &f, int plane, size_t n) {
+    if (plane < 2) return n * (plane ? f.hi_bits : f.lo_bits) / 8;
+    if (plane == 3) return n / 256 * f.sup;
+    return n / (f.values == 256 ? 256 : 32) * f.head;
+}
 
 static Planes planes_at(const void *base, DType t, size_t values, size_t *bytes) {
-    Planes p = { (const uint8_t *)base, NULL, NULL, NULL };
-    Format f;
+    const Format f = format_of(t);
+    if (!f.values) cuda_die("matrices of type %d are not supported", (int)t);
+    Planes p = { };
     size_t at = 0;
-    if (is_float(t)) {
-        *bytes = values * float_size(t);
-        return p;
-    }
-    if (!format_of(t, &f)) cuda_die("matrices of type %d are not supported", (int)t);
-    const uint8_t **plane[4] = { &p.lo, &p.hi, &p.head, &p.sup };
-    const size_t size[4] = { values / 32 * f.lo, values / 32 * f.hi, values / f.head_values * f.head, values / 256 * f.sup };
     for (int i = 0; i < 4; i++) {
-        *plane[i] = (const uint8_t *)base + at;
-        at = round_up(at + size[i], 256);
+        (&p.lo)[i] = (const uint8_t *)base + at;
+        at += plane_bytes(f, i, values);
+        if (!is_float(t)) at = round_up(at, 256);
     }
     *bytes = at;
     return p;
@@ -461,14 +515,13 @@ __device__ static inline unsigned file_code(DType t, const uint8_t *b, int i) {
 //   shapes    src: n_groups / (block / 32) blocks; planes: n_groups groups from first_group on
 //   launch    grid n_groups / 128, block 128
 //   traffic   reads and writes every byte once, bytewise: bound by the bus that brings them, not by memory
-__global__ void repack_kernel(DType t, Format f, int block_values, int block_bytes, const uint8_t *src, Planes p,
-                              size_t first_group, size_t n_groups) {
-    take_turn(true);
+__global__ void repack_kernel(DType t, Format f, const uint8_t *src, Planes p, size_t first_group, size_t n_groups) {
+    take_turn();
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n_groups) return;
     const size_t first = i * 32, g = first_group + i;
-    const uint8_t *b = src + first / block_values * block_bytes;
-    const int in_block = (int)(first % block_values);
+    const uint8_t *b = src + first / f.values * f.bytes;
+    const int in_block = (int)(first % f.values), head_values = f.values == 256 ? 256 : 32;
     unsigned lo[8] = { 0 }, hi[2] = { 0 };
     for (int v = 0; v < 32; v++) {
         const unsigned code = file_code(t, b, in_block + v), low = code & ((1u << f.lo_bits) - 1), high = code >> f.lo_bits;
@@ -479,17 +532,11 @@ __global__ void repack_kernel(DType t, Format f, int block_values, int block_byt
         if (f.hi_bits == 2) hi[h] |= high << (8 * byte + 2 * w);
         if (f.hi_bits == 1) hi[0] |= high << (8 * byte + (v / 4));
     }
-    memcpy((uint8_t *)p.lo + g * f.lo, lo, f.lo);
-    memcpy((uint8_t *)p.hi + g * f.hi, hi, f.hi);
-    if (block_values == 32) {                          // head: the bytes before the codes
-        memcpy((uint8_t *)p.head + g * f.head, b, f.head);
-    } else if (block_values == 64) {
-        memcpy((uint8_t *)p.head + g * 2, b + in_block / 16, 2);
-    } else if (in_block == 0) {
-        const int head_at = t == T_Q6_K ? 192 : t == T_Q3_K ? 96 : 0, sup_at = t == T_Q6_K ? 208 : t == T_Q3_K ? 108 : 80;
-        memcpy((uint8_t *)p.head + g / 8 * f.head, b + head_at, f.head);
-        memcpy((uint8_t *)p.sup + g / 8 * f.sup, b + sup_at, f.sup);
-    }
+    memcpy((uint8_t *)p.lo + g * 4 * f.lo_bits, lo, 4 * f.lo_bits);
+    memcpy((uint8_t *)p.hi + g * 4 * f.hi_bits, hi, 4 * f.hi_bits);
+    if (in_block % head_values) return;
+    memcpy((uint8_t *)p.head + g * 32 / head_values * f.head, b + f.head_at + in_block / head_values * f.head, f.head);
+    memcpy((uint8_t *)p.sup + g / 8 * f.sup, b + f.sup_at, f.sup);
 }
 
 // ---- reading a group ----
@@ -499,14 +546,19 @@ typedef struct {              // a group, ready for dp4a: value = a[h] * integer
     float a[2], m[2];
 } Group;
 
-// What each type needs beyond Format, known at compile time.
-template <DType T> struct Traits {
-    static constexpr int offset = T == T_Q4_0 ? 8 : T == T_Q5_0 ? 16 : T == T_Q6_K ? 32 : T == T_Q3_K ? 4 : 0;
-    static constexpr bool min = T == T_Q4_1 || T == T_Q5_1 || T == T_Q4_K || T == T_Q5_K || T == T_Q2_K;
-    static constexpr bool halves = T == T_Q6_K || T == T_Q3_K || T == T_Q2_K || T == T_NVFP4;    // a[0] != a[1]
-    static constexpr bool nibbles = T == T_Q4_0 || T == T_Q4_1 || T == T_Q4_K;                    // codes are 4 bits, no table
-    static constexpr int lo = T == T_Q8_0 ? 32 : T == T_Q2_K || T == T_Q3_K ? 8 : 16;            // as in format_of
-    static constexpr int hi = T == T_Q6_K ? 8 : T == T_Q5_0 || T == T_Q5_1 || T == T_Q5_K || T == T_Q3_K ? 4 : 0;
+// What follows from a line of the list. lo, hi, head, sup: how a row goes on, bytes of an octet in each plane.
+template <DType T> struct Type {
+    static constexpr Format form = format_of(T);
+    static constexpr int  offset = form.offset;
+    static constexpr bool min = form.traits & HAS_MIN, halves = form.traits & HAS_HALVES;
+    static constexpr bool nibbles = form.lo_bits == 4 && !form.hi_bits && form.table == TABLE_NONE;
+    static constexpr bool blocks = form.values == 256;                 // a row is whole octets
+    static constexpr bool one_head = blocks && form.head_read == form.head;        // for all eight
+    static constexpr int  lo = plane_bytes(form, 0, 256), hi = plane_bytes(form, 1, 256), head = plane_bytes(form, 2, 256),
+                          sup = plane_bytes(form, 3, 256);
+    static constexpr int  chunk = 16 / (form.bytes < 16 ? form.bytes : 16);        // floats: values in 16 bytes
+    // Groups under way for a lane at a time. More only make the loop longer than the instruction cache likes.
+    static constexpr int  depth = form.lo_bits == 8 ? 3 : 4;
 };
 
 // Four table entries by four codes 0..15 in the bytes of x. t: the table, four entries a word.
@@ -533,59 +585,53 @@ __device__ static inline void k_scales(unsigned s0, unsigned s1, unsigned s2, in
 
 // What is read of a group, as it lies in memory. Parts that a type does not have are never set.
 template <DType T> struct Fetched {
-    uint4 lo[Traits<T>::lo == 32 ? 2 : 1];
+    uint4 lo[Type<T>::form.lo_bits == 8 ? 2 : 1];
     uint2 hi;
     uint4 head;
     unsigned sup;
 };
 
-// How a row goes on: bytes of each plane from 8 groups to the next 8.
-template <DType T> struct Step {
-    static constexpr Format form = known_format(T);
-    static constexpr bool blocks = form.head_values == 256;            // a row is whole steps
-    static constexpr bool one_head = T == T_Q4_K || T == T_Q5_K || T == T_Q3_K || T == T_IQ4_XS;       // for all eight
-    static constexpr int lo = 8 * form.lo, hi = 8 * form.hi, head = blocks ? form.head : 8 * form.head, sup = form.sup;
-};
-
 // Planes from group g on.
 template <DType T> __device__ static inline Planes planes_from(const Planes &p, size_t g) {
-    Planes at = { p.lo + g * (Step<T>::lo / 8), p.hi, p.head, p.sup };
-    if constexpr (Step<T>::hi != 0) at.hi += g * (Step<T>::hi / 8);
-    at.head += Step<T>::one_head ? g / 8 * Step<T>::head : g * (Step<T>::head / 8);
-    if constexpr (Step<T>::sup != 0) at.sup += g / 8 * Step<T>::sup;
+    Planes at = { p.lo + g * (Type<T>::lo / 8), p.hi, p.head, p.sup };
+    if constexpr (Type<T>::hi != 0) at.hi += g * (Type<T>::hi / 8);
+    at.head += Type<T>::one_head ? g / 8 * Type<T>::head : g * (Type<T>::head / 8);
+    if constexpr (Type<T>::sup != 0) at.sup += g / 8 * Type<T>::sup;
     return at;
 }
 
 // The group that is `on` groups behind the one where p begins; with blocks of 256 values a multiple of 8.
 template <DType T> __device__ static inline void fetch_group(const Planes &p, int on, Fetched<T> *f) {
-    const uint8_t *lo = p.lo + on * (Step<T>::lo / 8), *hi = p.hi + on * (Step<T>::hi / 8), *sup = p.sup + on / 8 * Step<T>::sup;
-    const uint8_t *head = p.head + (Step<T>::blocks ? on / 8 * Step<T>::head : on * (Step<T>::head / 8));
-    if constexpr (Traits<T>::lo == 8) {
+    constexpr Format form = Type<T>::form;
+    const uint8_t *lo = p.lo + on * (Type<T>::lo / 8), *hi = p.hi + on * (Type<T>::hi / 8);
+    const uint8_t *sup = p.sup + on / 8 * Type<T>::sup;
+    const uint8_t *head = p.head + (Type<T>::blocks ? on / 8 * Type<T>::head : on * (Type<T>::head / 8));
+    if constexpr (form.lo_bits == 2) {
         const uint2 v = __ldg((const uint2 *)lo);
         f->lo[0].x = v.x, f->lo[0].y = v.y;
     } else {
         f->lo[0] = load_once(lo);
-        if constexpr (Traits<T>::lo == 32) f->lo[1] = load_once(lo + 16);
+        if constexpr (form.lo_bits == 8) f->lo[1] = load_once(lo + 16);
     }
-    if constexpr (Traits<T>::hi == 8) f->hi = __ldg((const uint2 *)hi);
-    if constexpr (Traits<T>::hi == 4) f->hi.x = __ldg((const unsigned *)hi);
-    if constexpr (T == T_Q4_K || T == T_Q5_K) {
+    if constexpr (form.hi_bits == 2) f->hi = __ldg((const uint2 *)hi);
+    if constexpr (form.hi_bits == 1) f->hi.x = __ldg((const unsigned *)hi);
+    if constexpr (form.head_read == 16) {
         f->head = __ldg((const uint4 *)head);
-    } else if constexpr (T == T_Q3_K) {
+    } else if constexpr (form.head_read == 12) {
         const unsigned *s = (const unsigned *)head;
         f->head.x = __ldg(s), f->head.y = __ldg(s + 1), f->head.z = __ldg(s + 2);
-    } else if constexpr (T == T_IQ4_XS) {
+    } else if constexpr (form.head_read == 8) {
         const uint2 v = __ldg((const uint2 *)head);
         f->head.x = v.x, f->head.y = v.y;
-    } else if constexpr (T == T_Q4_1 || T == T_Q5_1) {
+    } else if constexpr (form.head_read == 4) {
         f->head.x = __ldg((const unsigned *)head);
-    } else if constexpr (T == T_MXFP4) {
-        f->head.x = __ldg(head);
-    } else {
+    } else if constexpr (form.head_read == 2) {
         f->head.x = __ldg((const unsigned short *)head);
+    } else {
+        f->head.x = __ldg(head);
     }
-    if constexpr (T == T_Q6_K || T == T_Q3_K) f->sup = __ldg((const unsigned short *)sup);
-    if constexpr (T == T_Q2_K) f->sup = __ldg((const unsigned *)sup);
+    if constexpr (form.sup == 2) f->sup = __ldg((const unsigned short *)sup);
+    if constexpr (form.sup == 4) f->sup = __ldg((const unsigned *)sup);
 }
 
 __device__ static inline float half_in(unsigned bits) { return __half2float(__ushort_as_half((unsigned short)bits)); }
@@ -634,33 +680,34 @@ template <DType T> __device__ static inline void group_scales(uint4 head, unsign
 // Codes in the bytes of a word as the integers that they stand for, but for the offset.
 template <DType T> __device__ static inline unsigned code_integers(unsigned codes) {
     // -127 -104 -83 -65 | -49 -35 -22 -10 | 1 13 25 38 | 53 69 89 113
-    if constexpr (T == T_IQ4_NL || T == T_IQ4_XS) return lookup4(codes, 0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u);
+    if constexpr (Type<T>::form.table == TABLE_IQ4) return lookup4(codes, 0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u);
     // twice 0 0.5 1 1.5 | 2 3 4 6, and the negative ones
-    if constexpr (T == T_MXFP4 || T == T_NVFP4) return lookup4(codes, 0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu);
+    if constexpr (Type<T>::form.table == TABLE_FP4) return lookup4(codes, 0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu);
     return codes;
 }
 
 // in_256: number of the group among the eight of its 256 values; types with blocks of 32 and 64 do not look at it. UPPER: where
 // codes are nibbles, those of the second half stay where they are, 16 times as large.
 template <DType T, bool UPPER = false> __device__ static inline void unpack_group(const Fetched<T> &f, int in_256, Group *out) {
+    constexpr Format form = Type<T>::form;
     unsigned *c = out->c;
-    if constexpr (Traits<T>::lo == 32) {
+    if constexpr (form.lo_bits == 8) {
         c[0] = f.lo[0].x, c[1] = f.lo[0].y, c[2] = f.lo[0].z, c[3] = f.lo[0].w;
         c[4] = f.lo[1].x, c[5] = f.lo[1].y, c[6] = f.lo[1].z, c[7] = f.lo[1].w;
-    } else if constexpr (Traits<T>::lo == 8) {
+    } else if constexpr (form.lo_bits == 2) {
         for (int w = 0; w < 4; w++) c[w] = f.lo[0].x >> 2 * w & 0x03030303u, c[4 + w] = f.lo[0].y >> 2 * w & 0x03030303u;
     } else {
         const unsigned word[4] = { f.lo[0].x, f.lo[0].y, f.lo[0].z, f.lo[0].w };
         for (int w = 0; w < 4; w++) {
             c[w] = word[w] & 0x0f0f0f0fu;
-            c[4 + w] = UPPER && Traits<T>::nibbles ? word[w] & 0xf0f0f0f0u : word[w] >> 4 & 0x0f0f0f0fu;
+            c[4 + w] = UPPER && Type<T>::nibbles ? word[w] & 0xf0f0f0f0u : word[w] >> 4 & 0x0f0f0f0fu;
         }
     }
-    if constexpr (Traits<T>::hi == 4) {                // bit w to bit 4 (Q3_K: 2) of each byte
-        const int to = T == T_Q3_K ? 2 : 4;
+    if constexpr (form.hi_bits == 1) {                 // bit w to the bit above lo of each byte
+        const int to = form.lo_bits;
         for (int w = 0; w < 8; w++) c[w] |= (w < to ? f.hi.x << (to - w) : f.hi.x >> (w - to)) & 0x01010101u << to;
     }
-    if constexpr (Traits<T>::hi == 8)                  // bits 2w, 2w + 1 to bits 4, 5
+    if constexpr (form.hi_bits == 2)                   // bits 2w, 2w + 1 to bits 4, 5
         for (int w = 0; w < 4; w++) {
             c[w] |= (w < 2 ? f.hi.x << (4 - 2 * w) : f.hi.x >> (2 * w - 4)) & 0x30303030u;
             c[4 + w] |= (w < 2 ? f.hi.y << (4 - 2 * w) : f.hi.y >> (2 * w - 4)) & 0x30303030u;
@@ -680,15 +727,15 @@ template <DType T> __device__ static inline void load_group(const Planes &p, siz
 // each half, all of them whole numbers; where the halves do not differ the first ones are of the whole group.
 template <DType T> __device__ static inline float scaled_term(const float a[2], const float m[2], float dot0, float dot1,
                                                               float sum0, float sum1) {
-    if (!Traits<T>::halves) return Traits<T>::min ? __fmaf_rn(-m[0], sum0, __fmul_rn(a[0], dot0)) : __fmul_rn(a[0], dot0);
+    if (!Type<T>::halves) return Type<T>::min ? __fmaf_rn(-m[0], sum0, __fmul_rn(a[0], dot0)) : __fmul_rn(a[0], dot0);
     const float term = __fmaf_rn(a[1], dot1, __fmul_rn(a[0], dot0));
-    return Traits<T>::min ? __fmaf_rn(-m[0], sum0, __fmaf_rn(-m[1], sum1, term)) : term;
+    return Type<T>::min ? __fmaf_rn(-m[0], sum0, __fmaf_rn(-m[1], sum1, term)) : term;
 }
 
 // The same from the codes: dot is with the offset still in it.
 template <DType T> __device__ static inline float group_term(const float a[2], const float m[2], int dot0, int dot1, float sum0,
                                                              float sum1) {
-    constexpr float offset = Traits<T>::offset;
+    constexpr float offset = Type<T>::offset;
     const float d0 = (float)dot0, d1 = (float)dot1;    // whole numbers below 2^24, as are the sums: exact
     if (!offset) return scaled_term<T>(a, m, d0, d1, sum0, sum1);
     return scaled_term<T>(a, m, __fmaf_rn(-offset, sum0, d0), __fmaf_rn(-offset, sum1, d1), sum0, sum1);
@@ -699,25 +746,20 @@ template <DType T> __device__ static inline void group_values(const Planes &p, s
     Group x;
     load_group<T>(p, g, &x);
     for (int i = 0; i < 32; i++) {
-        const int code = (int8_t)(x.c[i / 4] >> 8 * (i % 4)) - Traits<T>::offset;
-        v[i] = Traits<T>::min ? __fsub_rn(__fmul_rn(x.a[i / 16], (float)code), x.m[i / 16]) : x.a[i / 16] * code;
+        const int code = (int8_t)(x.c[i / 4] >> 8 * (i % 4)) - Type<T>::offset;
+        v[i] = Type<T>::min ? __fsub_rn(__fmul_rn(x.a[i / 16], (float)code), x.m[i / 16]) : x.a[i / 16] * code;
     }
 }
 
 __device__ static inline float float_value(DType t, const uint8_t *p, size_t i) {
-    return t == T_F32 ? ((const float *)p)[i] : t == T_F16 ? __half2float(((const __half *)p)[i])
-                                                           : __bfloat162float(((const __nv_bfloat16 *)p)[i]);
+    if (t == T_F32) return ((const float *)p)[i];
+    return t == T_F16 ? __half2float(((const __half *)p)[i]) : __bfloat162float(((const __nv_bfloat16 *)p)[i]);
 }
-
-// X(T) for every quantised type: one case each in the switches below. Most files have the usual ones alone.
-#define USUAL_TYPES(X) X(T_Q4_K) X(T_Q6_K) X(T_Q8_0) X(T_Q5_0) X(T_Q4_0) X(T_Q5_K)
-#define OTHER_TYPES(X) X(T_Q4_1) X(T_Q5_1) X(T_IQ4_NL) X(T_IQ4_XS) X(T_Q2_K) X(T_Q3_K) X(T_MXFP4) X(T_NVFP4)
-#define QUANTISED_TYPES(X) USUAL_TYPES(X) OTHER_TYPES(X)
 
 // Up to 32 values of a matrix from value `first` on, a multiple of 32, in f32.
 __device__ static inline void values_at(DType t, const Planes &p, size_t first, int n, float *v) {
     switch (t) {
-#define CASE(T) case T: group_values<T>(p, first / 32, v); return;
+#define CASE(T, ...) case T: group_values<T>(p, first / 32, v); return;
     QUANTISED_TYPES(CASE)
 #undef CASE
     default:
@@ -727,33 +769,8 @@ __device__ static inline void values_at(DType t, const Planes &p, size_t first, 
 
 // ---- upload ----
 
-static int block_values_of(DType t) {
-    if (is_float(t)) return 1;
-    return t == T_NVFP4 ? 64 : t >= T_Q2_K && t != T_IQ4_NL && t != T_MXFP4 ? 256 : 32;
-}
-static int block_bytes_of(DType t) {
-    switch (t) {
-    case T_F32: return 4;
-    case T_F16: case T_BF16: return 2;
-    case T_Q4_0: case T_IQ4_NL: return 18;
-    case T_Q4_1: return 20;
-    case T_Q5_0: return 22;
-    case T_Q5_1: return 24;
-    case T_Q8_0: return 34;
-    case T_Q2_K: return 84;
-    case T_Q3_K: return 110;
-    case T_Q4_K: return 144;
-    case T_Q5_K: return 176;
-    case T_Q6_K: return 210;
-    case T_IQ4_XS: return 136;
-    case T_MXFP4: return 17;
-    case T_NVFP4: return 36;
-    }
-    return 0;
-}
-
-enum { UPLOAD_CHUNK = 8 << 20, UPLOAD_THREADS = 8, MIN_UPLOAD_THREADS = 3 };
-static_assert(UPLOAD_CHUNK * UPLOAD_THREADS <= PANEL_BYTES, "chunks pass through the panel");
+enum { UPLOAD_PORTION = 8 << 20, UPLOAD_THREADS = 8, MIN_UPLOAD_THREADS = 3 };
+static_assert(UPLOAD_PORTION * UPLOAD_THREADS <= PANEL_BYTES, "portions pass through the panel");
 
 static size_t planes_bytes(const Tensor *w) {
     size_t bytes;
@@ -763,43 +780,42 @@ static size_t planes_bytes(const Tensor *w) {
 
 static size_t cuda_weight_bytes(const Tensor *w) { return w->in_host ? 0 : planes_bytes(w); }
 
-// Host bytes of the file -> planes. Several threads take the chunks of a matrix in turn, each with a pinned buffer and a part
-// of cuda.panel of its own: it copies a chunk out of the mapped file, whose pages come from memory or the disk meanwhile, and
+// Host bytes of the file -> planes. Several threads take the portions of a matrix in turn, each with a pinned buffer and a part
+// of cuda.panel of its own: it copies a portion out of the mapped file, whose pages come from memory or the disk meanwhile, and
 // leaves the bus and the repacking to the device. Pages that are gone meet the handler of SIGBUS in whatever thread it is.
 typedef struct {
     const Tensor *w;
     char   *dst;
     Planes  p;
     Format  f;
-    int     block_values, block_bytes;
-    size_t  n_blocks, chunk;                           // of the matrix; of a chunk: whole blocks, a multiple of 256 values
-    std::atomic<size_t> next;                          // chunk that nobody has taken
+    size_t  n_blocks, portion;                           // of the matrix; of a portion: whole blocks, a multiple of 256 values
+    std::atomic<size_t> next;                          // portion that nobody has taken
 } Uploading;
 
 static struct {
-    char *host[UPLOAD_THREADS];                        // (UPLOAD_CHUNK) pinned
+    char *host[UPLOAD_THREADS];                        // (UPLOAD_PORTION) pinned
     cudaEvent_t free[UPLOAD_THREADS];
     pthread_mutex_t issue;                             // the stream has one user at a time
     std::atomic<int> n_threads;                        // at work on this matrix
 } uploads = { { }, { }, PTHREAD_MUTEX_INITIALIZER, { 0 } };
 
-static void *upload_chunks(void *uploading) {
+static void *upload_portions(void *uploading) {
     Uploading *u = (Uploading *)uploading;
     const Tensor *w = u->w;
     const int thread = uploads.n_threads++;
-    char *host = uploads.host[thread], *raw = (char *)cuda.panel + (size_t)thread * UPLOAD_CHUNK;
-    for (size_t k; (k = u->next++) * u->chunk < u->n_blocks; ) {
-        const size_t at = k * u->chunk, n = u->n_blocks - at < u->chunk ? u->n_blocks - at : u->chunk;
+    char *host = uploads.host[thread], *raw = (char *)cuda.panel + (size_t)thread * UPLOAD_PORTION;
+    for (size_t k; (k = u->next++) * u->portion < u->n_blocks; ) {
+        const size_t at = k * u->portion, n = u->n_blocks - at < u->portion ? u->n_blocks - at : u->portion;
         CHECK_CUDA(cudaEventSynchronize(uploads.free[thread]), "upload of %d x %d", w->rows, w->cols);
-        memcpy(host, (const char *)w->data + at * u->block_bytes, n * u->block_bytes);
+        memcpy(host, (const char *)w->data + at * u->f.bytes, n * u->f.bytes);
         pthread_mutex_lock(&uploads.issue);
-        void *to = is_float(w->type) ? u->dst + at * u->block_bytes : raw;
-        CHECK_CUDA(cudaMemcpyAsync(to, host, n * u->block_bytes, cudaMemcpyDefault, cuda.stream),
+        void *to = is_float(w->type) ? u->dst + at * u->f.bytes : raw;
+        CHECK_CUDA(cudaMemcpyAsync(to, host, n * u->f.bytes, cudaMemcpyDefault, cuda.stream),
                    "upload of %d x %d", w->rows, w->cols);
         if (!is_float(w->type)) {
-            const size_t groups = n * u->block_values / 32;
-            launch(repack_kernel, (unsigned)((groups + 127) / 128), 128, 0, w->type, u->f, u->block_values, u->block_bytes,
-                   (const uint8_t *)raw, u->p, at * u->block_values / 32, groups);
+            const size_t groups = n * u->f.values / 32;
+            launch(WRITES_WEIGHTS, repack_kernel, (unsigned)((groups + 127) / 128), 128, 0, w->type, u->f,
+                   (const uint8_t *)raw, u->p, at * u->f.values / 32, groups);
             CHECK_LAUNCH("repack of %d x %d, type %d", w->rows, w->cols, (int)w->type);
         }
         CHECK_CUDA(cudaEventRecord(uploads.free[thread], cuda.stream), "upload of %d x %d", w->rows, w->cols);
@@ -830,23 +846,21 @@ static void cuda_upload(Tensor *w, void *dst) {
     if (w->in_host && !dst) dst = host_table(w, &fill);
     if (!dst) cuda_die("upload: a matrix of %d x %d was given no memory", w->rows, w->cols);
     for (int i = 0; i < UPLOAD_THREADS && !uploads.host[i]; i++) {
-        CHECK_CUDA(cudaMallocHost((void **)&uploads.host[i], UPLOAD_CHUNK), "upload: %d pinned bytes", UPLOAD_CHUNK);
+        CHECK_CUDA(cudaMallocHost((void **)&uploads.host[i], UPLOAD_PORTION), "upload: %d pinned bytes", UPLOAD_PORTION);
         CHECK_CUDA(cudaEventCreateWithFlags(&uploads.free[i], EVENT_FLAGS), "upload: event");
     }
     size_t bytes;
-    Uploading u = { w, (char *)dst, planes_at(dst, w->type, values, &bytes), { }, block_values_of(w->type),
-                    block_bytes_of(w->type) };
-    format_of(w->type, &u.f);
-    const size_t unit = 256 / u.block_values;
-    u.n_blocks = fill ? values / u.block_values : 0;
-    u.chunk = UPLOAD_CHUNK / (unit * u.block_bytes) * unit;
-    const int n_chunks = (int)((u.n_blocks + u.chunk - 1) / u.chunk), n_cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
-    const int n_threads = min_int(n_chunks, min_int(UPLOAD_THREADS, max_int(MIN_UPLOAD_THREADS, n_cores)));
+    Uploading u = { w, (char *)dst, planes_at(dst, w->type, values, &bytes), format_of(w->type) };
+    const size_t unit = 256 / u.f.values;
+    u.n_blocks = fill ? values / u.f.values : 0;
+    u.portion = UPLOAD_PORTION / (unit * u.f.bytes) * unit;
+    const int n_portions = (int)((u.n_blocks + u.portion - 1) / u.portion), n_cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
+    const int n_threads = min_int(n_portions, min_int(UPLOAD_THREADS, max_int(MIN_UPLOAD_THREADS, n_cores)));
     pthread_t others[UPLOAD_THREADS];
     int n_others = 0;
     uploads.n_threads = 0;
-    while (n_others < n_threads - 1 && !pthread_create(&others[n_others], NULL, upload_chunks, &u)) n_others++;
-    upload_chunks(&u);                                 // all of it where no thread can be had
+    while (n_others < n_threads - 1 && !pthread_create(&others[n_others], NULL, upload_portions, &u)) n_others++;
+    upload_portions(&u);                                 // all of it where no thread can be had
     for (int i = 0; i < n_others; i++) pthread_join(others[i], NULL);
     if (w->scale) {
         float *scale = (float *)((char *)dst + bytes);
@@ -857,7 +871,7 @@ static void cuda_upload(Tensor *w, void *dst) {
 }
 
 // ==== [4] Inputs: embedding, norms ===================================================================================
-// The input of a product, In of gemma4.h, is made by one function from x' to the int8 form: up to TILE_ROWS - 1 rows by every
+// The input of a product, In of gemma4.h, is made by one function from x' to the int8 form: up to MANY_ROWS - 1 rows by every
 // block of the product for itself, more rows (and rows wider than ROW_COLS) once, by a kernel of its own.
 
 // Prompts multiply in f16, whose 11 bits make an eighth of bf16's error. Activations go in times PROMPT_SCALE, so that they
@@ -918,23 +932,23 @@ __device__ static inline float squares4(float4 a, float sum) {
     return __fmaf_rn(a.w, a.w, __fmaf_rn(a.z, a.z, __fmaf_rn(a.y, a.y, __fmaf_rn(a.x, a.x, sum))));
 }
 
-// 1 / rms of each of N rows whose sums of squares the threads of the block hold in parts; by: 1 / values of a row. Two lots of
-// shared memory take turns, so one barrier is enough: who writes a lot again has passed the next call's, which every reader of the
-// lot arrived at.
+// 1 / rms of each of N rows whose sums of squares the threads of the block hold in parts; by: 1 / values of a row. Two sets of
+// shared memory take turns, so one barrier is enough: who writes a set again has passed the next call's, which every reader of
+// the set arrived at.
 template <int N> __device__ static inline void block_rms(const float *sum, float by, float eps, int *turn, float *out) {
     __shared__ __align__(16) float part[2][2][ROW_THREADS / 32];
-    const int lot = (*turn)++ % 2;
+    const int own = (*turn)++ % 2;
     float v[N];
 #pragma unroll
     for (int k = 0; k < N; k++) v[k] = warp_sum(sum[k]);
 #pragma unroll
     for (int k = 0; k < N; k++)
-        if (threadIdx.x % 32 == 0) part[lot][k][threadIdx.x / 32] = v[k];
+        if (threadIdx.x % 32 == 0) part[own][k][threadIdx.x / 32] = v[k];
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < N; k++) {
-        float4 all = *(const float4 *)&part[lot][k][0];
-        for (int i = 4; i < ROW_THREADS / 32; i += 4) all = add4(all, *(const float4 *)&part[lot][k][i]);
+        float4 all = *(const float4 *)&part[own][k][0];
+        for (int i = 4; i < ROW_THREADS / 32; i += 4) all = add4(all, *(const float4 *)&part[own][k][i]);
         out[k] = rsqrtf(__fmaf_rn(__fadd_rn(__fadd_rn(all.x, all.y), __fadd_rn(all.z, all.w)), by, eps));
     }
 }
@@ -1110,11 +1124,11 @@ static void launch_prepare(const In *in, const In *beside, Prepared out, Prepare
     int n_weights = 0;
     for (const float *w : o.norm) n_weights += w != NULL;
     if (o.quads && cols <= NARROW_COLS)
-        launch(prepare_kernel<NARROW_QUADS>, n_rows, ROW_THREADS, n_weights * cols * sizeof(float), o, out, out_beside);
+        launch(WRITES_ACTIVATIONS, prepare_kernel<NARROW_QUADS>, n_rows, ROW_THREADS, n_weights * cols * sizeof(float), o, out, out_beside);
     else if (o.quads && cols <= ROW_COLS)
-        launch(prepare_kernel<ROW_QUADS>, n_rows, ROW_THREADS, n_weights * cols * sizeof(float), o, out, out_beside);
+        launch(WRITES_ACTIVATIONS, prepare_kernel<ROW_QUADS>, n_rows, ROW_THREADS, n_weights * cols * sizeof(float), o, out, out_beside);
     else
-        launch(prepare_kernel<0>, n_rows, ROW_THREADS, round_up(cols, 4) * sizeof(float), o, out, out_beside);
+        launch(WRITES_ACTIVATIONS, prepare_kernel<0>, n_rows, ROW_THREADS, round_up(cols, 4) * sizeof(float), o, out, out_beside);
     CHECK_LAUNCH("prepare n_rows=%d cols=%d", n_rows, cols);
 }
 
@@ -1128,11 +1142,11 @@ __global__ void act_to_half_kernel(Act a, __half *out, int cols) {
     out[at] = prompt_half(a.f ? a.f[at] : a.q[at] * a.s[at / 32]);
 }
 
-// The int8 and f32 forms of an input for the 1..64-row products: what a producer left, or prepared in scratch number `part`.
-static Prepared prepared_at(int part, int cols, bool f, bool q, bool h) {
+// The int8 and f32 forms of an input for the 1..64-row products: what a producer left, or prepared in scratch number `number`.
+static Prepared prepared_at(int number, int cols, bool f, bool q, bool h) {
     const size_t all = (size_t)cuda.lim.max_rows * cuda.lim.max_cols;
-    return (Prepared){ f ? cuda.y + part * all : NULL, q ? cuda.yq + part * all : NULL,
-                       q ? cuda.ys + part * (all / 32 + cuda.lim.max_rows) : NULL, h ? cuda.y16 : NULL };
+    return (Prepared){ f ? cuda.y + number * all : NULL, q ? cuda.yq + number * all : NULL,
+                       q ? cuda.ys + number * (all / 32 + cuda.lim.max_rows) : NULL, h ? cuda.y16 : NULL };
 }
 
 // embed: out[r] = scale * table[token of r].
@@ -1153,7 +1167,7 @@ __global__ void embed_kernel(Batch b, Planes table, DType type, int vocab, int c
 }
 static void cuda_embed(const Embed *o) {
     const Tensor *t = o->table;
-    launch(embed_kernel, dim3(o->batch->n_rows, div_up(div_up(t->cols, 32), 128)), 128, 0, *o->batch, planes_of(t), t->type,
+    launch(WRITES_ACTIVATIONS, embed_kernel, dim3(o->batch->n_rows, div_up(div_up(t->cols, 32), 128)), 128, 0, *o->batch, planes_of(t), t->type,
            t->rows, t->cols, o->scale, o->out, o->out_stride);
     CHECK_LAUNCH("embed n_rows=%d cols=%d", o->batch->n_rows, t->cols);
 }
@@ -1185,7 +1199,7 @@ __global__ void ple_rows_kernel(Batch b, Planes table, DType type, int vocab, co
         row[i] = (w_norm[i] * (row[i] * proj_scale * scale) + embedding[i] * table_scale) * out_scale;
 }
 static void cuda_ple_rows(const PleRows *o) {
-    launch(ple_rows_kernel, dim3(o->batch->n_rows, o->n_layers), 256, o->ple_dim * sizeof(float),
+    launch(WRITES_ACTIVATIONS, ple_rows_kernel, dim3(o->batch->n_rows, o->n_layers), 256, o->ple_dim * sizeof(float),
         *o->batch, planes_of(o->table), o->table->type, o->table->rows, o->w_norm, o->u, o->n_layers, o->ple_dim,
         o->proj_scale, o->table_scale, o->out_scale, o->eps);
     CHECK_LAUNCH("ple_rows n_rows=%d n_layers=%d ple_dim=%d", o->batch->n_rows, o->n_layers, o->ple_dim);
@@ -1207,7 +1221,7 @@ __global__ void gather_rows_kernel(const uint32_t *src, const int32_t *index, ui
     dst[(size_t)blockIdx.x * dst_stride + i] = src[from * src_stride + i];
 }
 static void cuda_gather_rows(const GatherRows *o) {
-    launch(gather_rows_kernel, dim3(o->n_rows, div_up(o->cols, 256)), 256, 0,
+    launch(WRITES_ACTIVATIONS | WRITES_ROWS, gather_rows_kernel, dim3(o->n_rows, div_up(o->cols, 256)), 256, 0,
         (const uint32_t *)o->src, o->index, (uint32_t *)o->dst, o->cols, o->src_stride, o->dst_stride);
     CHECK_LAUNCH("gather_rows n_rows=%d cols=%d", o->n_rows, o->cols);
 }
@@ -1269,14 +1283,14 @@ typedef struct {
 
 enum { MAX_JOBS = 6, MAX_INPUTS = 2, PRODUCT_WARPS = ROW_THREADS / 32, UNIT = 4,
        TILE = 32, TILE_UNITS = TILE / UNIT, DOWN_TILE = 2 * UNIT,
-       TILE_ROWS = 3,         // from here on inputs are prepared in global memory
-       CHUNK_ROWS = 3,        // rows that a block works on at once
-       AHEAD_STEPS = 24,      // so many times 8 groups of a row come into L2 ahead, before its launch begins to multiply
+       MANY_ROWS = 3,         // from here on inputs are prepared in global memory
+       FEW_ROWS = 3,        // rows that a block works on at once
+       AHEAD_OCTETS = 24,      // so many times 8 groups of a row come into L2 ahead, before its launch begins to multiply
        AHEAD_BYTES = 32 << 20,                 // of later tiles only where a launch reads no more: L2 would be at its limit
-       ROW_STEP = 384 };      // bytes of 8 groups of an int8 row in shared memory
+       OCTET_BYTES = 384 };      // bytes of 8 groups of an int8 row in shared memory
 
 // Tiles whose sums wait for each other, so that warps need not: as many as there are warps to finish them, one for each row.
-ON_DEVICE static constexpr int lots_of(int rows) { return rows == 1 ? 8 : PRODUCT_WARPS / rows; }
+ON_DEVICE static constexpr int waiting_of(int rows) { return rows == 1 ? 8 : PRODUCT_WARPS / rows; }
 
 // An input as a block holds it in shared memory. f32: rows of f_row bytes, padded with zeros. int8: for 8 groups at a time the
 // first halves (8 x 16 bytes), the second halves, and for each group { scale, sum of its integers, of its halves }. So the 8
@@ -1285,7 +1299,7 @@ typedef struct {
     Prepared from;            // in global memory, (n_rows * rows_each, cols); without pointers: made by the block
     int cols, rows_each;      // rows per row of the step: 1; JOB_DOWN: n_used
     int f_at, f_row, q_at, q_row;              // offsets and bytes of a row; a row of 0 bytes: that form is not wanted
-    Divisor by_pieces;        // 16 bytes of an int8 row
+    Divisor by_chunks;        // 16 bytes of an int8 row
 } Input;
 
 typedef struct {              // JOB_STORE number `job` is a router: who finishes its last unit chooses the experts
@@ -1323,7 +1337,7 @@ __device__ static inline void put_meta(char *group, float s, int sum0, int sum1)
 __device__ static inline void copy_input(const Input &o, unsigned first, int n_rows) {
     if (o.q_row) {
         constexpr int COPIES = 4;
-        const unsigned n = n_rows * o.by_pieces.by, from = first * o.by_pieces.by;
+        const unsigned n = n_rows * o.by_chunks.by, from = first * o.by_chunks.by;
         const uint4 *q = (const uint4 *)o.from.q + from;
         const float *s = o.from.s + from / 2;
 #pragma unroll 1
@@ -1334,19 +1348,19 @@ __device__ static inline void copy_input(const Input &o, unsigned first, int n_r
 #pragma unroll
             for (int k = 0; k < COPIES; k++) {
                 if (base + k * ROW_THREADS >= n) break;
-                const unsigned piece = i + k * ROW_THREADS;
-                v[k] = piece < n ? __ldcg(q + piece) : make_uint4(0, 0, 0, 0);
-                scale[k] = piece < n ? __ldcg(s + piece / 2) : 0;
+                const unsigned c = i + k * ROW_THREADS;
+                v[k] = c < n ? __ldcg(q + c) : make_uint4(0, 0, 0, 0);
+                scale[k] = c < n ? __ldcg(s + c / 2) : 0;
             }
 #pragma unroll
             for (int k = 0; k < COPIES; k++) {
                 if (base + k * ROW_THREADS >= n) break;
-                const unsigned piece = i + k * ROW_THREADS, r = quotient(piece, o.by_pieces), half = piece - r * o.by_pieces.by;
-                char *group = shared_bytes + o.q_at + r * o.q_row + half / 16 * ROW_STEP + half / 2 % 8 * 16;
+                const unsigned c = i + k * ROW_THREADS, r = quotient(c, o.by_chunks), half = c - r * o.by_chunks.by;
+                char *group = shared_bytes + o.q_at + r * o.q_row + half / 16 * OCTET_BYTES + half / 2 % 8 * 16;
                 const int sum = __dp4a(0x01010101, (int)v[k].x, __dp4a(0x01010101, (int)v[k].y,
                                 __dp4a(0x01010101, (int)v[k].z, __dp4a(0x01010101, (int)v[k].w, 0))));
                 const int other = __shfl_xor_sync(~0u, sum, 1);
-                if (piece >= n) continue;
+                if (c >= n) continue;
                 *(uint4 *)(group + half % 2 * 128) = v[k];
                 if (half % 2 == 0) put_meta(group, scale[k], sum, other);
             }
@@ -1372,7 +1386,7 @@ __device__ static inline void put_values(const Input &o, int r, unsigned i, floa
     sum += __shfl_xor_sync(~0u, sum, 2);
     const int other = __shfl_xor_sync(~0u, sum, 4);
     if ((int)i >= o.cols) return;
-    char *group = shared_bytes + o.q_at + r * o.q_row + i / 256 * ROW_STEP + i / 32 % 8 * 16;
+    char *group = shared_bytes + o.q_at + r * o.q_row + i / 256 * OCTET_BYTES + i / 32 % 8 * 16;
     *(unsigned *)(group + i / 16 % 2 * 128 + i % 16) = word;
     if (i % 32 == 0) put_meta(group, s, sum, other);
 }
@@ -1401,12 +1415,9 @@ template <int QUADS> __device__ static inline void load_norm_weights(const RowIn
 // ---- what a warp does, in turn ----
 
 // A quantised row belongs to 8 lanes, each of which reads a group at a time; one of floats to 32, each of which reads 16 bytes.
-template <DType T> struct Floats { static constexpr int chunk = T == T_F32 ? 4 : 8; };         // values in them
-__device__ static inline bool of_floats(DType t) { return t == T_F32 || t == T_F16 || t == T_BF16; }
-
 // Chunk c of a row of floats; values behind its end are 0.
 template <DType T> __device__ static inline uint4 fetch_chunk(const uint8_t *row, int c, int cols, int quads) {
-    constexpr int n = Floats<T>::chunk;
+    constexpr int n = Type<T>::chunk;
     if (quads) return load_once((const uint4 *)row + c);
     unsigned v[4] = { 0, 0, 0, 0 };
     for (int i = 0; i < n; i++)
@@ -1458,44 +1469,41 @@ __device__ static inline void fetch_item(const Jobs &jobs, bool tile, int number
     fetch_ahead((const void *)(from & ~(size_t)15), ((unsigned)from % 16 + bytes + 15) & ~15u);
 }
 
-// How many groups are under way for a lane at a time. More only make the loop longer than the instruction cache likes.
-template <DType T> struct Depth { static constexpr int n = T == T_Q8_0 ? 3 : 4; };
-
 // Sums of one row of floats, 32 lanes, for n <= R rows of an input: that of input r goes to results[r * UNIT]. row: its number in
 // the planes. y_at: of the first row of the input.
 template <DType T, int R> __device__ static inline void multiply_floats_row(const Planes &w, unsigned row, int cols, int quads,
                                                                             int y_at, int y_row, int n, float *results) {
-    constexpr int depth = 4, chunk = Floats<T>::chunk, step_bytes = 32 * chunk * (int)sizeof(float);
-    const int lane = threadIdx.x % 32, n_chunks = div_up(cols, chunk), n_steps = div_up(n_chunks, 32);
-    const char *y = shared_bytes + y_at + lane * (step_bytes / 32);
+    constexpr int depth = 4, chunk = Type<T>::chunk, round_bytes = 32 * chunk * (int)sizeof(float);
+    const int lane = threadIdx.x % 32, n_chunks = div_up(cols, chunk), n_rounds = div_up(n_chunks, 32);
+    const char *y = shared_bytes + y_at + lane * (round_bytes / 32);
     const uint8_t *from = w.lo + (size_t)row * cols * (16 / chunk);
     uint4 held[depth];
     float sum[R][4];
     for (int r = 0; r < R; r++)
         for (int k = 0; k < 4; k++) sum[r][k] = 0;
-    auto fetch = [&](int i, int step) {                // behind the end its last chunk again, not used
-        held[i] = fetch_chunk<T>(from, min(lane + 32 * step, n_chunks - 1), cols, quads);
+    auto fetch = [&](int i, int round) {                // behind the end its last chunk again, not used
+        held[i] = fetch_chunk<T>(from, min(lane + 32 * round, n_chunks - 1), cols, quads);
     };
 #pragma unroll
     for (int i = 0; i < depth; i++) fetch(i, i);
 #pragma unroll 1
-    for (int step = 0; step < n_steps; step += depth, y += depth * step_bytes) {
+    for (int round = 0; round < n_rounds; round += depth, y += depth * round_bytes) {
 #pragma unroll
         for (int i = 0; i < depth; i++) {
-            if (step + i >= n_steps) break;
+            if (round + i >= n_rounds) break;
 #pragma unroll
-            for (int r = 0; lane + 32 * (step + i) < n_chunks && r < R; r++) {
+            for (int r = 0; lane + 32 * (round + i) < n_chunks && r < R; r++) {
                 if (R > 1 && r >= n) break;
 #pragma unroll
                 for (int k = 0; k < chunk; k += 4) {
-                    const float4 v = *(const float4 *)(y + i * step_bytes + r * y_row + k * sizeof(float));
+                    const float4 v = *(const float4 *)(y + i * round_bytes + r * y_row + k * sizeof(float));
                     sum[r][0] = __fmaf_rn(chunk_value<T>(held[i], k), v.x, sum[r][0]);
                     sum[r][1] = __fmaf_rn(chunk_value<T>(held[i], k + 1), v.y, sum[r][1]);
                     sum[r][2] = __fmaf_rn(chunk_value<T>(held[i], k + 2), v.z, sum[r][2]);
                     sum[r][3] = __fmaf_rn(chunk_value<T>(held[i], k + 3), v.w, sum[r][3]);
                 }
             }
-            if (step + i + depth < n_steps) fetch(i, step + i + depth);
+            if (round + i + depth < n_rounds) fetch(i, round + i + depth);
         }
     }
 #pragma unroll
@@ -1508,7 +1516,7 @@ template <DType T, int R> __device__ static inline void multiply_floats_row(cons
 
 // A group of weights, unpacked with UPPER, times that of an input row in shared memory, before the input's scale.
 template <DType T> __device__ static inline float input_term(const Group &x, const char *in, float *scale) {
-    constexpr bool upper = Traits<T>::nibbles;
+    constexpr bool upper = Type<T>::nibbles;
     const uint4 q0 = *(const uint4 *)in, q1 = *(const uint4 *)(in + 128);
     const float4 meta = *(const float4 *)(in + 256);
     const unsigned qs[8] = { q0.x, q0.y, q0.z, q0.w, q1.x, q1.y, q1.z, q1.w };
@@ -1517,7 +1525,7 @@ template <DType T> __device__ static inline float input_term(const Group &x, con
         dot[k / 4] = upper && k >= 4 ? dot_unsigned(x.c[k], qs[k], dot[1]) : __dp4a((int)x.c[k], (int)qs[k], dot[k / 4]);
     if (upper) dot[1] >>= 4;
     *scale = meta.x;
-    return Traits<T>::halves ? group_term<T>(x.a, x.m, dot[0], dot[1], meta.z, meta.w)
+    return Type<T>::halves ? group_term<T>(x.a, x.m, dot[0], dot[1], meta.z, meta.w)
                              : group_term<T>(x.a, x.m, dot[0] + dot[1], 0, meta.y, 0);
 }
 
@@ -1525,38 +1533,38 @@ template <DType T> __device__ static inline float input_term(const Group &x, con
 // feature f goes to results[r * UNIT + f]. row: the number in the planes of this lane's row. y_at: of the first row of the input.
 template <DType T, int R> __device__ static inline void multiply_rows(const Planes &w, unsigned row, int cols, int y_at, int y_row,
                                                                       int n, float *results) {
-    constexpr bool blocks = Step<T>::blocks;
-    constexpr int depth = Depth<T>::n;
-    const int lane = threadIdx.x % 32, l = lane % 8, n_groups = cols / 32, n_steps = div_up(n_groups, 8);
+    constexpr bool blocks = Type<T>::blocks;
+    constexpr int depth = Type<T>::depth;
+    const int lane = threadIdx.x % 32, l = lane % 8, n_groups = cols / 32, n_octets = div_up(n_groups, 8);
     const char *y = shared_bytes + y_at + l * 16;
     Planes at = planes_from<T>(w, (size_t)row * n_groups + l);
     Fetched<T> held[depth];
     float sum[R];
     for (int r = 0; r < R; r++) sum[r] = 0;
-    auto is_there = [&](int step) { return blocks ? step < n_steps : l + 8 * step < n_groups; };
+    auto is_there = [&](int octet) { return blocks ? octet < n_octets : l + 8 * octet < n_groups; };
 #pragma unroll
     for (int i = 0; i < depth; i++)                    // behind its end the row's last one again, not used
-        fetch_group<T>(at, blocks ? 8 * min(i, n_steps - 1) : min(8 * i, n_groups - 1 - l), &held[i]);
+        fetch_group<T>(at, blocks ? 8 * min(i, n_octets - 1) : min(8 * i, n_groups - 1 - l), &held[i]);
 #pragma unroll 1
-    for (int step = 0; step < n_steps; step += depth, y += depth * ROW_STEP) {
+    for (int octet = 0; octet < n_octets; octet += depth, y += depth * OCTET_BYTES) {
 #pragma unroll
         for (int i = 0; i < depth; i++) {
-            if (step + i >= n_steps) break;
-            if (blocks || is_there(step + i)) {
+            if (octet + i >= n_octets) break;
+            if (blocks || is_there(octet + i)) {
                 Group x;
                 unpack_group<T, true>(held[i], l, &x);
 #pragma unroll
                 for (int r = 0; r < R; r++) {
                     if (R > 1 && r >= n) break;
                     float scale;
-                    const float term = input_term<T>(x, y + i * ROW_STEP + r * y_row, &scale);
+                    const float term = input_term<T>(x, y + i * OCTET_BYTES + r * y_row, &scale);
                     sum[r] = __fmaf_rn(scale, term, sum[r]);
                 }
             }
-            if (is_there(step + i + depth)) fetch_group<T>(at, 8 * (i + depth), &held[i]);
+            if (is_there(octet + i + depth)) fetch_group<T>(at, 8 * (i + depth), &held[i]);
         }
-        at.lo += depth * Step<T>::lo, at.hi += depth * Step<T>::hi;
-        at.head += depth * Step<T>::head, at.sup += depth * Step<T>::sup;
+        at.lo += depth * Type<T>::lo, at.hi += depth * Type<T>::hi;
+        at.head += depth * Type<T>::head, at.sup += depth * Type<T>::sup;
     }
 #pragma unroll
     for (int r = 0; r < R; r++) {
@@ -1574,13 +1582,13 @@ template <int R>
 __device__ __noinline__ static void multiply_other(DType type, const Planes *w, unsigned row, int count, int cols, int quads,
                                                    int y_at, int y_row, int n, float *results) {
     switch (type) {
-#define CASE(T) case T: multiply_rows<T, R>(*w, row, cols, y_at, y_row, n, results); break;
+#define CASE(T, ...) case T: multiply_rows<T, R>(*w, row, cols, y_at, y_row, n, results); break;
     OTHER_TYPES(CASE)
 #undef CASE
-#define CASE(T) case T: \
+#define CASE(T, ...) case T: \
         for (int k = 0; k < count; k++) multiply_floats_row<T, R>(*w, row + k, cols, quads, y_at, y_row, n, results + k); \
         break;
-    CASE(T_F32) CASE(T_F16) CASE(T_BF16)
+    FLOAT_TYPES(CASE)
 #undef CASE
     default: break;
     }
@@ -1588,7 +1596,7 @@ __device__ __noinline__ static void multiply_other(DType type, const Planes *w, 
 template <int R>
 __device__ static inline void multiply(DType type, const Planes *w, unsigned row, int count, int cols, int quads, int y_at,
                                        int y_row, int n, float *results) {
-#define CASE(T) if (afresh(type) == T) multiply_rows<T, R>(*w, row, cols, y_at, y_row, n, results); else
+#define CASE(T, ...) if (afresh(type) == T) multiply_rows<T, R>(*w, row, cols, y_at, y_row, n, results); else
     USUAL_TYPES(CASE)
 #undef CASE
     multiply_other<R>(type, w, row, count, cols, quads, y_at, y_row, n, results);
@@ -1737,7 +1745,7 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
     // Tiles, then units, by one loop: the code that multiplies is there once.
     __shared__ Item own_tile[PRODUCT_WARPS];           // which each warp finishes
     float *all_results = (float *)(shared_bytes + jobs.results_at);
-    int t = blockIdx.x, unit = first_unit, lot = 0;
+    int t = blockIdx.x, unit = first_unit, waiting = 0;
     while (t < jobs.n_tiles || unit < jobs.n_units) {
         const bool tile = t < jobs.n_tiles;
         const Item item = item_at(jobs, tile, tile ? t : unit);
@@ -1746,8 +1754,8 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
         bool more = false;
         if (!tile) unit += n_blocks * PRODUCT_WARPS;
         else {
-            if (lane == 0 && warp / R == lot) own_tile[warp] = item;
-            results += lot++ * PRODUCT_WARPS * jobs.n_results;
+            if (lane == 0 && warp / R == waiting) own_tile[warp] = item;
+            results += waiting++ * PRODUCT_WARPS * jobs.n_results;
             more = t + (int)gridDim.x < jobs.n_tiles;
             if (more ? jobs.fetch_all : first_unit < jobs.n_units) fetch_item(jobs, more, more ? t + gridDim.x : first_unit);
             t += gridDim.x;
@@ -1756,11 +1764,11 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
         if (!down) results += warp * jobs.n_results;
         const DType type = up ? o.up_type : o.type;
         const Input &in = jobs.input[o.source];
-        const bool floats = of_floats(type);
+        const bool floats = is_float(type);
         const int y_row = floats ? in.f_row : in.q_row;
-        const int pieces = behind(o, item, n) || (up && o.kind != JOB_GATED) ? 0 : down ? 2 * o.n_used : 1;
+        const int n_sums = behind(o, item, n) || (up && o.kind != JOB_GATED) ? 0 : down ? 2 * o.n_used : 1;
 #pragma unroll 1
-        for (int i = down ? warp : 0; i < pieces; i += PRODUCT_WARPS) {
+        for (int i = down ? warp : 0; i < n_sums; i += PRODUCT_WARPS) {
             const int pair = down ? item.pair * o.n_used + i / 2 : item.pair;
             const int first = item.first + (tile ? UNIT * (down ? i % 2 : warp % TILE_UNITS) : 0);
             if (first >= o.rows) break;
@@ -1773,12 +1781,12 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
         }
         __syncwarp();                  // own_tile and the sums are written
         if (tile) {
-            if (lot < lots_of(R) && more) continue;
-            if (warp < lot * R)
+            if (waiting < waiting_of(R) && more) continue;
+            if (warp < waiting * R)
                 finish_tile<R>(own_tile[warp], first_row, warp % R, n, all_results + warp / R * PRODUCT_WARPS * jobs.n_results);
-            else sync_first<ROW_THREADS>();            // sums of all lots are whole
+            else sync_first<ROW_THREADS>();            // the sums of all that wait are whole
             if (more || jobs.n_units) sync_first<ROW_THREADS>();           // and have been read
-            lot = 0;
+            waiting = 0;
             continue;
         }
         finish_unit(o, item, first_row, n, results);
@@ -1790,8 +1798,8 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
 // ---- one row ----
 // Most launches of a token multiply one row with few features and are over within microseconds. Here a warp has one share of one
 // unit, known before its turn, and where the input is there already (Act) it holds its first weights in registers by then: between
-// the turn and the weights nothing is left to find out. Where there are fewer units than warps, a share is some of the steps (8
-// groups) of a unit; its terms pass through shared memory and are added there in the order of the steps, so the bits are those of
+// the turn and the weights nothing is left to find out. Where there are fewer units than warps, a share is some of the octets
+// of a unit; its terms pass through shared memory and are added there in the order of the octets, so the bits are those of
 // product_kernel. A launch that does not need all SMs leaves the rest to the next one, whose blocks come up there.
 
 enum { GEMV_JOBS = 3 };
@@ -1800,7 +1808,7 @@ typedef struct {
     DType  type;
     Planes w;
     int    rows, n_units;     // features, 4 of which make a unit
-    unsigned row_bytes[4], step_bytes[4];      // of each plane: a row's, those of a step
+    unsigned row_bytes[4], octet_bytes[4];      // of each plane: those of a row, of an octet
     float *out;               // NULL: JOB_INJECT, whose result goes to Gemv.act
     const float *factor;
     float  cap;
@@ -1808,8 +1816,8 @@ typedef struct {
 
 typedef struct {
     GemvJob job[GEMV_JOBS];
-    int    n, n_groups, n_steps;               // jobs; of a row
-    int    units, shares, share;               // units of a block; shares of a unit, steps of a share
+    int    n, n_groups, n_octets;               // jobs; of a row
+    int    units, shares, share;               // units of a block; shares of a unit, octets of a share
     Input  input;
     RowInputs made;           // MADE
     const float *u;           // JOB_INJECT, whose blocks have 8 units: a group of the result
@@ -1817,27 +1825,27 @@ typedef struct {
     int    terms_at, sums_at; // offsets in shared memory
 } Gemv;
 
-// What a warp does: steps first .. first + n - 1 of a unit, the block's number `slot`; n = 0: nothing.
-typedef struct { int job, unit, slot, first, n; } GemvShare;
+// What a warp does: octets first .. first + n - 1 of a unit, the block's number `nth`; n = 0: nothing.
+typedef struct { int job, unit, nth, first, n; } GemvShare;
 
-// Share number `share` of the block's unit number `slot`.
-__device__ static inline GemvShare gemv_share(const Gemv &o, int slot, int share) {
-    GemvShare s = { 0, (int)blockIdx.x * o.units + slot, slot, share * o.share, 0 };
+// Share number `share` of the block's unit number `nth`.
+__device__ static inline GemvShare gemv_share(const Gemv &o, int nth, int share) {
+    GemvShare s = { 0, (int)blockIdx.x * o.units + nth, nth, share * o.share, 0 };
     while (s.job < o.n && s.unit >= o.job[s.job].n_units) s.unit -= o.job[s.job++].n_units;
-    if (slot >= o.units || s.job == o.n) return { };
-    s.n = min(o.share, o.n_steps - s.first);
+    if (nth >= o.units || s.job == o.n) return { };
+    s.n = min(o.share, o.n_octets - s.first);
     return s;
 }
 
-// Asks for the weights of a share from its step `from` on.
+// Asks for the weights of a share from its octet `from` on.
 __device__ static inline void fetch_share(const Gemv &o, const GemvShare &s, int from) {
     const GemvJob &job = o.job[s.job];
     const int plane = threadIdx.x / 4 % 4, feature = UNIT * s.unit + threadIdx.x % 4;
-    const int begin = s.first + from, end = s.first + min(s.n, AHEAD_STEPS);
-    const unsigned step = job.step_bytes[plane], row_bytes = job.row_bytes[plane];
-    if (threadIdx.x % 32 >= 16 || begin >= end || feature >= job.rows || !step) return;
-    const size_t at = (size_t)(&job.w.lo)[plane] + (size_t)feature * row_bytes + begin * step;
-    const unsigned bytes = min((end - begin) * step, row_bytes - begin * step);
+    const int begin = s.first + from, end = s.first + min(s.n, AHEAD_OCTETS);
+    const unsigned octet = job.octet_bytes[plane], row_bytes = job.row_bytes[plane];
+    if (threadIdx.x % 32 >= 16 || begin >= end || feature >= job.rows || !octet) return;
+    const size_t at = (size_t)(&job.w.lo)[plane] + (size_t)feature * row_bytes + begin * octet;
+    const unsigned bytes = min((end - begin) * octet, row_bytes - begin * octet);
     fetch_ahead((const void *)(at & ~(size_t)15), ((unsigned)at % 16 + bytes + 15) & ~15u);
 }
 
@@ -1851,7 +1859,7 @@ __device__ static inline void copy_row(const Gemv &o) {
         const int sum = __dp4a(0x01010101, (int)v.x, __dp4a(0x01010101, (int)v.y,
                         __dp4a(0x01010101, (int)v.z, __dp4a(0x01010101, (int)v.w, 0))));
         const int other = __shfl_xor_sync(~0u, sum, 1);
-        char *group = shared_bytes + o.input.q_at + own / 16 * ROW_STEP + own / 2 % 8 * 16;
+        char *group = shared_bytes + o.input.q_at + own / 16 * OCTET_BYTES + own / 2 % 8 * 16;
         if (i >= n) continue;
         *(uint4 *)(group + own % 2 * 128) = v;
         if (own % 2 == 0) put_meta(group, scale, sum, other);
@@ -1867,19 +1875,19 @@ __device__ static inline void finish_gemv(const Gemv &o, const GemvShare &s, flo
     if (job.factor) sum *= *job.factor;
     if (job.cap > 0) sum = job.cap * tanhf(sum / job.cap);
     if (job.out) job.out[feature] = sum;
-    else ((float *)(shared_bytes + o.sums_at))[UNIT * s.slot + lane / 8] = sum;
+    else ((float *)(shared_bytes + o.sums_at))[UNIT * s.nth + lane / 8] = sum;
 }
 
 // A share, from its first weights to its sums or terms. Unless MADE, the input is read in here.
 template <DType T, bool MADE> __device__ static inline void multiply_share(const Gemv &o, const GemvShare &s) {
-    constexpr bool blocks = Step<T>::blocks;
-    constexpr int depth = Depth<T>::n;
+    constexpr bool blocks = Type<T>::blocks;
+    constexpr int depth = Type<T>::depth;
     const GemvJob &job = o.job[s.job];
     const int lane = threadIdx.x % 32, l = lane % 8, n = s.n, n_groups = o.n_groups;
     const bool whole = o.shares == 1;
     Planes at = planes_from<T>(job.w, (size_t)min(UNIT * s.unit + lane / 8, job.rows - 1) * n_groups + l + 8 * s.first);
     Fetched<T> held[depth];
-    auto is_there = [&](int step) { return step < n && (blocks || l + 8 * (s.first + step) < n_groups); };
+    auto is_there = [&](int octet) { return octet < n && (blocks || l + 8 * (s.first + octet) < n_groups); };
 #pragma unroll
     for (int i = 0; i < depth; i++) {                  // behind the end the last one again, not used
         const int on = 8 * min(i, max(n, 1) - 1);
@@ -1891,31 +1899,31 @@ template <DType T, bool MADE> __device__ static inline void multiply_share(const
         copy_row(o);
     }
     __syncthreads();                                   // the input is whole
-    const char *y = shared_bytes + o.input.q_at + l * 16 + s.first * ROW_STEP;
-    float *terms = (float *)(shared_bytes + o.terms_at) + (s.slot * o.n_steps + s.first) * 32 + lane, sum = 0;
+    const char *y = shared_bytes + o.input.q_at + l * 16 + s.first * OCTET_BYTES;
+    float *terms = (float *)(shared_bytes + o.terms_at) + (s.nth * o.n_octets + s.first) * 32 + lane, sum = 0;
 #pragma unroll 1
-    for (int step = 0; step < n; step += depth, y += depth * ROW_STEP, terms += depth * 32) {
+    for (int octet = 0; octet < n; octet += depth, y += depth * OCTET_BYTES, terms += depth * 32) {
 #pragma unroll
         for (int i = 0; i < depth; i++) {
-            if (step + i >= n) break;
-            if (is_there(step + i)) {
+            if (octet + i >= n) break;
+            if (is_there(octet + i)) {
                 Group x;
                 unpack_group<T, true>(held[i], l, &x);
                 float scale;
-                const float term = input_term<T>(x, y + i * ROW_STEP, &scale);
+                const float term = input_term<T>(x, y + i * OCTET_BYTES, &scale);
                 if (whole) sum = __fmaf_rn(scale, term, sum);
                 else terms[i * 32] = term;
             }
-            if (is_there(step + i + depth)) fetch_group<T>(at, 8 * (i + depth), &held[i]);
+            if (is_there(octet + i + depth)) fetch_group<T>(at, 8 * (i + depth), &held[i]);
         }
-        at.lo += depth * Step<T>::lo, at.hi += depth * Step<T>::hi;
-        at.head += depth * Step<T>::head, at.sup += depth * Step<T>::sup;
+        at.lo += depth * Type<T>::lo, at.hi += depth * Type<T>::hi;
+        at.head += depth * Type<T>::head, at.sup += depth * Type<T>::sup;
     }
     if (whole && n) finish_gemv(o, s, sum);
 }
 template <bool MADE> __device__ __noinline__ static void multiply_other_share(const Gemv &o, GemvShare s) {
     switch (o.job[s.job].type) {
-#define CASE(T) case T: multiply_share<T, MADE>(o, s); break;
+#define CASE(T, ...) case T: multiply_share<T, MADE>(o, s); break;
     OTHER_TYPES(CASE)
 #undef CASE
     default: break;
@@ -1926,11 +1934,11 @@ template <bool MADE> __device__ __noinline__ static void multiply_other_share(co
 __device__ static inline void join_shares(const Gemv &o, const GemvShare &s) {
     const int lane = threadIdx.x % 32, l = lane % 8;
     const char *scales = shared_bytes + o.input.q_at + l * 16 + 256;
-    const float *terms = (const float *)(shared_bytes + o.terms_at) + s.slot * o.n_steps * 32 + lane;
+    const float *terms = (const float *)(shared_bytes + o.terms_at) + s.nth * o.n_octets * 32 + lane;
     float sum = 0;
 #pragma unroll 8
-    for (int step = 0; step < o.n_steps; step++)
-        if (l + 8 * step < o.n_groups) sum = __fmaf_rn(*(const float *)(scales + step * ROW_STEP), terms[step * 32], sum);
+    for (int octet = 0; octet < o.n_octets; octet++)
+        if (l + 8 * octet < o.n_groups) sum = __fmaf_rn(*(const float *)(scales + octet * OCTET_BYTES), terms[octet * 32], sum);
     finish_gemv(o, s, sum);
 }
 
@@ -1959,7 +1967,7 @@ template <bool MADE> __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_kern
                                   [&](int) { return [in = o.input](int i, float4 y) { put_values(in, 0, i, y); }; });
     }
     const DType type = o.job[s.job].type;
-#define CASE(T) if (afresh(type) == T) multiply_share<T, MADE>(o, s); else
+#define CASE(T, ...) if (afresh(type) == T) multiply_share<T, MADE>(o, s); else
     USUAL_TYPES(CASE)
 #undef CASE
     multiply_other_share<MADE>(o, s);
@@ -1992,17 +2000,17 @@ typedef struct {              // one row times a matrix of floats, whose rows li
 //             loads of the next one are under way while this one ends
 //   numerics  as product_kernel
 template <DType T> __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats_kernel(const __grid_constant__ GemvFloats o) {
-    constexpr int chunk = Floats<T>::chunk, depth = 8;
+    constexpr int chunk = Type<T>::chunk, depth = 8;
     touch_parameter(&o, sizeof o);
-    const int lane = threadIdx.x % 32, n_chunks = o.cols / chunk, n_steps = div_up(n_chunks, 32);
+    const int lane = threadIdx.x % 32, n_chunks = o.cols / chunk, n_rounds = div_up(n_chunks, 32);
     const int stride = PRODUCT_WARPS * gridDim.x;
-    int row = blockIdx.x + gridDim.x * (threadIdx.x / 32), step = 0, ahead = 0;        // multiplied next; asked for next
-    const int n = row < o.rows ? div_up(o.rows - row, stride) * n_steps : 0;
+    int row = blockIdx.x + gridDim.x * (threadIdx.x / 32), round = 0, ahead = 0;        // multiplied next; asked for next
+    const int n = row < o.rows ? div_up(o.rows - row, stride) * n_rounds : 0;
     const uint4 *from = (const uint4 *)o.w + (size_t)row * n_chunks + lane;
     uint4 held[depth];
     auto fetch = [&](int i) {                          // behind the end the last chunk once more, not used
         held[i] = load_once(from + min(32 * ahead, n_chunks - 1 - lane));
-        if (++ahead == n_steps) ahead = 0, from += (size_t)stride * n_chunks;
+        if (++ahead == n_rounds) ahead = 0, from += (size_t)stride * n_chunks;
     };
 #pragma unroll
     for (int i = 0; i < depth; i++)
@@ -2027,10 +2035,10 @@ template <DType T> __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats
 #pragma unroll
         for (int i = 0; i < depth; i++) {
             if (first + i >= n) break;
-            if (lane + 32 * step < n_chunks) {
+            if (lane + 32 * round < n_chunks) {
 #pragma unroll
                 for (int k = 0; k < chunk; k += 4) {
-                    const float4 v = *(const float4 *)(y + 32 * chunk * step + k);
+                    const float4 v = *(const float4 *)(y + 32 * chunk * round + k);
                     sum[0] = __fmaf_rn(chunk_value<T>(held[i], k), v.x, sum[0]);
                     sum[1] = __fmaf_rn(chunk_value<T>(held[i], k + 1), v.y, sum[1]);
                     sum[2] = __fmaf_rn(chunk_value<T>(held[i], k + 2), v.z, sum[2]);
@@ -2038,12 +2046,12 @@ template <DType T> __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats
                 }
             }
             if (first + i + depth < n) fetch(i);
-            if (++step < n_steps) continue;
+            if (++round < n_rounds) continue;
             float v = warp_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
             if (o.factor) v *= *o.factor;
             if (o.cap > 0) v = o.cap * tanhf(v / o.cap);
             if (lane == 0) o.out[row] = v;
-            row += stride, step = 0;
+            row += stride, round = 0;
             for (int k = 0; k < 4; k++) sum[k] = 0;
         }
     }
@@ -2063,26 +2071,15 @@ static void add_job(Jobs *jobs, Job o) {
     o.quads = 1;
     for (int k = 0; k < (o.kind == JOB_GATED ? 2 : 1); k++) {
         const DType t = k ? o.up_type : o.type;
-        const size_t values = o.cols;
-        Format f = { 0 };
-        format_of(t, &f);
+        const Format f = format_of(t);
         const Planes &w = k ? o.up : o.w;
-        if (is_float(t)) {
-            o.row_bytes[k][0] = (int)(values * float_size(t));
-            o.ahead[k][0] = o.ids ? 0 : o.row_bytes[k][0];
-            o.ahead_from[k][0] = w.lo + (k ? o.up_first : 0) * o.row_bytes[k][0];
-            if ((o.row_bytes[k][0] | (size_t)(k ? o.up.lo : o.w.lo)) % 16) o.quads = 0;
-            continue;
-        }
-        o.row_bytes[k][0] = (int)(values / 32 * f.lo);
-        o.row_bytes[k][1] = (int)(values / 32 * f.hi);
-        o.row_bytes[k][2] = (int)(values / f.head_values * f.head);
-        o.row_bytes[k][3] = (int)(values / 256 * f.sup);
-        const int steps = div_up(o.cols, 256);
+        const int octets = div_up(o.cols, 256), octets_ahead = is_float(t) ? octets : min_int(AHEAD_OCTETS, octets);
         for (int i = 0; i < 4; i++) {
-            o.ahead[k][i] = o.ids ? 0 : (int)((size_t)o.row_bytes[k][i] * min_int(AHEAD_STEPS, steps) / steps);
+            o.row_bytes[k][i] = (int)plane_bytes(f, i, o.cols);
+            o.ahead[k][i] = o.ids ? 0 : (int)((size_t)o.row_bytes[k][i] * octets_ahead / octets);
             o.ahead_from[k][i] = (&w.lo)[i] + (k ? o.up_first : 0) * o.row_bytes[k][i];
         }
+        if (is_float(t) && (o.row_bytes[k][0] | (size_t)w.lo) % 16) o.quads = 0;
     }
     if (o.in.f || o.in.q) {
         int k = jobs->made.n;
@@ -2095,10 +2092,10 @@ static void add_job(Jobs *jobs, Job o) {
     Input *in = &jobs->input[o.source];
     const bool gated = o.kind == JOB_GATED;
     in->cols = o.cols;
-    in->by_pieces = divisor(max_int(1, o.cols / 16));
+    in->by_chunks = divisor(max_int(1, o.cols / 16));
     in->rows_each = o.kind == JOB_DOWN ? o.n_used : 1;
     if (is_float(o.type) || (gated && is_float(o.up_type))) in->f_row = (int)round_up(o.cols, 8) * (int)sizeof(float);
-    if (!is_float(o.type) || (gated && !is_float(o.up_type))) in->q_row = div_up(o.cols, 256) * ROW_STEP;
+    if (!is_float(o.type) || (gated && !is_float(o.up_type))) in->q_row = div_up(o.cols, 256) * OCTET_BYTES;
     if (o.source >= jobs->made.n && ((in->f_row && !in->from.f) || (in->q_row && !in->from.q)))
         cuda_die("product %d x %d, type %d: the input is not there in the form that this type reads", o.rows, o.cols, (int)o.type);
     if (o.ids) jobs->ids = o.ids, jobs->pair_weights = o.weights, jobs->n_used = o.n_used;
@@ -2106,7 +2103,7 @@ static void add_job(Jobs *jobs, Job o) {
 }
 
 // ---- 3 to 64 rows: tensor cores -------------------------------------------------------------------------------------
-// From TILE_ROWS rows on a block takes 64 or 32 features of a matrix and all rows of the step, so that a weight is read once
+// From MANY_ROWS rows on a block takes 64 or 32 features of a matrix and all rows of the step, so that a weight is read once
 // whatever their number. Its first 8 warps are the 8 slices of a sum: warp w multiplies the groups g with g mod 8 = w, ascending,
 // and at the end the slices meet in the order given above. So the bits are those of few rows.
 //
@@ -2123,8 +2120,8 @@ static void add_job(Jobs *jobs, Job o) {
 // memory; the last of the blocks with the same features adds up each row's pairs, j ascending, whoever made them.
 
 enum { TILE_WARPS = 8, TILE_THREADS = 32 * TILE_WARPS, COPY_WARPS = 2, TILE_BLOCK = TILE_THREADS + 32 * COPY_WARPS,
-       TILE_STAGES = 4, TILE_EXPERTS = TILE_THREADS, TILE_ROW = 8 * 32 + 16,
-       ROW_AREA = 8 * (TILE_ROW + 8 * (int)sizeof(float)), SUMS_PITCH = 68,
+       TILE_STAGES = 4, TILE_EXPERTS = TILE_THREADS, INPUT_PITCH = 8 * 32 + 16,
+       ROW_AREA = 8 * (INPUT_PITCH + 8 * (int)sizeof(float)), SUMS_PITCH = 68,
        SUMS_BYTES = TILE_WARPS * 8 * SUMS_PITCH * 4,
        FEW_ROUNDS = 8 };      // pieces of a block
 
@@ -2134,13 +2131,14 @@ typedef struct { int hi, head, sup, size; } Record;
 
 __host__ __device__ static constexpr int round_16(int n) { return (n + 15) / 16 * 16; }
 __host__ __device__ static constexpr Record record_of(DType t) {
-    const Format f = known_format(t);
-    const int blocks = f.head_values == 256 ? 1 : 8, head = blocks * f.head;
+    const Format f = format_of(t);
+    const bool blocks = f.values == 256;
+    const int hi = (int)plane_bytes(f, 1, 256), head = (int)plane_bytes(f, 2, 256);
     Record r = { };
-    if (!f.lo) return r;
-    r.hi = 8 * f.lo;
-    r.head = r.hi + round_16(8 * f.hi + (f.hi && blocks == 8 ? 15 : 0));
-    r.sup = r.head + round_16(head % 16 || blocks == 8 ? head + 15 : head);
+    if (is_float(t)) return r;
+    r.hi = (int)plane_bytes(f, 0, 256);
+    r.head = r.hi + round_16(hi + (hi && !blocks ? 15 : 0));
+    r.sup = r.head + round_16(head % 16 || !blocks ? head + 15 : head);
     r.size = r.sup + round_16(f.sup);
     if (r.size / 16 % 2 == 0) r.size += 16;
     return r;
@@ -2221,9 +2219,9 @@ __device__ static inline bool next_piece(const Tiling &t, Walk *w, Piece *p) {
 
 // What list_pairs needs beside the lists: for each 32 pairs how many of them are an expert's, then how many come before; where an
 // expert's pairs begin; of each pair its expert, and its number among those of its 32.
-__host__ __device__ static constexpr int lots_of_pairs(int n_pairs) { return (n_pairs + 31) / 32; }
+__host__ __device__ static constexpr int sets_of_pairs(int n_pairs) { return (n_pairs + 31) / 32; }
 __host__ __device__ static constexpr int list_room(int n_pairs) {
-    return (int)sizeof(uint16_t) * (TILE_EXPERTS * (lots_of_pairs(n_pairs) + 1) + 32 * lots_of_pairs(n_pairs));
+    return (int)sizeof(uint16_t) * (TILE_EXPERTS * (sets_of_pairs(n_pairs) + 1) + 32 * sets_of_pairs(n_pairs));
 }
 
 // The lists, the same in every block. A warp finds out which of 32 pairs have the same expert, thread e adds up those of expert e.
@@ -2231,11 +2229,11 @@ __host__ __device__ static constexpr int list_room(int n_pairs) {
 __device__ static inline void list_pairs(const Tiling &t, int at_once, uint16_t *counts) {
     __shared__ unsigned sums[TILE_BLOCK / 32];
     const Job &o = t.jobs.job[t.expert_job];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_pairs = t.n_pairs, n_lots = lots_of_pairs(n_pairs);
-    uint16_t *const begin_of = counts + TILE_EXPERTS * n_lots, *const pairs = begin_of + TILE_EXPERTS;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_pairs = t.n_pairs, n_sets = sets_of_pairs(n_pairs);
+    uint16_t *const begin_of = counts + TILE_EXPERTS * n_sets, *const pairs = begin_of + TILE_EXPERTS;
 #pragma unroll 1
-    for (int lot = warp; lot < n_lots; lot += TILE_BLOCK / 32) {
-        const int i = 32 * lot + lane;
+    for (int set = warp; set < n_sets; set += TILE_BLOCK / 32) {
+        const int i = 32 * set + lane;
         const unsigned expert = i < n_pairs ? __ldcg(o.ids + i) : 0;
         unsigned same = __ballot_sync(~0u, i < n_pairs);
 #pragma unroll
@@ -2246,13 +2244,13 @@ __device__ static inline void list_pairs(const Tiling &t, int at_once, uint16_t 
         const int before = __popc(same & ((1u << lane) - 1));
         if (i >= n_pairs) continue;
         pairs[i] = (uint16_t)(before * TILE_EXPERTS + expert);
-        if (!before) counts[lot * TILE_EXPERTS + expert] = (uint16_t)__popc(same);
+        if (!before) counts[set * TILE_EXPERTS + expert] = (uint16_t)__popc(same);
     }
     __syncthreads();
     int n = 0;
 #pragma unroll 1
-    for (int lot = 0; threadIdx.x < TILE_EXPERTS && lot < n_lots; lot++) {
-        uint16_t *count = counts + lot * TILE_EXPERTS + threadIdx.x;
+    for (int set = 0; threadIdx.x < TILE_EXPERTS && set < n_sets; set++) {
+        uint16_t *count = counts + set * TILE_EXPERTS + threadIdx.x;
         const int own = *count;
         *count = (uint16_t)n;
         n += own;
@@ -2306,23 +2304,23 @@ __device__ static inline Ring *ring_of(const Tiling &t) { return (Ring *)(shared
 typedef struct {              // how far a copying warp is
     Walk walk;
     int  stage;               // of its next in the piece that comes next
-    int  slot;                // its place in the ring
+    int  place;               // its place in the ring
     bool used;                // which held another stage before
     unsigned parity;          // of the round in which it did
 } Feed;
 
-// How a plane of a type comes into a stage: of each feature `step` bytes, 16 by each of `lanes` lanes, `at_once` features at once.
+// How a plane of a type comes into a stage: of each feature `octet` bytes, 16 by each of `lanes` lanes, `at_once` features at once.
 // Rows may begin anywhere: whole 16 bytes are copied, so what lies before a stage's bytes comes along.
-typedef struct { int step, at, lanes, at_once; bool aligned; } PlanePart;
-__host__ __device__ static constexpr PlanePart part_of(DType type, int plane) {
-    const Format f = known_format(type);
+typedef struct { int octet, at, lanes, at_once; bool aligned; } CopyShape;
+__host__ __device__ static constexpr CopyShape copy_shape(DType type, int plane) {
     const Record r = record_of(type);
-    const bool blocks = f.head_values == 256;
-    PlanePart p = { };
-    p.step = plane == 0 ? 8 * f.lo : plane == 1 ? 8 * f.hi : plane == 3 ? f.sup : blocks ? f.head : 8 * f.head;
-    p.at = plane == 0 ? 0 : plane == 1 ? r.hi : plane == 2 ? r.head : r.sup;
-    p.aligned = plane == 0 || (blocks && p.step % 16 == 0);
-    const int most = p.aligned ? p.step : p.step + 16 - (blocks ? p.step & -p.step : 1);      // with what lies before
+    const bool blocks = format_of(type).values == 256;
+    const int at[4] = { 0, r.hi, r.head, r.sup };
+    CopyShape p = { };
+    p.octet = (int)plane_bytes(format_of(type), plane, 256);
+    p.at = at[plane];
+    p.aligned = plane == 0 || (blocks && p.octet % 16 == 0);
+    const int most = p.aligned ? p.octet : p.octet + 16 - (blocks ? p.octet & -p.octet : 1);      // with what lies before
     for (p.lanes = 1; 16 * p.lanes < most; ) p.lanes *= 2;
     p.at_once = 32 / p.lanes;
     return p;
@@ -2336,41 +2334,41 @@ template <DType T, int PLANE> struct PlaneCopy {
 };
 template <DType T, int PLANE> __device__ static inline void begin_copy(PlaneCopy<T, PLANE> *c, const Job &o, const Piece &p,
                                                                        bool deep, int stage) {
-    constexpr PlanePart part = part_of(T, PLANE);
-    const int lane = threadIdx.x % 32, bytes = o.row_bytes[0][PLANE], done = (deep ? 2 : 1) * stage * part.step;
-    c->apart = part.at_once * bytes;
+    constexpr CopyShape shape = copy_shape(T, PLANE);
+    const int lane = threadIdx.x % 32, bytes = o.row_bytes[0][PLANE], done = (deep ? 2 : 1) * stage * shape.octet;
+    c->apart = shape.at_once * bytes;
     c->left = bytes - done;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const Planes &w = h && o.kind == JOB_GATED ? o.up : o.w;
-        c->from[h] = (&w.lo)[PLANE] + (size_t)(piece_row(o, p, h && !deep) + lane / part.lanes) * bytes + done +
-                     (h && deep ? part.step : 0) + lane % part.lanes * 16;
+        c->from[h] = (&w.lo)[PLANE] + (size_t)(piece_row(o, p, h && !deep) + lane / shape.lanes) * bytes + done +
+                     (h && deep ? shape.octet : 0) + lane % shape.lanes * 16;
     }
 }
 // Asks for a stage of it and goes on to the warp's next one. there: features of each half that there are.
 template <DType T, int PLANE> __device__ static inline void copy_plane(PlaneCopy<T, PLANE> *c, char *to, bool deep,
                                                                        const int there[2]) {
-    constexpr PlanePart part = part_of(T, PLANE);
-    if (!part.step) return;
-    const int lane = threadIdx.x % 32, first = lane / part.lanes, chunk = lane % part.lanes * 16;
-    const int on = (deep ? 2 : 1) * COPY_WARPS * part.step;
-    char *at = to + first * record_of(T).size + part.at + chunk;
+    constexpr CopyShape shape = copy_shape(T, PLANE);
+    if (!shape.octet) return;
+    const int lane = threadIdx.x % 32, first = lane / shape.lanes, chunk = lane % shape.lanes * 16;
+    const int on = (deep ? 2 : 1) * COPY_WARPS * shape.octet;
+    char *at = to + first * record_of(T).size + shape.at + chunk;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int left = c->left - (h && deep ? part.step : 0), need = left > 0 ? min(part.step, left) : -16;
+        const int left = c->left - (h && deep ? shape.octet : 0), need = left > 0 ? min(shape.octet, left) : -16;
 #pragma unroll
-        for (int i = 0; i < part.lanes; i++) {
+        for (int i = 0; i < shape.lanes; i++) {
             const uint8_t *p = c->from[h] + i * c->apart;
-            const int before = part.aligned ? 0 : (int)((size_t)p & 15);
-            if (first + i * part.at_once < there[h] && chunk < need + before)
-                copy_line_ahead(at + (32 * h + i * part.at_once) * record_of(T).size, p - before);
+            const int before = shape.aligned ? 0 : (int)((size_t)p & 15);
+            if (first + i * shape.at_once < there[h] && chunk < need + before)
+                copy_line_ahead(at + (32 * h + i * shape.at_once) * record_of(T).size, p - before);
         }
         c->from[h] += on;
     }
     c->left -= on;
 }
 
-// A copying warp's stages of a piece: every second one, each as soon as its place in the ring is free. Rows come in int8, TILE_ROW
+// A copying warp's stages of a piece: every second one, each as soon as its place in the ring is free. Rows come in int8, INPUT_PITCH
 // bytes apart, then their scales, (8 groups, 8 NT rows): a lane takes 16 bytes of every second row, and a scale of every fourth.
 // In deep stages the same follows for the next 8 groups.
 // early: take_turn() is still to come, and as many weights as the ring takes are asked for before it.
@@ -2409,8 +2407,8 @@ template <DType T, int NT> __device__ static inline void feed_piece(const Tiling
             *f = begin, early = false, end = n;
             continue;
         }
-        char *to = shared_bytes + f->slot * t.stage_bytes;
-        if (f->used) mbarrier_wait(&ring->used[f->slot], f->parity);
+        char *to = shared_bytes + f->place * t.stage_bytes;
+        if (f->used) mbarrier_wait(&ring->used[f->place], f->parity);
         if (early || f->stage >= ahead) {              // weights
             copy_plane(&lo, to, deep, there);
             copy_plane(&hi, to, deep, there);
@@ -2426,24 +2424,24 @@ template <DType T, int NT> __device__ static inline void feed_piece(const Tiling
 #pragma unroll
                 for (int i = 0; i < 4 * NT; i++) {
                     const int r = lane / 16 + 2 * i;
-                    if (r < p.n && q_there) copy_ahead(q + r * TILE_ROW + lane % 16 * 16, in_q + row[i] + 32 * first);
+                    if (r < p.n && q_there) copy_ahead(q + r * INPUT_PITCH + lane % 16 * 16, in_q + row[i] + 32 * first);
                 }
 #pragma unroll
                 for (int i = 0; i < 2 * NT; i++) {
                     const int r = lane / 8 + 4 * i;
                     if (r < p.n && s_there)
-                        copy_word_ahead(q + 8 * NT * TILE_ROW + (lane % 8 * 8 * NT + r) * 4, in_s + scale[i] + first);
+                        copy_word_ahead(q + 8 * NT * INPUT_PITCH + (lane % 8 * 8 * NT + r) * 4, in_s + scale[i] + first);
                 }
             }
 #pragma unroll
             for (int i = 0; i < 4 * NT; i++) row[i] += COPY_WARPS * each * 32;
 #pragma unroll
             for (int i = 0; i < 2 * NT; i++) scale[i] += COPY_WARPS * each;
-            mbarrier_arrive_on_copies(&ring->there[f->slot]);
+            mbarrier_arrive_on_copies(&ring->there[f->place]);
         }
         f->stage += COPY_WARPS;
-        f->slot += COPY_WARPS;
-        if (f->slot >= t.stages) f->slot -= t.stages, f->used = true, f->parity ^= 1;
+        f->place += COPY_WARPS;
+        if (f->place >= t.stages) f->place -= t.stages, f->used = true, f->parity ^= 1;
     }
     f->stage -= n;
 }
@@ -2456,7 +2454,7 @@ template <int NT> __device__ static inline void feed(const Tiling &t, bool early
     while (next_piece(t, &f.walk, &p)) {
         if (early && !t.record[p.job]) take_turn(), early = false;
         switch (t.jobs.job[p.job].type) {
-#define CASE(T) case T: feed_piece<T, NT>(t, p, &f, early); break;
+#define CASE(T, ...) case T: feed_piece<T, NT>(t, p, &f, early); break;
         QUANTISED_TYPES(CASE)
 #undef CASE
         default: break;
@@ -2472,9 +2470,9 @@ template <int NT> __device__ static inline void feed(const Tiling &t, bool early
 template <DType T> __device__ static inline void tile_codes(unsigned (*a)[4], const char *records, unsigned row, int n_groups,
                                                             int stage, int slice, int lane) {
     constexpr Record rec = record_of(T);
-    constexpr Format form = known_format(T);
+    constexpr Format form = format_of(T);
     const int t = lane / 4, k = lane % 4;
-    if constexpr (T == T_Q8_0) {
+    if constexpr (form.lo_bits == 8) {
         for (int m = 0; m < 2; m++)
             load_matrices(a[m], records + (16 * m + lane % 16) * rec.size + 32 * slice + lane / 16 * 16);
     } else if constexpr (form.lo_bits == 4) {
@@ -2494,8 +2492,8 @@ template <DType T> __device__ static inline void tile_codes(unsigned (*a)[4], co
     if constexpr (form.hi_bits) {
         // 8 features on, the plane is a multiple of 16 bytes on. Bits turn within their byte to where lo has none: masks take off
         // what comes from other bytes
-        const unsigned before = form.head_values == 256 ? 0 : ((row + t) * n_groups + 8 * stage) * form.hi & 15;
-        const char *p = records + t * rec.size + rec.hi + before + form.hi * slice;
+        const unsigned before = Type<T>::blocks ? 0 : ((row + t) * n_groups + 8 * stage) * 4 * form.hi_bits & 15;
+        const char *p = records + t * rec.size + rec.hi + before + 4 * form.hi_bits * slice;
         constexpr unsigned mask = (form.hi_bits == 1 ? 0x01010101u : 0x03030303u) << form.lo_bits;
         for (int i = 0; i < 4; i++, p += 8 * rec.size) {
             unsigned low, high;
@@ -2517,19 +2515,18 @@ template <DType T> __device__ static inline void tile_codes(unsigned (*a)[4], co
 template <DType T> __device__ static inline void tile_scales(const char *record, unsigned row, int n_groups, int stage, int slice,
                                                              float a[2], float m[2]) {
     constexpr Record rec = record_of(T);
-    constexpr Format form = known_format(T);
+    constexpr Format form = format_of(T);
     const unsigned block = row * (n_groups / 8) + stage, group = row * n_groups + 8 * stage;
-    const unsigned before = form.head_values == 32 ? group * form.head & 15 : form.head % 16 ? block * form.head & 15 : 0;
-    const char *p = record + rec.head + before;
+    const char *p = record + rec.head + ((Type<T>::blocks ? block : group) * form.head & 15);
     const unsigned *word = (const unsigned *)p;
     uint4 head = { };
     unsigned sup = 0;
-    if constexpr (T == T_Q4_K || T == T_Q5_K) head = *(const uint4 *)p;
-    else if constexpr (T == T_Q3_K) head.x = word[0], head.y = word[1], head.z = word[2];
-    else if constexpr (T == T_IQ4_XS) head.x = word[0], head.y = word[1];
-    else if constexpr (form.head == 4) head.x = word[slice];
-    else if constexpr (form.head == 1) head.x = ((const uint8_t *)p)[slice];
-    else head.x = ((const uint16_t *)p)[slice];
+    if constexpr (form.head_read == 16) head = *(const uint4 *)p;
+    else if constexpr (form.head_read == 12) head.x = word[0], head.y = word[1], head.z = word[2];
+    else if constexpr (form.head_read == 8) head.x = word[0], head.y = word[1];
+    else if constexpr (form.head_read == 4) head.x = word[slice];
+    else if constexpr (form.head_read == 2) head.x = ((const uint16_t *)p)[slice];
+    else head.x = ((const uint8_t *)p)[slice];
     if constexpr (form.sup == 2) sup = *(const uint16_t *)(record + rec.sup + (block * 2 & 15));
     if constexpr (form.sup == 4) sup = *(const unsigned *)(record + rec.sup + (block * 4 & 15));
     group_scales<T>(head, sup, slice, a, m);
@@ -2542,15 +2539,15 @@ template <DType T> __device__ static inline void tile_scales(const char *record,
 __device__ static inline float from_start(int c) { return __fsub_rn(__int_as_float(c), START); }
 
 // Eight rows of a group, as products take them.
-template <DType T> struct TileRows {
+template <DType T> struct InputRows {
     unsigned b[2];
     float2   scale;           // of rows 2k, 2k + 1
     int      start[2][4];     // what every feature begins with: minus the offset of its codes, [half of the group]
     float    sum[2][2];       // activations, [half][row 2k, 2k + 1]
 };
-template <DType T> __device__ static inline void tile_rows(TileRows<T> *y, const char *q, const float *s) {
-    constexpr bool halves = Traits<T>::halves, min = Traits<T>::min;
-    constexpr int offset = Traits<T>::offset;
+template <DType T> __device__ static inline void input_rows(InputRows<T> *y, const char *q, const float *s) {
+    constexpr bool halves = Type<T>::halves, min = Type<T>::min;
+    constexpr int offset = Type<T>::offset;
     y->b[0] = *(const unsigned *)q, y->b[1] = *(const unsigned *)(q + 16);
     y->scale = *(const float2 *)s;
     for (int half = 0; half < (halves ? 2 : 1); half++) {
@@ -2569,22 +2566,22 @@ template <DType T> __device__ static inline void tile_rows(TileRows<T> *y, const
 
 // acc += one group of 64 features, or (DEEP) two of 32, times n rows. acc[m][i]: 16 features by 8 rows, as multiply_int8 has them.
 // row, up: numbers of the planes' rows of the first features of both halves. The terms are those of scaled_term:
-// a * (START + n) - a * START, rounded once, is a * n rounded, for a * START is exact where a has 22 bits and is less than 2^104:
-// in every type but MXFP4.
+// a * (START + n) - a * START, rounded once, is a * n rounded, for a * START is exact where a has 22 bits and is less than 2^104
+// (HAS_WIDE).
 template <DType T, int NT, bool DEEP> __device__ static inline void multiply_group(float (&acc)[4][NT][4], const char *records,
         const char *rows, unsigned row, unsigned up, int n_groups, int stage, int n, int slice, int lane) {
-    constexpr bool halves = Traits<T>::halves, min = Traits<T>::min, folds = T != T_MXFP4;
+    constexpr bool halves = Type<T>::halves, min = Type<T>::min, folds = !(Type<T>::form.traits & HAS_WIDE);
     const int t = lane / 4, k = lane % 4;
-    const char *q = rows + t * TILE_ROW + 32 * slice + 4 * k;
-    const float *s = (const float *)(rows + 8 * NT * TILE_ROW) + slice * 8 * NT + 2 * k;
-    TileRows<T> y;
-    if (NT == 1) tile_rows(&y, q, s);
+    const char *q = rows + t * INPUT_PITCH + 32 * slice + 4 * k;
+    const float *s = (const float *)(rows + 8 * NT * INPUT_PITCH) + slice * 8 * NT + 2 * k;
+    InputRows<T> y;
+    if (NT == 1) input_rows(&y, q, s);
 #pragma unroll
     for (int h = 0; h < 2; h++, records += 32 * record_of(T).size, row = up) {
         if (DEEP && h) {
             if (8 * ++stage + slice >= n_groups) break;
             q += ROW_AREA * NT, s += ROW_AREA * NT / 4;
-            if (NT == 1) tile_rows(&y, q, s);
+            if (NT == 1) input_rows(&y, q, s);
         }
         unsigned a[2][4];
         float own[2], own_least[2], scale[2][2][2], least[2][2][2];          // [tile][features t, t + 8][half]
@@ -2598,7 +2595,7 @@ template <DType T, int NT, bool DEEP> __device__ static inline void multiply_gro
 #pragma unroll
         for (int i = 0; i < NT; i++) {
             if (i && 8 * i >= n) break;
-            if (NT > 1) tile_rows(&y, q + 8 * i * TILE_ROW, s + 8 * i);
+            if (NT > 1) input_rows(&y, q + 8 * i * INPUT_PITCH, s + 8 * i);
             for (int m = 0; m < 2; m++) {
                 int dot[2][4];
                 for (int j = 0; j < 4; j++) dot[0][j] = y.start[0][j], dot[1][j] = y.start[1][j];
@@ -2619,8 +2616,8 @@ template <DType T, int NT, bool DEEP> __device__ static inline void multiply_gro
     }
 }
 
-// All stages of a piece. slot: where in the ring the next one lies; parity: of the round.
-template <DType T, int NT, bool DEEP> __device__ static inline void multiply_stages(const Tiling &t, int *slot, unsigned *parity,
+// All stages of a piece. place: where in the ring the next one lies; parity: of the round.
+template <DType T, int NT, bool DEEP> __device__ static inline void multiply_stages(const Tiling &t, int *place, unsigned *parity,
         float (&acc)[4][NT][4], const Job &o, const Piece &p) {
     Ring *ring = ring_of(t);
     const int n_groups = (int)((unsigned)o.cols / 32);
@@ -2628,13 +2625,13 @@ template <DType T, int NT, bool DEEP> __device__ static inline void multiply_sta
     const int thread = NT == 1 ? afresh(threadIdx.x) : threadIdx.x, slice = thread / 32, lane = thread % 32;
 #pragma unroll 1
     for (int stage = 0; 8 * stage < n_groups; stage += DEEP ? 2 : 1) {
-        const char *records = shared_bytes + *slot * t.stage_bytes;
-        mbarrier_wait(&ring->there[*slot], *parity);
+        const char *records = shared_bytes + *place * t.stage_bytes;
+        mbarrier_wait(&ring->there[*place], *parity);
         if (8 * stage + slice < n_groups)
             multiply_group<T, NT, DEEP>(acc, records, records + 64 * record_of(T).size, row, up, n_groups, stage, p.n, slice, lane);
         __syncwarp();
-        if (lane < ARRIVING_LANES) mbarrier_arrive(&ring->used[*slot]);
-        if (++*slot == t.stages) *slot = 0, *parity ^= 1;
+        if (lane < ARRIVING_LANES) mbarrier_arrive(&ring->used[*place]);
+        if (++*place == t.stages) *place = 0, *parity ^= 1;
     }
 }
 
@@ -2664,7 +2661,7 @@ __device__ static inline void finish_row(const Job &o, size_t row, int first, fl
 // A piece of a float matrix, one feature and all rows: a warp takes a row at a time. Sums in the order given above. Loads of 16
 // weights and the activations that go with them are under way at a time.
 template <DType T> __device__ static inline void multiply_floats(const Job &o, const Piece &p) {
-    constexpr int chunk = Floats<T>::chunk, depth = 16 / chunk;
+    constexpr int chunk = Type<T>::chunk, depth = 16 / chunk;
     const int lane = threadIdx.x % 32, n_chunks = div_up(o.cols, chunk), quads = o.cols % 4 == 0 && (size_t)o.in.f % 16 == 0;
     const uint8_t *w = o.w.lo + (size_t)p.first * o.cols * (16 / chunk);
 #pragma unroll 1
@@ -2751,7 +2748,7 @@ tile_kernel(const __grid_constant__ Tiling t) {
         mbarrier_init(&ring_of(t)->used[threadIdx.x], TILE_WARPS * ARRIVING_LANES);
     }
     float *sums = (float *)(shared_bytes + t.sums_at);
-    const int n_counts = t.n_pairs ? TILE_EXPERTS * lots_of_pairs(t.n_pairs) / 2 : 0;
+    const int n_counts = t.n_pairs ? TILE_EXPERTS * sets_of_pairs(t.n_pairs) / 2 : 0;
     for (int i = threadIdx.x; i < n_counts; i += TILE_BLOCK) ((unsigned *)sums)[i] = 0;        // of list_pairs
     __syncthreads();
     Walk walk = { (int)blockIdx.x, 0, (int)gridDim.x };
@@ -2773,7 +2770,7 @@ tile_kernel(const __grid_constant__ Tiling t) {
         return;
     }
     if (early) take_turn();
-    int slot = 0;
+    int place = 0;
     unsigned parity = 0;
     while (next_piece(t, &walk, &p)) {
         const Job &o = t.jobs.job[p.job];
@@ -2781,11 +2778,11 @@ tile_kernel(const __grid_constant__ Tiling t) {
         const bool deep = t.deep[p.job];
         float acc[4][NT][4] = { };                     // [tile of 16 features][tile of 8 rows]
         switch (o.type) {
-        case T_F32: multiply_floats<T_F32>(o, p); break;
-        case T_F16: multiply_floats<T_F16>(o, p); break;
-        case T_BF16: multiply_floats<T_BF16>(o, p); break;
-#define CASE(T) case T: deep ? multiply_stages<T, NT, true>(t, &slot, &parity, acc, o, p) \
-                             : multiply_stages<T, NT, false>(t, &slot, &parity, acc, o, p); break;
+#define CASE(T, ...) case T: multiply_floats<T>(o, p); break;
+        FLOAT_TYPES(CASE)
+#undef CASE
+#define CASE(T, ...) case T: deep ? multiply_stages<T, NT, true>(t, &place, &parity, acc, o, p) \
+                             : multiply_stages<T, NT, false>(t, &place, &parity, acc, o, p); break;
         QUANTISED_TYPES(CASE)
 #undef CASE
         default: break;
@@ -2831,14 +2828,14 @@ static void allow_tiles(void) {
                    "shared memory of the tile kernel");
 }
 
-// Carries out a launch if the tile kernel takes it. The kernel of few rows keeps: fewer rows than TILE_ROWS and more than
+// Carries out a launch if the tile kernel takes it. The kernel of few rows keeps: fewer rows than MANY_ROWS and more than
 // STEP_ROWS, gate and up of different types, stacks of very many matrices, matrices of floats but for those that only store and
 // run beside quantised ones, and what does not fit into shared memory or scratch.
 static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
     Tiling t = { };
     int rows = 1, of_expert = 0, wide = 0, pieces = 0;
     const Job *down = NULL;
-    if (n_rows < TILE_ROWS || 4 * TILE_WARPS * jobs->choice.n > SUMS_BYTES) return false;
+    if (n_rows < MANY_ROWS || 4 * TILE_WARPS * jobs->choice.n > SUMS_BYTES) return false;
     t.expert_job = -1;
     for (int k = 0; k < jobs->n; k++) {
         const Job *o = &jobs->job[k];
@@ -2895,10 +2892,10 @@ static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
     const int rounds = div_up(pieces, slots);
     const int blocks = !t.n_pairs && rounds > 2 && rounds <= FEW_ROUNDS ? div_up(pieces, rounds) : min_int(pieces, slots);
     const size_t shared = (size_t)t.sums_at + fixed;
-    if (tiles == 1) launch(tile_kernel<1>, blocks, TILE_BLOCK, shared, t);
-    else if (tiles == 2) launch(tile_kernel<2>, blocks, TILE_BLOCK, shared, t);
-    else if (tiles == 4) launch(tile_kernel<4>, blocks, TILE_BLOCK, shared, t);
-    else launch(tile_kernel<8>, blocks, TILE_BLOCK, shared, t);
+    if (tiles == 1) launch(WRITES_ACTIVATIONS, tile_kernel<1>, blocks, TILE_BLOCK, shared, t);
+    else if (tiles == 2) launch(WRITES_ACTIVATIONS, tile_kernel<2>, blocks, TILE_BLOCK, shared, t);
+    else if (tiles == 4) launch(WRITES_ACTIVATIONS, tile_kernel<4>, blocks, TILE_BLOCK, shared, t);
+    else launch(WRITES_ACTIVATIONS, tile_kernel<8>, blocks, TILE_BLOCK, shared, t);
     CHECK_LAUNCH("%s n_rows=%d rows=%d cols=%d", what, n_rows, jobs->job[0].rows, jobs->job[0].cols);
     return true;
 }
@@ -2907,7 +2904,7 @@ static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
 // inject, all on one input in int8, which have no more units than there are warps. busy: SMs on which blocks would come up late.
 static bool launch_gemv_floats(const Jobs *jobs, const char *what) {
     const Job *o = &jobs->job[0];
-    const int chunk = o->type == T_F32 ? 4 : 8;
+    const int chunk = 16 / format_of(o->type).bytes;
     if (jobs->n > 1 || o->kind != JOB_STORE || jobs->choice.n || !o->quads || o->cols % chunk) return false;
     if (jobs->input[0].f_row > cuda.block_shared - STATIC_SHARED) return false;
     GemvFloats g = { o->w.lo, o->rows, o->cols, o->out, o->factor, o->cap, jobs->input[0], jobs->made };
@@ -2915,7 +2912,7 @@ static bool launch_gemv_floats(const Jobs *jobs, const char *what) {
     g.input.q_row = 0;
     const auto kernel = o->type == T_F32 ? gemv_floats_kernel<T_F32> : o->type == T_F16 ? gemv_floats_kernel<T_F16>
                                                                                        : gemv_floats_kernel<T_BF16>;
-    launch(kernel, min_int(cuda.n_sm, div_up(o->rows, PRODUCT_WARPS)), ROW_THREADS, g.input.f_row, g);
+    launch(WRITES_ACTIVATIONS, kernel, min_int(cuda.n_sm, div_up(o->rows, PRODUCT_WARPS)), ROW_THREADS, g.input.f_row, g);
     CHECK_LAUNCH("%s rows=%d cols=%d", what, o->rows, o->cols);
     return true;
 }
@@ -2932,21 +2929,19 @@ static bool launch_gemv(const Jobs *jobs, const char *what, int busy) {
         if ((o->kind != JOB_STORE && !inject) || is_float(o->type)) return false;
         GemvJob *job = &g.job[k];
         *job = (GemvJob){ o->type, o->w, o->rows, div_up(o->rows, UNIT), { }, { }, o->out, o->factor, o->cap };
-        Format f = { };
-        format_of(o->type, &f);
-        const int step_bytes[4] = { 8 * f.lo, 8 * f.hi, f.head * 256 / f.head_values, f.sup };
-        for (int i = 0; i < 4; i++) job->row_bytes[i] = o->row_bytes[0][i], job->step_bytes[i] = step_bytes[i];
+        for (int i = 0; i < 4; i++)
+            job->row_bytes[i] = o->row_bytes[0][i], job->octet_bytes[i] = (unsigned)plane_bytes(format_of(o->type), i, 256);
         n_units += job->n_units;
     }
     g.n = jobs->n;
     g.n_groups = first->cols / 32;
-    g.n_steps = div_up(g.n_groups, 8);
+    g.n_octets = div_up(g.n_groups, 8);
     g.units = inject ? TILE_UNITS : div_up(n_units, max_int(1, cuda.n_sm - busy));
-    if (g.n_steps == 1) g.units = max_int(g.units, PRODUCT_WARPS / 2);     // over at once: few SMs, others for the next
+    if (g.n_octets == 1) g.units = max_int(g.units, PRODUCT_WARPS / 2);     // over at once: few SMs, others for the next
     if (g.units > PRODUCT_WARPS) return false;
-    g.share = div_up(g.n_steps, min_int(PRODUCT_WARPS / g.units, g.n_steps));
-    g.shares = div_up(g.n_steps, g.share);
-    if (g.shares == 1 && g.n_steps > 1 && !jobs->made.n) return false;     // many warps with long rows: product_kernel is as fast
+    g.share = div_up(g.n_octets, min_int(PRODUCT_WARPS / g.units, g.n_octets));
+    g.shares = div_up(g.n_octets, g.share);
+    if (g.shares == 1 && g.n_octets > 1 && !jobs->made.n) return false;     // many warps with long rows: product_kernel is as fast
     g.input = jobs->input[0];
     g.made = jobs->made;
     if (inject) g.u = first->u, g.act = first->act;
@@ -2954,11 +2949,11 @@ static bool launch_gemv(const Jobs *jobs, const char *what, int busy) {
     g.input.q_at = (int)at;
     at += g.input.q_row;
     g.terms_at = (int)at;
-    if (g.shares > 1) at += (size_t)g.units * g.n_steps * 32 * sizeof(float);
+    if (g.shares > 1) at += (size_t)g.units * g.n_octets * 32 * sizeof(float);
     g.sums_at = (int)at;
     at += (size_t)g.units * UNIT * sizeof(float);
     if (at > (size_t)cuda.block_shared - STATIC_SHARED) return false;
-    launch(g.made.n ? gemv_kernel<true> : gemv_kernel<false>, div_up(n_units, g.units), ROW_THREADS, at, g);
+    launch(WRITES_ACTIVATIONS, g.made.n ? gemv_kernel<true> : gemv_kernel<false>, div_up(n_units, g.units), ROW_THREADS, at, g);
     CHECK_LAUNCH("%s rows=%d cols=%d", what, first->rows, first->cols);
     return true;
 }
@@ -2979,18 +2974,17 @@ static size_t place_shared(Jobs *jobs, int rows) {
     at += round_up(jobs->choice.n * sizeof(unsigned), 16);
     jobs->n_results = max_int(rows * UNIT, div_up(jobs->n_used * DOWN_TILE, PRODUCT_WARPS));
     jobs->results_at = (int)at;
-    return at + lots_of(rows) * PRODUCT_WARPS * jobs->n_results * sizeof(float);
+    return at + waiting_of(rows) * PRODUCT_WARPS * jobs->n_results * sizeof(float);
 }
 
-enum { SHARED_BYTES = 110 << 10 };                     // what CHUNK_ROWS rows may take; more, and rows go through one by one
+enum { SHARED_BYTES = 110 << 10 };                     // what FEW_ROWS rows may take; more, and rows go through one by one
 
 static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
     // A block fills an SM. Behind a launch of very few, which it may overlap, it would come up late on theirs, and the next launch
     // would wait for it.
-    const int busy = cuda.starts_early && cuda.last_blocks <= cuda.n_sm / 16 ? cuda.last_blocks : 0;
-    cuda.last_was_product = launch_tiles(jobs, what, n_rows) || (n_rows == 1 && launch_gemv(jobs, what, busy));
-    if (cuda.last_was_product) return;
-    int r = n_rows == 1 ? 1 : CHUNK_ROWS;
+    const int busy = cuda.starts_early && cuda.last.blocks <= cuda.n_sm / 16 ? cuda.last.blocks : 0;
+    if (launch_tiles(jobs, what, n_rows) || (n_rows == 1 && launch_gemv(jobs, what, busy))) return;
+    int r = n_rows == 1 ? 1 : FEW_ROWS;
     size_t shared = place_shared(jobs, r);
     if (r > 1 && shared > SHARED_BYTES) shared = place_shared(jobs, r = 1);
     const int chunk = min_int(r, n_rows), n_chunks = div_up(n_rows, r);
@@ -3014,10 +3008,9 @@ static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
     const dim3 grid(min_int(jobs->n_tiles + jobs->n_units, most), n_chunks);
     jobs->more = jobs->n_tiles % grid.x;
     if (jobs->n_units > 2 * PRODUCT_WARPS * (int)(grid.x - jobs->more)) jobs->more = 0;
-    // n_rows >= TILE_ROWS: inputs lie in global memory (Job.in)
-    launch(r == 1 ? product_kernel<1> : product_kernel<CHUNK_ROWS>, grid, ROW_THREADS, shared, *jobs);
+    // n_rows >= MANY_ROWS: inputs lie in global memory (Job.in)
+    launch(WRITES_ACTIVATIONS, r == 1 ? product_kernel<1> : product_kernel<FEW_ROWS>, grid, ROW_THREADS, shared, *jobs);
     CHECK_LAUNCH("%s n_rows=%d rows=%d cols=%d", what, n_rows, jobs->job[0].rows, jobs->job[0].cols);
-    cuda.last_was_product = true;
 }
 
 static Job job_of(const Tensor *w, Prepared in, int n_rows) {
@@ -3041,7 +3034,7 @@ static void prepare(Jobs *jobs, const In *in, const In *beside, int n_rows, int 
     out[1] = (Prepared){ };
     if (out[0].f || out[0].q) return;
     const RowInputs made = row_inputs(in, beside, cols);
-    if (n_rows < TILE_ROWS && cols <= ROW_COLS && made.quads) {
+    if (n_rows < MANY_ROWS && cols <= ROW_COLS && made.quads) {
         jobs->made = made;
         jobs->n_inputs = jobs->made.n;
         return;
@@ -3071,7 +3064,7 @@ __global__ void dequantise_kernel(DType t, Planes w, size_t first, int cols, __h
 // out[r][i] = factor * (w[first + i] . y[r]) for n features and all rows; out has row stride `stride` floats.
 static void multiply_panel(const Tensor *w, size_t first, int n, const __half *y, int n_rows, float *out, int stride) {
     const int cols = w->cols;
-    launch(dequantise_kernel, dim3(div_up(div_up(cols, 32), 128), n), 128, 0, w->type, planes_of(w), first, cols, cuda.panel);
+    launch(WRITES_ACTIVATIONS, dequantise_kernel, dim3(div_up(div_up(cols, 32), 128), n), 128, 0, w->type, planes_of(w), first, cols, cuda.panel);
     CHECK_LAUNCH("dequantise rows=%d cols=%d", n, cols);
     const float back = 1 / PROMPT_SCALE, zero = 0;
     CHECK_BLAS(cublasGemmEx(cuda.blas, CUBLAS_OP_T, CUBLAS_OP_N, n, n_rows, cols, &back, cuda.panel, CUDA_R_16F, cols, y,
@@ -3092,7 +3085,7 @@ static void multiply_prompt(const Tensor *w, const __half *y, int n_rows, float 
     for (int i = 0; i < w->rows; i += step) multiply_panel(w, i, min_int(step, w->rows - i), y, n_rows, out + i, w->rows);
     if (!w->scale) return;
     const size_t n = (size_t)n_rows * w->rows;
-    launch(scale_kernel, (unsigned)((n + 255) / 256), 256, 0, out, w->scale, n);
+    launch(WRITES_ACTIVATIONS, scale_kernel, (unsigned)((n + 255) / 256), 256, 0, out, w->scale, n);
     CHECK_LAUNCH("scale n_rows=%d rows=%d", n_rows, w->rows);
 }
 
@@ -3112,7 +3105,7 @@ enum { PANEL_COLS = 2048 };   // features of gate and of up that meet at a time
 
 static const __half *prompt_input(const In *in, int n_rows, int cols) {
     if (in->act.f || in->act.q) {
-        launch(act_to_half_kernel, dim3(n_rows, div_up(cols, 256)), 256, 0, in->act, cuda.y16, cols);
+        launch(WRITES_ACTIVATIONS, act_to_half_kernel, dim3(n_rows, div_up(cols, 256)), 256, 0, in->act, cuda.y16, cols);
         CHECK_LAUNCH("act_to_half n_rows=%d cols=%d", n_rows, cols);
     } else {
         launch_prepare(in, NULL, (Prepared){ NULL, NULL, NULL, cuda.y16 }, (Prepared){ 0 }, n_rows, cols);
@@ -3170,7 +3163,7 @@ static void cuda_gate_up(const GateUp *o) {
             const int n = min_int(step, rows - i);
             multiply_panel(o->gate, i, n, y, o->n_rows, gate, n);
             multiply_panel(o->up, i, n, y, o->n_rows, up, n);
-            launch(gated_kernel, dim3(o->n_rows, div_up(n, 32)), 32, 0, gate, up, n, o->gate->scale, o->up->scale, o->fn,
+            launch(WRITES_ACTIVATIONS, gated_kernel, dim3(o->n_rows, div_up(n, 32)), 32, 0, gate, up, n, o->gate->scale, o->up->scale, o->fn,
                                                                                  o->out, rows, i, n);
             CHECK_LAUNCH("gated n_rows=%d n=%d", o->n_rows, n);
         }
@@ -3452,7 +3445,7 @@ static void cuda_qkv_store(const QkvStore *o) {
     if (o->cache->head_dim > 512 || o->cache->head_dim % 8 || o->cache->n_rot % 4 || o->rope.n_pairs % 4)
         cuda_die("qkv_store: heads of %d values, %d pairs of which turn, are not supported", o->cache->head_dim, o->rope.n_pairs);
     if (!heads) return;
-    launch(qkv_store_kernel, dim3(o->batch->n_rows, div_up(heads, 4)), 128, 0, *o, *o->batch, *o->cache,
+    launch(WRITES_ACTIVATIONS | WRITES_CACHE, qkv_store_kernel, dim3(o->batch->n_rows, div_up(heads, 4)), 128, 0, *o, *o->batch, *o->cache,
            o->stage ? *o->stage : *o->cache, o->stage != NULL);
     CHECK_LAUNCH("qkv_store n_rows=%d heads=%d head_dim=%d", o->batch->n_rows, heads, o->cache->head_dim);
 }
@@ -3504,10 +3497,10 @@ static void cuda_kv_commit(const KvCommit *o) {
             check_cache(&caches.c[k], "kv_commit");
             heads = max_int(heads, caches.c[k].n_kv_heads);
         }
-        launch(kv_move_kernel, dim3(o->batch->n_segs, n, heads), 256, 0, *o->batch, caches, o->n_accept, o->path);
+        launch(WRITES_CACHE, kv_move_kernel, dim3(o->batch->n_segs, n, heads), 256, 0, *o->batch, caches, o->n_accept, o->path);
         CHECK_LAUNCH("kv_commit n_segs=%d n_caches=%d", o->batch->n_segs, o->n_caches);
     }
-    launch(kv_lengths_kernel, o->batch->n_segs, 32, 0, *o->batch, o->n_accept, o->path, o->counts, o->vocab);
+    launch(WRITES_ROWS, kv_lengths_kernel, o->batch->n_segs, 32, 0, *o->batch, o->n_accept, o->path, o->counts, o->vocab);
     CHECK_LAUNCH("kv_commit n_segs=%d", o->batch->n_segs);
 }
 
@@ -3529,7 +3522,7 @@ __global__ void kv_copy_kernel(Batch b, Cache c, Cache stage) {
 }
 static void cuda_kv_copy(const KvCopy *o) {
     check_cache(o->cache, "kv_copy");
-    launch(kv_copy_kernel, dim3(o->batch->n_rows, o->cache->n_kv_heads), 128, 0, *o->batch, *o->cache, *o->stage);
+    launch(WRITES_CACHE, kv_copy_kernel, dim3(o->batch->n_rows, o->cache->n_kv_heads), 128, 0, *o->batch, *o->cache, *o->stage);
     CHECK_LAUNCH("kv_copy n_rows=%d", o->batch->n_rows);
 }
 
@@ -4350,7 +4343,7 @@ static void cuda_attend(const Attend *o) {
             task.n_heads = o->n_heads, task.n_kv_heads = c->n_kv_heads;
             task.by_tiles = divisor(head_tiles), task.by_heads = divisor(heads);
             task.makes_q = makes && store->q, task.makes_rows = makes && store->k;
-            task.early = makes && cuda.last_was_product;
+            task.early = makes && may_read_early(WRITES_ROWS | WRITES_CACHE);
             task.staged = o->stage != NULL, task.fine = n_rows <= STEP_ROWS, task.joins = joins;
             task.q = piece.q;
             task.by_pairs = divisor(1);
@@ -4367,15 +4360,15 @@ static void cuda_attend(const Attend *o) {
             task.cache_k = (__half *)c->k.data, task.cache_v = (__half *)c->v.data;
             task.scale = o->scale, task.at_once = joins ? (int)(room / part_bytes) : 0, task.out = piece.out;
             task.values = cuda.partial, task.stats = stats, task.arrived = cuda.arrived;
-            launch(attend_half_of(hd, nc), grid, ATTEND_THREADS, attend_shared(c, nc, n_stages), task);
+            launch(WRITES_ACTIVATIONS | WRITES_CACHE, attend_half_of(hd, nc), grid, ATTEND_THREADS, attend_shared(c, nc, n_stages), task);
             joined = task.joins || split.parts == 1;
         } else {
-            launch(attend_plain_kernel, dim3(n, c->n_kv_heads * div_up(group, HEADS), split.parts), ATTEND_THREADS,
+            launch(WRITES_ACTIVATIONS, attend_plain_kernel, dim3(n, c->n_kv_heads * div_up(group, HEADS), split.parts), ATTEND_THREADS,
                    HEADS * hd * sizeof(float), piece, b, *c, stage, o->stage != NULL, split, cuda.partial, stats);
         }
         CHECK_LAUNCH("attend n_rows=%d n_heads=%d head_dim=%d", n, o->n_heads, hd);
         if (joined) continue;
-        launch(attend_join_kernel, dim3(n, o->n_heads, div_up(hd, JOIN_VALUES)), 128, 0, piece, b, *c, split, cuda.partial, stats);
+        launch(WRITES_ACTIVATIONS, attend_join_kernel, dim3(n, o->n_heads, div_up(hd, JOIN_VALUES)), 128, 0, piece, b, *c, split, cuda.partial, stats);
         CHECK_LAUNCH("attend_join n_rows=%d n_heads=%d head_dim=%d", n, o->n_heads, hd);
     }
 }
@@ -4383,17 +4376,17 @@ static void cuda_attend(const Attend *o) {
 // ==== [9] Output: head, sampling =====================================================================================
 // Tokens of a row are ordered by a key of 64 bits, descending logit, then ascending id: no two are equal, 0 is below all.
 //
-// A row is spread over many blocks. Its pieces of PIECE tokens, one load of a warp, leave their best key each; the block that
-// comes last to a row reads these and finishes the row. The k best tokens lie in the k pieces with the best keys, so it looks
-// at few tokens again: with k = 64 some 80 of 2048 pieces, and little more than k tokens of these, which fit a list. With
+// A row is spread over many blocks. Its strips of STRIP tokens, one load of a warp, leave their best key each; the block that
+// comes last to a row reads these and finishes the row. The k best tokens lie in the k strips with the best keys, so it looks
+// at few tokens again: with k = 64 some 80 of 2048 strips, and little more than k tokens of these, which fit a list. With
 // top_k off a token may be anywhere: sums over bins tell in which, and its tokens fit the list.
 //
 // Everything is exact and in whole numbers, so the division into blocks does not show. Sums of exp() do round: they are
-// made per piece, then over the pieces in one order.
+// made per strip, then over the strips in one order.
 
 enum { SAMPLE_THREADS = 512, SAMPLE_WARPS = SAMPLE_THREADS / 32,
-       PIECE = 128,                            // tokens: four for each lane
-       ROUND = 2 * SAMPLE_WARPS,               // pieces that a block takes at once, two for each warp
+       STRIP = 128,                            // tokens: four for each lane
+       ROUND = 2 * SAMPLE_WARPS,               // strips that a block takes at once, two for each warp
        BLOCKS_AT_ONCE = 512,                   // more rows than this takes in full: fewer blocks a row
        BIN_BITS = 11, LIST_BITS = 10,
        BINS = 1 << BIN_BITS, LIST = 1 << LIST_BITS,
@@ -4415,18 +4408,18 @@ __device__ static inline float key_logit(u64 key) {
 }
 
 typedef struct {              // what the blocks of a launch hand to the last one of each row
-    u64    *piece;            // (n_rows, n_pieces) the best key of a piece, 0: all of it is out
-    double *sum;              // (n_rows, n_pieces) its sum of exp(z - best)
+    u64    *strip;            // (n_rows, n_strips) the best key of a strip, 0: all of it is out
+    double *sum;              // (n_rows, n_strips) its sum of exp(z - best)
     float  *z;                // (n_rows, stride) logits with bias and penalties
-    int     n_pieces, stride;
-    int     per_block;        // pieces, a multiple of ROUND
+    int     n_strips, stride;
+    int     per_block;        // strips, a multiple of ROUND
 } Spread;
 
 typedef struct {              // the tokens of one row
     const float *z;
     const uint32_t *mask;     // NULL: all are allowed
-    const u64 *piece;         // of Spread; read by the last block alone
-    int vocab, n_pieces;
+    const u64 *strip;         // of Spread; read by the last block alone
+    int vocab, n_strips;
     bool head;                // a NaN counts as -Inf, nothing is out
 } TokenRow;
 
@@ -4513,20 +4506,20 @@ __device__ static bool last_of_row(bool some, bool *any) {
 
 // ---- the best tokens of a row ----
 
-// use(key) for all tokens of the pieces whose best key reaches `from` (> 0), by whole warps; 0 for one that is out.
+// use(key) for all tokens of the strips whose best key reaches `from` (> 0), by whole warps; 0 for one that is out.
 template <typename Use> __device__ static inline void each_token(const TokenRow &t, u64 from, Use use) {
-    enum { AHEAD = 4 };                                // pieces on their way to a warp
+    enum { AHEAD = 4 };                                // strips on their way to a warp
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (int first = 4 * warp; first < t.n_pieces; first += SAMPLE_THREADS) {  // four neighbours, the next four to the next warp
+    for (int first = 4 * warp; first < t.n_strips; first += SAMPLE_THREADS) {  // four neighbours, the next four to the next warp
         const int mine = first + lane / 4 * 4 * SAMPLE_WARPS + lane % 4;
-        unsigned left = __ballot_sync(~0u, mine < t.n_pieces && t.piece[mine] >= from);
+        unsigned left = __ballot_sync(~0u, mine < t.n_strips && t.strip[mine] >= from);
         while (left) {
             Four v[AHEAD];
             int at[AHEAD];
 #pragma unroll
             for (int u = 0; u < AHEAD; u++) {
                 const int l = __ffs(left) - 1;         // the lane that has its key
-                at[u] = left ? (first + l / 4 * 4 * SAMPLE_WARPS + l % 4) * PIECE + 4 * lane : -1;
+                at[u] = left ? (first + l / 4 * 4 * SAMPLE_WARPS + l % 4) * STRIP + 4 * lane : -1;
                 left &= left - 1;
                 if (at[u] >= 0) v[u] = four_tokens(t, at[u]);
             }
@@ -4722,9 +4715,9 @@ __device__ static u64 kth_key(const TokenRow *row, int k, u64 from, u64 top, flo
     return first_above(row, one, from, top, (u64)k - 1).key;
 }
 
-// The k best tokens, sorted, in the list; returns how many there are. k <= LIST. mine: the best key of the pieces threadIdx.x,
+// The k best tokens, sorted, in the list; returns how many there are. k <= LIST. mine: the best key of the strips threadIdx.x,
 // threadIdx.x + SAMPLE_THREADS ..; top: of all.
-//   The k-th best of the threads' keys is a bound that k tokens reach; few others do, unless good tokens crowd in few pieces.
+//   The k-th best of the threads' keys is a bound that k tokens reach; few others do, unless good tokens crowd in few strips.
 //   Then the threads' best tokens of these give a better one.
 __device__ static int best_tokens(const TokenRow *row, int k, u64 mine, u64 top) {
     int n;
@@ -4772,15 +4765,15 @@ SELDOM __device__ static int draw_from_row(const TokenRow *row, int k, u64 top, 
 
 // ---- sample ----
 
-// How often the tokens of ROUND pieces from `first` on occur among a row of the step and its ancestors, in seen (shared).
+// How often the tokens of ROUND strips from `first` on occur among a row of the step and its ancestors, in seen (shared).
 __device__ static void count_seen(const Row &row, const Segment &seg, const Row *step_rows, int vocab, int first, int *seen) {
     __syncthreads();                                   // the counts are free
-    for (int i = threadIdx.x; i < ROUND * PIECE; i += SAMPLE_THREADS) seen[i] = 0;
+    for (int i = threadIdx.x; i < ROUND * STRIP; i += SAMPLE_THREADS) seen[i] = 0;
     __syncthreads();
     for (int j = threadIdx.x; j <= row.index; j += SAMPLE_THREADS) {
         if (seg.kind != SEG_CHAIN && !(row.ancestors >> j & 1)) continue;
-        const int token = step_rows[seg.first + j].token, at = (token < 0 || token >= vocab ? 0 : token) - first * PIECE;
-        if (at >= 0 && at < ROUND * PIECE) atomicAdd(&seen[at], 1);
+        const int token = step_rows[seg.first + j].token, at = (token < 0 || token >= vocab ? 0 : token) - first * STRIP;
+        if (at >= 0 && at < ROUND * STRIP) atomicAdd(&seen[at], 1);
     }
     __syncthreads();
 }
@@ -4789,7 +4782,7 @@ __device__ static void count_seen(const Row &row, const Segment &seg, const Row 
 //   shapes    logits (n_rows, vocab)
 //   launch    grid (blocks a row, n_rows), block 512, dynamic shared memory SAMPLE_SHARED. The last block of a row chooses
 //   traffic   reads the logits once, with bias or penalties writes them once; the last block of a row reads k and few more
-//             pieces of them again (top_k up to 512), else all that weigh something, once or twice
+//             strips of them again (top_k up to 512), else all that weigh something, once or twice
 //   numerics  whole numbers behind step 3: equal to the CPU's choice whenever the logits are equal
 //   see       cpu_sample
 __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Batch b, Spread s) {
@@ -4798,26 +4791,26 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Bat
     __shared__ int32_t choice;
     __shared__ TokenRow t;                             // as steps 2 and 3 leave it
     const int r = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int first_piece = blockIdx.x * s.per_block, end = min(first_piece + s.per_block, s.n_pieces);
+    const int first_strip = blockIdx.x * s.per_block, end = min(first_strip + s.per_block, s.n_strips);
     const bool changed = o.bias || o.counts;
     float *z = changed ? s.z + (size_t)r * s.stride : NULL;
     const TokenRow given = { o.logits + (size_t)r * o.vocab, o.mask ? o.mask + r * (((size_t)o.vocab + 31) / 32) : NULL,
-                             s.piece + (size_t)r * s.n_pieces, o.vocab, s.n_pieces, false };
+                             s.strip + (size_t)r * s.n_strips, o.vocab, s.n_strips, false };
     Four next[2];                                      // under way while row, segment and parameters are looked up
-    for (int h = 0; h < 2; h++) next[h] = four_tokens(given, (first_piece + warp + h * SAMPLE_WARPS) * PIECE + 4 * lane);
+    for (int h = 0; h < 2; h++) next[h] = four_tokens(given, (first_strip + warp + h * SAMPLE_WARPS) * STRIP + 4 * lane);
     const Row row = b.rows[r];
     const Segment seg = b.segs[b.n_segs == 1 ? 0 : row.seg];            // with one, without waiting for the row
     const int pos = b.len[seg.seq] + row.depth;
     const SampleParams p = o.params[seg.seq];
     bool nan = false;
-    for (int first = first_piece; first < end; first += ROUND) {
+    for (int first = first_strip; first < end; first += ROUND) {
         if (o.counts) count_seen(row, seg, o.step_rows, o.vocab, first, seen);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int piece = first + warp + h * SAMPLE_WARPS, i = piece * PIECE + 4 * lane;
+            const int strip = first + warp + h * SAMPLE_WARPS, i = strip * STRIP + 4 * lane;
             const unsigned in = next[h].in;
             float v[4] = { next[h].z.x, next[h].z.y, next[h].z.z, next[h].z.w };
-            next[h] = four_tokens(given, first + ROUND < end ? i + ROUND * PIECE : o.vocab);
+            next[h] = four_tokens(given, first + ROUND < end ? i + ROUND * STRIP : o.vocab);
             if (o.bias) {
                 const float4 more = four_values(o.bias + (size_t)seg.seq * o.vocab, i, o.vocab);
                 v[0] += more.x, v[1] += more.y, v[2] += more.z, v[3] += more.w;
@@ -4825,7 +4818,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Bat
             u64 best = 0;
             for (int j = 0; j < 4; j++) {
                 if (o.counts && i + j < o.vocab) {
-                    const int c = o.counts[(size_t)seg.seq * o.vocab + i + j] + seen[i + j - first * PIECE];
+                    const int c = o.counts[(size_t)seg.seq * o.vocab + i + j] + seen[i + j - first * STRIP];
                     if (c > 0) v[j] = sample_penalised(v[j], c, &p);
                 }
                 nan |= v[j] != v[j];
@@ -4833,13 +4826,13 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Bat
             }
             if (changed && i < o.vocab) *(float4 *)(z + i) = make_float4(v[0], v[1], v[2], v[3]);
             best = warp_best(best);
-            if (lane == 0 && piece < end) s.piece[(size_t)r * s.n_pieces + piece] = best;
+            if (lane == 0 && strip < end) s.strip[(size_t)r * s.n_strips + strip] = best;
         }
     }
     if (!last_of_row(nan, &nan)) return;
 
     u64 mine = 0;
-    for (int i = threadIdx.x; i < s.n_pieces; i += SAMPLE_THREADS) mine = max(mine, given.piece[i]);
+    for (int i = threadIdx.x; i < s.n_strips; i += SAMPLE_THREADS) mine = max(mine, given.strip[i]);
     const u64 top = block_best(mine);
     if (threadIdx.x == 0) {
         choice = nan || !top ? -1 : key_id(top);
@@ -4866,12 +4859,12 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Bat
 // How a launch of n_rows rows, at most STEP_ROWS, is spread; *grid. Scratch: cuda.partial, and cuda.panel for changed logits.
 static Spread spread_of(int n_rows, int vocab, dim3 *grid) {
     Spread s = { };
-    s.n_pieces = div_up(vocab, PIECE);
+    s.n_strips = div_up(vocab, STRIP);
     s.stride = (int)round_up(vocab, 4);
-    const int rounds = div_up(s.n_pieces, ROUND), each = div_up(rounds * n_rows, BLOCKS_AT_ONCE);
+    const int rounds = div_up(s.n_strips, ROUND), each = div_up(rounds * n_rows, BLOCKS_AT_ONCE);
     s.per_block = ROUND * each;
-    s.piece = (u64 *)cuda.partial;
-    s.sum = (double *)(s.piece + (size_t)n_rows * s.n_pieces);
+    s.strip = (u64 *)cuda.partial;
+    s.sum = (double *)(s.strip + (size_t)n_rows * s.n_strips);
     s.z = (float *)cuda.panel;
     *grid = dim3(div_up(rounds, each), n_rows);
     return s;
@@ -4879,8 +4872,8 @@ static Spread spread_of(int n_rows, int vocab, dim3 *grid) {
 
 // Rows of a launch.
 static int spread_rows(int vocab) {
-    const size_t pieces = PARTIAL_BYTES / ((sizeof(u64) + sizeof(double)) * div_up(vocab, PIECE));
-    return (int)(pieces < STEP_ROWS ? pieces : STEP_ROWS);
+    const size_t strips = PARTIAL_BYTES / ((sizeof(u64) + sizeof(double)) * div_up(vocab, STRIP));
+    return (int)(strips < STEP_ROWS ? strips : STEP_ROWS);
 }
 
 static void cuda_sample(const Sample *o) {
@@ -4898,7 +4891,7 @@ static void cuda_sample(const Sample *o) {
         part.out += r;
         if (o->mask) part.mask += r * (((size_t)o->vocab + 31) / 32);
         if (o->feed) part.feed += r;
-        launch(sample_kernel, grid, SAMPLE_THREADS, SAMPLE_SHARED, part, b, spread);
+        launch(WRITES_ACTIVATIONS | WRITES_ROWS, sample_kernel, grid, SAMPLE_THREADS, SAMPLE_SHARED, part, b, spread);
         CHECK_LAUNCH("sample n_rows=%d vocab=%d", n, o->vocab);
     }
 }
@@ -4918,40 +4911,40 @@ typedef struct {
 // summary: of rows of logits, what Head and Logprob ask for.
 //   shapes    logits (n_rows, vocab)
 //   launch    grid (blocks a row, n_rows), block 512, dynamic shared memory SAMPLE_SHARED. The last block of a row finishes it
-//   traffic   reads the logits once, and k and few more pieces of them
-//   numerics  exp in f32 of the distance to the best of a piece, sums in f64 in an order that depends on vocab alone
+//   traffic   reads the logits once, and k and few more strips of them
+//   numerics  exp in f32 of the distance to the best of a strip, sums in f64 in an order that depends on vocab alone
 //   see       cpu_head, cpu_logprob, logsumexp()
 __global__ void __launch_bounds__(SAMPLE_THREADS, 1) summary_kernel(Summary o, Spread s) {
     take_turn();
     __shared__ double part[SAMPLE_WARPS];
     __shared__ TokenRow shared_row;
     const int r = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int first_piece = blockIdx.x * s.per_block, end = min(first_piece + s.per_block, s.n_pieces);
-    const TokenRow t = { o.logits + (size_t)r * o.vocab, NULL, s.piece + (size_t)r * s.n_pieces, o.vocab, s.n_pieces, true };
-    double *sums = s.sum + (size_t)r * s.n_pieces;
-    for (int first = first_piece; first < end; first += ROUND) {
+    const int first_strip = blockIdx.x * s.per_block, end = min(first_strip + s.per_block, s.n_strips);
+    const TokenRow t = { o.logits + (size_t)r * o.vocab, NULL, s.strip + (size_t)r * s.n_strips, o.vocab, s.n_strips, true };
+    double *sums = s.sum + (size_t)r * s.n_strips;
+    for (int first = first_strip; first < end; first += ROUND) {
         Four v[2];
-        for (int h = 0; h < 2; h++) v[h] = four_tokens(t, (first + warp + h * SAMPLE_WARPS) * PIECE + 4 * lane);
+        for (int h = 0; h < 2; h++) v[h] = four_tokens(t, (first + warp + h * SAMPLE_WARPS) * STRIP + 4 * lane);
         for (int h = 0; h < 2; h++) {
-            const int piece = first + warp + h * SAMPLE_WARPS, i = piece * PIECE + 4 * lane;
+            const int strip = first + warp + h * SAMPLE_WARPS, i = strip * STRIP + 4 * lane;
             const float z[4] = { v[h].z.x, v[h].z.y, v[h].z.z, v[h].z.w };
             u64 best = 0;
             for (int j = 0; j < 4; j++) best = max(best, key_of(t, z[j], v[h].in >> j & 1, i + j));
             best = warp_best(best);
-            if (lane == 0 && piece < end) s.piece[(size_t)r * s.n_pieces + piece] = best;
-            if (!o.sum || piece >= end) continue;
+            if (lane == 0 && strip < end) s.strip[(size_t)r * s.n_strips + strip] = best;
+            if (!o.sum || strip >= end) continue;
             const float from = isinf(key_logit(best)) ? 0 : key_logit(best);
             double sum = 0;
             for (int j = 0; j < 4; j++) sum += v[h].in >> j & 1 ? (double)expf(z[j] - from) : 0;
             for (int half = 16; half > 0; half /= 2) sum += __shfl_xor_sync(~0u, sum, half);
-            if (lane == 0) sums[piece] = sum;
+            if (lane == 0) sums[strip] = sum;
         }
     }
     bool any;
     if (!last_of_row(false, &any)) return;
 
     u64 mine = 0;
-    for (int i = threadIdx.x; i < s.n_pieces; i += SAMPLE_THREADS) mine = max(mine, t.piece[i]);
+    for (int i = threadIdx.x; i < s.n_strips; i += SAMPLE_THREADS) mine = max(mine, t.strip[i]);
     if (threadIdx.x == 0) shared_row = t;
     const u64 top = block_best(mine);                  // a barrier for shared_row too
     if (o.k) {
@@ -4965,8 +4958,8 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) summary_kernel(Summary o, S
     if (!o.sum) return;
     const float from = isinf(key_logit(top)) ? 0 : key_logit(top);     // all -Inf, or one +Inf: the sum says so
     double sum = 0;
-    for (int i = threadIdx.x; i < s.n_pieces; i += SAMPLE_THREADS) {
-        const float best = key_logit(t.piece[i]);
+    for (int i = threadIdx.x; i < s.n_strips; i += SAMPLE_THREADS) {
+        const float best = key_logit(t.strip[i]);
         if (sums[i] != 0) sum += sums[i] * (double)expf((isinf(best) ? 0 : best) - from);
     }
     for (int half = 16; half > 0; half /= 2) sum += __shfl_xor_sync(~0u, sum, half);
@@ -4993,7 +4986,7 @@ static void launch_summary(const Summary *o, int n_rows, const char *what) {
         if (o->k) part.ids += (size_t)r * o->k, part.top += (size_t)r * o->k;
         if (o->sum) part.sum += r;
         if (o->tokens) part.tokens += r;
-        launch(summary_kernel, grid, SAMPLE_THREADS, SAMPLE_SHARED, part, spread);
+        launch(WRITES_ACTIVATIONS, summary_kernel, grid, SAMPLE_THREADS, SAMPLE_SHARED, part, spread);
         CHECK_LAUNCH("%s n_rows=%d vocab=%d", what, n, o->vocab);
     }
 }
@@ -5090,7 +5083,7 @@ static void start_device(void) {
     CHECK_CUDA(cudaFuncSetAttribute(prepare_kernel<NARROW_QUADS>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "prepare");
     CHECK_CUDA(cudaFuncSetAttribute(prepare_kernel<0>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "prepare");
     CHECK_CUDA(cudaFuncSetAttribute(product_kernel<1>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "product");
-    CHECK_CUDA(cudaFuncSetAttribute(product_kernel<CHUNK_ROWS>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "product");
+    CHECK_CUDA(cudaFuncSetAttribute(product_kernel<FEW_ROWS>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "product");
     void (*const gemv[])(Gemv) = { gemv_kernel<true>, gemv_kernel<false> };
     void (*const floats[])(GemvFloats) = { gemv_floats_kernel<T_F32>, gemv_floats_kernel<T_F16>, gemv_floats_kernel<T_BF16> };
     for (auto k : gemv) CHECK_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "gemv");
@@ -5197,7 +5190,7 @@ __global__ void copy_words_kernel(volatile uint32_t *dst, const volatile uint32_
 
 static void copy_through_ring(void *dst, const void *src, size_t bytes, cudaMemcpyKind kind) {
     if (bytes <= 4096 && ((uintptr_t)dst | (uintptr_t)src | bytes) % 4 == 0) {
-        launch(copy_words_kernel, 1, 256, 0, (volatile uint32_t *)dst, (const volatile uint32_t *)src, (int)(bytes / 4));
+        launch(WRITES_ALL_BUT_WEIGHTS, copy_words_kernel, 1, 256, 0, (volatile uint32_t *)dst, (const volatile uint32_t *)src, (int)(bytes / 4));
         CHECK_LAUNCH("copy of %zu bytes", bytes);
         return;
     }
@@ -5247,6 +5240,7 @@ static Recorded *find_step(const StepKey *key) {
 
 static bool cuda_begin(StepKey key) {
     cuda.step = NULL;
+    cuda.last = (Launched){ 0, WRITES_ALL_BUT_WEIGHTS };               // a replayed step is not seen here
     if (key.kind == STEP_PROMPT) return true;
     Recorded *step = find_step(&key);
     const bool is_new = !step->used;
@@ -5294,7 +5288,7 @@ static void cuda_wait_for(int number) {
 
 static int64_t cuda_launches(void) { return cuda.n_launches; }
 
-// read_once: the sum of n pieces of 16 bytes, so that they have to be read; it goes to out when it is one certain number.
+// read_once: the sum of n times 16 bytes, so that they have to be read; it goes to out when it is one certain number.
 //   launch    16 blocks of 256 per multiprocessor, 8 loads under way in every thread
 __global__ void read_once_kernel(const uint4 *p, size_t n, uint32_t *out) {
     take_turn();
@@ -5328,7 +5322,7 @@ static double cuda_bandwidth(void) {
     for (int i = 0; i < 11; i++) {                     // the first time does not count
         float ms = 0;
         CHECK_CUDA(cudaEventRecord(event[0], cuda.stream), "bandwidth");
-        launch(read_once_kernel, cuda.n_sm * 16, 256, 0, (const uint4 *)p, bytes / sizeof(uint4), (uint32_t *)(p + bytes));
+        launch(WRITES_NOTHING, read_once_kernel, cuda.n_sm * 16, 256, 0, (const uint4 *)p, bytes / sizeof(uint4), (uint32_t *)(p + bytes));
         CHECK_LAUNCH("bandwidth");
         CHECK_CUDA(cudaEventRecord(event[1], cuda.stream), "bandwidth");
         CHECK_CUDA(cudaEventSynchronize(event[1]), "bandwidth");
