@@ -7,7 +7,7 @@
  *   prompt    one chunk of 400 rows: KL divergence of the next token at most 1e-3 on average
  *             Quantised random models: a last bit that moves an activation across a rounding edge moves their logits far. There
  *             the bound is ten times what the CPU backend does to itself when its norms change in their seventh digit; for
- *             prompts, which multiply in f16 what the CPU rounds to int8, what that rounding costs such models (README)
+ *             prompts, which multiply in f16 what the CPU rounds to int8, what that rounding costs such models (docs/quality.md)
  *   trees     drafts that are accepted in part, then plain tokens: as if they had never been drafted
  *   choices   greedy text of the trained mini: the CPU's, or a near tie where they part; next-token KL at most 1e-3
  *   memory    what the device lost while a model was loaded: the plan, within 1 % and the driver's own granularity
