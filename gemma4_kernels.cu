@@ -4178,6 +4178,381 @@ static void allow_attend(void) {
                                             cuda.block_shared - STATIC_SHARED), "shared memory of attend");
 }
 
+// ---- prompts: caches of f16 ----
+// Steps of more than STEP_ROWS rows. A line is a row of the step times one of the query heads that share a KV head: the lines of
+// a block share its tiles of keys, and products of lines and keys are large enough for a warp to use what it loads often.
+
+// The parameters of flash. Shapes as in Attend and Cache.
+typedef struct {
+    Batch    b;
+    int      n_seqs, window;
+    int      rows, group;     // of the step in a block; heads of a KV head
+    Divisor  by_group;
+    int      n_heads, n_kv_heads;
+    int      n_k, n_rot, k_bits;       // a row of K is 2^k_bits chunks of 16 bytes
+    int      n_v;             // tiles of V that a block holds: 1, 2
+    int      slots, stage_slots;
+    Divisor  by_slots;
+    bool     staged;
+    const __half *stage_k, *stage_v, *cache_k, *cache_v;
+    const float *q;
+    float    scale;           // of scores, times log2(e)
+    Act      out;
+} FlashTask;
+
+typedef struct {              // what a row of the step sees: keys first .. end - 1, in a tree not those of others
+    int      seg, first, end, tree;
+    uint64_t ancestors;
+} FlashRow;
+
+// A warp has 64 lines and 64 dims of the output. Of the scores it has 32 lines and 32 keys: of all dims, or of half of them.
+template <int HD, int LINES> struct FlashShape {
+    static constexpr int N = TILE_SLOTS, WARPS = LINES / 64 * (HD / 64), THREADS = 32 * WARPS;
+    static constexpr int HALVES = WARPS / (LINES / 32 * (N / 32));     // into which dims are cut for the scores
+    static constexpr int WEIGHT_BYTES = LINES * N * (HALVES == 2 ? 4 : 2);             // scores of the other half lie there first
+    static constexpr size_t bytes(int n_k, int n_v) {
+        return (size_t)LINES * HD * 2 + (size_t)n_v * N * HD * 2 + (size_t)N * n_k * 2 + WEIGHT_BYTES +
+               LINES * (3 * sizeof(float) + sizeof(FlashRow));
+    }
+    static_assert(HALVES == 1 || HALVES == 2, "a warp has 32 lines and 32 keys");
+};
+
+typedef struct {              // keys in sight of a block's lines, and where they lie
+    int   seq, len, seg_first, head;   // as in Keys
+    int   low, end;
+} FlashKeys;
+
+// Rows of tiles are multiples of 128 bytes; chunk c of 16 bytes of row r lies at c ^ r % 8, so that eight rows read side by side
+// lie in different banks.
+__device__ static inline int flash_place(int row, int chunk, int dim) { return row * dim + ((chunk ^ (row & 7)) << 3); }
+
+// The TILE_SLOTS keys from j0 on, a plane of 2^bits chunks of 16 bytes a row; zeros for keys that nobody sees.
+template <int THREADS> __device__ static inline void flash_copy(const FlashTask &a, const FlashKeys &s, const __half *cache,
+                                                                const __half *stage, int bits, int j0, __half *to) {
+    const int dim = 8 << bits, chunk = threadIdx.x & ((1 << bits) - 1);
+    const __half *data = cache + (((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + rest(j0, a.by_slots)) * dim + 8 * chunk;
+    const __half *staged = stage + ((size_t)s.head * a.stage_slots + s.seg_first) * dim + 8 * chunk;
+#pragma unroll 4
+    for (int key = threadIdx.x >> bits; key < TILE_SLOTS; key += THREADS >> bits) {
+        const int j = j0 + key;
+        const bool seen = j >= s.low && j < s.end;
+        copy_or_zero(to + flash_place(key, chunk, dim),
+                     a.staged && seen && j >= s.len ? staged + (size_t)(j - s.len) * dim : data + (size_t)key * dim, seen);
+    }
+}
+
+// q of the block's lines as halves; zeros for lines that are not among rows from .. to - 1.
+template <int HD, int LINES> __device__ static inline void flash_queries(const FlashTask &a, int r0, int from, int to, int head,
+                                                                         __half *q) {
+    for (int i = threadIdx.x; i < LINES * HD / 8; i += FlashShape<HD, LINES>::THREADS) {
+        const int line = i / (HD / 8), chunk = i % (HD / 8), row = quotient(line, a.by_group), h = line - row * a.group;
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (row >= from && row < to) {
+            const float4 *x = (const float4 *)(a.q + ((size_t)(r0 + row) * a.n_heads + head + h) * HD + 8 * chunk);
+            const uint2 lo = halves_of(x[0]), hi = halves_of(x[1]);
+            v = make_uint4(lo.x, lo.y, hi.x, hi.y);
+        }
+        *(uint4 *)(q + flash_place(line, chunk, HD)) = v;
+    }
+}
+
+// s (32 lines, 32 keys) += q k for dims d0 .. d1 - 1. q: from the first of the lines on; k: rows of dim values, from the first
+// of the keys on.
+template <int HD> __device__ static inline void flash_scores(float (&s)[2][4][4], const __half *q, const __half *k, int dim, int d0,
+                                                             int d1) {
+    const int lane = threadIdx.x % 32;
+    q += lane % 16 * HD, k += (lane / 16 * 8 + lane % 8) * dim;
+#pragma unroll 4
+    for (int d = d0; d < d1; d += 16) {
+        unsigned line[2][4], key[2][4];
+        const int at_q = ((d / 8 + lane / 16) ^ (lane & 7)) << 3, at_k = ((d / 8 + lane / 8 % 2) ^ (lane & 7)) << 3;
+#pragma unroll
+        for (int m = 0; m < 2; m++) load_matrices(line[m], q + 16 * m * HD + at_q);
+#pragma unroll
+        for (int n = 0; n < 2; n++) load_matrices(key[n], k + 16 * n * dim + at_k);
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+#pragma unroll
+            for (int n = 0; n < 4; n++) multiply_half(s[m][n], line[m], key[n / 2] + n % 2 * 2);
+    }
+}
+
+// acc (64 lines, 64 dims) += weights v, after acc was scaled by shrink. weights, shrink: from the first of the lines on.
+template <int HD> __device__ static inline void flash_values(float (&acc)[4][8][4], const __half *weights, const float *shrink,
+                                                             const __half *v, int dim0) {
+    constexpr int N = TILE_SLOTS;
+    const int lane = threadIdx.x % 32;
+    float f[4][2];
+    bool shrinks = false;
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) f[m][e] = shrink[16 * m + 8 * e + lane / 4], shrinks |= f[m][e] != 1;
+    if (__any_sync(~0u, shrinks))                      // seldom: a line's largest score is found early
+#pragma unroll
+        for (int m = 0; m < 4; m++)
+#pragma unroll
+            for (int n = 0; n < 8; n++)
+                acc[m][n][0] *= f[m][0], acc[m][n][1] *= f[m][0], acc[m][n][2] *= f[m][1], acc[m][n][3] *= f[m][1];
+#pragma unroll
+    for (int k = 0; k < N; k += 16) {
+        unsigned p[4][4], x[4];
+#pragma unroll
+        for (int m = 0; m < 4; m++) load_matrices(p[m], weights + flash_place(16 * m + lane % 16, k / 8 + lane / 16, N));
+#pragma unroll
+        for (int n = 0; n < 8; n += 2) {
+            load_matrices_transposed(x, v + flash_place(k + lane % 16, dim0 / 8 + n + lane / 16, HD));
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+                multiply_half(acc[m][n], p[m], x);
+                multiply_half(acc[m][n + 1], p[m], x + 2);
+            }
+        }
+    }
+}
+
+// flash: softmax(scale * q k) v for the rows of a prompt, LINES lines of one KV head.
+//   shapes    q (n_rows, n_heads, HD), cache and stage as in gemma4.h, f16; TIED: the tile of V serves the rest of K
+//   launch    grid (ceil(n_rows / rows), n_kv_heads), block FlashShape::THREADS, dynamic shared memory FlashShape::bytes
+//   traffic   every key in sight once for LINES lines: 2 * (n_k + HD) B, 4 * n_keys * (n_k + HD) FLOP a line (TIED: 8 HD). Blocks side
+//             by side read the same keys and share them in L2
+//   numerics  q in f16, scores on tensor cores with f32 sums, HALVES of the dims added in f32. Online softmax in f32, by tiles of
+//             TILE_SLOTS keys from key 0 on; weights are rounded to f16, and so summed; O += P V with f32 sums. Lines never
+//             meet: a row's result depends on what it sees alone
+//   time      the next tile of K is on its way while this one's values are added up, the next tile of V all the while if n_v is 2
+//   see       cpu_attend
+template <int HD, int LINES, bool TIED>
+__global__ void __launch_bounds__(FlashShape<HD, LINES>::THREADS, 256 / FlashShape<HD, LINES>::THREADS)
+    flash_kernel(const __grid_constant__ FlashTask a) {
+    typedef FlashShape<HD, LINES> Shape;
+    constexpr int N = Shape::N, HALVES = Shape::HALVES, M = 2 / HALVES, THREADS = Shape::THREADS, O_ROW = HD + ROW_PAD;
+    take_turn();
+    const int n_k = TIED ? a.n_k : HD, n_v = a.n_v, warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2;
+    __half *q = (__half *)shared_bytes, *v_tiles = q + LINES * HD, *k_tile = v_tiles + n_v * N * HD;
+    __half *weights = k_tile + N * n_k;                // (LINES, N)
+    float *halves = (float *)weights;                  // (4 * LINES / 32, 2, 16, 32): scores that the warp of the other half adds
+    float *tops = (float *)((char *)weights + Shape::WEIGHT_BYTES), *shrink = tops + 2 * LINES;        // (2, LINES), (LINES)
+    FlashRow *rows = (FlashRow *)(shrink + LINES);
+    const int r0 = (gridDim.x - 1 - blockIdx.x) * a.rows, n_here = min(a.rows, a.b.n_rows - r0);       // the longest rows first
+    const int columns = warp % 2, pair = warp % (LINES / 16), half = warp / (LINES / 16), line0 = pair / 2 * 32;
+    if ((int)threadIdx.x < n_here) {
+        const Sight v = look(a.b, a.n_seqs, a.window, OWN_CAUSAL, r0 + threadIdx.x);
+        rows[threadIdx.x] = (FlashRow){ v.seg, v.first, v.end, v.kind == SEG_TREE, v.ancestors };
+    }
+    __syncthreads();
+
+    for (int from = 0, to; from < n_here; from = to) { // rows of one segment at a time: mostly there is one
+        const Sight self = look(a.b, a.n_seqs, a.window, OWN_CAUSAL, r0 + from);
+        FlashKeys keys = { self.seq, self.len, self.seg_first, (int)blockIdx.y, INT_MAX, 0 };
+        int n = 0, whole_low = 0, whole_end = INT_MAX; // all rows see all of whole_low .. whole_end - 1
+        for (int r = from + lane; r < n_here && rows[r].seg == self.seg; r += 32) {
+            const FlashRow &v = rows[r];
+            n++;
+            keys.low = min(keys.low, min(v.first, keys.len)), keys.end = max(keys.end, v.end);
+            whole_low = max(whole_low, v.first), whole_end = min(whole_end, v.tree ? min(v.end, keys.len) : v.end);
+        }
+        for (int h = 16; h > 0; h /= 2) {
+            n += __shfl_xor_sync(~0u, n, h);
+            keys.low = min(keys.low, __shfl_xor_sync(~0u, keys.low, h)), keys.end = max(keys.end, __shfl_xor_sync(~0u, keys.end, h));
+            whole_low = max(whole_low, __shfl_xor_sync(~0u, whole_low, h));
+            whole_end = min(whole_end, __shfl_xor_sync(~0u, whole_end, h));
+        }
+        to = from + n;
+        const int first = keys.low / N, n_tiles = (keys.end - 1) / N - first + 1;
+        auto copy_k = [&](int i) {
+            if (i < n_tiles) flash_copy<THREADS>(a, keys, a.cache_k, a.stage_k, a.k_bits, (first + i) * N, k_tile);
+        };
+        auto copy_v = [&](int i) {
+            if (i < n_tiles)
+                flash_copy<THREADS>(a, keys, a.cache_v, a.stage_v, HD == 512 ? 6 : 5, (first + i) * N, v_tiles + i % n_v * N * HD);
+        };
+        copy_k(0);
+        if (TIED || n_v == 2) copy_v(0);
+        copy_commit();
+        flash_queries<HD, LINES>(a, r0, from, to, blockIdx.y * a.group, q);
+
+        float acc[4][8][4] = { }, top[M][2], sum[M][2];
+#pragma unroll
+        for (int m = 0; m < M; m++) top[m][0] = top[m][1] = -INFINITY, sum[m][0] = sum[m][1] = 0;
+        auto line_of = [&](int m, int e) { return line0 + 16 * (HALVES == 2 ? half : m) + 8 * e + t; };
+#pragma unroll 1
+        for (int i = 0; i < n_tiles; i++) {
+            const __half *v_tile = v_tiles + i % n_v * N * HD;
+            copied<0>();
+            __syncthreads();                           // K is there, V too if it was to be; all are done with tile i - 1
+            if (n_v == 2) copy_v(i + 1);
+            else if (!TIED) copy_v(i);
+            copy_commit();
+
+            float s[2][4][4] = { };
+            const int d0 = half * (HD / HALVES), d1 = d0 + HD / HALVES;
+            flash_scores<HD>(s, q + line0 * HD, k_tile + columns * 32 * n_k, n_k, d0, min(d1, n_k));
+            if (TIED) flash_scores<HD>(s, q + line0 * HD, v_tile + columns * 32 * HD, HD, max(d0, n_k), d1);
+            if (HALVES == 2) {                         // a warp of a pair goes on with 16 lines of their 32
+                float *mine = halves + (pair * 2 + half) * 512, *other = halves + (pair * 2 + 1 - half) * 512;
+#pragma unroll
+                for (int n = 0; n < 4; n++)
+                    *(float4 *)(other + 128 * n + 4 * lane) = half ? make_float4(s[0][n][0], s[0][n][1], s[0][n][2], s[0][n][3])
+                                                                   : make_float4(s[1][n][0], s[1][n][1], s[1][n][2], s[1][n][3]);
+                __syncthreads();                       // all scores are there, so K has been read
+                copy_k(i + 1);
+                copy_commit();
+#pragma unroll
+                for (int n = 0; n < 4; n++) {
+                    const float4 x = *(const float4 *)(mine + 128 * n + 4 * lane);
+                    const float more[4] = { x.x, x.y, x.z, x.w };
+#pragma unroll
+                    for (int e = 0; e < 4; e++) s[0][n][e] = (half ? s[1][n][e] : s[0][n][e]) + more[e];
+                }
+            }
+
+            const int j0 = (first + i) * N;
+            if (j0 < whole_low || j0 + N > whole_end) {
+#pragma unroll 1
+                for (int e = 0; e < 2 * M; e++) {
+                    const int row = quotient(line_of(e / 2, e % 2), a.by_group);
+                    const FlashRow v = rows[min(row, n_here - 1)];
+#pragma unroll
+                    for (int n = 0; n < 8; n++) {
+                        const int j = j0 + columns * 32 + n / 2 * 8 + k2 + n % 2;
+                        const bool seen = j < v.end && (v.tree && j >= keys.len ? v.ancestors >> (j - keys.len) & 1 : j >= v.first);
+                        if (seen) continue;
+#pragma unroll
+                        for (int m = 0; m < M; m++)    // no index that is not known
+#pragma unroll
+                            for (int u = 0; u < 2; u++)
+                                if (e == 2 * m + u) s[m][n / 2][2 * u + n % 2] = -INFINITY;
+                    }
+                }
+            }
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float most = -INFINITY;
+#pragma unroll
+                    for (int n = 0; n < 4; n++) most = fmaxf(most, fmaxf(s[m][n][2 * e], s[m][n][2 * e + 1]));
+                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+                    if (k2 == 0) tops[columns * LINES + line_of(m, e)] = most;
+                }
+            __syncthreads();                           // the largest of both warps of a line are there
+            if (HALVES == 1) {
+                copy_k(i + 1);
+                copy_commit();
+            }
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int line = line_of(m, e);
+                    const float now = fmaxf(top[m][e], fmaxf(tops[line], tops[LINES + line]));
+                    const float base = now == -INFINITY ? 0 : now * a.scale, f = exp2f(top[m][e] * a.scale - base);
+                    float more = 0;
+#pragma unroll
+                    for (int n = 0; n < 4; n++) {
+                        const __half2 p = __floats2half2_rn(exp2f(__fmaf_rn(s[m][n][2 * e], a.scale, -base)),
+                                                            exp2f(__fmaf_rn(s[m][n][2 * e + 1], a.scale, -base)));
+                        more += __low2float(p) + __high2float(p);
+                        *(__half2 *)(weights + flash_place(line, columns * 4 + n, N) + k2) = p;
+                    }
+                    sum[m][e] = __fmaf_rn(sum[m][e], f, more), top[m][e] = now;
+                    if (columns == 0 && k2 == 0) shrink[line] = f;
+                }
+            if (n_v == 1 && !TIED) copied<1>();        // V, not yet the next K
+            __syncthreads();                           // weights are there
+            flash_values<HD>(acc, weights + warp / (HD / 64) * 64 * N, shrink + warp / (HD / 64) * 64, v_tile, warp % (HD / 64) * 64);
+            if (TIED && n_v == 1) {
+                __syncthreads();                       // V has been read
+                copy_v(i + 1);
+                copy_commit();
+            }
+        }
+
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                sum[m][e] += __shfl_xor_sync(~0u, sum[m][e], 1);
+                sum[m][e] += __shfl_xor_sync(~0u, sum[m][e], 2);
+                if (k2 == 0) tops[columns * LINES + line_of(m, e)] = sum[m][e];
+            }
+        __syncthreads();                               // sums are there, and tiles have been read
+        float *o = (float *)shared_bytes;              // (LINES, O_ROW) over q and tiles
+#pragma unroll
+        for (int m = 0; m < 4; m++)
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                float *at = o + (warp / (HD / 64) * 64 + 16 * m + t) * O_ROW + warp % (HD / 64) * 64 + 8 * n + k2;
+                *(float2 *)at = make_float2(acc[m][n][0], acc[m][n][1]);
+                *(float2 *)(at + 8 * O_ROW) = make_float2(acc[m][n][2], acc[m][n][3]);
+            }
+        __syncthreads();
+#pragma unroll 1
+        for (int job = warp; job < LINES * (HD / 128); job += THREADS / 32) {
+            const int line = job / (HD / 128), i = job % (HD / 128) * 128 + 4 * lane, row = quotient(line, a.by_group);
+            if (row < from || row >= to) continue;
+            const float all = tops[line] + tops[LINES + line], scale = all == 0 ? 0 : __frcp_rn(all);
+            const float4 y = *(const float4 *)(o + line * O_ROW + (TIED ? tied_place(i, HD, a.n_rot) : i));
+            put_four(a.out, ((size_t)(r0 + row) * a.n_heads + blockIdx.y * a.group + line - row * a.group) * HD + i,
+                     make_float4(y.x * scale, y.y * scale, y.z * scale, y.w * scale));
+        }
+        __syncthreads();                               // the next segment may have shared memory
+    }
+}
+
+typedef struct {              // how flash carries an attend out; kernel NULL: it does not
+    void (*kernel)(FlashTask);
+    int    lines, threads, n_v;
+    size_t bytes;             // of shared memory
+} Flash;
+
+template <int HD, int LINES, bool TIED> static Flash flash_shape(int n_k) {
+    typedef FlashShape<HD, LINES> Shape;
+    int n_v = 2;
+    while (n_v && Shape::bytes(n_k, n_v) > (size_t)cuda.block_shared) n_v--;
+    return (Flash){ n_v ? flash_kernel<HD, LINES, TIED> : NULL, LINES, Shape::THREADS, n_v, Shape::bytes(n_k, n_v) };
+}
+
+// Prompts of f16 caches with the heads of Gemma 4, where segments have rows enough for tiles.
+static Flash flash_of(const Attend *o) {
+    const Cache *c = o->cache;
+    const int n_rows = o->batch->n_rows, group = o->n_heads / c->n_kv_heads;
+    Flash f = { };
+    if (n_rows <= STEP_ROWS || n_rows < 8 * o->batch->n_segs || o->own != OWN_CAUSAL || o->blocks) return f;
+    if (c->k.type != KV_F16 || c->v.type != KV_F16 || c->n_rot % 4) return f;
+    if (c->n_rot ? c->k.dim != 64 && c->k.dim != 128 && c->k.dim != 256 : c->k.dim != c->head_dim) return f;
+    if (c->head_dim == 256 && !c->n_rot) f = flash_shape<256, 128, false>(256);
+    if (c->head_dim == 512 && !c->n_rot) f = flash_shape<512, 64, false>(512);
+    if (c->head_dim == 512 && c->n_rot) f = flash_shape<512, 64, true>(c->k.dim);
+    if (group > f.lines) f.kernel = NULL;
+    return f;
+}
+
+static void attend_flash(const Attend *o, const Flash *f) {
+    const Cache *c = o->cache, *stage = o->stage ? o->stage : c;
+    const int n_rows = o->batch->n_rows;
+    FlashTask task = { };
+    task.b = *o->batch, task.n_seqs = c->n_seqs, task.window = o->window;
+    task.group = o->n_heads / c->n_kv_heads, task.rows = f->lines / task.group, task.by_group = divisor(task.group);
+    task.n_heads = o->n_heads, task.n_kv_heads = c->n_kv_heads;
+    task.n_k = c->k.dim, task.n_rot = c->n_rot, task.n_v = f->n_v;
+    while (8 << task.k_bits < c->k.dim) task.k_bits++;
+    task.slots = c->slots, task.by_slots = divisor(c->slots), task.staged = o->stage != NULL, task.stage_slots = stage->slots;
+    task.stage_k = (const __half *)stage->k.data, task.stage_v = (const __half *)stage->v.data;
+    task.cache_k = (const __half *)c->k.data, task.cache_v = (const __half *)c->v.data;
+    task.q = o->q, task.scale = o->scale * 1.44269504f, task.out = o->out;
+    launch(f->kernel, dim3(div_up(n_rows, task.rows), c->n_kv_heads), f->threads, f->bytes, task);
+    CHECK_LAUNCH("attend n_rows=%d n_heads=%d head_dim=%d", n_rows, o->n_heads, c->head_dim);
+}
+
+// Once at start.
+static void allow_flash(void) {
+    void (*const kernels[])(FlashTask) = { flash_kernel<256, 128, false>, flash_kernel<512, 64, false>, flash_kernel<512, 64, true> };
+    for (auto k : kernels)
+        CHECK_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, cuda.block_shared), "shared memory of attend");
+}
+
 // ---- caches of other types ----
 
 // attend, plain: softmax(scale * q k) v over the keys of one part, a row and up to HEADS query heads that share a KV head.
@@ -4320,6 +4695,11 @@ static void cuda_attend(const Attend *o) {
     const bool turns = store && store->rope.n_pairs && store->rope.n_pairs % 4 == 0;
     const bool makes = nc && turns && !dumps && !o->stage && o->own != OWN_NONE && n_rows <= min_int(FUSED_ROWS, step);
     if (store && !makes) cuda_qkv_store(store);
+    const Flash flash = flash_of(o);
+    if (flash.kernel) {
+        attend_flash(o, &flash);
+        return;
+    }
     for (int r = 0; r < n_rows; r += step) {
         const int n = min_int(step, n_rows - r);
         const Attend piece = attend_piece(o, r);
@@ -5090,6 +5470,7 @@ static void start_device(void) {
     for (auto k : floats) CHECK_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "gemv");
     allow_tiles();
     allow_attend();
+    allow_flash();
     int major = 0;
     CHECK_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), "device");
     cuda.starts_early = major >= 9;
