@@ -4179,8 +4179,8 @@ static void allow_attend(void) {
 }
 
 // ---- prompts: caches of f16 ----
-// Steps of more than STEP_ROWS rows. A line is a row of the step times one of the query heads that share a KV head: the lines of
-// a block share its tiles of keys, and products of lines and keys are large enough for a warp to use what it loads often.
+// Steps of more than STEP_ROWS rows. A line is a row of the step times one of the query heads that share a KV head. The
+// lines of a block share its tiles of keys, and they are so many that a warp uses what it loads often.
 
 // The parameters of flash. Shapes as in Attend and Cache.
 typedef struct {
@@ -4205,29 +4205,58 @@ typedef struct {              // what a row of the step sees: keys first .. end 
     uint64_t ancestors;
 } FlashRow;
 
-// A warp has 64 lines and 64 dims of the output. Of the scores it has 32 lines and 32 keys: of all dims, or of half of them.
-template <int HD, int LINES> struct FlashShape {
-    static constexpr int N = TILE_SLOTS, WARPS = LINES / 64 * (HD / 64), THREADS = 32 * WARPS;
-    static constexpr int HALVES = WARPS / (LINES / 32 * (N / 32));     // into which dims are cut for the scores
-    static constexpr int WEIGHT_BYTES = LINES * N * (HALVES == 2 ? 4 : 2);             // scores of the other half lie there first
-    static constexpr size_t bytes(int n_k, int n_v) {
+typedef struct {              // rows of a block that belong to one segment
+    int      seq, len, seg_first;      // as in Sight
+    int      head, from, to;           // KV head; rows of the block
+    int      low, end;        // keys in sight of any of them
+    int      whole_low, whole_end;     // keys in sight of all of them
+} FlashRun;
+
+// How the 32 threads of a warp share the work. Of the output it has 64 lines and 64 dims, of the scores 32 lines and 32 keys: of
+// all dims, or of half of them. In that case it adds what the warp of the other half has for 16 of the lines, and goes on
+// with those. Of the scores that it goes on with, a thread has two lines for each of M.
+template <int HD, int LINES> struct Flash {
+    static constexpr int N = TILE_SLOTS, PAIRS = LINES / 16, WARPS = LINES / 64 * (HD / 64), THREADS = 32 * WARPS;
+    static constexpr int HALVES = WARPS / PAIRS, M = 2 / HALVES;
+    static constexpr int WEIGHT_BYTES = LINES * N * (HALVES == 2 ? 4 : 2);     // scores for the other warp lie there first
+    static_assert(N == 64 && (HALVES == 1 || HALVES == 2), "a warp has 32 lines and 32 keys");
+
+    int columns, pair, half, line0;    // which 32 keys, which of PAIRS and HALVES, first of 32 lines
+    int out_line0, out_dim0;
+
+    __device__ Flash() {
+        const int warp = threadIdx.x / 32;
+        columns = warp % 2, pair = warp % PAIRS, half = warp / PAIRS, line0 = pair / 2 * 32;
+        out_line0 = warp / (HD / 64) * 64, out_dim0 = warp % (HD / 64) * 64;
+    }
+    __device__ int line(int m, int e) const { return line0 + 16 * (HALVES == 2 ? half : m) + 8 * e + threadIdx.x % 32 / 4; }
+    static size_t bytes(int n_k, int n_v) {
         return (size_t)LINES * HD * 2 + (size_t)n_v * N * HD * 2 + (size_t)N * n_k * 2 + WEIGHT_BYTES +
                LINES * (3 * sizeof(float) + sizeof(FlashRow));
     }
-    static_assert(HALVES == 1 || HALVES == 2, "a warp has 32 lines and 32 keys");
 };
 
-typedef struct {              // keys in sight of a block's lines, and where they lie
-    int   seq, len, seg_first, head;   // as in Keys
-    int   low, end;
-} FlashKeys;
-
-// Rows of tiles are multiples of 128 bytes; chunk c of 16 bytes of row r lies at c ^ r % 8, so that eight rows read side by side
-// lie in different banks.
+// Rows of tiles are multiples of 128 bytes. Chunk c of 16 bytes of row r lies at c ^ r % 8, so that eight rows read side by
+// side lie in different banks.
 __device__ static inline int flash_place(int row, int chunk, int dim) { return row * dim + ((chunk ^ (row & 7)) << 3); }
 
+// The rows of the block that follow `from` in its segment.
+__device__ static inline FlashRun flash_run(const FlashTask &a, const FlashRow *rows, int r0, int n_here, int from) {
+    const Sight self = look(a.b, a.n_seqs, a.window, OWN_CAUSAL, r0 + from);
+    int n = 0, low = INT_MAX, end = 0, whole_low = 0, whole_end = INT_MAX;
+    for (int r = from + threadIdx.x % 32; r < n_here && rows[r].seg == self.seg; r += 32) {
+        const FlashRow &v = rows[r];
+        n++;
+        low = min(low, min(v.first, self.len)), end = max(end, v.end);
+        whole_low = max(whole_low, v.first), whole_end = min(whole_end, v.tree ? min(v.end, self.len) : v.end);
+    }
+    n = __reduce_add_sync(~0u, n);
+    return (FlashRun){ self.seq, self.len, self.seg_first, (int)blockIdx.y, from, from + n, __reduce_min_sync(~0u, low),
+                       __reduce_max_sync(~0u, end), __reduce_max_sync(~0u, whole_low), __reduce_min_sync(~0u, whole_end) };
+}
+
 // The TILE_SLOTS keys from j0 on, a plane of 2^bits chunks of 16 bytes a row; zeros for keys that nobody sees.
-template <int THREADS> __device__ static inline void flash_copy(const FlashTask &a, const FlashKeys &s, const __half *cache,
+template <int THREADS> __device__ static inline void flash_copy(const FlashTask &a, const FlashRun &s, const __half *cache,
                                                                 const __half *stage, int bits, int j0, __half *to) {
     const int dim = 8 << bits, chunk = threadIdx.x & ((1 << bits) - 1);
     const __half *data = cache + (((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + rest(j0, a.by_slots)) * dim + 8 * chunk;
@@ -4241,14 +4270,13 @@ template <int THREADS> __device__ static inline void flash_copy(const FlashTask 
     }
 }
 
-// q of the block's lines as halves; zeros for lines that are not among rows from .. to - 1.
-template <int HD, int LINES> __device__ static inline void flash_queries(const FlashTask &a, int r0, int from, int to, int head,
-                                                                         __half *q) {
-    for (int i = threadIdx.x; i < LINES * HD / 8; i += FlashShape<HD, LINES>::THREADS) {
+// q of the block's lines as halves; zeros for lines that are not of the run.
+template <int HD, int LINES> __device__ static inline void flash_queries(const FlashTask &a, const FlashRun &s, int r0, __half *q) {
+    for (int i = threadIdx.x; i < LINES * HD / 8; i += Flash<HD, LINES>::THREADS) {
         const int line = i / (HD / 8), chunk = i % (HD / 8), row = quotient(line, a.by_group), h = line - row * a.group;
         uint4 v = make_uint4(0, 0, 0, 0);
-        if (row >= from && row < to) {
-            const float4 *x = (const float4 *)(a.q + ((size_t)(r0 + row) * a.n_heads + head + h) * HD + 8 * chunk);
+        if (row >= s.from && row < s.to) {
+            const float4 *x = (const float4 *)(a.q + ((size_t)(r0 + row) * a.n_heads + s.head * a.group + h) * HD + 8 * chunk);
             const uint2 lo = halves_of(x[0]), hi = halves_of(x[1]);
             v = make_uint4(lo.x, lo.y, hi.x, hi.y);
         }
@@ -4256,8 +4284,8 @@ template <int HD, int LINES> __device__ static inline void flash_queries(const F
     }
 }
 
-// s (32 lines, 32 keys) += q k for dims d0 .. d1 - 1. q: from the first of the lines on; k: rows of dim values, from the first
-// of the keys on.
+// s (32 lines, 32 keys) += q k for dims d0 .. d1 - 1. q: from the first of the lines on; k: rows of dim values, from the
+// first of the keys on.
 template <int HD> __device__ static inline void flash_scores(float (&s)[2][4][4], const __half *q, const __half *k, int dim, int d0,
                                                              int d1) {
     const int lane = threadIdx.x % 32;
@@ -4277,28 +4305,107 @@ template <int HD> __device__ static inline void flash_scores(float (&s)[2][4][4]
     }
 }
 
+// Scores of the 16 lines that the warp of the other half goes on with, and after a barrier of the block those of its own:
+// s[0] becomes their sum.   halves (PAIRS, 2, 512)
+__device__ static inline void flash_hand_over(const float (&s)[2][4][4], float *halves, int pair, int half) {
+    float *other = halves + (pair * 2 + 1 - half) * 512 + 4 * (threadIdx.x % 32);
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+        *(float4 *)(other + 128 * n) = half ? make_float4(s[0][n][0], s[0][n][1], s[0][n][2], s[0][n][3])
+                                            : make_float4(s[1][n][0], s[1][n][1], s[1][n][2], s[1][n][3]);
+}
+__device__ static inline void flash_take_over(float (&s)[2][4][4], const float *halves, int pair, int half) {
+    const float *mine = halves + (pair * 2 + half) * 512 + 4 * (threadIdx.x % 32);
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        const float4 x = *(const float4 *)(mine + 128 * n);
+        const float more[4] = { x.x, x.y, x.z, x.w };
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[0][n][e] = (half ? s[1][n][e] : s[0][n][e]) + more[e];
+    }
+}
+
+// Scores of keys that a line does not see become -Inf. j0: the first key of the tile.
+template <int HD, int LINES> __device__ static inline void flash_mask(const FlashTask &a, const Flash<HD, LINES> &f, const FlashRun &s,
+                                                                      const FlashRow *rows, int n_here, int j0,
+                                                                      float (&score)[2][4][4]) {
+#pragma unroll
+    for (int m = 0; m < Flash<HD, LINES>::M; m++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const FlashRow v = rows[min(quotient(f.line(m, e), a.by_group), n_here - 1)];
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                const int j = j0 + f.columns * 32 + n / 2 * 8 + threadIdx.x % 4 * 2 + n % 2;
+                const bool seen = v.tree && j >= s.len ? v.ancestors >> (j - s.len) & 1 : j >= v.first;
+                if (!seen || j >= v.end) score[m][n / 2][2 * e + n % 2] = -INFINITY;
+            }
+        }
+}
+
+// The largest score of each line among the warp's keys.   tops (2, LINES)
+template <int HD, int LINES> __device__ static inline void flash_tops(const Flash<HD, LINES> &f, const float (&s)[2][4][4], float *tops) {
+#pragma unroll
+    for (int m = 0; m < Flash<HD, LINES>::M; m++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            float most = -INFINITY;
+#pragma unroll
+            for (int n = 0; n < 4; n++) most = fmaxf(most, fmaxf(s[m][n][2 * e], s[m][n][2 * e + 1]));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+            if (threadIdx.x % 4 == 0) tops[f.columns * LINES + f.line(m, e)] = most;
+        }
+}
+
+// Softmax of a tile: weights (LINES, N) of the keys, and what the sums before this tile shrink by. top, sum: of the thread's
+// lines; sum is that of its own keys.
+template <int HD, int LINES> __device__ static inline void flash_weigh(const Flash<HD, LINES> &f, const float (&s)[2][4][4], float scale,
+                                                                       const float *tops, float (&top)[2][2], float (&sum)[2][2],
+                                                                       __half *weights, float *shrink) {
+    const int k2 = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < Flash<HD, LINES>::M; m++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int line = f.line(m, e);
+            const float now = fmaxf(top[m][e], fmaxf(tops[line], tops[LINES + line]));
+            const float base = now == -INFINITY ? 0 : now * scale, less = exp2f(__fmaf_rn(top[m][e], scale, -base));
+            float more = 0;
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const __half2 p = __floats2half2_rn(exp2f(__fmaf_rn(s[m][n][2 * e], scale, -base)),
+                                                    exp2f(__fmaf_rn(s[m][n][2 * e + 1], scale, -base)));
+                more += __low2float(p) + __high2float(p);
+                *(__half2 *)(weights + flash_place(line, f.columns * 4 + n, TILE_SLOTS) + k2) = p;
+            }
+            sum[m][e] = __fmaf_rn(sum[m][e], less, more), top[m][e] = now;
+            if (f.columns == 0 && k2 == 0) shrink[line] = less;
+        }
+}
+
 // acc (64 lines, 64 dims) += weights v, after acc was scaled by shrink. weights, shrink: from the first of the lines on.
 template <int HD> __device__ static inline void flash_values(float (&acc)[4][8][4], const __half *weights, const float *shrink,
                                                              const __half *v, int dim0) {
-    constexpr int N = TILE_SLOTS;
     const int lane = threadIdx.x % 32;
-    float f[4][2];
+    float less[4][2];
     bool shrinks = false;
 #pragma unroll
     for (int m = 0; m < 4; m++)
 #pragma unroll
-        for (int e = 0; e < 2; e++) f[m][e] = shrink[16 * m + 8 * e + lane / 4], shrinks |= f[m][e] != 1;
+        for (int e = 0; e < 2; e++) less[m][e] = shrink[16 * m + 8 * e + lane / 4], shrinks |= less[m][e] != 1;
     if (__any_sync(~0u, shrinks))                      // seldom: a line's largest score is found early
 #pragma unroll
         for (int m = 0; m < 4; m++)
 #pragma unroll
             for (int n = 0; n < 8; n++)
-                acc[m][n][0] *= f[m][0], acc[m][n][1] *= f[m][0], acc[m][n][2] *= f[m][1], acc[m][n][3] *= f[m][1];
 #pragma unroll
-    for (int k = 0; k < N; k += 16) {
+                for (int e = 0; e < 4; e++) acc[m][n][e] *= less[m][e / 2];
+#pragma unroll
+    for (int k = 0; k < TILE_SLOTS; k += 16) {
         unsigned p[4][4], x[4];
 #pragma unroll
-        for (int m = 0; m < 4; m++) load_matrices(p[m], weights + flash_place(16 * m + lane % 16, k / 8 + lane / 16, N));
+        for (int m = 0; m < 4; m++) load_matrices(p[m], weights + flash_place(16 * m + lane % 16, k / 8 + lane / 16, TILE_SLOTS));
 #pragma unroll
         for (int n = 0; n < 8; n += 2) {
             load_matrices_transposed(x, v + flash_place(k + lane % 16, dim0 / 8 + n + lane / 16, HD));
@@ -4311,193 +4418,123 @@ template <int HD> __device__ static inline void flash_values(float (&acc)[4][8][
     }
 }
 
+// The lines of a run, to where attention writes: acc divided by the sums.   o (LINES, HD + ROW_PAD), over q and the tiles;
+// sums (2, LINES)
+template <int HD, int LINES> __device__ static inline void flash_put(const FlashTask &a, const Flash<HD, LINES> &f, const FlashRun &s,
+                                                                     int r0, const float (&acc)[4][8][4], float (&sum)[2][2],
+                                                                     float *sums, float *o) {
+    constexpr int ROW = HD + ROW_PAD;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < Flash<HD, LINES>::M; m++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            sum[m][e] += __shfl_xor_sync(~0u, sum[m][e], 1);
+            sum[m][e] += __shfl_xor_sync(~0u, sum[m][e], 2);
+            if (lane % 4 == 0) sums[f.columns * LINES + f.line(m, e)] = sum[m][e];
+        }
+    __syncthreads();                                   // tiles have been read
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+            float *at = o + (f.out_line0 + 16 * m + lane / 4) * ROW + f.out_dim0 + 8 * n + lane % 4 * 2;
+            *(float2 *)at = make_float2(acc[m][n][0], acc[m][n][1]);
+            *(float2 *)(at + 8 * ROW) = make_float2(acc[m][n][2], acc[m][n][3]);
+        }
+    __syncthreads();                                   // values and sums are there
+#pragma unroll 1
+    for (int job = threadIdx.x / 32; job < LINES * (HD / 128); job += Flash<HD, LINES>::WARPS) {
+        const int line = job / (HD / 128), i = job % (HD / 128) * 128 + 4 * lane, row = quotient(line, a.by_group);
+        if (row < s.from || row >= s.to) continue;
+        const float all = sums[line] + sums[LINES + line], scale = all == 0 ? 0 : __frcp_rn(all);
+        const float4 y = *(const float4 *)(o + line * ROW + (a.n_rot ? tied_place(i, HD, a.n_rot) : i));
+        put_four(a.out, ((size_t)(r0 + row) * a.n_heads + s.head * a.group + line - row * a.group) * HD + i,
+                 make_float4(y.x * scale, y.y * scale, y.z * scale, y.w * scale));
+    }
+    __syncthreads();                                   // the next run may have shared memory
+}
+
 // flash: softmax(scale * q k) v for the rows of a prompt, LINES lines of one KV head.
 //   shapes    q (n_rows, n_heads, HD), cache and stage as in gemma4.h, f16; TIED: the tile of V serves the rest of K
-//   launch    grid (ceil(n_rows / rows), n_kv_heads), block FlashShape::THREADS, dynamic shared memory FlashShape::bytes
-//   traffic   every key in sight once for LINES lines: 2 * (n_k + HD) B, 4 * n_keys * (n_k + HD) FLOP a line (TIED: 8 HD). Blocks side
-//             by side read the same keys and share them in L2
-//   numerics  q in f16, scores on tensor cores with f32 sums, HALVES of the dims added in f32. Online softmax in f32, by tiles of
-//             TILE_SLOTS keys from key 0 on; weights are rounded to f16, and so summed; O += P V with f32 sums. Lines never
+//   launch    grid (ceil(n_rows / rows), n_kv_heads), block Flash::THREADS, dynamic shared memory Flash::bytes
+//   traffic   every key in sight once for LINES lines, 2 * (n_k + HD) B, for 4 * HD FLOP a line. Blocks side by side walk over the
+//             same keys and share them in L2
+//   numerics  q in f16, scores on tensor cores with f32 sums, those of HALVES of the dims added. Online softmax in f32, by tiles
+//             of TILE_SLOTS keys, aligned to key 0; weights are rounded to f16, and so summed; O += P V with f32 sums. Lines never
 //             meet: a row's result depends on what it sees alone
-//   time      the next tile of K is on its way while this one's values are added up, the next tile of V all the while if n_v is 2
+//   time      the next tile of K is on its way while this one's values are added up; that of V all the while if n_v is 2
 //   see       cpu_attend
 template <int HD, int LINES, bool TIED>
-__global__ void __launch_bounds__(FlashShape<HD, LINES>::THREADS, 256 / FlashShape<HD, LINES>::THREADS)
+__global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LINES>::THREADS)
     flash_kernel(const __grid_constant__ FlashTask a) {
-    typedef FlashShape<HD, LINES> Shape;
-    constexpr int N = Shape::N, HALVES = Shape::HALVES, M = 2 / HALVES, THREADS = Shape::THREADS, O_ROW = HD + ROW_PAD;
+    typedef Flash<HD, LINES> Shape;
+    constexpr int N = Shape::N, HALVES = Shape::HALVES, THREADS = Shape::THREADS;
     take_turn();
-    const int n_k = TIED ? a.n_k : HD, n_v = a.n_v, warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2;
-    __half *q = (__half *)shared_bytes, *v_tiles = q + LINES * HD, *k_tile = v_tiles + n_v * N * HD;
-    __half *weights = k_tile + N * n_k;                // (LINES, N)
-    float *halves = (float *)weights;                  // (4 * LINES / 32, 2, 16, 32): scores that the warp of the other half adds
-    float *tops = (float *)((char *)weights + Shape::WEIGHT_BYTES), *shrink = tops + 2 * LINES;        // (2, LINES), (LINES)
-    FlashRow *rows = (FlashRow *)(shrink + LINES);
+    const Shape f;
+    const int n_k = TIED ? a.n_k : HD, n_v = a.n_v;
+    __half *q = (__half *)shared_bytes, *v_tiles = q + LINES * HD;     // (LINES, HD); (n_v, N, HD)
+    __half *k_tile = v_tiles + n_v * N * HD, *weights = k_tile + N * n_k;              // (N, n_k); (LINES, N)
+    float *tops = (float *)((char *)weights + Shape::WEIGHT_BYTES), *shrink = tops + 2 * LINES;        // (2, LINES); (LINES)
+    FlashRow *rows = (FlashRow *)(shrink + LINES);     // of the block
     const int r0 = (gridDim.x - 1 - blockIdx.x) * a.rows, n_here = min(a.rows, a.b.n_rows - r0);       // the longest rows first
-    const int columns = warp % 2, pair = warp % (LINES / 16), half = warp / (LINES / 16), line0 = pair / 2 * 32;
     if ((int)threadIdx.x < n_here) {
         const Sight v = look(a.b, a.n_seqs, a.window, OWN_CAUSAL, r0 + threadIdx.x);
         rows[threadIdx.x] = (FlashRow){ v.seg, v.first, v.end, v.kind == SEG_TREE, v.ancestors };
     }
     __syncthreads();
 
-    for (int from = 0, to; from < n_here; from = to) { // rows of one segment at a time: mostly there is one
-        const Sight self = look(a.b, a.n_seqs, a.window, OWN_CAUSAL, r0 + from);
-        FlashKeys keys = { self.seq, self.len, self.seg_first, (int)blockIdx.y, INT_MAX, 0 };
-        int n = 0, whole_low = 0, whole_end = INT_MAX; // all rows see all of whole_low .. whole_end - 1
-        for (int r = from + lane; r < n_here && rows[r].seg == self.seg; r += 32) {
-            const FlashRow &v = rows[r];
-            n++;
-            keys.low = min(keys.low, min(v.first, keys.len)), keys.end = max(keys.end, v.end);
-            whole_low = max(whole_low, v.first), whole_end = min(whole_end, v.tree ? min(v.end, keys.len) : v.end);
-        }
-        for (int h = 16; h > 0; h /= 2) {
-            n += __shfl_xor_sync(~0u, n, h);
-            keys.low = min(keys.low, __shfl_xor_sync(~0u, keys.low, h)), keys.end = max(keys.end, __shfl_xor_sync(~0u, keys.end, h));
-            whole_low = max(whole_low, __shfl_xor_sync(~0u, whole_low, h));
-            whole_end = min(whole_end, __shfl_xor_sync(~0u, whole_end, h));
-        }
-        to = from + n;
-        const int first = keys.low / N, n_tiles = (keys.end - 1) / N - first + 1;
+    for (int from = 0; from < n_here;) {               // rows of one segment at a time: mostly there is one
+        const FlashRun run = flash_run(a, rows, r0, n_here, from);
+        const int first = run.low / N, n_tiles = (run.end - 1) / N - first + 1;
         auto copy_k = [&](int i) {
-            if (i < n_tiles) flash_copy<THREADS>(a, keys, a.cache_k, a.stage_k, a.k_bits, (first + i) * N, k_tile);
+            if (i < n_tiles) flash_copy<THREADS>(a, run, a.cache_k, a.stage_k, a.k_bits, (first + i) * N, k_tile);
+            copy_commit();
         };
         auto copy_v = [&](int i) {
-            if (i < n_tiles)
-                flash_copy<THREADS>(a, keys, a.cache_v, a.stage_v, HD == 512 ? 6 : 5, (first + i) * N, v_tiles + i % n_v * N * HD);
+            constexpr int BITS = HD == 512 ? 6 : 5;
+            if (i < n_tiles) flash_copy<THREADS>(a, run, a.cache_v, a.stage_v, BITS, (first + i) * N, v_tiles + i % n_v * N * HD);
+            copy_commit();
         };
         copy_k(0);
         if (TIED || n_v == 2) copy_v(0);
-        copy_commit();
-        flash_queries<HD, LINES>(a, r0, from, to, blockIdx.y * a.group, q);
+        flash_queries<HD, LINES>(a, run, r0, q);
 
-        float acc[4][8][4] = { }, top[M][2], sum[M][2];
-#pragma unroll
-        for (int m = 0; m < M; m++) top[m][0] = top[m][1] = -INFINITY, sum[m][0] = sum[m][1] = 0;
-        auto line_of = [&](int m, int e) { return line0 + 16 * (HALVES == 2 ? half : m) + 8 * e + t; };
+        float acc[4][8][4] = { }, sum[2][2] = { }, top[2][2] = { { -INFINITY, -INFINITY }, { -INFINITY, -INFINITY } };
 #pragma unroll 1
         for (int i = 0; i < n_tiles; i++) {
             const __half *v_tile = v_tiles + i % n_v * N * HD;
             copied<0>();
-            __syncthreads();                           // K is there, V too if it was to be; all are done with tile i - 1
+            __syncthreads();                           // K is there, V too if TIED or n_v is 2; all are done with tile i - 1
             if (n_v == 2) copy_v(i + 1);
             else if (!TIED) copy_v(i);
-            copy_commit();
 
             float s[2][4][4] = { };
-            const int d0 = half * (HD / HALVES), d1 = d0 + HD / HALVES;
-            flash_scores<HD>(s, q + line0 * HD, k_tile + columns * 32 * n_k, n_k, d0, min(d1, n_k));
-            if (TIED) flash_scores<HD>(s, q + line0 * HD, v_tile + columns * 32 * HD, HD, max(d0, n_k), d1);
-            if (HALVES == 2) {                         // a warp of a pair goes on with 16 lines of their 32
-                float *mine = halves + (pair * 2 + half) * 512, *other = halves + (pair * 2 + 1 - half) * 512;
-#pragma unroll
-                for (int n = 0; n < 4; n++)
-                    *(float4 *)(other + 128 * n + 4 * lane) = half ? make_float4(s[0][n][0], s[0][n][1], s[0][n][2], s[0][n][3])
-                                                                   : make_float4(s[1][n][0], s[1][n][1], s[1][n][2], s[1][n][3]);
-                __syncthreads();                       // all scores are there, so K has been read
+            const int d0 = f.half * (HD / HALVES), d1 = d0 + HD / HALVES;
+            flash_scores<HD>(s, q + f.line0 * HD, k_tile + f.columns * 32 * n_k, n_k, d0, min(d1, n_k));
+            if (TIED) flash_scores<HD>(s, q + f.line0 * HD, v_tile + f.columns * 32 * HD, HD, max(d0, n_k), d1);
+            if (HALVES == 2) {
+                flash_hand_over(s, (float *)weights, f.pair, f.half);
+                __syncthreads();                       // all scores are there
                 copy_k(i + 1);
-                copy_commit();
-#pragma unroll
-                for (int n = 0; n < 4; n++) {
-                    const float4 x = *(const float4 *)(mine + 128 * n + 4 * lane);
-                    const float more[4] = { x.x, x.y, x.z, x.w };
-#pragma unroll
-                    for (int e = 0; e < 4; e++) s[0][n][e] = (half ? s[1][n][e] : s[0][n][e]) + more[e];
-                }
+                flash_take_over(s, (float *)weights, f.pair, f.half);
             }
-
             const int j0 = (first + i) * N;
-            if (j0 < whole_low || j0 + N > whole_end) {
-#pragma unroll 1
-                for (int e = 0; e < 2 * M; e++) {
-                    const int row = quotient(line_of(e / 2, e % 2), a.by_group);
-                    const FlashRow v = rows[min(row, n_here - 1)];
-#pragma unroll
-                    for (int n = 0; n < 8; n++) {
-                        const int j = j0 + columns * 32 + n / 2 * 8 + k2 + n % 2;
-                        const bool seen = j < v.end && (v.tree && j >= keys.len ? v.ancestors >> (j - keys.len) & 1 : j >= v.first);
-                        if (seen) continue;
-#pragma unroll
-                        for (int m = 0; m < M; m++)    // no index that is not known
-#pragma unroll
-                            for (int u = 0; u < 2; u++)
-                                if (e == 2 * m + u) s[m][n / 2][2 * u + n % 2] = -INFINITY;
-                    }
-                }
-            }
-#pragma unroll
-            for (int m = 0; m < M; m++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float most = -INFINITY;
-#pragma unroll
-                    for (int n = 0; n < 4; n++) most = fmaxf(most, fmaxf(s[m][n][2 * e], s[m][n][2 * e + 1]));
-                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-                    if (k2 == 0) tops[columns * LINES + line_of(m, e)] = most;
-                }
-            __syncthreads();                           // the largest of both warps of a line are there
-            if (HALVES == 1) {
-                copy_k(i + 1);
-                copy_commit();
-            }
-#pragma unroll
-            for (int m = 0; m < M; m++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const int line = line_of(m, e);
-                    const float now = fmaxf(top[m][e], fmaxf(tops[line], tops[LINES + line]));
-                    const float base = now == -INFINITY ? 0 : now * a.scale, f = exp2f(top[m][e] * a.scale - base);
-                    float more = 0;
-#pragma unroll
-                    for (int n = 0; n < 4; n++) {
-                        const __half2 p = __floats2half2_rn(exp2f(__fmaf_rn(s[m][n][2 * e], a.scale, -base)),
-                                                            exp2f(__fmaf_rn(s[m][n][2 * e + 1], a.scale, -base)));
-                        more += __low2float(p) + __high2float(p);
-                        *(__half2 *)(weights + flash_place(line, columns * 4 + n, N) + k2) = p;
-                    }
-                    sum[m][e] = __fmaf_rn(sum[m][e], f, more), top[m][e] = now;
-                    if (columns == 0 && k2 == 0) shrink[line] = f;
-                }
+            if (j0 < run.whole_low || j0 + N > run.whole_end) flash_mask(a, f, run, rows, n_here, j0, s);
+            flash_tops(f, s, tops);
+            __syncthreads();                           // the largest scores of both warps of a line are there
+            if (HALVES == 1) copy_k(i + 1);
+            flash_weigh(f, s, a.scale, tops, top, sum, weights, shrink);
             if (n_v == 1 && !TIED) copied<1>();        // V, not yet the next K
             __syncthreads();                           // weights are there
-            flash_values<HD>(acc, weights + warp / (HD / 64) * 64 * N, shrink + warp / (HD / 64) * 64, v_tile, warp % (HD / 64) * 64);
+            flash_values<HD>(acc, weights + f.out_line0 * N, shrink + f.out_line0, v_tile, f.out_dim0);
             if (TIED && n_v == 1) {
                 __syncthreads();                       // V has been read
                 copy_v(i + 1);
-                copy_commit();
             }
         }
-
-#pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                sum[m][e] += __shfl_xor_sync(~0u, sum[m][e], 1);
-                sum[m][e] += __shfl_xor_sync(~0u, sum[m][e], 2);
-                if (k2 == 0) tops[columns * LINES + line_of(m, e)] = sum[m][e];
-            }
-        __syncthreads();                               // sums are there, and tiles have been read
-        float *o = (float *)shared_bytes;              // (LINES, O_ROW) over q and tiles
-#pragma unroll
-        for (int m = 0; m < 4; m++)
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                float *at = o + (warp / (HD / 64) * 64 + 16 * m + t) * O_ROW + warp % (HD / 64) * 64 + 8 * n + k2;
-                *(float2 *)at = make_float2(acc[m][n][0], acc[m][n][1]);
-                *(float2 *)(at + 8 * O_ROW) = make_float2(acc[m][n][2], acc[m][n][3]);
-            }
-        __syncthreads();
-#pragma unroll 1
-        for (int job = warp; job < LINES * (HD / 128); job += THREADS / 32) {
-            const int line = job / (HD / 128), i = job % (HD / 128) * 128 + 4 * lane, row = quotient(line, a.by_group);
-            if (row < from || row >= to) continue;
-            const float all = tops[line] + tops[LINES + line], scale = all == 0 ? 0 : __frcp_rn(all);
-            const float4 y = *(const float4 *)(o + line * O_ROW + (TIED ? tied_place(i, HD, a.n_rot) : i));
-            put_four(a.out, ((size_t)(r0 + row) * a.n_heads + blockIdx.y * a.group + line - row * a.group) * HD + i,
-                     make_float4(y.x * scale, y.y * scale, y.z * scale, y.w * scale));
-        }
-        __syncthreads();                               // the next segment may have shared memory
+        flash_put(a, f, run, r0, acc, sum, tops, (float *)shared_bytes);
+        from = run.to;
     }
 }
 
@@ -4505,31 +4542,31 @@ typedef struct {              // how flash carries an attend out; kernel NULL: i
     void (*kernel)(FlashTask);
     int    lines, threads, n_v;
     size_t bytes;             // of shared memory
-} Flash;
+} FlashPlan;
 
-template <int HD, int LINES, bool TIED> static Flash flash_shape(int n_k) {
-    typedef FlashShape<HD, LINES> Shape;
+template <int HD, int LINES, bool TIED> static FlashPlan flash_plan(int n_k) {
+    typedef Flash<HD, LINES> Shape;
     int n_v = 2;
     while (n_v && Shape::bytes(n_k, n_v) > (size_t)cuda.block_shared) n_v--;
-    return (Flash){ n_v ? flash_kernel<HD, LINES, TIED> : NULL, LINES, Shape::THREADS, n_v, Shape::bytes(n_k, n_v) };
+    return (FlashPlan){ n_v ? flash_kernel<HD, LINES, TIED> : NULL, LINES, Shape::THREADS, n_v, Shape::bytes(n_k, n_v) };
 }
 
 // Prompts of f16 caches with the heads of Gemma 4, where segments have rows enough for tiles.
-static Flash flash_of(const Attend *o) {
+static FlashPlan flash_of(const Attend *o) {
     const Cache *c = o->cache;
     const int n_rows = o->batch->n_rows, group = o->n_heads / c->n_kv_heads;
-    Flash f = { };
+    FlashPlan f = { };
     if (n_rows <= STEP_ROWS || n_rows < 8 * o->batch->n_segs || o->own != OWN_CAUSAL || o->blocks) return f;
     if (c->k.type != KV_F16 || c->v.type != KV_F16 || c->n_rot % 4) return f;
     if (c->n_rot ? c->k.dim != 64 && c->k.dim != 128 && c->k.dim != 256 : c->k.dim != c->head_dim) return f;
-    if (c->head_dim == 256 && !c->n_rot) f = flash_shape<256, 128, false>(256);
-    if (c->head_dim == 512 && !c->n_rot) f = flash_shape<512, 64, false>(512);
-    if (c->head_dim == 512 && c->n_rot) f = flash_shape<512, 64, true>(c->k.dim);
+    if (c->head_dim == 256 && !c->n_rot) f = flash_plan<256, 128, false>(256);
+    if (c->head_dim == 512 && !c->n_rot) f = flash_plan<512, 64, false>(512);
+    if (c->head_dim == 512 && c->n_rot) f = flash_plan<512, 64, true>(c->k.dim);
     if (group > f.lines) f.kernel = NULL;
     return f;
 }
 
-static void attend_flash(const Attend *o, const Flash *f) {
+static void attend_flash(const Attend *o, const FlashPlan *f) {
     const Cache *c = o->cache, *stage = o->stage ? o->stage : c;
     const int n_rows = o->batch->n_rows;
     FlashTask task = { };
@@ -4695,7 +4732,7 @@ static void cuda_attend(const Attend *o) {
     const bool turns = store && store->rope.n_pairs && store->rope.n_pairs % 4 == 0;
     const bool makes = nc && turns && !dumps && !o->stage && o->own != OWN_NONE && n_rows <= min_int(FUSED_ROWS, step);
     if (store && !makes) cuda_qkv_store(store);
-    const Flash flash = flash_of(o);
+    const FlashPlan flash = flash_of(o);
     if (flash.kernel) {
         attend_flash(o, &flash);
         return;
