@@ -4247,7 +4247,7 @@ __device__ static inline FlashRun flash_run(const FlashTask &a, const FlashRow *
     for (int r = from + threadIdx.x % 32; r < n_here && rows[r].seg == self.seg; r += 32) {
         const FlashRow &v = rows[r];
         n++;
-        low = min(low, min(v.first, self.len)), end = max(end, v.end);
+        low = min(low, v.tree ? min(v.first, self.len) : v.first), end = max(end, v.end);
         whole_low = max(whole_low, v.first), whole_end = min(whole_end, v.tree ? min(v.end, self.len) : v.end);
     }
     n = __reduce_add_sync(~0u, n);
