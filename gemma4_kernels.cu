@@ -309,6 +309,12 @@ __device__ static inline void fetch_ahead(const void *p, unsigned bytes) {
     (void)p, (void)bytes;
 #endif
 }
+// 2^x, off by up to two last bits; 0 for -Inf and below 2^-126.
+__device__ static inline float fast_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 // sum + the dot product of four unsigned bytes with four signed ones.
 __device__ static inline int dot_unsigned(unsigned a, unsigned b, int sum) {
     asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(sum));
@@ -4189,7 +4195,7 @@ typedef struct {
     int      rows, group;     // of the step in a block; heads of a KV head
     Divisor  by_group;
     int      n_heads, n_kv_heads;
-    int      n_k, n_rot, k_bits;       // a row of K is 2^k_bits chunks of 16 bytes
+    int      n_rot;
     int      n_v;             // tiles of V that a block holds: 1, 2
     int      slots, stage_slots;
     Divisor  by_slots;
@@ -4255,18 +4261,27 @@ __device__ static inline FlashRun flash_run(const FlashTask &a, const FlashRow *
                        __reduce_max_sync(~0u, end), __reduce_max_sync(~0u, whole_low), __reduce_min_sync(~0u, whole_end) };
 }
 
-// The TILE_SLOTS keys from j0 on, a plane of 2^bits chunks of 16 bytes a row; zeros for keys that nobody sees.
-template <int THREADS> __device__ static inline void flash_copy(const FlashTask &a, const FlashRun &s, const __half *cache,
-                                                                const __half *stage, int bits, int j0, __half *to) {
-    const int dim = 8 << bits, chunk = threadIdx.x & ((1 << bits) - 1);
-    const __half *data = cache + (((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + rest(j0, a.by_slots)) * dim + 8 * chunk;
-    const __half *staged = stage + ((size_t)s.head * a.stage_slots + s.seg_first) * dim + 8 * chunk;
-#pragma unroll 4
-    for (int key = threadIdx.x >> bits; key < TILE_SLOTS; key += THREADS >> bits) {
+// The TILE_SLOTS keys from j0 on, rows of DIM values; zeros for keys that nobody sees.
+template <int DIM, int THREADS> __device__ static inline void flash_copy(const FlashTask &a, const FlashRun &s, const __half *cache,
+                                                                         const __half *stage, int j0, __half *to) {
+    constexpr int STEP = THREADS / (DIM / 8);          // keys at a time
+    const int chunk = threadIdx.x % (DIM / 8), key0 = threadIdx.x / (DIM / 8);
+    const bool staged = a.staged && j0 + TILE_SLOTS > s.len;
+    const __half *data = cache + (((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + rest(j0, a.by_slots)) * DIM + 8 * chunk;
+    const __half *stage_data = stage + ((ptrdiff_t)s.head * a.stage_slots + s.seg_first + j0 - s.len) * DIM + 8 * chunk;
+    if (j0 >= s.low && j0 + TILE_SLOTS <= s.end && (!staged || j0 >= s.len)) {         // nearly all: whole, and in one place
+        const __half *from = (staged ? stage_data : data) + key0 * DIM;
+        to += key0 * DIM;
+#pragma unroll
+        for (int k = 0; k < TILE_SLOTS; k += STEP)     // key0 < STEP, so the bits of key0 and k do not meet
+            copy_ahead(to + k * DIM + ((chunk ^ key0 % 8 ^ k % 8) << 3), from + k * DIM);
+        return;
+    }
+#pragma unroll 1
+    for (int key = key0; key < TILE_SLOTS; key += STEP) {
         const int j = j0 + key;
         const bool seen = j >= s.low && j < s.end;
-        copy_or_zero(to + flash_place(key, chunk, dim),
-                     a.staged && seen && j >= s.len ? staged + (size_t)(j - s.len) * dim : data + (size_t)key * dim, seen);
+        copy_or_zero(to + flash_place(key, chunk, DIM), (staged && seen && j >= s.len ? stage_data : data) + key * DIM, seen);
     }
 }
 
@@ -4284,20 +4299,17 @@ template <int HD, int LINES> __device__ static inline void flash_queries(const F
     }
 }
 
-// s (32 lines, 32 keys) += q k for dims d0 .. d1 - 1. q: from the first of the lines on; k: rows of dim values, from the
-// first of the keys on.
-template <int HD> __device__ static inline void flash_scores(float (&s)[2][4][4], const __half *q, const __half *k, int dim, int d0,
-                                                             int d1) {
-    const int lane = threadIdx.x % 32;
-    q += lane % 16 * HD, k += (lane / 16 * 8 + lane % 8) * dim;
-#pragma unroll 4
-    for (int d = d0; d < d1; d += 16) {
+// s (32 lines, 32 keys) += q k for 64 dims. q, k: from the first of the lines, keys and dims on.
+template <int HD, int DIM> __device__ static inline void flash_scores(float (&s)[2][4][4], const __half *q, const __half *k) {
+    const int lane = threadIdx.x % 32, right_q = (lane / 16 ^ lane % 8) << 3, right_k = (lane / 8 % 2 ^ lane % 8) << 3;
+    q += lane % 16 * HD, k += (lane / 16 * 8 + lane % 8) * DIM;
+#pragma unroll
+    for (int d = 0; d < 64; d += 16) {
         unsigned line[2][4], key[2][4];
-        const int at_q = ((d / 8 + lane / 16) ^ (lane & 7)) << 3, at_k = ((d / 8 + lane / 8 % 2) ^ (lane & 7)) << 3;
 #pragma unroll
-        for (int m = 0; m < 2; m++) load_matrices(line[m], q + 16 * m * HD + at_q);
+        for (int m = 0; m < 2; m++) load_matrices(line[m], q + (right_q ^ d) + 16 * m * HD);
 #pragma unroll
-        for (int n = 0; n < 2; n++) load_matrices(key[n], k + 16 * n * dim + at_k);
+        for (int n = 0; n < 2; n++) load_matrices(key[n], k + (right_k ^ d) + 16 * n * DIM);
 #pragma unroll
         for (int m = 0; m < 2; m++)
 #pragma unroll
@@ -4359,7 +4371,9 @@ template <int HD, int LINES> __device__ static inline void flash_tops(const Flas
 }
 
 // Softmax of a tile: weights (LINES, N) of the keys, and what the sums before this tile shrink by. top, sum: of the thread's
-// lines; sum is that of its own keys.
+// lines; sum is that of its own keys. Weights are exp2(scale * score - scale * top). A top that is up to FLASH_SLACK too low does
+// no harm, weights up to 2^FLASH_SLACK are as exact as others; so it seldom moves, and seldom are sums to shrink.
+enum { FLASH_SLACK = 8 };
 template <int HD, int LINES> __device__ static inline void flash_weigh(const Flash<HD, LINES> &f, const float (&s)[2][4][4], float scale,
                                                                        const float *tops, float (&top)[2][2], float (&sum)[2][2],
                                                                        __half *weights, float *shrink) {
@@ -4369,13 +4383,14 @@ template <int HD, int LINES> __device__ static inline void flash_weigh(const Fla
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const int line = f.line(m, e);
-            const float now = fmaxf(top[m][e], fmaxf(tops[line], tops[LINES + line]));
-            const float base = now == -INFINITY ? 0 : now * scale, less = exp2f(__fmaf_rn(top[m][e], scale, -base));
+            const float most = fmaxf(tops[line], tops[LINES + line]);
+            const float now = (most - top[m][e]) * scale > FLASH_SLACK ? most : top[m][e];
+            const float base = now == -INFINITY ? 0 : now * scale, less = fast_exp2(__fmaf_rn(top[m][e], scale, -base));
             float more = 0;
 #pragma unroll
             for (int n = 0; n < 4; n++) {
-                const __half2 p = __floats2half2_rn(exp2f(__fmaf_rn(s[m][n][2 * e], scale, -base)),
-                                                    exp2f(__fmaf_rn(s[m][n][2 * e + 1], scale, -base)));
+                const __half2 p = __floats2half2_rn(fast_exp2(__fmaf_rn(s[m][n][2 * e], scale, -base)),
+                                                    fast_exp2(__fmaf_rn(s[m][n][2 * e + 1], scale, -base)));
                 more += __low2float(p) + __high2float(p);
                 *(__half2 *)(weights + flash_place(line, f.columns * 4 + n, TILE_SLOTS) + k2) = p;
             }
@@ -4384,17 +4399,19 @@ template <int HD, int LINES> __device__ static inline void flash_weigh(const Fla
         }
 }
 
-// acc (64 lines, 64 dims) += weights v, after acc was scaled by shrink. weights, shrink: from the first of the lines on.
+// acc (64 lines, 64 dims) += weights v, after acc was scaled by shrink. weights, shrink, v: from the first of the lines and dims
+// on.
 template <int HD> __device__ static inline void flash_values(float (&acc)[4][8][4], const __half *weights, const float *shrink,
-                                                             const __half *v, int dim0) {
-    const int lane = threadIdx.x % 32;
+                                                             const __half *v) {
+    const int lane = threadIdx.x % 32, right = (lane / 16 ^ lane % 8) << 3;
     float less[4][2];
     bool shrinks = false;
+    weights += lane % 16 * TILE_SLOTS, v += lane % 16 * HD;
 #pragma unroll
     for (int m = 0; m < 4; m++)
 #pragma unroll
         for (int e = 0; e < 2; e++) less[m][e] = shrink[16 * m + 8 * e + lane / 4], shrinks |= less[m][e] != 1;
-    if (__any_sync(~0u, shrinks))                      // seldom: a line's largest score is found early
+    if (__any_sync(~0u, shrinks))
 #pragma unroll
         for (int m = 0; m < 4; m++)
 #pragma unroll
@@ -4405,10 +4422,10 @@ template <int HD> __device__ static inline void flash_values(float (&acc)[4][8][
     for (int k = 0; k < TILE_SLOTS; k += 16) {
         unsigned p[4][4], x[4];
 #pragma unroll
-        for (int m = 0; m < 4; m++) load_matrices(p[m], weights + flash_place(16 * m + lane % 16, k / 8 + lane / 16, TILE_SLOTS));
+        for (int m = 0; m < 4; m++) load_matrices(p[m], weights + (right ^ k) + 16 * m * TILE_SLOTS);
 #pragma unroll
         for (int n = 0; n < 8; n += 2) {
-            load_matrices_transposed(x, v + flash_place(k + lane % 16, dim0 / 8 + n + lane / 16, HD));
+            load_matrices_transposed(x, v + (right ^ 8 * n) + k * HD);
 #pragma unroll
             for (int m = 0; m < 4; m++) {
                 multiply_half(acc[m][n], p[m], x);
@@ -4456,25 +4473,26 @@ template <int HD, int LINES> __device__ static inline void flash_put(const Flash
 }
 
 // flash: softmax(scale * q k) v for the rows of a prompt, LINES lines of one KV head.
-//   shapes    q (n_rows, n_heads, HD), cache and stage as in gemma4.h, f16; TIED: the tile of V serves the rest of K
+//   shapes    q (n_rows, n_heads, HD), cache and stage as in gemma4.h, f16; tied (N_K < HD): the tile of V serves the rest of K
 //   launch    grid (ceil(n_rows / rows), n_kv_heads), block Flash::THREADS, dynamic shared memory Flash::bytes
-//   traffic   every key in sight once for LINES lines, 2 * (n_k + HD) B, for 4 * HD FLOP a line. Blocks side by side walk over the
+//   traffic   every key in sight once for LINES lines, 2 * (N_K + HD) B, for 4 * HD FLOP a line. Blocks side by side walk over the
 //             same keys and share them in L2
 //   numerics  q in f16, scores on tensor cores with f32 sums, those of HALVES of the dims added. Online softmax in f32, by tiles
 //             of TILE_SLOTS keys, aligned to key 0; weights are rounded to f16, and so summed; O += P V with f32 sums. Lines never
 //             meet: a row's result depends on what it sees alone
 //   time      the next tile of K is on its way while this one's values are added up; that of V all the while if n_v is 2
 //   see       cpu_attend
-template <int HD, int LINES, bool TIED>
+template <int HD, int LINES, int N_K>
 __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LINES>::THREADS)
     flash_kernel(const __grid_constant__ FlashTask a) {
     typedef Flash<HD, LINES> Shape;
     constexpr int N = Shape::N, HALVES = Shape::HALVES, THREADS = Shape::THREADS;
+    constexpr bool TIED = N_K < HD;
     take_turn();
     const Shape f;
-    const int n_k = TIED ? a.n_k : HD, n_v = a.n_v;
+    const int n_v = a.n_v;
     __half *q = (__half *)shared_bytes, *v_tiles = q + LINES * HD;     // (LINES, HD); (n_v, N, HD)
-    __half *k_tile = v_tiles + n_v * N * HD, *weights = k_tile + N * n_k;              // (N, n_k); (LINES, N)
+    __half *k_tile = v_tiles + n_v * N * HD, *weights = k_tile + N * N_K;              // (N, N_K); (LINES, N)
     float *tops = (float *)((char *)weights + Shape::WEIGHT_BYTES), *shrink = tops + 2 * LINES;        // (2, LINES); (LINES)
     FlashRow *rows = (FlashRow *)(shrink + LINES);     // of the block
     const int r0 = (gridDim.x - 1 - blockIdx.x) * a.rows, n_here = min(a.rows, a.b.n_rows - r0);       // the longest rows first
@@ -4488,12 +4506,11 @@ __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LIN
         const FlashRun run = flash_run(a, rows, r0, n_here, from);
         const int first = run.low / N, n_tiles = (run.end - 1) / N - first + 1;
         auto copy_k = [&](int i) {
-            if (i < n_tiles) flash_copy<THREADS>(a, run, a.cache_k, a.stage_k, a.k_bits, (first + i) * N, k_tile);
+            if (i < n_tiles) flash_copy<N_K, THREADS>(a, run, a.cache_k, a.stage_k, (first + i) * N, k_tile);
             copy_commit();
         };
         auto copy_v = [&](int i) {
-            constexpr int BITS = HD == 512 ? 6 : 5;
-            if (i < n_tiles) flash_copy<THREADS>(a, run, a.cache_v, a.stage_v, BITS, (first + i) * N, v_tiles + i % n_v * N * HD);
+            if (i < n_tiles) flash_copy<HD, THREADS>(a, run, a.cache_v, a.stage_v, (first + i) * N, v_tiles + i % n_v * N * HD);
             copy_commit();
         };
         copy_k(0);
@@ -4510,9 +4527,10 @@ __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LIN
             else if (!TIED) copy_v(i);
 
             float s[2][4][4] = { };
-            const int d0 = f.half * (HD / HALVES), d1 = d0 + HD / HALVES;
-            flash_scores<HD>(s, q + f.line0 * HD, k_tile + f.columns * 32 * n_k, n_k, d0, min(d1, n_k));
-            if (TIED) flash_scores<HD>(s, q + f.line0 * HD, v_tile + f.columns * 32 * HD, HD, max(d0, n_k), d1);
+#pragma unroll 2
+            for (int d = f.half * (HD / HALVES); d < (f.half + 1) * (HD / HALVES); d += 64)
+                if (d < N_K) flash_scores<HD, N_K>(s, q + f.line0 * HD + d, k_tile + f.columns * 32 * N_K + d);
+                else flash_scores<HD, HD>(s, q + f.line0 * HD + d, v_tile + f.columns * 32 * HD + d);
             if (HALVES == 2) {
                 flash_hand_over(s, (float *)weights, f.pair, f.half);
                 __syncthreads();                       // all scores are there
@@ -4527,7 +4545,7 @@ __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LIN
             flash_weigh(f, s, a.scale, tops, top, sum, weights, shrink);
             if (n_v == 1 && !TIED) copied<1>();        // V, not yet the next K
             __syncthreads();                           // weights are there
-            flash_values<HD>(acc, weights + f.out_line0 * N, shrink + f.out_line0, v_tile, f.out_dim0);
+            flash_values<HD>(acc, weights + f.out_line0 * N, shrink + f.out_line0, v_tile + f.out_dim0);
             if (TIED && n_v == 1) {
                 __syncthreads();                       // V has been read
                 copy_v(i + 1);
@@ -4544,11 +4562,11 @@ typedef struct {              // how flash carries an attend out; kernel NULL: i
     size_t bytes;             // of shared memory
 } FlashPlan;
 
-template <int HD, int LINES, bool TIED> static FlashPlan flash_plan(int n_k) {
+template <int HD, int LINES, int N_K> static FlashPlan flash_plan(void) {
     typedef Flash<HD, LINES> Shape;
     int n_v = 2;
-    while (n_v && Shape::bytes(n_k, n_v) > (size_t)cuda.block_shared) n_v--;
-    return (FlashPlan){ n_v ? flash_kernel<HD, LINES, TIED> : NULL, LINES, Shape::THREADS, n_v, Shape::bytes(n_k, n_v) };
+    while (n_v && Shape::bytes(N_K, n_v) > (size_t)cuda.block_shared) n_v--;
+    return (FlashPlan){ n_v ? flash_kernel<HD, LINES, N_K> : NULL, LINES, Shape::THREADS, n_v, Shape::bytes(N_K, n_v) };
 }
 
 // Prompts of f16 caches with the heads of Gemma 4, where segments have rows enough for tiles.
@@ -4557,11 +4575,10 @@ static FlashPlan flash_of(const Attend *o) {
     const int n_rows = o->batch->n_rows, group = o->n_heads / c->n_kv_heads;
     FlashPlan f = { };
     if (n_rows <= STEP_ROWS || n_rows < 8 * o->batch->n_segs || o->own != OWN_CAUSAL || o->blocks) return f;
-    if (c->k.type != KV_F16 || c->v.type != KV_F16 || c->n_rot % 4) return f;
-    if (c->n_rot ? c->k.dim != 64 && c->k.dim != 128 && c->k.dim != 256 : c->k.dim != c->head_dim) return f;
-    if (c->head_dim == 256 && !c->n_rot) f = flash_plan<256, 128, false>(256);
-    if (c->head_dim == 512 && !c->n_rot) f = flash_plan<512, 64, false>(512);
-    if (c->head_dim == 512 && c->n_rot) f = flash_plan<512, 64, true>(c->k.dim);
+    if (c->k.type != KV_F16 || c->v.type != KV_F16) return f;
+    if (c->head_dim == 256 && c->k.dim == 256) f = flash_plan<256, 128, 256>();
+    if (c->head_dim == 512 && c->k.dim == 512) f = flash_plan<512, 64, 512>();
+    if (c->head_dim == 512 && c->k.dim == 128) f = flash_plan<512, 64, 128>();
     if (group > f.lines) f.kernel = NULL;
     return f;
 }
@@ -4573,8 +4590,7 @@ static void attend_flash(const Attend *o, const FlashPlan *f) {
     task.b = *o->batch, task.n_seqs = c->n_seqs, task.window = o->window;
     task.group = o->n_heads / c->n_kv_heads, task.rows = f->lines / task.group, task.by_group = divisor(task.group);
     task.n_heads = o->n_heads, task.n_kv_heads = c->n_kv_heads;
-    task.n_k = c->k.dim, task.n_rot = c->n_rot, task.n_v = f->n_v;
-    while (8 << task.k_bits < c->k.dim) task.k_bits++;
+    task.n_rot = c->n_rot, task.n_v = f->n_v;
     task.slots = c->slots, task.by_slots = divisor(c->slots), task.staged = o->stage != NULL, task.stage_slots = stage->slots;
     task.stage_k = (const __half *)stage->k.data, task.stage_v = (const __half *)stage->v.data;
     task.cache_k = (const __half *)c->k.data, task.cache_v = (const __half *)c->v.data;
@@ -4585,7 +4601,7 @@ static void attend_flash(const Attend *o, const FlashPlan *f) {
 
 // Once at start.
 static void allow_flash(void) {
-    void (*const kernels[])(FlashTask) = { flash_kernel<256, 128, false>, flash_kernel<512, 64, false>, flash_kernel<512, 64, true> };
+    void (*const kernels[])(FlashTask) = { flash_kernel<256, 128, 256>, flash_kernel<512, 64, 512>, flash_kernel<512, 64, 128> };
     for (auto k : kernels)
         CHECK_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, cuda.block_shared), "shared memory of attend");
 }
