@@ -4595,7 +4595,7 @@ static void attend_flash(const Attend *o, const FlashPlan *f) {
     task.stage_k = (const __half *)stage->k.data, task.stage_v = (const __half *)stage->v.data;
     task.cache_k = (const __half *)c->k.data, task.cache_v = (const __half *)c->v.data;
     task.q = o->q, task.scale = o->scale * 1.44269504f, task.out = o->out;
-    launch(f->kernel, dim3(div_up(n_rows, task.rows), c->n_kv_heads), f->threads, f->bytes, task);
+    launch(WRITES_ACTIVATIONS, f->kernel, dim3(div_up(n_rows, task.rows), c->n_kv_heads), f->threads, f->bytes, task);
     CHECK_LAUNCH("attend n_rows=%d n_heads=%d head_dim=%d", n_rows, o->n_heads, c->head_dim);
 }
 
