@@ -3539,8 +3539,9 @@ static void cuda_kv_copy(const KvCopy *o) {
 // together in the order of their spans. All this follows from the shape of the cache alone, so a row's result depends
 // neither on the other rows of the step, nor on how many of the keys before it are committed already, nor on the card.
 //
-// Two kernels find what a part has to say: attend_half for caches of f16, on tensor cores, and attend_plain for the others. The
-// parts are put together by the last block of a head to come, or where they are large by a launch that spreads them.
+// Prompts of f16 caches go through flash, in one part. Otherwise two kernels find what a part has to say: attend_half
+// for caches of f16, on tensor cores, and attend_plain for the others. The parts are put together by the last block of a
+// head to come, or where they are large by a launch that spreads them.
 
 enum { KEYS = 32, ATTEND_WARPS = 8, ATTEND_THREADS = 32 * ATTEND_WARPS, HEADS = 8,
        MAX_STAGES = 4,        // tiles under way in a block
@@ -4218,13 +4219,13 @@ typedef struct {              // rows of a block that belong to one segment
     int      whole_low, whole_end;     // keys in sight of all of them
 } FlashRun;
 
-// How the 32 threads of a warp share the work. Of the output it has 64 lines and 64 dims, of the scores 32 lines and 32 keys: of
-// all dims, or of half of them. In that case it adds what the warp of the other half has for 16 of the lines, and goes on
-// with those. Of the scores that it goes on with, a thread has two lines for each of M.
+// What a warp does. Of the output it has 64 lines and 64 dims, of the scores 32 lines and 32 keys, and there all dims
+// or half of them. If half, it adds what the warp of the other half has for 16 of the lines, and goes on with those. Of
+// the scores that it goes on with, a thread has two lines for each of M.
 template <int HD, int LINES> struct Flash {
     static constexpr int N = TILE_SLOTS, PAIRS = LINES / 16, WARPS = LINES / 64 * (HD / 64), THREADS = 32 * WARPS;
     static constexpr int HALVES = WARPS / PAIRS, M = 2 / HALVES;
-    static constexpr int WEIGHT_BYTES = LINES * N * (HALVES == 2 ? 4 : 2);     // scores for the other warp lie there first
+    static constexpr int WEIGHT_BYTES = LINES * N * (HALVES == 2 ? 4 : 2);     // scores handed over lie there first
     static_assert(N == 64 && (HALVES == 1 || HALVES == 2), "a warp has 32 lines and 32 keys");
 
     int columns, pair, half, line0;    // which 32 keys, which of PAIRS and HALVES, first of 32 lines
@@ -4235,15 +4236,17 @@ template <int HD, int LINES> struct Flash {
         columns = warp % 2, pair = warp % PAIRS, half = warp / PAIRS, line0 = pair / 2 * 32;
         out_line0 = warp / (HD / 64) * 64, out_dim0 = warp % (HD / 64) * 64;
     }
-    __device__ int line(int m, int e) const { return line0 + 16 * (HALVES == 2 ? half : m) + 8 * e + threadIdx.x % 32 / 4; }
+    __device__ int line(int m, int e) const {          // of the thread
+        return line0 + 16 * (HALVES == 2 ? half : m) + 8 * e + threadIdx.x % 32 / 4;
+    }
     static size_t bytes(int n_k, int n_v) {
         return (size_t)LINES * HD * 2 + (size_t)n_v * N * HD * 2 + (size_t)N * n_k * 2 + WEIGHT_BYTES +
                LINES * (3 * sizeof(float) + sizeof(FlashRow));
     }
 };
 
-// Rows of tiles are multiples of 128 bytes. Chunk c of 16 bytes of row r lies at c ^ r % 8, so that eight rows read side by
-// side lie in different banks.
+// Rows of tiles are multiples of 128 bytes. Chunk c of 16 bytes of row r lies at c ^ r % 8, so that eight rows read
+// side by side lie in different banks.
 __device__ static inline int flash_place(int row, int chunk, int dim) { return row * dim + ((chunk ^ (row & 7)) << 3); }
 
 // The rows of the block that follow `from` in its segment.
@@ -4257,19 +4260,23 @@ __device__ static inline FlashRun flash_run(const FlashTask &a, const FlashRow *
         whole_low = max(whole_low, v.first), whole_end = min(whole_end, v.tree ? min(v.end, self.len) : v.end);
     }
     n = __reduce_add_sync(~0u, n);
-    return (FlashRun){ self.seq, self.len, self.seg_first, (int)blockIdx.y, from, from + n, __reduce_min_sync(~0u, low),
-                       __reduce_max_sync(~0u, end), __reduce_max_sync(~0u, whole_low), __reduce_min_sync(~0u, whole_end) };
+    low = __reduce_min_sync(~0u, low), end = __reduce_max_sync(~0u, end);
+    whole_low = __reduce_max_sync(~0u, whole_low), whole_end = __reduce_min_sync(~0u, whole_end);
+    return (FlashRun){ self.seq, self.len, self.seg_first, (int)blockIdx.y, from, from + n, low, end, whole_low,
+                       whole_end };
 }
 
 // The TILE_SLOTS keys from j0 on, rows of DIM values; zeros for keys that nobody sees.
-template <int DIM, int THREADS> __device__ static inline void flash_copy(const FlashTask &a, const FlashRun &s, const __half *cache,
-                                                                         const __half *stage, int j0, __half *to) {
+template <int DIM, int THREADS>
+__device__ static inline void flash_copy(const FlashTask &a, const FlashRun &s, const __half *cache,
+                                         const __half *stage, int j0, __half *to) {
     constexpr int STEP = THREADS / (DIM / 8);          // keys at a time
     const int chunk = threadIdx.x % (DIM / 8), key0 = threadIdx.x / (DIM / 8);
     const bool staged = a.staged && j0 + TILE_SLOTS > s.len;
-    const __half *data = cache + (((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + rest(j0, a.by_slots)) * DIM + 8 * chunk;
+    const size_t slot = ((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + rest(j0, a.by_slots);
+    const __half *data = cache + slot * DIM + 8 * chunk;
     const __half *stage_data = stage + ((ptrdiff_t)s.head * a.stage_slots + s.seg_first + j0 - s.len) * DIM + 8 * chunk;
-    if (j0 >= s.low && j0 + TILE_SLOTS <= s.end && (!staged || j0 >= s.len)) {         // nearly all: whole, and in one place
+    if (j0 >= s.low && j0 + TILE_SLOTS <= s.end && (!staged || j0 >= s.len)) { // nearly all: whole, and in one place
         const __half *from = (staged ? stage_data : data) + key0 * DIM;
         to += key0 * DIM;
 #pragma unroll
@@ -4281,17 +4288,20 @@ template <int DIM, int THREADS> __device__ static inline void flash_copy(const F
     for (int key = key0; key < TILE_SLOTS; key += STEP) {
         const int j = j0 + key;
         const bool seen = j >= s.low && j < s.end;
-        copy_or_zero(to + flash_place(key, chunk, DIM), (staged && seen && j >= s.len ? stage_data : data) + key * DIM, seen);
+        const __half *from = staged && seen && j >= s.len ? stage_data : data;
+        copy_or_zero(to + flash_place(key, chunk, DIM), from + key * DIM, seen);
     }
 }
 
 // q of the block's lines as halves; zeros for lines that are not of the run.
-template <int HD, int LINES> __device__ static inline void flash_queries(const FlashTask &a, const FlashRun &s, int r0, __half *q) {
+template <int HD, int LINES>
+__device__ static inline void flash_queries(const FlashTask &a, const FlashRun &s, int r0, __half *q) {
     for (int i = threadIdx.x; i < LINES * HD / 8; i += Flash<HD, LINES>::THREADS) {
         const int line = i / (HD / 8), chunk = i % (HD / 8), row = quotient(line, a.by_group), h = line - row * a.group;
         uint4 v = make_uint4(0, 0, 0, 0);
         if (row >= s.from && row < s.to) {
-            const float4 *x = (const float4 *)(a.q + ((size_t)(r0 + row) * a.n_heads + s.head * a.group + h) * HD + 8 * chunk);
+            const size_t head = (size_t)(r0 + row) * a.n_heads + s.head * a.group + h;
+            const float4 *x = (const float4 *)(a.q + head * HD + 8 * chunk);
             const uint2 lo = halves_of(x[0]), hi = halves_of(x[1]);
             v = make_uint4(lo.x, lo.y, hi.x, hi.y);
         }
@@ -4300,7 +4310,8 @@ template <int HD, int LINES> __device__ static inline void flash_queries(const F
 }
 
 // s (32 lines, 32 keys) += q k for 64 dims. q, k: from the first of the lines, keys and dims on.
-template <int HD, int DIM> __device__ static inline void flash_scores(float (&s)[2][4][4], const __half *q, const __half *k) {
+template <int HD, int DIM>
+__device__ static inline void flash_scores(float (&s)[2][4][4], const __half *q, const __half *k) {
     const int lane = threadIdx.x % 32, right_q = (lane / 16 ^ lane % 8) << 3, right_k = (lane / 8 % 2 ^ lane % 8) << 3;
     q += lane % 16 * HD, k += (lane / 16 * 8 + lane % 8) * DIM;
 #pragma unroll
@@ -4317,8 +4328,8 @@ template <int HD, int DIM> __device__ static inline void flash_scores(float (&s)
     }
 }
 
-// Scores of the 16 lines that the warp of the other half goes on with, and after a barrier of the block those of its own:
-// s[0] becomes their sum.   halves (PAIRS, 2, 512)
+// Scores of the 16 lines that the warp of the other half goes on with, and after a barrier of the block those of its
+// own: s[0] becomes their sum.   halves (PAIRS, 2, 512)
 __device__ static inline void flash_hand_over(const float (&s)[2][4][4], float *halves, int pair, int half) {
     float *other = halves + (pair * 2 + 1 - half) * 512 + 4 * (threadIdx.x % 32);
 #pragma unroll
@@ -4338,9 +4349,9 @@ __device__ static inline void flash_take_over(float (&s)[2][4][4], const float *
 }
 
 // Scores of keys that a line does not see become -Inf. j0: the first key of the tile.
-template <int HD, int LINES> __device__ static inline void flash_mask(const FlashTask &a, const Flash<HD, LINES> &f, const FlashRun &s,
-                                                                      const FlashRow *rows, int n_here, int j0,
-                                                                      float (&score)[2][4][4]) {
+template <int HD, int LINES>
+__device__ static inline void flash_mask(const FlashTask &a, const Flash<HD, LINES> &f, const FlashRun &s,
+                                         const FlashRow *rows, int n_here, int j0, float (&score)[2][4][4]) {
 #pragma unroll
     for (int m = 0; m < Flash<HD, LINES>::M; m++)
 #pragma unroll
@@ -4356,7 +4367,8 @@ template <int HD, int LINES> __device__ static inline void flash_mask(const Flas
 }
 
 // The largest score of each line among the warp's keys.   tops (2, LINES)
-template <int HD, int LINES> __device__ static inline void flash_tops(const Flash<HD, LINES> &f, const float (&s)[2][4][4], float *tops) {
+template <int HD, int LINES>
+__device__ static inline void flash_tops(const Flash<HD, LINES> &f, const float (&s)[2][4][4], float *tops) {
 #pragma unroll
     for (int m = 0; m < Flash<HD, LINES>::M; m++)
 #pragma unroll
@@ -4370,13 +4382,15 @@ template <int HD, int LINES> __device__ static inline void flash_tops(const Flas
         }
 }
 
-// Softmax of a tile: weights (LINES, N) of the keys, and what the sums before this tile shrink by. top, sum: of the thread's
-// lines; sum is that of its own keys. Weights are exp2(scale * score - scale * top). A top that is up to FLASH_SLACK too low does
-// no harm, weights up to 2^FLASH_SLACK are as exact as others; so it seldom moves, and seldom are sums to shrink.
+// Softmax of a tile: weights (LINES, N) of the keys, and what the sums before this tile shrink by. top, sum: of the
+// thread's lines; sum is that of its own keys. Weights are exp2(scale * score - scale * top). A top that is too low
+// does no harm as long as they stay within 2^FLASH_SLACK, where f16 is as exact as below 1; so it seldom moves, and
+// sums seldom shrink.
 enum { FLASH_SLACK = 8 };
-template <int HD, int LINES> __device__ static inline void flash_weigh(const Flash<HD, LINES> &f, const float (&s)[2][4][4], float scale,
-                                                                       const float *tops, float (&top)[2][2], float (&sum)[2][2],
-                                                                       __half *weights, float *shrink) {
+template <int HD, int LINES>
+__device__ static inline void flash_weigh(const Flash<HD, LINES> &f, const float (&s)[2][4][4], float scale,
+                                          const float *tops, float (&top)[2][2], float (&sum)[2][2], __half *weights,
+                                          float *shrink) {
     const int k2 = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int m = 0; m < Flash<HD, LINES>::M; m++)
@@ -4399,10 +4413,11 @@ template <int HD, int LINES> __device__ static inline void flash_weigh(const Fla
         }
 }
 
-// acc (64 lines, 64 dims) += weights v, after acc was scaled by shrink. weights, shrink, v: from the first of the lines and dims
-// on.
-template <int HD> __device__ static inline void flash_values(float (&acc)[4][8][4], const __half *weights, const float *shrink,
-                                                             const __half *v) {
+// acc (64 lines, 64 dims) += weights v, after acc was scaled by shrink. weights, shrink, v: from the first of the lines
+// and dims on.
+template <int HD>
+__device__ static inline void flash_values(float (&acc)[4][8][4], const __half *weights, const float *shrink,
+                                           const __half *v) {
     const int lane = threadIdx.x % 32, right = (lane / 16 ^ lane % 8) << 3;
     float less[4][2];
     bool shrinks = false;
@@ -4435,11 +4450,11 @@ template <int HD> __device__ static inline void flash_values(float (&acc)[4][8][
     }
 }
 
-// The lines of a run, to where attention writes: acc divided by the sums.   o (LINES, HD + ROW_PAD), over q and the tiles;
+// The lines of a run, to where attention writes: acc divided by the sums.   o (LINES, HD + ROW_PAD), over q and tiles;
 // sums (2, LINES)
-template <int HD, int LINES> __device__ static inline void flash_put(const FlashTask &a, const Flash<HD, LINES> &f, const FlashRun &s,
-                                                                     int r0, const float (&acc)[4][8][4], float (&sum)[2][2],
-                                                                     float *sums, float *o) {
+template <int HD, int LINES>
+__device__ static inline void flash_put(const FlashTask &a, const Flash<HD, LINES> &f, const FlashRun &s, int r0,
+                                        const float (&acc)[4][8][4], float (&sum)[2][2], float *sums, float *o) {
     constexpr int ROW = HD + ROW_PAD;
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -4473,14 +4488,14 @@ template <int HD, int LINES> __device__ static inline void flash_put(const Flash
 }
 
 // flash: softmax(scale * q k) v for the rows of a prompt, LINES lines of one KV head.
-//   shapes    q (n_rows, n_heads, HD), cache and stage as in gemma4.h, f16; tied (N_K < HD): the tile of V serves the rest of K
+//   shapes    q (n_rows, n_heads, HD), cache and stage as in gemma4.h, f16; N_K < HD: tied, V serves the rest of K
 //   launch    grid (ceil(n_rows / rows), n_kv_heads), block Flash::THREADS, dynamic shared memory Flash::bytes
-//   traffic   every key in sight once for LINES lines, 2 * (N_K + HD) B, for 4 * HD FLOP a line. Blocks side by side walk over the
-//             same keys and share them in L2
-//   numerics  q in f16, scores on tensor cores with f32 sums, those of HALVES of the dims added. Online softmax in f32, by tiles
-//             of TILE_SLOTS keys, aligned to key 0; weights are rounded to f16, and so summed; O += P V with f32 sums. Lines never
-//             meet: a row's result depends on what it sees alone
-//   time      the next tile of K is on its way while this one's values are added up; that of V all the while if n_v is 2
+//   traffic   every key in sight once for LINES lines, 2 * (N_K + HD) B, for 4 * HD FLOP a line. Blocks side by side
+//             walk over the same keys and share them in L2
+//   numerics  q in f16, scores on tensor cores with f32 sums, those of HALVES of the dims added. Online softmax in f32,
+//             by tiles of TILE_SLOTS keys, aligned to key 0; weights are rounded to f16, and so summed; O += P V with
+//             f32 sums. Lines never meet: a row's result depends on what it sees alone
+//   time      the next K is on its way while this one's values are added up; the next V all the while if n_v is 2
 //   see       cpu_attend
 template <int HD, int LINES, int N_K>
 __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LINES>::THREADS)
@@ -4493,9 +4508,9 @@ __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LIN
     const int n_v = a.n_v;
     __half *q = (__half *)shared_bytes, *v_tiles = q + LINES * HD;     // (LINES, HD); (n_v, N, HD)
     __half *k_tile = v_tiles + n_v * N * HD, *weights = k_tile + N * N_K;              // (N, N_K); (LINES, N)
-    float *tops = (float *)((char *)weights + Shape::WEIGHT_BYTES), *shrink = tops + 2 * LINES;        // (2, LINES); (LINES)
+    float *tops = (float *)((char *)weights + Shape::WEIGHT_BYTES), *shrink = tops + 2 * LINES; // (2, LINES); (LINES)
     FlashRow *rows = (FlashRow *)(shrink + LINES);     // of the block
-    const int r0 = (gridDim.x - 1 - blockIdx.x) * a.rows, n_here = min(a.rows, a.b.n_rows - r0);       // the longest rows first
+    const int r0 = (gridDim.x - 1 - blockIdx.x) * a.rows, n_here = min(a.rows, a.b.n_rows - r0);   // the longest first
     if ((int)threadIdx.x < n_here) {
         const Sight v = look(a.b, a.n_seqs, a.window, OWN_CAUSAL, r0 + threadIdx.x);
         rows[threadIdx.x] = (FlashRow){ v.seg, v.first, v.end, v.kind == SEG_TREE, v.ancestors };
@@ -4510,7 +4525,8 @@ __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LIN
             copy_commit();
         };
         auto copy_v = [&](int i) {
-            if (i < n_tiles) flash_copy<HD, THREADS>(a, run, a.cache_v, a.stage_v, (first + i) * N, v_tiles + i % n_v * N * HD);
+            __half *to = v_tiles + i % n_v * N * HD;
+            if (i < n_tiles) flash_copy<HD, THREADS>(a, run, a.cache_v, a.stage_v, (first + i) * N, to);
             copy_commit();
         };
         copy_k(0);
@@ -4522,7 +4538,7 @@ __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LIN
         for (int i = 0; i < n_tiles; i++) {
             const __half *v_tile = v_tiles + i % n_v * N * HD;
             copied<0>();
-            __syncthreads();                           // K is there, V too if TIED or n_v is 2; all are done with tile i - 1
+            __syncthreads();                           // K is there, V if TIED or n_v is 2; tile i - 1 has been read
             if (n_v == 2) copy_v(i + 1);
             else if (!TIED) copy_v(i);
 
@@ -4591,7 +4607,8 @@ static void attend_flash(const Attend *o, const FlashPlan *f) {
     task.group = o->n_heads / c->n_kv_heads, task.rows = f->lines / task.group, task.by_group = divisor(task.group);
     task.n_heads = o->n_heads, task.n_kv_heads = c->n_kv_heads;
     task.n_rot = c->n_rot, task.n_v = f->n_v;
-    task.slots = c->slots, task.by_slots = divisor(c->slots), task.staged = o->stage != NULL, task.stage_slots = stage->slots;
+    task.slots = c->slots, task.by_slots = divisor(c->slots);
+    task.staged = o->stage != NULL, task.stage_slots = stage->slots;
     task.stage_k = (const __half *)stage->k.data, task.stage_v = (const __half *)stage->v.data;
     task.cache_k = (const __half *)c->k.data, task.cache_v = (const __half *)c->v.data;
     task.q = o->q, task.scale = o->scale * 1.44269504f, task.out = o->out;
@@ -4601,9 +4618,11 @@ static void attend_flash(const Attend *o, const FlashPlan *f) {
 
 // Once at start.
 static void allow_flash(void) {
-    void (*const kernels[])(FlashTask) = { flash_kernel<256, 128, 256>, flash_kernel<512, 64, 512>, flash_kernel<512, 64, 128> };
+    void (*const kernels[])(FlashTask) = { flash_kernel<256, 128, 256>, flash_kernel<512, 64, 512>,
+                                           flash_kernel<512, 64, 128> };
     for (auto k : kernels)
-        CHECK_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, cuda.block_shared), "shared memory of attend");
+        CHECK_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, cuda.block_shared),
+                   "shared memory of attend");
 }
 
 // ---- caches of other types ----
