@@ -3540,8 +3540,8 @@ static void cuda_kv_copy(const KvCopy *o) {
 // neither on the other rows of the step, nor on how many of the keys before it are committed already, nor on the card.
 //
 // Prompts of f16 caches go through flash, in one part. Otherwise two kernels find what a part has to say: attend_half
-// for caches of f16, on tensor cores, and attend_plain for the others. The parts are put together by the last block of a
-// head to come, or where they are large by a launch that spreads them.
+// for caches of f16, on tensor cores, and attend_plain for the others. The parts are put together by the last block of
+// a head to come, or where they are large by a launch that spreads them.
 
 enum { KEYS = 32, ATTEND_WARPS = 8, ATTEND_THREADS = 32 * ATTEND_WARPS, HEADS = 8,
        MAX_STAGES = 4,        // tiles under way in a block
