@@ -309,6 +309,12 @@ __device__ static inline void fetch_ahead(const void *p, unsigned bytes) {
     (void)p, (void)bytes;
 #endif
 }
+// 2^x, off by up to two last bits; 0 for -Inf and below 2^-126.
+__device__ static inline float fast_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 // sum + the dot product of four unsigned bytes with four signed ones.
 __device__ static inline int dot_unsigned(unsigned a, unsigned b, int sum) {
     asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(sum));
@@ -3533,8 +3539,9 @@ static void cuda_kv_copy(const KvCopy *o) {
 // together in the order of their spans. All this follows from the shape of the cache alone, so a row's result depends
 // neither on the other rows of the step, nor on how many of the keys before it are committed already, nor on the card.
 //
-// Two kernels find what a part has to say: attend_half for caches of f16, on tensor cores, and attend_plain for the others. The
-// parts are put together by the last block of a head to come, or where they are large by a launch that spreads them.
+// Prompts of f16 caches go through flash, in one part. Otherwise two kernels find what a part has to say: attend_half
+// for caches of f16, on tensor cores, and attend_plain for the others. The parts are put together by the last block of
+// a head to come, or where they are large by a launch that spreads them.
 
 enum { KEYS = 32, ATTEND_WARPS = 8, ATTEND_THREADS = 32 * ATTEND_WARPS, HEADS = 8,
        MAX_STAGES = 4,        // tiles under way in a block
@@ -4178,6 +4185,446 @@ static void allow_attend(void) {
                                             cuda.block_shared - STATIC_SHARED), "shared memory of attend");
 }
 
+// ---- prompts: caches of f16 ----
+// Steps of more than STEP_ROWS rows. A line is a row of the step times one of the query heads that share a KV head. The
+// lines of a block share its tiles of keys, and they are so many that a warp uses what it loads often.
+
+// The parameters of flash. Shapes as in Attend and Cache.
+typedef struct {
+    Batch    b;
+    int      n_seqs, window;
+    int      rows, group;     // of the step in a block; heads of a KV head
+    Divisor  by_group;
+    int      n_heads, n_kv_heads;
+    int      n_rot;
+    int      n_v;             // tiles of V that a block holds: 1, 2
+    int      slots, stage_slots;
+    Divisor  by_slots;
+    bool     staged;
+    const __half *stage_k, *stage_v, *cache_k, *cache_v;
+    const float *q;
+    float    scale;           // of scores, times log2(e)
+    Act      out;
+} FlashTask;
+
+typedef struct {              // what a row of the step sees: keys first .. end - 1, in a tree not those of others
+    int      seg, first, end, tree;
+    uint64_t ancestors;
+} FlashRow;
+
+typedef struct {              // rows of a block that belong to one segment
+    int      seq, len, seg_first;      // as in Sight
+    int      head, from, to;           // KV head; rows of the block
+    int      low, end;        // keys in sight of any of them
+    int      whole_low, whole_end;     // keys in sight of all of them
+} FlashRun;
+
+// What a warp does. Of the output it has 64 lines and 64 dims, of the scores 32 lines and 32 keys, and there all dims
+// or half of them. If half, it adds what the warp of the other half has for 16 of the lines, and goes on with those. Of
+// the scores that it goes on with, a thread has two lines for each of M.
+template <int HD, int LINES> struct Flash {
+    static constexpr int N = TILE_SLOTS, PAIRS = LINES / 16, WARPS = LINES / 64 * (HD / 64), THREADS = 32 * WARPS;
+    static constexpr int HALVES = WARPS / PAIRS, M = 2 / HALVES;
+    static constexpr int WEIGHT_BYTES = LINES * N * (HALVES == 2 ? 4 : 2);     // scores handed over lie there first
+    static_assert(N == 64 && (HALVES == 1 || HALVES == 2), "a warp has 32 lines and 32 keys");
+
+    int columns, pair, half, line0;    // which 32 keys, which of PAIRS and HALVES, first of 32 lines
+    int out_line0, out_dim0;
+
+    __device__ Flash() {
+        const int warp = threadIdx.x / 32;
+        columns = warp % 2, pair = warp % PAIRS, half = warp / PAIRS, line0 = pair / 2 * 32;
+        out_line0 = warp / (HD / 64) * 64, out_dim0 = warp % (HD / 64) * 64;
+    }
+    __device__ int line(int m, int e) const {          // of the thread
+        return line0 + 16 * (HALVES == 2 ? half : m) + 8 * e + threadIdx.x % 32 / 4;
+    }
+    static size_t bytes(int n_k, int n_v) {
+        return (size_t)LINES * HD * 2 + (size_t)n_v * N * HD * 2 + (size_t)N * n_k * 2 + WEIGHT_BYTES +
+               LINES * (3 * sizeof(float) + sizeof(FlashRow));
+    }
+};
+
+// Rows of tiles are multiples of 128 bytes. Chunk c of 16 bytes of row r lies at c ^ r % 8, so that eight rows read
+// side by side lie in different banks.
+__device__ static inline int flash_place(int row, int chunk, int dim) { return row * dim + ((chunk ^ (row & 7)) << 3); }
+
+// The rows of the block that follow `from` in its segment.
+__device__ static inline FlashRun flash_run(const FlashTask &a, const FlashRow *rows, int r0, int n_here, int from) {
+    const Sight self = look(a.b, a.n_seqs, a.window, OWN_CAUSAL, r0 + from);
+    int n = 0, low = INT_MAX, end = 0, whole_low = 0, whole_end = INT_MAX;
+    for (int r = from + threadIdx.x % 32; r < n_here && rows[r].seg == self.seg; r += 32) {
+        const FlashRow &v = rows[r];
+        n++;
+        low = min(low, v.tree ? min(v.first, self.len) : v.first), end = max(end, v.end);
+        whole_low = max(whole_low, v.first), whole_end = min(whole_end, v.tree ? min(v.end, self.len) : v.end);
+    }
+    n = __reduce_add_sync(~0u, n);
+    low = __reduce_min_sync(~0u, low), end = __reduce_max_sync(~0u, end);
+    whole_low = __reduce_max_sync(~0u, whole_low), whole_end = __reduce_min_sync(~0u, whole_end);
+    return (FlashRun){ self.seq, self.len, self.seg_first, (int)blockIdx.y, from, from + n, low, end, whole_low,
+                       whole_end };
+}
+
+// The TILE_SLOTS keys from j0 on, rows of DIM values; zeros for keys that nobody sees.
+template <int DIM, int THREADS>
+__device__ static inline void flash_copy(const FlashTask &a, const FlashRun &s, const __half *cache,
+                                         const __half *stage, int j0, __half *to) {
+    constexpr int STEP = THREADS / (DIM / 8);          // keys at a time
+    const int chunk = threadIdx.x % (DIM / 8), key0 = threadIdx.x / (DIM / 8);
+    const bool staged = a.staged && j0 + TILE_SLOTS > s.len;
+    const size_t slot = ((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + rest(j0, a.by_slots);
+    const __half *data = cache + slot * DIM + 8 * chunk;
+    const __half *stage_data = stage + ((ptrdiff_t)s.head * a.stage_slots + s.seg_first + j0 - s.len) * DIM + 8 * chunk;
+    if (j0 >= s.low && j0 + TILE_SLOTS <= s.end && (!staged || j0 >= s.len)) { // nearly all: whole, and in one place
+        const __half *from = (staged ? stage_data : data) + key0 * DIM;
+        to += key0 * DIM;
+#pragma unroll
+        for (int k = 0; k < TILE_SLOTS; k += STEP)     // key0 < STEP, so the bits of key0 and k do not meet
+            copy_ahead(to + k * DIM + ((chunk ^ key0 % 8 ^ k % 8) << 3), from + k * DIM);
+        return;
+    }
+#pragma unroll 1
+    for (int key = key0; key < TILE_SLOTS; key += STEP) {
+        const int j = j0 + key;
+        const bool seen = j >= s.low && j < s.end;
+        const __half *from = staged && seen && j >= s.len ? stage_data : data;
+        copy_or_zero(to + flash_place(key, chunk, DIM), from + key * DIM, seen);
+    }
+}
+
+// q of the block's lines as halves; zeros for lines that are not of the run.
+template <int HD, int LINES>
+__device__ static inline void flash_queries(const FlashTask &a, const FlashRun &s, int r0, __half *q) {
+    for (int i = threadIdx.x; i < LINES * HD / 8; i += Flash<HD, LINES>::THREADS) {
+        const int line = i / (HD / 8), chunk = i % (HD / 8), row = quotient(line, a.by_group), h = line - row * a.group;
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (row >= s.from && row < s.to) {
+            const size_t head = (size_t)(r0 + row) * a.n_heads + s.head * a.group + h;
+            const float4 *x = (const float4 *)(a.q + head * HD + 8 * chunk);
+            const uint2 lo = halves_of(x[0]), hi = halves_of(x[1]);
+            v = make_uint4(lo.x, lo.y, hi.x, hi.y);
+        }
+        *(uint4 *)(q + flash_place(line, chunk, HD)) = v;
+    }
+}
+
+// s (32 lines, 32 keys) += q k for 64 dims. q, k: from the first of the lines, keys and dims on.
+template <int HD, int DIM>
+__device__ static inline void flash_scores(float (&s)[2][4][4], const __half *q, const __half *k) {
+    const int lane = threadIdx.x % 32, right_q = (lane / 16 ^ lane % 8) << 3, right_k = (lane / 8 % 2 ^ lane % 8) << 3;
+    q += lane % 16 * HD, k += (lane / 16 * 8 + lane % 8) * DIM;
+#pragma unroll
+    for (int d = 0; d < 64; d += 16) {
+        unsigned line[2][4], key[2][4];
+#pragma unroll
+        for (int m = 0; m < 2; m++) load_matrices(line[m], q + (right_q ^ d) + 16 * m * HD);
+#pragma unroll
+        for (int n = 0; n < 2; n++) load_matrices(key[n], k + (right_k ^ d) + 16 * n * DIM);
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+#pragma unroll
+            for (int n = 0; n < 4; n++) multiply_half(s[m][n], line[m], key[n / 2] + n % 2 * 2);
+    }
+}
+
+// Scores of the 16 lines that the warp of the other half goes on with, and after a barrier of the block those of its
+// own: s[0] becomes their sum.   halves (PAIRS, 2, 512)
+__device__ static inline void flash_hand_over(const float (&s)[2][4][4], float *halves, int pair, int half) {
+    float *other = halves + (pair * 2 + 1 - half) * 512 + 4 * (threadIdx.x % 32);
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+        *(float4 *)(other + 128 * n) = half ? make_float4(s[0][n][0], s[0][n][1], s[0][n][2], s[0][n][3])
+                                            : make_float4(s[1][n][0], s[1][n][1], s[1][n][2], s[1][n][3]);
+}
+__device__ static inline void flash_take_over(float (&s)[2][4][4], const float *halves, int pair, int half) {
+    const float *mine = halves + (pair * 2 + half) * 512 + 4 * (threadIdx.x % 32);
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        const float4 x = *(const float4 *)(mine + 128 * n);
+        const float more[4] = { x.x, x.y, x.z, x.w };
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[0][n][e] = (half ? s[1][n][e] : s[0][n][e]) + more[e];
+    }
+}
+
+// Scores of keys that a line does not see become -Inf. j0: the first key of the tile.
+template <int HD, int LINES>
+__device__ static inline void flash_mask(const FlashTask &a, const Flash<HD, LINES> &f, const FlashRun &s,
+                                         const FlashRow *rows, int n_here, int j0, float (&score)[2][4][4]) {
+#pragma unroll
+    for (int m = 0; m < Flash<HD, LINES>::M; m++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const FlashRow v = rows[min(quotient(f.line(m, e), a.by_group), n_here - 1)];
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                const int j = j0 + f.columns * 32 + n / 2 * 8 + threadIdx.x % 4 * 2 + n % 2;
+                const bool seen = v.tree && j >= s.len ? v.ancestors >> (j - s.len) & 1 : j >= v.first;
+                if (!seen || j >= v.end) score[m][n / 2][2 * e + n % 2] = -INFINITY;
+            }
+        }
+}
+
+// The largest score of each line among the warp's keys.   tops (2, LINES)
+template <int HD, int LINES>
+__device__ static inline void flash_tops(const Flash<HD, LINES> &f, const float (&s)[2][4][4], float *tops) {
+#pragma unroll
+    for (int m = 0; m < Flash<HD, LINES>::M; m++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            float most = -INFINITY;
+#pragma unroll
+            for (int n = 0; n < 4; n++) most = fmaxf(most, fmaxf(s[m][n][2 * e], s[m][n][2 * e + 1]));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+            if (threadIdx.x % 4 == 0) tops[f.columns * LINES + f.line(m, e)] = most;
+        }
+}
+
+// Softmax of a tile: weights (LINES, N) of the keys, and what the sums before this tile shrink by. top, sum: of the
+// thread's lines; sum is that of its own keys. Weights are exp2(scale * score - scale * top). A top that is too low
+// does no harm as long as they stay within 2^FLASH_SLACK, where f16 is as exact as below 1; so it seldom moves, and
+// sums seldom shrink.
+enum { FLASH_SLACK = 8 };
+template <int HD, int LINES>
+__device__ static inline void flash_weigh(const Flash<HD, LINES> &f, const float (&s)[2][4][4], float scale,
+                                          const float *tops, float (&top)[2][2], float (&sum)[2][2], __half *weights,
+                                          float *shrink) {
+    const int k2 = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < Flash<HD, LINES>::M; m++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int line = f.line(m, e);
+            const float most = fmaxf(tops[line], tops[LINES + line]);
+            const float now = (most - top[m][e]) * scale > FLASH_SLACK ? most : top[m][e];
+            const float base = now == -INFINITY ? 0 : now * scale, less = fast_exp2(__fmaf_rn(top[m][e], scale, -base));
+            float more = 0;
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const __half2 p = __floats2half2_rn(fast_exp2(__fmaf_rn(s[m][n][2 * e], scale, -base)),
+                                                    fast_exp2(__fmaf_rn(s[m][n][2 * e + 1], scale, -base)));
+                more += __low2float(p) + __high2float(p);
+                *(__half2 *)(weights + flash_place(line, f.columns * 4 + n, TILE_SLOTS) + k2) = p;
+            }
+            sum[m][e] = __fmaf_rn(sum[m][e], less, more), top[m][e] = now;
+            if (f.columns == 0 && k2 == 0) shrink[line] = less;
+        }
+}
+
+// acc (64 lines, 64 dims) += weights v, after acc was scaled by shrink. weights, shrink, v: from the first of the lines
+// and dims on.
+template <int HD>
+__device__ static inline void flash_values(float (&acc)[4][8][4], const __half *weights, const float *shrink,
+                                           const __half *v) {
+    const int lane = threadIdx.x % 32, right = (lane / 16 ^ lane % 8) << 3;
+    float less[4][2];
+    bool shrinks = false;
+    weights += lane % 16 * TILE_SLOTS, v += lane % 16 * HD;
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) less[m][e] = shrink[16 * m + 8 * e + lane / 4], shrinks |= less[m][e] != 1;
+    if (__any_sync(~0u, shrinks))
+#pragma unroll
+        for (int m = 0; m < 4; m++)
+#pragma unroll
+            for (int n = 0; n < 8; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) acc[m][n][e] *= less[m][e / 2];
+#pragma unroll
+    for (int k = 0; k < TILE_SLOTS; k += 16) {
+        unsigned p[4][4], x[4];
+#pragma unroll
+        for (int m = 0; m < 4; m++) load_matrices(p[m], weights + (right ^ k) + 16 * m * TILE_SLOTS);
+#pragma unroll
+        for (int n = 0; n < 8; n += 2) {
+            load_matrices_transposed(x, v + (right ^ 8 * n) + k * HD);
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+                multiply_half(acc[m][n], p[m], x);
+                multiply_half(acc[m][n + 1], p[m], x + 2);
+            }
+        }
+    }
+}
+
+// The lines of a run, to where attention writes: acc divided by the sums.   o (LINES, HD + ROW_PAD), over q and tiles;
+// sums (2, LINES)
+template <int HD, int LINES>
+__device__ static inline void flash_put(const FlashTask &a, const Flash<HD, LINES> &f, const FlashRun &s, int r0,
+                                        const float (&acc)[4][8][4], float (&sum)[2][2], float *sums, float *o) {
+    constexpr int ROW = HD + ROW_PAD;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < Flash<HD, LINES>::M; m++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            sum[m][e] += __shfl_xor_sync(~0u, sum[m][e], 1);
+            sum[m][e] += __shfl_xor_sync(~0u, sum[m][e], 2);
+            if (lane % 4 == 0) sums[f.columns * LINES + f.line(m, e)] = sum[m][e];
+        }
+    __syncthreads();                                   // tiles have been read
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+            float *at = o + (f.out_line0 + 16 * m + lane / 4) * ROW + f.out_dim0 + 8 * n + lane % 4 * 2;
+            *(float2 *)at = make_float2(acc[m][n][0], acc[m][n][1]);
+            *(float2 *)(at + 8 * ROW) = make_float2(acc[m][n][2], acc[m][n][3]);
+        }
+    __syncthreads();                                   // values and sums are there
+#pragma unroll 1
+    for (int job = threadIdx.x / 32; job < LINES * (HD / 128); job += Flash<HD, LINES>::WARPS) {
+        const int line = job / (HD / 128), i = job % (HD / 128) * 128 + 4 * lane, row = quotient(line, a.by_group);
+        if (row < s.from || row >= s.to) continue;
+        const float all = sums[line] + sums[LINES + line], scale = all == 0 ? 0 : __frcp_rn(all);
+        const float4 y = *(const float4 *)(o + line * ROW + (a.n_rot ? tied_place(i, HD, a.n_rot) : i));
+        put_four(a.out, ((size_t)(r0 + row) * a.n_heads + s.head * a.group + line - row * a.group) * HD + i,
+                 make_float4(y.x * scale, y.y * scale, y.z * scale, y.w * scale));
+    }
+    __syncthreads();                                   // the next run may have shared memory
+}
+
+// flash: softmax(scale * q k) v for the rows of a prompt, LINES lines of one KV head.
+//   shapes    q (n_rows, n_heads, HD), cache and stage as in gemma4.h, f16; N_K < HD: tied, V serves the rest of K
+//   launch    grid (ceil(n_rows / rows), n_kv_heads), block Flash::THREADS, dynamic shared memory Flash::bytes
+//   traffic   every key in sight once for LINES lines, 2 * (N_K + HD) B, for 4 * HD FLOP a line. Blocks side by side
+//             walk over the same keys and share them in L2
+//   numerics  q in f16, scores on tensor cores with f32 sums, those of HALVES of the dims added. Online softmax in f32,
+//             by tiles of TILE_SLOTS keys, aligned to key 0; weights are rounded to f16, and so summed; O += P V with
+//             f32 sums. Lines never meet: a row's result depends on what it sees alone
+//   time      the next K is on its way while this one's values are added up; the next V all the while if n_v is 2
+//   see       cpu_attend
+template <int HD, int LINES, int N_K>
+__global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LINES>::THREADS)
+    flash_kernel(const __grid_constant__ FlashTask a) {
+    typedef Flash<HD, LINES> Shape;
+    constexpr int N = Shape::N, HALVES = Shape::HALVES, THREADS = Shape::THREADS;
+    constexpr bool TIED = N_K < HD;
+    take_turn();
+    const Shape f;
+    const int n_v = a.n_v;
+    __half *q = (__half *)shared_bytes, *v_tiles = q + LINES * HD;     // (LINES, HD); (n_v, N, HD)
+    __half *k_tile = v_tiles + n_v * N * HD, *weights = k_tile + N * N_K;              // (N, N_K); (LINES, N)
+    float *tops = (float *)((char *)weights + Shape::WEIGHT_BYTES), *shrink = tops + 2 * LINES; // (2, LINES); (LINES)
+    FlashRow *rows = (FlashRow *)(shrink + LINES);     // of the block
+    const int r0 = (gridDim.x - 1 - blockIdx.x) * a.rows, n_here = min(a.rows, a.b.n_rows - r0);   // the longest first
+    if ((int)threadIdx.x < n_here) {
+        const Sight v = look(a.b, a.n_seqs, a.window, OWN_CAUSAL, r0 + threadIdx.x);
+        rows[threadIdx.x] = (FlashRow){ v.seg, v.first, v.end, v.kind == SEG_TREE, v.ancestors };
+    }
+    __syncthreads();
+
+    for (int from = 0; from < n_here;) {               // rows of one segment at a time: mostly there is one
+        const FlashRun run = flash_run(a, rows, r0, n_here, from);
+        const int first = run.low / N, n_tiles = (run.end - 1) / N - first + 1;
+        auto copy_k = [&](int i) {
+            if (i < n_tiles) flash_copy<N_K, THREADS>(a, run, a.cache_k, a.stage_k, (first + i) * N, k_tile);
+            copy_commit();
+        };
+        auto copy_v = [&](int i) {
+            __half *to = v_tiles + i % n_v * N * HD;
+            if (i < n_tiles) flash_copy<HD, THREADS>(a, run, a.cache_v, a.stage_v, (first + i) * N, to);
+            copy_commit();
+        };
+        copy_k(0);
+        if (TIED || n_v == 2) copy_v(0);
+        flash_queries<HD, LINES>(a, run, r0, q);
+
+        float acc[4][8][4] = { }, sum[2][2] = { }, top[2][2] = { { -INFINITY, -INFINITY }, { -INFINITY, -INFINITY } };
+#pragma unroll 1
+        for (int i = 0; i < n_tiles; i++) {
+            const __half *v_tile = v_tiles + i % n_v * N * HD;
+            copied<0>();
+            __syncthreads();                           // K is there, V if TIED or n_v is 2; tile i - 1 has been read
+            if (n_v == 2) copy_v(i + 1);
+            else if (!TIED) copy_v(i);
+
+            float s[2][4][4] = { };
+#pragma unroll 2
+            for (int d = f.half * (HD / HALVES); d < (f.half + 1) * (HD / HALVES); d += 64)
+                if (d < N_K) flash_scores<HD, N_K>(s, q + f.line0 * HD + d, k_tile + f.columns * 32 * N_K + d);
+                else flash_scores<HD, HD>(s, q + f.line0 * HD + d, v_tile + f.columns * 32 * HD + d);
+            if (HALVES == 2) {
+                flash_hand_over(s, (float *)weights, f.pair, f.half);
+                __syncthreads();                       // all scores are there
+                copy_k(i + 1);
+                flash_take_over(s, (float *)weights, f.pair, f.half);
+            }
+            const int j0 = (first + i) * N;
+            if (j0 < run.whole_low || j0 + N > run.whole_end) flash_mask(a, f, run, rows, n_here, j0, s);
+            flash_tops(f, s, tops);
+            __syncthreads();                           // the largest scores of both warps of a line are there
+            if (HALVES == 1) copy_k(i + 1);
+            flash_weigh(f, s, a.scale, tops, top, sum, weights, shrink);
+            if (n_v == 1 && !TIED) copied<1>();        // V, not yet the next K
+            __syncthreads();                           // weights are there
+            flash_values<HD>(acc, weights + f.out_line0 * N, shrink + f.out_line0, v_tile + f.out_dim0);
+            if (TIED && n_v == 1) {
+                __syncthreads();                       // V has been read
+                copy_v(i + 1);
+            }
+        }
+        flash_put(a, f, run, r0, acc, sum, tops, (float *)shared_bytes);
+        from = run.to;
+    }
+}
+
+typedef struct {              // how flash carries an attend out; kernel NULL: it does not
+    void (*kernel)(FlashTask);
+    int    lines, threads, n_v;
+    size_t bytes;             // of shared memory
+} FlashPlan;
+
+template <int HD, int LINES, int N_K> static FlashPlan flash_plan(void) {
+    typedef Flash<HD, LINES> Shape;
+    int n_v = 2;
+    while (n_v && Shape::bytes(N_K, n_v) > (size_t)cuda.block_shared) n_v--;
+    return (FlashPlan){ n_v ? flash_kernel<HD, LINES, N_K> : NULL, LINES, Shape::THREADS, n_v, Shape::bytes(N_K, n_v) };
+}
+
+// Prompts of f16 caches with the heads of Gemma 4, where segments have rows enough for tiles.
+static FlashPlan flash_of(const Attend *o) {
+    const Cache *c = o->cache;
+    const int n_rows = o->batch->n_rows, group = o->n_heads / c->n_kv_heads;
+    FlashPlan f = { };
+    if (n_rows <= STEP_ROWS || n_rows < 8 * o->batch->n_segs || o->own != OWN_CAUSAL || o->blocks) return f;
+    if (c->k.type != KV_F16 || c->v.type != KV_F16) return f;
+    if (c->head_dim == 256 && c->k.dim == 256) f = flash_plan<256, 128, 256>();
+    if (c->head_dim == 512 && c->k.dim == 512) f = flash_plan<512, 64, 512>();
+    if (c->head_dim == 512 && c->k.dim == 128) f = flash_plan<512, 64, 128>();
+    if (group > f.lines) f.kernel = NULL;
+    return f;
+}
+
+static void attend_flash(const Attend *o, const FlashPlan *f) {
+    const Cache *c = o->cache, *stage = o->stage ? o->stage : c;
+    const int n_rows = o->batch->n_rows;
+    FlashTask task = { };
+    task.b = *o->batch, task.n_seqs = c->n_seqs, task.window = o->window;
+    task.group = o->n_heads / c->n_kv_heads, task.rows = f->lines / task.group, task.by_group = divisor(task.group);
+    task.n_heads = o->n_heads, task.n_kv_heads = c->n_kv_heads;
+    task.n_rot = c->n_rot, task.n_v = f->n_v;
+    task.slots = c->slots, task.by_slots = divisor(c->slots);
+    task.staged = o->stage != NULL, task.stage_slots = stage->slots;
+    task.stage_k = (const __half *)stage->k.data, task.stage_v = (const __half *)stage->v.data;
+    task.cache_k = (const __half *)c->k.data, task.cache_v = (const __half *)c->v.data;
+    task.q = o->q, task.scale = o->scale * 1.44269504f, task.out = o->out;
+    launch(WRITES_ACTIVATIONS, f->kernel, dim3(div_up(n_rows, task.rows), c->n_kv_heads), f->threads, f->bytes, task);
+    CHECK_LAUNCH("attend n_rows=%d n_heads=%d head_dim=%d", n_rows, o->n_heads, c->head_dim);
+}
+
+// Once at start.
+static void allow_flash(void) {
+    void (*const kernels[])(FlashTask) = { flash_kernel<256, 128, 256>, flash_kernel<512, 64, 512>,
+                                           flash_kernel<512, 64, 128> };
+    for (auto k : kernels)
+        CHECK_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, cuda.block_shared),
+                   "shared memory of attend");
+}
+
 // ---- caches of other types ----
 
 // attend, plain: softmax(scale * q k) v over the keys of one part, a row and up to HEADS query heads that share a KV head.
@@ -4320,6 +4767,11 @@ static void cuda_attend(const Attend *o) {
     const bool turns = store && store->rope.n_pairs && store->rope.n_pairs % 4 == 0;
     const bool makes = nc && turns && !dumps && !o->stage && o->own != OWN_NONE && n_rows <= min_int(FUSED_ROWS, step);
     if (store && !makes) cuda_qkv_store(store);
+    const FlashPlan flash = flash_of(o);
+    if (flash.kernel) {
+        attend_flash(o, &flash);
+        return;
+    }
     for (int r = 0; r < n_rows; r += step) {
         const int n = min_int(step, n_rows - r);
         const Attend piece = attend_piece(o, r);
@@ -5090,6 +5542,7 @@ static void start_device(void) {
     for (auto k : floats) CHECK_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "gemv");
     allow_tiles();
     allow_attend();
+    allow_flash();
     int major = 0;
     CHECK_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), "device");
     cuda.starts_early = major >= 9;

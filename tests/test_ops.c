@@ -1600,8 +1600,8 @@ static void attend_case(AttendCase t, const Step *s) {
     }
 
     const Run runs[] = { { 0, min_int(n, 64) }, { n - 1, 1 }, { n / 2, 1 }, { 0, n }, { n / 3, min_int(9, n - n / 3) },
-                         { 0, min_int(n, 3) } };
-    for (int k = 0; k < 6; k++) {
+                         { 0, min_int(n, 3) }, { n / 3, n - n / 3 } };
+    for (int k = 0; k < 7; k++) {
         const Batch view = batch_from(batch, runs[k]);
         const Act out = act_room(runs[k].n, q_dim, k);
         set_threads(runs[k].n);
@@ -1777,6 +1777,28 @@ static void test_attend(void) {
         if (k % 4 == 2) add_chain(s, 0, 95, 2);
         attend_store_case((AttendCase){ KV_F16, 128 << k % 3, 8, k % 2 ? 2 : 1, k < 9 ? 576 : 2240, k % 3 == 2 ? 64 : 0,
                                         k == 8 ? 300 : 0, OWN_CAUSAL, false, false, 1 }, k == 4, s);
+    }
+    // Prompts: the heads of all five models, rings that wrap and pass the stage, windows that end within a tile.
+    static const int global[][3] = { { 8, 1, 0 }, { 8, 2, 0 }, { 16, 1, 64 }, { 16, 2, 64 }, { 8, 1, 32 } };
+    for (int k = 0; k < 5; k++) {
+        const int *g = global[k];                      // heads, KV heads, n_rot
+        attend_chain((AttendCase){ KV_F16, 512, g[0], g[1], 320, g[2], 0, OWN_CAUSAL, false, false, 1 }, k * 37,
+                     k % 2 ? 67 : 100);
+    }
+    for (int k = 0; k < 4; k++) {
+        static const int starts[] = { 0, 63, 200, 1000 };
+        attend_chain((AttendCase){ KV_F16, 256, 2 << k, k < 2 ? 2 : 1, 192, 0, k == 1 ? 64 : 129, OWN_CAUSAL, true,
+                                   false, 1 }, starts[k], k == 3 ? 180 : 65 + k);
+        attend_chain((AttendCase){ KV_F16, 256, 3, 1, 512, 0, k < 2 ? 0 : 101 + k, OWN_CAUSAL, false, false, 0.5f },
+                     starts[k], 160);
+    }
+    for (int k = 0; k < 4; k++) {                      // sessions side by side in one block
+        memset(s, 0, sizeof *s);
+        add_chain(s, 1, 70, 66);
+        if (k % 2) add_tree(s, 2, 100, 13, 5);
+        add_chain(s, 0, k < 2 ? 130 : 500, k < 2 ? 1 : 70);
+        attend_case((AttendCase){ KV_F16, k < 2 ? 512 : 256, 8, 1, k < 2 ? 256 : 128, k == 1 ? 64 : 0, k < 2 ? 0 : 65,
+                                  OWN_CAUSAL, k > 1, false, 1 }, s);
     }
     free(s);
 }
