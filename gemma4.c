@@ -628,7 +628,7 @@ static void print_unknown(const Binder *b) {
 typedef struct {
     int    n_ctx;             // tokens a session can hold; 0: as many as the model was trained for, 8192 at most; CTX_FIT
     int    n_seqs;            // sessions
-    int    n_batch;           // most rows of a step, >= STEP_ROWS
+    int    n_batch;           // most rows of a step, >= STEP_ROWS; BATCH_FIT
     int    n_logits;          // most rows of a step that want logits
     KvType k_type, v_type;    // of global layers; rings are f16, or f32 when k_type is
     bool   untied;            // keep K and V apart also where they come from one projection
@@ -638,6 +638,9 @@ typedef struct {
 } PlanOptions;
 
 enum { CTX_FIT = -1 };        // n_ctx: as many tokens as memory has room for, up to those the model was trained for
+// n_batch: where the backend keeps weights itself it may bring them into another form for each large step, so steps are as
+// large as a 16th part of the memory has room for, up to LARGE_BATCH and down to SMALL_BATCH
+enum { BATCH_FIT = 0, SMALL_BATCH = 512, LARGE_BATCH = 4096 };
 
 typedef struct {              // bytes
     size_t weights;           // that the backend keeps itself; 0: read in the mapped file
@@ -1023,6 +1026,16 @@ static size_t plan_budget(const Model *m) {
     return free_bytes - free_bytes / 32;
 }
 
+// Finds n_batch for a context of n_ctx tokens, which has to have room, and prompts of up to `longest`.
+static void fit_batch(Model *m, int n_ctx, int longest, size_t budget) {
+    for (m->options.n_batch = LARGE_BATCH; m->options.n_batch > SMALL_BATCH; m->options.n_batch /= 2) {
+        const size_t needed = fit_context(m, n_ctx, budget);
+        const Plan *p = &m->plan;
+        if (p->weights && m->options.n_batch / 2 < longest && needed <= budget &&
+            p->activations + p->stage + p->scratch <= budget / 16) return;
+    }
+}
+
 // The longest context, at most `most`, that the budget has room for; 0: not even the smallest.
 static int largest_context(Model *m, int most, size_t budget) {
     int low = 0, high = (most - 1) / TILE_SLOTS + 1;   // in tiles: has room, has none
@@ -1084,7 +1097,7 @@ static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o
 
     const Config *c = &m->config;
     assert(o.n_seqs >= 1 && o.n_seqs <= MAX_SESSIONS);
-    o.n_batch = max_int(o.n_batch, STEP_ROWS);
+    if (o.n_batch != BATCH_FIT) o.n_batch = max_int(o.n_batch, STEP_ROWS);
     o.n_logits = max_int(o.n_logits, o.n_seqs);
     m->options = o;
     bool has_tied = false;
@@ -1094,6 +1107,8 @@ static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o
             "try --kv-layout untied");
     const size_t budget = plan_budget(m);
     int n_ctx = o.n_ctx ? o.n_ctx : min_int(c->n_ctx_train, 8192);
+    if (o.n_batch == BATCH_FIT)
+        fit_batch(m, n_ctx == CTX_FIT ? TILE_SLOTS : n_ctx, n_ctx == CTX_FIT ? c->n_ctx_train : n_ctx, budget);
     if (n_ctx == CTX_FIT) n_ctx = max_int(largest_context(m, c->n_ctx_train, budget), TILE_SLOTS);
     fit_context(m, n_ctx, budget);
 }
@@ -3095,7 +3110,7 @@ int main(int argc, char **argv) {
         return 0;
     default: break;
     }
-    PlanOptions o = { .n_seqs = 1, .n_batch = 512, .n_logits = 1, .memory = (size_t)(f.memory * (1 << 30)) };
+    PlanOptions o = { .n_seqs = 1, .n_batch = BATCH_FIT, .n_logits = 1, .memory = (size_t)(f.memory * (1 << 30)) };
     o.n_ctx = f.n_ctx < 0 ? 0 : f.n_ctx > 0 ? (int)f.n_ctx : CTX_FIT;
     o.k_type = parse_kv_type("-ctk", f.k_type, f.verb == LOGITS || f.verb == CHECK ? KV_F32 : KV_F16);
     o.v_type = parse_kv_type("-ctv", f.v_type, o.k_type);

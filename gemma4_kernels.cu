@@ -104,12 +104,12 @@ static struct {
     Limits lim;
     char  *scratch;           // (scratch_size) carved by scratch_layout()
     size_t scratch_size;
-    float *y;                 // (2, max_rows, max_cols) prepared inputs: of the operation, of what rides along
-    int8_t *yq;               // (2, max_rows, max_cols)
-    float *ys;                // (2, max_rows, max_cols / 32)
+    float *y;                 // (2, prepared_rows, max_cols) prepared inputs: of the operation, of what rides along
+    int8_t *yq;               // (2, prepared_rows, max_cols)
+    float *ys;                // (2, prepared_rows, max_cols / 32)
     __half *y16;              // (max_rows, max_cols) for cuBLAS, times PROMPT_SCALE
     __half *panel;            // (PANEL_BYTES) rows of a matrix for cuBLAS
-    float *wide;              // (2, max_rows, PANEL_COLS) gate and up of a prompt
+    float *wide;              // (wide_values) gate and up of a prompt
     float *partial;           // (PARTIAL_BYTES) attention before its parts are put together
     unsigned *arrived;        // (MAX_ARRIVED) blocks of a launch that have come to its end; 0 between launches
     int   *done;              // (max_rows) Choice.done: 0 between launches
@@ -747,14 +747,16 @@ template <DType T> __device__ static inline float group_term(const float a[2], c
     return scaled_term<T>(a, m, __fmaf_rn(-offset, sum0, d0), __fmaf_rn(-offset, sum1, d1), sum0, sum1);
 }
 
-// The 32 values of a group in f32: exact, or correctly rounded where there is a minimum.
+// Value i of a group in f32: exact, or correctly rounded where there is a minimum.
+template <DType T> __device__ static inline float value_of(const Group &x, int i) {
+    const int code = (int8_t)(x.c[i / 4] >> 8 * (i % 4)) - Type<T>::offset;
+    return Type<T>::min ? __fsub_rn(__fmul_rn(x.a[i / 16], (float)code), x.m[i / 16]) : x.a[i / 16] * code;
+}
+
 template <DType T> __device__ static inline void group_values(const Planes &p, size_t g, float *v) {
     Group x;
     load_group<T>(p, g, &x);
-    for (int i = 0; i < 32; i++) {
-        const int code = (int8_t)(x.c[i / 4] >> 8 * (i % 4)) - Type<T>::offset;
-        v[i] = Type<T>::min ? __fsub_rn(__fmul_rn(x.a[i / 16], (float)code), x.m[i / 16]) : x.a[i / 16] * code;
-    }
+    for (int i = 0; i < 32; i++) v[i] = value_of<T>(x, i);
 }
 
 __device__ static inline float float_value(DType t, const uint8_t *p, size_t i) {
@@ -886,6 +888,13 @@ static void cuda_upload(Tensor *w, void *dst) {
 __device__ static inline __half prompt_half(float y) {
     y *= PROMPT_SCALE;
     return __float2half_rn(y != y ? y : fminf(fmaxf(y, -65504.0f), 65504.0f));
+}
+// Two values as halves, the first one lowest.
+__device__ static inline unsigned prompt_halves(float a, float b) {
+    const __half2 both = __halves2half2(prompt_half(a), prompt_half(b));
+    unsigned word;
+    memcpy(&word, &both, sizeof word);
+    return word;
 }
 
 typedef struct {              // where a prepared input goes; NULL: not wanted
@@ -1095,7 +1104,9 @@ prepare_kernel(const __grid_constant__ RowInputs o, Prepared out0, Prepared out1
     prepare_row<QUADS>(o, blockIdx.x, weight, room, true, &turn, [] { copied<0>(); }, [&](int k) {
         return [&o, at, out = k ? out1 : out0](int i, float4 y) {
             if (out.f) store4(out.f + at, i, o.cols, o.quads, y);
-            if (out.h) {
+            if (out.h && o.quads) {
+                if (i < o.cols) *(uint2 *)(out.h + at + i) = make_uint2(prompt_halves(y.x, y.y), prompt_halves(y.z, y.w));
+            } else if (out.h) {
                 const float v[4] = { y.x, y.y, y.z, y.w };
                 for (int c = 0; c < 4; c++)
                     if (i + c < o.cols) out.h[at + i + c] = prompt_half(v[c]);
@@ -1139,20 +1150,37 @@ static void launch_prepare(const In *in, const In *beside, Prepared out, Prepare
 }
 
 // act_to_half: the form that cuBLAS takes, of what a producer left: f, or q * s.
-//   launch    grid (n_rows, ceil(cols / 256)), block 256
-__global__ void act_to_half_kernel(Act a, __half *out, int cols) {
+//   shapes    n values, row after row; f, q and out at multiples of 16 bytes
+//   launch    grid ceil(n / 2048), block 256: a thread takes eight values
+//   traffic   reads 4 bytes or 1 1/8 a value, writes 2
+__global__ void act_to_half_kernel(Act a, __half *out, size_t n) {
     take_turn();
-    const int i = blockIdx.y * blockDim.x + threadIdx.x;
-    if (i >= cols) return;
-    const size_t at = (size_t)blockIdx.x * cols + i;
-    out[at] = prompt_half(a.f ? a.f[at] : a.q[at] * a.s[at / 32]);
+    const size_t i = 8 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
+    if (i + 8 > n) {
+        for (size_t k = i; k < n; k++) out[k] = prompt_half(a.f ? a.f[k] : a.q[k] * a.s[k / 32]);
+        return;
+    }
+    float v[8];
+    if (a.f) {
+        *(float4 *)v = __ldcg((const float4 *)(a.f + i));
+        *(float4 *)(v + 4) = __ldcg((const float4 *)(a.f + i + 4));
+    } else {
+        const uint2 q = __ldcg((const uint2 *)(a.q + i));
+        const float s = a.s[i / 32];
+        for (int k = 0; k < 8; k++) v[k] = (int8_t)((k < 4 ? q.x : q.y) >> 8 * (k % 4)) * s;
+    }
+    *(uint4 *)(out + i) = make_uint4(prompt_halves(v[0], v[1]), prompt_halves(v[2], v[3]), prompt_halves(v[4], v[5]),
+                                     prompt_halves(v[6], v[7]));
 }
+
+// Rows that the products of 1 to 64 rows are given at most: those of experts have the whole step.
+static int prepared_rows(const Limits *lim) { return lim->max_experts ? lim->max_rows : min_int(lim->max_rows, STEP_ROWS); }
 
 // The int8 and f32 forms of an input for the 1..64-row products: what a producer left, or prepared in scratch number `number`.
 static Prepared prepared_at(int number, int cols, bool f, bool q, bool h) {
-    const size_t all = (size_t)cuda.lim.max_rows * cuda.lim.max_cols;
+    const size_t rows = prepared_rows(&cuda.lim), all = rows * cuda.lim.max_cols;
     return (Prepared){ f ? cuda.y + number * all : NULL, q ? cuda.yq + number * all : NULL,
-                       q ? cuda.ys + number * (all / 32 + cuda.lim.max_rows) : NULL, h ? cuda.y16 : NULL };
+                       q ? cuda.ys + number * (all / 32 + rows) : NULL, h ? cuda.y16 : NULL };
 }
 
 // embed: out[r] = scale * table[token of r].
@@ -3045,36 +3073,113 @@ static void prepare(Jobs *jobs, const In *in, const In *beside, int n_rows, int 
         jobs->n_inputs = jobs->made.n;
         return;
     }
+    if (n_rows > prepared_rows(&cuda.lim)) cuda_die("prepare: expected up to %d rows, got %d", prepared_rows(&cuda.lim), n_rows);
     out[0] = prepared_at(0, cols, f, q, false);
     if (beside) out[1] = prepared_at(1, cols, f_beside, !f_beside, false);
     launch_prepare(in, beside, out[0], out[1], n_rows, cols);
 }
 
 // ==== [6] Products of a prompt: cuBLAS ===============================================================================
-// More than STEP_ROWS rows: the matrix goes to f16 piece by piece, each piece as large as the panel, and cuBLAS multiplies it
-// with the rows in f16, sums in f32. The pieces of gate and up meet in scratch, where the activation takes them.
+// More than STEP_ROWS rows: as many features of the matrix as the panel holds go to f16, cuBLAS multiplies them with the rows in
+// f16, sums in f32, and so on. Those of gate and of up lie in one panel; their products meet in scratch, where the activation
+// takes them.
 
-// dequantise: n rows of a matrix from row `first` on, to f16.
-//   launch    grid (ceil(cols / 32 / 128), n), block 128: a thread takes a group
-//   traffic   reads the weights once, writes 2 bytes a value
-__global__ void dequantise_kernel(DType t, Planes w, size_t first, int cols, __half *out) {
+enum { PANEL_UNIT = 256 };    // a panel begins at a multiple of so many features: whole tiles for cuBLAS, whole octets for us
+
+// dequantise: n_groups groups of a matrix from group `first` on, to f16. Both start at a row; out at a multiple of 16 bytes.
+//   launch    grid ceil(n_groups / 512), block 256: a lane takes two groups, a warp 64 that follow each other
+//   traffic   reads the weights once, writes 2 bytes a value. The values of 32 groups pass through shared memory, so that
+//             every store of a warp is 512 bytes without a gap; both groups are on their way before the first is unpacked
+//   numerics  value_of, rounded once
+template <DType T> __global__ void __launch_bounds__(256) dequantise_kernel(Planes w, size_t first, int n_groups, __half *out) {
+    __shared__ uint4 passing[8][128];                  // of a warp: four words of 16 bytes of each lane, in an order of its
+    uint4 *const mine = passing[threadIdx.x / 32];     // own for each pair of lanes, so that 8 lanes meet all banks
+    const int lane = threadIdx.x % 32, from = (blockIdx.x * 8 + threadIdx.x / 32) * 64;
+    Fetched<T> fetched[2];
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        const int g = min(from + 32 * k + lane, n_groups - 1);
+        fetch_group<T>(planes_from<T>(w, first + g), 0, &fetched[k]);
+    }
     take_turn();
-    const int g = blockIdx.x * blockDim.x + threadIdx.x;
-    if (g * 32 >= cols) return;
-    float v[32];
-    const int n = min(32, cols - g * 32);
-    values_at(t, w, (first + blockIdx.y) * cols + g * 32, n, v);
-    for (int i = 0; i < n; i++) out[(size_t)blockIdx.y * cols + g * 32 + i] = __float2half_rn(v[i]);
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        Group x;
+        unpack_group<T>(fetched[k], (int)(first + from + 32 * k + lane) & 7, &x);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            __half2 h[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                h[j] = __floats2half2_rn(value_of<T>(x, 8 * i + 2 * j), value_of<T>(x, 8 * i + 2 * j + 1));
+            uint4 v;
+            memcpy(&v, h, sizeof v);
+            mine[4 * lane + (i ^ (lane / 2 & 3))] = v;
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int at = 32 * i + lane, g = at / 4;
+            if (from + 32 * k + g < n_groups)
+                ((uint4 *)out)[(size_t)(from + 32 * k) * 4 + at] = mine[4 * g + ((at ^ g / 2) & 3)];
+        }
+        __syncwarp();
+    }
 }
 
-// out[r][i] = factor * (w[first + i] . y[r]) for n features and all rows; out has row stride `stride` floats.
-static void multiply_panel(const Tensor *w, size_t first, int n, const __half *y, int n_rows, float *out, int stride) {
-    const int cols = w->cols;
-    launch(WRITES_ACTIVATIONS, dequantise_kernel, dim3(div_up(div_up(cols, 32), 128), n), 128, 0, w->type, planes_of(w), first, cols, cuda.panel);
-    CHECK_LAUNCH("dequantise rows=%d cols=%d", n, cols);
+// float_to_half: the same for n values of a matrix of floats from value `first` on, a multiple of 256.
+//   launch    grid ceil(n / 2048), block 256: a thread takes eight values
+template <DType T> __global__ void float_to_half_kernel(const uint8_t *w, size_t first, size_t n, __half *out) {
+    constexpr int words = 8 / Type<T>::chunk;          // of 16 bytes
+    take_turn();
+    const size_t i = 8 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
+    if (i + 8 > n) {
+        for (size_t k = i; k < n; k++) out[k] = __float2half_rn(float_value(T, w, first + k));
+        return;
+    }
+    uint4 raw[words], v;
+    for (int k = 0; k < words; k++) raw[k] = load_once(w + (first + i) / Type<T>::chunk * 16 + 16 * k);
+    const uint8_t *values = (const uint8_t *)raw;
+    __half2 h[4];
+    for (int k = 0; k < 4; k++) h[k] = __floats2half2_rn(float_value(T, values, 2 * k), float_value(T, values, 2 * k + 1));
+    memcpy(&v, h, sizeof v);
+    *(uint4 *)(out + i) = v;
+}
+
+// n features of a matrix from feature `first` on, a multiple of PANEL_UNIT, as f16.
+static void to_half(const Tensor *w, int first, int n, __half *out) {
+    const size_t from = (size_t)first * w->cols, values = (size_t)n * w->cols;
+    const Planes p = planes_of(w);
+    const int groups = (int)(values / 32), blocks = (int)((values + 2047) / 2048);
+    void (*of_groups)(Planes, size_t, int, __half *) = NULL;
+    void (*of_floats)(const uint8_t *, size_t, size_t, __half *) = NULL;
+    switch (w->type) {
+#define CASE(T, ...) case T: of_groups = dequantise_kernel<T>; break;
+    QUANTISED_TYPES(CASE)
+#undef CASE
+    case T_F32: of_floats = float_to_half_kernel<T_F32>; break;
+    case T_F16: of_floats = float_to_half_kernel<T_F16>; break;
+    case T_BF16: of_floats = float_to_half_kernel<T_BF16>; break;
+    }
+    if (of_groups) launch(WRITES_ACTIVATIONS, of_groups, div_up(groups, 512), 256, 0, p, from / 32, groups, out);
+    if (of_floats) launch(WRITES_ACTIVATIONS, of_floats, blocks, 256, 0, p.lo, from, values, out);
+    CHECK_LAUNCH("to_half rows=%d cols=%d", n, w->cols);
+}
+
+// out[r][i] = panel[i] . y[r] for n features and all rows; out has row stride `stride` floats.
+static void multiply_panel(int n, int cols, const __half *y, int n_rows, float *out, int stride) {
     const float back = 1 / PROMPT_SCALE, zero = 0;
     CHECK_BLAS(cublasGemmEx(cuda.blas, CUBLAS_OP_T, CUBLAS_OP_N, n, n_rows, cols, &back, cuda.panel, CUDA_R_16F, cols, y,
                             CUDA_R_16F, cols, &zero, out, CUDA_R_32F, stride, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT), "gemm");
+}
+
+static size_t panel_rows(int cols) { return PANEL_BYTES / sizeof(__half) / cols; }
+
+// How many of `rows` features lie in the panel at a time when there is room for `most`: as few panels as possible, as equal as
+// whole multiples of PANEL_UNIT allow.
+static int panel_step(int rows, size_t most) {
+    const int room = max_int((int)(most / PANEL_UNIT), 1), all = div_up(rows, PANEL_UNIT);
+    return div_up(all, div_up(all, room)) * PANEL_UNIT;
 }
 
 // out *= *factor. launch: grid ceil(n / 256), block 256.
@@ -3084,34 +3189,66 @@ __global__ void scale_kernel(float *out, const float *factor, size_t n) {
     if (i < n) out[i] *= *factor;
 }
 
-static int panel_rows(const Tensor *w) { return (int)(PANEL_BYTES / sizeof(__half) / w->cols); }
-
 static void multiply_prompt(const Tensor *w, const __half *y, int n_rows, float *out) {
-    const int step = panel_rows(w);
-    for (int i = 0; i < w->rows; i += step) multiply_panel(w, i, min_int(step, w->rows - i), y, n_rows, out + i, w->rows);
+    const int step = panel_step(w->rows, panel_rows(w->cols));
+    for (int i = 0; i < w->rows; i += step) {
+        const int n = min_int(step, w->rows - i);
+        to_half(w, i, n, cuda.panel);
+        multiply_panel(n, w->cols, y, n_rows, out + i, w->rows);
+    }
     if (!w->scale) return;
     const size_t n = (size_t)n_rows * w->rows;
     launch(WRITES_ACTIVATIONS, scale_kernel, (unsigned)((n + 255) / 256), 256, 0, out, w->scale, n);
     CHECK_LAUNCH("scale n_rows=%d rows=%d", n_rows, w->rows);
 }
 
-// gated: Act columns first .. first + n of act(gate) * up. launch: grid (n_rows, n / 32), block 32: a warp takes a group.
-__global__ void gated_kernel(const float *gate, const float *up, int stride, const float *gate_factor, const float *up_factor,
-                             ActFn fn, Act out, int cols, int first, int n) {
+// gated: Act columns first .. first + n of act(gate) * up. quads: rows of all of them lie at multiples of four values.
+//   launch    grid (n_rows, ceil(n / 1024)), block 256: a thread takes four values, so a group belongs to 8 lanes
+//   traffic   reads 8 bytes a value, writes 4 or 1 1/8
+__global__ void gated_kernel(const float *gate, int gate_stride, const float *gate_factor, const float *up, int up_stride,
+                             const float *up_factor, ActFn fn, Act out, int cols, int first, int n, int quads) {
     take_turn();
-    const int i = blockIdx.y * 32 + threadIdx.x;
-    const size_t from = (size_t)blockIdx.x * stride + i, at = (size_t)blockIdx.x * cols + first + i;
-    float v = 0;
-    if (i < n) v = activate(fn, gate[from] * (gate_factor ? *gate_factor : 1)) * (up[from] * (up_factor ? *up_factor : 1));
-    if (out.f && i < n) out.f[at] = v;
-    if (out.q) quantise_group(v, out.q + at - threadIdx.x, out.s + at / 32);
+    const int i = 4 * (blockIdx.y * blockDim.x + threadIdx.x);
+    const size_t r = blockIdx.x, at = r * cols + first;
+    const float4 g = scale4(load4(gate + r * gate_stride, i, n, quads), gate_factor ? *gate_factor : 1);
+    const float4 u = scale4(load4(up + r * up_stride, i, n, quads), up_factor ? *up_factor : 1);
+    const float4 v = multiply4(make_float4(activate(fn, g.x), activate(fn, g.y), activate(fn, g.z), activate(fn, g.w)), u);
+    if (out.f) store4(out.f + at, i, n, quads, v);
+    if (!out.q) return;
+    float s;
+    const unsigned word = quantise4(v, &s);
+    if (i < n) *(unsigned *)(out.q + at + i) = word;
+    if (i < n && i % 32 == 0) out.s[(at + i) / 32] = s;
 }
 
-enum { PANEL_COLS = 2048 };   // features of gate and of up that meet at a time
+// Values of gate and up together that wait for their activation.
+static size_t wide_values(int max_rows) { return max_int(16 << 20, 2 * PANEL_UNIT * max_rows); }
+
+// out = act(gate y) * (up y), or without a matrix up times u, whose rows lie u_stride floats apart.
+static void multiply_gated(const Tensor *gate, const Tensor *up, const float *u, int u_stride, ActFn fn, const __half *y,
+                           int n_rows, Act out) {
+    const int rows = gate->rows, cols = gate->cols;
+    const size_t room = wide_values(cuda.lim.max_rows) / n_rows, panel = panel_rows(cols);
+    const int step = panel_step(rows, (room < panel ? room : panel) / (up ? 2 : 1));
+    const float *up_factor = up ? up->scale : NULL;
+    for (int i = 0; i < rows; i += step) {
+        const int n = min_int(step, rows - i), place = up ? (int)round_up(n, 8) : 0, stride = place + n;
+        to_half(gate, i, n, cuda.panel);
+        if (up) to_half(up, i, n, cuda.panel + (size_t)place * cols);      // features n .. place - 1 of the product: nobody's
+        multiply_panel(stride, cols, y, n_rows, cuda.wide, stride);
+        const float *second = up ? cuda.wide + place : u + i;
+        const int second_stride = up ? stride : u_stride;
+        const bool quads = (rows | n | second_stride | (int)((size_t)second / sizeof(float))) % 4 == 0;
+        launch(WRITES_ACTIVATIONS, gated_kernel, dim3(n_rows, div_up(n, 1024)), 256, 0, cuda.wide, stride, gate->scale, second,
+               second_stride, up_factor, fn, out, rows, i, n, quads);
+        CHECK_LAUNCH("gated n_rows=%d n=%d", n_rows, n);
+    }
+}
 
 static const __half *prompt_input(const In *in, int n_rows, int cols) {
     if (in->act.f || in->act.q) {
-        launch(WRITES_ACTIVATIONS, act_to_half_kernel, dim3(n_rows, div_up(cols, 256)), 256, 0, in->act, cuda.y16, cols);
+        const size_t n = (size_t)n_rows * cols;
+        launch(WRITES_ACTIVATIONS, act_to_half_kernel, (unsigned)((n + 2047) / 2048), 256, 0, in->act, cuda.y16, n);
         CHECK_LAUNCH("act_to_half n_rows=%d cols=%d", n_rows, cols);
     } else {
         launch_prepare(in, NULL, (Prepared){ NULL, NULL, NULL, cuda.y16 }, (Prepared){ 0 }, n_rows, cols);
@@ -3160,19 +3297,10 @@ static void cuda_route(const Route *o) {
 }
 
 static void cuda_gate_up(const GateUp *o) {
-    const int rows = o->gate->rows, cols = o->gate->cols;
+    const int cols = o->gate->cols;
     if (o->n_rows > STEP_ROWS) {
         const __half *y = prompt_input(&o->in, o->n_rows, cols);
-        float *gate = cuda.wide, *up = cuda.wide + (size_t)cuda.lim.max_rows * PANEL_COLS;
-        const int step = min_int(PANEL_COLS, panel_rows(o->gate));
-        for (int i = 0; i < rows; i += step) {
-            const int n = min_int(step, rows - i);
-            multiply_panel(o->gate, i, n, y, o->n_rows, gate, n);
-            multiply_panel(o->up, i, n, y, o->n_rows, up, n);
-            launch(WRITES_ACTIVATIONS, gated_kernel, dim3(o->n_rows, div_up(n, 32)), 32, 0, gate, up, n, o->gate->scale, o->up->scale, o->fn,
-                                                                                 o->out, rows, i, n);
-            CHECK_LAUNCH("gated n_rows=%d n=%d", o->n_rows, n);
-        }
+        multiply_gated(o->gate, o->up, NULL, 0, o->fn, y, o->n_rows, o->out);
         if (o->route) cuda_route(o->route);
         return;
     }
@@ -3238,6 +3366,11 @@ static void cuda_expert_down(const ExpertDown *o) {
 }
 
 static void cuda_ple_inject(const PleInject *o) {
+    if (o->n_rows > STEP_ROWS) {
+        const __half *y = prompt_input(&o->in, o->n_rows, o->w->cols);
+        multiply_gated(o->w, NULL, o->u, o->u_stride, ACT_GELU, y, o->n_rows, o->out);
+        return;
+    }
     const bool f = is_float(o->w->type);
     Jobs jobs = { };
     Prepared y[2];
@@ -5489,15 +5622,15 @@ static void cuda_head(const Head *o) {
 // Prompt steps are never recorded.
 
 static size_t scratch_layout(const Limits *lim, char *base) {
-    const size_t all = (size_t)lim->max_rows * lim->max_cols;
+    const size_t all = (size_t)lim->max_rows * lim->max_cols, prepared = (size_t)prepared_rows(lim) * lim->max_cols;
     size_t at = 0;
 #define PLACE(field, type, n) do { cuda.field = (type *)(base + at); at += round_up((n) * sizeof(type), 256); } while (0)
-    PLACE(y, float, 2 * all);
-    PLACE(yq, int8_t, 2 * all);
-    PLACE(ys, float, 2 * (all / 32 + lim->max_rows));
+    PLACE(y, float, 2 * prepared);
+    PLACE(yq, int8_t, 2 * prepared);
+    PLACE(ys, float, 2 * (prepared / 32 + prepared_rows(lim)));
     PLACE(y16, __half, lim->max_rows > STEP_ROWS ? all : 0);
     PLACE(panel, __half, PANEL_BYTES / sizeof(__half));
-    PLACE(wide, float, lim->max_rows > STEP_ROWS ? (size_t)2 * lim->max_rows * PANEL_COLS : 0);
+    PLACE(wide, float, lim->max_rows > STEP_ROWS ? wide_values(lim->max_rows) : 0);
     PLACE(partial, float, PARTIAL_BYTES / sizeof(float));
     PLACE(arrived, unsigned, MAX_ARRIVED);
     PLACE(done, int, lim->max_rows);

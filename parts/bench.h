@@ -302,7 +302,7 @@ static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const B
     bench.ids = alloc_or_die(o.n_ctx, sizeof *bench.ids);
     for (int i = 0; i < o.n_ctx; i++) bench.ids[i] = (int32_t)(random_unit(1, i) * (float)m->config.vocab);
     bench.rings = alloc_or_die(copy_rings(m, 0, NULL, COPY_OUT), 1);
-    bench_run(&bench, min_int(warm_up, o.n_batch), PROMPT_TEST, "warming up");
+    bench_run(&bench, min_int(warm_up, m->options.n_batch), PROMPT_TEST, "warming up");
     set_length(m, 0, 0);
     bench_run(&bench, min_int(longest, 4), GENERATE_TEST, NULL);
     reset_session(m, 0);
