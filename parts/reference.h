@@ -170,25 +170,31 @@ static void ref_matmul(const Matmul *o) {
     }
 }
 
+// The experts of row r, whose logits are there. The sum over all experts, which softmax divides by, cancels: the weights of
+// those used sum to 1.
+static void ref_choose_experts(const Route *o, int r) {
+    const float *logits = o->logits + (size_t)r * o->w->rows;
+    float *weights = o->weights + (size_t)r * o->n_used;
+    int32_t *ids = o->ids + (size_t)r * o->n_used;
+    double sum = 0;
+    ref_rank(logits, o->w->rows);
+    for (int j = 0; j < o->n_used; j++) {
+        ids[j] = ref.tokens[j].id;
+        sum += exp((double)logits[ids[j]] - logits[ids[0]]);
+    }
+    for (int j = 0; j < o->n_used; j++) {
+        const double p = exp((double)logits[ids[j]] - logits[ids[0]]) / sum;
+        weights[j] = (float)(o->expert_scale ? p * o->expert_scale[ids[j]] : p);
+    }
+}
+
 static void ref_route(const Route *o) {
     const int n = o->w->rows;
     if (n > REF_EXPERTS) ref_refuse("route: expected at most 1024 experts", n);
     for (int r = 0; r < o->n_rows; r++) {
         const Act y = ref_input(&o->in, r, o->w->cols);
-        float *logits = o->logits + (size_t)r * n, *weights = o->weights + (size_t)r * o->n_used;
-        int32_t *ids = o->ids + (size_t)r * o->n_used;
-        double sum = 0;
-        for (int i = 0; i < n; i++) logits[i] = (float)ref_product(o->w, 0, i, y);
-        ref_rank(logits, n);
-        // The sum over all experts, which softmax divides by, cancels: the weights of those used sum to 1.
-        for (int j = 0; j < o->n_used; j++) {
-            ids[j] = ref.tokens[j].id;
-            sum += exp((double)logits[ids[j]] - logits[ids[0]]);
-        }
-        for (int j = 0; j < o->n_used; j++) {
-            const double p = exp((double)logits[ids[j]] - logits[ids[0]]) / sum;
-            weights[j] = (float)(o->expert_scale ? p * o->expert_scale[ids[j]] : p);
-        }
+        for (int i = 0; i < n; i++) o->logits[(size_t)r * n + i] = (float)ref_product(o->w, 0, i, y);
+        ref_choose_experts(o, r);
     }
 }
 
@@ -431,6 +437,17 @@ static double ref_logsumexp(const float *z, int n) {
     return largest + log(sum);
 }
 
+// What else Head wants of row r, whose logits are z (vocab).
+static void ref_summary(const Head *o, int r, const float *z) {
+    const int vocab = o->w->rows;
+    if (o->top_k) ref_rank(z, vocab);
+    for (int j = 0; j < o->top_k; j++) {
+        o->top_ids[(size_t)r * o->top_k + j] = ref.tokens[j].id;
+        o->top_logits[(size_t)r * o->top_k + j] = z[ref.tokens[j].id];
+    }
+    if (o->logsumexp) o->logsumexp[r] = (float)ref_logsumexp(z, vocab);
+}
+
 static void ref_head(const Head *o) {
     const int vocab = o->w->rows, cols = o->w->cols;
     for (int r = 0; r < o->n_rows; r++) {
@@ -441,13 +458,7 @@ static void ref_head(const Head *o) {
             const double v = ref_product(o->w, 0, i, y);
             z[i] = (float)(o->cap > 0 ? o->cap * tanh(v / o->cap) : v);
         }
-        if (o->top_k) ref_rank(z, vocab);
-        for (int j = 0; j < o->top_k; j++) {
-            const int id = ref.tokens[j].id;
-            o->top_ids[(size_t)r * o->top_k + j] = id;
-            o->top_logits[(size_t)r * o->top_k + j] = z[id];
-        }
-        if (o->logsumexp) o->logsumexp[r] = (float)ref_logsumexp(z, vocab);
+        ref_summary(o, r, z);
     }
 }
 
