@@ -14,7 +14,8 @@
  *   [8]  Text and verbs: logits, tokenize, detokenize, plan
  *   [9]  Command line
  *   [10] CPU operations
- * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check; parts/chat.h: the terminal
+ * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check; parts/chat.h: the terminal;
+ *              parts/reference.h: what each operation means
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
  *              allocates nothing, unless --dump is given.
  * TRAPS        the list before forward: every way this model differs from Llama. */
@@ -2545,6 +2546,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 
 
 #include "parts/convert.h"
+#include "parts/reference.h"
 #include "parts/bench.h"
 #include "parts/chat.h"
 
@@ -4174,7 +4176,6 @@ static void attend_items(const void *task, int begin, int end) {
 static void cpu_attend(const Attend *o) {
     const int group = o->n_heads / o->cache->n_kv_heads;
     AttendJob job = { .o = o, .heads = min_int(group, QUERIES) };
-    if (o->blocks) die("attend: block lists are not supported by the CPU backend");
     if (o->store) cpu_qkv_store(o->store);
     job.rows = QUERIES / job.heads;
     job.parts = (group + job.heads - 1) / job.heads;

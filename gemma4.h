@@ -1,7 +1,7 @@
 /* gemma4.h - the seam: what the forward pass in gemma4.c asks of a backend, and nothing else.
  *
- * The model is written once, against the table of operations at the end of this file. cpu_ops() in gemma4.c is the
- * readable definition of each operation; another backend (CUDA, HIP, Metal, SYCL) is one more file that fills the table.
+ * The model is written once, against the table of operations at the end of this file. parts/reference.h defines each of them
+ * in plain loops; a backend (the CPU's in gemma4.c, CUDA, HIP, Metal, SYCL) is one more file that fills the table.
  * This header knows nothing about files, text or sampling policy, and includes only <stdbool.h>, <stddef.h>, <stdint.h>.
  *
  * CONTRACT
@@ -163,7 +163,6 @@ typedef struct {
                                      // v. A segment of more than STEP_ROWS rows reads k and v only; its last tail_slots rows
                                      // go to both
     int          tail_slots;         // multiple of TILE_SLOTS; 0: no tail
-    float       *means;              // (n_seqs, n_kv_heads, slots / 128 rounded up, head_dim) of block_select, or NULL
 } Cache;
 
 typedef struct {                     // rotary embedding of pairs (i, i + head_dim / 2), i < n_pairs
@@ -300,8 +299,6 @@ typedef struct {                     // out[r][h] = sum_j softmax_j(scale * q[r]
     OwnMask        own;
     float          scale;            // 1 for Gemma 4
     const QkvStore *store;           // carried out first, on the same batch, and may share the launch; NULL: done already
-    const int32_t *blocks;           // block list from block_select, or NULL: dense
-    int            max_blocks;
     Act            out;              // (n_rows, n_heads * head_dim)
 } Attend;
 
@@ -323,34 +320,6 @@ typedef struct {                     // stage -> ring: the last min(n, slots) ro
     const Cache *cache, *stage;
 } KvCopy;
 
-typedef struct {                     // pFlash: key blocks of 128 worth attending, per query block and KV head
-                                     // (FlashPrefill, arXiv 2603.06199, steps 1-4)
-    const Batch *batch;              // one segment, a CHAIN; after its rows are stored
-    const Cache *cache;              // never a ring. All means in sight are made anew from the rows: nobody else keeps them
-    int          n_heads;
-    const float *q;
-    float        alpha;              // keep w >= alpha * max; >= 1: all (dense)
-    int          n_skip;             // pairs i < n_skip of a head are left out of the score (those that rotate); 0: none
-    int          n_sink, n_local;    // blocks always kept: the first, and the latest up to that of the query block's last
-                                     // row; also every block that its rows lie in
-    bool         last;               // the end of the prompt: the last two query blocks of the step are dense
-    int32_t     *blocks;             // (n_rows / 128 rounded up, n_kv_heads, max_blocks) ascending, -1 ends. Query block b is
-                                     // rows 128 b .. of the step; key block n is positions 128 n .. 128 n + 127
-    int          max_blocks;
-} BlockSelect;
-
-typedef struct {                     // prompt compression: mass[r][j] = max of mass[r][j] and, over heads,
-                                     // softmax_j(q[r] . k[j]), j as in attend with OWN_CAUSAL, window 0. Layers merge by
-                                     // calling again; the host zeroes mass and takes the mean over rows
-    const Batch *batch;              // the last rows of a step, one segment
-    const Cache *cache;
-    int          n_heads;
-    const float *q;
-    int          n_skip;             // pairs i < n_skip of a head are left out of q . k (those that rotate); 0: none
-    float       *mass;               // (n_rows, max_len)
-    int          max_len;
-} AttnMass;
-
 // ---- output ------------------------------------------------------------------------------------------------------
 typedef struct {                     // z = w y; logits = cap * tanh(z / cap)
     int           n_rows;
@@ -364,19 +333,6 @@ typedef struct {                     // z = w y; logits = cap * tanh(z / cap)
     float        *top_logits;        // (n_rows, top_k) as in logits
     float        *logsumexp;         // (n_rows) over the vocabulary, as exact as in Logprob, or NULL. NaN for a row with one
 } Head;
-
-typedef struct {                     // MTP of E2B, E4B: head over the tokens of the n_best best centroids; equal
-                                     // scores: the lower centroid
-    int            n_rows, n_best;
-    In             in;
-    const Tensor  *centroids;        // (n_centroids, cols)
-    const int32_t *ordering;         // (vocab) token ids, vocab / n_centroids per centroid
-    const Tensor  *w;                // (vocab, cols)
-    int            top_k;            // >= 1
-    int32_t       *top_ids;          // (n_rows, top_k) as in Head
-    float         *top_logits;       // (n_rows, top_k)
-    float         *logsumexp;        // (n_rows) over the tokens looked at, or NULL
-} HeadCentroid;
 
 typedef struct {                     // out[r] = logits[r][ids[r]] - logsumexp(logits[r]); the sum in f64, or as exact
     int            n_rows, vocab;    // as 1e-6 of max(1, |out|). An id outside the vocabulary: NaN
@@ -464,32 +420,6 @@ ON_DEVICE static inline float random_unit(uint64_t seed, int32_t pos) {
     return (float)(z >> 40) * (1.0f / 16777216.0f);
 }
 
-typedef struct {                     // DDTree: the most probable prefixes of per-depth candidates as a TREE segment
-                                     // The chain of best candidates comes first, as deep as the budget allows. Equal
-                                     // probabilities: the node with the lower parent, then the lower candidate
-    int            depth, width, budget;        // candidates per depth; rows after the root, < STEP_ROWS
-    int            stride;           // rows of ids, logits and logsumexp from one depth to the next: 1, or the
-                                     // sessions of a draft step
-    const int32_t *ids;              // (depth, width) from head
-    const float   *logits;           // (depth, width)
-    const float   *logsumexp;        // (depth)
-    Row           *rows;             // (budget + 1) token, index, depth, ancestors are set. Row 0 = root, its token is kept;
-                                     // rows that stay unused repeat the root, seg of all is kept
-    Segment       *seg;              // n is set, the rest is kept (kind is TREE)
-} TreeBuild;
-
-typedef struct {                     // follows the target's choices through each segment as far as the drafts agree
-    const Batch   *batch;            // the rows of choice: a view. A segment's rows before its first one in the view are
-                                     // given text, not drafts, and accepted; from that one on all are in the view. A segment
-                                     // with no row in the view is accepted whole: last is 0 and next -1
-    const int32_t *choice;           // (n_rows) from sample
-    int32_t       *n_accept;         // (n_segs) rows to commit, >= 1: what kv_commit reads
-    int32_t       *path;             // (n_segs, STEP_ROWS) numbers within the segment; not written for a CHAIN
-    int32_t       *last;             // (n_segs) the last accepted row's number in the view: its hidden state is
-                                     // what drafts go on from
-    int32_t       *next;             // (n_segs) the choice at that row: the next step's first token
-} VerifyWalk;
-
 // ---- run time ----------------------------------------------------------------------------------------------------
 typedef enum {
     COPY_IN,                         // host -> backend; src may be reused when copy() returns
@@ -511,8 +441,8 @@ typedef struct {                     // everything that decides which operations
     int32_t kind;                    // StepKind
     int32_t rows, segs;
     int32_t kept, logits;            // rows that go through the last layers; rows that get logits
-    int32_t variant;                 // whatever else gemma4.c makes the operations or their host fields depend on (sparse or
-                                     // dense prompt, end of a prompt, draft depth, tree width ..), numbered by gemma4.c
+    int32_t variant;                 // whatever else gemma4.c makes the operations or their host fields depend on, numbered by
+                                     // gemma4.c
 } StepKey;
 
 typedef struct {                     // largest sizes that operations will be called with; fixes a backend's own scratch
@@ -561,17 +491,13 @@ typedef struct Ops {
     void (*attend)(const Attend *o);
     void (*kv_commit)(const KvCommit *o);
     void (*kv_copy)(const KvCopy *o);
-    void (*block_select)(const BlockSelect *o);              // pFlash
-    void (*attn_mass)(const AttnMass *o);                    // prompt compression
     // output
     void (*head)(const Head *o);
-    void (*head_centroid)(const HeadCentroid *o);            // MTP
     void (*logprob)(const Logprob *o);                       // perplexity
     void (*sample)(const Sample *o);
-    void (*tree_build)(const TreeBuild *o);                  // DDTree
-    void (*verify_walk)(const VerifyWalk *o);                // speculation
 } Ops;
 
+const Ops *reference_ops(void);      // parts/reference.h: the definition
 const Ops *cpu_ops(void);            // gemma4.c [10]
 const Ops *cuda_ops(void);           // gemma4_kernels.cu; NULL: there is no GPU that it could use
 

@@ -4888,7 +4888,6 @@ static void cuda_attend(const Attend *o) {
     const Split split = split_of(c, n_rows);
     check_cache(c, "attend");
     if (hd > 2 * ATTEND_THREADS || hd % 8 || c->n_rot % 4) cuda_die("attend: heads of %d values are not supported", hd);
-    if (o->blocks) cuda_die("attend: block lists are not supported");
     if (o->out.q && hd % 32) cuda_die("attend: expected heads of whole groups for int8, got %d values", hd);
     // Many rows go through in pieces, as far as there is room for what parts leave.
     const size_t row_bytes = (size_t)o->n_heads * split.parts * (hd + 2) * sizeof(float);

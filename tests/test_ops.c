@@ -1,16 +1,16 @@
-/* test_ops.c - every operation of gemma4.h against a reference in double.
+/* test_ops.c - every operation of gemma4.h, of each backend, against its definition in parts/reference.h.
  *
  * run_all() takes a table of operations, so that each backend goes through the same cases: buffers are made with
- * op->reserve and filled and read with op->copy, weights are placed as the backend wants them. The references follow the
- * comments of gemma4.h and the block table of gguf.h; they share no code with gemma4.c or gguf.h.
+ * op->reserve and filled and read with op->copy, weights are placed as the backend wants them. The reference takes the same
+ * structs with pointers to host memory; what is computed here are the tolerances.
  *
- *   matrix products   int8 activations are made by the contract's rule in f32, everything else is summed in double. Where
- *                     a norm precedes the product, the backend's y may differ from the reference in its last bits and a
+ *   matrix products   what an activation may add to the error is known; times the sizes of the weights it is the tolerance.
+ *                     Where a norm precedes the product, the backend's y may differ from the reference in its last bits and a
  *                     rounding to int8 may go the other way: an element that lies that close to a tie widens the tolerance
  *                     by its own share, s * |w|, and no other element does
  *   rows              products, norms and experts run with 1 to 100 rows, attention with up to 200; a row alone
  *                     must give the bits it gives among 64 (contract 7)
- *   attention         softmax in double over the values as they are stored; slots that no row may see hold large values
+ *   attention         slots that no row may see hold large values
  *   buffers           outputs start as NaN (all bits set) and have guards behind them; inputs must come back unchanged
  *
  * Arguments: the operations to test, for example `build/test_ops attend route`; none: all. -cuda before them: the CUDA backend
@@ -33,7 +33,6 @@
 #define TOL_ATTEND_16 4e-3              // * max |v| in sight, other backends on caches of 16 bits: q and p may be rounded
 #define TOL_PROMPT  0x1p-7              // * sum |term|      instead of TOL_PRODUCT: other backends, more than STEP_ROWS rows (bf16)
 #define TOL_LOGPROB 1e-6                // * max(1, |value|)   logprob, logsumexp
-#define CHI_Z       4.75                // standard deviations: a right sampler fails once in a million cases
 
 static const Ops *op;
 static char now[240];                   // "backend operation: case", the head of every message
@@ -139,22 +138,21 @@ static void sweep(void) {
 // ---- comparison -----------------------------------------------------------------------------------------------------
 
 // got (rows, stride) against want and bound (rows, cols); one message for the worst element. NaN is never near.
-static void compare(const char *what, const float *got, size_t stride, const double *want, const double *bound, int rows,
-                    int cols) {
+static void compare(const char *what, const float *got, size_t stride, const float *want, const float *bound, int rows, int cols) {
     int bad = 0, at_r = 0, at_i = 0;
     double worst = -1;
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < cols; i++) {
             const size_t j = (size_t)r * (size_t)cols + (size_t)i;
-            const double off = fabs((double)got[(size_t)r * stride + (size_t)i] - want[j]);
-            if (off <= bound[j]) continue;
+            const double off = fabs((double)got[(size_t)r * stride + (size_t)i] - (double)want[j]);
+            if (off <= (double)bound[j]) continue;
             bad++;
-            const double ratio = isnan(off) ? INFINITY : off / (bound[j] + 1e-300);
+            const double ratio = isnan(off) ? INFINITY : off / ((double)bound[j] + 1e-300);
             if (ratio > worst) worst = ratio, at_r = r, at_i = i;
         }
     const size_t j = (size_t)at_r * (size_t)cols + (size_t)at_i;
     CHECK(!bad, "%s: %s (%d, %d): got %.9g, want %.9g, tolerance %.2g; %d of %d differ", now, what, at_r, at_i,
-          (double)got[(size_t)at_r * stride + (size_t)at_i], want[j], bound[j], bad, rows * cols);
+          (double)got[(size_t)at_r * stride + (size_t)at_i], (double)want[j], (double)bound[j], bad, rows * cols);
 }
 
 static void same_bits(const char *what, const void *got, const void *want, size_t n, size_t size) {
@@ -213,35 +211,13 @@ static float *activations(int rows, int cols) {
     return v;
 }
 
-// ---- numbers of 16 bits, from their definition ----------------------------------------------------------------------
-
-static double value_f16(unsigned h) {
-    const int e = h >> 10 & 31, m = h & 1023;
-    const double v = e == 31 ? (m ? NAN : INFINITY) : e ? ldexp(1024 + m, e - 25) : ldexp(m, -24);
-    return h & 0x8000 ? -v : v;
-}
-
-static double value_bf16(unsigned h) {
-    const int e = h >> 7 & 255, m = h & 127;
-    const double v = e == 255 ? (m ? NAN : INFINITY) : e ? ldexp(128 + m, e - 134) : ldexp(m, -133);
-    return h & 0x8000 ? -v : v;
-}
-
-// The nearest number with `bits` mantissa bits and exponents from 1 - bias on, ties to even; no overflow here.
-static unsigned encode_16(double x, int bits, int bias) {
-    const double ax = fabs(x);
-    const unsigned sign = signbit(x) ? 0x8000 : 0;
-    if (ax < ldexp(1, 1 - bias)) return sign | (unsigned)rint(ldexp(ax, bits + bias - 1));
-    const int e = ilogb(ax);
-    return sign | (((unsigned)(e + bias) << bits) + (unsigned)rint(ldexp(ax, bits - e)) - (1u << bits));
-}
-
 // ---- matrices -------------------------------------------------------------------------------------------------------
 
 typedef struct {
-    Tensor   t;
-    uint8_t *bytes;                     // as in a file
-    double  *v, *a;                     // (n, rows, cols) values and what counts as |w|: Q4_K adds the sizes of its two parts
+    Tensor   t;                         // in the backend
+    Tensor   host;                      // as in a file, for the reference
+    Tensor   size;                      // (n, rows, cols) f32: what counts as |w|. Where a type has a minimum, the sizes of both
+                                        // parts are at most three times the largest value of the block
     float   *factor;                    // (n) what t.scale holds, or NULL
 } Matrix;
 
@@ -283,77 +259,34 @@ static void random_block(DType t, uint8_t *b) {
     if (t == T_Q4_K || t == T_Q5_K || t == T_Q4_1 || t == T_Q5_1) b[2] = (uint8_t)d_min, b[3] = (uint8_t)(d_min >> 8);
 }
 
-// Values of one block, and their sizes (gguf.h, BLOCKS). The rarer formats take their values from gguf.h itself, which
-// test_blocks holds against golden ones; where those have a minimum, the size of both parts is at most three times the largest.
-static void decode_block(DType t, const uint8_t *b, double *v, double *a) {
-    const unsigned h = b[0] | (unsigned)b[1] << 8;
-    const double d = value_f16(h);
-    const int n = block_elems(t);
-    float f;
-    switch (t) {
-    case T_F32:  memcpy(&f, b, 4); v[0] = (double)f; break;
-    case T_F16:  v[0] = d; break;
-    case T_BF16: v[0] = value_bf16(h); break;
-    case T_Q8_0: for (int i = 0; i < 32; i++) v[i] = d * (int8_t)b[2 + i]; break;
-    case T_Q4_0: for (int i = 0; i < 32; i++) v[i] = d * ((i < 16 ? b[2 + i] & 15 : b[2 + i - 16] >> 4) - 8); break;
-    case T_Q5_0:
-        for (int i = 0; i < 32; i++) {
-            const int code = (i < 16 ? b[6 + i] & 15 : b[6 + i - 16] >> 4) + 16 * (b[2 + i / 8] >> (i % 8) & 1);
-            v[i] = d * (code - 16);
-        }
-        break;
-    case T_Q4_K: {
-        const double d_min = value_f16(b[2] | (unsigned)b[3] << 8);
-        const uint8_t *s = b + 4, *q = b + 16;
-        for (int i = 0; i < 256; i++) {
-            const int g = i / 32, code = g % 2 ? q[g / 2 * 32 + i % 32] >> 4 : q[g / 2 * 32 + i % 32] & 15;
-            const int sc = g < 4 ? s[g] & 63 : (s[g + 4] & 15) + (s[g - 4] >> 6) * 16;
-            const int mn = g < 4 ? s[g + 4] & 63 : (s[g + 4] >> 4) + (s[g] >> 6) * 16;
-            v[i] = d * sc * code - d_min * mn;
-            a[i] = fabs(d * sc * code) + fabs(d_min * mn);
-        }
-        return;
-    }
-    default: {
-        float values[256], top = 0;
-        const bool has_min = t == T_Q4_1 || t == T_Q5_1 || t == T_Q2_K || t == T_Q5_K;
-        gguf_dequantize((int)t, b, values, (size_t)n);
-        for (int i = 0; i < n; i++) v[i] = (double)values[i], top = fmaxf(top, fabsf(values[i]));
-        for (int i = 0; i < n; i++) a[i] = has_min ? 3 * (double)top : fabs(v[i]);
-        return;
-    }
-    case T_Q6_K: {
-        const double d6 = value_f16(b[208] | (unsigned)b[209] << 8);
-        for (int i = 0; i < 256; i++) {
-            const int half = i / 128, k = i % 128 / 32, l = i % 32, low = b[64 * half + 32 * (k % 2) + l];
-            const int code = (k < 2 ? low & 15 : low >> 4) + 16 * (b[128 + 32 * half + l] >> (2 * k) & 3);
-            v[i] = d6 * (int8_t)b[192 + i / 16] * (code - 32);
-        }
-    }
-    }
-    for (int i = 0; i < n; i++) a[i] = fabs(v[i]);
-}
-
 static Matrix random_matrix(DType type, int n, int rows, int cols) {
     const size_t blocks = (size_t)n * (size_t)rows * (size_t)cols / (size_t)block_elems(type);
-    Matrix w = { .t = { .type = type, .rows = rows, .cols = cols, .n = n } };
+    Matrix w = { .host = { .type = type, .rows = rows, .cols = cols, .n = n } };
     if (cols % block_elems(type)) die("test_ops: %s of %d columns", type_name(type), cols);
-    w.bytes = keep(blocks * (size_t)block_bytes(type), 1);
-    for (size_t i = 0; i < blocks; i++) random_block(type, w.bytes + i * (size_t)block_bytes(type));
+    uint8_t *bytes = keep(blocks * (size_t)block_bytes(type), 1);
+    for (size_t i = 0; i < blocks; i++) random_block(type, bytes + i * (size_t)block_bytes(type));
+    w.host.data = bytes;
     return w;
 }
 
-// Decodes the bytes and hands them to the backend.
+// Takes the sizes of the values and hands the matrix to the backend.
 static void place(Matrix *w) {
-    const size_t blocks = (size_t)w->t.n * (size_t)w->t.rows * (size_t)w->t.cols / (size_t)block_elems(w->t.type);
-    const size_t elems = (size_t)block_elems(w->t.type);
-    w->v = keep(blocks * elems, sizeof(double));
-    w->a = keep(blocks * elems, sizeof(double));
-    for (size_t i = 0; i < blocks; i++)
-        decode_block(w->t.type, w->bytes + i * (size_t)block_bytes(w->t.type), w->v + i * elems, w->a + i * elems);
-    w->t.data = w->bytes;
+    const DType t = w->host.type;
+    const bool has_min = t == T_Q4_1 || t == T_Q5_1 || t == T_Q2_K || t == T_Q4_K || t == T_Q5_K;
+    const size_t n = (size_t)w->host.n * (size_t)w->host.rows * (size_t)w->host.cols, elems = (size_t)block_elems(t);
+    float *size = keep(n, sizeof *size);
+    gguf_dequantize((int)t, w->host.data, size, n);
+    for (size_t b = 0; b < n; b += elems) {
+        float top = 0;
+        for (size_t i = b; i < b + elems; i++) size[i] = fabsf(size[i]), top = fmaxf(top, size[i]);
+        for (size_t i = b; has_min && i < b + elems; i++) size[i] = 3 * top;
+    }
+    w->size = w->t = w->host;
+    w->size.type = T_F32;
+    w->size.data = size;
     const size_t bytes = op->weight_bytes(&w->t);
     op->upload(&w->t, bytes ? room("weights", bytes, 1) : NULL);
+    w->host.scale = w->factor;
     if (w->factor) w->t.scale = put_f("scale", w->factor, (size_t)w->t.n);
 }
 
@@ -365,7 +298,7 @@ static Matrix matrix(DType type, int n, int rows, int cols) {
 
 static Matrix table(DType type, int rows, int cols, bool in_host) {         // rows are gathered, never multiplied
     Matrix w = random_matrix(type, 1, rows, cols);
-    w.t.in_host = in_host;
+    w.host.in_host = in_host;
     place(&w);
     return w;
 }
@@ -382,135 +315,67 @@ static Matrix scaled_matrix(DType type, int n, int rows, int cols) {
 enum { AS_F32, AS_INT8 };
 
 typedef struct {                        // (rows, cols) each
-    int     cols;
-    double *z[2];                       // what matrices of floats and quantised ones are multiplied with
-    double *t[2];                       // what an element of |w| adds to the tolerance
-    double *y, *x;                      // y and x' of In
-    double *y_bound, *x_bound;
+    In     in;                          // the input itself, in host memory
+    int    cols;
+    float *t[2];                        // what an element of |w| adds to the tolerance, in matrices of floats and quantised ones
+    float *y, *x;                       // y and x' of In
+    float *y_bound, *x_bound;
 } Input;
 
-static double largest(const double *v, int n) {
+static double largest(const float *v, int n) {
     double m = 0;
-    for (int i = 0; i < n; i++) m = fabs(v[i]) > m ? fabs(v[i]) : m;
+    for (int i = 0; i < n; i++) m = fmax(m, fabs((double)v[i]));
     return m;
 }
 
-// out = w * u / rms(u); w NULL: no weight.
-static void ref_norm(double *out, const double *u, const float *w, int n, double eps) {
-    double ss = 0;
-    for (int i = 0; i < n; i++) ss += u[i] * u[i];
-    const double scale = 1 / sqrt(ss / n + eps);
-    for (int i = 0; i < n; i++) out[i] = (w ? (double)w[i] : 1) * u[i] * scale;
-}
-
-// Contract 6, in f32; x is finite.
-static float ref_group(const float *x, int8_t *q) {
-    float max = 0;
-    for (int i = 0; i < 32; i++) max = fabsf(x[i]) > max ? fabsf(x[i]) : max;
-    const bool zero = max < ldexpf(1, -120);
-    const float inv = zero ? 0 : 127 / max;
-    for (int i = 0; i < 32; i++) q[i] = zero ? 0 : (int8_t)rintf(x[i] * inv);
-    return zero ? 0 : max / 127;
-}
-
-// y (cols) as both kinds of matrix see it, when it is known to +-near.
-static void ref_forms(Input *in, size_t at, int cols, const double *y, double near) {
-    for (int i = 0; i < cols; i++) {
-        in->z[AS_F32][at + (size_t)i] = y[i];
-        in->t[AS_F32][at + (size_t)i] = TOL_PRODUCT * fabs(y[i]) + near;
-    }
-    for (int g = 0; cols % 32 == 0 && g < cols / 32; g++) {
-        float x[32];
+// The tolerances of row y (cols), which is known to +-near.
+static void input_bounds(Input *in, size_t at, const float *y, double near) {
+    for (int i = 0; i < in->cols; i++) in->t[AS_F32][at + (size_t)i] = (float)(TOL_PRODUCT * fabs((double)y[i]) + near);
+    for (int g = 0; in->cols % 32 == 0 && g < in->cols; g += 32) {
         int8_t q[32];
-        for (int i = 0; i < 32; i++) x[i] = (float)y[g * 32 + i];
-        const double s = (double)ref_group(x, q), max = 127 * s, unsure = max > 0 ? 2 * near * 127 / max : 0;
+        float scale;
+        ref_quantise(y + g, 32, q, &scale);
+        const double s = (double)scale, max = 127 * s, unsure = max > 0 ? 2 * near * 127 / max : 0;
         for (int i = 0; i < 32; i++) {
-            const size_t j = at + (size_t)(g * 32 + i);
-            const double exact = max > 0 ? (double)x[i] * 127 / max : 0, to_tie = fabs(exact - floor(exact) - 0.5);
-            in->z[AS_INT8][j] = s * q[i];
-            const double size = s * abs(q[i]);
-            in->t[AS_INT8][j] = TOL_PRODUCT * size + (max > 0 ? size * near / max : 0) + (to_tie < unsure ? s : 0);
+            const double exact = max > 0 ? (double)y[g + i] * 127 / max : 0, to_tie = fabs(exact - floor(exact) - 0.5);
+            const double size = s * abs(q[i]), share = max > 0 ? size * near / max : 0;
+            in->t[AS_INT8][at + (size_t)(g + i)] = (float)(TOL_PRODUCT * size + share + (to_tie < unsure ? s : 0));
         }
     }
 }
 
-// The formulas above In in gemma4.h; pointers in `in` are to host memory.
+// What the reference makes of an In, and how far from it a backend may be.
 static Input ref_in(const In *in, int rows, int cols) {
     const size_t n = (size_t)rows * (size_t)cols;
-    Input out = { .cols = cols };
-    double **all[] = { &out.z[0], &out.z[1], &out.t[0], &out.t[1], &out.y, &out.x, &out.y_bound, &out.x_bound };
-    for (int i = 0; i < 8; i++) *all[i] = keep(n, sizeof(double));
-    double *d = keep(cols, sizeof *d), *u = keep(cols, sizeof *u);
+    Input out = { .in = *in, .cols = cols };
+    float **all[] = { &out.t[0], &out.t[1], &out.y, &out.x, &out.y_bound, &out.x_bound }, *d = keep(n, sizeof *d);
+    for (int i = 0; i < 6; i++) *all[i] = keep(n, sizeof(float));
+    out.in.x_out = NULL;
+    if (in->act.f || in->act.q) {
+        for (size_t i = 0; i < n; i++) {
+            if (in->act.f) out.t[AS_F32][i] = (float)(TOL_PRODUCT * fabs((double)in->act.f[i]));
+            if (in->act.q) out.t[AS_INT8][i] = (float)(TOL_PRODUCT * fabs((double)in->act.s[i / 32] * in->act.q[i]));
+        }
+        return out;
+    }
+    In whole = *in, only_d = *in;
+    whole.x_out = out.x;
+    only_d.x = only_d.w_pre = only_d.x_out = NULL;
+    only_d.scale = 1;
+    reference_ops()->close(&(Close){ .n_rows = rows, .cols = cols, .in = whole, .out = out.y });
+    reference_ops()->close(&(Close){ .n_rows = rows, .cols = cols, .in = only_d, .out = d });
     const bool exact = !in->delta[0] && !in->delta[1] && in->scale == 1 && !in->w_pre;
-    for (int r = 0; r < rows; r++) {
-        const size_t at = (size_t)r * (size_t)cols;
-        double *x = out.x + at, *y = out.y + at;
-        if (in->act.f || in->act.q) {
-            for (int i = 0; in->act.f && i < cols; i++) y[i] = (double)in->act.f[at + (size_t)i];
-            if (in->act.f) ref_forms(&out, at, cols, y, 0);
-            for (int i = 0; in->act.q && i < cols; i++) {
-                out.z[AS_INT8][at + (size_t)i] = (double)in->act.s[(at + (size_t)i) / 32] * in->act.q[at + (size_t)i];
-                out.t[AS_INT8][at + (size_t)i] = TOL_PRODUCT * fabs(out.z[AS_INT8][at + (size_t)i]);
-            }
-            continue;
-        }
-        for (int i = 0; i < cols; i++) d[i] = 0;
-        for (int k = 0; k < 2; k++) {
-            if (!in->delta[k]) continue;
-            for (int i = 0; i < cols; i++) u[i] = (double)in->delta[k][at + (size_t)i];
-            if (in->w_delta[k]) ref_norm(u, u, in->w_delta[k], cols, (double)in->eps);
-            for (int i = 0; i < cols; i++) d[i] += u[i];
-        }
-        if ((in->delta[0] || in->delta[1]) && in->w_post) ref_norm(d, d, in->w_post, cols, (double)in->eps);
+    for (size_t at = 0; at < n; at += (size_t)cols) {
         // the largest sum |term| of x': what cancels is not lost from the tolerance
         double terms = 0;
-        for (int i = 0; i < cols; i++) {
-            const double xi = in->x ? (double)in->x[at + (size_t)i] : 0,
-                         size = fabs((double)in->scale) * (fabs(xi) + fabs(d[i]));
-            x[i] = y[i] = (double)in->scale * (xi + d[i]);
-            terms = size > terms ? size : terms;
-        }
-        if (in->w_pre) ref_norm(y, x, in->w_pre, cols, (double)in->eps);
-        const double x_max = largest(x, cols), x_near = exact ? 0 : TOL_NORM * terms;
-        const double near = exact || x_max == 0 ? 0 : TOL_NORM * largest(y, cols) * (terms / x_max);
-        for (int i = 0; i < cols; i++) out.y_bound[at + (size_t)i] = near, out.x_bound[at + (size_t)i] = x_near;
-        ref_forms(&out, at, cols, y, near);
+        for (size_t i = at; i < at + (size_t)cols; i++)
+            terms = fmax(terms, fabs((double)in->scale) * (fabs(in->x ? (double)in->x[i] : 0) + fabs((double)d[i])));
+        const double x_max = largest(out.x + at, cols), x_near = exact ? 0 : TOL_NORM * terms;
+        const double near = exact || x_max == 0 ? 0 : TOL_NORM * largest(out.y + at, cols) * (terms / x_max);
+        for (size_t i = at; i < at + (size_t)cols; i++) out.y_bound[i] = (float)near, out.x_bound[i] = (float)x_near;
+        input_bounds(&out, at, out.y + at, near);
     }
     return out;
-}
-
-typedef struct { double v, bound; } Ref;
-
-// Row i of matrix e times row r of the input. Not under sanitizers, where it would take a third of the time.
-__attribute__((no_sanitize("address"), no_sanitize("undefined")))
-static Ref product(const Matrix *w, int e, int i, const Input *in, size_t r) {
-    const size_t cols = (size_t)w->t.cols, at = ((size_t)e * (size_t)w->t.rows + (size_t)i) * cols;
-    const int form = takes_int8(w->t.type) ? AS_INT8 : AS_F32;
-    const double *v = w->v + at, *a = w->a + at, *z = in->z[form] + r * cols, *t = in->t[form] + r * cols;
-    double sum[4] = { 0 }, bound[4] = { 0 };
-    size_t k = 0;
-    for (; k + 4 <= cols; k += 4)
-        for (size_t j = 0; j < 4; j++) sum[j] += v[k + j] * z[k + j], bound[j] += a[k + j] * t[k + j];
-    for (; k < cols; k++) sum[0] += v[k] * z[k], bound[0] += a[k] * t[k];
-    Ref y = { sum[0] + sum[1] + sum[2] + sum[3], bound[0] + bound[1] + bound[2] + bound[3] };
-    // Contract 6: other backends round activations to the precision of a matrix of floats.
-    if (!on_cpu() && (w->t.type == T_F16 || w->t.type == T_BF16))
-        y.bound *= 1 + ldexp(1, w->t.type == T_F16 ? -11 : -8) / TOL_PRODUCT;
-    if (w->factor) {
-        const double f = (double)w->factor[e];
-        y.bound = fabs(f) * y.bound + TOL_FACTOR * fabs(f * y.v);
-        y.v *= f;
-    }
-    return y;
-}
-
-// act(g) * u
-static Ref gated(ActFn fn, Ref g, Ref u) {
-    const double x = g.v;
-    const double gelu = 0.5 * x * (1 + tanh(sqrt(2 / 3.14159265358979323846) * (x + 0.044715 * x * x * x)));
-    const double act = fn == ACT_SILU ? x / (1 + exp(-x)) : gelu;
-    const double slope = 1.13;          // neither function is steeper
-    return (Ref){ act * u.v, (slope * g.bound + TOL_ACT * fabs(x)) * (fabs(u.v) + u.bound) + fabs(act) * u.bound };
 }
 
 static float *at_row(const float *p, int r, int cols) { return p ? (float *)(uintptr_t)p + (size_t)r * (size_t)cols : NULL; }
@@ -556,7 +421,7 @@ static In random_in(int rows, int cols, int bits) {
     }
     if (bits & IN_W_POST) in.w_post = floats(cols, 0.5, 1);
     if (bits & IN_W_PRE) in.w_pre = floats(cols, 0.5, 1);
-    if (bits & IN_X_OUT) in.x_out = keep(1, sizeof(float));        // put_in makes the real one
+    if (bits & IN_X_OUT) in.x_out = keep(1, sizeof(float));        // put_in makes the real one; the reference gets none
     return in;
 }
 
@@ -567,7 +432,7 @@ static Act random_act(int rows, int cols, bool f, bool q) {
     if (q) {
         a.q = keep(n, 1);
         a.s = keep(n / 32 + 1, sizeof(float));
-        for (size_t g = 0; g < n / 32; g++) a.s[g] = ref_group(a.f + 32 * g, a.q + 32 * g);
+        ref_quantise(a.f, (int)n, a.q, a.s);
     }
     if (!f) a.f = NULL;
     return a;
@@ -581,26 +446,55 @@ static const Run runs_100[] = { { 0, 64 }, { 0, 1 }, { 0, 2 }, { 0, 7 }, { 63, 1
 static const Run runs_7[] = { { 0, 7 }, { 0, 1 }, { 0, 2 }, { 3, 3 }, { 6, 1 } };
 enum { N_RUNS_7 = 5 };
 static int n_runs_100 = sizeof runs_100 / sizeof *runs_100;
-static int in_step = 1, shape_step = 1, draws = 400;    // -few: of the combinations of In each seventh, of matmul's shapes each
-                                                        // third, of the calls that draw from a distribution a tenth
+static int in_step = 1, shape_step = 1;                 // -few: of the combinations of In each seventh, of matmul's shapes each third
 
 typedef struct {                        // what all rows should be; the first run's result is what later ones must repeat
-    int     cols;
-    double *want, *bound;               // (rows, cols)
-    float  *base;
-    int     base_n;
+    int    cols;
+    float *want, *bound;                // (rows, cols)
+    float *base;
+    int    base_n;
 } Expect;
 
 static Expect expect(int rows, int cols) {
-    Expect e = { .cols = cols };
-    e.want = keep((size_t)rows * (size_t)cols, sizeof(double));
-    e.bound = keep((size_t)rows * (size_t)cols, sizeof(double));
-    return e;
+    const size_t n = (size_t)rows * (size_t)cols;
+    return (Expect){ .cols = cols, .want = keep(n, sizeof(float)), .bound = keep(n, sizeof(float)) };
 }
 
-static void set(Expect *e, size_t i, Ref y) {
-    e->want[i] = y.v;
-    e->bound[i] = y.bound;
+// The tolerance of norms, of every n of the n_all values.
+static void set_norm_bounds(Expect *e, size_t n_all, int n) {
+    for (size_t at = 0; at < n_all; at += (size_t)n) {
+        const float bound = (float)(TOL_NORM * largest(e->want + at, n));
+        for (size_t i = at; i < at + (size_t)n; i++) e->bound[i] = bound;
+    }
+}
+
+// Matrix e times rows `first` on of an input. The bound is a product too: of the sizes of the weights and what an
+// activation adds to the tolerance.
+static Expect product(const Matrix *w, int e, const Input *in, int first, int rows) {
+    const int out = w->host.rows, cols = w->host.cols;
+    const size_t at = (size_t)e * (size_t)out;
+    Tensor v = w->host, size = w->size;
+    Expect p = expect(rows, out);
+    v.data = (const uint8_t *)v.data + at * gguf_row_size((int)v.type, (size_t)cols);
+    size.data = (const float *)size.data + at * (size_t)cols;
+    if (v.scale) v.scale += e;
+    const In bounds = { .act.f = in->t[takes_int8(v.type) ? AS_INT8 : AS_F32], .scale = 1 };
+    reference_ops()->matmul(&(Matmul){ .n_rows = rows, .n = 1, .in = in_from(in->in, first, cols), .w = { &v }, .out = { p.want } });
+    reference_ops()->matmul(&(Matmul){ .n_rows = rows, .n = 1, .in = in_from(bounds, first, cols), .w = { &size }, .out = { p.bound } });
+    // Contract 6: other backends round activations to the precision of a matrix of floats.
+    const bool rounded = !on_cpu() && (v.type == T_F16 || v.type == T_BF16);
+    for (size_t i = 0; i < (size_t)rows * (size_t)out; i++) {
+        if (rounded) p.bound[i] *= (float)(1 + ldexp(1, v.type == T_F16 ? -11 : -8) / TOL_PRODUCT);
+        if (v.scale) p.bound[i] = (float)(fabs((double)*v.scale) * (double)p.bound[i] + TOL_FACTOR * fabs((double)p.want[i]));
+    }
+    return p;
+}
+
+// The tolerance of act(g) * u.
+static float gated_bound(ActFn fn, float g, float g_bound, float u, float u_bound) {
+    const double slope = 1.13;          // neither function is steeper
+    const double of_act = slope * (double)g_bound + TOL_ACT * fabs((double)g), act = ref_activation(fn, (double)g);
+    return (float)(of_act * (fabs((double)u) + (double)u_bound) + fabs(act) * (double)u_bound);
 }
 
 // Contract 6: such a step may take both factors of a product as bf16.
@@ -610,8 +504,8 @@ static void check_rows(const char *what, Expect *e, float *got, Run run) {
     const size_t at = (size_t)run.first * (size_t)e->cols;
     if (prompt_rounding(run.n)) {
         const size_t n = (size_t)run.n * (size_t)e->cols;
-        double *bound = keep(n, sizeof *bound);
-        for (size_t i = 0; i < n; i++) bound[i] = e->bound[at + i] * (TOL_PROMPT / TOL_PRODUCT);
+        float *bound = keep(n, sizeof *bound);
+        for (size_t i = 0; i < n; i++) bound[i] = e->bound[at + i] * (float)(TOL_PROMPT / TOL_PRODUCT);
         compare(what, got, e->cols, e->want + at, bound, run.n, e->cols);
     } else {
         compare(what, got, e->cols, e->want + at, e->bound + at, run.n, e->cols);
@@ -628,7 +522,7 @@ static void check_rows(const char *what, Expect *e, float *got, Run run) {
 static void check_quantised(const char *what, const int8_t *q, const float *s, const float *f, size_t n) {
     int8_t *want_q = keep(n, 1);
     float *want_s = keep(n / 32, sizeof(float));
-    for (size_t g = 0; g < n / 32; g++) want_s[g] = ref_group(f + 32 * g, want_q + 32 * g);
+    ref_quantise(f, (int)n, want_q, want_s);
     char text[120];
     snprintf(text, sizeof text, "%s.s", what);
     same_bits(text, s, want_s, n / 32, sizeof(float));
@@ -695,6 +589,11 @@ static Batch put_batch(const Step *s) {
                     .len = put("batch.len", s->len, MAX_SEGS, sizeof(int32_t)) };
 }
 
+// The same step for the reference.
+static Batch host_batch(Step *s) {
+    return (Batch){ .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = s->n_rows, .n_segs = s->n_segs };
+}
+
 static Batch batch_from(Batch b, Run run) {            // the view that forward() goes on with when rows are dropped
     b.rows += run.first;
     b.n_rows = run.n;
@@ -715,7 +614,11 @@ static void test_embed(void) {
             add_chain(s, 0, 0, 64);
             random_tokens(s, vocab);
             const Batch batch = put_batch(s);
+            const Batch host = host_batch(s);
             const float scale = sqrtf((float)cols);
+            Expect e = expect(64, cols);
+            reference_ops()->embed(&(Embed){ .batch = &host, .table = &w.host, .scale = scale, .out = e.want, .out_stride = cols });
+            for (int i = 0; i < 64 * cols; i++) e.bound[i] = (float)TOL_EMBED * fabsf(e.want[i]);
             for (int run = 0; run < N_RUNS_7; run++) {
                 const Run rows = run ? runs_7[run] : (Run){ 0, 64 };
                 const Batch b = batch_from(batch, rows);
@@ -724,16 +627,10 @@ static void test_embed(void) {
                 set_threads(rows.n);
                 op->embed(&(Embed){ .batch = &b, .table = &w.t, .scale = scale, .out = out, .out_stride = stride });
                 const float *got = fetch_f(out, n);
-                Expect e = expect(rows.n, cols);
                 int touched = 0;
-                for (int r = 0; r < rows.n; r++) {
-                    for (int i = 0; i < cols; i++) {
-                        const double v = w.v[(size_t)s->rows[rows.first + r].token * (size_t)cols + (size_t)i] * (double)scale;
-                        set(&e, (size_t)r * (size_t)cols + (size_t)i, (Ref){ v, TOL_EMBED * fabs(v) });
-                    }
+                for (int r = 0; r < rows.n; r++)
                     for (int i = cols; i < stride; i++) touched += !isnan(got[(size_t)r * (size_t)stride + (size_t)i]);
-                }
-                compare("out", got, stride, e.want, e.bound, rows.n, cols);
+                compare("out", got, stride, e.want + rows.first * cols, e.bound + rows.first * cols, rows.n, cols);
                 CHECK(!touched, "%s: out: got %d values written between the rows, want 0", now, touched);
             }
             sweep();
@@ -748,24 +645,16 @@ static void test_ple_rows(void) {
         Step *s = keep(1, sizeof *s);
         add_chain(s, 0, 3, 100);
         random_tokens(s, vocab);
-        const Batch batch = put_batch(s);
-        PleRows o = { .table = &w.t, .n_layers = n_layers, .ple_dim = ple_dim, .proj_scale = 0.0255f, .table_scale = 16,
-                      .out_scale = 0.70710678f, .eps = 1e-6f };
+        const Batch batch = put_batch(s), host = host_batch(s);
         const float *w_norm = floats(ple_dim, 0.5, 1), *proj = floats(100 * (size_t)cols, 30, 0);
-        o.w_norm = put_f("w_norm", w_norm, ple_dim);
         Expect e = expect(100, cols);
-        for (int r = 0; r < 100; r++)
-            for (int l = 0; l < n_layers; l++) {
-                double c[256];
-                const size_t at = (size_t)(r * cols + l * ple_dim);
-                for (int i = 0; i < ple_dim; i++) c[i] = (double)proj[at + (size_t)i] * (double)o.proj_scale;
-                ref_norm(c, c, w_norm, ple_dim, (double)o.eps);
-                for (int i = 0; i < ple_dim; i++)
-                    c[i] += w.v[(size_t)(s->rows[r].token * cols + l * ple_dim + i)] * (double)o.table_scale;
-                for (int i = 0; i < ple_dim; i++) c[i] *= (double)o.out_scale;
-                const double bound = TOL_NORM * largest(c, ple_dim);
-                for (int i = 0; i < ple_dim; i++) set(&e, at + (size_t)i, (Ref){ c[i], bound });
-            }
+        memcpy(e.want, proj, 100 * (size_t)cols * sizeof *proj);
+        PleRows o = { .batch = &host, .table = &w.host, .w_norm = w_norm, .u = e.want, .n_layers = n_layers, .ple_dim = ple_dim,
+                      .proj_scale = 0.0255f, .table_scale = 16, .out_scale = 0.70710678f, .eps = 1e-6f };
+        reference_ops()->ple_rows(&o);
+        set_norm_bounds(&e, 100 * (size_t)cols, ple_dim);
+        o.table = &w.t;
+        o.w_norm = put_f("w_norm", w_norm, ple_dim);
         for (int run = 0; run < n_runs_100; run++) {
             const Run rows = runs_100[run];
             const Batch b = batch_from(batch, rows);
@@ -792,12 +681,7 @@ static void matmul_case(int n, Matrix *w, const In *in, int rows, const Run *run
     const Input ref = ref_in(in, rows, cols);
     const In dev = put_in(in, rows, cols);
     Expect e[4];
-    for (int k = 0; k < n; k++) {
-        const int out = w[k].t.rows;
-        e[k] = expect(rows, out);
-        for (int i = 0; i < out; i++)
-            for (int r = 0; r < rows; r++) set(&e[k], (size_t)r * (size_t)out + (size_t)i, product(&w[k], 0, i, &ref, r));
-    }
+    for (int k = 0; k < n; k++) e[k] = product(&w[k], 0, &ref, 0, rows);
     for (int run = 0; run < n_runs; run++) {
         Matmul o = { .n_rows = runs[run].n, .n = n, .in = in_from(dev, runs[run].first, cols) };
         for (int k = 0; k < n; k++) {
@@ -885,8 +769,6 @@ static void test_matmul(void) {
     matmul_case(4, w, &in, 7, runs_7, N_RUNS_7);
 }
 
-enum { CASE_EXPERTS = 128 };
-
 typedef struct {                        // a router beside other work
     Route  o;                           // its outputs have room for `rows`
     Matrix w;
@@ -900,7 +782,7 @@ static Router router(DType type, int n_experts, int cols, int n_used, bool scale
     Router t = { .w = random_matrix(type, 1, n_experts, cols) };
     const size_t row_bytes = (size_t)cols / (size_t)block_elems(type) * (size_t)block_bytes(type);
     for (int i = 3; i + 2 < n_experts; i += 5)
-        memcpy(t.w.bytes + (size_t)(i + 2) * row_bytes, t.w.bytes + (size_t)i * row_bytes, row_bytes);
+        memcpy((char *)(uintptr_t)t.w.host.data + (size_t)(i + 2) * row_bytes, (const char *)t.w.host.data + (size_t)i * row_bytes, row_bytes);
     place(&t.w);
     In own = *in;
     own.w_pre = w_pre;
@@ -927,27 +809,13 @@ static void check_route(Router *t, Run run) {
     const float *logits = fetch_f(t->o.logits, (size_t)run.n * (size_t)n);
     const int32_t *ids = fetch(t->o.ids, (size_t)run.n * (size_t)used, sizeof(int32_t));
     const float *weights = fetch_f(t->o.weights, (size_t)run.n * (size_t)used);
-    Expect e = expect(run.n, n), ew = expect(run.n, used);
+    const Expect e = product(&t->w, 0, &t->ref, run.first, run.n), ew = expect(run.n, used);
     int32_t *want = keep((size_t)run.n * (size_t)used, sizeof *want);
-    for (int r = 0; r < run.n; r++) {
-        const float *z = logits + (size_t)(r * n);
-        for (int i = 0; i < n; i++) set(&e, r * n + i, product(&t->w, 0, i, &t->ref, (size_t)(run.first + r)));
-        bool taken[CASE_EXPERTS] = { false };
-        double all = 0, sum = 0, p[CASE_EXPERTS];
-        for (int i = 0; i < n; i++) all += exp((double)z[i]);
-        for (int j = 0; j < used; j++) {
-            int best = -1;
-            for (int i = 0; i < n; i++)
-                if (!taken[i] && (best < 0 || z[i] > z[best])) best = i;
-            taken[best] = true;
-            want[r * used + j] = best;
-            sum += p[j] = exp((double)z[best]) / all;
-        }
-        for (int j = 0; j < used; j++) {
-            const double scale = t->expert_scale ? (double)t->expert_scale[want[r * used + j]] : 1;
-            set(&ew, r * used + j, (Ref){ p[j] / sum * scale, TOL_NORM * fabs(scale) });
-        }
-    }
+    const Route choice = { .n_used = used, .w = &t->w.host, .expert_scale = t->expert_scale, .logits = (float *)(uintptr_t)logits,
+                           .ids = want, .weights = ew.want };
+    for (int r = 0; r < run.n; r++) ref_choose_experts(&choice, r);
+    for (int i = 0; i < run.n * used; i++)
+        ew.bound[i] = (float)TOL_NORM * (t->expert_scale ? fabsf(t->expert_scale[want[i]]) : 1);
     compare("logits", logits, n, e.want, e.bound, run.n, n);
     same_ints("ids", ids, want, run.n * used);
     compare("weights", weights, used, ew.want, ew.bound, run.n, used);
@@ -998,9 +866,10 @@ static void test_gate_up(void) {
         const Input ref = ref_in(&in, rows, cols);
         const In dev = put_in(&in, rows, cols);
         Expect e = expect(rows, n);
-        for (int i = 0; i < n; i++)
-            for (int r = 0; r < rows; r++)
-                set(&e, r * n + i, gated(cases[k].fn, product(&gate, 0, i, &ref, r), product(&up, 0, i, &ref, r)));
+        const Expect g = product(&gate, 0, &ref, 0, rows), u = product(&up, 0, &ref, 0, rows);
+        reference_ops()->gate_up(&(GateUp){ .n_rows = rows, .in = ref.in, .gate = &gate.host, .up = &up.host, .fn = cases[k].fn,
+                                            .out.f = e.want });
+        for (int i = 0; i < rows * n; i++) e.bound[i] = gated_bound(cases[k].fn, g.want[i], g.bound[i], u.want[i], u.bound[i]);
         Router t = { 0 };
         if (cases[k].route) t = router(T_F32, 16, cols, 4, true, &in, floats(cols, 0.5, 1), dev, rows);
         for (int run = 0; run < n_runs_100; run++) {
@@ -1064,15 +933,17 @@ static void test_expert_gate_up(void) {
         const In dev = put_in(&in, rows, cols);
         const In dense_in = { .act = random_act(rows, 96, false, true), .scale = 1 }, dense_dev = put_in(&dense_in, rows, 96);
         const Input dense_ref = ref_in(&dense_in, rows, 96);
-        Expect e = expect(rows, used * dim), e_dense = expect(rows, 20);
-        for (int r = 0; r < rows; r++) {
-            for (int j = 0; j < used; j++)
-                for (int i = 0; i < dim; i++) {
-                    const int x = ids[r * used + j];
-                    const Ref u = product(cases[k].fused ? &gate : &up, x, cases[k].fused ? dim + i : i, &ref, r);
-                    set(&e, (r * used + j) * dim + i, gated(cases[k].fn, product(&gate, x, i, &ref, r), u));
-                }
-            for (int i = 0; i < 20; i++) set(&e_dense, r * 20 + i, product(&dense, 0, i, &dense_ref, r));
+        Expect e = expect(rows, used * dim), e_dense = product(&dense, 0, &dense_ref, 0, rows);
+        reference_ops()->expert_gate_up(&(ExpertGateUp){ .n_rows = rows, .n_used = used, .in = ref.in, .gate = &gate.host,
+                                                         .up = cases[k].fused ? NULL : &up.host, .fn = cases[k].fn, .ids = ids,
+                                                         .out.f = e.want });
+        for (int j = 0; j < rows * used; j++) {
+            const Expect g = product(&gate, ids[j], &ref, j / used, 1);
+            const Expect u = cases[k].fused ? g : product(&up, ids[j], &ref, j / used, 1);
+            const int behind = cases[k].fused ? dim : 0;
+            for (int i = 0; i < dim; i++)
+                e.bound[j * dim + i] =
+                    gated_bound(cases[k].fn, g.want[i], g.bound[i], u.want[behind + i], u.bound[behind + i]);
         }
         for (int run = 0; run < n_runs_100; run++) {
             const Run part = runs_100[run];
@@ -1112,17 +983,14 @@ static void test_expert_down(void) {
             const float *weights = floats(rows * used, 0.5, 0.5);
             const float *dev_weights = put_f("weights", weights, rows * used);
             Expect e = expect(rows, out);
-            for (int r = 0; r < rows; r++)
-                for (int i = 0; i < out; i++) {
-                    Ref y = { 0, 0 };
-                    for (int j = r * used; j < (r + 1) * used; j++) {
-                        const Ref p = product(&down, ids[j], i, &ref, j);
-                        const double w = (double)weights[j];
-                        y.v += w * p.v;
-                        y.bound += fabs(w) * p.bound + TOL_FACTOR * fabs(w * p.v);
-                    }
-                    set(&e, r * out + i, y);
-                }
+            reference_ops()->expert_down(&(ExpertDown){ .n_rows = rows, .n_used = used, .in = in.act, .down = &down.host, .ids = ids,
+                                                        .weights = weights, .out = e.want });
+            for (int j = 0; j < rows * used; j++) {
+                const Expect y = product(&down, ids[j], &ref, j, 1);
+                const float size = fabsf(weights[j]);
+                for (int i = 0; i < out; i++)
+                    e.bound[j / used * out + i] += size * (y.bound[i] + (float)TOL_FACTOR * fabsf(y.want[i]));
+            }
             for (int run = 0; run < n_runs_100; run++) {
                 const Run part = runs_100[run];
                 if (part.first + part.n > rows) continue;
@@ -1151,9 +1019,11 @@ static void test_ple_inject(void) {
             const In dev = put_in(&in, rows, cols);
             const float *u = floats(rows * stride, 1, 0), *dev_u = put_f("u", u, rows * stride);
             Expect e = expect(rows, n);
-            for (int i = 0; i < n; i++)
-                for (int r = 0; r < rows; r++)
-                    set(&e, r * n + i, gated(ACT_GELU, product(&w, 0, i, &ref, r), (Ref){ (double)u[r * stride + i], 0 }));
+            const Expect g = product(&w, 0, &ref, 0, rows);
+            reference_ops()->ple_inject(&(PleInject){ .n_rows = rows, .in = ref.in, .w = &w.host, .u = u, .u_stride = stride,
+                                                      .out.f = e.want });
+            for (int i = 0; i < rows * n; i++)
+                e.bound[i] = gated_bound(ACT_GELU, g.want[i], g.bound[i], u[i / n * stride + i % n], 0);
             for (int run = 0; run < n_runs_100; run++) {
                 const Run part = runs_100[run];
                 if (part.first + part.n > rows) continue;
@@ -1174,9 +1044,7 @@ static void close_case(int rows, int cols, int bits, bool with_out, const Run *r
     const In in = random_in(rows, cols, bits);
     const Input ref = ref_in(&in, rows, cols);
     const In dev = put_in(&in, rows, cols);
-    Expect e = expect(rows, cols);
-    memcpy(e.want, ref.y, (size_t)rows * (size_t)cols * sizeof(double));
-    memcpy(e.bound, ref.y_bound, (size_t)rows * (size_t)cols * sizeof(double));
+    Expect e = { .cols = cols, .want = ref.y, .bound = ref.y_bound };
     for (int run = 0; run < n_runs; run++) {
         float *out = with_out ? room_f("out", (size_t)runs[run].n * (size_t)cols) : NULL;
         op->close(&(Close){ .n_rows = runs[run].n, .cols = cols, .in = in_from(dev, runs[run].first, cols), .out = out });
@@ -1209,17 +1077,16 @@ static void test_gather_rows(void) {
         int32_t index[64];
         for (int i = 0; i < rows; i++) index[i] = indexed ? (int32_t)rnd((uint32_t)n_src) : i;
         const float *src = floats(n_src * src_stride, 1, 0);
-        float *dst = room_f("dst", rows * dst_stride);
-        op->gather_rows(&(GatherRows){ .n_rows = rows, .cols = cols, .src = put_f("src", src, n_src * src_stride),
-                                       .index = indexed ? put("index", index, (size_t)rows, sizeof(int32_t)) : NULL, .dst = dst,
-                                       .src_stride = src_stride, .dst_stride = dst_stride });
-        const float *got = fetch_f(dst, rows * dst_stride);
-        int touched = 0;
-        for (int r = 0; r < rows; r++) {
-            same_bits("dst", got + r * dst_stride, src + index[r] * src_stride, (size_t)cols, sizeof(float));
-            for (int i = cols; i < dst_stride; i++) touched += !isnan(got[r * dst_stride + i]);
-        }
-        CHECK(!touched, "%s: dst: got %d values written between the rows, want 0", now, touched);
+        float *dst = room_f("dst", rows * dst_stride), *want = keep(rows * dst_stride, sizeof *want);
+        memset(want, 0xff, (size_t)(rows * dst_stride) * sizeof *want);                // between the rows nothing is written
+        GatherRows o = { .n_rows = rows, .cols = cols, .src = src, .index = indexed ? index : NULL, .dst = want,
+                         .src_stride = src_stride, .dst_stride = dst_stride };
+        reference_ops()->gather_rows(&o);
+        o.src = put_f("src", src, n_src * src_stride);
+        o.index = indexed ? put("index", index, (size_t)rows, sizeof(int32_t)) : NULL;
+        o.dst = dst;
+        op->gather_rows(&o);
+        same_bits("dst", fetch_f(dst, rows * dst_stride), want, (size_t)(rows * dst_stride), sizeof(float));
         sweep();
     }
 }
@@ -1227,83 +1094,85 @@ static void test_gather_rows(void) {
 // ---- cache ----------------------------------------------------------------------------------------------------------
 
 typedef struct {
-    Cache    c;                         // planes in backend memory once put
-    uint8_t *k, *v;                     // host images
-    float   *fold;
+    Cache  c;                           // in backend memory, once put
+    Cache  host;                        // the reference's
+    float *fold;
 } TestCache;
 
-static size_t kv_bytes(KvType t) { return t == KV_F32 ? 4 : 2; }
-
-static void store_value(KvType t, uint8_t *p, size_t i, double x) {
-    const float f = (float)x;
-    const uint16_t h = (uint16_t)(t == KV_F32 ? 0 : t == KV_F16 ? encode_16(x, 10, 15) : encode_16(x, 7, 127));
-    if (t == KV_F32) memcpy(p + 4 * i, &f, 4);
-    else memcpy(p + 2 * i, &h, 2);
-}
-
-static double load_value(KvType t, const uint8_t *p, size_t i) {
-    float f;
-    uint16_t h;
-    if (t == KV_F32) {
-        memcpy(&f, p + 4 * i, 4);
-        return (double)f;
-    }
-    memcpy(&h, p + 2 * i, 2);
-    return t == KV_F16 ? value_f16(h) : value_bf16(h);
-}
-
-// Number of row `slot` of a head among all rows of a plane.
-static size_t row_of(const Cache *c, int seq, int head, int slot) {
-    return (size_t)((seq * c->n_kv_heads + head) * c->slots + slot);
-}
-
-static size_t plane_bytes(const Cache *c, const KvPlane *p) {
-    return (size_t)(c->n_seqs * c->n_kv_heads * c->slots * p->dim) * kv_bytes(p->type);
-}
+static size_t plane_rows(const Cache *c) { return (size_t)(c->n_seqs * c->n_kv_heads * c->slots); }
+static size_t plane_bytes(const Cache *c, const KvPlane *p) { return plane_rows(c) * kv_row_bytes(p->type, p->dim); }
+static size_t value_bytes(KvType t) { return kv_row_bytes(t, 1); }
+static const KvPlane *plane_of(const Cache *c, int p) { return p ? &c->v : &c->k; }
 
 // All rows alike: what no row may see. Large, so that a trace of it shows.
 static TestCache new_cache(KvType type, int n_seqs, int n_kv_heads, int head_dim, int slots, int n_rot) {
-    TestCache t = { .c = { .n_seqs = n_seqs, .n_kv_heads = n_kv_heads, .head_dim = head_dim, .slots = slots, .n_rot = n_rot } };
-    t.c.k = (KvPlane){ .type = type, .dim = n_rot ? 2 * n_rot : head_dim };
-    t.c.v = (KvPlane){ .type = type, .dim = head_dim };
-    uint8_t **image[2] = { &t.k, &t.v };
-    for (int i = 0; i < 2; i++) {
-        const KvPlane *p = i ? &t.c.v : &t.c.k;
-        const size_t rows = row_of(&t.c, n_seqs, 0, 0), row_bytes = (size_t)p->dim * kv_bytes(type);
-        *image[i] = keep(rows, row_bytes);
-        for (int j = 0; j < p->dim; j++) store_value(type, *image[i], (size_t)j, i ? 1000 : j % 3 ? -8 : 8);
-        for (size_t r = 1; r < rows; r++) memcpy(*image[i] + r * row_bytes, *image[i], row_bytes);
+    TestCache t = { .host = { .n_seqs = n_seqs, .n_kv_heads = n_kv_heads, .head_dim = head_dim, .slots = slots, .n_rot = n_rot } };
+    Cache *c = &t.host;
+    c->k = (KvPlane){ .type = type, .dim = n_rot ? 2 * n_rot : head_dim };
+    c->v = (KvPlane){ .type = type, .dim = head_dim };
+    for (int p = 0; p < 2; p++) {
+        KvPlane *plane = p ? &c->v : &c->k;
+        const size_t row_bytes = kv_row_bytes(type, plane->dim);
+        float v[REF_HEAD_DIM];
+        for (int i = 0; i < plane->dim; i++) v[i] = p ? 1000 : i % 3 ? -8 : 8;
+        plane->data = keep(plane_rows(c), row_bytes);
+        for (size_t r = 0; r < plane_rows(c); r++) ref_kv_write(plane, (char *)plane->data + r * row_bytes, v);
     }
-    if (n_rot) t.fold = floats(head_dim, 0.5, 1);
+    if (n_rot) c->fold = t.fold = floats(head_dim, 0.5, 1);
     return t;
 }
 
 static void random_row(TestCache *t, int seq, int slot) {
-    for (int g = 0; g < t->c.n_kv_heads; g++) {
-        const size_t row = row_of(&t->c, seq, g, slot);
-        for (int i = 0; i < t->c.k.dim; i++)
-            store_value(t->c.k.type, t->k, row * (size_t)t->c.k.dim + (size_t)i, (double)uniform());
-        for (int i = 0; i < t->c.v.dim; i++)
-            store_value(t->c.v.type, t->v, row * (size_t)t->c.v.dim + (size_t)i, (double)uniform());
-    }
+    for (int g = 0; g < t->host.n_kv_heads; g++)
+        for (int p = 0; p < 2; p++) {
+            const KvPlane *plane = plane_of(&t->host, p);
+            float v[REF_HEAD_DIM];
+            for (int i = 0; i < plane->dim; i++) v[i] = uniform();
+            ref_kv_write(plane, ref_kv_row(&t->host, plane, seq, g, slot), v);
+        }
 }
 
 static void fill_cache(TestCache *t) {
-    for (int seq = 0; seq < t->c.n_seqs; seq++)
-        for (int slot = 0; slot < t->c.slots; slot++) random_row(t, seq, slot);
+    for (int seq = 0; seq < t->host.n_seqs; seq++)
+        for (int slot = 0; slot < t->host.slots; slot++) random_row(t, seq, slot);
 }
 
 static void put_cache(TestCache *t, bool fixed) {
-    t->c.k.data = buffer("cache.k", t->k, plane_bytes(&t->c, &t->c.k), fixed);
-    t->c.v.data = buffer("cache.v", t->v, plane_bytes(&t->c, &t->c.v), fixed);
-    t->c.fold = put_f("cache.fold", t->fold, (size_t)t->c.head_dim);
+    t->c = t->host;
+    t->c.k.data = buffer("cache.k", t->host.k.data, plane_bytes(&t->host, &t->host.k), fixed);
+    t->c.v.data = buffer("cache.v", t->host.v.data, plane_bytes(&t->host, &t->host.v), fixed);
+    t->c.fold = put_f("cache.fold", t->fold, (size_t)t->host.head_dim);
 }
 
-// Where value i of a head lies in tied order; natural order when n_rot is 0 (gemma4.h, Cache).
-static int place_of(int i, int n_rot, int head_dim) {
-    const int half = head_dim / 2;
-    if (!n_rot || i >= half + n_rot) return i;
-    return i < n_rot ? i : i < half ? i + n_rot : n_rot + i - half;
+// The backend's planes against the reference's, bit by bit.
+static void check_planes(const TestCache *t, const char *name) {
+    char what[80];
+    for (int p = 0; p < 2; p++) {
+        const KvPlane *plane = plane_of(&t->c, p);
+        const size_t bytes = plane_bytes(&t->c, plane), size = value_bytes(plane->type);
+        snprintf(what, sizeof what, "%s, %s plane", name, p ? "v" : "k");
+        same_bits(what, fetch(plane->data, bytes, 1), plane_of(&t->host, p)->data, bytes / size, size);
+    }
+}
+
+// The same where both have rounded their own values: twice half a unit in the last place.
+static void compare_planes(const TestCache *t) {
+    for (int p = 0; p < 2; p++) {
+        const KvPlane *plane = plane_of(&t->c, p);
+        const int rows = (int)plane_rows(&t->c), dim = plane->dim;
+        const size_t row_bytes = kv_row_bytes(plane->type, dim);
+        const char *got = fetch(plane->data, (size_t)rows, row_bytes), *want = plane_of(&t->host, p)->data;
+        const float unit = plane->type == KV_F32 ? 0 : plane->type == KV_F16 ? 0x1p-10f : 0x1p-7f;
+        float *values = keep((size_t)(rows * dim), sizeof *values);
+        Expect e = expect(rows, dim);
+        for (int r = 0; r < rows; r++) {
+            ref_kv_read(plane, got + (size_t)r * row_bytes, values + r * dim);
+            ref_kv_read(plane, want + (size_t)r * row_bytes, e.want + r * dim);
+        }
+        set_norm_bounds(&e, (size_t)(rows * dim), dim);
+        for (int i = 0; i < rows * dim && unit > 0; i++) e.bound[i] += unit * fabsf(e.want[i]) + (float)TOL_TINY;
+        compare(p ? "v plane" : "k plane", values, (size_t)dim, e.want, e.bound, rows, dim);
+    }
 }
 
 typedef struct {
@@ -1312,26 +1181,7 @@ typedef struct {
     bool   v_is_k, v_norm, with_q, with_k, staged, dumps;
 } QkvCase;
 
-// w * u / rms(u), then rotated; both results (head_dim).
-static void ref_head(double *normed, double *turned, const float *u, const float *w, const double *inv_freq,
-                     const QkvCase *t, int pos) {
-    const int half = t->head_dim / 2;
-    for (int i = 0; i < t->head_dim; i++) normed[i] = (double)u[i];
-    ref_norm(normed, normed, w, t->head_dim, 1e-6);
-    memcpy(turned, normed, (size_t)t->head_dim * sizeof *turned);
-    for (int i = 0; i < t->n_pairs; i++) {
-        const double c = cos(pos * inv_freq[i]), s = sin(pos * inv_freq[i]), a = normed[i], b = normed[i + half];
-        turned[i] = a * c - b * s;
-        turned[i + half] = a * s + b * c;
-    }
-}
-
-static void set_head(Expect *e, size_t at, const double *v, int n) {
-    const double bound = TOL_NORM * largest(v, n);
-    for (int i = 0; i < n; i++) set(e, at + (size_t)i, (Ref){ v[i], bound });
-}
-
-static void qkv_case(QkvCase t, const Step *s) {
+static void qkv_case(QkvCase t, Step *s) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, kv_dim = t.n_kv_heads * hd;
     CASE("qkv_store", "%s, head_dim %d, heads %d/%d, slots %d, n_rot %d, pairs %d, v %s%s, q %d, k %d, stage %d, dumps %d, %d rows in %d segments "
          "at %d",
@@ -1342,115 +1192,73 @@ static void qkv_case(QkvCase t, const Step *s) {
     TestCache stage = new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot);
     put_cache(&ring, t.staged || !t.with_k);
     put_cache(&stage, !t.staged);
-    const Batch batch = put_batch(s);
+    const Batch batch = put_batch(s), host = host_batch(s);
     const float *q = floats(n * q_dim, 3, 0), *k = floats(n * kv_dim, 2, 0), *own_v = floats(n * kv_dim, 0.7, 0.1);
-    const float *v = t.v_is_k ? k : own_v;
     const float *w_q = floats(hd, 0.5, 1), *w_k = t.n_rot ? ring.fold : floats(hd, 0.5, 1);
     double *inv_freq = keep(t.n_pairs, sizeof *inv_freq);
     for (int i = 0; i < t.n_pairs; i++) inv_freq[i] = pow(1e4, -2.0 * i / hd);
-    QkvStore o = { .batch = &batch, .cache = &ring.c, .stage = t.staged ? &stage.c : NULL, .n_heads = t.n_heads,
+    enum { Q, Q_NORMED, Q_POS, K_NORMED, K_POS, V_NORMED, N_RESULTS };
+    Expect e[N_RESULTS];
+    for (int i = 0; i < N_RESULTS; i++) e[i] = expect(n, i < K_NORMED ? q_dim : kv_dim);
+    memcpy(e[Q].want, q, (size_t)(n * q_dim) * sizeof *q);
+
+    QkvStore o = { .batch = &host, .cache = &ring.host, .stage = t.staged ? &stage.host : NULL, .n_heads = t.n_heads,
+                   .q = t.with_q ? e[Q].want : NULL, .k = t.with_k ? k : NULL,
+                   .v = !t.with_k ? NULL : t.v_is_k ? k : own_v, .w_q = w_q, .w_k = w_k,
+                   .v_norm = t.v_norm, .rope = { inv_freq, t.n_pairs }, .eps = 1e-6f, .dump_q = e[Q_NORMED].want,
+                   .dump_q_pos = e[Q_POS].want, .dump_k = e[K_NORMED].want, .dump_k_pos = e[K_POS].want, .dump_v = e[V_NORMED].want };
+    reference_ops()->qkv_store(&o);
+    for (int i = 0; i < N_RESULTS; i++) set_norm_bounds(&e[i], (size_t)(n * e[i].cols), hd);
+
+    QkvStore d = { .batch = &batch, .cache = &ring.c, .stage = t.staged ? &stage.c : NULL, .n_heads = t.n_heads,
                    .v_norm = t.v_norm, .eps = 1e-6f,
                    .rope = { put("inv_freq", inv_freq, (size_t)t.n_pairs, sizeof(double)), t.n_pairs },
                    .w_q = put_f("w_q", w_q, hd), .w_k = put_f("w_k", w_k, hd) };
-    if (t.with_q) o.q = change_f("q", q, n * q_dim);
+    if (t.with_q) d.q = change_f("q", q, n * q_dim);
     if (t.with_k) {
-        o.k = put_f("k", k, n * kv_dim);
-        o.v = t.v_is_k ? o.k : put_f("v", v, n * kv_dim);
+        d.k = put_f("k", k, n * kv_dim);
+        d.v = t.v_is_k ? d.k : put_f("v", own_v, n * kv_dim);
     }
     if (t.dumps) {
-        o.dump_q = room_f("dump_q", n * q_dim);
-        o.dump_q_pos = room_f("dump_q_pos", n * q_dim);
-        o.dump_k = room_f("dump_k", n * kv_dim);
-        o.dump_v = room_f("dump_v", n * kv_dim);
-        o.dump_k_pos = room_f("dump_k_pos", n * kv_dim);
+        d.dump_q = room_f("dump_q", n * q_dim);
+        d.dump_q_pos = room_f("dump_q_pos", n * q_dim);
+        d.dump_k = room_f("dump_k", n * kv_dim);
+        d.dump_v = room_f("dump_v", n * kv_dim);
+        d.dump_k_pos = room_f("dump_k_pos", n * kv_dim);
     }
     set_threads(n);
-    op->qkv_store(&o);
-
-    Expect e_q = expect(n, q_dim), e_qn = expect(n, q_dim), e_qp = expect(n, q_dim), e_kn = expect(n, kv_dim),
-           e_kp = expect(n, kv_dim), e_v = expect(n, kv_dim);
-    for (int r = 0; r < n; r++) {
-        const Segment *seg = &s->segs[s->rows[r].seg];
-        const int pos = s->len[seg->seq] + s->rows[r].depth;
-        double normed[512], turned[512], stored[512];
-        for (int h = 0; h < t.n_heads; h++) {
-            const size_t at = (size_t)(r * q_dim + h * hd);
-            ref_head(normed, turned, q + at, w_q, inv_freq, &t, pos);
-            set_head(&e_qn, at, normed, hd);
-            set_head(&e_qp, at, turned, hd);
-            for (int i = 0; i < hd; i++)
-                stored[place_of(i, t.n_rot, hd)] = turned[i] * (t.n_rot && i % (hd / 2) >= t.n_rot ? (double)ring.fold[i] : 1);
-            set_head(&e_q, at, stored, hd);
-        }
-        for (int g = 0; g < t.n_kv_heads; g++) {
-            const size_t at = (size_t)(r * kv_dim + g * hd);
-            ref_head(normed, turned, k + at, w_k, inv_freq, &t, pos);
-            set_head(&e_kn, at, normed, hd);
-            set_head(&e_kp, at, turned, hd);
-            for (int i = 0; i < hd; i++) stored[i] = (double)v[at + (size_t)i];
-            if (t.v_norm) ref_norm(stored, stored, NULL, hd, 1e-6);
-            set_head(&e_v, at, stored, hd);
-        }
-    }
+    op->qkv_store(&d);
     if (t.with_q) {
-        const float *got = fetch_f(o.q, n * q_dim);
-        compare("q", got, q_dim, e_q.want, e_q.bound, n, q_dim);
+        const float *got = fetch_f(d.q, n * q_dim);
+        compare("q", got, q_dim, e[Q].want, e[Q].bound, n, q_dim);
         if (n <= 64) {                  // the last row on its own, as a view and without k
             const Batch view = batch_from(batch, (Run){ n - 1, 1 });
-            QkvStore last = { .batch = &view, .cache = &ring.c, .stage = o.stage, .n_heads = t.n_heads, .v_norm = t.v_norm,
-                              .eps = o.eps, .rope = o.rope,
-                              .w_q = o.w_q, .w_k = o.w_k, .q = change_f("last q", q + (n - 1) * q_dim, q_dim) };
+            QkvStore last = { .batch = &view, .cache = &ring.c, .stage = d.stage, .n_heads = t.n_heads, .v_norm = t.v_norm,
+                              .eps = d.eps, .rope = d.rope,
+                              .w_q = d.w_q, .w_k = d.w_k, .q = change_f("last q", q + (n - 1) * q_dim, q_dim) };
             op->qkv_store(&last);
             same_bits("q of the last row alone", fetch_f(last.q, q_dim), got + (n - 1) * q_dim, (size_t)q_dim, sizeof(float));
         }
     }
-    if (t.dumps && t.with_q) {
-        compare("dump_q", fetch_f(o.dump_q, n * q_dim), q_dim, e_qn.want, e_qn.bound, n, q_dim);
-        compare("dump_q_pos", fetch_f(o.dump_q_pos, n * q_dim), q_dim, e_qp.want, e_qp.bound, n, q_dim);
+    const float *const dumps[] = { NULL, d.dump_q, d.dump_q_pos, d.dump_k, d.dump_k_pos, d.dump_v };
+    static const char *const names[] = { "", "dump_q", "dump_q_pos", "dump_k", "dump_k_pos", "dump_v" };
+    for (int i = 1; i < N_RESULTS; i++)
+        if (t.dumps && (i < K_NORMED ? t.with_q : t.with_k))
+            compare(names[i], fetch_f(dumps[i], n * e[i].cols), e[i].cols, e[i].want, e[i].bound, n, e[i].cols);
+    compare_planes(&ring);
+    compare_planes(&stage);
+    // The backend's rows are its own checkpoints, rounded.
+    TestCache *to = t.staged ? &stage : &ring;
+    for (int i = 0; t.dumps && t.with_k && i < 2 * n * t.n_kv_heads; i++) {
+        const int p = i % 2, r = i / 2 / t.n_kv_heads, g = i / 2 % t.n_kv_heads;
+        const Segment *seg = &s->segs[s->rows[r].seg];
+        const int slot = t.staged ? seg->first + s->rows[r].index : (s->len[seg->seq] + s->rows[r].index) % t.slots;
+        const float *v = fetch_f((p ? d.dump_v : d.dump_k_pos) + (r * t.n_kv_heads + g) * hd, hd);
+        float placed[REF_HEAD_DIM];
+        for (int k = 0; k < hd; k++) placed[ref_place(&to->host, k)] = v[k];
+        ref_kv_write(plane_of(&to->host, p), ref_kv_row(&to->host, plane_of(&to->host, p), t.staged ? 0 : seg->seq, g, slot), placed);
     }
-    if (t.with_k) {
-        const float *dump_k = t.dumps ? fetch_f(o.dump_k_pos, n * kv_dim) : NULL;
-        const float *dump_v = t.dumps ? fetch_f(o.dump_v, n * kv_dim) : NULL;
-        if (t.dumps) {
-            compare("dump_k", fetch_f(o.dump_k, n * kv_dim), kv_dim, e_kn.want, e_kn.bound, n, kv_dim);
-            compare("dump_v", dump_v, kv_dim, e_v.want, e_v.bound, n, kv_dim);
-            compare("dump_k_pos", dump_k, kv_dim, e_kp.want, e_kp.bound, n, kv_dim);
-        }
-        // The planes: rows of the step where they belong, all others as they were.
-        TestCache *dst = t.staged ? &stage : &ring;
-        const KvPlane *planes[2] = { &dst->c.k, &dst->c.v };
-        uint8_t *images[2] = { dst->k, dst->v };
-        for (int p = 0; p < 2; p++) {
-            const int dim = planes[p]->dim;
-            const Expect *e = p ? &e_v : &e_kp;
-            const float *dump = p ? dump_v : dump_k;
-            const uint8_t *got = fetch(planes[p]->data, plane_bytes(&dst->c, planes[p]), 1);
-            float *value = keep(n * kv_dim, sizeof *value);
-            Expect stored = expect(n, t.n_kv_heads * dim);
-            for (int r = 0; r < n; r++) {
-                const Segment *seg = &s->segs[s->rows[r].seg];
-                const int slot = t.staged ? seg->first + s->rows[r].index : (s->len[seg->seq] + s->rows[r].index) % t.slots;
-                for (int g = 0; g < t.n_kv_heads; g++) {
-                    const size_t row = row_of(&dst->c, t.staged ? 0 : seg->seq, g, slot) * (size_t)dim;
-                    for (int i = 0; i < hd; i++) {
-                        const int to = place_of(i, t.n_rot, hd);
-                        const size_t from = (size_t)(r * kv_dim + g * hd + i), at = (size_t)((r * t.n_kv_heads + g) * dim + to);
-                        if (to >= dim) continue;
-                        const double unit = t.type == KV_F32 ? 0 : t.type == KV_F16 ? ldexp(1, -11) : ldexp(1, -8);
-                        value[at] = (float)load_value(t.type, got, row + (size_t)to);
-                        const double rounding = unit > 0 ? unit * (fabs(e->want[from]) + e->bound[from]) + TOL_TINY : 0;
-                        set(&stored, at, (Ref){ e->want[from], e->bound[from] + rounding });
-                        store_value(t.type, images[p], row + (size_t)to, dump ? (double)dump[from] : (double)value[at]);
-                    }
-                }
-            }
-            compare(p ? "v plane" : "k plane", value, (size_t)(t.n_kv_heads * dim), stored.want, stored.bound, n,
-                    t.n_kv_heads * dim);
-            const size_t size = kv_bytes(t.type);
-            same_bits(p ? "v plane, all rows" : "k plane, all rows", got, images[p], plane_bytes(&dst->c, planes[p]) / size,
-                      size);
-        }
-    }
+    if (t.dumps && t.with_k) check_planes(to, "the checkpoints");
     sweep();
 }
 
@@ -1501,9 +1309,9 @@ typedef struct {
     float   scale;
 } AttendCase;
 
-static void attend_case(AttendCase t, const Step *s) {
+static void attend_case(AttendCase t, Step *s) {
     static const char *own_name[] = { "causal", "all", "none" };
-    const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, group = t.n_heads / t.n_kv_heads;
+    const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd;
     int n_seqs = 0;
     for (int i = 0; i < s->n_segs; i++) n_seqs = max_int(n_seqs, s->segs[i].seq + 1);
     CASE("attend", "%s, head_dim %d, heads %d/%d, slots %d, n_rot %d, window %d, own %s, stage %d, scale %g, %s of %d "
@@ -1522,81 +1330,28 @@ static void attend_case(AttendCase t, const Step *s) {
             else random_row(&ring, seg->seq, (len + i) % t.slots);
     }
     if (t.twins) {
-        memcpy(ring.k + plane_bytes(&ring.c, &ring.c.k) / 2, ring.k, plane_bytes(&ring.c, &ring.c.k) / 2);
-        memcpy(ring.v + plane_bytes(&ring.c, &ring.c.v) / 2, ring.v, plane_bytes(&ring.c, &ring.c.v) / 2);
+        for (int p = 0; p < 2; p++) {
+            const KvPlane *plane = plane_of(&ring.host, p);
+            const size_t half = plane_bytes(&ring.host, plane) / 2;
+            memcpy((char *)plane->data + half, plane->data, half);
+        }
     }
     put_cache(&ring, true);
     put_cache(&stage, true);
-    const Batch batch = put_batch(s);
+    const Batch batch = put_batch(s), host = host_batch(s);
 
-    // Scores of a few units. The query goes in as qkv_store leaves it: in the cache's order, its unrotated part times fold.
-    float *q = floats(n * q_dim, 7.5 / sqrt(hd) / (double)t.scale, 0), *q_in = keep(n * q_dim, sizeof *q);
+    // Scores of a few units. Values are below 1: what lies in sight is, at most.
+    float *q = floats(n * q_dim, 7.5 / sqrt(hd) / (double)t.scale, 0);
     if (t.twins) memcpy(q + n / 2 * q_dim, q, (size_t)(n / 2 * q_dim) * sizeof *q);
-    for (int h = 0; h < n * t.n_heads; h++)
-        for (int i = 0; i < hd; i++)
-            q_in[h * hd + place_of(i, t.n_rot, hd)] = q[h * hd + i] * (t.n_rot && i % (hd / 2) >= t.n_rot ? ring.fold[i] : 1);
-    const float *q_dev = put_f("q", q_in, n * q_dim);
-
-    // Keys and values in natural order, (seq, head, slot, head_dim): the cache's, then the stage's.
-    const size_t n_ring = row_of(&ring.c, n_seqs, 0, 0), n_all = n_ring + row_of(&stage.c, 1, 0, 0);
-    double *keys = keep(n_all * (size_t)hd, sizeof *keys), *values = keep(n_all * (size_t)hd, sizeof *values);
-    for (size_t row = 0; row < n_all; row++) {
-        const TestCache *c = row < n_ring ? &ring : &stage;
-        const size_t at = row < n_ring ? row : row - n_ring;
-        if (!t.staged && c == &stage) break;
-        for (int i = 0; i < hd; i++) {
-            const int from = place_of(i, t.n_rot, hd);
-            const double v = load_value(t.type, c->v, at * (size_t)hd + (size_t)from);
-            values[row * (size_t)hd + (size_t)i] = v;
-            const bool in_k = from < c->c.k.dim;
-            keys[row * (size_t)hd + (size_t)i] =
-                in_k ? load_value(t.type, c->k, at * (size_t)c->c.k.dim + (size_t)from) : v * (double)ring.fold[i];
-        }
-    }
-
+    const float *q_dev = put_f("q", q, n * q_dim);
     Expect e = expect(n, q_dim);
+    reference_ops()->attend(&(Attend){ .batch = &host, .cache = &ring.host, .stage = t.staged ? &stage.host : NULL, .q = q,
+                                       .n_heads = t.n_heads, .window = t.window, .own = t.own, .scale = t.scale,
+                                       .out.f = e.want });
     const double tolerance = t.type == KV_F32 || on_cpu() ? TOL_ATTEND : TOL_ATTEND_16;
-    const int max_keys = t.slots + 256;
-    double *weights = keep(n * t.n_kv_heads * max_keys, sizeof *weights);
-    size_t *rows = keep(n * t.n_kv_heads * max_keys, sizeof *rows);
-    for (int rg = 0; rg < n * t.n_kv_heads; rg++) {
-        const int r = rg / t.n_kv_heads, g = rg % t.n_kv_heads;
-        const Row *row = &s->rows[r];
-        const Segment *seg = &s->segs[row->seg];
-        const int len = s->len[seg->seq], pos = len + row->depth;
-        size_t *seen = rows + (size_t)rg * (size_t)max_keys;
-        double *p = weights + (size_t)rg * (size_t)max_keys;
-        int n_keys = 0;
-        for (int j = 0; j < len; j++)
-            if (!t.window || pos - j < t.window) seen[n_keys++] = row_of(&ring.c, seg->seq, g, j % t.slots);
-        for (int i = 0; i < seg->n; i++) {
-            const bool chain = i <= row->index && (!t.window || row->index - i < t.window),
-                       path = row->ancestors >> (i % 64) & 1;
-            if (t.own == OWN_NONE || (t.own == OWN_CAUSAL && !(seg->kind == SEG_CHAIN ? chain : path))) continue;
-            if (t.staged) seen[n_keys++] = n_ring + row_of(&stage.c, 0, g, seg->first + i);
-            else seen[n_keys++] = row_of(&ring.c, seg->seq, g, (len + i) % t.slots);
-        }
-        double v_max = 0;
-        for (int j = 0; j < n_keys; j++) {
-            const double m = largest(values + seen[j] * (size_t)hd, hd);
-            v_max = m > v_max ? m : v_max;
-        }
-        for (int h = g * group; h < (g + 1) * group; h++) {
-            double max = -INFINITY, sum = 0, out[512] = { 0 };
-            for (int j = 0; j < n_keys; j++) {
-                double score = 0;
-                for (int i = 0; i < hd; i++)
-                    score += (double)q[r * q_dim + h * hd + i] * keys[seen[j] * (size_t)hd + (size_t)i];
-                p[j] = score * (double)t.scale;
-                max = p[j] > max ? p[j] : max;
-            }
-            for (int j = 0; j < n_keys; j++) {
-                sum += p[j] = exp(p[j] - max);
-                for (int i = 0; i < hd; i++) out[i] += p[j] * values[seen[j] * (size_t)hd + (size_t)i];
-            }
-            for (int i = 0; i < hd; i++)                // nothing in sight: 0
-                set(&e, r * q_dim + h * hd + i, (Ref){ n_keys ? out[i] / sum : 0, n_keys ? tolerance * v_max : 0 });
-        }
+    for (int h = 0; h < n * t.n_heads; h++) {          // nothing in sight: 0
+        const bool blind = largest(e.want + h * hd, hd) == 0;
+        for (int i = h * hd; i < (h + 1) * hd; i++) e.bound[i] = blind ? 0 : (float)tolerance;
     }
 
     const Run runs[] = { { 0, min_int(n, 64) }, { n - 1, 1 }, { n / 2, 1 }, { 0, n }, { n / 3, min_int(9, n - n / 3) },
@@ -1678,7 +1433,7 @@ static void attend_store_case(AttendCase t, bool reader, const Step *s) {
         if (!p) same_bits(what, out[path], out[0], (size_t)(n * q_dim), sizeof(float));
         const size_t bytes = plane_bytes(&a->c, plane[0]);
         same_bits(p ? "v plane" : "k plane", fetch(plane[1]->data, bytes, 1), fetch(plane[0]->data, bytes, 1),
-                  bytes / kv_bytes(t.type), kv_bytes(t.type));
+                  bytes / value_bytes(t.type), value_bytes(t.type));
     }
     sweep();
 }
@@ -1803,23 +1558,6 @@ static void test_attend(void) {
     free(s);
 }
 
-// Bytes of row `slot` of one head in a host image.
-static uint8_t *image_row(const TestCache *t, int plane, int seq, int head, int slot, size_t *bytes) {
-    const KvPlane *p = plane ? &t->c.v : &t->c.k;
-    *bytes = (size_t)p->dim * kv_bytes(p->type);
-    return (plane ? t->v : t->k) + row_of(&t->c, seq, head, slot) * *bytes;
-}
-
-static void check_planes(const TestCache *t, const char *name) {
-    char what[80];
-    for (int p = 0; p < 2; p++) {
-        const KvPlane *plane = p ? &t->c.v : &t->c.k;
-        const size_t bytes = plane_bytes(&t->c, plane);
-        snprintf(what, sizeof what, "%s, %s plane", name, p ? "v" : "k");
-        same_bits(what, fetch(plane->data, bytes, 1), p ? t->v : t->k, bytes / kv_bytes(plane->type), kv_bytes(plane->type));
-    }
-}
-
 static void test_kv_commit(void) {
     for (int k = 0; k < 12; k++) {
         Step *s = keep(1, sizeof *s);
@@ -1836,11 +1574,12 @@ static void test_kv_commit(void) {
         CASE("kv_commit", "case %d, %d segments", k, s->n_segs);
         TestCache caches[3] = { new_cache(KV_F16, 3, 2, 64, ring_slots, 0), new_cache(KV_F32, 3, 1, 128, 320, 0),
                                 new_cache(KV_BF16, 3, 2, 64, 320, 8) };
-        Cache list[3];
+        Cache list[3], host_list[3];
         for (int l = 0; l < 3; l++) {
             fill_cache(&caches[l]);
             put_cache(&caches[l], false);
             list[l] = caches[l].c;
+            host_list[l] = caches[l].host;
         }
         enum { COUNTED = 2048 };                       // tokens of the counted vocabulary
         int32_t *counts = keep(MAX_SEGS * COUNTED, sizeof *counts), *want_counts = keep(MAX_SEGS * COUNTED, sizeof *counts);
@@ -1860,40 +1599,37 @@ static void test_kv_commit(void) {
                 for (int j = 0; j < STEP_ROWS; j++) path[i * STEP_ROWS + j] = -1;      // not read
             }
             n_accept[i] = k == 5 ? 0 : k == 7 ? 1 : k % 2 ? on_path : 1 + (int32_t)rnd((uint32_t)on_path);
-            want_len[seg->seq] += n_accept[i];
-            for (int j = 0; j < n_accept[i]; j++)
-                want_counts[seg->seq * COUNTED + s->rows[seg->first + (seg->kind == SEG_TREE ? path[i * STEP_ROWS + j] : j)].token]++;
         }
+        Batch host = host_batch(s);
+        host.len = want_len;
+        KvCommit o = { .batch = &host, .caches = host_list, .n_caches = 3, .n_accept = n_accept, .path = path,
+                       .counts = k % 2 ? want_counts : NULL, .vocab = COUNTED };
+        reference_ops()->kv_commit(&o);
         Batch batch = put_batch(s);
         int32_t *counts_there = k % 2 ? put_changing("counts", counts, MAX_SEGS * COUNTED, sizeof *counts) : NULL;
         batch.len = put_changing("len", s->len, MAX_SEGS, sizeof(int32_t));
-        op->kv_commit(&(KvCommit){ .batch = &batch, .caches = list, .n_caches = 3,
-                                   .n_accept = put("n_accept", n_accept, MAX_SEGS, sizeof(int32_t)),
-                                   .path = k % 4 == 3 ? NULL : put("path", path, MAX_SEGS * STEP_ROWS, sizeof(int32_t)),
-                                   .counts = counts_there, .vocab = COUNTED });
+        o.batch = &batch;
+        o.caches = list;
+        o.n_accept = put("n_accept", n_accept, MAX_SEGS, sizeof(int32_t));
+        o.path = k % 4 == 3 ? NULL : put("path", path, MAX_SEGS * STEP_ROWS, sizeof(int32_t));
+        o.counts = counts_there;
+        op->kv_commit(&o);
         if (counts_there)
             same_ints("counts", fetch(counts_there, MAX_SEGS * COUNTED, sizeof(int32_t)), want_counts, MAX_SEGS * COUNTED);
         same_ints("len", fetch(batch.len, MAX_SEGS, sizeof(int32_t)), want_len, MAX_SEGS);
         for (int l = 0; l < 3; l++) {
             TestCache *t = &caches[l];
-            for (int i = 0; i < s->n_segs; i++)
-                for (int p = 0; p < 2; p++)
-                    for (int g = 0; g < t->c.n_kv_heads; g++) {
-                        const Segment *seg = &s->segs[i];
-                        const int len = s->len[seg->seq];
-                        size_t bytes;
-                        for (int j = 0; seg->kind == SEG_TREE && j < n_accept[i]; j++) {
-                            const uint8_t *from = image_row(t, p, seg->seq, g, (len + path[i * STEP_ROWS + j]) % t->c.slots,
-                                                            &bytes);
-                            memmove(image_row(t, p, seg->seq, g, (len + j) % t->c.slots, &bytes), from, bytes);
-                        }
-                        // What rejected rows leave behind is the backend's business.
-                        const KvPlane *plane = p ? &t->c.v : &t->c.k;
-                        for (int j = n_accept[i]; j < seg->n; j++) {
-                            uint8_t *row = image_row(t, p, seg->seq, g, (len + j) % t->c.slots, &bytes);
-                            memcpy(row, fetch((const char *)plane->data + (row - (p ? t->v : t->k)), bytes, 1), bytes);
-                        }
-                    }
+            // What rejected rows leave behind is the backend's business.
+            for (int i = 0; i < 2 * s->n_segs * t->c.n_kv_heads; i++) {
+                const KvPlane *to = plane_of(&t->host, i % 2), *from = plane_of(&t->c, i % 2);
+                const int g = i / 2 % t->c.n_kv_heads, a = i / 2 / t->c.n_kv_heads;
+                const Segment *seg = &s->segs[a];
+                for (int j = n_accept[a]; j < seg->n; j++) {
+                    const int slot = (s->len[seg->seq] + j) % t->c.slots;
+                    const size_t bytes = kv_row_bytes(to->type, to->dim);
+                    memcpy(ref_kv_row(&t->host, to, seg->seq, g, slot), fetch(ref_kv_row(&t->c, from, seg->seq, g, slot), bytes, 1), bytes);
+                }
+            }
             check_planes(t, l == 0 ? "ring" : l == 1 ? "global" : "tied");
         }
         sweep();
@@ -1915,16 +1651,9 @@ static void test_kv_copy(void) {
         fill_cache(&stage);
         put_cache(&ring, false);
         put_cache(&stage, true);
-        const Batch batch = put_batch(s);
+        const Batch batch = put_batch(s), host = host_batch(s);
         op->kv_copy(&(KvCopy){ .batch = &batch, .cache = &ring.c, .stage = &stage.c });
-        for (int r = 0; r < s->n_rows; r++)            // in order: a later row of the same slot wins
-            for (int p = 0; p < 2; p++)
-                for (int g = 0; g < 2; g++) {
-                    const Segment *seg = &s->segs[s->rows[r].seg];
-                    size_t bytes;
-                    const uint8_t *from = image_row(&stage, p, 0, g, seg->first + s->rows[r].index, &bytes);
-                    memcpy(image_row(&ring, p, seg->seq, g, (s->len[seg->seq] + s->rows[r].index) % 128, &bytes), from, bytes);
-                }
+        reference_ops()->kv_copy(&(KvCopy){ .batch = &host, .cache = &ring.host, .stage = &stage.host });
         check_planes(&ring, "ring");
         sweep();
     }
@@ -1946,12 +1675,9 @@ static void test_head_rows(void) {
             const Input ref = ref_in(&in, rows, cols);
             const In dev = put_in(&in, rows, cols);
             Expect e = expect(rows, vocab);
-            for (int i = 0; i < vocab; i++)
-                for (int r = 0; r < rows; r++) {
-                    Ref z = product(&w, 0, i, &ref, r);
-                    if (cap > 0) z = (Ref){ cap * tanh(z.v / cap), z.bound + TOL_ACT * cap };
-                    set(&e, r * vocab + i, z);
-                }
+            const Expect z = product(&w, 0, &ref, 0, rows);
+            reference_ops()->head(&(Head){ .n_rows = rows, .in = ref.in, .w = &w.host, .cap = (float)cap, .logits = e.want });
+            for (int i = 0; i < rows * vocab; i++) e.bound[i] = z.bound[i] + (float)(TOL_ACT * cap);
             for (int run = 0; run < n_runs_100; run++) {
                 const Run part = runs_100[run];
                 if (part.first + part.n > rows) continue;
@@ -1996,27 +1722,17 @@ static void test_head_top(void) {
         if (whole) same_bits("logits", fetch_f(o.logits, rows * vocab), logits, (size_t)(rows * vocab), sizeof(float));
         int32_t *ids = keep(rows * top_k, sizeof *ids);
         float *top = keep(rows * top_k, sizeof *top);
-        double *sums = keep(rows, sizeof *sums), *bounds = keep(rows, sizeof *bounds);
+        Expect e = expect(rows, 1);
+        const Head want = { .w = &w, .top_k = top_k, .top_ids = ids, .top_logits = top, .logsumexp = e.want };
         for (int r = 0; r < rows; r++) {
-            const float *z = logits + r * vocab;
-            bool *taken = keep(vocab, 1);
-            for (int j = 0; j < top_k; j++) {
-                int best = -1;
-                for (int i = 0; i < vocab; i++)                                // a NaN comes after all numbers
-                    if (!taken[i] && (best < 0 || z[i] > z[best] || (isnan(z[best]) && !isnan(z[i])))) best = i;
-                taken[best] = true;
-                ids[r * top_k + j] = best;
-                top[r * top_k + j] = z[best];
-            }
-            for (int i = 0; i < vocab; i++) sums[r] += exp((double)z[i]);
-            sums[r] = log(sums[r]);
-            bounds[r] = TOL_LOGPROB * fmax(1, fabs(sums[r]));
+            ref_summary(&want, r, logits + r * vocab);
+            e.bound[r] = (float)TOL_LOGPROB * fmaxf(1, fabsf(e.want[r]));
         }
         same_ints("top_ids", fetch(o.top_ids, (size_t)(rows * top_k), sizeof *ids), ids, rows * top_k);
         same_bits("top_logits", fetch_f(o.top_logits, rows * top_k), top, (size_t)(rows * top_k), sizeof *top);
         const float *got = fetch_f(o.logsumexp, rows);
         if (k != 6) {
-            compare("logsumexp", got, 1, sums, bounds, rows, 1);
+            compare("logsumexp", got, 1, e.want, e.bound, rows, 1);
         } else {
             int numbers = 0;
             for (int r = 0; r < rows; r++) numbers += !isnan(got[r]);
@@ -2038,21 +1754,18 @@ static void test_logprob(void) {
         CASE("logprob", "vocab %d, case %d", vocab, k);
         float *logits = floats(n * vocab, k < 3 ? 8 : 80, k < 3 ? 0 : 500);    // exp alone would overflow
         int32_t *ids = keep(n, sizeof *ids);
-        double *want = keep(n, sizeof *want), *bound = keep(n, sizeof *bound);
+        Expect e = expect(n, 1);
         for (int r = 0; r < n; r++) {
             float *z = logits + r * vocab;
             ids[r] = r == 1 ? vocab - 1 : (int32_t)rnd((uint32_t)vocab);
             if (vocab > 1 && r == 2) for (int i = 0; i < vocab; i += 2) z[i] = -INFINITY, ids[r] = 1;
-            double sum = 0, largest = -INFINITY;
-            for (int i = 0; i < vocab; i++) largest = fmax(largest, (double)z[i]);
-            for (int i = 0; i < vocab; i++) sum += exp((double)z[i] - largest);
-            want[r] = (double)z[ids[r]] - largest - log(sum);
-            bound[r] = TOL_LOGPROB * fmax(1, fabs(want[r]));
         }
+        reference_ops()->logprob(&(Logprob){ .n_rows = n, .vocab = vocab, .logits = logits, .ids = ids, .out = e.want });
+        for (int r = 0; r < n; r++) e.bound[r] = (float)TOL_LOGPROB * fmaxf(1, fabsf(e.want[r]));
         float *out = room_f("out", n);
         op->logprob(&(Logprob){ .n_rows = n, .vocab = vocab, .logits = put_f("logits", logits, n * vocab),
                                 .ids = put("ids", ids, (size_t)n, sizeof *ids), .out = out });
-        compare("out", fetch_f(out, n), 1, want, bound, n, 1);
+        compare("out", fetch_f(out, n), 1, e.want, e.bound, n, 1);
         ids[0] = -1, ids[1] = vocab;
         op->logprob(&(Logprob){ .n_rows = n, .vocab = vocab, .logits = put_f("logits", logits, n * vocab),
                                 .ids = put("ids", ids, (size_t)n, sizeof *ids), .out = out });
@@ -2063,18 +1776,29 @@ static void test_logprob(void) {
     }
 }
 
-static void sample_greedy(void) {
-    for (int k = 0; k < 4; k++) {
-        const int vocab = k < 2 ? 77 : 3000, n = 12, words = (vocab + 31) / 32;
-        const bool masked = k % 2;
-        CASE("sample", "greedy, vocab %d, mask %d", vocab, masked);
+// Rows of a chain, a tree and another session, in a view: greedy, from all, and from the best; masks, bias, counts, ties.
+static void sample_rows(void) {
+    static const SampleParams kinds[] = { { .temperature = 0, .top_p = 1, .repeat = 1 },
+                                          { .temperature = -1, .top_k = 5, .top_p = 0.5f, .repeat = 1.2f },
+                                          { .temperature = 1, .top_p = 1, .repeat = 1 },
+                                          { .temperature = 1, .top_k = 500, .top_p = 0.95f, .repeat = 1, .presence = 0.5f },
+                                          { .temperature = 1.5f, .top_k = 1500, .top_p = 0.9f, .min_p = 0.05f, .repeat = 1.1f,
+                                            .frequency = 0.1f } };
+    enum { N_KINDS = sizeof kinds / sizeof *kinds };
+    for (int k = 0; k < 8 * N_KINDS; k++) {
+        const int vocab = k / N_KINDS % 2 ? 3000 : 77, words = (vocab + 31) / 32;
+        const bool masked = k / N_KINDS & 2, counted = k / N_KINDS & 4;
+        CASE("sample", "vocab %d, kind %d, mask %d, bias and counts %d", vocab, k % N_KINDS, masked, counted);
         Step *s = keep(1, sizeof *s);
         add_chain(s, 1, 9, 5);
-        add_tree(s, 0, 3, 7, 2);
-        const Batch batch = put_batch(s);
-        float *logits = floats(n * vocab, 3, 0);
+        add_tree(s, 0, 3, 17, 2);
+        add_chain(s, 2, 200, 12);
+        random_tokens(s, vocab);
+        const int n = s->n_rows, first = 2;
+        float *logits = floats(n * vocab, 3, 0), *bias = floats(3 * vocab, 0.5, 0);
         uint32_t *mask = keep(n * words, sizeof *mask);
-        int32_t want[12];
+        int32_t *counts = keep(3 * vocab, sizeof *counts), *want = keep(n, sizeof *want);
+        for (int i = 0; i < 3 * vocab; i++) counts[i] = max_int(0, (int)rnd(8) - 5);
         for (int r = 0; r < n; r++) {
             float *z = logits + r * vocab;
             z[rnd((uint32_t)vocab)] = r % 2 ? 5.0f : 4.0f;         // ties among the largest, also at the ends
@@ -2082,160 +1806,32 @@ static void sample_greedy(void) {
             if (r % 3 == 0) z[0] = 5;
             if (r == 4) for (int i = 0; i < vocab; i++) z[i] = i % 2 ? -INFINITY : -7;
             if (r == 5) for (int i = 0; i < vocab; i++) z[i] = -0.5f;
-            for (int w = 0; w < words; w++) mask[r * words + w] = masked ? rnd(1u << 31) << 1 | rnd(2) : ~0u;
-            if (masked && r == 7) {                                // one token alone
+            for (int w = 0; w < words; w++) mask[r * words + w] = rnd(1u << 31) << 1 | rnd(2);
+            if (r == 7) {                                          // one token alone
                 for (int w = 0; w < words; w++) mask[r * words + w] = 0;
                 mask[r * words + (vocab - 2) / 32] = 1u << ((vocab - 2) % 32);
             }
-            want[r] = -1;
-            for (int i = 0; i < vocab; i++)
-                if ((!masked || mask[r * words + i / 32] >> (i % 32) & 1) && (want[r] < 0 || z[i] > z[want[r]])) want[r] = i;
         }
-        const SampleParams params[2] = { { .seed = 1, .temperature = 0, .top_p = 1, .repeat = 1 },
-                                         { .seed = 2, .temperature = -1, .top_k = 5, .top_p = 0.5f, .repeat = 1 } };
-        Row *feed = put_changing("feed", s->rows, (size_t)n, sizeof(Row));
-        int32_t *out = room("out", (size_t)n, sizeof(int32_t));
-        op->sample(&(Sample){ .batch = &batch, .vocab = vocab, .logits = put_f("logits", logits, n * vocab),
-                              .params = put("params", params, 2, sizeof *params),
-                              .mask = masked ? put("mask", mask, (size_t)(n * words), sizeof *mask) : NULL, .out = out,
-                              .feed = k >= 2 ? feed : NULL });
-        same_ints("out", fetch(out, (size_t)n, sizeof(int32_t)), want, n);
-        for (int r = 0; k >= 2 && r < n; r++) s->rows[r].token = want[r];
-        same_bits("feed", fetch(feed, (size_t)n, sizeof(Row)), s->rows, (size_t)n, sizeof(Row));
-        sweep();
-    }
-}
-
-// Probabilities of gemma4.h: mask, temperature, top-k, top-p, min-p. Returns how many tokens stay.
-static int ref_probabilities(double *p, const float *logits, const uint32_t *mask, int vocab, const SampleParams *s) {
-    int order[4096], n = 0, kept;
-    for (int i = 0; i < vocab; i++) {
-        p[i] = 0;
-        if (!mask || mask[i / 32] >> (i % 32) & 1) order[n++] = i;
-    }
-    for (int i = 1; i < n; i++)                        // descending logit, lower id first
-        for (int j = i; j > 0 && logits[order[j]] > logits[order[j - 1]]; j--) {
-            const int t = order[j];
-            order[j] = order[j - 1];
-            order[j - 1] = t;
-        }
-    kept = s->top_k > 0 && s->top_k < n ? s->top_k : n;
-    double total = 0, mass = 0;
-    for (int i = 0; i < kept; i++)
-        total += p[order[i]] = exp(((double)logits[order[i]] - (double)logits[order[0]]) / (double)s->temperature);
-    int stay = 0;
-    for (; stay < kept && (stay == 0 || mass < (double)s->top_p * total); stay++) mass += p[order[stay]];
-    while (stay > 1 && p[order[stay - 1]] < (double)s->min_p) mass -= p[order[--stay]];
-    for (int i = stay; i < kept; i++) p[order[i]] = 0;
-    for (int i = 0; i < stay; i++) p[order[i]] /= mass;
-    return stay;
-}
-
-static void sample_distribution(void) {
-    static const struct { int vocab; float temperature; int top_k; float top_p, min_p; bool mask; } cases[] = {
-        { 40, 1, 0, 1, 0, false }, { 40, 0.7f, 0, 1, 0, true }, { 77, 1.5f, 10, 1, 0, false }, { 77, 1, 0, 0.8f, 0, false },
-        { 40, 1, 0, 1, 0.1f, false }, { 77, 1.2f, 20, 0.9f, 0.05f, true }, { 33, 2, 1, 1, 0, false },
-        { 7, 100, 0, 0.5f, 0, false }, { 5, 1, 64, 0, 0, false }
-    };
-    for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
-        const int vocab = cases[k].vocab, words = (vocab + 31) / 32, n = 64, calls = draws;
-        const SampleParams params = { .seed = 1000 + k, .temperature = cases[k].temperature, .top_k = cases[k].top_k,
-                                      .top_p = cases[k].top_p, .min_p = cases[k].min_p, .repeat = 1 };
-        CASE("sample", "vocab %d, temperature %g, top-k %d, top-p %g, min-p %g, mask %d", vocab, (double)params.temperature,
-             (int)params.top_k, (double)params.top_p,
-             (double)params.min_p, cases[k].mask);
-        Step *s = keep(1, sizeof *s);
-        add_chain(s, 0, 0, n);
-        Batch batch = put_batch(s);
-        batch.len = put_changing("len", s->len, MAX_SEGS, sizeof(int32_t));
-        float *row = floats(vocab, 2.5, 0);
-        row[vocab - 1] = 2.4f;          // the last token counts
-        float *logits = keep(n * vocab, sizeof *logits);
-        uint32_t *mask = keep(n * words, sizeof *mask);
-        for (int i = 0; i < vocab; i++) mask[i / 32] |= (uint32_t)(i % 5 != 2) << (i % 32);
-        for (int r = 0; r < n; r++) {
-            memcpy(logits + r * vocab, row, (size_t)vocab * sizeof *row);
-            memcpy(mask + r * words, mask, (size_t)words * sizeof *mask);
-        }
-        int32_t *out = room("out", (size_t)n, sizeof(int32_t));
-        const Sample o = { .batch = &batch, .vocab = vocab, .logits = put_f("logits", logits, n * vocab),
-                           .params = put("params", &params, 1, sizeof params),
-                           .mask = cases[k].mask ? put("mask", mask, (size_t)(n * words), sizeof *mask) : NULL, .out = out };
-        double p[128], chi = 0, rest_p = 0, rest_n = 0;
-        int count[128] = { 0 }, bins = 0, outside = 0, first_bad = -1;
-        const int stay = ref_probabilities(p, row, cases[k].mask ? mask : NULL, vocab, &params);
-        for (int c = 0; c < calls; c++) {
-            const int32_t len = c * n;
-            int32_t got[64];
-            op->copy(&(Copy){ batch.len, &len, sizeof len, COPY_IN });
-            op->sample(&o);
-            op->copy(&(Copy){ got, out, sizeof got, COPY_OUT });
-            op->wait();
-            for (int r = 0; r < n; r++) {
-                const bool allowed = got[r] >= 0 && got[r] < vocab && p[got[r]] > 0;
-                if (allowed) count[got[r]]++;
-                else if (outside++ == 0) first_bad = got[r];
-            }
-        }
-        CHECK(!outside, "%s: out: got token %d, which cannot be drawn, %d of %d times, want 0", now, first_bad, outside,
-              calls * n);
-        for (int i = 0; i < vocab; i++) {
-            const double want = p[i] * calls * n;
-            if (want >= 8) chi += (count[i] - want) * (count[i] - want) / want, bins++;
-            else rest_p += want, rest_n += count[i];
-        }
-        if (rest_p >= 8) chi += (rest_n - rest_p) * (rest_n - rest_p) / rest_p, bins++;
-        // Wilson and Hilferty: the cube root of chi / df is nearly normal.
-        const double df = bins - 1, a = 2 / (9 * (df > 0 ? df : 1)), root = 1 - a + CHI_Z * sqrt(a),
-                     limit = df > 0 ? df * root * root * root : 1e-9;
-        CHECK(chi <= limit, "%s: chi-square of %d draws over %d of %d tokens: got %.1f, want at most %.1f", now, calls * n,
-              bins, stay, chi, limit);
-        sweep();
-    }
-}
-
-// The token depends on seed, position and logits alone.
-static void sample_same(void) {
-    const int vocab = 3000, n = 40;
-    for (int k = 0; k < 3; k++) {
-        const int top_k = k == 0 ? 0 : k == 1 ? 500 : 1500;
-        const SampleParams one = { .seed = 7, .temperature = 1, .top_k = top_k, .top_p = 0.95f, .repeat = 1 },
-                           params[3] = { one, one, one };
-        CASE("sample", "same seed and position, top-k %d", top_k);
-        const float *dev_params = put("params", params, 3, sizeof one);
-        // By position, 100 .. 100 + n - 1, in a chain of one session; then other rows, segments and sessions.
-        const float *by_pos = floats(n * vocab, 4, 0);
-        double *p = keep(vocab, sizeof *p);
-        int32_t want[64];
-        for (int layout = 0; layout < 4; layout++) {
-            Step *s = keep(1, sizeof *s);
-            if (layout == 0) add_chain(s, 0, 100, n);
-            if (layout == 1) add_chain(s, 2, 117, 1);
-            if (layout == 2) add_chain(s, 1, 120, 5), add_chain(s, 2, 103, 3), add_chain(s, 0, 139, 1);
-            if (layout == 3) add_chain(s, 2, 130, 2), add_tree(s, 1, 100, 20, 3);
-            const Batch batch = put_batch(s);
-            float *logits = keep(s->n_rows * vocab, sizeof *logits);
-            int32_t *out = room("out", (size_t)s->n_rows, sizeof *out);
-            int32_t expected[64];
-            for (int r = 0; r < s->n_rows; r++) {
-                const int pos = s->len[s->segs[s->rows[r].seg].seq] + s->rows[r].depth;
-                memcpy(logits + r * vocab, by_pos + (pos - 100) * vocab, (size_t)vocab * sizeof *logits);
-                expected[r] = layout ? want[pos - 100] : 0;
-            }
-            op->sample(&(Sample){ .batch = &batch, .vocab = vocab, .logits = put_f("logits", logits, s->n_rows * vocab),
-                                  .params = (const SampleParams *)(const void *)dev_params, .out = out });
-            const int32_t *got = fetch(out, (size_t)s->n_rows, sizeof *out);
-            if (layout) same_ints("out", got, expected, s->n_rows);
-            else memcpy(want, got, (size_t)n * sizeof *want);
-        }
-        int outside = 0, changes = 0;
-        for (int r = 0; r < n; r += 8) {
-            ref_probabilities(p, by_pos + r * vocab, NULL, vocab, &one);
-            outside += want[r] < 0 || want[r] >= vocab || p[want[r]] <= 0;
-        }
-        for (int r = 1; r < n; r++) changes += want[r] != want[r - 1];
-        CHECK(!outside && changes > n / 2, "%s: out: got %d tokens that cannot be drawn and %d changes, want 0 and more than %d",
-              now, outside, changes, n / 2);
+        SampleParams params[3];
+        for (int i = 0; i < 3; i++) params[i] = kinds[(k + i) % N_KINDS], params[i].seed = (uint64_t)(k + 7 * i);
+        const Run run = { first, n - first };
+        const Batch all = put_batch(s), batch = batch_from(all, run), host = batch_from(host_batch(s), run);
+        Row *feed = put_changing("feed", s->rows + first, (size_t)run.n, sizeof(Row));
+        int32_t *out = room("out", (size_t)run.n, sizeof(int32_t));
+        logits += first * vocab;
+        mask += first * words;
+        reference_ops()->sample(&(Sample){ .batch = &host, .vocab = vocab, .logits = logits, .params = params,
+                                           .mask = masked ? mask : NULL, .bias = counted ? bias : NULL,
+                                           .counts = counted ? counts : NULL, .step_rows = s->rows, .out = want });
+        op->sample(&(Sample){ .batch = &batch, .vocab = vocab, .logits = put_f("logits", logits, run.n * vocab),
+                              .params = put("params", params, 3, sizeof *params),
+                              .mask = masked ? put("mask", mask, (size_t)(run.n * words), sizeof *mask) : NULL,
+                              .bias = counted ? put_f("bias", bias, 3 * vocab) : NULL,
+                              .counts = counted ? put("counts", counts, (size_t)(3 * vocab), sizeof *counts) : NULL,
+                              .step_rows = counted ? all.rows : NULL, .out = out, .feed = k % 2 ? feed : NULL });
+        same_ints("out", fetch(out, (size_t)run.n, sizeof(int32_t)), want, run.n);
+        for (int r = 0; k % 2 && r < run.n; r++) s->rows[first + r].token = want[r];
+        same_bits("feed", fetch(feed, (size_t)run.n, sizeof(Row)), s->rows + first, (size_t)run.n, sizeof(Row));
         sweep();
     }
 }
@@ -2263,10 +1859,8 @@ static void sample_refused(void) {
 }
 
 static void test_sample(void) {
-    sample_greedy();
+    sample_rows();
     sample_refused();
-    sample_distribution();
-    sample_same();
 }
 
 // ---- all ------------------------------------------------------------------------------------------------------------
@@ -2276,6 +1870,7 @@ static void run_all(const Ops *table, char **only) {
     op = table;
     const Limits lim = { .max_rows = MAX_STEP, .max_cols = 4352, .max_experts = 8, .vocab = 4096 };
     op->init(&lim);
+    reference_ops()->init(&(Limits){ .max_rows = MAX_STEP, .max_cols = 16384, .max_experts = 8, .vocab = 16384 });
     size_t free_bytes = 1, total = 0;
     op->memory(&free_bytes, &total);
     CHECK(total && free_bytes <= total, "%s memory: got %zu bytes free of %zu", op->name, free_bytes, total);
@@ -2338,7 +1933,7 @@ static void test_parallel(void) {
 int main(int argc, char **argv) {
     const bool cpu = argc < 2 || strcmp(argv[1], "-cuda") != 0, few = argc > 2 && strcmp(argv[2], "-few") == 0;
     char **only = argv + (cpu ? 1 : few ? 3 : 2);
-    if (!cpu && few) n_runs_100 = 7, in_step = 7, shape_step = 3, draws = 40;
+    if (!cpu && few) n_runs_100 = 7, in_step = 7, shape_step = 3;
     if (argc == 1) {
         start_threads(3);
         test_parallel();

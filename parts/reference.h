@@ -1,0 +1,602 @@
+/* reference.h - what every operation of gemma4.h means: one plain function each, and reference_ops(), a table of them.
+ *
+ * Nothing here is fast: one thread, one value after the other, sums in f64. A weight is the f32 that gguf_dequantize makes of
+ * it, whatever matrix it stands in; backend memory is host memory; weights stay where the file has them. The tests hold every
+ * backend against this table, `gemma4 check --against reference` does so on a model, and a port begins as a copy of this file:
+ * replace one function, run build/test_ops, go on (docs/porting.md).
+ *
+ * Needs gemma4.h and gguf.h, in a file that has GGUF_IMPLEMENTATION, and the math library.
+ *
+ *   #define _GNU_SOURCE            // before every include: sysconf
+ *   #include "gemma4.h"
+ *   #include "gguf.h"
+ *   #include "parts/reference.h"
+ *
+ *   [1] Rows: weights, norms, inputs, products      [3] Cache
+ *   [2] Body                                        [4] Output
+ *                                                   [5] Run time, the table */
+#ifndef REFERENCE_H
+#define REFERENCE_H
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+// ==== [1] Rows: weights, norms, inputs, products =====================================================================
+// Every operation takes one row of a step after the other: the rows share nothing, so their number changes no bit.
+
+enum { REF_HEAD_DIM = 512, REF_EXPERTS = 1024 };       // the most
+
+typedef struct { float z; int32_t id; uint64_t weight; } RefToken;     // a token, or an expert, among others
+
+static struct {               // scratch, from ref_init
+    double   *x, *d;          // (max_cols) one row of In on its way
+    Act       y;              // (max_cols) what became of it
+    float    *w;              // (max_cols) one row of a matrix
+    float    *out;            // (max_cols) one row of a result, before it is stored as an Act
+    float    *logits;         // (vocab)
+    RefToken *tokens;         // (vocab or REF_EXPERTS)
+} ref;
+
+static void ref_refuse(const char *what, int got) {
+    fprintf(stderr, "gemma4: error: reference: %s: got %d\n", what, got);
+    exit(1);
+}
+
+// Row i of matrix e (cols); good until the next call.
+static const float *ref_weights(const Tensor *w, int e, int i) {
+    const size_t row_size = gguf_row_size(w->type, w->cols), row = (size_t)e * w->rows + i;
+    gguf_dequantize(w->type, (const uint8_t *)w->data + row * row_size, ref.w, w->cols);
+    return ref.w;
+}
+
+// u[i] = w[i] * u[i] / rms(u), rms(u) = sqrt(mean(u^2) + eps); w NULL: no weight.
+static void ref_norm(double *u, const float *w, int n, float eps) {
+    double squares = 0;
+    for (int i = 0; i < n; i++) squares += u[i] * u[i];
+    for (int i = 0; i < n; i++) u[i] *= (w ? w[i] : 1) / sqrt(squares / n + eps);
+}
+
+static void ref_load(double *u, const float *from, int n) {
+    for (int i = 0; i < n; i++) u[i] = from[i];
+}
+
+static void ref_save(float *to, const double *u, int n) {
+    for (int i = 0; i < n; i++) to[i] = (float)u[i];
+}
+
+// n floats, a multiple of 32, to int8 and scales by contract 6. All in f32.
+static void ref_quantise(const float *x, int n, int8_t *q, float *s) {
+    for (int g = 0; g < n / 32; g++) {
+        float largest = 0;
+        bool finite = true;
+        for (int i = 32 * g; i < 32 * g + 32; i++) {
+            largest = fmaxf(largest, fabsf(x[i]));
+            finite = finite && isfinite(x[i]);
+        }
+        s[g] = largest < 0x1p-120f ? 0 : largest / 127;
+        if (!finite) s[g] = NAN;
+        for (int i = 32 * g; i < 32 * g + 32; i++) q[i] = s[g] > 0 ? (int8_t)rintf(x[i] * (127 / largest)) : 0;
+    }
+}
+
+// Row r of what a producer leaves, in the forms that the reader wants; v (cols).
+static void ref_store(const Act *out, size_t r, int cols, const float *v) {
+    if (out->f) memcpy(out->f + r * cols, v, (size_t)cols * sizeof *v);
+    if (out->q) ref_quantise(v, cols, out->q + r * cols, out->s + r * cols / 32);
+}
+
+static Act ref_row(const Act *a, size_t r, int cols) {
+    return (Act){ .f = a->f ? a->f + r * cols : NULL, .q = a->q ? a->q + r * cols : NULL, .s = a->q ? a->s + r * cols / 32 : NULL };
+}
+
+// Row r of an In: stores x' where it is wanted and returns y in both forms, good until the next call.
+static Act ref_input(const In *in, int r, int cols) {
+    const size_t at = (size_t)r * cols;
+    if (in->act.f || in->act.q) return ref_row(&in->act, r, cols);
+    for (int i = 0; i < cols; i++) ref.x[i] = 0;
+    for (int k = 0; k < 2; k++) {                      // d
+        if (!in->delta[k]) continue;
+        ref_load(ref.d, in->delta[k] + at, cols);
+        if (in->w_delta[k]) ref_norm(ref.d, in->w_delta[k], cols, in->eps);
+        for (int i = 0; i < cols; i++) ref.x[i] += ref.d[i];
+    }
+    if (in->w_post && (in->delta[0] || in->delta[1])) ref_norm(ref.x, in->w_post, cols, in->eps);
+    // x' is f32: y has the same bits whether x' was stored before or not
+    for (int i = 0; i < cols; i++) ref.x[i] = (float)(in->scale * ((in->x ? in->x[at + i] : 0) + ref.x[i]));
+    if (in->x_out) ref_save(in->x_out + at, ref.x, cols);
+    if (in->w_pre) ref_norm(ref.x, in->w_pre, cols, in->eps);
+    ref_save(ref.y.f, ref.x, cols);                    // y
+    if (cols % 32 == 0) ref_quantise(ref.y.f, cols, ref.y.q, ref.y.s);
+    return ref.y;
+}
+
+// Row i of matrix e times y. A matrix of floats meets f32, a quantised one int8.
+static double ref_product(const Tensor *w, int e, int i, Act y) {
+    const bool floats = w->type == T_F32 || w->type == T_F16 || w->type == T_BF16;
+    const float *v = ref_weights(w, e, i);
+    double sum = 0;
+    for (int k = 0; k < w->cols; k++) sum += v[k] * (floats ? (double)y.f[k] : (double)y.s[k / 32] * y.q[k]);
+    return w->scale ? w->scale[e] * sum : sum;
+}
+
+static double ref_activation(ActFn fn, double x) {
+    if (fn == ACT_SILU) return x / (1 + exp(-x));
+    return 0.5 * x * (1 + tanh(sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+}
+
+// ref.tokens[0 .. n - 1] in order: descending z, the lower id first where z is equal.
+static int ref_compare(const void *a, const void *b) {
+    const RefToken *x = a, *y = b;
+    if (x->z != y->z) return x->z > y->z ? -1 : 1;
+    return x->id < y->id ? -1 : 1;
+}
+
+static void ref_rank(const float *z, int n) {          // a NaN counts as -Inf
+    for (int i = 0; i < n; i++) ref.tokens[i] = (RefToken){ .z = isnan(z[i]) ? -INFINITY : z[i], .id = i };
+    qsort(ref.tokens, n, sizeof *ref.tokens, ref_compare);
+}
+
+// ==== [2] Body =======================================================================================================
+
+// The token of a row, 0 for one outside the vocabulary.
+static int ref_token(const Row *row, int vocab) { return row->token < 0 || row->token >= vocab ? 0 : row->token; }
+
+static void ref_embed(const Embed *o) {
+    for (int r = 0; r < o->batch->n_rows; r++) {
+        const float *v = ref_weights(o->table, 0, ref_token(&o->batch->rows[r], o->table->rows));
+        for (int i = 0; i < o->table->cols; i++) o->out[(size_t)r * o->out_stride + i] = v[i] * o->scale;
+    }
+}
+
+static void ref_ple_rows(const PleRows *o) {
+    for (int r = 0; r < o->batch->n_rows; r++) {
+        const float *v = ref_weights(o->table, 0, ref_token(&o->batch->rows[r], o->table->rows));
+        for (int l = 0; l < o->n_layers; l++, v += o->ple_dim) {
+            float *u = o->u + ((size_t)r * o->n_layers + l) * o->ple_dim;
+            for (int i = 0; i < o->ple_dim; i++) ref.x[i] = (double)o->proj_scale * u[i];
+            ref_norm(ref.x, o->w_norm, o->ple_dim, o->eps);
+            for (int i = 0; i < o->ple_dim; i++) u[i] = (float)(o->out_scale * (ref.x[i] + (double)o->table_scale * v[i]));
+        }
+    }
+}
+
+static void ref_matmul(const Matmul *o) {
+    for (int r = 0; r < o->n_rows; r++) {
+        const Act y = ref_input(&o->in, r, o->w[0]->cols);
+        for (int k = 0; k < o->n; k++)
+            for (int i = 0; i < o->w[k]->rows; i++)
+                o->out[k][(size_t)r * o->w[k]->rows + i] = (float)ref_product(o->w[k], 0, i, y);
+    }
+}
+
+// The experts of row r, whose logits are there. The sum over all experts, which softmax divides by, cancels: the weights of
+// those used sum to 1.
+static void ref_choose_experts(const Route *o, int r) {
+    const float *logits = o->logits + (size_t)r * o->w->rows;
+    float *weights = o->weights + (size_t)r * o->n_used;
+    int32_t *ids = o->ids + (size_t)r * o->n_used;
+    double sum = 0;
+    ref_rank(logits, o->w->rows);
+    for (int j = 0; j < o->n_used; j++) {
+        ids[j] = ref.tokens[j].id;
+        sum += exp((double)logits[ids[j]] - logits[ids[0]]);
+    }
+    for (int j = 0; j < o->n_used; j++) {
+        const double p = exp((double)logits[ids[j]] - logits[ids[0]]) / sum;
+        weights[j] = (float)(o->expert_scale ? p * o->expert_scale[ids[j]] : p);
+    }
+}
+
+static void ref_route(const Route *o) {
+    const int n = o->w->rows;
+    if (n > REF_EXPERTS) ref_refuse("route: expected at most 1024 experts", n);
+    for (int r = 0; r < o->n_rows; r++) {
+        const Act y = ref_input(&o->in, r, o->w->cols);
+        for (int i = 0; i < n; i++) o->logits[(size_t)r * n + i] = (float)ref_product(o->w, 0, i, y);
+        ref_choose_experts(o, r);
+    }
+}
+
+static void ref_gate_up(const GateUp *o) {
+    for (int r = 0; r < o->n_rows; r++) {
+        const Act y = ref_input(&o->in, r, o->gate->cols);
+        for (int i = 0; i < o->gate->rows; i++)
+            ref.out[i] = (float)(ref_activation(o->fn, ref_product(o->gate, 0, i, y)) * ref_product(o->up, 0, i, y));
+        ref_store(&o->out, r, o->gate->rows, ref.out);
+    }
+    if (o->route) ref_route(o->route);
+}
+
+static void ref_expert_gate_up(const ExpertGateUp *o) {
+    const int n = o->up ? o->gate->rows : o->gate->rows / 2;
+    const Tensor *up = o->up ? o->up : o->gate;
+    const int first_up = o->up ? 0 : n;
+    for (int r = 0; r < o->n_rows; r++) {
+        const Act y = ref_input(&o->in, r, o->gate->cols);
+        for (int j = r * o->n_used; j < (r + 1) * o->n_used; j++) {
+            const int e = o->ids[j];
+            for (int i = 0; i < n; i++)
+                ref.out[i] = (float)(ref_activation(o->fn, ref_product(o->gate, e, i, y)) * ref_product(up, e, first_up + i, y));
+            ref_store(&o->out, j, n, ref.out);
+        }
+    }
+    if (o->beside) ref_matmul(o->beside);
+}
+
+static void ref_expert_down(const ExpertDown *o) {
+    for (int r = 0; r < o->n_rows; r++)
+        for (int i = 0; i < o->down->rows; i++) {
+            double sum = 0;
+            for (int j = r * o->n_used; j < (r + 1) * o->n_used; j++)
+                sum += o->weights[j] * ref_product(o->down, o->ids[j], i, ref_row(&o->in, j, o->down->cols));
+            o->out[(size_t)r * o->down->rows + i] = (float)sum;
+        }
+}
+
+static void ref_ple_inject(const PleInject *o) {
+    for (int r = 0; r < o->n_rows; r++) {
+        const Act y = ref_input(&o->in, r, o->w->cols);
+        for (int i = 0; i < o->w->rows; i++)
+            ref.out[i] = (float)(ref_activation(ACT_GELU, ref_product(o->w, 0, i, y)) * o->u[(size_t)r * o->u_stride + i]);
+        ref_store(&o->out, r, o->w->rows, ref.out);
+    }
+}
+
+static void ref_close(const Close *o) {
+    for (int r = 0; r < o->n_rows; r++) {
+        const Act y = ref_input(&o->in, r, o->cols);
+        if (o->out) memcpy(o->out + (size_t)r * o->cols, y.f, (size_t)o->cols * sizeof(float));
+    }
+}
+
+static void ref_gather_rows(const GatherRows *o) {
+    for (int r = 0; r < o->n_rows; r++)
+        for (int i = 0; i < o->cols; i++)
+            ((uint32_t *)o->dst)[(size_t)r * o->dst_stride + i] =
+                ((const uint32_t *)o->src)[(size_t)(o->index ? o->index[r] : r) * o->src_stride + i];
+}
+
+// ==== [3] Cache ======================================================================================================
+
+// Row `slot` of one head of one session.
+static void *ref_kv_row(const Cache *c, const KvPlane *p, int seq, int head, int slot) {
+    const size_t row = ((size_t)seq * c->n_kv_heads + head) * c->slots + slot;
+    return (char *)p->data + row * kv_row_bytes(p->type, p->dim);
+}
+
+static void ref_kv_write(const KvPlane *p, void *row, const float *v) {        // the first dim values of v
+    if (p->type != KV_F32 && p->type != KV_F16 && p->type != KV_BF16) ref_refuse("cache type: expected f32, f16 or bf16", p->type);
+    for (int i = 0; i < p->dim; i++)
+        if (p->type == KV_F32) ((float *)row)[i] = v[i];
+        else ((uint16_t *)row)[i] = p->type == KV_F16 ? gguf_f32_to_f16(v[i]) : gguf_f32_to_bf16(v[i]);
+}
+
+static void ref_kv_read(const KvPlane *p, const void *row, float *v) {         // (dim)
+    if (p->type != KV_F32 && p->type != KV_F16 && p->type != KV_BF16) ref_refuse("cache type: expected f32, f16 or bf16", p->type);
+    gguf_dequantize(p->type == KV_F32 ? GGUF_F32 : p->type == KV_F16 ? GGUF_F16 : GGUF_BF16, row, v, p->dim);
+}
+
+// Where a cache has value i of a head: in a tied one first the values that rotate, of both halves, then those that do not.
+static int ref_place(const Cache *c, int i) {
+    const int half = c->head_dim / 2;
+    if (!c->n_rot || i < c->n_rot || i >= half + c->n_rot) return i;
+    return i < half ? i + c->n_rot : i - half + c->n_rot;
+}
+
+// The pairs (i, i + half) of a head at a position, each turned by its angle.
+static void ref_rope(double *u, int half, const Rope *rope, int pos) {
+    for (int i = 0; i < rope->n_pairs; i++) {
+        const double c = cos(pos * rope->inv_freq[i]), s = sin(pos * rope->inv_freq[i]), a = u[i], b = u[i + half];
+        u[i] = a * c - b * s;
+        u[i + half] = a * s + b * c;
+    }
+}
+
+static void ref_dump(float *dump, size_t head, const double *u, int head_dim) {
+    if (dump) ref_save(dump + head * head_dim, u, head_dim);
+}
+
+static void ref_qkv_store(const QkvStore *o) {
+    const Cache *c = o->cache, *dst = o->stage ? o->stage : c;
+    const int hd = c->head_dim, half = hd / 2;
+    double u[REF_HEAD_DIM];
+    float placed[REF_HEAD_DIM];
+    if (hd > REF_HEAD_DIM) ref_refuse("head_dim: expected at most 512", hd);
+    for (int r = 0; r < o->batch->n_rows; r++) {
+        const Row *row = &o->batch->rows[r];
+        const Segment *seg = &o->batch->segs[row->seg];
+        const int len = o->batch->len[seg->seq], pos = len + row->depth;
+        for (int h = r * o->n_heads; o->q && h < (r + 1) * o->n_heads; h++) {
+            float *q = o->q + (size_t)h * hd;
+            ref_load(u, q, hd);
+            ref_norm(u, o->w_q, hd, o->eps);
+            ref_dump(o->dump_q, h, u, hd);
+            ref_rope(u, half, &o->rope, pos);
+            ref_dump(o->dump_q_pos, h, u, hd);
+            for (int i = 0; i < hd; i++)               // K's values that do not rotate are r * fold: fold goes into q
+                q[ref_place(c, i)] = (float)(c->n_rot && i % half >= c->n_rot ? u[i] * c->fold[i] : u[i]);
+        }
+        if (!o->k) continue;
+        const int seq = o->stage ? 0 : seg->seq, slot = o->stage ? seg->first + row->index : (len + row->index) % c->slots;
+        for (int g = 0; g < c->n_kv_heads; g++) {
+            const size_t head = (size_t)r * c->n_kv_heads + g;
+            ref_load(u, o->k + head * hd, hd);
+            ref_norm(u, o->w_k, hd, o->eps);
+            ref_dump(o->dump_k, head, u, hd);
+            ref_rope(u, half, &o->rope, pos);
+            ref_dump(o->dump_k_pos, head, u, hd);
+            for (int i = 0; i < hd; i++) placed[ref_place(c, i)] = (float)u[i];
+            ref_kv_write(&dst->k, ref_kv_row(dst, &dst->k, seq, g, slot), placed);     // tied: those that rotate
+            ref_load(u, o->v + head * hd, hd);
+            if (o->v_norm) ref_norm(u, NULL, hd, o->eps);
+            ref_dump(o->dump_v, head, u, hd);
+            for (int i = 0; i < hd; i++) placed[ref_place(c, i)] = (float)u[i];
+            ref_kv_write(&dst->v, ref_kv_row(dst, &dst->v, seq, g, slot), placed);
+        }
+    }
+}
+
+// Keys have numbers: j < len is the committed position j, len + i is row i of the segment.
+static bool ref_sees(const Attend *o, const Row *row, const Segment *seg, int len, int j) {
+    const int i = j - len;
+    if (i < 0) return !o->window || j > len + row->depth - o->window;
+    if (o->own != OWN_CAUSAL) return o->own == OWN_ALL;
+    if (seg->kind == SEG_TREE) return row->ancestors >> i & 1;
+    return i <= row->index && (!o->window || i > row->index - o->window);
+}
+
+// K and V of key j (head_dim), as the cache orders them.
+static void ref_key(const Attend *o, const Segment *seg, int len, int j, int head, float *k, float *v) {
+    const bool staged = o->stage && j >= len;
+    const Cache *c = staged ? o->stage : o->cache;
+    const int seq = staged ? 0 : seg->seq, slot = staged ? seg->first + j - len : j % c->slots;
+    ref_kv_read(&c->v, ref_kv_row(c, &c->v, seq, head, slot), v);
+    memcpy(k, v, (size_t)c->head_dim * sizeof *k);     // tied: V, but for the values that rotate
+    ref_kv_read(&c->k, ref_kv_row(c, &c->k, seq, head, slot), k);
+}
+
+// One head of one row; out (head_dim).
+static void ref_attend_head(const Attend *o, int r, int h, float *out) {
+    const Row *row = &o->batch->rows[r];
+    const Segment *seg = &o->batch->segs[row->seg];
+    const int len = o->batch->len[seg->seq], hd = o->cache->head_dim, g = h / (o->n_heads / o->cache->n_kv_heads);
+    const float *q = o->q + ((size_t)r * o->n_heads + h) * hd;
+    float k[REF_HEAD_DIM], v[REF_HEAD_DIM];
+    double largest = -INFINITY, total = 0, sum[REF_HEAD_DIM] = { 0 };
+    for (int pass = 0; pass < 2; pass++)               // the largest score, for exp not to overflow; then the sums
+        for (int j = 0; j < len + seg->n; j++) {
+            if (!ref_sees(o, row, seg, len, j)) continue;
+            double score = 0;
+            ref_key(o, seg, len, j, g, k, v);
+            for (int i = 0; i < hd; i++) score += (double)q[i] * k[i];
+            score *= o->scale;
+            if (pass == 0) largest = fmax(largest, score);
+            if (pass == 0) continue;
+            const double p = exp(score - largest);
+            total += p;
+            for (int i = 0; i < hd; i++) sum[i] += p * v[i];
+        }
+    for (int i = 0; i < hd; i++) {
+        const int at = ref_place(o->cache, i);
+        out[i] = total == 0 ? 0 : (float)(sum[at] / total);            // nothing in sight: 0
+    }
+}
+
+static void ref_attend(const Attend *o) {
+    const int hd = o->cache->head_dim;
+    if (hd > REF_HEAD_DIM) ref_refuse("head_dim: expected at most 512", hd);
+    if (o->store) ref_qkv_store(o->store);
+    for (int r = 0; r < o->batch->n_rows; r++) {
+        for (int h = 0; h < o->n_heads; h++) ref_attend_head(o, r, h, ref.out + (size_t)h * hd);
+        ref_store(&o->out, r, o->n_heads * hd, ref.out);
+    }
+}
+
+// One row of all heads from one place to another.
+static void ref_kv_move(const Cache *dst, int dst_seq, int dst_slot, const Cache *src, int src_seq, int src_slot) {
+    for (int g = 0; g < dst->n_kv_heads; g++) {
+        memmove(ref_kv_row(dst, &dst->k, dst_seq, g, dst_slot), ref_kv_row(src, &src->k, src_seq, g, src_slot),
+                kv_row_bytes(dst->k.type, dst->k.dim));
+        memmove(ref_kv_row(dst, &dst->v, dst_seq, g, dst_slot), ref_kv_row(src, &src->v, src_seq, g, src_slot),
+                kv_row_bytes(dst->v.type, dst->v.dim));
+    }
+}
+
+static void ref_kv_commit(const KvCommit *o) {
+    for (int i = 0; i < o->batch->n_segs; i++) {
+        const Segment *seg = &o->batch->segs[i];
+        int32_t *len = &o->batch->len[seg->seq];
+        for (int k = 0; k < o->n_accept[i]; k++) {     // path[k] >= k: no row is overwritten before it moved
+            const int from = seg->kind == SEG_TREE ? o->path[i * STEP_ROWS + k] : k;
+            for (int l = 0; l < o->n_caches; l++) {
+                const Cache *c = &o->caches[l];
+                ref_kv_move(c, seg->seq, (*len + k) % c->slots, c, seg->seq, (*len + from) % c->slots);
+            }
+            if (o->counts) o->counts[(size_t)seg->seq * o->vocab + ref_token(&o->batch->rows[seg->first + from], o->vocab)]++;
+        }
+        *len += o->n_accept[i];
+    }
+}
+
+static void ref_kv_copy(const KvCopy *o) {
+    for (int i = 0; i < o->batch->n_segs; i++) {
+        const Segment *seg = &o->batch->segs[i];
+        for (int j = 0; j < seg->n; j++)               // upwards: of the rows for one slot the last one stays
+            ref_kv_move(o->cache, seg->seq, (o->batch->len[seg->seq] + j) % o->cache->slots, o->stage, 0, seg->first + j);
+    }
+}
+
+// ==== [4] Output =====================================================================================================
+
+static double ref_logsumexp(const float *z, int n) {
+    double largest = -INFINITY, sum = 0;
+    for (int i = 0; i < n; i++) largest = fmax(largest, z[i]);
+    if (isinf(largest)) largest = 0;                   // all are -Inf, or one is Inf: the sum says so
+    for (int i = 0; i < n; i++) sum += exp(z[i] - largest);
+    return largest + log(sum);
+}
+
+// What else Head wants of row r, whose logits are z (vocab).
+static void ref_summary(const Head *o, int r, const float *z) {
+    const int vocab = o->w->rows;
+    if (o->top_k) ref_rank(z, vocab);
+    for (int j = 0; j < o->top_k; j++) {
+        o->top_ids[(size_t)r * o->top_k + j] = ref.tokens[j].id;
+        o->top_logits[(size_t)r * o->top_k + j] = z[ref.tokens[j].id];
+    }
+    if (o->logsumexp) o->logsumexp[r] = (float)ref_logsumexp(z, vocab);
+}
+
+static void ref_head(const Head *o) {
+    const int vocab = o->w->rows, cols = o->w->cols;
+    for (int r = 0; r < o->n_rows; r++) {
+        const Act y = ref_input(&o->in, r, cols);
+        float *z = o->logits ? o->logits + (size_t)r * vocab : ref.logits;
+        if (o->hidden) memcpy(o->hidden + (size_t)r * cols, y.f, (size_t)cols * sizeof(float));
+        for (int i = 0; i < vocab; i++) {
+            const double v = ref_product(o->w, 0, i, y);
+            z[i] = (float)(o->cap > 0 ? o->cap * tanh(v / o->cap) : v);
+        }
+        ref_summary(o, r, z);
+    }
+}
+
+static void ref_logprob(const Logprob *o) {
+    for (int r = 0; r < o->n_rows; r++) {
+        const float *z = o->logits + (size_t)r * o->vocab;
+        const int32_t id = o->ids[r];
+        o->out[r] = id < 0 || id >= o->vocab ? NAN : (float)(z[id] - ref_logsumexp(z, o->vocab));
+    }
+}
+
+// How often a token was seen: in the committed text, and in the step at the row and its ancestors.
+static int32_t ref_seen(const Sample *o, const Row *row, int id) {
+    const Segment *seg = &o->batch->segs[row->seg];
+    int32_t n = o->counts[(size_t)seg->seq * o->vocab + id];
+    for (int j = 0; j <= row->index; j++) {
+        const bool above = seg->kind == SEG_CHAIN || row->ancestors >> j & 1;
+        n += above && ref_token(&o->step_rows[seg->first + j], o->vocab) == id;
+    }
+    return n;
+}
+
+// The steps of Sample for row r. Returns the token or -1.
+static int32_t ref_choose(const Sample *o, int r) {
+    const Row *row = &o->batch->rows[r];
+    const int seq = o->batch->segs[row->seg].seq, vocab = o->vocab;
+    const SampleParams *p = &o->params[seq];
+    const uint32_t *mask = o->mask ? o->mask + (size_t)r * ((vocab + 31) / 32) : NULL;
+    RefToken *t = ref.tokens;
+    int n = 0;
+    for (int i = 0; i < vocab; i++) {                  // 1 to 3: mask, bias, penalties
+        const bool allowed = !mask || mask[i / 32] >> (i % 32) & 1;
+        const int32_t seen = o->counts ? ref_seen(o, row, i) : 0;
+        float z = o->logits[(size_t)r * vocab + i];
+        if (o->bias) z += o->bias[(size_t)seq * vocab + i];
+        if (seen > 0) z = sample_penalised(z, seen, p);
+        if (isnan(z)) return -1;
+        if (allowed && z > -INFINITY) t[n++] = (RefToken){ .z = z, .id = i };
+    }
+    if (!n) return -1;
+    qsort(t, n, sizeof *t, ref_compare);
+    if (p->temperature <= 0) return t[0].id;           // 4: temperature
+    for (int i = 0; i < n; i++) t[i].weight = sample_weight(t[i].z, t[0].z, 1.44269504f / p->temperature);
+    if (p->top_k > 0 && p->top_k < n) n = p->top_k;    // 5: top-k
+
+    uint64_t total = 0, before = 0;                    // 6: top-p
+    for (int i = 0; i < n; i++) total += t[i].weight;
+    for (int i = 0; i < n; before += t[i++].weight)
+        if (i && before >= sample_share(total, p->top_p)) n = i;
+    while (t[n - 1].weight < sample_share(SAMPLE_ONE, p->min_p)) n--;          // 7: min-p; no token weighs more than the first
+
+    total = 0;                                         // 8: draw
+    for (int i = 0; i < n; i++) total += t[i].weight;
+    const uint64_t drawn = sample_share(total, random_unit(p->seed, o->batch->len[seq] + row->depth));
+    int i = 0;
+    for (before = t[0].weight; before <= drawn; before += t[i].weight) i++;
+    return t[i].id;
+}
+
+static void ref_sample(const Sample *o) {
+    for (int r = 0; r < o->batch->n_rows; r++) {
+        o->out[r] = ref_choose(o, r);
+        if (o->feed) o->feed[r].token = o->out[r];
+    }
+}
+
+// ==== [5] Run time, the table ========================================================================================
+
+static void ref_memory(size_t *free_bytes, size_t *total) {            // all of it: mapped files give way
+    *free_bytes = *total = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+}
+
+static size_t ref_weight_bytes(const Tensor *w) {      // rows are read where they lie
+    (void)w;
+    return 0;
+}
+
+static void ref_upload(Tensor *w, void *dst) {
+    (void)w;
+    (void)dst;
+}
+
+static size_t ref_n_tokens(const Limits *lim) { return lim->vocab > REF_EXPERTS ? lim->vocab : REF_EXPERTS; }
+
+static size_t ref_scratch_bytes(const Limits *lim) {
+    const size_t of_cols = 2 * sizeof(double) + 3 * sizeof(float) + 1;
+    return lim->max_cols * of_cols + (lim->max_cols / 32 + 1) * sizeof(float) + lim->vocab * sizeof(float) +
+           ref_n_tokens(lim) * sizeof(RefToken);
+}
+
+static void *ref_alloc(void *old, size_t n, size_t size) {
+    free(old);
+    void *p = calloc(n ? n : 1, size);
+    if (!p) ref_refuse("no memory for so many KiB", (int)(n * size / 1024));
+    return p;
+}
+
+static void ref_init(const Limits *lim) {
+    const size_t cols = (size_t)lim->max_cols;
+    ref.x = ref_alloc(ref.x, cols, sizeof *ref.x);
+    ref.d = ref_alloc(ref.d, cols, sizeof *ref.d);
+    ref.y.f = ref_alloc(ref.y.f, cols, sizeof *ref.y.f);
+    ref.y.q = ref_alloc(ref.y.q, cols, sizeof *ref.y.q);
+    ref.y.s = ref_alloc(ref.y.s, cols / 32 + 1, sizeof *ref.y.s);
+    ref.w = ref_alloc(ref.w, cols, sizeof *ref.w);
+    ref.out = ref_alloc(ref.out, cols, sizeof *ref.out);
+    ref.logits = ref_alloc(ref.logits, lim->vocab, sizeof *ref.logits);
+    ref.tokens = ref_alloc(ref.tokens, ref_n_tokens(lim), sizeof *ref.tokens);
+}
+
+static void *ref_reserve(size_t bytes) {
+    bytes = (bytes + 255) / 256 * 256;
+    void *p = aligned_alloc(256, bytes ? bytes : 256);
+    return p ? memset(p, 0, bytes) : NULL;
+}
+
+static void ref_release(void *p) { free(p); }
+static void ref_copy(const Copy *c) { memcpy(c->dst, c->src, c->bytes); }
+
+static bool ref_begin(StepKey key) {                   // nothing is recorded: issue the operations
+    (void)key;
+    return true;
+}
+
+static void ref_end(void) {}
+static void ref_wait(void) {}                          // an operation is done when it returns
+
+const Ops *reference_ops(void) {
+    static const Ops ops = {
+        .name = "reference", .memory = ref_memory, .weight_bytes = ref_weight_bytes, .upload = ref_upload,
+        .scratch_bytes = ref_scratch_bytes, .init = ref_init, .reserve = ref_reserve, .release = ref_release,
+        .copy = ref_copy, .begin = ref_begin, .end = ref_end, .wait = ref_wait,
+        .embed = ref_embed, .ple_rows = ref_ple_rows, .matmul = ref_matmul, .gate_up = ref_gate_up, .route = ref_route,
+        .expert_gate_up = ref_expert_gate_up, .expert_down = ref_expert_down, .ple_inject = ref_ple_inject,
+        .close = ref_close, .gather_rows = ref_gather_rows, .qkv_store = ref_qkv_store, .attend = ref_attend,
+        .kv_commit = ref_kv_commit, .kv_copy = ref_kv_copy, .head = ref_head, .logprob = ref_logprob, .sample = ref_sample
+    };
+    return &ops;
+}
+
+#endif
