@@ -3,7 +3,7 @@
 # Only ./gemma4 lands in this directory, everything else in build/. Set on the command line as needed:
 #   CC=clang   CFLAGS="-O2 -g"   EDIT=0 (no line editing)   WERROR=1 (warnings are errors)
 #   ARCH=sm_90, native, all-major (for which GPUs)   PREFIX=/usr/local   DESTDIR=   FUZZ_SECONDS=60   MODEL=file.gguf (for bench)
-#   STRICT=1 (a skipped test fails)   LONG=1 (more mutated files in the tests)
+#   JOBS=4 (what make test does at a time)   STRICT=1 (a skipped test fails)   LONG=1 (longer tests: docs/tests.md)
 
 B       := build
 BIN     := gemma4
@@ -14,9 +14,14 @@ MODEL   ?= models/gemma4-mini-q8_0.gguf
 # Without a GPU to look at: the oldest that the kernels run on; newer ones translate it when they load it.
 ARCH    ?= $(if $(wildcard /dev/nvidiactl),native,sm_80)
 NVCC    ?= $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+# HAS_GPU= on the command line: as on a machine without one. In WSL a GPU is dxg, on a Jetson nvhost-gpu.
+HAS_GPU ?= $(wildcard /dev/nvidiactl /dev/dxg /dev/nvhost-gpu)
 KERNELS := $(wildcard gemma4_kernels.cu)
 CUBLAS  := $(wildcard $(addsuffix ../include/cublas_v2.h,$(dir $(NVCC))) /usr/include/cublas_v2.h)
 ENGINE  := $(if $(and $(strip $(NVCC)),$(KERNELS),$(CUBLAS)),cuda,cpu)
+# Without a GPU the tests need no nvcc: test_kernels.sh carries the kernels out on the CPU. make test ENGINE=cuda: with it all the same.
+TESTED  := $(if $(or $(strip $(HAS_GPU)),$(filter command,$(origin ENGINE))),$(ENGINE),cpu)
+JOBS    ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 
 # -ffp-contract=off: the CPU operations are the reference, so a*b + c rounds twice with every compiler.
 # The chat edits lines with libedit, or else readline, when a program built with it links.
@@ -62,26 +67,34 @@ $(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/kernels.o
 	$(NVCC) $^ -o $@ $(EDIT_LIB) $(CUDA_LIBS)
 $(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
 	$(COMPILE) $(EDIT_FLAG) -DUSE_CUDA -c gemma4.c -o $@
-$(B)/kernels.o: gemma4_kernels.cu gemma4.h $(B)/flags
+$(B)/kernels.o: gemma4_kernels.cu gemma4.h $(B)/cuda-flags
 	$(NVCC) -O3 -std=c++17 -lineinfo $(SPLIT_COMPILE) $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
-$(B)/flags: FORCE               # holds the command lines; a change of compiler or flags rebuilds what they built
-	@mkdir -p $(B); flags='$(COMPILE) $(EDIT_LIB) $(NVCC) $(ARCH) $(NVCC_FLAGS)'; \
-	  [ "$$(cat $@ 2>/dev/null)" = "$$flags" ] || printf '%s\n' "$$flags" > $@
+# What these hold is how things are built; a change of it rebuilds what was built otherwise.
+$(B)/flags: HOLDS = $(COMPILE) $(EDIT_LIB)
+$(B)/cuda-flags: HOLDS = $(NVCC) $(ARCH) $(NVCC_FLAGS)
+$(B)/engine: HOLDS = $(ENGINE)
+$(B)/flags $(B)/cuda-flags $(B)/engine: FORCE
+	@mkdir -p $(B); holds='$(HOLDS)'; [ "$$(cat $@ 2>/dev/null)" = "$$holds" ] || printf '%s\n' "$$holds" > $@
 
-test: $(ENGINE) test-programs   ## build what is missing and run all tests
-	@BUILD=$(B) GEMMA4="$$(pwd)/$(BIN)" sh tests/run.sh
-test-programs: $(PROGRAMS) $(EMULATOR)   ## build the test programs without running them
-# A test program includes the source that it tests, so part of that goes unused. Asserts stay on.
-$(PROGRAMS): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags $(if $(filter cuda,$(ENGINE)),$(B)/kernels.o)
+test:                           ## build what is missing and run all tests
+	@$(MAKE) --no-print-directory $(if $(filter -j%,$(MAKEFLAGS)),,-j$(JOBS)) ENGINE=$(TESTED) $(B)/gemma4-$(TESTED) test-programs
+	@BUILD=$(B) GEMMA4="$$(pwd)/$(B)/gemma4-$(TESTED)" sh tests/run.sh
+test-programs: $(EMULATOR) $(PROGRAMS)   ## build the test programs without running them
+# A test program includes the source that it tests, so part of that goes unused. Asserts stay on. Most compile longer than they
+# run: -O1 in place of -O3, which gives the same bits.
+TEST_COMPILE = $(COMPILE:-O3=-O1)
+$(B)/test_cache $(B)/eval_mini $(B)/bench_dots $(B)/bench_tokenizer: TEST_COMPILE = $(COMPILE)
+$(PROGRAMS): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags $(B)/engine \
+    $(if $(filter cuda,$(ENGINE)),$(B)/kernels.o)
 ifeq ($(ENGINE),cuda)
-	$(COMPILE) -I. -UNDEBUG -DUSE_CUDA -Wno-unused-function -c $< -o $@.o
+	$(TEST_COMPILE) -I. -UNDEBUG -DUSE_CUDA -Wno-unused-function -c $< -o $@.o
 	$(NVCC) $@.o $(B)/kernels.o -o $@ $(CUDA_LIBS)
 else
-	$(COMPILE) -I. -UNDEBUG -Wno-unused-function $< -o $@ $(LDFLAGS) -lm
+	$(TEST_COMPILE) -I. -UNDEBUG -Wno-unused-function $< -o $@ $(LDFLAGS) -lm
 endif
 emulated: $(EMULATED) $(E)/test_emulator $(B)/make_gguf    ## build the kernels' tests for a machine without a GPU
 $(EMULATED): $(E)/%: tests/%.c $(wildcard tests/*.h) $(SOURCES) $(E)/kernels.o $(E)/emulator.o
-	$(COMPILE) -O1 -I. -UNDEBUG -DUSE_CUDA -Wno-unused-function -rdynamic $< $(E)/kernels.o $(E)/emulator.o -o $@ $(LDFLAGS) -lm -ldl
+	$(TEST_COMPILE) -I. -UNDEBUG -DUSE_CUDA -Wno-unused-function -rdynamic $< $(E)/kernels.o $(E)/emulator.o -o $@ $(LDFLAGS) -lm -ldl
 $(E)/kernels.o: gemma4_kernels.cu gemma4.h $(wildcard tests/cuda_on_cpu/*.h) $(B)/flags
 	@mkdir -p $(E)
 	$(EMULATE) $(KERNEL_FLAGS) -xc++ -c $< -o $@
@@ -112,6 +125,8 @@ $(FUZZERS): $(B)/%: tests/%.c $(wildcard tests/*.h) $(SOURCES) $(B)/flags
 	  "libclang-rt-dev (Debian, Ubuntu), compiler-rt (Fedora, Arch, Alpine)" >&2; exit 1; }
 	$(FUZZ_BUILD) -I. -DFUZZER -Wno-unused-function $< -o $@ -lm
 
+amalgamate:                     ## write build/gemma4.c, everything in one file: cc -O3 gemma4.c -lm -pthread
+	@mkdir -p $(B) && tools/amalgamate.sh gemma4.c > $(B)/gemma4.c.part && mv -f $(B)/gemma4.c.part $(B)/gemma4.c
 bench: all                      ## time MODEL on this machine: prompt and decode tok/s
 	@./$(BIN) bench "$(MODEL)"
 install:                        ## copy gemma4 to DESTDIR and PREFIX/bin
@@ -123,4 +138,4 @@ help:                           ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 FORCE:
 .DELETE_ON_ERROR:
-.PHONY: all cpu cuda no-cuda emulated test test-programs asan sanitize fuzz bench install clean help FORCE
+.PHONY: all cpu cuda no-cuda emulated test test-programs asan sanitize fuzz amalgamate bench install clean help FORCE
