@@ -4723,7 +4723,7 @@ static FlashPlan flash_of(const Attend *o) {
     const Cache *c = o->cache;
     const int n_rows = o->batch->n_rows, group = o->n_heads / c->n_kv_heads;
     FlashPlan f = { };
-    if (n_rows <= STEP_ROWS || n_rows < 8 * o->batch->n_segs || o->own != OWN_CAUSAL || o->blocks) return f;
+    if (n_rows <= STEP_ROWS || n_rows < 8 * o->batch->n_segs || o->own != OWN_CAUSAL) return f;
     if (c->k.type != KV_F16 || c->v.type != KV_F16) return f;
     if (c->head_dim == 256 && c->k.dim == 256) f = flash_plan<256, 128, 256>();
     if (c->head_dim == 512 && c->k.dim == 512) f = flash_plan<512, 64, 512>();
