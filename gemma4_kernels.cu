@@ -1,19 +1,19 @@
 /* gemma4_kernels.cu - the CUDA backend: every operation of gemma4.h as kernels, each with its host wrapper below it.
  *
- * HOW TO READ  cuda_ops() at the end lists what there is. An operation is a function cuda_<op>; the definition of what it has
- *              to compute is cpu_<op> in gemma4.c [10]. Nothing here knows about files, text or the model.
+ * HOW TO READ  cuda_ops() at the end lists what there is. An operation is a function cuda_<op>; the definition of what
+ *              it has to compute is cpu_<op> in gemma4.c [10]. Nothing here knows about files, text or the model.
  * CONTENTS     search for "[n]"
  *   [1] Errors, the stream, state           [6] Products of a prompt: cuBLAS
  *   [2] Launch; warp and block helpers      [7] Cache: store, commit, copy
  *   [3] Weights: layout, upload             [8] Attention
  *   [4] Inputs: embedding, norms            [9] Output: head, sampling
  *   [5] Products of 1 to 64 rows            [10] Memory, copies, recorded steps, the table
- * INVARIANTS   one stream; no operation allocates or synchronises; index products are size_t; for 1..64 rows the order of
- *              every sum depends on shapes alone. sm_80 and up.
+ * INVARIANTS   one stream; no operation allocates or synchronises; index products are size_t; for 1..64 rows the order
+ *              of every sum depends on shapes alone. sm_80 and up.
  *
  * WORDS        one meaning each; in brackets what CUDA and others call it
  *   lane       one of the 32 threads of a warp
- *   turn       from when on a launch may read what those before it wrote [grid dependency, programmatic dependent launch]
+ *   turn       from when on a launch may read what those before it wrote [programmatic dependent launch]
  *   early      before the launch's turn
  *   ahead      asked for, so that it is on its way while something else is done [prefetch]
  *   group      32 consecutive values of a row: the unit of quantised weights and of int8 activations
@@ -56,9 +56,9 @@
 #include "gemma4.h"
 
 // ==== [1] Errors, the stream, state ==================================================================================
-// A device error ends the process with one line that names the operation and its shapes. Everything the backend keeps for
-// itself is here: one stream, scratch that an operation may use until the next one, a ring of pinned memory for copies, and
-// the recorded steps.
+// A device error ends the process with one line that names the operation and its shapes. Everything the backend keeps
+// for itself is here: one stream, scratch that an operation may use until the next one, a ring of pinned memory for
+// copies, and the recorded steps.
 
 enum { RING_BYTES = 4 << 20, MAX_STEPS = 256, MAX_PENDING = 256, MAX_MARKS = 1024, PANEL_BYTES = 64 << 20,
        PARTIAL_BYTES = 64 << 20, BLAS_BYTES = 32 << 20, MAX_ARRIVED = 4096,
@@ -162,8 +162,8 @@ static int min_int(int a, int b) { return a < b ? a : b; }
 static int max_int(int a, int b) { return a > b ? a : b; }
 
 // ==== [2] Launch; warp and block helpers =============================================================================
-// Kernels follow each other closely: the blocks of a launch come up while the last blocks of the launch before it still work
-// (programmatic dependent launch), and take_turn() holds them until its results can be read.
+// Kernels follow each other closely: the blocks of a launch come up while the last blocks of the launch before it still
+// work (programmatic dependent launch), and take_turn() holds them until its results can be read.
 
 extern __shared__ __align__(16) char shared_bytes[];   // dynamic shared memory of whatever kernel runs
 
@@ -182,13 +182,13 @@ enum { WRITES_ACTIVATIONS = 1,          // numbers of rows, choices of experts, 
        WRITES_WEIGHTS = 8,
        WRITES_NOTHING = 0, WRITES_ALL_BUT_WEIGHTS = WRITES_ACTIVATIONS | WRITES_ROWS | WRITES_CACHE };
 
-// Whether the next launch may read before its turn what is written by launches that state `written`. Only the last launch
-// counts: it lets the next one come up when it has its own turn, and by then all those before it have ended. Behind copies and
-// cuBLAS the next launch comes up when they have ended.
+// Whether the next launch may read before its turn what is written by launches that state `written`. Only the last
+// launch counts: it lets the next one come up when it has its own turn, and by then all those before it have ended.
+// Behind copies and cuBLAS the next launch comes up when they have ended.
 static bool may_read_early(unsigned written) { return !(cuda.last.writes & written); }
 
-// One kernel on the stream; CHECK_LAUNCH behind it names the operation. writes: as above; shared: bytes of dynamic shared memory.
-// Every kernel may read weights before its turn, so none comes up beside one that writes them.
+// One kernel on the stream; CHECK_LAUNCH behind it names the operation. writes: as above; shared: bytes of dynamic
+// shared memory. Every kernel may read weights before its turn, so none comes up beside one that writes them.
 template <typename... Parameters, typename... Arguments>
 static void launch(unsigned writes, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
                    Arguments... arguments) {
@@ -207,27 +207,38 @@ static void launch(unsigned writes, void (*kernel)(Parameters...), dim3 grid, di
     cuda.n_launches += !cuda.recording;
 }
 
+// Once at start, for each kernel that needs it: all the shared memory that a block can have.
+template <typename Kernel> static void allow_shared(Kernel kernel) {
+    CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    cuda.block_shared - STATIC_SHARED), "shared memory of a kernel");
+}
+
 // ---- instructions that CUDA C++ has no name for ----
-// A group of 8 lanes l .. l + 7 hands in addresses of 8 rows of 16 bytes; matrix i of four comes from lanes 8 i ... Every lane
-// gets word lane % 4 of row lane / 4 of each.
+// A group of 8 lanes l .. l + 7 hands in addresses of 8 rows of 16 bytes; matrix i of four comes from lanes 8 i ...
+// Every lane gets word lane % 4 of row lane / 4 of each.
 #ifdef __CUDACC__
 __device__ static inline void load_matrices(unsigned r[4], const void *shared_row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"((unsigned)__cvta_generic_to_shared(shared_row)) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"((unsigned)__cvta_generic_to_shared(shared_row)) : "memory");
 }
 // The same for matrices of 8 x 8 halves, transposed.
 __device__ static inline void load_matrices_transposed(unsigned r[4], const void *shared_row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"((unsigned)__cvta_generic_to_shared(shared_row)) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"((unsigned)__cvta_generic_to_shared(shared_row)) : "memory");
 }
 // c (16 x 8) += a (16 x 32, row-major) b (32 x 8, column-major), int8 with int32 sums. Lane l, t = l / 4, k = l % 4:
 //   a[0], a[1]: values 4k .. 4k + 3 of rows t, t + 8; a[2], a[3]: values 16 + 4k .. of them
 //   b[0], b[1]: values 4k .. and 16 + 4k .. of column t;   c[0], c[1]: row t, columns 2k, 2k + 1; c[2], c[3]: row t + 8
 __device__ static inline void multiply_int8(int c[4], const unsigned a[4], const unsigned b[2]) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-// The same for 16 values: a (16 x 16), b (16 x 8).   a[0], a[1]: values 4k .. of rows t, t + 8; b: values 4k .. of column t
+// The same for 16 values: a (16 x 16), b (16 x 8).
+//   a[0], a[1]: values 4k .. of rows t, t + 8; b: values 4k .. of column t
 __device__ static inline void multiply_int8_half(int c[4], const unsigned a[2], unsigned b) {
     asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(b));
@@ -236,11 +247,14 @@ __device__ static inline void multiply_int8_half(int c[4], const unsigned a[2], 
 //   a[0], a[1]: values 2k, 2k + 1 of rows t, t + 8; a[2], a[3]: values 8 + 2k .. of them
 //   b[0], b[1]: values 2k .. and 8 + 2k .. of column t;   c as above
 __device__ static inline void multiply_half(float c[4], const unsigned a[4], const unsigned b[2]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-// 16 bytes from device to shared memory, both aligned to 16, without waiting. A commit closes what was asked for so far;
-// copied<N>() waits until all but the last N closed lots of this thread are there (a barrier then shows them to the block).
+// 16 bytes from device to shared memory, both aligned to 16, without waiting. A commit closes what was asked for so
+// far; copied<N>() waits until all but the last N closed lots of this thread are there (a barrier then shows them to
+// the block).
 __device__ static inline void copy_ahead(void *shared, const void *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
                  :: "r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global) : "memory");
@@ -261,19 +275,22 @@ __device__ static inline void copy_word_ahead(void *shared, const void *global) 
                  :: "r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global) : "memory");
 }
 __device__ static inline void copy_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ static inline void copied(void) { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
+template <int N>
+__device__ static inline void copied(void) { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
 // A barrier in shared memory that some arrive at and others wait at. Its phase n ends when `count` have arrived in it;
-// mbarrier_wait waits for the end of phase n, whose parity it is given. mbarrier_arrive_on_copies: this thread arrives when all
-// copies that it has asked for are there.
+// mbarrier_wait waits for the end of phase n, whose parity it is given. mbarrier_arrive_on_copies: this thread arrives
+// when all copies that it has asked for are there.
 __device__ static inline void mbarrier_init(uint64_t *b, unsigned count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"((unsigned)__cvta_generic_to_shared(b)), "r"(count) : "memory");
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"((unsigned)__cvta_generic_to_shared(b)),
+                 "r"(count) : "memory");
 }
 __device__ static inline void mbarrier_arrive(uint64_t *b) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }"
                  :: "r"((unsigned)__cvta_generic_to_shared(b)) : "memory");
 }
 __device__ static inline void mbarrier_arrive_on_copies(uint64_t *b) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"((unsigned)__cvta_generic_to_shared(b)) : "memory");
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"((unsigned)__cvta_generic_to_shared(b))
+                 : "memory");
 }
 __device__ static inline void mbarrier_wait(uint64_t *b, unsigned parity) {
     unsigned there;
@@ -287,13 +304,15 @@ __device__ static inline void mbarrier_wait(uint64_t *b, unsigned parity) {
 #endif
     } while (!there);
 }
-// The same number, but the compiler does not know that: what follows from it is worked out here, and not kept in registers before.
+// The same number, but the compiler does not know that: what follows from it is worked out here, and not kept in
+// registers before.
 __device__ static inline int afresh(int v) {
     asm volatile("" : "+r"(v));
     return v;
 }
 // A barrier of the first N threads of the block; the others go on.
-template <int N> __device__ static inline void sync_first(void) { asm volatile("bar.sync 1, %0;" :: "n"(N) : "memory"); }
+template <int N>
+__device__ static inline void sync_first(void) { asm volatile("bar.sync 1, %0;" :: "n"(N) : "memory"); }
 // 16 bytes that are read once: past the L1 cache, without pushing others out.
 __device__ static inline uint4 load_once(const void *p) {
     uint4 v;
@@ -320,14 +339,14 @@ __device__ static inline int dot_unsigned(unsigned a, unsigned b, int sum) {
     asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(sum));
     return sum;
 }
-// Where a kernel's parameter lies in memory. Loads from there are under way all at once; in the constant bank each line of 64 bytes
-// is waited for, and its first reader comes all the way from memory.
+// Where a kernel's parameter lies in memory. Loads from there are under way all at once; in the constant bank each line
+// of 64 bytes is waited for, and its first reader comes all the way from memory.
 __device__ static inline const void *memory_of(const void *parameter) {
     asm volatile("" : "+l"(parameter));
     return parameter;
 }
-// Has a parameter of up to 64 blockDim.x bytes brought into L2, for a kernel that reads it from the constant bank. Nobody waits for
-// the result.
+// Has a parameter of up to 64 blockDim.x bytes brought into L2, for a kernel that reads it from the constant bank.
+// Nobody waits for the result.
 __device__ static inline unsigned touch_parameter(const void *parameter, int bytes) {
     unsigned word = 0;
     if (64 * (int)threadIdx.x < bytes)
@@ -351,8 +370,19 @@ static Divisor divisor(unsigned by) {
 }
 
 // x / d, for 0 <= x < 2^31
-__device__ static inline int quotient(int x, Divisor d) { return (int)((__umulhi((unsigned)x, d.factor) + x) >> d.shift); }
+__device__ static inline int quotient(int x, Divisor d) {
+    return (int)((__umulhi((unsigned)x, d.factor) + x) >> d.shift);
+}
 __device__ static inline int rest(int x, Divisor d) { return x - quotient(x, d) * (int)d.by; }
+
+// ---- order ----
+// Floats as whole numbers in the same order; -0 equals 0.
+
+__device__ static inline unsigned order_of(float z) {
+    const unsigned bits = __float_as_uint(z + 0.0f);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+__device__ static inline float of_order(unsigned n) { return __uint_as_float(n >> 31 ? n & 0x7fffffffu : ~n); }
 
 // ---- sums ----
 // Sums fold in halves, so their order is fixed: lane l adds lane l + 16, then 8, 4, 2, 1. All lanes get the result.
@@ -387,20 +417,29 @@ __device__ static inline float activate(ActFn fn, float x) {
     return __fmul_rn(__fmul_rn(0.5f, x), __fadd_rn(1.0f, tanhf(__fmul_rn(0.7978845608028654f, inner))));
 }
 
-// One group by one warp: lane l holds x, value l of the group. The rule of contract 6, bit for bit.
+// The scale of a group whose largest |x| has the bits `top` (as integers: NaN above Inf). The rule of contract 6, bit
+// for bit. *inv: what the values are multiplied with to become codes; 0: all codes are 0.
+__device__ static inline float group_scale(unsigned top, float *inv) {
+    const float a = __uint_as_float(top);
+    *inv = 0;
+    if (top >= 0x7f800000u) return __uint_as_float(0x7fc00000u);
+    if (a < 0x1p-120f) return 0;
+    *inv = __fdiv_rn(127.0f, a);
+    return __fdiv_rn(a, 127.0f);
+}
+
+// One group by one warp: lane l holds x, value l of the group.
 __device__ static inline void quantise_group(float x, int8_t *q, float *s) {
     const int lane = threadIdx.x % 32;
-    const unsigned top = __reduce_max_sync(~0u, __float_as_uint(x) & 0x7fffffffu);    // |x| as integers: NaN above Inf
-    const float a = __uint_as_float(top);
-    const bool usable = top < 0x7f800000u && a >= 0x1p-120f;
-    const float inv = usable ? __fdiv_rn(127.0f, a) : 0;
-    q[lane] = usable ? (int8_t)__float2int_rn(__fmul_rn(x, inv)) : 0;
-    if (lane == 0) *s = top >= 0x7f800000u ? __uint_as_float(0x7fc00000u) : usable ? __fdiv_rn(a, 127.0f) : 0;
+    float inv;
+    const float scale = group_scale(__reduce_max_sync(~0u, __float_as_uint(x) & 0x7fffffffu), &inv);
+    q[lane] = inv ? (int8_t)__float2int_rn(__fmul_rn(x, inv)) : 0;
+    if (lane == 0) *s = scale;
 }
 
 // ==== [3] Weights: layout, upload ====================================================================================
-// Quantised matrices are repacked once, at upload, into planes that lanes read with wide, aligned loads: a lane takes a whole
-// group. Nothing is converted, every bit of the file is kept.
+// Quantised matrices are repacked once, at upload, into planes that lanes read with wide, aligned loads: a lane takes a
+// whole group. Nothing is converted, every bit of the file is kept.
 //
 //   plane   per group of 32 values, row after row             Q8  4-bit  5-bit  6-bit  2-bit  3-bit
 //   lo      the low bits of the codes                bytes    32     16     16     16      8      8
@@ -408,23 +447,24 @@ __device__ static inline void quantise_group(float x, int8_t *q, float *s) {
 //   head    what scales the group, or its 256 values, in the order of the file: see the list of formats below
 //   sup     f16 values of 256 that stand apart in the file
 //
-//   4-bit lo   byte j: value j low nibble, value j + 16 high nibble. As four words v[0..3]: codes 4w .. 4w + 3 are the bytes
-//              of v[w] & 0x0f0f0f0f, codes 16 + 4w .. are those of v[w] >> 4 & 0x0f0f0f0f
+//   4-bit lo   byte j: value j low nibble, value j + 16 high nibble. As four words v[0..3]: codes 4w .. 4w + 3 are the
+//              bytes of v[w] & 0x0f0f0f0f, codes 16 + 4w .. are those of v[w] >> 4 & 0x0f0f0f0f
 //   2-bit lo, hi of 6-bit: two words, one for each half of the group; bits 2w, 2w + 1 of byte b belong to value 4w + b
 //   1-bit hi:  one word; bit w of byte b belongs to value 4w + b
-// Planes follow each other, each at a multiple of 256 bytes. A stack of n matrices is one matrix of n * rows rows. A table of
-// which only rows are gathered may lie in pinned host memory, in the same layout.
+// Planes follow each other, each at a multiple of 256 bytes. A stack of n matrices is one matrix of n * rows rows. A
+// table of which only rows are gathered may lie in pinned host memory, in the same layout.
 
 typedef struct {              // where the planes of an uploaded matrix lie; floats: lo only, as in the file
     const uint8_t *lo, *hi, *head, *sup;
 } Planes;
 
-// One line for each type. Beyond it, a type has a case in file_code (where the file keeps its codes) and one in group_scales
-// (what scales a group). integer = code - offset, or the table's entry; value = a * integer - m, for a half of a group each.
+// One line for each type. Beyond it, a type has a case in file_code (where the file keeps its codes) and one in
+// group_scales (what scales a group). integer = code - offset, or the table's entry; value = a * integer - m, for a
+// half of a group each.
 //     file       values and bytes of a block
 //     code       = lo + (hi << bits of lo): bits in both planes; TABLE_IQ4, TABLE_FP4 or none; offset
-//     head       bytes, for each group or, with blocks of 256 values, for these; where they lie in the block; bytes that the
-//                scales of one group take
+//     head       bytes, for each group or, with blocks of 256 values, for these; where they lie in the block; bytes
+//                that the scales of one group take
 //     sup        bytes for 256 values; where they lie in the block
 //     traits     HAS_MIN: m is not 0; HAS_HALVES: those of a group differ; HAS_WIDE: a may be 2^104 or more
 enum { TABLE_NONE, TABLE_IQ4, TABLE_FP4, HAS_MIN = 1, HAS_HALVES = 2, HAS_WIDE = 4 };
@@ -509,7 +549,8 @@ __device__ static inline unsigned file_code(DType t, const uint8_t *b, int i) {
     case T_NVFP4: return b[4 + 8 * (i / 16) + i % 8] >> 4 * (i / 8 % 2) & 15;                // i < 64
     case T_Q4_K: return b[16 + 32 * p + l] >> 4 * (g & 1) & 15;
     case T_Q5_K: return (b[48 + 32 * p + l] >> 4 * (g & 1) & 15) | (b[16 + l] >> g & 1) << 4;
-    case T_Q6_K: return (b[64 * half + 32 * (k & 1) + l] >> 4 * (k >> 1) & 15) | (b[128 + 32 * half + l] >> 2 * k & 3) << 4;
+    case T_Q6_K:
+        return (b[64 * half + 32 * (k & 1) + l] >> 4 * (k >> 1) & 15) | (b[128 + 32 * half + l] >> 2 * k & 3) << 4;
     case T_Q2_K: return b[16 + 32 * half + l] >> 2 * k & 3;
     case T_Q3_K: return (b[32 + 32 * half + l] >> 2 * k & 3) | (b[l] >> g & 1) << 2;
     case T_IQ4_XS: return b[8 + 16 * g + l % 16] >> 4 * (l / 16) & 15;
@@ -530,7 +571,8 @@ __global__ void repack_kernel(DType t, Format f, const uint8_t *src, Planes p, s
     const int in_block = (int)(first % f.values), head_values = f.values == 256 ? 256 : 32;
     unsigned lo[8] = { 0 }, hi[2] = { 0 };
     for (int v = 0; v < 32; v++) {
-        const unsigned code = file_code(t, b, in_block + v), low = code & ((1u << f.lo_bits) - 1), high = code >> f.lo_bits;
+        const unsigned code = file_code(t, b, in_block + v), low = code & ((1u << f.lo_bits) - 1);
+        const unsigned high = code >> f.lo_bits;
         const int h = v / 16, w = v % 16 / 4, byte = v % 4;
         if (f.lo_bits == 8) lo[v / 4] |= low << 8 * byte;
         if (f.lo_bits == 4) lo[w] |= low << (8 * byte + 4 * h);
@@ -560,8 +602,8 @@ template <DType T> struct Type {
     static constexpr bool nibbles = form.lo_bits == 4 && !form.hi_bits && form.table == TABLE_NONE;
     static constexpr bool blocks = form.values == 256;                 // a row is whole octets
     static constexpr bool one_head = blocks && form.head_read == form.head;        // for all eight
-    static constexpr int  lo = plane_bytes(form, 0, 256), hi = plane_bytes(form, 1, 256), head = plane_bytes(form, 2, 256),
-                          sup = plane_bytes(form, 3, 256);
+    static constexpr int  lo = plane_bytes(form, 0, 256), hi = plane_bytes(form, 1, 256),
+        head = plane_bytes(form, 2, 256), sup = plane_bytes(form, 3, 256);
     static constexpr int  chunk = 16 / (form.bytes < 16 ? form.bytes : 16);        // floats: values in 16 bytes
     // Groups under way for a lane at a time. More only make the loop longer than the instruction cache likes.
     static constexpr int  depth = form.lo_bits == 8 ? 3 : 4;
@@ -577,14 +619,16 @@ __device__ static inline unsigned lookup4(unsigned x, unsigned t0, unsigned t1, 
 __device__ static inline float e4m3(unsigned x) {      // unsigned; 0x7f means 0 here
     x &= 127;
     const int e = x >> 3, m = x & 7;
-    return x == 127 ? 0 : e ? ldexpf(1 + m * 0.125f, e - 7) : m * 0x1p-9f;
+    if (x == 127) return 0;
+    return e ? ldexpf(1 + m * 0.125f, e - 7) : m * 0x1p-9f;
 }
 
-// Sub-scale and sub-minimum g of Q4_K and Q5_K from the three words after d and dmin: 6 bits each, the first four of both whole
-// in words 0 and 1, of the others 4 bits in word 2 and 2 bits above the first ones.
+// Sub-scale and sub-minimum g of Q4_K and Q5_K from the three words after d and dmin: 6 bits each, the first four of
+// both whole in words 0 and 1, of the others 4 bits in word 2 and 2 bits above the first ones.
 __device__ static inline void k_scales(unsigned s0, unsigned s1, unsigned s2, int g, unsigned *sc, unsigned *mn) {
-    const int shift = 8 * (g & 3), more = g < 4 ? shift : shift + 2;   // a lane keeps to one g: all but six instructions
-    const unsigned upper = g < 4 ? 0x3f : 0x30, lower = g < 4 ? 0 : 15;                        // leave its loop
+    // A lane keeps to one g: all but six instructions leave its loop.
+    const int shift = 8 * (g & 3), more = g < 4 ? shift : shift + 2;
+    const unsigned upper = g < 4 ? 0x3f : 0x30, lower = g < 4 ? 0 : 15;
     *sc = (s0 >> more & upper) | (s2 >> shift & lower);
     *mn = (s1 >> more & upper) | (s2 >> shift >> 4 & lower);
 }
@@ -642,9 +686,10 @@ template <DType T> __device__ static inline void fetch_group(const Planes &p, in
 
 __device__ static inline float half_in(unsigned bits) { return __half2float(__ushort_as_half((unsigned short)bits)); }
 
-// What scales a group, from its head and sup as words. in_256: its number among the eight of 256 values; types with blocks of 32
-// and 64 do not look at it.
-template <DType T> __device__ static inline void group_scales(uint4 head, unsigned sup, int in_256, float a[2], float m[2]) {
+// What scales a group, from its head and sup as words. in_256: its number among the eight of 256 values; types with
+// blocks of 32 and 64 do not look at it.
+template <DType T>
+__device__ static inline void group_scales(uint4 head, unsigned sup, int in_256, float a[2], float m[2]) {
     m[0] = m[1] = 0;
     if constexpr (T == T_Q8_0 || T == T_Q4_0 || T == T_Q5_0 || T == T_IQ4_NL) {
         a[0] = a[1] = half_in(head.x);
@@ -653,7 +698,8 @@ template <DType T> __device__ static inline void group_scales(uint4 head, unsign
         m[0] = m[1] = -half_in(head.x >> 16);          // these formats add it
     } else if constexpr (T == T_MXFP4) {
         const unsigned e = head.x;                     // 2^(e - 128); 0 and 1 are subnormal, 255 is NaN
-        a[0] = a[1] = __uint_as_float(e == 255 ? 0x7fc00000u : e >= 2 ? (e - 1) << 23 : 0x00200000u << e);
+        const unsigned power = e >= 2 ? (e - 1) << 23 : 0x00200000u << e;
+        a[0] = a[1] = __uint_as_float(e == 255 ? 0x7fc00000u : power);
     } else if constexpr (T == T_NVFP4) {
         for (int h = 0; h < 2; h++) a[h] = 0.5f * e4m3(head.x >> 8 * h & 255);
     } else if constexpr (T == T_Q4_K || T == T_Q5_K) {
@@ -670,7 +716,8 @@ template <DType T> __device__ static inline void group_scales(uint4 head, unsign
             a[h] = half_in(sup) * (s & 15);
             m[h] = half_in(sup >> 16) * (s >> 4 & 15);
         }
-    } else if constexpr (T == T_Q3_K) {                // 16 scales of 6 bits: the low four in words 0 and 1, two more in word 2
+    } else if constexpr (T == T_Q3_K) {
+        // 16 scales of 6 bits: the low four in words 0 and 1, two more in word 2
         const float d = half_in(sup);
         for (int h = 0; h < 2; h++) {
             const int j = 2 * in_256 + h;
@@ -686,22 +733,26 @@ template <DType T> __device__ static inline void group_scales(uint4 head, unsign
 // Codes in the bytes of a word as the integers that they stand for, but for the offset.
 template <DType T> __device__ static inline unsigned code_integers(unsigned codes) {
     // -127 -104 -83 -65 | -49 -35 -22 -10 | 1 13 25 38 | 53 69 89 113
-    if constexpr (Type<T>::form.table == TABLE_IQ4) return lookup4(codes, 0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u);
+    if constexpr (Type<T>::form.table == TABLE_IQ4) return lookup4(codes, 0xbfad9881u, 0xf6eaddcfu, 0x26190d01u,
+                                                                   0x71594535u);
     // twice 0 0.5 1 1.5 | 2 3 4 6, and the negative ones
-    if constexpr (Type<T>::form.table == TABLE_FP4) return lookup4(codes, 0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu);
+    if constexpr (Type<T>::form.table == TABLE_FP4) return lookup4(codes, 0x03020100u, 0x0c080604u, 0xfdfeff00u,
+                                                                   0xf4f8fafcu);
     return codes;
 }
 
-// in_256: number of the group among the eight of its 256 values; types with blocks of 32 and 64 do not look at it. UPPER: where
-// codes are nibbles, those of the second half stay where they are, 16 times as large.
-template <DType T, bool UPPER = false> __device__ static inline void unpack_group(const Fetched<T> &f, int in_256, Group *out) {
+// in_256: number of the group among the eight of its 256 values; types with blocks of 32 and 64 do not look at it.
+// UPPER: where codes are nibbles, those of the second half stay where they are, 16 times as large.
+template <DType T, bool UPPER = false>
+__device__ static inline void unpack_group(const Fetched<T> &f, int in_256, Group *out) {
     constexpr Format form = Type<T>::form;
     unsigned *c = out->c;
     if constexpr (form.lo_bits == 8) {
         c[0] = f.lo[0].x, c[1] = f.lo[0].y, c[2] = f.lo[0].z, c[3] = f.lo[0].w;
         c[4] = f.lo[1].x, c[5] = f.lo[1].y, c[6] = f.lo[1].z, c[7] = f.lo[1].w;
     } else if constexpr (form.lo_bits == 2) {
-        for (int w = 0; w < 4; w++) c[w] = f.lo[0].x >> 2 * w & 0x03030303u, c[4 + w] = f.lo[0].y >> 2 * w & 0x03030303u;
+        for (int w = 0; w < 4; w++)
+            c[w] = f.lo[0].x >> 2 * w & 0x03030303u, c[4 + w] = f.lo[0].y >> 2 * w & 0x03030303u;
     } else {
         const unsigned word[4] = { f.lo[0].x, f.lo[0].y, f.lo[0].z, f.lo[0].w };
         for (int w = 0; w < 4; w++) {
@@ -729,18 +780,21 @@ template <DType T> __device__ static inline void load_group(const Planes &p, siz
     unpack_group<T>(f, (int)(g & 7), out);
 }
 
-// A group times 32 activations, before their scale. dot: integers times int8 activations of each half, sum: the activations of
-// each half, all of them whole numbers; where the halves do not differ the first ones are of the whole group.
-template <DType T> __device__ static inline float scaled_term(const float a[2], const float m[2], float dot0, float dot1,
-                                                              float sum0, float sum1) {
+// A group times 32 activations, before their scale. dot: integers times int8 activations of each half, sum: the
+// activations of each half, all of them whole numbers; where the halves do not differ the first ones are of the whole
+// group.
+template <DType T>
+__device__ static inline float scaled_term(const float a[2], const float m[2], float dot0, float dot1, float sum0,
+                                           float sum1) {
     if (!Type<T>::halves) return Type<T>::min ? __fmaf_rn(-m[0], sum0, __fmul_rn(a[0], dot0)) : __fmul_rn(a[0], dot0);
     const float term = __fmaf_rn(a[1], dot1, __fmul_rn(a[0], dot0));
     return Type<T>::min ? __fmaf_rn(-m[0], sum0, __fmaf_rn(-m[1], sum1, term)) : term;
 }
 
 // The same from the codes: dot is with the offset still in it.
-template <DType T> __device__ static inline float group_term(const float a[2], const float m[2], int dot0, int dot1, float sum0,
-                                                             float sum1) {
+template <DType T>
+__device__ static inline float group_term(const float a[2], const float m[2], int dot0, int dot1, float sum0,
+                                          float sum1) {
     constexpr float offset = Type<T>::offset;
     const float d0 = (float)dot0, d1 = (float)dot1;    // whole numbers below 2^24, as are the sums: exact
     if (!offset) return scaled_term<T>(a, m, d0, d1, sum0, sum1);
@@ -788,15 +842,16 @@ static size_t planes_bytes(const Tensor *w) {
 
 static size_t cuda_weight_bytes(const Tensor *w) { return w->in_host ? 0 : planes_bytes(w); }
 
-// Host bytes of the file -> planes. Several threads take the portions of a matrix in turn, each with a pinned buffer and a part
-// of cuda.panel of its own: it copies a portion out of the mapped file, whose pages come from memory or the disk meanwhile, and
-// leaves the bus and the repacking to the device. Pages that are gone meet the handler of SIGBUS in whatever thread it is.
+// Host bytes of the file -> planes. Several threads take the portions of a matrix in turn, each with a pinned buffer
+// and a part of cuda.panel of its own: it copies a portion out of the mapped file, whose pages come from memory or the
+// disk meanwhile, and leaves the bus and the repacking to the device. Pages that are gone meet the handler of SIGBUS in
+// whatever thread it is.
 typedef struct {
     const Tensor *w;
     char   *dst;
     Planes  p;
     Format  f;
-    size_t  n_blocks, portion;                           // of the matrix; of a portion: whole blocks, a multiple of 256 values
+    size_t  n_blocks, portion;                         // of the matrix; of a portion: a multiple of 256 values
     std::atomic<size_t> next;                          // portion that nobody has taken
 } Uploading;
 
@@ -854,7 +909,8 @@ static void cuda_upload(Tensor *w, void *dst) {
     if (w->in_host && !dst) dst = host_table(w, &fill);
     if (!dst) cuda_die("upload: a matrix of %d x %d was given no memory", w->rows, w->cols);
     for (int i = 0; i < UPLOAD_THREADS && !uploads.host[i]; i++) {
-        CHECK_CUDA(cudaMallocHost((void **)&uploads.host[i], UPLOAD_PORTION), "upload: %d pinned bytes", UPLOAD_PORTION);
+        CHECK_CUDA(cudaMallocHost((void **)&uploads.host[i], UPLOAD_PORTION), "upload: %d pinned bytes",
+                   UPLOAD_PORTION);
         CHECK_CUDA(cudaEventCreateWithFlags(&uploads.free[i], EVENT_FLAGS), "upload: event");
     }
     size_t bytes;
@@ -862,7 +918,8 @@ static void cuda_upload(Tensor *w, void *dst) {
     const size_t unit = 256 / u.f.values;
     u.n_blocks = fill ? values / u.f.values : 0;
     u.portion = UPLOAD_PORTION / (unit * u.f.bytes) * unit;
-    const int n_portions = (int)((u.n_blocks + u.portion - 1) / u.portion), n_cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
+    const int n_portions = (int)((u.n_blocks + u.portion - 1) / u.portion);
+    const int n_cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
     const int n_threads = min_int(n_portions, min_int(UPLOAD_THREADS, max_int(MIN_UPLOAD_THREADS, n_cores)));
     pthread_t others[UPLOAD_THREADS];
     int n_others = 0;
@@ -872,18 +929,19 @@ static void cuda_upload(Tensor *w, void *dst) {
     for (int i = 0; i < n_others; i++) pthread_join(others[i], NULL);
     if (w->scale) {
         float *scale = (float *)((char *)dst + bytes);
-        CHECK_CUDA(cudaMemcpyAsync(scale, w->scale, w->n * sizeof(float), cudaMemcpyDefault, cuda.stream), "upload: scales");
+        CHECK_CUDA(cudaMemcpyAsync(scale, w->scale, w->n * sizeof(float), cudaMemcpyDefault, cuda.stream),
+                   "upload: scales");
         w->scale = scale;
     }
     w->data = dst;
 }
 
 // ==== [4] Inputs: embedding, norms ===================================================================================
-// The input of a product, In of gemma4.h, is made by one function from x' to the int8 form: up to MANY_ROWS - 1 rows by every
-// block of the product for itself, more rows (and rows wider than ROW_COLS) once, by a kernel of its own.
+// The input of a product, In of gemma4.h, is made by one function from x' to the int8 form: up to MANY_ROWS - 1 rows by
+// every block of the product for itself, more rows (and rows wider than ROW_COLS) once, by a kernel of its own.
 
-// Prompts multiply in f16, whose 11 bits make an eighth of bf16's error. Activations go in times PROMPT_SCALE, so that they
-// may reach a million; what lies beyond is cut there.
+// Prompts multiply in f16, whose 11 bits make an eighth of bf16's error. Activations go in times PROMPT_SCALE, so that
+// they may reach a million; what lies beyond is cut there.
 #define PROMPT_SCALE 0.0625f
 __device__ static inline __half prompt_half(float y) {
     y *= PROMPT_SCALE;
@@ -910,7 +968,7 @@ enum { ROW_THREADS = 512, ROW_QUADS = 3, ROW_COLS = 4 * ROW_QUADS * ROW_THREADS,
 // One or two inputs with the same x', whose rows lie at multiples of 16 bytes when `quads` is set.
 typedef struct {
     In   in;
-    const float *norm[NORM_WEIGHTS];           // weights of norms: DELTA in.w_delta, POST in.w_post, PRE w_pre of each; NULL: none
+    const float *norm[NORM_WEIGHTS];   // weights: DELTA in.w_delta, POST in.w_post, PRE w_pre of each; NULL: none
     int  n, cols;
     float by;                 // 1 / cols
     int  quads;
@@ -919,8 +977,8 @@ typedef struct {
 // Four values from number i on; those behind the end are 0.
 __device__ static inline float4 load4(const float *p, int i, int cols, int quads) {
     if (quads) return i < cols ? __ldcg((const float4 *)(p + i)) : make_float4(0, 0, 0, 0);
-    return make_float4(i < cols ? __ldcg(p + i) : 0, i + 1 < cols ? __ldcg(p + i + 1) : 0, i + 2 < cols ? __ldcg(p + i + 2) : 0,
-                       i + 3 < cols ? __ldcg(p + i + 3) : 0);
+    return make_float4(i < cols ? __ldcg(p + i) : 0, i + 1 < cols ? __ldcg(p + i + 1) : 0,
+                       i + 2 < cols ? __ldcg(p + i + 2) : 0, i + 3 < cols ? __ldcg(p + i + 3) : 0);
 }
 __device__ static inline void store4(float *p, int i, int cols, int quads, float4 v) {
     if (quads) {
@@ -947,9 +1005,9 @@ __device__ static inline float squares4(float4 a, float sum) {
     return __fmaf_rn(a.w, a.w, __fmaf_rn(a.z, a.z, __fmaf_rn(a.y, a.y, __fmaf_rn(a.x, a.x, sum))));
 }
 
-// 1 / rms of each of N rows whose sums of squares the threads of the block hold in parts; by: 1 / values of a row. Two sets of
-// shared memory take turns, so one barrier is enough: who writes a set again has passed the next call's, which every reader of
-// the set arrived at.
+// 1 / rms of each of N rows whose sums of squares the threads of the block hold in parts; by: 1 / values of a row. Two
+// sets of shared memory take turns, so one barrier is enough: who writes a set again has passed the next call's, which
+// every reader of the set arrived at.
 template <int N> __device__ static inline void block_rms(const float *sum, float by, float eps, int *turn, float *out) {
     __shared__ __align__(16) float part[2][2][ROW_THREADS / 32];
     const int own = (*turn)++ % 2;
@@ -968,22 +1026,23 @@ template <int N> __device__ static inline void block_rms(const float *sum, float
     }
 }
 
-// Row `row` of the inputs, by a block of ROW_THREADS. Thread t takes values 4 (t + 512 j) .. + 3, so a group belongs to 8 lanes;
-// emit(k)(i, y) hands out four values of input k from number i on, for all threads of a warp if for one (0 behind the end).
-// store_x: x' is written where In wants it. With QUADS > 0, j < QUADS, rows lie at multiples of 16 bytes, x and both deltas are
-// fetched at once and stay in registers up to the end; meanwhile() runs while they are on their way. QUADS = 0: each pass reads all
-// of them again, and d and x' pass through `wide` (cols) in shared memory. weight(k, j): four of norm weights k for values j, which
-// are constants and can be on their way before take_turn(). turn: of block_rms.
+// Row `row` of the inputs, by a block of ROW_THREADS. Thread t takes values 4 (t + 512 j) .. + 3, so a group belongs to
+// 8 lanes; emit(k)(i, y) hands out four values of input k from number i on, for all threads of a warp if for one (0
+// behind the end). store_x: x' is written where In wants it. With QUADS > 0, j < QUADS, rows lie at multiples of 16
+// bytes, x and both deltas are fetched at once and stay in registers up to the end; meanwhile() runs while they are on
+// their way. QUADS = 0: each pass reads all of them again, and d and x' pass through `wide` (cols) in shared memory.
+// weight(k, j): four of norm weights k for values j, which are constants and can be on their way before take_turn().
+// turn: of block_rms.
 //   latency   one fetch from L2, then a reduction each for the deltas' norms (both at once), w_post and w_pre
 template <int QUADS, typename Weight, typename Meanwhile, typename Emit>
-__device__ static inline void prepare_row(const RowInputs &o, size_t row, Weight weight, float *wide, bool store_x, int *turn,
-                                          Meanwhile meanwhile, Emit emit) {
+__device__ static inline void prepare_row(const RowInputs &o, size_t row, Weight weight, float *wide, bool store_x,
+                                          int *turn, Meanwhile meanwhile, Emit emit) {
     const In in = o.in;
     constexpr bool WIDE = QUADS == 0;
     const int cols = o.cols, stride = (cols + 3) / 4 * 4, n_quads = WIDE ? INT_MAX : QUADS, quads = WIDE ? o.quads : 1;
     const int warp_first = threadIdx.x / 32 * 128;     // a warp whose values lie behind the end has nothing to do
     const size_t at = row * cols;
-    const unsigned first = (unsigned)row * (unsigned)cols / 4 + threadIdx.x;   // the rows of a step have less than 2^32 values
+    const unsigned first = (unsigned)row * (unsigned)cols / 4 + threadIdx.x;   // less than 2^32 values in a step
     const float4 none = make_float4(0, 0, 0, 0);
     float4 x[WIDE ? 1 : QUADS], d[2][WIDE ? 1 : QUADS];
     auto fetch = [&](const float *p, int j) {
@@ -1060,18 +1119,16 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, Weight
     }
 }
 
-// Four values of a group that lies in 8 lanes, as int8 in a word; all lanes get its scale. The rule of contract 6, bit for bit.
+// Four values of a group that lies in 8 lanes, as int8 in a word; all lanes get its scale.
 __device__ static inline unsigned quantise4(float4 v, float *s) {
-    unsigned top = max(max(__float_as_uint(v.x) & 0x7fffffffu, __float_as_uint(v.y) & 0x7fffffffu),
-                       max(__float_as_uint(v.z) & 0x7fffffffu, __float_as_uint(v.w) & 0x7fffffffu));     // NaN above Inf
+    auto size = [](float x) { return __float_as_uint(x) & 0x7fffffffu; };
+    unsigned top = max(max(size(v.x), size(v.y)), max(size(v.z), size(v.w)));
     for (int h = 1; h < 8; h *= 2) top = max(top, __shfl_xor_sync(~0u, top, h));
-    const float a = __uint_as_float(top);
-    const bool usable = top < 0x7f800000u && a >= 0x1p-120f;
-    const float inv = usable ? __fdiv_rn(127.0f, a) : 0;
-    *s = top >= 0x7f800000u ? __uint_as_float(0x7fc00000u) : usable ? __fdiv_rn(a, 127.0f) : 0;
-    if (!usable) return 0;
-    return (__float2int_rn(__fmul_rn(v.x, inv)) & 255) | (__float2int_rn(__fmul_rn(v.y, inv)) & 255) << 8 |
-           (__float2int_rn(__fmul_rn(v.z, inv)) & 255) << 16 | (unsigned)__float2int_rn(__fmul_rn(v.w, inv)) << 24;
+    float inv;
+    *s = group_scale(top, &inv);
+    if (!inv) return 0;
+    auto code = [inv](float x) { return (unsigned)__float2int_rn(__fmul_rn(x, inv)) & 255; };
+    return code(v.x) | code(v.y) << 8 | code(v.z) << 16 | code(v.w) << 24;
 }
 
 // prepare: In of gemma4.h, one or two of them with the same x'; d, x' and y as defined there.
@@ -1098,7 +1155,8 @@ prepare_kernel(const __grid_constant__ RowInputs o, Prepared out0, Prepared out1
     take_turn();
     auto weight = [&](int k, int j) {
         const int i = 4 * (threadIdx.x + ROW_THREADS * j);
-        return !QUADS ? load4(o.norm[k], i, o.cols, o.quads) : i < o.cols ? *(const float4 *)(w[k] + i) : make_float4(0, 0, 0, 0);
+        if (!QUADS) return load4(o.norm[k], i, o.cols, o.quads);
+        return i < o.cols ? *(const float4 *)(w[k] + i) : make_float4(0, 0, 0, 0);
     };
     const size_t at = (size_t)blockIdx.x * o.cols;
     prepare_row<QUADS>(o, blockIdx.x, weight, room, true, &turn, [] { copied<0>(); }, [&](int k) {
@@ -1123,10 +1181,11 @@ prepare_kernel(const __grid_constant__ RowInputs o, Prepared out0, Prepared out1
 
 static RowInputs row_inputs(const In *in, const In *beside, int cols) {
     const float *w_pre = in->w_pre, *w_beside = beside ? beside->w_pre : NULL;
-    RowInputs o = { *in, { in->w_delta[0], in->w_delta[1], in->w_post, w_pre, w_beside }, beside ? 2 : 1, cols, 1.0f / cols,
-                    0 };
-    const void *rows[] = { in->x, in->delta[0], in->delta[1], in->w_delta[0], in->w_delta[1], in->w_post, in->x_out, o.norm[PRE],
-                           o.norm[PRE + 1] };
+    RowInputs o =
+        { *in, { in->w_delta[0], in->w_delta[1], in->w_post, w_pre, w_beside }, beside ? 2 : 1, cols, 1.0f / cols, 0 };
+    const void *rows[] =
+        { in->x, in->delta[0], in->delta[1], in->w_delta[0], in->w_delta[1], in->w_post, in->x_out, o.norm[PRE],
+          o.norm[PRE + 1] };
     size_t bits = (size_t)cols * sizeof(float);
     for (const void *p : rows) bits |= (size_t)p;
     o.quads = bits % 16 == 0;
@@ -1136,16 +1195,20 @@ static RowInputs row_inputs(const In *in, const In *beside, int cols) {
 static void launch_prepare(const In *in, const In *beside, Prepared out, Prepared out_beside, int n_rows, int cols) {
     RowInputs o = row_inputs(in, beside, cols);
     if (((size_t)out.f | (size_t)out_beside.f) % 16) o.quads = 0;
-    if ((out.q || out_beside.q) && cols % 32) cuda_die("prepare: expected a multiple of 32 columns for int8, got %d", cols);
+    if ((out.q || out_beside.q) && cols % 32)
+        cuda_die("prepare: expected a multiple of 32 columns for int8, got %d", cols);
     if (cols > 49152) cuda_die("prepare: rows of %d values are not supported", cols);
     int n_weights = 0;
     for (const float *w : o.norm) n_weights += w != NULL;
     if (o.quads && cols <= NARROW_COLS)
-        launch(WRITES_ACTIVATIONS, prepare_kernel<NARROW_QUADS>, n_rows, ROW_THREADS, n_weights * cols * sizeof(float), o, out, out_beside);
+        launch(WRITES_ACTIVATIONS, prepare_kernel<NARROW_QUADS>, n_rows, ROW_THREADS, n_weights * cols * sizeof(float),
+               o, out, out_beside);
     else if (o.quads && cols <= ROW_COLS)
-        launch(WRITES_ACTIVATIONS, prepare_kernel<ROW_QUADS>, n_rows, ROW_THREADS, n_weights * cols * sizeof(float), o, out, out_beside);
+        launch(WRITES_ACTIVATIONS, prepare_kernel<ROW_QUADS>, n_rows, ROW_THREADS, n_weights * cols * sizeof(float), o,
+               out, out_beside);
     else
-        launch(WRITES_ACTIVATIONS, prepare_kernel<0>, n_rows, ROW_THREADS, round_up(cols, 4) * sizeof(float), o, out, out_beside);
+        launch(WRITES_ACTIVATIONS, prepare_kernel<0>, n_rows, ROW_THREADS, round_up(cols, 4) * sizeof(float), o, out,
+               out_beside);
     CHECK_LAUNCH("prepare n_rows=%d cols=%d", n_rows, cols);
 }
 
@@ -1176,7 +1239,8 @@ __global__ void act_to_half_kernel(Act a, __half *out, size_t n) {
 // Rows that the products of 1 to 64 rows are given at most: those of experts have the whole step.
 static int prepared_rows(const Limits *lim) { return lim->max_experts ? lim->max_rows : min_int(lim->max_rows, STEP_ROWS); }
 
-// The int8 and f32 forms of an input for the 1..64-row products: what a producer left, or prepared in scratch number `number`.
+// The int8 and f32 forms of an input for the 1..64-row products: what a producer left, or prepared in scratch number
+// `number`.
 static Prepared prepared_at(int number, int cols, bool f, bool q, bool h) {
     const size_t rows = prepared_rows(&cuda.lim), all = rows * cuda.lim.max_cols;
     return (Prepared){ f ? cuda.y + number * all : NULL, q ? cuda.yq + number * all : NULL,
@@ -1188,7 +1252,8 @@ static Prepared prepared_at(int number, int cols, bool f, bool q, bool h) {
 //   launch    grid (n_rows, ceil(cols / 32 / 128)), block 128: a thread takes a group
 //   traffic   reads one row of the table per row
 //   see       cpu_embed
-__global__ void embed_kernel(Batch b, Planes table, DType type, int vocab, int cols, float scale, float *out, int out_stride) {
+__global__ void embed_kernel(Batch b, Planes table, DType type, int vocab, int cols, float scale, float *out,
+                             int out_stride) {
     take_turn();
     const int g = blockIdx.y * blockDim.x + threadIdx.x, first = g * 32;
     if (first >= cols) return;
@@ -1201,8 +1266,8 @@ __global__ void embed_kernel(Batch b, Planes table, DType type, int vocab, int c
 }
 static void cuda_embed(const Embed *o) {
     const Tensor *t = o->table;
-    launch(WRITES_ACTIVATIONS, embed_kernel, dim3(o->batch->n_rows, div_up(div_up(t->cols, 32), 128)), 128, 0, *o->batch, planes_of(t), t->type,
-           t->rows, t->cols, o->scale, o->out, o->out_stride);
+    launch(WRITES_ACTIVATIONS, embed_kernel, dim3(o->batch->n_rows, div_up(div_up(t->cols, 32), 128)), 128, 0,
+           *o->batch, planes_of(t), t->type, t->rows, t->cols, o->scale, o->out, o->out_stride);
     CHECK_LAUNCH("embed n_rows=%d cols=%d", o->batch->n_rows, t->cols);
 }
 
@@ -1211,8 +1276,9 @@ static void cuda_embed(const Embed *o) {
 //   launch    grid (n_rows, n_layers), block 256, dynamic shared memory 4 * ple_dim
 //   traffic   reads and writes u, reads one row of the table per row
 //   see       cpu_ple_rows
-__global__ void ple_rows_kernel(Batch b, Planes table, DType type, int vocab, const float *w_norm, float *u, int n_layers,
-                                int dim, float proj_scale, float table_scale, float out_scale, float eps) {
+__global__ void ple_rows_kernel(Batch b, Planes table, DType type, int vocab, const float *w_norm, float *u,
+                                int n_layers, int dim, float proj_scale, float table_scale, float out_scale,
+                                float eps) {
     take_turn();
     float *embedding = (float *)shared_bytes;
     int token = b.rows[blockIdx.x].token;
@@ -1261,22 +1327,24 @@ static void cuda_gather_rows(const GatherRows *o) {
 }
 
 // ==== [5] Products of 1 to 64 rows ===================================================================================
-// product_kernel carries out a list of jobs: matrices of different types and shapes that may run beside each other. A warp takes
-// four output features at a time, 8 lanes each, lane l of them the groups l, l + 8, ... of its row, so neighbours read neighbouring
-// 16 bytes. Of floats it takes one feature. A few groups per lane (Depth) are under way before the first is used and stay so up to
-// the end of the row. One row times few features, or floats, has kernels of its own (gemv), three rows and more have tile_kernel.
+// product_kernel carries out a list of jobs: matrices of different types and shapes that may run beside each other. A
+// warp takes four output features at a time, 8 lanes each, lane l of them the groups l, l + 8, ... of its row, so
+// neighbours read neighbouring 16 bytes. Of floats it takes one feature. A few groups per lane (Depth) are under way
+// before the first is used and stay so up to the end of the row. One row times few features, or floats, has kernels of
+// its own (gemv), three rows and more have tile_kernel.
 //
 // Order of a sum, here and wherever quantised matrices meet 1 to 64 rows: slice l = groups l, l + 8, ... ascending,
 //     sum_l = fma(scale of the activations, group_term, sum_l)
 //     result = ((sum_0 + sum_4) + (sum_2 + sum_6)) + ((sum_1 + sum_5) + (sum_3 + sum_7))
-// Matrices of floats: the same with chunks of 16 bytes for groups and 32 lanes, added in halves, and four sums a lane (value i of a
-// chunk goes to sum i % 4) that are added as (0 + 1) + (2 + 3) before the lanes are.
+// Matrices of floats: the same with chunks of 16 bytes for groups and 32 lanes, added in halves, and four sums a lane
+// (value i of a chunk goes to sum i % 4) that are added as (0 + 1) + (2 + 3) before the lanes are.
 //
-// One block of 16 warps fills an SM and makes the input for itself in shared memory (Input). While it waits for the launch before
-// it and while it makes the input, the first weights of every warp come into L2 (fetch_item), and while it multiplies a tile of a
-// launch that reads little, those of the next. No others do: L2 would carry them twice, and with the output matrix that took it to
-// its limit. What a launch takes beyond bytes / bandwidth is the chain of instructions of one warp, five to ten cycles each: few
-// instructions that lie behind each other in the order of their use, and no calls, count for more here than bytes under way.
+// One block of 16 warps fills an SM and makes the input for itself in shared memory (Input). While it waits for the
+// launch before it and while it makes the input, the first weights of every warp come into L2 (fetch_item), and while
+// it multiplies a tile of a launch that reads little, those of the next. No others do: L2 would carry them twice, and
+// with the output matrix that took it to its limit. What a launch takes beyond bytes / bandwidth is the chain of
+// instructions of one warp, five to ten cycles each: few instructions that lie behind each other in the order of their
+// use, and no calls, count for more here than bytes under way.
 
 typedef enum {
     JOB_STORE,                // out = w y, soft-capped when cap > 0
@@ -1307,10 +1375,10 @@ typedef struct {
     int      u_stride;
     float    cap;
     bool     is_tiled;        // its items are tiles, which a block takes; else units, a warp each
-    int      tile;            // features of an item: 32 (GATED, INJECT, whose groups are quantised), 8 (DOWN), 4, or 1: floats
+    int      tile;            // features of an item: 32 (GATED, INJECT), 8 (DOWN), 4, or 1: floats
     int      blocks_x, n_items;                // of a row or pair, in all of a chunk of rows
     int      row_bytes[2][4]; // of each plane of w and up
-    int      ahead[2][4];     // of those, how many are asked for before the row is begun; of experts none: who knows which ones
+    int      ahead[2][4];     // of those, how many are asked for before the row is begun; of experts none
     const uint8_t *ahead_from[2][4];           // row 0 of each plane
     int      quads;           // floats: rows lie at multiples of 16 bytes
 } Job;
@@ -1319,16 +1387,17 @@ enum { MAX_JOBS = 6, MAX_INPUTS = 2, PRODUCT_WARPS = ROW_THREADS / 32, UNIT = 4,
        TILE = 32, TILE_UNITS = TILE / UNIT, DOWN_TILE = 2 * UNIT,
        MANY_ROWS = 3,         // from here on inputs are prepared in global memory
        FEW_ROWS = 3,        // rows that a block works on at once
-       AHEAD_OCTETS = 24,      // so many times 8 groups of a row come into L2 ahead, before its launch begins to multiply
-       AHEAD_BYTES = 32 << 20,                 // of later tiles only where a launch reads no more: L2 would be at its limit
+       AHEAD_OCTETS = 24,     // of a row come into L2 before its launch begins to multiply
+       AHEAD_BYTES = 32 << 20,                 // of later tiles only where a launch reads no more: see below
        OCTET_BYTES = 384 };      // bytes of 8 groups of an int8 row in shared memory
 
-// Tiles whose sums wait for each other, so that warps need not: as many as there are warps to finish them, one for each row.
+// Tiles whose sums wait for each other, so that warps need not: as many as there are warps to finish them, one for each
+// row.
 ON_DEVICE static constexpr int waiting_of(int rows) { return rows == 1 ? 8 : PRODUCT_WARPS / rows; }
 
-// An input as a block holds it in shared memory. f32: rows of f_row bytes, padded with zeros. int8: for 8 groups at a time the
-// first halves (8 x 16 bytes), the second halves, and for each group { scale, sum of its integers, of its halves }. So the 8
-// lanes of a feature read 128 consecutive bytes each time, at fixed distances from one pointer.
+// An input as a block holds it in shared memory. f32: rows of f_row bytes, padded with zeros. int8: for 8 groups at a
+// time the first halves (8 x 16 bytes), the second halves, and for each group { scale, sum of its integers, of its
+// halves }. So the 8 lanes of a feature read 128 consecutive bytes each time, at fixed distances from one pointer.
 typedef struct {
     Prepared from;            // in global memory, (n_rows * rows_each, cols); without pointers: made by the block
     int cols, rows_each;      // rows per row of the step: 1; JOB_DOWN: n_used
@@ -1357,7 +1426,7 @@ typedef struct {
     const float *pair_weights;
     int n_used;
     int more;                 // blocks that get a tile more than the others, and no units
-    int fetch_all;            // weights of every tile come into L2 while the one before it is multiplied, if the block has one
+    int fetch_all;            // weights of every tile come into L2 while the one before it is multiplied
     int pairs_at, keys_at, results_at, n_results;  // offsets in shared memory; floats that a warp keeps
 } Jobs;
 
@@ -1425,8 +1494,8 @@ __device__ static inline void put_values(const Input &o, int r, unsigned i, floa
     if (i % 32 == 0) put_meta(group, s, sum, other);
 }
 
-// Rows first_row .. first_row + n - 1 of the step, in all inputs that lie in global memory. The launch's jobs lie at the start of
-// shared memory.
+// Rows first_row .. first_row + n - 1 of the step, in all inputs that lie in global memory. The launch's jobs lie at
+// the start of shared memory.
 __device__ static inline void copy_inputs(int first_row, int n) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
     for (int k = jobs.made.n; k < jobs.n_inputs; k++)
@@ -1448,8 +1517,8 @@ template <int QUADS> __device__ static inline void load_norm_weights(const RowIn
 
 // ---- what a warp does, in turn ----
 
-// A quantised row belongs to 8 lanes, each of which reads a group at a time; one of floats to 32, each of which reads 16 bytes.
-// Chunk c of a row of floats; values behind its end are 0.
+// A quantised row belongs to 8 lanes, each of which reads a group at a time; one of floats to 32, each of which reads
+// 16 bytes. Chunk c of a row of floats; values behind its end are 0.
 template <DType T> __device__ static inline uint4 fetch_chunk(const uint8_t *row, int c, int cols, int quads) {
     constexpr int n = Type<T>::chunk;
     if (quads) return load_once((const uint4 *)row + c);
@@ -1470,7 +1539,8 @@ template <DType T> __device__ static inline float chunk_value(const uint4 &v, in
     return half_in(w >> 16 * (i % 2));
 }
 
-// A tile or unit of a job: its first feature, and its pair (JOB_GATED with ids) or row (JOB_DOWN) within the chunk, else 0.
+// A tile or unit of a job: its first feature, and its pair (JOB_GATED with ids) or row (JOB_DOWN) within the chunk,
+// else 0.
 typedef struct { int job, first, pair; } Item;
 
 __device__ static inline Item item_at(const Jobs &jobs, bool tile, int i) {
@@ -1488,13 +1558,16 @@ __device__ static inline bool behind(const Job &o, Item item, int n) {
     return o.ids && item.pair >= (o.kind == JOB_DOWN ? n : n * o.n_used);
 }
 
-// Asks for the weights of this warp's part of a tile, or of a unit: for `ahead` bytes of each row of each plane. Rows that are
-// wanted whole lie behind each other, and are asked for at once. Those of experts are left to those who know which ones.
+// Asks for the weights of this warp's part of a tile, or of a unit: for `ahead` bytes of each row of each plane. Rows
+// that are wanted whole lie behind each other, and are asked for at once. Those of experts are left to those who know
+// which ones.
 __device__ static inline void fetch_item(const Jobs &jobs, bool tile, int number) {
     const Item item = item_at(jobs, tile, number);
     const Job &o = jobs.job[item.job];
-    const int warp = threadIdx.x / 32, row = threadIdx.x % 4, plane = threadIdx.x / 4 % 4, up = tile ? warp / TILE_UNITS : 0;
-    const unsigned feature = item.first + (tile ? UNIT * (warp % TILE_UNITS) : 0) + row, row_bytes = o.row_bytes[up][plane];
+    const int warp = threadIdx.x / 32, row = threadIdx.x % 4, plane = threadIdx.x / 4 % 4;
+    const int up = tile ? warp / TILE_UNITS : 0;
+    const unsigned feature = item.first + (tile ? UNIT * (warp % TILE_UNITS) : 0) + row;
+    const unsigned row_bytes = o.row_bytes[up][plane];
     const int ahead = o.ahead[up][plane], rows = min(o.tile, UNIT), left = o.rows - (int)feature;
     const bool whole = ahead == (int)row_bytes;
     if (threadIdx.x % 32 >= 16 || !ahead || left <= 0 || row >= (whole ? 1 : rows)) return;
@@ -1503,10 +1576,11 @@ __device__ static inline void fetch_item(const Jobs &jobs, bool tile, int number
     fetch_ahead((const void *)(from & ~(size_t)15), ((unsigned)from % 16 + bytes + 15) & ~15u);
 }
 
-// Sums of one row of floats, 32 lanes, for n <= R rows of an input: that of input r goes to results[r * UNIT]. row: its number in
-// the planes. y_at: of the first row of the input.
-template <DType T, int R> __device__ static inline void multiply_floats_row(const Planes &w, unsigned row, int cols, int quads,
-                                                                            int y_at, int y_row, int n, float *results) {
+// Sums of one row of floats, 32 lanes, for n <= R rows of an input: that of input r goes to results[r * UNIT]. row: its
+// number in the planes. y_at: of the first row of the input.
+template <DType T, int R>
+__device__ static inline void multiply_floats_row(const Planes &w, unsigned row, int cols, int quads, int y_at,
+                                                  int y_row, int n, float *results) {
     constexpr int depth = 4, chunk = Type<T>::chunk, round_bytes = 32 * chunk * (int)sizeof(float);
     const int lane = threadIdx.x % 32, n_chunks = div_up(cols, chunk), n_rounds = div_up(n_chunks, 32);
     const char *y = shared_bytes + y_at + lane * (round_bytes / 32);
@@ -1556,17 +1630,20 @@ template <DType T> __device__ static inline float input_term(const Group &x, con
     const unsigned qs[8] = { q0.x, q0.y, q0.z, q0.w, q1.x, q1.y, q1.z, q1.w };
     int dot[2] = { 0, 0 };
     for (int k = 0; k < 8; k++)
-        dot[k / 4] = upper && k >= 4 ? dot_unsigned(x.c[k], qs[k], dot[1]) : __dp4a((int)x.c[k], (int)qs[k], dot[k / 4]);
+        dot[k / 4] = upper && k >= 4 ? dot_unsigned(x.c[k], qs[k], dot[1])
+            : __dp4a((int)x.c[k], (int)qs[k], dot[k / 4]);
     if (upper) dot[1] >>= 4;
     *scale = meta.x;
     return Type<T>::halves ? group_term<T>(x.a, x.m, dot[0], dot[1], meta.z, meta.w)
                              : group_term<T>(x.a, x.m, dot[0] + dot[1], 0, meta.y, 0);
 }
 
-// Sums of 4 quantised rows of weights that follow each other, 8 lanes each, for n <= R rows of an input: that of input r and
-// feature f goes to results[r * UNIT + f]. row: the number in the planes of this lane's row. y_at: of the first row of the input.
-template <DType T, int R> __device__ static inline void multiply_rows(const Planes &w, unsigned row, int cols, int y_at, int y_row,
-                                                                      int n, float *results) {
+// Sums of 4 quantised rows of weights that follow each other, 8 lanes each, for n <= R rows of an input: that of input
+// r and feature f goes to results[r * UNIT + f]. row: the number in the planes of this lane's row. y_at: of the first
+// row of the input.
+template <DType T, int R>
+__device__ static inline void multiply_rows(const Planes &w, unsigned row, int cols, int y_at, int y_row, int n,
+                                            float *results) {
     constexpr bool blocks = Type<T>::blocks;
     constexpr int depth = Type<T>::depth;
     const int lane = threadIdx.x % 32, l = lane % 8, n_groups = cols / 32, n_octets = div_up(n_groups, 8);
@@ -1609,18 +1686,19 @@ template <DType T, int R> __device__ static inline void multiply_rows(const Plan
     }
 }
 
-// The same for the type of the matrix; of floats `count` rows one after the other. The types of nearly all files are part of the
-// kernel, compared in turn: code comes to an SM line by line, so a call costs more than it does, and so does a switch, whose table
-// lies in the constant bank (docs/decode.md). afresh() keeps the compiler from making one.
+// The same for the type of the matrix; of floats `count` rows one after the other. The types of nearly all files are
+// part of the kernel, compared in turn: code comes to an SM line by line, so a call costs more than it does, and so
+// does a switch, whose table lies in the constant bank (docs/decode.md). afresh() keeps the compiler from making one.
 template <int R>
-__device__ __noinline__ static void multiply_other(DType type, const Planes *w, unsigned row, int count, int cols, int quads,
-                                                   int y_at, int y_row, int n, float *results) {
+__device__ __noinline__ static void multiply_other(DType type, const Planes *w, unsigned row, int count, int cols,
+                                                   int quads, int y_at, int y_row, int n, float *results) {
     switch (type) {
 #define CASE(T, ...) case T: multiply_rows<T, R>(*w, row, cols, y_at, y_row, n, results); break;
     OTHER_TYPES(CASE)
 #undef CASE
 #define CASE(T, ...) case T: \
-        for (int k = 0; k < count; k++) multiply_floats_row<T, R>(*w, row + k, cols, quads, y_at, y_row, n, results + k); \
+        for (int k = 0; k < count; k++) \
+            multiply_floats_row<T, R>(*w, row + k, cols, quads, y_at, y_row, n, results + k); \
         break;
     FLOAT_TYPES(CASE)
 #undef CASE
@@ -1628,24 +1706,23 @@ __device__ __noinline__ static void multiply_other(DType type, const Planes *w, 
     }
 }
 template <int R>
-__device__ static inline void multiply(DType type, const Planes *w, unsigned row, int count, int cols, int quads, int y_at,
-                                       int y_row, int n, float *results) {
+__device__ static inline void multiply(DType type, const Planes *w, unsigned row, int count, int cols, int quads,
+                                       int y_at, int y_row, int n, float *results) {
 #define CASE(T, ...) if (afresh(type) == T) multiply_rows<T, R>(*w, row, cols, y_at, y_row, n, results); else
     USUAL_TYPES(CASE)
 #undef CASE
     multiply_other<R>(type, w, row, count, cols, quads, y_at, y_row, n, results);
 }
 
-// The n_used largest of a row of router logits, the lower expert first on ties, with their softmax weights; by a warp, n_used
-// <= 32. keys: room for n words.
+// The n_used largest of a row of router logits, the lower expert first on ties, with their softmax weights; by a warp,
+// n_used <= 32. keys: room for n words.
 //   see       cpu_route
 __device__ static inline void choose_experts(const Choice &o, const float *logits, size_t row, unsigned *keys) {
     const int lane = threadIdx.x % 32;
-    const unsigned nan = 0x7fc00000u;
+    const float nan = __uint_as_float(0x7fc00000u);
     for (int i = lane; i < o.n; i += 32) {
-        const float z = __ldcg(logits + row * o.n + i) + 0.0f;         // written by other blocks; -0 equals 0
-        const unsigned bits = __float_as_uint(z);
-        keys[i] = z != z ? 0 : bits >> 31 ? ~bits : bits | 0x80000000u;
+        const float z = __ldcg(logits + row * o.n + i);                // written by other blocks
+        keys[i] = z != z ? 0 : order_of(z);
     }
     float largest = 0, sum = 0, weight = 0;
     int id = 0;
@@ -1657,7 +1734,7 @@ __device__ static inline void choose_experts(const Choice &o, const float *logit
         const unsigned top = __reduce_max_sync(~0u, best);
         at = (int)__reduce_min_sync(~0u, (unsigned)(best == top ? at : INT_MAX));
         if (!top) at = 0;                              // nothing but NaN is left: any expert, with a NaN for its weight
-        const float z = __uint_as_float(!top ? nan : top >> 31 ? top & 0x7fffffffu : ~top);
+        const float z = top ? of_order(top) : nan;
         if (j == 0) largest = z;
         const float w = expf(z - largest);
         sum += w;
@@ -1669,10 +1746,11 @@ __device__ static inline void choose_experts(const Choice &o, const float *logit
     o.weights[row * o.n_used + lane] = weight / sum * (o.expert_scale ? o.expert_scale[id] : 1);
 }
 
-// The results of row r of n in a tile, by a warp: act(gate) * up, or gelu(sum) * u, as Act, 32 features. Or the weighted sum of a
-// row's experts. All warps of the block meet in it or beside it, when the sums are whole: what can be known before is worked out
-// before, as most warps come there early.
-template <int R> __device__ static inline void finish_tile(Item item, int first_row, int r, int n, const float *results) {
+// The results of row r of n in a tile, by a warp: act(gate) * up, or gelu(sum) * u, as Act, 32 features. Or the
+// weighted sum of a row's experts. All warps of the block meet in it or beside it, when the sums are whole: what can be
+// known before is worked out before, as most warps come there early.
+template <int R>
+__device__ static inline void finish_tile(Item item, int first_row, int r, int n, const float *results) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
     const Job &o = jobs.job[item.job];
     const int lane = threadIdx.x % 32, *ids = (const int *)(shared_bytes + jobs.pairs_at);
@@ -1704,7 +1782,8 @@ template <int R> __device__ static inline void finish_tile(Item item, int first_
     const Act out = o.act;
     const float *up = sum + (gated ? TILE_UNITS * jobs.n_results : 0);
     sync_first<ROW_THREADS>();
-    const float v = activate(fn, inside ? factor * *sum : 0) * (gated ? inside ? up_factor * *up : 0 : u);
+    const float other = gated && inside ? up_factor * *up : u;
+    const float v = activate(fn, inside ? factor * *sum : 0) * other;
     if (out.f && inside) out.f[at + lane] = v;
     if (out.q) quantise_group(v, out.q + at, out.s + at / 32);
 }
@@ -1736,18 +1815,20 @@ __device__ __noinline__ static void router_unit_done(int first_row, int n) {
 
 // product: the jobs of a launch.
 //   shapes    w (rows, cols) per expert, y (n_rows, cols), out (n_rows, rows)
-//   launch    grid (a block per SM, or fewer: less work, SMs still busy; chunks of R rows), block 512, dynamic shared memory: jobs,
-//             inputs, sums. Tiles go to the blocks in turn: of JOB_GATED and JOB_INJECT 32 features, a warp 4 of them of one
-//             matrix; of JOB_DOWN 8 features, a warp 4 of them and every 8th expert. Then units of JOB_STORE, 4 features, or one of
-//             floats, by a warp for itself
+//   launch    grid (a block per SM, or fewer: less work, SMs still busy; chunks of R rows), block 512, dynamic shared
+//             memory: jobs, inputs, sums. Tiles go to the blocks in turn: of JOB_GATED and JOB_INJECT 32 features, a
+//             warp 4 of them of one matrix; of JOB_DOWN 8 features, a warp 4 of them and every 8th expert. Then units
+//             of JOB_STORE, 4 features, or one of floats, by a warp for itself
 //   traffic   weights once per chunk of rows; every block reads the rows of the input and the norm weights from L2
 //   numerics  integer dot products per group, exact; f32 sums in the order above
 //   see       cpu_matmul, cpu_gate_up, cpu_route, cpu_expert_gate_up, cpu_expert_down, cpu_ple_inject, cpu_head
-template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kernel(const __grid_constant__ Jobs parameters) {
+template <int R>
+__global__ void __launch_bounds__(ROW_THREADS, 1) product_kernel(const __grid_constant__ Jobs parameters) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = blockIdx.y * R;
     const uint2 *words = (const uint2 *)memory_of(&parameters);        // jobs: all at once
-    for (int i = threadIdx.x; i < (int)(sizeof(Jobs) / sizeof(uint2)); i += ROW_THREADS) ((uint2 *)shared_bytes)[i] = words[i];
+    for (int i = threadIdx.x; i < (int)(sizeof(Jobs) / sizeof(uint2)); i += ROW_THREADS)
+        ((uint2 *)shared_bytes)[i] = words[i];
     __syncthreads();
     const int n = min(R, jobs.n_rows - first_row), n_blocks = gridDim.x - jobs.more;
     const int first_unit = (int)blockIdx.x < jobs.more ? jobs.n_units : blockIdx.x - jobs.more + n_blocks * warp;
@@ -1763,7 +1844,8 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
     int *ids = (int *)(shared_bytes + jobs.pairs_at);
     for (int i = threadIdx.x; i < n * jobs.n_used; i += ROW_THREADS) {
         ids[i] = __ldcg(jobs.ids + (size_t)first_row * jobs.n_used + i);
-        if (jobs.pair_weights) ((float *)ids)[R * jobs.n_used + i] = jobs.pair_weights[(size_t)first_row * jobs.n_used + i];
+        if (jobs.pair_weights)
+            ((float *)ids)[R * jobs.n_used + i] = jobs.pair_weights[(size_t)first_row * jobs.n_used + i];
     }
     copy_inputs(first_row, n);
     if (makes) {                       // the last block has the least to do: x' too
@@ -1772,7 +1854,8 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
         for (int r = 0; R == 1 ? r < 1 : r < n; r++)
             prepare_row<ROW_QUADS>(jobs.made, first_row + r, [&](int k, int j) { return norm_weights[k][j]; }, NULL,
                                    blockIdx.x == gridDim.x - 1, &turn, [&] { if (r == 0) fetch_first(); },
-                                   [&](int k) { return [r, o = jobs.input[k]](int i, float4 y) { put_values(o, r, i, y); }; });
+                                   [&](int k) {
+                                       return [r, o = jobs.input[k]](int i, float4 y) { put_values(o, r, i, y); }; });
     }
     __syncthreads();
 
@@ -1791,7 +1874,8 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
             if (lane == 0 && warp / R == waiting) own_tile[warp] = item;
             results += waiting++ * PRODUCT_WARPS * jobs.n_results;
             more = t + (int)gridDim.x < jobs.n_tiles;
-            if (more ? jobs.fetch_all : first_unit < jobs.n_units) fetch_item(jobs, more, more ? t + gridDim.x : first_unit);
+            if (more ? jobs.fetch_all : first_unit < jobs.n_units)
+                fetch_item(jobs, more, more ? t + gridDim.x : first_unit);
             t += gridDim.x;
         }
         const bool down = o.kind == JOB_DOWN, up = tile && !down && warp >= TILE_UNITS;
@@ -1800,13 +1884,16 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
         const Input &in = jobs.input[o.source];
         const bool floats = is_float(type);
         const int y_row = floats ? in.f_row : in.q_row;
-        const int n_sums = behind(o, item, n) || (up && o.kind != JOB_GATED) ? 0 : down ? 2 * o.n_used : 1;
+        int n_sums = down ? 2 * o.n_used : 1;
+        if (behind(o, item, n) || (up && o.kind != JOB_GATED)) n_sums = 0;
 #pragma unroll 1
         for (int i = down ? warp : 0; i < n_sums; i += PRODUCT_WARPS) {
             const int pair = down ? item.pair * o.n_used + i / 2 : item.pair;
-            const int first = item.first + (tile ? UNIT * (down ? i % 2 : warp % TILE_UNITS) : 0);
+            const int first = item.first + UNIT * (tile ? (down ? i : warp) % (down ? 2 : TILE_UNITS) : 0);
             if (first >= o.rows) break;
-            const int e = o.ids ? ids[pair] : 0, y_first = down ? pair : R > 1 && o.ids ? pair / o.n_used : 0;
+            const int e = o.ids ? ids[pair] : 0;
+            int y_first = R > 1 && o.ids ? pair / o.n_used : 0;
+            if (down) y_first = pair;
             const unsigned row = (unsigned)(e * o.rows_e) + (up ? (unsigned)o.up_first : 0) +
                                  min(first + (floats ? 0 : lane / 8), o.rows - 1);
             multiply<R>(type, up ? &o.up : &o.w, row, min(min(o.tile, UNIT), o.rows - first), o.cols, o.quads,
@@ -1817,7 +1904,8 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
         if (tile) {
             if (waiting < waiting_of(R) && more) continue;
             if (warp < waiting * R)
-                finish_tile<R>(own_tile[warp], first_row, warp % R, n, all_results + warp / R * PRODUCT_WARPS * jobs.n_results);
+                finish_tile<R>(own_tile[warp], first_row, warp % R, n,
+                               all_results + warp / R * PRODUCT_WARPS * jobs.n_results);
             else sync_first<ROW_THREADS>();            // the sums of all that wait are whole
             if (more || jobs.n_units) sync_first<ROW_THREADS>();           // and have been read
             waiting = 0;
@@ -1830,11 +1918,12 @@ template <int R> __global__ void __launch_bounds__(ROW_THREADS, 1) product_kerne
 }
 
 // ---- one row ----
-// Most launches of a token multiply one row with few features and are over within microseconds. Here a warp has one share of one
-// unit, known before its turn, and where the input is there already (Act) it holds its first weights in registers by then: between
-// the turn and the weights nothing is left to find out. Where there are fewer units than warps, a share is some of the octets
-// of a unit; its terms pass through shared memory and are added there in the order of the octets, so the bits are those of
-// product_kernel. A launch that does not need all SMs leaves the rest to the next one, whose blocks come up there.
+// Most launches of a token multiply one row with few features and are over within microseconds. Here a warp has one
+// share of one unit, known before its turn, and where the input is there already (Act) it holds its first weights in
+// registers by then: between the turn and the weights nothing is left to find out. Where there are fewer units than
+// warps, a share is some of the octets of a unit; its terms pass through shared memory and are added there in the order
+// of the octets, so the bits are those of product_kernel. A launch that does not need all SMs leaves the rest to the
+// next one, whose blocks come up there.
 
 enum { GEMV_JOBS = 3 };
 
@@ -1972,21 +2061,25 @@ __device__ static inline void join_shares(const Gemv &o, const GemvShare &s) {
     float sum = 0;
 #pragma unroll 8
     for (int octet = 0; octet < o.n_octets; octet++)
-        if (l + 8 * octet < o.n_groups) sum = __fmaf_rn(*(const float *)(scales + octet * OCTET_BYTES), terms[octet * 32], sum);
+        if (l + 8 * octet < o.n_groups)
+            sum = __fmaf_rn(*(const float *)(scales + octet * OCTET_BYTES), terms[octet * 32], sum);
     finish_gemv(o, s, sum);
 }
 
-// gemv: out = w y for one row, quantised matrices of few features that share their input; or out = gelu(w y) * u, as Act.
+// gemv: out = w y for one row, quantised matrices of few features that share their input; or out = gelu(w y) * u, as
+// Act.
 //   shapes    w (rows, cols), y (cols), out (rows)
 //   launch    grid ceil(units / units of a block), block 512, dynamic shared memory: parameters, the row, terms, sums
 //   traffic   weights once; every block reads the row and, where it makes it, the norm weights from L2
 //   numerics  as product_kernel
 //   see       cpu_matmul, cpu_ple_inject
-template <bool MADE> __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_kernel(const __grid_constant__ Gemv parameters) {
+template <bool MADE>
+__global__ void __launch_bounds__(ROW_THREADS, 1) gemv_kernel(const __grid_constant__ Gemv parameters) {
     const Gemv &o = *(const Gemv *)shared_bytes;
     const int warp = threadIdx.x / 32;
     const uint2 *words = (const uint2 *)memory_of(&parameters);
-    for (int i = threadIdx.x; i < (int)(sizeof(Gemv) / sizeof(uint2)); i += ROW_THREADS) ((uint2 *)shared_bytes)[i] = words[i];
+    for (int i = threadIdx.x; i < (int)(sizeof(Gemv) / sizeof(uint2)); i += ROW_THREADS)
+        ((uint2 *)shared_bytes)[i] = words[i];
     __syncthreads();
     const GemvShare s = gemv_share(o, warp / o.shares, warp % o.shares);
     float u = 0;
@@ -2030,15 +2123,16 @@ typedef struct {              // one row times a matrix of floats, whose rows li
 } GemvFloats;
 
 // gemv_floats: the same for a matrix of floats.
-//   launch    grid: an SM each, or fewer, block 512, dynamic shared memory: the row. A warp takes a row of weights at a time; the
-//             loads of the next one are under way while this one ends
+//   launch    grid: an SM each, or fewer, block 512, dynamic shared memory: the row. A warp takes a row of weights at a
+//             time; the loads of the next one are under way while this one ends
 //   numerics  as product_kernel
-template <DType T> __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats_kernel(const __grid_constant__ GemvFloats o) {
+template <DType T>
+__global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats_kernel(const __grid_constant__ GemvFloats o) {
     constexpr int chunk = Type<T>::chunk, depth = 8;
     touch_parameter(&o, sizeof o);
     const int lane = threadIdx.x % 32, n_chunks = o.cols / chunk, n_rounds = div_up(n_chunks, 32);
     const int stride = PRODUCT_WARPS * gridDim.x;
-    int row = blockIdx.x + gridDim.x * (threadIdx.x / 32), round = 0, ahead = 0;        // multiplied next; asked for next
+    int row = blockIdx.x + gridDim.x * (threadIdx.x / 32), round = 0, ahead = 0;
     const int n = row < o.rows ? div_up(o.rows - row, stride) * n_rounds : 0;
     const uint4 *from = (const uint4 *)o.w + (size_t)row * n_chunks + lane;
     uint4 held[depth];
@@ -2100,7 +2194,8 @@ static void add_job(Jobs *jobs, Job o) {
         cuda_die("product %d x %d: int8 rows must be whole groups at multiples of 16 bytes", o.rows, o.cols);
     if (o.act.q && o.rows % 32) cuda_die("product %d x %d: an int8 result must be whole groups", o.rows, o.cols);
     o.is_tiled = o.kind != JOB_STORE;
-    o.tile = o.kind == JOB_GATED || o.kind == JOB_INJECT ? TILE : o.kind == JOB_DOWN ? DOWN_TILE : is_float(o.type) ? 1 : UNIT;
+    o.tile = is_float(o.type) ? 1 : UNIT;
+    if (o.is_tiled) o.tile = o.kind == JOB_DOWN ? DOWN_TILE : TILE;
     o.blocks_x = div_up(o.rows, o.tile);
     o.quads = 1;
     for (int k = 0; k < (o.kind == JOB_GATED ? 2 : 1); k++) {
@@ -2131,27 +2226,30 @@ static void add_job(Jobs *jobs, Job o) {
     if (is_float(o.type) || (gated && is_float(o.up_type))) in->f_row = (int)round_up(o.cols, 8) * (int)sizeof(float);
     if (!is_float(o.type) || (gated && !is_float(o.up_type))) in->q_row = div_up(o.cols, 256) * OCTET_BYTES;
     if (o.source >= jobs->made.n && ((in->f_row && !in->from.f) || (in->q_row && !in->from.q)))
-        cuda_die("product %d x %d, type %d: the input is not there in the form that this type reads", o.rows, o.cols, (int)o.type);
+        cuda_die("product %d x %d, type %d: the input is not there in the form that this type reads", o.rows, o.cols,
+                 (int)o.type);
     if (o.ids) jobs->ids = o.ids, jobs->pair_weights = o.weights, jobs->n_used = o.n_used;
     jobs->job[jobs->n++] = o;
 }
 
 // ---- 3 to 64 rows: tensor cores -------------------------------------------------------------------------------------
-// From MANY_ROWS rows on a block takes 64 or 32 features of a matrix and all rows of the step, so that a weight is read once
-// whatever their number. Its first 8 warps are the 8 slices of a sum: warp w multiplies the groups g with g mod 8 = w, ascending,
-// and at the end the slices meet in the order given above. So the bits are those of few rows.
+// From MANY_ROWS rows on a block takes 64 or 32 features of a matrix and all rows of the step, so that a weight is read
+// once whatever their number. Its first 8 warps are the 8 slices of a sum: warp w multiplies the groups g with g mod 8
+// = w, ascending, and at the end the slices meet in the order given above. So the bits are those of few rows.
 //
-// Weights come through a ring of stages in shared memory, each 8 groups of 64 features, one for each warp, and the same groups of
-// the rows; or, where 64 features would not reach all SMs, 16 groups of 32 features (`deep`). Two more warps copy them, one stage
-// each in turn (feed), and do nothing else: what to copy is found out once per stage and not by every warp, and beside the
-// arithmetic instead of before it. Nobody waits for all of the block: a copying warp waits until the 8 have used what its stage
-// overwrites, each of these until its stage is there. Blocks take their pieces in turn, and the copies of the next piece are under
-// way while this one ends. Weights that do not depend on the choice of experts are asked for before take_turn().
+// Weights come through a ring of stages in shared memory, each 8 groups of 64 features, one for each warp, and the same
+// groups of the rows; or, where 64 features would not reach all SMs, 16 groups of 32 features (`deep`). Two more warps
+// copy them, one stage each in turn (feed), and do nothing else: what to copy is found out once per stage and not by
+// every warp, and beside the arithmetic instead of before it. Nobody waits for all of the block: a copying warp waits
+// until the 8 have used what its stage overwrites, each of these until its stage is there. Blocks take their pieces in
+// turn, and the copies of the next piece are under way while this one ends. Weights that do not depend on the choice of
+// experts are asked for before take_turn().
 //
-// Experts: each block lists which of them the rows chose, and with each the rows that did; a piece is one expert's, with all of
-// its rows, up to 8 NT; NT follows what an expert has, and the matrix that runs beside takes its rows as many at a time.
-// JOB_DOWN: a block takes 64 features and every so manieth of the listed experts, and leaves the product of every pair in global
-// memory; the last of the blocks with the same features adds up each row's pairs, j ascending, whoever made them.
+// Experts: each block lists which of them the rows chose, and with each the rows that did; a piece is one expert's,
+// with all of its rows, up to 8 NT; NT follows what an expert has, and the matrix that runs beside takes its rows as
+// many at a time. JOB_DOWN: a block takes 64 features and every so manieth of the listed experts, and leaves the
+// product of every pair in global memory; the last of the blocks with the same features adds up each row's pairs, j
+// ascending, whoever made them.
 
 enum { TILE_WARPS = 8, TILE_THREADS = 32 * TILE_WARPS, COPY_WARPS = 2, TILE_BLOCK = TILE_THREADS + 32 * COPY_WARPS,
        TILE_STAGES = 4, TILE_EXPERTS = TILE_THREADS, INPUT_PITCH = 8 * 32 + 16,
@@ -2159,8 +2257,8 @@ enum { TILE_WARPS = 8, TILE_THREADS = 32 * TILE_WARPS, COPY_WARPS = 2, TILE_BLOC
        SUMS_BYTES = TILE_WARPS * 8 * SUMS_PITCH * 4,
        FEW_ROUNDS = 8 };      // pieces of a block
 
-// How 8 groups of one feature lie in a stage: its planes behind each other (lo at 0), each from the 16 bytes on in which it
-// begins. An odd number of 16 bytes in all, so that 8 features fall on different banks.
+// How 8 groups of one feature lie in a stage: its planes behind each other (lo at 0), each from the 16 bytes on in
+// which it begins. An odd number of 16 bytes in all, so that 8 features fall on different banks.
 typedef struct { int hi, head, sup, size; } Record;
 
 __host__ __device__ static constexpr int round_16(int n) { return (n + 15) / 16 * 16; }
@@ -2182,9 +2280,9 @@ typedef struct {              // a launch
     Jobs   jobs;
     int    record[MAX_JOBS];  // bytes; 0: a matrix of floats
     int    features[MAX_JOBS];                 // of the result that a piece makes
-    bool   deep[MAX_JOBS];    // the second half of a stage is not of 32 features more (JOB_GATED: of up), but of the next 8 groups
+    bool   deep[MAX_JOBS];    // the second half of a stage is the next octet, not 32 features more (JOB_GATED: of up)
     int    tiles[MAX_JOBS];   // pieces of a matrix
-    int    at_once, chunks;   // beside experts: rows of a piece of another matrix, pieces with the same features; else 0, 1
+    int    at_once, chunks;   // beside experts: rows of another matrix's piece, pieces of the same features; else 0, 1
     bool   floats;            // there are such
     int    expert_job, n_pairs;                // -1: none
     int    runs;              // JOB_DOWN: blocks that share the experts of the same features; else 0
@@ -2194,8 +2292,8 @@ typedef struct {              // a launch
     int    sums_at, lists_at, ring_at;         // what follows it in shared memory
 } Tiling;
 
-// The pairs of row and expert of a launch, by expert, as lists in shared memory. An entry is an expert with as many of its pairs
-// as a piece has rows; there may be several of one expert.
+// The pairs of row and expert of a launch, by expert, as lists in shared memory. An entry is an expert with as many of
+// its pairs as a piece has rows; there may be several of one expert.
 typedef enum {
     LIST_PAIR,                // row * n_used + j
     LIST_ROW,                 // the row of the input that goes with it
@@ -2219,7 +2317,8 @@ typedef struct { int item, part, stride; } Walk;       // a block's way through 
 __device__ static inline int runs_of(const Tiling &t) { return min(t.runs, (int)*list_of(t, LIST_SIZE)); }
 
 __device__ static inline int pieces_of(const Tiling &t, int k) {
-    return t.tiles[k] * (k != t.expert_job ? t.chunks : t.runs ? runs_of(t) : *list_of(t, LIST_SIZE));
+    if (k != t.expert_job) return t.tiles[k] * t.chunks;
+    return t.tiles[k] * (t.runs ? runs_of(t) : *list_of(t, LIST_SIZE));
 }
 
 __device__ static inline bool next_piece(const Tiling &t, Walk *w, Piece *p) {
@@ -2251,15 +2350,15 @@ __device__ static inline bool next_piece(const Tiling &t, Walk *w, Piece *p) {
     return true;
 }
 
-// What list_pairs needs beside the lists: for each 32 pairs how many of them are an expert's, then how many come before; where an
-// expert's pairs begin; of each pair its expert, and its number among those of its 32.
+// What list_pairs needs beside the lists: for each 32 pairs how many of them are an expert's, then how many come
+// before; where an expert's pairs begin; of each pair its expert, and its number among those of its 32.
 __host__ __device__ static constexpr int sets_of_pairs(int n_pairs) { return (n_pairs + 31) / 32; }
 __host__ __device__ static constexpr int list_room(int n_pairs) {
     return (int)sizeof(uint16_t) * (TILE_EXPERTS * (sets_of_pairs(n_pairs) + 1) + 32 * sets_of_pairs(n_pairs));
 }
 
-// The lists, the same in every block. A warp finds out which of 32 pairs have the same expert, thread e adds up those of expert e.
-// counts: list_room() bytes, the counts among them 0.
+// The lists, the same in every block. A warp finds out which of 32 pairs have the same expert, thread e adds up those
+// of expert e. counts: list_room() bytes, the counts among them 0.
 __device__ static inline void list_pairs(const Tiling &t, int at_once, uint16_t *counts) {
     __shared__ unsigned sums[TILE_BLOCK / 32];
     const Job &o = t.jobs.job[t.expert_job];
@@ -2320,13 +2419,15 @@ __device__ static inline void list_pairs(const Tiling &t, int at_once, uint16_t 
 
 // Number of the planes' row that holds the first of 32 features of a piece, half 0 or 1.
 __device__ static inline unsigned piece_row(const Job &o, const Piece &p, int half) {
-    return (unsigned)(p.expert * o.rows_e) + p.first + (!half ? 0 : o.kind == JOB_GATED ? (unsigned)o.up_first : 32);
+    const unsigned first = (unsigned)(p.expert * o.rows_e) + p.first;
+    if (!half) return first;
+    return first + (o.kind == JOB_GATED ? (unsigned)o.up_first : 32);
 }
 
 // ---- copies ----
 
-// Lanes that say for their warp that it has used a stage, behind a __syncwarp. With all 32 steps of 4 and 8 rows take 5 % longer;
-// compute-sanitizer's racecheck believes no lane that does not say so itself, so `make sanitize` sets 32.
+// Lanes that say for their warp that it has used a stage, behind a __syncwarp. With all 32 steps of 4 and 8 rows take 5
+// % longer; compute-sanitizer's racecheck believes no lane that does not say so itself, so `make sanitize` sets 32.
 #ifndef ARRIVING_LANES
 #define ARRIVING_LANES 1
 #endif
@@ -2343,8 +2444,9 @@ typedef struct {              // how far a copying warp is
     unsigned parity;          // of the round in which it did
 } Feed;
 
-// How a plane of a type comes into a stage: of each feature `octet` bytes, 16 by each of `lanes` lanes, `at_once` features at once.
-// Rows may begin anywhere: whole 16 bytes are copied, so what lies before a stage's bytes comes along.
+// How a plane of a type comes into a stage: of each feature `octet` bytes, 16 by each of `lanes` lanes, `at_once`
+// features at once. Rows may begin anywhere: whole 16 bytes are copied, so what lies before a stage's bytes comes
+// along.
 typedef struct { int octet, at, lanes, at_once; bool aligned; } CopyShape;
 __host__ __device__ static constexpr CopyShape copy_shape(DType type, int plane) {
     const Record r = record_of(type);
@@ -2354,7 +2456,7 @@ __host__ __device__ static constexpr CopyShape copy_shape(DType type, int plane)
     p.octet = (int)plane_bytes(format_of(type), plane, 256);
     p.at = at[plane];
     p.aligned = plane == 0 || (blocks && p.octet % 16 == 0);
-    const int most = p.aligned ? p.octet : p.octet + 16 - (blocks ? p.octet & -p.octet : 1);      // with what lies before
+    const int before = 16 - (blocks ? p.octet & -p.octet : 1), most = p.aligned ? p.octet : p.octet + before;
     for (p.lanes = 1; 16 * p.lanes < most; ) p.lanes *= 2;
     p.at_once = 32 / p.lanes;
     return p;
@@ -2366,8 +2468,8 @@ template <DType T, int PLANE> struct PlaneCopy {
     unsigned apart;           // bytes from one to the next
     int      left;            // bytes from that stage to the end of a row
 };
-template <DType T, int PLANE> __device__ static inline void begin_copy(PlaneCopy<T, PLANE> *c, const Job &o, const Piece &p,
-                                                                       bool deep, int stage) {
+template <DType T, int PLANE>
+__device__ static inline void begin_copy(PlaneCopy<T, PLANE> *c, const Job &o, const Piece &p, bool deep, int stage) {
     constexpr CopyShape shape = copy_shape(T, PLANE);
     const int lane = threadIdx.x % 32, bytes = o.row_bytes[0][PLANE], done = (deep ? 2 : 1) * stage * shape.octet;
     c->apart = shape.at_once * bytes;
@@ -2402,14 +2504,16 @@ template <DType T, int PLANE> __device__ static inline void copy_plane(PlaneCopy
     c->left -= on;
 }
 
-// A copying warp's stages of a piece: every second one, each as soon as its place in the ring is free. Rows come in int8, INPUT_PITCH
-// bytes apart, then their scales, (8 groups, 8 NT rows): a lane takes 16 bytes of every second row, and a scale of every fourth.
-// In deep stages the same follows for the next 8 groups.
+// A copying warp's stages of a piece: every second one, each as soon as its place in the ring is free. Rows come in
+// int8, INPUT_PITCH bytes apart, then their scales, (8 groups, 8 NT rows): a lane takes 16 bytes of every second row,
+// and a scale of every fourth. In deep stages the same follows for the next 8 groups.
 // early: take_turn() is still to come, and as many weights as the ring takes are asked for before it.
-template <DType T, int NT> __device__ static inline void feed_piece(const Tiling &t, const Piece &p, Feed *f, bool early) {
+template <DType T, int NT>
+__device__ static inline void feed_piece(const Tiling &t, const Piece &p, Feed *f, bool early) {
     const Job &o = t.jobs.job[p.job];
     const bool deep = t.deep[p.job], listed = p.job == t.expert_job;
-    const int lane = threadIdx.x % 32, n_groups = (int)((unsigned)o.cols / 32), each = deep ? 16 : 8, n = div_up(n_groups, each);
+    const int lane = threadIdx.x % 32, n_groups = (int)((unsigned)o.cols / 32), each = deep ? 16 : 8;
+    const int n = div_up(n_groups, each);
     const int features = o.rows - p.first;
     const int there[2] = { min(32, features), min(32, features - (deep || o.kind == JOB_GATED ? 0 : 32)) };
     Ring *ring = ring_of(t);
@@ -2422,7 +2526,8 @@ template <DType T, int NT> __device__ static inline void feed_piece(const Tiling
     begin_copy(&head, o, p, deep, f->stage);
     begin_copy(&sup, o, p, deep, f->stage);
     auto row_of = [&](int r) {
-        return (r >= p.n ? 0 : listed ? list_of(t, LIST_ROW)[p.from + r] : p.from + r) * n_groups + each * f->stage;
+        const int row = listed && r < p.n ? list_of(t, LIST_ROW)[p.from + r] : p.from + r;
+        return (r < p.n ? row : 0) * n_groups + each * f->stage;
     };
     unsigned row[4 * NT], scale[2 * NT];               // where in the input
 #pragma unroll
@@ -2458,13 +2563,15 @@ template <DType T, int NT> __device__ static inline void feed_piece(const Tiling
 #pragma unroll
                 for (int i = 0; i < 4 * NT; i++) {
                     const int r = lane / 16 + 2 * i;
-                    if (r < p.n && q_there) copy_ahead(q + r * INPUT_PITCH + lane % 16 * 16, in_q + row[i] + 32 * first);
+                    if (r < p.n && q_there)
+                        copy_ahead(q + r * INPUT_PITCH + lane % 16 * 16, in_q + row[i] + 32 * first);
                 }
 #pragma unroll
                 for (int i = 0; i < 2 * NT; i++) {
                     const int r = lane / 8 + 4 * i;
                     if (r < p.n && s_there)
-                        copy_word_ahead(q + 8 * NT * INPUT_PITCH + (lane % 8 * 8 * NT + r) * 4, in_s + scale[i] + first);
+                        copy_word_ahead(q + 8 * NT * INPUT_PITCH + (lane % 8 * 8 * NT + r) * 4,
+                                        in_s + scale[i] + first);
                 }
             }
 #pragma unroll
@@ -2501,8 +2608,9 @@ template <int NT> __device__ static inline void feed(const Tiling &t, bool early
 // ---- arithmetic ----
 
 // Codes of this warp's group of 32 features, as multiply_int8 takes them. row: number of the planes' row of the first.
-template <DType T> __device__ static inline void tile_codes(unsigned (*a)[4], const char *records, unsigned row, int n_groups,
-                                                            int stage, int slice, int lane) {
+template <DType T>
+__device__ static inline void tile_codes(unsigned (*a)[4], const char *records, unsigned row, int n_groups, int stage,
+                                         int slice, int lane) {
     constexpr Record rec = record_of(T);
     constexpr Format form = format_of(T);
     const int t = lane / 4, k = lane % 4;
@@ -2524,8 +2632,8 @@ template <DType T> __device__ static inline void tile_codes(unsigned (*a)[4], co
         }
     }
     if constexpr (form.hi_bits) {
-        // 8 features on, the plane is a multiple of 16 bytes on. Bits turn within their byte to where lo has none: masks take off
-        // what comes from other bytes
+        // 8 features on, the plane is a multiple of 16 bytes on. Bits turn within their byte to where lo has none:
+        // masks take off what comes from other bytes
         const unsigned before = Type<T>::blocks ? 0 : ((row + t) * n_groups + 8 * stage) * 4 * form.hi_bits & 15;
         const char *p = records + t * rec.size + rec.hi + before + 4 * form.hi_bits * slice;
         constexpr unsigned mask = (form.hi_bits == 1 ? 0x01010101u : 0x03030303u) << form.lo_bits;
@@ -2536,7 +2644,8 @@ template <DType T> __device__ static inline void tile_codes(unsigned (*a)[4], co
                 low = __funnelshift_l(h, h, form.lo_bits - k), high = __funnelshift_l(h, h, form.lo_bits - 4 - k);
             } else {
                 const uint2 h = *(const uint2 *)p;
-                low = __funnelshift_l(h.x, h.x, form.lo_bits - 2 * k), high = __funnelshift_l(h.y, h.y, form.lo_bits - 2 * k);
+                low = __funnelshift_l(h.x, h.x, form.lo_bits - 2 * k),
+                    high = __funnelshift_l(h.y, h.y, form.lo_bits - 2 * k);
             }
             a[i / 2][i % 2] |= low & mask;
             a[i / 2][i % 2 + 2] |= high & mask;
@@ -2546,8 +2655,9 @@ template <DType T> __device__ static inline void tile_codes(unsigned (*a)[4], co
 }
 
 // What scales this warp's group of a feature whose row of the planes has number `row`.
-template <DType T> __device__ static inline void tile_scales(const char *record, unsigned row, int n_groups, int stage, int slice,
-                                                             float a[2], float m[2]) {
+template <DType T>
+__device__ static inline void tile_scales(const char *record, unsigned row, int n_groups, int stage, int slice,
+                                          float a[2], float m[2]) {
     constexpr Record rec = record_of(T);
     constexpr Format form = format_of(T);
     const unsigned block = row * (n_groups / 8) + stage, group = row * n_groups + 8 * stage;
@@ -2566,8 +2676,8 @@ template <DType T> __device__ static inline void tile_scales(const char *record,
     group_scales<T>(head, sup, slice, a, m);
 }
 
-// Sums of products begin here, as whole numbers and as the bits of a float at once: a whole number n below 2^22 on top of them
-// makes the float START + n, without a conversion.
+// Sums of products begin here, as whole numbers and as the bits of a float at once: a whole number n below 2^22 on top
+// of them makes the float START + n, without a conversion.
 #define INT_START 0x4b400000
 #define START 12582912.0f     // 1.5 * 2^23
 __device__ static inline float from_start(int c) { return __fsub_rn(__int_as_float(c), START); }
@@ -2598,12 +2708,14 @@ template <DType T> __device__ static inline void input_rows(InputRows<T> *y, con
     }
 }
 
-// acc += one group of 64 features, or (DEEP) two of 32, times n rows. acc[m][i]: 16 features by 8 rows, as multiply_int8 has them.
-// row, up: numbers of the planes' rows of the first features of both halves. The terms are those of scaled_term:
-// a * (START + n) - a * START, rounded once, is a * n rounded, for a * START is exact where a has 22 bits and is less than 2^104
-// (HAS_WIDE).
-template <DType T, int NT, bool DEEP> __device__ static inline void multiply_group(float (&acc)[4][NT][4], const char *records,
-        const char *rows, unsigned row, unsigned up, int n_groups, int stage, int n, int slice, int lane) {
+// acc += one group of 64 features, or (DEEP) two of 32, times n rows. acc[m][i]: 16 features by 8 rows, as
+// multiply_int8 has them. row, up: numbers of the planes' rows of the first features of both halves. The terms are
+// those of scaled_term: a * (START + n) - a * START, rounded once, is a * n rounded, for a * START is exact where a has
+// 22 bits and is less than 2^104 (HAS_WIDE).
+template <DType T, int NT, bool DEEP>
+__device__ static inline void multiply_group(float (&acc)[4][NT][4], const char *records, const char *rows,
+                                             unsigned row, unsigned up, int n_groups, int stage, int n, int slice,
+                                             int lane) {
     constexpr bool halves = Type<T>::halves, min = Type<T>::min, folds = !(Type<T>::form.traits & HAS_WIDE);
     const int t = lane / 4, k = lane % 4;
     const char *q = rows + t * INPUT_PITCH + 32 * slice + 4 * k;
@@ -2651,8 +2763,9 @@ template <DType T, int NT, bool DEEP> __device__ static inline void multiply_gro
 }
 
 // All stages of a piece. place: where in the ring the next one lies; parity: of the round.
-template <DType T, int NT, bool DEEP> __device__ static inline void multiply_stages(const Tiling &t, int *place, unsigned *parity,
-        float (&acc)[4][NT][4], const Job &o, const Piece &p) {
+template <DType T, int NT, bool DEEP>
+__device__ static inline void multiply_stages(const Tiling &t, int *place, unsigned *parity, float (&acc)[4][NT][4],
+                                              const Job &o, const Piece &p) {
     Ring *ring = ring_of(t);
     const int n_groups = (int)((unsigned)o.cols / 32);
     const unsigned row = piece_row(o, p, 0), up = DEEP ? row : piece_row(o, p, 1);
@@ -2662,7 +2775,8 @@ template <DType T, int NT, bool DEEP> __device__ static inline void multiply_sta
         const char *records = shared_bytes + *place * t.stage_bytes;
         mbarrier_wait(&ring->there[*place], *parity);
         if (8 * stage + slice < n_groups)
-            multiply_group<T, NT, DEEP>(acc, records, records + 64 * record_of(T).size, row, up, n_groups, stage, p.n, slice, lane);
+            multiply_group<T, NT,
+                DEEP>(acc, records, records + 64 * record_of(T).size, row, up, n_groups, stage, p.n, slice, lane);
         __syncwarp();
         if (lane < ARRIVING_LANES) mbarrier_arrive(&ring->used[*place]);
         if (++*place == t.stages) *place = 0, *parity ^= 1;
@@ -2692,11 +2806,12 @@ __device__ static inline void finish_row(const Job &o, size_t row, int first, fl
     if (o.act.q) quantise_group(mine ? v : 0, o.act.q + at, o.act.s + at / 32);
 }
 
-// A piece of a float matrix, one feature and all rows: a warp takes a row at a time. Sums in the order given above. Loads of 16
-// weights and the activations that go with them are under way at a time.
+// A piece of a float matrix, one feature and all rows: a warp takes a row at a time. Sums in the order given above.
+// Loads of 16 weights and the activations that go with them are under way at a time.
 template <DType T> __device__ static inline void multiply_floats(const Job &o, const Piece &p) {
     constexpr int chunk = Type<T>::chunk, depth = 16 / chunk;
-    const int lane = threadIdx.x % 32, n_chunks = div_up(o.cols, chunk), quads = o.cols % 4 == 0 && (size_t)o.in.f % 16 == 0;
+    const int lane = threadIdx.x % 32, n_chunks = div_up(o.cols, chunk);
+    const int quads = o.cols % 4 == 0 && (size_t)o.in.f % 16 == 0;
     const uint8_t *w = o.w.lo + (size_t)p.first * o.cols * (16 / chunk);
 #pragma unroll 1
     for (int r = threadIdx.x / 32; r < p.n; r += TILE_WARPS) {
@@ -2734,7 +2849,8 @@ __device__ static inline void fetch_floats(const Job &o, const Piece &p) {
     if (threadIdx.x == 0 && o.quads) fetch_ahead(o.w.lo + (size_t)p.first * o.row_bytes[0][0], o.row_bytes[0][0]);
 }
 
-// Whether this block is the last of n that come here: what they wrote before can then be read. By the multiplying warps.
+// Whether this block is the last of n that come here: what they wrote before can then be read. By the multiplying
+// warps.
 __device__ static inline bool last_of(int *arrived, int n) {
     __shared__ bool last;
     __threadfence();                                   // results before the count
@@ -2764,13 +2880,14 @@ __device__ static inline void join_experts(const Tiling &t, const Job &o, int fi
 
 // tile: the jobs of a launch, 3 rows and more.
 //   shapes    w (rows, cols) per expert, y (n_rows, cols) int8 with scales, out (n_rows, rows); 8 NT rows at a time
-//   launch    grid: what is resident, or fewer where each block then has as many pieces; block 256 + 64; shared memory: the ring,
-//             sums, lists of experts
-//   traffic   a weight once (of experts: those in the union of the rows' choices), the rows once per piece from the L2 cache;
-//             JOB_DOWN: 8 bytes per feature and pair on top, in the L2 cache
-//   numerics  integer products per group, exact; f32 sums in the order given above. No bit depends on the number of rows
-//   time      a stage of 64 features costs each of the 8 warps about 170 instructions at 8 rows of Q4_K, 240 of Q6_K, 270 at 16
-//             rows of Q4_K, and a copying warp 175 or 290
+//   launch    grid: what is resident, or fewer where each block then has as many pieces; block 256 + 64; shared memory:
+//             the ring, sums, lists of experts
+//   traffic   a weight once (of experts: those in the union of the rows' choices), the rows once per piece from the L2
+//             cache; JOB_DOWN: 8 bytes per feature and pair on top, in the L2 cache
+//   numerics  integer products per group, exact; f32 sums in the order given above. No bit depends on the number of
+//             rows
+//   time      a stage of 64 features costs each of the 8 warps about 170 instructions at 8 rows of Q4_K, 240 of Q6_K,
+//             270 at 16 rows of Q4_K, and a copying warp 175 or 290
 //   see       product_kernel; cpu_matmul, cpu_gate_up, cpu_expert_gate_up, cpu_expert_down, cpu_ple_inject, cpu_head
 template <int NT> __global__ void __launch_bounds__(TILE_BLOCK, NT <= 2 ? 2 : 1)
 tile_kernel(const __grid_constant__ Tiling t) {
@@ -2794,7 +2911,7 @@ tile_kernel(const __grid_constant__ Tiling t) {
     } else {
         take_turn();
         list_pairs(t, room, (uint16_t *)sums);
-        int n = 0;                                     // as many pieces for each block; SMs that are left are the next launch's
+        int n = 0;                                     // as many pieces for each block: other SMs are the next's
         for (int k = 0; k < t.jobs.n; k++) n += pieces_of(t, k);
         walk.stride = div_up(n, div_up(n, gridDim.x));
         if ((int)blockIdx.x >= walk.stride) return;
@@ -2822,7 +2939,8 @@ tile_kernel(const __grid_constant__ Tiling t) {
         default: break;
         }
         const bool listed = p.job == t.expert_job;
-        for (int i = 0; !floats && 8 * i < p.n; i++) { // 8 rows at a time: a warp takes one, a lane features l and l + 32
+        // 8 rows at a time: a warp takes one, a lane features l and l + 32
+        for (int i = 0; !floats && 8 * i < p.n; i++) {
             sync_first<TILE_THREADS>();                // the sums of the last 8 rows have been read
             float *own = sums + (warp * 8 + lane % 4 * 2) * SUMS_PITCH + lane / 4;
 #pragma unroll
@@ -2854,17 +2972,9 @@ tile_kernel(const __grid_constant__ Tiling t) {
     }
 }
 
-// The tile kernels may ask for all shared memory of a block.
-static void allow_tiles(void) {
-    void (*const kernels[])(Tiling) = { tile_kernel<1>, tile_kernel<2>, tile_kernel<4>, tile_kernel<8> };
-    for (int i = 0; i < 4; i++)
-        CHECK_CUDA(cudaFuncSetAttribute(kernels[i], cudaFuncAttributeMaxDynamicSharedMemorySize, cuda.block_shared - STATIC_SHARED),
-                   "shared memory of the tile kernel");
-}
-
-// Carries out a launch if the tile kernel takes it. The kernel of few rows keeps: fewer rows than MANY_ROWS and more than
-// STEP_ROWS, gate and up of different types, stacks of very many matrices, matrices of floats but for those that only store and
-// run beside quantised ones, and what does not fit into shared memory or scratch.
+// Carries out a launch if the tile kernel takes it. The kernel of few rows keeps: fewer rows than MANY_ROWS and more
+// than STEP_ROWS, gate and up of different types, stacks of very many matrices, matrices of floats but for those that
+// only store and run beside quantised ones, and what does not fit into shared memory or scratch.
 static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
     Tiling t = { };
     int rows = 1, of_expert = 0, wide = 0, pieces = 0;
@@ -2879,24 +2989,27 @@ static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
         if (o->ids) t.expert_job = k, t.n_pairs = o->n_rows * o->n_used, of_expert = div_up(t.n_pairs, o->n_experts);
         if (o->kind == JOB_DOWN) down = o;
         if (is_float(o->type)) t.floats = true;
-        else wide += (o->ids ? min_int(t.n_pairs, o->n_experts) : 1) * div_up(o->kind == JOB_GATED ? 2 * o->rows : o->rows, 64);
+        const int n_experts = o->ids ? min_int(t.n_pairs, o->n_experts) : 1;
+        if (!is_float(o->type)) wide += n_experts * div_up((o->kind == JOB_GATED ? 2 : 1) * o->rows, 64);
     }
-    // An expert has few of the rows: a kernel made for as many takes less time for each weight, and what runs beside goes through
-    // it some rows at a time.
+    // An expert has few of the rows: a kernel made for as many takes less time for each weight, and what runs beside
+    // goes through it some rows at a time.
     if (of_expert) rows = min_int(rows, 2 * of_expert);
-    const int tiles = rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8;                     // of 8 rows
+    const int tiles = 1 << ((rows > 8) + (rows > 16) + (rows > 32));   // of 8 rows
     t.chunks = 1;
     if (of_expert && jobs->n > 1) t.at_once = 8 * tiles, t.chunks = div_up(n_rows, t.at_once);
     for (int k = 0; k < jobs->n; k++) {
         const Job *o = &jobs->job[k];
-        // Pieces of 64 features take less work for a weight and read the rows less often. Where there is no more than one for each
-        // SM, those of 32 reach more SMs.
+        // Pieces of 64 features take less work for a weight and read the rows less often. Where there is no more than
+        // one for each SM, those of 32 reach more SMs.
         t.deep[k] = o->kind != JOB_GATED && o->kind != JOB_DOWN && wide <= cuda.n_sm;
         t.record[k] = record_of(o->type).size;
-        t.features[k] = is_float(o->type) ? 1 : o->kind == JOB_GATED || t.deep[k] ? 32 : 64;
+        t.features[k] = o->kind == JOB_GATED || t.deep[k] ? 32 : 64;
+        if (is_float(o->type)) t.features[k] = 1;
         t.tiles[k] = div_up(o->rows, t.features[k]);
         pieces += t.tiles[k] * (o->ids && o->kind == JOB_GATED ? t.n_pairs : t.chunks);
-        if (!is_float(o->type)) t.stage_bytes = max_int(t.stage_bytes, 64 * t.record[k] + (t.deep[k] ? 2 : 1) * ROW_AREA * tiles);
+        if (!is_float(o->type))
+            t.stage_bytes = max_int(t.stage_bytes, 64 * t.record[k] + (t.deep[k] ? 2 : 1) * ROW_AREA * tiles);
     }
     if (!t.stage_bytes) return false;                  // floats only
     const int lists = t.n_pairs ? round_16((LIST_SIZE * (t.n_pairs + 1) + 1) * (int)sizeof(uint16_t)) : 0;
@@ -2924,7 +3037,8 @@ static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
     t.jobs = *jobs;
     // Few pieces for each block: the same number for all of them, and what is left of the SMs is the next launch's.
     const int rounds = div_up(pieces, slots);
-    const int blocks = !t.n_pairs && rounds > 2 && rounds <= FEW_ROUNDS ? div_up(pieces, rounds) : min_int(pieces, slots);
+    const int blocks = !t.n_pairs && rounds > 2 && rounds <= FEW_ROUNDS ? div_up(pieces, rounds)
+        : min_int(pieces, slots);
     const size_t shared = (size_t)t.sums_at + fixed;
     if (tiles == 1) launch(WRITES_ACTIVATIONS, tile_kernel<1>, blocks, TILE_BLOCK, shared, t);
     else if (tiles == 2) launch(WRITES_ACTIVATIONS, tile_kernel<2>, blocks, TILE_BLOCK, shared, t);
@@ -2934,8 +3048,9 @@ static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
     return true;
 }
 
-// Carry out a launch of one row if the kernels for that take it: a matrix of floats that stores; quantised ones that store, or the
-// inject, all on one input in int8, which have no more units than there are warps. busy: SMs on which blocks would come up late.
+// Carry out a launch of one row if the kernels for that take it: a matrix of floats that stores; quantised ones that
+// store, or the inject, all on one input in int8, which have no more units than there are warps. busy: SMs on which
+// blocks would come up late.
 static bool launch_gemv_floats(const Jobs *jobs, const char *what) {
     const Job *o = &jobs->job[0];
     const int chunk = 16 / format_of(o->type).bytes;
@@ -2944,9 +3059,11 @@ static bool launch_gemv_floats(const Jobs *jobs, const char *what) {
     GemvFloats g = { o->w.lo, o->rows, o->cols, o->out, o->factor, o->cap, jobs->input[0], jobs->made };
     g.input.f_at = 0;
     g.input.q_row = 0;
-    const auto kernel = o->type == T_F32 ? gemv_floats_kernel<T_F32> : o->type == T_F16 ? gemv_floats_kernel<T_F16>
-                                                                                       : gemv_floats_kernel<T_BF16>;
-    launch(WRITES_ACTIVATIONS, kernel, min_int(cuda.n_sm, div_up(o->rows, PRODUCT_WARPS)), ROW_THREADS, g.input.f_row, g);
+    auto kernel = gemv_floats_kernel<T_F32>;
+    if (o->type == T_F16) kernel = gemv_floats_kernel<T_F16>;
+    if (o->type == T_BF16) kernel = gemv_floats_kernel<T_BF16>;
+    launch(WRITES_ACTIVATIONS, kernel, min_int(cuda.n_sm, div_up(o->rows, PRODUCT_WARPS)), ROW_THREADS,
+           g.input.f_row, g);
     CHECK_LAUNCH("%s rows=%d cols=%d", what, o->rows, o->cols);
     return true;
 }
@@ -2964,18 +3081,19 @@ static bool launch_gemv(const Jobs *jobs, const char *what, int busy) {
         GemvJob *job = &g.job[k];
         *job = (GemvJob){ o->type, o->w, o->rows, div_up(o->rows, UNIT), { }, { }, o->out, o->factor, o->cap };
         for (int i = 0; i < 4; i++)
-            job->row_bytes[i] = o->row_bytes[0][i], job->octet_bytes[i] = (unsigned)plane_bytes(format_of(o->type), i, 256);
+            job->row_bytes[i] = o->row_bytes[0][i],
+                job->octet_bytes[i] = (unsigned)plane_bytes(format_of(o->type), i, 256);
         n_units += job->n_units;
     }
     g.n = jobs->n;
     g.n_groups = first->cols / 32;
     g.n_octets = div_up(g.n_groups, 8);
     g.units = inject ? TILE_UNITS : div_up(n_units, max_int(1, cuda.n_sm - busy));
-    if (g.n_octets == 1) g.units = max_int(g.units, PRODUCT_WARPS / 2);     // over at once: few SMs, others for the next
+    if (g.n_octets == 1) g.units = max_int(g.units, PRODUCT_WARPS / 2);    // over at once: few SMs, others for the next
     if (g.units > PRODUCT_WARPS) return false;
     g.share = div_up(g.n_octets, min_int(PRODUCT_WARPS / g.units, g.n_octets));
     g.shares = div_up(g.n_octets, g.share);
-    if (g.shares == 1 && g.n_octets > 1 && !jobs->made.n) return false;     // many warps with long rows: product_kernel is as fast
+    if (g.shares == 1 && g.n_octets > 1 && !jobs->made.n) return false;    // many warps with long rows: as fast there
     g.input = jobs->input[0];
     g.made = jobs->made;
     if (inject) g.u = first->u, g.act = first->act;
@@ -2987,9 +3105,19 @@ static bool launch_gemv(const Jobs *jobs, const char *what, int busy) {
     g.sums_at = (int)at;
     at += (size_t)g.units * UNIT * sizeof(float);
     if (at > (size_t)cuda.block_shared - STATIC_SHARED) return false;
-    launch(WRITES_ACTIVATIONS, g.made.n ? gemv_kernel<true> : gemv_kernel<false>, div_up(n_units, g.units), ROW_THREADS, at, g);
+    launch(WRITES_ACTIVATIONS, g.made.n ? gemv_kernel<true> : gemv_kernel<false>, div_up(n_units, g.units), ROW_THREADS,
+           at, g);
     CHECK_LAUNCH("%s rows=%d cols=%d", what, first->rows, first->cols);
     return true;
+}
+
+static void allow_products(void) {
+    allow_shared(product_kernel<1>), allow_shared(product_kernel<FEW_ROWS>);
+    allow_shared(gemv_kernel<true>), allow_shared(gemv_kernel<false>);
+    allow_shared(gemv_floats_kernel<T_F32>), allow_shared(gemv_floats_kernel<T_F16>);
+    allow_shared(gemv_floats_kernel<T_BF16>);
+    allow_shared(tile_kernel<1>), allow_shared(tile_kernel<2>), allow_shared(tile_kernel<4>);
+    allow_shared(tile_kernel<8>);
 }
 
 // Where things lie in shared memory when a block works on `rows` rows; bytes altogether.
@@ -3011,11 +3139,11 @@ static size_t place_shared(Jobs *jobs, int rows) {
     return at + waiting_of(rows) * PRODUCT_WARPS * jobs->n_results * sizeof(float);
 }
 
-enum { SHARED_BYTES = 110 << 10 };                     // what FEW_ROWS rows may take; more, and rows go through one by one
+enum { SHARED_BYTES = 110 << 10 };                     // what FEW_ROWS rows may take; else rows go through one by one
 
 static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
-    // A block fills an SM. Behind a launch of very few, which it may overlap, it would come up late on theirs, and the next launch
-    // would wait for it.
+    // A block fills an SM. Behind a launch of very few, which it may overlap, it would come up late on theirs, and the
+    // next launch would wait for it.
     const int busy = cuda.starts_early && cuda.last.blocks <= cuda.n_sm / 16 ? cuda.last.blocks : 0;
     if (launch_tiles(jobs, what, n_rows) || (n_rows == 1 && launch_gemv(jobs, what, busy))) return;
     int r = n_rows == 1 ? 1 : FEW_ROWS;
@@ -3026,8 +3154,11 @@ static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
     jobs->n_tiles = jobs->n_units = 0;
     for (int k = 0; k < jobs->n; k++) {
         Job *o = &jobs->job[k];
-        o->n_items = o->blocks_x * (o->kind == JOB_DOWN ? chunk : o->kind == JOB_GATED && o->ids ? chunk * o->n_used : 1);
-        *(o->is_tiled ? &jobs->n_tiles : &jobs->n_units) += o->n_items;
+        o->n_items = o->blocks_x;
+        if (o->kind == JOB_DOWN) o->n_items *= chunk;
+        if (o->kind == JOB_GATED && o->ids) o->n_items *= chunk * o->n_used;
+        if (o->is_tiled) jobs->n_tiles += o->n_items;
+        else jobs->n_units += o->n_items;
     }
     size_t tile_bytes = 0;
     for (int k = 0; k < jobs->n; k++) {
@@ -3060,8 +3191,8 @@ static Job job_of(const Tensor *w, Prepared in, int n_rows) {
     return o;
 }
 
-// Makes `in`, and `beside` with the same x' (NULL: none), the inputs 0 and 1 of a launch. f, q: the forms that the first is
-// wanted in. Few rows: each block makes them, out stays empty. Else they are ready, where out says.
+// Makes `in`, and `beside` with the same x' (NULL: none), the inputs 0 and 1 of a launch. f, q: the forms that the
+// first is wanted in. Few rows: each block makes them, out stays empty. Else they are ready, where out says.
 static void prepare(Jobs *jobs, const In *in, const In *beside, int n_rows, int cols, bool f, bool q, bool f_beside,
                     Prepared out[2]) {
     out[0] = (Prepared){ in->act.f, in->act.q, in->act.s, NULL };
@@ -3442,9 +3573,9 @@ __device__ static inline int tied_place(int i, int head_dim, int n_rot) {
 // Attention makes q and the rows of the step itself where they are few, from the same functions: the bits are those of
 // qkv_store. Every operation is spelt out, so that no compiler contracts one of them here and not there.
 
-// Lane l holds values 4 l + 128 m + 0..3 (lo) and the same behind the first half of the head (hi), so both of a pair, where
-// they are below half = head_dim / 2; M of each suffice. What lies behind the end is 0. Heads are multiples of 8 values, the
-// pairs that turn of 4.
+// Lane l holds values 4 l + 128 m + 0..3 (lo) and the same behind the first half of the head (hi), so both of a pair,
+// where they are below half = head_dim / 2; M of each suffice. What lies behind the end is 0. Heads are multiples of 8
+// values, the pairs that turn of 4.
 template <int M> struct HeadValues { float4 lo[M], hi[M]; };
 
 __device__ static inline float4 times(float4 a, float4 b) {
@@ -3484,13 +3615,15 @@ template <int M> __device__ static inline void head_norm(HeadValues<M> &x, const
     }
 }
 
-// Cosine and sine of the angle pos * inv_freq of a pair. The angle is reduced to a part of a turn in f64, the rest is f32.
+// Cosine and sine of the angle pos * inv_freq of a pair. The angle is reduced to a part of a turn in f64, the rest is
+// f32.
 __device__ static inline void angle_of(double inv_freq, int pos, float *cosine, float *sine) {
     const double turns = __dmul_rn(__dmul_rn(pos, inv_freq), 0.15915494309189535);
     sincospif(2 * (float)(turns - rint(turns)), sine, cosine);
 }
 
-// Pairs turn by their angles: cosines (half) and behind them sines, in shared memory. One table serves all heads of a row.
+// Pairs turn by their angles: cosines (half) and behind them sines, in shared memory. One table serves all heads of a
+// row.
 template <int M> __device__ static inline void head_turn(HeadValues<M> &x, const float *angles, int n_pairs, int half) {
     auto turn = [](float &p, float &q, float cosine, float sine) {
         const float u = p, v = q;
@@ -3509,7 +3642,8 @@ template <int M> __device__ static inline void head_turn(HeadValues<M> &x, const
     }
 }
 
-// f(place in the cache's order, number in the head, four values) for all values of the head. n_rot 0: places are numbers.
+// f(place in the cache's order, number in the head, four values) for all values of the head. n_rot 0: places are
+// numbers.
 template <int M, typename F> __device__ static inline void head_each(const HeadValues<M> &x, int half, int n_rot, F f) {
 #pragma unroll
     for (int m = 0; m < M; m++) {
@@ -3556,7 +3690,8 @@ __global__ void qkv_store_kernel(QkvStore o, Batch b, Cache c, Cache dst, bool s
         dump_head(o.dump_q, at, x, half);
         head_turn(x, angles, o.rope.n_pairs, half);
         dump_head(o.dump_q_pos, at, x, half);
-        head_each(x, half, c.n_rot, [&](int to, int i, float4 v) {     // in place: all was loaded before norm had its sum
+        // in place: all was loaded before norm had its sum
+        head_each(x, half, c.n_rot, [&](int to, int i, float4 v) {
             *(float4 *)(q + to) = folded(c.n_rot, c.fold, half, i, v);
         });
         return;
@@ -3582,21 +3717,23 @@ static void cuda_qkv_store(const QkvStore *o) {
     const int heads = (o->q ? o->n_heads : 0) + (o->k ? 2 * o->cache->n_kv_heads : 0);
     check_cache(o->cache, "qkv_store");
     if (o->cache->head_dim > 512 || o->cache->head_dim % 8 || o->cache->n_rot % 4 || o->rope.n_pairs % 4)
-        cuda_die("qkv_store: heads of %d values, %d pairs of which turn, are not supported", o->cache->head_dim, o->rope.n_pairs);
+        cuda_die("qkv_store: heads of %d values, %d pairs of which turn, are not supported", o->cache->head_dim,
+                 o->rope.n_pairs);
     if (!heads) return;
-    launch(WRITES_ACTIVATIONS | WRITES_CACHE, qkv_store_kernel, dim3(o->batch->n_rows, div_up(heads, 4)), 128, 0, *o, *o->batch, *o->cache,
-           o->stage ? *o->stage : *o->cache, o->stage != NULL);
+    launch(WRITES_ACTIVATIONS | WRITES_CACHE, qkv_store_kernel, dim3(o->batch->n_rows, div_up(heads, 4)), 128, 0, *o,
+           *o->batch, *o->cache, o->stage ? *o->stage : *o->cache, o->stage != NULL);
     CHECK_LAUNCH("qkv_store n_rows=%d heads=%d head_dim=%d", o->batch->n_rows, heads, o->cache->head_dim);
 }
 
 enum { CACHES_AT_ONCE = 12 }; // that travel as arguments of one launch
 typedef struct { Cache c[CACHES_AT_ONCE]; } Caches;
 
-// kv_move: rows of accepted tree paths to slots len, len + 1, ... Paths ascend and a thread stays with its word of a row, so
-// nothing is overwritten unread.
+// kv_move: rows of accepted tree paths to slots len, len + 1, ... Paths ascend and a thread stays with its word of a
+// row, so nothing is overwritten unread.
 //   launch    grid (n_segs, caches, kv heads), block 256: a thread takes words of 16 bits of both planes
 //   see       cpu_kv_commit
-__global__ void kv_move_kernel(Batch b, const __grid_constant__ Caches caches, const int32_t *n_accept, const int32_t *path) {
+__global__ void kv_move_kernel(Batch b, const __grid_constant__ Caches caches, const int32_t *n_accept,
+                               const int32_t *path) {
     take_turn();
     const Segment seg = b.segs[blockIdx.x];
     const Cache &c = caches.c[blockIdx.y];
@@ -3636,10 +3773,12 @@ static void cuda_kv_commit(const KvCommit *o) {
             check_cache(&caches.c[k], "kv_commit");
             heads = max_int(heads, caches.c[k].n_kv_heads);
         }
-        launch(WRITES_CACHE, kv_move_kernel, dim3(o->batch->n_segs, n, heads), 256, 0, *o->batch, caches, o->n_accept, o->path);
+        launch(WRITES_CACHE, kv_move_kernel, dim3(o->batch->n_segs, n, heads), 256, 0, *o->batch, caches, o->n_accept,
+               o->path);
         CHECK_LAUNCH("kv_commit n_segs=%d n_caches=%d", o->batch->n_segs, o->n_caches);
     }
-    launch(WRITES_ROWS, kv_lengths_kernel, o->batch->n_segs, 32, 0, *o->batch, o->n_accept, o->path, o->counts, o->vocab);
+    launch(WRITES_ROWS, kv_lengths_kernel, o->batch->n_segs, 32, 0, *o->batch, o->n_accept, o->path, o->counts,
+           o->vocab);
     CHECK_LAUNCH("kv_commit n_segs=%d", o->batch->n_segs);
 }
 
@@ -3661,7 +3800,8 @@ __global__ void kv_copy_kernel(Batch b, Cache c, Cache stage) {
 }
 static void cuda_kv_copy(const KvCopy *o) {
     check_cache(o->cache, "kv_copy");
-    launch(WRITES_CACHE, kv_copy_kernel, dim3(o->batch->n_rows, o->cache->n_kv_heads), 128, 0, *o->batch, *o->cache, *o->stage);
+    launch(WRITES_CACHE, kv_copy_kernel, dim3(o->batch->n_rows, o->cache->n_kv_heads), 128, 0, *o->batch, *o->cache,
+           *o->stage);
     CHECK_LAUNCH("kv_copy n_rows=%d", o->batch->n_rows);
 }
 
@@ -4958,12 +5098,13 @@ static void cuda_attend(const Attend *o) {
 }
 
 // ==== [9] Output: head, sampling =====================================================================================
-// Tokens of a row are ordered by a key of 64 bits, descending logit, then ascending id: no two are equal, 0 is below all.
+// Tokens of a row are ordered by a key of 64 bits, descending logit, then ascending id: no two are equal, 0 is below
+// all.
 //
-// A row is spread over many blocks. Its strips of STRIP tokens, one load of a warp, leave their best key each; the block that
-// comes last to a row reads these and finishes the row. The k best tokens lie in the k strips with the best keys, so it looks
-// at few tokens again: with k = 64 some 80 of 2048 strips, and little more than k tokens of these, which fit a list. With
-// top_k off a token may be anywhere: sums over bins tell in which, and its tokens fit the list.
+// A row is spread over many blocks. Its strips of STRIP tokens, one load of a warp, leave their best key each; the
+// block that comes last to a row reads these and finishes the row. The k best tokens lie in the k strips with the best
+// keys, so it looks at few tokens again: with k = 64 some 80 of 2048 strips, and little more than k tokens of these,
+// which fit a list. With top_k off a token may be anywhere: sums over bins tell in which, and its tokens fit the list.
 //
 // Everything is exact and in whole numbers, so the division into blocks does not show. Sums of exp() do round: they are
 // made per strip, then over the strips in one order.
@@ -4981,15 +5122,10 @@ typedef unsigned long long u64;
 #define SELDOM __attribute__((noinline))       // code that most launches do not come to
 
 __device__ static inline u64 token_key(float z, int id) {
-    unsigned bits = __float_as_uint(z + 0.0f);         // -0 becomes 0: the two are equal
-    bits = bits >> 31 ? ~bits : bits | 0x80000000u;
-    return (u64)bits << 32 | (unsigned)~id;
+    return (u64)order_of(z) << 32 | (unsigned)~id;
 }
 __device__ static inline int key_id(u64 key) { return (int)~(unsigned)key; }
-__device__ static inline float key_logit(u64 key) {
-    const unsigned bits = (unsigned)(key >> 32);
-    return __uint_as_float(bits >> 31 ? bits & 0x7fffffffu : ~bits);
-}
+__device__ static inline float key_logit(u64 key) { return of_order((unsigned)(key >> 32)); }
 
 typedef struct {              // what the blocks of a launch hand to the last one of each row
     u64    *strip;            // (n_rows, n_strips) the best key of a strip, 0: all of it is out
@@ -5014,7 +5150,8 @@ typedef struct {              // four tokens
 
 __device__ static inline float4 four_values(const float *row, int i, int n) {          // 0 behind n
     if (i + 4 <= n && (size_t)row % 16 == 0) return *(const float4 *)(row + i);
-    return make_float4(i < n ? row[i] : 0, i + 1 < n ? row[i + 1] : 0, i + 2 < n ? row[i + 2] : 0, i + 3 < n ? row[i + 3] : 0);
+    return make_float4(i < n ? row[i] : 0, i + 1 < n ? row[i + 1] : 0, i + 2 < n ? row[i + 2] : 0,
+                       i + 3 < n ? row[i + 3] : 0);
 }
 
 // Tokens i .. i + 3, i a multiple of 4.
@@ -5070,8 +5207,8 @@ __device__ static u64 sum_before(u64 v, u64 *total) {
     return before + upto - v;
 }
 
-// Whether this block is the last one of its row, for all threads: what the others wrote before can then be read. *any: `some`
-// of any thread of any block of the row.
+// Whether this block is the last one of its row, for all threads: what the others wrote before can then be read. *any:
+// `some` of any thread of any block of the row.
 __device__ static unsigned blocks_done[STEP_ROWS];     // of each row; 0 between launches
 
 __device__ static bool last_of_row(bool some, bool *any) {
@@ -5094,7 +5231,8 @@ __device__ static bool last_of_row(bool some, bool *any) {
 template <typename Use> __device__ static inline void each_token(const TokenRow &t, u64 from, Use use) {
     enum { AHEAD = 4 };                                // strips on their way to a warp
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (int first = 4 * warp; first < t.n_strips; first += SAMPLE_THREADS) {  // four neighbours, the next four to the next warp
+    // four neighbours, the next four to the next warp
+    for (int first = 4 * warp; first < t.n_strips; first += SAMPLE_THREADS) {
         const int mine = first + lane / 4 * 4 * SAMPLE_WARPS + lane % 4;
         unsigned left = __ballot_sync(~0u, mine < t.n_strips && t.strip[mine] >= from);
         while (left) {
@@ -5119,8 +5257,8 @@ template <typename Use> __device__ static inline void each_token(const TokenRow 
     }
 }
 
-// The keys from .. to, in any order, in the list; returns how many there are, which may be more than it holds. *best: the best
-// key that this thread saw.
+// The keys from .. to, in any order, in the list; returns how many there are, which may be more than it holds. *best:
+// the best key that this thread saw.
 __device__ static int gather(const TokenRow &t, u64 from, u64 to, u64 *best) {
     __shared__ int n;
     u64 *list = key_list(), most = 0;
@@ -5138,7 +5276,8 @@ __device__ static int gather(const TokenRow &t, u64 from, u64 to, u64 *best) {
     return n;
 }
 
-// A bound that at least k of the threads' keys reach, and hardly more; 1 when fewer of them are not 0. top: the best of them.
+// A bound that at least k of the threads' keys reach, and hardly more; 1 when fewer of them are not 0. top: the best of
+// them.
 __device__ static u64 bound_of(u64 key, int k, u64 top) {
     u64 low = 1, high = top;                           // the bound
     int n = __syncthreads_count(key >= low);
@@ -5166,9 +5305,9 @@ __device__ static void sort_list(int n) {
 }
 
 // ---- sums over spans of keys ----
-// The tokens of a row are divided into BINS bins by their distance from the best logit, those of a bin that is too full into
-// LIST bins by their keys, and so on until what is left fits the list. The first bins have words of their own, all others use
-// those of the list.
+// The tokens of a row are divided into BINS bins by their distance from the best logit, those of a bin that is too full
+// into LIST bins by their keys, and so on until what is left fits the list. The first bins have words of their own, all
+// others use those of the list.
 
 typedef struct {
     float largest, scale;     // as in sample_weight
@@ -5198,7 +5337,9 @@ template <typename Holds> __device__ static inline u64 least_key(u64 top, Holds 
     return (u64)high << 32;
 }
 
-__device__ static inline unsigned *low_words(int bits) { return (unsigned *)(bits == BIN_BITS ? bin_words() : key_list()); }
+__device__ static inline unsigned *low_words(int bits) {
+    return (unsigned *)(bits == BIN_BITS ? bin_words() : key_list());
+}
 __device__ static inline unsigned *high_words(int bits) { return low_words(bits) + (1 << bits); }
 __device__ static inline u64 bin_sum(int bits, int i) { return (u64)high_words(bits)[i] << 32 | low_words(bits)[i]; }
 
@@ -5210,7 +5351,9 @@ __device__ static inline void add_to_bin(int bits, int i, u64 weight) {
 }
 
 // Of LIST bins of the keys from .. to, bin i has those that are (i << shift) .. (i + 1 << shift) - 1 below `to`.
-__device__ static inline int bin_shift(u64 from, u64 to) { return max(0, 64 - __clzll((long long)(to - from)) - LIST_BITS); }
+__device__ static inline int bin_shift(u64 from, u64 to) {
+    return max(0, 64 - __clzll((long long)(to - from)) - LIST_BITS);
+}
 
 // What the tokens from .. to weigh, in each of 1 << bits bins: the first ones, or others. row: in shared memory.
 SELDOM __device__ static void fill_bins(const TokenRow *row, Weighing w, u64 from, u64 to, int bits) {
@@ -5221,7 +5364,8 @@ SELDOM __device__ static void fill_bins(const TokenRow *row, Weighing w, u64 fro
     __syncthreads();
     each_token(t, from, [&](u64 key) {
         const bool in = key >= from && key <= to;
-        const int bin = !in ? -1 : bits == BIN_BITS ? first_bin(w, key) : (int)((to - key) >> shift);
+        int bin = -1;
+        if (in) bin = bits == BIN_BITS ? first_bin(w, key) : (int)((to - key) >> shift);
         const u64 weight = in ? weight_of(w, key) : 0;
         if (!__all_sync(~0u, bin == __shfl_sync(~0u, bin, 0))) {
             if (weight) add_to_bin(bits, bin, weight);
@@ -5257,8 +5401,8 @@ __device__ static int bin_above(int bits, u64 target, u64 *before, u64 *total) {
 
 typedef struct { u64 key, sum; } Cut;
 
-// Of the tokens from .. to, best first: the key of the first that together with those before it weighs more than target, 0: all
-// of them weigh no more; and that weight. The first bins are filled with them. Uses the list.
+// Of the tokens from .. to, best first: the key of the first that together with those before it weighs more than
+// target, 0: all of them weigh no more; and that weight. The first bins are filled with them. Uses the list.
 SELDOM __device__ static Cut first_above(const TokenRow *row, Weighing w, u64 from, u64 to, u64 target) {
     __shared__ Cut found;
     const u64 *list = key_list();
@@ -5292,17 +5436,18 @@ SELDOM __device__ static Cut first_above(const TokenRow *row, Weighing w, u64 fr
     }
 }
 
-// The k-th best key of a row; 0: there are fewer that reach `from`. top: the best. scale: of Weighing, for the division alone.
+// The k-th best key of a row; 0: there are fewer that reach `from`. top: the best. scale: of Weighing, for the division
+// alone.
 __device__ static u64 kth_key(const TokenRow *row, int k, u64 from, u64 top, float scale) {
     const Weighing one = { key_logit(top), scale, true };
     fill_bins(row, one, from, top, BIN_BITS);
     return first_above(row, one, from, top, (u64)k - 1).key;
 }
 
-// The k best tokens, sorted, in the list; returns how many there are. k <= LIST. mine: the best key of the strips threadIdx.x,
-// threadIdx.x + SAMPLE_THREADS ..; top: of all.
-//   The k-th best of the threads' keys is a bound that k tokens reach; few others do, unless good tokens crowd in few strips.
-//   Then the threads' best tokens of these give a better one.
+// The k best tokens, sorted, in the list; returns how many there are. k <= LIST. mine: the best key of the strips
+// threadIdx.x, threadIdx.x + SAMPLE_THREADS ..; top: of all.
+//   The k-th best of the threads' keys is a bound that k tokens reach; few others do, unless good tokens crowd in few
+//   strips. Then the threads' best tokens of these give a better one.
 __device__ static int best_tokens(const TokenRow *row, int k, u64 mine, u64 top) {
     int n;
     for (int attempt = k <= SAMPLE_THREADS ? 0 : 2;; attempt++) {
@@ -5314,8 +5459,8 @@ __device__ static int best_tokens(const TokenRow *row, int k, u64 mine, u64 top)
     return min(k, n);
 }
 
-// Steps 5 to 8 of Sample for the first n <= SAMPLE_THREADS of the list: the one thread that holds the drawn token returns it,
-// the others -1.
+// Steps 5 to 8 of Sample for the first n <= SAMPLE_THREADS of the list: the one thread that holds the drawn token
+// returns it, the others -1.
 __device__ static int draw_from_list(int n, const Weighing &w, float top_p, u64 least, float u) {
     const int i = threadIdx.x;
     const u64 key = i < n ? key_list()[i] : 0;
@@ -5326,8 +5471,10 @@ __device__ static int draw_from_list(int n, const Weighing &w, float top_p, u64 
     return at <= target && target - at < weight ? key_id(key) : -1;
 }
 
-// The same for a row, of which the k best stay at first; all threads return the token. Tokens that weigh nothing do not matter.
-SELDOM __device__ static int draw_from_row(const TokenRow *row, int k, u64 top, Weighing w, float top_p, u64 least, float u) {
+// The same for a row, of which the k best stay at first; all threads return the token. Tokens that weigh nothing do not
+// matter.
+SELDOM __device__ static int draw_from_row(const TokenRow *row, int k, u64 top, Weighing w, float top_p, u64 least,
+                                           float u) {
     const u64 enough = least_key(top, [&](u64 key) { return weight_of(w, key) >= max(least, (u64)1); });
     u64 from = least_key(top, [&](u64 key) { return weight_of(w, key) > 0; }), total, before;
     if (k < row->vocab) from = max(from, kth_key(row, k, from, top, w.scale));
@@ -5349,14 +5496,17 @@ SELDOM __device__ static int draw_from_row(const TokenRow *row, int k, u64 top, 
 
 // ---- sample ----
 
-// How often the tokens of ROUND strips from `first` on occur among a row of the step and its ancestors, in seen (shared).
-__device__ static void count_seen(const Row &row, const Segment &seg, const Row *step_rows, int vocab, int first, int *seen) {
+// How often the tokens of ROUND strips from `first` on occur among a row of the step and its ancestors, in seen
+// (shared).
+__device__ static void count_seen(const Row &row, const Segment &seg, const Row *step_rows, int vocab, int first,
+                                  int *seen) {
     __syncthreads();                                   // the counts are free
     for (int i = threadIdx.x; i < ROUND * STRIP; i += SAMPLE_THREADS) seen[i] = 0;
     __syncthreads();
     for (int j = threadIdx.x; j <= row.index; j += SAMPLE_THREADS) {
         if (seg.kind != SEG_CHAIN && !(row.ancestors >> j & 1)) continue;
-        const int token = step_rows[seg.first + j].token, at = (token < 0 || token >= vocab ? 0 : token) - first * STRIP;
+        const int token = step_rows[seg.first + j].token;
+        const int at = (token < 0 || token >= vocab ? 0 : token) - first * STRIP;
         if (at >= 0 && at < ROUND * STRIP) atomicAdd(&seen[at], 1);
     }
     __syncthreads();
@@ -5364,9 +5514,10 @@ __device__ static void count_seen(const Row &row, const Segment &seg, const Row 
 
 // sample: one token per row, steps 1 to 8 of Sample in gemma4.h.
 //   shapes    logits (n_rows, vocab)
-//   launch    grid (blocks a row, n_rows), block 512, dynamic shared memory SAMPLE_SHARED. The last block of a row chooses
-//   traffic   reads the logits once, with bias or penalties writes them once; the last block of a row reads k and few more
-//             strips of them again (top_k up to 512), else all that weigh something, once or twice
+//   launch    grid (blocks a row, n_rows), block 512, dynamic shared memory SAMPLE_SHARED. The last block of a row
+//             chooses
+//   traffic   reads the logits once, with bias or penalties writes them once; the last block of a row reads k and few
+//             more strips of them again (top_k up to 512), else all that weigh something, once or twice
 //   numerics  whole numbers behind step 3: equal to the CPU's choice whenever the logits are equal
 //   see       cpu_sample
 __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Batch b, Spread s) {
@@ -5381,7 +5532,8 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Bat
     const TokenRow given = { o.logits + (size_t)r * o.vocab, o.mask ? o.mask + r * (((size_t)o.vocab + 31) / 32) : NULL,
                              s.strip + (size_t)r * s.n_strips, o.vocab, s.n_strips, false };
     Four next[2];                                      // under way while row, segment and parameters are looked up
-    for (int h = 0; h < 2; h++) next[h] = four_tokens(given, (first_strip + warp + h * SAMPLE_WARPS) * STRIP + 4 * lane);
+    for (int h = 0; h < 2; h++)
+        next[h] = four_tokens(given, (first_strip + warp + h * SAMPLE_WARPS) * STRIP + 4 * lane);
     const Row row = b.rows[r];
     const Segment seg = b.segs[b.n_segs == 1 ? 0 : row.seg];            // with one, without waiting for the row
     const int pos = b.len[seg.seq] + row.depth;
@@ -5440,7 +5592,8 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Bat
     if (o.feed) o.feed[r].token = choice;
 }
 
-// How a launch of n_rows rows, at most STEP_ROWS, is spread; *grid. Scratch: cuda.partial, and cuda.panel for changed logits.
+// How a launch of n_rows rows, at most STEP_ROWS, is spread; *grid. Scratch: cuda.partial, and cuda.panel for changed
+// logits.
 static Spread spread_of(int n_rows, int vocab, dim3 *grid) {
     Spread s = { };
     s.n_strips = div_up(vocab, STRIP);
@@ -5494,7 +5647,8 @@ typedef struct {
 
 // summary: of rows of logits, what Head and Logprob ask for.
 //   shapes    logits (n_rows, vocab)
-//   launch    grid (blocks a row, n_rows), block 512, dynamic shared memory SAMPLE_SHARED. The last block of a row finishes it
+//   launch    grid (blocks a row, n_rows), block 512, dynamic shared memory SAMPLE_SHARED. The last block of a row
+//             finishes it
 //   traffic   reads the logits once, and k and few more strips of them
 //   numerics  exp in f32 of the distance to the best of a strip, sums in f64 in an order that depends on vocab alone
 //   see       cpu_head, cpu_logprob, logsumexp()
@@ -5504,7 +5658,8 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) summary_kernel(Summary o, S
     __shared__ TokenRow shared_row;
     const int r = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first_strip = blockIdx.x * s.per_block, end = min(first_strip + s.per_block, s.n_strips);
-    const TokenRow t = { o.logits + (size_t)r * o.vocab, NULL, s.strip + (size_t)r * s.n_strips, o.vocab, s.n_strips, true };
+    const TokenRow t =
+        { o.logits + (size_t)r * o.vocab, NULL, s.strip + (size_t)r * s.n_strips, o.vocab, s.n_strips, true };
     double *sums = s.sum + (size_t)r * s.n_strips;
     for (int first = first_strip; first < end; first += ROUND) {
         Four v[2];
@@ -5554,7 +5709,8 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) summary_kernel(Summary o, S
     for (int i = 0; i < SAMPLE_WARPS; i++) sum += part[i];
     const double all = from + log(sum);
     const int id = o.tokens ? o.tokens[r] : 0;
-    o.sum[r] = !o.tokens ? (float)all : id < 0 || id >= o.vocab ? NAN : (float)(t.z[id] - all);
+    const bool known = id >= 0 && id < o.vocab;
+    o.sum[r] = o.tokens ? (float)((known ? t.z[id] : NAN) - all) : (float)all;
 }
 
 // Any number of rows.
@@ -5615,15 +5771,15 @@ static void cuda_head(const Head *o) {
 }
 
 // ==== [10] Memory, copies, recorded steps, the table =================================================================
-// Small copies go through a ring of pinned memory, so that neither direction makes the host wait: what goes in is copied to
-// the ring first, what comes out stays there until wait() or wait_for(). A step is carried out as it is issued the first time
-// its key is seen, recorded as a graph the second time, and replayed from then on: most prompts have sizes of their own.
-// Prompt steps are never recorded.
+// Small copies go through a ring of pinned memory, so that neither direction makes the host wait: what goes in is
+// copied to the ring first, what comes out stays there until wait() or wait_for(). A step is carried out as it is
+// issued the first time its key is seen, recorded as a graph the second time, and replayed from then on: most prompts
+// have sizes of their own. Prompt steps are never recorded.
 
 static size_t scratch_layout(const Limits *lim, char *base) {
     const size_t all = (size_t)lim->max_rows * lim->max_cols, prepared = (size_t)prepared_rows(lim) * lim->max_cols;
     size_t at = 0;
-#define PLACE(field, type, n) do { cuda.field = (type *)(base + at); at += round_up((n) * sizeof(type), 256); } while (0)
+#define PLACE(field, type, n) cuda.field = (type *)(base + at), at += round_up((n) * sizeof(type), 256)
     PLACE(y, float, 2 * prepared);
     PLACE(yq, int8_t, 2 * prepared);
     PLACE(ys, float, 2 * (prepared / 32 + prepared_rows(lim)));
@@ -5662,17 +5818,10 @@ static void start_device(void) {
     CHECK_CUDA(cudaDeviceGetAttribute(&cuda.n_sm, cudaDevAttrMultiProcessorCount, 0), "device");
     CHECK_CUDA(cudaDeviceGetAttribute(&cuda.block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0), "device");
     CHECK_CUDA(cudaDeviceGetAttribute(&cuda.sm_shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0), "device");
-    const int most = cuda.block_shared - STATIC_SHARED;
-    CHECK_CUDA(cudaFuncSetAttribute(prepare_kernel<ROW_QUADS>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "prepare");
-    CHECK_CUDA(cudaFuncSetAttribute(prepare_kernel<NARROW_QUADS>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "prepare");
-    CHECK_CUDA(cudaFuncSetAttribute(prepare_kernel<0>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "prepare");
-    CHECK_CUDA(cudaFuncSetAttribute(product_kernel<1>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "product");
-    CHECK_CUDA(cudaFuncSetAttribute(product_kernel<FEW_ROWS>, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "product");
-    void (*const gemv[])(Gemv) = { gemv_kernel<true>, gemv_kernel<false> };
-    void (*const floats[])(GemvFloats) = { gemv_floats_kernel<T_F32>, gemv_floats_kernel<T_F16>, gemv_floats_kernel<T_BF16> };
-    for (auto k : gemv) CHECK_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "gemv");
-    for (auto k : floats) CHECK_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "gemv");
-    allow_tiles();
+    allow_shared(prepare_kernel<ROW_QUADS>);
+    allow_shared(prepare_kernel<NARROW_QUADS>);
+    allow_shared(prepare_kernel<0>);
+    allow_products();
     allow_attend();
     allow_flash();
     int major = 0;
@@ -5722,8 +5871,8 @@ static void *cuda_reserve(size_t bytes) {
     return cuda.reserved = p;
 }
 
-// Everything issued before some point is done: what came out of the device until then is handed over, its part of the ring is
-// free again.
+// Everything issued before some point is done: what came out of the device until then is handed over, its part of the
+// ring is free again.
 static void finish_copies(size_t ring_at, unsigned n_pending) {
     for (; (int)(n_pending - cuda.n_handed) > 0; cuda.n_handed++) {
         const Pending *p = &cuda.pending[cuda.n_handed % MAX_PENDING];
@@ -5764,8 +5913,8 @@ static char *ring_take(size_t bytes) {
     return p;
 }
 
-// copy_words: a few words between the ring and the device's memory, by the engine that runs the operations: the one that
-// copies would have to be waited for on both sides.
+// copy_words: a few words between the ring and the device's memory, by the engine that runs the operations: the one
+// that copies would have to be waited for on both sides.
 //   launch    one block of 256
 //   traffic   a round trip over the bus, some 2 us
 __global__ void copy_words_kernel(volatile uint32_t *dst, const volatile uint32_t *src, int n) {
@@ -5775,7 +5924,8 @@ __global__ void copy_words_kernel(volatile uint32_t *dst, const volatile uint32_
 
 static void copy_through_ring(void *dst, const void *src, size_t bytes, cudaMemcpyKind kind) {
     if (bytes <= 4096 && ((uintptr_t)dst | (uintptr_t)src | bytes) % 4 == 0) {
-        launch(WRITES_ALL_BUT_WEIGHTS, copy_words_kernel, 1, 256, 0, (volatile uint32_t *)dst, (const volatile uint32_t *)src, (int)(bytes / 4));
+        launch(WRITES_ALL_BUT_WEIGHTS, copy_words_kernel, 1, 256, 0, (volatile uint32_t *)dst,
+               (const volatile uint32_t *)src, (int)(bytes / 4));
         CHECK_LAUNCH("copy of %zu bytes", bytes);
         return;
     }
@@ -5889,8 +6039,8 @@ __global__ void read_once_kernel(const uint4 *p, size_t n, uint32_t *out) {
     if (sum == 0x9e3779b9u) *out = sum;
 }
 
-// What a kernel that does nothing else reads per second: the best of ten times through a gigabyte, or as much as there is
-// room for beside what is reserved, many times what the L2 cache holds. Measured once; 0 without the room.
+// What a kernel that does nothing else reads per second: the best of ten times through a gigabyte, or as much as there
+// is room for beside what is reserved, many times what the L2 cache holds. Measured once; 0 without the room.
 static double cuda_bandwidth(void) {
     static double best = -1;
     if (best >= 0) return best;
@@ -5907,7 +6057,8 @@ static double cuda_bandwidth(void) {
     for (int i = 0; i < 11; i++) {                     // the first time does not count
         float ms = 0;
         CHECK_CUDA(cudaEventRecord(event[0], cuda.stream), "bandwidth");
-        launch(WRITES_NOTHING, read_once_kernel, cuda.n_sm * 16, 256, 0, (const uint4 *)p, bytes / sizeof(uint4), (uint32_t *)(p + bytes));
+        launch(WRITES_NOTHING, read_once_kernel, cuda.n_sm * 16, 256, 0, (const uint4 *)p, bytes / sizeof(uint4),
+               (uint32_t *)(p + bytes));
         CHECK_LAUNCH("bandwidth");
         CHECK_CUDA(cudaEventRecord(event[1], cuda.stream), "bandwidth");
         CHECK_CUDA(cudaEventSynchronize(event[1]), "bandwidth");
@@ -5946,14 +6097,16 @@ const Ops *cuda_ops(void) {
     if (cudaGetDeviceCount(&n_devices) != cudaSuccess || !n_devices) return NULL;
     ops.name = "cuda";
     ops.memory = cuda_memory, ops.weight_bytes = cuda_weight_bytes, ops.upload = cuda_upload;
-    ops.scratch_bytes = cuda_scratch_bytes, ops.init = cuda_init, ops.reserve = cuda_reserve, ops.release = cuda_release;
+    ops.scratch_bytes = cuda_scratch_bytes, ops.init = cuda_init, ops.reserve = cuda_reserve,
+        ops.release = cuda_release;
     ops.copy = cuda_copy, ops.begin = cuda_begin, ops.end = cuda_end, ops.wait = cuda_wait;
     ops.mark = cuda_mark, ops.wait_for = cuda_wait_for, ops.bandwidth = cuda_bandwidth, ops.joules = cuda_joules;
     ops.launches = cuda_launches;
     ops.embed = cuda_embed, ops.ple_rows = cuda_ple_rows, ops.matmul = cuda_matmul, ops.gate_up = cuda_gate_up;
     ops.route = cuda_route, ops.expert_gate_up = cuda_expert_gate_up, ops.expert_down = cuda_expert_down;
     ops.ple_inject = cuda_ple_inject, ops.close = cuda_close, ops.gather_rows = cuda_gather_rows;
-    ops.qkv_store = cuda_qkv_store, ops.attend = cuda_attend, ops.kv_commit = cuda_kv_commit, ops.kv_copy = cuda_kv_copy;
+    ops.qkv_store = cuda_qkv_store, ops.attend = cuda_attend, ops.kv_commit = cuda_kv_commit,
+        ops.kv_copy = cuda_kv_copy;
     ops.head = cuda_head, ops.logprob = cuda_logprob, ops.sample = cuda_sample;
     return &ops;
 }
