@@ -1163,7 +1163,8 @@ prepare_kernel(const __grid_constant__ RowInputs o, Prepared out0, Prepared out1
         return [&o, at, out = k ? out1 : out0](int i, float4 y) {
             if (out.f) store4(out.f + at, i, o.cols, o.quads, y);
             if (out.h && o.quads) {
-                if (i < o.cols) *(uint2 *)(out.h + at + i) = make_uint2(prompt_halves(y.x, y.y), prompt_halves(y.z, y.w));
+                const uint2 halves = make_uint2(prompt_halves(y.x, y.y), prompt_halves(y.z, y.w));
+                if (i < o.cols) *(uint2 *)(out.h + at + i) = halves;
             } else if (out.h) {
                 const float v[4] = { y.x, y.y, y.z, y.w };
                 for (int c = 0; c < 4; c++)
@@ -1237,7 +1238,9 @@ __global__ void act_to_half_kernel(Act a, __half *out, size_t n) {
 }
 
 // Rows that the products of 1 to 64 rows are given at most: those of experts have the whole step.
-static int prepared_rows(const Limits *lim) { return lim->max_experts ? lim->max_rows : min_int(lim->max_rows, STEP_ROWS); }
+static int prepared_rows(const Limits *lim) {
+    return lim->max_experts ? lim->max_rows : min_int(lim->max_rows, STEP_ROWS);
+}
 
 // The int8 and f32 forms of an input for the 1..64-row products: what a producer left, or prepared in scratch number
 // `number`.
@@ -3204,27 +3207,33 @@ static void prepare(Jobs *jobs, const In *in, const In *beside, int n_rows, int 
         jobs->n_inputs = jobs->made.n;
         return;
     }
-    if (n_rows > prepared_rows(&cuda.lim)) cuda_die("prepare: expected up to %d rows, got %d", prepared_rows(&cuda.lim), n_rows);
+    if (n_rows > prepared_rows(&cuda.lim))
+        cuda_die("prepare: expected up to %d rows, got %d", prepared_rows(&cuda.lim), n_rows);
     out[0] = prepared_at(0, cols, f, q, false);
     if (beside) out[1] = prepared_at(1, cols, f_beside, !f_beside, false);
     launch_prepare(in, beside, out[0], out[1], n_rows, cols);
 }
 
 // ==== [6] Products of a prompt: cuBLAS ===============================================================================
-// More than STEP_ROWS rows: as many features of the matrix as the panel holds go to f16, cuBLAS multiplies them with the rows in
-// f16, sums in f32, and so on. Those of gate and of up lie in one panel; their products meet in scratch, where the activation
-// takes them.
+// More than STEP_ROWS rows: as many features of the matrix as the panel holds go to f16, cuBLAS multiplies them with
+// the rows in f16, sums in f32, and so on. Those of gate and of up lie in one panel; their products meet in scratch,
+// where the activation takes them.
 
-enum { PANEL_UNIT = 256 };    // a panel begins at a multiple of so many features: whole tiles for cuBLAS, whole octets for us
+enum { PANEL_UNIT = 256 };    // a panel begins at a multiple of so many features: whole tiles, whole octets
 
-// dequantise: n_groups groups of a matrix from group `first` on, to f16. Both start at a row; out at a multiple of 16 bytes.
+// dequantise: n_groups groups of a matrix from group `first` on, to f16. Both start at a row; out at a multiple of 16
+// bytes.
 //   launch    grid ceil(n_groups / 512), block 256: a lane takes two groups, a warp 64 that follow each other
-//   traffic   reads the weights once, writes 2 bytes a value. The values of 32 groups pass through shared memory, so that
-//             every store of a warp is 512 bytes without a gap; both groups are on their way before the first is unpacked
+//   traffic   reads the weights once, writes 2 bytes a value. The values of 32 groups pass through shared memory, so
+//             that every store of a warp is 512 bytes without a gap; both groups are on their way before the first is
+//             unpacked
 //   numerics  value_of, rounded once
-template <DType T> __global__ void __launch_bounds__(256) dequantise_kernel(Planes w, size_t first, int n_groups, __half *out) {
-    __shared__ uint4 passing[8][128];                  // of a warp: four words of 16 bytes of each lane, in an order of its
-    uint4 *const mine = passing[threadIdx.x / 32];     // own for each pair of lanes, so that 8 lanes meet all banks
+template <DType T>
+__global__ void __launch_bounds__(256) dequantise_kernel(Planes w, size_t first, int n_groups, __half *out) {
+    // Of a warp: four words of 16 bytes of each lane, in an order of its own for each pair of lanes, so that 8 lanes meet
+    // all banks.
+    __shared__ uint4 passing[8][128];
+    uint4 *const mine = passing[threadIdx.x / 32];
     const int lane = threadIdx.x % 32, from = (blockIdx.x * 8 + threadIdx.x / 32) * 64;
     Fetched<T> fetched[2];
 #pragma unroll
@@ -3272,7 +3281,8 @@ template <DType T> __global__ void float_to_half_kernel(const uint8_t *w, size_t
     for (int k = 0; k < words; k++) raw[k] = load_once(w + (first + i) / Type<T>::chunk * 16 + 16 * k);
     const uint8_t *values = (const uint8_t *)raw;
     __half2 h[4];
-    for (int k = 0; k < 4; k++) h[k] = __floats2half2_rn(float_value(T, values, 2 * k), float_value(T, values, 2 * k + 1));
+    for (int k = 0; k < 4; k++)
+        h[k] = __floats2half2_rn(float_value(T, values, 2 * k), float_value(T, values, 2 * k + 1));
     memcpy(&v, h, sizeof v);
     *(uint4 *)(out + i) = v;
 }
@@ -3300,14 +3310,15 @@ static void to_half(const Tensor *w, int first, int n, __half *out) {
 // out[r][i] = panel[i] . y[r] for n features and all rows; out has row stride `stride` floats.
 static void multiply_panel(int n, int cols, const __half *y, int n_rows, float *out, int stride) {
     const float back = 1 / PROMPT_SCALE, zero = 0;
-    CHECK_BLAS(cublasGemmEx(cuda.blas, CUBLAS_OP_T, CUBLAS_OP_N, n, n_rows, cols, &back, cuda.panel, CUDA_R_16F, cols, y,
-                            CUDA_R_16F, cols, &zero, out, CUDA_R_32F, stride, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT), "gemm");
+    CHECK_BLAS(cublasGemmEx(cuda.blas, CUBLAS_OP_T, CUBLAS_OP_N, n, n_rows, cols, &back, cuda.panel, CUDA_R_16F, cols,
+                            y, CUDA_R_16F, cols, &zero, out, CUDA_R_32F, stride, CUBLAS_COMPUTE_32F,
+                            CUBLAS_GEMM_DEFAULT), "gemm");
 }
 
 static size_t panel_rows(int cols) { return PANEL_BYTES / sizeof(__half) / cols; }
 
-// How many of `rows` features lie in the panel at a time when there is room for `most`: as few panels as possible, as equal as
-// whole multiples of PANEL_UNIT allow.
+// How many of `rows` features lie in the panel at a time when there is room for `most`: as few panels as possible, as
+// equal as whole multiples of PANEL_UNIT allow.
 static int panel_step(int rows, size_t most) {
     const int room = max_int((int)(most / PANEL_UNIT), 1), all = div_up(rows, PANEL_UNIT);
     return div_up(all, div_up(all, room)) * PANEL_UNIT;
@@ -3336,14 +3347,16 @@ static void multiply_prompt(const Tensor *w, const __half *y, int n_rows, float 
 // gated: Act columns first .. first + n of act(gate) * up. quads: rows of all of them lie at multiples of four values.
 //   launch    grid (n_rows, ceil(n / 1024)), block 256: a thread takes four values, so a group belongs to 8 lanes
 //   traffic   reads 8 bytes a value, writes 4 or 1 1/8
-__global__ void gated_kernel(const float *gate, int gate_stride, const float *gate_factor, const float *up, int up_stride,
-                             const float *up_factor, ActFn fn, Act out, int cols, int first, int n, int quads) {
+__global__ void gated_kernel(const float *gate, int gate_stride, const float *gate_factor, const float *up,
+                             int up_stride, const float *up_factor, ActFn fn, Act out, int cols, int first, int n,
+                             int quads) {
     take_turn();
     const int i = 4 * (blockIdx.y * blockDim.x + threadIdx.x);
     const size_t r = blockIdx.x, at = r * cols + first;
     const float4 g = scale4(load4(gate + r * gate_stride, i, n, quads), gate_factor ? *gate_factor : 1);
     const float4 u = scale4(load4(up + r * up_stride, i, n, quads), up_factor ? *up_factor : 1);
-    const float4 v = multiply4(make_float4(activate(fn, g.x), activate(fn, g.y), activate(fn, g.z), activate(fn, g.w)), u);
+    const float4 v =
+        multiply4(make_float4(activate(fn, g.x), activate(fn, g.y), activate(fn, g.z), activate(fn, g.w)), u);
     if (out.f) store4(out.f + at, i, n, quads, v);
     if (!out.q) return;
     float s;
@@ -3356,8 +3369,8 @@ __global__ void gated_kernel(const float *gate, int gate_stride, const float *ga
 static size_t wide_values(int max_rows) { return max_int(16 << 20, 2 * PANEL_UNIT * max_rows); }
 
 // out = act(gate y) * (up y), or without a matrix up times u, whose rows lie u_stride floats apart.
-static void multiply_gated(const Tensor *gate, const Tensor *up, const float *u, int u_stride, ActFn fn, const __half *y,
-                           int n_rows, Act out) {
+static void multiply_gated(const Tensor *gate, const Tensor *up, const float *u, int u_stride, ActFn fn,
+                           const __half *y, int n_rows, Act out) {
     const int rows = gate->rows, cols = gate->cols;
     const size_t room = wide_values(cuda.lim.max_rows) / n_rows, panel = panel_rows(cols);
     const int step = panel_step(rows, (room < panel ? room : panel) / (up ? 2 : 1));
@@ -3365,13 +3378,14 @@ static void multiply_gated(const Tensor *gate, const Tensor *up, const float *u,
     for (int i = 0; i < rows; i += step) {
         const int n = min_int(step, rows - i), place = up ? (int)round_up(n, 8) : 0, stride = place + n;
         to_half(gate, i, n, cuda.panel);
-        if (up) to_half(up, i, n, cuda.panel + (size_t)place * cols);      // features n .. place - 1 of the product: nobody's
+        // Features n .. place - 1 of the product are nobody's.
+        if (up) to_half(up, i, n, cuda.panel + (size_t)place * cols);
         multiply_panel(stride, cols, y, n_rows, cuda.wide, stride);
         const float *second = up ? cuda.wide + place : u + i;
         const int second_stride = up ? stride : u_stride;
         const bool quads = (rows | n | second_stride | (int)((size_t)second / sizeof(float))) % 4 == 0;
-        launch(WRITES_ACTIVATIONS, gated_kernel, dim3(n_rows, div_up(n, 1024)), 256, 0, cuda.wide, stride, gate->scale, second,
-               second_stride, up_factor, fn, out, rows, i, n, quads);
+        launch(WRITES_ACTIVATIONS, gated_kernel, dim3(n_rows, div_up(n, 1024)), 256, 0, cuda.wide, stride, gate->scale,
+               second, second_stride, up_factor, fn, out, rows, i, n, quads);
         CHECK_LAUNCH("gated n_rows=%d n=%d", n_rows, n);
     }
 }
@@ -3396,7 +3410,7 @@ static void cuda_matmul(const Matmul *o) {
         return;
     }
     bool f = false, q = false;
-    for (int k = 0; k < o->n; k++) *(is_float(o->w[k]->type) ? &f : &q) = true;
+    for (int k = 0; k < o->n; k++) f |= is_float(o->w[k]->type), q |= !is_float(o->w[k]->type);
     Jobs jobs = { };
     Prepared y[2];
     prepare(&jobs, &o->in, NULL, o->n_rows, o->w[0]->cols, f, q, false, y);
@@ -3806,11 +3820,12 @@ static void cuda_kv_copy(const KvCopy *o) {
 }
 
 // ==== [8] Attention ==================================================================================================
-// Keys are numbered as they lie in the cache, committed positions first, then the rows of the step: number j below len is
-// position j, len + i is row i of the segment. They are cut into tiles of KEYS, aligned to number 0; some tiles in a row are
-// a span, and span s belongs to part s mod parts. A block takes one part, its tiles upwards. What the parts found is put
-// together in the order of their spans. All this follows from the shape of the cache alone, so a row's result depends
-// neither on the other rows of the step, nor on how many of the keys before it are committed already, nor on the card.
+// Keys are numbered as they lie in the cache, committed positions first, then the rows of the step: number j below len
+// is position j, len + i is row i of the segment. They are cut into tiles of KEYS, aligned to number 0; some tiles in a
+// row are a span, and span s belongs to part s mod parts. A block takes one part, its tiles upwards. What the parts
+// found is put together in the order of their spans. All this follows from the shape of the cache alone, so a row's
+// result depends neither on the other rows of the step, nor on how many of the keys before it are committed already,
+// nor on the card.
 //
 // Prompts of f16 caches go through flash, in one part. Otherwise two kernels find what a part has to say: attend_half
 // for caches of f16, on tensor cores, and attend_plain for the others. The parts are put together by the last block of
@@ -3820,8 +3835,9 @@ enum { KEYS = 32, ATTEND_WARPS = 8, ATTEND_THREADS = 32 * ATTEND_WARPS, HEADS = 
        MAX_STAGES = 4,        // tiles under way in a block
        FUSED_ROWS = 8,        // up to so many rows, attention makes q and the new rows of K and V itself
        RING_SLOTS = 2048,     // a cache up to this size is taken for a ring, which is in sight as a whole
-       FULL_GRID = 128,       // parts times KV heads of a long cache: a block for each SM of a large card; where K is V but for
-                              // what turns, a tile is small, and there are two blocks
+       // Parts times KV heads of a long cache: a block for each SM of a large card; where K is V but for what turns, a
+       // tile is small, and there are two blocks.
+       FULL_GRID = 128,
        MAX_PARTS = FULL_GRID,
        JOIN_BYTES = 320 << 10 };       // parts of a block's columns that its last block puts together
 
@@ -3856,7 +3872,8 @@ __device__ static inline Sight look(const Batch &b, int n_seqs, int window, OwnM
     const Segment seg = b.segs[b.n_segs == 1 ? 0 : row.seg];
     const int len = b.len[n_seqs == 1 ? 0 : seg.seq], pos = len + row.depth;
     const int first = window ? max(0, pos - window + 1) : 0;
-    const int n_own = own == OWN_NONE ? 0 : own == OWN_ALL ? seg.n : row.index + 1;
+    int n_own = own == OWN_ALL ? seg.n : row.index + 1;
+    if (own == OWN_NONE) n_own = 0;
     return (Sight){ row.seg, seg.seq, seg.first, seg.kind, len, row.index, pos, first, min(first, len), len + n_own,
                     row.ancestors };
 }
@@ -3864,7 +3881,8 @@ __device__ static inline Sight look(const Batch &b, int n_seqs, int window, OwnM
 __device__ static inline bool in_sight(const Sight &v, OwnMask own, int j) {
     if (j >= v.end) return false;
     if (j < v.len) return j >= v.first;
-    return own == OWN_ALL ? true : v.kind == SEG_TREE ? v.ancestors >> (j - v.len) & 1 : j >= v.first;
+    if (own == OWN_ALL) return true;
+    return v.kind == SEG_TREE ? v.ancestors >> (j - v.len) & 1 : j >= v.first;
 }
 
 typedef struct {              // spans that hold keys low .. end - 1: first, first + 1, ..
@@ -3885,8 +3903,10 @@ typedef struct {              // the tiles of one part: number k, from <= k < to
 __device__ static inline Share share_of(const Spans &s, int low, int end, const Split &split, int part) {
     const int skip = part - s.first_part + (part < s.first_part ? split.parts : 0), bits = split.span_bits;
     if (skip >= s.n) return (Share){ 0, 0, 0 };
-    const int n = quotient(s.n - 1 - skip, split.by_parts) + 1, span = s.first + skip, last = span + (n - 1) * split.parts;
-    const int before = max(0, low / KEYS - (span << bits)), behind = max(0, ((last + 1) << bits) - 1 - (end - 1) / KEYS);
+    const int n = quotient(s.n - 1 - skip, split.by_parts) + 1, span = s.first + skip;
+    const int last = span + (n - 1) * split.parts;
+    const int before = max(0, low / KEYS - (span << bits));
+    const int behind = max(0, ((last + 1) << bits) - 1 - (end - 1) / KEYS);
     return (Share){ span, before, (n << bits) - behind };
 }
 
@@ -3895,8 +3915,9 @@ __device__ static inline int tile_of(const Share &s, const Split &split, int k) 
 }
 
 // ---- parts put together ----
-// For each query head a part leaves (head_dim) values, and the largest score and the sum of weights that belong to them. A head
-// is the sum of weight * values over the parts in the order of their spans, divided by the sum of all weights.
+// For each query head a part leaves (head_dim) values, and the largest score and the sum of weights that belong to
+// them. A head is the sum of weight * values over the parts in the order of their spans, divided by the sum of all
+// weights.
 
 __device__ static inline int part_of(const Spans &s, int parts, int k) {
     return s.first_part + k < parts ? s.first_part + k : s.first_part + k - parts;
@@ -3926,21 +3947,16 @@ __device__ static inline float weigh_parts(float2 *weights, const float2 *stats,
 __device__ static inline void put_four(const Act &out, size_t at, float4 y) {
     if (out.f) *(float4 *)(out.f + at) = y;
     if (!out.q) return;
-    auto bits = [](float v) { return __float_as_uint(v) & 0x7fffffffu; };              // as quantise_group
-    unsigned top = max(max(bits(y.x), bits(y.y)), max(bits(y.z), bits(y.w)));
-    for (int h = 4; h > 0; h /= 2) top = max(top, __shfl_xor_sync(~0u, top, h));
-    const float a = __uint_as_float(top);
-    const bool usable = top < 0x7f800000u && a >= 0x1p-120f;
-    const float inv = usable ? __fdiv_rn(127.0f, a) : 0;
-    auto code = [&](float v) { return usable ? (unsigned)__float2int_rn(__fmul_rn(v, inv)) & 255 : 0; };
-    *(unsigned *)(out.q + at) = code(y.x) | code(y.y) << 8 | code(y.z) << 16 | code(y.w) << 24;
-    if (threadIdx.x % 8 != 0) return;
-    out.s[at / 32] = top >= 0x7f800000u ? __uint_as_float(0x7fc00000u) : usable ? __fdiv_rn(a, 127.0f) : 0;
+    float s;
+    *(unsigned *)(out.q + at) = quantise4(y, &s);
+    if (threadIdx.x % 8 == 0) out.s[at / 32] = s;
 }
 
 // attend_join: the parts of all query heads put together, as Act.
-//   shapes    values (n_rows, n_heads, parts, head_dim), stats (n_rows, n_heads, parts), out (n_rows, n_heads, head_dim)
-//   launch    grid (n_rows, n_heads, ceil(head_dim / 64)), block 128: 64 values, of which all parts come to shared memory at once
+//   shapes    values (n_rows, n_heads, parts, head_dim), stats (n_rows, n_heads, parts), out (n_rows, n_heads,
+//             head_dim)
+//   launch    grid (n_rows, n_heads, ceil(head_dim / 64)), block 128: 64 values, of which all parts come to shared
+//             memory at once
 //   traffic   reads once what parts with a key in sight wrote
 //   see       cpu_attend
 enum { JOIN_VALUES = 64 };
@@ -3979,8 +3995,8 @@ __global__ void __launch_bounds__(128) attend_join_kernel(Attend o, Batch b, Cac
 
 // ---- caches of f16 ----
 
-// The parameters of attend_half: what it uses and no more, since each 64 bytes of them are waited for. Shapes as in Attend,
-// QkvStore and Cache.
+// The parameters of attend_half: what it uses and no more, since each 64 bytes of them are waited for. Shapes as in
+// Attend, QkvStore and Cache.
 typedef struct {
     Batch    b;
     int      n_seqs, window;
@@ -3991,7 +4007,7 @@ typedef struct {
     int      n_heads, n_kv_heads;
     Divisor  by_tiles, by_heads;       // head_tiles, heads
     bool     makes_q, makes_rows;      // rows that the kernel makes itself
-    bool     early;           // nothing but q and its rows is written by the launch before: the rest is read before take_turn()
+    bool     early;           // what is not q or its rows may be read before take_turn()
     bool     v_norm;
     bool     staged;
     bool     fine;            // q in two halves
@@ -4018,19 +4034,20 @@ typedef struct {
     unsigned *arrived;        // (n_rows, gridDim.y) 0 between launches
 } AttendTask;
 
-// Rows of q, scores and weights in shared memory are a little longer than what they hold, so that eight of them, read side by
-// side, lie in different banks.
+// Rows of q, scores and weights in shared memory are a little longer than what they hold, so that eight of them, read
+// side by side, lie in different banks.
 enum { ROW_PAD = 8, SCORE_ROW = KEYS + 4, WEIGHT_ROW = KEYS + 8 };
 
 // Blocks of which an SM has to have room for the registers, without spills.
 static constexpr int attend_blocks(int hd, int nc) { return nc <= 16 || hd == 256 ? 2 : 1; }
-// Scores. Before them angles of up to FUSED_ROWS rows and the frequencies of pairs lie there, behind them the weights of parts.
+// Scores. Before them angles of up to FUSED_ROWS rows and the frequencies of pairs lie there, behind them the weights
+// of parts.
 ON_DEVICE static constexpr int attend_score_bytes(int hd, int nc) {
     return 4 * nc * SCORE_ROW * 4 > (FUSED_ROWS + 1) * hd * 4 ? 4 * nc * SCORE_ROW * 4 : (FUSED_ROWS + 1) * hd * 4;
 }
 static size_t attend_fixed_bytes(int hd, int n_k, int nc) {
-    return (size_t)nc * (2 * (hd + ROW_PAD) * sizeof(__half) + WEIGHT_ROW * sizeof(__half)) + attend_score_bytes(hd, nc) +
-           (size_t)FUSED_ROWS * (n_k + hd) * sizeof(__half) + 2 * hd * sizeof(float);
+    return (size_t)nc * (2 * (hd + ROW_PAD) * sizeof(__half) + WEIGHT_ROW * sizeof(__half)) +
+        attend_score_bytes(hd, nc) + (size_t)FUSED_ROWS * (n_k + hd) * sizeof(__half) + 2 * hd * sizeof(float);
 }
 static size_t attend_stage_bytes(int hd, int n_k) { return (size_t)KEYS * (hd + n_k + 2 * ROW_PAD) * sizeof(__half); }
 
@@ -4042,10 +4059,10 @@ typedef struct {
     int   new_from, new_to;   // of these: rows that the block makes
 } Keys;
 
-// The KEYS keys from j0 on, going to a stage: K (KEYS, n_k + ROW_PAD), V (KEYS, HD + ROW_PAD); zeros for keys that nobody sees,
-// whatever lies there.
+// The KEYS keys from j0 on, going to a stage: K (KEYS, n_k + ROW_PAD), V (KEYS, HD + ROW_PAD); zeros for keys that
+// nobody sees, whatever lies there.
 template <int HD> __device__ static inline void copy_keys(const AttendTask &a, const Keys &s, int j0, __half *to) {
-    constexpr int ROW = HD + ROW_PAD, V_BITS = HD == 512 ? 6 : HD == 256 ? 5 : 4;
+    constexpr int ROW = HD + ROW_PAD, V_BITS = 4 + (HD > 128) + (HD > 256);
     const int n_k = a.n_k, k_row = n_k + ROW_PAD;
     const size_t cache_row = ((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + rest(j0, a.by_slots);
     const size_t stage_row = (size_t)s.head * a.stage_slots + s.seg_first;     // of row 0 of the segment
@@ -4072,16 +4089,19 @@ template <int HD> __device__ static inline void copy_keys(const AttendTask &a, c
             if (j >= s.new_from && j < s.new_to) continue;
             const bool seen = j >= s.low && j < s.end;
             copy_or_zero(to + key * (dim + ROW_PAD) + chunk,
-                         a.staged && seen && j >= s.len ? staged + (size_t)(j - s.len) * dim : data + (size_t)key * dim, seen);
+                         a.staged && seen && j >= s.len ? staged + (size_t)(j - s.len) * dim : data + (size_t)key * dim,
+                             seen);
         }
     }
 }
 
 // scores (4, NC, SCORE_ROW) = q k for the keys of a tile: a warp has 16 keys and a quarter of the dims.
-template <int HD, int NC> __device__ static inline void score_keys(const AttendTask &a, const __half *k_tile, const __half *v_tile,
-                                                                   const __half *q_hi, const __half *q_lo, float *scores) {
+template <int HD, int NC>
+__device__ static inline void score_keys(const AttendTask &a, const __half *k_tile, const __half *v_tile,
+                                         const __half *q_hi, const __half *q_lo, float *scores) {
     constexpr int ROW = HD + ROW_PAD, N = NC / 8;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2, n_k = a.n_k, k_row = n_k + ROW_PAD;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2, n_k = a.n_k;
+    const int k_row = n_k + ROW_PAD;
     const int key0 = warp % 2 * 16, quarter = warp / 2, key = key0 + lane % 16, right = lane / 16 * 8;
     float s_hi[N][4] = { }, s_lo[N][4] = { };
 #pragma unroll NC > 8 ? 1 : 2
@@ -4112,11 +4132,11 @@ template <int HD, int NC> __device__ static inline void score_keys(const AttendT
             scores[(quarter * NC + 8 * n + k2 + e % 2) * SCORE_ROW + key0 + t + e / 2 * 8] = s_hi[n][e] + s_lo[n][e];
 }
 
-// Softmax of a tile of keys from j0 on, a warp for N columns in turn, a lane for a key: weights of the keys in f16, and of each
-// column the largest score so far, the sum of its weights, and what those before this tile shrink by.
-template <int NC> __device__ static inline void weigh_keys(const AttendTask &a, const Sight *rows, const int *row_of, int j0,
-                                                           const float *scores, __half *weights, float *top, float *sum,
-                                                           float *shrink) {
+// Softmax of a tile of keys from j0 on, a warp for N columns in turn, a lane for a key: weights of the keys in f16, and
+// of each column the largest score so far, the sum of its weights, and what those before this tile shrink by.
+template <int NC>
+__device__ static inline void weigh_keys(const AttendTask &a, const Sight *rows, const int *row_of, int j0,
+                                         const float *scores, __half *weights, float *top, float *sum, float *shrink) {
     constexpr int N = NC / 8, next = NC * SCORE_ROW;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll N < 2 ? N : 2
@@ -4135,8 +4155,9 @@ template <int NC> __device__ static inline void weigh_keys(const AttendTask &a, 
 }
 
 // acc += V^T weights for a tile, after acc was scaled by shrink: all keys and an eighth of the dims.
-template <int HD, int NC> __device__ static inline void add_values(float (&acc)[HD / 128][NC / 8][4], const __half *v_tile,
-                                                                   const __half *weights, const float *shrink) {
+template <int HD, int NC>
+__device__ static inline void add_values(float (&acc)[HD / 128][NC / 8][4], const __half *v_tile, const __half *weights,
+                                         const float *shrink) {
     constexpr int ROW = HD + ROW_PAD, M = HD / 128, N = NC / 8;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, k2 = lane % 4 * 2;
     unsigned p[N][4];
@@ -4159,10 +4180,11 @@ template <int HD, int NC> __device__ static inline void add_values(float (&acc)[
         }
 }
 
-// By the last block of a head: o (NC, ROW) becomes the sum of all parts of its columns, and sum what they are to be scaled by.
-// scores, found: room for weights and values of parts.
+// By the last block of a head: o (NC, ROW) becomes the sum of all parts of its columns, and sum what they are to be
+// scaled by. scores, found: room for weights and values of parts.
 template <int HD> __device__ static inline void join_columns(const AttendTask &a, int n_columns, const int *row_of,
-                                                             const int *head_of, const Spans *seen_by, float *sum, float *scores,
+                                                             const int *head_of, const Spans *seen_by, float *sum,
+                                                                 float *scores,
                                                              float *found, float *o) {
     constexpr int ROW = HD + ROW_PAD;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, parts = a.split.parts;
@@ -4179,13 +4201,15 @@ template <int HD> __device__ static inline void join_columns(const AttendTask &a
             for (int k = 0; k < s.live; k++)
 #pragma unroll
                 for (int i = 4 * lane; i < HD; i += 128)
-                    copy_ahead(found + ((size_t)(col - col0) * parts + k) * HD + i, values + part_of(s, parts, k) * HD + i);
+                    copy_ahead(found + ((size_t)(col - col0) * parts + k) * HD + i,
+                               values + part_of(s, parts, k) * HD + i);
         }
         copy_commit();
 #pragma unroll 1
         for (int col = col0 + warp; col < col1; col += ATTEND_WARPS) {
             if (row_of[col] < 0) continue;
-            const float scale = weigh_parts(weight_of + col * parts, a.stats + (size_t)head_of[col] * parts, seen_by[col], parts);
+            const float scale =
+                weigh_parts(weight_of + col * parts, a.stats + (size_t)head_of[col] * parts, seen_by[col], parts);
             if (lane == 0) sum[col] = scale;
         }
         copied<0>();
@@ -4208,7 +4232,8 @@ template <int HD> __device__ static inline void join_columns(const AttendTask &a
     }
 }
 
-// The columns that lie in o (NC, HD + ROW_PAD), times scale, to where attention writes: a warp takes 128 values at a time.
+// The columns that lie in o (NC, HD + ROW_PAD), times scale, to where attention writes: a warp takes 128 values at a
+// time.
 template <int HD> __device__ static inline void put_columns(const AttendTask &a, int n_columns, const int *row_of,
                                                             const int *head_of, const float *scales, const float *o) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -4224,23 +4249,28 @@ template <int HD> __device__ static inline void put_columns(const AttendTask &a,
     }
 }
 
-// attend, f16: softmax(scale * q k) v over the keys of one part, for NC columns: some rows times query heads of one KV head.
-// For up to FUSED_ROWS rows it includes qkv_store (Qcur_pos, Kcur_pos, Vcur_normed): each block makes its own columns, the
-// blocks whose part has a new row make it in shared memory, and the one that has its query writes it to the cache.
+// attend, f16: softmax(scale * q k) v over the keys of one part, for NC columns: some rows times query heads of one KV
+// head. For up to FUSED_ROWS rows it includes qkv_store (Qcur_pos, Kcur_pos, Vcur_normed): each block makes its own
+// columns, the blocks whose part has a new row make it in shared memory, and the one that has its query writes it to
+// the cache.
 //   shapes    q (n_rows, n_heads, HD), cache as in gemma4.h; tied: the tile of V serves the rest of K
 //   launch    grid (ceil(n_rows / rows), n_kv_heads * head_tiles, parts), block 256: 8 warps, dynamic shared memory
 //             attend_fixed_bytes + n_stages * attend_stage_bytes
-//   traffic   every key in sight once for NC columns: 2 * (n_k + HD) B, up to n_stages tiles under way in a block. Row tiles are
-//             neighbours in the grid and share them in L2. Writes and reads 4 * HD B for each column and part with a key in sight
-//   numerics  S = K q on tensor cores with f32 sums, q as the sum of two f16; a warp has 16 keys and a quarter of the dims, and
-//             the quarters are added in their order. Online softmax in f32, by tiles of KEYS. Weights are rounded to f16, and so
-//             summed; O += V^T P with f32 sums, a warp has an eighth of the dims. Columns never meet, so NC is free
-//   time      with few keys a chain of latencies: the rows of the step, then angles, norms and the first tiles, then those of
-//             the parts. So loads go out before what they wait for is known, all but q and the new rows before take_turn() if
-//             `early`; loops stay rolled where instructions would be met only once, and nothing is divided
+//   traffic   every key in sight once for NC columns: 2 * (n_k + HD) B, up to n_stages tiles under way in a block. Row
+//             tiles are neighbours in the grid and share them in L2. Writes and reads 4 * HD B for each column and part
+//             with a key in sight
+//   numerics  S = K q on tensor cores with f32 sums, q as the sum of two f16; a warp has 16 keys and a quarter of the
+//             dims, and the quarters are added in their order. Online softmax in f32, by tiles of KEYS. Weights are
+//             rounded to f16, and so summed; O += V^T P with f32 sums, a warp has an eighth of the dims. Columns never
+//             meet, so NC is free
+//   time      with few keys a chain of latencies: the rows of the step, then angles, norms and the first tiles, then
+//             those of the parts. So loads go out before what they wait for is known, all but q and the new rows before
+//             take_turn() if `early`; loops stay rolled where instructions would be met only once, and nothing is
+//             divided
 //   see       cpu_attend, cpu_qkv_store
 template <int HD, int NC>
-__global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_half_kernel(const __grid_constant__ AttendTask a) {
+__global__ void __launch_bounds__(ATTEND_THREADS,
+                                  attend_blocks(HD, NC)) attend_half_kernel(const __grid_constant__ AttendTask a) {
     constexpr int ROW = HD + ROW_PAD, M = HD / 128, N = NC / 8;        // tiles of 16 dims of a warp, and of 8 columns
     constexpr int HALF = HD / 2;
     __half *q_hi = (__half *)shared_bytes, *q_lo = q_hi + NC * ROW;    // (NC, ROW) each
@@ -4251,18 +4281,19 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
     float *w_q = (float *)(weights + NC * WEIGHT_ROW), *w_k = w_q + HD;                // (HD) each; tied: w_k is fold
     __half *new_rows = (__half *)(w_k + HD);                           // (FUSED_ROWS, n_k + HD), by rows of the batch
     __half *stages = new_rows + FUSED_ROWS * (a.n_k + HD);           // (n_stages): K (KEYS, k_row), V (KEYS, ROW)
-    __shared__ Sight sights[NC];                       // of the block's rows; if it makes some, of all rows of the batch
+    __shared__ Sight sights[NC];                       // of the block's rows; if it makes some, of all of the batch
     __shared__ int row_of[NC];                         // of a column, in rows; -1: not in use
     __shared__ int head_of[NC];                        // of a column: number of its query head in out
     __shared__ float top[NC], sum[NC], shrink[NC];     // sum: in the end its reciprocal
     __shared__ Spans seen_by[NC];                      // parts of a column
-    __shared__ int n_live;                             // parts with a key in sight; what is rarely read spares registers here
+    __shared__ int n_live;                             // parts with a key in sight; here it takes no register
     __shared__ bool last;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2;
     const int n_k = a.n_k, k_row = n_k + ROW_PAD, stage_halves = KEYS * (k_row + ROW), parts = a.split.parts;
     const int g = quotient(blockIdx.y, a.by_tiles), tile = blockIdx.y - g * a.head_tiles;
     const int head = g * a.group + tile * a.heads, n_heads = min(a.heads, a.group - tile * a.heads);
-    const int r0 = (gridDim.x - 1 - blockIdx.x) * a.rows, n_here = min(a.rows, a.b.n_rows - r0);       // the longest rows first
+    const int r0 = (gridDim.x - 1 - blockIdx.x) * a.rows;              // the longest rows first
+    const int n_here = min(a.rows, a.b.n_rows - r0);
     const bool makes = a.makes_q || a.makes_rows;
     const int n_pairs = (int)a.by_pairs.by;
     const int n_columns = n_here * a.heads, n_new = a.makes_rows ? a.b.n_rows : 0, n_jobs = n_columns + 2 * n_new;
@@ -4278,7 +4309,8 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
     if (!a.early) take_turn();
     if ((int)threadIdx.x < n_known) sights[threadIdx.x] = look(a.b, a.n_seqs, a.window, a.own, known + threadIdx.x);
 
-    // A warp makes a column of q, or a row of K or V: jobs in this order. Values are asked for a job ahead, the first at once.
+    // A warp makes a column of q, or a row of K or V: jobs in this order. Values are asked for a job ahead, the first
+    // at once.
     typedef HeadValues<(HD + 255) / 256> Head;
     Head coming;
     auto load_job = [&](int job) {
@@ -4310,11 +4342,14 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
         if (share.from == share.to && (blockIdx.z || spans.n || (parts > 1 && !a.joins))) continue;    // nothing to say
         const int n_tiles = max(1, share.to - share.from);             // with nothing in sight a tile of zeros
         // Keys that the rows of the batch have, which follow each other: the block makes those that lie in its part.
-        auto number_of = [&](int r) { return self.len + self.index + r - r0 - from; }; // of row r of the batch, in this segment
-        const int new_from = a.makes_rows ? max(self.len, number_of(0)) : 0, new_to = a.makes_rows ? min(end, number_of(n_new)) : 0;
+        // of row r of the batch, in this segment
+        auto number_of = [&](int r) { return self.len + self.index + r - r0 - from; };
+        const int new_from = a.makes_rows ? max(self.len, number_of(0)) : 0;
+        const int new_to = a.makes_rows ? min(end, number_of(n_new)) : 0;
 
         const Keys keys = { self.seq, self.len, self.seg_first, g, low, end, new_from, new_to };
-        auto first_key = [&](int i) { return tile_of(share, a.split, share.from + i) * KEYS; };        // of tile i of the part
+        // of tile i of the part
+        auto first_key = [&](int i) { return tile_of(share, a.split, share.from + i) * KEYS; };
         if (threadIdx.x < NC) {
             const int row = quotient(threadIdx.x, a.by_heads), h = threadIdx.x - row * a.heads;
             row_of[threadIdx.x] = row >= from && row < to && h < n_heads ? row : -1;
@@ -4338,7 +4373,8 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
                     const double *frequency = from ? a.inv_freq : inv_freq;      // scores lay there
                     for (int k = threadIdx.x; k < n_known * n_pairs; k += ATTEND_THREADS) {
                         const int row = quotient(k, a.by_pairs), pair = k - row * n_pairs;
-                        angle_of(frequency[pair], sights[row].pos, &angles[row * HD + pair], &angles[row * HD + HALF + pair]);
+                        angle_of(frequency[pair], sights[row].pos, &angles[row * HD + pair],
+                                 &angles[row * HD + HALF + pair]);
                     }
                     __syncthreads();                   // angles are there
                 }
@@ -4352,12 +4388,13 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
                     const bool is_q = job < n_columns, is_k = !is_q && job < n_columns + n_new;
                     Head x = coming;
                     if (job + ATTEND_WARPS < n_jobs) load_job(job + ATTEND_WARPS);
-                    const int r = is_q ? r0 + quotient(job, a.by_heads) : job - n_columns - (is_k ? 0 : n_new);
+                    const int made = job - n_columns - (is_k ? 0 : n_new);
+                    const int r = is_q ? r0 + quotient(job, a.by_heads) : made;
                     const int key = number_of(r);      // of a new row
                     if (sights[r - known].seg != self.seg) continue;
                     if (!is_q && rest((key / KEYS) >> a.split.span_bits, a.split.by_parts) != (int)blockIdx.z) continue;
-                    if (is_q ? a.makes_q : is_k || a.v_norm)
-                        head_norm(x, is_q ? w_q : is_k ? w_k : NULL, HALF, a.eps);
+                    const float *w_kv = is_k ? w_k : NULL;
+                    if (is_q ? a.makes_q : is_k || a.v_norm) head_norm(x, is_q ? w_q : w_kv, HALF, a.eps);
                     if (is_q ? a.makes_q : is_k) head_turn(x, angles + (r - known) * HD, n_pairs, HALF);
                     const bool writes = !is_q && r >= r0 && r < r0 + n_here && tile == 0;
                     const int dim = is_k ? n_k : HD;
@@ -4421,7 +4458,8 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
             }
         const bool used = threadIdx.x < NC && row_of[threadIdx.x] >= 0;
         if (used && !direct)
-            a.stats[(size_t)head_of[threadIdx.x] * parts + blockIdx.z] = make_float2(top[threadIdx.x], sum[threadIdx.x]);
+            a.stats[(size_t)head_of[threadIdx.x] * parts + blockIdx.z] =
+                make_float2(top[threadIdx.x], sum[threadIdx.x]);
         if (used && direct) sum[threadIdx.x] = sum[threadIdx.x] == 0 ? 0 : __frcp_rn(sum[threadIdx.x]);
         if (!direct && !a.joins) continue;
         __syncthreads();                               // what this block found is written
@@ -4432,7 +4470,8 @@ __global__ void __launch_bounds__(ATTEND_THREADS, attend_blocks(HD, NC)) attend_
                        (unsigned)n_live - 1;
                 __threadfence();
             }
-            if (used) seen_by[threadIdx.x] = spans_of(rows[row_of[threadIdx.x]].low, rows[row_of[threadIdx.x]].end, a.split);
+            if (used)
+                seen_by[threadIdx.x] = spans_of(rows[row_of[threadIdx.x]].low, rows[row_of[threadIdx.x]].end, a.split);
             __syncthreads();
             if (!last) continue;
             join_columns<HD>(a, n_columns, row_of, head_of, seen_by, sum, scores, (float *)stages, o);
@@ -4900,19 +4939,21 @@ static void allow_flash(void) {
 
 // ---- caches of other types ----
 
-// attend, plain: softmax(scale * q k) v over the keys of one part, a row and up to HEADS query heads that share a KV head.
+// attend, plain: softmax(scale * q k) v over the keys of one part, a row and up to HEADS query heads that share a KV
+// head.
 //   shapes    q (n_rows, n_heads, head_dim), cache as in gemma4.h, values and stats as in attend_join
 //   launch    grid (n_rows, n_kv_heads * ceil(group / HEADS), parts), block 256
 //   traffic   reads K and V of the positions in sight once per row and KV head (tied: V's row serves both)
 //   numerics  f32 throughout; online softmax per tile
 //   see       cpu_attend
-__global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend o, Batch b, Cache c, Cache stage, bool staged,
-                                                                         Split split, float *values, float2 *stats) {
+__global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend o, Batch b, Cache c, Cache stage,
+                                                                         bool staged, Split split, float *values,
+                                                                         float2 *stats) {
     take_turn();
     float *q = (float *)shared_bytes;                  // (HEADS, head_dim)
     __shared__ float p[HEADS][KEYS];                   // scores, then weights
     __shared__ float max_of[HEADS], sum_of[HEADS], shrink[HEADS];
-    __shared__ int slot_of[KEYS];                      // of the keys of a tile: slot, -1: out of sight, or -2 - slot of the stage
+    __shared__ int slot_of[KEYS];                      // of a tile's keys: slot, -1: out of sight, -2 - staged slot
     const int hd = c.head_dim, group = o.n_heads / c.n_kv_heads, per_kv = (group + HEADS - 1) / HEADS, r = blockIdx.x;
     const int g = blockIdx.y / per_kv, head = g * group + blockIdx.y % per_kv * HEADS;
     const int n_heads = min(HEADS, group - (int)blockIdx.y % per_kv * HEADS), part = blockIdx.z;
@@ -4927,8 +4968,9 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend 
         __syncthreads();                               // the last tile's weights have been read
         if (threadIdx.x < KEYS) {
             const int j = tile_of(share, split, t) * KEYS + threadIdx.x;
-            slot_of[threadIdx.x] = !in_sight(self, o.own, j) ? -1 : j >= self.len && staged ? -2 - (self.seg_first + j - self.len)
-                                                                                            : j % c.slots;
+            int slot = j >= self.len && staged ? -2 - (self.seg_first + j - self.len) : j % c.slots;
+            if (!in_sight(self, o.own, j)) slot = -1;
+            slot_of[threadIdx.x] = slot;
         }
         __syncthreads();
         for (int k = warp; k < KEYS; k += ATTEND_WARPS) {
@@ -4975,7 +5017,8 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend 
             const float2 x = slot < 0 ? kv_read2(stage.v, kv_row(stage, stage.v, 0, g, -2 - slot), i)
                                       : kv_read2(c.v, kv_row(c, c.v, self.seq, g, slot), i);
             for (int h = 0; h < HEADS; h++)
-                if (h < n_heads) acc[h][0] = __fmaf_rn(p[h][k], x.x, acc[h][0]), acc[h][1] = __fmaf_rn(p[h][k], x.y, acc[h][1]);
+                if (h < n_heads)
+                    acc[h][0] = __fmaf_rn(p[h][k], x.x, acc[h][0]), acc[h][1] = __fmaf_rn(p[h][k], x.y, acc[h][1]);
         }
     }
     __syncthreads();
@@ -4992,11 +5035,12 @@ static size_t attend_shared(const Cache *c, int nc, int n_stages) {
     return attend_fixed_bytes(c->head_dim, c->k.dim, nc) + n_stages * attend_stage_bytes(c->head_dim, c->k.dim);
 }
 
-// Columns of a block: the number asked for, as far as there is shared memory for a stage; 0: this cache is not for attend_half.
+// Columns of a block: the number asked for, as far as there is shared memory for a stage; 0: this cache is not for
+// attend_half.
 static int attend_columns(const Cache *c, int wanted) {
-    const bool fits = c->k.type == KV_F16 && c->v.type == KV_F16 && c->k.dim % 16 == 0 && ATTEND_THREADS % (c->k.dim / 8) == 0 &&
-                      c->n_rot % 4 == 0;
-    int nc = wanted > 16 ? 32 : wanted > 8 ? 16 : 8;
+    const bool fits = c->k.type == KV_F16 && c->v.type == KV_F16 && c->k.dim % 16 == 0 &&
+        ATTEND_THREADS % (c->k.dim / 8) == 0 && c->n_rot % 4 == 0;
+    int nc = 8 << ((wanted > 8) + (wanted > 16));
     if (!fits || !attend_half_of(c->head_dim, nc)) return 0;
     while (nc && attend_shared(c, nc, 1) + STATIC_SHARED > (size_t)cuda.block_shared) nc = nc > 8 ? nc / 2 : 0;
     return nc;
@@ -5004,21 +5048,22 @@ static int attend_columns(const Cache *c, int wanted) {
 
 // Tiles under way: as many as leave room for the blocks that an SM gets, or can hold.
 static int attend_stages(const Cache *c, int nc, size_t n_blocks) {
-    const int most = (int)((n_blocks + cuda.n_sm - 1) / cuda.n_sm), wanted = min_int(attend_blocks(c->head_dim, nc), most);
+    const int most = (int)((n_blocks + cuda.n_sm - 1) / cuda.n_sm);
+    const int wanted = min_int(attend_blocks(c->head_dim, nc), most);
     int n = MAX_STAGES;
     while (n > 1 && attend_shared(c, nc, n) + STATIC_SHARED > (size_t)cuda.block_shared) n--;
     while (n > 1 && wanted * (attend_shared(c, nc, n) + STATIC_SHARED + 1024) > (size_t)cuda.sm_shared) n--;
     return n;
 }
 
-// Rows of the step that are pieces of an attend: their q and out.
-static Attend attend_piece(const Attend *o, int r) {
+// An attend of the rows from r on: their q and out.
+static Attend attend_from(const Attend *o, int r) {
     const size_t at = (size_t)r * o->n_heads * o->cache->head_dim;
-    Attend piece = *o;
-    if (piece.q) piece.q += at;
-    if (piece.out.f) piece.out.f += at;
-    if (piece.out.q) piece.out.q += at, piece.out.s += at / 32;
-    return piece;
+    Attend from_r = *o;
+    if (from_r.q) from_r.q += at;
+    if (from_r.out.f) from_r.out.f += at;
+    if (from_r.out.q) from_r.out.q += at, from_r.out.s += at / 32;
+    return from_r;
 }
 
 static void cuda_attend(const Attend *o) {
@@ -5029,13 +5074,14 @@ static void cuda_attend(const Attend *o) {
     check_cache(c, "attend");
     if (hd > 2 * ATTEND_THREADS || hd % 8 || c->n_rot % 4) cuda_die("attend: heads of %d values are not supported", hd);
     if (o->out.q && hd % 32) cuda_die("attend: expected heads of whole groups for int8, got %d values", hd);
-    // Many rows go through in pieces, as far as there is room for what parts leave.
+    // Many rows go through some at a time, as far as there is room for what parts leave.
     const size_t row_bytes = (size_t)o->n_heads * split.parts * (hd + 2) * sizeof(float);
     if (row_bytes > PARTIAL_BYTES) cuda_die("attend: n_heads=%d head_dim=%d is not supported", o->n_heads, hd);
-    const int n_segs = max_int(1, o->batch->n_segs), alone = div_up(n_rows, n_segs);   // rows of a segment, more or less
+    const int alone = div_up(n_rows, max_int(1, o->batch->n_segs));    // rows of a segment, more or less
     const int nc = attend_columns(c, min_int(alone, STEP_ROWS) * group);
     const int step = nc && split.parts == 1 ? n_rows : (int)(PARTIAL_BYTES / row_bytes);
-    const bool dumps = store && (store->dump_q || store->dump_q_pos || store->dump_k || store->dump_k_pos || store->dump_v);
+    const bool dumps = store &&
+        (store->dump_q || store->dump_q_pos || store->dump_k || store->dump_k_pos || store->dump_v);
     const bool turns = store && store->rope.n_pairs && store->rope.n_pairs % 4 == 0;
     const bool makes = nc && turns && !dumps && !o->stage && o->own != OWN_NONE && n_rows <= min_int(FUSED_ROWS, step);
     if (store && !makes) cuda_qkv_store(store);
@@ -5046,7 +5092,7 @@ static void cuda_attend(const Attend *o) {
     }
     for (int r = 0; r < n_rows; r += step) {
         const int n = min_int(step, n_rows - r);
-        const Attend piece = attend_piece(o, r);
+        const Attend some = attend_from(o, r);
         const Cache stage = o->stage ? *o->stage : *c;
         Batch b = *o->batch;
         float2 *stats = (float2 *)(cuda.partial + (size_t)n * o->n_heads * split.parts * hd);
@@ -5054,13 +5100,16 @@ static void cuda_attend(const Attend *o) {
         b.n_rows = n;
         bool joined = false;
         if (nc) {
-            const int heads = min_int(group, nc), rows = max_int(1, min_int(nc / heads, alone)), head_tiles = div_up(group, heads);
+            const int heads = min_int(group, nc), rows = max_int(1, min_int(nc / heads, alone));
+            const int head_tiles = div_up(group, heads);
             const dim3 grid(div_up(n, rows), c->n_kv_heads * head_tiles, split.parts);
             const int n_stages = attend_stages(c, nc, (size_t)grid.x * grid.y * grid.z);
             // The last block of a head puts its parts together where it can take them in at once, or nearly.
-            const size_t part_bytes = (size_t)split.parts * hd * sizeof(float), room = n_stages * attend_stage_bytes(hd, c->k.dim);
-            const bool joins = (size_t)n * grid.y <= MAX_ARRIVED && part_bytes <= room && rows * heads * part_bytes <= JOIN_BYTES &&
-                               rows * heads * split.parts * sizeof(float2) <= (size_t)attend_score_bytes(hd, nc);
+            const size_t part_bytes = (size_t)split.parts * hd * sizeof(float);
+            const size_t room = n_stages * attend_stage_bytes(hd, c->k.dim);
+            const bool joins = (size_t)n * grid.y <= MAX_ARRIVED && part_bytes <= room &&
+                rows * heads * part_bytes <= JOIN_BYTES &&
+                rows * heads * split.parts * sizeof(float2) <= (size_t)attend_score_bytes(hd, nc);
             AttendTask task = { };
             task.b = b, task.n_seqs = c->n_seqs, task.window = o->window, task.own = o->own;
             task.rows = rows, task.heads = heads, task.head_tiles = head_tiles, task.group = group;
@@ -5069,30 +5118,35 @@ static void cuda_attend(const Attend *o) {
             task.makes_q = makes && store->q, task.makes_rows = makes && store->k;
             task.early = makes && may_read_early(WRITES_ROWS | WRITES_CACHE);
             task.staged = o->stage != NULL, task.fine = n_rows <= STEP_ROWS, task.joins = joins;
-            task.q = piece.q;
+            task.q = some.q;
             task.by_pairs = divisor(1);
             if (makes) {
                 if (store->q) task.q = store->q;
                 task.new_k = store->k, task.new_v = store->v, task.v_norm = store->v_norm;
-                task.w_q = store->w_q, task.w_k = c->n_rot ? c->fold : store->k ? store->w_k : NULL;
-                task.inv_freq = store->rope.inv_freq, task.by_pairs = divisor(store->rope.n_pairs), task.eps = store->eps;
+                task.w_q = store->w_q, task.w_k = store->k ? store->w_k : NULL;
+                if (c->n_rot) task.w_k = c->fold;
+                task.inv_freq = store->rope.inv_freq, task.by_pairs = divisor(store->rope.n_pairs),
+                    task.eps = store->eps;
             }
             task.split = split, task.n_k = c->k.dim, task.n_rot = c->n_rot, task.n_stages = n_stages;
             while (8 << task.k_bits < c->k.dim) task.k_bits++;
             task.slots = c->slots, task.by_slots = divisor(c->slots), task.stage_slots = stage.slots;
             task.stage_k = (const __half *)stage.k.data, task.stage_v = (const __half *)stage.v.data;
             task.cache_k = (__half *)c->k.data, task.cache_v = (__half *)c->v.data;
-            task.scale = o->scale, task.at_once = joins ? (int)(room / part_bytes) : 0, task.out = piece.out;
+            task.scale = o->scale, task.at_once = joins ? (int)(room / part_bytes) : 0, task.out = some.out;
             task.values = cuda.partial, task.stats = stats, task.arrived = cuda.arrived;
-            launch(WRITES_ACTIVATIONS | WRITES_CACHE, attend_half_of(hd, nc), grid, ATTEND_THREADS, attend_shared(c, nc, n_stages), task);
+            launch(WRITES_ACTIVATIONS | WRITES_CACHE, attend_half_of(hd, nc), grid, ATTEND_THREADS,
+                   attend_shared(c, nc, n_stages), task);
             joined = task.joins || split.parts == 1;
         } else {
-            launch(WRITES_ACTIVATIONS, attend_plain_kernel, dim3(n, c->n_kv_heads * div_up(group, HEADS), split.parts), ATTEND_THREADS,
-                   HEADS * hd * sizeof(float), piece, b, *c, stage, o->stage != NULL, split, cuda.partial, stats);
+            launch(WRITES_ACTIVATIONS, attend_plain_kernel, dim3(n, c->n_kv_heads * div_up(group, HEADS), split.parts),
+                   ATTEND_THREADS, HEADS * hd * sizeof(float), some, b, *c, stage, o->stage != NULL, split,
+                   cuda.partial, stats);
         }
         CHECK_LAUNCH("attend n_rows=%d n_heads=%d head_dim=%d", n, o->n_heads, hd);
         if (joined) continue;
-        launch(WRITES_ACTIVATIONS, attend_join_kernel, dim3(n, o->n_heads, div_up(hd, JOIN_VALUES)), 128, 0, piece, b, *c, split, cuda.partial, stats);
+        launch(WRITES_ACTIVATIONS, attend_join_kernel, dim3(n, o->n_heads, div_up(hd, JOIN_VALUES)), 128, 0, some, b,
+               *c, split, cuda.partial, stats);
         CHECK_LAUNCH("attend_join n_rows=%d n_heads=%d head_dim=%d", n, o->n_heads, hd);
     }
 }
