@@ -2569,7 +2569,7 @@ static const struct { const char *name; Verb verb; } verbs[] = {
 
 typedef struct {
     Verb verb;
-    const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout;
+    const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout, *against;
     const char *k_type, *v_type, *history;
     const char *target, *type;                  // quantize: OUT, TYPE
     const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
@@ -2653,6 +2653,8 @@ static const Flag flags[] = {
       "type of cached V; default: as K" },
     { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(kv_layout), 0, 0,
       "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
+    { "--against", NULL, "BACKEND", FLAG_TEXT, CHECK, FIELD(against), 0, 0,
+      "check: compare with cpu or with reference, the definition in plain loops, slow beyond small files; default cpu" },
     { "--vram", NULL, "G", FLAG_REAL, PLANS, FIELD(memory), 0.001, 1e6,
       "plan as if the backend had G GiB of memory, and end if that is not enough; default: what is free" },
     { "--show-thoughts", NULL, NULL, FLAG_ON, GENERATE, FIELD(show_thoughts), 0, 0,
@@ -2727,7 +2729,7 @@ static void print_help(void) {
            "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   the ids of a text; no <bos> is added\n"
            "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  the text of ids\n"
            "  gemma4 bench MODEL.gguf [flags]                  tokens per second, as llama-bench measures them\n"
-           "  gemma4 check MODEL.gguf                          the GPU against the CPU, checkpoint by checkpoint\n"
+           "  gemma4 check MODEL.gguf                          the GPU against the CPU (--against), checkpoint by checkpoint\n"
            "  gemma4 quantize IN OUT.gguf TYPE                 q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32\n");
     for (size_t i = 0, group = 0; i < sizeof flags / sizeof *flags; i++) {
         char left[80];
@@ -3125,7 +3127,10 @@ int main(int argc, char **argv) {
         free(f.biases.text);
         return status;
     }
-    if (f.verb == CHECK) return verb_check(f.model, ops, o);
+    if (f.against && strcmp(f.against, "cpu") && strcmp(f.against, "reference"))
+        die("--against: expected cpu or reference, got '%s'", f.against);
+    if (f.verb == CHECK)
+        return verb_check(f.model, ops, f.against && !strcmp(f.against, "reference") ? reference_ops() : cpu_ops(), o);
     if (f.verb == PLAN) {
         verb_plan(f.model, ops, o);
         return 0;

@@ -340,8 +340,9 @@ static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const B
 }
 
 // ==== [2] Check ======================================================================================================
-// Both run the same text on the same file, the CPU first: once as a step of few rows, whose rounding is the same on both, and
-// once as a prompt, whose products may be rounded otherwise (gemma4.h, contract 6): only the first one is judged.
+// Two backends run the same text on the same file: once as a step of few rows, whose rounding is the same on both, and once
+// as a prompt, whose products may be rounded otherwise (gemma4.h, contract 6): only the first one is judged. The second backend
+// is the CPU, or the definition itself (parts/reference.h), which takes some nanoseconds for each weight and row.
 
 typedef struct {
     char   name[24];
@@ -410,14 +411,15 @@ static double check_compare(const Model *a, const Model *b, const char *what) {
 
 // gemma4 check: exit status 1 when the next-token distributions of the step of few rows differ by more than CHECK_LIMIT nats.
 #define CHECK_LIMIT 0.05
-static int verb_check(const char *model, const Ops *ops, PlanOptions o) {
+static int verb_check(const char *model, const Ops *ops, const Ops *other, PlanOptions o) {
     static const char text[] =
         "The old lighthouse stood on a rock above the sea. Every evening at 7:45 the keeper climbed its 203 steps, lit the "
         "lamp and wrote one line into a book: the wind, the ships, the colour of the sky. for (int i = 0; i < n; i++) sum += "
         "x[i]; On Sundays his daughter came with bread, apples and the newspaper, and they read it to each other until the "
         "tea was cold.";
     enum { FEW = 16, MANY = STEP_ROWS + 32 };
-    if (ops == cpu_ops()) die("check: compares a GPU with the CPU, and there is no GPU that this build can use");
+    if (ops == other)
+        die("check: compares a GPU with the CPU, and there is no GPU that this build can use; try --against reference");
     Gguf g;
     Tokenizer tok;
     TokIds ids = { 0 };
@@ -435,12 +437,13 @@ static int verb_check(const char *model, const Ops *ops, PlanOptions o) {
     for (int k = 0; k < 2; k++) {
         const int n = k ? MANY : FEW;
         char what[80];
-        progress("check: CPU", 0, 1, "run");
-        Model *a = check_run(model, cpu_ops(), o, all, n);
-        progress("check: CPU", 1, 1, "run");
+        snprintf(what, sizeof what, "check: %s", other->name);
+        progress(what, 0, 1, "run");
+        Model *a = check_run(model, other, o, all, n);
+        progress(what, 1, 1, "run");
         Model *b = check_run(model, ops, o, all, n);
         if (!k) print_plan(b);
-        snprintf(what, sizeof what, "%s against the CPU, a step of %d rows", ops->name, n);
+        snprintf(what, sizeof what, "%s against %s, a step of %d rows", ops->name, other->name, n);
         const double d = check_compare(a, b, what);
         if (!k) worst = d;
         free_model(a);

@@ -1,9 +1,9 @@
 /* reference.h - what every operation of gemma4.h means: one plain function each, and reference_ops(), a table of them.
  *
- * Nothing here is fast: one thread, one value after the other, sums in f64. A weight is the f32 that gguf_dequantize makes of
- * it, whatever matrix it stands in; backend memory is host memory; weights stay where the file has them. The tests hold every
- * backend against this table, `gemma4 check --against reference` does so on a model, and a port begins as a copy of this file:
- * replace one function, run build/test_ops, go on (docs/porting.md).
+ * Nothing here is fast: one thread, one value after the other, sums in f64. A weight is the f32 that gguf_dequantize
+ * makes of it, whatever matrix it stands in; backend memory is host memory; weights stay where the file has them. The
+ * tests hold every backend against this table, `gemma4 check --against reference` does so on a model, and a port begins
+ * as a copy of this file: replace one function, run build/test_ops, go on (docs/porting.md).
  *
  * Needs gemma4.h and gguf.h, in a file that has GGUF_IMPLEMENTATION, and the math library.
  *
@@ -87,7 +87,8 @@ static void ref_store(const Act *out, size_t r, int cols, const float *v) {
 }
 
 static Act ref_row(const Act *a, size_t r, int cols) {
-    return (Act){ .f = a->f ? a->f + r * cols : NULL, .q = a->q ? a->q + r * cols : NULL, .s = a->q ? a->s + r * cols / 32 : NULL };
+    return (Act){ .f = a->f ? a->f + r * cols : NULL, .q = a->q ? a->q + r * cols : NULL,
+                  .s = a->s ? a->s + r * cols / 32 : NULL };
 }
 
 // Row r of an In: stores x' where it is wanted and returns y in both forms, good until the next call.
@@ -156,7 +157,8 @@ static void ref_ple_rows(const PleRows *o) {
             float *u = o->u + ((size_t)r * o->n_layers + l) * o->ple_dim;
             for (int i = 0; i < o->ple_dim; i++) ref.x[i] = (double)o->proj_scale * u[i];
             ref_norm(ref.x, o->w_norm, o->ple_dim, o->eps);
-            for (int i = 0; i < o->ple_dim; i++) u[i] = (float)(o->out_scale * (ref.x[i] + (double)o->table_scale * v[i]));
+            for (int i = 0; i < o->ple_dim; i++)
+                u[i] = (float)(o->out_scale * (ref.x[i] + (double)o->table_scale * v[i]));
         }
     }
 }
@@ -170,8 +172,8 @@ static void ref_matmul(const Matmul *o) {
     }
 }
 
-// The experts of row r, whose logits are there. The sum over all experts, which softmax divides by, cancels: the weights of
-// those used sum to 1.
+// The experts of row r, whose logits are there. The sum over all experts, which softmax divides by, cancels: the
+// weights of those used sum to 1.
 static void ref_choose_experts(const Route *o, int r) {
     const float *logits = o->logits + (size_t)r * o->w->rows;
     float *weights = o->weights + (size_t)r * o->n_used;
@@ -201,8 +203,10 @@ static void ref_route(const Route *o) {
 static void ref_gate_up(const GateUp *o) {
     for (int r = 0; r < o->n_rows; r++) {
         const Act y = ref_input(&o->in, r, o->gate->cols);
-        for (int i = 0; i < o->gate->rows; i++)
-            ref.out[i] = (float)(ref_activation(o->fn, ref_product(o->gate, 0, i, y)) * ref_product(o->up, 0, i, y));
+        for (int i = 0; i < o->gate->rows; i++) {
+            const double act = ref_activation(o->fn, ref_product(o->gate, 0, i, y));
+            ref.out[i] = (float)(act * ref_product(o->up, 0, i, y));
+        }
         ref_store(&o->out, r, o->gate->rows, ref.out);
     }
     if (o->route) ref_route(o->route);
@@ -216,8 +220,10 @@ static void ref_expert_gate_up(const ExpertGateUp *o) {
         const Act y = ref_input(&o->in, r, o->gate->cols);
         for (int j = r * o->n_used; j < (r + 1) * o->n_used; j++) {
             const int e = o->ids[j];
-            for (int i = 0; i < n; i++)
-                ref.out[i] = (float)(ref_activation(o->fn, ref_product(o->gate, e, i, y)) * ref_product(up, e, first_up + i, y));
+            for (int i = 0; i < n; i++) {
+                const double act = ref_activation(o->fn, ref_product(o->gate, e, i, y));
+                ref.out[i] = (float)(act * ref_product(up, e, first_up + i, y));
+            }
             ref_store(&o->out, j, n, ref.out);
         }
     }
@@ -237,8 +243,10 @@ static void ref_expert_down(const ExpertDown *o) {
 static void ref_ple_inject(const PleInject *o) {
     for (int r = 0; r < o->n_rows; r++) {
         const Act y = ref_input(&o->in, r, o->w->cols);
-        for (int i = 0; i < o->w->rows; i++)
-            ref.out[i] = (float)(ref_activation(ACT_GELU, ref_product(o->w, 0, i, y)) * o->u[(size_t)r * o->u_stride + i]);
+        for (int i = 0; i < o->w->rows; i++) {
+            const double act = ref_activation(ACT_GELU, ref_product(o->w, 0, i, y));
+            ref.out[i] = (float)(act * o->u[(size_t)r * o->u_stride + i]);
+        }
         ref_store(&o->out, r, o->w->rows, ref.out);
     }
 }
@@ -265,19 +273,21 @@ static void *ref_kv_row(const Cache *c, const KvPlane *p, int seq, int head, int
     return (char *)p->data + row * kv_row_bytes(p->type, p->dim);
 }
 
+static int ref_kv_type(KvType t) {                     // the same numbers in a file
+    if (t != KV_F32 && t != KV_F16 && t != KV_BF16) ref_refuse("cache type: expected f32, f16 or bf16", t);
+    if (t == KV_F32) return GGUF_F32;
+    return t == KV_F16 ? GGUF_F16 : GGUF_BF16;
+}
+
 static void ref_kv_write(const KvPlane *p, void *row, const float *v) {        // the first dim values of v
-    if (p->type != KV_F32 && p->type != KV_F16 && p->type != KV_BF16) ref_refuse("cache type: expected f32, f16 or bf16", p->type);
-    for (int i = 0; i < p->dim; i++)
-        if (p->type == KV_F32) ((float *)row)[i] = v[i];
-        else ((uint16_t *)row)[i] = p->type == KV_F16 ? gguf_f32_to_f16(v[i]) : gguf_f32_to_bf16(v[i]);
+    gguf_quantize(ref_kv_type(p->type), v, row, p->dim);
 }
 
 static void ref_kv_read(const KvPlane *p, const void *row, float *v) {         // (dim)
-    if (p->type != KV_F32 && p->type != KV_F16 && p->type != KV_BF16) ref_refuse("cache type: expected f32, f16 or bf16", p->type);
-    gguf_dequantize(p->type == KV_F32 ? GGUF_F32 : p->type == KV_F16 ? GGUF_F16 : GGUF_BF16, row, v, p->dim);
+    gguf_dequantize(ref_kv_type(p->type), row, v, p->dim);
 }
 
-// Where a cache has value i of a head: in a tied one first the values that rotate, of both halves, then those that do not.
+// Where a cache has value i of a head: in a tied one first the values that rotate, of both halves, then the others.
 static int ref_place(const Cache *c, int i) {
     const int half = c->head_dim / 2;
     if (!c->n_rot || i < c->n_rot || i >= half + c->n_rot) return i;
@@ -318,7 +328,8 @@ static void ref_qkv_store(const QkvStore *o) {
                 q[ref_place(c, i)] = (float)(c->n_rot && i % half >= c->n_rot ? u[i] * c->fold[i] : u[i]);
         }
         if (!o->k) continue;
-        const int seq = o->stage ? 0 : seg->seq, slot = o->stage ? seg->first + row->index : (len + row->index) % c->slots;
+        const int seq = o->stage ? 0 : seg->seq;
+        const int slot = o->stage ? seg->first + row->index : (len + row->index) % c->slots;
         for (int g = 0; g < c->n_kv_heads; g++) {
             const size_t head = (size_t)r * c->n_kv_heads + g;
             ref_load(u, o->k + head * hd, hd);
@@ -413,7 +424,8 @@ static void ref_kv_commit(const KvCommit *o) {
                 const Cache *c = &o->caches[l];
                 ref_kv_move(c, seg->seq, (*len + k) % c->slots, c, seg->seq, (*len + from) % c->slots);
             }
-            if (o->counts) o->counts[(size_t)seg->seq * o->vocab + ref_token(&o->batch->rows[seg->first + from], o->vocab)]++;
+            const int token = ref_token(&o->batch->rows[seg->first + from], o->vocab);
+            if (o->counts) o->counts[(size_t)seg->seq * o->vocab + token]++;
         }
         *len += o->n_accept[i];
     }
@@ -422,8 +434,9 @@ static void ref_kv_commit(const KvCommit *o) {
 static void ref_kv_copy(const KvCopy *o) {
     for (int i = 0; i < o->batch->n_segs; i++) {
         const Segment *seg = &o->batch->segs[i];
+        const int len = o->batch->len[seg->seq];
         for (int j = 0; j < seg->n; j++)               // upwards: of the rows for one slot the last one stays
-            ref_kv_move(o->cache, seg->seq, (o->batch->len[seg->seq] + j) % o->cache->slots, o->stage, 0, seg->first + j);
+            ref_kv_move(o->cache, seg->seq, (len + j) % o->cache->slots, o->stage, 0, seg->first + j);
     }
 }
 
@@ -508,7 +521,7 @@ static int32_t ref_choose(const Sample *o, int r) {
     for (int i = 0; i < n; i++) total += t[i].weight;
     for (int i = 0; i < n; before += t[i++].weight)
         if (i && before >= sample_share(total, p->top_p)) n = i;
-    while (t[n - 1].weight < sample_share(SAMPLE_ONE, p->min_p)) n--;          // 7: min-p; no token weighs more than the first
+    while (t[n - 1].weight < sample_share(SAMPLE_ONE, p->min_p)) n--;          // 7: min-p; the first weighs most
 
     total = 0;                                         // 8: draw
     for (int i = 0; i < n; i++) total += t[i].weight;
@@ -594,7 +607,8 @@ const Ops *reference_ops(void) {
         .embed = ref_embed, .ple_rows = ref_ple_rows, .matmul = ref_matmul, .gate_up = ref_gate_up, .route = ref_route,
         .expert_gate_up = ref_expert_gate_up, .expert_down = ref_expert_down, .ple_inject = ref_ple_inject,
         .close = ref_close, .gather_rows = ref_gather_rows, .qkv_store = ref_qkv_store, .attend = ref_attend,
-        .kv_commit = ref_kv_commit, .kv_copy = ref_kv_copy, .head = ref_head, .logprob = ref_logprob, .sample = ref_sample
+        .kv_commit = ref_kv_commit, .kv_copy = ref_kv_copy, .head = ref_head, .logprob = ref_logprob,
+        .sample = ref_sample
     };
     return &ops;
 }

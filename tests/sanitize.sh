@@ -39,7 +39,7 @@ fi
         tiny-moe-q4_k_m tiny-e-q4_k_m tiny-moe-q4_0; do echo "test_cuda -brief $model"; done
     for op in matmul attend close sample expert_down head qkv_store expert_gate_up gate_up ple_inject kv_commit kv_copy route \
         logprob embed ple_rows gather_rows; do echo "test_ops -cuda $op"; done
-    for part in distribution choice edges spread seen position; do echo "test_sampling -cuda $part"; done
+    for part in choice edges spread seen position; do echo "test_sampling -cuda $part"; done
     printf '%s\n' test_layout "test_ahead -cuda"
 } | sed "s#^#$BUILD/#" >"$LOGS/programs"
 [ $# -gt 0 ] || set -- racecheck memcheck initcheck

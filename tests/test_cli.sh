@@ -253,6 +253,7 @@ while read -r names; do
         "-r "*) good=zzz ;;
         "-ctk "* | "-ctv "*) good="f32 --kv-layout untied" bad=q1 ;;
         "--kv-layout "*) good=untied bad=both ;;
+        "--against "*) verb=check plain='' good=reference bad=metal ;;
         "--vram "*) good=4 bad=0.001 ;;
         "--top-logits "*) good=2 bad=-1 ;;
         "-o "*) verb=logits plain="--ids $tmp/bos.i32" good="$tmp/bos.f32" bad=/nowhere/x ;;

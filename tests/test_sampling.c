@@ -1,17 +1,17 @@
 /* test_sampling.c - the sample operation, what counts as seen, and stop strings.
  *
- *   distribution   draws over many positions and seeds against a sampler in double that shares nothing with gemma4.h, by
- *                  chi-square, for every stage alone and together. Seeds are fixed, so a passing test stays passing
- *   choice         token for token against the steps of gemma4.h carried out plainly: sort everything, sum from the front
+ *   distribution   the reference: draws over many positions and seeds against a sampler in double that shares nothing with
+ *                  gemma4.h, by chi-square, for every stage alone and together. Seeds are fixed, so a passing test stays passing
+ *   choice         every backend, token for token, against the reference
  *   spread         what may go wrong where a row is divided among threads
  *   edges          ties, NaN, infinities, empty masks, extreme parameters, odd vocabularies
  *   seen           penalties with ancestors in chains and trees, counts over many steps with rejected rows
  *   position       the same text whether rows come one by one or as drafts of one step
  *   stop strings   against a plain search, however the text is cut
  *
- * All but the last take any table of operations. TEST_TIMES=1 prints the time of one row of 262144 logits.
- * Arguments: -cuda for the CUDA backend only, -cuda -few for a fifteenth of choice, edges and spread; then which of distribution,
- * choice, edges, spread, seen, position; none: all. */
+ * All but the first and the last take any table of operations. TEST_TIMES=1 prints the time of one row of 262144 logits.
+ * Arguments: -cuda for the CUDA backend only, -cuda -few for a fifteenth of choice, edges and spread; then which of distribution
+ * (not with -cuda), choice, edges, spread, seen, position; none: all. */
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
@@ -222,53 +222,19 @@ static void test_distribution(void) {
 
 // ---- 2. choice ------------------------------------------------------------------------------------------------------
 
-typedef struct { float z; int32_t id; } Entry;
-
-static int compare_entries(const void *a, const void *b) {
-    const Entry *x = a, *y = b;
-    return x->z != y->z ? (x->z < y->z ? 1 : -1) : x->id - y->id;
-}
-
-// The steps of Sample, one after the other. mask, bias and counts may be NULL.
+// The reference's choice for a row at position pos, nothing seen in the step. mask, bias and counts may be NULL.
 static int32_t ref_choice(const float *logits, int vocab, const uint32_t *mask, const float *bias, const int32_t *counts,
-                          const SampleParams *p, int pos) {
-    Entry *e = alloc_or_die((size_t)vocab, sizeof *e);
-    uint64_t *w = alloc_or_die((size_t)vocab, sizeof *w), total = 0, before = 0;
-    int n = 0;
-    int32_t choice = -1;
-    for (int i = 0; i < vocab; i++) {
-        float z = bias ? logits[i] + bias[i] : logits[i];
-        if (counts && counts[i] > 0) z = sample_penalised(z, counts[i], p);
-        if (isnan(z)) goto done;
-        if (z > -INFINITY && (!mask || mask[i / 32] >> (i % 32) & 1)) e[n++] = (Entry){ z, i };
-    }
-    if (!n) goto done;
-    qsort(e, (size_t)n, sizeof *e, compare_entries);
-    choice = e[0].id;
-    if (p->temperature <= 0) goto done;
-    if (p->top_k > 0 && p->top_k < n) n = p->top_k;
-    for (int i = 0; i < n; i++) total += w[i] = sample_weight(e[i].z, e[0].z, 1.44269504f / p->temperature);
-    if (p->top_p < 1)
-        for (int i = 0; i < n; i++) {
-            if (i && before >= sample_share(total, p->top_p)) n = i;
-            before += w[i];
-        }
-    while (n > 1 && w[n - 1] < sample_share(SAMPLE_ONE, p->min_p)) n--;
-    total = before = 0;
-    for (int i = 0; i < n; i++) total += w[i];
-    const uint64_t limit = sample_share(total, random_unit(p->seed, pos));
-    for (int i = 0; i < n; i++)
-        if ((before += w[i]) > limit) {
-            choice = e[i].id;
-            break;
-        }
-done:
-    free(e);
-    free(w);
+                          const SampleParams *p, int32_t pos) {
+    const Row row = { .index = -1 };
+    const Segment seg = { .n = 1 };
+    const Batch b = { .rows = &row, .segs = &seg, .len = &pos, .n_rows = 1, .n_segs = 1 };
+    int32_t choice;
+    reference_ops()->sample(&(Sample){ .batch = &b, .vocab = vocab, .logits = logits, .params = p, .mask = mask, .bias = bias,
+                                       .counts = counts, .step_rows = &row, .out = &choice });
     return choice;
 }
 
-// One row at position pos, nothing seen in the step.
+// The same of the backend that is tested.
 static int32_t choose(const float *logits, int vocab, const uint32_t *mask, const float *bias, const int32_t *counts,
                       SampleParams p, int32_t pos) {
     const Row row = { .token = vocab - 1 };
@@ -807,17 +773,17 @@ static void print_times(void) {
 
 // only: what to test, NULL after the last; none: all.
 static void run_all(const Ops *table, char **only) {
-    static const struct { const char *name; void (*test)(void); } tests[] = {
-        { "distribution", test_distribution }, { "choice", test_choice }, { "spread", test_spread },
-        { "edges", test_edges }, { "seen", test_seen }, { "position", test_position }
+    static const struct { const char *name; bool of_reference, of_others; void (*test)(void); } tests[] = {
+        { "distribution", true, false, test_distribution }, { "choice", false, true, test_choice },
+        { "spread", false, true, test_spread }, { "edges", true, true, test_edges }, { "seen", true, true, test_seen },
+        { "position", true, true, test_position }
     };
     op = table;
     op->init(&(Limits){ .max_rows = MAX_ROWS, .max_cols = 256, .vocab = BIG });
-    test_weights();
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
         bool wanted = !*only;
         for (char **name = only; *name; name++) wanted |= strcmp(*name, tests[i].name) == 0;
-        if (wanted) tests[i].test();
+        if (wanted && (table == reference_ops() ? tests[i].of_reference : tests[i].of_others)) tests[i].test();
     }
     if (getenv("TEST_TIMES")) print_times();
 }
@@ -826,6 +792,9 @@ int main(int argc, char **argv) {
     const bool cpu = argc < 2 || strcmp(argv[1], "-cuda") != 0, few = !cpu && argc > 2 && strcmp(argv[2], "-few") == 0;
     char **only = argv + (cpu ? 1 : few ? 3 : 2);
     if (few) shares = 15;
+    test_weights();
+    reference_ops()->init(&(Limits){ .max_rows = MAX_ROWS, .max_cols = 256, .vocab = BIG });
+    if (cpu) run_all(reference_ops(), only);
     if (cpu) run_all(cpu_ops(), only);
 #ifdef USE_CUDA
     if (cuda_ops()) run_all(cuda_ops(), only);
