@@ -3846,7 +3846,8 @@ static void cuda_kv_commit(const KvCommit *o) {
 }
 
 // kv_copy: stage -> ring, the last min(n, slots) rows of every segment.
-//   launch    grid (n_rows, kv heads), block 128: one row of the step
+//   shapes    a row of a head is a multiple of 16 bytes
+//   launch    grid n_rows, block 256: one row of the step, 16 bytes of all its heads a thread
 //   see       cpu_kv_copy
 __global__ void kv_copy_kernel(Batch b, Cache c, Cache stage) {
     take_turn();
@@ -3856,15 +3857,15 @@ __global__ void kv_copy_kernel(Batch b, Cache c, Cache stage) {
     const int slot = (b.len[seg.seq] + row.index) % c.slots;
     for (int plane = 0; plane < 2; plane++) {
         const KvPlane &p = plane ? c.v : c.k, &from = plane ? stage.v : stage.k;
-        const uint16_t *src = (const uint16_t *)kv_row(stage, from, 0, blockIdx.y, seg.first + row.index);
-        uint16_t *dst = (uint16_t *)kv_row(c, p, seg.seq, blockIdx.y, slot);
-        for (int i = threadIdx.x; i < (int)(kv_row_bytes(p.type, p.dim) / 2); i += blockDim.x) dst[i] = src[i];
+        const int words = (int)(kv_row_bytes(p.type, p.dim) / sizeof(uint4));
+        for (int i = threadIdx.x; i < c.n_kv_heads * words; i += blockDim.x)
+            ((uint4 *)kv_row(c, p, seg.seq, i / words, slot))[i % words] =
+                ((const uint4 *)kv_row(stage, from, 0, i / words, seg.first + row.index))[i % words];
     }
 }
 static void cuda_kv_copy(const KvCopy *o) {
     check_cache(o->cache, "kv_copy");
-    launch(WRITES_CACHE, kv_copy_kernel, dim3(o->batch->n_rows, o->cache->n_kv_heads), 128, 0, *o->batch, *o->cache,
-           *o->stage);
+    launch(WRITES_CACHE, kv_copy_kernel, o->batch->n_rows, 256, 0, *o->batch, *o->cache, *o->stage);
     CHECK_LAUNCH("kv_copy n_rows=%d", o->batch->n_rows);
 }
 

@@ -278,8 +278,8 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
 }
 
 static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const BenchOptions *b) {
-    int longest = 1, deepest = 0, warm_up = 0, widest = 0;
-    for (int i = 0; i < b->prompts.count; i++) warm_up = longest = max_int(longest, b->prompts.n[i]);
+    int longest = 1, deepest = 0, widest = 0;
+    for (int i = 0; i < b->prompts.count; i++) longest = max_int(longest, b->prompts.n[i]);
     for (int i = 0; i < b->generated.count; i++) longest = max_int(longest, b->generated.n[i]);
     for (int i = 0; i < b->rows.count; i++) widest = max_int(widest, b->rows.n[i]);
     for (int i = 0; i < b->depths.count; i++) deepest = max_int(deepest, b->depths.n[i]);
@@ -302,8 +302,10 @@ static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const B
     bench.ids = alloc_or_die(o.n_ctx, sizeof *bench.ids);
     for (int i = 0; i < o.n_ctx; i++) bench.ids[i] = (int32_t)(random_unit(1, i) * (float)m->config.vocab);
     bench.rings = alloc_or_die(copy_rings(m, 0, NULL, COPY_OUT), 1);
-    bench_run(&bench, min_int(warm_up, m->options.n_batch), PROMPT_TEST, "warming up");
-    set_length(m, 0, 0);
+    for (int k = 0; k < b->prompts.count; k++) {       // every number of rows has products of its own, to be found or loaded
+        bench_run(&bench, b->prompts.n[k], PROMPT_TEST, "warming up");
+        set_length(m, 0, 0);
+    }
     bench_run(&bench, min_int(longest, 4), GENERATE_TEST, NULL);
     reset_session(m, 0);
     for (int i = 0; i < b->depths.count; i++) {

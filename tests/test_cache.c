@@ -111,7 +111,7 @@ static float *copy_logits(const Model *m, int n_rows) {            // freed by t
     return copy;
 }
 
-static const float *ref(int pos) { return t.ref + (size_t)pos * (size_t)t.vocab; }
+static const float *expected(int pos) { return t.ref + (size_t)pos * (size_t)t.vocab; }
 
 static bool equal(const float *a, const float *b) { return !memcmp(a, b, (size_t)t.vocab * sizeof *a); }
 
@@ -298,11 +298,11 @@ static void check_chunks(int n, int size, int want) {
     for (int at = 0; at < n; ) {
         const int chunk = min_int(size, n - at);
         run_chain(m, 0, t.text + at, chunk, want == LAST && at + chunk < n ? NONE : want);
-        if (want == ALL && !SAME(logits(m, 0), ref(at), chunk, "chunks of %d, all rows: rows from %d of %d", size, at, n)) return;
+        if (want == ALL && !SAME(logits(m, 0), expected(at), chunk, "chunks of %d, all rows: rows from %d of %d", size, at, n)) return;
         accept_rows(m, chunk);
         at += chunk;
     }
-    if (want == LAST) SAME(logits(m, 0), ref(n - 1), 1, "chunks of %d, last row: prompt of %d", size, n);
+    if (want == LAST) SAME(logits(m, 0), expected(n - 1), 1, "chunks of %d, last row: prompt of %d", size, n);
 }
 
 static void test_chunks(void) {
@@ -330,7 +330,7 @@ static void test_wanted(void) {
             step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = chunk, .rows = rows }, 1);
             for (int i = 0; i < chunk; i++) {
                 if (!rows[i].want) continue;
-                if (!SAME(logits(m, r++), ref(at + i), 1, "position %d of a chunk of %d, %d %% wanted", at + i, chunk, percent)) return;
+                if (!SAME(logits(m, r++), expected(at + i), 1, "position %d of a chunk of %d, %d %% wanted", at + i, chunk, percent)) return;
             }
             CHECK(m->n_kept == r, "%s: %d rows of logits, expected %d", t.name, m->n_kept, r);
             accept_rows(m, chunk);
@@ -342,11 +342,11 @@ static void test_wanted(void) {
     o.n_batch = 100, o.n_logits = 1;
     Model *p = open_model(t.path, o);
     run_prompt(p, 1, t.text, 330);
-    SAME(logits(p, 0), ref(329), 1, "run_prompt, 330 tokens, n_batch 100");
+    SAME(logits(p, 0), expected(329), 1, "run_prompt, 330 tokens, n_batch 100");
     // A draw belongs to its position, however the prompt was cut.
     for (uint64_t seed = 0; seed < 20; seed++) {
         const SampleParams params = { .seed = seed, .temperature = 1, .top_p = 1, .repeat = 1 };
-        const int32_t want = sample_row(ref(329), t.vocab, NULL, &params, 329);
+        const int32_t want = sample_row(expected(329), t.vocab, NULL, &params, 329);
         const Batch b = { .rows = p->s.kept_rows, .segs = p->s.segs, .len = p->s.len, .n_rows = 1, .n_segs = 1 };
         p->s.params[1] = params;
         p->ops->sample(&(Sample){ .batch = &b, .vocab = t.vocab, .logits = p->s.logits, .params = p->s.params, .out = p->s.chosen });
@@ -355,7 +355,7 @@ static void test_wanted(void) {
     }
     commit_all(p);
     run_prompt(p, 1, t.text + 330, 1);
-    SAME(logits(p, 0), ref(330), 1, "run_prompt, one token more");
+    SAME(logits(p, 0), expected(330), 1, "run_prompt, one token more");
     commit_all(p);
     close_model(p);
 }
@@ -370,7 +370,7 @@ static void test_ring(void) {
     void *rings = replace_rings(m, N_CTX + STEP_ROWS);
     for (int i = 0; i < n; i++) {
         run_chain(m, 0, t.text + i, 1, LAST);
-        if (!SAME(logits(m, 0), ref(i), 1, "position %d of %d: rings of %d slots against rings that never wrap", i, n, t.ring)) break;
+        if (!SAME(logits(m, 0), expected(i), 1, "position %d of %d: rings of %d slots against rings that never wrap", i, n, t.ring)) break;
         accept_rows(m, 1);
     }
     close_model(m);
@@ -383,11 +383,11 @@ static void test_ring(void) {
         const int len = at + seam * (W - 1 + STEP_ROWS - at % (W - 1 + STEP_ROWS) - 10);
         fill(m, 0, len);
         run_chain(m, 0, t.text + len, STEP_ROWS, ALL);
-        SAME(logits(m, 0), ref(len), STEP_ROWS, "rings of window - 1 + %d: a draft of %d at %d", STEP_ROWS, STEP_ROWS, len);
+        SAME(logits(m, 0), expected(len), STEP_ROWS, "rings of window - 1 + %d: a draft of %d at %d", STEP_ROWS, STEP_ROWS, len);
         run_chain(m, 0, t.text + len, 1, ALL);
-        SAME(logits(m, 0), ref(len), 1, "rings of window - 1 + %d: after a rejected draft at %d", STEP_ROWS, len);
+        SAME(logits(m, 0), expected(len), 1, "rings of window - 1 + %d: after a rejected draft at %d", STEP_ROWS, len);
         run_chain(m, 0, t.text + len, STEP_ROWS + 1, ALL);
-        SAME(logits(m, 0), ref(len), STEP_ROWS + 1, "rings of window - 1 + %d: a prompt chunk at %d", STEP_ROWS, len);
+        SAME(logits(m, 0), expected(len), STEP_ROWS + 1, "rings of window - 1 + %d: a prompt chunk at %d", STEP_ROWS, len);
     }
     close_model(m);
     free(rings);
@@ -396,9 +396,9 @@ static void test_ring(void) {
     rings = replace_rings(m, W - 1 + STEP_ROWS - 1);
     fill(m, 0, at);
     run_chain(m, 0, t.text + at, STEP_ROWS - 1, ALL);
-    SAME(logits(m, 0), ref(at), STEP_ROWS - 1, "rings of window - 1 + %d: a draft of %d at %d", STEP_ROWS - 1, STEP_ROWS - 1, at);
+    SAME(logits(m, 0), expected(at), STEP_ROWS - 1, "rings of window - 1 + %d: a draft of %d at %d", STEP_ROWS - 1, STEP_ROWS - 1, at);
     run_chain(m, 0, t.text + at, STEP_ROWS, ALL);
-    CHECK(!equal(logits(m, 0), ref(at)), "%s: rings of window - 1 + %d slots should be too short for a draft of %d", t.name, STEP_ROWS - 1, STEP_ROWS);
+    CHECK(!equal(logits(m, 0), expected(at)), "%s: rings of window - 1 + %d slots should be too short for a draft of %d", t.name, STEP_ROWS - 1, STEP_ROWS);
     close_model(m);
     free(rings);
 }
@@ -417,18 +417,18 @@ static void test_poison(void) {
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_TREE, .n = STEP_ROWS, .rows = draft }, 1);
         poison_unseen(m, 0);
         run_chain(m, 0, t.text + len, STEP_ROWS, ALL);
-        SAME(logits(m, 0), ref(len), STEP_ROWS, "NaN outside the window at %d, then a draft of %d", len, STEP_ROWS);
+        SAME(logits(m, 0), expected(len), STEP_ROWS, "NaN outside the window at %d, then a draft of %d", len, STEP_ROWS);
         for (const int end = len + 3; len < end; len++) {
             poison_unseen(m, 0);
             run_chain(m, 0, t.text + len, 1, ALL);
-            SAME(logits(m, 0), ref(len), 1, "NaN outside the window at %d, then one token", len);
+            SAME(logits(m, 0), expected(len), 1, "NaN outside the window at %d, then one token", len);
             accept_rows(m, 1);
         }
         for (int want = ALL; want >= LAST; want--) {
             const int n = STEP_ROWS + 9, first = want == ALL ? 0 : n - 1;
             poison_unseen(m, 0);
             run_chain(m, 0, t.text + len, n, want);
-            SAME(logits(m, 0), ref(len + first), n - first, "NaN outside the window at %d, then a prompt chunk%s", len, want == ALL ? "" : ", last row");
+            SAME(logits(m, 0), expected(len + first), n - first, "NaN outside the window at %d, then a prompt chunk%s", len, want == ALL ? "" : ", last row");
             accept_rows(m, n);
             len += n;
         }
@@ -444,13 +444,13 @@ static void test_poison(void) {
         for (int k = 0; k < 3; k++) {
             poison_row(c, 0, seen[k] % c->slots);
             run_chain(m, 0, t.text + len, 1, ALL);
-            CHECK(!equal(logits(m, 0), ref(len)), "%s: cache %d: position %d is in sight of position %d, but NaN there changes nothing", t.name, i, seen[k], len);
+            CHECK(!equal(logits(m, 0), expected(len)), "%s: cache %d: position %d is in sight of position %d, but NaN there changes nothing", t.name, i, seen[k], len);
             kv_move(c, 0, seen[k] % c->slots, c, 1, seen[k] % c->slots);
         }
         if (!is_ring(m, i)) continue;
         poison_row(c, 0, before % c->slots);
         run_chain(m, 0, t.text + len, 1, ALL);
-        SAME(logits(m, 0), ref(len), 1, "cache %d: NaN at position %d, just out of sight of %d", i, before, len);
+        SAME(logits(m, 0), expected(len), 1, "cache %d: NaN at position %d, just out of sight of %d", i, before, len);
     }
 }
 
@@ -652,9 +652,9 @@ static double difference(PlanOptions o, bool median) {
     run_chain(m, 0, t.text, 160, ALL);
     for (int r = 0; r < 160; r++)
         for (int i = 0; i < t.vocab; i++) {
-            const double d = fabs((double)logits(m, r)[i] - (double)ref(r)[i]);
+            const double d = fabs((double)logits(m, r)[i] - (double)expected(r)[i]);
             row[r] = isnan(d) ? INFINITY : fmax(row[r], d);
-            largest = fmax(largest, fabs((double)ref(r)[i]));
+            largest = fmax(largest, fabs((double)expected(r)[i]));
         }
     qsort(row, 160, sizeof *row, compare_doubles);
     close_model(m);
@@ -714,23 +714,23 @@ static void test_full(int n_ctx) {
     Model *m = open_model(t.path, o);
     StepRow rows[STEP_ROWS];
     run_prompt(m, 0, t.text, n_ctx);
-    SAME(logits(m, 0), ref(n_ctx - 1), 1, "context of %d, filled in chunks: last position", n_ctx);
+    SAME(logits(m, 0), expected(n_ctx - 1), 1, "context of %d, filled in chunks: last position", n_ctx);
     commit_all(m);
     for (int i = 0; i < n_ctx; i++) {
         run_chain(m, 2, t.text + i, 1, LAST);
         accept_rows(m, 1);
     }
-    SAME(logits(m, 0), ref(n_ctx - 1), 1, "context of %d, filled one by one: last position", n_ctx);
+    SAME(logits(m, 0), expected(n_ctx - 1), 1, "context of %d, filled one by one: last position", n_ctx);
     fill(m, 1, n_ctx - 1);
     const uint64_t before[] = { cache_hash(m, 0), cache_hash(m, 2) };
     run_chain(m, 1, t.text + n_ctx - 1, STEP_ROWS, ALL);           // the session in the middle drafts into the spare slots
-    SAME(logits(m, 0), ref(n_ctx - 1), STEP_ROWS, "context of %d: draft of %d at the last position", n_ctx, STEP_ROWS);
+    SAME(logits(m, 0), expected(n_ctx - 1), STEP_ROWS, "context of %d: draft of %d at the last position", n_ctx, STEP_ROWS);
     random_tree(rows, STEP_ROWS, 2, 20, 0);
     step(m, &(StepSeg){ .seq = 1, .kind = SEG_TREE, .n = STEP_ROWS, .rows = rows }, 1);
     run_chain(m, 1, t.text + n_ctx - 1, STEP_ROWS, ALL);
     accept_rows(m, 1);
     run_chain(m, 1, t.text + n_ctx, STEP_ROWS, ALL);
-    SAME(logits(m, 0), ref(n_ctx), STEP_ROWS, "context of %d, full: draft of %d that cannot be kept", n_ctx, STEP_ROWS);
+    SAME(logits(m, 0), expected(n_ctx), STEP_ROWS, "context of %d, full: draft of %d that cannot be kept", n_ctx, STEP_ROWS);
     CHECK(cache_hash(m, 0) == before[0] && cache_hash(m, 2) == before[1], "%s: context of %d: drafts at its end changed another session", t.name, n_ctx);
     close_model(m);
 }
