@@ -149,15 +149,22 @@ if ! command -v make >/dev/null 2>&1; then
     exit 1
 fi
 export CC="$compiler"
-nvcc=${NVCC-$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)}      # as in the Makefile
-if [ -f "$here/gemma4_kernels.cu" ] && [ -z "$nvcc" ] && [ "$(uname -s)" = Linux ] && ! command -v apk >/dev/null 2>&1; then
+# As in the Makefile. Without a GPU nvcc would work for minutes on kernels that nothing here can run.
+nvcc=${NVCC-$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)}
+gpu=${HAS_GPU-$(ls /dev/nvidiactl /dev/dxg /dev/nvhost-gpu 2>/dev/null)}
+if [ -n "$nvcc" ] && [ -z "$gpu" ]; then
+    say "no GPU here, so the CPU is used; to build for one elsewhere: make cuda ARCH=sm_90 (or sm_80, sm_120, all-major)"
+    nvcc=
+elif [ -f "$here/gemma4_kernels.cu" ] && [ -z "$nvcc" ] && [ "$(uname -s)" = Linux ] && ! command -v apk >/dev/null 2>&1; then
     say "no nvcc, so the CPU is used; for a GPU (sm_80 or newer), to add CUDA 12 or newer: $(how_to_install 'the CUDA toolkit' '' \
         nvidia-cuda-toolkit cuda-toolkit '' cuda cuda-toolkit)"
 fi
 
 [ -x "$here/gemma4" ] || say "building${nvcc:+; the kernels take nvcc a few minutes}"
 build() { make -s -C "$here" "$1" >"$tmp/log" 2>&1; }
-if build all; then
+target=cpu
+[ -z "$nvcc" ] || target=all
+if build $target; then
     cat "$tmp/log" >&2
 else
     error=$(awk 'tolower($0) ~ /error|fatal|denied|read-only|not found/ { print; exit }' "$tmp/log")

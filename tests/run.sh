@@ -73,7 +73,7 @@ jobs=${JOBS:-$([ -e /dev/nvidiactl ] && echo 1 || nproc 2>/dev/null || sysctl -n
 printf '%s\n' $first $names | xargs -P "$jobs" -n 1 sh tests/run.sh -one | {
     passed=0 failed=0 skipped=0
     for name in $names $first; do
-        while [ ! -e "$BUILD/log/$name.line" ] && read -r ended; do :; done
+        while [ ! -e "$BUILD/log/$name.line" ] && read -r _; do :; done
         p=0 f=1 s=0
         if [ -e "$BUILD/log/$name.line" ]; then
             read -r p f s <"$BUILD/log/$name.counts"

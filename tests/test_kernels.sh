@@ -2,8 +2,8 @@
 # The kernels of gemma4_kernels.cu without a GPU: compiled by g++ and carried out by tests/cuda_on_cpu, whose cuda_runtime.h says
 # what that proves and what it does not. First the emulator itself, with planted faults; then each operation against double
 # precision, the sampler, whole models against the CPU backend, the layout of weights, and answers whose steps run ahead of the
-# host, as far as some four minutes on two cores go. On a machine with a GPU the same programs run on it, whole.
-# Environment: BUILD (build), STRICT=1 (a skip fails).
+# host, as far as some two minutes of one core go (LONG=1: matrix products, experts and the head whole). On a machine with a GPU the same programs run on it, whole.
+# Environment: BUILD (build), STRICT=1 (a skip fails), LONG=1.
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
 passed=0 failed=0 skipped=0
@@ -39,7 +39,9 @@ if [ ! -x "$build/emulated/test_emulator" ]; then
     finish
 fi
 one test_emulator
-one test_ops -cuda -few matmul expert_down head      # whole: build/emulated/test_ops -cuda matmul expert_down head, 5 minutes
+few=-few
+[ "${LONG:-0}" = 0 ] || few=                         # 5 minutes
+one test_ops -cuda $few matmul expert_down head
 one test_ops -cuda embed ple_rows route gate_up expert_gate_up ple_inject close gather_rows qkv_store attend kv_commit kv_copy \
     logprob
 one test_sampling -cuda seen position

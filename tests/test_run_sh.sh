@@ -1,6 +1,6 @@
 #!/bin/sh
 # run.sh --fetch, with a curl of our own that serves one small file: list, download, resume, damage, no network, no curl; then
-# what it builds and runs, with a make of our own; and which flags the Makefile gives to an nvcc.
+# what it builds and runs, with a make of our own, with and without nvcc and a GPU; and what the Makefile gives to an nvcc.
 # Environment: STRICT=1 (skips fail).
 cd "$(dirname "$0")/.." || exit 1
 . tests/harness.sh
@@ -151,9 +151,9 @@ END
 chmod +x "$tmp/bin/make"
 export top="$tmp"                               # run.sh has a tmp of its own
 touch "$tmp/tree/gemma4_kernels.cu"
-runs() { # runs NVCC: run.sh where that is nvcc; leaves $status, $tmp/made, $tmp/out and $tmp/err
+runs() { # runs NVCC [GPU]: run.sh where that is nvcc and the GPU; leaves $status, $tmp/made, $tmp/out and $tmp/err
     : >"$tmp/made"
-    PATH="$tmp/bin:$PATH" NVCC=$1 EDIT=1 sh "$tmp/tree/run.sh" m.gguf -p hi >"$tmp/out" 2>"$tmp/err"
+    PATH="$tmp/bin:$PATH" NVCC=$1 HAS_GPU=${2-one} EDIT=1 sh "$tmp/tree/run.sh" m.gguf -p hi >"$tmp/out" 2>"$tmp/err"
     status=$?
 }
 made() { [ "$(tr '\n' ' ' <"$tmp/made")" = "$1" ]; }
@@ -165,16 +165,24 @@ mkdir "$tmp/tree/build"
 echo "cc -O3 -lreadline" >"$tmp/tree/build/flags"
 runs nvcc
 ok "a build with line editing: the command alone" lines 1
+runs nvcc ""
+ok "nvcc and no GPU: runs the CPU's" grep -qx 'cpu m.gguf -p hi' "$tmp/out"
+ok "nvcc and no GPU: builds nothing else" made "cpu "
+ok "nvcc and no GPU: one line more" lines 2
+ok "nvcc and no GPU: says how to build for one" has "no GPU here, so the CPU is used; to build for one elsewhere: make cuda ARCH="
+runs "" ""
+ok "neither: runs the CPU's" grep -qx 'cpu m.gguf -p hi' "$tmp/out"
+ok "neither: how to build for a GPU where there is none is left out" [ -z "$(grep 'make cuda' "$tmp/err")" ]
 touch "$tmp/fails-all"
 runs nvcc
 ok "a CUDA build that fails: runs the CPU's" grep -qx 'cpu m.gguf -p hi' "$tmp/out"
 ok "a CUDA build that fails: two lines" lines 2
 ok "a CUDA build that fails: says why" has "a GPU needs CUDA 12 and sm_80, or newer: x(1): error: no luck with all"
+touch "$tmp/fails-cpu"
 runs ""
 ok "a build that fails without nvcc: exit status 1" [ "$status" -eq 1 ]
 ok "a build that fails without nvcc: the messages" has "x(2): error: again"
-ok "a build that fails without nvcc: once" made "all "
-touch "$tmp/fails-cpu"
+ok "a build that fails without nvcc: once" made "cpu "
 runs nvcc
 ok "both builds fail: exit status 1" [ "$status" -eq 1 ]
 ok "both builds fail: the CPU's messages" has "no luck with cpu"
@@ -196,6 +204,15 @@ if [ -f gemma4_kernels.cu ]; then
     done
     ok "an nvcc that knows --split-compile: it is used" grep -q -e '-lineinfo --split-compile=0 -arch' "$tmp/split-compile"
     ok "an nvcc that does not: it is left out" grep -q -e '-lineinfo  -arch' "$tmp/other"
+    touch "$tmp/cublas_v2.h"
+    for gpu in "" one; do                       # what make test builds
+        MAKEFLAGS='' make -n B="$tmp/b" NVCC="$tmp/bin/nvcc" CUBLAS="$tmp/cublas_v2.h" HAS_GPU=$gpu JOBS=1 test >"$tmp/test$gpu" 2>"$tmp/err"
+    done
+    ok "make test, nvcc and a GPU: the kernels are compiled by nvcc" grep -q "^$tmp/bin/nvcc .* -o $tmp/b/kernels.o" "$tmp/testone"
+    ok "make test, nvcc and a GPU: its ./gemma4 is CUDA's" grep -q "GEMMA4=.*/gemma4-cuda" "$tmp/testone"
+    ok "make test, nvcc and no GPU: no nvcc" [ -z "$(grep "^$tmp/bin/nvcc" "$tmp/test")" ]
+    ok "make test, nvcc and no GPU: the CPU's programs" grep -q -e "-o $tmp/b/test_ops " "$tmp/test"
+    ok "make test, nvcc and no GPU: the CPU's gemma4" grep -q "GEMMA4=.*/gemma4-cpu" "$tmp/test"
 fi
 
 finish run_sh

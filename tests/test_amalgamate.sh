@@ -1,0 +1,44 @@
+#!/bin/sh
+# tools/amalgamate.sh: each file once, a missing one is an error; and the engine made one file: its compiler has nothing to warn
+# of, and it tells the story of gemma4, to the last bit of its logits.
+# Environment: GEMMA4 (./gemma4), CC (cc).
+cd "$(dirname "$0")/.." || exit 1
+. tests/harness.sh
+
+mkdir -p "$tmp/tree/parts"
+printf '#include "h.h"\n#include "parts/p.h"\n#include "h.h"\nint main(void) { return h + p - 3; }\n' >"$tmp/tree/a.c"
+printf '#include <stdio.h>\nint h = 1;\n' >"$tmp/tree/h.h"
+printf '/* as in\n * #include "nothing.h" */\n#include "../h.h"\nint p = 2;\n' >"$tmp/tree/parts/p.h"
+amalgamate() { (cd "$1" && sh "$OLDPWD/tools/amalgamate.sh" "$2") >"$tmp/one.c" 2>"$tmp/err"; status=$?; }
+amalgamate "$tmp/tree" a.c
+ok "a file twice: exits 0" [ "$status" -eq 0 ]
+ok "a file twice: it is there once" [ "$(grep -c '^int h' "$tmp/one.c")" -eq 1 ]
+ok "a file of a folder: it is there" [ "$(grep -c '^int p' "$tmp/one.c")" -eq 1 ]
+ok "headers of the system stay" grep -q '^#include <stdio.h>' "$tmp/one.c"
+ok "no file of ours is included" [ -z "$(grep '^#include "' "$tmp/one.c")" ]
+ok "it compiles and runs" sh -c '${CC:-cc} "$0/one.c" -o "$0/one" && "$0/one"' "$tmp"
+rm "$tmp/tree/h.h"
+amalgamate "$tmp/tree" a.c
+ok "a missing header: exit status 1" [ "$status" -eq 1 ]
+ok "a missing header: is named" grep -q 'a.c: "h.h" is not there' "$tmp/err"
+amalgamate . nothing.c
+ok "a missing file: exit status 1" [ "$status" -eq 1 ]
+
+amalgamate . gemma4.c
+ok "the engine: exits 0" [ "$status" -eq 0 ]
+ok "the engine: no file of ours is included" [ -z "$(grep '^#include "' "$tmp/one.c")" ]
+# shellcheck disable=SC2086  # CC may hold flags
+${CC:-cc} -O1 -Wall -Wextra -ffp-contract=off "$tmp/one.c" -o "$tmp/one" -lm -pthread 2>"$tmp/err"
+status=$?
+ok "the engine: compiles" [ "$status" -eq 0 ]
+ok "the engine: without warnings" [ ! -s "$tmp/err" ]
+set -- models/gemma4-mini-q8_0.gguf -p "Tell me a story about a fox." --temp 0 -n 60
+run "$@"
+mv "$tmp/out" "$tmp/story"
+hash=$(grep -o 'last logits .*' "$tmp/err")
+gemma4=$tmp/one
+run "$@"
+ok "the engine: tells a story" [ -s "$tmp/out" ]
+ok "the engine: the same story" cmp -s "$tmp/out" "$tmp/story"
+ok "the engine: the same logits" [ "$hash" = "$(grep -o 'last logits .*' "$tmp/err")" ]
+finish amalgamate
