@@ -4892,7 +4892,7 @@ __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LIN
             copy_commit();
         };
         copy_k(0);
-        if (TIED || n_v == 2) copy_v(0);
+        if (TIED) copy_v(0);
         flash_queries<HD, LINES>(a, run, r0, q);
 
         float acc[4][8][4] = { }, sum[2][2] = { }, top[2][2] = { { -INFINITY, -INFINITY }, { -INFINITY, -INFINITY } };
@@ -4900,7 +4900,7 @@ __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LIN
         for (int i = 0; i < n_tiles; i++) {
             const __half *v_tile = v_tiles + i % n_v * N * HD;
             copied<0>();
-            __syncthreads();                           // K is there, V if TIED or n_v is 2; tile i - 1 has been read
+            __syncthreads();                           // K is there, and V if TIED; tile i - 1 has been read
             if (n_v == 2) copy_v(i + 1);
             else if (!TIED) copy_v(i);
 
@@ -4921,7 +4921,7 @@ __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LIN
             __syncthreads();                           // the largest scores of both warps of a line are there
             if (HALVES == 1) copy_k(i + 1);
             flash_weigh(f, s, a.scale, tops, top, sum, weights, shrink);
-            if (n_v == 1 && !TIED) copied<1>();        // V, not yet the next K
+            if (!TIED) copied<1>();                    // V, not yet the next K
             __syncthreads();                           // weights are there
             flash_values<HD>(acc, weights + f.out_line0 * N, shrink + f.out_line0, v_tile + f.out_dim0);
             if (TIED && n_v == 1) {
@@ -4942,7 +4942,7 @@ typedef struct {              // how flash carries an attend out; kernel NULL: i
 
 template <int HD, int LINES, int N_K> static FlashPlan flash_plan(void) {
     typedef Flash<HD, LINES> Shape;
-    int n_v = 2;
+    int n_v = N_K < HD ? 2 : 1;                        // a V that K needs is fetched a tile ahead
     while (n_v && Shape::bytes(N_K, n_v) > (size_t)cuda.block_shared) n_v--;
     return (FlashPlan){ n_v ? flash_kernel<HD, LINES, N_K> : NULL, LINES, Shape::THREADS, n_v, Shape::bytes(N_K, n_v) };
 }
@@ -4954,7 +4954,7 @@ static FlashPlan flash_of(const Attend *o) {
     FlashPlan f = { };
     if (n_rows <= STEP_ROWS || n_rows < 8 * o->batch->n_segs || o->own != OWN_CAUSAL) return f;
     if (c->k.type != KV_F16 || c->v.type != KV_F16) return f;
-    if (c->head_dim == 256 && c->k.dim == 256) f = flash_plan<256, 128, 256>();
+    if (c->head_dim == 256 && c->k.dim == 256) f = flash_plan<256, 64, 256>();
     if (c->head_dim == 512 && c->k.dim == 512) f = flash_plan<512, 64, 512>();
     if (c->head_dim == 512 && c->k.dim == 128) f = flash_plan<512, 64, 128>();
     if (group > f.lines) f.kernel = NULL;
@@ -4980,7 +4980,7 @@ static void attend_flash(const Attend *o, const FlashPlan *f) {
 
 // Once at start.
 static void allow_flash(void) {
-    void (*const kernels[])(FlashTask) = { flash_kernel<256, 128, 256>, flash_kernel<512, 64, 512>,
+    void (*const kernels[])(FlashTask) = { flash_kernel<256, 64, 256>, flash_kernel<512, 64, 512>,
                                            flash_kernel<512, 64, 128> };
     for (auto k : kernels)
         CHECK_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, cuda.block_shared),
