@@ -53,6 +53,7 @@
 #include <string.h>
 #include <unistd.h>
 #include <atomic>
+#include <type_traits>
 #include "gemma4.h"
 
 // ==== [1] Errors, the stream, state ==================================================================================
@@ -95,6 +96,10 @@ typedef struct {              // a launch, as far as the next one has to know
     unsigned writes;          // Writes
 } Launched;
 
+typedef struct {              // pairs order[first .. first + n - 1], all of one expert; n = 0: nothing
+    int32_t expert, first, n;
+} PairTile;
+
 static struct {
     cudaStream_t stream;
     cublasHandle_t blas;
@@ -108,6 +113,8 @@ static struct {
     int8_t *yq;               // (2, prepared_rows, max_cols)
     float *ys;                // (2, prepared_rows, max_cols / 32)
     __half *y16;              // (max_rows, max_cols) for cuBLAS, times PROMPT_SCALE
+    int32_t *order;           // (max_rows * max_experts) pairs of a row and an expert that it chose, by expert
+    PairTile *tiles;          // (most_tiles)
     __half *panel;            // (PANEL_BYTES) rows of a matrix for cuBLAS
     float *wide;              // (wide_values) gate and up of a prompt
     float *partial;           // (PARTIAL_BYTES) attention before its parts are put together
@@ -960,7 +967,12 @@ typedef struct {              // where a prepared input goes; NULL: not wanted
     int8_t *q;                // (n_rows, cols)
     float *s;                 // (n_rows, cols / 32)
     __half *h;                // (n_rows, cols) times PROMPT_SCALE
+    bool   by_fragment;       // value i of a row of h lies at fragment_at(i); cols is a multiple of 16
 } Prepared;
+
+// Where value i goes so that lane l of a warp finds its share of quantised weights, values 4k .. 4k + 3 of 16 with k = l % 4, where
+// multiply_half() looks for them: 2k, 2k + 1 and 8 + 2k, 9 + 2k.
+__device__ static inline int fragment_at(int i) { return (i & ~15) | (i & 2) << 2 | (i >> 1 & 6) | (i & 1); }
 
 enum { ROW_THREADS = 512, ROW_QUADS = 3, ROW_COLS = 4 * ROW_QUADS * ROW_THREADS, NARROW_QUADS = 2,
        NARROW_COLS = 4 * NARROW_QUADS * ROW_THREADS, DELTA = 0, POST = 2, PRE = 3, NORM_WEIGHTS = 5 };
@@ -1163,12 +1175,13 @@ prepare_kernel(const __grid_constant__ RowInputs o, Prepared out0, Prepared out1
         return [&o, at, out = k ? out1 : out0](int i, float4 y) {
             if (out.f) store4(out.f + at, i, o.cols, o.quads, y);
             if (out.h && o.quads) {
-                const uint2 halves = make_uint2(prompt_halves(y.x, y.y), prompt_halves(y.z, y.w));
-                if (i < o.cols) *(uint2 *)(out.h + at + i) = halves;
+                const uint2 two = make_uint2(prompt_halves(y.x, y.y), prompt_halves(y.z, y.w));
+                unsigned *const to = (unsigned *)(out.h + at + (out.by_fragment ? fragment_at(i) : i));
+                if (i < o.cols) to[0] = two.x, to[out.by_fragment ? 4 : 1] = two.y;
             } else if (out.h) {
                 const float v[4] = { y.x, y.y, y.z, y.w };
                 for (int c = 0; c < 4; c++)
-                    if (i + c < o.cols) out.h[at + i + c] = prompt_half(v[c]);
+                    if (i + c < o.cols) out.h[at + (out.by_fragment ? fragment_at(i + c) : i + c)] = prompt_half(v[c]);
             }
             if (out.q) {
                 float s;
@@ -1213,11 +1226,11 @@ static void launch_prepare(const In *in, const In *beside, Prepared out, Prepare
     CHECK_LAUNCH("prepare n_rows=%d cols=%d", n_rows, cols);
 }
 
-// act_to_half: the form that cuBLAS takes, of what a producer left: f, or q * s.
-//   shapes    n values, row after row; f, q and out at multiples of 16 bytes
+// act_to_half: the form that prompts multiply, of what a producer left: f, or q * s.
+//   shapes    n values, row after row; f, q and out at multiples of 16 bytes; by_fragment: as in Prepared
 //   launch    grid ceil(n / 2048), block 256: a thread takes eight values
 //   traffic   reads 4 bytes or 1 1/8 a value, writes 2
-__global__ void act_to_half_kernel(Act a, __half *out, size_t n) {
+__global__ void act_to_half_kernel(Act a, __half *out, size_t n, bool by_fragment) {
     take_turn();
     const size_t i = 8 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
     if (i + 8 > n) {
@@ -1233,8 +1246,14 @@ __global__ void act_to_half_kernel(Act a, __half *out, size_t n) {
         const float s = a.s[i / 32];
         for (int k = 0; k < 8; k++) v[k] = (int8_t)((k < 4 ? q.x : q.y) >> 8 * (k % 4)) * s;
     }
-    *(uint4 *)(out + i) = make_uint4(prompt_halves(v[0], v[1]), prompt_halves(v[2], v[3]), prompt_halves(v[4], v[5]),
-                                     prompt_halves(v[6], v[7]));
+    const uint4 all = make_uint4(prompt_halves(v[0], v[1]), prompt_halves(v[2], v[3]), prompt_halves(v[4], v[5]),
+                                 prompt_halves(v[6], v[7]));
+    if (!by_fragment) {
+        *(uint4 *)(out + i) = all;
+        return;
+    }
+    uint2 *const to = (uint2 *)(out + (i & ~(size_t)15) + fragment_at((int)(i & 15)));
+    to[0] = make_uint2(all.x, all.z), to[2] = make_uint2(all.y, all.w);
 }
 
 // Rows that the products of 1 to 64 rows are given at most: those of experts have the whole step.
@@ -3438,22 +3457,485 @@ static void multiply_gated(const Tensor *gate, const Tensor *up, const float *u,
     }
 }
 
-static const __half *prompt_input(const In *in, int n_rows, int cols) {
+static const __half *prompt_input(const In *in, int n_rows, int cols, bool by_fragment) {
     if (in->act.f || in->act.q) {
         const size_t n = (size_t)n_rows * cols;
-        launch(WRITES_ACTIVATIONS, act_to_half_kernel, (unsigned)((n + 2047) / 2048), 256, 0, in->act, cuda.y16, n);
+        launch(WRITES_ACTIVATIONS, act_to_half_kernel, (unsigned)((n + 2047) / 2048), 256, 0, in->act, cuda.y16, n,
+               by_fragment);
         CHECK_LAUNCH("act_to_half n_rows=%d cols=%d", n_rows, cols);
     } else {
-        launch_prepare(in, NULL, (Prepared){ NULL, NULL, NULL, cuda.y16 }, (Prepared){ 0 }, n_rows, cols);
+        launch_prepare(in, NULL, (Prepared){ NULL, NULL, NULL, cuda.y16, by_fragment }, (Prepared){ 0 }, n_rows, cols);
     }
     return cuda.y16;
+}
+
+// ---- experts of a prompt ----
+// The pairs (row, chosen expert) of a step are sorted by expert, and an expert meets all of its rows, a tile of them at a time, as
+// a dense matrix would: weights become f16 on their way from shared memory to the tensor cores, sums are f32. A warp has 32
+// features, two halves of 16: of gate and of up, or one behind the other. It multiplies them with all rows of the tile, so a
+// weight is decoded once for as many rows. Features and rows come in stages of 64 values.
+//
+// In lane l, t = l / 4, k = l % 4, word k of a chunk of codes holds values 4k .. 4k + 3 of a feature, where multiply_half() looks
+// for 2k, 2k + 1 and 8 + 2k, 9 + 2k. The rows lie in the order of fragment_at() to match, so that codes need no sorting.
+
+enum { STAGE_VALUES = 64, SIXTEEN = 16, EXPERT_WARPS = 4, EXPERT_THREADS = 32 * EXPERT_WARPS, SORT_THREADS = 512,
+       MAX_PROMPT_EXPERTS = 1024, SMALL_TILE = 64, LARGE_TILE = 128 };      // pairs
+
+// The most tiles that sort_pairs_kernel gives out.
+static int most_tiles(int n_pairs, int n_experts, int tile) { return n_pairs / tile + n_experts; }
+
+// sort_pairs: order = the pairs by expert, ascending; tiles = at most `tile` of them each. An expert whose pairs begin at s owns
+// the tiles from s / tile + its number on: as many as there are or one more, whatever the others have.
+//   shapes    ids (n_pairs), order (n_pairs), tiles (most_tiles())
+//   launch    grid n_experts, block 512: a warp takes consecutive pairs
+//   traffic   the ids twice per expert, from the L2 cache
+//   see       tests/test_ops.c expert_prompt()
+__global__ void __launch_bounds__(SORT_THREADS) sort_pairs_kernel(const int32_t *ids, int n_pairs, int tile, int32_t *order,
+                                                                  PairTile *tiles) {
+    take_turn();
+    constexpr int WARPS = SORT_THREADS / 32;
+    __shared__ int own_of[WARPS], less_of[WARPS];
+    const int e = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int each = div_up(div_up(n_pairs, WARPS), 32) * 32, from = warp * each, end = min(from + each, n_pairs);
+    int own = 0, less = 0;
+#pragma unroll 4
+    for (int i = from + lane; i < end; i += 32) {
+        const int id = ids[i];
+        own += id == e;
+        less += id < e;
+    }
+    own = __reduce_add_sync(~0u, own), less = __reduce_add_sync(~0u, less);
+    if (lane == 0) own_of[warp] = own, less_of[warp] = less;
+    __syncthreads();                                   // all counts
+    int start = 0, before = 0, all = 0;
+    for (int w = 0; w < WARPS; w++) {
+        start += less_of[w];
+        before += w < warp ? own_of[w] : 0;
+        all += own_of[w];
+    }
+    int at = start + before;
+#pragma unroll 4
+    for (int i = from; i < end; i += 32) {
+        const bool mine = i + lane < end && ids[i + lane] == e;
+        const unsigned set = __ballot_sync(~0u, mine);
+        if (mine) order[at + __popc(set & ((1u << lane) - 1))] = i + lane;
+        at += __popc(set);
+    }
+    const int first = start / tile + e, n_tiles = (start + all) / tile + e + 1 - first;
+    for (int i = threadIdx.x; i < n_tiles; i += SORT_THREADS)
+        tiles[first + i] = (PairTile){ e, start + i * tile, max(0, min(tile, all - i * tile)) };
+}
+
+typedef struct {
+    Planes w[2];              // of the two halves of a warp's features
+    size_t rows_e;            // rows of an expert
+    int    first[2];          // first row of each half within its expert
+    int    rows, cols;        // output features, input width
+    int    step;              // features of a warp: 16 with gate and up, else 32
+    int    n_blocks;          // that share the features
+    const __half *y;          // (n_rows or n_pairs, cols) times PROMPT_SCALE, by fragment
+    Divisor pairs_each;       // pairs that have the same row of y
+    const int32_t *order;     // (n_pairs) from sort_pairs
+    const PairTile *tiles;
+    const float *factor[2];   // (n_experts) or NULL
+    ActFn  fn;
+    Act    out;               // (n_pairs, rows) of gate and up
+    float *products;          // (n_pairs, rows) of another matrix; NULL: gate and up
+} Experts;
+
+// 32 features in a stage, and where their parts lie in shared memory.
+template <DType T> struct Staged {
+    static constexpr Format form = Type<T>::form;
+    static constexpr bool one_head = Type<T>::one_head;                // for four stages
+    static constexpr int lo = STAGE_VALUES * form.lo_bits / 8, hi = STAGE_VALUES * form.hi_bits / 8;         // bytes of a feature
+    static constexpr int head = one_head ? form.head : Type<T>::head * STAGE_VALUES / 256;
+    static constexpr int head_words = (head + 3) / 4;
+    static constexpr int hi_at = 32 * lo, head_at = hi_at + 32 * hi, sup_at = head_at + 128 * head_words;
+    static constexpr int bytes = sup_at + 128 * (form.sup != 0);
+    // Where chunk c of lo of feature f lies: what is read at once lies in different banks.
+    __device__ static int chunk_at(int f, int c) {
+        const int bits = lo == 32 ? f >> 2 & 1 : lo == 64 ? f >> 1 & 3 : lo == 128 ? 2 * (f & 3) : lo == 256 ? 4 * (f & 1) : 0;
+        return f * lo + 16 * (c ^ bits);
+    }
+};
+
+// A warp's 32 features of one expert: brings their stages into shared memory and turns what is there into f16.
+template <DType T> struct Features {
+    typedef Staged<T> S;
+    const uint8_t *lo[2];                      // of the first feature of each half
+    const uint8_t *hi, *head, *sup;            // of feature number `lane`
+    int lo_row;                                // bytes from one feature to the next
+
+    __device__ Features(const Experts &o, int expert, int feature) : lo_row(o.cols / STAGE_VALUES * S::lo) {
+        for (int h = 0; h < 2; h++) {
+            const size_t row = (size_t)expert * o.rows_e + o.first[h] + feature;
+            lo[h] = o.w[h].lo + row * lo_row;
+            if (is_float(T) || h != (int)threadIdx.x % 32 / SIXTEEN) continue;
+            const Planes p = planes_from<T>(o.w[h], (row + threadIdx.x % SIXTEEN) * (o.cols / 32));
+            hi = p.hi, head = p.head, sup = p.sup;
+        }
+    }
+    // What belongs to stage s. Some of it is no whole word, and comes with the word that it lies in.
+    __device__ const uint8_t *head_of(int s) const { return head + (S::one_head ? s / 4 : s) * S::head; }
+    __device__ const uint8_t *sup_of(int s) const { return sup + s / 4 * S::form.sup; }
+    __device__ static int in_word(const uint8_t *p) { return (int)((size_t)p & 2); }
+
+    __device__ void fetch(char *to, int s) const {
+        constexpr int CHUNKS = S::lo / 16;
+        const int lane = threadIdx.x % 32, c = lane % CHUNKS;
+#pragma unroll
+        for (int i = 0; i < CHUNKS; i++) {
+            const int f = (i * 32 + lane) / CHUNKS, half = CHUNKS == 1 ? f / SIXTEEN : i * 32 / CHUNKS / SIXTEEN;
+            copy_line_ahead(to + S::chunk_at(f, c), lo[half] + f % SIXTEEN * lo_row + s * S::lo + 16 * c);
+        }
+        if constexpr (S::hi == 16) copy_ahead(to + S::hi_at + 16 * lane, hi + s * 16);
+        if constexpr (S::hi == 8)
+            for (int i = 0; i < 8; i += 4) copy_word_ahead(to + S::hi_at + 8 * lane + i, hi + s * 8 + i);
+        if constexpr (S::head == 16) copy_ahead(to + S::head_at + 16 * lane, head_of(s));
+        else if constexpr (S::head == 2) copy_word_ahead(to + S::head_at + 4 * lane, head_of(s) - in_word(head_of(s)));
+        else for (int i = 0; i < S::head; i += 4) copy_word_ahead(to + S::head_at + S::head * lane + i, head_of(s) + i);
+        if constexpr (S::form.sup == 2) copy_word_ahead(to + S::sup_at + 4 * lane, sup_of(s) - in_word(sup_of(s)));
+        if constexpr (S::form.sup == 4) copy_word_ahead(to + S::sup_at + 4 * lane, sup_of(s));
+    }
+
+    // Factors and minima of group j of stage s, of feature `lane`: { a, -m }, or where halves of groups differ { a[0], a[1] } and
+    // { -m[0], -m[1] }.
+    __device__ void scales(const char *stage, int s, int j, __half2 am[2]) const {
+        const int lane = threadIdx.x % 32;
+        const unsigned *w = (const unsigned *)(stage + S::head_at) + S::head_words * lane;
+        uint4 x = { };
+        unsigned top = 0;
+        float a[2], m[2];
+        if constexpr (S::head == 16) x = *(const uint4 *)w;
+        else if constexpr (S::head == 12) x.x = w[0], x.y = w[1], x.z = w[2];
+        else if constexpr (S::head == 8 && S::one_head) x.x = w[0], x.y = w[1];
+        else if constexpr (S::head == 8) x.x = w[j];
+        else if constexpr (S::head == 4) x.x = w[0] >> 16 * j;
+        else x.x = w[0] >> (8 * in_word(head_of(s)) + 8 * j) & 255;
+        if constexpr (S::form.sup != 0) top = ((const unsigned *)(stage + S::sup_at))[lane];
+        if constexpr (S::form.sup == 2) top >>= 8 * in_word(sup_of(s));
+        group_scales<T>(x, top, (2 * s + j) & 7, a, m);
+        am[0] = __floats2half2_rn(a[0], Type<T>::halves ? a[1] : -m[0]);
+        am[1] = __floats2half2_rn(-m[0], -m[1]);
+    }
+};
+
+__device__ static inline unsigned half_bits(__half2 v) {
+    return __half_as_ushort(__low2half(v)) | (unsigned)__half_as_ushort(__high2half(v)) << 16;
+}
+__device__ static inline __half2 two_halves(unsigned v) {
+    return __halves2half2(__ushort_as_half((unsigned short)v), __ushort_as_half((unsigned short)(v >> 16)));
+}
+
+// Four codes in the bytes of a word as f16 weights, the first two and the others. a, m: their factor and minus their minimum, twice.
+template <DType T> __device__ static inline void code_weights(unsigned codes, __half2 a, __half2 m, unsigned *low, unsigned *high) {
+    constexpr bool is_signed = Type<T>::form.lo_bits == 8 || Type<T>::form.table != TABLE_NONE;
+    codes = code_integers<T>(codes) ^ (is_signed ? 0x80808080u : 0);
+    const __half2 zero = __float2half2_rn(1024.0f + (is_signed ? 128 : Type<T>::offset));    // a byte behind 0x64 is 1024 more
+    const __half2 v0 = __hsub2(two_halves(__byte_perm(codes, 0x64646464u, 0x4140)), zero);      // in f16: exact so far
+    const __half2 v1 = __hsub2(two_halves(__byte_perm(codes, 0x64646464u, 0x4342)), zero);
+    *low = half_bits(Type<T>::min ? __hfma2(v0, a, m) : __hmul2(v0, a));
+    *high = half_bits(Type<T>::min ? __hfma2(v1, a, m) : __hmul2(v1, a));
+}
+
+// The codes of group j of features t and t + 8 of a half: code[h][i], of the h-th half of the group, feature t + 8 i.
+template <DType T> __device__ static inline void staged_codes(const char *stage, int half, int j, unsigned code[2][2]) {
+    typedef Staged<T> S;
+    const int lane = threadIdx.x % 32, t = lane / 4, k = lane % 4;
+    if constexpr (S::lo == 64) {
+        unsigned r[4];
+        load_matrices(r, stage + S::chunk_at(half * SIXTEEN + lane % 16, 2 * j + lane / 16));
+        code[0][0] = r[0], code[0][1] = r[1], code[1][0] = r[2], code[1][1] = r[3];
+    }
+    for (int i = 0; i < 2; i++) {
+        const int f = half * SIXTEEN + t + 8 * i;
+        if constexpr (S::lo == 32) {
+            const unsigned w = *(const unsigned *)(stage + S::chunk_at(f, j) + 4 * k);
+            code[0][i] = w & 0x0f0f0f0fu, code[1][i] = w >> 4 & 0x0f0f0f0fu;
+        } else if constexpr (S::lo == 16) {
+            const uint2 w = *(const uint2 *)(stage + S::chunk_at(f, 0) + 8 * j);
+            code[0][i] = w.x >> 2 * k & 0x03030303u, code[1][i] = w.y >> 2 * k & 0x03030303u;
+        }
+        if constexpr (S::hi == 16) {
+            const uint2 w = *(const uint2 *)(stage + S::hi_at + 16 * f + 8 * j);
+            code[0][i] |= (w.x >> 2 * k & 0x03030303u) << 4, code[1][i] |= (w.y >> 2 * k & 0x03030303u) << 4;
+        } else if constexpr (S::hi == 8) {
+            const unsigned w = *(const unsigned *)(stage + S::hi_at + 8 * f + 4 * j) >> k;
+            constexpr int to = S::form.lo_bits;
+            code[0][i] |= (w & 0x01010101u) << to, code[1][i] |= (w >> 4 & 0x01010101u) << to;
+        }
+    }
+}
+
+// Group j of a half of a warp's features as multiply_half() takes them: a[h] of the h-th half of the group. am: from scales().
+template <DType T> __device__ static inline void staged_weights(const char *stage, int half, int j, const __half2 am[2],
+                                                                unsigned a[2][4]) {
+    typedef Staged<T> S;
+    const int lane = threadIdx.x % 32, t = lane / 4, k = lane % 4;
+    if constexpr (!is_float(T)) {
+        unsigned code[2][2];
+        staged_codes<T>(stage, half, j, code);
+        for (int i = 0; i < 2; i++) {
+            const int f = half * SIXTEEN + t + 8 * i;
+            const __half2 x = two_halves(__shfl_sync(~0u, half_bits(am[0]), f));
+            if constexpr (Type<T>::halves) {
+                const __half2 m = two_halves(__shfl_sync(~0u, half_bits(am[1]), f));
+                code_weights<T>(code[0][i], __low2half2(x), __low2half2(m), &a[0][i], &a[0][i + 2]);
+                code_weights<T>(code[1][i], __high2half2(x), __high2half2(m), &a[1][i], &a[1][i + 2]);
+            } else {
+                for (int h = 0; h < 2; h++)
+                    code_weights<T>(code[h][i], __low2half2(x), __high2half2(x), &a[h][i], &a[h][i + 2]);
+            }
+        }
+        return;
+    }
+    for (int h = 0; h < 2; h++)
+        for (int i = 0; i < 2; i++) {
+            const int f = half * SIXTEEN + t + 8 * i;
+            if constexpr (T == T_F32) {
+                const float4 v = *(const float4 *)(stage + S::chunk_at(f, 8 * j + 4 * h + k));
+                a[h][i] = half_bits(__floats2half2_rn(v.x, v.y)), a[h][i + 2] = half_bits(__floats2half2_rn(v.z, v.w));
+            } else if constexpr (is_float(T)) {
+                const uint2 v = *(const uint2 *)(stage + S::chunk_at(f, 4 * j + 2 * h + k / 2) + 8 * (k & 1));
+                auto from_bf16 = [](unsigned x) {
+                    return half_bits(__floats2half2_rn(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)));
+                };
+                a[h][i] = T == T_F16 ? v.x : from_bf16(v.x), a[h][i + 2] = T == T_F16 ? v.y : from_bf16(v.y);
+            }
+        }
+}
+
+// Shared memory: for each stage the rows, 128 bytes each, and each warp's features; later the results.
+template <DType T, int TILE_PAIRS> struct ExpertsRoom {
+    static constexpr int rows = TILE_PAIRS * STAGE_VALUES * 2, features_at = rows, stage = rows + EXPERT_WARPS * Staged<T>::bytes;
+    static constexpr int fits = (108 << 10) / stage, stages = fits > 5 ? 5 : fits < 3 ? 3 : fits;
+    static constexpr int stride = SIXTEEN * EXPERT_WARPS + 4;     // floats of a row of results: lanes of a warp in different banks
+    static constexpr int results = TILE_PAIRS * stride * 4;
+    static constexpr int bytes = stages * stage > results ? stages * stage : results;
+};
+
+// experts: one tile of features times one tile of pairs, of gate and up with the activation, or of one matrix.
+//   shapes    w (n_experts * rows_e, cols), y (n_rows or n_pairs, cols), out or products (n_pairs, rows)
+//   launch    grid most_tiles() * n_blocks, block 128: two on an SM, three with small tiles
+//   traffic   a tile reads its rows of y and its features once; y comes from L2, and so do features for the second tile of an expert
+//   numerics  weights and rows rounded to f16, sums f32, ascending: a result does not depend on the tile
+//   see       cpu_expert_gate_up, cpu_expert_down
+template <DType T, int TILE_PAIRS>
+__global__ void __launch_bounds__(EXPERT_THREADS, TILE_PAIRS == LARGE_TILE ? 2 : 3)
+experts_kernel(const __grid_constant__ Experts o) {
+    typedef ExpertsRoom<T, TILE_PAIRS> Room;
+    constexpr int SIXTEENS = TILE_PAIRS / 16, AT_ONCE = EXPERT_THREADS / 8, COPIES = TILE_PAIRS / AT_ONCE;
+    __shared__ int pair_of[TILE_PAIRS];
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, t = lane / 4, k = lane % 4;
+    take_turn();
+    const PairTile tile = o.tiles[blockIdx.x / o.n_blocks];
+    if (!tile.n) return;
+    const int block_feature = blockIdx.x % o.n_blocks * EXPERT_WARPS * o.step, feature = block_feature + warp * o.step;
+    const int n_sixteens = div_up(tile.n, 16), n_stages = o.cols / STAGE_VALUES;
+    for (int i = thread; i < TILE_PAIRS; i += EXPERT_THREADS) pair_of[i] = o.order[tile.first + min(i, tile.n - 1)];
+    __syncthreads();                                   // pair_of
+    unsigned from[COPIES];                             // chunks of y
+    for (int i = 0; i < COPIES; i++)
+        from[i] = (unsigned)quotient(pair_of[i * AT_ONCE + thread / 8], o.pairs_each) * (unsigned)(o.cols / 8) + thread % 8;
+    const Features<T> features(o, tile.expert, feature < o.rows ? feature : 0);        // behind the last: computed, and dropped
+    auto fetch = [&](int s) {
+        char *stage = shared_bytes + s % Room::stages * Room::stage;
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) {
+            const int r = i * AT_ONCE + thread / 8;
+            if (r < 16 * n_sixteens)
+                copy_ahead(stage + r * 128 + ((thread ^ r) & 7) * 16, (const uint4 *)o.y + from[i] + s * (STAGE_VALUES / 8));
+        }
+        features.fetch(stage + Room::features_at + warp * Staged<T>::bytes, s);
+    };
+#pragma unroll
+    for (int s = 0; s < Room::stages - 1; s++) {
+        if (s < n_stages) fetch(s);
+        copy_commit();
+    }
+    float sum[2][2 * SIXTEENS][4] = { };
+    const int row_at = (lane / 16 * 8 + lane % 8) * 128, chunk_at = ((lane / 8 & 1) ^ (lane & 7)) * 16;
+    auto stage_of = [&](int s) { return shared_bytes + s % Room::stages * Room::stage; };
+    auto decode = [&](int s, int j, unsigned a[2][2][4]) {             // group j of a stage
+        const char *own = stage_of(s) + Room::features_at + warp * Staged<T>::bytes;
+        __half2 am[2];
+        if constexpr (!is_float(T)) features.scales(own, s, j, am);
+        for (int half = 0; half < 2; half++) staged_weights<T>(own, half, j, am, a[half]);
+    };
+    auto multiply = [&](int s, int j, int h, unsigned a[2][2][4], auto all) {       // the h-th half of the group
+        const char *const values = stage_of(s) + row_at + (chunk_at ^ (64 * j + 32 * h));
+        unsigned b[2][4];
+        load_matrices(b[0], values);
+#pragma unroll
+        for (int n = 0; n < SIXTEENS; n++) {
+            if (!decltype(all)::value && n >= n_sixteens) break;
+            if (n + 1 < SIXTEENS) load_matrices(b[(n + 1) & 1], values + (n + 1) * 16 * 128);
+            for (int half = 0; half < 2; half++)
+                for (int i = 0; i < 2; i++) multiply_half(sum[half][2 * n + i], a[half][h], b[n & 1] + 2 * i);
+        }
+    };
+    auto run = [&](auto all) {                         // weights are decoded while the tensor cores have the ones before
+        unsigned a[2][2][2][4];
+        copied<Room::stages - 2>();
+        __syncthreads();                               // the first stage is there for all
+        decode(0, 0, a[0]);
+#pragma unroll 1
+        for (int s = 0; s < n_stages; s++) {
+            decode(s, 1, a[1]);
+            multiply(s, 0, 0, a[0], all);
+            multiply(s, 0, 1, a[0], all);
+            multiply(s, 1, 0, a[1], all);
+            copied<Room::stages - 3>();
+            __syncthreads();                           // the next stage is there for all, and all are done with the one before
+            if (s + Room::stages - 1 < n_stages) fetch(s + Room::stages - 1);
+            copy_commit();
+            decode(s + 1, 0, a[0]);                    // behind the last stage: of what was there once, and dropped
+            multiply(s, 1, 1, a[1], all);
+        }
+    };
+    if (n_sixteens == SIXTEENS) run(std::true_type());
+    else run(std::false_type());
+    float factor[2];
+    for (int h = 0; h < 2; h++) factor[h] = (o.factor[h] ? o.factor[h][tile.expert] : 1) / PROMPT_SCALE;
+    if (o.products) {
+#pragma unroll
+        for (int n = 0; n < 2 * SIXTEENS; n++)
+            for (int i = 0; i < 2; i++) {
+                const int r = 8 * n + 2 * k + i;
+                if (r >= tile.n || feature >= o.rows) continue;
+                float *to = o.products + (size_t)pair_of[r] * o.rows + feature + t;
+                for (int h = 0; h < 4; h++) to[8 * h] = factor[h / 2] * sum[h / 2][n][i + h % 2 * 2];
+            }
+        return;
+    }
+    float *const results = (float *)shared_bytes;
+    copied<0>();
+    __syncthreads();                                   // nobody uses the stages any more
+#pragma unroll
+    for (int n = 0; n < 2 * SIXTEENS; n++)
+        for (int i = 0; n < 2 * n_sixteens && i < 4; i++)
+            results[(8 * n + 2 * k + i % 2) * Room::stride + SIXTEEN * warp + t + i / 2 * 8] =
+                activate(o.fn, factor[0] * sum[0][n][i]) * (factor[1] * sum[1][n][i]);
+    __syncthreads();                                   // results
+    constexpr int QUADS = SIXTEEN * EXPERT_WARPS / 4;
+    for (int i = thread; i < 16 * n_sixteens * QUADS; i += EXPERT_THREADS) {           // the 8 lanes of a group stay together
+        const int r = i / QUADS, c = i % QUADS * 4;
+        const float4 v = *(const float4 *)(results + r * Room::stride + c);
+        const bool there = r < tile.n && block_feature + c < o.rows;
+        const size_t to = (size_t)pair_of[r] * o.rows + block_feature + c;
+        if (o.out.f && there) *(float4 *)(o.out.f + to) = v;
+        if (!o.out.q) continue;
+        float scale;
+        const unsigned word = quantise4(v, &scale);
+        if (there) *(unsigned *)(o.out.q + to) = word;
+        if (there && c % 32 == 0) o.out.s[to / 32] = scale;
+    }
+}
+
+// sum_pairs: out[r] = sum over j, ascending, of weights[r][j] * products[r][j]
+//   shapes    products (n_rows, n_used, rows), weights (n_rows, n_used), out (n_rows, rows) with row stride `stride`
+//   launch    grid (n_rows, ceil(rows / 1024)), block 256 or less: a thread takes four features
+//   traffic   reads products once, from the L2 cache as far as it holds them
+__global__ void sum_pairs_kernel(const float *products, const float *weights, int n_used, int rows, float *out, int stride) {
+    take_turn();
+    const int i = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
+    if (i >= rows) return;
+    const size_t pair = (size_t)blockIdx.x * n_used;
+    float4 sum = { 0, 0, 0, 0 };
+#pragma unroll 8
+    for (int j = 0; j < n_used; j++) sum = add4(sum, scale4(__ldcg((const float4 *)(products + (pair + j) * rows + i)), weights[pair + j]));
+    *(float4 *)(out + (size_t)blockIdx.x * stride + i) = sum;
+}
+
+typedef struct {              // an instance of experts_kernel
+    void (*run)(Experts);
+    int    tile, shared;      // pairs of a tile, bytes of shared memory
+} ExpertsKernel;
+
+template <int TILE_PAIRS> static ExpertsKernel experts_kernel_of(DType t) {
+    switch (t) {
+#define CASE(T, ...) case T: return (ExpertsKernel){ experts_kernel<T, TILE_PAIRS>, TILE_PAIRS, ExpertsRoom<T, TILE_PAIRS>::bytes };
+    QUANTISED_TYPES(CASE) FLOAT_TYPES(CASE)
+#undef CASE
+    }
+    return (ExpertsKernel){ };
+}
+
+static void allow_experts(void) {
+    for (int t = 0; t <= T_NVFP4; t++)
+        for (const ExpertsKernel k : { experts_kernel_of<SMALL_TILE>((DType)t), experts_kernel_of<LARGE_TILE>((DType)t) })
+            if (k.run) CHECK_CUDA(cudaFuncSetAttribute(k.run, cudaFuncAttributeMaxDynamicSharedMemorySize, k.shared), "experts");
+}
+
+// Whether the experts of a step go through experts_kernel: w, and `up` where that is a matrix of its own, with `rows` output
+// features; n_each: rows of the input for each row of the step. The others keep the kernels of few rows.
+static bool takes_prompt(const Tensor *w, const Tensor *up, int rows, int n_rows, int n_each) {
+    return n_rows > STEP_ROWS && rows % 32 == 0 && w->cols % STAGE_VALUES == 0 && w->n <= MAX_PROMPT_EXPERTS &&
+           (!up || up->type == w->type) && n_each * w->cols <= cuda.lim.max_cols;
+}
+
+// Sorts the pairs; what gate and up have in common with down. y has one row for n_each pairs.
+static Experts sorted_experts(const Tensor *w, const int32_t *ids, int n_pairs, const __half *y, int n_each, ExpertsKernel *kernel) {
+    Experts o = { };
+    o.w[0] = o.w[1] = planes_of(w);
+    o.rows_e = w->rows;
+    o.cols = w->cols;
+    o.y = y;
+    o.pairs_each = divisor(n_each);
+    o.order = cuda.order;
+    o.tiles = cuda.tiles;
+    o.factor[0] = o.factor[1] = w->scale;
+    *kernel = n_pairs > SMALL_TILE * w->n ? experts_kernel_of<LARGE_TILE>(w->type) : experts_kernel_of<SMALL_TILE>(w->type);
+    launch(WRITES_ACTIVATIONS, sort_pairs_kernel, w->n, SORT_THREADS, 0, ids, n_pairs, kernel->tile, cuda.order, cuda.tiles);
+    CHECK_LAUNCH("sort_pairs n_pairs=%d experts=%d", n_pairs, w->n);
+    return o;
+}
+
+static void launch_experts(const ExpertsKernel *k, Experts *o, const Tensor *w, int n_pairs, const char *what) {
+    o->n_blocks = div_up(o->rows, o->step * EXPERT_WARPS);
+    launch(WRITES_ACTIVATIONS, k->run, o->n_blocks * most_tiles(n_pairs, w->n, k->tile), EXPERT_THREADS, k->shared, *o);
+    CHECK_LAUNCH("%s n_pairs=%d rows=%d cols=%d type=%d", what, n_pairs, o->rows, o->cols, (int)w->type);
+}
+
+static void expert_gate_up_prompt(const ExpertGateUp *op) {
+    const int n_pairs = op->n_rows * op->n_used;
+    const __half *y = prompt_input(&op->in, op->n_rows, op->gate->cols, true);
+    ExpertsKernel kernel;
+    Experts o = sorted_experts(op->gate, op->ids, n_pairs, y, op->n_used, &kernel);
+    o.step = SIXTEEN;
+    o.rows = op->up ? op->gate->rows : op->gate->rows / 2;
+    if (op->up) o.w[1] = planes_of(op->up), o.factor[1] = op->up->scale;
+    else o.first[1] = o.rows;
+    o.fn = op->fn;
+    o.out = op->out;
+    launch_experts(&kernel, &o, op->gate, n_pairs, "expert_gate_up");
+}
+
+// As many features at a time as there is room for the products of all pairs.
+static void expert_down_prompt(const ExpertDown *op) {
+    const int n_pairs = op->n_rows * op->n_used, rows = op->down->rows, most = (int)(PARTIAL_BYTES / sizeof(float) / n_pairs);
+    const In in = { .act = op->in };
+    const __half *y = prompt_input(&in, n_pairs, op->down->cols, true);
+    ExpertsKernel kernel;
+    Experts o = sorted_experts(op->down, op->ids, n_pairs, y, 1, &kernel);
+    o.step = 2 * SIXTEEN;
+    o.products = cuda.partial;
+    const int step = most / (most < EXPERT_THREADS ? 32 : EXPERT_THREADS) * (most < EXPERT_THREADS ? 32 : EXPERT_THREADS);
+    for (int first = 0; first < rows; first += step) {
+        o.first[0] = first, o.first[1] = first + SIXTEEN;
+        o.rows = min_int(step, rows - first);
+        launch_experts(&kernel, &o, op->down, n_pairs, "expert_down");
+        launch(WRITES_ACTIVATIONS, sum_pairs_kernel, dim3(op->n_rows, div_up(o.rows, 1024)), min_int(256, div_up(o.rows, 128) * 32),
+               0, o.products, op->weights, op->n_used, o.rows, op->out + first, rows);
+        CHECK_LAUNCH("sum_pairs n_rows=%d rows=%d", op->n_rows, o.rows);
+    }
 }
 
 // ---- the operations made of products ----
 
 static void cuda_matmul(const Matmul *o) {
     if (o->n_rows > STEP_ROWS) {
-        const __half *y = prompt_input(&o->in, o->n_rows, o->w[0]->cols);
+        const __half *y = prompt_input(&o->in, o->n_rows, o->w[0]->cols, false);
         for (int k = 0; k < o->n; k++) multiply_prompt(o->w[k], y, o->n_rows, o->out[k]);
         return;
     }
@@ -3492,7 +3974,7 @@ static void cuda_route(const Route *o) {
 static void cuda_gate_up(const GateUp *o) {
     const int cols = o->gate->cols;
     if (o->n_rows > STEP_ROWS) {
-        const __half *y = prompt_input(&o->in, o->n_rows, cols);
+        const __half *y = prompt_input(&o->in, o->n_rows, cols, false);
         multiply_gated(o->gate, o->up, NULL, 0, o->fn, y, o->n_rows, o->out);
         if (o->route) cuda_route(o->route);
         return;
@@ -3517,6 +3999,11 @@ static void cuda_gate_up(const GateUp *o) {
 
 static void cuda_expert_gate_up(const ExpertGateUp *o) {
     const bool fused = !o->up;
+    if (takes_prompt(o->gate, o->up, fused ? o->gate->rows / 2 : o->gate->rows, o->n_rows, 1)) {
+        expert_gate_up_prompt(o);
+        if (o->beside) cuda_matmul(o->beside);
+        return;
+    }
     const bool with = o->beside && o->beside->n_rows <= STEP_ROWS && (o->beside->in.act.f || o->beside->in.act.q);
     const DType up_type = fused ? o->gate->type : o->up->type;
     Jobs jobs = { };
@@ -3547,6 +4034,10 @@ static void cuda_expert_gate_up(const ExpertGateUp *o) {
 }
 
 static void cuda_expert_down(const ExpertDown *o) {
+    if (takes_prompt(o->down, NULL, o->down->rows, o->n_rows, o->n_used)) {
+        expert_down_prompt(o);
+        return;
+    }
     Jobs jobs = { };
     Job job = job_of(o->down, (Prepared){ o->in.f, o->in.q, o->in.s, NULL }, o->n_rows);
     job.kind = JOB_DOWN;
@@ -3560,7 +4051,7 @@ static void cuda_expert_down(const ExpertDown *o) {
 
 static void cuda_ple_inject(const PleInject *o) {
     if (o->n_rows > STEP_ROWS) {
-        const __half *y = prompt_input(&o->in, o->n_rows, o->w->cols);
+        const __half *y = prompt_input(&o->in, o->n_rows, o->w->cols, false);
         multiply_gated(o->w, NULL, o->u, o->u_stride, ACT_GELU, y, o->n_rows, o->out);
         return;
     }
@@ -5882,12 +6373,15 @@ static void cuda_head(const Head *o) {
 
 static size_t scratch_layout(const Limits *lim, char *base) {
     const size_t all = (size_t)lim->max_rows * lim->max_cols, prepared = (size_t)prepared_rows(lim) * lim->max_cols;
+    const int pairs = lim->max_rows > STEP_ROWS ? lim->max_rows * lim->max_experts : 0;
     size_t at = 0;
 #define PLACE(field, type, n) cuda.field = (type *)(base + at), at += round_up((n) * sizeof(type), 256)
     PLACE(y, float, 2 * prepared);
     PLACE(yq, int8_t, 2 * prepared);
     PLACE(ys, float, 2 * (prepared / 32 + prepared_rows(lim)));
     PLACE(y16, __half, lim->max_rows > STEP_ROWS ? all : 0);
+    PLACE(order, int32_t, pairs);
+    PLACE(tiles, PairTile, pairs ? most_tiles(pairs, MAX_PROMPT_EXPERTS, SMALL_TILE) : 0);
     PLACE(panel, __half, PANEL_BYTES / sizeof(__half));
     PLACE(wide, float, lim->max_rows > STEP_ROWS ? wide_values(lim->max_rows) : 0);
     PLACE(partial, float, PARTIAL_BYTES / sizeof(float));
@@ -5926,6 +6420,7 @@ static void start_device(void) {
     allow_shared(prepare_kernel<NARROW_QUADS>);
     allow_shared(prepare_kernel<0>);
     allow_products();
+    allow_experts();
     allow_attend();
     allow_flash();
     int major = 0;

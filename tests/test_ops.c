@@ -905,6 +905,96 @@ static int32_t *random_ids(int rows, int used, int n) {
     return ids;
 }
 
+// What expert_gate_up should be for n rows; up NULL: fused.
+static Expect expect_gate_up(const Matrix *gate, const Matrix *up, ActFn fn, const int32_t *ids, const Input *ref, int n, int used) {
+    const int dim = up ? gate->host.rows : gate->host.rows / 2;
+    Expect e = expect(n, used * dim);
+    reference_ops()->expert_gate_up(&(ExpertGateUp){ .n_rows = n, .n_used = used, .in = ref->in, .gate = &gate->host,
+                                                     .up = up ? &up->host : NULL, .fn = fn, .ids = ids, .out.f = e.want });
+    for (int j = 0; j < n * used; j++) {
+        const Expect g = product(gate, ids[j], ref, j / used, 1);
+        const Expect u = up ? product(up, ids[j], ref, j / used, 1) : g;
+        const int behind = up ? 0 : dim;
+        for (int i = 0; i < dim; i++)
+            e.bound[j * dim + i] = gated_bound(fn, g.want[i], g.bound[i], u.want[behind + i], u.bound[behind + i]);
+    }
+    return e;
+}
+
+static Expect expect_down(const Matrix *down, const int32_t *ids, const float *weights, Act in, const Input *ref, int n, int used) {
+    const int out = down->host.rows;
+    Expect e = expect(n, out);
+    reference_ops()->expert_down(&(ExpertDown){ .n_rows = n, .n_used = used, .in = in, .down = &down->host, .ids = ids,
+                                                .weights = weights, .out = e.want });
+    for (int j = 0; j < n * used; j++) {
+        const Expect y = product(down, ids[j], ref, j, 1);
+        const float size = fabsf(weights[j]);
+        for (int i = 0; i < out; i++)
+            e.bound[j / used * out + i] += size * (y.bound[i] + (float)TOL_FACTOR * fabsf(y.want[i]));
+    }
+    return e;
+}
+
+// A prompt as experts see it: every row chose number 0 and nobody number 1. Each type, one to eight choices, rows and features
+// that fill no tile.
+typedef struct { int rows, n, used, cols, out; const int32_t *ids, *dev_ids; } ExpertPrompt;
+
+static ExpertPrompt expert_prompt(int k, DType type) {
+    static const int rows[] = { 65, 150, 300 }, features[] = { 32, 96, 160 };
+    ExpertPrompt p = { .rows = rows[k % 3], .n = 10, .used = 1 + k % 8, .out = features[k / 2 % 3] };
+    p.cols = block_elems(type) == 256 ? 256 + k % 2 * 512 : 64 + k % 2 * 640;
+    int32_t *ids = random_ids(p.rows, p.used, p.n - 2);
+    for (int i = 0; i < p.rows * p.used; i++) ids[i] += 2;
+    for (int r = 0; r < p.rows; r++) ids[r * p.used + r % p.used] = 0;
+    p.ids = ids;
+    p.dev_ids = put("ids", ids, (size_t)(p.rows * p.used), sizeof(int32_t));
+    return p;
+}
+
+static void expert_gate_up_prompt(int k, DType type) {
+    const ExpertPrompt p = expert_prompt(k, type);
+    const bool fused = k % 4 != 3;
+    CASE("expert_gate_up", "%s %s, %d rows, %d of %d experts, (%d, %d)", fused ? "fused" : "split", type_name(type), p.rows,
+         p.used, p.n, p.out, p.cols);
+    Matrix gate = (k % 3 ? matrix : scaled_matrix)(type, p.n, fused ? 2 * p.out : p.out, p.cols), up = { 0 };
+    if (!fused) up = scaled_matrix(type, p.n, p.out, p.cols);
+    const In in = k % 5 ? random_in(p.rows, p.cols, IN_X | IN_W_PRE) :
+                          (In){ .act = random_act(p.rows, p.cols, !takes_int8(type), takes_int8(type)), .scale = 1 };
+    const Input ref = ref_in(&in, p.rows, p.cols);
+    const In dev = put_in(&in, p.rows, p.cols);
+    const ActFn fn = k % 2 ? ACT_SILU : ACT_GELU;
+    Expect e = expect_gate_up(&gate, fused ? NULL : &up, fn, p.ids, &ref, p.rows, p.used);
+    const Run runs[] = { { 0, p.rows }, { p.rows - 65, 65 } };
+    for (int run = 0; run < 2; run++) {
+        const Act out = act_room(runs[run].n, p.used * p.out, run);
+        op->expert_gate_up(&(ExpertGateUp){ .n_rows = runs[run].n, .n_used = p.used, .in = in_from(dev, runs[run].first, p.cols),
+                                            .gate = &gate.t, .up = fused ? NULL : &up.t, .fn = fn,
+                                            .ids = p.dev_ids + runs[run].first * p.used, .out = out });
+        check_act(&e, out, runs[run]);
+    }
+    sweep();
+}
+
+static void expert_down_prompt(int k, DType type) {
+    const ExpertPrompt p = expert_prompt(k, type);
+    CASE("expert_down", "%s, %d rows, %d of %d experts, (%d, %d)", type_name(type), p.rows, p.used, p.n, p.out, p.cols);
+    Matrix down = (k % 3 ? matrix : scaled_matrix)(type, p.n, p.out, p.cols);
+    const In in = { .act = random_act(p.rows * p.used, p.cols, !takes_int8(type), takes_int8(type)), .scale = 1 };
+    const Input ref = ref_in(&in, p.rows * p.used, p.cols);
+    const In dev = put_in(&in, p.rows * p.used, p.cols);
+    const float *weights = floats(p.rows * p.used, 0.5, 0.5), *dev_weights = put_f("weights", weights, p.rows * p.used);
+    Expect e = expect_down(&down, p.ids, weights, in.act, &ref, p.rows, p.used);
+    const Run runs[] = { { 0, p.rows }, { p.rows - 65, 65 } };
+    for (int run = 0; run < 2; run++) {
+        const int at = runs[run].first * p.used;
+        float *y = room_f("out", runs[run].n * p.out);
+        op->expert_down(&(ExpertDown){ .n_rows = runs[run].n, .n_used = p.used, .in = in_from(dev, at, p.cols).act,
+                                       .down = &down.t, .ids = p.dev_ids + at, .weights = dev_weights + at, .out = y });
+        check_rows("out", &e, fetch_f(y, runs[run].n * p.out), runs[run]);
+    }
+    sweep();
+}
+
 static void test_expert_gate_up(void) {
     static const struct { DType gate, up; int n, used, dim, cols; bool fused, beside, scaled; ActFn fn; } cases[] = {
         { T_Q4_K, T_Q4_K, 8, 4, 32, 2816, true, true, false, ACT_GELU },
@@ -934,18 +1024,8 @@ static void test_expert_gate_up(void) {
         const In dev = put_in(&in, rows, cols);
         const In dense_in = { .act = random_act(rows, 96, false, true), .scale = 1 }, dense_dev = put_in(&dense_in, rows, 96);
         const Input dense_ref = ref_in(&dense_in, rows, 96);
-        Expect e = expect(rows, used * dim), e_dense = product(&dense, 0, &dense_ref, 0, rows);
-        reference_ops()->expert_gate_up(&(ExpertGateUp){ .n_rows = rows, .n_used = used, .in = ref.in, .gate = &gate.host,
-                                                         .up = cases[k].fused ? NULL : &up.host, .fn = cases[k].fn, .ids = ids,
-                                                         .out.f = e.want });
-        for (int j = 0; j < rows * used; j++) {
-            const Expect g = product(&gate, ids[j], &ref, j / used, 1);
-            const Expect u = cases[k].fused ? g : product(&up, ids[j], &ref, j / used, 1);
-            const int behind = cases[k].fused ? dim : 0;
-            for (int i = 0; i < dim; i++)
-                e.bound[j * dim + i] =
-                    gated_bound(cases[k].fn, g.want[i], g.bound[i], u.want[behind + i], u.bound[behind + i]);
-        }
+        Expect e = expect_gate_up(&gate, cases[k].fused ? NULL : &up, cases[k].fn, ids, &ref, rows, used);
+        Expect e_dense = product(&dense, 0, &dense_ref, 0, rows);
         for (int run = 0; run < n_runs_100; run++) {
             const Run part = runs_100[run];
             const Matmul beside = { .n_rows = part.n, .n = 1, .in = in_from(dense_dev, part.first, 96), .w = { &dense.t },
@@ -962,6 +1042,7 @@ static void test_expert_gate_up(void) {
         }
         sweep();
     }
+    for (int k = 0; k < N_TYPES; k++) expert_gate_up_prompt(k, all_types[k]);
 }
 
 static void test_expert_down(void) {
@@ -983,15 +1064,7 @@ static void test_expert_down(void) {
             const int32_t *dev_ids = put("ids", ids, (size_t)(rows * used), sizeof(int32_t));
             const float *weights = floats(rows * used, 0.5, 0.5);
             const float *dev_weights = put_f("weights", weights, rows * used);
-            Expect e = expect(rows, out);
-            reference_ops()->expert_down(&(ExpertDown){ .n_rows = rows, .n_used = used, .in = in.act, .down = &down.host, .ids = ids,
-                                                        .weights = weights, .out = e.want });
-            for (int j = 0; j < rows * used; j++) {
-                const Expect y = product(&down, ids[j], &ref, j, 1);
-                const float size = fabsf(weights[j]);
-                for (int i = 0; i < out; i++)
-                    e.bound[j / used * out + i] += size * (y.bound[i] + (float)TOL_FACTOR * fabsf(y.want[i]));
-            }
+            Expect e = expect_down(&down, ids, weights, in.act, &ref, rows, used);
             for (int run = 0; run < n_runs_100; run++) {
                 const Run part = runs_100[run];
                 if (part.first + part.n > rows) continue;
@@ -1004,6 +1077,7 @@ static void test_expert_down(void) {
             }
             sweep();
         }
+    for (int k = 0; k < N_TYPES; k++) expert_down_prompt(k, all_types[k]);
 }
 
 static void test_ple_inject(void) {

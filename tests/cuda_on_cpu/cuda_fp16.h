@@ -117,6 +117,8 @@ CUDA_SMALL_NAMES(half, __half, __half22float2, __float22half2_rn, 2)
 CUDA_SMALL_NAMES(bfloat16, __nv_bfloat16, __bfloat1622float2, __float22bfloat162_rn, 2)
 #undef CUDA_SMALL_NAMES
 static inline __half2 __halves2half2(__half a, __half b) { return { a, b }; }
+static inline __half2 __low2half2(__half2 a) { return { a.x, a.x }; }
+static inline __half2 __high2half2(__half2 a) { return { a.y, a.y }; }
 static inline __half2 make_half2(__half a, __half b) { return { a, b }; }
 static inline __nv_bfloat162 __halves2bfloat162(__nv_bfloat16 a, __nv_bfloat16 b) { return { a, b }; }
 static inline __nv_bfloat162 make_bfloat162(__nv_bfloat16 a, __nv_bfloat16 b) { return { a, b }; }
