@@ -19,7 +19,7 @@ HAS_GPU ?= $(wildcard /dev/nvidiactl /dev/dxg /dev/nvhost-gpu)
 KERNELS := $(wildcard gemma4_kernels.cu)
 CUBLAS  := $(wildcard $(addsuffix ../include/cublas_v2.h,$(dir $(NVCC))) /usr/include/cublas_v2.h)
 ENGINE  := $(if $(and $(strip $(NVCC)),$(KERNELS),$(CUBLAS)),cuda,cpu)
-# Without a GPU the tests need no nvcc: test_kernels.sh carries the kernels out on the CPU. make test ENGINE=cuda: with it all the same.
+# Without a GPU the tests need no nvcc, since test_kernels.sh carries the kernels out on the CPU; ENGINE=cuda asks for it.
 TESTED  := $(if $(or $(strip $(HAS_GPU)),$(filter command,$(origin ENGINE))),$(ENGINE),cpu)
 JOBS    ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 

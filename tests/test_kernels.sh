@@ -1,8 +1,9 @@
 #!/bin/sh
 # The kernels of gemma4_kernels.cu without a GPU: compiled by g++ and carried out by tests/cuda_on_cpu, whose cuda_runtime.h says
-# what that proves and what it does not. First the emulator itself, with planted faults; then each operation against double
-# precision, the sampler, whole models against the CPU backend, the layout of weights, and answers whose steps run ahead of the
-# host, as far as some two minutes of one core go (LONG=1: matrix products, experts and the head whole). On a machine with a GPU the same programs run on it, whole.
+# what that proves and what it does not. First the emulator itself, with planted faults; then each operation, the sampler, whole
+# models against the CPU backend, the layout of weights, and answers whose steps run ahead of the host: as far as some two minutes
+# of one core go. LONG=1: matrix products, experts and the head with all their cases. On a machine with a GPU the same programs
+# run on it, whole.
 # Environment: BUILD (build), STRICT=1 (a skip fails), LONG=1.
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
