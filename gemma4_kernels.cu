@@ -3687,9 +3687,7 @@ template <DType T> __device__ static inline void staged_weights(const char *stag
                     code_weights<T>(code[h][i], __low2half2(x), __high2half2(x), &a[h][i], &a[h][i + 2]);
             }
         }
-        return;
-    }
-    for (int h = 0; h < 2; h++)
+    } else for (int h = 0; h < 2; h++)
         for (int i = 0; i < 2; i++) {
             const int f = half * SIXTEEN + t + 8 * i;
             if constexpr (T == T_F32) {
