@@ -3577,7 +3577,7 @@ static void prepare_row(const In *in, size_t r, int cols, float *out) {
 // The input of matrix products: rows in the forms that the matrices want.
 typedef struct {
     Act            a;         // (n_rows, cols)
-    const uint8_t *packed;    // (n_rows) for gguf_dot_q8_rows, NULL for a row that is alone
+    const uint8_t *packed;    // (n_rows) for gguf_dot_q8_rows, NULL where no matrix is quantised
 } Rows;
 
 typedef struct {
@@ -3610,8 +3610,8 @@ static Rows prepare_as(const In *in, int n_rows, int cols, bool quantise, bool p
     return (Rows){ .a = own ? cpu.y : in->act, .packed = pack ? cpu.packed : NULL };
 }
 
-static Rows prepare(const In *in, int n_rows, int cols, bool quantise) {           // packed if there are several
-    return prepare_as(in, n_rows, cols, quantise, quantise && n_rows > 1);
+static Rows prepare(const In *in, int n_rows, int cols, bool quantise) {
+    return prepare_as(in, n_rows, cols, quantise, quantise);
 }
 
 // out[j * stride + i] = row first + i of matrix e of w times row r + j of x: n columns of n_rows rows of a product.
@@ -3620,10 +3620,8 @@ static void dots(const Tensor *w, int e, int first, int n, const Rows *x, size_t
     const uint8_t *rows = (const uint8_t *)w->data + ((size_t)e * w->rows + first) * row_size;
     if (!is_quantised(w->type))
         gguf_dot_f32_rows(w->type, rows, n, row_size, x->a.f + at, n_rows, cols, cols, out, stride);
-    else if (x->packed)
-        gguf_dot_q8_rows(w->type, rows, n, x->packed + r * gguf_packed_size(cols), n_rows, cols, out, stride);
     else
-        for (int i = 0; i < n; i++) out[i] = gguf_dot_q8(w->type, rows + i * row_size, x->a.q + at, x->a.s + at / 32, cols);
+        gguf_dot_q8_rows(w->type, rows, n, x->packed + r * gguf_packed_size(cols), n_rows, cols, out, stride);
     for (int j = 0; w->scale && j < n_rows; j++)
         for (int i = 0; i < n; i++) out[j * stride + i] *= w->scale[e];
 }
@@ -3801,7 +3799,8 @@ static void sort_pairs(Pairs *p, const int32_t *ids, int first, int n) {
 typedef struct {
     const ExpertGateUp *gate_up;       // one of the two
     const ExpertDown   *down;
-    Rows  y;                  // by pair, gate_up: by row; its packed rows lie in the order of the pairs
+    Rows  y;                  // by pair, gate_up: by row
+    bool  sorted;             // its packed rows lie in the order of the pairs
     Pairs pairs;
 } ExpertJob;
 
@@ -3816,12 +3815,14 @@ static void pack_pairs(const void *task, int first, int end) {
     }
 }
 
-// Sorts the pairs from `first` on, as many as a pass takes, and packs their inputs if that serves several rows.
+// Sorts the pairs from `first` on, as many as a pass takes, and with `pack` packs their inputs in that order.
 static void begin_pass(ExpertJob *job, const int32_t *ids, int first, int n_pairs, int n_used, bool pack) {
     const int most = (int)cpu.pairs / n_used * n_used;
     sort_pairs(&job->pairs, ids, first, min_int(most, n_pairs - first));
-    job->y.packed = pack ? cpu.packed : NULL;
-    if (pack) parallel(job->pairs.n, share(job->pairs.n, 1), pack_pairs, job);
+    job->sorted = pack;
+    if (!pack) return;
+    job->y.packed = cpu.packed;
+    parallel(job->pairs.n, share(job->pairs.n, 16), pack_pairs, job);    // a few are no work to share
 }
 
 static void expert_gate_up_tiles(const void *task, int begin, int end) {           // of 32 columns of one expert
@@ -3831,10 +3832,10 @@ static void expert_gate_up_tiles(const void *task, int begin, int end) {        
     const int n = o->up ? o->gate->rows : o->gate->rows / 2, n_tiles = (n + 31) / 32;
     float out[TILE_ROWS][32];
     for (int i = begin; i < end; i++) {
-        const int x = i / n_tiles, first = i % n_tiles * 32, at_once = job->y.packed ? TILE_ROWS : 1;
+        const int x = i / n_tiles, first = i % n_tiles * 32, at_once = job->sorted ? TILE_ROWS : 1;
         for (int k = p->start[x]; k < p->start[x + 1]; k += at_once) {
             const int n_rows = min_int(at_once, p->start[x + 1] - k);
-            const size_t r = job->y.packed ? (size_t)k : (size_t)(p->order[k] / o->n_used);
+            const size_t r = job->sorted ? (size_t)k : (size_t)(p->order[k] / o->n_used);
             gated_tile(o->gate, o->up, p->expert[x], n, first, o->fn, &job->y, r, n_rows, out);
             for (int j = 0; j < n_rows; j++) emit(&o->out, p->order[k + j], n, first, out[j], min_int(32, n - first));
         }
@@ -3844,9 +3845,11 @@ static void expert_gate_up_tiles(const void *task, int begin, int end) {        
 static void cpu_expert_gate_up(const ExpertGateUp *o) {
     const int n = o->up ? o->gate->rows : o->gate->rows / 2, n_pairs = o->n_rows * o->n_used;
     const bool gate_q = is_quantised(o->gate->type), up_q = o->up ? is_quantised(o->up->type) : gate_q;
-    ExpertJob job = { .gate_up = o, .y = prepare_as(&o->in, o->n_rows, o->gate->cols, gate_q || up_q, false) };
+    const bool pack = gate_q && up_q && o->n_rows > 1;                 // else each pair takes its row as it is
+    ExpertJob job = { .gate_up = o,
+                      .y = prepare_as(&o->in, o->n_rows, o->gate->cols, gate_q || up_q, (gate_q || up_q) && !pack) };
     for (int first = 0; first < n_pairs; first += job.pairs.n) {
-        begin_pass(&job, o->ids, first, n_pairs, o->n_used, gate_q && up_q && o->n_rows > 1);
+        begin_pass(&job, o->ids, first, n_pairs, o->n_used, pack);
         const int n_tiles = job.pairs.n_experts * ((n + 31) / 32);
         parallel(n_tiles, share(n_tiles, 1), expert_gate_up_tiles, &job);
     }
@@ -3862,11 +3865,11 @@ static void expert_down_tiles(const void *task, int begin, int end) {   // of 16
     float part[PASS_PAIRS][WIDTH];                     // by pair: they are added in the order of a row's choices
     float tile[TILE_ROWS][WIDTH];
     for (int first = begin * WIDTH; first < end * WIDTH; first += WIDTH) {
-        const int width = min_int(WIDTH, n - first), at_once = job->y.packed ? TILE_ROWS : 1;
+        const int width = min_int(WIDTH, n - first), at_once = job->sorted ? TILE_ROWS : 1;
         for (int x = 0; x < p->n_experts; x++)
             for (int k = p->start[x]; k < p->start[x + 1]; k += at_once) {
                 const int n_rows = min_int(at_once, p->start[x + 1] - k);
-                dots(o->down, p->expert[x], first, width, &job->y, job->y.packed ? k : p->order[k], n_rows, tile[0], WIDTH);
+                dots(o->down, p->expert[x], first, width, &job->y, job->sorted ? k : p->order[k], n_rows, tile[0], WIDTH);
                 for (int j = 0; j < n_rows; j++) memcpy(part[p->order[k + j] - p->first], tile[j], sizeof tile[j]);
             }
         for (int i = 0; i < p->n; i += o->n_used) {
@@ -3882,7 +3885,7 @@ static void cpu_expert_down(const ExpertDown *o) {
     const int n_tiles = (o->down->rows + 15) / 16, n_pairs = o->n_rows * o->n_used;
     ExpertJob job = { .down = o, .y.a = o->in };
     for (int first = 0; first < n_pairs; first += job.pairs.n) {
-        begin_pass(&job, o->ids, first, n_pairs, o->n_used, is_quantised(o->down->type) && o->n_rows > 1);
+        begin_pass(&job, o->ids, first, n_pairs, o->n_used, is_quantised(o->down->type));
         parallel(n_tiles, share(n_tiles, 1), expert_down_tiles, &job);
     }
 }

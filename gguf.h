@@ -2343,8 +2343,8 @@ void gguf_dot_f32_rows(int type, const void *w, size_t n_w, size_t w_stride, con
 
 // Add the terms of eight groups to the partial sums. dot and sum hold, for both halves of each group, the sums of w*q and of
 // q; sum is read only where the type has a minimum. The AVX2 body is the loop below it, all eight groups at a time.
-GGUF__INLINE void gguf__add_terms(int type, const Gguf__Codes *restrict c, int32_t (*restrict dot)[8],
-                                  int32_t (*restrict sum)[8], const float *restrict scale, float *restrict acc) {
+GGUF__INLINE void gguf__add_terms(int type, const Gguf__Codes *restrict c, const int32_t (*restrict dot)[8],
+                                  const int32_t (*restrict sum)[8], const float *restrict scale, float *restrict acc) {
     const int n_scales = gguf__n_scales(type);
 #ifdef __AVX2__
 #define GGUF__INTS(p)   _mm256_loadu_si256((const __m256i *)(const void *)(p))
@@ -2394,98 +2394,40 @@ GGUF__INLINE void gguf__add_terms(int type, const Gguf__Codes *restrict c, int32
 #endif
 }
 
-// Sums of 16 products over 256 codes: dot[0][g] = sum over i < 16 of w[32*g + i]*q[32*g + i], dot[1][g] over i = 16..31.
-// NULL for w: codes of 1. Exact, so all bodies give the same bits; |q| <= 127, w >= -128. The AVX2 body moves the sign of w
-// to q, because the instructions multiply unsigned by signed bytes; 2*128*127 still fits the 16 bits that it adds pairs in.
-GGUF__INLINE void gguf__dot_16s(const int8_t *w, const int8_t *q, int32_t dot[2][8]) {
-#if defined(__AVX2__)
-    __m256i s[8];
-    for (int g = 0; g < 8; g++) {
-        __m256i a = _mm256_set1_epi8(1), b = _mm256_loadu_si256((const __m256i *)(const void *)(q + 32 * g));
-        if (w) {
-            __m256i wg = _mm256_loadu_si256((const __m256i *)(const void *)(w + 32 * g));
-            a = _mm256_abs_epi8(wg), b = _mm256_sign_epi8(b, wg);
-        }
-#ifdef GGUF__DPBUSD
-        s[g] = GGUF__DPBUSD(_mm256_setzero_si256(), a, b);
-#else
-        s[g] = _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
-#endif
-    }
-    // Each half of s[g] holds four parts of one sum; two rounds of pairwise adds put four sums into each half.
-    __m256i lo = _mm256_hadd_epi32(_mm256_hadd_epi32(s[0], s[1]), _mm256_hadd_epi32(s[2], s[3]));
-    __m256i hi = _mm256_hadd_epi32(_mm256_hadd_epi32(s[4], s[5]), _mm256_hadd_epi32(s[6], s[7]));
-    _mm256_storeu_si256((__m256i *)(void *)dot[0], _mm256_permute2x128_si256(lo, hi, 0x20));
-    _mm256_storeu_si256((__m256i *)(void *)dot[1], _mm256_permute2x128_si256(lo, hi, 0x31));
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-    for (int j = 0; j < 16; j++) {
-        int8x16_t a = w ? vld1q_s8(w + 16 * j) : vdupq_n_s8(1), b = vld1q_s8(q + 16 * j);
-#ifdef __ARM_FEATURE_DOTPROD
-        dot[j % 2][j / 2] = vaddvq_s32(vdotq_s32(vdupq_n_s32(0), a, b));
-#else
-        dot[j % 2][j / 2] = vaddlvq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b))) + vaddlvq_s16(vmull_high_s8(a, b));
-#endif
-    }
-#else
-    for (int j = 0; j < 16; j++) {
-        int32_t sum = 0;
-        for (int i = 16 * j; i < 16 * j + 16; i++) sum += w ? w[i] * q[i] : q[i];
-        dot[j % 2][j / 2] = sum;
-    }
-#endif
-}
-
-GGUF__INLINE float gguf__dot(int type, const uint8_t *b, const int8_t *q, const float *scale, size_t n) {
-    const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes;
-    float acc[8] = {0}, scale_tail[8];
-    int8_t q_tail[256];
-    uint8_t b_tail[8 * 34];
-    int32_t dot[2][8], sum[2][8];
-    Gguf__Codes c;
-    for (size_t left = n; left > 0; b += bytes, q += 256, scale += 8) {
-        gguf__unpack(type, gguf__part(type, b, left, b_tail), &c);
-        if (left < 256) {                           // padded with zeros: terms of 0
-            memset(q_tail, 0, sizeof q_tail);
-            memset(scale_tail, 0, sizeof scale_tail);
-            q = (const int8_t *)memcpy(q_tail, q, left);
-            scale = (const float *)memcpy(scale_tail, scale, left / 32 * sizeof *scale);
-        }
-        gguf__dot_16s(c.w, q, dot);
-        if (gguf__has_min(type)) gguf__dot_16s(NULL, q, sum);
-        gguf__add_terms(type, &c, dot, sum, scale, acc);
-        left -= left < 256 ? left : 256;
-    }
-    return gguf__fold(acc, 8);
-}
-
-float gguf_dot_q8(int type, const void *row, const int8_t *q, const float *scale, size_t n) {
-    const uint8_t *b = (const uint8_t *)row;
-    float y = NAN;
-    assert(gguf_type_supported(type) && gguf_block_elems(type) >= 32 && n % (size_t)gguf_block_elems(type) == 0);
-    GGUF__FOR_TYPE(type, y = gguf__dot(T, b, q, scale, n))
-    return y;
-}
-
-// Many rows at once. A part of 256 elements is 64 words of four codes: 8 for each of 8 groups. Packing turns these from
-// [group][word] into [word][group], so that eight steps of four products leave the sum of each group in a lane of its own,
-// and nothing is left to add across lanes. Activations are packed once for all weight rows, weights once for all
-// activation rows. With GGUF__DPBUSD, which multiplies unsigned by signed bytes, activations are stored as q + 128, and
-// the part of the weights holds -128 times its sums to start from.
+// A part of 256 elements is 64 words of four codes: 8 for each of 8 groups. Both sides turn these from [group][word] into
+// [word][group], so that eight steps of four products leave the sum of each group in a lane of its own, and nothing is left
+// to add across lanes. GGUF__DPBUSD multiplies unsigned by signed bytes: there signed codes are stored with 128 added, and the
+// part of the activations holds -128 times its sums to start from.
 typedef struct {
     int8_t q[256];
-    int32_t sum[2][8];              // of q, both halves of each group
+    int32_t sum[2][8], start[2][8]; // of q, both halves of each group; what a sum of signed codes times q starts from
     float scale[8];
 } Gguf__Acts;
 
+typedef struct {
+    Gguf__Codes c;
+    int8_t words[256];
+} Gguf__Weights;
+
 enum { GGUF__TILE_W = 4, GGUF__TILE_ROWS = 32 };        // weight and activation rows whose partial sums are kept at a time
+
+#ifdef GGUF__DPBUSD
+enum { GGUF__FLIP = -128 };
+#else
+enum { GGUF__FLIP = 0 };
+#endif
+
+// Types whose codes are never negative.
+GGUF__INLINE bool gguf__is_unsigned(int type) { return gguf__has_min(type); }
 
 size_t gguf_packed_size(size_t n) { return (n + 255) / 256 * sizeof(Gguf__Acts); }
 
-static inline void gguf__transpose_words(const int8_t *in, int8_t *out) {
+GGUF__INLINE void gguf__transpose_words(const int8_t *in, int flip, int8_t *out) {
 #ifdef __AVX2__
-    const __m256i *p = (const __m256i *)(const void *)in;
+    const __m256i *p = (const __m256i *)(const void *)in, f = _mm256_set1_epi8((char)flip);
     __m256i a[8], b[8];
     for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_si256(p + i);
+    for (int i = 0; i < 8 && flip; i++) a[i] = _mm256_xor_si256(a[i], f);
     for (int i = 0; i < 8; i += 2) {
         b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
         b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
@@ -2501,61 +2443,41 @@ static inline void gguf__transpose_words(const int8_t *in, int8_t *out) {
         _mm256_storeu_si256(o + i + 4, _mm256_permute2x128_si256(a[i], a[i + 4], 0x31));
     }
 #else
+    (void)flip;
     for (int k = 0; k < 8; k++)
         for (int g = 0; g < 8; g++) memcpy(out + 32 * k + 4 * g, in + 32 * g + 4 * k, 4);
 #endif
 }
 
-void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed) {
-    Gguf__Acts *p = (Gguf__Acts *)packed;
-    int8_t part[256];
-    assert(n % 32 == 0);
-    for (; n > 0; p++, q += 256, scale += 8) {
-        const size_t m = n < 256 ? n : 256;
-        n -= m;
-        memset(part, 0, sizeof part);
-        memcpy(part, q, m);
-        memset(p->scale, 0, sizeof p->scale);
-        memcpy(p->scale, scale, m / 32 * sizeof *scale);
-        gguf__dot_16s(NULL, part, p->sum);
-        gguf__transpose_words(part, p->q);
-#ifdef GGUF__DPBUSD
-        for (int i = 0; i < 256; i++) p->q[i] = (int8_t)(p->q[i] ^ -128);
-#endif
-    }
-}
-
-typedef struct {
-    Gguf__Codes c;
-    int8_t words[256];
-    int32_t start[2][8];
-} Gguf__Weights;
-
-// dot[h][g] = sum over half h of group g, from codes and activations in [word][group] order.
-static inline void gguf__dot_words(const Gguf__Weights *restrict w, const int8_t *restrict q, int32_t (*restrict dot)[8]) {
+// dot[h][g] = sum over half h of group g, from codes and activations in [word][group] order. Exact, so all bodies give the
+// same bits; |q| <= 127, w >= -128. Without GGUF__DPBUSD the AVX2 body moves the sign of w to q; 2*128*127 still fits the 16
+// bits that it adds pairs in.
+GGUF__INLINE void gguf__dot_words(const int8_t *restrict w, const int8_t *restrict q, const int32_t (*restrict start)[8],
+                                  int32_t (*restrict dot)[8]) {
     for (int h = 0; h < 2; h++) {
-        const int8_t *wh = w->words + 128 * h, *qh = q + 128 * h;
+        const int8_t *wh = w + 128 * h, *qh = q + 128 * h;
 #if defined(__AVX2__)
         const __m256i *wp = (const __m256i *)(const void *)wh, *qp = (const __m256i *)(const void *)qh;
-#ifdef GGUF__DPBUSD
-        __m256i s = _mm256_loadu_si256((const __m256i *)(const void *)w->start[h]);
-        for (int k = 0; k < 4; k++) s = GGUF__DPBUSD(s, _mm256_loadu_si256(qp + k), _mm256_loadu_si256(wp + k));
-#else
-        __m256i s = _mm256_setzero_si256();
+        __m256i s = start ? _mm256_loadu_si256((const __m256i *)(const void *)start[h]) : _mm256_setzero_si256();
         for (int k = 0; k < 4; k++) {
-            __m256i a = _mm256_loadu_si256(wp + k), b = _mm256_sign_epi8(_mm256_loadu_si256(qp + k), a);
-            a = _mm256_maddubs_epi16(_mm256_abs_epi8(a), b);
+            __m256i a = _mm256_loadu_si256(wp + k), b = _mm256_loadu_si256(qp + k);
+#ifdef GGUF__DPBUSD
+            s = GGUF__DPBUSD(s, a, b);
+#else
+            a = _mm256_maddubs_epi16(_mm256_abs_epi8(a), _mm256_sign_epi8(b, a));
             s = _mm256_add_epi32(s, _mm256_madd_epi16(a, _mm256_set1_epi16(1)));
-        }
 #endif
+        }
         _mm256_storeu_si256((__m256i *)(void *)dot[h], s);
 #elif defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
+        (void)start;
         for (int g = 0; g < 8; g += 4) {
             int32x4_t s = vdupq_n_s32(0);
             for (int k = 0; k < 4; k++) s = vdotq_s32(s, vld1q_s8(wh + 32 * k + 4 * g), vld1q_s8(qh + 32 * k + 4 * g));
             vst1q_s32(dot[h] + g, s);
         }
 #else
+        (void)start;
         memset(dot[h], 0, sizeof dot[h]);
         for (int k = 0; k < 4; k++)
             for (int i = 0; i < 32; i++) dot[h][i / 4] += wh[32 * k + i] * qh[32 * k + i];
@@ -2563,41 +2485,99 @@ static inline void gguf__dot_words(const Gguf__Weights *restrict w, const int8_t
     }
 }
 
+static void gguf__pack(const int8_t *q, const float *scale, size_t n, Gguf__Acts *p) {      // n <= 256
+    int8_t part[256], ones[256];
+    memset(part, 0, sizeof part);
+    memcpy(part, q, n);
+    memset(p->scale, 0, sizeof p->scale);
+    memcpy(p->scale, scale, n / 32 * sizeof *scale);
+    memset(ones, 1, sizeof ones);
+    gguf__transpose_words(part, 0, p->q);
+    gguf__dot_words(ones, p->q, NULL, p->sum);
+    for (int i = 0; i < 16; i++) p->start[i / 8][i % 8] = GGUF__FLIP * p->sum[i / 8][i % 8];
+}
+
+void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed) {
+    Gguf__Acts *p = (Gguf__Acts *)packed;
+    assert(n % 32 == 0);
+    for (; n > 256; n -= 256, q += 256, scale += 8) gguf__pack(q, scale, 256, p++);
+    if (n) gguf__pack(q, scale, n, p);
+}
+
+// The part of a weight row at b, of which `left` elements are there.
+GGUF__INLINE void gguf__unpack_words(int type, const uint8_t *b, size_t left, Gguf__Weights *restrict w) {
+    uint8_t tail[8 * 34];
+    gguf__unpack(type, gguf__part(type, b, left, tail), &w->c);
+    gguf__transpose_words(w->c.w, gguf__is_unsigned(type) ? 0 : GGUF__FLIP, w->words);
+}
+
+GGUF__INLINE void gguf__add_part(int type, const Gguf__Weights *restrict w, const Gguf__Acts *restrict x, float *restrict acc) {
+    int32_t dot[2][8];
+    gguf__dot_words(w->words, x->q, gguf__is_unsigned(type) ? NULL : x->start, dot);
+    gguf__add_terms(type, &w->c, dot, x->sum, x->scale, acc);
+}
+
+GGUF__INLINE float gguf__dot(int type, const uint8_t *b, const int8_t *q, const float *scale, size_t n) {
+    const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes;
+    float acc[8] = {0};
+    Gguf__Weights w;
+    Gguf__Acts x;
+    for (size_t m; n > 0; n -= m, b += bytes, q += 256, scale += 8) {
+        m = n < 256 ? n : 256;
+        gguf__unpack_words(type, b, n, &w);
+        gguf__pack(q, scale, m, &x);
+        gguf__add_part(type, &w, &x, acc);
+    }
+    return gguf__fold(acc, 8);
+}
+
+float gguf_dot_q8(int type, const void *row, const int8_t *q, const float *scale, size_t n) {
+    const uint8_t *b = (const uint8_t *)row;
+    float y = NAN;
+    assert(gguf_type_supported(type) && gguf_block_elems(type) >= 32 && n % (size_t)gguf_block_elems(type) == 0);
+    GGUF__FOR_TYPE(type, y = gguf__dot(T, b, q, scale, n))
+    return y;
+}
+
 // n_w <= GGUF__TILE_W weight rows times n_rows <= GGUF__TILE_ROWS activation rows.
 GGUF__INLINE void gguf__dot_tile(int type, const uint8_t *b, size_t row_size, size_t n_w, const Gguf__Acts *x, size_t parts,
                                  size_t n_rows, size_t n, float *out, size_t out_stride) {
     const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes;
     float acc[GGUF__TILE_ROWS][GGUF__TILE_W][8];
-    int32_t dot[2][8], sum[2][8];
-    uint8_t tail[8 * 34];
     Gguf__Weights w[GGUF__TILE_W];
-    memset(acc, 0, sizeof acc);
+    memset(acc, 0, n_rows * sizeof *acc);
     for (size_t part = 0; part < parts; part++, x++) {
-        for (size_t i = 0; i < n_w; i++) {
-            gguf__unpack(type, gguf__part(type, b + i * row_size + part * bytes, n - part * 256, tail), &w[i].c);
-            gguf__transpose_words(w[i].c.w, w[i].words);
-#ifdef GGUF__DPBUSD
-            gguf__dot_16s(NULL, w[i].c.w, w[i].start);
-            for (int g = 0; g < 8; g++) w[i].start[0][g] *= -128, w[i].start[1][g] *= -128;
-#endif
-        }
-        for (size_t r = 0; r < n_rows; r++) {
-            const Gguf__Acts *xr = x + r * parts;
-            memcpy(sum, xr->sum, sizeof sum);
-            for (size_t i = 0; i < n_w; i++) {
-                gguf__dot_words(&w[i], xr->q, dot);
-                gguf__add_terms(type, &w[i].c, dot, sum, xr->scale, acc[r][i]);
-            }
-        }
+        for (size_t i = 0; i < n_w; i++) gguf__unpack_words(type, b + i * row_size + part * bytes, n - part * 256, &w[i]);
+        for (size_t r = 0; r < n_rows; r++)
+            for (size_t i = 0; i < n_w; i++) gguf__add_part(type, &w[i], x + r * parts, acc[r][i]);
     }
     for (size_t r = 0; r < n_rows; r++)
         for (size_t i = 0; i < n_w; i++) out[r * out_stride + i] = gguf__fold(acc[r][i], 8);
+}
+
+// As many weight rows times one activation row, each from one end to the other.
+GGUF__INLINE void gguf__dot_row(int type, const uint8_t *b, size_t row_size, size_t n_w, const Gguf__Acts *x, size_t n, float *out) {
+    const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes;
+    for (size_t i = 0; i < n_w; i++, b += row_size) {
+        float acc[8] = {0};
+        Gguf__Weights w;
+        for (size_t at = 0; at < n; at += 256) {
+            gguf__unpack_words(type, b + at / 256 * bytes, n - at, &w);
+            gguf__add_part(type, &w, x + at / 256, acc);
+        }
+        out[i] = gguf__fold(acc, 8);
+    }
 }
 
 void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, size_t n_rows, size_t n,
                       float *out, size_t out_stride) {
     const size_t row_size = gguf_row_size(type, n), parts = (n + 255) / 256;
     assert(gguf_type_supported(type) && gguf_block_elems(type) >= 32 && n % (size_t)gguf_block_elems(type) == 0);
+    if (n_rows == 1) {
+        const Gguf__Acts *x = (const Gguf__Acts *)packed;
+        GGUF__FOR_TYPE(type, gguf__dot_row(T, (const uint8_t *)w, row_size, n_w, x, n, out))
+        return;
+    }
     for (size_t i = 0; i < n_w; i += GGUF__TILE_W)
         for (size_t r = 0; r < n_rows; r += GGUF__TILE_ROWS) {
             const size_t tile_w = n_w - i < GGUF__TILE_W ? n_w - i : GGUF__TILE_W;
