@@ -1332,7 +1332,7 @@ static void cuda_gather_rows(const GatherRows *o) {
 // ==== [5] Products of 1 to 64 rows ===================================================================================
 // product_kernel carries out a list of jobs: matrices of different types and shapes that may run beside each other. A
 // warp takes four output features at a time, 8 lanes each, lane l of them the groups l, l + 8, ... of its row, so
-// neighbours read neighbouring 16 bytes. Of floats it takes one feature. A few groups per lane (Depth) are under way
+// neighbours read neighbouring 16 bytes. Of floats it takes one feature. A few groups per lane are under way
 // before the first is used and stay so up to the end of the row. One row times few features, or floats, has kernels of
 // its own (gemv), three rows and more have tile_kernel.
 //
@@ -1356,27 +1356,31 @@ typedef enum {
     JOB_DOWN                  // out = sum over j of weights[j] * (w_e y_j): the experts of a row
 } JobKind;
 
-typedef struct {
+typedef struct {              // what becomes of the products with a matrix
     JobKind  kind;
-    DType    type, up_type;
-    Planes   w, up;
-    size_t   up_first;        // JOB_GATED: first row of `up` within its expert (fused tensors: expert_dim, up = w)
-    size_t   rows_e;          // rows of one expert of w
-    int      rows, cols;      // output features, input width
-    int      n_rows;          // rows of the input; JOB_GATED with ids: n_rows * n_used outputs
-    int      source;          // which of the launch's inputs it reads
-    Prepared in;              // that input in global memory; without pointers where each block prepares it for itself
+    int      rows;            // output features
     const float *factor, *up_factor;           // (n) Tensor.scale
-    const int32_t *ids;       // experts; NULL: a single matrix
-    int      n_experts;       // matrices stacked in w
-    const float *weights;     // JOB_DOWN
-    int      n_used;
+    float    cap;             // JOB_STORE
     float   *out;             // JOB_STORE, JOB_DOWN
     Act      act;             // JOB_GATED, JOB_INJECT
     ActFn    fn;
     const float *u;           // JOB_INJECT
     int      u_stride;
-    float    cap;
+} Result;
+
+struct Job : Result {
+    DType    type, up_type;
+    Planes   w, up;
+    size_t   up_first;        // JOB_GATED: first row of `up` within its expert (fused tensors: expert_dim, up = w)
+    size_t   rows_e;          // rows of one expert of w
+    int      cols;            // input width
+    int      n_rows;          // rows of the input; JOB_GATED with ids: n_rows * n_used outputs
+    int      source;          // which of the launch's inputs it reads
+    Prepared in;              // that input in global memory; without pointers where each block prepares it for itself
+    const int32_t *ids;       // experts; NULL: a single matrix
+    int      n_experts;       // matrices stacked in w
+    const float *weights;     // JOB_DOWN
+    int      n_used;
     bool     is_tiled;        // its items are tiles, which a block takes; else units, a warp each
     int      tile;            // features of an item: 32 (GATED, INJECT), 8 (DOWN), 4, or 1: floats
     int      blocks_x, n_items;                // of a row or pair, in all of a chunk of rows
@@ -1384,7 +1388,7 @@ typedef struct {
     int      ahead[2][4];     // of those, how many are asked for before the row is begun; of experts none
     const uint8_t *ahead_from[2][4];           // row 0 of each plane
     int      quads;           // floats: rows lie at multiples of 16 bytes
-} Job;
+};
 
 enum { MAX_JOBS = 6, MAX_INPUTS = 2, PRODUCT_WARPS = ROW_THREADS / 32, UNIT = 4,
        TILE = 32, TILE_UNITS = TILE / UNIT, DOWN_TILE = 2 * UNIT,
@@ -1438,6 +1442,20 @@ typedef struct {
 __device__ static inline void put_meta(char *group, float s, int sum0, int sum1) {
     *(float4 *)(group + 256) = make_float4(s, (float)(sum0 + sum1), (float)sum0, (float)sum1);
 }
+__device__ static inline int sum_of_bytes(uint4 v) {
+    const int ones = 0x01010101;
+    return __dp4a(ones, (int)v.x, __dp4a(ones, (int)v.y, __dp4a(ones, (int)v.z, __dp4a(ones, (int)v.w, 0))));
+}
+
+// Chunk c of an int8 row that lies at `row` in shared memory, and the scale of its group; by all threads of a warp, for
+// two lanes c and c + 1 of each group. there: it is one of the row.
+__device__ static inline void put_chunk(char *row, int c, uint4 v, float scale, bool there) {
+    char *group = row + c / 16 * OCTET_BYTES + c / 2 % 8 * 16;
+    const int sum = sum_of_bytes(v), other = __shfl_xor_sync(~0u, sum, 1);
+    if (!there) return;
+    *(uint4 *)(group + c % 2 * 128) = v;
+    if (c % 2 == 0) put_meta(group, scale, sum, other);
+}
 
 // Rows first .. first + n_rows - 1 of what a producer left. Four loads per thread are under way at a time.
 __device__ static inline void copy_input(const Input &o, unsigned first, int n_rows) {
@@ -1461,14 +1479,8 @@ __device__ static inline void copy_input(const Input &o, unsigned first, int n_r
 #pragma unroll
             for (int k = 0; k < COPIES; k++) {
                 if (base + k * ROW_THREADS >= n) break;
-                const unsigned c = i + k * ROW_THREADS, r = quotient(c, o.by_chunks), half = c - r * o.by_chunks.by;
-                char *group = shared_bytes + o.q_at + r * o.q_row + half / 16 * OCTET_BYTES + half / 2 % 8 * 16;
-                const int sum = __dp4a(0x01010101, (int)v[k].x, __dp4a(0x01010101, (int)v[k].y,
-                                __dp4a(0x01010101, (int)v[k].z, __dp4a(0x01010101, (int)v[k].w, 0))));
-                const int other = __shfl_xor_sync(~0u, sum, 1);
-                if (c >= n) continue;
-                *(uint4 *)(group + half % 2 * 128) = v[k];
-                if (half % 2 == 0) put_meta(group, scale[k], sum, other);
+                const unsigned c = i + k * ROW_THREADS, r = quotient(c, o.by_chunks);
+                put_chunk(shared_bytes + o.q_at + r * o.q_row, c - r * o.by_chunks.by, v[k], scale[k], c < n);
             }
         }
     }
@@ -1542,6 +1554,42 @@ template <DType T> __device__ static inline float chunk_value(const uint4 &v, in
     return half_in(w >> 16 * (i % 2));
 }
 
+// The sum of a row of floats times an input, by a warp: four sums a lane, value i of a chunk goes to sum i % 4. y: the
+// input's values that belong to a chunk.
+struct FloatSum { float part[4]; };
+template <DType T> __device__ static inline void add_chunk(FloatSum *sum, const uint4 &w, const float4 *y) {
+#pragma unroll
+    for (int k = 0; k < Type<T>::chunk; k += 4) {
+        const float4 v = y[k / 4];
+        sum->part[0] = __fmaf_rn(chunk_value<T>(w, k), v.x, sum->part[0]);
+        sum->part[1] = __fmaf_rn(chunk_value<T>(w, k + 1), v.y, sum->part[1]);
+        sum->part[2] = __fmaf_rn(chunk_value<T>(w, k + 2), v.z, sum->part[2]);
+        sum->part[3] = __fmaf_rn(chunk_value<T>(w, k + 3), v.w, sum->part[3]);
+    }
+}
+__device__ static inline float total(const FloatSum &sum) {
+    return warp_sum((sum.part[0] + sum.part[1]) + (sum.part[2] + sum.part[3]));
+}
+
+// ---- what becomes of a product ----
+
+// One feature of a row: out.
+__device__ static inline void store_product(const Result &o, size_t row, int feature, float v) {
+    if (o.factor) v *= *o.factor;
+    if (o.cap > 0) v = o.cap * tanhf(v / o.cap);
+    o.out[row * o.rows + feature] = v;
+}
+
+// 32 features of a row from `first` on, by a warp, a lane each: fn(v) * other as Act. Both are scaled already.
+__device__ static inline void store_activated(const Result &o, size_t row, int first, float v, float other) {
+    const int lane = threadIdx.x % 32;
+    const bool inside = first + lane < o.rows;
+    const size_t at = row * o.rows + first;
+    v = inside ? activate(o.fn, v) * other : 0;
+    if (o.act.f && inside) o.act.f[at + lane] = v;
+    if (o.act.q) quantise_group(v, o.act.q + at, o.act.s + at / 32);
+}
+
 // A tile or unit of a job: its first feature, and its pair (JOB_GATED with ids) or row (JOB_DOWN) within the chunk,
 // else 0.
 typedef struct { int job, first, pair; } Item;
@@ -1589,9 +1637,7 @@ __device__ static inline void multiply_floats_row(const Planes &w, unsigned row,
     const char *y = shared_bytes + y_at + lane * (round_bytes / 32);
     const uint8_t *from = w.lo + (size_t)row * cols * (16 / chunk);
     uint4 held[depth];
-    float sum[R][4];
-    for (int r = 0; r < R; r++)
-        for (int k = 0; k < 4; k++) sum[r][k] = 0;
+    FloatSum sum[R] = { };
     auto fetch = [&](int i, int round) {                // behind the end its last chunk again, not used
         held[i] = fetch_chunk<T>(from, min(lane + 32 * round, n_chunks - 1), cols, quads);
     };
@@ -1605,14 +1651,7 @@ __device__ static inline void multiply_floats_row(const Planes &w, unsigned row,
 #pragma unroll
             for (int r = 0; lane + 32 * (round + i) < n_chunks && r < R; r++) {
                 if (R > 1 && r >= n) break;
-#pragma unroll
-                for (int k = 0; k < chunk; k += 4) {
-                    const float4 v = *(const float4 *)(y + i * round_bytes + r * y_row + k * sizeof(float));
-                    sum[r][0] = __fmaf_rn(chunk_value<T>(held[i], k), v.x, sum[r][0]);
-                    sum[r][1] = __fmaf_rn(chunk_value<T>(held[i], k + 1), v.y, sum[r][1]);
-                    sum[r][2] = __fmaf_rn(chunk_value<T>(held[i], k + 2), v.z, sum[r][2]);
-                    sum[r][3] = __fmaf_rn(chunk_value<T>(held[i], k + 3), v.w, sum[r][3]);
-                }
+                add_chunk<T>(&sum[r], held[i], (const float4 *)(y + i * round_bytes + r * y_row));
             }
             if (round + i + depth < n_rounds) fetch(i, round + i + depth);
         }
@@ -1620,7 +1659,7 @@ __device__ static inline void multiply_floats_row(const Planes &w, unsigned row,
 #pragma unroll
     for (int r = 0; r < R; r++) {
         if (R > 1 && r >= n) break;
-        const float v = warp_sum((sum[r][0] + sum[r][1]) + (sum[r][2] + sum[r][3]));
+        const float v = total(sum[r]);
         if (lane == 0) results[r * UNIT] = v;
     }
 }
@@ -1641,51 +1680,75 @@ template <DType T> __device__ static inline float input_term(const Group &x, con
                              : group_term<T>(x.a, x.m, dot[0] + dot[1], 0, meta.y, 0);
 }
 
+// A lane's way along a row of weights, over n octets that begin at `at`; `left` groups from there to the row's end. A
+// few groups are under way for it from before the first is used up to the end.
+template <DType T> struct RowWalk {
+    Planes at;
+    int    n, left;
+    Fetched<T> held[Type<T>::depth];
+};
+template <DType T>
+__device__ static inline RowWalk<T> begin_walk(const Planes &w, unsigned row, int n_groups, int first, int n) {
+    const int l = threadIdx.x % 8;
+    RowWalk<T> walk = { planes_from<T>(w, (size_t)row * n_groups + l + 8 * first), n, n_groups - 8 * first };
+#pragma unroll
+    for (int i = 0; i < Type<T>::depth; i++) {         // behind the end the last one again, not used
+        const int on = 8 * min(i, max(n, 1) - 1);
+        fetch_group<T>(walk.at, Type<T>::blocks ? on : min(on, walk.left - 1 - l), &walk.held[i]);
+    }
+    return walk;
+}
+// use(group, y + OCTET_BYTES * k, k) for this lane's group of octet k.
+template <DType T, typename Use> __device__ static inline void each_group(RowWalk<T> &walk, const char *y, Use use) {
+    constexpr int depth = Type<T>::depth;
+    const int l = threadIdx.x % 8;
+    auto is_there = [&](int octet) { return octet < walk.n && (Type<T>::blocks || l + 8 * octet < walk.left); };
+#pragma unroll 1
+    for (int octet = 0; octet < walk.n; octet += depth, y += depth * OCTET_BYTES) {
+#pragma unroll
+        for (int i = 0; i < depth; i++) {
+            if (octet + i >= walk.n) break;
+            if (is_there(octet + i)) {
+                Group x;
+                unpack_group<T, true>(walk.held[i], l, &x);
+                use(x, y + i * OCTET_BYTES, octet + i);
+            }
+            if (is_there(octet + i + depth)) fetch_group<T>(walk.at, 8 * (i + depth), &walk.held[i]);
+        }
+        walk.at.lo += depth * Type<T>::lo, walk.at.hi += depth * Type<T>::hi;
+        walk.at.head += depth * Type<T>::head, walk.at.sup += depth * Type<T>::sup;
+    }
+}
+
+// From the eight lanes of a feature; the first one gets its sum.
+__device__ static inline float feature_sum(float v) {
+    for (int h = 4; h > 0; h /= 2) v += __shfl_xor_sync(~0u, v, h);
+    return v;
+}
+
 // Sums of 4 quantised rows of weights that follow each other, 8 lanes each, for n <= R rows of an input: that of input
 // r and feature f goes to results[r * UNIT + f]. row: the number in the planes of this lane's row. y_at: of the first
 // row of the input.
 template <DType T, int R>
 __device__ static inline void multiply_rows(const Planes &w, unsigned row, int cols, int y_at, int y_row, int n,
                                             float *results) {
-    constexpr bool blocks = Type<T>::blocks;
-    constexpr int depth = Type<T>::depth;
-    const int lane = threadIdx.x % 32, l = lane % 8, n_groups = cols / 32, n_octets = div_up(n_groups, 8);
-    const char *y = shared_bytes + y_at + l * 16;
-    Planes at = planes_from<T>(w, (size_t)row * n_groups + l);
-    Fetched<T> held[depth];
-    float sum[R];
-    for (int r = 0; r < R; r++) sum[r] = 0;
-    auto is_there = [&](int octet) { return blocks ? octet < n_octets : l + 8 * octet < n_groups; };
+    const int lane = threadIdx.x % 32, n_groups = cols / 32;
+    RowWalk<T> walk = begin_walk<T>(w, row, n_groups, 0, div_up(n_groups, 8));
+    float sum[R] = { };
+    each_group(walk, shared_bytes + y_at + lane % 8 * 16, [&](const Group &x, const char *y, int) {
 #pragma unroll
-    for (int i = 0; i < depth; i++)                    // behind its end the row's last one again, not used
-        fetch_group<T>(at, blocks ? 8 * min(i, n_octets - 1) : min(8 * i, n_groups - 1 - l), &held[i]);
-#pragma unroll 1
-    for (int octet = 0; octet < n_octets; octet += depth, y += depth * OCTET_BYTES) {
-#pragma unroll
-        for (int i = 0; i < depth; i++) {
-            if (octet + i >= n_octets) break;
-            if (blocks || is_there(octet + i)) {
-                Group x;
-                unpack_group<T, true>(held[i], l, &x);
-#pragma unroll
-                for (int r = 0; r < R; r++) {
-                    if (R > 1 && r >= n) break;
-                    float scale;
-                    const float term = input_term<T>(x, y + i * OCTET_BYTES + r * y_row, &scale);
-                    sum[r] = __fmaf_rn(scale, term, sum[r]);
-                }
-            }
-            if (is_there(octet + i + depth)) fetch_group<T>(at, 8 * (i + depth), &held[i]);
+        for (int r = 0; r < R; r++) {
+            if (R > 1 && r >= n) break;
+            float scale;
+            const float term = input_term<T>(x, y + r * y_row, &scale);
+            sum[r] = __fmaf_rn(scale, term, sum[r]);
         }
-        at.lo += depth * Type<T>::lo, at.hi += depth * Type<T>::hi;
-        at.head += depth * Type<T>::head, at.sup += depth * Type<T>::sup;
-    }
+    });
 #pragma unroll
     for (int r = 0; r < R; r++) {
         if (R > 1 && r >= n) break;
-        float v = sum[r];
-        for (int h = 4; h > 0; h /= 2) v += __shfl_xor_sync(~0u, v, h);
-        if (l == 0) results[r * UNIT + lane / 8] = v;
+        const float v = feature_sum(sum[r]);
+        if (lane % 8 == 0) results[r * UNIT + lane / 8] = v;
     }
 }
 
@@ -1777,28 +1840,20 @@ __device__ static inline void finish_tile(Item item, int first_row, int r, int n
     }
     const bool gated = o.kind == JOB_GATED;
     const float *sum = results + lane / UNIT * jobs.n_results + r * UNIT + lane % UNIT;
+    const float *up = sum + (gated ? TILE_UNITS * jobs.n_results : 0);
     const int e = pairs ? ids[item.pair] : 0;
-    const size_t row = pairs ? (size_t)first_row * o.n_used + item.pair : first_row + r, at = row * o.rows + item.first;
+    const size_t row = pairs ? (size_t)first_row * o.n_used + item.pair : first_row + r;
     const float factor = o.factor ? o.factor[e] : 1, up_factor = gated && o.up_factor ? o.up_factor[e] : 1;
     const float u = !gated && inside ? o.u[row * o.u_stride + item.first + lane] : 0;
-    const ActFn fn = gated ? o.fn : ACT_GELU;
-    const Act out = o.act;
-    const float *up = sum + (gated ? TILE_UNITS * jobs.n_results : 0);
     sync_first<ROW_THREADS>();
-    const float other = gated && inside ? up_factor * *up : u;
-    const float v = activate(fn, inside ? factor * *sum : 0) * other;
-    if (out.f && inside) out.f[at + lane] = v;
-    if (out.q) quantise_group(v, out.q + at, out.s + at / 32);
+    store_activated(o, row, item.first, factor * *sum, gated ? up_factor * *up : u);
 }
 
 // The results of n rows in a unit, by the warp whose sums they are.
 __device__ static inline void finish_unit(const Job &o, Item item, int first_row, int n, const float *results) {
     const int lane = threadIdx.x % 32, r = lane / UNIT, feature = item.first + lane % UNIT;
     if (r >= n || lane % UNIT >= o.tile || feature >= o.rows) return;
-    float v = results[lane];
-    if (o.factor) v *= *o.factor;
-    if (o.cap > 0) v = o.cap * tanhf(v / o.cap);
-    o.out[(size_t)(first_row + r) * o.rows + feature] = v;
+    store_product(o, first_row + r, feature, results[lane]);
 }
 
 // A unit of a router is done, logits of n rows from first_row on; the warp that did the last one chooses the experts.
@@ -1933,21 +1988,18 @@ enum { GEMV_JOBS = 3 };
 typedef struct {
     DType  type;
     Planes w;
-    int    rows, n_units;     // features, 4 of which make a unit
+    int    n_units;           // of 4 features
     unsigned row_bytes[4], octet_bytes[4];      // of each plane: those of a row, of an octet
-    float *out;               // NULL: JOB_INJECT, whose result goes to Gemv.act
-    const float *factor;
-    float  cap;
+    Result to;                // JOB_STORE or JOB_INJECT
 } GemvJob;
 
 typedef struct {
     GemvJob job[GEMV_JOBS];
     int    n, n_groups, n_octets;               // jobs; of a row
-    int    units, shares, share;               // units of a block; shares of a unit, octets of a share
+    int    units;             // of a block; JOB_INJECT: 8, a group of the result
+    int    shares, share;     // of a unit; octets of one
     Input  input;
     RowInputs made;           // MADE
-    const float *u;           // JOB_INJECT, whose blocks have 8 units: a group of the result
-    Act    act;
     int    terms_at, sums_at; // offsets in shared memory
 } Gemv;
 
@@ -1969,83 +2021,53 @@ __device__ static inline void fetch_share(const Gemv &o, const GemvShare &s, int
     const int plane = threadIdx.x / 4 % 4, feature = UNIT * s.unit + threadIdx.x % 4;
     const int begin = s.first + from, end = s.first + min(s.n, AHEAD_OCTETS);
     const unsigned octet = job.octet_bytes[plane], row_bytes = job.row_bytes[plane];
-    if (threadIdx.x % 32 >= 16 || begin >= end || feature >= job.rows || !octet) return;
+    if (threadIdx.x % 32 >= 16 || begin >= end || feature >= job.to.rows || !octet) return;
     const size_t at = (size_t)(&job.w.lo)[plane] + (size_t)feature * row_bytes + begin * octet;
     const unsigned bytes = min((end - begin) * octet, row_bytes - begin * octet);
     fetch_ahead((const void *)(at & ~(size_t)15), ((unsigned)at % 16 + bytes + 15) & ~15u);
 }
 
-// The row of a launch whose input is there: 16 bytes a thread, as copy_input.
+// The row of a launch whose input is there, as copy_input.
 __device__ static inline void copy_row(const Gemv &o) {
     const int n = 2 * o.n_groups;
     for (int i = threadIdx.x; i / 32 * 32 < n; i += ROW_THREADS) {
         const int own = min(i, n - 1);
         const uint4 v = __ldcg((const uint4 *)o.input.from.q + own);
-        const float scale = __ldcg(o.input.from.s + own / 2);
-        const int sum = __dp4a(0x01010101, (int)v.x, __dp4a(0x01010101, (int)v.y,
-                        __dp4a(0x01010101, (int)v.z, __dp4a(0x01010101, (int)v.w, 0))));
-        const int other = __shfl_xor_sync(~0u, sum, 1);
-        char *group = shared_bytes + o.input.q_at + own / 16 * OCTET_BYTES + own / 2 % 8 * 16;
-        if (i >= n) continue;
-        *(uint4 *)(group + own % 2 * 128) = v;
-        if (own % 2 == 0) put_meta(group, scale, sum, other);
+        put_chunk(shared_bytes + o.input.q_at, own, v, __ldcg(o.input.from.s + own / 2), i < n);
     }
 }
 
 // The sum of each feature of a unit, from its 8 lanes, and where it goes.
 __device__ static inline void finish_gemv(const Gemv &o, const GemvShare &s, float sum) {
-    const GemvJob &job = o.job[s.job];
+    const Result &to = o.job[s.job].to;
     const int lane = threadIdx.x % 32, feature = UNIT * s.unit + lane / 8;
-    for (int h = 4; h > 0; h /= 2) sum += __shfl_xor_sync(~0u, sum, h);
-    if (lane % 8 || feature >= job.rows) return;
-    if (job.factor) sum *= *job.factor;
-    if (job.cap > 0) sum = job.cap * tanhf(sum / job.cap);
-    if (job.out) job.out[feature] = sum;
-    else ((float *)(shared_bytes + o.sums_at))[UNIT * s.nth + lane / 8] = sum;
+    sum = feature_sum(sum);
+    if (lane % 8 || feature >= to.rows) return;
+    if (to.kind == JOB_STORE) store_product(to, 0, feature, sum);
+    else ((float *)(shared_bytes + o.sums_at))[UNIT * s.nth + lane / 8] = to.factor ? *to.factor * sum : sum;
 }
 
 // A share, from its first weights to its sums or terms. Unless MADE, the input is read in here.
 template <DType T, bool MADE> __device__ static inline void multiply_share(const Gemv &o, const GemvShare &s) {
-    constexpr bool blocks = Type<T>::blocks;
-    constexpr int depth = Type<T>::depth;
     const GemvJob &job = o.job[s.job];
-    const int lane = threadIdx.x % 32, l = lane % 8, n = s.n, n_groups = o.n_groups;
+    const int lane = threadIdx.x % 32;
     const bool whole = o.shares == 1;
-    Planes at = planes_from<T>(job.w, (size_t)min(UNIT * s.unit + lane / 8, job.rows - 1) * n_groups + l + 8 * s.first);
-    Fetched<T> held[depth];
-    auto is_there = [&](int octet) { return octet < n && (blocks || l + 8 * (s.first + octet) < n_groups); };
-#pragma unroll
-    for (int i = 0; i < depth; i++) {                  // behind the end the last one again, not used
-        const int on = 8 * min(i, max(n, 1) - 1);
-        fetch_group<T>(at, blocks ? on : min(on, n_groups - 1 - l - 8 * s.first), &held[i]);
-    }
+    RowWalk<T> walk = begin_walk<T>(job.w, min(UNIT * s.unit + lane / 8, job.to.rows - 1), o.n_groups, s.first, s.n);
     if (!MADE) {
-        fetch_share(o, s, depth);
+        fetch_share(o, s, Type<T>::depth);
         take_turn();
         copy_row(o);
     }
     __syncthreads();                                   // the input is whole
-    const char *y = shared_bytes + o.input.q_at + l * 16 + s.first * OCTET_BYTES;
+    const char *row = shared_bytes + o.input.q_at + lane % 8 * 16 + s.first * OCTET_BYTES;
     float *terms = (float *)(shared_bytes + o.terms_at) + (s.nth * o.n_octets + s.first) * 32 + lane, sum = 0;
-#pragma unroll 1
-    for (int octet = 0; octet < n; octet += depth, y += depth * OCTET_BYTES, terms += depth * 32) {
-#pragma unroll
-        for (int i = 0; i < depth; i++) {
-            if (octet + i >= n) break;
-            if (is_there(octet + i)) {
-                Group x;
-                unpack_group<T, true>(held[i], l, &x);
-                float scale;
-                const float term = input_term<T>(x, y + i * OCTET_BYTES, &scale);
-                if (whole) sum = __fmaf_rn(scale, term, sum);
-                else terms[i * 32] = term;
-            }
-            if (is_there(octet + i + depth)) fetch_group<T>(at, 8 * (i + depth), &held[i]);
-        }
-        at.lo += depth * Type<T>::lo, at.hi += depth * Type<T>::hi;
-        at.head += depth * Type<T>::head, at.sup += depth * Type<T>::sup;
-    }
-    if (whole && n) finish_gemv(o, s, sum);
+    each_group(walk, row, [&](const Group &x, const char *y, int octet) {
+        float scale;
+        const float term = input_term<T>(x, y, &scale);
+        if (whole) sum = __fmaf_rn(scale, term, sum);
+        else terms[octet * 32] = term;
+    });
+    if (whole && s.n) finish_gemv(o, s, sum);
 }
 template <bool MADE> __device__ __noinline__ static void multiply_other_share(const Gemv &o, GemvShare s) {
     switch (o.job[s.job].type) {
@@ -2085,13 +2107,15 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_kernel(const __grid_const
         ((uint2 *)shared_bytes)[i] = words[i];
     __syncthreads();
     const GemvShare s = gemv_share(o, warp / o.shares, warp % o.shares);
+    const Result &first = o.job[0].to;
+    const bool injects = first.kind == JOB_INJECT;
     float u = 0;
     if (MADE) {
         float4 norm_weights[NORM_WEIGHTS][NARROW_QUADS];
         int turn = 0;
         load_norm_weights(o.made, norm_weights);
         take_turn();
-        if (o.u && threadIdx.x < TILE) u = __ldcg(o.u + TILE * blockIdx.x + threadIdx.x);
+        if (injects && threadIdx.x < TILE) u = __ldcg(first.u + TILE * blockIdx.x + threadIdx.x);
         prepare_row<NARROW_QUADS>(o.made, 0, [&](int k, int j) { return norm_weights[k][j]; }, NULL,
                                   blockIdx.x == gridDim.x - 1, &turn, [&] { fetch_share(o, s, 0); },
                                   [&](int) { return [in = o.input](int i, float4 y) { put_values(in, 0, i, y); }; });
@@ -2106,21 +2130,16 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_kernel(const __grid_const
         const GemvShare whole = gemv_share(o, warp, 0);
         if (whole.n) join_shares(o, whole);
     }
-    if (!o.u) return;
+    if (!injects) return;
     __syncthreads();
     if (threadIdx.x >= TILE) return;
-    const float v = activate(ACT_GELU, ((const float *)(shared_bytes + o.sums_at))[threadIdx.x]) * u;
-    const size_t first = TILE * blockIdx.x;
-    if (o.act.f) o.act.f[first + threadIdx.x] = v;
-    if (o.act.q) quantise_group(v, o.act.q + first, o.act.s + first / TILE);
+    store_activated(first, 0, TILE * blockIdx.x, ((const float *)(shared_bytes + o.sums_at))[threadIdx.x], u);
 }
 
 typedef struct {              // one row times a matrix of floats, whose rows lie at multiples of 16 bytes
     const uint8_t *w;
-    int    rows, cols;
-    float *out;
-    const float *factor;
-    float  cap;
+    int    cols;
+    Result to;                // JOB_STORE
     Input  input;
     RowInputs made;           // n = 0: the input is there
 } GemvFloats;
@@ -2136,7 +2155,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats_kernel(const __gri
     const int lane = threadIdx.x % 32, n_chunks = o.cols / chunk, n_rounds = div_up(n_chunks, 32);
     const int stride = PRODUCT_WARPS * gridDim.x;
     int row = blockIdx.x + gridDim.x * (threadIdx.x / 32), round = 0, ahead = 0;
-    const int n = row < o.rows ? div_up(o.rows - row, stride) * n_rounds : 0;
+    const int n = row < o.to.rows ? div_up(o.to.rows - row, stride) * n_rounds : 0;
     const uint4 *from = (const uint4 *)o.w + (size_t)row * n_chunks + lane;
     uint4 held[depth];
     auto fetch = [&](int i) {                          // behind the end the last chunk once more, not used
@@ -2160,79 +2179,21 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats_kernel(const __gri
     }
     __syncthreads();
     const float *y = (const float *)(shared_bytes + o.input.f_at) + lane * chunk;
-    float sum[4] = { };
+    FloatSum sum = { };
 #pragma unroll 1
     for (int first = 0; first < n; first += depth) {
 #pragma unroll
         for (int i = 0; i < depth; i++) {
             if (first + i >= n) break;
-            if (lane + 32 * round < n_chunks) {
-#pragma unroll
-                for (int k = 0; k < chunk; k += 4) {
-                    const float4 v = *(const float4 *)(y + 32 * chunk * round + k);
-                    sum[0] = __fmaf_rn(chunk_value<T>(held[i], k), v.x, sum[0]);
-                    sum[1] = __fmaf_rn(chunk_value<T>(held[i], k + 1), v.y, sum[1]);
-                    sum[2] = __fmaf_rn(chunk_value<T>(held[i], k + 2), v.z, sum[2]);
-                    sum[3] = __fmaf_rn(chunk_value<T>(held[i], k + 3), v.w, sum[3]);
-                }
-            }
+            if (lane + 32 * round < n_chunks) add_chunk<T>(&sum, held[i], (const float4 *)(y + 32 * chunk * round));
             if (first + i + depth < n) fetch(i);
             if (++round < n_rounds) continue;
-            float v = warp_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
-            if (o.factor) v *= *o.factor;
-            if (o.cap > 0) v = o.cap * tanhf(v / o.cap);
-            if (lane == 0) o.out[row] = v;
+            const float v = total(sum);
+            if (lane == 0) store_product(o.to, 0, row, v);
             row += stride, round = 0;
-            for (int k = 0; k < 4; k++) sum[k] = 0;
+            sum = { };
         }
     }
-}
-
-// ---- a launch ----
-
-// A job whose `in` has no pointers reads input number `source` of those that blocks make (jobs->made).
-static void add_job(Jobs *jobs, Job o) {
-    if (jobs->n == MAX_JOBS) cuda_die("product: more than %d jobs", MAX_JOBS);
-    if (!is_float(o.type) && (o.cols % 32 || (size_t)o.in.q % 16))
-        cuda_die("product %d x %d: int8 rows must be whole groups at multiples of 16 bytes", o.rows, o.cols);
-    if (o.act.q && o.rows % 32) cuda_die("product %d x %d: an int8 result must be whole groups", o.rows, o.cols);
-    o.is_tiled = o.kind != JOB_STORE;
-    o.tile = is_float(o.type) ? 1 : UNIT;
-    if (o.is_tiled) o.tile = o.kind == JOB_DOWN ? DOWN_TILE : TILE;
-    o.blocks_x = div_up(o.rows, o.tile);
-    o.quads = 1;
-    for (int k = 0; k < (o.kind == JOB_GATED ? 2 : 1); k++) {
-        const DType t = k ? o.up_type : o.type;
-        const Format f = format_of(t);
-        const Planes &w = k ? o.up : o.w;
-        const int octets = div_up(o.cols, 256), octets_ahead = is_float(t) ? octets : min_int(AHEAD_OCTETS, octets);
-        for (int i = 0; i < 4; i++) {
-            o.row_bytes[k][i] = (int)plane_bytes(f, i, o.cols);
-            o.ahead[k][i] = o.ids ? 0 : (int)((size_t)o.row_bytes[k][i] * octets_ahead / octets);
-            o.ahead_from[k][i] = (&w.lo)[i] + (k ? o.up_first : 0) * o.row_bytes[k][i];
-        }
-        if (is_float(t) && (o.row_bytes[k][0] | (size_t)w.lo) % 16) o.quads = 0;
-    }
-    if (o.in.f || o.in.q) {
-        int k = jobs->made.n;
-        while (k < jobs->n_inputs && (jobs->input[k].from.f != o.in.f || jobs->input[k].from.q != o.in.q)) k++;
-        if (k == MAX_INPUTS) cuda_die("product %d x %d: more than %d inputs", o.rows, o.cols, MAX_INPUTS);
-        jobs->n_inputs = max_int(jobs->n_inputs, k + 1);
-        jobs->input[k].from = o.in;
-        o.source = k;
-    }
-    Input *in = &jobs->input[o.source];
-    const bool gated = o.kind == JOB_GATED;
-    in->cols = o.cols;
-    in->by_chunks = divisor(max_int(1, o.cols / 16));
-    in->rows_each = o.kind == JOB_DOWN ? o.n_used : 1;
-    if (is_float(o.type) || (gated && is_float(o.up_type))) in->f_row = (int)round_up(o.cols, 8) * (int)sizeof(float);
-    if (!is_float(o.type) || (gated && !is_float(o.up_type))) in->q_row = div_up(o.cols, 256) * OCTET_BYTES;
-    if (o.source >= jobs->made.n && ((in->f_row && !in->from.f) || (in->q_row && !in->from.q)))
-        cuda_die("product %d x %d, type %d: the input is not there in the form that this type reads", o.rows, o.cols,
-                 (int)o.type);
-    if (o.ids) jobs->ids = o.ids, jobs->pair_weights = o.weights, jobs->n_used = o.n_used;
-    jobs->job[jobs->n++] = o;
 }
 
 // ---- 3 to 64 rows: tensor cores -------------------------------------------------------------------------------------
@@ -2794,21 +2755,6 @@ __device__ static inline float join_slices(const float *sums, int row, int featu
     return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
-// What becomes of one row's products with 32 features from `first` on, a feature a lane; up: JOB_GATED.
-__device__ static inline void finish_row(const Job &o, size_t row, int first, float v, float up) {
-    const int lane = threadIdx.x % 32;
-    const bool mine = first + lane < o.rows;
-    const size_t at = row * o.rows + first;
-    if (o.kind == JOB_STORE) {
-        if (mine) o.out[at + lane] = o.cap > 0 ? o.cap * tanhf(v / o.cap) : v;
-        return;
-    }
-    if (o.kind == JOB_GATED) v = activate(o.fn, v) * up;
-    else v = activate(ACT_GELU, v) * (mine ? o.u[row * o.u_stride + first + lane] : 0);
-    if (o.act.f && mine) o.act.f[at + lane] = v;
-    if (o.act.q) quantise_group(mine ? v : 0, o.act.q + at, o.act.s + at / 32);
-}
-
 // A piece of a float matrix, one feature and all rows: a warp takes a row at a time. Sums in the order given above.
 // Loads of 16 weights and the activations that go with them are under way at a time.
 template <DType T> __device__ static inline void multiply_floats(const Job &o, const Piece &p) {
@@ -2819,7 +2765,7 @@ template <DType T> __device__ static inline void multiply_floats(const Job &o, c
 #pragma unroll 1
     for (int r = threadIdx.x / 32; r < p.n; r += TILE_WARPS) {
         const float *row = o.in.f + (size_t)(p.from + r) * o.cols;
-        float sum[4] = { };
+        FloatSum sum = { };
 #pragma unroll 1
         for (int first = lane; first < n_chunks; first += 32 * depth) {
             uint4 x[depth];
@@ -2833,17 +2779,10 @@ template <DType T> __device__ static inline void multiply_floats(const Job &o, c
             }
 #pragma unroll
             for (int j = 0; j < depth; j++)
-#pragma unroll
-                for (int k = 0; first + 32 * j < n_chunks && k < chunk; k += 4) {
-                    sum[0] = __fmaf_rn(chunk_value<T>(x[j], k), y[j][k / 4].x, sum[0]);
-                    sum[1] = __fmaf_rn(chunk_value<T>(x[j], k + 1), y[j][k / 4].y, sum[1]);
-                    sum[2] = __fmaf_rn(chunk_value<T>(x[j], k + 2), y[j][k / 4].z, sum[2]);
-                    sum[3] = __fmaf_rn(chunk_value<T>(x[j], k + 3), y[j][k / 4].w, sum[3]);
-                }
+                if (first + 32 * j < n_chunks) add_chunk<T>(&sum, x[j], y[j]);
         }
-        float v = warp_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
-        if (o.factor) v *= *o.factor;
-        if (lane == 0) o.out[(size_t)(p.from + r) * o.rows + p.first] = o.cap > 0 ? o.cap * tanhf(v / o.cap) : v;
+        const float v = total(sum);
+        if (lane == 0) store_product(o, p.from + r, p.first, v);
     }
 }
 
@@ -2958,14 +2897,20 @@ tile_kernel(const __grid_constant__ Tiling t) {
             for (int h = 0; h <= !deep; h++) {
                 const float *factor = h && gated ? o.up_factor : o.factor;
                 v[h] = join_slices(sums, warp, 32 * h + lane);
-                if (factor) v[h] = factor[p.expert] * v[h];
+                if (factor && o.kind != JOB_STORE) v[h] = factor[p.expert] * v[h];
             }
 #pragma unroll 1
             for (int h = 0; h <= (!deep && !gated); h++) {
-                const int first = p.first + 32 * h;
+                const int first = p.first + 32 * h, feature = first + lane;
+                const float own = h ? v[1] : v[0];
                 if (first >= o.rows) break;
-                if (!down) finish_row(o, r, first, h ? v[1] : v[0], v[1]);
-                else if (first + lane < o.rows) t.results[r * o.rows + first + lane] = h ? v[1] : v[0];
+                if (gated || o.kind == JOB_INJECT) {
+                    const float u = !gated && feature < o.rows ? o.u[r * o.u_stride + feature] : 0;
+                    store_activated(o, r, first, own, gated ? v[1] : u);
+                } else if (feature < o.rows) {
+                    if (down) t.results[r * o.rows + feature] = own;
+                    else store_product(o, r, feature, own);
+                }
             }
         }
         if (t.jobs.choice.n && p.job == t.jobs.choice.job && last_of(t.jobs.choice.done, t.tiles[p.job]))
@@ -2975,211 +2920,7 @@ tile_kernel(const __grid_constant__ Tiling t) {
     }
 }
 
-// Carries out a launch if the tile kernel takes it. The kernel of few rows keeps: fewer rows than MANY_ROWS and more
-// than STEP_ROWS, gate and up of different types, stacks of very many matrices, matrices of floats but for those that
-// only store and run beside quantised ones, and what does not fit into shared memory or scratch.
-static bool launch_tiles(const Jobs *jobs, const char *what, int n_rows) {
-    Tiling t = { };
-    int rows = 1, of_expert = 0, wide = 0, pieces = 0;
-    const Job *down = NULL;
-    if (n_rows < MANY_ROWS || 4 * TILE_WARPS * jobs->choice.n > SUMS_BYTES) return false;
-    t.expert_job = -1;
-    for (int k = 0; k < jobs->n; k++) {
-        const Job *o = &jobs->job[k];
-        if (o->n_rows > STEP_ROWS || (o->ids && o->n_experts > TILE_EXPERTS)) return false;
-        if (is_float(o->type) ? o->kind != JOB_STORE : o->kind == JOB_GATED && o->up_type != o->type) return false;
-        rows = max_int(rows, o->n_rows);
-        if (o->ids) t.expert_job = k, t.n_pairs = o->n_rows * o->n_used, of_expert = div_up(t.n_pairs, o->n_experts);
-        if (o->kind == JOB_DOWN) down = o;
-        if (is_float(o->type)) t.floats = true;
-        const int n_experts = o->ids ? min_int(t.n_pairs, o->n_experts) : 1;
-        if (!is_float(o->type)) wide += n_experts * div_up((o->kind == JOB_GATED ? 2 : 1) * o->rows, 64);
-    }
-    // An expert has few of the rows: a kernel made for as many takes less time for each weight, and what runs beside
-    // goes through it some rows at a time.
-    if (of_expert) rows = min_int(rows, 2 * of_expert);
-    const int tiles = 1 << ((rows > 8) + (rows > 16) + (rows > 32));   // of 8 rows
-    t.chunks = 1;
-    if (of_expert && jobs->n > 1) t.at_once = 8 * tiles, t.chunks = div_up(n_rows, t.at_once);
-    for (int k = 0; k < jobs->n; k++) {
-        const Job *o = &jobs->job[k];
-        // Pieces of 64 features take less work for a weight and read the rows less often. Where there is no more than
-        // one for each SM, those of 32 reach more SMs.
-        t.deep[k] = o->kind != JOB_GATED && o->kind != JOB_DOWN && wide <= cuda.n_sm;
-        t.record[k] = record_of(o->type).size;
-        t.features[k] = o->kind == JOB_GATED || t.deep[k] ? 32 : 64;
-        if (is_float(o->type)) t.features[k] = 1;
-        t.tiles[k] = div_up(o->rows, t.features[k]);
-        pieces += t.tiles[k] * (o->ids && o->kind == JOB_GATED ? t.n_pairs : t.chunks);
-        if (!is_float(o->type))
-            t.stage_bytes = max_int(t.stage_bytes, 64 * t.record[k] + (t.deep[k] ? 2 : 1) * ROW_AREA * tiles);
-    }
-    if (!t.stage_bytes) return false;                  // floats only
-    const int lists = t.n_pairs ? round_16((LIST_SIZE * (t.n_pairs + 1) + 1) * (int)sizeof(uint16_t)) : 0;
-    const int fixed = SUMS_BYTES + lists + (int)sizeof(Ring);
-    if (list_room(t.n_pairs) > SUMS_BYTES) return false;                   // list_pairs works there
-    int resident = tiles <= 2 ? 2 : 1, space = 0;      // blocks per SM
-    for (; resident > 0; resident--) {
-        space = min_int(cuda.sm_shared / resident - 2048, cuda.block_shared - STATIC_SHARED) - fixed;
-        if (space >= 3 * t.stage_bytes) break;
-    }
-    t.stages = min_int(TILE_STAGES, space / t.stage_bytes);
-    if (t.stages < 2) return false;
-    const int slots = cuda.n_sm * max_int(resident, 1);
-    if (down) {
-        const int same = div_up(down->rows, 64);
-        if (same > MAX_ARRIVED || (size_t)t.n_pairs * down->rows * sizeof(float) > PARTIAL_BYTES) return false;
-        t.runs = max_int(1, slots / same);
-        t.results = cuda.partial;
-        t.arrived = (int *)cuda.arrived;
-        pieces += (t.runs - 1) * same;
-    }
-    t.sums_at = t.stages * t.stage_bytes;
-    t.lists_at = t.sums_at + SUMS_BYTES;
-    t.ring_at = t.lists_at + lists;
-    t.jobs = *jobs;
-    // Few pieces for each block: the same number for all of them, and what is left of the SMs is the next launch's.
-    const int rounds = div_up(pieces, slots);
-    const int blocks = !t.n_pairs && rounds > 2 && rounds <= FEW_ROUNDS ? div_up(pieces, rounds)
-        : min_int(pieces, slots);
-    const size_t shared = (size_t)t.sums_at + fixed;
-    if (tiles == 1) launch(WRITES_ACTIVATIONS, tile_kernel<1>, blocks, TILE_BLOCK, shared, t);
-    else if (tiles == 2) launch(WRITES_ACTIVATIONS, tile_kernel<2>, blocks, TILE_BLOCK, shared, t);
-    else if (tiles == 4) launch(WRITES_ACTIVATIONS, tile_kernel<4>, blocks, TILE_BLOCK, shared, t);
-    else launch(WRITES_ACTIVATIONS, tile_kernel<8>, blocks, TILE_BLOCK, shared, t);
-    CHECK_LAUNCH("%s n_rows=%d rows=%d cols=%d", what, n_rows, jobs->job[0].rows, jobs->job[0].cols);
-    return true;
-}
-
-// Carry out a launch of one row if the kernels for that take it: a matrix of floats that stores; quantised ones that
-// store, or the inject, all on one input in int8, which have no more units than there are warps. busy: SMs on which
-// blocks would come up late.
-static bool launch_gemv_floats(const Jobs *jobs, const char *what) {
-    const Job *o = &jobs->job[0];
-    const int chunk = 16 / format_of(o->type).bytes;
-    if (jobs->n > 1 || o->kind != JOB_STORE || jobs->choice.n || !o->quads || o->cols % chunk) return false;
-    if (jobs->input[0].f_row > cuda.block_shared - STATIC_SHARED) return false;
-    GemvFloats g = { o->w.lo, o->rows, o->cols, o->out, o->factor, o->cap, jobs->input[0], jobs->made };
-    g.input.f_at = 0;
-    g.input.q_row = 0;
-    auto kernel = gemv_floats_kernel<T_F32>;
-    if (o->type == T_F16) kernel = gemv_floats_kernel<T_F16>;
-    if (o->type == T_BF16) kernel = gemv_floats_kernel<T_BF16>;
-    launch(WRITES_ACTIVATIONS, kernel, min_int(cuda.n_sm, div_up(o->rows, PRODUCT_WARPS)), ROW_THREADS,
-           g.input.f_row, g);
-    CHECK_LAUNCH("%s rows=%d cols=%d", what, o->rows, o->cols);
-    return true;
-}
-static bool launch_gemv(const Jobs *jobs, const char *what, int busy) {
-    const Job *first = &jobs->job[0];
-    const bool inject = first->kind == JOB_INJECT;
-    Gemv g = { };
-    int n_units = 0;
-    if (jobs->n_inputs > 1 || jobs->made.cols > NARROW_COLS) return false;
-    if (is_float(first->type)) return launch_gemv_floats(jobs, what);
-    if (jobs->n > GEMV_JOBS || jobs->choice.n || (inject && (jobs->n > 1 || first->rows % TILE))) return false;
-    for (int k = 0; k < jobs->n; k++) {
-        const Job *o = &jobs->job[k];
-        if ((o->kind != JOB_STORE && !inject) || is_float(o->type)) return false;
-        GemvJob *job = &g.job[k];
-        *job = (GemvJob){ o->type, o->w, o->rows, div_up(o->rows, UNIT), { }, { }, o->out, o->factor, o->cap };
-        for (int i = 0; i < 4; i++)
-            job->row_bytes[i] = o->row_bytes[0][i],
-                job->octet_bytes[i] = (unsigned)plane_bytes(format_of(o->type), i, 256);
-        n_units += job->n_units;
-    }
-    g.n = jobs->n;
-    g.n_groups = first->cols / 32;
-    g.n_octets = div_up(g.n_groups, 8);
-    g.units = inject ? TILE_UNITS : div_up(n_units, max_int(1, cuda.n_sm - busy));
-    if (g.n_octets == 1) g.units = max_int(g.units, PRODUCT_WARPS / 2);    // over at once: few SMs, others for the next
-    if (g.units > PRODUCT_WARPS) return false;
-    g.share = div_up(g.n_octets, min_int(PRODUCT_WARPS / g.units, g.n_octets));
-    g.shares = div_up(g.n_octets, g.share);
-    if (g.shares == 1 && g.n_octets > 1 && !jobs->made.n) return false;    // many warps with long rows: as fast there
-    g.input = jobs->input[0];
-    g.made = jobs->made;
-    if (inject) g.u = first->u, g.act = first->act;
-    size_t at = round_up(sizeof(Gemv), 16);
-    g.input.q_at = (int)at;
-    at += g.input.q_row;
-    g.terms_at = (int)at;
-    if (g.shares > 1) at += (size_t)g.units * g.n_octets * 32 * sizeof(float);
-    g.sums_at = (int)at;
-    at += (size_t)g.units * UNIT * sizeof(float);
-    if (at > (size_t)cuda.block_shared - STATIC_SHARED) return false;
-    launch(WRITES_ACTIVATIONS, g.made.n ? gemv_kernel<true> : gemv_kernel<false>, div_up(n_units, g.units), ROW_THREADS,
-           at, g);
-    CHECK_LAUNCH("%s rows=%d cols=%d", what, first->rows, first->cols);
-    return true;
-}
-
-static void allow_products(void) {
-    allow_shared(product_kernel<1>), allow_shared(product_kernel<FEW_ROWS>);
-    allow_shared(gemv_kernel<true>), allow_shared(gemv_kernel<false>);
-    allow_shared(gemv_floats_kernel<T_F32>), allow_shared(gemv_floats_kernel<T_F16>);
-    allow_shared(gemv_floats_kernel<T_BF16>);
-    allow_shared(tile_kernel<1>), allow_shared(tile_kernel<2>), allow_shared(tile_kernel<4>);
-    allow_shared(tile_kernel<8>);
-}
-
-// Where things lie in shared memory when a block works on `rows` rows; bytes altogether.
-static size_t place_shared(Jobs *jobs, int rows) {
-    size_t at = round_up(sizeof(Jobs), 16);
-    for (int k = 0; k < jobs->n_inputs; k++) {
-        Input *in = &jobs->input[k];
-        in->q_at = (int)at;
-        at += (size_t)rows * in->rows_each * in->q_row;
-        in->f_at = (int)at;
-        at += (size_t)rows * in->rows_each * in->f_row;
-    }
-    jobs->pairs_at = (int)at;
-    at = round_up(at + (size_t)rows * jobs->n_used * 8, 16);
-    jobs->keys_at = (int)at;
-    at += round_up(jobs->choice.n * sizeof(unsigned), 16);
-    jobs->n_results = max_int(rows * UNIT, div_up(jobs->n_used * DOWN_TILE, PRODUCT_WARPS));
-    jobs->results_at = (int)at;
-    return at + waiting_of(rows) * PRODUCT_WARPS * jobs->n_results * sizeof(float);
-}
-
-enum { SHARED_BYTES = 110 << 10 };                     // what FEW_ROWS rows may take; else rows go through one by one
-
-static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
-    // A block fills an SM. Behind a launch of very few, which it may overlap, it would come up late on theirs, and the
-    // next launch would wait for it.
-    const int busy = cuda.starts_early && cuda.last.blocks <= cuda.n_sm / 16 ? cuda.last.blocks : 0;
-    if (launch_tiles(jobs, what, n_rows) || (n_rows == 1 && launch_gemv(jobs, what, busy))) return;
-    int r = n_rows == 1 ? 1 : FEW_ROWS;
-    size_t shared = place_shared(jobs, r);
-    if (r > 1 && shared > SHARED_BYTES) shared = place_shared(jobs, r = 1);
-    const int chunk = min_int(r, n_rows), n_chunks = div_up(n_rows, r);
-    jobs->n_rows = n_rows;
-    jobs->n_tiles = jobs->n_units = 0;
-    for (int k = 0; k < jobs->n; k++) {
-        Job *o = &jobs->job[k];
-        o->n_items = o->blocks_x;
-        if (o->kind == JOB_DOWN) o->n_items *= chunk;
-        if (o->kind == JOB_GATED && o->ids) o->n_items *= chunk * o->n_used;
-        if (o->is_tiled) jobs->n_tiles += o->n_items;
-        else jobs->n_units += o->n_items;
-    }
-    size_t tile_bytes = 0;
-    for (int k = 0; k < jobs->n; k++) {
-        const Job *o = &jobs->job[k];
-        for (int m = 0; o->is_tiled && m < 2; m++)
-            for (int plane = 0; plane < 4; plane++) tile_bytes += (size_t)o->row_bytes[m][plane] * o->rows;
-    }
-    jobs->fetch_all = tile_bytes <= AHEAD_BYTES;
-    int most = max_int(1, (cuda.n_sm - busy) / n_chunks);
-    // Where memory is the limit: as many tiles for each block, and what is left of the SMs is the next launch's.
-    if (jobs->n_tiles && !jobs->fetch_all) most = div_up(jobs->n_tiles, div_up(jobs->n_tiles, most));
-    const dim3 grid(min_int(jobs->n_tiles + jobs->n_units, most), n_chunks);
-    jobs->more = jobs->n_tiles % grid.x;
-    if (jobs->n_units > 2 * PRODUCT_WARPS * (int)(grid.x - jobs->more)) jobs->more = 0;
-    // n_rows >= MANY_ROWS: inputs lie in global memory (Job.in)
-    launch(WRITES_ACTIVATIONS, r == 1 ? product_kernel<1> : product_kernel<FEW_ROWS>, grid, ROW_THREADS, shared, *jobs);
-    CHECK_LAUNCH("%s n_rows=%d rows=%d cols=%d", what, n_rows, jobs->job[0].rows, jobs->job[0].cols);
-}
+// ---- a launch ----
 
 static Job job_of(const Tensor *w, Prepared in, int n_rows) {
     Job o = { };
@@ -3214,6 +2955,313 @@ static void prepare(Jobs *jobs, const In *in, const In *beside, int n_rows, int 
     launch_prepare(in, beside, out[0], out[1], n_rows, cols);
 }
 
+// A job whose `in` has no pointers reads input number `source` of those that blocks make (jobs->made).
+static void add_job(Jobs *jobs, Job o) {
+    if (jobs->n == MAX_JOBS) cuda_die("product: more than %d jobs", MAX_JOBS);
+    if (!is_float(o.type) && (o.cols % 32 || (size_t)o.in.q % 16))
+        cuda_die("product %d x %d: int8 rows must be whole groups at multiples of 16 bytes", o.rows, o.cols);
+    if (o.act.q && o.rows % 32) cuda_die("product %d x %d: an int8 result must be whole groups", o.rows, o.cols);
+    o.is_tiled = o.kind != JOB_STORE;
+    o.tile = is_float(o.type) ? 1 : UNIT;
+    if (o.is_tiled) o.tile = o.kind == JOB_DOWN ? DOWN_TILE : TILE;
+    o.blocks_x = div_up(o.rows, o.tile);
+    o.quads = 1;
+    for (int k = 0; k < (o.kind == JOB_GATED ? 2 : 1); k++) {
+        const DType t = k ? o.up_type : o.type;
+        const Format f = format_of(t);
+        const Planes &w = k ? o.up : o.w;
+        const int octets = div_up(o.cols, 256), octets_ahead = is_float(t) ? octets : min_int(AHEAD_OCTETS, octets);
+        for (int i = 0; i < 4; i++) {
+            o.row_bytes[k][i] = (int)plane_bytes(f, i, o.cols);
+            o.ahead[k][i] = o.ids ? 0 : (int)((size_t)o.row_bytes[k][i] * octets_ahead / octets);
+            o.ahead_from[k][i] = (&w.lo)[i] + (k ? o.up_first : 0) * o.row_bytes[k][i];
+        }
+        if (is_float(t) && (o.row_bytes[k][0] | (size_t)w.lo) % 16) o.quads = 0;
+    }
+    if (o.in.f || o.in.q) {
+        int k = jobs->made.n;
+        while (k < jobs->n_inputs && (jobs->input[k].from.f != o.in.f || jobs->input[k].from.q != o.in.q)) k++;
+        if (k == MAX_INPUTS) cuda_die("product %d x %d: more than %d inputs", o.rows, o.cols, MAX_INPUTS);
+        jobs->n_inputs = max_int(jobs->n_inputs, k + 1);
+        jobs->input[k].from = o.in;
+        o.source = k;
+    }
+    Input *in = &jobs->input[o.source];
+    const bool gated = o.kind == JOB_GATED;
+    in->cols = o.cols;
+    in->by_chunks = divisor(max_int(1, o.cols / 16));
+    in->rows_each = o.kind == JOB_DOWN ? o.n_used : 1;
+    if (is_float(o.type) || (gated && is_float(o.up_type))) in->f_row = (int)round_up(o.cols, 8) * (int)sizeof(float);
+    if (!is_float(o.type) || (gated && !is_float(o.up_type))) in->q_row = div_up(o.cols, 256) * OCTET_BYTES;
+    if (o.source >= jobs->made.n && ((in->f_row && !in->from.f) || (in->q_row && !in->from.q)))
+        cuda_die("product %d x %d, type %d: the input is not there in the form that this type reads", o.rows, o.cols,
+                 (int)o.type);
+    if (o.ids) jobs->ids = o.ids, jobs->pair_weights = o.weights, jobs->n_used = o.n_used;
+    jobs->job[jobs->n++] = o;
+}
+
+typedef enum { BY_ROWS, BY_GEMV, BY_GEMV_FLOATS, BY_TILES } ProductKernel;
+
+static void (*const product_kernels[])(Jobs) = { product_kernel<1>, product_kernel<FEW_ROWS> };
+static void (*const gemv_kernels[])(Gemv) = { gemv_kernel<false>, gemv_kernel<true> };
+static void (*const gemv_floats_kernels[])(GemvFloats) = { gemv_floats_kernel<T_F32>, gemv_floats_kernel<T_F16>,
+                                                           gemv_floats_kernel<T_BF16> };
+static void (*const tile_kernels[])(Tiling) = { tile_kernel<1>, tile_kernel<2>, tile_kernel<4>, tile_kernel<8> };
+
+static void allow_products(void) {
+    for (auto k : product_kernels) allow_shared(k);
+    for (auto k : gemv_kernels) allow_shared(k);
+    for (auto k : gemv_floats_kernels) allow_shared(k);
+    for (auto k : tile_kernels) allow_shared(k);
+}
+
+typedef struct {              // how a launch is carried out
+    ProductKernel kernel;
+    int    variant;           // in the list of those kernels
+    int    blocks, chunks;    // grid
+    int    threads;
+    size_t shared;            // bytes
+    union {                   // parameters; BY_ROWS: the jobs themselves
+        Gemv gemv;
+        GemvFloats floats;
+        Tiling tiling;
+    };
+} Plan;
+
+// In words, for the line that a failed launch ends with, and for a debugger.
+static const char *plan_text(const Plan *p) {
+    static const char *const names[] = { "product", "gemv", "gemv_floats", "tile" };
+    static char text[128];
+    snprintf(text, sizeof text, "%s kernel %d, grid %d x %d, block %d, %zu bytes of shared memory", names[p->kernel],
+             p->variant, p->blocks, p->chunks, p->threads, p->shared);
+    return text;
+}
+
+// The plans of the kernels, for launches that plan_product lets them have; false: there is no room for it, or no use.
+
+static bool plan_tiles(const Jobs *jobs, int n_rows, Plan *p) {
+    Tiling &t = p->tiling;
+    int rows = 1, of_expert = 0, wide = 0, pieces = 0;
+    const Job *down = NULL;
+    t = { };
+    t.expert_job = -1;
+    for (int k = 0; k < jobs->n; k++) {
+        const Job *o = &jobs->job[k];
+        const int n_pairs = o->n_rows * o->n_used, n_experts = o->ids ? min_int(n_pairs, o->n_experts) : 1;
+        rows = max_int(rows, o->n_rows);
+        if (o->ids) t.expert_job = k, t.n_pairs = n_pairs, of_expert = div_up(n_pairs, o->n_experts);
+        if (o->kind == JOB_DOWN) down = o;
+        if (is_float(o->type)) t.floats = true;
+        else wide += n_experts * div_up((o->kind == JOB_GATED ? 2 : 1) * o->rows, 64);
+    }
+    // An expert has few of the rows: a kernel made for as many takes less time for each weight, and what runs beside
+    // goes through it some rows at a time.
+    if (of_expert) rows = min_int(rows, 2 * of_expert);
+    p->variant = (rows > 8) + (rows > 16) + (rows > 32);
+    const int tiles = 1 << p->variant;                 // of 8 rows
+    t.chunks = 1;
+    if (of_expert && jobs->n > 1) t.at_once = 8 * tiles, t.chunks = div_up(n_rows, t.at_once);
+    for (int k = 0; k < jobs->n; k++) {
+        const Job *o = &jobs->job[k];
+        // Pieces of 64 features take less work for a weight and read the rows less often. Where there is no more than
+        // one for each SM, those of 32 reach more SMs.
+        t.deep[k] = o->kind != JOB_GATED && o->kind != JOB_DOWN && wide <= cuda.n_sm;
+        t.record[k] = record_of(o->type).size;
+        t.features[k] = o->kind == JOB_GATED || t.deep[k] ? 32 : 64;
+        if (is_float(o->type)) t.features[k] = 1;
+        t.tiles[k] = div_up(o->rows, t.features[k]);
+        pieces += t.tiles[k] * (o->ids && o->kind == JOB_GATED ? t.n_pairs : t.chunks);
+        if (!is_float(o->type))
+            t.stage_bytes = max_int(t.stage_bytes, 64 * t.record[k] + (t.deep[k] ? 2 : 1) * ROW_AREA * tiles);
+    }
+    if (!t.stage_bytes) return false;                  // floats only
+    const int lists = t.n_pairs ? round_16((LIST_SIZE * (t.n_pairs + 1) + 1) * (int)sizeof(uint16_t)) : 0;
+    const int fixed = SUMS_BYTES + lists + (int)sizeof(Ring);
+    // list_pairs and choose_experts work in the room for sums
+    if (list_room(t.n_pairs) > SUMS_BYTES || 4 * TILE_WARPS * jobs->choice.n > SUMS_BYTES) return false;
+    int resident = tiles <= 2 ? 2 : 1, space = 0;      // blocks per SM
+    for (; resident > 0; resident--) {
+        space = min_int(cuda.sm_shared / resident - 2048, cuda.block_shared - STATIC_SHARED) - fixed;
+        if (space >= 3 * t.stage_bytes) break;
+    }
+    t.stages = min_int(TILE_STAGES, space / t.stage_bytes);
+    if (t.stages < 2) return false;
+    const int slots = cuda.n_sm * max_int(resident, 1);
+    if (down) {
+        const int same = div_up(down->rows, 64);
+        if (same > MAX_ARRIVED || (size_t)t.n_pairs * down->rows * sizeof(float) > PARTIAL_BYTES) return false;
+        t.runs = max_int(1, slots / same);
+        t.results = cuda.partial;
+        t.arrived = (int *)cuda.arrived;
+        pieces += (t.runs - 1) * same;
+    }
+    t.sums_at = t.stages * t.stage_bytes;
+    t.lists_at = t.sums_at + SUMS_BYTES;
+    t.ring_at = t.lists_at + lists;
+    t.jobs = *jobs;
+    // Few pieces for each block: the same number for all of them, and what is left of the SMs is the next launch's.
+    const int rounds = div_up(pieces, slots);
+    p->kernel = BY_TILES;
+    p->blocks = min_int(pieces, slots);
+    if (!t.n_pairs && rounds > 2 && rounds <= FEW_ROUNDS) p->blocks = div_up(pieces, rounds);
+    p->threads = TILE_BLOCK;
+    p->shared = (size_t)t.sums_at + fixed;
+    return true;
+}
+
+static bool plan_gemv_floats(const Jobs *jobs, Plan *p) {
+    const Job *o = &jobs->job[0];
+    if (!o->quads || o->cols % (16 / format_of(o->type).bytes)) return false;
+    p->floats = { o->w.lo, o->cols, *o, jobs->input[0], jobs->made };
+    p->floats.input.f_at = p->floats.input.q_row = 0;
+    p->kernel = BY_GEMV_FLOATS;
+    p->variant = o->type == T_F32 ? 0 : 1 + (o->type == T_BF16);
+    p->blocks = min_int(cuda.n_sm, div_up(o->rows, PRODUCT_WARPS));
+    p->threads = ROW_THREADS;
+    p->shared = jobs->input[0].f_row;
+    return true;
+}
+
+// busy: SMs on which blocks would come up late.
+static bool plan_gemv(const Jobs *jobs, int busy, Plan *p) {
+    const Job *first = &jobs->job[0];
+    Gemv &g = p->gemv;
+    int n_units = 0;
+    g = { };
+    for (int k = 0; k < jobs->n; k++) {
+        const Job *o = &jobs->job[k];
+        GemvJob *job = &g.job[k];
+        *job = (GemvJob){ o->type, o->w, div_up(o->rows, UNIT), { }, { }, *o };
+        for (int i = 0; i < 4; i++) {
+            job->row_bytes[i] = o->row_bytes[0][i];
+            job->octet_bytes[i] = (unsigned)plane_bytes(format_of(o->type), i, 256);
+        }
+        n_units += job->n_units;
+    }
+    g.n = jobs->n;
+    g.n_groups = first->cols / 32;
+    g.n_octets = div_up(g.n_groups, 8);
+    g.units = first->kind == JOB_INJECT ? TILE_UNITS : div_up(n_units, max_int(1, cuda.n_sm - busy));
+    if (g.n_octets == 1) g.units = max_int(g.units, PRODUCT_WARPS / 2);    // over at once: few SMs, others for the next
+    if (g.units > PRODUCT_WARPS) return false;         // a warp has one share at most
+    g.share = div_up(g.n_octets, min_int(PRODUCT_WARPS / g.units, g.n_octets));
+    g.shares = div_up(g.n_octets, g.share);
+    if (g.shares == 1 && g.n_octets > 1 && !jobs->made.n) return false;    // many warps with long rows: as fast by rows
+    g.input = jobs->input[0];
+    g.made = jobs->made;
+    size_t at = round_up(sizeof(Gemv), 16);
+    g.input.q_at = (int)at;
+    at += g.input.q_row;
+    g.terms_at = (int)at;
+    if (g.shares > 1) at += (size_t)g.units * g.n_octets * 32 * sizeof(float);
+    g.sums_at = (int)at;
+    p->kernel = BY_GEMV;
+    p->variant = g.made.n > 0;
+    p->blocks = div_up(n_units, g.units);
+    p->threads = ROW_THREADS;
+    p->shared = at + (size_t)g.units * UNIT * sizeof(float);
+    return true;
+}
+
+// Where things lie in shared memory when a block works on `rows` rows; bytes altogether.
+static size_t place_shared(Jobs *jobs, int rows) {
+    size_t at = round_up(sizeof(Jobs), 16);
+    for (int k = 0; k < jobs->n_inputs; k++) {
+        Input *in = &jobs->input[k];
+        in->q_at = (int)at;
+        at += (size_t)rows * in->rows_each * in->q_row;
+        in->f_at = (int)at;
+        at += (size_t)rows * in->rows_each * in->f_row;
+    }
+    jobs->pairs_at = (int)at;
+    at = round_up(at + (size_t)rows * jobs->n_used * 8, 16);
+    jobs->keys_at = (int)at;
+    at += round_up(jobs->choice.n * sizeof(unsigned), 16);
+    jobs->n_results = max_int(rows * UNIT, div_up(jobs->n_used * DOWN_TILE, PRODUCT_WARPS));
+    jobs->results_at = (int)at;
+    return at + waiting_of(rows) * PRODUCT_WARPS * jobs->n_results * sizeof(float);
+}
+
+enum { SHARED_BYTES = 110 << 10 };                     // what FEW_ROWS rows may take; else rows go through one by one
+
+static void plan_rows(Jobs *jobs, int n_rows, int busy, Plan *p) {
+    int r = n_rows == 1 ? 1 : FEW_ROWS;
+    p->shared = place_shared(jobs, r);
+    if (r > 1 && p->shared > SHARED_BYTES) p->shared = place_shared(jobs, r = 1);
+    const int chunk = min_int(r, n_rows);
+    size_t tile_bytes = 0;
+    jobs->n_rows = n_rows;
+    jobs->n_tiles = jobs->n_units = 0;
+    for (int k = 0; k < jobs->n; k++) {
+        Job *o = &jobs->job[k];
+        o->n_items = o->blocks_x;
+        if (o->kind == JOB_DOWN) o->n_items *= chunk;
+        if (o->kind == JOB_GATED && o->ids) o->n_items *= chunk * o->n_used;
+        if (o->is_tiled) jobs->n_tiles += o->n_items;
+        else jobs->n_units += o->n_items;
+        for (int i = 0; o->is_tiled && i < 8; i++) tile_bytes += (size_t)o->row_bytes[i / 4][i % 4] * o->rows;
+    }
+    jobs->fetch_all = tile_bytes <= AHEAD_BYTES;
+    p->kernel = BY_ROWS;
+    p->variant = r > 1;
+    p->threads = ROW_THREADS;
+    p->chunks = div_up(n_rows, r);
+    int most = max_int(1, (cuda.n_sm - busy) / p->chunks);
+    // Where memory is the limit: as many tiles for each block, and what is left of the SMs is the next launch's.
+    if (jobs->n_tiles && !jobs->fetch_all) most = div_up(jobs->n_tiles, div_up(jobs->n_tiles, most));
+    p->blocks = min_int(jobs->n_tiles + jobs->n_units, most);
+    jobs->more = jobs->n_tiles % p->blocks;
+    if (jobs->n_units > 2 * PRODUCT_WARPS * (p->blocks - jobs->more)) jobs->more = 0;
+}
+
+// Which kernel carries out a launch, and with how many blocks.
+//   tile_kernel         MANY_ROWS to STEP_ROWS rows, quantised matrices (gate and up of one type), floats that store
+//                       beside them
+//   gemv_floats_kernel  one row, one matrix of floats that stores
+//   gemv_kernel         one row, quantised matrices of few features on one input that store, or the inject
+//   product_kernel      everything else
+static void plan_product(Jobs *jobs, int n_rows, Plan *p) {
+    const Job *first = &jobs->job[0];
+    const size_t most = cuda.block_shared - STATIC_SHARED;
+    bool tiles = n_rows >= MANY_ROWS, quantised = true, store = true;
+    for (int k = 0; k < jobs->n; k++) {
+        const Job *o = &jobs->job[k];
+        const bool stores = o->kind == JOB_STORE, one_type = o->kind != JOB_GATED || o->up_type == o->type;
+        tiles &= o->n_rows <= STEP_ROWS && (!o->ids || o->n_experts <= TILE_EXPERTS);
+        tiles &= is_float(o->type) ? stores : one_type;
+        quantised &= !is_float(o->type);
+        store &= stores;
+    }
+    const bool one_row = n_rows == 1 && jobs->n_inputs == 1 && !jobs->choice.n && jobs->made.cols <= NARROW_COLS;
+    const bool inject = first->kind == JOB_INJECT && jobs->n == 1 && first->rows % TILE == 0 && jobs->made.n;
+    // A block fills an SM. Behind a launch of very few, which it may overlap, it would come up late on theirs, and the
+    // next launch would wait for it.
+    const int busy = cuda.starts_early && cuda.last.blocks <= cuda.n_sm / 16 ? cuda.last.blocks : 0;
+    p->chunks = 1;
+    if (tiles && plan_tiles(jobs, n_rows, p)) return;
+    if (one_row && !quantised && store && jobs->n == 1 && plan_gemv_floats(jobs, p) && p->shared <= most) return;
+    if (one_row && quantised && (store || inject) && jobs->n <= GEMV_JOBS && plan_gemv(jobs, busy, p) &&
+        p->shared <= most) return;
+    plan_rows(jobs, n_rows, busy, p);
+}
+
+static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
+    Plan p;
+    plan_product(jobs, n_rows, &p);
+    const dim3 grid(p.blocks, p.chunks);
+    const int v = p.variant;
+    switch (p.kernel) {
+    case BY_ROWS: launch(WRITES_ACTIVATIONS, product_kernels[v], grid, p.threads, p.shared, *jobs); break;
+    case BY_GEMV: launch(WRITES_ACTIVATIONS, gemv_kernels[v], grid, p.threads, p.shared, p.gemv); break;
+    case BY_GEMV_FLOATS:
+        launch(WRITES_ACTIVATIONS, gemv_floats_kernels[v], grid, p.threads, p.shared, p.floats);
+        break;
+    case BY_TILES: launch(WRITES_ACTIVATIONS, tile_kernels[v], grid, p.threads, p.shared, p.tiling); break;
+    }
+    const Job *o = &jobs->job[0];
+    CHECK_LAUNCH("%s n_rows=%d rows=%d cols=%d: %s", what, n_rows, o->rows, o->cols, plan_text(&p));
+}
+
 // ==== [6] Products of a prompt: cuBLAS ===============================================================================
 // More than STEP_ROWS rows: as many features of the matrix as the panel holds go to f16, cuBLAS multiplies them with
 // the rows in f16, sums in f32, and so on. Those of gate and of up lie in one panel; their products meet in scratch,
@@ -3230,7 +3278,7 @@ enum { PANEL_UNIT = 256 };    // a panel begins at a multiple of so many feature
 //   numerics  value_of, rounded once
 template <DType T>
 __global__ void __launch_bounds__(256) dequantise_kernel(Planes w, size_t first, int n_groups, __half *out) {
-    // Of a warp: four words of 16 bytes of each lane, in an order of its own for each pair of lanes, so that 8 lanes meet
+    // Of a warp: four words of 16 bytes of each lane, in an order of its own for each pair of lanes: 8 lanes meet
     // all banks.
     __shared__ uint4 passing[8][128];
     uint4 *const mine = passing[threadIdx.x / 32];
@@ -3522,6 +3570,7 @@ static void cuda_ple_inject(const PleInject *o) {
     prepare(&jobs, &o->in, NULL, o->n_rows, o->w->cols, f, !f, false, y);
     Job job = job_of(o->w, y[0], o->n_rows);
     job.kind = JOB_INJECT;
+    job.fn = ACT_GELU;
     job.u = o->u;
     job.u_stride = o->u_stride;
     job.act = o->out;
