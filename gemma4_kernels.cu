@@ -3297,7 +3297,7 @@ enum { PANEL_UNIT = 256 };    // a panel begins at a multiple of so many feature
 //   numerics  value_of, rounded once
 template <DType T>
 __global__ void __launch_bounds__(256) dequantise_kernel(Planes w, size_t first, int n_groups, __half *out) {
-    // Of a warp: four words of 16 bytes of each lane, in an order of its own for each pair of lanes, so that 8 lanes meet
+    // Of a warp: four words of 16 bytes of each lane, in an order of its own for each pair of lanes: 8 lanes meet
     // all banks.
     __shared__ uint4 passing[8][128];
     uint4 *const mine = passing[threadIdx.x / 32];
