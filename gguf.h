@@ -273,10 +273,10 @@ void gguf_dot_f32_rows(int type, const void *w, size_t n_w, size_t w_stride, con
 float gguf_dot_q8(int type, const void *row, const int8_t *q, const float *scale, size_t n);
 
 // The same for n_w consecutive weight rows and n_rows consecutive packed activation rows: out[r*out_stride + i] has exactly
-// the bits of gguf_dot_q8 for weight row i and activation row r. From a few rows on this is several times faster: each
-// weight block is unpacked once for up to 32 rows. Callers that share the work between threads give each a range of weight
-// rows. Packed rows take gguf_packed_size(n) bytes each, at an address aligned for float (64 bytes is best); their layout
-// belongs to the build and is not for files.
+// the bits of gguf_dot_q8 for weight row i and activation row r. This is the fast form, for one row too: activations
+// are packed once for all weight rows, and each weight block is unpacked once for up to 32 rows. Callers that share the
+// work between threads give each a range of weight rows. Packed rows take gguf_packed_size(n) bytes each, at an address
+// aligned for float (64 bytes is best); their layout belongs to the build and is not for files.
 size_t gguf_packed_size(size_t n);
 void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed);     // one row; n a multiple of 32
 void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, size_t n_rows, size_t n,
