@@ -2555,14 +2555,18 @@ GGUF__INLINE void gguf__dot_tile(int type, const uint8_t *b, size_t row_size, si
         for (size_t i = 0; i < n_w; i++) out[r * out_stride + i] = gguf__fold(acc[r][i], 8);
 }
 
-// As many weight rows times one activation row, each from one end to the other.
+// As many weight rows times one activation row, each from one end to the other. Weights are asked for a page ahead: they come
+// from memory, and what the processor asks for by itself ends with the page.
+enum { GGUF__AHEAD = 4096 };  // bytes
 GGUF__INLINE void gguf__dot_row(int type, const uint8_t *b, size_t row_size, size_t n_w, const Gguf__Acts *x, size_t n, float *out) {
     const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes;
     for (size_t i = 0; i < n_w; i++, b += row_size) {
         float acc[8] = {0};
         Gguf__Weights w;
         for (size_t at = 0; at < n; at += 256) {
-            gguf__unpack_words(type, b + at / 256 * bytes, n - at, &w);
+            const uint8_t *part = b + at / 256 * bytes;
+            for (size_t k = 0; k < bytes; k += 64) __builtin_prefetch(part + GGUF__AHEAD + k);
+            gguf__unpack_words(type, part, n - at, &w);
             gguf__add_part(type, &w, x + at / 256, acc);
         }
         out[i] = gguf__fold(acc, 8);
