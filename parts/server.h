@@ -1,7 +1,7 @@
 /* server.h - the HTTP API: questions come in as JSON, wait in a queue, are answered together by one engine thread, and go out
  * as JSON or as a stream of events. A part of gemma4.c, which includes it; of the model it knows the calls of [7] only.
- *   [1] JSON written          [2] What a request says     [3] Jobs and the scheduler    [4] Answers, whole and as streams
- *   [5] Other endpoints       [6] HTTP: checks, routes    [7] The verb
+ *   [1] JSON written    [2] What a request says    [3] Jobs and the scheduler    [4] Answers, whole and as streams
+ *   [5] Dialects: /v1/messages and /v1/responses   [6] Other endpoints    [7] HTTP: checks, routes    [8] The verb
  *
  * THREADS  The main thread is the engine: only it touches the model, the sessions and the slots. Each connection has a thread
  *          of libmicrohttpd, which reads the request, makes ids of it, queues a job, and waits for what the engine adds to it.
@@ -631,6 +631,7 @@ typedef struct Exchange Exchange;
 
 typedef struct {              // how an endpoint says it
     const char *prefix;       // of ids
+    bool (*convert)(Exchange *x, TokText *out);        // writes the body anew as one for /v1/chat/completions; NULL: it is
     bool (*ask)(Exchange *x, const Request *r);        // makes the prompt. False: it is refused
     void (*begin)(Exchange *x);                        // a stream: what comes first
     void (*text)(Exchange *x, TokStr thought, TokStr content);
@@ -659,6 +660,8 @@ struct Exchange {             // a request and its answer
     size_t      at, content, thought;  // bytes of the answer that are in it
     int         n_calls, n_likely, run;
     bool        begun, ended;
+    const char *block;                 // of a dialect: the kind of block that is open, NULL: none is
+    int         n_blocks, n_events;
 };
 
 static const char *finish_text(const Job *job) {
@@ -827,7 +830,7 @@ static bool chat_ask(Exchange *x, const Request *r) {
     return true;
 }
 
-static const Api chat_api = { "chatcmpl-", chat_ask, chat_begin, chat_text, chat_call, chat_end, chat_whole };
+static const Api chat_api = { "chatcmpl-", NULL, chat_ask, chat_begin, chat_text, chat_call, chat_end, chat_whole };
 
 // ---- /v1/completions ----
 
@@ -911,7 +914,7 @@ static bool plain_ask(Exchange *x, const Request *r) {
     return true;
 }
 
-static const Api plain_api = { "cmpl-", plain_ask, plain_begin, plain_text, plain_call, plain_end, plain_whole };
+static const Api plain_api = { "cmpl-", NULL, plain_ask, plain_begin, plain_text, plain_call, plain_end, plain_whole };
 
 // ---- from a request to a job ----
 
@@ -1060,6 +1063,20 @@ static void respond_stream(Exchange *x) {
     MHD_destroy_response(r);
 }
 
+// Reads the body into a request and the ids of its prompt. False: it is refused.
+static bool read_question(Exchange *x, const Api *api, Request *r) {
+    TokText body = { 0 };
+    if (api->convert) {
+        if (!api->convert(x, &body)) {
+            tok_text_free(&body);
+            return false;
+        }
+        tok_text_free(&x->body);
+        x->body = body;
+    }
+    return read_request(r, &x->fault, text_of(&x->body), &x->srv->o) && api->ask(x, r);
+}
+
 // Answers the request by way of the engine: queues it, and waits for its end unless it is to be streamed.
 static void complete(Exchange *x, const Api *api) {
     Server *srv = x->srv;
@@ -1068,7 +1085,7 @@ static void complete(Exchange *x, const Api *api) {
     x->api = api;
     x->job = new_job(x);
     new_id(srv, api->prefix, x->id);
-    if (!read_request(&r, &x->fault, text_of(&x->body), &srv->o) || !api->ask(x, &r) || !read_options(x, &r, x->job)) return;
+    if (!read_question(x, api, &r) || !read_options(x, &r, x->job)) return;
     if (x->job->ids.n > (size_t)n_ctx) {
         x->fault.code = "context_length_exceeded";
         refuse(&x->fault, 400, "messages", "the prompt has %zu tokens, the context %d", x->job->ids.n, n_ctx);
@@ -1097,7 +1114,282 @@ static void complete(Exchange *x, const Api *api) {
 static void route_chat(Exchange *x) { complete(x, &chat_api); }
 static void route_completions(Exchange *x) { complete(x, &plain_api); }
 
-// ==== [5] Other endpoints ============================================================================================
+// ==== [5] Dialects: /v1/messages and /v1/responses ===================================================================
+// The APIs of other clients. A request is written anew as one for /v1/chat/completions and taken from there; an answer is told
+// in the words of the API that was asked.
+
+static bool member(const GgufJson *object, const char *name, GgufJson *v) {
+    return object->type == GGUF_J_OBJECT && gguf_json_get(object, name, v) && is_given(v);
+}
+
+static bool is_type(const GgufJson *object, const char *type) {
+    GgufJson v;
+    return member(object, "type", &v) && gguf_json_is(&v, type);
+}
+
+static TokStr raw(const GgufJson *v) { return (TokStr){ v->s, v->n }; }
+
+// Appends the member `from` of an object as the member `to` of the object that *out ends in, if it is there.
+static void take_member(TokText *out, const GgufJson *object, const char *from, const char *to) {
+    GgufJson v;
+    if (member(object, from, &v)) put(out, ",%s:%r", to, raw(&v));
+}
+
+// Parses the body of a dialect. False: it is no object.
+static bool parse_body(Exchange *x, GgufJson *root) {
+    size_t at;
+    const char *err;
+    if (gguf_json_parse(x->body.s ? x->body.s : "", x->body.n, root, &at, &err) < 0)
+        return refuse(&x->fault, 400, "", "the body is not JSON: byte %zu: expected %s", at, err);
+    return root->type == GGUF_J_OBJECT || refuse(&x->fault, 400, "", "the body: expected a JSON object");
+}
+
+// Appends a content, a string or a list of parts of a type that has text, as the value of "content".
+static bool put_content(Exchange *x, TokText *out, const GgufJson *content, const char *where) {
+    GgufJson rest = *content, part, text;
+    bool first = true;
+    if (content->type != GGUF_J_ARRAY) {
+        if (content->type != GGUF_J_STRING) return refuse(&x->fault, 400, where, "%s: expected a string or a list", where);
+        put(out, "%r", raw(content));
+        return true;
+    }
+    put(out, "[");
+    while (gguf_json_next(&rest, NULL, &part)) {
+        const bool is_text = is_type(&part, "text") || is_type(&part, "input_text") || is_type(&part, "output_text");
+        if (!is_text || !member(&part, "text", &text) || text.type != GGUF_J_STRING)
+            return refuse(&x->fault, 400, where, "%s: expected parts of text; images and files are not supported", where);
+        put(out, first ? "{'type':'text','text':%r}" : ",{'type':'text','text':%r}", raw(&text));
+        first = false;
+    }
+    put(out, "]");
+    return true;
+}
+
+// Tools whose declarations have their parameters under another name. Tools that the server itself would run are not there.
+static bool put_tools(Exchange *x, TokText *out, const GgufJson *root, const char *parameters) {
+    GgufJson rest, tool, v;
+    if (!member(root, "tools", &rest)) return true;
+    if (rest.type != GGUF_J_ARRAY) return refuse(&x->fault, 400, "tools", "tools: expected a list");
+    put(out, ",'tools':[");
+    for (int i = 0; gguf_json_next(&rest, NULL, &tool); i++) {
+        const bool ours = !member(&tool, "type", &v) || gguf_json_is(&v, "custom") || gguf_json_is(&v, "function");
+        if (tool.type != GGUF_J_OBJECT || !ours || !member(&tool, "name", &v))
+            return refuse(&x->fault, 400, "tools", "tools[%d]: expected a function with a name; no others are supported", i);
+        put(out, i ? ",{'type':'function','function':{'name':%r" : "{'type':'function','function':{'name':%r", raw(&v));
+        take_member(out, &tool, "description", "description");
+        take_member(out, &tool, parameters, "parameters");
+        put(out, "}}");
+    }
+    put(out, "]");
+    return true;
+}
+
+// ---- /v1/messages ----
+
+// The results of calls in a message, each as a message of its own.
+static bool put_results(Exchange *x, TokText *out, const GgufJson *content) {
+    GgufJson rest = *content, part, id, text;
+    while (content->type == GGUF_J_ARRAY && gguf_json_next(&rest, NULL, &part)) {
+        if (!is_type(&part, "tool_result")) continue;
+        if (!member(&part, "tool_use_id", &id))
+            return refuse(&x->fault, 400, "messages", "tool_result: expected a tool_use_id");
+        put(out, ",{'role':'tool','tool_call_id':%r,'content':", raw(&id));
+        if (!member(&part, "content", &text)) put(out, "''");
+        else if (!put_content(x, out, &text, "tool_result")) return false;
+        put(out, "}");
+    }
+    return true;
+}
+
+// The text, thoughts and calls of a message; what it holds else was put_results()'s.
+static bool put_blocks(Exchange *x, TokText *out, const GgufJson *content) {
+    GgufJson rest = *content, part, id, name, v;
+    TokText text = { 0 }, thought = { 0 }, calls = { 0 };
+    bool ok = true;
+    while (ok && gguf_json_next(&rest, NULL, &part)) {
+        if (is_type(&part, "text") && member(&part, "text", &v) && v.type == GGUF_J_STRING) {
+            put(&text, text.n ? ",{'type':'text','text':%r}" : "{'type':'text','text':%r}", raw(&v));
+        } else if (is_type(&part, "thinking") && member(&part, "thinking", &v) && v.type == GGUF_J_STRING) {
+            thought.n = 0;
+            put(&thought, "%r", raw(&v));
+        } else if (is_type(&part, "tool_use") && member(&part, "id", &id) && member(&part, "name", &name)) {
+            if (!member(&part, "input", &v)) v = (GgufJson){ GGUF_J_OBJECT, "{}", 2 };
+            put(&calls, calls.n ? "," : "");
+            put(&calls, "{'id':%r,'type':'function','function':{'name':%r,'arguments':%r}}", raw(&id), raw(&name), raw(&v));
+        } else if (!is_type(&part, "tool_result") && !is_type(&part, "redacted_thinking")) {
+            ok = refuse(&x->fault, 400, "messages", "messages: expected blocks text, thinking, tool_use and tool_result; images "
+                        "and documents are not supported");
+        }
+    }
+    if (ok && text.n) put(out, ",'content':[%r]", text_of(&text));
+    if (ok && thought.n) put(out, ",'reasoning_content':%r", text_of(&thought));
+    if (ok && calls.n) put(out, ",'tool_calls':[%r]", text_of(&calls));
+    tok_text_free(&text);
+    tok_text_free(&thought);
+    tok_text_free(&calls);
+    return ok;
+}
+
+static bool only_results(const GgufJson *content) {
+    GgufJson rest = *content, part;
+    size_t n = 0;
+    while (content->type == GGUF_J_ARRAY && gguf_json_next(&rest, NULL, &part)) {
+        if (!is_type(&part, "tool_result")) return false;
+        n++;
+    }
+    return n > 0;
+}
+
+static bool put_messages(Exchange *x, TokText *out, const GgufJson *root) {
+    GgufJson rest, m, role, content;
+    if (member(root, "system", &content)) {
+        put(out, ",{'role':'system','content':");
+        if (!put_content(x, out, &content, "system")) return false;
+        put(out, "}");
+    }
+    if (!member(root, "messages", &rest) || rest.type != GGUF_J_ARRAY)
+        return refuse(&x->fault, 400, "messages", "messages: expected a list");
+    for (int i = 0; gguf_json_next(&rest, NULL, &m); i++) {
+        if (!member(&m, "role", &role) || !(gguf_json_is(&role, "user") || gguf_json_is(&role, "assistant")))
+            return refuse(&x->fault, 400, "messages", "messages[%d].role: expected user or assistant", i);
+        if (!member(&m, "content", &content) || (content.type != GGUF_J_STRING && content.type != GGUF_J_ARRAY))
+            return refuse(&x->fault, 400, "messages", "messages[%d].content: expected a string or a list", i);
+        if (!put_results(x, out, &content)) return false;
+        if (only_results(&content)) continue;
+        put(out, ",{'role':%r", raw(&role));
+        if (content.type == GGUF_J_STRING) put(out, ",'content':%r", raw(&content));
+        else if (!put_blocks(x, out, &content)) return false;
+        put(out, "}");
+    }
+    return true;
+}
+
+static bool messages_convert(Exchange *x, TokText *out) {
+    GgufJson root, v, n;
+    TokText list = { 0 };
+    if (!parse_body(x, &root)) return false;
+    bool ok = put_messages(x, &list, &root);
+    put(out, "{'messages':[%r]", (TokStr){ list.s + (list.n > 0), list.n - (list.n > 0) });
+    tok_text_free(&list);
+    if (!ok || !put_tools(x, out, &root, "input_schema")) return false;
+    take_member(out, &root, "max_tokens", "max_tokens");
+    take_member(out, &root, "temperature", "temperature");
+    take_member(out, &root, "top_p", "top_p");
+    take_member(out, &root, "top_k", "top_k");
+    take_member(out, &root, "stop_sequences", "stop");
+    take_member(out, &root, "stream", "stream");
+    if (member(&root, "tool_choice", &v)) take_member(out, &v, "type", "tool_choice");
+    if (member(&root, "thinking", &v)) {
+        put(out, ",'chat_template_kwargs':{'enable_thinking':%b}", !is_type(&v, "disabled"));
+        if (member(&v, "budget_tokens", &n)) put(out, ",'reasoning_budget':%r", raw(&n));
+    }
+    put(out, "}");
+    return true;
+}
+
+static const char *messages_reason(const Job *job) {
+    if (!strcmp(finish_text(job), "tool_calls")) return "tool_use";
+    if (!strcmp(finish_text(job), "length")) return "max_tokens";
+    return job->end == END_STOP_STRING ? "stop_sequence" : "end_turn";
+}
+
+static void messages_head(TokText *out, const Exchange *x) {
+    put(out, "'id':%s,'type':'message','role':'assistant','model':%s", x->id, x->srv->name);
+}
+
+static void messages_begin(Exchange *x) {
+    put(&x->out, "event: message_start\ndata: {'type':'message_start','message':{");
+    messages_head(&x->out, x);
+    put(&x->out, ",'content':[],'stop_reason':null,'stop_sequence':null,'usage':{'input_tokens':%z,'output_tokens':0}}}\n\n",
+        x->job->ids.n);
+}
+
+static void close_block(Exchange *x) {
+    if (x->block)
+        put(&x->out, "event: content_block_stop\ndata: {'type':'content_block_stop','index':%d}\n\n", x->n_blocks++);
+    x->block = NULL;
+}
+
+static void messages_delta(Exchange *x, const char *block, TokStr text) {
+    if (!text.n) return;
+    if (x->block != block) {
+        close_block(x);
+        x->block = block;
+        put(&x->out, "event: content_block_start\ndata: {'type':'content_block_start','index':%d,'content_block':{'type':%s,%s:''}}"
+            "\n\n", x->n_blocks, block, block);
+    }
+    const bool is_text = !strcmp(block, "text");
+    put(&x->out, "event: content_block_delta\ndata: {'type':'content_block_delta','index':%d,'delta':{'type':%s,%s:%t}}\n\n",
+        x->n_blocks, is_text ? "text_delta" : "thinking_delta", block, text);
+}
+
+static void messages_text(Exchange *x, TokStr thought, TokStr content) {
+    static const char thinking[] = "thinking", text[] = "text";
+    messages_delta(x, thinking, thought);
+    messages_delta(x, text, content);
+}
+
+static void messages_call(Exchange *x, int i) {
+    static const char tool[] = "tool_use";
+    const Call *call = &x->job->calls[i];
+    close_block(x);
+    x->block = tool;
+    put(&x->out, "event: content_block_start\ndata: {'type':'content_block_start','index':%d,'content_block':{'type':'tool_use',"
+        "'id':%s,'name':%t,'input':{}}}\n\n", x->n_blocks, call->id, text_of(&call->name));
+    put(&x->out, "event: content_block_delta\ndata: {'type':'content_block_delta','index':%d,'delta':{'type':'input_json_delta',"
+        "'partial_json':%t}}\n\n", x->n_blocks, text_of(&call->arguments));
+    close_block(x);
+}
+
+static void messages_usage(TokText *out, const Job *job) {
+    put(out, "'usage':{'input_tokens':%d,'cache_creation_input_tokens':0,'cache_read_input_tokens':%d,'output_tokens':%d}",
+        job->turn.n_prompt - job->cached, job->cached, job->turn.made);
+}
+
+static void messages_end(Exchange *x) {
+    close_block(x);
+    put(&x->out, "event: message_delta\ndata: {'type':'message_delta','delta':{'stop_reason':%s,'stop_sequence':null},",
+        messages_reason(x->job));
+    messages_usage(&x->out, x->job);
+    put(&x->out, "}\n\nevent: message_stop\ndata: {'type':'message_stop'}\n\n");
+}
+
+static void messages_whole(Exchange *x, TokText *out) {
+    const Job *job = x->job;
+    put(out, "{");
+    messages_head(out, x);
+    put(out, ",'content':[");
+    const size_t start = out->n;
+    if (job->thought.n) put(out, "{'type':'thinking','thinking':%t,'signature':''}", text_of(&job->thought));
+    if (job->content.n) {
+        put(out, out->n > start ? "," : "");
+        put(out, "{'type':'text','text':%t}", text_of(&job->content));
+    }
+    for (int i = 0; i < job->n_calls; i++) {
+        const Call *call = &job->calls[i];
+        put(out, out->n > start ? "," : "");
+        put(out, "{'type':'tool_use','id':%s,'name':%t,'input':%r}", call->id, text_of(&call->name), text_of(&call->arguments));
+    }
+    put(out, "],'stop_reason':%s,'stop_sequence':null,", messages_reason(job));
+    messages_usage(out, job);
+    put(out, "}");
+}
+
+static const Api messages_api = { "msg_", messages_convert, chat_ask, messages_begin, messages_text, messages_call,
+                                  messages_end, messages_whole };
+
+static void route_messages(Exchange *x) { complete(x, &messages_api); }
+
+static void route_count(Exchange *x) {
+    Request r;
+    TokText out = { 0 };
+    x->job = new_job(x);
+    if (!read_question(x, &messages_api, &r)) return;
+    put(&out, "{'input_tokens':%z}", x->job->ids.n);
+    respond(x, 200, "application/json", &out);
+}
+
+// ==== [6] Other endpoints ============================================================================================
 
 static void respond_json(Exchange *x, TokText *out) { respond(x, 200, "application/json", out); }
 
@@ -1254,7 +1546,7 @@ static void route_template(Exchange *x) {
     tok_ids_free(&ids);
 }
 
-// ==== [6] HTTP: checks, routes =======================================================================================
+// ==== [7] HTTP: checks, routes =======================================================================================
 
 typedef struct Endpoint { const char *method, *path; void (*answer)(Exchange *x); bool open; } Endpoint;   // open: needs no key
 
@@ -1264,6 +1556,7 @@ static const Endpoint routes[] = {
     { "GET", "/metrics", route_metrics, false }, { "POST", "/tokenize", route_tokenize, false },
     { "POST", "/detokenize", route_detokenize, false }, { "POST", "/apply-template", route_template, false },
     { "POST", "/v1/chat/completions", route_chat, false }, { "POST", "/v1/completions", route_completions, false },
+    { "POST", "/v1/messages", route_messages, false }, { "POST", "/v1/messages/count_tokens", route_count, false },
 };
 
 static void respond(Exchange *x, int status, const char *type, TokText *body) {
@@ -1282,13 +1575,17 @@ static void respond(Exchange *x, int status, const char *type, TokText *body) {
     *body = (TokText){ 0 };
 }
 
-static void put_fault(TokText *out, const Fault *f) {
+static void put_fault(TokText *out, const Exchange *x, const Fault *f) {
     static const struct { int status; const char *type; } types[] = {
         { 401, "authentication_error" }, { 403, "permission_error" }, { 404, "not_found_error" }, { 413, "request_too_large" },
         { 429, "rate_limit_error" }, { 500, "api_error" }, { 503, "overloaded_error" }
     };
     const char *type = "invalid_request_error";
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) if (types[i].status == f->status) type = types[i].type;
+    if (x->route && !strncmp(x->route->path, "/v1/messages", 12)) {
+        put(out, "{'type':'error','error':{'type':%s,'message':%s}}", type, f->text);
+        return;
+    }
     put(out, "{'error':{'message':%s,'type':%s,'param':", f->text, type);
     if (*f->param) put(out, "%s,'code':", f->param);
     else put(out, "null,'code':");
@@ -1297,14 +1594,14 @@ static void put_fault(TokText *out, const Fault *f) {
 }
 
 static void add_event_fault(Exchange *x) {
-    put(&x->out, "data: ");
-    put_fault(&x->out, &x->job->fault);
+    put(&x->out, x->api->convert ? "event: error\ndata: " : "data: ");
+    put_fault(&x->out, x, &x->job->fault);
     put(&x->out, "\n\n");
 }
 
 static void respond_fault(Exchange *x) {
     TokText out = { 0 };
-    put_fault(&out, &x->fault);
+    put_fault(&out, x, &x->fault);
     respond(x, x->fault.status, "application/json", &out);
 }
 
@@ -1449,7 +1746,7 @@ static void on_completed(void *cls, struct MHD_Connection *connection, void **co
     *con_cls = NULL;
 }
 
-// ==== [7] The verb ===================================================================================================
+// ==== [8] The verb ===================================================================================================
 
 static bool is_loopback(const struct sockaddr *a) {
     if (a->sa_family == AF_INET6) return IN6_IS_ADDR_LOOPBACK(&((const struct sockaddr_in6 *)(const void *)a)->sin6_addr);
