@@ -75,17 +75,21 @@ static void put(TokText *out, const char *fmt, ...) {
     va_start(ap, fmt);
     for (; *fmt; fmt++) {
         char number[64] = "";
-        TokStr raw;
-        if (*fmt != '%') {
-            append(out, *fmt == '\'' ? "\"" : fmt, 1);
+        const size_t n = strcspn(fmt, "%'");
+        TokStr json;
+        append(out, fmt, n);
+        fmt += n;
+        if (!*fmt) break;
+        if (*fmt == '\'') {
+            append(out, "\"", 1);
             continue;
         }
         switch (*++fmt) {
         case 's': put_string(out, str(va_arg(ap, const char *))); break;
         case 't': put_string(out, va_arg(ap, TokStr)); break;
         case 'r':
-            raw = va_arg(ap, TokStr);
-            append(out, raw.s, raw.n);
+            json = va_arg(ap, TokStr);
+            append(out, json.s, json.n);
             break;
         case 'd': snprintf(number, sizeof number, "%d", va_arg(ap, int)); break;
         case 'z': snprintf(number, sizeof number, "%zu", va_arg(ap, size_t)); break;
@@ -176,6 +180,8 @@ static bool read_field(Request *r, Fault *f, size_t i, const GgufJson *v) {
         double n;
         if (v->type != GGUF_J_NUMBER || !gguf_json_float(v, &n) || (kind == IS_INT && n != floor(n)))
             return refuse(f, 400, name, "%s: expected %s", name, wants[kind]);
+        if (fields[i].min == fields[i].max && n != fields[i].min)
+            return refuse(f, 400, name, "%s: only %.10g is supported, got %.10g", name, fields[i].min, n);
         if (n < fields[i].min || n > fields[i].max)
             return refuse(f, 400, name, "%s: expected %.10g to %.10g, got %.10g", name, fields[i].min, fields[i].max, n);
         *(double *)to = n;
@@ -303,6 +309,12 @@ typedef struct {              // since the start
     double   prompt_seconds, decode_seconds;
 } Totals;
 
+typedef struct Peer {         // a connection
+    struct Peer *next, **link;         // link: what points to it
+    int          fd;
+    double       quiet;       // seconds() since it owes us the head of a request; INFINITY: it does not
+} Peer;
+
 typedef struct {
     Model          *m;
     Tokenizer      *t;
@@ -317,6 +329,7 @@ typedef struct {
     bool            loopback;
     pthread_mutex_t lock;
     Job            *first, **last;     // the queue
+    Peer           *peers;
     int             n_queued, n_running;
     int             n_open;            // requests that are not answered to the end
     int64_t         n_jobs;
@@ -403,6 +416,12 @@ static void look_for_clients(Server *srv) {
         struct pollfd p = { .fd = job->fd, .events = POLLRDHUP };
         if (!job->gone && poll(&p, 1, 0) > 0 && p.revents & (POLLRDHUP | POLLHUP | POLLERR)) job->gone = true;
     }
+}
+
+// Ends connections whose request does not come. libmicrohttpd ends those that send nothing; these send a byte now and then.
+static void end_slow_peers(Server *srv, double now) {
+    for (const Peer *p = srv->peers; p; p = p->next)
+        if (now - p->quiet > IDLE_SECONDS) shutdown(p->fd, SHUT_RDWR);
 }
 
 // Takes out of the line who has left or waited too long. With the lock held.
@@ -606,6 +625,7 @@ static void run_engine(Server *srv) {
         pthread_mutex_lock(&srv->lock);
         srv->draining = stop_asked;
         look_for_clients(srv);
+        end_slow_peers(srv, now);
         clean_queue(srv, now < give_up ? now : INFINITY);
         for (int i = 0; i < srv->m->options.n_seqs; i++) {
             const Job *job = srv->slots[i].job;
@@ -620,7 +640,10 @@ static void run_engine(Server *srv) {
         } else if (stop_asked) {
             break;
         } else {
-            while (sem_wait(&wake) && errno == EINTR) {}
+            struct timespec until;
+            clock_gettime(CLOCK_REALTIME, &until);
+            until.tv_sec += KEEP_ALIVE_SECONDS;
+            while (sem_timedwait(&wake, &until) && errno == EINTR) {}
         }
     }
 }
@@ -1389,6 +1412,232 @@ static void route_count(Exchange *x) {
     respond(x, 200, "application/json", &out);
 }
 
+// ---- /v1/responses: nothing is kept, so each request brings all of its conversation ----
+
+// One item of the input as a message.
+static bool put_item(Exchange *x, TokText *out, const GgufJson *item, int i) {
+    GgufJson role, content, id, name, v;
+    if (is_type(item, "reasoning")) return true;
+    if (is_type(item, "function_call")) {
+        if (!member(item, "call_id", &id) || !member(item, "name", &name) || !member(item, "arguments", &v))
+            return refuse(&x->fault, 400, "input", "input[%d]: expected call_id, name and arguments", i);
+        put(out, ",{'role':'assistant','tool_calls':[{'id':%r,'type':'function','function':{'name':%r,'arguments':%r}}]}", raw(&id),
+            raw(&name), raw(&v));
+        return true;
+    }
+    if (is_type(item, "function_call_output")) {
+        if (!member(item, "call_id", &id) || !member(item, "output", &v))
+            return refuse(&x->fault, 400, "input", "input[%d]: expected call_id and output", i);
+        put(out, ",{'role':'tool','tool_call_id':%r,'content':", raw(&id));
+    } else {
+        if ((member(item, "type", &v) && !gguf_json_is(&v, "message")) || !member(item, "role", &role))
+            return refuse(&x->fault, 400, "input", "input[%d]: expected a message, a function_call or its output", i);
+        if (!member(item, "content", &v)) return refuse(&x->fault, 400, "input", "input[%d]: expected a content", i);
+        put(out, ",{'role':%r,'content':", raw(&role));
+    }
+    content = v;
+    if (!put_content(x, out, &content, "input")) return false;
+    put(out, "}");
+    return true;
+}
+
+static bool put_input(Exchange *x, TokText *out, const GgufJson *root) {
+    GgufJson rest, item, v;
+    if (member(root, "instructions", &v)) put(out, ",{'role':'system','content':%r}", raw(&v));
+    if (!member(root, "input", &rest)) return refuse(&x->fault, 400, "input", "input: expected a string or a list");
+    if (rest.type == GGUF_J_STRING) {
+        put(out, ",{'role':'user','content':%r}", raw(&rest));
+        return true;
+    }
+    if (rest.type != GGUF_J_ARRAY) return refuse(&x->fault, 400, "input", "input: expected a string or a list");
+    for (int i = 0; gguf_json_next(&rest, NULL, &item); i++)
+        if (!put_item(x, out, &item, i)) return false;
+    return true;
+}
+
+static bool responses_convert(Exchange *x, TokText *out) {
+    static const char *const absent[] = { "previous_response_id", "conversation", "prompt" };
+    GgufJson root, v, format;
+    TokText list = { 0 };
+    if (!parse_body(x, &root)) return false;
+    for (size_t i = 0; i < sizeof absent / sizeof *absent; i++)
+        if (member(&root, absent[i], &v))
+            return refuse(&x->fault, 400, absent[i], "%s: nothing is kept here; send the whole conversation", absent[i]);
+    if (member(&root, "background", &v) && v.type == GGUF_J_TRUE)
+        return refuse(&x->fault, 400, "background", "background: not supported");
+    const bool ok = put_input(x, &list, &root);
+    put(out, "{'messages':[%r]", (TokStr){ list.s + (list.n > 0), list.n - (list.n > 0) });
+    tok_text_free(&list);
+    if (!ok || !put_tools(x, out, &root, "parameters")) return false;
+    take_member(out, &root, "max_output_tokens", "max_tokens");
+    take_member(out, &root, "temperature", "temperature");
+    take_member(out, &root, "top_p", "top_p");
+    take_member(out, &root, "stream", "stream");
+    take_member(out, &root, "tool_choice", "tool_choice");
+    if (member(&root, "reasoning", &v)) take_member(out, &v, "effort", "reasoning_effort");
+    if (member(&root, "text", &v) && member(&v, "format", &format)) put(out, ",'response_format':%r", raw(&format));
+    put(out, "}");
+    return true;
+}
+
+static bool is_cut(const Job *job) { return !strcmp(finish_text(job), "length"); }
+
+// The parts of an answer are items: number 0 is the thought, if there is one, then the text, then the calls.
+static void item_id(const Exchange *x, const char *prefix, int i, char out[64]) {
+    snprintf(out, 64, "%s%s_%d", prefix, x->id + 5, i);
+}
+
+static void put_thought_item(TokText *out, const Exchange *x, int i) {
+    char id[64];
+    item_id(x, "rs_", i, id);
+    put(out, "{'type':'reasoning','id':%s,'summary':[],'content':[{'type':'reasoning_text','text':%t}]}", id,
+        text_of(&x->job->thought));
+}
+
+static void put_text_item(TokText *out, const Exchange *x, int i) {
+    char id[64];
+    item_id(x, "msg_", i, id);
+    put(out, "{'type':'message','id':%s,'status':'completed','role':'assistant','content':[{'type':'output_text','text':%t,"
+        "'annotations':[]}]}", id, text_of(&x->job->content));
+}
+
+static void put_call_item(TokText *out, const Exchange *x, int i, const Call *call, bool whole) {
+    char id[64];
+    item_id(x, "fc_", i, id);
+    put(out, "{'type':'function_call','id':%s,'call_id':%s,'name':%t,'arguments':%t,'status':%s}", id, call->id,
+        text_of(&call->name), whole ? text_of(&call->arguments) : str(""), whole ? "completed" : "in_progress");
+}
+
+// The response as an object; its output is there when it is done.
+static void put_response(TokText *out, const Exchange *x, bool done) {
+    const Job *job = x->job;
+    const Turn *t = &job->turn;
+    int n = 0;
+    put(out, "{'id':%s,'object':'response','created_at':%z,'model':%s,'status':%s,'error':null,'incomplete_details':", x->id,
+        (size_t)time(NULL), x->srv->name, !done ? "in_progress" : is_cut(job) ? "incomplete" : "completed");
+    put(out, done && is_cut(job) ? "{'reason':'max_output_tokens'}" : "null");
+    put(out, ",'parallel_tool_calls':true,'store':false,'tools':[],'output':[");
+    if (done && job->thought.n) put_thought_item(out, x, n++);
+    if (done && (job->content.n || !job->n_calls)) {
+        put(out, n ? "," : "");
+        put_text_item(out, x, n++);
+    }
+    for (int i = 0; done && i < job->n_calls; i++) {
+        put(out, n ? "," : "");
+        put_call_item(out, x, n++, &job->calls[i], true);
+    }
+    put(out, "]");
+    if (done)
+        put(out, ",'usage':{'input_tokens':%d,'input_tokens_details':{'cached_tokens':%d},'output_tokens':%d,"
+            "'output_tokens_details':{'reasoning_tokens':%d},'total_tokens':%d}", t->n_prompt, job->cached, t->made,
+            job->thought_tokens, t->n_prompt + t->made);
+    put(out, "}");
+}
+
+static void event(Exchange *x, const char *type) {     // opens an event: its members follow, and "}\n\n"
+    append(&x->out, "event: ", 7);
+    append(&x->out, type, strlen(type));
+    put(&x->out, "\ndata: {'type':%s,'sequence_number':%d", type, x->n_events++);
+}
+
+static void responses_begin(Exchange *x) {
+    event(x, "response.created");
+    put(&x->out, ",'response':");
+    put_response(&x->out, x, false);
+    put(&x->out, "}\n\n");
+    event(x, "response.in_progress");
+    put(&x->out, ",'response':");
+    put_response(&x->out, x, false);
+    put(&x->out, "}\n\n");
+}
+
+static const char text_block[] = "output_text", thought_block[] = "reasoning_text";
+
+// Closes the item that is open. What it says in full is all of that kind so far.
+static void close_item(Exchange *x) {
+    const bool is_text = x->block == text_block;
+    char id[64];
+    if (!x->block) return;
+    item_id(x, is_text ? "msg_" : "rs_", x->n_blocks, id);
+    event(x, is_text ? "response.output_text.done" : "response.reasoning_text.done");
+    put(&x->out, ",'item_id':%s,'output_index':%d,'content_index':0,'text':%t}\n\n", id, x->n_blocks,
+        text_of(is_text ? &x->job->content : &x->job->thought));
+    if (is_text) {
+        event(x, "response.content_part.done");
+        put(&x->out, ",'item_id':%s,'output_index':%d,'content_index':0,'part':{'type':'output_text','text':%t,'annotations':[]}}"
+            "\n\n", id, x->n_blocks, text_of(&x->job->content));
+    }
+    event(x, "response.output_item.done");
+    put(&x->out, ",'output_index':%d,'item':", x->n_blocks);
+    if (is_text) put_text_item(&x->out, x, x->n_blocks);
+    else put_thought_item(&x->out, x, x->n_blocks);
+    put(&x->out, "}\n\n");
+    x->block = NULL;
+    x->n_blocks++;
+}
+
+static void responses_delta(Exchange *x, const char *block, TokStr text) {
+    const bool is_text = block == text_block;
+    char id[64];
+    if (!text.n) return;
+    if (x->block != block) close_item(x);
+    item_id(x, is_text ? "msg_" : "rs_", x->n_blocks, id);
+    if (!x->block) {
+        event(x, "response.output_item.added");
+        put(&x->out, ",'output_index':%d,'item':{'id':%s,", x->n_blocks, id);
+        put(&x->out, is_text ? "'type':'message','status':'in_progress','role':'assistant','content':[]}}\n\n"
+                             : "'type':'reasoning','summary':[],'content':[]}}\n\n");
+    }
+    if (!x->block && is_text) {
+        event(x, "response.content_part.added");
+        put(&x->out, ",'item_id':%s,'output_index':%d,'content_index':0,'part':{'type':'output_text','text':'','annotations':[]}}"
+            "\n\n", id, x->n_blocks);
+    }
+    x->block = block;
+    event(x, is_text ? "response.output_text.delta" : "response.reasoning_text.delta");
+    put(&x->out, ",'item_id':%s,'output_index':%d,'content_index':0,'delta':%t}\n\n", id, x->n_blocks, text);
+}
+
+static void responses_text(Exchange *x, TokStr thought, TokStr content) {
+    responses_delta(x, thought_block, thought);
+    responses_delta(x, text_block, content);
+}
+
+static void responses_call(Exchange *x, int i) {
+    const Call *call = &x->job->calls[i];
+    char id[64];
+    close_item(x);
+    item_id(x, "fc_", x->n_blocks, id);
+    event(x, "response.output_item.added");
+    put(&x->out, ",'output_index':%d,'item':", x->n_blocks);
+    put_call_item(&x->out, x, x->n_blocks, call, false);
+    put(&x->out, "}\n\n");
+    event(x, "response.function_call_arguments.delta");
+    put(&x->out, ",'item_id':%s,'output_index':%d,'delta':%t}\n\n", id, x->n_blocks, text_of(&call->arguments));
+    event(x, "response.function_call_arguments.done");
+    put(&x->out, ",'item_id':%s,'output_index':%d,'name':%t,'arguments':%t}\n\n", id, x->n_blocks, text_of(&call->name),
+        text_of(&call->arguments));
+    event(x, "response.output_item.done");
+    put(&x->out, ",'output_index':%d,'item':", x->n_blocks);
+    put_call_item(&x->out, x, x->n_blocks++, call, true);
+    put(&x->out, "}\n\n");
+}
+
+static void responses_end(Exchange *x) {
+    close_item(x);
+    event(x, is_cut(x->job) ? "response.incomplete" : "response.completed");
+    put(&x->out, ",'response':");
+    put_response(&x->out, x, true);
+    put(&x->out, "}\n\n");
+}
+
+static void responses_whole(Exchange *x, TokText *out) { put_response(out, x, true); }
+
+static const Api responses_api = { "resp_", responses_convert, chat_ask, responses_begin, responses_text, responses_call,
+                                   responses_end, responses_whole };
+
+static void route_responses(Exchange *x) { complete(x, &responses_api); }
+
 // ==== [6] Other endpoints ============================================================================================
 
 static void respond_json(Exchange *x, TokText *out) { respond(x, 200, "application/json", out); }
@@ -1557,6 +1806,7 @@ static const Endpoint routes[] = {
     { "POST", "/detokenize", route_detokenize, false }, { "POST", "/apply-template", route_template, false },
     { "POST", "/v1/chat/completions", route_chat, false }, { "POST", "/v1/completions", route_completions, false },
     { "POST", "/v1/messages", route_messages, false }, { "POST", "/v1/messages/count_tokens", route_count, false },
+    { "POST", "/v1/responses", route_responses, false },
 };
 
 static void respond(Exchange *x, int status, const char *type, TokText *body) {
@@ -1657,11 +1907,39 @@ static bool find_route(Exchange *x, const char *method, const char *url) {
     return true;
 }
 
+static void on_connection(void *cls, struct MHD_Connection *connection, void **context,
+                          enum MHD_ConnectionNotificationCode code) {
+    Server *srv = cls;
+    pthread_mutex_lock(&srv->lock);
+    if (code == MHD_CONNECTION_NOTIFY_STARTED) {
+        Peer *p = alloc_or_die(1, sizeof *p);
+        const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+        *p = (Peer){ .next = srv->peers, .link = &srv->peers, .fd = info ? info->connect_fd : -1, .quiet = seconds() };
+        if (p->next) p->next->link = &p->next;
+        srv->peers = p;
+        *context = p;
+    } else if (*context) {
+        Peer *p = *context;
+        *p->link = p->next;
+        if (p->next) p->next->link = p->link;
+        free(p);
+        *context = NULL;
+    }
+    pthread_mutex_unlock(&srv->lock);
+}
+
+// A request is there in full, as far as its head goes; or the next one may come. With the lock held.
+static void set_quiet(struct MHD_Connection *connection, double since) {
+    const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
+    if (info && info->socket_context) ((Peer *)info->socket_context)->quiet = since;
+}
+
 static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, const char *method, const char *url) {
     Exchange *x = alloc_or_die(1, sizeof *x);
     *x = (Exchange){ .srv = srv, .connection = connection, .started = seconds(), .t = *srv->t };
     pthread_mutex_lock(&srv->lock);
     srv->n_open++;
+    set_quiet(connection, INFINITY);
     pthread_mutex_unlock(&srv->lock);
     find_route(x, method, url);
     const char *length = header(x, "Content-Length");
@@ -1727,7 +2005,6 @@ static void log_request(const Exchange *x, int status) {
 static void on_completed(void *cls, struct MHD_Connection *connection, void **con_cls, enum MHD_RequestTerminationCode code) {
     Server *srv = cls;
     Exchange *x = *con_cls;
-    (void)connection;
     if (!x) return;
     const int status = code == MHD_REQUEST_TERMINATED_COMPLETED_OK ? x->status : 499;      // the client left
     pthread_mutex_lock(&srv->lock);
@@ -1738,6 +2015,7 @@ static void on_completed(void *cls, struct MHD_Connection *connection, void **co
         job_drop(x->job);
     }
     srv->n_open--;
+    set_quiet(connection, seconds());
     pthread_mutex_unlock(&srv->lock);
     sem_post(&wake);
     tok_text_free(&x->body);
@@ -1803,7 +2081,7 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
         MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC, 0, NULL, NULL,
         on_request, &srv, MHD_OPTION_LISTEN_SOCKET, fd, MHD_OPTION_CONNECTION_LIMIT, (unsigned)MAX_CONNECTIONS,
         MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS, MHD_OPTION_THREAD_STACK_SIZE, (size_t)1 << 20,
-        MHD_OPTION_NOTIFY_COMPLETED, on_completed, &srv, MHD_OPTION_END);
+        MHD_OPTION_NOTIFY_COMPLETED, on_completed, &srv, MHD_OPTION_NOTIFY_CONNECTION, on_connection, &srv, MHD_OPTION_END);
     if (!d) die("--port: libmicrohttpd could not start a server");
     run_engine(&srv);
     for (int open = 1, k = 0; open && k < 500; k++) {  // what was answered last is still on its way

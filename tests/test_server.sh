@@ -20,6 +20,16 @@ fi
 ok "an address of another machine is an error" [ "$status" -eq 1 ]
 ok "it is named" grep -q '203.0.113.1' "$tmp/err"
 
+for flags in "--port 99999" "--port x" "-np 0" "-np 65" "--queue -1" "--timeout 0" "--max-body 0" "--api-key-file /nowhere/x" \
+    "--host 256.0.0.1" "--template middle" "-p hi"; do
+    # shellcheck disable=SC2086  # a flag and its value
+    run serve "$model" $flags
+    ok "serve $flags: exit status 1" [ "$status" -eq 1 ]
+    ok "serve $flags: names the flag" grep -q -e "^gemma4: error: ${flags%% *}: " "$tmp/err"
+done
+run serve "$model" --api-key ""
+ok "an empty key: exit status 1" [ "$status" -eq 1 ]
+
 pids=
 trap 'for p in $pids; do kill -9 "$p" 2>/dev/null; done; rm -rf "$tmp"' EXIT
 
@@ -149,6 +159,35 @@ else
     skip "tool calls: the small model made none"
 fi
 
+# ---- other dialects ------------------------------------------------------------------------
+declared='"name":"get_weather","description":"Weather of a city"'
+schema='{"type":"object","properties":{"city":{"type":"string"}},"required":["city"]}'
+weather='"temperature":0,"max_tokens":60,"messages":[{"role":"user","content":"What is the weather in Paris?"}]'
+ask /v1/messages "{$user,\"max_tokens\":40,\"temperature\":0}"
+text text out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/a"
+ok "/v1/messages: the same text" same plain a
+ok "/v1/messages: why it ends" has out '"stop_reason":"max_tokens"'
+ask /v1/messages "{$user,\"max_tokens\":40,\"temperature\":0,\"stream\":true}" -N
+text text out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/a"
+ok "/v1/messages: the same as a stream" same plain a
+ok "/v1/messages: the stream ends" has out 'event: message_stop'
+ask /v1/messages "{$weather,\"stream\":true,\"tools\":[{$declared,\"input_schema\":$schema}]}" -N
+has tools '"tool_calls"' && ok "/v1/messages: the call, streamed" has out '"partial_json":"{\"city\":'
+ask /v1/messages/count_tokens "{$user}"
+ok "/v1/messages/count_tokens" has out '{"input_tokens":21}'
+ask /v1/messages '{"messages":[{"role":"user","content":[{"type":"image"}]}]}'
+ok "/v1/messages: an image: 400" is 400
+ok "/v1/messages: errors in its own form" has out '{"type":"error","error":{"type":"invalid_request_error","message":"'
+fox='"input":"Tell me a story about a fox.","max_output_tokens":40,"temperature":0'
+ask /v1/responses "{$fox}"
+text text out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/a"
+ok "/v1/responses: the same text" same plain a
+ask /v1/responses "{$fox,\"stream\":true}" -N
+text delta out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/a"
+ok "/v1/responses: the same as a stream" same plain a
+ok "/v1/responses: the stream ends" has out 'event: response.incomplete'
+refused "/v1/responses: nothing is kept" 400 "previous_response_id" /v1/responses "{$fox,\"previous_response_id\":\"x\"}"
+
 # ---- errors: 4xx with a reason, and the server goes on ------------------------------------
 refused "no such path" 404 "endpoint" /v1/images "{}"
 get $chat
@@ -265,9 +304,11 @@ fi
 
 # ---- a full queue, a key, the end ----------------------------------------------------------
 printf 'secret\n' >"$tmp/key"
-serve small -np 1 --queue 1 --api-key-file "$tmp/key" -c 1024
+serve small --parallel 1 --queue 1 --timeout 600 --alias "a fox" --api-key-file "$tmp/key" -c 1024
 get /health
 ok "health needs no key" is 200
+get /v1/models -H "x-api-key: secret"
+ok "the model's name is another" has out '"id":"a fox"'
 refused "no key" 401 "key" $chat "{$user}"
 refused "no key, no such path" 401 "key" /nowhere "{}"
 ask /tokenize '{"content":"a"}' -H "Authorization: Bearer secret"
@@ -295,11 +336,12 @@ for _ in $(seq 40); do
 done
 ok "SIGTERM: no new requests" is 503
 wait "$caller1"
-ok "SIGTERM: the answer under way comes to its end" grep -q '^data: \[DONE\]$' "$tmp/full.1"
+ok "SIGTERM: the answer under way ends, or is cut after 30 seconds" \
+    grep -qE '^data: (\[DONE\]|\{"error":.*shutting down)' "$tmp/full.1"
 wait "$pid"
 status=$?
 ok "SIGTERM: exits 0" [ "$status" -eq 0 ]
-ok "no prompt is in the log" lacks small.log "fox"
+ok "no prompt is in the log" lacks small.log "story"
 kill -TERM "$main"
 wait "$main"
 status=$?
