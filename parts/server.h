@@ -1207,6 +1207,12 @@ static bool put_tools(Exchange *x, TokText *out, const GgufJson *root, const cha
     return true;
 }
 
+static void open_event(Exchange *x, const char *type) {              // its members follow, and "}\n\n"
+    append(&x->out, "event: ", 7);
+    append(&x->out, type, strlen(type));
+    put(&x->out, "\ndata: {'type':%s", type);
+}
+
 // ---- /v1/messages ----
 
 // The results of calls in a message, each as a message of its own.
@@ -1240,8 +1246,7 @@ static bool put_blocks(Exchange *x, TokText *out, const GgufJson *content) {
             put(&calls, calls.n ? "," : "");
             put(&calls, "{'id':%r,'type':'function','function':{'name':%r,'arguments':%r}}", raw(&id), raw(&name), raw(&v));
         } else if (!is_type(&part, "tool_result") && !is_type(&part, "redacted_thinking")) {
-            ok = refuse(&x->fault, 400, "messages", "messages: expected blocks text, thinking, tool_use and tool_result; images "
-                        "and documents are not supported");
+            ok = refuse(&x->fault, 400, "messages", "messages: expected blocks text, thinking, tool_use, tool_result; no images");
         }
     }
     if (ok && text.n) put(out, ",'content':[%r]", text_of(&text));
@@ -1321,15 +1326,17 @@ static void messages_head(TokText *out, const Exchange *x) {
 }
 
 static void messages_begin(Exchange *x) {
-    put(&x->out, "event: message_start\ndata: {'type':'message_start','message':{");
+    open_event(x, "message_start");
+    put(&x->out, ",'message':{");
     messages_head(&x->out, x);
     put(&x->out, ",'content':[],'stop_reason':null,'stop_sequence':null,'usage':{'input_tokens':%z,'output_tokens':0}}}\n\n",
         x->job->ids.n);
 }
 
 static void close_block(Exchange *x) {
-    if (x->block)
-        put(&x->out, "event: content_block_stop\ndata: {'type':'content_block_stop','index':%d}\n\n", x->n_blocks++);
+    if (!x->block) return;
+    open_event(x, "content_block_stop");
+    put(&x->out, ",'index':%d}\n\n", x->n_blocks++);
     x->block = NULL;
 }
 
@@ -1338,12 +1345,12 @@ static void messages_delta(Exchange *x, const char *block, TokStr text) {
     if (x->block != block) {
         close_block(x);
         x->block = block;
-        put(&x->out, "event: content_block_start\ndata: {'type':'content_block_start','index':%d,'content_block':{'type':%s,%s:''}}"
-            "\n\n", x->n_blocks, block, block);
+        open_event(x, "content_block_start");
+        put(&x->out, ",'index':%d,'content_block':{'type':%s,%s:''}}\n\n", x->n_blocks, block, block);
     }
     const bool is_text = !strcmp(block, "text");
-    put(&x->out, "event: content_block_delta\ndata: {'type':'content_block_delta','index':%d,'delta':{'type':%s,%s:%t}}\n\n",
-        x->n_blocks, is_text ? "text_delta" : "thinking_delta", block, text);
+    open_event(x, "content_block_delta");
+    put(&x->out, ",'index':%d,'delta':{'type':%s,%s:%t}}\n\n", x->n_blocks, is_text ? "text_delta" : "thinking_delta", block, text);
 }
 
 static void messages_text(Exchange *x, TokStr thought, TokStr content) {
@@ -1357,10 +1364,12 @@ static void messages_call(Exchange *x, int i) {
     const Call *call = &x->job->calls[i];
     close_block(x);
     x->block = tool;
-    put(&x->out, "event: content_block_start\ndata: {'type':'content_block_start','index':%d,'content_block':{'type':'tool_use',"
-        "'id':%s,'name':%t,'input':{}}}\n\n", x->n_blocks, call->id, text_of(&call->name));
-    put(&x->out, "event: content_block_delta\ndata: {'type':'content_block_delta','index':%d,'delta':{'type':'input_json_delta',"
-        "'partial_json':%t}}\n\n", x->n_blocks, text_of(&call->arguments));
+    open_event(x, "content_block_start");
+    put(&x->out, ",'index':%d,'content_block':{'type':'tool_use','id':%s,'name':%t,'input':{}}}\n\n", x->n_blocks, call->id,
+        text_of(&call->name));
+    open_event(x, "content_block_delta");
+    put(&x->out, ",'index':%d,'delta':{'type':'input_json_delta','partial_json':%t}}\n\n", x->n_blocks,
+        text_of(&call->arguments));
     close_block(x);
 }
 
@@ -1371,10 +1380,12 @@ static void messages_usage(TokText *out, const Job *job) {
 
 static void messages_end(Exchange *x) {
     close_block(x);
-    put(&x->out, "event: message_delta\ndata: {'type':'message_delta','delta':{'stop_reason':%s,'stop_sequence':null},",
-        messages_reason(x->job));
+    open_event(x, "message_delta");
+    put(&x->out, ",'delta':{'stop_reason':%s,'stop_sequence':null},", messages_reason(x->job));
     messages_usage(&x->out, x->job);
-    put(&x->out, "}\n\nevent: message_stop\ndata: {'type':'message_stop'}\n\n");
+    put(&x->out, "}\n\n");
+    open_event(x, "message_stop");
+    put(&x->out, "}\n\n");
 }
 
 static void messages_whole(Exchange *x, TokText *out) {
@@ -1421,8 +1432,8 @@ static bool put_item(Exchange *x, TokText *out, const GgufJson *item, int i) {
     if (is_type(item, "function_call")) {
         if (!member(item, "call_id", &id) || !member(item, "name", &name) || !member(item, "arguments", &v))
             return refuse(&x->fault, 400, "input", "input[%d]: expected call_id, name and arguments", i);
-        put(out, ",{'role':'assistant','tool_calls':[{'id':%r,'type':'function','function':{'name':%r,'arguments':%r}}]}", raw(&id),
-            raw(&name), raw(&v));
+        put(out, ",{'role':'assistant','tool_calls':[{'id':%r,'type':'function','function':{'name':%r,'arguments':%r}}]}",
+            raw(&id), raw(&name), raw(&v));
         return true;
     }
     if (is_type(item, "function_call_output")) {
@@ -1534,10 +1545,9 @@ static void put_response(TokText *out, const Exchange *x, bool done) {
     put(out, "}");
 }
 
-static void event(Exchange *x, const char *type) {     // opens an event: its members follow, and "}\n\n"
-    append(&x->out, "event: ", 7);
-    append(&x->out, type, strlen(type));
-    put(&x->out, "\ndata: {'type':%s,'sequence_number':%d", type, x->n_events++);
+static void event(Exchange *x, const char *type) {     // as open_event(), with its number
+    open_event(x, type);
+    put(&x->out, ",'sequence_number':%d", x->n_events++);
 }
 
 static void responses_begin(Exchange *x) {
@@ -1553,6 +1563,11 @@ static void responses_begin(Exchange *x) {
 
 static const char text_block[] = "output_text", thought_block[] = "reasoning_text";
 
+static void put_part(Exchange *x, const char *id, TokStr text) {
+    put(&x->out, ",'item_id':%s,'output_index':%d,'content_index':0,'part':", id, x->n_blocks);
+    put(&x->out, "{'type':'output_text','text':%t,'annotations':[]}}\n\n", text);
+}
+
 // Closes the item that is open. What it says in full is all of that kind so far.
 static void close_item(Exchange *x) {
     const bool is_text = x->block == text_block;
@@ -1564,8 +1579,7 @@ static void close_item(Exchange *x) {
         text_of(is_text ? &x->job->content : &x->job->thought));
     if (is_text) {
         event(x, "response.content_part.done");
-        put(&x->out, ",'item_id':%s,'output_index':%d,'content_index':0,'part':{'type':'output_text','text':%t,'annotations':[]}}"
-            "\n\n", id, x->n_blocks, text_of(&x->job->content));
+        put_part(x, id, text_of(&x->job->content));
     }
     event(x, "response.output_item.done");
     put(&x->out, ",'output_index':%d,'item':", x->n_blocks);
@@ -1590,8 +1604,7 @@ static void responses_delta(Exchange *x, const char *block, TokStr text) {
     }
     if (!x->block && is_text) {
         event(x, "response.content_part.added");
-        put(&x->out, ",'item_id':%s,'output_index':%d,'content_index':0,'part':{'type':'output_text','text':'','annotations':[]}}"
-            "\n\n", id, x->n_blocks);
+        put_part(x, id, str(""));
     }
     x->block = block;
     event(x, is_text ? "response.output_text.delta" : "response.reasoning_text.delta");
