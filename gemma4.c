@@ -3102,6 +3102,7 @@ static char *read_key(const char *path) {
 }
 
 static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
+    need_http();
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     char *key = f->api_key_file ? read_key(f->api_key_file) : NULL;

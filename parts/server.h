@@ -22,11 +22,11 @@ typedef struct {
 } ServeOptions;
 
 #ifndef USE_MICROHTTPD
-static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
-    (void)m, (void)t, (void)o;
+static void need_http(void) {
     die("serve: this build has no HTTP: install libmicrohttpd-dev (Debian, Ubuntu), libmicrohttpd-devel (Fedora) or "
         "libmicrohttpd (Arch, Homebrew) and pkg-config, then run make again");
 }
+static void serve(Model *m, Tokenizer *t, const ServeOptions *o) { (void)m, (void)t, (void)o; }
 #else
 #include <arpa/inet.h>
 #include <microhttpd.h>
@@ -39,6 +39,8 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
 
 enum { MAX_CONNECTIONS = 512, IDLE_SECONDS = 30, BODY_SECONDS = 120, KEEP_ALIVE_SECONDS = 10, DRAIN_SECONDS = 30,
        MAX_STOPS = 16, MAX_TOP = 20 };
+
+static void need_http(void) {}                         // it is here
 
 // ==== [1] JSON written ===============================================================================================
 // Numbers, strings and pieces of JSON go into a text with put(). What may not be UTF-8 is made so.
@@ -1246,7 +1248,7 @@ static bool put_blocks(Exchange *x, TokText *out, const GgufJson *content) {
             put(&calls, calls.n ? "," : "");
             put(&calls, "{'id':%r,'type':'function','function':{'name':%r,'arguments':%r}}", raw(&id), raw(&name), raw(&v));
         } else if (!is_type(&part, "tool_result") && !is_type(&part, "redacted_thinking")) {
-            ok = refuse(&x->fault, 400, "messages", "messages: expected blocks text, thinking, tool_use, tool_result; no images");
+            ok = refuse(&x->fault, 400, "messages", "messages: expected text, thinking, tool_use or tool_result; no images");
         }
     }
     if (ok && text.n) put(out, ",'content':[%r]", text_of(&text));
@@ -1350,7 +1352,8 @@ static void messages_delta(Exchange *x, const char *block, TokStr text) {
     }
     const bool is_text = !strcmp(block, "text");
     open_event(x, "content_block_delta");
-    put(&x->out, ",'index':%d,'delta':{'type':%s,%s:%t}}\n\n", x->n_blocks, is_text ? "text_delta" : "thinking_delta", block, text);
+    put(&x->out, ",'index':%d,'delta':{'type':%s,%s:%t}}\n\n", x->n_blocks, is_text ? "text_delta" : "thinking_delta", block,
+        text);
 }
 
 static void messages_text(Exchange *x, TokStr thought, TokStr content) {
