@@ -2576,7 +2576,7 @@ typedef struct {
     const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
     const char *fill;
     const char *host, *api_key, *api_key_file, *alias;       // serve
-    double port, parallel, queue, timeout, max_body;
+    double port, parallel, chunk, queue, timeout, max_body;
     double n_runs;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
     double think_budget, memory;
@@ -2692,6 +2692,8 @@ static const Flag flags[] = {
     { "--port", NULL, "N", FLAG_INT, SERVE, FIELD(port), 0, 65535, "serve: default 8080; 0: any that is free, printed" },
     { "-np", "--parallel", "N", FLAG_INT, SERVE, FIELD(parallel), 1, MAX_SESSIONS,
       "serve: answers at a time, each with a context of its own; default 1" },
+    { "--chunk", NULL, "N", FLAG_INT, SERVE, FIELD(chunk), STEP_ROWS, LARGE_BATCH,
+      "serve: tokens of a prompt between two steps of other answers; default with -np: 512, else what memory has room for" },
     { "--api-key", NULL, "KEY", FLAG_TEXT, SERVE, FIELD(api_key), 0, 0, "serve: asked of every request; default: none" },
     { "--api-key-file", NULL, "FILE", FLAG_TEXT, SERVE, FIELD(api_key_file), 0, 0,
       "serve: it is the first line of this file; default: none" },
@@ -3117,6 +3119,7 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
     o.n_seqs = o.n_logits = (int)f->parallel;
     o.penalties = o.bias = true;
     if (o.n_seqs > 1) o.n_batch = SMALL_BATCH;         // nobody waits for the next token longer than for one chunk
+    if (f->chunk) o.n_batch = (int)f->chunk;
     load_model(m, f->model, ops, o, NULL);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");

@@ -262,8 +262,8 @@ while read -r names; do
         "--plain "* | "--special "*) verb=tokenize plain="-p hi" ;;
         "--check-tensors "* | "--think "* | "--raw "* | "--ignore-eos "* | "--context-shift "* | "--show-thoughts "*) ;;
         "-h "* | "--version "*) ;;
-        "--host "* | "--port "* | "-np "* | "--api-key "* | "--api-key-file "* | "--alias "* | "--queue "* | "--timeout "* | \
-        "--max-body "*) continue ;;                                  # in test_server.sh
+        "--host "* | "--port "* | "-np "* | "--chunk "* | "--api-key "* | "--api-key-file "* | "--alias "* | "--queue "* | \
+        "--timeout "* | "--max-body "*) continue ;;                  # in test_server.sh
         *) bad="no case for $flag in test_cli.sh" plain=--missing ;;
         esac
         file=$model

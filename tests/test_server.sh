@@ -20,7 +20,7 @@ fi
 ok "an address of another machine is an error" [ "$status" -eq 1 ]
 ok "it is named" grep -q '203.0.113.1' "$tmp/err"
 
-for flags in "--port 99999" "--port x" "-np 0" "-np 65" "--queue -1" "--timeout 0" "--max-body 0" "--api-key-file /nowhere/x" \
+for flags in "--port 99999" "--port x" "-np 0" "-np 65" "--chunk 63" "--queue -1" "--timeout 0" "--max-body 0" "--api-key-file /nowhere/x" \
     "--host 256.0.0.1" "--template middle" "-p hi"; do
     # shellcheck disable=SC2086  # a flag and its value
     run serve "$model" $flags
@@ -304,7 +304,7 @@ fi
 
 # ---- a full queue, a key, the end ----------------------------------------------------------
 printf 'secret\n' >"$tmp/key"
-serve small --parallel 1 --queue 1 --timeout 600 --alias "a fox" --api-key-file "$tmp/key" -c 1024
+serve small --parallel 1 --chunk 64 --queue 1 --timeout 600 --alias "a fox" --api-key-file "$tmp/key" -c 1024
 get /health
 ok "health needs no key" is 200
 get /v1/models -H "x-api-key: secret"
