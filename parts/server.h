@@ -307,7 +307,7 @@ typedef struct {
 } Slot;
 
 typedef struct {              // since the start
-    uint64_t jobs, refused, cancelled, prompt_tokens, cached_tokens, made, steps, http[6];     // http: by hundreds of status
+    uint64_t jobs, refused, cancelled, prompt_tokens, cached_tokens, made, http[6];     // http: by hundreds of status
     double   prompt_seconds, decode_seconds;
 } Totals;
 
@@ -405,19 +405,16 @@ static void job_done(Server *srv, Job *job) {          // the engine is through 
     job_drop(job);
 }
 
-// Finds out whose client has left: it has closed its end of the connection. With the lock held.
+static bool has_left(const Job *job) {                 // the client has closed its end of the connection
+    struct pollfd p = { .fd = job->fd, .events = POLLRDHUP };
+    return job->gone || (poll(&p, 1, 0) > 0 && p.revents & (POLLRDHUP | POLLHUP | POLLERR));
+}
+
+// Finds out whose client has left. With the lock held.
 static void look_for_clients(Server *srv) {
-    const int n_seqs = srv->m->options.n_seqs;
-    for (int i = 0; i < n_seqs; i++) {
-        Job *job = srv->slots[i].job;
-        if (!job) continue;
-        struct pollfd p = { .fd = job->fd, .events = POLLRDHUP };
-        if (!job->gone && poll(&p, 1, 0) > 0 && p.revents & (POLLRDHUP | POLLHUP | POLLERR)) job->gone = true;
-    }
-    for (Job *job = srv->first; job; job = job->next) {
-        struct pollfd p = { .fd = job->fd, .events = POLLRDHUP };
-        if (!job->gone && poll(&p, 1, 0) > 0 && p.revents & (POLLRDHUP | POLLHUP | POLLERR)) job->gone = true;
-    }
+    for (int i = 0; i < srv->m->options.n_seqs; i++)
+        if (srv->slots[i].job) srv->slots[i].job->gone = has_left(srv->slots[i].job);
+    for (Job *job = srv->first; job; job = job->next) job->gone = has_left(job);
 }
 
 // Ends connections whose request does not come. libmicrohttpd ends those that send nothing; these send a byte now and then.
@@ -590,7 +587,6 @@ static void end_job(Server *srv, Slot *slot, const Event *e) {       // with the
     srv->totals.prompt_tokens += (uint64_t)turn->n_prompt;
     srv->totals.cached_tokens += (uint64_t)job->cached;
     srv->totals.made += (uint64_t)turn->made;
-    srv->totals.steps += (uint64_t)turn->steps;
     srv->totals.prompt_seconds += turn->prompt_seconds;
     srv->totals.decode_seconds += turn->decode_seconds;
     slot->job = NULL;
@@ -674,7 +670,7 @@ struct Exchange {             // a request and its answer
     bool        too_large, answered;
     Fault       fault;
     int         status;
-    double      started, first;        // seconds(): when it came, when the first text went out
+    double      started;               // seconds()
     Tokenizer   t;                     // our own copy: see tokenizer.h
     char        id[40];
     const Api  *api;
@@ -1047,7 +1043,6 @@ static void next_events(Exchange *x) {
     if (x->progress && job->started && job->run != x->run) put_progress(x);
     const TokStr thought = { job->thought.s + x->thought, job->thought.n - x->thought };
     const TokStr content = { job->content.s + x->content, job->content.n - x->content };
-    if ((thought.n || content.n) && !x->first) x->first = seconds();
     if (thought.n || content.n) x->api->text(x, thought, content);
     x->thought = job->thought.n;
     x->content = job->content.n;
