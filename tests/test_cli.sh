@@ -460,8 +460,8 @@ error "-p: expected at most 32 whole numbers" -p bench bench "$model"
 error "bench does not take it" --temp 0 bench "$model"
 error "expected it before the model" "$model" bench -p 2
 error "a second model" "$model" "$model" -p hi
-error "no such verb" serve "$model"
-error "no such verb" serve
+error "no such verb" draft "$model"
+error "no such verb" draft
 error "no such verb" frobnicate -m "$model" -p hi
 for flag in "-ngl 99" "-fa" "--flash-attn on" --mlock --no-mmap --jinja "-b 512" "-ub 512" -no-cnv --no-display-prompt; do
     # shellcheck disable=SC2086  # a flag and its value
