@@ -1,7 +1,7 @@
 # Makefile - builds the engine, its tests and its fuzzers. A C compiler is all it needs; `make help` lists the targets.
 #
 # Only ./gemma4 lands in this directory, everything else in build/. Set on the command line as needed:
-#   CC=clang   CFLAGS="-O2 -g"   EDIT=0 (no line editing)   WERROR=1 (warnings are errors)
+#   CC=clang   CFLAGS="-O2 -g"   EDIT=0 (no line editing)   HTTP=0 (no server)   WERROR=1 (warnings are errors)
 #   ARCH=sm_90, native, all-major (for which GPUs)   PREFIX=/usr/local   DESTDIR=   FUZZ_SECONDS=60   MODEL=file.gguf (for bench)
 #   JOBS=4 (what make test does at a time)   STRICT=1 (a skipped test fails)   LONG=1 (longer tests: docs/tests.md)
 
@@ -32,6 +32,10 @@ EDIT_NAME := $(firstword $(foreach name,editline readline,$(shell probe=$$(mktem
 EDIT_FLAG := $(patsubst editline,-DUSE_EDITLINE,$(patsubst readline,-DUSE_READLINE,$(EDIT_NAME)))
 EDIT_LIB  := $(patsubst %,-l%,$(EDIT_NAME:editline=edit))
 endif
+# The server answers HTTP with libmicrohttpd, when pkg-config finds it.
+HTTP      ?= $(shell pkg-config --exists 'libmicrohttpd >= 0.9.71' 2>/dev/null && echo 1)
+HTTP_FLAG := $(if $(filter 1,$(HTTP)),-DUSE_MICROHTTPD $(shell pkg-config --cflags libmicrohttpd))
+HTTP_LIB  := $(if $(filter 1,$(HTTP)),$(shell pkg-config --libs libmicrohttpd))
 COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -pthread -ffp-contract=off $(CFLAGS)
 SOURCES  := gemma4.c $(wildcard *.h parts/*.h)
 PROGRAMS := $(patsubst tests/%.c,$(B)/%,\
@@ -62,15 +66,15 @@ no-cuda:
 	CUDA toolkit (12 or newer) or set NVCC=/path/to/nvcc); or use 'make cpu'" >&2; exit 1
 
 $(B)/gemma4-cpu: $(SOURCES) $(B)/flags
-	$(COMPILE) $(EDIT_FLAG) gemma4.c -o $@ $(LDFLAGS) $(EDIT_LIB) -lm
+	$(COMPILE) $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) -lm
 $(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/kernels.o
-	$(NVCC) $^ -o $@ $(EDIT_LIB) $(CUDA_LIBS)
+	$(NVCC) $^ -o $@ $(EDIT_LIB) $(HTTP_LIB) $(CUDA_LIBS)
 $(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
-	$(COMPILE) $(EDIT_FLAG) -DUSE_CUDA -c gemma4.c -o $@
+	$(COMPILE) $(EDIT_FLAG) $(HTTP_FLAG) -DUSE_CUDA -c gemma4.c -o $@
 $(B)/kernels.o: gemma4_kernels.cu gemma4.h $(B)/cuda-flags
 	$(NVCC) -O3 -std=c++17 -lineinfo $(SPLIT_COMPILE) $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
 # What these hold is how things are built; a change of it rebuilds what was built otherwise.
-$(B)/flags: HOLDS = $(COMPILE) $(EDIT_LIB)
+$(B)/flags: HOLDS = $(COMPILE) $(EDIT_LIB) $(HTTP_LIB)
 $(B)/cuda-flags: HOLDS = $(NVCC) $(ARCH) $(NVCC_FLAGS)
 $(B)/engine: HOLDS = $(ENGINE)
 $(B)/flags $(B)/cuda-flags $(B)/engine: FORCE

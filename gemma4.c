@@ -15,7 +15,7 @@
  *   [9]  Command line
  *   [10] CPU operations
  * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check; parts/chat.h: the terminal;
- *              parts/reference.h: what each operation means
+ *              parts/server.h: HTTP; parts/reference.h: what each operation means
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
  *              allocates nothing, unless --dump is given.
  * TRAPS        the list before forward: every way this model differs from Llama. */
@@ -1516,7 +1516,7 @@ typedef struct {
 enum { PLAIN, ROW_IS_FED, COMMITS_CHAINS, COMMITS_PATHS };
 
 // Copies to the backend what it does not hold yet: of plain decoding, nothing.
-static void send(Model *m, void *dst, void *sent, const void *src, size_t bytes) {
+static void send_new(Model *m, void *dst, void *sent, const void *src, size_t bytes) {
     if (!memcmp(sent, src, bytes)) return;
     memcpy(sent, src, bytes);
     m->ops->copy(&(Copy){ dst, src, bytes, COPY_IN });
@@ -1563,10 +1563,10 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
         }
     }
     assert(!fed || m->n_rows == n_sampled);
-    send(m, s->rows, m->sent.rows, m->rows, (size_t)m->n_rows * sizeof(Row));
-    send(m, s->segs, m->sent.segs, m->segs, (size_t)m->n_segs * sizeof(Segment));
-    send(m, s->kept_rows, m->sent.kept_rows, m->kept_rows, (size_t)m->n_kept * sizeof(Row));
-    send(m, s->kept_index, m->sent.kept_index, m->kept_index, (size_t)m->n_kept * sizeof(int32_t));
+    send_new(m, s->rows, m->sent.rows, m->rows, (size_t)m->n_rows * sizeof(Row));
+    send_new(m, s->segs, m->sent.segs, m->segs, (size_t)m->n_segs * sizeof(Segment));
+    send_new(m, s->kept_rows, m->sent.kept_rows, m->kept_rows, (size_t)m->n_kept * sizeof(Row));
+    send_new(m, s->kept_index, m->sent.kept_index, m->kept_index, (size_t)m->n_kept * sizeof(int32_t));
     const StepKey key = { .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs, .kept = m->n_kept,
                           .logits = m->n_kept, .variant = fed ? ROW_IS_FED : PLAIN };
     const bool record = !m->dump_dir;                  // checkpoints copy out as they go
@@ -1594,7 +1594,7 @@ static void finish_step(Model *m, const int32_t *n_accept, const int32_t *path, 
         assert(n_accept[i] >= 0 && n_accept[i] <= seg->n && (seg->n <= STEP_ROWS || n_accept[i] == seg->n));
         m->len[seg->seq] += n_accept[i];
     }
-    send(m, s->n_accept, m->sent.n_accept, n_accept, (size_t)m->n_segs * sizeof *n_accept);
+    send_new(m, s->n_accept, m->sent.n_accept, n_accept, (size_t)m->n_segs * sizeof *n_accept);
     if (path) op->copy(&(Copy){ s->path, path, (size_t)m->n_segs * STEP_ROWS * sizeof *path, COPY_IN });
     if (op->begin((StepKey){ .kind = sample ? STEP_SAMPLE : STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs,
                              .logits = sample ? m->n_kept : 0, .variant = path ? COMMITS_PATHS : COMMITS_CHAINS })) {
@@ -2549,6 +2549,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 #include "parts/reference.h"
 #include "parts/bench.h"
 #include "parts/chat.h"
+#include "parts/server.h"
 
 // ==== [9] Command line ===============================================================================================
 // gemma4 MODEL [flags] generates; gemma4 VERB MODEL [flags] does something else. One table describes every flag: its
@@ -2559,12 +2560,12 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 
 typedef enum {
     GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
-    RUNS = GENERATE | LOGITS, PLANS = RUNS | PLAN, ANY = 255
+    SERVE = 256, ANSWERS = GENERATE | SERVE, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN, ANY = 511
 } Verb;
 
 static const struct { const char *name; Verb verb; } verbs[] = {
     { "logits", LOGITS }, { "tokenize", TOKENIZE }, { "detokenize", DETOKENIZE }, { "quantize", QUANTIZE },
-    { "bench", BENCH }, { "plan", PLAN }, { "check", CHECK }
+    { "bench", BENCH }, { "plan", PLAN }, { "check", CHECK }, { "serve", SERVE }
 };
 
 typedef struct {
@@ -2574,6 +2575,8 @@ typedef struct {
     const char *target, *type;                  // quantize: OUT, TYPE
     const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
     const char *fill;
+    const char *host, *api_key, *api_key_file, *alias;       // serve
+    double port, parallel, chunk, queue, timeout, max_body;
     double n_runs;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
     double think_budget, memory;
@@ -2595,9 +2598,9 @@ typedef struct {
 #define FIELD(name) offsetof(Flags, name)
 static const Flag flags[] = {
     { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0, "the model, instead of the first argument" },
-    { "-t", "--threads", "N", FLAG_INT, RUNS | BENCH | CHECK | QUANTIZE, FIELD(n_threads), 1, MAX_THREADS,
+    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | BENCH | CHECK | QUANTIZE, FIELD(n_threads), 1, MAX_THREADS,
       "CPU threads; default: one per core" },
-    { "--check-tensors", NULL, NULL, FLAG_ON, RUNS, FIELD(check_tensors), 0, 0,
+    { "--check-tensors", NULL, NULL, FLAG_ON, RUNS | SERVE, FIELD(check_tensors), 0, 0,
       "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales; default: off" },
     { "-p", "--prompt", "TEXT", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt), 0, 0,
       "what to answer, or to continue with --raw; default: -f, standard input, or a chat" },
@@ -2608,36 +2611,36 @@ static const Flag flags[] = {
       "chat, also where input or output is no terminal; -p is said first; default: without a prompt on a terminal" },
     { "--history", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(history), 0, 0,
       "chat: keep typed lines in this file from one chat to the next; default: none" },
-    { "--think", NULL, NULL, FLAG_ON, GENERATE, FIELD(think), 0, 0,
+    { "--think", NULL, NULL, FLAG_ON, ANSWERS, FIELD(think), 0, 0,
       "let the model think before it answers; default: it answers at once" },
-    { "--think-budget", "--reasoning-budget", "N", FLAG_INT, GENERATE, FIELD(think_budget), -1, INT_MAX,
+    { "--think-budget", "--reasoning-budget", "N", FLAG_INT, ANSWERS, FIELD(think_budget), -1, INT_MAX,
       "tokens of thought, then it is closed and the answer goes on; 0: none; default -1: no limit" },
     { "--tools", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(tools), 0, 0,
       "tools it may call, a JSON list as in the OpenAI API; a call is a line {\"name\":..,\"arguments\":{..}} on stdout; "
       "default: none" },
-    { "--template", NULL, "NAME", FLAG_TEXT, GENERATE, FIELD(chat_template), 0, 0,
+    { "--template", NULL, "NAME", FLAG_TEXT, ANSWERS, FIELD(chat_template), 0, 0,
       "chat template: large (12B, 26B, 31B) or small (E2B, E4B); default: as the file's template or its shape says" },
     { "--raw", NULL, NULL, FLAG_ON, GENERATE, FIELD(raw), 0, 0,
       "continue the prompt as it is, without chat turns; <bos> is added; default: off" },
-    { "-n", "--predict --n-predict", "N", FLAG_INT, GENERATE, FIELD(n_predict), -1, INT_MAX,
+    { "-n", "--predict --n-predict", "N", FLAG_INT, ANSWERS, FIELD(n_predict), -1, INT_MAX,
       "most tokens to generate, in a chat for each answer; default -1: until the turn ends or the context is full" },
-    { "--temp", "--temperature", "T", FLAG_REAL, GENERATE, FIELD(temperature), 0, 1000,
+    { "--temp", "--temperature", "T", FLAG_REAL, ANSWERS, FIELD(temperature), 0, 1000,
       "temperature; 0: always the likeliest token; default: the file's, else 1.0" },
-    { "--top-k", NULL, "N", FLAG_INT, GENERATE, FIELD(top_k), 0, INT_MAX,
+    { "--top-k", NULL, "N", FLAG_INT, ANSWERS, FIELD(top_k), 0, INT_MAX,
       "sample from the N likeliest tokens, 0: all; default: the file's, else 64" },
-    { "--top-p", NULL, "P", FLAG_REAL, GENERATE, FIELD(top_p), 0, 1,
+    { "--top-p", NULL, "P", FLAG_REAL, ANSWERS, FIELD(top_p), 0, 1,
       "sample from the likeliest tokens that hold P of the probability; default: the file's, else 0.95" },
-    { "--min-p", NULL, "P", FLAG_REAL, GENERATE, FIELD(min_p), 0, 1,
+    { "--min-p", NULL, "P", FLAG_REAL, ANSWERS, FIELD(min_p), 0, 1,
       "leave out tokens less than P times as likely as the likeliest; default 0" },
-    { "--repeat-penalty", NULL, "R", FLAG_REAL, GENERATE, FIELD(repeat), 0.001, 1000,
+    { "--repeat-penalty", NULL, "R", FLAG_REAL, ANSWERS, FIELD(repeat), 0.001, 1000,
       "logits of tokens seen: / R above 0, * R below; default 1. Seen: in all of prompt and text (llama.cpp: the last 64)" },
-    { "--presence-penalty", NULL, "P", FLAG_REAL, GENERATE, FIELD(presence), -1000, 1000,
+    { "--presence-penalty", NULL, "P", FLAG_REAL, ANSWERS, FIELD(presence), -1000, 1000,
       "take P from the logits of tokens seen; default 0" },
-    { "--frequency-penalty", NULL, "P", FLAG_REAL, GENERATE, FIELD(frequency), -1000, 1000,
+    { "--frequency-penalty", NULL, "P", FLAG_REAL, ANSWERS, FIELD(frequency), -1000, 1000,
       "take P from the logit of a token for each time it was seen; default 0" },
     { "-l", "--logit-bias", "ID+B", FLAG_LIST, GENERATE, FIELD(biases), 0, 0,
       "add B to the logit of token ID; ID-B: take it away, ID-inf: never; with commas, or again, for more; default: none" },
-    { "-s", "--seed", "N", FLAG_INT, GENERATE, FIELD(seed), 0, 4294967295.0,
+    { "-s", "--seed", "N", FLAG_INT, ANSWERS, FIELD(seed), 0, 4294967295.0,
       "random seed; default: another one each time, printed" },
     { "-r", "--stop --reverse-prompt", "TEXT", FLAG_LIST, GENERATE, FIELD(stops), 0, 0,
       "stop before this text, which is not printed; again for more; default: none" },
@@ -2684,13 +2687,30 @@ static const Flag flags[] = {
       "bench: how they got there: prompt (default): they are run; random: cache rows are random numbers, which is quick" },
     { "-r", "--repetitions", "N", FLAG_INT, BENCH, FIELD(n_runs), 1, 1000, "bench: runs of each test; default 5" },
     { "-o", "--output", "FORMAT", FLAG_TEXT, BENCH, FIELD(out), 0, 0, "bench: md, csv or json; default md" },
+    { "--host", NULL, "ADDRESS", FLAG_TEXT, SERVE, FIELD(host), 0, 0,
+      "serve: where to listen; default 127.0.0.1, which only this machine reaches" },
+    { "--port", NULL, "N", FLAG_INT, SERVE, FIELD(port), 0, 65535, "serve: default 8080; 0: any that is free, printed" },
+    { "-np", "--parallel", "N", FLAG_INT, SERVE, FIELD(parallel), 1, MAX_SESSIONS,
+      "serve: answers at a time, each with a context of its own; default 1" },
+    { "--chunk", NULL, "N", FLAG_INT, SERVE, FIELD(chunk), STEP_ROWS, LARGE_BATCH,
+      "serve: tokens of a prompt between two steps of other answers; default with -np: 512, else what memory has room for" },
+    { "--api-key", NULL, "KEY", FLAG_TEXT, SERVE, FIELD(api_key), 0, 0, "serve: asked of every request; default: none" },
+    { "--api-key-file", NULL, "FILE", FLAG_TEXT, SERVE, FIELD(api_key_file), 0, 0,
+      "serve: it is the first line of this file; default: none" },
+    { "--alias", NULL, "NAME", FLAG_TEXT, SERVE, FIELD(alias), 0, 0, "serve: what the model is called; default: as its file" },
+    { "--queue", NULL, "N", FLAG_INT, SERVE, FIELD(queue), 0, 100000,
+      "serve: requests that may wait for a session, more are refused; default 64" },
+    { "--timeout", NULL, "S", FLAG_INT, SERVE, FIELD(timeout), 1, 1e6,
+      "serve: seconds after which an answer is cut; default 3600" },
+    { "--max-body", NULL, "M", FLAG_INT, SERVE, FIELD(max_body), 1, 1024, "serve: most MiB of a request; default 16" },
     { "-h", "--help", NULL, FLAG_ON, ANY, FIELD(help), 0, 0, "this text" },
     { "--version", NULL, NULL, FLAG_ON, ANY, FIELD(version), 0, 0, "version and backend" },
 };
 
 static const struct { const char *first, *title; } groups[] = {   // of flags, in their order, each with its first one
     { "-m", "model" }, { "-p", "prompt" }, { "-n", "sampling" }, { "-c", "context" }, { "--show-thoughts", "output" },
-    { "--ids", "other verbs" }, { "-p", "bench" }, { "-h", "help" }
+    { "--ids", "other verbs" }, { "-p", "bench" },
+    { "--host", "serve" }, { "-h", "help" }
 };
 
 // Flags of llama.cpp whose job needs no flag here.
@@ -2724,6 +2744,7 @@ static void print_help(void) {
     printf("gemma4 " VERSION " - runs Gemma 4 text models from GGUF files\n\n"
            "  gemma4 MODEL.gguf -p TEXT [flags]                answers: text on stdout, statistics on stderr\n"
            "  gemma4 MODEL.gguf [flags]                        chat on a terminal; else the prompt is standard input\n"
+           "  gemma4 serve MODEL.gguf [--port N] [-np N]       HTTP API as OpenAI's; docs/server.md\n"
            "  gemma4 plan MODEL.gguf [-c N] [--vram G]         what a context takes in memory\n"
            "  gemma4 logits MODEL.gguf --ids FILE -o FILE      logits of every position, after the soft-cap\n"
            "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   the ids of a text; no <bos> is added\n"
@@ -2758,7 +2779,7 @@ static Verb verb_named(const char *name) {
 
 // A flag that the verb does not take would do nothing: say to whom it belongs.
 static void refuse_flag(const Flag *flag, Verb verb) {
-    char owners[80] = "";
+    char owners[90] = "";
     const char *own = "generating";
     for (size_t k = 0; k < sizeof verbs / sizeof *verbs; k++) {
         if (verbs[k].verb == verb) own = verbs[k].name;
@@ -3071,9 +3092,52 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     return status;
 }
 
+// The first line of a file, without its end; freed by the caller.
+static char *read_key(const char *path) {
+    size_t n;
+    char *text = read_file(path, &n, "--api-key-file");
+    char *key = alloc_or_die(n + 1, 1);
+    memcpy(key, text, n);
+    key[strcspn(key, "\r\n")] = 0;
+    free(text);
+    return key;
+}
+
+static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
+    need_http();
+    Model *m = alloc_or_die(1, sizeof *m);
+    Tokenizer tok;
+    char *key = f->api_key_file ? read_key(f->api_key_file) : NULL;
+    if (key && f->api_key) die("--api-key: expected one of --api-key and --api-key-file");
+    ServeOptions s = { .host = f->host ? f->host : "127.0.0.1", .alias = f->alias, .api_key = key ? key : f->api_key,
+                       .port = (int)f->port, .max_queue = (int)f->queue, .timeout = (int)f->timeout,
+                       .max_body = (size_t)f->max_body << 20, .n_predict = (int)f->n_predict,
+                       .think_budget = (int)f->think_budget, .think = f->think, .fixed_seed = !isnan(f->seed) };
+    if (s.api_key && !*s.api_key) die("%s: expected a key, got an empty one", key ? "--api-key-file" : "--api-key");
+    if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
+        die("--template: expected large or small, got '%s'", f->chat_template);
+    o.n_seqs = o.n_logits = (int)f->parallel;
+    o.penalties = o.bias = true;
+    if (o.n_seqs > 1) o.n_batch = SMALL_BATCH;         // nobody waits for the next token longer than for one chunk
+    if (f->chunk) o.n_batch = (int)f->chunk;
+    load_model(m, f->model, ops, o, NULL);
+    load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
+    s.sampling = sampling_params(f, &m->gguf);
+    print_plan(m);
+    print_template(&tok);
+    read_weights(m, f->check_tensors);
+    serve(m, &tok, &s);
+    tok_free(&tok);
+    free(key);
+    free_model(m);
+    free(m);
+}
+
 int main(int argc, char **argv) {
     Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
-                .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5 };
+                .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5, .port = 8080, .parallel = 1, .queue = 64,
+                .timeout = 3600, .max_body = 16 };
     parse_flags(&f, argc, argv);
     if (f.help) {
         print_help();
@@ -3126,6 +3190,10 @@ int main(int argc, char **argv) {
         free(f.stops.text);
         free(f.biases.text);
         return status;
+    }
+    if (f.verb == SERVE) {
+        verb_serve(&f, ops, o);
+        return 0;
     }
     if (f.against && strcmp(f.against, "cpu") && strcmp(f.against, "reference"))
         die("--against: expected cpu or reference, got '%s'", f.against);

@@ -262,6 +262,8 @@ while read -r names; do
         "--plain "* | "--special "*) verb=tokenize plain="-p hi" ;;
         "--check-tensors "* | "--think "* | "--raw "* | "--ignore-eos "* | "--context-shift "* | "--show-thoughts "*) ;;
         "-h "* | "--version "*) ;;
+        "--host "* | "--port "* | "-np "* | "--chunk "* | "--api-key "* | "--api-key-file "* | "--alias "* | "--queue "* | \
+        "--timeout "* | "--max-body "*) continue ;;                  # in test_server.sh
         *) bad="no case for $flag in test_cli.sh" plain=--missing ;;
         esac
         file=$model
@@ -458,8 +460,8 @@ error "-p: expected at most 32 whole numbers" -p bench bench "$model"
 error "bench does not take it" --temp 0 bench "$model"
 error "expected it before the model" "$model" bench -p 2
 error "a second model" "$model" "$model" -p hi
-error "no such verb" serve "$model"
-error "no such verb" serve
+error "no such verb" draft "$model"
+error "no such verb" draft
 error "no such verb" frobnicate -m "$model" -p hi
 for flag in "-ngl 99" "-fa" "--flash-attn on" --mlock --no-mmap --jinja "-b 512" "-ub 512" -no-cnv --no-display-prompt; do
     # shellcheck disable=SC2086  # a flag and its value

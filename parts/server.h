@@ -1,0 +1,2112 @@
+/* server.h - the HTTP API: questions come in as JSON, wait in a queue, are answered together by one engine thread, and go out
+ * as JSON or as a stream of events. A part of gemma4.c, which includes it; of the model it knows the calls of [7] only.
+ *   [1] JSON written    [2] What a request says    [3] Jobs and the scheduler    [4] Answers, whole and as streams
+ *   [5] Dialects: /v1/messages and /v1/responses   [6] Other endpoints    [7] HTTP: checks, routes    [8] The verb
+ *
+ * THREADS  The main thread is the engine: only it touches the model, the sessions and the slots. Each connection has a thread
+ *          of libmicrohttpd, which reads the request, makes ids of it, queues a job, and waits for what the engine adds to it.
+ *          Server.lock guards the queue, the counters and the answer of every job.
+ * TRUST    Every byte of a request is untrusted: it is checked before use, and what is wrong with it is a 4xx. */
+#ifndef SERVER_H
+#define SERVER_H
+
+typedef struct {
+    const char *host, *alias;          // where to listen; what the model is called, NULL: as its file
+    const char *api_key;               // NULL: none is asked for
+    int         port, max_queue, timeout;          // 0: any free one; jobs that wait; seconds for one answer
+    size_t      max_body;              // bytes of a request
+    int         n_predict, think_budget;           // where the request does not say
+    bool        think;
+    SampleParams sampling;
+    bool        fixed_seed;            // sampling.seed is for every request that names none; else each has its own
+} ServeOptions;
+
+#ifndef USE_MICROHTTPD
+static void need_http(void) {
+    die("serve: this build has no HTTP: install libmicrohttpd-dev (Debian, Ubuntu), libmicrohttpd-devel (Fedora) or "
+        "libmicrohttpd (Arch, Homebrew) and pkg-config, then run make again");
+}
+static void serve(Model *m, Tokenizer *t, const ServeOptions *o) { (void)m, (void)t, (void)o; }
+#else
+#include <arpa/inet.h>
+#include <microhttpd.h>
+#include <netdb.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <semaphore.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+
+enum { MAX_CONNECTIONS = 512, IDLE_SECONDS = 30, BODY_SECONDS = 120, KEEP_ALIVE_SECONDS = 10, DRAIN_SECONDS = 30,
+       MAX_STOPS = 16, MAX_TOP = 20 };
+
+static void need_http(void) {}                         // it is here
+
+// ==== [1] JSON written ===============================================================================================
+// Numbers, strings and pieces of JSON go into a text with put(). What may not be UTF-8 is made so.
+
+static void append(TokText *out, const char *s, size_t n) {
+    if (!tok__append(out, s, n)) die("out of memory for %zu bytes of an answer", n);
+}
+
+static TokStr str(const char *s) { return (TokStr){ s, strlen(s) }; }
+static TokStr text_of(const TokText *t) { return (TokStr){ t->s, t->n }; }
+
+static void put_string(TokText *out, TokStr s) {
+    TokText clean = { 0 };
+    size_t start = 0;                                  // of what is UTF-8 and not copied yet
+    uint32_t cp;
+    for (size_t i = 0; i < s.n; ) {
+        const int n = tok__utf8((const unsigned char *)s.s + i, s.n - i, &cp);
+        i += n > 0 ? (size_t)n : 1;
+        if (n > 0) continue;
+        append(&clean, s.s + start, i - 1 - start);
+        append(&clean, "\xef\xbf\xbd", 3);
+        start = i;
+    }
+    if (start) append(&clean, s.s + start, s.n - start);
+    if (tok_add_json_string(out, start ? text_of(&clean) : s) < 0) die("out of memory for an answer");
+    tok_text_free(&clean);
+}
+
+// Appends fmt with each ' as ", and for
+//   %s char *, %t TokStr   a string in quotes      %r TokStr   JSON as it is
+//   %d int, %z size_t, %f double                   %b int      true or false
+static void put(TokText *out, const char *fmt, ...) {
+    va_list ap;
+    va_start(ap, fmt);
+    for (; *fmt; fmt++) {
+        char number[64] = "";
+        const size_t n = strcspn(fmt, "%'");
+        TokStr json;
+        append(out, fmt, n);
+        fmt += n;
+        if (!*fmt) break;
+        if (*fmt == '\'') {
+            append(out, "\"", 1);
+            continue;
+        }
+        switch (*++fmt) {
+        case 's': put_string(out, str(va_arg(ap, const char *))); break;
+        case 't': put_string(out, va_arg(ap, TokStr)); break;
+        case 'r':
+            json = va_arg(ap, TokStr);
+            append(out, json.s, json.n);
+            break;
+        case 'd': snprintf(number, sizeof number, "%d", va_arg(ap, int)); break;
+        case 'z': snprintf(number, sizeof number, "%zu", va_arg(ap, size_t)); break;
+        case 'b': snprintf(number, sizeof number, "%s", va_arg(ap, int) ? "true" : "false"); break;
+        case 'f': {
+            const double v = va_arg(ap, double);
+            snprintf(number, sizeof number, "%.6g", isfinite(v) ? v : 0.0);
+            break;
+        }
+        default: assert(!"a letter that put() knows");
+        }
+        append(out, number, strlen(number));
+    }
+    va_end(ap);
+}
+
+// ==== [2] What a request says ========================================================================================
+// A table names every field that is read, of whichever endpoint; one walk over the body fills them in. Fields that are not
+// listed are ignored; those that ask for what is not there are refused.
+
+typedef struct {
+    GgufJson messages, tools, prompt, stop, logit_bias, tool_choice, stream_options, response_format, modalities, kwargs;
+    GgufJson reasoning_effort, logprobs, content, tokens, functions, grammar, suffix, audio;     // type GGUF_J_NULL: not given
+    double   max_tokens, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, n, best_of, top_logprobs;
+    double   think_budget;             // NAN: not given
+    bool     stream, progress, no_cache, ignore_eos, echo, add_special, parse_special, with_pieces, no_cue;
+    bool     include_usage, think;     // derived
+} Request;
+
+typedef enum { IS_INT, IS_REAL, IS_TRUE, IS_FALSE, IS_STRING, IS_ARRAY, IS_OBJECT, IS_ANY } FieldKind;
+
+#define AT(name) offsetof(Request, name)
+static const struct { const char *name; FieldKind kind; size_t at; double min, max; } fields[] = {
+    { "messages", IS_ARRAY, AT(messages), 0, 0 }, { "tools", IS_ARRAY, AT(tools), 0, 0 },
+    { "prompt", IS_ANY, AT(prompt), 0, 0 }, { "stop", IS_ANY, AT(stop), 0, 0 },
+    { "content", IS_STRING, AT(content), 0, 0 }, { "tokens", IS_ARRAY, AT(tokens), 0, 0 },
+    { "logit_bias", IS_OBJECT, AT(logit_bias), 0, 0 }, { "tool_choice", IS_ANY, AT(tool_choice), 0, 0 },
+    { "stream_options", IS_OBJECT, AT(stream_options), 0, 0 }, { "response_format", IS_OBJECT, AT(response_format), 0, 0 },
+    { "modalities", IS_ARRAY, AT(modalities), 0, 0 }, { "chat_template_kwargs", IS_OBJECT, AT(kwargs), 0, 0 },
+    { "reasoning_effort", IS_STRING, AT(reasoning_effort), 0, 0 }, { "logprobs", IS_ANY, AT(logprobs), 0, 0 },
+    { "functions", IS_ANY, AT(functions), 0, 0 }, { "grammar", IS_ANY, AT(grammar), 0, 0 },
+    { "json_schema", IS_ANY, AT(grammar), 0, 0 }, { "suffix", IS_STRING, AT(suffix), 0, 0 },
+    { "audio", IS_ANY, AT(audio), 0, 0 },
+    { "max_tokens", IS_INT, AT(max_tokens), -1, INT_MAX }, { "max_completion_tokens", IS_INT, AT(max_tokens), -1, INT_MAX },
+    { "n_predict", IS_INT, AT(max_tokens), -1, INT_MAX }, { "temperature", IS_REAL, AT(temperature), 0, 100 },
+    { "top_k", IS_INT, AT(top_k), -1, INT_MAX }, { "top_p", IS_REAL, AT(top_p), 0, 1 }, { "min_p", IS_REAL, AT(min_p), 0, 1 },
+    { "repeat_penalty", IS_REAL, AT(repeat), 0.001, 1000 }, { "presence_penalty", IS_REAL, AT(presence), -1000, 1000 },
+    { "frequency_penalty", IS_REAL, AT(frequency), -1000, 1000 }, { "seed", IS_INT, AT(seed), -9e15, 9e15 },
+    { "n", IS_INT, AT(n), 1, 1 }, { "best_of", IS_INT, AT(best_of), 1, 1 },
+    { "top_logprobs", IS_INT, AT(top_logprobs), 0, MAX_TOP }, { "reasoning_budget", IS_INT, AT(think_budget), -1, INT_MAX },
+    { "stream", IS_TRUE, AT(stream), 0, 0 }, { "return_progress", IS_TRUE, AT(progress), 0, 0 },
+    { "cache_prompt", IS_FALSE, AT(no_cache), 0, 0 }, { "ignore_eos", IS_TRUE, AT(ignore_eos), 0, 0 },
+    { "echo", IS_TRUE, AT(echo), 0, 0 }, { "add_special", IS_TRUE, AT(add_special), 0, 0 },
+    { "parse_special", IS_TRUE, AT(parse_special), 0, 0 }, { "with_pieces", IS_TRUE, AT(with_pieces), 0, 0 },
+    { "add_generation_prompt", IS_FALSE, AT(no_cue), 0, 0 },
+};
+
+typedef struct {              // why a request is refused
+    int  status;              // 0: it is not
+    char param[64];           // the field at fault, or empty
+    const char *code;         // or NULL
+    char text[400];
+} Fault;
+
+// Refuses the request, with the first reason only. Returns false.
+__attribute__((format(printf, 4, 5)))
+static bool refuse(Fault *f, int status, const char *param, const char *fmt, ...) {
+    va_list ap;
+    if (f->status) return false;
+    f->status = status;
+    snprintf(f->param, sizeof f->param, "%s", param);
+    va_start(ap, fmt);
+    vsnprintf(f->text, sizeof f->text, fmt, ap);
+    va_end(ap);
+    return false;
+}
+
+static bool is_given(const GgufJson *v) { return v->type != GGUF_J_NULL; }
+
+static bool read_field(Request *r, Fault *f, size_t i, const GgufJson *v) {
+    static const char *const wants[] = { "a whole number", "a number", "true or false", "true or false", "a string",
+                                         "a list", "an object" };
+    void *to = (char *)r + fields[i].at;
+    const FieldKind kind = fields[i].kind;
+    const char *name = fields[i].name;
+    if (!is_given(v)) return true;
+    if (kind == IS_INT || kind == IS_REAL) {
+        double n;
+        if (v->type != GGUF_J_NUMBER || !gguf_json_float(v, &n) || (kind == IS_INT && n != floor(n)))
+            return refuse(f, 400, name, "%s: expected %s", name, wants[kind]);
+        if (fields[i].min == fields[i].max && n != fields[i].min)
+            return refuse(f, 400, name, "%s: only %.10g is supported, got %.10g", name, fields[i].min, n);
+        if (n < fields[i].min || n > fields[i].max)
+            return refuse(f, 400, name, "%s: expected %.10g to %.10g, got %.10g", name, fields[i].min, fields[i].max, n);
+        *(double *)to = n;
+        return true;
+    }
+    const bool is_bool = v->type == GGUF_J_TRUE || v->type == GGUF_J_FALSE;
+    if ((kind == IS_TRUE || kind == IS_FALSE) ? !is_bool : (kind == IS_STRING && v->type != GGUF_J_STRING) ||
+        (kind == IS_ARRAY && v->type != GGUF_J_ARRAY) || (kind == IS_OBJECT && v->type != GGUF_J_OBJECT))
+        return refuse(f, 400, name, "%s: expected %s", name, wants[kind]);
+    if (kind == IS_TRUE || kind == IS_FALSE) *(bool *)to = v->type == (kind == IS_TRUE ? GGUF_J_TRUE : GGUF_J_FALSE);
+    else *(GgufJson *)to = *v;
+    return true;
+}
+
+// What asks for something that is not there.
+static bool refuse_absent(const Request *r, Fault *f) {
+    GgufJson rest = r->modalities, v;
+    if (is_given(&r->functions)) return refuse(f, 400, "functions", "functions: not supported; use tools");
+    if (is_given(&r->grammar)) return refuse(f, 400, "grammar", "grammars are not supported");
+    if (is_given(&r->audio)) return refuse(f, 400, "audio", "audio is not supported: text only");
+    if (r->echo) return refuse(f, 400, "echo", "echo is not supported");
+    if (is_given(&r->suffix) && r->suffix.n > 2) return refuse(f, 400, "suffix", "suffix is not supported");
+    while (is_given(&rest) && gguf_json_next(&rest, NULL, &v))
+        if (!gguf_json_is(&v, "text")) return refuse(f, 400, "modalities", "modalities: expected text only");
+    if (is_given(&r->response_format) && !(gguf_json_get(&r->response_format, "type", &v) && gguf_json_is(&v, "text")))
+        return refuse(f, 400, "response_format", "response_format: only {\"type\":\"text\"} is supported");
+    if (is_given(&r->tool_choice) && !gguf_json_is(&r->tool_choice, "auto") && !gguf_json_is(&r->tool_choice, "none"))
+        return refuse(f, 400, "tool_choice", "tool_choice: expected \"auto\" or \"none\"; a call cannot be forced");
+    return true;
+}
+
+// Reads a body. False: it is refused. The request points into the body.
+static bool read_request(Request *r, Fault *f, TokStr body, const ServeOptions *o) {
+    GgufJson root, key, v;
+    size_t at;
+    const char *err;
+    *r = (Request){ .max_tokens = NAN, .temperature = NAN, .top_k = NAN, .top_p = NAN, .min_p = NAN, .repeat = NAN,
+                    .presence = NAN, .frequency = NAN, .seed = NAN, .top_logprobs = NAN, .think_budget = NAN };
+    if (gguf_json_parse(body.s ? body.s : "", body.n, &root, &at, &err) < 0)
+        return refuse(f, 400, "", "the body is not JSON: byte %zu: expected %s", at, err);
+    if (root.type != GGUF_J_OBJECT) return refuse(f, 400, "", "the body: expected a JSON object");
+    while (gguf_json_next(&root, &key, &v))
+        for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+            if (gguf_json_is(&key, fields[i].name) && !read_field(r, f, i, &v)) return false;
+    if (is_given(&r->stream_options) && gguf_json_get(&r->stream_options, "include_usage", &v))
+        r->include_usage = v.type == GGUF_J_TRUE;
+    r->think = o->think;
+    if (is_given(&r->reasoning_effort)) r->think = !gguf_json_is(&r->reasoning_effort, "none");
+    if (is_given(&r->kwargs) && gguf_json_get(&r->kwargs, "enable_thinking", &v)) r->think = v.type == GGUF_J_TRUE;
+    if (isnan(r->think_budget)) r->think_budget = o->think_budget;
+    if (r->think_budget == 0) r->think = false;
+    return refuse_absent(r, f);
+}
+
+// A string's bytes, with a NUL behind them; freed by the caller.
+static char *copy_string(const GgufJson *v, size_t *n) {
+    char *s = alloc_or_die(v->n + 1, 1);
+    *n = gguf_json_string(v, s);
+    return s;
+}
+
+// Messages whose content is text.
+static bool check_messages(const GgufJson *messages, Fault *f) {
+    GgufJson rest = *messages, m, content, part, type;
+    int i = 0;
+    if (!is_given(messages)) return refuse(f, 400, "messages", "messages: expected a list, got none");
+    for (; gguf_json_next(&rest, NULL, &m); i++) {
+        if (m.type != GGUF_J_OBJECT) return refuse(f, 400, "messages", "messages[%d]: expected an object", i);
+        if (!gguf_json_get(&m, "content", &content) || content.type != GGUF_J_ARRAY) continue;
+        GgufJson parts = content;
+        for (int k = 0; gguf_json_next(&parts, NULL, &part); k++)
+            if (part.type != GGUF_J_OBJECT || !gguf_json_get(&part, "type", &type) || !gguf_json_is(&type, "text"))
+                return refuse(f, 400, "messages", "messages[%d].content[%d]: expected a part of type text; images, audio and "
+                              "files are not supported", i, k);
+    }
+    return i > 0 || refuse(f, 400, "messages", "messages: expected at least one");
+}
+
+// ==== [3] Jobs and the scheduler =====================================================================================
+// A job is a prompt and what has come of it. Jobs wait in line; the first one gets the free session that holds most of its
+// prompt. All sessions that have a job advance together: each round decodes one token of each, and runs one chunk of one long
+// prompt, which take turns. A chunk ends at the same tokens whoever else is served, and decoded rows do not depend on each
+// other, so neither does a text.
+
+typedef struct { TokText name, arguments; char id[40]; } Call;
+typedef struct { int32_t id, n_top, top[MAX_TOP]; float logprob, top_logprob[MAX_TOP]; } Likely;   // a token, and others
+
+typedef struct Job {
+    struct Job   *next;       // in the queue
+    // the question: not changed once it is queued
+    TokIds        ids;
+    int           mark;       // see Prompt
+    AnswerOptions options;
+    float        *bias;       // (vocab), or NULL
+    bool          no_cache;
+    int           n_top;      // tokens to name beside each token, with their probabilities; -1: no probabilities
+    int           fd;         // of the client
+    double        queued, deadline;        // seconds()
+    // the answer
+    TokText       content, thought;
+    Call         *calls;
+    Likely       *likely;     // (n_likely) tokens of the content
+    int           n_calls, n_likely, room_likely;
+    int           run, total, cached;      // tokens of the prompt
+    bool          started, done;
+    EndReason     end;
+    Turn          turn;
+    int           thought_tokens;
+    Fault         fault;      // status 0: there is an answer
+    // whose it is
+    bool          gone;       // nobody waits for it any more
+    int           n_owners;   // of: who asks, the engine
+    pthread_cond_t news;      // something was added
+} Job;
+
+typedef struct {
+    Session s;
+    Job    *job;              // NULL: free
+    int64_t used;             // number of the job that it had last, 0: none
+    bool    biased;           // its row of biases is not 0
+} Slot;
+
+typedef struct {              // since the start
+    uint64_t jobs, refused, cancelled, prompt_tokens, cached_tokens, made, http[6];     // http: by hundreds of status
+    double   prompt_seconds, decode_seconds;
+} Totals;
+
+typedef struct Peer {         // a connection
+    struct Peer *next, **link;         // link: what points to it
+    int          fd;
+    double       quiet;       // seconds() since it owes us the head of a request; INFINITY: it does not
+} Peer;
+
+typedef struct {
+    Model          *m;
+    Tokenizer      *t;
+    ServeOptions    o;
+    char            name[128];         // of the model
+    int64_t         created;           // time() of the start
+    uint64_t        salt;              // makes ids of this run like no others'
+    atomic_ullong   n_ids;
+    Slot           *slots;             // (n_seqs)
+    float          *logits;            // (vocab)
+    int             last_prompt;       // slot whose prompt advanced last
+    bool            loopback;
+    pthread_mutex_t lock;
+    Job            *first, **last;     // the queue
+    Peer           *peers;
+    int             n_queued, n_running;
+    int             n_open;            // requests that are not answered to the end
+    int64_t         n_jobs;
+    bool            draining;
+    Totals          totals;
+} Server;
+
+static sem_t wake;                                     // the engine: there is a job, somebody left, or a signal came
+static volatile sig_atomic_t stop_asked;
+
+static void on_stop(int signal_number) {
+    if (stop_asked) _exit(128 + signal_number);
+    stop_asked = signal_number;
+    sem_post(&wake);
+}
+
+// An id that no other answer of this or another run has: prefix, 24 digits.
+static void new_id(Server *srv, const char *prefix, char out[40]) {
+    const uint64_t n[2] = { srv->salt, atomic_fetch_add(&srv->n_ids, 1) };
+    snprintf(out, 40, "%.12s%016" PRIx64 "%08" PRIx32, prefix, hash_bytes(n, sizeof n), (uint32_t)n[1]);
+}
+
+static void job_free(Job *job) {
+    for (int i = 0; i < job->n_calls; i++) {
+        tok_text_free(&job->calls[i].name);
+        tok_text_free(&job->calls[i].arguments);
+    }
+    for (int i = 0; i < job->options.stops.n; i++) free((char *)(uintptr_t)job->options.stops.text[i]);
+    free(job->options.stops.text);
+    free(job->calls);
+    free(job->likely);
+    free(job->bias);
+    tok_ids_free(&job->ids);
+    tok_text_free(&job->content);
+    tok_text_free(&job->thought);
+    pthread_cond_destroy(&job->news);
+    free(job);
+}
+
+static void job_drop(Job *job) {                       // an owner lets go; with the lock held
+    if (!--job->n_owners) job_free(job);
+}
+
+// Puts a job at the end of the line. False: it is refused.
+static bool submit(Server *srv, Job *job, Fault *f) {
+    bool ok = true;
+    pthread_mutex_lock(&srv->lock);
+    if (srv->draining) {
+        ok = refuse(f, 503, "", "the server is shutting down");
+    } else if (srv->n_queued >= srv->o.max_queue + (srv->m->options.n_seqs - srv->n_running)) {
+        srv->totals.refused++;
+        ok = refuse(f, 429, "", "the queue is full: %d requests wait; try again later", srv->n_queued);
+    } else {
+        job->queued = seconds();
+        job->deadline = job->queued + srv->o.timeout;
+        job->n_owners = 2;
+        *srv->last = job;
+        srv->last = &job->next;
+        srv->n_queued++;
+        srv->totals.jobs++;
+    }
+    pthread_mutex_unlock(&srv->lock);
+    if (ok) sem_post(&wake);
+    return ok;
+}
+
+static void job_done(Server *srv, Job *job) {          // the engine is through with it; with the lock held
+    job->done = true;
+    srv->totals.cancelled += job->gone;
+    pthread_cond_broadcast(&job->news);
+    job_drop(job);
+}
+
+static bool has_left(const Job *job) {                 // the client has closed its end of the connection
+    struct pollfd p = { .fd = job->fd, .events = POLLRDHUP };
+    return job->gone || (poll(&p, 1, 0) > 0 && p.revents & (POLLRDHUP | POLLHUP | POLLERR));
+}
+
+// Finds out whose client has left. With the lock held.
+static void look_for_clients(Server *srv) {
+    for (int i = 0; i < srv->m->options.n_seqs; i++)
+        if (srv->slots[i].job) srv->slots[i].job->gone = has_left(srv->slots[i].job);
+    for (Job *job = srv->first; job; job = job->next) job->gone = has_left(job);
+}
+
+// Ends connections whose request does not come. libmicrohttpd ends those that send nothing; these send a byte now and then.
+static void end_slow_peers(Server *srv, double now) {
+    for (const Peer *p = srv->peers; p; p = p->next)
+        if (now - p->quiet > IDLE_SECONDS) shutdown(p->fd, SHUT_RDWR);
+}
+
+// Takes out of the line who has left or waited too long. With the lock held.
+static void clean_queue(Server *srv, double now) {
+    srv->last = &srv->first;
+    for (Job *job; (job = *srv->last); ) {
+        if (!job->gone && now < job->deadline) {
+            srv->last = &job->next;
+            continue;
+        }
+        refuse(&job->fault, 503, "", "no session was free for %d seconds", srv->o.timeout);
+        *srv->last = job->next;
+        srv->n_queued--;
+        job_done(srv, job);
+    }
+}
+
+// Tokens of the job's prompt that a session holds, if it is worth going on with: it is when these are at least half of what
+// it holds, or of the prompt. Else something else that it holds would be lost for little.
+static size_t worth(const Session *s, const Job *job) {
+    if (job->no_cache) return 0;
+    const size_t same = (size_t)same_ids(&s->held, &job->ids);
+    return 2 * same >= s->held.n || 2 * same >= job->ids.n ? same : 0;
+}
+
+// The free session that is worth most to the job; of equals the one that was not used for longest. NULL: none is free.
+static Slot *choose_slot(Server *srv, const Job *job) {
+    Slot *best = NULL;
+    size_t most = 0;
+    for (int i = 0; i < srv->m->options.n_seqs; i++) {
+        Slot *slot = &srv->slots[i];
+        if (slot->job) continue;
+        const size_t n = worth(&slot->s, job);
+        if (best && (n < most || (n == most && slot->used >= best->used))) continue;
+        best = slot;
+        most = n;
+    }
+    return best;
+}
+
+static void start_job(Server *srv, Slot *slot, Job *job) {
+    Model *m = srv->m;
+    Session *s = &slot->s;
+    const size_t vocab = (size_t)m->config.vocab;
+    if (job->bias || slot->biased) {
+        float *bias = job->bias ? job->bias : alloc_or_die(vocab, sizeof *bias);
+        m->ops->copy(&(Copy){ m->s.bias + (size_t)s->seq * vocab, bias, vocab * sizeof *bias, COPY_IN });
+        m->ops->wait();
+        slot->biased = job->bias;
+        if (!job->bias) free(bias);
+    }
+    if (job->no_cache) {
+        reset_session(m, s->seq);
+        s->held.n = 0;
+    }
+    const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .mark = job->mark };
+    const bool ok = session_start(s, &p, &job->options);
+    pthread_mutex_lock(&srv->lock);
+    slot->used = ++srv->n_jobs;
+    job->started = true;
+    job->total = (int)job->ids.n;
+    job->cached = ok ? job->total - (int)s->todo.n : 0;
+    job->run = job->cached;
+    if (ok) {
+        slot->job = job;
+        srv->n_running++;
+    } else {
+        refuse(&job->fault, 400, "", "%s", s->err);
+        job_done(srv, job);
+    }
+    pthread_mutex_unlock(&srv->lock);
+}
+
+// Gives free sessions to those who wait, in their order.
+static void admit(Server *srv) {
+    for (;;) {
+        pthread_mutex_lock(&srv->lock);
+        Job *job = srv->first;
+        Slot *slot = job ? choose_slot(srv, job) : NULL;
+        if (slot) {
+            srv->first = job->next;
+            if (!srv->first) srv->last = &srv->first;
+            srv->n_queued--;
+            job->next = NULL;
+        }
+        pthread_mutex_unlock(&srv->lock);
+        if (!slot) return;
+        start_job(srv, slot, job);
+    }
+}
+
+// The sessions of the next round -> how many.
+static int pick(Server *srv, Session **sessions, Slot **slots) {
+    const int n_seqs = srv->m->options.n_seqs;
+    const int after = srv->last_prompt;
+    bool long_one = false;
+    int n = 0;
+    for (int k = 1; k <= n_seqs; k++) {
+        const int i = (after + k) % n_seqs;
+        Slot *slot = &srv->slots[i];
+        if (!slot->job) continue;
+        const bool is_long = slot->s.prompting && !slot->s.ending && !slot->s.cancelled && next_rows(&slot->s) > STEP_ROWS;
+        if (is_long && long_one) continue;
+        if (is_long) srv->last_prompt = i;
+        long_one |= is_long;
+        sessions[n] = &slot->s;
+        slots[n++] = slot;
+    }
+    return n;
+}
+
+// The token that was chosen last, how likely it was, and the n likeliest. Overwrites the logits.
+static void weigh(float *logits, int vocab, int32_t id, int n, Likely *l) {
+    const double sum = logsumexp(logits, vocab);
+    *l = (Likely){ .id = id, .n_top = min_int(n, vocab), .logprob = (float)(logits[id] - sum) };
+    for (int k = 0; k < l->n_top; k++) {
+        int best = 0;
+        for (int i = 1; i < vocab; i++) if (logits[i] > logits[best]) best = i;
+        l->top[k] = best;
+        l->top_logprob[k] = (float)(logits[best] - sum);
+        logits[best] = -INFINITY;
+    }
+}
+
+// Probabilities are of tokens that the client sees.
+static void add_likely(Server *srv, Slot *slot, const Event *e) {
+    Job *job = slot->job;
+    if (job->n_top < 0 || e->kind != EVENT_TOKEN || e->n_ids != 1 || tok_reply_thinks(&slot->s.reply) ||
+        tok_is_stop(srv->t, e->ids[0])) return;
+    Likely l;
+    if (!session_logits(&slot->s, srv->logits)) return;
+    weigh(srv->logits, srv->m->config.vocab, e->ids[0], job->n_top, &l);
+    pthread_mutex_lock(&srv->lock);
+    if (job->n_likely == job->room_likely) {
+        job->room_likely = 2 * job->room_likely + 64;
+        job->likely = realloc(job->likely, (size_t)job->room_likely * sizeof *job->likely);
+        if (!job->likely) die("out of memory for %d probabilities", job->room_likely);
+    }
+    job->likely[job->n_likely++] = l;
+    pthread_mutex_unlock(&srv->lock);
+}
+
+static void add_calls(Server *srv, Job *job, const TokReply *r) {
+    for (; job->n_calls < r->n_calls; job->n_calls++) {
+        job->calls = realloc(job->calls, (size_t)(job->n_calls + 1) * sizeof *job->calls);
+        if (!job->calls) die("out of memory for a tool call");
+        const TokCall *from = &r->calls[job->n_calls];
+        Call *call = &job->calls[job->n_calls];
+        *call = (Call){ 0 };
+        append(&call->name, from->name.s, from->name.n);
+        append(&call->arguments, from->arguments.s, from->arguments.n);
+        new_id(srv, "call_", call->id);
+    }
+}
+
+static void end_job(Server *srv, Slot *slot, const Event *e) {       // with the lock held
+    Job *job = slot->job;
+    const Turn *turn = &slot->s.turn;
+    job->end = e->end;
+    job->turn = *turn;
+    job->thought_tokens = slot->s.thought_tokens;
+    if (e->end == END_ERROR) refuse(&job->fault, 500, "", "%s", e->error);
+    if (e->end == END_CANCELLED && srv->draining) refuse(&job->fault, 503, "", "the server is shutting down");
+    srv->totals.prompt_tokens += (uint64_t)turn->n_prompt;
+    srv->totals.cached_tokens += (uint64_t)job->cached;
+    srv->totals.made += (uint64_t)turn->made;
+    srv->totals.prompt_seconds += turn->prompt_seconds;
+    srv->totals.decode_seconds += turn->decode_seconds;
+    slot->job = NULL;
+    srv->n_running--;
+    job_done(srv, job);
+}
+
+static void tell(Server *srv, Slot *slot, const Event *e) {
+    Job *job = slot->job;
+    add_likely(srv, slot, e);
+    pthread_mutex_lock(&srv->lock);
+    append(&job->content, e->content.s, e->content.n);
+    append(&job->thought, e->thought.s, e->thought.n);
+    add_calls(srv, job, &slot->s.reply);
+    if (e->kind == EVENT_PROMPT) job->run = job->total - (e->total - e->done);
+    if (e->kind == EVENT_TOKEN) job->run = job->total;
+    if (e->kind == EVENT_END) end_job(srv, slot, e);
+    else pthread_cond_broadcast(&job->news);
+    pthread_mutex_unlock(&srv->lock);
+}
+
+// Runs until a signal asks to stop and those who were asked before it are answered, or have had DRAIN_SECONDS.
+static void run_engine(Server *srv) {
+    Session *sessions[MAX_SESSIONS];
+    Slot *slots[MAX_SESSIONS];
+    Event events[MAX_SESSIONS];
+    double give_up = INFINITY;
+    for (;;) {
+        const double now = seconds();
+        if (stop_asked && isinf(give_up)) {
+            fprintf(stderr, "# signal %d: no new requests; those under way are answered\n", (int)stop_asked);
+            give_up = now + DRAIN_SECONDS;
+        }
+        pthread_mutex_lock(&srv->lock);
+        srv->draining = stop_asked;
+        look_for_clients(srv);
+        end_slow_peers(srv, now);
+        clean_queue(srv, now < give_up ? now : INFINITY);
+        for (int i = 0; i < srv->m->options.n_seqs; i++) {
+            const Job *job = srv->slots[i].job;
+            if (job && (job->gone || now >= job->deadline || now >= give_up)) session_cancel(&srv->slots[i].s);
+        }
+        pthread_mutex_unlock(&srv->lock);
+        admit(srv);
+        const int n = pick(srv, sessions, slots);
+        if (n) {
+            sessions_next(sessions, n, events);
+            for (int i = 0; i < n; i++) tell(srv, slots[i], &events[i]);
+        } else if (stop_asked) {
+            break;
+        } else {
+            struct timespec until;
+            clock_gettime(CLOCK_REALTIME, &until);
+            until.tv_sec += KEEP_ALIVE_SECONDS;
+            while (sem_timedwait(&wake, &until) && errno == EINTR) {}
+        }
+    }
+}
+
+// ==== [4] Answers, whole and as streams ==============================================================================
+
+typedef struct Exchange Exchange;
+
+typedef struct {              // how an endpoint says it
+    const char *prefix;       // of ids
+    bool (*convert)(Exchange *x, TokText *out);        // writes the body anew as one for /v1/chat/completions; NULL: it is
+    bool (*ask)(Exchange *x, const Request *r);        // makes the prompt. False: it is refused
+    void (*begin)(Exchange *x);                        // a stream: what comes first
+    void (*text)(Exchange *x, TokStr thought, TokStr content);
+    void (*call)(Exchange *x, int i);
+    void (*end)(Exchange *x);
+    void (*whole)(Exchange *x, TokText *out);          // all at once
+} Api;
+
+struct Exchange {             // a request and its answer
+    Server     *srv;
+    struct MHD_Connection *connection;
+    const char *method;
+    const struct Endpoint *route;        // NULL: there is none
+    TokText     body;
+    bool        too_large, answered;
+    Fault       fault;
+    int         status;
+    double      started;               // seconds()
+    Tokenizer   t;                     // our own copy: see tokenizer.h
+    char        id[40];
+    const Api  *api;
+    Job        *job;
+    bool        include_usage, progress;
+    // a stream
+    TokText     out;                   // what is to be sent, from byte `at` on
+    size_t      at, content, thought;  // bytes of the answer that are in it
+    int         n_calls, n_likely, run;
+    bool        begun, ended;
+    const char *block;                 // of a dialect: the kind of block that is open, NULL: none is
+    int         n_blocks, n_events;
+};
+
+static const char *finish_text(const Job *job) {
+    if (job->end == END_CALLS || (job->n_calls && job->end != END_LENGTH && job->end != END_CONTEXT)) return "tool_calls";
+    return job->end == END_TURN || job->end == END_STOP_STRING ? "stop" : "length";
+}
+
+static void put_usage(TokText *out, const Job *job) {
+    const Turn *t = &job->turn;
+    put(out, "'usage':{'prompt_tokens':%d,'completion_tokens':%d,'total_tokens':%d,"
+        "'prompt_tokens_details':{'cached_tokens':%d},'completion_tokens_details':{'reasoning_tokens':%d}}",
+        t->n_prompt, t->made, t->n_prompt + t->made, job->cached, job->thought_tokens);
+}
+
+static void put_timings(TokText *out, const Job *job) {
+    const Turn *t = &job->turn;
+    put(out, "'timings':{'cache_n':%d,'prompt_n':%d,'prompt_ms':%f,'prompt_per_second':%f,'predicted_n':%d,'predicted_ms':%f,"
+        "'predicted_per_second':%f}", job->cached, t->n_run, 1e3 * t->prompt_seconds, t->n_run / (t->prompt_seconds + 1e-9),
+        t->made, 1e3 * t->decode_seconds, t->steps / (t->decode_seconds + 1e-9));
+}
+
+static void put_token(TokText *out, const Tokenizer *t, int32_t id, float logprob) {
+    const TokStr piece = tok_piece(t, id, true);
+    put(out, "'id':%d,'token':%t,'logprob':%f,'bytes':[", (int)id, piece, (double)logprob);
+    for (size_t i = 0; i < piece.n; i++) put(out, i ? ",%d" : "%d", (int)(unsigned char)piece.s[i]);
+    put(out, "]");
+}
+
+// Probabilities of tokens first .. n - 1 of the content.
+static void put_likely(TokText *out, const Exchange *x, int first) {
+    const Job *job = x->job;
+    put(out, "{'content':[");
+    for (int i = first; i < job->n_likely; i++) {
+        const Likely *l = &job->likely[i];
+        put(out, i > first ? ",{" : "{");
+        put_token(out, &x->t, l->id, l->logprob);
+        put(out, ",'top_logprobs':[");
+        for (int k = 0; k < l->n_top; k++) {
+            put(out, k ? ",{" : "{");
+            put_token(out, &x->t, l->top[k], l->top_logprob[k]);
+            put(out, "}");
+        }
+        put(out, "]}");
+    }
+    put(out, "]}");
+}
+
+static void put_call(TokText *out, const Call *call) {
+    put(out, "'id':%s,'type':'function','function':{'name':%t,'arguments':%t}", call->id, text_of(&call->name),
+        text_of(&call->arguments));
+}
+
+static void put_head(TokText *out, const Exchange *x, const char *object) {
+    put(out, "'id':%s,'object':%s,'created':%z,'model':%s", x->id, object, (size_t)time(NULL), x->srv->name);
+}
+
+// ---- /v1/chat/completions ----
+
+static void chunk(Exchange *x) {                       // opens an event of a stream: its delta follows
+    put(&x->out, "data: {");
+    put_head(&x->out, x, "chat.completion.chunk");
+    put(&x->out, ",'choices':[{'index':0,'delta':{");
+}
+
+static void chunk_end(Exchange *x, bool likely) {
+    put(&x->out, "}");
+    if (likely && x->job->n_top >= 0) {
+        put(&x->out, ",'logprobs':");
+        put_likely(&x->out, x, x->n_likely);
+        x->n_likely = x->job->n_likely;
+    }
+    put(&x->out, ",'finish_reason':null}]}\n\n");
+}
+
+static void chat_begin(Exchange *x) {
+    chunk(x);
+    put(&x->out, "'role':'assistant','content':''");
+    chunk_end(x, false);
+}
+
+static void chat_text(Exchange *x, TokStr thought, TokStr content) {
+    if (thought.n) {
+        chunk(x);
+        put(&x->out, "'reasoning_content':%t", thought);
+        chunk_end(x, false);
+    }
+    if (!content.n) return;
+    chunk(x);
+    put(&x->out, "'content':%t", content);
+    chunk_end(x, true);
+}
+
+static void chat_call(Exchange *x, int i) {
+    chunk(x);
+    put(&x->out, "'tool_calls':[{'index':%d,", i);
+    put_call(&x->out, &x->job->calls[i]);
+    put(&x->out, "}]");
+    chunk_end(x, false);
+}
+
+static void done_marker(Exchange *x) { put(&x->out, "data: [DONE]\n\n"); }
+
+// The last events of either kind of completion: usage comes in one of its own when it was asked for.
+static void completion_end(Exchange *x, const char *object) {
+    put(&x->out, ",'finish_reason':%s}],", finish_text(x->job));
+    put_timings(&x->out, x->job);
+    put(&x->out, "}\n\n");
+    if (x->include_usage) {
+        put(&x->out, "data: {");
+        put_head(&x->out, x, object);
+        put(&x->out, ",'choices':[],");
+        put_usage(&x->out, x->job);
+        put(&x->out, "}\n\n");
+    }
+    done_marker(x);
+}
+
+static void chat_end(Exchange *x) {
+    chunk(x);
+    put(&x->out, "}");
+    completion_end(x, "chat.completion.chunk");
+}
+
+static void chat_whole(Exchange *x, TokText *out) {
+    const Job *job = x->job;
+    put(out, "{");
+    put_head(out, x, "chat.completion");
+    put(out, ",'choices':[{'index':0,'message':{'role':'assistant','content':");
+    if (job->content.n || !job->n_calls) put(out, "%t", text_of(&job->content));
+    else put(out, "null");
+    if (job->thought.n) put(out, ",'reasoning_content':%t", text_of(&job->thought));
+    for (int i = 0; i < job->n_calls; i++) {
+        put(out, i ? ",{" : ",'tool_calls':[{");
+        put_call(out, &job->calls[i]);
+        put(out, i + 1 == job->n_calls ? "}]" : "}");
+    }
+    put(out, "},'logprobs':");
+    if (job->n_top >= 0) put_likely(out, x, 0);
+    else put(out, "null");
+    put(out, ",'finish_reason':%s}],", finish_text(job));
+    put_usage(out, job);
+    put(out, ",");
+    put_timings(out, job);
+    put(out, "}");
+}
+
+// The prompt of a conversation. A later prompt begins with it as far as it is without the cue.
+static bool chat_ask(Exchange *x, const Request *r) {
+    Job *job = x->job;
+    const bool tools = is_given(&r->tools) && !gguf_json_is(&r->tool_choice, "none");
+    TokChat chat = { .messages = { r->messages.s, r->messages.n }, .think = r->think, .add_cue = true };
+    if (tools) chat.tools = (TokStr){ r->tools.s, r->tools.n };
+    TokIds part = { 0 };
+    if (!check_messages(&r->messages, &x->fault)) return false;
+    if (tok_chat(&x->t, &chat, &job->ids, NULL) < 0)
+        return refuse(&x->fault, 400, strncmp(x->t.err, "tools", 5) ? "messages" : "tools", "%s", x->t.err);
+    chat.add_cue = false;
+    if (tok_chat(&x->t, &chat, &part, NULL) == 0) job->mark = same_ids(&part, &job->ids);
+    tok_ids_free(&part);
+    const bool asked = r->logprobs.type == GGUF_J_TRUE;
+    if (is_given(&r->logprobs) && r->logprobs.type != GGUF_J_TRUE && r->logprobs.type != GGUF_J_FALSE)
+        return refuse(&x->fault, 400, "logprobs", "logprobs: expected true or false");
+    if (!isnan(r->top_logprobs) && !asked)
+        return refuse(&x->fault, 400, "top_logprobs", "top_logprobs: expected logprobs beside it");
+    if (asked) job->n_top = isnan(r->top_logprobs) ? 0 : (int)r->top_logprobs;
+    return true;
+}
+
+static const Api chat_api = { "chatcmpl-", NULL, chat_ask, chat_begin, chat_text, chat_call, chat_end, chat_whole };
+
+// ---- /v1/completions ----
+
+static void plain_begin(Exchange *x) { (void)x; }
+
+static void plain_text(Exchange *x, TokStr thought, TokStr content) {
+    (void)thought;
+    if (!content.n) return;
+    put(&x->out, "data: {");
+    put_head(&x->out, x, "text_completion");
+    put(&x->out, ",'choices':[{'index':0,'text':%t,'logprobs':", content);
+    if (x->job->n_top >= 0) put_likely(&x->out, x, x->n_likely);
+    else put(&x->out, "null");
+    x->n_likely = x->job->n_likely;
+    put(&x->out, ",'finish_reason':null}]}\n\n");
+}
+
+static void plain_call(Exchange *x, int i) { (void)x, (void)i; }
+
+static void plain_end(Exchange *x) {
+    put(&x->out, "data: {");
+    put_head(&x->out, x, "text_completion");
+    put(&x->out, ",'choices':[{'index':0,'text':'','logprobs':null");
+    completion_end(x, "text_completion");
+}
+
+static void plain_whole(Exchange *x, TokText *out) {
+    const Job *job = x->job;
+    put(out, "{");
+    put_head(out, x, "text_completion");
+    put(out, ",'choices':[{'index':0,'text':%t,'logprobs':", text_of(&job->content));
+    if (job->n_top >= 0) put_likely(out, x, 0);
+    else put(out, "null");
+    put(out, ",'finish_reason':%s}],", finish_text(job));
+    put_usage(out, job);
+    put(out, ",");
+    put_timings(out, job);
+    put(out, "}");
+}
+
+// Ids given as a list of numbers.
+static bool read_ids(Exchange *x, const char *name, const GgufJson *list, TokIds *ids) {
+    GgufJson rest = *list, v;
+    int64_t id;
+    for (size_t i = 0; gguf_json_next(&rest, NULL, &v); i++) {
+        if (v.type != GGUF_J_NUMBER || !gguf_json_int(&v, 0, x->t.n_tokens - 1, &id))
+            return refuse(&x->fault, 400, name, "%s[%zu]: expected a token id from 0 to %d", name, i, x->t.n_tokens - 1);
+        if (tok__push(&x->t, ids, (int32_t)id) < 0) die("%s", x->t.err);
+    }
+    return true;
+}
+
+// The prompt as it is, a string behind <bos> or ids.
+static bool plain_ask(Exchange *x, const Request *r) {
+    Job *job = x->job;
+    GgufJson rest = r->prompt, first = r->prompt, more;
+    if (r->prompt.type == GGUF_J_ARRAY && gguf_json_next(&rest, NULL, &first) && first.type == GGUF_J_STRING) {
+        if (gguf_json_next(&rest, NULL, &more)) return refuse(&x->fault, 400, "prompt", "prompt: expected one, got several");
+    } else {
+        first = r->prompt;
+    }
+    if (first.type == GGUF_J_ARRAY) {
+        if (!read_ids(x, "prompt", &first, &job->ids)) return false;
+        if (!job->ids.n) return refuse(&x->fault, 400, "prompt", "prompt: expected at least one token");
+    } else if (first.type == GGUF_J_STRING) {
+        size_t n;
+        char *text = copy_string(&first, &n);
+        const bool ok = (x->t.bos < 0 || tok__push(&x->t, &job->ids, x->t.bos) == 0) &&
+                        tok_encode(&x->t, text, n, TOK_PLAIN, &job->ids) == 0;
+        free(text);
+        if (!ok) return refuse(&x->fault, 400, "prompt", "prompt: %s", x->t.err);
+    } else {
+        return refuse(&x->fault, 400, "prompt", "prompt: expected a string or a list of token ids");
+    }
+    double n_top;
+    if (r->logprobs.type == GGUF_J_TRUE) job->n_top = isnan(r->top_logprobs) ? 0 : (int)r->top_logprobs;
+    else if (r->logprobs.type == GGUF_J_NUMBER && gguf_json_float(&r->logprobs, &n_top) && n_top >= 0 && n_top <= MAX_TOP)
+        job->n_top = (int)n_top;
+    else if (is_given(&r->logprobs) && r->logprobs.type != GGUF_J_FALSE)
+        return refuse(&x->fault, 400, "logprobs", "logprobs: expected 0 to %d", MAX_TOP);
+    return true;
+}
+
+static const Api plain_api = { "cmpl-", NULL, plain_ask, plain_begin, plain_text, plain_call, plain_end, plain_whole };
+
+// ---- from a request to a job ----
+
+static bool read_stops(Exchange *x, const GgufJson *stop, TextList *list) {
+    GgufJson rest = *stop, v = *stop;
+    list->text = alloc_or_die(MAX_STOPS, sizeof *list->text);
+    if (!is_given(stop)) return true;
+    for (bool is_list = stop->type == GGUF_J_ARRAY; !is_list || gguf_json_next(&rest, NULL, &v); ) {
+        size_t n = 0;
+        char *text = v.type == GGUF_J_STRING ? copy_string(&v, &n) : NULL;
+        if (!n || strlen(text) != n || list->n == MAX_STOPS) {
+            free(text);
+            return refuse(&x->fault, 400, "stop", "stop: expected a text, or at most %d of them, each without NUL", MAX_STOPS);
+        }
+        list->text[list->n++] = text;
+        if (!is_list) break;
+    }
+    return true;
+}
+
+static bool read_bias(Exchange *x, const GgufJson *object, Job *job) {
+    const int vocab = x->srv->m->config.vocab;
+    GgufJson rest = *object, key, v;
+    if (!is_given(object)) return true;
+    job->bias = alloc_or_die((size_t)vocab, sizeof *job->bias);
+    while (gguf_json_next(&rest, &key, &v)) {
+        char name[16] = "", *end = name;
+        double value;
+        if (key.n < sizeof name) gguf_json_string(&key, name);
+        const long id = *name >= '0' && *name <= '9' ? strtol(name, &end, 10) : -1;
+        if (id < 0 || *end || id >= vocab || v.type != GGUF_J_NUMBER || !gguf_json_float(&v, &value) || fabs(value) > 100)
+            return refuse(&x->fault, 400, "logit_bias", "logit_bias: expected token ids from 0 to %d, each with -100 to 100",
+                          vocab - 1);
+        job->bias[id] = value == -100 ? -INFINITY : (float)value;
+    }
+    return true;
+}
+
+static double given_or(double given, double otherwise) { return isnan(given) ? otherwise : given; }
+
+static bool read_options(Exchange *x, const Request *r, Job *job) {
+    const ServeOptions *o = &x->srv->o;
+    const double most = given_or(r->max_tokens, o->n_predict), seed = given_or(r->seed, -1);
+    AnswerOptions *a = &job->options;
+    *a = (AnswerOptions){ .n_predict = (int)most, .ignore_eos = r->ignore_eos, .keep_logits = job->n_top >= 0,
+                          .think_budget = x->t.channel_close < 0 ? -1 : (int)r->think_budget, .sampling = o->sampling };
+    SampleParams *p = &a->sampling;
+    p->temperature = (float)given_or(r->temperature, p->temperature);
+    p->top_k = max_int((int)given_or(r->top_k, p->top_k), 0);
+    p->top_p = (float)given_or(r->top_p, p->top_p);
+    p->min_p = (float)given_or(r->min_p, p->min_p);
+    p->repeat = (float)given_or(r->repeat, p->repeat);
+    p->presence = (float)given_or(r->presence, p->presence);
+    p->frequency = (float)given_or(r->frequency, p->frequency);
+    if (seed != -1) p->seed = (uint64_t)(int64_t)seed;
+    else if (!o->fixed_seed && getrandom(&p->seed, 4, 0) != 4) p->seed = (uint64_t)time(NULL);
+    return read_stops(x, &r->stop, &a->stops) && read_bias(x, &r->logit_bias, job);
+}
+
+static Job *new_job(Exchange *x) {
+    Job *job = alloc_or_die(1, sizeof *job);
+    const union MHD_ConnectionInfo *info = MHD_get_connection_info(x->connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+    job->n_owners = 1;
+    job->n_top = -1;
+    job->fd = info ? info->connect_fd : -1;
+    pthread_cond_init(&job->news, NULL);
+    return job;
+}
+
+static void add_event_fault(Exchange *x);
+static void respond(Exchange *x, int status, const char *type, TokText *body);
+
+// Waits for news until there are some or it is time for a sign of life. False: there are none. With the lock held.
+static bool wait_for_news(Exchange *x) {
+    const Job *job = x->job;
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += KEEP_ALIVE_SECONDS;
+    int late = 0;
+    while (!late && !job->done && job->content.n == x->content && job->thought.n == x->thought && job->n_calls == x->n_calls &&
+           !(x->progress && job->started && job->run != x->run))
+        late = pthread_cond_timedwait(&x->job->news, &x->srv->lock, &until);
+    return !late;
+}
+
+static void put_progress(Exchange *x) {
+    const Job *job = x->job;
+    x->run = job->run;
+    put(&x->out, "data: {");
+    put_head(&x->out, x, "prompt.progress");
+    put(&x->out, ",'choices':[],'prompt_progress':{'total':%d,'cache':%d,'processed':%d,'time_ms':%f}}\n\n", job->total,
+        job->cached, job->run, 1e3 * (seconds() - job->queued));
+}
+
+// Fills x->out with what comes next of a stream. Nothing comes after its end.
+static void next_events(Exchange *x) {
+    Job *job = x->job;
+    if (!x->begun) {
+        x->begun = true;
+        x->api->begin(x);
+        if (x->out.n) return;
+    }
+    pthread_mutex_lock(&x->srv->lock);
+    if (!wait_for_news(x)) put(&x->out, ": keep-alive\n\n");
+    if (x->progress && job->started && job->run != x->run) put_progress(x);
+    const TokStr thought = { job->thought.s + x->thought, job->thought.n - x->thought };
+    const TokStr content = { job->content.s + x->content, job->content.n - x->content };
+    if (thought.n || content.n) x->api->text(x, thought, content);
+    x->thought = job->thought.n;
+    x->content = job->content.n;
+    while (x->n_calls < job->n_calls) x->api->call(x, x->n_calls++);
+    x->ended = job->done;
+    pthread_mutex_unlock(&x->srv->lock);
+    if (!x->ended) return;
+    if (job->fault.status) add_event_fault(x);
+    else x->api->end(x);
+}
+
+// libmicrohttpd asks for up to max bytes of a stream.
+static ssize_t read_stream(void *cls, uint64_t pos, char *buf, size_t max) {
+    Exchange *x = cls;
+    (void)pos;
+    while (x->at == x->out.n) {
+        x->at = x->out.n = 0;
+        if (x->ended) return MHD_CONTENT_READER_END_OF_STREAM;
+        MHD_set_connection_option(x->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0u);
+        next_events(x);
+        MHD_set_connection_option(x->connection, MHD_CONNECTION_OPTION_TIMEOUT, (unsigned)IDLE_SECONDS);
+    }
+    const size_t n = x->out.n - x->at < max ? x->out.n - x->at : max;
+    memcpy(buf, x->out.s + x->at, n);
+    x->at += n;
+    return (ssize_t)n;
+}
+
+static void respond_stream(Exchange *x) {
+    struct MHD_Response *r = MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 1 << 14, read_stream, x, NULL);
+    if (!r) die("out of memory for a stream");
+    MHD_add_response_header(r, "Content-Type", "text/event-stream; charset=utf-8");
+    MHD_add_response_header(r, "Cache-Control", "no-store");
+    MHD_add_response_header(r, "X-Accel-Buffering", "no");
+    x->answered = true;
+    x->status = 200;
+    MHD_queue_response(x->connection, 200, r);
+    MHD_destroy_response(r);
+}
+
+// Reads the body into a request and the ids of its prompt. False: it is refused.
+static bool read_question(Exchange *x, const Api *api, Request *r) {
+    TokText body = { 0 };
+    if (api->convert) {
+        if (!api->convert(x, &body)) {
+            tok_text_free(&body);
+            return false;
+        }
+        tok_text_free(&x->body);
+        x->body = body;
+    }
+    return read_request(r, &x->fault, text_of(&x->body), &x->srv->o) && api->ask(x, r);
+}
+
+// Answers the request by way of the engine: queues it, and waits for its end unless it is to be streamed.
+static void complete(Exchange *x, const Api *api) {
+    Server *srv = x->srv;
+    Request r;
+    const int n_ctx = srv->m->options.n_ctx;
+    x->api = api;
+    x->job = new_job(x);
+    new_id(srv, api->prefix, x->id);
+    if (!read_question(x, api, &r) || !read_options(x, &r, x->job)) return;
+    if (x->job->ids.n > (size_t)n_ctx) {
+        x->fault.code = "context_length_exceeded";
+        refuse(&x->fault, 400, "messages", "the prompt has %zu tokens, the context %d", x->job->ids.n, n_ctx);
+        return;
+    }
+    x->job->no_cache = r.no_cache;
+    x->include_usage = r.include_usage;
+    x->progress = r.progress;
+    if (!submit(srv, x->job, &x->fault)) return;
+    if (r.stream) {
+        respond_stream(x);
+        return;
+    }
+    MHD_set_connection_option(x->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0u);
+    pthread_mutex_lock(&srv->lock);
+    while (!x->job->done) pthread_cond_wait(&x->job->news, &srv->lock);
+    pthread_mutex_unlock(&srv->lock);
+    MHD_set_connection_option(x->connection, MHD_CONNECTION_OPTION_TIMEOUT, (unsigned)IDLE_SECONDS);
+    x->fault = x->job->fault;
+    if (x->fault.status) return;
+    TokText out = { 0 };
+    api->whole(x, &out);
+    respond(x, 200, "application/json", &out);
+}
+
+static void route_chat(Exchange *x) { complete(x, &chat_api); }
+static void route_completions(Exchange *x) { complete(x, &plain_api); }
+
+// ==== [5] Dialects: /v1/messages and /v1/responses ===================================================================
+// The APIs of other clients. A request is written anew as one for /v1/chat/completions and taken from there; an answer is told
+// in the words of the API that was asked.
+
+static bool member(const GgufJson *object, const char *name, GgufJson *v) {
+    return object->type == GGUF_J_OBJECT && gguf_json_get(object, name, v) && is_given(v);
+}
+
+static bool is_type(const GgufJson *object, const char *type) {
+    GgufJson v;
+    return member(object, "type", &v) && gguf_json_is(&v, type);
+}
+
+static TokStr raw(const GgufJson *v) { return (TokStr){ v->s, v->n }; }
+
+// Appends the member `from` of an object as the member `to` of the object that *out ends in, if it is there.
+static void take_member(TokText *out, const GgufJson *object, const char *from, const char *to) {
+    GgufJson v;
+    if (member(object, from, &v)) put(out, ",%s:%r", to, raw(&v));
+}
+
+// Parses the body of a dialect. False: it is no object.
+static bool parse_body(Exchange *x, GgufJson *root) {
+    size_t at;
+    const char *err;
+    if (gguf_json_parse(x->body.s ? x->body.s : "", x->body.n, root, &at, &err) < 0)
+        return refuse(&x->fault, 400, "", "the body is not JSON: byte %zu: expected %s", at, err);
+    return root->type == GGUF_J_OBJECT || refuse(&x->fault, 400, "", "the body: expected a JSON object");
+}
+
+// Appends a content, a string or a list of parts of a type that has text, as the value of "content".
+static bool put_content(Exchange *x, TokText *out, const GgufJson *content, const char *where) {
+    GgufJson rest = *content, part, text;
+    bool first = true;
+    if (content->type != GGUF_J_ARRAY) {
+        if (content->type != GGUF_J_STRING) return refuse(&x->fault, 400, where, "%s: expected a string or a list", where);
+        put(out, "%r", raw(content));
+        return true;
+    }
+    put(out, "[");
+    while (gguf_json_next(&rest, NULL, &part)) {
+        const bool is_text = is_type(&part, "text") || is_type(&part, "input_text") || is_type(&part, "output_text");
+        if (!is_text || !member(&part, "text", &text) || text.type != GGUF_J_STRING)
+            return refuse(&x->fault, 400, where, "%s: expected parts of text; images and files are not supported", where);
+        put(out, first ? "{'type':'text','text':%r}" : ",{'type':'text','text':%r}", raw(&text));
+        first = false;
+    }
+    put(out, "]");
+    return true;
+}
+
+// Tools whose declarations have their parameters under another name. Tools that the server itself would run are not there.
+static bool put_tools(Exchange *x, TokText *out, const GgufJson *root, const char *parameters) {
+    GgufJson rest, tool, v;
+    if (!member(root, "tools", &rest)) return true;
+    if (rest.type != GGUF_J_ARRAY) return refuse(&x->fault, 400, "tools", "tools: expected a list");
+    put(out, ",'tools':[");
+    for (int i = 0; gguf_json_next(&rest, NULL, &tool); i++) {
+        const bool ours = !member(&tool, "type", &v) || gguf_json_is(&v, "custom") || gguf_json_is(&v, "function");
+        if (tool.type != GGUF_J_OBJECT || !ours || !member(&tool, "name", &v))
+            return refuse(&x->fault, 400, "tools", "tools[%d]: expected a function with a name; no others are supported", i);
+        put(out, i ? ",{'type':'function','function':{'name':%r" : "{'type':'function','function':{'name':%r", raw(&v));
+        take_member(out, &tool, "description", "description");
+        take_member(out, &tool, parameters, "parameters");
+        put(out, "}}");
+    }
+    put(out, "]");
+    return true;
+}
+
+static void open_event(Exchange *x, const char *type) {              // its members follow, and "}\n\n"
+    append(&x->out, "event: ", 7);
+    append(&x->out, type, strlen(type));
+    put(&x->out, "\ndata: {'type':%s", type);
+}
+
+// ---- /v1/messages ----
+
+// The results of calls in a message, each as a message of its own.
+static bool put_results(Exchange *x, TokText *out, const GgufJson *content) {
+    GgufJson rest = *content, part, id, text;
+    while (content->type == GGUF_J_ARRAY && gguf_json_next(&rest, NULL, &part)) {
+        if (!is_type(&part, "tool_result")) continue;
+        if (!member(&part, "tool_use_id", &id))
+            return refuse(&x->fault, 400, "messages", "tool_result: expected a tool_use_id");
+        put(out, ",{'role':'tool','tool_call_id':%r,'content':", raw(&id));
+        if (!member(&part, "content", &text)) put(out, "''");
+        else if (!put_content(x, out, &text, "tool_result")) return false;
+        put(out, "}");
+    }
+    return true;
+}
+
+// The text, thoughts and calls of a message; what it holds else was put_results()'s.
+static bool put_blocks(Exchange *x, TokText *out, const GgufJson *content) {
+    GgufJson rest = *content, part, id, name, v;
+    TokText text = { 0 }, thought = { 0 }, calls = { 0 };
+    bool ok = true;
+    while (ok && gguf_json_next(&rest, NULL, &part)) {
+        if (is_type(&part, "text") && member(&part, "text", &v) && v.type == GGUF_J_STRING) {
+            put(&text, text.n ? ",{'type':'text','text':%r}" : "{'type':'text','text':%r}", raw(&v));
+        } else if (is_type(&part, "thinking") && member(&part, "thinking", &v) && v.type == GGUF_J_STRING) {
+            thought.n = 0;
+            put(&thought, "%r", raw(&v));
+        } else if (is_type(&part, "tool_use") && member(&part, "id", &id) && member(&part, "name", &name)) {
+            if (!member(&part, "input", &v)) v = (GgufJson){ GGUF_J_OBJECT, "{}", 2 };
+            put(&calls, calls.n ? "," : "");
+            put(&calls, "{'id':%r,'type':'function','function':{'name':%r,'arguments':%r}}", raw(&id), raw(&name), raw(&v));
+        } else if (!is_type(&part, "tool_result") && !is_type(&part, "redacted_thinking")) {
+            ok = refuse(&x->fault, 400, "messages", "messages: expected text, thinking, tool_use or tool_result; no images");
+        }
+    }
+    if (ok && text.n) put(out, ",'content':[%r]", text_of(&text));
+    if (ok && thought.n) put(out, ",'reasoning_content':%r", text_of(&thought));
+    if (ok && calls.n) put(out, ",'tool_calls':[%r]", text_of(&calls));
+    tok_text_free(&text);
+    tok_text_free(&thought);
+    tok_text_free(&calls);
+    return ok;
+}
+
+static bool only_results(const GgufJson *content) {
+    GgufJson rest = *content, part;
+    size_t n = 0;
+    while (content->type == GGUF_J_ARRAY && gguf_json_next(&rest, NULL, &part)) {
+        if (!is_type(&part, "tool_result")) return false;
+        n++;
+    }
+    return n > 0;
+}
+
+static bool put_messages(Exchange *x, TokText *out, const GgufJson *root) {
+    GgufJson rest, m, role, content;
+    if (member(root, "system", &content)) {
+        put(out, ",{'role':'system','content':");
+        if (!put_content(x, out, &content, "system")) return false;
+        put(out, "}");
+    }
+    if (!member(root, "messages", &rest) || rest.type != GGUF_J_ARRAY)
+        return refuse(&x->fault, 400, "messages", "messages: expected a list");
+    for (int i = 0; gguf_json_next(&rest, NULL, &m); i++) {
+        if (!member(&m, "role", &role) || !(gguf_json_is(&role, "user") || gguf_json_is(&role, "assistant")))
+            return refuse(&x->fault, 400, "messages", "messages[%d].role: expected user or assistant", i);
+        if (!member(&m, "content", &content) || (content.type != GGUF_J_STRING && content.type != GGUF_J_ARRAY))
+            return refuse(&x->fault, 400, "messages", "messages[%d].content: expected a string or a list", i);
+        if (!put_results(x, out, &content)) return false;
+        if (only_results(&content)) continue;
+        put(out, ",{'role':%r", raw(&role));
+        if (content.type == GGUF_J_STRING) put(out, ",'content':%r", raw(&content));
+        else if (!put_blocks(x, out, &content)) return false;
+        put(out, "}");
+    }
+    return true;
+}
+
+static bool messages_convert(Exchange *x, TokText *out) {
+    GgufJson root, v, n;
+    TokText list = { 0 };
+    if (!parse_body(x, &root)) return false;
+    bool ok = put_messages(x, &list, &root);
+    put(out, "{'messages':[%r]", (TokStr){ list.s + (list.n > 0), list.n - (list.n > 0) });
+    tok_text_free(&list);
+    if (!ok || !put_tools(x, out, &root, "input_schema")) return false;
+    take_member(out, &root, "max_tokens", "max_tokens");
+    take_member(out, &root, "temperature", "temperature");
+    take_member(out, &root, "top_p", "top_p");
+    take_member(out, &root, "top_k", "top_k");
+    take_member(out, &root, "stop_sequences", "stop");
+    take_member(out, &root, "stream", "stream");
+    if (member(&root, "tool_choice", &v)) take_member(out, &v, "type", "tool_choice");
+    if (member(&root, "thinking", &v)) {
+        put(out, ",'chat_template_kwargs':{'enable_thinking':%b}", !is_type(&v, "disabled"));
+        if (member(&v, "budget_tokens", &n)) put(out, ",'reasoning_budget':%r", raw(&n));
+    }
+    put(out, "}");
+    return true;
+}
+
+static const char *messages_reason(const Job *job) {
+    if (!strcmp(finish_text(job), "tool_calls")) return "tool_use";
+    if (!strcmp(finish_text(job), "length")) return "max_tokens";
+    return job->end == END_STOP_STRING ? "stop_sequence" : "end_turn";
+}
+
+static void messages_head(TokText *out, const Exchange *x) {
+    put(out, "'id':%s,'type':'message','role':'assistant','model':%s", x->id, x->srv->name);
+}
+
+static void messages_begin(Exchange *x) {
+    open_event(x, "message_start");
+    put(&x->out, ",'message':{");
+    messages_head(&x->out, x);
+    put(&x->out, ",'content':[],'stop_reason':null,'stop_sequence':null,'usage':{'input_tokens':%z,'output_tokens':0}}}\n\n",
+        x->job->ids.n);
+}
+
+static void close_block(Exchange *x) {
+    if (!x->block) return;
+    open_event(x, "content_block_stop");
+    put(&x->out, ",'index':%d}\n\n", x->n_blocks++);
+    x->block = NULL;
+}
+
+static void messages_delta(Exchange *x, const char *block, TokStr text) {
+    if (!text.n) return;
+    if (x->block != block) {
+        close_block(x);
+        x->block = block;
+        open_event(x, "content_block_start");
+        put(&x->out, ",'index':%d,'content_block':{'type':%s,%s:''}}\n\n", x->n_blocks, block, block);
+    }
+    const bool is_text = !strcmp(block, "text");
+    open_event(x, "content_block_delta");
+    put(&x->out, ",'index':%d,'delta':{'type':%s,%s:%t}}\n\n", x->n_blocks, is_text ? "text_delta" : "thinking_delta", block,
+        text);
+}
+
+static void messages_text(Exchange *x, TokStr thought, TokStr content) {
+    static const char thinking[] = "thinking", text[] = "text";
+    messages_delta(x, thinking, thought);
+    messages_delta(x, text, content);
+}
+
+static void messages_call(Exchange *x, int i) {
+    static const char tool[] = "tool_use";
+    const Call *call = &x->job->calls[i];
+    close_block(x);
+    x->block = tool;
+    open_event(x, "content_block_start");
+    put(&x->out, ",'index':%d,'content_block':{'type':'tool_use','id':%s,'name':%t,'input':{}}}\n\n", x->n_blocks, call->id,
+        text_of(&call->name));
+    open_event(x, "content_block_delta");
+    put(&x->out, ",'index':%d,'delta':{'type':'input_json_delta','partial_json':%t}}\n\n", x->n_blocks,
+        text_of(&call->arguments));
+    close_block(x);
+}
+
+static void messages_usage(TokText *out, const Job *job) {
+    put(out, "'usage':{'input_tokens':%d,'cache_creation_input_tokens':0,'cache_read_input_tokens':%d,'output_tokens':%d}",
+        job->turn.n_prompt - job->cached, job->cached, job->turn.made);
+}
+
+static void messages_end(Exchange *x) {
+    close_block(x);
+    open_event(x, "message_delta");
+    put(&x->out, ",'delta':{'stop_reason':%s,'stop_sequence':null},", messages_reason(x->job));
+    messages_usage(&x->out, x->job);
+    put(&x->out, "}\n\n");
+    open_event(x, "message_stop");
+    put(&x->out, "}\n\n");
+}
+
+static void messages_whole(Exchange *x, TokText *out) {
+    const Job *job = x->job;
+    put(out, "{");
+    messages_head(out, x);
+    put(out, ",'content':[");
+    const size_t start = out->n;
+    if (job->thought.n) put(out, "{'type':'thinking','thinking':%t,'signature':''}", text_of(&job->thought));
+    if (job->content.n) {
+        put(out, out->n > start ? "," : "");
+        put(out, "{'type':'text','text':%t}", text_of(&job->content));
+    }
+    for (int i = 0; i < job->n_calls; i++) {
+        const Call *call = &job->calls[i];
+        put(out, out->n > start ? "," : "");
+        put(out, "{'type':'tool_use','id':%s,'name':%t,'input':%r}", call->id, text_of(&call->name), text_of(&call->arguments));
+    }
+    put(out, "],'stop_reason':%s,'stop_sequence':null,", messages_reason(job));
+    messages_usage(out, job);
+    put(out, "}");
+}
+
+static const Api messages_api = { "msg_", messages_convert, chat_ask, messages_begin, messages_text, messages_call,
+                                  messages_end, messages_whole };
+
+static void route_messages(Exchange *x) { complete(x, &messages_api); }
+
+static void route_count(Exchange *x) {
+    Request r;
+    TokText out = { 0 };
+    x->job = new_job(x);
+    if (!read_question(x, &messages_api, &r)) return;
+    put(&out, "{'input_tokens':%z}", x->job->ids.n);
+    respond(x, 200, "application/json", &out);
+}
+
+// ---- /v1/responses: nothing is kept, so each request brings all of its conversation ----
+
+// One item of the input as a message.
+static bool put_item(Exchange *x, TokText *out, const GgufJson *item, int i) {
+    GgufJson role, content, id, name, v;
+    if (is_type(item, "reasoning")) return true;
+    if (is_type(item, "function_call")) {
+        if (!member(item, "call_id", &id) || !member(item, "name", &name) || !member(item, "arguments", &v))
+            return refuse(&x->fault, 400, "input", "input[%d]: expected call_id, name and arguments", i);
+        put(out, ",{'role':'assistant','tool_calls':[{'id':%r,'type':'function','function':{'name':%r,'arguments':%r}}]}",
+            raw(&id), raw(&name), raw(&v));
+        return true;
+    }
+    if (is_type(item, "function_call_output")) {
+        if (!member(item, "call_id", &id) || !member(item, "output", &v))
+            return refuse(&x->fault, 400, "input", "input[%d]: expected call_id and output", i);
+        put(out, ",{'role':'tool','tool_call_id':%r,'content':", raw(&id));
+    } else {
+        if ((member(item, "type", &v) && !gguf_json_is(&v, "message")) || !member(item, "role", &role))
+            return refuse(&x->fault, 400, "input", "input[%d]: expected a message, a function_call or its output", i);
+        if (!member(item, "content", &v)) return refuse(&x->fault, 400, "input", "input[%d]: expected a content", i);
+        put(out, ",{'role':%r,'content':", raw(&role));
+    }
+    content = v;
+    if (!put_content(x, out, &content, "input")) return false;
+    put(out, "}");
+    return true;
+}
+
+static bool put_input(Exchange *x, TokText *out, const GgufJson *root) {
+    GgufJson rest, item, v;
+    if (member(root, "instructions", &v)) put(out, ",{'role':'system','content':%r}", raw(&v));
+    if (!member(root, "input", &rest)) return refuse(&x->fault, 400, "input", "input: expected a string or a list");
+    if (rest.type == GGUF_J_STRING) {
+        put(out, ",{'role':'user','content':%r}", raw(&rest));
+        return true;
+    }
+    if (rest.type != GGUF_J_ARRAY) return refuse(&x->fault, 400, "input", "input: expected a string or a list");
+    for (int i = 0; gguf_json_next(&rest, NULL, &item); i++)
+        if (!put_item(x, out, &item, i)) return false;
+    return true;
+}
+
+static bool responses_convert(Exchange *x, TokText *out) {
+    static const char *const absent[] = { "previous_response_id", "conversation", "prompt" };
+    GgufJson root, v, format;
+    TokText list = { 0 };
+    if (!parse_body(x, &root)) return false;
+    for (size_t i = 0; i < sizeof absent / sizeof *absent; i++)
+        if (member(&root, absent[i], &v))
+            return refuse(&x->fault, 400, absent[i], "%s: nothing is kept here; send the whole conversation", absent[i]);
+    if (member(&root, "background", &v) && v.type == GGUF_J_TRUE)
+        return refuse(&x->fault, 400, "background", "background: not supported");
+    const bool ok = put_input(x, &list, &root);
+    put(out, "{'messages':[%r]", (TokStr){ list.s + (list.n > 0), list.n - (list.n > 0) });
+    tok_text_free(&list);
+    if (!ok || !put_tools(x, out, &root, "parameters")) return false;
+    take_member(out, &root, "max_output_tokens", "max_tokens");
+    take_member(out, &root, "temperature", "temperature");
+    take_member(out, &root, "top_p", "top_p");
+    take_member(out, &root, "stream", "stream");
+    take_member(out, &root, "tool_choice", "tool_choice");
+    if (member(&root, "reasoning", &v)) take_member(out, &v, "effort", "reasoning_effort");
+    if (member(&root, "text", &v) && member(&v, "format", &format)) put(out, ",'response_format':%r", raw(&format));
+    put(out, "}");
+    return true;
+}
+
+static bool is_cut(const Job *job) { return !strcmp(finish_text(job), "length"); }
+
+// The parts of an answer are items: number 0 is the thought, if there is one, then the text, then the calls.
+static void item_id(const Exchange *x, const char *prefix, int i, char out[64]) {
+    snprintf(out, 64, "%s%s_%d", prefix, x->id + 5, i);
+}
+
+static void put_thought_item(TokText *out, const Exchange *x, int i) {
+    char id[64];
+    item_id(x, "rs_", i, id);
+    put(out, "{'type':'reasoning','id':%s,'summary':[],'content':[{'type':'reasoning_text','text':%t}]}", id,
+        text_of(&x->job->thought));
+}
+
+static void put_text_item(TokText *out, const Exchange *x, int i) {
+    char id[64];
+    item_id(x, "msg_", i, id);
+    put(out, "{'type':'message','id':%s,'status':'completed','role':'assistant','content':[{'type':'output_text','text':%t,"
+        "'annotations':[]}]}", id, text_of(&x->job->content));
+}
+
+static void put_call_item(TokText *out, const Exchange *x, int i, const Call *call, bool whole) {
+    char id[64];
+    item_id(x, "fc_", i, id);
+    put(out, "{'type':'function_call','id':%s,'call_id':%s,'name':%t,'arguments':%t,'status':%s}", id, call->id,
+        text_of(&call->name), whole ? text_of(&call->arguments) : str(""), whole ? "completed" : "in_progress");
+}
+
+// The response as an object; its output is there when it is done.
+static void put_response(TokText *out, const Exchange *x, bool done) {
+    const Job *job = x->job;
+    const Turn *t = &job->turn;
+    int n = 0;
+    put(out, "{'id':%s,'object':'response','created_at':%z,'model':%s,'status':%s,'error':null,'incomplete_details':", x->id,
+        (size_t)time(NULL), x->srv->name, !done ? "in_progress" : is_cut(job) ? "incomplete" : "completed");
+    put(out, done && is_cut(job) ? "{'reason':'max_output_tokens'}" : "null");
+    put(out, ",'parallel_tool_calls':true,'store':false,'tools':[],'output':[");
+    if (done && job->thought.n) put_thought_item(out, x, n++);
+    if (done && (job->content.n || !job->n_calls)) {
+        put(out, n ? "," : "");
+        put_text_item(out, x, n++);
+    }
+    for (int i = 0; done && i < job->n_calls; i++) {
+        put(out, n ? "," : "");
+        put_call_item(out, x, n++, &job->calls[i], true);
+    }
+    put(out, "]");
+    if (done)
+        put(out, ",'usage':{'input_tokens':%d,'input_tokens_details':{'cached_tokens':%d},'output_tokens':%d,"
+            "'output_tokens_details':{'reasoning_tokens':%d},'total_tokens':%d}", t->n_prompt, job->cached, t->made,
+            job->thought_tokens, t->n_prompt + t->made);
+    put(out, "}");
+}
+
+static void event(Exchange *x, const char *type) {     // as open_event(), with its number
+    open_event(x, type);
+    put(&x->out, ",'sequence_number':%d", x->n_events++);
+}
+
+static void responses_begin(Exchange *x) {
+    event(x, "response.created");
+    put(&x->out, ",'response':");
+    put_response(&x->out, x, false);
+    put(&x->out, "}\n\n");
+    event(x, "response.in_progress");
+    put(&x->out, ",'response':");
+    put_response(&x->out, x, false);
+    put(&x->out, "}\n\n");
+}
+
+static const char text_block[] = "output_text", thought_block[] = "reasoning_text";
+
+static void put_part(Exchange *x, const char *id, TokStr text) {
+    put(&x->out, ",'item_id':%s,'output_index':%d,'content_index':0,'part':", id, x->n_blocks);
+    put(&x->out, "{'type':'output_text','text':%t,'annotations':[]}}\n\n", text);
+}
+
+// Closes the item that is open. What it says in full is all of that kind so far.
+static void close_item(Exchange *x) {
+    const bool is_text = x->block == text_block;
+    char id[64];
+    if (!x->block) return;
+    item_id(x, is_text ? "msg_" : "rs_", x->n_blocks, id);
+    event(x, is_text ? "response.output_text.done" : "response.reasoning_text.done");
+    put(&x->out, ",'item_id':%s,'output_index':%d,'content_index':0,'text':%t}\n\n", id, x->n_blocks,
+        text_of(is_text ? &x->job->content : &x->job->thought));
+    if (is_text) {
+        event(x, "response.content_part.done");
+        put_part(x, id, text_of(&x->job->content));
+    }
+    event(x, "response.output_item.done");
+    put(&x->out, ",'output_index':%d,'item':", x->n_blocks);
+    if (is_text) put_text_item(&x->out, x, x->n_blocks);
+    else put_thought_item(&x->out, x, x->n_blocks);
+    put(&x->out, "}\n\n");
+    x->block = NULL;
+    x->n_blocks++;
+}
+
+static void responses_delta(Exchange *x, const char *block, TokStr text) {
+    const bool is_text = block == text_block;
+    char id[64];
+    if (!text.n) return;
+    if (x->block != block) close_item(x);
+    item_id(x, is_text ? "msg_" : "rs_", x->n_blocks, id);
+    if (!x->block) {
+        event(x, "response.output_item.added");
+        put(&x->out, ",'output_index':%d,'item':{'id':%s,", x->n_blocks, id);
+        put(&x->out, is_text ? "'type':'message','status':'in_progress','role':'assistant','content':[]}}\n\n"
+                             : "'type':'reasoning','summary':[],'content':[]}}\n\n");
+    }
+    if (!x->block && is_text) {
+        event(x, "response.content_part.added");
+        put_part(x, id, str(""));
+    }
+    x->block = block;
+    event(x, is_text ? "response.output_text.delta" : "response.reasoning_text.delta");
+    put(&x->out, ",'item_id':%s,'output_index':%d,'content_index':0,'delta':%t}\n\n", id, x->n_blocks, text);
+}
+
+static void responses_text(Exchange *x, TokStr thought, TokStr content) {
+    responses_delta(x, thought_block, thought);
+    responses_delta(x, text_block, content);
+}
+
+static void responses_call(Exchange *x, int i) {
+    const Call *call = &x->job->calls[i];
+    char id[64];
+    close_item(x);
+    item_id(x, "fc_", x->n_blocks, id);
+    event(x, "response.output_item.added");
+    put(&x->out, ",'output_index':%d,'item':", x->n_blocks);
+    put_call_item(&x->out, x, x->n_blocks, call, false);
+    put(&x->out, "}\n\n");
+    event(x, "response.function_call_arguments.delta");
+    put(&x->out, ",'item_id':%s,'output_index':%d,'delta':%t}\n\n", id, x->n_blocks, text_of(&call->arguments));
+    event(x, "response.function_call_arguments.done");
+    put(&x->out, ",'item_id':%s,'output_index':%d,'name':%t,'arguments':%t}\n\n", id, x->n_blocks, text_of(&call->name),
+        text_of(&call->arguments));
+    event(x, "response.output_item.done");
+    put(&x->out, ",'output_index':%d,'item':", x->n_blocks);
+    put_call_item(&x->out, x, x->n_blocks++, call, true);
+    put(&x->out, "}\n\n");
+}
+
+static void responses_end(Exchange *x) {
+    close_item(x);
+    event(x, is_cut(x->job) ? "response.incomplete" : "response.completed");
+    put(&x->out, ",'response':");
+    put_response(&x->out, x, true);
+    put(&x->out, "}\n\n");
+}
+
+static void responses_whole(Exchange *x, TokText *out) { put_response(out, x, true); }
+
+static const Api responses_api = { "resp_", responses_convert, chat_ask, responses_begin, responses_text, responses_call,
+                                   responses_end, responses_whole };
+
+static void route_responses(Exchange *x) { complete(x, &responses_api); }
+
+// ==== [6] Other endpoints ============================================================================================
+
+static void respond_json(Exchange *x, TokText *out) { respond(x, 200, "application/json", out); }
+
+static void route_health(Exchange *x) {
+    TokText out = { 0 };
+    pthread_mutex_lock(&x->srv->lock);
+    const bool draining = x->srv->draining;
+    pthread_mutex_unlock(&x->srv->lock);
+    put(&out, "{'status':%s}", draining ? "draining" : "ok");
+    respond(x, draining ? 503 : 200, "application/json", &out);
+}
+
+static void route_models(Exchange *x) {
+    const Server *srv = x->srv;
+    TokText out = { 0 };
+    put(&out, "{'object':'list','data':[{'id':%s,'object':'model','created':%z,'owned_by':'gemma4','meta':{'n_vocab':%d,"
+        "'n_ctx':%d,'n_embd':%d}}]}", srv->name, (size_t)srv->created, srv->m->config.vocab, srv->m->options.n_ctx,
+        srv->m->config.dim);
+    respond_json(x, &out);
+}
+
+static void route_props(Exchange *x) {
+    const Server *srv = x->srv;
+    const SampleParams *p = &srv->o.sampling;
+    TokText out = { 0 };
+    put(&out, "{'model':%s,'n_ctx':%d,'total_slots':%d,'chat_template':%s,'modalities':{'vision':false,'audio':false},"
+        "'default_generation_settings':{'n_predict':%d,'temperature':%f,'top_k':%d,'top_p':%f,'min_p':%f,'repeat_penalty':%f,"
+        "'presence_penalty':%f,'frequency_penalty':%f,'thinking':%b}}", srv->name, srv->m->options.n_ctx,
+        srv->m->options.n_seqs, srv->t->large_variant ? "large" : "small", srv->o.n_predict, (double)p->temperature,
+        (int)p->top_k, (double)p->top_p, (double)p->min_p, (double)p->repeat, (double)p->presence, (double)p->frequency,
+        srv->o.think);
+    respond_json(x, &out);
+}
+
+static void route_slots(Exchange *x) {
+    Server *srv = x->srv;
+    TokText out = { 0 };
+    pthread_mutex_lock(&srv->lock);
+    for (int i = 0; i < srv->m->options.n_seqs; i++) {
+        const Job *job = srv->slots[i].job;
+        put(&out, i ? ",{'id':%d,'n_ctx':%d,'is_processing':%b" : "[{'id':%d,'n_ctx':%d,'is_processing':%b", i,
+            srv->m->options.n_ctx, job != NULL);
+        if (job) put(&out, ",'prompt_tokens':%d,'prompt_processed':%d,'prompt_cached':%d", job->total, job->run, job->cached);
+        put(&out, "}");
+    }
+    pthread_mutex_unlock(&srv->lock);
+    put(&out, "]");
+    respond_json(x, &out);
+}
+
+static void metric(TokText *out, const char *name, const char *type, const char *help, double value) {
+    char line[300];
+    const int n = snprintf(line, sizeof line, "# HELP gemma4_%s %s\n# TYPE gemma4_%s %s\ngemma4_%s %.17g\n", name, help, name,
+                           type, name, value);
+    append(out, line, (size_t)n);
+}
+
+static void route_metrics(Exchange *x) {
+    Server *srv = x->srv;
+    TokText out = { 0 };
+    pthread_mutex_lock(&srv->lock);
+    const Totals t = srv->totals;
+    const int queued = srv->n_queued, running = srv->n_running;
+    pthread_mutex_unlock(&srv->lock);
+    metric(&out, "requests_total", "counter", "Requests that were queued.", (double)t.jobs);
+    metric(&out, "requests_refused_total", "counter", "Requests refused because the queue was full.", (double)t.refused);
+    metric(&out, "requests_cancelled_total", "counter", "Requests whose client left.", (double)t.cancelled);
+    metric(&out, "prompt_tokens_total", "counter", "Tokens of prompts.", (double)t.prompt_tokens);
+    metric(&out, "prompt_tokens_cached_total", "counter", "Of these, held by a session already.", (double)t.cached_tokens);
+    metric(&out, "prompt_seconds_total", "counter", "Seconds from a prompt's start to the first token.", t.prompt_seconds);
+    metric(&out, "tokens_generated_total", "counter", "Tokens generated.", (double)t.made);
+    metric(&out, "generation_seconds_total", "counter", "Seconds from first to last token, of each request.", t.decode_seconds);
+    metric(&out, "requests_running", "gauge", "Requests that have a session.", running);
+    metric(&out, "requests_waiting", "gauge", "Requests in the queue.", queued);
+    metric(&out, "slots", "gauge", "Sessions.", srv->m->options.n_seqs);
+    const TokStr head = str("# HELP gemma4_http_responses_total Responses by class of status; 4xx: or the client left.\n"
+                            "# TYPE gemma4_http_responses_total counter\n");
+    append(&out, head.s, head.n);
+    for (int i = 2; i < 6; i++) {
+        char line[100];
+        const int n = snprintf(line, sizeof line, "gemma4_http_responses_total{class=\"%dxx\"} %" PRIu64 "\n", i, t.http[i]);
+        append(&out, line, (size_t)n);
+    }
+    respond(x, 200, "text/plain; version=0.0.4", &out);
+}
+
+static void route_tokenize(Exchange *x) {
+    Request r;
+    TokIds ids = { 0 };
+    TokText out = { 0 };
+    size_t n;
+    if (!read_request(&r, &x->fault, text_of(&x->body), &x->srv->o)) return;
+    if (!is_given(&r.content)) {
+        refuse(&x->fault, 400, "content", "content: expected a string, got none");
+        return;
+    }
+    char *text = copy_string(&r.content, &n);
+    const bool ok = (!r.add_special || x->t.bos < 0 || tok__push(&x->t, &ids, x->t.bos) == 0) &&
+                    tok_encode(&x->t, text, n, r.parse_special ? TOK_SPECIAL : TOK_PLAIN, &ids) == 0;
+    free(text);
+    put(&out, "{'tokens':[");
+    for (size_t i = 0; i < ids.n; i++) {
+        if (i) put(&out, ",");
+        if (r.with_pieces) put(&out, "{'id':%d,'piece':%t}", (int)ids.ids[i], tok_piece(&x->t, ids.ids[i], true));
+        else put(&out, "%d", (int)ids.ids[i]);
+    }
+    put(&out, "]}");
+    tok_ids_free(&ids);
+    if (ok) {
+        respond_json(x, &out);
+        return;
+    }
+    tok_text_free(&out);
+    refuse(&x->fault, 400, "content", "content: %s", x->t.err);
+}
+
+static void route_detokenize(Exchange *x) {
+    Request r;
+    TokIds ids = { 0 };
+    TokText text = { 0 }, out = { 0 };
+    TokStream stream = { 0 };
+    if (!read_request(&r, &x->fault, text_of(&x->body), &x->srv->o)) return;
+    if (!is_given(&r.tokens)) {
+        refuse(&x->fault, 400, "tokens", "tokens: expected a list of ids, got none");
+        return;
+    }
+    if (read_ids(x, "tokens", &r.tokens, &ids)) {
+        char *piece = alloc_or_die(x->t.stream_cap, 1);
+        for (size_t i = 0; i < ids.n; i++)
+            append(&text, piece, tok_stream_push(&x->t, &stream, ids.ids[i], true, piece, x->t.stream_cap));
+        append(&text, piece, tok_stream_flush(&stream, piece, x->t.stream_cap));
+        free(piece);
+        put(&out, "{'content':%t}", text_of(&text));
+        respond_json(x, &out);
+    }
+    tok_text_free(&text);
+    tok_ids_free(&ids);
+}
+
+static void route_template(Exchange *x) {
+    Request r;
+    TokIds ids = { 0 };
+    TokText text = { 0 }, out = { 0 };
+    if (!read_request(&r, &x->fault, text_of(&x->body), &x->srv->o) || !check_messages(&r.messages, &x->fault)) return;
+    TokChat chat = { .messages = { r.messages.s, r.messages.n }, .think = r.think, .add_cue = !r.no_cue };
+    if (is_given(&r.tools)) chat.tools = (TokStr){ r.tools.s, r.tools.n };
+    if (tok_chat(&x->t, &chat, &ids, &text) == 0) {
+        put(&out, "{'prompt':%t,'n_tokens':%z}", text_of(&text), ids.n);
+        respond_json(x, &out);
+    } else {
+        refuse(&x->fault, 400, strncmp(x->t.err, "tools", 5) ? "messages" : "tools", "%s", x->t.err);
+    }
+    tok_text_free(&text);
+    tok_ids_free(&ids);
+}
+
+// ==== [7] HTTP: checks, routes =======================================================================================
+
+typedef struct Endpoint { const char *method, *path; void (*answer)(Exchange *x); bool open; } Endpoint;   // open: needs no key
+
+static const Endpoint routes[] = {
+    { "GET", "/health", route_health, true }, { "GET", "/v1/models", route_models, false },
+    { "GET", "/props", route_props, false }, { "GET", "/slots", route_slots, false },
+    { "GET", "/metrics", route_metrics, false }, { "POST", "/tokenize", route_tokenize, false },
+    { "POST", "/detokenize", route_detokenize, false }, { "POST", "/apply-template", route_template, false },
+    { "POST", "/v1/chat/completions", route_chat, false }, { "POST", "/v1/completions", route_completions, false },
+    { "POST", "/v1/messages", route_messages, false }, { "POST", "/v1/messages/count_tokens", route_count, false },
+    { "POST", "/v1/responses", route_responses, false },
+};
+
+static void respond(Exchange *x, int status, const char *type, TokText *body) {
+    struct MHD_Response *r = MHD_create_response_from_buffer(body->n, body->s, MHD_RESPMEM_MUST_FREE);
+    if (!r) die("out of memory for a response");
+    MHD_add_response_header(r, "Content-Type", type);
+    MHD_add_response_header(r, "X-Content-Type-Options", "nosniff");
+    if (status == 401) MHD_add_response_header(r, "WWW-Authenticate", "Bearer");
+    if (status == 429 || status == 503) MHD_add_response_header(r, "Retry-After", "1");
+    if (status == 405 && x->route) MHD_add_response_header(r, "Allow", x->route->method);
+    if (status == 413) MHD_add_response_header(r, "Connection", "close");
+    x->answered = true;
+    x->status = status;
+    MHD_queue_response(x->connection, (unsigned)status, r);
+    MHD_destroy_response(r);
+    *body = (TokText){ 0 };
+}
+
+static void put_fault(TokText *out, const Exchange *x, const Fault *f) {
+    static const struct { int status; const char *type; } types[] = {
+        { 401, "authentication_error" }, { 403, "permission_error" }, { 404, "not_found_error" }, { 413, "request_too_large" },
+        { 429, "rate_limit_error" }, { 500, "api_error" }, { 503, "overloaded_error" }
+    };
+    const char *type = "invalid_request_error";
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++) if (types[i].status == f->status) type = types[i].type;
+    if (x->route && !strncmp(x->route->path, "/v1/messages", 12)) {
+        put(out, "{'type':'error','error':{'type':%s,'message':%s}}", type, f->text);
+        return;
+    }
+    put(out, "{'error':{'message':%s,'type':%s,'param':", f->text, type);
+    if (*f->param) put(out, "%s,'code':", f->param);
+    else put(out, "null,'code':");
+    if (f->code) put(out, "%s}}", f->code);
+    else put(out, "%d}}", f->status);
+}
+
+static void add_event_fault(Exchange *x) {
+    put(&x->out, x->api->convert ? "event: error\ndata: " : "data: ");
+    put_fault(&x->out, x, &x->job->fault);
+    put(&x->out, "\n\n");
+}
+
+static void respond_fault(Exchange *x) {
+    TokText out = { 0 };
+    put_fault(&out, x, &x->fault);
+    respond(x, x->fault.status, "application/json", &out);
+}
+
+static const char *header(const Exchange *x, const char *name) {
+    return MHD_lookup_connection_value(x->connection, MHD_HEADER_KIND, name);
+}
+
+// A name that only this machine has, with or without a port.
+static bool is_local_name(const char *host) {
+    static const char *const names[] = { "localhost", "127.0.0.1", "[::1]" };
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        const size_t n = strlen(names[i]);
+        if (!strncasecmp(host, names[i], n) && (!host[n] || host[n] == ':')) return true;
+    }
+    return false;
+}
+
+static bool same_key(const char *a, const char *b) {   // takes as long wherever they differ
+    const size_t n = strlen(a), m = strlen(b);
+    unsigned char differ = n != m;
+    for (size_t i = 0; i < n; i++) differ |= (unsigned char)(a[i] ^ b[m ? i % m : 0]);
+    return !differ;
+}
+
+// Who may ask: on a loopback address only who names it so, which keeps out web pages that point their name at it; web pages of
+// our own origin; and who knows the key.
+static bool check_caller(Exchange *x) {
+    const char *host = header(x, "Host"), *origin = header(x, "Origin"), *key = x->srv->o.api_key;
+    if (x->srv->loopback && !(host && is_local_name(host)))
+        return refuse(&x->fault, 403, "", "Host: expected localhost or a loopback address");
+    if (origin) {
+        const char *at = strstr(origin, "://");
+        if (!at || !host || strcasecmp(at + 3, host))
+            return refuse(&x->fault, 403, "", "Origin: expected none, or this server's");
+    }
+    if (!key || (x->route && x->route->open)) return true;
+    const char *bearer = header(x, "Authorization"), *other = header(x, "x-api-key");
+    if (bearer && !strncasecmp(bearer, "Bearer ", 7) && same_key(bearer + 7, key)) return true;
+    if (other && same_key(other, key)) return true;
+    return refuse(&x->fault, 401, "", "expected the API key: Authorization: Bearer KEY");
+}
+
+static bool find_route(Exchange *x, const char *method, const char *url) {
+    static const char *const known[] = { "GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS" };
+    const bool get = !strcmp(method, "GET") || !strcmp(method, "HEAD");
+    x->method = "other";
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) if (!strcmp(known[i], method)) x->method = known[i];
+    for (size_t i = 0; i < sizeof routes / sizeof *routes; i++)
+        if (!strcmp(routes[i].path, url)) x->route = &routes[i];
+    if (!x->route) return refuse(&x->fault, 404, "", "no such endpoint; docs/server.md lists them");
+    if (strcmp(x->route->method, get ? "GET" : method))
+        return refuse(&x->fault, 405, "", "%s: expected the method %s", x->route->path, x->route->method);
+    return true;
+}
+
+static void on_connection(void *cls, struct MHD_Connection *connection, void **context,
+                          enum MHD_ConnectionNotificationCode code) {
+    Server *srv = cls;
+    pthread_mutex_lock(&srv->lock);
+    if (code == MHD_CONNECTION_NOTIFY_STARTED) {
+        Peer *p = alloc_or_die(1, sizeof *p);
+        const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+        *p = (Peer){ .next = srv->peers, .link = &srv->peers, .fd = info ? info->connect_fd : -1, .quiet = seconds() };
+        if (p->next) p->next->link = &p->next;
+        srv->peers = p;
+        *context = p;
+    } else if (*context) {
+        Peer *p = *context;
+        *p->link = p->next;
+        if (p->next) p->next->link = p->link;
+        free(p);
+        *context = NULL;
+    }
+    pthread_mutex_unlock(&srv->lock);
+}
+
+// A request is there in full, as far as its head goes; or the next one may come. With the lock held.
+static void set_quiet(struct MHD_Connection *connection, double since) {
+    const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
+    if (info && info->socket_context) ((Peer *)info->socket_context)->quiet = since;
+}
+
+static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, const char *method, const char *url) {
+    Exchange *x = alloc_or_die(1, sizeof *x);
+    *x = (Exchange){ .srv = srv, .connection = connection, .started = seconds(), .t = *srv->t };
+    pthread_mutex_lock(&srv->lock);
+    srv->n_open++;
+    set_quiet(connection, INFINITY);
+    pthread_mutex_unlock(&srv->lock);
+    find_route(x, method, url);
+    const char *length = header(x, "Content-Length");
+    if (length && strtoull(length, NULL, 10) > srv->o.max_body) x->too_large = true;
+    return x;
+}
+
+static void refuse_large(Exchange *x) {
+    x->fault.status = 0;
+    refuse(&x->fault, 413, "", "the body: expected at most %zu bytes", x->srv->o.max_body);
+    respond_fault(x);
+}
+
+// libmicrohttpd calls this when the headers are there, for each piece of the body, and at its end.
+static enum MHD_Result on_request(void *cls, struct MHD_Connection *connection, const char *url, const char *method,
+                                  const char *version, const char *data, size_t *n, void **con_cls) {
+    Server *srv = cls;
+    Exchange *x = *con_cls;
+    (void)version;
+    if (!x) {
+        *con_cls = x = new_exchange(srv, connection, method, url);
+        if (x->too_large) refuse_large(x);
+        return MHD_YES;
+    }
+    if (x->answered) {
+        *n = 0;
+        return MHD_YES;
+    }
+    if (*n) {
+        if (seconds() - x->started > BODY_SECONDS) return MHD_NO;
+        x->too_large |= x->body.n + *n > srv->o.max_body;
+        if (!x->too_large && !x->fault.status && !tok__append(&x->body, data, *n)) return MHD_NO;
+        *n = 0;
+        return MHD_YES;
+    }
+    if (x->too_large) {
+        refuse_large(x);
+        return MHD_YES;
+    }
+    Fault before = x->fault;                           // who may not ask is not told what there is
+    x->fault.status = 0;
+    if (check_caller(x)) x->fault = before;
+    if (!x->fault.status) x->route->answer(x);
+    if (!x->answered) respond_fault(x);
+    return MHD_YES;
+}
+
+// One line of JSON on stderr for each request, without its text.
+static void log_request(const Exchange *x, int status) {
+    TokText line = { 0 };
+    const Job *job = x->job;
+    put(&line, "{'time':%z,'method':%s,'path':%s,'status':%d,'ms':%f", (size_t)time(NULL), x->method,
+        x->route ? x->route->path : "other", status, 1e3 * (seconds() - x->started));
+    if (job && job->started && job->done)
+        put(&line, ",'id':%s,'prompt':%d,'cached':%d,'generated':%d,'prompt_ms':%f,'decode_ms':%f,'end':%s", x->id,
+            job->turn.n_prompt, job->cached, job->turn.made, 1e3 * job->turn.prompt_seconds, 1e3 * job->turn.decode_seconds,
+            end_text[job->end]);
+    put(&line, "}\n");
+    fwrite(line.s, 1, line.n, stderr);
+    tok_text_free(&line);
+}
+
+static void on_completed(void *cls, struct MHD_Connection *connection, void **con_cls, enum MHD_RequestTerminationCode code) {
+    Server *srv = cls;
+    Exchange *x = *con_cls;
+    if (!x) return;
+    const int status = code == MHD_REQUEST_TERMINATED_COMPLETED_OK ? x->status : 499;      // the client left
+    pthread_mutex_lock(&srv->lock);
+    srv->totals.http[status / 100]++;
+    log_request(x, status);
+    if (x->job) {
+        x->job->gone = true;
+        job_drop(x->job);
+    }
+    srv->n_open--;
+    set_quiet(connection, seconds());
+    pthread_mutex_unlock(&srv->lock);
+    sem_post(&wake);
+    tok_text_free(&x->body);
+    tok_text_free(&x->out);
+    free(x);
+    *con_cls = NULL;
+}
+
+// ==== [8] The verb ===================================================================================================
+
+static bool is_loopback(const struct sockaddr *a) {
+    if (a->sa_family == AF_INET6) return IN6_IS_ADDR_LOOPBACK(&((const struct sockaddr_in6 *)(const void *)a)->sin6_addr);
+    return ntohl(((const struct sockaddr_in *)(const void *)a)->sin_addr.s_addr) >> 24 == 127;
+}
+
+// Listens where the options say, and says where that is.
+static int listen_at(Server *srv) {
+    const ServeOptions *o = &srv->o;
+    struct addrinfo hints = { .ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE | AI_NUMERICSERV }, *a;
+    char port[16], host[64];
+    struct sockaddr_storage bound;
+    socklen_t n = sizeof bound;
+    const int on = 1;
+    snprintf(port, sizeof port, "%d", o->port);
+    const int err = getaddrinfo(o->host, port, &hints, &a);
+    if (err) die("--host: %s: %s", o->host, gai_strerror(err));
+    const int fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) || bind(fd, a->ai_addr, a->ai_addrlen) ||
+        listen(fd, 128) || getsockname(fd, (struct sockaddr *)&bound, &n) ||
+        getnameinfo((struct sockaddr *)&bound, n, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV))
+        die("--port: %s:%d: %s", o->host, o->port, strerror(errno));
+    freeaddrinfo(a);
+    srv->loopback = is_loopback((struct sockaddr *)&bound);
+    if (!srv->loopback && !o->api_key) fprintf(stderr, "# --host: %s is open to the network, and no --api-key is set\n", host);
+    fprintf(stderr, strchr(host, ':') ? "# serving at http://[%s]:%s\n" : "# serving at http://%s:%s\n", host, port);
+    return fd;
+}
+
+static void name_model(Server *srv) {
+    const char *path = srv->m->gguf.path, *slash = strrchr(path, '/'), *name = slash && slash[1] ? slash + 1 : path;
+    snprintf(srv->name, sizeof srv->name, "%s", srv->o.alias ? srv->o.alias : name);
+    char *end = strstr(srv->name, ".gguf");
+    if (end && !end[5] && !srv->o.alias) *end = 0;
+}
+
+// Serves until SIGTERM or SIGINT.
+static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
+    Server srv = { .m = m, .t = t, .o = *o, .created = time(NULL), .lock = PTHREAD_MUTEX_INITIALIZER };
+    const int n_seqs = m->options.n_seqs;
+    srv.last = &srv.first;
+    srv.slots = alloc_or_die((size_t)n_seqs, sizeof *srv.slots);
+    srv.logits = alloc_or_die((size_t)m->config.vocab, sizeof *srv.logits);
+    for (int i = 0; i < n_seqs; i++) session_open(&srv.slots[i].s, m, t, i);
+    if (getrandom(&srv.salt, sizeof srv.salt, 0) != sizeof srv.salt) srv.salt = (uint64_t)time(NULL);
+    name_model(&srv);
+    sem_init(&wake, 0, 0);
+    const struct sigaction act = { .sa_handler = on_stop, .sa_flags = (int)SA_RESTART };
+    sigaction(SIGTERM, &act, NULL);
+    sigaction(SIGINT, &act, NULL);
+    signal(SIGPIPE, SIG_IGN);
+    const int fd = listen_at(&srv);
+    struct MHD_Daemon *d = MHD_start_daemon(
+        MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC, 0, NULL, NULL,
+        on_request, &srv, MHD_OPTION_LISTEN_SOCKET, fd, MHD_OPTION_CONNECTION_LIMIT, (unsigned)MAX_CONNECTIONS,
+        MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS, MHD_OPTION_THREAD_STACK_SIZE, (size_t)1 << 20,
+        MHD_OPTION_NOTIFY_COMPLETED, on_completed, &srv, MHD_OPTION_NOTIFY_CONNECTION, on_connection, &srv, MHD_OPTION_END);
+    if (!d) die("--port: libmicrohttpd could not start a server");
+    run_engine(&srv);
+    for (int open = 1, k = 0; open && k < 500; k++) {  // what was answered last is still on its way
+        pthread_mutex_lock(&srv.lock);
+        open = srv.n_open;
+        pthread_mutex_unlock(&srv.lock);
+        if (open) usleep(10000);
+    }
+    MHD_stop_daemon(d);
+    for (int i = 0; i < n_seqs; i++) session_close(&srv.slots[i].s);
+    free(srv.slots);
+    free(srv.logits);
+    fprintf(stderr, "# stopped: %" PRIu64 " requests answered, %" PRIu64 " tokens generated\n", srv.totals.jobs,
+            srv.totals.made);
+}
+#endif
+#endif

@@ -1,0 +1,351 @@
+#!/bin/sh
+# The HTTP API from end to end on the small model: answers, streams, errors, callers that leave, many at once, shutting down.
+# Environment: GEMMA4 (the binary, ./gemma4), STRICT=1 (skips fail), LONG=1 (1,000 requests, more broken bodies).
+cd "$(dirname "$0")/.." || exit 1
+model=models/gemma4-mini-q8_0.gguf
+. tests/harness.sh
+
+if ! command -v curl >/dev/null 2>&1; then
+    skip "the server: curl is not here"
+    finish test_server
+    exit
+fi
+run serve "$model" --host 203.0.113.1 --port 0                       # an address that no machine here has
+if grep -q 'libmicrohttpd' "$tmp/err"; then
+    ok "without libmicrohttpd the verb names the package" grep -q 'libmicrohttpd-dev' "$tmp/err"
+    skip "the server: this build has no libmicrohttpd"
+    finish test_server
+    exit
+fi
+ok "an address of another machine is an error" [ "$status" -eq 1 ]
+ok "it is named" grep -q '203.0.113.1' "$tmp/err"
+
+for flags in "--port 99999" "--port x" "-np 0" "-np 65" "--chunk 63" "--queue -1" "--timeout 0" "--max-body 0" "--api-key-file /nowhere/x" \
+    "--host 256.0.0.1" "--template middle" "-p hi"; do
+    # shellcheck disable=SC2086  # a flag and its value
+    run serve "$model" $flags
+    ok "serve $flags: exit status 1" [ "$status" -eq 1 ]
+    ok "serve $flags: names the flag" grep -q -e "^gemma4: error: ${flags%% *}: " "$tmp/err"
+done
+run serve "$model" --api-key ""
+ok "an empty key: exit status 1" [ "$status" -eq 1 ]
+
+pids=
+trap 'for p in $pids; do kill -9 "$p" 2>/dev/null; done; rm -rf "$tmp"' EXIT
+
+# ---- helpers -------------------------------------------------------------------------
+serve() { # serve NAME FLAGS...: starts a server; leaves $pid and $url
+    name=$1
+    shift
+    "$gemma4" serve "$model" --port 0 -t 2 "$@" >/dev/null 2>"$tmp/$name.log" </dev/null &
+    pid=$!
+    pids="$pids $pid"
+    for _ in $(seq 200); do
+        grep -q '^# serving at ' "$tmp/$name.log" && break
+        sleep 0.05
+    done
+    url=$(sed -n 's/^# serving at //p' "$tmp/$name.log")
+}
+ask() { # ask PATH BODY [CURL FLAGS...]: the response as $tmp/out, its status as $code
+    path=$1 body=$2
+    shift 2
+    code=$(curl -sS -m 60 -o "$tmp/out" -w '%{http_code}' "$@" --data-binary "$body" "$url$path" 2>"$tmp/err")
+}
+get() { # get PATH [CURL FLAGS...]
+    path=$1
+    shift
+    code=$(curl -sS -m 60 -o "$tmp/out" -w '%{http_code}' "$@" "$url$path" 2>"$tmp/err")
+}
+is() { [ "$code" = "$1" ]; }
+has() { grep -qF -e "$2" "$tmp/$1"; }
+lacks() { ! grep -qF -e "$2" "$tmp/$1"; }
+same() { [ -s "$tmp/$1" ] && cmp -s "$tmp/$1" "$tmp/$2"; }
+text() { # text KEY FILE: the strings of that key in JSON, joined
+    grep -oE "\"$1\":\"([^\"\\\\]|\\\\.)*\"" "$tmp/$2" | sed -E "s/^\"$1\":\"//; s/\"\$//" | tr -d '\n'
+}
+number() { # number KEY FILE: the last number of that key
+    grep -oE "\"$1\":[-0-9.e+]+" "$tmp/$2" | tail -n 1 | sed 's/.*://'
+}
+metric() { curl -s -m 10 "$url/metrics" | sed -n "s/^gemma4_$1 //p"; }
+until_metric() { # until_metric NAME VALUE: waits for it, 10 seconds at most
+    for _ in $(seq 200); do
+        [ "$(metric "$1")" = "$2" ] && return 0
+        sleep 0.05
+    done
+    return 1
+}
+refused() { # refused NAME STATUS WORD PATH BODY: is refused with that status and an error that holds the word
+    ask "$4" "$5"
+    ok "$1: status $2" is "$2"
+    ok "$1: names '$3'" has out "$3"
+    ok "$1: is a JSON error" grep -q '^{"error":{"message":".*"type":"' "$tmp/out"
+}
+user='"messages":[{"role":"user","content":"Tell me a story about a fox."}]'
+chat=/v1/chat/completions
+
+serve main -np 3 --queue 20 --max-body 1
+main=$pid
+
+# ---- small endpoints -----------------------------------------------------------------
+get /health
+ok "health is ok" has out '{"status":"ok"}'
+get /v1/models
+ok "the model is called as its file" has out '"id":"gemma4-mini-q8_0"'
+get /props
+ok "props tell the sessions" has out '"total_slots":3'
+get /slots
+ok "slots are free" has out '{"id":2,"n_ctx":8192,"is_processing":false}'
+get /health -I
+ok "HEAD works as GET" is 200
+ask /tokenize '{"content":"Once upon a time"}'
+ids=$(sed 's/.*\[\(.*\)\].*/\1/' "$tmp/out")
+run tokenize "$model" -p "Once upon a time"
+ok "ids are those of the verb" grep -q "$(echo "$ids" | cut -d, -f1)" "$tmp/out"
+ask /detokenize "{\"tokens\":[$ids]}"
+ok "ids become the text again" has out '{"content":"Once upon a time"}'
+ask /apply-template "{$user}"
+ok "a conversation becomes a prompt" has out '<|turn>user\nTell me a story about a fox.<turn|>'
+
+# ---- one answer ----------------------------------------------------------------------
+run "$model" -p "Tell me a story about a fox." --temp 0 -n 40
+cp "$tmp/out" "$tmp/cli"
+ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"seed\":1}"
+ok "a chat is answered" is 200
+text content out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/plain"
+ok "with the text of the command line" same cli plain
+ok "which is cut" has out '"finish_reason":"length"'
+ok "usage counts" has out '"completion_tokens":40'
+ok "timings are told" has out '"predicted_per_second":'
+ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"stream\":true,\"stream_options\":{\"include_usage\":true}}" -N
+text content out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/streamed"
+ok "a stream holds the same text" same plain streamed
+ok "it ends in [DONE]" [ "$(grep -c '^data: \[DONE\]$' "$tmp/out")" -eq 1 ]
+ok "and tells the usage" has out '"choices":[],"usage":{"prompt_tokens":21'
+ok "of which most was held already" [ "$(number cached_tokens out)" -eq 20 ]
+ask /v1/completions "{\"prompt\":\"Once upon a time\",\"temperature\":0,\"max_tokens\":10}"
+ok "a text goes on" grep -q '"text":"[^"]*[a-z]' "$tmp/out"
+text text out >"$tmp/a"
+ask /v1/completions "{\"prompt\":\"Once upon a time\",\"temperature\":0,\"max_tokens\":10,\"stream\":true}" -N
+text text out >"$tmp/b"
+ok "and as a stream" same a b
+ask /v1/completions "{\"prompt\":[2,$ids],\"temperature\":0,\"max_tokens\":10}"
+text text out >"$tmp/b"
+ok "and from ids" same a b
+ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"stop\":[\" fox\",\"zzz\"]}"
+ok "a stop string ends it" has out '"finish_reason":"stop"'
+ok "before that text" has out '"content":"Once upon a time, there was a little"'
+ask $chat "{$user,\"max_tokens\":30,\"seed\":7}"
+text content out >"$tmp/a"
+ask $chat "{$user,\"max_tokens\":30,\"seed\":7}"
+text content out >"$tmp/b"
+ok "a seed gives the same text again" same a b
+ask $chat "{$user,\"max_tokens\":3,\"temperature\":0,\"logprobs\":true,\"top_logprobs\":2}"
+ok "probabilities of each token" [ "$(grep -o '"top_logprobs"' "$tmp/out" | wc -l)" -eq 3 ]
+ask $chat "{$user,\"max_tokens\":3,\"temperature\":0,\"logit_bias\":{\"834\":-100}}"
+ok "a bias changes the text" lacks out '"content":"Once'
+ask $chat "{$user,\"max_tokens\":3,\"temperature\":0}"
+ok "and is gone for the next one" has out '"content":"Once'
+ask $chat "{$user,\"max_tokens\":2,\"stream\":true,\"return_progress\":true,\"cache_prompt\":false}" -N
+ok "progress of the prompt, where it is wanted" has out '"prompt_progress":{"total":21,"cache":0'
+ask $chat '{"max_tokens":60,"temperature":0,"messages":[{"role":"user","content":"What is the weather in Paris?"}],
+"tools":[{"type":"function","function":{"name":"get_weather","description":"Weather of a city","parameters":{"type":"object",
+"properties":{"city":{"type":"string"}},"required":["city"]}}}]}'
+ok "tools are taken" is 200
+cp "$tmp/out" "$tmp/tools"
+if has tools '"tool_calls"'; then
+    ok "a call: finish_reason" has tools '"finish_reason":"tool_calls"'
+    ok "a call: its name" has tools '"function":{"name":"get_weather","arguments":"{'
+else
+    skip "tool calls: the small model made none"
+fi
+
+# ---- other dialects ------------------------------------------------------------------------
+declared='"name":"get_weather","description":"Weather of a city"'
+schema='{"type":"object","properties":{"city":{"type":"string"}},"required":["city"]}'
+weather='"temperature":0,"max_tokens":60,"messages":[{"role":"user","content":"What is the weather in Paris?"}]'
+ask /v1/messages "{$user,\"max_tokens\":40,\"temperature\":0}"
+text text out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/a"
+ok "/v1/messages: the same text" same plain a
+ok "/v1/messages: why it ends" has out '"stop_reason":"max_tokens"'
+ask /v1/messages "{$user,\"max_tokens\":40,\"temperature\":0,\"stream\":true}" -N
+text text out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/a"
+ok "/v1/messages: the same as a stream" same plain a
+ok "/v1/messages: the stream ends" has out 'event: message_stop'
+ask /v1/messages "{$weather,\"stream\":true,\"tools\":[{$declared,\"input_schema\":$schema}]}" -N
+has tools '"tool_calls"' && ok "/v1/messages: the call, streamed" has out '"partial_json":"{\"city\":'
+ask /v1/messages/count_tokens "{$user}"
+ok "/v1/messages/count_tokens" has out '{"input_tokens":21}'
+ask /v1/messages '{"messages":[{"role":"user","content":[{"type":"image"}]}]}'
+ok "/v1/messages: an image: 400" is 400
+ok "/v1/messages: errors in its own form" has out '{"type":"error","error":{"type":"invalid_request_error","message":"'
+fox='"input":"Tell me a story about a fox.","max_output_tokens":40,"temperature":0'
+ask /v1/responses "{$fox}"
+text text out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/a"
+ok "/v1/responses: the same text" same plain a
+ask /v1/responses "{$fox,\"stream\":true}" -N
+text delta out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/a"
+ok "/v1/responses: the same as a stream" same plain a
+ok "/v1/responses: the stream ends" has out 'event: response.incomplete'
+refused "/v1/responses: nothing is kept" 400 "previous_response_id" /v1/responses "{$fox,\"previous_response_id\":\"x\"}"
+
+# ---- errors: 4xx with a reason, and the server goes on ------------------------------------
+refused "no such path" 404 "endpoint" /v1/images "{}"
+get $chat
+ok "GET where POST belongs: 405" is 405
+refused "no JSON" 400 "not JSON" $chat "hello"
+refused "no object" 400 "object" $chat "[1]"
+refused "no messages" 400 "messages" $chat "{}"
+refused "empty messages" 400 "messages" $chat '{"messages":[]}'
+refused "n 2" 400 '"param":"n"' $chat "{$user,\"n\":2}"
+refused "an image" 400 "image" $chat '{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}'
+refused "audio" 400 "audio" $chat "{$user,\"modalities\":[\"text\",\"audio\"],\"audio\":{}}"
+refused "a wrong type" 400 "temperature" $chat "{$user,\"temperature\":\"hot\"}"
+refused "out of range" 400 "top_p" $chat "{$user,\"top_p\":2}"
+refused "no whole number" 400 "max_tokens" $chat "{$user,\"max_tokens\":1.5}"
+refused "an empty stop" 400 "stop" $chat "{$user,\"stop\":[\"\"]}"
+refused "a bias out of range" 400 "logit_bias" $chat "{$user,\"logit_bias\":{\"999999\":1}}"
+refused "a schema" 400 "response_format" $chat "{$user,\"response_format\":{\"type\":\"json_schema\"}}"
+refused "a forced call" 400 "tool_choice" $chat "{$user,\"tool_choice\":\"required\"}"
+refused "ids out of range" 400 "prompt[1]" /v1/completions '{"prompt":[2,4096]}'
+refused "two prompts" 400 "several" /v1/completions '{"prompt":["a","b"]}'
+refused "no tokens" 400 "tokens" /detokenize "{}"
+yes "word" | head -n 9000 | tr '\n' ' ' | sed 's/.*/{"prompt":"&"}/' >"$tmp/long"
+ask /v1/completions "@$tmp/long"
+ok "a prompt that is too long: 400" is 400
+ok "with the code that clients know" has out '"code":"context_length_exceeded"'
+head -c 1200000 /dev/zero | tr '\0' 'x' >"$tmp/large"
+ask /tokenize "@$tmp/large" -H "Expect:"
+ok "a body that is too large: 413" is 413
+ask /tokenize "@$tmp/large" -H "Transfer-Encoding: chunked" -H "Expect:"
+ok "and in chunks: 413" is 413
+get /health -H "Host: example.com"
+ok "another Host: 403" is 403
+get /health -H "Origin: http://example.com"
+ok "another Origin: 403" is 403
+get /health -H "Origin: $url"
+ok "our own Origin is fine" is 200
+printf '{%s,"tools":[{"type":"function","function":{"name":"f"}}],"stop":"x","max_tokens":1}' "$user" >"$tmp/whole"
+size=$(wc -c <"$tmp/whole") bad=0 step=11
+[ "${LONG:-0}" = 0 ] || step=1
+for n in $(seq 0 $step $((size - 1))); do
+    head -c "$n" "$tmp/whole" >"$tmp/cut"
+    ask $chat "@$tmp/cut"
+    case $code in 4??) ;; *) bad=$((bad + 1)) ;; esac
+done
+ok "a body cut anywhere is a 4xx" [ "$bad" -eq 0 ]
+i=0 bad=0
+while [ $i -lt $((size / step)) ]; do                                # one byte is another
+    { head -c $((i * step)) "$tmp/whole"; printf '\377'; tail -c +$((i * step + 2)) "$tmp/whole"; } >"$tmp/cut"
+    ask $chat "@$tmp/cut"
+    case $code in 4??|200) ;; *) bad=$((bad + 1)) ;; esac
+    i=$((i + 1))
+done
+ok "a broken byte anywhere is a 4xx or text" [ "$bad" -eq 0 ]
+ok "no body made a 5xx" [ "$(metric 'http_responses_total{class="5xx"}')" = 0 ]
+
+# ---- several at once: each as alone ------------------------------------------------------
+prompt() { # prompt K: a body; the fifth has a long prompt
+    [ "$1" -ne 5 ] || long=$(yes "The fox ran over the hill and saw a bird." | head -n 120 | tr '\n' ' ')
+    [ "$1" -eq 5 ] || long=
+    printf '{"messages":[{"role":"user","content":"%sTell me story number %s about a fox."}],"seed":%s,"max_tokens":40%s}' \
+        "$long" "$1" "$1" "$2"
+}
+for k in 1 2 3 4 5 6; do
+    ask $chat "$(prompt $k ',"cache_prompt":false')"
+    text content out >"$tmp/alone.$k"
+done
+ok "a long prompt is answered" [ -s "$tmp/alone.5" ]
+waits=
+for k in 1 2 3 4 5 6; do
+    curl -sS -m 100 -N -o "$tmp/many.$k" --data-binary "$(prompt $k ',"stream":true')" "$url$chat" &
+    waits="$waits $!"
+done
+# shellcheck disable=SC2086  # several numbers
+wait $waits
+for k in 1 2 3 4 5 6; do
+    text content "many.$k" >"$tmp/together.$k"
+    ok "text $k is the same in company" same "alone.$k" "together.$k"
+done
+ask $chat "$(prompt 5 ',"x":1')"
+ok "a long prompt that is held does not run again" [ "$(number cached_tokens out)" -gt 1000 ]
+text content out >"$tmp/again"
+ok "and gives the same text" same alone.5 again
+
+# ---- a conversation: each turn runs only what is new ---------------------------------------
+talk='{"role":"user","content":"Tell me a story about a fox."}' old=0 repeated=0
+for turn in 1 2 3 4 5; do
+    ask $chat "{\"messages\":[$talk],\"temperature\":0,\"max_tokens\":30}"
+    [ $((old - $(number cached_tokens out))) -le 40 ] || repeated=$((repeated + 1))
+    old=$(number prompt_tokens out)
+    talk="$talk,{\"role\":\"assistant\",\"content\":\"$(text content out)\"},{\"role\":\"user\",\"content\":\"And then, $turn?\"}"
+done
+ok "a conversation's prefix stays in its session" [ "$repeated" -eq 0 ]
+
+# ---- callers that leave --------------------------------------------------------------------
+endless="{$user,\"ignore_eos\":true,\"max_tokens\":8000"
+curl -sS -N -m 60 -o "$tmp/left" --data-binary "$endless,\"stream\":true}" "$url$chat" &
+first=$!
+curl -sS -N -m 60 -o "$tmp/left" --data-binary "$endless}" "$url$chat" &
+second=$!
+ok "two answers are under way" until_metric requests_running 2
+kill -9 $first $second
+wait $first $second 2>/dev/null
+ok "both end when their callers leave" until_metric requests_running 0
+ok "and are counted" [ "$(metric requests_cancelled_total)" = 2 ]
+if [ "${LONG:-0}" != 0 ]; then
+    rss() { sed -n 's/^VmRSS:[^0-9]*\([0-9]*\).*/\1/p' "/proc/$main/status"; }
+    for k in $(seq 100); do ask $chat "{$user,\"max_tokens\":4}"; done
+    before=$(rss)
+    for k in $(seq 1000); do ask $chat "{$user,\"max_tokens\":4}"; done
+    after=$(rss)
+    echo "# 1,000 requests: $before KiB before, $after KiB after"
+    ok "memory stays flat over 1,000 requests" [ $((after - before)) -le $((before / 100)) ]
+fi
+
+# ---- a full queue, a key, the end ----------------------------------------------------------
+printf 'secret\n' >"$tmp/key"
+serve small --parallel 1 --chunk 64 --queue 1 --timeout 600 --alias "a fox" --api-key-file "$tmp/key" -c 1024
+get /health
+ok "health needs no key" is 200
+get /v1/models -H "x-api-key: secret"
+ok "the model's name is another" has out '"id":"a fox"'
+refused "no key" 401 "key" $chat "{$user}"
+refused "no key, no such path" 401 "key" /nowhere "{}"
+ask /tokenize '{"content":"a"}' -H "Authorization: Bearer secret"
+ok "the key opens" is 200
+ask /tokenize '{"content":"a"}' -H "x-api-key: secrets"
+ok "another key does not" is 401
+metric() { curl -s -m 10 -H "x-api-key: secret" "$url/metrics" | sed -n "s/^gemma4_$1 //p"; }
+for k in 1 2; do
+    curl -sS -N -m 60 -o "$tmp/full.$k" -H "x-api-key: secret" --data-binary "$endless,\"stream\":true}" "$url$chat" &
+    eval "caller$k=$!"
+    [ $k -eq 2 ] || ok "the first one runs" until_metric requests_running 1
+done
+ok "the second one waits" until_metric requests_waiting 1
+ask $chat "{$user}" -H "x-api-key: secret" -D "$tmp/headers"
+ok "the third one is refused: 429" is 429
+ok "with Retry-After" grep -qi '^Retry-After: ' "$tmp/headers"
+kill -9 "$caller2"
+wait "$caller2" 2>/dev/null
+ok "who leaves the queue is taken out" until_metric requests_waiting 0
+kill -TERM "$pid"
+for _ in $(seq 40); do
+    get /health
+    [ "$code" = 503 ] && break
+    sleep 0.05
+done
+ok "SIGTERM: no new requests" is 503
+wait "$caller1"
+ok "SIGTERM: the answer under way ends, or is cut after 30 seconds" \
+    grep -qE '^data: (\[DONE\]|\{"error":.*shutting down)' "$tmp/full.1"
+wait "$pid"
+status=$?
+ok "SIGTERM: exits 0" [ "$status" -eq 0 ]
+ok "no prompt is in the log" lacks small.log "story"
+kill -TERM "$main"
+wait "$main"
+status=$?
+ok "the first server is still there, and ends" [ "$status" -eq 0 ]
+ok "a line of JSON for each request" grep -q '^{"time":.*"path":"/v1/chat/completions","status":200,' "$tmp/main.log"
+
+finish test_server
