@@ -1529,7 +1529,7 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
     const Ops *op = m->ops;
     State *s = &m->s;
     const bool fed = segs[0].rows[0].token == FED;
-    const int n_sampled = m->n_kept;
+    assert(!fed || (n_segs == m->n_kept && segs[0].n == 1));           // of the step before
     bool staged = false;
     m->ahead = fed;
     m->n_segs = n_segs;
@@ -1562,7 +1562,6 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
             m->n_rows++;
         }
     }
-    assert(!fed || m->n_rows == n_sampled);
     send_new(m, s->rows, m->sent.rows, m->rows, (size_t)m->n_rows * sizeof(Row));
     send_new(m, s->segs, m->sent.segs, m->segs, (size_t)m->n_segs * sizeof(Segment));
     send_new(m, s->kept_rows, m->sent.kept_rows, m->kept_rows, (size_t)m->n_kept * sizeof(Row));
