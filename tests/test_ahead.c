@@ -350,8 +350,8 @@ static void cancel_prompt(const Ops *base, bool marks) {
     free(m);
 }
 
-int main(int argc, char **argv) {                      // -cuda: only the CUDA backend
-    const bool all = argc < 2 || strcmp(argv[1], "-cuda");
+int main(int argc, char **argv) {                      // -cuda: only the CUDA backend; -cuda -few: without sessions together
+    const bool all = argc < 2 || strcmp(argv[1], "-cuda"), alone = argc > 2 && !strcmp(argv[2], "-few");
     make_tmp();
     start_threads(1);
     for (size_t i = 0; all && i < sizeof cases / sizeof *cases; i++) compare(cpu_ops(), &cases[i]);
@@ -361,7 +361,7 @@ int main(int argc, char **argv) {                      // -cuda: only the CUDA b
     }
 #ifdef USE_CUDA
     for (size_t i = 0; cuda_ops() && i < sizeof few / sizeof *few; i++) compare(cuda_ops(), &few[i]);
-    if (cuda_ops() && !all) compare_together(cuda_ops(), true);
+    if (cuda_ops() && !alone) compare_together(cuda_ops(), true);
     if (!cuda_ops()) SKIP("no GPU: steps ahead on the CUDA backend");
 #else
     (void)few;

@@ -2,8 +2,8 @@
 # The kernels of gemma4_kernels.cu without a GPU: compiled by g++ and carried out by tests/cuda_on_cpu, whose cuda_runtime.h says
 # what that proves and what it does not. First the emulator itself, with planted faults; then each operation, the sampler, whole
 # models against the CPU backend, the layout of weights, and answers whose steps run ahead of the host: as far as some two minutes
-# of one core go. LONG=1: matrix products, experts and the head with all their cases. On a machine with a GPU the same programs
-# run on it, whole.
+# of one core go. LONG=1: matrix products, experts and the head with all their cases, and several sessions ahead of the host. On a
+# machine with a GPU the same programs run on it, whole.
 # Environment: BUILD (build), STRICT=1 (a skip fails), LONG=1.
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
@@ -41,7 +41,7 @@ if [ ! -x "$build/emulated/test_emulator" ]; then
 fi
 one test_emulator
 few=-few
-[ "${LONG:-0}" = 0 ] || few=                         # 5 minutes
+[ "${LONG:-0}" = 0 ] || few=                         # minutes more
 one test_ops -cuda $few matmul expert_down head
 one test_ops -cuda embed ple_rows route gate_up expert_gate_up ple_inject close gather_rows qkv_store attend kv_commit kv_copy \
     logprob
@@ -49,5 +49,5 @@ one test_sampling -cuda seen position
 one test_cuda -few micro-dense-f16      # its prompts go through cuBLAS too, which takes the emulator a minute
 one test_cuda -brief tiny-moe-q4_k_m
 one test_layout
-one test_ahead -cuda
+one test_ahead -cuda $few
 finish
