@@ -365,6 +365,7 @@ int main(int argc, char **argv) {                      // -cuda: only the CUDA b
     if (!cuda_ops()) SKIP("no GPU: steps ahead on the CUDA backend");
 #else
     (void)few;
+    (void)alone;
     SKIP("built without CUDA: steps ahead on the CUDA backend");
 #endif
     return test_done("ahead");
