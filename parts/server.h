@@ -1425,7 +1425,7 @@ static void route_count(Exchange *x) {
 
 // One item of the input as a message.
 static bool put_item(Exchange *x, TokText *out, const GgufJson *item, int i) {
-    GgufJson role, content, id, name, v;
+    GgufJson role, content, id = { .type = GGUF_J_NULL }, name, v;
     if (is_type(item, "reasoning")) return true;
     if (is_type(item, "function_call")) {
         if (!member(item, "call_id", &id) || !member(item, "name", &name) || !member(item, "arguments", &v))
