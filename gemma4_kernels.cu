@@ -970,8 +970,8 @@ typedef struct {              // where a prepared input goes; NULL: not wanted
     bool   by_fragment;       // value i of a row of h lies at fragment_at(i); cols is a multiple of 16
 } Prepared;
 
-// Where value i goes so that lane l of a warp finds its share of quantised weights, values 4k .. 4k + 3 of 16 with k = l % 4, where
-// multiply_half() looks for them: 2k, 2k + 1 and 8 + 2k, 9 + 2k.
+// Where value i goes so that lane l of a warp finds its share of quantised weights, values 4k .. 4k + 3 of 16 with k =
+// l % 4, where multiply_half() looks for them: 2k, 2k + 1 and 8 + 2k, 9 + 2k.
 __device__ static inline int fragment_at(int i) { return (i & ~15) | (i & 2) << 2 | (i >> 1 & 6) | (i & 1); }
 
 enum { ROW_THREADS = 512, ROW_QUADS = 3, ROW_COLS = 4 * ROW_QUADS * ROW_THREADS, NARROW_QUADS = 2,
@@ -3470,13 +3470,14 @@ static const __half *prompt_input(const In *in, int n_rows, int cols, bool by_fr
 }
 
 // ---- experts of a prompt ----
-// The pairs (row, chosen expert) of a step are sorted by expert, and an expert meets all of its rows, a tile of them at a time, as
-// a dense matrix would: weights become f16 on their way from shared memory to the tensor cores, sums are f32. A warp has 32
-// features, two halves of 16: of gate and of up, or one behind the other. It multiplies them with all rows of the tile, so a
-// weight is decoded once for as many rows. Features and rows come in stages of 64 values.
+// The pairs (row, chosen expert) of a step are sorted by expert, and an expert meets all of its rows, a tile of them at
+// a time, as a dense matrix would: weights become f16 on their way from shared memory to the tensor cores, sums are
+// f32. A warp has 32 features, two halves of 16: of gate and of up, or one behind the other. It multiplies them with
+// all rows of the tile, so a weight is decoded once for as many rows. Features and rows come in stages of 64 values.
 //
-// In lane l, t = l / 4, k = l % 4, word k of a chunk of codes holds values 4k .. 4k + 3 of a feature, where multiply_half() looks
-// for 2k, 2k + 1 and 8 + 2k, 9 + 2k. The rows lie in the order of fragment_at() to match, so that codes need no sorting.
+// In lane l, t = l / 4, k = l % 4, word k of a chunk of codes holds values 4k .. 4k + 3 of a feature, where
+// multiply_half() looks for 2k, 2k + 1 and 8 + 2k, 9 + 2k. The rows lie in the order of fragment_at() to match, so that
+// codes need no sorting.
 
 enum { STAGE_VALUES = 64, SIXTEEN = 16, EXPERT_WARPS = 4, EXPERT_THREADS = 32 * EXPERT_WARPS, SORT_THREADS = 512,
        MAX_PROMPT_EXPERTS = 1024, SMALL_TILE = 64, LARGE_TILE = 128 };      // pairs
@@ -3484,14 +3485,14 @@ enum { STAGE_VALUES = 64, SIXTEEN = 16, EXPERT_WARPS = 4, EXPERT_THREADS = 32 * 
 // The most tiles that sort_pairs_kernel gives out.
 static int most_tiles(int n_pairs, int n_experts, int tile) { return n_pairs / tile + n_experts; }
 
-// sort_pairs: order = the pairs by expert, ascending; tiles = at most `tile` of them each. An expert whose pairs begin at s owns
-// the tiles from s / tile + its number on: as many as there are or one more, whatever the others have.
+// sort_pairs: order = the pairs by expert, ascending; tiles = at most `tile` of them each. An expert whose pairs begin
+// at s owns the tiles from s / tile + its number on: as many as there are or one more, whatever the others have.
 //   shapes    ids (n_pairs), order (n_pairs), tiles (most_tiles())
 //   launch    grid n_experts, block 512: a warp takes consecutive pairs
 //   traffic   the ids twice per expert, from the L2 cache
 //   see       tests/test_ops.c expert_prompt()
-__global__ void __launch_bounds__(SORT_THREADS) sort_pairs_kernel(const int32_t *ids, int n_pairs, int tile, int32_t *order,
-                                                                  PairTile *tiles) {
+__global__ void __launch_bounds__(SORT_THREADS)
+sort_pairs_kernel(const int32_t *ids, int n_pairs, int tile, int32_t *order, PairTile *tiles) {
     take_turn();
     constexpr int WARPS = SORT_THREADS / 32;
     __shared__ int own_of[WARPS], less_of[WARPS];
@@ -3547,14 +3548,18 @@ typedef struct {
 template <DType T> struct Staged {
     static constexpr Format form = Type<T>::form;
     static constexpr bool one_head = Type<T>::one_head;                // for four stages
-    static constexpr int lo = STAGE_VALUES * form.lo_bits / 8, hi = STAGE_VALUES * form.hi_bits / 8;         // bytes of a feature
+    static constexpr int lo = STAGE_VALUES * form.lo_bits / 8, hi = STAGE_VALUES * form.hi_bits / 8;   // of a feature
     static constexpr int head = one_head ? form.head : Type<T>::head * STAGE_VALUES / 256;
     static constexpr int head_words = (head + 3) / 4;
     static constexpr int hi_at = 32 * lo, head_at = hi_at + 32 * hi, sup_at = head_at + 128 * head_words;
     static constexpr int bytes = sup_at + 128 * (form.sup != 0);
     // Where chunk c of lo of feature f lies: what is read at once lies in different banks.
     __device__ static int chunk_at(int f, int c) {
-        const int bits = lo == 32 ? f >> 2 & 1 : lo == 64 ? f >> 1 & 3 : lo == 128 ? 2 * (f & 3) : lo == 256 ? 4 * (f & 1) : 0;
+        int bits = 0;
+        if (lo == 32) bits = f >> 2 & 1;
+        if (lo == 64) bits = f >> 1 & 3;
+        if (lo == 128) bits = 2 * (f & 3);
+        if (lo == 256) bits = 4 * (f & 1);
         return f * lo + 16 * (c ^ bits);
     }
 };
@@ -3598,8 +3603,8 @@ template <DType T> struct Features {
         if constexpr (S::form.sup == 4) copy_word_ahead(to + S::sup_at + 4 * lane, sup_of(s));
     }
 
-    // Factors and minima of group j of stage s, of feature `lane`: { a, -m }, or where halves of groups differ { a[0], a[1] } and
-    // { -m[0], -m[1] }.
+    // Factors and minima of group j of stage s, of feature `lane`: { a, -m }, or where halves of groups differ { a[0],
+    // a[1] } and { -m[0], -m[1] }.
     __device__ void scales(const char *stage, int s, int j, __half2 am[2]) const {
         const int lane = threadIdx.x % 32;
         const unsigned *w = (const unsigned *)(stage + S::head_at) + S::head_words * lane;
@@ -3627,11 +3632,14 @@ __device__ static inline __half2 two_halves(unsigned v) {
     return __halves2half2(__ushort_as_half((unsigned short)v), __ushort_as_half((unsigned short)(v >> 16)));
 }
 
-// Four codes in the bytes of a word as f16 weights, the first two and the others. a, m: their factor and minus their minimum, twice.
-template <DType T> __device__ static inline void code_weights(unsigned codes, __half2 a, __half2 m, unsigned *low, unsigned *high) {
+// Four codes in the bytes of a word as f16 weights, the first two and the others. a, m: their factor and minus their
+// minimum, twice.
+template <DType T>
+__device__ static inline void code_weights(unsigned codes, __half2 a, __half2 m, unsigned *low, unsigned *high) {
     constexpr bool is_signed = Type<T>::form.lo_bits == 8 || Type<T>::form.table != TABLE_NONE;
     codes = code_integers<T>(codes) ^ (is_signed ? 0x80808080u : 0);
-    const __half2 zero = __float2half2_rn(1024.0f + (is_signed ? 128 : Type<T>::offset));    // a byte behind 0x64 is 1024 more
+    // a byte behind 0x64 is 1024 more
+    const __half2 zero = __float2half2_rn(1024.0f + (is_signed ? 128 : Type<T>::offset));
     const __half2 v0 = __hsub2(two_halves(__byte_perm(codes, 0x64646464u, 0x4140)), zero);      // in f16: exact so far
     const __half2 v1 = __hsub2(two_halves(__byte_perm(codes, 0x64646464u, 0x4342)), zero);
     *low = half_bits(Type<T>::min ? __hfma2(v0, a, m) : __hmul2(v0, a));
@@ -3667,7 +3675,8 @@ template <DType T> __device__ static inline void staged_codes(const char *stage,
     }
 }
 
-// Group j of a half of a warp's features as multiply_half() takes them: a[h] of the h-th half of the group. am: from scales().
+// Group j of a half of a warp's features as multiply_half() takes them: a[h] of the h-th half of the group. am: from
+// scales().
 template <DType T> __device__ static inline void staged_weights(const char *stage, int half, int j, const __half2 am[2],
                                                                 unsigned a[2][4]) {
     typedef Staged<T> S;
@@ -3705,9 +3714,11 @@ template <DType T> __device__ static inline void staged_weights(const char *stag
 
 // Shared memory: for each stage the rows, 128 bytes each, and each warp's features; later the results.
 template <DType T, int TILE_PAIRS> struct ExpertsRoom {
-    static constexpr int rows = TILE_PAIRS * STAGE_VALUES * 2, features_at = rows, stage = rows + EXPERT_WARPS * Staged<T>::bytes;
+    static constexpr int rows = TILE_PAIRS * STAGE_VALUES * 2, features_at = rows;
+    static constexpr int stage = rows + EXPERT_WARPS * Staged<T>::bytes;
     static constexpr int fits = (108 << 10) / stage, stages = fits > 5 ? 5 : fits < 3 ? 3 : fits;
-    static constexpr int stride = SIXTEEN * EXPERT_WARPS + 4;     // floats of a row of results: lanes of a warp in different banks
+    // floats of a row of results: lanes of a warp in different banks
+    static constexpr int stride = SIXTEEN * EXPERT_WARPS + 4;
     static constexpr int results = TILE_PAIRS * stride * 4;
     static constexpr int bytes = stages * stage > results ? stages * stage : results;
 };
@@ -3715,7 +3726,8 @@ template <DType T, int TILE_PAIRS> struct ExpertsRoom {
 // experts: one tile of features times one tile of pairs, of gate and up with the activation, or of one matrix.
 //   shapes    w (n_experts * rows_e, cols), y (n_rows or n_pairs, cols), out or products (n_pairs, rows)
 //   launch    grid most_tiles() * n_blocks, block 128: two on an SM, three with small tiles
-//   traffic   a tile reads its rows of y and its features once; y comes from L2, and so do features for the second tile of an expert
+//   traffic   a tile reads its rows of y and its features once; y comes from L2, and so do features for the
+//             second tile of an expert
 //   numerics  weights and rows rounded to f16, sums f32, ascending: a result does not depend on the tile
 //   see       cpu_expert_gate_up, cpu_expert_down
 template <DType T, int TILE_PAIRS>
@@ -3734,15 +3746,18 @@ experts_kernel(const __grid_constant__ Experts o) {
     __syncthreads();                                   // pair_of
     unsigned from[COPIES];                             // chunks of y
     for (int i = 0; i < COPIES; i++)
-        from[i] = (unsigned)quotient(pair_of[i * AT_ONCE + thread / 8], o.pairs_each) * (unsigned)(o.cols / 8) + thread % 8;
-    const Features<T> features(o, tile.expert, feature < o.rows ? feature : 0);        // behind the last: computed, and dropped
+        from[i] = (unsigned)quotient(pair_of[i * AT_ONCE + thread / 8], o.pairs_each) * (unsigned)(o.cols / 8) +
+                  thread % 8;
+    // behind the last feature: computed, and dropped
+    const Features<T> features(o, tile.expert, feature < o.rows ? feature : 0);
     auto fetch = [&](int s) {
         char *stage = shared_bytes + s % Room::stages * Room::stage;
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
             const int r = i * AT_ONCE + thread / 8;
             if (r < 16 * n_sixteens)
-                copy_ahead(stage + r * 128 + ((thread ^ r) & 7) * 16, (const uint4 *)o.y + from[i] + s * (STAGE_VALUES / 8));
+                copy_ahead(stage + r * 128 + ((thread ^ r) & 7) * 16,
+                           (const uint4 *)o.y + from[i] + s * (STAGE_VALUES / 8));
         }
         features.fetch(stage + Room::features_at + warp * Staged<T>::bytes, s);
     };
@@ -3772,7 +3787,7 @@ experts_kernel(const __grid_constant__ Experts o) {
                 for (int i = 0; i < 2; i++) multiply_half(sum[half][2 * n + i], a[half][h], b[n & 1] + 2 * i);
         }
     };
-    auto run = [&](auto all) {                         // weights are decoded while the tensor cores have the ones before
+    auto run = [&](auto all) {     // weights are decoded while the tensor cores have the ones before
         unsigned a[2][2][2][4];
         copied<Room::stages - 2>();
         __syncthreads();                               // the first stage is there for all
@@ -3784,7 +3799,7 @@ experts_kernel(const __grid_constant__ Experts o) {
             multiply(s, 0, 1, a[0], all);
             multiply(s, 1, 0, a[1], all);
             copied<Room::stages - 3>();
-            __syncthreads();                           // the next stage is there for all, and all are done with the one before
+            __syncthreads();       // the next stage is there for all, and all are done with the one before
             if (s + Room::stages - 1 < n_stages) fetch(s + Room::stages - 1);
             copy_commit();
             decode(s + 1, 0, a[0]);                    // behind the last stage: of what was there once, and dropped
@@ -3816,7 +3831,7 @@ experts_kernel(const __grid_constant__ Experts o) {
                 activate(o.fn, factor[0] * sum[0][n][i]) * (factor[1] * sum[1][n][i]);
     __syncthreads();                                   // results
     constexpr int QUADS = SIXTEEN * EXPERT_WARPS / 4;
-    for (int i = thread; i < 16 * n_sixteens * QUADS; i += EXPERT_THREADS) {           // the 8 lanes of a group stay together
+    for (int i = thread; i < 16 * n_sixteens * QUADS; i += EXPERT_THREADS) {   // the 8 lanes of a group stay together
         const int r = i / QUADS, c = i % QUADS * 4;
         const float4 v = *(const float4 *)(results + r * Room::stride + c);
         const bool there = r < tile.n && block_feature + c < o.rows;
@@ -3834,14 +3849,18 @@ experts_kernel(const __grid_constant__ Experts o) {
 //   shapes    products (n_rows, n_used, rows), weights (n_rows, n_used), out (n_rows, rows) with row stride `stride`
 //   launch    grid (n_rows, ceil(rows / 1024)), block 256 or less: a thread takes four features
 //   traffic   reads products once, from the L2 cache as far as it holds them
-__global__ void sum_pairs_kernel(const float *products, const float *weights, int n_used, int rows, float *out, int stride) {
+__global__ void sum_pairs_kernel(const float *products, const float *weights, int n_used, int rows, float *out,
+                                 int stride) {
     take_turn();
     const int i = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
     if (i >= rows) return;
     const size_t pair = (size_t)blockIdx.x * n_used;
     float4 sum = { 0, 0, 0, 0 };
 #pragma unroll 8
-    for (int j = 0; j < n_used; j++) sum = add4(sum, scale4(__ldcg((const float4 *)(products + (pair + j) * rows + i)), weights[pair + j]));
+    for (int j = 0; j < n_used; j++) {
+        const float4 product = __ldcg((const float4 *)(products + (pair + j) * rows + i));
+        sum = add4(sum, scale4(product, weights[pair + j]));
+    }
     *(float4 *)(out + (size_t)blockIdx.x * stride + i) = sum;
 }
 
@@ -3852,7 +3871,8 @@ typedef struct {              // an instance of experts_kernel
 
 template <int TILE_PAIRS> static ExpertsKernel experts_kernel_of(DType t) {
     switch (t) {
-#define CASE(T, ...) case T: return (ExpertsKernel){ experts_kernel<T, TILE_PAIRS>, TILE_PAIRS, ExpertsRoom<T, TILE_PAIRS>::bytes };
+#define CASE(T, ...) \
+    case T: return (ExpertsKernel){ experts_kernel<T, TILE_PAIRS>, TILE_PAIRS, ExpertsRoom<T, TILE_PAIRS>::bytes };
     QUANTISED_TYPES(CASE) FLOAT_TYPES(CASE)
 #undef CASE
     }
@@ -3861,19 +3881,22 @@ template <int TILE_PAIRS> static ExpertsKernel experts_kernel_of(DType t) {
 
 static void allow_experts(void) {
     for (int t = 0; t <= T_NVFP4; t++)
-        for (const ExpertsKernel k : { experts_kernel_of<SMALL_TILE>((DType)t), experts_kernel_of<LARGE_TILE>((DType)t) })
-            if (k.run) CHECK_CUDA(cudaFuncSetAttribute(k.run, cudaFuncAttributeMaxDynamicSharedMemorySize, k.shared), "experts");
+        for (const ExpertsKernel k : { experts_kernel_of<SMALL_TILE>((DType)t),
+                                       experts_kernel_of<LARGE_TILE>((DType)t) })
+            if (k.run) CHECK_CUDA(cudaFuncSetAttribute(k.run, cudaFuncAttributeMaxDynamicSharedMemorySize, k.shared),
+                                  "experts");
 }
 
-// Whether the experts of a step go through experts_kernel: w, and `up` where that is a matrix of its own, with `rows` output
-// features; n_each: rows of the input for each row of the step. The others keep the kernels of few rows.
+// Whether the experts of a step go through experts_kernel: w, and `up` where that is a matrix of its own, with `rows`
+// output features; n_each: rows of the input for each row of the step. The others keep the kernels of few rows.
 static bool takes_prompt(const Tensor *w, const Tensor *up, int rows, int n_rows, int n_each) {
     return n_rows > STEP_ROWS && rows % 32 == 0 && w->cols % STAGE_VALUES == 0 && w->n <= MAX_PROMPT_EXPERTS &&
            (!up || up->type == w->type) && n_each * w->cols <= cuda.lim.max_cols;
 }
 
 // Sorts the pairs; what gate and up have in common with down. y has one row for n_each pairs.
-static Experts sorted_experts(const Tensor *w, const int32_t *ids, int n_pairs, const __half *y, int n_each, ExpertsKernel *kernel) {
+static Experts sorted_experts(const Tensor *w, const int32_t *ids, int n_pairs, const __half *y, int n_each,
+                              ExpertsKernel *kernel) {
     Experts o = { };
     o.w[0] = o.w[1] = planes_of(w);
     o.rows_e = w->rows;
@@ -3883,8 +3906,10 @@ static Experts sorted_experts(const Tensor *w, const int32_t *ids, int n_pairs, 
     o.order = cuda.order;
     o.tiles = cuda.tiles;
     o.factor[0] = o.factor[1] = w->scale;
-    *kernel = n_pairs > SMALL_TILE * w->n ? experts_kernel_of<LARGE_TILE>(w->type) : experts_kernel_of<SMALL_TILE>(w->type);
-    launch(WRITES_ACTIVATIONS, sort_pairs_kernel, w->n, SORT_THREADS, 0, ids, n_pairs, kernel->tile, cuda.order, cuda.tiles);
+    *kernel = n_pairs > SMALL_TILE * w->n ? experts_kernel_of<LARGE_TILE>(w->type)
+                                          : experts_kernel_of<SMALL_TILE>(w->type);
+    launch(WRITES_ACTIVATIONS, sort_pairs_kernel, w->n, SORT_THREADS, 0, ids, n_pairs, kernel->tile, cuda.order,
+           cuda.tiles);
     CHECK_LAUNCH("sort_pairs n_pairs=%d experts=%d", n_pairs, w->n);
     return o;
 }
@@ -3911,19 +3936,21 @@ static void expert_gate_up_prompt(const ExpertGateUp *op) {
 
 // As many features at a time as there is room for the products of all pairs.
 static void expert_down_prompt(const ExpertDown *op) {
-    const int n_pairs = op->n_rows * op->n_used, rows = op->down->rows, most = (int)(PARTIAL_BYTES / sizeof(float) / n_pairs);
+    const int n_pairs = op->n_rows * op->n_used, rows = op->down->rows;
+    const int most = (int)(PARTIAL_BYTES / sizeof(float) / n_pairs);
     const In in = { .act = op->in };
     const __half *y = prompt_input(&in, n_pairs, op->down->cols, true);
     ExpertsKernel kernel;
     Experts o = sorted_experts(op->down, op->ids, n_pairs, y, 1, &kernel);
     o.step = 2 * SIXTEEN;
     o.products = cuda.partial;
-    const int step = most / (most < EXPERT_THREADS ? 32 : EXPERT_THREADS) * (most < EXPERT_THREADS ? 32 : EXPERT_THREADS);
+    const int unit = most < EXPERT_THREADS ? 32 : EXPERT_THREADS, step = most / unit * unit;
     for (int first = 0; first < rows; first += step) {
         o.first[0] = first, o.first[1] = first + SIXTEEN;
         o.rows = min_int(step, rows - first);
         launch_experts(&kernel, &o, op->down, n_pairs, "expert_down");
-        launch(WRITES_ACTIVATIONS, sum_pairs_kernel, dim3(op->n_rows, div_up(o.rows, 1024)), min_int(256, div_up(o.rows, 128) * 32),
+        launch(WRITES_ACTIVATIONS, sum_pairs_kernel, dim3(op->n_rows, div_up(o.rows, 1024)),
+               min_int(256, div_up(o.rows, 128) * 32),
                0, o.products, op->weights, op->n_used, o.rows, op->out + first, rows);
         CHECK_LAUNCH("sum_pairs n_rows=%d rows=%d", op->n_rows, o.rows);
     }
