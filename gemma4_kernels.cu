@@ -4617,13 +4617,197 @@ static size_t attend_fixed_bytes(int hd, int n_k, int nc) {
 }
 static size_t attend_stage_bytes(int hd, int n_k) { return (size_t)KEYS * (hd + n_k + 2 * ROW_PAD) * sizeof(__half); }
 
-// A block's share of a segment's keys, and those of them that rows of the batch have, which follow each other.
+// Dynamic shared memory of attend_half. What it needs for its columns lies in front, the tiles under way behind it.
+template <int HD, int NC> struct AttendRoom {
+    __half *q_hi, *q_lo;      // (NC, HD + ROW_PAD) each
+    float  *scores;           // (4, NC, SCORE_ROW)
+    float  *angles;           // (FUSED_ROWS, HD), over scores
+    double *inv_freq;         // (HD / 2), of the first segment, behind angles
+    __half *weights;          // (NC, WEIGHT_ROW)
+    float  *w_q, *w_k;        // (HD) each; tied: w_k is fold
+    __half *new_rows;         // (FUSED_ROWS, n_k + HD), by rows of the batch
+    __half *stages;           // (n_stages): K (KEYS, n_k + ROW_PAD), V (KEYS, HD + ROW_PAD)
+
+    __device__ AttendRoom(int n_k) {
+        q_hi = (__half *)shared_bytes, q_lo = q_hi + NC * (HD + ROW_PAD);
+        scores = angles = (float *)(q_lo + NC * (HD + ROW_PAD));
+        inv_freq = (double *)(angles + FUSED_ROWS * HD);
+        weights = (__half *)(scores + attend_score_bytes(HD, NC) / 4);
+        w_q = (float *)(weights + NC * WEIGHT_ROW), w_k = w_q + HD;
+        new_rows = (__half *)(w_k + HD), stages = new_rows + FUSED_ROWS * (n_k + HD);
+    }
+};
+
+template <int NC> struct Columns {     // of a block, in shared memory
+    Sight sights[NC];         // of the block's rows; if it makes some, of all of the batch
+    int   row_of[NC];         // row of a column, in the block; -1: not in use
+    int   head_of[NC];        // number of its query head in out
+    float top[NC], sum[NC], shrink[NC];        // sum: in the end its reciprocal
+    Spans seen_by[NC];        // parts of a column
+    int   n_live;             // parts with a key in sight; here it takes no register
+    bool  last;               // all of them have come to their end
+};
+
+typedef struct {              // what a block works on
+    int  r0, n_rows;          // its rows in the batch, the longest first
+    int  g, tile;             // KV head, which of its head_tiles
+    int  head, n_heads;       // query heads
+    int  n_columns;
+    int  known, n_known;      // rows of the batch that Columns.sights has
+    bool makes;               // q, or rows
+    int  n_new, n_jobs;       // rows of K and as many of V that the block may have to make, and with those columns of q
+} AttendBlock;
+
+__device__ static inline AttendBlock attend_block(const AttendTask &a) {
+    AttendBlock b;
+    b.g = quotient(blockIdx.y, a.by_tiles), b.tile = blockIdx.y - b.g * a.head_tiles;
+    b.head = b.g * a.group + b.tile * a.heads, b.n_heads = min(a.heads, a.group - b.tile * a.heads);
+    b.r0 = (gridDim.x - 1 - blockIdx.x) * a.rows, b.n_rows = min(a.rows, a.b.n_rows - b.r0);
+    b.makes = a.makes_q || a.makes_rows;
+    b.n_columns = b.n_rows * a.heads;
+    b.n_new = a.makes_rows ? a.b.n_rows : 0, b.n_jobs = b.n_columns + 2 * b.n_new;
+    b.known = b.makes ? 0 : b.r0, b.n_known = b.makes ? a.b.n_rows : b.n_rows;
+    return b;
+}
+
+// Rows from .. to - 1 of a block, all of one segment, and their keys in the block's part. Those that are rows of the
+// batch follow each other, and the block may have to make them.
 typedef struct {
-    int   seq, len, seg_first;         // as in Sight
+    int   from, to;
+    int   seg, seq, len, seg_first;    // as in Sight
     int   head;               // KV head
-    int   low, end;           // keys in sight of the block's rows
-    int   new_from, new_to;   // of these: rows that the block makes
+    int   low, end;           // keys in sight of the rows
+    int   new_from, new_to;   // keys that the block makes
+    Spans spans;
+    Share share;
 } Keys;
+
+// The number of row 0 of the batch, were it of the run's segment; row r has this + r.
+__device__ static inline int number_of_0(const AttendBlock &b, const Sight *rows, int from) {
+    return rows[from].len + rows[from].index - b.r0 - from;
+}
+
+// `from` and the rows behind it, as far as they are of one segment.   rows: of the block
+__device__ static inline Keys keys_of(const AttendTask &a, const AttendBlock &b, const Sight *rows, int from) {
+    const Sight &self = rows[from];
+    int to, low = self.low, end = self.end;
+#pragma unroll 1
+    for (to = from + 1; to < b.n_rows && rows[to].seg == self.seg; to++)
+        low = min(low, rows[to].low), end = max(end, rows[to].end);
+    const int number0 = number_of_0(b, rows, from);
+    const Spans spans = spans_of(low, end, a.split);
+    return (Keys){ from, to, self.seg, self.seq, self.len, self.seg_first, b.g, low, end,
+                   a.makes_rows ? max(self.len, number0) : 0, a.makes_rows ? min(end, number0 + b.n_new) : 0, spans,
+                   share_of(spans, low, end, a.split, blockIdx.z) };
+}
+
+// Of tile i of the block's part.
+__device__ static inline int first_key(const AttendTask &a, const Keys &s, int i) {
+    return tile_of(s.share, a.split, s.share.from + i) * KEYS;
+}
+
+// Who the columns are, before the first tile.
+template <int NC>
+__device__ static inline void set_columns(const AttendTask &a, const AttendBlock &b, const Keys &s, Columns<NC> &c) {
+    if (threadIdx.x < NC) {
+        const int row = quotient(threadIdx.x, a.by_heads), h = threadIdx.x - row * a.heads;
+        c.row_of[threadIdx.x] = row >= s.from && row < s.to && h < b.n_heads ? row : -1;
+        c.head_of[threadIdx.x] = (b.r0 + row) * a.n_heads + b.head + h;
+        c.top[threadIdx.x] = -INFINITY, c.sum[threadIdx.x] = 0;
+    }
+    if (threadIdx.x == 0) c.n_live = s.spans.live;
+}
+
+// ---- rows that a block makes ----
+// A warp makes a column of q, or a row of K or V: jobs in this order. Values are asked for a job ahead.
+template <int HD> using JobValues = HeadValues<(HD + 255) / 256>;
+
+// Norm weights and frequencies: they come while the launch before ends.
+template <int HD, int NC>
+__device__ static inline void ask_for_weights(const AttendTask &a, const AttendRoom<HD, NC> &room) {
+    const int i = 4 * threadIdx.x;
+    if (i >= HD) return;
+    if (a.makes_q) copy_ahead(room.w_q + i, a.w_q + i);
+    if (a.w_k) copy_ahead(room.w_k + i, a.w_k + i);
+    if (i < 2 * (int)a.by_pairs.by) copy_ahead(room.inv_freq + i / 2, a.inv_freq + i / 2);
+}
+
+template <int HD>
+__device__ static inline void load_job(const AttendTask &a, const AttendBlock &b, int job, JobValues<HD> &x) {
+    const float *from;
+    if (job < b.n_columns) {
+        const int row = quotient(job, a.by_heads), h = job - row * a.heads;
+        from = a.q + ((size_t)(b.r0 + row) * a.n_heads + b.head + min(h, b.n_heads - 1)) * HD;
+    } else {
+        const int k = job - b.n_columns;
+        from = k < b.n_new ? a.new_k + ((size_t)k * a.n_kv_heads + b.g) * HD
+                           : a.new_v + ((size_t)(k - b.n_new) * a.n_kv_heads + b.g) * HD;
+    }
+    head_load(x, from, HD / 2);
+}
+
+// Angles of the rows that sights has.
+template <int HD, int NC>
+__device__ static inline void make_angles(const AttendTask &a, const AttendBlock &b, const Keys &s,
+                                          const AttendRoom<HD, NC> &room, const Sight *sights) {
+    const int n_pairs = (int)a.by_pairs.by;
+    const double *frequency = s.from ? a.inv_freq : room.inv_freq;     // scores lay there
+    for (int k = threadIdx.x; k < b.n_known * n_pairs; k += ATTEND_THREADS) {
+        const int row = quotient(k, a.by_pairs), pair = k - row * n_pairs;
+        float *angle = room.angles + row * HD + pair;
+        angle_of(frequency[pair], sights[row].pos, angle, angle + HD / 2);
+    }
+}
+
+// Columns of q to q_hi and q_lo, and the rows of K and V that lie in the block's part to new_rows, and to the cache if
+// the block has their query.   coming: what the warp's first job needs
+template <int HD, int NC>
+__device__ static inline void make_rows(const AttendTask &a, const AttendBlock &b, const Keys &s,
+                                        const AttendRoom<HD, NC> &room, const Sight *sights, JobValues<HD> &coming) {
+    constexpr int ROW = HD + ROW_PAD, HALF = HD / 2;
+    const int n_k = a.n_k;
+#pragma unroll 1
+    for (int job = threadIdx.x / 32; job < b.n_jobs; job += ATTEND_WARPS) {
+        const bool is_q = job < b.n_columns, is_k = !is_q && job < b.n_columns + b.n_new;
+        JobValues<HD> x = coming;
+        if (job + ATTEND_WARPS < b.n_jobs) load_job<HD>(a, b, job + ATTEND_WARPS, coming);
+        const int made = job - b.n_columns - (is_k ? 0 : b.n_new);
+        const int r = is_q ? b.r0 + quotient(job, a.by_heads) : made;
+        const int key = number_of_0(b, sights + b.r0 - b.known, s.from) + r;                 // of a new row
+        if (sights[r - b.known].seg != s.seg) continue;
+        if (!is_q && rest((key / KEYS) >> a.split.span_bits, a.split.by_parts) != (int)blockIdx.z) continue;
+        const float *w_kv = is_k ? room.w_k : NULL;
+        if (is_q ? a.makes_q : is_k || a.v_norm) head_norm(x, is_q ? room.w_q : w_kv, HALF, a.eps);
+        if (is_q ? a.makes_q : is_k)
+            head_turn(x, room.angles + (r - b.known) * HD, (int)a.by_pairs.by, HALF);
+        const bool writes = !is_q && r >= b.r0 && r < b.r0 + b.n_rows && b.tile == 0;
+        const int dim = is_k ? n_k : HD;
+        __half *put = is_q ? room.q_hi + job * ROW : room.new_rows + r * (n_k + HD) + (is_k ? 0 : n_k);
+        __half *cached = (is_k ? a.cache_k : a.cache_v) +
+                         (((size_t)s.seq * a.n_kv_heads + b.g) * a.slots + rest(key, a.by_slots)) * dim;
+        head_each(x, HALF, is_q && !a.makes_q ? 0 : a.n_rot, [&](int at, int i, float4 v) {
+            if (is_q && a.makes_q) v = folded(a.n_rot, room.w_k, HALF, i, v);
+            if (at >= dim) return;
+            const uint2 h = halves_of(v);
+            *(uint2 *)(put + at) = h;
+            if (writes) *(uint2 *)(cached + at) = h;
+            if (is_q) *(uint2 *)(put + NC * ROW + at) = halves_of(behind(v));
+        });
+    }
+}
+
+// New rows that lie in tile k of the part, to its stage.
+__device__ static inline void put_new_rows(const AttendTask &a, const AttendBlock &b, const Keys &s, const Sight *rows,
+                                           int k, const __half *new_rows, int v_row, __half *k_tile) {
+    const int n_k = a.n_k, k_row = n_k + ROW_PAD, dims = n_k + v_row - ROW_PAD;
+    const int j0 = first_key(a, s, k), chunk = threadIdx.x * 8;
+    for (int j = max(j0, s.new_from); j < min(j0 + KEYS, s.new_to) && chunk < dims; j++)
+        *(uint4 *)(chunk < n_k ? k_tile + (j - j0) * k_row + chunk
+                               : k_tile + KEYS * k_row + (j - j0) * v_row + chunk - n_k) =
+            *(const uint4 *)(new_rows + (j - number_of_0(b, rows, s.from)) * dims + chunk);
+}
+
+// ---- tiles ----
 
 // The KEYS keys from j0 on, going to a stage: K (KEYS, n_k + ROW_PAD), V (KEYS, HD + ROW_PAD); zeros for keys that
 // nobody sees, whatever lies there.
@@ -4659,6 +4843,14 @@ template <int HD> __device__ static inline void copy_keys(const AttendTask &a, c
                              seen);
         }
     }
+}
+
+// Until the oldest tile under way is there, for this thread.
+__device__ static inline void wait_for_tile(int n_stages) {
+    if (n_stages == 4) copied<3>();
+    else if (n_stages == 3) copied<2>();
+    else if (n_stages == 2) copied<1>();
+    else copied<0>();
 }
 
 // scores (4, NC, SCORE_ROW) = q k for the keys of a tile: a warp has 16 keys and a quarter of the dims.
@@ -4701,22 +4893,22 @@ __device__ static inline void score_keys(const AttendTask &a, const __half *k_ti
 // Softmax of a tile of keys from j0 on, a warp for N columns in turn, a lane for a key: weights of the keys in f16, and
 // of each column the largest score so far, the sum of its weights, and what those before this tile shrink by.
 template <int NC>
-__device__ static inline void weigh_keys(const AttendTask &a, const Sight *rows, const int *row_of, int j0,
-                                         const float *scores, __half *weights, float *top, float *sum, float *shrink) {
+__device__ static inline void weigh_keys(const AttendTask &a, const Sight *rows, int j0, const float *scores,
+                                         __half *weights, Columns<NC> &c) {
     constexpr int N = NC / 8, next = NC * SCORE_ROW;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll N < 2 ? N : 2
     for (int n = 0; n < N; n++) {
-        const int col = warp * N + n, row = row_of[col];
+        const int col = warp * N + n, row = c.row_of[col];
         const float *s = scores + col * SCORE_ROW + lane;
         const bool seen = row >= 0 && in_sight(rows[max(row, 0)], a.own, j0 + lane);
         const float score = seen ? __fmul_rn((s[0] + s[next]) + (s[2 * next] + s[3 * next]), a.scale) : -INFINITY;
-        const float old = top[col], old_sum = sum[col], now = fmaxf(old, warp_max(score));
+        const float old = c.top[col], old_sum = c.sum[col], now = fmaxf(old, warp_max(score));
         const __half p = __float2half_rn(seen ? expf(score - now) : 0);
         const float f = now == -INFINITY ? 1 : expf(old - now), more = warp_sum(__half2float(p));
         weights[col * WEIGHT_ROW + lane] = p;
         __syncwarp();                                  // all have read top and sum
-        if (lane == 0) shrink[col] = f, top[col] = now, sum[col] = __fmaf_rn(old_sum, f, more);
+        if (lane == 0) c.shrink[col] = f, c.top[col] = now, c.sum[col] = __fmaf_rn(old_sum, f, more);
     }
 }
 
@@ -4748,10 +4940,9 @@ __device__ static inline void add_values(float (&acc)[HD / 128][NC / 8][4], cons
 
 // By the last block of a head: o (NC, ROW) becomes the sum of all parts of its columns, and sum what they are to be
 // scaled by. scores, found: room for weights and values of parts.
-template <int HD> __device__ static inline void join_columns(const AttendTask &a, int n_columns, const int *row_of,
-                                                             const int *head_of, const Spans *seen_by, float *sum,
-                                                                 float *scores,
-                                                             float *found, float *o) {
+template <int HD, int NC>
+__device__ static inline void join_columns(const AttendTask &a, int n_columns, Columns<NC> &c, float *scores,
+                                           float *found, float *o) {
     constexpr int ROW = HD + ROW_PAD;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, parts = a.split.parts;
     float2 *weight_of = (float2 *)scores;              // (NC, parts)
@@ -4760,9 +4951,9 @@ template <int HD> __device__ static inline void join_columns(const AttendTask &a
         const int col1 = min(n_columns, col0 + a.at_once);
 #pragma unroll 1
         for (int col = col0 + warp; col < col1; col += ATTEND_WARPS) { // all parts on their way
-            if (row_of[col] < 0) continue;
-            const Spans s = seen_by[col];
-            const float *values = a.values + (size_t)head_of[col] * parts * HD;
+            if (c.row_of[col] < 0) continue;
+            const Spans s = c.seen_by[col];
+            const float *values = a.values + (size_t)c.head_of[col] * parts * HD;
 #pragma unroll 1
             for (int k = 0; k < s.live; k++)
 #pragma unroll
@@ -4773,21 +4964,21 @@ template <int HD> __device__ static inline void join_columns(const AttendTask &a
         copy_commit();
 #pragma unroll 1
         for (int col = col0 + warp; col < col1; col += ATTEND_WARPS) {
-            if (row_of[col] < 0) continue;
+            if (c.row_of[col] < 0) continue;
             const float scale =
-                weigh_parts(weight_of + col * parts, a.stats + (size_t)head_of[col] * parts, seen_by[col], parts);
-            if (lane == 0) sum[col] = scale;
+                weigh_parts(weight_of + col * parts, a.stats + (size_t)c.head_of[col] * parts, c.seen_by[col], parts);
+            if (lane == 0) c.sum[col] = scale;
         }
         copied<0>();
         __syncthreads();                               // weights and values are there
 #pragma unroll 1
         for (int at = 2 * threadIdx.x; at < (col1 - col0) * HD; at += 2 * ATTEND_THREADS) {
             const int col = col0 + at / HD, i = at % HD;
-            if (row_of[col] < 0) continue;
+            if (c.row_of[col] < 0) continue;
             const float *values = found + (size_t)(col - col0) * parts * HD + i;
             float2 v = make_float2(0, 0);
 #pragma unroll 4
-            for (int k = 0; k < seen_by[col].live; k++) {
+            for (int k = 0; k < c.seen_by[col].live; k++) {
                 const float w = weight_of[col * parts + k].x;
                 const float2 y = *(const float2 *)(values + k * HD);
                 v.x = __fmaf_rn(w, y.x, v.x), v.y = __fmaf_rn(w, y.y, v.y);
@@ -4800,19 +4991,61 @@ template <int HD> __device__ static inline void join_columns(const AttendTask &a
 
 // The columns that lie in o (NC, HD + ROW_PAD), times scale, to where attention writes: a warp takes 128 values at a
 // time.
-template <int HD> __device__ static inline void put_columns(const AttendTask &a, int n_columns, const int *row_of,
-                                                            const int *head_of, const float *scales, const float *o) {
+template <int HD, int NC>
+__device__ static inline void put_columns(const AttendTask &a, int n_columns, const Columns<NC> &c, const float *o) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int job = warp; job < n_columns * (HD / 128); job += ATTEND_WARPS) {
         const int col = job / (HD / 128), i = job % (HD / 128) * 128 + 4 * lane;
-        if (row_of[col] < 0) continue;
+        if (c.row_of[col] < 0) continue;
         const float4 v = *(const float4 *)(o + col * (HD + ROW_PAD) + (a.n_rot ? tied_place(i, HD, a.n_rot) : i));
-        const float scale = scales[col];               // no -0, as where parts are added up
-        put_four(a.out, (size_t)head_of[col] * HD + i,
+        const float scale = c.sum[col];                // no -0, as where parts are added up
+        put_four(a.out, (size_t)c.head_of[col] * HD + i,
                  make_float4(__fmul_rn(v.x + 0.0f, scale), __fmul_rn(v.y + 0.0f, scale), __fmul_rn(v.z + 0.0f, scale),
                              __fmul_rn(v.w + 0.0f, scale)));
     }
+}
+
+// What a block found for the columns of a run of rows: out if it has all of them, or all parts are put together here;
+// else values and stats.
+template <int HD, int NC>
+__device__ static inline void leave_columns(const AttendTask &a, const AttendBlock &b, const Keys &s, const Sight *rows,
+                                            Columns<NC> &c, const float (&acc)[HD / 128][NC / 8][4], float *scores,
+                                            float *found) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2, parts = a.split.parts;
+    const bool direct = parts == 1 || (a.joins && c.n_live < 2);
+    float *o = (float *)shared_bytes;                  // direct, and parts put together: (NC, HD + ROW_PAD), over q
+#pragma unroll
+    for (int n = 0; n < NC / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int col = 8 * n + k2 + e;
+            if (c.row_of[col] < 0) continue;
+            float *to = (direct ? o + col * (HD + ROW_PAD)
+                                : a.values + ((size_t)c.head_of[col] * parts + blockIdx.z) * HD) + warp * (HD / 8) + t;
+#pragma unroll
+            for (int m = 0; m < HD / 128; m++) to[16 * m] = acc[m][n][e], to[16 * m + 8] = acc[m][n][2 + e];
+        }
+    const int col = threadIdx.x;
+    const bool used = col < NC && c.row_of[col] >= 0;
+    if (used && !direct)
+        a.stats[(size_t)c.head_of[col] * parts + blockIdx.z] = make_float2(c.top[col], c.sum[col]);
+    if (used && direct) c.sum[col] = c.sum[col] == 0 ? 0 : __frcp_rn(c.sum[col]);
+    if (!direct && !a.joins) return;
+    __syncthreads();                                   // what this block found is written
+    if (!direct) {
+        if (threadIdx.x == 0) {
+            __threadfence();                           // and seen by all others, before it is counted
+            c.last = atomicInc(&a.arrived[(size_t)(b.r0 + s.from) * gridDim.y + blockIdx.y], c.n_live - 1) ==
+                     (unsigned)c.n_live - 1;
+            __threadfence();
+        }
+        if (used) c.seen_by[col] = spans_of(rows[c.row_of[col]].low, rows[c.row_of[col]].end, a.split);
+        __syncthreads();
+        if (!c.last) return;
+        join_columns<HD>(a, b.n_columns, c, scores, found, o);
+    }
+    put_columns<HD>(a, b.n_columns, c, o);
 }
 
 // attend, f16: softmax(scale * q k) v over the keys of one part, for NC columns: some rows times query heads of one KV
@@ -4838,91 +5071,32 @@ template <int HD, int NC>
 __global__ void __launch_bounds__(ATTEND_THREADS,
                                   attend_blocks(HD, NC)) attend_half_kernel(const __grid_constant__ AttendTask a) {
     constexpr int ROW = HD + ROW_PAD, M = HD / 128, N = NC / 8;        // tiles of 16 dims of a warp, and of 8 columns
-    constexpr int HALF = HD / 2;
-    __half *q_hi = (__half *)shared_bytes, *q_lo = q_hi + NC * ROW;    // (NC, ROW) each
-    float *scores = (float *)(q_lo + NC * ROW);                        // (4, NC, SCORE_ROW)
-    float *angles = scores;                                            // (FUSED_ROWS, HD)
-    double *inv_freq = (double *)(angles + FUSED_ROWS * HD);           // (HALF), of the first segment
-    __half *weights = (__half *)(scores + attend_score_bytes(HD, NC) / 4);             // (NC, WEIGHT_ROW)
-    float *w_q = (float *)(weights + NC * WEIGHT_ROW), *w_k = w_q + HD;                // (HD) each; tied: w_k is fold
-    __half *new_rows = (__half *)(w_k + HD);                           // (FUSED_ROWS, n_k + HD), by rows of the batch
-    __half *stages = new_rows + FUSED_ROWS * (a.n_k + HD);           // (n_stages): K (KEYS, k_row), V (KEYS, ROW)
-    __shared__ Sight sights[NC];                       // of the block's rows; if it makes some, of all of the batch
-    __shared__ int row_of[NC];                         // of a column, in rows; -1: not in use
-    __shared__ int head_of[NC];                        // of a column: number of its query head in out
-    __shared__ float top[NC], sum[NC], shrink[NC];     // sum: in the end its reciprocal
-    __shared__ Spans seen_by[NC];                      // parts of a column
-    __shared__ int n_live;                             // parts with a key in sight; here it takes no register
-    __shared__ bool last;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2;
-    const int n_k = a.n_k, k_row = n_k + ROW_PAD, stage_halves = KEYS * (k_row + ROW), parts = a.split.parts;
-    const int g = quotient(blockIdx.y, a.by_tiles), tile = blockIdx.y - g * a.head_tiles;
-    const int head = g * a.group + tile * a.heads, n_heads = min(a.heads, a.group - tile * a.heads);
-    const int r0 = (gridDim.x - 1 - blockIdx.x) * a.rows;              // the longest rows first
-    const int n_here = min(a.rows, a.b.n_rows - r0);
-    const bool makes = a.makes_q || a.makes_rows;
-    const int n_pairs = (int)a.by_pairs.by;
-    const int n_columns = n_here * a.heads, n_new = a.makes_rows ? a.b.n_rows : 0, n_jobs = n_columns + 2 * n_new;
-    const int known = makes ? 0 : r0, n_known = makes ? a.b.n_rows : n_here;
-    const Sight *rows = sights + r0 - known;
-    if (makes && 4 * threadIdx.x < HD) {               // weights: they come while the launch before ends
-        const int i = 4 * threadIdx.x;
-        if (a.makes_q) copy_ahead(w_q + i, a.w_q + i);
-        if (a.w_k) copy_ahead(w_k + i, a.w_k + i);
-        if (i < 2 * n_pairs) copy_ahead(inv_freq + i / 2, a.inv_freq + i / 2);
-    }
+    __shared__ Columns<NC> columns;
+    const AttendRoom<HD, NC> room(a.n_k);
+    const AttendBlock block = attend_block(a);
+    const Sight *rows = columns.sights + block.r0 - block.known;
+    const int warp = threadIdx.x / 32, k_row = a.n_k + ROW_PAD, stage_halves = KEYS * (k_row + ROW);
+    if (block.makes) ask_for_weights(a, room);
     copy_commit();
     if (!a.early) take_turn();
-    if ((int)threadIdx.x < n_known) sights[threadIdx.x] = look(a.b, a.n_seqs, a.window, a.own, known + threadIdx.x);
-
-    // A warp makes a column of q, or a row of K or V: jobs in this order. Values are asked for a job ahead, the first
-    // at once.
-    typedef HeadValues<(HD + 255) / 256> Head;
-    Head coming;
-    auto load_job = [&](int job) {
-        const float *from;
-        if (job < n_columns) {
-            const int row = quotient(job, a.by_heads), h = job - row * a.heads;
-            from = a.q + ((size_t)(r0 + row) * a.n_heads + head + min(h, n_heads - 1)) * HD;
-        } else {
-            const int k = job - n_columns;
-            from = k < n_new ? a.new_k + ((size_t)k * a.n_kv_heads + g) * HD
-                             : a.new_v + ((size_t)(k - n_new) * a.n_kv_heads + g) * HD;
-        }
-        head_load(coming, from, HALF);
-    };
-    if (NC == 8 && !a.early && warp < n_jobs) load_job(warp);          // more columns need the registers
+    if ((int)threadIdx.x < block.n_known)
+        columns.sights[threadIdx.x] = look(a.b, a.n_seqs, a.window, a.own, block.known + threadIdx.x);
+    JobValues<HD> coming;
+    if (NC == 8 && !a.early && warp < block.n_jobs)    // more columns need the registers
+        load_job<HD>(a, block, warp, coming);
     copied<0>();
     __syncthreads();                                   // rows and weights are there
 
     bool waits = a.early;                              // take_turn() is still to come
-    for (int from = 0, to; from < n_here; from = to) { // rows of one segment at a time: mostly there is one
+    for (int from = 0, to; from < block.n_rows; from = to) {   // rows of one segment at a time: mostly there is one
         if (from) __syncthreads();                     // nobody works on the last segment
-        const Sight &self = rows[from];
-        int low = self.low, end = self.end;
-#pragma unroll 1
-        for (to = from + 1; to < n_here && rows[to].seg == self.seg; to++)
-            low = min(low, rows[to].low), end = max(end, rows[to].end);
-        const Spans spans = spans_of(low, end, a.split);
-        const Share share = share_of(spans, low, end, a.split, blockIdx.z);
-        if (share.from == share.to && (blockIdx.z || spans.n || (parts > 1 && !a.joins))) continue;    // nothing to say
+        const Keys keys = keys_of(a, block, rows, from);
+        const Share &share = keys.share;
+        to = keys.to;
+        if (share.from == share.to && (blockIdx.z || keys.spans.n || (a.split.parts > 1 && !a.joins)))
+            continue;                                  // nothing to say
         const int n_tiles = max(1, share.to - share.from);             // with nothing in sight a tile of zeros
-        // Keys that the rows of the batch have, which follow each other: the block makes those that lie in its part.
-        // of row r of the batch, in this segment
-        auto number_of = [&](int r) { return self.len + self.index + r - r0 - from; };
-        const int new_from = a.makes_rows ? max(self.len, number_of(0)) : 0;
-        const int new_to = a.makes_rows ? min(end, number_of(n_new)) : 0;
-
-        const Keys keys = { self.seq, self.len, self.seg_first, g, low, end, new_from, new_to };
-        // of tile i of the part
-        auto first_key = [&](int i) { return tile_of(share, a.split, share.from + i) * KEYS; };
-        if (threadIdx.x < NC) {
-            const int row = quotient(threadIdx.x, a.by_heads), h = threadIdx.x - row * a.heads;
-            row_of[threadIdx.x] = row >= from && row < to && h < n_heads ? row : -1;
-            head_of[threadIdx.x] = (r0 + row) * a.n_heads + head + h;
-            top[threadIdx.x] = -INFINITY, sum[threadIdx.x] = 0;
-        }
-        if (threadIdx.x == 0) n_live = spans.live;
+        set_columns(a, block, keys, columns);
 
         float acc[M][N][4];
         int stage = a.n_stages > 1;                    // i mod n_stages, of tile i
@@ -4930,119 +5104,46 @@ __global__ void __launch_bounds__(ATTEND_THREADS,
         for (int i = 1 - a.n_stages; i < n_tiles; i++, stage = stage + 1 == a.n_stages ? 0 : stage + 1) {
             const int ahead = i - 1 + a.n_stages, stage_ahead = (stage ? stage : a.n_stages) - 1;
             if (i > 0) __syncthreads();                // all are done with tile i - 1
-            if (ahead < n_tiles) copy_keys<HD>(a, keys, first_key(ahead), stages + stage_ahead * stage_halves);
+            if (ahead < n_tiles)
+                copy_keys<HD>(a, keys, first_key(a, keys, ahead), room.stages + stage_ahead * stage_halves);
             copy_commit();
             if (i < 0) continue;
             if (i == 0) {
-                if ((NC > 8 || from) && !waits && warp < n_jobs) load_job(warp);
-                if (makes) {
-                    const double *frequency = from ? a.inv_freq : inv_freq;      // scores lay there
-                    for (int k = threadIdx.x; k < n_known * n_pairs; k += ATTEND_THREADS) {
-                        const int row = quotient(k, a.by_pairs), pair = k - row * n_pairs;
-                        angle_of(frequency[pair], sights[row].pos, &angles[row * HD + pair],
-                                 &angles[row * HD + HALF + pair]);
-                    }
+                if ((NC > 8 || from) && !waits && warp < block.n_jobs) load_job<HD>(a, block, warp, coming);
+                if (block.makes) {
+                    make_angles(a, block, keys, room, columns.sights);
                     __syncthreads();                   // angles are there
                 }
                 if (waits) {
                     take_turn();
                     waits = false;
-                    if (warp < n_jobs) load_job(warp);
+                    if (warp < block.n_jobs) load_job<HD>(a, block, warp, coming);
                 }
-#pragma unroll 1
-                for (int job = warp; job < n_jobs; job += ATTEND_WARPS) {
-                    const bool is_q = job < n_columns, is_k = !is_q && job < n_columns + n_new;
-                    Head x = coming;
-                    if (job + ATTEND_WARPS < n_jobs) load_job(job + ATTEND_WARPS);
-                    const int made = job - n_columns - (is_k ? 0 : n_new);
-                    const int r = is_q ? r0 + quotient(job, a.by_heads) : made;
-                    const int key = number_of(r);      // of a new row
-                    if (sights[r - known].seg != self.seg) continue;
-                    if (!is_q && rest((key / KEYS) >> a.split.span_bits, a.split.by_parts) != (int)blockIdx.z) continue;
-                    const float *w_kv = is_k ? w_k : NULL;
-                    if (is_q ? a.makes_q : is_k || a.v_norm) head_norm(x, is_q ? w_q : w_kv, HALF, a.eps);
-                    if (is_q ? a.makes_q : is_k) head_turn(x, angles + (r - known) * HD, n_pairs, HALF);
-                    const bool writes = !is_q && r >= r0 && r < r0 + n_here && tile == 0;
-                    const int dim = is_k ? n_k : HD;
-                    __half *put = is_q ? q_hi + job * ROW : new_rows + r * (n_k + HD) + (is_k ? 0 : n_k);
-                    __half *cached = (is_k ? a.cache_k : a.cache_v) +
-                                     (((size_t)self.seq * a.n_kv_heads + g) * a.slots + rest(key, a.by_slots)) * dim;
-                    head_each(x, HALF, is_q && !a.makes_q ? 0 : a.n_rot, [&](int at, int i, float4 v) {
-                        if (is_q && a.makes_q) v = folded(a.n_rot, w_k, HALF, i, v);
-                        if (at >= dim) return;
-                        const uint2 h = halves_of(v);
-                        *(uint2 *)(put + at) = h;
-                        if (writes) *(uint2 *)(cached + at) = h;
-                        if (is_q) *(uint2 *)(put + NC * ROW + at) = halves_of(behind(v));
-                    });
-                }
-                if (new_to > new_from) __syncthreads();                // new rows are there
+                make_rows(a, block, keys, room, columns.sights, coming);
+                if (keys.new_to > keys.new_from) __syncthreads();      // new rows are there
 #pragma unroll
                 for (int n = 0; n < N; n++)
 #pragma unroll
                     for (int m = 0; m < M; m++) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0;
             }
-            // New rows that lie in the tiles which are under way.
-            for (int k = i ? ahead : 0; new_to > new_from && k <= ahead && k < n_tiles; k++) {
-                const int j0 = first_key(k), chunk = threadIdx.x * 8;
-                __half *k_tile = stages + (i ? stage_ahead : k) * stage_halves;
-                for (int j = max(j0, new_from); j < min(j0 + KEYS, new_to) && chunk < n_k + HD; j++)
-                    *(uint4 *)(chunk < n_k ? k_tile + (j - j0) * k_row + chunk
-                                           : k_tile + KEYS * k_row + (j - j0) * ROW + chunk - n_k) =
-                        *(const uint4 *)(new_rows + (j - number_of(0)) * (n_k + HD) + chunk);
-            }
-            if (a.n_stages == 4) copied<3>();          // all but those ahead of tile i
-            else if (a.n_stages == 3) copied<2>();
-            else if (a.n_stages == 2) copied<1>();
-            else copied<0>();
+            for (int k = i ? ahead : 0; keys.new_to > keys.new_from && k <= ahead && k < n_tiles; k++)
+                put_new_rows(a, block, keys, rows, k, room.new_rows, ROW,
+                             room.stages + (i ? stage_ahead : k) * stage_halves);
+            wait_for_tile(a.n_stages);
             __syncthreads();                           // tile i is there for all, and q
-            const int j0 = first_key(i);
-            const __half *k_tile = stages + stage * stage_halves, *v_tile = k_tile + KEYS * k_row;
+            const int j0 = first_key(a, keys, i);
+            const __half *k_tile = room.stages + stage * stage_halves, *v_tile = k_tile + KEYS * k_row;
 
-            score_keys<HD, NC>(a, k_tile, v_tile, q_hi, q_lo, scores);
+            score_keys<HD, NC>(a, k_tile, v_tile, room.q_hi, room.q_lo, room.scores);
             __syncthreads();                           // scores are whole
 
-            weigh_keys<NC>(a, rows, row_of, j0, scores, weights, top, sum, shrink);
+            weigh_keys<NC>(a, rows, j0, room.scores, room.weights, columns);
             __syncthreads();                           // weights are whole
 
-            add_values<HD, NC>(acc, v_tile, weights, shrink);
+            add_values<HD, NC>(acc, v_tile, room.weights, columns.shrink);
         }
-
         __syncthreads();                               // nobody reads q any more; tops, sums and row_of are there
-        const bool direct = parts == 1 || (a.joins && n_live < 2);
-        float *o = (float *)shared_bytes;              // direct, and parts put together: (NC, ROW), over q
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int col = 8 * n + k2 + e;
-                if (row_of[col] < 0) continue;
-                float *to = (direct ? o + col * ROW : a.values + ((size_t)head_of[col] * parts + blockIdx.z) * HD) +
-                            warp * (HD / 8) + t;
-#pragma unroll
-                for (int m = 0; m < M; m++) to[16 * m] = acc[m][n][e], to[16 * m + 8] = acc[m][n][2 + e];
-            }
-        const bool used = threadIdx.x < NC && row_of[threadIdx.x] >= 0;
-        if (used && !direct)
-            a.stats[(size_t)head_of[threadIdx.x] * parts + blockIdx.z] =
-                make_float2(top[threadIdx.x], sum[threadIdx.x]);
-        if (used && direct) sum[threadIdx.x] = sum[threadIdx.x] == 0 ? 0 : __frcp_rn(sum[threadIdx.x]);
-        if (!direct && !a.joins) continue;
-        __syncthreads();                               // what this block found is written
-        if (!direct) {
-            if (threadIdx.x == 0) {
-                __threadfence();                       // and seen by all others, before it is counted
-                last = atomicInc(&a.arrived[(size_t)(r0 + from) * gridDim.y + blockIdx.y], n_live - 1) ==
-                       (unsigned)n_live - 1;
-                __threadfence();
-            }
-            if (used)
-                seen_by[threadIdx.x] = spans_of(rows[row_of[threadIdx.x]].low, rows[row_of[threadIdx.x]].end, a.split);
-            __syncthreads();
-            if (!last) continue;
-            join_columns<HD>(a, n_columns, row_of, head_of, seen_by, sum, scores, (float *)stages, o);
-        }
-        put_columns<HD>(a, n_columns, row_of, head_of, sum, o);
+        leave_columns<HD>(a, block, keys, rows, columns, acc, room.scores, (float *)room.stages);
     }
 }
 
@@ -5632,9 +5733,66 @@ static Attend attend_from(const Attend *o, int r) {
     return from_r;
 }
 
+// Whether attend_half carries out the store of an attend as well. step: rows of a launch.
+static bool makes_store(const Attend *o, int step) {
+    const QkvStore *s = o->store;
+    if (!s || s->dump_q || s->dump_q_pos || s->dump_k || s->dump_k_pos || s->dump_v) return false;
+    return s->rope.n_pairs && s->rope.n_pairs % 4 == 0 && !o->stage && o->own != OWN_NONE &&
+        o->batch->n_rows <= min_int(FUSED_ROWS, step);
+}
+
+// The rows of a step, or some of them, as attend_half takes them: nc columns in a block. makes: it carries out o->store
+static AttendTask attend_task(const Attend *o, const Batch *b, const Split *split, int nc, int alone, bool makes) {
+    const Cache *c = o->cache, *stage = o->stage ? o->stage : c;
+    const QkvStore *store = o->store;
+    const int group = o->n_heads / c->n_kv_heads, heads = min_int(group, nc);
+    AttendTask t = { };
+    t.b = *b, t.n_seqs = c->n_seqs, t.window = o->window, t.own = o->own;
+    t.rows = max_int(1, min_int(nc / heads, alone)), t.heads = heads, t.head_tiles = div_up(group, heads);
+    t.group = group, t.n_heads = o->n_heads, t.n_kv_heads = c->n_kv_heads;
+    t.by_tiles = divisor(t.head_tiles), t.by_heads = divisor(heads);
+    t.makes_q = makes && store->q, t.makes_rows = makes && store->k;
+    t.early = makes && may_read_early(WRITES_ROWS | WRITES_CACHE);
+    t.staged = o->stage != NULL;
+    t.q = o->q;
+    t.by_pairs = divisor(1);
+    if (makes) {
+        if (store->q) t.q = store->q;
+        t.new_k = store->k, t.new_v = store->v, t.v_norm = store->v_norm;
+        t.w_q = store->w_q, t.w_k = store->k ? store->w_k : NULL;
+        if (c->n_rot) t.w_k = c->fold;
+        t.inv_freq = store->rope.inv_freq, t.by_pairs = divisor(store->rope.n_pairs), t.eps = store->eps;
+    }
+    t.split = *split, t.n_k = c->k.dim, t.n_rot = c->n_rot;
+    while (8 << t.k_bits < c->k.dim) t.k_bits++;
+    t.slots = c->slots, t.by_slots = divisor(c->slots), t.stage_slots = stage->slots;
+    t.stage_k = (const __half *)stage->k.data, t.stage_v = (const __half *)stage->v.data;
+    t.cache_k = (__half *)c->k.data, t.cache_v = (__half *)c->v.data;
+    t.scale = o->scale, t.out = o->out, t.arrived = cuda.arrived;
+    t.values = cuda.partial;
+    t.stats = (float2 *)(t.values + (size_t)b->n_rows * o->n_heads * split->parts * c->head_dim);
+    return t;
+}
+
+// One launch of attend_half; whether it puts the parts together as well.
+static bool launch_attend_half(AttendTask *t, const Cache *c, int nc) {
+    const int hd = c->head_dim, parts = t->split.parts;
+    const dim3 grid(div_up(t->b.n_rows, t->rows), c->n_kv_heads * t->head_tiles, parts);
+    t->n_stages = attend_stages(c, nc, (size_t)grid.x * grid.y * grid.z);
+    // The last block of a head puts its parts together where it can take them in at once, or nearly.
+    const size_t part_bytes = (size_t)parts * hd * sizeof(float), columns = (size_t)t->rows * t->heads;
+    const size_t room = t->n_stages * attend_stage_bytes(hd, c->k.dim);
+    t->joins = (size_t)t->b.n_rows * grid.y <= MAX_ARRIVED && part_bytes <= room &&
+        columns * part_bytes <= JOIN_BYTES &&
+        columns * parts * sizeof(float2) <= (size_t)attend_score_bytes(hd, nc);
+    t->at_once = t->joins ? (int)(room / part_bytes) : 0;
+    launch(WRITES_ACTIVATIONS | WRITES_CACHE, attend_half_of(hd, nc), grid, ATTEND_THREADS,
+           attend_shared(c, nc, t->n_stages), *t);
+    return t->joins || parts == 1;
+}
+
 static void cuda_attend(const Attend *o) {
     const Cache *c = o->cache;
-    const QkvStore *store = o->store;
     const int hd = c->head_dim, n_rows = o->batch->n_rows, group = o->n_heads / c->n_kv_heads;
     const Split split = split_of(c, n_rows);
     check_cache(c, "attend");
@@ -5646,11 +5804,8 @@ static void cuda_attend(const Attend *o) {
     const int alone = div_up(n_rows, max_int(1, o->batch->n_segs));    // rows of a segment, more or less
     const int nc = attend_columns(c, min_int(alone, STEP_ROWS) * group);
     const int step = nc && split.parts == 1 ? n_rows : (int)(PARTIAL_BYTES / row_bytes);
-    const bool dumps = store &&
-        (store->dump_q || store->dump_q_pos || store->dump_k || store->dump_k_pos || store->dump_v);
-    const bool turns = store && store->rope.n_pairs && store->rope.n_pairs % 4 == 0;
-    const bool makes = nc && turns && !dumps && !o->stage && o->own != OWN_NONE && n_rows <= min_int(FUSED_ROWS, step);
-    if (store && !makes) cuda_qkv_store(store);
+    const bool makes = nc && makes_store(o, step);
+    if (o->store && !makes) cuda_qkv_store(o->store);
     const FlashPlan flash = flash_of(o);
     if (flash.kernel) {
         attend_flash(o, &flash);
@@ -5661,49 +5816,14 @@ static void cuda_attend(const Attend *o) {
         const Attend some = attend_from(o, r);
         const Cache stage = o->stage ? *o->stage : *c;
         Batch b = *o->batch;
-        float2 *stats = (float2 *)(cuda.partial + (size_t)n * o->n_heads * split.parts * hd);
         b.rows += r;
         b.n_rows = n;
+        float2 *stats = (float2 *)(cuda.partial + (size_t)n * o->n_heads * split.parts * hd);
         bool joined = false;
         if (nc) {
-            const int heads = min_int(group, nc), rows = max_int(1, min_int(nc / heads, alone));
-            const int head_tiles = div_up(group, heads);
-            const dim3 grid(div_up(n, rows), c->n_kv_heads * head_tiles, split.parts);
-            const int n_stages = attend_stages(c, nc, (size_t)grid.x * grid.y * grid.z);
-            // The last block of a head puts its parts together where it can take them in at once, or nearly.
-            const size_t part_bytes = (size_t)split.parts * hd * sizeof(float);
-            const size_t room = n_stages * attend_stage_bytes(hd, c->k.dim);
-            const bool joins = (size_t)n * grid.y <= MAX_ARRIVED && part_bytes <= room &&
-                rows * heads * part_bytes <= JOIN_BYTES &&
-                rows * heads * split.parts * sizeof(float2) <= (size_t)attend_score_bytes(hd, nc);
-            AttendTask task = { };
-            task.b = b, task.n_seqs = c->n_seqs, task.window = o->window, task.own = o->own;
-            task.rows = rows, task.heads = heads, task.head_tiles = head_tiles, task.group = group;
-            task.n_heads = o->n_heads, task.n_kv_heads = c->n_kv_heads;
-            task.by_tiles = divisor(head_tiles), task.by_heads = divisor(heads);
-            task.makes_q = makes && store->q, task.makes_rows = makes && store->k;
-            task.early = makes && may_read_early(WRITES_ROWS | WRITES_CACHE);
-            task.staged = o->stage != NULL, task.fine = n_rows <= STEP_ROWS, task.joins = joins;
-            task.q = some.q;
-            task.by_pairs = divisor(1);
-            if (makes) {
-                if (store->q) task.q = store->q;
-                task.new_k = store->k, task.new_v = store->v, task.v_norm = store->v_norm;
-                task.w_q = store->w_q, task.w_k = store->k ? store->w_k : NULL;
-                if (c->n_rot) task.w_k = c->fold;
-                task.inv_freq = store->rope.inv_freq, task.by_pairs = divisor(store->rope.n_pairs),
-                    task.eps = store->eps;
-            }
-            task.split = split, task.n_k = c->k.dim, task.n_rot = c->n_rot, task.n_stages = n_stages;
-            while (8 << task.k_bits < c->k.dim) task.k_bits++;
-            task.slots = c->slots, task.by_slots = divisor(c->slots), task.stage_slots = stage.slots;
-            task.stage_k = (const __half *)stage.k.data, task.stage_v = (const __half *)stage.v.data;
-            task.cache_k = (__half *)c->k.data, task.cache_v = (__half *)c->v.data;
-            task.scale = o->scale, task.at_once = joins ? (int)(room / part_bytes) : 0, task.out = some.out;
-            task.values = cuda.partial, task.stats = stats, task.arrived = cuda.arrived;
-            launch(WRITES_ACTIVATIONS | WRITES_CACHE, attend_half_of(hd, nc), grid, ATTEND_THREADS,
-                   attend_shared(c, nc, n_stages), task);
-            joined = task.joins || split.parts == 1;
+            AttendTask task = attend_task(&some, &b, &split, nc, alone, makes);
+            task.fine = n_rows <= STEP_ROWS;
+            joined = launch_attend_half(&task, c, nc);
         } else {
             launch(WRITES_ACTIVATIONS, attend_plain_kernel, dim3(n, c->n_kv_heads * div_up(group, HEADS), split.parts),
                    ATTEND_THREADS, HEADS * hd * sizeof(float), some, b, *c, stage, o->stage != NULL, split,
