@@ -89,7 +89,7 @@ static void fill_caches(Model *m) {
     const Ops *op = m->ops;
     uint8_t *piece = alloc_or_die(PIECE, 1);
     for (int i = 0; i < m->n_caches; i++) {
-        CachePart parts[4];
+        CachePart parts[CACHE_PARTS];
         const int n_parts = cache_parts(&m->caches[i], 0, parts);
         for (int k = 0; k < n_parts; k++) {
             const CachePart *p = &parts[k];
@@ -218,7 +218,7 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
         { "launches_per_step", r->per_step }, { "joules_per_token", r->joules }, { "device_bytes", (double)device_memory(b) } };
     const struct { const char *name, *value; } texts[] = {
         { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", m->ops->name },
-        { "type_k", kv_name(m->options.k_type) }, { "type_v", kv_name(m->options.v_type) },
+        { "type_k", kv_names[m->options.k_type] }, { "type_v", kv_names[m->options.v_type] },
         { "fill", !b->depth ? "none" : r->filled ? "random" : "prompt" } };
     enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
     if (o->format == BENCH_CSV) {
