@@ -391,6 +391,16 @@ __device__ static inline unsigned order_of(float z) {
 }
 __device__ static inline float of_order(unsigned n) { return __uint_as_float(n >> 31 ? n & 0x7fffffffu : ~n); }
 
+// ---- halves ----
+// Two of them in a word, the first one lowest.
+
+__device__ static inline unsigned half_bits(__half2 v) {
+    return __half_as_ushort(__low2half(v)) | (unsigned)__half_as_ushort(__high2half(v)) << 16;
+}
+__device__ static inline __half2 two_halves(unsigned v) {
+    return __halves2half2(__ushort_as_half((unsigned short)v), __ushort_as_half((unsigned short)(v >> 16)));
+}
+
 // ---- sums ----
 // Sums fold in halves, so their order is fixed: lane l adds lane l + 16, then 8, 4, 2, 1. All lanes get the result.
 
@@ -3625,13 +3635,6 @@ template <DType T> struct Features {
     }
 };
 
-__device__ static inline unsigned half_bits(__half2 v) {
-    return __half_as_ushort(__low2half(v)) | (unsigned)__half_as_ushort(__high2half(v)) << 16;
-}
-__device__ static inline __half2 two_halves(unsigned v) {
-    return __halves2half2(__ushort_as_half((unsigned short)v), __ushort_as_half((unsigned short)(v >> 16)));
-}
-
 // Four codes in the bytes of a word as f16 weights, the first two and the others. a, m: their factor and minus their
 // minimum, twice.
 template <DType T>
@@ -4152,8 +4155,9 @@ __device__ static inline float4 behind(float4 v) {
     return make_float4(less(v.x), less(v.y), less(v.z), less(v.w));
 }
 
-// Values i and i + 1 of a row; i is even.
-__device__ static inline float2 kv_read2(const KvPlane &p, const char *row, int i) {
+// Values i and i + 1 of a row, in its basis; i is even.   scales: beside it
+__device__ static inline float2 kv_read2(const KvPlane &p, const char *row, const uint16_t *scales, int i) {
+    if (kv_group(p.type)) return make_float2(kv_value(p.type, row, scales, i), kv_value(p.type, row, scales, i + 1));
     if (p.type == KV_F32) return *(const float2 *)((const float *)row + i);
     if (p.type == KV_F16) return __half22float2(*(const __half2 *)((const __half *)row + i));
     return __bfloat1622float2(*(const __nv_bfloat162 *)((const __nv_bfloat16 *)row + i));
@@ -4581,29 +4585,39 @@ __device__ static inline void put_four(const Act &out, size_t at, float4 y) {
     if (threadIdx.x % 8 == 0) out.s[at / 32] = s;
 }
 
+// Where a head has the value at `place` of the tied order.
+__device__ static inline int tied_value(int place, int head_dim, int n_rot) {
+    const int half = head_dim / 2, rest = place - 2 * n_rot, second = rest < 0 ? place >= n_rot : rest >= half - n_rot;
+    return second * half + (rest < 0 ? place - second * n_rot : n_rot + rest - second * (half - n_rot));
+}
+
 // attend_join: the parts of all query heads put together, as Act.
 //   shapes    values (n_rows, n_heads, parts, head_dim), stats (n_rows, n_heads, parts), out (n_rows, n_heads,
-//             head_dim)
-//   launch    grid (n_rows, n_heads, ceil(head_dim / 64)), block 128: 64 values, of which all parts come to shared
-//             memory at once
+//             head_dim). TURNED: values are in the basis of quantised rows
+//   launch    grid (n_rows, n_heads, ceil(head_dim / VALUES)), block 128: 64 values, or 128 that are turned together, of
+//             which all parts come to shared memory at once: dynamic, 4 * parts * VALUES
 //   traffic   reads once what parts with a key in sight wrote
 //   see       cpu_attend
-enum { JOIN_VALUES = 64 };
+ON_DEVICE static constexpr int join_values(bool turned) { return turned ? KV_TURN : 64; }
+template <bool TURNED>
 __global__ void __launch_bounds__(128) attend_join_kernel(Attend o, Batch b, Cache c, Split split, const float *values,
                                                           const float2 *stats) {
+    constexpr int VALUES = join_values(TURNED);
     take_turn();
-    __shared__ __align__(16) float x[MAX_PARTS][JOIN_VALUES];
+    float *x = (float *)shared_bytes;                  // (parts, VALUES)
+    __shared__ __align__(16) float turned[TURNED ? VALUES : 4];
     __shared__ float2 weights[MAX_PARTS];
     __shared__ float scale;
-    const int hd = c.head_dim, first = blockIdx.z * JOIN_VALUES, chunk = threadIdx.x % (JOIN_VALUES / 4);
+    const int hd = c.head_dim, first = blockIdx.z * VALUES, chunk = threadIdx.x % (VALUES / 4);
     const size_t head = (size_t)blockIdx.x * o.n_heads + blockIdx.y;
     const Sight v = look(b, c.n_seqs, o.window, o.own, blockIdx.x);
     const Spans spans = spans_of(v.low, v.end, split);
-    if (first + 4 * chunk < hd) {                      // back from the tied order
-        const int place = c.n_rot ? tied_place(first + 4 * chunk, hd, c.n_rot) : first + 4 * chunk;
+    if (first + 4 * chunk < hd) {                      // back from the tied order, if that can be here
+        const int place = c.n_rot && !TURNED ? tied_place(first + 4 * chunk, hd, c.n_rot) : first + 4 * chunk;
 #pragma unroll 1
-        for (int k = threadIdx.x / (JOIN_VALUES / 4); k < spans.live; k += 128 / (JOIN_VALUES / 4))
-            copy_ahead(&x[k][4 * chunk], values + (head * split.parts + part_of(spans, split.parts, k)) * hd + place);
+        for (int k = threadIdx.x / (VALUES / 4); k < spans.live; k += 128 / (VALUES / 4))
+            copy_ahead(&x[k * VALUES + 4 * chunk],
+                       values + (head * split.parts + part_of(spans, split.parts, k)) * hd + place);
     }
     copy_commit();
     if (threadIdx.x < 32) {
@@ -4612,11 +4626,19 @@ __global__ void __launch_bounds__(128) attend_join_kernel(Attend o, Batch b, Cac
     }
     copied<0>();
     __syncthreads();
-    const int i = first + threadIdx.x;
-    if (threadIdx.x >= JOIN_VALUES || i - i % 32 >= hd) return;
+    int i = first + threadIdx.x;
+    if (threadIdx.x >= VALUES || i - i % 32 >= hd) return;
     float sum = 0;
 #pragma unroll 4
-    for (int k = 0; k < spans.live; k++) sum = __fmaf_rn(weights[k].x, x[k][threadIdx.x], sum);
+    for (int k = 0; k < spans.live; k++) sum = __fmaf_rn(weights[k].x, x[k * VALUES + threadIdx.x], sum);
+    if (TURNED) {                                      // all threads are here
+        turned[threadIdx.x] = sum;
+        __syncthreads();
+        if (threadIdx.x < 32) kv_turn_back(turned);
+        __syncthreads();                               // turned by one warp
+        sum = turned[threadIdx.x] + 0.0f;              // no -0, as in put_columns
+        if (c.n_rot) i = tied_value(i, hd, c.n_rot);
+    }
     const float y = __fmul_rn(sum, scale);
     if (o.out.f && i < hd) o.out.f[head * hd + i] = y;
     if (o.out.q) quantise_group(y, o.out.q + head * hd + (i - i % 32), o.out.s + (head * hd + i) / 32);
@@ -4955,16 +4977,17 @@ __device__ static inline void score_keys(const AttendTask &a, const __half *k_ti
 
 // Softmax of a tile of keys from j0 on, a warp for N columns in turn, a lane for a key: weights of the keys in f16, and
 // of each column the largest score so far, the sum of its weights, and what those before this tile shrink by.
-template <int NC>
+//   sees(row, key): whether the key counts
+template <int NC, typename Sees>
 __device__ static inline void weigh_keys(const AttendTask &a, const Sight *rows, int j0, const float *scores,
-                                         __half *weights, Columns<NC> &c) {
+                                         __half *weights, Columns<NC> &c, Sees sees) {
     constexpr int N = NC / 8, next = NC * SCORE_ROW;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll N < 2 ? N : 2
     for (int n = 0; n < N; n++) {
         const int col = warp * N + n, row = c.row_of[col];
         const float *s = scores + col * SCORE_ROW + lane;
-        const bool seen = row >= 0 && in_sight(rows[max(row, 0)], a.own, j0 + lane);
+        const bool seen = row >= 0 && sees(rows[max(row, 0)], j0 + lane);
         const float score = seen ? __fmul_rn((s[0] + s[next]) + (s[2 * next] + s[3 * next]), a.scale) : -INFINITY;
         const float old = c.top[col], old_sum = c.sum[col], now = fmaxf(old, warp_max(score));
         const __half p = __float2half_rn(seen ? expf(score - now) : 0);
@@ -5052,6 +5075,15 @@ __device__ static inline void join_columns(const AttendTask &a, int n_columns, C
     }
 }
 
+// The columns that lie in o (NC, HD + ROW_PAD) back from the basis of quantised rows: a warp takes a group at a time.
+template <int HD, int NC> __device__ static inline void turn_columns(int n_columns, const Columns<NC> &c, float *o) {
+#pragma unroll 1
+    for (int job = threadIdx.x / 32; job < n_columns * (HD / KV_TURN); job += ATTEND_WARPS)
+        if (c.row_of[job / (HD / KV_TURN)] >= 0)
+            kv_turn_back(o + job / (HD / KV_TURN) * (HD + ROW_PAD) + job % (HD / KV_TURN) * KV_TURN);
+    __syncthreads();                                   // values are there
+}
+
 // The columns that lie in o (NC, HD + ROW_PAD), times scale, to where attention writes: a warp takes 128 values at a
 // time.
 template <int HD, int NC>
@@ -5070,11 +5102,12 @@ __device__ static inline void put_columns(const AttendTask &a, int n_columns, co
 }
 
 // What a block found for the columns of a run of rows: out if it has all of them, or all parts are put together here;
-// else values and stats.
-template <int HD, int NC>
+// else values and stats.   CODED: acc is as add_codes has it; turned: in the basis of quantised rows
+template <int HD, int NC, bool CODED>
 __device__ static inline void leave_columns(const AttendTask &a, const AttendBlock &b, const Keys &s, const Sight *rows,
                                             Columns<NC> &c, const float (&acc)[HD / 128][NC / 8][4], float *scores,
-                                            float *found) {
+                                            float *found, bool turned) {
+    constexpr int NEXT = CODED ? 2 : 16, OTHER = CODED ? 1 : 8;        // dims from acc[m] to acc[m + 1], within acc[m]
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2, parts = a.split.parts;
     const bool direct = parts == 1 || (a.joins && c.n_live < 2);
     float *o = (float *)shared_bytes;                  // direct, and parts put together: (NC, HD + ROW_PAD), over q
@@ -5085,9 +5118,10 @@ __device__ static inline void leave_columns(const AttendTask &a, const AttendBlo
             const int col = 8 * n + k2 + e;
             if (c.row_of[col] < 0) continue;
             float *to = (direct ? o + col * (HD + ROW_PAD)
-                                : a.values + ((size_t)c.head_of[col] * parts + blockIdx.z) * HD) + warp * (HD / 8) + t;
+                                : a.values + ((size_t)c.head_of[col] * parts + blockIdx.z) * HD) +
+                        warp * (HD / 8) + t * (CODED ? HD / 64 : 1);
 #pragma unroll
-            for (int m = 0; m < HD / 128; m++) to[16 * m] = acc[m][n][e], to[16 * m + 8] = acc[m][n][2 + e];
+            for (int m = 0; m < HD / 128; m++) to[NEXT * m] = acc[m][n][e], to[NEXT * m + OTHER] = acc[m][n][2 + e];
         }
     const int col = threadIdx.x;
     const bool used = col < NC && c.row_of[col] >= 0;
@@ -5108,6 +5142,7 @@ __device__ static inline void leave_columns(const AttendTask &a, const AttendBlo
         if (!c.last) return;
         join_columns<HD>(a, b.n_columns, c, scores, found, o);
     }
+    if (CODED && turned) turn_columns<HD>(b.n_columns, c, o);
     put_columns<HD>(a, b.n_columns, c, o);
 }
 
@@ -5200,13 +5235,14 @@ __global__ void __launch_bounds__(ATTEND_THREADS,
             score_keys<HD, NC>(a, k_tile, v_tile, room.q_hi, room.q_lo, room.scores);
             __syncthreads();                           // scores are whole
 
-            weigh_keys<NC>(a, rows, j0, room.scores, room.weights, columns);
+            weigh_keys<NC>(a, rows, j0, room.scores, room.weights, columns,
+                           [&](const Sight &v, int j) { return in_sight(v, a.own, j); });
             __syncthreads();                           // weights are whole
 
             add_values<HD, NC>(acc, v_tile, room.weights, columns.shrink);
         }
         __syncthreads();                               // nobody reads q any more; tops, sums and row_of are there
-        leave_columns<HD>(a, block, keys, rows, columns, acc, room.scores, (float *)room.stages);
+        leave_columns<HD, NC, false>(a, block, keys, rows, columns, acc, room.scores, (float *)room.stages, false);
     }
 }
 
@@ -5219,15 +5255,431 @@ static AttendHalf attend_half_of(int hd, int nc) {     // NULL: there is none
     return hd != 128 && hd != 256 && hd != 512 ? NULL : kernels[hd / 256][nc / 16];
 }
 
+// ---- rows of codes ----
+// Values of a row as halves, wherever the row lies; parts/kv.h says what it consists of. Rows of f16 are taken as they are.
+
+static bool is_readable(const KvPlane *p) { return p->type == KV_F16 || kv_group(p->type); }
+
+// Two bytes of 0 .. 255, less `zero`, as halves. The bytes are the last ones of 1024 + byte.
+__device__ static inline unsigned bytes_to_halves(unsigned bytes, unsigned which, unsigned zero, __half2 scale) {
+    const __half2 less = __half2half2(__float2half_rn((float)(1024 + zero)));
+    return half_bits(__hmul2(__hsub2(two_halves(__byte_perm(bytes, 0x64646464u, which)), less), scale));
+}
+
+// Four values whose codes are the low nibbles of a word, as halves.
+template <KvType T> __device__ static inline void four_halves(unsigned nibbles, __half2 scale, unsigned h[2]) {
+    if (T == KV_Q4_0) {
+        const unsigned bytes = __byte_perm(nibbles & 0x0f0f0f0fu, nibbles >> 4 & 0x0f0f0f0fu, 0x5140);
+        h[0] = bytes_to_halves(bytes, 0x4140, 8, scale), h[1] = bytes_to_halves(bytes, 0x4342, 8, scale);
+        return;
+    }
+    unsigned high, low = 0;                            // bytes of +-{1 3 5 8} or {1 4 7 10 13 17 22 29} in f16
+    if (T == KV_TQ3) {
+        high = __byte_perm(0x4845423cu, 0xc8c5c2bcu, nibbles);
+    } else {
+        const unsigned level = nibbles & 0x7777u;
+        high = __byte_perm(0x4947443cu, 0x4f4d4c4au, level) ^ (__byte_perm(nibbles, nibbles << 4, 0x1504) & 0x80808080u);
+        low = __byte_perm(0, 0x40804080u, level);
+    }
+    h[0] = half_bits(__hmul2(two_halves(__byte_perm(low, high, 0x5140)), scale));
+    h[1] = half_bits(__hmul2(two_halves(__byte_perm(low, high, 0x7362)), scale));
+}
+
+// Values i .. i + N - 1 of a row; N is 4, 8 or 16, i a multiple of it.
+template <KvType T, int N>
+__device__ static inline void read_halves(const char *row, const char *scales, int i, unsigned (&h)[N / 2]) {
+    if (T == KV_F16) {
+        memcpy(h, __builtin_assume_aligned(row + 2 * i, 2 * N < 16 ? 2 * N : 16), 2 * N);
+        return;
+    }
+    const __half2 scale = __half2half2(((const __half *)scales)[i / kv_group(T)]);
+    if (T == KV_Q8_0) {
+        unsigned codes[N / 4];
+        memcpy(codes, __builtin_assume_aligned(row + i, N), N);
+#pragma unroll
+        for (int w = 0; w < N / 4; w++) {
+            codes[w] ^= 0x80808080u;
+            h[2 * w] = bytes_to_halves(codes[w], 0x4140, 128, scale);
+            h[2 * w + 1] = bytes_to_halves(codes[w], 0x4342, 128, scale);
+        }
+        return;
+    }
+    unsigned nibbles[(N + 7) / 8];
+    if (T == KV_TQ3) {
+        const unsigned *words = (const unsigned *)(row + kv_row_bytes(T, i - i % KV_TURN));
+        const int o = i % KV_TURN / 8;
+        const unsigned w = words[o / 2], s = words[8 + o / 4] >> o % 4;
+#pragma unroll
+        for (int n = 0; n < (N + 7) / 8; n++)
+            nibbles[n] = (w >> 2 * (N == 16 ? n : o % 2) & 0x33333333u) | (s >> n & 0x11111111u) << 2;
+    } else {
+        memcpy(nibbles, __builtin_assume_aligned(row + i / 8 * 4, sizeof nibbles), sizeof nibbles);
+    }
+    if (N == 4) nibbles[0] >>= i % 8 * 4;
+#pragma unroll
+    for (int n = 0; n < N / 4; n++)
+        four_halves<T>(nibbles[n / 2] >> n % 2 * 16, scale, h + 2 * n);
+}
+
+// ---- caches of codes ----
+// Rows are copied to shared memory as they lie in the cache and become halves in registers, as the tensor cores take
+// them. So a key costs its own bytes once in memory and twice in shared memory, and q and the sums are turned instead of
+// rows.
+
+typedef struct {              // K or V of a cache, or of its tail
+    KvType  type;
+    int     dim;              // values
+    int     chunks;           // of 16 bytes in a row
+    int     scale_bytes;      // of a row
+    int     stride;           // bytes from row to row in a stage: an odd number of chunks, so that rows lie in different banks
+    Divisor by_chunks;
+    const char *codes, *scales;
+    const char *stage_codes, *stage_scales;    // as in Attend
+} CodedPlane;
+
+typedef struct {              // the cache, or its tail
+    CodedPlane k, v;
+    int     slots;
+    Divisor by_slots;
+    int     n_stages, stage_bytes;
+    float   factor;           // of V (kv_tied_factor)
+} CodedKeys;
+
+typedef struct {              // the parameters of attend_coded
+    AttendTask a;
+    CodedKeys  keys, tail;
+    int        tail_reach;    // a row reads that many positions up to its own in the tail; 0: there is none
+    bool       turned;        // V is in the basis of quantised rows
+    bool       beside_flash;  // which has the segments of more than STEP_ROWS rows
+} CodedTask;
+
+// Where a row of q has value d of a head (HD), so that a step of score_codes finds values 8 n .. 8 n + 7 of each run of
+// HD / 16 values as load_matrices hands them out.
+template <int HD> __device__ static inline int coded_place(int d) {
+    const int in_quarter = d % (HD / 4), run = in_quarter / (HD / 16), n = in_quarter % (HD / 16) / 8, j = d % 8;
+    return d - in_quarter + 32 * n + j / 4 * 16 + j % 4 / 2 * 8 + 2 * run + j % 2;
+}
+
+// q of the block's columns.   q (2, NC, HD + ROW_PAD): the halves, and what they leave behind
+template <int HD, int NC>
+__device__ static inline void place_queries(const AttendTask &a, const AttendBlock &b, __half *q) {
+    constexpr int ROW = HD + ROW_PAD;
+    for (int i = 4 * threadIdx.x; i < b.n_columns * HD; i += 4 * ATTEND_THREADS) {
+        const int col = i / HD, row = quotient(col, a.by_heads), h = min(col - row * a.heads, b.n_heads - 1);
+        const float4 v = *(const float4 *)(a.q + ((size_t)(b.r0 + row) * a.n_heads + b.head + h) * HD + i % HD);
+        const uint2 hi = halves_of(v), lo = halves_of(behind(v));
+        unsigned *to = (unsigned *)(q + col * ROW + coded_place<HD>(i % HD)), *to_lo = to + NC * ROW / 2;
+        to[0] = hi.x, to[4] = hi.y, to_lo[0] = lo.x, to_lo[4] = lo.y;
+    }
+}
+
+// Rows of a plane for the KEYS keys from j0 on, and their scales. Those of keys outside of low .. end - 1 are 0.
+//   row, stage_row: of key j0 in the cache, of key s.len in the stage; whole: all keys are inside, and in the cache
+__device__ static inline void copy_plane(const CodedPlane &p, const Keys &s, bool staged, size_t row, size_t stage_row,
+                                         int low, int end, int j0, bool whole, char *to, char *to_scales) {
+    const char *codes = p.codes + row * (16 * p.chunks), *scales = p.scales + row * p.scale_bytes;
+    if (whole) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < KEYS * p.chunks; i += ATTEND_THREADS) {
+            const int key = quotient(i, p.by_chunks);
+            copy_ahead(to + key * p.stride + 16 * (i - key * p.chunks), codes + 16 * i);
+        }
+        const int i = ATTEND_THREADS - 1 - (int)threadIdx.x;           // the others had less to do
+        if (i < KEYS / 16 * p.scale_bytes) copy_ahead(to_scales + 16 * i, scales + 16 * i);
+        return;
+    }
+#pragma unroll 1
+    for (int key = threadIdx.x / 32; key < KEYS; key += ATTEND_WARPS) {
+        const int j = j0 + key;
+        const bool seen = j >= low && j < end, there = staged && seen && j >= s.len;
+        const size_t at = there ? stage_row + j - s.len : key;
+        const char *from = (there ? p.stage_codes : codes) + at * (16 * p.chunks);
+        const uint16_t *scale = (const uint16_t *)((there ? p.stage_scales : scales) + at * p.scale_bytes);
+        for (int i = threadIdx.x % 32; i < p.chunks; i += 32) copy_or_zero(to + key * p.stride + 16 * i, from + 16 * i, seen);
+        for (int i = threadIdx.x % 32; i < p.scale_bytes / 2; i += 32)
+            ((uint16_t *)(to_scales + key * p.scale_bytes))[i] = seen ? scale[i] : 0;
+    }
+}
+
+// A stage: rows of K, rows of V, scales of K, scales of V.
+__device__ static inline void copy_codes(const CodedTask &c, const CodedKeys &from, const Keys &s, int low, int end, int j0,
+                                         char *to) {
+    const AttendTask &a = c.a;
+    const size_t row = ((size_t)s.seq * a.n_kv_heads + s.head) * from.slots + rest(j0, from.by_slots);
+    const size_t stage_row = (size_t)s.head * a.stage_slots + s.seg_first;
+    const bool whole = j0 >= low && j0 + KEYS <= (a.staged ? min(end, s.len) : end);
+    char *v = to + KEYS * from.k.stride, *scales = v + KEYS * from.v.stride;
+    copy_plane(from.k, s, a.staged, row, stage_row, low, end, j0, whole, to, scales);
+    copy_plane(from.v, s, a.staged, row, stage_row, low, end, j0, whole, v, scales + KEYS * from.k.scale_bytes);
+}
+
+// scores (4, NC, SCORE_ROW) = q k for the keys of a tile: a warp has 16 keys and a quarter of the dims, a lane two keys
+// and a run of HD / 16 dims.   rows, scales: of the tile's first key, in the plane that has the quarter
+template <KvType T, int HD, int NC>
+__device__ static inline void score_codes(const AttendTask &a, int stride, int scale_bytes, const char *rows,
+                                          const char *scales, const __half *q_hi, float *out) {
+    constexpr int ROW = HD + ROW_PAD, N = NC / 8;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2;
+    const int key0 = warp % 2 * 16, quarter = warp / 2, first = quarter * (HD / 4) + lane % 4 * (HD / 16);
+    const __half *q_row = q_hi + lane % 8 * ROW + quarter * (HD / 4) + lane / 8 * 8;
+    float s_hi[N][4] = { }, s_lo[N][4] = { };
+#pragma unroll
+    for (int d = 0; d < HD / 16; d += 16) {
+        unsigned k[2][8], q[4];
+#pragma unroll
+        for (int e = 0; e < 2; e++)
+            read_halves<T, 16>(rows + (key0 + t + 8 * e) * stride, scales + (key0 + t + 8 * e) * scale_bytes, first + d, k[e]);
+#pragma unroll
+        for (int u = 0; u < 8; u += 4) {
+            const unsigned lo[4] = { k[0][u], k[1][u], k[0][u + 1], k[1][u + 1] };
+            const unsigned hi[4] = { k[0][u + 2], k[1][u + 2], k[0][u + 3], k[1][u + 3] };
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                const __half *at = q_row + 8 * n * ROW + 4 * d + 8 * u;
+                load_matrices(q, at);
+                multiply_half(s_hi[n], lo, q);
+                multiply_half(s_hi[n], hi, q + 2);
+                if (!a.fine) continue;
+                load_matrices(q, at + NC * ROW);
+                multiply_half(s_lo[n], lo, q);
+                multiply_half(s_lo[n], hi, q + 2);
+            }
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            out[(quarter * NC + 8 * n + k2 + e % 2) * SCORE_ROW + key0 + t + e / 2 * 8] = s_hi[n][e] + s_lo[n][e];
+}
+
+// acc += V^T weights for a tile, after acc was scaled by shrink: all keys and an eighth of the dims, of which a lane has
+// HD / 64 in a row: of acc[m], values 2 m and 2 m + 1.
+template <KvType T, int HD, int NC>
+__device__ static inline void add_codes(float (&acc)[HD / 128][NC / 8][4], const CodedPlane &plane, const char *rows,
+                                        const char *scales, const __half *weights, const float *shrink) {
+    constexpr int M = HD / 128, N = NC / 8;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, k2 = lane % 4 * 2, first = warp * (HD / 8) + lane / 4 * 2 * M;
+    unsigned p[N][4];
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        load_matrices(p[n], weights + (8 * n + lane % 8) * WEIGHT_ROW + lane / 8 * 8);
+        const float f0 = shrink[8 * n + k2], f1 = shrink[8 * n + k2 + 1];
+#pragma unroll
+        for (int m = 0; m < M; m++) acc[m][n][0] *= f0, acc[m][n][1] *= f1, acc[m][n][2] *= f0, acc[m][n][3] *= f1;
+    }
+#pragma unroll
+    for (int u = 0; u < KEYS / 16; u++) {
+        unsigned v[4][M];                              // of keys 2 k, 2 k + 1, and those 8 behind them
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int key = 16 * u + k2 + e % 2 + e / 2 * 8;
+            read_halves<T, 2 * M>(rows + key * plane.stride, scales + key * plane.scale_bytes, first, v[e]);
+        }
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            const unsigned x[4] = { __byte_perm(v[0][m], v[1][m], 0x5410), __byte_perm(v[0][m], v[1][m], 0x7632),
+                                    __byte_perm(v[2][m], v[3][m], 0x5410), __byte_perm(v[2][m], v[3][m], 0x7632) };
+#pragma unroll
+            for (int n = 0; n < N; n++) multiply_half(acc[m][n], x, p[n] + 2 * u);
+        }
+    }
+}
+
+// f(the type of a plane), known where it is compiled; rows of a tail are f16.
+template <KvType T> struct TypeOf { static constexpr KvType type = T; };
+template <bool TAIL, typename F> __device__ static inline void with_type(KvType t, F f) {
+    switch (TAIL ? KV_F16 : t) {
+    case KV_Q8_0: f(TypeOf<KV_Q8_0>()); return;
+    case KV_Q4_0: f(TypeOf<KV_Q4_0>()); return;
+    case KV_TQ4: f(TypeOf<KV_TQ4>()); return;
+    case KV_TQ3: f(TypeOf<KV_TQ3>()); return;
+    default: f(TypeOf<KV_F16>());
+    }
+}
+
+// Dynamic shared memory of attend_coded.
+template <int HD, int NC> struct CodedRoom {
+    __half *q;                // (2, NC, HD + ROW_PAD) as place_queries leaves it
+    float  *scores;           // (4, NC, SCORE_ROW)
+    __half *weights;          // (NC, WEIGHT_ROW)
+    char   *stages;           // as copy_codes fills them
+
+    __device__ CodedRoom() {
+        q = (__half *)shared_bytes, scores = (float *)(q + 2 * NC * (HD + ROW_PAD));
+        weights = (__half *)(scores + 4 * NC * SCORE_ROW), stages = (char *)(weights + NC * WEIGHT_ROW);
+    }
+};
+typedef struct {              // tiles that a block reads of the cache, or of its tail: from + i of its part, i < n
+    int from, n;
+    int low, end;             // keys that any of the rows may read there
+} CodedTiles;
+
+// Keys that a row reads in the tail begin behind its position less `reach`; 0: it reads none there. With nothing in sight
+// the cache has a tile of zeros.
+template <bool TAIL>
+__device__ static inline CodedTiles coded_tiles(const CodedTask &c, const Keys &s, const Sight *rows, int reach) {
+    const int n = s.share.to - s.share.from;
+    if (!reach) return (CodedTiles){ 0, TAIL ? 0 : max(1, n), s.low, s.end };
+    int first = INT_MAX, last = 0, k = n;
+#pragma unroll 1
+    for (int r = s.from; r < s.to; r++) first = min(first, rows[r].pos), last = max(last, rows[r].pos);
+    if (TAIL) {
+        const int low = max(s.low, first - reach + 1);
+        while (k > 0 && first_key(c.a, s, k - 1) + KEYS > low) k--;
+        return (CodedTiles){ k, n - k, low, s.end };
+    }
+    const int end = min(s.end, last - reach + 1);
+    while (k > 0 && first_key(c.a, s, k - 1) >= end) k--;
+    return (CodedTiles){ 0, n ? k : 1, s.low, end };
+}
+
+// acc, tops and sums of a run of rows after the tiles of the cache or its tail.
+template <int HD, int NC, bool TAIL>
+__device__ static inline void attend_tiles(const CodedTask &c, const AttendBlock &block, const Keys &keys, const Sight *rows,
+                                           int reach, const CodedRoom<HD, NC> &room, Columns<NC> &columns,
+                                           float (&acc)[HD / 128][NC / 8][4]) {
+    const AttendTask &a = c.a;
+    const CodedKeys &source = TAIL ? c.tail : c.keys;
+    const CodedTiles tiles = coded_tiles<TAIL>(c, keys, rows, reach);
+    const int n_stages = source.n_stages, quarter = threadIdx.x / 64;
+    const bool in_k = quarter * (HD / 4) < source.k.dim;               // tied: the rest of K is V
+    const int v_at = KEYS * source.k.stride, scales_at = v_at + KEYS * source.v.stride;
+    const int v_scales_at = scales_at + KEYS * source.k.scale_bytes;
+    auto copy_tile = [&](int i, int stage) {
+        if (i < tiles.n)
+            copy_codes(c, source, keys, tiles.low, tiles.end, first_key(a, keys, tiles.from + i),
+                       room.stages + stage * source.stage_bytes);
+        copy_commit();
+    };
+    auto sees = [&](const Sight &v, int j) {
+        return in_sight(v, a.own, j) && (!reach || (j > v.pos - reach) == TAIL);
+    };
+    if (TAIL && !tiles.n) return;
+    if (TAIL) __syncthreads();                         // nobody works on the cache's tiles
+    for (int i = 0; i < n_stages - 1; i++) copy_tile(i, i);
+    if (!TAIL) place_queries<HD, NC>(a, block, room.q);
+    int stage = 0;                                     // i mod n_stages, of tile i
+#pragma unroll 1
+    for (int i = 0; i < tiles.n; i++, stage = stage + 1 == n_stages ? 0 : stage + 1) {
+        if (n_stages == 1) {
+            if (i) __syncthreads();                    // all are done with tile i - 1
+            copy_tile(i, 0);
+        }
+        wait_for_tile(n_stages - 1);
+        __syncthreads();                               // tile i is there for all, and q; all are done with tile i - 1
+        if (n_stages > 1) copy_tile(i + n_stages - 1, (stage ? stage : n_stages) - 1);
+        const char *tile = room.stages + stage * source.stage_bytes;
+        const CodedPlane &k = in_k ? source.k : source.v;
+
+        with_type<TAIL>(k.type, [&](auto t) {
+            score_codes<decltype(t)::type, HD, NC>(a, k.stride, k.scale_bytes, tile + (in_k ? 0 : v_at),
+                                                   tile + (in_k ? scales_at : v_scales_at), room.q, room.scores);
+        });
+        __syncthreads();                               // scores are whole
+
+        weigh_keys<NC>(a, rows, first_key(a, keys, tiles.from + i), room.scores, room.weights, columns, sees);
+        __syncthreads();                               // weights are whole
+
+        with_type<TAIL>(source.v.type, [&](auto t) {
+            add_codes<decltype(t)::type, HD, NC>(acc, source.v, tile + v_at, tile + v_scales_at, room.weights,
+                                                 columns.shrink);
+        });
+    }
+#pragma unroll
+    for (int m = 0; m < HD / 128; m++)
+#pragma unroll
+        for (int n = 0; n < NC / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) acc[m][n][e] *= source.factor;
+}
+
+// attend, codes: softmax(scale * q k) v over the keys of one part, as attend_half does it, of caches whose K or V is of a
+// quantised type; the other may be f16.
+//   shapes    q (n_rows, n_heads, HD) made already, in the basis of K; cache as in gemma4.h and parts/kv.h, tied or not
+//   launch    as attend_half, dynamic shared memory coded_fixed_bytes + n_stages * stage_bytes
+//   traffic   every key in sight once for NC columns, in its own bytes
+//   numerics  codes times their scale are rounded to f16; then as attend_half. V's sums stay in the basis of its rows and
+//             are turned back when all parts are together
+//   see       cpu_attend
+template <int HD, int NC>
+__global__ void __launch_bounds__(ATTEND_THREADS,
+                                  attend_blocks(HD, NC)) attend_coded_kernel(const __grid_constant__ CodedTask c) {
+    __shared__ Columns<NC> columns;
+    const AttendTask &a = c.a;
+    const CodedRoom<HD, NC> room;
+    const AttendBlock block = attend_block(a);
+    const Sight *rows = columns.sights;
+    take_turn();
+    if ((int)threadIdx.x < block.n_rows)
+        columns.sights[threadIdx.x] = look(a.b, a.n_seqs, a.window, a.own, block.r0 + threadIdx.x);
+    __syncthreads();                                   // rows are there
+
+    for (int from = 0, to; from < block.n_rows; from = to) {   // rows of one segment at a time: mostly there is one
+        if (from) __syncthreads();                     // nobody works on the last segment
+        const Keys keys = keys_of(a, block, rows, from);
+        to = keys.to;
+        const bool large = a.b.segs[keys.seg].n > STEP_ROWS;
+        const int reach = large ? 0 : c.tail_reach;
+        if (large && c.beside_flash) continue;
+        if (keys.share.from == keys.share.to && (blockIdx.z || keys.spans.n || (a.split.parts > 1 && !a.joins)))
+            continue;                                  // nothing to say
+        set_columns(a, block, keys, columns);
+        float acc[HD / 128][NC / 8][4] = { };
+        attend_tiles<HD, NC, false>(c, block, keys, rows, reach, room, columns, acc);
+        if (reach) attend_tiles<HD, NC, true>(c, block, keys, rows, reach, room, columns, acc);
+        __syncthreads();                               // nobody reads q any more; tops, sums and row_of are there
+        leave_columns<HD, NC, true>(a, block, keys, rows, columns, acc, room.scores, (float *)room.stages, c.turned);
+    }
+}
+
+typedef void (*AttendCoded)(CodedTask);
+static AttendCoded attend_coded_of(int hd, int nc) {   // NULL: there is none
+    static const AttendCoded kernels[2][3] = {
+        { attend_coded_kernel<256, 8>, attend_coded_kernel<256, 16>, attend_coded_kernel<256, 32> },
+        { attend_coded_kernel<512, 8>, attend_coded_kernel<512, 16>, attend_coded_kernel<512, 32> } };
+    return hd != 256 && hd != 512 ? NULL : kernels[hd / 512][nc / 16];
+}
+
+static size_t coded_score_bytes(int nc) { return 4 * (size_t)nc * SCORE_ROW * sizeof(float); }
+static size_t coded_fixed_bytes(int hd, int nc) {
+    return nc * (2 * (hd + ROW_PAD) + WEIGHT_ROW) * sizeof(__half) + coded_score_bytes(nc);
+}
+static int coded_stride(const KvPlane *p) { return (int)(kv_row_bytes(p->type, p->dim) / 16 | 1) * 16; }
+static size_t coded_stage_bytes(const KvPlane *p) { return KEYS * (coded_stride(p) + kv_scale_bytes(p->type, p->dim)); }
+
+static CodedPlane coded_plane(const KvPlane *p, const KvPlane *stage) {
+    CodedPlane c = { };
+    c.type = p->type, c.dim = p->dim;
+    c.chunks = (int)(kv_row_bytes(p->type, p->dim) / 16), c.by_chunks = divisor(c.chunks);
+    c.scale_bytes = (int)kv_scale_bytes(p->type, p->dim), c.stride = coded_stride(p);
+    c.codes = (const char *)p->data, c.scales = (const char *)p->scale;
+    if (stage) c.stage_codes = (const char *)stage->data, c.stage_scales = (const char *)stage->scale;
+    return c;
+}
+
+// room: bytes for tiles
+static CodedKeys coded_keys(const Cache *c, const Cache *stage, size_t room) {
+    CodedKeys k = { };
+    k.k = coded_plane(&c->k, stage ? &stage->k : NULL), k.v = coded_plane(&c->v, stage ? &stage->v : NULL);
+    k.slots = c->slots, k.by_slots = divisor(c->slots);
+    k.stage_bytes = (int)(coded_stage_bytes(&c->k) + coded_stage_bytes(&c->v));
+    k.n_stages = min_int(MAX_STAGES, (int)(room / k.stage_bytes));
+    k.factor = c->n_rot ? kv_tied_factor(c->v.type) : 1;
+    return k;
+}
+
 // Once at start: the largest blocks may take all the shared memory there is.
 static void allow_attend(void) {
     for (int hd = 128; hd <= 512; hd *= 2)
-        for (int nc = 8; nc <= 32; nc *= 2)
-            CHECK_CUDA(cudaFuncSetAttribute(attend_half_of(hd, nc), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            cuda.block_shared - STATIC_SHARED), "shared memory of attend");
+        for (int nc = 8; nc <= 32; nc *= 2) {
+            allow_shared(attend_half_of(hd, nc));
+            if (attend_coded_of(hd, nc)) allow_shared(attend_coded_of(hd, nc));
+        }
+    allow_shared(attend_join_kernel<true>);
 }
 
-// ---- prompts: caches of f16 ----
+// ---- prompts: caches of f16 and of codes ----
 // Steps of more than STEP_ROWS rows. A line is a row of the step times one of the query heads that share a KV head. The
 // lines of a block share its tiles of keys, and they are so many that a warp uses what it loads often.
 
@@ -5244,6 +5696,10 @@ typedef struct {
     Divisor  by_slots;
     bool     staged;
     const __half *stage_k, *stage_v, *cache_k, *cache_v;
+    CodedPlane k, v;          // of caches of codes, instead of these
+    float    factor;          // of V (kv_tied_factor)
+    bool     turned;          // V is in the basis of quantised rows
+    bool     large_only;      // segments of up to STEP_ROWS rows are left to attend_coded
     const float *q;
     float    scale;           // of scores, times log2(e)
     Act      out;
@@ -5333,6 +5789,28 @@ __device__ static inline void flash_copy(const FlashTask &a, const FlashRun &s, 
         const __half *from = staged && seen && j >= s.len ? stage_data : data;
         copy_or_zero(to + flash_place(key, chunk, DIM), from + key * DIM, seen);
     }
+}
+
+// The same of codes, each thread its values of a row at a time.
+template <int DIM, int THREADS>
+__device__ static inline void flash_decode(const FlashTask &a, const FlashRun &s, const CodedPlane &p, int j0, __half *to) {
+    constexpr int STEP = THREADS / (DIM / 8);          // keys at a time
+    const int chunk = threadIdx.x % (DIM / 8), row_bytes = 16 * p.chunks;
+    const size_t slot = ((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + rest(j0, a.by_slots);
+    const ptrdiff_t stage_slot = (ptrdiff_t)s.head * a.stage_slots + s.seg_first + j0 - s.len;
+    with_type<false>(p.type, [&](auto t) {
+#pragma unroll 4
+        for (int key = threadIdx.x / (DIM / 8); key < TILE_SLOTS; key += STEP) {
+            const int j = j0 + key;
+            const bool seen = j >= s.low && j < s.end, there = a.staged && seen && j >= s.len;
+            const ptrdiff_t at = there ? stage_slot + key : (ptrdiff_t)slot + key;
+            unsigned h[4] = { };
+            if (seen)
+                read_halves<decltype(t)::type, 8>((there ? p.stage_codes : p.codes) + at * row_bytes,
+                                                  (there ? p.stage_scales : p.scales) + at * p.scale_bytes, 8 * chunk, h);
+            *(uint4 *)(to + flash_place(key, chunk, DIM)) = make_uint4(h[0], h[1], h[2], h[3]);
+        }
+    });
 }
 
 // q of the block's lines as halves; zeros for lines that are not of the run.
@@ -5494,7 +5972,7 @@ __device__ static inline void flash_values(float (&acc)[4][8][4], const __half *
 
 // The lines of a run, to where attention writes: acc divided by the sums.   o (LINES, HD + ROW_PAD), over q and tiles;
 // sums (2, LINES)
-template <int HD, int LINES>
+template <int HD, int LINES, bool CODED>
 __device__ static inline void flash_put(const FlashTask &a, const Flash<HD, LINES> &f, const FlashRun &s, int r0,
                                         const float (&acc)[4][8][4], float (&sum)[2][2], float *sums, float *o) {
     constexpr int ROW = HD + ROW_PAD;
@@ -5517,11 +5995,17 @@ __device__ static inline void flash_put(const FlashTask &a, const Flash<HD, LINE
             *(float2 *)(at + 8 * ROW) = make_float2(acc[m][n][2], acc[m][n][3]);
         }
     __syncthreads();                                   // values and sums are there
+    if (CODED && a.turned) {
+#pragma unroll 1
+        for (int job = threadIdx.x / 32; job < LINES * (HD / KV_TURN); job += Flash<HD, LINES>::WARPS)
+            kv_turn_back(o + job / (HD / KV_TURN) * ROW + job % (HD / KV_TURN) * KV_TURN);
+        __syncthreads();                               // values are there
+    }
 #pragma unroll 1
     for (int job = threadIdx.x / 32; job < LINES * (HD / 128); job += Flash<HD, LINES>::WARPS) {
         const int line = job / (HD / 128), i = job % (HD / 128) * 128 + 4 * lane, row = quotient(line, a.by_group);
         if (row < s.from || row >= s.to) continue;
-        const float all = sums[line] + sums[LINES + line], scale = all == 0 ? 0 : __frcp_rn(all);
+        const float all = sums[line] + sums[LINES + line], scale = (all == 0 ? 0 : __frcp_rn(all)) * (CODED ? a.factor : 1);
         const float4 y = *(const float4 *)(o + line * ROW + (a.n_rot ? tied_place(i, HD, a.n_rot) : i));
         put_four(a.out, ((size_t)(r0 + row) * a.n_heads + s.head * a.group + line - row * a.group) * HD + i,
                  make_float4(y.x * scale, y.y * scale, y.z * scale, y.w * scale));
@@ -5537,9 +6021,10 @@ __device__ static inline void flash_put(const FlashTask &a, const Flash<HD, LINE
 //   numerics  q in f16, scores on tensor cores with f32 sums, those of HALVES of the dims added. Online softmax in f32,
 //             by tiles of TILE_SLOTS keys, aligned to key 0; weights are rounded to f16, and so summed; O += P V with
 //             f32 sums. Lines never meet: a row's result depends on what it sees alone
-//   time      the next K is on its way while this one's values are added up; the next V all the while if n_v is 2
+//   time      the next K is on its way while this one's values are added up; the next V all the while if n_v is 2. CODED:
+//             tiles are decoded where they are filled, before they are used
 //   see       cpu_attend
-template <int HD, int LINES, int N_K>
+template <int HD, int LINES, int N_K, bool CODED>
 __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LINES>::THREADS)
     flash_kernel(const __grid_constant__ FlashTask a) {
     typedef Flash<HD, LINES> Shape;
@@ -5561,6 +6046,10 @@ __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LIN
 
     for (int from = 0; from < n_here;) {               // rows of one segment at a time: mostly there is one
         const FlashRun run = flash_run(a, rows, r0, n_here, from);
+        if (CODED && a.large_only && a.b.segs[rows[from].seg].n <= STEP_ROWS) {
+            from = run.to;
+            continue;
+        }
         const int first = run.low / N, n_tiles = (run.end - 1) / N - first + 1;
         auto copy_k = [&](int i) {
             if (i < n_tiles) flash_copy<N_K, THREADS>(a, run, a.cache_k, a.stage_k, (first + i) * N, k_tile);
@@ -5571,17 +6060,21 @@ __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LIN
             if (i < n_tiles) flash_copy<HD, THREADS>(a, run, a.cache_v, a.stage_v, (first + i) * N, to);
             copy_commit();
         };
-        copy_k(0);
-        if (TIED) copy_v(0);
+        if (!CODED) copy_k(0);
+        if (!CODED && TIED) copy_v(0);
         flash_queries<HD, LINES>(a, run, r0, q);
 
         float acc[4][8][4] = { }, sum[2][2] = { }, top[2][2] = { { -INFINITY, -INFINITY }, { -INFINITY, -INFINITY } };
 #pragma unroll 1
         for (int i = 0; i < n_tiles; i++) {
-            const __half *v_tile = v_tiles + i % n_v * N * HD;
+            const __half *v_tile = v_tiles + (CODED ? 0 : i % n_v * N * HD);
             copied<0>();
             __syncthreads();                           // K is there, and V if TIED; tile i - 1 has been read
-            if (n_v == 2) copy_v(i + 1);
+            if (CODED) {
+                flash_decode<N_K, THREADS>(a, run, a.k, (first + i) * N, k_tile);
+                flash_decode<HD, THREADS>(a, run, a.v, (first + i) * N, v_tiles);
+                __syncthreads();                       // tile i is there
+            } else if (n_v == 2) copy_v(i + 1);
             else if (!TIED) copy_v(i);
 
             float s[2][4][4] = { };
@@ -5592,24 +6085,24 @@ __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LIN
             if (HALVES == 2) {
                 flash_hand_over(s, (float *)weights, f.pair, f.half);
                 __syncthreads();                       // all scores are there
-                copy_k(i + 1);
+                if (!CODED) copy_k(i + 1);
                 flash_take_over(s, (float *)weights, f.pair, f.half);
             }
             const int j0 = (first + i) * N;
             if (j0 < run.whole_low || j0 + N > run.whole_end) flash_mask(a, f, run, rows, n_here, j0, s);
             flash_tops(f, s, tops);
             __syncthreads();                           // the largest scores of both warps of a line are there
-            if (HALVES == 1) copy_k(i + 1);
+            if (HALVES == 1 && !CODED) copy_k(i + 1);
             flash_weigh(f, s, a.scale, tops, top, sum, weights, shrink);
-            if (!TIED) copied<1>();                    // V, not yet the next K
+            if (!TIED && !CODED) copied<1>();          // V, not yet the next K
             __syncthreads();                           // weights are there
             flash_values<HD>(acc, weights + f.out_line0 * N, shrink + f.out_line0, v_tile + f.out_dim0);
-            if (TIED && n_v == 1) {
+            if (TIED && n_v == 1 && !CODED) {
                 __syncthreads();                       // V has been read
                 copy_v(i + 1);
             }
         }
-        flash_put(a, f, run, r0, acc, sum, tops, (float *)shared_bytes);
+        flash_put<HD, LINES, CODED>(a, f, run, r0, acc, sum, tops, (float *)shared_bytes);
         from = run.to;
     }
 }
@@ -5620,23 +6113,25 @@ typedef struct {              // how flash carries an attend out; kernel NULL: i
     size_t bytes;             // of shared memory
 } FlashPlan;
 
-template <int HD, int LINES, int N_K> static FlashPlan flash_plan(void) {
+template <int HD, int LINES, int N_K> static FlashPlan flash_plan(bool coded) {
     typedef Flash<HD, LINES> Shape;
-    int n_v = N_K < HD ? 2 : 1;                        // a V that K needs is fetched a tile ahead
+    int n_v = N_K < HD && !coded ? 2 : 1;              // a V that K needs is fetched a tile ahead
     while (n_v && Shape::bytes(N_K, n_v) > (size_t)cuda.block_shared) n_v--;
-    return (FlashPlan){ n_v ? flash_kernel<HD, LINES, N_K> : NULL, LINES, Shape::THREADS, n_v, Shape::bytes(N_K, n_v) };
+    void (*const kernel)(FlashTask) = coded ? flash_kernel<HD, LINES, N_K, true> : flash_kernel<HD, LINES, N_K, false>;
+    return (FlashPlan){ n_v ? kernel : NULL, LINES, Shape::THREADS, n_v, Shape::bytes(N_K, n_v) };
 }
 
-// Prompts of f16 caches with the heads of Gemma 4, where segments have rows enough for tiles.
-static FlashPlan flash_of(const Attend *o) {
+// Prompts of caches of f16 and of codes with the heads of Gemma 4, where segments have rows enough for tiles.
+//   nc: columns of attend_half or attend_coded; 0: they do not take the cache
+static FlashPlan flash_of(const Attend *o, int nc) {
     const Cache *c = o->cache;
     const int n_rows = o->batch->n_rows, group = o->n_heads / c->n_kv_heads;
     FlashPlan f = { };
     if (n_rows <= STEP_ROWS || n_rows < 8 * o->batch->n_segs || o->own != OWN_CAUSAL) return f;
-    if (c->k.type != KV_F16 || c->v.type != KV_F16) return f;
-    if (c->head_dim == 256 && c->k.dim == 256) f = flash_plan<256, 64, 256>();
-    if (c->head_dim == 512 && c->k.dim == 512) f = flash_plan<512, 64, 512>();
-    if (c->head_dim == 512 && c->k.dim == 128) f = flash_plan<512, 64, 128>();
+    if (!is_readable(&c->k) || !is_readable(&c->v) || (c->tail_slots && !nc)) return f;
+    if (c->head_dim == 256 && c->k.dim == 256) f = flash_plan<256, 64, 256>(is_coded(c));
+    if (c->head_dim == 512 && c->k.dim == 512) f = flash_plan<512, 64, 512>(is_coded(c));
+    if (c->head_dim == 512 && c->k.dim == 128) f = flash_plan<512, 64, 128>(is_coded(c));
     if (group > f.lines) f.kernel = NULL;
     return f;
 }
@@ -5653,6 +6148,9 @@ static void attend_flash(const Attend *o, const FlashPlan *f) {
     task.staged = o->stage != NULL, task.stage_slots = stage->slots;
     task.stage_k = (const __half *)stage->k.data, task.stage_v = (const __half *)stage->v.data;
     task.cache_k = (const __half *)c->k.data, task.cache_v = (const __half *)c->v.data;
+    task.k = coded_plane(&c->k, o->stage ? &stage->k : NULL), task.v = coded_plane(&c->v, o->stage ? &stage->v : NULL);
+    task.factor = c->n_rot ? kv_tied_factor(c->v.type) : 1;
+    task.turned = kv_group(c->v.type), task.large_only = c->tail_slots;
     task.q = o->q, task.scale = o->scale * 1.44269504f, task.out = o->out;
     launch(WRITES_ACTIVATIONS, f->kernel, dim3(div_up(n_rows, task.rows), c->n_kv_heads), f->threads, f->bytes, task);
     CHECK_LAUNCH("attend n_rows=%d n_heads=%d head_dim=%d", n_rows, o->n_heads, c->head_dim);
@@ -5660,8 +6158,9 @@ static void attend_flash(const Attend *o, const FlashPlan *f) {
 
 // Once at start.
 static void allow_flash(void) {
-    void (*const kernels[])(FlashTask) = { flash_kernel<256, 64, 256>, flash_kernel<512, 64, 512>,
-                                           flash_kernel<512, 64, 128> };
+    void (*const kernels[])(FlashTask) = { flash_kernel<256, 64, 256, false>, flash_kernel<256, 64, 256, true>,
+                                           flash_kernel<512, 64, 512, false>, flash_kernel<512, 64, 512, true>,
+                                           flash_kernel<512, 64, 128, false>, flash_kernel<512, 64, 128, true> };
     for (auto k : kernels)
         CHECK_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, cuda.block_shared),
                    "shared memory of attend");
@@ -5671,7 +6170,7 @@ static void allow_flash(void) {
 
 // attend, plain: softmax(scale * q k) v over the keys of one part, a row and up to HEADS query heads that share a KV
 // head.
-//   shapes    q (n_rows, n_heads, head_dim), cache as in gemma4.h, values and stats as in attend_join
+//   shapes    q (n_rows, n_heads, head_dim), cache as in gemma4.h, of any types; values and stats as in attend_join
 //   launch    grid (n_rows, n_kv_heads * ceil(group / HEADS), parts), block 256
 //   traffic   reads K and V of the positions in sight once per row and KV head (tied: V's row serves both)
 //   numerics  f32 throughout; online softmax per tile
@@ -5683,12 +6182,15 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend 
     float *q = (float *)shared_bytes;                  // (HEADS, head_dim)
     __shared__ float p[HEADS][KEYS];                   // scores, then weights
     __shared__ float max_of[HEADS], sum_of[HEADS], shrink[HEADS];
-    __shared__ int slot_of[KEYS];                      // of a tile's keys: slot, -1: out of sight, -2 - staged slot
+    __shared__ int slot_of[KEYS];                      // of a tile's keys; -1: out of sight
+    __shared__ int cache_of[KEYS];                     // which of these
+    const Cache caches[3] = { c, stage, tail_of(c) };
     const int hd = c.head_dim, group = o.n_heads / c.n_kv_heads, per_kv = (group + HEADS - 1) / HEADS, r = blockIdx.x;
     const int g = blockIdx.y / per_kv, head = g * group + blockIdx.y % per_kv * HEADS;
     const int n_heads = min(HEADS, group - (int)blockIdx.y % per_kv * HEADS), part = blockIdx.z;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Sight self = look(b, c.n_seqs, o.window, o.own, r);
+    const int tail_from = c.tail_slots && b.segs[self.seg].n <= STEP_ROWS ? self.pos - (c.tail_slots - STEP_ROWS) : INT_MAX - 1;
     const Share share = share_of(spans_of(self.low, self.end, split), self.low, self.end, split, part);
     if (share.from == share.to) return;                // attend_join does not look at this part
     for (int i = threadIdx.x; i < n_heads * hd; i += blockDim.x) q[i] = o.q[((size_t)r * o.n_heads + head) * hd + i];
@@ -5698,9 +6200,10 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend 
         __syncthreads();                               // the last tile's weights have been read
         if (threadIdx.x < KEYS) {
             const int j = tile_of(share, split, t) * KEYS + threadIdx.x;
-            int slot = j >= self.len && staged ? -2 - (self.seg_first + j - self.len) : j % c.slots;
-            if (!in_sight(self, o.own, j)) slot = -1;
-            slot_of[threadIdx.x] = slot;
+            const bool in_stage = j >= self.len && staged, in_tail = !in_stage && j > tail_from;
+            cache_of[threadIdx.x] = in_stage ? 1 : in_tail ? 2 : 0;
+            slot_of[threadIdx.x] = !in_sight(self, o.own, j) ? -1
+                : in_stage ? self.seg_first + j - self.len : j % (in_tail ? c.tail_slots : c.slots);
         }
         __syncthreads();
         for (int k = warp; k < KEYS; k += ATTEND_WARPS) {
@@ -5709,12 +6212,13 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend 
                 if (lane < HEADS) p[lane][k] = -INFINITY;
                 continue;
             }
-            const Cache &from = slot < 0 ? stage : c;
-            const int seq = slot < 0 ? 0 : self.seq, at = slot < 0 ? -2 - slot : slot;
-            const char *k_row = kv_row(from, from.k, seq, g, at), *v_row = kv_row(from, from.v, seq, g, at);
+            const Cache &from = caches[cache_of[k]];
+            const int seq = cache_of[k] == 1 ? 0 : self.seq;
+            const char *k_row = kv_row(from, from.k, seq, g, slot), *v_row = kv_row(from, from.v, seq, g, slot);
+            const uint16_t *k_scales = kv_scales(from, from.k, seq, g, slot), *v_scales = kv_scales(from, from.v, seq, g, slot);
             float dot[HEADS] = { };
             for (int i = 2 * lane; i < hd; i += 64) {  // tied: the rest of K is V
-                const float2 x = i < from.k.dim ? kv_read2(from.k, k_row, i) : kv_read2(from.v, v_row, i);
+                const float2 x = i < from.k.dim ? kv_read2(from.k, k_row, k_scales, i) : kv_read2(from.v, v_row, v_scales, i);
                 for (int h = 0; h < HEADS; h++)
                     if (h < n_heads) dot[h] = __fmaf_rn(q[h * hd + i + 1], x.y, __fmaf_rn(q[h * hd + i], x.x, dot[h]));
             }
@@ -5744,8 +6248,10 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend 
         for (int k = 0; k < KEYS; k++) {
             const int slot = slot_of[k];
             if (slot == -1) continue;                  // what lies there may be anything
-            const float2 x = slot < 0 ? kv_read2(stage.v, kv_row(stage, stage.v, 0, g, -2 - slot), i)
-                                      : kv_read2(c.v, kv_row(c, c.v, self.seq, g, slot), i);
+            const Cache &from = caches[cache_of[k]];
+            const int seq = cache_of[k] == 1 ? 0 : self.seq;
+            float2 x = kv_read2(from.v, kv_row(from, from.v, seq, g, slot), kv_scales(from, from.v, seq, g, slot), i);
+            if (c.n_rot) x.x *= kv_tied_factor(from.v.type), x.y *= kv_tied_factor(from.v.type);
             for (int h = 0; h < HEADS; h++)
                 if (h < n_heads)
                     acc[h][0] = __fmaf_rn(p[h][k], x.x, acc[h][0]), acc[h][1] = __fmaf_rn(p[h][k], x.y, acc[h][1]);
@@ -5761,17 +6267,28 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend 
     }
 }
 
+static size_t stage_bytes(const Cache *c) {
+    if (!is_coded(c)) return attend_stage_bytes(c->head_dim, c->k.dim);
+    return coded_stage_bytes(&c->k) + coded_stage_bytes(&c->v);
+}
+
+// Of a block, with room for a tile of the tail if there is one.
 static size_t attend_shared(const Cache *c, int nc, int n_stages) {
-    return attend_fixed_bytes(c->head_dim, c->k.dim, nc) + n_stages * attend_stage_bytes(c->head_dim, c->k.dim);
+    const size_t fixed = is_coded(c) ? coded_fixed_bytes(c->head_dim, nc) : attend_fixed_bytes(c->head_dim, c->k.dim, nc);
+    const size_t tail = is_coded(c) && c->tail_slots ? coded_stage_bytes(&c->k_tail) + coded_stage_bytes(&c->v_tail) : 0;
+    const size_t stages = n_stages * stage_bytes(c);
+    return fixed + (stages > tail ? stages : tail);
 }
 
 // Columns of a block: the number asked for, as far as there is shared memory for a stage; 0: this cache is not for
-// attend_half.
+// attend_half, nor for attend_coded.
 static int attend_columns(const Cache *c, int wanted) {
-    const bool fits = c->k.type == KV_F16 && c->v.type == KV_F16 && c->k.dim % 16 == 0 &&
+    const int hd = c->head_dim;
+    const bool halves = c->k.type == KV_F16 && c->v.type == KV_F16 && c->k.dim % 16 == 0 &&
         ATTEND_THREADS % (c->k.dim / 8) == 0 && c->n_rot % 4 == 0;
+    const bool codes = is_coded(c) && is_readable(&c->k) && is_readable(&c->v) && c->k.dim % 128 == 0;
     int nc = 8 << ((wanted > 8) + (wanted > 16));
-    if (!fits || !attend_half_of(c->head_dim, nc)) return 0;
+    if (is_coded(c) ? !codes || !attend_coded_of(hd, nc) : !halves || !attend_half_of(hd, nc)) return 0;
     while (nc && attend_shared(c, nc, 1) + STATIC_SHARED > (size_t)cuda.block_shared) nc = nc > 8 ? nc / 2 : 0;
     return nc;
 }
@@ -5837,20 +6354,37 @@ static AttendTask attend_task(const Attend *o, const Batch *b, const Split *spli
     return t;
 }
 
-// One launch of attend_half; whether it puts the parts together as well.
-static bool launch_attend_half(AttendTask *t, const Cache *c, int nc) {
+// The same for attend_coded. room: bytes for tiles
+static CodedTask coded_task(const AttendTask *t, const Attend *o, size_t room, bool beside_flash) {
+    const Cache *c = o->cache, tail = tail_of(*c);
+    CodedTask task = { };
+    task.a = *t;
+    task.keys = coded_keys(c, o->stage, room);
+    if (c->tail_slots) task.tail = coded_keys(&tail, NULL, room), task.tail_reach = c->tail_slots - STEP_ROWS;
+    task.turned = kv_group(c->v.type);
+    task.beside_flash = beside_flash;
+    return task;
+}
+
+// One launch of attend_half or attend_coded; whether it puts the parts together as well.
+static bool launch_attend(AttendTask *t, const Attend *o, int nc, bool beside_flash) {
+    const Cache *c = o->cache;
     const int hd = c->head_dim, parts = t->split.parts;
     const dim3 grid(div_up(t->b.n_rows, t->rows), c->n_kv_heads * t->head_tiles, parts);
     t->n_stages = attend_stages(c, nc, (size_t)grid.x * grid.y * grid.z);
     // The last block of a head puts its parts together where it can take them in at once, or nearly.
     const size_t part_bytes = (size_t)parts * hd * sizeof(float), columns = (size_t)t->rows * t->heads;
-    const size_t room = t->n_stages * attend_stage_bytes(hd, c->k.dim);
+    const size_t room = t->n_stages * stage_bytes(c);
+    const size_t score_bytes = is_coded(c) ? coded_score_bytes(nc) : (size_t)attend_score_bytes(hd, nc);
     t->joins = (size_t)t->b.n_rows * grid.y <= MAX_ARRIVED && part_bytes <= room &&
         columns * part_bytes <= JOIN_BYTES &&
-        columns * parts * sizeof(float2) <= (size_t)attend_score_bytes(hd, nc);
+        columns * parts * sizeof(float2) <= score_bytes;
     t->at_once = t->joins ? (int)(room / part_bytes) : 0;
-    launch(WRITES_ACTIVATIONS | WRITES_CACHE, attend_half_of(hd, nc), grid, ATTEND_THREADS,
-           attend_shared(c, nc, t->n_stages), *t);
+    const size_t shared = attend_shared(c, nc, t->n_stages);
+    if (is_coded(c))
+        launch(WRITES_ACTIVATIONS, attend_coded_of(hd, nc), grid, ATTEND_THREADS, shared,
+               coded_task(t, o, shared - coded_fixed_bytes(hd, nc), beside_flash));
+    else launch(WRITES_ACTIVATIONS | WRITES_CACHE, attend_half_of(hd, nc), grid, ATTEND_THREADS, shared, *t);
     return t->joins || parts == 1;
 }
 
@@ -5858,7 +6392,6 @@ static void cuda_attend(const Attend *o) {
     const Cache *c = o->cache;
     const int hd = c->head_dim, n_rows = o->batch->n_rows, group = o->n_heads / c->n_kv_heads;
     const Split split = split_of(c, n_rows);
-    if (is_coded(c)) cuda_die("attend: caches of types %d and %d are not supported", (int)c->k.type, (int)c->v.type);
     if (hd > 2 * ATTEND_THREADS || hd % 8 || c->n_rot % 4) cuda_die("attend: heads of %d values are not supported", hd);
     if (o->out.q && hd % 32) cuda_die("attend: expected heads of whole groups for int8, got %d values", hd);
     // Many rows go through some at a time, as far as there is room for what parts leave.
@@ -5867,13 +6400,11 @@ static void cuda_attend(const Attend *o) {
     const int alone = div_up(n_rows, max_int(1, o->batch->n_segs));    // rows of a segment, more or less
     const int nc = attend_columns(c, min_int(alone, STEP_ROWS) * group);
     const int step = nc && split.parts == 1 ? n_rows : (int)(PARTIAL_BYTES / row_bytes);
-    const bool makes = nc && makes_store(o, step);
+    const bool makes = nc && !is_coded(c) && makes_store(o, step);
     if (o->store && !makes) cuda_qkv_store(o->store);
-    const FlashPlan flash = flash_of(o);
-    if (flash.kernel) {
-        attend_flash(o, &flash);
-        return;
-    }
+    const FlashPlan flash = flash_of(o, nc);
+    if (flash.kernel) attend_flash(o, &flash);
+    if (flash.kernel && !c->tail_slots) return;        // segments that read a tail are not for flash
     for (int r = 0; r < n_rows; r += step) {
         const int n = min_int(step, n_rows - r);
         const Attend some = attend_from(o, r);
@@ -5886,7 +6417,7 @@ static void cuda_attend(const Attend *o) {
         if (nc) {
             AttendTask task = attend_task(&some, &b, &split, nc, alone, makes);
             task.fine = n_rows <= STEP_ROWS;
-            joined = launch_attend_half(&task, c, nc);
+            joined = launch_attend(&task, &some, nc, flash.kernel != NULL);
         } else {
             launch(WRITES_ACTIVATIONS, attend_plain_kernel, dim3(n, c->n_kv_heads * div_up(group, HEADS), split.parts),
                    ATTEND_THREADS, HEADS * hd * sizeof(float), some, b, *c, stage, o->stage != NULL, split,
@@ -5894,8 +6425,11 @@ static void cuda_attend(const Attend *o) {
         }
         CHECK_LAUNCH("attend n_rows=%d n_heads=%d head_dim=%d", n, o->n_heads, hd);
         if (joined) continue;
-        launch(WRITES_ACTIVATIONS, attend_join_kernel, dim3(n, o->n_heads, div_up(hd, JOIN_VALUES)), 128, 0, some, b,
-               *c, split, cuda.partial, stats);
+        const bool turned = kv_group(c->v.type);
+        const int values = join_values(turned);
+        launch(WRITES_ACTIVATIONS, turned ? attend_join_kernel<true> : attend_join_kernel<false>,
+               dim3(n, o->n_heads, div_up(hd, values)), 128, split.parts * values * sizeof(float), some, b, *c, split,
+               cuda.partial, stats);
         CHECK_LAUNCH("attend_join n_rows=%d n_heads=%d head_dim=%d", n, o->n_heads, hd);
     }
 }
