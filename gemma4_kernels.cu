@@ -5256,69 +5256,121 @@ static AttendHalf attend_half_of(int hd, int nc) {     // NULL: there is none
 }
 
 // ---- rows of codes ----
-// Values of a row as halves, wherever the row lies; parts/kv.h says what it consists of. Rows of f16 are taken as they are.
+// Values of a row as halves, wherever the row lies; parts/kv.h says what it consists of. Rows of f16 are taken as they
+// are. SCALED: times their scale, else as multiples of it.
 
 static bool is_readable(const KvPlane *p) { return p->type == KV_F16 || kv_group(p->type); }
 
-// Two bytes of 0 .. 255, less `zero`, as halves. The bytes are the last ones of 1024 + byte.
+// Two bytes of 0 .. 255, less `zero`, as halves: those at 0 and 1 of a word (which 0x4140), or at 2 and 3 (0x4342). They
+// become the last bits of 1024 + byte.
+template <bool SCALED>
 __device__ static inline unsigned bytes_to_halves(unsigned bytes, unsigned which, unsigned zero, __half2 scale) {
     const __half2 less = __half2half2(__float2half_rn((float)(1024 + zero)));
-    return half_bits(__hmul2(__hsub2(two_halves(__byte_perm(bytes, 0x64646464u, which)), less), scale));
+    const __half2 v = __hsub2(two_halves(__byte_perm(bytes, 0x64646464u, which)), less);
+    return half_bits(SCALED ? __hmul2(v, scale) : v);
 }
 
-// Four values whose codes are the low nibbles of a word, as halves.
-template <KvType T> __device__ static inline void four_halves(unsigned nibbles, __half2 scale, unsigned h[2]) {
+// Four values whose codes are the low nibbles of a word.
+template <KvType T, bool SCALED> __device__ static inline void nibbles_to_halves(unsigned nibbles, __half2 scale, unsigned h[2]) {
     if (T == KV_Q4_0) {
         const unsigned bytes = __byte_perm(nibbles & 0x0f0f0f0fu, nibbles >> 4 & 0x0f0f0f0fu, 0x5140);
-        h[0] = bytes_to_halves(bytes, 0x4140, 8, scale), h[1] = bytes_to_halves(bytes, 0x4342, 8, scale);
+        h[0] = bytes_to_halves<SCALED>(bytes, 0x4140, 8, scale), h[1] = bytes_to_halves<SCALED>(bytes, 0x4342, 8, scale);
         return;
     }
     unsigned high, low = 0;                            // bytes of +-{1 3 5 8} or {1 4 7 10 13 17 22 29} in f16
     if (T == KV_TQ3) {
         high = __byte_perm(0x4845423cu, 0xc8c5c2bcu, nibbles);
     } else {
-        const unsigned level = nibbles & 0x7777u;
-        high = __byte_perm(0x4947443cu, 0x4f4d4c4au, level) ^ (__byte_perm(nibbles, nibbles << 4, 0x1504) & 0x80808080u);
+        const unsigned level = nibbles & 0x7777u, signs = __byte_perm(nibbles, nibbles << 4, 0x1504) & 0x80808080u;
+        high = __byte_perm(0x4947443cu, 0x4f4d4c4au, level) ^ signs;
         low = __byte_perm(0, 0x40804080u, level);
     }
-    h[0] = half_bits(__hmul2(two_halves(__byte_perm(low, high, 0x5140)), scale));
-    h[1] = half_bits(__hmul2(two_halves(__byte_perm(low, high, 0x7362)), scale));
+    h[0] = __byte_perm(low, high, 0x5140), h[1] = __byte_perm(low, high, 0x7362);
+    if (SCALED) h[0] = half_bits(__hmul2(two_halves(h[0]), scale)), h[1] = half_bits(__hmul2(two_halves(h[1]), scale));
 }
 
-// Values i .. i + N - 1 of a row; N is 4, 8 or 16, i a multiple of it.
-template <KvType T, int N>
+// Codes of values i .. i + N - 1 of a row as nibbles, or as bytes in q8_0; N is 4, 8 or 16, i a multiple of it. Where four
+// nibbles are half a word, they are the lower one.
+template <KvType T, int N> __device__ static inline void read_codes(const char *row, int i, unsigned *codes) {
+    if (T == KV_Q8_0) {
+        memcpy(codes, __builtin_assume_aligned(row + i, N), N);
+    } else if (T == KV_TQ3) {
+        const unsigned *words = (const unsigned *)(row + kv_row_bytes(T, i - i % KV_TURN));
+        const int o = i % KV_TURN / 8;
+        const unsigned w = words[o / 2], s = words[8 + o / 4];
+#pragma unroll
+        for (int n = 0; n < (N + 7) / 8; n++) {        // the bit of S goes to bit 2 of its nibble
+            const int turn = (o + n) % 4 + 30;
+            codes[n] = (w >> 2 * (N == 16 ? n : o % 2) & 0x33333333u) | (__funnelshift_r(s, s, turn) & 0x44444444u);
+        }
+    } else {
+        memcpy(codes, __builtin_assume_aligned(row + i / 8 * 4, (N + 7) / 8 * 4), (N + 7) / 8 * 4);
+    }
+    if (T != KV_Q8_0 && N == 4) codes[0] >>= i % 8 * 4;
+}
+
+template <KvType T> struct CodedType {                 // group: kv_group(T), where a constant is needed
+    static constexpr KvType type = T;
+    static constexpr int group = T == KV_TQ3 ? 128 : T == KV_TQ4 ? 64 : 32;
+};
+
+template <KvType T> __device__ static inline __half scale_of(const char *scales, int i) {      // of value i of a row
+    return ((const __half *)scales)[i / CodedType<T>::group];
+}
+
+// Values i .. i + N - 1 of a row.
+template <KvType T, int N, bool SCALED>
 __device__ static inline void read_halves(const char *row, const char *scales, int i, unsigned (&h)[N / 2]) {
     if (T == KV_F16) {
-        memcpy(h, __builtin_assume_aligned(row + 2 * i, 2 * N < 16 ? 2 * N : 16), 2 * N);
+        memcpy(h, __builtin_assume_aligned(row + 2 * i, 16), 2 * N);
         return;
     }
-    const __half2 scale = __half2half2(((const __half *)scales)[i / kv_group(T)]);
-    if (T == KV_Q8_0) {
-        unsigned codes[N / 4];
-        memcpy(codes, __builtin_assume_aligned(row + i, N), N);
+    const __half2 scale = __half2half2(SCALED ? scale_of<T>(scales, i) : __ushort_as_half(0));
+    unsigned codes[N / 4];
+    read_codes<T, N>(row, i, codes);
 #pragma unroll
-        for (int w = 0; w < N / 4; w++) {
-            codes[w] ^= 0x80808080u;
-            h[2 * w] = bytes_to_halves(codes[w], 0x4140, 128, scale);
-            h[2 * w + 1] = bytes_to_halves(codes[w], 0x4342, 128, scale);
+    for (int n = 0; n < N / 4; n++) {
+        if (T == KV_Q8_0) {
+            h[2 * n] = bytes_to_halves<SCALED>(codes[n] ^ 0x80808080u, 0x4140, 128, scale);
+            h[2 * n + 1] = bytes_to_halves<SCALED>(codes[n] ^ 0x80808080u, 0x4342, 128, scale);
+        } else {
+            nibbles_to_halves<T, SCALED>(codes[n / 2] >> n % 2 * 16, scale, h + 2 * n);
+        }
+    }
+}
+
+// Values i .. i + N - 1 of two rows side by side: h[j] is value i + j of a, and of b. N is 4 or 8.   scale: that of a, of b
+template <KvType T, int N, bool SCALED>
+__device__ static inline void read_pairs(const char *a, const char *b, int i, __half2 scale, unsigned (&h)[N]) {
+    unsigned x[N / 2], y[N / 2];
+    if (T == KV_F16) {
+        memcpy(x, __builtin_assume_aligned(a + 2 * i, 2 * N), 2 * N);
+        memcpy(y, __builtin_assume_aligned(b + 2 * i, 2 * N), 2 * N);
+#pragma unroll
+        for (int j = 0; j < N; j += 2)
+            h[j] = __byte_perm(x[j / 2], y[j / 2], 0x5410), h[j + 1] = __byte_perm(x[j / 2], y[j / 2], 0x7632);
+        return;
+    }
+    read_codes<T, N>(a, i, x);
+    read_codes<T, N>(b, i, y);
+    if (T == KV_Q8_0) {
+#pragma unroll
+        for (int j = 0; j < N; j += 2) {
+            const unsigned bytes = __byte_perm(x[j / 4], y[j / 4], j % 4 ? 0x7362 : 0x5140) ^ 0x80808080u;
+            h[j] = bytes_to_halves<SCALED>(bytes, 0x4140, 128, scale);
+            h[j + 1] = bytes_to_halves<SCALED>(bytes, 0x4342, 128, scale);
         }
         return;
     }
-    unsigned nibbles[(N + 7) / 8];
-    if (T == KV_TQ3) {
-        const unsigned *words = (const unsigned *)(row + kv_row_bytes(T, i - i % KV_TURN));
-        const int o = i % KV_TURN / 8;
-        const unsigned w = words[o / 2], s = words[8 + o / 4] >> o % 4;
+    const unsigned even = (x[0] & 0x0f0f0f0fu) | (y[0] << 4 & 0xf0f0f0f0u);
+    const unsigned odd = (x[0] >> 4 & 0x0f0f0f0fu) | (y[0] & 0xf0f0f0f0u);
 #pragma unroll
-        for (int n = 0; n < (N + 7) / 8; n++)
-            nibbles[n] = (w >> 2 * (N == 16 ? n : o % 2) & 0x33333333u) | (s >> n & 0x11111111u) << 2;
-    } else {
-        memcpy(nibbles, __builtin_assume_aligned(row + i / 8 * 4, sizeof nibbles), sizeof nibbles);
+    for (int j = 0; j < N; j += 4) {
+        unsigned e[2], o[2];
+        nibbles_to_halves<T, SCALED>(even >> 4 * j, scale, e);
+        nibbles_to_halves<T, SCALED>(odd >> 4 * j, scale, o);
+        h[j] = e[0], h[j + 1] = o[0], h[j + 2] = e[1], h[j + 3] = o[1];
     }
-    if (N == 4) nibbles[0] >>= i % 8 * 4;
-#pragma unroll
-    for (int n = 0; n < N / 4; n++)
-        four_halves<T>(nibbles[n / 2] >> n % 2 * 16, scale, h + 2 * n);
 }
 
 // ---- caches of codes ----
@@ -5414,21 +5466,24 @@ __device__ static inline void copy_codes(const CodedTask &c, const CodedKeys &fr
 }
 
 // scores (4, NC, SCORE_ROW) = q k for the keys of a tile: a warp has 16 keys and a quarter of the dims, a lane two keys
-// and a run of HD / 16 dims.   rows, scales: of the tile's first key, in the plane that has the quarter
+// and a run of HD / 16 dims. A scale that serves the quarter is multiplied with its sum.   rows, scales: of the tile's
+// first key, in the plane that has the quarter
 template <KvType T, int HD, int NC>
 __device__ static inline void score_codes(const AttendTask &a, int stride, int scale_bytes, const char *rows,
                                           const char *scales, const __half *q_hi, float *out) {
     constexpr int ROW = HD + ROW_PAD, N = NC / 8;
+    constexpr bool AT_ONCE = CodedType<T>::group < HD / 4;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2;
     const int key0 = warp % 2 * 16, quarter = warp / 2, first = quarter * (HD / 4) + lane % 4 * (HD / 16);
     const __half *q_row = q_hi + lane % 8 * ROW + quarter * (HD / 4) + lane / 8 * 8;
+    rows += (key0 + t) * stride, scales += (key0 + t) * scale_bytes;
     float s_hi[N][4] = { }, s_lo[N][4] = { };
 #pragma unroll
     for (int d = 0; d < HD / 16; d += 16) {
         unsigned k[2][8], q[4];
 #pragma unroll
         for (int e = 0; e < 2; e++)
-            read_halves<T, 16>(rows + (key0 + t + 8 * e) * stride, scales + (key0 + t + 8 * e) * scale_bytes, first + d, k[e]);
+            read_halves<T, 16, AT_ONCE>(rows + 8 * e * stride, scales + 8 * e * scale_bytes, first + d, k[e]);
 #pragma unroll
         for (int u = 0; u < 8; u += 4) {
             const unsigned lo[4] = { k[0][u], k[1][u], k[0][u + 1], k[1][u + 1] };
@@ -5446,55 +5501,65 @@ __device__ static inline void score_codes(const AttendTask &a, int stride, int s
             }
         }
     }
+    float scale[2] = { 1, 1 };
+    if (T != KV_F16 && !AT_ONCE)
+        for (int e = 0; e < 2; e++) scale[e] = __half2float(scale_of<T>(scales + 8 * e * scale_bytes, first));
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            out[(quarter * NC + 8 * n + k2 + e % 2) * SCORE_ROW + key0 + t + e / 2 * 8] = s_hi[n][e] + s_lo[n][e];
+            out[(quarter * NC + 8 * n + k2 + e % 2) * SCORE_ROW + key0 + t + e / 2 * 8] =
+                (s_hi[n][e] + s_lo[n][e]) * scale[e / 2];
 }
 
 // acc += V^T weights for a tile, after acc was scaled by shrink: all keys and an eighth of the dims, of which a lane has
-// HD / 64 in a row: of acc[m], values 2 m and 2 m + 1.
+// HD / 64 in a row: of acc[m], values 2 m and 2 m + 1. A key's scale that serves the eighth is multiplied with its weight.
 template <KvType T, int HD, int NC>
 __device__ static inline void add_codes(float (&acc)[HD / 128][NC / 8][4], const CodedPlane &plane, const char *rows,
                                         const char *scales, const __half *weights, const float *shrink) {
     constexpr int M = HD / 128, N = NC / 8;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, k2 = lane % 4 * 2, first = warp * (HD / 8) + lane / 4 * 2 * M;
+    constexpr bool AT_ONCE = CodedType<T>::group < HD / 8;
+    const int lane = threadIdx.x % 32, k2 = lane % 4 * 2, first = threadIdx.x / 32 * (HD / 8) + lane / 4 * 2 * M;
+    __half2 scale[4];                                  // of keys 8 i + k2 and the next
     unsigned p[N][4];
+#pragma unroll
+    for (int i = 0; i < 4 && T != KV_F16; i++)
+        scale[i] = __halves2half2(scale_of<T>(scales + (8 * i + k2) * plane.scale_bytes, first),
+                                  scale_of<T>(scales + (8 * i + k2 + 1) * plane.scale_bytes, first));
 #pragma unroll
     for (int n = 0; n < N; n++) {
         load_matrices(p[n], weights + (8 * n + lane % 8) * WEIGHT_ROW + lane / 8 * 8);
+        for (int i = 0; i < 4 && T != KV_F16 && !AT_ONCE; i++) p[n][i] = half_bits(__hmul2(two_halves(p[n][i]), scale[i]));
         const float f0 = shrink[8 * n + k2], f1 = shrink[8 * n + k2 + 1];
+        if (!__any_sync(~0u, f0 != 1 || f1 != 1)) continue;
 #pragma unroll
         for (int m = 0; m < M; m++) acc[m][n][0] *= f0, acc[m][n][1] *= f1, acc[m][n][2] *= f0, acc[m][n][3] *= f1;
     }
+    rows += k2 * plane.stride;
 #pragma unroll
-    for (int u = 0; u < KEYS / 16; u++) {
-        unsigned v[4][M];                              // of keys 2 k, 2 k + 1, and those 8 behind them
+    for (int u = 0; u < KEYS / 8; u += 2) {
+        unsigned v[2][2 * M];                          // of keys 8 u + k2 and the next, and of those 8 behind them
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const int key = 16 * u + k2 + e % 2 + e / 2 * 8;
-            read_halves<T, 2 * M>(rows + key * plane.stride, scales + key * plane.scale_bytes, first, v[e]);
-        }
+        for (int e = 0; e < 2; e++)
+            read_pairs<T, 2 * M, AT_ONCE>(rows + 8 * (u + e) * plane.stride, rows + (8 * (u + e) + 1) * plane.stride, first,
+                                          scale[u + e], v[e]);
 #pragma unroll
         for (int m = 0; m < M; m++) {
-            const unsigned x[4] = { __byte_perm(v[0][m], v[1][m], 0x5410), __byte_perm(v[0][m], v[1][m], 0x7632),
-                                    __byte_perm(v[2][m], v[3][m], 0x5410), __byte_perm(v[2][m], v[3][m], 0x7632) };
+            const unsigned x[4] = { v[0][2 * m], v[0][2 * m + 1], v[1][2 * m], v[1][2 * m + 1] };
 #pragma unroll
-            for (int n = 0; n < N; n++) multiply_half(acc[m][n], x, p[n] + 2 * u);
+            for (int n = 0; n < N; n++) multiply_half(acc[m][n], x, p[n] + u);
         }
     }
 }
 
 // f(the type of a plane), known where it is compiled; rows of a tail are f16.
-template <KvType T> struct TypeOf { static constexpr KvType type = T; };
 template <bool TAIL, typename F> __device__ static inline void with_type(KvType t, F f) {
     switch (TAIL ? KV_F16 : t) {
-    case KV_Q8_0: f(TypeOf<KV_Q8_0>()); return;
-    case KV_Q4_0: f(TypeOf<KV_Q4_0>()); return;
-    case KV_TQ4: f(TypeOf<KV_TQ4>()); return;
-    case KV_TQ3: f(TypeOf<KV_TQ3>()); return;
-    default: f(TypeOf<KV_F16>());
+    case KV_Q8_0: f(CodedType<KV_Q8_0>()); return;
+    case KV_Q4_0: f(CodedType<KV_Q4_0>()); return;
+    case KV_TQ4: f(CodedType<KV_TQ4>()); return;
+    case KV_TQ3: f(CodedType<KV_TQ3>()); return;
+    default: f(CodedType<KV_F16>());
     }
 }
 
@@ -5513,25 +5578,28 @@ template <int HD, int NC> struct CodedRoom {
 typedef struct {              // tiles that a block reads of the cache, or of its tail: from + i of its part, i < n
     int from, n;
     int low, end;             // keys that any of the rows may read there
+    int whole_low, whole_end; // keys that all of them read there
 } CodedTiles;
 
 // Keys that a row reads in the tail begin behind its position less `reach`; 0: it reads none there. With nothing in sight
 // the cache has a tile of zeros.
 template <bool TAIL>
 __device__ static inline CodedTiles coded_tiles(const CodedTask &c, const Keys &s, const Sight *rows, int reach) {
-    const int n = s.share.to - s.share.from;
-    if (!reach) return (CodedTiles){ 0, TAIL ? 0 : max(1, n), s.low, s.end };
-    int first = INT_MAX, last = 0, k = n;
+    int first = INT_MAX, last = 0, whole_low = 0, n = s.share.to - s.share.from, k = n;
 #pragma unroll 1
-    for (int r = s.from; r < s.to; r++) first = min(first, rows[r].pos), last = max(last, rows[r].pos);
+    for (int r = s.from; r < s.to; r++) {
+        first = min(first, rows[r].pos), last = max(last, rows[r].pos);
+        whole_low = max(whole_low, rows[r].first);
+    }
+    if (!reach) return (CodedTiles){ 0, max(1, n), s.low, s.end, whole_low, s.len };
     if (TAIL) {
         const int low = max(s.low, first - reach + 1);
         while (k > 0 && first_key(c.a, s, k - 1) + KEYS > low) k--;
-        return (CodedTiles){ k, n - k, low, s.end };
+        return (CodedTiles){ k, n - k, low, s.end, max(whole_low, last - reach + 1), s.len };
     }
     const int end = min(s.end, last - reach + 1);
     while (k > 0 && first_key(c.a, s, k - 1) >= end) k--;
-    return (CodedTiles){ 0, n ? k : 1, s.low, end };
+    return (CodedTiles){ 0, n ? k : 1, s.low, end, whole_low, min(s.len, first - reach + 1) };
 }
 
 // acc, tops and sums of a run of rows after the tiles of the cache or its tail.
@@ -5551,9 +5619,6 @@ __device__ static inline void attend_tiles(const CodedTask &c, const AttendBlock
             copy_codes(c, source, keys, tiles.low, tiles.end, first_key(a, keys, tiles.from + i),
                        room.stages + stage * source.stage_bytes);
         copy_commit();
-    };
-    auto sees = [&](const Sight &v, int j) {
-        return in_sight(v, a.own, j) && (!reach || (j > v.pos - reach) == TAIL);
     };
     if (TAIL && !tiles.n) return;
     if (TAIL) __syncthreads();                         // nobody works on the cache's tiles
@@ -5578,7 +5643,11 @@ __device__ static inline void attend_tiles(const CodedTask &c, const AttendBlock
         });
         __syncthreads();                               // scores are whole
 
-        weigh_keys<NC>(a, rows, first_key(a, keys, tiles.from + i), room.scores, room.weights, columns, sees);
+        const int j0 = first_key(a, keys, tiles.from + i);
+        const bool whole = j0 >= tiles.whole_low && j0 + KEYS <= tiles.whole_end;
+        weigh_keys<NC>(a, rows, j0, room.scores, room.weights, columns, [&](const Sight &v, int j) {
+            return whole || (in_sight(v, a.own, j) && (!reach || (j > v.pos - reach) == TAIL));
+        });
         __syncthreads();                               // weights are whole
 
         with_type<TAIL>(source.v.type, [&](auto t) {
@@ -5806,7 +5875,7 @@ __device__ static inline void flash_decode(const FlashTask &a, const FlashRun &s
             const ptrdiff_t at = there ? stage_slot + key : (ptrdiff_t)slot + key;
             unsigned h[4] = { };
             if (seen)
-                read_halves<decltype(t)::type, 8>((there ? p.stage_codes : p.codes) + at * row_bytes,
+                read_halves<decltype(t)::type, 8, true>((there ? p.stage_codes : p.codes) + at * row_bytes,
                                                   (there ? p.stage_scales : p.scales) + at * p.scale_bytes, 8 * chunk, h);
             *(uint4 *)(to + flash_place(key, chunk, DIM)) = make_uint4(h[0], h[1], h[2], h[3]);
         }
