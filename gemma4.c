@@ -3497,6 +3497,11 @@ typedef struct { uint64_t key, weight; } Candidate;    // a token among others: 
 
 enum { PASS_PAIRS = 4096 };   // most pairs (row, chosen expert) that experts work on at a time
 
+// Attention numbers its keys: j < len is the committed position j, len + i is row i of the segment. SPAN of them are a span, and
+// span s belongs to part s mod PARTS. What the parts find is put together in their order, so that threads may share a long
+// context of a step of few queries, and the bits follow from the numbers alone.
+enum { SPAN = 256, PARTS = 16, SPLIT_QUERIES = 256 };
+
 static struct {               // scratch of the CPU backend: one prepared input at a time, one row of logits
     Act        y;             // (max_rows, max_cols)
     uint8_t   *packed;        // (max_rows or pairs, max_cols) the input for gguf_dot_q8_rows
@@ -3505,6 +3510,7 @@ static struct {               // scratch of the CPU backend: one prepared input 
     Candidate *candidates;    // (vocab)
     float     *logits;        // (vocab)
     int32_t   *seen;          // (vocab) 0 between operations
+    float     *parts;         // (SPLIT_QUERIES, PARTS, MAX_HEAD_DIM + 2) largest score, sum, values
 } cpu;
 
 static size_t cpu_weight_bytes(const Tensor *w) {
@@ -3563,7 +3569,7 @@ static size_t packed_bytes(size_t rows, size_t pairs, size_t cols) {
 
 static size_t cpu_scratch_bytes(const Limits *lim) {
     const size_t n = (size_t)lim->max_rows * lim->max_cols, pairs = pairs_of_pass(lim);
-    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + packed_bytes(lim->max_rows, pairs, lim->max_cols) +
+    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + SPLIT_QUERIES * PARTS * (MAX_HEAD_DIM + 2) * sizeof(float) + packed_bytes(lim->max_rows, pairs, lim->max_cols) +
            pairs * sizeof(int32_t) + lim->vocab * (sizeof(Candidate) + sizeof(float) + sizeof(int32_t));
 }
 
@@ -3589,6 +3595,7 @@ static void cpu_init(const Limits *lim) {
     cpu.candidates = alloc_or_die(vocab, sizeof *cpu.candidates);
     cpu.logits = alloc_or_die(vocab, sizeof *cpu.logits);
     cpu.seen = alloc_or_die(vocab, sizeof *cpu.seen);
+    if (!cpu.parts) cpu.parts = alloc_or_die((size_t)SPLIT_QUERIES * PARTS * (MAX_HEAD_DIM + 2), sizeof *cpu.parts);
     cpu.rows = rows;
     cpu.pairs = pairs;
     cpu.cols = cols;
@@ -4153,8 +4160,8 @@ static void cpu_qkv_store(const QkvStore *o) { parallel(o->batch->n_rows, share(
 enum { QUERIES = 8, KEYS = 32 };        // rows x heads, and cached rows, that are worked on at a time
 
 // softmax(q . k) v of some queries, which are heads of one KV head in rows of one segment. Key by key in the order of
-// positions ("online softmax"): the largest score so far stays the reference point, so exp never overflows. How queries and
-// keys are grouped makes no difference to the bits.
+// positions ("online softmax"): the largest score so far stays the reference point, so exp never overflows. How queries are
+// grouped makes no difference to the bits.
 typedef struct {
     const Attend *o;
     int   head_dim, n_heads, n;         // n queries: rows x n_heads
@@ -4246,6 +4253,9 @@ typedef struct {              // rows of one segment, fewer than 32, and what th
     int n, len;
     int first[QUERIES];       // the lowest position in sight
     int cut[QUERIES];         // committed positions up to here are read in k and v, those above in the tail
+    int lowest, end;          // keys in sight of any row are lowest .. end - 1
+    int low_cut, high_cut;
+    bool tailed;
 } Sight;
 
 // Committed positions from <= p < to, in a cache or (is_tail) its tail.
@@ -4264,34 +4274,102 @@ static void attend_committed(Softmax *s, const Sight *v, const Cache *c, bool is
     }
 }
 
-// Rows 0 .. n_own - 1 of the segment itself, which lie behind the committed ones or in a stage.
-static void attend_own(Softmax *s, const Sight *v, const Cache *c, const Cache *stage, OwnMask own, int head, int n_own) {
-    for (int k = 0, n; k < n_own; k += n) {
+// Rows of a tree on the path to one of them, its own included, whose depths are from .. to - 1.
+static uint64_t path_rows(uint64_t ancestors, int from, int to) {
+    uint64_t rows = 0;
+    for (int depth = 0; ancestors; depth++, ancestors &= ancestors - 1)
+        if (depth >= from && depth < to) rows |= ancestors & -ancestors;
+    return rows;
+}
+
+// Rows of the segment itself, which lie behind the committed ones or in a stage, at depths from .. to - 1.
+static void attend_own(Softmax *s, const Sight *v, const Cache *c, int head, int from, int to) {
+    const Cache *stage = s->o->stage;
+    const bool all = s->o->own == OWN_ALL, tree = !all && v->seg->kind == SEG_TREE;
+    uint64_t path[QUERIES];
+    for (int i = 0; i < v->n && tree; i++) path[i] = path_rows(v->row[i].ancestors, from, to);
+    const int end = tree ? v->end - v->len : to;       // a tree's rows are not in the order of their depths
+    for (int k = tree ? 0 : from, n; k < end; k += n) {
         const int slot = stage ? v->seg->first + k : (v->len + k) % c->slots;
         uint32_t seen[QUERIES], any = 0;
-        n = min_int(KEYS, n_own - k);
+        n = min_int(KEYS, end - k);
         if (!stage) n = min_int(n, c->slots - slot);
         for (int i = 0; i < v->n; i++) {
             const int hidden = max_int(v->first[i] - v->len - k, 0), ahead = v->row[i].index + 1 - k;
-            seen[i] = ~(uint32_t)0;
-            if (own == OWN_CAUSAL && v->seg->kind == SEG_TREE) seen[i] = (uint32_t)(v->row[i].ancestors >> k);
-            if (own == OWN_CAUSAL && v->seg->kind == SEG_CHAIN) seen[i] = hidden < 32 ? ~(uint32_t)0 << hidden : 0;
-            if (own == OWN_CAUSAL && ahead < 32) seen[i] &= ahead > 0 ? ((uint32_t)1 << ahead) - 1 : 0;
+            seen[i] = tree ? (uint32_t)(path[i] >> k) : all || hidden < 32 ? ~(uint32_t)0 << (all ? 0 : hidden) : 0;
+            if (!all && ahead < 32) seen[i] &= ahead > 0 ? ((uint32_t)1 << ahead) - 1 : 0;
             any |= seen[i];
         }
         if (any) attend_keys(s, stage ? stage : c, stage ? 0 : v->seg->seq, head, slot, n, seen);
     }
 }
 
-// The heads from `head` on, of rows r .. r + n_rows - 1 of the step, which are of one segment.
-static void attend_queries(Softmax *s, const Attend *o, int r, int n_rows, int head, int n_heads) {
-    const Cache *c = o->cache, tail = tail_of(c);
-    const int hd = c->head_dim, g = head / (o->n_heads / c->n_kv_heads);
+// Rows r .. r + n_rows - 1 of the step, which are of one segment, and what they see.
+static Sight look(const Attend *o, int r, int n_rows) {
+    const Cache *c = o->cache;
     const Row *row = &o->batch->rows[r];
     const Segment *seg = &o->batch->segs[row->seg];
-    const bool tailed = c->tail_slots && seg->n <= STEP_ROWS;
-    Sight v = { .row = row, .seg = seg, .n = n_rows, .len = o->batch->len[seg->seq] };
-    int lowest = v.len, n_own = 0, low_cut = v.len, high_cut = -1;
+    Sight v = { .row = row, .seg = seg, .n = n_rows, .len = o->batch->len[seg->seq], .high_cut = -1,
+                .tailed = c->tail_slots && seg->n <= STEP_ROWS };
+    v.lowest = v.low_cut = v.end = v.len;
+    for (int i = 0; i < n_rows; i++) {
+        const int pos = v.len + row[i].depth, n_own = o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : row[i].index + 1;
+        v.first[i] = o->window ? max_int(0, pos - o->window + 1) : 0;
+        v.cut[i] = v.tailed ? max_int(-1, pos - (c->tail_slots - STEP_ROWS)) : INT_MAX - 1;
+        v.lowest = min_int(v.lowest, v.first[i]);
+        v.low_cut = min_int(v.low_cut, v.cut[i]), v.high_cut = max_int(v.high_cut, v.cut[i]);
+        v.end = max_int(v.end, v.len + n_own);
+    }
+    return v;
+}
+
+// What one part finds for the queries of s: out, max and sum.
+static void attend_part(Softmax *s, const Sight *v, int head, int part) {
+    const Cache *c = s->o->cache, tail = tail_of(c);
+    const int first = v->lowest / SPAN;
+    for (int i = 0; i < s->n; i++) s->max[i] = -INFINITY, s->sum[i] = 0;
+    memset(s->out, 0, (size_t)s->n * s->head_dim * sizeof *s->out);
+    for (int span = first + (part - first % PARTS + PARTS) % PARTS; span * SPAN < v->end; span += PARTS) {
+        const int from = max_int(span * SPAN, v->lowest), to = min_int((span + 1) * SPAN, v->end), held = min_int(to, v->len);
+        attend_committed(s, v, c, false, head, from, min_int(held, v->high_cut + 1));
+        if (v->tailed) attend_committed(s, v, &tail, true, head, max_int(from, v->low_cut + 1), held);
+        if (to > v->len) attend_own(s, v, v->tailed ? &tail : c, head, max_int(from, v->len) - v->len, to - v->len);
+    }
+}
+
+// Adds what a part found (out, max, sum) for one query to what those before it did.
+static void join_part(float *out, float *max, float *sum, const float *part_out, float part_max, float part_sum, int n) {
+    if (part_sum == 0) return;
+    const float top = fmaxf(*max, part_max), shrink = *sum == 0 ? 0 : exp_of(*max - top), factor = exp_of(part_max - top);
+    for (int d = 0; d < n; d++) out[d] = *sum == 0 ? part_out[d] : out[d] * shrink + part_out[d] * factor;
+    *sum = *sum == 0 ? part_sum : *sum * shrink + part_sum * factor;
+    *max = top;
+}
+
+// One query's result (head_dim), to where attention writes it.
+static void put_query(const Attend *o, int r, int head, float *out, float sum) {
+    const Cache *c = o->cache;
+    const int hd = c->head_dim;
+    for (int d = 0; d < hd; d++) out[d] = sum == 0 ? 0 : out[d] / sum;         // nothing in sight: 0
+    if (kv_group(c->v.type)) kv_turn_rows_back(out, hd);
+    if (c->n_rot) tied_order(out, hd, c->n_rot, true);
+    emit(&o->out, r, o->n_heads * hd, head * hd, out, hd);
+}
+
+typedef struct {
+    const Attend *o;
+    int rows, heads;          // of an item
+    int parts;                // into which the heads of a KV head are cut
+    int split;                // into which the context is: 1, or PARTS
+} AttendJob;
+
+// The heads from `head` on, of rows r .. r + n_rows - 1 of the step, which are of one segment: all parts, or one of them, whose
+// results wait in cpu.parts.
+static void attend_queries(Softmax *s, const AttendJob *job, int r, int n_rows, int head, int n_heads, int part) {
+    const Attend *o = job->o;
+    const int hd = o->cache->head_dim, g = head / (o->n_heads / o->cache->n_kv_heads);
+    const Sight v = look(o, r, n_rows);
+    float total[QUERIES * MAX_HEAD_DIM], max[QUERIES], sum[QUERIES];
     s->o = o;
     s->head_dim = hd;
     s->n_heads = n_heads;
@@ -4299,38 +4377,29 @@ static void attend_queries(Softmax *s, const Attend *o, int r, int n_rows, int h
     for (int i = 0; i < s->n; i++) {
         const size_t at = (size_t)(r + i / n_heads) * o->n_heads + head + i % n_heads;
         memcpy(s->q + (size_t)i * hd, o->q + at * hd, (size_t)hd * sizeof *s->q);
-        s->max[i] = -INFINITY;
-        s->sum[i] = 0;
+        max[i] = -INFINITY, sum[i] = 0;
     }
-    memset(s->out, 0, (size_t)s->n * hd * sizeof *s->out);
-    for (int i = 0; i < n_rows; i++) {
-        const int pos = v.len + row[i].depth;
-        v.first[i] = o->window ? max_int(0, pos - o->window + 1) : 0;
-        v.cut[i] = tailed ? max_int(-1, pos - (c->tail_slots - STEP_ROWS)) : INT_MAX - 1;
-        lowest = min_int(lowest, v.first[i]);
-        low_cut = min_int(low_cut, v.cut[i]), high_cut = max_int(high_cut, v.cut[i]);
-        n_own = max_int(n_own, o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : row[i].index + 1);
+    const int first = job->split > 1 ? part : 0, end = job->split > 1 ? part + 1 : min_int(PARTS, (v.end - 1) / SPAN + 1);
+    for (int p = first; p < end; p++) {
+        attend_part(s, &v, g, p);
+        for (int i = 0; i < s->n; i++) {
+            const float *out = s->out + (size_t)i * hd;
+            const size_t query = (size_t)(r + i / n_heads) * o->n_heads + head + i % n_heads;
+            if (job->split == 1) {
+                join_part(total + (size_t)i * hd, &max[i], &sum[i], out, s->max[i], s->sum[i], hd);
+                continue;
+            }
+            float *to = cpu.parts + (query * PARTS + p) * (MAX_HEAD_DIM + 2);
+            to[0] = s->max[i], to[1] = s->sum[i];
+            memcpy(to + 2, out, (size_t)hd * sizeof *out);
+        }
     }
-    attend_committed(s, &v, c, false, g, lowest, min_int(v.len, high_cut + 1));
-    if (tailed) attend_committed(s, &v, &tail, true, g, max_int(lowest, low_cut + 1), v.len);
-    attend_own(s, &v, tailed ? &tail : c, o->stage, o->own, g, n_own);
-    for (int i = 0; i < s->n; i++) {
-        float *out = s->out + (size_t)i * hd;
-        for (int d = 0; d < hd; d++) out[d] = s->sum[i] == 0 ? 0 : out[d] / s->sum[i];      // nothing in sight: 0
-        if (kv_group(c->v.type)) kv_turn_rows_back(out, hd);
-        if (c->n_rot) tied_order(out, hd, c->n_rot, true);
-        emit(&o->out, r + i / n_heads, o->n_heads * hd, (head + i % n_heads) * hd, out, hd);
-    }
+    for (int i = 0; i < s->n && job->split == 1; i++)
+        put_query(o, r + i / n_heads, head + i % n_heads, total + (size_t)i * hd, sum[i]);
 }
 
-typedef struct {
-    const Attend *o;
-    int rows, heads;          // of an item
-    int parts;                // into which the heads of a KV head are cut
-} AttendJob;
-
 static int attend_count(const AttendJob *job) {        // items
-    return (job->o->batch->n_rows + job->rows - 1) / job->rows * job->o->cache->n_kv_heads * job->parts;
+    return (job->o->batch->n_rows + job->rows - 1) / job->rows * job->o->cache->n_kv_heads * job->parts * job->split;
 }
 
 static void attend_items(const void *task, int begin, int end) {
@@ -4338,28 +4407,47 @@ static void attend_items(const void *task, int begin, int end) {
     const Attend *o = job->o;
     const int kv_heads = o->cache->n_kv_heads, group = o->n_heads / kv_heads, across = kv_heads * job->parts;
     Softmax s;
-    for (int item = begin; item < end; item++) {
+    for (int i = begin; i < end; i++) {
+        const int item = i / job->split, part = i % job->split;
         const int from = item % across % job->parts * job->heads, head = item % across / job->parts * group + from;
         const int row_end = min_int((item / across + 1) * job->rows, o->batch->n_rows);
         for (int r = item / across * job->rows, n; r < row_end; r += n) {
             for (n = 1; r + n < row_end && o->batch->rows[r + n].seg == o->batch->rows[r].seg; n++) {}
-            attend_queries(&s, o, r, n, head, min_int(job->heads, group - from));
+            attend_queries(&s, job, r, n, head, min_int(job->heads, group - from), part);
         }
     }
 }
 
+// Queries first .. end - 1, of which all parts wait in cpu.parts.
+static void join_queries(const void *task, int first, int end) {
+    const Attend *o = ((const AttendJob *)task)->o;
+    for (int query = first; query < end; query++) {
+        float out[MAX_HEAD_DIM] = { 0 }, max = -INFINITY, sum = 0;
+        for (int p = 0; p < PARTS; p++) {
+            const float *part = cpu.parts + ((size_t)query * PARTS + p) * (MAX_HEAD_DIM + 2);
+            join_part(out, &max, &sum, part + 2, part[0], part[1], o->cache->head_dim);
+        }
+        put_query(o, query / o->n_heads, query % o->n_heads, out, sum);
+    }
+}
+
 static void cpu_attend(const Attend *o) {
-    const int group = o->n_heads / o->cache->n_kv_heads;
-    AttendJob job = { .o = o, .heads = min_int(group, QUERIES) };
+    const int group = o->n_heads / o->cache->n_kv_heads, n_queries = o->batch->n_rows * o->n_heads;
+    AttendJob job = { .o = o, .heads = min_int(group, QUERIES), .split = 1 };
+    int longest = 0;
     if (o->store) cpu_qkv_store(o->store);
     job.rows = QUERIES / job.heads;
     job.parts = (group + job.heads - 1) / job.heads;
+    for (int i = 0; i < o->batch->n_segs; i++) longest = max_int(longest, o->batch->len[o->batch->segs[i].seq]);
+    if (o->window) longest = min_int(longest, o->window);
+    if (attend_count(&job) < 2 * pool.n_threads && n_queries <= SPLIT_QUERIES && longest >= 4 * SPAN) job.split = PARTS;
     while (attend_count(&job) < pool.n_threads && job.rows * job.heads > 1) {       // fewer queries share a key then
         if (job.rows > 1) job.rows = (job.rows + 1) / 2;
         else job.heads = (job.heads + 1) / 2;
         job.parts = (group + job.heads - 1) / job.heads;
     }
-    parallel(attend_count(&job), share(attend_count(&job), 1), attend_items, &job);
+    parallel(attend_count(&job), job.split > 1 ? 1 : share(attend_count(&job), 1), attend_items, &job);
+    if (job.split > 1) parallel(n_queries, share(n_queries, 1), join_queries, &job);
 }
 
 // One cached row of all heads from one place to another.
