@@ -223,15 +223,18 @@ static inline void kv_write_row(KvType t, bool unbiased, int dim, const float *v
 
 // Groups of a quantised type as floats; t is known where this is inlined.
 static inline void kv_read_groups(KvType t, int n, const uint32_t *words, const uint16_t *scales, float *v) {
+    const int group = kv_group(t);
     float multiple[16];
     for (uint32_t i = 0; i < 16 && t != KV_Q8_0; i++) multiple[i] = (float)kv_multiple(t, i & (t == KV_TQ3 ? 7 : 15));
     for (int g = 0; g < n; g++, words += kv_row_bytes(t, KV_TURN) / 4)
-        for (int o = 0; o < KV_TURN / 8; o++, v += 8) {
-            const float scale = KV_FROM_HALF(*scales);
-            const uint32_t nibbles = t == KV_Q8_0 ? 0 : kv_nibbles(t, words, o);
-            for (int i = 0; i < 8; i++)
-                v[i] = scale * (t == KV_Q8_0 ? (float)((const int8_t *)words)[8 * o + i] : multiple[nibbles >> (4 * i) & 15]);
-            scales += (o + 1) * 8 % kv_group(t) == 0;
+        for (int from = 0; from < KV_TURN; from += group, v += group) {
+            const float scale = KV_FROM_HALF(*scales++);
+            const int8_t *codes = (const int8_t *)words + from;
+            for (int i = 0; i < group && t == KV_Q8_0; i++) v[i] = scale * (float)codes[i];
+            for (int o = 0; o < group / 8 && t != KV_Q8_0; o++) {
+                const uint32_t nibbles = kv_nibbles(t, words, from / 8 + o);
+                for (int i = 0; i < 8; i++) v[8 * o + i] = scale * multiple[nibbles >> (4 * i) & 15];
+            }
         }
 }
 
