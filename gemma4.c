@@ -15,7 +15,7 @@
  *   [9]  Command line
  *   [10] CPU operations
  * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check; parts/chat.h: the terminal;
- *              parts/server.h: HTTP; parts/reference.h: what each operation means
+ *              parts/session.h: sessions in files; parts/server.h: HTTP; parts/reference.h: what each operation means
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
  *              allocates nothing, unless --dump is given.
  * TRAPS        the list before forward: every way this model differs from Llama. */
@@ -2547,6 +2547,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 #include "parts/convert.h"
 #include "parts/reference.h"
 #include "parts/bench.h"
+#include "parts/session.h"
 #include "parts/chat.h"
 #include "parts/server.h"
 
@@ -2570,7 +2571,7 @@ static const struct { const char *name; Verb verb; } verbs[] = {
 typedef struct {
     Verb verb;
     const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout, *against;
-    const char *k_type, *v_type, *history;
+    const char *k_type, *v_type, *history, *session;
     const char *target, *type;                  // quantize: OUT, TYPE
     const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
     const char *fill;
@@ -2610,6 +2611,9 @@ static const Flag flags[] = {
       "chat, also where input or output is no terminal; -p is said first; default: without a prompt on a terminal" },
     { "--history", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(history), 0, 0,
       "chat: keep typed lines in this file from one chat to the next; default: none" },
+    { "--session", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(session), 0, 0,
+      "go on where the run that wrote FILE stopped, cache and all, and write it again; -p is the next message, with --raw "
+      "the text goes on with it; default: none" },
     { "--think", NULL, NULL, FLAG_ON, ANSWERS, FIELD(think), 0, 0,
       "let the model think before it answers; default: it answers at once" },
     { "--think-budget", "--reasoning-budget", "N", FLAG_INT, ANSWERS, FIELD(think_budget), -1, INT_MAX,
@@ -2991,6 +2995,19 @@ static void print_template(const Tokenizer *t) {
                 names[t->chat_template], t->large_variant ? "large" : "small");
 }
 
+// Dies where a session could not be written: that is better known before the answer than behind it.
+static void check_session_path(const char *path) {
+    struct stat st;
+    const char *slash = strrchr(path, '/');
+    const size_t n = slash ? (size_t)(slash - path) + (slash == path) : 1;
+    char *folder = alloc_or_die(n + 1, 1);
+    memcpy(folder, slash ? path : ".", n);
+    if (!*path) die("--session: expected a file, got an empty name");
+    if (!stat(path, &st) && !S_ISREG(st.st_mode)) die("--session: %s: expected a file, got a device, a pipe or a folder", path);
+    if (access(folder, W_OK | X_OK)) die("--session: %s: cannot write to %s: %s", path, folder, strerror(errno));
+    free(folder);
+}
+
 // Dies where flags contradict each other.
 static void check_generate_flags(const Flags *f, bool chatting) {
     for (int i = 0; i < f->stops.n; i++)
@@ -3001,6 +3018,7 @@ static void check_generate_flags(const Flags *f, bool chatting) {
     if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
         die("--template: expected large or small, got '%s'", f->chat_template);
     if (f->think_budget >= 0 && !f->think) die("--think-budget: expected --think beside it");
+    if (f->session) check_session_path(f->session);
     if (!chatting && (f->history || f->verbose))
         die("%s: expected a chat, got a prompt; try -i", f->history ? "--history" : "--verbose");
 #ifndef EDITS_LINES
@@ -3021,6 +3039,36 @@ static SampleParams sampling_params(const Flags *f, Gguf *g) {
     };
 }
 
+// The ids of a --raw prompt, behind what the session holds, else behind <bos>. Where they are too many for the context its oldest
+// tokens go, if that is wanted, as while generating: shift_context().
+static void raw_prompt(Chat *c, const char *text, size_t n, TokIds *ids) {
+    Session *s = &c->s;
+    const size_t n_ctx = (size_t)s->m->options.n_ctx, held = s->held.n, half = (n_ctx - 1) / 2;
+    if (s->t->bos < 0) die("%s: key 'tokenizer.ggml.bos_token_id': missing, and no token is called <bos>", s->m->gguf.path);
+    for (size_t i = 0; i < held; i++) push_id(s, ids, s->held.ids[i]);
+    for (size_t i = 0; i < c->pending.n; i++) push_id(s, ids, c->pending.ids[i]);
+    if (!ids->n) push_id(s, ids, s->t->bos);
+    if (tok_encode(s->t, text, n, TOK_PLAIN, ids) < 0) die("-p: %s", s->t->err);
+    if (ids->n <= n_ctx || !c->options.shift || half + 1 > held || ids->n - held > half) return;
+    memmove(ids->ids + 1, ids->ids + held - half, (ids->n - held + half) * sizeof *ids->ids);
+    ids->n -= held - half - 1;
+    fprintf(stderr, "# context full: %zu tokens dropped, the first 1 and the newest %zu stay\n", held - half - 1, half);
+}
+
+// The one answer of a run without a chat. Dies where it cannot be had.
+static void answer_once(Chat *c, const TokIds *raw) {
+    Session *s = &c->s;
+    const size_t n = count_messages(&c->messages, NULL);
+    const Prompt p = { .ids = raw->ids, .n = (int)raw->n, .n_head = 1 };
+    if (!c->raw && !answer(c)) die("-p: %s", c->err);
+    if (c->raw && !(session_start(s, &p, &c->options) && print_answer(s, &c->show))) die("-p: %s", s->err);
+    if (!c->raw && count_messages(&c->messages, NULL) == n) keep_messages(&c->messages, true, n - 1);      // no answer came
+    print_turn(&s->turn);
+    if (s->end == END_CONTEXT)
+        fprintf(stderr, "# the context of %d tokens is full; try a larger -c, or --context-shift\n", s->m->options.n_ctx);
+    if (c->session && !keep(c)) die("%s", c->err);
+}
+
 static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     size_t n_text = 0, n_tools = 0;
     char *text = read_prompt(f, &n_text);
@@ -3033,18 +3081,24 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     TokIds ids = { 0 };
+    GgufJson id;
     load_model(m, f->model, ops, o, f->dump);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
     if (f->think_budget >= 0 && tok.channel_close < 0) die("--think-budget: %s: has no token <channel|>", m->gguf.path);
-    Chat c = { .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose, .chatting = chatting,
-               .show = { (int)f->top_logits, f->show_thoughts, .newline = chatting } };
+    Chat c = { .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose, .chatting = chatting, .raw = f->raw,
+               .session = f->session, .show = { (int)f->top_logits, f->show_thoughts, .newline = chatting } };
+    c.options = (AnswerOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .stops = f->stops,
+                                 .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget, .shift = f->shift };
+    c.options.sampling = sampling_params(f, &m->gguf);
     session_open(&c.s, m, &tok, 0);
+    if (f->session && !resume(&c, !isnan(f->seed))) die("--session: %s", c.err);
     if (f->raw) {
-        if (tok.bos < 0) die("%s: key 'tokenizer.ggml.bos_token_id': missing, and no token is called <bos>", m->gguf.path);
-        if (tok__push(&tok, &ids, tok.bos) < 0 || tok_encode(&tok, text, n_text, TOK_PLAIN, &ids) < 0) die("-p: %s", tok.err);
+        raw_prompt(&c, text, n_text, &ids);
     } else {
         if (f->system) set_system(&c, (TokStr){ f->system, strlen(f->system) });
+        if (!chatting && calls_waiting(&c.messages, &id))
+            die("--session: %s: a call waits for its result: expected a chat, and /tool RESULT; try -i", f->session);
         if (!chatting && tok_add_message(&c.messages, "user", (TokStr){ text, n_text }) < 0)
             die("-p: out of memory for a prompt of %zu bytes", n_text);
         if (render(&c, 0, 1, true, &ids) < 0) {
@@ -3061,9 +3115,6 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
         ops->copy(&(Copy){ m->s.bias, bias, (size_t)m->config.vocab * sizeof *bias, COPY_IN });
         free(bias);
     }
-    c.options = (AnswerOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .stops = f->stops,
-                                 .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget, .shift = f->shift };
-    c.options.sampling = sampling_params(f, &m->gguf);
     print_plan(m);
     if (!f->raw) print_template(&tok);
     print_sampling(m, &c.options.sampling);
@@ -3073,12 +3124,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     if (chatting) {
         status = chat_loop(&c, (TokStr){ text, n_text }, f->history);
     } else {
-        if (!f->raw && !answer(&c)) die("-p: %s", c.err);
-        if (f->raw && !(session_start(&c.s, &(Prompt){ .ids = ids.ids, .n = (int)ids.n, .n_head = 1 }, &c.options) &&
-                        print_answer(&c.s, &c.show))) die("-p: %s", c.s.err);
-        print_turn(&c.s.turn);
-        if (c.s.end == END_CONTEXT)
-            fprintf(stderr, "# the context of %d tokens is full; try a larger -c, or --context-shift\n", m->options.n_ctx);
+        answer_once(&c, &ids);
         status = interrupted ? 130 : 0;
     }
     chat_free(&c);
