@@ -14,7 +14,7 @@
  *   [8]  Text and verbs: logits, tokenize, detokenize, plan
  *   [9]  Command line
  *   [10] CPU operations
- * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check; parts/chat.h: the terminal;
+ * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/chat.h: the terminal;
  *              parts/session.h: sessions in files; parts/server.h: HTTP; parts/reference.h: what each operation means
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
  *              allocates nothing, unless --dump is given.
@@ -2546,8 +2546,8 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 
 #include "parts/convert.h"
 #include "parts/reference.h"
-#include "parts/bench.h"
 #include "parts/session.h"
+#include "parts/bench.h"
 #include "parts/chat.h"
 #include "parts/server.h"
 
@@ -2560,12 +2560,14 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 
 typedef enum {
     GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
-    SERVE = 256, ANSWERS = GENERATE | SERVE, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN, ANY = 511
+    SERVE = 256, PPL = 512, ANSWERS = GENERATE | SERVE, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL,
+    ANY = 1023
 } Verb;
 
 static const struct { const char *name; Verb verb; } verbs[] = {
     { "logits", LOGITS }, { "tokenize", TOKENIZE }, { "detokenize", DETOKENIZE }, { "quantize", QUANTIZE },
-    { "bench", BENCH }, { "plan", PLAN }, { "check", CHECK }, { "serve", SERVE }
+    { "bench", BENCH }, { "plan", PLAN }, { "check", CHECK }, { "serve", SERVE },
+    { "ppl", PPL }
 };
 
 typedef struct {
@@ -2577,7 +2579,8 @@ typedef struct {
     const char *fill;
     const char *host, *api_key, *api_key_file, *alias;       // serve
     double port, parallel, chunk, queue, timeout, max_body;
-    double n_runs;
+    const char *kld_base, *kld;                 // ppl
+    double n_runs, stride, n_chunks;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
     double think_budget, memory;
     TextList biases, stops;
@@ -2598,14 +2601,15 @@ typedef struct {
 #define FIELD(name) offsetof(Flags, name)
 static const Flag flags[] = {
     { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0, "the model, instead of the first argument" },
-    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | BENCH | CHECK | QUANTIZE, FIELD(n_threads), 1, MAX_THREADS,
+    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | BENCH | CHECK | QUANTIZE | PPL, FIELD(n_threads), 1, MAX_THREADS,
       "CPU threads; default: one per core" },
     { "--check-tensors", NULL, NULL, FLAG_ON, RUNS | SERVE, FIELD(check_tensors), 0, 0,
       "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales; default: off" },
     { "-p", "--prompt", "TEXT", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt), 0, 0,
       "what to answer, or to continue with --raw; default: -f, standard input, or a chat" },
-    { "-f", "--file", "FILE", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt_file), 0, 0,
-      "the prompt is in this file, - for standard input; with -p: behind that text and an empty line; default: none" },
+    { "-f", "--file", "FILE", FLAG_TEXT, GENERATE | TOKENIZE | PPL, FIELD(prompt_file), 0, 0,
+      "the prompt, for ppl the text, is in this file, - for standard input; with -p: behind that text and an empty line; "
+      "default: none" },
     { "-sys", "--system --system-prompt", "TEXT", FLAG_TEXT, GENERATE, FIELD(system), 0, 0, "system turn; default: none" },
     { "-i", "--interactive -cnv --conversation", NULL, FLAG_ON, GENERATE, FIELD(interactive), 0, 0,
       "chat, also where input or output is no terminal; -p is said first; default: without a prompt on a terminal" },
@@ -2650,7 +2654,8 @@ static const Flag flags[] = {
     { "--ignore-eos", NULL, NULL, FLAG_ON, GENERATE, FIELD(ignore_eos), 0, 0,
       "go on after the end of the turn; default: off" },
     { "-c", "--ctx-size", "N", FLAG_INT, PLANS, FIELD(n_ctx), 0, MAX_CONTEXT,
-      "tokens of context; 0: what memory has room for, up to the trained length; default: the trained length, 8192 at most" },
+      "tokens of context; 0: what memory has room for, up to the trained length; default: the trained length, 8192 at most; "
+      "ppl: ids of a chunk, 512" },
     { "--context-shift", NULL, NULL, FLAG_ON, GENERATE, FIELD(shift), 0, 0,
       "when the context is full, forget its older half but for the system turn, and go on; default: stop" },
     { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(k_type), 0, 0,
@@ -2678,8 +2683,16 @@ static const Flag flags[] = {
       "no default" },
     { "--plain", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(plain), 0, 0,
       "tokenize: no string is special; default: those around calls and thoughts are" },
-    { "--special", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(special), 0, 0,
-      "tokenize: all of them are, such as <|turn>; default: as above" },
+    { "--special", NULL, NULL, FLAG_ON, TOKENIZE | PPL, FIELD(special), 0, 0,
+      "tokenize, ppl: all of them are, such as <|turn>; default: as above, for ppl none" },
+    { "--chunks", NULL, "N", FLAG_INT, PPL, FIELD(n_chunks), 0, INT_MAX, "ppl: chunks to run; default 0: all that the text has" },
+    { "--ppl-stride", NULL, "N", FLAG_INT, PPL, FIELD(stride), 0, MAX_CONTEXT,
+      "ppl: chunks begin N ids apart and are N/2 longer, and the last N ids of each are judged; default 0: the second half" },
+    { "--kld-base", NULL, "FILE", FLAG_TEXT, PPL, FIELD(kld_base), 0, 0,
+      "ppl: write the distributions to this file, two bytes for each id judged and word of the vocabulary; default: none" },
+    { "--kld", NULL, "FILE", FLAG_TEXT, PPL, FIELD(kld), 0, 0,
+      "ppl: compare with what --kld-base wrote for this text: KL divergence, first choices; default: none" },
+    { "-o", "--output", "FORMAT", FLAG_TEXT, PPL, FIELD(out), 0, 0, "ppl: md, csv, json or jsonl; default md" },
     { "-p", "--n-prompt", "N,..", FLAG_TEXT, BENCH, FIELD(prompts), 0, 0, "bench: tokens of a prompt; default 512, 0: none" },
     { "-n", "--n-gen", "N,..", FLAG_TEXT, BENCH, FIELD(generated), 0, 0, "bench: tokens to generate; default 128, 0: none" },
     { "--rows", NULL, "N,..", FLAG_TEXT, BENCH, FIELD(rows), 0, 0,
@@ -2753,6 +2766,7 @@ static void print_help(void) {
            "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   the ids of a text; no <bos> is added\n"
            "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  the text of ids\n"
            "  gemma4 bench MODEL.gguf [flags]                  tokens per second, as llama-bench measures them\n"
+           "  gemma4 ppl MODEL.gguf -f TEXT [flags]            perplexity, as llama-perplexity counts it; --kld: divergence\n"
            "  gemma4 check MODEL.gguf                          the GPU against the CPU (--against), checkpoint by checkpoint\n"
            "  gemma4 quantize IN OUT.gguf TYPE                 q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32\n");
     for (size_t i = 0, group = 0; i < sizeof flags / sizeof *flags; i++) {
@@ -3148,6 +3162,26 @@ static char *read_key(const char *path) {
     return key;
 }
 
+static int run_ppl(const Flags *f, const Ops *ops, PlanOptions o) {
+    static const char *const formats[] = { "md", "csv", "json", "jsonl" };
+    PplOptions p = { .n_ctx = f->n_ctx < 0 ? 512 : (int)f->n_ctx, .stride = (int)f->stride, .n_chunks = (int)f->n_chunks,
+                     .base = f->kld_base, .compare = f->kld };
+    size_t n;
+    int format = 0;
+    if (!f->prompt_file) die("-f: expected a text; try gemma4 ppl %s -f text.txt", f->model);
+    while (f->out && format < 4 && strcmp(f->out, formats[format])) format++;
+    if (format == 4) die("-o: expected md, csv, json or jsonl, got '%s'", f->out);
+    p.format = format;
+    if (p.n_ctx < 4) die("-c: expected at least 4 ids in a chunk, got %d", p.n_ctx);
+    if (p.stride >= p.n_ctx) die("--ppl-stride: expected less than -c, %d, got %d", p.n_ctx, p.stride);
+    if (ppl_chunk(&p) > MAX_CONTEXT) die("-c: expected at most %d ids in a chunk, got %d", MAX_CONTEXT, ppl_chunk(&p));
+    if (p.base && p.compare) die("--kld: expected one of --kld-base and --kld");
+    char *text = read_prompt(f, &n);
+    const int status = verb_ppl(f->model, ops, o, &p, text, n, f->special ? TOK_SPECIAL : TOK_PLAIN);
+    free(text);
+    return status;
+}
+
 static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
     need_http();
     Model *m = alloc_or_die(1, sizeof *m);
@@ -3248,6 +3282,7 @@ int main(int argc, char **argv) {
         verb_plan(f.model, ops, o);
         return 0;
     }
+    if (f.verb == PPL) return run_ppl(&f, ops, o);
     if (f.verb == BENCH) {
         BenchOptions b = { .prompts = parse_list("-p", f.prompts, 512), .generated = parse_list("-n", f.generated, 128),
                            .rows = parse_list("--rows", f.rows, 0), .depths = parse_list("-d", f.depths, 0),

@@ -221,7 +221,7 @@ static SessionHeader header_of(const Model *m) {
     return h;
 }
 
-typedef struct {              // a file on its way, one piece after the other
+typedef struct {              // a file on its way, one piece after the other, and its checksum
     const Ops *op;
     int        fd;
     Output     out;
@@ -231,11 +231,11 @@ typedef struct {              // a file on its way, one piece after the other
     Hash       hash;
     int        err;           // errno of what failed; after that nothing is done
     const char *what;         // for a bar on a terminal, or NULL
-} SessionStream;
+} FileStream;
 
 // ==== [2] Writing ====================================================================================================
 
-static void stream_flush(SessionStream *s) {
+static void stream_flush(FileStream *s) {
     if (!s->n || s->err) return;
     s->op->wait();                                     // rows may still be on their way
     hash_add(&s->hash, s->piece, s->n);
@@ -246,7 +246,7 @@ static void stream_flush(SessionStream *s) {
 }
 
 // From host memory, or from the backend's.
-static void stream_put(SessionStream *s, const void *bytes, size_t n, bool from_backend) {
+static void stream_put(FileStream *s, const void *bytes, size_t n, bool from_backend) {
     for (const uint8_t *p = bytes; n && !s->err; ) {
         const size_t some = n < SESSION_PIECE - s->n ? n : SESSION_PIECE - s->n;
         if (from_backend) s->op->copy(&(Copy){ s->piece + s->n, p, some, COPY_OUT });
@@ -258,7 +258,7 @@ static void stream_put(SessionStream *s, const void *bytes, size_t n, bool from_
     }
 }
 
-static void put_rows(SessionStream *s, const Model *m, int seq, const SessionHeader *h) {
+static void put_rows(FileStream *s, const Model *m, int seq, const SessionHeader *h) {
     for (int i = 0; i < m->n_caches; i++) {
         RowPart parts[8];
         const int n_parts = row_parts(m, i, seq, parts);
@@ -293,7 +293,7 @@ static bool session_to_file(Session *s, const SessionNote *note, const char *pat
     h.file_bytes = session_bytes(m, &h);
     h.hash = header_hash(&h);
 
-    SessionStream f = { .op = m->ops, .total = h.file_bytes, .hash = hash_new(), .what = what };
+    FileStream f = { .op = m->ops, .total = h.file_bytes, .hash = hash_new(), .what = what };
     if (!stat(path, &old) && !S_ISREG(old.st_mode)) {
         snprintf(s->err, sizeof s->err, "%.400s: expected a file, got a device, a pipe or a folder", path);
         return false;
@@ -321,7 +321,7 @@ static bool session_to_file(Session *s, const SessionNote *note, const char *pat
 // ==== [3] Reading ====================================================================================================
 
 // The next piece of the file, but for the hash at its end.
-static void stream_fill(SessionStream *s) {
+static void stream_fill(FileStream *s) {
     const uint64_t left = s->total - sizeof(uint64_t) - s->done;
     const size_t want = left < SESSION_PIECE ? (size_t)left : SESSION_PIECE;
     s->n = s->at = 0;
@@ -338,7 +338,7 @@ static void stream_fill(SessionStream *s) {
 }
 
 // To host memory, or to the backend's; NULL: they are skipped.
-static void stream_get(SessionStream *s, void *bytes, uint64_t n, bool to_backend) {
+static void stream_get(FileStream *s, void *bytes, uint64_t n, bool to_backend) {
     for (uint8_t *p = bytes; n && !s->err; ) {
         if (s->at == s->n) stream_fill(s);
         if (s->err) return;
@@ -352,7 +352,7 @@ static void stream_get(SessionStream *s, void *bytes, uint64_t n, bool to_backen
 }
 
 // The rows of a ring of another size: as many as there is room for.
-static void get_rows(SessionStream *s, const Model *m, int seq, const SessionHeader *h) {
+static void get_rows(FileStream *s, const Model *m, int seq, const SessionHeader *h) {
     for (int i = 0; i < m->n_caches; i++) {
         RowPart parts[8];
         const int n_parts = row_parts(m, i, seq, parts);
@@ -456,7 +456,7 @@ static bool check_sizes(Session *s, const char *path, const SessionHeader *h) {
 }
 
 // The rings of the mark are taken as they are or not at all.
-static void take_mark(Session *s, SessionStream *f, const SessionHeader *h) {
+static void take_mark(Session *s, FileStream *f, const SessionHeader *h) {
     const bool fits = h->mark && h->ring == (uint32_t)ring_slots(s->m) &&
                       h->mark_bytes == copy_rings(s->m, s->seq, NULL, COPY_OUT);
     if (fits && !s->rings) s->rings = alloc_or_die(h->mark_bytes, 1);
@@ -466,7 +466,7 @@ static void take_mark(Session *s, SessionStream *f, const SessionHeader *h) {
 }
 
 // What stands behind the header, which was checked. False: s->err says why, and the session holds nothing.
-static bool take_session(Session *s, SessionStream *f, const SessionHeader *h, SessionNote *note, const char *path) {
+static bool take_session(Session *s, FileStream *f, const SessionHeader *h, SessionNote *note, const char *path) {
     Model *m = s->m;
     const size_t n_ids = (size_t)h->n + h->n_pending;
     int32_t *ids = alloc_or_die(n_ids, sizeof *ids);
@@ -517,7 +517,7 @@ static int session_from_file(Session *s, SessionNote *note, const char *path, co
     if (ok && read(fd, &h, sizeof h) != sizeof h) ok = refuse_session(s, path, "%s", strerror(errno));
     ok = ok && check_whole(s, path, &h, (uint64_t)st.st_size) && check_alike(s, path, &h) && check_sizes(s, path, &h);
 
-    SessionStream f = { .op = s->m->ops, .fd = fd, .total = h.file_bytes, .hash = hash_new(), .what = what };
+    FileStream f = { .op = s->m->ops, .fd = fd, .total = h.file_bytes, .hash = hash_new(), .what = what };
     reset_session(s->m, s->seq);
     s->held.n = 0;
     s->mark = 0;

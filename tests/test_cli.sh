@@ -228,6 +228,9 @@ while read -r names; do
         "-n --n-gen ") verb=bench plain="-r 1 -p 0" good=2 bad=x ;;
         "-d --n-depth ") verb=bench plain="-r 1 -p 2 -n 0" good=2 bad=x ;;
         "-r --repetitions ") verb=bench plain="-p 2 -n 0" good=1 bad=0 ;;
+        "--chunks ") verb=ppl plain="-f $tmp/long.txt -c 64" good=2 bad=-1 ;;
+        "--ppl-stride ") verb=ppl plain="-f $tmp/long.txt -c 64 --chunks 2" good=16 bad=64 ;;
+        "--kld-base " | "--kld ") verb=ppl plain="-f $tmp/long.txt -c 64 --chunks 2" good="$tmp/base" bad=/nowhere/x ;;
         "--rows ") verb=bench plain="-r 1 -p 0 -n 0" good=2 bad=65 ;;
         "--fill ") verb=bench plain="-r 1 -p 2 -n 0 -d 3" good=random bad=zeros ;;
         "-m "*) good="$model" bad=missing.gguf ;;
@@ -478,6 +481,52 @@ error "bench does not take it" bench "$model" -c 100
 error "bench does not take it" bench "$model" --temp 0
 error "-d: expected at most" bench "$model" -d 16777216
 error "a whole number from 1" bench "$model" -r 0
+
+# ---- perplexity ----------------------------------------------------------------------
+run ppl "$model" -f "$tmp/long.txt" -c 128
+ok "ppl: exits 0" [ "$status" -eq 0 ]
+ok "ppl: the last line is the perplexity" grep -qE '^PPL = [0-9]+\.[0-9]{4} \+/- [0-9]+\.[0-9]{5}$' "$tmp/out"
+run ppl "$model" -f "$tmp/long.txt" -c 64 --chunks 3 --kld-base "$tmp/base" -o jsonl
+ok "ppl: jsonl is one line" lines out 1
+ok "ppl: jsonl has the perplexity and no divergence" grep -qE '^\{"model_filename": .*"n_chunks": 3, "n_judged": 93, .*"ppl_error": [0-9.e-]+\}$' "$tmp/out"
+ok "ppl: --kld-base: says its size" has err "kB for 93 ids"
+run ppl "$model" -f "$tmp/long.txt" -c 64 --chunks 3 --kld "$tmp/base" -o json
+ok "ppl: json begins and ends" [ "$(head -c 1 "$tmp/out")$(tail -n 1 "$tmp/out")" = "[]" ]
+ok "ppl: a run is like itself" grep -qE '"same_top": (1|0\.9999+),' "$tmp/out"
+run ppl "$model" -f "$tmp/long.txt" -c 64 --chunks 3 --kld "$tmp/base" -ctk f32 -o csv
+ok "ppl: csv: a head and a line" lines out 2
+ok "ppl: csv: of equal width" [ "$(awk -F, '{ print NF }' "$tmp/out" | sort -u | wc -l)" -eq 1 ]
+ok "ppl: csv: names" grep -q ',ppl,ppl_error,base_ppl,.*,kld_mean,kld_error,kld_median,kld_99,kld_99_9,kld_max,same_top,' "$tmp/out"
+run ppl "$model" -f "$tmp/long.txt" -c 64 --chunks 3 --kld "$tmp/base" -ctk f32
+ok "ppl: md: the divergence" grep -qE '^\| [0-9.e-]+ ± [0-9.e-]+ \|.* %% \||^\| [0-9.e-]+ ± .* % \|' "$tmp/out"
+wrong() { # wrong WORD FLAGS...: as error(), of ppl on that text
+    word=$1
+    shift
+    error "$word" ppl "$model" -f "$tmp/long.txt" "$@"
+}
+wrong "-c: ids of a chunk: expected 32 as in this run, got 64" -c 32 --kld "$tmp/base"
+wrong "--chunks: expected 2 as in this run, got 3" -c 64 --chunks 2 --kld "$tmp/base"
+wrong "--ppl-stride: expected 8 as in this run, got 0" -c 60 --ppl-stride 8 --kld "$tmp/base"
+wrong "expected one of" --kld "$tmp/base" --kld-base "$tmp/x"
+wrong "-c: expected at least 4" -c 3
+wrong "--ppl-stride: expected less than" -c 64 --ppl-stride 64
+wrong "expected a text of at least 8000 ids" -c 8000
+wrong "expected md, csv, json or jsonl" -o xml
+wrong "a file of --kld-base" -c 64 --kld "$tmp/five.i32"
+wrong "a file of --kld-base" -c 64 --kld "$tmp/long.txt"
+wrong "No such file" -c 64 --kld "$tmp/missing"
+wrong "No such file" -c 64 --kld-base "$tmp/missing/x"
+error "-f: the text: expected" ppl "$model" -f README.md -c 64 --chunks 3 --kld "$tmp/base"
+error "-f: expected a text" ppl "$model"
+head -c 9000 "$tmp/base" >"$tmp/cut"
+wrong "cut short" -c 64 --chunks 3 --kld "$tmp/cut"
+{ head -c 9000 "$tmp/base" && printf x && tail -c +9002 "$tmp/base"; } >"$tmp/cut"
+wrong "its checksum is another one" -c 64 --chunks 3 --kld "$tmp/cut"
+(trap '' XFSZ && ulimit -f 100 && exec "$gemma4" ppl "$model" -f "$tmp/long.txt" -c 64 --chunks 3 --kld-base "$tmp/base") >"$tmp/out" 2>"$tmp/err"
+ok "ppl: a full disk: exit status 1" [ $? -eq 1 ]
+ok "ppl: a full disk: says so" grep -q "^gemma4: error: --kld-base: " "$tmp/err"
+run ppl "$model" -f "$tmp/long.txt" -c 64 --chunks 3 --kld "$tmp/base"
+ok "ppl: a full disk: the old file stands" [ "$status" -eq 0 ]
 
 # ---- where the prompt comes from -----------------------------------------------------
 fed() { # fed INPUT ARGUMENTS...: runs gemma4 with this standard input
