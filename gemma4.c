@@ -14,8 +14,9 @@
  *   [8]  Text and verbs: logits, tokenize, detokenize, plan
  *   [9]  Command line
  *   [10] CPU operations
- * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check; parts/chat.h: the terminal;
- *              parts/server.h: HTTP; parts/kv.h: rows of the KV cache; parts/reference.h: what each operation means
+ * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/chat.h: the terminal;
+ *              parts/session.h: sessions in files; parts/server.h: HTTP; parts/kv.h: rows of the KV cache;
+ *              parts/reference.h: what each operation means
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
  *              allocates nothing, unless --dump is given.
  * TRAPS        the list before forward: every way this model differs from Llama. */
@@ -2578,6 +2579,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 
 #include "parts/convert.h"
 #include "parts/reference.h"
+#include "parts/session.h"
 #include "parts/bench.h"
 #include "parts/chat.h"
 #include "parts/server.h"
@@ -2591,24 +2593,27 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 
 typedef enum {
     GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
-    SERVE = 256, ANSWERS = GENERATE | SERVE, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN, ANY = 511
+    SERVE = 256, PPL = 512, ANSWERS = GENERATE | SERVE, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL,
+    ANY = 1023
 } Verb;
 
 static const struct { const char *name; Verb verb; } verbs[] = {
     { "logits", LOGITS }, { "tokenize", TOKENIZE }, { "detokenize", DETOKENIZE }, { "quantize", QUANTIZE },
-    { "bench", BENCH }, { "plan", PLAN }, { "check", CHECK }, { "serve", SERVE }
+    { "bench", BENCH }, { "plan", PLAN }, { "check", CHECK }, { "serve", SERVE },
+    { "ppl", PPL }
 };
 
 typedef struct {
     Verb verb;
     const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout, *against;
-    const char *k_type, *v_type, *ring_type, *history;
+    const char *k_type, *v_type, *ring_type, *history, *session;
     const char *target, *type;                  // quantize: OUT, TYPE
     const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
     const char *fill;
     const char *host, *api_key, *api_key_file, *alias;       // serve
     double port, parallel, chunk, queue, timeout, max_body;
-    double n_runs;
+    const char *kld_base, *kld;                 // ppl
+    double n_runs, stride, n_chunks;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
     double think_budget, memory, tail;
     TextList biases, stops;
@@ -2629,19 +2634,23 @@ typedef struct {
 #define FIELD(name) offsetof(Flags, name)
 static const Flag flags[] = {
     { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0, "the model, instead of the first argument" },
-    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | BENCH | CHECK | QUANTIZE, FIELD(n_threads), 1, MAX_THREADS,
+    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | BENCH | CHECK | QUANTIZE | PPL, FIELD(n_threads), 1, MAX_THREADS,
       "CPU threads; default: one per core" },
     { "--check-tensors", NULL, NULL, FLAG_ON, RUNS | SERVE, FIELD(check_tensors), 0, 0,
       "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales; default: off" },
     { "-p", "--prompt", "TEXT", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt), 0, 0,
       "what to answer, or to continue with --raw; default: -f, standard input, or a chat" },
-    { "-f", "--file", "FILE", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt_file), 0, 0,
-      "the prompt is in this file, - for standard input; with -p: behind that text and an empty line; default: none" },
+    { "-f", "--file", "FILE", FLAG_TEXT, GENERATE | TOKENIZE | PPL, FIELD(prompt_file), 0, 0,
+      "the prompt, for ppl the text, is in this file, - for standard input; with -p: behind that text and an empty line; "
+      "default: none" },
     { "-sys", "--system --system-prompt", "TEXT", FLAG_TEXT, GENERATE, FIELD(system), 0, 0, "system turn; default: none" },
     { "-i", "--interactive -cnv --conversation", NULL, FLAG_ON, GENERATE, FIELD(interactive), 0, 0,
       "chat, also where input or output is no terminal; -p is said first; default: without a prompt on a terminal" },
     { "--history", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(history), 0, 0,
       "chat: keep typed lines in this file from one chat to the next; default: none" },
+    { "--session", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(session), 0, 0,
+      "go on where the run that wrote FILE stopped, cache and all, and write it again; -p is the next message, with --raw "
+      "the text goes on with it; default: none" },
     { "--think", NULL, NULL, FLAG_ON, ANSWERS, FIELD(think), 0, 0,
       "let the model think before it answers; default: it answers at once" },
     { "--think-budget", "--reasoning-budget", "N", FLAG_INT, ANSWERS, FIELD(think_budget), -1, INT_MAX,
@@ -2678,7 +2687,8 @@ static const Flag flags[] = {
     { "--ignore-eos", NULL, NULL, FLAG_ON, GENERATE, FIELD(ignore_eos), 0, 0,
       "go on after the end of the turn; default: off" },
     { "-c", "--ctx-size", "N", FLAG_INT, PLANS, FIELD(n_ctx), 0, MAX_CONTEXT,
-      "tokens of context; 0: what memory has room for, up to the trained length; default: the trained length, 8192 at most" },
+      "tokens of context; 0: what memory has room for, up to the trained length; default: the trained length, 8192 at most; "
+      "ppl: ids of a chunk, 512" },
     { "--context-shift", NULL, NULL, FLAG_ON, GENERATE, FIELD(shift), 0, 0,
       "when the context is full, forget its older half but for the system turn, and go on; default: stop" },
     { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(k_type), 0, 0,
@@ -2710,8 +2720,16 @@ static const Flag flags[] = {
       "no default" },
     { "--plain", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(plain), 0, 0,
       "tokenize: no string is special; default: those around calls and thoughts are" },
-    { "--special", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(special), 0, 0,
-      "tokenize: all of them are, such as <|turn>; default: as above" },
+    { "--special", NULL, NULL, FLAG_ON, TOKENIZE | PPL, FIELD(special), 0, 0,
+      "tokenize, ppl: all of them are, such as <|turn>; default: as above, for ppl none" },
+    { "--chunks", NULL, "N", FLAG_INT, PPL, FIELD(n_chunks), 0, INT_MAX, "ppl: chunks to run; default 0: all that the text has" },
+    { "--ppl-stride", NULL, "N", FLAG_INT, PPL, FIELD(stride), 0, MAX_CONTEXT,
+      "ppl: chunks begin N ids apart and are N/2 longer, and the last N ids of each are judged; default 0: the second half" },
+    { "--kld-base", NULL, "FILE", FLAG_TEXT, PPL, FIELD(kld_base), 0, 0,
+      "ppl: write the distributions to this file, two bytes for each id judged and word of the vocabulary; default: none" },
+    { "--kld", NULL, "FILE", FLAG_TEXT, PPL, FIELD(kld), 0, 0,
+      "ppl: compare with what --kld-base wrote for this text: KL divergence, first choices; default: none" },
+    { "-o", "--output", "FORMAT", FLAG_TEXT, PPL, FIELD(out), 0, 0, "ppl: md, csv, json or jsonl; default md" },
     { "-p", "--n-prompt", "N,..", FLAG_TEXT, BENCH, FIELD(prompts), 0, 0, "bench: tokens of a prompt; default 512, 0: none" },
     { "-n", "--n-gen", "N,..", FLAG_TEXT, BENCH, FIELD(generated), 0, 0, "bench: tokens to generate; default 128, 0: none" },
     { "--rows", NULL, "N,..", FLAG_TEXT, BENCH, FIELD(rows), 0, 0,
@@ -2785,6 +2803,7 @@ static void print_help(void) {
            "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   the ids of a text; no <bos> is added\n"
            "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  the text of ids\n"
            "  gemma4 bench MODEL.gguf [flags]                  tokens per second, as llama-bench measures them\n"
+           "  gemma4 ppl MODEL.gguf -f TEXT [flags]            perplexity, as llama-perplexity counts it; --kld: divergence\n"
            "  gemma4 check MODEL.gguf                          the GPU against the CPU (--against), checkpoint by checkpoint\n"
            "  gemma4 quantize IN OUT.gguf TYPE                 q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32\n");
     for (size_t i = 0, group = 0; i < sizeof flags / sizeof *flags; i++) {
@@ -3027,6 +3046,19 @@ static void print_template(const Tokenizer *t) {
                 names[t->chat_template], t->large_variant ? "large" : "small");
 }
 
+// Dies where a session could not be written: that is better known before the answer than behind it.
+static void check_session_path(const char *path) {
+    struct stat st;
+    const char *slash = strrchr(path, '/');
+    const size_t n = slash ? (size_t)(slash - path) + (slash == path) : 1;
+    char *folder = alloc_or_die(n + 1, 1);
+    memcpy(folder, slash ? path : ".", n);
+    if (!*path) die("--session: expected a file, got an empty name");
+    if (!stat(path, &st) && !S_ISREG(st.st_mode)) die("--session: %s: expected a file, got a device, a pipe or a folder", path);
+    if (access(folder, W_OK | X_OK)) die("--session: %s: cannot write to %s: %s", path, folder, strerror(errno));
+    free(folder);
+}
+
 // Dies where flags contradict each other.
 static void check_generate_flags(const Flags *f, bool chatting) {
     for (int i = 0; i < f->stops.n; i++)
@@ -3037,6 +3069,7 @@ static void check_generate_flags(const Flags *f, bool chatting) {
     if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
         die("--template: expected large or small, got '%s'", f->chat_template);
     if (f->think_budget >= 0 && !f->think) die("--think-budget: expected --think beside it");
+    if (f->session) check_session_path(f->session);
     if (!chatting && (f->history || f->verbose))
         die("%s: expected a chat, got a prompt; try -i", f->history ? "--history" : "--verbose");
 #ifndef EDITS_LINES
@@ -3057,6 +3090,36 @@ static SampleParams sampling_params(const Flags *f, Gguf *g) {
     };
 }
 
+// The ids of a --raw prompt, behind what the session holds, else behind <bos>. Where they are too many for the context its oldest
+// tokens go, if that is wanted, as while generating: shift_context().
+static void raw_prompt(Chat *c, const char *text, size_t n, TokIds *ids) {
+    Session *s = &c->s;
+    const size_t n_ctx = (size_t)s->m->options.n_ctx, held = s->held.n, half = (n_ctx - 1) / 2;
+    if (s->t->bos < 0) die("%s: key 'tokenizer.ggml.bos_token_id': missing, and no token is called <bos>", s->m->gguf.path);
+    for (size_t i = 0; i < held; i++) push_id(s, ids, s->held.ids[i]);
+    for (size_t i = 0; i < c->pending.n; i++) push_id(s, ids, c->pending.ids[i]);
+    if (!ids->n) push_id(s, ids, s->t->bos);
+    if (tok_encode(s->t, text, n, TOK_PLAIN, ids) < 0) die("-p: %s", s->t->err);
+    if (ids->n <= n_ctx || !c->options.shift || half + 1 > held || ids->n - held > half) return;
+    memmove(ids->ids + 1, ids->ids + held - half, (ids->n - held + half) * sizeof *ids->ids);
+    ids->n -= held - half - 1;
+    fprintf(stderr, "# context full: %zu tokens dropped, the first 1 and the newest %zu stay\n", held - half - 1, half);
+}
+
+// The one answer of a run without a chat. Dies where it cannot be had.
+static void answer_once(Chat *c, const TokIds *raw) {
+    Session *s = &c->s;
+    const size_t n = count_messages(&c->messages, NULL);
+    const Prompt p = { .ids = raw->ids, .n = (int)raw->n, .n_head = 1 };
+    if (!c->raw && !answer(c)) die("-p: %s", c->err);
+    if (c->raw && !(session_start(s, &p, &c->options) && print_answer(s, &c->show))) die("-p: %s", s->err);
+    if (!c->raw && count_messages(&c->messages, NULL) == n) keep_messages(&c->messages, true, n - 1);      // no answer came
+    print_turn(&s->turn);
+    if (s->end == END_CONTEXT)
+        fprintf(stderr, "# the context of %d tokens is full; try a larger -c, or --context-shift\n", s->m->options.n_ctx);
+    if (c->session && !keep(c)) die("%s", c->err);
+}
+
 static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     size_t n_text = 0, n_tools = 0;
     char *text = read_prompt(f, &n_text);
@@ -3069,18 +3132,24 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     TokIds ids = { 0 };
+    GgufJson id;
     load_model(m, f->model, ops, o, f->dump);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
     if (f->think_budget >= 0 && tok.channel_close < 0) die("--think-budget: %s: has no token <channel|>", m->gguf.path);
-    Chat c = { .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose, .chatting = chatting,
-               .show = { (int)f->top_logits, f->show_thoughts, .newline = chatting } };
+    Chat c = { .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose, .chatting = chatting, .raw = f->raw,
+               .session = f->session, .show = { (int)f->top_logits, f->show_thoughts, .newline = chatting } };
+    c.options = (AnswerOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .stops = f->stops,
+                                 .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget, .shift = f->shift };
+    c.options.sampling = sampling_params(f, &m->gguf);
     session_open(&c.s, m, &tok, 0);
+    if (f->session && !resume(&c, !isnan(f->seed))) die("--session: %s", c.err);
     if (f->raw) {
-        if (tok.bos < 0) die("%s: key 'tokenizer.ggml.bos_token_id': missing, and no token is called <bos>", m->gguf.path);
-        if (tok__push(&tok, &ids, tok.bos) < 0 || tok_encode(&tok, text, n_text, TOK_PLAIN, &ids) < 0) die("-p: %s", tok.err);
+        raw_prompt(&c, text, n_text, &ids);
     } else {
         if (f->system) set_system(&c, (TokStr){ f->system, strlen(f->system) });
+        if (!chatting && calls_waiting(&c.messages, &id))
+            die("--session: %s: a call waits for its result: expected a chat, and /tool RESULT; try -i", f->session);
         if (!chatting && tok_add_message(&c.messages, "user", (TokStr){ text, n_text }) < 0)
             die("-p: out of memory for a prompt of %zu bytes", n_text);
         if (render(&c, 0, 1, true, &ids) < 0) {
@@ -3097,9 +3166,6 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
         ops->copy(&(Copy){ m->s.bias, bias, (size_t)m->config.vocab * sizeof *bias, COPY_IN });
         free(bias);
     }
-    c.options = (AnswerOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .stops = f->stops,
-                                 .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget, .shift = f->shift };
-    c.options.sampling = sampling_params(f, &m->gguf);
     print_plan(m);
     if (!f->raw) print_template(&tok);
     print_sampling(m, &c.options.sampling);
@@ -3109,12 +3175,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     if (chatting) {
         status = chat_loop(&c, (TokStr){ text, n_text }, f->history);
     } else {
-        if (!f->raw && !answer(&c)) die("-p: %s", c.err);
-        if (f->raw && !(session_start(&c.s, &(Prompt){ .ids = ids.ids, .n = (int)ids.n, .n_head = 1 }, &c.options) &&
-                        print_answer(&c.s, &c.show))) die("-p: %s", c.s.err);
-        print_turn(&c.s.turn);
-        if (c.s.end == END_CONTEXT)
-            fprintf(stderr, "# the context of %d tokens is full; try a larger -c, or --context-shift\n", m->options.n_ctx);
+        answer_once(&c, &ids);
         status = interrupted ? 130 : 0;
     }
     chat_free(&c);
@@ -3136,6 +3197,26 @@ static char *read_key(const char *path) {
     key[strcspn(key, "\r\n")] = 0;
     free(text);
     return key;
+}
+
+static int run_ppl(const Flags *f, const Ops *ops, PlanOptions o) {
+    static const char *const formats[] = { "md", "csv", "json", "jsonl" };
+    PplOptions p = { .n_ctx = f->n_ctx < 0 ? 512 : (int)f->n_ctx, .stride = (int)f->stride, .n_chunks = (int)f->n_chunks,
+                     .base = f->kld_base, .compare = f->kld };
+    size_t n;
+    int format = 0;
+    if (!f->prompt_file) die("-f: expected a text; try gemma4 ppl %s -f text.txt", f->model);
+    while (f->out && format < 4 && strcmp(f->out, formats[format])) format++;
+    if (format == 4) die("-o: expected md, csv, json or jsonl, got '%s'", f->out);
+    p.format = format;
+    if (p.n_ctx < 4) die("-c: expected at least 4 ids in a chunk, got %d", p.n_ctx);
+    if (p.stride >= p.n_ctx) die("--ppl-stride: expected less than -c, %d, got %d", p.n_ctx, p.stride);
+    if (ppl_chunk(&p) > MAX_CONTEXT) die("-c: expected at most %d ids in a chunk, got %d", MAX_CONTEXT, ppl_chunk(&p));
+    if (p.base && p.compare) die("--kld: expected one of --kld-base and --kld");
+    char *text = read_prompt(f, &n);
+    const int status = verb_ppl(f->model, ops, o, &p, text, n, f->special ? TOK_SPECIAL : TOK_PLAIN);
+    free(text);
+    return status;
 }
 
 static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
@@ -3242,6 +3323,7 @@ int main(int argc, char **argv) {
         verb_plan(f.model, ops, o);
         return 0;
     }
+    if (f.verb == PPL) return run_ppl(&f, ops, o);
     if (f.verb == BENCH) {
         BenchOptions b = { .prompts = parse_list("-p", f.prompts, 512), .generated = parse_list("-n", f.generated, 128),
                            .rows = parse_list("--rows", f.rows, 0), .depths = parse_list("-d", f.depths, 0),
