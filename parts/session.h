@@ -146,7 +146,7 @@ static uint64_t hash_layout(const Model *m) {
     Hash h = hash_new();
     for (int i = 0; i < m->n_caches; i++) {
         const Cache *c = &m->caches[i];
-        const int32_t shape[] = { m->config.layer[i].is_swa, c->n_kv_heads, c->head_dim, c->n_rot, c->hadamard,
+        const int32_t shape[] = { m->config.layer[i].is_swa, c->n_kv_heads, c->head_dim, c->n_rot,
             c->tail_slots, (int32_t)c->k.type, c->k.dim, (int32_t)c->v.type, c->v.dim,
             (int32_t)c->k_tail.type, c->k_tail.dim, (int32_t)c->v_tail.type, c->v_tail.dim };
         hash_add(&h, shape, sizeof shape);
@@ -380,7 +380,7 @@ __attribute__((format(printf, 3, 4))) static bool refuse_session(Session *s, con
     return false;
 }
 
-static const char *session_type(uint32_t type) { return type <= KV_TQ3 ? kv_name((KvType)type) : "an unknown type"; }
+static const char *session_type(uint32_t type) { return type <= KV_TQ3 ? kv_names[type] : "an unknown type"; }
 
 // Whether it is whole and says how it was written. size: the file's.
 static bool check_whole(Session *s, const char *path, const SessionHeader *h, uint64_t size) {
