@@ -14,8 +14,9 @@
  *   [8]  Text and verbs: logits, tokenize, detokenize, plan
  *   [9]  Command line
  *   [10] CPU operations
- * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check; parts/chat.h: the terminal;
- *              parts/server.h: HTTP; parts/kv.h: rows of the KV cache; parts/reference.h: what each operation means
+ * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/chat.h: the terminal;
+ *              parts/session.h: sessions in files; parts/server.h: HTTP; parts/kv.h: rows of the KV cache;
+ *              parts/reference.h: what each operation means
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
  *              allocates nothing, unless --dump is given.
  * TRAPS        the list before forward: every way this model differs from Llama. */
@@ -2578,6 +2579,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 
 #include "parts/convert.h"
 #include "parts/reference.h"
+#include "parts/session.h"
 #include "parts/bench.h"
 #include "parts/chat.h"
 #include "parts/server.h"
@@ -2591,24 +2593,27 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 
 typedef enum {
     GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
-    SERVE = 256, ANSWERS = GENERATE | SERVE, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN, ANY = 511
+    SERVE = 256, PPL = 512, ANSWERS = GENERATE | SERVE, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL,
+    ANY = 1023
 } Verb;
 
 static const struct { const char *name; Verb verb; } verbs[] = {
     { "logits", LOGITS }, { "tokenize", TOKENIZE }, { "detokenize", DETOKENIZE }, { "quantize", QUANTIZE },
-    { "bench", BENCH }, { "plan", PLAN }, { "check", CHECK }, { "serve", SERVE }
+    { "bench", BENCH }, { "plan", PLAN }, { "check", CHECK }, { "serve", SERVE },
+    { "ppl", PPL }
 };
 
 typedef struct {
     Verb verb;
     const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout, *against;
-    const char *k_type, *v_type, *ring_type, *history;
+    const char *k_type, *v_type, *ring_type, *history, *session;
     const char *target, *type;                  // quantize: OUT, TYPE
     const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
     const char *fill;
     const char *host, *api_key, *api_key_file, *alias;       // serve
     double port, parallel, chunk, queue, timeout, max_body;
-    double n_runs;
+    const char *kld_base, *kld;                 // ppl
+    double n_runs, stride, n_chunks;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
     double think_budget, memory, tail;
     TextList biases, stops;
@@ -2629,19 +2634,23 @@ typedef struct {
 #define FIELD(name) offsetof(Flags, name)
 static const Flag flags[] = {
     { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0, "the model, instead of the first argument" },
-    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | BENCH | CHECK | QUANTIZE, FIELD(n_threads), 1, MAX_THREADS,
+    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | BENCH | CHECK | QUANTIZE | PPL, FIELD(n_threads), 1, MAX_THREADS,
       "CPU threads; default: one per core" },
     { "--check-tensors", NULL, NULL, FLAG_ON, RUNS | SERVE, FIELD(check_tensors), 0, 0,
       "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales; default: off" },
     { "-p", "--prompt", "TEXT", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt), 0, 0,
       "what to answer, or to continue with --raw; default: -f, standard input, or a chat" },
-    { "-f", "--file", "FILE", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt_file), 0, 0,
-      "the prompt is in this file, - for standard input; with -p: behind that text and an empty line; default: none" },
+    { "-f", "--file", "FILE", FLAG_TEXT, GENERATE | TOKENIZE | PPL, FIELD(prompt_file), 0, 0,
+      "the prompt, for ppl the text, is in this file, - for standard input; with -p: behind that text and an empty line; "
+      "default: none" },
     { "-sys", "--system --system-prompt", "TEXT", FLAG_TEXT, GENERATE, FIELD(system), 0, 0, "system turn; default: none" },
     { "-i", "--interactive -cnv --conversation", NULL, FLAG_ON, GENERATE, FIELD(interactive), 0, 0,
       "chat, also where input or output is no terminal; -p is said first; default: without a prompt on a terminal" },
     { "--history", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(history), 0, 0,
       "chat: keep typed lines in this file from one chat to the next; default: none" },
+    { "--session", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(session), 0, 0,
+      "go on where the run that wrote FILE stopped, cache and all, and write it again; -p is the next message, with --raw "
+      "the text goes on with it; default: none" },
     { "--think", NULL, NULL, FLAG_ON, ANSWERS, FIELD(think), 0, 0,
       "let the model think before it answers; default: it answers at once" },
     { "--think-budget", "--reasoning-budget", "N", FLAG_INT, ANSWERS, FIELD(think_budget), -1, INT_MAX,
@@ -2678,7 +2687,8 @@ static const Flag flags[] = {
     { "--ignore-eos", NULL, NULL, FLAG_ON, GENERATE, FIELD(ignore_eos), 0, 0,
       "go on after the end of the turn; default: off" },
     { "-c", "--ctx-size", "N", FLAG_INT, PLANS, FIELD(n_ctx), 0, MAX_CONTEXT,
-      "tokens of context; 0: what memory has room for, up to the trained length; default: the trained length, 8192 at most" },
+      "tokens of context; 0: what memory has room for, up to the trained length; default: the trained length, 8192 at most; "
+      "ppl: ids of a chunk, 512" },
     { "--context-shift", NULL, NULL, FLAG_ON, GENERATE, FIELD(shift), 0, 0,
       "when the context is full, forget its older half but for the system turn, and go on; default: stop" },
     { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(k_type), 0, 0,
@@ -2710,8 +2720,16 @@ static const Flag flags[] = {
       "no default" },
     { "--plain", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(plain), 0, 0,
       "tokenize: no string is special; default: those around calls and thoughts are" },
-    { "--special", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(special), 0, 0,
-      "tokenize: all of them are, such as <|turn>; default: as above" },
+    { "--special", NULL, NULL, FLAG_ON, TOKENIZE | PPL, FIELD(special), 0, 0,
+      "tokenize, ppl: all of them are, such as <|turn>; default: as above, for ppl none" },
+    { "--chunks", NULL, "N", FLAG_INT, PPL, FIELD(n_chunks), 0, INT_MAX, "ppl: chunks to run; default 0: all that the text has" },
+    { "--ppl-stride", NULL, "N", FLAG_INT, PPL, FIELD(stride), 0, MAX_CONTEXT,
+      "ppl: chunks begin N ids apart and are N/2 longer, and the last N ids of each are judged; default 0: the second half" },
+    { "--kld-base", NULL, "FILE", FLAG_TEXT, PPL, FIELD(kld_base), 0, 0,
+      "ppl: write the distributions to this file, two bytes for each id judged and word of the vocabulary; default: none" },
+    { "--kld", NULL, "FILE", FLAG_TEXT, PPL, FIELD(kld), 0, 0,
+      "ppl: compare with what --kld-base wrote for this text: KL divergence, first choices; default: none" },
+    { "-o", "--output", "FORMAT", FLAG_TEXT, PPL, FIELD(out), 0, 0, "ppl: md, csv, json or jsonl; default md" },
     { "-p", "--n-prompt", "N,..", FLAG_TEXT, BENCH, FIELD(prompts), 0, 0, "bench: tokens of a prompt; default 512, 0: none" },
     { "-n", "--n-gen", "N,..", FLAG_TEXT, BENCH, FIELD(generated), 0, 0, "bench: tokens to generate; default 128, 0: none" },
     { "--rows", NULL, "N,..", FLAG_TEXT, BENCH, FIELD(rows), 0, 0,
@@ -2785,6 +2803,7 @@ static void print_help(void) {
            "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   the ids of a text; no <bos> is added\n"
            "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  the text of ids\n"
            "  gemma4 bench MODEL.gguf [flags]                  tokens per second, as llama-bench measures them\n"
+           "  gemma4 ppl MODEL.gguf -f TEXT [flags]            perplexity, as llama-perplexity counts it; --kld: divergence\n"
            "  gemma4 check MODEL.gguf                          the GPU against the CPU (--against), checkpoint by checkpoint\n"
            "  gemma4 quantize IN OUT.gguf TYPE                 q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32\n");
     for (size_t i = 0, group = 0; i < sizeof flags / sizeof *flags; i++) {
@@ -3027,6 +3046,19 @@ static void print_template(const Tokenizer *t) {
                 names[t->chat_template], t->large_variant ? "large" : "small");
 }
 
+// Dies where a session could not be written: that is better known before the answer than behind it.
+static void check_session_path(const char *path) {
+    struct stat st;
+    const char *slash = strrchr(path, '/');
+    const size_t n = slash ? (size_t)(slash - path) + (slash == path) : 1;
+    char *folder = alloc_or_die(n + 1, 1);
+    memcpy(folder, slash ? path : ".", n);
+    if (!*path) die("--session: expected a file, got an empty name");
+    if (!stat(path, &st) && !S_ISREG(st.st_mode)) die("--session: %s: expected a file, got a device, a pipe or a folder", path);
+    if (access(folder, W_OK | X_OK)) die("--session: %s: cannot write to %s: %s", path, folder, strerror(errno));
+    free(folder);
+}
+
 // Dies where flags contradict each other.
 static void check_generate_flags(const Flags *f, bool chatting) {
     for (int i = 0; i < f->stops.n; i++)
@@ -3037,6 +3069,7 @@ static void check_generate_flags(const Flags *f, bool chatting) {
     if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
         die("--template: expected large or small, got '%s'", f->chat_template);
     if (f->think_budget >= 0 && !f->think) die("--think-budget: expected --think beside it");
+    if (f->session) check_session_path(f->session);
     if (!chatting && (f->history || f->verbose))
         die("%s: expected a chat, got a prompt; try -i", f->history ? "--history" : "--verbose");
 #ifndef EDITS_LINES
@@ -3057,6 +3090,36 @@ static SampleParams sampling_params(const Flags *f, Gguf *g) {
     };
 }
 
+// The ids of a --raw prompt, behind what the session holds, else behind <bos>. Where they are too many for the context its oldest
+// tokens go, if that is wanted, as while generating: shift_context().
+static void raw_prompt(Chat *c, const char *text, size_t n, TokIds *ids) {
+    Session *s = &c->s;
+    const size_t n_ctx = (size_t)s->m->options.n_ctx, held = s->held.n, half = (n_ctx - 1) / 2;
+    if (s->t->bos < 0) die("%s: key 'tokenizer.ggml.bos_token_id': missing, and no token is called <bos>", s->m->gguf.path);
+    for (size_t i = 0; i < held; i++) push_id(s, ids, s->held.ids[i]);
+    for (size_t i = 0; i < c->pending.n; i++) push_id(s, ids, c->pending.ids[i]);
+    if (!ids->n) push_id(s, ids, s->t->bos);
+    if (tok_encode(s->t, text, n, TOK_PLAIN, ids) < 0) die("-p: %s", s->t->err);
+    if (ids->n <= n_ctx || !c->options.shift || half + 1 > held || ids->n - held > half) return;
+    memmove(ids->ids + 1, ids->ids + held - half, (ids->n - held + half) * sizeof *ids->ids);
+    ids->n -= held - half - 1;
+    fprintf(stderr, "# context full: %zu tokens dropped, the first 1 and the newest %zu stay\n", held - half - 1, half);
+}
+
+// The one answer of a run without a chat. Dies where it cannot be had.
+static void answer_once(Chat *c, const TokIds *raw) {
+    Session *s = &c->s;
+    const size_t n = count_messages(&c->messages, NULL);
+    const Prompt p = { .ids = raw->ids, .n = (int)raw->n, .n_head = 1 };
+    if (!c->raw && !answer(c)) die("-p: %s", c->err);
+    if (c->raw && !(session_start(s, &p, &c->options) && print_answer(s, &c->show))) die("-p: %s", s->err);
+    if (!c->raw && count_messages(&c->messages, NULL) == n) keep_messages(&c->messages, true, n - 1);      // no answer came
+    print_turn(&s->turn);
+    if (s->end == END_CONTEXT)
+        fprintf(stderr, "# the context of %d tokens is full; try a larger -c, or --context-shift\n", s->m->options.n_ctx);
+    if (c->session && !keep(c)) die("%s", c->err);
+}
+
 static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     size_t n_text = 0, n_tools = 0;
     char *text = read_prompt(f, &n_text);
@@ -3069,18 +3132,24 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     TokIds ids = { 0 };
+    GgufJson id;
     load_model(m, f->model, ops, o, f->dump);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
     if (f->think_budget >= 0 && tok.channel_close < 0) die("--think-budget: %s: has no token <channel|>", m->gguf.path);
-    Chat c = { .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose, .chatting = chatting,
-               .show = { (int)f->top_logits, f->show_thoughts, .newline = chatting } };
+    Chat c = { .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose, .chatting = chatting, .raw = f->raw,
+               .session = f->session, .show = { (int)f->top_logits, f->show_thoughts, .newline = chatting } };
+    c.options = (AnswerOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .stops = f->stops,
+                                 .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget, .shift = f->shift };
+    c.options.sampling = sampling_params(f, &m->gguf);
     session_open(&c.s, m, &tok, 0);
+    if (f->session && !resume(&c, !isnan(f->seed))) die("--session: %s", c.err);
     if (f->raw) {
-        if (tok.bos < 0) die("%s: key 'tokenizer.ggml.bos_token_id': missing, and no token is called <bos>", m->gguf.path);
-        if (tok__push(&tok, &ids, tok.bos) < 0 || tok_encode(&tok, text, n_text, TOK_PLAIN, &ids) < 0) die("-p: %s", tok.err);
+        raw_prompt(&c, text, n_text, &ids);
     } else {
         if (f->system) set_system(&c, (TokStr){ f->system, strlen(f->system) });
+        if (!chatting && calls_waiting(&c.messages, &id))
+            die("--session: %s: a call waits for its result: expected a chat, and /tool RESULT; try -i", f->session);
         if (!chatting && tok_add_message(&c.messages, "user", (TokStr){ text, n_text }) < 0)
             die("-p: out of memory for a prompt of %zu bytes", n_text);
         if (render(&c, 0, 1, true, &ids) < 0) {
@@ -3097,9 +3166,6 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
         ops->copy(&(Copy){ m->s.bias, bias, (size_t)m->config.vocab * sizeof *bias, COPY_IN });
         free(bias);
     }
-    c.options = (AnswerOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .stops = f->stops,
-                                 .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget, .shift = f->shift };
-    c.options.sampling = sampling_params(f, &m->gguf);
     print_plan(m);
     if (!f->raw) print_template(&tok);
     print_sampling(m, &c.options.sampling);
@@ -3109,12 +3175,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     if (chatting) {
         status = chat_loop(&c, (TokStr){ text, n_text }, f->history);
     } else {
-        if (!f->raw && !answer(&c)) die("-p: %s", c.err);
-        if (f->raw && !(session_start(&c.s, &(Prompt){ .ids = ids.ids, .n = (int)ids.n, .n_head = 1 }, &c.options) &&
-                        print_answer(&c.s, &c.show))) die("-p: %s", c.s.err);
-        print_turn(&c.s.turn);
-        if (c.s.end == END_CONTEXT)
-            fprintf(stderr, "# the context of %d tokens is full; try a larger -c, or --context-shift\n", m->options.n_ctx);
+        answer_once(&c, &ids);
         status = interrupted ? 130 : 0;
     }
     chat_free(&c);
@@ -3136,6 +3197,26 @@ static char *read_key(const char *path) {
     key[strcspn(key, "\r\n")] = 0;
     free(text);
     return key;
+}
+
+static int run_ppl(const Flags *f, const Ops *ops, PlanOptions o) {
+    static const char *const formats[] = { "md", "csv", "json", "jsonl" };
+    PplOptions p = { .n_ctx = f->n_ctx < 0 ? 512 : (int)f->n_ctx, .stride = (int)f->stride, .n_chunks = (int)f->n_chunks,
+                     .base = f->kld_base, .compare = f->kld };
+    size_t n;
+    int format = 0;
+    if (!f->prompt_file) die("-f: expected a text; try gemma4 ppl %s -f text.txt", f->model);
+    while (f->out && format < 4 && strcmp(f->out, formats[format])) format++;
+    if (format == 4) die("-o: expected md, csv, json or jsonl, got '%s'", f->out);
+    p.format = format;
+    if (p.n_ctx < 4) die("-c: expected at least 4 ids in a chunk, got %d", p.n_ctx);
+    if (p.stride >= p.n_ctx) die("--ppl-stride: expected less than -c, %d, got %d", p.n_ctx, p.stride);
+    if (ppl_chunk(&p) > MAX_CONTEXT) die("-c: expected at most %d ids in a chunk, got %d", MAX_CONTEXT, ppl_chunk(&p));
+    if (p.base && p.compare) die("--kld: expected one of --kld-base and --kld");
+    char *text = read_prompt(f, &n);
+    const int status = verb_ppl(f->model, ops, o, &p, text, n, f->special ? TOK_SPECIAL : TOK_PLAIN);
+    free(text);
+    return status;
 }
 
 static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
@@ -3242,6 +3323,7 @@ int main(int argc, char **argv) {
         verb_plan(f.model, ops, o);
         return 0;
     }
+    if (f.verb == PPL) return run_ppl(&f, ops, o);
     if (f.verb == BENCH) {
         BenchOptions b = { .prompts = parse_list("-p", f.prompts, 512), .generated = parse_list("-n", f.generated, 128),
                            .rows = parse_list("--rows", f.rows, 0), .depths = parse_list("-d", f.depths, 0),
@@ -3497,6 +3579,11 @@ typedef struct { uint64_t key, weight; } Candidate;    // a token among others: 
 
 enum { PASS_PAIRS = 4096 };   // most pairs (row, chosen expert) that experts work on at a time
 
+// Attention numbers its keys: j < len is the committed position j, len + i is row i of the segment. SPAN of them are a span, and
+// span s belongs to part s mod PARTS. What the parts find is put together in their order, so that threads may share a long
+// context of a step of few queries, and the bits follow from the numbers alone.
+enum { SPAN = 256, PARTS = 16, SPLIT_QUERIES = 256 };
+
 static struct {               // scratch of the CPU backend: one prepared input at a time, one row of logits
     Act        y;             // (max_rows, max_cols)
     uint8_t   *packed;        // (max_rows or pairs, max_cols) the input for gguf_dot_q8_rows
@@ -3505,6 +3592,7 @@ static struct {               // scratch of the CPU backend: one prepared input 
     Candidate *candidates;    // (vocab)
     float     *logits;        // (vocab)
     int32_t   *seen;          // (vocab) 0 between operations
+    float     *parts;         // (SPLIT_QUERIES, PARTS, MAX_HEAD_DIM + 2) largest score, sum, values
 } cpu;
 
 static size_t cpu_weight_bytes(const Tensor *w) {
@@ -3563,7 +3651,7 @@ static size_t packed_bytes(size_t rows, size_t pairs, size_t cols) {
 
 static size_t cpu_scratch_bytes(const Limits *lim) {
     const size_t n = (size_t)lim->max_rows * lim->max_cols, pairs = pairs_of_pass(lim);
-    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + packed_bytes(lim->max_rows, pairs, lim->max_cols) +
+    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + SPLIT_QUERIES * PARTS * (MAX_HEAD_DIM + 2) * sizeof(float) + packed_bytes(lim->max_rows, pairs, lim->max_cols) +
            pairs * sizeof(int32_t) + lim->vocab * (sizeof(Candidate) + sizeof(float) + sizeof(int32_t));
 }
 
@@ -3589,6 +3677,7 @@ static void cpu_init(const Limits *lim) {
     cpu.candidates = alloc_or_die(vocab, sizeof *cpu.candidates);
     cpu.logits = alloc_or_die(vocab, sizeof *cpu.logits);
     cpu.seen = alloc_or_die(vocab, sizeof *cpu.seen);
+    if (!cpu.parts) cpu.parts = alloc_or_die((size_t)SPLIT_QUERIES * PARTS * (MAX_HEAD_DIM + 2), sizeof *cpu.parts);
     cpu.rows = rows;
     cpu.pairs = pairs;
     cpu.cols = cols;
@@ -4153,8 +4242,8 @@ static void cpu_qkv_store(const QkvStore *o) { parallel(o->batch->n_rows, share(
 enum { QUERIES = 8, KEYS = 32 };        // rows x heads, and cached rows, that are worked on at a time
 
 // softmax(q . k) v of some queries, which are heads of one KV head in rows of one segment. Key by key in the order of
-// positions ("online softmax"): the largest score so far stays the reference point, so exp never overflows. How queries and
-// keys are grouped makes no difference to the bits.
+// positions ("online softmax"): the largest score so far stays the reference point, so exp never overflows. How queries are
+// grouped makes no difference to the bits.
 typedef struct {
     const Attend *o;
     int   head_dim, n_heads, n;         // n queries: rows x n_heads
@@ -4246,6 +4335,9 @@ typedef struct {              // rows of one segment, fewer than 32, and what th
     int n, len;
     int first[QUERIES];       // the lowest position in sight
     int cut[QUERIES];         // committed positions up to here are read in k and v, those above in the tail
+    int lowest, end;          // keys in sight of any row are lowest .. end - 1
+    int low_cut, high_cut;
+    bool tailed;
 } Sight;
 
 // Committed positions from <= p < to, in a cache or (is_tail) its tail.
@@ -4264,34 +4356,102 @@ static void attend_committed(Softmax *s, const Sight *v, const Cache *c, bool is
     }
 }
 
-// Rows 0 .. n_own - 1 of the segment itself, which lie behind the committed ones or in a stage.
-static void attend_own(Softmax *s, const Sight *v, const Cache *c, const Cache *stage, OwnMask own, int head, int n_own) {
-    for (int k = 0, n; k < n_own; k += n) {
+// Rows of a tree on the path to one of them, its own included, whose depths are from .. to - 1.
+static uint64_t path_rows(uint64_t ancestors, int from, int to) {
+    uint64_t rows = 0;
+    for (int depth = 0; ancestors; depth++, ancestors &= ancestors - 1)
+        if (depth >= from && depth < to) rows |= ancestors & -ancestors;
+    return rows;
+}
+
+// Rows of the segment itself, which lie behind the committed ones or in a stage, at depths from .. to - 1.
+static void attend_own(Softmax *s, const Sight *v, const Cache *c, int head, int from, int to) {
+    const Cache *stage = s->o->stage;
+    const bool all = s->o->own == OWN_ALL, tree = !all && v->seg->kind == SEG_TREE;
+    uint64_t path[QUERIES];
+    for (int i = 0; i < v->n && tree; i++) path[i] = path_rows(v->row[i].ancestors, from, to);
+    const int end = tree ? v->end - v->len : to;       // a tree's rows are not in the order of their depths
+    for (int k = tree ? 0 : from, n; k < end; k += n) {
         const int slot = stage ? v->seg->first + k : (v->len + k) % c->slots;
         uint32_t seen[QUERIES], any = 0;
-        n = min_int(KEYS, n_own - k);
+        n = min_int(KEYS, end - k);
         if (!stage) n = min_int(n, c->slots - slot);
         for (int i = 0; i < v->n; i++) {
             const int hidden = max_int(v->first[i] - v->len - k, 0), ahead = v->row[i].index + 1 - k;
-            seen[i] = ~(uint32_t)0;
-            if (own == OWN_CAUSAL && v->seg->kind == SEG_TREE) seen[i] = (uint32_t)(v->row[i].ancestors >> k);
-            if (own == OWN_CAUSAL && v->seg->kind == SEG_CHAIN) seen[i] = hidden < 32 ? ~(uint32_t)0 << hidden : 0;
-            if (own == OWN_CAUSAL && ahead < 32) seen[i] &= ahead > 0 ? ((uint32_t)1 << ahead) - 1 : 0;
+            seen[i] = tree ? (uint32_t)(path[i] >> k) : all || hidden < 32 ? ~(uint32_t)0 << (all ? 0 : hidden) : 0;
+            if (!all && ahead < 32) seen[i] &= ahead > 0 ? ((uint32_t)1 << ahead) - 1 : 0;
             any |= seen[i];
         }
         if (any) attend_keys(s, stage ? stage : c, stage ? 0 : v->seg->seq, head, slot, n, seen);
     }
 }
 
-// The heads from `head` on, of rows r .. r + n_rows - 1 of the step, which are of one segment.
-static void attend_queries(Softmax *s, const Attend *o, int r, int n_rows, int head, int n_heads) {
-    const Cache *c = o->cache, tail = tail_of(c);
-    const int hd = c->head_dim, g = head / (o->n_heads / c->n_kv_heads);
+// Rows r .. r + n_rows - 1 of the step, which are of one segment, and what they see.
+static Sight look(const Attend *o, int r, int n_rows) {
+    const Cache *c = o->cache;
     const Row *row = &o->batch->rows[r];
     const Segment *seg = &o->batch->segs[row->seg];
-    const bool tailed = c->tail_slots && seg->n <= STEP_ROWS;
-    Sight v = { .row = row, .seg = seg, .n = n_rows, .len = o->batch->len[seg->seq] };
-    int lowest = v.len, n_own = 0, low_cut = v.len, high_cut = -1;
+    Sight v = { .row = row, .seg = seg, .n = n_rows, .len = o->batch->len[seg->seq], .high_cut = -1,
+                .tailed = c->tail_slots && seg->n <= STEP_ROWS };
+    v.lowest = v.low_cut = v.end = v.len;
+    for (int i = 0; i < n_rows; i++) {
+        const int pos = v.len + row[i].depth, n_own = o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : row[i].index + 1;
+        v.first[i] = o->window ? max_int(0, pos - o->window + 1) : 0;
+        v.cut[i] = v.tailed ? max_int(-1, pos - (c->tail_slots - STEP_ROWS)) : INT_MAX - 1;
+        v.lowest = min_int(v.lowest, v.first[i]);
+        v.low_cut = min_int(v.low_cut, v.cut[i]), v.high_cut = max_int(v.high_cut, v.cut[i]);
+        v.end = max_int(v.end, v.len + n_own);
+    }
+    return v;
+}
+
+// What one part finds for the queries of s: out, max and sum.
+static void attend_part(Softmax *s, const Sight *v, int head, int part) {
+    const Cache *c = s->o->cache, tail = tail_of(c);
+    const int first = v->lowest / SPAN;
+    for (int i = 0; i < s->n; i++) s->max[i] = -INFINITY, s->sum[i] = 0;
+    memset(s->out, 0, (size_t)s->n * s->head_dim * sizeof *s->out);
+    for (int span = first + (part - first % PARTS + PARTS) % PARTS; span * SPAN < v->end; span += PARTS) {
+        const int from = max_int(span * SPAN, v->lowest), to = min_int((span + 1) * SPAN, v->end), held = min_int(to, v->len);
+        attend_committed(s, v, c, false, head, from, min_int(held, v->high_cut + 1));
+        if (v->tailed) attend_committed(s, v, &tail, true, head, max_int(from, v->low_cut + 1), held);
+        if (to > v->len) attend_own(s, v, v->tailed ? &tail : c, head, max_int(from, v->len) - v->len, to - v->len);
+    }
+}
+
+// Adds what a part found (out, max, sum) for one query to what those before it did.
+static void join_part(float *out, float *max, float *sum, const float *part_out, float part_max, float part_sum, int n) {
+    if (part_sum == 0) return;
+    const float top = fmaxf(*max, part_max), shrink = *sum == 0 ? 0 : exp_of(*max - top), factor = exp_of(part_max - top);
+    for (int d = 0; d < n; d++) out[d] = *sum == 0 ? part_out[d] : out[d] * shrink + part_out[d] * factor;
+    *sum = *sum == 0 ? part_sum : *sum * shrink + part_sum * factor;
+    *max = top;
+}
+
+// One query's result (head_dim), to where attention writes it.
+static void put_query(const Attend *o, int r, int head, float *out, float sum) {
+    const Cache *c = o->cache;
+    const int hd = c->head_dim;
+    for (int d = 0; d < hd; d++) out[d] = sum == 0 ? 0 : out[d] / sum;         // nothing in sight: 0
+    if (kv_group(c->v.type)) kv_turn_rows_back(out, hd);
+    if (c->n_rot) tied_order(out, hd, c->n_rot, true);
+    emit(&o->out, r, o->n_heads * hd, head * hd, out, hd);
+}
+
+typedef struct {
+    const Attend *o;
+    int rows, heads;          // of an item
+    int parts;                // into which the heads of a KV head are cut
+    int split;                // into which the context is: 1, or PARTS
+} AttendJob;
+
+// The heads from `head` on, of rows r .. r + n_rows - 1 of the step, which are of one segment: all parts, or one of them, whose
+// results wait in cpu.parts.
+static void attend_queries(Softmax *s, const AttendJob *job, int r, int n_rows, int head, int n_heads, int part) {
+    const Attend *o = job->o;
+    const int hd = o->cache->head_dim, g = head / (o->n_heads / o->cache->n_kv_heads);
+    const Sight v = look(o, r, n_rows);
+    float total[QUERIES * MAX_HEAD_DIM], max[QUERIES], sum[QUERIES];
     s->o = o;
     s->head_dim = hd;
     s->n_heads = n_heads;
@@ -4299,38 +4459,29 @@ static void attend_queries(Softmax *s, const Attend *o, int r, int n_rows, int h
     for (int i = 0; i < s->n; i++) {
         const size_t at = (size_t)(r + i / n_heads) * o->n_heads + head + i % n_heads;
         memcpy(s->q + (size_t)i * hd, o->q + at * hd, (size_t)hd * sizeof *s->q);
-        s->max[i] = -INFINITY;
-        s->sum[i] = 0;
+        max[i] = -INFINITY, sum[i] = 0;
     }
-    memset(s->out, 0, (size_t)s->n * hd * sizeof *s->out);
-    for (int i = 0; i < n_rows; i++) {
-        const int pos = v.len + row[i].depth;
-        v.first[i] = o->window ? max_int(0, pos - o->window + 1) : 0;
-        v.cut[i] = tailed ? max_int(-1, pos - (c->tail_slots - STEP_ROWS)) : INT_MAX - 1;
-        lowest = min_int(lowest, v.first[i]);
-        low_cut = min_int(low_cut, v.cut[i]), high_cut = max_int(high_cut, v.cut[i]);
-        n_own = max_int(n_own, o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : row[i].index + 1);
+    const int first = job->split > 1 ? part : 0, end = job->split > 1 ? part + 1 : min_int(PARTS, (v.end - 1) / SPAN + 1);
+    for (int p = first; p < end; p++) {
+        attend_part(s, &v, g, p);
+        for (int i = 0; i < s->n; i++) {
+            const float *out = s->out + (size_t)i * hd;
+            const size_t query = (size_t)(r + i / n_heads) * o->n_heads + head + i % n_heads;
+            if (job->split == 1) {
+                join_part(total + (size_t)i * hd, &max[i], &sum[i], out, s->max[i], s->sum[i], hd);
+                continue;
+            }
+            float *to = cpu.parts + (query * PARTS + p) * (MAX_HEAD_DIM + 2);
+            to[0] = s->max[i], to[1] = s->sum[i];
+            memcpy(to + 2, out, (size_t)hd * sizeof *out);
+        }
     }
-    attend_committed(s, &v, c, false, g, lowest, min_int(v.len, high_cut + 1));
-    if (tailed) attend_committed(s, &v, &tail, true, g, max_int(lowest, low_cut + 1), v.len);
-    attend_own(s, &v, tailed ? &tail : c, o->stage, o->own, g, n_own);
-    for (int i = 0; i < s->n; i++) {
-        float *out = s->out + (size_t)i * hd;
-        for (int d = 0; d < hd; d++) out[d] = s->sum[i] == 0 ? 0 : out[d] / s->sum[i];      // nothing in sight: 0
-        if (kv_group(c->v.type)) kv_turn_rows_back(out, hd);
-        if (c->n_rot) tied_order(out, hd, c->n_rot, true);
-        emit(&o->out, r + i / n_heads, o->n_heads * hd, (head + i % n_heads) * hd, out, hd);
-    }
+    for (int i = 0; i < s->n && job->split == 1; i++)
+        put_query(o, r + i / n_heads, head + i % n_heads, total + (size_t)i * hd, sum[i]);
 }
 
-typedef struct {
-    const Attend *o;
-    int rows, heads;          // of an item
-    int parts;                // into which the heads of a KV head are cut
-} AttendJob;
-
 static int attend_count(const AttendJob *job) {        // items
-    return (job->o->batch->n_rows + job->rows - 1) / job->rows * job->o->cache->n_kv_heads * job->parts;
+    return (job->o->batch->n_rows + job->rows - 1) / job->rows * job->o->cache->n_kv_heads * job->parts * job->split;
 }
 
 static void attend_items(const void *task, int begin, int end) {
@@ -4338,28 +4489,47 @@ static void attend_items(const void *task, int begin, int end) {
     const Attend *o = job->o;
     const int kv_heads = o->cache->n_kv_heads, group = o->n_heads / kv_heads, across = kv_heads * job->parts;
     Softmax s;
-    for (int item = begin; item < end; item++) {
+    for (int i = begin; i < end; i++) {
+        const int item = i / job->split, part = i % job->split;
         const int from = item % across % job->parts * job->heads, head = item % across / job->parts * group + from;
         const int row_end = min_int((item / across + 1) * job->rows, o->batch->n_rows);
         for (int r = item / across * job->rows, n; r < row_end; r += n) {
             for (n = 1; r + n < row_end && o->batch->rows[r + n].seg == o->batch->rows[r].seg; n++) {}
-            attend_queries(&s, o, r, n, head, min_int(job->heads, group - from));
+            attend_queries(&s, job, r, n, head, min_int(job->heads, group - from), part);
         }
     }
 }
 
+// Queries first .. end - 1, of which all parts wait in cpu.parts.
+static void join_queries(const void *task, int first, int end) {
+    const Attend *o = ((const AttendJob *)task)->o;
+    for (int query = first; query < end; query++) {
+        float out[MAX_HEAD_DIM] = { 0 }, max = -INFINITY, sum = 0;
+        for (int p = 0; p < PARTS; p++) {
+            const float *part = cpu.parts + ((size_t)query * PARTS + p) * (MAX_HEAD_DIM + 2);
+            join_part(out, &max, &sum, part + 2, part[0], part[1], o->cache->head_dim);
+        }
+        put_query(o, query / o->n_heads, query % o->n_heads, out, sum);
+    }
+}
+
 static void cpu_attend(const Attend *o) {
-    const int group = o->n_heads / o->cache->n_kv_heads;
-    AttendJob job = { .o = o, .heads = min_int(group, QUERIES) };
+    const int group = o->n_heads / o->cache->n_kv_heads, n_queries = o->batch->n_rows * o->n_heads;
+    AttendJob job = { .o = o, .heads = min_int(group, QUERIES), .split = 1 };
+    int longest = 0;
     if (o->store) cpu_qkv_store(o->store);
     job.rows = QUERIES / job.heads;
     job.parts = (group + job.heads - 1) / job.heads;
+    for (int i = 0; i < o->batch->n_segs; i++) longest = max_int(longest, o->batch->len[o->batch->segs[i].seq]);
+    if (o->window) longest = min_int(longest, o->window);
+    if (attend_count(&job) < 2 * pool.n_threads && n_queries <= SPLIT_QUERIES && longest >= 4 * SPAN) job.split = PARTS;
     while (attend_count(&job) < pool.n_threads && job.rows * job.heads > 1) {       // fewer queries share a key then
         if (job.rows > 1) job.rows = (job.rows + 1) / 2;
         else job.heads = (job.heads + 1) / 2;
         job.parts = (group + job.heads - 1) / job.heads;
     }
-    parallel(attend_count(&job), share(attend_count(&job), 1), attend_items, &job);
+    parallel(attend_count(&job), job.split > 1 ? 1 : share(attend_count(&job), 1), attend_items, &job);
+    if (job.split > 1) parallel(n_queries, share(n_queries, 1), join_queries, &job);
 }
 
 // One cached row of all heads from one place to another.

@@ -1,6 +1,7 @@
-/* bench.h - a model on this machine: verb_bench() measures its speed in the conventions of llama-bench, verb_check() compares
- * two backends on it, checkpoint by checkpoint. A part of gemma4.c, which includes it.
- *   [1] Bench    [2] Check */
+/* bench.h - a model on this machine: verb_bench() measures its speed in the conventions of llama-bench, verb_check()
+ * compares two backends on it, checkpoint by checkpoint, verb_ppl() measures how well it foretells a text. A part of
+ * gemma4.c, which includes it.
+ *   [1] Bench    [2] Check    [3] Perplexity */
 #ifndef BENCH_H
 #define BENCH_H
 
@@ -484,6 +485,415 @@ static int verb_check(const char *model, const Ops *ops, const Ops *other, PlanO
     flush_output();
     if (worst <= CHECK_LIMIT) return 0;
     die("%s: check: expected a mean KL divergence of at most %g, got %.3g", model, CHECK_LIMIT, worst);
+}
+
+// ==== [3] Perplexity =================================================================================================
+// How well the model foretells a text, counted as llama-perplexity counts it. The ids of the text are cut into chunks of
+// n_ctx, each begins with <bos> in place of its first id, and each id of its second half is judged by those before it in
+// the chunk. With a stride chunks have n_ctx + stride / 2 ids, begin `stride` ids apart, and the last `stride` of each
+// are judged.   PPL = exp(mean of -log p), its error from the deviation of -log p.
+//
+// A base file keeps the distributions of one run, so that another run, with other weights or another cache, is compared
+// with them id by id: the divergence KL(base || run), whether both have the same first choice, by how much the id's
+// probability differs. Little-endian:
+//
+//   offset  bytes  field
+//        0      8  magic "GEMMA4P\n"
+//        8      4  version, 1                         12   4  vocabulary
+//       16      4  ids of a chunk                     20   4  of these judged
+//       24      4  stride; 0: none                    28   4  chunks
+//       32      8  hash of the tokenizer, as in a session's file
+//       40      8  hash of the ids of all chunks
+//       48      8  bytes of the whole file            56   8  hash of the header before this field
+//       64         rows: of each judged id f32 log p of the id, f32 least log p, f32 step, u32 likeliest id, and
+//                  (log p - least) / step of every id as u16, an even number of them
+//   end - 8     8  hash of everything before
+//
+// So a log p is off by half a step, 1 / 131070 of what lies between the likeliest and the least likely id (under the
+// soft-cap of 30 at most 60 nats, so 4.6e-4); the id's own is exact, and sums are made 1 again. Equal runs diverge by
+// less than 4e-8 nats, others are off by less than half a step times the mean |log p - log q|: test_ppl sees less than
+// 1e-3 of a divergence.
+
+typedef struct {
+    int  n_ctx, stride, n_chunks;      // stride 0: none; n_chunks 0: as many as the text has
+    const char *base, *compare;        // file to write, to compare with; or NULL
+    enum { PPL_MD, PPL_CSV, PPL_JSON, PPL_JSONL } format;
+} PplOptions;
+
+typedef struct {
+    char     magic[8];
+    uint32_t version, vocab, chunk, judged, stride, n_chunks;
+    uint64_t tokenizer, ids, file_bytes, hash;
+} PplHeader;
+_Static_assert(sizeof(PplHeader) == 64, "the table above");
+
+typedef struct { float log_p, least, step; uint32_t best; } PplRow;    // what a row of the file begins with
+
+enum { PPL_ROWS = 256, PPL_PIECE = 16 };               // rows of logits of a step; of these on the host at a time
+
+typedef struct {                       // of one judged id
+    double log_p, base_log_p, divergence;
+    bool   same_best;
+} Judged;
+
+typedef struct {
+    Model      *m;
+    const PplOptions *o;
+    FileStream  file;                  // of base or compare, if there is one
+    int         vocab;
+    size_t      row_bytes;             // of the file
+    float      *logits;                // (PPL_PIECE, vocab)
+    uint8_t    *rows;                  // (PPL_PIECE, row_bytes)
+    Judged     *judged;                // (n) in the order of the text
+    int         n;
+} Ppl;
+
+typedef struct {                       // means with their standard errors
+    double log_p, ppl, ppl_error, seconds;
+    double base_ppl, ratio, ratio_error, divergence, divergence_error, median, p99, p999, most, same, same_error, rms;
+} PplResult;
+
+static uint64_t ppl_ids_hash(const int32_t *ids, size_t n) {
+    Hash h = hash_new();
+    hash_add(&h, ids, n * sizeof *ids);
+    return hash_end(&h);
+}
+
+static int ppl_chunk(const PplOptions *o) { return o->n_ctx + o->stride / 2; }
+static int ppl_judged(const PplOptions *o) { return o->stride ? o->stride : o->n_ctx - 1 - o->n_ctx / 2; }
+static int ppl_apart(const PplOptions *o) { return o->stride ? o->stride : o->n_ctx; }
+
+typedef struct { Ppl *p; int first; } PplWork;         // the piece's row 0 is judged id `first`
+
+static void write_base_rows(const void *task, int begin, int end) {
+    const PplWork *w = task;
+    for (int r = begin; r < end; r++) {
+        const float *z = w->p->logits + (size_t)r * (size_t)w->p->vocab;
+        const double sum = logsumexp(z, w->p->vocab);
+        uint8_t *out = w->p->rows + (size_t)r * w->p->row_bytes;
+        uint16_t *code = (uint16_t *)(void *)(out + sizeof(PplRow));
+        float least = z[0];
+        uint32_t best = 0;
+        for (int i = 1; i < w->p->vocab; i++) {
+            if (z[i] < least) least = z[i];
+            if (z[i] > z[best]) best = (uint32_t)i;
+        }
+        const float step = (z[best] - least) / 65535;
+        const PplRow row = { (float)w->p->judged[w->first + r].log_p, (float)(least - sum), step, best };
+        memcpy(out, &row, sizeof row);
+        for (int i = 0; i < w->p->vocab; i++)
+            code[i] = step > 0 ? (uint16_t)min_int(65535, (int)lrintf((z[i] - least) / step)) : 0;
+        if (w->p->vocab % 2) code[w->p->vocab] = 0;
+    }
+}
+
+static void compare_rows(const void *task, int begin, int end) {
+    const PplWork *w = task;
+    const int vocab = w->p->vocab;
+    for (int r = begin; r < end; r++) {
+        const float *z = w->p->logits + (size_t)r * (size_t)vocab;
+        const uint8_t *in = w->p->rows + (size_t)r * w->p->row_bytes;
+        const uint16_t *code = (const uint16_t *)(const void *)(in + sizeof(PplRow));
+        PplRow row;
+        memcpy(&row, in, sizeof row);
+        const double sum = logsumexp(z, vocab);
+        double total = 0, divergence = 0;              // of exp(log p), of that times the difference of logs
+        int best = 0;
+        for (int i = 0; i < vocab; i++) {
+            const double base = row.least + (double)row.step * code[i], p = exp(base);
+            total += p;
+            divergence += p * (base - (z[i] - sum));
+            if (z[i] > z[best]) best = i;
+        }
+        Judged *j = &w->p->judged[w->first + r];
+        j->divergence = divergence / total - log(total);
+        j->base_log_p = row.log_p;
+        j->same_best = row.best == (uint32_t)best;
+    }
+}
+
+// The last step's rows of logits, which are followed by the ids next (n).
+static void judge_rows(Ppl *p, const int32_t *next, int n) {
+    Model *m = p->m;
+    const Ops *op = m->ops;
+    const size_t vocab = (size_t)p->vocab;
+    float log_p[PPL_ROWS];
+    op->copy(&(Copy){ m->s.chosen, next, (size_t)n * sizeof *next, COPY_IN });         // nobody samples, nor reads hidden
+    op->logprob(&(Logprob){ .n_rows = n, .vocab = p->vocab, .logits = m->s.logits, .ids = m->s.chosen, .out = m->s.hidden });
+    op->copy(&(Copy){ log_p, m->s.hidden, (size_t)n * sizeof *log_p, COPY_OUT });
+    op->wait();
+    for (int r = 0; r < n; r++) {
+        if (!isfinite(log_p[r]) && unfinished) unlink(unfinished);
+        if (!isfinite(log_p[r])) die("%s: the logits of judged id %d are not numbers", m->gguf.path, p->n + r);
+        p->judged[p->n + r] = (Judged){ .log_p = log_p[r] };
+    }
+    for (int at = 0; at < n && (p->o->base || p->o->compare); at += PPL_PIECE) {
+        const int some = min_int(n - at, PPL_PIECE);
+        const PplWork work = { p, p->n + at };
+        op->copy(&(Copy){ p->logits, m->s.logits + (size_t)at * vocab, (size_t)some * vocab * sizeof(float), COPY_OUT });
+        op->wait();
+        if (p->o->compare) stream_get(&p->file, p->rows, (size_t)some * p->row_bytes, false);
+        if (p->o->compare && p->file.err) die("--kld: %s: %s", p->o->compare, strerror(p->file.err));
+        parallel(some, 1, p->o->compare ? compare_rows : write_base_rows, &work);
+        if (p->o->base) stream_put(&p->file, p->rows, (size_t)some * p->row_bytes, false);
+    }
+    p->n += n;
+}
+
+// Runs a chunk (n ids) from an empty session; its ids from number `first` + 1 on are judged.
+static void judge_chunk(Ppl *p, const int32_t *ids, int n, int first) {
+    Model *m = p->m;
+    reset_session(m, 0);
+    for (int at = 0; at < n - 1; ) {
+        int rows = 0, wanted = 0;
+        for (; at + rows < n - 1 && rows < m->options.n_batch && wanted < m->options.n_logits; rows++) {
+            m->chunk[rows] = (StepRow){ .token = ids[at + rows], .want = at + rows >= first };
+            wanted += m->chunk[rows].want;
+        }
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk }, 1);
+        if (wanted) judge_rows(p, ids + at + rows - wanted + 1, wanted);
+        commit_all(m);
+        at += rows;
+    }
+}
+
+static PplHeader ppl_header(const Model *m, const PplOptions *o, const int32_t *ids) {
+    PplHeader h = { .magic = "GEMMA4P", .version = 1, .vocab = (uint32_t)m->config.vocab, .chunk = (uint32_t)ppl_chunk(o),
+                    .judged = (uint32_t)ppl_judged(o), .stride = (uint32_t)o->stride, .n_chunks = (uint32_t)o->n_chunks };
+    uint64_t model, weights;
+    h.magic[7] = '\n';
+    hash_model(&m->gguf, &model, &h.tokenizer, &weights);
+    h.ids = ppl_ids_hash(ids, (size_t)ppl_apart(o) * (size_t)(o->n_chunks - 1) + h.chunk);
+    const uint64_t row = sizeof(PplRow) + round_up(h.vocab, 2) * sizeof(uint16_t);
+    h.file_bytes = sizeof h + row * h.judged * h.n_chunks + sizeof(uint64_t);
+    Hash hash = hash_new();
+    hash_add(&hash, &h, offsetof(PplHeader, hash));
+    h.hash = hash_end(&hash);
+    return h;
+}
+
+static void open_base(Ppl *p, const PplHeader *own) {
+    const char *path = p->o->compare;
+    struct stat st;
+    PplHeader h;
+    p->file.fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (p->file.fd < 0 || fstat(p->file.fd, &st)) die("--kld: %s: %s", path, strerror(errno));
+    if (!S_ISREG(st.st_mode) || st.st_size < (off_t)(sizeof h + sizeof(uint64_t)))
+        die("--kld: %s: expected a file of --kld-base, got %lld bytes", path, (long long)st.st_size);
+    if (read(p->file.fd, &h, sizeof h) != sizeof h || memcmp(h.magic, own->magic, sizeof h.magic) || h.version != own->version)
+        die("--kld: %s: expected a file of --kld-base, got another one", path);
+    Hash hash = hash_new();
+    hash_add(&hash, &h, offsetof(PplHeader, hash));
+    if (h.hash != hash_end(&hash)) die("--kld: %s: the header is damaged: its checksum is another one", path);
+    const struct { const char *name; uint64_t got, want; } fields[] = {
+        { "vocabulary", h.vocab, own->vocab }, { "tokenizer", h.tokenizer, own->tokenizer },
+        { "-c: ids of a chunk", h.chunk, own->chunk }, { "--ppl-stride", h.stride, own->stride },
+        { "--chunks", h.n_chunks, own->n_chunks }, { "-f: the text", h.ids, own->ids },
+        { "bytes", h.file_bytes, (uint64_t)st.st_size } };
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+        if (fields[i].got != fields[i].want && !strcmp(fields[i].name, "bytes"))
+            die("--kld: %s: expected %" PRIu64 " bytes, got %" PRIu64 ": the file is cut short or damaged", path, fields[i].got,
+                fields[i].want);
+        else if (fields[i].got != fields[i].want)
+            die("--kld: %s: %s: expected %" PRIu64 " as in this run, got %" PRIu64, path, fields[i].name, fields[i].want,
+                fields[i].got);
+    lseek(p->file.fd, 0, SEEK_SET);
+    p->file.total = h.file_bytes;
+    stream_get(&p->file, NULL, sizeof h, false);
+}
+
+static void close_base(Ppl *p) {                       // the checksum at its end
+    uint64_t hash = 0;
+    if (p->o->base) {
+        stream_flush(&p->file);
+        hash = hash_end(&p->file.hash);
+        if (!p->file.err) p->file.err = write_output(&p->file.out, &hash, sizeof hash);
+        p->file.err = finish_output(&p->file.out, p->file.err);
+        if (p->file.err && !interrupted) die("--kld-base: %s: %s", p->o->base, strerror(p->file.err));
+    }
+    if (!p->o->compare || interrupted) return;
+    if (read(p->file.fd, &hash, sizeof hash) != sizeof hash || hash != hash_end(&p->file.hash))
+        die("--kld: %s: the file is damaged: its checksum is another one", p->o->compare);
+    close(p->file.fd);
+}
+
+static int compare_judged(const void *a, const void *b) {
+    const double x = ((const Judged *)a)->divergence, y = ((const Judged *)b)->divergence;
+    return (x > y) - (x < y);
+}
+
+static double ppl_quantile(const Judged *sorted, int n, double share) {
+    const double at = share * (n - 1);
+    const int i = (int)at;
+    return sorted[i].divergence + (at - i) * (sorted[min_int(i + 1, n - 1)].divergence - sorted[i].divergence);
+}
+
+// Mean and standard error of n numbers that come to these sums.
+static double mean_error(double sum, double squares, int n, double *mean) {
+    *mean = sum / n;
+    const double variance = squares / n - *mean * *mean;
+    return n > 1 && variance > 0 ? sqrt(variance / (n - 1)) : 0;
+}
+
+static PplResult sum_up(Judged *judged, int n) {       // orders them by divergence
+    PplResult r = { 0 };
+    double s[8] = { 0 }, base, ratio;
+    for (int i = 0; i < n; i++) {
+        const Judged *j = &judged[i];
+        const double worse = j->base_log_p - j->log_p, dp = exp(j->log_p) - exp(j->base_log_p);
+        s[0] += -j->log_p, s[1] += j->log_p * j->log_p;
+        s[2] += -j->base_log_p;
+        s[3] += worse, s[4] += worse * worse;
+        s[5] += j->divergence, s[6] += j->divergence * j->divergence;
+        s[7] += dp * dp;
+        r.same += (double)j->same_best / n;
+    }
+    const double error = mean_error(s[0], s[1], n, &r.log_p);
+    r.ppl = exp(r.log_p);
+    r.ppl_error = error * r.ppl;
+    base = s[2] / n;
+    r.base_ppl = exp(base);
+    const double ratio_error = mean_error(s[3], s[4], n, &ratio);
+    r.ratio = exp(ratio);
+    r.ratio_error = ratio_error * r.ratio;
+    r.divergence_error = mean_error(s[5], s[6], n, &r.divergence);
+    r.same_error = n > 1 ? sqrt(r.same * (1 - r.same) / (n - 1)) : 0;
+    r.rms = sqrt(s[7] / n);
+    qsort(judged, (size_t)n, sizeof *judged, compare_judged);
+    r.median = ppl_quantile(judged, n, 0.5);
+    r.p99 = ppl_quantile(judged, n, 0.99);
+    r.p999 = ppl_quantile(judged, n, 0.999);
+    r.most = judged[n - 1].divergence;
+    return r;
+}
+
+// The model was planned for ppl_plan(); ids (n), at least a chunk, begin with <bos> if there is one. Sets o->n_chunks.
+// Ctrl-C ends it: the result means nothing then.
+static PplResult ppl_measure(Model *m, int32_t bos, const int32_t *ids, int n, PplOptions *o) {
+    const int chunk = ppl_chunk(o), judged = ppl_judged(o), apart = ppl_apart(o);
+    const int most = o->stride ? max_int(1, (n - chunk + apart - 1) / apart) : n / chunk;
+    const double start = seconds();
+    o->n_chunks = o->n_chunks ? min_int(o->n_chunks, most) : most;
+    const size_t vocab = (size_t)m->config.vocab;
+    Ppl p = { .m = m, .o = o, .vocab = m->config.vocab, .row_bytes = sizeof(PplRow) + round_up(vocab, 2) * sizeof(uint16_t) };
+    const PplHeader h = ppl_header(m, o, ids);
+    const bool files = o->base || o->compare;
+    p.logits = alloc_or_die(files ? PPL_PIECE * vocab : 1, sizeof *p.logits);
+    p.rows = alloc_or_die(files ? PPL_PIECE * p.row_bytes : 1, 1);
+    p.judged = alloc_or_die((size_t)o->n_chunks * (size_t)judged, sizeof *p.judged);
+    p.file = (FileStream){ .op = m->ops, .fd = -1, .total = h.file_bytes, .hash = hash_new() };
+    p.file.piece = alloc_or_die(files ? SESSION_PIECE : 1, 1);
+    if (o->compare) open_base(&p, &h);
+    if (o->base) {
+        signal(SIGXFSZ, SIG_IGN);
+        p.file.err = create_output(&p.file.out, o->base);
+        if (p.file.err) die("--kld-base: %s: %s", o->base, strerror(p.file.err));
+        char size[32];
+        fprintf(stderr, "# --kld-base: %s: %s for %d ids\n", o->base, amount(size, (double)h.file_bytes, "B"),
+                o->n_chunks * judged);
+        stream_put(&p.file, &h, sizeof h, false);
+    }
+    int32_t *chunk_ids = alloc_or_die((size_t)chunk, sizeof *chunk_ids);
+    progress("perplexity", 0, (size_t)o->n_chunks, "chunks");
+    for (int i = 0; i < o->n_chunks; i++) {
+        memcpy(chunk_ids, ids + (size_t)i * (size_t)apart, (size_t)chunk * sizeof *ids);
+        if (bos >= 0) chunk_ids[0] = bos;
+        judge_chunk(&p, chunk_ids, chunk, chunk - 1 - judged);
+        if (p.file.err || interrupted) break;          // a full disk: there is no use in going on
+        progress("perplexity", (size_t)i + 1, (size_t)o->n_chunks, "chunks");
+    }
+    if (interrupted && o->base) p.file.err = EINTR;    // half a file is none
+    close_base(&p);
+    PplResult r = sum_up(p.judged, p.n);
+    r.seconds = seconds() - start;
+    free(chunk_ids);
+    free(p.file.piece);
+    free(p.judged);
+    free(p.rows);
+    free(p.logits);
+    return r;
+}
+
+static void print_ppl(const Model *m, const PplOptions *o, const PplResult *r) {
+    const int n = o->n_chunks * ppl_judged(o);
+    const char *layout = m->options.untied ? "untied" : "tied";
+    const struct { const char *name, *value; } texts[] = {
+        { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", m->ops->name },
+        { "type_k", kv_names[m->options.k_type] }, { "type_v", kv_names[m->options.v_type] }, { "kv_layout", layout } };
+    const struct { const char *name; double value; } numbers[] = {
+        { "n_ctx", o->n_ctx }, { "ppl_stride", o->stride }, { "n_chunks", o->n_chunks }, { "n_judged", n },
+        { "seconds", r->seconds }, { "nll", r->log_p }, { "ppl", r->ppl }, { "ppl_error", r->ppl_error },
+        { "base_ppl", r->base_ppl }, { "ppl_ratio", r->ratio }, { "ppl_ratio_error", r->ratio_error },
+        { "kld_mean", r->divergence }, { "kld_error", r->divergence_error }, { "kld_median", r->median },
+        { "kld_99", r->p99 }, { "kld_99_9", r->p999 }, { "kld_max", r->most }, { "same_top", r->same },
+        { "same_top_error", r->same_error }, { "rms_delta_p", r->rms } };
+    enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
+    const int n_numbers = o->compare ? N_NUMBERS : 8;
+    if (o->format == PPL_MD) {
+        printf("| model | backend | K | V | context | stride | chunks | ids judged | PPL |\n"
+               "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
+               "| %s | %s | %s | %s | %d | %d | %d | %d | %.4f ± %.4f |\n", model_name(m), m->ops->name,
+               kv_names[m->options.k_type], kv_names[m->options.v_type], o->n_ctx, o->stride, o->n_chunks, n, r->ppl, r->ppl_error);
+        if (o->compare)
+            printf("\n| KL divergence | median | 99 %% | 99.9 %% | largest | same first choice | PPL / base's | RMS of Δp |\n"
+                   "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+                   "| %.3e ± %.1e | %.3e | %.3e | %.3e | %.3e | %.3f ± %.3f %% | %.5f ± %.5f | %.4f %% |\n", r->divergence,
+                   r->divergence_error, r->median, r->p99, r->p999, r->most, 100 * r->same, 100 * r->same_error, r->ratio,
+                   r->ratio_error, 100 * r->rms);
+        printf("\nPPL = %.4f +/- %.5f\n", r->ppl, r->ppl_error);
+    } else if (o->format == PPL_CSV) {
+        for (int i = 0; i < N_TEXTS; i++) printf("%s,", texts[i].name);
+        for (int i = 0; i < n_numbers; i++) printf("%s%s", numbers[i].name, i + 1 < n_numbers ? "," : "\n");
+        for (int i = 0; i < N_TEXTS; i++) {
+            print_text(texts[i].value, '"');
+            putchar(',');
+        }
+        for (int i = 0; i < n_numbers; i++) printf("%.12g%s", numbers[i].value, i + 1 < n_numbers ? "," : "\n");
+    } else {
+        const char *between = o->format == PPL_JSON ? ",\n    " : ", ";
+        printf(o->format == PPL_JSON ? "[\n  {\n    " : "{");
+        for (int i = 0; i < N_TEXTS; i++) {
+            printf("\"%s\": ", texts[i].name);
+            print_text(texts[i].value, '\\');
+            printf("%s", between);
+        }
+        for (int i = 0; i < n_numbers; i++)
+            printf("\"%s\": %.12g%s", numbers[i].name, numbers[i].value, i + 1 < n_numbers ? between : "");
+        printf(o->format == PPL_JSON ? "\n  }\n]\n" : "}\n");
+    }
+    flush_output();
+}
+
+// What a model that measures perplexity is planned for.
+static PlanOptions ppl_plan(PlanOptions o, const PplOptions *p) {
+    o.n_ctx = ppl_chunk(p);
+    o.n_logits = min_int(ppl_judged(p), PPL_ROWS);
+    return o;
+}
+
+// gemma4 ppl: the exit status.
+static int verb_ppl(const char *model, const Ops *ops, PlanOptions o, PplOptions *p, const char *text, size_t n_text,
+                    TokMode mode) {
+    Model *m = alloc_or_die(1, sizeof *m);
+    Tokenizer tok;
+    TokIds ids = { 0 };
+    if (!ops->logprob) die("ppl: the backend %s has no operation logprob", ops->name);
+    load_model(m, model, ops, ppl_plan(o, p), NULL);
+    load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    if (tok.bos >= 0 && tok__push(&tok, &ids, tok.bos) < 0) die("%s", tok.err);
+    if (tok_encode(&tok, text, n_text, mode, &ids) < 0) die("-f: %s", tok.err);
+    if (ids.n < (size_t)ppl_chunk(p) || ids.n > INT_MAX)
+        die("-f: expected a text of at least %d ids, a chunk, got %zu; try a longer text or a smaller -c", ppl_chunk(p), ids.n);
+    read_weights(m, false);
+    stop_on(SIGINT);
+    const PplResult r = ppl_measure(m, tok.bos, ids.ids, (int)ids.n, p);
+    print_plan(m);
+    if (!interrupted) print_ppl(m, p, &r);
+    tok_ids_free(&ids);
+    tok_free(&tok);
+    free_model(m);
+    free(m);
+    return interrupted ? 130 : 0;
 }
 
 #endif

@@ -15,6 +15,10 @@ typedef struct {
     TokStr   tools;           // JSON list, or empty
     bool     think, verbose;
     bool     chatting;        // more turns will follow
+    const char *session;      // the file that it is kept in from one run to the next, or NULL
+    bool     raw;             // there is a text and no conversation
+    TokIds   pending;         // raw: what the text goes on with behind what the session holds
+    bool     changed, unsaved;   // since it was kept; keeping it failed
     AnswerOptions options;
     ShowOptions show;
     char     err[512];        // why the last turn could not be
@@ -124,7 +128,7 @@ static bool answer(Chat *c) {
     if (ok) {
         Prompt p = { .ids = ids.ids, .n = (int)ids.n };
         if (render(c, 0, 0, false, &part) == 0) p.n_head = same_ids(&part, &ids);
-        if (c->chatting && render(c, c->n_skipped, n, false, &part) == 0) p.mark = same_ids(&part, &ids);
+        if ((c->chatting || c->session) && render(c, c->n_skipped, n, false, &part) == 0) p.mark = same_ids(&part, &ids);
         const TokReply *reply = &c->s.reply;
         ok = session_start(&c->s, &p, &c->options) && print_answer(&c->s, &c->show);
         if (!ok) snprintf(c->err, sizeof c->err, "%s", c->s.err);
@@ -136,9 +140,52 @@ static bool answer(Chat *c) {
     return ok;
 }
 
+// Takes up what the session's file holds; where there is none yet, a new one begins. own_seed: the seed is as flags say. False:
+// it cannot, and c->err says why.
+static bool resume(Chat *c, bool own_seed) {
+    SessionNote note;
+    TokIds ids = { 0 };
+    const int found = session_from_file(&c->s, &note, c->session, "session");
+    if (found <= 0) {
+        if (found < 0) snprintf(c->err, sizeof c->err, "%s", c->s.err);
+        return found == 0;
+    }
+    const TokChat chat = { .messages = { note.messages.s, note.messages.n }, .tools = c->tools, .think = c->think };
+    bool ok = note.raw == c->raw;
+    if (!ok)
+        snprintf(c->err, sizeof c->err, "%.300s: expected a %s, got a %s; try %s --raw", c->session,
+                 c->raw ? "text" : "conversation", c->raw ? "conversation" : "text", c->raw ? "without" : "with");
+    else if (note.messages.n && tok_chat(c->s.t, &chat, &ids, NULL) < 0)
+        ok = snprintf(c->err, sizeof c->err, "%.200s: the conversation: %.200s", c->session, c->s.t->err) < 0;
+    tok_ids_free(&ids);
+    if (!ok) {
+        session_note_free(&note);
+        return false;
+    }
+    const size_t n = count_messages(&note.messages, NULL);
+    fprintf(stderr, "# session: %zu tokens", c->s.held.n + note.pending.n);
+    fprintf(stderr, c->raw ? " of text\n" : ", %zu messages\n", n);
+    c->messages = note.messages;
+    c->pending = note.pending;
+    c->n_skipped = note.n_skipped < n ? note.n_skipped : n;
+    if (!own_seed) c->options.sampling.seed = note.seed;
+    return true;
+}
+
+// Writes the session to its file. False, with the file as it was: c->err says why.
+static bool keep(Chat *c) {
+    const SessionNote note = { .raw = c->raw, .seed = c->options.sampling.seed, .messages = c->messages,
+                               .n_skipped = c->n_skipped, .pending = c->raw ? session_pending(&c->s) : (TokIds){ 0 } };
+    c->unsaved = !session_to_file(&c->s, &note, c->session, "session");
+    c->changed = false;
+    if (c->unsaved) snprintf(c->err, sizeof c->err, "--session: %.480s", c->s.err);
+    return !c->unsaved;
+}
+
 static void chat_free(Chat *c) {
     session_close(&c->s);
     tok_text_free(&c->messages);
+    tok_ids_free(&c->pending);
 }
 
 // ==== [2] Lines from the terminal ====================================================================================
@@ -388,7 +435,10 @@ static bool command(Chat *c, char *line) {
                     commands[i].help);
         fprintf(stderr, "# A line that ends in a backslash goes on in the next one.\n");
         break;
-    case CMD_SYSTEM: set_system(c, (TokStr){ value, n_value }); break;
+    case CMD_SYSTEM:
+        set_system(c, (TokStr){ value, n_value });
+        c->changed = true;
+        break;
     case CMD_SAVE:
         err = save_messages(c, value);
         if (err) fprintf(stderr, "# /save: %s: %s\n", value, strerror(err));
@@ -397,15 +447,17 @@ static bool command(Chat *c, char *line) {
     case CMD_LOAD:
         ok = load_messages(c, value);
         if (!ok) break;
+        c->changed = true;
         fprintf(stderr, "# %zu messages from %s\n", count_messages(&c->messages, NULL), value);
         break;
     case CMD_CLEAR:
         keep_messages(&c->messages, true, 0);
         c->n_skipped = 0;
+        c->changed = true;
         break;
     case CMD_STATS: print_stats(c); break;
-    case CMD_RETRY: ok = answered = retry(c); break;
-    case CMD_TOOL: ok = answered = add_result(c, (TokStr){ value, n_value }); break;
+    case CMD_RETRY: ok = answered = c->changed = retry(c); break;
+    case CMD_TOOL: ok = answered = c->changed = add_result(c, (TokStr){ value, n_value }); break;
     case CMD_EXIT: return false;
     }
     if (!ok) fprintf(stderr, "# %s\n", c->err);
@@ -423,12 +475,18 @@ static void say(Chat *c, TokStr text) {
     }
     if (tok_add_message(&c->messages, "user", text) < 0) die("out of memory for a conversation");
     const bool ok = answer(c);
+    c->changed = true;
     if (!ok) fprintf(stderr, "# %s\n", c->err);
     if (ok && c->verbose) print_stats(c);
     if (count_messages(&c->messages, NULL) > n + 1) return;
     if (ok) fprintf(stderr, "# no answer came, so the message is taken back\n");
     keep_messages(&c->messages, true, n);
     c->n_skipped = skipped;                            // the model is shown what it was shown before
+}
+
+// Keeps a chat that has changed. That it cannot be kept does not end it.
+static void keep_chat(Chat *c) {
+    if (c->session && c->changed && !keep(c)) fprintf(stderr, "# %s\n", c->err);
 }
 
 // Talks until the end of input, /exit, or Ctrl-C twice. first: what the user says first, s NULL: it is asked for. history: a
@@ -447,6 +505,7 @@ static int chat_loop(Chat *c, TokStr first, const char *history) {
 #endif
     if (isatty(0)) fprintf(stderr, "# /help lists the commands; Ctrl-C ends an answer, Ctrl-D the chat\n");
     if (first.s) say(c, first);
+    keep_chat(c);
     for (bool more = true; more && interrupts < 2; ) {
         const LineKind kind = read_message(&text);
         if (kind == LINE_END) break;
@@ -466,9 +525,12 @@ static int chat_loop(Chat *c, TokStr first, const char *history) {
 #endif
         if (text.s[0] == '/' && text.s[1] != '/') more = command(c, text.s);
         else say(c, text.s[0] == '/' ? (TokStr){ text.s + 1, text.n - 1 } : (TokStr){ text.s, text.n });
+        keep_chat(c);
     }
     tok_text_free(&text);
-    return interrupts == 2 ? 130 : 0;
+    c->changed = c->unsaved;                           // once more: there may be room by now
+    keep_chat(c);
+    return interrupts == 2 ? 130 : c->unsaved;
 }
 
 #endif

@@ -19,6 +19,9 @@
  * Words have the byte order of the machine. The levels are those of a Gaussian of 4 and 3 bits, the latter rounded to
  * numbers whose f16 has a low byte of 0 (TurboQuant with a search for the scale).
  *
+ *   [1] Turning groups                 [3] Reading codes
+ *   [2] Encoding                       [4] Rows on the CPU
+ *
  * Needs gemma4.h. On the CPU also gguf.h, in a file that has GGUF_IMPLEMENTATION. A GPU's file says before what KV_CODE,
  * KV_LANE, KV_LANES, KV_SUM, KV_MOST, KV_SYNC, KV_TO_HALF and KV_FROM_HALF are there. */
 #ifndef KV_H
@@ -38,6 +41,7 @@
 
 enum { KV_TURN = 128 };       // values that are turned together; rows of quantised types are multiples
 
+// ==== [1] Turning groups ============================================================================================
 // The sign of value i in S, of no pattern that a model could have: the highest bit of a mixed up i.
 KV_CODE float kv_sign(int i) {
     const uint32_t x = (uint32_t)i * 0x9e3779b1u;
@@ -72,6 +76,7 @@ KV_CODE void kv_turn_back(float *y) {
     KV_SYNC();
 }
 
+// ==== [2] Encoding ==================================================================================================
 // Level i of a codebook, and the middle between levels i - 1 and i.
 KV_CODE int kv_level(KvType t, int i) {                // a byte each
     return (int)((t == KV_TQ4 ? 0x1d16110d0a070401u : 0x08050301u) >> (8 * i) & 0xff);
@@ -175,6 +180,7 @@ KV_CODE void kv_encode(KvType t, bool unbiased, float *y, uint8_t *code, uint32_
     KV_SYNC();
 }
 
+// ==== [3] Reading codes =============================================================================================
 // Codes of values 8 o .. 8 o + 7 of a group, as nibbles; not of q8_0.
 KV_CODE uint32_t kv_nibbles(KvType t, const uint32_t *words, int o) {
     if (t != KV_TQ3) return words[o];
@@ -197,8 +203,7 @@ KV_CODE float kv_value(KvType t, const void *row, const uint16_t *scales, int i)
 }
 
 #ifdef GGUF_IMPLEMENTATION
-// ---- the CPU's side: whole rows of any type ----
-
+// ==== [4] Rows on the CPU ===========================================================================================
 // v (dim) to row and, in a quantised type, its scales.
 static inline void kv_write_row(KvType t, bool unbiased, int dim, const float *v, void *row, uint16_t *scales) {
     const int type = t == KV_F32 ? GGUF_F32 : t == KV_F16 ? GGUF_F16 : GGUF_BF16;      // the same numbers in a file
@@ -218,15 +223,18 @@ static inline void kv_write_row(KvType t, bool unbiased, int dim, const float *v
 
 // Groups of a quantised type as floats; t is known where this is inlined.
 static inline void kv_read_groups(KvType t, int n, const uint32_t *words, const uint16_t *scales, float *v) {
+    const int group = kv_group(t);
     float multiple[16];
     for (uint32_t i = 0; i < 16 && t != KV_Q8_0; i++) multiple[i] = (float)kv_multiple(t, i & (t == KV_TQ3 ? 7 : 15));
     for (int g = 0; g < n; g++, words += kv_row_bytes(t, KV_TURN) / 4)
-        for (int o = 0; o < KV_TURN / 8; o++, v += 8) {
-            const float scale = KV_FROM_HALF(*scales);
-            const uint32_t nibbles = t == KV_Q8_0 ? 0 : kv_nibbles(t, words, o);
-            for (int i = 0; i < 8; i++)
-                v[i] = scale * (t == KV_Q8_0 ? (float)((const int8_t *)words)[8 * o + i] : multiple[nibbles >> (4 * i) & 15]);
-            scales += (o + 1) * 8 % kv_group(t) == 0;
+        for (int from = 0; from < KV_TURN; from += group, v += group) {
+            const float scale = KV_FROM_HALF(*scales++);
+            const int8_t *codes = (const int8_t *)words + from;
+            for (int i = 0; i < group && t == KV_Q8_0; i++) v[i] = scale * (float)codes[i];
+            for (int o = 0; o < group / 8 && t != KV_Q8_0; o++) {
+                const uint32_t nibbles = kv_nibbles(t, words, from / 8 + o);
+                for (int i = 0; i < 8; i++) v[8 * o + i] = scale * multiple[nibbles >> (4 * i) & 15];
+            }
         }
 }
 

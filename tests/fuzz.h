@@ -1,12 +1,14 @@
-/* fuzz.h - what the fuzz targets of tokenizer.h share: a small vocabulary, and a main() for single files.
+/* fuzz.h - what the fuzz targets of tokenizer.h and of sessions share: a small vocabulary, and a main() for single files.
  *
  * clang -fsanitize=fuzzer links a target with -DFUZZER; otherwise main() runs it once for each file named. */
 #ifndef FUZZ_H
 #define FUZZ_H
+#ifndef GEMMA4_H              // gemma4.c, before this, has both
 #define GGUF_IMPLEMENTATION
 #include "../gguf.h"
 #define TOKENIZER_IMPLEMENTATION
 #include "../tokenizer.h"
+#endif
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -228,6 +228,9 @@ while read -r names; do
         "-n --n-gen ") verb=bench plain="-r 1 -p 0" good=2 bad=x ;;
         "-d --n-depth ") verb=bench plain="-r 1 -p 2 -n 0" good=2 bad=x ;;
         "-r --repetitions ") verb=bench plain="-p 2 -n 0" good=1 bad=0 ;;
+        "--chunks ") verb=ppl plain="-f $tmp/long.txt -c 64" good=2 bad=-1 ;;
+        "--ppl-stride ") verb=ppl plain="-f $tmp/long.txt -c 64 --chunks 2" good=16 bad=64 ;;
+        "--kld-base " | "--kld ") verb=ppl plain="-f $tmp/long.txt -c 64 --chunks 2" good="$tmp/base" bad=/nowhere/x ;;
         "--rows ") verb=bench plain="-r 1 -p 0 -n 0" good=2 bad=65 ;;
         "--fill ") verb=bench plain="-r 1 -p 2 -n 0 -d 3" good=random bad=zeros ;;
         "-m "*) good="$model" bad=missing.gguf ;;
@@ -236,6 +239,7 @@ while read -r names; do
         "-sys "*) good=pirate ;;
         "-i "*) plain="-n 2" ;;
         "--history "*) plain="-i -n 2" good="$tmp/history" ;;
+        "--session "*) good="$tmp/kept" bad=/nowhere/x ;;
         "-v "*) plain="-i -n 2" ;;
         "--think-budget "*) good="3 --think" bad=-2 ;;
         "--tools "*) good="$tmp/no-tools.json" bad=missing.json ;;
@@ -478,6 +482,52 @@ error "bench does not take it" bench "$model" --temp 0
 error "-d: expected at most" bench "$model" -d 16777216
 error "a whole number from 1" bench "$model" -r 0
 
+# ---- perplexity ----------------------------------------------------------------------
+run ppl "$model" -f "$tmp/long.txt" -c 128
+ok "ppl: exits 0" [ "$status" -eq 0 ]
+ok "ppl: the last line is the perplexity" grep -qE '^PPL = [0-9]+\.[0-9]{4} \+/- [0-9]+\.[0-9]{5}$' "$tmp/out"
+run ppl "$model" -f "$tmp/long.txt" -c 64 --chunks 3 --kld-base "$tmp/base" -o jsonl
+ok "ppl: jsonl is one line" lines out 1
+ok "ppl: jsonl has the perplexity and no divergence" grep -qE '^\{"model_filename": .*"n_chunks": 3, "n_judged": 93, .*"ppl_error": [0-9.e-]+\}$' "$tmp/out"
+ok "ppl: --kld-base: says its size" has err "kB for 93 ids"
+run ppl "$model" -f "$tmp/long.txt" -c 64 --chunks 3 --kld "$tmp/base" -o json
+ok "ppl: json begins and ends" [ "$(head -c 1 "$tmp/out")$(tail -n 1 "$tmp/out")" = "[]" ]
+ok "ppl: a run is like itself" grep -qE '"same_top": (1|0\.9999+),' "$tmp/out"
+run ppl "$model" -f "$tmp/long.txt" -c 64 --chunks 3 --kld "$tmp/base" -ctk f32 -o csv
+ok "ppl: csv: a head and a line" lines out 2
+ok "ppl: csv: of equal width" [ "$(awk -F, '{ print NF }' "$tmp/out" | sort -u | wc -l)" -eq 1 ]
+ok "ppl: csv: names" grep -q ',ppl,ppl_error,base_ppl,.*,kld_mean,kld_error,kld_median,kld_99,kld_99_9,kld_max,same_top,' "$tmp/out"
+run ppl "$model" -f "$tmp/long.txt" -c 64 --chunks 3 --kld "$tmp/base" -ctk f32
+ok "ppl: md: the divergence" grep -qE '^\| [0-9.e-]+ ± [0-9.e-]+ \|.* %% \||^\| [0-9.e-]+ ± .* % \|' "$tmp/out"
+wrong() { # wrong WORD FLAGS...: as error(), of ppl on that text
+    word=$1
+    shift
+    error "$word" ppl "$model" -f "$tmp/long.txt" "$@"
+}
+wrong "-c: ids of a chunk: expected 32 as in this run, got 64" -c 32 --kld "$tmp/base"
+wrong "--chunks: expected 2 as in this run, got 3" -c 64 --chunks 2 --kld "$tmp/base"
+wrong "--ppl-stride: expected 8 as in this run, got 0" -c 60 --ppl-stride 8 --kld "$tmp/base"
+wrong "expected one of" --kld "$tmp/base" --kld-base "$tmp/x"
+wrong "-c: expected at least 4" -c 3
+wrong "--ppl-stride: expected less than" -c 64 --ppl-stride 64
+wrong "expected a text of at least 8000 ids" -c 8000
+wrong "expected md, csv, json or jsonl" -o xml
+wrong "a file of --kld-base" -c 64 --kld "$tmp/five.i32"
+wrong "a file of --kld-base" -c 64 --kld "$tmp/long.txt"
+wrong "No such file" -c 64 --kld "$tmp/missing"
+wrong "No such file" -c 64 --kld-base "$tmp/missing/x"
+error "-f: the text: expected" ppl "$model" -f README.md -c 64 --chunks 3 --kld "$tmp/base"
+error "-f: expected a text" ppl "$model"
+head -c 9000 "$tmp/base" >"$tmp/cut"
+wrong "cut short" -c 64 --chunks 3 --kld "$tmp/cut"
+{ head -c 9000 "$tmp/base" && printf x && tail -c +9002 "$tmp/base"; } >"$tmp/cut"
+wrong "its checksum is another one" -c 64 --chunks 3 --kld "$tmp/cut"
+(trap '' XFSZ && ulimit -f 100 && exec "$gemma4" ppl "$model" -f "$tmp/long.txt" -c 64 --chunks 3 --kld-base "$tmp/base") >"$tmp/out" 2>"$tmp/err"
+ok "ppl: a full disk: exit status 1" [ $? -eq 1 ]
+ok "ppl: a full disk: says so" grep -q "^gemma4: error: --kld-base: " "$tmp/err"
+run ppl "$model" -f "$tmp/long.txt" -c 64 --chunks 3 --kld "$tmp/base"
+ok "ppl: a full disk: the old file stands" [ "$status" -eq 0 ]
+
 # ---- where the prompt comes from -----------------------------------------------------
 fed() { # fed INPUT ARGUMENTS...: runs gemma4 with this standard input
     printf '%b' "$1" >"$tmp/in"
@@ -594,6 +644,101 @@ ok "chat: thoughts of earlier turns leave the prompt" same last again
 talk="$story_of fox.\n$story_of cow.\n$story_of duck.\n/retry\n"
 resumed -n 300 --template large
 ok "chat: /retry past the window" same last again
+
+# ---- sessions in files ---------------------------------------------------------------
+# Runs that go on from a file, each from what the one before left there, say what one run says, and end with its logits. The
+# talk is longer than the window; the seed is in the file.
+printf '%s\n' "$story_of fox." "What is 22 minus 2?" "$story_of owl." "What is the capital of Austria?" >lines
+in_runs() { # in_runs HOW FLAGS...: each of the lines in a run of its own: HOW -i, in a chat; -p, as its prompt
+    how=$1 seed="-s 5"
+    shift
+    rm -f s
+    : >parts
+    while IFS= read -r line; do
+        # shellcheck disable=SC2086  # two words, or none
+        if [ "$how" = -i ]; then
+            printf '%s\n' "$line" | $limit "$gemma4" "$@" -i -v --session s $seed >out 2>err
+        else
+            $limit "$gemma4" "$@" -p "$line" --session s $seed >out 2>err </dev/null
+            echo >>out
+        fi
+        cat out >>parts
+        seed=
+    done <lines
+    grep -oE 'last logits.*|[0-9]+ were in the cache' err >again
+}
+for file in "$mini" "${mini%/*}/gemma4-mini-e-q8_0.gguf"; do
+    for flags in "--temp 0" "--temp 1 --presence-penalty 0.3" "--temp 0 --think --template large"; do
+        [ "$file" = "$mini" ] || [ "$flags" != "--temp 0" ] || continue
+        # shellcheck disable=SC2086  # flags are words
+        set -- "$file" $flags
+        $limit "$gemma4" "$@" -i -v -s 5 <lines >long 2>err
+        grep -oE 'last logits.*|[0-9]+ were in the cache' err | tail -n 2 >last
+        for how in -i -p; do
+            in_runs $how "$@"
+            ok "--session $how $flags: runs that go on say what one says" same long parts
+            ok "--session $how $flags: and end with its logits, with as much in the cache" same last again
+        done
+    done
+done
+for flags in "-n 40 --temp 0" "-n 40 --temp 1" "-c 128 -n 80 --temp 1 --context-shift"; do
+    # shellcheck disable=SC2086
+    set -- "$mini" --raw --ignore-eos $flags
+    n=${flags#*-n } n=${n%% *}
+    run "$@" -p "Once upon a time" -s 5 -n $((5 * n))
+    cp out long
+    rm -f s
+    run "$@" -p "Once upon a time" -s 5 --session s
+    cp out parts
+    for i in 1 2 3 4; do
+        run "$@" -p "" --session s
+        cat out >>parts
+    done
+    ok "--session --raw $flags: five runs write what one writes" same long parts
+done
+run "$mini" --raw -p "Once upon a" --temp 0 -n 0 --session s2
+ok "--session: a prompt alone" has err "0 tokens generated"
+run "$mini" --raw -p " time" --temp 0 -n 40 --session s2
+cp out parts
+run "$mini" --raw -p "Once upon a time" --temp 0 -n 40
+ok "--session --raw: the prompt goes on with the text" same parts out
+
+run "$mini" -p "Tell me a story about a fox." --temp 0 --session s3
+cp s3 s3.before
+error "-ctk: expected f32, got f16; try -ctk f16" "$mini" -p hi --session s3 -ctk f32
+error "-ctv: expected f32, got f16" "$mini" -p hi --session s3 -ctv f32 --kv-layout untied
+error "expected untied, got tied" "$mini" -p hi --session s3 --kv-layout untied
+error "model: expected" "${mini%/*}/gemma4-mini-e-q8_0.gguf" -p hi --session s3
+error "expected a text, got a conversation; try without --raw" "$mini" -p hi --session s3 --raw
+error "expected a conversation, got a text; try with --raw" "$mini" -p hi --session s2
+error "expected a session" "$mini" -p hi --session lines
+error "expected a file" "$mini" -p hi --session .
+error "expected a file" "$mini" -p hi --session ""
+error "cannot write to nowhere" "$mini" -p hi --session nowhere/s
+error "does not take it" logits "$mini" --session s3
+head -c 5000 s3 >cut && error "cut short" "$mini" -p hi --session cut
+{ head -c 200000 s3 && printf x && tail -c +200002 s3; } >changed && error "damaged" "$mini" -p hi --session changed
+[ -c /dev/full ] && error "expected a file, got a device" "$mini" -p hi --session /dev/full
+mkdir shut && chmod 555 shut
+folder=shut
+touch shut/x 2>/dev/null && folder=/proc           # root writes everywhere but there
+run "$mini" -p hi -n 4 --session $folder/s
+ok "--session: a folder that cannot be written to: exit status 1" [ "$status" -eq 1 ]
+ok "--session: a folder that cannot be written to: is named" grep -q "^gemma4: error: --session: $folder/s: " err
+ok "--session: what was refused changed nothing" same s3 s3.before
+(trap '' XFSZ && ulimit -f 200 && exec $limit "$gemma4" "$mini" -p "What is 22 minus 2?" --temp 0 --session s3) >out 2>err
+ok "--session, a full disk: exit status 1" [ $? -eq 1 ]
+ok "--session, a full disk: the answer came" has out "22 - 2 = 20"
+ok "--session, a full disk: says so" grep -q "^gemma4: error: --session: s3: .*; what was there stays as it was" err
+ok "--session, a full disk: the old file stands" same s3 s3.before
+(trap '' XFSZ && ulimit -f 200 && printf 'hi\n/stats\n' | $limit "$gemma4" "$mini" -i --temp 0 --session s3) >out 2>err
+ok "--session, a full disk in a chat: the chat goes on" has err "# context: "
+ok "--session, a full disk in a chat: says so" has err "# --session: s3: "
+ok "--session, a full disk in a chat: the old file stands" same s3 s3.before
+ok "--session: nothing is left beside the files" [ -z "$(ls | grep tmp)" ]
+fed "/clear\n/system Be short.\n" "$mini" -i --temp 0 --session s3
+fed "/save kept.json\n" "$mini" -i --temp 0 --session s3
+ok "--session: commands of the chat are kept too" has kept.json '{"role":"system","content":"Be short."}]'
 
 # ---- tool results --------------------------------------------------------------------
 fed "What is the weather in Paris?\nhello\n/tool {\"temp\": 15}\n/tool x\n/save tool.json\n" "$mini" -i --temp 0 -n 60 --tools tools.json

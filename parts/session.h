@@ -1,0 +1,553 @@
+/* session.h - sessions in files: what the cache of a session holds, so that another run goes on where one stopped.
+ * A part of gemma4.c, which includes it. Nothing here ends the process: what went wrong is in Session.err.
+ *   [1] The file    [2] Writing    [3] Reading
+ *
+ * Little-endian, the sections one behind the other without padding:
+ *
+ *   offset  bytes  field
+ *        0      8  magic "GEMMA4S\n"
+ *        8      4  version, 1
+ *       12      4  bytes of this header, 168
+ *       16      8  bytes of the whole file
+ *       24      8  hash of the model's metadata, and of the names, types, shapes and sizes of its tensors
+ *       32      8  hash of its tokenizer: the keys tokenizer.*
+ *       40      8  hash of samples of its weights: 4 x 64 bytes of each tensor
+ *       48      8  hash of the cache's layout: of each layer that owns one heads, types, rows, rotation, tail
+ *       56      4  type of cached K, of gemma4.h's KvType       60   4  and of V
+ *       64      4  1: K and V of global layers are kept apart   68   4  the sliding window, in tokens
+ *       72      8  backend that wrote it: the order of quantised codes is its own
+ *       80      4  n: tokens that are in the cache              84   4  n_pending: tokens of the text that are not, yet
+ *       88      4  seen: how far rows were ever written         92   4  ring: slots of a sliding layer; 0: none
+ *       96      4  mark: tokens that the rings below belong to  100  4  seen, then. 0 and 0: there are no such rings
+ *      104      8  bytes of these rings
+ *      112      8  seed of the sampler, whose random numbers follow from it and a token's position
+ *      120      4  bytes of the conversation                   124   4  its oldest messages that the model is not shown
+ *      128      4  1: a text (--raw), 0: a conversation        132   4  0
+ *      136     24  0
+ *      160      8  hash of the header before this field
+ *      168         ids, int32 x (n + n_pending)
+ *                  the conversation: a JSON list of messages as in the OpenAI API
+ *                  rows, of every layer that owns a cache: of k, v, and the f16 tails of both, where there are any, the
+ *                  codes and then the scales as they lie in memory: of each head its rows in the order of positions. A
+ *                  global layer has n of them; a ring, or a tail, those from `seen` - its slots on, which are the last
+ *                  window - 1 at least
+ *                  rings as they lay at the mark (copy_rings in gemma4.c)
+ *   end - 8     8  hash of everything before
+ *
+ * A file is written beside the old one under another name, synced, and renamed. Whoever reads one trusts no number in
+ * it: sizes have to add up to the file's before anything is reserved, ids are looked at, and rows may hold any bytes. */
+#ifndef SESSION_H
+#define SESSION_H
+
+// ==== [1] The file ===================================================================================================
+
+typedef struct {
+    char     magic[8];
+    uint32_t version, header_bytes;
+    uint64_t file_bytes, model, tokenizer, weights, layout;
+    uint32_t k_type, v_type, untied, window;
+    char     backend[8];
+    uint32_t n, n_pending, seen, ring, mark, mark_seen;
+    uint64_t mark_bytes, seed;
+    uint32_t n_text, n_skipped, raw, zero[7];
+    uint64_t hash;
+} SessionHeader;
+_Static_assert(sizeof(SessionHeader) == 168 && offsetof(SessionHeader, hash) == 160, "the table above");
+
+static const char session_magic[8] = "GEMMA4S\n";
+enum { SESSION_VERSION = 1, SESSION_PIECE = 1 << 22 };             // bytes that are on their way at a time
+
+typedef struct {              // what goes with the rows of a session
+    bool     raw;             // a text and no conversation
+    uint64_t seed;
+    TokText  messages;        // JSON list
+    size_t   n_skipped;       // of them behind the system message
+    TokIds   pending;         // the text goes on with these; they are not in the cache
+} SessionNote;
+
+static void session_note_free(SessionNote *note) {
+    tok_text_free(&note->messages);
+    tok_ids_free(&note->pending);
+}
+
+// 64 bits of any bytes, at memory's speed: four lanes take 8 bytes each of every 32. For a lane's value each step is
+// one to one, and so it is for the bytes: no change of 8 bytes goes unseen. It finds damage; it is no proof against a
+// forger.
+typedef struct { uint64_t lane[4], n; } Hash;
+
+static uint64_t hash_mix(uint64_t h, uint64_t word) {
+    h = (h ^ word) * 0x9E3779B97F4A7C15u;
+    return h ^ h >> 32;
+}
+
+static Hash hash_new(void) { return (Hash){ .lane = { 1, 2, 3, 4 } }; }
+
+// n is a multiple of 32, or what lacks counts as zeros.
+static void hash_add(Hash *h, const void *bytes, size_t n) {
+    const uint8_t *p = bytes;
+    uint64_t a = h->lane[0], b = h->lane[1], c = h->lane[2], d = h->lane[3];
+    h->n += n;
+    for (; n; p += 32) {
+        uint64_t word[4] = { 0 };
+        const size_t take = n < 32 ? n : 32;
+        if (take == 32) memcpy(word, p, 32);
+        else memcpy(word, p, take);
+        a = hash_mix(a, word[0]);
+        b = hash_mix(b, word[1]);
+        c = hash_mix(c, word[2]);
+        d = hash_mix(d, word[3]);
+        n -= take;
+    }
+    *h = (Hash){ { a, b, c, d }, h->n };
+}
+
+static uint64_t hash_end(const Hash *h) {
+    uint64_t all = h->n;
+    for (int i = 0; i < 4; i++) all = hash_mix(all, h->lane[i]);
+    return hash_mix(all, 0);
+}
+
+static uint64_t header_hash(const SessionHeader *header) {
+    Hash h = hash_new();
+    hash_add(&h, header, offsetof(SessionHeader, hash));
+    return hash_end(&h);
+}
+
+static void hash_key(Hash *h, const GgufKv *kv) {
+    const uint64_t kind[3] = { (uint64_t)kv->type, (uint64_t)kv->elem_type, kv->count };
+    hash_add(h, kv->key.s, kv->key.n);
+    hash_add(h, kind, sizeof kind);
+    for (uint64_t i = 0; kv->strs && i < kv->count; i++) hash_add(h, kv->strs[i].s, kv->strs[i].n);
+    const int element = kv->elem_type == GGUF_V_STR ? 1 : gguf__values[kv->elem_type].bytes;
+    if (!kv->strs && kv->count) hash_add(h, kv->data, kv->count * (size_t)element);
+}
+
+// Which model it is, without reading all of it: every key, every tensor's shape, and four samples of its numbers.
+static void hash_model(const Gguf *g, uint64_t *model, uint64_t *tokenizer, uint64_t *weights) {
+    Hash m = hash_new(), t = hash_new(), w = hash_new();
+    for (size_t i = 0; i < g->n_kvs; i++) {
+        const GgufKv *kv = &g->kvs[i];
+        hash_key(kv->key.n > 10 && !memcmp(kv->key.s, "tokenizer.", 10) ? &t : &m, kv);
+    }
+    for (size_t i = 0; i < g->n_tensors; i++) {
+        const GgufTensor *x = &g->tensors[i];
+        const uint64_t shape[6] = { (uint64_t)x->type, x->ne[0], x->ne[1], x->ne[2], x->ne[3], x->size };
+        hash_add(&m, x->name.s, x->name.n);
+        hash_add(&m, shape, sizeof shape);
+        const size_t sample = x->size < 64 ? (size_t)x->size : 64;
+        for (uint64_t k = 0; k < 4; k++) hash_add(&w, x->data + (x->size - sample) / 3 * k, sample);
+    }
+    *model = hash_end(&m);
+    *tokenizer = hash_end(&t);
+    *weights = hash_end(&w);
+}
+
+static uint64_t hash_layout(const Model *m) {
+    Hash h = hash_new();
+    for (int i = 0; i < m->n_caches; i++) {
+        const Cache *c = &m->caches[i];
+        const int32_t shape[] = { m->config.layer[i].is_swa, c->n_kv_heads, c->head_dim, c->n_rot,
+            c->tail_slots, (int32_t)c->k.type, c->k.dim, (int32_t)c->v.type, c->v.dim,
+            (int32_t)c->k_tail.type, c->k_tail.dim, (int32_t)c->v_tail.type, c->v_tail.dim };
+        hash_add(&h, shape, sizeof shape);
+    }
+    return hash_end(&h);
+}
+
+typedef struct {              // the codes of a plane, or the scales beside them, of one session
+    uint8_t *data;            // (n_heads, slots, bytes) in backend memory
+    int      n_heads, slots;
+    size_t   bytes;           // of a row
+    bool     wraps;           // a ring, which has lost what lies far behind
+    bool     is_tail;
+} RowPart;
+
+// What cache i is made of: up to 8 parts.
+static int row_parts(const Model *m, int i, int seq, RowPart *parts) {
+    const Cache *c = &m->caches[i];
+    const struct { const KvPlane *plane; int slots; } planes[] = {
+        { &c->k, c->slots }, { &c->v, c->slots }, { &c->k_tail, c->tail_slots }, { &c->v_tail, c->tail_slots } };
+    int n = 0;
+    for (int k = 0; k < 4; k++) {
+        const KvPlane *p = planes[k].plane;
+        const size_t bytes[2] = { kv_row_bytes(p->type, p->dim), kv_scale_bytes(p->type, p->dim) };
+        void *const data[2] = { p->data, p->scale };
+        for (int s = 0; s < 2; s++) {
+            if (!data[s] || !bytes[s] || !planes[k].slots) continue;
+            const size_t before = (size_t)seq * (size_t)c->n_kv_heads * (size_t)planes[k].slots * bytes[s];
+            parts[n++] = (RowPart){ .data = (uint8_t *)data[s] + before, .n_heads = c->n_kv_heads,
+                                    .slots = planes[k].slots, .bytes = bytes[s],
+                                    .wraps = k > 1 || m->config.layer[i].is_swa, .is_tail = k > 1 };
+        }
+    }
+    return n;
+}
+
+static int ring_slots(const Model *m) {                // of the sliding layers, which are all alike; 0: there is none
+    for (int i = 0; i < m->n_caches; i++)
+        if (m->config.layer[i].is_swa) return m->caches[i].slots;
+    return 0;
+}
+
+// The first position whose row a part has in a file.
+static int first_row(const RowPart *p, const SessionHeader *h) {
+    return p->wraps ? min_int((int)h->n, max_int(0, (int)h->seen - (p->is_tail ? p->slots : (int)h->ring))) : 0;
+}
+
+static uint64_t row_bytes(const Model *m, const SessionHeader *h) {                // of all rows in a file
+    uint64_t n = 0;
+    for (int i = 0; i < m->n_caches; i++) {
+        RowPart parts[8];
+        const int n_parts = row_parts(m, i, 0, parts);
+        for (int k = 0; k < n_parts; k++)
+            n += (uint64_t)((int)h->n - first_row(&parts[k], h)) * parts[k].bytes * (uint64_t)parts[k].n_heads;
+    }
+    return n;
+}
+
+static uint64_t session_bytes(const Model *m, const SessionHeader *h) {
+    return sizeof *h + ((uint64_t)h->n + h->n_pending) * sizeof(int32_t) + h->n_text + row_bytes(m, h) + h->mark_bytes +
+           sizeof(uint64_t);
+}
+
+// What a file of this model, with this cache, begins with.
+static SessionHeader header_of(const Model *m) {
+    SessionHeader h = { .version = SESSION_VERSION, .header_bytes = sizeof h, .layout = hash_layout(m),
+        .k_type = (uint32_t)m->options.k_type, .v_type = (uint32_t)m->options.v_type, .untied = m->options.untied,
+        .window = (uint32_t)m->config.n_swa, .ring = (uint32_t)ring_slots(m) };
+    memcpy(h.magic, session_magic, sizeof h.magic);
+    memcpy(h.backend, m->ops->name, strnlen(m->ops->name, sizeof h.backend));
+    hash_model(&m->gguf, &h.model, &h.tokenizer, &h.weights);
+    return h;
+}
+
+typedef struct {              // a file on its way, one piece after the other, and its checksum
+    const Ops *op;
+    int        fd;
+    Output     out;
+    uint8_t   *piece;         // (SESSION_PIECE), or as large as the file
+    size_t     n, at;         // bytes in it; of these used up
+    uint64_t   done, total;   // bytes of the file
+    Hash       hash;
+    int        err;           // errno of what failed; after that nothing is done
+    const char *what;         // for a bar on a terminal, or NULL
+} FileStream;
+
+// ==== [2] Writing ====================================================================================================
+
+static void stream_flush(FileStream *s) {
+    if (!s->n || s->err) return;
+    s->op->wait();                                     // rows may still be on their way
+    hash_add(&s->hash, s->piece, s->n);
+    s->err = write_output(&s->out, s->piece, s->n);
+    s->done += s->n;
+    s->n = 0;
+    if (s->what) progress(s->what, s->done, s->total, "B");
+}
+
+// From host memory, or from the backend's.
+static void stream_put(FileStream *s, const void *bytes, size_t n, bool from_backend) {
+    for (const uint8_t *p = bytes; n && !s->err; ) {
+        const size_t some = n < SESSION_PIECE - s->n ? n : SESSION_PIECE - s->n;
+        if (from_backend) s->op->copy(&(Copy){ s->piece + s->n, p, some, COPY_OUT });
+        else memcpy(s->piece + s->n, p, some);
+        s->n += some;
+        p += some;
+        n -= some;
+        if (s->n == SESSION_PIECE) stream_flush(s);
+    }
+}
+
+static void put_rows(FileStream *s, const Model *m, int seq, const SessionHeader *h) {
+    for (int i = 0; i < m->n_caches; i++) {
+        RowPart parts[8];
+        const int n_parts = row_parts(m, i, seq, parts);
+        for (int k = 0; k < n_parts; k++)
+            for (int head = 0; head < parts[k].n_heads; head++)
+                for (int pos = first_row(&parts[k], h), n; pos < (int)h->n; pos += n) {
+                    const RowPart *p = &parts[k];
+                    const int slot = pos % p->slots;
+                    n = min_int((int)h->n - pos, p->slots - slot);
+                    stream_put(s, p->data + ((size_t)head * (size_t)p->slots + (size_t)slot) * p->bytes,
+                               (size_t)n * p->bytes, true);
+                }
+    }
+}
+
+// Writes what a session holds, and the note, to a file, which stays as it was if that fails: false, and s->err says
+// why. No step may be under way that is still wanted. what: names a bar on the terminal; NULL: none.
+static bool session_to_file(Session *s, const SessionNote *note, const char *path, const char *what) {
+    const Model *m = s->m;
+    struct stat old;
+    SessionHeader h = header_of(m);
+    h.n = (uint32_t)m->len[s->seq];
+    h.n_pending = (uint32_t)note->pending.n;
+    h.seen = (uint32_t)max_int(m->seen[s->seq], m->len[s->seq]);
+    h.mark_bytes = s->mark ? copy_rings(s->m, s->seq, NULL, COPY_OUT) : 0;
+    h.mark = h.mark_bytes ? (uint32_t)s->mark : 0;
+    h.mark_seen = h.mark_bytes ? (uint32_t)s->mark_seen : 0;
+    h.seed = note->seed;
+    h.n_text = (uint32_t)note->messages.n;
+    h.n_skipped = (uint32_t)note->n_skipped;
+    h.raw = note->raw;
+    h.file_bytes = session_bytes(m, &h);
+    h.hash = header_hash(&h);
+
+    FileStream f = { .op = m->ops, .total = h.file_bytes, .hash = hash_new(), .what = what };
+    if (!stat(path, &old) && !S_ISREG(old.st_mode)) {
+        snprintf(s->err, sizeof s->err, "%.400s: expected a file, got a device, a pipe or a folder", path);
+        return false;
+    }
+    signal(SIGXFSZ, SIG_IGN);                          // a limit of the file size is an error like a full disk
+    f.piece = alloc_or_die(f.total < SESSION_PIECE ? f.total : SESSION_PIECE, 1);
+    f.err = create_output(&f.out, path);
+    if (what) progress(what, 0, f.total, "B");
+    stream_put(&f, &h, sizeof h, false);
+    stream_put(&f, s->held.ids, (size_t)h.n * sizeof *s->held.ids, false);
+    stream_put(&f, note->pending.ids, note->pending.n * sizeof *note->pending.ids, false);
+    stream_put(&f, note->messages.s, note->messages.n, false);
+    put_rows(&f, m, s->seq, &h);
+    stream_put(&f, s->rings, h.mark_bytes, false);
+    stream_flush(&f);
+    const uint64_t hash = hash_end(&f.hash);
+    if (!f.err) f.err = write_output(&f.out, &hash, sizeof hash);
+    f.err = finish_output(&f.out, f.err);
+    if (what) progress(what, f.total, f.total, "B");
+    free(f.piece);
+    if (f.err) snprintf(s->err, sizeof s->err, "%.400s: %s; what was there stays as it was", path, strerror(f.err));
+    return !f.err;
+}
+
+// ==== [3] Reading ====================================================================================================
+
+// The next piece of the file, but for the hash at its end.
+static void stream_fill(FileStream *s) {
+    const uint64_t left = s->total - sizeof(uint64_t) - s->done;
+    const size_t want = left < SESSION_PIECE ? (size_t)left : SESSION_PIECE;
+    s->n = s->at = 0;
+    while (s->n < want && !s->err) {
+        const ssize_t got = read(s->fd, s->piece + s->n, want - s->n);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) s->err = got ? errno : EIO;      // it got shorter
+        else s->n += (size_t)got;
+    }
+    if (s->err) return;
+    hash_add(&s->hash, s->piece, s->n);
+    s->done += s->n;
+    if (s->what) progress(s->what, s->done, s->total, "B");
+}
+
+// To host memory, or to the backend's; NULL: they are skipped.
+static void stream_get(FileStream *s, void *bytes, uint64_t n, bool to_backend) {
+    for (uint8_t *p = bytes; n && !s->err; ) {
+        if (s->at == s->n) stream_fill(s);
+        if (s->err) return;
+        const size_t some = n < s->n - s->at ? (size_t)n : s->n - s->at;
+        if (p && to_backend) s->op->copy(&(Copy){ p, s->piece + s->at, some, COPY_IN });
+        else if (p) memcpy(p, s->piece + s->at, some);
+        s->at += some;
+        if (p) p += some;
+        n -= some;
+    }
+}
+
+// The rows of a ring of another size: as many as there is room for.
+static void get_rows(FileStream *s, const Model *m, int seq, const SessionHeader *h) {
+    for (int i = 0; i < m->n_caches; i++) {
+        RowPart parts[8];
+        const int n_parts = row_parts(m, i, seq, parts);
+        for (int k = 0; k < n_parts; k++)
+            for (int head = 0; head < parts[k].n_heads; head++) {
+                const RowPart *p = &parts[k];
+                const int first = first_row(p, h), kept = max_int(first, (int)h->n - p->slots);
+                stream_get(s, NULL, (uint64_t)(kept - first) * p->bytes, false);
+                for (int pos = kept, n; pos < (int)h->n; pos += n) {
+                    const int slot = pos % p->slots;
+                    n = min_int((int)h->n - pos, p->slots - slot);
+                    stream_get(s, p->data + ((size_t)head * (size_t)p->slots + (size_t)slot) * p->bytes,
+                               (uint64_t)n * p->bytes, true);
+                }
+            }
+    }
+}
+
+__attribute__((format(printf, 3, 4))) static bool refuse_session(Session *s, const char *path, const char *fmt, ...) {
+    va_list ap;
+    const int n = snprintf(s->err, sizeof s->err, "%.200s: ", path);
+    va_start(ap, fmt);
+    vsnprintf(s->err + n, sizeof s->err - (size_t)n, fmt, ap);
+    va_end(ap);
+    return false;
+}
+
+static const char *session_type(uint32_t type) { return type <= KV_TQ3 ? kv_names[type] : "an unknown type"; }
+
+// Whether it is whole and says how it was written. size: the file's.
+static bool check_whole(Session *s, const char *path, const SessionHeader *h, uint64_t size) {
+    if (memcmp(h->magic, session_magic, sizeof h->magic))
+        return refuse_session(s, path, "expected a session of gemma4, got another file");
+    if (h->version != SESSION_VERSION || h->header_bytes != sizeof *h)
+        return refuse_session(s, path, "version: expected %d, got %" PRIu32, SESSION_VERSION, h->version);
+    if (h->hash != header_hash(h)) return refuse_session(s, path, "the header is damaged: its checksum is another one");
+    if (h->file_bytes != size)
+        return refuse_session(s, path, "expected %" PRIu64 " bytes, got %" PRIu64 ": the file is cut short or damaged",
+                              h->file_bytes, size);
+    return true;
+}
+
+// Whether it was written by this model with such a cache.
+static bool check_alike(Session *s, const char *path, const SessionHeader *h) {
+    const Model *m = s->m;
+    const SessionHeader own = header_of(m);
+    const struct { const char *name; uint64_t got, want; } hashes[] = {
+        { "model", h->model, own.model }, { "tokenizer", h->tokenizer, own.tokenizer },
+        { "weights", h->weights, own.weights } };
+    for (int i = 0; i < 3; i++)
+        if (hashes[i].got != hashes[i].want)
+            return refuse_session(s, path, "%s: expected that of %.120s (%016" PRIx64 "), got another one's (%016"
+                                  PRIx64 ")", hashes[i].name, m->gguf.path, hashes[i].want, hashes[i].got);
+    const struct { const char *flag; uint32_t got, want; } types[] = {
+        { "-ctk", h->k_type, own.k_type }, { "-ctv", h->v_type, own.v_type } };
+    for (int i = 0; i < 2; i++)
+        if (types[i].got != types[i].want)
+            return refuse_session(s, path, "%s: expected %s, got %s; try %s %s", types[i].flag,
+                                  session_type(types[i].want), session_type(types[i].got), types[i].flag,
+                                  session_type(types[i].got));
+    static const char *const layouts[] = { "tied", "untied" };
+    if (h->untied != own.untied)
+        return refuse_session(s, path, "--kv-layout: expected %s, got %s; try --kv-layout %s", layouts[own.untied],
+                              layouts[h->untied != 0], layouts[h->untied != 0]);
+    if (h->window != own.window)
+        return refuse_session(s, path, "window: expected %" PRIu32 " tokens, got %" PRIu32, own.window, h->window);
+    if (h->layout != own.layout || !h->ring != !own.ring)
+        return refuse_session(s, path, "cache: expected the layout of this run (%016" PRIx64 "), got another (%016"
+                              PRIx64 "); try the flags for the cache that it was written with", own.layout, h->layout);
+    bool quantised = false;
+    for (int i = 0; i < m->n_caches; i++)
+        quantised |= kv_group(m->caches[i].k.type) || kv_group(m->caches[i].v.type);
+    if (quantised && memcmp(h->backend, own.backend, sizeof own.backend))
+        return refuse_session(s, path, "backend: expected %.8s, got %.8s: each orders quantised rows in its own way",
+                              own.backend, h->backend);
+    return true;
+}
+
+// Whether n tokens, with rows written as far as `seen`, are what rings of so many slots can go on from.
+static bool rings_hold(const SessionHeader *h, uint32_t n, uint32_t seen) {
+    if (!h->ring || seen <= h->ring) return seen >= n;
+    return seen >= n && h->ring + 1 >= h->window && seen - n <= h->ring + 1 - h->window;
+}
+
+// Whether its numbers agree with each other and have room.
+static bool check_sizes(Session *s, const char *path, const SessionHeader *h) {
+    const Model *m = s->m;
+    const uint32_t n_ctx = (uint32_t)m->options.n_ctx, most = MAX_CONTEXT + STEP_ROWS;
+    if (h->n > n_ctx || (h->seen > n_ctx + STEP_ROWS && h->seen <= most))
+        return refuse_session(s, path, "it holds %" PRIu32 " tokens: expected at most %" PRIu32 "; try -c %d", h->n,
+                              n_ctx, max_int((int)h->n, (int)h->seen - STEP_ROWS) + 512);
+    bool ok = h->seen <= most && h->ring <= most && h->n_pending <= MAX_CONTEXT && h->n_text <= MAX_FILE &&
+              h->raw <= 1 && h->mark_bytes <= h->file_bytes && rings_hold(h, h->n, h->seen);
+    if (h->mark)
+        ok = ok && h->mark <= h->n && h->mark_seen <= h->seen && h->mark_bytes && rings_hold(h, h->mark, h->mark_seen);
+    else ok = ok && !h->mark_seen && !h->mark_bytes;
+    if (ok && session_bytes(m, h) == h->file_bytes) return true;
+    return refuse_session(s, path, "the header is damaged: %" PRIu32 " tokens, %" PRIu32 " to come, rows up to %" PRIu32
+                          " in rings of %" PRIu32 ", marked %" PRIu32 ", and %" PRIu64 " bytes do not agree", h->n,
+                          h->n_pending, h->seen, h->ring, h->mark, h->file_bytes);
+}
+
+// The rings of the mark are taken as they are or not at all.
+static void take_mark(Session *s, FileStream *f, const SessionHeader *h) {
+    const bool fits = h->mark && h->ring == (uint32_t)ring_slots(s->m) &&
+                      h->mark_bytes == copy_rings(s->m, s->seq, NULL, COPY_OUT);
+    if (fits && !s->rings) s->rings = alloc_or_die(h->mark_bytes, 1);
+    stream_get(f, fits ? s->rings : NULL, h->mark_bytes, false);
+    s->mark = fits && !f->err ? (int)h->mark : 0;
+    s->mark_seen = s->mark ? (int)h->mark_seen : 0;
+}
+
+// What stands behind the header, which was checked. False: s->err says why, and the session holds nothing.
+static bool take_session(Session *s, FileStream *f, const SessionHeader *h, SessionNote *note, const char *path) {
+    Model *m = s->m;
+    const size_t n_ids = (size_t)h->n + h->n_pending;
+    int32_t *ids = alloc_or_die(n_ids, sizeof *ids);
+    stream_get(f, ids, n_ids * sizeof *ids, false);
+    bool ok = !f->err;
+    for (size_t i = 0; i < n_ids && ok; i++) {
+        ok = ids[i] >= 0 && ids[i] < m->config.vocab;
+        if (!ok)
+            refuse_session(s, path, "token %zu: expected an id from 0 to %d, got %" PRId32, i, m->config.vocab - 1,
+                           ids[i]);
+        else push_id(s, i < h->n ? &s->held : &note->pending, ids[i]);
+    }
+    free(ids);
+    if (!f->err && !ok) return false;
+    note->messages.s = alloc_or_die(h->n_text, 1);
+    note->messages.n = note->messages.cap = h->n_text;
+    stream_get(f, note->messages.s, h->n_text, false);
+    get_rows(f, m, s->seq, h);
+    take_mark(s, f, h);
+    uint64_t hash = 0;
+    if (!f->err && read(f->fd, &hash, sizeof hash) != sizeof hash) f->err = EIO;
+    if (f->err) return refuse_session(s, path, "%s", strerror(f->err));
+    if (hash != hash_end(&f->hash)) return refuse_session(s, path, "the file is damaged: its checksum is another one");
+    const int slots = ring_slots(m), first = max_int((int)h->seen - (int)h->ring, (int)h->n - slots);
+    m->seen[s->seq] = h->ring == (uint32_t)slots ? (int)h->seen : max_int((int)h->n, first > 0 ? first + slots : 0);
+    if (!shorten_session(m, s->seq, s->held.ids, (int)h->n))
+        return refuse_session(s, path, "rings: expected the last %d rows, got fewer", m->config.n_swa - 1);
+    note->seed = h->seed;
+    note->n_skipped = h->n_skipped;
+    note->raw = h->raw;
+    return true;
+}
+
+// Makes the session what a file holds, and fills the note, which the caller frees. 1: it is; 0: there is no such file,
+// and nothing was done; < 0: s->err says why not, and the session holds nothing. No answer may be under way. what: as
+// above.
+static int session_from_file(Session *s, SessionNote *note, const char *path, const char *what) {
+    struct stat st;
+    SessionHeader h = { 0 };
+    *note = (SessionNote){ 0 };
+    const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);      // a pipe does not wait for its writer
+    if (fd < 0 && errno == ENOENT) return 0;
+    bool ok = fd >= 0 && !fstat(fd, &st);
+    if (!ok) refuse_session(s, path, "%s", strerror(errno));
+    if (ok && !S_ISREG(st.st_mode)) ok = refuse_session(s, path, "expected a file, got a device, a pipe or a folder");
+    if (ok && st.st_size < (off_t)(sizeof h + sizeof(uint64_t)))
+        ok = refuse_session(s, path, "expected a session of gemma4, got %lld bytes", (long long)st.st_size);
+    if (ok && read(fd, &h, sizeof h) != sizeof h) ok = refuse_session(s, path, "%s", strerror(errno));
+    ok = ok && check_whole(s, path, &h, (uint64_t)st.st_size) && check_alike(s, path, &h) && check_sizes(s, path, &h);
+
+    FileStream f = { .op = s->m->ops, .fd = fd, .total = h.file_bytes, .hash = hash_new(), .what = what };
+    reset_session(s->m, s->seq);
+    s->held.n = 0;
+    s->mark = 0;
+    s->row = -1;
+    s->answering = s->ending = s->fed = false;
+    if (ok) {
+        f.piece = alloc_or_die(f.total < SESSION_PIECE ? f.total : SESSION_PIECE, 1);
+        if (what) progress(what, 0, f.total, "B");
+        lseek(fd, 0, SEEK_SET);                        // the hash is of the header too
+        stream_get(&f, NULL, sizeof h, false);
+        ok = take_session(s, &f, &h, note, path);
+        if (what) progress(what, f.total, f.total, "B");
+        free(f.piece);
+        if (!ok) {
+            reset_session(s->m, s->seq);
+            s->held.n = 0;
+            s->mark = 0;
+        }
+    }
+    if (fd >= 0) close(fd);
+    if (!ok) session_note_free(note);
+    return ok ? 1 : -1;
+}
+
+// When an answer has ended: the tokens of its text that the cache does not hold. Of a prompt that was interrupted this
+// is what has not run, else the last token, unless it ended the turn, which is no text. They are the session's own.
+static TokIds session_pending(const Session *s) {
+    const size_t at = (size_t)s->at;
+    if (s->end == END_TURN || s->end == END_CALLS) return (TokIds){ 0 };
+    return at < s->todo.n ? (TokIds){ .ids = s->todo.ids + at, .n = s->todo.n - at } : s->said;
+}
+
+#endif

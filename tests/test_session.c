@@ -1,0 +1,324 @@
+/* test_session.c - session files (parts/session.h): what is read back is what was written, bit for bit, in caches of every type
+ * and over a wrap of the rings; files of another model or cache, cut short or changed anywhere, are refused with one line that
+ * says what differs, and the session is empty then. */
+#define TESTING
+#include "../gemma4.c"
+#include "steps.h"
+#include "test.h"
+#include "files.h"
+#include <sys/resource.h>
+
+enum { N_CTX = 640, N_MORE = 70 };
+
+static int32_t text[N_CTX + N_MORE];
+
+static Model *open_model(const char *path, PlanOptions o) {
+    Model *m = must(calloc(1, sizeof *m));
+    load_model(m, path, cpu_ops(), o, NULL);
+    return m;
+}
+
+static void close_model(Model *m) {
+    free_model(m);
+    free(m);
+}
+
+static const PlanOptions f16 = { .n_ctx = N_CTX, .n_seqs = 2, .n_batch = 256, .n_logits = STEP_ROWS, .k_type = KV_F16,
+                                 .v_type = KV_F16 };
+
+static PlanOptions with_types(KvType k, KvType v, bool untied) {
+    PlanOptions o = f16;
+    o.k_type = k, o.v_type = v, o.untied = untied;
+    return o;
+}
+
+// A session that holds the first n ids, as answers leave it.
+static Session hold(Model *m, int seq, int n) {
+    static Tokenizer none;
+    Session s;
+    session_open(&s, m, &none, seq);
+    run_prompt(m, seq, text, n);
+    commit_all(m);
+    for (int i = 0; i < n; i++) push_id(&s, &s.held, text[i]);
+    return s;
+}
+
+// Hash of the logits of n ids behind what the session holds, which is as long afterwards as before: first drafts that nobody
+// keeps, then all.
+static uint64_t next_logits(Model *m, int seq, int n) {
+    const size_t vocab = (size_t)m->config.vocab;
+    StepRow rows[STEP_ROWS];
+    uint64_t hash = 0;
+    float *logits = must(malloc(vocab * sizeof *logits));
+    for (int at = m->len[seq], i = 0; i < n; i += STEP_ROWS) {
+        const int some = min_int(n - i, STEP_ROWS);
+        for (int r = 0; r < some; r++) rows[r] = (StepRow){ .token = text[at + i + r], .want = true };
+        step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = some, .rows = rows }, 1);
+        for (int r = 0; r < some; r++) {
+            read_logits(m, r, logits);
+            hash = hash * 31 + hash_bytes(logits, vocab * sizeof *logits);
+        }
+        commit_all(m);
+    }
+    free(logits);
+    return hash;
+}
+
+static char *bytes_of(const char *path, size_t *n) {
+    struct stat st = { 0 };
+    if (stat(path, &st)) must(NULL);
+    *n = (size_t)st.st_size;
+    return text_of(path);
+}
+
+static void put_file(const char *path, const void *bytes, size_t n) {
+    FILE *f = must(fopen(path, "wb"));
+    if (fwrite(bytes, 1, n, f) != n || fclose(f)) must(NULL);
+}
+
+static SessionNote some_note(void) {
+    SessionNote note = { .seed = 0x123456789abcdefu, .n_skipped = 3, .raw = true };
+    const char *json = "[{\"role\":\"user\",\"content\":\"hi\"}]";
+    if (!tok__append(&note.messages, json, strlen(json))) must(NULL);
+    static int32_t pending[2] = { 5, 6 };
+    note.pending = (TokIds){ .ids = pending, .n = 2 };
+    return note;
+}
+
+// ---- there and back -------------------------------------------------------------------------------------------------
+
+// n tokens of session 0 to a file, that into session 1 of another model with a context of n_ctx.
+static void round_trip(const char *path, PlanOptions o, int n, int n_ctx, bool marked) {
+    const char *file = in_tmp("there"), *again = in_tmp("again");
+    Model *a = open_model(path, o), *b = open_model(path, (o.n_ctx = n_ctx, o));
+    Session s = hold(a, 0, marked ? n / 2 : n), r;
+    if (marked) {
+        session_save(&s);
+        for (int i = n / 2; i < n; i++) {
+            step(a, &(StepSeg){ .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = text[i] } }, 1);
+            commit_all(a);
+            push_id(&s, &s.held, text[i]);
+        }
+    }
+    SessionNote note = some_note(), got;
+    CHECK(session_to_file(&s, &note, file, NULL), "%s: %s", path, s.err);
+    r = hold(b, 1, 20);                                // something else before
+    const int status = session_from_file(&r, &got, file, NULL);
+    CHECK(status == 1, "%s: %d tokens into a context of %d: status %d, %s", path, n, n_ctx, status, r.err);
+    if (status == 1) {
+        CHECK(b->len[1] == n && r.held.n == (size_t)n && !memcmp(r.held.ids, s.held.ids, (size_t)n * 4), "%s: %d tokens: ids", path, n);
+        CHECK(got.seed == note.seed && got.raw && got.n_skipped == 3 && got.messages.n == note.messages.n &&
+              !memcmp(got.messages.s, note.messages.s, got.messages.n), "%s: the note came back otherwise", path);
+        CHECK(got.pending.n == 2 && got.pending.ids[0] == 5 && got.pending.ids[1] == 6, "%s: pending ids", path);
+        session_to_file(&r, &got, again, NULL);
+        size_t n_bytes[2];
+        char *bytes[2] = { bytes_of(file, &n_bytes[0]), bytes_of(again, &n_bytes[1]) };
+        CHECK(n_ctx != N_CTX || (n_bytes[0] == n_bytes[1] && !memcmp(bytes[0], bytes[1], n_bytes[0])),
+              "%s: %d tokens%s: written again they are other bytes", path, n, marked ? " with a mark" : "");
+        free(bytes[0]);
+        free(bytes[1]);
+        if (marked && n_ctx == N_CTX) {                // both go back to the mark in the same way
+            int32_t other[N_CTX];
+            memcpy(other, text, sizeof other);
+            other[n / 2 + 1]++;
+            session_keep(&s, other, n);
+            session_keep(&r, other, n);
+            CHECK(a->len[0] == n / 2 + (a->len[0] > n / 2) && a->len[0] == b->len[1], "%s: back to the mark: %d tokens, read %d, want %d",
+                  path, a->len[0], b->len[1], n / 2);
+        }
+        if (o.penalties) {
+            const size_t vocab = (size_t)a->config.vocab;
+            CHECK(!memcmp(a->s.counts, b->s.counts + vocab, vocab * sizeof *a->s.counts), "%s: counts of tokens differ", path);
+        }
+        const int more = min_int(N_MORE, n_ctx - b->len[1]);
+        const uint64_t want = next_logits(a, 0, more), have = next_logits(b, 1, more);
+        CHECK(want == have, "%s: %d tokens into a context of %d%s: other logits behind them", path, n, n_ctx, marked ? ", marked" : "");
+    }
+    session_note_free(&got);
+    tok_text_free(&note.messages);
+    session_close(&s);
+    session_close(&r);
+    close_model(a);
+    close_model(b);
+}
+
+static void test_round_trips(const char *e, const char *dense, const char *moe) {
+    Model *m = open_model(e, f16);
+    const int W = m->config.n_swa, R = ring_slots(m);
+    close_model(m);
+    PlanOptions counted = f16;
+    counted.penalties = true;
+    const int lengths[] = { 1, W - 1, W, R, R + 1, 2 * R + 17 };
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) round_trip(e, f16, lengths[i], N_CTX, false);
+    round_trip(dense, counted, R + 30, N_CTX, false);                        // tied
+    round_trip(dense, with_types(KV_F32, KV_F16, true), R + 30, N_CTX, false);
+    round_trip(moe, with_types(KV_F32, KV_F32, false), R + 30, N_CTX, false);
+    round_trip(e, f16, W + 20, N_CTX, true);
+    round_trip(dense, f16, 2 * R + 17, N_CTX, true);
+    round_trip(e, f16, 20, 64, false);                 // a shorter ring
+    round_trip(e, f16, R + 30, R + 128, false);
+    printf("window %d, ring %d\n", W, R);
+}
+
+// ---- what is refused ------------------------------------------------------------------------------------------------
+
+static void expect_refusal(Model *m, const char *file, const char *word, const char *what) {
+    SessionNote note;
+    Session s = hold(m, 0, 3);
+    const int status = session_from_file(&s, &note, file, NULL);
+    CHECK(status < 0 && strstr(s.err, word) && !strchr(s.err, '\n') && strstr(s.err, file),
+          "%s: status %d, '%s', expected it to say '%s'", what, status, s.err, word);
+    CHECK(m->len[0] == 0 && s.held.n == 0 && !note.messages.s && !note.pending.ids, "%s: the session holds %d tokens", what, m->len[0]);
+    session_close(&s);
+}
+
+static void seal(char *bytes, size_t n) {              // checksums for what was changed
+    SessionHeader h;
+    Hash hash = hash_new();
+    memcpy(&h, bytes, sizeof h);
+    h.hash = header_hash(&h);
+    memcpy(bytes, &h, sizeof h);
+    for (size_t at = 0; at < n - 8; at += SESSION_PIECE) hash_add(&hash, bytes + at, n - 8 - at < SESSION_PIECE ? n - 8 - at : SESSION_PIECE);
+    const uint64_t end = hash_end(&hash);
+    memcpy(bytes + n - 8, &end, 8);
+}
+
+static void test_damage(const char *path) {
+    const char *file = in_tmp("damaged");
+    Model *m = open_model(path, f16);
+    Session s = hold(m, 0, 90);
+    session_save(&s);
+    SessionNote note = some_note(), got;
+    CHECK(session_to_file(&s, &note, file, NULL), "%s", s.err);
+    size_t n;
+    char *bytes = bytes_of(file, &n), *changed = must(malloc(n + 8));
+    const SessionHeader *h = (const SessionHeader *)(uintptr_t)bytes;
+    const size_t ids = sizeof *h, json = ids + 92 * 4, rows = json + h->n_text, rings = n - 8 - (size_t)h->mark_bytes;
+    const size_t ends[] = { 0, 1, 8, sizeof *h - 1, sizeof *h, sizeof *h + 8, ids + 1, json, rows, rows + 7, rings, n - 8, n - 1 };
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
+        put_file(file, bytes, ends[i]);
+        expect_refusal(m, file, ends[i] < sizeof *h + 8 ? "expected a session" : "cut short", "a file cut short");
+    }
+    memcpy(changed, bytes, n);
+    memset(changed + n, 0, 8);
+    put_file(file, changed, n + 8);
+    expect_refusal(m, file, "cut short or damaged", "a file with more behind it");
+    for (size_t at = 0; at < n; at += at < json + 8 ? 1 : 1 + n / 150) {
+        memcpy(changed, bytes, n);
+        changed[at] = (char)(changed[at] ^ (1 << at % 8));
+        put_file(file, changed, n);
+        expect_refusal(m, file, at < 8 ? "another file" : at < 16 ? "version" : at < sizeof *h ? "damaged" : at < json ? "" : "checksum",
+                       "a changed byte");
+    }
+    static const struct { const char *what, *word; size_t at; uint32_t value; } fields[] = {
+        { "another model", "model: expected", 24, 1 }, { "another tokenizer", "tokenizer: expected", 32, 1 },
+        { "other weights", "weights: expected", 40, 1 }, { "another layout", "cache: expected", 48, 1 },
+        { "f32", "-ctk: expected f16, got f32; try -ctk f32", 56, KV_F32 }, { "no type", "-ctv: expected f16, got an unknown", 60, 77 },
+        { "untied", "--kv-layout: expected tied, got untied", 64, 1 }, { "window", "window: expected", 68, 17 },
+        { "too many tokens", "try -c ", 80, N_CTX + 1 }, { "most tokens", "try -c ", 80, UINT32_MAX },
+        { "fewer tokens", "do not agree", 80, 89 }, { "more pending", "do not agree", 84, 3 }, { "huge pending", "do not agree", 84, UINT32_MAX },
+        { "seen before the end", "do not agree", 88, 5 }, { "rows far ahead", "try -c ", 88, 100000 }, { "seen, huge", "do not agree", 88, UINT32_MAX },
+        { "no ring", "cache: expected", 92, 0 }, { "a ring too short", "do not agree", 92, 1 }, { "a huge ring", "do not agree", 92, UINT32_MAX },
+        { "a mark behind the end", "do not agree", 96, 91 }, { "no mark", "do not agree", 96, 0 }, { "a mark seen less", "do not agree", 100, 1 },
+        { "huge rings", "do not agree", 104, UINT32_MAX }, { "huge rings in 64 bits", "do not agree", 108, UINT32_MAX },
+        { "much text", "do not agree", 120, UINT32_MAX }, { "neither text nor conversation", "do not agree", 128, 2 },
+        { "a negative id", "token 0: expected an id", 168, UINT32_MAX }, { "an id too large", "token 1: expected an id", 172, 1 << 30 },
+    };
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
+        memcpy(changed, bytes, n);
+        memcpy(changed + fields[i].at, &fields[i].value, 4);
+        seal(changed, n);
+        put_file(file, changed, n);
+        expect_refusal(m, file, fields[i].word, fields[i].what);
+    }
+    memcpy(changed, bytes, n);
+    memset(changed + rows, 0xff, n - 8 - rows);        // rows that are NaN, with a true checksum: nothing may crash
+    seal(changed, n);
+    put_file(file, changed, n);
+    CHECK(session_from_file(&s, &got, file, NULL) == 1, "rows of any bytes: %s", s.err);
+    session_note_free(&got);
+    next_logits(m, 0, 2);
+    expect_refusal(m, tmp, "expected a file", "a folder");
+    CHECK(session_from_file(&s, &got, in_tmp("nowhere"), NULL) == 0, "a file that is not there: %s", s.err);
+    tok_text_free(&note.messages);
+    session_close(&s);
+    close_model(m);
+    free(bytes);
+    free(changed);
+}
+
+static void test_others(const char *path, const char *dense) {
+    const char *file = in_tmp("mine");
+    Model *m = open_model(path, f16);
+    Session s = hold(m, 0, 40);
+    CHECK(session_to_file(&s, &(SessionNote){ 0 }, file, NULL), "%s", s.err);
+    session_close(&s);
+    close_model(m);
+    const struct { const char *path; PlanOptions o; const char *word; } others[] = {
+        { dense, f16, "model: expected" },
+        { make_model("q8", "micro-e", "q8_0", NULL), f16, "model: expected" },
+        { path, with_types(KV_F32, KV_F32, false), "-ctk: expected f32, got f16" },
+        { path, with_types(KV_F16, KV_F32, false), "-ctv: expected f32, got f16" },
+        { path, with_types(KV_F16, KV_F16, true), "--kv-layout: expected untied, got tied" },
+        { path, (PlanOptions){ .n_ctx = 39, .n_seqs = 1, .n_batch = 64, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16 },
+          "it holds 40 tokens: expected at most 39; try -c 552" } };
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        Model *other = open_model(others[i].path, others[i].o);
+        expect_refusal(other, file, others[i].word, others[i].word);
+        close_model(other);
+    }
+    Draft d = read_draft(path);                        // a vocabulary with another text in it
+    DraftKey *tokens = draft_key(&d, "tokenizer.ggml.tokens");
+    tokens->value.data[tokens->value.n - 1] ^= 1;
+    m = open_model(write_draft(&d, in_tmp("words.gguf")), f16);
+    expect_refusal(m, file, "tokenizer: expected", "another vocabulary");
+    close_model(m);
+    d = read_draft(path);                              // trained on: the same shapes
+    d.tensors[d.n_tensors / 2].data.data[0] ^= 1;
+    m = open_model(write_draft(&d, in_tmp("weights.gguf")), f16);
+    expect_refusal(m, file, "weights: expected", "other weights");
+    close_model(m);
+}
+
+// A write that fails leaves the old file and nothing beside it.
+static void test_failed_write(const char *path) {
+    const char *folder = in_tmp("folder"), *file = in_tmp("folder/s");
+    if (mkdir(folder, 0700)) must(NULL);
+    Model *m = open_model(path, f16);
+    Session s = hold(m, 0, 40);
+    CHECK(session_to_file(&s, &(SessionNote){ .seed = 1 }, file, NULL), "%s", s.err);
+    size_t n, n_after;
+    char *before = bytes_of(file, &n);
+    struct rlimit limit, low;
+    getrlimit(RLIMIT_FSIZE, &limit);
+    low = limit;
+    low.rlim_cur = n / 2;
+    setrlimit(RLIMIT_FSIZE, &low);
+    const bool ok = session_to_file(&s, &(SessionNote){ .seed = 2 }, file, NULL);
+    setrlimit(RLIMIT_FSIZE, &limit);
+    CHECK(!ok && strstr(s.err, file) && strstr(s.err, "stays as it was"), "a full disk: '%s'", s.err);
+    char *after = bytes_of(file, &n_after);
+    CHECK(n == n_after && !memcmp(before, after, n), "a full disk: the old file is not as it was");
+    CHECK(!session_to_file(&s, &(SessionNote){ 0 }, "/dev/full", NULL) && strstr(s.err, "got a device"), "/dev/full: '%s'", s.err);
+    CHECK(!session_to_file(&s, &(SessionNote){ 0 }, in_tmp("nowhere/s"), NULL) && strstr(s.err, "No such file"), "no folder: '%s'", s.err);
+    CHECK(!unlink(file) && !rmdir(folder), "something is left beside the file");
+    session_close(&s);
+    close_model(m);
+    free(before);
+    free(after);
+}
+
+int main(void) {
+    make_tmp();
+    start_threads(1);
+    const char *e = make_model("e", "micro-e", "f16", NULL), *dense = make_model("dense", "micro-dense", "f16", NULL);
+    const char *moe = make_model("moe", "micro-moe", "f16", NULL);
+    char paths[3][700];
+    snprintf(paths[0], 700, "%s", e), snprintf(paths[1], 700, "%s", dense), snprintf(paths[2], 700, "%s", moe);
+    for (int i = 0; i < N_CTX + N_MORE; i++) text[i] = (int32_t)(random_unit(3, i) * 256);
+    test_round_trips(paths[0], paths[1], paths[2]);
+    test_damage(paths[0]);
+    test_others(paths[0], paths[1]);
+    test_failed_write(paths[0]);
+    return test_done("session");
+}
