@@ -4156,10 +4156,10 @@ __device__ static inline float4 behind(float4 v) {
 }
 
 // Values i and i + 1 of a row, in its basis; i is even.   scales: beside it
-__device__ static inline float2 kv_read2(const KvPlane &p, const char *row, const uint16_t *scales, int i) {
-    if (kv_group(p.type)) return make_float2(kv_value(p.type, row, scales, i), kv_value(p.type, row, scales, i + 1));
-    if (p.type == KV_F32) return *(const float2 *)((const float *)row + i);
-    if (p.type == KV_F16) return __half22float2(*(const __half2 *)((const __half *)row + i));
+__device__ static inline float2 kv_read2(KvType t, const char *row, const uint16_t *scales, int i) {
+    if (kv_group(t)) return make_float2(kv_value(t, row, scales, i), kv_value(t, row, scales, i + 1));
+    if (t == KV_F32) return *(const float2 *)((const float *)row + i);
+    if (t == KV_F16) return __half22float2(*(const __half2 *)((const __half *)row + i));
     return __bfloat1622float2(*(const __nv_bfloat162 *)((const __nv_bfloat16 *)row + i));
 }
 
@@ -4460,9 +4460,10 @@ static void cuda_kv_copy(const KvCopy *o) {
 // result depends neither on the other rows of the step, nor on how many of the keys before it are committed already,
 // nor on the card.
 //
-// Prompts of f16 caches go through flash, in one part. Otherwise two kernels find what a part has to say: attend_half
-// for caches of f16, on tensor cores, and attend_plain for the others. The parts are put together by the last block of
-// a head to come, or where they are large by a launch that spreads them.
+// Prompts go through flash, in one part. Otherwise three kernels find what a part has to say: on tensor cores
+// attend_half for caches of f16 and attend_coded for those of quantised types, which flash takes as well, and
+// attend_plain for what these do not take. The parts are put together by the last block of a head to come, or where
+// they are large by a launch that spreads them.
 
 enum { KEYS = 32, ATTEND_WARPS = 8, ATTEND_THREADS = 32 * ATTEND_WARPS, HEADS = 8,
        MAX_STAGES = 4,        // tiles under way in a block
@@ -4594,8 +4595,8 @@ __device__ static inline int tied_value(int place, int head_dim, int n_rot) {
 // attend_join: the parts of all query heads put together, as Act.
 //   shapes    values (n_rows, n_heads, parts, head_dim), stats (n_rows, n_heads, parts), out (n_rows, n_heads,
 //             head_dim). TURNED: values are in the basis of quantised rows
-//   launch    grid (n_rows, n_heads, ceil(head_dim / VALUES)), block 128: 64 values, or 128 that are turned together, of
-//             which all parts come to shared memory at once: dynamic, 4 * parts * VALUES
+//   launch    grid (n_rows, n_heads, ceil(head_dim / VALUES)), block 128: 64 values, or 128 that are turned together,
+//             of which all parts come to shared memory at once: dynamic, 4 * parts * VALUES
 //   traffic   reads once what parts with a key in sight wrote
 //   see       cpu_attend
 ON_DEVICE static constexpr int join_values(bool turned) { return turned ? KV_TURN : 64; }
@@ -5261,8 +5262,8 @@ static AttendHalf attend_half_of(int hd, int nc) {     // NULL: there is none
 
 static bool is_readable(const KvPlane *p) { return p->type == KV_F16 || kv_group(p->type); }
 
-// Two bytes of 0 .. 255, less `zero`, as halves: those at 0 and 1 of a word (which 0x4140), or at 2 and 3 (0x4342). They
-// become the last bits of 1024 + byte.
+// Two bytes of 0 .. 255, less `zero`, as halves: those at 0 and 1 of a word (which 0x4140), or at 2 and 3 (0x4342).
+// They become the last bits of 1024 + byte.
 template <bool SCALED>
 __device__ static inline unsigned bytes_to_halves(unsigned bytes, unsigned which, unsigned zero, __half2 scale) {
     const __half2 less = __half2half2(__float2half_rn((float)(1024 + zero)));
@@ -5271,10 +5272,12 @@ __device__ static inline unsigned bytes_to_halves(unsigned bytes, unsigned which
 }
 
 // Four values whose codes are the low nibbles of a word.
-template <KvType T, bool SCALED> __device__ static inline void nibbles_to_halves(unsigned nibbles, __half2 scale, unsigned h[2]) {
+template <KvType T, bool SCALED>
+__device__ static inline void nibbles_to_halves(unsigned nibbles, __half2 scale, unsigned h[2]) {
     if (T == KV_Q4_0) {
         const unsigned bytes = __byte_perm(nibbles & 0x0f0f0f0fu, nibbles >> 4 & 0x0f0f0f0fu, 0x5140);
-        h[0] = bytes_to_halves<SCALED>(bytes, 0x4140, 8, scale), h[1] = bytes_to_halves<SCALED>(bytes, 0x4342, 8, scale);
+        h[0] = bytes_to_halves<SCALED>(bytes, 0x4140, 8, scale);
+        h[1] = bytes_to_halves<SCALED>(bytes, 0x4342, 8, scale);
         return;
     }
     unsigned high, low = 0;                            // bytes of +-{1 3 5 8} or {1 4 7 10 13 17 22 29} in f16
@@ -5289,8 +5292,8 @@ template <KvType T, bool SCALED> __device__ static inline void nibbles_to_halves
     if (SCALED) h[0] = half_bits(__hmul2(two_halves(h[0]), scale)), h[1] = half_bits(__hmul2(two_halves(h[1]), scale));
 }
 
-// Codes of values i .. i + N - 1 of a row as nibbles, or as bytes in q8_0; N is 4, 8 or 16, i a multiple of it. Where four
-// nibbles are half a word, they are the lower one.
+// Codes of values i .. i + N - 1 of a row as nibbles, or as bytes in q8_0; N is 4, 8 or 16, i a multiple of it. Where
+// four nibbles are half a word, they are the lower one.
 template <KvType T, int N> __device__ static inline void read_codes(const char *row, int i, unsigned *codes) {
     if (T == KV_Q8_0) {
         memcpy(codes, __builtin_assume_aligned(row + i, N), N);
@@ -5339,7 +5342,7 @@ __device__ static inline void read_halves(const char *row, const char *scales, i
     }
 }
 
-// Values i .. i + N - 1 of two rows side by side: h[j] is value i + j of a, and of b. N is 4 or 8.   scale: that of a, of b
+// Values i .. i + N - 1 of two rows side by side: h[j] is value i + j of a, and of b. N is 4 or 8.   scale: of a, of b
 template <KvType T, int N, bool SCALED>
 __device__ static inline void read_pairs(const char *a, const char *b, int i, __half2 scale, unsigned (&h)[N]) {
     unsigned x[N / 2], y[N / 2];
@@ -5375,15 +5378,15 @@ __device__ static inline void read_pairs(const char *a, const char *b, int i, __
 
 // ---- caches of codes ----
 // Rows are copied to shared memory as they lie in the cache and become halves in registers, as the tensor cores take
-// them. So a key costs its own bytes once in memory and twice in shared memory, and q and the sums are turned instead of
-// rows.
+// them. So a key costs its own bytes once in memory and twice in shared memory, and q and the sums are turned instead
+// of rows.
 
 typedef struct {              // K or V of a cache, or of its tail
     KvType  type;
     int     dim;              // values
     int     chunks;           // of 16 bytes in a row
     int     scale_bytes;      // of a row
-    int     stride;           // bytes from row to row in a stage: an odd number of chunks, so that rows lie in different banks
+    int     stride;           // bytes from row to row in a stage: an odd number of chunks, so that banks differ
     Divisor by_chunks;
     const char *codes, *scales;
     const char *stage_codes, *stage_scales;    // as in Attend
@@ -5394,7 +5397,6 @@ typedef struct {              // the cache, or its tail
     int     slots;
     Divisor by_slots;
     int     n_stages, stage_bytes;
-    float   factor;           // of V (kv_tied_factor)
 } CodedKeys;
 
 typedef struct {              // the parameters of attend_coded
@@ -5447,15 +5449,16 @@ __device__ static inline void copy_plane(const CodedPlane &p, const Keys &s, boo
         const size_t at = there ? stage_row + j - s.len : key;
         const char *from = (there ? p.stage_codes : codes) + at * (16 * p.chunks);
         const uint16_t *scale = (const uint16_t *)((there ? p.stage_scales : scales) + at * p.scale_bytes);
-        for (int i = threadIdx.x % 32; i < p.chunks; i += 32) copy_or_zero(to + key * p.stride + 16 * i, from + 16 * i, seen);
+        for (int i = threadIdx.x % 32; i < p.chunks; i += 32)
+            copy_or_zero(to + key * p.stride + 16 * i, from + 16 * i, seen);
         for (int i = threadIdx.x % 32; i < p.scale_bytes / 2; i += 32)
             ((uint16_t *)(to_scales + key * p.scale_bytes))[i] = seen ? scale[i] : 0;
     }
 }
 
 // A stage: rows of K, rows of V, scales of K, scales of V.
-__device__ static inline void copy_codes(const CodedTask &c, const CodedKeys &from, const Keys &s, int low, int end, int j0,
-                                         char *to) {
+__device__ static inline void copy_codes(const CodedTask &c, const CodedKeys &from, const Keys &s, int low, int end,
+                                         int j0, char *to) {
     const AttendTask &a = c.a;
     const size_t row = ((size_t)s.seq * a.n_kv_heads + s.head) * from.slots + rest(j0, from.by_slots);
     const size_t stage_row = (size_t)s.head * a.stage_slots + s.seg_first;
@@ -5512,8 +5515,9 @@ __device__ static inline void score_codes(const AttendTask &a, int stride, int s
                 (s_hi[n][e] + s_lo[n][e]) * scale[e / 2];
 }
 
-// acc += V^T weights for a tile, after acc was scaled by shrink: all keys and an eighth of the dims, of which a lane has
-// HD / 64 in a row: of acc[m], values 2 m and 2 m + 1. A key's scale that serves the eighth is multiplied with its weight.
+// acc += V^T weights for a tile, after acc was scaled by shrink: all keys and an eighth of the dims, of which a lane
+// has HD / 64 in a row: of acc[m], values 2 m and 2 m + 1. A key's scale that serves the eighth is multiplied with its
+// weight.
 template <KvType T, int HD, int NC>
 __device__ static inline void add_codes(float (&acc)[HD / 128][NC / 8][4], const CodedPlane &plane, const char *rows,
                                         const char *scales, const __half *weights, const float *shrink) {
@@ -5529,7 +5533,8 @@ __device__ static inline void add_codes(float (&acc)[HD / 128][NC / 8][4], const
 #pragma unroll
     for (int n = 0; n < N; n++) {
         load_matrices(p[n], weights + (8 * n + lane % 8) * WEIGHT_ROW + lane / 8 * 8);
-        for (int i = 0; i < 4 && T != KV_F16 && !AT_ONCE; i++) p[n][i] = half_bits(__hmul2(two_halves(p[n][i]), scale[i]));
+        for (int i = 0; i < 4 && T != KV_F16 && !AT_ONCE; i++)
+            p[n][i] = half_bits(__hmul2(two_halves(p[n][i]), scale[i]));
         const float f0 = shrink[8 * n + k2], f1 = shrink[8 * n + k2 + 1];
         if (!__any_sync(~0u, f0 != 1 || f1 != 1)) continue;
 #pragma unroll
@@ -5540,9 +5545,10 @@ __device__ static inline void add_codes(float (&acc)[HD / 128][NC / 8][4], const
     for (int u = 0; u < KEYS / 8; u += 2) {
         unsigned v[2][2 * M];                          // of keys 8 u + k2 and the next, and of those 8 behind them
 #pragma unroll
-        for (int e = 0; e < 2; e++)
-            read_pairs<T, 2 * M, AT_ONCE>(rows + 8 * (u + e) * plane.stride, rows + (8 * (u + e) + 1) * plane.stride, first,
-                                          scale[u + e], v[e]);
+        for (int e = 0; e < 2; e++) {
+            const char *row = rows + 8 * (u + e) * plane.stride;
+            read_pairs<T, 2 * M, AT_ONCE>(row, row + plane.stride, first, scale[u + e], v[e]);
+        }
 #pragma unroll
         for (int m = 0; m < M; m++) {
             const unsigned x[4] = { v[0][2 * m], v[0][2 * m + 1], v[1][2 * m], v[1][2 * m + 1] };
@@ -5581,8 +5587,8 @@ typedef struct {              // tiles that a block reads of the cache, or of it
     int whole_low, whole_end; // keys that all of them read there
 } CodedTiles;
 
-// Keys that a row reads in the tail begin behind its position less `reach`; 0: it reads none there. With nothing in sight
-// the cache has a tile of zeros.
+// Keys that a row reads in the tail begin behind its position less `reach`; 0: it reads none there. With nothing in
+// sight the cache has a tile of zeros.
 template <bool TAIL>
 __device__ static inline CodedTiles coded_tiles(const CodedTask &c, const Keys &s, const Sight *rows, int reach) {
     int first = INT_MAX, last = 0, whole_low = 0, n = s.share.to - s.share.from, k = n;
@@ -5604,13 +5610,15 @@ __device__ static inline CodedTiles coded_tiles(const CodedTask &c, const Keys &
 
 // acc, tops and sums of a run of rows after the tiles of the cache or its tail.
 template <int HD, int NC, bool TAIL>
-__device__ static inline void attend_tiles(const CodedTask &c, const AttendBlock &block, const Keys &keys, const Sight *rows,
-                                           int reach, const CodedRoom<HD, NC> &room, Columns<NC> &columns,
+__device__ static inline void attend_tiles(const CodedTask &c, const AttendBlock &block, const Keys &keys,
+                                           const Sight *rows, int reach, const CodedRoom<HD, NC> &room,
+                                           Columns<NC> &columns,
                                            float (&acc)[HD / 128][NC / 8][4]) {
     const AttendTask &a = c.a;
     const CodedKeys &source = TAIL ? c.tail : c.keys;
     const CodedTiles tiles = coded_tiles<TAIL>(c, keys, rows, reach);
     const int n_stages = source.n_stages, quarter = threadIdx.x / 64;
+    const float factor = a.n_rot ? kv_tied_factor(source.v.type) : 1;
     const bool in_k = quarter * (HD / 4) < source.k.dim;               // tied: the rest of K is V
     const int v_at = KEYS * source.k.stride, scales_at = v_at + KEYS * source.v.stride;
     const int v_scales_at = scales_at + KEYS * source.k.scale_bytes;
@@ -5660,16 +5668,17 @@ __device__ static inline void attend_tiles(const CodedTask &c, const AttendBlock
 #pragma unroll
         for (int n = 0; n < NC / 8; n++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) acc[m][n][e] *= source.factor;
+            for (int e = 0; e < 4; e++) acc[m][n][e] *= factor;
 }
 
-// attend, codes: softmax(scale * q k) v over the keys of one part, as attend_half does it, of caches whose K or V is of a
-// quantised type; the other may be f16.
+// attend, codes: softmax(scale * q k) v over the keys of one part, as attend_half does it, of caches whose K or V is of
+// a quantised type; the other may be f16.
 //   shapes    q (n_rows, n_heads, HD) made already, in the basis of K; cache as in gemma4.h and parts/kv.h, tied or not
 //   launch    as attend_half, dynamic shared memory coded_fixed_bytes + n_stages * stage_bytes
 //   traffic   every key in sight once for NC columns, in its own bytes
-//   numerics  codes times their scale are rounded to f16; then as attend_half. V's sums stay in the basis of its rows and
-//             are turned back when all parts are together
+//   numerics  codes times their scale are rounded to f16, or weights times it; then as attend_half. V's sums stay in
+//             the basis of its rows and are turned back when all parts are together
+//   time      instructions: the better part of a tile's go into making halves of codes
 //   see       cpu_attend
 template <int HD, int NC>
 __global__ void __launch_bounds__(ATTEND_THREADS,
@@ -5734,7 +5743,6 @@ static CodedKeys coded_keys(const Cache *c, const Cache *stage, size_t room) {
     k.slots = c->slots, k.by_slots = divisor(c->slots);
     k.stage_bytes = (int)(coded_stage_bytes(&c->k) + coded_stage_bytes(&c->v));
     k.n_stages = min_int(MAX_STAGES, (int)(room / k.stage_bytes));
-    k.factor = c->n_rot ? kv_tied_factor(c->v.type) : 1;
     return k;
 }
 
@@ -5761,12 +5769,12 @@ typedef struct {
     int      n_heads, n_kv_heads;
     int      n_rot;
     int      n_v;             // tiles of V that a block holds: 1, 2
+    bool     asks;            // codes come to shared memory a tile ahead, where there is room
     int      slots, stage_slots;
     Divisor  by_slots;
     bool     staged;
     const __half *stage_k, *stage_v, *cache_k, *cache_v;
     CodedPlane k, v;          // of caches of codes, instead of these
-    float    factor;          // of V (kv_tied_factor)
     bool     turned;          // V is in the basis of quantised rows
     bool     large_only;      // segments of up to STEP_ROWS rows are left to attend_coded
     const float *q;
@@ -5860,23 +5868,43 @@ __device__ static inline void flash_copy(const FlashTask &a, const FlashRun &s, 
     }
 }
 
-// The same of codes, each thread its values of a row at a time.
+// Whether all keys of the tile from j0 on are seen by some row, and lie in the cache.
+__device__ static inline bool flash_whole(const FlashTask &a, const FlashRun &s, int j0) {
+    return j0 >= s.low && j0 + TILE_SLOTS <= (a.staged ? min(s.end, s.len) : s.end);
+}
+
+// Rows of a plane from key j0 on as they lie in the cache, and behind them their scales, to raw.
+template <int THREADS>
+__device__ static inline void flash_ask(const FlashTask &a, const FlashRun &s, const CodedPlane &p, int j0, char *raw) {
+    const int bytes = TILE_SLOTS * 16 * p.chunks, scale_bytes = TILE_SLOTS * p.scale_bytes;
+    const size_t slot = ((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + rest(j0, a.by_slots);
+    const char *codes = p.codes + slot * (16 * p.chunks), *scales = p.scales + slot * p.scale_bytes;
+    for (int i = 16 * threadIdx.x; i < bytes; i += 16 * THREADS) copy_ahead(raw + i, codes + i);
+    for (int i = 16 * threadIdx.x; i < scale_bytes; i += 16 * THREADS) copy_ahead(raw + bytes + i, scales + i);
+}
+
+// The TILE_SLOTS keys from j0 on as flash_copy leaves them, each thread its values of a row at a time.   raw: where
+// flash_ask brought them; NULL: they are where they lie
 template <int DIM, int THREADS>
-__device__ static inline void flash_decode(const FlashTask &a, const FlashRun &s, const CodedPlane &p, int j0, __half *to) {
+__device__ static inline void flash_decode(const FlashTask &a, const FlashRun &s, const CodedPlane &p, int j0,
+                                           const char *raw, __half *to) {
     constexpr int STEP = THREADS / (DIM / 8);          // keys at a time
     const int chunk = threadIdx.x % (DIM / 8), row_bytes = 16 * p.chunks;
     const size_t slot = ((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + rest(j0, a.by_slots);
     const ptrdiff_t stage_slot = (ptrdiff_t)s.head * a.stage_slots + s.seg_first + j0 - s.len;
+    const char *codes = raw ? raw : p.codes + slot * row_bytes;
+    const char *scales = raw ? raw + TILE_SLOTS * row_bytes : p.scales + slot * p.scale_bytes;
     with_type<false>(p.type, [&](auto t) {
 #pragma unroll 4
         for (int key = threadIdx.x / (DIM / 8); key < TILE_SLOTS; key += STEP) {
             const int j = j0 + key;
             const bool seen = j >= s.low && j < s.end, there = a.staged && seen && j >= s.len;
-            const ptrdiff_t at = there ? stage_slot + key : (ptrdiff_t)slot + key;
+            const ptrdiff_t at = there ? stage_slot + key : key;
             unsigned h[4] = { };
             if (seen)
-                read_halves<decltype(t)::type, 8, true>((there ? p.stage_codes : p.codes) + at * row_bytes,
-                                                  (there ? p.stage_scales : p.scales) + at * p.scale_bytes, 8 * chunk, h);
+                read_halves<decltype(t)::type, 8, true>((there ? p.stage_codes : codes) + at * row_bytes,
+                                                        (there ? p.stage_scales : scales) + at * p.scale_bytes,
+                                                        8 * chunk, h);
             *(uint4 *)(to + flash_place(key, chunk, DIM)) = make_uint4(h[0], h[1], h[2], h[3]);
         }
     });
@@ -6074,7 +6102,8 @@ __device__ static inline void flash_put(const FlashTask &a, const Flash<HD, LINE
     for (int job = threadIdx.x / 32; job < LINES * (HD / 128); job += Flash<HD, LINES>::WARPS) {
         const int line = job / (HD / 128), i = job % (HD / 128) * 128 + 4 * lane, row = quotient(line, a.by_group);
         if (row < s.from || row >= s.to) continue;
-        const float all = sums[line] + sums[LINES + line], scale = (all == 0 ? 0 : __frcp_rn(all)) * (CODED ? a.factor : 1);
+        const float all = sums[line] + sums[LINES + line], factor = CODED && a.n_rot ? kv_tied_factor(a.v.type) : 1;
+        const float scale = all == 0 ? 0 : __frcp_rn(all) * factor;
         const float4 y = *(const float4 *)(o + line * ROW + (a.n_rot ? tied_place(i, HD, a.n_rot) : i));
         put_four(a.out, ((size_t)(r0 + row) * a.n_heads + s.head * a.group + line - row * a.group) * HD + i,
                  make_float4(y.x * scale, y.y * scale, y.z * scale, y.w * scale));
@@ -6090,8 +6119,8 @@ __device__ static inline void flash_put(const FlashTask &a, const Flash<HD, LINE
 //   numerics  q in f16, scores on tensor cores with f32 sums, those of HALVES of the dims added. Online softmax in f32,
 //             by tiles of TILE_SLOTS keys, aligned to key 0; weights are rounded to f16, and so summed; O += P V with
 //             f32 sums. Lines never meet: a row's result depends on what it sees alone
-//   time      the next K is on its way while this one's values are added up; the next V all the while if n_v is 2. CODED:
-//             tiles are decoded where they are filled, before they are used
+//   time      the next K is on its way while this one's values are added up; the next V all the while if n_v is 2.
+//             CODED: tiles are filled before they are used, from codes that came a tile ahead if `asks`
 //   see       cpu_attend
 template <int HD, int LINES, int N_K, bool CODED>
 __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LINES>::THREADS)
@@ -6124,13 +6153,23 @@ __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LIN
             if (i < n_tiles) flash_copy<N_K, THREADS>(a, run, a.cache_k, a.stage_k, (first + i) * N, k_tile);
             copy_commit();
         };
+        char *k_raw = (char *)(rows + LINES), *v_raw = k_raw + TILE_SLOTS * (16 * a.k.chunks + a.k.scale_bytes);
+        auto asked = [&](int i) { return CODED && a.asks && flash_whole(a, run, (first + i) * N); };
+        auto ask = [&](int i) {
+            if (i < n_tiles && asked(i)) {
+                flash_ask<THREADS>(a, run, a.k, (first + i) * N, k_raw);
+                flash_ask<THREADS>(a, run, a.v, (first + i) * N, v_raw);
+            }
+            copy_commit();
+        };
         auto copy_v = [&](int i) {
             __half *to = v_tiles + i % n_v * N * HD;
             if (i < n_tiles) flash_copy<HD, THREADS>(a, run, a.cache_v, a.stage_v, (first + i) * N, to);
             copy_commit();
         };
-        if (!CODED) copy_k(0);
-        if (!CODED && TIED) copy_v(0);
+        if (CODED) ask(0);
+        else copy_k(0);
+        if (TIED && !CODED) copy_v(0);
         flash_queries<HD, LINES>(a, run, r0, q);
 
         float acc[4][8][4] = { }, sum[2][2] = { }, top[2][2] = { { -INFINITY, -INFINITY }, { -INFINITY, -INFINITY } };
@@ -6140,9 +6179,10 @@ __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LIN
             copied<0>();
             __syncthreads();                           // K is there, and V if TIED; tile i - 1 has been read
             if (CODED) {
-                flash_decode<N_K, THREADS>(a, run, a.k, (first + i) * N, k_tile);
-                flash_decode<HD, THREADS>(a, run, a.v, (first + i) * N, v_tiles);
+                flash_decode<N_K, THREADS>(a, run, a.k, (first + i) * N, asked(i) ? k_raw : NULL, k_tile);
+                flash_decode<HD, THREADS>(a, run, a.v, (first + i) * N, asked(i) ? v_raw : NULL, v_tiles);
                 __syncthreads();                       // tile i is there
+                ask(i + 1);
             } else if (n_v == 2) copy_v(i + 1);
             else if (!TIED) copy_v(i);
 
@@ -6179,15 +6219,26 @@ __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LIN
 typedef struct {              // how flash carries an attend out; kernel NULL: it does not
     void (*kernel)(FlashTask);
     int    lines, threads, n_v;
+    bool   asks;
     size_t bytes;             // of shared memory
 } FlashPlan;
 
-template <int HD, int LINES, int N_K> static FlashPlan flash_plan(bool coded) {
+template <int HD, int LINES, int N_K> static FlashPlan flash_plan(const Cache *c) {
     typedef Flash<HD, LINES> Shape;
-    int n_v = N_K < HD && !coded ? 2 : 1;              // a V that K needs is fetched a tile ahead
-    while (n_v && Shape::bytes(N_K, n_v) > (size_t)cuda.block_shared) n_v--;
-    void (*const kernel)(FlashTask) = coded ? flash_kernel<HD, LINES, N_K, true> : flash_kernel<HD, LINES, N_K, false>;
-    return (FlashPlan){ n_v ? kernel : NULL, LINES, Shape::THREADS, n_v, Shape::bytes(N_K, n_v) };
+    const bool coded = is_coded(c);
+    FlashPlan f = { };
+    f.n_v = N_K < HD && !coded ? 2 : 1;                // a V that K needs is fetched a tile ahead
+    while (f.n_v && Shape::bytes(N_K, f.n_v) > (size_t)cuda.block_shared) f.n_v--;
+    if (!f.n_v) return f;
+    f.kernel = coded ? flash_kernel<HD, LINES, N_K, true> : flash_kernel<HD, LINES, N_K, false>;
+    f.lines = LINES, f.threads = Shape::THREADS, f.bytes = Shape::bytes(N_K, f.n_v);
+    const size_t row = kv_row_bytes(c->k.type, N_K) + kv_scale_bytes(c->k.type, N_K) + kv_row_bytes(c->v.type, HD) +
+        kv_scale_bytes(c->v.type, HD);
+    const size_t more = TILE_SLOTS * row;
+    // Smaller blocks share an SM, and the others work while one waits.
+    f.asks = coded && Shape::THREADS == 256 && f.bytes + more <= (size_t)cuda.block_shared;
+    if (f.asks) f.bytes += more;
+    return f;
 }
 
 // Prompts of caches of f16 and of codes with the heads of Gemma 4, where segments have rows enough for tiles.
@@ -6198,9 +6249,9 @@ static FlashPlan flash_of(const Attend *o, int nc) {
     FlashPlan f = { };
     if (n_rows <= STEP_ROWS || n_rows < 8 * o->batch->n_segs || o->own != OWN_CAUSAL) return f;
     if (!is_readable(&c->k) || !is_readable(&c->v) || (c->tail_slots && !nc)) return f;
-    if (c->head_dim == 256 && c->k.dim == 256) f = flash_plan<256, 64, 256>(is_coded(c));
-    if (c->head_dim == 512 && c->k.dim == 512) f = flash_plan<512, 64, 512>(is_coded(c));
-    if (c->head_dim == 512 && c->k.dim == 128) f = flash_plan<512, 64, 128>(is_coded(c));
+    if (c->head_dim == 256 && c->k.dim == 256) f = flash_plan<256, 64, 256>(c);
+    if (c->head_dim == 512 && c->k.dim == 512) f = flash_plan<512, 64, 512>(c);
+    if (c->head_dim == 512 && c->k.dim == 128) f = flash_plan<512, 64, 128>(c);
     if (group > f.lines) f.kernel = NULL;
     return f;
 }
@@ -6212,13 +6263,12 @@ static void attend_flash(const Attend *o, const FlashPlan *f) {
     task.b = *o->batch, task.n_seqs = c->n_seqs, task.window = o->window;
     task.group = o->n_heads / c->n_kv_heads, task.rows = f->lines / task.group, task.by_group = divisor(task.group);
     task.n_heads = o->n_heads, task.n_kv_heads = c->n_kv_heads;
-    task.n_rot = c->n_rot, task.n_v = f->n_v;
+    task.n_rot = c->n_rot, task.n_v = f->n_v, task.asks = f->asks;
     task.slots = c->slots, task.by_slots = divisor(c->slots);
     task.staged = o->stage != NULL, task.stage_slots = stage->slots;
     task.stage_k = (const __half *)stage->k.data, task.stage_v = (const __half *)stage->v.data;
     task.cache_k = (const __half *)c->k.data, task.cache_v = (const __half *)c->v.data;
     task.k = coded_plane(&c->k, o->stage ? &stage->k : NULL), task.v = coded_plane(&c->v, o->stage ? &stage->v : NULL);
-    task.factor = c->n_rot ? kv_tied_factor(c->v.type) : 1;
     task.turned = kv_group(c->v.type), task.large_only = c->tail_slots;
     task.q = o->q, task.scale = o->scale * 1.44269504f, task.out = o->out;
     launch(WRITES_ACTIVATIONS, f->kernel, dim3(div_up(n_rows, task.rows), c->n_kv_heads), f->threads, f->bytes, task);
@@ -6235,7 +6285,18 @@ static void allow_flash(void) {
                    "shared memory of attend");
 }
 
-// ---- caches of other types ----
+// ---- caches of any types ----
+
+typedef struct {              // a key where it lies; k NULL: out of sight
+    const char *k, *v;
+    const uint16_t *k_scales, *v_scales;
+    KvType k_type, v_type;
+} PlainKey;
+
+__device__ static inline PlainKey plain_key(const Cache &c, int seq, int head, int slot) {
+    return (PlainKey){ kv_row(c, c.k, seq, head, slot), kv_row(c, c.v, seq, head, slot),
+                       kv_scales(c, c.k, seq, head, slot), kv_scales(c, c.v, seq, head, slot), c.k.type, c.v.type };
+}
 
 // attend, plain: softmax(scale * q k) v over the keys of one part, a row and up to HEADS query heads that share a KV
 // head.
@@ -6251,15 +6312,13 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend 
     float *q = (float *)shared_bytes;                  // (HEADS, head_dim)
     __shared__ float p[HEADS][KEYS];                   // scores, then weights
     __shared__ float max_of[HEADS], sum_of[HEADS], shrink[HEADS];
-    __shared__ int slot_of[KEYS];                      // of a tile's keys; -1: out of sight
-    __shared__ int cache_of[KEYS];                     // which of these
-    const Cache caches[3] = { c, stage, tail_of(c) };
+    __shared__ PlainKey keys[KEYS];                    // of a tile
     const int hd = c.head_dim, group = o.n_heads / c.n_kv_heads, per_kv = (group + HEADS - 1) / HEADS, r = blockIdx.x;
     const int g = blockIdx.y / per_kv, head = g * group + blockIdx.y % per_kv * HEADS;
     const int n_heads = min(HEADS, group - (int)blockIdx.y % per_kv * HEADS), part = blockIdx.z;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Sight self = look(b, c.n_seqs, o.window, o.own, r);
-    const int tail_from = c.tail_slots && b.segs[self.seg].n <= STEP_ROWS ? self.pos - (c.tail_slots - STEP_ROWS) : INT_MAX - 1;
+    const bool has_tail = c.tail_slots && b.segs[self.seg].n <= STEP_ROWS;
     const Share share = share_of(spans_of(self.low, self.end, split), self.low, self.end, split, part);
     if (share.from == share.to) return;                // attend_join does not look at this part
     for (int i = threadIdx.x; i < n_heads * hd; i += blockDim.x) q[i] = o.q[((size_t)r * o.n_heads + head) * hd + i];
@@ -6269,25 +6328,24 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend 
         __syncthreads();                               // the last tile's weights have been read
         if (threadIdx.x < KEYS) {
             const int j = tile_of(share, split, t) * KEYS + threadIdx.x;
-            const bool in_stage = j >= self.len && staged, in_tail = !in_stage && j > tail_from;
-            cache_of[threadIdx.x] = in_stage ? 1 : in_tail ? 2 : 0;
-            slot_of[threadIdx.x] = !in_sight(self, o.own, j) ? -1
-                : in_stage ? self.seg_first + j - self.len : j % (in_tail ? c.tail_slots : c.slots);
+            const bool in_stage = j >= self.len && staged, in_tail = !in_stage && has_tail &&
+                j > self.pos - (c.tail_slots - STEP_ROWS);
+            keys[threadIdx.x] = !in_sight(self, o.own, j) ? PlainKey{ }
+                : in_stage ? plain_key(stage, 0, g, self.seg_first + j - self.len)
+                : in_tail ? plain_key(tail_of(c), self.seq, g, j % c.tail_slots)
+                          : plain_key(c, self.seq, g, j % c.slots);
         }
         __syncthreads();
         for (int k = warp; k < KEYS; k += ATTEND_WARPS) {
-            const int slot = slot_of[k];
-            if (slot == -1) {
+            const PlainKey &key = keys[k];
+            if (!key.k) {
                 if (lane < HEADS) p[lane][k] = -INFINITY;
                 continue;
             }
-            const Cache &from = caches[cache_of[k]];
-            const int seq = cache_of[k] == 1 ? 0 : self.seq;
-            const char *k_row = kv_row(from, from.k, seq, g, slot), *v_row = kv_row(from, from.v, seq, g, slot);
-            const uint16_t *k_scales = kv_scales(from, from.k, seq, g, slot), *v_scales = kv_scales(from, from.v, seq, g, slot);
             float dot[HEADS] = { };
             for (int i = 2 * lane; i < hd; i += 64) {  // tied: the rest of K is V
-                const float2 x = i < from.k.dim ? kv_read2(from.k, k_row, k_scales, i) : kv_read2(from.v, v_row, v_scales, i);
+                const float2 x = i < c.k.dim ? kv_read2(key.k_type, key.k, key.k_scales, i)
+                                             : kv_read2(key.v_type, key.v, key.v_scales, i);
                 for (int h = 0; h < HEADS; h++)
                     if (h < n_heads) dot[h] = __fmaf_rn(q[h * hd + i + 1], x.y, __fmaf_rn(q[h * hd + i], x.x, dot[h]));
             }
@@ -6315,12 +6373,10 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend 
         for (int h = 0; h < HEADS; h++)
             if (h < n_heads) acc[h][0] *= shrink[h], acc[h][1] *= shrink[h];
         for (int k = 0; k < KEYS; k++) {
-            const int slot = slot_of[k];
-            if (slot == -1) continue;                  // what lies there may be anything
-            const Cache &from = caches[cache_of[k]];
-            const int seq = cache_of[k] == 1 ? 0 : self.seq;
-            float2 x = kv_read2(from.v, kv_row(from, from.v, seq, g, slot), kv_scales(from, from.v, seq, g, slot), i);
-            if (c.n_rot) x.x *= kv_tied_factor(from.v.type), x.y *= kv_tied_factor(from.v.type);
+            const PlainKey &key = keys[k];
+            if (!key.k) continue;                      // what lies there may be anything
+            float2 x = kv_read2(key.v_type, key.v, key.v_scales, i);
+            if (c.n_rot) x.x *= kv_tied_factor(key.v_type), x.y *= kv_tied_factor(key.v_type);
             for (int h = 0; h < HEADS; h++)
                 if (h < n_heads)
                     acc[h][0] = __fmaf_rn(p[h][k], x.x, acc[h][0]), acc[h][1] = __fmaf_rn(p[h][k], x.y, acc[h][1]);
@@ -6343,10 +6399,10 @@ static size_t stage_bytes(const Cache *c) {
 
 // Of a block, with room for a tile of the tail if there is one.
 static size_t attend_shared(const Cache *c, int nc, int n_stages) {
-    const size_t fixed = is_coded(c) ? coded_fixed_bytes(c->head_dim, nc) : attend_fixed_bytes(c->head_dim, c->k.dim, nc);
-    const size_t tail = is_coded(c) && c->tail_slots ? coded_stage_bytes(&c->k_tail) + coded_stage_bytes(&c->v_tail) : 0;
     const size_t stages = n_stages * stage_bytes(c);
-    return fixed + (stages > tail ? stages : tail);
+    if (!is_coded(c)) return attend_fixed_bytes(c->head_dim, c->k.dim, nc) + stages;
+    const size_t tail = c->tail_slots ? coded_stage_bytes(&c->k_tail) + coded_stage_bytes(&c->v_tail) : 0;
+    return coded_fixed_bytes(c->head_dim, nc) + (stages > tail ? stages : tail);
 }
 
 // Columns of a block: the number asked for, as far as there is shared memory for a stage; 0: this cache is not for
