@@ -3386,7 +3386,7 @@ static void answer_once(Chat *c, const TokIds *raw) {
     print_turn(&s->turn);
     if (s->end == END_CONTEXT)
         fprintf(stderr, "# the context of %d tokens is full; try a larger -c, or --context-shift\n", s->m->options.n_ctx);
-    if (c->session && !keep(c)) die("%s", c->err);
+    if (c->session && !keep_session(c)) die("%s", c->err);
 }
 
 // --spec and what belongs to it.
