@@ -71,7 +71,7 @@ $(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/kernels.o
 	$(NVCC) $^ -o $@ $(EDIT_LIB) $(HTTP_LIB) $(CUDA_LIBS)
 $(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
 	$(COMPILE) $(EDIT_FLAG) $(HTTP_FLAG) -DUSE_CUDA -c gemma4.c -o $@
-$(B)/kernels.o: gemma4_kernels.cu gemma4.h $(B)/cuda-flags
+$(B)/kernels.o: gemma4_kernels.cu gemma4.h parts/kv.h $(B)/cuda-flags
 	$(NVCC) -O3 -std=c++17 -lineinfo $(SPLIT_COMPILE) $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
 # What these hold is how things are built; a change of it rebuilds what was built otherwise.
 $(B)/flags: HOLDS = $(COMPILE) $(EDIT_LIB) $(HTTP_LIB)
@@ -99,7 +99,7 @@ endif
 emulated: $(EMULATED) $(E)/test_emulator $(B)/make_gguf    ## build the kernels' tests for a machine without a GPU
 $(EMULATED): $(E)/%: tests/%.c $(wildcard tests/*.h) $(SOURCES) $(E)/kernels.o $(E)/emulator.o
 	$(TEST_COMPILE) -I. -UNDEBUG -DUSE_CUDA -Wno-unused-function -rdynamic $< $(E)/kernels.o $(E)/emulator.o -o $@ $(LDFLAGS) -lm -ldl
-$(E)/kernels.o: gemma4_kernels.cu gemma4.h $(wildcard tests/cuda_on_cpu/*.h) $(B)/flags
+$(E)/kernels.o: gemma4_kernels.cu gemma4.h parts/kv.h $(wildcard tests/cuda_on_cpu/*.h) $(B)/flags
 	@mkdir -p $(E)
 	$(EMULATE) $(KERNEL_FLAGS) -xc++ -c $< -o $@
 $(E)/emulator.o: tests/cuda_on_cpu/emulator.cpp $(wildcard tests/cuda_on_cpu/*.h) $(B)/flags

@@ -15,7 +15,8 @@
  *   [9]  Command line
  *   [10] CPU operations
  * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/chat.h: the terminal;
- *              parts/session.h: sessions in files; parts/server.h: HTTP; parts/reference.h: what each operation means
+ *              parts/session.h: sessions in files; parts/server.h: HTTP; parts/kv.h: rows of the KV cache;
+ *              parts/reference.h: what each operation means
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
  *              allocates nothing, unless --dump is given.
  * TRAPS        the list before forward: every way this model differs from Llama. */
@@ -53,6 +54,7 @@
 #include "gemma4.h"
 #include "gguf.h"
 #include "tokenizer.h"
+#include "parts/kv.h"
 
 // ==== [1] Limits, helpers, die() =====================================================================================
 // Two kinds of failure, never mixed: bad input prints one line and exits 1; our own bug is an assert.
@@ -626,12 +628,16 @@ static void print_unknown(const Binder *b) {
 // the whole context; where V is the K projection the two are stored once ("tied", gemma4.h). Forward's activations are sized
 // for n_batch rows.
 
+static const char *const kv_names[] = { "f32", "f16", "bf16", "q8_0", "q4_0", "tq4", "tq3" };       // of KvType
+
 typedef struct {
     int    n_ctx;             // tokens a session can hold; 0: as many as the model was trained for, 8192 at most; CTX_FIT
     int    n_seqs;            // sessions
     int    n_batch;           // most rows of a step, >= STEP_ROWS; BATCH_FIT
     int    n_logits;          // most rows of a step that want logits
-    KvType k_type, v_type;    // of global layers; rings are f16, or f32 when k_type is
+    KvType k_type, v_type;    // of global layers
+    KvType ring_type;         // of sliding layers; KV_F32: f16, unless k_type is f32
+    int    tail;              // newest rows that quantised global layers keep in f16 too; 0: none
     bool   untied;            // keep K and V apart also where they come from one projection
     bool   penalties, bias;   // sampling counts tokens; adds a bias to logits
     size_t memory;            // bytes that the backend is taken to have; 0: what it has
@@ -759,15 +765,31 @@ static void take_plane(Arena *a, KvPlane *p, size_t rows) {
 
 static void take_cache(Arena *a, Cache *c) {
     const size_t rows = (size_t)c->n_seqs * c->n_kv_heads * (size_t)c->slots;
+    const size_t tail_rows = (size_t)c->n_seqs * c->n_kv_heads * (size_t)c->tail_slots;
     take_plane(a, &c->k, rows);
     take_plane(a, &c->v, rows);
+    if (!tail_rows) return;
+    take_plane(a, &c->k_tail, tail_rows);
+    take_plane(a, &c->v_tail, tail_rows);
+}
+
+// Rows of quantised types are whole groups, and a tied row has one type.
+static void check_kv_types(const Model *m, int layer, const Cache *c) {
+    const KvPlane *planes[] = { &c->k, &c->v };
+    if (c->n_rot && c->k.type != c->v.type)
+        die("-ctk, -ctv: expected one type, since layer %d stores K and V as one row, got %s and %s; try --kv-layout untied", layer,
+            kv_names[c->k.type], kv_names[c->v.type]);
+    for (int i = 0; i < 2; i++)
+        if (kv_group(planes[i]->type) && planes[i]->dim % KV_TURN)
+            die("%s: a cache of type %s: expected rows of a multiple of %d values, got %d in layer %d; try -ctk f16%s",
+                m->gguf.path, kv_names[planes[i]->type], KV_TURN, planes[i]->dim, layer, c->n_rot ? " or --kv-layout untied" : "");
 }
 
 // The caches of all layers that own one, and the stage that their rows pass through in prompt steps.
 static void plan_caches(Model *m, Arena *a) {
     const Config *c = &m->config;
     const PlanOptions *o = &m->options;
-    const KvType ring_type = o->k_type == KV_F32 ? KV_F32 : KV_F16;
+    const KvType ring_type = o->ring_type != KV_F32 ? o->ring_type : o->k_type == KV_F32 ? KV_F32 : KV_F16;
     int stage_dim = 0;                                 // values of a row of all heads, in the widest ring
     m->n_caches = 0;
     for (int l = 0; l < c->first_shared; l++) {
@@ -785,6 +807,12 @@ static void plan_caches(Model *m, Arena *a) {
             k.n_rot = m->weights.n_pairs[0];
             k.k.dim = 2 * k.n_rot;
             k.fold = w->attn_k_norm;
+        }
+        check_kv_types(m, l, &k);
+        if (!lc->is_swa && o->tail && (kv_group(k.k.type) || kv_group(k.v.type))) {
+            k.tail_slots = (int)round_up((size_t)o->tail + STEP_ROWS, TILE_SLOTS);
+            k.k_tail = (KvPlane){ .type = KV_F16, .dim = k.k.dim };
+            k.v_tail = (KvPlane){ .type = KV_F16, .dim = k.v.dim };
         }
         const size_t before = a->used;
         take_cache(a, &k);
@@ -909,8 +937,9 @@ static void plan_memory(Model *m, Arena *a) {
 static bool shorten_session(Model *m, int seq, const int32_t *ids, int n) {
     const int32_t len = n;
     for (int i = 0; i < m->n_caches; i++) {
-        const int slots = m->caches[i].slots;
+        const int slots = m->caches[i].slots, tail = m->caches[i].tail_slots;
         if (slots < m->seen[seq] && m->seen[seq] - n > slots - (m->config.n_swa - 1)) return false;
+        if (tail && tail < m->seen[seq] && m->seen[seq] - n > STEP_ROWS) return false;
     }
     m->len[seq] = n;
     m->ops->copy(&(Copy){ m->s.len + seq, &len, sizeof len, COPY_IN });
@@ -932,35 +961,40 @@ typedef struct {              // rows of a cache, or the scales beside them
     uint8_t *data;
     size_t  bytes;
     KvType  type;
-    bool    is_scale;
+    bool    is_scale, is_tail;
 } CachePart;
 
-// Where the rows of session seq lie in a cache -> number of parts, up to 4.
+enum { CACHE_PARTS = 6 };     // at most
+
+// Where the rows of session seq lie in a cache -> number of parts.
 static int cache_parts(const Cache *c, int seq, CachePart *parts) {
-    const size_t rows = (size_t)c->n_kv_heads * (size_t)c->slots;
-    const KvPlane *planes[] = { &c->k, &c->v };
+    const KvPlane *planes[] = { &c->k, &c->v, &c->k_tail, &c->v_tail };
     int n = 0;
-    for (int k = 0; k < 2; k++) {
+    for (int k = 0; k < (c->tail_slots ? 4 : 2); k++) {
         const KvPlane *p = planes[k];
+        const size_t rows = (size_t)c->n_kv_heads * (size_t)(k < 2 ? c->slots : c->tail_slots);
         const size_t bytes = rows * kv_row_bytes(p->type, p->dim), scale = p->scale ? rows * kv_scale_bytes(p->type, p->dim) : 0;
-        if (bytes) parts[n++] = (CachePart){ (uint8_t *)p->data + (size_t)seq * bytes, bytes, p->type, false };
-        if (scale) parts[n++] = (CachePart){ (uint8_t *)p->scale + (size_t)seq * scale, scale, p->type, true };
+        if (bytes) parts[n++] = (CachePart){ (uint8_t *)p->data + (size_t)seq * bytes, bytes, p->type, false, k > 1 };
+        if (scale) parts[n++] = (CachePart){ (uint8_t *)p->scale + (size_t)seq * scale, scale, p->type, true, false };
     }
     return n;
 }
 
-// Copies the rows of session seq in all rings that can move on to host memory, COPY_OUT, or back. Returns their bytes; host
+// Copies the rows of session seq in all rings and tails that can move on to host memory, COPY_OUT, or back. Returns their bytes; host
 // NULL: only that.
 static size_t copy_rings(Model *m, int seq, uint8_t *host, CopyKind kind) {
     size_t n = 0;
     for (int i = 0; i < m->n_caches; i++) {
-        CachePart parts[4];
-        if (m->caches[i].slots >= m->options.n_ctx + STEP_ROWS) continue;
+        CachePart parts[CACHE_PARTS];
+        const bool is_ring = m->caches[i].slots < m->options.n_ctx + STEP_ROWS;
         const int n_parts = cache_parts(&m->caches[i], seq, parts);
-        for (int k = 0; k < n_parts; n += parts[k++].bytes) {
+        for (int k = 0; k < n_parts; k++) {
+            if (!is_ring && !parts[k].is_tail) continue;
+            n += parts[k].bytes;
             if (!host) continue;
             uint8_t *there = parts[k].data;
-            m->ops->copy(&(Copy){ kind == COPY_OUT ? host + n : there, kind == COPY_OUT ? there : host + n, parts[k].bytes, kind });
+            uint8_t *here = host + n - parts[k].bytes;
+            m->ops->copy(&(Copy){ kind == COPY_OUT ? here : there, kind == COPY_OUT ? there : here, parts[k].bytes, kind });
         }
     }
     if (host) m->ops->wait();
@@ -1019,12 +1053,14 @@ static size_t fit_context(Model *m, int n_ctx, size_t budget) {
     return needed > budget && table_in_host(m, true) ? plan_context(m, n_ctx) : needed;
 }
 
-// Bytes that a plan may take: as many as the user says, else what is free, less a 32nd part for what others take meanwhile.
+// Bytes that a plan may take: what is free, less a 32nd part for what others take meanwhile. Where the user says how much there
+// is: that, less what is taken already of a device's memory, as by the driver itself.
 static size_t plan_budget(const Model *m) {
     size_t free_bytes, total;
-    if (m->options.memory) return m->options.memory;
     m->ops->memory(&free_bytes, &total);
-    return free_bytes - free_bytes / 32;
+    if (!m->options.memory) return free_bytes - free_bytes / 32;
+    const size_t taken = m->ops->weight_bytes(&m->weights.token_embd) ? total - free_bytes : 0;
+    return m->options.memory > taken ? m->options.memory - taken : 0;
 }
 
 // Finds n_batch for a context of n_ctx tokens, which has to have room, and prompts of up to `longest`.
@@ -1060,7 +1096,11 @@ __attribute__((noreturn)) static void die_no_room(Model *m) {
     char advice[64] = "";
     if (most && !from) snprintf(advice, sizeof advice, "-c %d, ", most);
     if (most && from && *from) snprintf(advice, sizeof advice, "a smaller %.24s, ", from);
-    if (m->options.k_type == KV_F32) strcat(advice, "-ctk f16, ");
+    if (m->options.k_type != KV_TQ3) {
+        const KvType smaller = m->options.k_type == KV_F32 || m->options.k_type == KV_BF16 ? KV_F16 :
+                               m->options.k_type == KV_F16 ? KV_Q8_0 : KV_TQ3;
+        snprintf(advice + strlen(advice), 16, "-ctk %s, ", kv_names[smaller]);
+    }
     die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f) of %.2f "
         "GiB%s; try %s%sa smaller model", n_ctx, needed / gib, (double)(p.weights ? p.weights : m->binder.bytes) / gib,
         (double)(p.kv_global + p.kv_rings) / gib, (double)(p.activations + p.stage + p.scratch) / gib, room / gib,
@@ -1101,11 +1141,6 @@ static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     if (o.n_batch != BATCH_FIT) o.n_batch = max_int(o.n_batch, STEP_ROWS);
     o.n_logits = max_int(o.n_logits, o.n_seqs);
     m->options = o;
-    bool has_tied = false;
-    for (int l = 0; l < c->first_shared; l++) has_tied |= !m->weights.layer[l].attn_v.data;
-    if (has_tied && !o.untied && o.k_type != o.v_type)
-        die("-ctv: expected the type of -ctk, got another: global layers of this model store K and V as one; "
-            "try --kv-layout untied");
     const size_t budget = plan_budget(m);
     int n_ctx = o.n_ctx ? o.n_ctx : min_int(c->n_ctx_train, 8192);
     if (o.n_batch == BATCH_FIT)
@@ -2187,8 +2222,6 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, int vocab) {
     free(types);
 }
 
-static const char *kv_name(KvType t) { return t == KV_F32 ? "f32" : t == KV_F16 ? "f16" : "bf16"; }
-
 // What is about to run, on stderr: model, plan, device.
 static void print_plan(Model *m) {
     const Config *c = &m->config;
@@ -2201,7 +2234,7 @@ static void print_plan(Model *m) {
             gguf_type_name(m->weights.layer[0].attn_q.type));
     fprintf(stderr, "# plan: context %d: global KV %.1f MiB (%s%s%s %s), rings %.1f MiB, stage %.1f MiB, activations %.1f MiB, "
             "scratch %.1f MiB\n", m->options.n_ctx, (double)m->plan.kv_global / mib,
-            kv_name(k), k == v ? "" : "/", k == v ? "" : kv_name(v), tied ? "tied" : "untied", (double)m->plan.kv_rings / mib,
+            kv_names[k], k == v ? "" : "/", k == v ? "" : kv_names[v], tied ? "tied" : "untied", (double)m->plan.kv_rings / mib,
             (double)m->plan.stage / mib, (double)m->plan.activations / mib, (double)m->plan.scratch / mib);
     if (m->plan.in_host)
         fprintf(stderr, "# plan: the table of per-layer embeddings, %.1f MiB, stays in host memory: the GPU has no room for "
@@ -2573,7 +2606,7 @@ static const struct { const char *name; Verb verb; } verbs[] = {
 typedef struct {
     Verb verb;
     const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout, *against;
-    const char *k_type, *v_type, *history, *session;
+    const char *k_type, *v_type, *ring_type, *history, *session;
     const char *target, *type;                  // quantize: OUT, TYPE
     const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
     const char *fill;
@@ -2582,7 +2615,7 @@ typedef struct {
     const char *kld_base, *kld;                 // ppl
     double n_runs, stride, n_chunks;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
-    double think_budget, memory;
+    double think_budget, memory, tail;
     TextList biases, stops;
     bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, help, version;
 } Flags;
@@ -2659,9 +2692,13 @@ static const Flag flags[] = {
     { "--context-shift", NULL, NULL, FLAG_ON, GENERATE, FIELD(shift), 0, 0,
       "when the context is full, forget its older half but for the system turn, and go on; default: stop" },
     { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(k_type), 0, 0,
-      "type of cached K: f16 or f32; default f16, for logits f32" },
+      "type of cached K of global layers: f16, f32, bf16, q8_0, q4_0, tq4 or tq3; default f16, for logits and check f32" },
     { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(v_type), 0, 0,
-      "type of cached V; default: as K" },
+      "type of cached V of global layers; another than K's needs --kv-layout untied where K and V are one; default: as K" },
+    { "--kv-swa", NULL, "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(ring_type), 0, 0,
+      "type of what sliding layers cache: f16, bf16, q8_0, q4_0, tq4 or tq3; default f16, or f32 with -ctk f32" },
+    { "--kv-tail", NULL, "N", FLAG_INT, PLANS | BENCH | CHECK, FIELD(tail), 0, MAX_CONTEXT,
+      "keep the newest N tokens of quantised global layers in f16 too; default 0" },
     { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(kv_layout), 0, 0,
       "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
     { "--against", NULL, "BACKEND", FLAG_TEXT, CHECK, FIELD(against), 0, 0,
@@ -2913,9 +2950,9 @@ static IntList parse_list(const char *flag, const char *text, int otherwise) {
 
 static KvType parse_kv_type(const char *flag, const char *name, KvType otherwise) {
     if (!name) return otherwise;
-    if (!strcmp(name, "f16")) return KV_F16;
-    if (!strcmp(name, "f32")) return KV_F32;
-    die("%s: expected f16 or f32, got '%s'", flag, name);
+    for (size_t i = 0; i < sizeof kv_names / sizeof *kv_names; i++)
+        if (!strcmp(name, kv_names[i])) return (KvType)i;
+    die("%s: expected f16, f32, bf16, q8_0, q4_0, tq4 or tq3, got '%s'", flag, name);
 }
 
 // A sampling number: the command line's, else the file's, else Gemma's.
@@ -3261,6 +3298,10 @@ int main(int argc, char **argv) {
     o.n_ctx = f.n_ctx < 0 ? 0 : f.n_ctx > 0 ? (int)f.n_ctx : CTX_FIT;
     o.k_type = parse_kv_type("-ctk", f.k_type, f.verb == LOGITS || f.verb == CHECK ? KV_F32 : KV_F16);
     o.v_type = parse_kv_type("-ctv", f.v_type, o.k_type);
+    o.ring_type = parse_kv_type("--kv-swa", f.ring_type, KV_F32);
+    if (f.ring_type && o.ring_type == KV_F32 && o.k_type != KV_F32)
+        die("--kv-swa: expected f32 only with -ctk f32, got -ctk %s; try --kv-swa f16", kv_names[o.k_type]);
+    o.tail = (int)f.tail;
     if (f.kv_layout && strcmp(f.kv_layout, "tied") && strcmp(f.kv_layout, "untied"))
         die("--kv-layout: expected tied or untied, got '%s'", f.kv_layout);
     o.untied = f.kv_layout && !strcmp(f.kv_layout, "untied");
@@ -3538,6 +3579,11 @@ typedef struct { uint64_t key, weight; } Candidate;    // a token among others: 
 
 enum { PASS_PAIRS = 4096 };   // most pairs (row, chosen expert) that experts work on at a time
 
+// Attention numbers its keys: j < len is the committed position j, len + i is row i of the segment. SPAN of them are a span, and
+// span s belongs to part s mod PARTS. What the parts find is put together in their order, so that threads may share a long
+// context of a step of few queries, and the bits follow from the numbers alone.
+enum { SPAN = 256, PARTS = 16, SPLIT_QUERIES = 256 };
+
 static struct {               // scratch of the CPU backend: one prepared input at a time, one row of logits
     Act        y;             // (max_rows, max_cols)
     uint8_t   *packed;        // (max_rows or pairs, max_cols) the input for gguf_dot_q8_rows
@@ -3546,6 +3592,7 @@ static struct {               // scratch of the CPU backend: one prepared input 
     Candidate *candidates;    // (vocab)
     float     *logits;        // (vocab)
     int32_t   *seen;          // (vocab) 0 between operations
+    float     *parts;         // (SPLIT_QUERIES, PARTS, MAX_HEAD_DIM + 2) largest score, sum, values
 } cpu;
 
 static size_t cpu_weight_bytes(const Tensor *w) {
@@ -3604,7 +3651,7 @@ static size_t packed_bytes(size_t rows, size_t pairs, size_t cols) {
 
 static size_t cpu_scratch_bytes(const Limits *lim) {
     const size_t n = (size_t)lim->max_rows * lim->max_cols, pairs = pairs_of_pass(lim);
-    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + packed_bytes(lim->max_rows, pairs, lim->max_cols) +
+    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + SPLIT_QUERIES * PARTS * (MAX_HEAD_DIM + 2) * sizeof(float) + packed_bytes(lim->max_rows, pairs, lim->max_cols) +
            pairs * sizeof(int32_t) + lim->vocab * (sizeof(Candidate) + sizeof(float) + sizeof(int32_t));
 }
 
@@ -3630,6 +3677,7 @@ static void cpu_init(const Limits *lim) {
     cpu.candidates = alloc_or_die(vocab, sizeof *cpu.candidates);
     cpu.logits = alloc_or_die(vocab, sizeof *cpu.logits);
     cpu.seen = alloc_or_die(vocab, sizeof *cpu.seen);
+    if (!cpu.parts) cpu.parts = alloc_or_die((size_t)SPLIT_QUERIES * PARTS * (MAX_HEAD_DIM + 2), sizeof *cpu.parts);
     cpu.rows = rows;
     cpu.pairs = pairs;
     cpu.cols = cols;
@@ -4079,19 +4127,35 @@ static void cpu_gather_rows(const GatherRows *o) {
 
 // ---- cache ----
 
-static void kv_type_missing(KvType t) { die("cache type %d is not supported by the CPU backend; try -ctk f16", (int)t); }
-
-// Where row `slot` of one head lies.
+// Where row `slot` of one head lies, and the scales beside it.
 static void *kv_row(const Cache *c, const KvPlane *p, int seq, int head, int slot) {
     const size_t row = ((size_t)seq * c->n_kv_heads + head) * (size_t)c->slots + slot;
     return (char *)p->data + row * kv_row_bytes(p->type, p->dim);
 }
+static uint16_t *kv_scales(const Cache *c, const KvPlane *p, int seq, int head, int slot) {
+    const size_t row = ((size_t)seq * c->n_kv_heads + head) * (size_t)c->slots + slot;
+    return p->scale ? (uint16_t *)p->scale + row * kv_scale_bytes(p->type, p->dim) / 2 : NULL;
+}
 
-static void kv_write(const KvPlane *p, void *row, const float *v) {
-    if (p->type == KV_F32) memcpy(row, v, (size_t)p->dim * sizeof *v);
-    else if (p->type == KV_F16) for (int i = 0; i < p->dim; i++) ((uint16_t *)row)[i] = gguf_f32_to_f16(v[i]);
-    else if (p->type == KV_BF16) for (int i = 0; i < p->dim; i++) ((uint16_t *)row)[i] = gguf_f32_to_bf16(v[i]);
-    else kv_type_missing(p->type);
+// A cache's tail as a cache: the newest rows in f16.
+static Cache tail_of(const Cache *c) {
+    Cache tail = *c;
+    tail.k = c->k_tail, tail.v = c->v_tail, tail.slots = c->tail_slots;
+    return tail;
+}
+
+// The first dim values of v to a row of plane k or v.
+static void kv_write(const Cache *c, bool is_v, int seq, int head, int slot, const float *v) {
+    const KvPlane *p = is_v ? &c->v : &c->k;
+    kv_write_row(p->type, !is_v || c->n_rot, p->dim, v, kv_row(c, p, seq, head, slot), kv_scales(c, p, seq, head, slot));
+}
+
+// The same to the tail, in the basis of the plane's rows; v is lost.
+static void kv_write_tail(const Cache *c, bool is_v, int seq, int head, int pos, float *v) {
+    const KvPlane *p = is_v ? &c->v : &c->k;
+    const Cache tail = tail_of(c);
+    for (int i = 0; kv_group(p->type) && i < p->dim; i += KV_TURN) kv_turn(v + i, 0.0625f);
+    kv_write(&tail, is_v, seq, head, pos % tail.slots, v);
 }
 
 // Pairs (i, i + half), i < n: (a, b) -> (a cos - b sin, a sin + b cos).
@@ -4141,13 +4205,12 @@ static void qkv_store_rows(const void *task, int first, int end) {
             dump_head(o->dump_q, r, o->n_heads, h, hd, q);
             rope_rotate(q, half, o->rope.n_pairs, cosine, sine);
             dump_head(o->dump_q_pos, r, o->n_heads, h, hd, q);
-            if (!c->n_rot) continue;
-            for (int i = 0; i < half; i++) {           // the unrotated part of K is r * fold: fold goes into q
-                if (i < c->n_rot) continue;
+            for (int i = c->n_rot; c->n_rot && i < half; i++) {        // the unrotated part of K is r * fold: fold goes into q
                 q[i] *= c->fold[i];
                 q[i + half] *= c->fold[i + half];
             }
-            tied_order(q, hd, c->n_rot, false);
+            if (c->n_rot) tied_order(q, hd, c->n_rot, false);
+            if (kv_group(c->k.type)) kv_turn_query(q, hd);
         }
         if (!o->k) continue;
         const Cache *dst = o->stage ? o->stage : c;
@@ -4165,8 +4228,11 @@ static void qkv_store_rows(const void *task, int first, int end) {
                 tied_order(k, hd, c->n_rot, false);
                 tied_order(v, hd, c->n_rot, false);
             }
-            kv_write(&dst->k, kv_row(dst, &dst->k, seq, g, slot), k);  // tied: the first k.dim values, those that rotate
-            kv_write(&dst->v, kv_row(dst, &dst->v, seq, g, slot), v);
+            kv_write(dst, false, seq, g, slot, k);     // tied: the first k.dim values, those that rotate
+            kv_write(dst, true, seq, g, slot, v);
+            if (!c->tail_slots || row->index < seg->n - c->tail_slots) continue;
+            kv_write_tail(c, false, seq, g, len + row->index, k);
+            kv_write_tail(c, true, seq, g, len + row->index, v);
         }
     }
 }
@@ -4176,8 +4242,8 @@ static void cpu_qkv_store(const QkvStore *o) { parallel(o->batch->n_rows, share(
 enum { QUERIES = 8, KEYS = 32 };        // rows x heads, and cached rows, that are worked on at a time
 
 // softmax(q . k) v of some queries, which are heads of one KV head in rows of one segment. Key by key in the order of
-// positions ("online softmax"): the largest score so far stays the reference point, so exp never overflows. How queries and
-// keys are grouped makes no difference to the bits.
+// positions ("online softmax"): the largest score so far stays the reference point, so exp never overflows. How queries are
+// grouped makes no difference to the bits.
 typedef struct {
     const Attend *o;
     int   head_dim, n_heads, n;         // n queries: rows x n_heads
@@ -4209,28 +4275,43 @@ static void add_values(float *out, const float *v, const int *key, const float *
         for (int j = 0; j < n; j++) out[i] += p[j] * v[(size_t)key[j] * dim + i];
 }
 
-static int float_type(KvType t) {
-    if (t != KV_F32 && t != KV_F16 && t != KV_BF16) kv_type_missing(t);
-    return t == KV_F32 ? GGUF_F32 : t == KV_F16 ? GGUF_F16 : GGUF_BF16;
+// n <= KEYS rows of a plane (n, dim) as floats, where they lie or in room for them.
+static const float *kv_floats(const Cache *c, const KvPlane *p, int seq, int head, int slot, int n, float *room) {
+    const void *rows = kv_row(c, p, seq, head, slot);
+    if (p->type == KV_F32) return rows;
+    kv_read_rows(p->type, n, p->dim, rows, kv_scales(c, p, seq, head, slot), room);
+    return room;
+}
+
+// scores[i][k] of n <= KEYS keys and all queries. v (n, head_dim): their rows of V as floats.
+static void score_keys(Softmax *s, const Cache *c, int seq, int head, int slot, int n, const float *v, float scores[][KEYS]) {
+    const int hd = s->head_dim, n_k = c->k.dim;
+    const bool halves = c->k.type == KV_F16 || c->k.type == KV_BF16;
+    const size_t unit = sizeof(float);
+    float k_room[KEYS * MAX_HEAD_DIM], rest[QUERIES][KEYS];
+    if (halves) gguf_dot_f32_rows(c->k.type == KV_F16 ? GGUF_F16 : GGUF_BF16, kv_row(c, &c->k, seq, head, slot), n,
+                                  kv_row_bytes(c->k.type, n_k), s->q, s->n, hd, n_k, scores[0], KEYS);
+    else gguf_dot_f32_rows(GGUF_F32, kv_floats(c, &c->k, seq, head, slot, n, k_room), n, n_k * unit, s->q, s->n, hd, n_k,
+                           scores[0], KEYS);
+    if (n_k < hd)                                      // tied: the rest of K is V
+        gguf_dot_f32_rows(GGUF_F32, v + n_k, n, hd * unit, s->q + n_k, s->n, hd, hd - n_k, rest[0], KEYS);
+    for (int i = 0; i < s->n; i++)
+        for (int k = 0; k < n; k++) scores[i][k] = (n_k < hd ? scores[i][k] + rest[i][k] : scores[i][k]) * s->o->scale;
 }
 
 // Takes n <= KEYS keys into account, in slots from `slot` on. Bit k of seen[i]: row i of the queries sees key k.
 static void attend_keys(Softmax *s, const Cache *c, int seq, int head, int slot, int n, const uint32_t *seen) {
-    const int hd = s->head_dim, n_k = c->k.dim, k_type = float_type(c->k.type), v_type = float_type(c->v.type);
-    const size_t k_bytes = kv_row_bytes(c->k.type, n_k), v_bytes = kv_row_bytes(c->v.type, hd);
-    const char *k_rows = kv_row(c, &c->k, seq, head, slot), *v_rows = kv_row(c, &c->v, seq, head, slot);
-    float scores[QUERIES][KEYS], rest[QUERIES][KEYS], v_buf[KEYS * MAX_HEAD_DIM];
-    const float *v = c->v.type == KV_F32 ? (const float *)(const void *)v_rows : v_buf;
-    if (c->v.type != KV_F32) gguf_dequantize(v_type, v_rows, v_buf, (size_t)n * hd);
-    gguf_dot_f32_rows(k_type, k_rows, n, k_bytes, s->q, s->n, hd, n_k, scores[0], KEYS);
-    if (n_k < hd)                                      // tied: the rest of K is V
-        gguf_dot_f32_rows(v_type, v_rows + v_bytes / hd * n_k, n, v_bytes, s->q + n_k, s->n, hd, hd - n_k, rest[0], KEYS);
+    const int hd = s->head_dim;
+    const float factor = c->n_rot ? kv_tied_factor(c->v.type) : 1;
+    float scores[QUERIES][KEYS], v_room[KEYS * MAX_HEAD_DIM];
+    const float *v = kv_floats(c, &c->v, seq, head, slot, n, v_room);
+    score_keys(s, c, seq, head, slot, n, v, scores);
     for (int i = 0; i < s->n; i++) {
         float score[KEYS], p[KEYS], *out = s->out + (size_t)i * hd;
         int key[KEYS], n_seen = 0;
         for (int k = 0; k < n; k++) {
             if (!(seen[i / s->n_heads] >> k & 1)) continue;
-            score[n_seen] = (n_k < hd ? scores[i][k] + rest[i][k] : scores[i][k]) * s->o->scale;
+            score[n_seen] = scores[i][k];
             key[n_seen++] = k;
         }
         for (int from = 0, to; from < n_seen; from = to) {             // as far as the largest score stays the same
@@ -4242,21 +4323,135 @@ static void attend_keys(Softmax *s, const Cache *c, int seq, int head, int slot,
             }
             for (to = from + 1; to < n_seen && !(score[to] > s->max[i]); to++) {}
             for (int j = from; j < to; j++) p[j] = exp_of(score[j] - s->max[i]);
-            for (int j = from; j < to; j++) s->sum[i] += p[j];
+            for (int j = from; j < to; j++) s->sum[i] += p[j], p[j] *= factor;
             add_values(out, v, key + from, p + from, to - from, hd);
         }
     }
 }
 
-// The heads from `head` on, of rows r .. r + n_rows - 1 of the step, which are of one segment.
-static void attend_queries(Softmax *s, const Attend *o, int r, int n_rows, int head, int n_heads) {
+typedef struct {              // rows of one segment, fewer than 32, and what they see
+    const Row *row;
+    const Segment *seg;
+    int n, len;
+    int first[QUERIES];       // the lowest position in sight
+    int cut[QUERIES];         // committed positions up to here are read in k and v, those above in the tail
+    int lowest, end;          // keys in sight of any row are lowest .. end - 1
+    int low_cut, high_cut;
+    bool tailed;
+} Sight;
+
+// Committed positions from <= p < to, in a cache or (is_tail) its tail.
+static void attend_committed(Softmax *s, const Sight *v, const Cache *c, bool is_tail, int head, int from, int to) {
+    for (int p = from, n; p < to; p += n) {
+        uint32_t seen[QUERIES], any = 0;
+        n = min_int(min_int(KEYS, to - p), c->slots - p % c->slots);
+        for (int i = 0; i < v->n; i++) {
+            const int low = max_int((is_tail ? max_int(v->first[i], v->cut[i] + 1) : v->first[i]) - p, 0);
+            const int high = is_tail ? 32 : v->cut[i] - p + 1;         // bits low .. high - 1
+            seen[i] = low < 32 ? ~(uint32_t)0 << low : 0;
+            if (high < 32) seen[i] &= high > 0 ? ((uint32_t)1 << high) - 1 : 0;
+            any |= seen[i];
+        }
+        if (any) attend_keys(s, c, v->seg->seq, head, p % c->slots, n, seen);
+    }
+}
+
+// Rows of a tree on the path to one of them, its own included, whose depths are from .. to - 1.
+static uint64_t path_rows(uint64_t ancestors, int from, int to) {
+    uint64_t rows = 0;
+    for (int depth = 0; ancestors; depth++, ancestors &= ancestors - 1)
+        if (depth >= from && depth < to) rows |= ancestors & -ancestors;
+    return rows;
+}
+
+// Rows of the segment itself, which lie behind the committed ones or in a stage, at depths from .. to - 1.
+static void attend_own(Softmax *s, const Sight *v, const Cache *c, int head, int from, int to) {
+    const Cache *stage = s->o->stage;
+    const bool all = s->o->own == OWN_ALL, tree = !all && v->seg->kind == SEG_TREE;
+    uint64_t path[QUERIES];
+    for (int i = 0; i < v->n && tree; i++) path[i] = path_rows(v->row[i].ancestors, from, to);
+    const int end = tree ? v->end - v->len : to;       // a tree's rows are not in the order of their depths
+    for (int k = tree ? 0 : from, n; k < end; k += n) {
+        const int slot = stage ? v->seg->first + k : (v->len + k) % c->slots;
+        uint32_t seen[QUERIES], any = 0;
+        n = min_int(KEYS, end - k);
+        if (!stage) n = min_int(n, c->slots - slot);
+        for (int i = 0; i < v->n; i++) {
+            const int hidden = max_int(v->first[i] - v->len - k, 0), ahead = v->row[i].index + 1 - k;
+            seen[i] = tree ? (uint32_t)(path[i] >> k) : all || hidden < 32 ? ~(uint32_t)0 << (all ? 0 : hidden) : 0;
+            if (!all && ahead < 32) seen[i] &= ahead > 0 ? ((uint32_t)1 << ahead) - 1 : 0;
+            any |= seen[i];
+        }
+        if (any) attend_keys(s, stage ? stage : c, stage ? 0 : v->seg->seq, head, slot, n, seen);
+    }
+}
+
+// Rows r .. r + n_rows - 1 of the step, which are of one segment, and what they see.
+static Sight look(const Attend *o, int r, int n_rows) {
     const Cache *c = o->cache;
-    const int hd = c->head_dim, g = head / (o->n_heads / c->n_kv_heads);
     const Row *row = &o->batch->rows[r];
     const Segment *seg = &o->batch->segs[row->seg];
-    const int len = o->batch->len[seg->seq];
-    int first[QUERIES], lowest = len, n_own = 0;       // the lowest positions in sight; rows of the segment that one may see
-    uint32_t seen[QUERIES];
+    Sight v = { .row = row, .seg = seg, .n = n_rows, .len = o->batch->len[seg->seq], .high_cut = -1,
+                .tailed = c->tail_slots && seg->n <= STEP_ROWS };
+    v.lowest = v.low_cut = v.end = v.len;
+    for (int i = 0; i < n_rows; i++) {
+        const int pos = v.len + row[i].depth, n_own = o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : row[i].index + 1;
+        v.first[i] = o->window ? max_int(0, pos - o->window + 1) : 0;
+        v.cut[i] = v.tailed ? max_int(-1, pos - (c->tail_slots - STEP_ROWS)) : INT_MAX - 1;
+        v.lowest = min_int(v.lowest, v.first[i]);
+        v.low_cut = min_int(v.low_cut, v.cut[i]), v.high_cut = max_int(v.high_cut, v.cut[i]);
+        v.end = max_int(v.end, v.len + n_own);
+    }
+    return v;
+}
+
+// What one part finds for the queries of s: out, max and sum.
+static void attend_part(Softmax *s, const Sight *v, int head, int part) {
+    const Cache *c = s->o->cache, tail = tail_of(c);
+    const int first = v->lowest / SPAN;
+    for (int i = 0; i < s->n; i++) s->max[i] = -INFINITY, s->sum[i] = 0;
+    memset(s->out, 0, (size_t)s->n * s->head_dim * sizeof *s->out);
+    for (int span = first + (part - first % PARTS + PARTS) % PARTS; span * SPAN < v->end; span += PARTS) {
+        const int from = max_int(span * SPAN, v->lowest), to = min_int((span + 1) * SPAN, v->end), held = min_int(to, v->len);
+        attend_committed(s, v, c, false, head, from, min_int(held, v->high_cut + 1));
+        if (v->tailed) attend_committed(s, v, &tail, true, head, max_int(from, v->low_cut + 1), held);
+        if (to > v->len) attend_own(s, v, v->tailed ? &tail : c, head, max_int(from, v->len) - v->len, to - v->len);
+    }
+}
+
+// Adds what a part found (out, max, sum) for one query to what those before it did.
+static void join_part(float *out, float *max, float *sum, const float *part_out, float part_max, float part_sum, int n) {
+    if (part_sum == 0) return;
+    const float top = fmaxf(*max, part_max), shrink = *sum == 0 ? 0 : exp_of(*max - top), factor = exp_of(part_max - top);
+    for (int d = 0; d < n; d++) out[d] = *sum == 0 ? part_out[d] : out[d] * shrink + part_out[d] * factor;
+    *sum = *sum == 0 ? part_sum : *sum * shrink + part_sum * factor;
+    *max = top;
+}
+
+// One query's result (head_dim), to where attention writes it.
+static void put_query(const Attend *o, int r, int head, float *out, float sum) {
+    const Cache *c = o->cache;
+    const int hd = c->head_dim;
+    for (int d = 0; d < hd; d++) out[d] = sum == 0 ? 0 : out[d] / sum;         // nothing in sight: 0
+    if (kv_group(c->v.type)) kv_turn_rows_back(out, hd);
+    if (c->n_rot) tied_order(out, hd, c->n_rot, true);
+    emit(&o->out, r, o->n_heads * hd, head * hd, out, hd);
+}
+
+typedef struct {
+    const Attend *o;
+    int rows, heads;          // of an item
+    int parts;                // into which the heads of a KV head are cut
+    int split;                // into which the context is: 1, or PARTS
+} AttendJob;
+
+// The heads from `head` on, of rows r .. r + n_rows - 1 of the step, which are of one segment: all parts, or one of them, whose
+// results wait in cpu.parts.
+static void attend_queries(Softmax *s, const AttendJob *job, int r, int n_rows, int head, int n_heads, int part) {
+    const Attend *o = job->o;
+    const int hd = o->cache->head_dim, g = head / (o->n_heads / o->cache->n_kv_heads);
+    const Sight v = look(o, r, n_rows);
+    float total[QUERIES * MAX_HEAD_DIM], max[QUERIES], sum[QUERIES];
     s->o = o;
     s->head_dim = hd;
     s->n_heads = n_heads;
@@ -4264,54 +4459,29 @@ static void attend_queries(Softmax *s, const Attend *o, int r, int n_rows, int h
     for (int i = 0; i < s->n; i++) {
         const size_t at = (size_t)(r + i / n_heads) * o->n_heads + head + i % n_heads;
         memcpy(s->q + (size_t)i * hd, o->q + at * hd, (size_t)hd * sizeof *s->q);
-        s->max[i] = -INFINITY;
-        s->sum[i] = 0;
+        max[i] = -INFINITY, sum[i] = 0;
     }
-    memset(s->out, 0, (size_t)s->n * hd * sizeof *s->out);
-    for (int i = 0; i < n_rows; i++) {
-        first[i] = o->window ? max_int(0, len + row[i].depth - o->window + 1) : 0;
-        lowest = min_int(lowest, first[i]);
-        n_own = max_int(n_own, o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : row[i].index + 1);
-    }
-    for (int p = lowest, n; p < len; p += n) {
-        n = min_int(min_int(KEYS, len - p), c->slots - p % c->slots);
-        for (int i = 0; i < n_rows; i++) {
-            const int hidden = max_int(first[i] - p, 0);
-            seen[i] = hidden < 32 ? ~(uint32_t)0 << hidden : 0;
+    const int first = job->split > 1 ? part : 0, end = job->split > 1 ? part + 1 : min_int(PARTS, (v.end - 1) / SPAN + 1);
+    for (int p = first; p < end; p++) {
+        attend_part(s, &v, g, p);
+        for (int i = 0; i < s->n; i++) {
+            const float *out = s->out + (size_t)i * hd;
+            const size_t query = (size_t)(r + i / n_heads) * o->n_heads + head + i % n_heads;
+            if (job->split == 1) {
+                join_part(total + (size_t)i * hd, &max[i], &sum[i], out, s->max[i], s->sum[i], hd);
+                continue;
+            }
+            float *to = cpu.parts + (query * PARTS + p) * (MAX_HEAD_DIM + 2);
+            to[0] = s->max[i], to[1] = s->sum[i];
+            memcpy(to + 2, out, (size_t)hd * sizeof *out);
         }
-        attend_keys(s, c, seg->seq, g, p % c->slots, n, seen);
     }
-    for (int k = 0, n; k < n_own; k += n) {
-        const int slot = o->stage ? seg->first + k : (len + k) % c->slots;
-        uint32_t any = 0;
-        n = min_int(KEYS, n_own - k);
-        if (!o->stage) n = min_int(n, c->slots - slot);
-        for (int i = 0; i < n_rows; i++) {
-            const int hidden = max_int(first[i] - len - k, 0), ahead = row[i].index + 1 - k;
-            seen[i] = ~(uint32_t)0;
-            if (o->own == OWN_CAUSAL && seg->kind == SEG_TREE) seen[i] = (uint32_t)(row[i].ancestors >> k);
-            if (o->own == OWN_CAUSAL && seg->kind == SEG_CHAIN) seen[i] = hidden < 32 ? ~(uint32_t)0 << hidden : 0;
-            if (o->own == OWN_CAUSAL && ahead < 32) seen[i] &= ahead > 0 ? ((uint32_t)1 << ahead) - 1 : 0;
-            any |= seen[i];
-        }
-        if (any) attend_keys(s, o->stage ? o->stage : c, o->stage ? 0 : seg->seq, g, slot, n, seen);
-    }
-    for (int i = 0; i < s->n; i++) {
-        float *out = s->out + (size_t)i * hd;
-        for (int d = 0; d < hd; d++) out[d] = s->sum[i] == 0 ? 0 : out[d] / s->sum[i];      // nothing in sight: 0
-        if (c->n_rot) tied_order(out, hd, c->n_rot, true);
-        emit(&o->out, r + i / n_heads, o->n_heads * hd, (head + i % n_heads) * hd, out, hd);
-    }
+    for (int i = 0; i < s->n && job->split == 1; i++)
+        put_query(o, r + i / n_heads, head + i % n_heads, total + (size_t)i * hd, sum[i]);
 }
 
-typedef struct {
-    const Attend *o;
-    int rows, heads;          // of an item
-    int parts;                // into which the heads of a KV head are cut
-} AttendJob;
-
 static int attend_count(const AttendJob *job) {        // items
-    return (job->o->batch->n_rows + job->rows - 1) / job->rows * job->o->cache->n_kv_heads * job->parts;
+    return (job->o->batch->n_rows + job->rows - 1) / job->rows * job->o->cache->n_kv_heads * job->parts * job->split;
 }
 
 static void attend_items(const void *task, int begin, int end) {
@@ -4319,37 +4489,59 @@ static void attend_items(const void *task, int begin, int end) {
     const Attend *o = job->o;
     const int kv_heads = o->cache->n_kv_heads, group = o->n_heads / kv_heads, across = kv_heads * job->parts;
     Softmax s;
-    for (int item = begin; item < end; item++) {
+    for (int i = begin; i < end; i++) {
+        const int item = i / job->split, part = i % job->split;
         const int from = item % across % job->parts * job->heads, head = item % across / job->parts * group + from;
         const int row_end = min_int((item / across + 1) * job->rows, o->batch->n_rows);
         for (int r = item / across * job->rows, n; r < row_end; r += n) {
             for (n = 1; r + n < row_end && o->batch->rows[r + n].seg == o->batch->rows[r].seg; n++) {}
-            attend_queries(&s, o, r, n, head, min_int(job->heads, group - from));
+            attend_queries(&s, job, r, n, head, min_int(job->heads, group - from), part);
         }
     }
 }
 
+// Queries first .. end - 1, of which all parts wait in cpu.parts.
+static void join_queries(const void *task, int first, int end) {
+    const Attend *o = ((const AttendJob *)task)->o;
+    for (int query = first; query < end; query++) {
+        float out[MAX_HEAD_DIM] = { 0 }, max = -INFINITY, sum = 0;
+        for (int p = 0; p < PARTS; p++) {
+            const float *part = cpu.parts + ((size_t)query * PARTS + p) * (MAX_HEAD_DIM + 2);
+            join_part(out, &max, &sum, part + 2, part[0], part[1], o->cache->head_dim);
+        }
+        put_query(o, query / o->n_heads, query % o->n_heads, out, sum);
+    }
+}
+
 static void cpu_attend(const Attend *o) {
-    const int group = o->n_heads / o->cache->n_kv_heads;
-    AttendJob job = { .o = o, .heads = min_int(group, QUERIES) };
+    const int group = o->n_heads / o->cache->n_kv_heads, n_queries = o->batch->n_rows * o->n_heads;
+    AttendJob job = { .o = o, .heads = min_int(group, QUERIES), .split = 1 };
+    int longest = 0;
     if (o->store) cpu_qkv_store(o->store);
     job.rows = QUERIES / job.heads;
     job.parts = (group + job.heads - 1) / job.heads;
+    for (int i = 0; i < o->batch->n_segs; i++) longest = max_int(longest, o->batch->len[o->batch->segs[i].seq]);
+    if (o->window) longest = min_int(longest, o->window);
+    if (attend_count(&job) < 2 * pool.n_threads && n_queries <= SPLIT_QUERIES && longest >= 4 * SPAN) job.split = PARTS;
     while (attend_count(&job) < pool.n_threads && job.rows * job.heads > 1) {       // fewer queries share a key then
         if (job.rows > 1) job.rows = (job.rows + 1) / 2;
         else job.heads = (job.heads + 1) / 2;
         job.parts = (group + job.heads - 1) / job.heads;
     }
-    parallel(attend_count(&job), share(attend_count(&job), 1), attend_items, &job);
+    parallel(attend_count(&job), job.split > 1 ? 1 : share(attend_count(&job), 1), attend_items, &job);
+    if (job.split > 1) parallel(n_queries, share(n_queries, 1), join_queries, &job);
 }
 
 // One cached row of all heads from one place to another.
 static void kv_move(const Cache *dst, int dst_seq, int dst_slot, const Cache *src, int src_seq, int src_slot) {
-    const size_t k_bytes = kv_row_bytes(dst->k.type, dst->k.dim), v_bytes = kv_row_bytes(dst->v.type, dst->v.dim);
-    for (int g = 0; g < dst->n_kv_heads; g++) {
-        memmove(kv_row(dst, &dst->k, dst_seq, g, dst_slot), kv_row(src, &src->k, src_seq, g, src_slot), k_bytes);
-        memmove(kv_row(dst, &dst->v, dst_seq, g, dst_slot), kv_row(src, &src->v, src_seq, g, src_slot), v_bytes);
-    }
+    for (int g = 0; g < dst->n_kv_heads; g++)
+        for (int plane = 0; plane < 2; plane++) {
+            const KvPlane *to = plane ? &dst->v : &dst->k, *from = plane ? &src->v : &src->k;
+            memmove(kv_row(dst, to, dst_seq, g, dst_slot), kv_row(src, from, src_seq, g, src_slot),
+                    kv_row_bytes(to->type, to->dim));
+            if (to->scale) memmove(kv_scales(dst, to, dst_seq, g, dst_slot), kv_scales(src, from, src_seq, g, src_slot),
+                                   kv_scale_bytes(to->type, to->dim));
+        }
 }
 
 static void cpu_kv_commit(const KvCommit *o) {
@@ -4359,8 +4551,9 @@ static void cpu_kv_commit(const KvCommit *o) {
         for (int k = 0; k < o->n_accept[i]; k++) {     // path[k] >= k: no row is overwritten unread
             const int from = seg->kind == SEG_TREE ? o->path[(size_t)i * STEP_ROWS + k] : k;
             for (int l = 0; l < o->n_caches && from != k; l++) {
-                const Cache *c = &o->caches[l];
+                const Cache *c = &o->caches[l], tail = tail_of(c);
                 kv_move(c, seg->seq, (*len + k) % c->slots, c, seg->seq, (*len + from) % c->slots);
+                if (tail.slots) kv_move(&tail, seg->seq, (*len + k) % tail.slots, &tail, seg->seq, (*len + from) % tail.slots);
             }
             const int32_t token = known(o->batch->rows[seg->first + from].token, o->vocab);
             if (o->counts) o->counts[(size_t)seg->seq * o->vocab + token]++;

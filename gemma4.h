@@ -131,7 +131,7 @@ typedef struct {                     // (n_seqs, n_kv_heads, slots, dim): one he
     void  *scale;                    // f16 group scales of quantised types, same order, kv_scale_bytes() a row; else NULL
 } KvPlane;
 
-// gemma4.c places, saves and restores rows by these sizes; the order of codes within a row is the backend's own.
+// Bytes of a row. What it consists of in a quantised type is in parts/kv.h.
 ON_DEVICE static inline size_t kv_row_bytes(KvType t, int dim) {
     return (size_t)dim * (t == KV_F32 ? 32 : t == KV_F16 || t == KV_BF16 ? 16 : t == KV_Q8_0 ? 8 : t == KV_TQ3 ? 3 : 4) / 8;
 }
@@ -148,17 +148,17 @@ ON_DEVICE static inline size_t kv_scale_bytes(KvType t, int dim) { return kv_gro
 // Tied (n_rot > 0; layers whose V is the K projection): with r = k / rms(k), v holds r, k holds the 2 * n_rot rotated
 // values of K = rope(w_k * r); the other values of K are r * fold. Both hold them in the order
 //     [0, n_rot) [half, half + n_rot) | [n_rot, half) [half + n_rot, head_dim),    half = head_dim / 2
-// so that rotated and unrotated values do not mix in a Hadamard group. qkv_store brings q into that order and multiplies
-// its unrotated part by fold; attend brings the output back. Whoever reads a cache goes through these two operations.
+// so that rotated and unrotated values do not mix in a group of quantised rows. qkv_store brings q into that order and
+// multiplies its unrotated part by fold; attend brings the output back. Rows of quantised types are in a basis of their own
+// (parts/kv.h): qkv_store turns q into that of k, attend turns the output back from that of v. Scales of k, and of a tied v,
+// keep scores unbiased. Whoever reads a cache goes through these two operations.
 typedef struct {
     int          n_seqs, n_kv_heads, head_dim;
     int          slots;              // multiple of TILE_SLOTS
     int          n_rot;              // tied: pairs that rotate; 0: untied
-    int          hadamard;           // rows are Hadamard-rotated in groups of this many values, S2 H S1 x, S diagonal signs;
-                                     // 0: not. No backend does it yet
     KvPlane      k, v;
     const float *fold;               // (head_dim) w_k of the owning layer, tied only
-    KvPlane      k_tail, v_tail;     // the newest rows in f16 too, a ring of tail_slots, when k and v are quantised. A row at
+    KvPlane      k_tail, v_tail;     // the newest rows in f16 too, in the basis of k and v, a ring of tail_slots. A row at
                                      // position p reads positions > p - (tail_slots - STEP_ROWS) there, older ones in k and
                                      // v. A segment of more than STEP_ROWS rows reads k and v only; its last tail_slots rows
                                      // go to both

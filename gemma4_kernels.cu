@@ -4097,14 +4097,31 @@ static void cuda_ple_inject(const PleInject *o) {
 // ==== [7] Cache: store, commit, copy =================================================================================
 // Rows are written once, in the type of the cache, and read where they lie.
 
-static void check_cache(const Cache *c, const char *what) {
-    if (c->k.type > KV_BF16 || c->v.type > KV_BF16 || c->hadamard || c->tail_slots)
-        cuda_die("%s: cache of types %d and %d is not supported", what, (int)c->k.type, (int)c->v.type);
-}
+#define KV_CODE __device__ static inline
+#define KV_LANE ((int)threadIdx.x % 32)
+#define KV_LANES 32
+#define KV_SUM(n) __reduce_add_sync(~0u, n)
+#define KV_MOST(x) warp_max(x)
+#define KV_SYNC() __syncwarp()
+#define KV_TO_HALF(x) __half_as_ushort(__float2half_rn(x))
+#define KV_FROM_HALF(h) __half2float(__ushort_as_half(h))
+#include "parts/kv.h"
 
-// Row `slot` of one head; floats of the plane's type follow.
+static bool is_coded(const Cache *c) { return kv_group(c->k.type) || kv_group(c->v.type); }
+
+// Row `slot` of one head, and the scales beside it.
 __device__ static inline char *kv_row(const Cache &c, const KvPlane &p, int seq, int head, int slot) {
     return (char *)p.data + (((size_t)seq * c.n_kv_heads + head) * c.slots + slot) * kv_row_bytes(p.type, p.dim);
+}
+__device__ static inline uint16_t *kv_scales(const Cache &c, const KvPlane &p, int seq, int head, int slot) {
+    return (uint16_t *)p.scale + (((size_t)seq * c.n_kv_heads + head) * c.slots + slot) * (kv_scale_bytes(p.type, p.dim) / 2);
+}
+
+// A cache's tail as a cache: the newest rows in f16.
+ON_DEVICE static inline Cache tail_of(const Cache &c) {
+    Cache tail = c;
+    tail.k = c.k_tail, tail.v = c.v_tail, tail.slots = c.tail_slots;
+    return tail;
 }
 
 // Four values as halves, the first one lowest.
@@ -4242,28 +4259,66 @@ static __device__ inline void dump_head(float *dump, size_t at, const HeadValues
     if (dump) head_each(x, half, 0, [&](int, int i, float4 v) { *(float4 *)(dump + at + i) = v; });
 }
 
-// qkv_store: head norms, rope, order of the cache, write. A warp takes a head of q, or of K, or of V.
+// Warps that share the rows of a plane: one a head, or one a group of a quantised type.
+ON_DEVICE static inline int groups_of(const KvPlane &p) { return kv_group(p.type) ? p.dim / KV_TURN : 1; }
+
+// Room of a warp for a head on its way to the basis of quantised rows and to codes.
+typedef struct { float y[512]; uint8_t code[KV_TURN]; } StoreRoom;
+
+// A row of K or V, or one group of it where the plane is quantised, to its slot and to the tail. x: the head.
+template <bool CODED, int M>
+__device__ static inline void store_row(const HeadValues<M> &x, const Cache &c, const Cache &dst, bool is_k, int seq, int h,
+                                        int slot, int tail_slot, int group, StoreRoom *room) {
+    const KvPlane &p = is_k ? dst.k : dst.v;
+    const int half = c.head_dim / 2, lane = threadIdx.x % 32;
+    char *row = kv_row(dst, p, seq, h, slot);
+    const Cache tail = CODED ? tail_of(c) : Cache{};
+    const KvPlane &tail_plane = is_k ? tail.k : tail.v;
+    char *tail_row = CODED && tail_slot >= 0 ? kv_row(tail, tail_plane, seq, h, tail_slot) : NULL;
+    if (!CODED || !kv_group(p.type)) {
+        head_each(x, half, c.n_rot, [&](int to, int, float4 v) {
+            if (to >= p.dim) return;
+            kv_write4(p, row, to, v);
+            if (tail_row) kv_write4(tail_plane, tail_row, to, v);
+        });
+        return;
+    }
+    float *y = room->y + group * KV_TURN;
+    head_each(x, half, c.n_rot, [&](int to, int, float4 v) { *(float4 *)(room->y + to) = v; });
+    kv_turn(y, 0.0625f);
+    if (tail_row) kv_write4(tail_plane, tail_row, group * KV_TURN + 4 * lane, *(const float4 *)(y + 4 * lane));
+    kv_encode(p.type, is_k || c.n_rot, y, room->code, (uint32_t *)(row + kv_row_bytes(p.type, group * KV_TURN)),
+              kv_scales(dst, p, seq, h, slot) + group * KV_TURN / kv_group(p.type));
+}
+
+// qkv_store: head norms, rope, order and basis of the cache, write. A warp takes a head of q, or of K, or of V, of which
+// in quantised types it writes one group of 128 values.
 //   shapes    as QkvStore; head_dim <= 512, a multiple of 8
-//   launch    grid (n_rows, ceil(((q ? n_heads : 0) + (k ? 2 * n_kv_heads : 0)) / 4)), block 128
-//   traffic   reads and writes q, reads k and v, writes a row of each plane
+//   launch    grid (n_rows, ceil(((q ? n_heads : 0) + (k ? n_kv_heads * (groups_of(k) + groups_of(v)) : 0)) / 4)), block 128
+//   traffic   reads and writes q, reads k and v (CODED: once per group), writes a row of each plane
 //   numerics  f32; angles are reduced to a turn in f64, sine and cosine are f32, made once for the four heads
 //   see       cpu_qkv_store
+template <bool CODED>
 __global__ void qkv_store_kernel(QkvStore o, Batch b, Cache c, Cache dst, bool staged) {
     take_turn();
     __shared__ __align__(16) float angles[512];
+    __shared__ __align__(16) StoreRoom rooms[CODED ? 4 : 1];
     const int hd = c.head_dim, half = hd / 2, r = blockIdx.x, n_q = o.q ? o.n_heads : 0, n_kv = o.k ? c.n_kv_heads : 0;
-    const int job = blockIdx.y * 4 + threadIdx.x / 32;
+    const int job = blockIdx.y * 4 + threadIdx.x / 32, k_jobs = n_kv * (CODED ? groups_of(dst.k) : 1);
+    const int v_jobs = n_kv * (CODED ? groups_of(dst.v) : 1);
     const Row row = b.rows[r];
     const Segment seg = b.segs[row.seg];
     const int len = b.len[seg.seq], pos = len + row.depth;
+    StoreRoom *room = &rooms[CODED ? threadIdx.x / 32 : 0];
     for (int i = threadIdx.x; i < o.rope.n_pairs; i += blockDim.x)
         angle_of(o.rope.inv_freq[i], pos, &angles[i], &angles[half + i]);
     __syncthreads();
-    if (job >= n_q + 2 * n_kv) return;
+    if (job >= n_q + k_jobs + v_jobs) return;
     HeadValues<2> x;
     if (job < n_q) {
         const size_t at = ((size_t)r * n_q + job) * hd;
-        float *q = o.q + at;
+        const bool turns = CODED && kv_group(c.k.type);
+        float *q = o.q + at, *to_q = turns ? room->y : q;
         head_load(x, q, half);
         head_norm(x, o.w_q, half, o.eps);
         dump_head(o.dump_q, at, x, half);
@@ -4271,61 +4326,69 @@ __global__ void qkv_store_kernel(QkvStore o, Batch b, Cache c, Cache dst, bool s
         dump_head(o.dump_q_pos, at, x, half);
         // in place: all was loaded before norm had its sum
         head_each(x, half, c.n_rot, [&](int to, int i, float4 v) {
-            *(float4 *)(q + to) = folded(c.n_rot, c.fold, half, i, v);
+            *(float4 *)(to_q + to) = folded(c.n_rot, c.fold, half, i, v);
         });
+        for (int g = 0; turns && g < hd; g += KV_TURN) kv_turn(room->y + g, 0.125f);
+        for (int i = 4 * (threadIdx.x % 32); turns && i < hd; i += 128) *(float4 *)(q + i) = *(const float4 *)(room->y + i);
         return;
     }
-    const int h = (job - n_q) % n_kv, slot = staged ? seg.first + row.index : (len + row.index) % c.slots;
-    const int seq = staged ? 0 : seg.seq;
+    const bool is_k = job - n_q < k_jobs;
+    const int number = job - n_q - (is_k ? 0 : k_jobs), groups = CODED ? groups_of(is_k ? dst.k : dst.v) : 1;
+    const int h = number / groups, group = number - h * groups;
+    const int slot = staged ? seg.first + row.index : (len + row.index) % c.slots;
     const size_t at = ((size_t)r * n_kv + h) * hd;
-    const bool is_k = job - n_q < n_kv;
-    const KvPlane &plane = is_k ? dst.k : dst.v;
     head_load(x, (is_k ? o.k : o.v) + at, half);
     if (is_k || o.v_norm) head_norm(x, is_k ? o.w_k : NULL, half, o.eps);
-    dump_head(is_k ? o.dump_k : o.dump_v, at, x, half);
+    if (group == 0) dump_head(is_k ? o.dump_k : o.dump_v, at, x, half);
     if (is_k) {
         head_turn(x, angles, o.rope.n_pairs, half);
-        dump_head(o.dump_k_pos, at, x, half);
+        if (group == 0) dump_head(o.dump_k_pos, at, x, half);
     }
-    char *to_row = kv_row(dst, plane, seq, h, slot);
-    head_each(x, half, c.n_rot, [&](int to, int, float4 v) {
-        if (to < plane.dim) kv_write4(plane, to_row, to, v);
-    });
+    const bool in_tail = CODED && c.tail_slots && row.index >= seg.n - c.tail_slots;
+    store_row<CODED>(x, c, dst, is_k, staged ? 0 : seg.seq, h, slot, in_tail ? (len + row.index) % c.tail_slots : -1, group,
+                     room);
 }
 static void cuda_qkv_store(const QkvStore *o) {
-    const int heads = (o->q ? o->n_heads : 0) + (o->k ? 2 * o->cache->n_kv_heads : 0);
-    check_cache(o->cache, "qkv_store");
-    if (o->cache->head_dim > 512 || o->cache->head_dim % 8 || o->cache->n_rot % 4 || o->rope.n_pairs % 4)
-        cuda_die("qkv_store: heads of %d values, %d pairs of which turn, are not supported", o->cache->head_dim,
-                 o->rope.n_pairs);
+    const Cache *c = o->cache, *dst = o->stage ? o->stage : c;
+    const int heads = (o->q ? o->n_heads : 0) + (o->k ? c->n_kv_heads * (groups_of(dst->k) + groups_of(dst->v)) : 0);
+    if (c->head_dim > 512 || c->head_dim % 8 || c->n_rot % 4 || o->rope.n_pairs % 4)
+        cuda_die("qkv_store: heads of %d values, %d pairs of which turn, are not supported", c->head_dim, o->rope.n_pairs);
     if (!heads) return;
-    launch(WRITES_ACTIVATIONS | WRITES_CACHE, qkv_store_kernel, dim3(o->batch->n_rows, div_up(heads, 4)), 128, 0, *o,
-           *o->batch, *o->cache, o->stage ? *o->stage : *o->cache, o->stage != NULL);
-    CHECK_LAUNCH("qkv_store n_rows=%d heads=%d head_dim=%d", o->batch->n_rows, heads, o->cache->head_dim);
+    launch(WRITES_ACTIVATIONS | WRITES_CACHE, is_coded(c) ? qkv_store_kernel<true> : qkv_store_kernel<false>,
+           dim3(o->batch->n_rows, div_up(heads, 4)), 128, 0, *o, *o->batch, *c, *dst, o->stage != NULL);
+    CHECK_LAUNCH("qkv_store n_rows=%d heads=%d head_dim=%d", o->batch->n_rows, heads, c->head_dim);
 }
 
 enum { CACHES_AT_ONCE = 12 }; // that travel as arguments of one launch
 typedef struct { Cache c[CACHES_AT_ONCE]; } Caches;
 
+// The part of a plane that kv_move and kv_copy see: rows of head `head` of a session, of n words of 16 bits each.
+typedef struct { uint16_t *rows; int n; } KvWords;
+
+// Part 0: the rows, 1: their scales.
+__device__ static inline KvWords words_of(const Cache &c, const KvPlane &p, int part, int seq, int head) {
+    if (part) return (KvWords){ kv_scales(c, p, seq, head, 0), (int)(kv_scale_bytes(p.type, p.dim) / 2) };
+    return (KvWords){ (uint16_t *)kv_row(c, p, seq, head, 0), (int)(kv_row_bytes(p.type, p.dim) / 2) };
+}
+
 // kv_move: rows of accepted tree paths to slots len, len + 1, ... Paths ascend and a thread stays with its word of a
 // row, so nothing is overwritten unread.
-//   launch    grid (n_segs, caches, kv heads), block 256: a thread takes words of 16 bits of both planes
+//   launch    grid (n_segs, caches, kv heads), block 256: a thread takes words of 16 bits of both planes, and of the tail's
 //   see       cpu_kv_commit
 __global__ void kv_move_kernel(Batch b, const __grid_constant__ Caches caches, const int32_t *n_accept,
                                const int32_t *path) {
     take_turn();
     const Segment seg = b.segs[blockIdx.x];
-    const Cache &c = caches.c[blockIdx.y];
-    if (seg.kind != SEG_TREE || (int)blockIdx.z >= c.n_kv_heads) return;
+    const Cache &cache = caches.c[blockIdx.y];
+    if (seg.kind != SEG_TREE || (int)blockIdx.z >= cache.n_kv_heads) return;
     const int len = b.len[seg.seq];
-    for (int plane = 0; plane < 2; plane++) {
-        const KvPlane &p = plane ? c.v : c.k;
-        const int words = (int)(kv_row_bytes(p.type, p.dim) / 2);
-        for (int i = threadIdx.x; i < words; i += blockDim.x)
+    for (int part = 0; part < (cache.tail_slots ? 8 : 4); part++) {    // of k, v, and those of the tail
+        const Cache c = part < 4 ? cache : tail_of(cache);
+        const KvWords w = words_of(c, part / 2 % 2 ? c.v : c.k, part % 2, seg.seq, blockIdx.z);
+        for (int i = threadIdx.x; i < w.n; i += blockDim.x)
             for (int k = 0; k < n_accept[blockIdx.x]; k++) {
                 const int from = path[blockIdx.x * STEP_ROWS + k];
-                ((uint16_t *)kv_row(c, p, seg.seq, blockIdx.z, (len + k) % c.slots))[i] =
-                    ((const uint16_t *)kv_row(c, p, seg.seq, blockIdx.z, (len + from) % c.slots))[i];
+                w.rows[(size_t)((len + k) % c.slots) * w.n + i] = w.rows[(size_t)((len + from) % c.slots) * w.n + i];
             }
     }
 }
@@ -4349,7 +4412,6 @@ static void cuda_kv_commit(const KvCommit *o) {
         int heads = 0;
         for (int k = 0; k < n; k++) {
             caches.c[k] = o->caches[i + k];
-            check_cache(&caches.c[k], "kv_commit");
             heads = max_int(heads, caches.c[k].n_kv_heads);
         }
         launch(WRITES_CACHE, kv_move_kernel, dim3(o->batch->n_segs, n, heads), 256, 0, *o->batch, caches, o->n_accept,
@@ -4363,24 +4425,25 @@ static void cuda_kv_commit(const KvCommit *o) {
 
 // kv_copy: stage -> ring, the last min(n, slots) rows of every segment.
 //   shapes    a row of a head is a multiple of 16 bytes
-//   launch    grid n_rows, block 256: one row of the step, 16 bytes of all its heads a thread
+//   launch    grid n_rows, block 256: one row of the step, 16 bytes of all its heads a thread, and then 2 bytes of scales
 //   see       cpu_kv_copy
 __global__ void kv_copy_kernel(Batch b, Cache c, Cache stage) {
     take_turn();
     const Row row = b.rows[blockIdx.x];
     const Segment seg = b.segs[row.seg];
     if (row.index < seg.n - c.slots) return;
-    const int slot = (b.len[seg.seq] + row.index) % c.slots;
+    const int slot = (b.len[seg.seq] + row.index) % c.slots, from_slot = seg.first + row.index;
     for (int plane = 0; plane < 2; plane++) {
         const KvPlane &p = plane ? c.v : c.k, &from = plane ? stage.v : stage.k;
-        const int words = (int)(kv_row_bytes(p.type, p.dim) / sizeof(uint4));
+        const int words = (int)(kv_row_bytes(p.type, p.dim) / sizeof(uint4)), scales = (int)(kv_scale_bytes(p.type, p.dim) / 2);
         for (int i = threadIdx.x; i < c.n_kv_heads * words; i += blockDim.x)
             ((uint4 *)kv_row(c, p, seg.seq, i / words, slot))[i % words] =
-                ((const uint4 *)kv_row(stage, from, 0, i / words, seg.first + row.index))[i % words];
+                ((const uint4 *)kv_row(stage, from, 0, i / words, from_slot))[i % words];
+        for (int i = threadIdx.x; i < c.n_kv_heads * scales; i += blockDim.x)
+            kv_scales(c, p, seg.seq, i / scales, slot)[i % scales] = kv_scales(stage, from, 0, i / scales, from_slot)[i % scales];
     }
 }
 static void cuda_kv_copy(const KvCopy *o) {
-    check_cache(o->cache, "kv_copy");
     launch(WRITES_CACHE, kv_copy_kernel, o->batch->n_rows, 256, 0, *o->batch, *o->cache, *o->stage);
     CHECK_LAUNCH("kv_copy n_rows=%d", o->batch->n_rows);
 }
@@ -5637,7 +5700,7 @@ static void cuda_attend(const Attend *o) {
     const QkvStore *store = o->store;
     const int hd = c->head_dim, n_rows = o->batch->n_rows, group = o->n_heads / c->n_kv_heads;
     const Split split = split_of(c, n_rows);
-    check_cache(c, "attend");
+    if (is_coded(c)) cuda_die("attend: caches of types %d and %d are not supported", (int)c->k.type, (int)c->v.type);
     if (hd > 2 * ATTEND_THREADS || hd % 8 || c->n_rot % 4) cuda_die("attend: heads of %d values are not supported", hd);
     if (o->out.q && hd % 32) cuda_die("attend: expected heads of whole groups for int8, got %d values", hd);
     // Many rows go through some at a time, as far as there is room for what parts leave.

@@ -90,7 +90,7 @@ static void fill_caches(Model *m) {
     const Ops *op = m->ops;
     uint8_t *piece = alloc_or_die(PIECE, 1);
     for (int i = 0; i < m->n_caches; i++) {
-        CachePart parts[4];
+        CachePart parts[CACHE_PARTS];
         const int n_parts = cache_parts(&m->caches[i], 0, parts);
         for (int k = 0; k < n_parts; k++) {
             const CachePart *p = &parts[k];
@@ -219,7 +219,7 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
         { "launches_per_step", r->per_step }, { "joules_per_token", r->joules }, { "device_bytes", (double)device_memory(b) } };
     const struct { const char *name, *value; } texts[] = {
         { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", m->ops->name },
-        { "type_k", kv_name(m->options.k_type) }, { "type_v", kv_name(m->options.v_type) },
+        { "type_k", kv_names[m->options.k_type] }, { "type_v", kv_names[m->options.v_type] },
         { "fill", !b->depth ? "none" : r->filled ? "random" : "prompt" } };
     enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
     if (o->format == BENCH_CSV) {
@@ -819,7 +819,7 @@ static void print_ppl(const Model *m, const PplOptions *o, const PplResult *r) {
     const char *layout = m->options.untied ? "untied" : "tied";
     const struct { const char *name, *value; } texts[] = {
         { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", m->ops->name },
-        { "type_k", kv_name(m->options.k_type) }, { "type_v", kv_name(m->options.v_type) }, { "kv_layout", layout } };
+        { "type_k", kv_names[m->options.k_type] }, { "type_v", kv_names[m->options.v_type] }, { "kv_layout", layout } };
     const struct { const char *name; double value; } numbers[] = {
         { "n_ctx", o->n_ctx }, { "ppl_stride", o->stride }, { "n_chunks", o->n_chunks }, { "n_judged", n },
         { "seconds", r->seconds }, { "nll", r->log_p }, { "ppl", r->ppl }, { "ppl_error", r->ppl_error },
@@ -833,7 +833,7 @@ static void print_ppl(const Model *m, const PplOptions *o, const PplResult *r) {
         printf("| model | backend | K | V | context | stride | chunks | ids judged | PPL |\n"
                "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
                "| %s | %s | %s | %s | %d | %d | %d | %d | %.4f ± %.4f |\n", model_name(m), m->ops->name,
-               kv_name(m->options.k_type), kv_name(m->options.v_type), o->n_ctx, o->stride, o->n_chunks, n, r->ppl, r->ppl_error);
+               kv_names[m->options.k_type], kv_names[m->options.v_type], o->n_ctx, o->stride, o->n_chunks, n, r->ppl, r->ppl_error);
         if (o->compare)
             printf("\n| KL divergence | median | 99 %% | 99.9 %% | largest | same first choice | PPL / base's | RMS of Δp |\n"
                    "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"

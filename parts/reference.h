@@ -5,11 +5,12 @@
  * tests hold every backend against this table, `gemma4 check --against reference` does so on a model, and a port begins
  * as a copy of this file: replace one function, run build/test_ops, go on (docs/porting.md).
  *
- * Needs gemma4.h and gguf.h, in a file that has GGUF_IMPLEMENTATION, and the math library.
+ * Needs gemma4.h, gguf.h, in a file that has GGUF_IMPLEMENTATION, kv.h and the math library.
  *
  *   #define _GNU_SOURCE            // before every include: sysconf
  *   #include "gemma4.h"
  *   #include "gguf.h"
+ *   #include "parts/kv.h"
  *   #include "parts/reference.h"
  *
  *   [1] Rows: weights, norms, inputs, products      [3] Cache
@@ -267,24 +268,36 @@ static void ref_gather_rows(const GatherRows *o) {
 
 // ==== [3] Cache ======================================================================================================
 
-// Row `slot` of one head of one session.
-static void *ref_kv_row(const Cache *c, const KvPlane *p, int seq, int head, int slot) {
+// Row `slot` of one head of one session, and the scales beside it.
+typedef struct { void *data; uint16_t *scales; } RefRow;
+static RefRow ref_kv_row(const Cache *c, const KvPlane *p, int seq, int head, int slot) {
     const size_t row = ((size_t)seq * c->n_kv_heads + head) * c->slots + slot;
-    return (char *)p->data + row * kv_row_bytes(p->type, p->dim);
+    return (RefRow){ (char *)p->data + row * kv_row_bytes(p->type, p->dim),
+                     (uint16_t *)((char *)p->scale + row * kv_scale_bytes(p->type, p->dim)) };
 }
 
-static int ref_kv_type(KvType t) {                     // the same numbers in a file
-    if (t != KV_F32 && t != KV_F16 && t != KV_BF16) ref_refuse("cache type: expected f32, f16 or bf16", t);
-    if (t == KV_F32) return GGUF_F32;
-    return t == KV_F16 ? GGUF_F16 : GGUF_BF16;
+// The first dim values of v. Rows that scores are made with have unbiased scales.
+static void ref_kv_write(const Cache *c, const KvPlane *p, RefRow row, const float *v) {
+    kv_write_row(p->type, p == &c->k || c->n_rot > 0, p->dim, v, row.data, row.scales);
 }
 
-static void ref_kv_write(const KvPlane *p, void *row, const float *v) {        // the first dim values of v
-    gguf_quantize(ref_kv_type(p->type), v, row, p->dim);
+static void ref_kv_read(const KvPlane *p, RefRow row, float *v) {              // (dim)
+    kv_read_rows(p->type, 1, p->dim, row.data, row.scales, v);
 }
 
-static void ref_kv_read(const KvPlane *p, const void *row, float *v) {         // (dim)
-    gguf_dequantize(ref_kv_type(p->type), row, v, p->dim);
+// A cache's tail as a cache: the newest rows in f16.
+static Cache ref_tail(const Cache *c) {
+    Cache t = *c;
+    t.k = c->k_tail, t.v = c->v_tail, t.slots = c->tail_slots;
+    return t;
+}
+
+// The first dim values of v, in the basis of the plane's rows, to its tail.
+static void ref_tail_write(const KvPlane *plane, const KvPlane *tail, RefRow row, const float *v) {
+    float y[REF_HEAD_DIM];
+    memcpy(y, v, (size_t)tail->dim * sizeof *y);
+    for (int i = 0; kv_group(plane->type) && i < tail->dim; i += KV_TURN) kv_turn(y + i, 0.0625f);
+    kv_write_row(tail->type, false, tail->dim, y, row.data, row.scales);
 }
 
 // Where a cache has value i of a head: in a tied one first the values that rotate, of both halves, then the others.
@@ -308,7 +321,7 @@ static void ref_dump(float *dump, size_t head, const double *u, int head_dim) {
 }
 
 static void ref_qkv_store(const QkvStore *o) {
-    const Cache *c = o->cache, *dst = o->stage ? o->stage : c;
+    const Cache *c = o->cache, *dst = o->stage ? o->stage : c, tail = ref_tail(c);
     const int hd = c->head_dim, half = hd / 2;
     double u[REF_HEAD_DIM];
     float placed[REF_HEAD_DIM];
@@ -325,11 +338,14 @@ static void ref_qkv_store(const QkvStore *o) {
             ref_rope(u, half, &o->rope, pos);
             ref_dump(o->dump_q_pos, h, u, hd);
             for (int i = 0; i < hd; i++)               // K's values that do not rotate are r * fold: fold goes into q
-                q[ref_place(c, i)] = (float)(c->n_rot && i % half >= c->n_rot ? u[i] * c->fold[i] : u[i]);
+                placed[ref_place(c, i)] = (float)(c->n_rot && i % half >= c->n_rot ? u[i] * c->fold[i] : u[i]);
+            if (kv_group(c->k.type)) kv_turn_query(placed, hd);
+            memcpy(q, placed, (size_t)hd * sizeof *q);
         }
         if (!o->k) continue;
         const int seq = o->stage ? 0 : seg->seq;
         const int slot = o->stage ? seg->first + row->index : (len + row->index) % c->slots;
+        const bool newest = c->tail_slots && row->index >= seg->n - c->tail_slots;
         for (int g = 0; g < c->n_kv_heads; g++) {
             const size_t head = (size_t)r * c->n_kv_heads + g;
             ref_load(u, o->k + head * hd, hd);
@@ -338,12 +354,14 @@ static void ref_qkv_store(const QkvStore *o) {
             ref_rope(u, half, &o->rope, pos);
             ref_dump(o->dump_k_pos, head, u, hd);
             for (int i = 0; i < hd; i++) placed[ref_place(c, i)] = (float)u[i];
-            ref_kv_write(&dst->k, ref_kv_row(dst, &dst->k, seq, g, slot), placed);     // tied: those that rotate
+            ref_kv_write(dst, &dst->k, ref_kv_row(dst, &dst->k, seq, g, slot), placed);        // tied: those that rotate
+            if (newest) ref_tail_write(&c->k, &tail.k, ref_kv_row(&tail, &tail.k, seq, g, (len + row->index) % tail.slots), placed);
             ref_load(u, o->v + head * hd, hd);
             if (o->v_norm) ref_norm(u, NULL, hd, o->eps);
             ref_dump(o->dump_v, head, u, hd);
             for (int i = 0; i < hd; i++) placed[ref_place(c, i)] = (float)u[i];
-            ref_kv_write(&dst->v, ref_kv_row(dst, &dst->v, seq, g, slot), placed);
+            ref_kv_write(dst, &dst->v, ref_kv_row(dst, &dst->v, seq, g, slot), placed);
+            if (newest) ref_tail_write(&c->v, &tail.v, ref_kv_row(&tail, &tail.v, seq, g, (len + row->index) % tail.slots), placed);
         }
     }
 }
@@ -357,14 +375,17 @@ static bool ref_sees(const Attend *o, const Row *row, const Segment *seg, int le
     return i <= row->index && (!o->window || i > row->index - o->window);
 }
 
-// K and V of key j (head_dim), as the cache orders them.
-static void ref_key(const Attend *o, const Segment *seg, int len, int j, int head, float *k, float *v) {
+// K and V of key j (head_dim), as the cache orders them, for a row of the segment. -> the factor of V (kv_tied_factor)
+static double ref_key(const Attend *o, const Row *row, const Segment *seg, int len, int j, int head, float *k, float *v) {
     const bool staged = o->stage && j >= len;
-    const Cache *c = staged ? o->stage : o->cache;
+    const bool newest = o->cache->tail_slots && seg->n <= STEP_ROWS &&
+                        j > len + row->depth - (o->cache->tail_slots - STEP_ROWS);
+    const Cache tail = ref_tail(o->cache), *c = staged ? o->stage : newest ? &tail : o->cache;
     const int seq = staged ? 0 : seg->seq, slot = staged ? seg->first + j - len : j % c->slots;
     ref_kv_read(&c->v, ref_kv_row(c, &c->v, seq, head, slot), v);
     memcpy(k, v, (size_t)c->head_dim * sizeof *k);     // tied: V, but for the values that rotate
     ref_kv_read(&c->k, ref_kv_row(c, &c->k, seq, head, slot), k);
+    return c->n_rot ? kv_tied_factor(c->v.type) : 1;
 }
 
 // One head of one row; out (head_dim).
@@ -373,25 +394,24 @@ static void ref_attend_head(const Attend *o, int r, int h, float *out) {
     const Segment *seg = &o->batch->segs[row->seg];
     const int len = o->batch->len[seg->seq], hd = o->cache->head_dim, g = h / (o->n_heads / o->cache->n_kv_heads);
     const float *q = o->q + ((size_t)r * o->n_heads + h) * hd;
-    float k[REF_HEAD_DIM], v[REF_HEAD_DIM];
+    float k[REF_HEAD_DIM], v[REF_HEAD_DIM], placed[REF_HEAD_DIM];
     double largest = -INFINITY, total = 0, sum[REF_HEAD_DIM] = { 0 };
     for (int pass = 0; pass < 2; pass++)               // the largest score, for exp not to overflow; then the sums
         for (int j = 0; j < len + seg->n; j++) {
             if (!ref_sees(o, row, seg, len, j)) continue;
             double score = 0;
-            ref_key(o, seg, len, j, g, k, v);
+            const double factor = ref_key(o, row, seg, len, j, g, k, v);
             for (int i = 0; i < hd; i++) score += (double)q[i] * k[i];
             score *= o->scale;
             if (pass == 0) largest = fmax(largest, score);
             if (pass == 0) continue;
             const double p = exp(score - largest);
             total += p;
-            for (int i = 0; i < hd; i++) sum[i] += p * v[i];
+            for (int i = 0; i < hd; i++) sum[i] += p * factor * v[i];
         }
-    for (int i = 0; i < hd; i++) {
-        const int at = ref_place(o->cache, i);
-        out[i] = total == 0 ? 0 : (float)(sum[at] / total);            // nothing in sight: 0
-    }
+    for (int i = 0; i < hd; i++) placed[i] = total == 0 ? 0 : (float)(sum[i] / total);         // nothing in sight: 0
+    if (kv_group(o->cache->v.type)) kv_turn_rows_back(placed, hd);
+    for (int i = 0; i < hd; i++) out[i] = placed[ref_place(o->cache, i)];
 }
 
 static void ref_attend(const Attend *o) {
@@ -406,12 +426,13 @@ static void ref_attend(const Attend *o) {
 
 // One row of all heads from one place to another.
 static void ref_kv_move(const Cache *dst, int dst_seq, int dst_slot, const Cache *src, int src_seq, int src_slot) {
-    for (int g = 0; g < dst->n_kv_heads; g++) {
-        memmove(ref_kv_row(dst, &dst->k, dst_seq, g, dst_slot), ref_kv_row(src, &src->k, src_seq, g, src_slot),
-                kv_row_bytes(dst->k.type, dst->k.dim));
-        memmove(ref_kv_row(dst, &dst->v, dst_seq, g, dst_slot), ref_kv_row(src, &src->v, src_seq, g, src_slot),
-                kv_row_bytes(dst->v.type, dst->v.dim));
-    }
+    for (int g = 0; g < dst->n_kv_heads; g++)
+        for (int plane = 0; plane < 2; plane++) {
+            const KvPlane *to = plane ? &dst->v : &dst->k, *from = plane ? &src->v : &src->k;
+            const RefRow a = ref_kv_row(dst, to, dst_seq, g, dst_slot), b = ref_kv_row(src, from, src_seq, g, src_slot);
+            memmove(a.data, b.data, kv_row_bytes(to->type, to->dim));
+            if (to->scale) memmove(a.scales, b.scales, kv_scale_bytes(to->type, to->dim));
+        }
 }
 
 static void ref_kv_commit(const KvCommit *o) {
@@ -423,6 +444,8 @@ static void ref_kv_commit(const KvCommit *o) {
             for (int l = 0; l < o->n_caches; l++) {
                 const Cache *c = &o->caches[l];
                 ref_kv_move(c, seg->seq, (*len + k) % c->slots, c, seg->seq, (*len + from) % c->slots);
+                const Cache tail = ref_tail(c);
+                if (tail.slots) ref_kv_move(&tail, seg->seq, (*len + k) % tail.slots, &tail, seg->seq, (*len + from) % tail.slots);
             }
             const int token = ref_token(&o->batch->rows[seg->first + from], o->vocab);
             if (o->counts) o->counts[(size_t)seg->seq * o->vocab + token]++;

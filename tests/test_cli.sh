@@ -256,6 +256,8 @@ while read -r names; do
         "-s "*) good=7 bad=-1 ;;
         "-r "*) good=zzz ;;
         "-ctk "* | "-ctv "*) good="f32 --kv-layout untied" bad=q1 ;;
+        "--kv-swa "*) good=q8_0 bad=q1 ;;
+        "--kv-tail "*) good=64 bad=-1 ;;
         "--kv-layout "*) good=untied bad=both ;;
         "--against "*) verb=check plain='' good=reference bad=metal ;;
         "--vram "*) good=4 bad=0.001 ;;

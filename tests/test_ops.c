@@ -1175,77 +1175,119 @@ typedef struct {
 } TestCache;
 
 static size_t plane_rows(const Cache *c) { return (size_t)(c->n_seqs * c->n_kv_heads * c->slots); }
-static size_t plane_bytes(const Cache *c, const KvPlane *p) { return plane_rows(c) * kv_row_bytes(p->type, p->dim); }
-static size_t value_bytes(KvType t) { return kv_row_bytes(t, 1); }
-static const KvPlane *plane_of(const Cache *c, int p) { return p ? &c->v : &c->k; }
+static size_t value_bytes(KvType t) { return kv_group(t) ? 1 : kv_row_bytes(t, 1); }
+static KvPlane *plane_of(Cache *c, int p) { return p ? &c->v : &c->k; }
+enum { N_KV = 7 };
+static const KvType kv_types[N_KV] = { KV_F32, KV_F16, KV_BF16, KV_Q8_0, KV_Q4_0, KV_TQ4, KV_TQ3 };
 
 // All rows alike: what no row may see. Large, so that a trace of it shows.
+static void spoil_plane(Cache *c, int p) {
+    KvPlane *plane = plane_of(c, p);
+    float v[REF_HEAD_DIM];
+    for (int i = 0; i < plane->dim; i++) v[i] = p ? 1000 : i % 3 ? -8 : 8;
+    plane->data = keep(plane_rows(c), kv_row_bytes(plane->type, plane->dim));
+    if (kv_group(plane->type)) plane->scale = keep(plane_rows(c), kv_scale_bytes(plane->type, plane->dim));
+    for (int r = 0; r < (int)plane_rows(c); r++)
+        ref_kv_write(c, plane, ref_kv_row(c, plane, 0, 0, r), v);
+}
+
+// Rows of heads that quantised types cannot hold are of f16 instead.
 static TestCache new_cache(KvType type, int n_seqs, int n_kv_heads, int head_dim, int slots, int n_rot) {
     TestCache t = { .host = { .n_seqs = n_seqs, .n_kv_heads = n_kv_heads, .head_dim = head_dim, .slots = slots, .n_rot = n_rot } };
-    Cache *c = &t.host;
-    c->k = (KvPlane){ .type = type, .dim = n_rot ? 2 * n_rot : head_dim };
-    c->v = (KvPlane){ .type = type, .dim = head_dim };
-    for (int p = 0; p < 2; p++) {
-        KvPlane *plane = p ? &c->v : &c->k;
-        const size_t row_bytes = kv_row_bytes(type, plane->dim);
-        float v[REF_HEAD_DIM];
-        for (int i = 0; i < plane->dim; i++) v[i] = p ? 1000 : i % 3 ? -8 : 8;
-        plane->data = keep(plane_rows(c), row_bytes);
-        for (size_t r = 0; r < plane_rows(c); r++) ref_kv_write(plane, (char *)plane->data + r * row_bytes, v);
-    }
-    if (n_rot) c->fold = t.fold = floats(head_dim, 0.5, 1);
+    if (kv_group(type) && (head_dim % KV_TURN || 2 * n_rot % KV_TURN)) type = KV_F16;
+    t.host.k = (KvPlane){ .type = type, .dim = n_rot ? 2 * n_rot : head_dim };
+    t.host.v = (KvPlane){ .type = type, .dim = head_dim };
+    for (int p = 0; p < 2; p++) spoil_plane(&t.host, p);
+    if (n_rot) t.host.fold = t.fold = floats(head_dim, 0.5, 1);
     return t;
 }
 
-static void random_row(TestCache *t, int seq, int slot) {
-    for (int g = 0; g < t->host.n_kv_heads; g++)
+// A tail beside it, of rows that are not those of k and v, so that it shows who reads what.
+static void add_tail(TestCache *t, int slots) {
+    Cache tail = t->host;
+    tail.slots = slots;
+    for (int p = 0; p < 2; p++) {
+        plane_of(&tail, p)->type = KV_F16;
+        plane_of(&tail, p)->scale = NULL;
+        spoil_plane(&tail, p);
+    }
+    t->host.k_tail = tail.k, t->host.v_tail = tail.v, t->host.tail_slots = slots;
+}
+
+static void random_row(Cache *c, int seq, int slot) {
+    for (int g = 0; g < c->n_kv_heads; g++)
         for (int p = 0; p < 2; p++) {
-            const KvPlane *plane = plane_of(&t->host, p);
             float v[REF_HEAD_DIM];
-            for (int i = 0; i < plane->dim; i++) v[i] = uniform();
-            ref_kv_write(plane, ref_kv_row(&t->host, plane, seq, g, slot), v);
+            for (int i = 0; i < plane_of(c, p)->dim; i++) v[i] = uniform();
+            ref_kv_write(c, plane_of(c, p), ref_kv_row(c, plane_of(c, p), seq, g, slot), v);
         }
 }
 
 static void fill_cache(TestCache *t) {
-    for (int seq = 0; seq < t->host.n_seqs; seq++)
-        for (int slot = 0; slot < t->host.slots; slot++) random_row(t, seq, slot);
-}
-
-static void put_cache(TestCache *t, bool fixed) {
-    t->c = t->host;
-    t->c.k.data = buffer("cache.k", t->host.k.data, plane_bytes(&t->host, &t->host.k), fixed);
-    t->c.v.data = buffer("cache.v", t->host.v.data, plane_bytes(&t->host, &t->host.v), fixed);
-    t->c.fold = put_f("cache.fold", t->fold, (size_t)t->host.head_dim);
-}
-
-// The backend's planes against the reference's, bit by bit.
-static void check_planes(const TestCache *t, const char *name) {
-    char what[80];
-    for (int p = 0; p < 2; p++) {
-        const KvPlane *plane = plane_of(&t->c, p);
-        const size_t bytes = plane_bytes(&t->c, plane), size = value_bytes(plane->type);
-        snprintf(what, sizeof what, "%s, %s plane", name, p ? "v" : "k");
-        same_bits(what, fetch(plane->data, bytes, 1), plane_of(&t->host, p)->data, bytes / size, size);
+    Cache tail = ref_tail(&t->host);
+    for (int seq = 0; seq < t->host.n_seqs; seq++) {
+        for (int slot = 0; slot < t->host.slots; slot++) random_row(&t->host, seq, slot);
+        for (int slot = 0; slot < tail.slots; slot++) random_row(&tail, seq, slot);
     }
 }
 
-// The same where both have rounded their own values: twice half a unit in the last place.
-static void compare_planes(const TestCache *t) {
+static KvPlane put_plane(const char *name, const Cache *c, const KvPlane *p, bool fixed) {
+    KvPlane there = *p;
+    there.data = buffer(name, p->data, plane_rows(c) * kv_row_bytes(p->type, p->dim), fixed);
+    if (p->scale) there.scale = buffer(name, p->scale, plane_rows(c) * kv_scale_bytes(p->type, p->dim), fixed);
+    return there;
+}
+
+static void put_cache(TestCache *t, bool fixed) {
+    const Cache tail = ref_tail(&t->host);
+    t->c = t->host;
+    t->c.k = put_plane("cache.k", &t->host, &t->host.k, fixed);
+    t->c.v = put_plane("cache.v", &t->host, &t->host.v, fixed);
+    t->c.fold = put_f("cache.fold", t->fold, (size_t)t->host.head_dim);
+    if (!tail.slots) return;
+    t->c.k_tail = put_plane("cache.k_tail", &tail, &tail.k, fixed);
+    t->c.v_tail = put_plane("cache.v_tail", &tail, &tail.v, fixed);
+}
+
+// A plane of the backend on this side.
+static KvPlane fetch_plane(const Cache *c, const KvPlane *p) {
+    KvPlane here = *p;
+    here.data = (void *)fetch(p->data, plane_rows(c) * kv_row_bytes(p->type, p->dim), 1);
+    if (p->scale) here.scale = (void *)fetch(p->scale, plane_rows(c) * kv_scale_bytes(p->type, p->dim), 1);
+    return here;
+}
+
+// The backend's planes against the reference's, or those of another cache on the backend, bit by bit.
+static void same_planes(Cache a, Cache b, bool b_is_host, const char *name) {
+    char what[96];
+    for (int p = 0; p < 2 * (1 + (a.tail_slots > 0)); p++) {
+        if (p == 2) a = ref_tail(&a), b = ref_tail(&b);
+        const KvPlane got = fetch_plane(&a, plane_of(&a, p % 2)), *other = plane_of(&b, p % 2);
+        const KvPlane want = b_is_host ? *other : fetch_plane(&b, other);
+        const size_t rows = plane_rows(&a), bytes = rows * kv_row_bytes(got.type, got.dim), size = value_bytes(got.type);
+        snprintf(what, sizeof what, "%s, %s plane%s", name, p % 2 ? "v" : "k", p > 1 ? " of the tail" : "");
+        same_bits(what, got.data, want.data, bytes / size, size);
+        if (got.scale) same_bits(what, got.scale, want.scale, rows * kv_scale_bytes(got.type, got.dim) / 2, 2);
+    }
+}
+static void check_planes(const TestCache *t, const char *name) { same_planes(t->c, t->host, true, name); }
+
+// The same where both have rounded their own values: twice half a unit in the last place, or a code beside the right one.
+static void compare_planes(TestCache *t) {
+    static const float units[N_KV] = { 0, 0x1p-10f, 0x1p-7f, 1, 1, 7, 3 };
     for (int p = 0; p < 2; p++) {
-        const KvPlane *plane = plane_of(&t->c, p);
-        const int rows = (int)plane_rows(&t->c), dim = plane->dim;
-        const size_t row_bytes = kv_row_bytes(plane->type, dim);
-        const char *got = fetch(plane->data, (size_t)rows, row_bytes), *want = plane_of(&t->host, p)->data;
-        const float unit = plane->type == KV_F32 ? 0 : plane->type == KV_F16 ? 0x1p-10f : 0x1p-7f;
+        const KvPlane *plane = plane_of(&t->c, p), *host = plane_of(&t->host, p);
+        const int rows = (int)plane_rows(&t->c), dim = plane->dim, group = kv_group(plane->type);
+        const KvPlane got = fetch_plane(&t->c, plane);
         float *values = keep((size_t)(rows * dim), sizeof *values);
         Expect e = expect(rows, dim);
-        for (int r = 0; r < rows; r++) {
-            ref_kv_read(plane, got + (size_t)r * row_bytes, values + r * dim);
-            ref_kv_read(plane, want + (size_t)r * row_bytes, e.want + r * dim);
-        }
+        kv_read_rows(got.type, rows, dim, got.data, got.scale, values);
+        kv_read_rows(host->type, rows, dim, host->data, host->scale, e.want);
         set_norm_bounds(&e, (size_t)(rows * dim), dim);
-        for (int i = 0; i < rows * dim && unit > 0; i++) e.bound[i] += unit * fabsf(e.want[i]) + (float)TOL_TINY;
+        for (int i = 0; i < rows * dim && plane->type != KV_F32; i++) {
+            const float unit = group ? gguf_f16_to_f32(((uint16_t *)host->scale)[i / group]) : e.want[i];
+            e.bound[i] += units[plane->type] * 1.02f * fabsf(unit) + (group ? 0.02f * fabsf(e.want[i]) : 0) + (float)TOL_TINY;
+        }
         compare(p ? "v plane" : "k plane", values, (size_t)dim, e.want, e.bound, rows, dim);
     }
 }
@@ -1256,15 +1298,16 @@ typedef struct {
     bool   v_is_k, v_norm, with_q, with_k, staged, dumps;
 } QkvCase;
 
-static void qkv_case(QkvCase t, Step *s) {
+static void qkv_case_tail(QkvCase t, int tail_slots, Step *s) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, kv_dim = t.n_kv_heads * hd;
     CASE("qkv_store", "%s, head_dim %d, heads %d/%d, slots %d, n_rot %d, pairs %d, v %s%s, q %d, k %d, stage %d, dumps %d, %d rows in %d segments "
          "at %d",
-         kv_name(t.type), hd, t.n_heads, t.n_kv_heads, t.slots, t.n_rot, t.n_pairs, t.v_is_k ? "= k" : "own",
+         kv_names[t.type], hd, t.n_heads, t.n_kv_heads, t.slots, t.n_rot, t.n_pairs, t.v_is_k ? "= k" : "own",
              t.v_norm ? "" : " unnormed",
          t.with_q, t.with_k, t.staged, t.dumps, n, s->n_segs, s->len[s->segs[0].seq]);
     TestCache ring = new_cache(t.type, 3, t.n_kv_heads, hd, t.slots, t.n_rot);
     TestCache stage = new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot);
+    if (tail_slots) add_tail(&ring, tail_slots);
     put_cache(&ring, t.staged || !t.with_k);
     put_cache(&stage, !t.staged);
     const Batch batch = put_batch(s), host = host_batch(s);
@@ -1324,22 +1367,27 @@ static void qkv_case(QkvCase t, Step *s) {
     compare_planes(&stage);
     // The backend's rows are its own checkpoints, rounded.
     TestCache *to = t.staged ? &stage : &ring;
+    Cache tail = ref_tail(&to->host);
     for (int i = 0; t.dumps && t.with_k && i < 2 * n * t.n_kv_heads; i++) {
         const int p = i % 2, r = i / 2 / t.n_kv_heads, g = i / 2 % t.n_kv_heads;
         const Segment *seg = &s->segs[s->rows[r].seg];
         const int slot = t.staged ? seg->first + s->rows[r].index : (s->len[seg->seq] + s->rows[r].index) % t.slots;
         const float *v = fetch_f((p ? d.dump_v : d.dump_k_pos) + (r * t.n_kv_heads + g) * hd, hd);
+        KvPlane *plane = plane_of(&to->host, p), *tail_plane = p ? &tail.v : &tail.k;
         float placed[REF_HEAD_DIM];
         for (int k = 0; k < hd; k++) placed[ref_place(&to->host, k)] = v[k];
-        ref_kv_write(plane_of(&to->host, p), ref_kv_row(&to->host, plane_of(&to->host, p), t.staged ? 0 : seg->seq, g, slot), placed);
+        ref_kv_write(&to->host, plane, ref_kv_row(&to->host, plane, t.staged ? 0 : seg->seq, g, slot), placed);
+        const int tail_slot = tail.slots ? (s->len[seg->seq] + s->rows[r].index) % tail.slots : 0;
+        if (tail.slots) ref_tail_write(plane, tail_plane, ref_kv_row(&tail, tail_plane, seg->seq, g, tail_slot), placed);
     }
     if (t.dumps && t.with_k) check_planes(to, "the checkpoints");
     sweep();
 }
 
+static void qkv_case(QkvCase t, Step *s) { qkv_case_tail(t, 0, s); }
+
 static void test_qkv_store(void) {
-    static const KvType types[] = { KV_F32, KV_F16, KV_BF16 };
-    for (int k = 0; k < 3; k++) {
+    for (int k = 0; k < N_KV; k++) {
         static Step one, two, many, far;
         memset(&one, 0, sizeof one);
         memset(&two, 0, sizeof two);
@@ -1351,13 +1399,17 @@ static void test_qkv_store(void) {
         add_chain(&many, 1, 90, 64);
         add_chain(&far, 1, 200003, 2);   // f32 angles would be off by 0.01
         add_chain(&far, 2, 0, 1);
-        const KvType t = types[k];
+        const KvType t = kv_types[k];
         qkv_case((QkvCase){ t, 256, 8, 2, 128, 0, 128, false, true, true, true, false, true }, &two);       // sliding layer
         qkv_case((QkvCase){ t, 256, 4, 1, 128, 0, 128, false, true, true, true, false, false }, &many);
         qkv_case((QkvCase){ t, 256, 8, 2, 128, 0, 128, false, true, true, true, false, true }, &far);
         // global layer, untied
         qkv_case((QkvCase){ t, 512, 8, 1, 256, 0, 64, true, true, true, true, false, true }, &two);
         qkv_case((QkvCase){ t, 512, 8, 2, 256, 64, 64, true, true, true, true, false, true }, &two);        // tied
+        if (kv_group(t)) {                             // the newest rows in f16 too
+            qkv_case_tail((QkvCase){ t, 512, 8, 2, 256, 64, 64, true, true, true, true, false, true }, 128, &two);
+            qkv_case_tail((QkvCase){ t, 256, 4, 1, 256, 0, 128, false, true, true, true, false, true }, 128, &far);
+        }
         qkv_case((QkvCase){ t, 512, 2, 1, 256, 64, 64, true, true, true, true, false, false }, &many);
         qkv_case((QkvCase){ t, 128, 2, 2, 192, 16, 16, true, true, true, true, false, true }, &one);
         // DFlash: V as it is
@@ -1384,32 +1436,36 @@ typedef struct {
     float   scale;
 } AttendCase;
 
-static void attend_case(AttendCase t, Step *s) {
+static void attend_case_tail(AttendCase t, int tail_slots, Step *s) {
     static const char *own_name[] = { "causal", "all", "none" };
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd;
     int n_seqs = 0;
     for (int i = 0; i < s->n_segs; i++) n_seqs = max_int(n_seqs, s->segs[i].seq + 1);
     CASE("attend", "%s, head_dim %d, heads %d/%d, slots %d, n_rot %d, window %d, own %s, stage %d, scale %g, %s of %d "
-         "rows at %d (%d segments)", kv_name(t.type),
+         "rows at %d (%d segments)", kv_names[t.type],
          hd, t.n_heads, t.n_kv_heads, t.slots, t.n_rot, t.window, own_name[t.own], t.staged, (double)t.scale,
              s->segs[0].kind == SEG_TREE ? "tree" : "chain",
          s->segs[0].n, s->len[s->segs[0].seq], s->n_segs);
     TestCache ring = new_cache(t.type, n_seqs, t.n_kv_heads, hd, t.slots, t.n_rot);
     TestCache stage = new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot);
+    if (tail_slots) add_tail(&ring, tail_slots);
+    Cache tail = ref_tail(&ring.host);
     for (int k = 0; k < s->n_segs; k++) {
         const Segment *seg = &s->segs[k];
         const int len = s->len[seg->seq];
-        for (int p = t.window ? max_int(0, len - t.window + 1) : 0; p < len; p++) random_row(&ring, seg->seq, p % t.slots);
-        for (int i = 0; t.own != OWN_NONE && i < seg->n; i++)
-            if (t.staged) random_row(&stage, 0, seg->first + i);
-            else random_row(&ring, seg->seq, (len + i) % t.slots);
-    }
-    if (t.twins) {
-        for (int p = 0; p < 2; p++) {
-            const KvPlane *plane = plane_of(&ring.host, p);
-            const size_t half = plane_bytes(&ring.host, plane) / 2;
-            memcpy((char *)plane->data + half, plane->data, half);
+        const int first = t.window ? max_int(0, len - t.window + 1) : 0, end = len + (t.own == OWN_NONE ? 0 : seg->n);
+        for (int p = first; p < end; p++) {
+            if (t.staged && p >= len) random_row(&stage.host, 0, seg->first + p - len);
+            else random_row(&ring.host, seg->seq, p % t.slots);
+            if (tail_slots && p >= end - tail_slots) random_row(&tail, seg->seq, p % tail_slots);
         }
+    }
+    for (int p = 0; p < 2 && t.twins; p++) {
+        const KvPlane *plane = plane_of(&ring.host, p);
+        const size_t half = plane_rows(&ring.host) / 2;
+        const size_t bytes = half * kv_row_bytes(plane->type, plane->dim), scales = half * kv_scale_bytes(plane->type, plane->dim);
+        memcpy((char *)plane->data + bytes, plane->data, bytes);
+        if (plane->scale) memcpy((char *)plane->scale + scales, plane->scale, scales);
     }
     put_cache(&ring, true);
     put_cache(&stage, true);
@@ -1446,12 +1502,15 @@ static void attend_case(AttendCase t, Step *s) {
     sweep();
 }
 
-static void attend_chain(AttendCase t, int len, int n) {
+static void attend_case(AttendCase t, Step *s) { attend_case_tail(t, 0, s); }
+
+static void attend_chain_tail(AttendCase t, int tail_slots, int len, int n) {
     Step *s = alloc_or_die(1, sizeof *s);
     add_chain(s, 0, len, n);
-    attend_case(t, s);
+    attend_case_tail(t, tail_slots, s);
     free(s);
 }
+static void attend_chain(AttendCase t, int len, int n) { attend_chain_tail(t, 0, len, n); }
 
 // attend with a store of its own against qkv_store and then attend: all rows at once, in two views of the step, and right behind a
 // product, as in a layer, where a backend may begin with it earlier.
@@ -1459,7 +1518,7 @@ static void attend_store_case(AttendCase t, bool reader, const Step *s) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, kv_dim = t.n_kv_heads * hd,
               n_pairs = t.n_rot ? t.n_rot : hd / 2;
     CASE("attend", "store in its launch: %s, head_dim %d, heads %d/%d, n_rot %d, window %d, stage %d, k %d, %d rows",
-         kv_name(t.type), hd, t.n_heads,
+         kv_names[t.type], hd, t.n_heads,
          t.n_kv_heads, t.n_rot, t.window, t.staged, !reader, n);
     TestCache ring[4] = { new_cache(t.type, 2, t.n_kv_heads, hd, t.slots, t.n_rot) };
     TestCache stage[4] = { new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot) };
@@ -1501,17 +1560,40 @@ static void attend_store_case(AttendCase t, bool reader, const Step *s) {
         }
         out[path] = fetch_f(y, n * q_dim);
     }
-    for (int i = 0; i < 6; i++) {
-        const int p = i % 2, path = 1 + i / 2;
-        const TestCache *a = t.staged ? stage : ring;
-        const KvPlane *plane[2] = { p ? &a[0].c.v : &a[0].c.k, p ? &a[path].c.v : &a[path].c.k };
+    for (int path = 1; path < 4; path++) {
         const char *what = path == 1 ? "out" : path == 2 ? "out of views" : "out behind a product";
-        if (!p) same_bits(what, out[path], out[0], (size_t)(n * q_dim), sizeof(float));
-        const size_t bytes = plane_bytes(&a->c, plane[0]);
-        same_bits(p ? "v plane" : "k plane", fetch(plane[1]->data, bytes, 1), fetch(plane[0]->data, bytes, 1),
-                  bytes / value_bytes(t.type), value_bytes(t.type));
+        same_bits(what, out[path], out[0], (size_t)(n * q_dim), sizeof(float));
+        same_planes(t.staged ? stage[path].c : ring[path].c, t.staged ? stage[0].c : ring[0].c, false, what);
     }
     sweep();
+}
+
+// Quantised rows: global layers of both layouts and rings, one row to prompts, trees, sessions, tails that end within a tile.
+static void attend_quantised(KvType type, Step *s) {
+    attend_chain((AttendCase){ type, 512, 8, 1, 256, 64, 0, OWN_CAUSAL, false, false, 1 }, 130, 3);
+    attend_chain((AttendCase){ type, 512, 16, 2, 2240, 64, 0, OWN_CAUSAL, false, false, 1 }, 2100 + type, 1);
+    attend_chain((AttendCase){ type, 512, 4, 1, 192, 0, 0, OWN_CAUSAL, false, false, 1 }, 100, 9);
+    attend_chain((AttendCase){ type, 256, 4, 2, 128, 0, 65, OWN_CAUSAL, false, false, 1 }, 1000 + type, 5);
+    attend_chain((AttendCase){ type, 128, 4, 2, 128, 0, 0, OWN_NONE, false, false, 1 }, 65, 2);
+    attend_chain((AttendCase){ type, 512, 4, 1, 192, 64, 0, OWN_CAUSAL, false, false, 1 }, 37 * (type % 4), 66);      // prompts
+    attend_chain((AttendCase){ type, 512, 2, 2, 192, 0, 0, OWN_CAUSAL, false, false, 1 }, 31, 67);
+    attend_chain((AttendCase){ type, 256, 2, 1, 192, 0, 129, OWN_CAUSAL, true, false, 1 }, 200, 70);
+    attend_chain((AttendCase){ type, 256, 2, 2, 192, 0, 64, OWN_CAUSAL, true, false, 1 }, 0, 130);
+    for (int k = 0; k < 2; k++) {
+        memset(s, 0, sizeof *s);
+        add_tree(s, 1, 75, 30, 4);
+        add_chain(s, 0, 75 + 40 * k, 5);
+        attend_case((AttendCase){ type, k ? 512 : 256, 4, 1, 192, k ? 64 : 0, k ? 0 : 70, OWN_CAUSAL, false, false, 1 }, s);
+        attend_case_tail((AttendCase){ type, k ? 512 : 256, 4, 1, 192, k ? 64 : 0, 0, OWN_CAUSAL, false, false, 1 }, 128, s);
+        memset(s, 0, sizeof *s);
+        add_chain(s, 0, 75, 5);
+        add_chain(s, 1, 75, 5);
+        attend_case((AttendCase){ type, 256, 4, 2, 128, 0, 0, OWN_CAUSAL, false, true, 1 }, s);
+        attend_store_case((AttendCase){ type, k ? 512 : 256, 4, 2, 192, k ? 64 : 0, 0, OWN_CAUSAL, false, false, 1 }, k, s);
+        attend_chain_tail((AttendCase){ type, 512, 8 >> 2 * k, 1, 512, k ? 64 : 0, 0, OWN_CAUSAL, false, false, 1 }, 128, 200 + 7 * k, 1 + 63 * k);
+    }
+    attend_chain_tail((AttendCase){ type, 512, 8, 1, 512, 64, 0, OWN_CAUSAL, false, false, 1 }, 192, 10, 4);
+    attend_chain_tail((AttendCase){ type, 256, 2, 1, 512, 0, 0, OWN_CAUSAL, false, false, 1 }, 128, 100, 70);       // a prompt does not read it
 }
 
 static void test_attend(void) {
@@ -1609,6 +1691,7 @@ static void test_attend(void) {
         attend_store_case((AttendCase){ KV_F16, 128 << k % 3, 8, k % 2 ? 2 : 1, k < 9 ? 576 : 2240, k % 3 == 2 ? 64 : 0,
                                         k == 8 ? 300 : 0, OWN_CAUSAL, false, false, 1 }, k == 4, s);
     }
+    for (int k = 3; k < N_KV; k++) attend_quantised(kv_types[k], s);
     // Prompts: the heads of all five models, rings that wrap and pass the stage, windows that end within a tile.
     static const int global[][3] = { { 8, 1, 0 }, { 8, 2, 0 }, { 16, 1, 64 }, { 16, 2, 64 }, { 8, 1, 32 } };
     for (int k = 0; k < 5; k++) {
@@ -1648,10 +1731,13 @@ static void test_kv_commit(void) {
             add_tree(s, 1, lens[1], 9, 0);
         }
         CASE("kv_commit", "case %d, %d segments", k, s->n_segs);
-        TestCache caches[3] = { new_cache(KV_F16, 3, 2, 64, ring_slots, 0), new_cache(KV_F32, 3, 1, 128, 320, 0),
-                                new_cache(KV_BF16, 3, 2, 64, 320, 8) };
-        Cache list[3], host_list[3];
-        for (int l = 0; l < 3; l++) {
+        const KvType coded = kv_types[3 + k % 4];
+        TestCache caches[] = { new_cache(KV_F16, 3, 2, 64, ring_slots, 0), new_cache(KV_F32, 3, 1, 128, 320, 0),
+                               new_cache(KV_BF16, 3, 2, 64, 320, 8), new_cache(coded, 3, 2, 256, 320, 64) };
+        enum { N_CACHES = sizeof caches / sizeof *caches };
+        Cache list[N_CACHES], host_list[N_CACHES];
+        if (k % 2) add_tail(&caches[3], 128);
+        for (int l = 0; l < N_CACHES; l++) {
             fill_cache(&caches[l]);
             put_cache(&caches[l], false);
             list[l] = caches[l].c;
@@ -1678,7 +1764,7 @@ static void test_kv_commit(void) {
         }
         Batch host = host_batch(s);
         host.len = want_len;
-        KvCommit o = { .batch = &host, .caches = host_list, .n_caches = 3, .n_accept = n_accept, .path = path,
+        KvCommit o = { .batch = &host, .caches = host_list, .n_caches = N_CACHES, .n_accept = n_accept, .path = path,
                        .counts = k % 2 ? want_counts : NULL, .vocab = COUNTED };
         reference_ops()->kv_commit(&o);
         Batch batch = put_batch(s);
@@ -1693,36 +1779,40 @@ static void test_kv_commit(void) {
         if (counts_there)
             same_ints("counts", fetch(counts_there, MAX_SEGS * COUNTED, sizeof(int32_t)), want_counts, MAX_SEGS * COUNTED);
         same_ints("len", fetch(batch.len, MAX_SEGS, sizeof(int32_t)), want_len, MAX_SEGS);
-        for (int l = 0; l < 3; l++) {
+        for (int l = 0; l < N_CACHES; l++) {
             TestCache *t = &caches[l];
             // What rejected rows leave behind is the backend's business.
-            for (int i = 0; i < 2 * s->n_segs * t->c.n_kv_heads; i++) {
-                const KvPlane *to = plane_of(&t->host, i % 2), *from = plane_of(&t->c, i % 2);
-                const int g = i / 2 % t->c.n_kv_heads, a = i / 2 / t->c.n_kv_heads;
+            for (int i = 0; i < 4 * s->n_segs * t->c.n_kv_heads; i++) {
+                const int g = i / 4 % t->c.n_kv_heads, a = i / 4 / t->c.n_kv_heads;
+                Cache to = i % 4 < 2 ? t->host : ref_tail(&t->host), from = i % 4 < 2 ? t->c : ref_tail(&t->c);
+                const KvPlane *host_plane = plane_of(&to, i % 2), *plane = plane_of(&from, i % 2);
                 const Segment *seg = &s->segs[a];
-                for (int j = n_accept[a]; j < seg->n; j++) {
-                    const int slot = (s->len[seg->seq] + j) % t->c.slots;
-                    const size_t bytes = kv_row_bytes(to->type, to->dim);
-                    memcpy(ref_kv_row(&t->host, to, seg->seq, g, slot), fetch(ref_kv_row(&t->c, from, seg->seq, g, slot), bytes, 1), bytes);
+                for (int j = n_accept[a]; j < seg->n && to.slots; j++) {
+                    const int slot = (s->len[seg->seq] + j) % to.slots;
+                    const size_t bytes = kv_row_bytes(plane->type, plane->dim), scales = kv_scale_bytes(plane->type, plane->dim);
+                    const RefRow here = ref_kv_row(&to, host_plane, seg->seq, g, slot), there = ref_kv_row(&from, plane, seg->seq, g, slot);
+                    memcpy(here.data, fetch(there.data, bytes, 1), bytes);
+                    if (scales) memcpy(here.scales, fetch(there.scales, scales, 1), scales);
                 }
             }
-            check_planes(t, l == 0 ? "ring" : l == 1 ? "global" : "tied");
+            check_planes(t, l == 0 ? "ring" : l == 1 ? "global" : l == 2 ? "tied" : kv_names[coded]);
         }
         sweep();
     }
 }
 
 static void test_kv_copy(void) {
-    static const KvType types[] = { KV_F32, KV_F16, KV_BF16 };
     static const struct { int len, n, len_2, n_2; } cases[] = { { 77, 300, 100, 50 }, { 0, 128, 0, 1 },
                                                                 { 0, 129, 1000, 64 }, { 1000, 7, 127, 2 }, { 5, 320, 3, 190 } };
-    for (int k = 0; k < 5; k++) {
+    for (int i = 0; i < 5 + N_KV; i++) {
+        const int k = i % 5;
+        const KvType type = kv_types[i % N_KV];
         Step *s = keep(1, sizeof *s);
         add_chain(s, 1, cases[k].len, cases[k].n);
         add_chain(s, 0, cases[k].len_2, cases[k].n_2);
-        CASE("kv_copy", "%s, %d rows at %d and %d at %d into 128 slots", kv_name(types[k % 3]), cases[k].n, cases[k].len,
+        CASE("kv_copy", "%s, %d rows at %d and %d at %d into 128 slots", kv_names[type], cases[k].n, cases[k].len,
              cases[k].n_2, cases[k].len_2);
-        TestCache ring = new_cache(types[k % 3], 3, 2, 64, 128, 0), stage = new_cache(types[k % 3], 1, 2, 64, MAX_STEP, 0);
+        TestCache ring = new_cache(type, 3, 2, 128, 128, 0), stage = new_cache(type, 1, 2, 128, MAX_STEP, 0);
         fill_cache(&ring);
         fill_cache(&stage);
         put_cache(&ring, false);
