@@ -189,6 +189,18 @@ static int ring_slots(const Model *m) {                // of the sliding layers,
     return 0;
 }
 
+static KvType ring_type(const Model *m) {              // what sliding layers cache
+    for (int i = 0; i < m->n_caches; i++)
+        if (m->config.layer[i].is_swa) return m->caches[i].k.type;
+    return KV_F32;
+}
+
+static int tail_slots(const Model *m) {                // of the global layers that have tails
+    int slots = 0;
+    for (int i = 0; i < m->n_caches; i++) slots = max_int(slots, m->caches[i].tail_slots);
+    return slots;
+}
+
 // The first position whose row a part has in a file.
 static int first_row(const RowPart *p, const SessionHeader *h) {
     return p->wraps ? min_int((int)h->n, max_int(0, (int)h->seen - (p->is_tail ? p->slots : (int)h->ring))) : 0;
@@ -214,12 +226,9 @@ static uint64_t session_bytes(const Model *m, const SessionHeader *h) {
 static SessionHeader header_of(const Model *m) {
     SessionHeader h = { .version = SESSION_VERSION, .header_bytes = sizeof h, .layout = hash_layout(m),
         .k_type = (uint32_t)m->options.k_type, .v_type = (uint32_t)m->options.v_type, .untied = m->options.untied,
-        .window = (uint32_t)m->config.n_swa, .ring = (uint32_t)ring_slots(m) };
+        .window = (uint32_t)m->config.n_swa, .ring = (uint32_t)ring_slots(m),
+        .ring_type = (uint32_t)ring_type(m), .tail = (uint32_t)tail_slots(m) };
     memcpy(h.magic, session_magic, sizeof h.magic);
-    for (int i = 0; i < m->n_caches; i++) {
-        if (m->config.layer[i].is_swa) h.ring_type = (uint32_t)m->caches[i].k.type;
-        else if (m->caches[i].tail_slots) h.tail = (uint32_t)m->caches[i].tail_slots;
-    }
     hash_model(&m->gguf, &h.model, &h.tokenizer, &h.weights);
     return h;
 }
