@@ -2703,7 +2703,7 @@ static const Flag flags[] = {
       "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
     { "--against", NULL, "BACKEND", FLAG_TEXT, CHECK, FIELD(against), 0, 0,
       "check: compare with cpu or with reference, the definition in plain loops, slow beyond small files; default cpu" },
-    { "--vram", NULL, "G", FLAG_REAL, PLANS, FIELD(memory), 0.001, 1e6,
+    { "--vram", NULL, "G", FLAG_REAL, PLANS | BENCH, FIELD(memory), 0.001, 1e6,
       "plan as if the backend had G GiB of memory, and end if that is not enough; default: what is free" },
     { "--show-thoughts", NULL, NULL, FLAG_ON, GENERATE, FIELD(show_thoughts), 0, 0,
       "write thoughts to stderr; default: they are dropped" },
