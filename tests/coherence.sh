@@ -3,7 +3,7 @@
 #
 #   tests/coherence.sh [--short] [--types "f16 q8_0 tq3"] [MODEL.gguf ..] [-- FLAGS]     both models, every type; minutes each
 #
-# Perplexity of held-out stories, divergence from an f16 cache and first choices that stay (gemma4 ppl); questions after facts,
+# Perplexity of held-out documents and stories, divergence from an f16 cache and first choices that stay (gemma4 ppl); questions after facts,
 # rolls learned by heart, edits, which repeat a text exactly, codes in 1K to 16K ids of text, sampled texts that are UTF-8 and
 # do not loop (eval_mini). FLAGS are flags of the cache for all types: --kv-tail 128, --kv-swa q8_0, --kv-layout untied.
 # --short: fewer items, and codes in 1K ids only. A line "FAILED: .." for each row that is worse than its type may be, and exit
@@ -16,7 +16,7 @@ trap 'rm -rf "$tmp"' EXIT
 short='' types="f16 bf16 q8_0 q4_0 tq4 tq3" models='' lengths="1024 2048 4096 8192 16384" size="-c 2048"
 while [ $# -gt 0 ]; do
     case $1 in
-    --short) short=--short lengths=1024 size="-c 512 --chunks 6" ;;
+    --short) short=--short lengths=1024 size="-c 512 --chunks 12" ;;
     --types) types=$2 && shift ;;
     --) shift && break ;;
     -*) echo "coherence.sh: $1: expected --short, --types or -- before flags of the cache" >&2 && exit 1 ;;
@@ -29,9 +29,11 @@ for program in "$gemma4" "$build/eval_mini"; do
     [ -x "$program" ] || { echo "coherence.sh: $program is not there; try make all test-programs" >&2 && exit 1; }
 done
 
-# Held-out stories, sentences of a paragraph on one line.
-awk '/^\[/ { inside = $0 == "[haystack]"; fresh = 1; next }
-     inside { gsub(/\\n/, "\n"); printf "%s%s", fresh ? "" : " ", $0; fresh = /\n$/ }' tests/eval_mini.txt >"$tmp/text"
+# Held-out documents of every kind, with their markup, then stories.
+awk '/^\[/ { doc = $0 ~ /^\[loss /; inside = $0 == "[haystack]"; fresh = 1; next }
+     { gsub(/\\n/, "\n"); gsub(/\\t/, "\t") }
+     doc { printf "%s", $0 }
+     inside { printf "%s%s", fresh ? "" : " ", $0; fresh = /\n$/ }' tests/eval_mini.txt >"$tmp/text"
 
 field() { # field NAME: of the line of JSON in $tmp/ppl
     sed -nE "s/.*\"$1\": ([^,}]*)[,}].*/\1/p" "$tmp/ppl"
@@ -61,13 +63,13 @@ for n in $lengths; do printf ' ---: |'; done
 printf ' ---: |\n'
 for model in $models; do
     # shellcheck disable=SC2086  # size and flags are words
-    "$gemma4" ppl "$model" -f "$tmp/text" $size --kld-base "$tmp/base" >"$tmp/ppl" 2>"$tmp/err" ||
+    "$gemma4" ppl "$model" -f "$tmp/text" --special $size --kld-base "$tmp/base" >"$tmp/ppl" 2>"$tmp/err" ||
         { sed 's/^/    /' "$tmp/err" && fail "$model: ppl" && continue; }
     name=${model##*/}
     for type in $types; do
         row="${name%.gguf}, -ctk $type $*"
         # shellcheck disable=SC2086
-        "$gemma4" ppl "$model" -f "$tmp/text" $size --kld "$tmp/base" -ctk "$type" "$@" -o jsonl >"$tmp/ppl" 2>"$tmp/err" ||
+        "$gemma4" ppl "$model" -f "$tmp/text" --special $size --kld "$tmp/base" -ctk "$type" "$@" -o jsonl >"$tmp/ppl" 2>"$tmp/err" ||
             { sed 's/^/    /' "$tmp/err" && fail "$row: ppl" && continue; }
         # shellcheck disable=SC2086
         "$build/eval_mini" $short --at-least 0 --kinds facts,roll,edit,needles,texts -ctk "$type" "$@" "$model" >"$tmp/eval" 2>&1 ||
@@ -82,11 +84,11 @@ for model in $models; do
         # What a type may cost: divergence, first choices that stay and right answers, in per cent.
         case $type in
         f16) far=4e-8 stay=100 right=87 ;;
-        f32 | bf16 | q8_0) far=1e-4 stay=99 right=87 ;;
-        q4_0 | tq4) far=3e-4 stay=97 right=87 ;;
-        *) far=1e-3 stay=94 right=80 ;;
+        f32 | bf16 | q8_0) far=2e-4 stay=99 right=87 ;;
+        q4_0 | tq4) far=1e-3 stay=98 right=87 ;;
+        *) far=4e-3 stay=96 right=80 ;;
         esac
-        [ $# -eq 0 ] || far=1e-2 stay=94               # what the flags do is not known here
+        [ $# -eq 0 ] || far=2e-2 stay=94               # what the flags do is not known here
         awk "BEGIN { exit !($(field kld_mean) <= $far) }" ||
             fail "$row: expected a divergence of at most $far from an f16 cache, got $(field kld_mean)"
         awk "BEGIN { exit !($same * 100 >= $stay - 1e-6) }" || fail "$row: expected $stay % of first choices to stay, got $same"
