@@ -1548,7 +1548,7 @@ typedef struct {
 } StepSeg;
 
 // What else the operations of a step depend on: StepKey.variant.
-enum { PLAIN, ROW_IS_FED, COMMITS_CHAINS, COMMITS_PATHS };
+enum { PLAIN, ROW_IS_FED, COMMITS_CHAINS, COMMITS_PATHS, CHOOSES };
 
 // Copies to the backend what it does not hold yet: of plain decoding, nothing.
 static void send_new(Model *m, void *dst, void *sent, const void *src, size_t bytes) {
@@ -1615,6 +1615,13 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
     return done ? m->n_kept : -1;
 }
 
+static void issue_sample(Model *m, const Batch *kept) {
+    const State *s = &m->s;
+    m->ops->sample(&(Sample){ .batch = kept, .vocab = m->config.vocab, .logits = s->logits, .params = s->params,
+                              .mask = s->mask, .bias = s->bias, .counts = s->counts, .step_rows = s->counts ? s->rows : NULL,
+                              .out = s->chosen });
+}
+
 // Makes n_accept[i] rows of the last step's segment i part of its session: of a CHAIN the first ones, of a TREE the rows
 // path[i * STEP_ROWS ...], root first. path may be NULL when all segments are chains. sample: a token is chosen first from
 // every row of logits, into m->s.chosen. The two follow each other in plain decoding, so they are recorded as one.
@@ -1632,10 +1639,7 @@ static void finish_step(Model *m, const int32_t *n_accept, const int32_t *path, 
     if (path) op->copy(&(Copy){ s->path, path, (size_t)m->n_segs * STEP_ROWS * sizeof *path, COPY_IN });
     if (op->begin((StepKey){ .kind = sample ? STEP_SAMPLE : STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs,
                              .logits = sample ? m->n_kept : 0, .variant = path ? COMMITS_PATHS : COMMITS_CHAINS })) {
-        if (sample)
-            op->sample(&(Sample){ .batch = &kept, .vocab = m->config.vocab, .logits = s->logits, .params = s->params,
-                                  .mask = s->mask, .bias = s->bias, .counts = s->counts,
-                                  .step_rows = s->counts ? s->rows : NULL, .out = s->chosen });
+        if (sample) issue_sample(m, &kept);
         op->kv_commit(&(KvCommit){ .batch = &all, .caches = m->caches, .n_caches = m->n_caches, .n_accept = s->n_accept,
                                    .path = path ? s->path : NULL, .counts = s->counts, .vocab = m->config.vocab });
     }
@@ -1643,6 +1647,15 @@ static void finish_step(Model *m, const int32_t *n_accept, const int32_t *path, 
 }
 
 static void commit(Model *m, const int32_t *n_accept, const int32_t *path) { finish_step(m, n_accept, path, false); }
+
+// Chooses a token from every row of logits of the last step, into m->s.chosen, before it is known how much is committed.
+static void choose(Model *m) {
+    State *s = &m->s;
+    const Batch kept = { .rows = s->kept_rows, .segs = s->segs, .len = s->len, .n_rows = m->n_kept, .n_segs = m->n_segs };
+    if (m->ops->begin((StepKey){ .kind = STEP_SAMPLE, .rows = m->n_rows, .segs = m->n_segs, .logits = m->n_kept,
+                                 .variant = CHOOSES })) issue_sample(m, &kept);
+    m->ops->end();
+}
 
 static void commit_all(Model *m) {                     // every row of the last step, which is one chain
     commit(m, &(int32_t){ m->n_rows }, NULL);
@@ -1669,10 +1682,33 @@ static int run_chunk(Model *m, int seq, const int32_t *tokens, int n) {
 // it. sessions_next() does so for several sessions at once, which share their decoding steps. Nothing here prints, or ends
 // the process for what is the caller's business.
 //
+// Decoding may be speculative: a drafter guesses what comes next, the guesses run in one step with the token before them, and
+// the model's own choice is made at every row. As far as guesses and choices agree, one step has made several tokens. Choices
+// are those that a step of one row makes, bit for bit, greedy or drawn; so the text is the same with any drafter, and without.
+//
 // Behind it: a prompt runs only from where it differs from what the session holds. A backend that works beside the host (one
 // with marks) never waits for it: the next step is fed its tokens by the device, and the host looks at them while it runs.
 // Where a token turns out to end the text, or to be followed by others than the model's, that step is dropped: it was not
 // committed. A full context drops its oldest tokens, if that is wanted, and goes on.
+
+// Who guesses: nobody; the text itself, where its last tokens have been before (prompt lookup); a table of what followed the
+// last NGRAM_MOD tokens in any text so far, which all sessions share.
+typedef enum { SPEC_OFF, SPEC_NGRAM, SPEC_NGRAM_MOD } SpecKind;
+static const char *const spec_names[] = { "off", "ngram", "ngram-mod" };
+
+typedef struct {
+    SpecKind kind;
+    int      most;            // tokens drafted in a step, 1 .. DRAFT_MAX
+} Drafting;
+
+enum { DRAFT_MAX = STEP_ROWS - 1, DRAFT_DEPTHS = 8 };              // of DEPTHS it is counted how often they were right
+
+typedef struct {              // what an answer took
+    int    n_passes;          // steps that had drafts
+    int    drafted, accepted; // tokens
+    int    tried[DRAFT_DEPTHS], right[DRAFT_DEPTHS];   // by depth: looked at, as all before it were right; right
+    double draft_seconds, verify_seconds;
+} DraftCount;
 
 typedef struct {              // how to answer
     int          n_predict;   // tokens to generate; -1: until the turn ends or the context is full
@@ -1682,6 +1718,7 @@ typedef struct {              // how to answer
     int          think_budget;   // tokens of thought, after which it is closed; -1: as many as the model likes
     bool         shift;       // a full context drops its oldest tokens; else it ends the answer
     SampleParams sampling;
+    Drafting     drafting;
 } AnswerOptions;
 
 typedef struct {
@@ -1714,6 +1751,8 @@ typedef struct {              // what an answer took
     int         shifts;                // times the context was full
     double      prompt_seconds, decode_seconds, read;     // read: bytes that the decoding steps had to read
     uint64_t    hash;                  // of the last logits, where the caller looks at them
+    DraftCount  drafts;
+    int         loop;                  // the text ends in a loop of so many tokens, 0: it does not
     const char *why;                   // it ended; NULL: it has not
 } Turn;
 
@@ -1764,6 +1803,92 @@ static size_t stops_flush(Stops *s, char *out) {       // at the end: what waits
     return n;
 }
 
+// ---- drafts from the text itself ----
+
+enum { NGRAM_BITS = 16, NGRAM_LEAST = 3, NGRAM_MOST = 24,          // tokens of a match: to be looked at, that count
+       NGRAM_TRIES = 16,                // earlier places that are compared
+       NGRAM_MOD = 12, NGRAM_MOD_BITS = 22 };
+
+// Where in the session's tokens each run of NGRAM_LEAST begins: newest[hash], and before it earlier[place], as far back as the
+// context. How far to guess follows what became of the guesses before: twice as far where all were right, as far as they were
+// right else; and where none was, a longer match is asked for.
+typedef struct {
+    int32_t *newest;          // (2^NGRAM_BITS) one behind the place; 0: nowhere
+    int32_t *earlier;         // (n_room)
+    int      n, n_room;       // places entered
+    int      reach, least;    // tokens to guess; tokens that have to match
+} Ngrams;
+
+static struct {               // ngram-mod: what followed the last NGRAM_MOD tokens, wherever that was last; hashes may collide
+    int32_t *next;            // (2^NGRAM_MOD_BITS) token + 1; 0: nothing
+} ngram_mod;
+
+static uint64_t hash_ids(const int32_t *ids, int n) {
+    uint64_t h = 0;
+    for (int i = 0; i < n; i++) h = h * 6364136223846793005u + (uint32_t)ids[i] + 1;
+    return h * 0x9e3779b97f4a7c15u;
+}
+
+// Enters the tokens that have come since; where the text was cut back, all of it again.
+static void ngrams_enter(Ngrams *g, const int32_t *ids, int n, bool shared) {
+    if (!g->newest) g->newest = alloc_or_die((size_t)1 << NGRAM_BITS, sizeof *g->newest);
+    if (g->n_room < n) {
+        g->n_room = n + 4096;
+        int32_t *more = realloc(g->earlier, (size_t)g->n_room * sizeof *more);
+        if (!more) die("out of memory: %zu bytes wanted", (size_t)g->n_room * sizeof *more);
+        g->earlier = more;
+    }
+    if (g->n > n) {
+        memset(g->newest, 0, ((size_t)1 << NGRAM_BITS) * sizeof *g->newest);
+        g->n = 0;
+    }
+    for (; g->n + NGRAM_LEAST <= n; g->n++) {          // the last place is left out until something follows it
+        int32_t *head = &g->newest[hash_ids(ids + g->n, NGRAM_LEAST) >> (64 - NGRAM_BITS)];
+        g->earlier[g->n] = *head;
+        *head = g->n + 1;
+        const int at = g->n + NGRAM_LEAST - NGRAM_MOD - 1;             // what follows a run there is known now
+        if (shared && at >= 0) ngram_mod.next[hash_ids(ids + at, NGRAM_MOD) >> (64 - NGRAM_MOD_BITS)] = ids[at + NGRAM_MOD] + 1;
+    }
+}
+
+// Guesses at most `most` tokens that follow ids (n) -> how many. A guess is what stood behind the earlier place that shares most
+// tokens with the end of ids, the newest of several.
+static int ngrams_look_up(const Ngrams *g, const int32_t *ids, int n, int least, int most, int32_t *out) {
+    int best = 0, from = 0, tries = NGRAM_TRIES;
+    if (n <= NGRAM_LEAST) return 0;
+    int place = g->newest[hash_ids(ids + n - NGRAM_LEAST, NGRAM_LEAST) >> (64 - NGRAM_BITS)];
+    for (; place && tries--; place = g->earlier[place - 1]) {
+        const int end = place - 1 + NGRAM_LEAST;       // behind the earlier run
+        int same = 0;
+        if (end >= n) continue;
+        while (same < NGRAM_MOST && same < end && ids[end - 1 - same] == ids[n - 1 - same]) same++;
+        if (same > best) best = same, from = end;
+    }
+    if (best < least) return 0;
+    const int period = n - from;                       // what is guessed may run into the guess itself
+    for (int i = 0; i < most; i++) out[i] = i < period ? ids[from + i] : out[i - period];
+    return most;
+}
+
+static int ngram_mod_look_up(const int32_t *ids, int n, int most, int32_t *out) {
+    int32_t run[NGRAM_MOD + DRAFT_MAX];
+    int found = 0;
+    if (n < NGRAM_MOD) return 0;
+    memcpy(run, ids + n - NGRAM_MOD, NGRAM_MOD * sizeof *run);
+    for (; found < most; found++) {
+        const int32_t next = ngram_mod.next[hash_ids(run + found, NGRAM_MOD) >> (64 - NGRAM_MOD_BITS)];
+        if (!next) break;
+        out[found] = run[NGRAM_MOD + found] = next - 1;
+    }
+    return found;
+}
+
+// Of n guesses the first `right` were.
+static void ngrams_learn(Ngrams *g, int n, int right) {
+    g->reach = right == n ? min_int(2 * n, DRAFT_MAX) : max_int(right + 1, 2);
+    g->least = right ? NGRAM_LEAST : min_int(g->least + 2, NGRAM_MOST);
+}
+
 typedef struct {
     Model     *m;
     Tokenizer *t;
@@ -1785,19 +1910,23 @@ typedef struct {
     EndReason  end;
     Event      shifted;       // n dropped: to be told
     TokIds     said, thought_name;     // ids of the last event; the first line of a thought
+    TokIds     drafts;        // guesses of what follows the one token in todo
+    Ngrams     ngrams;
     int        named, thought_tokens;  // ids of that line, and of thoughts, so far
     size_t     content, thought, passed;   // bytes of the reply that were looked at; of content, what the stop strings let by
     Stops      stops;
-    char      *text;          // (text_room) what passes the stop strings
-    size_t     text_room;
+    char      *text;          // (text_room) of the last event: what passed the stop strings
+    size_t     text_room, n_text;
+    size_t     thought_start; // of what the last event has of it
     int        row;           // of the logits of step number `step` that the last token was chosen from; -1: none yet
     int64_t    step;
+    int        missed;        // times in a row that nothing could be guessed
     double     started, first_token;   // seconds()
     char       err[512];
 } Session;
 
 static void session_open(Session *s, Model *m, Tokenizer *t, int seq) {
-    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1 };
+    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .ngrams = { .reach = 4, .least = NGRAM_LEAST } };
     reset_session(m, seq);
 }
 
@@ -1805,6 +1934,9 @@ static void session_close(Session *s) {
     tok_ids_free(&s->held);
     tok_ids_free(&s->todo);
     tok_ids_free(&s->said);
+    tok_ids_free(&s->drafts);
+    free(s->ngrams.newest);
+    free(s->ngrams.earlier);
     tok_ids_free(&s->thought_name);
     tok_reply_free(&s->reply);
     free(s->rings);
@@ -1898,6 +2030,9 @@ static bool session_start(Session *s, const Prompt *p, const AnswerOptions *o) {
     s->content = s->thought = s->passed = 0;
     s->named = tok_reply_thinks(&s->reply) ? (int)s->thought_name.n : 0;
     s->thought_tokens = 0;
+    s->drafts.n = 0;
+    if (o->drafting.kind == SPEC_NGRAM_MOD && !ngram_mod.next)
+        ngram_mod.next = alloc_or_die((size_t)1 << NGRAM_MOD_BITS, sizeof *ngram_mod.next);
     s->n_head = p->n_head;
     s->row = -1;
     s->shifted = (Event){ .kind = EVENT_SHIFT };
@@ -1913,30 +2048,54 @@ static void end_answer(Session *s, EndReason end) {
     s->fed = false;
 }
 
-// Text of the reply that has come since: thoughts as they are, content as far as the stop strings let it pass.
+// Adds to an event the text of the reply that has come since: thoughts as they are, content as far as the stop strings let it
+// pass.
 static void pass_text(Session *s, Event *e) {
     const TokReply *r = &s->reply;
-    const size_t n = r->content.n - s->content, room = n + 2 * s->stops.longest + 1;
+    const size_t n = r->content.n - s->content, room = s->n_text + n + 2 * s->stops.longest + 1;
     if (room > s->text_room) {
-        free(s->text);
-        s->text = alloc_or_die(s->text_room = 2 * room, 1);
+        s->text = realloc(s->text, s->text_room = 2 * room);
+        if (!s->text) die("out of memory: %zu bytes wanted", s->text_room);
     }
-    e->thought = (TokStr){ r->thought.s + s->thought, r->thought.n - s->thought };
-    size_t passed = n ? stops_push(&s->stops, r->content.s + s->content, n, s->text) : 0;
-    if (e->kind == EVENT_END) passed += stops_flush(&s->stops, s->text + passed);
-    e->content = (TokStr){ s->text, passed };
-    s->passed += passed;
+    const size_t before = s->n_text;
+    if (n) s->n_text += stops_push(&s->stops, r->content.s + s->content, n, s->text + s->n_text);
+    if (e->kind == EVENT_END) s->n_text += stops_flush(&s->stops, s->text + s->n_text);
+    s->passed += s->n_text - before;
     s->content = r->content.n;
     s->thought = r->thought.n;
+    e->content = (TokStr){ s->text, s->n_text };
+    e->thought = (TokStr){ r->thought.s + s->thought_start, s->thought - s->thought_start };
+    e->ids = s->said.ids;
+    e->n_ids = (int)s->said.n;
+}
+
+static void begin_event(Session *s, Event *e, EventKind kind) {
+    *e = (Event){ .kind = kind };
+    s->said.n = s->n_text = 0;
+    s->thought_start = s->thought;
+}
+
+// Whether ids (n) end in a loop: their last tokens, 96 at least and four times over, repeat every so many. 0: they do not.
+static int loop_of(const int32_t *ids, int n) {
+    for (int period = 1; period <= 64; period++) {
+        const int span = max_int(4 * period, 96);
+        int same = 0;
+        while (n > span && same < span - period && ids[n - 1 - same] == ids[n - 1 - same - period]) same++;
+        if (n > span && same == span - period) return period;
+    }
+    return 0;
 }
 
 static void tell_end(Session *s, Event *e) {
-    *e = (Event){ .kind = EVENT_END, .end = s->end, .error = s->end == END_ERROR ? s->err : NULL };
+    begin_event(s, e, EVENT_END);
+    e->end = s->end;
+    e->error = s->end == END_ERROR ? s->err : NULL;
     if (!s->answering) return;
     if (tok_reply_end(s->t, &s->reply) < 0) die("%s", s->t->err);     // out of memory
     pass_text(s, e);
     s->reply.content.n = s->passed;
     s->turn.why = end_text[s->end];
+    s->turn.loop = loop_of(s->held.ids + (int)s->held.n - min_int(s->turn.made, (int)s->held.n), min_int(s->turn.made, (int)s->held.n));
     s->turn.prompt_seconds = (s->turn.made ? s->first_token : seconds()) - s->started;
     s->turn.decode_seconds = s->turn.made ? seconds() - s->first_token : 0;
     s->answering = false;
@@ -1945,24 +2104,30 @@ static void tell_end(Session *s, Event *e) {
 // The thought has used up its budget: its end, on a line of its own, is what the model said. As tok_reply_push().
 static int close_thought(Session *s) {
     Tokenizer *t = s->t;
-    const TokStr last = tok_piece(t, s->said.ids[0], false);
+    const size_t first = s->said.n;
+    const TokStr last = tok_piece(t, s->said.ids[first - 1], false);
     int over = 0;
     if (!(last.n && last.s[last.n - 1] == '\n') && tok_encode(t, "\n", 1, TOK_PLAIN, &s->said) < 0) return -1;
     push_id(s, &s->said, t->channel_close);
-    for (size_t i = 1; i < s->said.n && !over; i++, s->turn.made++) over = tok_reply_push(t, &s->reply, s->said.ids[i]);
+    for (size_t i = first; i < s->said.n && !over; i++, s->turn.made++) over = tok_reply_push(t, &s->reply, s->said.ids[i]);
     return over;
+}
+
+// Accepted guesses that turned out to be behind the end of what was said leave the cache.
+static void drop_drafts(Session *s) {
+    if (s->m->len[s->seq] > (int)s->held.n) shorten_session(s->m, s->seq, s->held.ids, (int)s->held.n);
 }
 
 // The context is full: of its tokens the first n_head stay, and the newest half of the room behind these; they run again, with
 // what was said last. False: the head leaves less than half of the context, so nothing was done.
-static bool shift_context(Session *s) {
-    const int n_ctx = s->m->options.n_ctx, n_head = s->n_head, half = (n_ctx - n_head) / 2, len = s->m->len[s->seq];
-    const int n = (int)s->said.n;
+static bool shift_context(Session *s, const int32_t *said, int n) {
+    const int n_ctx = s->m->options.n_ctx, n_head = s->n_head, half = (n_ctx - n_head) / 2, len = (int)s->held.n;
     if (n_head > n_ctx / 2 || half < n) return false;
+    drop_drafts(s);
     int32_t *ids = alloc_or_die((size_t)(n_head + half + n), sizeof *ids);
     memcpy(ids, s->held.ids, (size_t)n_head * sizeof *ids);
     memcpy(ids + n_head, s->held.ids + len - half, (size_t)half * sizeof *ids);
-    memcpy(ids + n_head + half, s->said.ids, (size_t)n * sizeof *ids);
+    memcpy(ids + n_head + half, said, (size_t)n * sizeof *ids);
     s->shifted = (Event){ .kind = EVENT_SHIFT, .dropped = len - n_head - half, .head = n_head, .kept = half };
     s->turn.shifts++;
     set_prompt(s, ids, n_head + half + n);
@@ -1970,18 +2135,18 @@ static bool shift_context(Session *s) {
     return true;
 }
 
-// The token that the model chose: it runs next, unless the answer ends here.
+// The token that the model chose, behind those of the event so far: it runs next, unless the answer ends here.
 static void take_token(Session *s, int32_t token, Event *e) {
     const AnswerOptions *o = &s->options;
     Model *m = s->m;
-    *e = (Event){ .kind = EVENT_TOKEN };
+    const size_t first = s->said.n;
     if (!s->turn.made) s->first_token = seconds();
     s->prompting = false;
-    s->said.n = s->todo.n = 0;
+    s->todo.n = 0;
     s->at = 0;
     if (token < 0) {
-        snprintf(s->err, sizeof s->err, "%s: no token can be chosen at position %d: the logits are not numbers, so the file is "
-                 "damaged, or every token is suppressed", m->gguf.path, m->len[s->seq] - 1);
+        snprintf(s->err, sizeof s->err, "%s: no token can be chosen at position %zu: the logits are not numbers, so the file is "
+                 "damaged, or every token is suppressed", m->gguf.path, s->held.n - 1);
         end_answer(s, END_ERROR);
         return;
     }
@@ -2000,8 +2165,8 @@ static void take_token(Session *s, int32_t token, Event *e) {
     else if (thought_before) s->thought_tokens++;
     if (!over && thinks && o->think_budget >= 0 && s->thought_tokens >= o->think_budget && s->named == name)
         over = close_thought(s);
-    e->ids = s->said.ids;
-    e->n_ids = (int)s->said.n;
+    const int32_t *said = s->said.ids + first;
+    const int n = (int)(s->said.n - first);
     if (over < 0) {
         snprintf(s->err, sizeof s->err, "%s", s->t->err);
         end_answer(s, END_ERROR);
@@ -2011,12 +2176,57 @@ static void take_token(Session *s, int32_t token, Event *e) {
     if (s->stops.hit) end_answer(s, END_STOP_STRING);
     else if (over) end_answer(s, s->reply.finish == TOK_TOOL_CALLS ? END_CALLS : END_TURN);
     else if (s->turn.made >= o->n_predict && o->n_predict >= 0) end_answer(s, END_LENGTH);
-    else if (m->len[s->seq] + e->n_ids > m->options.n_ctx) {
-        if (!o->shift || !shift_context(s)) end_answer(s, END_CONTEXT);
+    else if ((int)s->held.n + n > m->options.n_ctx) {
+        if (!o->shift || !shift_context(s, said, n)) end_answer(s, END_CONTEXT);
     } else {
-        for (int i = 0; i < e->n_ids; i++) push_id(s, &s->todo, e->ids[i]);
+        for (int i = 0; i < n; i++) push_id(s, &s->todo, said[i]);
     }
-    s->fed &= !s->ending && !s->prompting && e->n_ids == 1;
+    s->fed &= !s->ending && !s->prompting && n == 1;
+}
+
+// Guesses what follows the token that runs next, where that is all that runs and it is known.
+static void draft(Session *s) {
+    const Drafting *d = &s->options.drafting;
+    const int n = (int)s->held.n + 1, room = s->m->options.n_ctx - n, left = s->options.n_predict - s->turn.made - 1;
+    int most = min_int(min_int(d->most, s->ngrams.reach), min_int(room, s->m->options.n_logits - 1));
+    s->drafts.n = 0;
+    if (d->kind == SPEC_OFF || s->prompting || s->todo.n != 1 || s->options.keep_logits) return;
+    if (s->options.n_predict >= 0) most = min_int(most, left);
+    const double start = seconds();
+    int32_t guess[DRAFT_MAX];
+    push_id(s, &s->held, s->todo.ids[0]);              // for as long as it is looked up
+    ngrams_enter(&s->ngrams, s->held.ids, n, d->kind == SPEC_NGRAM_MOD);
+    const int found = most <= 0 ? 0 : d->kind == SPEC_NGRAM_MOD ? ngram_mod_look_up(s->held.ids, n, most, guess) :
+                      ngrams_look_up(&s->ngrams, s->held.ids, n, s->ngrams.least, most, guess);
+    s->held.n--;
+    if (!s->fed)
+        for (int i = 0; i < found; i++) push_id(s, &s->drafts, guess[i]);
+    s->missed = found ? 0 : s->missed + 1;
+    s->turn.drafts.draft_seconds += seconds() - start;
+}
+
+// Of the choices made at the last token's row and at those of the drafts: takes them one after the other as far as they are what
+// was drafted, and the first that is not.
+static void take_tokens(Session *s, const int32_t *chosen, Event *e) {
+    DraftCount *count = &s->turn.drafts;
+    const int n = (int)s->drafts.n;
+    int right = 0;
+    begin_event(s, e, EVENT_TOKEN);
+    take_token(s, chosen[0], e);
+    while (right < n && chosen[right] == s->drafts.ids[right]) {
+        if (s->ending || s->prompting || s->todo.n != 1) break;        // it ended, or goes on with other tokens
+        push_id(s, &s->held, chosen[right++]);
+        take_token(s, chosen[right], e);
+    }
+    s->row += right;
+    if (!s->prompting) drop_drafts(s);
+    if (!n) return;
+    for (int d = 0; d < min_int(n, DRAFT_DEPTHS) && d <= right; d++) count->tried[d]++, count->right[d] += d < right;
+    count->n_passes++;
+    count->drafted += n;
+    count->accepted += right;
+    ngrams_learn(&s->ngrams, n, right);
+    s->drafts.n = 0;
 }
 
 // Rows of the next step: of a prompt a chunk, which ends where the rings are to be saved.
@@ -2025,14 +2235,17 @@ static int next_rows(const Session *s) {
     return min_int(s->want_mark > len ? min_int(n, s->want_mark - len) : n, s->m->options.n_batch);
 }
 
+enum { PATIENCE = 4 };        // steps without a guess, after which the next is issued ahead again
+
 // Whether the step behind the one that was just sampled can be issued before its token is known. Not behind a prompt: a step
 // that is dropped is made good by another run of the last token, and the rounding of a prompt differs. Not where it is known
-// that nothing follows, or somebody looks at each step.
+// that nothing follows, or somebody looks at each step, or where guesses may follow.
 static bool may_go_ahead(const Session *s) {
     const Model *m = s->m;
     const int n = s->options.n_predict;
     return m->ops->mark && m->n_rows <= STEP_ROWS && m->len[s->seq] < m->options.n_ctx && !s->options.keep_logits &&
-           !m->dump_dir && (n < 0 || s->turn.made + 1 < n) && !s->cancelled;
+           !m->dump_dir && (n < 0 || s->turn.made + 1 < n) && !s->cancelled &&
+           (s->options.drafting.kind == SPEC_OFF || s->missed >= PATIENCE);
 }
 
 // What a session has to tell without running anything. False: it has tokens to run.
@@ -2047,23 +2260,52 @@ static bool is_settled(Session *s, Event *e) {
     return e->dropped > 0;
 }
 
+// Chooses tokens from the rows of logits of the last step and commits: of n segments with n_rows each, whose last 1 + n_drafts
+// rows want them, all rows before the first wrong guess.
+static void choose_tokens(Session *const *sessions, int n, const int32_t *n_rows, int32_t *tokens, bool ahead) {
+    Model *m = sessions[0]->m;
+    const Ops *op = m->ops;
+    int32_t n_accept[MAX_SESSIONS];
+    const int n_kept = m->n_kept;
+    bool drafted = false;
+    for (int i = 0; i < n; i++) drafted |= sessions[i]->drafts.n > 0;
+    if (drafted) choose(m);
+    else finish_step(m, n_rows, NULL, n_kept > 0);
+    if (n_kept) op->copy(&(Copy){ tokens, m->s.chosen, (size_t)n_kept * sizeof *tokens, COPY_OUT });
+    if (n_kept && !ahead) op->wait();
+    if (!drafted) return;
+    for (int i = 0, at = 0; i < n; i++) {              // a session that has drafts has a row of logits
+        const TokIds *drafts = &sessions[i]->drafts;
+        const bool wants = sessions[i]->at + n_rows[i] - (int)drafts->n == (int)sessions[i]->todo.n;
+        int right = 0;
+        while (right < (int)drafts->n && tokens[at + right] == drafts->ids[right]) right++;
+        n_accept[i] = n_rows[i] - (int)drafts->n + right;
+        at += wants ? 1 + (int)drafts->n : 0;
+    }
+    commit(m, n_accept, NULL);
+}
+
 // Runs the next rows of n sessions in one step, and tells each what came of it.
 static void run_sessions(Session *const *sessions, Event *const *events, int n) {
     Model *m = sessions[0]->m;
     const Ops *op = m->ops;
-    StepSeg segs[MAX_SESSIONS];
-    int32_t n_rows[MAX_SESSIONS], tokens[MAX_SESSIONS];
-    bool runs_already = m->ahead && m->n_segs == n;
+    StepSeg segs[MAX_SESSIONS] = { { 0 } };
+    int32_t n_rows[MAX_SESSIONS], tokens[MAX_SESSIONS + STEP_ROWS];
+    bool runs_already = m->ahead && m->n_segs == n, ahead = true;
+    const double start = seconds();
     StepRow *row = m->chunk;
     for (int i = 0; i < n; i++) {
         Session *s = sessions[i];
-        n_rows[i] = next_rows(s);
+        const int n_todo = next_rows(s), n_drafts = (int)s->drafts.n;
+        n_rows[i] = n_todo + n_drafts;
         runs_already = runs_already && s->fed && m->segs[i].seq == s->seq;
         segs[i] = (StepSeg){ .seq = s->seq, .kind = SEG_CHAIN, .n = n_rows[i], .rows = row };
-        for (int k = 0; k < n_rows[i]; k++, row++)
+        for (int k = 0; k < n_todo; k++, row++)
             *row = (StepRow){ .token = s->todo.ids[s->at + k], .want = s->at + k + 1 == (int)s->todo.n };
+        for (int k = 0; k < n_drafts; k++, row++) *row = (StepRow){ .token = s->drafts.ids[k], .want = true };
         s->turn.steps += !s->prompting;
         s->turn.read += s->prompting ? 0 : bytes_per_token(m, m->len[s->seq]);
+        ahead = ahead && !n_drafts;
     }
     m->stop = n == 1 ? &sessions[0]->cancelled : NULL;
     if (!runs_already && step(m, segs, n) < 0) {
@@ -2072,32 +2314,34 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
         return;
     }
     m->stop = NULL;
-    const int n_kept = m->n_kept;
     const int64_t step_number = m->steps;
-    finish_step(m, n_rows, NULL, n_kept > 0);
-    if (n_kept) op->copy(&(Copy){ tokens, m->s.chosen, (size_t)n_kept * sizeof *tokens, COPY_OUT });
-    bool ahead = n_kept == n;
+    ahead = ahead && m->n_kept == n;
     for (int i = 0; i < n; i++) ahead = ahead && may_go_ahead(sessions[i]);
-    for (int i = 0; i < n; i++) {
-        m->chunk[i] = (StepRow){ .token = FED, .want = true };
-        segs[i].rows = &m->chunk[i];
-        segs[i].n = 1;
+    choose_tokens(sessions, n, n_rows, tokens, ahead);
+    if (ahead) {
+        const int mark = op->mark();
+        for (int i = 0; i < n; i++) {
+            m->chunk[i] = (StepRow){ .token = FED, .want = true };
+            segs[i].rows = &m->chunk[i];
+            segs[i].n = 1;
+        }
+        step(m, segs, n);
+        op->wait_for(mark);
     }
-    const int mark = ahead ? op->mark() : 0;
-    if (ahead) step(m, segs, n);
-    if (ahead) op->wait_for(mark);
-    else if (n_kept) op->wait();
-
     for (int i = 0, k = 0; i < n; i++) {
         Session *s = sessions[i];
-        for (int r = 0; r < n_rows[i]; r++) push_id(s, &s->held, s->todo.ids[s->at++]);
-        s->turn.n_run += s->prompting && !s->turn.shifts ? n_rows[i] : 0;
+        const int n_todo = n_rows[i] - (int)s->drafts.n;
+        if (s->drafts.n) s->turn.drafts.verify_seconds += seconds() - start;
+        for (int r = 0; r < n_todo; r++) push_id(s, &s->held, s->todo.ids[s->at++]);
+        s->turn.n_run += s->prompting && !s->turn.shifts ? n_todo : 0;
         s->fed = ahead;
         if (s->want_mark == m->len[s->seq]) session_save(s);
         if (s->at == (int)s->todo.n) {
-            s->row = k++;
+            const int n_chosen = 1 + (int)s->drafts.n;
+            s->row = k;
             s->step = step_number;
-            take_token(s, tokens[s->row], events[i]);
+            take_tokens(s, tokens + k, events[i]);
+            k += n_chosen;
         } else {
             *events[i] = (Event){ .kind = EVENT_PROMPT, .done = s->at, .total = (int)s->todo.n };
         }
@@ -2110,23 +2354,26 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
 static void sessions_next(Session *const *sessions, int n, Event *events) {
     Session *some[MAX_SESSIONS];
     Event *theirs[MAX_SESSIONS];
-    int n_some = 0, rows = 0;
+    int n_some = 0, rows = 0, wanted = 0;
     for (int i = 0; i < n; i++) {
         Session *s = sessions[i];
         Event *e = &events[i];
         if (is_settled(s, e)) continue;
-        const int more = next_rows(s);
+        draft(s);
+        const int more = next_rows(s) + (int)s->drafts.n;
         if (more > STEP_ROWS) {
             run_sessions(&s, &e, 1);
             continue;
         }
-        if (rows + more > STEP_ROWS) {
+        const int wants = 1 + (int)s->drafts.n;
+        if (n_some && (rows + more > STEP_ROWS || wanted + wants > s->m->options.n_logits)) {
             run_sessions(some, theirs, n_some);
-            n_some = rows = 0;
+            n_some = rows = wanted = 0;
         }
         some[n_some] = s;
         theirs[n_some++] = e;
         rows += more;
+        wanted += wants;
     }
     if (n_some) run_sessions(some, theirs, n_some);
 }
@@ -2518,7 +2765,22 @@ static void show_calls(const TokReply *r) {
     }
 }
 
+// What drafting did. The share of right guesses in a loop says nothing, so it is not told.
+static void print_drafts(const Turn *t) {
+    const DraftCount *d = &t->drafts;
+    fprintf(stderr, "# drafts: %d in %d of %d steps", d->drafted, d->n_passes, t->steps);
+    if (!t->loop) {
+        fprintf(stderr, ", %d right, %.2f tokens a step; right by depth, if all before were:", d->accepted,
+                (double)(t->made - (t->steps == 0)) / max_int(t->steps, 1));
+        for (int i = 0; i < DRAFT_DEPTHS && d->tried[i]; i++) fprintf(stderr, " %.0f", 100.0 * d->right[i] / d->tried[i]);
+        fprintf(stderr, " %%");
+    }
+    fprintf(stderr, "; %.3f ms to draft, %.3f ms to verify a step\n", 1e3 * d->draft_seconds / max_int(t->steps, 1),
+            1e3 * d->verify_seconds / d->n_passes);
+}
+
 static void print_turn(const Turn *t) {
+    const DraftCount *d = &t->drafts;
     fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s", t->n_run, t->prompt_seconds, t->n_run / t->prompt_seconds);
     if (t->n_run < t->n_prompt) fprintf(stderr, "; %d were in the cache", t->n_prompt - t->n_run);
     if (t->steps)
@@ -2527,6 +2789,8 @@ static void print_turn(const Turn *t) {
     fprintf(stderr, "\n# %d tokens generated, stopped: %s", t->made, t->why);
     if (t->hash) fprintf(stderr, "; last logits %016" PRIx64, t->hash);
     fprintf(stderr, "\n");
+    if (t->loop) fprintf(stderr, "# the text has fallen into a loop of %d token%s\n", t->loop, t->loop == 1 ? "" : "s");
+    if (d->n_passes) print_drafts(t);
 }
 
 typedef struct {              // what is shown of an answer
@@ -2606,7 +2870,7 @@ static const struct { const char *name; Verb verb; } verbs[] = {
 typedef struct {
     Verb verb;
     const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout, *against;
-    const char *k_type, *v_type, *ring_type, *history, *session;
+    const char *k_type, *v_type, *ring_type, *history, *session, *spec;
     const char *target, *type;                  // quantize: OUT, TYPE
     const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
     const char *fill;
@@ -2615,7 +2879,7 @@ typedef struct {
     const char *kld_base, *kld;                 // ppl
     double n_runs, stride, n_chunks;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
-    double think_budget, memory, tail;
+    double think_budget, memory, tail, draft_max;
     TextList biases, stops;
     bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, help, version;
 } Flags;
@@ -2686,6 +2950,11 @@ static const Flag flags[] = {
       "stop before this text, which is not printed; again for more; default: none" },
     { "--ignore-eos", NULL, NULL, FLAG_ON, GENERATE, FIELD(ignore_eos), 0, 0,
       "go on after the end of the turn; default: off" },
+    { "--spec", "--spec-type", "KIND", FLAG_TEXT, ANSWERS, FIELD(spec), 0, 0,
+      "guess tokens and check several in one step, which changes no text: off (default); ngram: from where the text's last tokens "
+      "have been before; ngram-mod: from a table of what followed 12 tokens in any text so far" },
+    { "--draft-max", "--draft --draft-n --spec-draft-n-max", "N", FLAG_INT, ANSWERS, FIELD(draft_max), 1, DRAFT_MAX,
+      "most tokens that are guessed at a time; default 16" },
     { "-c", "--ctx-size", "N", FLAG_INT, PLANS, FIELD(n_ctx), 0, MAX_CONTEXT,
       "tokens of context; 0: what memory has room for, up to the trained length; default: the trained length, 8192 at most; "
       "ppl: ids of a chunk, 512" },
@@ -2703,7 +2972,7 @@ static const Flag flags[] = {
       "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
     { "--against", NULL, "BACKEND", FLAG_TEXT, CHECK, FIELD(against), 0, 0,
       "check: compare with cpu or with reference, the definition in plain loops, slow beyond small files; default cpu" },
-    { "--vram", NULL, "G", FLAG_REAL, PLANS, FIELD(memory), 0.001, 1e6,
+    { "--vram", NULL, "G", FLAG_REAL, PLANS | BENCH, FIELD(memory), 0.001, 1e6,
       "plan as if the backend had G GiB of memory, and end if that is not enough; default: what is free" },
     { "--show-thoughts", NULL, NULL, FLAG_ON, GENERATE, FIELD(show_thoughts), 0, 0,
       "write thoughts to stderr; default: they are dropped" },
@@ -3117,7 +3386,16 @@ static void answer_once(Chat *c, const TokIds *raw) {
     print_turn(&s->turn);
     if (s->end == END_CONTEXT)
         fprintf(stderr, "# the context of %d tokens is full; try a larger -c, or --context-shift\n", s->m->options.n_ctx);
-    if (c->session && !keep(c)) die("%s", c->err);
+    if (c->session && !keep_session(c)) die("%s", c->err);
+}
+
+// --spec and what belongs to it.
+static Drafting drafting_of(const Flags *f) {
+    Drafting d = { SPEC_OFF, (int)f->draft_max };
+    const int n_kinds = sizeof spec_names / sizeof *spec_names;
+    while (f->spec && (int)d.kind < n_kinds && strcmp(f->spec, spec_names[d.kind])) d.kind++;
+    if ((int)d.kind == n_kinds) die("--spec: expected off, ngram or ngram-mod, got '%s'", f->spec);
+    return d;
 }
 
 static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
@@ -3129,6 +3407,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     char *tools = f->tools ? read_file(f->tools, &n_tools, "--tools") : NULL;
     o.penalties = f->repeat != 1 || f->presence != 0 || f->frequency != 0;
     o.bias = f->biases.n > 0;
+    if (drafting_of(f).kind != SPEC_OFF) o.n_logits = 1 + drafting_of(f).most;
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     TokIds ids = { 0 };
@@ -3142,6 +3421,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     c.options = (AnswerOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .stops = f->stops,
                                  .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget, .shift = f->shift };
     c.options.sampling = sampling_params(f, &m->gguf);
+    c.options.drafting = drafting_of(f);
     session_open(&c.s, m, &tok, 0);
     if (f->session && !resume(&c, !isnan(f->seed))) die("--session: %s", c.err);
     if (f->raw) {
@@ -3253,7 +3533,7 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
 int main(int argc, char **argv) {
     Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
                 .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5, .port = 8080, .parallel = 1, .queue = 64,
-                .timeout = 3600, .max_body = 16 };
+                .timeout = 3600, .max_body = 16, .draft_max = 16 };
     parse_flags(&f, argc, argv);
     if (f.help) {
         print_help();

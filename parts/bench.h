@@ -819,21 +819,23 @@ static void print_ppl(const Model *m, const PplOptions *o, const PplResult *r) {
     const char *layout = m->options.untied ? "untied" : "tied";
     const struct { const char *name, *value; } texts[] = {
         { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", m->ops->name },
-        { "type_k", kv_names[m->options.k_type] }, { "type_v", kv_names[m->options.v_type] }, { "kv_layout", layout } };
+        { "type_k", kv_names[m->options.k_type] }, { "type_v", kv_names[m->options.v_type] },
+        { "type_swa", kv_names[ring_type(m)] }, { "kv_layout", layout } };
     const struct { const char *name; double value; } numbers[] = {
-        { "n_ctx", o->n_ctx }, { "ppl_stride", o->stride }, { "n_chunks", o->n_chunks }, { "n_judged", n },
+        { "kv_tail", m->options.tail }, { "n_ctx", o->n_ctx }, { "ppl_stride", o->stride }, { "n_chunks", o->n_chunks }, { "n_judged", n },
         { "seconds", r->seconds }, { "nll", r->log_p }, { "ppl", r->ppl }, { "ppl_error", r->ppl_error },
         { "base_ppl", r->base_ppl }, { "ppl_ratio", r->ratio }, { "ppl_ratio_error", r->ratio_error },
         { "kld_mean", r->divergence }, { "kld_error", r->divergence_error }, { "kld_median", r->median },
         { "kld_99", r->p99 }, { "kld_99_9", r->p999 }, { "kld_max", r->most }, { "same_top", r->same },
         { "same_top_error", r->same_error }, { "rms_delta_p", r->rms } };
     enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
-    const int n_numbers = o->compare ? N_NUMBERS : 8;
+    const int n_numbers = o->compare ? N_NUMBERS : 9;
     if (o->format == PPL_MD) {
-        printf("| model | backend | K | V | context | stride | chunks | ids judged | PPL |\n"
-               "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
-               "| %s | %s | %s | %s | %d | %d | %d | %d | %.4f ± %.4f |\n", model_name(m), m->ops->name,
-               kv_names[m->options.k_type], kv_names[m->options.v_type], o->n_ctx, o->stride, o->n_chunks, n, r->ppl, r->ppl_error);
+        printf("| model | backend | K | V | sliding | context | stride | chunks | ids judged | PPL |\n"
+               "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
+               "| %s | %s | %s | %s | %s | %d | %d | %d | %d | %.4f ± %.4f |\n", model_name(m), m->ops->name,
+               kv_names[m->options.k_type], kv_names[m->options.v_type], kv_names[ring_type(m)], o->n_ctx, o->stride,
+               o->n_chunks, n, r->ppl, r->ppl_error);
         if (o->compare)
             printf("\n| KL divergence | median | 99 %% | 99.9 %% | largest | same first choice | PPL / base's | RMS of Δp |\n"
                    "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"

@@ -173,7 +173,7 @@ static bool resume(Chat *c, bool own_seed) {
 }
 
 // Writes the session to its file. False, with the file as it was: c->err says why.
-static bool keep(Chat *c) {
+static bool keep_session(Chat *c) {
     const SessionNote note = { .raw = c->raw, .seed = c->options.sampling.seed, .messages = c->messages,
                                .n_skipped = c->n_skipped, .pending = c->raw ? session_pending(&c->s) : (TokIds){ 0 } };
     c->unsaved = !session_to_file(&c->s, &note, c->session, "session");
@@ -486,7 +486,7 @@ static void say(Chat *c, TokStr text) {
 
 // Keeps a chat that has changed. That it cannot be kept does not end it.
 static void keep_chat(Chat *c) {
-    if (c->session && c->changed && !keep(c)) fprintf(stderr, "# %s\n", c->err);
+    if (c->session && c->changed && !keep_session(c)) fprintf(stderr, "# %s\n", c->err);
 }
 
 // Talks until the end of input, /exit, or Ctrl-C twice. first: what the user says first, s NULL: it is asked for. history: a

@@ -20,7 +20,7 @@
  * numbers whose f16 has a low byte of 0 (TurboQuant with a search for the scale).
  *
  *   [1] Turning groups                 [3] Reading codes
- *   [2] Encoding                       [4] Rows on the CPU
+ *   [2] Encoding                       [4] Rows on the CPU     [5] A value on a GPU
  *
  * Needs gemma4.h. On the CPU also gguf.h, in a file that has GGUF_IMPLEMENTATION. A GPU's file says before what KV_CODE,
  * KV_LANE, KV_LANES, KV_SUM, KV_MOST, KV_SYNC, KV_TO_HALF and KV_FROM_HALF are there. */
@@ -194,14 +194,6 @@ KV_CODE int kv_multiple(KvType t, uint32_t nibble) {
     return nibble & sign ? -kv_level(t, nibble & (sign - 1)) : kv_level(t, nibble);
 }
 
-// Value i of a row of a quantised type, in the basis of the row.
-KV_CODE float kv_value(KvType t, const void *row, const uint16_t *scales, int i) {
-    const uint32_t *words = (const uint32_t *)((const char *)row + kv_row_bytes(t, i - i % KV_TURN));
-    const float scale = KV_FROM_HALF(scales[i / kv_group(t)]);
-    if (t == KV_Q8_0) return scale * ((const int8_t *)row)[i];
-    return scale * kv_multiple(t, kv_nibbles(t, words, i % KV_TURN / 8) >> (4 * (i % 8)) & 15);
-}
-
 #ifdef GGUF_IMPLEMENTATION
 // ==== [4] Rows on the CPU ===========================================================================================
 // v (dim) to row and, in a quantised type, its scales.
@@ -256,6 +248,15 @@ static inline void kv_turn_query(float *q, int dim) {
 }
 static inline void kv_turn_rows_back(float *y, int dim) {
     for (int g = 0; g < dim; g += KV_TURN) kv_turn_back(y + g);
+}
+#else
+// ==== [5] A value on a GPU ==========================================================================================
+// Value i of a row of a quantised type, in the basis of the row.
+KV_CODE float kv_value(KvType t, const void *row, const uint16_t *scales, int i) {
+    const uint32_t *words = (const uint32_t *)((const char *)row + kv_row_bytes(t, i - i % KV_TURN));
+    const float scale = KV_FROM_HALF(scales[i / kv_group(t)]);
+    if (t == KV_Q8_0) return scale * ((const int8_t *)row)[i];
+    return scale * kv_multiple(t, kv_nibbles(t, words, i % KV_TURN / 8) >> (4 * (i % 8)) & 15);
 }
 #endif
 #endif

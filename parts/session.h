@@ -15,7 +15,7 @@
  *       48      8  hash of the cache's layout: of each layer that owns one heads, types, rows, rotation, tail
  *       56      4  type of cached K, of gemma4.h's KvType       60   4  and of V
  *       64      4  1: K and V of global layers are kept apart   68   4  the sliding window, in tokens
- *       72      8  backend that wrote it: the order of quantised codes is its own
+ *       72      4  type of what sliding layers cache            76   4  slots of the f16 tails; 0: none
  *       80      4  n: tokens that are in the cache              84   4  n_pending: tokens of the text that are not, yet
  *       88      4  seen: how far rows were ever written         92   4  ring: slots of a sliding layer; 0: none
  *       96      4  mark: tokens that the rings below belong to  100  4  seen, then. 0 and 0: there are no such rings
@@ -46,7 +46,7 @@ typedef struct {
     uint32_t version, header_bytes;
     uint64_t file_bytes, model, tokenizer, weights, layout;
     uint32_t k_type, v_type, untied, window;
-    char     backend[8];
+    uint32_t ring_type, tail;
     uint32_t n, n_pending, seen, ring, mark, mark_seen;
     uint64_t mark_bytes, seed;
     uint32_t n_text, n_skipped, raw, zero[7];
@@ -146,8 +146,8 @@ static uint64_t hash_layout(const Model *m) {
     Hash h = hash_new();
     for (int i = 0; i < m->n_caches; i++) {
         const Cache *c = &m->caches[i];
-        const int32_t shape[] = { m->config.layer[i].is_swa, c->n_kv_heads, c->head_dim, c->n_rot,
-            c->tail_slots, (int32_t)c->k.type, c->k.dim, (int32_t)c->v.type, c->v.dim,
+        const int32_t shape[] = { m->config.layer[i].is_swa, c->n_kv_heads, c->head_dim, c->n_rot, c->tail_slots,
+            (int32_t)c->k.type, c->k.dim, (int32_t)c->v.type, c->v.dim,
             (int32_t)c->k_tail.type, c->k_tail.dim, (int32_t)c->v_tail.type, c->v_tail.dim };
         hash_add(&h, shape, sizeof shape);
     }
@@ -189,6 +189,18 @@ static int ring_slots(const Model *m) {                // of the sliding layers,
     return 0;
 }
 
+static KvType ring_type(const Model *m) {              // what sliding layers cache
+    for (int i = 0; i < m->n_caches; i++)
+        if (m->config.layer[i].is_swa) return m->caches[i].k.type;
+    return KV_F32;
+}
+
+static int tail_slots(const Model *m) {                // of the global layers that have tails
+    int slots = 0;
+    for (int i = 0; i < m->n_caches; i++) slots = max_int(slots, m->caches[i].tail_slots);
+    return slots;
+}
+
 // The first position whose row a part has in a file.
 static int first_row(const RowPart *p, const SessionHeader *h) {
     return p->wraps ? min_int((int)h->n, max_int(0, (int)h->seen - (p->is_tail ? p->slots : (int)h->ring))) : 0;
@@ -214,9 +226,9 @@ static uint64_t session_bytes(const Model *m, const SessionHeader *h) {
 static SessionHeader header_of(const Model *m) {
     SessionHeader h = { .version = SESSION_VERSION, .header_bytes = sizeof h, .layout = hash_layout(m),
         .k_type = (uint32_t)m->options.k_type, .v_type = (uint32_t)m->options.v_type, .untied = m->options.untied,
-        .window = (uint32_t)m->config.n_swa, .ring = (uint32_t)ring_slots(m) };
+        .window = (uint32_t)m->config.n_swa, .ring = (uint32_t)ring_slots(m),
+        .ring_type = (uint32_t)ring_type(m), .tail = (uint32_t)tail_slots(m) };
     memcpy(h.magic, session_magic, sizeof h.magic);
-    memcpy(h.backend, m->ops->name, strnlen(m->ops->name, sizeof h.backend));
     hash_model(&m->gguf, &h.model, &h.tokenizer, &h.weights);
     return h;
 }
@@ -407,8 +419,8 @@ static bool check_alike(Session *s, const char *path, const SessionHeader *h) {
             return refuse_session(s, path, "%s: expected that of %.120s (%016" PRIx64 "), got another one's (%016"
                                   PRIx64 ")", hashes[i].name, m->gguf.path, hashes[i].want, hashes[i].got);
     const struct { const char *flag; uint32_t got, want; } types[] = {
-        { "-ctk", h->k_type, own.k_type }, { "-ctv", h->v_type, own.v_type } };
-    for (int i = 0; i < 2; i++)
+        { "-ctk", h->k_type, own.k_type }, { "-ctv", h->v_type, own.v_type }, { "--kv-swa", h->ring_type, own.ring_type } };
+    for (int i = 0; i < 3; i++)
         if (types[i].got != types[i].want)
             return refuse_session(s, path, "%s: expected %s, got %s; try %s %s", types[i].flag,
                                   session_type(types[i].want), session_type(types[i].got), types[i].flag,
@@ -419,15 +431,11 @@ static bool check_alike(Session *s, const char *path, const SessionHeader *h) {
                               layouts[h->untied != 0], layouts[h->untied != 0]);
     if (h->window != own.window)
         return refuse_session(s, path, "window: expected %" PRIu32 " tokens, got %" PRIu32, own.window, h->window);
+    if (h->tail != own.tail)
+        return refuse_session(s, path, "--kv-tail: expected tails of %" PRIu32 " rows, got %" PRIu32, own.tail, h->tail);
     if (h->layout != own.layout || !h->ring != !own.ring)
         return refuse_session(s, path, "cache: expected the layout of this run (%016" PRIx64 "), got another (%016"
                               PRIx64 "); try the flags for the cache that it was written with", own.layout, h->layout);
-    bool quantised = false;
-    for (int i = 0; i < m->n_caches; i++)
-        quantised |= kv_group(m->caches[i].k.type) || kv_group(m->caches[i].v.type);
-    if (quantised && memcmp(h->backend, own.backend, sizeof own.backend))
-        return refuse_session(s, path, "backend: expected %.8s, got %.8s: each orders quantised rows in its own way",
-                              own.backend, h->backend);
     return true;
 }
 
@@ -491,9 +499,9 @@ static bool take_session(Session *s, FileStream *f, const SessionHeader *h, Sess
     if (f->err) return refuse_session(s, path, "%s", strerror(f->err));
     if (hash != hash_end(&f->hash)) return refuse_session(s, path, "the file is damaged: its checksum is another one");
     const int slots = ring_slots(m), first = max_int((int)h->seen - (int)h->ring, (int)h->n - slots);
-    m->seen[s->seq] = h->ring == (uint32_t)slots ? (int)h->seen : max_int((int)h->n, first > 0 ? first + slots : 0);
+    m->seen[s->seq] = max_int((int)h->seen, first > 0 ? first + slots : 0);
     if (!shorten_session(m, s->seq, s->held.ids, (int)h->n))
-        return refuse_session(s, path, "rings: expected the last %d rows, got fewer", m->config.n_swa - 1);
+        return refuse_session(s, path, "rings and tails: expected the last rows, got fewer");
     note->seed = h->seed;
     note->n_skipped = h->n_skipped;
     note->raw = h->raw;

@@ -1,6 +1,6 @@
 /* eval_mini.c - what the small models know, measured by the engine on held-out questions and texts.
  *
- *   build/eval_mini [--short] [--at-least PERCENT] MODEL.gguf [tests/eval_mini.txt]
+ *   build/eval_mini [--short] [--at-least PERCENT] [--kinds A,B] [cache flags] MODEL.gguf [tests/eval_mini.txt]
  *
  * Prints a table per kind of question: how many answers are right, the 95 % interval of that share (Wilson), the loss of the
  * answers in nats per id, and how many of their ids hang on a near tie: best two logits within 0.1. An answer is right when
@@ -9,7 +9,9 @@
  * 1 or 4 codes planted in so many ids of story text; what is asked is not committed, so a text is read once for all its
  * questions. The run fails when facts, arithmetic, thoughts, tasks or tool calls have less than 95 % right (--at-least),
  * other kinds less than 90 %, needles up to 4K less than 98 %; longer needles are only reported. --at-least 0 only reports.
- * --short takes some of the items and needles up to 1K, and lets one of eight be wrong.
+ * --short takes some of the items and needles up to 1K, and lets one of eight be wrong. --kinds takes some kinds of questions
+ * only, and of needles, losses, stories and texts what is named. Texts are sampled stories: their bytes are to be UTF-8, and
+ * they are not to end in a loop. The flags of the cache are those of gemma4: -ctk -ctv --kv-swa --kv-tail --kv-layout.
  *
  * The data comes from tools/make_eval.py. Names and codes of needles come from a fixed random sequence here. */
 #define TESTING
@@ -41,6 +43,7 @@ typedef struct {
 
 static struct {
     bool      is_short;
+    const char *kinds;                 // that are wanted, with commas between; NULL: all
     double    at_least;                // share of right answers, 0: only report
     Model    *m;
     Tokenizer tok;
@@ -53,6 +56,13 @@ static struct {
 } t;
 
 typedef struct { int items, right, ids, near_ties; double loss, loss2; } Score;
+
+static bool wanted(const char *kind) {
+    const size_t n = strlen(kind);
+    for (const char *at = t.kinds; at && *at; at += strcspn(at, ","), at += *at == ',')
+        if (strcspn(at, ",") == n && !memcmp(at, kind, n)) return true;
+    return !t.kinds;
+}
 
 // ---- the file -------------------------------------------------------------------------------------------------------
 
@@ -343,38 +353,116 @@ static void stories(int n_stories, int n_ids) {
     if (t.at_least > 0) CHECK(share <= 0.04, "greedy stories: expected 4 %% near ties at most, got %.2f %%", 100 * share);
 }
 
+// ---- sampled texts --------------------------------------------------------------------------------------------------
+
+// Whether the last ids are some ids again and again: 4 times at least, 32 ids at least.
+static bool loops(const int32_t *ids, int n) {
+    for (int period = 1; period <= 64; period++) {
+        const int len = max_int(4 * period, 32);
+        int same = 0;
+        while (same < len && same + period < n && ids[n - 1 - same] == ids[n - 1 - same - period]) same++;
+        if (same == len) return true;
+    }
+    return false;
+}
+
+static bool is_utf8(const TokText *text, bool cut) {   // cut: it may end within a character
+    for (size_t i = 0; i < text->n; ) {
+        uint32_t cp;
+        const int len = tok__utf8((const unsigned char *)text->s + i, text->n - i, &cp);
+        if (len <= 0) return len < 0 && cut;
+        i += (size_t)len;
+    }
+    return true;
+}
+
+static void texts(int n_texts, int n_ids) {
+    static const char *heroes[] = { "a fox", "an owl", "a rabbit", "a girl", "a dragon", "a duck", "a mole", "a cow" };
+    static const int32_t ring[32] = { 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 8 };
+    int32_t again[40];
+    TokText half = { .s = (char[]){ "a\303" }, .n = 2 };
+    for (int i = 0; i < 40; i++) again[i] = i % 2;
+    int bad = 0, looping = 0, ended = 0, all = 0;
+    CHECK(!loops(ring, 32) && loops(again, 40) && is_utf8(&half, true) && !is_utf8(&half, false), "texts: the judges of texts are wrong");
+    for (int k = 0; k < n_texts; k++) {
+        char question[80];
+        TokText text = { 0 };
+        TokIds said = { 0 };
+        Session s;
+        Event e = { 0 };
+        const AnswerOptions o = { .n_predict = n_ids, .think_budget = -1, .sampling = { .seed = (uint64_t)k, .temperature = 1,
+                                  .top_k = 64, .top_p = 0.95f, .repeat = 1 } };
+        snprintf(question, sizeof question, "Tell me a story about %s.", heroes[k % 8]);
+        start_text();
+        add_question(question);
+        session_open(&s, t.m, &t.tok, 0);
+        if (!session_start(&s, &(Prompt){ .ids = t.ids, .n = t.n }, &o)) die("%s", s.err);
+        while (e.kind != EVENT_END) {
+            session_next(&s, &e);
+            for (int i = 0; i < e.n_ids; i++) {
+                const TokStr piece = tok_piece(&t.tok, e.ids[i], false);
+                push_id(&s, &said, e.ids[i]);
+                if (!tok__append(&text, piece.s, piece.n)) die("out of memory");
+            }
+        }
+        bad += !is_utf8(&text, e.end == END_LENGTH);
+        looping += loops(said.ids, (int)said.n);
+        ended += e.end == END_TURN;
+        all += (int)said.n;
+        tok_ids_free(&said);
+        tok_text_free(&text);
+        session_close(&s);
+    }
+    printf("texts: %d of %d are UTF-8, %d loop, %d end by themselves, %d ids\n", n_texts - bad, n_texts, looping, ended, all);
+    if (t.at_least > 0) CHECK(!bad && !looping, "texts: %d are no UTF-8, %d loop", bad, looping);
+}
+
+static KvType kv_type(const char *name) {
+    for (int i = KV_F32; i <= KV_TQ3; i++)
+        if (!strcmp(name, kv_names[i])) return (KvType)i;
+    die("%s: no such type of a cache", name);
+}
+
 int main(int argc, char **argv) {
+    PlanOptions o = { .n_seqs = 1, .n_batch = N_BATCH, .n_logits = N_BATCH, .k_type = KV_F16, .v_type = KV_F16 };
     const char *model = NULL, *data = "tests/eval_mini.txt";
     int n_files = 0;
     t.at_least = 0.95;
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--short")) t.is_short = true;
         else if (!strcmp(argv[i], "--at-least") && i + 1 < argc) t.at_least = atof(argv[++i]) / 100;
-        else if (argv[i][0] == '-') die("%s: expected --short or --at-least PERCENT", argv[i]);
+        else if (!strcmp(argv[i], "--kinds") && i + 1 < argc) t.kinds = argv[++i];
+        else if (!strcmp(argv[i], "-ctk") && i + 1 < argc) o.k_type = o.v_type = kv_type(argv[++i]);
+        else if (!strcmp(argv[i], "-ctv") && i + 1 < argc) o.v_type = kv_type(argv[++i]);
+        else if (!strcmp(argv[i], "--kv-swa") && i + 1 < argc) o.ring_type = kv_type(argv[++i]);
+        else if (!strcmp(argv[i], "--kv-tail") && i + 1 < argc) o.tail = atoi(argv[++i]);
+        else if (!strcmp(argv[i], "--kv-layout") && i + 1 < argc) o.untied = !strcmp(argv[++i], "untied");
+        else if (argv[i][0] == '-') die("%s: expected --short, --at-least, --kinds or a flag of the cache", argv[i]);
         else if (n_files++ == 0) model = argv[i];
         else data = argv[i];
     }
     if (!model) die("usage: eval_mini [--short] [--at-least PERCENT] MODEL.gguf [DATA]");
     read_data(data);
     t.m = alloc_or_die(1, sizeof *t.m);
-    load_model(t.m, model, cpu_ops(), (PlanOptions){ .n_ctx = t.is_short ? 1536 : MAX_IDS, .n_seqs = 1, .n_batch = N_BATCH,
-               .n_logits = N_BATCH, .k_type = KV_F16, .v_type = KV_F16 }, NULL);
+    o.n_ctx = t.is_short ? 1536 : MAX_IDS;
+    load_model(t.m, model, cpu_ops(), o, NULL);
     load_tokenizer(&t.tok, &t.m->gguf, t.m->config.vocab);
     t.logits = alloc_or_die((size_t)t.m->config.vocab, sizeof *t.logits);
 
     printf("%-24s %5s %5s  %7s  %16s  %8s  %8s\n", "kind", "items", "right", "share", "95 % interval", "loss", "near tie");
     const Section *hay = NULL;
     for (int i = 0; i < t.n_sections; i++) {
-        if (!strncmp(t.sections[i].name, "exact ", 6)) exact(&t.sections[i]);
+        if (!strncmp(t.sections[i].name, "exact ", 6) && wanted(t.sections[i].name + 6)) exact(&t.sections[i]);
         if (!strcmp(t.sections[i].name, "haystack")) hay = &t.sections[i];
     }
     if (!hay) die("%s: section [haystack]: missing", data);
-    all_needles(hay);
-    printf("\nheld-out documents: loss, nats per id\n");
+    if (wanted("needles")) all_needles(hay);
+    if (wanted("losses")) printf("\nheld-out documents: loss, nats per id\n");
     for (int i = 0; i < t.n_sections; i++)
-        if (!strncmp(t.sections[i].name, "loss ", 5)) loss(&t.sections[i]);
+        if (!strncmp(t.sections[i].name, "loss ", 5) && wanted("losses")) loss(&t.sections[i]);
     printf("\n");
-    stories(t.is_short ? 2 : 8, t.is_short ? 80 : 260);
+    if (wanted("stories")) stories(t.is_short ? 2 : 8, t.is_short ? 80 : 260);
+    if (wanted("texts")) texts(t.is_short ? 4 : 16, 400);
     free_model(t.m);
     return test_done("eval");
 }

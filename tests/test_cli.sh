@@ -256,6 +256,8 @@ while read -r names; do
         "-s "*) good=7 bad=-1 ;;
         "-r "*) good=zzz ;;
         "-ctk "* | "-ctv "*) good="f32 --kv-layout untied" bad=q1 ;;
+        "--kv-swa "*) good=q8_0 bad=q1 ;;
+        "--kv-tail "*) good=64 bad=-1 ;;
         "--kv-layout "*) good=untied bad=both ;;
         "--against "*) verb=check plain='' good=reference bad=metal ;;
         "--vram "*) good=4 bad=0.001 ;;
@@ -681,7 +683,7 @@ for file in "$mini" "${mini%/*}/gemma4-mini-e-q8_0.gguf"; do
         done
     done
 done
-for flags in "-n 40 --temp 0" "-n 40 --temp 1" "-c 128 -n 80 --temp 1 --context-shift"; do
+for flags in "-n 40 --temp 0" "-n 40 --temp 1 -ctk q8_0" "-c 128 -n 80 --temp 1 --context-shift -ctk tq3 --kv-tail 40 --kv-swa q8_0"; do
     # shellcheck disable=SC2086
     set -- "$mini" --raw --ignore-eos $flags
     n=${flags#*-n } n=${n%% *}
@@ -808,7 +810,7 @@ ok "plan: warns past the trained length" grep -q "^ *32768 .*past the trained le
 run plan "$mini" --vram 0.03
 ok "plan: no room: exit status 1" [ "$status" -eq 1 ]
 ok "plan: no room: one line on stderr" lines err 1
-most=$(sed -nE 's/.*try -c ([0-9]+), a larger --vram, a smaller model$/\1/p' err)
+most=$(sed -nE 's/.*try -c ([0-9]+), .*a larger --vram, a smaller model$/\1/p' err)
 ok "plan: no room: says what would have" [ -n "$most" ]
 run plan "$mini" --vram 0.03 -c "$most"
 ok "plan: what it said fits" [ "$status" -eq 0 ]

@@ -1,5 +1,6 @@
 #!/bin/sh
-# The small models answer held-out questions: the short form of tests/eval_mini.sh for both of them.
+# The small models answer held-out questions: the short form of tests/eval_mini.sh for both of them. What a type of the cache
+# costs them stays in its bounds: the short form of tests/coherence.sh; LONG=1: of every type.
 cd "$(dirname "$0")/.." || exit 1
 . tests/harness.sh
 measure() { # measure MODEL PERCENT
@@ -16,4 +17,24 @@ measure() { # measure MODEL PERCENT
 }
 measure models/gemma4-mini-q8_0.gguf 95
 measure models/gemma4-mini-e-q8_0.gguf 95
+row() { # row MODEL TYPES [-- FLAGS]: one case
+    model=$1 types=$2
+    shift 2
+    GEMMA4=$gemma4 tests/coherence.sh --short --types "$types" "models/$model.gguf" "$@" >"$tmp/out" 2>"$tmp/err"
+    status=$?
+    cat "$tmp/out"
+    ok "coherence of $model with a cache of $types $*" [ $status -eq 0 ]
+    ok "coherence of $model with a cache of $types $*: a row for each" \
+        [ "$(grep -c "^| $model | " "$tmp/out")" -eq "$(echo "$types" | wc -w)" ]
+}
+every="f16 bf16 q8_0 q4_0 tq4 tq3"
+if [ "${LONG:-0}" = 0 ]; then
+    row gemma4-mini-q8_0 f16
+    row gemma4-mini-e-q8_0 "f16 tq3"
+else
+    row gemma4-mini-q8_0 "$every"
+    row gemma4-mini-e-q8_0 "$every"
+    row gemma4-mini-q8_0 tq3 -- --kv-tail 64 --kv-swa q8_0
+    row gemma4-mini-q8_0 "q8_0 tq3" -- --kv-layout untied
+fi
 finish "eval of both models"

@@ -50,4 +50,5 @@ one test_cuda -few micro-dense-f16      # its prompts go through cuBLAS too, whi
 one test_cuda -brief tiny-moe-q4_k_m
 one test_layout
 one test_ahead -cuda $few
+one test_verify -few
 finish

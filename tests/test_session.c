@@ -153,6 +153,13 @@ static void test_round_trips(const char *e, const char *dense, const char *moe) 
     round_trip(dense, counted, R + 30, N_CTX, false);                        // tied
     round_trip(dense, with_types(KV_F32, KV_F16, true), R + 30, N_CTX, false);
     round_trip(moe, with_types(KV_F32, KV_F32, false), R + 30, N_CTX, false);
+    PlanOptions few = with_types(KV_TQ3, KV_TQ3, false);
+    few.tail = 40, few.ring_type = KV_Q8_0;
+    for (int marked = 0; marked < 2; marked++) {
+        round_trip(dense, few, 2 * R + 17, N_CTX, marked);
+        round_trip(e, with_types(KV_Q8_0, KV_TQ4, false), R + 30, N_CTX, marked);
+    }
+    round_trip(e, few, 90, 128, false);                // a shorter ring, and a tail that has wrapped
     round_trip(e, f16, W + 20, N_CTX, true);
     round_trip(dense, f16, 2 * R + 17, N_CTX, true);
     round_trip(e, f16, 20, 64, false);                 // a shorter ring
@@ -215,6 +222,7 @@ static void test_damage(const char *path) {
         { "other weights", "weights: expected", 40, 1 }, { "another layout", "cache: expected", 48, 1 },
         { "f32", "-ctk: expected f16, got f32; try -ctk f32", 56, KV_F32 }, { "no type", "-ctv: expected f16, got an unknown", 60, 77 },
         { "untied", "--kv-layout: expected tied, got untied", 64, 1 }, { "window", "window: expected", 68, 17 },
+        { "rings", "--kv-swa: expected f16, got bf16; try --kv-swa bf16", 72, KV_BF16 }, { "tails", "--kv-tail: expected tails of 0 rows, got 64", 76, 64 },
         { "too many tokens", "try -c ", 80, N_CTX + 1 }, { "most tokens", "try -c ", 80, UINT32_MAX },
         { "fewer tokens", "do not agree", 80, 89 }, { "more pending", "do not agree", 84, 3 }, { "huge pending", "do not agree", 84, UINT32_MAX },
         { "seen before the end", "do not agree", 88, 5 }, { "rows far ahead", "try -c ", 88, 100000 }, { "seen, huge", "do not agree", 88, UINT32_MAX },
