@@ -1649,7 +1649,7 @@ static void finish_step(Model *m, const int32_t *n_accept, const int32_t *path, 
 static void commit(Model *m, const int32_t *n_accept, const int32_t *path) { finish_step(m, n_accept, path, false); }
 
 // Chooses a token from every row of logits of the last step, into m->s.chosen, before it is known how much is committed.
-static void choose(Model *m) {
+static void choose_rows(Model *m) {
     State *s = &m->s;
     const Batch kept = { .rows = s->kept_rows, .segs = s->segs, .len = s->len, .n_rows = m->n_kept, .n_segs = m->n_segs };
     if (m->ops->begin((StepKey){ .kind = STEP_SAMPLE, .rows = m->n_rows, .segs = m->n_segs, .logits = m->n_kept,
@@ -2178,9 +2178,8 @@ static void take_token(Session *s, int32_t token, Event *e) {
     else if (s->turn.made >= o->n_predict && o->n_predict >= 0) end_answer(s, END_LENGTH);
     else if ((int)s->held.n + n > m->options.n_ctx) {
         if (!o->shift || !shift_context(s, said, n)) end_answer(s, END_CONTEXT);
-    } else {
-        for (int i = 0; i < n; i++) push_id(s, &s->todo, said[i]);
     }
+    for (int i = 0; i < n && !s->prompting; i++) push_id(s, &s->todo, said[i]);       // an answer that ended leaves it there
     s->fed &= !s->ending && !s->prompting && n == 1;
 }
 
@@ -2269,7 +2268,7 @@ static void choose_tokens(Session *const *sessions, int n, const int32_t *n_rows
     const int n_kept = m->n_kept;
     bool drafted = false;
     for (int i = 0; i < n; i++) drafted |= sessions[i]->drafts.n > 0;
-    if (drafted) choose(m);
+    if (drafted) choose_rows(m);
     else finish_step(m, n_rows, NULL, n_kept > 0);
     if (n_kept) op->copy(&(Copy){ tokens, m->s.chosen, (size_t)n_kept * sizeof *tokens, COPY_OUT });
     if (n_kept && !ahead) op->wait();

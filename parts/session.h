@@ -555,7 +555,7 @@ static int session_from_file(Session *s, SessionNote *note, const char *path, co
 static TokIds session_pending(const Session *s) {
     const size_t at = (size_t)s->at;
     if (s->end == END_TURN || s->end == END_CALLS) return (TokIds){ 0 };
-    return at < s->todo.n ? (TokIds){ .ids = s->todo.ids + at, .n = s->todo.n - at } : s->said;
+    return at < s->todo.n ? (TokIds){ .ids = s->todo.ids + at, .n = s->todo.n - at } : (TokIds){ 0 };
 }
 
 #endif

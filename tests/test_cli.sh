@@ -258,6 +258,8 @@ while read -r names; do
         "-ctk "* | "-ctv "*) good="f32 --kv-layout untied" bad=q1 ;;
         "--kv-swa "*) good=q8_0 bad=q1 ;;
         "--kv-tail "*) good=64 bad=-1 ;;
+        "--spec "*) good=ngram bad=guess ;;
+        "--draft-max "*) good="4 --spec ngram" bad=64 ;;
         "--kv-layout "*) good=untied bad=both ;;
         "--against "*) verb=check plain='' good=reference bad=metal ;;
         "--vram "*) good=4 bad=0.001 ;;

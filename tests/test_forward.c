@@ -666,7 +666,7 @@ static void note_cache(const Cache *c) {
     const bool present = c != NULL;
     NUM(present);
     if (!c) return;
-    NUM(c->n_seqs); NUM(c->n_kv_heads); NUM(c->head_dim); NUM(c->slots); NUM(c->n_rot); NUM(c->hadamard);
+    NUM(c->n_seqs); NUM(c->n_kv_heads); NUM(c->head_dim); NUM(c->slots); NUM(c->n_rot);
     note_plane(&c->k); note_plane(&c->v); note_plane(&c->k_tail); note_plane(&c->v_tail);
     PTR(c->fold); NUM(c->tail_slots);
 }

@@ -197,11 +197,11 @@ static void test_no_room(const char *path) {
     PlanOptions o = small;
     o.n_ctx = 100000;
     const struct { size_t memory, vram; const char *says[4]; } cases[] = {
-        { (size_t)1 << 40, 0, { "gemma4: error: out of memory: a context of 100000 needs ", " of 992.00 GiB free; try -c 49984, a smaller",
+        { (size_t)1 << 40, 0, { "gemma4: error: out of memory: a context of 100000 needs ", " of 992.00 GiB free; try -c 49984, -ctk q8_0, a smaller",
                                 "", "" } },
         { 20 << 20, 0, { "out of memory: a context of 100000 needs ", "(weights 0.00, KV cache ", " of 0.02 GiB free; try -c ",
                          ", a smaller model\n" } },
-        { 1 << 10, 0, { "out of memory", "GiB free; try a smaller model\n", "", "" } },
+        { 1 << 10, 0, { "out of memory", "GiB free; try -ctk q8_0, a smaller model\n", "", "" } },
         { (size_t)1 << 40, 20 << 20, { "of 0.02 GiB that --vram grants; try -c ", ", a larger --vram, a smaller model\n", "", "" } },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -212,7 +212,7 @@ static void test_no_room(const char *path) {
         free(err);
     }
     const struct { const char *from, *says; } froms[] = {
-        { "-p, -n or -d", "free; try a smaller -p, -n or -d, a smaller model\n" }, { "", "free; try a smaller model\n" } };
+        { "-p, -n or -d", "free; try a smaller -p, -n or -d, -ctk q8_0, a smaller model\n" }, { "", "free; try -ctk q8_0, a smaller model\n" } };
     o.memory = 0;
     for (size_t i = 0; i < sizeof froms / sizeof *froms; i++) {
         o.ctx_from = froms[i].from;
