@@ -380,6 +380,37 @@ typedef struct {
                                      // kv_commit has yet to count; or NULL
 } Sample;
 
+typedef struct {                     // how far each segment's tokens are those that the model chose. Kept rows, of which there are
+                                     // logits, are some last rows of a segment, in order. From the first of them the walk goes
+                                     // to the kept row that follows it in the segment (CHAIN: the next one; TREE: a child) and
+                                     // whose token was chosen at it, and on, until there is none
+    const Batch   *batch;            // all rows of the step
+    const Row     *kept_rows;        // (n_kept)
+    int            n_kept;
+    const int32_t *chosen;           // (n_kept) what Sample chose
+    int32_t       *n_accept;         // (n_segs) rows before the first kept one, and those on the way; without kept rows all.
+    int32_t       *path;             // (n_segs, STEP_ROWS) as in KvCommit; only those of a TREE are written. NULL: no trees
+    int32_t       *last;             // (n_segs) kept row where the walk ended; -1: none
+    int32_t       *next;             // (n_segs) what was chosen there; 0 without kept rows
+} VerifyWalk;
+
+typedef struct {                     // head of an MTP drafter whose tokens are sorted by centroid: with y as in Head,
+                                     // c = centroids y; of the n_used largest (the lower number where they are equal) the
+                                     // tokens order[k * per + i], per = vocab / n_centroids, have the logits w y; others none
+    int            n_rows;
+    In             in;               // w_pre = output_norm; no Act
+    const Tensor  *centroids, *w;    // (n_centroids, cols), (vocab, cols)
+    const int32_t *order;            // (vocab) a permutation
+    int            n_used;
+    float         *hidden;           // (n_rows, cols) y, or NULL
+    float         *scores;           // (n_rows, n_centroids) c
+    float         *logits;           // (n_rows, n_used * per) room to work in
+    int            top_k;            // 1 .. n_used * per
+    int32_t       *top_ids;          // (n_rows, top_k) as in Head
+    float         *top_logits;       // (n_rows, top_k)
+    float         *logsumexp;        // (n_rows) over the tokens that have logits
+} HeadCentroid;
+
 // z of a token that was seen count times. In f64, where both products are exact: a fused multiply-add changes nothing.
 ON_DEVICE static inline float sample_penalised(float z, int32_t count, const SampleParams *p) {
     const double y = z > 0 ? (double)z / p->repeat : (double)z * p->repeat;
@@ -495,6 +526,8 @@ typedef struct Ops {
     void (*head)(const Head *o);
     void (*logprob)(const Logprob *o);                       // perplexity
     void (*sample)(const Sample *o);
+    void (*verify_walk)(const VerifyWalk *o);                // drafts
+    void (*head_centroid)(const HeadCentroid *o);
 } Ops;
 
 const Ops *reference_ops(void);      // parts/reference.h: the definition
