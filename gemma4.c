@@ -713,6 +713,7 @@ typedef struct {
     Cache        caches[MAX_LAYERS];   // (n_owners) of the layers that own one, in order
     int          cache_of[MAX_LAYERS]; // layer -> index into caches, the donor's for layers that share
     int          n_caches;
+    int          number;               // of StepKey.model: models that share a backend do not share recorded steps. A drafter has the next
     Cache        stage;                // rows of a prompt step on sliding layers, until their ring takes them
     // host side
     int         *len;                  // (n_seqs) mirror of s.len
@@ -1121,9 +1122,8 @@ static void open_model_file(Gguf *g, const char *path) {
 // Opens and checks a model and plans its memory, of which nothing is reserved yet. Dies with one line on bad input. dump_dir
 // may be NULL.
 static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
-    memset(m, 0, sizeof *m);
-    m->ops = ops;
-    m->dump_dir = dump_dir;
+    static int n_models;
+    *m = (Model){ .ops = ops, .dump_dir = dump_dir, .number = 2 * n_models++ };
     open_model_file(&m->gguf, path);
     if (dump_dir && *dump_dir && ((mkdir(dump_dir, 0777) && errno != EEXIST) || access(dump_dir, W_OK | X_OK)))
         die("--dump: %s: %s", dump_dir, strerror(errno));
@@ -1601,8 +1601,8 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
     send_new(m, s->segs, m->sent.segs, m->segs, (size_t)m->n_segs * sizeof(Segment));
     send_new(m, s->kept_rows, m->sent.kept_rows, m->kept_rows, (size_t)m->n_kept * sizeof(Row));
     send_new(m, s->kept_index, m->sent.kept_index, m->kept_index, (size_t)m->n_kept * sizeof(int32_t));
-    const StepKey key = { .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs, .kept = m->n_kept,
-                          .logits = m->n_kept, .variant = fed ? ROW_IS_FED : PLAIN };
+    const StepKey key = { .model = m->number, .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs,
+                          .kept = m->n_kept, .logits = m->n_kept, .variant = fed ? ROW_IS_FED : PLAIN };
     const bool record = !m->dump_dir;                  // checkpoints copy out as they go
     bool done = true;
     if (!record || op->begin(key)) {
@@ -1637,8 +1637,9 @@ static void finish_step(Model *m, const int32_t *n_accept, const int32_t *path, 
     }
     send_new(m, s->n_accept, m->sent.n_accept, n_accept, (size_t)m->n_segs * sizeof *n_accept);
     if (path) op->copy(&(Copy){ s->path, path, (size_t)m->n_segs * STEP_ROWS * sizeof *path, COPY_IN });
-    if (op->begin((StepKey){ .kind = sample ? STEP_SAMPLE : STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs,
-                             .logits = sample ? m->n_kept : 0, .variant = path ? COMMITS_PATHS : COMMITS_CHAINS })) {
+    if (op->begin((StepKey){ .model = m->number, .kind = sample ? STEP_SAMPLE : STEP_COMMIT, .rows = m->n_rows,
+                             .segs = m->n_segs, .logits = sample ? m->n_kept : 0,
+                             .variant = path ? COMMITS_PATHS : COMMITS_CHAINS })) {
         if (sample) issue_sample(m, &kept);
         op->kv_commit(&(KvCommit){ .batch = &all, .caches = m->caches, .n_caches = m->n_caches, .n_accept = s->n_accept,
                                    .path = path ? s->path : NULL, .counts = s->counts, .vocab = m->config.vocab });
@@ -1652,8 +1653,8 @@ static void commit(Model *m, const int32_t *n_accept, const int32_t *path) { fin
 static void choose_rows(Model *m) {
     State *s = &m->s;
     const Batch kept = { .rows = s->kept_rows, .segs = s->segs, .len = s->len, .n_rows = m->n_kept, .n_segs = m->n_segs };
-    if (m->ops->begin((StepKey){ .kind = STEP_SAMPLE, .rows = m->n_rows, .segs = m->n_segs, .logits = m->n_kept,
-                                 .variant = CHOOSES })) issue_sample(m, &kept);
+    if (m->ops->begin((StepKey){ .model = m->number, .kind = STEP_SAMPLE, .rows = m->n_rows, .segs = m->n_segs,
+                                 .logits = m->n_kept, .variant = CHOOSES })) issue_sample(m, &kept);
     m->ops->end();
 }
 

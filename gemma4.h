@@ -468,7 +468,7 @@ typedef struct {                     // in order with the operations
 typedef enum { STEP_PROMPT, STEP_DECODE, STEP_DRAFT, STEP_SAMPLE, STEP_COMMIT } StepKind;
 
 typedef struct {                     // everything that decides which operations a step issues; compare as bytes
-    int32_t model;                   // target and drafters number themselves
+    int32_t model;                   // models and drafters number themselves
     int32_t kind;                    // StepKind
     int32_t rows, segs;
     int32_t kept, logits;            // rows that go through the last layers; rows that get logits
