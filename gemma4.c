@@ -5061,6 +5061,38 @@ static void cpu_sample(const Sample *o) {
     }
 }
 
+// Whether the walk of segment i, which stands at kept row `at`, goes to kept row k, which comes later.
+static bool walk_goes_to(const VerifyWalk *o, int i, int at, int k) {
+    const Segment *seg = &o->batch->segs[i];
+    const Row *row = &o->kept_rows[k];
+    int parent = row->index - 1;
+    if (row->seg != i) return false;
+    if (at < 0) return true;
+    while (seg->kind == SEG_TREE && parent >= 0 && !(row->ancestors >> parent & 1)) parent--;
+    return parent == o->kept_rows[at].index && o->chosen[at] >= 0 &&
+           o->batch->rows[seg->first + row->index].token == o->chosen[at];
+}
+
+static void cpu_verify_walk(const VerifyWalk *o) {
+    for (int i = 0; i < o->batch->n_segs; i++) {
+        const Segment *seg = &o->batch->segs[i];
+        int32_t *path = seg->kind == SEG_TREE ? o->path + (size_t)i * STEP_ROWS : NULL;
+        int at = -1, n = 0;
+        for (int k = 0; k < o->n_kept; k++) {
+            if (!walk_goes_to(o, i, at, k)) continue;
+            const int index = o->kept_rows[k].index, from = at < 0 ? 0 : index;        // rows before the first kept one stay
+            for (int j = from; j <= index; j++, n++)
+                if (path) path[n] = j;
+            at = k;
+        }
+        for (; at < 0 && n < seg->n; n++)
+            if (path) path[n] = n;
+        o->n_accept[i] = n;
+        o->last[i] = at;
+        o->next[i] = at < 0 ? 0 : o->chosen[at];
+    }
+}
+
 // Operations that no feature of this build needs yet stay NULL (gemma4.h, contract 10).
 const Ops *cpu_ops(void) {
     static const Ops ops = {
@@ -5070,7 +5102,8 @@ const Ops *cpu_ops(void) {
         .embed = cpu_embed, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up, .route = cpu_route,
         .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store, .attend = cpu_attend,
-        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob, .sample = cpu_sample
+        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob, .sample = cpu_sample,
+        .verify_walk = cpu_verify_walk
     };
     return &ops;
 }
