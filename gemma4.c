@@ -760,6 +760,7 @@ typedef struct {
     Cache        caches[MAX_LAYERS];   // (n_owners) of the layers that own one, in order
     int          cache_of[MAX_LAYERS]; // layer -> index into caches, the donor's for layers that share
     int          n_caches;
+    int          number;               // of StepKey.model: models that share a backend do not share recorded steps. A drafter has the next
     Cache        stage;                // rows of a prompt step on sliding layers, until their ring takes them
     // host side
     int         *len;                  // (n_seqs) mirror of s.len
@@ -1187,9 +1188,8 @@ static void open_model_file(Gguf *g, const char *path) {
 // Opens and checks a model and plans its memory, of which nothing is reserved yet. Dies with one line on bad input. dump_dir
 // may be NULL.
 static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
-    memset(m, 0, sizeof *m);
-    m->ops = ops;
-    m->dump_dir = dump_dir;
+    static int n_models;
+    *m = (Model){ .ops = ops, .dump_dir = dump_dir, .number = 2 * n_models++ };
     open_model_file(&m->gguf, path);
     if (dump_dir && *dump_dir && ((mkdir(dump_dir, 0777) && errno != EEXIST) || access(dump_dir, W_OK | X_OK)))
         die("--dump: %s: %s", dump_dir, strerror(errno));
@@ -1945,7 +1945,7 @@ __attribute__((unused)) static void issue_draft(Model *m, const int32_t *segs, i
     for (int i = 0; i < n; i++) of[i] = (Segment){ .seq = m->segs[segs[i]].seq, .first = i, .n = 1, .kind = SEG_CHAIN };
     send_new(m, d->segs, d->sent.segs, of, (size_t)n * sizeof *of);
     send_new(m, d->of, d->sent.of, segs, (size_t)n * sizeof *segs);
-    if (m->ops->begin((StepKey){ .model = 1, .kind = STEP_DRAFT, .rows = n, .segs = n, .kept = depth })) draft_mtp(m, n, depth);
+    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = STEP_DRAFT, .rows = n, .segs = n, .kept = depth })) draft_mtp(m, n, depth);
     m->ops->end();
 }
 
@@ -2008,8 +2008,8 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
     send_new(m, s->segs, m->sent.segs, m->segs, (size_t)m->n_segs * sizeof(Segment));
     send_new(m, s->kept_rows, m->sent.kept_rows, m->kept_rows, (size_t)m->n_kept * sizeof(Row));
     send_new(m, s->kept_index, m->sent.kept_index, m->kept_index, (size_t)m->n_kept * sizeof(int32_t));
-    const StepKey key = { .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs, .kept = m->n_kept,
-                          .logits = m->n_kept, .variant = fed ? ROW_IS_FED : PLAIN };
+    const StepKey key = { .model = m->number, .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs,
+                          .kept = m->n_kept, .logits = m->n_kept, .variant = fed ? ROW_IS_FED : PLAIN };
     const bool record = !m->dump_dir;                  // checkpoints copy out as they go
     bool done = true;
     if (!record || op->begin(key)) {
@@ -2044,8 +2044,9 @@ static void finish_step(Model *m, const int32_t *n_accept, const int32_t *path, 
     }
     send_new(m, s->n_accept, m->sent.n_accept, n_accept, (size_t)m->n_segs * sizeof *n_accept);
     if (path) op->copy(&(Copy){ s->path, path, (size_t)m->n_segs * STEP_ROWS * sizeof *path, COPY_IN });
-    if (op->begin((StepKey){ .kind = sample ? STEP_SAMPLE : STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs,
-                             .logits = sample ? m->n_kept : 0, .variant = path ? COMMITS_PATHS : COMMITS_CHAINS })) {
+    if (op->begin((StepKey){ .model = m->number, .kind = sample ? STEP_SAMPLE : STEP_COMMIT, .rows = m->n_rows,
+                             .segs = m->n_segs, .logits = sample ? m->n_kept : 0,
+                             .variant = path ? COMMITS_PATHS : COMMITS_CHAINS })) {
         if (sample) issue_sample(m, &kept);
         op->kv_commit(&(KvCommit){ .batch = &all, .caches = m->caches, .n_caches = m->n_caches, .n_accept = s->n_accept,
                                    .path = path ? s->path : NULL, .counts = s->counts, .vocab = m->config.vocab });
@@ -2059,8 +2060,8 @@ static void commit(Model *m, const int32_t *n_accept, const int32_t *path) { fin
 static void choose_rows(Model *m) {
     State *s = &m->s;
     const Batch kept = { .rows = s->kept_rows, .segs = s->segs, .len = s->len, .n_rows = m->n_kept, .n_segs = m->n_segs };
-    if (m->ops->begin((StepKey){ .kind = STEP_SAMPLE, .rows = m->n_rows, .segs = m->n_segs, .logits = m->n_kept,
-                                 .variant = CHOOSES })) issue_sample(m, &kept);
+    if (m->ops->begin((StepKey){ .model = m->number, .kind = STEP_SAMPLE, .rows = m->n_rows, .segs = m->n_segs,
+                                 .logits = m->n_kept, .variant = CHOOSES })) issue_sample(m, &kept);
     m->ops->end();
 }
 
@@ -5495,6 +5496,38 @@ static void cpu_sample(const Sample *o) {
     }
 }
 
+// Whether the walk of segment i, which stands at kept row `at`, goes to kept row k, which comes later.
+static bool walk_goes_to(const VerifyWalk *o, int i, int at, int k) {
+    const Segment *seg = &o->batch->segs[i];
+    const Row *row = &o->kept_rows[k];
+    int parent = row->index - 1;
+    if (row->seg != i) return false;
+    if (at < 0) return true;
+    while (seg->kind == SEG_TREE && parent >= 0 && !(row->ancestors >> parent & 1)) parent--;
+    return parent == o->kept_rows[at].index && o->chosen[at] >= 0 &&
+           o->batch->rows[seg->first + row->index].token == o->chosen[at];
+}
+
+static void cpu_verify_walk(const VerifyWalk *o) {
+    for (int i = 0; i < o->batch->n_segs; i++) {
+        const Segment *seg = &o->batch->segs[i];
+        int32_t *path = seg->kind == SEG_TREE ? o->path + (size_t)i * STEP_ROWS : NULL;
+        int at = -1, n = 0;
+        for (int k = 0; k < o->n_kept; k++) {
+            if (!walk_goes_to(o, i, at, k)) continue;
+            const int index = o->kept_rows[k].index, from = at < 0 ? 0 : index;        // rows before the first kept one stay
+            for (int j = from; j <= index; j++, n++)
+                if (path) path[n] = j;
+            at = k;
+        }
+        for (; at < 0 && n < seg->n; n++)
+            if (path) path[n] = n;
+        o->n_accept[i] = n;
+        o->last[i] = at;
+        o->next[i] = at < 0 ? 0 : o->chosen[at];
+    }
+}
+
 // Operations that no feature of this build needs yet stay NULL (gemma4.h, contract 10).
 const Ops *cpu_ops(void) {
     static const Ops ops = {
@@ -5504,7 +5537,8 @@ const Ops *cpu_ops(void) {
         .embed = cpu_embed, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up, .route = cpu_route,
         .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store, .attend = cpu_attend,
-        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob, .sample = cpu_sample
+        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob, .sample = cpu_sample,
+        .verify_walk = cpu_verify_walk
     };
     return &ops;
 }
