@@ -739,7 +739,8 @@ typedef struct {              // a second, small model that guesses what the fir
     int      start[MAX_SESSIONS];      // token of the session that its context begins with, at its position 0
     int      waiting[MAX_SESSIONS];    // the last tokens of the session whose taps are in the backlog. Those between are in
                                        // its caches
-    int      seen[MAX_SESSIONS];       // how far rows were ever written, counted like tokens of the session
+    int      seen[MAX_SESSIONS];       // how far rows were ever written, counted like tokens of the session, but for
+    int      drafted[MAX_SESSIONS];    // the rows of a block behind the last token
     // what it works on, in backend memory; n is n_seqs, DFlash: n_seqs * (1 + draft_depth), in activations STEP_ROWS at most
     Row     *rows;                     // (n) MTP: row i drafts for segment i of segs
     Segment *segs;                     // (n_seqs)
@@ -2098,7 +2099,8 @@ static void upload_drafter(Model *m) {
 // Fills the room that the plan has given to a drafter.
 static void start_drafter(Model *m) {
     Drafter *d = &m->drafter;
-    Row rows[STEP_ROWS > MAX_SESSIONS ? STEP_ROWS : MAX_SESSIONS] = { { 0 } };
+    Row rows[STEP_ROWS] = { { 0 } };
+    _Static_assert((int)MAX_SESSIONS <= (int)STEP_ROWS, "room for a row of each session");
     if (!m->options.lazy_draft) upload_drafter(m);
     if (d->kind == DRAFTER_DFLASH) {
         for (int i = 0; i < STEP_ROWS; i++) rows[i] = (Row){ .index = i, .depth = i };
@@ -2220,6 +2222,8 @@ static void take_context(Model *m, const Batch *b, const float *taps, const int3
 // What else the operations of a drafter's commit depend on: StepKey.variant. Of a backlog also its session.
 enum { TAKES_KNOWN, TAKES_WALKED, TAKES_PATHS = 2, TAKES_BACKLOG = 4 };
 
+static void count_written(Drafter *d, int seq, int end) { d->seen[seq] = max_int(d->seen[seq], end); }
+
 // Takes in the backlog of a session, which ends at token `end` of it. The rows are as many as a power of two, so that few kinds
 // of steps are recorded; those behind the backlog do not stay.
 static void take_backlog(Model *m, int seq, int end) {
@@ -2236,7 +2240,7 @@ static void take_backlog(Model *m, int seq, int end) {
     if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = STEP_COMMIT, .rows = n, .segs = 1, .variant = TAKES_BACKLOG + seq }))
         take_context(m, &b, d->backlog + (size_t)seq * STEP_ROWS * taps, d->backlog_n, NULL);
     m->ops->end();
-    d->seen[seq] = max_int(d->seen[seq], end - waiting + n);
+    count_written(d, seq, end - waiting + n);
     d->waiting[seq] = 0;
 }
 
@@ -2272,9 +2276,11 @@ static void drafter_committed(Model *m, const int32_t *n_accept) {
         const Segment *seg = &m->segs[i];
         const int seq = seg->seq, before = m->len[seq] - (n_accept ? n_accept[i] : 0);
         assert(m->n_segs == 1 || seg->n <= STEP_ROWS);
+        count_written(d, seq, before + d->drafted[seq]);
+        d->drafted[seq] = 0;
         if (wait) let_wait(m, seg, n_accept[i], m->len[seq]);
         else if (forget) d->start[seq] = m->len[seq], d->waiting[seq] = 0;
-        else take_backlog(m, seq, before), d->seen[seq] = max_int(d->seen[seq], before + seg->n);
+        else take_backlog(m, seq, before), count_written(d, seq, before + seg->n);
     }
     if (wait || forget) return;
     const Batch b = { .rows = s->rows, .segs = s->segs, .len = d->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
@@ -2290,13 +2296,15 @@ static void drafter_committed(Model *m, const int32_t *n_accept) {
 static void shorten_drafter(Model *m, int seq, int n) {
     Drafter *d = &m->drafter;
     if (d->kind != DRAFTER_DFLASH) return;
-    const int stored = m->len[seq] - d->waiting[seq], seen = d->seen[seq];
+    const int stored = m->len[seq] - d->waiting[seq], seen = max_int(d->seen[seq], m->len[seq] + d->drafted[seq]);
     bool keeps = n > d->start[seq] && n <= m->len[seq];
     for (int l = 0; l < d->config.n_layers && n < stored; l++) {
         const int slots = d->caches[l].slots;
         if (slots < seen - d->start[seq] && seen - n > slots - (dflash_reach(d, l) - 1)) keeps = false;
     }
-    if (!keeps) d->start[seq] = d->seen[seq] = n;
+    d->seen[seq] = keeps ? seen : n;
+    d->drafted[seq] = 0;
+    if (!keeps) d->start[seq] = n;
     d->waiting[seq] = keeps ? max_int(0, n - stored) : 0;
     const int32_t len = n - d->waiting[seq] - d->start[seq];
     m->ops->copy(&(Copy){ d->len + seq, &len, sizeof len, COPY_IN });
@@ -2372,7 +2380,7 @@ __attribute__((unused)) static void issue_draft(Model *m, const int32_t *segs, i
         of[i] = (Segment){ .seq = seg->seq, .first = i * rows, .n = rows, .kind = SEG_CHAIN };
         if (!is_block) continue;
         take_backlog(m, seg->seq, m->len[seg->seq]);
-        d->seen[seg->seq] = max_int(d->seen[seg->seq], m->len[seg->seq] + seg->n + rows);
+        d->drafted[seg->seq] = max_int(d->drafted[seg->seq], rows);
     }
     if (is_block) {
         Row block[MAX_SESSIONS * STEP_ROWS];
