@@ -5830,6 +5830,52 @@ static void cpu_head(const Head *o) {
     }
 }
 
+typedef struct {
+    const HeadCentroid *o;
+    Rows y;
+    int  r;                   // row whose candidates it is about
+} CentroidJob;
+
+static void centroid_columns(const void *task, int first, int end) {
+    const CentroidJob *job = task;
+    const HeadCentroid *o = job->o;
+    dots(o->centroids, 0, first, end - first, &job->y, 0, o->n_rows, o->scores + first, o->centroids->rows);
+}
+
+static void candidate_columns(const void *task, int first, int end) {   // the weight of a candidate is its token
+    const CentroidJob *job = task;
+    float *logits = job->o->logits + (size_t)job->r * job->o->n_used * (job->o->w->rows / job->o->centroids->rows);
+    for (int i = first; i < end; i++) dots(job->o->w, 0, (int)cpu.candidates[i].weight, 1, &job->y, job->r, 1, logits + i, 1);
+}
+
+static void cpu_head_centroid(const HeadCentroid *o) {
+    const int n_centroids = o->centroids->rows, per = o->w->rows / n_centroids, n = o->n_used * per, cols = o->w->cols;
+    CentroidJob job = { o, prepare(&o->in, o->n_rows, cols, is_quantised(o->w->type) || is_quantised(o->centroids->type)), 0 };
+    Candidate *c = cpu.candidates;
+    if (o->hidden) memcpy(o->hidden, job.y.a.f, (size_t)o->n_rows * cols * sizeof(float));
+    parallel(n_centroids, share(n_centroids, 16), centroid_columns, &job);
+    for (; job.r < o->n_rows; job.r++) {
+        const float *logits = o->logits + (size_t)job.r * n;
+        const size_t at = (size_t)job.r * o->top_k;
+        best_of_row(c, o->scores + (size_t)job.r * n_centroids, n_centroids, o->n_used);
+        for (int k = o->n_used - 1; k >= 0; k--) {     // their tokens in their place, which those before have not taken yet
+            const int32_t *ids = o->order + (size_t)candidate_id(c[k]) * per;
+            for (int i = per - 1; i >= 0; i--) c[k * per + i].weight = (uint64_t)ids[i];
+        }
+        parallel(n, share(n, 16), candidate_columns, &job);
+        Best best = { .c = c, .k = o->top_k };         // holds fewer than came by
+        for (int i = 0; i < n; i++)
+            best_add(&best, candidate_key(isnan(logits[i]) ? -INFINITY : logits[i], (int32_t)c[i].weight));
+        best_cut(&best);
+        qsort(c, o->top_k, sizeof *c, compare_candidates);
+        for (int i = 0; i < o->top_k; i++) {
+            o->top_ids[at + i] = candidate_id(c[i]);
+            o->top_logits[at + i] = candidate_logit(c[i]);
+        }
+        if (o->logsumexp) o->logsumexp[job.r] = (float)logsumexp(logits, n);
+    }
+}
+
 static void cpu_logprob(const Logprob *o) {
     for (int r = 0; r < o->n_rows; r++) {
         const float *logits = o->logits + (size_t)r * o->vocab;
@@ -5949,7 +5995,7 @@ const Ops *cpu_ops(void) {
         .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store, .attend = cpu_attend,
         .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob, .sample = cpu_sample,
-        .verify_walk = cpu_verify_walk
+        .verify_walk = cpu_verify_walk, .head_centroid = cpu_head_centroid
     };
     return &ops;
 }
