@@ -1945,7 +1945,8 @@ __attribute__((unused)) static void issue_draft(Model *m, const int32_t *segs, i
     for (int i = 0; i < n; i++) of[i] = (Segment){ .seq = m->segs[segs[i]].seq, .first = i, .n = 1, .kind = SEG_CHAIN };
     send_new(m, d->segs, d->sent.segs, of, (size_t)n * sizeof *of);
     send_new(m, d->of, d->sent.of, segs, (size_t)n * sizeof *segs);
-    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = STEP_DRAFT, .rows = n, .segs = n, .kept = depth })) draft_mtp(m, n, depth);
+    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = STEP_DRAFT, .rows = n, .segs = n, .kept = depth }))
+        draft_mtp(m, n, depth);
     m->ops->end();
 }
 
@@ -4240,13 +4241,12 @@ static void read_pieces(const void *task, int begin, int end) {
     }
 }
 
-// Reads the model's data from one end to the other, with all threads and under a progress bar: for the pages, which the
+// Reads a file's data from one end to the other, with all threads and under a progress bar: for the pages, which the
 // first prompt would otherwise wait for one by one, or, with check, for what stands in them (every tensor of the file).
 // Left out without check: what nobody reads or what rows are only taken from; and all when it is more than memory can hold
 // or the backend keeps weights of its own. Takes next to no time when the pages are in memory already.
-static void read_weights(Model *m, bool check) {
+static void read_file_weights(const Model *m, const Gguf *g, const Binder *b, const char *name, bool check) {
     enum { PIECE = 4 << 20 };                          // bytes
-    const Gguf *g = &m->gguf;
     const Weights *w = &m->weights;
     size_t total = 0, done = 0, bad_block = 0;
     int n_pieces = 0, bad_piece = INT_MAX;
@@ -4255,7 +4255,7 @@ static void read_weights(Model *m, bool check) {
     for (size_t i = 0; i < g->n_tensors; i++) {
         const GgufTensor *t = &g->tensors[i];
         const bool table = t->data == w->per_layer_token_embd.data || (w->output.data && t->data == w->token_embd.data);
-        if (!check && (m->binder.seen[i] != BOUND || table)) continue;
+        if (!check && (b->seen[i] != BOUND || table)) continue;
         const size_t bytes = (size_t)gguf_block_bytes(t->type), n = (size_t)t->size / bytes, most = PIECE / bytes;
         for (size_t at = 0; at < n; at += most)
             pieces[n_pieces++] = (Piece){ t, at, n - at < most ? n - at : most };
@@ -4270,7 +4270,7 @@ static void read_weights(Model *m, bool check) {
 
     const double start = seconds();
     char what[64];
-    snprintf(what, sizeof what, "%s%.40s", check ? "checking " : "", model_name(m));
+    snprintf(what, sizeof what, "%s%.40s", check ? "checking " : "", name);
     if (n_pieces) progress(what, 0, total, "B");
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     const ReadJob job = { .pieces = pieces, .n = n_pieces, .check = check, .what = what, .total = total, .done = &done,
@@ -4288,6 +4288,12 @@ static void read_weights(Model *m, bool check) {
         fprintf(stderr, "# checked %zu tensors, %s at %s/s: all numbers are finite\n", g->n_tensors,
                 amount(size[0], (double)total, "B"), amount(size[1], (double)total / (seconds() - start + 1e-9), "B"));
     free(pieces);
+}
+
+static void read_weights(Model *m, bool check) {
+    const Drafter *d = &m->drafter;
+    read_file_weights(m, &m->gguf, &m->binder, model_name(m), check);
+    if (d->kind != DRAFTER_NONE) read_file_weights(m, &d->gguf, &d->binder, "the drafter", check);
 }
 
 typedef struct { uint64_t key, weight; } Candidate;    // a token among others: the higher key, the better (candidate_key)
