@@ -605,7 +605,8 @@ static bool starts_with_one_of(GgufStr s, const char *const *starts) {          
 // (vision, audio), unused K and V of layers that share them and scales of inputs are known and not worth a line.
 static void print_unknown(const Binder *b) {
     static const char *const tensors[] = { "v.", "a.", "mm.", NULL };
-    static const char *const keys[] = { "gemma4.", "gemma4-assistant.", "gemma4_assistant.", "general.", "tokenizer.", "split.", "quantize.", NULL };
+    static const char *const keys[] = { "gemma4.", "gemma4-assistant.", "gemma4_assistant.", "general.", "tokenizer.", "split.",
+                                        "quantize.", NULL };
     static const char input_scale[] = ".input_scale";
     for (int kind = 0; kind < 2; kind++) {
         const size_t n_all = kind ? b->g->n_kvs : b->g->n_tensors, n_end = strlen(input_scale);
@@ -1165,13 +1166,14 @@ __attribute__((noreturn)) static void die_no_room(Model *m) {
                                m->options.k_type == KV_F16 ? KV_Q8_0 : KV_TQ3;
         snprintf(advice + strlen(advice), 16, "-ctk %s, ", kv_names[smaller]);
     }
+    const size_t drafter_bytes = p.drafter + (p.weights ? 0 : m->drafter.binder.bytes);
     char drafter[32] = "";
-    if (m->options.drafter)
-        snprintf(drafter, sizeof drafter, ", drafter %.2f", (double)(p.drafter + (p.weights ? 0 : m->drafter.binder.bytes)) / gib);
+    if (drafter_bytes) snprintf(drafter, sizeof drafter, ", drafter %.2f", (double)drafter_bytes / gib);
     die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f%s) of %.2f "
         "GiB%s; try %s%s%sa smaller model", n_ctx, needed / gib, (double)(p.weights ? p.weights : m->binder.bytes) / gib,
         (double)(p.kv_global + p.kv_rings) / gib, (double)(p.activations + p.stage + p.scratch) / gib, drafter, room / gib,
-        m->options.memory ? " that --vram grants" : " free", advice, m->options.drafter ? "no -md, " : "", m->options.memory ? "a larger --vram, " : "");
+        m->options.memory ? " that --vram grants" : " free", advice, m->options.drafter ? "no -md, " : "",
+        m->options.memory ? "a larger --vram, " : "");
 }
 
 // A GGUF file, or a folder of Hugging Face form.
@@ -1691,9 +1693,12 @@ static void load_mtp_config(Model *m) {
             die("%s: drafter for %s: layer %d reads a %s layer, of which the model has none", g->path, m->gguf.path, l,
                 swa[l] ? "sliding" : "global");
         const LayerConfig *from = &t->layer[donor];
-        must_agree(m, swa[l] ? "head size of sliding layers" : "head size of global layers", head_dim[swa[l] != 0], from->head_dim);
-        must_agree(m, swa[l] ? "KV heads of sliding layers" : "KV heads of global layers", kv_heads[l], from->n_kv_heads);
-        if (c->n_heads % from->n_kv_heads) must_agree(m, "remainder of query heads by KV heads", c->n_heads % from->n_kv_heads, 0);
+        const int s = swa[l] != 0;
+        must_agree(m, s ? "head size of sliding layers" : "head size of global layers", head_dim[s], from->head_dim);
+        must_agree(m, s ? "KV heads of sliding layers" : "KV heads of global layers", kv_heads[l], from->n_kv_heads);
+        if (c->n_heads % from->n_kv_heads)
+            die("%s: key '%s': expected a multiple of %d KV heads, got %d (E_META_RANGE)", g->path,
+                drafter_key(d, "attention.head_count"), from->n_kv_heads, c->n_heads);
         c->layer[l] = (LayerConfig){ .is_swa = swa[l] != 0, .head_dim = from->head_dim, .n_kv_heads = from->n_kv_heads,
                                      .ffn_dim = (int)ffn[l], .kv_layer = -1 };
         d->donor[l] = donor;

@@ -156,7 +156,9 @@ static void test_golden(const char *family) {
     int32_t *prompt = golden("", "tokens.i32", L * sizeof *prompt), *draft = golden(family, "-mtp.draft.i32", DEPTH * sizeof *draft);
     float *h0 = golden(family, "-mtp.h0.f32", DIM * sizeof *h0), *hidden = golden(family, "-mtp.hidden.f32", 4 * DIM * sizeof *hidden);
     float *logits = golden(family, "-mtp.logits.f32", 4 * VOCAB * sizeof *logits), got[DIM];
-    Model *m = open_pair(make_model(family, family, "f32", NULL), plan(mtp_of(family), KV_F32, 1, VOCAB));
+    PlanOptions o = plan(mtp_of(family), KV_F32, 1, VOCAB);
+    o.n_batch = STEP_ROWS;                             // larger steps of a GPU round more
+    Model *m = open_pair(make_model(family, family, "f32", NULL), o);
     m->drafter.window = m->config.n_swa + 2;
     const int32_t next = answer_prompt(m, prompt, L);
     CHECK(next == draft[0], "%s: the target chose %d, expected %d", family, next, draft[0]);
@@ -199,28 +201,31 @@ static void test_caches(const char *family) {
 
 // Sessions that share a draft get what each gets alone, and a part of them in any order too.
 static void test_company(const char *path, const char *drafter) {
-    enum { N = 4, WIDTH = 8 };
+    enum { N = 4, WIDTH = 8, DEEP = 3 };
     static const int32_t groups[][N] = { { 0, 1, 2, 3 }, { 2, 0, -1 }, { 3, 2, 1, 0 }, { 1, -1 } };
-    Model *m = open_pair(path, plan(drafter, KV_F16, N, WIDTH));
+    PlanOptions o = plan(drafter, KV_F16, N, WIDTH);
+    o.n_logits = 2 * N;
+    Model *m = open_pair(path, o);
     const int vocab = m->config.vocab;
-    StepRow rows[N];
+    StepRow rows[2 * N];
     StepSeg segs[N];
-    int32_t next[N], last[N], ids[N], one[N];
+    int32_t next[N], last[N], ids[N], n_accept[N];     // one row of two is right, or both
     for (int s = 0; s < N; s++) {
-        for (int i = 0; i < 90 + 40 * s; i++) m->chunk[i] = (StepRow){ .token = (s * 991 + i * i * 7 + 3) % vocab };
-        step(m, &(StepSeg){ .seq = s, .kind = SEG_CHAIN, .n = 90 + 40 * s, .rows = m->chunk }, 1);
+        for (int i = 0; i < 20 + 40 * s; i++) m->chunk[i] = (StepRow){ .token = (s * 991 + i * i * 7 + 3) % vocab };
+        step(m, &(StepSeg){ .seq = s, .kind = SEG_CHAIN, .n = 20 + 40 * s, .rows = m->chunk }, 1);
         commit_all(m);
-        rows[s] = (StepRow){ .token = (s * 31 + 5) % vocab, .want = true };
-        segs[s] = (StepSeg){ .seq = (s + 1) % N, .kind = SEG_CHAIN, .n = 1, .rows = &rows[s] };
-        next[s] = (s * 77 + 11) % vocab, last[s] = s, one[s] = 1;
+        for (int i = 0; i < 2; i++) rows[2 * s + i] = (StepRow){ .token = (s * 31 + 5 + i) % vocab, .want = true };
+        segs[s] = (StepSeg){ .seq = (s + 1) % N, .kind = SEG_CHAIN, .n = 2, .rows = &rows[2 * s] };
+        n_accept[s] = 1 + s % 2;
+        next[s] = (s * 77 + 11) % vocab, last[s] = 2 * s + s % 2;
     }
     step(m, segs, N);
     set_choices(m, last, next, N);
-    commit(m, one, NULL);
-    int32_t alone[N][DEPTH * WIDTH], got[DEPTH * N * WIDTH];
-    float alone_logits[N][DEPTH * WIDTH], logits[DEPTH * N * WIDTH];
+    commit(m, n_accept, NULL);
+    int32_t alone[N][DEEP * WIDTH], got[DEEP * N * WIDTH];
+    float alone_logits[N][DEEP * WIDTH], logits[DEEP * N * WIDTH];
     for (int s = 0; s < N; s++) {
-        issue_draft(m, &(int32_t){ s }, 1, DEPTH);
+        issue_draft(m, &(int32_t){ s }, 1, DEEP);
         read_back(m, alone[s], m->drafter.ids, sizeof alone[s]);
         read_back(m, alone_logits[s], m->drafter.logits, sizeof alone_logits[s]);
     }
@@ -228,11 +233,11 @@ static void test_company(const char *path, const char *drafter) {
     for (size_t g = 0; g < sizeof groups / sizeof *groups; g++) {
         int n = 0;
         while (n < N && groups[g][n] >= 0) ids[n] = groups[g][n], n++;
-        issue_draft(m, ids, n, DEPTH);
-        read_back(m, got, m->drafter.ids, (size_t)(DEPTH * n * WIDTH) * sizeof *got);
-        read_back(m, logits, m->drafter.logits, (size_t)(DEPTH * n * WIDTH) * sizeof *logits);
+        issue_draft(m, ids, n, DEEP);
+        read_back(m, got, m->drafter.ids, (size_t)(DEEP * n * WIDTH) * sizeof *got);
+        read_back(m, logits, m->drafter.logits, (size_t)(DEEP * n * WIDTH) * sizeof *logits);
         for (int i = 0; i < n; i++)
-            for (int k = 0; k < DEPTH; k++)
+            for (int k = 0; k < DEEP; k++)
                 CHECK(!memcmp(got + (k * n + i) * WIDTH, alone[ids[i]] + k * WIDTH, WIDTH * sizeof *got) &&
                           !memcmp(logits + (k * n + i) * WIDTH, alone_logits[ids[i]] + k * WIDTH, WIDTH * sizeof *logits),
                       "%s: group %zu, segment %d, depth %d: not what it drafts alone", path, g, ids[i], k);
