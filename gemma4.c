@@ -669,6 +669,7 @@ typedef struct {              // what forward works on; all in backend memory
     int32_t *len;                      // (n_seqs)
     int32_t *kept_index;               // (n_logits) kept row -> row
     int32_t *n_accept, *path;          // (n_seqs), (n_seqs, STEP_ROWS)
+    int32_t *walked;                   // (n_seqs) rows of each segment that the last walk has accepted
     int32_t *last, *next;              // (n_seqs) by segment: kept row where its walk ended, and the token chosen there
     float   *x[2];                     // (n_batch, dim) the residual stream, and its next state
     float   *q;                        // (n_batch, n_heads * head_dim)
@@ -903,6 +904,7 @@ static void plan_state(Model *m, Arena *a) {
     s->len = take(a, seqs, sizeof(int32_t));
     s->kept_index = take(a, kept, sizeof(int32_t));
     s->n_accept = take(a, seqs, sizeof(int32_t));
+    s->walked = take(a, seqs, sizeof(int32_t));
     s->path = take(a, seqs * STEP_ROWS, sizeof(int32_t));
     s->last = take(a, seqs, sizeof(int32_t));
     s->next = take(a, seqs, sizeof(int32_t));
