@@ -199,37 +199,57 @@ static void test_caches(const char *family) {
         }
 }
 
+enum { N_COMPANY = 4, WIDTH = 8, DEEP = 3 };           // sessions in one draft; its candidates and depth
+
+// Text number `text` in session seq, another length each.
+static void tell(Model *m, int text, int seq) {
+    const int n = 20 + 40 * text;
+    for (int i = 0; i < n; i++) m->chunk[i] = (StepRow){ .token = (text * 991 + i * i * 7 + 3) % m->config.vocab };
+    step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = n, .rows = m->chunk }, 1);
+    commit_all(m);
+}
+
+// One step of n sessions, which hold the texts first, first + 1, ..: each has two rows, of which one stays, or both.
+static void verify(Model *m, int first, int n) {
+    StepRow rows[2 * N_COMPANY];
+    StepSeg segs[N_COMPANY];
+    int32_t next[N_COMPANY], last[N_COMPANY], n_accept[N_COMPANY];
+    for (int i = 0; i < n; i++) {
+        const int text = first + i;
+        for (int k = 0; k < 2; k++) rows[2 * i + k] = (StepRow){ .token = (text * 31 + 5 + k) % m->config.vocab, .want = true };
+        segs[i] = (StepSeg){ .seq = n == 1 ? 0 : (i + 1) % n, .kind = SEG_CHAIN, .n = 2, .rows = &rows[2 * i] };
+        n_accept[i] = 1 + text % 2;
+        last[i] = 2 * i + text % 2;
+        next[i] = (text * 77 + 11) % m->config.vocab;
+    }
+    step(m, segs, n);
+    set_choices(m, last, next, n);
+    commit(m, n_accept, NULL);
+}
+
 // Sessions that share a draft get what each gets alone, and a part of them in any order too.
 static void test_company(const char *path, const char *drafter) {
-    enum { N = 4, WIDTH = 8, DEEP = 3 };
+    enum { N = N_COMPANY };
     static const int32_t groups[][N] = { { 0, 1, 2, 3 }, { 2, 0, -1 }, { 3, 2, 1, 0 }, { 1, -1 } };
-    PlanOptions o = plan(drafter, KV_F16, N, WIDTH);
+    int32_t alone[N][DEEP * WIDTH], got[DEEP * N * WIDTH], ids[N];
+    float alone_logits[N][DEEP * WIDTH], logits[DEEP * N * WIDTH];
+    PlanOptions o = plan(drafter, KV_F16, 1, WIDTH);
     o.n_logits = 2 * N;
     Model *m = open_pair(path, o);
-    const int vocab = m->config.vocab;
-    StepRow rows[2 * N];
-    StepSeg segs[N];
-    int32_t next[N], last[N], ids[N], n_accept[N];     // one row of two is right, or both
-    for (int s = 0; s < N; s++) {
-        for (int i = 0; i < 20 + 40 * s; i++) m->chunk[i] = (StepRow){ .token = (s * 991 + i * i * 7 + 3) % vocab };
-        step(m, &(StepSeg){ .seq = s, .kind = SEG_CHAIN, .n = 20 + 40 * s, .rows = m->chunk }, 1);
-        commit_all(m);
-        for (int i = 0; i < 2; i++) rows[2 * s + i] = (StepRow){ .token = (s * 31 + 5 + i) % vocab, .want = true };
-        segs[s] = (StepSeg){ .seq = (s + 1) % N, .kind = SEG_CHAIN, .n = 2, .rows = &rows[2 * s] };
-        n_accept[s] = 1 + s % 2;
-        next[s] = (s * 77 + 11) % vocab, last[s] = 2 * s + s % 2;
+    for (int text = 0; text < N; text++) {
+        reset_session(m, 0);
+        tell(m, text, 0);
+        verify(m, text, 1);
+        issue_draft(m, &(int32_t){ 0 }, 1, DEEP);
+        read_back(m, alone[text], m->drafter.ids, sizeof alone[text]);
+        read_back(m, alone_logits[text], m->drafter.logits, sizeof alone_logits[text]);
+        CHECK(!text || memcmp(alone[text], alone[text - 1], sizeof *alone), "texts %d and before draft the same: a weak test", text);
     }
-    step(m, segs, N);
-    set_choices(m, last, next, N);
-    commit(m, n_accept, NULL);
-    int32_t alone[N][DEEP * WIDTH], got[DEEP * N * WIDTH];
-    float alone_logits[N][DEEP * WIDTH], logits[DEEP * N * WIDTH];
-    for (int s = 0; s < N; s++) {
-        issue_draft(m, &(int32_t){ s }, 1, DEEP);
-        read_back(m, alone[s], m->drafter.ids, sizeof alone[s]);
-        read_back(m, alone_logits[s], m->drafter.logits, sizeof alone_logits[s]);
-    }
-    CHECK(memcmp(alone[0], alone[1], sizeof *alone) && memcmp(alone[1], alone[2], sizeof *alone), "sessions draft the same: a weak test");
+    close_model(m);
+    o.n_seqs = N;
+    m = open_pair(path, o);
+    for (int text = 0; text < N; text++) tell(m, text, (text + 1) % N);
+    verify(m, 0, N);
     for (size_t g = 0; g < sizeof groups / sizeof *groups; g++) {
         int n = 0;
         while (n < N && groups[g][n] >= 0) ids[n] = groups[g][n], n++;
