@@ -606,7 +606,8 @@ static bool starts_with_one_of(GgufStr s, const char *const *starts) {          
 // (vision, audio), unused K and V of layers that share them and scales of inputs are known and not worth a line.
 static void print_unknown(const Binder *b) {
     static const char *const tensors[] = { "v.", "a.", "mm.", NULL };
-    static const char *const keys[] = { "gemma4.", "gemma4-assistant.", "gemma4_assistant.", "general.", "tokenizer.", "split.", "quantize.", NULL };
+    static const char *const keys[] = { "gemma4.", "gemma4-assistant.", "gemma4_assistant.", "general.", "tokenizer.", "split.",
+                                        "quantize.", NULL };
     static const char input_scale[] = ".input_scale";
     for (int kind = 0; kind < 2; kind++) {
         const size_t n_all = kind ? b->g->n_kvs : b->g->n_tensors, n_end = strlen(input_scale);
@@ -1184,13 +1185,14 @@ __attribute__((noreturn)) static void die_no_room(Model *m) {
                                m->options.k_type == KV_F16 ? KV_Q8_0 : KV_TQ3;
         snprintf(advice + strlen(advice), 16, "-ctk %s, ", kv_names[smaller]);
     }
+    const size_t drafter_bytes = p.drafter + (p.weights ? 0 : m->drafter.binder.bytes);
     char drafter[32] = "";
-    if (m->options.drafter)
-        snprintf(drafter, sizeof drafter, ", drafter %.2f", (double)(p.drafter + (p.weights ? 0 : m->drafter.binder.bytes)) / gib);
+    if (drafter_bytes) snprintf(drafter, sizeof drafter, ", drafter %.2f", (double)drafter_bytes / gib);
     die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f%s) of %.2f "
         "GiB%s; try %s%s%sa smaller model", n_ctx, needed / gib, (double)(p.weights ? p.weights : m->binder.bytes) / gib,
         (double)(p.kv_global + p.kv_rings) / gib, (double)(p.activations + p.stage + p.scratch) / gib, drafter, room / gib,
-        m->options.memory ? " that --vram grants" : " free", advice, m->options.drafter ? "no -md, " : "", m->options.memory ? "a larger --vram, " : "");
+        m->options.memory ? " that --vram grants" : " free", advice, m->options.drafter ? "no -md, " : "",
+        m->options.memory ? "a larger --vram, " : "");
 }
 
 // A GGUF file, or a folder of Hugging Face form.
@@ -1716,9 +1718,12 @@ static void load_mtp_config(Model *m) {
             die("%s: drafter for %s: layer %d reads a %s layer, of which the model has none", g->path, m->gguf.path, l,
                 swa[l] ? "sliding" : "global");
         const LayerConfig *from = &t->layer[donor];
-        must_agree(m, swa[l] ? "head size of sliding layers" : "head size of global layers", head_dim[swa[l] != 0], from->head_dim);
-        must_agree(m, swa[l] ? "KV heads of sliding layers" : "KV heads of global layers", kv_heads[l], from->n_kv_heads);
-        if (c->n_heads % from->n_kv_heads) must_agree(m, "remainder of query heads by KV heads", c->n_heads % from->n_kv_heads, 0);
+        const int s = swa[l] != 0;
+        must_agree(m, s ? "head size of sliding layers" : "head size of global layers", head_dim[s], from->head_dim);
+        must_agree(m, s ? "KV heads of sliding layers" : "KV heads of global layers", kv_heads[l], from->n_kv_heads);
+        if (c->n_heads % from->n_kv_heads)
+            die("%s: key '%s': expected a multiple of %d KV heads, got %d (E_META_RANGE)", g->path,
+                drafter_key(d, "attention.head_count"), from->n_kv_heads, c->n_heads);
         c->layer[l] = (LayerConfig){ .is_swa = swa[l] != 0, .head_dim = from->head_dim, .n_kv_heads = from->n_kv_heads,
                                      .ffn_dim = (int)ffn[l], .kv_layer = -1 };
         d->donor[l] = donor;
@@ -1973,7 +1978,8 @@ static void issue_draft(Model *m, const int32_t *segs, int n, int depth) {
     for (int i = 0; i < n; i++) of[i] = (Segment){ .seq = m->segs[segs[i]].seq, .first = i, .n = 1, .kind = SEG_CHAIN };
     send_new(m, d->segs, d->sent.segs, of, (size_t)n * sizeof *of);
     send_new(m, d->of, d->sent.of, segs, (size_t)n * sizeof *segs);
-    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = STEP_DRAFT, .rows = n, .segs = n, .kept = depth })) draft_mtp(m, n, depth);
+    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = STEP_DRAFT, .rows = n, .segs = n, .kept = depth }))
+        draft_mtp(m, n, depth);
     m->ops->end();
 }
 
@@ -4651,13 +4657,12 @@ static void read_pieces(const void *task, int begin, int end) {
     }
 }
 
-// Reads the model's data from one end to the other, with all threads and under a progress bar: for the pages, which the
+// Reads a file's data from one end to the other, with all threads and under a progress bar: for the pages, which the
 // first prompt would otherwise wait for one by one, or, with check, for what stands in them (every tensor of the file).
 // Left out without check: what nobody reads or what rows are only taken from; and all when it is more than memory can hold
 // or the backend keeps weights of its own. Takes next to no time when the pages are in memory already.
-static void read_weights(Model *m, bool check) {
+static void read_file_weights(const Model *m, const Gguf *g, const Binder *b, const char *name, bool check) {
     enum { PIECE = 4 << 20 };                          // bytes
-    const Gguf *g = &m->gguf;
     const Weights *w = &m->weights;
     size_t total = 0, done = 0, bad_block = 0;
     int n_pieces = 0, bad_piece = INT_MAX;
@@ -4666,7 +4671,7 @@ static void read_weights(Model *m, bool check) {
     for (size_t i = 0; i < g->n_tensors; i++) {
         const GgufTensor *t = &g->tensors[i];
         const bool table = t->data == w->per_layer_token_embd.data || (w->output.data && t->data == w->token_embd.data);
-        if (!check && (m->binder.seen[i] != BOUND || table)) continue;
+        if (!check && (b->seen[i] != BOUND || table)) continue;
         const size_t bytes = (size_t)gguf_block_bytes(t->type), n = (size_t)t->size / bytes, most = PIECE / bytes;
         for (size_t at = 0; at < n; at += most)
             pieces[n_pieces++] = (Piece){ t, at, n - at < most ? n - at : most };
@@ -4681,7 +4686,7 @@ static void read_weights(Model *m, bool check) {
 
     const double start = seconds();
     char what[64];
-    snprintf(what, sizeof what, "%s%.40s", check ? "checking " : "", model_name(m));
+    snprintf(what, sizeof what, "%s%.40s", check ? "checking " : "", name);
     if (n_pieces) progress(what, 0, total, "B");
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     const ReadJob job = { .pieces = pieces, .n = n_pieces, .check = check, .what = what, .total = total, .done = &done,
@@ -4699,6 +4704,12 @@ static void read_weights(Model *m, bool check) {
         fprintf(stderr, "# checked %zu tensors, %s at %s/s: all numbers are finite\n", g->n_tensors,
                 amount(size[0], (double)total, "B"), amount(size[1], (double)total / (seconds() - start + 1e-9), "B"));
     free(pieces);
+}
+
+static void read_weights(Model *m, bool check) {
+    const Drafter *d = &m->drafter;
+    read_file_weights(m, &m->gguf, &m->binder, model_name(m), check);
+    if (d->kind != DRAFTER_NONE) read_file_weights(m, &d->gguf, &d->binder, "the drafter", check);
 }
 
 typedef struct { uint64_t key, weight; } Candidate;    // a token among others: the higher key, the better (candidate_key)
