@@ -19,6 +19,9 @@ typedef struct {
     bool        think;
     SampleParams sampling;
     bool        fixed_seed;            // sampling.seed is for every request that names none; else each has its own
+    const char *session_dir;           // where sessions are kept; NULL: in memory only
+    size_t      cache_ram, session_disk;   // bytes: of host memory for sessions, of that folder
+    bool        log_text;              // the log has prompts and answers too
 } ServeOptions;
 
 #ifndef USE_MICROHTTPD
@@ -238,13 +241,6 @@ static bool read_request(Request *r, Fault *f, TokStr body, const ServeOptions *
     return refuse_absent(r, f);
 }
 
-// A string's bytes, with a NUL behind them; freed by the caller.
-static char *copy_string(const GgufJson *v, size_t *n) {
-    char *s = alloc_or_die(v->n + 1, 1);
-    *n = gguf_json_string(v, s);
-    return s;
-}
-
 // Messages whose content is text.
 static bool check_messages(const GgufJson *messages, Fault *f) {
     GgufJson rest = *messages, m, content, part, type;
@@ -303,6 +299,7 @@ typedef struct {
     Session s;
     Job    *job;              // NULL: free
     int64_t used;             // number of the job that it had last, 0: none
+    size_t  asked;            // tokens of that job's prompt that the next one of its conversation begins with
     bool    biased;           // its row of biases is not 0
 } Slot;
 
@@ -326,6 +323,7 @@ typedef struct {
     uint64_t        salt;              // makes ids of this run like no others'
     atomic_ullong   n_ids;
     Slot           *slots;             // (n_seqs)
+    Store           store;             // what they held before
     float          *logits;            // (vocab)
     int             last_prompt;       // slot whose prompt advanced last
     bool            loopback;
@@ -438,27 +436,75 @@ static void clean_queue(Server *srv, double now) {
     }
 }
 
-// Tokens of the job's prompt that a session holds, if it is worth going on with: it is when these are at least half of what
-// it holds, or of the prompt. Else something else that it holds would be lost for little.
-static size_t worth(const Session *s, const Job *job) {
+// Tokens of the session that the job's prompt begins with, if it is worth going on with: it is when these are at least half of
+// what it holds, or of the prompt. Else something else that it holds would be lost for little.
+static size_t worth(Server *srv, const Session *s, const Job *job) {
     if (job->no_cache) return 0;
-    const size_t same = (size_t)same_ids(&s->held, &job->ids);
-    return 2 * same >= s->held.n || 2 * same >= job->ids.n ? same : 0;
+    const Shared same = shared(srv->t, &s->held, &job->ids);
+    return 2 * same.held >= s->held.n || 2 * same.ids >= job->ids.n ? same.held : 0;
 }
 
 // The free session that is worth most to the job; of equals the one that was not used for longest. NULL: none is free.
-static Slot *choose_slot(Server *srv, const Job *job) {
+static Slot *choose_slot(Server *srv, const Job *job, size_t *most) {
     Slot *best = NULL;
-    size_t most = 0;
+    *most = 0;
     for (int i = 0; i < srv->m->options.n_seqs; i++) {
         Slot *slot = &srv->slots[i];
         if (slot->job) continue;
-        const size_t n = worth(&slot->s, job);
-        if (best && (n < most || (n == most && slot->used >= best->used))) continue;
+        const size_t n = worth(srv, &slot->s, job);
+        if (best && (n < *most || (n == *most && slot->used >= best->used))) continue;
         best = slot;
-        most = n;
+        *most = n;
     }
     return best;
+}
+
+static Slot *oldest_slot(Server *srv) {                // of the free ones
+    Slot *best = NULL;
+    for (int i = 0; i < srv->m->options.n_seqs; i++) {
+        Slot *slot = &srv->slots[i];
+        if (!slot->job && (!best || slot->used < best->used)) best = slot;
+    }
+    return best;
+}
+
+// What a slot holds goes to the store, unless the job that comes goes on with it.
+static void park(Server *srv, Slot *slot, size_t same) {
+    if (slot->used && same >= slot->asked) return;
+    if (!store_park(&srv->store, &slot->s)) fprintf(stderr, "# %s\n", slot->s.err);
+}
+
+// Gives the job a slot whose session holds as much of its prompt as any slot or the store does. NULL: none is free.
+static Slot *make_ready(Server *srv, Job *job) {
+    enum { GAIN = 64 };       // tokens, for which it is worth to take a session from the store
+    size_t most, stored = 0;
+    Slot *slot = choose_slot(srv, job, &most);
+    if (!slot) return NULL;
+    Parked *p = job->no_cache ? NULL : store_find(&srv->store, srv->t, &job->ids, &stored);
+    if (p && stored > most + GAIN) {
+        slot = oldest_slot(srv);
+        park(srv, slot, 0);
+        if (!store_resume(&srv->store, &slot->s, p)) fprintf(stderr, "# %s\n", slot->s.err);
+    } else {
+        park(srv, slot, most);
+    }
+    return slot;
+}
+
+// The tokens that the session holds in place of those that say the same.
+static void take_held(Session *s, Job *job) {
+    const Shared same = shared(s->t, &s->held, &job->ids);
+    TokIds ids = { 0 };
+    for (size_t i = 0; i < same.held; i++) push_id(s, &ids, s->held.ids[i]);
+    for (size_t i = same.ids; i < job->ids.n; i++) push_id(s, &ids, job->ids.ids[i]);
+    if (ids.n <= (size_t)s->m->options.n_ctx) {
+        if ((size_t)job->mark >= same.ids) job->mark += (int)same.held - (int)same.ids;
+        else job->mark = 0;
+        const TokIds old = job->ids;
+        job->ids = ids;
+        ids = old;
+    }
+    tok_ids_free(&ids);
 }
 
 static void start_job(Server *srv, Slot *slot, Job *job) {
@@ -472,16 +518,15 @@ static void start_job(Server *srv, Slot *slot, Job *job) {
         slot->biased = job->bias;
         if (!job->bias) free(bias);
     }
-    if (job->no_cache) {
-        reset_session(m, s->seq);
-        s->held.n = 0;
-    }
+    if (job->no_cache) session_forget(s);
+    else take_held(s, job);
     const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .mark = job->mark };
     const bool ok = session_start(s, &p, &job->options);
     pthread_mutex_lock(&srv->lock);
-    slot->used = ++srv->n_jobs;
-    job->started = true;
     job->total = (int)job->ids.n;
+    slot->used = ++srv->n_jobs;
+    slot->asked = (size_t)(job->mark ? job->mark : job->total);
+    job->started = true;
     job->cached = ok ? job->total - (int)s->todo.n : 0;
     job->run = job->cached;
     if (ok) {
@@ -498,17 +543,16 @@ static void start_job(Server *srv, Slot *slot, Job *job) {
 static void admit(Server *srv) {
     for (;;) {
         pthread_mutex_lock(&srv->lock);
-        Job *job = srv->first;
-        Slot *slot = job ? choose_slot(srv, job) : NULL;
-        if (slot) {
+        Job *job = oldest_slot(srv) ? srv->first : NULL;
+        if (job) {
             srv->first = job->next;
             if (!srv->first) srv->last = &srv->first;
             srv->n_queued--;
             job->next = NULL;
         }
         pthread_mutex_unlock(&srv->lock);
-        if (!slot) return;
-        start_job(srv, slot, job);
+        if (!job) return;
+        start_job(srv, make_ready(srv, job), job);
     }
 }
 
@@ -1725,6 +1769,14 @@ static void route_metrics(Exchange *x) {
     metric(&out, "requests_running", "gauge", "Requests that have a session.", running);
     metric(&out, "requests_waiting", "gauge", "Requests in the queue.", queued);
     metric(&out, "slots", "gauge", "Sessions.", srv->m->options.n_seqs);
+    pthread_mutex_lock(&srv->store.lock);
+    const int parked = srv->store.n, resumed = srv->store.n_resumed;
+    const double memory = (double)srv->store.used, files = (double)srv->store.file_used;
+    pthread_mutex_unlock(&srv->store.lock);
+    metric(&out, "sessions_parked", "gauge", "Sessions without a slot.", parked);
+    metric(&out, "sessions_memory_bytes", "gauge", "Host memory that holds them.", memory);
+    metric(&out, "sessions_disk_bytes", "gauge", "Files that hold them.", files);
+    metric(&out, "sessions_resumed_total", "counter", "Sessions that got a slot again.", resumed);
     const TokStr head = str("# HELP gemma4_http_responses_total Responses by class of status; 4xx: or the client left.\n"
                             "# TYPE gemma4_http_responses_total counter\n");
     append(&out, head.s, head.n);
@@ -1998,7 +2050,7 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *connection, 
     return MHD_YES;
 }
 
-// One line of JSON on stderr for each request, without its text.
+// One line of JSON on stderr for each request, without its text unless that is wanted.
 static void log_request(const Exchange *x, int status) {
     TokText line = { 0 };
     const Job *job = x->job;
@@ -2008,6 +2060,8 @@ static void log_request(const Exchange *x, int status) {
         put(&line, ",'id':%s,'prompt':%d,'cached':%d,'generated':%d,'prompt_ms':%f,'decode_ms':%f,'end':%s", x->id,
             job->turn.n_prompt, job->cached, job->turn.made, 1e3 * job->turn.prompt_seconds, 1e3 * job->turn.decode_seconds,
             end_text[job->end]);
+    if (x->srv->o.log_text) put(&line, ",'request':%t", text_of(&x->body));
+    if (x->srv->o.log_text && job) put(&line, ",'thought':%t,'answer':%t", text_of(&job->thought), text_of(&job->content));
     put(&line, "}\n");
     fwrite(line.s, 1, line.n, stderr);
     tok_text_free(&line);
@@ -2072,6 +2126,24 @@ static void name_model(Server *srv) {
     if (end && !end[5] && !srv->o.alias) *end = 0;
 }
 
+// Half of the memory is for marks, to go back to within a session; sessions without a slot have the rest.
+static void open_store(Server *srv) {
+    const ServeOptions *o = &srv->o;
+    Model *m = srv->m;
+    enum { WINDOWS = 8 };     // between two marks of a prompt
+    const size_t rings = copy_rings(m, 0, NULL, COPY_OUT), half = o->cache_ram / 2 / (size_t)m->options.n_seqs;
+    const int most = rings ? (int)(half / rings < MARKS ? half / rings : MARKS) : 0;
+    for (int i = 0; i < m->options.n_seqs && most > 1; i++) {
+        srv->slots[i].s.most_marks = most;
+        srv->slots[i].s.mark_every = WINDOWS * m->config.n_swa;
+    }
+    const size_t marks = rings * (size_t)(m->options.n_seqs * max_int(most, 1));
+    const size_t room = o->cache_ram > marks ? o->cache_ram - marks : 0;
+    fprintf(stderr, "# host memory: up to %.1f MiB for %d marks of each session, %.1f MiB for sessions without a slot\n",
+            (double)marks / (1 << 20), rings ? max_int(most, 1) : 0, (double)room / (1 << 20));
+    store_open(&srv->store, &srv->slots[0].s, o->session_dir, room, o->session_disk);
+}
+
 // Serves until SIGTERM or SIGINT.
 static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     Server srv = { .m = m, .t = t, .o = *o, .created = time(NULL), .lock = PTHREAD_MUTEX_INITIALIZER };
@@ -2080,6 +2152,7 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     srv.slots = alloc_or_die((size_t)n_seqs, sizeof *srv.slots);
     srv.logits = alloc_or_die((size_t)m->config.vocab, sizeof *srv.logits);
     for (int i = 0; i < n_seqs; i++) session_open(&srv.slots[i].s, m, t, i);
+    open_store(&srv);
     if (getrandom(&srv.salt, sizeof srv.salt, 0) != sizeof srv.salt) srv.salt = (uint64_t)time(NULL);
     name_model(&srv);
     sem_init(&wake, 0, 0);
@@ -2102,6 +2175,8 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
         if (open) usleep(10000);
     }
     MHD_stop_daemon(d);
+    for (int i = 0; i < n_seqs && o->session_dir; i++) park(&srv, &srv.slots[i], 0);
+    store_close(&srv.store);
     for (int i = 0; i < n_seqs; i++) session_close(&srv.slots[i].s);
     free(srv.slots);
     free(srv.logits);
