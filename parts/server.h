@@ -41,7 +41,7 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) { (void)m, (voi
 #include <sys/socket.h>
 
 enum { MAX_CONNECTIONS = 512, IDLE_SECONDS = 30, BODY_SECONDS = 120, KEEP_ALIVE_SECONDS = 10, DRAIN_SECONDS = 30,
-       MAX_STOPS = 16, MAX_TOP = 20 };
+       MAX_STOPS = 16, MAX_TOP = 20, REPLAYS = 4096 };
 
 static void need_http(void) {}                         // it is here
 
@@ -241,6 +241,13 @@ static bool read_request(Request *r, Fault *f, TokStr body, const ServeOptions *
     return refuse_absent(r, f);
 }
 
+// A string's bytes, with a NUL behind them; freed by the caller.
+static char *copy_string(const GgufJson *v, size_t *n) {
+    char *s = alloc_or_die(v->n + 1, 1);
+    *n = gguf_json_string(v, s);
+    return s;
+}
+
 // Messages whose content is text.
 static bool check_messages(const GgufJson *messages, Fault *f) {
     GgufJson rest = *messages, m, content, part, type;
@@ -265,6 +272,7 @@ static bool check_messages(const GgufJson *messages, Fault *f) {
 // other, so neither does a text.
 
 typedef struct { TokText name, arguments; char id[40]; } Call;
+typedef struct { TokIds ids; char id[40]; } Replay;                  // a call as the model wrote it
 typedef struct { int32_t id, n_top, top[MAX_TOP]; float logprob, top_logprob[MAX_TOP]; } Likely;   // a token, and others
 
 typedef struct Job {
@@ -279,6 +287,7 @@ typedef struct Job {
     int           fd;         // of the client
     double        queued, deadline;        // seconds()
     // the answer
+    TokIds        said;
     TokText       content, thought;
     Call         *calls;
     Likely       *likely;     // (n_likely) tokens of the content
@@ -333,6 +342,8 @@ typedef struct {
     int             n_queued, n_running;
     int             n_open;            // requests that are not answered to the end
     int64_t         n_jobs;
+    Replay         *replays;           // (REPLAYS) the last calls
+    int             n_replays;         // since the start
     bool            draining;
     Totals          totals;
 } Server;
@@ -363,6 +374,7 @@ static void job_free(Job *job) {
     free(job->likely);
     free(job->bias);
     tok_ids_free(&job->ids);
+    tok_ids_free(&job->said);
     tok_text_free(&job->content);
     tok_text_free(&job->thought);
     pthread_cond_destroy(&job->news);
@@ -607,6 +619,17 @@ static void add_likely(Server *srv, Slot *slot, const Event *e) {
     pthread_mutex_unlock(&srv->lock);
 }
 
+// The last call in what was said is remembered as it was written. With the lock held.
+static void remember(Server *srv, const Job *job, const char *id) {
+    Replay *replay = &srv->replays[srv->n_replays++ % REPLAYS];
+    size_t first = job->said.n;
+    while (first > 0 && job->said.ids[first - 1] != srv->t->call_open) first--;
+    replay->ids.n = 0;
+    snprintf(replay->id, sizeof replay->id, "%s", id);
+    for (size_t i = first ? first - 1 : 0; first && i < job->said.n; i++)
+        if (tok__push(srv->t, &replay->ids, job->said.ids[i]) < 0) die("out of memory for a call");
+}
+
 static void add_calls(Server *srv, Job *job, const TokReply *r) {
     for (; job->n_calls < r->n_calls; job->n_calls++) {
         job->calls = realloc(job->calls, (size_t)(job->n_calls + 1) * sizeof *job->calls);
@@ -617,6 +640,7 @@ static void add_calls(Server *srv, Job *job, const TokReply *r) {
         append(&call->name, from->name.s, from->name.n);
         append(&call->arguments, from->arguments.s, from->arguments.n);
         new_id(srv, "call_", call->id);
+        remember(srv, job, call->id);
     }
 }
 
@@ -644,6 +668,8 @@ static void tell(Server *srv, Slot *slot, const Event *e) {
     pthread_mutex_lock(&srv->lock);
     append(&job->content, e->content.s, e->content.n);
     append(&job->thought, e->thought.s, e->thought.n);
+    for (int i = 0; i < e->n_ids && srv->t->call_open >= 0; i++)
+        if (tok__push(srv->t, &job->said, e->ids[i]) < 0) die("out of memory for an answer");
     add_calls(srv, job, &slot->s.reply);
     if (e->kind == EVENT_PROMPT) job->run = job->total - (e->total - e->done);
     if (e->kind == EVENT_TOKEN) job->run = job->total;
@@ -873,6 +899,113 @@ static void chat_whole(Exchange *x, TokText *out) {
     put(out, "}");
 }
 
+static bool same_value(const GgufJson *a, const GgufJson *b, int depth) {
+    GgufJson rest = *a, other = *b, key, x, y;
+    double m, n;
+    size_t n_a = 0, n_b = 0, bytes[2];
+    if (a->type != b->type || !depth) return false;
+    if (a->type == GGUF_J_NUMBER) return gguf_json_float(a, &m) && gguf_json_float(b, &n) && m == n;
+    if (a->type == GGUF_J_STRING) {
+        char *s = copy_string(a, &bytes[0]), *t = copy_string(b, &bytes[1]);
+        const bool same = bytes[0] == bytes[1] && !memcmp(s, t, bytes[0]);
+        free(s);
+        free(t);
+        return same;
+    }
+    if (a->type == GGUF_J_ARRAY) {
+        bool more;
+        while ((more = gguf_json_next(&rest, NULL, &x)) && gguf_json_next(&other, NULL, &y))
+            if (!same_value(&x, &y, depth - 1)) return false;
+        return !more && !gguf_json_next(&other, NULL, &y);
+    }
+    if (a->type != GGUF_J_OBJECT) return true;
+    while (gguf_json_next(&other, NULL, &y)) n_b++;
+    for (; gguf_json_next(&rest, &key, &x); n_a++) {
+        size_t n_key;
+        char *name = copy_string(&key, &n_key);
+        const bool same = strlen(name) == n_key && gguf_json_get(b, name, &y) && same_value(&x, &y, depth - 1);
+        free(name);
+        if (!same) return false;
+    }
+    return n_a == n_b;
+}
+
+// The first call in ids from token *at on: its tokens are first .. *at - 1 then. False: there is none.
+static bool next_call(const Tokenizer *t, const TokIds *ids, size_t *first, size_t *at) {
+    for (*first = *at; *first < ids->n && ids->ids[*first] != t->call_open; ) ++*first;
+    for (*at = *first; *at < ids->n && ids->ids[*at] != t->call_close; ) ++*at;
+    return *at < ids->n && ++*at;
+}
+
+// Whether two calls say the same.
+static bool same_call(Tokenizer *t, TokIds a, TokIds b) {
+    const TokIds ids[2] = { a, b };
+    TokReply reply[2];
+    GgufJson args[2];
+    const char *why;
+    size_t byte;
+    bool ok = true;
+    memset(reply, 0, sizeof reply);
+    for (int i = 0; i < 2; i++) {
+        tok_reply_start(t, &reply[i], NULL, 0);
+        for (size_t k = 0; k < ids[i].n; k++)
+            if (tok_reply_push(t, &reply[i], ids[i].ids[k]) < 0) die("%s", t->err);
+        ok = ok && reply[i].n_calls == 1 &&
+             gguf_json_parse(reply[i].calls->arguments.s, reply[i].calls->arguments.n, &args[i], &byte, &why) == 0;
+    }
+    ok = ok && reply[0].calls->name.n == reply[1].calls->name.n &&
+         !memcmp(reply[0].calls->name.s, reply[1].calls->name.s, reply[0].calls->name.n) && same_value(&args[0], &args[1], 100);
+    tok_reply_free(&reply[0]);
+    tok_reply_free(&reply[1]);
+    return ok;
+}
+
+// The tokens that the model wrote the call of this id in, to be freed; none: nobody remembers.
+static TokIds recall(Server *srv, const char *id) {
+    TokIds ids = { 0 };
+    pthread_mutex_lock(&srv->lock);
+    for (int i = 0; i < REPLAYS && !ids.n; i++)
+        if (srv->replays[i].ids.n && !strcmp(srv->replays[i].id, id))
+            for (size_t k = 0; k < srv->replays[i].ids.n; k++)
+                if (tok__push(srv->t, &ids, srv->replays[i].ids.ids[k]) < 0) die("out of memory for a call");
+    pthread_mutex_unlock(&srv->lock);
+    return ids;
+}
+
+static void push_ids(Tokenizer *t, TokIds *to, const int32_t *ids, size_t n) {
+    for (size_t i = 0; i < n; i++)
+        if (tok__push(t, to, ids[i]) < 0) die("%s", t->err);
+}
+
+// A prompt has the calls of its messages in the form of the template. The model may have written them in another, with other
+// spaces or the arguments in another order: where a call is known by its id, and still says the same, it is put as it was.
+static void replay_calls(Exchange *x, const GgufJson *messages, TokIds *ids) {
+    GgufJson rest = *messages, m, calls, call, id;
+    TokIds out = { 0 };
+    size_t at = 0, first, before = 0;
+    bool more = x->t.call_open >= 0 && x->t.call_close >= 0;
+    while (more && gguf_json_next(&rest, NULL, &m)) {
+        if (!gguf_json_get(&m, "tool_calls", &calls) || calls.type != GGUF_J_ARRAY) continue;
+        while (more && gguf_json_next(&calls, NULL, &call)) {
+            char name[40];
+            more = next_call(&x->t, ids, &first, &at);
+            if (!more || call.type != GGUF_J_OBJECT || !gguf_json_get(&call, "id", &id) || id.type != GGUF_J_STRING ||
+                id.n >= sizeof name) continue;
+            gguf_json_string(&id, name);
+            TokIds said = recall(x->srv, name);
+            if (said.n && same_call(&x->t, said, (TokIds){ .ids = ids->ids + first, .n = at - first })) {
+                push_ids(&x->t, &out, ids->ids + before, first - before);
+                push_ids(&x->t, &out, said.ids, said.n);
+                before = at;
+            }
+            tok_ids_free(&said);
+        }
+    }
+    push_ids(&x->t, &out, ids->ids + before, ids->n - before);
+    tok_ids_free(ids);
+    *ids = out;
+}
+
 // The prompt of a conversation. A later prompt begins with it as far as it is without the cue.
 static bool chat_ask(Exchange *x, const Request *r) {
     Job *job = x->job;
@@ -883,8 +1016,12 @@ static bool chat_ask(Exchange *x, const Request *r) {
     if (!check_messages(&r->messages, &x->fault)) return false;
     if (tok_chat(&x->t, &chat, &job->ids, NULL) < 0)
         return refuse(&x->fault, 400, strncmp(x->t.err, "tools", 5) ? "messages" : "tools", "%s", x->t.err);
+    replay_calls(x, &r->messages, &job->ids);
     chat.add_cue = false;
-    if (tok_chat(&x->t, &chat, &part, NULL) == 0) job->mark = same_ids(&part, &job->ids);
+    if (tok_chat(&x->t, &chat, &part, NULL) == 0) {
+        replay_calls(x, &r->messages, &part);
+        job->mark = same_ids(&part, &job->ids);
+    }
     tok_ids_free(&part);
     const bool asked = r->logprobs.type == GGUF_J_TRUE;
     if (is_given(&r->logprobs) && r->logprobs.type != GGUF_J_TRUE && r->logprobs.type != GGUF_J_FALSE)
@@ -2151,6 +2288,7 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     srv.last = &srv.first;
     srv.slots = alloc_or_die((size_t)n_seqs, sizeof *srv.slots);
     srv.logits = alloc_or_die((size_t)m->config.vocab, sizeof *srv.logits);
+    srv.replays = alloc_or_die(REPLAYS, sizeof *srv.replays);
     for (int i = 0; i < n_seqs; i++) session_open(&srv.slots[i].s, m, t, i);
     open_store(&srv);
     if (getrandom(&srv.salt, sizeof srv.salt, 0) != sizeof srv.salt) srv.salt = (uint64_t)time(NULL);
@@ -2180,6 +2318,8 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     for (int i = 0; i < n_seqs; i++) session_close(&srv.slots[i].s);
     free(srv.slots);
     free(srv.logits);
+    for (int i = 0; i < REPLAYS; i++) tok_ids_free(&srv.replays[i].ids);
+    free(srv.replays);
     fprintf(stderr, "# stopped: %" PRIu64 " requests answered, %" PRIu64 " tokens generated\n", srv.totals.jobs,
             srv.totals.made);
 }

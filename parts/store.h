@@ -13,9 +13,8 @@
 #include <sys/file.h>
 
 // ==== [1] What a prompt shares with a session ========================================================================
-// A client sends back what the model said as text and as calls, from which the prompt is made anew. The model may have put the
-// same in other tokens, or have written a call with other spaces or its arguments in another order. Where it says the same, the
-// tokens that the session holds take the place of those made anew: they need not run, and the model sees what it said.
+// A client sends back what the model said as text, from which the prompt is made anew. The model may have put it in other tokens.
+// Where these spell the same, those that the session holds take the place of those made anew: they need not run again.
 
 typedef struct { size_t held, ids; } Shared;           // tokens from the beginning of each
 
@@ -38,89 +37,12 @@ static bool same_text(const Tokenizer *t, const TokIds *held, const TokIds *ids,
     return false;
 }
 
-// A string's bytes, with a NUL behind them; freed by the caller.
-static char *copy_string(const GgufJson *v, size_t *n) {
-    char *s = alloc_or_die(v->n + 1, 1);
-    *n = gguf_json_string(v, s);
-    return s;
-}
-
-static bool same_value(const GgufJson *a, const GgufJson *b, int depth) {
-    GgufJson rest = *a, other = *b, key, x, y;
-    double m, n;
-    size_t n_a = 0, n_b = 0, bytes[2];
-    if (a->type != b->type || !depth) return false;
-    if (a->type == GGUF_J_NUMBER) return gguf_json_float(a, &m) && gguf_json_float(b, &n) && m == n;
-    if (a->type == GGUF_J_STRING) {
-        char *s = copy_string(a, &bytes[0]), *t = copy_string(b, &bytes[1]);
-        const bool same = bytes[0] == bytes[1] && !memcmp(s, t, bytes[0]);
-        free(s);
-        free(t);
-        return same;
-    }
-    if (a->type == GGUF_J_ARRAY) {
-        bool more;
-        while ((more = gguf_json_next(&rest, NULL, &x)) && gguf_json_next(&other, NULL, &y))
-            if (!same_value(&x, &y, depth - 1)) return false;
-        return !more && !gguf_json_next(&other, NULL, &y);
-    }
-    if (a->type != GGUF_J_OBJECT) return true;
-    while (gguf_json_next(&other, NULL, &y)) n_b++;
-    for (; gguf_json_next(&rest, &key, &x); n_a++) {
-        size_t n_key;
-        char *name = copy_string(&key, &n_key);
-        const bool same = strlen(name) == n_key && gguf_json_get(b, name, &y) && same_value(&x, &y, depth - 1);
-        free(name);
-        if (!same) return false;
-    }
-    return n_a == n_b;
-}
-
-// The call around token `at` of ids: its tokens' first, and one behind its last. False: there is none, or it is not closed.
-static bool find_call(const Tokenizer *t, const TokIds *ids, size_t at, size_t *first, size_t *end) {
-    size_t i = at, k = at;
-    while (i > 0 && ids->ids[i - 1] != t->call_open)
-        if (ids->ids[--i] == t->call_close) return false;
-    while (k < ids->n && ids->ids[k] != t->call_close) k++;
-    *first = i - 1;
-    *end = k + 1;
-    return i > 0 && k < ids->n;
-}
-
-// Whether both are in a call, and it is the same: then *at goes behind it.
-static bool same_call(Tokenizer *t, const TokIds *held, const TokIds *ids, Shared *at) {
-    const TokIds *const both[2] = { held, ids };
-    const size_t where[2] = { at->held, at->ids };
-    size_t first[2], end[2];
-    TokReply reply[2];
-    GgufJson args[2];
-    const char *why;
-    size_t byte;
-    bool ok = t->call_open >= 0 && t->call_close >= 0;
-    memset(reply, 0, sizeof reply);
-    for (int i = 0; i < 2 && ok; i++) {
-        ok = find_call(t, both[i], where[i], &first[i], &end[i]);
-        if (!ok) break;
-        tok_reply_start(t, &reply[i], NULL, 0);
-        for (size_t k = first[i]; k < end[i]; k++)
-            if (tok_reply_push(t, &reply[i], both[i]->ids[k]) < 0) die("%s", t->err);
-        ok = reply[i].n_calls == 1 && gguf_json_parse(reply[i].calls->arguments.s, reply[i].calls->arguments.n, &args[i], &byte,
-                                                      &why) == 0;
-    }
-    ok = ok && reply[0].calls->name.n == reply[1].calls->name.n &&
-         !memcmp(reply[0].calls->name.s, reply[1].calls->name.s, reply[0].calls->name.n) && same_value(&args[0], &args[1], 100);
-    if (ok) *at = (Shared){ end[0], end[1] };
-    tok_reply_free(&reply[0]);
-    tok_reply_free(&reply[1]);
-    return ok;
-}
-
 // How much of a session a prompt begins with.
-static Shared shared(Tokenizer *t, const TokIds *held, const TokIds *ids) {
+static Shared shared(const Tokenizer *t, const TokIds *held, const TokIds *ids) {
     Shared at = { 0, 0 };
     do {
         while (at.held < held->n && at.ids < ids->n && held->ids[at.held] == ids->ids[at.ids]) at.held++, at.ids++;
-    } while (at.held < held->n && at.ids < ids->n && (same_text(t, held, ids, &at) || same_call(t, held, ids, &at)));
+    } while (at.held < held->n && at.ids < ids->n && same_text(t, held, ids, &at));
     return at;
 }
 
@@ -209,7 +131,7 @@ static void trim_store(Store *st) {
 // ==== [3] Taking in, giving back =====================================================================================
 
 // The session that shares most tokens with (ids): how many is in *most. The caller may look at it until it changes the store.
-static Parked *store_find(Store *st, Tokenizer *t, const TokIds *ids, size_t *most) {
+static Parked *store_find(Store *st, const Tokenizer *t, const TokIds *ids, size_t *most) {
     Parked *best = NULL;
     *most = 0;
     pthread_mutex_lock(&st->lock);
