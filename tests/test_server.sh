@@ -37,6 +37,7 @@ trap 'for p in $pids; do kill -9 "$p" 2>/dev/null; done; rm -rf "$tmp"' EXIT
 serve() { # serve NAME FLAGS...: starts a server; leaves $pid and $url
     name=$1
     shift
+    : >"$tmp/$name.log"
     "$gemma4" serve "$model" --port 0 -t 2 "$@" >/dev/null 2>"$tmp/$name.log" </dev/null &
     pid=$!
     pids="$pids $pid"
@@ -301,6 +302,82 @@ if [ "${LONG:-0}" != 0 ]; then
     echo "# 1,000 requests: $before KiB before, $after KiB after"
     ok "memory stays flat over 1,000 requests" [ $((after - before)) -le $((before / 100)) ]
 fi
+
+# ---- what slots held before ------------------------------------------------------------------
+kept="$tmp/kept"
+serve keeper --session-dir "$kept" -c 4096
+keeper=$pid
+words() { yes "$1" | head -n "$2" | tr '\n' ' '; }
+ask_words() { # ask_words TEXT FILE: a chat about it; its text goes to FILE, $cached is what was held
+    ask $chat "{\"messages\":[{\"role\":\"user\",\"content\":\"$1\"}],\"temperature\":0,\"max_tokens\":12}"
+    text content out >"$tmp/$2"
+    cached=$(number cached_tokens out)
+}
+a="$(words 'The fox ran over the hill.' 40) What did it do?" b="$(words 'A bird sat in a tree.' 40) What did it do?"
+ask_words "$a" a.1
+ok "nothing is held at first" [ "$cached" -eq 0 ]
+ask_words "$b" b.1
+ask_words "$a" a.2
+ok "a conversation comes back to the one slot there is" [ "$cached" -gt 200 ]
+ok "with the same text" same a.1 a.2
+ok "and is counted" [ "$(metric sessions_resumed_total)" = 1 ]
+far="$(words 'The fox ran over the hill.' 150)"
+ask_words "$far $(words 'It rained on Monday.' 25)" c.1
+ask_words "$far $(words 'It rained on Friday.' 25)" c.2
+ok "a prompt that differs far behind runs from the last mark before" [ "$cached" -gt 1000 ]
+ask $chat "{\"messages\":[{\"role\":\"user\",\"content\":\"$far $(words 'It rained on Friday.' 25)\"}],\"temperature\":0,\"max_tokens\":12,\"cache_prompt\":false}"
+text content out >"$tmp/c.3"
+ok "with the same text as without" same c.2 c.3
+for _ in $(seq 100); do
+    [ "$(find "$kept" -name '*.session' | wc -l)" -ge 2 ] && break
+    sleep 0.05
+done
+run serve "$model" --port 0 --session-dir "$kept"
+ok "a second server does not use the folder" grep -q -e '--session-dir: .*another server' "$tmp/err"
+kill -TERM "$keeper"
+wait "$keeper"
+ok "sessions are in files at the end" [ "$(find "$kept" -name '*.session' | wc -l)" -ge 3 ]
+ok "of which only we can read" [ -z "$(find "$kept" -maxdepth 0 -perm /077)" ]
+printf 'half' >"$kept/0123456789abcdef.session.1.tmp"
+serve keeper --session-dir "$kept" -c 4096
+ok "what was left half written goes" [ ! -e "$kept/0123456789abcdef.session.1.tmp" ]
+ask_words "$a" a.2
+ok "another run goes on from them" [ "$cached" -gt 200 ]
+ok "with the same text again" same a.1 a.2
+kill -TERM "$pid"
+wait "$pid"
+for f in "$kept"/*.session; do                                        # a byte of each is another
+    size=$(wc -c <"$f")
+    { head -c $((size - 5000)) "$f"; printf '\377\377'; tail -c 4998 "$f"; } >"$tmp/damaged" && cp "$tmp/damaged" "$f"
+done
+serve keeper --session-dir "$kept" -c 4096
+ask_words "$a" a.2
+ok "damaged files are not gone on from" [ "$cached" -eq 0 ]
+ok "which the log says" grep -q 'is damaged: its checksum' "$tmp/keeper.log"
+ok "and the text is right" same a.1 a.2
+kill -TERM "$pid"
+wait "$pid"
+run serve "$model" --port 0 --session-dir /dev/null
+ok "a folder that is none is an error" grep -q -e '^gemma4: error: --session-dir: ' "$tmp/err"
+(
+    ulimit -f 200                                                     # blocks of 512 bytes, or more: as a full disk
+    exec "$gemma4" serve "$model" --port 0 -t 2 --session-dir "$tmp/full" >/dev/null 2>"$tmp/full.log" </dev/null
+) &
+pid=$!
+pids="$pids $pid"
+for _ in $(seq 200); do
+    grep -q '^# serving at ' "$tmp/full.log" && break
+    sleep 0.05
+done
+url=$(sed -n 's/^# serving at //p' "$tmp/full.log")
+ask_words "$a" a.2
+ask_words "$b" b.2
+ok "a full disk: answers go on" same b.1 b.2
+ok "and the log says so" grep -q 'could not be kept\|stays in memory only' "$tmp/full.log"
+kill -TERM "$pid"
+wait "$pid"
+status=$?
+ok "and the server ends as always" [ "$status" -eq 0 ]
 
 # ---- a full queue, a key, the end ----------------------------------------------------------
 printf 'secret\n' >"$tmp/key"
