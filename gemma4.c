@@ -1,7 +1,7 @@
 /* gemma4.c - Gemma 4 inference: load a GGUF, run the transformer, print text.
  *
- * HOW TO READ  main [9] -> verb_generate -> answer (parts/chat.h) -> session_next -> run_sessions [7] -> step [6] ->
- *              forward [5] -> attention -> op->attend (declared in gemma4.h) -> cpu_attend [10]. The forward pass is written once, against a table of
+ * HOW TO READ  main [10] -> verb_generate -> answer (parts/chat.h) -> session_next -> run_sessions [8] -> step [7] ->
+ *              forward [5] -> attention -> op->attend (declared in gemma4.h) -> cpu_attend [11]. The forward pass is written once, against a table of
  *              operations; a backend fills the table.
  * CONTENTS     search for "[n]"
  *   [1]  Limits, helpers, die()
@@ -9,11 +9,12 @@
  *   [3]  Weights: names, shapes, binding
  *   [4]  Sessions and KV cache, the plan
  *   [5]  The forward pass
- *   [6]  Step: batch, run, commit
- *   [7]  Generation: sessions, events
- *   [8]  Text and verbs: logits, tokenize, detokenize, plan
- *   [9]  Command line
- *   [10] CPU operations
+ *   [6]  Drafters: files, plan, passes
+ *   [7]  Step: batch, run, commit
+ *   [8]  Generation: sessions, events
+ *   [9]  Text and verbs: logits, tokenize, detokenize, plan
+ *   [10] Command line
+ *   [11] CPU operations
  * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/chat.h: the terminal;
  *              parts/session.h: sessions in files; parts/store.h: sessions that have no slot; parts/server.h: HTTP;
  *              parts/kv.h: rows of the KV cache; parts/reference.h: what each operation means
@@ -165,7 +166,7 @@ static void progress(const char *what, size_t done, size_t total, const char *un
     fflush(stderr);
 }
 
-// Declared ahead: bodies are in [10], and of a folder in parts/convert.h.
+// Declared ahead: bodies are in [11], and of a folder in parts/convert.h.
 typedef void (*Work)(const void *task, int first, int end);        // does items first .. end - 1 of a job
 static void parallel(int n_items, int step, Work work, const void *task);          // by all threads
 static int share(int n_items, int grain);              // a good step for it
@@ -379,6 +380,7 @@ typedef struct {                        // one thing that upload() may move: a m
     Tensor tensor;
     Tensor *matrix;
     const float **vector;
+    void   *room;                       // where a drafter's goes in backend memory, NULL: it is read where it lies
 } Upload;
 
 typedef struct {
@@ -603,7 +605,7 @@ static bool starts_with_one_of(GgufStr s, const char *const *starts) {          
 // (vision, audio), unused K and V of layers that share them and scales of inputs are known and not worth a line.
 static void print_unknown(const Binder *b) {
     static const char *const tensors[] = { "v.", "a.", "mm.", NULL };
-    static const char *const keys[] = { "gemma4.", "general.", "tokenizer.", "split.", "quantize.", NULL };
+    static const char *const keys[] = { "gemma4.", "gemma4-assistant.", "gemma4_assistant.", "general.", "tokenizer.", "split.", "quantize.", NULL };
     static const char input_scale[] = ".input_scale";
     for (int kind = 0; kind < 2; kind++) {
         const size_t n_all = kind ? b->g->n_kvs : b->g->n_tensors, n_end = strlen(input_scale);
@@ -640,6 +642,10 @@ typedef struct {
     int    tail;              // newest rows that quantised global layers keep in f16 too; 0: none
     bool   untied;            // keep K and V apart also where they come from one projection
     bool   penalties, bias;   // sampling counts tokens; adds a bias to logits
+    const char *drafter;      // file of a drafter; NULL: none
+    bool   lazy_draft;        // its weights have room, but are uploaded when it drafts first
+    int    draft_width;       // candidates for each token that it drafts; 1: chains
+    int    draft_depth;       // most tokens that it drafts at once
     size_t memory;            // bytes that the backend is taken to have; 0: what it has
     const char *ctx_from;     // what n_ctx follows from, for advice: "-p, -n or -d"; "": no flag; NULL: -c
 } PlanOptions;
@@ -653,6 +659,7 @@ typedef struct {              // bytes
     size_t weights;           // that the backend keeps itself; 0: read in the mapped file
     size_t in_host;           // of host memory for the per-layer table, which the backend has no room for
     size_t kv_global, kv_rings, stage, activations, scratch;
+    size_t drafter;           // its weights, as far as the backend keeps them itself, and what it works on
 } Plan;
 
 typedef struct {              // what forward works on; all in backend memory
@@ -661,6 +668,8 @@ typedef struct {              // what forward works on; all in backend memory
     int32_t *len;                      // (n_seqs)
     int32_t *kept_index;               // (n_logits) kept row -> row
     int32_t *n_accept, *path;          // (n_seqs), (n_seqs, STEP_ROWS)
+    int32_t *walked;                   // (n_seqs) rows of each segment that the last walk has accepted
+    int32_t *last, *next;              // (n_seqs) by segment: kept row where its walk ended, and the token chosen there
     float   *x[2];                     // (n_batch, dim) the residual stream, and its next state
     float   *q;                        // (n_batch, n_heads * head_dim)
     float   *k, *v;                    // (n_batch, n_kv_heads * head_dim)
@@ -699,11 +708,50 @@ typedef struct {              // a named intermediate result
     float *data;              // (n_rows, cols) on the host
 } Checkpoint;
 
+typedef enum { DRAFTER_NONE, DRAFTER_MTP, DRAFTER_DFLASH } DrafterKind;
+
+typedef struct {              // a second, small model that guesses what the first one, its target, will say
+    DrafterKind kind;
+    Gguf     gguf;
+    Binder   binder;
+    Config   config;          // its layers own no cache: kv_layer is -1
+    Weights  weights;
+    char     arch[64];        // general.architecture, which its keys begin with
+    bool     uploaded;
+    // an MTP assistant
+    int      donor[MAX_LAYERS];        // (n_layers) the target's layer whose cache a layer reads
+    int      window;                   // of its sliding layers; a row at position p reads rows p - window < j < p
+    Tensor   pre_projection;           // (dim, 2 * target's dim)
+    Tensor   post_projection;          // (target's dim, dim)
+    Tensor   centroids;                // (n_centroids, dim); data NULL: every token gets a logit
+    int      n_centroids_used;
+    int32_t *order;                    // (vocab) tokens by centroid; on the host
+    // what it works on, in backend memory
+    Row     *rows;                     // (n_seqs) row i drafts for segment i of segs
+    Segment *segs;                     // (n_seqs)
+    int32_t *of;                       // (n_seqs) whose segment of the target's step that is
+    int32_t *kept;                     // (n_seqs) and its row of the target's hidden
+    int32_t *token_order;              // (vocab)
+    float   *pair;                     // (n_seqs, 2 * target's dim) embedding and hidden row
+    float   *x[2];                     // (n_seqs, dim)
+    float   *q;                        // (n_seqs, n_heads * head_dim)
+    Act      att_out, ffn;             // (n_seqs, n_heads * head_dim), (n_seqs, ffn_dim)
+    float   *y, *mlp;                  // (n_seqs, dim) what attention and the FFN add
+    float   *normed;                   // (n_seqs, dim) what the head multiplies
+    float   *hidden;                   // (n_seqs, target's dim) the next hidden row
+    float   *scores, *head_logits;     // (n_seqs, n_centroids), (n_seqs, tokens of the used ones)
+    // what comes of it; with n rows and the options' draft_width:
+    int32_t *ids;                      // (depth, n, draft_width) descending logit
+    float   *logits, *logsumexp;       // (depth, n, draft_width), (depth, n)
+    struct { Segment *segs; int32_t *of; } sent;       // as in Model
+} Drafter;
+
 typedef struct {
     Gguf         gguf;
     Config       config;
     Weights      weights;
     Binder       binder;
+    Drafter      drafter;
     const Ops   *ops;
     PlanOptions  options;
     Plan         plan;
@@ -713,6 +761,7 @@ typedef struct {
     Cache        caches[MAX_LAYERS];   // (n_owners) of the layers that own one, in order
     int          cache_of[MAX_LAYERS]; // layer -> index into caches, the donor's for layers that share
     int          n_caches;
+    int          number;               // of StepKey.model: models that share a backend do not share recorded steps. A drafter has the next
     Cache        stage;                // rows of a prompt step on sliding layers, until their ring takes them
     // host side
     int         *len;                  // (n_seqs) mirror of s.len
@@ -855,7 +904,10 @@ static void plan_state(Model *m, Arena *a) {
     s->len = take(a, seqs, sizeof(int32_t));
     s->kept_index = take(a, kept, sizeof(int32_t));
     s->n_accept = take(a, seqs, sizeof(int32_t));
+    s->walked = take(a, seqs, sizeof(int32_t));
     s->path = take(a, seqs * STEP_ROWS, sizeof(int32_t));
+    s->last = take(a, seqs, sizeof(int32_t));
+    s->next = take(a, seqs, sizeof(int32_t));
     for (int i = 0; i < 2; i++) s->x[i] = take(a, n * dim, f);
     s->q = take(a, n * q_dim, f);
     s->k = take(a, n * kv_dim, f);
@@ -894,6 +946,10 @@ static Limits plan_limits(const Model *m) {
                    .max_cols = max_int(max_int(c->dim, c->expert_dim), c->n_layers * c->ple_dim) };
     for (int l = 0; l < c->n_layers; l++)
         lim.max_cols = max_int(lim.max_cols, max_int(c->layer[l].ffn_dim, c->n_heads * c->layer[l].head_dim));
+    const Config *d = &m->drafter.config;
+    for (int l = 0; l < d->n_layers; l++)
+        lim.max_cols = max_int(lim.max_cols, max_int(d->layer[l].ffn_dim, d->n_heads * d->layer[l].head_dim));
+    if (m->drafter.kind == DRAFTER_MTP) lim.max_cols = max_int(lim.max_cols, 2 * c->dim);
     return lim;
 }
 
@@ -903,6 +959,17 @@ static const char *model_name(const Model *m) {
     const char *slash = strrchr(m->gguf.path, '/'), *file = slash ? slash + 1 : m->gguf.path;
     return shown(kv && kv->type == GGUF_V_STR && kv->count ? (GgufStr){ (const char *)kv->data, (size_t)kv->count }
                                                            : (GgufStr){ file, strlen(file) });
+}
+
+static void open_drafter(Model *m, const char *path);   // [6], all four
+static void plan_drafter(Model *m, Arena *a);
+static void start_drafter(Model *m);
+static void free_drafter(Drafter *d);
+
+static void upload(const Ops *op, Upload *u, void *room) {
+    op->upload(&u->tensor, room);
+    if (u->matrix) *u->matrix = u->tensor;
+    if (u->vector) *u->vector = u->tensor.data;
 }
 
 // Everything that lives in backend memory, in one pass: weights, caches, activations. Called to count, as often as plans are
@@ -920,15 +987,14 @@ static void plan_memory(Model *m, Arena *a) {
         m->plan.weights += bytes;
         m->plan.in_host += u->tensor.in_host ? m->ops->weight_bytes(&on_device) : 0;
         if (!a->base) continue;
-        m->ops->upload(&u->tensor, dst);
-        if (u->matrix) *u->matrix = u->tensor;
-        if (u->vector) *u->vector = u->tensor.data;
+        upload(m->ops, u, dst);
         if (to_upload) progress(model_name(m), m->plan.weights + m->plan.in_host, to_upload, "B");
     }
     plan_caches(m, a);
     const size_t before = a->used;
     plan_state(m, a);
     m->plan.activations = a->used - before;
+    if (m->drafter.kind != DRAFTER_NONE) plan_drafter(m, a);
     const Limits lim = plan_limits(m);
     m->plan.scratch = m->ops->scratch_bytes(&lim);
 }
@@ -1031,7 +1097,7 @@ static size_t plan_context(Model *m, int n_ctx) {
     Arena arena = { 0 };
     m->options.n_ctx = n_ctx;
     plan_memory(m, &arena);
-    return arena.used + m->plan.scratch + (m->plan.weights ? 0 : m->binder.bytes);
+    return arena.used + m->plan.scratch + (m->plan.weights ? 0 : m->binder.bytes + m->drafter.binder.bytes);
 }
 
 // Leaves the table of per-layer embeddings, of which a token reads one row, in host memory, or puts it back. False: there is
@@ -1102,10 +1168,13 @@ __attribute__((noreturn)) static void die_no_room(Model *m) {
                                m->options.k_type == KV_F16 ? KV_Q8_0 : KV_TQ3;
         snprintf(advice + strlen(advice), 16, "-ctk %s, ", kv_names[smaller]);
     }
-    die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f) of %.2f "
-        "GiB%s; try %s%sa smaller model", n_ctx, needed / gib, (double)(p.weights ? p.weights : m->binder.bytes) / gib,
-        (double)(p.kv_global + p.kv_rings) / gib, (double)(p.activations + p.stage + p.scratch) / gib, room / gib,
-        m->options.memory ? " that --vram grants" : " free", advice, m->options.memory ? "a larger --vram, " : "");
+    char drafter[32] = "";
+    if (m->options.drafter)
+        snprintf(drafter, sizeof drafter, ", drafter %.2f", (double)(p.drafter + (p.weights ? 0 : m->drafter.binder.bytes)) / gib);
+    die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f%s) of %.2f "
+        "GiB%s; try %s%s%sa smaller model", n_ctx, needed / gib, (double)(p.weights ? p.weights : m->binder.bytes) / gib,
+        (double)(p.kv_global + p.kv_rings) / gib, (double)(p.activations + p.stage + p.scratch) / gib, drafter, room / gib,
+        m->options.memory ? " that --vram grants" : " free", advice, m->options.drafter ? "no -md, " : "", m->options.memory ? "a larger --vram, " : "");
 }
 
 // A GGUF file, or a folder of Hugging Face form.
@@ -1122,9 +1191,8 @@ static void open_model_file(Gguf *g, const char *path) {
 // Opens and checks a model and plans its memory, of which nothing is reserved yet. Dies with one line on bad input. dump_dir
 // may be NULL.
 static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
-    memset(m, 0, sizeof *m);
-    m->ops = ops;
-    m->dump_dir = dump_dir;
+    static int n_models;
+    *m = (Model){ .ops = ops, .dump_dir = dump_dir, .number = 2 * n_models++ };
     open_model_file(&m->gguf, path);
     if (dump_dir && *dump_dir && ((mkdir(dump_dir, 0777) && errno != EEXIST) || access(dump_dir, W_OK | X_OK)))
         die("--dump: %s: %s", dump_dir, strerror(errno));
@@ -1138,10 +1206,12 @@ static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     bind_weights(b, &m->config, &m->weights);
 
     const Config *c = &m->config;
+    assert(!o.drafter || (o.draft_width > 0 && o.draft_depth > 0));
     assert(o.n_seqs >= 1 && o.n_seqs <= MAX_SESSIONS);
     if (o.n_batch != BATCH_FIT) o.n_batch = max_int(o.n_batch, STEP_ROWS);
     o.n_logits = max_int(o.n_logits, o.n_seqs);
     m->options = o;
+    if (o.drafter) open_drafter(m, o.drafter);
     const size_t budget = plan_budget(m);
     int n_ctx = o.n_ctx ? o.n_ctx : min_int(c->n_ctx_train, 8192);
     if (o.n_batch == BATCH_FIT)
@@ -1185,9 +1255,17 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     load_mask(m);
     for (int t = 0; t < 2; t++)
         ops->copy(&(Copy){ m->s.inv_freq[t], m->weights.inv_freq[t], m->weights.n_pairs[t] * sizeof(double), COPY_IN });
+    if (m->drafter.kind != DRAFTER_NONE) start_drafter(m);
 }
 
-static void read_weights(Model *m, bool check);         // [10]
+// Copies to the backend what it does not hold yet: of plain decoding, nothing.
+static void send_new(Model *m, void *dst, void *sent, const void *src, size_t bytes) {
+    if (!memcmp(sent, src, bytes)) return;
+    memcpy(sent, src, bytes);
+    m->ops->copy(&(Copy){ dst, src, bytes, COPY_IN });
+}
+
+static void read_weights(Model *m, bool check);         // [11]
 
 static void free_model(Model *m) {
     if (m->arena) m->ops->release(m->arena);
@@ -1209,6 +1287,7 @@ static void free_model(Model *m) {
     free(m->sent.kept_index);
     free(m->sent.n_accept);
     free(m->chunk);
+    free_drafter(&m->drafter);
     gguf_close(&m->gguf);
 }
 
@@ -1274,11 +1353,11 @@ typedef struct {              // what one pass through the layers carries along
 
 // The stream as the input of a product whose norm weight is w_pre. If something is to be added, the sum goes to the other
 // buffer, which is the stream from here on.
-static In enter(const State *s, In *stream, const float *w_pre) {
+static In enter(float *const buffers[2], In *stream, const float *w_pre) {
     In in = *stream;
     in.w_pre = w_pre;
     if (in.delta[0] || in.scale != 1) {
-        in.x_out = stream->x == s->x[0] ? s->x[1] : s->x[0];
+        in.x_out = buffers[stream->x == buffers[0]];
         *stream = (In){ .x = in.x_out, .scale = 1, .eps = in.eps };
     }
     return in;
@@ -1342,7 +1421,7 @@ static bool attention(Model *m, int l, Pass *p) {
     const Cache *cache = &m->caches[m->cache_of[l]];
     const Cache stage = stage_of(m, cache);
 
-    In in = enter(s, &p->stream, w->attn_norm);
+    In in = enter(s->x, &p->stream, w->attn_norm);
     checkpoint_in(m, "attn_norm", l, in, p->batch.n_rows);
     Matmul qkv = { .n_rows = p->batch.n_rows, .in = in };
     if (!shrink) qkv.w[qkv.n] = &w->attn_q, qkv.out[qkv.n++] = s->q;
@@ -1362,7 +1441,7 @@ static bool attention(Model *m, int l, Pass *p) {
         op->qkv_store(&store);
         if (!m->n_kept) return false;
         keep_wanted(m, p);
-        multiply(m, m->n_kept, enter(s, &p->stream, w->attn_norm), &w->attn_q, s->q);
+        multiply(m, m->n_kept, enter(s->x, &p->stream, w->attn_norm), &w->attn_q, s->q);
         store.q = s->q;
         store.k = store.v = NULL;
     }
@@ -1396,7 +1475,7 @@ static void feed_forward(Model *m, int l, Pass *p) {
     State *s = &m->s;
     const int n_rows = p->batch.n_rows;
 
-    const In in = enter(s, &p->stream, w->ffn_norm);
+    const In in = enter(s->x, &p->stream, w->ffn_norm);
     checkpoint_in(m, c->n_experts ? "ffn_norm_1" : "ffn_norm", l, in, n_rows);
     Route route = { .n_rows = n_rows, .n_used = c->n_experts_used, .in = in, .w = &w->ffn_gate_inp,
                     .expert_scale = w->ffn_down_exps_scale, .logits = s->router, .ids = s->expert_ids,
@@ -1410,7 +1489,7 @@ static void feed_forward(Model *m, int l, Pass *p) {
 
     if (c->n_experts) {
         checkpoint(m, "ffn_moe_logits", l, s->router, n_rows, c->n_experts);
-        const In experts_in = enter(s, &p->stream, w->pre_ffw_norm_2);
+        const In experts_in = enter(s->x, &p->stream, w->pre_ffw_norm_2);
         checkpoint_in(m, "ffn_norm_2", l, experts_in, n_rows);
         const Act expert = act_for(&w->ffn_down_exps, s->expert);
         op->expert_gate_up(&(ExpertGateUp){ .n_rows = n_rows, .n_used = c->n_experts_used, .in = experts_in,
@@ -1443,7 +1522,7 @@ static void per_layer_embedding(Model *m, int l, Pass *p) {
     State *s = &m->s;
     const int n_rows = p->batch.n_rows;
     const Act gate = act_for(&w->proj, s->ple_gate);
-    m->ops->ple_inject(&(PleInject){ .n_rows = n_rows, .in = enter(s, &p->stream, NULL), .w = &w->inp_gate,
+    m->ops->ple_inject(&(PleInject){ .n_rows = n_rows, .in = enter(s->x, &p->stream, NULL), .w = &w->inp_gate,
                                      .u = p->ple + (size_t)l * c->ple_dim, .u_stride = c->n_layers * c->ple_dim,
                                      .out = gate });
     multiply(m, n_rows, (In){ .act = gate }, &w->proj, s->y);
@@ -1525,7 +1604,7 @@ static bool forward(Model *m, bool staged) {
         return true;
     }
     if (p.batch.n_rows > m->n_kept) {                  // a dump went through all layers with all rows
-        op->close(&(Close){ .n_rows = p.batch.n_rows, .cols = c->dim, .in = enter(s, &p.stream, NULL) });
+        op->close(&(Close){ .n_rows = p.batch.n_rows, .cols = c->dim, .in = enter(s->x, &p.stream, NULL) });
         keep_wanted(m, &p);
     }
     p.stream.w_pre = w->output_norm;
@@ -1536,7 +1615,344 @@ static bool forward(Model *m, bool staged) {
     return true;
 }
 
-// ==== [6] Step: batch, run, commit ===================================================================================
+// ==== [6] Drafters: files, plan, passes ==============================================================================
+// A drafter is a second, small model made for one target. It has a file, weights and a part of the plan of its own; what it
+// guesses it leaves in backend memory, for whoever makes the target's next step of it. Which kind it is, general.architecture
+// says; that it belongs to the target, sizes say.
+//
+// MTP, the assistant of Gemma 4: four layers with queries only, which read the target's caches. Its input is the embedding of
+// the last token beside the hidden row that chose it, both the target's; it gives a token and the next hidden row, so it goes
+// on from itself, as many times as tokens are wanted, all at the same position: behind the last committed row. It stores
+// nothing, so nothing has to be undone.
+
+// What the file is by its architecture. Dies on kinds that cannot be run.
+static DrafterKind drafter_kind(Drafter *d, const char *target) {
+    static const char *const others[][2] = { { "dflash", "DFlash" }, { "gemma4-dflash-draft", "DFlash" },
+        { "dflash-draft", "DFlash" }, { "eagle3", "EAGLE-3" }, { "gemma4", "another whole model as the" } };
+    Gguf *g = &d->gguf;
+    GgufStr arch = { "", 0 };
+    if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
+    snprintf(d->arch, sizeof d->arch, "%s", shown(arch));
+    if (!strcmp(d->arch, "gemma4-assistant") || !strcmp(d->arch, "gemma4_assistant")) return DRAFTER_MTP;
+    const char *kind = NULL;
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+        if (!strcmp(d->arch, others[i][0])) kind = others[i][1];
+    if (kind && gguf_find_tensor(g, "markov_w1.weight")) kind = "DSpark";
+    if (kind && gguf_find_tensor(g, "selector_hidden.weight")) kind = "DFlash2";
+    if (kind) die("%s: a drafter for %s: %s drafter is not supported; try an MTP assistant", g->path, target, kind);
+    die("%s: key 'general.architecture': expected a drafter for %s, gemma4-assistant, got '%s' (E_META_RANGE)", g->path,
+        target, d->arch);
+}
+
+// A size that drafter and target share.
+static void must_agree(const Model *m, const char *what, int64_t got, int64_t want) {
+    if (got != want)
+        die("%s: drafter for %s: %s: expected %" PRId64 ", got %" PRId64 "; try the drafter that was made for this model",
+            m->drafter.gguf.path, m->gguf.path, what, want, got);
+}
+
+static const char *drafter_key(const Drafter *d, const char *key) {  // with the architecture before it. One at a time
+    static char full[128];
+    snprintf(full, sizeof full, "%s.%s", d->arch, key);
+    return full;
+}
+
+// The first of two names that the file has, or else the first: the two dialects.
+static const char *either_tensor(const Drafter *d, const char *name, const char *older) {
+    return !gguf_find_tensor(&d->gguf, name) && gguf_find_tensor(&d->gguf, older) ? older : name;
+}
+
+// The config of an MTP assistant and whose caches its layers read: the last of the same kind that the target has.
+static void load_mtp_config(Model *m) {
+    Drafter *d = &m->drafter;
+    Gguf *g = &d->gguf;
+    Config *c = &d->config;
+    const Config *t = &m->config;
+#define KEY(key) drafter_key(d, key)
+    const int64_t older = key_int(g, KEY("n_embd_backbone"), -1, 1 << 20, -1);
+    must_agree(m, "hidden size", older >= 0 ? older : key_int(g, KEY("embedding_length_out"), 1, 1 << 20, 0), t->dim);
+    c->n_layers = (int)key_int(g, KEY("block_count"), 1, MAX_LAYERS, 0);
+    c->dim      = (int)key_int(g, KEY("embedding_length"), 1, 1 << 20, 0);
+    c->n_heads  = (int)key_int(g, KEY("attention.head_count"), 1, 1024, 0);
+    c->eps      = (float)key_float(g, KEY("attention.layer_norm_rms_epsilon"), 0);
+    c->rope_base     = key_float(g, KEY("rope.freq_base"), t->rope_base);
+    c->rope_base_swa = key_float(g, KEY("rope.freq_base_swa"), t->rope_base_swa);
+    d->window = (int)key_int(g, KEY("attention.sliding_window"), 1, MAX_CONTEXT, t->n_swa);
+    must_agree(m, "sliding window", d->window, t->n_swa);
+    int64_t head_dim[2];                               // of global layers, of sliding ones
+    head_dim[0] = key_int(g, KEY("attention.key_length"), 1, MAX_HEAD_DIM, 0);
+    head_dim[1] = key_int(g, KEY("attention.key_length_swa"), 1, MAX_HEAD_DIM, 0);
+    int64_t swa[MAX_LAYERS], kv_heads[MAX_LAYERS], ffn[MAX_LAYERS];
+    key_per_layer(g, KEY("attention.sliding_window_pattern"), 0, INT_MAX, swa, c->n_layers);
+    key_per_layer(g, KEY("attention.head_count_kv"), 1, 1024, kv_heads, c->n_layers);
+    key_per_layer(g, KEY("feed_forward_length"), 1, 1 << 20, ffn, c->n_layers);
+#undef KEY
+    for (int l = 0; l < c->n_layers; l++) {
+        int donor = t->first_shared - 1;
+        while (donor >= 0 && t->layer[donor].is_swa != (swa[l] != 0)) donor--;
+        if (donor < 0)
+            die("%s: drafter for %s: layer %d reads a %s layer, of which the model has none", g->path, m->gguf.path, l,
+                swa[l] ? "sliding" : "global");
+        const LayerConfig *from = &t->layer[donor];
+        must_agree(m, swa[l] ? "head size of sliding layers" : "head size of global layers", head_dim[swa[l] != 0], from->head_dim);
+        must_agree(m, swa[l] ? "KV heads of sliding layers" : "KV heads of global layers", kv_heads[l], from->n_kv_heads);
+        if (c->n_heads % from->n_kv_heads) must_agree(m, "remainder of query heads by KV heads", c->n_heads % from->n_kv_heads, 0);
+        c->layer[l] = (LayerConfig){ .is_swa = swa[l] != 0, .head_dim = from->head_dim, .n_kv_heads = from->n_kv_heads,
+                                     .ffn_dim = (int)ffn[l], .kv_layer = -1 };
+        d->donor[l] = donor;
+    }
+}
+
+// The head that looks only at tokens of the nearest centroids, where the file has it: the small assistants.
+static void bind_centroids(Model *m) {
+    Drafter *d = &m->drafter;
+    Gguf *g = &d->gguf;
+    const char *name = either_tensor(d, "masked_embd_centroids.weight", "mtp.centroids.weight");
+    const char *order_name = either_tensor(d, "masked_embd_ordering", "mtp.token_ordering.weight");
+    const int vocab = d->config.vocab;
+    const GgufTensor *t = find_tensor(&d->binder, name), *order = find_tensor(&d->binder, order_name);
+    if (!t || !order || !key_int(g, drafter_key(d, "use_ordered_embeddings"), 0, 1, 1)) return;
+    const uint64_t n = t->ne[1];
+    if (n < 1 || n > (uint64_t)vocab || (uint64_t)vocab % n)
+        die("%s: tensor '%s': expected a number of rows that divides the vocabulary of %d, got %" PRIu64 " (E_SHAPE)", g->path,
+            name, vocab, n);
+    if (!m->ops->head_centroid)
+        die("%s: tensor '%s': the %s backend has no head for centroids", g->path, name, m->ops->name);
+    bind_scaled(&d->binder, &d->centroids, name, (int)n, d->config.dim, 1);
+    d->n_centroids_used = (int)key_int(g, drafter_key(d, "centroid_top_k"), 1, (int64_t)n, min_int(32, (int)n));
+    const bool wide = order->type == GGUF_I64;
+    if (!(wide || order->type == GGUF_I32) || order->ne[0] != (uint64_t)vocab || order->size != (uint64_t)vocab * (wide ? 8 : 4))
+        die("%s: tensor '%s': expected %d values of type I32, got %" PRIu64 " of %s (E_SHAPE)", g->path, order_name, vocab,
+            order->ne[0], gguf_type_name(order->type));
+    d->binder.seen[order - g->tensors] = BOUND;
+    d->order = alloc_or_die(vocab, sizeof *d->order);
+    char *taken = alloc_or_die(vocab, 1);
+    for (int i = 0; i < vocab; i++) {
+        int64_t id = 0;
+        memcpy(&id, order->data + (size_t)i * (wide ? 8 : 4), wide ? 8 : 4);        // little-endian, not negative
+        if (id < 0 || id >= vocab || taken[id])
+            die("%s: tensor '%s': expected every token once, got %" PRId64 " at %d (E_PAYLOAD)", g->path, order_name, id, i);
+        taken[id] = 1;
+        d->order[i] = (int32_t)id;
+    }
+    free(taken);
+}
+
+static void bind_mtp(Model *m) {
+    Drafter *d = &m->drafter;
+    Binder *b = &d->binder;
+    Config *c = &d->config;
+    Weights *w = &d->weights;
+    const Weights *t = &m->weights;
+    const GgufTensor *embd = gguf_find_tensor(b->g, "token_embd.weight");
+    if (!embd) die("%s: tensor 'token_embd.weight': missing (E_TENSOR_MISSING)", b->g->path);
+    must_agree(m, "vocabulary", (int64_t)embd->ne[1], m->config.vocab);
+    c->vocab = m->config.vocab;
+    bind_scaled(b, &w->token_embd, "token_embd.weight", c->vocab, c->dim, 1);         // the head: embeddings are the target's
+    bind_vector(b, &w->output_norm, "output_norm.weight", c->dim);
+    bind_scaled(b, &d->pre_projection, either_tensor(d, "nextn.pre_projection.weight", "mtp.pre_projection.weight"), c->dim,
+                2 * m->config.dim, 1);
+    bind_scaled(b, &d->post_projection, either_tensor(d, "nextn.post_projection.weight", "mtp.post_projection.weight"),
+                m->config.dim, c->dim, 1);
+    for (int l = 0; l < c->n_layers; l++) bind_layer(b, c, &w->layer[l], l);
+    bind_centroids(m);
+
+    // Queries turn as the keys do that they meet.
+    const double base[2] = { c->rope_base, c->rope_base_swa };
+    for (int l = 0; l < c->n_layers; l++) {
+        const LayerConfig *lc = &c->layer[l];
+        const int s = lc->is_swa;
+        const bool has_factors = !s && find_tensor(b, "rope_freqs.weight");
+        if (has_factors) bind_rope(b, w, s, base[s], lc->head_dim, bind_tensor(b, "rope_freqs.weight", 1, lc->head_dim / 2, 1).data);
+        else if (s) bind_rope(b, w, s, base[s], lc->head_dim, NULL);
+        if ((s || has_factors) && (w->n_pairs[s] != t->n_pairs[s] ||
+                                   memcmp(w->inv_freq[s], t->inv_freq[s], (size_t)t->n_pairs[s] * sizeof(double))))
+            die("%s: drafter for %s: expected the model's own rotation of %s layers, got another one; try the drafter that "
+                "was made for this model", b->g->path, m->gguf.path, s ? "sliding" : "global");
+    }
+}
+
+// Opens and checks a drafter for the model, which is bound already.
+static void open_drafter(Model *m, const char *path) {
+    Drafter *d = &m->drafter;
+    Binder *b = &d->binder;
+    open_model_file(&d->gguf, path);
+    d->kind = drafter_kind(d, m->gguf.path);
+    load_mtp_config(m);
+    b->g = &d->gguf;
+    b->seen = alloc_or_die(d->gguf.n_tensors, 1);
+    b->uploads = alloc_or_die(d->gguf.n_tensors, sizeof *b->uploads);
+    d->weights.layer = alloc_or_die(d->config.n_layers, sizeof *d->weights.layer);
+    bind_mtp(m);
+    d->sent.segs = alloc_or_die(m->options.n_seqs, sizeof *d->sent.segs);
+    d->sent.of = alloc_or_die(m->options.n_seqs, sizeof *d->sent.of);
+}
+
+static void free_drafter(Drafter *d) {
+    if (d->kind == DRAFTER_NONE) return;
+    free(d->binder.seen);
+    free(d->binder.uploads);
+    free(d->weights.layer);
+    free(d->order);
+    free(d->sent.segs);
+    free(d->sent.of);
+    gguf_close(&d->gguf);
+}
+
+static int centroid_tokens(const Drafter *d) {         // how many get a logit; 0: all, there are no centroids
+    return d->centroids.data ? d->n_centroids_used * (d->config.vocab / d->centroids.rows) : 0;
+}
+
+static void plan_drafter(Model *m, Arena *a) {
+    Drafter *d = &m->drafter;
+    const Config *c = &d->config;
+    const size_t n = (size_t)m->options.n_seqs, depth = (size_t)m->options.draft_depth, width = (size_t)m->options.draft_width;
+    const size_t dim = (size_t)c->dim, target_dim = (size_t)m->config.dim, f = sizeof(float), before = a->used;
+    for (int i = 0; i < d->binder.n_uploads; i++) {
+        Upload *u = &d->binder.uploads[i];
+        const size_t bytes = m->ops->weight_bytes(&u->tensor);
+        u->room = bytes ? take(a, bytes, 1) : NULL;
+    }
+    size_t q_dim = 0, ffn_dim = 0;
+    Forms att_out = { 0 }, ffn = { 0 };
+    for (int l = 0; l < c->n_layers; l++) {
+        add_reader(&att_out, &d->weights.layer[l].attn_output);
+        add_reader(&ffn, &d->weights.layer[l].ffn_down);
+        q_dim = (size_t)max_int((int)q_dim, c->n_heads * c->layer[l].head_dim);
+        ffn_dim = (size_t)max_int((int)ffn_dim, c->layer[l].ffn_dim);
+    }
+    d->rows = take(a, n, sizeof(Row));
+    d->segs = take(a, n, sizeof(Segment));
+    d->of = take(a, n, sizeof(int32_t));
+    d->kept = take(a, n, sizeof(int32_t));
+    d->pair = take(a, n * 2 * target_dim, f);
+    for (int i = 0; i < 2; i++) d->x[i] = take(a, n * dim, f);
+    d->q = take(a, n * q_dim, f);
+    d->att_out = take_act(a, att_out, n, q_dim);
+    d->y = take(a, n * dim, f);
+    d->ffn = take_act(a, ffn, n, ffn_dim);
+    d->mlp = take(a, n * dim, f);
+    d->normed = take(a, n * dim, f);
+    d->hidden = take(a, n * target_dim, f);
+    if (d->centroids.data) {
+        d->token_order = take(a, (size_t)c->vocab, sizeof(int32_t));
+        d->scores = take(a, n * (size_t)d->centroids.rows, f);
+        d->head_logits = take(a, n * (size_t)centroid_tokens(d), f);
+    }
+    d->ids = take(a, depth * n * width, sizeof(int32_t));
+    d->logits = take(a, depth * n * width, f);
+    d->logsumexp = take(a, depth * n, f);
+    m->plan.drafter = a->used - before;
+}
+
+static void upload_drafter(Model *m) {
+    Drafter *d = &m->drafter;
+    for (int i = 0; i < d->binder.n_uploads; i++) upload(m->ops, &d->binder.uploads[i], d->binder.uploads[i].room);
+    d->uploaded = true;
+}
+
+// Fills the room that the plan has given to a drafter.
+static void start_drafter(Model *m) {
+    Drafter *d = &m->drafter;
+    const size_t n = (size_t)m->options.n_seqs;
+    if (!m->options.lazy_draft) upload_drafter(m);
+    Row *rows = alloc_or_die(n, sizeof *rows);         // one for each segment; tokens come from the target
+    for (size_t i = 0; i < n; i++) rows[i].seg = (int32_t)i;
+    m->ops->copy(&(Copy){ d->rows, rows, n * sizeof *rows, COPY_IN });
+    free(rows);
+    if (d->order) m->ops->copy(&(Copy){ d->token_order, d->order, (size_t)d->config.vocab * sizeof *d->order, COPY_IN });
+}
+
+// A layer of an MTP assistant: as in the target, but K and V are the donor's, and only committed rows are seen.
+static void mtp_layer(Model *m, int l, const Batch *b, In *stream) {
+    Drafter *d = &m->drafter;
+    const LayerConfig *lc = &d->config.layer[l];
+    const LayerWeights *w = &d->weights.layer[l];
+    const Cache *cache = &m->caches[m->cache_of[d->donor[l]]];
+    const int n = b->n_rows, n_heads = d->config.n_heads;
+    const Act att_out = act_for(&w->attn_output, d->att_out), ffn = act_for(&w->ffn_down, d->ffn);
+
+    multiply(m, n, enter(d->x, stream, w->attn_norm), &w->attn_q, d->q);
+    const QkvStore query = { .batch = b, .cache = cache, .n_heads = n_heads, .q = d->q, .w_q = w->attn_q_norm, .v_norm = true,
+                             .rope = { m->s.inv_freq[lc->is_swa], m->weights.n_pairs[lc->is_swa] }, .eps = d->config.eps };
+    m->ops->attend(&(Attend){ .batch = b, .cache = cache, .n_heads = n_heads, .q = d->q, .window = lc->is_swa ? d->window : 0,
+                              .own = OWN_NONE, .scale = 1, .store = &query, .out = att_out });
+    multiply(m, n, (In){ .act = att_out }, &w->attn_output, d->y);
+    stream->delta[0] = d->y;
+    stream->w_post = w->post_attention_norm;
+
+    m->ops->gate_up(&(GateUp){ .n_rows = n, .in = enter(d->x, stream, w->ffn_norm), .gate = &w->ffn_gate, .up = &w->ffn_up,
+                               .fn = ACT_GELU, .out = ffn });
+    multiply(m, n, (In){ .act = ffn }, &w->ffn_down, d->mlp);
+    stream->delta[0] = d->mlp;
+    stream->w_post = w->post_ffw_norm;
+    stream->scale = w->layer_output_scale;
+}
+
+// The candidates for the k-th token, from the stream behind the last layer.
+static void mtp_head(Model *m, int k, int n, In stream) {
+    Drafter *d = &m->drafter;
+    const int width = m->options.draft_width;
+    int32_t *ids = d->ids + (size_t)k * n * width;
+    float *logits = d->logits + (size_t)k * n * width, *logsumexp = d->logsumexp + (size_t)k * n;
+    stream.w_pre = d->weights.output_norm;
+    if (d->centroids.data)
+        m->ops->head_centroid(&(HeadCentroid){ .n_rows = n, .in = stream, .centroids = &d->centroids, .w = &d->weights.token_embd,
+                                               .order = d->token_order, .n_used = d->n_centroids_used, .hidden = d->normed,
+                                               .scores = d->scores, .logits = d->head_logits, .top_k = width, .top_ids = ids,
+                                               .top_logits = logits, .logsumexp = logsumexp });
+    else
+        m->ops->head(&(Head){ .n_rows = n, .in = stream, .w = &d->weights.token_embd, .hidden = d->normed, .top_k = width,
+                              .top_ids = ids, .top_logits = logits, .logsumexp = logsumexp });
+}
+
+// Words that move on the device: dst[i] = src[index[i]], n rows of so many columns.
+static void move_rows(const Model *m, int n, int cols, const void *src, int src_stride, const int32_t *index, void *dst,
+                      int dst_stride) {
+    m->ops->gather_rows(&(GatherRows){ .n_rows = n, .cols = cols, .src = src, .src_stride = src_stride, .index = index,
+                                       .dst = dst, .dst_stride = dst_stride });
+}
+
+static void draft_mtp(Model *m, int n, int depth) {
+    Drafter *d = &m->drafter;
+    const State *s = &m->s;
+    const int target_dim = m->config.dim, row_words = sizeof(Row) / sizeof(int32_t);
+    const Batch b = { .rows = d->rows, .segs = d->segs, .len = s->len, .n_rows = n, .n_segs = n };
+    move_rows(m, n, 1, s->next, 1, d->of, &d->rows->token, row_words);
+    move_rows(m, n, 1, s->last, 1, d->of, d->kept, 1);
+    move_rows(m, n, target_dim, s->hidden, target_dim, d->kept, d->pair + target_dim, 2 * target_dim);
+    for (int k = 0; k < depth; k++) {
+        if (k) {                                       // go on from what the last pass found
+            const int width = m->options.draft_width;
+            move_rows(m, n, 1, d->ids + (size_t)(k - 1) * n * width, width, NULL, &d->rows->token, row_words);
+            multiply(m, n, (In){ .x = d->normed, .scale = 1 }, &d->post_projection, d->hidden);
+            move_rows(m, n, target_dim, d->hidden, target_dim, NULL, d->pair + target_dim, 2 * target_dim);
+        }
+        m->ops->embed(&(Embed){ .batch = &b, .table = &m->weights.token_embd, .scale = sqrtf((float)target_dim), .out = d->pair,
+                                .out_stride = 2 * target_dim });
+        multiply(m, n, (In){ .x = d->pair, .scale = 1 }, &d->pre_projection, d->x[0]);
+        In stream = { .x = d->x[0], .scale = 1, .eps = d->config.eps };
+        for (int l = 0; l < d->config.n_layers; l++) mtp_layer(m, l, &b, &stream);
+        mtp_head(m, k, n, stream);
+    }
+}
+
+// Issues the drafting of `depth` tokens for n of the last step's segments (their numbers, on the host), whose tokens are chosen,
+// walked and committed: candidates go to m->drafter.ids, .logits (depth, n, draft_width) and .logsumexp (depth, n), in
+// backend memory.
+__attribute__((unused)) static void issue_draft(Model *m, const int32_t *segs, int n, int depth) {
+    Drafter *d = &m->drafter;
+    Segment of[MAX_SESSIONS];
+    assert(d->kind == DRAFTER_MTP && n >= 1 && n <= m->n_segs && depth >= 1 && depth <= m->options.draft_depth);
+    if (!d->uploaded) upload_drafter(m);
+    for (int i = 0; i < n; i++) of[i] = (Segment){ .seq = m->segs[segs[i]].seq, .first = i, .n = 1, .kind = SEG_CHAIN };
+    send_new(m, d->segs, d->sent.segs, of, (size_t)n * sizeof *of);
+    send_new(m, d->of, d->sent.of, segs, (size_t)n * sizeof *segs);
+    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = STEP_DRAFT, .rows = n, .segs = n, .kept = depth })) draft_mtp(m, n, depth);
+    m->ops->end();
+}
+
+// ==== [7] Step: batch, run, commit ===================================================================================
 // A step takes rows of one or more sessions through the model. Their K and V are in the caches afterwards, but the sessions
 // are as long as before: commit() decides how many rows, along which path, become part of a session. What is not committed
 // needs no undo. A segment of more than STEP_ROWS rows is a prompt chunk and must be committed whole.
@@ -1550,13 +1966,6 @@ typedef struct {
 
 // What else the operations of a step depend on: StepKey.variant.
 enum { PLAIN, ROW_IS_FED, COMMITS_CHAINS, COMMITS_PATHS, CHOOSES };
-
-// Copies to the backend what it does not hold yet: of plain decoding, nothing.
-static void send_new(Model *m, void *dst, void *sent, const void *src, size_t bytes) {
-    if (!memcmp(sent, src, bytes)) return;
-    memcpy(sent, src, bytes);
-    m->ops->copy(&(Copy){ dst, src, bytes, COPY_IN });
-}
 
 // Runs the rows of n_segs segments of different sessions. Returns the number of rows of logits, in the order of the rows
 // that want them; -1: m->stop was set, and nothing is there to commit. The caller has checked token ids and that len + n fits
@@ -1602,8 +2011,8 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
     send_new(m, s->segs, m->sent.segs, m->segs, (size_t)m->n_segs * sizeof(Segment));
     send_new(m, s->kept_rows, m->sent.kept_rows, m->kept_rows, (size_t)m->n_kept * sizeof(Row));
     send_new(m, s->kept_index, m->sent.kept_index, m->kept_index, (size_t)m->n_kept * sizeof(int32_t));
-    const StepKey key = { .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs, .kept = m->n_kept,
-                          .logits = m->n_kept, .variant = fed ? ROW_IS_FED : PLAIN };
+    const StepKey key = { .model = m->number, .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs,
+                          .kept = m->n_kept, .logits = m->n_kept, .variant = fed ? ROW_IS_FED : PLAIN };
     const bool record = !m->dump_dir;                  // checkpoints copy out as they go
     bool done = true;
     if (!record || op->begin(key)) {
@@ -1638,8 +2047,9 @@ static void finish_step(Model *m, const int32_t *n_accept, const int32_t *path, 
     }
     send_new(m, s->n_accept, m->sent.n_accept, n_accept, (size_t)m->n_segs * sizeof *n_accept);
     if (path) op->copy(&(Copy){ s->path, path, (size_t)m->n_segs * STEP_ROWS * sizeof *path, COPY_IN });
-    if (op->begin((StepKey){ .kind = sample ? STEP_SAMPLE : STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs,
-                             .logits = sample ? m->n_kept : 0, .variant = path ? COMMITS_PATHS : COMMITS_CHAINS })) {
+    if (op->begin((StepKey){ .model = m->number, .kind = sample ? STEP_SAMPLE : STEP_COMMIT, .rows = m->n_rows,
+                             .segs = m->n_segs, .logits = sample ? m->n_kept : 0,
+                             .variant = path ? COMMITS_PATHS : COMMITS_CHAINS })) {
         if (sample) issue_sample(m, &kept);
         op->kv_commit(&(KvCommit){ .batch = &all, .caches = m->caches, .n_caches = m->n_caches, .n_accept = s->n_accept,
                                    .path = path ? s->path : NULL, .counts = s->counts, .vocab = m->config.vocab });
@@ -1653,8 +2063,8 @@ static void commit(Model *m, const int32_t *n_accept, const int32_t *path) { fin
 static void choose_rows(Model *m) {
     State *s = &m->s;
     const Batch kept = { .rows = s->kept_rows, .segs = s->segs, .len = s->len, .n_rows = m->n_kept, .n_segs = m->n_segs };
-    if (m->ops->begin((StepKey){ .kind = STEP_SAMPLE, .rows = m->n_rows, .segs = m->n_segs, .logits = m->n_kept,
-                                 .variant = CHOOSES })) issue_sample(m, &kept);
+    if (m->ops->begin((StepKey){ .model = m->number, .kind = STEP_SAMPLE, .rows = m->n_rows, .segs = m->n_segs,
+                                 .logits = m->n_kept, .variant = CHOOSES })) issue_sample(m, &kept);
     m->ops->end();
 }
 
@@ -1677,7 +2087,7 @@ static int run_chunk(Model *m, int seq, const int32_t *tokens, int n) {
     return chunk;
 }
 
-// ==== [7] Generation: sessions, events ===============================================================================
+// ==== [8] Generation: sessions, events ===============================================================================
 // The engine as its callers see it: a session holds tokens in one slot of the model's caches; session_start() gives it a
 // prompt to answer, and each session_next() does one piece of work, a chunk of the prompt or a token, and tells what came of
 // it. sessions_next() does so for several sessions at once, which share their decoding steps. Nothing here prints, or ends
@@ -1962,6 +2372,11 @@ static void push_id(Session *s, TokIds *ids, int32_t id) {
     if (tok__push(s->t, ids, id) < 0) die("%s", s->t->err);           // out of memory
 }
 
+static double cache_bytes(const Cache *k, int n) {      // of the newest n rows of a session, all heads
+    return (double)n * k->n_kv_heads * (double)(kv_row_bytes(k->k.type, k->k.dim) + kv_scale_bytes(k->k.type, k->k.dim) +
+                                                kv_row_bytes(k->v.type, k->v.dim) + kv_scale_bytes(k->v.type, k->v.dim));
+}
+
 // Bytes of weights and cache that decoding a token at position pos has to read: over bandwidth, the floor of its time.
 static double bytes_per_token(const Model *m, int pos) {
     const Config *c = &m->config;
@@ -1976,10 +2391,23 @@ static double bytes_per_token(const Model *m, int pos) {
             if (dense[i]->data) bytes += (double)matrix_bytes(dense[i]);
         for (size_t i = 0; i < sizeof experts / sizeof *experts; i++)
             if (experts[i]->data) bytes += (double)matrix_bytes(experts[i]) / c->n_experts * c->n_experts_used;
-        const Cache *k = &m->caches[m->cache_of[l]];
-        const size_t row = kv_row_bytes(k->k.type, k->k.dim) + kv_scale_bytes(k->k.type, k->k.dim) +
-                           kv_row_bytes(k->v.type, k->v.dim) + kv_scale_bytes(k->v.type, k->v.dim);
-        bytes += (double)(c->layer[l].is_swa ? min_int(pos, c->n_swa) : pos) * k->n_kv_heads * (double)row;
+        bytes += cache_bytes(&m->caches[m->cache_of[l]], c->layer[l].is_swa ? min_int(pos, c->n_swa) : pos);
+    }
+    return bytes;
+}
+
+// The same for each token that the drafter guesses in one session of pos tokens.
+__attribute__((unused)) static double bytes_per_draft(const Model *m, int pos) {
+    const Drafter *d = &m->drafter;
+    const Config *c = &d->config;
+    double bytes = (double)matrix_bytes(&d->pre_projection) + (double)matrix_bytes(&d->post_projection);
+    const double head = (double)matrix_bytes(&d->weights.token_embd);
+    bytes += d->centroids.data ? (double)matrix_bytes(&d->centroids) + head / c->vocab * centroid_tokens(d) : head;
+    for (int l = 0; l < c->n_layers; l++) {
+        const LayerWeights *w = &d->weights.layer[l];
+        const Tensor *dense[] = { &w->attn_q, &w->attn_output, &w->ffn_gate, &w->ffn_up, &w->ffn_down };
+        for (size_t i = 0; i < sizeof dense / sizeof *dense; i++) bytes += (double)matrix_bytes(dense[i]);
+        bytes += cache_bytes(&m->caches[m->cache_of[d->donor[l]]], c->layer[l].is_swa ? min_int(pos, d->window - 1) : pos);
     }
     return bytes;
 }
@@ -2435,7 +2863,7 @@ static bool session_logits(Session *s, float *logits) {
     return true;
 }
 
-// ==== [8] Text and verbs: logits, tokenize, detokenize, plan =========================================================
+// ==== [9] Text and verbs: logits, tokenize, detokenize, plan =========================================================
 
 static TokStr tok_str(GgufStr s) { return (TokStr){ s.s, s.n }; }
 
@@ -2528,6 +2956,14 @@ static void print_plan(Model *m) {
     if (m->options.n_ctx > c->n_ctx_train)
         fprintf(stderr, "# warning: a context of %d, but the model was trained for %d\n", m->options.n_ctx, c->n_ctx_train);
     print_unknown(&m->binder);
+    const Drafter *d = &m->drafter;
+    if (d->kind != DRAFTER_NONE) {
+        fprintf(stderr, "# drafter: MTP assistant %s: %d layers, dim %d, weights %.1f MiB (%s)%s; plan: %.1f MiB\n", d->gguf.path,
+                d->config.n_layers, d->config.dim, (double)d->binder.bytes / mib,
+                gguf_type_name(d->weights.layer[0].attn_q.type), d->uploaded ? "" : " not loaded yet",
+                (double)m->plan.drafter / mib);
+        print_unknown(&d->binder);
+    }
     const char *note = "";
 #ifdef USE_CUDA
     if (m->ops == cpu_ops()) note = " (no GPU that this build can use)";
@@ -2705,6 +3141,8 @@ static void verb_plan(const char *model, const Ops *ops, PlanOptions o) {
     printf("stage        %9.3f GiB\n", (double)plan.stage / gib);
     printf("activations  %9.3f GiB\n", (double)plan.activations / gib);
     printf("scratch      %9.3f GiB\n", (double)plan.scratch / gib);
+    if (o.drafter)
+        printf("drafter      %9.3f GiB\n", (double)(plan.drafter + (plan.weights ? 0 : m->drafter.binder.bytes)) / gib);
     printf("total        %9.3f GiB\n", (double)needed / gib);
     printf("room         %9.3f GiB, %s\n", (double)budget / gib,
            o.memory ? "as --vram says" : "31/32 of the backend's free memory");
@@ -2885,7 +3323,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 #include "parts/store.h"
 #include "parts/server.h"
 
-// ==== [9] Command line ===============================================================================================
+// ==== [10] Command line ===============================================================================================
 // gemma4 MODEL [flags] generates; gemma4 VERB MODEL [flags] does something else. One table describes every flag: its
 // spelling, what it takes, where the value goes, and the line that --help prints.
 
@@ -3671,7 +4109,7 @@ int main(int argc, char **argv) {
 }
 #endif
 
-// ==== [10] CPU operations ============================================================================================
+// ==== [11] CPU operations ============================================================================================
 
 // Threads. A job is cut into pieces, which the caller and a pool of threads claim one by one: a thread that another program
 // keeps from its core is late for its own piece only, and one that has not woken up delays nobody. Threads without work look
@@ -5108,6 +5546,38 @@ static void cpu_sample(const Sample *o) {
     }
 }
 
+// Whether the walk of segment i, which stands at kept row `at`, goes to kept row k, which comes later.
+static bool walk_goes_to(const VerifyWalk *o, int i, int at, int k) {
+    const Segment *seg = &o->batch->segs[i];
+    const Row *row = &o->kept_rows[k];
+    int parent = row->index - 1;
+    if (row->seg != i) return false;
+    if (at < 0) return true;
+    while (seg->kind == SEG_TREE && parent >= 0 && !(row->ancestors >> parent & 1)) parent--;
+    return parent == o->kept_rows[at].index && o->chosen[at] >= 0 &&
+           o->batch->rows[seg->first + row->index].token == o->chosen[at];
+}
+
+static void cpu_verify_walk(const VerifyWalk *o) {
+    for (int i = 0; i < o->batch->n_segs; i++) {
+        const Segment *seg = &o->batch->segs[i];
+        int32_t *path = seg->kind == SEG_TREE ? o->path + (size_t)i * STEP_ROWS : NULL;
+        int at = -1, n = 0;
+        for (int k = 0; k < o->n_kept; k++) {
+            if (!walk_goes_to(o, i, at, k)) continue;
+            const int index = o->kept_rows[k].index, from = at < 0 ? 0 : index;        // rows before the first kept one stay
+            for (int j = from; j <= index; j++, n++)
+                if (path) path[n] = j;
+            at = k;
+        }
+        for (; at < 0 && n < seg->n; n++)
+            if (path) path[n] = n;
+        o->n_accept[i] = n;
+        o->last[i] = at;
+        o->next[i] = at < 0 ? 0 : o->chosen[at];
+    }
+}
+
 // Operations that no feature of this build needs yet stay NULL (gemma4.h, contract 10).
 const Ops *cpu_ops(void) {
     static const Ops ops = {
@@ -5117,7 +5587,8 @@ const Ops *cpu_ops(void) {
         .embed = cpu_embed, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up, .route = cpu_route,
         .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store, .attend = cpu_attend,
-        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob, .sample = cpu_sample
+        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob, .sample = cpu_sample,
+        .verify_walk = cpu_verify_walk
     };
     return &ops;
 }

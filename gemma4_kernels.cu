@@ -7095,6 +7095,54 @@ static void cuda_sample(const Sample *o) {
     }
 }
 
+// ---- drafts ----
+
+// verify_walk: how far the tokens of each segment are those that the model chose.
+//   shapes    kept_rows, chosen (n_kept); n_accept, last, next (n_segs); path (n_segs, STEP_ROWS)
+//   launch    grid n_segs, block 32: 32 kept rows at a time, one a lane; the walk goes from lane to lane
+//   traffic   reads kept_rows and chosen once for each segment
+//   numerics  whole numbers
+//   see       cpu_verify_walk
+__global__ void verify_walk_kernel(VerifyWalk o, Batch b) {
+    take_turn();
+    const int s = blockIdx.x, lane = threadIdx.x;
+    const Segment seg = b.segs[s];
+    int32_t *path = seg.kind == SEG_TREE ? o.path + s * STEP_ROWS : NULL;
+    int at = -1, index = -1, chosen = 0, n = 0;        // the kept row where the walk stands, its row, what was chosen there
+    for (int first = 0; first < o.n_kept; first += 32) {
+        const bool there = first + lane < o.n_kept;
+        const Row row = there ? o.kept_rows[first + lane] : (Row){ };
+        const bool mine = there && row.seg == s;
+        const int token = mine ? b.rows[seg.first + row.index].token : -1, choice = mine ? o.chosen[first + lane] : -1;
+        const int above = 63 - __clzll((long long)(row.ancestors & (((uint64_t)1 << row.index % 64) - 1)));
+        const int parent = seg.kind == SEG_TREE ? above : row.index - 1;
+        for (;;) {
+            const bool follows = at < 0 || (parent == index && chosen >= 0 && token == chosen);
+            const unsigned lanes = __ballot_sync(~0u, mine && follows);
+            if (!lanes) break;
+            const int to = __ffs(lanes) - 1;
+            index = __shfl_sync(~0u, row.index, to);
+            chosen = __shfl_sync(~0u, choice, to);
+            if (at < 0) {                              // rows before the first kept one stay
+                for (int i = lane; path && i < index; i += 32) path[i] = i;
+                n = index;
+            }
+            if (path && lane == 0) path[n] = index;
+            at = first + to;
+            n++;
+        }
+    }
+    for (int i = lane; at < 0 && path && i < seg.n; i += 32) path[i] = i;
+    if (lane != 0) return;
+    o.n_accept[s] = at < 0 ? seg.n : n;
+    o.last[s] = at;
+    o.next[s] = chosen;
+}
+static void cuda_verify_walk(const VerifyWalk *o) {
+    launch(WRITES_ACTIVATIONS, verify_walk_kernel, o->batch->n_segs, 32, 0, *o, *o->batch);
+    CHECK_LAUNCH("verify_walk n_segs=%d n_kept=%d", o->batch->n_segs, o->n_kept);
+}
+
 // ---- the best logits, and what all of them sum to ----
 
 typedef struct {
@@ -7574,5 +7622,6 @@ const Ops *cuda_ops(void) {
     ops.qkv_store = cuda_qkv_store, ops.attend = cuda_attend, ops.kv_commit = cuda_kv_commit,
         ops.kv_copy = cuda_kv_copy;
     ops.head = cuda_head, ops.logprob = cuda_logprob, ops.sample = cuda_sample;
+    ops.verify_walk = cuda_verify_walk;
     return &ops;
 }

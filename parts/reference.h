@@ -561,6 +561,37 @@ static void ref_sample(const Sample *o) {
     }
 }
 
+// The row that a row of a segment follows; -1: none.
+static int ref_parent(const Segment *seg, const Row *row) {
+    int i = row->index - 1;
+    while (seg->kind == SEG_TREE && i >= 0 && !(row->ancestors >> i & 1)) i--;
+    return i;
+}
+
+static void ref_verify_walk(const VerifyWalk *o) {
+    for (int i = 0; i < o->batch->n_segs; i++) {
+        const Segment *seg = &o->batch->segs[i];
+        int n = 0, first = 0, at = -1;                 // at: the kept row where the walk stands
+        while (first < o->n_kept && o->kept_rows[first].seg != i) first++;
+        const int before = first < o->n_kept ? o->kept_rows[first].index : seg->n;
+        for (; n < before; n++)
+            if (seg->kind == SEG_TREE) o->path[i * STEP_ROWS + n] = n;
+        for (int k = first; k < o->n_kept; k++) {      // a row stands behind the one that it follows
+            const Row *row = &o->kept_rows[k];
+            if (row->seg != i) continue;
+            const bool follows = k == first || (ref_parent(seg, row) == o->kept_rows[at].index && o->chosen[at] >= 0 &&
+                                                o->batch->rows[seg->first + row->index].token == o->chosen[at]);
+            if (!follows) continue;
+            if (seg->kind == SEG_TREE) o->path[i * STEP_ROWS + n] = row->index;
+            at = k;
+            n++;
+        }
+        o->n_accept[i] = n;
+        o->last[i] = at;
+        o->next[i] = at < 0 ? 0 : o->chosen[at];
+    }
+}
+
 // ==== [5] Run time, the table ========================================================================================
 
 static void ref_memory(size_t *free_bytes, size_t *total) {            // all of it: mapped files give way
@@ -631,7 +662,7 @@ const Ops *reference_ops(void) {
         .expert_gate_up = ref_expert_gate_up, .expert_down = ref_expert_down, .ple_inject = ref_ple_inject,
         .close = ref_close, .gather_rows = ref_gather_rows, .qkv_store = ref_qkv_store, .attend = ref_attend,
         .kv_commit = ref_kv_commit, .kv_copy = ref_kv_copy, .head = ref_head, .logprob = ref_logprob,
-        .sample = ref_sample
+        .sample = ref_sample, .verify_walk = ref_verify_walk
     };
     return &ops;
 }

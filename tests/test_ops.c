@@ -2029,6 +2029,86 @@ static void test_sample(void) {
     sample_refused();
 }
 
+// The row that row j of a segment follows: the one that has its ancestors. -1: none.
+static int parent_row(const Step *s, const Segment *seg, int j) {
+    const Row *rows = s->rows + seg->first;
+    if (seg->kind == SEG_CHAIN) return j - 1;
+    for (int i = 0; i < j; i++)
+        if (rows[i].ancestors == (rows[j].ancestors ^ (uint64_t)1 << j)) return i;
+    return -1;
+}
+
+// A segment of a random kind, and how many of its last rows are kept.
+static int add_drafts(Step *s, int seq) {
+    const int kind = (int)rnd(6), n = 1 + (int)rnd(STEP_ROWS), all = rnd(4) ? n : 1 + (int)rnd((uint32_t)n);
+    if (kind == 0) add_chain(s, seq, 10, STEP_ROWS + 1 + (int)rnd(30));
+    else if (kind < 3) add_chain(s, seq, 10, n);
+    else add_tree(s, seq, 10, n, (int)rnd(5));
+    return rnd(8) == 0 ? 0 : kind == 0 ? 1 + (int)rnd(3) : all;
+}
+
+// Segment i's part of what verify_walk says.
+static void walk_by_hand(const Step *s, int i, const Row *kept, int n_kept, const int32_t *chosen, int32_t *path, int32_t end[3]) {
+    const Segment *seg = &s->segs[i];
+    int of_row[STEP_ROWS + 40], n = 0, at = -1, next = seg->n;         // of_row: the kept row that a row is, or -1
+    for (int j = 0; j < seg->n; j++) of_row[j] = -1;
+    for (int k = 0; k < n_kept; k++)
+        if (kept[k].seg == i) of_row[kept[k].index] = k;
+    while (n < seg->n && of_row[n] < 0) path[n] = n, n++;
+    if (n < seg->n) next = n;
+    while (next < seg->n) {
+        path[n++] = next;
+        at = of_row[next];
+        for (next = 0; next < seg->n; next++)
+            if (parent_row(s, seg, next) == kept[at].index && chosen[at] != -1 && s->rows[seg->first + next].token == chosen[at]) break;
+    }
+    end[0] = n, end[1] = at, end[2] = at < 0 ? 0 : chosen[at];
+}
+
+static void test_verify_walk(void) {
+    for (int k = 0; k < 200; k++) {
+        Step *s = keep(1, sizeof *s);
+        Row *kept = keep(MAX_SEGS * STEP_ROWS, sizeof *kept);
+        int32_t *chosen = keep(MAX_SEGS * STEP_ROWS, sizeof *chosen), *want_path = keep(MAX_SEGS * STEP_ROWS + 40, sizeof *want_path);
+        const int n_segs = 1 + k % MAX_SEGS;
+        int n_kept = 0, n_trees = 0;
+        for (int i = 0; i < n_segs; i++) {
+            const int n = add_drafts(s, n_segs - 1 - i);
+            const Segment *seg = &s->segs[i];
+            n_trees += seg->kind == SEG_TREE;
+            for (int j = 0; j < seg->n; j++) s->rows[seg->first + j].token = (int32_t)rnd(4) - 1;
+            for (int j = seg->n - n; j < seg->n; j++) {
+                const int child = j + 1 + (int)rnd(3);                 // most choices are what some row behind has
+                chosen[n_kept] = child < seg->n && rnd(8) ? s->rows[seg->first + child].token : (int32_t)rnd(4) - 1;
+                kept[n_kept] = s->rows[seg->first + j];
+                kept[n_kept++].token = 0;
+            }
+        }
+        CASE("verify_walk", "case %d: %d segments, %d rows, %d kept", k, n_segs, s->n_rows, n_kept);
+        const Batch batch = put_batch(s);
+        VerifyWalk o = { .batch = &batch, .kept_rows = n_kept ? put("kept_rows", kept, (size_t)n_kept, sizeof *kept) : NULL,
+                         .n_kept = n_kept, .chosen = n_kept ? put("chosen", chosen, (size_t)n_kept, sizeof *chosen) : NULL,
+                         .n_accept = room("n_accept", (size_t)n_segs, sizeof(int32_t)),
+                         .path = n_trees ? room("path", (size_t)n_segs * STEP_ROWS, sizeof(int32_t)) : NULL,
+                         .last = room("last", (size_t)n_segs, sizeof(int32_t)), .next = room("next", (size_t)n_segs, sizeof(int32_t)) };
+        op->verify_walk(&o);
+        const int32_t *path = n_trees ? fetch(o.path, (size_t)n_segs * STEP_ROWS, sizeof(int32_t)) : NULL;
+        const int32_t *got[3] = { fetch(o.n_accept, (size_t)n_segs, sizeof(int32_t)), fetch(o.last, (size_t)n_segs, sizeof(int32_t)),
+                                  fetch(o.next, (size_t)n_segs, sizeof(int32_t)) };
+        for (int i = 0; i < n_segs; i++) {
+            int32_t want[3];
+            walk_by_hand(s, i, kept, n_kept, chosen, want_path, want);
+            same_ints("n_accept", &got[0][i], &want[0], 1);
+            same_ints("last", &got[1][i], &want[1], 1);
+            same_ints("next", &got[2][i], &want[2], 1);
+            const bool tree = s->segs[i].kind == SEG_TREE;
+            for (int j = 0; !tree && j < STEP_ROWS; j++) want_path[j] = -1;            // as it was
+            if (path) same_ints("path", path + i * STEP_ROWS, want_path, tree ? want[0] : STEP_ROWS);
+        }
+        sweep();
+    }
+}
+
 // ---- all ------------------------------------------------------------------------------------------------------------
 
 // only: names of operations, NULL after the last; none: all.
@@ -2049,7 +2129,8 @@ static void run_all(const Ops *table, char **only) {
         { "gather_rows", op->gather_rows, test_gather_rows }, { "qkv_store", op->qkv_store, test_qkv_store },
         { "attend", op->attend, test_attend },
         { "kv_commit", op->kv_commit, test_kv_commit }, { "kv_copy", op->kv_copy, test_kv_copy },
-        { "head", op->head, test_head }, { "logprob", op->logprob, test_logprob }, { "sample", op->sample, test_sample }
+        { "head", op->head, test_head }, { "logprob", op->logprob, test_logprob }, { "sample", op->sample, test_sample },
+        { "verify_walk", op->verify_walk, test_verify_walk }
     };
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
         const double start = seconds();
