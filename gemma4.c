@@ -3997,7 +3997,9 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
     if (s.api_key && !*s.api_key) die("%s: expected a key, got an empty one", key ? "--api-key-file" : "--api-key");
     if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
         die("--template: expected large or small, got '%s'", f->chat_template);
-    o.n_seqs = o.n_logits = (int)f->parallel;
+    s.drafting = drafting_of(f);
+    o.n_seqs = (int)f->parallel;
+    o.n_logits = s.drafting.kind == SPEC_OFF ? o.n_seqs : min_int(STEP_ROWS, o.n_seqs * (1 + s.drafting.most));
     o.penalties = o.bias = true;
     if (o.n_seqs > 1) o.n_batch = SMALL_BATCH;         // nobody waits for the next token longer than for one chunk
     if (f->chunk) o.n_batch = (int)f->chunk;

@@ -18,6 +18,7 @@ typedef struct {
     int         n_predict, think_budget;           // where the request does not say
     bool        think;
     SampleParams sampling;
+    Drafting    drafting;
     bool        fixed_seed;            // sampling.seed is for every request that names none; else each has its own
     const char *session_dir;           // where sessions are kept; NULL: in memory only
     size_t      cache_ram, session_disk;   // bytes: of host memory for sessions, of that folder
@@ -117,7 +118,8 @@ static void put(TokText *out, const char *fmt, ...) {
 
 typedef struct {
     GgufJson messages, tools, prompt, stop, logit_bias, tool_choice, stream_options, response_format, modalities, kwargs;
-    GgufJson reasoning_effort, logprobs, content, tokens, functions, grammar, suffix, audio;     // type GGUF_J_NULL: not given
+    GgufJson reasoning_effort, logprobs, content, tokens, functions, grammar, suffix, audio, user;   // type GGUF_J_NULL: not
+                                       // given
     double   max_tokens, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, n, best_of, top_logprobs;
     double   think_budget;             // NAN: not given
     bool     stream, progress, no_cache, ignore_eos, echo, add_special, parse_special, with_pieces, no_cue;
@@ -137,7 +139,7 @@ static const struct { const char *name; FieldKind kind; size_t at; double min, m
     { "reasoning_effort", IS_STRING, AT(reasoning_effort), 0, 0 }, { "logprobs", IS_ANY, AT(logprobs), 0, 0 },
     { "functions", IS_ANY, AT(functions), 0, 0 }, { "grammar", IS_ANY, AT(grammar), 0, 0 },
     { "json_schema", IS_ANY, AT(grammar), 0, 0 }, { "suffix", IS_STRING, AT(suffix), 0, 0 },
-    { "audio", IS_ANY, AT(audio), 0, 0 },
+    { "audio", IS_ANY, AT(audio), 0, 0 }, { "user", IS_ANY, AT(user), 0, 0 },
     { "max_tokens", IS_INT, AT(max_tokens), -1, INT_MAX }, { "max_completion_tokens", IS_INT, AT(max_tokens), -1, INT_MAX },
     { "n_predict", IS_INT, AT(max_tokens), -1, INT_MAX }, { "temperature", IS_REAL, AT(temperature), 0, 100 },
     { "top_k", IS_INT, AT(top_k), -1, INT_MAX }, { "top_p", IS_REAL, AT(top_p), 0, 1 }, { "min_p", IS_REAL, AT(min_p), 0, 1 },
@@ -266,8 +268,8 @@ static bool check_messages(const GgufJson *messages, Fault *f) {
 }
 
 // ==== [3] Jobs and the scheduler =====================================================================================
-// A job is a prompt and what has come of it. Jobs wait in line; the first one gets the free session that holds most of its
-// prompt. All sessions that have a job advance together: each round decodes one token of each, and runs one chunk of one long
+// A job is a prompt and what has come of it. Jobs wait in line; when a session is free the first one is next, of the clients that
+// have fewest jobs under way. It gets the free session that holds most of its prompt. All sessions that have a job advance together: each round decodes one token of each, and runs one chunk of one long
 // prompt, which take turns. A chunk ends at the same tokens whoever else is served, and decoded rows do not depend on each
 // other, so neither does a text.
 
@@ -285,6 +287,7 @@ typedef struct Job {
     bool          no_cache;
     int           n_top;      // tokens to name beside each token, with their probabilities; -1: no probabilities
     int           fd;         // of the client
+    uint64_t      client;     // who asks: equal for those who are one
     double        queued, deadline;        // seconds()
     // the answer
     TokIds        said;
@@ -551,14 +554,27 @@ static void start_job(Server *srv, Slot *slot, Job *job) {
     pthread_mutex_unlock(&srv->lock);
 }
 
-// Gives free sessions to those who wait, in their order.
+// What points to the job that is next: of those whose client has fewest jobs under way the first. With the lock held.
+static Job **next_in_line(Server *srv) {
+    Job **best = &srv->first;
+    int least = INT_MAX;
+    for (Job **at = &srv->first; *at; at = &(*at)->next) {
+        int n = 0;
+        for (int i = 0; i < srv->m->options.n_seqs; i++)
+            n += srv->slots[i].job && srv->slots[i].job->client == (*at)->client;
+        if (n < least) least = n, best = at;
+    }
+    return best;
+}
+
+// Gives free sessions to those who wait.
 static void admit(Server *srv) {
     for (;;) {
         pthread_mutex_lock(&srv->lock);
-        Job *job = oldest_slot(srv) ? srv->first : NULL;
+        Job **at = oldest_slot(srv) ? next_in_line(srv) : NULL, *job = at ? *at : NULL;
         if (job) {
-            srv->first = job->next;
-            if (!srv->first) srv->last = &srv->first;
+            *at = job->next;
+            if (!job->next) srv->last = at;
             srv->n_queued--;
             job->next = NULL;
         }
@@ -770,8 +786,8 @@ static void put_usage(TokText *out, const Job *job) {
 static void put_timings(TokText *out, const Job *job) {
     const Turn *t = &job->turn;
     put(out, "'timings':{'cache_n':%d,'prompt_n':%d,'prompt_ms':%f,'prompt_per_second':%f,'predicted_n':%d,'predicted_ms':%f,"
-        "'predicted_per_second':%f}", job->cached, t->n_run, 1e3 * t->prompt_seconds, t->n_run / (t->prompt_seconds + 1e-9),
-        t->made, 1e3 * t->decode_seconds, t->steps / (t->decode_seconds + 1e-9));
+        "'predicted_per_second':%f,'draft_n':%d,'draft_n_accepted':%d}", job->cached, t->n_run, 1e3 * t->prompt_seconds, t->n_run / (t->prompt_seconds + 1e-9),
+        t->made, 1e3 * t->decode_seconds, max_int(t->made - 1, 0) / (t->decode_seconds + 1e-9), t->drafts.drafted, t->drafts.accepted);
 }
 
 static void put_token(TokText *out, const Tokenizer *t, int32_t id, float logprob) {
@@ -1161,7 +1177,7 @@ static bool read_options(Exchange *x, const Request *r, Job *job) {
     const ServeOptions *o = &x->srv->o;
     const double most = given_or(r->max_tokens, o->n_predict), seed = given_or(r->seed, -1);
     AnswerOptions *a = &job->options;
-    *a = (AnswerOptions){ .n_predict = (int)most, .ignore_eos = r->ignore_eos, .keep_logits = job->n_top >= 0,
+    *a = (AnswerOptions){ .n_predict = (int)most, .ignore_eos = r->ignore_eos, .keep_logits = job->n_top >= 0, .drafting = o->drafting,
                           .think_budget = x->t.channel_close < 0 ? -1 : (int)r->think_budget, .sampling = o->sampling };
     SampleParams *p = &a->sampling;
     p->temperature = (float)given_or(r->temperature, p->temperature);
@@ -1176,12 +1192,22 @@ static bool read_options(Exchange *x, const Request *r, Job *job) {
     return read_stops(x, &r->stop, &a->stops) && read_bias(x, &r->logit_bias, job);
 }
 
+// Of the address that a connection comes from, or of its network in IPv6.
+static uint64_t address_hash(struct MHD_Connection *connection) {
+    const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CLIENT_ADDRESS);
+    const struct sockaddr *a = info ? info->client_addr : NULL;
+    if (a && a->sa_family == AF_INET) return hash_bytes(&((const struct sockaddr_in *)(const void *)a)->sin_addr, 4);
+    if (a && a->sa_family == AF_INET6) return hash_bytes(&((const struct sockaddr_in6 *)(const void *)a)->sin6_addr, 8);
+    return 0;
+}
+
 static Job *new_job(Exchange *x) {
     Job *job = alloc_or_die(1, sizeof *job);
     const union MHD_ConnectionInfo *info = MHD_get_connection_info(x->connection, MHD_CONNECTION_INFO_CONNECTION_FD);
     job->n_owners = 1;
     job->n_top = -1;
     job->fd = info ? info->connect_fd : -1;
+    job->client = address_hash(x->connection);
     pthread_cond_init(&job->news, NULL);
     return job;
 }
@@ -1293,6 +1319,7 @@ static void complete(Exchange *x, const Api *api) {
         return;
     }
     x->job->no_cache = r.no_cache;
+    if (is_given(&r.user)) x->job->client = hash_bytes(r.user.s, r.user.n);
     x->include_usage = r.include_usage;
     x->progress = r.progress;
     if (!submit(srv, x->job, &x->fault)) return;
@@ -1483,6 +1510,7 @@ static bool messages_convert(Exchange *x, TokText *out) {
     take_member(out, &root, "top_p", "top_p");
     take_member(out, &root, "top_k", "top_k");
     take_member(out, &root, "stop_sequences", "stop");
+    if (member(&root, "metadata", &v)) take_member(out, &v, "user_id", "user");
     take_member(out, &root, "stream", "stream");
     if (member(&root, "tool_choice", &v)) take_member(out, &v, "type", "tool_choice");
     if (member(&root, "thinking", &v)) {
@@ -1660,6 +1688,7 @@ static bool responses_convert(Exchange *x, TokText *out) {
     tok_text_free(&list);
     if (!ok || !put_tools(x, out, &root, "parameters")) return false;
     take_member(out, &root, "max_output_tokens", "max_tokens");
+    take_member(out, &root, "user", "user");
     take_member(out, &root, "temperature", "temperature");
     take_member(out, &root, "top_p", "top_p");
     take_member(out, &root, "stream", "stream");

@@ -282,6 +282,21 @@ for turn in 1 2 3 4 5; do
 done
 ok "a conversation's prefix stays in its session" [ "$repeated" -eq 0 ]
 
+# ---- many connections, and some that say little ----------------------------------------------
+loris=
+for _ in $(seq 20); do                                               # each is half a request, for as long as it lasts
+    { printf 'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n'; sleep "${slow:-2}"; } |
+        curl -sS -m 100 "telnet://${url#http://}" >/dev/null 2>&1 &
+    loris="$loris $!"
+done
+for _ in $(seq 200); do printf 'url = "%s/health"\noutput = "/dev/null"\nwrite-out = "%%{http_code}\\n"\n' "$url"; done >"$tmp/urls"
+curl -sS -m 60 -Z --parallel-max 200 --parallel-immediate -K "$tmp/urls" >"$tmp/codes" 2>"$tmp/err"
+ok "200 connections at once, beside 20 that do not speak" [ "$(grep -c '^200$' "$tmp/codes")" -eq 200 ]
+ask $chat "{$user,\"max_tokens\":4}"
+ok "and answers go on" is 200
+# shellcheck disable=SC2086  # several numbers
+kill $loris 2>/dev/null
+
 # ---- callers that leave --------------------------------------------------------------------
 endless="{$user,\"ignore_eos\":true,\"max_tokens\":8000"
 curl -sS -N -m 60 -o "$tmp/left" --data-binary "$endless,\"stream\":true}" "$url$chat" &
@@ -302,6 +317,34 @@ if [ "${LONG:-0}" != 0 ]; then
     echo "# 1,000 requests: $before KiB before, $after KiB after"
     ok "memory stays flat over 1,000 requests" [ $((after - before)) -le $((before / 100)) ]
 fi
+
+serve guesses -np 2 --spec ngram
+for k in 1 2 3; do
+    curl -sS -m 100 -N -o "$tmp/many.$k" --data-binary "$(prompt $k ',"stream":true')" "$url$chat" &
+    eval "wait$k=$!"
+done
+wait "$wait1" "$wait2" "$wait3"
+for k in 1 2 3; do
+    text content "many.$k" >"$tmp/together.$k"
+    ok "text $k is the same with guesses" same "alone.$k" "together.$k"
+done
+ask /v1/completions '{"prompt":"a b c d e f a b c d e f a b c d e f a b c","temperature":0,"max_tokens":40,"ignore_eos":true}'
+ok "guesses are told" [ "$(number draft_n out)" -gt 0 ]
+
+one_of() { # one_of USER NAME TOKENS: a request; NAME is in $tmp/order when it has its answer
+    curl -sS -m 100 -o "$tmp/left" --data-binary "{$user,\"ignore_eos\":true,\"max_tokens\":$3,\"user\":\"$1\"}" "$url$chat"
+    echo "$2" >>"$tmp/order"
+}
+waits=
+for k in 1 2 3 4; do
+    one_of greedy "greedy$k" 150 &
+    waits="$waits $!"
+done
+ok "one client has all sessions, and waits" until_metric requests_waiting 2
+one_of modest modest 5 &
+# shellcheck disable=SC2086  # several numbers
+wait $waits $!
+ok "another one is next" [ "$(sed -n 3p "$tmp/order")" = modest ] || [ "$(sed -n 2p "$tmp/order")" = modest ]
 
 # ---- what slots held before ------------------------------------------------------------------
 kept="$tmp/kept"
@@ -366,7 +409,7 @@ ok "a folder that is none is an error" grep -q -e '^gemma4: error: --session-dir
 pid=$!
 pids="$pids $pid"
 for _ in $(seq 200); do
-    grep -q '^# serving at ' "$tmp/full.log" && break
+    grep -qs '^# serving at ' "$tmp/full.log" && break
     sleep 0.05
 done
 url=$(sed -n 's/^# serving at //p' "$tmp/full.log")
