@@ -4092,6 +4092,26 @@ static IntList parse_list(const char *flag, const char *text, int otherwise) {
     return list;
 }
 
+// --spec-force: shares by depth, of as many guesses as --draft-max says, else as there are shares.
+static Forced parse_forced(const Flags *f) {
+    Forced forced = { .depth = 0 };
+    int n = 0;
+    if (!f->force) return forced;
+    if (!f->drafter) die("--spec-force: expected a drafter; try -md FILE");
+    for (const char *at = f->force; ; at++) {
+        char *end;
+        const float share = strtof(at, &end);
+        if (end == at || !(share >= 0 && share <= 1) || n == DRAFT_MAX || (*end && *end != ','))
+            die("--spec-force: expected numbers from 0 to 1 with commas between, got '%s'", f->force);
+        forced.share[n++] = share;
+        if (!*end) break;
+        at = end;
+    }
+    forced.depth = f->draft_max ? (int)f->draft_max : n;
+    for (; n < forced.depth; n++) forced.share[n] = forced.share[n - 1];
+    return forced;
+}
+
 static KvType parse_kv_type(const char *flag, const char *name, KvType otherwise) {
     if (!name) return otherwise;
     for (size_t i = 0; i < sizeof kv_names / sizeof *kv_names; i++)
@@ -4502,6 +4522,7 @@ int main(int argc, char **argv) {
     if (f.verb == CHECK)
         return verb_check(f.model, ops, f.against && !strcmp(f.against, "reference") ? reference_ops() : cpu_ops(), o);
     if (f.verb & (PLAN | BENCH) && f.drafter) plan_drafting(&f, &o, 1);
+    if (f.verb == BENCH && f.force) o.draft_depth = parse_forced(&f).depth;
     if (f.verb == PLAN) {
         verb_plan(f.model, ops, o);
         return 0;
@@ -4511,6 +4532,7 @@ int main(int argc, char **argv) {
         BenchOptions b = { .prompts = parse_list("-p", f.prompts, 512), .generated = parse_list("-n", f.generated, 128),
                            .rows = parse_list("--rows", f.rows, 0), .depths = parse_list("-d", f.depths, 0),
                            .n_runs = (int)f.n_runs };
+        b.forced = parse_forced(&f);
         if (f.fill && strcmp(f.fill, "prompt") && strcmp(f.fill, "random"))
             die("--fill: expected prompt or random, got '%s'", f.fill);
         b.random_fill = f.fill && !strcmp(f.fill, "random");
