@@ -156,7 +156,9 @@ static void test_golden(const char *family) {
     int32_t *prompt = golden("", "tokens.i32", L * sizeof *prompt), *draft = golden(family, "-mtp.draft.i32", DEPTH * sizeof *draft);
     float *h0 = golden(family, "-mtp.h0.f32", DIM * sizeof *h0), *hidden = golden(family, "-mtp.hidden.f32", 4 * DIM * sizeof *hidden);
     float *logits = golden(family, "-mtp.logits.f32", 4 * VOCAB * sizeof *logits), got[DIM];
-    Model *m = open_pair(make_model(family, family, "f32", NULL), plan(mtp_of(family), KV_F32, 1, VOCAB));
+    PlanOptions o = plan(mtp_of(family), KV_F32, 1, VOCAB);
+    o.n_batch = STEP_ROWS;                             // larger steps of a GPU round more
+    Model *m = open_pair(make_model(family, family, "f32", NULL), o);
     m->drafter.window = m->config.n_swa + 2;
     const int32_t next = answer_prompt(m, prompt, L);
     CHECK(next == draft[0], "%s: the target chose %d, expected %d", family, next, draft[0]);
@@ -197,42 +199,65 @@ static void test_caches(const char *family) {
         }
 }
 
+enum { N_COMPANY = 4, WIDTH = 8, DEEP = 3 };           // sessions in one draft; its candidates and depth
+
+// Text number `text` in session seq, another length each.
+static void tell(Model *m, int text, int seq) {
+    const int n = 20 + 40 * text;
+    for (int i = 0; i < n; i++) m->chunk[i] = (StepRow){ .token = (text * 991 + i * i * 7 + 3) % m->config.vocab };
+    step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = n, .rows = m->chunk }, 1);
+    commit_all(m);
+}
+
+// One step of n sessions, which hold the texts first, first + 1, ..: each has two rows, of which one stays, or both.
+static void verify(Model *m, int first, int n) {
+    StepRow rows[2 * N_COMPANY];
+    StepSeg segs[N_COMPANY];
+    int32_t next[N_COMPANY], last[N_COMPANY], n_accept[N_COMPANY];
+    for (int i = 0; i < n; i++) {
+        const int text = first + i;
+        for (int k = 0; k < 2; k++) rows[2 * i + k] = (StepRow){ .token = (text * 31 + 5 + k) % m->config.vocab, .want = true };
+        segs[i] = (StepSeg){ .seq = n == 1 ? 0 : (i + 1) % n, .kind = SEG_CHAIN, .n = 2, .rows = &rows[2 * i] };
+        n_accept[i] = 1 + text % 2;
+        last[i] = 2 * i + text % 2;
+        next[i] = (text * 77 + 11) % m->config.vocab;
+    }
+    step(m, segs, n);
+    set_choices(m, last, next, n);
+    commit(m, n_accept, NULL);
+}
+
 // Sessions that share a draft get what each gets alone, and a part of them in any order too.
 static void test_company(const char *path, const char *drafter) {
-    enum { N = 4, WIDTH = 8 };
+    enum { N = N_COMPANY };
     static const int32_t groups[][N] = { { 0, 1, 2, 3 }, { 2, 0, -1 }, { 3, 2, 1, 0 }, { 1, -1 } };
-    Model *m = open_pair(path, plan(drafter, KV_F16, N, WIDTH));
-    const int vocab = m->config.vocab;
-    StepRow rows[N];
-    StepSeg segs[N];
-    int32_t next[N], last[N], ids[N], one[N];
-    for (int s = 0; s < N; s++) {
-        for (int i = 0; i < 90 + 40 * s; i++) m->chunk[i] = (StepRow){ .token = (s * 991 + i * i * 7 + 3) % vocab };
-        step(m, &(StepSeg){ .seq = s, .kind = SEG_CHAIN, .n = 90 + 40 * s, .rows = m->chunk }, 1);
-        commit_all(m);
-        rows[s] = (StepRow){ .token = (s * 31 + 5) % vocab, .want = true };
-        segs[s] = (StepSeg){ .seq = (s + 1) % N, .kind = SEG_CHAIN, .n = 1, .rows = &rows[s] };
-        next[s] = (s * 77 + 11) % vocab, last[s] = s, one[s] = 1;
+    int32_t alone[N][DEEP * WIDTH], got[DEEP * N * WIDTH], ids[N];
+    float alone_logits[N][DEEP * WIDTH], logits[DEEP * N * WIDTH];
+    PlanOptions o = plan(drafter, KV_F16, 1, WIDTH);
+    o.n_logits = 2 * N;
+    Model *m = open_pair(path, o);
+    for (int text = 0; text < N; text++) {
+        reset_session(m, 0);
+        tell(m, text, 0);
+        verify(m, text, 1);
+        issue_draft(m, &(int32_t){ 0 }, 1, DEEP);
+        read_back(m, alone[text], m->drafter.ids, sizeof alone[text]);
+        read_back(m, alone_logits[text], m->drafter.logits, sizeof alone_logits[text]);
+        CHECK(!text || memcmp(alone[text], alone[text - 1], sizeof *alone), "texts %d and before draft the same: a weak test", text);
     }
-    step(m, segs, N);
-    set_choices(m, last, next, N);
-    commit(m, one, NULL);
-    int32_t alone[N][DEPTH * WIDTH], got[DEPTH * N * WIDTH];
-    float alone_logits[N][DEPTH * WIDTH], logits[DEPTH * N * WIDTH];
-    for (int s = 0; s < N; s++) {
-        issue_draft(m, &(int32_t){ s }, 1, DEPTH);
-        read_back(m, alone[s], m->drafter.ids, sizeof alone[s]);
-        read_back(m, alone_logits[s], m->drafter.logits, sizeof alone_logits[s]);
-    }
-    CHECK(memcmp(alone[0], alone[1], sizeof *alone) && memcmp(alone[1], alone[2], sizeof *alone), "sessions draft the same: a weak test");
+    close_model(m);
+    o.n_seqs = N;
+    m = open_pair(path, o);
+    for (int text = 0; text < N; text++) tell(m, text, (text + 1) % N);
+    verify(m, 0, N);
     for (size_t g = 0; g < sizeof groups / sizeof *groups; g++) {
         int n = 0;
         while (n < N && groups[g][n] >= 0) ids[n] = groups[g][n], n++;
-        issue_draft(m, ids, n, DEPTH);
-        read_back(m, got, m->drafter.ids, (size_t)(DEPTH * n * WIDTH) * sizeof *got);
-        read_back(m, logits, m->drafter.logits, (size_t)(DEPTH * n * WIDTH) * sizeof *logits);
+        issue_draft(m, ids, n, DEEP);
+        read_back(m, got, m->drafter.ids, (size_t)(DEEP * n * WIDTH) * sizeof *got);
+        read_back(m, logits, m->drafter.logits, (size_t)(DEEP * n * WIDTH) * sizeof *logits);
         for (int i = 0; i < n; i++)
-            for (int k = 0; k < DEPTH; k++)
+            for (int k = 0; k < DEEP; k++)
                 CHECK(!memcmp(got + (k * n + i) * WIDTH, alone[ids[i]] + k * WIDTH, WIDTH * sizeof *got) &&
                           !memcmp(logits + (k * n + i) * WIDTH, alone_logits[ids[i]] + k * WIDTH, WIDTH * sizeof *logits),
                       "%s: group %zu, segment %d, depth %d: not what it drafts alone", path, g, ids[i], k);
@@ -282,7 +307,7 @@ static void test_backend(const char *path, const char *drafter) {
         for (int i = 0; i < 2; i++) {
             n_sent = n_steps = 0;
             issue_draft(m, &(int32_t){ 0 }, 1, DEPTH);
-            CHECK(n_steps == 1 && last_key.kind == STEP_DRAFT && last_key.model == 1 && last_key.kept == DEPTH,
+            CHECK(n_steps == 1 && last_key.kind == STEP_DRAFT && last_key.model == m->number + 1 && last_key.kept == DEPTH,
                   "a chain is %d steps, the last of kind %d", n_steps, last_key.kind);
             CHECK(n_uploads == m->binder.n_uploads + m->drafter.binder.n_uploads, "lazy %d: %d uploads after draft %d", lazy, n_uploads, i);
         }
@@ -295,6 +320,33 @@ static void test_backend(const char *path, const char *drafter) {
 }
 
 // ---- files -----------------------------------------------------------------------------------------------------------------
+
+// One line that has all these words.
+static void refused(const char *path, const char *drafter, const char *const *words) {
+    fflush(stdout);
+    const pid_t child = fork();
+    if (!child) {
+        const int err = open(in_tmp("stderr"), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+        if (err < 0 || dup2(err, 2) < 0) _exit(126);
+        open_pair(path, plan(drafter, KV_F16, 1, 1));
+        _exit(0);
+    }
+    int status = -1;
+    while (child > 0 && waitpid(child, &status, 0) < 0 && errno == EINTR) {}
+    char *err = text_of(in_tmp("stderr"));
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1 && strchr(err, '\n') == err + strlen(err) - 1,
+          "%s with %s: expected one line and status 1, got status %d and: %s", path, drafter, status, err);
+    for (; *words; words++) CHECK(strstr(err, *words), "%s with %s: expected '%s' in: %s", path, drafter, *words, err);
+    free(err);
+}
+#define REFUSED(path, drafter, ...) refused(path, drafter, (const char *const[]){ __VA_ARGS__, NULL })
+
+static void set_text(Draft *d, const char *key, const char *text) {
+    Bytes *b = &draft_key(d, key)->value;
+    b->n = 0;
+    put_u32(b, GGUF_V_STR);
+    put_text(b, text);
+}
 
 static void rename_text(char *name, size_t room, const char *from, const char *to) {         // where it begins with from
     char rest[128];
@@ -334,31 +386,85 @@ static void test_forms(const char *family) {
     CHECK(!memcmp(&got, &want, sizeof got), "%s: a folder drafts something else", family);
 }
 
-// One line that has all these words.
-static void refused(const char *path, const char *drafter, const char *const *words) {
-    fflush(stdout);
-    const pid_t child = fork();
-    if (!child) {
-        const int err = open(in_tmp("stderr"), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-        if (err < 0 || dup2(err, 2) < 0) _exit(126);
-        open_pair(path, plan(drafter, KV_F16, 1, 1));
-        _exit(0);
-    }
-    int status = -1;
-    while (child > 0 && waitpid(child, &status, 0) < 0 && errno == EINTR) {}
-    char *err = text_of(in_tmp("stderr"));
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1 && strchr(err, '\n') == err + strlen(err) - 1,
-          "%s with %s: expected one line and status 1, got status %d and: %s", path, drafter, status, err);
-    for (; *words; words++) CHECK(strstr(err, *words), "%s with %s: expected '%s' in: %s", path, drafter, *words, err);
-    free(err);
-}
-#define REFUSED(path, drafter, ...) refused(path, drafter, (const char *const[]){ __VA_ARGS__, NULL })
+// ---- centroids ---------------------------------------------------------------------------------------------------------------
 
-static void set_text(Draft *d, const char *key, const char *text) {
-    Bytes *b = &draft_key(d, key)->value;
-    b->n = 0;
-    put_u32(b, GGUF_V_STR);
-    put_text(b, text);
+enum { N_CENTROIDS = 16, PER = VOCAB / N_CENTROIDS, N_USED = 4, MTP_DIM = 128 };
+
+static float centroid(int k, int i) { return sinf((float)(k * MTP_DIM + i) * 1.7f); }
+static int token_at(int i) { return (i * 197 + 31) % VOCAB; }          // a permutation
+
+// A file with centroids, of which so many are used. flag: use_ordered_embeddings; -1: the key is missing.
+static const char *write_centroids(const char *from, const char *to, int n_used, int flag, bool wide) {
+    Draft d = read_draft(from);
+    DraftTensor *t = draft_add(&d, "masked_embd_centroids.weight", MTP_DIM);
+    t->n_dims = 2;
+    t->ne[1] = N_CENTROIDS;
+    for (int k = 0; k < N_CENTROIDS; k++)
+        for (int i = 0; i < MTP_DIM; i++) put(&t->data, &(float){ centroid(k, i) }, sizeof(float));
+    t = draft_add(&d, "masked_embd_ordering", VOCAB);
+    t->type = wide ? GGUF_I64 : GGUF_I32;
+    for (int i = 0; i < VOCAB; i++) put(&t->data, &(int64_t){ token_at(i) }, wide ? 8 : 4);
+    draft_u16(&d, "gemma4-assistant.centroid_top_k", (unsigned)n_used);
+    if (flag >= 0) {
+        Bytes *b = &draft_key(&d, "gemma4-assistant.use_ordered_embeddings")->value;
+        put_u32(b, GGUF_V_BOOL);
+        put(b, &(uint8_t){ (uint8_t)flag }, 1);
+    }
+    return write_draft(&d, to);
+}
+
+// All centroids used: the dense head. Some: tokens of the nearest, with the logits of the dense head. Flag false: the dense head.
+static void test_centroids(const char *family) {
+    const char *path = kept(make_model(family, family, "f32", NULL)), *drafter = kept(mtp_of(family)), *file = kept(in_tmp("centroids.gguf"));
+    const Chain dense = chain_of(path, plan(drafter, KV_F32, 1, VOCAB), 0);
+    Chain c = chain_of(path, plan(write_centroids(drafter, file, N_USED, 0, false), KV_F32, 1, VOCAB), 0);
+    CHECK(!memcmp(&c, &dense, sizeof c), "%s: centroids that a flag turns off are used", family);
+    const Ops *ops = on_gpu ? gpu_ops() : cpu_ops();
+    if (!ops->head_centroid) {
+        REFUSED(path, write_centroids(drafter, file, N_USED, -1, false), "centroids.gguf", "has no head for centroids");
+        SKIP("no backend has a head for centroids");
+        return;
+    }
+    c = chain_of(path, plan(write_centroids(drafter, file, N_CENTROIDS, 1, true), KV_F32, 1, VOCAB), 0);
+    for (int k = 0; k < DEPTH; k++) {
+        const double d = difference(c.logits[k], dense.logits[k], VOCAB);
+        CHECK(d <= (on_gpu ? 1e-3 : 1e-5) && c.ids[k] == dense.ids[k], "%s: all centroids, depth %d: token %d, expected %d; difference %.3g", family, k,
+              c.ids[k], dense.ids[k], d);
+        CHECK(fabs((double)c.logsumexp[k] - (double)dense.logsumexp[k]) < (on_gpu ? 1e-2 : 1e-4), "%s: all centroids, depth %d: logsumexp", family, k);
+    }
+    int32_t *prompt = golden("", "tokens.i32", L * sizeof *prompt);
+    Model *m = open_pair(path, plan(write_centroids(drafter, file, N_USED, -1, false), KV_F32, 1, N_USED * PER));
+    answer_prompt(m, prompt, L);
+    issue_draft(m, &(int32_t){ 0 }, 1, 1);
+    float y[MTP_DIM];
+    double scores[N_CENTROIDS] = { 0 };
+    bool near[VOCAB] = { false };
+    read_back(m, y, m->drafter.normed, sizeof y);
+    for (int k = 0; k < N_CENTROIDS; k++)
+        for (int i = 0; i < MTP_DIM; i++) scores[k] += (double)centroid(k, i) * (double)y[i];
+    for (int k = 0; k < N_CENTROIDS; k++) {
+        int above = 0;
+        for (int i = 0; i < N_CENTROIDS; i++) above += scores[i] > scores[k];
+        for (int i = 0; i < PER && above < N_USED; i++) near[token_at(k * PER + i)] = true;
+    }
+    c = read_chain(m, 0, 1, 1);                        // a token without a logit has 0
+    int wrong = 0;
+    for (int i = 0; i < VOCAB; i++)
+        wrong += !(fabs((double)c.logits[0][i] - (near[i] ? (double)dense.logits[0][i] : 0)) <= (on_gpu ? 1e-2 : 1e-4));
+    CHECK(!wrong, "%s: %d of %d centroids: %d tokens have another logit than expected", family, N_USED, N_CENTROIDS, wrong);
+    close_model(m);
+    free(prompt);
+    Draft d = read_draft(write_centroids(drafter, file, N_USED, -1, false));
+    memcpy(draft_tensor(&d, "masked_embd_ordering")->data.data, &(int32_t){ token_at(1) }, 4);
+    REFUSED(path, write_draft(&d, file), "masked_embd_ordering", "expected every token once");
+    REFUSED(path, write_centroids(drafter, file, N_CENTROIDS + 1, -1, false), "centroid_top_k");
+    d = read_draft(drafter);
+    draft_add(&d, "masked_embd_ordering", VOCAB);
+    draft_add(&d, "masked_embd_centroids.weight", MTP_DIM);
+    DraftTensor *t = draft_tensor(&d, "masked_embd_centroids.weight");
+    t->n_dims = 2;
+    t->ne[1] = 3;
+    REFUSED(path, write_draft(&d, file), "masked_embd_centroids.weight", "divides the vocabulary of 512");
 }
 
 static void test_refused(void) {
@@ -477,6 +583,7 @@ int main(int argc, char **argv) {
             test_caches(families[i]);
         }
         test_company(MINI, MINI_MTP);
+        test_centroids("micro-e");
         test_acceptance(plan(MINI_MTP, KV_F16, 1, 1), 160, DEPTH);
         test_types();
     }
