@@ -458,6 +458,7 @@ static void test_centroids(const char *family) {
     memcpy(draft_tensor(&d, "masked_embd_ordering")->data.data, &(int32_t){ token_at(1) }, 4);
     REFUSED(path, write_draft(&d, file), "masked_embd_ordering", "expected every token once");
     REFUSED(path, write_centroids(drafter, file, N_CENTROIDS + 1, -1, false), "centroid_top_k");
+    REFUSED(path, write_centroids(drafter, file, 0, -1, false), "centroid_top_k");
     d = read_draft(drafter);
     draft_add(&d, "masked_embd_ordering", VOCAB);
     draft_add(&d, "masked_embd_centroids.weight", MTP_DIM);
