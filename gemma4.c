@@ -17,8 +17,8 @@
  *   [11] Command line
  *   [12] CPU operations
  * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/chat.h: the terminal;
- *              parts/session.h: sessions in files; parts/server.h: HTTP; parts/kv.h: rows of the KV cache;
- *              parts/reference.h: what each operation means
+ *              parts/session.h: sessions in files; parts/store.h: sessions that have no slot; parts/server.h: HTTP;
+ *              parts/kv.h: rows of the KV cache; parts/reference.h: what each operation means
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
  *              allocates nothing, unless --dump is given.
  * TRAPS        the list before forward: every way this model differs from Llama. */
@@ -802,6 +802,7 @@ typedef struct {
     int          n_checkpoints;
     int64_t      steps;                // done so far
     int          n_suppressed;         // tokens that the mask leaves out
+    uint64_t     hash[3];              // of the file, once somebody asked: parts/session.h
 } Model;
 
 typedef struct { char *base; size_t used; } Arena;     // base NULL: a dry run that only counts
@@ -2623,14 +2624,18 @@ static size_t stops_flush(Stops *s, char *out) {       // at the end: what waits
     return n;
 }
 
+enum { MARKS = 32 };
+typedef struct { uint8_t *rings; int n, seen; } Mark;                // the rings as they were when the first n tokens were held
+
 typedef struct {
     Model     *m;
     Tokenizer *t;
     int        seq;           // its slot in the model's caches
     TokIds     held;          // (m->len[seq]) the committed tokens
-    uint8_t   *rings;         // the rings as they were when the first `mark` of them were held: to go back further than rings
-    int        mark;          // reach. 0: nothing is kept
-    int        mark_seen;
+    Mark       marks[MARKS];  // (n_marks) ascending: to go back further than rings reach. Those behind keep their memory
+    int        n_marks;
+    int        most_marks;    // 1 .. MARKS
+    int        mark_every;    // a prompt leaves one each time it has run so many tokens; 0: only at Prompt.mark
     // the answer under way, or the last one
     AnswerOptions options;
     TokReply   reply;         // as far as it has come; at its end cut where a stop string began
@@ -2658,7 +2663,7 @@ typedef struct {
 } Session;
 
 static void session_open(Session *s, Model *m, Tokenizer *t, int seq) {
-    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1 };
+    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .most_marks = 1 };
     guesser_init(&s->guesser);
     reset_session(m, seq);
 }
@@ -2670,9 +2675,16 @@ static void session_close(Session *s) {
     guesser_free(&s->guesser);
     tok_ids_free(&s->thought_name);
     tok_reply_free(&s->reply);
-    free(s->rings);
+    for (int i = 0; i < MARKS; i++) free(s->marks[i].rings);
     free(s->stops.held);
     free(s->text);
+}
+
+static void session_forget(Session *s) {               // it holds nothing, and nothing is kept of it
+    reset_session(s->m, s->seq);
+    s->held.n = 0;
+    s->n_marks = 0;
+    s->row = -1;
 }
 
 static void session_cancel(Session *s) { s->cancelled = 1; }         // the next event is the end; from any thread or handler
@@ -2722,17 +2734,18 @@ __attribute__((unused)) static double bytes_per_draft(const Model *m, int pos) {
 }
 
 // Cuts the session back to what it shares with a prompt (ids, n >= 1), less the last token, which has to run for its logits.
-// Where the rings do not reach back as far, they are put back as they were at the mark; else the session starts again.
+// Where the rings do not reach back as far, they are put back as they were at the last mark before; else the session starts again.
 static void session_keep(Session *s, const int32_t *ids, int n) {
     Model *m = s->m;
     int same = 0;
     while (same < min_int(n - 1, m->len[s->seq]) && s->held.ids[same] == ids[same]) same++;
-    if (same < s->mark) s->mark = 0;
+    while (s->n_marks && s->marks[s->n_marks - 1].n > same) s->n_marks--;
     if (!shorten_session(m, s->seq, ids, same)) {
-        same = s->mark;
-        if (same) {
-            copy_rings(m, s->seq, s->rings, COPY_IN);
-            m->seen[s->seq] = s->mark_seen;
+        const Mark *mark = s->n_marks ? &s->marks[s->n_marks - 1] : NULL;
+        same = mark ? mark->n : 0;
+        if (mark) {
+            copy_rings(m, s->seq, mark->rings, COPY_IN);
+            m->seen[s->seq] = mark->seen;
             shorten_session(m, s->seq, ids, same);
         } else {
             reset_session(m, s->seq);
@@ -2741,12 +2754,28 @@ static void session_keep(Session *s, const int32_t *ids, int n) {
     s->held.n = (size_t)same;
 }
 
-// What the rings hold now is kept: the session can go back to here from wherever it gets to.
+// What the rings hold now is kept: the session can go back to here from wherever it gets to. Of too many marks the one goes that
+// is closest to the next.
 static void session_save(Session *s) {
-    if (!s->rings) s->rings = alloc_or_die(copy_rings(s->m, s->seq, NULL, COPY_OUT), 1);
-    copy_rings(s->m, s->seq, s->rings, COPY_OUT);
-    s->mark = s->m->len[s->seq];
-    s->mark_seen = s->m->seen[s->seq];
+    const int len = s->m->len[s->seq];
+    Mark *marks = s->marks;
+    int n = s->n_marks, least = 0;
+    if (n && marks[n - 1].n == len) return;
+    if (n == s->most_marks) {
+        for (int i = 0, best = INT_MAX; i < n; i++) {
+            const int gap = (i + 1 < n ? marks[i + 1].n : len) - marks[i].n;
+            if (gap < best) best = gap, least = i;
+        }
+        const Mark out = marks[least];
+        memmove(marks + least, marks + least + 1, (size_t)(--n - least) * sizeof *marks);
+        marks[n] = out;
+    }
+    Mark *mark = &marks[n];
+    if (!mark->rings) mark->rings = alloc_or_die(copy_rings(s->m, s->seq, NULL, COPY_OUT), 1);
+    copy_rings(s->m, s->seq, mark->rings, COPY_OUT);
+    mark->n = len;
+    mark->seen = s->m->seen[s->seq];
+    s->n_marks = n + 1;
 }
 
 // The tokens behind what the session shares with (ids, n) are what it runs next.
@@ -3004,10 +3033,16 @@ static void take_tokens(Session *s, int i, int row, Event *e) {
     g->drafts.n = 0;
 }
 
+// How long the session is where the rings are to be saved next; INT_MAX: nowhere.
+static int next_mark(const Session *s) {
+    const int len = s->m->len[s->seq], every = s->prompting ? s->mark_every : 0;
+    return min_int(s->want_mark > len ? s->want_mark : INT_MAX, every ? len - len % every + every : INT_MAX);
+}
+
 // Rows of the next step: of a prompt a chunk, which ends where the rings are to be saved.
 static int next_rows(const Session *s) {
-    const int n = (int)s->todo.n - s->at, len = s->m->len[s->seq];
-    return min_int(s->want_mark > len ? min_int(n, s->want_mark - len) : n, s->m->options.n_batch);
+    const int n = (int)s->todo.n - s->at;
+    return min_int(min_int(n, next_mark(s) - s->m->len[s->seq]), s->m->options.n_batch);
 }
 
 enum { PATIENCE = 4 };        // steps without a guess, after which the next is issued ahead again
@@ -3111,12 +3146,14 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
     Model *m = sessions[0]->m;
     StepSeg segs[MAX_SESSIONS] = { { 0 } };
     int32_t n_todo[MAX_SESSIONS];
+    int marks[MAX_SESSIONS];
     const double start = seconds();
     const bool drafted = lay_out(sessions, segs, n);
     bool runs_already = m->ahead && m->n_segs == n;
     for (int i = 0; i < n; i++) {
         Session *s = sessions[i];
         n_todo[i] = segs[i].n - s->guesser.drafts.n;
+        marks[i] = next_mark(s);
         runs_already = runs_already && s->fed && m->segs[i].seq == s->seq;
         s->turn.steps += !s->prompting;
         s->turn.read += s->prompting ? 0 : bytes_per_token(m, m->len[s->seq]);
@@ -3142,7 +3179,7 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
         s->turn.n_run += s->prompting && !s->turn.shifts ? n_todo[i] : 0;
         s->fed = ahead;
         s->returned = now;
-        if (s->want_mark == m->len[s->seq]) session_save(s);
+        if (marks[i] == m->len[s->seq]) session_save(s);
         if (s->at == (int)s->todo.n) {
             s->step = step_number;
             take_tokens(s, i, row, events[i]);
@@ -3663,6 +3700,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 #include "parts/session.h"
 #include "parts/bench.h"
 #include "parts/chat.h"
+#include "parts/store.h"
 #include "parts/server.h"
 
 // ==== [11] Command line ===============================================================================================
@@ -3691,14 +3729,15 @@ typedef struct {
     const char *target, *type;                  // quantize: OUT, TYPE
     const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
     const char *fill;
-    const char *host, *api_key, *api_key_file, *alias;       // serve
-    double port, parallel, chunk, queue, timeout, max_body;
+    const char *host, *api_key, *api_key_file, *alias, *session_dir;   // serve
+    double port, parallel, chunk, queue, timeout, max_body, cache_ram, session_disk;
     const char *kld_base, *kld;                 // ppl
     double n_runs, stride, n_chunks;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
     double think_budget, memory, tail, draft_max, draft_min_p, tree;
     TextList biases, stops;
-    bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, lazy_draft, help, version;
+    bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, lazy_draft, log_text;
+    bool help, version;
 } Flags;
 
 typedef enum { FLAG_TEXT, FLAG_LIST, FLAG_INT, FLAG_REAL, FLAG_ON } FlagKind;      // a list: the flag may come again
@@ -3855,6 +3894,13 @@ static const Flag flags[] = {
     { "--timeout", NULL, "S", FLAG_INT, SERVE, FIELD(timeout), 1, 1e6,
       "serve: seconds after which an answer is cut; default 3600" },
     { "--max-body", NULL, "M", FLAG_INT, SERVE, FIELD(max_body), 1, 1024, "serve: most MiB of a request; default 16" },
+    { "--cache-ram", "-cram", "M", FLAG_INT, SERVE, FIELD(cache_ram), 0, 1 << 24,
+      "serve: MiB of host memory to go back to earlier prompts and conversations; default an eighth of the machine's" },
+    { "--session-dir", NULL, "DIR", FLAG_TEXT, SERVE, FIELD(session_dir), 0, 0,
+      "serve: conversations are kept in files there, also for the next run; default: in memory only" },
+    { "--session-disk", NULL, "M", FLAG_INT, SERVE, FIELD(session_disk), 1, 1 << 24,
+      "serve: most MiB of these files; default 65536" },
+    { "--log-text", NULL, NULL, FLAG_ON, SERVE, FIELD(log_text), 0, 0, "serve: prompts and answers go to the log; default: not" },
     { "-h", "--help", NULL, FLAG_ON, ANY, FIELD(help), 0, 0, "this text" },
     { "--version", NULL, NULL, FLAG_ON, ANY, FIELD(version), 0, 0, "version and backend" },
 };
@@ -4360,15 +4406,20 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
     ServeOptions s = { .host = f->host ? f->host : "127.0.0.1", .alias = f->alias, .api_key = key ? key : f->api_key,
                        .port = (int)f->port, .max_queue = (int)f->queue, .timeout = (int)f->timeout,
                        .max_body = (size_t)f->max_body << 20, .n_predict = (int)f->n_predict,
-                       .think_budget = (int)f->think_budget, .think = f->think, .fixed_seed = !isnan(f->seed) };
+                       .think_budget = (int)f->think_budget, .think = f->think, .fixed_seed = !isnan(f->seed),
+                       .session_dir = f->session_dir, .session_disk = (size_t)f->session_disk << 20, .log_text = f->log_text,
+                       .cache_ram = f->cache_ram < 0 ? (size_t)sysconf(_SC_PHYS_PAGES) / 8 * (size_t)sysconf(_SC_PAGESIZE)
+                                                     : (size_t)f->cache_ram << 20 };
     if (s.api_key && !*s.api_key) die("%s: expected a key, got an empty one", key ? "--api-key-file" : "--api-key");
     if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
         die("--template: expected large or small, got '%s'", f->chat_template);
-    o.n_seqs = o.n_logits = (int)f->parallel;
+    o.n_seqs = (int)f->parallel;
+    s.drafting = drafting_of(f, ops, &o);
     o.penalties = o.bias = true;
     if (o.n_seqs > 1) o.n_batch = SMALL_BATCH;         // nobody waits for the next token longer than for one chunk
     if (f->chunk) o.n_batch = (int)f->chunk;
     load_model(m, f->model, ops, o, NULL);
+    check_drafting(m, &s.drafting);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
     s.sampling = sampling_params(f, &m->gguf);
@@ -4385,7 +4436,7 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
 int main(int argc, char **argv) {
     Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
                 .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5, .port = 8080, .parallel = 1, .queue = 64,
-                .timeout = 3600, .max_body = 16 };
+                .timeout = 3600, .max_body = 16, .cache_ram = -1, .session_disk = 65536 };
     parse_flags(&f, argc, argv);
     if (f.help) {
         print_help();

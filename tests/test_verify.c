@@ -162,7 +162,7 @@ static void one_prompt(Session *plain, Session *s, const char *name, const Choos
         if (guess[g].spoil && ngram_mod.next) spoil_table(s->m);
         o.drafting = guess[g].drafting;
         reset_session(s->m, s->seq);
-        s->held.n = 0, s->mark = 0;
+        s->held.n = 0, s->n_marks = 0;
         const Answer got = tell(s, i, &o, cancel_after);
         if (end == CANCELLED) {                        // where it stops depends on how many tokens a step makes
             const int both = min_int(got.n, want.n);
