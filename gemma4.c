@@ -12,8 +12,8 @@
  *   [6]  Drafters: files, plan, passes
  *   [7]  Step: batch, run, commit
  *   [8]  Drafting: who guesses, how far
- *   [8]  Generation: sessions, events
- *   [9]  Text and verbs: logits, tokenize, detokenize, plan
+ *   [9]  Generation: sessions, events
+ *   [10] Text and verbs: logits, tokenize, detokenize, plan
  *   [11] Command line
  *   [12] CPU operations
  * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/chat.h: the terminal;
