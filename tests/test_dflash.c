@@ -478,6 +478,57 @@ static const char *write_older(const char *from, const char *to, const char *arc
     return write_draft(&d, to);
 }
 
+// The file as a Hugging Face folder, with the names that published ones have, in f32.
+static const char *write_folder(const char *from, const char *path) {
+    static const char *const names[][2] = { { "fc.weight", "fc.weight" }, { "enc.output_norm.weight", "hidden_norm.weight" },
+        { "output_norm.weight", "norm.weight" }, { "attn_norm.weight", "input_layernorm.weight" },
+        { "ffn_norm.weight", "post_attention_layernorm.weight" }, { "attn_q.weight", "self_attn.q_proj.weight" },
+        { "attn_k.weight", "self_attn.k_proj.weight" }, { "attn_v.weight", "self_attn.v_proj.weight" },
+        { "attn_output.weight", "self_attn.o_proj.weight" }, { "attn_q_norm.weight", "self_attn.q_norm.weight" },
+        { "attn_k_norm.weight", "self_attn.k_norm.weight" }, { "ffn_gate.weight", "mlp.gate_proj.weight" },
+        { "ffn_up.weight", "mlp.up_proj.weight" }, { "ffn_down.weight", "mlp.down_proj.weight" } };
+    char file[1200], entry[512], sep = '{';
+    Draft d = read_draft(from);
+    Bytes head = { 0 }, data = { 0 };
+    for (size_t i = 0; i < d.n_tensors; i++) {
+        const DraftTensor *t = &d.tensors[i];
+        int l = -1, end = 0;
+        if (sscanf(t->name, "blk.%d.%n", &l, &end) < 1) end = 0;
+        size_t k = 0;
+        while (strcmp(names[k][0], t->name + end)) k++;
+        char layer[32] = "";
+        if (end) snprintf(layer, sizeof layer, "layers.%d.", l);
+        put(&head, entry, (size_t)snprintf(entry, sizeof entry, "%c\"%s%s\":", sep, layer, names[k][1]));
+        char shape[64];
+        if (t->n_dims > 1) snprintf(shape, sizeof shape, "%d,%d", (int)t->ne[1], (int)t->ne[0]);
+        else snprintf(shape, sizeof shape, "%d", (int)t->ne[0]);
+        put(&head, entry, (size_t)snprintf(entry, sizeof entry, "{\"dtype\":\"F32\",\"shape\":[%s],\"data_offsets\":[%zu,%zu]}", shape,
+                                           data.n, data.n + t->data.n));
+        put(&data, t->data.data, t->data.n);
+        sep = ',';
+    }
+    put(&head, "}", 1);
+    put_padding(&head, 8);
+    for (size_t i = 0; i < head.n; i++) head.data[i] = head.data[i] ? head.data[i] : ' ';
+    CHECK(!mkdir(path, 0700), "%s: %s", path, strerror(errno));
+    snprintf(file, sizeof file, "%s/model.safetensors", path);
+    FILE *f = must(fopen(file, "wb"));
+    const uint64_t n_head = head.n;
+    fwrite(&n_head, 8, 1, f), fwrite(head.data, 1, head.n, f), fwrite(data.data, 1, data.n, f);
+    fclose(f);
+    snprintf(file, sizeof file, "%s/config.json", path);
+    f = must(fopen(file, "wb"));
+    fprintf(f, "{\"architectures\":[\"DFlashDraftModel\"],\"model_type\":\"qwen3\",\"num_hidden_layers\":5,\"hidden_size\":64,"
+            "\"intermediate_size\":128,\"num_attention_heads\":2,\"num_key_value_heads\":1,\"head_dim\":128,\"rms_norm_eps\":1e-6,"
+            "\"rope_theta\":1000000,\"rope_scaling\":null,\"hidden_act\":\"silu\",\"sliding_window\":64,\"block_size\":16,"
+            "\"layer_types\":[\"sliding_attention\",\"sliding_attention\",\"sliding_attention\",\"sliding_attention\","
+            "\"full_attention\"],\"vocab_size\":512,\"dflash_config\":{\"mask_token_id\":4,\"target_layer_ids\":[0,2]}}");
+    fclose(f);
+    free(head.data), free(data.data);
+    free_draft(&d);
+    return path;
+}
+
 static Block block_of(const char *path, PlanOptions o) {               // behind a prompt
     int32_t ids[60];
     Model *m = open_pair(path, o);
@@ -501,6 +552,9 @@ static void test_forms(void) {
     o = plan(write_older(drafter, in_tmp("older.gguf"), "dflash-draft", "dflash_fc.weight", "dflash_hidden_norm.weight"), 1);
     got = block_of(path, o);
     same_block(&got, &want, "dflash-draft");
+    o = plan(write_folder(drafter, kept(in_tmp("folder"))), 1);
+    got = block_of(path, o);
+    same_block(&got, &want, "a folder");
     o = plan(drafter, 1);
     o.draft_depth = 0;
     Model *m = open_pair(path, o);
