@@ -4691,7 +4691,7 @@ typedef struct {
 enum { ROW_PAD = 8, SCORE_ROW = KEYS + 4, WEIGHT_ROW = KEYS + 8 };
 
 // Blocks of which an SM has to have room for the registers, without spills.
-static constexpr int attend_blocks(int hd, int nc) { return nc <= 16 || hd == 256 ? 2 : 1; }
+static constexpr int attend_blocks(int hd, int nc) { return nc <= 16 || hd <= 256 ? 2 : 1; }
 // Scores. Before them angles of up to FUSED_ROWS rows and the frequencies of pairs lie there, behind them the weights
 // of parts.
 ON_DEVICE static constexpr int attend_score_bytes(int hd, int nc) {
@@ -6442,7 +6442,8 @@ static Attend attend_from(const Attend *o, int r) {
 static bool makes_store(const Attend *o, int step) {
     const QkvStore *s = o->store;
     if (!s || s->dump_q || s->dump_q_pos || s->dump_k || s->dump_k_pos || s->dump_v) return false;
-    return s->rope.n_pairs && s->rope.n_pairs % 4 == 0 && !o->stage && o->own != OWN_NONE &&
+    // Rows that nobody sees would not be made.
+    return s->rope.n_pairs && s->rope.n_pairs % 4 == 0 && !o->stage && (o->own != OWN_NONE || !s->k) &&
         o->batch->n_rows <= min_int(FUSED_ROWS, step);
 }
 
@@ -7170,8 +7171,9 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) summary_kernel(Summary o, S
     __shared__ TokenRow shared_row;
     const int r = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first_strip = blockIdx.x * s.per_block, end = min(first_strip + s.per_block, s.n_strips);
-    const TokenRow t = { o.logits + (size_t)r * o.vocab, NULL, s.strip + (size_t)r * s.n_strips, o.vocab, s.n_strips, true,
-                         o.names ? o.names + (size_t)r * o.vocab : NULL };
+    const TokenRow t =
+        { o.logits + (size_t)r * o.vocab, NULL, s.strip + (size_t)r * s.n_strips, o.vocab, s.n_strips, true,
+          o.names ? o.names + (size_t)r * o.vocab : NULL };
     double *sums = s.sum + (size_t)r * s.n_strips;
     for (int first = first_strip; first < end; first += ROUND) {
         Four v[2];
@@ -7203,7 +7205,8 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) summary_kernel(Summary o, S
         const u64 *list = key_list();
         for (int i = threadIdx.x; i < o.k; i += SAMPLE_THREADS) {
             o.ids[(size_t)r * o.k + i] = key_id(list[i]);
-            o.top[(size_t)r * o.k + i] = o.names ? key_logit(list[i]) : t.z[key_id(list[i])];      // there a NaN stays one
+            // a NaN stays one, unless it has a name
+            o.top[(size_t)r * o.k + i] = o.names ? key_logit(list[i]) : t.z[key_id(list[i])];
         }
     }
     if (!o.sum) return;
@@ -7299,8 +7302,8 @@ typedef struct {
 
 // candidates: logits of the tokens of the chosen centroids, wherever their rows lie.
 //   shapes    as in HeadCentroid
-//   launch    grid (ceil(n_used * per / 4 / warps), n_rows), block 512, dynamic shared memory: the row. A warp has a unit
-//             of four candidates, of floats one after the other
+//   launch    grid (ceil(n_used * per / 4 / warps), n_rows), block 512, dynamic shared memory: the row. A warp has a
+//             unit of four candidates, of floats one after the other
 //   traffic   reads the rows of the candidates once for each row of the step
 //   numerics  as product_kernel
 //   see       cpu_head_centroid
@@ -7332,7 +7335,8 @@ static void launch_candidates(const HeadCentroid *o, Prepared y, const int32_t *
     Candidates c = { };
     c.type = w->type, c.w = planes_of(w);
     c.quads = ((size_t)c.w.lo | plane_bytes(format_of(w->type), 0, w->cols)) % 16 == 0;
-    c.input.from = y, c.input.cols = w->cols, c.input.rows_each = 1, c.input.by_chunks = divisor(max_int(1, w->cols / 16));
+    c.input.from = y, c.input.cols = w->cols, c.input.rows_each = 1;
+    c.input.by_chunks = divisor(max_int(1, w->cols / 16));
     if (is_float(w->type)) c.input.f_row = (int)round_up(w->cols, 8) * (int)sizeof(float);
     else c.input.q_row = div_up(w->cols, 256) * OCTET_BYTES;
     c.order = o->order, c.chosen = chosen, c.n_used = o->n_used, c.by_per = divisor(per);
@@ -7343,8 +7347,8 @@ static void launch_candidates(const HeadCentroid *o, Prepared y, const int32_t *
     CHECK_LAUNCH("head_centroid n_rows=%d candidates=%d cols=%d", o->n_rows, c.to.rows, w->cols);
 }
 
-// head_centroid: scores of the centroids, the best of them, logits of their tokens, the best of these. What is chosen and
-// whose tokens they are lies in cuda.panel.
+// head_centroid: scores of the centroids, the best of them, logits of their tokens, the best of these. Which centroids
+// and whose logits lies in cuda.panel.
 static void cuda_head_centroid(const HeadCentroid *o) {
     const Tensor *w = o->w, *centroids = o->centroids;
     const int n_rows = o->n_rows, cols = w->cols, per = w->rows / centroids->rows, n = o->n_used * per;
@@ -7366,7 +7370,8 @@ static void cuda_head_centroid(const HeadCentroid *o) {
     job.out = o->scores;
     add_job(&jobs, job);
     launch_jobs(&jobs, "head_centroid", n_rows);
-    const Summary choice = { .logits = o->scores, .vocab = centroids->rows, .k = o->n_used, .ids = chosen, .top = best };
+    const Summary choice =
+        { .logits = o->scores, .vocab = centroids->rows, .k = o->n_used, .ids = chosen, .top = best };
     launch_summary(&choice, n_rows, "head_centroid");
     launch_candidates(o, y, chosen, names, per);
     const Summary result = { .logits = o->logits, .vocab = n, .k = o->top_k, .ids = o->top_ids, .top = o->top_logits,
