@@ -401,10 +401,14 @@ __device__ static inline float of_order(unsigned n) { return __uint_as_float(n >
 // Two of them in a word, the first one lowest.
 
 __device__ static inline unsigned half_bits(__half2 v) {
-    return __half_as_ushort(__low2half(v)) | (unsigned)__half_as_ushort(__high2half(v)) << 16;
+    unsigned bits;
+    memcpy(&bits, &v, sizeof bits);
+    return bits;
 }
-__device__ static inline __half2 two_halves(unsigned v) {
-    return __halves2half2(__ushort_as_half((unsigned short)v), __ushort_as_half((unsigned short)(v >> 16)));
+__device__ static inline __half2 two_halves(unsigned bits) {
+    __half2 v;
+    memcpy(&v, &bits, sizeof v);
+    return v;
 }
 
 // ---- sums ----
@@ -5484,21 +5488,24 @@ __device__ static inline CodedRow coded_row(const AttendTask &a, const CodedKeys
 // low .. end - 1, which get no weight, are rows of others.
 __device__ static inline void copy_lot(const AttendTask &a, const CodedKeys &from, const CodedPlane &p, const Keys &s,
                                        int low, int end, int j0, char *to) {
-    const int lane = threadIdx.x % 32, pad = p.stride - 16 * p.chunks;
-    char *to_scales = to + SWATH * p.stride;
+    const int lane = threadIdx.x % 32, stride = p.stride, chunks = p.chunks, pad = stride - 16 * chunks;
+    const Divisor by_chunks = p.by_chunks;
+    char *to_scales = to + SWATH * stride;
     if (p.type == KV_F16) return;
     if (j0 >= low && j0 + SWATH <= (a.staged ? min(end, s.len) : end)) {        // they follow each other
         const CodedRow row = coded_row(a, from, p, s, j0);
 #pragma unroll 4
-        for (int i = lane; i < SWATH * p.chunks; i += 32)
-            copy_ahead(to + quotient(i, p.by_chunks) * pad + 16 * i, row.codes + 16 * i);
+        for (int i = lane; i < SWATH * chunks; i += 32)
+            copy_ahead(to + quotient(i, by_chunks) * pad + 16 * i, row.codes + 16 * i);
         if (lane < p.scale_bytes) copy_ahead(to_scales + 16 * lane, row.scales + 16 * lane);
         return;
     }
 #pragma unroll 1
     for (int key = 0; key < SWATH; key++) {
         const CodedRow row = coded_row(a, from, p, s, min(max(j0 + key, low), end - 1));
-        for (int i = lane; i < p.chunks; i += 32) copy_ahead(to + key * p.stride + 16 * i, row.codes + 16 * i);
+#pragma unroll 1
+        for (int i = lane; i < chunks; i += 32) copy_ahead(to + key * stride + 16 * i, row.codes + 16 * i);
+#pragma unroll 1
         for (int i = lane; i < p.scale_bytes / 2; i += 32)
             ((uint16_t *)(to_scales + key * p.scale_bytes))[i] = ((const uint16_t *)row.scales)[i];
     }
@@ -5537,7 +5544,8 @@ __device__ static inline void score_swath(float (&s)[4], const CodedRow (&rows)[
             unsigned k[2][4];
             float sum[4] = { };
 #pragma unroll
-            for (int e = 0; e < 2; e++) read_halves<T, 8, false>(rows[e].codes, NULL, d + i + first, k[e]);
+            for (int e = 0; e < 2; e++) 
+                read_halves<T, 8, false>(rows[e].codes + kv_row_bytes(T, d), NULL, i + first, k[e]);
 #pragma unroll
             for (int u = 0; u < 4; u++) {
                 const unsigned x[4] = { k[0][u % 2 * 2], k[1][u % 2 * 2], k[0][u % 2 * 2 + 1], k[1][u % 2 * 2 + 1] };
