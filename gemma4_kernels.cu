@@ -5373,6 +5373,28 @@ __device__ static inline void read_pairs(const char *a, const char *b, int i, un
             h[j] = __byte_perm(x[j / 2], y[j / 2], 0x5410), h[j + 1] = __byte_perm(x[j / 2], y[j / 2], 0x7632);
         return;
     }
+    const unsigned mask = 0x0f0f0f0fu;
+    if (T == KV_TQ3) {                                 // 16 values: as read_codes, once words of both are side by side
+        const int o = i % KV_TURN / 8, turn = o % 4 + 30;
+        const unsigned *u = (const unsigned *)(a + kv_row_bytes(T, i - i % KV_TURN));
+        const unsigned *v = (const unsigned *)(b + kv_row_bytes(T, i - i % KV_TURN));
+        const unsigned wu = u[o / 2], su = u[8 + o / 4], wv = v[o / 2], sv = v[8 + o / 4];
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            const unsigned w = odd ? (wu >> 4 & mask) | (wv & ~mask) : (wu & mask) | (wv << 4 & ~mask);
+            unsigned s = odd ? (su >> 4 & mask) | (sv & ~mask) : (su & mask) | (sv << 4 & ~mask);
+            s = __funnelshift_r(s, s, turn);
+#pragma unroll
+            for (int j = 0; j < N; j += 8) {
+                const unsigned codes = (w >> j / 4 & 0x33333333u) | (s >> j / 8 & 0x44444444u);
+                unsigned low[2], high[2];
+                nibbles_to_halves<T, false>(codes, none, low);
+                nibbles_to_halves<T, false>(codes >> 16, none, high);
+                h[j + odd] = low[0], h[j + 2 + odd] = low[1], h[j + 4 + odd] = high[0], h[j + 6 + odd] = high[1];
+            }
+        }
+        return;
+    }
     read_codes<T, N>(a, i, x);
     read_codes<T, N>(b, i, y);
     if (T == KV_Q8_0) {
@@ -5391,10 +5413,10 @@ __device__ static inline void read_pairs(const char *a, const char *b, int i, un
     } else {
 #pragma unroll
         for (int j = 0; j < N; j += 4) {
-            const unsigned u = x[j / 8], v = y[j / 8], mask = 0x0f0f0f0fu;
+            const unsigned u = x[0], v = y[0];
             unsigned even[2], odd[2];
-            nibbles_to_halves<T, false>(((u & mask) | (v << 4 & ~mask)) >> j % 8 * 4, none, even);
-            nibbles_to_halves<T, false>(((u >> 4 & mask) | (v & ~mask)) >> j % 8 * 4, none, odd);
+            nibbles_to_halves<T, false>(((u & mask) | (v << 4 & ~mask)) >> j * 4, none, even);
+            nibbles_to_halves<T, false>(((u >> 4 & mask) | (v & ~mask)) >> j * 4, none, odd);
             h[j] = even[0], h[j + 1] = odd[0], h[j + 2] = even[1], h[j + 3] = odd[1];
         }
     }
@@ -5419,8 +5441,8 @@ typedef struct {              // K or V of a cache, or of its tail
     int     dim;              // values
     int     chunks;           // of 16 bytes in a row
     int     scale_bytes;      // of a row
+    int     lane_bits;        // 2^lane_bits lanes copy a row; at most 32 chunks
     int     stride;           // bytes from row to row in a lot: an odd number of chunks, so that banks differ
-    Divisor by_chunks;
     const char *codes, *scales;
     const char *stage_codes, *stage_scales;    // as in Attend
 } CodedPlane;
@@ -5488,26 +5510,27 @@ __device__ static inline CodedRow coded_row(const AttendTask &a, const CodedKeys
 // low .. end - 1, which get no weight, are rows of others.
 __device__ static inline void copy_lot(const AttendTask &a, const CodedKeys &from, const CodedPlane &p, const Keys &s,
                                        int low, int end, int j0, char *to) {
-    const int lane = threadIdx.x % 32, stride = p.stride, chunks = p.chunks, pad = stride - 16 * chunks;
-    const Divisor by_chunks = p.by_chunks;
+    const int lane = threadIdx.x % 32, stride = p.stride, bytes = 16 * p.chunks, scale_bytes = p.scale_bytes;
     char *to_scales = to + SWATH * stride;
     if (p.type == KV_F16) return;
-    if (j0 >= low && j0 + SWATH <= (a.staged ? min(end, s.len) : end)) {        // they follow each other
+    if (j0 >= low && j0 + SWATH <= (a.staged ? min(end, s.len) : end)) {       // they follow each other
+        const int first = lane >> p.lane_bits, at = 16 * (lane & ((1 << p.lane_bits) - 1)), step = 32 >> p.lane_bits;
         const CodedRow row = coded_row(a, from, p, s, j0);
+        const char *codes = row.codes + first * bytes + at;
+        to += first * stride + at;
+        if (at < bytes)
 #pragma unroll 4
-        for (int i = lane; i < SWATH * chunks; i += 32)
-            copy_ahead(to + quotient(i, by_chunks) * pad + 16 * i, row.codes + 16 * i);
-        if (lane < p.scale_bytes) copy_ahead(to_scales + 16 * lane, row.scales + 16 * lane);
+            for (int key = first; key < SWATH; key += step, codes += step * bytes, to += step * stride)
+                copy_ahead(to, codes);
+        if (lane < scale_bytes) copy_ahead(to_scales + 16 * lane, row.scales + 16 * lane);
         return;
     }
 #pragma unroll 1
     for (int key = 0; key < SWATH; key++) {
         const CodedRow row = coded_row(a, from, p, s, min(max(j0 + key, low), end - 1));
-#pragma unroll 1
-        for (int i = lane; i < chunks; i += 32) copy_ahead(to + key * stride + 16 * i, row.codes + 16 * i);
-#pragma unroll 1
-        for (int i = lane; i < p.scale_bytes / 2; i += 32)
-            ((uint16_t *)(to_scales + key * p.scale_bytes))[i] = ((const uint16_t *)row.scales)[i];
+        if (16 * lane < bytes) copy_ahead(to + key * stride + 16 * lane, row.codes + 16 * lane);
+        if (2 * lane < scale_bytes)
+            ((uint16_t *)(to_scales + key * scale_bytes))[lane] = ((const uint16_t *)row.scales)[lane];
     }
 }
 
@@ -5521,7 +5544,9 @@ __device__ static inline void wait_for_lot(int n) {
 }
 
 // Scales of the KV_TURN values from d on.
-template <KvType T> struct TurnScales { __half of[KV_TURN / CodedType<T>::group]; };
+template <KvType T> struct __align__(2 * KV_TURN / CodedType<T>::group) TurnScales {
+    __half of[KV_TURN / CodedType<T>::group];
+};
 template <KvType T> __device__ static inline TurnScales<T> turn_scales(const char *scales, int d) {
     return *(const TurnScales<T> *)(scales + d / CodedType<T>::group * sizeof(__half));
 }
@@ -5634,33 +5659,33 @@ template <typename F> __device__ static inline void with_run(KvType t, F f) {
     }
 }
 
-typedef struct {              // what a block reads of the cache, or of its tail
-    int first, end;           // swaths of the part, as streams count them
-    int tile0;                // tiles of the part before its share
+typedef struct {              // what a stream reads of the cache, or of its tail
+    int first, step;          // first keys of its swaths: first, first + step, .. below last
     int low, last;            // keys that any of the rows may read there are among low .. last - 1
     int whole_low, whole_end; // keys that all of them read there
 } Swaths;
 
-__device__ static inline int swath_key(const AttendTask &a, const Keys &s, const Swaths &u, int n) {
-    return tile_of(s.share, a.split, n / 2 - u.tile0) * KEYS + n % 2 * SWATH;
-}
-
-// Keys that a row reads in the tail begin behind its position less `reach`; 0: it reads none there.
+// Keys that a row reads in the tail begin behind its position less `reach`; 0: it reads none there. STREAMS swaths are
+// whole spans, so a stream's come at equal distances.
 template <bool TAIL>
 __device__ static inline Swaths swaths_of(const AttendTask &a, const Keys &s, const Sight *rows, int reach) {
+    static_assert(STREAMS * SWATH % (KEYS << 2) == 0, "spans of up to 4 tiles");
+    const Share &share = s.share;
+    const int before = 2 * ((quotient(share.span, a.split.by_parts) << a.split.span_bits) + share.from);
+    const int skip = ((int)threadIdx.x / 32 - before) & (STREAMS - 1);         // swaths, from the first tile of the share
     int first = INT_MAX, last = 0;
-    Swaths u = { 0, 0, quotient(s.share.span, a.split.by_parts) << a.split.span_bits, s.low, s.end, 0, s.len };
+    Swaths w = { tile_of(share, a.split, share.from + skip / 2) * KEYS + skip % 2 * SWATH,
+                 STREAMS * SWATH * a.split.parts, s.low, s.end, 0, s.len };
 #pragma unroll 1
     for (int r = s.from; r < s.to; r++) {
         first = min(first, rows[r].pos), last = max(last, rows[r].pos);
-        u.whole_low = max(u.whole_low, rows[r].first);
+        w.whole_low = max(w.whole_low, rows[r].first);
     }
-    if (TAIL) u.low = max(u.low, first - reach + 1), u.whole_low = max(u.whole_low, last - reach + 1);
-    else if (reach) u.last = min(u.last, last - reach + 1), u.whole_end = min(u.whole_end, first - reach + 1);
-    u.first = 2 * (u.tile0 + s.share.from), u.end = 2 * (u.tile0 + s.share.to);
-    while (u.first < u.end && swath_key(a, s, u, u.first) + SWATH <= u.low) u.first++;
-    while (u.first < u.end && swath_key(a, s, u, u.end - 1) >= u.last) u.end--;
-    return u;
+    if (TAIL) w.low = max(w.low, first - reach + 1), w.whole_low = max(w.whole_low, last - reach + 1);
+    else if (reach) w.last = min(w.last, last - reach + 1), w.whole_end = min(w.whole_end, first - reach + 1);
+    if (share.from == share.to) w.last = 0;
+    w.first += max(0, w.low - SWATH - w.first + w.step) / w.step * w.step;     // the first one with a key from low on
+    return w;
 }
 
 // What a stream finds in the cache, or in its tail.
@@ -5670,21 +5695,18 @@ __device__ static inline void attend_stream(const CodedTask &c, const AttendBloc
                                             const CodedRoom<HD> &room, Stream<HD> &x) {
     const AttendTask &a = c.a;
     const CodedKeys &source = TAIL ? c.tail : c.keys;
-    const Swaths swaths = swaths_of<TAIL>(a, keys, columns.sights, reach);
+    const Swaths w = swaths_of<TAIL>(a, keys, columns.sights, reach);
     const int warp = threadIdx.x / 32, t = threadIdx.x % 32 / 4, k2 = threadIdx.x % 4 * 2;
-    const int first = swaths.first + ((warp - swaths.first) & (STREAMS - 1));
     const float scale = a.scale * 1.44269504f, factor = a.n_rot ? kv_tied_factor(source.v.type) : 1;
     char *ring = room.rings + warp * c.ring_bytes;
     auto lot = [&](int l) { return ring + (l & (c.n_lots - 1)) / 2 * c.stage_bytes + l % 2 * c.v_at; };
     auto ask = [&](int l) {                            // for lot l: K of a swath, or V
-        const int n = first + l / 2 * STREAMS;
-        if (n < swaths.end)
-            copy_lot(a, source, l % 2 ? source.v : source.k, keys, swaths.low, swaths.last, swath_key(a, keys, swaths, n),
-                     lot(l));
+        const int j0 = w.first + l / 2 * w.step;
+        if (j0 < w.last) copy_lot(a, source, l % 2 ? source.v : source.k, keys, w.low, w.last, j0, lot(l));
         copy_commit();
     };
     auto row_of = [&](const CodedPlane &p, bool in_lot, int l, int j0, int key) {
-        if (!in_lot) return coded_row(a, source, p, keys, min(max(j0 + key, swaths.low), swaths.last - 1));
+        if (!in_lot) return coded_row(a, source, p, keys, min(max(j0 + key, w.low), w.last - 1));
         return (CodedRow){ lot(l) + key * p.stride, lot(l) + SWATH * p.stride + key * p.scale_bytes };
     };
 #pragma unroll 1
@@ -5694,8 +5716,7 @@ __device__ static inline void attend_stream(const CodedTask &c, const AttendBloc
         __syncthreads();
     }
 #pragma unroll 1
-    for (int n = first, l = 0; n < swaths.end; n += STREAMS, l += 2) {
-        const int j0 = swath_key(a, keys, swaths, n);
+    for (int j0 = w.first, l = 0; j0 < w.last; j0 += w.step, l += 2) {
         float s[4] = { };
         unsigned p[2];
 #pragma unroll 1
@@ -5712,7 +5733,7 @@ __device__ static inline void attend_stream(const CodedTask &c, const AttendBloc
             __syncwarp();                              // K has been read
             ask(l + c.n_lots);
         }
-        const bool whole = j0 >= swaths.whole_low && j0 + SWATH <= swaths.whole_end;
+        const bool whole = j0 >= w.whole_low && j0 + SWATH <= w.whole_end;
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const int row = columns.row_of[k2 + e % 2], j = j0 + t + e / 2 * 8;
@@ -5815,6 +5836,7 @@ template <int HD>
 __global__ void __launch_bounds__(ATTEND_THREADS,
                                   coded_blocks(HD)) attend_coded_kernel(const __grid_constant__ CodedTask c) {
     __shared__ Columns<CODED_COLUMNS> columns;
+    __shared__ Keys keys;     // here they take no registers
     const AttendTask &a = c.a;
     const CodedRoom<HD> room;
     const AttendBlock block = attend_block(a);
@@ -5826,7 +5848,8 @@ __global__ void __launch_bounds__(ATTEND_THREADS,
 
     for (int from = 0, to; from < block.n_rows; from = to) {   // rows of one segment at a time: mostly there is one
         if (from) __syncthreads();                     // nobody works on the last segment
-        const Keys keys = keys_of(a, block, columns.sights, from);
+        if (threadIdx.x == 0) keys = keys_of(a, block, columns.sights, from);
+        __syncthreads();                               // keys are there
         to = keys.to;
         const bool large = a.b.segs[keys.seg].n > STEP_ROWS;
         const int reach = large ? 0 : c.tail_reach;
@@ -5871,7 +5894,8 @@ static size_t coded_room_bytes(const Cache *c, int n_stages) {
 static CodedPlane coded_plane(const KvPlane *p, const KvPlane *stage) {
     CodedPlane c = { };
     c.type = p->type, c.dim = p->dim;
-    c.chunks = (int)(kv_row_bytes(p->type, p->dim) / 16), c.by_chunks = divisor(c.chunks);
+    c.chunks = (int)(kv_row_bytes(p->type, p->dim) / 16);
+    while (1 << c.lane_bits < c.chunks) c.lane_bits++;
     c.scale_bytes = (int)kv_scale_bytes(p->type, p->dim), c.stride = coded_stride(p);
     c.codes = (const char *)p->data, c.scales = (const char *)p->scale;
     if (stage) c.stage_codes = (const char *)stage->data, c.stage_scales = (const char *)stage->scale;
