@@ -2,7 +2,7 @@
  * about, files in all dialects, pairs that are refused, and how often the trained drafter is right.
  *
  *   test_dflash           on the CPU, and on the GPU where there is one
- *   test_dflash -few      on the GPU, one pair and little else: for the emulated one
+ *   test_dflash -few      on the GPU, little: for the emulated one
  *
  * Run from the top of the repository: the trained models lie there. Environment: BUILD (build: where make put make_gguf),
  * TMPDIR (/tmp). */
