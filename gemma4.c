@@ -1,7 +1,7 @@
 /* gemma4.c - Gemma 4 inference: load a GGUF, run the transformer, print text.
  *
- * HOW TO READ  main [9] -> verb_generate -> answer (parts/chat.h) -> session_next -> run_sessions [7] -> step [6] ->
- *              forward [5] -> attention -> op->attend (declared in gemma4.h) -> cpu_attend [10]. The forward pass is written once, against a table of
+ * HOW TO READ  main [11] -> verb_generate -> answer (parts/chat.h) -> session_next -> run_sessions [9] -> step [7] ->
+ *              forward [5] -> attention -> op->attend (declared in gemma4.h) -> cpu_attend [12]. The forward pass is written once, against a table of
  *              operations; a backend fills the table.
  * CONTENTS     search for "[n]"
  *   [1]  Limits, helpers, die()
@@ -9,14 +9,16 @@
  *   [3]  Weights: names, shapes, binding
  *   [4]  Sessions and KV cache, the plan
  *   [5]  The forward pass
- *   [6]  Step: batch, run, commit
- *   [7]  Generation: sessions, events
- *   [8]  Text and verbs: logits, tokenize, detokenize, plan
- *   [9]  Command line
- *   [10] CPU operations
+ *   [6]  Drafters: files, plan, passes
+ *   [7]  Step: batch, run, commit
+ *   [8]  Drafting: who guesses, how far
+ *   [9]  Generation: sessions, events
+ *   [10] Text and verbs: logits, tokenize, detokenize, plan
+ *   [11] Command line
+ *   [12] CPU operations
  * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/chat.h: the terminal;
- *              parts/session.h: sessions in files; parts/server.h: HTTP; parts/kv.h: rows of the KV cache;
- *              parts/reference.h: what each operation means
+ *              parts/session.h: sessions in files; parts/store.h: sessions that have no slot; parts/server.h: HTTP;
+ *              parts/kv.h: rows of the KV cache; parts/reference.h: what each operation means
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
  *              allocates nothing, unless --dump is given.
  * TRAPS        the list before forward: every way this model differs from Llama. */
@@ -165,7 +167,7 @@ static void progress(const char *what, size_t done, size_t total, const char *un
     fflush(stderr);
 }
 
-// Declared ahead: bodies are in [10], and of a folder in parts/convert.h.
+// Declared ahead: bodies are in [12], and of a folder in parts/convert.h.
 typedef void (*Work)(const void *task, int first, int end);        // does items first .. end - 1 of a job
 static void parallel(int n_items, int step, Work work, const void *task);          // by all threads
 static int share(int n_items, int grain);              // a good step for it
@@ -379,6 +381,7 @@ typedef struct {                        // one thing that upload() may move: a m
     Tensor tensor;
     Tensor *matrix;
     const float **vector;
+    void   *room;                       // where a drafter's goes in backend memory, NULL: it is read where it lies
 } Upload;
 
 typedef struct {
@@ -603,7 +606,8 @@ static bool starts_with_one_of(GgufStr s, const char *const *starts) {          
 // (vision, audio), unused K and V of layers that share them and scales of inputs are known and not worth a line.
 static void print_unknown(const Binder *b) {
     static const char *const tensors[] = { "v.", "a.", "mm.", NULL };
-    static const char *const keys[] = { "gemma4.", "general.", "tokenizer.", "split.", "quantize.", NULL };
+    static const char *const keys[] = { "gemma4.", "gemma4-assistant.", "gemma4_assistant.", "general.", "tokenizer.", "split.",
+                                        "quantize.", NULL };
     static const char input_scale[] = ".input_scale";
     for (int kind = 0; kind < 2; kind++) {
         const size_t n_all = kind ? b->g->n_kvs : b->g->n_tensors, n_end = strlen(input_scale);
@@ -643,6 +647,10 @@ typedef struct {
     float  pflash;            // alpha of block_select in prompts of at least pflash_from tokens, all counted; 0: they are dense
     float  pflash_density;    // for measurements: the part of the blocks that stays, instead; 0: alpha decides
     int    pflash_from;
+    const char *drafter;      // file of a drafter; NULL: none
+    bool   lazy_draft;        // its weights have room, but are uploaded when it drafts first
+    int    draft_width;       // candidates for each token that it drafts; 1: chains
+    int    draft_depth;       // most tokens that it drafts at once
     size_t memory;            // bytes that the backend is taken to have; 0: what it has
     const char *ctx_from;     // what n_ctx follows from, for advice: "-p, -n or -d"; "": no flag; NULL: -c
 } PlanOptions;
@@ -656,6 +664,7 @@ typedef struct {              // bytes
     size_t weights;           // that the backend keeps itself; 0: read in the mapped file
     size_t in_host;           // of host memory for the per-layer table, which the backend has no room for
     size_t kv_global, kv_rings, stage, activations, scratch;
+    size_t drafter;           // its weights, as far as the backend keeps them itself, and what it works on
 } Plan;
 
 typedef struct {              // what forward works on; all in backend memory
@@ -664,6 +673,8 @@ typedef struct {              // what forward works on; all in backend memory
     int32_t *len;                      // (n_seqs)
     int32_t *kept_index;               // (n_logits) kept row -> row
     int32_t *n_accept, *path;          // (n_seqs), (n_seqs, STEP_ROWS)
+    int32_t *walked;                   // (n_seqs) rows of each segment that the last walk has accepted
+    int32_t *last, *next;              // (n_seqs) by segment: kept row where its walk ended, and the token chosen there
     float   *x[2];                     // (n_batch, dim) the residual stream, and its next state
     float   *q;                        // (n_batch, n_heads * head_dim)
     float   *k, *v;                    // (n_batch, n_kv_heads * head_dim)
@@ -706,11 +717,66 @@ typedef struct {              // a named intermediate result
     float *data;              // (n_rows, cols) on the host
 } Checkpoint;
 
+typedef enum { DRAFTER_NONE, DRAFTER_MTP, DRAFTER_DFLASH } DrafterKind;
+
+typedef struct {              // a second, small model that guesses what the first one, its target, will say
+    DrafterKind kind;
+    Gguf     gguf;
+    Binder   binder;
+    Config   config;          // its layers own no cache: kv_layer is -1
+    Weights  weights;
+    char     arch[64];        // general.architecture, which its keys begin with
+    bool     uploaded;
+    // an MTP assistant
+    int      donor[MAX_LAYERS];        // (n_layers) the target's layer whose cache a layer reads
+    int      window;                   // of its sliding layers; a row at position p reads rows p - window < j < p
+    Tensor   pre_projection;           // (dim, 2 * target's dim)
+    Tensor   post_projection;          // (target's dim, dim)
+    Tensor   centroids;                // (n_centroids, dim); data NULL: every token gets a logit
+    int      n_centroids_used;
+    int32_t *order;                    // (vocab) tokens by centroid; on the host
+    // what it works on, in backend memory
+    Row     *rows;                     // (n_seqs) row i drafts for segment i of segs
+    Segment *segs;                     // (n_seqs)
+    int32_t *of;                       // (n_seqs) whose segment of the target's step that is
+    int32_t *kept;                     // (n_seqs) and its row of the target's hidden
+    int32_t *token_order;              // (vocab)
+    float   *pair;                     // (n_seqs, 2 * target's dim) embedding and hidden row
+    float   *x[2];                     // (n_seqs, dim)
+    float   *q;                        // (n_seqs, n_heads * head_dim)
+    Act      att_out, ffn;             // (n_seqs, n_heads * head_dim), (n_seqs, ffn_dim)
+    float   *y, *mlp;                  // (n_seqs, dim) what attention and the FFN add
+    float   *normed;                   // (n_seqs, dim) what the head multiplies
+    float   *hidden;                   // (n_seqs, target's dim) the next hidden row
+    float   *scores, *head_logits;     // (n_seqs, n_centroids), (n_seqs, tokens of the used ones)
+    // what comes of it; with n rows and the options' draft_width:
+    int32_t *ids;                      // (depth, n, draft_width) descending logit
+    float   *logits, *logsumexp;       // (depth, n, draft_width), (depth, n)
+    struct { Segment *segs; int32_t *of; } sent;       // as in Model
+} Drafter;
+
+typedef struct { double of[STEP_ROWS + 1]; } Times;                // seconds by a number; 0: not measured yet
+typedef struct {              // how long a step of one session takes, by its rows; a draft, by its tokens
+    Times step, draft;
+} Pace;
+
+typedef struct {              // what came of a step, on the host
+    int32_t *chosen;          // (n_logits) at every row of logits
+    int32_t *accepted;        // (n_seqs) rows of each segment that were committed
+    int32_t *path;            // (n_seqs, STEP_ROWS) which, of a TREE
+    int32_t *ids;             // what was drafted behind it: (depth, n, draft_width) ids, logits; (depth, n) logsumexp
+    float   *logits, *logsumexp;
+    double   verified, drafted;        // seconds() when they were there
+} Verdict;
+
 typedef struct {
     Gguf         gguf;
     Config       config;
     Weights      weights;
     Binder       binder;
+    Drafter      drafter;
+    Verdict      verdict;
+    Pace         pace;
     const Ops   *ops;
     PlanOptions  options;
     Plan         plan;
@@ -720,6 +786,7 @@ typedef struct {
     Cache        caches[MAX_LAYERS];   // (n_owners) of the layers that own one, in order
     int          cache_of[MAX_LAYERS]; // layer -> index into caches, the donor's for layers that share
     int          n_caches;
+    int          number;               // of StepKey.model: models that share a backend do not share recorded steps. A drafter has the next
     Cache        stage;                // rows of a prompt step on sliding layers, until their ring takes them
     // host side
     int         *len;                  // (n_seqs) mirror of s.len
@@ -742,6 +809,7 @@ typedef struct {
     int          n_checkpoints;
     int64_t      steps;                // done so far
     int          n_suppressed;         // tokens that the mask leaves out
+    uint64_t     hash[3];              // of the file, once somebody asked: parts/session.h
 } Model;
 
 typedef struct { char *base; size_t used; } Arena;     // base NULL: a dry run that only counts
@@ -861,7 +929,10 @@ static void plan_state(Model *m, Arena *a) {
     s->len = take(a, seqs, sizeof(int32_t));
     s->kept_index = take(a, kept, sizeof(int32_t));
     s->n_accept = take(a, seqs, sizeof(int32_t));
+    s->walked = take(a, seqs, sizeof(int32_t));
     s->path = take(a, seqs * STEP_ROWS, sizeof(int32_t));
+    s->last = take(a, seqs, sizeof(int32_t));
+    s->next = take(a, seqs, sizeof(int32_t));
     for (int i = 0; i < 2; i++) s->x[i] = take(a, n * dim, f);
     s->q = take(a, n * q_dim, f);
     s->k = take(a, n * kv_dim, f);
@@ -920,6 +991,10 @@ static Limits plan_limits(const Model *m) {
                    .max_cols = max_int(max_int(c->dim, c->expert_dim), c->n_layers * c->ple_dim) };
     for (int l = 0; l < c->n_layers; l++)
         lim.max_cols = max_int(lim.max_cols, max_int(c->layer[l].ffn_dim, c->n_heads * c->layer[l].head_dim));
+    const Config *d = &m->drafter.config;
+    for (int l = 0; l < d->n_layers; l++)
+        lim.max_cols = max_int(lim.max_cols, max_int(d->layer[l].ffn_dim, d->n_heads * d->layer[l].head_dim));
+    if (m->drafter.kind == DRAFTER_MTP) lim.max_cols = max_int(lim.max_cols, 2 * c->dim);
     return lim;
 }
 
@@ -929,6 +1004,17 @@ static const char *model_name(const Model *m) {
     const char *slash = strrchr(m->gguf.path, '/'), *file = slash ? slash + 1 : m->gguf.path;
     return shown(kv && kv->type == GGUF_V_STR && kv->count ? (GgufStr){ (const char *)kv->data, (size_t)kv->count }
                                                            : (GgufStr){ file, strlen(file) });
+}
+
+static void open_drafter(Model *m, const char *path);   // [6], all four
+static void plan_drafter(Model *m, Arena *a);
+static void start_drafter(Model *m);
+static void free_drafter(Drafter *d);
+
+static void upload(const Ops *op, Upload *u, void *room) {
+    op->upload(&u->tensor, room);
+    if (u->matrix) *u->matrix = u->tensor;
+    if (u->vector) *u->vector = u->tensor.data;
 }
 
 // Everything that lives in backend memory, in one pass: weights, caches, activations. Called to count, as often as plans are
@@ -946,9 +1032,7 @@ static void plan_memory(Model *m, Arena *a) {
         m->plan.weights += bytes;
         m->plan.in_host += u->tensor.in_host ? m->ops->weight_bytes(&on_device) : 0;
         if (!a->base) continue;
-        m->ops->upload(&u->tensor, dst);
-        if (u->matrix) *u->matrix = u->tensor;
-        if (u->vector) *u->vector = u->tensor.data;
+        upload(m->ops, u, dst);
         if (to_upload) progress(model_name(m), m->plan.weights + m->plan.in_host, to_upload, "B");
     }
     plan_caches(m, a);
@@ -956,6 +1040,7 @@ static void plan_memory(Model *m, Arena *a) {
     plan_state(m, a);
     plan_blocks(m, a);
     m->plan.activations = a->used - before;
+    if (m->drafter.kind != DRAFTER_NONE) plan_drafter(m, a);
     const Limits lim = plan_limits(m);
     m->plan.scratch = m->ops->scratch_bytes(&lim);
 }
@@ -1058,7 +1143,7 @@ static size_t plan_context(Model *m, int n_ctx) {
     Arena arena = { 0 };
     m->options.n_ctx = n_ctx;
     plan_memory(m, &arena);
-    return arena.used + m->plan.scratch + (m->plan.weights ? 0 : m->binder.bytes);
+    return arena.used + m->plan.scratch + (m->plan.weights ? 0 : m->binder.bytes + m->drafter.binder.bytes);
 }
 
 // Leaves the table of per-layer embeddings, of which a token reads one row, in host memory, or puts it back. False: there is
@@ -1129,10 +1214,14 @@ __attribute__((noreturn)) static void die_no_room(Model *m) {
                                m->options.k_type == KV_F16 ? KV_Q8_0 : KV_TQ3;
         snprintf(advice + strlen(advice), 16, "-ctk %s, ", kv_names[smaller]);
     }
-    die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f) of %.2f "
-        "GiB%s; try %s%sa smaller model", n_ctx, needed / gib, (double)(p.weights ? p.weights : m->binder.bytes) / gib,
-        (double)(p.kv_global + p.kv_rings) / gib, (double)(p.activations + p.stage + p.scratch) / gib, room / gib,
-        m->options.memory ? " that --vram grants" : " free", advice, m->options.memory ? "a larger --vram, " : "");
+    const size_t drafter_bytes = p.drafter + (p.weights ? 0 : m->drafter.binder.bytes);
+    char drafter[32] = "";
+    if (drafter_bytes) snprintf(drafter, sizeof drafter, ", drafter %.2f", (double)drafter_bytes / gib);
+    die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f%s) of %.2f "
+        "GiB%s; try %s%s%sa smaller model", n_ctx, needed / gib, (double)(p.weights ? p.weights : m->binder.bytes) / gib,
+        (double)(p.kv_global + p.kv_rings) / gib, (double)(p.activations + p.stage + p.scratch) / gib, drafter, room / gib,
+        m->options.memory ? " that --vram grants" : " free", advice, m->options.drafter ? "no -md, " : "",
+        m->options.memory ? "a larger --vram, " : "");
 }
 
 // A GGUF file, or a folder of Hugging Face form.
@@ -1149,9 +1238,8 @@ static void open_model_file(Gguf *g, const char *path) {
 // Opens and checks a model and plans its memory, of which nothing is reserved yet. Dies with one line on bad input. dump_dir
 // may be NULL.
 static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
-    memset(m, 0, sizeof *m);
-    m->ops = ops;
-    m->dump_dir = dump_dir;
+    static int n_models;
+    *m = (Model){ .ops = ops, .dump_dir = dump_dir, .number = 2 * n_models++ };
     open_model_file(&m->gguf, path);
     if (dump_dir && *dump_dir && ((mkdir(dump_dir, 0777) && errno != EEXIST) || access(dump_dir, W_OK | X_OK)))
         die("--dump: %s: %s", dump_dir, strerror(errno));
@@ -1170,6 +1258,7 @@ static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     if (o.n_batch != BATCH_FIT) o.n_batch = max_int(o.n_batch, STEP_ROWS);
     o.n_logits = max_int(o.n_logits, o.n_seqs);
     m->options = o;
+    if (o.drafter) open_drafter(m, o.drafter);
     const size_t budget = plan_budget(m);
     int n_ctx = o.n_ctx ? o.n_ctx : min_int(c->n_ctx_train, 8192);
     if (o.n_batch == BATCH_FIT)
@@ -1209,13 +1298,28 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     m->sent.kept_index = alloc_or_die(n_logits, sizeof *m->sent.kept_index);
     m->sent.n_accept = alloc_or_die(n_seqs, sizeof *m->sent.n_accept);
     m->chunk = alloc_or_die(n_batch, sizeof *m->chunk);
+    const size_t drafts = (size_t)n_seqs * max_int(m->options.draft_depth, 1), width = max_int(m->options.draft_width, 1);
+    m->verdict.chosen = alloc_or_die(n_logits, sizeof(int32_t));
+    m->verdict.accepted = alloc_or_die(n_seqs, sizeof(int32_t));
+    m->verdict.path = alloc_or_die((size_t)n_seqs * STEP_ROWS, sizeof(int32_t));
+    m->verdict.ids = alloc_or_die(drafts * width, sizeof(int32_t));
+    m->verdict.logits = alloc_or_die(drafts * width, sizeof(float));
+    m->verdict.logsumexp = alloc_or_die(drafts, sizeof(float));
     for (int i = 0; i < n_seqs; i++) reset_session(m, i);
     load_mask(m);
     for (int t = 0; t < 2; t++)
         ops->copy(&(Copy){ m->s.inv_freq[t], m->weights.inv_freq[t], m->weights.n_pairs[t] * sizeof(double), COPY_IN });
+    if (m->drafter.kind != DRAFTER_NONE) start_drafter(m);
 }
 
-static void read_weights(Model *m, bool check);         // [10]
+// Copies to the backend what it does not hold yet: of plain decoding, nothing.
+static void send_new(Model *m, void *dst, void *sent, const void *src, size_t bytes) {
+    if (!memcmp(sent, src, bytes)) return;
+    memcpy(sent, src, bytes);
+    m->ops->copy(&(Copy){ dst, src, bytes, COPY_IN });
+}
+
+static void read_weights(Model *m, bool check);         // [12]
 
 static void free_model(Model *m) {
     if (m->arena) m->ops->release(m->arena);
@@ -1237,6 +1341,7 @@ static void free_model(Model *m) {
     free(m->sent.kept_index);
     free(m->sent.n_accept);
     free(m->chunk);
+    free_drafter(&m->drafter);
     gguf_close(&m->gguf);
 }
 
@@ -1302,11 +1407,11 @@ typedef struct {              // what one pass through the layers carries along
 
 // The stream as the input of a product whose norm weight is w_pre. If something is to be added, the sum goes to the other
 // buffer, which is the stream from here on.
-static In enter(const State *s, In *stream, const float *w_pre) {
+static In enter(float *const buffers[2], In *stream, const float *w_pre) {
     In in = *stream;
     in.w_pre = w_pre;
     if (in.delta[0] || in.scale != 1) {
-        in.x_out = stream->x == s->x[0] ? s->x[1] : s->x[0];
+        in.x_out = buffers[stream->x == buffers[0]];
         *stream = (In){ .x = in.x_out, .scale = 1, .eps = in.eps };
     }
     return in;
@@ -1381,7 +1486,7 @@ static bool attention(Model *m, int l, Pass *p) {
     const Cache *cache = &m->caches[m->cache_of[l]];
     const Cache stage = stage_of(m, cache);
 
-    In in = enter(s, &p->stream, w->attn_norm);
+    In in = enter(s->x, &p->stream, w->attn_norm);
     checkpoint_in(m, "attn_norm", l, in, p->batch.n_rows);
     Matmul qkv = { .n_rows = p->batch.n_rows, .in = in };
     if (!shrink) qkv.w[qkv.n] = &w->attn_q, qkv.out[qkv.n++] = s->q;
@@ -1401,7 +1506,7 @@ static bool attention(Model *m, int l, Pass *p) {
         op->qkv_store(&store);
         if (!m->n_kept) return false;
         keep_wanted(m, p);
-        multiply(m, m->n_kept, enter(s, &p->stream, w->attn_norm), &w->attn_q, s->q);
+        multiply(m, m->n_kept, enter(s->x, &p->stream, w->attn_norm), &w->attn_q, s->q);
         store.q = s->q;
         store.k = store.v = NULL;
     }
@@ -1437,7 +1542,7 @@ static void feed_forward(Model *m, int l, Pass *p) {
     State *s = &m->s;
     const int n_rows = p->batch.n_rows;
 
-    const In in = enter(s, &p->stream, w->ffn_norm);
+    const In in = enter(s->x, &p->stream, w->ffn_norm);
     checkpoint_in(m, c->n_experts ? "ffn_norm_1" : "ffn_norm", l, in, n_rows);
     Route route = { .n_rows = n_rows, .n_used = c->n_experts_used, .in = in, .w = &w->ffn_gate_inp,
                     .expert_scale = w->ffn_down_exps_scale, .logits = s->router, .ids = s->expert_ids,
@@ -1451,7 +1556,7 @@ static void feed_forward(Model *m, int l, Pass *p) {
 
     if (c->n_experts) {
         checkpoint(m, "ffn_moe_logits", l, s->router, n_rows, c->n_experts);
-        const In experts_in = enter(s, &p->stream, w->pre_ffw_norm_2);
+        const In experts_in = enter(s->x, &p->stream, w->pre_ffw_norm_2);
         checkpoint_in(m, "ffn_norm_2", l, experts_in, n_rows);
         const Act expert = act_for(&w->ffn_down_exps, s->expert);
         op->expert_gate_up(&(ExpertGateUp){ .n_rows = n_rows, .n_used = c->n_experts_used, .in = experts_in,
@@ -1484,7 +1589,7 @@ static void per_layer_embedding(Model *m, int l, Pass *p) {
     State *s = &m->s;
     const int n_rows = p->batch.n_rows;
     const Act gate = act_for(&w->proj, s->ple_gate);
-    m->ops->ple_inject(&(PleInject){ .n_rows = n_rows, .in = enter(s, &p->stream, NULL), .w = &w->inp_gate,
+    m->ops->ple_inject(&(PleInject){ .n_rows = n_rows, .in = enter(s->x, &p->stream, NULL), .w = &w->inp_gate,
                                      .u = p->ple + (size_t)l * c->ple_dim, .u_stride = c->n_layers * c->ple_dim,
                                      .out = gate });
     multiply(m, n_rows, (In){ .act = gate }, &w->proj, s->y);
@@ -1566,7 +1671,7 @@ static bool forward(Model *m, bool staged) {
         return true;
     }
     if (p.batch.n_rows > m->n_kept) {                  // a dump went through all layers with all rows
-        op->close(&(Close){ .n_rows = p.batch.n_rows, .cols = c->dim, .in = enter(s, &p.stream, NULL) });
+        op->close(&(Close){ .n_rows = p.batch.n_rows, .cols = c->dim, .in = enter(s->x, &p.stream, NULL) });
         keep_wanted(m, &p);
     }
     p.stream.w_pre = w->output_norm;
@@ -1577,7 +1682,352 @@ static bool forward(Model *m, bool staged) {
     return true;
 }
 
-// ==== [6] Step: batch, run, commit ===================================================================================
+// ==== [6] Drafters: files, plan, passes ==============================================================================
+// A drafter is a second, small model made for one target. It has a file, weights and a part of the plan of its own; what it
+// guesses it leaves in backend memory, for whoever makes the target's next step of it. Which kind it is, general.architecture
+// says; that it belongs to the target, sizes say.
+//
+// MTP, the assistant of Gemma 4: four layers with queries only, which read the target's caches. Its input is the embedding of
+// the last token beside the hidden row that chose it, both the target's; it gives a token and the next hidden row, so it goes
+// on from itself, as many times as tokens are wanted, all at the same position: behind the last committed row. It stores
+// nothing, so nothing has to be undone.
+
+// What the file is by its architecture. Dies on kinds that cannot be run.
+static DrafterKind drafter_kind(Drafter *d, const char *target) {
+    static const char *const others[][2] = { { "dflash", "DFlash" }, { "gemma4-dflash-draft", "DFlash" },
+        { "dflash-draft", "DFlash" }, { "eagle3", "EAGLE-3" }, { "gemma4", "another whole model as the" } };
+    Gguf *g = &d->gguf;
+    GgufStr arch = { "", 0 };
+    if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
+    snprintf(d->arch, sizeof d->arch, "%s", shown(arch));
+    if (!strcmp(d->arch, "gemma4-assistant") || !strcmp(d->arch, "gemma4_assistant")) return DRAFTER_MTP;
+    const char *kind = NULL;
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+        if (!strcmp(d->arch, others[i][0])) kind = others[i][1];
+    if (kind && gguf_find_tensor(g, "markov_w1.weight")) kind = "DSpark";
+    if (kind && gguf_find_tensor(g, "selector_hidden.weight")) kind = "DFlash2";
+    if (kind) die("%s: a drafter for %s: %s drafter is not supported; try an MTP assistant", g->path, target, kind);
+    die("%s: key 'general.architecture': expected a drafter for %s, gemma4-assistant, got '%s' (E_META_RANGE)", g->path,
+        target, d->arch);
+}
+
+// A size that drafter and target share.
+static void must_agree(const Model *m, const char *what, int64_t got, int64_t want) {
+    if (got != want)
+        die("%s: drafter for %s: %s: expected %" PRId64 ", got %" PRId64 "; try the drafter that was made for this model",
+            m->drafter.gguf.path, m->gguf.path, what, want, got);
+}
+
+static const char *drafter_key(const Drafter *d, const char *key) {  // with the architecture before it. One at a time
+    static char full[128];
+    snprintf(full, sizeof full, "%s.%s", d->arch, key);
+    return full;
+}
+
+// The first of two names that the file has, or else the first: the two dialects.
+static const char *either_tensor(const Drafter *d, const char *name, const char *older) {
+    return !gguf_find_tensor(&d->gguf, name) && gguf_find_tensor(&d->gguf, older) ? older : name;
+}
+
+// The config of an MTP assistant and whose caches its layers read: the last of the same kind that the target has.
+static void load_mtp_config(Model *m) {
+    Drafter *d = &m->drafter;
+    Gguf *g = &d->gguf;
+    Config *c = &d->config;
+    const Config *t = &m->config;
+#define KEY(key) drafter_key(d, key)
+    const int64_t older = key_int(g, KEY("n_embd_backbone"), -1, 1 << 20, -1);
+    must_agree(m, "hidden size", older >= 0 ? older : key_int(g, KEY("embedding_length_out"), 1, 1 << 20, 0), t->dim);
+    c->n_layers = (int)key_int(g, KEY("block_count"), 1, MAX_LAYERS, 0);
+    c->dim      = (int)key_int(g, KEY("embedding_length"), 1, 1 << 20, 0);
+    c->n_heads  = (int)key_int(g, KEY("attention.head_count"), 1, 1024, 0);
+    c->eps      = (float)key_float(g, KEY("attention.layer_norm_rms_epsilon"), 0);
+    c->rope_base     = key_float(g, KEY("rope.freq_base"), t->rope_base);
+    c->rope_base_swa = key_float(g, KEY("rope.freq_base_swa"), t->rope_base_swa);
+    d->window = (int)key_int(g, KEY("attention.sliding_window"), 1, MAX_CONTEXT, t->n_swa);
+    must_agree(m, "sliding window", d->window, t->n_swa);
+    int64_t head_dim[2];                               // of global layers, of sliding ones
+    head_dim[0] = key_int(g, KEY("attention.key_length"), 1, MAX_HEAD_DIM, 0);
+    head_dim[1] = key_int(g, KEY("attention.key_length_swa"), 1, MAX_HEAD_DIM, 0);
+    int64_t swa[MAX_LAYERS], kv_heads[MAX_LAYERS], ffn[MAX_LAYERS];
+    key_per_layer(g, KEY("attention.sliding_window_pattern"), 0, INT_MAX, swa, c->n_layers);
+    key_per_layer(g, KEY("attention.head_count_kv"), 1, 1024, kv_heads, c->n_layers);
+    key_per_layer(g, KEY("feed_forward_length"), 1, 1 << 20, ffn, c->n_layers);
+#undef KEY
+    for (int l = 0; l < c->n_layers; l++) {
+        int donor = t->first_shared - 1;
+        while (donor >= 0 && t->layer[donor].is_swa != (swa[l] != 0)) donor--;
+        if (donor < 0)
+            die("%s: drafter for %s: layer %d reads a %s layer, of which the model has none", g->path, m->gguf.path, l,
+                swa[l] ? "sliding" : "global");
+        const LayerConfig *from = &t->layer[donor];
+        const int s = swa[l] != 0;
+        must_agree(m, s ? "head size of sliding layers" : "head size of global layers", head_dim[s], from->head_dim);
+        must_agree(m, s ? "KV heads of sliding layers" : "KV heads of global layers", kv_heads[l], from->n_kv_heads);
+        if (c->n_heads % from->n_kv_heads)
+            die("%s: key '%s': expected a multiple of %d KV heads, got %d (E_META_RANGE)", g->path,
+                drafter_key(d, "attention.head_count"), from->n_kv_heads, c->n_heads);
+        c->layer[l] = (LayerConfig){ .is_swa = swa[l] != 0, .head_dim = from->head_dim, .n_kv_heads = from->n_kv_heads,
+                                     .ffn_dim = (int)ffn[l], .kv_layer = -1 };
+        d->donor[l] = donor;
+    }
+}
+
+// The head that looks only at tokens of the nearest centroids, where the file has it: the small assistants.
+static void bind_centroids(Model *m) {
+    Drafter *d = &m->drafter;
+    Gguf *g = &d->gguf;
+    const char *name = either_tensor(d, "masked_embd_centroids.weight", "mtp.centroids.weight");
+    const char *order_name = either_tensor(d, "masked_embd_ordering", "mtp.token_ordering.weight");
+    const int vocab = d->config.vocab;
+    const GgufTensor *t = find_tensor(&d->binder, name), *order = find_tensor(&d->binder, order_name);
+    if (!t || !order || !key_int(g, drafter_key(d, "use_ordered_embeddings"), 0, 1, 1)) return;
+    const uint64_t n = t->ne[1];
+    if (n < 1 || n > (uint64_t)vocab || (uint64_t)vocab % n)
+        die("%s: tensor '%s': expected a number of rows that divides the vocabulary of %d, got %" PRIu64 " (E_SHAPE)", g->path,
+            name, vocab, n);
+    if (!m->ops->head_centroid)
+        die("%s: tensor '%s': the %s backend has no head for centroids", g->path, name, m->ops->name);
+    bind_scaled(&d->binder, &d->centroids, name, (int)n, d->config.dim, 1);
+    const int per = vocab / (int)n, least = (m->options.draft_width + per - 1) / per;         // the candidates have to be there
+    d->n_centroids_used = (int)key_int(g, drafter_key(d, "centroid_top_k"), least, (int64_t)n, max_int(least, min_int(32, (int)n)));
+    const bool wide = order->type == GGUF_I64;
+    if (!(wide || order->type == GGUF_I32) || order->ne[0] != (uint64_t)vocab || order->size != (uint64_t)vocab * (wide ? 8 : 4))
+        die("%s: tensor '%s': expected %d values of type I32, got %" PRIu64 " of %s (E_SHAPE)", g->path, order_name, vocab,
+            order->ne[0], gguf_type_name(order->type));
+    d->binder.seen[order - g->tensors] = BOUND;
+    d->order = alloc_or_die(vocab, sizeof *d->order);
+    char *taken = alloc_or_die(vocab, 1);
+    for (int i = 0; i < vocab; i++) {
+        int64_t id = 0;
+        memcpy(&id, order->data + (size_t)i * (wide ? 8 : 4), wide ? 8 : 4);        // little-endian, not negative
+        if (id < 0 || id >= vocab || taken[id])
+            die("%s: tensor '%s': expected every token once, got %" PRId64 " at %d (E_PAYLOAD)", g->path, order_name, id, i);
+        taken[id] = 1;
+        d->order[i] = (int32_t)id;
+    }
+    free(taken);
+}
+
+static void bind_mtp(Model *m) {
+    Drafter *d = &m->drafter;
+    Binder *b = &d->binder;
+    Config *c = &d->config;
+    Weights *w = &d->weights;
+    const Weights *t = &m->weights;
+    const GgufTensor *embd = gguf_find_tensor(b->g, "token_embd.weight");
+    if (!embd) die("%s: tensor 'token_embd.weight': missing (E_TENSOR_MISSING)", b->g->path);
+    must_agree(m, "vocabulary", (int64_t)embd->ne[1], m->config.vocab);
+    c->vocab = m->config.vocab;
+    bind_scaled(b, &w->token_embd, "token_embd.weight", c->vocab, c->dim, 1);         // the head: embeddings are the target's
+    bind_vector(b, &w->output_norm, "output_norm.weight", c->dim);
+    bind_scaled(b, &d->pre_projection, either_tensor(d, "nextn.pre_projection.weight", "mtp.pre_projection.weight"), c->dim,
+                2 * m->config.dim, 1);
+    bind_scaled(b, &d->post_projection, either_tensor(d, "nextn.post_projection.weight", "mtp.post_projection.weight"),
+                m->config.dim, c->dim, 1);
+    for (int l = 0; l < c->n_layers; l++) bind_layer(b, c, &w->layer[l], l);
+    bind_centroids(m);
+
+    // Queries turn as the keys do that they meet.
+    const double base[2] = { c->rope_base, c->rope_base_swa };
+    for (int l = 0; l < c->n_layers; l++) {
+        const LayerConfig *lc = &c->layer[l];
+        const int s = lc->is_swa;
+        const bool has_factors = !s && find_tensor(b, "rope_freqs.weight");
+        if (has_factors) bind_rope(b, w, s, base[s], lc->head_dim, bind_tensor(b, "rope_freqs.weight", 1, lc->head_dim / 2, 1).data);
+        else if (s) bind_rope(b, w, s, base[s], lc->head_dim, NULL);
+        if ((s || has_factors) && (w->n_pairs[s] != t->n_pairs[s] ||
+                                   memcmp(w->inv_freq[s], t->inv_freq[s], (size_t)t->n_pairs[s] * sizeof(double))))
+            die("%s: drafter for %s: expected the model's own rotation of %s layers, got another one; try the drafter that "
+                "was made for this model", b->g->path, m->gguf.path, s ? "sliding" : "global");
+    }
+}
+
+enum { MTP_DEPTH = 8 };       // tokens drafted at once, where nobody says how many
+
+// Opens and checks a drafter for the model, which is bound already.
+static void open_drafter(Model *m, const char *path) {
+    Drafter *d = &m->drafter;
+    Binder *b = &d->binder;
+    open_model_file(&d->gguf, path);
+    d->kind = drafter_kind(d, m->gguf.path);
+    load_mtp_config(m);
+    if (!m->options.draft_depth) m->options.draft_depth = MTP_DEPTH;
+    b->g = &d->gguf;
+    b->seen = alloc_or_die(d->gguf.n_tensors, 1);
+    b->uploads = alloc_or_die(d->gguf.n_tensors, sizeof *b->uploads);
+    d->weights.layer = alloc_or_die(d->config.n_layers, sizeof *d->weights.layer);
+    bind_mtp(m);
+    d->sent.segs = alloc_or_die(m->options.n_seqs, sizeof *d->sent.segs);
+    d->sent.of = alloc_or_die(m->options.n_seqs, sizeof *d->sent.of);
+}
+
+static void free_drafter(Drafter *d) {
+    if (d->kind == DRAFTER_NONE) return;
+    free(d->binder.seen);
+    free(d->binder.uploads);
+    free(d->weights.layer);
+    free(d->order);
+    free(d->sent.segs);
+    free(d->sent.of);
+    gguf_close(&d->gguf);
+}
+
+static int centroid_tokens(const Drafter *d) {         // how many get a logit; 0: all, there are no centroids
+    return d->centroids.data ? d->n_centroids_used * (d->config.vocab / d->centroids.rows) : 0;
+}
+
+static void plan_drafter(Model *m, Arena *a) {
+    Drafter *d = &m->drafter;
+    const Config *c = &d->config;
+    const size_t n = (size_t)m->options.n_seqs, depth = (size_t)m->options.draft_depth, width = (size_t)m->options.draft_width;
+    const size_t dim = (size_t)c->dim, target_dim = (size_t)m->config.dim, f = sizeof(float), before = a->used;
+    for (int i = 0; i < d->binder.n_uploads; i++) {
+        Upload *u = &d->binder.uploads[i];
+        const size_t bytes = m->ops->weight_bytes(&u->tensor);
+        u->room = bytes ? take(a, bytes, 1) : NULL;
+    }
+    size_t q_dim = 0, ffn_dim = 0;
+    Forms att_out = { 0 }, ffn = { 0 };
+    for (int l = 0; l < c->n_layers; l++) {
+        add_reader(&att_out, &d->weights.layer[l].attn_output);
+        add_reader(&ffn, &d->weights.layer[l].ffn_down);
+        q_dim = (size_t)max_int((int)q_dim, c->n_heads * c->layer[l].head_dim);
+        ffn_dim = (size_t)max_int((int)ffn_dim, c->layer[l].ffn_dim);
+    }
+    d->rows = take(a, n, sizeof(Row));
+    d->segs = take(a, n, sizeof(Segment));
+    d->of = take(a, n, sizeof(int32_t));
+    d->kept = take(a, n, sizeof(int32_t));
+    d->pair = take(a, n * 2 * target_dim, f);
+    for (int i = 0; i < 2; i++) d->x[i] = take(a, n * dim, f);
+    d->q = take(a, n * q_dim, f);
+    d->att_out = take_act(a, att_out, n, q_dim);
+    d->y = take(a, n * dim, f);
+    d->ffn = take_act(a, ffn, n, ffn_dim);
+    d->mlp = take(a, n * dim, f);
+    d->normed = take(a, n * dim, f);
+    d->hidden = take(a, n * target_dim, f);
+    if (d->centroids.data) {
+        d->token_order = take(a, (size_t)c->vocab, sizeof(int32_t));
+        d->scores = take(a, n * (size_t)d->centroids.rows, f);
+        d->head_logits = take(a, n * (size_t)centroid_tokens(d), f);
+    }
+    d->ids = take(a, depth * n * width, sizeof(int32_t));
+    d->logits = take(a, depth * n * width, f);
+    d->logsumexp = take(a, depth * n, f);
+    m->plan.drafter = a->used - before;
+}
+
+static void upload_drafter(Model *m) {
+    Drafter *d = &m->drafter;
+    for (int i = 0; i < d->binder.n_uploads; i++) upload(m->ops, &d->binder.uploads[i], d->binder.uploads[i].room);
+    d->uploaded = true;
+}
+
+// Fills the room that the plan has given to a drafter.
+static void start_drafter(Model *m) {
+    Drafter *d = &m->drafter;
+    const size_t n = (size_t)m->options.n_seqs;
+    if (!m->options.lazy_draft) upload_drafter(m);
+    Row *rows = alloc_or_die(n, sizeof *rows);         // one for each segment; tokens come from the target
+    for (size_t i = 0; i < n; i++) rows[i].seg = (int32_t)i;
+    m->ops->copy(&(Copy){ d->rows, rows, n * sizeof *rows, COPY_IN });
+    free(rows);
+    if (d->order) m->ops->copy(&(Copy){ d->token_order, d->order, (size_t)d->config.vocab * sizeof *d->order, COPY_IN });
+}
+
+// A layer of an MTP assistant: as in the target, but K and V are the donor's, and only committed rows are seen.
+static void mtp_layer(Model *m, int l, const Batch *b, In *stream) {
+    Drafter *d = &m->drafter;
+    const LayerConfig *lc = &d->config.layer[l];
+    const LayerWeights *w = &d->weights.layer[l];
+    const Cache *cache = &m->caches[m->cache_of[d->donor[l]]];
+    const int n = b->n_rows, n_heads = d->config.n_heads;
+    const Act att_out = act_for(&w->attn_output, d->att_out), ffn = act_for(&w->ffn_down, d->ffn);
+
+    multiply(m, n, enter(d->x, stream, w->attn_norm), &w->attn_q, d->q);
+    const QkvStore query = { .batch = b, .cache = cache, .n_heads = n_heads, .q = d->q, .w_q = w->attn_q_norm, .v_norm = true,
+                             .rope = { m->s.inv_freq[lc->is_swa], m->weights.n_pairs[lc->is_swa] }, .eps = d->config.eps };
+    m->ops->attend(&(Attend){ .batch = b, .cache = cache, .n_heads = n_heads, .q = d->q, .window = lc->is_swa ? d->window : 0,
+                              .own = OWN_NONE, .scale = 1, .store = &query, .out = att_out });
+    multiply(m, n, (In){ .act = att_out }, &w->attn_output, d->y);
+    stream->delta[0] = d->y;
+    stream->w_post = w->post_attention_norm;
+
+    m->ops->gate_up(&(GateUp){ .n_rows = n, .in = enter(d->x, stream, w->ffn_norm), .gate = &w->ffn_gate, .up = &w->ffn_up,
+                               .fn = ACT_GELU, .out = ffn });
+    multiply(m, n, (In){ .act = ffn }, &w->ffn_down, d->mlp);
+    stream->delta[0] = d->mlp;
+    stream->w_post = w->post_ffw_norm;
+    stream->scale = w->layer_output_scale;
+}
+
+// The candidates for the k-th token, from the stream behind the last layer.
+static void mtp_head(Model *m, int k, int n, In stream) {
+    Drafter *d = &m->drafter;
+    const int width = m->options.draft_width;
+    int32_t *ids = d->ids + (size_t)k * n * width;
+    float *logits = d->logits + (size_t)k * n * width, *logsumexp = d->logsumexp + (size_t)k * n;
+    stream.w_pre = d->weights.output_norm;
+    if (d->centroids.data)
+        m->ops->head_centroid(&(HeadCentroid){ .n_rows = n, .in = stream, .centroids = &d->centroids, .w = &d->weights.token_embd,
+                                               .order = d->token_order, .n_used = d->n_centroids_used, .hidden = d->normed,
+                                               .scores = d->scores, .logits = d->head_logits, .top_k = width, .top_ids = ids,
+                                               .top_logits = logits, .logsumexp = logsumexp });
+    else
+        m->ops->head(&(Head){ .n_rows = n, .in = stream, .w = &d->weights.token_embd, .hidden = d->normed, .top_k = width,
+                              .top_ids = ids, .top_logits = logits, .logsumexp = logsumexp });
+}
+
+// Words that move on the device: dst[i] = src[index[i]], n rows of so many columns.
+static void move_rows(const Model *m, int n, int cols, const void *src, int src_stride, const int32_t *index, void *dst,
+                      int dst_stride) {
+    m->ops->gather_rows(&(GatherRows){ .n_rows = n, .cols = cols, .src = src, .src_stride = src_stride, .index = index,
+                                       .dst = dst, .dst_stride = dst_stride });
+}
+
+static void draft_mtp(Model *m, int n, int depth) {
+    Drafter *d = &m->drafter;
+    const State *s = &m->s;
+    const int target_dim = m->config.dim, row_words = sizeof(Row) / sizeof(int32_t);
+    const Batch b = { .rows = d->rows, .segs = d->segs, .len = s->len, .n_rows = n, .n_segs = n };
+    move_rows(m, n, 1, s->next, 1, d->of, &d->rows->token, row_words);
+    move_rows(m, n, 1, s->last, 1, d->of, d->kept, 1);
+    move_rows(m, n, target_dim, s->hidden, target_dim, d->kept, d->pair + target_dim, 2 * target_dim);
+    for (int k = 0; k < depth; k++) {
+        if (k) {                                       // go on from what the last pass found
+            const int width = m->options.draft_width;
+            move_rows(m, n, 1, d->ids + (size_t)(k - 1) * n * width, width, NULL, &d->rows->token, row_words);
+            multiply(m, n, (In){ .x = d->normed, .scale = 1 }, &d->post_projection, d->hidden);
+            move_rows(m, n, target_dim, d->hidden, target_dim, NULL, d->pair + target_dim, 2 * target_dim);
+        }
+        m->ops->embed(&(Embed){ .batch = &b, .table = &m->weights.token_embd, .scale = sqrtf((float)target_dim), .out = d->pair,
+                                .out_stride = 2 * target_dim });
+        multiply(m, n, (In){ .x = d->pair, .scale = 1 }, &d->pre_projection, d->x[0]);
+        In stream = { .x = d->x[0], .scale = 1, .eps = d->config.eps };
+        for (int l = 0; l < d->config.n_layers; l++) mtp_layer(m, l, &b, &stream);
+        mtp_head(m, k, n, stream);
+    }
+}
+
+// Issues the drafting of `depth` tokens for n of the last step's segments (their numbers, on the host), whose tokens are chosen,
+// walked and committed: candidates go to m->drafter.ids, .logits (depth, n, draft_width) and .logsumexp (depth, n), in
+// backend memory.
+static void issue_draft(Model *m, const int32_t *segs, int n, int depth) {
+    Drafter *d = &m->drafter;
+    Segment of[MAX_SESSIONS];
+    assert(d->kind == DRAFTER_MTP && n >= 1 && n <= m->n_segs && depth >= 1 && depth <= m->options.draft_depth);
+    if (!d->uploaded) upload_drafter(m);
+    for (int i = 0; i < n; i++) of[i] = (Segment){ .seq = m->segs[segs[i]].seq, .first = i, .n = 1, .kind = SEG_CHAIN };
+    send_new(m, d->segs, d->sent.segs, of, (size_t)n * sizeof *of);
+    send_new(m, d->of, d->sent.of, segs, (size_t)n * sizeof *segs);
+    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = STEP_DRAFT, .rows = n, .segs = n, .kept = depth }))
+        draft_mtp(m, n, depth);
+    m->ops->end();
+}
+
+// ==== [7] Step: batch, run, commit ===================================================================================
 // A step takes rows of one or more sessions through the model. Their K and V are in the caches afterwards, but the sessions
 // are as long as before: commit() decides how many rows, along which path, become part of a session. What is not committed
 // needs no undo. A segment of more than STEP_ROWS rows is a prompt chunk and must be committed whole.
@@ -1599,14 +2049,7 @@ static int n_dense(const Model *m, const StepSeg *seg) {
 }
 
 // What else the operations of a step depend on: StepKey.variant.
-enum { PLAIN, ROW_IS_FED, COMMITS_CHAINS, COMMITS_PATHS, CHOOSES };
-
-// Copies to the backend what it does not hold yet: of plain decoding, nothing.
-static void send_new(Model *m, void *dst, void *sent, const void *src, size_t bytes) {
-    if (!memcmp(sent, src, bytes)) return;
-    memcpy(sent, src, bytes);
-    m->ops->copy(&(Copy){ dst, src, bytes, COPY_IN });
-}
+enum { PLAIN, ROW_IS_FED, COMMITS_CHAINS, COMMITS_PATHS, WALKS_CHAINS, WALKS_PATHS };
 
 // Runs the rows of n_segs segments of different sessions. Returns the number of rows of logits, in the order of the rows
 // that want them; -1: m->stop was set, and nothing is there to commit. The caller has checked token ids and that len + n fits
@@ -1653,8 +2096,8 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
     send_new(m, s->segs, m->sent.segs, m->segs, (size_t)m->n_segs * sizeof(Segment));
     send_new(m, s->kept_rows, m->sent.kept_rows, m->kept_rows, (size_t)m->n_kept * sizeof(Row));
     send_new(m, s->kept_index, m->sent.kept_index, m->kept_index, (size_t)m->n_kept * sizeof(int32_t));
-    const StepKey key = { .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs, .kept = m->n_kept,
-                          .logits = m->n_kept, .variant = fed ? ROW_IS_FED : PLAIN };
+    const StepKey key = { .model = m->number, .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs,
+                          .kept = m->n_kept, .logits = m->n_kept, .variant = fed ? ROW_IS_FED : PLAIN };
     const bool record = !m->dump_dir;                  // checkpoints copy out as they go
     bool done = true;
     if (!record || op->begin(key)) {
@@ -1667,11 +2110,28 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
     return done ? m->n_kept : -1;
 }
 
-static void issue_sample(Model *m, const Batch *kept) {
+// A token is chosen at every row of logits of the last step, into m->s.chosen.
+static void issue_sample(Model *m) {
     const State *s = &m->s;
-    m->ops->sample(&(Sample){ .batch = kept, .vocab = m->config.vocab, .logits = s->logits, .params = s->params,
+    const Batch kept = { .rows = s->kept_rows, .segs = s->segs, .len = s->len, .n_rows = m->n_kept, .n_segs = m->n_segs };
+    m->ops->sample(&(Sample){ .batch = &kept, .vocab = m->config.vocab, .logits = s->logits, .params = s->params,
                               .mask = s->mask, .bias = s->bias, .counts = s->counts, .step_rows = s->counts ? s->rows : NULL,
                               .out = s->chosen });
+}
+
+static void issue_commit(Model *m, const int32_t *n_accept, const int32_t *path) {
+    const State *s = &m->s;
+    const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
+    m->ops->kv_commit(&(KvCommit){ .batch = &all, .caches = m->caches, .n_caches = m->n_caches, .n_accept = n_accept,
+                                   .path = path, .counts = s->counts, .vocab = m->config.vocab });
+}
+
+static void lengthen(Model *m, const int32_t *n_accept) {
+    for (int i = 0; i < m->n_segs; i++) {
+        const Segment *seg = &m->segs[i];
+        assert(n_accept[i] >= 0 && n_accept[i] <= seg->n && (seg->n <= STEP_ROWS || n_accept[i] == seg->n));
+        m->len[seg->seq] += n_accept[i];
+    }
 }
 
 // Makes n_accept[i] rows of the last step's segment i part of its session: of a CHAIN the first ones, of a TREE the rows
@@ -1680,34 +2140,19 @@ static void issue_sample(Model *m, const Batch *kept) {
 static void finish_step(Model *m, const int32_t *n_accept, const int32_t *path, bool sample) {
     const Ops *op = m->ops;
     State *s = &m->s;
-    const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
-    const Batch kept = { .rows = s->kept_rows, .segs = s->segs, .len = s->len, .n_rows = m->n_kept, .n_segs = m->n_segs };
-    for (int i = 0; i < m->n_segs; i++) {
-        const Segment *seg = &m->segs[i];
-        assert(n_accept[i] >= 0 && n_accept[i] <= seg->n && (seg->n <= STEP_ROWS || n_accept[i] == seg->n));
-        m->len[seg->seq] += n_accept[i];
-    }
+    lengthen(m, n_accept);
     send_new(m, s->n_accept, m->sent.n_accept, n_accept, (size_t)m->n_segs * sizeof *n_accept);
     if (path) op->copy(&(Copy){ s->path, path, (size_t)m->n_segs * STEP_ROWS * sizeof *path, COPY_IN });
-    if (op->begin((StepKey){ .kind = sample ? STEP_SAMPLE : STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs,
-                             .logits = sample ? m->n_kept : 0, .variant = path ? COMMITS_PATHS : COMMITS_CHAINS })) {
-        if (sample) issue_sample(m, &kept);
-        op->kv_commit(&(KvCommit){ .batch = &all, .caches = m->caches, .n_caches = m->n_caches, .n_accept = s->n_accept,
-                                   .path = path ? s->path : NULL, .counts = s->counts, .vocab = m->config.vocab });
+    if (op->begin((StepKey){ .model = m->number, .kind = sample ? STEP_SAMPLE : STEP_COMMIT, .rows = m->n_rows,
+                             .segs = m->n_segs, .logits = sample ? m->n_kept : 0,
+                             .variant = path ? COMMITS_PATHS : COMMITS_CHAINS })) {
+        if (sample) issue_sample(m);
+        issue_commit(m, s->n_accept, path ? s->path : NULL);
     }
     op->end();
 }
 
 static void commit(Model *m, const int32_t *n_accept, const int32_t *path) { finish_step(m, n_accept, path, false); }
-
-// Chooses a token from every row of logits of the last step, into m->s.chosen, before it is known how much is committed.
-static void choose_rows(Model *m) {
-    State *s = &m->s;
-    const Batch kept = { .rows = s->kept_rows, .segs = s->segs, .len = s->len, .n_rows = m->n_kept, .n_segs = m->n_segs };
-    if (m->ops->begin((StepKey){ .kind = STEP_SAMPLE, .rows = m->n_rows, .segs = m->n_segs, .logits = m->n_kept,
-                                 .variant = CHOOSES })) issue_sample(m, &kept);
-    m->ops->end();
-}
 
 static void commit_all(Model *m) {                     // every row of the last step, which is one chain
     commit(m, &(int32_t){ m->n_rows }, NULL);
@@ -1717,6 +2162,56 @@ static void read_logits(Model *m, int row, float *host) {            // (vocab) 
     const size_t n = (size_t)m->config.vocab;
     m->ops->copy(&(Copy){ host, m->s.logits + (size_t)row * n, n * sizeof *host, COPY_OUT });
     m->ops->wait();
+}
+
+// The last step had drafts, or gets some behind it: a token is chosen at every row of logits, the drafts are walked as far as they
+// are what was chosen, these rows are committed, and `depth` tokens are drafted behind n of the segments (their numbers).
+// One follows the other without the host; m->verdict has what came of it. forced: not the walk, this says how many rows of
+// each segment, all chains of drafts, are accepted, as for measurements; NULL: the walk.
+static void verify(Model *m, const int32_t *segs, int n, int depth, const int32_t *forced) {
+    const Ops *op = m->ops;
+    State *s = &m->s;
+    Verdict *v = &m->verdict;
+    const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
+    const size_t n_rows = (size_t)depth * (size_t)n, n_ids = n_rows * (size_t)m->options.draft_width;
+    bool trees = false;
+    for (int i = 0; i < m->n_segs; i++) trees |= m->segs[i].kind == SEG_TREE;
+    int32_t *path = trees ? s->path : NULL;
+    if (op->begin((StepKey){ .model = m->number, .kind = STEP_SAMPLE, .rows = m->n_rows, .segs = m->n_segs, .logits = m->n_kept,
+                             .kept = forced != NULL, .variant = trees ? WALKS_PATHS : WALKS_CHAINS })) {
+        if (m->n_kept) issue_sample(m);
+        op->verify_walk(&(VerifyWalk){ .batch = &all, .kept_rows = s->kept_rows, .n_kept = m->n_kept, .chosen = s->chosen,
+                                       .n_accept = s->walked, .path = path, .last = s->last, .next = s->next });
+        if (!forced) issue_commit(m, s->walked, path);
+    }
+    op->end();
+    if (forced) {                                      // every row of a chain has logits: its last row that stays is kept row
+        int32_t last[MAX_SESSIONS];
+        for (int i = 0; i < m->n_segs; i++) last[i] = m->segs[i].first + forced[i] - 1;
+        op->copy(&(Copy){ s->walked, forced, (size_t)m->n_segs * sizeof *forced, COPY_IN });
+        op->copy(&(Copy){ s->last, last, (size_t)m->n_segs * sizeof *last, COPY_IN });
+        if (op->begin((StepKey){ .model = m->number, .kind = STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs,
+                                 .variant = WALKS_CHAINS })) issue_commit(m, s->walked, NULL);
+        op->end();
+    }
+    const int mark = op->mark ? op->mark() : 0;
+    if (!op->mark) v->verified = seconds();
+    if (n && depth) issue_draft(m, segs, n, depth);
+    op->copy(&(Copy){ v->chosen, s->chosen, (size_t)m->n_kept * sizeof *v->chosen, COPY_OUT });
+    op->copy(&(Copy){ v->accepted, s->walked, (size_t)m->n_segs * sizeof *v->accepted, COPY_OUT });
+    if (trees) op->copy(&(Copy){ v->path, s->path, (size_t)m->n_segs * STEP_ROWS * sizeof *v->path, COPY_OUT });
+    if (n_ids) {
+        op->copy(&(Copy){ v->ids, m->drafter.ids, n_ids * sizeof *v->ids, COPY_OUT });
+        op->copy(&(Copy){ v->logits, m->drafter.logits, n_ids * sizeof *v->logits, COPY_OUT });
+        op->copy(&(Copy){ v->logsumexp, m->drafter.logsumexp, n_rows * sizeof *v->logsumexp, COPY_OUT });
+    }
+    if (op->mark) {
+        op->wait_for(mark);
+        v->verified = seconds();
+    }
+    op->wait();
+    v->drafted = seconds();
+    lengthen(m, v->accepted);
 }
 
 // Runs as many of n tokens through session seq as a step has room for, and returns how many: the caller commits them. Where
@@ -1739,7 +2234,352 @@ static double read_density(Model *m) {
     return n[1] ? (double)n[0] / (double)n[1] : 0;
 }
 
-// ==== [7] Generation: sessions, events ===============================================================================
+// ==== [8] Drafting: who guesses, how far =============================================================================
+// What may stand behind a session's last token is guessed by: the text itself, where its last tokens have been before
+// (prompt lookup, ngram); a table of what followed the last NGRAM_MOD tokens in any text so far, which all sessions share
+// (ngram-mod); or a drafter. Guesses are a tree, mostly one without branches. Whoever guesses, the model's own choices decide
+// what is said, so all this is about time alone.
+//
+// How far to guess (auto): a step of n rows takes so long, n guesses too, and at every depth so many were right of late. Of all
+// depths, none among them, the one with most tokens a second is taken. Where that is none, plain steps follow, more of them
+// each time, before guessing is tried again.
+
+typedef enum { SPEC_OFF, SPEC_NGRAM, SPEC_NGRAM_MOD, SPEC_MTP, SPEC_DFLASH, SPEC_AUTO, SPEC_KINDS } SpecKind;
+static const char *const spec_names[] = { "off", "ngram", "ngram-mod", "mtp", "dflash", "auto" };
+
+enum { DRAFT_MAX = STEP_ROWS - 1,      // tokens guessed for a step
+       DRAFT_DEPTHS = 16,              // of these it is counted how often they were right
+       DRAFT_WIDTH = 8 };              // most candidates of a depth
+
+typedef struct {
+    SpecKind kind;            // AUTO: the drafter, if there is one, and n-grams, as far as they pay; others: as many as they can
+    int      most;            // tokens drafted in a step, 1 .. DRAFT_MAX
+    int      tree;            // tokens of a tree; 0: chains
+    float    least;           // a guess of a drafter that is less likely, by its own account, ends the chain; 0: none does
+} Drafting;
+
+typedef struct {              // guesses for a step: number i is its row i + 1
+    int      n;
+    int32_t  token[DRAFT_MAX];
+    int      parent[DRAFT_MAX];        // row that it follows; 0: the token before all of them
+    int      depth;           // of the deepest, the first being 1
+    bool     branches;
+    SpecKind who;             // has guessed
+} Drafts;
+
+typedef struct {              // what a drafter holds for likely, for each depth, the likeliest first
+    int     depth, width;
+    int32_t id[DRAFT_MAX][DRAFT_WIDTH];
+    float   log_share[DRAFT_MAX][DRAFT_WIDTH];         // logarithm of its probability, where the ones before are right
+} Candidates;
+
+typedef struct {              // what an answer took
+    int    n_passes;          // steps that had drafts
+    int    by[SPEC_KINDS];    // of these, by who guessed
+    int    drafted, accepted; // tokens
+    int    tried[DRAFT_DEPTHS], right[DRAFT_DEPTHS];   // by depth: looked at, as all before it were right; right
+    double draft_seconds, verify_seconds;
+} DraftCount;
+
+// ---- n-grams ----
+
+enum { NGRAM_BITS = 16, NGRAM_LEAST = 3, NGRAM_MOST = 24,          // tokens of a match: to be looked at, that count
+       NGRAM_TRIES = 16,                // earlier places that are compared
+       NGRAM_MOD = 12, NGRAM_MOD_BITS = 22 };
+
+// Where in the session's tokens each run of NGRAM_LEAST begins: newest[hash], and before it earlier[place], as far back as the
+// context. How far to guess follows what became of the guesses before: twice as far where all were right, as far as they were
+// right else; and where none was, a longer match is asked for.
+typedef struct {
+    int32_t *newest;          // (2^NGRAM_BITS) one behind the place; 0: nowhere
+    int32_t *earlier;         // (n_room)
+    int      n, n_room;       // places entered
+    int      reach, least;    // tokens to guess; tokens that have to match
+} Ngrams;
+
+static struct {               // ngram-mod: what followed the last NGRAM_MOD tokens, wherever that was last; hashes may collide
+    int32_t *next;            // (2^NGRAM_MOD_BITS) token + 1; 0: nothing
+} ngram_mod;
+
+static uint64_t hash_ids(const int32_t *ids, int n) {
+    uint64_t h = 0;
+    for (int i = 0; i < n; i++) h = h * 6364136223846793005u + (uint32_t)ids[i] + 1;
+    return h * 0x9e3779b97f4a7c15u;
+}
+
+// Enters the tokens that have come since; where the text was cut back, all of it again.
+static void ngrams_enter(Ngrams *g, const int32_t *ids, int n, bool shared) {
+    if (!g->newest) g->newest = alloc_or_die((size_t)1 << NGRAM_BITS, sizeof *g->newest);
+    if (g->n_room < n) {
+        g->n_room = n + 4096;
+        int32_t *more = realloc(g->earlier, (size_t)g->n_room * sizeof *more);
+        if (!more) die("out of memory: %zu bytes wanted", (size_t)g->n_room * sizeof *more);
+        g->earlier = more;
+    }
+    if (g->n > n) {
+        memset(g->newest, 0, ((size_t)1 << NGRAM_BITS) * sizeof *g->newest);
+        g->n = 0;
+    }
+    for (; g->n + NGRAM_LEAST <= n; g->n++) {          // the last place is left out until something follows it
+        int32_t *head = &g->newest[hash_ids(ids + g->n, NGRAM_LEAST) >> (64 - NGRAM_BITS)];
+        g->earlier[g->n] = *head;
+        *head = g->n + 1;
+        const int at = g->n + NGRAM_LEAST - NGRAM_MOD - 1;             // what follows a run there is known now
+        if (shared && at >= 0) ngram_mod.next[hash_ids(ids + at, NGRAM_MOD) >> (64 - NGRAM_MOD_BITS)] = ids[at + NGRAM_MOD] + 1;
+    }
+}
+
+// Guesses at most `most` tokens that follow ids (n) -> how many. A guess is what stood behind the earlier place that shares most
+// tokens with the end of ids, the newest of several.
+static int ngrams_look_up(const Ngrams *g, const int32_t *ids, int n, int least, int most, int32_t *out) {
+    int best = 0, from = 0, tries = NGRAM_TRIES;
+    if (n <= NGRAM_LEAST) return 0;
+    int place = g->newest[hash_ids(ids + n - NGRAM_LEAST, NGRAM_LEAST) >> (64 - NGRAM_BITS)];
+    for (; place && tries--; place = g->earlier[place - 1]) {
+        const int end = place - 1 + NGRAM_LEAST;       // behind the earlier run
+        int same = 0;
+        if (end >= n) continue;
+        while (same < NGRAM_MOST && same < end && ids[end - 1 - same] == ids[n - 1 - same]) same++;
+        if (same > best) best = same, from = end;
+    }
+    if (best < least) return 0;
+    const int period = n - from;                       // what is guessed may run into the guess itself
+    for (int i = 0; i < most; i++) out[i] = i < period ? ids[from + i] : out[i - period];
+    return most;
+}
+
+static int ngram_mod_look_up(const int32_t *ids, int n, int most, int32_t *out) {
+    int32_t run[NGRAM_MOD + DRAFT_MAX];
+    int found = 0;
+    if (n < NGRAM_MOD) return 0;
+    memcpy(run, ids + n - NGRAM_MOD, NGRAM_MOD * sizeof *run);
+    for (; found < most; found++) {
+        const int32_t next = ngram_mod.next[hash_ids(run + found, NGRAM_MOD) >> (64 - NGRAM_MOD_BITS)];
+        if (!next) break;
+        out[found] = run[NGRAM_MOD + found] = next - 1;
+    }
+    return found;
+}
+
+// Of n guesses the first `right` were.
+static void ngrams_learn(Ngrams *g, int n, int right) {
+    g->reach = right == n ? min_int(2 * n, DRAFT_MAX) : max_int(right + 1, 2);
+    g->least = right ? NGRAM_LEAST : min_int(g->least + 2, NGRAM_MOST);
+}
+
+// ---- trees ----
+
+static int add_guess(Drafts *d, int32_t token, int parent, int depth) {                // -> its row
+    d->token[d->n] = token;
+    d->parent[d->n] = parent;
+    d->branches |= parent != d->n;
+    d->depth = max_int(d->depth, depth);
+    return ++d->n;
+}
+
+static void chain_of(Drafts *d, const int32_t *ids, int n) {
+    *d = (Drafts){ .who = d->who };
+    for (int i = 0; i < n; i++) add_guess(d, ids[i], i, i + 1);
+}
+
+// The likeliest tree of at most `most` candidates (DDTree): first the chain of the likeliest at every depth, then whatever has
+// the largest product of shares along its path, one at a time, as long as its logarithm is more than `least`; it opens the next
+// candidate of its depth and the first one behind it.
+static void tree_of(Drafts *d, const Candidates *c, int most, float least) {
+    typedef struct { float share; int parent, depth, rank; } Branch;
+    Branch open[2 * STEP_ROWS];
+    int n_open = 0, row = 0;
+    float share = 0;
+    *d = (Drafts){ .who = d->who };
+    for (int i = 0; i < min_int(c->depth, most); i++) {
+        if (c->width > 1) open[n_open++] = (Branch){ share + c->log_share[i][1], row, i, 1 };
+        share += c->log_share[i][0];
+        row = add_guess(d, c->id[i][0], row, i + 1);
+    }
+    while (d->n < most && n_open) {
+        int best = 0;
+        for (int i = 1; i < n_open; i++) if (open[i].share > open[best].share) best = i;
+        const Branch b = open[best];
+        if (b.share <= least) break;
+        open[best] = open[--n_open];
+        row = add_guess(d, c->id[b.depth][b.rank], b.parent, b.depth + 1);
+        if (b.rank + 1 < c->width) {
+            const float *shares = c->log_share[b.depth];
+            open[n_open++] = (Branch){ b.share - shares[b.rank] + shares[b.rank + 1], b.parent, b.depth, b.rank + 1 };
+        }
+        if (b.depth + 1 < c->depth) open[n_open++] = (Branch){ b.share + c->log_share[b.depth + 1][0], row, b.depth + 1, 0 };
+    }
+}
+
+// ---- how far ----
+
+typedef struct {              // how often guesses are right, at each depth where all before were: right[0] is the first
+    float right[DRAFT_MAX];
+    int   seen[DRAFT_MAX];    // guesses that this rests on; old ones fade
+} Odds;
+
+enum { ODDS_MEMORY = 12 };    // guesses that a share of them rests on
+
+static Odds odds_new(void) {                           // hopeful, so that it is tried
+    Odds o = { { 0 }, { 0 } };
+    for (int d = 0; d < DRAFT_MAX; d++) o.right[d] = 0.8f, o.seen[d] = 2;
+    return o;
+}
+
+// Of n guesses, each behind the one before, the first `right` were.
+static void odds_learn(Odds *o, int n, int right) {
+    for (int d = 0; d < n && d <= right; d++) {
+        o->seen[d] = min_int(o->seen[d] + 1, ODDS_MEMORY);
+        o->right[d] += ((d < right) - o->right[d]) / (float)o->seen[d];
+    }
+}
+
+static double tokens_of(const Odds *o, int n) {        // that a step with n guesses makes
+    double tokens = 1, all = 1;
+    for (int d = 0; d < n; d++) tokens += all *= o->right[d];
+    return tokens;
+}
+
+static void times_learn(Times *t, int n, double taken) {
+    double *was = &t->of[n];
+    if (*was == 0) *was = taken;
+    else *was += (fmin(taken, 2 * *was) - *was) / 8;   // now and then the machine does something else
+}
+
+// What n should take: between those known, in proportion; beyond them, `more` of the nearest known for each one more.
+static double times_guess(const Times *t, int n, double more) {
+    int low = n, high = n;
+    while (low > 0 && t->of[low] == 0) low--;
+    while (high < STEP_ROWS && t->of[high] == 0) high++;
+    if (low == n) return t->of[n];
+    const double *of = t->of;
+    if (low > 0 && of[high] > 0) return of[low] + (of[high] - of[low]) * (n - low) / (high - low);
+    if (low > 0) return of[low] * (1 + more * (n - low));
+    return of[high] > 0 ? of[high] * fmax(0.5, 1 - more * (high - n)) : 0;
+}
+
+enum { REST_LEAST = 16, REST_MOST = 512 };             // plain steps where guessing does not pay
+
+// Tokens a second with n guesses that are still to be made (costs) or are there, beside `rows` other rows of the step.
+static double rate_of(const Pace *p, const Odds *o, int n, bool costs, int rows) {
+    const double step = times_guess(&p->step, min_int(rows + 1 + n, STEP_ROWS), 0.08);
+    return tokens_of(o, n) / (step + (costs && n ? times_guess(&p->draft, n, 1) : 0));
+}
+
+// The depth from 1 to `most` that makes most tokens a second; 0: plain steps make as many, or nearly so.
+static int best_depth(const Pace *p, const Odds *o, int most, bool costs, int rows) {
+    int best = 0;
+    double rate = 1.02 * rate_of(p, o, 0, costs, rows);
+    for (int n = 1; n <= most; n++) {
+        const double with = rate_of(p, o, n, costs, rows);
+        if (with > rate) best = n, rate = with;
+    }
+    return best;
+}
+
+typedef struct {              // the drafting of a session
+    Drafting   how;
+    Ngrams     ngrams;
+    Drafts     drafts;        // for the step that comes, behind the one token in todo
+    Candidates found;         // what the drafter has found for it; depth 0: nothing
+    Odds       odds[SPEC_KINDS];
+    int        depth;         // guesses to ask of the drafter behind the step that runs
+    int        missed;        // times in a row that n-grams had nothing to guess
+    int        rest, next_rest;        // plain steps before guessing is tried again, and of the next rest
+} Guesser;
+
+static void guesser_init(Guesser *g) {
+    *g = (Guesser){ .ngrams = { .reach = 4, .least = NGRAM_LEAST }, .next_rest = REST_LEAST };
+    for (int k = 0; k < SPEC_KINDS; k++) g->odds[k] = odds_new();
+}
+
+static void guesser_start(Guesser *g, const Drafting *how) {           // an answer
+    g->how = *how;
+    g->drafts.n = g->found.depth = g->depth = 0;
+    if (how->kind == SPEC_NGRAM_MOD && !ngram_mod.next)
+        ngram_mod.next = alloc_or_die((size_t)1 << NGRAM_MOD_BITS, sizeof *ngram_mod.next);
+}
+
+static void guesser_free(Guesser *g) {
+    free(g->ngrams.newest);
+    free(g->ngrams.earlier);
+}
+
+static bool uses_drafter(const Drafting *d) { return d->kind >= SPEC_MTP; }
+static bool uses_ngrams(const Drafting *d) {
+    return d->kind == SPEC_NGRAM || d->kind == SPEC_NGRAM_MOD || d->kind == SPEC_AUTO;
+}
+
+// Guesses what follows ids (n) from n-grams -> how many of at most `most`.
+static int guess_ngrams(Guesser *g, const int32_t *ids, int n, int most, int32_t *out) {
+    const bool table = g->how.kind == SPEC_NGRAM_MOD;
+    most = min_int(most, g->ngrams.reach);
+    ngrams_enter(&g->ngrams, ids, n, table);
+    return table ? ngram_mod_look_up(ids, n, most, out) : ngrams_look_up(&g->ngrams, ids, n, g->ngrams.least, most, out);
+}
+
+// The share below which a branch of a tree costs more than it brings; its logarithm.
+static float least_share(const Pace *p, const Odds *o, int chain, int tree, int rows) {
+    const double step = times_guess(&p->step, min_int(rows + 1 + chain, STEP_ROWS), 0.08);
+    const double with = times_guess(&p->step, min_int(rows + 1 + tree, STEP_ROWS), 0.08);
+    return tree > chain && step > 0 ? (float)log(fmax((with - step) / (tree - chain) / step * tokens_of(o, chain), 1e-6)) : 0;
+}
+
+// Makes the drafts for a step of a session whose text, the token that runs next included, is ids (n): of what n-grams say and
+// what the drafter has found, that which makes more tokens a second. who: the drafter; rows: of others in the step.
+static void guess(Guesser *g, const Pace *p, SpecKind who, const int32_t *ids, int n, int most, int rows) {
+    const bool chooses = g->how.kind == SPEC_AUTO;
+    Candidates *c = &g->found;
+    Odds *text_odds = &g->odds[SPEC_NGRAM];
+    int32_t out[DRAFT_MAX];
+    float least = -INFINITY;
+    g->drafts.n = 0;
+    const int found = uses_ngrams(&g->how) && most > 0 ? guess_ngrams(g, ids, n, most, out) : 0;
+    int from_text = found, chain = min_int(c->depth, max_int(most, 0));
+    for (int i = 0; i < chain; i++) if (c->log_share[i][0] < logf(g->how.least)) chain = i;
+    if (chooses) {
+        from_text = best_depth(p, text_odds, found, false, rows);
+        chain = best_depth(p, &g->odds[who], chain, false, rows);
+        least = least_share(p, &g->odds[who], chain, g->how.tree, rows);
+        if (rate_of(p, text_odds, from_text, false, rows) <= rate_of(p, &g->odds[who], chain, false, rows)) from_text = 0;
+        if (found && !from_text) text_odds->right[0] += (0.8f - text_odds->right[0]) / 128;    // to be tried again some day
+    }
+    g->missed = from_text ? 0 : g->missed + 1;
+    if (from_text) {
+        g->drafts.who = g->how.kind == SPEC_NGRAM_MOD ? SPEC_NGRAM_MOD : SPEC_NGRAM;
+        chain_of(&g->drafts, out, from_text);
+    } else if (chain) {
+        g->drafts.who = who;
+        c->depth = chain;
+        tree_of(&g->drafts, c, max_int(min_int(most, g->how.tree), chain), least);
+    }
+}
+
+// How many guesses the drafter is to make behind the step that is about to run.
+static int depth_wanted(Guesser *g, const Pace *p, SpecKind who, int most, int rows) {
+    Odds *o = &g->odds[who];
+    if (!uses_drafter(&g->how) || most <= 0) return 0;
+    if (g->how.kind != SPEC_AUTO) return most;
+    if (g->rest > 0) return --g->rest ? 0 : 1;         // is it better by now?
+    if (p->step.of[1] == 0) return 0;                  // first a step without guesses, to know how long it takes
+    if (g->drafts.n && g->drafts.who == SPEC_NGRAM && g->odds[SPEC_NGRAM].right[0] > 0.9f) return 0;   // the text will do
+    const int depth = best_depth(p, o, most, true, rows);
+    if (depth) return depth;
+    for (int i = 0; i < DRAFT_MAX; i++) o->seen[i] = min_int(o->seen[i], 2);           // what is tried then counts for more
+    g->rest = g->next_rest;
+    g->next_rest = min_int(2 * g->next_rest, REST_MOST);
+    return 0;
+}
+
+// Of the drafts, a path of so many was right.
+static void guesser_learn(Guesser *g, int right) {
+    const Drafts *d = &g->drafts;
+    odds_learn(&g->odds[d->who], d->depth, right);
+    if (d->who == SPEC_NGRAM || d->who == SPEC_NGRAM_MOD) ngrams_learn(&g->ngrams, d->n, right);
+    else if (right) g->next_rest = REST_LEAST;
+}
+
+// ==== [9] Generation: sessions, events ===============================================================================
 // The engine as its callers see it: a session holds tokens in one slot of the model's caches; session_start() gives it a
 // prompt to answer, and each session_next() does one piece of work, a chunk of the prompt or a token, and tells what came of
 // it. sessions_next() does so for several sessions at once, which share their decoding steps. Nothing here prints, or ends
@@ -1753,25 +2593,6 @@ static double read_density(Model *m) {
 // with marks) never waits for it: the next step is fed its tokens by the device, and the host looks at them while it runs.
 // Where a token turns out to end the text, or to be followed by others than the model's, that step is dropped: it was not
 // committed. A full context drops its oldest tokens, if that is wanted, and goes on.
-
-// Who guesses: nobody; the text itself, where its last tokens have been before (prompt lookup); a table of what followed the
-// last NGRAM_MOD tokens in any text so far, which all sessions share.
-typedef enum { SPEC_OFF, SPEC_NGRAM, SPEC_NGRAM_MOD } SpecKind;
-static const char *const spec_names[] = { "off", "ngram", "ngram-mod" };
-
-typedef struct {
-    SpecKind kind;
-    int      most;            // tokens drafted in a step, 1 .. DRAFT_MAX
-} Drafting;
-
-enum { DRAFT_MAX = STEP_ROWS - 1, DRAFT_DEPTHS = 8 };              // of DEPTHS it is counted how often they were right
-
-typedef struct {              // what an answer took
-    int    n_passes;          // steps that had drafts
-    int    drafted, accepted; // tokens
-    int    tried[DRAFT_DEPTHS], right[DRAFT_DEPTHS];   // by depth: looked at, as all before it were right; right
-    double draft_seconds, verify_seconds;
-} DraftCount;
 
 typedef struct {              // how to answer
     int          n_predict;   // tokens to generate; -1: until the turn ends or the context is full
@@ -1867,100 +2688,18 @@ static size_t stops_flush(Stops *s, char *out) {       // at the end: what waits
     return n;
 }
 
-// ---- drafts from the text itself ----
-
-enum { NGRAM_BITS = 16, NGRAM_LEAST = 3, NGRAM_MOST = 24,          // tokens of a match: to be looked at, that count
-       NGRAM_TRIES = 16,                // earlier places that are compared
-       NGRAM_MOD = 12, NGRAM_MOD_BITS = 22 };
-
-// Where in the session's tokens each run of NGRAM_LEAST begins: newest[hash], and before it earlier[place], as far back as the
-// context. How far to guess follows what became of the guesses before: twice as far where all were right, as far as they were
-// right else; and where none was, a longer match is asked for.
-typedef struct {
-    int32_t *newest;          // (2^NGRAM_BITS) one behind the place; 0: nowhere
-    int32_t *earlier;         // (n_room)
-    int      n, n_room;       // places entered
-    int      reach, least;    // tokens to guess; tokens that have to match
-} Ngrams;
-
-static struct {               // ngram-mod: what followed the last NGRAM_MOD tokens, wherever that was last; hashes may collide
-    int32_t *next;            // (2^NGRAM_MOD_BITS) token + 1; 0: nothing
-} ngram_mod;
-
-static uint64_t hash_ids(const int32_t *ids, int n) {
-    uint64_t h = 0;
-    for (int i = 0; i < n; i++) h = h * 6364136223846793005u + (uint32_t)ids[i] + 1;
-    return h * 0x9e3779b97f4a7c15u;
-}
-
-// Enters the tokens that have come since; where the text was cut back, all of it again.
-static void ngrams_enter(Ngrams *g, const int32_t *ids, int n, bool shared) {
-    if (!g->newest) g->newest = alloc_or_die((size_t)1 << NGRAM_BITS, sizeof *g->newest);
-    if (g->n_room < n) {
-        g->n_room = n + 4096;
-        int32_t *more = realloc(g->earlier, (size_t)g->n_room * sizeof *more);
-        if (!more) die("out of memory: %zu bytes wanted", (size_t)g->n_room * sizeof *more);
-        g->earlier = more;
-    }
-    if (g->n > n) {
-        memset(g->newest, 0, ((size_t)1 << NGRAM_BITS) * sizeof *g->newest);
-        g->n = 0;
-    }
-    for (; g->n + NGRAM_LEAST <= n; g->n++) {          // the last place is left out until something follows it
-        int32_t *head = &g->newest[hash_ids(ids + g->n, NGRAM_LEAST) >> (64 - NGRAM_BITS)];
-        g->earlier[g->n] = *head;
-        *head = g->n + 1;
-        const int at = g->n + NGRAM_LEAST - NGRAM_MOD - 1;             // what follows a run there is known now
-        if (shared && at >= 0) ngram_mod.next[hash_ids(ids + at, NGRAM_MOD) >> (64 - NGRAM_MOD_BITS)] = ids[at + NGRAM_MOD] + 1;
-    }
-}
-
-// Guesses at most `most` tokens that follow ids (n) -> how many. A guess is what stood behind the earlier place that shares most
-// tokens with the end of ids, the newest of several.
-static int ngrams_look_up(const Ngrams *g, const int32_t *ids, int n, int least, int most, int32_t *out) {
-    int best = 0, from = 0, tries = NGRAM_TRIES;
-    if (n <= NGRAM_LEAST) return 0;
-    int place = g->newest[hash_ids(ids + n - NGRAM_LEAST, NGRAM_LEAST) >> (64 - NGRAM_BITS)];
-    for (; place && tries--; place = g->earlier[place - 1]) {
-        const int end = place - 1 + NGRAM_LEAST;       // behind the earlier run
-        int same = 0;
-        if (end >= n) continue;
-        while (same < NGRAM_MOST && same < end && ids[end - 1 - same] == ids[n - 1 - same]) same++;
-        if (same > best) best = same, from = end;
-    }
-    if (best < least) return 0;
-    const int period = n - from;                       // what is guessed may run into the guess itself
-    for (int i = 0; i < most; i++) out[i] = i < period ? ids[from + i] : out[i - period];
-    return most;
-}
-
-static int ngram_mod_look_up(const int32_t *ids, int n, int most, int32_t *out) {
-    int32_t run[NGRAM_MOD + DRAFT_MAX];
-    int found = 0;
-    if (n < NGRAM_MOD) return 0;
-    memcpy(run, ids + n - NGRAM_MOD, NGRAM_MOD * sizeof *run);
-    for (; found < most; found++) {
-        const int32_t next = ngram_mod.next[hash_ids(run + found, NGRAM_MOD) >> (64 - NGRAM_MOD_BITS)];
-        if (!next) break;
-        out[found] = run[NGRAM_MOD + found] = next - 1;
-    }
-    return found;
-}
-
-// Of n guesses the first `right` were.
-static void ngrams_learn(Ngrams *g, int n, int right) {
-    g->reach = right == n ? min_int(2 * n, DRAFT_MAX) : max_int(right + 1, 2);
-    g->least = right ? NGRAM_LEAST : min_int(g->least + 2, NGRAM_MOST);
-}
+enum { MARKS = 32 };
+typedef struct { uint8_t *rings; int n, seen; } Mark;                // the rings as they were when the first n tokens were held
 
 typedef struct {
     Model     *m;
     Tokenizer *t;
     int        seq;           // its slot in the model's caches
     TokIds     held;          // (m->len[seq]) the committed tokens
-    uint8_t   *rings;         // the rings as they were when the first `mark` of them were held: to go back further than rings
-    int        mark;          // reach. 0: nothing is kept
-    int        mark_seen;
+    Mark       marks[MARKS];  // (n_marks) ascending: to go back further than rings reach. Those behind keep their memory
+    int        n_marks;
+    int        most_marks;    // 1 .. MARKS
+    int        mark_every;    // a prompt leaves one each time it has run so many tokens; 0: only at Prompt.mark
     // the answer under way, or the last one
     AnswerOptions options;
     TokReply   reply;         // as far as it has come; at its end cut where a stop string began
@@ -1974,8 +2713,7 @@ typedef struct {
     EndReason  end;
     Event      shifted;       // n dropped: to be told
     TokIds     said, thought_name;     // ids of the last event; the first line of a thought
-    TokIds     drafts;        // guesses of what follows the one token in todo
-    Ngrams     ngrams;
+    Guesser    guesser;
     int        named, thought_tokens;  // ids of that line, and of thoughts, so far
     size_t     content, thought, passed;   // bytes of the reply that were looked at; of content, what the stop strings let by
     Stops      stops;
@@ -1984,13 +2722,13 @@ typedef struct {
     size_t     thought_start; // of what the last event has of it
     int        row;           // of the logits of step number `step` that the last token was chosen from; -1: none yet
     int64_t    step;
-    int        missed;        // times in a row that nothing could be guessed
-    double     started, first_token;   // seconds()
+    double     started, first_token, returned;         // seconds(); returned: of its last step
     char       err[512];
 } Session;
 
 static void session_open(Session *s, Model *m, Tokenizer *t, int seq) {
-    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .ngrams = { .reach = 4, .least = NGRAM_LEAST } };
+    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .most_marks = 1 };
+    guesser_init(&s->guesser);
     reset_session(m, seq);
 }
 
@@ -1998,20 +2736,30 @@ static void session_close(Session *s) {
     tok_ids_free(&s->held);
     tok_ids_free(&s->todo);
     tok_ids_free(&s->said);
-    tok_ids_free(&s->drafts);
-    free(s->ngrams.newest);
-    free(s->ngrams.earlier);
+    guesser_free(&s->guesser);
     tok_ids_free(&s->thought_name);
     tok_reply_free(&s->reply);
-    free(s->rings);
+    for (int i = 0; i < MARKS; i++) free(s->marks[i].rings);
     free(s->stops.held);
     free(s->text);
+}
+
+static void session_forget(Session *s) {               // it holds nothing, and nothing is kept of it
+    reset_session(s->m, s->seq);
+    s->held.n = 0;
+    s->n_marks = 0;
+    s->row = -1;
 }
 
 static void session_cancel(Session *s) { s->cancelled = 1; }         // the next event is the end; from any thread or handler
 
 static void push_id(Session *s, TokIds *ids, int32_t id) {
     if (tok__push(s->t, ids, id) < 0) die("%s", s->t->err);           // out of memory
+}
+
+static double cache_bytes(const Cache *k, int n) {      // of the newest n rows of a session, all heads
+    return (double)n * k->n_kv_heads * (double)(kv_row_bytes(k->k.type, k->k.dim) + kv_scale_bytes(k->k.type, k->k.dim) +
+                                                kv_row_bytes(k->v.type, k->v.dim) + kv_scale_bytes(k->v.type, k->v.dim));
 }
 
 // Bytes of weights and cache that decoding a token at position pos has to read: over bandwidth, the floor of its time.
@@ -2028,26 +2776,40 @@ static double bytes_per_token(const Model *m, int pos) {
             if (dense[i]->data) bytes += (double)matrix_bytes(dense[i]);
         for (size_t i = 0; i < sizeof experts / sizeof *experts; i++)
             if (experts[i]->data) bytes += (double)matrix_bytes(experts[i]) / c->n_experts * c->n_experts_used;
-        const Cache *k = &m->caches[m->cache_of[l]];
-        const size_t row = kv_row_bytes(k->k.type, k->k.dim) + kv_scale_bytes(k->k.type, k->k.dim) +
-                           kv_row_bytes(k->v.type, k->v.dim) + kv_scale_bytes(k->v.type, k->v.dim);
-        bytes += (double)(c->layer[l].is_swa ? min_int(pos, c->n_swa) : pos) * k->n_kv_heads * (double)row;
+        bytes += cache_bytes(&m->caches[m->cache_of[l]], c->layer[l].is_swa ? min_int(pos, c->n_swa) : pos);
+    }
+    return bytes;
+}
+
+// The same for each token that the drafter guesses in one session of pos tokens.
+__attribute__((unused)) static double bytes_per_draft(const Model *m, int pos) {
+    const Drafter *d = &m->drafter;
+    const Config *c = &d->config;
+    double bytes = (double)matrix_bytes(&d->pre_projection) + (double)matrix_bytes(&d->post_projection);
+    const double head = (double)matrix_bytes(&d->weights.token_embd);
+    bytes += d->centroids.data ? (double)matrix_bytes(&d->centroids) + head / c->vocab * centroid_tokens(d) : head;
+    for (int l = 0; l < c->n_layers; l++) {
+        const LayerWeights *w = &d->weights.layer[l];
+        const Tensor *dense[] = { &w->attn_q, &w->attn_output, &w->ffn_gate, &w->ffn_up, &w->ffn_down };
+        for (size_t i = 0; i < sizeof dense / sizeof *dense; i++) bytes += (double)matrix_bytes(dense[i]);
+        bytes += cache_bytes(&m->caches[m->cache_of[d->donor[l]]], c->layer[l].is_swa ? min_int(pos, d->window - 1) : pos);
     }
     return bytes;
 }
 
 // Cuts the session back to what it shares with a prompt (ids, n >= 1), less the last token, which has to run for its logits.
-// Where the rings do not reach back as far, they are put back as they were at the mark; else the session starts again.
+// Where the rings do not reach back as far, they are put back as they were at the last mark before; else the session starts again.
 static void session_keep(Session *s, const int32_t *ids, int n) {
     Model *m = s->m;
     int same = 0;
     while (same < min_int(n - 1, m->len[s->seq]) && s->held.ids[same] == ids[same]) same++;
-    if (same < s->mark) s->mark = 0;
+    while (s->n_marks && s->marks[s->n_marks - 1].n > same) s->n_marks--;
     if (!shorten_session(m, s->seq, ids, same)) {
-        same = s->mark;
-        if (same) {
-            copy_rings(m, s->seq, s->rings, COPY_IN);
-            m->seen[s->seq] = s->mark_seen;
+        const Mark *mark = s->n_marks ? &s->marks[s->n_marks - 1] : NULL;
+        same = mark ? mark->n : 0;
+        if (mark) {
+            copy_rings(m, s->seq, mark->rings, COPY_IN);
+            m->seen[s->seq] = mark->seen;
             shorten_session(m, s->seq, ids, same);
         } else {
             reset_session(m, s->seq);
@@ -2056,12 +2818,28 @@ static void session_keep(Session *s, const int32_t *ids, int n) {
     s->held.n = (size_t)same;
 }
 
-// What the rings hold now is kept: the session can go back to here from wherever it gets to.
+// What the rings hold now is kept: the session can go back to here from wherever it gets to. Of too many marks the one goes that
+// is closest to the next.
 static void session_save(Session *s) {
-    if (!s->rings) s->rings = alloc_or_die(copy_rings(s->m, s->seq, NULL, COPY_OUT), 1);
-    copy_rings(s->m, s->seq, s->rings, COPY_OUT);
-    s->mark = s->m->len[s->seq];
-    s->mark_seen = s->m->seen[s->seq];
+    const int len = s->m->len[s->seq];
+    Mark *marks = s->marks;
+    int n = s->n_marks, least = 0;
+    if (n && marks[n - 1].n == len) return;
+    if (n == s->most_marks) {
+        for (int i = 0, best = INT_MAX; i < n; i++) {
+            const int gap = (i + 1 < n ? marks[i + 1].n : len) - marks[i].n;
+            if (gap < best) best = gap, least = i;
+        }
+        const Mark out = marks[least];
+        memmove(marks + least, marks + least + 1, (size_t)(--n - least) * sizeof *marks);
+        marks[n] = out;
+    }
+    Mark *mark = &marks[n];
+    if (!mark->rings) mark->rings = alloc_or_die(copy_rings(s->m, s->seq, NULL, COPY_OUT), 1);
+    copy_rings(s->m, s->seq, mark->rings, COPY_OUT);
+    mark->n = len;
+    mark->seen = s->m->seen[s->seq];
+    s->n_marks = n + 1;
 }
 
 // The tokens behind what the session shares with (ids, n) are what it runs next.
@@ -2094,9 +2872,7 @@ static bool session_start(Session *s, const Prompt *p, const AnswerOptions *o) {
     s->content = s->thought = s->passed = 0;
     s->named = tok_reply_thinks(&s->reply) ? (int)s->thought_name.n : 0;
     s->thought_tokens = 0;
-    s->drafts.n = 0;
-    if (o->drafting.kind == SPEC_NGRAM_MOD && !ngram_mod.next)
-        ngram_mod.next = alloc_or_die((size_t)1 << NGRAM_MOD_BITS, sizeof *ngram_mod.next);
+    guesser_start(&s->guesser, &o->drafting);
     s->n_head = p->n_head;
     s->row = -1;
     s->shifted = (Event){ .kind = EVENT_SHIFT };
@@ -2247,55 +3023,90 @@ static void take_token(Session *s, int32_t token, Event *e) {
     s->fed &= !s->ending && !s->prompting && n == 1;
 }
 
-// Guesses what follows the token that runs next, where that is all that runs and it is known.
-static void draft(Session *s) {
-    const Drafting *d = &s->options.drafting;
-    const int n = (int)s->held.n + 1, room = s->m->options.n_ctx - n, left = s->options.n_predict - s->turn.made - 1;
-    int most = min_int(min_int(d->most, s->ngrams.reach), min_int(room, s->m->options.n_logits - 1));
-    s->drafts.n = 0;
-    if (d->kind == SPEC_OFF || s->prompting || s->todo.n != 1 || s->options.keep_logits) return;
-    if (s->options.n_predict >= 0) most = min_int(most, left);
+// The most tokens that may be guessed behind a text of n tokens, of which the answer has made so many.
+static int room_for_drafts(const Session *s, int n, int made) {
+    const AnswerOptions *o = &s->options;
+    const int most = min_int(min_int(max_int(o->drafting.most, o->drafting.tree), s->m->options.n_ctx - n), s->m->options.n_logits - 1);
+    return o->keep_logits ? 0 : o->n_predict < 0 ? most : min_int(most, o->n_predict - made - 1);
+}
+
+static SpecKind drafter_of(const Model *m) {
+    return m->drafter.kind == DRAFTER_MTP ? SPEC_MTP : m->drafter.kind == DRAFTER_DFLASH ? SPEC_DFLASH : SPEC_OFF;
+}
+
+// Guesses what follows the token that runs next, where that is all that runs and it is known. rows: of other sessions.
+static void draft(Session *s, int rows) {
+    Guesser *g = &s->guesser;
     const double start = seconds();
-    int32_t guess[DRAFT_MAX];
+    g->drafts.n = 0;
+    if (g->how.kind == SPEC_OFF || s->prompting || s->todo.n != 1) return;
     push_id(s, &s->held, s->todo.ids[0]);              // for as long as it is looked up
-    ngrams_enter(&s->ngrams, s->held.ids, n, d->kind == SPEC_NGRAM_MOD);
-    const int found = most <= 0 ? 0 : d->kind == SPEC_NGRAM_MOD ? ngram_mod_look_up(s->held.ids, n, most, guess) :
-                      ngrams_look_up(&s->ngrams, s->held.ids, n, s->ngrams.least, most, guess);
+    guess(g, &s->m->pace, drafter_of(s->m), s->held.ids, (int)s->held.n,
+          room_for_drafts(s, (int)s->held.n, s->turn.made), rows);
     s->held.n--;
-    if (!s->fed)
-        for (int i = 0; i < found; i++) push_id(s, &s->drafts, guess[i]);
-    s->missed = found ? 0 : s->missed + 1;
+    if (s->fed) g->drafts.n = 0;
     s->turn.drafts.draft_seconds += seconds() - start;
 }
 
-// Of the choices made at the last token's row and at those of the drafts: takes them one after the other as far as they are what
-// was drafted, and the first that is not.
-static void take_tokens(Session *s, const int32_t *chosen, Event *e) {
+// What the drafter has found behind segment i of n: for the step that comes, if the text goes on from there.
+static void take_candidates(Session *s, int i, int n, int depth) {
+    const Verdict *v = &s->m->verdict;
+    Candidates *c = &s->guesser.found;
+    const int width = s->m->options.draft_width;
+    c->depth = depth, c->width = width;
+    for (int d = 0; d < depth; d++)
+        for (int k = 0; k < width; k++) {
+            const size_t at = ((size_t)d * n + i) * width + k;
+            c->id[d][k] = v->ids[at];
+            c->log_share[d][k] = v->logits[at] - v->logsumexp[(size_t)d * n + i];
+        }
+}
+
+static void count_drafts(Session *s, int right) {
     DraftCount *count = &s->turn.drafts;
-    const int n = (int)s->drafts.n;
-    int right = 0;
+    const Drafts *d = &s->guesser.drafts;
+    for (int k = 0; k < min_int(d->depth, DRAFT_DEPTHS) && k <= right; k++) count->tried[k]++, count->right[k] += k < right;
+    count->n_passes++;
+    count->by[d->who]++;
+    count->drafted += d->n;
+    count->accepted += right;
+}
+
+// Of the tokens chosen at the last token's row, number `row` of logits, and at those of the drafts: takes one after the other
+// along the accepted path, number i.
+static void take_tokens(Session *s, int i, int row, Event *e) {
+    Guesser *g = &s->guesser;
+    const Verdict *v = &s->m->verdict;
+    const int32_t *chosen = v->chosen + row, *path = v->path + (size_t)i * STEP_ROWS;
+    const int right = g->drafts.n ? v->accepted[i] - 1 : 0;
+    int taken = 0, at = 0;
     begin_event(s, e, EVENT_TOKEN);
     take_token(s, chosen[0], e);
-    while (right < n && chosen[right] == s->drafts.ids[right]) {
+    while (taken < right) {
         if (s->ending || s->prompting || s->todo.n != 1) break;        // it ended, or goes on with other tokens
-        push_id(s, &s->held, chosen[right++]);
-        take_token(s, chosen[right], e);
+        push_id(s, &s->held, chosen[at]);
+        at = g->drafts.branches ? path[++taken] : ++taken;
+        take_token(s, chosen[at], e);
     }
-    s->row += right;
+    s->row = row + at;
+    if (s->ending || s->prompting || s->todo.n != 1) g->found.depth = 0;
     if (!s->prompting) drop_drafts(s);
-    if (!n) return;
-    for (int d = 0; d < min_int(n, DRAFT_DEPTHS) && d <= right; d++) count->tried[d]++, count->right[d] += d < right;
-    count->n_passes++;
-    count->drafted += n;
-    count->accepted += right;
-    ngrams_learn(&s->ngrams, n, right);
-    s->drafts.n = 0;
+    if (!g->drafts.n) return;
+    count_drafts(s, right);
+    guesser_learn(g, right);
+    g->drafts.n = 0;
+}
+
+// How long the session is where the rings are to be saved next; INT_MAX: nowhere.
+static int next_mark(const Session *s) {
+    const int len = s->m->len[s->seq], every = s->prompting ? s->mark_every : 0;
+    return min_int(s->want_mark > len ? s->want_mark : INT_MAX, every ? len - len % every + every : INT_MAX);
 }
 
 // Rows of the next step: of a prompt a chunk, which ends where the rings are to be saved.
 static int next_rows(const Session *s) {
-    const int n = (int)s->todo.n - s->at, len = s->m->len[s->seq];
-    return min_int(s->want_mark > len ? min_int(n, s->want_mark - len) : n, s->m->options.n_batch);
+    const int n = (int)s->todo.n - s->at;
+    return min_int(min_int(n, next_mark(s) - s->m->len[s->seq]), s->m->options.n_batch);
 }
 
 enum { PATIENCE = 4 };        // steps without a guess, after which the next is issued ahead again
@@ -2308,7 +3119,7 @@ static bool may_go_ahead(const Session *s) {
     const int n = s->options.n_predict;
     return m->ops->mark && m->n_rows <= STEP_ROWS && m->len[s->seq] < m->options.n_ctx && !s->options.keep_logits &&
            !m->dump_dir && (n < 0 || s->turn.made + 1 < n) && !s->cancelled &&
-           (s->options.drafting.kind == SPEC_OFF || s->missed >= PATIENCE);
+           !s->guesser.depth && (s->options.drafting.kind == SPEC_OFF || s->guesser.missed >= PATIENCE);
 }
 
 // What a session has to tell without running anything. False: it has tokens to run.
@@ -2323,53 +3134,94 @@ static bool is_settled(Session *s, Event *e) {
     return e->dropped > 0;
 }
 
-// Chooses tokens from the rows of logits of the last step and commits: of n segments with n_rows each, whose last 1 + n_drafts
-// rows want them, all rows before the first wrong guess.
-static void choose_tokens(Session *const *sessions, int n, const int32_t *n_rows, int32_t *tokens, bool ahead) {
+// Writes the rows that n sessions run in the next step, and makes segments of them. True: some are drafts.
+static bool lay_out(Session *const *sessions, StepSeg *segs, int n) {
+    Model *m = sessions[0]->m;
+    StepRow *row = m->chunk;
+    bool drafted = false;
+    for (int i = 0; i < n; i++) {
+        Session *s = sessions[i];
+        const Drafts *d = &s->guesser.drafts;
+        const int n_todo = next_rows(s);
+        segs[i] = (StepSeg){ .seq = s->seq, .kind = d->n && d->branches ? SEG_TREE : SEG_CHAIN, .n = n_todo + d->n, .rows = row,
+                             .more = (int)s->todo.n - s->at - n_todo };
+        for (int k = 0; k < n_todo; k++)
+            *row++ = (StepRow){ .token = s->todo.ids[s->at + k], .parent = -1, .want = s->at + k + 1 == (int)s->todo.n };
+        for (int k = 0; k < d->n; k++) *row++ = (StepRow){ .token = d->token[k], .parent = d->parent[k], .want = true };
+        drafted |= d->n > 0;
+    }
+    return drafted;
+}
+
+// Asks for each session how many guesses it wants of the drafter behind the step, and lists those that want some. -> the most
+static int ask_drafter(Session *const *sessions, const StepSeg *segs, int n_sessions, int32_t *drafting, int *n_drafting) {
+    Model *m = sessions[0]->m;
+    int depth = 0;
+    *n_drafting = 0;
+    for (int k = 0; k < n_sessions; k++) {
+        Session *s = sessions[k];
+        Guesser *g = &s->guesser;
+        const int n_todo = (int)s->todo.n - s->at, n = (int)s->held.n + n_todo + 1;
+        const int most = segs[k].n - g->drafts.n < n_todo ? 0 : min_int(room_for_drafts(s, n, s->turn.made + 1), m->options.draft_depth);
+        g->depth = depth_wanted(g, &m->pace, drafter_of(m), most, m->n_rows - segs[k].n);
+        g->found.depth = 0;
+        if (g->depth) drafting[(*n_drafting)++] = k;
+        depth = max_int(depth, g->depth);
+    }
+    return depth;
+}
+
+// Chooses, commits and drafts behind the step that was just issued, which took `start` to begin; then the host waits, unless
+// the next step may be issued ahead. True: it was.
+static bool conclude(Session *const *sessions, StepSeg *segs, int n, bool drafted, double start) {
     Model *m = sessions[0]->m;
     const Ops *op = m->ops;
-    int32_t n_accept[MAX_SESSIONS];
-    const int n_kept = m->n_kept;
-    bool drafted = false;
-    for (int i = 0; i < n; i++) drafted |= sessions[i]->drafts.n > 0;
-    if (drafted) choose_rows(m);
-    else finish_step(m, n_rows, NULL, n_kept > 0);
-    if (n_kept) op->copy(&(Copy){ tokens, m->s.chosen, (size_t)n_kept * sizeof *tokens, COPY_OUT });
-    if (n_kept && !ahead) op->wait();
-    if (!drafted) return;
-    for (int i = 0, at = 0; i < n; i++) {              // a session that has drafts has a row of logits
-        const TokIds *drafts = &sessions[i]->drafts;
-        const bool wants = sessions[i]->at + n_rows[i] - (int)drafts->n == (int)sessions[i]->todo.n;
-        int right = 0;
-        while (right < (int)drafts->n && tokens[at + right] == drafts->ids[right]) right++;
-        n_accept[i] = n_rows[i] - (int)drafts->n + right;
-        at += wants ? 1 + (int)drafts->n : 0;
+    Verdict *v = &m->verdict;
+    int32_t drafting[MAX_SESSIONS];
+    int n_drafting;
+    const int depth = ask_drafter(sessions, segs, n, drafting, &n_drafting);
+    if (drafted || depth) {
+        verify(m, drafting, n_drafting, depth, NULL);
+        if (n == 1 && m->n_rows <= STEP_ROWS) times_learn(&m->pace.step, m->n_rows, v->verified - start);
+        if (n_drafting == 1) times_learn(&m->pace.draft, depth, v->drafted - v->verified);
+        for (int k = 0; k < n_drafting; k++) take_candidates(sessions[drafting[k]], k, n_drafting, depth);
+        return false;
     }
-    commit(m, n_accept, NULL);
+    for (int i = 0; i < n; i++) v->accepted[i] = segs[i].n;
+    finish_step(m, v->accepted, NULL, m->n_kept > 0);
+    if (m->n_kept) op->copy(&(Copy){ v->chosen, m->s.chosen, (size_t)m->n_kept * sizeof *v->chosen, COPY_OUT });
+    bool ahead = m->n_kept == n;
+    for (int i = 0; i < n; i++) ahead = ahead && may_go_ahead(sessions[i]);
+    if (ahead) {
+        const int mark = op->mark();
+        for (int i = 0; i < n; i++) {
+            m->chunk[i] = (StepRow){ .token = FED, .want = true };
+            segs[i] = (StepSeg){ .seq = segs[i].seq, .kind = SEG_CHAIN, .n = 1, .rows = &m->chunk[i] };
+        }
+        step(m, segs, n);
+        op->wait_for(mark);
+    } else if (m->n_kept) {
+        op->wait();
+    }
+    return ahead;
 }
 
 // Runs the next rows of n sessions in one step, and tells each what came of it.
 static void run_sessions(Session *const *sessions, Event *const *events, int n) {
     Model *m = sessions[0]->m;
-    const Ops *op = m->ops;
     StepSeg segs[MAX_SESSIONS] = { { 0 } };
-    int32_t n_rows[MAX_SESSIONS], tokens[MAX_SESSIONS + STEP_ROWS];
-    bool runs_already = m->ahead && m->n_segs == n, ahead = true;
+    int32_t n_todo[MAX_SESSIONS];
+    int marks[MAX_SESSIONS];
     const double start = seconds();
-    StepRow *row = m->chunk;
+    const bool drafted = lay_out(sessions, segs, n);
+    bool runs_already = m->ahead && m->n_segs == n;
     for (int i = 0; i < n; i++) {
         Session *s = sessions[i];
-        const int n_todo = next_rows(s), n_drafts = (int)s->drafts.n;
-        n_rows[i] = n_todo + n_drafts;
+        n_todo[i] = segs[i].n - s->guesser.drafts.n;
+        marks[i] = next_mark(s);
         runs_already = runs_already && s->fed && m->segs[i].seq == s->seq;
-        segs[i] = (StepSeg){ .seq = s->seq, .kind = SEG_CHAIN, .n = n_rows[i], .rows = row,
-                             .more = (int)s->todo.n - s->at - n_todo };
-        for (int k = 0; k < n_todo; k++, row++)
-            *row = (StepRow){ .token = s->todo.ids[s->at + k], .want = s->at + k + 1 == (int)s->todo.n };
-        for (int k = 0; k < n_drafts; k++, row++) *row = (StepRow){ .token = s->drafts.ids[k], .want = true };
         s->turn.steps += !s->prompting;
         s->turn.read += s->prompting ? 0 : bytes_per_token(m, m->len[s->seq]);
-        ahead = ahead && !n_drafts;
     }
     m->stop = n == 1 ? &sessions[0]->cancelled : NULL;
     if (!runs_already && step(m, segs, n) < 0) {
@@ -2379,34 +3231,24 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
     }
     m->stop = NULL;
     const int64_t step_number = m->steps;
-    ahead = ahead && m->n_kept == n;
-    for (int i = 0; i < n; i++) ahead = ahead && may_go_ahead(sessions[i]);
-    choose_tokens(sessions, n, n_rows, tokens, ahead);
-    if (ahead) {
-        const int mark = op->mark();
-        for (int i = 0; i < n; i++) {
-            m->chunk[i] = (StepRow){ .token = FED, .want = true };
-            segs[i].rows = &m->chunk[i];
-            segs[i].n = 1;
-            segs[i].more = 0;
-        }
-        step(m, segs, n);
-        op->wait_for(mark);
-    }
-    for (int i = 0, k = 0; i < n; i++) {
+    const int n_step = m->n_rows;
+    const bool ahead = conclude(sessions, segs, n, drafted, start), plain = n == 1 && n_step == 1 && !sessions[0]->guesser.depth;
+    const double now = seconds();
+    if (plain) times_learn(&m->pace.step, 1, now - (runs_already ? sessions[0]->returned : start));
+    for (int i = 0, row = 0; i < n; i++) {
         Session *s = sessions[i];
-        const int n_todo = n_rows[i] - (int)s->drafts.n;
-        if (s->drafts.n) s->turn.drafts.verify_seconds += seconds() - start;
-        for (int r = 0; r < n_todo; r++) push_id(s, &s->held, s->todo.ids[s->at++]);
-        s->turn.n_run += s->prompting && !s->turn.shifts ? n_todo : 0;
+        const int n_rows = 1 + s->guesser.drafts.n;
+        if (n_rows > 1) s->turn.drafts.verify_seconds += m->verdict.verified - start;
+        if (s->guesser.depth) s->turn.drafts.draft_seconds += m->verdict.drafted - m->verdict.verified;
+        for (int r = 0; r < n_todo[i]; r++) push_id(s, &s->held, s->todo.ids[s->at++]);
+        s->turn.n_run += s->prompting && !s->turn.shifts ? n_todo[i] : 0;
         s->fed = ahead;
-        if (s->want_mark == m->len[s->seq]) session_save(s);
+        s->returned = now;
+        if (marks[i] == m->len[s->seq]) session_save(s);
         if (s->at == (int)s->todo.n) {
-            const int n_chosen = 1 + (int)s->drafts.n;
-            s->row = k;
             s->step = step_number;
-            take_tokens(s, tokens + k, events[i]);
-            k += n_chosen;
+            take_tokens(s, i, row, events[i]);
+            row += n_rows;
         } else {
             *events[i] = (Event){ .kind = EVENT_PROMPT, .done = s->at, .total = (int)s->todo.n };
         }
@@ -2424,13 +3266,13 @@ static void sessions_next(Session *const *sessions, int n, Event *events) {
         Session *s = sessions[i];
         Event *e = &events[i];
         if (is_settled(s, e)) continue;
-        draft(s);
-        const int more = next_rows(s) + (int)s->drafts.n;
+        draft(s, rows);
+        const int more = next_rows(s) + s->guesser.drafts.n;
         if (more > STEP_ROWS) {
             run_sessions(&s, &e, 1);
             continue;
         }
-        const int wants = 1 + (int)s->drafts.n;
+        const int wants = 1 + s->guesser.drafts.n;
         if (n_some && (rows + more > STEP_ROWS || wanted + wants > s->m->options.n_logits)) {
             run_sessions(some, theirs, n_some);
             n_some = rows = wanted = 0;
@@ -2464,7 +3306,7 @@ static bool session_logits(Session *s, float *logits) {
     return true;
 }
 
-// ==== [8] Text and verbs: logits, tokenize, detokenize, plan =========================================================
+// ==== [10] Text and verbs: logits, tokenize, detokenize, plan =========================================================
 
 static TokStr tok_str(GgufStr s) { return (TokStr){ s.s, s.n }; }
 
@@ -2557,6 +3399,14 @@ static void print_plan(Model *m) {
     if (m->options.n_ctx > c->n_ctx_train)
         fprintf(stderr, "# warning: a context of %d, but the model was trained for %d\n", m->options.n_ctx, c->n_ctx_train);
     print_unknown(&m->binder);
+    const Drafter *d = &m->drafter;
+    if (d->kind != DRAFTER_NONE) {
+        fprintf(stderr, "# drafter: MTP assistant %s: %d layers, dim %d, weights %.1f MiB (%s)%s; plan: %.1f MiB\n", d->gguf.path,
+                d->config.n_layers, d->config.dim, (double)d->binder.bytes / mib,
+                gguf_type_name(d->weights.layer[0].attn_q.type), d->uploaded ? "" : " not loaded yet",
+                (double)m->plan.drafter / mib);
+        print_unknown(&d->binder);
+    }
     const char *note = "";
 #ifdef USE_CUDA
     if (m->ops == cpu_ops()) note = " (no GPU that this build can use)";
@@ -2734,6 +3584,8 @@ static void verb_plan(const char *model, const Ops *ops, PlanOptions o) {
     printf("stage        %9.3f GiB\n", (double)plan.stage / gib);
     printf("activations  %9.3f GiB\n", (double)plan.activations / gib);
     printf("scratch      %9.3f GiB\n", (double)plan.scratch / gib);
+    if (o.drafter)
+        printf("drafter      %9.3f GiB\n", (double)(plan.drafter + (plan.weights ? 0 : m->drafter.binder.bytes)) / gib);
     printf("total        %9.3f GiB\n", (double)needed / gib);
     printf("room         %9.3f GiB, %s\n", (double)budget / gib,
            o.memory ? "as --vram says" : "31/32 of the backend's free memory");
@@ -2834,13 +3686,15 @@ static void show_calls(const TokReply *r) {
 static void print_drafts(const Turn *t) {
     const DraftCount *d = &t->drafts;
     fprintf(stderr, "# drafts: %d in %d of %d steps", d->drafted, d->n_passes, t->steps);
+    for (int k = 0; k < SPEC_KINDS; k++)
+        if (d->by[k]) fprintf(stderr, ", %s in %d", spec_names[k], d->by[k]);
     if (!t->loop) {
-        fprintf(stderr, ", %d right, %.2f tokens a step; right by depth, if all before were:", d->accepted,
+        fprintf(stderr, "; %d right, %.2f tokens a step; right by depth, if all before were:", d->accepted,
                 (double)(t->made - (t->steps == 0)) / max_int(t->steps, 1));
         for (int i = 0; i < DRAFT_DEPTHS && d->tried[i]; i++) fprintf(stderr, " %.0f", 100.0 * d->right[i] / d->tried[i]);
         fprintf(stderr, " %%");
     }
-    fprintf(stderr, "; %.3f ms to draft, %.3f ms to verify a step\n", 1e3 * d->draft_seconds / max_int(t->steps, 1),
+    fprintf(stderr, "; %.3f ms to draft, %.3f ms to verify, for each of these steps\n", 1e3 * d->draft_seconds / d->n_passes,
             1e3 * d->verify_seconds / d->n_passes);
 }
 
@@ -2850,8 +3704,8 @@ static void print_turn(const Turn *t) {
     if (t->n_run < t->n_prompt) fprintf(stderr, "; %d were in the cache", t->n_prompt - t->n_run);
     if (t->density > 0) fprintf(stderr, "; pFlash: attended to %.1f %% of the blocks", 100 * t->density);
     if (t->steps)
-        fprintf(stderr, "\n# decode: %d steps in %.3f s, %.1f tok/s, %.2f GB/s", t->steps, t->decode_seconds,
-                t->steps / t->decode_seconds, t->read / t->decode_seconds * 1e-9);
+        fprintf(stderr, "\n# decode: %d tokens in %d steps, %.3f s, %.1f tok/s, %.2f GB/s", t->made - 1, t->steps, t->decode_seconds,
+                (t->made - 1) / t->decode_seconds, t->read / t->decode_seconds * 1e-9);
     fprintf(stderr, "\n# %d tokens generated, stopped: %s", t->made, t->why);
     if (t->hash) fprintf(stderr, "; last logits %016" PRIx64, t->hash);
     fprintf(stderr, "\n");
@@ -2913,9 +3767,10 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 #include "parts/session.h"
 #include "parts/bench.h"
 #include "parts/chat.h"
+#include "parts/store.h"
 #include "parts/server.h"
 
-// ==== [9] Command line ===============================================================================================
+// ==== [11] Command line ===============================================================================================
 // gemma4 MODEL [flags] generates; gemma4 VERB MODEL [flags] does something else. One table describes every flag: its
 // spelling, what it takes, where the value goes, and the line that --help prints.
 
@@ -2926,7 +3781,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 
 typedef enum {
     GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
-    SERVE = 256, PPL = 512, ANSWERS = GENERATE | SERVE, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL,
+    SERVE = 256, PPL = 512, ANSWERS = GENERATE | SERVE, DRAFTS = ANSWERS | PLAN | BENCH, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL,
     ANY = 1023
 } Verb;
 
@@ -2939,19 +3794,20 @@ static const struct { const char *name; Verb verb; } verbs[] = {
 typedef struct {
     Verb verb;
     const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout, *against;
-    const char *k_type, *v_type, *ring_type, *history, *session, *spec;
+    const char *k_type, *v_type, *ring_type, *history, *session, *drafter, *spec, *force;
     const char *target, *type;                  // quantize: OUT, TYPE
     const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
     const char *fill;
-    const char *host, *api_key, *api_key_file, *alias;       // serve
-    double port, parallel, chunk, queue, timeout, max_body;
+    const char *host, *api_key, *api_key_file, *alias, *session_dir;   // serve
+    double port, parallel, chunk, queue, timeout, max_body, cache_ram, session_disk;
     const char *kld_base, *kld;                 // ppl
     double n_runs, stride, n_chunks;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
-    double think_budget, memory, tail, draft_max;
+    double think_budget, memory, tail, draft_max, draft_min_p, tree;
     double pflash, pflash_from, pflash_density;
     TextList biases, stops;
-    bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, help, version;
+    bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, lazy_draft, log_text;
+    bool help, version;
 } Flags;
 
 // A list: the flag may come again. Maybe: a number may follow, else PFLASH_ALPHA counts
@@ -3021,11 +3877,21 @@ static const Flag flags[] = {
       "stop before this text, which is not printed; again for more; default: none" },
     { "--ignore-eos", NULL, NULL, FLAG_ON, GENERATE, FIELD(ignore_eos), 0, 0,
       "go on after the end of the turn; default: off" },
+    { "-md", "--model-draft --spec-draft-model", "FILE", FLAG_TEXT, DRAFTS, FIELD(drafter), 0, 0,
+      "a drafter made for the model, an MTP assistant: it guesses tokens, and several are checked in one step, which changes no "
+      "text; default: none" },
     { "--spec", "--spec-type", "KIND", FLAG_TEXT, ANSWERS, FIELD(spec), 0, 0,
-      "guess tokens and check several in one step, which changes no text: off (default); ngram: from where the text's last tokens "
-      "have been before; ngram-mod: from a table of what followed 12 tokens in any text so far" },
-    { "--draft-max", "--draft --draft-n --spec-draft-n-max", "N", FLAG_INT, ANSWERS, FIELD(draft_max), 1, DRAFT_MAX,
-      "most tokens that are guessed at a time; default 16" },
+      "who guesses: off; mtp or dflash: the drafter, always as far as --draft-max; ngram: the text itself, where its last tokens have "
+      "been before; ngram-mod: a table of what followed 12 tokens in any text so far; auto: drafter and ngram, as far as it makes "
+      "answers faster; default: auto with -md, else off" },
+    { "--draft-max", "--draft --draft-n --spec-draft-n-max", "N", FLAG_INT, DRAFTS | BENCH, FIELD(draft_max), 1, DRAFT_MAX,
+      "most tokens that are guessed at a time; default: 16 for ngram, 4 for mtp, the block for dflash" },
+    { "--draft-min-p", "--draft-p-min --spec-draft-p-min", "P", FLAG_REAL, ANSWERS, FIELD(draft_min_p), 0, 1,
+      "a drafter's guess that it holds for less likely ends its guesses; default 0" },
+    { "--tree", "--spec-tree", "N", FLAG_INT, ANSWERS, FIELD(tree), 1, DRAFT_MAX,
+      "guesses of a drafter are a tree of up to N tokens, the likeliest; default: a chain" },
+    { "--lazy-draft", NULL, NULL, FLAG_ON, DRAFTS, FIELD(lazy_draft), 0, 0,
+      "read the drafter's weights when it guesses first; its memory is set aside at start all the same; default: off" },
     { "-c", "--ctx-size", "N", FLAG_INT, PLANS, FIELD(n_ctx), 0, MAX_CONTEXT,
       "tokens of context; 0: what memory has room for, up to the trained length; default: the trained length, 8192 at most; "
       "ppl: ids of a chunk, 512" },
@@ -3083,6 +3949,9 @@ static const Flag flags[] = {
       "bench: steps of N rows, 1 to 64, as drafts are verified, again and again at the same depth; default 0: none" },
     { "-d", "--n-depth", "N,..", FLAG_TEXT, BENCH, FIELD(depths), 0, 0,
       "bench: tokens that are in the context already; default 0" },
+    { "--spec-force", NULL, "P,..", FLAG_TEXT, BENCH, FIELD(force), 0, 0,
+      "bench: with -md, generation takes the drafter's guesses for right by chance, P of 1 at each depth, the last P beyond, to "
+      "measure what drafting costs; default: no drafting" },
     { "--fill", NULL, "HOW", FLAG_TEXT, BENCH, FIELD(fill), 0, 0,
       "bench: how they got there: prompt (default): they are run; random: cache rows are random numbers, which is quick" },
     { "-r", "--repetitions", "N", FLAG_INT, BENCH, FIELD(n_runs), 1, 1000, "bench: runs of each test; default 5" },
@@ -3103,12 +3972,19 @@ static const Flag flags[] = {
     { "--timeout", NULL, "S", FLAG_INT, SERVE, FIELD(timeout), 1, 1e6,
       "serve: seconds after which an answer is cut; default 3600" },
     { "--max-body", NULL, "M", FLAG_INT, SERVE, FIELD(max_body), 1, 1024, "serve: most MiB of a request; default 16" },
+    { "--cache-ram", "-cram", "M", FLAG_INT, SERVE, FIELD(cache_ram), 0, 1 << 24,
+      "serve: MiB of host memory to go back to earlier prompts and conversations; default an eighth of the machine's" },
+    { "--session-dir", NULL, "DIR", FLAG_TEXT, SERVE, FIELD(session_dir), 0, 0,
+      "serve: conversations are kept in files there, also for the next run; default: in memory only" },
+    { "--session-disk", NULL, "M", FLAG_INT, SERVE, FIELD(session_disk), 1, 1 << 24,
+      "serve: most MiB of these files; default 65536" },
+    { "--log-text", NULL, NULL, FLAG_ON, SERVE, FIELD(log_text), 0, 0, "serve: prompts and answers go to the log; default: not" },
     { "-h", "--help", NULL, FLAG_ON, ANY, FIELD(help), 0, 0, "this text" },
     { "--version", NULL, NULL, FLAG_ON, ANY, FIELD(version), 0, 0, "version and backend" },
 };
 
 static const struct { const char *first, *title; } groups[] = {   // of flags, in their order, each with its first one
-    { "-m", "model" }, { "-p", "prompt" }, { "-n", "sampling" }, { "-c", "context" }, { "--show-thoughts", "output" },
+    { "-m", "model" }, { "-p", "prompt" }, { "-n", "sampling" }, { "-md", "drafting" }, { "-c", "context" }, { "--show-thoughts", "output" },
     { "--ids", "other verbs" }, { "-p", "bench" },
     { "--host", "serve" }, { "-h", "help" }
 };
@@ -3305,6 +4181,26 @@ static IntList parse_list(const char *flag, const char *text, int otherwise) {
     return list;
 }
 
+// --spec-force: shares by depth, of as many guesses as --draft-max says, else as there are shares.
+static Forced parse_forced(const Flags *f) {
+    Forced forced = { .depth = 0 };
+    int n = 0;
+    if (!f->force) return forced;
+    if (!f->drafter) die("--spec-force: expected a drafter; try -md FILE");
+    for (const char *at = f->force; ; at++) {
+        char *end;
+        const float share = strtof(at, &end);
+        if (end == at || !(share >= 0 && share <= 1) || n == DRAFT_MAX || (*end && *end != ','))
+            die("--spec-force: expected numbers from 0 to 1 with commas between, got '%s'", f->force);
+        forced.share[n++] = share;
+        if (!*end) break;
+        at = end;
+    }
+    forced.depth = f->draft_max ? (int)f->draft_max : n;
+    for (; n < forced.depth; n++) forced.share[n] = forced.share[n - 1];
+    return forced;
+}
+
 static KvType parse_kv_type(const char *flag, const char *name, KvType otherwise) {
     if (!name) return otherwise;
     for (size_t i = 0; i < sizeof kv_names / sizeof *kv_names; i++)
@@ -3477,13 +4373,34 @@ static void answer_once(Chat *c, const TokIds *raw) {
     if (c->session && !keep_session(c)) die("%s", c->err);
 }
 
-// --spec and what belongs to it.
-static Drafting drafting_of(const Flags *f) {
-    Drafting d = { SPEC_OFF, (int)f->draft_max };
-    const int n_kinds = sizeof spec_names / sizeof *spec_names;
-    while (f->spec && (int)d.kind < n_kinds && strcmp(f->spec, spec_names[d.kind])) d.kind++;
-    if ((int)d.kind == n_kinds) die("--spec: expected off, ngram or ngram-mod, got '%s'", f->spec);
+// What the plan needs to know of a drafter.
+static void plan_drafting(const Flags *f, PlanOptions *o, int width) {
+    o->drafter = f->drafter;
+    o->draft_width = width;
+    o->draft_depth = (int)f->draft_max;
+    o->lazy_draft = f->lazy_draft;
+}
+
+// --spec and what belongs to it, and what the plan needs to know of it.
+static Drafting drafting_of(const Flags *f, const Ops *ops, PlanOptions *o) {
+    Drafting d = { .kind = f->drafter ? SPEC_AUTO : SPEC_OFF, .tree = (int)f->tree, .least = (float)f->draft_min_p };
+    if (f->spec) for (d.kind = SPEC_OFF; d.kind < SPEC_KINDS && strcmp(f->spec, spec_names[d.kind]); ) d.kind++;
+    if (d.kind == SPEC_KINDS) die("--spec: expected off, mtp, dflash, ngram, ngram-mod or auto, got '%s'", f->spec);
+    if ((d.kind == SPEC_MTP || d.kind == SPEC_DFLASH) && !f->drafter)
+        die("--spec %s: expected a drafter's file; try -md FILE, or --spec ngram, which needs none", f->spec);
+    if (d.tree && !(f->drafter && uses_drafter(&d))) die("--tree: expected a drafter, of whose guesses a tree is made; try -md FILE");
+    if (d.kind != SPEC_OFF && !ops->verify_walk) die("--spec: the %s backend cannot verify guesses", ops->name);
+    d.most = f->draft_max ? (int)f->draft_max : d.kind == SPEC_MTP ? 4 : d.kind == SPEC_OFF ? 0 : 16;
+    if (uses_drafter(&d)) plan_drafting(f, o, d.tree ? DRAFT_WIDTH : 1);
+    o->n_logits = max_int(o->n_logits, min_int(STEP_ROWS, o->n_seqs * (1 + max_int(d.most, d.tree))));
     return d;
+}
+
+// The drafter that was asked for is the one in the file.
+static void check_drafting(const Model *m, const Drafting *d) {
+    if ((d->kind == SPEC_MTP || d->kind == SPEC_DFLASH) && drafter_of(m) != d->kind)
+        die("--spec %s: %s: expected such a drafter, got one for --spec %s", spec_names[d->kind], m->drafter.gguf.path,
+            spec_names[drafter_of(m)]);
 }
 
 static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
@@ -3495,12 +4412,13 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     char *tools = f->tools ? read_file(f->tools, &n_tools, "--tools") : NULL;
     o.penalties = f->repeat != 1 || f->presence != 0 || f->frequency != 0;
     o.bias = f->biases.n > 0;
-    if (drafting_of(f).kind != SPEC_OFF) o.n_logits = 1 + drafting_of(f).most;
+    const Drafting drafting = drafting_of(f, ops, &o);
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     TokIds ids = { 0 };
     GgufJson id;
     load_model(m, f->model, ops, o, f->dump);
+    check_drafting(m, &drafting);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
     if (f->think_budget >= 0 && tok.channel_close < 0) die("--think-budget: %s: has no token <channel|>", m->gguf.path);
@@ -3509,7 +4427,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     c.options = (AnswerOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .stops = f->stops,
                                  .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget, .shift = f->shift };
     c.options.sampling = sampling_params(f, &m->gguf);
-    c.options.drafting = drafting_of(f);
+    c.options.drafting = drafting;
     session_open(&c.s, m, &tok, 0);
     if (f->session && !resume(&c, !isnan(f->seed))) die("--session: %s", c.err);
     if (f->raw) {
@@ -3596,15 +4514,20 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
     ServeOptions s = { .host = f->host ? f->host : "127.0.0.1", .alias = f->alias, .api_key = key ? key : f->api_key,
                        .port = (int)f->port, .max_queue = (int)f->queue, .timeout = (int)f->timeout,
                        .max_body = (size_t)f->max_body << 20, .n_predict = (int)f->n_predict,
-                       .think_budget = (int)f->think_budget, .think = f->think, .fixed_seed = !isnan(f->seed) };
+                       .think_budget = (int)f->think_budget, .think = f->think, .fixed_seed = !isnan(f->seed),
+                       .session_dir = f->session_dir, .session_disk = (size_t)f->session_disk << 20, .log_text = f->log_text,
+                       .cache_ram = f->cache_ram < 0 ? (size_t)sysconf(_SC_PHYS_PAGES) / 8 * (size_t)sysconf(_SC_PAGESIZE)
+                                                     : (size_t)f->cache_ram << 20 };
     if (s.api_key && !*s.api_key) die("%s: expected a key, got an empty one", key ? "--api-key-file" : "--api-key");
     if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
         die("--template: expected large or small, got '%s'", f->chat_template);
-    o.n_seqs = o.n_logits = (int)f->parallel;
+    o.n_seqs = (int)f->parallel;
+    s.drafting = drafting_of(f, ops, &o);
     o.penalties = o.bias = true;
     if (o.n_seqs > 1) o.n_batch = SMALL_BATCH;         // nobody waits for the next token longer than for one chunk
     if (f->chunk) o.n_batch = (int)f->chunk;
     load_model(m, f->model, ops, o, NULL);
+    check_drafting(m, &s.drafting);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
     s.sampling = sampling_params(f, &m->gguf);
@@ -3621,7 +4544,8 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
 int main(int argc, char **argv) {
     Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
                 .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5, .port = 8080, .parallel = 1, .queue = 64,
-                .timeout = 3600, .max_body = 16, .draft_max = 16, .pflash_from = 16384 };
+                .timeout = 3600, .max_body = 16, .cache_ram = -1, .session_disk = 65536,
+                .pflash_from = 16384 };
     parse_flags(&f, argc, argv);
     if (f.help) {
         print_help();
@@ -3690,6 +4614,8 @@ int main(int argc, char **argv) {
         die("--against: expected cpu or reference, got '%s'", f.against);
     if (f.verb == CHECK)
         return verb_check(f.model, ops, f.against && !strcmp(f.against, "reference") ? reference_ops() : cpu_ops(), o);
+    if (f.verb & (PLAN | BENCH) && f.drafter) plan_drafting(&f, &o, 1);
+    if (f.verb == BENCH && f.force) o.draft_depth = parse_forced(&f).depth;
     if (f.verb == PLAN) {
         verb_plan(f.model, ops, o);
         return 0;
@@ -3699,6 +4625,7 @@ int main(int argc, char **argv) {
         BenchOptions b = { .prompts = parse_list("-p", f.prompts, 512), .generated = parse_list("-n", f.generated, 128),
                            .rows = parse_list("--rows", f.rows, 0), .depths = parse_list("-d", f.depths, 0),
                            .n_runs = (int)f.n_runs };
+        b.forced = parse_forced(&f);
         if (f.fill && strcmp(f.fill, "prompt") && strcmp(f.fill, "random"))
             die("--fill: expected prompt or random, got '%s'", f.fill);
         b.random_fill = f.fill && !strcmp(f.fill, "random");
@@ -3715,7 +4642,7 @@ int main(int argc, char **argv) {
 }
 #endif
 
-// ==== [10] CPU operations ============================================================================================
+// ==== [12] CPU operations ============================================================================================
 
 // Threads. A job is cut into pieces, which the caller and a pool of threads claim one by one: a thread that another program
 // keeps from its core is late for its own piece only, and one that has not woken up delays nobody. Threads without work look
@@ -3896,13 +4823,12 @@ static void read_pieces(const void *task, int begin, int end) {
     }
 }
 
-// Reads the model's data from one end to the other, with all threads and under a progress bar: for the pages, which the
+// Reads a file's data from one end to the other, with all threads and under a progress bar: for the pages, which the
 // first prompt would otherwise wait for one by one, or, with check, for what stands in them (every tensor of the file).
 // Left out without check: what nobody reads or what rows are only taken from; and all when it is more than memory can hold
 // or the backend keeps weights of its own. Takes next to no time when the pages are in memory already.
-static void read_weights(Model *m, bool check) {
+static void read_file_weights(const Model *m, const Gguf *g, const Binder *b, const char *name, bool check) {
     enum { PIECE = 4 << 20 };                          // bytes
-    const Gguf *g = &m->gguf;
     const Weights *w = &m->weights;
     size_t total = 0, done = 0, bad_block = 0;
     int n_pieces = 0, bad_piece = INT_MAX;
@@ -3911,7 +4837,7 @@ static void read_weights(Model *m, bool check) {
     for (size_t i = 0; i < g->n_tensors; i++) {
         const GgufTensor *t = &g->tensors[i];
         const bool table = t->data == w->per_layer_token_embd.data || (w->output.data && t->data == w->token_embd.data);
-        if (!check && (m->binder.seen[i] != BOUND || table)) continue;
+        if (!check && (b->seen[i] != BOUND || table)) continue;
         const size_t bytes = (size_t)gguf_block_bytes(t->type), n = (size_t)t->size / bytes, most = PIECE / bytes;
         for (size_t at = 0; at < n; at += most)
             pieces[n_pieces++] = (Piece){ t, at, n - at < most ? n - at : most };
@@ -3926,7 +4852,7 @@ static void read_weights(Model *m, bool check) {
 
     const double start = seconds();
     char what[64];
-    snprintf(what, sizeof what, "%s%.40s", check ? "checking " : "", model_name(m));
+    snprintf(what, sizeof what, "%s%.40s", check ? "checking " : "", name);
     if (n_pieces) progress(what, 0, total, "B");
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     const ReadJob job = { .pieces = pieces, .n = n_pieces, .check = check, .what = what, .total = total, .done = &done,
@@ -3944,6 +4870,12 @@ static void read_weights(Model *m, bool check) {
         fprintf(stderr, "# checked %zu tensors, %s at %s/s: all numbers are finite\n", g->n_tensors,
                 amount(size[0], (double)total, "B"), amount(size[1], (double)total / (seconds() - start + 1e-9), "B"));
     free(pieces);
+}
+
+static void read_weights(Model *m, bool check) {
+    const Drafter *d = &m->drafter;
+    read_file_weights(m, &m->gguf, &m->binder, model_name(m), check);
+    if (d->kind != DRAFTER_NONE) read_file_weights(m, &d->gguf, &d->binder, "the drafter", check);
 }
 
 typedef struct { uint64_t key, weight; } Candidate;    // a token among others: the higher key, the better (candidate_key)
@@ -5235,6 +6167,52 @@ static void cpu_head(const Head *o) {
     }
 }
 
+typedef struct {
+    const HeadCentroid *o;
+    Rows y;
+    int  r;                   // row whose candidates it is about
+} CentroidJob;
+
+static void centroid_columns(const void *task, int first, int end) {
+    const CentroidJob *job = task;
+    const HeadCentroid *o = job->o;
+    dots(o->centroids, 0, first, end - first, &job->y, 0, o->n_rows, o->scores + first, o->centroids->rows);
+}
+
+static void candidate_columns(const void *task, int first, int end) {   // the weight of a candidate is its token
+    const CentroidJob *job = task;
+    float *logits = job->o->logits + (size_t)job->r * job->o->n_used * (job->o->w->rows / job->o->centroids->rows);
+    for (int i = first; i < end; i++) dots(job->o->w, 0, (int)cpu.candidates[i].weight, 1, &job->y, job->r, 1, logits + i, 1);
+}
+
+static void cpu_head_centroid(const HeadCentroid *o) {
+    const int n_centroids = o->centroids->rows, per = o->w->rows / n_centroids, n = o->n_used * per, cols = o->w->cols;
+    CentroidJob job = { o, prepare(&o->in, o->n_rows, cols, is_quantised(o->w->type) || is_quantised(o->centroids->type)), 0 };
+    Candidate *c = cpu.candidates;
+    if (o->hidden) memcpy(o->hidden, job.y.a.f, (size_t)o->n_rows * cols * sizeof(float));
+    parallel(n_centroids, share(n_centroids, 16), centroid_columns, &job);
+    for (; job.r < o->n_rows; job.r++) {
+        const float *logits = o->logits + (size_t)job.r * n;
+        const size_t at = (size_t)job.r * o->top_k;
+        best_of_row(c, o->scores + (size_t)job.r * n_centroids, n_centroids, o->n_used);
+        for (int k = o->n_used - 1; k >= 0; k--) {     // their tokens in their place, which those before have not taken yet
+            const int32_t *ids = o->order + (size_t)candidate_id(c[k]) * per;
+            for (int i = per - 1; i >= 0; i--) c[k * per + i].weight = (uint64_t)ids[i];
+        }
+        parallel(n, share(n, 16), candidate_columns, &job);
+        Best best = { .c = c, .k = o->top_k };         // holds fewer than came by
+        for (int i = 0; i < n; i++)
+            best_add(&best, candidate_key(isnan(logits[i]) ? -INFINITY : logits[i], (int32_t)c[i].weight));
+        best_cut(&best);
+        qsort(c, o->top_k, sizeof *c, compare_candidates);
+        for (int i = 0; i < o->top_k; i++) {
+            o->top_ids[at + i] = candidate_id(c[i]);
+            o->top_logits[at + i] = candidate_logit(c[i]);
+        }
+        if (o->logsumexp) o->logsumexp[job.r] = (float)logsumexp(logits, n);
+    }
+}
+
 static void cpu_logprob(const Logprob *o) {
     for (int r = 0; r < o->n_rows; r++) {
         const float *logits = o->logits + (size_t)r * o->vocab;
@@ -5312,6 +6290,38 @@ static void cpu_sample(const Sample *o) {
     }
 }
 
+// Whether the walk of segment i, which stands at kept row `at`, goes to kept row k, which comes later.
+static bool walk_goes_to(const VerifyWalk *o, int i, int at, int k) {
+    const Segment *seg = &o->batch->segs[i];
+    const Row *row = &o->kept_rows[k];
+    int parent = row->index - 1;
+    if (row->seg != i) return false;
+    if (at < 0) return true;
+    while (seg->kind == SEG_TREE && parent >= 0 && !(row->ancestors >> parent & 1)) parent--;
+    return parent == o->kept_rows[at].index && o->chosen[at] >= 0 &&
+           o->batch->rows[seg->first + row->index].token == o->chosen[at];
+}
+
+static void cpu_verify_walk(const VerifyWalk *o) {
+    for (int i = 0; i < o->batch->n_segs; i++) {
+        const Segment *seg = &o->batch->segs[i];
+        int32_t *path = seg->kind == SEG_TREE ? o->path + (size_t)i * STEP_ROWS : NULL;
+        int at = -1, n = 0;
+        for (int k = 0; k < o->n_kept; k++) {
+            if (!walk_goes_to(o, i, at, k)) continue;
+            const int index = o->kept_rows[k].index, from = at < 0 ? 0 : index;        // rows before the first kept one stay
+            for (int j = from; j <= index; j++, n++)
+                if (path) path[n] = j;
+            at = k;
+        }
+        for (; at < 0 && n < seg->n; n++)
+            if (path) path[n] = n;
+        o->n_accept[i] = n;
+        o->last[i] = at;
+        o->next[i] = at < 0 ? 0 : o->chosen[at];
+    }
+}
+
 // Operations that no feature of this build needs yet stay NULL (gemma4.h, contract 10).
 const Ops *cpu_ops(void) {
     static const Ops ops = {
@@ -5322,7 +6332,8 @@ const Ops *cpu_ops(void) {
         .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store,
         .block_select = cpu_block_select, .attend = cpu_attend,
-        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob, .sample = cpu_sample
+        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob, .sample = cpu_sample,
+        .verify_walk = cpu_verify_walk, .head_centroid = cpu_head_centroid
     };
     return &ops;
 }

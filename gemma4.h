@@ -420,17 +420,17 @@ typedef struct {                     // how far each segment's tokens are those 
                                      // to the kept row that follows it in the segment (CHAIN: the next one; TREE: a child) and
                                      // whose token was chosen at it, and on, until there is none
     const Batch   *batch;            // all rows of the step
-    const Row     *kept_rows;        // (n_kept)
+    const Row     *kept_rows;        // (n_kept) tokens are read in batch
     int            n_kept;
-    const int32_t *chosen;           // (n_kept) what Sample chose
+    const int32_t *chosen;           // (n_kept) what Sample chose; -1 is nobody's token
     int32_t       *n_accept;         // (n_segs) rows before the first kept one, and those on the way; without kept rows all.
     int32_t       *path;             // (n_segs, STEP_ROWS) as in KvCommit; only those of a TREE are written. NULL: no trees
     int32_t       *last;             // (n_segs) kept row where the walk ended; -1: none
     int32_t       *next;             // (n_segs) what was chosen there; 0 without kept rows
 } VerifyWalk;
 
-typedef struct {                     // head of an MTP drafter whose tokens are sorted by centroid: with y as in Head,
-                                     // c = centroids y; of the n_used largest (the lower number where they are equal) the
+typedef struct {                     // head of an MTP drafter whose tokens are sorted by centroid, 1 to STEP_ROWS rows. With y as in
+                                     // Head, c = centroids y; of the n_used largest (the lower number where they are equal) the
                                      // tokens order[k * per + i], per = vocab / n_centroids, have the logits w y; others none
     int            n_rows;
     In             in;               // w_pre = output_norm; no Act
@@ -442,8 +442,8 @@ typedef struct {                     // head of an MTP drafter whose tokens are 
     float         *logits;           // (n_rows, n_used * per) room to work in
     int            top_k;            // 1 .. n_used * per
     int32_t       *top_ids;          // (n_rows, top_k) as in Head
-    float         *top_logits;       // (n_rows, top_k)
-    float         *logsumexp;        // (n_rows) over the tokens that have logits
+    float         *top_logits;       // (n_rows, top_k) -Inf for a NaN
+    float         *logsumexp;        // (n_rows) over the tokens that have logits, or NULL
 } HeadCentroid;
 
 // z of a token that was seen count times. In f64, where both products are exact: a fused multiply-add changes nothing.
@@ -503,7 +503,7 @@ typedef struct {                     // in order with the operations
 typedef enum { STEP_PROMPT, STEP_DECODE, STEP_DRAFT, STEP_SAMPLE, STEP_COMMIT } StepKind;
 
 typedef struct {                     // everything that decides which operations a step issues; compare as bytes
-    int32_t model;                   // target and drafters number themselves
+    int32_t model;                   // models and drafters number themselves
     int32_t kind;                    // StepKind
     int32_t rows, segs;
     int32_t kept, logits;            // rows that go through the last layers; rows that get logits
@@ -567,7 +567,7 @@ typedef struct Ops {
 } Ops;
 
 const Ops *reference_ops(void);      // parts/reference.h: the definition
-const Ops *cpu_ops(void);            // gemma4.c [10]
+const Ops *cpu_ops(void);            // gemma4.c [12]
 const Ops *cuda_ops(void);           // gemma4_kernels.cu; NULL: there is no GPU that it could use
 
 #ifdef __cplusplus

@@ -606,6 +606,36 @@ static void ref_head(const Head *o) {
     }
 }
 
+// The tokens of the best centroids of a row, which ref_rank left in order, take their place in ref.tokens.
+static void ref_candidates(const HeadCentroid *o, Act y, int per) {
+    for (int k = o->n_used - 1; k >= 0; k--) {         // from the last on: the place of those before is not taken yet
+        const int32_t *ids = o->order + (size_t)ref.tokens[k].id * per;
+        for (int i = per - 1; i >= 0; i--)
+            ref.tokens[k * per + i] = (RefToken){ .z = (float)ref_product(o->w, 0, ids[i], y), .id = ids[i] };
+    }
+}
+
+static void ref_head_centroid(const HeadCentroid *o) {
+    const int n_centroids = o->centroids->rows, per = o->w->rows / n_centroids, n = o->n_used * per, cols = o->w->cols;
+    for (int r = 0; r < o->n_rows; r++) {
+        const Act y = ref_input(&o->in, r, cols);
+        float *scores = o->scores + (size_t)r * n_centroids, *z = o->logits + (size_t)r * n;
+        if (o->hidden) memcpy(o->hidden + (size_t)r * cols, y.f, (size_t)cols * sizeof(float));
+        for (int i = 0; i < n_centroids; i++) scores[i] = (float)ref_product(o->centroids, 0, i, y);
+        ref_rank(scores, n_centroids);
+        ref_candidates(o, y, per);
+        for (int i = 0; i < n; i++) z[i] = ref.tokens[i].z;
+        if (o->logsumexp) o->logsumexp[r] = (float)ref_logsumexp(z, n);
+        for (int i = 0; i < n; i++)
+            if (isnan(z[i])) ref.tokens[i].z = -INFINITY;
+        qsort(ref.tokens, n, sizeof *ref.tokens, ref_compare);
+        for (int j = 0; j < o->top_k; j++) {
+            o->top_ids[(size_t)r * o->top_k + j] = ref.tokens[j].id;
+            o->top_logits[(size_t)r * o->top_k + j] = ref.tokens[j].z;
+        }
+    }
+}
+
 static void ref_logprob(const Logprob *o) {
     for (int r = 0; r < o->n_rows; r++) {
         const float *z = o->logits + (size_t)r * o->vocab;
@@ -666,6 +696,37 @@ static void ref_sample(const Sample *o) {
     for (int r = 0; r < o->batch->n_rows; r++) {
         o->out[r] = ref_choose(o, r);
         if (o->feed) o->feed[r].token = o->out[r];
+    }
+}
+
+// The row that a row of a segment follows; -1: none.
+static int ref_parent(const Segment *seg, const Row *row) {
+    int i = row->index - 1;
+    while (seg->kind == SEG_TREE && i >= 0 && !(row->ancestors >> i & 1)) i--;
+    return i;
+}
+
+static void ref_verify_walk(const VerifyWalk *o) {
+    for (int i = 0; i < o->batch->n_segs; i++) {
+        const Segment *seg = &o->batch->segs[i];
+        int n = 0, first = 0, at = -1;                 // at: the kept row where the walk stands
+        while (first < o->n_kept && o->kept_rows[first].seg != i) first++;
+        const int before = first < o->n_kept ? o->kept_rows[first].index : seg->n;
+        for (; n < before; n++)
+            if (seg->kind == SEG_TREE) o->path[i * STEP_ROWS + n] = n;
+        for (int k = first; k < o->n_kept; k++) {      // a row stands behind the one that it follows
+            const Row *row = &o->kept_rows[k];
+            if (row->seg != i) continue;
+            const bool follows = k == first || (ref_parent(seg, row) == o->kept_rows[at].index && o->chosen[at] >= 0 &&
+                                                o->batch->rows[seg->first + row->index].token == o->chosen[at]);
+            if (!follows) continue;
+            if (seg->kind == SEG_TREE) o->path[i * STEP_ROWS + n] = row->index;
+            at = k;
+            n++;
+        }
+        o->n_accept[i] = n;
+        o->last[i] = at;
+        o->next[i] = at < 0 ? 0 : o->chosen[at];
     }
 }
 
@@ -738,8 +799,9 @@ const Ops *reference_ops(void) {
         .embed = ref_embed, .ple_rows = ref_ple_rows, .matmul = ref_matmul, .gate_up = ref_gate_up, .route = ref_route,
         .expert_gate_up = ref_expert_gate_up, .expert_down = ref_expert_down, .ple_inject = ref_ple_inject,
         .close = ref_close, .gather_rows = ref_gather_rows, .qkv_store = ref_qkv_store,
-        .block_select = ref_block_select, .attend = ref_attend, .kv_commit = ref_kv_commit, .kv_copy = ref_kv_copy,
-        .head = ref_head, .logprob = ref_logprob, .sample = ref_sample
+        .block_select = ref_block_select, .attend = ref_attend,
+        .kv_commit = ref_kv_commit, .kv_copy = ref_kv_copy, .head = ref_head, .logprob = ref_logprob,
+        .sample = ref_sample, .verify_walk = ref_verify_walk, .head_centroid = ref_head_centroid
     };
     return &ops;
 }

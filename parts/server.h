@@ -1,5 +1,5 @@
 /* server.h - the HTTP API: questions come in as JSON, wait in a queue, are answered together by one engine thread, and go out
- * as JSON or as a stream of events. A part of gemma4.c, which includes it; of the model it knows the calls of [7] only.
+ * as JSON or as a stream of events. A part of gemma4.c, which includes it; of the model it knows the calls of [9] only.
  *   [1] JSON written    [2] What a request says    [3] Jobs and the scheduler    [4] Answers, whole and as streams
  *   [5] Dialects: /v1/messages and /v1/responses   [6] Other endpoints    [7] HTTP: checks, routes    [8] The verb
  *
@@ -18,7 +18,11 @@ typedef struct {
     int         n_predict, think_budget;           // where the request does not say
     bool        think;
     SampleParams sampling;
+    Drafting    drafting;
     bool        fixed_seed;            // sampling.seed is for every request that names none; else each has its own
+    const char *session_dir;           // where sessions are kept; NULL: in memory only
+    size_t      cache_ram, session_disk;   // bytes: of host memory for sessions, of that folder
+    bool        log_text;              // the log has prompts and answers too
 } ServeOptions;
 
 #ifndef USE_MICROHTTPD
@@ -38,7 +42,7 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) { (void)m, (voi
 #include <sys/socket.h>
 
 enum { MAX_CONNECTIONS = 512, IDLE_SECONDS = 30, BODY_SECONDS = 120, KEEP_ALIVE_SECONDS = 10, DRAIN_SECONDS = 30,
-       MAX_STOPS = 16, MAX_TOP = 20 };
+       MAX_STOPS = 16, MAX_TOP = 20, REPLAYS = 4096 };
 
 static void need_http(void) {}                         // it is here
 
@@ -114,7 +118,8 @@ static void put(TokText *out, const char *fmt, ...) {
 
 typedef struct {
     GgufJson messages, tools, prompt, stop, logit_bias, tool_choice, stream_options, response_format, modalities, kwargs;
-    GgufJson reasoning_effort, logprobs, content, tokens, functions, grammar, suffix, audio;     // type GGUF_J_NULL: not given
+    GgufJson reasoning_effort, logprobs, content, tokens, functions, grammar, suffix, audio, user;   // type GGUF_J_NULL: not
+                                       // given
     double   max_tokens, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, n, best_of, top_logprobs;
     double   think_budget;             // NAN: not given
     bool     stream, progress, no_cache, ignore_eos, echo, add_special, parse_special, with_pieces, no_cue;
@@ -134,7 +139,7 @@ static const struct { const char *name; FieldKind kind; size_t at; double min, m
     { "reasoning_effort", IS_STRING, AT(reasoning_effort), 0, 0 }, { "logprobs", IS_ANY, AT(logprobs), 0, 0 },
     { "functions", IS_ANY, AT(functions), 0, 0 }, { "grammar", IS_ANY, AT(grammar), 0, 0 },
     { "json_schema", IS_ANY, AT(grammar), 0, 0 }, { "suffix", IS_STRING, AT(suffix), 0, 0 },
-    { "audio", IS_ANY, AT(audio), 0, 0 },
+    { "audio", IS_ANY, AT(audio), 0, 0 }, { "user", IS_ANY, AT(user), 0, 0 },
     { "max_tokens", IS_INT, AT(max_tokens), -1, INT_MAX }, { "max_completion_tokens", IS_INT, AT(max_tokens), -1, INT_MAX },
     { "n_predict", IS_INT, AT(max_tokens), -1, INT_MAX }, { "temperature", IS_REAL, AT(temperature), 0, 100 },
     { "top_k", IS_INT, AT(top_k), -1, INT_MAX }, { "top_p", IS_REAL, AT(top_p), 0, 1 }, { "min_p", IS_REAL, AT(min_p), 0, 1 },
@@ -263,12 +268,13 @@ static bool check_messages(const GgufJson *messages, Fault *f) {
 }
 
 // ==== [3] Jobs and the scheduler =====================================================================================
-// A job is a prompt and what has come of it. Jobs wait in line; the first one gets the free session that holds most of its
-// prompt. All sessions that have a job advance together: each round decodes one token of each, and runs one chunk of one long
+// A job is a prompt and what has come of it. Jobs wait in line; when a session is free the first one is next, of the clients that
+// have fewest jobs under way. It gets the free session that holds most of its prompt. All sessions that have a job advance together: each round decodes one token of each, and runs one chunk of one long
 // prompt, which take turns. A chunk ends at the same tokens whoever else is served, and decoded rows do not depend on each
 // other, so neither does a text.
 
 typedef struct { TokText name, arguments; char id[40]; } Call;
+typedef struct { TokIds ids; char id[40]; } Replay;                  // a call as the model wrote it
 typedef struct { int32_t id, n_top, top[MAX_TOP]; float logprob, top_logprob[MAX_TOP]; } Likely;   // a token, and others
 
 typedef struct Job {
@@ -281,8 +287,10 @@ typedef struct Job {
     bool          no_cache;
     int           n_top;      // tokens to name beside each token, with their probabilities; -1: no probabilities
     int           fd;         // of the client
+    uint64_t      client;     // who asks: equal for those who are one
     double        queued, deadline;        // seconds()
     // the answer
+    TokIds        said;
     TokText       content, thought;
     Call         *calls;
     Likely       *likely;     // (n_likely) tokens of the content
@@ -303,6 +311,7 @@ typedef struct {
     Session s;
     Job    *job;              // NULL: free
     int64_t used;             // number of the job that it had last, 0: none
+    size_t  asked;            // tokens of that job's prompt that the next one of its conversation begins with
     bool    biased;           // its row of biases is not 0
 } Slot;
 
@@ -326,6 +335,7 @@ typedef struct {
     uint64_t        salt;              // makes ids of this run like no others'
     atomic_ullong   n_ids;
     Slot           *slots;             // (n_seqs)
+    Store           store;             // what they held before
     float          *logits;            // (vocab)
     int             last_prompt;       // slot whose prompt advanced last
     bool            loopback;
@@ -335,6 +345,8 @@ typedef struct {
     int             n_queued, n_running;
     int             n_open;            // requests that are not answered to the end
     int64_t         n_jobs;
+    Replay         *replays;           // (REPLAYS) the last calls
+    int             n_replays;         // since the start
     bool            draining;
     Totals          totals;
 } Server;
@@ -365,6 +377,7 @@ static void job_free(Job *job) {
     free(job->likely);
     free(job->bias);
     tok_ids_free(&job->ids);
+    tok_ids_free(&job->said);
     tok_text_free(&job->content);
     tok_text_free(&job->thought);
     pthread_cond_destroy(&job->news);
@@ -438,27 +451,75 @@ static void clean_queue(Server *srv, double now) {
     }
 }
 
-// Tokens of the job's prompt that a session holds, if it is worth going on with: it is when these are at least half of what
-// it holds, or of the prompt. Else something else that it holds would be lost for little.
-static size_t worth(const Session *s, const Job *job) {
+// Tokens of the session that the job's prompt begins with, if it is worth going on with: it is when these are at least half of
+// what it holds, or of the prompt. Else something else that it holds would be lost for little.
+static size_t worth(Server *srv, const Session *s, const Job *job) {
     if (job->no_cache) return 0;
-    const size_t same = (size_t)same_ids(&s->held, &job->ids);
-    return 2 * same >= s->held.n || 2 * same >= job->ids.n ? same : 0;
+    const Shared same = shared(srv->t, &s->held, &job->ids);
+    return 2 * same.held >= s->held.n || 2 * same.ids >= job->ids.n ? same.held : 0;
 }
 
 // The free session that is worth most to the job; of equals the one that was not used for longest. NULL: none is free.
-static Slot *choose_slot(Server *srv, const Job *job) {
+static Slot *choose_slot(Server *srv, const Job *job, size_t *most) {
     Slot *best = NULL;
-    size_t most = 0;
+    *most = 0;
     for (int i = 0; i < srv->m->options.n_seqs; i++) {
         Slot *slot = &srv->slots[i];
         if (slot->job) continue;
-        const size_t n = worth(&slot->s, job);
-        if (best && (n < most || (n == most && slot->used >= best->used))) continue;
+        const size_t n = worth(srv, &slot->s, job);
+        if (best && (n < *most || (n == *most && slot->used >= best->used))) continue;
         best = slot;
-        most = n;
+        *most = n;
     }
     return best;
+}
+
+static Slot *oldest_slot(Server *srv) {                // of the free ones
+    Slot *best = NULL;
+    for (int i = 0; i < srv->m->options.n_seqs; i++) {
+        Slot *slot = &srv->slots[i];
+        if (!slot->job && (!best || slot->used < best->used)) best = slot;
+    }
+    return best;
+}
+
+// What a slot holds goes to the store, unless the job that comes goes on with it.
+static void park(Server *srv, Slot *slot, size_t same) {
+    if (slot->used && same >= slot->asked) return;
+    if (!store_park(&srv->store, &slot->s)) fprintf(stderr, "# %s\n", slot->s.err);
+}
+
+// Gives the job a slot whose session holds as much of its prompt as any slot or the store does. NULL: none is free.
+static Slot *make_ready(Server *srv, Job *job) {
+    enum { GAIN = 64 };       // tokens, for which it is worth to take a session from the store
+    size_t most, stored = 0;
+    Slot *slot = choose_slot(srv, job, &most);
+    if (!slot) return NULL;
+    Parked *p = job->no_cache ? NULL : store_find(&srv->store, srv->t, &job->ids, &stored);
+    if (p && stored > most + GAIN) {
+        slot = oldest_slot(srv);
+        park(srv, slot, 0);
+        if (!store_resume(&srv->store, &slot->s, p)) fprintf(stderr, "# %s\n", slot->s.err);
+    } else {
+        park(srv, slot, most);
+    }
+    return slot;
+}
+
+// The tokens that the session holds in place of those that say the same.
+static void take_held(Session *s, Job *job) {
+    const Shared same = shared(s->t, &s->held, &job->ids);
+    TokIds ids = { 0 };
+    for (size_t i = 0; i < same.held; i++) push_id(s, &ids, s->held.ids[i]);
+    for (size_t i = same.ids; i < job->ids.n; i++) push_id(s, &ids, job->ids.ids[i]);
+    if (ids.n <= (size_t)s->m->options.n_ctx) {
+        if ((size_t)job->mark >= same.ids) job->mark += (int)same.held - (int)same.ids;
+        else job->mark = 0;
+        const TokIds old = job->ids;
+        job->ids = ids;
+        ids = old;
+    }
+    tok_ids_free(&ids);
 }
 
 static void start_job(Server *srv, Slot *slot, Job *job) {
@@ -472,16 +533,15 @@ static void start_job(Server *srv, Slot *slot, Job *job) {
         slot->biased = job->bias;
         if (!job->bias) free(bias);
     }
-    if (job->no_cache) {
-        reset_session(m, s->seq);
-        s->held.n = 0;
-    }
+    if (job->no_cache) session_forget(s);
+    else take_held(s, job);
     const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .mark = job->mark };
     const bool ok = session_start(s, &p, &job->options);
     pthread_mutex_lock(&srv->lock);
-    slot->used = ++srv->n_jobs;
-    job->started = true;
     job->total = (int)job->ids.n;
+    slot->used = ++srv->n_jobs;
+    slot->asked = (size_t)(job->mark ? job->mark : job->total);
+    job->started = true;
     job->cached = ok ? job->total - (int)s->todo.n : 0;
     job->run = job->cached;
     if (ok) {
@@ -494,21 +554,33 @@ static void start_job(Server *srv, Slot *slot, Job *job) {
     pthread_mutex_unlock(&srv->lock);
 }
 
-// Gives free sessions to those who wait, in their order.
+// What points to the job that is next: of those whose client has fewest jobs under way the first. With the lock held.
+static Job **next_in_line(Server *srv) {
+    Job **best = &srv->first;
+    int least = INT_MAX;
+    for (Job **at = &srv->first; *at; at = &(*at)->next) {
+        int n = 0;
+        for (int i = 0; i < srv->m->options.n_seqs; i++)
+            n += srv->slots[i].job && srv->slots[i].job->client == (*at)->client;
+        if (n < least) least = n, best = at;
+    }
+    return best;
+}
+
+// Gives free sessions to those who wait.
 static void admit(Server *srv) {
     for (;;) {
         pthread_mutex_lock(&srv->lock);
-        Job *job = srv->first;
-        Slot *slot = job ? choose_slot(srv, job) : NULL;
-        if (slot) {
-            srv->first = job->next;
-            if (!srv->first) srv->last = &srv->first;
+        Job **at = oldest_slot(srv) ? next_in_line(srv) : NULL, *job = at ? *at : NULL;
+        if (job) {
+            *at = job->next;
+            if (!job->next) srv->last = at;
             srv->n_queued--;
             job->next = NULL;
         }
         pthread_mutex_unlock(&srv->lock);
-        if (!slot) return;
-        start_job(srv, slot, job);
+        if (!job) return;
+        start_job(srv, make_ready(srv, job), job);
     }
 }
 
@@ -563,6 +635,17 @@ static void add_likely(Server *srv, Slot *slot, const Event *e) {
     pthread_mutex_unlock(&srv->lock);
 }
 
+// The last call in what was said is remembered as it was written. With the lock held.
+static void remember(Server *srv, const Job *job, const char *id) {
+    Replay *replay = &srv->replays[srv->n_replays++ % REPLAYS];
+    size_t first = job->said.n;
+    while (first > 0 && job->said.ids[first - 1] != srv->t->call_open) first--;
+    replay->ids.n = 0;
+    snprintf(replay->id, sizeof replay->id, "%s", id);
+    for (size_t i = first ? first - 1 : 0; first && i < job->said.n; i++)
+        if (tok__push(srv->t, &replay->ids, job->said.ids[i]) < 0) die("out of memory for a call");
+}
+
 static void add_calls(Server *srv, Job *job, const TokReply *r) {
     for (; job->n_calls < r->n_calls; job->n_calls++) {
         job->calls = realloc(job->calls, (size_t)(job->n_calls + 1) * sizeof *job->calls);
@@ -573,6 +656,7 @@ static void add_calls(Server *srv, Job *job, const TokReply *r) {
         append(&call->name, from->name.s, from->name.n);
         append(&call->arguments, from->arguments.s, from->arguments.n);
         new_id(srv, "call_", call->id);
+        remember(srv, job, call->id);
     }
 }
 
@@ -600,6 +684,8 @@ static void tell(Server *srv, Slot *slot, const Event *e) {
     pthread_mutex_lock(&srv->lock);
     append(&job->content, e->content.s, e->content.n);
     append(&job->thought, e->thought.s, e->thought.n);
+    for (int i = 0; i < e->n_ids && srv->t->call_open >= 0; i++)
+        if (tok__push(srv->t, &job->said, e->ids[i]) < 0) die("out of memory for an answer");
     add_calls(srv, job, &slot->s.reply);
     if (e->kind == EVENT_PROMPT) job->run = job->total - (e->total - e->done);
     if (e->kind == EVENT_TOKEN) job->run = job->total;
@@ -700,8 +786,8 @@ static void put_usage(TokText *out, const Job *job) {
 static void put_timings(TokText *out, const Job *job) {
     const Turn *t = &job->turn;
     put(out, "'timings':{'cache_n':%d,'prompt_n':%d,'prompt_ms':%f,'prompt_per_second':%f,'predicted_n':%d,'predicted_ms':%f,"
-        "'predicted_per_second':%f}", job->cached, t->n_run, 1e3 * t->prompt_seconds, t->n_run / (t->prompt_seconds + 1e-9),
-        t->made, 1e3 * t->decode_seconds, t->steps / (t->decode_seconds + 1e-9));
+        "'predicted_per_second':%f,'draft_n':%d,'draft_n_accepted':%d}", job->cached, t->n_run, 1e3 * t->prompt_seconds, t->n_run / (t->prompt_seconds + 1e-9),
+        t->made, 1e3 * t->decode_seconds, max_int(t->made - 1, 0) / (t->decode_seconds + 1e-9), t->drafts.drafted, t->drafts.accepted);
 }
 
 static void put_token(TokText *out, const Tokenizer *t, int32_t id, float logprob) {
@@ -829,6 +915,113 @@ static void chat_whole(Exchange *x, TokText *out) {
     put(out, "}");
 }
 
+static bool same_value(const GgufJson *a, const GgufJson *b, int depth) {
+    GgufJson rest = *a, other = *b, key, x, y;
+    double m, n;
+    size_t n_a = 0, n_b = 0, bytes[2];
+    if (a->type != b->type || !depth) return false;
+    if (a->type == GGUF_J_NUMBER) return gguf_json_float(a, &m) && gguf_json_float(b, &n) && m == n;
+    if (a->type == GGUF_J_STRING) {
+        char *s = copy_string(a, &bytes[0]), *t = copy_string(b, &bytes[1]);
+        const bool same = bytes[0] == bytes[1] && !memcmp(s, t, bytes[0]);
+        free(s);
+        free(t);
+        return same;
+    }
+    if (a->type == GGUF_J_ARRAY) {
+        bool more;
+        while ((more = gguf_json_next(&rest, NULL, &x)) && gguf_json_next(&other, NULL, &y))
+            if (!same_value(&x, &y, depth - 1)) return false;
+        return !more && !gguf_json_next(&other, NULL, &y);
+    }
+    if (a->type != GGUF_J_OBJECT) return true;
+    while (gguf_json_next(&other, NULL, &y)) n_b++;
+    for (; gguf_json_next(&rest, &key, &x); n_a++) {
+        size_t n_key;
+        char *name = copy_string(&key, &n_key);
+        const bool same = strlen(name) == n_key && gguf_json_get(b, name, &y) && same_value(&x, &y, depth - 1);
+        free(name);
+        if (!same) return false;
+    }
+    return n_a == n_b;
+}
+
+// The first call in ids from token *at on: its tokens are first .. *at - 1 then. False: there is none.
+static bool next_call(const Tokenizer *t, const TokIds *ids, size_t *first, size_t *at) {
+    for (*first = *at; *first < ids->n && ids->ids[*first] != t->call_open; ) ++*first;
+    for (*at = *first; *at < ids->n && ids->ids[*at] != t->call_close; ) ++*at;
+    return *at < ids->n && ++*at;
+}
+
+// Whether two calls say the same.
+static bool same_call(Tokenizer *t, TokIds a, TokIds b) {
+    const TokIds ids[2] = { a, b };
+    TokReply reply[2];
+    GgufJson args[2];
+    const char *why;
+    size_t byte;
+    bool ok = true;
+    memset(reply, 0, sizeof reply);
+    for (int i = 0; i < 2; i++) {
+        tok_reply_start(t, &reply[i], NULL, 0);
+        for (size_t k = 0; k < ids[i].n; k++)
+            if (tok_reply_push(t, &reply[i], ids[i].ids[k]) < 0) die("%s", t->err);
+        ok = ok && reply[i].n_calls == 1 &&
+             gguf_json_parse(reply[i].calls->arguments.s, reply[i].calls->arguments.n, &args[i], &byte, &why) == 0;
+    }
+    ok = ok && reply[0].calls->name.n == reply[1].calls->name.n &&
+         !memcmp(reply[0].calls->name.s, reply[1].calls->name.s, reply[0].calls->name.n) && same_value(&args[0], &args[1], 100);
+    tok_reply_free(&reply[0]);
+    tok_reply_free(&reply[1]);
+    return ok;
+}
+
+// The tokens that the model wrote the call of this id in, to be freed; none: nobody remembers.
+static TokIds recall(Server *srv, const char *id) {
+    TokIds ids = { 0 };
+    pthread_mutex_lock(&srv->lock);
+    for (int i = 0; i < REPLAYS && !ids.n; i++)
+        if (srv->replays[i].ids.n && !strcmp(srv->replays[i].id, id))
+            for (size_t k = 0; k < srv->replays[i].ids.n; k++)
+                if (tok__push(srv->t, &ids, srv->replays[i].ids.ids[k]) < 0) die("out of memory for a call");
+    pthread_mutex_unlock(&srv->lock);
+    return ids;
+}
+
+static void push_ids(Tokenizer *t, TokIds *to, const int32_t *ids, size_t n) {
+    for (size_t i = 0; i < n; i++)
+        if (tok__push(t, to, ids[i]) < 0) die("%s", t->err);
+}
+
+// A prompt has the calls of its messages in the form of the template. The model may have written them in another, with other
+// spaces or the arguments in another order: where a call is known by its id, and still says the same, it is put as it was.
+static void replay_calls(Exchange *x, const GgufJson *messages, TokIds *ids) {
+    GgufJson rest = *messages, m, calls, call, id;
+    TokIds out = { 0 };
+    size_t at = 0, first, before = 0;
+    bool more = x->t.call_open >= 0 && x->t.call_close >= 0;
+    while (more && gguf_json_next(&rest, NULL, &m)) {
+        if (!gguf_json_get(&m, "tool_calls", &calls) || calls.type != GGUF_J_ARRAY) continue;
+        while (more && gguf_json_next(&calls, NULL, &call)) {
+            char name[40];
+            more = next_call(&x->t, ids, &first, &at);
+            if (!more || call.type != GGUF_J_OBJECT || !gguf_json_get(&call, "id", &id) || id.type != GGUF_J_STRING ||
+                id.n >= sizeof name) continue;
+            gguf_json_string(&id, name);
+            TokIds said = recall(x->srv, name);
+            if (said.n && same_call(&x->t, said, (TokIds){ .ids = ids->ids + first, .n = at - first })) {
+                push_ids(&x->t, &out, ids->ids + before, first - before);
+                push_ids(&x->t, &out, said.ids, said.n);
+                before = at;
+            }
+            tok_ids_free(&said);
+        }
+    }
+    push_ids(&x->t, &out, ids->ids + before, ids->n - before);
+    tok_ids_free(ids);
+    *ids = out;
+}
+
 // The prompt of a conversation. A later prompt begins with it as far as it is without the cue.
 static bool chat_ask(Exchange *x, const Request *r) {
     Job *job = x->job;
@@ -839,8 +1032,12 @@ static bool chat_ask(Exchange *x, const Request *r) {
     if (!check_messages(&r->messages, &x->fault)) return false;
     if (tok_chat(&x->t, &chat, &job->ids, NULL) < 0)
         return refuse(&x->fault, 400, strncmp(x->t.err, "tools", 5) ? "messages" : "tools", "%s", x->t.err);
+    replay_calls(x, &r->messages, &job->ids);
     chat.add_cue = false;
-    if (tok_chat(&x->t, &chat, &part, NULL) == 0) job->mark = same_ids(&part, &job->ids);
+    if (tok_chat(&x->t, &chat, &part, NULL) == 0) {
+        replay_calls(x, &r->messages, &part);
+        job->mark = same_ids(&part, &job->ids);
+    }
     tok_ids_free(&part);
     const bool asked = r->logprobs.type == GGUF_J_TRUE;
     if (is_given(&r->logprobs) && r->logprobs.type != GGUF_J_TRUE && r->logprobs.type != GGUF_J_FALSE)
@@ -980,7 +1177,7 @@ static bool read_options(Exchange *x, const Request *r, Job *job) {
     const ServeOptions *o = &x->srv->o;
     const double most = given_or(r->max_tokens, o->n_predict), seed = given_or(r->seed, -1);
     AnswerOptions *a = &job->options;
-    *a = (AnswerOptions){ .n_predict = (int)most, .ignore_eos = r->ignore_eos, .keep_logits = job->n_top >= 0,
+    *a = (AnswerOptions){ .n_predict = (int)most, .ignore_eos = r->ignore_eos, .keep_logits = job->n_top >= 0, .drafting = o->drafting,
                           .think_budget = x->t.channel_close < 0 ? -1 : (int)r->think_budget, .sampling = o->sampling };
     SampleParams *p = &a->sampling;
     p->temperature = (float)given_or(r->temperature, p->temperature);
@@ -995,12 +1192,22 @@ static bool read_options(Exchange *x, const Request *r, Job *job) {
     return read_stops(x, &r->stop, &a->stops) && read_bias(x, &r->logit_bias, job);
 }
 
+// Of the address that a connection comes from, or of its network in IPv6.
+static uint64_t address_hash(struct MHD_Connection *connection) {
+    const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CLIENT_ADDRESS);
+    const struct sockaddr *a = info ? info->client_addr : NULL;
+    if (a && a->sa_family == AF_INET) return hash_bytes(&((const struct sockaddr_in *)(const void *)a)->sin_addr, 4);
+    if (a && a->sa_family == AF_INET6) return hash_bytes(&((const struct sockaddr_in6 *)(const void *)a)->sin6_addr, 8);
+    return 0;
+}
+
 static Job *new_job(Exchange *x) {
     Job *job = alloc_or_die(1, sizeof *job);
     const union MHD_ConnectionInfo *info = MHD_get_connection_info(x->connection, MHD_CONNECTION_INFO_CONNECTION_FD);
     job->n_owners = 1;
     job->n_top = -1;
     job->fd = info ? info->connect_fd : -1;
+    job->client = address_hash(x->connection);
     pthread_cond_init(&job->news, NULL);
     return job;
 }
@@ -1112,6 +1319,7 @@ static void complete(Exchange *x, const Api *api) {
         return;
     }
     x->job->no_cache = r.no_cache;
+    if (is_given(&r.user)) x->job->client = hash_bytes(r.user.s, r.user.n);
     x->include_usage = r.include_usage;
     x->progress = r.progress;
     if (!submit(srv, x->job, &x->fault)) return;
@@ -1302,6 +1510,7 @@ static bool messages_convert(Exchange *x, TokText *out) {
     take_member(out, &root, "top_p", "top_p");
     take_member(out, &root, "top_k", "top_k");
     take_member(out, &root, "stop_sequences", "stop");
+    if (member(&root, "metadata", &v)) take_member(out, &v, "user_id", "user");
     take_member(out, &root, "stream", "stream");
     if (member(&root, "tool_choice", &v)) take_member(out, &v, "type", "tool_choice");
     if (member(&root, "thinking", &v)) {
@@ -1479,6 +1688,7 @@ static bool responses_convert(Exchange *x, TokText *out) {
     tok_text_free(&list);
     if (!ok || !put_tools(x, out, &root, "parameters")) return false;
     take_member(out, &root, "max_output_tokens", "max_tokens");
+    take_member(out, &root, "user", "user");
     take_member(out, &root, "temperature", "temperature");
     take_member(out, &root, "top_p", "top_p");
     take_member(out, &root, "stream", "stream");
@@ -1725,6 +1935,14 @@ static void route_metrics(Exchange *x) {
     metric(&out, "requests_running", "gauge", "Requests that have a session.", running);
     metric(&out, "requests_waiting", "gauge", "Requests in the queue.", queued);
     metric(&out, "slots", "gauge", "Sessions.", srv->m->options.n_seqs);
+    pthread_mutex_lock(&srv->store.lock);
+    const int parked = srv->store.n, resumed = srv->store.n_resumed;
+    const double memory = (double)srv->store.used, files = (double)srv->store.file_used;
+    pthread_mutex_unlock(&srv->store.lock);
+    metric(&out, "sessions_parked", "gauge", "Sessions without a slot.", parked);
+    metric(&out, "sessions_memory_bytes", "gauge", "Host memory that holds them.", memory);
+    metric(&out, "sessions_disk_bytes", "gauge", "Files that hold them.", files);
+    metric(&out, "sessions_resumed_total", "counter", "Sessions that got a slot again.", resumed);
     const TokStr head = str("# HELP gemma4_http_responses_total Responses by class of status; 4xx: or the client left.\n"
                             "# TYPE gemma4_http_responses_total counter\n");
     append(&out, head.s, head.n);
@@ -1998,7 +2216,7 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *connection, 
     return MHD_YES;
 }
 
-// One line of JSON on stderr for each request, without its text.
+// One line of JSON on stderr for each request, without its text unless that is wanted.
 static void log_request(const Exchange *x, int status) {
     TokText line = { 0 };
     const Job *job = x->job;
@@ -2008,6 +2226,8 @@ static void log_request(const Exchange *x, int status) {
         put(&line, ",'id':%s,'prompt':%d,'cached':%d,'generated':%d,'prompt_ms':%f,'decode_ms':%f,'end':%s", x->id,
             job->turn.n_prompt, job->cached, job->turn.made, 1e3 * job->turn.prompt_seconds, 1e3 * job->turn.decode_seconds,
             end_text[job->end]);
+    if (x->srv->o.log_text) put(&line, ",'request':%t", text_of(&x->body));
+    if (x->srv->o.log_text && job) put(&line, ",'thought':%t,'answer':%t", text_of(&job->thought), text_of(&job->content));
     put(&line, "}\n");
     fwrite(line.s, 1, line.n, stderr);
     tok_text_free(&line);
@@ -2072,6 +2292,24 @@ static void name_model(Server *srv) {
     if (end && !end[5] && !srv->o.alias) *end = 0;
 }
 
+// Half of the memory is for marks, to go back to within a session; sessions without a slot have the rest.
+static void open_store(Server *srv) {
+    const ServeOptions *o = &srv->o;
+    Model *m = srv->m;
+    enum { WINDOWS = 8 };     // between two marks of a prompt
+    const size_t rings = copy_rings(m, 0, NULL, COPY_OUT), half = o->cache_ram / 2 / (size_t)m->options.n_seqs;
+    const int most = rings ? (int)(half / rings < MARKS ? half / rings : MARKS) : 0;
+    for (int i = 0; i < m->options.n_seqs && most > 1; i++) {
+        srv->slots[i].s.most_marks = most;
+        srv->slots[i].s.mark_every = WINDOWS * m->config.n_swa;
+    }
+    const size_t marks = rings * (size_t)(m->options.n_seqs * max_int(most, 1));
+    const size_t room = o->cache_ram > marks ? o->cache_ram - marks : 0;
+    fprintf(stderr, "# host memory: up to %.1f MiB for %d marks of each session, %.1f MiB for sessions without a slot\n",
+            (double)marks / (1 << 20), rings ? max_int(most, 1) : 0, (double)room / (1 << 20));
+    store_open(&srv->store, &srv->slots[0].s, o->session_dir, room, o->session_disk);
+}
+
 // Serves until SIGTERM or SIGINT.
 static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     Server srv = { .m = m, .t = t, .o = *o, .created = time(NULL), .lock = PTHREAD_MUTEX_INITIALIZER };
@@ -2079,7 +2317,9 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     srv.last = &srv.first;
     srv.slots = alloc_or_die((size_t)n_seqs, sizeof *srv.slots);
     srv.logits = alloc_or_die((size_t)m->config.vocab, sizeof *srv.logits);
+    srv.replays = alloc_or_die(REPLAYS, sizeof *srv.replays);
     for (int i = 0; i < n_seqs; i++) session_open(&srv.slots[i].s, m, t, i);
+    open_store(&srv);
     if (getrandom(&srv.salt, sizeof srv.salt, 0) != sizeof srv.salt) srv.salt = (uint64_t)time(NULL);
     name_model(&srv);
     sem_init(&wake, 0, 0);
@@ -2102,9 +2342,13 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
         if (open) usleep(10000);
     }
     MHD_stop_daemon(d);
+    for (int i = 0; i < n_seqs && o->session_dir; i++) park(&srv, &srv.slots[i], 0);
+    store_close(&srv.store);
     for (int i = 0; i < n_seqs; i++) session_close(&srv.slots[i].s);
     free(srv.slots);
     free(srv.logits);
+    for (int i = 0; i < REPLAYS; i++) tok_ids_free(&srv.replays[i].ids);
+    free(srv.replays);
     fprintf(stderr, "# stopped: %" PRIu64 " requests answered, %" PRIu64 " tokens generated\n", srv.totals.jobs,
             srv.totals.made);
 }

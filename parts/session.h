@@ -223,13 +223,16 @@ static uint64_t session_bytes(const Model *m, const SessionHeader *h) {
 }
 
 // What a file of this model, with this cache, begins with.
-static SessionHeader header_of(const Model *m) {
+static SessionHeader header_of(Model *m) {
     SessionHeader h = { .version = SESSION_VERSION, .header_bytes = sizeof h, .layout = hash_layout(m),
         .k_type = (uint32_t)m->options.k_type, .v_type = (uint32_t)m->options.v_type, .untied = m->options.untied,
         .window = (uint32_t)m->config.n_swa, .ring = (uint32_t)ring_slots(m),
         .ring_type = (uint32_t)ring_type(m), .tail = (uint32_t)tail_slots(m) };
     memcpy(h.magic, session_magic, sizeof h.magic);
-    hash_model(&m->gguf, &h.model, &h.tokenizer, &h.weights);
+    if (!m->hash[0]) hash_model(&m->gguf, &m->hash[0], &m->hash[1], &m->hash[2]);
+    h.model = m->hash[0];
+    h.tokenizer = m->hash[1];
+    h.weights = m->hash[2];
     return h;
 }
 
@@ -286,18 +289,18 @@ static void put_rows(FileStream *s, const Model *m, int seq, const SessionHeader
     }
 }
 
-// Writes what a session holds, and the note, to a file, which stays as it was if that fails: false, and s->err says
-// why. No step may be under way that is still wanted. what: names a bar on the terminal; NULL: none.
-static bool session_to_file(Session *s, const SessionNote *note, const char *path, const char *what) {
-    const Model *m = s->m;
-    struct stat old;
+// Writes what a session holds, and the note, to an open file -> 0, or errno. No step may be under way that is still wanted.
+// what: names a bar on the terminal; NULL: none.
+static int session_to_fd(Session *s, const SessionNote *note, int fd, const char *what) {
+    Model *m = s->m;
     SessionHeader h = header_of(m);
     h.n = (uint32_t)m->len[s->seq];
     h.n_pending = (uint32_t)note->pending.n;
     h.seen = (uint32_t)max_int(m->seen[s->seq], m->len[s->seq]);
-    h.mark_bytes = s->mark ? copy_rings(s->m, s->seq, NULL, COPY_OUT) : 0;
-    h.mark = h.mark_bytes ? (uint32_t)s->mark : 0;
-    h.mark_seen = h.mark_bytes ? (uint32_t)s->mark_seen : 0;
+    const Mark *mark = s->n_marks ? &s->marks[s->n_marks - 1] : NULL;
+    h.mark_bytes = mark ? copy_rings(s->m, s->seq, NULL, COPY_OUT) : 0;
+    h.mark = h.mark_bytes ? (uint32_t)mark->n : 0;
+    h.mark_seen = h.mark_bytes ? (uint32_t)mark->seen : 0;
     h.seed = note->seed;
     h.n_text = (uint32_t)note->messages.n;
     h.n_skipped = (uint32_t)note->n_skipped;
@@ -305,29 +308,37 @@ static bool session_to_file(Session *s, const SessionNote *note, const char *pat
     h.file_bytes = session_bytes(m, &h);
     h.hash = header_hash(&h);
 
-    FileStream f = { .op = m->ops, .total = h.file_bytes, .hash = hash_new(), .what = what };
-    if (!stat(path, &old) && !S_ISREG(old.st_mode)) {
-        snprintf(s->err, sizeof s->err, "%.400s: expected a file, got a device, a pipe or a folder", path);
-        return false;
-    }
-    signal(SIGXFSZ, SIG_IGN);                          // a limit of the file size is an error like a full disk
+    FileStream f = { .op = m->ops, .out.fd = fd, .total = h.file_bytes, .hash = hash_new(), .what = what };
     f.piece = alloc_or_die(f.total < SESSION_PIECE ? f.total : SESSION_PIECE, 1);
-    f.err = create_output(&f.out, path);
     if (what) progress(what, 0, f.total, "B");
     stream_put(&f, &h, sizeof h, false);
     stream_put(&f, s->held.ids, (size_t)h.n * sizeof *s->held.ids, false);
     stream_put(&f, note->pending.ids, note->pending.n * sizeof *note->pending.ids, false);
     stream_put(&f, note->messages.s, note->messages.n, false);
     put_rows(&f, m, s->seq, &h);
-    stream_put(&f, s->rings, h.mark_bytes, false);
+    stream_put(&f, mark ? mark->rings : NULL, h.mark_bytes, false);
     stream_flush(&f);
     const uint64_t hash = hash_end(&f.hash);
     if (!f.err) f.err = write_output(&f.out, &hash, sizeof hash);
-    f.err = finish_output(&f.out, f.err);
     if (what) progress(what, f.total, f.total, "B");
     free(f.piece);
-    if (f.err) snprintf(s->err, sizeof s->err, "%.400s: %s; what was there stays as it was", path, strerror(f.err));
-    return !f.err;
+    return f.err;
+}
+
+// The same to a file of that name, which stays as it was if that fails: false, and s->err says why.
+static bool session_to_file(Session *s, const SessionNote *note, const char *path, const char *what) {
+    struct stat old;
+    Output out;
+    if (!stat(path, &old) && !S_ISREG(old.st_mode)) {
+        snprintf(s->err, sizeof s->err, "%.400s: expected a file, got a device, a pipe or a folder", path);
+        return false;
+    }
+    signal(SIGXFSZ, SIG_IGN);                          // a limit of the file size is an error like a full disk
+    int err = create_output(&out, path);
+    if (!err) err = session_to_fd(s, note, out.fd, what);
+    err = finish_output(&out, err);
+    if (err) snprintf(s->err, sizeof s->err, "%.400s: %s; what was there stays as it was", path, strerror(err));
+    return !err;
 }
 
 // ==== [3] Reading ====================================================================================================
@@ -409,7 +420,7 @@ static bool check_whole(Session *s, const char *path, const SessionHeader *h, ui
 
 // Whether it was written by this model with such a cache.
 static bool check_alike(Session *s, const char *path, const SessionHeader *h) {
-    const Model *m = s->m;
+    Model *m = s->m;
     const SessionHeader own = header_of(m);
     const struct { const char *name; uint64_t got, want; } hashes[] = {
         { "model", h->model, own.model }, { "tokenizer", h->tokenizer, own.tokenizer },
@@ -467,10 +478,12 @@ static bool check_sizes(Session *s, const char *path, const SessionHeader *h) {
 static void take_mark(Session *s, FileStream *f, const SessionHeader *h) {
     const bool fits = h->mark && h->ring == (uint32_t)ring_slots(s->m) &&
                       h->mark_bytes == copy_rings(s->m, s->seq, NULL, COPY_OUT);
-    if (fits && !s->rings) s->rings = alloc_or_die(h->mark_bytes, 1);
-    stream_get(f, fits ? s->rings : NULL, h->mark_bytes, false);
-    s->mark = fits && !f->err ? (int)h->mark : 0;
-    s->mark_seen = s->mark ? (int)h->mark_seen : 0;
+    Mark *mark = &s->marks[0];
+    if (fits && !mark->rings) mark->rings = alloc_or_die(h->mark_bytes, 1);
+    stream_get(f, fits ? mark->rings : NULL, h->mark_bytes, false);
+    mark->n = (int)h->mark;
+    mark->seen = (int)h->mark_seen;
+    s->n_marks = fits && !f->err;
 }
 
 // What stands behind the header, which was checked. False: s->err says why, and the session holds nothing.
@@ -508,28 +521,22 @@ static bool take_session(Session *s, FileStream *f, const SessionHeader *h, Sess
     return true;
 }
 
-// Makes the session what a file holds, and fills the note, which the caller frees. 1: it is; 0: there is no such file,
-// and nothing was done; < 0: s->err says why not, and the session holds nothing. No answer may be under way. what: as
-// above.
-static int session_from_file(Session *s, SessionNote *note, const char *path, const char *what) {
+// Makes the session what an open file holds, from its beginning on, and fills the note, which the caller frees. False: s->err
+// says why not, and the session holds nothing. No answer may be under way. path: what the error calls it. what: as above.
+static bool session_from_fd(Session *s, SessionNote *note, int fd, const char *path, const char *what) {
     struct stat st;
     SessionHeader h = { 0 };
     *note = (SessionNote){ 0 };
-    const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);      // a pipe does not wait for its writer
-    if (fd < 0 && errno == ENOENT) return 0;
-    bool ok = fd >= 0 && !fstat(fd, &st);
+    bool ok = !fstat(fd, &st);
     if (!ok) refuse_session(s, path, "%s", strerror(errno));
     if (ok && !S_ISREG(st.st_mode)) ok = refuse_session(s, path, "expected a file, got a device, a pipe or a folder");
     if (ok && st.st_size < (off_t)(sizeof h + sizeof(uint64_t)))
         ok = refuse_session(s, path, "expected a session of gemma4, got %lld bytes", (long long)st.st_size);
-    if (ok && read(fd, &h, sizeof h) != sizeof h) ok = refuse_session(s, path, "%s", strerror(errno));
+    if (ok && pread(fd, &h, sizeof h, 0) != sizeof h) ok = refuse_session(s, path, "%s", strerror(errno));
     ok = ok && check_whole(s, path, &h, (uint64_t)st.st_size) && check_alike(s, path, &h) && check_sizes(s, path, &h);
 
     FileStream f = { .op = s->m->ops, .fd = fd, .total = h.file_bytes, .hash = hash_new(), .what = what };
-    reset_session(s->m, s->seq);
-    s->held.n = 0;
-    s->mark = 0;
-    s->row = -1;
+    session_forget(s);
     s->answering = s->ending = s->fed = false;
     if (ok) {
         f.piece = alloc_or_die(f.total < SESSION_PIECE ? f.total : SESSION_PIECE, 1);
@@ -539,14 +546,24 @@ static int session_from_file(Session *s, SessionNote *note, const char *path, co
         ok = take_session(s, &f, &h, note, path);
         if (what) progress(what, f.total, f.total, "B");
         free(f.piece);
-        if (!ok) {
-            reset_session(s->m, s->seq);
-            s->held.n = 0;
-            s->mark = 0;
-        }
+        if (!ok) session_forget(s);
     }
-    if (fd >= 0) close(fd);
     if (!ok) session_note_free(note);
+    return ok;
+}
+
+// The same from a file of that name. 1: it is; 0: there is no such file, and nothing was done; < 0: as above.
+static int session_from_file(Session *s, SessionNote *note, const char *path, const char *what) {
+    *note = (SessionNote){ 0 };
+    const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);      // a pipe does not wait for its writer
+    if (fd < 0 && errno == ENOENT) return 0;
+    if (fd < 0) {
+        refuse_session(s, path, "%s", strerror(errno));
+        session_forget(s);
+        return -1;
+    }
+    const bool ok = session_from_fd(s, note, fd, path, what);
+    close(fd);
     return ok ? 1 : -1;
 }
 

@@ -89,9 +89,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     const int status = session_from_file(&s, &note, path, NULL);
     NEED(status != 0);
     if (status < 0) {
-        NEED(s.err[0] && !strchr(s.err, '\n') && s.held.n == 0 && m->len[0] == 0 && s.mark == 0 && !note.messages.s);
+        NEED(s.err[0] && !strchr(s.err, '\n') && s.held.n == 0 && m->len[0] == 0 && s.n_marks == 0 && !note.messages.s);
     } else {
-        NEED(m->len[0] <= FUZZ_CTX && s.held.n == (size_t)m->len[0] && m->s.len[0] == m->len[0] && s.mark <= m->len[0]);
+        NEED(m->len[0] <= FUZZ_CTX && s.held.n == (size_t)m->len[0] && m->s.len[0] == m->len[0] && (!s.n_marks || s.marks[0].n <= m->len[0]));
         NEED(m->seen[0] >= m->len[0]);
         for (size_t i = 0; i < s.held.n; i++) NEED(s.held.ids[i] >= 0 && s.held.ids[i] < m->config.vocab);
         for (size_t i = 0; i < note.pending.n; i++) NEED(note.pending.ids[i] >= 0 && note.pending.ids[i] < m->config.vocab);

@@ -1,4 +1,4 @@
-/* test_mixture.c - gemma4.c [11]: which type `gemma4 quantize` gives to which tensor, for the published models.
+/* test_mixture.c - parts/convert.h [2]: which type `gemma4 quantize` gives to which tensor, for the published models.
  *
  * The tensors of each model are listed from its dimensions and sent through mixture_type in the order of a file. The counts
  * per type are those that loaders print for published Q4_K_M files (12B, 26B-A4B and E4B); the other lists are the rules

@@ -446,7 +446,7 @@ static const Run runs_100[] = { { 0, 64 }, { 0, 1 }, { 0, 2 }, { 0, 7 }, { 63, 1
 static const Run runs_7[] = { { 0, 7 }, { 0, 1 }, { 0, 2 }, { 3, 3 }, { 6, 1 } };
 enum { N_RUNS_7 = 5 };
 static int n_runs_100 = sizeof runs_100 / sizeof *runs_100;
-static int in_step = 1, shape_step = 1;                 // -few: of the combinations of In each seventh, of matmul's shapes each third
+static int in_step = 1, shape_step = 1;                 // -few: of the combinations of In each seventh, of other lists each third
 
 typedef struct {                        // what all rows should be; the first run's result is what later ones must repeat
     int    cols;
@@ -1345,7 +1345,18 @@ static void qkv_case_tail(QkvCase t, int tail_slots, Step *s) {
         d.dump_k_pos = room_f("dump_k_pos", n * kv_dim);
     }
     set_threads(n);
-    op->qkv_store(&d);
+    const int step = t.staged ? n : min_int(n, t.slots);               // rows of a call
+    for (int from = 0; from < n; from += step) {
+        const Batch view = batch_from(batch, (Run){ from, min_int(step, n - from) });
+        QkvStore part = d;
+        part.batch = &view;
+        part.q = at_row(d.q, from, q_dim);
+        part.k = at_row(d.k, from, kv_dim), part.v = at_row(d.v, from, kv_dim);
+        part.dump_q = at_row(d.dump_q, from, q_dim), part.dump_q_pos = at_row(d.dump_q_pos, from, q_dim);
+        part.dump_k = at_row(d.dump_k, from, kv_dim), part.dump_k_pos = at_row(d.dump_k_pos, from, kv_dim);
+        part.dump_v = at_row(d.dump_v, from, kv_dim);
+        op->qkv_store(&part);
+    }
     if (t.with_q) {
         const float *got = fetch_f(d.q, n * q_dim);
         compare("q", got, q_dim, e[Q].want, e[Q].bound, n, q_dim);
@@ -1425,6 +1436,9 @@ static void test_qkv_store(void) {
     add_chain(chunk, 0, 0, 50);
     // a prompt longer than the ring
     qkv_case((QkvCase){ KV_F16, 256, 4, 1, 128, 0, 128, false, true, true, true, true, false }, chunk);
+    // the same without a stage, in parts: a drafter's, which has no q
+    qkv_case((QkvCase){ KV_F16, 128, 4, 2, 128, 0, 64, false, false, false, true, false, true }, chunk);
+    qkv_case((QkvCase){ KV_F16, 128, 4, 2, 64, 0, 64, false, false, true, true, false, true }, chunk);
     free(chunk);
 }
 
@@ -1517,9 +1531,9 @@ static void attend_chain(AttendCase t, int len, int n) { attend_chain_tail(t, 0,
 static void attend_store_case(AttendCase t, bool reader, const Step *s) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, kv_dim = t.n_kv_heads * hd,
               n_pairs = t.n_rot ? t.n_rot : hd / 2;
-    CASE("attend", "store in its launch: %s, head_dim %d, heads %d/%d, n_rot %d, window %d, stage %d, k %d, %d rows",
+    CASE("attend", "store in its launch: %s, head_dim %d, heads %d/%d, n_rot %d, window %d, own %d, stage %d, k %d, %d rows",
          kv_names[t.type], hd, t.n_heads,
-         t.n_kv_heads, t.n_rot, t.window, t.staged, !reader, n);
+         t.n_kv_heads, t.n_rot, t.window, t.own, t.staged, !reader, n);
     TestCache ring[4] = { new_cache(t.type, 2, t.n_kv_heads, hd, t.slots, t.n_rot) };
     TestCache stage[4] = { new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot) };
     fill_cache(&ring[0]);
@@ -1530,7 +1544,7 @@ static void attend_store_case(AttendCase t, bool reader, const Step *s) {
     const float *q = floats(n * q_dim, 3, 0), *k = floats(n * kv_dim, 2, 0);
     double *inv_freq = keep(n_pairs, sizeof *inv_freq);
     for (int i = 0; i < n_pairs; i++) inv_freq[i] = pow(1e4, -2.0 * i / hd);
-    QkvStore store = { .batch = &batch, .n_heads = t.n_heads, .v_norm = true, .eps = 1e-6f,
+    QkvStore store = { .batch = &batch, .n_heads = t.n_heads, .v_norm = t.own != OWN_ALL, .eps = 1e-6f,
                        .rope = { put("inv_freq", inv_freq, (size_t)n_pairs, sizeof(double)), n_pairs },
                        .w_q = put_f("w_q", w_q, hd), .w_k = put_f("w_k", w_k, hd) };
     if (!reader) store.k = store.v = put_f("k", k, n * kv_dim);
@@ -1548,7 +1562,8 @@ static void attend_store_case(AttendCase t, bool reader, const Step *s) {
         if (path == 3)
             op->matmul(&(Matmul){ .n_rows = n, .n = 1, .in = in_dev, .w = { &w.t }, .out = { room_f("product", n * 40) } });
         for (int from = 0, to; from < n; from = to) {
-            to = path == 2 && !from && n > 1 ? n / 2 : n;
+            // where rows see those behind them, these have to be there
+            to = path == 2 && !from && n > 1 && t.own != OWN_ALL ? n / 2 : n;
             const Batch view = batch_from(batch, (Run){ from, to - from });
             QkvStore part = store;
             part.batch = &view;
@@ -1657,6 +1672,41 @@ static void attend_blocks(Step *s) {
     }
 }
 
+// Drafters. A DFlash block of up to 16 rows, and of 64: heads of 128 on a ring with a window, and on one where every row sees
+// all others. MTP: rows of its own are in no cache, the heads are those of the model that it reads.
+static void attend_drafters(Step *s) {
+    static const int far[] = { 2040, 2100, 4300 }, mtp_rot[] = { 0, 0, 64 };
+    const float scale = 0.08838835f;
+    for (int k = shape_step / 2; k < 3; k += shape_step) {             // -few: the one in the middle
+        memset(s, 0, sizeof *s);
+        add_chain(s, 1, far[k], k == 1 ? 16 : 5);
+        if (k == 1) add_chain(s, 0, 300, 7);
+        attend_case((AttendCase){ KV_F16, 128, k ? 8 : 4, k == 1 ? 2 : 1, 2112, 0, 2048, OWN_CAUSAL, false, false, scale }, s);
+        attend_case((AttendCase){ KV_F16, 128, k ? 4 : 8, 1, 2240, 0, 2176, OWN_ALL, false, false, scale }, s);
+        memset(s, 0, sizeof *s);
+        add_chain(s, 0, 130 * k, 64);
+        if (k == 1) add_chain(s, 1, 5, 64);
+        attend_case((AttendCase){ KV_F16, 128, 4, 1, 320, 0, k ? 250 : 0, OWN_ALL, false, false, scale }, s);
+        for (int own = OWN_ALL; own <= OWN_NONE; own++)
+            for (int t = 0; t < 2; t++) {              // f16, and one of codes
+                const KvType type = t ? kv_types[3 + (k + 2 * own) % 4] : KV_F16;
+                memset(s, 0, sizeof *s);
+                add_chain(s, 0, t ? 33 * k : 600 * k, own == OWN_NONE ? 1 : 9);
+                if (k == 2) add_chain(s, 1, 70, 2);
+                attend_case((AttendCase){ type, 512, t ? 4 : 16, 2, k == 2 && !t ? 2240 : 1088, mtp_rot[k], 0, (OwnMask)own, false,
+                                          false, 1 }, s);
+                attend_case((AttendCase){ type, 256, 8, 2 << t, 576, 0, k ? 512 : 31, (OwnMask)own, false, false, 1 }, s);
+            }
+        memset(s, 0, sizeof *s);                       // one launch for store and attention
+        add_chain(s, 1, 60 * k, 1 + 3 * k);
+        attend_store_case((AttendCase){ KV_F16, 128, 8, 2, k ? 192 : 2240, 0, k == 2 ? 100 : 0, OWN_ALL, false, false, scale }, false, s);
+        for (int reader = 0; reader < 2; reader++) {
+            attend_store_case((AttendCase){ KV_F16, 512, 8, 1, 256, mtp_rot[k], 0, OWN_NONE, false, false, 1 }, reader, s);
+            attend_store_case((AttendCase){ KV_F16, 256, 4, 2, 576, 0, 50, OWN_NONE, false, false, 1 }, reader, s);
+        }
+    }
+}
+
 static void test_attend(void) {
     static const KvType types[] = { KV_F32, KV_F16, KV_BF16 };
     static const int lens[] = { 0, 1, 63, 64, 65, 128 }, edges[] = { 1023, 1024, 1025, 1026 };
@@ -1752,6 +1802,7 @@ static void test_attend(void) {
         attend_store_case((AttendCase){ KV_F16, 128 << k % 3, 8, k % 2 ? 2 : 1, k < 9 ? 576 : 2240, k % 3 == 2 ? 64 : 0,
                                         k == 8 ? 300 : 0, OWN_CAUSAL, false, false, 1 }, k == 4, s);
     }
+    attend_drafters(s);
     for (int k = 3; k < N_KV; k++) attend_quantised(kv_types[k], s);
     // Prompts: the heads of all five models, rings that wrap and pass the stage, windows that end within a tile.
     static const int global[][3] = { { 8, 1, 0 }, { 8, 2, 0 }, { 16, 1, 64 }, { 16, 2, 64 }, { 8, 1, 32 } };
@@ -2071,6 +2122,88 @@ static void test_head(void) {
     test_head_top();
 }
 
+// The head of centroids: scores against the reference; all else follows from these, and from what head makes of the same rows.
+static void head_centroid_case(DType type, DType c_type, int n_centroids, int per, int n_used, int top_k, int cols, int bits) {
+    const int vocab = n_centroids * per, n = n_used * per, rows = 64;
+    CASE("head_centroid", "%s (%d, %d), centroids %s (%d, %d), %d used, top-k %d", type_name(type), vocab, cols, type_name(c_type),
+         n_centroids, cols, n_used, top_k);
+    Matrix w = random_matrix(type, 1, vocab, cols), c = random_matrix(c_type, 1, n_centroids, cols);
+    const size_t w_row = gguf_row_size((int)type, (size_t)cols), c_row = gguf_row_size((int)c_type, (size_t)cols);
+    char *w_data = (char *)(uintptr_t)w.host.data, *c_data = (char *)(uintptr_t)c.host.data;
+    for (int i = 0; i < vocab / 3; i++)                // ties: of tokens, and of centroids
+        memcpy(w_data + rnd((uint32_t)vocab) * w_row, w_data + rnd((uint32_t)vocab) * w_row, w_row);
+    for (int i = 0; i < n_centroids / 2; i++)
+        memcpy(c_data + rnd((uint32_t)n_centroids) * c_row, c_data + rnd((uint32_t)n_centroids) * c_row, c_row);
+    if (type == T_F32) memset(w_data + vocab / 2 * w_row, 0xff, 3 * w_row);           // NaN
+    if (bits & IN_SCALE) w.factor = floats(1, 0.5, 1);
+    place(&w);
+    place(&c);
+    int32_t *order = keep(vocab, sizeof *order);
+    for (int i = 0; i < vocab; i++) order[i] = i;
+    for (int i = vocab - 1; i > 0; i--) {
+        const int j = (int)rnd((uint32_t)i + 1), other = order[i];
+        order[i] = order[j], order[j] = other;
+    }
+    const In in = random_in(rows, cols, bits);
+    const Input input = ref_in(&in, rows, cols);
+    const In dev = put_in(&in, rows, cols);
+    const int32_t *order_dev = put("order", order, (size_t)vocab, sizeof *order);
+    Expect e = product(&c, 0, &input, 0, rows);
+    float *dense = room_f("dense", rows * vocab);
+    set_threads(rows);
+    op->head(&(Head){ .n_rows = rows, .in = dev, .w = &w.t, .logits = dense });
+    const float *all = fetch_f(dense, rows * vocab);
+    for (int run = 0; run < 7; run++) {
+        const Run part = runs_100[run];
+        HeadCentroid o = { .n_rows = part.n, .in = in_from(dev, part.first, cols), .centroids = &c.t, .w = &w.t, .order = order_dev,
+                           .n_used = n_used, .hidden = run % 2 ? NULL : room_f("hidden", part.n * cols),
+                           .scores = room_f("scores", part.n * n_centroids), .logits = room_f("logits", part.n * n), .top_k = top_k,
+                           .top_ids = room("top_ids", (size_t)(part.n * top_k), sizeof(int32_t)),
+                           .top_logits = room_f("top_logits", part.n * top_k),
+                           .logsumexp = run == 1 ? NULL : room_f("logsumexp", part.n) };
+        set_threads(part.n);
+        op->head_centroid(&o);
+        float *scores = fetch_f(o.scores, part.n * n_centroids), *top = keep(part.n * top_k, sizeof *top);
+        int32_t *ids = keep(part.n * top_k, sizeof *ids);
+        Expect sums = expect(part.n, 1);
+        check_rows("scores", &e, scores, part);
+        if (o.hidden)
+            compare("hidden", fetch_f(o.hidden, part.n * cols), cols, input.y + part.first * cols, input.y_bound + part.first * cols,
+                    part.n, cols);
+        for (int r = 0; r < part.n; r++) {
+            float *z = keep(n, sizeof *z);
+            ref_rank(scores + r * n_centroids, n_centroids);
+            for (int k = n - 1; k >= 0; k--) {         // from the last on: the centroids are in the way
+                const int id = order[ref.tokens[k / per].id * per + k % per];
+                z[k] = all[(part.first + r) * vocab + id];
+                ref.tokens[k] = (RefToken){ .z = isnan(z[k]) ? -INFINITY : z[k], .id = id };
+            }
+            qsort(ref.tokens, n, sizeof *ref.tokens, ref_compare);
+            for (int k = 0; k < top_k; k++) ids[r * top_k + k] = ref.tokens[k].id, top[r * top_k + k] = ref.tokens[k].z;
+            sums.want[r] = (float)ref_logsumexp(z, n);
+            sums.bound[r] = (float)TOL_LOGPROB * fmaxf(1, fabsf(sums.want[r]));
+        }
+        same_ints("top_ids", fetch(o.top_ids, (size_t)(part.n * top_k), sizeof *ids), ids, part.n * top_k);
+        same_bits("top_logits", fetch_f(o.top_logits, part.n * top_k), top, (size_t)(part.n * top_k), sizeof *top);
+        float *got = o.logsumexp ? fetch_f(o.logsumexp, part.n) : sums.want;
+        for (int r = 0; r < part.n; r++)
+            if (isnan(sums.want[r]) && isnan(got[r])) got[r] = sums.want[r] = sums.bound[r] = 0;
+        compare("logsumexp", got, 1, sums.want, sums.bound, part.n, 1);
+    }
+    sweep();
+}
+
+static void test_head_centroid(void) {
+    static const DType c_types[] = { T_F32, T_BF16, T_F16, T_Q8_0, T_Q6_K };
+    for (int t = 0; t < N_TYPES; t += shape_step)
+        head_centroid_case(all_types[t], c_types[t % 5], 64, 16, 8, t ? 1 + t * 7 % 128 : 128, 256, t % 2 ? IN_X | IN_W_PRE
+                           : IN_X | IN_DELTA | IN_W_POST | IN_SCALE | IN_W_PRE);
+    head_centroid_case(T_Q6_K, T_BF16, 32, 128, 32, 64, 256, IN_X | IN_W_PRE);         // all of them: what head has
+    head_centroid_case(T_Q8_0, T_F16, 256, 16, 32, 512, 256, IN_X | IN_W_PRE);
+    head_centroid_case(T_BF16, T_F32, 300, 3, 5, 15, 1027, IN_X | IN_W_PRE);           // odd sizes
+    head_centroid_case(T_Q4_0, T_Q4_0, 7, 1, 3, 1, 1056, IN_X | IN_W_PRE);
+}
+
 static void test_logprob(void) {
     static const int sizes[] = { 1, 77, 4000 };
     for (int k = 0; k < 6; k++) {
@@ -2187,6 +2320,86 @@ static void test_sample(void) {
     sample_refused();
 }
 
+// The row that row j of a segment follows: the one that has its ancestors. -1: none.
+static int parent_row(const Step *s, const Segment *seg, int j) {
+    const Row *rows = s->rows + seg->first;
+    if (seg->kind == SEG_CHAIN) return j - 1;
+    for (int i = 0; i < j; i++)
+        if (rows[i].ancestors == (rows[j].ancestors ^ (uint64_t)1 << j)) return i;
+    return -1;
+}
+
+// A segment of a random kind, and how many of its last rows are kept.
+static int add_drafts(Step *s, int seq) {
+    const int kind = (int)rnd(6), n = 1 + (int)rnd(STEP_ROWS), all = rnd(4) ? n : 1 + (int)rnd((uint32_t)n);
+    if (kind == 0) add_chain(s, seq, 10, STEP_ROWS + 1 + (int)rnd(30));
+    else if (kind < 3) add_chain(s, seq, 10, n);
+    else add_tree(s, seq, 10, n, (int)rnd(5));
+    return rnd(8) == 0 ? 0 : kind == 0 ? 1 + (int)rnd(3) : all;
+}
+
+// Segment i's part of what verify_walk says.
+static void walk_by_hand(const Step *s, int i, const Row *kept, int n_kept, const int32_t *chosen, int32_t *path, int32_t end[3]) {
+    const Segment *seg = &s->segs[i];
+    int of_row[STEP_ROWS + 40], n = 0, at = -1, next = seg->n;         // of_row: the kept row that a row is, or -1
+    for (int j = 0; j < seg->n; j++) of_row[j] = -1;
+    for (int k = 0; k < n_kept; k++)
+        if (kept[k].seg == i) of_row[kept[k].index] = k;
+    while (n < seg->n && of_row[n] < 0) path[n] = n, n++;
+    if (n < seg->n) next = n;
+    while (next < seg->n) {
+        path[n++] = next;
+        at = of_row[next];
+        for (next = 0; next < seg->n; next++)
+            if (parent_row(s, seg, next) == kept[at].index && chosen[at] != -1 && s->rows[seg->first + next].token == chosen[at]) break;
+    }
+    end[0] = n, end[1] = at, end[2] = at < 0 ? 0 : chosen[at];
+}
+
+static void test_verify_walk(void) {
+    for (int k = 0; k < 200; k++) {
+        Step *s = keep(1, sizeof *s);
+        Row *kept = keep(MAX_SEGS * STEP_ROWS, sizeof *kept);
+        int32_t *chosen = keep(MAX_SEGS * STEP_ROWS, sizeof *chosen), *want_path = keep(MAX_SEGS * STEP_ROWS + 40, sizeof *want_path);
+        const int n_segs = 1 + k % MAX_SEGS;
+        int n_kept = 0, n_trees = 0;
+        for (int i = 0; i < n_segs; i++) {
+            const int n = add_drafts(s, n_segs - 1 - i);
+            const Segment *seg = &s->segs[i];
+            n_trees += seg->kind == SEG_TREE;
+            for (int j = 0; j < seg->n; j++) s->rows[seg->first + j].token = (int32_t)rnd(4) - 1;
+            for (int j = seg->n - n; j < seg->n; j++) {
+                const int child = j + 1 + (int)rnd(3);                 // most choices are what some row behind has
+                chosen[n_kept] = child < seg->n && rnd(8) ? s->rows[seg->first + child].token : (int32_t)rnd(4) - 1;
+                kept[n_kept] = s->rows[seg->first + j];
+                kept[n_kept++].token = 0;
+            }
+        }
+        CASE("verify_walk", "case %d: %d segments, %d rows, %d kept", k, n_segs, s->n_rows, n_kept);
+        const Batch batch = put_batch(s);
+        VerifyWalk o = { .batch = &batch, .kept_rows = n_kept ? put("kept_rows", kept, (size_t)n_kept, sizeof *kept) : NULL,
+                         .n_kept = n_kept, .chosen = n_kept ? put("chosen", chosen, (size_t)n_kept, sizeof *chosen) : NULL,
+                         .n_accept = room("n_accept", (size_t)n_segs, sizeof(int32_t)),
+                         .path = n_trees ? room("path", (size_t)n_segs * STEP_ROWS, sizeof(int32_t)) : NULL,
+                         .last = room("last", (size_t)n_segs, sizeof(int32_t)), .next = room("next", (size_t)n_segs, sizeof(int32_t)) };
+        op->verify_walk(&o);
+        const int32_t *path = n_trees ? fetch(o.path, (size_t)n_segs * STEP_ROWS, sizeof(int32_t)) : NULL;
+        const int32_t *got[3] = { fetch(o.n_accept, (size_t)n_segs, sizeof(int32_t)), fetch(o.last, (size_t)n_segs, sizeof(int32_t)),
+                                  fetch(o.next, (size_t)n_segs, sizeof(int32_t)) };
+        for (int i = 0; i < n_segs; i++) {
+            int32_t want[3];
+            walk_by_hand(s, i, kept, n_kept, chosen, want_path, want);
+            same_ints("n_accept", &got[0][i], &want[0], 1);
+            same_ints("last", &got[1][i], &want[1], 1);
+            same_ints("next", &got[2][i], &want[2], 1);
+            const bool tree = s->segs[i].kind == SEG_TREE;
+            for (int j = 0; !tree && j < STEP_ROWS; j++) want_path[j] = -1;            // as it was
+            if (path) same_ints("path", path + i * STEP_ROWS, want_path, tree ? want[0] : STEP_ROWS);
+        }
+        sweep();
+    }
+}
+
 // ---- all ------------------------------------------------------------------------------------------------------------
 
 // only: names of operations, NULL after the last; none: all.
@@ -2207,7 +2420,9 @@ static void run_all(const Ops *table, char **only) {
         { "gather_rows", op->gather_rows, test_gather_rows }, { "qkv_store", op->qkv_store, test_qkv_store },
         { "block_select", op->block_select, test_block_select }, { "attend", op->attend, test_attend },
         { "kv_commit", op->kv_commit, test_kv_commit }, { "kv_copy", op->kv_copy, test_kv_copy },
-        { "head", op->head, test_head }, { "logprob", op->logprob, test_logprob }, { "sample", op->sample, test_sample }
+        { "head", op->head, test_head }, { "logprob", op->logprob, test_logprob }, { "sample", op->sample, test_sample },
+        { "verify_walk", op->verify_walk, test_verify_walk },
+        { "head_centroid", op->head_centroid, test_head_centroid }
     };
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
         const double start = seconds();

@@ -37,6 +37,7 @@ trap 'for p in $pids; do kill -9 "$p" 2>/dev/null; done; rm -rf "$tmp"' EXIT
 serve() { # serve NAME FLAGS...: starts a server; leaves $pid and $url
     name=$1
     shift
+    : >"$tmp/$name.log"
     "$gemma4" serve "$model" --port 0 -t 2 "$@" >/dev/null 2>"$tmp/$name.log" </dev/null &
     pid=$!
     pids="$pids $pid"
@@ -281,6 +282,21 @@ for turn in 1 2 3 4 5; do
 done
 ok "a conversation's prefix stays in its session" [ "$repeated" -eq 0 ]
 
+# ---- many connections, and some that say little ----------------------------------------------
+loris=
+for _ in $(seq 20); do                                               # each is half a request, for as long as it lasts
+    { printf 'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n'; sleep "${slow:-2}"; } |
+        curl -sS -m 100 "telnet://${url#http://}" >/dev/null 2>&1 &
+    loris="$loris $!"
+done
+for _ in $(seq 200); do printf 'url = "%s/health"\noutput = "/dev/null"\nwrite-out = "%%{http_code}\\n"\n' "$url"; done >"$tmp/urls"
+curl -sS -m 60 -Z --parallel-max 200 --parallel-immediate -K "$tmp/urls" >"$tmp/codes" 2>"$tmp/err"
+ok "200 connections at once, beside 20 that do not speak" [ "$(grep -c '^200$' "$tmp/codes")" -eq 200 ]
+ask $chat "{$user,\"max_tokens\":4}"
+ok "and answers go on" is 200
+# shellcheck disable=SC2086  # several numbers
+kill $loris 2>/dev/null
+
 # ---- callers that leave --------------------------------------------------------------------
 endless="{$user,\"ignore_eos\":true,\"max_tokens\":8000"
 curl -sS -N -m 60 -o "$tmp/left" --data-binary "$endless,\"stream\":true}" "$url$chat" &
@@ -301,6 +317,110 @@ if [ "${LONG:-0}" != 0 ]; then
     echo "# 1,000 requests: $before KiB before, $after KiB after"
     ok "memory stays flat over 1,000 requests" [ $((after - before)) -le $((before / 100)) ]
 fi
+
+serve guesses -np 2 --spec ngram
+for k in 1 2 3; do
+    curl -sS -m 100 -N -o "$tmp/many.$k" --data-binary "$(prompt $k ',"stream":true')" "$url$chat" &
+    eval "wait$k=$!"
+done
+wait "$wait1" "$wait2" "$wait3"
+for k in 1 2 3; do
+    text content "many.$k" >"$tmp/together.$k"
+    ok "text $k is the same with guesses" same "alone.$k" "together.$k"
+done
+ask /v1/completions '{"prompt":"a b c d e f a b c d e f a b c d e f a b c","temperature":0,"max_tokens":40,"ignore_eos":true}'
+ok "guesses are told" [ "$(number draft_n out)" -gt 0 ]
+
+one_of() { # one_of USER NAME TOKENS: a request; NAME is in $tmp/order when it has its answer
+    curl -sS -m 100 -o "$tmp/left" --data-binary "{$user,\"ignore_eos\":true,\"max_tokens\":$3,\"user\":\"$1\"}" "$url$chat"
+    echo "$2" >>"$tmp/order"
+}
+waits=
+for k in 1 2 3 4; do
+    one_of greedy "greedy$k" 150 &
+    waits="$waits $!"
+done
+ok "one client has all sessions, and waits" until_metric requests_waiting 2
+one_of modest modest 5 &
+# shellcheck disable=SC2086  # several numbers
+wait $waits $!
+ok "another one is next" [ "$(sed -n 3p "$tmp/order")" = modest ] || [ "$(sed -n 2p "$tmp/order")" = modest ]
+
+# ---- what slots held before ------------------------------------------------------------------
+kept="$tmp/kept"
+serve keeper --session-dir "$kept" -c 4096
+keeper=$pid
+words() { yes "$1" | head -n "$2" | tr '\n' ' '; }
+ask_words() { # ask_words TEXT FILE: a chat about it; its text goes to FILE, $cached is what was held
+    ask $chat "{\"messages\":[{\"role\":\"user\",\"content\":\"$1\"}],\"temperature\":0,\"max_tokens\":12}"
+    text content out >"$tmp/$2"
+    cached=$(number cached_tokens out)
+}
+a="$(words 'The fox ran over the hill.' 40) What did it do?" b="$(words 'A bird sat in a tree.' 40) What did it do?"
+ask_words "$a" a.1
+ok "nothing is held at first" [ "$cached" -eq 0 ]
+ask_words "$b" b.1
+ask_words "$a" a.2
+ok "a conversation comes back to the one slot there is" [ "$cached" -gt 200 ]
+ok "with the same text" same a.1 a.2
+ok "and is counted" [ "$(metric sessions_resumed_total)" = 1 ]
+far="$(words 'The fox ran over the hill.' 150)"
+ask_words "$far $(words 'It rained on Monday.' 25)" c.1
+ask_words "$far $(words 'It rained on Friday.' 25)" c.2
+ok "a prompt that differs far behind runs from the last mark before" [ "$cached" -gt 1000 ]
+ask $chat "{\"messages\":[{\"role\":\"user\",\"content\":\"$far $(words 'It rained on Friday.' 25)\"}],\"temperature\":0,\"max_tokens\":12,\"cache_prompt\":false}"
+text content out >"$tmp/c.3"
+ok "with the same text as without" same c.2 c.3
+for _ in $(seq 100); do
+    [ "$(find "$kept" -name '*.session' | wc -l)" -ge 2 ] && break
+    sleep 0.05
+done
+run serve "$model" --port 0 --session-dir "$kept"
+ok "a second server does not use the folder" grep -q -e '--session-dir: .*another server' "$tmp/err"
+kill -TERM "$keeper"
+wait "$keeper"
+ok "sessions are in files at the end" [ "$(find "$kept" -name '*.session' | wc -l)" -ge 3 ]
+ok "of which only we can read" [ -z "$(find "$kept" -maxdepth 0 -perm /077)" ]
+printf 'half' >"$kept/0123456789abcdef.session.1.tmp"
+serve keeper --session-dir "$kept" -c 4096
+ok "what was left half written goes" [ ! -e "$kept/0123456789abcdef.session.1.tmp" ]
+ask_words "$a" a.2
+ok "another run goes on from them" [ "$cached" -gt 200 ]
+ok "with the same text again" same a.1 a.2
+kill -TERM "$pid"
+wait "$pid"
+for f in "$kept"/*.session; do                                        # a byte of each is another
+    size=$(wc -c <"$f")
+    { head -c $((size - 5000)) "$f"; printf '\377\377'; tail -c 4998 "$f"; } >"$tmp/damaged" && cp "$tmp/damaged" "$f"
+done
+serve keeper --session-dir "$kept" -c 4096
+ask_words "$a" a.2
+ok "damaged files are not gone on from" [ "$cached" -eq 0 ]
+ok "which the log says" grep -q 'is damaged: its checksum' "$tmp/keeper.log"
+ok "and the text is right" same a.1 a.2
+kill -TERM "$pid"
+wait "$pid"
+run serve "$model" --port 0 --session-dir /dev/null
+ok "a folder that is none is an error" grep -q -e '^gemma4: error: --session-dir: ' "$tmp/err"
+(
+    ulimit -f 200                                                     # blocks of 512 bytes, or more: as a full disk
+    exec "$gemma4" serve "$model" --port 0 -t 2 --session-dir "$tmp/full" >/dev/null 2>"$tmp/full.log" </dev/null
+) &
+pid=$!
+pids="$pids $pid"
+for _ in $(seq 200); do
+    grep -qs '^# serving at ' "$tmp/full.log" && break
+    sleep 0.05
+done
+url=$(sed -n 's/^# serving at //p' "$tmp/full.log")
+ask_words "$a" a.2
+ask_words "$b" b.2
+ok "a full disk: answers go on" same b.1 b.2
+ok "and the log says so" grep -q 'could not be kept\|stays in memory only' "$tmp/full.log"
+kill -TERM "$pid"
+wait "$pid"
+status=$?
+ok "and the server ends as always" [ "$status" -eq 0 ]
 
 # ---- a full queue, a key, the end ----------------------------------------------------------
 printf 'secret\n' >"$tmp/key"

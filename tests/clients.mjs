@@ -1,0 +1,143 @@
+// clients.mjs - the official clients of OpenAI and Anthropic drive the server: node clients.mjs URL KEY, with both packages in a
+// folder node_modules above. test_clients.sh runs it. Prints a line for each case that fails and a summary at the end.
+import { createRequire } from "node:module";
+import path from "node:path";
+const require = createRequire(path.resolve(process.argv[4], "x"));
+const { OpenAI } = require("openai");
+const Anthropic = require("@anthropic-ai/sdk").default ?? require("@anthropic-ai/sdk");
+const [url, apiKey] = process.argv.slice(2, 4);
+let passed = 0, failed = 0;
+
+function ok(name, condition, got) {
+  if (condition) { passed++; return; }
+  failed++;
+  console.log(`FAILED: ${name}: got ${JSON.stringify(got)}`);
+}
+async function throws(name, kind, status, promise) {
+  try { ok(name, false, await promise); }
+  catch (e) { ok(name, e instanceof kind && e.status === status && e.message.length > 10, `${e.constructor.name} ${e.message}`); return e; }
+}
+async function untilIdle(name) {                       // what was cancelled is gone within 5 seconds
+  for (let i = 0; i < 100; i++) {
+    const text = await (await fetch(`${url}/metrics`, { headers: { "x-api-key": apiKey } })).text();
+    if (/^gemma4_requests_running 0$/m.test(text)) return ok(name, true);
+    await new Promise((r) => setTimeout(r, 50));
+  }
+  ok(name, false, "a request that runs");
+}
+
+const story = [{ role: "user", content: "Tell me a story about a fox." }];
+const weather = [{ role: "user", content: "What is the weather in Paris?" }];
+const long = [{ role: "user", content: "The fox ran over the hill and saw a bird. ".repeat(60) }];
+const tooLong = [{ role: "user", content: "The fox ran over the hill. ".repeat(3000) }];
+const schema = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
+const greedy = { model: "any", temperature: 0 };
+
+async function openai() {
+  const client = new OpenAI({ baseURL: `${url}/v1`, apiKey, maxRetries: 0 });
+  const chat = client.chat.completions;
+  const tools = [{ type: "function", function: { name: "get_weather", description: "Weather of a city", parameters: schema } }];
+  ok("openai: models", (await client.models.list()).data[0].object === "model");
+  const plain = await chat.create({ ...greedy, messages: story, max_tokens: 30 });
+  const text = plain.choices[0].message.content;
+  ok("openai: plain", text.length > 20 && plain.choices[0].finish_reason === "length" && plain.usage.completion_tokens === 30, plain);
+
+  let streamed = "", usage = null, finish = null;
+  for await (const c of await chat.create({ ...greedy, messages: story, max_tokens: 30, stream: true, stream_options: { include_usage: true } })) {
+    streamed += c.choices[0]?.delta.content ?? "";
+    finish = c.choices[0]?.finish_reason ?? finish;
+    usage = c.usage ?? usage;
+  }
+  ok("openai: a stream holds the same text", streamed === text, streamed);
+  ok("openai: it ends with a reason and the usage", finish === "length" && usage?.completion_tokens === 30, [finish, usage]);
+  const runner = chat.stream({ ...greedy, messages: story, max_tokens: 30 });
+  ok("openai: its own reader of streams", (await runner.finalContent()) === text);
+  const likely = await chat.create({ ...greedy, messages: story, max_tokens: 3, logprobs: true, top_logprobs: 2 });
+  ok("openai: logprobs", likely.choices[0].logprobs.content.length === 3, likely.choices[0].logprobs);
+
+  const called = await chat.create({ ...greedy, messages: weather, tools, max_tokens: 60 });
+  const call = called.choices[0].message.tool_calls?.[0];
+  ok("openai: a tool call", called.choices[0].finish_reason === "tool_calls" && call?.function.name === "get_weather" &&
+     JSON.parse(call.function.arguments).city === "Paris", called.choices[0]);
+  const calls = await chat.stream({ ...greedy, messages: weather, tools, max_tokens: 60 }).finalChatCompletion();
+  ok("openai: a tool call, streamed", calls.choices[0].message.tool_calls?.[0].function.arguments === call?.function.arguments, calls);
+  const after = [...weather, called.choices[0].message, { role: "tool", tool_call_id: call?.id, content: "sunny" }];
+  const answer = await chat.create({ ...greedy, messages: after, tools, max_tokens: 20 });
+  ok("openai: the answer to its result", answer.choices[0].message.content?.length > 0, answer.choices[0]);
+
+  ok("openai: a long prompt", (await chat.create({ ...greedy, messages: long, max_tokens: 4 })).usage.prompt_tokens > 500);
+  const e = await throws("openai: a prompt that is too long", OpenAI.BadRequestError, 400, chat.create({ ...greedy, messages: tooLong }));
+  ok("openai: the code of that", e?.code === "context_length_exceeded", e?.code);
+  await throws("openai: n 2", OpenAI.BadRequestError, 400, chat.create({ ...greedy, messages: story, n: 2 }));
+  await throws("openai: an image", OpenAI.BadRequestError, 400, chat.create({ ...greedy, messages: [{ role: "user",
+    content: [{ type: "image_url", image_url: { url: "data:image/png;base64,AA==" } }] }] }));
+  await throws("openai: no such endpoint", OpenAI.NotFoundError, 404, client.embeddings.create({ model: "any", input: "a" }));
+  await throws("openai: a wrong key", OpenAI.AuthenticationError, 401,
+    new OpenAI({ baseURL: `${url}/v1`, apiKey: "wrong", maxRetries: 0 }).chat.completions.create({ ...greedy, messages: story }));
+  let n = 0;
+  const endless = await chat.create({ model: "any", messages: story, stream: true, ignore_eos: true });
+  for await (const c of endless) if (c && ++n === 5) break;           // leaving the loop closes the connection
+  await untilIdle("openai: a stream that is left ends");
+  const gone = new AbortController();
+  setTimeout(() => gone.abort(), 300);
+  await chat.create({ model: "any", messages: story, ignore_eos: true }, { signal: gone.signal })
+    .then((r) => ok("openai: cancelled", false, r), (x) => ok("openai: cancelled", x instanceof OpenAI.APIUserAbortError, x));
+  await untilIdle("openai: an answer that is cancelled ends");
+
+  const once = await client.completions.create({ ...greedy, prompt: "Once upon a time", max_tokens: 10 });
+  ok("openai: completions", once.choices[0].text.length > 5, once);
+  const response = await client.responses.create({ ...greedy, input: story[0].content, max_output_tokens: 30 });
+  ok("openai: responses", response.output_text === text && response.status === "incomplete", response);
+  let delta = "", last = null;
+  for await (const event of await client.responses.create({ ...greedy, input: story, max_output_tokens: 30, stream: true })) {
+    if (event.type === "response.output_text.delta") delta += event.delta;
+    last = event;
+  }
+  ok("openai: responses, streamed", delta === text && last.type === "response.incomplete" && last.response.output_text !== "", delta);
+  const tool = { type: "function", name: "get_weather", description: "Weather of a city", parameters: schema, strict: false };
+  const asked = await client.responses.create({ ...greedy, input: weather, tools: [tool], max_output_tokens: 60 });
+  const f = asked.output.find((x) => x.type === "function_call");
+  ok("openai: responses with tools", f?.name === "get_weather", asked.output);
+  const told = await client.responses.create({ ...greedy, tools: [tool], max_output_tokens: 20,
+    input: [...weather, f, { type: "function_call_output", call_id: f?.call_id, output: "sunny" }] });
+  ok("openai: responses, the answer to its result", told.output_text.length > 0, told.output);
+  return text;
+}
+
+async function anthropic(text) {
+  const client = new Anthropic({ baseURL: url, apiKey, maxRetries: 0 });
+  const tools = [{ name: "get_weather", description: "Weather of a city", input_schema: schema }];
+  const plain = await client.messages.create({ ...greedy, messages: story, max_tokens: 30 });
+  ok("anthropic: plain", plain.content[0].text === text && plain.stop_reason === "max_tokens", plain);
+  const stream = client.messages.stream({ ...greedy, messages: story, max_tokens: 30 });
+  let streamed = "";
+  stream.on("text", (t) => { streamed += t; });
+  const final = await stream.finalMessage();
+  ok("anthropic: a stream holds the same text", streamed === text && final.content[0].text === text, streamed);
+  ok("anthropic: it ends with a reason and the usage", final.stop_reason === "max_tokens" && final.usage.output_tokens === 30, final);
+  const called = await client.messages.create({ ...greedy, messages: weather, tools, max_tokens: 60 });
+  const use = called.content.find((b) => b.type === "tool_use");
+  ok("anthropic: a tool call", called.stop_reason === "tool_use" && use?.input.city === "Paris", called);
+  const calls = await client.messages.stream({ ...greedy, messages: weather, tools, max_tokens: 60 }).finalMessage();
+  ok("anthropic: a tool call, streamed", calls.content.find((b) => b.type === "tool_use")?.input.city === "Paris", calls);
+  const answer = await client.messages.create({ ...greedy, tools, max_tokens: 20, messages: [...weather,
+    { role: "assistant", content: called.content },
+    { role: "user", content: [{ type: "tool_result", tool_use_id: use?.id, content: "sunny" }] }] });
+  ok("anthropic: the answer to its result", answer.content.length > 0, answer);
+  ok("anthropic: tokens counted", (await client.messages.countTokens({ model: "any", messages: long })).input_tokens > 500);
+  ok("anthropic: a long prompt", (await client.messages.create({ ...greedy, messages: long, max_tokens: 4 })).usage.output_tokens === 4);
+  await throws("anthropic: a prompt that is too long", Anthropic.BadRequestError, 400,
+    client.messages.create({ ...greedy, messages: tooLong, max_tokens: 4 }));
+  await throws("anthropic: a wrong type", Anthropic.BadRequestError, 400,
+    client.messages.create({ ...greedy, messages: story, max_tokens: "many" }));
+  await throws("anthropic: a wrong key", Anthropic.AuthenticationError, 401,
+    new Anthropic({ baseURL: url, apiKey: "wrong", maxRetries: 0 }).messages.create({ ...greedy, messages: story, max_tokens: 4 }));
+  let n = 0;
+  for await (const event of await client.messages.create({ model: "any", messages: long, max_tokens: 2000, stream: true }))
+    if (event && ++n === 5) break;
+  await untilIdle("anthropic: a stream that is left ends");
+}
+
+try { await anthropic(await openai()); }
+catch (e) { ok("no exception", false, e.stack); }
+console.log(`# clients: ${passed} passed, ${failed} failed`);
