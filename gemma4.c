@@ -16,7 +16,7 @@
  *   [10] Text and verbs: logits, tokenize, detokenize, plan
  *   [11] Command line
  *   [12] CPU operations
- * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/chat.h: the terminal;
+ * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/niah.h: niah; parts/chat.h: the terminal;
  *              parts/session.h: sessions in files; parts/store.h: sessions that have no slot; parts/server.h: HTTP;
  *              parts/kv.h: rows of the KV cache; parts/reference.h: what each operation means
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
@@ -3766,6 +3766,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 #include "parts/reference.h"
 #include "parts/session.h"
 #include "parts/bench.h"
+#include "parts/niah.h"
 #include "parts/chat.h"
 #include "parts/store.h"
 #include "parts/server.h"
@@ -3781,14 +3782,14 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 
 typedef enum {
     GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
-    SERVE = 256, PPL = 512, ANSWERS = GENERATE | SERVE, DRAFTS = ANSWERS | PLAN | BENCH, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL,
-    ANY = 1023
+    SERVE = 256, PPL = 512, NIAH = 1024, ANSWERS = GENERATE | SERVE, DRAFTS = ANSWERS | PLAN | BENCH, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL,
+    ANY = 2047
 } Verb;
 
 static const struct { const char *name; Verb verb; } verbs[] = {
     { "logits", LOGITS }, { "tokenize", TOKENIZE }, { "detokenize", DETOKENIZE }, { "quantize", QUANTIZE },
     { "bench", BENCH }, { "plan", PLAN }, { "check", CHECK }, { "serve", SERVE },
-    { "ppl", PPL }
+    { "ppl", PPL }, { "niah", NIAH }
 };
 
 typedef struct {
@@ -3797,14 +3798,14 @@ typedef struct {
     const char *k_type, *v_type, *ring_type, *history, *session, *drafter, *spec, *force;
     const char *target, *type;                  // quantize: OUT, TYPE
     const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
-    const char *fill;
+    const char *fill, *svg;
     const char *host, *api_key, *api_key_file, *alias, *session_dir;   // serve
     double port, parallel, chunk, queue, timeout, max_body, cache_ram, session_disk;
     const char *kld_base, *kld;                 // ppl
     double n_runs, stride, n_chunks;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
     double think_budget, memory, tail, draft_max, draft_min_p, tree;
-    double pflash, pflash_from, pflash_density;
+    double pflash, pflash_from, pflash_density, n_needles;
     TextList biases, stops;
     bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, lazy_draft, log_text;
     bool help, version;
@@ -3825,7 +3826,7 @@ typedef struct {
 #define FIELD(name) offsetof(Flags, name)
 static const Flag flags[] = {
     { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0, "the model, instead of the first argument" },
-    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | BENCH | CHECK | QUANTIZE | PPL, FIELD(n_threads), 1, MAX_THREADS,
+    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | BENCH | CHECK | QUANTIZE | PPL | NIAH, FIELD(n_threads), 1, MAX_THREADS,
       "CPU threads; default: one per core" },
     { "--check-tensors", NULL, NULL, FLAG_ON, RUNS | SERVE, FIELD(check_tensors), 0, 0,
       "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales; default: off" },
@@ -3897,26 +3898,26 @@ static const Flag flags[] = {
       "ppl: ids of a chunk, 512" },
     { "--context-shift", NULL, NULL, FLAG_ON, GENERATE, FIELD(shift), 0, 0,
       "when the context is full, forget its older half but for the system turn, and go on; default: stop" },
-    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(k_type), 0, 0,
+    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK | NIAH, FIELD(k_type), 0, 0,
       "type of cached K of global layers: f16, f32, bf16, q8_0, q4_0, tq4 or tq3; default f16, for logits and check f32" },
-    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(v_type), 0, 0,
+    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK | NIAH, FIELD(v_type), 0, 0,
       "type of cached V of global layers; another than K's needs --kv-layout untied where K and V are one; default: as K" },
-    { "--kv-swa", NULL, "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(ring_type), 0, 0,
+    { "--kv-swa", NULL, "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK | NIAH, FIELD(ring_type), 0, 0,
       "type of what sliding layers cache: f16, bf16, q8_0, q4_0, tq4 or tq3; default f16, or f32 with -ctk f32" },
-    { "--kv-tail", NULL, "N", FLAG_INT, PLANS | BENCH | CHECK, FIELD(tail), 0, MAX_CONTEXT,
+    { "--kv-tail", NULL, "N", FLAG_INT, PLANS | BENCH | CHECK | NIAH, FIELD(tail), 0, MAX_CONTEXT,
       "keep the newest N tokens of quantised global layers in f16 too; default 0" },
-    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(kv_layout), 0, 0,
+    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, PLANS | BENCH | CHECK | NIAH, FIELD(kv_layout), 0, 0,
       "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
-    { "--pflash", NULL, "[ALPHA]", FLAG_MAYBE, ANSWERS | PLAN | PPL | BENCH, FIELD(pflash), 0, 1,
+    { "--pflash", NULL, "[ALPHA]", FLAG_MAYBE, ANSWERS | PLAN | PPL | BENCH | NIAH, FIELD(pflash), 0, 1,
       "sparse prompts, lossy: in global layers 64 tokens of a long prompt attend to the 128-token blocks that weigh at least ALPHA "
       "of the heaviest, the first and the nearest; 1: to all, 0: off (default); without a number " PFLASH_ALPHA_TEXT },
-    { "--pflash-from", NULL, "N", FLAG_INT, ANSWERS | PLAN | PPL | BENCH, FIELD(pflash_from), 0, MAX_CONTEXT,
+    { "--pflash-from", NULL, "N", FLAG_INT, ANSWERS | PLAN | PPL | BENCH | NIAH, FIELD(pflash_from), 0, MAX_CONTEXT,
       "prompts that end before token N stay dense; default 16384" },
-    { "--pflash-density", NULL, "PERCENT", FLAG_REAL, PPL | BENCH, FIELD(pflash_density), 0, 100,
+    { "--pflash-density", NULL, "PERCENT", FLAG_REAL, PPL | BENCH | NIAH, FIELD(pflash_density), 0, 100,
       "to measure: attend to this part of the blocks, the heaviest, whatever they weigh; default 0: --pflash decides" },
     { "--against", NULL, "BACKEND", FLAG_TEXT, CHECK, FIELD(against), 0, 0,
       "check: compare with cpu or with reference, the definition in plain loops, slow beyond small files; default cpu" },
-    { "--vram", NULL, "G", FLAG_REAL, PLANS | BENCH, FIELD(memory), 0.001, 1e6,
+    { "--vram", NULL, "G", FLAG_REAL, PLANS | BENCH | NIAH, FIELD(memory), 0.001, 1e6,
       "plan as if the backend had G GiB of memory, and end if that is not enough; default: what is free" },
     { "--show-thoughts", NULL, NULL, FLAG_ON, GENERATE, FIELD(show_thoughts), 0, 0,
       "write thoughts to stderr; default: they are dropped" },
@@ -3956,6 +3957,14 @@ static const Flag flags[] = {
       "bench: how they got there: prompt (default): they are run; random: cache rows are random numbers, which is quick" },
     { "-r", "--repetitions", "N", FLAG_INT, BENCH, FIELD(n_runs), 1, 1000, "bench: runs of each test; default 5" },
     { "-o", "--output", "FORMAT", FLAG_TEXT, BENCH, FIELD(out), 0, 0, "bench: md, csv or json; default md" },
+    { "-p", "--n-prompt", "N,..", FLAG_TEXT, NIAH, FIELD(prompts), 0, 0, "niah: tokens of a prompt; default 1024,2048,4096" },
+    { "-d", "--depth", "P,..", FLAG_TEXT, NIAH, FIELD(depths), 0, 0,
+      "niah: percent of the text before the code; default 0,25,50,75,100" },
+    { "--needles", NULL, "N", FLAG_INT, NIAH, FIELD(n_needles), 1, MAX_NEEDLES, "niah: codes in a text, all asked for; default 1" },
+    { "-r", "--repetitions", "N", FLAG_INT, NIAH, FIELD(n_runs), 1, 1000, "niah: texts for each length and depth; default 5" },
+    { "-f", "--file", "FILE", FLAG_TEXT, NIAH, FIELD(prompt_file), 0, 0, "niah: texts are made of this one; default: made up" },
+    { "-o", "--output", "FORMAT", FLAG_TEXT, NIAH, FIELD(out), 0, 0, "niah: md or csv; default md" },
+    { "--svg", NULL, "FILE", FLAG_TEXT, NIAH, FIELD(svg), 0, 0, "niah: write a heat map to this file; default: none" },
     { "--host", NULL, "ADDRESS", FLAG_TEXT, SERVE, FIELD(host), 0, 0,
       "serve: where to listen; default 127.0.0.1, which only this machine reaches" },
     { "--port", NULL, "N", FLAG_INT, SERVE, FIELD(port), 0, 65535, "serve: default 8080; 0: any that is free, printed" },
@@ -4027,6 +4036,7 @@ static void print_help(void) {
            "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  the text of ids\n"
            "  gemma4 bench MODEL.gguf [flags]                  tokens per second, as llama-bench measures them\n"
            "  gemma4 ppl MODEL.gguf -f TEXT [flags]            perplexity, as llama-perplexity counts it; --kld: divergence\n"
+           "  gemma4 niah MODEL.gguf [flags]                   codes planted in long texts, and whether they are found\n"
            "  gemma4 check MODEL.gguf                          the GPU against the CPU (--against), checkpoint by checkpoint\n"
            "  gemma4 quantize IN OUT.gguf TYPE                 q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32\n");
     for (size_t i = 0, group = 0; i < sizeof flags / sizeof *flags; i++) {
@@ -4505,6 +4515,18 @@ static int run_ppl(const Flags *f, const Ops *ops, PlanOptions o) {
     return status;
 }
 
+static void run_niah(const Flags *f, const Ops *ops, PlanOptions o) {
+    size_t n = 0;
+    char *hay = f->prompt_file ? read_prompt(f, &n) : NULL;
+    if (hay && !n) die("-f: %s: expected a text, got an empty file", f->prompt_file);
+    if (f->out && strcmp(f->out, "md") && strcmp(f->out, "csv")) die("-o: expected md or csv, got '%s'", f->out);
+    verb_niah(f->model, ops, o, &(NiahOptions){
+        .lengths = parse_list("-p", f->prompts ? f->prompts : "1024,2048,4096", 0), .n_needles = (int)f->n_needles,
+        .depths = parse_list("-d", f->depths ? f->depths : "0,25,50,75,100", 0), .n_runs = (int)f->n_runs,
+        .csv = f->out && !strcmp(f->out, "csv"), .svg = f->svg, .hay = hay, .n_hay = n });
+    free(hay);
+}
+
 static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
     need_http();
     Model *m = alloc_or_die(1, sizeof *m);
@@ -4545,7 +4567,7 @@ int main(int argc, char **argv) {
     Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
                 .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5, .port = 8080, .parallel = 1, .queue = 64,
                 .timeout = 3600, .max_body = 16, .cache_ram = -1, .session_disk = 65536,
-                .pflash_from = 16384 };
+                .pflash_from = 16384, .n_needles = 1 };
     parse_flags(&f, argc, argv);
     if (f.help) {
         print_help();
@@ -4621,6 +4643,10 @@ int main(int argc, char **argv) {
         return 0;
     }
     if (f.verb == PPL) return run_ppl(&f, ops, o);
+    if (f.verb == NIAH) {
+        run_niah(&f, ops, o);
+        return 0;
+    }
     if (f.verb == BENCH) {
         BenchOptions b = { .prompts = parse_list("-p", f.prompts, 512), .generated = parse_list("-n", f.generated, 128),
                            .rows = parse_list("--rows", f.rows, 0), .depths = parse_list("-d", f.depths, 0),
