@@ -49,7 +49,7 @@ CUDA_LIBS := -Xcompiler -pthread -lcublas -lm -ldl
 FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
 # The kernels without a GPU: compiled by g++ against tests/cuda_on_cpu, which carries them out. See its cuda_runtime.h.
 E        := $(B)/emulated
-EMULATED := $(patsubst %,$(E)/%,test_ops test_sampling test_cuda test_layout test_ahead test_verify)
+EMULATED := $(patsubst %,$(E)/%,test_ops test_sampling test_cuda test_layout test_ahead test_verify test_draft)
 EMULATOR := $(if $(shell command -v $(firstword $(CXX)) 2>/dev/null),$(EMULATED) $(E)/test_emulator)
 EMULATE  := $(CXX) -std=c++20 -O2 -g -Wall -Wno-unknown-pragmas -fno-exceptions -fno-rtti \
     -ffp-contract=off -pthread $(filter -march=% -mcpu=%,$(CFLAGS))

@@ -1,7 +1,7 @@
 /* gemma4.c - Gemma 4 inference: load a GGUF, run the transformer, print text.
  *
- * HOW TO READ  main [10] -> verb_generate -> answer (parts/chat.h) -> session_next -> run_sessions [8] -> step [7] ->
- *              forward [5] -> attention -> op->attend (declared in gemma4.h) -> cpu_attend [11]. The forward pass is written once, against a table of
+ * HOW TO READ  main [11] -> verb_generate -> answer (parts/chat.h) -> session_next -> run_sessions [9] -> step [7] ->
+ *              forward [5] -> attention -> op->attend (declared in gemma4.h) -> cpu_attend [12]. The forward pass is written once, against a table of
  *              operations; a backend fills the table.
  * CONTENTS     search for "[n]"
  *   [1]  Limits, helpers, die()
@@ -11,10 +11,11 @@
  *   [5]  The forward pass
  *   [6]  Drafters: files, plan, passes
  *   [7]  Step: batch, run, commit
+ *   [8]  Drafting: who guesses, how far
  *   [8]  Generation: sessions, events
  *   [9]  Text and verbs: logits, tokenize, detokenize, plan
- *   [10] Command line
- *   [11] CPU operations
+ *   [11] Command line
+ *   [12] CPU operations
  * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/chat.h: the terminal;
  *              parts/session.h: sessions in files; parts/store.h: sessions that have no slot; parts/server.h: HTTP;
  *              parts/kv.h: rows of the KV cache; parts/reference.h: what each operation means
@@ -166,7 +167,7 @@ static void progress(const char *what, size_t done, size_t total, const char *un
     fflush(stderr);
 }
 
-// Declared ahead: bodies are in [11], and of a folder in parts/convert.h.
+// Declared ahead: bodies are in [12], and of a folder in parts/convert.h.
 typedef void (*Work)(const void *task, int first, int end);        // does items first .. end - 1 of a job
 static void parallel(int n_items, int step, Work work, const void *task);          // by all threads
 static int share(int n_items, int grain);              // a good step for it
@@ -605,7 +606,8 @@ static bool starts_with_one_of(GgufStr s, const char *const *starts) {          
 // (vision, audio), unused K and V of layers that share them and scales of inputs are known and not worth a line.
 static void print_unknown(const Binder *b) {
     static const char *const tensors[] = { "v.", "a.", "mm.", NULL };
-    static const char *const keys[] = { "gemma4.", "gemma4-assistant.", "gemma4_assistant.", "general.", "tokenizer.", "split.", "quantize.", NULL };
+    static const char *const keys[] = { "gemma4.", "gemma4-assistant.", "gemma4_assistant.", "general.", "tokenizer.", "split.",
+                                        "quantize.", NULL };
     static const char input_scale[] = ".input_scale";
     for (int kind = 0; kind < 2; kind++) {
         const size_t n_all = kind ? b->g->n_kvs : b->g->n_tensors, n_end = strlen(input_scale);
@@ -746,12 +748,28 @@ typedef struct {              // a second, small model that guesses what the fir
     struct { Segment *segs; int32_t *of; } sent;       // as in Model
 } Drafter;
 
+typedef struct { double of[STEP_ROWS + 1]; } Times;                // seconds by a number; 0: not measured yet
+typedef struct {              // how long a step of one session takes, by its rows; a draft, by its tokens
+    Times step, draft;
+} Pace;
+
+typedef struct {              // what came of a step, on the host
+    int32_t *chosen;          // (n_logits) at every row of logits
+    int32_t *accepted;        // (n_seqs) rows of each segment that were committed
+    int32_t *path;            // (n_seqs, STEP_ROWS) which, of a TREE
+    int32_t *ids;             // what was drafted behind it: (depth, n, draft_width) ids, logits; (depth, n) logsumexp
+    float   *logits, *logsumexp;
+    double   verified, drafted;        // seconds() when they were there
+} Verdict;
+
 typedef struct {
     Gguf         gguf;
     Config       config;
     Weights      weights;
     Binder       binder;
     Drafter      drafter;
+    Verdict      verdict;
+    Pace         pace;
     const Ops   *ops;
     PlanOptions  options;
     Plan         plan;
@@ -1168,13 +1186,14 @@ __attribute__((noreturn)) static void die_no_room(Model *m) {
                                m->options.k_type == KV_F16 ? KV_Q8_0 : KV_TQ3;
         snprintf(advice + strlen(advice), 16, "-ctk %s, ", kv_names[smaller]);
     }
+    const size_t drafter_bytes = p.drafter + (p.weights ? 0 : m->drafter.binder.bytes);
     char drafter[32] = "";
-    if (m->options.drafter)
-        snprintf(drafter, sizeof drafter, ", drafter %.2f", (double)(p.drafter + (p.weights ? 0 : m->drafter.binder.bytes)) / gib);
+    if (drafter_bytes) snprintf(drafter, sizeof drafter, ", drafter %.2f", (double)drafter_bytes / gib);
     die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f%s) of %.2f "
         "GiB%s; try %s%s%sa smaller model", n_ctx, needed / gib, (double)(p.weights ? p.weights : m->binder.bytes) / gib,
         (double)(p.kv_global + p.kv_rings) / gib, (double)(p.activations + p.stage + p.scratch) / gib, drafter, room / gib,
-        m->options.memory ? " that --vram grants" : " free", advice, m->options.drafter ? "no -md, " : "", m->options.memory ? "a larger --vram, " : "");
+        m->options.memory ? " that --vram grants" : " free", advice, m->options.drafter ? "no -md, " : "",
+        m->options.memory ? "a larger --vram, " : "");
 }
 
 // A GGUF file, or a folder of Hugging Face form.
@@ -1206,7 +1225,6 @@ static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     bind_weights(b, &m->config, &m->weights);
 
     const Config *c = &m->config;
-    assert(!o.drafter || (o.draft_width > 0 && o.draft_depth > 0));
     assert(o.n_seqs >= 1 && o.n_seqs <= MAX_SESSIONS);
     if (o.n_batch != BATCH_FIT) o.n_batch = max_int(o.n_batch, STEP_ROWS);
     o.n_logits = max_int(o.n_logits, o.n_seqs);
@@ -1251,6 +1269,13 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     m->sent.kept_index = alloc_or_die(n_logits, sizeof *m->sent.kept_index);
     m->sent.n_accept = alloc_or_die(n_seqs, sizeof *m->sent.n_accept);
     m->chunk = alloc_or_die(n_batch, sizeof *m->chunk);
+    const size_t drafts = (size_t)n_seqs * max_int(m->options.draft_depth, 1), width = max_int(m->options.draft_width, 1);
+    m->verdict.chosen = alloc_or_die(n_logits, sizeof(int32_t));
+    m->verdict.accepted = alloc_or_die(n_seqs, sizeof(int32_t));
+    m->verdict.path = alloc_or_die((size_t)n_seqs * STEP_ROWS, sizeof(int32_t));
+    m->verdict.ids = alloc_or_die(drafts * width, sizeof(int32_t));
+    m->verdict.logits = alloc_or_die(drafts * width, sizeof(float));
+    m->verdict.logsumexp = alloc_or_die(drafts, sizeof(float));
     for (int i = 0; i < n_seqs; i++) reset_session(m, i);
     load_mask(m);
     for (int t = 0; t < 2; t++)
@@ -1265,7 +1290,7 @@ static void send_new(Model *m, void *dst, void *sent, const void *src, size_t by
     m->ops->copy(&(Copy){ dst, src, bytes, COPY_IN });
 }
 
-static void read_weights(Model *m, bool check);         // [11]
+static void read_weights(Model *m, bool check);         // [12]
 
 static void free_model(Model *m) {
     if (m->arena) m->ops->release(m->arena);
@@ -1694,9 +1719,12 @@ static void load_mtp_config(Model *m) {
             die("%s: drafter for %s: layer %d reads a %s layer, of which the model has none", g->path, m->gguf.path, l,
                 swa[l] ? "sliding" : "global");
         const LayerConfig *from = &t->layer[donor];
-        must_agree(m, swa[l] ? "head size of sliding layers" : "head size of global layers", head_dim[swa[l] != 0], from->head_dim);
-        must_agree(m, swa[l] ? "KV heads of sliding layers" : "KV heads of global layers", kv_heads[l], from->n_kv_heads);
-        if (c->n_heads % from->n_kv_heads) must_agree(m, "remainder of query heads by KV heads", c->n_heads % from->n_kv_heads, 0);
+        const int s = swa[l] != 0;
+        must_agree(m, s ? "head size of sliding layers" : "head size of global layers", head_dim[s], from->head_dim);
+        must_agree(m, s ? "KV heads of sliding layers" : "KV heads of global layers", kv_heads[l], from->n_kv_heads);
+        if (c->n_heads % from->n_kv_heads)
+            die("%s: key '%s': expected a multiple of %d KV heads, got %d (E_META_RANGE)", g->path,
+                drafter_key(d, "attention.head_count"), from->n_kv_heads, c->n_heads);
         c->layer[l] = (LayerConfig){ .is_swa = swa[l] != 0, .head_dim = from->head_dim, .n_kv_heads = from->n_kv_heads,
                                      .ffn_dim = (int)ffn[l], .kv_layer = -1 };
         d->donor[l] = donor;
@@ -1772,6 +1800,8 @@ static void bind_mtp(Model *m) {
     }
 }
 
+enum { MTP_DEPTH = 8 };       // tokens drafted at once, where nobody says how many
+
 // Opens and checks a drafter for the model, which is bound already.
 static void open_drafter(Model *m, const char *path) {
     Drafter *d = &m->drafter;
@@ -1779,6 +1809,7 @@ static void open_drafter(Model *m, const char *path) {
     open_model_file(&d->gguf, path);
     d->kind = drafter_kind(d, m->gguf.path);
     load_mtp_config(m);
+    if (!m->options.draft_depth) m->options.draft_depth = MTP_DEPTH;
     b->g = &d->gguf;
     b->seen = alloc_or_die(d->gguf.n_tensors, 1);
     b->uploads = alloc_or_die(d->gguf.n_tensors, sizeof *b->uploads);
@@ -1940,7 +1971,7 @@ static void draft_mtp(Model *m, int n, int depth) {
 // Issues the drafting of `depth` tokens for n of the last step's segments (their numbers, on the host), whose tokens are chosen,
 // walked and committed: candidates go to m->drafter.ids, .logits (depth, n, draft_width) and .logsumexp (depth, n), in
 // backend memory.
-__attribute__((unused)) static void issue_draft(Model *m, const int32_t *segs, int n, int depth) {
+static void issue_draft(Model *m, const int32_t *segs, int n, int depth) {
     Drafter *d = &m->drafter;
     Segment of[MAX_SESSIONS];
     assert(d->kind == DRAFTER_MTP && n >= 1 && n <= m->n_segs && depth >= 1 && depth <= m->options.draft_depth);
@@ -1948,7 +1979,8 @@ __attribute__((unused)) static void issue_draft(Model *m, const int32_t *segs, i
     for (int i = 0; i < n; i++) of[i] = (Segment){ .seq = m->segs[segs[i]].seq, .first = i, .n = 1, .kind = SEG_CHAIN };
     send_new(m, d->segs, d->sent.segs, of, (size_t)n * sizeof *of);
     send_new(m, d->of, d->sent.of, segs, (size_t)n * sizeof *segs);
-    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = STEP_DRAFT, .rows = n, .segs = n, .kept = depth })) draft_mtp(m, n, depth);
+    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = STEP_DRAFT, .rows = n, .segs = n, .kept = depth }))
+        draft_mtp(m, n, depth);
     m->ops->end();
 }
 
@@ -1965,7 +1997,7 @@ typedef struct {
 } StepSeg;
 
 // What else the operations of a step depend on: StepKey.variant.
-enum { PLAIN, ROW_IS_FED, COMMITS_CHAINS, COMMITS_PATHS, CHOOSES };
+enum { PLAIN, ROW_IS_FED, COMMITS_CHAINS, COMMITS_PATHS, WALKS_CHAINS, WALKS_PATHS };
 
 // Runs the rows of n_segs segments of different sessions. Returns the number of rows of logits, in the order of the rows
 // that want them; -1: m->stop was set, and nothing is there to commit. The caller has checked token ids and that len + n fits
@@ -2025,11 +2057,28 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
     return done ? m->n_kept : -1;
 }
 
-static void issue_sample(Model *m, const Batch *kept) {
+// A token is chosen at every row of logits of the last step, into m->s.chosen.
+static void issue_sample(Model *m) {
     const State *s = &m->s;
-    m->ops->sample(&(Sample){ .batch = kept, .vocab = m->config.vocab, .logits = s->logits, .params = s->params,
+    const Batch kept = { .rows = s->kept_rows, .segs = s->segs, .len = s->len, .n_rows = m->n_kept, .n_segs = m->n_segs };
+    m->ops->sample(&(Sample){ .batch = &kept, .vocab = m->config.vocab, .logits = s->logits, .params = s->params,
                               .mask = s->mask, .bias = s->bias, .counts = s->counts, .step_rows = s->counts ? s->rows : NULL,
                               .out = s->chosen });
+}
+
+static void issue_commit(Model *m, const int32_t *n_accept, const int32_t *path) {
+    const State *s = &m->s;
+    const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
+    m->ops->kv_commit(&(KvCommit){ .batch = &all, .caches = m->caches, .n_caches = m->n_caches, .n_accept = n_accept,
+                                   .path = path, .counts = s->counts, .vocab = m->config.vocab });
+}
+
+static void lengthen(Model *m, const int32_t *n_accept) {
+    for (int i = 0; i < m->n_segs; i++) {
+        const Segment *seg = &m->segs[i];
+        assert(n_accept[i] >= 0 && n_accept[i] <= seg->n && (seg->n <= STEP_ROWS || n_accept[i] == seg->n));
+        m->len[seg->seq] += n_accept[i];
+    }
 }
 
 // Makes n_accept[i] rows of the last step's segment i part of its session: of a CHAIN the first ones, of a TREE the rows
@@ -2038,35 +2087,19 @@ static void issue_sample(Model *m, const Batch *kept) {
 static void finish_step(Model *m, const int32_t *n_accept, const int32_t *path, bool sample) {
     const Ops *op = m->ops;
     State *s = &m->s;
-    const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
-    const Batch kept = { .rows = s->kept_rows, .segs = s->segs, .len = s->len, .n_rows = m->n_kept, .n_segs = m->n_segs };
-    for (int i = 0; i < m->n_segs; i++) {
-        const Segment *seg = &m->segs[i];
-        assert(n_accept[i] >= 0 && n_accept[i] <= seg->n && (seg->n <= STEP_ROWS || n_accept[i] == seg->n));
-        m->len[seg->seq] += n_accept[i];
-    }
+    lengthen(m, n_accept);
     send_new(m, s->n_accept, m->sent.n_accept, n_accept, (size_t)m->n_segs * sizeof *n_accept);
     if (path) op->copy(&(Copy){ s->path, path, (size_t)m->n_segs * STEP_ROWS * sizeof *path, COPY_IN });
     if (op->begin((StepKey){ .model = m->number, .kind = sample ? STEP_SAMPLE : STEP_COMMIT, .rows = m->n_rows,
                              .segs = m->n_segs, .logits = sample ? m->n_kept : 0,
                              .variant = path ? COMMITS_PATHS : COMMITS_CHAINS })) {
-        if (sample) issue_sample(m, &kept);
-        op->kv_commit(&(KvCommit){ .batch = &all, .caches = m->caches, .n_caches = m->n_caches, .n_accept = s->n_accept,
-                                   .path = path ? s->path : NULL, .counts = s->counts, .vocab = m->config.vocab });
+        if (sample) issue_sample(m);
+        issue_commit(m, s->n_accept, path ? s->path : NULL);
     }
     op->end();
 }
 
 static void commit(Model *m, const int32_t *n_accept, const int32_t *path) { finish_step(m, n_accept, path, false); }
-
-// Chooses a token from every row of logits of the last step, into m->s.chosen, before it is known how much is committed.
-static void choose_rows(Model *m) {
-    State *s = &m->s;
-    const Batch kept = { .rows = s->kept_rows, .segs = s->segs, .len = s->len, .n_rows = m->n_kept, .n_segs = m->n_segs };
-    if (m->ops->begin((StepKey){ .model = m->number, .kind = STEP_SAMPLE, .rows = m->n_rows, .segs = m->n_segs,
-                                 .logits = m->n_kept, .variant = CHOOSES })) issue_sample(m, &kept);
-    m->ops->end();
-}
 
 static void commit_all(Model *m) {                     // every row of the last step, which is one chain
     commit(m, &(int32_t){ m->n_rows }, NULL);
@@ -2078,6 +2111,56 @@ static void read_logits(Model *m, int row, float *host) {            // (vocab) 
     m->ops->wait();
 }
 
+// The last step had drafts, or gets some behind it: a token is chosen at every row of logits, the drafts are walked as far as they
+// are what was chosen, these rows are committed, and `depth` tokens are drafted behind n of the segments (their numbers).
+// One follows the other without the host; m->verdict has what came of it. forced: not the walk, this says how many rows of
+// each segment, all chains of drafts, are accepted, as for measurements; NULL: the walk.
+static void verify(Model *m, const int32_t *segs, int n, int depth, const int32_t *forced) {
+    const Ops *op = m->ops;
+    State *s = &m->s;
+    Verdict *v = &m->verdict;
+    const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
+    const size_t n_rows = (size_t)depth * (size_t)n, n_ids = n_rows * (size_t)m->options.draft_width;
+    bool trees = false;
+    for (int i = 0; i < m->n_segs; i++) trees |= m->segs[i].kind == SEG_TREE;
+    int32_t *path = trees ? s->path : NULL;
+    if (op->begin((StepKey){ .model = m->number, .kind = STEP_SAMPLE, .rows = m->n_rows, .segs = m->n_segs, .logits = m->n_kept,
+                             .kept = forced != NULL, .variant = trees ? WALKS_PATHS : WALKS_CHAINS })) {
+        if (m->n_kept) issue_sample(m);
+        op->verify_walk(&(VerifyWalk){ .batch = &all, .kept_rows = s->kept_rows, .n_kept = m->n_kept, .chosen = s->chosen,
+                                       .n_accept = s->walked, .path = path, .last = s->last, .next = s->next });
+        if (!forced) issue_commit(m, s->walked, path);
+    }
+    op->end();
+    if (forced) {                                      // every row of a chain has logits: its last row that stays is kept row
+        int32_t last[MAX_SESSIONS];
+        for (int i = 0; i < m->n_segs; i++) last[i] = m->segs[i].first + forced[i] - 1;
+        op->copy(&(Copy){ s->walked, forced, (size_t)m->n_segs * sizeof *forced, COPY_IN });
+        op->copy(&(Copy){ s->last, last, (size_t)m->n_segs * sizeof *last, COPY_IN });
+        if (op->begin((StepKey){ .model = m->number, .kind = STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs,
+                                 .variant = WALKS_CHAINS })) issue_commit(m, s->walked, NULL);
+        op->end();
+    }
+    const int mark = op->mark ? op->mark() : 0;
+    if (!op->mark) v->verified = seconds();
+    if (n && depth) issue_draft(m, segs, n, depth);
+    op->copy(&(Copy){ v->chosen, s->chosen, (size_t)m->n_kept * sizeof *v->chosen, COPY_OUT });
+    op->copy(&(Copy){ v->accepted, s->walked, (size_t)m->n_segs * sizeof *v->accepted, COPY_OUT });
+    if (trees) op->copy(&(Copy){ v->path, s->path, (size_t)m->n_segs * STEP_ROWS * sizeof *v->path, COPY_OUT });
+    if (n_ids) {
+        op->copy(&(Copy){ v->ids, m->drafter.ids, n_ids * sizeof *v->ids, COPY_OUT });
+        op->copy(&(Copy){ v->logits, m->drafter.logits, n_ids * sizeof *v->logits, COPY_OUT });
+        op->copy(&(Copy){ v->logsumexp, m->drafter.logsumexp, n_rows * sizeof *v->logsumexp, COPY_OUT });
+    }
+    if (op->mark) {
+        op->wait_for(mark);
+        v->verified = seconds();
+    }
+    op->wait();
+    v->drafted = seconds();
+    lengthen(m, v->accepted);
+}
+
 // Runs as many of n tokens through session seq as a step has room for, and returns how many: the caller commits them. Where
 // these are all, the last one's logits are row 0.
 static int run_chunk(Model *m, int seq, const int32_t *tokens, int n) {
@@ -2087,7 +2170,352 @@ static int run_chunk(Model *m, int seq, const int32_t *tokens, int n) {
     return chunk;
 }
 
-// ==== [8] Generation: sessions, events ===============================================================================
+// ==== [8] Drafting: who guesses, how far =============================================================================
+// What may stand behind a session's last token is guessed by: the text itself, where its last tokens have been before
+// (prompt lookup, ngram); a table of what followed the last NGRAM_MOD tokens in any text so far, which all sessions share
+// (ngram-mod); or a drafter. Guesses are a tree, mostly one without branches. Whoever guesses, the model's own choices decide
+// what is said, so all this is about time alone.
+//
+// How far to guess (auto): a step of n rows takes so long, n guesses too, and at every depth so many were right of late. Of all
+// depths, none among them, the one with most tokens a second is taken. Where that is none, plain steps follow, more of them
+// each time, before guessing is tried again.
+
+typedef enum { SPEC_OFF, SPEC_NGRAM, SPEC_NGRAM_MOD, SPEC_MTP, SPEC_DFLASH, SPEC_AUTO, SPEC_KINDS } SpecKind;
+static const char *const spec_names[] = { "off", "ngram", "ngram-mod", "mtp", "dflash", "auto" };
+
+enum { DRAFT_MAX = STEP_ROWS - 1,      // tokens guessed for a step
+       DRAFT_DEPTHS = 16,              // of these it is counted how often they were right
+       DRAFT_WIDTH = 8 };              // most candidates of a depth
+
+typedef struct {
+    SpecKind kind;            // AUTO: the drafter, if there is one, and n-grams, as far as they pay; others: as many as they can
+    int      most;            // tokens drafted in a step, 1 .. DRAFT_MAX
+    int      tree;            // tokens of a tree; 0: chains
+    float    least;           // a guess of a drafter that is less likely, by its own account, ends the chain; 0: none does
+} Drafting;
+
+typedef struct {              // guesses for a step: number i is its row i + 1
+    int      n;
+    int32_t  token[DRAFT_MAX];
+    int      parent[DRAFT_MAX];        // row that it follows; 0: the token before all of them
+    int      depth;           // of the deepest, the first being 1
+    bool     branches;
+    SpecKind who;             // has guessed
+} Drafts;
+
+typedef struct {              // what a drafter holds for likely, for each depth, the likeliest first
+    int     depth, width;
+    int32_t id[DRAFT_MAX][DRAFT_WIDTH];
+    float   log_share[DRAFT_MAX][DRAFT_WIDTH];         // logarithm of its probability, where the ones before are right
+} Candidates;
+
+typedef struct {              // what an answer took
+    int    n_passes;          // steps that had drafts
+    int    by[SPEC_KINDS];    // of these, by who guessed
+    int    drafted, accepted; // tokens
+    int    tried[DRAFT_DEPTHS], right[DRAFT_DEPTHS];   // by depth: looked at, as all before it were right; right
+    double draft_seconds, verify_seconds;
+} DraftCount;
+
+// ---- n-grams ----
+
+enum { NGRAM_BITS = 16, NGRAM_LEAST = 3, NGRAM_MOST = 24,          // tokens of a match: to be looked at, that count
+       NGRAM_TRIES = 16,                // earlier places that are compared
+       NGRAM_MOD = 12, NGRAM_MOD_BITS = 22 };
+
+// Where in the session's tokens each run of NGRAM_LEAST begins: newest[hash], and before it earlier[place], as far back as the
+// context. How far to guess follows what became of the guesses before: twice as far where all were right, as far as they were
+// right else; and where none was, a longer match is asked for.
+typedef struct {
+    int32_t *newest;          // (2^NGRAM_BITS) one behind the place; 0: nowhere
+    int32_t *earlier;         // (n_room)
+    int      n, n_room;       // places entered
+    int      reach, least;    // tokens to guess; tokens that have to match
+} Ngrams;
+
+static struct {               // ngram-mod: what followed the last NGRAM_MOD tokens, wherever that was last; hashes may collide
+    int32_t *next;            // (2^NGRAM_MOD_BITS) token + 1; 0: nothing
+} ngram_mod;
+
+static uint64_t hash_ids(const int32_t *ids, int n) {
+    uint64_t h = 0;
+    for (int i = 0; i < n; i++) h = h * 6364136223846793005u + (uint32_t)ids[i] + 1;
+    return h * 0x9e3779b97f4a7c15u;
+}
+
+// Enters the tokens that have come since; where the text was cut back, all of it again.
+static void ngrams_enter(Ngrams *g, const int32_t *ids, int n, bool shared) {
+    if (!g->newest) g->newest = alloc_or_die((size_t)1 << NGRAM_BITS, sizeof *g->newest);
+    if (g->n_room < n) {
+        g->n_room = n + 4096;
+        int32_t *more = realloc(g->earlier, (size_t)g->n_room * sizeof *more);
+        if (!more) die("out of memory: %zu bytes wanted", (size_t)g->n_room * sizeof *more);
+        g->earlier = more;
+    }
+    if (g->n > n) {
+        memset(g->newest, 0, ((size_t)1 << NGRAM_BITS) * sizeof *g->newest);
+        g->n = 0;
+    }
+    for (; g->n + NGRAM_LEAST <= n; g->n++) {          // the last place is left out until something follows it
+        int32_t *head = &g->newest[hash_ids(ids + g->n, NGRAM_LEAST) >> (64 - NGRAM_BITS)];
+        g->earlier[g->n] = *head;
+        *head = g->n + 1;
+        const int at = g->n + NGRAM_LEAST - NGRAM_MOD - 1;             // what follows a run there is known now
+        if (shared && at >= 0) ngram_mod.next[hash_ids(ids + at, NGRAM_MOD) >> (64 - NGRAM_MOD_BITS)] = ids[at + NGRAM_MOD] + 1;
+    }
+}
+
+// Guesses at most `most` tokens that follow ids (n) -> how many. A guess is what stood behind the earlier place that shares most
+// tokens with the end of ids, the newest of several.
+static int ngrams_look_up(const Ngrams *g, const int32_t *ids, int n, int least, int most, int32_t *out) {
+    int best = 0, from = 0, tries = NGRAM_TRIES;
+    if (n <= NGRAM_LEAST) return 0;
+    int place = g->newest[hash_ids(ids + n - NGRAM_LEAST, NGRAM_LEAST) >> (64 - NGRAM_BITS)];
+    for (; place && tries--; place = g->earlier[place - 1]) {
+        const int end = place - 1 + NGRAM_LEAST;       // behind the earlier run
+        int same = 0;
+        if (end >= n) continue;
+        while (same < NGRAM_MOST && same < end && ids[end - 1 - same] == ids[n - 1 - same]) same++;
+        if (same > best) best = same, from = end;
+    }
+    if (best < least) return 0;
+    const int period = n - from;                       // what is guessed may run into the guess itself
+    for (int i = 0; i < most; i++) out[i] = i < period ? ids[from + i] : out[i - period];
+    return most;
+}
+
+static int ngram_mod_look_up(const int32_t *ids, int n, int most, int32_t *out) {
+    int32_t run[NGRAM_MOD + DRAFT_MAX];
+    int found = 0;
+    if (n < NGRAM_MOD) return 0;
+    memcpy(run, ids + n - NGRAM_MOD, NGRAM_MOD * sizeof *run);
+    for (; found < most; found++) {
+        const int32_t next = ngram_mod.next[hash_ids(run + found, NGRAM_MOD) >> (64 - NGRAM_MOD_BITS)];
+        if (!next) break;
+        out[found] = run[NGRAM_MOD + found] = next - 1;
+    }
+    return found;
+}
+
+// Of n guesses the first `right` were.
+static void ngrams_learn(Ngrams *g, int n, int right) {
+    g->reach = right == n ? min_int(2 * n, DRAFT_MAX) : max_int(right + 1, 2);
+    g->least = right ? NGRAM_LEAST : min_int(g->least + 2, NGRAM_MOST);
+}
+
+// ---- trees ----
+
+static int add_guess(Drafts *d, int32_t token, int parent, int depth) {                // -> its row
+    d->token[d->n] = token;
+    d->parent[d->n] = parent;
+    d->branches |= parent != d->n;
+    d->depth = max_int(d->depth, depth);
+    return ++d->n;
+}
+
+static void chain_of(Drafts *d, const int32_t *ids, int n) {
+    *d = (Drafts){ .who = d->who };
+    for (int i = 0; i < n; i++) add_guess(d, ids[i], i, i + 1);
+}
+
+// The likeliest tree of at most `most` candidates (DDTree): first the chain of the likeliest at every depth, then whatever has
+// the largest product of shares along its path, one at a time, as long as its logarithm is more than `least`; it opens the next
+// candidate of its depth and the first one behind it.
+static void tree_of(Drafts *d, const Candidates *c, int most, float least) {
+    typedef struct { float share; int parent, depth, rank; } Branch;
+    Branch open[2 * STEP_ROWS];
+    int n_open = 0, row = 0;
+    float share = 0;
+    *d = (Drafts){ .who = d->who };
+    for (int i = 0; i < min_int(c->depth, most); i++) {
+        if (c->width > 1) open[n_open++] = (Branch){ share + c->log_share[i][1], row, i, 1 };
+        share += c->log_share[i][0];
+        row = add_guess(d, c->id[i][0], row, i + 1);
+    }
+    while (d->n < most && n_open) {
+        int best = 0;
+        for (int i = 1; i < n_open; i++) if (open[i].share > open[best].share) best = i;
+        const Branch b = open[best];
+        if (b.share <= least) break;
+        open[best] = open[--n_open];
+        row = add_guess(d, c->id[b.depth][b.rank], b.parent, b.depth + 1);
+        if (b.rank + 1 < c->width) {
+            const float *shares = c->log_share[b.depth];
+            open[n_open++] = (Branch){ b.share - shares[b.rank] + shares[b.rank + 1], b.parent, b.depth, b.rank + 1 };
+        }
+        if (b.depth + 1 < c->depth) open[n_open++] = (Branch){ b.share + c->log_share[b.depth + 1][0], row, b.depth + 1, 0 };
+    }
+}
+
+// ---- how far ----
+
+typedef struct {              // how often guesses are right, at each depth where all before were: right[0] is the first
+    float right[DRAFT_MAX];
+    int   seen[DRAFT_MAX];    // guesses that this rests on; old ones fade
+} Odds;
+
+enum { ODDS_MEMORY = 12 };    // guesses that a share of them rests on
+
+static Odds odds_new(void) {                           // hopeful, so that it is tried
+    Odds o = { { 0 }, { 0 } };
+    for (int d = 0; d < DRAFT_MAX; d++) o.right[d] = 0.8f, o.seen[d] = 2;
+    return o;
+}
+
+// Of n guesses, each behind the one before, the first `right` were.
+static void odds_learn(Odds *o, int n, int right) {
+    for (int d = 0; d < n && d <= right; d++) {
+        o->seen[d] = min_int(o->seen[d] + 1, ODDS_MEMORY);
+        o->right[d] += ((d < right) - o->right[d]) / (float)o->seen[d];
+    }
+}
+
+static double tokens_of(const Odds *o, int n) {        // that a step with n guesses makes
+    double tokens = 1, all = 1;
+    for (int d = 0; d < n; d++) tokens += all *= o->right[d];
+    return tokens;
+}
+
+static void times_learn(Times *t, int n, double taken) {
+    double *was = &t->of[n];
+    if (*was == 0) *was = taken;
+    else *was += (fmin(taken, 2 * *was) - *was) / 8;   // now and then the machine does something else
+}
+
+// What n should take: between those known, in proportion; beyond them, `more` of the nearest known for each one more.
+static double times_guess(const Times *t, int n, double more) {
+    int low = n, high = n;
+    while (low > 0 && t->of[low] == 0) low--;
+    while (high < STEP_ROWS && t->of[high] == 0) high++;
+    if (low == n) return t->of[n];
+    const double *of = t->of;
+    if (low > 0 && of[high] > 0) return of[low] + (of[high] - of[low]) * (n - low) / (high - low);
+    if (low > 0) return of[low] * (1 + more * (n - low));
+    return of[high] > 0 ? of[high] * fmax(0.5, 1 - more * (high - n)) : 0;
+}
+
+enum { REST_LEAST = 16, REST_MOST = 512 };             // plain steps where guessing does not pay
+
+// Tokens a second with n guesses that are still to be made (costs) or are there, beside `rows` other rows of the step.
+static double rate_of(const Pace *p, const Odds *o, int n, bool costs, int rows) {
+    const double step = times_guess(&p->step, min_int(rows + 1 + n, STEP_ROWS), 0.08);
+    return tokens_of(o, n) / (step + (costs && n ? times_guess(&p->draft, n, 1) : 0));
+}
+
+// The depth from 1 to `most` that makes most tokens a second; 0: plain steps make as many, or nearly so.
+static int best_depth(const Pace *p, const Odds *o, int most, bool costs, int rows) {
+    int best = 0;
+    double rate = 1.02 * rate_of(p, o, 0, costs, rows);
+    for (int n = 1; n <= most; n++) {
+        const double with = rate_of(p, o, n, costs, rows);
+        if (with > rate) best = n, rate = with;
+    }
+    return best;
+}
+
+typedef struct {              // the drafting of a session
+    Drafting   how;
+    Ngrams     ngrams;
+    Drafts     drafts;        // for the step that comes, behind the one token in todo
+    Candidates found;         // what the drafter has found for it; depth 0: nothing
+    Odds       odds[SPEC_KINDS];
+    int        depth;         // guesses to ask of the drafter behind the step that runs
+    int        missed;        // times in a row that n-grams had nothing to guess
+    int        rest, next_rest;        // plain steps before guessing is tried again, and of the next rest
+} Guesser;
+
+static void guesser_init(Guesser *g) {
+    *g = (Guesser){ .ngrams = { .reach = 4, .least = NGRAM_LEAST }, .next_rest = REST_LEAST };
+    for (int k = 0; k < SPEC_KINDS; k++) g->odds[k] = odds_new();
+}
+
+static void guesser_start(Guesser *g, const Drafting *how) {           // an answer
+    g->how = *how;
+    g->drafts.n = g->found.depth = g->depth = 0;
+    if (how->kind == SPEC_NGRAM_MOD && !ngram_mod.next)
+        ngram_mod.next = alloc_or_die((size_t)1 << NGRAM_MOD_BITS, sizeof *ngram_mod.next);
+}
+
+static void guesser_free(Guesser *g) {
+    free(g->ngrams.newest);
+    free(g->ngrams.earlier);
+}
+
+static bool uses_drafter(const Drafting *d) { return d->kind >= SPEC_MTP; }
+static bool uses_ngrams(const Drafting *d) {
+    return d->kind == SPEC_NGRAM || d->kind == SPEC_NGRAM_MOD || d->kind == SPEC_AUTO;
+}
+
+// Guesses what follows ids (n) from n-grams -> how many of at most `most`.
+static int guess_ngrams(Guesser *g, const int32_t *ids, int n, int most, int32_t *out) {
+    const bool table = g->how.kind == SPEC_NGRAM_MOD;
+    most = min_int(most, g->ngrams.reach);
+    ngrams_enter(&g->ngrams, ids, n, table);
+    return table ? ngram_mod_look_up(ids, n, most, out) : ngrams_look_up(&g->ngrams, ids, n, g->ngrams.least, most, out);
+}
+
+// The share below which a branch of a tree costs more than it brings; its logarithm.
+static float least_share(const Pace *p, const Odds *o, int chain, int tree, int rows) {
+    const double step = times_guess(&p->step, min_int(rows + 1 + chain, STEP_ROWS), 0.08);
+    const double with = times_guess(&p->step, min_int(rows + 1 + tree, STEP_ROWS), 0.08);
+    return tree > chain && step > 0 ? (float)log(fmax((with - step) / (tree - chain) / step * tokens_of(o, chain), 1e-6)) : 0;
+}
+
+// Makes the drafts for a step of a session whose text, the token that runs next included, is ids (n): of what n-grams say and
+// what the drafter has found, that which makes more tokens a second. who: the drafter; rows: of others in the step.
+static void guess(Guesser *g, const Pace *p, SpecKind who, const int32_t *ids, int n, int most, int rows) {
+    const bool chooses = g->how.kind == SPEC_AUTO;
+    Candidates *c = &g->found;
+    Odds *text_odds = &g->odds[SPEC_NGRAM];
+    int32_t out[DRAFT_MAX];
+    float least = -INFINITY;
+    g->drafts.n = 0;
+    const int found = uses_ngrams(&g->how) && most > 0 ? guess_ngrams(g, ids, n, most, out) : 0;
+    int from_text = found, chain = min_int(c->depth, max_int(most, 0));
+    for (int i = 0; i < chain; i++) if (c->log_share[i][0] < logf(g->how.least)) chain = i;
+    if (chooses) {
+        from_text = best_depth(p, text_odds, found, false, rows);
+        chain = best_depth(p, &g->odds[who], chain, false, rows);
+        least = least_share(p, &g->odds[who], chain, g->how.tree, rows);
+        if (rate_of(p, text_odds, from_text, false, rows) <= rate_of(p, &g->odds[who], chain, false, rows)) from_text = 0;
+        if (found && !from_text) text_odds->right[0] += (0.8f - text_odds->right[0]) / 128;    // to be tried again some day
+    }
+    g->missed = from_text ? 0 : g->missed + 1;
+    if (from_text) {
+        g->drafts.who = g->how.kind == SPEC_NGRAM_MOD ? SPEC_NGRAM_MOD : SPEC_NGRAM;
+        chain_of(&g->drafts, out, from_text);
+    } else if (chain) {
+        g->drafts.who = who;
+        c->depth = chain;
+        tree_of(&g->drafts, c, max_int(min_int(most, g->how.tree), chain), least);
+    }
+}
+
+// How many guesses the drafter is to make behind the step that is about to run.
+static int depth_wanted(Guesser *g, const Pace *p, SpecKind who, int most, int rows) {
+    Odds *o = &g->odds[who];
+    if (!uses_drafter(&g->how) || most <= 0) return 0;
+    if (g->how.kind != SPEC_AUTO) return most;
+    if (g->rest > 0) return --g->rest ? 0 : 1;         // is it better by now?
+    if (p->step.of[1] == 0) return 0;                  // first a step without guesses, to know how long it takes
+    if (g->drafts.n && g->drafts.who == SPEC_NGRAM && g->odds[SPEC_NGRAM].right[0] > 0.9f) return 0;   // the text will do
+    const int depth = best_depth(p, o, most, true, rows);
+    if (depth) return depth;
+    for (int i = 0; i < DRAFT_MAX; i++) o->seen[i] = min_int(o->seen[i], 2);           // what is tried then counts for more
+    g->rest = g->next_rest;
+    g->next_rest = min_int(2 * g->next_rest, REST_MOST);
+    return 0;
+}
+
+// Of the drafts, a path of so many was right.
+static void guesser_learn(Guesser *g, int right) {
+    const Drafts *d = &g->drafts;
+    odds_learn(&g->odds[d->who], d->depth, right);
+    if (d->who == SPEC_NGRAM || d->who == SPEC_NGRAM_MOD) ngrams_learn(&g->ngrams, d->n, right);
+    else if (right) g->next_rest = REST_LEAST;
+}
+
+// ==== [9] Generation: sessions, events ===============================================================================
 // The engine as its callers see it: a session holds tokens in one slot of the model's caches; session_start() gives it a
 // prompt to answer, and each session_next() does one piece of work, a chunk of the prompt or a token, and tells what came of
 // it. sessions_next() does so for several sessions at once, which share their decoding steps. Nothing here prints, or ends
@@ -2101,25 +2529,6 @@ static int run_chunk(Model *m, int seq, const int32_t *tokens, int n) {
 // with marks) never waits for it: the next step is fed its tokens by the device, and the host looks at them while it runs.
 // Where a token turns out to end the text, or to be followed by others than the model's, that step is dropped: it was not
 // committed. A full context drops its oldest tokens, if that is wanted, and goes on.
-
-// Who guesses: nobody; the text itself, where its last tokens have been before (prompt lookup); a table of what followed the
-// last NGRAM_MOD tokens in any text so far, which all sessions share.
-typedef enum { SPEC_OFF, SPEC_NGRAM, SPEC_NGRAM_MOD } SpecKind;
-static const char *const spec_names[] = { "off", "ngram", "ngram-mod" };
-
-typedef struct {
-    SpecKind kind;
-    int      most;            // tokens drafted in a step, 1 .. DRAFT_MAX
-} Drafting;
-
-enum { DRAFT_MAX = STEP_ROWS - 1, DRAFT_DEPTHS = 8 };              // of DEPTHS it is counted how often they were right
-
-typedef struct {              // what an answer took
-    int    n_passes;          // steps that had drafts
-    int    drafted, accepted; // tokens
-    int    tried[DRAFT_DEPTHS], right[DRAFT_DEPTHS];   // by depth: looked at, as all before it were right; right
-    double draft_seconds, verify_seconds;
-} DraftCount;
 
 typedef struct {              // how to answer
     int          n_predict;   // tokens to generate; -1: until the turn ends or the context is full
@@ -2214,92 +2623,6 @@ static size_t stops_flush(Stops *s, char *out) {       // at the end: what waits
     return n;
 }
 
-// ---- drafts from the text itself ----
-
-enum { NGRAM_BITS = 16, NGRAM_LEAST = 3, NGRAM_MOST = 24,          // tokens of a match: to be looked at, that count
-       NGRAM_TRIES = 16,                // earlier places that are compared
-       NGRAM_MOD = 12, NGRAM_MOD_BITS = 22 };
-
-// Where in the session's tokens each run of NGRAM_LEAST begins: newest[hash], and before it earlier[place], as far back as the
-// context. How far to guess follows what became of the guesses before: twice as far where all were right, as far as they were
-// right else; and where none was, a longer match is asked for.
-typedef struct {
-    int32_t *newest;          // (2^NGRAM_BITS) one behind the place; 0: nowhere
-    int32_t *earlier;         // (n_room)
-    int      n, n_room;       // places entered
-    int      reach, least;    // tokens to guess; tokens that have to match
-} Ngrams;
-
-static struct {               // ngram-mod: what followed the last NGRAM_MOD tokens, wherever that was last; hashes may collide
-    int32_t *next;            // (2^NGRAM_MOD_BITS) token + 1; 0: nothing
-} ngram_mod;
-
-static uint64_t hash_ids(const int32_t *ids, int n) {
-    uint64_t h = 0;
-    for (int i = 0; i < n; i++) h = h * 6364136223846793005u + (uint32_t)ids[i] + 1;
-    return h * 0x9e3779b97f4a7c15u;
-}
-
-// Enters the tokens that have come since; where the text was cut back, all of it again.
-static void ngrams_enter(Ngrams *g, const int32_t *ids, int n, bool shared) {
-    if (!g->newest) g->newest = alloc_or_die((size_t)1 << NGRAM_BITS, sizeof *g->newest);
-    if (g->n_room < n) {
-        g->n_room = n + 4096;
-        int32_t *more = realloc(g->earlier, (size_t)g->n_room * sizeof *more);
-        if (!more) die("out of memory: %zu bytes wanted", (size_t)g->n_room * sizeof *more);
-        g->earlier = more;
-    }
-    if (g->n > n) {
-        memset(g->newest, 0, ((size_t)1 << NGRAM_BITS) * sizeof *g->newest);
-        g->n = 0;
-    }
-    for (; g->n + NGRAM_LEAST <= n; g->n++) {          // the last place is left out until something follows it
-        int32_t *head = &g->newest[hash_ids(ids + g->n, NGRAM_LEAST) >> (64 - NGRAM_BITS)];
-        g->earlier[g->n] = *head;
-        *head = g->n + 1;
-        const int at = g->n + NGRAM_LEAST - NGRAM_MOD - 1;             // what follows a run there is known now
-        if (shared && at >= 0) ngram_mod.next[hash_ids(ids + at, NGRAM_MOD) >> (64 - NGRAM_MOD_BITS)] = ids[at + NGRAM_MOD] + 1;
-    }
-}
-
-// Guesses at most `most` tokens that follow ids (n) -> how many. A guess is what stood behind the earlier place that shares most
-// tokens with the end of ids, the newest of several.
-static int ngrams_look_up(const Ngrams *g, const int32_t *ids, int n, int least, int most, int32_t *out) {
-    int best = 0, from = 0, tries = NGRAM_TRIES;
-    if (n <= NGRAM_LEAST) return 0;
-    int place = g->newest[hash_ids(ids + n - NGRAM_LEAST, NGRAM_LEAST) >> (64 - NGRAM_BITS)];
-    for (; place && tries--; place = g->earlier[place - 1]) {
-        const int end = place - 1 + NGRAM_LEAST;       // behind the earlier run
-        int same = 0;
-        if (end >= n) continue;
-        while (same < NGRAM_MOST && same < end && ids[end - 1 - same] == ids[n - 1 - same]) same++;
-        if (same > best) best = same, from = end;
-    }
-    if (best < least) return 0;
-    const int period = n - from;                       // what is guessed may run into the guess itself
-    for (int i = 0; i < most; i++) out[i] = i < period ? ids[from + i] : out[i - period];
-    return most;
-}
-
-static int ngram_mod_look_up(const int32_t *ids, int n, int most, int32_t *out) {
-    int32_t run[NGRAM_MOD + DRAFT_MAX];
-    int found = 0;
-    if (n < NGRAM_MOD) return 0;
-    memcpy(run, ids + n - NGRAM_MOD, NGRAM_MOD * sizeof *run);
-    for (; found < most; found++) {
-        const int32_t next = ngram_mod.next[hash_ids(run + found, NGRAM_MOD) >> (64 - NGRAM_MOD_BITS)];
-        if (!next) break;
-        out[found] = run[NGRAM_MOD + found] = next - 1;
-    }
-    return found;
-}
-
-// Of n guesses the first `right` were.
-static void ngrams_learn(Ngrams *g, int n, int right) {
-    g->reach = right == n ? min_int(2 * n, DRAFT_MAX) : max_int(right + 1, 2);
-    g->least = right ? NGRAM_LEAST : min_int(g->least + 2, NGRAM_MOST);
-}
-
 enum { MARKS = 32 };
 typedef struct { uint8_t *rings; int n, seen; } Mark;                // the rings as they were when the first n tokens were held
 
@@ -2325,8 +2648,7 @@ typedef struct {
     EndReason  end;
     Event      shifted;       // n dropped: to be told
     TokIds     said, thought_name;     // ids of the last event; the first line of a thought
-    TokIds     drafts;        // guesses of what follows the one token in todo
-    Ngrams     ngrams;
+    Guesser    guesser;
     int        named, thought_tokens;  // ids of that line, and of thoughts, so far
     size_t     content, thought, passed;   // bytes of the reply that were looked at; of content, what the stop strings let by
     Stops      stops;
@@ -2335,13 +2657,13 @@ typedef struct {
     size_t     thought_start; // of what the last event has of it
     int        row;           // of the logits of step number `step` that the last token was chosen from; -1: none yet
     int64_t    step;
-    int        missed;        // times in a row that nothing could be guessed
-    double     started, first_token;   // seconds()
+    double     started, first_token, returned;         // seconds(); returned: of its last step
     char       err[512];
 } Session;
 
 static void session_open(Session *s, Model *m, Tokenizer *t, int seq) {
-    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .most_marks = 1, .ngrams = { .reach = 4, .least = NGRAM_LEAST } };
+    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .most_marks = 1 };
+    guesser_init(&s->guesser);
     reset_session(m, seq);
 }
 
@@ -2349,9 +2671,7 @@ static void session_close(Session *s) {
     tok_ids_free(&s->held);
     tok_ids_free(&s->todo);
     tok_ids_free(&s->said);
-    tok_ids_free(&s->drafts);
-    free(s->ngrams.newest);
-    free(s->ngrams.earlier);
+    guesser_free(&s->guesser);
     tok_ids_free(&s->thought_name);
     tok_reply_free(&s->reply);
     for (int i = 0; i < MARKS; i++) free(s->marks[i].rings);
@@ -2487,9 +2807,7 @@ static bool session_start(Session *s, const Prompt *p, const AnswerOptions *o) {
     s->content = s->thought = s->passed = 0;
     s->named = tok_reply_thinks(&s->reply) ? (int)s->thought_name.n : 0;
     s->thought_tokens = 0;
-    s->drafts.n = 0;
-    if (o->drafting.kind == SPEC_NGRAM_MOD && !ngram_mod.next)
-        ngram_mod.next = alloc_or_die((size_t)1 << NGRAM_MOD_BITS, sizeof *ngram_mod.next);
+    guesser_start(&s->guesser, &o->drafting);
     s->n_head = p->n_head;
     s->row = -1;
     s->shifted = (Event){ .kind = EVENT_SHIFT };
@@ -2640,49 +2958,78 @@ static void take_token(Session *s, int32_t token, Event *e) {
     s->fed &= !s->ending && !s->prompting && n == 1;
 }
 
-// Guesses what follows the token that runs next, where that is all that runs and it is known.
-static void draft(Session *s) {
-    const Drafting *d = &s->options.drafting;
-    const int n = (int)s->held.n + 1, room = s->m->options.n_ctx - n, left = s->options.n_predict - s->turn.made - 1;
-    int most = min_int(min_int(d->most, s->ngrams.reach), min_int(room, s->m->options.n_logits - 1));
-    s->drafts.n = 0;
-    if (d->kind == SPEC_OFF || s->prompting || s->todo.n != 1 || s->options.keep_logits) return;
-    if (s->options.n_predict >= 0) most = min_int(most, left);
+// The most tokens that may be guessed behind a text of n tokens, of which the answer has made so many.
+static int room_for_drafts(const Session *s, int n, int made) {
+    const AnswerOptions *o = &s->options;
+    const int most = min_int(min_int(max_int(o->drafting.most, o->drafting.tree), s->m->options.n_ctx - n), s->m->options.n_logits - 1);
+    return o->keep_logits ? 0 : o->n_predict < 0 ? most : min_int(most, o->n_predict - made - 1);
+}
+
+static SpecKind drafter_of(const Model *m) {
+    return m->drafter.kind == DRAFTER_MTP ? SPEC_MTP : m->drafter.kind == DRAFTER_DFLASH ? SPEC_DFLASH : SPEC_OFF;
+}
+
+// Guesses what follows the token that runs next, where that is all that runs and it is known. rows: of other sessions.
+static void draft(Session *s, int rows) {
+    Guesser *g = &s->guesser;
     const double start = seconds();
-    int32_t guess[DRAFT_MAX];
+    g->drafts.n = 0;
+    if (g->how.kind == SPEC_OFF || s->prompting || s->todo.n != 1) return;
     push_id(s, &s->held, s->todo.ids[0]);              // for as long as it is looked up
-    ngrams_enter(&s->ngrams, s->held.ids, n, d->kind == SPEC_NGRAM_MOD);
-    const int found = most <= 0 ? 0 : d->kind == SPEC_NGRAM_MOD ? ngram_mod_look_up(s->held.ids, n, most, guess) :
-                      ngrams_look_up(&s->ngrams, s->held.ids, n, s->ngrams.least, most, guess);
+    guess(g, &s->m->pace, drafter_of(s->m), s->held.ids, (int)s->held.n,
+          room_for_drafts(s, (int)s->held.n, s->turn.made), rows);
     s->held.n--;
-    if (!s->fed)
-        for (int i = 0; i < found; i++) push_id(s, &s->drafts, guess[i]);
-    s->missed = found ? 0 : s->missed + 1;
+    if (s->fed) g->drafts.n = 0;
     s->turn.drafts.draft_seconds += seconds() - start;
 }
 
-// Of the choices made at the last token's row and at those of the drafts: takes them one after the other as far as they are what
-// was drafted, and the first that is not.
-static void take_tokens(Session *s, const int32_t *chosen, Event *e) {
+// What the drafter has found behind segment i of n: for the step that comes, if the text goes on from there.
+static void take_candidates(Session *s, int i, int n, int depth) {
+    const Verdict *v = &s->m->verdict;
+    Candidates *c = &s->guesser.found;
+    const int width = s->m->options.draft_width;
+    c->depth = depth, c->width = width;
+    for (int d = 0; d < depth; d++)
+        for (int k = 0; k < width; k++) {
+            const size_t at = ((size_t)d * n + i) * width + k;
+            c->id[d][k] = v->ids[at];
+            c->log_share[d][k] = v->logits[at] - v->logsumexp[(size_t)d * n + i];
+        }
+}
+
+static void count_drafts(Session *s, int right) {
     DraftCount *count = &s->turn.drafts;
-    const int n = (int)s->drafts.n;
-    int right = 0;
+    const Drafts *d = &s->guesser.drafts;
+    for (int k = 0; k < min_int(d->depth, DRAFT_DEPTHS) && k <= right; k++) count->tried[k]++, count->right[k] += k < right;
+    count->n_passes++;
+    count->by[d->who]++;
+    count->drafted += d->n;
+    count->accepted += right;
+}
+
+// Of the tokens chosen at the last token's row, number `row` of logits, and at those of the drafts: takes one after the other
+// along the accepted path, number i.
+static void take_tokens(Session *s, int i, int row, Event *e) {
+    Guesser *g = &s->guesser;
+    const Verdict *v = &s->m->verdict;
+    const int32_t *chosen = v->chosen + row, *path = v->path + (size_t)i * STEP_ROWS;
+    const int right = g->drafts.n ? v->accepted[i] - 1 : 0;
+    int taken = 0, at = 0;
     begin_event(s, e, EVENT_TOKEN);
     take_token(s, chosen[0], e);
-    while (right < n && chosen[right] == s->drafts.ids[right]) {
+    while (taken < right) {
         if (s->ending || s->prompting || s->todo.n != 1) break;        // it ended, or goes on with other tokens
-        push_id(s, &s->held, chosen[right++]);
-        take_token(s, chosen[right], e);
+        push_id(s, &s->held, chosen[at]);
+        at = g->drafts.branches ? path[++taken] : ++taken;
+        take_token(s, chosen[at], e);
     }
-    s->row += right;
+    s->row = row + at;
+    if (s->ending || s->prompting || s->todo.n != 1) g->found.depth = 0;
     if (!s->prompting) drop_drafts(s);
-    if (!n) return;
-    for (int d = 0; d < min_int(n, DRAFT_DEPTHS) && d <= right; d++) count->tried[d]++, count->right[d] += d < right;
-    count->n_passes++;
-    count->drafted += n;
-    count->accepted += right;
-    ngrams_learn(&s->ngrams, n, right);
-    s->drafts.n = 0;
+    if (!g->drafts.n) return;
+    count_drafts(s, right);
+    guesser_learn(g, right);
+    g->drafts.n = 0;
 }
 
 // How long the session is where the rings are to be saved next; INT_MAX: nowhere.
@@ -2707,7 +3054,7 @@ static bool may_go_ahead(const Session *s) {
     const int n = s->options.n_predict;
     return m->ops->mark && m->n_rows <= STEP_ROWS && m->len[s->seq] < m->options.n_ctx && !s->options.keep_logits &&
            !m->dump_dir && (n < 0 || s->turn.made + 1 < n) && !s->cancelled &&
-           (s->options.drafting.kind == SPEC_OFF || s->missed >= PATIENCE);
+           !s->guesser.depth && (s->options.drafting.kind == SPEC_OFF || s->guesser.missed >= PATIENCE);
 }
 
 // What a session has to tell without running anything. False: it has tokens to run.
@@ -2722,54 +3069,93 @@ static bool is_settled(Session *s, Event *e) {
     return e->dropped > 0;
 }
 
-// Chooses tokens from the rows of logits of the last step and commits: of n segments with n_rows each, whose last 1 + n_drafts
-// rows want them, all rows before the first wrong guess.
-static void choose_tokens(Session *const *sessions, int n, const int32_t *n_rows, int32_t *tokens, bool ahead) {
+// Writes the rows that n sessions run in the next step, and makes segments of them. True: some are drafts.
+static bool lay_out(Session *const *sessions, StepSeg *segs, int n) {
+    Model *m = sessions[0]->m;
+    StepRow *row = m->chunk;
+    bool drafted = false;
+    for (int i = 0; i < n; i++) {
+        Session *s = sessions[i];
+        const Drafts *d = &s->guesser.drafts;
+        const int n_todo = next_rows(s);
+        segs[i] = (StepSeg){ .seq = s->seq, .kind = d->n && d->branches ? SEG_TREE : SEG_CHAIN, .n = n_todo + d->n, .rows = row };
+        for (int k = 0; k < n_todo; k++)
+            *row++ = (StepRow){ .token = s->todo.ids[s->at + k], .parent = -1, .want = s->at + k + 1 == (int)s->todo.n };
+        for (int k = 0; k < d->n; k++) *row++ = (StepRow){ .token = d->token[k], .parent = d->parent[k], .want = true };
+        drafted |= d->n > 0;
+    }
+    return drafted;
+}
+
+// Asks for each session how many guesses it wants of the drafter behind the step, and lists those that want some. -> the most
+static int ask_drafter(Session *const *sessions, const StepSeg *segs, int n_sessions, int32_t *drafting, int *n_drafting) {
+    Model *m = sessions[0]->m;
+    int depth = 0;
+    *n_drafting = 0;
+    for (int k = 0; k < n_sessions; k++) {
+        Session *s = sessions[k];
+        Guesser *g = &s->guesser;
+        const int n_todo = (int)s->todo.n - s->at, n = (int)s->held.n + n_todo + 1;
+        const int most = segs[k].n - g->drafts.n < n_todo ? 0 : min_int(room_for_drafts(s, n, s->turn.made + 1), m->options.draft_depth);
+        g->depth = depth_wanted(g, &m->pace, drafter_of(m), most, m->n_rows - segs[k].n);
+        g->found.depth = 0;
+        if (g->depth) drafting[(*n_drafting)++] = k;
+        depth = max_int(depth, g->depth);
+    }
+    return depth;
+}
+
+// Chooses, commits and drafts behind the step that was just issued, which took `start` to begin; then the host waits, unless
+// the next step may be issued ahead. True: it was.
+static bool conclude(Session *const *sessions, StepSeg *segs, int n, bool drafted, double start) {
     Model *m = sessions[0]->m;
     const Ops *op = m->ops;
-    int32_t n_accept[MAX_SESSIONS];
-    const int n_kept = m->n_kept;
-    bool drafted = false;
-    for (int i = 0; i < n; i++) drafted |= sessions[i]->drafts.n > 0;
-    if (drafted) choose_rows(m);
-    else finish_step(m, n_rows, NULL, n_kept > 0);
-    if (n_kept) op->copy(&(Copy){ tokens, m->s.chosen, (size_t)n_kept * sizeof *tokens, COPY_OUT });
-    if (n_kept && !ahead) op->wait();
-    if (!drafted) return;
-    for (int i = 0, at = 0; i < n; i++) {              // a session that has drafts has a row of logits
-        const TokIds *drafts = &sessions[i]->drafts;
-        const bool wants = sessions[i]->at + n_rows[i] - (int)drafts->n == (int)sessions[i]->todo.n;
-        int right = 0;
-        while (right < (int)drafts->n && tokens[at + right] == drafts->ids[right]) right++;
-        n_accept[i] = n_rows[i] - (int)drafts->n + right;
-        at += wants ? 1 + (int)drafts->n : 0;
+    Verdict *v = &m->verdict;
+    int32_t drafting[MAX_SESSIONS];
+    int n_drafting;
+    const int depth = ask_drafter(sessions, segs, n, drafting, &n_drafting);
+    if (drafted || depth) {
+        verify(m, drafting, n_drafting, depth, NULL);
+        if (n == 1 && m->n_rows <= STEP_ROWS) times_learn(&m->pace.step, m->n_rows, v->verified - start);
+        if (n_drafting == 1) times_learn(&m->pace.draft, depth, v->drafted - v->verified);
+        for (int k = 0; k < n_drafting; k++) take_candidates(sessions[drafting[k]], k, n_drafting, depth);
+        return false;
     }
-    commit(m, n_accept, NULL);
+    for (int i = 0; i < n; i++) v->accepted[i] = segs[i].n;
+    finish_step(m, v->accepted, NULL, m->n_kept > 0);
+    if (m->n_kept) op->copy(&(Copy){ v->chosen, m->s.chosen, (size_t)m->n_kept * sizeof *v->chosen, COPY_OUT });
+    bool ahead = m->n_kept == n;
+    for (int i = 0; i < n; i++) ahead = ahead && may_go_ahead(sessions[i]);
+    if (ahead) {
+        const int mark = op->mark();
+        for (int i = 0; i < n; i++) {
+            m->chunk[i] = (StepRow){ .token = FED, .want = true };
+            segs[i] = (StepSeg){ .seq = segs[i].seq, .kind = SEG_CHAIN, .n = 1, .rows = &m->chunk[i] };
+        }
+        step(m, segs, n);
+        op->wait_for(mark);
+    } else if (m->n_kept) {
+        op->wait();
+    }
+    return ahead;
 }
 
 // Runs the next rows of n sessions in one step, and tells each what came of it.
 static void run_sessions(Session *const *sessions, Event *const *events, int n) {
     Model *m = sessions[0]->m;
-    const Ops *op = m->ops;
     StepSeg segs[MAX_SESSIONS] = { { 0 } };
-    int32_t n_rows[MAX_SESSIONS], tokens[MAX_SESSIONS + STEP_ROWS];
+    int32_t n_todo[MAX_SESSIONS];
     int marks[MAX_SESSIONS];
-    bool runs_already = m->ahead && m->n_segs == n, ahead = true;
     const double start = seconds();
-    StepRow *row = m->chunk;
+    const bool drafted = lay_out(sessions, segs, n);
+    bool runs_already = m->ahead && m->n_segs == n;
     for (int i = 0; i < n; i++) {
         Session *s = sessions[i];
-        const int n_todo = next_rows(s), n_drafts = (int)s->drafts.n;
-        n_rows[i] = n_todo + n_drafts;
+        n_todo[i] = segs[i].n - s->guesser.drafts.n;
         marks[i] = next_mark(s);
         runs_already = runs_already && s->fed && m->segs[i].seq == s->seq;
-        segs[i] = (StepSeg){ .seq = s->seq, .kind = SEG_CHAIN, .n = n_rows[i], .rows = row };
-        for (int k = 0; k < n_todo; k++, row++)
-            *row = (StepRow){ .token = s->todo.ids[s->at + k], .want = s->at + k + 1 == (int)s->todo.n };
-        for (int k = 0; k < n_drafts; k++, row++) *row = (StepRow){ .token = s->drafts.ids[k], .want = true };
         s->turn.steps += !s->prompting;
         s->turn.read += s->prompting ? 0 : bytes_per_token(m, m->len[s->seq]);
-        ahead = ahead && !n_drafts;
     }
     m->stop = n == 1 ? &sessions[0]->cancelled : NULL;
     if (!runs_already && step(m, segs, n) < 0) {
@@ -2779,33 +3165,24 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
     }
     m->stop = NULL;
     const int64_t step_number = m->steps;
-    ahead = ahead && m->n_kept == n;
-    for (int i = 0; i < n; i++) ahead = ahead && may_go_ahead(sessions[i]);
-    choose_tokens(sessions, n, n_rows, tokens, ahead);
-    if (ahead) {
-        const int mark = op->mark();
-        for (int i = 0; i < n; i++) {
-            m->chunk[i] = (StepRow){ .token = FED, .want = true };
-            segs[i].rows = &m->chunk[i];
-            segs[i].n = 1;
-        }
-        step(m, segs, n);
-        op->wait_for(mark);
-    }
-    for (int i = 0, k = 0; i < n; i++) {
+    const int n_step = m->n_rows;
+    const bool ahead = conclude(sessions, segs, n, drafted, start), plain = n == 1 && n_step == 1 && !sessions[0]->guesser.depth;
+    const double now = seconds();
+    if (plain) times_learn(&m->pace.step, 1, now - (runs_already ? sessions[0]->returned : start));
+    for (int i = 0, row = 0; i < n; i++) {
         Session *s = sessions[i];
-        const int n_todo = n_rows[i] - (int)s->drafts.n;
-        if (s->drafts.n) s->turn.drafts.verify_seconds += seconds() - start;
-        for (int r = 0; r < n_todo; r++) push_id(s, &s->held, s->todo.ids[s->at++]);
-        s->turn.n_run += s->prompting && !s->turn.shifts ? n_todo : 0;
+        const int n_rows = 1 + s->guesser.drafts.n;
+        if (n_rows > 1) s->turn.drafts.verify_seconds += m->verdict.verified - start;
+        if (s->guesser.depth) s->turn.drafts.draft_seconds += m->verdict.drafted - m->verdict.verified;
+        for (int r = 0; r < n_todo[i]; r++) push_id(s, &s->held, s->todo.ids[s->at++]);
+        s->turn.n_run += s->prompting && !s->turn.shifts ? n_todo[i] : 0;
         s->fed = ahead;
+        s->returned = now;
         if (marks[i] == m->len[s->seq]) session_save(s);
         if (s->at == (int)s->todo.n) {
-            const int n_chosen = 1 + (int)s->drafts.n;
-            s->row = k;
             s->step = step_number;
-            take_tokens(s, tokens + k, events[i]);
-            k += n_chosen;
+            take_tokens(s, i, row, events[i]);
+            row += n_rows;
         } else {
             *events[i] = (Event){ .kind = EVENT_PROMPT, .done = s->at, .total = (int)s->todo.n };
         }
@@ -2823,13 +3200,13 @@ static void sessions_next(Session *const *sessions, int n, Event *events) {
         Session *s = sessions[i];
         Event *e = &events[i];
         if (is_settled(s, e)) continue;
-        draft(s);
-        const int more = next_rows(s) + (int)s->drafts.n;
+        draft(s, rows);
+        const int more = next_rows(s) + s->guesser.drafts.n;
         if (more > STEP_ROWS) {
             run_sessions(&s, &e, 1);
             continue;
         }
-        const int wants = 1 + (int)s->drafts.n;
+        const int wants = 1 + s->guesser.drafts.n;
         if (n_some && (rows + more > STEP_ROWS || wanted + wants > s->m->options.n_logits)) {
             run_sessions(some, theirs, n_some);
             n_some = rows = wanted = 0;
@@ -2863,7 +3240,7 @@ static bool session_logits(Session *s, float *logits) {
     return true;
 }
 
-// ==== [9] Text and verbs: logits, tokenize, detokenize, plan =========================================================
+// ==== [10] Text and verbs: logits, tokenize, detokenize, plan =========================================================
 
 static TokStr tok_str(GgufStr s) { return (TokStr){ s.s, s.n }; }
 
@@ -3243,13 +3620,15 @@ static void show_calls(const TokReply *r) {
 static void print_drafts(const Turn *t) {
     const DraftCount *d = &t->drafts;
     fprintf(stderr, "# drafts: %d in %d of %d steps", d->drafted, d->n_passes, t->steps);
+    for (int k = 0; k < SPEC_KINDS; k++)
+        if (d->by[k]) fprintf(stderr, ", %s in %d", spec_names[k], d->by[k]);
     if (!t->loop) {
-        fprintf(stderr, ", %d right, %.2f tokens a step; right by depth, if all before were:", d->accepted,
+        fprintf(stderr, "; %d right, %.2f tokens a step; right by depth, if all before were:", d->accepted,
                 (double)(t->made - (t->steps == 0)) / max_int(t->steps, 1));
         for (int i = 0; i < DRAFT_DEPTHS && d->tried[i]; i++) fprintf(stderr, " %.0f", 100.0 * d->right[i] / d->tried[i]);
         fprintf(stderr, " %%");
     }
-    fprintf(stderr, "; %.3f ms to draft, %.3f ms to verify a step\n", 1e3 * d->draft_seconds / max_int(t->steps, 1),
+    fprintf(stderr, "; %.3f ms to draft, %.3f ms to verify, for each of these steps\n", 1e3 * d->draft_seconds / d->n_passes,
             1e3 * d->verify_seconds / d->n_passes);
 }
 
@@ -3258,8 +3637,8 @@ static void print_turn(const Turn *t) {
     fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s", t->n_run, t->prompt_seconds, t->n_run / t->prompt_seconds);
     if (t->n_run < t->n_prompt) fprintf(stderr, "; %d were in the cache", t->n_prompt - t->n_run);
     if (t->steps)
-        fprintf(stderr, "\n# decode: %d steps in %.3f s, %.1f tok/s, %.2f GB/s", t->steps, t->decode_seconds,
-                t->steps / t->decode_seconds, t->read / t->decode_seconds * 1e-9);
+        fprintf(stderr, "\n# decode: %d tokens in %d steps, %.3f s, %.1f tok/s, %.2f GB/s", t->made - 1, t->steps, t->decode_seconds,
+                (t->made - 1) / t->decode_seconds, t->read / t->decode_seconds * 1e-9);
     fprintf(stderr, "\n# %d tokens generated, stopped: %s", t->made, t->why);
     if (t->hash) fprintf(stderr, "; last logits %016" PRIx64, t->hash);
     fprintf(stderr, "\n");
@@ -3323,7 +3702,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 #include "parts/store.h"
 #include "parts/server.h"
 
-// ==== [10] Command line ===============================================================================================
+// ==== [11] Command line ===============================================================================================
 // gemma4 MODEL [flags] generates; gemma4 VERB MODEL [flags] does something else. One table describes every flag: its
 // spelling, what it takes, where the value goes, and the line that --help prints.
 
@@ -3332,7 +3711,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 
 typedef enum {
     GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
-    SERVE = 256, PPL = 512, ANSWERS = GENERATE | SERVE, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL,
+    SERVE = 256, PPL = 512, ANSWERS = GENERATE | SERVE, DRAFTS = ANSWERS | PLAN | BENCH, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL,
     ANY = 1023
 } Verb;
 
@@ -3345,7 +3724,7 @@ static const struct { const char *name; Verb verb; } verbs[] = {
 typedef struct {
     Verb verb;
     const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout, *against;
-    const char *k_type, *v_type, *ring_type, *history, *session, *spec;
+    const char *k_type, *v_type, *ring_type, *history, *session, *drafter, *spec, *force;
     const char *target, *type;                  // quantize: OUT, TYPE
     const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
     const char *fill;
@@ -3354,9 +3733,10 @@ typedef struct {
     const char *kld_base, *kld;                 // ppl
     double n_runs, stride, n_chunks;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
-    double think_budget, memory, tail, draft_max;
+    double think_budget, memory, tail, draft_max, draft_min_p, tree;
     TextList biases, stops;
-    bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, log_text, help, version;
+    bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, lazy_draft, log_text;
+    bool help, version;
 } Flags;
 
 typedef enum { FLAG_TEXT, FLAG_LIST, FLAG_INT, FLAG_REAL, FLAG_ON } FlagKind;      // a list: the flag may come again
@@ -3425,11 +3805,21 @@ static const Flag flags[] = {
       "stop before this text, which is not printed; again for more; default: none" },
     { "--ignore-eos", NULL, NULL, FLAG_ON, GENERATE, FIELD(ignore_eos), 0, 0,
       "go on after the end of the turn; default: off" },
+    { "-md", "--model-draft --spec-draft-model", "FILE", FLAG_TEXT, DRAFTS, FIELD(drafter), 0, 0,
+      "a drafter made for the model, an MTP assistant: it guesses tokens, and several are checked in one step, which changes no "
+      "text; default: none" },
     { "--spec", "--spec-type", "KIND", FLAG_TEXT, ANSWERS, FIELD(spec), 0, 0,
-      "guess tokens and check several in one step, which changes no text: off (default); ngram: from where the text's last tokens "
-      "have been before; ngram-mod: from a table of what followed 12 tokens in any text so far" },
-    { "--draft-max", "--draft --draft-n --spec-draft-n-max", "N", FLAG_INT, ANSWERS, FIELD(draft_max), 1, DRAFT_MAX,
-      "most tokens that are guessed at a time; default 16" },
+      "who guesses: off; mtp or dflash: the drafter, always as far as --draft-max; ngram: the text itself, where its last tokens have "
+      "been before; ngram-mod: a table of what followed 12 tokens in any text so far; auto: drafter and ngram, as far as it makes "
+      "answers faster; default: auto with -md, else off" },
+    { "--draft-max", "--draft --draft-n --spec-draft-n-max", "N", FLAG_INT, DRAFTS | BENCH, FIELD(draft_max), 1, DRAFT_MAX,
+      "most tokens that are guessed at a time; default: 16 for ngram, 4 for mtp, the block for dflash" },
+    { "--draft-min-p", "--draft-p-min --spec-draft-p-min", "P", FLAG_REAL, ANSWERS, FIELD(draft_min_p), 0, 1,
+      "a drafter's guess that it holds for less likely ends its guesses; default 0" },
+    { "--tree", "--spec-tree", "N", FLAG_INT, ANSWERS, FIELD(tree), 1, DRAFT_MAX,
+      "guesses of a drafter are a tree of up to N tokens, the likeliest; default: a chain" },
+    { "--lazy-draft", NULL, NULL, FLAG_ON, DRAFTS, FIELD(lazy_draft), 0, 0,
+      "read the drafter's weights when it guesses first; its memory is set aside at start all the same; default: off" },
     { "-c", "--ctx-size", "N", FLAG_INT, PLANS, FIELD(n_ctx), 0, MAX_CONTEXT,
       "tokens of context; 0: what memory has room for, up to the trained length; default: the trained length, 8192 at most; "
       "ppl: ids of a chunk, 512" },
@@ -3480,6 +3870,9 @@ static const Flag flags[] = {
       "bench: steps of N rows, 1 to 64, as drafts are verified, again and again at the same depth; default 0: none" },
     { "-d", "--n-depth", "N,..", FLAG_TEXT, BENCH, FIELD(depths), 0, 0,
       "bench: tokens that are in the context already; default 0" },
+    { "--spec-force", NULL, "P,..", FLAG_TEXT, BENCH, FIELD(force), 0, 0,
+      "bench: with -md, generation takes the drafter's guesses for right by chance, P of 1 at each depth, the last P beyond, to "
+      "measure what drafting costs; default: no drafting" },
     { "--fill", NULL, "HOW", FLAG_TEXT, BENCH, FIELD(fill), 0, 0,
       "bench: how they got there: prompt (default): they are run; random: cache rows are random numbers, which is quick" },
     { "-r", "--repetitions", "N", FLAG_INT, BENCH, FIELD(n_runs), 1, 1000, "bench: runs of each test; default 5" },
@@ -3512,7 +3905,7 @@ static const Flag flags[] = {
 };
 
 static const struct { const char *first, *title; } groups[] = {   // of flags, in their order, each with its first one
-    { "-m", "model" }, { "-p", "prompt" }, { "-n", "sampling" }, { "-c", "context" }, { "--show-thoughts", "output" },
+    { "-m", "model" }, { "-p", "prompt" }, { "-n", "sampling" }, { "-md", "drafting" }, { "-c", "context" }, { "--show-thoughts", "output" },
     { "--ids", "other verbs" }, { "-p", "bench" },
     { "--host", "serve" }, { "-h", "help" }
 };
@@ -3699,6 +4092,26 @@ static IntList parse_list(const char *flag, const char *text, int otherwise) {
     return list;
 }
 
+// --spec-force: shares by depth, of as many guesses as --draft-max says, else as there are shares.
+static Forced parse_forced(const Flags *f) {
+    Forced forced = { .depth = 0 };
+    int n = 0;
+    if (!f->force) return forced;
+    if (!f->drafter) die("--spec-force: expected a drafter; try -md FILE");
+    for (const char *at = f->force; ; at++) {
+        char *end;
+        const float share = strtof(at, &end);
+        if (end == at || !(share >= 0 && share <= 1) || n == DRAFT_MAX || (*end && *end != ','))
+            die("--spec-force: expected numbers from 0 to 1 with commas between, got '%s'", f->force);
+        forced.share[n++] = share;
+        if (!*end) break;
+        at = end;
+    }
+    forced.depth = f->draft_max ? (int)f->draft_max : n;
+    for (; n < forced.depth; n++) forced.share[n] = forced.share[n - 1];
+    return forced;
+}
+
 static KvType parse_kv_type(const char *flag, const char *name, KvType otherwise) {
     if (!name) return otherwise;
     for (size_t i = 0; i < sizeof kv_names / sizeof *kv_names; i++)
@@ -3871,13 +4284,34 @@ static void answer_once(Chat *c, const TokIds *raw) {
     if (c->session && !keep_session(c)) die("%s", c->err);
 }
 
-// --spec and what belongs to it.
-static Drafting drafting_of(const Flags *f) {
-    Drafting d = { SPEC_OFF, (int)f->draft_max };
-    const int n_kinds = sizeof spec_names / sizeof *spec_names;
-    while (f->spec && (int)d.kind < n_kinds && strcmp(f->spec, spec_names[d.kind])) d.kind++;
-    if ((int)d.kind == n_kinds) die("--spec: expected off, ngram or ngram-mod, got '%s'", f->spec);
+// What the plan needs to know of a drafter.
+static void plan_drafting(const Flags *f, PlanOptions *o, int width) {
+    o->drafter = f->drafter;
+    o->draft_width = width;
+    o->draft_depth = (int)f->draft_max;
+    o->lazy_draft = f->lazy_draft;
+}
+
+// --spec and what belongs to it, and what the plan needs to know of it.
+static Drafting drafting_of(const Flags *f, const Ops *ops, PlanOptions *o) {
+    Drafting d = { .kind = f->drafter ? SPEC_AUTO : SPEC_OFF, .tree = (int)f->tree, .least = (float)f->draft_min_p };
+    if (f->spec) for (d.kind = SPEC_OFF; d.kind < SPEC_KINDS && strcmp(f->spec, spec_names[d.kind]); ) d.kind++;
+    if (d.kind == SPEC_KINDS) die("--spec: expected off, mtp, dflash, ngram, ngram-mod or auto, got '%s'", f->spec);
+    if ((d.kind == SPEC_MTP || d.kind == SPEC_DFLASH) && !f->drafter)
+        die("--spec %s: expected a drafter's file; try -md FILE, or --spec ngram, which needs none", f->spec);
+    if (d.tree && !(f->drafter && uses_drafter(&d))) die("--tree: expected a drafter, of whose guesses a tree is made; try -md FILE");
+    if (d.kind != SPEC_OFF && !ops->verify_walk) die("--spec: the %s backend cannot verify guesses", ops->name);
+    d.most = f->draft_max ? (int)f->draft_max : d.kind == SPEC_MTP ? 4 : d.kind == SPEC_OFF ? 0 : 16;
+    if (uses_drafter(&d)) plan_drafting(f, o, d.tree ? DRAFT_WIDTH : 1);
+    o->n_logits = max_int(o->n_logits, min_int(STEP_ROWS, o->n_seqs * (1 + max_int(d.most, d.tree))));
     return d;
+}
+
+// The drafter that was asked for is the one in the file.
+static void check_drafting(const Model *m, const Drafting *d) {
+    if ((d->kind == SPEC_MTP || d->kind == SPEC_DFLASH) && drafter_of(m) != d->kind)
+        die("--spec %s: %s: expected such a drafter, got one for --spec %s", spec_names[d->kind], m->drafter.gguf.path,
+            spec_names[drafter_of(m)]);
 }
 
 static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
@@ -3889,12 +4323,13 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     char *tools = f->tools ? read_file(f->tools, &n_tools, "--tools") : NULL;
     o.penalties = f->repeat != 1 || f->presence != 0 || f->frequency != 0;
     o.bias = f->biases.n > 0;
-    if (drafting_of(f).kind != SPEC_OFF) o.n_logits = 1 + drafting_of(f).most;
+    const Drafting drafting = drafting_of(f, ops, &o);
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     TokIds ids = { 0 };
     GgufJson id;
     load_model(m, f->model, ops, o, f->dump);
+    check_drafting(m, &drafting);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
     if (f->think_budget >= 0 && tok.channel_close < 0) die("--think-budget: %s: has no token <channel|>", m->gguf.path);
@@ -3903,7 +4338,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     c.options = (AnswerOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .stops = f->stops,
                                  .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget, .shift = f->shift };
     c.options.sampling = sampling_params(f, &m->gguf);
-    c.options.drafting = drafting_of(f);
+    c.options.drafting = drafting;
     session_open(&c.s, m, &tok, 0);
     if (f->session && !resume(&c, !isnan(f->seed))) die("--session: %s", c.err);
     if (f->raw) {
@@ -3997,13 +4432,13 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
     if (s.api_key && !*s.api_key) die("%s: expected a key, got an empty one", key ? "--api-key-file" : "--api-key");
     if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
         die("--template: expected large or small, got '%s'", f->chat_template);
-    s.drafting = drafting_of(f);
     o.n_seqs = (int)f->parallel;
-    o.n_logits = s.drafting.kind == SPEC_OFF ? o.n_seqs : min_int(STEP_ROWS, o.n_seqs * (1 + s.drafting.most));
+    s.drafting = drafting_of(f, ops, &o);
     o.penalties = o.bias = true;
     if (o.n_seqs > 1) o.n_batch = SMALL_BATCH;         // nobody waits for the next token longer than for one chunk
     if (f->chunk) o.n_batch = (int)f->chunk;
     load_model(m, f->model, ops, o, NULL);
+    check_drafting(m, &s.drafting);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
     s.sampling = sampling_params(f, &m->gguf);
@@ -4020,7 +4455,7 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
 int main(int argc, char **argv) {
     Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
                 .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5, .port = 8080, .parallel = 1, .queue = 64,
-                .timeout = 3600, .max_body = 16, .cache_ram = -1, .session_disk = 65536, .draft_max = 16 };
+                .timeout = 3600, .max_body = 16, .cache_ram = -1, .session_disk = 65536 };
     parse_flags(&f, argc, argv);
     if (f.help) {
         print_help();
@@ -4086,6 +4521,8 @@ int main(int argc, char **argv) {
         die("--against: expected cpu or reference, got '%s'", f.against);
     if (f.verb == CHECK)
         return verb_check(f.model, ops, f.against && !strcmp(f.against, "reference") ? reference_ops() : cpu_ops(), o);
+    if (f.verb & (PLAN | BENCH) && f.drafter) plan_drafting(&f, &o, 1);
+    if (f.verb == BENCH && f.force) o.draft_depth = parse_forced(&f).depth;
     if (f.verb == PLAN) {
         verb_plan(f.model, ops, o);
         return 0;
@@ -4095,6 +4532,7 @@ int main(int argc, char **argv) {
         BenchOptions b = { .prompts = parse_list("-p", f.prompts, 512), .generated = parse_list("-n", f.generated, 128),
                            .rows = parse_list("--rows", f.rows, 0), .depths = parse_list("-d", f.depths, 0),
                            .n_runs = (int)f.n_runs };
+        b.forced = parse_forced(&f);
         if (f.fill && strcmp(f.fill, "prompt") && strcmp(f.fill, "random"))
             die("--fill: expected prompt or random, got '%s'", f.fill);
         b.random_fill = f.fill && !strcmp(f.fill, "random");
@@ -4111,7 +4549,7 @@ int main(int argc, char **argv) {
 }
 #endif
 
-// ==== [11] CPU operations ============================================================================================
+// ==== [12] CPU operations ============================================================================================
 
 // Threads. A job is cut into pieces, which the caller and a pool of threads claim one by one: a thread that another program
 // keeps from its core is late for its own piece only, and one that has not woken up delays nobody. Threads without work look
@@ -4292,13 +4730,12 @@ static void read_pieces(const void *task, int begin, int end) {
     }
 }
 
-// Reads the model's data from one end to the other, with all threads and under a progress bar: for the pages, which the
+// Reads a file's data from one end to the other, with all threads and under a progress bar: for the pages, which the
 // first prompt would otherwise wait for one by one, or, with check, for what stands in them (every tensor of the file).
 // Left out without check: what nobody reads or what rows are only taken from; and all when it is more than memory can hold
 // or the backend keeps weights of its own. Takes next to no time when the pages are in memory already.
-static void read_weights(Model *m, bool check) {
+static void read_file_weights(const Model *m, const Gguf *g, const Binder *b, const char *name, bool check) {
     enum { PIECE = 4 << 20 };                          // bytes
-    const Gguf *g = &m->gguf;
     const Weights *w = &m->weights;
     size_t total = 0, done = 0, bad_block = 0;
     int n_pieces = 0, bad_piece = INT_MAX;
@@ -4307,7 +4744,7 @@ static void read_weights(Model *m, bool check) {
     for (size_t i = 0; i < g->n_tensors; i++) {
         const GgufTensor *t = &g->tensors[i];
         const bool table = t->data == w->per_layer_token_embd.data || (w->output.data && t->data == w->token_embd.data);
-        if (!check && (m->binder.seen[i] != BOUND || table)) continue;
+        if (!check && (b->seen[i] != BOUND || table)) continue;
         const size_t bytes = (size_t)gguf_block_bytes(t->type), n = (size_t)t->size / bytes, most = PIECE / bytes;
         for (size_t at = 0; at < n; at += most)
             pieces[n_pieces++] = (Piece){ t, at, n - at < most ? n - at : most };
@@ -4322,7 +4759,7 @@ static void read_weights(Model *m, bool check) {
 
     const double start = seconds();
     char what[64];
-    snprintf(what, sizeof what, "%s%.40s", check ? "checking " : "", model_name(m));
+    snprintf(what, sizeof what, "%s%.40s", check ? "checking " : "", name);
     if (n_pieces) progress(what, 0, total, "B");
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     const ReadJob job = { .pieces = pieces, .n = n_pieces, .check = check, .what = what, .total = total, .done = &done,
@@ -4340,6 +4777,12 @@ static void read_weights(Model *m, bool check) {
         fprintf(stderr, "# checked %zu tensors, %s at %s/s: all numbers are finite\n", g->n_tensors,
                 amount(size[0], (double)total, "B"), amount(size[1], (double)total / (seconds() - start + 1e-9), "B"));
     free(pieces);
+}
+
+static void read_weights(Model *m, bool check) {
+    const Drafter *d = &m->drafter;
+    read_file_weights(m, &m->gguf, &m->binder, model_name(m), check);
+    if (d->kind != DRAFTER_NONE) read_file_weights(m, &d->gguf, &d->binder, "the drafter", check);
 }
 
 typedef struct { uint64_t key, weight; } Candidate;    // a token among others: the higher key, the better (candidate_key)
@@ -5471,6 +5914,52 @@ static void cpu_head(const Head *o) {
     }
 }
 
+typedef struct {
+    const HeadCentroid *o;
+    Rows y;
+    int  r;                   // row whose candidates it is about
+} CentroidJob;
+
+static void centroid_columns(const void *task, int first, int end) {
+    const CentroidJob *job = task;
+    const HeadCentroid *o = job->o;
+    dots(o->centroids, 0, first, end - first, &job->y, 0, o->n_rows, o->scores + first, o->centroids->rows);
+}
+
+static void candidate_columns(const void *task, int first, int end) {   // the weight of a candidate is its token
+    const CentroidJob *job = task;
+    float *logits = job->o->logits + (size_t)job->r * job->o->n_used * (job->o->w->rows / job->o->centroids->rows);
+    for (int i = first; i < end; i++) dots(job->o->w, 0, (int)cpu.candidates[i].weight, 1, &job->y, job->r, 1, logits + i, 1);
+}
+
+static void cpu_head_centroid(const HeadCentroid *o) {
+    const int n_centroids = o->centroids->rows, per = o->w->rows / n_centroids, n = o->n_used * per, cols = o->w->cols;
+    CentroidJob job = { o, prepare(&o->in, o->n_rows, cols, is_quantised(o->w->type) || is_quantised(o->centroids->type)), 0 };
+    Candidate *c = cpu.candidates;
+    if (o->hidden) memcpy(o->hidden, job.y.a.f, (size_t)o->n_rows * cols * sizeof(float));
+    parallel(n_centroids, share(n_centroids, 16), centroid_columns, &job);
+    for (; job.r < o->n_rows; job.r++) {
+        const float *logits = o->logits + (size_t)job.r * n;
+        const size_t at = (size_t)job.r * o->top_k;
+        best_of_row(c, o->scores + (size_t)job.r * n_centroids, n_centroids, o->n_used);
+        for (int k = o->n_used - 1; k >= 0; k--) {     // their tokens in their place, which those before have not taken yet
+            const int32_t *ids = o->order + (size_t)candidate_id(c[k]) * per;
+            for (int i = per - 1; i >= 0; i--) c[k * per + i].weight = (uint64_t)ids[i];
+        }
+        parallel(n, share(n, 16), candidate_columns, &job);
+        Best best = { .c = c, .k = o->top_k };         // holds fewer than came by
+        for (int i = 0; i < n; i++)
+            best_add(&best, candidate_key(isnan(logits[i]) ? -INFINITY : logits[i], (int32_t)c[i].weight));
+        best_cut(&best);
+        qsort(c, o->top_k, sizeof *c, compare_candidates);
+        for (int i = 0; i < o->top_k; i++) {
+            o->top_ids[at + i] = candidate_id(c[i]);
+            o->top_logits[at + i] = candidate_logit(c[i]);
+        }
+        if (o->logsumexp) o->logsumexp[job.r] = (float)logsumexp(logits, n);
+    }
+}
+
 static void cpu_logprob(const Logprob *o) {
     for (int r = 0; r < o->n_rows; r++) {
         const float *logits = o->logits + (size_t)r * o->vocab;
@@ -5590,7 +6079,7 @@ const Ops *cpu_ops(void) {
         .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store, .attend = cpu_attend,
         .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob, .sample = cpu_sample,
-        .verify_walk = cpu_verify_walk
+        .verify_walk = cpu_verify_walk, .head_centroid = cpu_head_centroid
     };
     return &ops;
 }

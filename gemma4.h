@@ -394,8 +394,8 @@ typedef struct {                     // how far each segment's tokens are those 
     int32_t       *next;             // (n_segs) what was chosen there; 0 without kept rows
 } VerifyWalk;
 
-typedef struct {                     // head of an MTP drafter whose tokens are sorted by centroid: with y as in Head,
-                                     // c = centroids y; of the n_used largest (the lower number where they are equal) the
+typedef struct {                     // head of an MTP drafter whose tokens are sorted by centroid, 1 to STEP_ROWS rows. With y as in
+                                     // Head, c = centroids y; of the n_used largest (the lower number where they are equal) the
                                      // tokens order[k * per + i], per = vocab / n_centroids, have the logits w y; others none
     int            n_rows;
     In             in;               // w_pre = output_norm; no Act
@@ -407,8 +407,8 @@ typedef struct {                     // head of an MTP drafter whose tokens are 
     float         *logits;           // (n_rows, n_used * per) room to work in
     int            top_k;            // 1 .. n_used * per
     int32_t       *top_ids;          // (n_rows, top_k) as in Head
-    float         *top_logits;       // (n_rows, top_k)
-    float         *logsumexp;        // (n_rows) over the tokens that have logits
+    float         *top_logits;       // (n_rows, top_k) -Inf for a NaN
+    float         *logsumexp;        // (n_rows) over the tokens that have logits, or NULL
 } HeadCentroid;
 
 // z of a token that was seen count times. In f64, where both products are exact: a fused multiply-add changes nothing.

@@ -6603,6 +6603,7 @@ typedef struct {              // the tokens of one row
     const u64 *strip;         // of Spread; read by the last block alone
     int vocab, n_strips;
     bool head;                // a NaN counts as -Inf, nothing is out
+    const int32_t *ids;       // of the tokens; NULL: their numbers
 } TokenRow;
 
 typedef struct {              // four tokens
@@ -6625,7 +6626,7 @@ __device__ static inline Four four_tokens(const TokenRow &t, int i) {
 
 __device__ static inline u64 key_of(const TokenRow &t, float z, bool in, int id) {
     if (t.head && z != z) z = -INFINITY;
-    return in && (t.head || z > -INFINITY) ? token_key(z, id) : 0;
+    return in && (t.head || z > -INFINITY) ? token_key(z, t.ids ? t.ids[id] : id) : 0;
 }
 
 // ---- helpers of a block ----
@@ -6992,7 +6993,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Bat
     const bool changed = o.bias || o.counts;
     float *z = changed ? s.z + (size_t)r * s.stride : NULL;
     const TokenRow given = { o.logits + (size_t)r * o.vocab, o.mask ? o.mask + r * (((size_t)o.vocab + 31) / 32) : NULL,
-                             s.strip + (size_t)r * s.n_strips, o.vocab, s.n_strips, false };
+                             s.strip + (size_t)r * s.n_strips, o.vocab, s.n_strips, false, NULL };
     Four next[2];                                      // under way while row, segment and parameters are looked up
     for (int h = 0; h < 2; h++)
         next[h] = four_tokens(given, (first_strip + warp + h * SAMPLE_WARPS) * STRIP + 4 * lane);
@@ -7153,6 +7154,7 @@ typedef struct {
     float   *top;             // (n_rows, k)
     float   *sum;             // (n_rows) logsumexp, or with tokens the log-probability of one; NULL: none
     const int32_t *tokens;    // (n_rows) or NULL
+    const int32_t *names;     // (n_rows, vocab) whose logits they are; NULL: those of 0, 1, 2 ..
 } Summary;
 
 // summary: of rows of logits, what Head and Logprob ask for.
@@ -7161,15 +7163,15 @@ typedef struct {
 //             finishes it
 //   traffic   reads the logits once, and k and few more strips of them
 //   numerics  exp in f32 of the distance to the best of a strip, sums in f64 in an order that depends on vocab alone
-//   see       cpu_head, cpu_logprob, logsumexp()
+//   see       cpu_head, cpu_head_centroid, cpu_logprob, logsumexp()
 __global__ void __launch_bounds__(SAMPLE_THREADS, 1) summary_kernel(Summary o, Spread s) {
     take_turn();
     __shared__ double part[SAMPLE_WARPS];
     __shared__ TokenRow shared_row;
     const int r = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first_strip = blockIdx.x * s.per_block, end = min(first_strip + s.per_block, s.n_strips);
-    const TokenRow t =
-        { o.logits + (size_t)r * o.vocab, NULL, s.strip + (size_t)r * s.n_strips, o.vocab, s.n_strips, true };
+    const TokenRow t = { o.logits + (size_t)r * o.vocab, NULL, s.strip + (size_t)r * s.n_strips, o.vocab, s.n_strips, true,
+                         o.names ? o.names + (size_t)r * o.vocab : NULL };
     double *sums = s.sum + (size_t)r * s.n_strips;
     for (int first = first_strip; first < end; first += ROUND) {
         Four v[2];
@@ -7201,7 +7203,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) summary_kernel(Summary o, S
         const u64 *list = key_list();
         for (int i = threadIdx.x; i < o.k; i += SAMPLE_THREADS) {
             o.ids[(size_t)r * o.k + i] = key_id(list[i]);
-            o.top[(size_t)r * o.k + i] = t.z[key_id(list[i])];         // a NaN stays one
+            o.top[(size_t)r * o.k + i] = o.names ? key_logit(list[i]) : t.z[key_id(list[i])];      // there a NaN stays one
         }
     }
     if (!o.sum) return;
@@ -7236,6 +7238,7 @@ static void launch_summary(const Summary *o, int n_rows, const char *what) {
         if (o->k) part.ids += (size_t)r * o->k, part.top += (size_t)r * o->k;
         if (o->sum) part.sum += r;
         if (o->tokens) part.tokens += r;
+        if (o->names) part.names += (size_t)r * o->vocab;
         launch(WRITES_ACTIVATIONS, summary_kernel, grid, SAMPLE_THREADS, SAMPLE_SHARED, part, spread);
         CHECK_LAUNCH("%s n_rows=%d vocab=%d", what, n, o->vocab);
     }
@@ -7278,6 +7281,97 @@ static void cuda_head(const Head *o) {
                             .sum = o->logsumexp ? o->logsumexp + r : NULL };
         launch_summary(&s, n, "head");
     }
+}
+
+// ---- the tokens of the best centroids ----
+
+typedef struct {
+    DType    type;
+    Planes   w;               // (vocab, cols)
+    int      quads;           // as in Job
+    Input    input;           // (n_rows, cols)
+    const int32_t *order, *chosen;     // (vocab); (n_rows, n_used)
+    int      n_used;
+    Divisor  by_per;          // tokens of a centroid
+    int32_t *names;           // (n_rows, n_used * per) the candidates
+    Result   to;              // their logits
+} Candidates;
+
+// candidates: logits of the tokens of the chosen centroids, wherever their rows lie.
+//   shapes    as in HeadCentroid
+//   launch    grid (ceil(n_used * per / 4 / warps), n_rows), block 512, dynamic shared memory: the row. A warp has a unit
+//             of four candidates, of floats one after the other
+//   traffic   reads the rows of the candidates once for each row of the step
+//   numerics  as product_kernel
+//   see       cpu_head_centroid
+__global__ void __launch_bounds__(ROW_THREADS, 1) candidates_kernel(const __grid_constant__ Candidates o) {
+    take_turn();
+    __shared__ float sums[PRODUCT_WARPS][UNIT];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = blockIdx.y, n = o.to.rows;
+    const int first = UNIT * (blockIdx.x * PRODUCT_WARPS + warp), own = min(first + lane / 8, n - 1);
+    const int nth = quotient(own, o.by_per), per = (int)o.by_per.by;
+    const int token = o.order[o.chosen[r * o.n_used + nth] * per + own - nth * per];
+    const bool floats = is_float(o.type);
+    copy_input(o.input, r, 1);
+    __syncthreads();                                   // the row is there
+    if (first >= n) return;
+#pragma unroll 1
+    for (int k = 0; k < (floats ? UNIT : 1); k++)
+        multiply<1>(o.type, &o.w, floats ? __shfl_sync(~0u, token, 8 * k) : token, 1, o.input.cols, o.quads,
+                    floats ? o.input.f_at : o.input.q_at, 0, 1, sums[warp] + k);
+    __syncwarp();                                      // sums are there
+    const int name = __shfl_sync(~0u, token, lane % UNIT * 8);
+    if (lane >= UNIT || first + lane >= n) return;
+    o.names[(size_t)r * n + first + lane] = name;
+    store_product(o.to, r, first + lane, sums[warp][lane]);
+}
+
+// y: the input in global memory.   chosen (n_rows, n_used), names (n_rows, n_used * per)
+static void launch_candidates(const HeadCentroid *o, Prepared y, const int32_t *chosen, int32_t *names, int per) {
+    const Tensor *w = o->w;
+    Candidates c = { };
+    c.type = w->type, c.w = planes_of(w);
+    c.quads = ((size_t)c.w.lo | plane_bytes(format_of(w->type), 0, w->cols)) % 16 == 0;
+    c.input.from = y, c.input.cols = w->cols, c.input.rows_each = 1, c.input.by_chunks = divisor(max_int(1, w->cols / 16));
+    if (is_float(w->type)) c.input.f_row = (int)round_up(w->cols, 8) * (int)sizeof(float);
+    else c.input.q_row = div_up(w->cols, 256) * OCTET_BYTES;
+    c.order = o->order, c.chosen = chosen, c.n_used = o->n_used, c.by_per = divisor(per);
+    c.names = names;
+    c.to.rows = o->n_used * per, c.to.out = o->logits, c.to.factor = w->scale;
+    launch(WRITES_ACTIVATIONS, candidates_kernel, dim3(div_up(c.to.rows, UNIT * PRODUCT_WARPS), o->n_rows), ROW_THREADS,
+           c.input.f_row + c.input.q_row, c);
+    CHECK_LAUNCH("head_centroid n_rows=%d candidates=%d cols=%d", o->n_rows, c.to.rows, w->cols);
+}
+
+// head_centroid: scores of the centroids, the best of them, logits of their tokens, the best of these. What is chosen and
+// whose tokens they are lies in cuda.panel.
+static void cuda_head_centroid(const HeadCentroid *o) {
+    const Tensor *w = o->w, *centroids = o->centroids;
+    const int n_rows = o->n_rows, cols = w->cols, per = w->rows / centroids->rows, n = o->n_used * per;
+    const bool f = is_float(w->type) || is_float(centroids->type), q = !is_float(w->type) || !is_float(centroids->type);
+    if (n_rows > STEP_ROWS || w->rows % centroids->rows || (q && cols % 32))
+        cuda_die("head_centroid: %d rows, %d tokens of %d centroids, %d columns are not supported", n_rows, w->rows,
+                 centroids->rows, cols);
+    if (o->n_used > LIST || o->top_k > LIST)
+        cuda_die("head_centroid: expected n_used and top_k up to %d, got %d and %d", LIST, o->n_used, o->top_k);
+    int32_t *chosen = (int32_t *)cuda.panel, *names = chosen + n_rows * o->n_used;
+    float *best = (float *)(names + (size_t)n_rows * n);
+    if ((size_t)n_rows * (2 * o->n_used + n) * sizeof(int32_t) > PANEL_BYTES)
+        cuda_die("head_centroid: %d candidates for %d rows are not supported", n, n_rows);
+    Prepared y = prepared_at(0, cols, f, q, false);
+    if (o->hidden) y.f = o->hidden;
+    launch_prepare(&o->in, NULL, y, (Prepared){ 0 }, n_rows, cols);
+    Jobs jobs = { };
+    Job job = job_of(centroids, y, n_rows);
+    job.out = o->scores;
+    add_job(&jobs, job);
+    launch_jobs(&jobs, "head_centroid", n_rows);
+    const Summary choice = { .logits = o->scores, .vocab = centroids->rows, .k = o->n_used, .ids = chosen, .top = best };
+    launch_summary(&choice, n_rows, "head_centroid");
+    launch_candidates(o, y, chosen, names, per);
+    const Summary result = { .logits = o->logits, .vocab = n, .k = o->top_k, .ids = o->top_ids, .top = o->top_logits,
+                             .sum = o->logsumexp, .names = names };
+    launch_summary(&result, n_rows, "head_centroid");
 }
 
 // ==== [10] Memory, copies, recorded steps, the table =================================================================
@@ -7622,6 +7716,6 @@ const Ops *cuda_ops(void) {
     ops.qkv_store = cuda_qkv_store, ops.attend = cuda_attend, ops.kv_commit = cuda_kv_commit,
         ops.kv_copy = cuda_kv_copy;
     ops.head = cuda_head, ops.logprob = cuda_logprob, ops.sample = cuda_sample;
-    ops.verify_walk = cuda_verify_walk;
+    ops.verify_walk = cuda_verify_walk, ops.head_centroid = cuda_head_centroid;
     return &ops;
 }

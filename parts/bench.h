@@ -9,18 +9,25 @@
 // ppN runs a prompt of N random tokens, tgN generates N tokens one by one; "@ dN" after N tokens in the context that have
 // really been run, or, "(random fill)", whose cache rows are random numbers: as many bytes to read, and no prompt to wait
 // for. vsN takes steps of N rows that all get logits and are never committed, as a verification of drafts does: all at one
-// depth. A warm-up, then repetitions: mean and standard deviation of tokens (rows) per second.
+// depth. Where a drafter's guesses are taken for right by chance, tgN (forced) makes N tokens in steps with drafts: the text means
+// nothing, the time does. A warm-up, then repetitions: mean and standard deviation of tokens (rows) per second.
 
 typedef struct { int n[32], count; } IntList;
 
+typedef struct {              // shares of guesses to be taken for right, by depth, each where all before are
+    float share[DRAFT_MAX];
+    int   depth;              // guesses in a step; 0: none
+} Forced;
+
 typedef struct {
     IntList prompts, generated, rows, depths;          // 0 among the first three: not that test
+    Forced forced;
     int n_runs;
     bool random_fill;
     enum { BENCH_MD, BENCH_CSV, BENCH_JSON } format;
 } BenchOptions;
 
-typedef enum { PROMPT_TEST, GENERATE_TEST, VERIFY_TEST } BenchKind;
+typedef enum { PROMPT_TEST, GENERATE_TEST, VERIFY_TEST, FORCED_TEST } BenchKind;
 enum { VERIFY_STEPS = 32 };   // of a run
 
 typedef struct {
@@ -33,11 +40,39 @@ typedef struct {
     bool     has_joules;      // the device tells what it uses
     size_t   free_before;     // bytes of the device before the model was loaded
     int      n_printed;
+    Forced   forced;
+    double   draft_seconds, verify_seconds;            // of the last run with drafts
+    int      n_passes, n_made;                         // its steps, and the tokens that these made
 } Bench;
 
 static void set_length(Model *m, int seq, int32_t len) {
     m->len[seq] = len;
     m->ops->copy(&(Copy){ m->s.len + seq, &len, sizeof len, COPY_IN });
+}
+
+// Makes n tokens, or a few more, with drafts of which as many are taken for right as chance has it.
+static void bench_forced(Bench *b, int n) {
+    Model *m = b->m;
+    const Verdict *v = &m->verdict;
+    const int depth = b->forced.depth;
+    const int32_t seg = 0;
+    b->draft_seconds = b->verify_seconds = 0;
+    b->n_passes = b->n_made = 0;
+    m->chunk[0] = (StepRow){ .token = b->ids[0], .want = true };
+    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = m->chunk }, 1);
+    verify(m, &seg, 1, depth, &(int32_t){ 1 });
+    for (; b->n_made < n; b->n_passes++) {
+        const double start = seconds();
+        int right = 0;
+        while (right < depth && random_unit(3, b->n_passes * DRAFT_MAX + right) < b->forced.share[right]) right++;
+        for (int r = 1; r <= depth; r++) m->chunk[r] = (StepRow){ .token = max_int(v->ids[(r - 1) * m->options.draft_width], 0), .want = true };
+        m->chunk[0].token = b->ids[b->n_passes % m->options.n_ctx];
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1 + depth, .rows = m->chunk }, 1);
+        verify(m, &seg, 1, depth, &(int32_t){ 1 + right });
+        b->verify_seconds += v->verified - start;
+        b->draft_seconds += v->drafted - v->verified;
+        b->n_made += 1 + right;
+    }
 }
 
 // Runs n random tokens from the end of the session on, as a prompt or one by one, or VERIFY_STEPS times as n drafts; returns
@@ -47,6 +82,10 @@ static double bench_run(Bench *b, int n, BenchKind kind, const char *what) {
     const Ops *op = m->ops;
     const double start = seconds();
     const int from = m->len[0];
+    if (kind == FORCED_TEST) {
+        bench_forced(b, n);
+        return seconds() - start;
+    }
     const int n_steps = kind == GENERATE_TEST ? n : kind == VERIFY_TEST ? VERIFY_STEPS : 0;
     for (int i = 0, before = 0; i < n_steps; i++) {    // as in run_sessions(), a step is issued while one runs
         const int rows = kind == VERIFY_TEST ? n : 1;
@@ -212,11 +251,15 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
     const struct { const char *name; double value; } numbers[] = {
         { "model_size", bytes }, { "model_n_params", params }, { "n_ubatch", m->options.n_batch },
         { "n_threads", count_threads() }, { "n_prompt", r->kind == PROMPT_TEST ? r->n : 0 },
-        { "n_gen", r->kind == GENERATE_TEST ? r->n : 0 }, { "n_depth", b->depth }, { "avg_ts", r->mean },
+        { "n_gen", r->kind == GENERATE_TEST || r->kind == FORCED_TEST ? r->n : 0 }, { "n_depth", b->depth }, { "avg_ts", r->mean },
         { "stddev_ts", r->sd }, { "read_bytes_per_s", r->rate },
         { "bandwidth_bytes_per_s", b->bandwidth }, { "planned_bytes", (double)planned_memory(m) },
         { "resident_bytes", (double)resident_memory() }, { "n_verify", r->kind == VERIFY_TEST ? r->n : 0 },
-        { "launches_per_step", r->per_step }, { "joules_per_token", r->joules }, { "device_bytes", (double)device_memory(b) } };
+        { "launches_per_step", r->per_step }, { "joules_per_token", r->joules }, { "device_bytes", (double)device_memory(b) },
+        { "n_drafted", r->kind == FORCED_TEST ? b->forced.depth : 0 },
+        { "forced_tokens_per_step", r->kind == FORCED_TEST ? (double)b->n_made / b->n_passes : 0 },
+        { "draft_ms", r->kind == FORCED_TEST ? 1e3 * b->draft_seconds / b->n_passes : 0 },
+        { "verify_ms", r->kind == FORCED_TEST ? 1e3 * b->verify_seconds / b->n_passes : 0 } };
     const struct { const char *name, *value; } texts[] = {
         { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", m->ops->name },
         { "type_k", kv_names[m->options.k_type] }, { "type_v", kv_names[m->options.v_type] },
@@ -245,7 +288,7 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
 
 // One test: runs it, prints its line.
 static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
-    static const char *const kinds[] = { "pp", "tg", "vs" };
+    static const char *const kinds[] = { "pp", "tg", "vs", "tg" };
     Model *m = b->m;
     const Ops *op = m->ops;
     double *speed = alloc_or_die(o->n_runs, sizeof *speed);
@@ -254,6 +297,7 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
     const int n_rows = kind == VERIFY_TEST ? VERIFY_STEPS * n : n;
     const int at = snprintf(r.name, sizeof r.name, "%s%d", kinds[kind], n);
     if (b->depth) snprintf(r.name + at, sizeof r.name - (size_t)at, " @ d%d%s", b->depth, r.filled ? " (random fill)" : "");
+    if (kind == FORCED_TEST) strcat(r.name, " (forced)");
     int64_t launches = 0;                              // before the last run, whose steps are all recorded
     for (int i = 0; i < o->n_runs; i++) {
         progress(r.name, i, o->n_runs, "runs");
@@ -262,7 +306,8 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
         op->wait();
         const double before = b->has_joules ? op->joules() : 0;
         if (i + 1 == o->n_runs && op->launches) launches = op->launches();
-        speed[i] = n_rows / bench_run(b, n, kind, NULL);
+        speed[i] = 1 / bench_run(b, n, kind, NULL);
+        speed[i] *= kind == FORCED_TEST ? b->n_made : n_rows;
         if (b->has_joules) r.joules += (op->joules() - before) / ((double)n_rows * o->n_runs);
         r.mean += speed[i] / o->n_runs;
     }
@@ -274,6 +319,9 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
     const bool first = !b->n_printed++;
     if (o->format == BENCH_MD) print_markdown(b, o, &r, first);
     else print_fields(b, o, &r, first);
+    if (o->format == BENCH_MD && kind == FORCED_TEST)
+        fprintf(stderr, "# forced: %d drafted a step, %.2f tokens made; %.3f ms to draft, %.3f ms to verify\n", b->forced.depth,
+                (double)b->n_made / b->n_passes, 1e3 * b->draft_seconds / b->n_passes, 1e3 * b->verify_seconds / b->n_passes);
     flush_output();
     free(speed);
 }
@@ -283,15 +331,16 @@ static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const B
     for (int i = 0; i < b->prompts.count; i++) longest = max_int(longest, b->prompts.n[i]);
     for (int i = 0; i < b->generated.count; i++) longest = max_int(longest, b->generated.n[i]);
     for (int i = 0; i < b->rows.count; i++) widest = max_int(widest, b->rows.n[i]);
+    if (b->forced.depth) widest = max_int(widest, b->forced.depth + 1);
     for (int i = 0; i < b->depths.count; i++) deepest = max_int(deepest, b->depths.n[i]);
     if (widest > STEP_ROWS) die("--rows: expected at most %d rows in a step, got %d", STEP_ROWS, widest);
     if (widest) longest = max_int(longest, widest + VERIFY_STEPS);     // so many ids are drafted
     if (deepest > MAX_CONTEXT - longest)
         die("-d: expected at most %d tokens in all, got %d and %d", MAX_CONTEXT, deepest, longest);
-    o.n_ctx = deepest + longest;
+    o.n_ctx = deepest + longest + (b->forced.depth ? b->forced.depth + 2 : 0);
     o.ctx_from = "-p, -n or -d";
     o.n_logits = max_int(o.n_logits, widest);
-    Bench bench = { .m = alloc_or_die(1, sizeof *bench.m) };
+    Bench bench = { .m = alloc_or_die(1, sizeof *bench.m), .forced = b->forced };
     Model *m = bench.m;
     size_t total;
     bench.bandwidth = ops->bandwidth ? ops->bandwidth() : 0;
@@ -315,6 +364,11 @@ static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const B
             if (b->prompts.n[k]) bench_test(&bench, b, b->prompts.n[k], PROMPT_TEST);
         for (int k = 0; k < b->generated.count; k++)
             if (b->generated.n[k]) bench_test(&bench, b, b->generated.n[k], GENERATE_TEST);
+        for (int k = 0; k < b->generated.count && b->forced.depth; k++) {
+            if (!b->generated.n[k]) continue;
+            bench_run(&bench, 4, FORCED_TEST, NULL);
+            bench_test(&bench, b, b->generated.n[k], FORCED_TEST);
+        }
         for (int k = 0; k < b->rows.count; k++) {
             if (!b->rows.n[k]) continue;
             set_length(m, 0, bench.depth);

@@ -258,6 +258,8 @@ static HfRope hf_model_keys(GgufWriter *w, const HfConfig *c) {
         hf_put_u32(w, c, "embedding_length_out", (uint32_t)hf_int(c, "backbone_hidden_size", 1, 1 << 20, 0));
         hf_put_u32(w, c, "nextn_predict_layers", (uint32_t)n);
         gguf_put_bool(w, "gemma4-assistant.use_ordered_embeddings", hf_bool(c, "use_ordered_embeddings"));
+        if (hf_bool(c, "use_ordered_embeddings"))
+            hf_put_u32(w, c, "centroid_top_k", (uint32_t)hf_int(c, "centroid_intermediate_top_k", 1, MAX_VOCAB, 32));
     } else {
         hf_put_f32(w, c, "final_logit_softcapping", json_float(c->path, &c->text, "final_logit_softcapping", 0));
     }

@@ -498,6 +498,36 @@ static void ref_head(const Head *o) {
     }
 }
 
+// The tokens of the best centroids of a row, which ref_rank left in order, take their place in ref.tokens.
+static void ref_candidates(const HeadCentroid *o, Act y, int per) {
+    for (int k = o->n_used - 1; k >= 0; k--) {         // from the last on: the place of those before is not taken yet
+        const int32_t *ids = o->order + (size_t)ref.tokens[k].id * per;
+        for (int i = per - 1; i >= 0; i--)
+            ref.tokens[k * per + i] = (RefToken){ .z = (float)ref_product(o->w, 0, ids[i], y), .id = ids[i] };
+    }
+}
+
+static void ref_head_centroid(const HeadCentroid *o) {
+    const int n_centroids = o->centroids->rows, per = o->w->rows / n_centroids, n = o->n_used * per, cols = o->w->cols;
+    for (int r = 0; r < o->n_rows; r++) {
+        const Act y = ref_input(&o->in, r, cols);
+        float *scores = o->scores + (size_t)r * n_centroids, *z = o->logits + (size_t)r * n;
+        if (o->hidden) memcpy(o->hidden + (size_t)r * cols, y.f, (size_t)cols * sizeof(float));
+        for (int i = 0; i < n_centroids; i++) scores[i] = (float)ref_product(o->centroids, 0, i, y);
+        ref_rank(scores, n_centroids);
+        ref_candidates(o, y, per);
+        for (int i = 0; i < n; i++) z[i] = ref.tokens[i].z;
+        if (o->logsumexp) o->logsumexp[r] = (float)ref_logsumexp(z, n);
+        for (int i = 0; i < n; i++)
+            if (isnan(z[i])) ref.tokens[i].z = -INFINITY;
+        qsort(ref.tokens, n, sizeof *ref.tokens, ref_compare);
+        for (int j = 0; j < o->top_k; j++) {
+            o->top_ids[(size_t)r * o->top_k + j] = ref.tokens[j].id;
+            o->top_logits[(size_t)r * o->top_k + j] = ref.tokens[j].z;
+        }
+    }
+}
+
 static void ref_logprob(const Logprob *o) {
     for (int r = 0; r < o->n_rows; r++) {
         const float *z = o->logits + (size_t)r * o->vocab;
@@ -662,7 +692,7 @@ const Ops *reference_ops(void) {
         .expert_gate_up = ref_expert_gate_up, .expert_down = ref_expert_down, .ple_inject = ref_ple_inject,
         .close = ref_close, .gather_rows = ref_gather_rows, .qkv_store = ref_qkv_store, .attend = ref_attend,
         .kv_commit = ref_kv_commit, .kv_copy = ref_kv_copy, .head = ref_head, .logprob = ref_logprob,
-        .sample = ref_sample, .verify_walk = ref_verify_walk
+        .sample = ref_sample, .verify_walk = ref_verify_walk, .head_centroid = ref_head_centroid
     };
     return &ops;
 }

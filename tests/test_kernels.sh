@@ -51,4 +51,5 @@ one test_cuda -brief tiny-moe-q4_k_m
 one test_layout
 one test_ahead -cuda $few
 one test_verify -few
+one test_draft -few
 finish

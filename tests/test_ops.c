@@ -1913,6 +1913,88 @@ static void test_head(void) {
     test_head_top();
 }
 
+// The head of centroids: scores against the reference; all else follows from these, and from what head makes of the same rows.
+static void head_centroid_case(DType type, DType c_type, int n_centroids, int per, int n_used, int top_k, int cols, int bits) {
+    const int vocab = n_centroids * per, n = n_used * per, rows = 64;
+    CASE("head_centroid", "%s (%d, %d), centroids %s (%d, %d), %d used, top-k %d", type_name(type), vocab, cols, type_name(c_type),
+         n_centroids, cols, n_used, top_k);
+    Matrix w = random_matrix(type, 1, vocab, cols), c = random_matrix(c_type, 1, n_centroids, cols);
+    const size_t w_row = gguf_row_size((int)type, (size_t)cols), c_row = gguf_row_size((int)c_type, (size_t)cols);
+    char *w_data = (char *)(uintptr_t)w.host.data, *c_data = (char *)(uintptr_t)c.host.data;
+    for (int i = 0; i < vocab / 3; i++)                // ties: of tokens, and of centroids
+        memcpy(w_data + rnd((uint32_t)vocab) * w_row, w_data + rnd((uint32_t)vocab) * w_row, w_row);
+    for (int i = 0; i < n_centroids / 2; i++)
+        memcpy(c_data + rnd((uint32_t)n_centroids) * c_row, c_data + rnd((uint32_t)n_centroids) * c_row, c_row);
+    if (type == T_F32) memset(w_data + vocab / 2 * w_row, 0xff, 3 * w_row);           // NaN
+    if (bits & IN_SCALE) w.factor = floats(1, 0.5, 1);
+    place(&w);
+    place(&c);
+    int32_t *order = keep(vocab, sizeof *order);
+    for (int i = 0; i < vocab; i++) order[i] = i;
+    for (int i = vocab - 1; i > 0; i--) {
+        const int j = (int)rnd((uint32_t)i + 1), other = order[i];
+        order[i] = order[j], order[j] = other;
+    }
+    const In in = random_in(rows, cols, bits);
+    const Input input = ref_in(&in, rows, cols);
+    const In dev = put_in(&in, rows, cols);
+    const int32_t *order_dev = put("order", order, (size_t)vocab, sizeof *order);
+    Expect e = product(&c, 0, &input, 0, rows);
+    float *dense = room_f("dense", rows * vocab);
+    set_threads(rows);
+    op->head(&(Head){ .n_rows = rows, .in = dev, .w = &w.t, .logits = dense });
+    const float *all = fetch_f(dense, rows * vocab);
+    for (int run = 0; run < 7; run++) {
+        const Run part = runs_100[run];
+        HeadCentroid o = { .n_rows = part.n, .in = in_from(dev, part.first, cols), .centroids = &c.t, .w = &w.t, .order = order_dev,
+                           .n_used = n_used, .hidden = run % 2 ? NULL : room_f("hidden", part.n * cols),
+                           .scores = room_f("scores", part.n * n_centroids), .logits = room_f("logits", part.n * n), .top_k = top_k,
+                           .top_ids = room("top_ids", (size_t)(part.n * top_k), sizeof(int32_t)),
+                           .top_logits = room_f("top_logits", part.n * top_k),
+                           .logsumexp = run == 1 ? NULL : room_f("logsumexp", part.n) };
+        set_threads(part.n);
+        op->head_centroid(&o);
+        float *scores = fetch_f(o.scores, part.n * n_centroids), *top = keep(part.n * top_k, sizeof *top);
+        int32_t *ids = keep(part.n * top_k, sizeof *ids);
+        Expect sums = expect(part.n, 1);
+        check_rows("scores", &e, scores, part);
+        if (o.hidden)
+            compare("hidden", fetch_f(o.hidden, part.n * cols), cols, input.y + part.first * cols, input.y_bound + part.first * cols,
+                    part.n, cols);
+        for (int r = 0; r < part.n; r++) {
+            float *z = keep(n, sizeof *z);
+            ref_rank(scores + r * n_centroids, n_centroids);
+            for (int k = n - 1; k >= 0; k--) {         // from the last on: the centroids are in the way
+                const int id = order[ref.tokens[k / per].id * per + k % per];
+                z[k] = all[(part.first + r) * vocab + id];
+                ref.tokens[k] = (RefToken){ .z = isnan(z[k]) ? -INFINITY : z[k], .id = id };
+            }
+            qsort(ref.tokens, n, sizeof *ref.tokens, ref_compare);
+            for (int k = 0; k < top_k; k++) ids[r * top_k + k] = ref.tokens[k].id, top[r * top_k + k] = ref.tokens[k].z;
+            sums.want[r] = (float)ref_logsumexp(z, n);
+            sums.bound[r] = (float)TOL_LOGPROB * fmaxf(1, fabsf(sums.want[r]));
+        }
+        same_ints("top_ids", fetch(o.top_ids, (size_t)(part.n * top_k), sizeof *ids), ids, part.n * top_k);
+        same_bits("top_logits", fetch_f(o.top_logits, part.n * top_k), top, (size_t)(part.n * top_k), sizeof *top);
+        float *got = o.logsumexp ? fetch_f(o.logsumexp, part.n) : sums.want;
+        for (int r = 0; r < part.n; r++)
+            if (isnan(sums.want[r]) && isnan(got[r])) got[r] = sums.want[r] = sums.bound[r] = 0;
+        compare("logsumexp", got, 1, sums.want, sums.bound, part.n, 1);
+    }
+    sweep();
+}
+
+static void test_head_centroid(void) {
+    static const DType c_types[] = { T_F32, T_BF16, T_F16, T_Q8_0, T_Q6_K };
+    for (int t = 0; t < N_TYPES; t += shape_step)
+        head_centroid_case(all_types[t], c_types[t % 5], 64, 16, 8, t ? 1 + t * 7 % 128 : 128, 256, t % 2 ? IN_X | IN_W_PRE
+                           : IN_X | IN_DELTA | IN_W_POST | IN_SCALE | IN_W_PRE);
+    head_centroid_case(T_Q6_K, T_BF16, 32, 128, 32, 64, 256, IN_X | IN_W_PRE);         // all of them: what head has
+    head_centroid_case(T_Q8_0, T_F16, 256, 16, 32, 512, 256, IN_X | IN_W_PRE);
+    head_centroid_case(T_BF16, T_F32, 300, 3, 5, 15, 1027, IN_X | IN_W_PRE);           // odd sizes
+    head_centroid_case(T_Q4_0, T_Q4_0, 7, 1, 3, 1, 1056, IN_X | IN_W_PRE);
+}
+
 static void test_logprob(void) {
     static const int sizes[] = { 1, 77, 4000 };
     for (int k = 0; k < 6; k++) {
@@ -2130,7 +2212,8 @@ static void run_all(const Ops *table, char **only) {
         { "attend", op->attend, test_attend },
         { "kv_commit", op->kv_commit, test_kv_commit }, { "kv_copy", op->kv_copy, test_kv_copy },
         { "head", op->head, test_head }, { "logprob", op->logprob, test_logprob }, { "sample", op->sample, test_sample },
-        { "verify_walk", op->verify_walk, test_verify_walk }
+        { "verify_walk", op->verify_walk, test_verify_walk },
+        { "head_centroid", op->head_centroid, test_head_centroid }
     };
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
         const double start = seconds();

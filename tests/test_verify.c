@@ -4,7 +4,8 @@
  *   test_verify           on the CPU, and on the GPU where there is one
  *   test_verify -few      on the GPU, one model and few ids: for the emulated one
  *
- * The guesses are prompt lookup's (--spec ngram) and those of a table (ngram-mod), which is first empty, then knows the
+ * The guesses are those of a drafter, as chains and as trees, prompt lookup's (--spec ngram) and those of a table
+ * (ngram-mod), which is first empty, then knows the
  * text from an earlier answer, so that long guesses are right, then has a part of its entries replaced by ids at random,
  * among them those that end a text. Stop strings, -n, a full context with and without a shift, Ctrl-C and several sessions
  * in one step come in between. LONG=1: 200 prompts with 256 ids each. Run from the top of the repository: the models lie
@@ -13,7 +14,7 @@
 #include "../gemma4.c"
 #include "test.h"
 
-enum { MOST_IDS = 1024, N_KINDS = 4 };
+enum { MOST_IDS = 1024, N_KINDS = 4, N_GUESSERS = 10, FIRST_DRAFTER = 6 };    // guessers from this one on need a drafter
 
 typedef struct {
     const char *name;
@@ -42,9 +43,9 @@ static const Ops *gpu_ops(void) {                      // NULL: none
 #endif
 }
 
-static Model *open_model(const char *path, int n_ctx) {
+static Model *open_model(const char *path, const char *drafter, int n_ctx) {        // drafter NULL: none
     Model *m = alloc_or_die(1, sizeof *m);
-    const PlanOptions o = { .n_ctx = n_ctx, .n_seqs = 3, .n_batch = 256, .n_logits = STEP_ROWS, .k_type = KV_F16,
+    const PlanOptions o = { .drafter = drafter, .draft_width = DRAFT_WIDTH, .n_ctx = n_ctx, .n_seqs = 3, .n_batch = 256, .n_logits = STEP_ROWS, .k_type = KV_F16,
                             .v_type = KV_F16, .penalties = true };
     load_model(m, path, on_gpu ? gpu_ops() : cpu_ops(), o, NULL);
     return m;
@@ -135,22 +136,28 @@ static void forget_table(void) {
 }
 
 // One prompt: without guesses, then with each kind of them in a session of its own; what the last one holds is gone on
-// with. Counts go to sum (5).
+// with. Counts go to sum (N_GUESSERS).
 static void one_prompt(Session *plain, Session *s, const char *name, const Choosing *c, int i, int n, Ends end,
                        DraftCount *sum) {
-    static const struct { const char *who; Drafting drafting; bool forget, spoil; } guess[] = {
-        { "ngram", { SPEC_NGRAM, 8 }, false, false },
-        { "ngram, as many as fit", { SPEC_NGRAM, DRAFT_MAX }, false, false },
-        { "an empty table", { SPEC_NGRAM_MOD, 4 }, true, false },
-        { "a table that knows", { SPEC_NGRAM_MOD, DRAFT_MAX }, false, false },
-        { "a spoilt table", { SPEC_NGRAM_MOD, 16 }, false, true },
+    static const struct { const char *who; Drafting drafting; bool forget, spoil; } guess[N_GUESSERS] = {
+        { "ngram", { .kind = SPEC_NGRAM, .most = 8 }, false, false },
+        { "ngram, as many as fit", { .kind = SPEC_NGRAM, .most = DRAFT_MAX }, false, false },
+        { "an empty table", { .kind = SPEC_NGRAM_MOD, .most = 4 }, true, false },
+        { "a table that knows", { .kind = SPEC_NGRAM_MOD, .most = DRAFT_MAX }, false, false },
+        { "a spoilt table", { .kind = SPEC_NGRAM_MOD, .most = 16 }, false, true },
+        { "auto", { .kind = SPEC_AUTO, .most = 16 }, false, false },
+        { "a drafter", { .kind = SPEC_MTP, .most = 5 }, false, false },
+        { "a drafter that stops early", { .kind = SPEC_MTP, .most = 8, .least = 0.9f }, false, false },
+        { "a tree", { .kind = SPEC_MTP, .most = 4, .tree = 14 }, false, false },
+        { "auto, a tree", { .kind = SPEC_AUTO, .most = 16, .tree = 20 }, false, false },
     };
     char what[64];
     snprintf(what, sizeof what, "%s, %s", name, ends[end]);
     const int cancel_after = end == CANCELLED ? n / 2 + 1 : 0;
-    AnswerOptions o = options_of(c, n, end, (Drafting){ SPEC_OFF, 0 }, i);
+    AnswerOptions o = options_of(c, n, end, (Drafting){ .kind = SPEC_OFF }, i);
     const Answer want = tell(plain, i, &o, cancel_after);
-    for (size_t g = 0; g < sizeof guess / sizeof *guess; g++) {
+    for (int g = 0; g < N_GUESSERS; g++) {
+        if (g >= FIRST_DRAFTER && s->m->drafter.kind == DRAFTER_NONE) break;
         if (guess[g].forget) forget_table();
         if (guess[g].spoil && ngram_mod.next) spoil_table(s->m);
         o.drafting = guess[g].drafting;
@@ -177,16 +184,18 @@ static void one_prompt(Session *plain, Session *s, const char *name, const Choos
 
 // Three sessions, in steps of their own and then in common ones: what each says does not depend on the others' guesses.
 static void in_company(Model *m, Session *s, const char *name, int n) {
+    const SpecKind drafter = m->drafter.kind == DRAFTER_NONE ? SPEC_NGRAM : SPEC_MTP;
+    const Drafting company[3] = { { .kind = SPEC_NGRAM, .most = 12 }, { .kind = SPEC_NGRAM_MOD, .most = 12 }, { .kind = drafter, .most = 6 } };
     Answer alone[3], together[3] = { 0 };
     AnswerOptions o[3];
     bool runs[3] = { true, true, true };
     for (int k = 0; k < 3; k++) {
-        o[k] = options_of(&choosing[k], n, TO_THE_END, (Drafting){ k == 1 ? SPEC_NGRAM_MOD : SPEC_NGRAM, 12 }, 5 + k);
+        o[k] = options_of(&choosing[k], n, TO_THE_END, company[k], 5 + k);
         o[k].drafting.kind = SPEC_OFF;
         alone[k] = tell(&s[k], k + 1, &o[k], 0);
         reset_session(m, k);
         s[k].held.n = 0;
-        o[k].drafting.kind = k == 1 ? SPEC_NGRAM_MOD : SPEC_NGRAM;
+        o[k].drafting = company[k];
     }
     for (int k = 0; k < 3; k++) begin(&s[k], k + 1, &o[k]);
     while (runs[0] || runs[1] || runs[2]) {
@@ -201,24 +210,26 @@ static void in_company(Model *m, Session *s, const char *name, int n) {
     for (int k = 0; k < 3; k++) compare(&together[k], &alone[k], name, choosing[k].name, "in company", k + 1);
 }
 
-static void one_model(const char *path, bool whole) {
-    const int n_prompts = whole ? 200 : 6, n = whole ? 256 : 40;
+static void one_model(const char *path, const char *drafter, bool whole) {
+    const int n_prompts = whole ? 200 : 4, n = whole ? 256 : 32;
     const char *name = strrchr(path, '/') + 1;
-    Model *m = open_model(path, 512), *tight = open_model(path, 80);
+    Model *m = open_model(path, drafter, 512), *tight = open_model(path, drafter, 80);
     Tokenizer tok;
     Session s[3], t[2];
-    DraftCount sum[5] = { { 0 } };
+    DraftCount sum[N_GUESSERS] = { { 0 } };
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     for (int k = 0; k < 3; k++) session_open(&s[k], m, &tok, k);
     for (int k = 0; k < 2; k++) session_open(&t[k], tight, &tok, k);
     for (int i = 0; i < n_prompts; i++)
         for (int c = whole ? 0 : i % 3; c < (whole ? 3 : i % 3 + 1); c++)
             one_prompt(&s[0], &s[1], name, &choosing[c], i, n, TO_THE_END, sum);
-    for (int g = 0; g < 5; g++) {                      // the guesses that this rests on were made, and right where they must be
+    for (int g = 0; g < (drafter ? N_GUESSERS : FIRST_DRAFTER); g++) {           // the guesses that this rests on were made, and right where they must be
         CHECK(g == 2 || sum[g].drafted > 0, "%s: drafter %d has drafted nothing", name, g);
         CHECK(g == 2 || sum[g].accepted > 0, "%s: drafter %d was never right", name, g);
         CHECK(g != 3 || sum[g].accepted * 10 > sum[g].drafted * 7, "%s: the table that knows was right %d of %d times",
               name, sum[g].accepted, sum[g].drafted);
+        CHECK(g < FIRST_DRAFTER || sum[g].accepted * 10 > sum[g].drafted * 3 || g >= FIRST_DRAFTER + 2,
+              "%s: the drafter was right %d of %d times", name, sum[g].accepted, sum[g].drafted);
         CHECK(g != 4 || sum[g].accepted * 10 < sum[g].drafted * 9, "%s: the spoilt table was right %d of %d times", name,
               sum[g].accepted, sum[g].drafted);
     }
@@ -240,14 +251,14 @@ static void one_model(const char *path, bool whole) {
 
 // What takes the emulated GPU seconds: a prompt that the model repeats, without guesses and with those of its own text.
 static void few_ids(const char *path) {
-    Model *m = open_model(path, 256);
+    Model *m = open_model(path, NULL, 256);
     Tokenizer tok;
     Session s[2];
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     for (int k = 0; k < 2; k++) session_open(&s[k], m, &tok, k);
-    AnswerOptions o = options_of(&choosing[0], 20, TO_THE_END, (Drafting){ SPEC_OFF, 0 }, 1);
+    AnswerOptions o = options_of(&choosing[0], 20, TO_THE_END, (Drafting){ .kind = SPEC_OFF }, 1);
     const Answer want = tell(&s[0], 2, &o, 0);
-    o.drafting = (Drafting){ SPEC_NGRAM, 4 };
+    o.drafting = (Drafting){ .kind = SPEC_NGRAM, .most = 4 };
     const Answer got = tell(&s[1], 2, &o, 0);
     compare(&got, &want, path, choosing[0].name, "ngram", 2);
     CHECK(got.drafts.accepted > 0 && got.drafts.accepted < got.drafts.drafted,
@@ -268,8 +279,8 @@ int main(int argc, char **argv) {
             SKIP("no GPU: text with guesses on the CUDA backend");
             break;
         }
-        one_model("models/gemma4-mini-q8_0.gguf", whole);
-        one_model("models/gemma4-mini-e-q8_0.gguf", whole);
+        one_model("models/gemma4-mini-q8_0.gguf", "models/gemma4-mini-mtp-q8_0.gguf", whole);
+        one_model("models/gemma4-mini-e-q8_0.gguf", NULL, whole);
     }
     return test_done("verify");
 }
