@@ -1502,7 +1502,7 @@ static bool messages_convert(Exchange *x, TokText *out) {
     TokText list = { 0 };
     if (!parse_body(x, &root)) return false;
     bool ok = put_messages(x, &list, &root);
-    put(out, "{'messages':[%r]", (TokStr){ list.s + (list.n > 0), list.n - (list.n > 0) });
+    put(out, "{'messages':[%r]", (TokStr){ list.n ? list.s + 1 : "", list.n - (list.n > 0) });
     tok_text_free(&list);
     if (!ok || !put_tools(x, out, &root, "input_schema")) return false;
     take_member(out, &root, "max_tokens", "max_tokens");
@@ -1684,7 +1684,7 @@ static bool responses_convert(Exchange *x, TokText *out) {
     if (member(&root, "background", &v) && v.type == GGUF_J_TRUE)
         return refuse(&x->fault, 400, "background", "background: not supported");
     const bool ok = put_input(x, &list, &root);
-    put(out, "{'messages':[%r]", (TokStr){ list.s + (list.n > 0), list.n - (list.n > 0) });
+    put(out, "{'messages':[%r]", (TokStr){ list.n ? list.s + 1 : "", list.n - (list.n > 0) });
     tok_text_free(&list);
     if (!ok || !put_tools(x, out, &root, "parameters")) return false;
     take_member(out, &root, "max_output_tokens", "max_tokens");
