@@ -12,8 +12,8 @@
  *   [6]  Drafters: files, plan, passes
  *   [7]  Step: batch, run, commit
  *   [8]  Drafting: who guesses, how far
- *   [8]  Generation: sessions, events
- *   [9]  Text and verbs: logits, tokenize, detokenize, plan
+ *   [9]  Generation: sessions, events
+ *   [10] Text and verbs: logits, tokenize, detokenize, plan
  *   [11] Command line
  *   [12] CPU operations
  * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/chat.h: the terminal;
@@ -1747,7 +1747,8 @@ static void bind_centroids(Model *m) {
     if (!m->ops->head_centroid)
         die("%s: tensor '%s': the %s backend has no head for centroids", g->path, name, m->ops->name);
     bind_scaled(&d->binder, &d->centroids, name, (int)n, d->config.dim, 1);
-    d->n_centroids_used = (int)key_int(g, drafter_key(d, "centroid_top_k"), 1, (int64_t)n, min_int(32, (int)n));
+    const int per = vocab / (int)n, least = (m->options.draft_width + per - 1) / per;         // the candidates have to be there
+    d->n_centroids_used = (int)key_int(g, drafter_key(d, "centroid_top_k"), least, (int64_t)n, max_int(least, min_int(32, (int)n)));
     const bool wide = order->type == GGUF_I64;
     if (!(wide || order->type == GGUF_I32) || order->ne[0] != (uint64_t)vocab || order->size != (uint64_t)vocab * (wide ? 8 : 4))
         die("%s: tensor '%s': expected %d values of type I32, got %" PRIu64 " of %s (E_SHAPE)", g->path, order_name, vocab,

@@ -128,7 +128,7 @@ static Chain read_chain(Model *m, int row, int n, int depth) {
     return c;
 }
 
-static Chain chain_of(const char *path, PlanOptions o, int window) {          // behind the reference prompt; window 0: the usual one
+static Chain chain_behind(const char *path, PlanOptions o, int window) {          // behind the reference prompt; window 0: the usual one
     int32_t *prompt = golden("", "tokens.i32", L * sizeof *prompt);
     Model *m = open_pair(path, o);
     if (window) m->drafter.window = window;
@@ -187,12 +187,12 @@ static void test_golden(const char *family) {
 // the target's own hidden row beyond comparison; test_acceptance() tries those.
 static void test_caches(const char *family) {
     const char *path = kept(make_model(family, family, "f32", NULL)), *drafter = kept(mtp_of(family));
-    const Chain want = chain_of(path, plan(drafter, KV_F32, 1, VOCAB), 0);
+    const Chain want = chain_behind(path, plan(drafter, KV_F32, 1, VOCAB), 0);
     for (KvType type = KV_F32; type <= KV_F16; type++)
         for (int untied = 0; untied < 2; untied++) {
             PlanOptions o = plan(drafter, type, 1, VOCAB);
             o.untied = untied;
-            const Chain c = chain_of(path, o, 0);
+            const Chain c = chain_behind(path, o, 0);
             const double d = difference(c.logits[0], want.logits[0], VOCAB), most = type == KV_F32 ? 1e-5 : 5e-3;
             CHECK(d <= most, "%s: cache of %s%s: difference %.3g, expected at most %g", family, kv_names[type],
                   untied ? " untied" : "", d, most);
@@ -210,7 +210,7 @@ static void tell(Model *m, int text, int seq) {
 }
 
 // One step of n sessions, which hold the texts first, first + 1, ..: each has two rows, of which one stays, or both.
-static void verify(Model *m, int first, int n) {
+static void two_rows(Model *m, int first, int n) {
     StepRow rows[2 * N_COMPANY];
     StepSeg segs[N_COMPANY];
     int32_t next[N_COMPANY], last[N_COMPANY], n_accept[N_COMPANY];
@@ -239,7 +239,7 @@ static void test_company(const char *path, const char *drafter) {
     for (int text = 0; text < N; text++) {
         reset_session(m, 0);
         tell(m, text, 0);
-        verify(m, text, 1);
+        two_rows(m, text, 1);
         issue_draft(m, &(int32_t){ 0 }, 1, DEEP);
         read_back(m, alone[text], m->drafter.ids, sizeof alone[text]);
         read_back(m, alone_logits[text], m->drafter.logits, sizeof alone_logits[text]);
@@ -249,7 +249,7 @@ static void test_company(const char *path, const char *drafter) {
     o.n_seqs = N;
     m = open_pair(path, o);
     for (int text = 0; text < N; text++) tell(m, text, (text + 1) % N);
-    verify(m, 0, N);
+    two_rows(m, 0, N);
     for (size_t g = 0; g < sizeof groups / sizeof *groups; g++) {
         int n = 0;
         while (n < N && groups[g][n] >= 0) ids[n] = groups[g][n], n++;
@@ -375,14 +375,14 @@ static void test_forms(const char *family) {
     const char *path = kept(make_model(family, family, "f32", NULL)), *drafter = kept(mtp_of(family));
     const char *folder = kept(in_tmp("%s-folder", family));
     const char *older = kept(write_older(drafter, in_tmp("%s-older.gguf", family)));
-    const Chain want = chain_of(path, plan(drafter, KV_F32, 1, VOCAB), 0);
-    Chain got = chain_of(path, plan(older, KV_F32, 1, VOCAB), 0);
+    const Chain want = chain_behind(path, plan(drafter, KV_F32, 1, VOCAB), 0);
+    Chain got = chain_behind(path, plan(older, KV_F32, 1, VOCAB), 0);
     CHECK(!memcmp(&got, &want, sizeof got), "%s: the older dialect drafts something else", family);
     char make_hf[1024];
     snprintf(make_hf, sizeof make_hf, "%s/make_hf", getenv("BUILD") ? getenv("BUILD") : "build");
     const char *argv[] = { make_hf, drafter, folder, "--prefix", "model.", NULL };
     CHECK(run_program(argv, in_tmp("stdout"), NULL) == 0, "%s fails", make_hf);
-    got = chain_of(path, plan(folder, KV_F32, 1, VOCAB), 0);
+    got = chain_behind(path, plan(folder, KV_F32, 1, VOCAB), 0);
     CHECK(!memcmp(&got, &want, sizeof got), "%s: a folder drafts something else", family);
 }
 
@@ -416,8 +416,8 @@ static const char *write_centroids(const char *from, const char *to, int n_used,
 // All centroids used: the dense head. Some: tokens of the nearest, with the logits of the dense head. Flag false: the dense head.
 static void test_centroids(const char *family) {
     const char *path = kept(make_model(family, family, "f32", NULL)), *drafter = kept(mtp_of(family)), *file = kept(in_tmp("centroids.gguf"));
-    const Chain dense = chain_of(path, plan(drafter, KV_F32, 1, VOCAB), 0);
-    Chain c = chain_of(path, plan(write_centroids(drafter, file, N_USED, 0, false), KV_F32, 1, VOCAB), 0);
+    const Chain dense = chain_behind(path, plan(drafter, KV_F32, 1, VOCAB), 0);
+    Chain c = chain_behind(path, plan(write_centroids(drafter, file, N_USED, 0, false), KV_F32, 1, VOCAB), 0);
     CHECK(!memcmp(&c, &dense, sizeof c), "%s: centroids that a flag turns off are used", family);
     const Ops *ops = on_gpu ? gpu_ops() : cpu_ops();
     if (!ops->head_centroid) {
@@ -425,7 +425,7 @@ static void test_centroids(const char *family) {
         SKIP("no backend has a head for centroids");
         return;
     }
-    c = chain_of(path, plan(write_centroids(drafter, file, N_CENTROIDS, 1, true), KV_F32, 1, VOCAB), 0);
+    c = chain_behind(path, plan(write_centroids(drafter, file, N_CENTROIDS, 1, true), KV_F32, 1, VOCAB), 0);
     for (int k = 0; k < DEPTH; k++) {
         const double d = difference(c.logits[k], dense.logits[k], VOCAB);
         CHECK(d <= (on_gpu ? 1e-3 : 1e-5) && c.ids[k] == dense.ids[k], "%s: all centroids, depth %d: token %d, expected %d; difference %.3g", family, k,
@@ -458,6 +458,7 @@ static void test_centroids(const char *family) {
     memcpy(draft_tensor(&d, "masked_embd_ordering")->data.data, &(int32_t){ token_at(1) }, 4);
     REFUSED(path, write_draft(&d, file), "masked_embd_ordering", "expected every token once");
     REFUSED(path, write_centroids(drafter, file, N_CENTROIDS + 1, -1, false), "centroid_top_k");
+    REFUSED(path, write_centroids(drafter, file, 0, -1, false), "centroid_top_k");
     d = read_draft(drafter);
     draft_add(&d, "masked_embd_ordering", VOCAB);
     draft_add(&d, "masked_embd_centroids.weight", MTP_DIM);
@@ -570,6 +571,7 @@ int main(int argc, char **argv) {
     if (few && gpu_ops()) {
         test_golden("micro-dense");
         test_company(MINI, MINI_MTP);
+        test_centroids("micro-e");
         return test_done("draft");
     }
     for (int gpu = 0; gpu < 2; gpu++) {
