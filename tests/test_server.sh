@@ -160,6 +160,24 @@ else
     skip "tool calls: the small model made none"
 fi
 
+# ---- calls in a prompt are those that the model wrote ---------------------------------------
+ask /tokenize '{"content":"Paris"}'
+paris=$(sed 's/.*\[\([0-9]*\).*/\1/' "$tmp/out")
+ask $chat "{\"max_tokens\":60,\"temperature\":0,\"logit_bias\":{\"$paris\":-100},\"messages\":[{\"role\":\"user\",\"content\":\"What is the weather in Paris?\"}],
+\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"get_weather\",\"parameters\":{\"type\":\"object\",\"properties\":{\"city\":{\"type\":\"string\"}}}}}]}"
+said=$(sed 's/.*"message":\(.*\),"logprobs":.*/\1/' "$tmp/out")
+call=$(sed -n 's/.*"tool_calls":\[{"id":"\([^"]*\)".*/\1/p' "$tmp/out")
+tokens_with() { # tokens_with ID: tokens of the prompt that has the call under that id
+    ask $chat "{\"max_tokens\":1,\"messages\":[{\"role\":\"user\",\"content\":\"What?\"},$(echo "$said" | sed "s/$call/$1/"),
+{\"role\":\"tool\",\"tool_call_id\":\"$1\",\"content\":\"sunny\"}]}"
+    number prompt_tokens out
+}
+if [ -n "$call" ]; then                                              # in other tokens than those of the template
+    ok "a call is put as it was written, where its id is known" [ "$(tokens_with "$call")" -ne "$(tokens_with other)" ]
+else
+    skip "calls as they were written: the small model made none"
+fi
+
 # ---- other dialects ------------------------------------------------------------------------
 declared='"name":"get_weather","description":"Weather of a city"'
 schema='{"type":"object","properties":{"city":{"type":"string"}},"required":["city"]}'
