@@ -269,9 +269,9 @@ static bool check_messages(const GgufJson *messages, Fault *f) {
 
 // ==== [3] Jobs and the scheduler =====================================================================================
 // A job is a prompt and what has come of it. Jobs wait in line; when a session is free the first one is next, of the clients that
-// have fewest jobs under way. It gets the free session that holds most of its prompt. All sessions that have a job advance together: each round decodes one token of each, and runs one chunk of one long
-// prompt, which take turns. A chunk ends at the same tokens whoever else is served, and decoded rows do not depend on each
-// other, so neither does a text.
+// have fewest jobs under way. It gets the free session that holds most of its prompt. All sessions that have a job advance
+// together: each round decodes one token of each, and runs one chunk of one long prompt, which take turns. A chunk ends at the
+// same tokens whoever else is served, and decoded rows do not depend on each other, so neither does a text.
 
 typedef struct { TokText name, arguments; char id[40]; } Call;
 typedef struct { TokIds ids; char id[40]; } Replay;                  // a call as the model wrote it
@@ -786,8 +786,9 @@ static void put_usage(TokText *out, const Job *job) {
 static void put_timings(TokText *out, const Job *job) {
     const Turn *t = &job->turn;
     put(out, "'timings':{'cache_n':%d,'prompt_n':%d,'prompt_ms':%f,'prompt_per_second':%f,'predicted_n':%d,'predicted_ms':%f,"
-        "'predicted_per_second':%f,'draft_n':%d,'draft_n_accepted':%d}", job->cached, t->n_run, 1e3 * t->prompt_seconds, t->n_run / (t->prompt_seconds + 1e-9),
-        t->made, 1e3 * t->decode_seconds, max_int(t->made - 1, 0) / (t->decode_seconds + 1e-9), t->drafts.drafted, t->drafts.accepted);
+        "'predicted_per_second':%f,'draft_n':%d,'draft_n_accepted':%d}", job->cached, t->n_run,
+        1e3 * t->prompt_seconds, t->n_run / (t->prompt_seconds + 1e-9), t->made, 1e3 * t->decode_seconds,
+        max_int(t->made - 1, 0) / (t->decode_seconds + 1e-9), t->drafts.drafted, t->drafts.accepted);
 }
 
 static void put_token(TokText *out, const Tokenizer *t, int32_t id, float logprob) {
@@ -1177,7 +1178,8 @@ static bool read_options(Exchange *x, const Request *r, Job *job) {
     const ServeOptions *o = &x->srv->o;
     const double most = given_or(r->max_tokens, o->n_predict), seed = given_or(r->seed, -1);
     AnswerOptions *a = &job->options;
-    *a = (AnswerOptions){ .n_predict = (int)most, .ignore_eos = r->ignore_eos, .keep_logits = job->n_top >= 0, .drafting = o->drafting,
+    *a = (AnswerOptions){ .n_predict = (int)most, .ignore_eos = r->ignore_eos, .keep_logits = job->n_top >= 0,
+                          .drafting = o->drafting,
                           .think_budget = x->t.channel_close < 0 ? -1 : (int)r->think_budget, .sampling = o->sampling };
     SampleParams *p = &a->sampling;
     p->temperature = (float)given_or(r->temperature, p->temperature);

@@ -357,7 +357,7 @@ ask /v1/completions '{"prompt":"a b c d e f a b c d e f a b c d e f a b c","temp
 ok "guesses are told" [ "$(number draft_n out)" -gt 0 ]
 
 one_of() { # one_of USER NAME TOKENS: a request; NAME is in $tmp/order when it has its answer
-    curl -sS -m 100 -o "$tmp/left" --data-binary "{$user,\"ignore_eos\":true,\"max_tokens\":$3,\"user\":\"$1\"}" "$url$chat"
+    curl -sS -m 600 -o "$tmp/left" --data-binary "{$user,\"ignore_eos\":true,\"max_tokens\":$3,\"user\":\"$1\"}" "$url$chat"
     echo "$2" >>"$tmp/order"
 }
 waits=
