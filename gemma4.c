@@ -671,7 +671,9 @@ typedef struct {              // what forward works on; all in backend memory
     int32_t *kept_index;               // (n_logits) kept row -> row
     int32_t *n_accept, *path;          // (n_seqs), (n_seqs, STEP_ROWS)
     int32_t *walked;                   // (n_seqs) rows of each segment that the last walk has accepted
-    int32_t *last, *next;              // (n_seqs) by segment: kept row where its walk ended, and the token chosen there
+    int32_t *last;                     // (n_seqs) by segment: kept row where its walk ended
+    int32_t *next;                     // (n_seqs) and the token chosen there; what a drafter then finds lies behind these
+    int32_t *feed;                     // (STEP_ROWS) where in next a row's token is, in a step that is fed
     float   *x[2];                     // (n_batch, dim) the residual stream, and its next state
     float   *q;                        // (n_batch, n_heads * head_dim)
     float   *k, *v;                    // (n_batch, n_kv_heads * head_dim)
@@ -695,7 +697,8 @@ typedef struct {              // what forward works on; all in backend memory
 } State;
 
 enum { MAX_SESSIONS = 64 };   // of a model, and so of a step
-enum { FED = -1 };            // StepRow.token of row r: what was sampled last for row r of the logits. The host need not know it yet
+enum { FED = -1 };            // StepRow.token of a row: what is known on the device only. In segments of one row it was sampled last,
+                              // for this row of the logits; in longer ones it was chosen last and drafted behind it
 
 typedef struct StepRow {      // one row as the caller of step() describes it
     int32_t token;            // or FED, all of a step or none
@@ -759,6 +762,8 @@ typedef struct {              // what came of a step, on the host
     int32_t *path;            // (n_seqs, STEP_ROWS) which, of a TREE
     int32_t *ids;             // what was drafted behind it: (depth, n, draft_width) ids, logits; (depth, n) logsumexp
     float   *logits, *logsumexp;
+    int      n_segs, seq[MAX_SESSIONS];                // whose segments these are
+    int      mark, end_mark;  // behind the commit; behind all of it
     double   verified, drafted;        // seconds() when they were there
 } Verdict;
 
@@ -791,7 +796,7 @@ typedef struct {
                                        // but the token of a row that is FED
         Row     *rows, *kept_rows;
         Segment *segs;
-        int32_t *kept_index, *n_accept;
+        int32_t *kept_index, *n_accept, *feed;
     } sent;
     StepRow     *chunk;                // (n_batch) room for a caller of step() to write rows to
     int          n_rows, n_segs, n_kept;
@@ -925,7 +930,9 @@ static void plan_state(Model *m, Arena *a) {
     s->walked = take(a, seqs, sizeof(int32_t));
     s->path = take(a, seqs * STEP_ROWS, sizeof(int32_t));
     s->last = take(a, seqs, sizeof(int32_t));
-    s->next = take(a, seqs, sizeof(int32_t));
+    const size_t found = o->drafter ? (size_t)o->draft_depth * seqs * (size_t)o->draft_width : 0;
+    s->next = take(a, seqs + found, sizeof(int32_t));
+    s->feed = take(a, STEP_ROWS, sizeof(int32_t));
     for (int i = 0; i < 2; i++) s->x[i] = take(a, n * dim, f);
     s->q = take(a, n * q_dim, f);
     s->k = take(a, n * kv_dim, f);
@@ -1268,6 +1275,7 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     m->sent.segs = alloc_or_die(n_seqs, sizeof *m->sent.segs);
     m->sent.kept_index = alloc_or_die(n_logits, sizeof *m->sent.kept_index);
     m->sent.n_accept = alloc_or_die(n_seqs, sizeof *m->sent.n_accept);
+    m->sent.feed = alloc_or_die(STEP_ROWS, sizeof *m->sent.feed);
     m->chunk = alloc_or_die(n_batch, sizeof *m->chunk);
     const size_t drafts = (size_t)n_seqs * max_int(m->options.draft_depth, 1), width = max_int(m->options.draft_width, 1);
     m->verdict.chosen = alloc_or_die(n_logits, sizeof(int32_t));
@@ -1311,6 +1319,7 @@ static void free_model(Model *m) {
     free(m->sent.segs);
     free(m->sent.kept_index);
     free(m->sent.n_accept);
+    free(m->sent.feed);
     free(m->chunk);
     free_drafter(&m->drafter);
     gguf_close(&m->gguf);
@@ -1871,7 +1880,7 @@ static void plan_drafter(Model *m, Arena *a) {
         d->scores = take(a, n * (size_t)d->centroids.rows, f);
         d->head_logits = take(a, n * (size_t)centroid_tokens(d), f);
     }
-    d->ids = take(a, depth * n * width, sizeof(int32_t));
+    d->ids = m->s.next ? m->s.next + n : NULL;
     d->logits = take(a, depth * n * width, f);
     d->logsumexp = take(a, depth * n, f);
     m->plan.drafter = a->used - before;
@@ -1998,7 +2007,25 @@ typedef struct {
 } StepSeg;
 
 // What else the operations of a step depend on: StepKey.variant.
-enum { PLAIN, ROW_IS_FED, COMMITS_CHAINS, COMMITS_PATHS, WALKS_CHAINS, WALKS_PATHS };
+enum { PLAIN, ROWS_ARE_FED, DRAFTS_ARE_FED, COMMITS_CHAINS, COMMITS_PATHS, WALKS_CHAINS, WALKS_PATHS };
+
+// Tokens of a step that is fed, from where the last one left them: each segment's next one and what was drafted behind it.
+static void issue_feed(Model *m, bool drafts) {
+    const State *s = &m->s;
+    m->ops->gather_rows(&(GatherRows){ .n_rows = m->n_rows, .cols = 1, .src = drafts ? s->next : s->chosen, .src_stride = 1,
+                                       .index = drafts ? s->feed : NULL, .dst = &s->rows->token,
+                                       .dst_stride = sizeof(Row) / sizeof(int32_t) });
+}
+
+static void send_feed(Model *m) {
+    const int n_seqs = m->options.n_seqs, width = m->options.draft_width;
+    int32_t feed[STEP_ROWS];
+    for (int r = 0; r < m->n_rows; r++) {
+        const Row *row = &m->rows[r];
+        feed[r] = row->index ? n_seqs + ((row->index - 1) * m->n_segs + row->seg) * width : row->seg;
+    }
+    send_new(m, m->s.feed, m->sent.feed, feed, (size_t)m->n_rows * sizeof *feed);
+}
 
 // Runs the rows of n_segs segments of different sessions. Returns the number of rows of logits, in the order of the rows
 // that want them; -1: m->stop was set, and nothing is there to commit. The caller has checked token ids and that len + n fits
@@ -2006,8 +2033,8 @@ enum { PLAIN, ROW_IS_FED, COMMITS_CHAINS, COMMITS_PATHS, WALKS_CHAINS, WALKS_PAT
 static int step(Model *m, const StepSeg *segs, int n_segs) {
     const Ops *op = m->ops;
     State *s = &m->s;
-    const bool fed = segs[0].rows[0].token == FED;
-    assert(!fed || (n_segs == m->n_kept && segs[0].n == 1));           // of the step before
+    const bool fed = segs[0].rows[0].token == FED, drafts = fed && segs[0].n > 1;
+    assert(!fed || drafts || n_segs == m->n_kept);     // of the step before
     bool staged = false;
     m->ahead = fed;
     m->n_segs = n_segs;
@@ -2044,13 +2071,13 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
     send_new(m, s->segs, m->sent.segs, m->segs, (size_t)m->n_segs * sizeof(Segment));
     send_new(m, s->kept_rows, m->sent.kept_rows, m->kept_rows, (size_t)m->n_kept * sizeof(Row));
     send_new(m, s->kept_index, m->sent.kept_index, m->kept_index, (size_t)m->n_kept * sizeof(int32_t));
+    if (drafts) send_feed(m);
     const StepKey key = { .model = m->number, .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs,
-                          .kept = m->n_kept, .logits = m->n_kept, .variant = fed ? ROW_IS_FED : PLAIN };
+                          .kept = m->n_kept, .logits = m->n_kept, .variant = drafts ? DRAFTS_ARE_FED : fed ? ROWS_ARE_FED : PLAIN };
     const bool record = !m->dump_dir;                  // checkpoints copy out as they go
     bool done = true;
     if (!record || op->begin(key)) {
-        if (fed) op->gather_rows(&(GatherRows){ .n_rows = m->n_rows, .cols = 1, .src = s->chosen, .src_stride = 1,
-                                                .dst = &s->rows->token, .dst_stride = sizeof(Row) / sizeof(int32_t) });
+        if (fed) issue_feed(m, drafts);
         done = forward(m, staged);
     }
     if (record) op->end();
@@ -2114,16 +2141,17 @@ static void read_logits(Model *m, int row, float *host) {            // (vocab) 
 
 // The last step had drafts, or gets some behind it: a token is chosen at every row of logits, the drafts are walked as far as they
 // are what was chosen, these rows are committed, and `depth` tokens are drafted behind n of the segments (their numbers).
-// One follows the other without the host; m->verdict has what came of it. forced: not the walk, this says how many rows of
-// each segment, all chains of drafts, are accepted, as for measurements; NULL: the walk.
-static void verify(Model *m, const int32_t *segs, int n, int depth, const int32_t *forced) {
+// One follows the other without the host; read_verdict() waits for what came of it. forced: not the walk, this says how many
+// rows of each segment, all chains of drafts, are accepted, as for measurements; NULL: the walk.
+static void issue_verdict(Model *m, const int32_t *segs, int n, int depth, const int32_t *forced) {
     const Ops *op = m->ops;
     State *s = &m->s;
     Verdict *v = &m->verdict;
     const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
     const size_t n_rows = (size_t)depth * (size_t)n, n_ids = n_rows * (size_t)m->options.draft_width;
     bool trees = false;
-    for (int i = 0; i < m->n_segs; i++) trees |= m->segs[i].kind == SEG_TREE;
+    v->n_segs = m->n_segs;
+    for (int i = 0; i < m->n_segs; i++) trees |= m->segs[i].kind == SEG_TREE, v->seq[i] = m->segs[i].seq;
     int32_t *path = trees ? s->path : NULL;
     if (op->begin((StepKey){ .model = m->number, .kind = STEP_SAMPLE, .rows = m->n_rows, .segs = m->n_segs, .logits = m->n_kept,
                              .kept = forced != NULL, .variant = trees ? WALKS_PATHS : WALKS_CHAINS })) {
@@ -2133,7 +2161,7 @@ static void verify(Model *m, const int32_t *segs, int n, int depth, const int32_
         if (!forced) issue_commit(m, s->walked, path);
     }
     op->end();
-    if (forced) {                                      // every row of a chain has logits: its last row that stays is kept row
+    if (forced) {                                      // every row of a chain has logits: its last row that stays is a kept row
         int32_t last[MAX_SESSIONS];
         for (int i = 0; i < m->n_segs; i++) last[i] = m->segs[i].first + forced[i] - 1;
         op->copy(&(Copy){ s->walked, forced, (size_t)m->n_segs * sizeof *forced, COPY_IN });
@@ -2142,24 +2170,34 @@ static void verify(Model *m, const int32_t *segs, int n, int depth, const int32_
                                  .variant = WALKS_CHAINS })) issue_commit(m, s->walked, NULL);
         op->end();
     }
-    const int mark = op->mark ? op->mark() : 0;
-    if (!op->mark) v->verified = seconds();
-    if (n && depth) issue_draft(m, segs, n, depth);
     op->copy(&(Copy){ v->chosen, s->chosen, (size_t)m->n_kept * sizeof *v->chosen, COPY_OUT });
     op->copy(&(Copy){ v->accepted, s->walked, (size_t)m->n_segs * sizeof *v->accepted, COPY_OUT });
     if (trees) op->copy(&(Copy){ v->path, s->path, (size_t)m->n_segs * STEP_ROWS * sizeof *v->path, COPY_OUT });
+    if (op->mark) v->mark = op->mark();
+    else v->verified = seconds();
     if (n_ids) {
+        issue_draft(m, segs, n, depth);
         op->copy(&(Copy){ v->ids, m->drafter.ids, n_ids * sizeof *v->ids, COPY_OUT });
         op->copy(&(Copy){ v->logits, m->drafter.logits, n_ids * sizeof *v->logits, COPY_OUT });
         op->copy(&(Copy){ v->logsumexp, m->drafter.logsumexp, n_rows * sizeof *v->logsumexp, COPY_OUT });
+        if (op->mark) v->end_mark = op->mark();
+    } else {
+        v->end_mark = v->mark;
     }
-    if (op->mark) {
-        op->wait_for(mark);
-        v->verified = seconds();
-    }
-    op->wait();
+}
+
+// Waits for the verdict, on which sessions are as long as it says. A step may be under way behind it.
+static void read_verdict(Model *m) {
+    const Ops *op = m->ops;
+    Verdict *v = &m->verdict;
+    if (op->mark) op->wait_for(v->mark);
+    if (op->mark) v->verified = seconds();
+    if (op->mark && v->end_mark != v->mark) op->wait_for(v->end_mark);
+    if (!op->mark) op->wait();
     v->drafted = seconds();
-    lengthen(m, v->accepted);
+    for (int i = 0; i < v->n_segs; i++) m->len[v->seq[i]] += v->accepted[i];
+    for (int i = 0; m->ahead && i < m->n_segs; i++)
+        m->seen[m->segs[i].seq] = max_int(m->seen[m->segs[i].seq], m->len[m->segs[i].seq] + m->segs[i].n);
 }
 
 // Runs as many of n tokens through session seq as a step has room for, and returns how many: the caller commits them. Where
@@ -2974,13 +3012,20 @@ static SpecKind drafter_of(const Model *m) {
 static void draft(Session *s, int rows) {
     Guesser *g = &s->guesser;
     const double start = seconds();
+    const int under_way = g->found.depth;              // if a step is: with what the drafter has found
     g->drafts.n = 0;
     if (g->how.kind == SPEC_OFF || s->prompting || s->todo.n != 1) return;
     push_id(s, &s->held, s->todo.ids[0]);              // for as long as it is looked up
     guess(g, &s->m->pace, drafter_of(s->m), s->held.ids, (int)s->held.n,
           room_for_drafts(s, (int)s->held.n, s->turn.made), rows);
     s->held.n--;
-    if (s->fed) g->drafts.n = 0;
+    if (s->fed && under_way) {
+        g->found.depth = under_way;
+        g->drafts.who = drafter_of(s->m);
+        tree_of(&g->drafts, &g->found, under_way, 0);
+    } else if (s->fed) {
+        g->drafts.n = 0;
+    }
     s->turn.drafts.draft_seconds += seconds() - start;
 }
 
@@ -3047,15 +3092,18 @@ static int next_rows(const Session *s) {
 
 enum { PATIENCE = 4 };        // steps without a guess, after which the next is issued ahead again
 
-// Whether the step behind the one that was just sampled can be issued before its token is known. Not behind a prompt: a step
-// that is dropped is made good by another run of the last token, and the rounding of a prompt differs. Not where it is known
-// that nothing follows, or somebody looks at each step, or where guesses may follow.
-static bool may_go_ahead(const Session *s) {
+// Whether the step behind the one that was just sampled can be issued before its tokens are known, with as many drafts as the
+// drafter makes now. Not behind a prompt: a step that is dropped is made good by another run of the last token, and the rounding
+// of a prompt differs. Not where it is known that nothing follows, or somebody looks at each step, or where other guesses
+// may follow.
+static bool may_go_ahead(const Session *s, int depth) {
     const Model *m = s->m;
-    const int n = s->options.n_predict;
-    return m->ops->mark && m->n_rows <= STEP_ROWS && m->len[s->seq] < m->options.n_ctx && !s->options.keep_logits &&
-           !m->dump_dir && (n < 0 || s->turn.made + 1 < n) && !s->cancelled &&
-           !s->guesser.depth && (s->options.drafting.kind == SPEC_OFF || s->guesser.missed >= PATIENCE);
+    const Guesser *g = &s->guesser;
+    const int n = s->options.n_predict, most = 2 + g->drafts.n + depth;            // rows of the two steps
+    const bool as_wanted = g->how.kind == SPEC_OFF || (g->missed >= PATIENCE || !uses_ngrams(&g->how));
+    return m->ops->mark && m->n_rows <= STEP_ROWS && m->len[s->seq] + most <= m->options.n_ctx && !s->options.keep_logits &&
+           !m->dump_dir && (n < 0 || s->turn.made + most <= n) && !s->cancelled && g->depth == depth && as_wanted &&
+           (!depth || (!g->how.tree && g->how.least <= 0));
 }
 
 // What a session has to tell without running anything. False: it has tokens to run.
@@ -3106,34 +3154,44 @@ static int ask_drafter(Session *const *sessions, const StepSeg *segs, int n_sess
     return depth;
 }
 
-// Chooses, commits and drafts behind the step that was just issued, which took `start` to begin; then the host waits, unless
-// the next step may be issued ahead. True: it was.
+// Issues the next step of n sessions before their tokens are known, each with so many drafts.
+static void step_ahead(Model *m, StepSeg *segs, int n, int depth) {
+    for (int i = 0; i < n; i++) {
+        StepRow *rows = m->chunk + (size_t)i * (1 + depth);
+        for (int r = 0; r <= depth; r++) rows[r] = (StepRow){ .token = FED, .want = true };
+        segs[i] = (StepSeg){ .seq = segs[i].seq, .kind = SEG_CHAIN, .n = 1 + depth, .rows = rows };
+    }
+    step(m, segs, n);
+}
+
+// Chooses, commits and drafts behind the step that was just issued, which began at `start`; then the host waits for what came of
+// it, while the next step may be under way already. True: it is.
 static bool conclude(Session *const *sessions, StepSeg *segs, int n, bool drafted, double start) {
     Model *m = sessions[0]->m;
     const Ops *op = m->ops;
     Verdict *v = &m->verdict;
     int32_t drafting[MAX_SESSIONS];
     int n_drafting;
-    const int depth = ask_drafter(sessions, segs, n, drafting, &n_drafting);
+    const int depth = ask_drafter(sessions, segs, n, drafting, &n_drafting), n_rows = m->n_rows;
+    bool ahead = n * (1 + depth) <= min_int(STEP_ROWS, m->options.n_logits) && (!drafted || depth);
+    int kept = 0;                                      // rows of logits, if all sessions have some
+    for (int i = 0; i < n; i++) kept += 1 + sessions[i]->guesser.drafts.n;
+    for (int i = 0; i < n; i++) ahead = ahead && kept == m->n_kept && may_go_ahead(sessions[i], depth);
     if (drafted || depth) {
-        verify(m, drafting, n_drafting, depth, NULL);
-        if (n == 1 && m->n_rows <= STEP_ROWS) times_learn(&m->pace.step, m->n_rows, v->verified - start);
+        issue_verdict(m, drafting, n_drafting, depth, NULL);
+        if (ahead) step_ahead(m, segs, n, depth);
+        read_verdict(m);
+        if (n == 1 && n_rows <= STEP_ROWS) times_learn(&m->pace.step, n_rows, v->verified - start);
         if (n_drafting == 1) times_learn(&m->pace.draft, depth, v->drafted - v->verified);
         for (int k = 0; k < n_drafting; k++) take_candidates(sessions[drafting[k]], k, n_drafting, depth);
-        return false;
+        return ahead;
     }
     for (int i = 0; i < n; i++) v->accepted[i] = segs[i].n;
     finish_step(m, v->accepted, NULL, m->n_kept > 0);
     if (m->n_kept) op->copy(&(Copy){ v->chosen, m->s.chosen, (size_t)m->n_kept * sizeof *v->chosen, COPY_OUT });
-    bool ahead = m->n_kept == n;
-    for (int i = 0; i < n; i++) ahead = ahead && may_go_ahead(sessions[i]);
     if (ahead) {
         const int mark = op->mark();
-        for (int i = 0; i < n; i++) {
-            m->chunk[i] = (StepRow){ .token = FED, .want = true };
-            segs[i] = (StepSeg){ .seq = segs[i].seq, .kind = SEG_CHAIN, .n = 1, .rows = &m->chunk[i] };
-        }
-        step(m, segs, n);
+        step_ahead(m, segs, n, 0);
         op->wait_for(mark);
     } else if (m->n_kept) {
         op->wait();
@@ -3154,7 +3212,7 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
         Session *s = sessions[i];
         n_todo[i] = segs[i].n - s->guesser.drafts.n;
         marks[i] = next_mark(s);
-        runs_already = runs_already && s->fed && m->segs[i].seq == s->seq;
+        runs_already = runs_already && s->fed && m->segs[i].seq == s->seq && m->segs[i].n == segs[i].n;
         s->turn.steps += !s->prompting;
         s->turn.read += s->prompting ? 0 : bytes_per_token(m, m->len[s->seq]);
     }
@@ -3167,13 +3225,14 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
     m->stop = NULL;
     const int64_t step_number = m->steps;
     const int n_step = m->n_rows;
-    const bool ahead = conclude(sessions, segs, n, drafted, start), plain = n == 1 && n_step == 1 && !sessions[0]->guesser.depth;
+    const double began = runs_already ? sessions[0]->returned : start;
+    const bool ahead = conclude(sessions, segs, n, drafted, began), plain = n == 1 && n_step == 1 && !sessions[0]->guesser.depth;
     const double now = seconds();
-    if (plain) times_learn(&m->pace.step, 1, now - (runs_already ? sessions[0]->returned : start));
+    if (plain) times_learn(&m->pace.step, 1, now - began);
     for (int i = 0, row = 0; i < n; i++) {
         Session *s = sessions[i];
         const int n_rows = 1 + s->guesser.drafts.n;
-        if (n_rows > 1) s->turn.drafts.verify_seconds += m->verdict.verified - start;
+        if (n_rows > 1) s->turn.drafts.verify_seconds += m->verdict.verified - began;
         if (s->guesser.depth) s->turn.drafts.draft_seconds += m->verdict.drafted - m->verdict.verified;
         for (int r = 0; r < n_todo[i]; r++) push_id(s, &s->held, s->todo.ids[s->at++]);
         s->turn.n_run += s->prompting && !s->turn.shifts ? n_todo[i] : 0;

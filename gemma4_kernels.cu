@@ -235,6 +235,12 @@ __device__ static inline void load_matrices_transposed(unsigned r[4], const void
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"((unsigned)__cvta_generic_to_shared(shared_row)) : "memory");
 }
+// A matrix of 8 x 8 halves, transposed: lane l has two of row l / 4, columns 2 (l % 4) and the next, before and after.
+__device__ static inline unsigned transpose_matrix(unsigned a) {
+    unsigned r;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(a));
+    return r;
+}
 // c (16 x 8) += a (16 x 32, row-major) b (32 x 8, column-major), int8 with int32 sums. Lane l, t = l / 4, k = l % 4:
 //   a[0], a[1]: values 4k .. 4k + 3 of rows t, t + 8; a[2], a[3]: values 16 + 4k .. of them
 //   b[0], b[1]: values 4k .. and 16 + 4k .. of column t;   c[0], c[1]: row t, columns 2k, 2k + 1; c[2], c[3]: row t + 8
@@ -395,10 +401,14 @@ __device__ static inline float of_order(unsigned n) { return __uint_as_float(n >
 // Two of them in a word, the first one lowest.
 
 __device__ static inline unsigned half_bits(__half2 v) {
-    return __half_as_ushort(__low2half(v)) | (unsigned)__half_as_ushort(__high2half(v)) << 16;
+    unsigned bits;
+    memcpy(&bits, &v, sizeof bits);
+    return bits;
 }
-__device__ static inline __half2 two_halves(unsigned v) {
-    return __halves2half2(__ushort_as_half((unsigned short)v), __ushort_as_half((unsigned short)(v >> 16)));
+__device__ static inline __half2 two_halves(unsigned bits) {
+    __half2 v;
+    memcpy(&v, &bits, sizeof v);
+    return v;
 }
 
 // ---- sums ----
@@ -4470,7 +4480,7 @@ enum { KEYS = 32, ATTEND_WARPS = 8, ATTEND_THREADS = 32 * ATTEND_WARPS, HEADS = 
        FUSED_ROWS = 8,        // up to so many rows, attention makes q and the new rows of K and V itself
        RING_SLOTS = 2048,     // a cache up to this size is taken for a ring, which is in sight as a whole
        // Parts times KV heads of a long cache: a block for each SM of a large card; where K is V but for what turns, a
-       // tile is small, and there are two blocks.
+       // tile of f16 is small, and there are two blocks.
        FULL_GRID = 128,
        MAX_PARTS = FULL_GRID,
        JOIN_BYTES = 320 << 10 };       // parts of a block's columns that its last block puts together
@@ -4484,7 +4494,7 @@ static Split split_of(const Cache *c, int n_rows) {
     Split s = { 1, 0, divisor(1) };
     if (n_rows > STEP_ROWS) return s;                  // rows enough to fill the device
     if (c->slots > RING_SLOTS) {
-        s.parts = min_int(MAX_PARTS, max_int(1, (c->n_rot ? 2 : 1) * FULL_GRID / c->n_kv_heads));
+        s.parts = min_int(MAX_PARTS, max_int(1, (c->n_rot && !is_coded(c) ? 2 : 1) * FULL_GRID / c->n_kv_heads));
     } else {
         s.span_bits = c->n_kv_heads > 8 ? 2 : 1;
         s.parts = div_up(c->slots / KEYS, 1 << s.span_bits);
@@ -4691,7 +4701,7 @@ typedef struct {
 enum { ROW_PAD = 8, SCORE_ROW = KEYS + 4, WEIGHT_ROW = KEYS + 8 };
 
 // Blocks of which an SM has to have room for the registers, without spills.
-static constexpr int attend_blocks(int hd, int nc) { return nc <= 16 || hd == 256 ? 2 : 1; }
+static constexpr int attend_blocks(int hd, int nc) { return nc <= 16 || hd <= 256 ? 2 : 1; }
 // Scores. Before them angles of up to FUSED_ROWS rows and the frequencies of pairs lie there, behind them the weights
 // of parts.
 ON_DEVICE static constexpr int attend_score_bytes(int hd, int nc) {
@@ -5103,27 +5113,18 @@ __device__ static inline void put_columns(const AttendTask &a, int n_columns, co
 }
 
 // What a block found for the columns of a run of rows: out if it has all of them, or all parts are put together here;
-// else values and stats.   CODED: acc is as add_codes has it; turned: in the basis of quantised rows
-template <int HD, int NC, bool CODED>
+// else values and stats.   put(where): the block writes the values of a column to where(column), NULL: to nowhere;
+// turned: they are in the basis of quantised rows
+template <int HD, int NC, typename Put>
 __device__ static inline void leave_columns(const AttendTask &a, const AttendBlock &b, const Keys &s, const Sight *rows,
-                                            Columns<NC> &c, const float (&acc)[HD / 128][NC / 8][4], float *scores,
-                                            float *found, bool turned) {
-    constexpr int NEXT = CODED ? 2 : 16, OTHER = CODED ? 1 : 8;        // dims from acc[m] to acc[m + 1], within acc[m]
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2, parts = a.split.parts;
+                                            Columns<NC> &c, float *scores, float *found, bool turned, Put put) {
+    const int parts = a.split.parts;
     const bool direct = parts == 1 || (a.joins && c.n_live < 2);
     float *o = (float *)shared_bytes;                  // direct, and parts put together: (NC, HD + ROW_PAD), over q
-#pragma unroll
-    for (int n = 0; n < NC / 8; n++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const int col = 8 * n + k2 + e;
-            if (c.row_of[col] < 0) continue;
-            float *to = (direct ? o + col * (HD + ROW_PAD)
-                                : a.values + ((size_t)c.head_of[col] * parts + blockIdx.z) * HD) +
-                        warp * (HD / 8) + t * (CODED ? HD / 64 : 1);
-#pragma unroll
-            for (int m = 0; m < HD / 128; m++) to[NEXT * m] = acc[m][n][e], to[NEXT * m + OTHER] = acc[m][n][2 + e];
-        }
+    put([&](int col) -> float * {
+        if (c.row_of[col] < 0) return NULL;
+        return direct ? o + col * (HD + ROW_PAD) : a.values + ((size_t)c.head_of[col] * parts + blockIdx.z) * HD;
+    });
     const int col = threadIdx.x;
     const bool used = col < NC && c.row_of[col] >= 0;
     if (used && !direct)
@@ -5143,8 +5144,24 @@ __device__ static inline void leave_columns(const AttendTask &a, const AttendBlo
         if (!c.last) return;
         join_columns<HD>(a, b.n_columns, c, scores, found, o);
     }
-    if (CODED && turned) turn_columns<HD>(b.n_columns, c, o);
+    if (turned) turn_columns<HD>(b.n_columns, c, o);
     put_columns<HD>(a, b.n_columns, c, o);
+}
+
+// acc of add_values to where(column).
+template <int HD, int NC, typename Where>
+__device__ static inline void put_values(const float (&acc)[HD / 128][NC / 8][4], Where where) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < NC / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            float *to = where(8 * n + k2 + e);
+            if (!to) continue;
+            to += warp * (HD / 8) + t;
+#pragma unroll
+            for (int m = 0; m < HD / 128; m++) to[16 * m] = acc[m][n][e], to[16 * m + 8] = acc[m][n][2 + e];
+        }
 }
 
 // attend, f16: softmax(scale * q k) v over the keys of one part, for NC columns: some rows times query heads of one KV
@@ -5243,7 +5260,8 @@ __global__ void __launch_bounds__(ATTEND_THREADS,
             add_values<HD, NC>(acc, v_tile, room.weights, columns.shrink);
         }
         __syncthreads();                               // nobody reads q any more; tops, sums and row_of are there
-        leave_columns<HD, NC, false>(a, block, keys, rows, columns, acc, room.scores, (float *)room.stages, false);
+        leave_columns<HD>(a, block, keys, rows, columns, room.scores, (float *)room.stages, false,
+                          [&](auto where) { put_values<HD, NC>(acc, where); });
     }
 }
 
@@ -5292,8 +5310,8 @@ __device__ static inline void nibbles_to_halves(unsigned nibbles, __half2 scale,
     if (SCALED) h[0] = half_bits(__hmul2(two_halves(h[0]), scale)), h[1] = half_bits(__hmul2(two_halves(h[1]), scale));
 }
 
-// Codes of values i .. i + N - 1 of a row as nibbles, or as bytes in q8_0; N is 4, 8 or 16, i a multiple of it. Where
-// four nibbles are half a word, they are the lower one.
+// Codes of values i .. i + N - 1 of a row as nibbles, or as bytes in q8_0; N is 8 or 16, or 4 but in tq3, i a multiple
+// of it.
 template <KvType T, int N> __device__ static inline void read_codes(const char *row, int i, unsigned *codes) {
     if (T == KV_Q8_0) {
         memcpy(codes, __builtin_assume_aligned(row + i, N), N);
@@ -5307,9 +5325,8 @@ template <KvType T, int N> __device__ static inline void read_codes(const char *
             codes[n] = (w >> 2 * (N == 16 ? n : o % 2) & 0x33333333u) | (__funnelshift_r(s, s, turn) & 0x44444444u);
         }
     } else {
-        memcpy(codes, __builtin_assume_aligned(row + i / 8 * 4, (N + 7) / 8 * 4), (N + 7) / 8 * 4);
+        memcpy(codes, __builtin_assume_aligned(row + i / 2, N / 2), N / 2);
     }
-    if (T != KV_Q8_0 && N == 4) codes[0] >>= i % 8 * 4;
 }
 
 template <KvType T> struct CodedType {                 // group: kv_group(T), where a constant is needed
@@ -5342,10 +5359,12 @@ __device__ static inline void read_halves(const char *row, const char *scales, i
     }
 }
 
-// Values i .. i + N - 1 of two rows side by side: h[j] is value i + j of a, and of b. N is 4 or 8.   scale: of a, of b
-template <KvType T, int N, bool SCALED>
-__device__ static inline void read_pairs(const char *a, const char *b, int i, __half2 scale, unsigned (&h)[N]) {
-    unsigned x[N / 2], y[N / 2];
+// Values i .. i + N - 1 of two rows side by side, as multiples of their scales: h[j] is value i + j of a, and of b. N is
+// an eighth of a group.
+template <KvType T, int N>
+__device__ static inline void read_pairs(const char *a, const char *b, int i, unsigned (&h)[N]) {
+    const __half2 none = __half2half2(__ushort_as_half(0));
+    unsigned x[N / 2] = { }, y[N / 2] = { };
     if (T == KV_F16) {
         memcpy(x, __builtin_assume_aligned(a + 2 * i, 2 * N), 2 * N);
         memcpy(y, __builtin_assume_aligned(b + 2 * i, 2 * N), 2 * N);
@@ -5354,40 +5373,76 @@ __device__ static inline void read_pairs(const char *a, const char *b, int i, __
             h[j] = __byte_perm(x[j / 2], y[j / 2], 0x5410), h[j + 1] = __byte_perm(x[j / 2], y[j / 2], 0x7632);
         return;
     }
+    const unsigned mask = 0x0f0f0f0fu;
+    if (T == KV_TQ3) {                                 // 16 values: as read_codes, once words of both are side by side
+        const int o = i % KV_TURN / 8, turn = o % 4 + 30;
+        const unsigned *u = (const unsigned *)(a + kv_row_bytes(T, i - i % KV_TURN));
+        const unsigned *v = (const unsigned *)(b + kv_row_bytes(T, i - i % KV_TURN));
+        const unsigned wu = u[o / 2], su = u[8 + o / 4], wv = v[o / 2], sv = v[8 + o / 4];
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            const unsigned w = odd ? (wu >> 4 & mask) | (wv & ~mask) : (wu & mask) | (wv << 4 & ~mask);
+            unsigned s = odd ? (su >> 4 & mask) | (sv & ~mask) : (su & mask) | (sv << 4 & ~mask);
+            s = __funnelshift_r(s, s, turn);
+#pragma unroll
+            for (int j = 0; j < N; j += 8) {
+                const unsigned codes = (w >> j / 4 & 0x33333333u) | (s >> j / 8 & 0x44444444u);
+                unsigned low[2], high[2];
+                nibbles_to_halves<T, false>(codes, none, low);
+                nibbles_to_halves<T, false>(codes >> 16, none, high);
+                h[j + odd] = low[0], h[j + 2 + odd] = low[1], h[j + 4 + odd] = high[0], h[j + 6 + odd] = high[1];
+            }
+        }
+        return;
+    }
     read_codes<T, N>(a, i, x);
     read_codes<T, N>(b, i, y);
     if (T == KV_Q8_0) {
 #pragma unroll
         for (int j = 0; j < N; j += 2) {
-            const unsigned bytes = __byte_perm(x[j / 4], y[j / 4], j % 4 ? 0x7362 : 0x5140) ^ 0x80808080u;
-            h[j] = bytes_to_halves<SCALED>(bytes, 0x4140, 128, scale);
-            h[j + 1] = bytes_to_halves<SCALED>(bytes, 0x4342, 128, scale);
+            const unsigned bytes = __byte_perm(x[0], y[0], j ? 0x7362 : 0x5140) ^ 0x80808080u;
+            h[j] = bytes_to_halves<false>(bytes, 0x4140, 128, none);
+            h[j + 1] = bytes_to_halves<false>(bytes, 0x4342, 128, none);
         }
-        return;
-    }
-    const unsigned even = (x[0] & 0x0f0f0f0fu) | (y[0] << 4 & 0xf0f0f0f0u);
-    const unsigned odd = (x[0] >> 4 & 0x0f0f0f0fu) | (y[0] & 0xf0f0f0f0u);
+    } else if (T == KV_Q4_0) {
+        const unsigned nibbles = __byte_perm(x[0], y[0], 0x5410);      // the last bits of 1024 + nibble
+        const __half2 less = __half2half2(__float2half_rn(1032));
 #pragma unroll
-    for (int j = 0; j < N; j += 4) {
-        unsigned e[2], o[2];
-        nibbles_to_halves<T, SCALED>(even >> 4 * j, scale, e);
-        nibbles_to_halves<T, SCALED>(odd >> 4 * j, scale, o);
-        h[j] = e[0], h[j + 1] = o[0], h[j + 2] = e[1], h[j + 3] = o[1];
+        for (int j = 0; j < N; j++)
+            h[j] = half_bits(__hsub2(two_halves((nibbles >> 4 * j & 0x000f000fu) | 0x64006400u), less));
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; j += 4) {
+            const unsigned u = x[0], v = y[0];
+            unsigned even[2], odd[2];
+            nibbles_to_halves<T, false>(((u & mask) | (v << 4 & ~mask)) >> j * 4, none, even);
+            nibbles_to_halves<T, false>(((u >> 4 & mask) | (v & ~mask)) >> j * 4, none, odd);
+            h[j] = even[0], h[j + 1] = odd[0], h[j + 2] = even[1], h[j + 3] = odd[1];
+        }
     }
 }
 
 // ---- caches of codes ----
-// Rows are copied to shared memory as they lie in the cache and become halves in registers, as the tensor cores take
-// them. So a key costs its own bytes once in memory and twice in shared memory, and q and the sums are turned instead
-// of rows.
+// A warp works alone. Rows of codes come to shared memory of its own as they lie in the cache and become halves in
+// registers, as the tensor cores take them; rows of f16 are read where they lie. So a key costs its own bytes once in
+// memory, and q and the sums are turned instead of rows. Codes are multiplied as whole numbers: a group's scale goes to
+// its scores, and to the weights of its values.
+//
+// The keys of a part are cut into swaths of SWATH keys; swath n belongs to stream n mod STREAMS of the part, and a warp
+// attends to one. What the streams of a part found is put together in their order. The swath's rows of K and V are a
+// lot each.
+
+enum { SWATH = 16, STREAMS = ATTEND_WARPS, CODED_COLUMNS = 8,
+       CODED_PAD = 32,        // halves between rows of q, so that lanes that read side by side read different banks
+       WEIGHTED_PARTS = 512 };         // columns times parts whose weights find room
 
 typedef struct {              // K or V of a cache, or of its tail
     KvType  type;
     int     dim;              // values
     int     chunks;           // of 16 bytes in a row
     int     scale_bytes;      // of a row
-    int     stride;           // bytes from row to row in a stage: an odd number of chunks, so that banks differ
-    Divisor by_chunks;
+    int     lane_bits;        // 2^lane_bits lanes copy a row; at most 32 chunks
+    int     stride;           // bytes from row to row in a lot: an odd number of chunks, so that banks differ
     const char *codes, *scales;
     const char *stage_codes, *stage_scales;    // as in Attend
 } CodedPlane;
@@ -5396,171 +5451,197 @@ typedef struct {              // the cache, or its tail
     CodedPlane k, v;
     int     slots;
     Divisor by_slots;
-    int     n_stages, stage_bytes;
 } CodedKeys;
 
 typedef struct {              // the parameters of attend_coded
     AttendTask a;
     CodedKeys  keys, tail;
+    int        n_lots;        // under way in a warp: 1, 2, 4 or 8
+    int        v_at;          // bytes from K to V in a stage; n_lots 1: they lie there in turn
+    int        stage_bytes, ring_bytes;        // of a swath, of a warp
     int        tail_reach;    // a row reads that many positions up to its own in the tail; 0: there is none
     bool       turned;        // V is in the basis of quantised rows
     bool       beside_flash;  // which has the segments of more than STEP_ROWS rows
 } CodedTask;
 
-// Where a row of q has value d of a head (HD), so that a step of score_codes finds values 8 n .. 8 n + 7 of each run of
-// HD / 16 values as load_matrices hands them out.
-template <int HD> __device__ static inline int coded_place(int d) {
-    const int in_quarter = d % (HD / 4), run = in_quarter / (HD / 16), n = in_quarter % (HD / 16) / 8, j = d % 8;
-    return d - in_quarter + 32 * n + j / 4 * 16 + j % 4 / 2 * 8 + 2 * run + j % 2;
-}
+// Dynamic shared memory of attend_coded.
+template <int HD> struct CodedRoom {
+    __half *q;                // (2, CODED_COLUMNS, HD + CODED_PAD): the halves, and what they leave behind
+    float  *weights;          // (WEIGHTED_PARTS) pairs, of parts
+    char   *rings;            // (STREAMS) rings of lots; then (STREAMS, CODED_COLUMNS, HD / 2 + ROW_PAD / 2) floats
 
-// q of the block's columns.   q (2, NC, HD + ROW_PAD): the halves, and what they leave behind
-template <int HD, int NC>
-__device__ static inline void place_queries(const AttendTask &a, const AttendBlock &b, __half *q) {
-    constexpr int ROW = HD + ROW_PAD;
-    for (int i = 4 * threadIdx.x; i < b.n_columns * HD; i += 4 * ATTEND_THREADS) {
-        const int col = i / HD, row = quotient(col, a.by_heads), h = min(col - row * a.heads, b.n_heads - 1);
-        const float4 v = *(const float4 *)(a.q + ((size_t)(b.r0 + row) * a.n_heads + b.head + h) * HD + i % HD);
-        const uint2 hi = halves_of(v), lo = halves_of(behind(v));
-        unsigned *to = (unsigned *)(q + col * ROW + coded_place<HD>(i % HD)), *to_lo = to + NC * ROW / 2;
-        to[0] = hi.x, to[4] = hi.y, to_lo[0] = lo.x, to_lo[4] = lo.y;
+    __device__ CodedRoom() {
+        q = (__half *)shared_bytes, weights = (float *)(q + 2 * CODED_COLUMNS * (HD + CODED_PAD));
+        rings = (char *)(weights + 2 * WEIGHTED_PARTS);
+    }
+};
+
+// What a warp found. Lane l, t = l / 4, k = l % 4, has columns 2k, 2k + 1; of acc[m], [0] and [1] are its value 2m of
+// them and [2] and [3] its value 2m + 1. Of each 8 * run values in a row it has `run`, from t * run on; run is an eighth
+// of a group of V, so that a product of 16 values has one scale.
+template <int HD> struct Stream {
+    float acc[HD / 16][4];
+    float top[2], sum[2];     // the largest score, times log2(e); weights, of the lane's keys
+};
+
+__device__ static inline void place_queries(const AttendTask &a, const AttendBlock &b, int hd, __half *q) {
+    const int row_halves = hd + CODED_PAD;
+    for (int i = 4 * threadIdx.x; i < b.n_columns * hd; i += 4 * ATTEND_THREADS) {
+        const int col = i / hd, row = quotient(col, a.by_heads), h = min(col - row * a.heads, b.n_heads - 1);
+        const float4 v = *(const float4 *)(a.q + ((size_t)(b.r0 + row) * a.n_heads + b.head + h) * hd + i % hd);
+        __half *to = q + col * row_halves + i % hd;
+        *(uint2 *)to = halves_of(v), *(uint2 *)(to + CODED_COLUMNS * row_halves) = halves_of(behind(v));
     }
 }
 
-// Rows of a plane for the KEYS keys from j0 on, and their scales. Those of keys outside of low .. end - 1 are 0.
-//   row, stage_row: of key j0 in the cache, of key s.len in the stage; whole: all keys are inside, and in the cache
-__device__ static inline void copy_plane(const CodedPlane &p, const Keys &s, bool staged, size_t row, size_t stage_row,
-                                         int low, int end, int j0, bool whole, char *to, char *to_scales) {
-    const char *codes = p.codes + row * (16 * p.chunks), *scales = p.scales + row * p.scale_bytes;
-    if (whole) {
-#pragma unroll 1
-        for (int i = threadIdx.x; i < KEYS * p.chunks; i += ATTEND_THREADS) {
-            const int key = quotient(i, p.by_chunks);
-            copy_ahead(to + key * p.stride + 16 * (i - key * p.chunks), codes + 16 * i);
-        }
-        const int i = ATTEND_THREADS - 1 - (int)threadIdx.x;           // the others had less to do
-        if (i < KEYS / 16 * p.scale_bytes) copy_ahead(to_scales + 16 * i, scales + 16 * i);
+typedef struct { const char *codes, *scales; } CodedRow;
+
+// Of key j, where it lies.
+__device__ static inline CodedRow coded_row(const AttendTask &a, const CodedKeys &from, const CodedPlane &p,
+                                            const Keys &s, int j) {
+    const bool staged = a.staged && j >= s.len;
+    const size_t row = staged ? (size_t)s.head * a.stage_slots + s.seg_first + j - s.len
+                              : ((size_t)s.seq * a.n_kv_heads + s.head) * from.slots + rest(j, from.by_slots);
+    return (CodedRow){ (staged ? p.stage_codes : p.codes) + row * (16 * p.chunks),
+                       (staged ? p.stage_scales : p.scales) + row * p.scale_bytes };
+}
+
+// A lot, by a warp: a plane's rows of the SWATH keys from j0 on, behind them their scales. Those of keys outside of
+// low .. end - 1, which get no weight, are rows of others.
+__device__ static inline void copy_lot(const AttendTask &a, const CodedKeys &from, const CodedPlane &p, const Keys &s,
+                                       int low, int end, int j0, char *to) {
+    const int lane = threadIdx.x % 32, stride = p.stride, bytes = 16 * p.chunks, scale_bytes = p.scale_bytes;
+    char *to_scales = to + SWATH * stride;
+    if (p.type == KV_F16) return;
+    if (j0 >= low && j0 + SWATH <= (a.staged ? min(end, s.len) : end)) {       // they follow each other
+        const int first = lane >> p.lane_bits, at = 16 * (lane & ((1 << p.lane_bits) - 1)), step = 32 >> p.lane_bits;
+        const CodedRow row = coded_row(a, from, p, s, j0);
+        const char *codes = row.codes + first * bytes + at;
+        to += first * stride + at;
+        if (at < bytes)
+#pragma unroll 4
+            for (int key = first; key < SWATH; key += step, codes += step * bytes, to += step * stride)
+                copy_ahead(to, codes);
+        if (lane < scale_bytes) copy_ahead(to_scales + 16 * lane, row.scales + 16 * lane);
         return;
     }
 #pragma unroll 1
-    for (int key = threadIdx.x / 32; key < KEYS; key += ATTEND_WARPS) {
-        const int j = j0 + key;
-        const bool seen = j >= low && j < end, there = staged && seen && j >= s.len;
-        const size_t at = there ? stage_row + j - s.len : key;
-        const char *from = (there ? p.stage_codes : codes) + at * (16 * p.chunks);
-        const uint16_t *scale = (const uint16_t *)((there ? p.stage_scales : scales) + at * p.scale_bytes);
-        for (int i = threadIdx.x % 32; i < p.chunks; i += 32)
-            copy_or_zero(to + key * p.stride + 16 * i, from + 16 * i, seen);
-        for (int i = threadIdx.x % 32; i < p.scale_bytes / 2; i += 32)
-            ((uint16_t *)(to_scales + key * p.scale_bytes))[i] = seen ? scale[i] : 0;
+    for (int key = 0; key < SWATH; key++) {
+        const CodedRow row = coded_row(a, from, p, s, min(max(j0 + key, low), end - 1));
+        if (16 * lane < bytes) copy_ahead(to + key * stride + 16 * lane, row.codes + 16 * lane);
+        if (2 * lane < scale_bytes)
+            ((uint16_t *)(to_scales + key * scale_bytes))[lane] = ((const uint16_t *)row.scales)[lane];
     }
 }
 
-// A stage: rows of K, rows of V, scales of K, scales of V.
-__device__ static inline void copy_codes(const CodedTask &c, const CodedKeys &from, const Keys &s, int low, int end,
-                                         int j0, char *to) {
-    const AttendTask &a = c.a;
-    const size_t row = ((size_t)s.seq * a.n_kv_heads + s.head) * from.slots + rest(j0, from.by_slots);
-    const size_t stage_row = (size_t)s.head * a.stage_slots + s.seg_first;
-    const bool whole = j0 >= low && j0 + KEYS <= (a.staged ? min(end, s.len) : end);
-    char *v = to + KEYS * from.k.stride, *scales = v + KEYS * from.v.stride;
-    copy_plane(from.k, s, a.staged, row, stage_row, low, end, j0, whole, to, scales);
-    copy_plane(from.v, s, a.staged, row, stage_row, low, end, j0, whole, v, scales + KEYS * from.k.scale_bytes);
+// Until the oldest of n lots under way is there, for the warp.
+__device__ static inline void wait_for_lot(int n) {
+    if (n == 8) copied<7>();
+    else if (n == 4) copied<3>();
+    else if (n == 2) copied<1>();
+    else copied<0>();
+    __syncwarp();
 }
 
-// scores (4, NC, SCORE_ROW) = q k for the keys of a tile: a warp has 16 keys and a quarter of the dims, a lane two keys
-// and a run of HD / 16 dims. A scale that serves the quarter is multiplied with its sum.   rows, scales: of the tile's
-// first key, in the plane that has the quarter
-template <KvType T, int HD, int NC>
-__device__ static inline void score_codes(const AttendTask &a, int stride, int scale_bytes, const char *rows,
-                                          const char *scales, const __half *q_hi, float *out) {
-    constexpr int ROW = HD + ROW_PAD, N = NC / 8;
-    constexpr bool AT_ONCE = CodedType<T>::group < HD / 4;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2;
-    const int key0 = warp % 2 * 16, quarter = warp / 2, first = quarter * (HD / 4) + lane % 4 * (HD / 16);
-    const __half *q_row = q_hi + lane % 8 * ROW + quarter * (HD / 4) + lane / 8 * 8;
-    rows += (key0 + t) * stride, scales += (key0 + t) * scale_bytes;
-    float s_hi[N][4] = { }, s_lo[N][4] = { };
+// Scales of the KV_TURN values from d on.
+template <KvType T> struct __align__(2 * KV_TURN / CodedType<T>::group) TurnScales {
+    __half of[KV_TURN / CodedType<T>::group];
+};
+template <KvType T> __device__ static inline TurnScales<T> turn_scales(const char *scales, int d) {
+    return *(const TurnScales<T> *)(scales + d / CodedType<T>::group * sizeof(__half));
+}
+
+// s += k q over values from .. to - 1 of a swath's rows.   rows: keys t and t + 8, which s[0], s[1] and s[2], s[3] have
+template <KvType T, int HD>
+__device__ static inline void score_swath(float (&s)[4], const CodedRow (&rows)[2], int from, int to, const __half *q) {
+    constexpr int ROW = HD + CODED_PAD;
+    const int lane = threadIdx.x % 32, first = lane % 4 * 8;
+    q += lane / 4 * ROW + first;
+#pragma unroll 1
+    for (int d = from; d < to; d += KV_TURN) {
+        TurnScales<T> scales[2];
+        if (T != KV_F16)
+            for (int e = 0; e < 2; e++) scales[e] = turn_scales<T>(rows[e].scales, d);
 #pragma unroll
-    for (int d = 0; d < HD / 16; d += 16) {
-        unsigned k[2][8], q[4];
+        for (int i = 0; i < KV_TURN; i += 32) {
+            const uint4 hi = *(const uint4 *)(q + d + i), lo = *(const uint4 *)(q + CODED_COLUMNS * ROW + d + i);
+            const unsigned b[4][2] = { { hi.x, hi.y }, { hi.z, hi.w }, { lo.x, lo.y }, { lo.z, lo.w } };
+            unsigned k[2][4];
+            float sum[4] = { };
 #pragma unroll
-        for (int e = 0; e < 2; e++)
-            read_halves<T, 16, AT_ONCE>(rows + 8 * e * stride, scales + 8 * e * scale_bytes, first + d, k[e]);
+            for (int e = 0; e < 2; e++) 
+                read_halves<T, 8, false>(rows[e].codes + kv_row_bytes(T, d), NULL, i + first, k[e]);
 #pragma unroll
-        for (int u = 0; u < 8; u += 4) {
-            const unsigned lo[4] = { k[0][u], k[1][u], k[0][u + 1], k[1][u + 1] };
-            const unsigned hi[4] = { k[0][u + 2], k[1][u + 2], k[0][u + 3], k[1][u + 3] };
+            for (int u = 0; u < 4; u++) {
+                const unsigned x[4] = { k[0][u % 2 * 2], k[1][u % 2 * 2], k[0][u % 2 * 2 + 1], k[1][u % 2 * 2 + 1] };
+                multiply_half(sum, x, b[u]);
+            }
 #pragma unroll
-            for (int n = 0; n < N; n++) {
-                const __half *at = q_row + 8 * n * ROW + 4 * d + 8 * u;
-                load_matrices(q, at);
-                multiply_half(s_hi[n], lo, q);
-                multiply_half(s_hi[n], hi, q + 2);
-                if (!a.fine) continue;
-                load_matrices(q, at + NC * ROW);
-                multiply_half(s_lo[n], lo, q);
-                multiply_half(s_lo[n], hi, q + 2);
+            for (int e = 0; e < 4; e++)
+                s[e] = T == KV_F16 ? s[e] + sum[e]
+                                   : __fmaf_rn(sum[e], __half2float(scales[e / 2].of[i / CodedType<T>::group]), s[e]);
+        }
+    }
+}
+
+// Softmax of a swath's scores, times log2(e), -Inf where a key is out of sight: weights p as multiply_half takes them.
+// They are WEIGHT_UP times as large as they say, so that they have their bits after a scale is multiplied with them.
+enum { WEIGHT_UP = 6 };       // log2 of it
+template <int HD>
+__device__ static inline void weigh_swath(Stream<HD> &x, const float (&s)[4], unsigned (&p)[2]) {
+    float now[2] = { fmaxf(s[0], s[2]), fmaxf(s[1], s[3]) };
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        for (int h = 16; h > 2; h /= 2) now[e] = fmaxf(now[e], __shfl_xor_sync(~0u, now[e], h));
+        now[e] = fmaxf(now[e], x.top[e]);
+    }
+    if (__any_sync(~0u, now[0] != x.top[0] || now[1] != x.top[1])) {
+        const float f0 = now[0] == x.top[0] ? 1 : fast_exp2(x.top[0] - now[0]);
+        const float f1 = now[1] == x.top[1] ? 1 : fast_exp2(x.top[1] - now[1]);
+        x.top[0] = now[0], x.top[1] = now[1], x.sum[0] *= f0, x.sum[1] *= f1;
+#pragma unroll
+        for (int m = 0; m < HD / 16; m++) x.acc[m][0] *= f0, x.acc[m][1] *= f1, x.acc[m][2] *= f0, x.acc[m][3] *= f1;
+    }
+    const float less[2] = { now[0] == -INFINITY ? 0 : now[0] - WEIGHT_UP, now[1] == -INFINITY ? 0 : now[1] - WEIGHT_UP };
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        const __half2 w = __floats2half2_rn(fast_exp2(s[2 * e] - less[0]), fast_exp2(s[2 * e + 1] - less[1]));
+        x.sum[0] += __low2float(w), x.sum[1] += __high2float(w);
+        p[e] = transpose_matrix(half_bits(w));
+    }
+}
+
+// acc += V^T p for a swath.   rows: keys 2k, 2k + 1, 2k + 8, 2k + 9
+template <KvType T, int RUN, int HD>
+__device__ static inline void add_swath(float (&acc)[HD / 16][4], const CodedRow (&rows)[4], const unsigned (&p)[2]) {
+    constexpr int IN_TURN = KV_TURN / (8 * RUN);       // groups
+    const int first = threadIdx.x % 32 / 4 * RUN;
+#pragma unroll
+    for (int d = 0; d < HD; d += KV_TURN) {
+        TurnScales<T> scales[4];
+        for (int e = 0; e < 4 && T != KV_F16; e++) scales[e] = turn_scales<T>(rows[e].scales, d);
+#pragma unroll
+        for (int g = 0; g < IN_TURN; g++) {
+            unsigned w[2] = { p[0], p[1] }, v[2][RUN];
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                if (T != KV_F16)
+                    w[e] = half_bits(__hmul2(two_halves(p[e]),
+                                             __halves2half2(scales[2 * e].of[g], scales[2 * e + 1].of[g])));
+                read_pairs<T, RUN>(rows[2 * e].codes, rows[2 * e + 1].codes, d + g * 8 * RUN + first, v[e]);
+            }
+#pragma unroll
+            for (int m = 0; m < RUN / 2; m++) {
+                const unsigned x[4] = { v[0][2 * m], v[0][2 * m + 1], v[1][2 * m], v[1][2 * m + 1] };
+                multiply_half(acc[(d / (8 * RUN) + g) * (RUN / 2) + m], x, w);
             }
         }
     }
-    float scale[2] = { 1, 1 };
-    if (T != KV_F16 && !AT_ONCE)
-        for (int e = 0; e < 2; e++) scale[e] = __half2float(scale_of<T>(scales + 8 * e * scale_bytes, first));
-#pragma unroll
-    for (int n = 0; n < N; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            out[(quarter * NC + 8 * n + k2 + e % 2) * SCORE_ROW + key0 + t + e / 2 * 8] =
-                (s_hi[n][e] + s_lo[n][e]) * scale[e / 2];
 }
 
-// acc += V^T weights for a tile, after acc was scaled by shrink: all keys and an eighth of the dims, of which a lane
-// has HD / 64 in a row: of acc[m], values 2 m and 2 m + 1. A key's scale that serves the eighth is multiplied with its
-// weight.
-template <KvType T, int HD, int NC>
-__device__ static inline void add_codes(float (&acc)[HD / 128][NC / 8][4], const CodedPlane &plane, const char *rows,
-                                        const char *scales, const __half *weights, const float *shrink) {
-    constexpr int M = HD / 128, N = NC / 8;
-    constexpr bool AT_ONCE = CodedType<T>::group < HD / 8;
-    const int lane = threadIdx.x % 32, k2 = lane % 4 * 2, first = threadIdx.x / 32 * (HD / 8) + lane / 4 * 2 * M;
-    __half2 scale[4];                                  // of keys 8 i + k2 and the next
-    unsigned p[N][4];
-#pragma unroll
-    for (int i = 0; i < 4 && T != KV_F16; i++)
-        scale[i] = __halves2half2(scale_of<T>(scales + (8 * i + k2) * plane.scale_bytes, first),
-                                  scale_of<T>(scales + (8 * i + k2 + 1) * plane.scale_bytes, first));
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-        load_matrices(p[n], weights + (8 * n + lane % 8) * WEIGHT_ROW + lane / 8 * 8);
-        for (int i = 0; i < 4 && T != KV_F16 && !AT_ONCE; i++)
-            p[n][i] = half_bits(__hmul2(two_halves(p[n][i]), scale[i]));
-        const float f0 = shrink[8 * n + k2], f1 = shrink[8 * n + k2 + 1];
-        if (!__any_sync(~0u, f0 != 1 || f1 != 1)) continue;
-#pragma unroll
-        for (int m = 0; m < M; m++) acc[m][n][0] *= f0, acc[m][n][1] *= f1, acc[m][n][2] *= f0, acc[m][n][3] *= f1;
-    }
-    rows += k2 * plane.stride;
-#pragma unroll
-    for (int u = 0; u < KEYS / 8; u += 2) {
-        unsigned v[2][2 * M];                          // of keys 8 u + k2 and the next, and of those 8 behind them
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const char *row = rows + 8 * (u + e) * plane.stride;
-            read_pairs<T, 2 * M, AT_ONCE>(row, row + plane.stride, first, scale[u + e], v[e]);
-        }
-#pragma unroll
-        for (int m = 0; m < M; m++) {
-            const unsigned x[4] = { v[0][2 * m], v[0][2 * m + 1], v[1][2 * m], v[1][2 * m + 1] };
-#pragma unroll
-            for (int n = 0; n < N; n++) multiply_half(acc[m][n], x, p[n] + u);
-        }
-    }
-}
-
-// f(the type of a plane), known where it is compiled; rows of a tail are f16.
-template <bool TAIL, typename F> __device__ static inline void with_type(KvType t, F f) {
-    switch (TAIL ? KV_F16 : t) {
+// f(the type of a plane), known where it is compiled.
+template <typename F> __device__ static inline void with_type(KvType t, F f) {
+    switch (t) {
     case KV_Q8_0: f(CodedType<KV_Q8_0>()); return;
     case KV_Q4_0: f(CodedType<KV_Q4_0>()); return;
     case KV_TQ4: f(CodedType<KV_TQ4>()); return;
@@ -5568,126 +5649,198 @@ template <bool TAIL, typename F> __device__ static inline void with_type(KvType 
     default: f(CodedType<KV_F16>());
     }
 }
-
-// Dynamic shared memory of attend_coded.
-template <int HD, int NC> struct CodedRoom {
-    __half *q;                // (2, NC, HD + ROW_PAD) as place_queries leaves it
-    float  *scores;           // (4, NC, SCORE_ROW)
-    __half *weights;          // (NC, WEIGHT_ROW)
-    char   *stages;           // as copy_codes fills them
-
-    __device__ CodedRoom() {
-        q = (__half *)shared_bytes, scores = (float *)(q + 2 * NC * (HD + ROW_PAD));
-        weights = (__half *)(scores + 4 * NC * SCORE_ROW), stages = (char *)(weights + NC * WEIGHT_ROW);
+// The same for a tail, whose rows are f16. RUN: as in Stream
+template <int RUN> struct Run { static constexpr int run = RUN; };
+template <typename F> __device__ static inline void with_run(KvType t, F f) {
+    switch (kv_group(t)) {
+    case 128: f(Run<16>()); return;
+    case 64: f(Run<8>()); return;
+    default: f(Run<4>());
     }
-};
-typedef struct {              // tiles that a block reads of the cache, or of its tail: from + i of its part, i < n
-    int from, n;
-    int low, end;             // keys that any of the rows may read there
-    int whole_low, whole_end; // keys that all of them read there
-} CodedTiles;
+}
 
-// Keys that a row reads in the tail begin behind its position less `reach`; 0: it reads none there. With nothing in
-// sight the cache has a tile of zeros.
+typedef struct {              // what a stream reads of the cache, or of its tail
+    int first, step;          // first keys of its swaths: first, first + step, .. below last
+    int low, last;            // keys that any of the rows may read there are among low .. last - 1
+    int whole_low, whole_end; // keys that all of them read there
+} Swaths;
+
+// Keys that a row reads in the tail begin behind its position less `reach`; 0: it reads none there. STREAMS swaths are
+// whole spans, so a stream's come at equal distances.
 template <bool TAIL>
-__device__ static inline CodedTiles coded_tiles(const CodedTask &c, const Keys &s, const Sight *rows, int reach) {
-    int first = INT_MAX, last = 0, whole_low = 0, n = s.share.to - s.share.from, k = n;
+__device__ static inline Swaths swaths_of(const AttendTask &a, const Keys &s, const Sight *rows, int reach) {
+    static_assert(STREAMS * SWATH % (KEYS << 2) == 0, "spans of up to 4 tiles");
+    const Share &share = s.share;
+    const int before = 2 * ((quotient(share.span, a.split.by_parts) << a.split.span_bits) + share.from);
+    const int skip = ((int)threadIdx.x / 32 - before) & (STREAMS - 1);         // swaths, from the first tile of the share
+    int first = INT_MAX, last = 0;
+    Swaths w = { tile_of(share, a.split, share.from + skip / 2) * KEYS + skip % 2 * SWATH,
+                 STREAMS * SWATH * a.split.parts, s.low, s.end, 0, s.len };
 #pragma unroll 1
     for (int r = s.from; r < s.to; r++) {
         first = min(first, rows[r].pos), last = max(last, rows[r].pos);
-        whole_low = max(whole_low, rows[r].first);
+        w.whole_low = max(w.whole_low, rows[r].first);
     }
-    if (!reach) return (CodedTiles){ 0, max(1, n), s.low, s.end, whole_low, s.len };
-    if (TAIL) {
-        const int low = max(s.low, first - reach + 1);
-        while (k > 0 && first_key(c.a, s, k - 1) + KEYS > low) k--;
-        return (CodedTiles){ k, n - k, low, s.end, max(whole_low, last - reach + 1), s.len };
-    }
-    const int end = min(s.end, last - reach + 1);
-    while (k > 0 && first_key(c.a, s, k - 1) >= end) k--;
-    return (CodedTiles){ 0, n ? k : 1, s.low, end, whole_low, min(s.len, first - reach + 1) };
+    if (TAIL) w.low = max(w.low, first - reach + 1), w.whole_low = max(w.whole_low, last - reach + 1);
+    else if (reach) w.last = min(w.last, last - reach + 1), w.whole_end = min(w.whole_end, first - reach + 1);
+    if (share.from == share.to) w.last = 0;
+    w.first += max(0, w.low - SWATH - w.first + w.step) / w.step * w.step;     // the first one with a key from low on
+    return w;
 }
 
-// acc, tops and sums of a run of rows after the tiles of the cache or its tail.
-template <int HD, int NC, bool TAIL>
-__device__ static inline void attend_tiles(const CodedTask &c, const AttendBlock &block, const Keys &keys,
-                                           const Sight *rows, int reach, const CodedRoom<HD, NC> &room,
-                                           Columns<NC> &columns,
-                                           float (&acc)[HD / 128][NC / 8][4]) {
+// What a stream finds in the cache, or in its tail.
+template <int HD, bool TAIL>
+__device__ static inline void attend_stream(const CodedTask &c, const AttendBlock &block, const Keys &keys,
+                                            const Columns<CODED_COLUMNS> &columns, int reach,
+                                            const CodedRoom<HD> &room, Stream<HD> &x) {
     const AttendTask &a = c.a;
     const CodedKeys &source = TAIL ? c.tail : c.keys;
-    const CodedTiles tiles = coded_tiles<TAIL>(c, keys, rows, reach);
-    const int n_stages = source.n_stages, quarter = threadIdx.x / 64;
-    const float factor = a.n_rot ? kv_tied_factor(source.v.type) : 1;
-    const bool in_k = quarter * (HD / 4) < source.k.dim;               // tied: the rest of K is V
-    const int v_at = KEYS * source.k.stride, scales_at = v_at + KEYS * source.v.stride;
-    const int v_scales_at = scales_at + KEYS * source.k.scale_bytes;
-    auto copy_tile = [&](int i, int stage) {
-        if (i < tiles.n)
-            copy_codes(c, source, keys, tiles.low, tiles.end, first_key(a, keys, tiles.from + i),
-                       room.stages + stage * source.stage_bytes);
+    const Swaths w = swaths_of<TAIL>(a, keys, columns.sights, reach);
+    const int warp = threadIdx.x / 32, t = threadIdx.x % 32 / 4, k2 = threadIdx.x % 4 * 2;
+    const float scale = a.scale * 1.44269504f, factor = a.n_rot ? kv_tied_factor(source.v.type) : 1;
+    char *ring = room.rings + warp * c.ring_bytes;
+    auto lot = [&](int l) { return ring + (l & (c.n_lots - 1)) / 2 * c.stage_bytes + l % 2 * c.v_at; };
+    auto ask = [&](int l) {                            // for lot l: K of a swath, or V
+        const int j0 = w.first + l / 2 * w.step;
+        if (j0 < w.last) copy_lot(a, source, l % 2 ? source.v : source.k, keys, w.low, w.last, j0, lot(l));
         copy_commit();
     };
-    if (TAIL && !tiles.n) return;
-    if (TAIL) __syncthreads();                         // nobody works on the cache's tiles
-    for (int i = 0; i < n_stages - 1; i++) copy_tile(i, i);
-    if (!TAIL) place_queries<HD, NC>(a, block, room.q);
-    int stage = 0;                                     // i mod n_stages, of tile i
+    auto row_of = [&](const CodedPlane &p, bool in_lot, int l, int j0, int key) {
+        if (!in_lot) return coded_row(a, source, p, keys, min(max(j0 + key, w.low), w.last - 1));
+        return (CodedRow){ lot(l) + key * p.stride, lot(l) + SWATH * p.stride + key * p.scale_bytes };
+    };
 #pragma unroll 1
-    for (int i = 0; i < tiles.n; i++, stage = stage + 1 == n_stages ? 0 : stage + 1) {
-        if (n_stages == 1) {
-            if (i) __syncthreads();                    // all are done with tile i - 1
-            copy_tile(i, 0);
-        }
-        wait_for_tile(n_stages - 1);
-        __syncthreads();                               // tile i is there for all, and q; all are done with tile i - 1
-        if (n_stages > 1) copy_tile(i + n_stages - 1, (stage ? stage : n_stages) - 1);
-        const char *tile = room.stages + stage * source.stage_bytes;
-        const CodedPlane &k = in_k ? source.k : source.v;
-
-        with_type<TAIL>(k.type, [&](auto t) {
-            score_codes<decltype(t)::type, HD, NC>(a, k.stride, k.scale_bytes, tile + (in_k ? 0 : v_at),
-                                                   tile + (in_k ? scales_at : v_scales_at), room.q, room.scores);
-        });
-        __syncthreads();                               // scores are whole
-
-        const int j0 = first_key(a, keys, tiles.from + i);
-        const bool whole = j0 >= tiles.whole_low && j0 + KEYS <= tiles.whole_end;
-        weigh_keys<NC>(a, rows, j0, room.scores, room.weights, columns, [&](const Sight &v, int j) {
-            return whole || (in_sight(v, a.own, j) && (!reach || (j > v.pos - reach) == TAIL));
-        });
-        __syncthreads();                               // weights are whole
-
-        with_type<TAIL>(source.v.type, [&](auto t) {
-            add_codes<decltype(t)::type, HD, NC>(acc, source.v, tile + v_at, tile + v_scales_at, room.weights,
-                                                 columns.shrink);
-        });
+    for (int l = 0; l < c.n_lots; l++) ask(l);
+    if (!TAIL) {
+        place_queries(a, block, HD, room.q);
+        __syncthreads();
     }
+#pragma unroll 1
+    for (int j0 = w.first, l = 0; j0 < w.last; j0 += w.step, l += 2) {
+        float s[4] = { };
+        unsigned p[2];
+#pragma unroll 1
+        for (int v = 0; v < 2; v++) {                  // tied: V is the rest of K
+            const CodedPlane &plane = v ? source.v : source.k;
+            wait_for_lot(c.n_lots);
+            with_type(TAIL ? KV_F16 : plane.type, [&](auto type) {
+                constexpr KvType T = decltype(type)::type;
+                const CodedRow two[2] = { row_of(plane, T != KV_F16, l + v, j0, t),
+                                          row_of(plane, T != KV_F16, l + v, j0, t + 8) };
+                score_swath<T, HD>(s, two, v ? a.n_k : 0, v ? HD : a.n_k, room.q);
+            });
+            if (v) break;
+            __syncwarp();                              // K has been read
+            ask(l + c.n_lots);
+        }
+        const bool whole = j0 >= w.whole_low && j0 + SWATH <= w.whole_end;
 #pragma unroll
-    for (int m = 0; m < HD / 128; m++)
+        for (int e = 0; e < 4; e++) {
+            const int row = columns.row_of[k2 + e % 2], j = j0 + t + e / 2 * 8;
+            const Sight &self = columns.sights[max(row, 0)];
+            s[e] = whole || (row >= 0 && in_sight(self, a.own, j) && (!reach || (j > self.pos - reach) == TAIL))
+                ? s[e] * scale : -INFINITY;
+        }
+        weigh_swath<HD>(x, s, p);
+        auto add = [&](auto type, auto run) {
+            constexpr KvType T = decltype(type)::type;
+            CodedRow four[4];
+            for (int e = 0; e < 4; e++) four[e] = row_of(source.v, T != KV_F16, l + 1, j0, k2 + e % 2 + e / 2 * 8);
+            add_swath<T, decltype(run)::run, HD>(x.acc, four, p);
+        };
+        if (TAIL) with_run(c.keys.v.type, [&](auto run) { add(CodedType<KV_F16>(), run); });
+        else with_type(source.v.type, [&](auto type) { add(type, Run<decltype(type)::group / 8>()); });
+        __syncwarp();                                  // V has been read
+        ask(l + 1 + c.n_lots);
+    }
+    if (factor == 1) return;
 #pragma unroll
-        for (int n = 0; n < NC / 8; n++)
+    for (int m = 0; m < HD / 16; m++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) acc[m][n][e] *= factor;
+        for (int e = 0; e < 4; e++) x.acc[m][e] *= factor;
 }
 
-// attend, codes: softmax(scale * q k) v over the keys of one part, as attend_half does it, of caches whose K or V is of
-// a quantised type; the other may be f16.
+// The streams of a block put together: tops and sums of c, and values of columns where where(column) says.
+//   run: as in Stream; found: room for half of all values
+template <int HD, typename Where>
+__device__ static inline void join_streams(Stream<HD> &x, int run, Columns<CODED_COLUMNS> &c, float *found, Where where) {
+    constexpr int ROW = HD / 2 + ROW_PAD / 2;
+    __shared__ float2 stats[STREAMS][CODED_COLUMNS];   // top and sum
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2, col = threadIdx.x;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        for (int h = 16; h > 2; h /= 2) x.sum[e] += __shfl_xor_sync(~0u, x.sum[e], h);
+        if (t == 0) stats[warp][k2 + e] = make_float2(x.top[e], x.sum[e]);
+    }
+    __syncthreads();                                   // all are done with their lots, and with q
+    auto top_of = [&](int col) {
+        float top = -INFINITY;
+        for (int s = 0; s < STREAMS; s++) top = fmaxf(top, stats[s][col].x);
+        return top;
+    };
+    auto weight_of = [&](int s, int col, float top) {
+        return stats[s][col].y == 0 ? 0 : fast_exp2(stats[s][col].x - top);
+    };
+    if (col < CODED_COLUMNS) {
+        float top = top_of(col), sum = 0;
+        for (int s = 0; s < STREAMS; s++) sum = __fmaf_rn(weight_of(s, col, top), stats[s][col].y, sum);
+        c.top[col] = top * 0.693147181f, c.sum[col] = sum;
+    }
+    const bool live = __any_sync(~0u, x.sum[0] != 0 || x.sum[1] != 0);
+    const float f[2] = { weight_of(warp, k2, top_of(k2)), weight_of(warp, k2 + 1, top_of(k2 + 1)) };
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if (half) __syncthreads();                     // the first half has been read
+#pragma unroll
+        for (int i = 0; i < HD / 16 && live; i += 4)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const float (*y)[4] = x.acc + half * (HD / 32) + i / 2;
+                *(float4 *)(found + (warp * CODED_COLUMNS + k2 + e) * ROW + i / run * 8 * run + t * run + i % run) =
+                    make_float4(y[0][e] * f[e], y[0][2 + e] * f[e], y[1][e] * f[e], y[1][2 + e] * f[e]);
+            }
+        __syncthreads();
+#pragma unroll 1
+        for (int i = 4 * threadIdx.x; i < CODED_COLUMNS * HD / 2; i += 4 * ATTEND_THREADS) {
+            const int col = i / (HD / 2), d = i % (HD / 2);
+            float *to = where(col);
+            if (!to) continue;
+            float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+            for (int s = 0; s < STREAMS; s++) {
+                if (stats[s][col].y == 0) continue;
+                const float4 y = *(const float4 *)(found + (s * CODED_COLUMNS + col) * ROW + d);
+                sum = make_float4(sum.x + y.x, sum.y + y.y, sum.z + y.z, sum.w + y.w);
+            }
+            *(float4 *)(to + half * (HD / 2) + d) = sum;
+        }
+    }
+}
+
+// Blocks of which an SM has to have room for the registers, without spills.
+static constexpr int coded_blocks(int hd) { return hd == 256 ? 2 : 1; }
+
+// attend, codes: softmax(scale * q k) v over the keys of one part, for 8 columns as in attend_half, of caches whose K or
+// V is of a quantised type; the other may be f16.
 //   shapes    q (n_rows, n_heads, HD) made already, in the basis of K; cache as in gemma4.h and parts/kv.h, tied or not
-//   launch    as attend_half, dynamic shared memory coded_fixed_bytes + n_stages * stage_bytes
-//   traffic   every key in sight once for NC columns, in its own bytes
-//   numerics  codes times their scale are rounded to f16, or weights times it; then as attend_half. V's sums stay in
-//             the basis of its rows and are turned back when all parts are together
-//   time      instructions: the better part of a tile's go into making halves of codes
+//   launch    as attend_half, a warp for a stream, dynamic shared memory coded_fixed_bytes + coded_ring_bytes
+//   traffic   every key in sight once for 8 columns, in its own bytes, up to n_lots lots under way in a warp; rows of
+//             f16 once more, from L1 or L2
+//   numerics  codes are exact in f16. S = K q as in attend_half, for a group at a time, which is multiplied with its
+//             scale in f32. Weights in f16, 2^WEIGHT_UP times as large; they are summed before they are multiplied
+//             with the scale of a group of V and rounded again. V's sums stay in the basis of its rows and are turned
+//             back when all parts are together
+//   time      instructions: the better part of a swath's go into making halves of codes
 //   see       cpu_attend
-template <int HD, int NC>
+template <int HD>
 __global__ void __launch_bounds__(ATTEND_THREADS,
-                                  attend_blocks(HD, NC)) attend_coded_kernel(const __grid_constant__ CodedTask c) {
-    __shared__ Columns<NC> columns;
+                                  coded_blocks(HD)) attend_coded_kernel(const __grid_constant__ CodedTask c) {
+    __shared__ Columns<CODED_COLUMNS> columns;
+    __shared__ Keys keys;     // here they take no registers
     const AttendTask &a = c.a;
-    const CodedRoom<HD, NC> room;
+    const CodedRoom<HD> room;
     const AttendBlock block = attend_block(a);
-    const Sight *rows = columns.sights;
+    const int group = kv_group(c.keys.v.type);
     take_turn();
     if ((int)threadIdx.x < block.n_rows)
         columns.sights[threadIdx.x] = look(a.b, a.n_seqs, a.window, a.own, block.r0 + threadIdx.x);
@@ -5695,7 +5848,8 @@ __global__ void __launch_bounds__(ATTEND_THREADS,
 
     for (int from = 0, to; from < block.n_rows; from = to) {   // rows of one segment at a time: mostly there is one
         if (from) __syncthreads();                     // nobody works on the last segment
-        const Keys keys = keys_of(a, block, rows, from);
+        if (threadIdx.x == 0) keys = keys_of(a, block, columns.sights, from);
+        __syncthreads();                               // keys are there
         to = keys.to;
         const bool large = a.b.segs[keys.seg].n > STEP_ROWS;
         const int reach = large ? 0 : c.tail_reach;
@@ -5703,56 +5857,64 @@ __global__ void __launch_bounds__(ATTEND_THREADS,
         if (keys.share.from == keys.share.to && (blockIdx.z || keys.spans.n || (a.split.parts > 1 && !a.joins)))
             continue;                                  // nothing to say
         set_columns(a, block, keys, columns);
-        float acc[HD / 128][NC / 8][4] = { };
-        attend_tiles<HD, NC, false>(c, block, keys, rows, reach, room, columns, acc);
-        if (reach) attend_tiles<HD, NC, true>(c, block, keys, rows, reach, room, columns, acc);
-        __syncthreads();                               // nobody reads q any more; tops, sums and row_of are there
-        leave_columns<HD, NC, true>(a, block, keys, rows, columns, acc, room.scores, (float *)room.stages, c.turned);
+        Stream<HD> x = { { }, { -INFINITY, -INFINITY }, { } };
+        attend_stream<HD, false>(c, block, keys, columns, reach, room, x);
+        if (reach) attend_stream<HD, true>(c, block, keys, columns, reach, room, x);
+        leave_columns<HD>(a, block, keys, columns.sights, columns, room.weights, (float *)room.rings, c.turned,
+                          [&](auto where) {
+            join_streams(x, group ? group / 8 : 4, columns, (float *)room.rings, where);
+        });
     }
 }
 
 typedef void (*AttendCoded)(CodedTask);
-static AttendCoded attend_coded_of(int hd, int nc) {   // NULL: there is none
-    static const AttendCoded kernels[2][3] = {
-        { attend_coded_kernel<256, 8>, attend_coded_kernel<256, 16>, attend_coded_kernel<256, 32> },
-        { attend_coded_kernel<512, 8>, attend_coded_kernel<512, 16>, attend_coded_kernel<512, 32> } };
-    return hd != 256 && hd != 512 ? NULL : kernels[hd / 512][nc / 16];
+static AttendCoded attend_coded_of(int hd) {           // NULL: there is none
+    return hd == 512 ? attend_coded_kernel<512> : hd == 256 ? attend_coded_kernel<256> : NULL;
 }
 
-static size_t coded_score_bytes(int nc) { return 4 * (size_t)nc * SCORE_ROW * sizeof(float); }
-static size_t coded_fixed_bytes(int hd, int nc) {
-    return nc * (2 * (hd + ROW_PAD) + WEIGHT_ROW) * sizeof(__half) + coded_score_bytes(nc);
+static size_t coded_fixed_bytes(int hd) {
+    return 2 * CODED_COLUMNS * (hd + CODED_PAD) * sizeof(__half) + WEIGHTED_PARTS * sizeof(float2);
 }
 static int coded_stride(const KvPlane *p) { return (int)(kv_row_bytes(p->type, p->dim) / 16 | 1) * 16; }
-static size_t coded_stage_bytes(const KvPlane *p) { return KEYS * (coded_stride(p) + kv_scale_bytes(p->type, p->dim)); }
+static size_t lot_bytes(const KvPlane *p) {
+    return kv_group(p->type) ? SWATH * (coded_stride(p) + kv_scale_bytes(p->type, p->dim)) : 0;
+}
+// Of a warp. n_stages: swaths under way; 0: half a one
+static size_t coded_ring_bytes(const Cache *c, int n_stages) {
+    const size_t k = lot_bytes(&c->k), v = lot_bytes(&c->v);
+    return n_stages ? n_stages * (k + v) : k > v ? k : v;
+}
+// Of a block: rings, and then what its streams found.
+static size_t coded_room_bytes(const Cache *c, int n_stages) {
+    const size_t rings = STREAMS * coded_ring_bytes(c, n_stages);
+    const size_t found = STREAMS * CODED_COLUMNS * (c->head_dim + ROW_PAD) / 2 * sizeof(float);
+    return rings > found ? rings : found;
+}
 
 static CodedPlane coded_plane(const KvPlane *p, const KvPlane *stage) {
     CodedPlane c = { };
     c.type = p->type, c.dim = p->dim;
-    c.chunks = (int)(kv_row_bytes(p->type, p->dim) / 16), c.by_chunks = divisor(c.chunks);
+    c.chunks = (int)(kv_row_bytes(p->type, p->dim) / 16);
+    while (1 << c.lane_bits < c.chunks) c.lane_bits++;
     c.scale_bytes = (int)kv_scale_bytes(p->type, p->dim), c.stride = coded_stride(p);
     c.codes = (const char *)p->data, c.scales = (const char *)p->scale;
     if (stage) c.stage_codes = (const char *)stage->data, c.stage_scales = (const char *)stage->scale;
     return c;
 }
 
-// room: bytes for tiles
-static CodedKeys coded_keys(const Cache *c, const Cache *stage, size_t room) {
+static CodedKeys coded_keys(const Cache *c, const Cache *stage) {
     CodedKeys k = { };
     k.k = coded_plane(&c->k, stage ? &stage->k : NULL), k.v = coded_plane(&c->v, stage ? &stage->v : NULL);
     k.slots = c->slots, k.by_slots = divisor(c->slots);
-    k.stage_bytes = (int)(coded_stage_bytes(&c->k) + coded_stage_bytes(&c->v));
-    k.n_stages = min_int(MAX_STAGES, (int)(room / k.stage_bytes));
     return k;
 }
 
 // Once at start: the largest blocks may take all the shared memory there is.
 static void allow_attend(void) {
-    for (int hd = 128; hd <= 512; hd *= 2)
-        for (int nc = 8; nc <= 32; nc *= 2) {
-            allow_shared(attend_half_of(hd, nc));
-            if (attend_coded_of(hd, nc)) allow_shared(attend_coded_of(hd, nc));
-        }
+    for (int hd = 128; hd <= 512; hd *= 2) {
+        for (int nc = 8; nc <= 32; nc *= 2) allow_shared(attend_half_of(hd, nc));
+        if (attend_coded_of(hd)) allow_shared(attend_coded_of(hd));
+    }
     allow_shared(attend_join_kernel<true>);
 }
 
@@ -5894,7 +6056,7 @@ __device__ static inline void flash_decode(const FlashTask &a, const FlashRun &s
     const ptrdiff_t stage_slot = (ptrdiff_t)s.head * a.stage_slots + s.seg_first + j0 - s.len;
     const char *codes = raw ? raw : p.codes + slot * row_bytes;
     const char *scales = raw ? raw + TILE_SLOTS * row_bytes : p.scales + slot * p.scale_bytes;
-    with_type<false>(p.type, [&](auto t) {
+    with_type(p.type, [&](auto t) {
 #pragma unroll 4
         for (int key = threadIdx.x / (DIM / 8); key < TILE_SLOTS; key += STEP) {
             const int j = j0 + key;
@@ -6392,39 +6554,39 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend 
     }
 }
 
-static size_t stage_bytes(const Cache *c) {
-    if (!is_coded(c)) return attend_stage_bytes(c->head_dim, c->k.dim);
-    return coded_stage_bytes(&c->k) + coded_stage_bytes(&c->v);
+// Of a block, for its tiles or its lots.
+static size_t attend_room_bytes(const Cache *c, int n_stages) {
+    return is_coded(c) ? coded_room_bytes(c, n_stages) : n_stages * attend_stage_bytes(c->head_dim, c->k.dim);
 }
-
-// Of a block, with room for a tile of the tail if there is one.
 static size_t attend_shared(const Cache *c, int nc, int n_stages) {
-    const size_t stages = n_stages * stage_bytes(c);
-    if (!is_coded(c)) return attend_fixed_bytes(c->head_dim, c->k.dim, nc) + stages;
-    const size_t tail = c->tail_slots ? coded_stage_bytes(&c->k_tail) + coded_stage_bytes(&c->v_tail) : 0;
-    return coded_fixed_bytes(c->head_dim, nc) + (stages > tail ? stages : tail);
+    return (is_coded(c) ? coded_fixed_bytes(c->head_dim) : attend_fixed_bytes(c->head_dim, c->k.dim, nc)) +
+        attend_room_bytes(c, n_stages);
 }
 
 // Columns of a block: the number asked for, as far as there is shared memory for a stage; 0: this cache is not for
 // attend_half, nor for attend_coded.
 static int attend_columns(const Cache *c, int wanted) {
     const int hd = c->head_dim;
-    const bool halves = c->k.type == KV_F16 && c->v.type == KV_F16 && c->k.dim % 16 == 0 &&
-        ATTEND_THREADS % (c->k.dim / 8) == 0 && c->n_rot % 4 == 0;
-    const bool codes = is_coded(c) && is_readable(&c->k) && is_readable(&c->v) && c->k.dim % 128 == 0;
+    const size_t most = cuda.block_shared - STATIC_SHARED;
+    if (is_coded(c))
+        return is_readable(&c->k) && is_readable(&c->v) && c->k.dim % KV_TURN == 0 && attend_coded_of(hd) &&
+            attend_shared(c, CODED_COLUMNS, 0) <= most ? CODED_COLUMNS : 0;
+    if (c->k.type != KV_F16 || c->v.type != KV_F16 || c->k.dim % 16 || ATTEND_THREADS % (c->k.dim / 8) || c->n_rot % 4)
+        return 0;
     int nc = 8 << ((wanted > 8) + (wanted > 16));
-    if (is_coded(c) ? !codes || !attend_coded_of(hd, nc) : !halves || !attend_half_of(hd, nc)) return 0;
-    while (nc && attend_shared(c, nc, 1) + STATIC_SHARED > (size_t)cuda.block_shared) nc = nc > 8 ? nc / 2 : 0;
+    if (!attend_half_of(hd, nc)) return 0;
+    while (nc && attend_shared(c, nc, 1) > most) nc = nc > 8 ? nc / 2 : 0;
     return nc;
 }
 
-// Tiles under way: as many as leave room for the blocks that an SM gets, or can hold.
+// Tiles or swaths under way: as many as leave room for the blocks that an SM gets, or can hold. 0: see coded_ring_bytes
 static int attend_stages(const Cache *c, int nc, size_t n_blocks) {
-    const int most = (int)((n_blocks + cuda.n_sm - 1) / cuda.n_sm);
-    const int wanted = min_int(attend_blocks(c->head_dim, nc), most);
+    const int most = (int)((n_blocks + cuda.n_sm - 1) / cuda.n_sm), least = !is_coded(c);
+    const int wanted = min_int(is_coded(c) ? coded_blocks(c->head_dim) : attend_blocks(c->head_dim, nc), most);
+    auto fewer = [&](int n) { return is_coded(c) ? n / 2 : n - 1; };
     int n = MAX_STAGES;
-    while (n > 1 && attend_shared(c, nc, n) + STATIC_SHARED > (size_t)cuda.block_shared) n--;
-    while (n > 1 && wanted * (attend_shared(c, nc, n) + STATIC_SHARED + 1024) > (size_t)cuda.sm_shared) n--;
+    while (n > least && attend_shared(c, nc, n) + STATIC_SHARED > (size_t)cuda.block_shared) n = fewer(n);
+    while (n > 1 && wanted * (attend_shared(c, nc, n) + STATIC_SHARED + 1024) > (size_t)cuda.sm_shared) n = fewer(n);
     return n;
 }
 
@@ -6442,7 +6604,8 @@ static Attend attend_from(const Attend *o, int r) {
 static bool makes_store(const Attend *o, int step) {
     const QkvStore *s = o->store;
     if (!s || s->dump_q || s->dump_q_pos || s->dump_k || s->dump_k_pos || s->dump_v) return false;
-    return s->rope.n_pairs && s->rope.n_pairs % 4 == 0 && !o->stage && o->own != OWN_NONE &&
+    // Rows that nobody sees would not be made.
+    return s->rope.n_pairs && s->rope.n_pairs % 4 == 0 && !o->stage && (o->own != OWN_NONE || !s->k) &&
         o->batch->n_rows <= min_int(FUSED_ROWS, step);
 }
 
@@ -6479,13 +6642,15 @@ static AttendTask attend_task(const Attend *o, const Batch *b, const Split *spli
     return t;
 }
 
-// The same for attend_coded. room: bytes for tiles
-static CodedTask coded_task(const AttendTask *t, const Attend *o, size_t room, bool beside_flash) {
+// The same for attend_coded.
+static CodedTask coded_task(const AttendTask *t, const Attend *o, bool beside_flash) {
     const Cache *c = o->cache, tail = tail_of(*c);
     CodedTask task = { };
     task.a = *t;
-    task.keys = coded_keys(c, o->stage, room);
-    if (c->tail_slots) task.tail = coded_keys(&tail, NULL, room), task.tail_reach = c->tail_slots - STEP_ROWS;
+    task.keys = coded_keys(c, o->stage);
+    if (c->tail_slots) task.tail = coded_keys(&tail, NULL), task.tail_reach = c->tail_slots - STEP_ROWS;
+    task.n_lots = t->n_stages ? 2 * t->n_stages : 1, task.v_at = t->n_stages ? (int)lot_bytes(&c->k) : 0;
+    task.stage_bytes = (int)coded_ring_bytes(c, 1), task.ring_bytes = (int)coded_ring_bytes(c, t->n_stages);
     task.turned = kv_group(c->v.type);
     task.beside_flash = beside_flash;
     return task;
@@ -6499,16 +6664,13 @@ static bool launch_attend(AttendTask *t, const Attend *o, int nc, bool beside_fl
     t->n_stages = attend_stages(c, nc, (size_t)grid.x * grid.y * grid.z);
     // The last block of a head puts its parts together where it can take them in at once, or nearly.
     const size_t part_bytes = (size_t)parts * hd * sizeof(float), columns = (size_t)t->rows * t->heads;
-    const size_t room = t->n_stages * stage_bytes(c);
-    const size_t score_bytes = is_coded(c) ? coded_score_bytes(nc) : (size_t)attend_score_bytes(hd, nc);
+    const size_t room = attend_room_bytes(c, t->n_stages), shared = attend_shared(c, nc, t->n_stages);
+    const size_t weights = is_coded(c) ? WEIGHTED_PARTS : attend_score_bytes(hd, nc) / sizeof(float2);
     t->joins = (size_t)t->b.n_rows * grid.y <= MAX_ARRIVED && part_bytes <= room &&
-        columns * part_bytes <= JOIN_BYTES &&
-        columns * parts * sizeof(float2) <= score_bytes;
+        columns * part_bytes <= JOIN_BYTES && columns * parts <= weights;
     t->at_once = t->joins ? (int)(room / part_bytes) : 0;
-    const size_t shared = attend_shared(c, nc, t->n_stages);
     if (is_coded(c))
-        launch(WRITES_ACTIVATIONS, attend_coded_of(hd, nc), grid, ATTEND_THREADS, shared,
-               coded_task(t, o, shared - coded_fixed_bytes(hd, nc), beside_flash));
+        launch(WRITES_ACTIVATIONS, attend_coded_of(hd), grid, ATTEND_THREADS, shared, coded_task(t, o, beside_flash));
     else launch(WRITES_ACTIVATIONS | WRITES_CACHE, attend_half_of(hd, nc), grid, ATTEND_THREADS, shared, *t);
     return t->joins || parts == 1;
 }
@@ -7170,8 +7332,9 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) summary_kernel(Summary o, S
     __shared__ TokenRow shared_row;
     const int r = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first_strip = blockIdx.x * s.per_block, end = min(first_strip + s.per_block, s.n_strips);
-    const TokenRow t = { o.logits + (size_t)r * o.vocab, NULL, s.strip + (size_t)r * s.n_strips, o.vocab, s.n_strips, true,
-                         o.names ? o.names + (size_t)r * o.vocab : NULL };
+    const TokenRow t =
+        { o.logits + (size_t)r * o.vocab, NULL, s.strip + (size_t)r * s.n_strips, o.vocab, s.n_strips, true,
+          o.names ? o.names + (size_t)r * o.vocab : NULL };
     double *sums = s.sum + (size_t)r * s.n_strips;
     for (int first = first_strip; first < end; first += ROUND) {
         Four v[2];
@@ -7203,7 +7366,8 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) summary_kernel(Summary o, S
         const u64 *list = key_list();
         for (int i = threadIdx.x; i < o.k; i += SAMPLE_THREADS) {
             o.ids[(size_t)r * o.k + i] = key_id(list[i]);
-            o.top[(size_t)r * o.k + i] = o.names ? key_logit(list[i]) : t.z[key_id(list[i])];      // there a NaN stays one
+            // a NaN stays one, unless it has a name
+            o.top[(size_t)r * o.k + i] = o.names ? key_logit(list[i]) : t.z[key_id(list[i])];
         }
     }
     if (!o.sum) return;
@@ -7299,8 +7463,8 @@ typedef struct {
 
 // candidates: logits of the tokens of the chosen centroids, wherever their rows lie.
 //   shapes    as in HeadCentroid
-//   launch    grid (ceil(n_used * per / 4 / warps), n_rows), block 512, dynamic shared memory: the row. A warp has a unit
-//             of four candidates, of floats one after the other
+//   launch    grid (ceil(n_used * per / 4 / warps), n_rows), block 512, dynamic shared memory: the row. A warp has a
+//             unit of four candidates, of floats one after the other
 //   traffic   reads the rows of the candidates once for each row of the step
 //   numerics  as product_kernel
 //   see       cpu_head_centroid
@@ -7332,7 +7496,8 @@ static void launch_candidates(const HeadCentroid *o, Prepared y, const int32_t *
     Candidates c = { };
     c.type = w->type, c.w = planes_of(w);
     c.quads = ((size_t)c.w.lo | plane_bytes(format_of(w->type), 0, w->cols)) % 16 == 0;
-    c.input.from = y, c.input.cols = w->cols, c.input.rows_each = 1, c.input.by_chunks = divisor(max_int(1, w->cols / 16));
+    c.input.from = y, c.input.cols = w->cols, c.input.rows_each = 1;
+    c.input.by_chunks = divisor(max_int(1, w->cols / 16));
     if (is_float(w->type)) c.input.f_row = (int)round_up(w->cols, 8) * (int)sizeof(float);
     else c.input.q_row = div_up(w->cols, 256) * OCTET_BYTES;
     c.order = o->order, c.chosen = chosen, c.n_used = o->n_used, c.by_per = divisor(per);
@@ -7343,8 +7508,8 @@ static void launch_candidates(const HeadCentroid *o, Prepared y, const int32_t *
     CHECK_LAUNCH("head_centroid n_rows=%d candidates=%d cols=%d", o->n_rows, c.to.rows, w->cols);
 }
 
-// head_centroid: scores of the centroids, the best of them, logits of their tokens, the best of these. What is chosen and
-// whose tokens they are lies in cuda.panel.
+// head_centroid: scores of the centroids, the best of them, logits of their tokens, the best of these. Which centroids
+// and whose logits lies in cuda.panel.
 static void cuda_head_centroid(const HeadCentroid *o) {
     const Tensor *w = o->w, *centroids = o->centroids;
     const int n_rows = o->n_rows, cols = w->cols, per = w->rows / centroids->rows, n = o->n_used * per;
@@ -7366,7 +7531,8 @@ static void cuda_head_centroid(const HeadCentroid *o) {
     job.out = o->scores;
     add_job(&jobs, job);
     launch_jobs(&jobs, "head_centroid", n_rows);
-    const Summary choice = { .logits = o->scores, .vocab = centroids->rows, .k = o->n_used, .ids = chosen, .top = best };
+    const Summary choice =
+        { .logits = o->scores, .vocab = centroids->rows, .k = o->n_used, .ids = chosen, .top = best };
     launch_summary(&choice, n_rows, "head_centroid");
     launch_candidates(o, y, chosen, names, per);
     const Summary result = { .logits = o->logits, .vocab = n, .k = o->top_k, .ids = o->top_ids, .top = o->top_logits,

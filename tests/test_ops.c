@@ -446,7 +446,7 @@ static const Run runs_100[] = { { 0, 64 }, { 0, 1 }, { 0, 2 }, { 0, 7 }, { 63, 1
 static const Run runs_7[] = { { 0, 7 }, { 0, 1 }, { 0, 2 }, { 3, 3 }, { 6, 1 } };
 enum { N_RUNS_7 = 5 };
 static int n_runs_100 = sizeof runs_100 / sizeof *runs_100;
-static int in_step = 1, shape_step = 1;                 // -few: of the combinations of In each seventh, of matmul's shapes each third
+static int in_step = 1, shape_step = 1;                 // -few: of the combinations of In each seventh, of other lists each third
 
 typedef struct {                        // what all rows should be; the first run's result is what later ones must repeat
     int    cols;
@@ -1345,7 +1345,18 @@ static void qkv_case_tail(QkvCase t, int tail_slots, Step *s) {
         d.dump_k_pos = room_f("dump_k_pos", n * kv_dim);
     }
     set_threads(n);
-    op->qkv_store(&d);
+    const int step = t.staged ? n : min_int(n, t.slots);               // rows of a call
+    for (int from = 0; from < n; from += step) {
+        const Batch view = batch_from(batch, (Run){ from, min_int(step, n - from) });
+        QkvStore part = d;
+        part.batch = &view;
+        part.q = at_row(d.q, from, q_dim);
+        part.k = at_row(d.k, from, kv_dim), part.v = at_row(d.v, from, kv_dim);
+        part.dump_q = at_row(d.dump_q, from, q_dim), part.dump_q_pos = at_row(d.dump_q_pos, from, q_dim);
+        part.dump_k = at_row(d.dump_k, from, kv_dim), part.dump_k_pos = at_row(d.dump_k_pos, from, kv_dim);
+        part.dump_v = at_row(d.dump_v, from, kv_dim);
+        op->qkv_store(&part);
+    }
     if (t.with_q) {
         const float *got = fetch_f(d.q, n * q_dim);
         compare("q", got, q_dim, e[Q].want, e[Q].bound, n, q_dim);
@@ -1425,6 +1436,9 @@ static void test_qkv_store(void) {
     add_chain(chunk, 0, 0, 50);
     // a prompt longer than the ring
     qkv_case((QkvCase){ KV_F16, 256, 4, 1, 128, 0, 128, false, true, true, true, true, false }, chunk);
+    // the same without a stage, in parts: a drafter's, which has no q
+    qkv_case((QkvCase){ KV_F16, 128, 4, 2, 128, 0, 64, false, false, false, true, false, true }, chunk);
+    qkv_case((QkvCase){ KV_F16, 128, 4, 2, 64, 0, 64, false, false, true, true, false, true }, chunk);
     free(chunk);
 }
 
@@ -1517,9 +1531,9 @@ static void attend_chain(AttendCase t, int len, int n) { attend_chain_tail(t, 0,
 static void attend_store_case(AttendCase t, bool reader, const Step *s) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, kv_dim = t.n_kv_heads * hd,
               n_pairs = t.n_rot ? t.n_rot : hd / 2;
-    CASE("attend", "store in its launch: %s, head_dim %d, heads %d/%d, n_rot %d, window %d, stage %d, k %d, %d rows",
+    CASE("attend", "store in its launch: %s, head_dim %d, heads %d/%d, n_rot %d, window %d, own %d, stage %d, k %d, %d rows",
          kv_names[t.type], hd, t.n_heads,
-         t.n_kv_heads, t.n_rot, t.window, t.staged, !reader, n);
+         t.n_kv_heads, t.n_rot, t.window, t.own, t.staged, !reader, n);
     TestCache ring[4] = { new_cache(t.type, 2, t.n_kv_heads, hd, t.slots, t.n_rot) };
     TestCache stage[4] = { new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot) };
     fill_cache(&ring[0]);
@@ -1530,7 +1544,7 @@ static void attend_store_case(AttendCase t, bool reader, const Step *s) {
     const float *q = floats(n * q_dim, 3, 0), *k = floats(n * kv_dim, 2, 0);
     double *inv_freq = keep(n_pairs, sizeof *inv_freq);
     for (int i = 0; i < n_pairs; i++) inv_freq[i] = pow(1e4, -2.0 * i / hd);
-    QkvStore store = { .batch = &batch, .n_heads = t.n_heads, .v_norm = true, .eps = 1e-6f,
+    QkvStore store = { .batch = &batch, .n_heads = t.n_heads, .v_norm = t.own != OWN_ALL, .eps = 1e-6f,
                        .rope = { put("inv_freq", inv_freq, (size_t)n_pairs, sizeof(double)), n_pairs },
                        .w_q = put_f("w_q", w_q, hd), .w_k = put_f("w_k", w_k, hd) };
     if (!reader) store.k = store.v = put_f("k", k, n * kv_dim);
@@ -1548,7 +1562,8 @@ static void attend_store_case(AttendCase t, bool reader, const Step *s) {
         if (path == 3)
             op->matmul(&(Matmul){ .n_rows = n, .n = 1, .in = in_dev, .w = { &w.t }, .out = { room_f("product", n * 40) } });
         for (int from = 0, to; from < n; from = to) {
-            to = path == 2 && !from && n > 1 ? n / 2 : n;
+            // where rows see those behind them, these have to be there
+            to = path == 2 && !from && n > 1 && t.own != OWN_ALL ? n / 2 : n;
             const Batch view = batch_from(batch, (Run){ from, to - from });
             QkvStore part = store;
             part.batch = &view;
@@ -1594,6 +1609,41 @@ static void attend_quantised(KvType type, Step *s) {
     }
     attend_chain_tail((AttendCase){ type, 512, 8, 1, 512, 64, 0, OWN_CAUSAL, false, false, 1 }, 192, 10, 4);
     attend_chain_tail((AttendCase){ type, 256, 2, 1, 512, 0, 0, OWN_CAUSAL, false, false, 1 }, 128, 100, 70);       // a prompt does not read it
+}
+
+// Drafters. A DFlash block of up to 16 rows, and of 64: heads of 128 on a ring with a window, and on one where every row sees
+// all others. MTP: rows of its own are in no cache, the heads are those of the model that it reads.
+static void attend_drafters(Step *s) {
+    static const int far[] = { 2040, 2100, 4300 }, mtp_rot[] = { 0, 0, 64 };
+    const float scale = 0.08838835f;
+    for (int k = shape_step / 2; k < 3; k += shape_step) {             // -few: the one in the middle
+        memset(s, 0, sizeof *s);
+        add_chain(s, 1, far[k], k == 1 ? 16 : 5);
+        if (k == 1) add_chain(s, 0, 300, 7);
+        attend_case((AttendCase){ KV_F16, 128, k ? 8 : 4, k == 1 ? 2 : 1, 2112, 0, 2048, OWN_CAUSAL, false, false, scale }, s);
+        attend_case((AttendCase){ KV_F16, 128, k ? 4 : 8, 1, 2240, 0, 2176, OWN_ALL, false, false, scale }, s);
+        memset(s, 0, sizeof *s);
+        add_chain(s, 0, 130 * k, 64);
+        if (k == 1) add_chain(s, 1, 5, 64);
+        attend_case((AttendCase){ KV_F16, 128, 4, 1, 320, 0, k ? 250 : 0, OWN_ALL, false, false, scale }, s);
+        for (int own = OWN_ALL; own <= OWN_NONE; own++)
+            for (int t = 0; t < 2; t++) {              // f16, and one of codes
+                const KvType type = t ? kv_types[3 + (k + 2 * own) % 4] : KV_F16;
+                memset(s, 0, sizeof *s);
+                add_chain(s, 0, t ? 33 * k : 600 * k, own == OWN_NONE ? 1 : 9);
+                if (k == 2) add_chain(s, 1, 70, 2);
+                attend_case((AttendCase){ type, 512, t ? 4 : 16, 2, k == 2 && !t ? 2240 : 1088, mtp_rot[k], 0, (OwnMask)own, false,
+                                          false, 1 }, s);
+                attend_case((AttendCase){ type, 256, 8, 2 << t, 576, 0, k ? 512 : 31, (OwnMask)own, false, false, 1 }, s);
+            }
+        memset(s, 0, sizeof *s);                       // one launch for store and attention
+        add_chain(s, 1, 60 * k, 1 + 3 * k);
+        attend_store_case((AttendCase){ KV_F16, 128, 8, 2, k ? 192 : 2240, 0, k == 2 ? 100 : 0, OWN_ALL, false, false, scale }, false, s);
+        for (int reader = 0; reader < 2; reader++) {
+            attend_store_case((AttendCase){ KV_F16, 512, 8, 1, 256, mtp_rot[k], 0, OWN_NONE, false, false, 1 }, reader, s);
+            attend_store_case((AttendCase){ KV_F16, 256, 4, 2, 576, 0, 50, OWN_NONE, false, false, 1 }, reader, s);
+        }
+    }
 }
 
 static void test_attend(void) {
@@ -1691,6 +1741,7 @@ static void test_attend(void) {
         attend_store_case((AttendCase){ KV_F16, 128 << k % 3, 8, k % 2 ? 2 : 1, k < 9 ? 576 : 2240, k % 3 == 2 ? 64 : 0,
                                         k == 8 ? 300 : 0, OWN_CAUSAL, false, false, 1 }, k == 4, s);
     }
+    attend_drafters(s);
     for (int k = 3; k < N_KV; k++) attend_quantised(kv_types[k], s);
     // Prompts: the heads of all five models, rings that wrap and pass the stage, windows that end within a tile.
     static const int global[][3] = { { 8, 1, 0 }, { 8, 2, 0 }, { 16, 1, 64 }, { 16, 2, 64 }, { 8, 1, 32 } };

@@ -89,7 +89,7 @@ template <typename A, typename B> static inline std::common_type_t<A, B> max(A a
 // ---- meetings of threads ----
 enum CudaMeeting { MEET_SYNC, MEET_SHUFFLE, MEET_SHUFFLE_UP, MEET_SHUFFLE_DOWN, MEET_SHUFFLE_XOR, MEET_BALLOT, MEET_ANY, MEET_ALL,
                    MEET_ADD, MEET_MIN, MEET_MAX, MEET_MIN_SIGNED, MEET_MAX_SIGNED, MEET_AND, MEET_OR, MEET_XOR, MEET_MATCH,
-                   MEET_MATRICES, MEET_TRANSPOSED, MEET_MULTIPLY_INT8, MEET_MULTIPLY_HALF,
+                   MEET_MATRICES, MEET_TRANSPOSED, MEET_TRANSPOSE, MEET_MULTIPLY_INT8, MEET_MULTIPLY_HALF,
                    MEET_BARRIER, MEET_BARRIER_OR, MEET_BARRIER_AND, MEET_BARRIER_COUNT, MEET_FIRST,
                    MEET_MBARRIER };
 uint64_t cuda_meet(CudaMeeting what, unsigned mask, uint64_t value, int parameter = 0);      // lanes of a warp

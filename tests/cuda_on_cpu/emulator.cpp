@@ -190,7 +190,7 @@ static const char *meeting_name(CudaMeeting what) {
     static const char *const names[] = { "__syncwarp", "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync", "__shfl_xor_sync",
         "__ballot_sync", "__any_sync", "__all_sync", "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync",
         "__reduce_min_sync", "__reduce_max_sync", "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync", "__match_any_sync",
-        "load_matrices", "load_matrices_transposed", "multiply_int8", "multiply_half", "__syncthreads", "__syncthreads_or",
+        "load_matrices", "load_matrices_transposed", "transpose_matrix", "multiply_int8", "multiply_half", "__syncthreads", "__syncthreads_or",
         "__syncthreads_and", "__syncthreads_count", "sync_first", "mbarrier_wait" };
     return names[what];
 }
@@ -327,6 +327,14 @@ static void load_matrices_warp(Warp *w, bool transposed) {
         }
 }
 
+static void transpose_matrix_warp(Warp *w) {
+    for (int l = 0; l < 32; l++) {
+        w->result[l] = 0;
+        for (int k = 0; k < 2; k++)
+            w->result[l] |= (w->value[(l % 4 * 2 + k) * 4 + l / 8] >> (l / 4 % 2 * 16) & 0xffff) << 16 * k;
+    }
+}
+
 static void shuffle(Warp *w, unsigned mask, CudaMeeting what) {
     for (unsigned set = mask; set; set &= set - 1) {
         const int l = __builtin_ctz(set);
@@ -376,6 +384,7 @@ static void hold_meeting(Block &b, Warp *w, unsigned who, CudaMeeting what) {
     if (what >= MEET_MATRICES && who != ~0u) cuda_fault("%s with lanes %08x only", meeting_name(what), who);
     if (what == MEET_MULTIPLY_INT8) multiply_int8_warp(w);
     else if (what == MEET_MULTIPLY_HALF) multiply_half_warp(w);
+    else if (what == MEET_TRANSPOSE) transpose_matrix_warp(w);
     else if (what >= MEET_MATRICES) load_matrices_warp(w, what == MEET_TRANSPOSED);
     else if (what > MEET_SHUFFLE_XOR) reduce(w, who, what);
     else if (what != MEET_SYNC) shuffle(w, who, what);

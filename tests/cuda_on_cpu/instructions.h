@@ -23,6 +23,9 @@ static inline void load_matrices_transposed(unsigned r[4], const void *shared_ro
     cuda_check_shared("load_matrices_transposed", shared_row, 16);
     cuda_meet(MEET_TRANSPOSED, ~0u, (uintptr_t)&lane);
 }
+static inline unsigned transpose_matrix(unsigned a) {
+    return (unsigned)cuda_meet(MEET_TRANSPOSE, ~0u, a);
+}
 static inline void multiply_int8(int c[4], const unsigned a[4], const unsigned b[2]) {
     const CudaMultiply lane = { c, a, b };
     cuda_meet(MEET_MULTIPLY_INT8, ~0u, (uintptr_t)&lane);
