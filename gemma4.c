@@ -1321,6 +1321,12 @@ static void free_model(Model *m) {
     free(m->sent.n_accept);
     free(m->sent.feed);
     free(m->chunk);
+    free(m->verdict.chosen);
+    free(m->verdict.accepted);
+    free(m->verdict.path);
+    free(m->verdict.ids);
+    free(m->verdict.logits);
+    free(m->verdict.logsumexp);
     free_drafter(&m->drafter);
     gguf_close(&m->gguf);
 }
