@@ -279,7 +279,7 @@ typedef struct { int32_t id, n_top, top[MAX_TOP]; float logprob, top_logprob[MAX
 
 typedef struct Job {
     struct Job   *next;       // in the queue
-    // the question: not changed once it is queued
+    // the question: not changed once it is queued, but for the ids: see take_held()
     TokIds        ids;
     int           mark;       // see Prompt
     AnswerOptions options;
@@ -507,17 +507,19 @@ static Slot *make_ready(Server *srv, Job *job) {
 }
 
 // The tokens that the session holds in place of those that say the same.
-static void take_held(Session *s, Job *job) {
+static void take_held(Server *srv, Session *s, Job *job) {
     const Shared same = shared(s->t, &s->held, &job->ids);
     TokIds ids = { 0 };
     for (size_t i = 0; i < same.held; i++) push_id(s, &ids, s->held.ids[i]);
     for (size_t i = same.ids; i < job->ids.n; i++) push_id(s, &ids, job->ids.ids[i]);
     if (ids.n <= (size_t)s->m->options.n_ctx) {
+        pthread_mutex_lock(&srv->lock);
         if ((size_t)job->mark >= same.ids) job->mark += (int)same.held - (int)same.ids;
         else job->mark = 0;
         const TokIds old = job->ids;
         job->ids = ids;
         ids = old;
+        pthread_mutex_unlock(&srv->lock);
     }
     tok_ids_free(&ids);
 }
@@ -534,7 +536,7 @@ static void start_job(Server *srv, Slot *slot, Job *job) {
         if (!job->bias) free(bias);
     }
     if (job->no_cache) session_forget(s);
-    else take_held(s, job);
+    else take_held(srv, s, job);
     const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .mark = job->mark };
     const bool ok = session_start(s, &p, &job->options);
     pthread_mutex_lock(&srv->lock);
@@ -1244,7 +1246,9 @@ static void next_events(Exchange *x) {
     Job *job = x->job;
     if (!x->begun) {
         x->begun = true;
+        pthread_mutex_lock(&x->srv->lock);
         x->api->begin(x);
+        pthread_mutex_unlock(&x->srv->lock);
         if (x->out.n) return;
     }
     pthread_mutex_lock(&x->srv->lock);
