@@ -672,7 +672,8 @@ typedef struct {              // what forward works on; all in backend memory
     int32_t *n_accept, *path;          // (n_seqs), (n_seqs, STEP_ROWS)
     int32_t *walked;                   // (n_seqs) rows of each segment that the last walk has accepted
     int32_t *last;                     // (n_seqs) by segment: kept row where its walk ended
-    int32_t *next;                     // (n_seqs) and the token chosen there; what a drafter then finds lies behind these
+    int32_t *next;                     // (n_seqs) and the token chosen there; the ids that a drafter then finds lie behind these
+    float   *found_logits, *found_logsumexp;           // and what belongs to them: Drafter.logits, .logsumexp
     int32_t *feed;                     // (STEP_ROWS) where in next a row's token is, in a step that is fed
     float   *x[2];                     // (n_batch, dim) the residual stream, and its next state
     float   *q;                        // (n_batch, n_heads * head_dim)
@@ -757,8 +758,9 @@ typedef struct {              // how long a step of one session takes, by its ro
 } Pace;
 
 typedef struct {              // what came of a step, on the host
-    int32_t *chosen;          // (n_logits) at every row of logits
+    size_t   bytes;           // of all but path, which lie in one piece, from `accepted` on
     int32_t *accepted;        // (n_seqs) rows of each segment that were committed
+    int32_t *chosen;          // (n_logits) at every row of logits
     int32_t *path;            // (n_seqs, STEP_ROWS) which, of a TREE
     int32_t *ids;             // what was drafted behind it: (depth, n, draft_width) ids, logits; (depth, n) logsumexp
     float   *logits, *logsumexp;
@@ -927,11 +929,14 @@ static void plan_state(Model *m, Arena *a) {
     s->len = take(a, seqs, sizeof(int32_t));
     s->kept_index = take(a, kept, sizeof(int32_t));
     s->n_accept = take(a, seqs, sizeof(int32_t));
-    s->walked = take(a, seqs, sizeof(int32_t));
     s->path = take(a, seqs * STEP_ROWS, sizeof(int32_t));
     s->last = take(a, seqs, sizeof(int32_t));
-    const size_t found = o->drafter ? (size_t)o->draft_depth * seqs * (size_t)o->draft_width : 0;
+    s->walked = take(a, seqs, sizeof(int32_t));        // from here on what a Verdict reads, in one piece
+    s->chosen = take(a, kept, sizeof(int32_t));
+    const size_t drafted = o->drafter ? (size_t)o->draft_depth * seqs : 0, found = drafted * (size_t)o->draft_width;
     s->next = take(a, seqs + found, sizeof(int32_t));
+    s->found_logits = take(a, found, f);
+    s->found_logsumexp = take(a, drafted, f);
     s->feed = take(a, STEP_ROWS, sizeof(int32_t));
     for (int i = 0; i < 2; i++) s->x[i] = take(a, n * dim, f);
     s->q = take(a, n * q_dim, f);
@@ -956,7 +961,6 @@ static void plan_state(Model *m, Arena *a) {
     s->logits = take(a, kept * (size_t)c->vocab, f);
     s->hidden = take(a, kept * dim, f);
     s->mask = take(a, kept * round_up((size_t)c->vocab, 32) / 32, sizeof(uint32_t));
-    s->chosen = take(a, kept, sizeof(int32_t));
     s->params = take(a, seqs, sizeof(SampleParams));
     s->counts = o->penalties ? take(a, seqs * (size_t)c->vocab, sizeof(int32_t)) : NULL;
     s->bias = o->bias ? take(a, seqs * (size_t)c->vocab, f) : NULL;
@@ -1245,6 +1249,22 @@ static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     fit_context(m, n_ctx, budget);
 }
 
+// Room for a verdict, as its parts lie on the device.
+static void open_verdict(Model *m) {
+    const State *s = &m->s;
+    const PlanOptions *o = &m->options;
+    Verdict *v = &m->verdict;
+    const char *base = (const char *)s->walked;
+    v->bytes = (size_t)((const char *)s->found_logsumexp - base) + (o->drafter ? (size_t)o->draft_depth : 0) * (size_t)o->n_seqs * sizeof(float);
+    char *host = alloc_or_die(v->bytes, 1);
+    v->accepted = (int32_t *)host;
+    v->chosen = (int32_t *)(host + ((const char *)s->chosen - base));
+    v->ids = (int32_t *)(host + ((const char *)s->next - base)) + o->n_seqs;
+    v->logits = (float *)(host + ((const char *)s->found_logits - base));
+    v->logsumexp = (float *)(host + ((const char *)s->found_logsumexp - base));
+    v->path = alloc_or_die((size_t)o->n_seqs * STEP_ROWS, sizeof(int32_t));
+}
+
 // Open, check, plan, reserve. Dies with one line on bad input or when there is no room. dump_dir may be NULL.
 static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
     plan_model(m, path, ops, o, dump_dir);
@@ -1277,13 +1297,7 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     m->sent.n_accept = alloc_or_die(n_seqs, sizeof *m->sent.n_accept);
     m->sent.feed = alloc_or_die(STEP_ROWS, sizeof *m->sent.feed);
     m->chunk = alloc_or_die(n_batch, sizeof *m->chunk);
-    const size_t drafts = (size_t)n_seqs * max_int(m->options.draft_depth, 1), width = max_int(m->options.draft_width, 1);
-    m->verdict.chosen = alloc_or_die(n_logits, sizeof(int32_t));
-    m->verdict.accepted = alloc_or_die(n_seqs, sizeof(int32_t));
-    m->verdict.path = alloc_or_die((size_t)n_seqs * STEP_ROWS, sizeof(int32_t));
-    m->verdict.ids = alloc_or_die(drafts * width, sizeof(int32_t));
-    m->verdict.logits = alloc_or_die(drafts * width, sizeof(float));
-    m->verdict.logsumexp = alloc_or_die(drafts, sizeof(float));
+    open_verdict(m);
     for (int i = 0; i < n_seqs; i++) reset_session(m, i);
     load_mask(m);
     for (int t = 0; t < 2; t++)
@@ -1321,12 +1335,8 @@ static void free_model(Model *m) {
     free(m->sent.n_accept);
     free(m->sent.feed);
     free(m->chunk);
-    free(m->verdict.chosen);
     free(m->verdict.accepted);
     free(m->verdict.path);
-    free(m->verdict.ids);
-    free(m->verdict.logits);
-    free(m->verdict.logsumexp);
     free_drafter(&m->drafter);
     gguf_close(&m->gguf);
 }
@@ -1853,7 +1863,7 @@ static int centroid_tokens(const Drafter *d) {         // how many get a logit; 
 static void plan_drafter(Model *m, Arena *a) {
     Drafter *d = &m->drafter;
     const Config *c = &d->config;
-    const size_t n = (size_t)m->options.n_seqs, depth = (size_t)m->options.draft_depth, width = (size_t)m->options.draft_width;
+    const size_t n = (size_t)m->options.n_seqs;
     const size_t dim = (size_t)c->dim, target_dim = (size_t)m->config.dim, f = sizeof(float), before = a->used;
     for (int i = 0; i < d->binder.n_uploads; i++) {
         Upload *u = &d->binder.uploads[i];
@@ -1887,8 +1897,8 @@ static void plan_drafter(Model *m, Arena *a) {
         d->head_logits = take(a, n * (size_t)centroid_tokens(d), f);
     }
     d->ids = m->s.next ? m->s.next + n : NULL;
-    d->logits = take(a, depth * n * width, f);
-    d->logsumexp = take(a, depth * n, f);
+    d->logits = m->s.found_logits;
+    d->logsumexp = m->s.found_logsumexp;
     m->plan.drafter = a->used - before;
 }
 
@@ -2154,7 +2164,6 @@ static void issue_verdict(Model *m, const int32_t *segs, int n, int depth, const
     State *s = &m->s;
     Verdict *v = &m->verdict;
     const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
-    const size_t n_rows = (size_t)depth * (size_t)n, n_ids = n_rows * (size_t)m->options.draft_width;
     bool trees = false;
     v->n_segs = m->n_segs;
     for (int i = 0; i < m->n_segs; i++) trees |= m->segs[i].kind == SEG_TREE, v->seq[i] = m->segs[i].seq;
@@ -2176,20 +2185,12 @@ static void issue_verdict(Model *m, const int32_t *segs, int n, int depth, const
                                  .variant = WALKS_CHAINS })) issue_commit(m, s->walked, NULL);
         op->end();
     }
-    op->copy(&(Copy){ v->chosen, s->chosen, (size_t)m->n_kept * sizeof *v->chosen, COPY_OUT });
-    op->copy(&(Copy){ v->accepted, s->walked, (size_t)m->n_segs * sizeof *v->accepted, COPY_OUT });
     if (trees) op->copy(&(Copy){ v->path, s->path, (size_t)m->n_segs * STEP_ROWS * sizeof *v->path, COPY_OUT });
     if (op->mark) v->mark = op->mark();
     else v->verified = seconds();
-    if (n_ids) {
-        issue_draft(m, segs, n, depth);
-        op->copy(&(Copy){ v->ids, m->drafter.ids, n_ids * sizeof *v->ids, COPY_OUT });
-        op->copy(&(Copy){ v->logits, m->drafter.logits, n_ids * sizeof *v->logits, COPY_OUT });
-        op->copy(&(Copy){ v->logsumexp, m->drafter.logsumexp, n_rows * sizeof *v->logsumexp, COPY_OUT });
-        if (op->mark) v->end_mark = op->mark();
-    } else {
-        v->end_mark = v->mark;
-    }
+    if (n && depth) issue_draft(m, segs, n, depth);
+    op->copy(&(Copy){ v->accepted, s->walked, v->bytes, COPY_OUT });
+    if (op->mark) v->end_mark = op->mark();
 }
 
 // Waits for the verdict, on which sessions are as long as it says. A step may be under way behind it.
@@ -2198,8 +2199,8 @@ static void read_verdict(Model *m) {
     Verdict *v = &m->verdict;
     if (op->mark) op->wait_for(v->mark);
     if (op->mark) v->verified = seconds();
-    if (op->mark && v->end_mark != v->mark) op->wait_for(v->end_mark);
-    if (!op->mark) op->wait();
+    if (op->mark) op->wait_for(v->end_mark);
+    else op->wait();
     v->drafted = seconds();
     for (int i = 0; i < v->n_segs; i++) m->len[v->seq[i]] += v->accepted[i];
     for (int i = 0; m->ahead && i < m->n_segs; i++)
