@@ -4500,7 +4500,7 @@ static const Flag flags[] = {
       "serve: seconds after which an answer is cut; default 3600" },
     { "--max-body", NULL, "M", FLAG_INT, SERVE, FIELD(max_body), 1, 1024, "serve: most MiB of a request; default 16" },
     { "--cache-ram", "-cram", "M", FLAG_INT, SERVE, FIELD(cache_ram), 0, 1 << 24,
-      "serve: MiB of host memory to go back to earlier prompts and conversations; default an eighth of the machine's" },
+      "serve: MiB of host memory to go back to earlier prompts and conversations; default an eighth of what is free" },
     { "--session-dir", NULL, "DIR", FLAG_TEXT, SERVE, FIELD(session_dir), 0, 0,
       "serve: conversations are kept in files there, also for the next run; default: in memory only" },
     { "--session-disk", NULL, "M", FLAG_INT, SERVE, FIELD(session_disk), 1, 1 << 24,
@@ -5051,13 +5051,14 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
     Tokenizer tok;
     char *key = f->api_key_file ? read_key(f->api_key_file) : NULL;
     if (key && f->api_key) die("--api-key: expected one of --api-key and --api-key-file");
+    size_t free_bytes, total;
+    cpu_ops()->memory(&free_bytes, &total);
     ServeOptions s = { .host = f->host ? f->host : "127.0.0.1", .alias = f->alias, .api_key = key ? key : f->api_key,
                        .port = (int)f->port, .max_queue = (int)f->queue, .timeout = (int)f->timeout,
                        .max_body = (size_t)f->max_body << 20, .n_predict = (int)f->n_predict,
                        .think_budget = (int)f->think_budget, .think = f->think, .fixed_seed = !isnan(f->seed),
                        .session_dir = f->session_dir, .session_disk = (size_t)f->session_disk << 20, .log_text = f->log_text,
-                       .cache_ram = f->cache_ram < 0 ? (size_t)sysconf(_SC_PHYS_PAGES) / 8 * (size_t)sysconf(_SC_PAGESIZE)
-                                                     : (size_t)f->cache_ram << 20 };
+                       .cache_ram = f->cache_ram < 0 ? free_bytes / 8 : (size_t)f->cache_ram << 20 };
     if (s.api_key && !*s.api_key) die("%s: expected a key, got an empty one", key ? "--api-key-file" : "--api-key");
     if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
         die("--template: expected large or small, got '%s'", f->chat_template);
