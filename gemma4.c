@@ -16,7 +16,7 @@
  *   [10] Text and verbs: logits, tokenize, detokenize, plan
  *   [11] Command line
  *   [12] CPU operations
- * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/chat.h: the terminal;
+ * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/niah.h: niah; parts/chat.h: the terminal;
  *              parts/session.h: sessions in files; parts/store.h: sessions that have no slot; parts/server.h: HTTP;
  *              parts/kv.h: rows of the KV cache; parts/reference.h: what each operation means
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
@@ -644,6 +644,9 @@ typedef struct {
     int    tail;              // newest rows that quantised global layers keep in f16 too; 0: none
     bool   untied;            // keep K and V apart also where they come from one projection
     bool   penalties, bias;   // sampling counts tokens; adds a bias to logits
+    float  pflash;            // alpha of block_select in prompts of at least pflash_from tokens, all counted; 0: they are dense
+    float  pflash_density;    // for measurements: the part of the blocks that stays, instead; 0: alpha decides
+    int    pflash_from;
     const char *drafter;      // file of a drafter; NULL: none
     bool   lazy_draft;        // its weights have room, but are uploaded when it drafts first
     int    draft_width;       // candidates for each token that it drafts; 1: chains
@@ -674,7 +677,8 @@ typedef struct {              // what forward works on; all in backend memory
     int32_t *n_accept, *path;          // (n_seqs), (n_seqs, STEP_ROWS)
     int32_t *walked;                   // (n_seqs) rows of each segment that the last walk has accepted
     int32_t *last;                     // (n_seqs) by segment: kept row where its walk ended
-    int32_t *next;                     // (n_seqs) and the token chosen there; what a drafter then finds lies behind these
+    int32_t *next;                     // (n_seqs) and the token chosen there; the ids that a drafter then finds lie behind these
+    float   *found_logits, *found_logsumexp;           // and what belongs to them: Drafter.logits, .logsumexp
     int32_t *feed;                     // (STEP_ROWS) where in next a row's token is, in a step that is fed
     float   *x[2];                     // (n_batch, dim) the residual stream, and its next state
     float   *q;                        // (n_batch, n_heads * head_dim)
@@ -694,6 +698,10 @@ typedef struct {              // what forward works on; all in backend memory
     SampleParams *params;              // (n_seqs)
     int32_t *counts;                   // (n_seqs, vocab) how often a token was committed; NULL without penalties
     float   *bias;                     // (n_seqs, vocab) 0 until set; NULL without biases
+    BlockList blocks;                  // what prompts attend to in a global layer; all of these NULL where that is everything
+    void    *block_means;              // (n_seqs, n_kv_heads, n_blocks, head_dim) floats of room
+    float   *block_scores, *block_weights;     // (n_batch / SELECT_ROWS, n_heads or n_kv_heads, n_blocks)
+    int64_t *block_count;              // (2) blocks attended to, blocks in sight
     double  *inv_freq[2];              // (n_pairs) radians per position: global, sliding layers
     float   *dump[5];                  // (n_batch, widest) when dumping
 } State;
@@ -782,8 +790,9 @@ typedef struct {              // how long a step of one session takes, by its ro
 } Pace;
 
 typedef struct {              // what came of a step, on the host
-    int32_t *chosen;          // (n_logits) at every row of logits
+    size_t   bytes;           // of all but path, which lie in one piece, from `accepted` on
     int32_t *accepted;        // (n_seqs) rows of each segment that were committed
+    int32_t *chosen;          // (n_logits) at every row of logits
     int32_t *path;            // (n_seqs, STEP_ROWS) which, of a TREE
     int32_t *ids;             // what was drafted behind it: (depth, n, draft_width) ids, logits; (depth, n) logsumexp
     float   *logits, *logsumexp;
@@ -952,11 +961,14 @@ static void plan_state(Model *m, Arena *a) {
     s->len = take(a, seqs, sizeof(int32_t));
     s->kept_index = take(a, kept, sizeof(int32_t));
     s->n_accept = take(a, seqs, sizeof(int32_t));
-    s->walked = take(a, seqs, sizeof(int32_t));
     s->path = take(a, seqs * STEP_ROWS, sizeof(int32_t));
     s->last = take(a, seqs, sizeof(int32_t));
-    const size_t found = o->drafter ? (size_t)o->draft_depth * seqs * (size_t)o->draft_width : 0;
+    s->walked = take(a, seqs, sizeof(int32_t));        // from here on what a Verdict reads, in one piece
+    s->chosen = take(a, kept, sizeof(int32_t));
+    const size_t drafted = o->drafter ? (size_t)o->draft_depth * seqs : 0, found = drafted * (size_t)o->draft_width;
     s->next = take(a, seqs + found, sizeof(int32_t));
+    s->found_logits = take(a, found, f);
+    s->found_logsumexp = take(a, drafted, f);
     s->feed = take(a, STEP_ROWS, sizeof(int32_t));
     for (int i = 0; i < 2; i++) s->x[i] = take(a, n * dim, f);
     s->q = take(a, n * q_dim, f);
@@ -981,13 +993,32 @@ static void plan_state(Model *m, Arena *a) {
     s->logits = take(a, kept * (size_t)c->vocab, f);
     s->hidden = take(a, kept * dim, f);
     s->mask = take(a, kept * round_up((size_t)c->vocab, 32) / 32, sizeof(uint32_t));
-    s->chosen = take(a, kept, sizeof(int32_t));
     s->params = take(a, seqs, sizeof(SampleParams));
     s->counts = o->penalties ? take(a, seqs * (size_t)c->vocab, sizeof(int32_t)) : NULL;
     s->bias = o->bias ? take(a, seqs * (size_t)c->vocab, f) : NULL;
     for (int t = 0; t < 2; t++) s->inv_freq[t] = take(a, (size_t)m->weights.n_pairs[t], sizeof(double));
     const size_t widest = (size_t)max_int(max_int((int)q_dim, (int)kv_dim), c->dim);
     for (int i = 0; i < 5; i++) s->dump[i] = m->dump_dir ? take(a, n * widest, f) : NULL;
+}
+
+// What block_select works on, where prompts are sparse.
+static void plan_blocks(Model *m, Arena *a) {
+    const PlanOptions *o = &m->options;
+    State *s = &m->s;
+    size_t kv_heads = 0, head_dim = 0;
+    if (!o->pflash && !o->pflash_density) return;
+    for (int i = 0; i < m->n_caches; i++) {            // rings are seen whole, and have no more slots than global layers
+        kv_heads = (size_t)max_int((int)kv_heads, m->caches[i].n_kv_heads);
+        head_dim = (size_t)max_int((int)head_dim, m->caches[i].head_dim);
+    }
+    s->blocks.n_blocks = (o->n_ctx + STEP_ROWS + TILE_SLOTS) / SELECT_KEYS + 1;
+    const size_t n_blocks = (size_t)s->blocks.n_blocks, rows = ((size_t)o->n_batch + SELECT_ROWS - 1) / SELECT_ROWS;
+    s->blocks.n = take(a, rows * kv_heads, sizeof(int32_t));
+    s->blocks.block = take(a, rows * kv_heads * n_blocks, sizeof(int32_t));
+    s->block_means = take(a, (size_t)o->n_seqs * kv_heads * n_blocks * head_dim, sizeof(float));
+    s->block_scores = take(a, rows * (size_t)m->config.n_heads * n_blocks, sizeof(float));
+    s->block_weights = take(a, rows * kv_heads * n_blocks, sizeof(float));
+    s->block_count = take(a, 2, sizeof(int64_t));
 }
 
 static Limits plan_limits(const Model *m) {
@@ -1048,6 +1079,7 @@ static void plan_memory(Model *m, Arena *a) {
     plan_caches(m, a);
     const size_t before = a->used;
     plan_state(m, a);
+    plan_blocks(m, a);
     m->plan.activations = a->used - before;
     if (m->drafter.kind != DRAFTER_NONE) plan_drafter(m, a);
     const Limits lim = plan_limits(m);
@@ -1264,6 +1296,7 @@ static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o
 
     const Config *c = &m->config;
     assert(o.n_seqs >= 1 && o.n_seqs <= MAX_SESSIONS);
+    if ((o.pflash || o.pflash_density) && !ops->block_select) die("--pflash: the backend %s has no sparse attention", ops->name);
     if (o.n_batch != BATCH_FIT) o.n_batch = max_int(o.n_batch, STEP_ROWS);
     o.n_logits = max_int(o.n_logits, o.n_seqs);
     m->options = o;
@@ -1274,6 +1307,22 @@ static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o
         fit_batch(m, n_ctx == CTX_FIT ? TILE_SLOTS : n_ctx, n_ctx == CTX_FIT ? c->n_ctx_train : n_ctx, budget);
     if (n_ctx == CTX_FIT) n_ctx = max_int(largest_context(m, c->n_ctx_train, budget), TILE_SLOTS);
     fit_context(m, n_ctx, budget);
+}
+
+// Room for a verdict, as its parts lie on the device.
+static void open_verdict(Model *m) {
+    const State *s = &m->s;
+    const PlanOptions *o = &m->options;
+    Verdict *v = &m->verdict;
+    const char *base = (const char *)s->walked;
+    v->bytes = (size_t)((const char *)s->found_logsumexp - base) + (o->drafter ? (size_t)o->draft_depth : 0) * (size_t)o->n_seqs * sizeof(float);
+    char *host = alloc_or_die(v->bytes, 1);
+    v->accepted = (int32_t *)host;
+    v->chosen = (int32_t *)(host + ((const char *)s->chosen - base));
+    v->ids = (int32_t *)(host + ((const char *)s->next - base)) + o->n_seqs;
+    v->logits = (float *)(host + ((const char *)s->found_logits - base));
+    v->logsumexp = (float *)(host + ((const char *)s->found_logsumexp - base));
+    v->path = alloc_or_die((size_t)o->n_seqs * STEP_ROWS, sizeof(int32_t));
 }
 
 // Open, check, plan, reserve. Dies with one line on bad input or when there is no room. dump_dir may be NULL.
@@ -1308,13 +1357,7 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     m->sent.n_accept = alloc_or_die(n_seqs, sizeof *m->sent.n_accept);
     m->sent.feed = alloc_or_die(STEP_ROWS, sizeof *m->sent.feed);
     m->chunk = alloc_or_die(n_batch, sizeof *m->chunk);
-    const size_t drafts = (size_t)n_seqs * max_int(m->options.draft_depth, 1), width = max_int(m->options.draft_width, 1);
-    m->verdict.chosen = alloc_or_die(n_logits, sizeof(int32_t));
-    m->verdict.accepted = alloc_or_die(n_seqs, sizeof(int32_t));
-    m->verdict.path = alloc_or_die((size_t)n_seqs * STEP_ROWS, sizeof(int32_t));
-    m->verdict.ids = alloc_or_die(drafts * width, sizeof(int32_t));
-    m->verdict.logits = alloc_or_die(drafts * width, sizeof(float));
-    m->verdict.logsumexp = alloc_or_die(drafts, sizeof(float));
+    open_verdict(m);
     for (int i = 0; i < n_seqs; i++) reset_session(m, i);
     load_mask(m);
     for (int t = 0; t < 2; t++)
@@ -1352,6 +1395,8 @@ static void free_model(Model *m) {
     free(m->sent.n_accept);
     free(m->sent.feed);
     free(m->chunk);
+    free(m->verdict.accepted);
+    free(m->verdict.path);
     free_drafter(&m->drafter);
     gguf_close(&m->gguf);
 }
@@ -1482,6 +1527,17 @@ static void tap(Model *m, int l, const Pass *p) {
                                                .dst = d->tapped + (size_t)i * dim, .dst_stride = d->n_taps * dim });
 }
 
+// Carries out a store, and finds what the rows of a prompt attend to in the global layer that it belongs to.
+static void select_blocks(Model *m, const QkvStore *store) {
+    const PlanOptions *o = &m->options;
+    const State *s = &m->s;
+    m->ops->qkv_store(store);
+    m->ops->block_select(&(BlockSelect){ .batch = store->batch, .cache = store->cache, .n_heads = store->n_heads, .q = store->q,
+                                         .scale = 1, .alpha = o->pflash, .density = o->pflash_density, .means = s->block_means,
+                                         .scores = s->block_scores, .weights = s->block_weights, .out = s->blocks,
+                                         .count = s->block_count });
+}
+
 // x += norm(Wo attend(q, K, V)); leaves the sum as a delta. False: no row's output is wanted, and the caches are complete.
 static bool attention(Model *m, int l, Pass *p) {
     const Config *c = &m->config;
@@ -1524,10 +1580,12 @@ static bool attention(Model *m, int l, Pass *p) {
         store.k = store.v = NULL;
     }
     const int n_rows = p->batch.n_rows;
+    const bool sparse = s->blocks.n && p->staged && !lc->is_swa && n_rows == m->n_rows;
+    if (sparse) select_blocks(m, &store);
     const Act att_out = act_for(&w->attn_output, s->att_out);
     op->attend(&(Attend){ .batch = &p->batch, .cache = cache, .stage = store.stage, .n_heads = c->n_heads, .q = s->q,
-                          .window = lc->is_swa ? c->n_swa : 0, .own = OWN_CAUSAL, .scale = 1, .store = &store,
-                          .out = att_out });
+                          .window = lc->is_swa ? c->n_swa : 0, .own = OWN_CAUSAL, .scale = 1,
+                          .blocks = sparse ? &s->blocks : NULL, .store = sparse ? NULL : &store, .out = att_out });
     checkpoint(m, "Qcur_normed", l, s->dump[0], n_rows, c->n_heads * lc->head_dim);
     checkpoint(m, "Qcur_pos", l, s->dump[1], n_rows, c->n_heads * lc->head_dim);
     if (own) {
@@ -2115,8 +2173,7 @@ static void plan_dflash(Model *m, Arena *a) {
 
 static void plan_drafter(Model *m, Arena *a) {
     Drafter *d = &m->drafter;
-    const size_t n = (size_t)m->options.n_seqs, depth = (size_t)m->options.draft_depth, width = (size_t)m->options.draft_width;
-    const size_t before = a->used;
+    const size_t n = (size_t)m->options.n_seqs, before = a->used;
     for (int i = 0; i < d->binder.n_uploads; i++) {
         Upload *u = &d->binder.uploads[i];
         const size_t bytes = m->ops->weight_bytes(&u->tensor);
@@ -2127,8 +2184,8 @@ static void plan_drafter(Model *m, Arena *a) {
     if (d->kind == DRAFTER_MTP) plan_mtp(m, a);
     else plan_dflash(m, a);
     d->ids = m->s.next ? m->s.next + n : NULL;
-    d->logits = take(a, depth * n * width, sizeof(float));
-    d->logsumexp = take(a, depth * n, sizeof(float));
+    d->logits = m->s.found_logits;
+    d->logsumexp = m->s.found_logsumexp;
     m->plan.drafter = a->used - before;
 }
 
@@ -2449,7 +2506,16 @@ typedef struct {
     SegKind kind;
     int n;
     const StepRow *rows;      // (n)
+    int more;                 // of a prompt: rows that follow in later steps
 } StepSeg;
+
+enum { DENSE_ROWS = 256 };    // at the end of a prompt, which see everything also where prompts are sparse
+
+// Of a segment: the last rows that see everything.
+static int n_dense(const Model *m, const StepSeg *seg) {
+    if (m->len[seg->seq] + seg->n + seg->more < m->options.pflash_from) return seg->n;
+    return max_int(0, min_int(seg->n, DENSE_ROWS - seg->more));
+}
 
 // What else the operations of a step depend on: StepKey.variant.
 enum { PLAIN, ROWS_ARE_FED, DRAFTS_ARE_FED, COMMITS_CHAINS, COMMITS_PATHS, WALKS_CHAINS, WALKS_PATHS };
@@ -2490,7 +2556,8 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
         assert(m->n_rows + in->n <= m->options.n_batch && (in->kind == SEG_CHAIN || in->n <= STEP_ROWS));
         assert(m->len[in->seq] + in->n <= m->options.n_ctx + STEP_ROWS);
         m->seen[in->seq] = max_int(m->seen[in->seq], m->len[in->seq] + in->n);
-        m->segs[i] = (Segment){ .seq = in->seq, .first = m->n_rows, .n = in->n, .kind = (int32_t)in->kind };
+        m->segs[i] = (Segment){ .seq = in->seq, .first = m->n_rows, .n = in->n, .kind = (int32_t)in->kind,
+                                 .n_dense = n_dense(m, in) };
         staged |= in->n > STEP_ROWS;
         for (int j = 0; j < in->n; j++) {
             Row *row = &m->rows[m->n_rows];
@@ -2594,7 +2661,6 @@ static void issue_verdict(Model *m, const int32_t *segs, int n, int depth, const
     State *s = &m->s;
     Verdict *v = &m->verdict;
     const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
-    const size_t n_rows = (size_t)depth * (size_t)n, n_ids = n_rows * (size_t)m->options.draft_width;
     bool trees = false;
     v->n_segs = m->n_segs;
     for (int i = 0; i < m->n_segs; i++) trees |= m->segs[i].kind == SEG_TREE, v->seq[i] = m->segs[i].seq;
@@ -2616,21 +2682,13 @@ static void issue_verdict(Model *m, const int32_t *segs, int n, int depth, const
                                  .variant = WALKS_CHAINS })) issue_commit(m, s->walked, NULL);
         op->end();
     }
-    op->copy(&(Copy){ v->chosen, s->chosen, (size_t)m->n_kept * sizeof *v->chosen, COPY_OUT });
-    op->copy(&(Copy){ v->accepted, s->walked, (size_t)m->n_segs * sizeof *v->accepted, COPY_OUT });
     if (trees) op->copy(&(Copy){ v->path, s->path, (size_t)m->n_segs * STEP_ROWS * sizeof *v->path, COPY_OUT });
     if (op->mark) v->mark = op->mark();
     else v->verified = seconds();
     drafter_committed(m, NULL);
-    if (n_ids) {
-        issue_draft(m, segs, n, depth);
-        op->copy(&(Copy){ v->ids, m->drafter.ids, n_ids * sizeof *v->ids, COPY_OUT });
-        op->copy(&(Copy){ v->logits, m->drafter.logits, n_ids * sizeof *v->logits, COPY_OUT });
-        op->copy(&(Copy){ v->logsumexp, m->drafter.logsumexp, n_rows * sizeof *v->logsumexp, COPY_OUT });
-        if (op->mark) v->end_mark = op->mark();
-    } else {
-        v->end_mark = v->mark;
-    }
+    if (n && depth) issue_draft(m, segs, n, depth);
+    op->copy(&(Copy){ v->accepted, s->walked, v->bytes, COPY_OUT });
+    if (op->mark) v->end_mark = op->mark();
 }
 
 // Waits for the verdict, on which sessions are as long as it says. A step may be under way behind it.
@@ -2639,8 +2697,8 @@ static void read_verdict(Model *m) {
     Verdict *v = &m->verdict;
     if (op->mark) op->wait_for(v->mark);
     if (op->mark) v->verified = seconds();
-    if (op->mark && v->end_mark != v->mark) op->wait_for(v->end_mark);
-    if (!op->mark) op->wait();
+    if (op->mark) op->wait_for(v->end_mark);
+    else op->wait();
     v->drafted = seconds();
     for (int i = 0; i < v->n_segs; i++) m->len[v->seq[i]] += v->accepted[i];
     for (int i = 0; m->ahead && i < m->n_segs; i++)
@@ -2652,8 +2710,19 @@ static void read_verdict(Model *m) {
 static int run_chunk(Model *m, int seq, const int32_t *tokens, int n) {
     const int chunk = min_int(n, m->options.n_batch);
     for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = tokens[i], .want = i == n - 1 };
-    step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = chunk, .rows = m->chunk }, 1);
+    step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = chunk, .rows = m->chunk, .more = n - chunk }, 1);
     return chunk;
+}
+
+// The part of the blocks of keys in sight that the rows of prompts have attended to since the last call; 0: there were none,
+// or prompts are dense.
+static double read_density(Model *m) {
+    int64_t n[2] = { 0 };
+    if (!m->s.block_count) return 0;
+    m->ops->copy(&(Copy){ n, m->s.block_count, sizeof n, COPY_OUT });
+    m->ops->wait();
+    m->ops->copy(&(Copy){ m->s.block_count, &(int64_t[2]){ 0 }, sizeof n, COPY_IN });
+    return n[1] ? (double)n[0] / (double)n[1] : 0;
 }
 
 // ==== [8] Drafting: who guesses, how far =============================================================================
@@ -3058,6 +3127,7 @@ typedef struct {              // what an answer took
     double      prompt_seconds, decode_seconds, read;     // read: bytes that the decoding steps had to read
     uint64_t    hash;                  // of the last logits, where the caller looks at them
     DraftCount  drafts;
+    double      density;               // of blocks that its prompt attended to, where it was sparse and the caller asks; else 0
     int         loop;                  // the text ends in a loop of so many tokens, 0: it does not
     const char *why;                   // it ended; NULL: it has not
 } Turn;
@@ -3579,7 +3649,8 @@ static bool lay_out(Session *const *sessions, StepSeg *segs, int n) {
         Session *s = sessions[i];
         const Drafts *d = &s->guesser.drafts;
         const int n_todo = next_rows(s);
-        segs[i] = (StepSeg){ .seq = s->seq, .kind = d->n && d->branches ? SEG_TREE : SEG_CHAIN, .n = n_todo + d->n, .rows = row };
+        segs[i] = (StepSeg){ .seq = s->seq, .kind = d->n && d->branches ? SEG_TREE : SEG_CHAIN, .n = n_todo + d->n, .rows = row,
+                             .more = (int)s->todo.n - s->at - n_todo };
         for (int k = 0; k < n_todo; k++)
             *row++ = (StepRow){ .token = s->todo.ids[s->at + k], .parent = -1, .want = s->at + k + 1 == (int)s->todo.n };
         for (int k = 0; k < d->n; k++) *row++ = (StepRow){ .token = d->token[k], .parent = d->parent[k], .want = true };
@@ -4149,6 +4220,7 @@ static void print_turn(const Turn *t) {
     const DraftCount *d = &t->drafts;
     fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s", t->n_run, t->prompt_seconds, t->n_run / t->prompt_seconds);
     if (t->n_run < t->n_prompt) fprintf(stderr, "; %d were in the cache", t->n_prompt - t->n_run);
+    if (t->density > 0) fprintf(stderr, "; pFlash: attended to %.1f %% of the blocks", 100 * t->density);
     if (t->steps)
         fprintf(stderr, "\n# decode: %d tokens in %d steps, %.3f s, %.1f tok/s, %.2f GB/s", t->made - 1, t->steps, t->decode_seconds,
                 (t->made - 1) / t->decode_seconds, t->read / t->decode_seconds * 1e-9);
@@ -4201,6 +4273,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
     if (thought && !content) fprintf(stderr, "\n");
     show_calls(&s->reply);
     if ((o->newline || isatty(1)) && !s->reply.n_calls) write_text("\n", 1);
+    s->turn.density = read_density(s->m);
     if (session_logits(s, logits)) s->turn.hash = hash_bytes(logits, vocab * sizeof *logits);
     free(logits);
     return e.end != END_ERROR;
@@ -4211,6 +4284,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 #include "parts/reference.h"
 #include "parts/session.h"
 #include "parts/bench.h"
+#include "parts/niah.h"
 #include "parts/chat.h"
 #include "parts/store.h"
 #include "parts/server.h"
@@ -4221,17 +4295,19 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 
 #ifndef TESTING
 #define VERSION "0.1"
+#define PFLASH_ALPHA 0.1                // --pflash without a number: docs/quality.md
+#define PFLASH_ALPHA_TEXT "0.1"
 
 typedef enum {
     GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
-    SERVE = 256, PPL = 512, ANSWERS = GENERATE | SERVE, DRAFTS = ANSWERS | PLAN | BENCH, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL,
-    ANY = 1023
+    SERVE = 256, PPL = 512, NIAH = 1024, ANSWERS = GENERATE | SERVE, DRAFTS = ANSWERS | PLAN | BENCH, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL,
+    ANY = 2047
 } Verb;
 
 static const struct { const char *name; Verb verb; } verbs[] = {
     { "logits", LOGITS }, { "tokenize", TOKENIZE }, { "detokenize", DETOKENIZE }, { "quantize", QUANTIZE },
     { "bench", BENCH }, { "plan", PLAN }, { "check", CHECK }, { "serve", SERVE },
-    { "ppl", PPL }
+    { "ppl", PPL }, { "niah", NIAH }
 };
 
 typedef struct {
@@ -4240,19 +4316,21 @@ typedef struct {
     const char *k_type, *v_type, *ring_type, *history, *session, *drafter, *spec, *force;
     const char *target, *type;                  // quantize: OUT, TYPE
     const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
-    const char *fill;
+    const char *fill, *svg;
     const char *host, *api_key, *api_key_file, *alias, *session_dir;   // serve
     double port, parallel, chunk, queue, timeout, max_body, cache_ram, session_disk;
     const char *kld_base, *kld;                 // ppl
     double n_runs, stride, n_chunks;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
     double think_budget, memory, tail, draft_max, draft_min_p, tree;
+    double pflash, pflash_from, pflash_density, n_needles;
     TextList biases, stops;
     bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, lazy_draft, log_text;
     bool help, version;
 } Flags;
 
-typedef enum { FLAG_TEXT, FLAG_LIST, FLAG_INT, FLAG_REAL, FLAG_ON } FlagKind;      // a list: the flag may come again
+// A list: the flag may come again. Maybe: a number may follow, else PFLASH_ALPHA counts
+typedef enum { FLAG_TEXT, FLAG_LIST, FLAG_INT, FLAG_REAL, FLAG_MAYBE, FLAG_ON } FlagKind;
 
 typedef struct {
     const char *name, *alias, *value;            // alias: other names, with spaces between
@@ -4266,7 +4344,7 @@ typedef struct {
 #define FIELD(name) offsetof(Flags, name)
 static const Flag flags[] = {
     { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0, "the model, instead of the first argument" },
-    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | BENCH | CHECK | QUANTIZE | PPL, FIELD(n_threads), 1, MAX_THREADS,
+    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | BENCH | CHECK | QUANTIZE | PPL | NIAH, FIELD(n_threads), 1, MAX_THREADS,
       "CPU threads; default: one per core" },
     { "--check-tensors", NULL, NULL, FLAG_ON, RUNS | SERVE, FIELD(check_tensors), 0, 0,
       "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales; default: off" },
@@ -4338,19 +4416,26 @@ static const Flag flags[] = {
       "ppl: ids of a chunk, 512" },
     { "--context-shift", NULL, NULL, FLAG_ON, GENERATE, FIELD(shift), 0, 0,
       "when the context is full, forget its older half but for the system turn, and go on; default: stop" },
-    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(k_type), 0, 0,
+    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK | NIAH, FIELD(k_type), 0, 0,
       "type of cached K of global layers: f16, f32, bf16, q8_0, q4_0, tq4 or tq3; default f16, for logits and check f32" },
-    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(v_type), 0, 0,
+    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK | NIAH, FIELD(v_type), 0, 0,
       "type of cached V of global layers; another than K's needs --kv-layout untied where K and V are one; default: as K" },
-    { "--kv-swa", NULL, "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(ring_type), 0, 0,
+    { "--kv-swa", NULL, "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK | NIAH, FIELD(ring_type), 0, 0,
       "type of what sliding layers cache: f16, bf16, q8_0, q4_0, tq4 or tq3; default f16, or f32 with -ctk f32" },
-    { "--kv-tail", NULL, "N", FLAG_INT, PLANS | BENCH | CHECK, FIELD(tail), 0, MAX_CONTEXT,
+    { "--kv-tail", NULL, "N", FLAG_INT, PLANS | BENCH | CHECK | NIAH, FIELD(tail), 0, MAX_CONTEXT,
       "keep the newest N tokens of quantised global layers in f16 too; default 0" },
-    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, PLANS | BENCH | CHECK, FIELD(kv_layout), 0, 0,
+    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, PLANS | BENCH | CHECK | NIAH, FIELD(kv_layout), 0, 0,
       "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
+    { "--pflash", NULL, "[ALPHA]", FLAG_MAYBE, ANSWERS | PLAN | PPL | BENCH | NIAH, FIELD(pflash), 0, 1,
+      "sparse prompts, lossy: in global layers 64 tokens of a long prompt attend to the 128-token blocks that weigh at least ALPHA "
+      "of the heaviest, the first and the nearest; 1: to all, 0: off (default); without a number " PFLASH_ALPHA_TEXT },
+    { "--pflash-from", NULL, "N", FLAG_INT, ANSWERS | PLAN | PPL | BENCH | NIAH, FIELD(pflash_from), 0, MAX_CONTEXT,
+      "prompts that end before token N stay dense; default 16384" },
+    { "--pflash-density", NULL, "PERCENT", FLAG_REAL, PPL | BENCH | NIAH, FIELD(pflash_density), 0, 100,
+      "to measure: attend to this part of the blocks, the heaviest, whatever they weigh; default 0: --pflash decides" },
     { "--against", NULL, "BACKEND", FLAG_TEXT, CHECK, FIELD(against), 0, 0,
       "check: compare with cpu or with reference, the definition in plain loops, slow beyond small files; default cpu" },
-    { "--vram", NULL, "G", FLAG_REAL, PLANS | BENCH, FIELD(memory), 0.001, 1e6,
+    { "--vram", NULL, "G", FLAG_REAL, PLANS | BENCH | NIAH, FIELD(memory), 0.001, 1e6,
       "plan as if the backend had G GiB of memory, and end if that is not enough; default: what is free" },
     { "--show-thoughts", NULL, NULL, FLAG_ON, GENERATE, FIELD(show_thoughts), 0, 0,
       "write thoughts to stderr; default: they are dropped" },
@@ -4390,6 +4475,14 @@ static const Flag flags[] = {
       "bench: how they got there: prompt (default): they are run; random: cache rows are random numbers, which is quick" },
     { "-r", "--repetitions", "N", FLAG_INT, BENCH, FIELD(n_runs), 1, 1000, "bench: runs of each test; default 5" },
     { "-o", "--output", "FORMAT", FLAG_TEXT, BENCH, FIELD(out), 0, 0, "bench: md, csv or json; default md" },
+    { "-p", "--n-prompt", "N,..", FLAG_TEXT, NIAH, FIELD(prompts), 0, 0, "niah: tokens of a prompt; default 1024,2048,4096" },
+    { "-d", "--depth", "P,..", FLAG_TEXT, NIAH, FIELD(depths), 0, 0,
+      "niah: percent of the text before the code; default 0,25,50,75,100" },
+    { "--needles", NULL, "N", FLAG_INT, NIAH, FIELD(n_needles), 1, MAX_NEEDLES, "niah: codes in a text, all asked for; default 1" },
+    { "-r", "--repetitions", "N", FLAG_INT, NIAH, FIELD(n_runs), 1, 1000, "niah: texts for each length and depth; default 5" },
+    { "-f", "--file", "FILE", FLAG_TEXT, NIAH, FIELD(prompt_file), 0, 0, "niah: texts are made of this one; default: made up" },
+    { "-o", "--output", "FORMAT", FLAG_TEXT, NIAH, FIELD(out), 0, 0, "niah: md or csv; default md" },
+    { "--svg", NULL, "FILE", FLAG_TEXT, NIAH, FIELD(svg), 0, 0, "niah: write a heat map to this file; default: none" },
     { "--host", NULL, "ADDRESS", FLAG_TEXT, SERVE, FIELD(host), 0, 0,
       "serve: where to listen; default 127.0.0.1, which only this machine reaches" },
     { "--port", NULL, "N", FLAG_INT, SERVE, FIELD(port), 0, 65535, "serve: default 8080; 0: any that is free, printed" },
@@ -4407,7 +4500,7 @@ static const Flag flags[] = {
       "serve: seconds after which an answer is cut; default 3600" },
     { "--max-body", NULL, "M", FLAG_INT, SERVE, FIELD(max_body), 1, 1024, "serve: most MiB of a request; default 16" },
     { "--cache-ram", "-cram", "M", FLAG_INT, SERVE, FIELD(cache_ram), 0, 1 << 24,
-      "serve: MiB of host memory to go back to earlier prompts and conversations; default an eighth of the machine's" },
+      "serve: MiB of host memory to go back to earlier prompts and conversations; default an eighth of what is free" },
     { "--session-dir", NULL, "DIR", FLAG_TEXT, SERVE, FIELD(session_dir), 0, 0,
       "serve: conversations are kept in files there, also for the next run; default: in memory only" },
     { "--session-disk", NULL, "M", FLAG_INT, SERVE, FIELD(session_disk), 1, 1 << 24,
@@ -4461,6 +4554,7 @@ static void print_help(void) {
            "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  the text of ids\n"
            "  gemma4 bench MODEL.gguf [flags]                  tokens per second, as llama-bench measures them\n"
            "  gemma4 ppl MODEL.gguf -f TEXT [flags]            perplexity, as llama-perplexity counts it; --kld: divergence\n"
+           "  gemma4 niah MODEL.gguf [flags]                   codes planted in long texts, and whether they are found\n"
            "  gemma4 check MODEL.gguf                          the GPU against the CPU (--against), checkpoint by checkpoint\n"
            "  gemma4 quantize IN OUT.gguf TYPE                 q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32\n");
     for (size_t i = 0, group = 0; i < sizeof flags / sizeof *flags; i++) {
@@ -4510,13 +4604,19 @@ static const Flag *find_flag(const char *arg, Verb verb) {
     return flag;
 }
 
+static bool is_number(const char *word) {
+    char *end;
+    strtod(word, &end);
+    return end != word && !*end;
+}
+
 // Where the verb stands, the first word that is neither a flag nor a flag's value; 0: that word is no verb. Of flags that
 // share a name all take a value, or none does.
 static int find_verb(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         const Flag *flag = find_flag(argv[i], 0);
         if (!flag && argv[i][0] != '-') return verb_named(argv[i]) ? i : 0;
-        i += flag && flag->kind != FLAG_ON;
+        i += flag && (flag->kind == FLAG_MAYBE ? i + 1 < argc && is_number(argv[i + 1]) : flag->kind != FLAG_ON);
     }
     return 0;
 }
@@ -4560,6 +4660,10 @@ static void parse_flags(Flags *f, int argc, char **argv) {
         void *field = (char *)f + flag->field;
         if (flag->kind == FLAG_ON) {
             *(bool *)field = true;
+            continue;
+        }
+        if (flag->kind == FLAG_MAYBE && !(i + 1 < argc && is_number(argv[i + 1]))) {
+            *(double *)field = PFLASH_ALPHA;
             continue;
         }
         if (++i == argc) die("%s: expected a value (%s), got the end of the line", arg, flag->value);
@@ -4929,19 +5033,32 @@ static int run_ppl(const Flags *f, const Ops *ops, PlanOptions o) {
     return status;
 }
 
+static void run_niah(const Flags *f, const Ops *ops, PlanOptions o) {
+    size_t n = 0;
+    char *hay = f->prompt_file ? read_prompt(f, &n) : NULL;
+    if (hay && !n) die("-f: %s: expected a text, got an empty file", f->prompt_file);
+    if (f->out && strcmp(f->out, "md") && strcmp(f->out, "csv")) die("-o: expected md or csv, got '%s'", f->out);
+    verb_niah(f->model, ops, o, &(NiahOptions){
+        .lengths = parse_list("-p", f->prompts ? f->prompts : "1024,2048,4096", 0), .n_needles = (int)f->n_needles,
+        .depths = parse_list("-d", f->depths ? f->depths : "0,25,50,75,100", 0), .n_runs = (int)f->n_runs,
+        .csv = f->out && !strcmp(f->out, "csv"), .svg = f->svg, .hay = hay, .n_hay = n });
+    free(hay);
+}
+
 static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
     need_http();
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     char *key = f->api_key_file ? read_key(f->api_key_file) : NULL;
     if (key && f->api_key) die("--api-key: expected one of --api-key and --api-key-file");
+    size_t free_bytes, total;
+    cpu_ops()->memory(&free_bytes, &total);
     ServeOptions s = { .host = f->host ? f->host : "127.0.0.1", .alias = f->alias, .api_key = key ? key : f->api_key,
                        .port = (int)f->port, .max_queue = (int)f->queue, .timeout = (int)f->timeout,
                        .max_body = (size_t)f->max_body << 20, .n_predict = (int)f->n_predict,
                        .think_budget = (int)f->think_budget, .think = f->think, .fixed_seed = !isnan(f->seed),
                        .session_dir = f->session_dir, .session_disk = (size_t)f->session_disk << 20, .log_text = f->log_text,
-                       .cache_ram = f->cache_ram < 0 ? (size_t)sysconf(_SC_PHYS_PAGES) / 8 * (size_t)sysconf(_SC_PAGESIZE)
-                                                     : (size_t)f->cache_ram << 20 };
+                       .cache_ram = f->cache_ram < 0 ? free_bytes / 8 : (size_t)f->cache_ram << 20 };
     if (s.api_key && !*s.api_key) die("%s: expected a key, got an empty one", key ? "--api-key-file" : "--api-key");
     if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
         die("--template: expected large or small, got '%s'", f->chat_template);
@@ -4968,7 +5085,8 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
 int main(int argc, char **argv) {
     Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
                 .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5, .port = 8080, .parallel = 1, .queue = 64,
-                .timeout = 3600, .max_body = 16, .cache_ram = -1, .session_disk = 65536 };
+                .timeout = 3600, .max_body = 16, .cache_ram = -1, .session_disk = 65536,
+                .pflash_from = 16384, .n_needles = 1 };
     parse_flags(&f, argc, argv);
     if (f.help) {
         print_help();
@@ -5017,6 +5135,9 @@ int main(int argc, char **argv) {
     if (f.ring_type && o.ring_type == KV_F32 && o.k_type != KV_F32)
         die("--kv-swa: expected f32 only with -ctk f32, got -ctk %s; try --kv-swa f16", kv_names[o.k_type]);
     o.tail = (int)f.tail;
+    o.pflash = (float)f.pflash;
+    o.pflash_density = (float)f.pflash_density / 100;
+    o.pflash_from = o.pflash_density ? 0 : (int)f.pflash_from;
     if (f.kv_layout && strcmp(f.kv_layout, "tied") && strcmp(f.kv_layout, "untied"))
         die("--kv-layout: expected tied or untied, got '%s'", f.kv_layout);
     o.untied = f.kv_layout && !strcmp(f.kv_layout, "untied");
@@ -5041,6 +5162,10 @@ int main(int argc, char **argv) {
         return 0;
     }
     if (f.verb == PPL) return run_ppl(&f, ops, o);
+    if (f.verb == NIAH) {
+        run_niah(&f, ops, o);
+        return 0;
+    }
     if (f.verb == BENCH) {
         BenchOptions b = { .prompts = parse_list("-p", f.prompts, 512), .generated = parse_list("-n", f.generated, 128),
                            .rows = parse_list("--rows", f.rows, 0), .depths = parse_list("-d", f.depths, 0),
@@ -6061,19 +6186,35 @@ typedef struct {              // rows of one segment, fewer than 32, and what th
     int lowest, end;          // keys in sight of any row are lowest .. end - 1
     int low_cut, high_cut;
     bool tailed;
+    const int32_t *block;     // (n_blocks) the only blocks of keys in sight, ascending; NULL: all are
+    int n_blocks;
 } Sight;
+
+// Bit k: the block of key j + k is among those in sight.
+static uint32_t listed_keys(const Sight *v, int j) {
+    uint32_t seen = v->block ? 0 : ~(uint32_t)0;
+    for (int b = j / SELECT_KEYS; v->block && b <= (j + 31) / SELECT_KEYS; b++) {
+        int low = 0, high = v->n_blocks;               // the first one that is not below b
+        while (low < high) *(v->block[(low + high) / 2] < b ? &low : &high) = (low + high) / 2 + (v->block[(low + high) / 2] < b);
+        if (low == v->n_blocks || v->block[low] != b) continue;
+        const int from = max_int(b * SELECT_KEYS - j, 0), to = min_int((b + 1) * SELECT_KEYS - j, 32);
+        seen |= ~(uint32_t)0 << from & ~(uint32_t)0 >> (32 - to);
+    }
+    return seen;
+}
 
 // Committed positions from <= p < to, in a cache or (is_tail) its tail.
 static void attend_committed(Softmax *s, const Sight *v, const Cache *c, bool is_tail, int head, int from, int to) {
     for (int p = from, n; p < to; p += n) {
         uint32_t seen[QUERIES], any = 0;
+        const uint32_t listed = listed_keys(v, p);
         n = min_int(min_int(KEYS, to - p), c->slots - p % c->slots);
         for (int i = 0; i < v->n; i++) {
             const int low = max_int((is_tail ? max_int(v->first[i], v->cut[i] + 1) : v->first[i]) - p, 0);
             const int high = is_tail ? 32 : v->cut[i] - p + 1;         // bits low .. high - 1
             seen[i] = low < 32 ? ~(uint32_t)0 << low : 0;
             if (high < 32) seen[i] &= high > 0 ? ((uint32_t)1 << high) - 1 : 0;
-            any |= seen[i];
+            any |= seen[i] &= listed;
         }
         if (any) attend_keys(s, c, v->seg->seq, head, p % c->slots, n, seen);
     }
@@ -6097,20 +6238,21 @@ static void attend_own(Softmax *s, const Sight *v, const Cache *c, int head, int
     for (int k = tree ? 0 : from, n; k < end; k += n) {
         const int slot = stage ? v->seg->first + k : (v->len + k) % c->slots;
         uint32_t seen[QUERIES], any = 0;
+        const uint32_t listed = listed_keys(v, v->len + k);
         n = min_int(KEYS, end - k);
         if (!stage) n = min_int(n, c->slots - slot);
         for (int i = 0; i < v->n; i++) {
             const int hidden = max_int(v->first[i] - v->len - k, 0), ahead = v->row[i].index + 1 - k;
             seen[i] = tree ? (uint32_t)(path[i] >> k) : all || hidden < 32 ? ~(uint32_t)0 << (all ? 0 : hidden) : 0;
             if (!all && ahead < 32) seen[i] &= ahead > 0 ? ((uint32_t)1 << ahead) - 1 : 0;
-            any |= seen[i];
+            any |= seen[i] &= listed;
         }
         if (any) attend_keys(s, stage ? stage : c, stage ? 0 : v->seg->seq, head, slot, n, seen);
     }
 }
 
-// Rows r .. r + n_rows - 1 of the step, which are of one segment, and what they see.
-static Sight look(const Attend *o, int r, int n_rows) {
+// Rows r .. r + n_rows - 1 of the step, which are of one segment and of one block of rows, and what they see of KV head g.
+static Sight look(const Attend *o, int r, int n_rows, int g) {
     const Cache *c = o->cache;
     const Row *row = &o->batch->rows[r];
     const Segment *seg = &o->batch->segs[row->seg];
@@ -6124,6 +6266,11 @@ static Sight look(const Attend *o, int r, int n_rows) {
         v.lowest = min_int(v.lowest, v.first[i]);
         v.low_cut = min_int(v.low_cut, v.cut[i]), v.high_cut = max_int(v.high_cut, v.cut[i]);
         v.end = max_int(v.end, v.len + n_own);
+    }
+    const size_t list = (size_t)(r / SELECT_ROWS) * c->n_kv_heads + g;
+    if (o->blocks && o->blocks->n[list] >= 0) {
+        v.block = o->blocks->block + list * o->blocks->n_blocks;
+        v.n_blocks = o->blocks->n[list];
     }
     return v;
 }
@@ -6173,7 +6320,7 @@ typedef struct {
 static void attend_queries(Softmax *s, const AttendJob *job, int r, int n_rows, int head, int n_heads, int part) {
     const Attend *o = job->o;
     const int hd = o->cache->head_dim, g = head / (o->n_heads / o->cache->n_kv_heads);
-    const Sight v = look(o, r, n_rows);
+    const Sight v = look(o, r, n_rows, g);
     float total[QUERIES * MAX_HEAD_DIM], max[QUERIES], sum[QUERIES];
     s->o = o;
     s->head_dim = hd;
@@ -6253,6 +6400,144 @@ static void cpu_attend(const Attend *o) {
     }
     parallel(attend_count(&job), job.split > 1 ? 1 : share(attend_count(&job), 1), attend_items, &job);
     if (job.split > 1) parallel(n_queries, share(n_queries, 1), join_queries, &job);
+}
+
+// Of the blocks first .. end - 1 of the KV heads of all segments: the means of their rows of K.
+static void mean_blocks(const void *task, int first, int end) {
+    const BlockSelect *o = task;
+    const Cache *c = o->cache;
+    const int hd = c->head_dim, n_blocks = o->out.n_blocks;
+    float k_room[KEYS * MAX_HEAD_DIM], v_room[KEYS * MAX_HEAD_DIM];
+    for (int i = first; i < end; i++) {
+        const int block = i % n_blocks, g = i / n_blocks % c->n_kv_heads;
+        const Segment *seg = &o->batch->segs[i / n_blocks / c->n_kv_heads];
+        float *mean = (float *)o->means + (size_t)i * hd;
+        if ((block + 1) * SELECT_KEYS > o->batch->len[seg->seq] + seg->n) continue;
+        memset(mean, 0, (size_t)hd * sizeof *mean);
+        for (int slot = block * SELECT_KEYS; slot < (block + 1) * SELECT_KEYS; slot += KEYS) {
+            const float *k = kv_floats(c, &c->k, seg->seq, g, slot, KEYS, k_room), *v = k;
+            if (c->n_rot) v = kv_floats(c, &c->v, seg->seq, g, slot, KEYS, v_room);        // the rest of K is V
+            for (int j = 0; j < KEYS; j++) {
+                for (int d = 0; d < c->k.dim; d++) mean[d] += k[(size_t)j * c->k.dim + d];
+                for (int d = c->k.dim; d < hd; d++) mean[d] += v[(size_t)j * hd + d];
+            }
+        }
+        for (int d = 0; d < hd; d++) mean[d] *= 1.0f / SELECT_KEYS;
+    }
+}
+
+typedef struct {              // a block of rows
+    int  seg, first, n;       // rows first .. first + n - 1 of the batch
+    int  pos, n_blocks;       // position of the first; blocks of keys in sight
+    bool all, of_prompt;      // they see all; the segment is a prompt's
+} RowBlock;
+
+static RowBlock row_block(const Batch *b, int number) {
+    const int first = number * SELECT_ROWS, last = min_int(first + SELECT_ROWS, b->n_rows) - 1;
+    const Row *from = &b->rows[first], *to = &b->rows[last];
+    const Segment *seg = &b->segs[from->seg];
+    const int len = b->len[seg->seq];
+    const bool of_prompt = from->seg == to->seg && seg->n > STEP_ROWS;
+    return (RowBlock){ from->seg, first, last - first + 1, len + from->index, (len + to->index) / SELECT_KEYS + 1,
+                       !of_prompt || to->index >= seg->n - seg->n_dense, of_prompt };
+}
+
+// Scores of heads first .. end - 1, counted through all blocks of rows.
+static void score_blocks(const void *task, int first, int end) {
+    const BlockSelect *o = task;
+    const int hd = o->cache->head_dim, n_blocks = o->out.n_blocks, group = o->n_heads / o->cache->n_kv_heads;
+    float scores[SELECT_ROWS][KEYS];
+    for (int i = first; i < end; i++) {
+        const int h = i % o->n_heads;
+        const RowBlock v = row_block(o->batch, i / o->n_heads);
+        const float *mean = (float *)o->means + ((size_t)v.seg * o->cache->n_kv_heads + h / group) * n_blocks * hd;
+        const float *q = o->q + ((size_t)v.first * o->n_heads + h) * hd;
+        float *s = o->scores + (size_t)i * n_blocks;
+        for (int b = 0; b < v.n_blocks && !v.all; b += KEYS) {
+            const int n = min_int(KEYS, v.n_blocks - b);
+            gguf_dot_f32_rows(GGUF_F32, mean + (size_t)b * hd, n, hd * sizeof *mean, q, v.n, (size_t)o->n_heads * hd, hd,
+                              scores[0], KEYS);
+            for (int k = 0; k < n; k++) {
+                const int from = max_int((b + k + 1) * SELECT_KEYS - 1 - v.pos, 0);    // rows before it do not see all of it
+                float largest = -INFINITY, sum = 0;
+                for (int r = from; r < v.n; r++) largest = fmaxf(largest, scores[r][k] * o->scale);
+                for (int r = from; r < v.n; r++) sum += exp_of(scores[r][k] * o->scale - largest);
+                s[b + k] = from < v.n ? largest + logf(sum) : -INFINITY;
+            }
+        }
+    }
+}
+
+// The least weight >= 0 that at most `most` of w (n) exceed.
+static float weight_of_rank(const float *w, int n, int most) {
+    uint32_t low = 0, high = 0x7f800000;               // bits of floats from 0 to infinity are in their order
+    float edge = 0;
+    while (low < high) {
+        const uint32_t mid = low + (high - low) / 2;
+        int above = 0;
+        memcpy(&edge, &mid, sizeof edge);
+        for (int i = 0; i < n; i++) above += w[i] > edge;
+        if (above > most) low = mid + 1;
+        else high = mid;
+    }
+    memcpy(&edge, &low, sizeof edge);
+    return edge;
+}
+
+// Weights of n blocks of keys (n): the largest of some heads, whose scores (n_heads, stride) become shares of their sums.
+static void weigh_blocks(float *w, float *scores, int n_heads, int n, size_t stride) {
+    memset(w, 0, (size_t)n * sizeof *w);
+    for (int h = 0; h < n_heads; h++) {
+        const float *s = scores + (size_t)h * stride;
+        float largest = -INFINITY, sum = 0;
+        for (int b = 0; b < n; b++) largest = fmaxf(largest, s[b]);
+        for (int b = 0; b < n && largest > -INFINITY; b++) sum += exp_of(s[b] - largest);
+        for (int b = 0; b < n && sum > 0; b++) w[b] = fmaxf(w[b], exp_of(s[b] - largest) / sum);
+    }
+}
+
+// Lists of KV heads first .. end - 1, counted through all blocks of rows.
+static void list_blocks(const void *task, int first, int end) {
+    const BlockSelect *o = task;
+    const int kv_heads = o->cache->n_kv_heads, n_blocks = o->out.n_blocks, group = o->n_heads / kv_heads;
+    for (int i = first; i < end; i++) {
+        const RowBlock v = row_block(o->batch, i / kv_heads);
+        const int near = max_int(v.pos / SELECT_KEYS - SELECT_NEAR + 1, 0);
+        float *w = o->weights + (size_t)i * n_blocks, largest = 0;
+        int32_t *list = o->out.block + (size_t)i * n_blocks;
+        int n = 0, room = (int)ceilf(o->density * (float)v.n_blocks) - min_int(v.n_blocks, v.n_blocks - near + SELECT_FIRST);
+        o->out.n[i] = -1;
+        if (v.all) continue;
+        weigh_blocks(w, o->scores + (size_t)i * group * n_blocks, group, v.n_blocks, n_blocks);
+        for (int b = 0; b < v.n_blocks; b++) largest = fmaxf(largest, w[b]);
+        const int n_ranked = max_int(near - SELECT_FIRST, 0);
+        const bool ranked = o->density > 0;
+        const float edge = ranked ? weight_of_rank(w + SELECT_FIRST, n_ranked, max_int(room, 0)) : o->alpha * largest;
+        for (int b = SELECT_FIRST; b < near && ranked; b++) room -= w[b] > edge;
+        for (int b = 0; b < v.n_blocks; b++) {
+            const bool always = b < SELECT_FIRST || b >= near;
+            const bool above = ranked ? w[b] > edge || (w[b] == edge && room > 0) : o->alpha >= 1 || w[b] >= edge;
+            if (!always && !above) continue;
+            room -= ranked && !always && w[b] == edge;
+            list[n++] = b;
+        }
+        o->out.n[i] = n;
+    }
+}
+
+static void cpu_block_select(const BlockSelect *o) {
+    const Cache *c = o->cache;
+    const int blocks = (o->batch->n_rows + SELECT_ROWS - 1) / SELECT_ROWS;
+    const int n_means = o->batch->n_segs * c->n_kv_heads * o->out.n_blocks;
+    parallel(n_means, share(n_means, 1), mean_blocks, o);
+    parallel(blocks * o->n_heads, share(blocks * o->n_heads, 1), score_blocks, o);
+    parallel(blocks * c->n_kv_heads, share(blocks * c->n_kv_heads, 1), list_blocks, o);
+    for (int i = 0; i < blocks * c->n_kv_heads; i++) {
+        const RowBlock v = row_block(o->batch, i / c->n_kv_heads);
+        if (!v.of_prompt) continue;
+        o->count[0] += v.all ? v.n_blocks : o->out.n[i];
+        o->count[1] += v.n_blocks;
+    }
 }
 
 // One cached row of all heads from one place to another.
@@ -6590,7 +6875,8 @@ const Ops *cpu_ops(void) {
         .copy = cpu_copy, .begin = cpu_begin, .end = cpu_end, .wait = cpu_wait, .bandwidth = cpu_bandwidth,
         .embed = cpu_embed, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up, .route = cpu_route,
         .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
-        .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store, .attend = cpu_attend,
+        .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store,
+        .block_select = cpu_block_select, .attend = cpu_attend,
         .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob, .sample = cpu_sample,
         .verify_walk = cpu_verify_walk, .head_centroid = cpu_head_centroid
     };

@@ -104,6 +104,7 @@ typedef struct {
     int32_t seq;                     // session number, 0 .. n_seqs - 1
     int32_t first, n;                // rows first .. first + n - 1 of the step
     int32_t kind;                    // SegKind. A segment of more than STEP_ROWS rows is a CHAIN and is committed whole
+    int32_t n_dense;                 // last rows of a prompt's segment for which block_select leaves nothing out
 } Segment;
 
 typedef struct {
@@ -281,6 +282,39 @@ typedef struct {                     // head norms, rope, basis of the cache, qu
     float       *dump_k, *dump_k_pos, *dump_v;      // Kcur_normed, Kcur_pos, Vcur_normed
 } QkvStore;
 
+// Which keys of a cache that does not wrap the rows of a prompt attend to. Rows go SELECT_ROWS at a time, as the batch numbers
+// them, keys SELECT_KEYS at a time, by position; heads of one KV head share a list.
+enum { SELECT_ROWS = 64, SELECT_KEYS = 128,
+       SELECT_FIRST = 2, SELECT_NEAR = 4 };            // blocks that are always listed: the first of all; the rows' own, which
+                                                       // is that of the first row and any behind it, and those before it
+typedef struct {
+    int      n_blocks;               // of the cache: its slots / SELECT_KEYS, rounded up
+    int32_t *n;                      // (n_rows / SELECT_ROWS, n_kv_heads) blocks in a list; -1: all that rows can see
+    int32_t *block;                  // (n_rows / SELECT_ROWS, n_kv_heads, n_blocks) ascending
+} BlockList;
+
+// For each block of rows j and each block of keys n, with mean[n] of its rows of K in the cache's basis:
+//     s[h][n] = log sum over j of exp(scale * q[j][h] . mean[n])       over rows that see the last key of n; none: -Inf
+//     w[h][n] = exp(s[h][n]) / sum over n of exp(s[h][n]),   w[n] = the largest w[h][n] among the heads of a KV head
+// Listed are the blocks that always are, and those with w[n] >= alpha * the largest w[n]; alpha >= 1: all in sight. With
+// density > 0 instead: those that always are, then the largest w[n], the lower n where they are equal, up to that part of the
+// blocks in sight, rounded up. All, unlisted, are seen by blocks of rows that are not of one segment, that reach into its
+// n_dense last ones, or whose segment has at most STEP_ROWS. In sight are blocks up to that of the last row's position.
+typedef struct {
+    const Batch *batch;              // its K is stored
+    const Cache *cache;
+    int          n_heads;
+    const float *q;                  // (n_rows, n_heads * head_dim) from qkv_store
+    float        scale;              // as in Attend
+    float        alpha, density;
+    void        *means;              // (n_segs, n_kv_heads, n_blocks, head_dim) floats of room
+    float       *scores;             // (n_rows / SELECT_ROWS, n_heads, n_blocks) s ..
+    float       *weights;            // (n_rows / SELECT_ROWS, n_kv_heads, n_blocks) .. and w[n], of blocks in sight, but not
+                                     // where all is seen
+    BlockList    out;
+    int64_t     *count;              // (2) += blocks that rows attend to; blocks in sight. Of segments of more than STEP_ROWS
+} BlockSelect;
+
 typedef enum {
     OWN_CAUSAL,                      // CHAIN: itself and those before, inside the window; TREE: its ancestors and itself
     OWN_ALL,                         // every row of the segment sees every other (full layer of a DFlash block)
@@ -298,6 +332,7 @@ typedef struct {                     // out[r][h] = sum_j softmax_j(scale * q[r]
     int            window;           // 0: all positions. The reader's: an MTP drafter may see another than its donor
     OwnMask        own;
     float          scale;            // 1 for Gemma 4
+    const BlockList *blocks;         // rows see only keys in these blocks; NULL: all. OWN_CAUSAL, no window
     const QkvStore *store;           // carried out first, on the same batch, and may share the launch; NULL: done already
     Act            out;              // (n_rows, n_heads * head_dim)
 } Attend;
@@ -519,6 +554,7 @@ typedef struct Ops {
     void (*gather_rows)(const GatherRows *o);
     // cache
     void (*qkv_store)(const QkvStore *o);
+    void (*block_select)(const BlockSelect *o);              // sparse prompts
     void (*attend)(const Attend *o);
     void (*kv_commit)(const KvCommit *o);
     void (*kv_copy)(const KvCopy *o);

@@ -35,6 +35,8 @@
  *   record     how an octet of one feature lies in a stage
  *   lot        copies that a commit closes [cp.async group]
  *   span, part tiles of keys in a row; the spans that one block attends to [split of flash decoding]
+ *   swath      16 keys that follow each other: what a warp of attend_coded takes at once
+ *   stream     swaths of a part that one warp attends to
  *   column     in attention, a row of the step times one of its heads
  *   slot       where a position lies in a cache
  *   strip      128 tokens of the vocabulary in sampling
@@ -5564,12 +5566,13 @@ __device__ static inline void score_swath(float (&s)[4], const CodedRow (&rows)[
             for (int e = 0; e < 2; e++) scales[e] = turn_scales<T>(rows[e].scales, d);
 #pragma unroll
         for (int i = 0; i < KV_TURN; i += 32) {
+            if (i % 64 == 0) __syncwarp();             // what comes behind takes no registers before
             const uint4 hi = *(const uint4 *)(q + d + i), lo = *(const uint4 *)(q + CODED_COLUMNS * ROW + d + i);
             const unsigned b[4][2] = { { hi.x, hi.y }, { hi.z, hi.w }, { lo.x, lo.y }, { lo.z, lo.w } };
             unsigned k[2][4];
             float sum[4] = { };
 #pragma unroll
-            for (int e = 0; e < 2; e++) 
+            for (int e = 0; e < 2; e++)
                 read_halves<T, 8, false>(rows[e].codes + kv_row_bytes(T, d), NULL, i + first, k[e]);
 #pragma unroll
             for (int u = 0; u < 4; u++) {
@@ -5691,12 +5694,13 @@ __device__ static inline Swaths swaths_of(const AttendTask &a, const Keys &s, co
 // What a stream finds in the cache, or in its tail.
 template <int HD, bool TAIL>
 __device__ static inline void attend_stream(const CodedTask &c, const AttendBlock &block, const Keys &keys,
-                                            const Columns<CODED_COLUMNS> &columns, int reach,
+                                            const Columns<CODED_COLUMNS> &columns, const int &reach,
                                             const CodedRoom<HD> &room, Stream<HD> &x) {
     const AttendTask &a = c.a;
     const CodedKeys &source = TAIL ? c.tail : c.keys;
-    const Swaths w = swaths_of<TAIL>(a, keys, columns.sights, reach);
     const int warp = threadIdx.x / 32, t = threadIdx.x % 32 / 4, k2 = threadIdx.x % 4 * 2;
+    __shared__ Swaths of_streams[STREAMS];             // here they take no registers
+    const Swaths &w = of_streams[warp];
     const float scale = a.scale * 1.44269504f, factor = a.n_rot ? kv_tied_factor(source.v.type) : 1;
     char *ring = room.rings + warp * c.ring_bytes;
     auto lot = [&](int l) { return ring + (l & (c.n_lots - 1)) / 2 * c.stage_bytes + l % 2 * c.v_at; };
@@ -5709,6 +5713,8 @@ __device__ static inline void attend_stream(const CodedTask &c, const AttendBloc
         if (!in_lot) return coded_row(a, source, p, keys, min(max(j0 + key, w.low), w.last - 1));
         return (CodedRow){ lot(l) + key * p.stride, lot(l) + SWATH * p.stride + key * p.scale_bytes };
     };
+    if (threadIdx.x % 32 == 0) of_streams[warp] = swaths_of<TAIL>(a, keys, columns.sights, reach);
+    __syncwarp();
 #pragma unroll 1
     for (int l = 0; l < c.n_lots; l++) ask(l);
     if (!TAIL) {
@@ -5716,7 +5722,8 @@ __device__ static inline void attend_stream(const CodedTask &c, const AttendBloc
         __syncthreads();
     }
 #pragma unroll 1
-    for (int j0 = w.first, l = 0; j0 < w.last; j0 += w.step, l += 2) {
+    for (int l = 0; w.first + l / 2 * w.step < w.last; l += 2) {
+        const int j0 = w.first + l / 2 * w.step;
         float s[4] = { };
         unsigned p[2];
 #pragma unroll 1
@@ -5817,9 +5824,6 @@ __device__ static inline void join_streams(Stream<HD> &x, int run, Columns<CODED
     }
 }
 
-// Blocks of which an SM has to have room for the registers, without spills.
-static constexpr int coded_blocks(int hd) { return hd == 256 ? 2 : 1; }
-
 // attend, codes: softmax(scale * q k) v over the keys of one part, for 8 columns as in attend_half, of caches whose K or
 // V is of a quantised type; the other may be f16.
 //   shapes    q (n_rows, n_heads, HD) made already, in the basis of K; cache as in gemma4.h and parts/kv.h, tied or not
@@ -5833,27 +5837,25 @@ static constexpr int coded_blocks(int hd) { return hd == 256 ? 2 : 1; }
 //   time      instructions: the better part of a swath's go into making halves of codes
 //   see       cpu_attend
 template <int HD>
-__global__ void __launch_bounds__(ATTEND_THREADS,
-                                  coded_blocks(HD)) attend_coded_kernel(const __grid_constant__ CodedTask c) {
+__global__ void __launch_bounds__(ATTEND_THREADS, 1) attend_coded_kernel(const __grid_constant__ CodedTask c) {
     __shared__ Columns<CODED_COLUMNS> columns;
     __shared__ Keys keys;     // here they take no registers
+    __shared__ int reach;     // of the rows of keys
     const AttendTask &a = c.a;
     const CodedRoom<HD> room;
     const AttendBlock block = attend_block(a);
-    const int group = kv_group(c.keys.v.type);
     take_turn();
     if ((int)threadIdx.x < block.n_rows)
         columns.sights[threadIdx.x] = look(a.b, a.n_seqs, a.window, a.own, block.r0 + threadIdx.x);
-    __syncthreads();                                   // rows are there
 
-    for (int from = 0, to; from < block.n_rows; from = to) {   // rows of one segment at a time: mostly there is one
-        if (from) __syncthreads();                     // nobody works on the last segment
-        if (threadIdx.x == 0) keys = keys_of(a, block, columns.sights, from);
+    for (int from = 0; from < block.n_rows; from = keys.to) {  // rows of one segment at a time: mostly there is one
+        __syncthreads();                               // rows are there; nobody works on the last segment
+        if (threadIdx.x == 0) {
+            keys = keys_of(a, block, columns.sights, from);
+            reach = a.b.segs[keys.seg].n > STEP_ROWS ? c.beside_flash ? -1 : 0 : c.tail_reach;
+        }
         __syncthreads();                               // keys are there
-        to = keys.to;
-        const bool large = a.b.segs[keys.seg].n > STEP_ROWS;
-        const int reach = large ? 0 : c.tail_reach;
-        if (large && c.beside_flash) continue;
+        if (reach < 0) continue;                       // for flash
         if (keys.share.from == keys.share.to && (blockIdx.z || keys.spans.n || (a.split.parts > 1 && !a.joins)))
             continue;                                  // nothing to say
         set_columns(a, block, keys, columns);
@@ -5862,6 +5864,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS,
         if (reach) attend_stream<HD, true>(c, block, keys, columns, reach, room, x);
         leave_columns<HD>(a, block, keys, columns.sights, columns, room.weights, (float *)room.rings, c.turned,
                           [&](auto where) {
+            const int group = kv_group(c.keys.v.type);
             join_streams(x, group ? group / 8 : 4, columns, (float *)room.rings, where);
         });
     }
@@ -5942,6 +5945,7 @@ typedef struct {
     const float *q;
     float    scale;           // of scores, times log2(e)
     Act      out;
+    BlockList blocks;         // LISTED: that rows attend to
 } FlashTask;
 
 typedef struct {              // what a row of the step sees: keys first .. end - 1, in a tree not those of others
@@ -6283,8 +6287,9 @@ __device__ static inline void flash_put(const FlashTask &a, const Flash<HD, LINE
 //             f32 sums. Lines never meet: a row's result depends on what it sees alone
 //   time      the next K is on its way while this one's values are added up; the next V all the while if n_v is 2.
 //             CODED: tiles are filled before they are used, from codes that came a tile ahead if `asks`
+//             LISTED: tiles are those of listed blocks, in their order; all blocks listed: the bits of none
 //   see       cpu_attend
-template <int HD, int LINES, int N_K, bool CODED>
+template <int HD, int LINES, int N_K, bool CODED, bool LISTED>
 __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LINES>::THREADS)
     flash_kernel(const __grid_constant__ FlashTask a) {
     typedef Flash<HD, LINES> Shape;
@@ -6310,23 +6315,32 @@ __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LIN
             from = run.to;
             continue;
         }
-        const int first = run.low / N, n_tiles = (run.end - 1) / N - first + 1;
+        const int first = run.low / N, list = LISTED ? r0 / SELECT_ROWS * a.n_kv_heads + blockIdx.y : 0;
+        const int32_t *block = LISTED && a.blocks.n[list] >= 0 ? a.blocks.block + (size_t)list * a.blocks.n_blocks : NULL;
+        int n_tiles = (run.end - 1) / N - first + 1;
+        auto key0 = [&](int i) {                       // of tile i
+            return LISTED && block ? block[i / (SELECT_KEYS / N)] * SELECT_KEYS + i % (SELECT_KEYS / N) * N : (first + i) * N;
+        };
+        if (LISTED && block) {
+            n_tiles = a.blocks.n[list] * (SELECT_KEYS / N);
+            while (n_tiles && key0(n_tiles - 1) >= run.end) n_tiles--; // in sight of later rows only
+        }
         auto copy_k = [&](int i) {
-            if (i < n_tiles) flash_copy<N_K, THREADS>(a, run, a.cache_k, a.stage_k, (first + i) * N, k_tile);
+            if (i < n_tiles) flash_copy<N_K, THREADS>(a, run, a.cache_k, a.stage_k, key0(i), k_tile);
             copy_commit();
         };
         char *k_raw = (char *)(rows + LINES), *v_raw = k_raw + TILE_SLOTS * (16 * a.k.chunks + a.k.scale_bytes);
-        auto asked = [&](int i) { return CODED && a.asks && flash_whole(a, run, (first + i) * N); };
+        auto asked = [&](int i) { return CODED && a.asks && flash_whole(a, run, key0(i)); };
         auto ask = [&](int i) {
             if (i < n_tiles && asked(i)) {
-                flash_ask<THREADS>(a, run, a.k, (first + i) * N, k_raw);
-                flash_ask<THREADS>(a, run, a.v, (first + i) * N, v_raw);
+                flash_ask<THREADS>(a, run, a.k, key0(i), k_raw);
+                flash_ask<THREADS>(a, run, a.v, key0(i), v_raw);
             }
             copy_commit();
         };
         auto copy_v = [&](int i) {
             __half *to = v_tiles + i % n_v * N * HD;
-            if (i < n_tiles) flash_copy<HD, THREADS>(a, run, a.cache_v, a.stage_v, (first + i) * N, to);
+            if (i < n_tiles) flash_copy<HD, THREADS>(a, run, a.cache_v, a.stage_v, key0(i), to);
             copy_commit();
         };
         if (CODED) ask(0);
@@ -6341,8 +6355,8 @@ __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LIN
             copied<0>();
             __syncthreads();                           // K is there, and V if TIED; tile i - 1 has been read
             if (CODED) {
-                flash_decode<N_K, THREADS>(a, run, a.k, (first + i) * N, asked(i) ? k_raw : NULL, k_tile);
-                flash_decode<HD, THREADS>(a, run, a.v, (first + i) * N, asked(i) ? v_raw : NULL, v_tiles);
+                flash_decode<N_K, THREADS>(a, run, a.k, key0(i), asked(i) ? k_raw : NULL, k_tile);
+                flash_decode<HD, THREADS>(a, run, a.v, key0(i), asked(i) ? v_raw : NULL, v_tiles);
                 __syncthreads();                       // tile i is there
                 ask(i + 1);
             } else if (n_v == 2) copy_v(i + 1);
@@ -6359,7 +6373,7 @@ __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LIN
                 if (!CODED) copy_k(i + 1);
                 flash_take_over(s, (float *)weights, f.pair, f.half);
             }
-            const int j0 = (first + i) * N;
+            const int j0 = key0(i);
             if (j0 < run.whole_low || j0 + N > run.whole_end) flash_mask(a, f, run, rows, n_here, j0, s);
             flash_tops(f, s, tops);
             __syncthreads();                           // the largest scores of both warps of a line are there
@@ -6385,14 +6399,14 @@ typedef struct {              // how flash carries an attend out; kernel NULL: i
     size_t bytes;             // of shared memory
 } FlashPlan;
 
-template <int HD, int LINES, int N_K> static FlashPlan flash_plan(const Cache *c) {
+template <int HD, int LINES, int N_K, bool LISTED> static FlashPlan flash_plan(const Cache *c) {
     typedef Flash<HD, LINES> Shape;
     const bool coded = is_coded(c);
     FlashPlan f = { };
     f.n_v = N_K < HD && !coded ? 2 : 1;                // a V that K needs is fetched a tile ahead
     while (f.n_v && Shape::bytes(N_K, f.n_v) > (size_t)cuda.block_shared) f.n_v--;
     if (!f.n_v) return f;
-    f.kernel = coded ? flash_kernel<HD, LINES, N_K, true> : flash_kernel<HD, LINES, N_K, false>;
+    f.kernel = coded ? flash_kernel<HD, LINES, N_K, true, LISTED> : flash_kernel<HD, LINES, N_K, false, LISTED>;
     f.lines = LINES, f.threads = Shape::THREADS, f.bytes = Shape::bytes(N_K, f.n_v);
     const size_t row = kv_row_bytes(c->k.type, N_K) + kv_scale_bytes(c->k.type, N_K) + kv_row_bytes(c->v.type, HD) +
         kv_scale_bytes(c->v.type, HD);
@@ -6411,9 +6425,9 @@ static FlashPlan flash_of(const Attend *o, int nc) {
     FlashPlan f = { };
     if (n_rows <= STEP_ROWS || n_rows < 8 * o->batch->n_segs || o->own != OWN_CAUSAL) return f;
     if (!is_readable(&c->k) || !is_readable(&c->v) || (c->tail_slots && !nc)) return f;
-    if (c->head_dim == 256 && c->k.dim == 256) f = flash_plan<256, 64, 256>(c);
-    if (c->head_dim == 512 && c->k.dim == 512) f = flash_plan<512, 64, 512>(c);
-    if (c->head_dim == 512 && c->k.dim == 128) f = flash_plan<512, 64, 128>(c);
+    if (c->head_dim == 256 && c->k.dim == 256 && !o->blocks) f = flash_plan<256, 64, 256, false>(c);
+    if (c->head_dim == 512 && c->k.dim == 512) f = o->blocks ? flash_plan<512, 64, 512, true>(c) : flash_plan<512, 64, 512, false>(c);
+    if (c->head_dim == 512 && c->k.dim == 128) f = o->blocks ? flash_plan<512, 64, 128, true>(c) : flash_plan<512, 64, 128, false>(c);
     if (group > f.lines) f.kernel = NULL;
     return f;
 }
@@ -6433,18 +6447,248 @@ static void attend_flash(const Attend *o, const FlashPlan *f) {
     task.k = coded_plane(&c->k, o->stage ? &stage->k : NULL), task.v = coded_plane(&c->v, o->stage ? &stage->v : NULL);
     task.turned = kv_group(c->v.type), task.large_only = c->tail_slots;
     task.q = o->q, task.scale = o->scale * 1.44269504f, task.out = o->out;
+    if (o->blocks) task.blocks = *o->blocks;
+    while (o->blocks && SELECT_ROWS % task.rows) task.rows--;          // rows of a block have one list
     launch(WRITES_ACTIVATIONS, f->kernel, dim3(div_up(n_rows, task.rows), c->n_kv_heads), f->threads, f->bytes, task);
     CHECK_LAUNCH("attend n_rows=%d n_heads=%d head_dim=%d", n_rows, o->n_heads, c->head_dim);
 }
 
 // Once at start.
 static void allow_flash(void) {
-    void (*const kernels[])(FlashTask) = { flash_kernel<256, 64, 256, false>, flash_kernel<256, 64, 256, true>,
-                                           flash_kernel<512, 64, 512, false>, flash_kernel<512, 64, 512, true>,
-                                           flash_kernel<512, 64, 128, false>, flash_kernel<512, 64, 128, true> };
+    void (*const kernels[])(FlashTask) = {
+        flash_kernel<256, 64, 256, false, false>, flash_kernel<256, 64, 256, true, false>,
+        flash_kernel<512, 64, 512, false, false>, flash_kernel<512, 64, 512, true, false>,
+        flash_kernel<512, 64, 128, false, false>, flash_kernel<512, 64, 128, true, false>,
+        flash_kernel<512, 64, 512, false, true>, flash_kernel<512, 64, 512, true, true>,
+        flash_kernel<512, 64, 128, false, true>, flash_kernel<512, 64, 128, true, true> };
     for (auto k : kernels)
         CHECK_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, cuda.block_shared),
                    "shared memory of attend");
+}
+
+// ---- blocks of keys that prompts attend to ----
+
+typedef struct {              // a block of rows
+    int  seg, first, n;       // rows first .. first + n - 1 of the batch
+    int  pos, n_blocks;       // position of the first; blocks of keys in sight
+    bool all, of_prompt;      // they see all; the segment is a prompt's
+} RowBlock;
+
+__device__ static inline RowBlock row_block(const Batch &b, int number) {
+    const int first = number * SELECT_ROWS, last = min(first + SELECT_ROWS, b.n_rows) - 1;
+    const Row from = b.rows[first], to = b.rows[last];
+    const Segment seg = b.segs[from.seg];
+    const int len = b.len[seg.seq];
+    const bool of_prompt = from.seg == to.seg && seg.n > STEP_ROWS;
+    return (RowBlock){ from.seg, first, last - first + 1, len + from.index, (len + to.index) / SELECT_KEYS + 1,
+                       !of_prompt || to.index >= seg.n - seg.n_dense, of_prompt };
+}
+
+// block_mean: the mean of the rows of K of a block of keys, as halves.
+//   shapes    means (n_segs, n_kv_heads, n_blocks, head_dim) halves; head_dim <= 512, even
+//   launch    grid (n_blocks, n_kv_heads, n_segs), block 256: two values a thread; blocks that are not whole do nothing
+//   traffic   reads K once (tied: V, which serves as K but for what turns)
+//   numerics  f32, keys upwards
+//   see       mean_blocks in gemma4.c
+__global__ void block_mean_kernel(Batch b, Cache c, int n_blocks, __half *means) {
+    take_turn();
+    const Segment seg = b.segs[blockIdx.z];
+    const int i = 2 * threadIdx.x, slot = blockIdx.x * SELECT_KEYS, g = blockIdx.y;
+    if (slot + SELECT_KEYS > b.len[seg.seq] + seg.n || i >= c.head_dim) return;
+    const KvPlane &p = i < c.k.dim ? c.k : c.v;
+    float2 sum = make_float2(0, 0);
+#pragma unroll 8
+    for (int k = 0; k < SELECT_KEYS; k++) {
+        const float2 x = kv_read2(p.type, kv_row(c, p, seg.seq, g, slot + k), kv_scales(c, p, seg.seq, g, slot + k), i);
+        sum.x += x.x, sum.y += x.y;
+    }
+    const size_t row = ((size_t)blockIdx.z * c.n_kv_heads + g) * n_blocks + blockIdx.x;
+    *(__half2 *)(means + row * c.head_dim + i) = __floats2half2_rn(sum.x / SELECT_KEYS, sum.y / SELECT_KEYS);
+}
+
+typedef Flash<512, SELECT_ROWS> ScoreShape;            // a line is a row here, and a key the mean of a block
+static size_t score_bytes(void) {
+    return 2 * (size_t)SELECT_ROWS * 512 * sizeof(__half) + ScoreShape::PAIRS * 2 * 512 * sizeof(float) +
+        4 * TILE_SLOTS * sizeof(float2);
+}
+
+// Rows of `dim` values to lines of 512 halves in shared memory, with zeros behind dim and behind row n.
+template <typename Load> __device__ static inline void score_fill(__half *to, int dim, int n, Load load) {
+    for (int i = threadIdx.x; i < SELECT_ROWS * 64; i += ScoreShape::THREADS) {
+        const int row = i / 64, chunk = i % 64;
+        *(uint4 *)(to + flash_place(row, chunk, 512)) =
+            row < n && 8 * chunk < dim ? load(row, 8 * chunk) : make_uint4(0, 0, 0, 0);
+    }
+}
+
+// The largest score of the warp's 16 rows for each of the 8 blocks that a thread has, and the sum of exp(score - largest).
+// s: of rows `line` and line + 8. stats (TILE_SLOTS) of the warp's rows; j0: first block of the thread's
+__device__ static inline void score_stats(const float (&s)[4][4], const RowBlock &v, float scale, int line, int j0,
+                                          float2 *stats) {
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+        const int at = n / 2 * 8 + n % 2, behind = (j0 + at + 1) * SELECT_KEYS - 1 - v.pos;    // the first row that sees all of it
+        float x[2], most = -INFINITY, sum = 0;
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int row = line + 8 * e;
+            x[e] = row >= behind && row < v.n ? s[n / 2][2 * e + n % 2] * scale : -INFINITY;
+            most = fmaxf(most, x[e]);
+        }
+        for (int h = 4; h < 32; h *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, h));
+        for (int e = 0; e < 2; e++) sum += x[e] == -INFINITY ? 0 : expf(x[e] - most);
+        for (int h = 4; h < 32; h *= 2) sum += __shfl_xor_sync(~0u, sum, h);
+        if (threadIdx.x % 32 < 4) stats[at] = make_float2(most, sum);
+    }
+}
+
+// block_score: s of BlockSelect for one block of rows and one head.
+//   shapes    q (n_rows, n_heads, head_dim), means as block_mean leaves them, scores (row blocks, n_heads, n_blocks)
+//   launch    grid (row blocks, n_heads), block ScoreShape::THREADS, dynamic shared memory score_bytes()
+//   traffic   q once; the means of the blocks in sight once for 64 rows, mostly from L2: 1 / SELECT_KEYS of attention's K
+//   numerics  q in f16, scores on tensor cores with f32 sums; exp in f32
+//   see       score_blocks in gemma4.c
+__global__ void __launch_bounds__(ScoreShape::THREADS, 1) block_score_kernel(BlockSelect o, Batch b, Cache c) {
+    take_turn();
+    const ScoreShape f;
+    const RowBlock v = row_block(b, blockIdx.x);
+    if (v.all) return;
+    const Segment seg = b.segs[v.seg];
+    const int hd = c.head_dim, h = blockIdx.y, whole = (b.len[seg.seq] + seg.n) / SELECT_KEYS;
+    __half *q = (__half *)shared_bytes, *k = q + SELECT_ROWS * 512;    // (SELECT_ROWS, 512), (TILE_SLOTS, 512)
+    float *halves = (float *)(k + TILE_SLOTS * 512);
+    float2 *stats = (float2 *)(halves + ScoreShape::PAIRS * 2 * 512);  // (4, TILE_SLOTS)
+    const float *from = o.q + ((size_t)v.first * o.n_heads + h) * hd;
+    const size_t row = ((size_t)v.seg * c.n_kv_heads + h / (o.n_heads / c.n_kv_heads)) * o.out.n_blocks;
+    const __half *mean = (const __half *)o.means + row * hd;
+    score_fill(q, hd, v.n, [&](int r, int i) {
+        const float4 *x = (const float4 *)(from + (size_t)r * o.n_heads * hd + i);
+        const uint2 lo = halves_of(x[0]), hi = halves_of(x[1]);
+        return make_uint4(lo.x, lo.y, hi.x, hi.y);
+    });
+    for (int j0 = 0; j0 < v.n_blocks; j0 += TILE_SLOTS) {
+        score_fill(k, hd, whole - j0, [&](int r, int i) { return *(const uint4 *)(mean + (size_t)(j0 + r) * hd + i); });
+        __syncthreads();                               // means are there
+        float s[2][4][4] = { };
+#pragma unroll 2
+        for (int d = f.half * 256; d < f.half * 256 + 256; d += 64)
+            flash_scores<512, 512>(s, q + f.line0 * 512 + d, k + f.columns * 32 * 512 + d);
+        flash_hand_over(s, halves, f.pair, f.half);
+        __syncthreads();                               // all scores are there
+        flash_take_over(s, halves, f.pair, f.half);
+        const int column = f.columns * 32 + threadIdx.x % 4 * 2, rows16 = f.line0 / 16 + f.half;
+        score_stats(s[0], v, o.scale, f.line(0, 0), j0 + column, stats + rows16 * TILE_SLOTS + column);
+        __syncthreads();                               // stats are there
+        if (threadIdx.x < TILE_SLOTS && j0 + (int)threadIdx.x < v.n_blocks) {
+            float most = -INFINITY, sum = 0;
+            for (int i = 0; i < 4; i++) most = fmaxf(most, stats[i * TILE_SLOTS + threadIdx.x].x);
+            for (int i = 0; i < 4; i++) {
+                const float2 x = stats[i * TILE_SLOTS + threadIdx.x];
+                sum += x.y == 0 ? 0 : x.y * expf(x.x - most);
+            }
+            o.scores[((size_t)blockIdx.x * o.n_heads + h) * o.out.n_blocks + j0 + threadIdx.x] = most + logf(sum);
+        }
+    }
+}
+
+// The least weight >= 0 that at most `most` of w (n) exceed. All lanes of a warp.
+__device__ static inline float weight_of_rank(const float *w, int n, int most) {
+    unsigned low = 0, high = 0x7f800000u;              // bits of floats from 0 to infinity are in their order
+    while (low < high) {
+        const unsigned mid = low + (high - low) / 2;
+        int above = 0;
+        for (int i = threadIdx.x % 32; i < n; i += 32) above += w[i] > __uint_as_float(mid);
+        if (__reduce_add_sync(~0u, above) > most) low = mid + 1;
+        else high = mid;
+    }
+    return __uint_as_float(low);
+}
+
+// block_list: weights and lists of one block of rows and one KV head, and how many blocks that are.
+//   shapes    scores (row blocks, n_heads, n_blocks); weights and lists as BlockSelect
+//   launch    grid (row blocks, n_kv_heads), block 256: a warp sums up a head, the first one makes the list
+//   see       list_blocks in gemma4.c
+enum { MAX_GROUP = 64 };
+__global__ void block_list_kernel(BlockSelect o, Batch b, int n_kv_heads) {
+    take_turn();
+    __shared__ float2 sums[MAX_GROUP];                 // of a head: the largest score, 1 / sum of exp(score - largest)
+    const RowBlock v = row_block(b, blockIdx.x);
+    const int lane = threadIdx.x % 32, group = o.n_heads / n_kv_heads, list = blockIdx.x * n_kv_heads + blockIdx.y;
+    const int near = max(v.pos / SELECT_KEYS - SELECT_NEAR + 1, 0), n_blocks = o.out.n_blocks;
+    const float *scores = o.scores + (size_t)list * group * n_blocks;
+    float *w = o.weights + (size_t)list * n_blocks, largest = 0;
+    int32_t *out = o.out.block + (size_t)list * n_blocks;
+    int n = v.all ? v.n_blocks : 0;
+    for (int h = threadIdx.x / 32; h < group && !v.all; h += 8) {
+        const float *s = scores + (size_t)h * n_blocks;
+        float top = -INFINITY, sum = 0;
+        for (int i = lane; i < v.n_blocks; i += 32) top = fmaxf(top, s[i]);
+        top = warp_max(top);
+        for (int i = lane; i < v.n_blocks && top > -INFINITY; i += 32) sum += expf(s[i] - top);
+        sum = warp_sum(sum);
+        if (lane == 0) sums[h] = make_float2(top, sum > 0 ? 1 / sum : 0);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < v.n_blocks && !v.all; i += 256) {
+        float most = 0;
+        for (int h = 0; h < group; h++)
+            if (sums[h].y > 0) most = fmaxf(most, expf(scores[(size_t)h * n_blocks + i] - sums[h].x) * sums[h].y);
+        w[i] = most;
+    }
+    __syncthreads();                                   // weights are there
+    if (threadIdx.x >= 32) return;
+    for (int i = lane; i < v.n_blocks && !v.all; i += 32) largest = fmaxf(largest, w[i]);
+    largest = warp_max(largest);
+    const bool ranked = o.density > 0;
+    const int n_ranked = max(near - SELECT_FIRST, 0);
+    int room = (int)ceilf(o.density * (float)v.n_blocks) - min(v.n_blocks, v.n_blocks - near + SELECT_FIRST), above = 0;
+    const float edge = v.all ? 0 : ranked ? weight_of_rank(w + SELECT_FIRST, n_ranked, max(room, 0)) : o.alpha * largest;
+    for (int i = lane; i < n_ranked && ranked && !v.all; i += 32) above += w[SELECT_FIRST + i] > edge;
+    room -= __reduce_add_sync(~0u, above);             // for those that weigh as much as edge
+    for (int first = 0; first < v.n_blocks && !v.all; first += 32) {
+        const int i = first + lane;
+        const bool here = i < v.n_blocks, always = i < SELECT_FIRST || i >= near;
+        const float weight = here ? w[i] : 0;
+        const unsigned ties = __ballot_sync(~0u, here && ranked && !always && weight == edge), before = (1u << lane) - 1;
+        const bool heavy = ranked ? weight > edge || (weight == edge && __popc(ties & before) < room)
+                                  : o.alpha >= 1 || weight >= edge;
+        const unsigned kept = __ballot_sync(~0u, here && (always || heavy));
+        if (kept >> lane & 1) out[n + __popc(kept & before)] = i;
+        n += __popc(kept);
+        room -= __popc(ties);
+    }
+    if (lane) return;
+    o.out.n[list] = v.all ? -1 : n;
+    if (!v.of_prompt) return;
+    atomicAdd((unsigned long long *)&o.count[0], (unsigned long long)n);
+    atomicAdd((unsigned long long *)&o.count[1], (unsigned long long)v.n_blocks);
+}
+static void cuda_block_select(const BlockSelect *o) {
+    const Cache *c = o->cache;
+    const Batch *b = o->batch;
+    const int blocks = div_up(b->n_rows, SELECT_ROWS);
+    if (c->head_dim > 512 || c->head_dim % 8 || o->n_heads / c->n_kv_heads > MAX_GROUP)
+        cuda_die("block_select: %d heads of %d values are not supported", o->n_heads, c->head_dim);
+    if (score_bytes() > (size_t)cuda.block_shared)
+        cuda_die("block_select: needs %zu bytes of shared memory, the GPU has %d; try without --pflash", score_bytes(),
+                 cuda.block_shared);
+    launch(WRITES_ACTIVATIONS, block_mean_kernel, dim3(o->out.n_blocks, c->n_kv_heads, b->n_segs), 256, 0, *b, *c,
+           o->out.n_blocks, (__half *)o->means);
+    launch(WRITES_ACTIVATIONS, block_score_kernel, dim3(blocks, o->n_heads), ScoreShape::THREADS, score_bytes(), *o, *b, *c);
+    launch(WRITES_ACTIVATIONS, block_list_kernel, dim3(blocks, c->n_kv_heads), 256, 0, *o, *b, c->n_kv_heads);
+    CHECK_LAUNCH("block_select n_rows=%d n_heads=%d head_dim=%d", b->n_rows, o->n_heads, c->head_dim);
+}
+
+// Whether key j is in a listed block.
+__device__ static inline bool key_listed(const BlockList &blocks, int list, int j) {
+    const int32_t *block = blocks.block + (size_t)list * blocks.n_blocks, n = blocks.n[list];
+    int low = 0, high = n;
+    while (low < high) {                               // the first block that is not below j's
+        const int mid = (low + high) / 2;
+        if (block[mid] < j / SELECT_KEYS) low = mid + 1;
+        else high = mid;
+    }
+    return n < 0 || (low < n && block[low] == j / SELECT_KEYS);
 }
 
 // ---- caches of any types ----
@@ -6462,14 +6706,15 @@ __device__ static inline PlainKey plain_key(const Cache &c, int seq, int head, i
 
 // attend, plain: softmax(scale * q k) v over the keys of one part, a row and up to HEADS query heads that share a KV
 // head.
-//   shapes    q (n_rows, n_heads, head_dim), cache as in gemma4.h, of any types; values and stats as in attend_join
+//   shapes    q (n_rows, n_heads, head_dim), cache as in gemma4.h, of any types; values and stats as in attend_join;
+//             blocks as in Attend, none where n is NULL, with row0 rows before these
 //   launch    grid (n_rows, n_kv_heads * ceil(group / HEADS), parts), block 256
 //   traffic   reads K and V of the positions in sight once per row and KV head (tied: V's row serves both)
 //   numerics  f32 throughout; online softmax per tile
 //   see       cpu_attend
 __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend o, Batch b, Cache c, Cache stage,
                                                                          bool staged, Split split, float *values,
-                                                                         float2 *stats) {
+                                                                         float2 *stats, BlockList blocks, int row0) {
     take_turn();
     float *q = (float *)shared_bytes;                  // (HEADS, head_dim)
     __shared__ float p[HEADS][KEYS];                   // scores, then weights
@@ -6492,7 +6737,9 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend 
             const int j = tile_of(share, split, t) * KEYS + threadIdx.x;
             const bool in_stage = j >= self.len && staged, in_tail = !in_stage && has_tail &&
                 j > self.pos - (c.tail_slots - STEP_ROWS);
-            keys[threadIdx.x] = !in_sight(self, o.own, j) ? PlainKey{ }
+            const bool seen = in_sight(self, o.own, j) &&
+                (!blocks.n || key_listed(blocks, (row0 + r) / SELECT_ROWS * c.n_kv_heads + g, j));
+            keys[threadIdx.x] = !seen ? PlainKey{ }
                 : in_stage ? plain_key(stage, 0, g, self.seg_first + j - self.len)
                 : in_tail ? plain_key(tail_of(c), self.seq, g, j % c.tail_slots)
                           : plain_key(c, self.seq, g, j % c.slots);
@@ -6582,7 +6829,7 @@ static int attend_columns(const Cache *c, int wanted) {
 // Tiles or swaths under way: as many as leave room for the blocks that an SM gets, or can hold. 0: see coded_ring_bytes
 static int attend_stages(const Cache *c, int nc, size_t n_blocks) {
     const int most = (int)((n_blocks + cuda.n_sm - 1) / cuda.n_sm), least = !is_coded(c);
-    const int wanted = min_int(is_coded(c) ? coded_blocks(c->head_dim) : attend_blocks(c->head_dim, nc), most);
+    const int wanted = min_int(is_coded(c) ? 1 : attend_blocks(c->head_dim, nc), most);
     auto fewer = [&](int n) { return is_coded(c) ? n / 2 : n - 1; };
     int n = MAX_STAGES;
     while (n > least && attend_shared(c, nc, n) + STATIC_SHARED > (size_t)cuda.block_shared) n = fewer(n);
@@ -6685,11 +6932,12 @@ static void cuda_attend(const Attend *o) {
     const size_t row_bytes = (size_t)o->n_heads * split.parts * (hd + 2) * sizeof(float);
     if (row_bytes > PARTIAL_BYTES) cuda_die("attend: n_heads=%d head_dim=%d is not supported", o->n_heads, hd);
     const int alone = div_up(n_rows, max_int(1, o->batch->n_segs));    // rows of a segment, more or less
-    const int nc = attend_columns(c, min_int(alone, STEP_ROWS) * group);
+    int nc = attend_columns(c, min_int(alone, STEP_ROWS) * group);
+    const FlashPlan flash = flash_of(o, nc);
+    if (o->blocks && !flash.kernel) nc = 0;            // attend_plain takes all caches, attend_half and attend_coded no lists
     const int step = nc && split.parts == 1 ? n_rows : (int)(PARTIAL_BYTES / row_bytes);
     const bool makes = nc && !is_coded(c) && makes_store(o, step);
     if (o->store && !makes) cuda_qkv_store(o->store);
-    const FlashPlan flash = flash_of(o, nc);
     if (flash.kernel) attend_flash(o, &flash);
     if (flash.kernel && !c->tail_slots) return;        // segments that read a tail are not for flash
     for (int r = 0; r < n_rows; r += step) {
@@ -6708,7 +6956,7 @@ static void cuda_attend(const Attend *o) {
         } else {
             launch(WRITES_ACTIVATIONS, attend_plain_kernel, dim3(n, c->n_kv_heads * div_up(group, HEADS), split.parts),
                    ATTEND_THREADS, HEADS * hd * sizeof(float), some, b, *c, stage, o->stage != NULL, split,
-                   cuda.partial, stats);
+                   cuda.partial, stats, o->blocks ? *o->blocks : BlockList{ }, r);
         }
         CHECK_LAUNCH("attend n_rows=%d n_heads=%d head_dim=%d", n, o->n_heads, hd);
         if (joined) continue;
@@ -7598,6 +7846,8 @@ static void start_device(void) {
     allow_experts();
     allow_attend();
     allow_flash();
+    CHECK_CUDA(cudaFuncSetAttribute(block_score_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, cuda.block_shared),
+               "shared memory of block_select");
     int major = 0;
     CHECK_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), "device");
     cuda.starts_early = major >= 9;
@@ -7879,7 +8129,7 @@ const Ops *cuda_ops(void) {
     ops.embed = cuda_embed, ops.ple_rows = cuda_ple_rows, ops.matmul = cuda_matmul, ops.gate_up = cuda_gate_up;
     ops.route = cuda_route, ops.expert_gate_up = cuda_expert_gate_up, ops.expert_down = cuda_expert_down;
     ops.ple_inject = cuda_ple_inject, ops.close = cuda_close, ops.gather_rows = cuda_gather_rows;
-    ops.qkv_store = cuda_qkv_store, ops.attend = cuda_attend, ops.kv_commit = cuda_kv_commit,
+    ops.qkv_store = cuda_qkv_store, ops.block_select = cuda_block_select, ops.attend = cuda_attend, ops.kv_commit = cuda_kv_commit,
         ops.kv_copy = cuda_kv_copy;
     ops.head = cuda_head, ops.logprob = cuda_logprob, ops.sample = cuda_sample;
     ops.verify_walk = cuda_verify_walk, ops.head_centroid = cuda_head_centroid;

@@ -203,6 +203,7 @@ typedef struct {              // of one test
     const double *speed;      // (n_runs) tokens (rows) per second
     double mean, sd, rate;    // rate: bytes per second that a token's weights and cache rows come to
     double per_step, joules;  // launches of a step, energy of a token; 0: not known
+    double density;           // of blocks that a sparse prompt attended to; 0: it was dense
 } BenchResult;
 
 static void model_size(const Model *m, double *bytes, double *params) {
@@ -215,7 +216,8 @@ static void model_size(const Model *m, double *bytes, double *params) {
 }
 
 static void print_markdown(const Bench *b, const BenchOptions *o, const BenchResult *r, bool first) {
-    const Ops *op = b->m->ops;
+    const Model *m = b->m;
+    const Ops *op = m->ops;
     const int width = o->random_fill ? 30 : 15;
     const char *line = "------------------------------";
     double bytes, params;
@@ -231,14 +233,16 @@ static void print_markdown(const Bench *b, const BenchOptions *o, const BenchRes
         if (b->has_joules) printf(" ------: |");
         printf("\n");
     }
-    model_size(b->m, &bytes, &params);
+    model_size(m, &bytes, &params);
     snprintf(size, sizeof size, "%.2f %s", bytes / (bytes < 0x1p30 ? 0x1p20 : 0x1p30), bytes < 0x1p30 ? "MiB" : "GiB");
     snprintf(count, sizeof count, "%.2f %s", params / (params < 1e9 ? 1e6 : 1e9), params < 1e9 ? "M" : "B");
     snprintf(mark, sizeof mark, "%.2f ± %.2f", r->mean, r->sd);
     if (r->kind == GENERATE_TEST)
         snprintf(read_rate, sizeof read_rate, b->bandwidth > 0 ? "%.2f (%.0f %%)" : "%.2f", r->rate * 1e-9,
                  b->bandwidth > 0 ? r->rate / b->bandwidth * 100 : 0);
-    printf("| %-30s | %10s | %10s | %-10s | %7d | %*s | %21s | %18s |", model_name(b->m), size, count, op->name,
+    if (r->density > 0)
+        snprintf(read_rate, sizeof read_rate, "pFlash%s: %.1f %%", m->options.pflash_density ? ", forced" : "", 100 * r->density);
+    printf("| %-30s | %10s | %10s | %-10s | %7d | %*s | %21s | %18s |", model_name(m), size, count, op->name,
            count_threads(), width, r->name, mark, read_rate);
     if (op->launches && r->kind != PROMPT_TEST) printf(" %8.1f |", r->per_step);
     if (op->launches && r->kind == PROMPT_TEST) printf(" %8s |", "");          // what cuBLAS launches is not known
@@ -262,7 +266,8 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
         { "n_drafted", r->kind == FORCED_TEST ? b->forced.depth : 0 },
         { "forced_tokens_per_step", r->kind == FORCED_TEST ? (double)b->n_made / b->n_passes : 0 },
         { "draft_ms", r->kind == FORCED_TEST ? 1e3 * b->draft_seconds / b->n_passes : 0 },
-        { "verify_ms", r->kind == FORCED_TEST ? 1e3 * b->verify_seconds / b->n_passes : 0 } };
+        { "verify_ms", r->kind == FORCED_TEST ? 1e3 * b->verify_seconds / b->n_passes : 0 },
+        { "pflash_alpha", m->options.pflash }, { "pflash_forced", m->options.pflash_density }, { "pflash_density", r->density } };
     const struct { const char *name, *value; } texts[] = {
         { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", m->ops->name },
         { "type_k", kv_names[m->options.k_type] }, { "type_v", kv_names[m->options.v_type] },
@@ -301,6 +306,7 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
     const int at = snprintf(r.name, sizeof r.name, "%s%d", kinds[kind], n);
     if (b->depth) snprintf(r.name + at, sizeof r.name - (size_t)at, " @ d%d%s", b->depth, r.filled ? " (random fill)" : "");
     if (kind == FORCED_TEST) strcat(r.name, " (forced)");
+    read_density(m);                                   // forgets what filled the context
     int64_t launches = 0;                              // before the last run, whose steps are all recorded
     for (int i = 0; i < o->n_runs; i++) {
         progress(r.name, i, o->n_runs, "runs");
@@ -314,6 +320,7 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
         if (b->has_joules) r.joules += (op->joules() - before) / ((double)n_rows * o->n_runs);
         r.mean += speed[i] / o->n_runs;
     }
+    r.density = kind == PROMPT_TEST ? read_density(m) : 0;
     r.per_step = op->launches && n_steps ? (double)(op->launches() - launches) / n_steps : 0;
     progress(r.name, o->n_runs, o->n_runs, "runs");
     for (int i = 0; i < o->n_runs; i++) r.sd += (speed[i] - r.mean) * (speed[i] - r.mean);
@@ -707,7 +714,8 @@ static void judge_chunk(Ppl *p, const int32_t *ids, int n, int first) {
             m->chunk[rows] = (StepRow){ .token = ids[at + rows], .want = at + rows >= first };
             wanted += m->chunk[rows].want;
         }
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk }, 1);
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk, .more = max_int(n - at - rows, DENSE_ROWS) },
+             1);                                       // where prompts are sparse, no row is one of a prompt's last
         if (wanted) judge_rows(p, ids + at + rows - wanted + 1, wanted);
         commit_all(m);
         at += rows;

@@ -366,6 +366,13 @@ static void ref_qkv_store(const QkvStore *o) {
     }
 }
 
+// Whether the list of a block of rows and a KV head holds the block of key j.
+static bool ref_is_listed(const BlockList *b, int list, int j) {
+    for (int i = 0; i < b->n[list]; i++)
+        if (b->block[(size_t)list * b->n_blocks + i] == j / SELECT_KEYS) return true;
+    return b->n[list] < 0;
+}
+
 // Keys have numbers: j < len is the committed position j, len + i is row i of the segment.
 static bool ref_sees(const Attend *o, const Row *row, const Segment *seg, int len, int j) {
     const int i = j - len;
@@ -399,6 +406,7 @@ static void ref_attend_head(const Attend *o, int r, int h, float *out) {
     for (int pass = 0; pass < 2; pass++)               // the largest score, for exp not to overflow; then the sums
         for (int j = 0; j < len + seg->n; j++) {
             if (!ref_sees(o, row, seg, len, j)) continue;
+            if (o->blocks && !ref_is_listed(o->blocks, r / SELECT_ROWS * o->cache->n_kv_heads + g, j)) continue;
             double score = 0;
             const double factor = ref_key(o, row, seg, len, j, g, k, v);
             for (int i = 0; i < hd; i++) score += (double)q[i] * k[i];
@@ -421,6 +429,106 @@ static void ref_attend(const Attend *o) {
     for (int r = 0; r < o->batch->n_rows; r++) {
         for (int h = 0; h < o->n_heads; h++) ref_attend_head(o, r, h, ref.out + (size_t)h * hd);
         ref_store(&o->out, r, o->n_heads * hd, ref.out);
+    }
+}
+
+// What the reference keeps of one block of rows while it selects.
+typedef struct {
+    int seg, len, pos, end;   // of all its rows: segment, committed positions; of the first one: position; behind the last one
+    int n;                    // key blocks in sight
+    bool all, counts;         // nothing is left out; the segment is a prompt's
+} RefRows;
+
+static RefRows ref_rows(const BlockSelect *o, int first) {
+    const Row *rows = o->batch->rows;
+    const int last = (first + SELECT_ROWS < o->batch->n_rows ? first + SELECT_ROWS : o->batch->n_rows) - 1;
+    const Segment *seg = &o->batch->segs[rows[first].seg];
+    const int len = o->batch->len[seg->seq];
+    const bool one = rows[last].seg == rows[first].seg, prompt = one && seg->n > STEP_ROWS;
+    return (RefRows){ rows[first].seg, len, len + rows[first].index, len + rows[last].index + 1,
+                      (len + rows[last].index) / SELECT_KEYS + 1, !prompt || rows[last].index >= seg->n - seg->n_dense, prompt };
+}
+
+// mean (head_dim): of the keys of a block, as the cache orders them.
+static void ref_mean(const BlockSelect *o, int seq, int head, int block, float *mean) {
+    const Cache *c = o->cache;
+    double sum[REF_HEAD_DIM] = { 0 };
+    float k[REF_HEAD_DIM];
+    for (int slot = block * SELECT_KEYS; slot < (block + 1) * SELECT_KEYS; slot++) {
+        ref_kv_read(&c->v, ref_kv_row(c, &c->v, seq, head, slot), k);
+        ref_kv_read(&c->k, ref_kv_row(c, &c->k, seq, head, slot), k);
+        for (int i = 0; i < c->head_dim; i++) sum[i] += k[i];
+    }
+    for (int i = 0; i < c->head_dim; i++) mean[i] = (float)(sum[i] / SELECT_KEYS);
+}
+
+// s of one block of rows and one block of keys.
+static float ref_block_score(const BlockSelect *o, const RefRows *v, int first, int h, int block, const float *mean) {
+    const int hd = o->cache->head_dim;
+    double sum = 0, largest = -INFINITY;
+    for (int pass = 0; pass < 2; pass++)
+        for (int r = first; r < first + v->end - v->pos; r++) {
+            const float *q = o->q + ((size_t)r * o->n_heads + h) * hd;
+            double score = 0;
+            if (v->pos + r - first < (block + 1) * SELECT_KEYS - 1) continue;
+            for (int i = 0; i < hd; i++) score += (double)q[i] * mean[i];
+            score *= o->scale;
+            if (pass == 0) largest = fmax(largest, score);
+            else sum += exp(score - largest);
+        }
+    return sum == 0 ? -INFINITY : (float)(largest + log(sum));
+}
+
+// The list of one block of rows and a KV head, from w (v->n). Returns its length.
+static int ref_list(const BlockSelect *o, const RefRows *v, const float *w, int32_t *list) {
+    const int near = v->pos / SELECT_KEYS - SELECT_NEAR + 1;
+    int n = 0, room = (int)ceilf(o->density * (float)v->n);
+    double largest = 0;
+    for (int b = 0; b < v->n; b++) {
+        largest = fmax(largest, w[b]);
+        room -= b < SELECT_FIRST || b >= near;
+    }
+    for (int b = 0; b < v->n; b++) {
+        bool listed = o->alpha >= 1 || w[b] >= o->alpha * largest;
+        int before = 0;                                // blocks that come first to what room there is
+        for (int i = SELECT_FIRST; i < near && o->density > 0; i++) before += w[i] > w[b] || (w[i] == w[b] && i < b);
+        if (o->density > 0) listed = before < room;
+        if (listed || b < SELECT_FIRST || b >= near) list[n++] = b;
+    }
+    return n;
+}
+
+static void ref_block_select(const BlockSelect *o) {
+    const Cache *c = o->cache;
+    const int hd = c->head_dim, n_blocks = o->out.n_blocks, group = o->n_heads / c->n_kv_heads;
+    float *means = o->means;
+    for (int i = 0; i < o->batch->n_segs; i++) {
+        const Segment *seg = &o->batch->segs[i];
+        for (int g = 0; g < c->n_kv_heads; g++)
+            for (int b = 0; (b + 1) * SELECT_KEYS <= o->batch->len[seg->seq] + seg->n; b++)
+                ref_mean(o, seg->seq, g, b, means + (((size_t)i * c->n_kv_heads + g) * n_blocks + b) * hd);
+    }
+    for (int first = 0; first < o->batch->n_rows; first += SELECT_ROWS) {
+        const RefRows v = ref_rows(o, first);
+        for (int g = 0; g < c->n_kv_heads; g++) {
+            const int list = first / SELECT_ROWS * c->n_kv_heads + g;
+            const float *mean = means + ((size_t)v.seg * c->n_kv_heads + g) * n_blocks * hd;
+            float *w = o->weights + (size_t)list * n_blocks;
+            for (int b = 0; b < v.n && !v.all; b++) w[b] = 0;
+            for (int h = g * group; h < (g + 1) * group && !v.all; h++) {
+                float *s = o->scores + ((size_t)(first / SELECT_ROWS) * o->n_heads + h) * n_blocks;
+                double largest = -INFINITY, sum = 0;
+                for (int b = 0; b < v.n; b++) {
+                    s[b] = ref_block_score(o, &v, first, h, b, mean + (size_t)b * hd);
+                    largest = fmax(largest, s[b]);
+                }
+                for (int b = 0; b < v.n; b++) sum += exp(s[b] - largest);
+                for (int b = 0; b < v.n && sum > 0; b++) w[b] = fmaxf(w[b], (float)(exp(s[b] - largest) / sum));
+            }
+            o->out.n[list] = v.all ? -1 : ref_list(o, &v, w, o->out.block + (size_t)list * n_blocks);
+            o->count[0] += !v.counts ? 0 : v.all ? v.n : o->out.n[list];
+            o->count[1] += v.counts ? v.n : 0;
+        }
     }
 }
 
@@ -690,7 +798,8 @@ const Ops *reference_ops(void) {
         .copy = ref_copy, .begin = ref_begin, .end = ref_end, .wait = ref_wait,
         .embed = ref_embed, .ple_rows = ref_ple_rows, .matmul = ref_matmul, .gate_up = ref_gate_up, .route = ref_route,
         .expert_gate_up = ref_expert_gate_up, .expert_down = ref_expert_down, .ple_inject = ref_ple_inject,
-        .close = ref_close, .gather_rows = ref_gather_rows, .qkv_store = ref_qkv_store, .attend = ref_attend,
+        .close = ref_close, .gather_rows = ref_gather_rows, .qkv_store = ref_qkv_store,
+        .block_select = ref_block_select, .attend = ref_attend,
         .kv_commit = ref_kv_commit, .kv_copy = ref_kv_copy, .head = ref_head, .logprob = ref_logprob,
         .sample = ref_sample, .verify_walk = ref_verify_walk, .head_centroid = ref_head_centroid
     };

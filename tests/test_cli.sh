@@ -232,6 +232,12 @@ while read -r names; do
         "--ppl-stride ") verb=ppl plain="-f $tmp/long.txt -c 64 --chunks 2" good=16 bad=64 ;;
         "--kld-base " | "--kld ") verb=ppl plain="-f $tmp/long.txt -c 64 --chunks 2" good="$tmp/base" bad=/nowhere/x ;;
         "--rows ") verb=bench plain="-r 1 -p 0 -n 0" good=2 bad=65 ;;
+        "-d --depth ") verb=niah plain="-p 256 -r 1" good=50 bad=101 ;;
+        "--needles ") verb=niah plain="-p 256 -d 50 -r 1" good=2 bad=0 ;;
+        "--svg ") verb=niah plain="-p 256 -d 50 -r 1" good="$tmp/map.svg" bad=/nowhere/x ;;
+        "--pflash ") good=0.5 bad=1.5 ;;
+        "--pflash-from ") good=0 bad=-1 ;;
+        "--pflash-density ") verb=bench plain="-r 1 -p 128 -n 0" good=25 bad=101 ;;
         "--fill ") verb=bench plain="-r 1 -p 2 -n 0 -d 3" good=random bad=zeros ;;
         "-m "*) good="$model" bad=missing.gguf ;;
         "-p "*) plain='' good="hi -n 2" ;;
@@ -485,6 +491,28 @@ error "bench does not take it" bench "$model" -c 100
 error "bench does not take it" bench "$model" --temp 0
 error "-d: expected at most" bench "$model" -d 16777216
 error "a whole number from 1" bench "$model" -r 0
+
+# ---- sparse prompts, needles ---------------------------------------------------------
+run bench "$model" -r 1 -p 1100 -n 0 -o json --pflash-density 10
+ok "bench --pflash-density: says that it was forced" grep -q '"pflash_forced": 0.1' "$tmp/out"
+ok "bench --pflash-density: says what came of it" grep -qE '"pflash_density": 0\.9[0-9]' "$tmp/out"
+run bench "$model" -r 1 -p 128 -n 0 --pflash --pflash-from 0
+ok "bench --pflash: a number is not needed" [ "$status" -eq 0 ]
+ok "bench --pflash: a short prompt is dense" grep -q 'pFlash: 100.0 %' "$tmp/out"
+run bench "$model" -r 1 -p 128 -n 0 -o csv
+ok "bench without: no density" grep -qE ',0,0,0$' "$tmp/out"
+run "$model" -p "$(yes 'The fox ran.' | head -n 40)" -n 1 --pflash 0.2 --pflash-from 0
+ok "--pflash: the statistics have it" has err "pFlash: attended to 100.0 % of the blocks"
+run niah "$model" -p 256,300 -d 0,100 -r 1 --needles 2 --svg "$tmp/map.svg"
+ok "niah: exits 0" [ "$status" -eq 0 ]
+ok "niah: the models find what was planted" grep -q '^8 of 8 codes found, 100.0 %.$' "$tmp/out"
+ok "niah: a row for each length" [ "$(grep -c '^| [0-9]' "$tmp/out")" -eq 2 ]
+ok "niah: the heat map has a cell for each" [ "$(grep -c 'hsl(120' "$tmp/map.svg")" -eq 4 ]
+run niah "$model" -p 256 -d 50 -r 2 -o csv -f "$tmp/long.txt" --pflash 0.5
+ok "niah: csv: a head and a line" lines out 2
+ok "niah: csv: of equal width" [ "$(awk -F, '{ print NF }' "$tmp/out" | sort -u | wc -l)" -eq 1 ]
+error "-p: expected prompts of at least 256" niah "$model" -p 100
+error "-o: expected md or csv" niah "$model" -o json
 
 # ---- perplexity ----------------------------------------------------------------------
 run ppl "$model" -f "$tmp/long.txt" -c 128

@@ -1611,6 +1611,67 @@ static void attend_quantised(KvType type, Step *s) {
     attend_chain_tail((AttendCase){ type, 256, 2, 1, 512, 0, 0, OWN_CAUSAL, false, false, 1 }, 128, 100, 70);       // a prompt does not read it
 }
 
+// attend with lists of blocks, some rows' empty, against the reference; all blocks listed: the bits of attend without.
+static void attend_blocks_case(AttendCase t, Step *s, bool all) {
+    const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, rows = (n + SELECT_ROWS - 1) / SELECT_ROWS;
+    const int n_blocks = (t.slots + SELECT_KEYS - 1) / SELECT_KEYS, lists = rows * t.n_kv_heads;
+    CASE("attend", "%s of %d blocks: %s, head_dim %d, heads %d/%d, n_rot %d, %d rows at %d, %d segments", all ? "all" : "some",
+         n_blocks, kv_names[t.type], hd, t.n_heads, t.n_kv_heads, t.n_rot, n, s->len[s->segs[0].seq], s->n_segs);
+    TestCache cache = new_cache(t.type, 2, t.n_kv_heads, hd, t.slots, t.n_rot);
+    fill_cache(&cache);
+    put_cache(&cache, true);
+    const Batch batch = put_batch(s), host = host_batch(s);
+    const float *q = floats(n * q_dim, 7.5 / sqrt(hd), 0);
+    int32_t *n_listed = keep(lists, sizeof *n_listed), *listed = keep(lists * n_blocks, sizeof *listed);
+    for (int i = 0; i < lists; i++) {
+        for (int b = 0; b < n_blocks; b++)
+            if (all || rnd(3) == 0) listed[i * n_blocks + n_listed[i]++] = b;
+        const int first = i / t.n_kv_heads * SELECT_ROWS, last = min_int(first + SELECT_ROWS, n) - 1;
+        const bool one = s->rows[first].seg == s->rows[last].seg && s->segs[s->rows[first].seg].n > STEP_ROWS;
+        if (!one || (!all && i % 7 == 6)) n_listed[i] = -1;
+    }
+    BlockList blocks = { n_blocks, n_listed, listed };
+    Expect e = expect(n, q_dim);
+    Attend o = { .batch = &host, .cache = &cache.host, .q = q, .n_heads = t.n_heads, .own = OWN_CAUSAL, .scale = 1,
+                 .blocks = &blocks, .out.f = e.want };
+    if (!all) reference_ops()->attend(&o);
+    const double tolerance = t.type == KV_F32 || on_cpu() ? TOL_ATTEND : TOL_ATTEND_16;
+    for (int i = 0; i < n * q_dim; i++) e.bound[i] = (float)tolerance;
+    blocks.n = put("list lengths", n_listed, lists, sizeof *n_listed);
+    blocks.block = put("lists", listed, lists * n_blocks, sizeof *listed);
+    o.batch = &batch, o.cache = &cache.c, o.q = put_f("q", q, n * q_dim);
+    o.out = act_room(n, q_dim, 0);
+    set_threads(n);
+    op->attend(&o);
+    if (!all) {
+        check_act(&e, o.out, (Run){ 0, n });
+    } else {
+        const float *got = fetch_f(o.out.f, n * q_dim);
+        o.blocks = NULL;
+        o.out = act_room(n, q_dim, 0);
+        op->attend(&o);
+        same_bits("all blocks", got, fetch_f(o.out.f, n * q_dim), (size_t)(n * q_dim), sizeof(float));
+    }
+    sweep();
+}
+
+static void attend_blocks(Step *s) {
+    for (int k = 0; k < 2 * N_KV; k += shape_step) {   // all blocks: heads for which a backend has one way of doing it
+        const KvType t = kv_types[k % N_KV];
+        const bool tied = k >= N_KV;
+        memset(s, 0, sizeof *s);
+        add_chain(s, 1, 61 * k % 400, 66 + k);
+        attend_blocks_case((AttendCase){ .type = t, 512, 2 << tied, 1 + tied, 512, tied ? 64 : 0 }, s, k % 4 == 1);
+        if (k % 3) add_chain(s, 0, 300, k % 3 == 1 ? 3 : 67);
+        attend_blocks_case((AttendCase){ .type = t, k % 2 ? 512 : 256, k % 5 ? 2 : 3, 1, 512, tied ? 64 : 0 }, s, k % 4 == 3);
+    }
+    for (int k = 0; k < 6; k += shape_step) {          // groups of heads as all models have them, and heads that are none of theirs
+        memset(s, 0, sizeof *s);
+        add_chain(s, 0, 90 * (6 - k), 130 - 12 * k);
+        attend_blocks_case((AttendCase){ .type = KV_F16, k == 5 ? 128 : 512, 1 << k, 1, 768, k % 2 ? 64 : 0 }, s, k == 4);
+    }
+}
+
 // Drafters. A DFlash block of up to 16 rows, and of 64: heads of 128 on a ring with a window, and on one where every row sees
 // all others. MTP: rows of its own are in no cache, the heads are those of the model that it reads.
 static void attend_drafters(Step *s) {
@@ -1764,6 +1825,103 @@ static void test_attend(void) {
         add_chain(s, 0, k < 2 ? 130 : 500, k < 2 ? 1 : 70);
         attend_case((AttendCase){ KV_F16, k < 2 ? 512 : 256, 8, 1, k < 2 ? 256 : 128, k == 1 ? 64 : 0, k < 2 ? 0 : 65,
                                   OWN_CAUSAL, k > 1, false, 1 }, s);
+    }
+    attend_blocks(s);
+    free(s);
+}
+
+typedef struct {
+    KvType type;
+    int    head_dim, n_heads, n_kv_heads, slots, n_rot, n_dense;
+    float  alpha, density;
+} SelectCase;
+
+// K of each block of keys around a row of its own, and scores of a few units: so that blocks differ.
+static void random_blocks(TestCache *t) {
+    for (int seq = 0; seq < t->host.n_seqs; seq++)
+        for (int g = 0; g < t->host.n_kv_heads; g++)
+            for (int p = 0; p < 2; p++) {
+                const KvPlane *plane = plane_of(&t->host, p);
+                float around[REF_HEAD_DIM], v[REF_HEAD_DIM];
+                for (int slot = 0; slot < t->host.slots; slot++) {
+                    for (int i = 0; i < plane->dim && slot % SELECT_KEYS == 0; i++) around[i] = 0.5f * uniform();
+                    for (int i = 0; i < plane->dim; i++) v[i] = around[i] + 0.5f * uniform();
+                    ref_kv_write(&t->host, plane, ref_kv_row(&t->host, plane, seq, g, slot), v);
+                }
+            }
+}
+
+// Weights against the reference's; lists against what the definition makes of the backend's own weights.
+static void select_case(SelectCase t, Step *s) {
+    int n_seqs = 0;
+    for (int i = 0; i < s->n_segs; i++) n_seqs = max_int(n_seqs, s->segs[i].seq + 1);
+    const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, rows = (n + SELECT_ROWS - 1) / SELECT_ROWS;
+    const int n_blocks = (t.slots + SELECT_KEYS - 1) / SELECT_KEYS + 1, lists = rows * t.n_kv_heads;
+    CASE("block_select", "%s, head_dim %d, heads %d/%d, n_rot %d, alpha %g, density %g, %d rows at %d, the last %d dense, "
+         "%d segments", kv_names[t.type], hd, t.n_heads, t.n_kv_heads, t.n_rot, (double)t.alpha, (double)t.density,
+         s->segs[0].n, s->len[s->segs[0].seq], t.n_dense, s->n_segs);
+    TestCache cache = new_cache(t.type, n_seqs, t.n_kv_heads, hd, t.slots, t.n_rot);
+    random_blocks(&cache);
+    put_cache(&cache, true);
+    s->segs[0].n_dense = t.n_dense;
+    const Batch batch = put_batch(s), host = host_batch(s);
+    const float *q = floats(n * q_dim, 20 / sqrt(hd), 0);
+    const size_t n_means = (size_t)s->n_segs * t.n_kv_heads * n_blocks * hd, n_scores = (size_t)rows * t.n_heads * n_blocks;
+    BlockSelect o = { .batch = &host, .cache = &cache.host, .n_heads = t.n_heads, .q = q, .scale = 1, .alpha = t.alpha,
+                      .density = t.density, .means = keep(n_means, sizeof(float)), .scores = keep(n_scores, sizeof(float)),
+                      .weights = keep(lists * n_blocks, sizeof(float)), .count = keep(2, sizeof(int64_t)),
+                      .out = { n_blocks, keep(lists, sizeof(int32_t)), keep(lists * n_blocks, sizeof(int32_t)) } };
+    reference_ops()->block_select(&o);
+    const int64_t before[2] = { 5, 7 };
+    BlockSelect there = o;
+    there.batch = &batch, there.cache = &cache.c, there.q = put_f("q", q, n * q_dim);
+    there.means = room_f("means", n_means), there.scores = room_f("scores", n_scores);
+    there.weights = room_f("weights", lists * n_blocks), there.count = put_changing("count", before, 2, sizeof *before);
+    there.out.n = room("list lengths", lists, sizeof(int32_t));
+    there.out.block = room("lists", lists * n_blocks, sizeof(int32_t));
+    op->block_select(&there);
+
+    const float *w = fetch_f(there.weights, lists * n_blocks);
+    const int32_t *n_listed = fetch(there.out.n, lists, sizeof *n_listed);
+    const int32_t *listed = fetch(there.out.block, lists * n_blocks, sizeof *listed);
+    const int64_t *count = fetch(there.count, 2, sizeof *count);
+    int64_t want_count[2] = { before[0], before[1] };
+    int32_t want[64];
+    for (int i = 0; i < lists; i++) {
+        const RefRows v = ref_rows(&o, i / t.n_kv_heads * SELECT_ROWS);
+        for (int b = 0; b < v.n && !v.all; b++) {
+            const float right = o.weights[i * n_blocks + b], got = w[i * n_blocks + b], bound = on_cpu() ? 1e-4f : 0.03f;
+            CHECK(fabsf(got - right) <= bound * right + 1e-6f, "%s: weight of block %d for list %d: expected %g, got %g", now, b,
+                  i, (double)right, (double)got);
+        }
+        const int n_want = v.all ? -1 : ref_list(&o, &v, w + i * n_blocks, want);
+        CHECK(n_listed[i] == n_want, "%s: list %d: expected %d blocks of %d, got %d", now, i, n_want, v.n, n_listed[i]);
+        if (n_listed[i] == n_want && n_want > 0) same_ints("list", listed + i * n_blocks, want, n_want);
+        want_count[0] += !v.counts ? 0 : v.all ? v.n : n_want;
+        want_count[1] += v.counts ? v.n : 0;
+    }
+    CHECK(count[0] == want_count[0] && count[1] == want_count[1], "%s: expected %lld blocks of %lld, got %lld of %lld", now,
+          (long long)want_count[0], (long long)want_count[1], (long long)count[0], (long long)count[1]);
+    sweep();
+}
+
+static void test_block_select(void) {
+    Step *s = alloc_or_die(1, sizeof *s);
+    for (int k = 0; k < N_KV; k += shape_step) {
+        const KvType t = kv_types[k];
+        memset(s, 0, sizeof *s);
+        add_chain(s, 0, 1000 + 37 * k, 200);           // lengths that are no multiple of anything
+        select_case((SelectCase){ t, 512, 4, 1, 1408, 64, 70, 0.3f, 0 }, s);
+        select_case((SelectCase){ t, 512, 4, 2, 1408, 0, 0, k % 2 ? 0 : 0.3f, k % 2 ? 0.2f * (float)k : 0 }, s);
+    }
+    for (int k = 0; k < 6; k++) {                      // no key before, sessions side by side, a tree among them
+        static const float alphas[] = { 0, 0.02f, 0.5f, 0.999f, 1, 0.1f };
+        memset(s, 0, sizeof *s);
+        add_chain(s, 0, k % 2 ? 640 : 0, 65 + 61 * k);
+        if (k % 3) add_chain(s, 1, 1024, 70 - k);
+        if (k % 3 == 2) add_tree(s, 2, 700, 12, 3);
+        select_case((SelectCase){ KV_F16, 64 << k % 4, 3, 3, 1152, k == 3 ? 64 : 0, k == 4 ? 300 : 0, alphas[k], 0 }, s);
+        select_case((SelectCase){ KV_F32, 128, 8, 1, 1152, 0, 0, 0, (float)(k + 1) / 7 }, s);
     }
     free(s);
 }
@@ -2260,7 +2418,7 @@ static void run_all(const Ops *table, char **only) {
         { "expert_down", op->expert_down, test_expert_down }, { "ple_inject", op->ple_inject, test_ple_inject },
         { "close", op->close, test_close },
         { "gather_rows", op->gather_rows, test_gather_rows }, { "qkv_store", op->qkv_store, test_qkv_store },
-        { "attend", op->attend, test_attend },
+        { "block_select", op->block_select, test_block_select }, { "attend", op->attend, test_attend },
         { "kv_commit", op->kv_commit, test_kv_commit }, { "kv_copy", op->kv_copy, test_kv_copy },
         { "head", op->head, test_head }, { "logprob", op->logprob, test_logprob }, { "sample", op->sample, test_sample },
         { "verify_walk", op->verify_walk, test_verify_walk },

@@ -1,0 +1,222 @@
+/* test_pflash.c - sparse prompts on the trained models.
+ *
+ *   bits       alpha 1: logits and caches of a dense prompt, bit for bit. Below 1: the same in chunks of any multiple of
+ *              SELECT_ROWS rows, and beside another prompt in the same step
+ *   density    falls with alpha; a forced one is kept as far as blocks that are always seen leave room
+ *   codes      planted in a text are found, by both models
+ *
+ * All rows of a prompt get logits here, so that they go through all layers: else no layer of the small E form is sparse.
+ * Where there is a GPU all of it is done there as well, but for what makes its products differ: numbers of rows. Run from the
+ * top of the repository: the models lie there. */
+#define TESTING
+#include "../gemma4.c"
+#include "test.h"
+
+static const char *const models[] = { "models/gemma4-mini-q8_0.gguf", "models/gemma4-mini-e-q8_0.gguf" };
+enum { N_TEXT = 1152 };
+
+static const Ops *op;
+
+static Model *open_model(const char *path, PlanOptions o) {
+    Model *m = alloc_or_die(1, sizeof *m);
+    if (!o.n_batch) o.n_batch = 512;
+    o.n_ctx = N_TEXT + 64, o.n_seqs = 2, o.n_logits = o.n_batch;
+    if (!o.k_type) o.k_type = o.v_type = KV_F16;
+    load_model(m, path, op, o, NULL);
+    return m;
+}
+
+static void close_model(Model *m) {
+    free_model(m);
+    free(m);
+}
+
+// Sentences that differ, and among them what is asked for at the end: n ids and the question's. Returns how many there are.
+static int make_text(Model *m, int n, int at, int32_t *ids) {
+    static const char *const who[] = { "The fox", "A small bear", "The old baker", "Lucy", "The king", "A grey owl", "Tom" };
+    static const char *const does[] = { "walked to", "looked at", "slept beside", "sang about", "ran around", "painted" };
+    static const char *const what[] = { "the blue lake.", "a tall tree.", "the red house.", "the bridge.", "an empty boat." };
+    Tokenizer tok;
+    TokIds v = { 0 };
+    char text[160];
+    uint32_t r = 9;
+    bool planted = false;
+    load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    tok_encode(&tok, "<bos><|turn>user\n", 17, TOK_SPECIAL, &v);
+    while ((int)v.n < n) {
+        r = r * 1664525u + 1013904223u;
+        snprintf(text, sizeof text, " %s %s %s", who[(r >> 8) % 7], does[(r >> 12) % 6], what[(r >> 16) % 5]);
+        if (!planted && (int)v.n >= at) snprintf(text, sizeof text, " The secret code of Bagelu is 48213.");
+        planted = planted || (int)v.n >= at;
+        tok_encode(&tok, text, strlen(text), TOK_SPECIAL, &v);
+    }
+    snprintf(text, sizeof text, "\n\nWhat is the secret code of Bagelu?<turn|>\n<|turn>model\n%sThe secret code of Bagelu is",
+             tok.large_variant ? "<|channel>thought\n<channel|>" : "");
+    tok_encode(&tok, text, strlen(text), TOK_SPECIAL, &v);
+    memcpy(ids, v.ids, v.n * sizeof *ids);
+    const int n_ids = (int)v.n;
+    tok_ids_free(&v);
+    tok_free(&tok);
+    return n_ids;
+}
+
+// Runs a prompt through session seq, all of it committed; the last row's logits. Returns a hash of those of all rows.
+static uint64_t run_all(Model *m, int seq, const int32_t *ids, int n, float *logits) {
+    uint64_t h = 0;
+    reset_session(m, seq);
+    for (int at = 0, rows; at < n; at += rows) {
+        rows = min_int(m->options.n_batch, n - at);
+        for (int i = 0; i < rows; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .want = true };
+        step(m, &(StepSeg){ .seq = seq, .n = rows, .rows = m->chunk, .more = n - at - rows }, 1);
+        for (int i = 0; i < rows; i++) {
+            read_logits(m, i, logits);
+            h = h * 31 + hash_bytes(logits, (size_t)m->config.vocab * sizeof *logits);
+        }
+        commit_all(m);
+    }
+    return h;
+}
+
+// The same, and of what it left in the session's caches.
+static uint64_t run_hashed(Model *m, int seq, const int32_t *ids, int n, float *logits) {
+    uint64_t h = run_all(m, seq, ids, n, logits);
+    for (int i = 0; i < m->n_caches; i++) {
+        CachePart parts[CACHE_PARTS];
+        const Cache *c = &m->caches[i];
+        const int n_parts = cache_parts(c, seq, parts);
+        for (int k = 0; k < n_parts; k++) {
+            const size_t row = parts[k].bytes / ((size_t)c->n_kv_heads * (size_t)c->slots);
+            uint8_t *rows = alloc_or_die(parts[k].bytes, 1);
+            op->copy(&(Copy){ rows, parts[k].data, parts[k].bytes, COPY_OUT });
+            op->wait();
+            for (int g = 0; g < c->n_kv_heads; g++)
+                h = h * 31 + hash_bytes(rows + (size_t)g * (size_t)c->slots * row, (size_t)min_int(n, c->slots) * row);
+            free(rows);
+        }
+    }
+    return h;
+}
+
+static void test_bits(const char *path) {
+    static const PlanOptions plans[] = {
+        { .n_batch = 192 }, { .pflash = 1, .n_batch = 192 }, { .pflash_density = 0.3f, .n_batch = 192 },
+        { .pflash_density = 0.3f, .n_batch = 1280 } };
+    enum { N_PLANS = sizeof plans / sizeof *plans };
+    int32_t ids[N_TEXT + 64];
+    uint64_t hash[N_PLANS];
+    int n = 0;
+    for (int k = 0; k < (op == cpu_ops() ? N_PLANS : 3); k++) {
+        Model *m = open_model(path, plans[k]);
+        float *logits = alloc_or_die((size_t)m->config.vocab, sizeof *logits);
+        if (!n) n = make_text(m, N_TEXT, 400, ids);
+        hash[k] = run_hashed(m, k % 2, ids, n, logits);
+        free(logits);
+        const int like = k < 2 ? 0 : 2;
+        CHECK(hash[k] == hash[like], "%s: logits and caches of plan %d: expected those of plan %d", path, k, like);
+        close_model(m);
+    }
+    CHECK(hash[2] != hash[0], "%s: a density of 0.3: expected other logits than those of a dense prompt", path);
+}
+
+// Two prompts in one step, both sparse: each as if it were alone, where blocks of rows are not shared.
+static void test_company(const char *path) {
+    Model *m = open_model(path, (PlanOptions){ .pflash_density = 0.3f, .n_batch = 2304 });
+    int32_t ids[N_TEXT + 64];
+    const int n = make_text(m, 1090, 200, ids) / SELECT_ROWS * SELECT_ROWS;
+    const size_t vocab = (size_t)m->config.vocab;
+    float *alone = alloc_or_die(vocab, sizeof *alone), *beside = alloc_or_die(vocab, sizeof *beside);
+    run_hashed(m, 0, ids, n, alone);
+    for (int seq = 0; seq < 2; seq++) reset_session(m, seq);
+    for (int i = 0; i < 2 * n; i++) m->chunk[i] = (StepRow){ .token = ids[i % n], .want = true };
+    const StepSeg segs[] = { { .seq = 1, .n = n, .rows = m->chunk }, { .seq = 0, .n = n, .rows = m->chunk + n } };
+    step(m, segs, 2);
+    for (int row = 0; row < 2; row++) {
+        read_logits(m, (row + 1) * n - 1, beside);
+        CHECK(!memcmp(alone, beside, vocab * sizeof *alone), "%s: prompt %d of two in a step: expected the logits it has alone", path,
+              row);
+    }
+    free(alone);
+    free(beside);
+    close_model(m);
+}
+
+static void test_density(const char *path) {
+    static const float alphas[] = { 0.5f, 0.99f, 1 };
+    int32_t ids[N_TEXT + 64];
+    double before = 1;
+    for (int k = 0; k < 4; k++) {
+        PlanOptions o = { .pflash = k < 3 ? alphas[k] : 0, .pflash_density = k < 3 ? 0 : 0.8f };
+        Model *m = open_model(path, o);
+        float *logits = alloc_or_die((size_t)m->config.vocab, sizeof *logits);
+        const int n = make_text(m, N_TEXT, 400, ids);
+        run_all(m, 0, ids, n, logits);
+        free(logits);
+        const double density = read_density(m);
+        int in_sight = 0, most = 0;                    // of blocks of rows, as the definition has them
+        for (int first = 0; first < n; first += SELECT_ROWS) {
+            const int last = min_int(first + SELECT_ROWS, n) - 1, blocks = last / SELECT_KEYS + 1;
+            const int always = min_int(blocks, blocks - max_int(first / SELECT_KEYS - SELECT_NEAR + 1, 0) + SELECT_FIRST);
+            const bool dense = last >= n - DENSE_ROWS;
+            in_sight += blocks;
+            most += dense ? blocks : max_int(always, (int)ceilf(o.pflash_density * (float)blocks));
+        }
+        if (k == 2) CHECK(density == 1, "%s: alpha 1: expected a density of 1, got %g", path, density);
+        else if (k < 2) CHECK(density > 0 && density <= before, "%s: alpha %g: expected a density of at most %g, got %g", path,
+                              (double)alphas[k], before, density);
+        else CHECK(fabs(density - (double)most / in_sight) < 1e-9, "%s: forced %g: expected %d of %d blocks, got %g", path,
+                   (double)o.pflash_density, most, in_sight, density);
+        CHECK(read_density(m) == 0, "%s: expected nothing to be counted twice", path);
+        if (k < 2) before = density;
+        close_model(m);
+    }
+    CHECK(before < 1, "%s: alpha 0.99: expected a density below 1, got %g", path, before);
+}
+
+static void test_codes(const char *path, KvType type) {
+    int32_t ids[N_TEXT + 64];
+    Model *m = open_model(path, (PlanOptions){ .pflash_density = 0.1f, .k_type = type, .v_type = type });
+    Tokenizer tok;
+    TokIds want = { 0 };
+    float *logits = alloc_or_die((size_t)m->config.vocab, sizeof *logits);
+    load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    tok_encode(&tok, " 48213.", 7, TOK_SPECIAL, &want);
+    const int n = make_text(m, N_TEXT - 16, 500, ids);
+    run_all(m, 0, ids, n, logits);
+    for (size_t i = 0; i < want.n; i++) {
+        int best = 0;
+        for (int id = 1; id < m->config.vocab; id++) if (logits[id] > logits[best]) best = id;
+        CHECK(best == want.ids[i], "%s: -ctk %s: id %zu of the code: expected %d, got %d", path, kv_names[type], i, want.ids[i],
+              best);
+        step(m, &(StepSeg){ .seq = 0, .n = 1, .rows = &(StepRow){ .token = want.ids[i], .want = true } }, 1);
+        read_logits(m, 0, logits);
+        commit_all(m);
+    }
+    const double density = read_density(m);
+    CHECK(density > 0 && density < 1, "%s: -ctk %s: expected a sparse prompt, got a density of %g", path, kv_names[type], density);
+    free(logits);
+    tok_ids_free(&want);
+    tok_free(&tok);
+    close_model(m);
+}
+
+static void test_all(const Ops *ops) {
+    op = ops;
+    for (int i = 0; i < 2; i++) {
+        test_bits(models[i]);
+        if (op == cpu_ops() && i) test_company(models[i]);
+        if (!i) test_density(models[i]);
+        test_codes(models[i], i ? KV_F16 : KV_TQ3);
+    }
+}
+
+int main(void) {
+    start_threads(2);
+    test_all(cpu_ops());
+#ifdef USE_CUDA
+    if (cuda_ops()) test_all(cuda_ops());
+    else SKIP("no GPU: sparse prompts on the CUDA backend");
+#else
+    SKIP("built without CUDA: sparse prompts on the CUDA backend");
+#endif
+    return test_done("pflash");
+}
