@@ -127,7 +127,7 @@ $(FUZZERS): $(B)/%: tests/%.c $(wildcard tests/*.h) $(SOURCES) $(B)/flags
 	@echo 'int LLVMFuzzerTestOneInput(void) { return 0; }' | $(FUZZ_BUILD) -xc - -o $@.probe 2>/dev/null || \
 	  { echo "make fuzz: '$(FUZZ_CC) -fsanitize=fuzzer' does not link; install clang and its runtime:" \
 	  "libclang-rt-dev (Debian, Ubuntu), compiler-rt (Fedora, Arch, Alpine)" >&2; exit 1; }
-	$(FUZZ_BUILD) -I. -DFUZZER -Wno-unused-function $< -o $@ -lm
+	$(FUZZ_BUILD) -I. -DFUZZER $(HTTP_FLAG) -Wno-unused-function $< -o $@ $(HTTP_LIB) -lm
 
 amalgamate:                     ## write build/gemma4.c, everything in one file: cc -O3 gemma4.c -lm -pthread
 	@mkdir -p $(B) && tools/amalgamate.sh gemma4.c > $(B)/gemma4.c.part && mv -f $(B)/gemma4.c.part $(B)/gemma4.c

@@ -606,8 +606,8 @@ static bool starts_with_one_of(GgufStr s, const char *const *starts) {          
 // (vision, audio), unused K and V of layers that share them and scales of inputs are known and not worth a line.
 static void print_unknown(const Binder *b) {
     static const char *const tensors[] = { "v.", "a.", "mm.", NULL };
-    static const char *const keys[] = { "gemma4.", "gemma4-assistant.", "gemma4_assistant.", "general.", "tokenizer.", "split.",
-                                        "quantize.", NULL };
+    static const char *const keys[] = { "gemma4.", "gemma4-assistant.", "gemma4_assistant.", "gemma4-dflash-draft.", "dflash.",
+                                        "dflash-draft.", "general.", "tokenizer.", "split.", "quantize.", NULL };
     static const char input_scale[] = ".input_scale";
     for (int kind = 0; kind < 2; kind++) {
         const size_t n_all = kind ? b->g->n_kvs : b->g->n_tensors, n_end = strlen(input_scale);
@@ -667,6 +667,8 @@ typedef struct {              // bytes
     size_t drafter;           // its weights, as far as the backend keeps them itself, and what it works on
 } Plan;
 
+enum { MAX_SESSIONS = 64 };   // of a model, and so of a step
+
 typedef struct {              // what forward works on; all in backend memory
     Row     *rows, *kept_rows;         // (n_batch), (n_logits): the rows of a step, and of those whose output is wanted
     Segment *segs;                     // (n_seqs)
@@ -675,7 +677,8 @@ typedef struct {              // what forward works on; all in backend memory
     int32_t *n_accept, *path;          // (n_seqs), (n_seqs, STEP_ROWS)
     int32_t *walked;                   // (n_seqs) rows of each segment that the last walk has accepted
     int32_t *last;                     // (n_seqs) by segment: kept row where its walk ended
-    int32_t *next;                     // (n_seqs) and the token chosen there; what a drafter then finds lies behind these
+    int32_t *next;                     // (n_seqs) and the token chosen there; the ids that a drafter then finds lie behind these
+    float   *found_logits, *found_logsumexp;           // and what belongs to them: Drafter.logits, .logsumexp
     int32_t *feed;                     // (STEP_ROWS) where in next a row's token is, in a step that is fed
     float   *x[2];                     // (n_batch, dim) the residual stream, and its next state
     float   *q;                        // (n_batch, n_heads * head_dim)
@@ -703,7 +706,6 @@ typedef struct {              // what forward works on; all in backend memory
     float   *dump[5];                  // (n_batch, widest) when dumping
 } State;
 
-enum { MAX_SESSIONS = 64 };   // of a model, and so of a step
 enum { FED = -1 };            // StepRow.token of a row: what is known on the device only. In segments of one row it was sampled last,
                               // for this row of the logits; in longer ones it was chosen last and drafted behind it
 
@@ -726,36 +728,60 @@ typedef struct {              // a second, small model that guesses what the fir
     DrafterKind kind;
     Gguf     gguf;
     Binder   binder;
-    Config   config;          // its layers own no cache: kv_layer is -1
+    Config   config;          // MTP: its layers own no cache, kv_layer is -1
     Weights  weights;
     char     arch[64];        // general.architecture, which its keys begin with
     bool     uploaded;
+    int      window;                   // of its sliding layers; a row at position p reads rows p - window < j < p
     // an MTP assistant
     int      donor[MAX_LAYERS];        // (n_layers) the target's layer whose cache a layer reads
-    int      window;                   // of its sliding layers; a row at position p reads rows p - window < j < p
     Tensor   pre_projection;           // (dim, 2 * target's dim)
     Tensor   post_projection;          // (target's dim, dim)
     Tensor   centroids;                // (n_centroids, dim); data NULL: every token gets a logit
     int      n_centroids_used;
     int32_t *order;                    // (vocab) tokens by centroid; on the host
-    // what it works on, in backend memory
-    Row     *rows;                     // (n_seqs) row i drafts for segment i of segs
+    // a DFlash block drafter
+    int      n_taps, taps[MAX_LAYERS]; // the target's layers whose outputs it reads, one beside the other
+    int      n_tapped;                 // the target's layers up to the last of them
+    int      block_size, mask_id;      // most rows of a block; the token that stands for one to guess
+    float    embedding_scale, attention_scale;
+    OwnMask  own[2];                   // how rows of a block see each other: in full layers, in sliding ones
+    Tensor   fc;                       // (dim, n_taps * dim)
+    const float *hidden_norm;          // (dim)
+    int      start[MAX_SESSIONS];      // token of the session that its context begins with, at its position 0
+    int      waiting[MAX_SESSIONS];    // the last tokens of the session whose taps are in the backlog. Those between are in
+                                       // its caches
+    int      seen[MAX_SESSIONS];       // how far rows were ever written, counted like tokens of the session, but for
+    int      drafted[MAX_SESSIONS];    // the rows of a block behind the last token
+    // what it works on, in backend memory; n is n_seqs, DFlash: n_seqs * (1 + draft_depth), in activations STEP_ROWS at most
+    Row     *rows;                     // (n) MTP: row i drafts for segment i of segs
     Segment *segs;                     // (n_seqs)
     int32_t *of;                       // (n_seqs) whose segment of the target's step that is
     int32_t *kept;                     // (n_seqs) and its row of the target's hidden
     int32_t *token_order;              // (vocab)
     float   *pair;                     // (n_seqs, 2 * target's dim) embedding and hidden row
-    float   *x[2];                     // (n_seqs, dim)
-    float   *q;                        // (n_seqs, n_heads * head_dim)
-    Act      att_out, ffn;             // (n_seqs, n_heads * head_dim), (n_seqs, ffn_dim)
-    float   *y, *mlp;                  // (n_seqs, dim) what attention and the FFN add
+    float   *x[2];                     // (n, dim)
+    float   *q;                        // (n, n_heads * head_dim)
+    Act      att_out, ffn;             // (n, n_heads * head_dim), (n, ffn_dim)
+    float   *y, *mlp;                  // (n, dim) what attention and the FFN add
     float   *normed;                   // (n_seqs, dim) what the head multiplies
-    float   *hidden;                   // (n_seqs, target's dim) the next hidden row
+    float   *hidden;                   // (n_seqs, target's dim) the next hidden row; DFlash: (depth, n_seqs, dim) of the head
     float   *scores, *head_logits;     // (n_seqs, n_centroids), (n_seqs, tokens of the used ones)
     // what comes of it; with n rows and the options' draft_width:
     int32_t *ids;                      // (depth, n, draft_width) descending logit
     float   *logits, *logsumexp;       // (depth, n, draft_width), (depth, n)
-    struct { Segment *segs; int32_t *of; } sent;       // as in Model
+    // DFlash: the context
+    Cache    caches[MAX_LAYERS];       // (n_layers) rings
+    int32_t *len;                      // (n_seqs) its tokens that are in the caches
+    double  *inv_freq;                 // (head_dim / 2)
+    float   *tapped;                   // (n_batch, n_taps * dim) what the target's last step left
+    float   *backlog;                  // (n_seqs, STEP_ROWS, n_taps * dim)
+    Row     *backlog_rows;             // (STEP_ROWS)
+    Segment *backlog_seg;              // (1) the session whose backlog is taken in,
+    int32_t *backlog_n;                // (1) and how many rows of it
+    float   *context;                  // (n_batch, dim)
+    float   *k[2], *v[2];              // (n_batch, n_kv_heads * head_dim) of two layers
+    struct { Row *rows; Segment *segs; int32_t *of; } sent;          // as in Model
 } Drafter;
 
 typedef struct { double of[STEP_ROWS + 1]; } Times;                // seconds by a number; 0: not measured yet
@@ -764,8 +790,9 @@ typedef struct {              // how long a step of one session takes, by its ro
 } Pace;
 
 typedef struct {              // what came of a step, on the host
-    int32_t *chosen;          // (n_logits) at every row of logits
+    size_t   bytes;           // of all but path, which lie in one piece, from `accepted` on
     int32_t *accepted;        // (n_seqs) rows of each segment that were committed
+    int32_t *chosen;          // (n_logits) at every row of logits
     int32_t *path;            // (n_seqs, STEP_ROWS) which, of a TREE
     int32_t *ids;             // what was drafted behind it: (depth, n, draft_width) ids, logits; (depth, n) logsumexp
     float   *logits, *logsumexp;
@@ -934,11 +961,14 @@ static void plan_state(Model *m, Arena *a) {
     s->len = take(a, seqs, sizeof(int32_t));
     s->kept_index = take(a, kept, sizeof(int32_t));
     s->n_accept = take(a, seqs, sizeof(int32_t));
-    s->walked = take(a, seqs, sizeof(int32_t));
     s->path = take(a, seqs * STEP_ROWS, sizeof(int32_t));
     s->last = take(a, seqs, sizeof(int32_t));
-    const size_t found = o->drafter ? (size_t)o->draft_depth * seqs * (size_t)o->draft_width : 0;
+    s->walked = take(a, seqs, sizeof(int32_t));        // from here on what a Verdict reads, in one piece
+    s->chosen = take(a, kept, sizeof(int32_t));
+    const size_t drafted = o->drafter ? (size_t)o->draft_depth * seqs : 0, found = drafted * (size_t)o->draft_width;
     s->next = take(a, seqs + found, sizeof(int32_t));
+    s->found_logits = take(a, found, f);
+    s->found_logsumexp = take(a, drafted, f);
     s->feed = take(a, STEP_ROWS, sizeof(int32_t));
     for (int i = 0; i < 2; i++) s->x[i] = take(a, n * dim, f);
     s->q = take(a, n * q_dim, f);
@@ -963,7 +993,6 @@ static void plan_state(Model *m, Arena *a) {
     s->logits = take(a, kept * (size_t)c->vocab, f);
     s->hidden = take(a, kept * dim, f);
     s->mask = take(a, kept * round_up((size_t)c->vocab, 32) / 32, sizeof(uint32_t));
-    s->chosen = take(a, kept, sizeof(int32_t));
     s->params = take(a, seqs, sizeof(SampleParams));
     s->counts = o->penalties ? take(a, seqs * (size_t)c->vocab, sizeof(int32_t)) : NULL;
     s->bias = o->bias ? take(a, seqs * (size_t)c->vocab, f) : NULL;
@@ -1002,6 +1031,10 @@ static Limits plan_limits(const Model *m) {
     for (int l = 0; l < d->n_layers; l++)
         lim.max_cols = max_int(lim.max_cols, max_int(d->layer[l].ffn_dim, d->n_heads * d->layer[l].head_dim));
     if (m->drafter.kind == DRAFTER_MTP) lim.max_cols = max_int(lim.max_cols, 2 * c->dim);
+    if (m->drafter.kind == DRAFTER_DFLASH) {
+        lim.max_cols = max_int(lim.max_cols, m->drafter.n_taps * c->dim);
+        lim.max_rows = max_int(lim.max_rows, m->options.n_seqs * m->options.draft_depth);
+    }
     return lim;
 }
 
@@ -1013,9 +1046,10 @@ static const char *model_name(const Model *m) {
                                                            : (GgufStr){ file, strlen(file) });
 }
 
-static void open_drafter(Model *m, const char *path);   // [6], all four
+static void open_drafter(Model *m, const char *path);   // [6], all five
 static void plan_drafter(Model *m, Arena *a);
 static void start_drafter(Model *m);
+static void shorten_drafter(Model *m, int seq, int n);
 static void free_drafter(Drafter *d);
 
 static void upload(const Ops *op, Upload *u, void *room) {
@@ -1061,6 +1095,7 @@ static bool shorten_session(Model *m, int seq, const int32_t *ids, int n) {
         if (slots < m->seen[seq] && m->seen[seq] - n > slots - (m->config.n_swa - 1)) return false;
         if (tail && tail < m->seen[seq] && m->seen[seq] - n > STEP_ROWS) return false;
     }
+    shorten_drafter(m, seq, n);
     m->len[seq] = n;
     m->ops->copy(&(Copy){ m->s.len + seq, &len, sizeof len, COPY_IN });
     if (!m->s.counts) return true;
@@ -1274,6 +1309,22 @@ static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     fit_context(m, n_ctx, budget);
 }
 
+// Room for a verdict, as its parts lie on the device.
+static void open_verdict(Model *m) {
+    const State *s = &m->s;
+    const PlanOptions *o = &m->options;
+    Verdict *v = &m->verdict;
+    const char *base = (const char *)s->walked;
+    v->bytes = (size_t)((const char *)s->found_logsumexp - base) + (o->drafter ? (size_t)o->draft_depth : 0) * (size_t)o->n_seqs * sizeof(float);
+    char *host = alloc_or_die(v->bytes, 1);
+    v->accepted = (int32_t *)host;
+    v->chosen = (int32_t *)(host + ((const char *)s->chosen - base));
+    v->ids = (int32_t *)(host + ((const char *)s->next - base)) + o->n_seqs;
+    v->logits = (float *)(host + ((const char *)s->found_logits - base));
+    v->logsumexp = (float *)(host + ((const char *)s->found_logsumexp - base));
+    v->path = alloc_or_die((size_t)o->n_seqs * STEP_ROWS, sizeof(int32_t));
+}
+
 // Open, check, plan, reserve. Dies with one line on bad input or when there is no room. dump_dir may be NULL.
 static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
     plan_model(m, path, ops, o, dump_dir);
@@ -1306,13 +1357,7 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     m->sent.n_accept = alloc_or_die(n_seqs, sizeof *m->sent.n_accept);
     m->sent.feed = alloc_or_die(STEP_ROWS, sizeof *m->sent.feed);
     m->chunk = alloc_or_die(n_batch, sizeof *m->chunk);
-    const size_t drafts = (size_t)n_seqs * max_int(m->options.draft_depth, 1), width = max_int(m->options.draft_width, 1);
-    m->verdict.chosen = alloc_or_die(n_logits, sizeof(int32_t));
-    m->verdict.accepted = alloc_or_die(n_seqs, sizeof(int32_t));
-    m->verdict.path = alloc_or_die((size_t)n_seqs * STEP_ROWS, sizeof(int32_t));
-    m->verdict.ids = alloc_or_die(drafts * width, sizeof(int32_t));
-    m->verdict.logits = alloc_or_die(drafts * width, sizeof(float));
-    m->verdict.logsumexp = alloc_or_die(drafts, sizeof(float));
+    open_verdict(m);
     for (int i = 0; i < n_seqs; i++) reset_session(m, i);
     load_mask(m);
     for (int t = 0; t < 2; t++)
@@ -1350,6 +1395,8 @@ static void free_model(Model *m) {
     free(m->sent.n_accept);
     free(m->sent.feed);
     free(m->chunk);
+    free(m->verdict.accepted);
+    free(m->verdict.path);
     free_drafter(&m->drafter);
     gguf_close(&m->gguf);
 }
@@ -1470,6 +1517,16 @@ static void keep_wanted(Model *m, Pass *p) {
     p->batch.n_rows = m->n_kept;
 }
 
+// What layer l gave, all rows of it, goes to where a DFlash drafter finds it. The stream has nothing pending.
+static void tap(Model *m, int l, const Pass *p) {
+    const Drafter *d = &m->drafter;
+    const int dim = m->config.dim;
+    for (int i = 0; i < d->n_taps; i++)
+        if (d->taps[i] == l)
+            m->ops->gather_rows(&(GatherRows){ .n_rows = m->n_rows, .cols = dim, .src = p->stream.x, .src_stride = dim,
+                                               .dst = d->tapped + (size_t)i * dim, .dst_stride = d->n_taps * dim });
+}
+
 // Carries out a store, and finds what the rows of a prompt attend to in the global layer that it belongs to.
 static void select_blocks(Model *m, const QkvStore *store) {
     const PlanOptions *o = &m->options;
@@ -1490,8 +1547,9 @@ static bool attention(Model *m, int l, Pass *p) {
     State *s = &m->s;
     const bool own = lc->kv_layer == l;
     const bool has_v = w->attn_v.data != NULL;
-    // The last layer with a cache of its own: later layers need only the rows whose output is wanted, and so does its q.
-    const bool shrink = l == c->first_shared - 1 && m->n_kept < p->batch.n_rows && !m->dump_dir;
+    // From the last layer with a cache of its own on, and behind the last that is tapped, layers need only the rows whose output
+    // is wanted, and so does its q.
+    const bool shrink = l == max_int(c->first_shared - 1, m->drafter.n_tapped) && m->n_kept < p->batch.n_rows && !m->dump_dir;
     const Cache *cache = &m->caches[m->cache_of[l]];
     const Cache stage = stage_of(m, cache);
 
@@ -1501,7 +1559,9 @@ static bool attention(Model *m, int l, Pass *p) {
     if (!shrink) qkv.w[qkv.n] = &w->attn_q, qkv.out[qkv.n++] = s->q;
     if (own) qkv.w[qkv.n] = &w->attn_k, qkv.out[qkv.n++] = s->k;
     if (own && has_v) qkv.w[qkv.n] = &w->attn_v, qkv.out[qkv.n++] = s->v;
-    op->matmul(&qkv);
+    if (qkv.n) op->matmul(&qkv);
+    else op->close(&(Close){ .n_rows = qkv.n_rows, .cols = c->dim, .in = in });
+    tap(m, l - 1, p);
 
     if (own && p->staged && lc->is_swa) p->waiting = l;
     QkvStore store = {
@@ -1512,7 +1572,7 @@ static bool attention(Model *m, int l, Pass *p) {
         .dump_q = s->dump[0], .dump_q_pos = s->dump[1], .dump_k = s->dump[2], .dump_v = s->dump[3], .dump_k_pos = s->dump[4]
     };
     if (shrink) {
-        op->qkv_store(&store);
+        if (own) op->qkv_store(&store);
         if (!m->n_kept) return false;
         keep_wanted(m, p);
         multiply(m, m->n_kept, enter(s->x, &p->stream, w->attn_norm), &w->attn_q, s->q);
@@ -1674,15 +1734,16 @@ static bool forward(Model *m, bool staged) {
         checkpoint_in(m, "l_out", l, p.stream, p.batch.n_rows);
     }
     empty_stage(m, &p);
+    const bool tapped = m->drafter.n_tapped == c->n_layers;            // the last layer's output too
+    if (tapped || (m->n_kept && p.batch.n_rows > m->n_kept))           // or a dump went through all layers with all rows
+        op->close(&(Close){ .n_rows = p.batch.n_rows, .cols = c->dim, .in = enter(s->x, &p.stream, NULL) });
+    if (tapped) tap(m, c->n_layers - 1, &p);
     if (!m->n_kept) {                                  // truncates what an earlier dump left: a later chunk appends
         checkpoint(m, "result_norm", OUT_OF_LAYERS, s->hidden, 0, c->dim);
         checkpoint(m, "result_output", OUT_OF_LAYERS, s->logits, 0, c->vocab);
         return true;
     }
-    if (p.batch.n_rows > m->n_kept) {                  // a dump went through all layers with all rows
-        op->close(&(Close){ .n_rows = p.batch.n_rows, .cols = c->dim, .in = enter(s->x, &p.stream, NULL) });
-        keep_wanted(m, &p);
-    }
+    if (p.batch.n_rows > m->n_kept) keep_wanted(m, &p);
     p.stream.w_pre = w->output_norm;
     op->head(&(Head){ .n_rows = m->n_kept, .in = p.stream, .w = w->output.data ? &w->output : &w->token_embd,
                       .cap = c->logit_cap, .logits = s->logits, .hidden = s->hidden });
@@ -1700,11 +1761,20 @@ static bool forward(Model *m, bool staged) {
 // the last token beside the hidden row that chose it, both the target's; it gives a token and the next hidden row, so it goes
 // on from itself, as many times as tokens are wanted, all at the same position: behind the last committed row. It stores
 // nothing, so nothing has to be undone.
+//
+// DFlash: a few layers that guess a whole block at once, the last token and behind it mask tokens, each row the token at its own
+// place. They read what the target made of the text so far: outputs of some of its layers ("taps") become, by one matrix, a row
+// of context for each token, and by the K and V of each layer rows of caches of its own. So the drafter has a length of its own
+// too, and tokens that are committed have to be taken in (drafter_committed). Rows stand at their distance from each other,
+// not at a place in the text: a context may begin anywhere, and starts anew where it was lost. A block's own K and V lie
+// behind the context, where the next ones overwrite them. The head and the embeddings are the target's.
+
+enum { DFLASH_REACH = 32768 };          // positions that a full layer sees back
 
 // What the file is by its architecture. Dies on kinds that cannot be run.
 static DrafterKind drafter_kind(Drafter *d, const char *target) {
-    static const char *const others[][2] = { { "dflash", "DFlash" }, { "gemma4-dflash-draft", "DFlash" },
-        { "dflash-draft", "DFlash" }, { "eagle3", "EAGLE-3" }, { "gemma4", "another whole model as the" } };
+    static const char *const dflash[] = { "dflash", "gemma4-dflash-draft", "dflash-draft" };
+    static const char *const others[][2] = { { "eagle3", "EAGLE-3" }, { "gemma4", "another whole model as the" } };
     Gguf *g = &d->gguf;
     GgufStr arch = { "", 0 };
     if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
@@ -1713,11 +1783,15 @@ static DrafterKind drafter_kind(Drafter *d, const char *target) {
     const char *kind = NULL;
     for (size_t i = 0; i < sizeof others / sizeof *others; i++)
         if (!strcmp(d->arch, others[i][0])) kind = others[i][1];
-    if (kind && gguf_find_tensor(g, "markov_w1.weight")) kind = "DSpark";
-    if (kind && gguf_find_tensor(g, "selector_hidden.weight")) kind = "DFlash2";
+    for (size_t i = 0; i < sizeof dflash / sizeof *dflash; i++) {
+        if (strcmp(d->arch, dflash[i])) continue;
+        if (gguf_find_tensor(g, "markov_w1.weight")) kind = "DSpark";
+        else if (gguf_find_tensor(g, "selector_hidden.weight")) kind = "DFlash2";
+        else return DRAFTER_DFLASH;
+    }
     if (kind) die("%s: a drafter for %s: %s drafter is not supported; try an MTP assistant", g->path, target, kind);
-    die("%s: key 'general.architecture': expected a drafter for %s, gemma4-assistant, got '%s' (E_META_RANGE)", g->path,
-        target, d->arch);
+    die("%s: key 'general.architecture': expected a drafter for %s, gemma4-assistant or dflash, got '%s' (E_META_RANGE)",
+        g->path, target, d->arch);
 }
 
 // A size that drafter and target share.
@@ -1852,6 +1926,140 @@ static void bind_mtp(Model *m) {
     }
 }
 
+// The target's layers whose outputs a DFlash drafter reads. Mainline files count inputs: that of layer v is the output of v - 1.
+static void load_taps(Model *m, const char *key, int first) {
+    Drafter *d = &m->drafter;
+    Gguf *g = &d->gguf;
+    int64_t ids[MAX_LAYERS];
+    const GgufKv *kv = gguf_find_kv(g, key);
+    if (!kv || kv->type != GGUF_V_ARRAY || kv->count < 1 || kv->count > MAX_LAYERS)
+        die("%s: key '%s': expected 1 to %d layers of %s that it reads; without them it cannot be run (E_META_MISSING)",
+            g->path, key, MAX_LAYERS, m->gguf.path);
+    d->n_taps = (int)kv->count;
+    if (gguf_get_ints(g, key, INT_MIN, INT_MAX, ids, kv->count) < 0) die_gguf(g);
+    for (int i = 0; i < d->n_taps; i++) {
+        const int64_t layer = ids[i] - first;
+        if (layer < 0 || layer >= m->config.n_layers)
+            die("%s: drafter for %s: key '%s': expected %d to %d, as the model has %d layers, got %" PRId64 "; try the drafter "
+                "that was made for this model", g->path, m->gguf.path, key, first, m->config.n_layers - 1 + first,
+                m->config.n_layers, ids[i]);
+        d->taps[i] = (int)layer;
+        d->n_tapped = max_int(d->n_tapped, (int)layer + 1);
+    }
+}
+
+// The layers of a DFlash drafter: which slide, and how wide they are.
+static void load_dflash_layers(Model *m, int head_dim) {
+    Drafter *d = &m->drafter;
+    Gguf *g = &d->gguf;
+    Config *c = &d->config;
+    int64_t swa[MAX_LAYERS], kv_heads[MAX_LAYERS], ffn[MAX_LAYERS];
+    for (int l = 0; l < c->n_layers; l++) swa[l] = l < c->n_layers - 1;          // unless the file says otherwise
+    if (gguf_find_kv(g, drafter_key(d, "attention.sliding_window_pattern")))
+        key_per_layer(g, drafter_key(d, "attention.sliding_window_pattern"), 0, INT_MAX, swa, c->n_layers);
+    key_per_layer(g, drafter_key(d, "attention.head_count_kv"), 1, 1024, kv_heads, c->n_layers);
+    key_per_layer(g, drafter_key(d, "feed_forward_length"), 1, 1 << 20, ffn, c->n_layers);
+    for (int l = 0; l < c->n_layers; l++) {
+        if (c->n_heads % kv_heads[l])
+            die("%s: key '%s': layer %d: expected a divisor of %d heads, got %" PRId64 " (E_META_RANGE)", g->path,
+                drafter_key(d, "attention.head_count_kv"), l, c->n_heads, kv_heads[l]);
+        c->layer[l] = (LayerConfig){ .is_swa = swa[l] != 0, .head_dim = head_dim, .n_kv_heads = (int)kv_heads[l],
+                                     .ffn_dim = (int)ffn[l], .kv_layer = l, .last_reader = l };
+    }
+}
+
+// The config of a DFlash drafter, in the mainline dialect or an older one. What a file leaves out is as in the published ones.
+static void load_dflash_config(Model *m) {
+    Drafter *d = &m->drafter;
+    Gguf *g = &d->gguf;
+    Config *c = &d->config;
+    const Config *t = &m->config;
+    const bool older = strcmp(d->arch, "dflash") != 0;
+#define KEY(key) drafter_key(d, key)
+#define EITHER(key, older_key) drafter_key(d, older ? older_key : key)
+    must_agree(m, "hidden size", key_int(g, KEY("embedding_length"), 1, 1 << 20, 0), t->dim);
+    must_agree(m, "vocabulary", key_int(g, KEY("vocab_size"), 1, INT_MAX, t->vocab), t->vocab);
+    c->dim = t->dim;
+    c->vocab = t->vocab;
+    c->n_layers  = (int)key_int(g, KEY("block_count"), 1, MAX_LAYERS, 0);
+    c->n_heads   = (int)key_int(g, KEY("attention.head_count"), 1, 1024, 0);
+    c->eps       = (float)key_float(g, KEY("attention.layer_norm_rms_epsilon"), 0);
+    c->logit_cap = (float)key_float(g, EITHER("final_logit_softcapping", "dflash.logit_softcap"), t->logit_cap);
+    c->rope_base = key_float(g, KEY("rope.freq_base"), 0);
+    d->window     = (int)key_int(g, EITHER("attention.sliding_window", "dflash.sliding_window"), 1, MAX_CONTEXT, 2048);
+    d->block_size = (int)key_int(g, EITHER("block_size", "dflash.block_size"), 2, STEP_ROWS, 0);
+    d->mask_id    = (int)key_int(g, older ? KEY("dflash.mask_token_id") : "tokenizer.ggml.mask_token_id", 0, t->vocab - 1, -1);
+    d->embedding_scale = (float)key_float(g, KEY("embedding_scale"), sqrt(c->dim));
+    const int head_dim = (int)key_int(g, KEY("attention.key_length"), 32, MAX_HEAD_DIM, 0);
+    if (head_dim % 32 || key_int(g, KEY("attention.value_length"), 1, INT_MAX, head_dim) != head_dim)
+        die("%s: keys '%s' and value_length: expected the same multiple of 32 (E_META_RANGE)", g->path, KEY("attention.key_length"));
+    d->attention_scale = (float)key_float(g, KEY("attention.scale"), 1 / sqrt(head_dim));
+    const int64_t causal = key_int(g, KEY("attention.causal"), -1, 1, -1);         // -1: sliding layers are, full ones are not
+    d->own[0] = causal == 1 ? OWN_CAUSAL : OWN_ALL;
+    d->own[1] = causal == 0 ? OWN_ALL : OWN_CAUSAL;
+    GgufStr activation = { "silu", 4 };
+    if (gguf_get_str(g, KEY("hidden_activation"), &activation) < 0) die_gguf(g);
+    if (activation.n != 4 || memcmp(activation.s, "silu", 4))
+        die("%s: key '%s': expected silu, got '%s' (E_META_RANGE)", g->path, KEY("hidden_activation"), shown(activation));
+    load_dflash_layers(m, head_dim);
+    load_taps(m, EITHER("target_layers", "dflash.target_layer_ids"), !older);
+#undef EITHER
+#undef KEY
+}
+
+static void bind_dflash_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
+    const LayerConfig *lc = &c->layer[l];
+    const int q_dim = c->n_heads * lc->head_dim, kv_dim = lc->n_kv_heads * lc->head_dim, dim = c->dim;
+    char name[80];
+#define NAME(stem) (snprintf(name, sizeof name, "blk.%d." stem, l), name)
+    if (find_tensor(b, NAME("attn_sinks.weight")))
+        die("%s: tensor '%s': a drafter with attention sinks is not supported", b->g->path, name);
+    bind_vector(b, &w->attn_norm, NAME("attn_norm.weight"), dim);
+    bind_scaled(b, &w->attn_q, NAME("attn_q.weight"), q_dim, dim, 1);
+    bind_scaled(b, &w->attn_k, NAME("attn_k.weight"), kv_dim, dim, 1);
+    if (find_tensor(b, NAME("attn_v.weight"))) bind_scaled(b, &w->attn_v, name, kv_dim, dim, 1);
+    bind_vector(b, &w->attn_q_norm, NAME("attn_q_norm.weight"), lc->head_dim);
+    bind_vector(b, &w->attn_k_norm, NAME("attn_k_norm.weight"), lc->head_dim);
+    bind_scaled(b, &w->attn_output, NAME("attn_output.weight"), dim, q_dim, 1);
+    if (find_tensor(b, NAME("post_attention_norm.weight"))) bind_vector(b, &w->post_attention_norm, name, dim);
+    bind_vector(b, &w->ffn_norm, NAME("ffn_norm.weight"), dim);
+    bind_scaled(b, &w->ffn_gate, NAME("ffn_gate.weight"), lc->ffn_dim, dim, 1);
+    bind_scaled(b, &w->ffn_up, NAME("ffn_up.weight"), lc->ffn_dim, dim, 1);
+    bind_scaled(b, &w->ffn_down, NAME("ffn_down.weight"), dim, lc->ffn_dim, 1);
+    if (find_tensor(b, NAME("post_ffw_norm.weight"))) bind_vector(b, &w->post_ffw_norm, name, dim);
+    w->layer_output_scale = 1;
+    if (find_tensor(b, NAME("layer_output_scale.weight"))) {
+        const float *scale;
+        bind_vector(b, &scale, name, 1);
+        b->n_uploads--;                                // a host number: it travels inside the operation
+        w->layer_output_scale = scale[0];
+    }
+#undef NAME
+}
+
+static void bind_dflash(Model *m) {
+    Drafter *d = &m->drafter;
+    Binder *b = &d->binder;
+    Config *c = &d->config;
+    Weights *w = &d->weights;
+    const char *fc = either_tensor(d, "fc.weight", either_tensor(d, "dflash.fc.weight", "dflash_fc.weight"));
+    const char *norm = either_tensor(d, "enc.output_norm.weight",
+                                     either_tensor(d, "dflash.hidden_norm.weight", "dflash_hidden_norm.weight"));
+    const GgufTensor *t = find_tensor(b, fc);
+    if (t) must_agree(m, "columns of fc, tapped layers times hidden size", (int64_t)t->ne[0], (int64_t)d->n_taps * c->dim);
+    if (find_tensor(b, "d2t")) die("%s: tensor 'd2t': a drafter with a vocabulary of its own is not supported", b->g->path);
+    bind_scaled(b, &d->fc, fc, c->dim, d->n_taps * c->dim, 1);
+    bind_vector(b, &d->hidden_norm, norm, c->dim);
+    bind_vector(b, &w->output_norm, "output_norm.weight", c->dim);
+    if (find_tensor(b, "token_embd.weight")) bind_table(b, &w->token_embd, "token_embd.weight", c->vocab, c->dim);
+    if (find_tensor(b, "output.weight")) bind_scaled(b, &w->output, "output.weight", c->vocab, c->dim, 1);
+    const int head_dim = c->layer[0].head_dim;
+    const bool has_factors = find_tensor(b, "rope_freqs.weight") != NULL;
+    const Tensor factors = has_factors ? bind_tensor(b, "rope_freqs.weight", 1, head_dim / 2, 1) : (Tensor){ 0 };
+    bind_rope(b, w, 0, c->rope_base, head_dim, factors.data);
+    for (int l = 0; l < c->n_layers; l++) bind_dflash_layer(b, c, &w->layer[l], l);
+}
+
 enum { MTP_DEPTH = 8 };       // tokens drafted at once, where nobody says how many
 
 // Opens and checks a drafter for the model, which is bound already.
@@ -1860,15 +2068,21 @@ static void open_drafter(Model *m, const char *path) {
     Binder *b = &d->binder;
     open_model_file(&d->gguf, path);
     d->kind = drafter_kind(d, m->gguf.path);
-    load_mtp_config(m);
-    if (!m->options.draft_depth) m->options.draft_depth = MTP_DEPTH;
+    const bool is_block = d->kind == DRAFTER_DFLASH;
+    if (is_block) load_dflash_config(m);
+    else load_mtp_config(m);
+    if (!m->options.draft_depth) m->options.draft_depth = is_block ? d->block_size - 1 : MTP_DEPTH;
+    if (is_block) m->options.draft_depth = min_int(m->options.draft_depth, d->block_size - 1);
     b->g = &d->gguf;
     b->seen = alloc_or_die(d->gguf.n_tensors, 1);
     b->uploads = alloc_or_die(d->gguf.n_tensors, sizeof *b->uploads);
     d->weights.layer = alloc_or_die(d->config.n_layers, sizeof *d->weights.layer);
-    bind_mtp(m);
-    d->sent.segs = alloc_or_die(m->options.n_seqs, sizeof *d->sent.segs);
-    d->sent.of = alloc_or_die(m->options.n_seqs, sizeof *d->sent.of);
+    if (is_block) bind_dflash(m);
+    else bind_mtp(m);
+    const size_t n_seqs = (size_t)m->options.n_seqs;
+    d->sent.rows = alloc_or_die(n_seqs * (1 + (size_t)m->options.draft_depth), sizeof *d->sent.rows);
+    d->sent.segs = alloc_or_die(n_seqs, sizeof *d->sent.segs);
+    d->sent.of = alloc_or_die(n_seqs, sizeof *d->sent.of);
 }
 
 static void free_drafter(Drafter *d) {
@@ -1877,6 +2091,7 @@ static void free_drafter(Drafter *d) {
     free(d->binder.uploads);
     free(d->weights.layer);
     free(d->order);
+    free(d->sent.rows);
     free(d->sent.segs);
     free(d->sent.of);
     gguf_close(&d->gguf);
@@ -1886,16 +2101,10 @@ static int centroid_tokens(const Drafter *d) {         // how many get a logit; 
     return d->centroids.data ? d->n_centroids_used * (d->config.vocab / d->centroids.rows) : 0;
 }
 
-static void plan_drafter(Model *m, Arena *a) {
-    Drafter *d = &m->drafter;
+// What both kinds work on, with n rows at a time.
+static void plan_draft_rows(Drafter *d, Arena *a, size_t n) {
     const Config *c = &d->config;
-    const size_t n = (size_t)m->options.n_seqs, depth = (size_t)m->options.draft_depth, width = (size_t)m->options.draft_width;
-    const size_t dim = (size_t)c->dim, target_dim = (size_t)m->config.dim, f = sizeof(float), before = a->used;
-    for (int i = 0; i < d->binder.n_uploads; i++) {
-        Upload *u = &d->binder.uploads[i];
-        const size_t bytes = m->ops->weight_bytes(&u->tensor);
-        u->room = bytes ? take(a, bytes, 1) : NULL;
-    }
+    const size_t dim = (size_t)c->dim, f = sizeof(float);
     size_t q_dim = 0, ffn_dim = 0;
     Forms att_out = { 0 }, ffn = { 0 };
     for (int l = 0; l < c->n_layers; l++) {
@@ -1904,27 +2113,79 @@ static void plan_drafter(Model *m, Arena *a) {
         q_dim = (size_t)max_int((int)q_dim, c->n_heads * c->layer[l].head_dim);
         ffn_dim = (size_t)max_int((int)ffn_dim, c->layer[l].ffn_dim);
     }
-    d->rows = take(a, n, sizeof(Row));
-    d->segs = take(a, n, sizeof(Segment));
-    d->of = take(a, n, sizeof(int32_t));
-    d->kept = take(a, n, sizeof(int32_t));
-    d->pair = take(a, n * 2 * target_dim, f);
     for (int i = 0; i < 2; i++) d->x[i] = take(a, n * dim, f);
     d->q = take(a, n * q_dim, f);
     d->att_out = take_act(a, att_out, n, q_dim);
     d->y = take(a, n * dim, f);
     d->ffn = take_act(a, ffn, n, ffn_dim);
     d->mlp = take(a, n * dim, f);
+}
+
+static void plan_mtp(Model *m, Arena *a) {
+    Drafter *d = &m->drafter;
+    const Config *c = &d->config;
+    const size_t n = (size_t)m->options.n_seqs, dim = (size_t)c->dim, target_dim = (size_t)m->config.dim, f = sizeof(float);
+    d->rows = take(a, n, sizeof(Row));
+    d->kept = take(a, n, sizeof(int32_t));
+    d->pair = take(a, n * 2 * target_dim, f);
+    plan_draft_rows(d, a, n);
     d->normed = take(a, n * dim, f);
     d->hidden = take(a, n * target_dim, f);
-    if (d->centroids.data) {
-        d->token_order = take(a, (size_t)c->vocab, sizeof(int32_t));
-        d->scores = take(a, n * (size_t)d->centroids.rows, f);
-        d->head_logits = take(a, n * (size_t)centroid_tokens(d), f);
+    if (!d->centroids.data) return;
+    d->token_order = take(a, (size_t)c->vocab, sizeof(int32_t));
+    d->scores = take(a, n * (size_t)d->centroids.rows, f);
+    d->head_logits = take(a, n * (size_t)centroid_tokens(d), f);
+}
+
+static int dflash_reach(const Drafter *d, int l) { return d->config.layer[l].is_swa ? d->window : DFLASH_REACH; }
+
+static void plan_dflash(Model *m, Arena *a) {
+    Drafter *d = &m->drafter;
+    const Config *c = &d->config;
+    const PlanOptions *o = &m->options;
+    const size_t n_seqs = (size_t)o->n_seqs, n_batch = (size_t)o->n_batch, dim = (size_t)c->dim, f = sizeof(float);
+    const size_t n = n_seqs * (1 + (size_t)o->draft_depth), taps = (size_t)d->n_taps * dim;
+    const KvType type = o->k_type == KV_F32 ? KV_F32 : KV_F16;
+    size_t kv_dim = 0;
+    d->rows = take(a, n, sizeof(Row));
+    plan_draft_rows(d, a, n < STEP_ROWS ? n : STEP_ROWS);
+    d->hidden = take(a, n_seqs * (size_t)o->draft_depth * dim, f);
+    for (int l = 0; l < c->n_layers; l++) {
+        const LayerConfig *lc = &c->layer[l];
+        Cache k = { .n_seqs = o->n_seqs, .n_kv_heads = lc->n_kv_heads, .head_dim = lc->head_dim,
+                    .k = { .type = type, .dim = lc->head_dim }, .v = { .type = type, .dim = lc->head_dim } };
+        k.slots = (int)round_up((size_t)min_int(o->n_ctx, dflash_reach(d, l) - 1) + STEP_ROWS, TILE_SLOTS);
+        take_cache(a, &k);
+        d->caches[l] = k;
+        kv_dim = (size_t)max_int((int)kv_dim, lc->n_kv_heads * lc->head_dim);
     }
+    d->len = take(a, n_seqs, sizeof(int32_t));
+    d->inv_freq = take(a, (size_t)d->weights.n_pairs[0], sizeof(double));
+    d->tapped = take(a, n_batch * taps, f);
+    d->backlog = take(a, n_seqs * STEP_ROWS * taps, f);
+    d->backlog_rows = take(a, STEP_ROWS, sizeof(Row));
+    d->backlog_seg = take(a, 1, sizeof(Segment));
+    d->backlog_n = take(a, 1, sizeof(int32_t));
+    d->context = take(a, n_batch * dim, f);
+    for (int i = 0; i < 2; i++) d->k[i] = take(a, n_batch * kv_dim, f);
+    for (int i = 0; i < 2; i++) d->v[i] = take(a, n_batch * kv_dim, f);
+}
+
+static void plan_drafter(Model *m, Arena *a) {
+    Drafter *d = &m->drafter;
+    const size_t n = (size_t)m->options.n_seqs, before = a->used;
+    for (int i = 0; i < d->binder.n_uploads; i++) {
+        Upload *u = &d->binder.uploads[i];
+        const size_t bytes = m->ops->weight_bytes(&u->tensor);
+        u->room = bytes ? take(a, bytes, 1) : NULL;
+    }
+    d->segs = take(a, n, sizeof(Segment));
+    d->of = take(a, n, sizeof(int32_t));
+    if (d->kind == DRAFTER_MTP) plan_mtp(m, a);
+    else plan_dflash(m, a);
     d->ids = m->s.next ? m->s.next + n : NULL;
-    d->logits = take(a, depth * n * width, f);
-    d->logsumexp = take(a, depth * n, f);
+    d->logits = m->s.found_logits;
+    d->logsumexp = m->s.found_logsumexp;
     m->plan.drafter = a->used - before;
 }
 
@@ -1937,12 +2198,17 @@ static void upload_drafter(Model *m) {
 // Fills the room that the plan has given to a drafter.
 static void start_drafter(Model *m) {
     Drafter *d = &m->drafter;
-    const size_t n = (size_t)m->options.n_seqs;
+    Row rows[STEP_ROWS] = { { 0 } };
+    _Static_assert((int)MAX_SESSIONS <= (int)STEP_ROWS, "room for a row of each session");
     if (!m->options.lazy_draft) upload_drafter(m);
-    Row *rows = alloc_or_die(n, sizeof *rows);         // one for each segment; tokens come from the target
-    for (size_t i = 0; i < n; i++) rows[i].seg = (int32_t)i;
-    m->ops->copy(&(Copy){ d->rows, rows, n * sizeof *rows, COPY_IN });
-    free(rows);
+    if (d->kind == DRAFTER_DFLASH) {
+        for (int i = 0; i < STEP_ROWS; i++) rows[i] = (Row){ .index = i, .depth = i };
+        m->ops->copy(&(Copy){ d->backlog_rows, rows, STEP_ROWS * sizeof *rows, COPY_IN });
+        m->ops->copy(&(Copy){ d->inv_freq, d->weights.inv_freq[0], (size_t)d->weights.n_pairs[0] * sizeof(double), COPY_IN });
+        return;
+    }
+    for (int i = 0; i < MAX_SESSIONS; i++) rows[i].seg = i;            // one for each segment; tokens come from the target
+    m->ops->copy(&(Copy){ d->rows, rows, (size_t)m->options.n_seqs * sizeof *rows, COPY_IN });
     if (d->order) m->ops->copy(&(Copy){ d->token_order, d->order, (size_t)d->config.vocab * sizeof *d->order, COPY_IN });
 }
 
@@ -2020,19 +2286,213 @@ static void draft_mtp(Model *m, int n, int depth) {
     }
 }
 
+// Takes rows, whose taps (n_rows, n_taps * dim) are given, into the contexts of their sessions: a row of K and V in every layer.
+// Of each segment n_accept rows stay. A segment with more rows than a ring holds is alone: its last rows are stored.
+static void take_context(Model *m, const Batch *b, const float *taps, const int32_t *n_accept, const int32_t *path) {
+    Drafter *d = &m->drafter;
+    const Config *c = &d->config;
+    multiply(m, b->n_rows, (In){ .x = taps, .scale = 1 }, &d->fc, d->context);
+    for (int l = 0, n; l < c->n_layers; l += n) {      // two layers in one launch
+        const int skip = b->n_segs == 1 ? max_int(0, b->n_rows - d->caches[l].slots) : 0;
+        Batch last = *b;
+        last.rows += skip;
+        last.n_rows -= skip;
+        Matmul kv = { .n_rows = last.n_rows, .in = { .x = d->context + (size_t)skip * (size_t)c->dim, .scale = 1,
+                                                     .w_pre = d->hidden_norm, .eps = c->eps } };
+        n = l + 1 < c->n_layers && d->caches[l + 1].slots == d->caches[l].slots ? 2 : 1;
+        for (int i = 0; i < n; i++) {
+            const LayerWeights *w = &d->weights.layer[l + i];
+            kv.w[kv.n] = &w->attn_k, kv.out[kv.n++] = d->k[i];
+            if (w->attn_v.data) kv.w[kv.n] = &w->attn_v, kv.out[kv.n++] = d->v[i];
+        }
+        m->ops->matmul(&kv);
+        for (int i = 0; i < n; i++) {
+            const LayerWeights *w = &d->weights.layer[l + i];
+            const bool has_v = w->attn_v.data != NULL;
+            m->ops->qkv_store(&(QkvStore){ .batch = &last, .cache = &d->caches[l + i], .n_heads = c->n_heads, .k = d->k[i],
+                                           .v = has_v ? d->v[i] : d->k[i], .w_k = w->attn_k_norm, .v_norm = !has_v,
+                                           .rope = { d->inv_freq, d->weights.n_pairs[0] }, .eps = c->eps });
+        }
+    }
+    m->ops->kv_commit(&(KvCommit){ .batch = b, .caches = d->caches, .n_caches = c->n_layers, .n_accept = n_accept,
+                                   .path = path });
+}
+
+// What else the operations of a drafter's commit depend on: StepKey.variant. Of a backlog also its session.
+enum { TAKES_KNOWN, TAKES_WALKED, TAKES_PATHS = 2, TAKES_BACKLOG = 4 };
+
+static void count_written(Drafter *d, int seq, int end) { d->seen[seq] = max_int(d->seen[seq], end); }
+
+// Takes in the backlog of a session, which ends at token `end` of it. The rows are as many as a power of two, so that few kinds
+// of steps are recorded; those behind the backlog do not stay.
+static void take_backlog(Model *m, int seq, int end) {
+    Drafter *d = &m->drafter;
+    const int32_t waiting = d->waiting[seq];
+    int n = 1;
+    if (!waiting) return;
+    while (n < waiting) n *= 2;
+    const Segment seg = { .seq = seq, .n = n };
+    m->ops->copy(&(Copy){ d->backlog_seg, &seg, sizeof seg, COPY_IN });
+    m->ops->copy(&(Copy){ d->backlog_n, &waiting, sizeof waiting, COPY_IN });
+    const Batch b = { .rows = d->backlog_rows, .segs = d->backlog_seg, .len = d->len, .n_rows = n, .n_segs = 1 };
+    const size_t taps = (size_t)d->n_taps * (size_t)d->config.dim;
+    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = STEP_COMMIT, .rows = n, .segs = 1, .variant = TAKES_BACKLOG + seq }))
+        take_context(m, &b, d->backlog + (size_t)seq * STEP_ROWS * taps, d->backlog_n, NULL);
+    m->ops->end();
+    count_written(d, seq, end - waiting + n);
+    d->waiting[seq] = 0;
+}
+
+// The first n rows of a chain of the last step, which ends at token `end` of its session, wait in the backlog.
+static void let_wait(Model *m, const Segment *seg, int n, int end) {
+    Drafter *d = &m->drafter;
+    const int seq = seg->seq;
+    const size_t taps = (size_t)d->n_taps * (size_t)d->config.dim;
+    if (d->waiting[seq] + n > STEP_ROWS && d->uploaded) take_backlog(m, seq, end - n);
+    if (d->waiting[seq] + n > STEP_ROWS) d->waiting[seq] = 0, d->start[seq] = end - n;
+    const size_t at = (size_t)seq * STEP_ROWS + (size_t)d->waiting[seq];
+    if (n) m->ops->copy(&(Copy){ d->backlog + at * taps, d->tapped + (size_t)seg->first * taps, (size_t)n * taps * sizeof(float),
+                                 COPY_WITHIN });
+    d->waiting[seq] += n;
+}
+
+// To be called behind every kv_commit of the last step's rows, before the next step: what became part of sessions becomes part
+// of a DFlash drafter's context. n_accept: rows of each segment, on the host, which has counted them in m->len; they and the
+// paths of trees are in m->s too. NULL: nobody knows yet, m->s.walked and .path say so in backend memory. Chains of few rows
+// wait, for until a draft is wanted. As long as the weights of a lazy drafter were not wanted, no more than that is kept.
+static void drafter_committed(Model *m, const int32_t *n_accept) {
+    Drafter *d = &m->drafter;
+    State *s = &m->s;
+    bool wait = n_accept != NULL, trees = false;
+    if (d->kind != DRAFTER_DFLASH) return;
+    for (int i = 0; i < m->n_segs; i++) {
+        trees |= m->segs[i].kind == SEG_TREE;
+        wait = wait && !trees && n_accept[i] <= STEP_ROWS;
+    }
+    const bool forget = n_accept && !wait && !d->uploaded;
+    if (!wait && !forget && !d->uploaded) upload_drafter(m);
+    for (int i = 0; i < m->n_segs; i++) {
+        const Segment *seg = &m->segs[i];
+        const int seq = seg->seq, before = m->len[seq] - (n_accept ? n_accept[i] : 0);
+        assert(m->n_segs == 1 || seg->n <= STEP_ROWS);
+        count_written(d, seq, before + d->drafted[seq]);
+        d->drafted[seq] = 0;
+        if (wait) let_wait(m, seg, n_accept[i], m->len[seq]);
+        else if (forget) d->start[seq] = m->len[seq], d->waiting[seq] = 0;
+        else take_backlog(m, seq, before), count_written(d, seq, before + seg->n);
+    }
+    if (wait || forget) return;
+    const Batch b = { .rows = s->rows, .segs = s->segs, .len = d->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
+    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = m->n_rows > STEP_ROWS ? STEP_PROMPT : STEP_COMMIT,
+                                 .rows = m->n_rows, .segs = m->n_segs,
+                                 .variant = (n_accept ? TAKES_KNOWN : TAKES_WALKED) | (trees ? TAKES_PATHS : 0) }))
+        take_context(m, &b, d->tapped, n_accept ? s->n_accept : s->walked, trees ? s->path : NULL);
+    m->ops->end();
+}
+
+// Session seq becomes n tokens long. Where the drafter's context does not reach back, or was not told what came since, it
+// starts anew behind them.
+static void shorten_drafter(Model *m, int seq, int n) {
+    Drafter *d = &m->drafter;
+    if (d->kind != DRAFTER_DFLASH) return;
+    const int stored = m->len[seq] - d->waiting[seq], seen = max_int(d->seen[seq], m->len[seq] + d->drafted[seq]);
+    bool keeps = n > d->start[seq] && n <= m->len[seq];
+    for (int l = 0; l < d->config.n_layers && n < stored; l++) {
+        const int slots = d->caches[l].slots;
+        if (slots < seen - d->start[seq] && seen - n > slots - (dflash_reach(d, l) - 1)) keeps = false;
+    }
+    d->seen[seq] = keeps ? seen : n;
+    d->drafted[seq] = 0;
+    if (!keeps) d->start[seq] = n;
+    d->waiting[seq] = keeps ? max_int(0, n - stored) : 0;
+    const int32_t len = n - d->waiting[seq] - d->start[seq];
+    m->ops->copy(&(Copy){ d->len + seq, &len, sizeof len, COPY_IN });
+}
+
+// A layer of a DFlash drafter on rows of blocks.
+static void dflash_layer(Model *m, int l, const Batch *b, In *stream) {
+    Drafter *d = &m->drafter;
+    const Config *c = &d->config;
+    const LayerWeights *w = &d->weights.layer[l];
+    const Cache *cache = &d->caches[l];
+    const int n = b->n_rows;
+    const bool has_v = w->attn_v.data != NULL;
+    const Act att_out = act_for(&w->attn_output, d->att_out), ffn = act_for(&w->ffn_down, d->ffn);
+
+    m->ops->matmul(&(Matmul){ .n_rows = n, .in = enter(d->x, stream, w->attn_norm), .n = has_v ? 3 : 2,
+                              .w = { &w->attn_q, &w->attn_k, &w->attn_v }, .out = { d->q, d->k[0], d->v[0] } });
+    const QkvStore store = { .batch = b, .cache = cache, .n_heads = c->n_heads, .q = d->q, .k = d->k[0],
+                             .v = has_v ? d->v[0] : d->k[0], .w_q = w->attn_q_norm, .w_k = w->attn_k_norm, .v_norm = !has_v,
+                             .rope = { d->inv_freq, d->weights.n_pairs[0] }, .eps = c->eps };
+    m->ops->attend(&(Attend){ .batch = b, .cache = cache, .n_heads = c->n_heads, .q = d->q, .window = dflash_reach(d, l),
+                              .own = d->own[c->layer[l].is_swa], .scale = d->attention_scale, .store = &store, .out = att_out });
+    multiply(m, n, (In){ .act = att_out }, &w->attn_output, d->y);
+    stream->delta[0] = d->y;
+    stream->w_post = w->post_attention_norm;
+
+    m->ops->gate_up(&(GateUp){ .n_rows = n, .in = enter(d->x, stream, w->ffn_norm), .gate = &w->ffn_gate, .up = &w->ffn_up,
+                               .fn = ACT_SILU, .out = ffn });
+    multiply(m, n, (In){ .act = ffn }, &w->ffn_down, d->mlp);
+    stream->delta[0] = d->mlp;
+    stream->w_post = w->post_ffw_norm;
+    stream->scale = w->layer_output_scale;
+}
+
+// Blocks of 1 + depth rows, as many at a time as make a step. The rows behind the first of each go to the head, those of all
+// blocks together.
+static void draft_dflash(Model *m, int n, int depth) {
+    Drafter *d = &m->drafter;
+    const int dim = d->config.dim, block = 1 + depth, most = STEP_ROWS / block;
+    const Weights *w = &d->weights, *target = &m->weights;
+    const Tensor *head = w->output.data ? &w->output : target->output.data ? &target->output : &target->token_embd;
+    move_rows(m, n, 1, m->s.next, 1, d->of, &d->rows->token, block * (int)(sizeof(Row) / sizeof(int32_t)));
+    for (int first = 0; first < n; first += most) {
+        const int n_blocks = min_int(most, n - first);
+        const Batch b = { .rows = d->rows + (size_t)first * (size_t)block, .segs = d->segs, .len = d->len,
+                          .n_rows = n_blocks * block, .n_segs = n };
+        m->ops->embed(&(Embed){ .batch = &b, .table = w->token_embd.data ? &w->token_embd : &target->token_embd,
+                                .scale = d->embedding_scale, .out = d->x[0], .out_stride = dim });
+        In stream = { .x = d->x[0], .scale = 1, .eps = d->config.eps };
+        for (int l = 0; l < d->config.n_layers; l++) dflash_layer(m, l, &b, &stream);
+        m->ops->close(&(Close){ .n_rows = b.n_rows, .cols = dim, .in = enter(d->x, &stream, NULL) });
+        for (int i = 0; i < n_blocks; i++)
+            move_rows(m, depth, dim, stream.x + (size_t)(i * block + 1) * (size_t)dim, dim, NULL,
+                      d->hidden + (size_t)(first + i) * (size_t)dim, n * dim);
+    }
+    m->ops->head(&(Head){ .n_rows = n * depth, .in = { .x = d->hidden, .scale = 1, .w_pre = w->output_norm, .eps = d->config.eps },
+                          .w = head, .cap = d->config.logit_cap, .top_k = m->options.draft_width, .top_ids = d->ids,
+                          .top_logits = d->logits, .logsumexp = d->logsumexp });
+}
+
 // Issues the drafting of `depth` tokens for n of the last step's segments (their numbers, on the host), whose tokens are chosen,
 // walked and committed: candidates go to m->drafter.ids, .logits (depth, n, draft_width) and .logsumexp (depth, n), in
 // backend memory.
 static void issue_draft(Model *m, const int32_t *segs, int n, int depth) {
     Drafter *d = &m->drafter;
+    const bool is_block = d->kind == DRAFTER_DFLASH;
+    const int rows = is_block ? 1 + depth : 1;         // for each segment
     Segment of[MAX_SESSIONS];
-    assert(d->kind == DRAFTER_MTP && n >= 1 && n <= m->n_segs && depth >= 1 && depth <= m->options.draft_depth);
+    assert(d->kind != DRAFTER_NONE && n >= 1 && n <= m->n_segs && depth >= 1 && depth <= m->options.draft_depth);
     if (!d->uploaded) upload_drafter(m);
-    for (int i = 0; i < n; i++) of[i] = (Segment){ .seq = m->segs[segs[i]].seq, .first = i, .n = 1, .kind = SEG_CHAIN };
+    for (int i = 0; i < n; i++) {
+        const Segment *seg = &m->segs[segs[i]];
+        of[i] = (Segment){ .seq = seg->seq, .first = i * rows, .n = rows, .kind = SEG_CHAIN };
+        if (!is_block) continue;
+        take_backlog(m, seg->seq, m->len[seg->seq]);
+        d->drafted[seg->seq] = max_int(d->drafted[seg->seq], rows);
+    }
+    if (is_block) {
+        Row block[MAX_SESSIONS * STEP_ROWS];
+        for (int r = 0; r < n * rows; r++)
+            block[r] = (Row){ .token = d->mask_id, .seg = r / rows, .index = r % rows, .depth = r % rows };
+        send_new(m, d->rows, d->sent.rows, block, (size_t)(n * rows) * sizeof *block);
+    }
     send_new(m, d->segs, d->sent.segs, of, (size_t)n * sizeof *of);
     send_new(m, d->of, d->sent.of, segs, (size_t)n * sizeof *segs);
-    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = STEP_DRAFT, .rows = n, .segs = n, .kept = depth }))
-        draft_mtp(m, n, depth);
+    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = STEP_DRAFT, .rows = n * rows, .segs = n, .kept = depth })) {
+        if (is_block) draft_dflash(m, n, depth);
+        else draft_mtp(m, n, depth);
+    }
     m->ops->end();
 }
 
@@ -2177,6 +2637,7 @@ static void finish_step(Model *m, const int32_t *n_accept, const int32_t *path, 
         issue_commit(m, s->n_accept, path ? s->path : NULL);
     }
     op->end();
+    drafter_committed(m, n_accept);
 }
 
 static void commit(Model *m, const int32_t *n_accept, const int32_t *path) { finish_step(m, n_accept, path, false); }
@@ -2200,7 +2661,6 @@ static void issue_verdict(Model *m, const int32_t *segs, int n, int depth, const
     State *s = &m->s;
     Verdict *v = &m->verdict;
     const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
-    const size_t n_rows = (size_t)depth * (size_t)n, n_ids = n_rows * (size_t)m->options.draft_width;
     bool trees = false;
     v->n_segs = m->n_segs;
     for (int i = 0; i < m->n_segs; i++) trees |= m->segs[i].kind == SEG_TREE, v->seq[i] = m->segs[i].seq;
@@ -2222,20 +2682,13 @@ static void issue_verdict(Model *m, const int32_t *segs, int n, int depth, const
                                  .variant = WALKS_CHAINS })) issue_commit(m, s->walked, NULL);
         op->end();
     }
-    op->copy(&(Copy){ v->chosen, s->chosen, (size_t)m->n_kept * sizeof *v->chosen, COPY_OUT });
-    op->copy(&(Copy){ v->accepted, s->walked, (size_t)m->n_segs * sizeof *v->accepted, COPY_OUT });
     if (trees) op->copy(&(Copy){ v->path, s->path, (size_t)m->n_segs * STEP_ROWS * sizeof *v->path, COPY_OUT });
     if (op->mark) v->mark = op->mark();
     else v->verified = seconds();
-    if (n_ids) {
-        issue_draft(m, segs, n, depth);
-        op->copy(&(Copy){ v->ids, m->drafter.ids, n_ids * sizeof *v->ids, COPY_OUT });
-        op->copy(&(Copy){ v->logits, m->drafter.logits, n_ids * sizeof *v->logits, COPY_OUT });
-        op->copy(&(Copy){ v->logsumexp, m->drafter.logsumexp, n_rows * sizeof *v->logsumexp, COPY_OUT });
-        if (op->mark) v->end_mark = op->mark();
-    } else {
-        v->end_mark = v->mark;
-    }
+    drafter_committed(m, NULL);
+    if (n && depth) issue_draft(m, segs, n, depth);
+    op->copy(&(Copy){ v->accepted, s->walked, v->bytes, COPY_OUT });
+    if (op->mark) v->end_mark = op->mark();
 }
 
 // Waits for the verdict, on which sessions are as long as it says. A step may be under way behind it.
@@ -2244,8 +2697,8 @@ static void read_verdict(Model *m) {
     Verdict *v = &m->verdict;
     if (op->mark) op->wait_for(v->mark);
     if (op->mark) v->verified = seconds();
-    if (op->mark && v->end_mark != v->mark) op->wait_for(v->end_mark);
-    if (!op->mark) op->wait();
+    if (op->mark) op->wait_for(v->end_mark);
+    else op->wait();
     v->drafted = seconds();
     for (int i = 0; i < v->n_segs; i++) m->len[v->seq[i]] += v->accepted[i];
     for (int i = 0; m->ahead && i < m->n_segs; i++)
@@ -2819,18 +3272,23 @@ static double bytes_per_token(const Model *m, int pos) {
     return bytes;
 }
 
-// The same for each token that the drafter guesses in one session of pos tokens.
+// The same for each token that an MTP assistant guesses in one session of pos tokens, or each block of DFlash.
 __attribute__((unused)) static double bytes_per_draft(const Model *m, int pos) {
     const Drafter *d = &m->drafter;
     const Config *c = &d->config;
-    double bytes = (double)matrix_bytes(&d->pre_projection) + (double)matrix_bytes(&d->post_projection);
-    const double head = (double)matrix_bytes(&d->weights.token_embd);
-    bytes += d->centroids.data ? (double)matrix_bytes(&d->centroids) + head / c->vocab * centroid_tokens(d) : head;
+    const bool is_block = d->kind == DRAFTER_DFLASH;
+    const Tensor *head = d->weights.output.data ? &d->weights.output : !is_block ? &d->weights.token_embd :
+                         m->weights.output.data ? &m->weights.output : &m->weights.token_embd;
+    double bytes = (double)matrix_bytes(head);
+    if (d->centroids.data) bytes = (double)matrix_bytes(&d->centroids) + bytes / c->vocab * centroid_tokens(d);
+    if (!is_block) bytes += (double)matrix_bytes(&d->pre_projection) + (double)matrix_bytes(&d->post_projection);
     for (int l = 0; l < c->n_layers; l++) {
         const LayerWeights *w = &d->weights.layer[l];
-        const Tensor *dense[] = { &w->attn_q, &w->attn_output, &w->ffn_gate, &w->ffn_up, &w->ffn_down };
-        for (size_t i = 0; i < sizeof dense / sizeof *dense; i++) bytes += (double)matrix_bytes(dense[i]);
-        bytes += cache_bytes(&m->caches[m->cache_of[d->donor[l]]], c->layer[l].is_swa ? min_int(pos, d->window - 1) : pos);
+        const Tensor *dense[] = { &w->attn_q, &w->attn_k, &w->attn_v, &w->attn_output, &w->ffn_gate, &w->ffn_up, &w->ffn_down };
+        for (size_t i = 0; i < sizeof dense / sizeof *dense; i++)
+            if (dense[i]->data) bytes += (double)matrix_bytes(dense[i]);
+        const int seen = is_block ? min_int(pos, dflash_reach(d, l)) : c->layer[l].is_swa ? min_int(pos, d->window - 1) : pos;
+        bytes += cache_bytes(is_block ? &d->caches[l] : &m->caches[m->cache_of[d->donor[l]]], seen);
     }
     return bytes;
 }
@@ -3460,7 +3918,8 @@ static void print_plan(Model *m) {
     print_unknown(&m->binder);
     const Drafter *d = &m->drafter;
     if (d->kind != DRAFTER_NONE) {
-        fprintf(stderr, "# drafter: MTP assistant %s: %d layers, dim %d, weights %.1f MiB (%s)%s; plan: %.1f MiB\n", d->gguf.path,
+        fprintf(stderr, "# drafter: %s %s: %d layers, dim %d, weights %.1f MiB (%s)%s; plan: %.1f MiB\n",
+                d->kind == DRAFTER_MTP ? "MTP assistant" : "DFlash", d->gguf.path,
                 d->config.n_layers, d->config.dim, (double)d->binder.bytes / mib,
                 gguf_type_name(d->weights.layer[0].attn_q.type), d->uploaded ? "" : " not loaded yet",
                 (double)m->plan.drafter / mib);
@@ -4041,7 +4500,7 @@ static const Flag flags[] = {
       "serve: seconds after which an answer is cut; default 3600" },
     { "--max-body", NULL, "M", FLAG_INT, SERVE, FIELD(max_body), 1, 1024, "serve: most MiB of a request; default 16" },
     { "--cache-ram", "-cram", "M", FLAG_INT, SERVE, FIELD(cache_ram), 0, 1 << 24,
-      "serve: MiB of host memory to go back to earlier prompts and conversations; default an eighth of the machine's" },
+      "serve: MiB of host memory to go back to earlier prompts and conversations; default an eighth of what is free" },
     { "--session-dir", NULL, "DIR", FLAG_TEXT, SERVE, FIELD(session_dir), 0, 0,
       "serve: conversations are kept in files there, also for the next run; default: in memory only" },
     { "--session-disk", NULL, "M", FLAG_INT, SERVE, FIELD(session_disk), 1, 1 << 24,
@@ -4592,13 +5051,14 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
     Tokenizer tok;
     char *key = f->api_key_file ? read_key(f->api_key_file) : NULL;
     if (key && f->api_key) die("--api-key: expected one of --api-key and --api-key-file");
+    size_t free_bytes, total;
+    cpu_ops()->memory(&free_bytes, &total);
     ServeOptions s = { .host = f->host ? f->host : "127.0.0.1", .alias = f->alias, .api_key = key ? key : f->api_key,
                        .port = (int)f->port, .max_queue = (int)f->queue, .timeout = (int)f->timeout,
                        .max_body = (size_t)f->max_body << 20, .n_predict = (int)f->n_predict,
                        .think_budget = (int)f->think_budget, .think = f->think, .fixed_seed = !isnan(f->seed),
                        .session_dir = f->session_dir, .session_disk = (size_t)f->session_disk << 20, .log_text = f->log_text,
-                       .cache_ram = f->cache_ram < 0 ? (size_t)sysconf(_SC_PHYS_PAGES) / 8 * (size_t)sysconf(_SC_PAGESIZE)
-                                                     : (size_t)f->cache_ram << 20 };
+                       .cache_ram = f->cache_ram < 0 ? free_bytes / 8 : (size_t)f->cache_ram << 20 };
     if (s.api_key && !*s.api_key) die("%s: expected a key, got an empty one", key ? "--api-key-file" : "--api-key");
     if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
         die("--template: expected large or small, got '%s'", f->chat_template);

@@ -35,6 +35,8 @@
  *   record     how an octet of one feature lies in a stage
  *   lot        copies that a commit closes [cp.async group]
  *   span, part tiles of keys in a row; the spans that one block attends to [split of flash decoding]
+ *   swath      16 keys that follow each other: what a warp of attend_coded takes at once
+ *   stream     swaths of a part that one warp attends to
  *   column     in attention, a row of the step times one of its heads
  *   slot       where a position lies in a cache
  *   strip      128 tokens of the vocabulary in sampling
@@ -5564,12 +5566,13 @@ __device__ static inline void score_swath(float (&s)[4], const CodedRow (&rows)[
             for (int e = 0; e < 2; e++) scales[e] = turn_scales<T>(rows[e].scales, d);
 #pragma unroll
         for (int i = 0; i < KV_TURN; i += 32) {
+            if (i % 64 == 0) __syncwarp();             // what comes behind takes no registers before
             const uint4 hi = *(const uint4 *)(q + d + i), lo = *(const uint4 *)(q + CODED_COLUMNS * ROW + d + i);
             const unsigned b[4][2] = { { hi.x, hi.y }, { hi.z, hi.w }, { lo.x, lo.y }, { lo.z, lo.w } };
             unsigned k[2][4];
             float sum[4] = { };
 #pragma unroll
-            for (int e = 0; e < 2; e++) 
+            for (int e = 0; e < 2; e++)
                 read_halves<T, 8, false>(rows[e].codes + kv_row_bytes(T, d), NULL, i + first, k[e]);
 #pragma unroll
             for (int u = 0; u < 4; u++) {
@@ -5691,12 +5694,13 @@ __device__ static inline Swaths swaths_of(const AttendTask &a, const Keys &s, co
 // What a stream finds in the cache, or in its tail.
 template <int HD, bool TAIL>
 __device__ static inline void attend_stream(const CodedTask &c, const AttendBlock &block, const Keys &keys,
-                                            const Columns<CODED_COLUMNS> &columns, int reach,
+                                            const Columns<CODED_COLUMNS> &columns, const int &reach,
                                             const CodedRoom<HD> &room, Stream<HD> &x) {
     const AttendTask &a = c.a;
     const CodedKeys &source = TAIL ? c.tail : c.keys;
-    const Swaths w = swaths_of<TAIL>(a, keys, columns.sights, reach);
     const int warp = threadIdx.x / 32, t = threadIdx.x % 32 / 4, k2 = threadIdx.x % 4 * 2;
+    __shared__ Swaths of_streams[STREAMS];             // here they take no registers
+    const Swaths &w = of_streams[warp];
     const float scale = a.scale * 1.44269504f, factor = a.n_rot ? kv_tied_factor(source.v.type) : 1;
     char *ring = room.rings + warp * c.ring_bytes;
     auto lot = [&](int l) { return ring + (l & (c.n_lots - 1)) / 2 * c.stage_bytes + l % 2 * c.v_at; };
@@ -5709,6 +5713,8 @@ __device__ static inline void attend_stream(const CodedTask &c, const AttendBloc
         if (!in_lot) return coded_row(a, source, p, keys, min(max(j0 + key, w.low), w.last - 1));
         return (CodedRow){ lot(l) + key * p.stride, lot(l) + SWATH * p.stride + key * p.scale_bytes };
     };
+    if (threadIdx.x % 32 == 0) of_streams[warp] = swaths_of<TAIL>(a, keys, columns.sights, reach);
+    __syncwarp();
 #pragma unroll 1
     for (int l = 0; l < c.n_lots; l++) ask(l);
     if (!TAIL) {
@@ -5716,7 +5722,8 @@ __device__ static inline void attend_stream(const CodedTask &c, const AttendBloc
         __syncthreads();
     }
 #pragma unroll 1
-    for (int j0 = w.first, l = 0; j0 < w.last; j0 += w.step, l += 2) {
+    for (int l = 0; w.first + l / 2 * w.step < w.last; l += 2) {
+        const int j0 = w.first + l / 2 * w.step;
         float s[4] = { };
         unsigned p[2];
 #pragma unroll 1
@@ -5817,9 +5824,6 @@ __device__ static inline void join_streams(Stream<HD> &x, int run, Columns<CODED
     }
 }
 
-// Blocks of which an SM has to have room for the registers, without spills.
-static constexpr int coded_blocks(int hd) { return hd == 256 ? 2 : 1; }
-
 // attend, codes: softmax(scale * q k) v over the keys of one part, for 8 columns as in attend_half, of caches whose K or
 // V is of a quantised type; the other may be f16.
 //   shapes    q (n_rows, n_heads, HD) made already, in the basis of K; cache as in gemma4.h and parts/kv.h, tied or not
@@ -5833,27 +5837,25 @@ static constexpr int coded_blocks(int hd) { return hd == 256 ? 2 : 1; }
 //   time      instructions: the better part of a swath's go into making halves of codes
 //   see       cpu_attend
 template <int HD>
-__global__ void __launch_bounds__(ATTEND_THREADS,
-                                  coded_blocks(HD)) attend_coded_kernel(const __grid_constant__ CodedTask c) {
+__global__ void __launch_bounds__(ATTEND_THREADS, 1) attend_coded_kernel(const __grid_constant__ CodedTask c) {
     __shared__ Columns<CODED_COLUMNS> columns;
     __shared__ Keys keys;     // here they take no registers
+    __shared__ int reach;     // of the rows of keys
     const AttendTask &a = c.a;
     const CodedRoom<HD> room;
     const AttendBlock block = attend_block(a);
-    const int group = kv_group(c.keys.v.type);
     take_turn();
     if ((int)threadIdx.x < block.n_rows)
         columns.sights[threadIdx.x] = look(a.b, a.n_seqs, a.window, a.own, block.r0 + threadIdx.x);
-    __syncthreads();                                   // rows are there
 
-    for (int from = 0, to; from < block.n_rows; from = to) {   // rows of one segment at a time: mostly there is one
-        if (from) __syncthreads();                     // nobody works on the last segment
-        if (threadIdx.x == 0) keys = keys_of(a, block, columns.sights, from);
+    for (int from = 0; from < block.n_rows; from = keys.to) {  // rows of one segment at a time: mostly there is one
+        __syncthreads();                               // rows are there; nobody works on the last segment
+        if (threadIdx.x == 0) {
+            keys = keys_of(a, block, columns.sights, from);
+            reach = a.b.segs[keys.seg].n > STEP_ROWS ? c.beside_flash ? -1 : 0 : c.tail_reach;
+        }
         __syncthreads();                               // keys are there
-        to = keys.to;
-        const bool large = a.b.segs[keys.seg].n > STEP_ROWS;
-        const int reach = large ? 0 : c.tail_reach;
-        if (large && c.beside_flash) continue;
+        if (reach < 0) continue;                       // for flash
         if (keys.share.from == keys.share.to && (blockIdx.z || keys.spans.n || (a.split.parts > 1 && !a.joins)))
             continue;                                  // nothing to say
         set_columns(a, block, keys, columns);
@@ -5862,6 +5864,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS,
         if (reach) attend_stream<HD, true>(c, block, keys, columns, reach, room, x);
         leave_columns<HD>(a, block, keys, columns.sights, columns, room.weights, (float *)room.rings, c.turned,
                           [&](auto where) {
+            const int group = kv_group(c.keys.v.type);
             join_streams(x, group ? group / 8 : 4, columns, (float *)room.rings, where);
         });
     }
@@ -6826,7 +6829,7 @@ static int attend_columns(const Cache *c, int wanted) {
 // Tiles or swaths under way: as many as leave room for the blocks that an SM gets, or can hold. 0: see coded_ring_bytes
 static int attend_stages(const Cache *c, int nc, size_t n_blocks) {
     const int most = (int)((n_blocks + cuda.n_sm - 1) / cuda.n_sm), least = !is_coded(c);
-    const int wanted = min_int(is_coded(c) ? coded_blocks(c->head_dim) : attend_blocks(c->head_dim, nc), most);
+    const int wanted = min_int(is_coded(c) ? 1 : attend_blocks(c->head_dim, nc), most);
     auto fewer = [&](int n) { return is_coded(c) ? n / 2 : n - 1; };
     int n = MAX_STAGES;
     while (n > least && attend_shared(c, nc, n) + STATIC_SHARED > (size_t)cuda.block_shared) n = fewer(n);

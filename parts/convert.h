@@ -7,13 +7,14 @@
 // ==== [1] Hugging Face folders =======================================================================================
 // A folder with config.json, *.safetensors and tokenizer.json becomes the GGUF file that it would convert to, in memory:
 // the same keys, names and shapes, so that nothing behind open_model_file knows the difference. Matrices stay in the mapped
-// files, in the type they have there; vectors and routers become F32 in private memory. Text models and MTP assistants;
-// tensors of other modalities are counted and left out. No value is changed or permuted.
+// files, in the type they have there; vectors and routers become F32 in private memory. Text models, MTP assistants and
+// DFlash drafters; tensors of other modalities are counted and left out. No value is changed or permuted.
 
 typedef struct {
     const char *path;           // of config.json
     GgufJson root, text;        // the whole object; its text_config, or root again
-    bool assistant;
+    bool assistant, dflash;     // a drafter
+    const char *arch;           // general.architecture
 } HfConfig;
 
 // A member of the text model's part of config.json, or else of the whole; null counts as absent.
@@ -83,6 +84,7 @@ static const struct { const char *hf, *gguf; } hf_names[] = {       // of no lay
     { "pre_projection.weight", "nextn.pre_projection.weight" }, { "post_projection.weight", "nextn.post_projection.weight" },
     { "masked_embedding.centroids.weight", "masked_embd_centroids.weight" },
     { "masked_embedding.token_ordering", "masked_embd_ordering" },
+    { "fc.weight", "fc.weight" }, { "hidden_norm.weight", "enc.output_norm.weight" },
 }, hf_layer_names[] = {
     { "input_layernorm.weight", "attn_norm.weight" }, { "self_attn.q_proj.weight", "attn_q.weight" },
     { "self_attn.k_proj.weight", "attn_k.weight" }, { "self_attn.v_proj.weight", "attn_v.weight" },
@@ -100,8 +102,9 @@ static const struct { const char *hf, *gguf; } hf_names[] = {       // of no lay
     { "post_per_layer_input_norm.weight", "post_norm.weight" },
 };
 
-// The GGUF name of a tensor of the text model; false: it belongs to something else.
-static bool hf_tensor_name(GgufStr name, char *out, size_t room) {
+// The GGUF name of a tensor of the text model; false: it belongs to something else. A DFlash drafter has no norm behind
+// attention: what is called so stands before the FFN.
+static bool hf_tensor_name(const HfConfig *c, GgufStr name, char *out, size_t room) {
     static const char *const prefixes[] = { "model.language_model.", "language_model.model.", "language_model.", "model." };
     char s[256];
     int l = 0, end = 0;
@@ -114,6 +117,7 @@ static bool hf_tensor_name(GgufStr name, char *out, size_t room) {
     for (size_t i = 0; i < sizeof hf_names / sizeof *hf_names; i++)
         if (!strcmp(p, hf_names[i].hf)) return snprintf(out, room, "%s", hf_names[i].gguf), true;
     if (sscanf(p, "layers.%4d.%n", &l, &end) != 1 || !end || l < 0) return false;
+    if (c->dflash && !strcmp(p + end, "post_attention_layernorm.weight")) return snprintf(out, room, "blk.%d.ffn_norm.weight", l), true;
     for (size_t i = 0; i < sizeof hf_layer_names / sizeof *hf_layer_names; i++)
         if (!strcmp(p + end, hf_layer_names[i].hf)) return snprintf(out, room, "blk.%d.%s", l, hf_layer_names[i].gguf), true;
     return false;
@@ -128,13 +132,13 @@ static bool hf_is_f32(const GgufTensor *t, const char *name) { return t->n_dims 
 
 // Put every tensor of the text model, and the factors that stop `head_dim / 2 - n_rot` pairs of global layers. data: room
 // for one more than st has; tied: an LM head of its own is a copy. Returns the rows of token_embd, 0: none.
-static uint64_t hf_tensors(Gguf *st, GgufWriter *w, const uint8_t **data, int head_dim, int n_rot, bool tied) {
+static uint64_t hf_tensors(const HfConfig *c, Gguf *st, GgufWriter *w, const uint8_t **data, int head_dim, int n_rot, bool tied) {
     size_t n = 0, n_other = 0, n_floats = (size_t)head_dim / 2;
     uint64_t vocab = 0;
     GgufStr first_other = { "", 0 };
     char name[320];
     for (size_t i = 0; i < st->n_tensors; i++)
-        if (hf_tensor_name(st->tensors[i].name, name, sizeof name) && hf_is_f32(&st->tensors[i], name))
+        if (hf_tensor_name(c, st->tensors[i].name, name, sizeof name) && hf_is_f32(&st->tensors[i], name))
             n_floats += (size_t)st->tensors[i].size;                            // a byte or more for each element
     float *floats = gguf_private(st, n_floats * sizeof *floats);
     if (!floats) die_gguf(st);
@@ -144,7 +148,10 @@ static uint64_t hf_tensors(Gguf *st, GgufWriter *w, const uint8_t **data, int he
     floats += head_dim / 2;
     for (size_t i = 0; i < st->n_tensors; i++) {
         const GgufTensor *t = &st->tensors[i];
-        if (!hf_tensor_name(t->name, name, sizeof name)) {
+        if (!hf_tensor_name(c, t->name, name, sizeof name)) {
+            if (c->dflash)
+                die("%s: tensor '%s': a DFlash drafter has none of that name: one of another kind, which is not supported",
+                    st->path, shown(t->name));
             if (!n_other++) first_other = t->name;
             continue;
         }
@@ -171,7 +178,7 @@ static uint64_t hf_tensors(Gguf *st, GgufWriter *w, const uint8_t **data, int he
 // ---- keys
 
 static const char *hf_key(char out[96], const HfConfig *c, const char *key) {       // with the architecture before it
-    snprintf(out, 96, "%s.%s", c->assistant ? "gemma4-assistant" : "gemma4", key);
+    snprintf(out, 96, "%s.%s", c->arch, key);
     return out;
 }
 
@@ -269,6 +276,60 @@ static HfRope hf_model_keys(GgufWriter *w, const HfConfig *c) {
         hf_put_u32(w, c, "expert_feed_forward_length", (uint32_t)hf_int(c, "moe_intermediate_size", 1, 1 << 20, 0));
     }
     return (HfRope){ head_dim, (int)(head_dim * part / 2) };
+}
+
+// The keys of a DFlash drafter, which has the config of a Qwen 3 model and a dflash_config in it.
+static HfRope hf_dflash_keys(GgufWriter *w, const HfConfig *c) {
+    const int n = (int)hf_int(c, "num_hidden_layers", 1, MAX_LAYERS, 0);
+    const int head_dim = (int)hf_int(c, "head_dim", 32, MAX_HEAD_DIM, 0);
+    HfConfig d = *c;                                   // members of both
+    GgufJson v, ids, rope = { 0 };
+    int32_t taps[MAX_LAYERS];
+    int64_t id;
+    uint8_t swa[MAX_LAYERS];
+    size_t n_taps = 0;
+    char full_key[96];
+    int l = 0;
+    if (!gguf_json_get(&c->root, "dflash_config", &d.text) || d.text.type != GGUF_J_OBJECT) d.text = c->root;
+    if (!hf_get(&d, "target_layer_ids", &ids) || ids.type != GGUF_J_ARRAY)
+        die("%s: 'target_layer_ids': expected the layers of the model that it reads", c->path);
+    while (n_taps < MAX_LAYERS && gguf_json_next(&ids, NULL, &v)) {
+        if (!gguf_json_int(&v, 0, MAX_LAYERS - 1, &id))
+            die("%s: 'target_layer_ids': expected layers, got %s", c->path, shown((GgufStr){ v.s, v.n }));
+        taps[n_taps++] = (int32_t)id + 1;              // the output of a layer is the input of the next
+    }
+    if (hf_get(c, "layer_types", &ids) && ids.type == GGUF_J_ARRAY) {
+        for (; l < n && gguf_json_next(&ids, NULL, &v); l++) swa[l] = gguf_json_is(&v, "sliding_attention");
+        if (l < n || gguf_json_next(&ids, NULL, &v)) die("%s: 'layer_types': expected %d, one per layer", c->path, n);
+        gguf_put_array(w, hf_key(full_key, c, "attention.sliding_window_pattern"), GGUF_V_BOOL, swa, (size_t)n);
+    }
+    if (!hf_get(c, "rope_parameters", &rope) || rope.type != GGUF_J_OBJECT) rope = c->root;
+    if (hf_get(c, "rope_scaling", &v) || (gguf_json_get(&rope, "rope_type", &v) && !gguf_json_is(&v, "default")))
+        die("%s: 'rope_scaling': expected none", c->path);
+    if (hf_get(c, "output_multiplier", &v)) die("%s: 'output_multiplier': a drafter that has one is not supported", c->path);
+    hf_put_u32(w, c, "block_count", (uint32_t)n);
+    hf_put_u32(w, c, "embedding_length", (uint32_t)hf_int(c, "hidden_size", 1, 1 << 20, 0));
+    hf_put_u32(w, c, "feed_forward_length", (uint32_t)hf_int(c, "intermediate_size", 1, 1 << 20, 0));
+    hf_put_u32(w, c, "attention.head_count", (uint32_t)hf_int(c, "num_attention_heads", 1, 1024, 0));
+    hf_put_u32(w, c, "attention.head_count_kv", (uint32_t)hf_int(c, "num_key_value_heads", 1, 1024, 0));
+    hf_put_u32(w, c, "attention.key_length", (uint32_t)head_dim);
+    hf_put_f32(w, c, "attention.layer_norm_rms_epsilon", json_float(c->path, &c->root, "rms_norm_eps", 0));
+    hf_put_f32(w, c, "rope.freq_base", json_float(c->path, &rope, "rope_theta", 0));
+    hf_put_u32(w, c, "block_size", (uint32_t)hf_int(&d, "block_size", 1, STEP_ROWS, 0));
+    gguf_put_array(w, hf_key(full_key, c, "target_layers"), GGUF_V_I32, taps, n_taps);
+    gguf_put_u32(w, "tokenizer.ggml.mask_token_id", (uint32_t)hf_int(&d, "mask_token_id", 0, MAX_VOCAB, -1));
+    if (hf_get(c, "vocab_size", &v)) hf_put_u32(w, c, "vocab_size", (uint32_t)hf_int(c, "vocab_size", 1, MAX_VOCAB, 0));
+    if (hf_get(c, "sliding_window", &v)) hf_put_u32(w, c, "attention.sliding_window", (uint32_t)hf_int(c, "sliding_window", 1, MAX_CONTEXT, 0));
+    if (hf_get(c, "final_logit_softcapping", &v))
+        hf_put_f32(w, c, "final_logit_softcapping", json_float(c->path, &c->root, "final_logit_softcapping", 0));
+    if (hf_get(c, "input_embedding_scale", &v)) hf_put_f32(w, c, "embedding_scale", json_float(c->path, &c->root, "input_embedding_scale", 0));
+    if (hf_get(&d, "causal", &v) || hf_get(&d, "is_causal", &v))
+        gguf_put_bool(w, hf_key(full_key, c, "attention.causal"), v.type == GGUF_J_TRUE);
+    if (hf_get(c, "hidden_act", &v)) {
+        const GgufStr act = v.type == GGUF_J_STRING && v.n > 2 ? (GgufStr){ v.s + 1, v.n - 2 } : (GgufStr){ v.s, v.n };
+        gguf_put_str(w, hf_key(full_key, c, "hidden_activation"), act);
+    }
+    return (HfRope){ head_dim, head_dim / 2 };
 }
 
 // A string value, unescaped, to the end of a text arena.
@@ -437,25 +498,28 @@ static void open_folder(Gguf *g, const char *path) {
     if (!gguf_json_get(&c.root, "model_type", &type) || type.type != GGUF_J_STRING)
         die("%s: 'model_type': missing", config_path);
     c.assistant = gguf_json_is(&type, "gemma4_assistant") || gguf_json_is(&type, "gemma4_unified_assistant");
-    if (!c.assistant && strncmp(type.s, "\"gemma4", 7))
-        die("%s: 'model_type': expected a Gemma 4 model or its assistant, got %s; other drafters are read from GGUF files",
-            config_path, shown((GgufStr){ type.s, type.n }));
+    GgufJson names = { 0 }, first;
+    c.dflash = gguf_json_get(&c.root, "architectures", &names) && names.type == GGUF_J_ARRAY &&
+               gguf_json_next(&names, NULL, &first) && gguf_json_is(&first, "DFlashDraftModel");
+    if (!c.assistant && !c.dflash && strncmp(type.s, "\"gemma4", 7))
+        die("%s: 'model_type': expected a Gemma 4 model, its assistant or a DFlashDraftModel, got %s; other drafters are read "
+            "from GGUF files", config_path, shown((GgufStr){ type.s, type.n }));
+    c.arch = c.dflash ? "dflash" : c.assistant ? "gemma4-assistant" : "gemma4";
     if (gguf_open_safetensors(&tensors, path) < 0) die("%s: %s", path, tensors.err);
 
     const char *base = strrchr(folder, '/');
     base = base && base[1] ? base + 1 : folder;
-    const char *arch = c.assistant ? "gemma4-assistant" : "gemma4";
-    gguf_put_str(&w, "general.architecture", (GgufStr){ arch, strlen(arch) });
+    gguf_put_str(&w, "general.architecture", (GgufStr){ c.arch, strlen(c.arch) });
     gguf_put_str(&w, "general.type", (GgufStr){ "model", 5 });
     gguf_put_str(&w, "general.name", (GgufStr){ base, strlen(base) });
     hf_generation_keys(&w, folder);
-    const HfRope rope = hf_model_keys(&w, &c);
+    const HfRope rope = c.dflash ? hf_dflash_keys(&w, &c) : hf_model_keys(&w, &c);
     const uint8_t **data = alloc_or_die(tensors.n_tensors + 1, sizeof *data);
     const bool tied = gguf_json_get(&c.root, "tie_word_embeddings", &type) && type.type == GGUF_J_TRUE;
-    const uint64_t vocab = hf_tensors(&tensors, &w, data, rope.head_dim, rope.n_rot, tied);
-    if (!vocab || vocab > MAX_VOCAB)
+    const uint64_t vocab = hf_tensors(&c, &tensors, &w, data, rope.head_dim, rope.n_rot, tied);
+    if (!c.dflash && (!vocab || vocab > MAX_VOCAB))
         die("%s: tensor 'embed_tokens.weight': expected 1..%d rows, got %" PRIu64, path, MAX_VOCAB, vocab);
-    hf_tokenizer_keys(&w, folder, vocab, !c.assistant);
+    if (!c.dflash) hf_tokenizer_keys(&w, folder, vocab, !c.assistant);
     if (gguf_from_writer(g, &w, data, &tensors) < 0) die_gguf(g);
     gguf_writer_free(&w);
     free(data);

@@ -269,9 +269,9 @@ static bool check_messages(const GgufJson *messages, Fault *f) {
 
 // ==== [3] Jobs and the scheduler =====================================================================================
 // A job is a prompt and what has come of it. Jobs wait in line; when a session is free the first one is next, of the clients that
-// have fewest jobs under way. It gets the free session that holds most of its prompt. All sessions that have a job advance together: each round decodes one token of each, and runs one chunk of one long
-// prompt, which take turns. A chunk ends at the same tokens whoever else is served, and decoded rows do not depend on each
-// other, so neither does a text.
+// have fewest jobs under way. It gets the free session that holds most of its prompt. All sessions that have a job advance
+// together: each round decodes one token of each, and runs one chunk of one long prompt, which take turns. A chunk ends at the
+// same tokens whoever else is served, and decoded rows do not depend on each other, so neither does a text.
 
 typedef struct { TokText name, arguments; char id[40]; } Call;
 typedef struct { TokIds ids; char id[40]; } Replay;                  // a call as the model wrote it
@@ -279,7 +279,7 @@ typedef struct { int32_t id, n_top, top[MAX_TOP]; float logprob, top_logprob[MAX
 
 typedef struct Job {
     struct Job   *next;       // in the queue
-    // the question: not changed once it is queued
+    // the question: not changed once it is queued, but for the ids: see take_held()
     TokIds        ids;
     int           mark;       // see Prompt
     AnswerOptions options;
@@ -507,17 +507,19 @@ static Slot *make_ready(Server *srv, Job *job) {
 }
 
 // The tokens that the session holds in place of those that say the same.
-static void take_held(Session *s, Job *job) {
+static void take_held(Server *srv, Session *s, Job *job) {
     const Shared same = shared(s->t, &s->held, &job->ids);
     TokIds ids = { 0 };
     for (size_t i = 0; i < same.held; i++) push_id(s, &ids, s->held.ids[i]);
     for (size_t i = same.ids; i < job->ids.n; i++) push_id(s, &ids, job->ids.ids[i]);
     if (ids.n <= (size_t)s->m->options.n_ctx) {
+        pthread_mutex_lock(&srv->lock);
         if ((size_t)job->mark >= same.ids) job->mark += (int)same.held - (int)same.ids;
         else job->mark = 0;
         const TokIds old = job->ids;
         job->ids = ids;
         ids = old;
+        pthread_mutex_unlock(&srv->lock);
     }
     tok_ids_free(&ids);
 }
@@ -534,7 +536,7 @@ static void start_job(Server *srv, Slot *slot, Job *job) {
         if (!job->bias) free(bias);
     }
     if (job->no_cache) session_forget(s);
-    else take_held(s, job);
+    else take_held(srv, s, job);
     const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .mark = job->mark };
     const bool ok = session_start(s, &p, &job->options);
     pthread_mutex_lock(&srv->lock);
@@ -786,8 +788,9 @@ static void put_usage(TokText *out, const Job *job) {
 static void put_timings(TokText *out, const Job *job) {
     const Turn *t = &job->turn;
     put(out, "'timings':{'cache_n':%d,'prompt_n':%d,'prompt_ms':%f,'prompt_per_second':%f,'predicted_n':%d,'predicted_ms':%f,"
-        "'predicted_per_second':%f,'draft_n':%d,'draft_n_accepted':%d}", job->cached, t->n_run, 1e3 * t->prompt_seconds, t->n_run / (t->prompt_seconds + 1e-9),
-        t->made, 1e3 * t->decode_seconds, max_int(t->made - 1, 0) / (t->decode_seconds + 1e-9), t->drafts.drafted, t->drafts.accepted);
+        "'predicted_per_second':%f,'draft_n':%d,'draft_n_accepted':%d}", job->cached, t->n_run,
+        1e3 * t->prompt_seconds, t->n_run / (t->prompt_seconds + 1e-9), t->made, 1e3 * t->decode_seconds,
+        max_int(t->made - 1, 0) / (t->decode_seconds + 1e-9), t->drafts.drafted, t->drafts.accepted);
 }
 
 static void put_token(TokText *out, const Tokenizer *t, int32_t id, float logprob) {
@@ -1177,7 +1180,8 @@ static bool read_options(Exchange *x, const Request *r, Job *job) {
     const ServeOptions *o = &x->srv->o;
     const double most = given_or(r->max_tokens, o->n_predict), seed = given_or(r->seed, -1);
     AnswerOptions *a = &job->options;
-    *a = (AnswerOptions){ .n_predict = (int)most, .ignore_eos = r->ignore_eos, .keep_logits = job->n_top >= 0, .drafting = o->drafting,
+    *a = (AnswerOptions){ .n_predict = (int)most, .ignore_eos = r->ignore_eos, .keep_logits = job->n_top >= 0,
+                          .drafting = o->drafting,
                           .think_budget = x->t.channel_close < 0 ? -1 : (int)r->think_budget, .sampling = o->sampling };
     SampleParams *p = &a->sampling;
     p->temperature = (float)given_or(r->temperature, p->temperature);
@@ -1242,7 +1246,9 @@ static void next_events(Exchange *x) {
     Job *job = x->job;
     if (!x->begun) {
         x->begun = true;
+        pthread_mutex_lock(&x->srv->lock);
         x->api->begin(x);
+        pthread_mutex_unlock(&x->srv->lock);
         if (x->out.n) return;
     }
     pthread_mutex_lock(&x->srv->lock);
@@ -1502,7 +1508,7 @@ static bool messages_convert(Exchange *x, TokText *out) {
     TokText list = { 0 };
     if (!parse_body(x, &root)) return false;
     bool ok = put_messages(x, &list, &root);
-    put(out, "{'messages':[%r]", (TokStr){ list.s + (list.n > 0), list.n - (list.n > 0) });
+    put(out, "{'messages':[%r]", (TokStr){ list.n ? list.s + 1 : "", list.n - (list.n > 0) });
     tok_text_free(&list);
     if (!ok || !put_tools(x, out, &root, "input_schema")) return false;
     take_member(out, &root, "max_tokens", "max_tokens");
@@ -1684,7 +1690,7 @@ static bool responses_convert(Exchange *x, TokText *out) {
     if (member(&root, "background", &v) && v.type == GGUF_J_TRUE)
         return refuse(&x->fault, 400, "background", "background: not supported");
     const bool ok = put_input(x, &list, &root);
-    put(out, "{'messages':[%r]", (TokStr){ list.s + (list.n > 0), list.n - (list.n > 0) });
+    put(out, "{'messages':[%r]", (TokStr){ list.n ? list.s + 1 : "", list.n - (list.n > 0) });
     tok_text_free(&list);
     if (!ok || !put_tools(x, out, &root, "parameters")) return false;
     take_member(out, &root, "max_output_tokens", "max_tokens");

@@ -56,7 +56,7 @@ static void late_wait_for(int mark) { arrive(mark); }
 static void late_wait(void) { arrive(INT_MAX); }
 
 static bool count_begin(StepKey key) {
-    beside.n_fed += key.kind == STEP_DECODE && key.variant == ROW_IS_FED;
+    beside.n_fed += key.kind == STEP_DECODE && key.variant == ROWS_ARE_FED;
     return beside.base->begin(key);
 }
 

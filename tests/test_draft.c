@@ -193,7 +193,7 @@ static void test_caches(const char *family) {
             PlanOptions o = plan(drafter, type, 1, VOCAB);
             o.untied = untied;
             const Chain c = chain_behind(path, o, 0);
-            const double d = difference(c.logits[0], want.logits[0], VOCAB), most = type == KV_F32 ? 1e-5 : 5e-3;
+            const double d = difference(c.logits[0], want.logits[0], VOCAB), most = type == KV_F32 && !on_gpu ? 1e-5 : 5e-3;
             CHECK(d <= most, "%s: cache of %s%s: difference %.3g, expected at most %g", family, kv_names[type],
                   untied ? " untied" : "", d, most);
         }
@@ -471,12 +471,10 @@ static void test_centroids(const char *family) {
 static void test_refused(void) {
     const char *path = kept(make_model("micro-dense", "micro-dense", "f32", NULL)), *drafter = kept(mtp_of("micro-dense"));
     const char *broken = kept(in_tmp("broken.gguf"));
-    const char *dflash = kept(make_model("dflash", "micro-dense", "f16", "--kind", "dflash", NULL));
     REFUSED(path, MINI_MTP, "micro-dense.gguf", MINI_MTP, "hidden size: expected 64, got 256");
     REFUSED(MINI, drafter, MINI, "micro-dense-mtp.gguf", "hidden size: expected 256, got 64");
     REFUSED(path, "models/none.gguf", "models/none.gguf");
     REFUSED(path, path, "another whole model");
-    REFUSED(path, dflash, "dflash.gguf", "micro-dense.gguf", "DFlash drafter is not supported");
     static const struct { const char *key; unsigned value; const char *says; } keys[] = {
         { "embedding_length_out", 65, "hidden size: expected 64, got 65" },
         { "attention.sliding_window", 33, "sliding window: expected 32, got 33" },
@@ -504,7 +502,7 @@ static void test_refused(void) {
     REFUSED(path, write_draft(&d, broken), "micro-dense.gguf", "rotation of global layers");
     static const struct { const char *arch, *tensor, *says; } others[] = { { "eagle3", NULL, "EAGLE-3 drafter" },
         { "dflash", "markov_w1.weight", "DSpark drafter" }, { "dflash", "selector_hidden.weight", "DFlash2 drafter" },
-        { "dflash-draft", NULL, "DFlash drafter" }, { "llama", NULL, "got 'llama'" } };
+        { "llama", NULL, "got 'llama'" } };
     for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
         d = read_draft(drafter);
         set_text(&d, "general.architecture", others[i].arch);

@@ -273,7 +273,7 @@ static void test_numbers(void) {
 
 // ---- values ---------------------------------------------------------------------------------------------------------
 
-__global__ void warp_values(int *out) {                // (11, 32)
+__global__ void warp_values(int *out) {                // (12, 32)
     const int l = threadIdx.x;
     const long long wide = ((long long)l << 40) + 1;
     out[l] = __shfl_sync(~0u, l, l * 7, 8);
@@ -287,18 +287,19 @@ __global__ void warp_values(int *out) {                // (11, 32)
     out[256 + l] = l % 2 ? __any_sync(0xaaaaaaaa, l == 7) : __all_sync(0x55555555, l != 8);
     out[288 + l] = __syncthreads_count(l < 9);
     out[320 + l] = (int)__reduce_add_sync(~0u, (unsigned)l);
+    out[352 + l] = (int)transpose_matrix((unsigned)(2 * l | (2 * l + 1) << 16));       // values 8 row + column
 }
 
 static void test_warp(void) {
-    int *out = on_device<int>(11 * 32);
+    int *out = on_device<int>(12 * 32);
     launch(warp_values, 1, 32, 0, out);
     cudaDeviceSynchronize();
     for (int l = 0; l < 32; l++) {
         unsigned same = 0;
         for (int i = 0; i < 32; i++) same |= (unsigned)(i % 5 == l % 5) << i;
         const int want[] = { l / 8 * 8 + l * 7 % 8, l % 16 < 3 ? l : l - 3, l + 5 < 32 ? l + 5 : l, 1, 0x49249249, -26, -1,
-                             (int)same, l % 2, 9, 496 };
-        for (int k = 0; k < 11; k++)
+                             (int)same, l % 2, 9, 496, (l % 4 * 16 + l / 4) | (l % 4 * 16 + 8 + l / 4) << 16 };
+        for (int k = 0; k < 12; k++)
             CHECK(out[k * 32 + l] == want[k], "warp function %d, lane %d: got %d, want %d", k, l, out[k * 32 + l], want[k]);
     }
     int *ended = on_device<int>(96);

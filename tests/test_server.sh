@@ -160,6 +160,24 @@ else
     skip "tool calls: the small model made none"
 fi
 
+# ---- calls in a prompt are those that the model wrote ---------------------------------------
+ask /tokenize '{"content":"Paris"}'
+paris=$(sed 's/.*\[\([0-9]*\).*/\1/' "$tmp/out")
+ask $chat "{\"max_tokens\":60,\"temperature\":0,\"logit_bias\":{\"$paris\":-100},\"messages\":[{\"role\":\"user\",\"content\":\"What is the weather in Paris?\"}],
+\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"get_weather\",\"parameters\":{\"type\":\"object\",\"properties\":{\"city\":{\"type\":\"string\"}}}}}]}"
+said=$(sed 's/.*"message":\(.*\),"logprobs":.*/\1/' "$tmp/out")
+call=$(sed -n 's/.*"tool_calls":\[{"id":"\([^"]*\)".*/\1/p' "$tmp/out")
+tokens_with() { # tokens_with ID: tokens of the prompt that has the call under that id
+    ask $chat "{\"max_tokens\":1,\"messages\":[{\"role\":\"user\",\"content\":\"What?\"},$(echo "$said" | sed "s/$call/$1/"),
+{\"role\":\"tool\",\"tool_call_id\":\"$1\",\"content\":\"sunny\"}]}"
+    number prompt_tokens out
+}
+if [ -n "$call" ]; then                                              # in other tokens than those of the template
+    ok "a call is put as it was written, where its id is known" [ "$(tokens_with "$call")" -ne "$(tokens_with other)" ]
+else
+    skip "calls as they were written: the small model made none"
+fi
+
 # ---- other dialects ------------------------------------------------------------------------
 declared='"name":"get_weather","description":"Weather of a city"'
 schema='{"type":"object","properties":{"city":{"type":"string"}},"required":["city"]}'
@@ -283,9 +301,10 @@ done
 ok "a conversation's prefix stays in its session" [ "$repeated" -eq 0 ]
 
 # ---- many connections, and some that say little ----------------------------------------------
-loris=
+loris='' slow=2
+[ "${LONG:-0}" = 0 ] || slow=60
 for _ in $(seq 20); do                                               # each is half a request, for as long as it lasts
-    { printf 'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n'; sleep "${slow:-2}"; } |
+    { printf 'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n'; sleep "$slow"; } |
         curl -sS -m 100 "telnet://${url#http://}" >/dev/null 2>&1 &
     loris="$loris $!"
 done
@@ -294,6 +313,12 @@ curl -sS -m 60 -Z --parallel-max 200 --parallel-immediate -K "$tmp/urls" >"$tmp/
 ok "200 connections at once, beside 20 that do not speak" [ "$(grep -c '^200$' "$tmp/codes")" -eq 200 ]
 ask $chat "{$user,\"max_tokens\":4}"
 ok "and answers go on" is 200
+if [ "${LONG:-0}" != 0 ]; then
+    sleep 45
+    alive=0
+    for p in $loris; do kill -0 "$p" 2>/dev/null && alive=$((alive + 1)); done
+    ok "who does not speak is hung up on" [ "$alive" -eq 0 ]
+fi
 # shellcheck disable=SC2086  # several numbers
 kill $loris 2>/dev/null
 
@@ -318,7 +343,7 @@ if [ "${LONG:-0}" != 0 ]; then
     ok "memory stays flat over 1,000 requests" [ $((after - before)) -le $((before / 100)) ]
 fi
 
-serve guesses -np 2 --spec ngram
+serve guesses -np 2 -md models/gemma4-mini-mtp-q8_0.gguf
 for k in 1 2 3; do
     curl -sS -m 100 -N -o "$tmp/many.$k" --data-binary "$(prompt $k ',"stream":true')" "$url$chat" &
     eval "wait$k=$!"
@@ -332,19 +357,53 @@ ask /v1/completions '{"prompt":"a b c d e f a b c d e f a b c d e f a b c","temp
 ok "guesses are told" [ "$(number draft_n out)" -gt 0 ]
 
 one_of() { # one_of USER NAME TOKENS: a request; NAME is in $tmp/order when it has its answer
-    curl -sS -m 100 -o "$tmp/left" --data-binary "{$user,\"ignore_eos\":true,\"max_tokens\":$3,\"user\":\"$1\"}" "$url$chat"
+    curl -sS -m 600 -o "$tmp/left" --data-binary "{$user,\"ignore_eos\":true,\"max_tokens\":$3,\"user\":\"$1\"}" "$url$chat"
     echo "$2" >>"$tmp/order"
 }
 waits=
 for k in 1 2 3 4; do
-    one_of greedy "greedy$k" 150 &
+    one_of greedy "greedy$k" 600 &
     waits="$waits $!"
 done
 ok "one client has all sessions, and waits" until_metric requests_waiting 2
 one_of modest modest 5 &
+modest=$!
+ok "another one waits too" until_metric requests_waiting 3
 # shellcheck disable=SC2086  # several numbers
-wait $waits $!
-ok "another one is next" [ "$(sed -n 3p "$tmp/order")" = modest ] || [ "$(sed -n 2p "$tmp/order")" = modest ]
+wait $waits $modest
+ok "another one is next" [ "$(head -n 3 "$tmp/order" | grep -c modest)" -eq 1 ]
+
+# ---- an agent: each turn brings the result of a call, or a question; LONG=1: 50 turns behind a long system prompt ------------
+turns=8 intro=20
+[ "${LONG:-0}" = 0 ] || turns=50 intro=1750
+serve agent -np 2 -c 20480
+talk="{\"role\":\"system\",\"content\":\"$(yes 'You answer what you are asked.' | head -n $intro | tr '\n' ' ')\"},
+{\"role\":\"user\",\"content\":\"What is the weather in Paris?\"}"
+result=$(yes 'It is sunny, the wind is weak, and there is no rain.' | head -n 4 | tr '\n' ' ')
+tools='[{"type":"function","function":{"name":"get_weather","description":"Weather of a city","parameters":{"type":"object",
+"properties":{"city":{"type":"string"}},"required":["city"]}}}]'
+: >"$tmp/turns" calls=0
+for turn in $(seq $turns); do
+    ask $chat "{\"messages\":[$talk],\"tools\":$tools,\"temperature\":0,\"max_tokens\":24}"
+    echo "$(number prompt_tokens out) $(number prompt_n out) $(number prompt_ms out)" >>"$tmp/turns"
+    talk="$talk,$(sed 's/.*"message":\(.*\),"logprobs":.*/\1/' "$tmp/out")"
+    call=$(sed -n 's/.*"tool_calls":\[{"id":"\([^"]*\)".*/\1/p' "$tmp/out")
+    [ -z "$call" ] || calls=$((calls + 1))
+    if [ -n "$call" ]; then talk="$talk,{\"role\":\"tool\",\"tool_call_id\":\"$call\",\"content\":\"$result\"}"
+    else talk="$talk,{\"role\":\"user\",\"content\":\"$result What is the weather in Rome, $turn?\"}"; fi
+done
+awk '{ if (NR > 1) { run += $2; new += $1 - before }
+       before = $1; ms[NR] = $3 }
+     END { first = (ms[2] + ms[3] + ms[4]) / 3; last = (ms[NR - 2] + ms[NR - 1] + ms[NR]) / 3
+           printf "# an agent: %d turns, %d ids at the end; %d run of %d new ones; to the first token: turns 2 to 4 %.0f ms, last ones %.0f\n",
+                  NR, before, run, new, first, last
+           print (run <= 1.05 * new ? "fine" : "bad"), (last <= 1.5 * first ? "fine" : "bad") }' "$tmp/turns" >"$tmp/agent"
+head -n 1 "$tmp/agent"
+ok "an agent: of its prompts little more runs than what is new" grep -q '^fine' "$tmp/agent"
+ok "an agent: it makes calls" [ "$calls" -gt 0 ]
+[ "${LONG:-0}" = 0 ] || ok "an agent: its last turns begin as soon as its first ones" grep -q 'fine$' "$tmp/agent"
+kill -TERM "$pid"
+wait "$pid"
 
 # ---- what slots held before ------------------------------------------------------------------
 kept="$tmp/kept"
@@ -421,6 +480,52 @@ kill -TERM "$pid"
 wait "$pid"
 status=$?
 ok "and the server ends as always" [ "$status" -eq 0 ]
+
+# ---- two servers behind the nginx of docs/server.md -------------------------------------------
+nginx=$(command -v nginx || ls /usr/sbin/nginx 2>/dev/null)
+if [ -n "$nginx" ]; then
+    serve one
+    one=$pid first=$url
+    serve two
+    two=$pid second=$url
+    port=$((20000 + $$ % 20000))
+    sed -n '/^```nginx$/,/^```$/p' docs/server.md | grep -v '^```' |
+        sed "s#10.0.0.1:8080#${first#http://}#; s#10.0.0.2:8080#${second#http://}#; s#listen 80#listen 127.0.0.1:$port#" >"$tmp/servers.conf"
+    mkdir -p "$tmp/nginx"
+    paths=$(for p in client_body proxy fastcgi uwsgi scgi; do printf '%s_temp_path %s/nginx/%s; ' "$p" "$tmp" "$p"; done)
+    printf 'daemon off; master_process off; pid %s/nginx/pid; error_log stderr; events {}\nhttp { access_log off; %s include %s; }\n' \
+        "$tmp" "$paths" "$tmp/servers.conf" >"$tmp/nginx.conf"
+    "$nginx" -p "$tmp/nginx" -e stderr -c "$tmp/nginx.conf" 2>"$tmp/nginx.log" &
+    proxy=$!
+    pids="$pids $proxy"
+    url=http://127.0.0.1:$port
+    for _ in $(seq 100); do
+        get /health
+        is 200 && break
+        sleep 0.05
+    done
+    ok "nginx takes the configuration" is 200
+    for k in 1 2 3 4 5 6; do
+        ask $chat "{$user,\"temperature\":0,\"max_tokens\":4}" -H "X-Session-Id: $k"
+        ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"stream\":true}" -N -H "X-Session-Id: $k"
+    done
+    text content out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/a"
+    ok "a stream comes through it" same plain a
+    n_one=$(grep -c '"path":"/v1/chat' "$tmp/one.log") n_two=$(grep -c '"path":"/v1/chat' "$tmp/two.log")
+    ok "conversations are shared out, each to one server" [ $((n_one % 2)) -eq 0 ] && [ "$n_one" -gt 0 ] && [ "$n_two" -gt 0 ]
+    kill -TERM "$one"
+    wait "$one"
+    bad=0
+    for k in 1 2 3 4 5 6; do
+        ask $chat "{$user,\"temperature\":0,\"max_tokens\":4}" -H "X-Session-Id: $k"
+        is 200 || bad=$((bad + 1))
+    done
+    ok "one that has ended is done without" [ "$bad" -eq 0 ]
+    kill "$two" "$proxy"
+    wait "$two" "$proxy"
+else
+    skip "two servers behind nginx: it is not here"
+fi
 
 # ---- a full queue, a key, the end ----------------------------------------------------------
 printf 'secret\n' >"$tmp/key"

@@ -190,8 +190,8 @@ static const char *meeting_name(CudaMeeting what) {
     static const char *const names[] = { "__syncwarp", "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync", "__shfl_xor_sync",
         "__ballot_sync", "__any_sync", "__all_sync", "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync",
         "__reduce_min_sync", "__reduce_max_sync", "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync", "__match_any_sync",
-        "load_matrices", "load_matrices_transposed", "transpose_matrix", "multiply_int8", "multiply_half", "__syncthreads", "__syncthreads_or",
-        "__syncthreads_and", "__syncthreads_count", "sync_first", "mbarrier_wait" };
+        "load_matrices", "load_matrices_transposed", "transpose_matrix", "multiply_int8", "multiply_half", "__syncthreads",
+        "__syncthreads_or", "__syncthreads_and", "__syncthreads_count", "sync_first", "mbarrier_wait" };
     return names[what];
 }
 

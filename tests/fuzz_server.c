@@ -1,0 +1,55 @@
+/* fuzz_server.c - bodies of requests as they come over the network. The first byte chooses the endpoint and what call the server
+ * remembers; the rest is the body. A body becomes a prompt of ids of the vocabulary, or is refused with a status of 400 and a
+ * reason of one line. Needs libmicrohttpd; without it there is nothing to fuzz. */
+#define TESTING
+#include "../gemma4.c"
+#include "fuzz.h"
+
+#ifndef USE_MICROHTTPD
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) { return (void)bytes, (void)size, 0; }
+#else
+static Tokenizer t;                     // the small vocabulary
+static Model m;
+static Server srv;
+
+static void set_up(void) {
+    make_built_in(&t);
+    m.config.vocab = t.n_tokens;
+    m.options.n_ctx = 1 << 20;
+    m.options.n_seqs = 1;
+    srv = (Server){ .m = &m, .t = &t, .o = { .max_queue = 1, .timeout = 1, .n_predict = -1, .think_budget = -1 },
+                    .lock = PTHREAD_MUTEX_INITIALIZER, .replays = alloc_or_die(REPLAYS, sizeof(Replay)) };
+}
+
+// A call "i" that the model wrote as `f` with the argument a, with a space or without.
+static void write_call(bool space) {
+    TokIds *ids = &srv.replays[0].ids;
+    ids->n = 0;
+    strcpy(srv.replays[0].id, "i");
+    NEED(tok__push(&t, ids, t.call_open) == 0 && tok_encode(&t, space ? "call:f{a: 1}" : "call:f{a:1}", space ? 12 : 11, TOK_PLAIN, ids) == 0 &&
+         tok__push(&t, ids, t.call_close) == 0);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
+    static const Api *const apis[] = { &chat_api, &plain_api, &messages_api, &responses_api };
+    if (!t.n_tokens) set_up();
+    if (!size) return 0;
+    write_call(bytes[0] & 4);
+    const Api *api = apis[bytes[0] % 4];
+    Request r;
+    Exchange x = { .srv = &srv, .t = t, .api = api, .job = alloc_or_die(1, sizeof *x.job) };
+    append(&x.body, (const char *)bytes + 1, size - 1);
+    x.job->n_owners = 1;
+    x.job->n_top = -1;
+    pthread_cond_init(&x.job->news, NULL);
+    if (read_question(&x, api, &r) && read_options(&x, &r, x.job)) {
+        NEED(!x.fault.status && x.job->ids.n > 0 && x.job->mark >= 0 && (size_t)x.job->mark <= x.job->ids.n && x.job->n_top <= MAX_TOP);
+        for (size_t i = 0; i < x.job->ids.n; i++) NEED(x.job->ids.ids[i] >= 0 && x.job->ids.ids[i] < t.n_tokens);
+    } else {
+        NEED(x.fault.status == 400 && *x.fault.text && !strchr(x.fault.text, '\n'));
+    }
+    job_drop(x.job);
+    tok_text_free(&x.body);
+    return 0;
+}
+#endif
