@@ -954,7 +954,10 @@ static int verb_ppl(const char *model, const Ops *ops, PlanOptions o, PplOptions
     read_weights(m, false);
     stop_on(SIGINT);
     const PplResult r = ppl_measure(m, tok.bos, ids.ids, (int)ids.n, p);
+    const double density = read_density(m);
     print_plan(m);
+    if (density > 0)
+        fprintf(stderr, "# pFlash%s: attended to %.1f %% of the blocks\n", o.pflash_density ? ", forced" : "", 100 * density);
     if (!interrupted) print_ppl(m, p, &r);
     tok_ids_free(&ids);
     tok_free(&tok);

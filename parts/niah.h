@@ -57,12 +57,13 @@ static void name_needle(Niah *t, Needle *x) {          // two or three syllables
 
 // A sentence of prose; at: how far into the haystack, where there is one.
 static void next_sentence(Niah *t, size_t *at, char *text, size_t room) {
-    static const char *const who[] = { "The baker", "An old sailor", "The girl", "A farmer", "The teacher", "My uncle", "The king",
-                                       "A young fox", "The doctor", "A tall man", "The cook", "Her brother" };
-    static const char *const does[] = { "walked to", "looked at", "came back from", "painted", "waited beside", "told us about",
-                                        "sat down near", "ran around", "thought of", "never found", "slept near", "cleaned" };
+    static const char *const who[] = { "The baker", "An old sailor", "The girl", "A farmer", "The teacher", "My uncle",
+                                       "The king", "A young fox", "The doctor", "A tall man", "The cook", "Her brother" };
+    static const char *const does[] = { "walked to", "looked at", "came back from", "painted", "waited beside",
+                                        "told us about", "sat down near", "ran around", "thought of", "never found", "slept near", "cleaned" };
     static const char *const what[] = { "the harbor", "a green hill", "the old bridge", "the small house", "an empty boat",
-                                        "the garden wall", "a quiet street", "the blue lake", "the tower", "a field of flowers" };
+                                        "the garden wall", "a quiet street", "the blue lake", "the tower",
+                                        "a field of flowers" };
     static const char *const when[] = { "", " in the morning", " when it rained", " before the sun went down", " for a while",
                                         " on the last day of summer", " with a friend", " and went home" };
     if (!t->o->hay) {
@@ -155,7 +156,8 @@ static void niah_run(Niah *t, int n, int depth, uint64_t run, NiahCell *cell) {
     for (int at = 0, rows; at < n_text; at += rows) {  // the question is the end of the prompt
         rows = min_int(m->options.n_batch, n_text - at);
         for (int i = 0; i < rows; i++) m->chunk[i] = (StepRow){ .token = t->ids.ids[at + i] };
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk, .more = n_text - at - rows + QUESTION_ROOM }, 1);
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk,
+                            .more = n_text - at - rows + QUESTION_ROOM }, 1);
         commit_all(m);
     }
     m->ops->wait();
@@ -181,7 +183,8 @@ static void niah_setting(const Niah *t, char *text, size_t room) {
     const PlanOptions *o = &t->m->options;
     int n = snprintf(text, room, "%s, cache %s", model_name(t->m), kv_names[o->k_type]);
     if (o->v_type != o->k_type) n += snprintf(text + n, room - (size_t)n, "/%s", kv_names[o->v_type]);
-    if (o->pflash_density > 0) n += snprintf(text + n, room - (size_t)n, ", pFlash forced to %g %%", (double)o->pflash_density * 100);
+    if (o->pflash_density > 0)
+        n += snprintf(text + n, room - (size_t)n, ", pFlash forced to %g %%", (double)o->pflash_density * 100);
     else if (o->pflash > 0) n += snprintf(text + n, room - (size_t)n, ", pFlash alpha %g", (double)o->pflash);
     else n += snprintf(text + n, room - (size_t)n, ", dense");
     snprintf(text + n, room - (size_t)n, ", %d code%s a text, %d text%s a cell", t->o->n_needles, t->o->n_needles > 1 ? "s" : "",
