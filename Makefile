@@ -86,7 +86,7 @@ test:                           ## build what is missing and run all tests
 test-programs: $(EMULATOR) $(PROGRAMS)   ## build the test programs without running them
 # A test program includes the source that it tests, so part of that goes unused. Asserts stay on. Most compile longer than they
 # run: -O1 in place of -O3, which gives the same bits.
-TEST_COMPILE = $(COMPILE:-O3=-O1)
+TEST_COMPILE = $(patsubst -g,-g1,$(COMPILE:-O3=-O1))
 $(B)/test_cache $(B)/eval_mini $(B)/bench_dots $(B)/bench_tokenizer: TEST_COMPILE = $(COMPILE)
 $(PROGRAMS): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags $(B)/engine \
     $(if $(filter cuda,$(ENGINE)),$(B)/kernels.o)

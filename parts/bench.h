@@ -357,6 +357,8 @@ static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const B
     bench.has_joules = ops->joules && ops->joules() >= 0;
     ops->memory(&bench.free_before, &total);
     load_model(m, model, ops, o, NULL);
+    if (b->forced.depth > m->options.draft_depth && o.drafter)
+        die("--draft-max: %s: expected at most %d guesses, got %d", o.drafter, m->options.draft_depth, b->forced.depth);
     print_plan(m);
     read_weights(m, false);
     bench.ids = alloc_or_die(o.n_ctx, sizeof *bench.ids);

@@ -219,11 +219,21 @@ awk '/^  -/ { if (line) print line; line = "" } /^  +[^ ]/ { line = line $0 } EN
     grep -v default >"$tmp/no-default"
 ok "--help: each flag says its default but --model, --help and --version" lines no-default 3
 printf '[]' >"$tmp/no-tools.json"
+drafter=models/gemma4-mini-mtp-q8_0.gguf
 printf '\002\000\000\000' >"$tmp/bos.i32"
 while read -r names; do
     for flag in $names; do
-        verb='' plain="-p hi -n 2 --temp 0" good='' bad=''
+        verb='' plain="-p hi -n 2 --temp 0" good='' bad='' file=$model
         case "$names " in
+        "-md "* | "--draft-min-p "* | "--tree "* | "--lazy-draft "* | "--spec-force "*)      # with a model that has a drafter
+            file=models/gemma4-mini-q8_0.gguf plain="$plain -md $drafter" ;;
+        esac
+        case "$names " in
+        "-md "*) good=$drafter bad=missing.gguf plain="-p hi -n 2 --temp 0" ;;
+        "--draft-min-p "*) good=0.5 bad=2 ;;
+        "--tree "*) good=8 bad=64 ;;
+        "--lazy-draft "*) ;;
+        "--spec-force "*) verb=bench good=0.7,0.5 bad=2 plain="-r 1 -p 0 -n 2 -md $drafter" ;;
         "-p --n-prompt ") verb=bench plain="-r 1 -n 0" good=2 bad=x ;;
         "-n --n-gen ") verb=bench plain="-r 1 -p 0" good=2 bad=x ;;
         "-d --n-depth ") verb=bench plain="-r 1 -p 2 -n 0" good=2 bad=x ;;
@@ -277,10 +287,9 @@ while read -r names; do
         "--check-tensors "* | "--think "* | "--raw "* | "--ignore-eos "* | "--context-shift "* | "--show-thoughts "*) ;;
         "-h "* | "--version "*) ;;
         "--host "* | "--port "* | "-np "* | "--chunk "* | "--api-key "* | "--api-key-file "* | "--alias "* | "--queue "* | \
-        "--timeout "* | "--max-body "*) continue ;;                  # in test_server.sh
+        "--timeout "* | "--max-body "* | "--cache-ram "* | "--session-dir "* | "--session-disk "* | "--log-text "*) continue ;;                  # in test_server.sh
         *) bad="no case for $flag in test_cli.sh" plain=--missing ;;
         esac
-        file=$model
         [ "${names%% *}" != -m ] || file=
         # shellcheck disable=SC2086  # verbs, flags and values are words
         run $verb $file $plain $flag $good
@@ -324,6 +333,12 @@ error -t "$model" -p hi -t two
 error --kv-layout "$model" -p hi --kv-layout sideways
 error -ctk "$model" -p hi -ctk q9
 error "--kv-layout untied" "$model" -p hi -ctk f32 -ctv f16
+error "--spec mtp" "$model" -p hi --spec mtp
+error "--tree" "$model" -p hi --tree 8
+error "--spec dflash" models/gemma4-mini-q8_0.gguf -p hi --spec dflash -md $drafter
+error "expected" models/gemma4-mini-e-q8_0.gguf -p hi -md $drafter
+error "--spec-force" bench models/gemma4-mini-q8_0.gguf --spec-force 0.5
+error "--draft-max" bench models/gemma4-mini-q8_0.gguf -md models/gemma4-mini-dflash-q8_0.gguf --spec-force 0.5 --draft-max 20
 error -c "$model" -c 16 -p "This prompt is a good deal longer than the sixteen tokens of context that it is given to \
 fill, and so it must be refused before anything is generated."
 

@@ -2,7 +2,7 @@
 # The kernels of gemma4_kernels.cu without a GPU: compiled by g++ and carried out by tests/cuda_on_cpu, whose cuda_runtime.h says
 # what that proves and what it does not. First the emulator itself, with planted faults; then each operation, the sampler, whole
 # models against the CPU backend, the layout of weights, and answers whose steps run ahead of the host: as far as some two minutes
-# of one core go. LONG=1: matrix products, experts and the head with all their cases, and several sessions ahead of the host. On a
+# of one core go. LONG=1: matrix products, experts, heads and attention with all their cases, and several sessions ahead of the host. On a
 # machine with a GPU the same programs run on it, whole.
 # Environment: BUILD (build), STRICT=1 (a skip fails), LONG=1.
 cd "$(dirname "$0")/.." || exit 1
@@ -42,9 +42,9 @@ fi
 one test_emulator
 few=-few
 [ "${LONG:-0}" = 0 ] || few=                         # minutes more
-one test_ops -cuda $few matmul expert_down head
-one test_ops -cuda embed ple_rows route gate_up expert_gate_up ple_inject close gather_rows qkv_store attend kv_commit kv_copy \
-    logprob
+one test_ops -cuda $few matmul expert_down head head_centroid attend block_select
+one test_ops -cuda embed ple_rows route gate_up expert_gate_up ple_inject close gather_rows qkv_store kv_commit kv_copy logprob \
+    verify_walk
 one test_sampling -cuda seen position
 one test_cuda -few micro-dense-f16      # its prompts go through cuBLAS too, which takes the emulator a minute
 one test_cuda -brief tiny-moe-q4_k_m
