@@ -5512,8 +5512,8 @@ __device__ static inline CodedRow coded_row(const AttendTask &a, const CodedKeys
                        (staged ? p.stage_scales : p.scales) + row * p.scale_bytes };
 }
 
-// Bytes of a key in a lot of `dims` values. Codes: an odd number of chunks, so that banks differ. Scales: of those values
-// where they are whole chunks, else of the whole row.
+// Bytes of a key in a lot of `dims` values. Codes: an odd number of chunks, so that banks differ. Scales: of those
+// values where they are whole chunks, else of the whole row.
 ON_DEVICE static inline int lot_stride(KvType t, int dims) { return (int)(kv_row_bytes(t, dims) / 16 | 1) * 16; }
 ON_DEVICE static inline int lot_scales(KvType t, int dim, int dims) {
     return (int)kv_scale_bytes(t, kv_scale_bytes(t, dims) % 16 ? dim : dims);
@@ -5708,7 +5708,7 @@ __device__ static inline Swaths swaths_of(const AttendTask &a, const Keys &s, co
     static_assert(STREAMS * SWATH % (KEYS << 2) == 0, "spans of up to 4 tiles");
     const Share &share = s.share;
     const int before = 2 * ((quotient(share.span, a.split.by_parts) << a.split.span_bits) + share.from);
-    const int skip = ((int)threadIdx.x / 64 - before) & (STREAMS - 1);         // swaths, from the first tile of the share
+    const int skip = ((int)threadIdx.x / 64 - before) & (STREAMS - 1);     // swaths, from the first tile of the share
     int first = INT_MAX, last = 0;
     Swaths w = { tile_of(share, a.split, share.from + skip / 2) * KEYS + skip % 2 * SWATH,
                  STREAMS * SWATH * a.split.parts, s.low, s.end, 0, s.len, 0, 0, 0, 0, 0 };
@@ -5724,7 +5724,8 @@ __device__ static inline Swaths swaths_of(const AttendTask &a, const Keys &s, co
     return w;
 }
 
-// What a pair has to say of a swath's scores, to both of its warps: what the first one has, and what the second one has.
+// s becomes the sum of what the pair's warps have, the first one's and then the second one's, in both of them.
+//   scores: (STREAMS, 32, 4) for this
 __device__ static inline void add_scores(float (&s)[4], float *scores) {
     const int pair = threadIdx.x / 64;
     float4 *of_lane = (float4 *)scores + pair * 32 + threadIdx.x % 32;
@@ -5811,7 +5812,7 @@ __device__ static inline void attend_stream(const CodedTask &c, const AttendBloc
                     ? s[e] * scale : -INFINITY;
             }
             weigh_swath<HD>(x, s, p);
-        auto add = [&](auto type, auto run) {
+            auto add = [&](auto type, auto run) {
                 constexpr KvType T = decltype(type)::type;
                 CodedRow four[4];
                 for (int e = 0; e < 4; e++) four[e] = row_of(type, source.v, HALF, l, j0, k2 + e % 2 + e / 2 * 8);
@@ -5821,7 +5822,7 @@ __device__ static inline void attend_stream(const CodedTask &c, const AttendBloc
             else with_type(source.v.type, [&](auto type) { add(type, Run<decltype(type)::group / 8>()); });
             s[0] = s[1] = s[2] = s[3] = 0;
         }
-        if (TAIL) continue;
+        if (TAIL) continue;                            // nothing is copied
         __syncwarp();                                  // the lot has been read
         ask(l + c.n_lots);
         if (l == -1) {
