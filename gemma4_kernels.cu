@@ -35,8 +35,8 @@
  *   record     how an octet of one feature lies in a stage
  *   lot        copies that a commit closes [cp.async group]
  *   span, part tiles of keys in a row; the spans that one block attends to [split of flash decoding]
- *   swath      16 keys that follow each other: what two warps of attend_coded take at once
- *   stream     swaths of a part that one pair of warps attends to
+ *   swath      16 keys that follow each other: what a warp of attend_coded takes at once
+ *   stream     swaths of a part that one warp attends to
  *   column     in attention, a row of the step times one of its heads
  *   slot       where a position lies in a cache
  *   strip      128 tokens of the vocabulary in sampling
@@ -328,8 +328,6 @@ __device__ static inline int afresh(int v) {
 // A barrier of the first N threads of the block; the others go on.
 template <int N>
 __device__ static inline void sync_first(void) { asm volatile("bar.sync 1, %0;" :: "n"(N) : "memory"); }
-// A barrier of warps 2 n and 2 n + 1; no kernel has it beside sync_first.
-__device__ static inline void sync_pair(int n) { asm volatile("bar.sync %0, 64;" :: "r"(n + 1) : "memory"); }
 // 16 bytes that are read once: past the L1 cache, without pushing others out.
 __device__ static inline uint4 load_once(const void *p) {
     uint4 v;
@@ -5046,13 +5044,12 @@ __device__ static inline void join_columns(const AttendTask &a, int n_columns, C
                                            float *found, float *o) {
     constexpr int ROW = HD + ROW_PAD;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, parts = a.split.parts;
-    const int n_warps = (int)blockDim.x / 32;
     float2 *weight_of = (float2 *)scores;              // (NC, parts)
 #pragma unroll 1
     for (int col0 = 0; col0 < n_columns; col0 += a.at_once) {          // found: (at_once, parts, HD)
         const int col1 = min(n_columns, col0 + a.at_once);
 #pragma unroll 1
-        for (int col = col0 + warp; col < col1; col += n_warps) { // all parts on their way
+        for (int col = col0 + warp; col < col1; col += ATTEND_WARPS) { // all parts on their way
             if (c.row_of[col] < 0) continue;
             const Spans s = c.seen_by[col];
             const float *values = a.values + (size_t)c.head_of[col] * parts * HD;
@@ -5065,7 +5062,7 @@ __device__ static inline void join_columns(const AttendTask &a, int n_columns, C
         }
         copy_commit();
 #pragma unroll 1
-        for (int col = col0 + warp; col < col1; col += n_warps) {
+        for (int col = col0 + warp; col < col1; col += ATTEND_WARPS) {
             if (c.row_of[col] < 0) continue;
             const float scale =
                 weigh_parts(weight_of + col * parts, a.stats + (size_t)c.head_of[col] * parts, c.seen_by[col], parts);
@@ -5074,7 +5071,7 @@ __device__ static inline void join_columns(const AttendTask &a, int n_columns, C
         copied<0>();
         __syncthreads();                               // weights and values are there
 #pragma unroll 1
-        for (int at = 2 * threadIdx.x; at < (col1 - col0) * HD; at += 2 * (int)blockDim.x) {
+        for (int at = 2 * threadIdx.x; at < (col1 - col0) * HD; at += 2 * ATTEND_THREADS) {
             const int col = col0 + at / HD, i = at % HD;
             if (c.row_of[col] < 0) continue;
             const float *values = found + (size_t)(col - col0) * parts * HD + i;
@@ -5094,7 +5091,7 @@ __device__ static inline void join_columns(const AttendTask &a, int n_columns, C
 // The columns that lie in o (NC, HD + ROW_PAD) back from the basis of quantised rows: a warp takes a group at a time.
 template <int HD, int NC> __device__ static inline void turn_columns(int n_columns, const Columns<NC> &c, float *o) {
 #pragma unroll 1
-    for (int job = threadIdx.x / 32; job < n_columns * (HD / KV_TURN); job += (int)blockDim.x / 32)
+    for (int job = threadIdx.x / 32; job < n_columns * (HD / KV_TURN); job += ATTEND_WARPS)
         if (c.row_of[job / (HD / KV_TURN)] >= 0)
             kv_turn_back(o + job / (HD / KV_TURN) * (HD + ROW_PAD) + job % (HD / KV_TURN) * KV_TURN);
     __syncthreads();                                   // values are there
@@ -5106,7 +5103,7 @@ template <int HD, int NC>
 __device__ static inline void put_columns(const AttendTask &a, int n_columns, const Columns<NC> &c, const float *o) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (int job = warp; job < n_columns * (HD / 128); job += (int)blockDim.x / 32) {
+    for (int job = warp; job < n_columns * (HD / 128); job += ATTEND_WARPS) {
         const int col = job / (HD / 128), i = job % (HD / 128) * 128 + 4 * lane;
         if (c.row_of[col] < 0) continue;
         const float4 v = *(const float4 *)(o + col * (HD + ROW_PAD) + (a.n_rot ? tied_place(i, HD, a.n_rot) : i));
@@ -5334,10 +5331,8 @@ template <KvType T, int N> __device__ static inline void read_codes(const char *
     }
 }
 
-template <KvType T> struct CodedType {                 // where constants are needed
+template <KvType T> struct CodedType {                 // group: kv_group(T), where a constant is needed
     static constexpr KvType type = T;
-    static constexpr int turn_bytes =      // of KV_TURN values
-        T == KV_F16 ? 256 : T == KV_Q8_0 ? 128 : T == KV_TQ3 ? 48 : 64;
     static constexpr int group = T == KV_TQ3 ? 128 : T == KV_TQ4 ? 64 : 32;
 };
 
@@ -5430,16 +5425,16 @@ __device__ static inline void read_pairs(const char *a, const char *b, int i, un
 }
 
 // ---- caches of codes ----
-// Rows of codes come to shared memory of a warp as they lie in the cache and become halves in registers, as the tensor
-// cores take them; rows of f16 are read where they lie. So a key costs its own bytes once in
+// A warp works alone. Rows of codes come to shared memory of its own as they lie in the cache and become halves in
+// registers, as the tensor cores take them; rows of f16 are read where they lie. So a key costs its own bytes once in
 // memory, and q and the sums are turned instead of rows. Codes are multiplied as whole numbers: a group's scale goes to
 // its scores, and to the weights of its values.
 //
-// The keys of a part are cut into swaths of SWATH keys; swath n belongs to stream n mod STREAMS of the part, and a pair
-// of warps attends to one: each has half of the dims, and they meet once a swath, to add up scores. What the streams of
-// a part found is put together in their order. A warp's halves of the swath's rows of K and V are a lot each.
+// The keys of a part are cut into swaths of SWATH keys; swath n belongs to stream n mod STREAMS of the part, and a warp
+// attends to one. What the streams of a part found is put together in their order. The swath's rows of K and V are a
+// lot each.
 
-enum { SWATH = 16, STREAMS = 8, CODED_WARPS = 2 * STREAMS, CODED_THREADS = 32 * CODED_WARPS, CODED_COLUMNS = 8,
+enum { SWATH = 16, STREAMS = ATTEND_WARPS, CODED_COLUMNS = 8,
        CODED_PAD = 32,        // halves between rows of q, so that lanes that read side by side read different banks
        WEIGHTED_PARTS = 512 };         // columns times parts whose weights find room
 
@@ -5448,6 +5443,8 @@ typedef struct {              // K or V of a cache, or of its tail
     int     dim;              // values
     int     chunks;           // of 16 bytes in a row
     int     scale_bytes;      // of a row
+    int     lane_bits;        // 2^lane_bits lanes copy a row; at most 32 chunks
+    int     stride;           // bytes from row to row in a lot: an odd number of chunks, so that banks differ
     const char *codes, *scales;
     const char *stage_codes, *stage_scales;    // as in Attend
 } CodedPlane;
@@ -5462,9 +5459,8 @@ typedef struct {              // the parameters of attend_coded
     AttendTask a;
     CodedKeys  keys, tail;
     int        n_lots;        // under way in a warp: 1, 2, 4 or 8
-    int        stage_bytes[2];         // of a swath, for the first and the second warp of a pair
-    int        v_at[2];       // bytes from K to V in them; n_lots 1: they lie there in turn
-    int        ring_at[2], ring_bytes; // where the warps' rings lie in that of their pair
+    int        v_at;          // bytes from K to V in a stage; n_lots 1: they lie there in turn
+    int        stage_bytes, ring_bytes;        // of a swath, of a warp
     int        tail_reach;    // a row reads that many positions up to its own in the tail; 0: there is none
     bool       turned;        // V is in the basis of quantised rows
     bool       beside_flash;  // which has the segments of more than STEP_ROWS rows
@@ -5473,7 +5469,7 @@ typedef struct {              // the parameters of attend_coded
 // Dynamic shared memory of attend_coded.
 template <int HD> struct CodedRoom {
     __half *q;                // (2, CODED_COLUMNS, HD + CODED_PAD): the halves, and what they leave behind
-    float  *weights;          // (WEIGHTED_PARTS) pairs, of parts; before (STREAMS, 32, 4) scores that pairs add up
+    float  *weights;          // (WEIGHTED_PARTS) pairs, of parts
     char   *rings;            // (STREAMS) rings of lots; then (STREAMS, CODED_COLUMNS, HD / 2 + ROW_PAD / 2) floats
 
     __device__ CodedRoom() {
@@ -5482,17 +5478,17 @@ template <int HD> struct CodedRoom {
     }
 };
 
-// What a warp found, for its half of the values. Lane l, t = l / 4, k = l % 4, has columns 2k, 2k + 1; of acc[m], [0]
-// and [1] are its value 2m of them and [2] and [3] its value 2m + 1. Of each 8 * run values in a row it has `run`, from
-// t * run on; run is an eighth of a group of V, so that a product of 16 values has one scale.
+// What a warp found. Lane l, t = l / 4, k = l % 4, has columns 2k, 2k + 1; of acc[m], [0] and [1] are its value 2m of
+// them and [2] and [3] its value 2m + 1. Of each 8 * run values in a row it has `run`, from t * run on; run is an eighth
+// of a group of V, so that a product of 16 values has one scale.
 template <int HD> struct Stream {
-    float acc[HD / 32][4];
+    float acc[HD / 16][4];
     float top[2], sum[2];     // the largest score, times log2(e); weights, of the lane's keys
 };
 
 __device__ static inline void place_queries(const AttendTask &a, const AttendBlock &b, int hd, __half *q) {
     const int row_halves = hd + CODED_PAD;
-    for (int i = 4 * afresh(threadIdx.x); i < b.n_columns * hd; i += 4 * CODED_THREADS) {
+    for (int i = 4 * threadIdx.x; i < b.n_columns * hd; i += 4 * ATTEND_THREADS) {
         const int col = i / hd, row = quotient(col, a.by_heads), h = min(col - row * a.heads, b.n_heads - 1);
         const float4 v = *(const float4 *)(a.q + ((size_t)(b.r0 + row) * a.n_heads + b.head + h) * hd + i % hd);
         __half *to = q + col * row_halves + i % hd;
@@ -5512,67 +5508,31 @@ __device__ static inline CodedRow coded_row(const AttendTask &a, const CodedKeys
                        (staged ? p.stage_scales : p.scales) + row * p.scale_bytes };
 }
 
-// Bytes of a key in a lot of `dims` values. Codes: an odd number of chunks, so that banks differ. Scales: of those
-// values where they are whole chunks, else of the whole row.
-ON_DEVICE static inline int lot_stride(KvType t, int dims) { return (int)(kv_row_bytes(t, dims) / 16 | 1) * 16; }
-ON_DEVICE static inline int lot_scales(KvType t, int dim, int dims) {
-    return (int)kv_scale_bytes(t, kv_scale_bytes(t, dims) % 16 ? dim : dims);
-}
-
-// f(the type of a plane), known where it is compiled.
-template <typename F> __device__ static inline void with_type(KvType t, F f) {
-    switch (t) {
-    case KV_Q8_0: f(CodedType<KV_Q8_0>()); return;
-    case KV_Q4_0: f(CodedType<KV_Q4_0>()); return;
-    case KV_TQ4: f(CodedType<KV_TQ4>()); return;
-    case KV_TQ3: f(CodedType<KV_TQ3>()); return;
-    default: f(CodedType<KV_F16>());
-    }
-}
-typedef struct {              // a lot: values first .. first + dims - 1 of the keys from j0 on; bytes of a key there
-    int j0, first, dims, stride, scales;
-} Lot;
-
-// Rows of codes that follow each other, by a warp.   bytes: from row to row
-template <KvType T, int DIMS>
-__device__ static inline void copy_codes(char *to, const char *from, int bytes) {
-    constexpr int CHUNKS = DIMS / KV_TURN * CodedType<T>::turn_bytes / 16, STRIDE = (CHUNKS | 1) * 16;
-    const unsigned lane = threadIdx.x % 32;
-#pragma unroll
-    for (unsigned i = 0; i < SWATH * CHUNKS; i += 32) {
-        const unsigned key = (i + lane) / CHUNKS, at = (i + lane) % CHUNKS * 16;
-        if (i + lane < SWATH * CHUNKS) copy_ahead(to + (key * STRIDE + at), from + (key * bytes + at));
-    }
-}
-
-// A lot, by a warp: codes of a plane's rows of SWATH keys, behind them their scales. Those of keys outside of
+// A lot, by a warp: a plane's rows of the SWATH keys from j0 on, behind them their scales. Those of keys outside of
 // low .. end - 1, which get no weight, are rows of others.
-template <int HALF>
 __device__ static inline void copy_lot(const AttendTask &a, const CodedKeys &from, const CodedPlane &p, const Keys &s,
-                                       const Lot &lot, int low, int end, char *to) {
-    const int lane = threadIdx.x % 32, codes_at = (int)kv_row_bytes(p.type, lot.first);
-    const int scales_at = lot.scales < p.scale_bytes ? (int)kv_scale_bytes(p.type, lot.first) : 0;
-    char *to_scales = to + SWATH * lot.stride;
-    if (lot.j0 >= low && lot.j0 + SWATH <= (a.staged ? min(end, s.len) : end)) {           // they follow each other
-        const CodedRow row = coded_row(a, from, p, s, lot.j0);
-        with_type(p.type, [&](auto type) {
-            constexpr KvType T = decltype(type)::type;
-            if (T == KV_F16) return;
-            if (lot.dims == HALF) copy_codes<T, HALF>(to, row.codes + codes_at, 16 * p.chunks);
-            else copy_codes<T, KV_TURN>(to, row.codes + codes_at, 16 * p.chunks);
-        });
-        if (lane < lot.scales)
-            copy_ahead(to_scales + 16 * lane,
-                       row.scales + scales_at + lane * (lot.scales < p.scale_bytes ? p.scale_bytes : 16));
+                                       int low, int end, int j0, char *to) {
+    const int lane = threadIdx.x % 32, stride = p.stride, bytes = 16 * p.chunks, scale_bytes = p.scale_bytes;
+    char *to_scales = to + SWATH * stride;
+    if (p.type == KV_F16) return;
+    if (j0 >= low && j0 + SWATH <= (a.staged ? min(end, s.len) : end)) {       // they follow each other
+        const int first = lane >> p.lane_bits, at = 16 * (lane & ((1 << p.lane_bits) - 1)), step = 32 >> p.lane_bits;
+        const CodedRow row = coded_row(a, from, p, s, j0);
+        const char *codes = row.codes + first * bytes + at;
+        to += first * stride + at;
+        if (at < bytes)
+#pragma unroll 4
+            for (int key = first; key < SWATH; key += step, codes += step * bytes, to += step * stride)
+                copy_ahead(to, codes);
+        if (lane < scale_bytes) copy_ahead(to_scales + 16 * lane, row.scales + 16 * lane);
         return;
     }
 #pragma unroll 1
     for (int key = 0; key < SWATH; key++) {
-        const CodedRow row = coded_row(a, from, p, s, min(max(lot.j0 + key, low), end - 1));
-        if (16 * lane < (int)kv_row_bytes(p.type, lot.dims))
-            copy_ahead(to + key * lot.stride + 16 * lane, row.codes + codes_at + 16 * lane);
-        if (2 * lane < lot.scales)
-            ((uint16_t *)(to_scales + key * lot.scales))[lane] = ((const uint16_t *)(row.scales + scales_at))[lane];
+        const CodedRow row = coded_row(a, from, p, s, min(max(j0 + key, low), end - 1));
+        if (16 * lane < bytes) copy_ahead(to + key * stride + 16 * lane, row.codes + 16 * lane);
+        if (2 * lane < scale_bytes)
+            ((uint16_t *)(to_scales + key * scale_bytes))[lane] = ((const uint16_t *)row.scales)[lane];
     }
 }
 
@@ -5593,8 +5553,7 @@ template <KvType T> __device__ static inline TurnScales<T> turn_scales(const cha
     return *(const TurnScales<T> *)(scales + d / CodedType<T>::group * sizeof(__half));
 }
 
-// s += k q over values from .. to - 1 of those that rows and q begin with.   rows: keys t and t + 8, which s[0], s[1]
-// and s[2], s[3] have
+// s += k q over values from .. to - 1 of a swath's rows.   rows: keys t and t + 8, which s[0], s[1] and s[2], s[3] have
 template <KvType T, int HD>
 __device__ static inline void score_swath(float (&s)[4], const CodedRow (&rows)[2], int from, int to, const __half *q) {
     constexpr int ROW = HD + CODED_PAD;
@@ -5644,7 +5603,7 @@ __device__ static inline void weigh_swath(Stream<HD> &x, const float (&s)[4], un
         const float f1 = now[1] == x.top[1] ? 1 : fast_exp2(x.top[1] - now[1]);
         x.top[0] = now[0], x.top[1] = now[1], x.sum[0] *= f0, x.sum[1] *= f1;
 #pragma unroll
-        for (int m = 0; m < HD / 32; m++) x.acc[m][0] *= f0, x.acc[m][1] *= f1, x.acc[m][2] *= f0, x.acc[m][3] *= f1;
+        for (int m = 0; m < HD / 16; m++) x.acc[m][0] *= f0, x.acc[m][1] *= f1, x.acc[m][2] *= f0, x.acc[m][3] *= f1;
     }
     const float less[2] = { now[0] == -INFINITY ? 0 : now[0] - WEIGHT_UP, now[1] == -INFINITY ? 0 : now[1] - WEIGHT_UP };
 #pragma unroll
@@ -5655,13 +5614,13 @@ __device__ static inline void weigh_swath(Stream<HD> &x, const float (&s)[4], un
     }
 }
 
-// acc += V^T p for a swath.   rows: keys 2k, 2k + 1, 2k + 8, 2k + 9, from the first of DIMS values on
-template <KvType T, int RUN, int DIMS>
-__device__ static inline void add_swath(float (&acc)[DIMS / 16][4], const CodedRow (&rows)[4], const unsigned (&p)[2]) {
+// acc += V^T p for a swath.   rows: keys 2k, 2k + 1, 2k + 8, 2k + 9
+template <KvType T, int RUN, int HD>
+__device__ static inline void add_swath(float (&acc)[HD / 16][4], const CodedRow (&rows)[4], const unsigned (&p)[2]) {
     constexpr int IN_TURN = KV_TURN / (8 * RUN);       // groups
     const int first = threadIdx.x % 32 / 4 * RUN;
 #pragma unroll
-    for (int d = 0; d < DIMS; d += KV_TURN) {
+    for (int d = 0; d < HD; d += KV_TURN) {
         TurnScales<T> scales[4];
         for (int e = 0; e < 4 && T != KV_F16; e++) scales[e] = turn_scales<T>(rows[e].scales, d);
 #pragma unroll
@@ -5683,7 +5642,17 @@ __device__ static inline void add_swath(float (&acc)[DIMS / 16][4], const CodedR
     }
 }
 
-// f(RUN) for a tail, whose rows are f16: as in Stream, for the type of V in the cache
+// f(the type of a plane), known where it is compiled.
+template <typename F> __device__ static inline void with_type(KvType t, F f) {
+    switch (t) {
+    case KV_Q8_0: f(CodedType<KV_Q8_0>()); return;
+    case KV_Q4_0: f(CodedType<KV_Q4_0>()); return;
+    case KV_TQ4: f(CodedType<KV_TQ4>()); return;
+    case KV_TQ3: f(CodedType<KV_TQ3>()); return;
+    default: f(CodedType<KV_F16>());
+    }
+}
+// The same for a tail, whose rows are f16. RUN: as in Stream
 template <int RUN> struct Run { static constexpr int run = RUN; };
 template <typename F> __device__ static inline void with_run(KvType t, F f) {
     switch (kv_group(t)) {
@@ -5693,12 +5662,10 @@ template <typename F> __device__ static inline void with_run(KvType t, F f) {
     }
 }
 
-typedef struct {              // what a warp reads of the cache, or of its tail
+typedef struct {              // what a stream reads of the cache, or of its tail
     int first, step;          // first keys of its swaths: first, first + step, .. below last
     int low, last;            // keys that any of the rows may read there are among low .. last - 1
     int whole_low, whole_end; // keys that all of them read there
-    int value, n_k;           // the first of its HD / 2 values; how many of them are of K, tied: the rest is of V
-    int ring, v_at, stage_bytes;       // where its lots lie behind room.rings
 } Swaths;
 
 // Keys that a row reads in the tail begin behind its position less `reach`; 0: it reads none there. STREAMS swaths are
@@ -5708,10 +5675,10 @@ __device__ static inline Swaths swaths_of(const AttendTask &a, const Keys &s, co
     static_assert(STREAMS * SWATH % (KEYS << 2) == 0, "spans of up to 4 tiles");
     const Share &share = s.share;
     const int before = 2 * ((quotient(share.span, a.split.by_parts) << a.split.span_bits) + share.from);
-    const int skip = ((int)threadIdx.x / 64 - before) & (STREAMS - 1);     // swaths, from the first tile of the share
+    const int skip = ((int)threadIdx.x / 32 - before) & (STREAMS - 1);         // swaths, from the first tile of the share
     int first = INT_MAX, last = 0;
     Swaths w = { tile_of(share, a.split, share.from + skip / 2) * KEYS + skip % 2 * SWATH,
-                 STREAMS * SWATH * a.split.parts, s.low, s.end, 0, s.len, 0, 0, 0, 0, 0 };
+                 STREAMS * SWATH * a.split.parts, s.low, s.end, 0, s.len };
 #pragma unroll 1
     for (int r = s.from; r < s.to; r++) {
         first = min(first, rows[r].pos), last = max(last, rows[r].pos);
@@ -5724,115 +5691,78 @@ __device__ static inline Swaths swaths_of(const AttendTask &a, const Keys &s, co
     return w;
 }
 
-// s becomes the sum of what the pair's warps have, the first one's and then the second one's, in both of them.
-//   scores: (STREAMS, 32, 4) for this
-__device__ static inline void add_scores(float (&s)[4], float *scores) {
-    const int pair = threadIdx.x / 64;
-    float4 *of_lane = (float4 *)scores + pair * 32 + threadIdx.x % 32;
-    const bool second = threadIdx.x / 32 % 2;
-    if (!second) *of_lane = make_float4(s[0], s[1], s[2], s[3]);
-    sync_pair(pair);                                   // the first one's are there
-    if (second) {
-        const float4 x = *of_lane;
-        s[0] = x.x + s[0], s[1] = x.y + s[1], s[2] = x.z + s[2], s[3] = x.w + s[3];
-        *of_lane = make_float4(s[0], s[1], s[2], s[3]);
-    }
-    sync_pair(pair);                                   // sums are there
-    if (second) return;
-    const float4 x = *of_lane;
-    s[0] = x.x, s[1] = x.y, s[2] = x.z, s[3] = x.w;
-}
-
-// What a warp finds of its stream in the cache, or in its tail.
+// What a stream finds in the cache, or in its tail.
 template <int HD, bool TAIL>
 __device__ static inline void attend_stream(const CodedTask &c, const AttendBlock &block, const Keys &keys,
                                             const Columns<CODED_COLUMNS> &columns, const int &reach,
                                             const CodedRoom<HD> &room, Stream<HD> &x) {
-    constexpr int HALF = HD / 2;
     const AttendTask &a = c.a;
     const CodedKeys &source = TAIL ? c.tail : c.keys;
     const int warp = threadIdx.x / 32, t = threadIdx.x % 32 / 4, k2 = threadIdx.x % 4 * 2;
-    __shared__ Swaths of_warps[CODED_WARPS];           // here they take no registers
-    const Swaths &w = of_warps[warp];
+    __shared__ Swaths of_streams[STREAMS];             // here they take no registers
+    const Swaths &w = of_streams[warp];
     const float scale = a.scale * 1.44269504f, factor = a.n_rot ? kv_tied_factor(source.v.type) : 1;
-    auto lot = [&](int l) { return room.rings + w.ring + (l & (c.n_lots - 1)) / 2 * w.stage_bytes + l % 2 * w.v_at; };
+    char *ring = room.rings + warp * c.ring_bytes;
+    auto lot = [&](int l) { return ring + (l & (c.n_lots - 1)) / 2 * c.stage_bytes + l % 2 * c.v_at; };
     auto ask = [&](int l) {                            // for lot l: K of a swath, or V
-        const CodedPlane &p = l % 2 ? source.v : source.k;
-        const int j0 = w.first + l / 2 * w.step, dims = l % 2 ? HALF : w.n_k;
-        const Lot of = { j0, w.value, dims, lot_stride(p.type, dims), lot_scales(p.type, p.dim, dims) };
-        if (j0 < w.last && dims && p.type != KV_F16) copy_lot<HALF>(a, source, p, keys, of, w.low, w.last, lot(l));
+        const int j0 = w.first + l / 2 * w.step;
+        if (j0 < w.last) copy_lot(a, source, l % 2 ? source.v : source.k, keys, w.low, w.last, j0, lot(l));
         copy_commit();
     };
-    // From the warp's first value on.
-    auto row_of = [&](auto type, const CodedPlane &p, int dims, int l, int j0, int key) {
-        constexpr KvType T = decltype(type)::type;
-        if (T == KV_F16) {
-            CodedRow row = coded_row(a, source, p, keys, min(max(j0 + key, w.low), w.last - 1));
-            row.codes += kv_row_bytes(KV_F16, w.value);
-            return row;
-        }
-        const int stride = lot_stride(T, dims), scales = lot_scales(T, p.dim, dims);
-        return (CodedRow){ lot(l) + key * stride, lot(l) + SWATH * stride + key * scales +
-                               (scales < p.scale_bytes ? 0 : kv_scale_bytes(T, w.value)) };
+    auto row_of = [&](const CodedPlane &p, bool in_lot, int l, int j0, int key) {
+        if (!in_lot) return coded_row(a, source, p, keys, min(max(j0 + key, w.low), w.last - 1));
+        return (CodedRow){ lot(l) + key * p.stride, lot(l) + SWATH * p.stride + key * p.scale_bytes };
     };
-    if (threadIdx.x % 32 == 0) {
-        Swaths all = swaths_of<TAIL>(a, keys, columns.sights, reach);
-        const int second = warp % 2;
-        all.value = second * HALF, all.n_k = min(max(a.n_k - all.value, 0), HALF);
-        all.ring = warp / 2 * c.ring_bytes + c.ring_at[second];
-        all.v_at = c.v_at[second], all.stage_bytes = c.stage_bytes[second];
-        of_warps[warp] = all;
-    }
+    if (threadIdx.x % 32 == 0) of_streams[warp] = swaths_of<TAIL>(a, keys, columns.sights, reach);
     __syncwarp();
-    float s[4] = { };         // scores of the warp's keys
 #pragma unroll 1
-    for (int l = TAIL ? 0 : -c.n_lots; l < 0 || w.first + l / 2 * w.step < w.last; l++) {
-        const int j0 = w.first + l / 2 * w.step, v = l & 1;
-        if (l >= 0) {
+    for (int l = 0; l < c.n_lots; l++) ask(l);
+    if (!TAIL) {
+        place_queries(a, block, HD, room.q);
+        __syncthreads();
+    }
+#pragma unroll 1
+    for (int l = 0; w.first + l / 2 * w.step < w.last; l += 2) {
+        const int j0 = w.first + l / 2 * w.step;
+        float s[4] = { };
+        unsigned p[2];
+#pragma unroll 1
+        for (int v = 0; v < 2; v++) {                  // tied: V is the rest of K
             const CodedPlane &plane = v ? source.v : source.k;
-            const int dims = v ? HALF : w.n_k, from = v ? w.n_k : 0;
-            if (!TAIL) wait_for_lot(c.n_lots);
-            if (from < dims)
-                with_type(TAIL ? KV_F16 : plane.type, [&](auto type) {
-                    constexpr KvType T = decltype(type)::type;
-                    const CodedRow two[2] = { row_of(type, plane, dims, l, j0, t),
-                                              row_of(type, plane, dims, l, j0, t + 8) };
-                    score_swath<T, HD>(s, two, from, dims, room.q + w.value);
-                });
-        }
-        if (l >= 0 && v) {
-            unsigned p[2];
-            add_scores(s, room.weights);
-            const bool whole = j0 >= w.whole_low && j0 + SWATH <= w.whole_end;
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int row = columns.row_of[k2 + e % 2], j = j0 + t + e / 2 * 8;
-                const Sight &self = columns.sights[max(row, 0)];
-                s[e] = whole || (row >= 0 && in_sight(self, a.own, j) && (!reach || (j > self.pos - reach) == TAIL))
-                    ? s[e] * scale : -INFINITY;
-            }
-            weigh_swath<HD>(x, s, p);
-            auto add = [&](auto type, auto run) {
+            wait_for_lot(c.n_lots);
+            with_type(TAIL ? KV_F16 : plane.type, [&](auto type) {
                 constexpr KvType T = decltype(type)::type;
-                CodedRow four[4];
-                for (int e = 0; e < 4; e++) four[e] = row_of(type, source.v, HALF, l, j0, k2 + e % 2 + e / 2 * 8);
-                add_swath<T, decltype(run)::run, HALF>(x.acc, four, p);
-            };
-            if (TAIL) with_run(c.keys.v.type, [&](auto run) { add(CodedType<KV_F16>(), run); });
-            else with_type(source.v.type, [&](auto type) { add(type, Run<decltype(type)::group / 8>()); });
-            s[0] = s[1] = s[2] = s[3] = 0;
+                const CodedRow two[2] = { row_of(plane, T != KV_F16, l + v, j0, t),
+                                          row_of(plane, T != KV_F16, l + v, j0, t + 8) };
+                score_swath<T, HD>(s, two, v ? a.n_k : 0, v ? HD : a.n_k, room.q);
+            });
+            if (v) break;
+            __syncwarp();                              // K has been read
+            ask(l + c.n_lots);
         }
-        if (TAIL) continue;                            // nothing is copied
-        __syncwarp();                                  // the lot has been read
-        ask(l + c.n_lots);
-        if (l == -1) {
-            place_queries(a, block, HD, room.q);
-            __syncthreads();
+        const bool whole = j0 >= w.whole_low && j0 + SWATH <= w.whole_end;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int row = columns.row_of[k2 + e % 2], j = j0 + t + e / 2 * 8;
+            const Sight &self = columns.sights[max(row, 0)];
+            s[e] = whole || (row >= 0 && in_sight(self, a.own, j) && (!reach || (j > self.pos - reach) == TAIL))
+                ? s[e] * scale : -INFINITY;
         }
+        weigh_swath<HD>(x, s, p);
+        auto add = [&](auto type, auto run) {
+            constexpr KvType T = decltype(type)::type;
+            CodedRow four[4];
+            for (int e = 0; e < 4; e++) four[e] = row_of(source.v, T != KV_F16, l + 1, j0, k2 + e % 2 + e / 2 * 8);
+            add_swath<T, decltype(run)::run, HD>(x.acc, four, p);
+        };
+        if (TAIL) with_run(c.keys.v.type, [&](auto run) { add(CodedType<KV_F16>(), run); });
+        else with_type(source.v.type, [&](auto type) { add(type, Run<decltype(type)::group / 8>()); });
+        __syncwarp();                                  // V has been read
+        ask(l + 1 + c.n_lots);
     }
     if (factor == 1) return;
 #pragma unroll
-    for (int m = 0; m < HD / 32; m++)
+    for (int m = 0; m < HD / 16; m++)
 #pragma unroll
         for (int e = 0; e < 4; e++) x.acc[m][e] *= factor;
 }
@@ -5843,12 +5773,11 @@ template <int HD, typename Where>
 __device__ static inline void join_streams(Stream<HD> &x, int run, Columns<CODED_COLUMNS> &c, float *found, Where where) {
     constexpr int ROW = HD / 2 + ROW_PAD / 2;
     __shared__ float2 stats[STREAMS][CODED_COLUMNS];   // top and sum
-    const int stream = threadIdx.x / 64, second = threadIdx.x / 32 % 2, col = threadIdx.x;
-    const int lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2, col = threadIdx.x;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         for (int h = 16; h > 2; h /= 2) x.sum[e] += __shfl_xor_sync(~0u, x.sum[e], h);
-        if (t == 0 && !second) stats[stream][k2 + e] = make_float2(x.top[e], x.sum[e]);
+        if (t == 0) stats[warp][k2 + e] = make_float2(x.top[e], x.sum[e]);
     }
     __syncthreads();                                   // all are done with their lots, and with q
     auto top_of = [&](int col) {
@@ -5865,21 +5794,21 @@ __device__ static inline void join_streams(Stream<HD> &x, int run, Columns<CODED
         c.top[col] = top * 0.693147181f, c.sum[col] = sum;
     }
     const bool live = __any_sync(~0u, x.sum[0] != 0 || x.sum[1] != 0);
-    const float f[2] = { weight_of(stream, k2, top_of(k2)), weight_of(stream, k2 + 1, top_of(k2 + 1)) };
-#pragma unroll 1
+    const float f[2] = { weight_of(warp, k2, top_of(k2)), weight_of(warp, k2 + 1, top_of(k2 + 1)) };
+#pragma unroll
     for (int half = 0; half < 2; half++) {
         if (half) __syncthreads();                     // the first half has been read
 #pragma unroll
-        for (int i = 0; i < HD / 16 && live && half == second; i += 4)
+        for (int i = 0; i < HD / 16 && live; i += 4)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                const float (*y)[4] = x.acc + i / 2;
-                *(float4 *)(found + (stream * CODED_COLUMNS + k2 + e) * ROW + i / run * 8 * run + t * run + i % run) =
+                const float (*y)[4] = x.acc + half * (HD / 32) + i / 2;
+                *(float4 *)(found + (warp * CODED_COLUMNS + k2 + e) * ROW + i / run * 8 * run + t * run + i % run) =
                     make_float4(y[0][e] * f[e], y[0][2 + e] * f[e], y[1][e] * f[e], y[1][2 + e] * f[e]);
             }
         __syncthreads();
 #pragma unroll 1
-        for (int i = 4 * threadIdx.x; i < CODED_COLUMNS * HD / 2; i += 4 * CODED_THREADS) {
+        for (int i = 4 * threadIdx.x; i < CODED_COLUMNS * HD / 2; i += 4 * ATTEND_THREADS) {
             const int col = i / (HD / 2), d = i % (HD / 2);
             float *to = where(col);
             if (!to) continue;
@@ -5898,8 +5827,7 @@ __device__ static inline void join_streams(Stream<HD> &x, int run, Columns<CODED
 // attend, codes: softmax(scale * q k) v over the keys of one part, for 8 columns as in attend_half, of caches whose K or
 // V is of a quantised type; the other may be f16.
 //   shapes    q (n_rows, n_heads, HD) made already, in the basis of K; cache as in gemma4.h and parts/kv.h, tied or not
-//   launch    as attend_half, block 512: a pair of warps for a stream; dynamic shared memory coded_fixed_bytes +
-//             coded_room_bytes
+//   launch    as attend_half, a warp for a stream, dynamic shared memory coded_fixed_bytes + coded_ring_bytes
 //   traffic   every key in sight once for 8 columns, in its own bytes, up to n_lots lots under way in a warp; rows of
 //             f16 once more, from L1 or L2
 //   numerics  codes are exact in f16. S = K q as in attend_half, for a group at a time, which is multiplied with its
@@ -5909,7 +5837,7 @@ __device__ static inline void join_streams(Stream<HD> &x, int run, Columns<CODED
 //   time      instructions: the better part of a swath's go into making halves of codes
 //   see       cpu_attend
 template <int HD>
-__global__ void __launch_bounds__(CODED_THREADS, 1) attend_coded_kernel(const __grid_constant__ CodedTask c) {
+__global__ void __launch_bounds__(ATTEND_THREADS, 1) attend_coded_kernel(const __grid_constant__ CodedTask c) {
     __shared__ Columns<CODED_COLUMNS> columns;
     __shared__ Keys keys;     // here they take no registers
     __shared__ int reach;     // of the rows of keys
@@ -5950,19 +5878,18 @@ static AttendCoded attend_coded_of(int hd) {           // NULL: there is none
 static size_t coded_fixed_bytes(int hd) {
     return 2 * CODED_COLUMNS * (hd + CODED_PAD) * sizeof(__half) + WEIGHTED_PARTS * sizeof(float2);
 }
-// Of the first or the second warp of a pair.
-static size_t lot_bytes(const KvPlane *p, int head_dim, int second) {
-    const int half = head_dim / 2, dims = max_int(0, min_int(half, p->dim - second * half));
-    return kv_group(p->type) && dims ? SWATH * (lot_stride(p->type, dims) + lot_scales(p->type, p->dim, dims)) : 0;
+static int coded_stride(const KvPlane *p) { return (int)(kv_row_bytes(p->type, p->dim) / 16 | 1) * 16; }
+static size_t lot_bytes(const KvPlane *p) {
+    return kv_group(p->type) ? SWATH * (coded_stride(p) + kv_scale_bytes(p->type, p->dim)) : 0;
 }
-// n_stages: swaths under way; 0: half a one
-static size_t coded_ring_bytes(const Cache *c, int second, int n_stages) {
-    const size_t k = lot_bytes(&c->k, c->head_dim, second), v = lot_bytes(&c->v, c->head_dim, second);
+// Of a warp. n_stages: swaths under way; 0: half a one
+static size_t coded_ring_bytes(const Cache *c, int n_stages) {
+    const size_t k = lot_bytes(&c->k), v = lot_bytes(&c->v);
     return n_stages ? n_stages * (k + v) : k > v ? k : v;
 }
 // Of a block: rings, and then what its streams found.
 static size_t coded_room_bytes(const Cache *c, int n_stages) {
-    const size_t rings = STREAMS * (coded_ring_bytes(c, 0, n_stages) + coded_ring_bytes(c, 1, n_stages));
+    const size_t rings = STREAMS * coded_ring_bytes(c, n_stages);
     const size_t found = STREAMS * CODED_COLUMNS * (c->head_dim + ROW_PAD) / 2 * sizeof(float);
     return rings > found ? rings : found;
 }
@@ -5971,7 +5898,8 @@ static CodedPlane coded_plane(const KvPlane *p, const KvPlane *stage) {
     CodedPlane c = { };
     c.type = p->type, c.dim = p->dim;
     c.chunks = (int)(kv_row_bytes(p->type, p->dim) / 16);
-    c.scale_bytes = (int)kv_scale_bytes(p->type, p->dim);
+    while (1 << c.lane_bits < c.chunks) c.lane_bits++;
+    c.scale_bytes = (int)kv_scale_bytes(p->type, p->dim), c.stride = coded_stride(p);
     c.codes = (const char *)p->data, c.scales = (const char *)p->scale;
     if (stage) c.stage_codes = (const char *)stage->data, c.stage_scales = (const char *)stage->scale;
     return c;
@@ -6968,13 +6896,8 @@ static CodedTask coded_task(const AttendTask *t, const Attend *o, bool beside_fl
     task.a = *t;
     task.keys = coded_keys(c, o->stage);
     if (c->tail_slots) task.tail = coded_keys(&tail, NULL), task.tail_reach = c->tail_slots - STEP_ROWS;
-    task.n_lots = t->n_stages ? 2 * t->n_stages : 1;
-    for (int second = 0; second < 2; second++) {
-        task.stage_bytes[second] = (int)coded_ring_bytes(c, second, 1);
-        task.v_at[second] = t->n_stages ? (int)lot_bytes(&c->k, c->head_dim, second) : 0;
-        task.ring_at[second] = task.ring_bytes;
-        task.ring_bytes += (int)coded_ring_bytes(c, second, t->n_stages);
-    }
+    task.n_lots = t->n_stages ? 2 * t->n_stages : 1, task.v_at = t->n_stages ? (int)lot_bytes(&c->k) : 0;
+    task.stage_bytes = (int)coded_ring_bytes(c, 1), task.ring_bytes = (int)coded_ring_bytes(c, t->n_stages);
     task.turned = kv_group(c->v.type);
     task.beside_flash = beside_flash;
     return task;
@@ -6994,7 +6917,7 @@ static bool launch_attend(AttendTask *t, const Attend *o, int nc, bool beside_fl
         columns * part_bytes <= JOIN_BYTES && columns * parts <= weights;
     t->at_once = t->joins ? (int)(room / part_bytes) : 0;
     if (is_coded(c))
-        launch(WRITES_ACTIVATIONS, attend_coded_of(hd), grid, CODED_THREADS, shared, coded_task(t, o, beside_flash));
+        launch(WRITES_ACTIVATIONS, attend_coded_of(hd), grid, ATTEND_THREADS, shared, coded_task(t, o, beside_flash));
     else launch(WRITES_ACTIVATIONS | WRITES_CACHE, attend_half_of(hd, nc), grid, ATTEND_THREADS, shared, *t);
     return t->joins || parts == 1;
 }

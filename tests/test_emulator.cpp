@@ -290,13 +290,6 @@ __global__ void warp_values(int *out) {                // (12, 32)
     out[352 + l] = (int)transpose_matrix((unsigned)(2 * l | (2 * l + 1) << 16));       // values 8 row + column
 }
 
-__global__ void pairs(int *out) {                      // (128): what the other warp of a pair wrote
-    int *s = (int *)shared_bytes;
-    s[threadIdx.x] = (int)threadIdx.x;
-    sync_pair((int)threadIdx.x / 64);
-    out[threadIdx.x] = s[threadIdx.x ^ 32];
-}
-
 static void test_warp(void) {
     int *out = on_device<int>(12 * 32);
     launch(warp_values, 1, 32, 0, out);
@@ -314,13 +307,6 @@ static void test_warp(void) {
     cudaDeviceSynchronize();
     CHECK(ended[4] == 5 && ended[51] == 50 && ended[64] == -1, "lanes that have ended: got %d, %d, %d",
           ended[4], ended[51], ended[64]);
-    int *other = on_device<int>(128);
-    for (int n = 0, bad = 0; n < 16; n++, bad = 0) {
-        launch(pairs, 1, 128, 512, other);
-        cudaDeviceSynchronize();
-        for (int i = 0; i < 128; i++) bad += other[i] != (i ^ 32);
-        CHECK(!bad, "sync_pair: %d wrong", bad);
-    }
     CHECK(__byte_perm(0x33221100, 0x77665544, 0x7250) == 0x77225500 && __byte_perm(0x80, 0, 0x8888) == 0xffffffff, "__byte_perm");
     CHECK(__dp4a(0x7f80ff01, 0x7f800203, 10) == 10 + 127 * 127 + 128 * 128 - 2 + 3 && __vsub4(0x00800110, 0x01010101) == 0xff7f000f,
           "__dp4a, __vsub4");

@@ -91,11 +91,10 @@ enum CudaMeeting { MEET_SYNC, MEET_SHUFFLE, MEET_SHUFFLE_UP, MEET_SHUFFLE_DOWN, 
                    MEET_ADD, MEET_MIN, MEET_MAX, MEET_MIN_SIGNED, MEET_MAX_SIGNED, MEET_AND, MEET_OR, MEET_XOR, MEET_MATCH,
                    MEET_MATRICES, MEET_TRANSPOSED, MEET_TRANSPOSE, MEET_MULTIPLY_INT8, MEET_MULTIPLY_HALF,
                    MEET_BARRIER, MEET_BARRIER_OR, MEET_BARRIER_AND, MEET_BARRIER_COUNT, MEET_FIRST,
-                   MEET_PAIR, MEET_MBARRIER };
+                   MEET_MBARRIER };
 uint64_t cuda_meet(CudaMeeting what, unsigned mask, uint64_t value, int parameter = 0);      // lanes of a warp
 int  cuda_barrier(CudaMeeting what, int value);                                                  // threads of a block
 void cuda_barrier_of(int n);                                                                     // the first n of them
-void cuda_barrier_of_pair(int n);                                                                // warps 2 n, 2 n + 1
 void cuda_yield(void);                                                                           // another thread may go on
 __attribute__((noreturn, format(printf, 1, 2))) void cuda_fault(const char *fmt, ...);
 

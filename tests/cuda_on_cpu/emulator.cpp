@@ -38,7 +38,7 @@ struct Thread {
     uint3 index;
 };
 struct Warp {
-    unsigned live, ready, waiting, at_barrier, at_first, at_pair, at_mbarrier;  // sets of lanes
+    unsigned live, ready, waiting, at_barrier, at_first, at_mbarrier;   // sets of lanes
     unsigned turn;            // who of the ready is next: 32 * backwards + the first
     bool mixed;               // not all who wait do so in the same call
     uint64_t call[32];        // what << 32 | mask
@@ -191,8 +191,7 @@ static const char *meeting_name(CudaMeeting what) {
         "__ballot_sync", "__any_sync", "__all_sync", "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync",
         "__reduce_min_sync", "__reduce_max_sync", "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync", "__match_any_sync",
         "load_matrices", "load_matrices_transposed", "transpose_matrix", "multiply_int8", "multiply_half", "__syncthreads",
-        "__syncthreads_or", "__syncthreads_and", "__syncthreads_count", "sync_first", "sync_pair",
-        "mbarrier_wait" };
+        "__syncthreads_or", "__syncthreads_and", "__syncthreads_count", "sync_first", "mbarrier_wait" };
     return names[what];
 }
 
@@ -204,7 +203,6 @@ __attribute__((noreturn)) static void deadlock(void) {
         const auto waits_in = [](int thread) {
             const Warp *w = &block.warps[thread / 32];
             return w->at_barrier >> thread % 32 & 1 ? block.barrier : w->at_first >> thread % 32 & 1 ? MEET_FIRST
-                 : w->at_pair >> thread % 32 & 1 ? MEET_PAIR
                  : w->at_mbarrier >> thread % 32 & 1 ? MEET_MBARRIER : (CudaMeeting)(w->call[thread % 32] >> 32);
         };
         const CudaMeeting what = waits_in(i);
@@ -458,21 +456,6 @@ void cuda_barrier_of(int n) {
     wait_for_others(block);
 }
 
-// A barrier of warps 2 n and 2 n + 1.
-void cuda_barrier_of_pair(int n) {
-    Warp *first = block.warps + 2 * n, *w = block.warp;
-    if (n < 0 || 64 * (n + 1) > block.n_threads || (w != first && w != first + 1))
-        cuda_fault("sync_pair(%d) by thread %d of %d", n, (int)(w - block.warps) * 32 + block.lane, block.n_threads);
-    w->at_pair |= 1u << block.lane;
-    if ((first[0].at_pair & first[1].at_pair) == ~0u) {
-        for (Warp *x = first; x < first + 2; x++) {
-            make_ready(block, x, x->at_pair);
-            x->at_pair = 0;
-        }
-    }
-    wait_for_others(block);
-}
-
 // A barrier of 64 bits in shared memory: how many arrive in a phase, how many of them are still to come, the phase.
 struct Mbarrier { uint16_t count, missing; uint32_t phase; };
 void cuda_mbarrier_init(uint64_t *b, unsigned count) {
@@ -598,7 +581,7 @@ static void run_block(const CudaLaunch *l, uint32_t seed, size_t number) {
         const unsigned lanes = n >= 32 ? ~0u : (1u << n) - 1;
         block.warps[w].live = lanes;
         block.warps[w].ready = block.warps[w].waiting = block.warps[w].at_barrier = 0;
-        block.warps[w].at_first = block.warps[w].at_pair = block.warps[w].at_mbarrier = 0;
+        block.warps[w].at_first = block.warps[w].at_mbarrier = 0;
         make_ready(block, &block.warps[w], lanes);
     }
     block.warp = &block.warps[any_of(block.ready_warps)];

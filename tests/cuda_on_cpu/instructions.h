@@ -59,7 +59,6 @@ static inline void copy_commit(void) { cuda_copy_commit(); }
 template <int N> static inline void copied(void) { cuda_copied(N); }
 static inline int afresh(int v) { return v; }
 template <int N> static inline void sync_first(void) { cuda_barrier_of(N); }
-static inline void sync_pair(int n) { cuda_barrier_of_pair(n); }
 static inline void mbarrier_init(uint64_t *b, unsigned count) { cuda_mbarrier_init(b, count); }
 static inline void mbarrier_arrive(uint64_t *b) { cuda_mbarrier_arrive(b, false); }
 static inline void mbarrier_arrive_on_copies(uint64_t *b) { cuda_mbarrier_arrive(b, true); }
