@@ -143,6 +143,13 @@ static void random_ids(int32_t *ids, int n, int vocab) {
     for (int i = 0; i < n; i++) ids[i] = (i * i * 7 + i * 991 + 3) % vocab;
 }
 
+// A block drafted from a context of trees: rows of a tree may differ in their last bits on a GPU, and so may what follows.
+static void like_block(const Block *got, const Block *want, const char *what) {
+    const float a = got->logits[0], b = want->logits[0];
+    CHECK(!memcmp(got->ids, want->ids, sizeof got->ids) && fabsf(a - b) <= 5e-3f * fabsf(b), "%s: it drafts something else: %d with logit %.9g, "
+          "expected %d with %.9g", what, got->ids[0], (double)a, want->ids[0], (double)b);
+}
+
 static void same_block(const Block *got, const Block *want, const char *what) {
     CHECK(!memcmp(got, want, sizeof *got), "%s: it drafts something else: %d %d %d with logit %.9g, expected %d %d %d with %.9g", what,
           got->ids[0], got->ids[WIDTH], got->ids[2 * WIDTH], (double)got->logits[0], want->ids[0], want->ids[WIDTH],
@@ -169,7 +176,7 @@ static void test_contexts(const char *path, const char *drafter, int n) {
         run_ids(m, 1, ids + first, n - first, ways[i].how, ways[i].chunk, ways[i].draft);
         const Block got = draft_alone(m, 0, 9);
         if (i == 0) want = got;
-        same_block(&got, &want, ways[i].what);
+        (on_gpu && (ways[i].how == TREES || ways[i].how == TREES_WALKED) ? like_block : same_block)(&got, &want, ways[i].what);
         CHECK(m->drafter.start[1] == 0, "%s: the context begins at %d", ways[i].what, m->drafter.start[1]);
     }
     for (int back = 1; back <= 50; back += 49) {       // further tokens, some waiting and some stored, which are taken back
