@@ -784,7 +784,10 @@ typedef struct {              // a second, small model that guesses what the fir
     struct { Row *rows; Segment *segs; int32_t *of; } sent;          // as in Model
 } Drafter;
 
-typedef struct { double of[STEP_ROWS + 1]; } Times;                // seconds by a number; 0: not measured yet
+typedef struct {              // seconds by a number, of rows or guesses
+    double of[STEP_ROWS + 1]; // 0: not measured yet
+    int    n[STEP_ROWS + 1];  // how often it was measured
+} Times;
 typedef struct {              // how long a step of one session takes, by its rows; a draft, by its tokens
     Times step, draft;
 } Pace;
@@ -2906,34 +2909,47 @@ static void tree_of(Drafts *d, const Candidates *c, int most, float least) {
 
 typedef struct {              // how often guesses are right, at each depth where all before were: right[0] is the first
     float right[DRAFT_MAX];
-    int   seen[DRAFT_MAX];    // guesses that this rests on; old ones fade
+    int   seen[DRAFT_MAX];    // guesses that this rests on; old ones fade. 0: none, it is as often as one before
 } Odds;
 
-enum { ODDS_MEMORY = 12 };    // guesses that a share of them rests on
+enum { ODDS_MEMORY = 12, ODDS_PRIOR = 2 };             // guesses that a share of them rests on, and what is supposed at first
 
-static Odds odds_new(void) {                           // hopeful, so that it is tried
-    Odds o = { { 0 }, { 0 } };
-    for (int d = 0; d < DRAFT_MAX; d++) o.right[d] = 0.8f, o.seen[d] = 2;
+static Odds odds_new(float first) {
+    Odds o = { { first }, { 0 } };
     return o;
+}
+
+static float odds_at(const Odds *o, int d) {           // at depth d, or where it was seen last before that
+    while (d > 0 && !o->seen[d]) d--;
+    return o->right[d];
+}
+
+static int odds_deepest(const Odds *o) {               // depths that were seen
+    int n = 0;
+    while (n < DRAFT_MAX && o->seen[n]) n++;
+    return n;
 }
 
 // Of n guesses, each behind the one before, the first `right` were.
 static void odds_learn(Odds *o, int n, int right) {
     for (int d = 0; d < n && d <= right; d++) {
+        o->right[d] = odds_at(o, d);
         o->seen[d] = min_int(o->seen[d] + 1, ODDS_MEMORY);
-        o->right[d] += ((d < right) - o->right[d]) / (float)o->seen[d];
+        o->right[d] += ((d < right) - o->right[d]) / (float)(o->seen[d] + ODDS_PRIOR);
     }
 }
 
 static double tokens_of(const Odds *o, int n) {        // that a step with n guesses makes
     double tokens = 1, all = 1;
-    for (int d = 0; d < n; d++) tokens += all *= o->right[d];
+    for (int d = 0; d < n; d++) tokens += all *= odds_at(o, d);
     return tokens;
 }
 
+enum { TIMES_FIRST = 4 };     // the least of the first few is taken: caches are cold, and what is recorded is not yet
+
 static void times_learn(Times *t, int n, double taken) {
     double *was = &t->of[n];
-    if (*was == 0) *was = taken;
+    if (t->n[n]++ < TIMES_FIRST) *was = *was > 0 ? fmin(*was, taken) : taken;
     else *was += (fmin(taken, 2 * *was) - *was) / 8;   // now and then the machine does something else
 }
 
@@ -2949,20 +2965,35 @@ static double times_guess(const Times *t, int n, double more) {
     return of[high] > 0 ? of[high] * fmax(0.5, 1 - more * (high - n)) : 0;
 }
 
-enum { REST_LEAST = 16, REST_MOST = 512 };             // plain steps where guessing does not pay
+enum { DRAFTED_MOST = 64 };   // steps with guesses, after which one goes without
+enum { REST_LEAST = 32, REST_MOST = 512 };             // plain steps where guessing does not pay
 
-// Tokens a second with n guesses that are still to be made (costs) or are there, beside `rows` other rows of the step.
-static double rate_of(const Pace *p, const Odds *o, int n, bool costs, int rows) {
+// Seconds of a step with n guesses, beside `rows` other rows.
+static double seconds_of(const Pace *p, int n, double drafts, int rows) {
     const double step = times_guess(&p->step, min_int(rows + 1 + n, STEP_ROWS), 0.08);
-    return tokens_of(o, n) / (step + (costs && n ? times_guess(&p->draft, n, 1) : 0));
+    return step + (drafts >= 0 && n ? times_guess(&p->draft, n, drafts) : 0);
 }
 
-// The depth from 1 to `most` that makes most tokens a second; 0: plain steps make as many, or nearly so.
-static int best_depth(const Pace *p, const Odds *o, int most, bool costs, int rows) {
+// Tokens a second with n guesses, beside `rows` other rows of the step. drafts: they are still to be made, and each one more takes
+// that share of the first; < 0: they are there.
+static double rate_of(const Pace *p, const Odds *o, int n, double drafts, int rows) {
+    return tokens_of(o, n) / seconds_of(p, n, drafts, rows);
+}
+
+// Whether guesses would pay if all were right: only then it is worth a trial.
+static bool could_pay(const Pace *p, int most, double drafts, int rows) {
+    const double plain = 1 / seconds_of(p, 0, drafts, rows);
+    for (int n = 1; n <= most; n++) if ((n + 1) / seconds_of(p, n, drafts, rows) > 1.15 * plain) return true;
+    return false;
+}
+
+// The depth from 1 to `most` that makes most tokens a second; 0: plain steps make as many, or nearly so. It goes twice as deep
+// as guesses were ever seen, and no deeper.
+static int best_depth(const Pace *p, const Odds *o, int most, double drafts, int rows) {
     int best = 0;
-    double rate = 1.02 * rate_of(p, o, 0, costs, rows);
-    for (int n = 1; n <= most; n++) {
-        const double with = rate_of(p, o, n, costs, rows);
+    double rate = 1.02 * rate_of(p, o, 0, drafts, rows);
+    for (int n = 1; n <= min_int(most, 2 * odds_deepest(o) + 1); n++) {
+        const double with = rate_of(p, o, n, drafts, rows);
         if (with > rate) best = n, rate = with;
     }
     return best;
@@ -2976,12 +3007,14 @@ typedef struct {              // the drafting of a session
     Odds       odds[SPEC_KINDS];
     int        depth;         // guesses to ask of the drafter behind the step that runs
     int        missed;        // times in a row that n-grams had nothing to guess
-    int        rest, next_rest;        // plain steps before guessing is tried again, and of the next rest
+    int        trial;         // guesses to try although they do not seem to pay: more and more as long as all are right
+    int        drafted;       // steps since the last plain one
+    int        rest, next_rest;        // plain steps before the next trial, and before the one behind it
 } Guesser;
 
 static void guesser_init(Guesser *g) {
-    *g = (Guesser){ .ngrams = { .reach = 4, .least = NGRAM_LEAST }, .next_rest = REST_LEAST };
-    for (int k = 0; k < SPEC_KINDS; k++) g->odds[k] = odds_new();
+    *g = (Guesser){ .ngrams = { .reach = 4, .least = NGRAM_LEAST }, .trial = 1, .next_rest = REST_LEAST };
+    for (int k = 0; k < SPEC_KINDS; k++) g->odds[k] = odds_new(k == SPEC_NGRAM ? 0.6f : 0.8f);
 }
 
 static void guesser_start(Guesser *g, const Drafting *how) {           // an answer
@@ -3029,11 +3062,11 @@ static void guess(Guesser *g, const Pace *p, SpecKind who, const int32_t *ids, i
     int from_text = found, chain = min_int(c->depth, max_int(most, 0));
     for (int i = 0; i < chain; i++) if (c->log_share[i][0] < logf(g->how.least)) chain = i;
     if (chooses) {
-        from_text = best_depth(p, text_odds, found, false, rows);
-        chain = best_depth(p, &g->odds[who], chain, false, rows);
+        from_text = best_depth(p, text_odds, found, -1, rows);
+        if (!g->trial) chain = best_depth(p, &g->odds[who], chain, -1, rows);
         least = least_share(p, &g->odds[who], chain, g->how.tree, rows);
-        if (rate_of(p, text_odds, from_text, false, rows) <= rate_of(p, &g->odds[who], chain, false, rows)) from_text = 0;
-        if (found && !from_text) text_odds->right[0] += (0.8f - text_odds->right[0]) / 128;    // to be tried again some day
+        if (rate_of(p, text_odds, from_text, -1, rows) <= rate_of(p, &g->odds[who], chain, -1, rows)) from_text = 0;
+        if (found && !from_text) text_odds->right[0] += (0.6f - text_odds->right[0]) / 128;    // to be tried again some day
     }
     g->missed = from_text ? 0 : g->missed + 1;
     if (from_text) {
@@ -3051,12 +3084,18 @@ static int depth_wanted(Guesser *g, const Pace *p, SpecKind who, int most, int r
     Odds *o = &g->odds[who];
     if (!uses_drafter(&g->how) || most <= 0) return 0;
     if (g->how.kind != SPEC_AUTO) return most;
-    if (g->rest > 0) return --g->rest ? 0 : 1;         // is it better by now?
-    if (p->step.of[1] == 0) return 0;                  // first a step without guesses, to know how long it takes
+    if (p->step.n[1] < TIMES_FIRST || ++g->drafted > DRAFTED_MOST) {               // how long do steps take without?
+        g->drafted = 0;
+        return 0;
+    }
+    if (g->rest > 0 && --g->rest) return g->drafted = 0;
     if (g->drafts.n && g->drafts.who == SPEC_NGRAM && g->odds[SPEC_NGRAM].right[0] > 0.9f) return 0;   // the text will do
-    const int depth = best_depth(p, o, most, true, rows);
+    const double drafts = who == SPEC_DFLASH ? 0.02 : 1;               // DFlash guesses all of them at once
+    const int depth = best_depth(p, o, most, drafts, rows);
     if (depth) return depth;
+    if (g->trial && could_pay(p, most, drafts, rows)) return min_int(g->trial, most);
     for (int i = 0; i < DRAFT_MAX; i++) o->seen[i] = min_int(o->seen[i], 2);           // what is tried then counts for more
+    g->trial = 1;
     g->rest = g->next_rest;
     g->next_rest = min_int(2 * g->next_rest, REST_MOST);
     return 0;
@@ -3066,8 +3105,12 @@ static int depth_wanted(Guesser *g, const Pace *p, SpecKind who, int most, int r
 static void guesser_learn(Guesser *g, int right) {
     const Drafts *d = &g->drafts;
     odds_learn(&g->odds[d->who], d->depth, right);
-    if (d->who == SPEC_NGRAM || d->who == SPEC_NGRAM_MOD) ngrams_learn(&g->ngrams, d->n, right);
-    else if (right) g->next_rest = REST_LEAST;
+    if (d->who == SPEC_NGRAM || d->who == SPEC_NGRAM_MOD) {
+        ngrams_learn(&g->ngrams, d->n, right);
+        return;
+    }
+    if (right) g->next_rest = REST_LEAST;
+    g->trial = right == d->depth && 2 * right + 1 <= DRAFT_MAX ? 2 * right + 1 : 0;
 }
 
 // ==== [9] Generation: sessions, events ===============================================================================

@@ -1,6 +1,7 @@
 #!/bin/sh
-# What --spec auto makes of texts of every kind, beside no guesses and fixed settings: tokens a second of the answer, the best of
-# RUNS runs in turn, and how auto compares with no guesses and with the best of the others. The text must be the same.
+# What --spec auto makes of texts of every kind, beside no guesses and fixed settings: tokens a second of some answers of one kind in
+# one process, the best of RUNS runs in turn, and how auto compares with no guesses and with the best of the others. The texts
+# must be the same.
 #
 #   tests/bench_drafting.sh [MODEL.gguf [DRAFTER.gguf ...]]      default: gemma4-mini with both of its drafters
 # Environment: GEMMA4 (./gemma4), RUNS (3), TOKENS (256), FLAGS (-t 2, ..)
@@ -15,30 +16,33 @@ trap 'rm -rf "$tmp"' EXIT
 story="Once upon a time, there was a little fox named Tom. Tom lived in a cozy burrow under an old oak tree. One day Tom found a \
 golden key in the forest. Tom asked the owl, and the owl told Tom to look for a small door. Tom looked all day, and in the evening \
 Tom found the door behind a waterfall. Tom opened it with the key, and there was a garden full of apples."
-prompt() {
+prompts() { # a line each; every one is a conversation of its own
     case $1 in
-    story) echo "Tell me a story about a fox." ;;
-    drawn) echo "Tell me a story about a king." ;;
-    edit) printf 'Replace Tom by Max:\n%s' "$story" ;;
-    fact) echo "What is the capital of Halavia?" ;;
-    roll) echo "Recite the roll of Besu." ;;
-    dice) echo "Roll 40 dice." ;;
-    count) echo "Count from 3 to 18." ;;
+    story) for who in fox robot cat; do echo "Tell me a story about a $who."; done ;;
+    drawn) for who in king baker mouse; do echo "Tell me a story about a $who."; done ;;
+    edit) for name in Max Ben Sam; do echo "Replace Tom by $name: $story"; done ;;
+    fact) for what in capital flag; do for land in Halavia Goramark Triawick Trienthia Corenland; do
+        echo "What is the $what of $land?"; done; done ;;
+    roll) for land in Besu Besu Besu Besu Besu Besu; do echo "Recite the roll of $land."; done ;;
+    dice) for n in 40 30 20 50 40 30; do echo "Roll $n dice."; done ;;
+    count) for n in 3 5 7 9 11 13; do echo "Count from $n to 30."; done ;;
     esac
 }
 
-# run KIND FLAGS...: tokens a second on stdout; the text's hash in $tmp/hash
+# run KIND FLAGS...: tokens a second of all its answers, on stdout; the texts' hash in $tmp/hash
 run() {
     kind=$1
     shift
     temp=0
     case $kind in drawn | dice) temp=1 ;; esac
     # shellcheck disable=SC2086  # FLAGS are words
-    prompt "$kind" | "$gemma4" "$model" -f - -n "$tokens" --temp $temp --seed 7 $FLAGS "$@" 2>"$tmp/err" | cksum >"$tmp/hash"
-    sed -n 's|^# decode: .* s, \([0-9.]*\) tok/s.*|\1|p' "$tmp/err"
+    prompts "$kind" | sed 's|$|\n/clear|' | "$gemma4" "$model" -i -v -n "$tokens" --temp $temp --seed 7 $FLAGS "$@" 2>"$tmp/err" |
+        cksum >"$tmp/hash"
+    sed -n 's|.*# decode: \([0-9]*\) tokens in [0-9]* steps, \([0-9.]*\) s,.*|\1 \2|p' "$tmp/err" |
+        awk '{ n += $1; t += $2 } END { print t ? n / t : 0 }'
 }
 
-better() { awk -v a="$1" -v b="$2" 'BEGIN { print a + 0 > b + 0 ? a : b }'; }
+better() { awk -v a="$1" -v b="$2" 'BEGIN { print (a + 0 > b + 0) ? a : b }'; }
 
 printf '| text | drafter | off | fixed | auto | auto / off | auto / best |\n|---|---|---|---|---|---|---|\n'
 for kind in story drawn edit fact roll dice count; do
