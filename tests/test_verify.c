@@ -161,6 +161,7 @@ static void one_prompt(Session *plain, Session *s, const char *name, const Choos
         if (guess[g].forget) forget_table();
         if (guess[g].spoil && ngram_mod.next) spoil_table(s->m);
         o.drafting = guess[g].drafting;
+        if (o.drafting.kind == SPEC_MTP) o.drafting.kind = drafter_of(s->m);          // whichever there is
         reset_session(s->m, s->seq);
         s->held.n = 0, s->n_marks = 0;
         const Answer got = tell(s, i, &o, cancel_after);
@@ -184,7 +185,7 @@ static void one_prompt(Session *plain, Session *s, const char *name, const Choos
 
 // Three sessions, in steps of their own and then in common ones: what each says does not depend on the others' guesses.
 static void in_company(Model *m, Session *s, const char *name, int n) {
-    const SpecKind drafter = m->drafter.kind == DRAFTER_NONE ? SPEC_NGRAM : SPEC_MTP;
+    const SpecKind drafter = m->drafter.kind == DRAFTER_NONE ? SPEC_NGRAM : drafter_of(m);
     const Drafting company[3] = { { .kind = SPEC_NGRAM, .most = 12 }, { .kind = SPEC_NGRAM_MOD, .most = 12 }, { .kind = drafter, .most = 6 } };
     Answer alone[3], together[3] = { 0 };
     AnswerOptions o[3];
@@ -281,6 +282,7 @@ int main(int argc, char **argv) {
             break;
         }
         one_model("models/gemma4-mini-q8_0.gguf", "models/gemma4-mini-mtp-q8_0.gguf", whole);
+        one_model("models/gemma4-mini-q8_0.gguf", "models/gemma4-mini-dflash-q8_0.gguf", whole);
         one_model("models/gemma4-mini-e-q8_0.gguf", NULL, whole);
     }
     return test_done("verify");
