@@ -6540,6 +6540,44 @@ static void cpu_block_select(const BlockSelect *o) {
     }
 }
 
+// Of heads first .. end - 1, counted through all rows: what each looks at.
+static void share_keys(const void *task, int first, int end) {
+    const AttnMass *o = task;
+    const Cache *c = o->cache;
+    const int hd = c->head_dim, n_k = c->k.dim;
+    float k_room[KEYS * MAX_HEAD_DIM], v_room[KEYS * MAX_HEAD_DIM];
+    for (int i = first; i < end; i++) {
+        const Row *row = &o->batch->rows[i / o->n_heads];
+        const int seq = o->batch->segs[row->seg].seq, keys = o->batch->len[seq] + row->index + 1;
+        const int g = i % o->n_heads / (o->n_heads / c->n_kv_heads);
+        const float *q = o->q + (size_t)i * hd;
+        float *share = o->shares + (size_t)i * o->n_keys, rest[KEYS] = { 0 }, largest = -INFINITY, sum = 0;
+        for (int j = 0; j < keys; j += KEYS) {
+            const int n = min_int(KEYS, keys - j);
+            const float *k = kv_floats(c, &c->k, seq, g, j, n, k_room);
+            gguf_dot_f32_rows(GGUF_F32, k, n, n_k * sizeof *k, q, 1, hd, n_k, share + j, KEYS);
+            if (n_k < hd) {                            // tied: the rest of K is V
+                const float *v = kv_floats(c, &c->v, seq, g, j, n, v_room);
+                gguf_dot_f32_rows(GGUF_F32, v + n_k, n, hd * sizeof *v, q + n_k, 1, hd, hd - n_k, rest, KEYS);
+            }
+            for (int m = 0; m < n; m++) largest = fmaxf(largest, share[j + m] = (share[j + m] + rest[m]) * o->scale);
+        }
+        for (int j = 0; j < keys; j++) sum += share[j] = exp_of(share[j] - largest);
+        for (int j = 0; j < keys; j++) share[j] /= sum;
+    }
+}
+
+static void cpu_attn_mass(const AttnMass *o) {
+    parallel(o->batch->n_rows * o->n_heads, 1, share_keys, o);
+    for (int i = 0; i < o->batch->n_rows * o->n_heads; i++) {
+        const Row *row = &o->batch->rows[i / o->n_heads];
+        const int keys = o->batch->len[o->batch->segs[row->seg].seq] + row->index + 1;
+        const float *share = o->shares + (size_t)i * o->n_keys;
+        float *mass = o->mass + (size_t)(i / o->n_heads) * o->n_keys;
+        for (int j = 0; j < keys; j++) mass[j] = fmaxf(mass[j], share[j]);
+    }
+}
+
 // One cached row of all heads from one place to another.
 static void kv_move(const Cache *dst, int dst_seq, int dst_slot, const Cache *src, int src_seq, int src_slot) {
     for (int g = 0; g < dst->n_kv_heads; g++)
@@ -6876,7 +6914,7 @@ const Ops *cpu_ops(void) {
         .embed = cpu_embed, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up, .route = cpu_route,
         .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store,
-        .block_select = cpu_block_select, .attend = cpu_attend,
+        .block_select = cpu_block_select, .attn_mass = cpu_attn_mass, .attend = cpu_attend,
         .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob, .sample = cpu_sample,
         .verify_walk = cpu_verify_walk, .head_centroid = cpu_head_centroid
     };
