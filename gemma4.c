@@ -647,6 +647,8 @@ typedef struct {
     float  pflash;            // alpha of block_select in prompts of at least pflash_from tokens, all counted; 0: they are dense
     float  pflash_density;    // for measurements: the part of the blocks that stays, instead; 0: alpha decides
     int    pflash_from;
+    bool   scores;            // it may score tokens, for prompt compression
+    Limits beside;            // of a model that shares the backend
     const char *drafter;      // file of a drafter; NULL: none
     bool   lazy_draft;        // its weights have room, but are uploaded when it drafts first
     int    draft_width;       // candidates for each token that it drafts; 1: chains
@@ -702,9 +704,13 @@ typedef struct {              // what forward works on; all in backend memory
     void    *block_means;              // (n_seqs, n_kv_heads, n_blocks, head_dim) floats of room
     float   *block_scores, *block_weights;     // (n_batch / SELECT_ROWS, n_heads or n_kv_heads, n_blocks)
     int64_t *block_count;              // (2) blocks attended to, blocks in sight
+    float   *shares, *mass;            // (LOOK_ROWS, n_heads, n_keys), (LOOK_ROWS, n_keys) of AttnMass; NULL: it scores no tokens
+    int      n_keys;                   // the largest number of slots
     double  *inv_freq[2];              // (n_pairs) radians per position: global, sliding layers
     float   *dump[5];                  // (n_batch, widest) when dumping
 } State;
+
+enum { LOOK_ROWS = 32 };      // last tokens of a prompt, whose attention is what a token scores
 
 enum { FED = -1 };            // StepRow.token of a row: what is known on the device only. In segments of one row it was sampled last,
                               // for this row of the logits; in longer ones it was chosen last and drafted behind it
@@ -837,6 +843,8 @@ typedef struct {
     } sent;
     StepRow     *chunk;                // (n_batch) room for a caller of step() to write rows to
     int          n_rows, n_segs, n_kept;
+    int          scoring;              // 0, or the variant of steps that score tokens: SCORING, LOOKING
+    int          n_scored;             // the first layers, which such steps run; the last of them owns a cache that sees all
     const volatile sig_atomic_t *stop; // a prompt step is given up between two layers when this is set; NULL: it is not
     bool         ahead;                // the last step was FED: it is under way before anybody knows whether it is wanted
     const char  *dump_dir;             // checkpoints go to files here; "": into memory; NULL: there are none
@@ -1024,8 +1032,24 @@ static void plan_blocks(Model *m, Arena *a) {
     s->block_count = take(a, 2, sizeof(int64_t));
 }
 
+// What scoring tokens works on. It takes the first third of the layers, to the next one that is global; where layers share
+// caches, all that own one.
+static void plan_scores(Model *m, Arena *a) {
+    const Config *c = &m->config;
+    State *s = &m->s;
+    if (!m->options.scores) return;
+    m->n_scored = c->first_shared;
+    while (c->layer[m->n_scored - 1].is_swa && m->n_scored > 1) m->n_scored--;
+    for (int l = (c->n_layers - 1) / 3; l < m->n_scored && c->first_shared == c->n_layers; l++)
+        if (!c->layer[l].is_swa) m->n_scored = l + 1;
+    s->n_keys = (int)round_up((size_t)m->options.n_ctx + STEP_ROWS, TILE_SLOTS);
+    s->shares = take(a, (size_t)LOOK_ROWS * (size_t)c->n_heads * (size_t)s->n_keys, sizeof(float));
+    s->mass = take(a, (size_t)LOOK_ROWS * (size_t)s->n_keys, sizeof(float));
+}
+
 static Limits plan_limits(const Model *m) {
     const Config *c = &m->config;
+    const Limits *with = &m->options.beside;
     Limits lim = { .max_rows = m->options.n_batch, .max_experts = c->n_experts_used, .vocab = c->vocab,
                    .max_cols = max_int(max_int(c->dim, c->expert_dim), c->n_layers * c->ple_dim) };
     for (int l = 0; l < c->n_layers; l++)
@@ -1038,6 +1062,8 @@ static Limits plan_limits(const Model *m) {
         lim.max_cols = max_int(lim.max_cols, m->drafter.n_taps * c->dim);
         lim.max_rows = max_int(lim.max_rows, m->options.n_seqs * m->options.draft_depth);
     }
+    lim.max_rows = max_int(lim.max_rows, with->max_rows), lim.max_cols = max_int(lim.max_cols, with->max_cols);
+    lim.max_experts = max_int(lim.max_experts, with->max_experts), lim.vocab = max_int(lim.vocab, with->vocab);
     return lim;
 }
 
@@ -1083,6 +1109,7 @@ static void plan_memory(Model *m, Arena *a) {
     const size_t before = a->used;
     plan_state(m, a);
     plan_blocks(m, a);
+    plan_scores(m, a);
     m->plan.activations = a->used - before;
     if (m->drafter.kind != DRAFTER_NONE) plan_drafter(m, a);
     const Limits lim = plan_limits(m);
@@ -1300,6 +1327,7 @@ static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     const Config *c = &m->config;
     assert(o.n_seqs >= 1 && o.n_seqs <= MAX_SESSIONS);
     if ((o.pflash || o.pflash_density) && !ops->block_select) die("--pflash: the backend %s has no sparse attention", ops->name);
+    if (o.scores && !ops->attn_mass) die("--compress: the backend %s cannot score tokens", ops->name);
     if (o.n_batch != BATCH_FIT) o.n_batch = max_int(o.n_batch, STEP_ROWS);
     o.n_logits = max_int(o.n_logits, o.n_seqs);
     m->options = o;
@@ -1412,6 +1440,8 @@ static void free_model(Model *m) {
 //
 // Checkpoints carry the names of llama.cpp's gemma4 graph. They cost nothing unless --dump is given.
 
+// What else the operations of a step depend on: StepKey.variant.
+enum { PLAIN, ROWS_ARE_FED, DRAFTS_ARE_FED, COMMITS_CHAINS, COMMITS_PATHS, WALKS_CHAINS, WALKS_PATHS, SCORING, LOOKING };
 enum { OUT_OF_LAYERS = -1 };
 enum { LAYERS_AHEAD = 2, MANY_ROWS = 512 };            // see go_on()
 
@@ -1552,7 +1582,10 @@ static bool attention(Model *m, int l, Pass *p) {
     const bool has_v = w->attn_v.data != NULL;
     // From the last layer with a cache of its own on, and behind the last that is tapped, layers need only the rows whose output
     // is wanted, and so does its q.
-    const bool shrink = l == max_int(c->first_shared - 1, m->drafter.n_tapped) && m->n_kept < p->batch.n_rows && !m->dump_dir;
+    // Steps that score tokens end there.
+    const bool looks = m->scoring == LOOKING && !lc->is_swa;
+    const int last = m->scoring ? m->n_scored - 1 : max_int(c->first_shared - 1, m->drafter.n_tapped);
+    const bool shrink = l == last && m->n_kept < p->batch.n_rows && !m->dump_dir && !looks;
     const Cache *cache = &m->caches[m->cache_of[l]];
     const Cache stage = stage_of(m, cache);
 
@@ -1583,12 +1616,18 @@ static bool attention(Model *m, int l, Pass *p) {
         store.k = store.v = NULL;
     }
     const int n_rows = p->batch.n_rows;
-    const bool sparse = s->blocks.n && p->staged && !lc->is_swa && n_rows == m->n_rows;
+    const bool sparse = s->blocks.n && p->staged && !lc->is_swa && n_rows == m->n_rows && !m->scoring;
     if (sparse) select_blocks(m, &store);
+    if (looks) {
+        op->qkv_store(&store);
+        op->attn_mass(&(AttnMass){ .batch = &p->batch, .cache = cache, .n_heads = c->n_heads, .q = s->q, .scale = 1,
+                                   .n_keys = s->n_keys, .shares = s->shares, .mass = s->mass });
+        if (l == last) return false;
+    }
     const Act att_out = act_for(&w->attn_output, s->att_out);
     op->attend(&(Attend){ .batch = &p->batch, .cache = cache, .stage = store.stage, .n_heads = c->n_heads, .q = s->q,
                           .window = lc->is_swa ? c->n_swa : 0, .own = OWN_CAUSAL, .scale = 1,
-                          .blocks = sparse ? &s->blocks : NULL, .store = sparse ? NULL : &store, .out = att_out });
+                          .blocks = sparse ? &s->blocks : NULL, .store = sparse || looks ? NULL : &store, .out = att_out });
     checkpoint(m, "Qcur_normed", l, s->dump[0], n_rows, c->n_heads * lc->head_dim);
     checkpoint(m, "Qcur_pos", l, s->dump[1], n_rows, c->n_heads * lc->head_dim);
     if (own) {
@@ -2520,9 +2559,6 @@ static int n_dense(const Model *m, const StepSeg *seg) {
     return max_int(0, min_int(seg->n, DENSE_ROWS - seg->more));
 }
 
-// What else the operations of a step depend on: StepKey.variant.
-enum { PLAIN, ROWS_ARE_FED, DRAFTS_ARE_FED, COMMITS_CHAINS, COMMITS_PATHS, WALKS_CHAINS, WALKS_PATHS };
-
 // Tokens of a step that is fed, from where the last one left them: each segment's next one and what was drafted behind it.
 static void issue_feed(Model *m, bool drafts) {
     const State *s = &m->s;
@@ -2588,7 +2624,7 @@ static int step(Model *m, const StepSeg *segs, int n_segs) {
     send_new(m, s->kept_index, m->sent.kept_index, m->kept_index, (size_t)m->n_kept * sizeof(int32_t));
     if (drafts) send_feed(m);
     const StepKey key = { .model = m->number, .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs,
-                          .kept = m->n_kept, .logits = m->n_kept, .variant = drafts ? DRAFTS_ARE_FED : fed ? ROWS_ARE_FED : PLAIN };
+                          .kept = m->n_kept, .logits = m->n_kept, .variant = m->scoring ? m->scoring : drafts ? DRAFTS_ARE_FED : fed ? ROWS_ARE_FED : PLAIN };
     const bool record = !m->dump_dir;                  // checkpoints copy out as they go
     bool done = true;
     if (!record || op->begin(key)) {
@@ -4327,6 +4363,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 #include "parts/reference.h"
 #include "parts/session.h"
 #include "parts/bench.h"
+#include "parts/compress.h"
 #include "parts/niah.h"
 #include "parts/chat.h"
 #include "parts/store.h"
@@ -4359,14 +4396,14 @@ typedef struct {
     const char *k_type, *v_type, *ring_type, *history, *session, *drafter, *spec, *force;
     const char *target, *type;                  // quantize: OUT, TYPE
     const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
-    const char *fill, *svg;
+    const char *fill, *svg, *scorer;
     const char *host, *api_key, *api_key_file, *alias, *session_dir;   // serve
     double port, parallel, chunk, queue, timeout, max_body, cache_ram, session_disk;
     const char *kld_base, *kld;                 // ppl
     double n_runs, stride, n_chunks;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
     double think_budget, memory, tail, draft_max, draft_min_p, tree;
-    double pflash, pflash_from, pflash_density, n_needles;
+    double pflash, pflash_from, pflash_density, n_needles, compress;
     TextList biases, stops;
     bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, lazy_draft, log_text;
     bool help, version;
@@ -4476,6 +4513,11 @@ static const Flag flags[] = {
       "prompts that end before token N stay dense; default 16384" },
     { "--pflash-density", NULL, "PERCENT", FLAG_REAL, PPL | BENCH | NIAH, FIELD(pflash_density), 0, 100,
       "to measure: attend to this part of the blocks, the heaviest, whatever they weigh; default 0: --pflash decides" },
+    { "--compress", NULL, "R", FLAG_REAL, GENERATE | NIAH, FIELD(compress), 0.001, 0.999,
+      "prompt compression, lossy: of a long prompt, in a chat of a long message, the model sees this part of the tokens only, those "
+      "that its end attends to most; default: all" },
+    { "--scorer", NULL, "FILE", FLAG_TEXT, GENERATE | NIAH, FIELD(scorer), 0, 0,
+      "--compress: a small model of the same vocabulary, which reads the whole prompt; default: the first layers of the model itself" },
     { "--against", NULL, "BACKEND", FLAG_TEXT, CHECK, FIELD(against), 0, 0,
       "check: compare with cpu or with reference, the definition in plain loops, slow beyond small files; default cpu" },
     { "--vram", NULL, "G", FLAG_REAL, PLANS | BENCH | NIAH, FIELD(memory), 0.001, 1e6,
@@ -4885,6 +4927,8 @@ static void check_session_path(const char *path) {
 
 // Dies where flags contradict each other.
 static void check_generate_flags(const Flags *f, bool chatting) {
+    if (f->compress && (f->session || f->shift || f->dump))
+        die("--compress: expected no %s with it: what the model was shown is not the text", f->session ? "--session" : f->shift ? "--context-shift" : "--dump");
     for (int i = 0; i < f->stops.n; i++)
         if (!*f->stops.text[i]) die("--stop: expected a text, got an empty one");
     if (f->raw && (f->system || f->tools || f->think || f->chat_template || chatting))
@@ -4934,7 +4978,12 @@ static void raw_prompt(Chat *c, const char *text, size_t n, TokIds *ids) {
 static void answer_once(Chat *c, const TokIds *raw) {
     Session *s = &c->s;
     const size_t n = count_messages(&c->messages, NULL);
-    const Prompt p = { .ids = raw->ids, .n = (int)raw->n, .n_head = 1 };
+    Prompt p = { .ids = raw->ids, .n = (int)raw->n, .n_head = 1 };
+    if (c->raw && c->compressor.ratio > 0) {
+        if (!compress_prompt(&c->compressor, s, raw->ids, (int)raw->n, max_int((int)s->held.n, 1), &c->shown)) die("%s", c->compressor.err);
+        print_compressed((int)c->shown.n, (int)raw->n);
+        p.ids = c->shown.ids, p.n = (int)c->shown.n;
+    }
     if (!c->raw && !answer(c)) die("-p: %s", c->err);
     if (c->raw && !(session_start(s, &p, &c->options) && print_answer(s, &c->show))) die("-p: %s", s->err);
     if (!c->raw && count_messages(&c->messages, NULL) == n) keep_messages(&c->messages, true, n - 1);      // no answer came
@@ -4994,7 +5043,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
     if (f->think_budget >= 0 && tok.channel_close < 0) die("--think-budget: %s: has no token <channel|>", m->gguf.path);
     Chat c = { .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose, .chatting = chatting, .raw = f->raw,
-               .session = f->session, .show = { (int)f->top_logits, f->show_thoughts, .newline = chatting } };
+               .session = f->session, .compressor = { .ratio = (float)f->compress, .file = f->scorer }, .show = { (int)f->top_logits, f->show_thoughts, .newline = chatting } };
     c.options = (AnswerOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .stops = f->stops,
                                  .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget, .shift = f->shift };
     c.options.sampling = sampling_params(f, &m->gguf);
@@ -5014,7 +5063,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
             die("-p: %s", tok.err);
         }
     }
-    if (ids.n > (size_t)m->options.n_ctx)              // in a chat, what the flags bring
+    if (ids.n > (size_t)m->options.n_ctx && !f->compress)              // in a chat, what the flags bring
         die("%s: the prompt has %zu tokens, the context %d; try -c %zu", chatting ? "-i" : "-p", ids.n, m->options.n_ctx,
             ids.n + 512);
 
@@ -5084,7 +5133,8 @@ static void run_niah(const Flags *f, const Ops *ops, PlanOptions o) {
     verb_niah(f->model, ops, o, &(NiahOptions){
         .lengths = parse_list("-p", f->prompts ? f->prompts : "1024,2048,4096", 0), .n_needles = (int)f->n_needles,
         .depths = parse_list("-d", f->depths ? f->depths : "0,25,50,75,100", 0), .n_runs = (int)f->n_runs,
-        .csv = f->out && !strcmp(f->out, "csv"), .svg = f->svg, .hay = hay, .n_hay = n });
+        .csv = f->out && !strcmp(f->out, "csv"), .svg = f->svg, .hay = hay, .n_hay = n,
+        .compressor = { .ratio = (float)f->compress, .file = f->scorer } });
     free(hay);
 }
 
@@ -5171,6 +5221,8 @@ int main(int argc, char **argv) {
     default: break;
     }
     PlanOptions o = { .n_seqs = 1, .n_batch = BATCH_FIT, .n_logits = 1, .memory = (size_t)(f.memory * (1 << 30)) };
+    if (f.scorer && !f.compress) die("--scorer: it scores tokens for --compress; try --compress 0.2");
+    o.scores = f.compress && !f.scorer;
     o.n_ctx = f.n_ctx < 0 ? 0 : f.n_ctx > 0 ? (int)f.n_ctx : CTX_FIT;
     o.k_type = parse_kv_type("-ctk", f.k_type, f.verb == LOGITS || f.verb == CHECK ? KV_F32 : KV_F16);
     o.v_type = parse_kv_type("-ctv", f.v_type, o.k_type);
@@ -6583,6 +6635,44 @@ static void cpu_block_select(const BlockSelect *o) {
     }
 }
 
+// Of heads first .. end - 1, counted through all rows: what each looks at.
+static void share_keys(const void *task, int first, int end) {
+    const AttnMass *o = task;
+    const Cache *c = o->cache;
+    const int hd = c->head_dim, n_k = c->k.dim;
+    float k_room[KEYS * MAX_HEAD_DIM], v_room[KEYS * MAX_HEAD_DIM];
+    for (int i = first; i < end; i++) {
+        const Row *row = &o->batch->rows[i / o->n_heads];
+        const int seq = o->batch->segs[row->seg].seq, keys = o->batch->len[seq] + row->index + 1;
+        const int g = i % o->n_heads / (o->n_heads / c->n_kv_heads);
+        const float *q = o->q + (size_t)i * hd;
+        float *share = o->shares + (size_t)i * o->n_keys, rest[KEYS] = { 0 }, largest = -INFINITY, sum = 0;
+        for (int j = 0; j < keys; j += KEYS) {
+            const int n = min_int(KEYS, keys - j);
+            const float *k = kv_floats(c, &c->k, seq, g, j, n, k_room);
+            gguf_dot_f32_rows(GGUF_F32, k, n, n_k * sizeof *k, q, 1, hd, n_k, share + j, KEYS);
+            if (n_k < hd) {                            // tied: the rest of K is V
+                const float *v = kv_floats(c, &c->v, seq, g, j, n, v_room);
+                gguf_dot_f32_rows(GGUF_F32, v + n_k, n, hd * sizeof *v, q + n_k, 1, hd, hd - n_k, rest, KEYS);
+            }
+            for (int m = 0; m < n; m++) largest = fmaxf(largest, share[j + m] = (share[j + m] + rest[m]) * o->scale);
+        }
+        for (int j = 0; j < keys; j++) sum += share[j] = exp_of(share[j] - largest);
+        for (int j = 0; j < keys; j++) share[j] /= sum;
+    }
+}
+
+static void cpu_attn_mass(const AttnMass *o) {
+    parallel(o->batch->n_rows * o->n_heads, 1, share_keys, o);
+    for (int i = 0; i < o->batch->n_rows * o->n_heads; i++) {
+        const Row *row = &o->batch->rows[i / o->n_heads];
+        const int keys = o->batch->len[o->batch->segs[row->seg].seq] + row->index + 1;
+        const float *share = o->shares + (size_t)i * o->n_keys;
+        float *mass = o->mass + (size_t)(i / o->n_heads) * o->n_keys;
+        for (int j = 0; j < keys; j++) mass[j] = fmaxf(mass[j], share[j]);
+    }
+}
+
 // One cached row of all heads from one place to another.
 static void kv_move(const Cache *dst, int dst_seq, int dst_slot, const Cache *src, int src_seq, int src_slot) {
     for (int g = 0; g < dst->n_kv_heads; g++)
@@ -6919,7 +7009,7 @@ const Ops *cpu_ops(void) {
         .embed = cpu_embed, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up, .route = cpu_route,
         .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store,
-        .block_select = cpu_block_select, .attend = cpu_attend,
+        .block_select = cpu_block_select, .attn_mass = cpu_attn_mass, .attend = cpu_attend,
         .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob, .sample = cpu_sample,
         .verify_walk = cpu_verify_walk, .head_centroid = cpu_head_centroid
     };

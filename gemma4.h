@@ -315,6 +315,19 @@ typedef struct {
     int64_t     *count;              // (2) += blocks that rows attend to; blocks in sight. Of segments of more than STEP_ROWS
 } BlockSelect;
 
+// What some rows, which are chains, look at: for each key j up to a row's position
+//     mass[r][j] = max(mass[r][j], the largest of the heads' softmax_j(scale * q[r][h] . k[j]))
+typedef struct {
+    const Batch *batch;              // its K is stored; at most STEP_ROWS rows
+    const Cache *cache;              // of a layer that sees all; it is read in k and v, not in the tail
+    int          n_heads;
+    const float *q;                  // (n_rows, n_heads * head_dim) from qkv_store
+    float        scale;              // as in Attend
+    int          n_keys;             // >= slots
+    float       *shares;             // (n_rows, n_heads, n_keys) room
+    float       *mass;               // (n_rows, n_keys)
+} AttnMass;
+
 typedef enum {
     OWN_CAUSAL,                      // CHAIN: itself and those before, inside the window; TREE: its ancestors and itself
     OWN_ALL,                         // every row of the segment sees every other (full layer of a DFlash block)
@@ -555,6 +568,7 @@ typedef struct Ops {
     // cache
     void (*qkv_store)(const QkvStore *o);
     void (*block_select)(const BlockSelect *o);              // sparse prompts
+    void (*attn_mass)(const AttnMass *o);                    // prompt compression
     void (*attend)(const Attend *o);
     void (*kv_commit)(const KvCommit *o);
     void (*kv_copy)(const KvCopy *o);

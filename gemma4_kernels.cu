@@ -6679,6 +6679,89 @@ static void cuda_block_select(const BlockSelect *o) {
     CHECK_LAUNCH("block_select n_rows=%d n_heads=%d head_dim=%d", b->n_rows, o->n_heads, c->head_dim);
 }
 
+// ---- what rows look at ----
+
+// share_scores: scale * q . k of some rows and all keys in sight.
+//   shapes    AttnMass; head_dim <= 512, even; shares (n_rows, n_heads, n_keys)
+//   launch    grid (slots / MASS_KEYS, n_kv_heads, n_segs), block 256: a warp a key, for all rows and heads that read it
+//   traffic   reads K once (tied: V, which serves as K but for what turns); q comes from L2 for each key
+//   numerics  f32
+//   see       share_keys in gemma4.c
+enum { MASS_KEYS = 64 };
+__global__ void share_scores_kernel(AttnMass o, Batch b, Cache c) {
+    take_turn();
+    const Segment seg = b.segs[blockIdx.z];
+    const int lane = threadIdx.x % 32, len = b.len[seg.seq], g = blockIdx.y, group = o.n_heads / c.n_kv_heads;
+    const int end = min((int)(blockIdx.x + 1) * MASS_KEYS, len + seg.n);
+    for (int j = blockIdx.x * MASS_KEYS + threadIdx.x / 32; j < end; j += 8) {
+        float2 k[8];                                   // values 2 * lane + 64 * i of the key, and the next ones
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int d = 2 * lane + 64 * i;
+            const KvPlane &p = d < c.k.dim ? c.k : c.v;
+            k[i] = d < c.head_dim ? kv_read2(p.type, kv_row(c, p, seg.seq, g, j), kv_scales(c, p, seg.seq, g, j), d)
+                                  : make_float2(0, 0);
+        }
+        for (int q = max(j - len, 0) * group; q < seg.n * group; q++) {
+            const size_t head = (size_t)(seg.first + q / group) * o.n_heads + g * group + q % group;
+            const float *x = o.q + head * c.head_dim + 2 * lane;
+            float sum = 0;
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                if (2 * lane + 64 * i < c.head_dim) sum += x[64 * i] * k[i].x + x[64 * i + 1] * k[i].y;
+            sum = warp_sum(sum);
+            if (lane == 0) o.shares[head * o.n_keys + j] = sum * o.scale;
+        }
+    }
+}
+
+// share_softmax: scores of a row and head become shares, in place.
+//   launch    grid (n_heads, n_rows), block 256
+//   traffic   reads and writes the scores three times, mostly in L2
+//   see       share_keys in gemma4.c
+__global__ void share_softmax_kernel(AttnMass o, Batch b) {
+    take_turn();
+    __shared__ float tops[8], sums[8];
+    const Row row = b.rows[blockIdx.y];
+    const int n = b.len[b.segs[row.seg].seq] + row.index + 1;
+    float *s = o.shares + ((size_t)blockIdx.y * o.n_heads + blockIdx.x) * o.n_keys, top = -INFINITY, sum = 0;
+    for (int j = threadIdx.x; j < n; j += 256) top = fmaxf(top, s[j]);
+    top = warp_max(top);
+    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;
+    __syncthreads();                                   // tops are there
+    for (int i = 0; i < 8; i++) top = fmaxf(top, tops[i]);
+    for (int j = threadIdx.x; j < n; j += 256) sum += expf(s[j] - top);
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();                                   // sums are there
+    sum = 0;
+    for (int i = 0; i < 8; i++) sum += sums[i];
+    for (int j = threadIdx.x; j < n; j += 256) s[j] = expf(s[j] - top) / sum;
+}
+
+// share_most: the largest share of the heads joins the mass.
+//   launch    grid (n_keys / 256, n_rows), block 256: a thread a key
+//   traffic   reads shares of all heads, reads and writes mass once
+//   see       cpu_attn_mass in gemma4.c
+__global__ void share_most_kernel(AttnMass o, Batch b) {
+    take_turn();
+    const Row row = b.rows[blockIdx.y];
+    const int j = blockIdx.x * 256 + threadIdx.x;
+    if (j > b.len[b.segs[row.seg].seq] + row.index) return;
+    float *mass = o.mass + (size_t)blockIdx.y * o.n_keys + j, most = *mass;
+    for (int h = 0; h < o.n_heads; h++) most = fmaxf(most, o.shares[((size_t)blockIdx.y * o.n_heads + h) * o.n_keys + j]);
+    *mass = most;
+}
+static void cuda_attn_mass(const AttnMass *o) {
+    const Cache *c = o->cache;
+    const Batch *b = o->batch;
+    if (c->head_dim > 512 || c->head_dim % 2) cuda_die("attn_mass: a head of %d values is not supported", c->head_dim);
+    launch(WRITES_ACTIVATIONS, share_scores_kernel, dim3(div_up(c->slots, MASS_KEYS), c->n_kv_heads, b->n_segs), 256, 0, *o, *b, *c);
+    launch(WRITES_ACTIVATIONS, share_softmax_kernel, dim3(o->n_heads, b->n_rows), 256, 0, *o, *b);
+    launch(WRITES_ACTIVATIONS, share_most_kernel, dim3(div_up(o->n_keys, 256), b->n_rows), 256, 0, *o, *b);
+    CHECK_LAUNCH("attn_mass n_rows=%d n_heads=%d head_dim=%d", b->n_rows, o->n_heads, c->head_dim);
+}
+
 // Whether key j is in a listed block.
 __device__ static inline bool key_listed(const BlockList &blocks, int list, int j) {
     const int32_t *block = blocks.block + (size_t)list * blocks.n_blocks, n = blocks.n[list];
@@ -8129,7 +8212,7 @@ const Ops *cuda_ops(void) {
     ops.embed = cuda_embed, ops.ple_rows = cuda_ple_rows, ops.matmul = cuda_matmul, ops.gate_up = cuda_gate_up;
     ops.route = cuda_route, ops.expert_gate_up = cuda_expert_gate_up, ops.expert_down = cuda_expert_down;
     ops.ple_inject = cuda_ple_inject, ops.close = cuda_close, ops.gather_rows = cuda_gather_rows;
-    ops.qkv_store = cuda_qkv_store, ops.block_select = cuda_block_select, ops.attend = cuda_attend, ops.kv_commit = cuda_kv_commit,
+    ops.qkv_store = cuda_qkv_store, ops.block_select = cuda_block_select, ops.attn_mass = cuda_attn_mass, ops.attend = cuda_attend, ops.kv_commit = cuda_kv_commit,
         ops.kv_copy = cuda_kv_copy;
     ops.head = cuda_head, ops.logprob = cuda_logprob, ops.sample = cuda_sample;
     ops.verify_walk = cuda_verify_walk, ops.head_centroid = cuda_head_centroid;

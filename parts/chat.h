@@ -19,6 +19,8 @@ typedef struct {
     bool     raw;             // there is a text and no conversation
     TokIds   pending;         // raw: what the text goes on with behind what the session holds
     bool     changed, unsaved;   // since it was kept; keeping it failed
+    Compressor compressor;    // ratio 0: prompts are shown as they are
+    TokIds   said, shown;     // what the conversation is sure to begin with, and what of it the model was shown
     AnswerOptions options;
     ShowOptions show;
     char     err[512];        // why the last turn could not be
@@ -112,23 +114,55 @@ static int same_ids(const TokIds *a, const TokIds *b) {           // how many at
     return (int)n;
 }
 
+// Puts what the model is shown in the place of a conversation's ids, of which a later one is sure to begin with *mark. What it was
+// shown before stays as it was; the last message is compressed where it is long. False: it cannot, and c->err says why.
+static bool compress_last(Chat *c, size_t n_messages, TokIds *ids, int *mark) {
+    TokIds part = { 0 }, all = { 0 }, out = { 0 };
+    const bool known = c->said.n && same_ids(&c->said, ids) == (int)c->said.n;
+    const int from = known ? (int)c->said.n : 0;
+    if (n_messages) render(c, c->n_skipped, n_messages - 1, false, &part);
+    const int last = max_int(same_ids(&part, ids), from);              // where the last message begins
+    for (size_t i = 0; known && i < c->shown.n; i++) push_id(&c->s, &all, c->shown.ids[i]);
+    for (size_t i = (size_t)from; i < ids->n; i++) push_id(&c->s, &all, ids->ids[i]);
+    const int first = (int)all.n - ((int)ids->n - last);
+    const bool ok = compress_prompt(&c->compressor, &c->s, all.ids, (int)all.n, first, &out);
+    if (!ok) snprintf(c->err, sizeof c->err, "%s", c->compressor.err);
+    if (ok) {
+        const int behind = (int)ids->n - *mark;        // kept whole, as the end is
+        print_compressed((int)out.n, (int)all.n);
+        c->said.n = c->shown.n = 0;
+        for (int i = 0; i < *mark; i++) push_id(&c->s, &c->said, ids->ids[i]);
+        *mark = (int)out.n - behind;
+        for (int i = 0; i < *mark; i++) push_id(&c->s, &c->shown, out.ids[i]);
+        ids->n = 0;
+        for (size_t i = 0; i < out.n; i++) push_id(&c->s, ids, out.ids[i]);
+    }
+    tok_ids_free(&part);
+    tok_ids_free(&all);
+    tok_ids_free(&out);
+    return ok;
+}
+
 // Answers the conversation as it stands, prints the answer and adds it. False: it could not, and c->err says why.
 static bool answer(Chat *c) {
     Model *m = c->s.m;
     const size_t n = count_messages(&c->messages, NULL);
     TokIds ids = { 0 }, part = { 0 };
+    const bool lossy = c->compressor.ratio > 0;
+    Prompt p = { 0 };
     bool ok = render(c, c->n_skipped, n, true, &ids) == 0;
-    if (!ok) {
-        snprintf(c->err, sizeof c->err, "%s", c->s.t->err);
-    } else if (ids.n > (size_t)m->options.n_ctx && !(c->options.shift && skip_oldest(c, &ids))) {
+    if (!ok) snprintf(c->err, sizeof c->err, "%s", c->s.t->err);
+    if (ok && lossy && render(c, c->n_skipped, n, false, &part) == 0) p.mark = same_ids(&part, &ids);
+    if (ok && lossy) ok = compress_last(c, n, &ids, &p.mark);
+    if (ok && ids.n > (size_t)m->options.n_ctx && !(c->options.shift && !lossy && skip_oldest(c, &ids))) {
         snprintf(c->err, sizeof c->err, "context full: the conversation has %zu tokens, the context %d; try -c %zu%s", ids.n,
                  m->options.n_ctx, ids.n + 512, c->options.shift || n < 2 ? "" : ", --context-shift or /clear");
         ok = false;
     }
     if (ok) {
-        Prompt p = { .ids = ids.ids, .n = (int)ids.n };
+        p.ids = ids.ids, p.n = (int)ids.n;
         if (render(c, 0, 0, false, &part) == 0) p.n_head = same_ids(&part, &ids);
-        if ((c->chatting || c->session) && render(c, c->n_skipped, n, false, &part) == 0) p.mark = same_ids(&part, &ids);
+        if (!lossy && (c->chatting || c->session) && render(c, c->n_skipped, n, false, &part) == 0) p.mark = same_ids(&part, &ids);
         const TokReply *reply = &c->s.reply;
         ok = session_start(&c->s, &p, &c->options) && print_answer(&c->s, &c->show);
         if (!ok) snprintf(c->err, sizeof c->err, "%s", c->s.err);
@@ -186,6 +220,9 @@ static void chat_free(Chat *c) {
     session_close(&c->s);
     tok_text_free(&c->messages);
     tok_ids_free(&c->pending);
+    tok_ids_free(&c->said);
+    tok_ids_free(&c->shown);
+    close_scorer(&c->compressor);
 }
 
 // ==== [2] Lines from the terminal ====================================================================================

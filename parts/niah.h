@@ -15,6 +15,7 @@ typedef struct {
     int     n_needles, n_runs;
     bool    csv;
     const char *svg;                   // file of the heat map; NULL: none
+    Compressor compressor;             // ratio 0: prompts are shown as they are
     const char *hay;                   // (n_hay) what texts are made of, from a place that differs by run; NULL: made up
     size_t  n_hay;
 } NiahOptions;
@@ -23,13 +24,15 @@ enum { MAX_NEEDLES = 16, ANSWER_TOKENS = 40, QUESTION_ROOM = 64 };
 
 typedef struct { char name[8], code[8]; } Needle;
 
-typedef struct { int asked, right; double seconds, density; } NiahCell;
+typedef struct { int asked, right; double seconds, density, kept; } NiahCell;
 
 typedef struct {
     Model      *m;
     Tokenizer   tok;
     const NiahOptions *o;
-    TokIds      ids;                   // of the text
+    Session     session;               // the model's only one
+    Compressor  compressor;
+    TokIds      ids, shown;            // of the text; what is left of it, compressed
     uint8_t    *rings;                 // behind the text
     float      *logits;                // (vocab)
     FILE       *svg;                   // NULL: no heat map is wanted
@@ -123,7 +126,7 @@ static bool ask_needle(Niah *t, const Needle *x, const int32_t *question, int n)
     char answer[1024] = "";
     size_t at = 0;
     const int n_text = m->len[0];
-    run_chunk(m, 0, question, n);
+    for (int done = run_chunk(m, 0, question, n); done < n; done += run_chunk(m, 0, question + done, n - done)) commit_all(m);
     for (int i = 0; i < ANSWER_TOKENS; i++) {
         const int32_t id = likeliest(t);
         const TokStr piece = tok_piece(&t->tok, id, false);
@@ -151,9 +154,10 @@ static void niah_run(Niah *t, int n, int depth, uint64_t run, NiahCell *cell) {
     }
     make_haystack(t, n, depth, x);
     const int n_text = (int)t->ids.n;
-    const double start = seconds();
+    const bool lossy = t->compressor.ratio > 0;
+    double start = seconds();
     reset_session(m, 0);
-    for (int at = 0, rows; at < n_text; at += rows) {  // the question is the end of the prompt
+    for (int at = lossy ? n_text : 0, rows; at < n_text; at += rows) {  // the question is the end of the prompt
         rows = min_int(m->options.n_batch, n_text - at);
         for (int i = 0; i < rows; i++) m->chunk[i] = (StepRow){ .token = t->ids.ids[at + i] };
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk,
@@ -170,7 +174,13 @@ static void niah_run(Niah *t, int n, int depth, uint64_t run, NiahCell *cell) {
         t->ids.n = (size_t)n_text;
         niah_add(t, question);
         cell->asked++;
-        cell->right += ask_needle(t, &x[i], t->ids.ids + n_text, (int)t->ids.n - n_text);
+        start = seconds();
+        if (lossy && !compress_prompt(&t->compressor, &t->session, t->ids.ids, (int)t->ids.n, 1, &t->shown))
+            die("%s", t->compressor.err);
+        if (lossy) cell->seconds += (seconds() - start) / t->o->n_runs / t->o->n_needles;
+        if (lossy) cell->kept += (double)t->shown.n / (double)t->ids.n / t->o->n_runs / t->o->n_needles;
+        cell->right += lossy ? ask_needle(t, &x[i], t->shown.ids, (int)t->shown.n)
+                             : ask_needle(t, &x[i], t->ids.ids + n_text, (int)t->ids.n - n_text);
     }
 }
 
@@ -187,37 +197,42 @@ static void niah_setting(const Niah *t, char *text, size_t room) {
         n += snprintf(text + n, room - (size_t)n, ", pFlash forced to %g %%", (double)o->pflash_density * 100);
     else if (o->pflash > 0) n += snprintf(text + n, room - (size_t)n, ", pFlash alpha %g", (double)o->pflash);
     else n += snprintf(text + n, room - (size_t)n, ", dense");
+    if (t->compressor.ratio > 0)
+        n += snprintf(text + n, room - (size_t)n, ", compressed (lossy) to %g by %s", (double)t->compressor.ratio,
+                      t->compressor.scorer ? model_name(t->compressor.scorer) : "its own first layers");
     snprintf(text + n, room - (size_t)n, ", %d code%s a text, %d text%s a cell", t->o->n_needles, t->o->n_needles > 1 ? "s" : "",
              t->o->n_runs, t->o->n_runs > 1 ? "s" : "");
 }
 
 static void print_niah(const Niah *t) {
     const NiahOptions *o = t->o;
-    const bool sparse = t->m->s.block_count != NULL;
+    const bool sparse = t->m->s.block_count != NULL, lossy = t->compressor.ratio > 0;
     char setting[400];
     NiahCell all = { 0 };
     niah_setting(t, setting, sizeof setting);
-    if (o->csv) printf("length,depth,needles,asked,right,prompt_seconds,pflash_density\n");
+    if (o->csv) printf("length,depth,needles,asked,right,prompt_seconds,pflash_density,kept\n");
     else printf("%s: percent of codes found\n\n| tokens |", setting);
     for (int d = 0; d < o->depths.count && !o->csv; d++) printf(" %d %% |", o->depths.n[d]);
-    if (!o->csv) printf(" all | prompt s |%s\n| ---: |", sparse ? " blocks |" : "");
+    if (!o->csv) printf(" all | %s |%s%s\n| ---: |", lossy ? "scoring s" : "prompt s", sparse ? " blocks |" : "", lossy ? " kept |" : "");
     for (int d = 0; d < o->depths.count && !o->csv; d++) printf(" ---: |");
-    if (!o->csv) printf(" ---: | ---: |%s\n", sparse ? " ---: |" : "");
+    if (!o->csv) printf(" ---: | ---: |%s%s\n", sparse ? " ---: |" : "", lossy ? " ---: |" : "");
     for (int l = 0; l < o->lengths.count; l++) {
         NiahCell row = { 0 };
         if (!o->csv) printf("| %d |", o->lengths.n[l]);
         for (int d = 0; d < o->depths.count; d++) {
             const NiahCell *c = &t->cells[l][d];
             if (o->csv)
-                printf("%d,%d,%d,%d,%d,%.4f,%.6f\n", o->lengths.n[l], o->depths.n[d], o->n_needles, c->asked, c->right, c->seconds,
-                       c->density);
+                printf("%d,%d,%d,%d,%d,%.4f,%.6f,%.6f\n", o->lengths.n[l], o->depths.n[d], o->n_needles, c->asked, c->right, c->seconds,
+                       c->density, lossy ? c->kept : 1);
             else printf(" %.0f |", niah_share(c));
             row.asked += c->asked, row.right += c->right;
             row.seconds += c->seconds / o->depths.count, row.density += c->density / o->depths.count;
+            row.kept += c->kept / o->depths.count;
         }
         all.asked += row.asked, all.right += row.right;
         if (!o->csv) printf(" %.1f | %.2f |", niah_share(&row), row.seconds);
         if (!o->csv && sparse) printf(" %.1f %% |", 100 * row.density);
+        if (!o->csv && lossy) printf(" %.1f %% |", 100 * row.kept);
         if (!o->csv) printf("\n");
     }
     if (!o->csv) printf("\n%d of %d codes found, %.1f %%.\n", all.right, all.asked, niah_share(&all));
@@ -280,6 +295,8 @@ static void verb_niah(const char *model, const Ops *ops, PlanOptions o, const Ni
     load_tokenizer(&t->tok, &t->m->gguf, t->m->config.vocab);
     print_plan(t->m);
     read_weights(t->m, false);
+    session_open(&t->session, t->m, &t->tok, 0);
+    t->compressor = options->compressor;
     t->rings = alloc_or_die(copy_rings(t->m, 0, NULL, COPY_OUT), 1);
     t->logits = alloc_or_die((size_t)t->m->config.vocab, sizeof *t->logits);
     const int total = options->lengths.count * options->depths.count * options->n_runs;
@@ -293,6 +310,9 @@ static void verb_niah(const char *model, const Ops *ops, PlanOptions o, const Ni
     print_niah(t);
     if (t->svg) write_heat_map(t);
     tok_ids_free(&t->ids);
+    tok_ids_free(&t->shown);
+    session_close(&t->session);
+    close_scorer(&t->compressor);
     tok_free(&t->tok);
     free_model(t->m);
     free(t->m);

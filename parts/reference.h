@@ -532,6 +532,41 @@ static void ref_block_select(const BlockSelect *o) {
     }
 }
 
+static double ref_logsumexp(const float *z, int n) {
+    double largest = -INFINITY, sum = 0;
+    for (int i = 0; i < n; i++) largest = fmax(largest, z[i]);
+    if (isinf(largest)) largest = 0;                   // all are -Inf, or one is Inf: the sum says so
+    for (int i = 0; i < n; i++) sum += exp(z[i] - largest);
+    return largest + log(sum);
+}
+
+static void ref_attn_mass(const AttnMass *o) {
+    const Cache *c = o->cache;
+    const int hd = c->head_dim;
+    const Attend every = { .batch = o->batch, .cache = c };
+    float k[REF_HEAD_DIM], v[REF_HEAD_DIM];
+    for (int r = 0; r < o->batch->n_rows; r++) {
+        const Segment *seg = &o->batch->segs[o->batch->rows[r].seg];
+        const int len = o->batch->len[seg->seq], n = len + o->batch->rows[r].index + 1;
+        const Segment prompt = { .seq = seg->seq, .n = STEP_ROWS + 1 };        // whose rows read no tail
+        for (int h = 0; h < o->n_heads; h++) {
+            const float *q = o->q + ((size_t)r * o->n_heads + h) * hd;
+            float *share = o->shares + ((size_t)r * o->n_heads + h) * o->n_keys, *mass = o->mass + (size_t)r * o->n_keys;
+            for (int j = 0; j < n; j++) {
+                double score = 0;
+                ref_key(&every, &o->batch->rows[r], &prompt, len, j, h / (o->n_heads / c->n_kv_heads), k, v);
+                for (int i = 0; i < hd; i++) score += (double)q[i] * k[i];
+                share[j] = (float)(score * o->scale);
+            }
+            const double all = ref_logsumexp(share, n);
+            for (int j = 0; j < n; j++) {
+                share[j] = (float)exp(share[j] - all);
+                mass[j] = fmaxf(mass[j], share[j]);
+            }
+        }
+    }
+}
+
 // One row of all heads from one place to another.
 static void ref_kv_move(const Cache *dst, int dst_seq, int dst_slot, const Cache *src, int src_seq, int src_slot) {
     for (int g = 0; g < dst->n_kv_heads; g++)
@@ -572,14 +607,6 @@ static void ref_kv_copy(const KvCopy *o) {
 }
 
 // ==== [4] Output =====================================================================================================
-
-static double ref_logsumexp(const float *z, int n) {
-    double largest = -INFINITY, sum = 0;
-    for (int i = 0; i < n; i++) largest = fmax(largest, z[i]);
-    if (isinf(largest)) largest = 0;                   // all are -Inf, or one is Inf: the sum says so
-    for (int i = 0; i < n; i++) sum += exp(z[i] - largest);
-    return largest + log(sum);
-}
 
 // What else Head wants of row r, whose logits are z (vocab).
 static void ref_summary(const Head *o, int r, const float *z) {
@@ -799,7 +826,7 @@ const Ops *reference_ops(void) {
         .embed = ref_embed, .ple_rows = ref_ple_rows, .matmul = ref_matmul, .gate_up = ref_gate_up, .route = ref_route,
         .expert_gate_up = ref_expert_gate_up, .expert_down = ref_expert_down, .ple_inject = ref_ple_inject,
         .close = ref_close, .gather_rows = ref_gather_rows, .qkv_store = ref_qkv_store,
-        .block_select = ref_block_select, .attend = ref_attend,
+        .block_select = ref_block_select, .attn_mass = ref_attn_mass, .attend = ref_attend,
         .kv_commit = ref_kv_commit, .kv_copy = ref_kv_copy, .head = ref_head, .logprob = ref_logprob,
         .sample = ref_sample, .verify_walk = ref_verify_walk, .head_centroid = ref_head_centroid
     };

@@ -1926,6 +1926,70 @@ static void test_block_select(void) {
     free(s);
 }
 
+// Against the reference; and with one head, attention of the reference is what the shares make of V.
+static void mass_case(SelectCase t, Step *s) {
+    int n_seqs = 0;
+    for (int i = 0; i < s->n_segs; i++) n_seqs = max_int(n_seqs, s->segs[i].seq + 1);
+    const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, n_keys = t.slots + 5;
+    CASE("attn_mass", "%s, head_dim %d, heads %d/%d, n_rot %d, %d rows at %d, %d segments", kv_names[t.type], hd, t.n_heads,
+         t.n_kv_heads, t.n_rot, n, s->len[s->segs[0].seq], s->n_segs);
+    TestCache cache = new_cache(t.type, n_seqs, t.n_kv_heads, hd, t.slots, t.n_rot);
+    random_blocks(&cache);
+    put_cache(&cache, true);
+    const Batch batch = put_batch(s), host = host_batch(s);
+    const float *q = floats(n * q_dim, 8 / sqrt(hd), 0), *mass = floats(n * n_keys, 0.01, 0);
+    AttnMass o = { .batch = &host, .cache = &cache.host, .n_heads = t.n_heads, .q = q, .scale = 0.7f, .n_keys = n_keys,
+                   .shares = keep((size_t)n * t.n_heads * n_keys, sizeof(float)), .mass = keep(n * n_keys, sizeof(float)) };
+    memcpy(o.mass, mass, (size_t)(n * n_keys) * sizeof *mass);
+    reference_ops()->attn_mass(&o);
+    AttnMass there = o;
+    there.batch = &batch, there.cache = &cache.c, there.q = put_f("q", q, n * q_dim);
+    there.shares = room_f("shares", (size_t)n * t.n_heads * n_keys);
+    there.mass = put_changing("mass", mass, n * n_keys, sizeof *mass);
+    op->attn_mass(&there);
+    const float *got = fetch_f(there.mass, n * n_keys), bound = on_cpu() ? 2e-5f : 2e-4f;
+    for (int i = 0; i < n * n_keys; i++)
+        CHECK(fabsf(got[i] - o.mass[i]) <= bound * fabsf(o.mass[i]) + 1e-7f, "%s: key %d of row %d: expected %g, got %g", now,
+              i % n_keys, i / n_keys, (double)o.mass[i], (double)got[i]);
+    if (t.n_heads == 1 && !t.n_rot && !kv_group(t.type)) {
+        const Attend a = { .batch = &host, .cache = &cache.host, .n_heads = 1, .q = q, .own = OWN_CAUSAL, .scale = 0.7f,
+                           .out = { .f = keep(n * hd, sizeof(float)) } };
+        const float *shares = fetch_f(there.shares, n * n_keys);
+        reference_ops()->attend(&a);
+        for (int r = 0; r < n; r++) {
+            const Segment *seg = &s->segs[s->rows[r].seg];
+            double sum[REF_HEAD_DIM] = { 0 };
+            float v[REF_HEAD_DIM];
+            for (int j = 0; j <= s->len[seg->seq] + s->rows[r].index; j++) {
+                ref_kv_read(&cache.host.v, ref_kv_row(&cache.host, &cache.host.v, seg->seq, 0, j), v);
+                for (int i = 0; i < hd; i++) sum[i] += (double)shares[r * n_keys + j] * v[i];
+            }
+            for (int i = 0; i < hd; i++)
+                CHECK(fabs(sum[i] - a.out.f[r * hd + i]) < 1e-4, "%s: value %d of row %d: expected attention's %g, got %g", now, i,
+                      r, (double)a.out.f[r * hd + i], sum[i]);
+        }
+    }
+    sweep();
+}
+
+static void test_attn_mass(void) {
+    Step *s = alloc_or_die(1, sizeof *s);
+    for (int k = 0; k < N_KV; k += shape_step) {
+        memset(s, 0, sizeof *s);
+        add_chain(s, 0, 200 + 37 * k, 8);
+        mass_case((SelectCase){ kv_types[k], 512, 4, 1, 512, 64, 0, 0, 0 }, s);
+        mass_case((SelectCase){ kv_types[k], 512, 4, 2, 512, 0, 0, 0, 0 }, s);
+    }
+    for (int k = 0; k < 4; k++) {                      // few keys, sessions side by side
+        memset(s, 0, sizeof *s);
+        add_chain(s, 0, 63 * k, 1 + k);
+        if (k % 2) add_chain(s, 1, 300, 17);
+        mass_case((SelectCase){ k % 2 ? KV_F16 : KV_F32, 64 << k, 1, 1, 448, 0, 0, 0, 0 }, s);
+        mass_case((SelectCase){ KV_F16, 64 << k, 6, 3, 448, 16, 0, 0, 0 }, s);
+    }
+    free(s);
+}
+
 static void test_kv_commit(void) {
     for (int k = 0; k < 12; k++) {
         Step *s = keep(1, sizeof *s);
@@ -2418,7 +2482,8 @@ static void run_all(const Ops *table, char **only) {
         { "expert_down", op->expert_down, test_expert_down }, { "ple_inject", op->ple_inject, test_ple_inject },
         { "close", op->close, test_close },
         { "gather_rows", op->gather_rows, test_gather_rows }, { "qkv_store", op->qkv_store, test_qkv_store },
-        { "block_select", op->block_select, test_block_select }, { "attend", op->attend, test_attend },
+        { "block_select", op->block_select, test_block_select }, { "attn_mass", op->attn_mass, test_attn_mass },
+        { "attend", op->attend, test_attend },
         { "kv_commit", op->kv_commit, test_kv_commit }, { "kv_copy", op->kv_copy, test_kv_copy },
         { "head", op->head, test_head }, { "logprob", op->logprob, test_logprob }, { "sample", op->sample, test_sample },
         { "verify_walk", op->verify_walk, test_verify_walk },
