@@ -1,21 +1,22 @@
 /* gemma4.c - Gemma 4 inference: load a GGUF, run the transformer, print text.
  *
- * HOW TO READ  main [11] -> verb_generate -> answer (parts/chat.h) -> session_next -> run_sessions [9] -> step [7] ->
- *              forward [5] -> attention -> op->attend (declared in gemma4.h) -> cpu_attend [12]. The forward pass is written once, against a table of
+ * HOW TO READ  main [12] -> verb_generate -> answer (parts/chat.h) -> session_next -> run_sessions [10] -> step [8] ->
+ *              forward [5] -> attention -> op->attend (declared in gemma4.h) -> cpu_attend [13]. The forward pass is written once, against a table of
  *              operations; a backend fills the table.
  * CONTENTS     search for "[n]"
  *   [1]  Limits, helpers, die()
  *   [2]  Config: model-wide and per layer
  *   [3]  Weights: names, shapes, binding
- *   [4]  Sessions and KV cache, the plan
+ *   [4]  Sessions and KV cache
  *   [5]  The forward pass
  *   [6]  Drafters: files, plan, passes
- *   [7]  Step: batch, run, commit
- *   [8]  Drafting: who guesses, how far
- *   [9]  Generation: sessions, events
- *   [10] Text and verbs: logits, tokenize, detokenize, plan
- *   [11] Command line
- *   [12] CPU operations
+ *   [7]  Memory: the plan, loading
+ *   [8]  Step: batch, run, commit
+ *   [9]  Drafting: who guesses, how far
+ *   [10] Generation: sessions, events
+ *   [11] Text and verbs: logits, tokenize, detokenize, plan
+ *   [12] Command line
+ *   [13] CPU operations
  * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/niah.h: niah; parts/chat.h: the terminal;
  *              parts/session.h: sessions in files; parts/store.h: sessions that have no slot; parts/server.h: HTTP;
  *              parts/kv.h: rows of the KV cache; parts/reference.h: what each operation means
@@ -167,7 +168,7 @@ static void progress(const char *what, size_t done, size_t total, const char *un
     fflush(stderr);
 }
 
-// Declared ahead: bodies are in [12], and of a folder in parts/convert.h.
+// Declared ahead: bodies are in [13], and of a folder in parts/convert.h.
 typedef void (*Work)(const void *task, int first, int end);        // does items first .. end - 1 of a job
 static void parallel(int n_items, int step, Work work, const void *task);          // by all threads
 static int share(int n_items, int grain);              // a good step for it
@@ -626,11 +627,10 @@ static void print_unknown(const Binder *b) {
     }
 }
 
-// ==== [4] Sessions and KV cache, the plan ============================================================================
-// All backend memory of a model, but the backend's own scratch, is planned here and reserved in one piece at start. A model
-// serves n_seqs sessions; each owns a slice of every layer's cache and a length. Sliding layers are rings, global layers hold
-// the whole context; where V is the K projection the two are stored once ("tied", gemma4.h). Forward's activations are sized
-// for n_batch rows.
+// ==== [4] Sessions and KV cache ======================================================================================
+// A model serves n_seqs sessions; each owns a slice of every layer's cache and a length. Sliding layers are rings, global layers
+// hold the whole context; where V is the K projection the two are stored once ("tied", gemma4.h). How much memory all of it
+// takes is planned in [7].
 
 static const char *const kv_names[] = { "f32", "f16", "bf16", "q8_0", "q4_0", "tq4", "tq3" };       // of KvType
 
@@ -891,182 +891,6 @@ static void take_cache(Arena *a, Cache *c) {
     take_plane(a, &c->v_tail, tail_rows);
 }
 
-// Rows of quantised types are whole groups, and a tied row has one type.
-static void check_kv_types(const Model *m, int layer, const Cache *c) {
-    const KvPlane *planes[] = { &c->k, &c->v };
-    if (c->n_rot && c->k.type != c->v.type)
-        die("-ctk, -ctv: expected one type, since layer %d stores K and V as one row, got %s and %s; try --kv-layout untied", layer,
-            kv_names[c->k.type], kv_names[c->v.type]);
-    for (int i = 0; i < 2; i++)
-        if (kv_group(planes[i]->type) && planes[i]->dim % KV_TURN)
-            die("%s: a cache of type %s: expected rows of a multiple of %d values, got %d in layer %d; try -ctk f16%s",
-                m->gguf.path, kv_names[planes[i]->type], KV_TURN, planes[i]->dim, layer, c->n_rot ? " or --kv-layout untied" : "");
-}
-
-// The caches of all layers that own one, and the stage that their rows pass through in prompt steps.
-static void plan_caches(Model *m, Arena *a) {
-    const Config *c = &m->config;
-    const PlanOptions *o = &m->options;
-    const KvType ring_type = o->ring_type != KV_F32 ? o->ring_type : o->k_type == KV_F32 ? KV_F32 : KV_F16;
-    int stage_dim = 0;                                 // values of a row of all heads, in the widest ring
-    m->n_caches = 0;
-    for (int l = 0; l < c->first_shared; l++) {
-        const LayerConfig *lc = &c->layer[l];
-        const LayerWeights *w = &m->weights.layer[l];
-        Cache k = { .n_seqs = o->n_seqs, .n_kv_heads = lc->n_kv_heads, .head_dim = lc->head_dim };
-        k.slots = (int)round_up((size_t)o->n_ctx + STEP_ROWS, TILE_SLOTS);
-        k.k = (KvPlane){ .type = o->k_type, .dim = lc->head_dim };
-        k.v = (KvPlane){ .type = o->v_type, .dim = lc->head_dim };
-        if (lc->is_swa) {
-            k.slots = min_int(k.slots, (int)round_up((size_t)c->n_swa - 1 + STEP_ROWS, TILE_SLOTS));
-            k.k.type = k.v.type = ring_type;
-            stage_dim = max_int(stage_dim, lc->n_kv_heads * lc->head_dim);
-        } else if (!w->attn_v.data && !o->untied) {
-            k.n_rot = m->weights.n_pairs[0];
-            k.k.dim = 2 * k.n_rot;
-            k.fold = w->attn_k_norm;
-        }
-        check_kv_types(m, l, &k);
-        if (!lc->is_swa && o->tail && (kv_group(k.k.type) || kv_group(k.v.type))) {
-            k.tail_slots = (int)round_up((size_t)o->tail + STEP_ROWS, TILE_SLOTS);
-            k.k_tail = (KvPlane){ .type = KV_F16, .dim = k.k.dim };
-            k.v_tail = (KvPlane){ .type = KV_F16, .dim = k.v.dim };
-        }
-        const size_t before = a->used;
-        take_cache(a, &k);
-        *(lc->is_swa ? &m->plan.kv_rings : &m->plan.kv_global) += a->used - before;
-        m->cache_of[l] = m->n_caches;
-        m->caches[m->n_caches++] = k;
-    }
-    for (int l = c->first_shared; l < c->n_layers; l++) m->cache_of[l] = m->cache_of[c->layer[l].kv_layer];
-
-    const size_t before = a->used;
-    m->stage = (Cache){ .n_seqs = 1, .n_kv_heads = 1, .slots = (int)round_up(o->n_batch, TILE_SLOTS),
-                        .k = { .type = ring_type, .dim = stage_dim }, .v = { .type = ring_type, .dim = stage_dim } };
-    take_cache(a, &m->stage);
-    m->plan.stage = a->used - before;
-}
-
-static void plan_state(Model *m, Arena *a) {
-    const Config *c = &m->config;
-    const PlanOptions *o = &m->options;
-    State *s = &m->s;
-    size_t q_dim = 0, kv_dim = 0, ffn_dim = 0;
-    Forms att_out = { 0 }, ffn = { 0 }, expert = { 0 }, ple_gate = { 0 };
-    for (int l = 0; l < c->n_layers; l++) {
-        const LayerConfig *lc = &c->layer[l];
-        const LayerWeights *w = &m->weights.layer[l];
-        add_reader(&att_out, &w->attn_output);
-        add_reader(&ffn, &w->ffn_down);
-        add_reader(&expert, &w->ffn_down_exps);
-        add_reader(&ple_gate, &w->proj);
-        q_dim = (size_t)max_int((int)q_dim, c->n_heads * lc->head_dim);
-        kv_dim = (size_t)max_int((int)kv_dim, lc->n_kv_heads * lc->head_dim);
-        ffn_dim = (size_t)max_int((int)ffn_dim, lc->ffn_dim);
-    }
-    const size_t n = (size_t)o->n_batch, kept = (size_t)o->n_logits, seqs = (size_t)o->n_seqs, dim = (size_t)c->dim;
-    const size_t used = (size_t)c->n_experts_used, ple = (size_t)c->n_layers * c->ple_dim, f = sizeof(float);
-    s->rows = take(a, n, sizeof(Row));
-    s->kept_rows = take(a, kept, sizeof(Row));
-    s->segs = take(a, seqs, sizeof(Segment));
-    s->len = take(a, seqs, sizeof(int32_t));
-    s->kept_index = take(a, kept, sizeof(int32_t));
-    s->n_accept = take(a, seqs, sizeof(int32_t));
-    s->path = take(a, seqs * STEP_ROWS, sizeof(int32_t));
-    s->last = take(a, seqs, sizeof(int32_t));
-    s->walked = take(a, seqs, sizeof(int32_t));        // from here on what a Verdict reads, in one piece
-    s->chosen = take(a, kept, sizeof(int32_t));
-    const size_t drafted = o->drafter ? (size_t)o->draft_depth * seqs : 0, found = drafted * (size_t)o->draft_width;
-    s->next = take(a, seqs + found, sizeof(int32_t));
-    s->found_logits = take(a, found, f);
-    s->found_logsumexp = take(a, drafted, f);
-    s->feed = take(a, STEP_ROWS, sizeof(int32_t));
-    for (int i = 0; i < 2; i++) s->x[i] = take(a, n * dim, f);
-    s->q = take(a, n * q_dim, f);
-    s->k = take(a, n * kv_dim, f);
-    s->v = take(a, n * kv_dim, f);
-    s->att_out = take_act(a, att_out, n, q_dim);
-    s->y = take(a, n * dim, f);
-    s->ffn = take_act(a, ffn, n, ffn_dim);
-    s->mlp = take(a, n * dim, f);
-    if (c->n_experts) {
-        s->moe = take(a, n * dim, f);
-        s->expert = take_act(a, expert, n * used, c->expert_dim);
-        s->router = take(a, n * (size_t)c->n_experts, f);
-        s->expert_weights = take(a, n * used, f);
-        s->expert_ids = take(a, n * used, sizeof(int32_t));
-    }
-    if (c->ple_dim) {
-        s->ple = take(a, n * ple, f);
-        s->ple_kept = take(a, kept * ple, f);
-        s->ple_gate = take_act(a, ple_gate, n, c->ple_dim);
-    }
-    s->logits = take(a, kept * (size_t)c->vocab, f);
-    s->hidden = take(a, kept * dim, f);
-    s->mask = take(a, kept * round_up((size_t)c->vocab, 32) / 32, sizeof(uint32_t));
-    s->params = take(a, seqs, sizeof(SampleParams));
-    s->counts = o->penalties ? take(a, seqs * (size_t)c->vocab, sizeof(int32_t)) : NULL;
-    s->bias = o->bias ? take(a, seqs * (size_t)c->vocab, f) : NULL;
-    for (int t = 0; t < 2; t++) s->inv_freq[t] = take(a, (size_t)m->weights.n_pairs[t], sizeof(double));
-    const size_t widest = (size_t)max_int(max_int((int)q_dim, (int)kv_dim), c->dim);
-    for (int i = 0; i < 5; i++) s->dump[i] = m->dump_dir ? take(a, n * widest, f) : NULL;
-}
-
-// What block_select works on, where prompts are sparse.
-static void plan_blocks(Model *m, Arena *a) {
-    const PlanOptions *o = &m->options;
-    State *s = &m->s;
-    size_t kv_heads = 0, head_dim = 0;
-    if (!o->pflash && !o->pflash_density) return;
-    for (int i = 0; i < m->n_caches; i++) {            // rings are seen whole, and have no more slots than global layers
-        kv_heads = (size_t)max_int((int)kv_heads, m->caches[i].n_kv_heads);
-        head_dim = (size_t)max_int((int)head_dim, m->caches[i].head_dim);
-    }
-    s->blocks.n_blocks = (o->n_ctx + STEP_ROWS + TILE_SLOTS) / SELECT_KEYS + 1;
-    const size_t n_blocks = (size_t)s->blocks.n_blocks, rows = ((size_t)o->n_batch + SELECT_ROWS - 1) / SELECT_ROWS;
-    s->blocks.n = take(a, rows * kv_heads, sizeof(int32_t));
-    s->blocks.block = take(a, rows * kv_heads * n_blocks, sizeof(int32_t));
-    s->block_means = take(a, (size_t)o->n_seqs * kv_heads * n_blocks * head_dim, sizeof(float));
-    s->block_scores = take(a, rows * (size_t)m->config.n_heads * n_blocks, sizeof(float));
-    s->block_weights = take(a, rows * kv_heads * n_blocks, sizeof(float));
-    s->block_count = take(a, 2, sizeof(int64_t));
-}
-
-// What scoring tokens works on. It takes the first third of the layers, to the next one that is global; where layers share
-// caches, all that own one.
-static void plan_scores(Model *m, Arena *a) {
-    const Config *c = &m->config;
-    State *s = &m->s;
-    if (!m->options.scores) return;
-    m->n_scored = c->first_shared;
-    while (c->layer[m->n_scored - 1].is_swa && m->n_scored > 1) m->n_scored--;
-    for (int l = (c->n_layers - 1) / 3; l < m->n_scored && c->first_shared == c->n_layers; l++)
-        if (!c->layer[l].is_swa) m->n_scored = l + 1;
-    s->n_keys = (int)round_up((size_t)m->options.n_ctx + STEP_ROWS, TILE_SLOTS);
-    s->shares = take(a, (size_t)LOOK_ROWS * (size_t)c->n_heads * (size_t)s->n_keys, sizeof(float));
-    s->mass = take(a, (size_t)LOOK_ROWS * (size_t)s->n_keys, sizeof(float));
-}
-
-static Limits plan_limits(const Model *m) {
-    const Config *c = &m->config;
-    const Limits *with = &m->options.beside;
-    Limits lim = { .max_rows = m->options.n_batch, .max_experts = c->n_experts_used, .vocab = c->vocab,
-                   .max_cols = max_int(max_int(c->dim, c->expert_dim), c->n_layers * c->ple_dim) };
-    for (int l = 0; l < c->n_layers; l++)
-        lim.max_cols = max_int(lim.max_cols, max_int(c->layer[l].ffn_dim, c->n_heads * c->layer[l].head_dim));
-    const Config *d = &m->drafter.config;
-    for (int l = 0; l < d->n_layers; l++)
-        lim.max_cols = max_int(lim.max_cols, max_int(d->layer[l].ffn_dim, d->n_heads * d->layer[l].head_dim));
-    if (m->drafter.kind == DRAFTER_MTP) lim.max_cols = max_int(lim.max_cols, 2 * c->dim);
-    if (m->drafter.kind == DRAFTER_DFLASH) {
-        lim.max_cols = max_int(lim.max_cols, m->drafter.n_taps * c->dim);
-        lim.max_rows = max_int(lim.max_rows, m->options.n_seqs * m->options.draft_depth);
-    }
-    lim.max_rows = max_int(lim.max_rows, with->max_rows), lim.max_cols = max_int(lim.max_cols, with->max_cols);
-    lim.max_experts = max_int(lim.max_experts, with->max_experts), lim.vocab = max_int(lim.vocab, with->vocab);
-    return lim;
-}
-
 // general.name, or the file's name: what the user may know the model by. Until the next call.
 static const char *model_name(const Model *m) {
     const GgufKv *kv = gguf_find_kv(&m->gguf, "general.name");
@@ -1075,11 +899,16 @@ static const char *model_name(const Model *m) {
                                                            : (GgufStr){ file, strlen(file) });
 }
 
-static void open_drafter(Model *m, const char *path);   // [6], all five
-static void plan_drafter(Model *m, Arena *a);
-static void start_drafter(Model *m);
-static void shorten_drafter(Model *m, int seq, int n);
-static void free_drafter(Drafter *d);
+// A GGUF file, or a folder of Hugging Face form.
+static void open_model_file(Gguf *g, const char *path) {
+    struct stat st;
+    signal(SIGBUS, on_lost_pages);
+    const size_t n = strlen(path);
+    const bool folder = (!stat(path, &st) && S_ISDIR(st.st_mode)) || (n > 12 && !strcmp(path + n - 12, ".safetensors")) ||
+                        (n > 11 && !strcmp(path + n - 11, ".index.json"));
+    if (folder) open_folder(g, path);
+    else if (gguf_open(g, path) < 0) die("%s: %s", path, g->err);
+}
 
 static void upload(const Ops *op, Upload *u, void *room) {
     op->upload(&u->tensor, room);
@@ -1087,34 +916,14 @@ static void upload(const Ops *op, Upload *u, void *room) {
     if (u->vector) *u->vector = u->tensor.data;
 }
 
-// Everything that lives in backend memory, in one pass: weights, caches, activations. Called to count, as often as plans are
-// compared, and then once to place.
-static void plan_memory(Model *m, Arena *a) {
-    const size_t to_upload = m->plan.weights + m->plan.in_host;    // known once it was counted
-    m->plan = (Plan){ 0 };
-    if (a->base && to_upload) progress(model_name(m), 0, to_upload, "B");
-    for (int i = 0; i < m->binder.n_uploads; i++) {
-        Upload *u = &m->binder.uploads[i];
-        Tensor on_device = u->tensor;
-        on_device.in_host = false;
-        const size_t bytes = m->ops->weight_bytes(&u->tensor);
-        void *dst = bytes ? take(a, bytes, 1) : NULL;
-        m->plan.weights += bytes;
-        m->plan.in_host += u->tensor.in_host ? m->ops->weight_bytes(&on_device) : 0;
-        if (!a->base) continue;
-        upload(m->ops, u, dst);
-        if (to_upload) progress(model_name(m), m->plan.weights + m->plan.in_host, to_upload, "B");
-    }
-    plan_caches(m, a);
-    const size_t before = a->used;
-    plan_state(m, a);
-    plan_blocks(m, a);
-    plan_scores(m, a);
-    m->plan.activations = a->used - before;
-    if (m->drafter.kind != DRAFTER_NONE) plan_drafter(m, a);
-    const Limits lim = plan_limits(m);
-    m->plan.scratch = m->ops->scratch_bytes(&lim);
+// Copies to the backend what it does not hold yet: of plain decoding, nothing.
+static void send_new(Model *m, void *dst, void *sent, const void *src, size_t bytes) {
+    if (!memcmp(sent, src, bytes)) return;
+    memcpy(sent, src, bytes);
+    m->ops->copy(&(Copy){ dst, src, bytes, COPY_IN });
 }
+
+static void shorten_drafter(Model *m, int seq, int n);  // [6]
 
 // Makes session seq n tokens long, n <= len. They are ids, which penalties count. False, with nothing done: a ring has moved
 // on and lost rows that the token behind them would see.
@@ -1185,253 +994,6 @@ static size_t copy_rings(Model *m, int seq, uint8_t *host, CopyKind kind) {
     if (host) m->ops->wait();
     return n;
 }
-// Tokens that the file forbids to sample (tokenizer.ggml.suppress_tokens) leave the mask; all others stay.
-static void load_mask(Model *m) {
-    const size_t words = round_up((size_t)m->config.vocab, 32) / 32;
-    uint32_t *mask = alloc_or_die(words, sizeof *mask);
-    for (int i = 0; i < m->config.vocab; i++) mask[i / 32] |= 1u << (i % 32);
-    const GgufKv *kv = gguf_find_kv(&m->gguf, "tokenizer.ggml.suppress_tokens");
-    if (kv && kv->type == GGUF_V_ARRAY && kv->count) {
-        if (kv->count > (uint64_t)m->config.vocab)
-            die("%s: key 'tokenizer.ggml.suppress_tokens': expected at most %d ids (E_META_ARRAY)", m->gguf.path,
-                m->config.vocab);
-        int64_t *ids = alloc_or_die(kv->count, sizeof *ids);
-        if (gguf_get_ints(&m->gguf, "tokenizer.ggml.suppress_tokens", 0, m->config.vocab - 1, ids, kv->count) < 0)
-            die_gguf(&m->gguf);
-        for (uint64_t i = 0; i < kv->count; i++) {
-            m->n_suppressed += mask[ids[i] / 32] >> (ids[i] % 32) & 1;
-            mask[ids[i] / 32] &= ~(1u << (ids[i] % 32));
-        }
-        free(ids);
-    }
-    for (int r = 0; r < m->options.n_logits; r++)
-        m->ops->copy(&(Copy){ m->s.mask + (size_t)r * words, mask, words * sizeof *mask, COPY_IN });
-    free(mask);
-}
-
-// Plans for a context of n_ctx tokens. Returns the bytes that have to be there: the arena, the backend's scratch, and weights
-// that are read in the mapped file.
-static size_t plan_context(Model *m, int n_ctx) {
-    Arena arena = { 0 };
-    m->options.n_ctx = n_ctx;
-    plan_memory(m, &arena);
-    return arena.used + m->plan.scratch + (m->plan.weights ? 0 : m->binder.bytes + m->drafter.binder.bytes);
-}
-
-// Leaves the table of per-layer embeddings, of which a token reads one row, in host memory, or puts it back. False: there is
-// none, or the backend reads weights where they lie.
-static bool table_in_host(Model *m, bool in_host) {
-    for (int i = 0; i < m->binder.n_uploads && m->plan.weights; i++) {
-        Upload *u = &m->binder.uploads[i];
-        if (u->matrix != &m->weights.per_layer_token_embd) continue;
-        u->tensor.in_host = in_host;
-        return true;
-    }
-    return false;
-}
-
-// Plans for a context of n_ctx tokens in a budget: what does not fit with that table on the device gets it in host memory.
-// Returns the bytes that have to be there, more than the budget if there is no room.
-static size_t fit_context(Model *m, int n_ctx, size_t budget) {
-    table_in_host(m, false);
-    const size_t needed = plan_context(m, n_ctx);
-    return needed > budget && table_in_host(m, true) ? plan_context(m, n_ctx) : needed;
-}
-
-// Bytes that a plan may take: what is free, less a 32nd part for what others take meanwhile. Where the user says how much there
-// is: that, less what is taken already of a device's memory, as by the driver itself.
-static size_t plan_budget(const Model *m) {
-    size_t free_bytes, total;
-    m->ops->memory(&free_bytes, &total);
-    if (!m->options.memory) return free_bytes - free_bytes / 32;
-    const size_t taken = m->ops->weight_bytes(&m->weights.token_embd) ? total - free_bytes : 0;
-    return m->options.memory > taken ? m->options.memory - taken : 0;
-}
-
-// Finds n_batch for a context of n_ctx tokens, which has to have room, and prompts of up to `longest`.
-static void fit_batch(Model *m, int n_ctx, int longest, size_t budget) {
-    for (m->options.n_batch = LARGE_BATCH; m->options.n_batch > SMALL_BATCH; m->options.n_batch /= 2) {
-        const size_t needed = fit_context(m, n_ctx, budget);
-        const Plan *p = &m->plan;
-        if (p->weights && m->options.n_batch / 2 < longest && needed <= budget &&
-            p->activations + p->stage + p->scratch <= budget / 16) return;
-    }
-}
-
-// The longest context, at most `most`, that the budget has room for; 0: not even the smallest.
-static int largest_context(Model *m, int most, size_t budget) {
-    int low = 0, high = (most - 1) / TILE_SLOTS + 1;   // in tiles: has room, has none
-    if (fit_context(m, most, budget) <= budget) return most;
-    while (high - low > 1) {
-        const int mid = low + (high - low) / 2;
-        *(fit_context(m, mid * TILE_SLOTS, budget) <= budget ? &low : &high) = mid;
-    }
-    return low * TILE_SLOTS;
-}
-
-// The plan has no room: what it needs, what there is, and what would have room.
-__attribute__((noreturn)) static void die_no_room(Model *m) {
-    const int n_ctx = m->options.n_ctx;
-    const size_t budget = plan_budget(m);
-    const double gib = 1 << 30, needed = (double)fit_context(m, n_ctx, budget), room = (double)budget;
-    const Plan p = m->plan;
-    const char *from = m->options.ctx_from;
-    int most = largest_context(m, n_ctx, budget);
-    if (most == n_ctx) most = n_ctx / 2 / TILE_SLOTS * TILE_SLOTS;   // free in pieces, it seems, or somebody was quicker
-    char advice[64] = "";
-    if (most && !from) snprintf(advice, sizeof advice, "-c %d, ", most);
-    if (most && from && *from) snprintf(advice, sizeof advice, "a smaller %.24s, ", from);
-    if (m->options.k_type != KV_TQ3) {
-        const KvType smaller = m->options.k_type == KV_F32 || m->options.k_type == KV_BF16 ? KV_F16 :
-                               m->options.k_type == KV_F16 ? KV_Q8_0 : KV_TQ3;
-        snprintf(advice + strlen(advice), 16, "-ctk %s, ", kv_names[smaller]);
-    }
-    const size_t drafter_bytes = p.drafter + (p.weights ? 0 : m->drafter.binder.bytes);
-    char drafter[32] = "";
-    if (drafter_bytes) snprintf(drafter, sizeof drafter, ", drafter %.2f", (double)drafter_bytes / gib);
-    die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f%s) of %.2f "
-        "GiB%s; try %s%s%sa smaller model", n_ctx, needed / gib, (double)(p.weights ? p.weights : m->binder.bytes) / gib,
-        (double)(p.kv_global + p.kv_rings) / gib, (double)(p.activations + p.stage + p.scratch) / gib, drafter, room / gib,
-        m->options.memory ? " that --vram grants" : " free", advice, m->options.drafter ? "no -md, " : "",
-        m->options.memory ? "a larger --vram, " : "");
-}
-
-// A GGUF file, or a folder of Hugging Face form.
-static void open_model_file(Gguf *g, const char *path) {
-    struct stat st;
-    signal(SIGBUS, on_lost_pages);
-    const size_t n = strlen(path);
-    const bool folder = (!stat(path, &st) && S_ISDIR(st.st_mode)) || (n > 12 && !strcmp(path + n - 12, ".safetensors")) ||
-                        (n > 11 && !strcmp(path + n - 11, ".index.json"));
-    if (folder) open_folder(g, path);
-    else if (gguf_open(g, path) < 0) die("%s: %s", path, g->err);
-}
-
-// Opens and checks a model and plans its memory, of which nothing is reserved yet. Dies with one line on bad input. dump_dir
-// may be NULL.
-static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
-    static int n_models;
-    *m = (Model){ .ops = ops, .dump_dir = dump_dir, .number = 2 * n_models++ };
-    open_model_file(&m->gguf, path);
-    if (dump_dir && *dump_dir && ((mkdir(dump_dir, 0777) && errno != EEXIST) || access(dump_dir, W_OK | X_OK)))
-        die("--dump: %s: %s", dump_dir, strerror(errno));
-    load_config(&m->config, &m->gguf);
-    Binder *b = &m->binder;
-    b->g = &m->gguf;
-    b->seen = alloc_or_die(m->gguf.n_tensors, 1);
-    b->uploads = alloc_or_die(m->gguf.n_tensors + (size_t)m->config.n_layers * 4, sizeof *b->uploads);
-    b->derived = alloc_or_die((size_t)m->config.n_layers * ((size_t)m->config.dim + 2 * (size_t)m->config.n_experts),
-                              sizeof *b->derived);
-    bind_weights(b, &m->config, &m->weights);
-
-    const Config *c = &m->config;
-    assert(o.n_seqs >= 1 && o.n_seqs <= MAX_SESSIONS);
-    if ((o.pflash || o.pflash_density) && !ops->block_select) die("--pflash: the backend %s has no sparse attention", ops->name);
-    if (o.scores && !ops->attn_mass) die("--compress: the backend %s cannot score tokens", ops->name);
-    if (o.n_batch != BATCH_FIT) o.n_batch = max_int(o.n_batch, STEP_ROWS);
-    o.n_logits = max_int(o.n_logits, o.n_seqs);
-    m->options = o;
-    if (o.drafter) open_drafter(m, o.drafter);
-    const size_t budget = plan_budget(m);
-    int n_ctx = o.n_ctx ? o.n_ctx : min_int(c->n_ctx_train, 8192);
-    if (o.n_batch == BATCH_FIT)
-        fit_batch(m, n_ctx == CTX_FIT ? TILE_SLOTS : n_ctx, n_ctx == CTX_FIT ? c->n_ctx_train : n_ctx, budget);
-    if (n_ctx == CTX_FIT) n_ctx = max_int(largest_context(m, c->n_ctx_train, budget), TILE_SLOTS);
-    fit_context(m, n_ctx, budget);
-}
-
-// Room for a verdict, as its parts lie on the device.
-static void open_verdict(Model *m) {
-    const State *s = &m->s;
-    const PlanOptions *o = &m->options;
-    Verdict *v = &m->verdict;
-    const char *base = (const char *)s->walked;
-    v->bytes = (size_t)((const char *)s->found_logsumexp - base) + (o->drafter ? (size_t)o->draft_depth : 0) * (size_t)o->n_seqs * sizeof(float);
-    char *host = alloc_or_die(v->bytes, 1);
-    v->accepted = (int32_t *)host;
-    v->chosen = (int32_t *)(host + ((const char *)s->chosen - base));
-    v->ids = (int32_t *)(host + ((const char *)s->next - base)) + o->n_seqs;
-    v->logits = (float *)(host + ((const char *)s->found_logits - base));
-    v->logsumexp = (float *)(host + ((const char *)s->found_logsumexp - base));
-    v->path = alloc_or_die((size_t)o->n_seqs * STEP_ROWS, sizeof(int32_t));
-}
-
-// Open, check, plan, reserve. Dies with one line on bad input or when there is no room. dump_dir may be NULL.
-static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
-    plan_model(m, path, ops, o, dump_dir);
-    const bool strict = o.memory || o.n_ctx == CTX_FIT || m->plan.weights;         // else memory may be had by swapping
-    const size_t budget = plan_budget(m);
-    if (strict && fit_context(m, m->options.n_ctx, budget) > budget) die_no_room(m);
-    Arena arena = { 0 };
-    plan_memory(m, &arena);
-    const Limits lim = plan_limits(m);
-    ops->init(&lim);
-    m->arena = ops->reserve(arena.used);
-    if (!m->arena) die_no_room(m);
-    arena = (Arena){ .base = m->arena };
-    const double start = seconds();
-    plan_memory(m, &arena);
-    ops->wait();
-    m->upload_seconds = seconds() - start;
-
-    const int n_seqs = m->options.n_seqs, n_batch = m->options.n_batch, n_logits = m->options.n_logits;
-    m->len = alloc_or_die(n_seqs, sizeof *m->len);
-    m->seen = alloc_or_die(n_seqs, sizeof *m->seen);
-    m->rows = alloc_or_die(n_batch, sizeof *m->rows);
-    m->kept_rows = alloc_or_die(n_logits, sizeof *m->kept_rows);
-    m->segs = alloc_or_die(n_seqs, sizeof *m->segs);
-    m->kept_index = alloc_or_die(n_logits, sizeof *m->kept_index);
-    m->sent.rows = alloc_or_die(n_batch, sizeof *m->sent.rows);
-    m->sent.kept_rows = alloc_or_die(n_logits, sizeof *m->sent.kept_rows);
-    m->sent.segs = alloc_or_die(n_seqs, sizeof *m->sent.segs);
-    m->sent.kept_index = alloc_or_die(n_logits, sizeof *m->sent.kept_index);
-    m->sent.n_accept = alloc_or_die(n_seqs, sizeof *m->sent.n_accept);
-    m->sent.feed = alloc_or_die(STEP_ROWS, sizeof *m->sent.feed);
-    m->chunk = alloc_or_die(n_batch, sizeof *m->chunk);
-    open_verdict(m);
-    for (int i = 0; i < n_seqs; i++) reset_session(m, i);
-    load_mask(m);
-    for (int t = 0; t < 2; t++)
-        ops->copy(&(Copy){ m->s.inv_freq[t], m->weights.inv_freq[t], m->weights.n_pairs[t] * sizeof(double), COPY_IN });
-    if (m->drafter.kind != DRAFTER_NONE) start_drafter(m);
-}
-
-// Copies to the backend what it does not hold yet: of plain decoding, nothing.
-static void send_new(Model *m, void *dst, void *sent, const void *src, size_t bytes) {
-    if (!memcmp(sent, src, bytes)) return;
-    memcpy(sent, src, bytes);
-    m->ops->copy(&(Copy){ dst, src, bytes, COPY_IN });
-}
-
-static void read_weights(Model *m, bool check);         // [12]
-
-static void free_model(Model *m) {
-    if (m->arena) m->ops->release(m->arena);
-    for (int i = 0; i < m->n_checkpoints; i++) free(m->checkpoints[i].data);
-    free(m->checkpoints);
-    free(m->weights.layer);
-    free(m->binder.seen);
-    free(m->binder.uploads);
-    free(m->binder.derived);
-    free(m->len);
-    free(m->seen);
-    free(m->rows);
-    free(m->kept_rows);
-    free(m->segs);
-    free(m->kept_index);
-    free(m->sent.rows);
-    free(m->sent.kept_rows);
-    free(m->sent.segs);
-    free(m->sent.kept_index);
-    free(m->sent.n_accept);
-    free(m->sent.feed);
-    free(m->chunk);
-    free(m->verdict.accepted);
-    free(m->verdict.path);
-    free_drafter(&m->drafter);
-    gguf_close(&m->gguf);
-}
-
 // ==== [5] The forward pass ===========================================================================================
 // Written once, against the table of operations; a step's rows may belong to several sessions and may be prompt, plain
 // decoding or a tree of drafts. Each layer: attention, feed-forward, per-layer embedding (E2B, E4B), scale. Norms and
@@ -2538,7 +2100,445 @@ static void issue_draft(Model *m, const int32_t *segs, int n, int depth) {
     m->ops->end();
 }
 
-// ==== [7] Step: batch, run, commit ===================================================================================
+// ==== [7] Memory: the plan, loading ===================================================================================
+// All backend memory of a model and its drafter, but the backend's own scratch, is planned here and reserved in one piece at
+// start. Forward's activations are sized for n_batch rows; what has to fit decides how many these are, and how long a context.
+
+// Rows of quantised types are whole groups, and a tied row has one type.
+static void check_kv_types(const Model *m, int layer, const Cache *c) {
+    const KvPlane *planes[] = { &c->k, &c->v };
+    if (c->n_rot && c->k.type != c->v.type)
+        die("-ctk, -ctv: expected one type, since layer %d stores K and V as one row, got %s and %s; try --kv-layout untied", layer,
+            kv_names[c->k.type], kv_names[c->v.type]);
+    for (int i = 0; i < 2; i++)
+        if (kv_group(planes[i]->type) && planes[i]->dim % KV_TURN)
+            die("%s: a cache of type %s: expected rows of a multiple of %d values, got %d in layer %d; try -ctk f16%s",
+                m->gguf.path, kv_names[planes[i]->type], KV_TURN, planes[i]->dim, layer, c->n_rot ? " or --kv-layout untied" : "");
+}
+
+// The caches of all layers that own one, and the stage that their rows pass through in prompt steps.
+static void plan_caches(Model *m, Arena *a) {
+    const Config *c = &m->config;
+    const PlanOptions *o = &m->options;
+    const KvType ring_type = o->ring_type != KV_F32 ? o->ring_type : o->k_type == KV_F32 ? KV_F32 : KV_F16;
+    int stage_dim = 0;                                 // values of a row of all heads, in the widest ring
+    m->n_caches = 0;
+    for (int l = 0; l < c->first_shared; l++) {
+        const LayerConfig *lc = &c->layer[l];
+        const LayerWeights *w = &m->weights.layer[l];
+        Cache k = { .n_seqs = o->n_seqs, .n_kv_heads = lc->n_kv_heads, .head_dim = lc->head_dim };
+        k.slots = (int)round_up((size_t)o->n_ctx + STEP_ROWS, TILE_SLOTS);
+        k.k = (KvPlane){ .type = o->k_type, .dim = lc->head_dim };
+        k.v = (KvPlane){ .type = o->v_type, .dim = lc->head_dim };
+        if (lc->is_swa) {
+            k.slots = min_int(k.slots, (int)round_up((size_t)c->n_swa - 1 + STEP_ROWS, TILE_SLOTS));
+            k.k.type = k.v.type = ring_type;
+            stage_dim = max_int(stage_dim, lc->n_kv_heads * lc->head_dim);
+        } else if (!w->attn_v.data && !o->untied) {
+            k.n_rot = m->weights.n_pairs[0];
+            k.k.dim = 2 * k.n_rot;
+            k.fold = w->attn_k_norm;
+        }
+        check_kv_types(m, l, &k);
+        if (!lc->is_swa && o->tail && (kv_group(k.k.type) || kv_group(k.v.type))) {
+            k.tail_slots = (int)round_up((size_t)o->tail + STEP_ROWS, TILE_SLOTS);
+            k.k_tail = (KvPlane){ .type = KV_F16, .dim = k.k.dim };
+            k.v_tail = (KvPlane){ .type = KV_F16, .dim = k.v.dim };
+        }
+        const size_t before = a->used;
+        take_cache(a, &k);
+        *(lc->is_swa ? &m->plan.kv_rings : &m->plan.kv_global) += a->used - before;
+        m->cache_of[l] = m->n_caches;
+        m->caches[m->n_caches++] = k;
+    }
+    for (int l = c->first_shared; l < c->n_layers; l++) m->cache_of[l] = m->cache_of[c->layer[l].kv_layer];
+
+    const size_t before = a->used;
+    m->stage = (Cache){ .n_seqs = 1, .n_kv_heads = 1, .slots = (int)round_up(o->n_batch, TILE_SLOTS),
+                        .k = { .type = ring_type, .dim = stage_dim }, .v = { .type = ring_type, .dim = stage_dim } };
+    take_cache(a, &m->stage);
+    m->plan.stage = a->used - before;
+}
+
+static void plan_state(Model *m, Arena *a) {
+    const Config *c = &m->config;
+    const PlanOptions *o = &m->options;
+    State *s = &m->s;
+    size_t q_dim = 0, kv_dim = 0, ffn_dim = 0;
+    Forms att_out = { 0 }, ffn = { 0 }, expert = { 0 }, ple_gate = { 0 };
+    for (int l = 0; l < c->n_layers; l++) {
+        const LayerConfig *lc = &c->layer[l];
+        const LayerWeights *w = &m->weights.layer[l];
+        add_reader(&att_out, &w->attn_output);
+        add_reader(&ffn, &w->ffn_down);
+        add_reader(&expert, &w->ffn_down_exps);
+        add_reader(&ple_gate, &w->proj);
+        q_dim = (size_t)max_int((int)q_dim, c->n_heads * lc->head_dim);
+        kv_dim = (size_t)max_int((int)kv_dim, lc->n_kv_heads * lc->head_dim);
+        ffn_dim = (size_t)max_int((int)ffn_dim, lc->ffn_dim);
+    }
+    const size_t n = (size_t)o->n_batch, kept = (size_t)o->n_logits, seqs = (size_t)o->n_seqs, dim = (size_t)c->dim;
+    const size_t used = (size_t)c->n_experts_used, ple = (size_t)c->n_layers * c->ple_dim, f = sizeof(float);
+    s->rows = take(a, n, sizeof(Row));
+    s->kept_rows = take(a, kept, sizeof(Row));
+    s->segs = take(a, seqs, sizeof(Segment));
+    s->len = take(a, seqs, sizeof(int32_t));
+    s->kept_index = take(a, kept, sizeof(int32_t));
+    s->n_accept = take(a, seqs, sizeof(int32_t));
+    s->path = take(a, seqs * STEP_ROWS, sizeof(int32_t));
+    s->last = take(a, seqs, sizeof(int32_t));
+    s->walked = take(a, seqs, sizeof(int32_t));        // from here on what a Verdict reads, in one piece
+    s->chosen = take(a, kept, sizeof(int32_t));
+    const size_t drafted = o->drafter ? (size_t)o->draft_depth * seqs : 0, found = drafted * (size_t)o->draft_width;
+    s->next = take(a, seqs + found, sizeof(int32_t));
+    s->found_logits = take(a, found, f);
+    s->found_logsumexp = take(a, drafted, f);
+    s->feed = take(a, STEP_ROWS, sizeof(int32_t));
+    for (int i = 0; i < 2; i++) s->x[i] = take(a, n * dim, f);
+    s->q = take(a, n * q_dim, f);
+    s->k = take(a, n * kv_dim, f);
+    s->v = take(a, n * kv_dim, f);
+    s->att_out = take_act(a, att_out, n, q_dim);
+    s->y = take(a, n * dim, f);
+    s->ffn = take_act(a, ffn, n, ffn_dim);
+    s->mlp = take(a, n * dim, f);
+    if (c->n_experts) {
+        s->moe = take(a, n * dim, f);
+        s->expert = take_act(a, expert, n * used, c->expert_dim);
+        s->router = take(a, n * (size_t)c->n_experts, f);
+        s->expert_weights = take(a, n * used, f);
+        s->expert_ids = take(a, n * used, sizeof(int32_t));
+    }
+    if (c->ple_dim) {
+        s->ple = take(a, n * ple, f);
+        s->ple_kept = take(a, kept * ple, f);
+        s->ple_gate = take_act(a, ple_gate, n, c->ple_dim);
+    }
+    s->logits = take(a, kept * (size_t)c->vocab, f);
+    s->hidden = take(a, kept * dim, f);
+    s->mask = take(a, kept * round_up((size_t)c->vocab, 32) / 32, sizeof(uint32_t));
+    s->params = take(a, seqs, sizeof(SampleParams));
+    s->counts = o->penalties ? take(a, seqs * (size_t)c->vocab, sizeof(int32_t)) : NULL;
+    s->bias = o->bias ? take(a, seqs * (size_t)c->vocab, f) : NULL;
+    for (int t = 0; t < 2; t++) s->inv_freq[t] = take(a, (size_t)m->weights.n_pairs[t], sizeof(double));
+    const size_t widest = (size_t)max_int(max_int((int)q_dim, (int)kv_dim), c->dim);
+    for (int i = 0; i < 5; i++) s->dump[i] = m->dump_dir ? take(a, n * widest, f) : NULL;
+}
+
+// What block_select works on, where prompts are sparse.
+static void plan_blocks(Model *m, Arena *a) {
+    const PlanOptions *o = &m->options;
+    State *s = &m->s;
+    size_t kv_heads = 0, head_dim = 0;
+    if (!o->pflash && !o->pflash_density) return;
+    for (int i = 0; i < m->n_caches; i++) {            // rings are seen whole, and have no more slots than global layers
+        kv_heads = (size_t)max_int((int)kv_heads, m->caches[i].n_kv_heads);
+        head_dim = (size_t)max_int((int)head_dim, m->caches[i].head_dim);
+    }
+    s->blocks.n_blocks = (o->n_ctx + STEP_ROWS + TILE_SLOTS) / SELECT_KEYS + 1;
+    const size_t n_blocks = (size_t)s->blocks.n_blocks, rows = ((size_t)o->n_batch + SELECT_ROWS - 1) / SELECT_ROWS;
+    s->blocks.n = take(a, rows * kv_heads, sizeof(int32_t));
+    s->blocks.block = take(a, rows * kv_heads * n_blocks, sizeof(int32_t));
+    s->block_means = take(a, (size_t)o->n_seqs * kv_heads * n_blocks * head_dim, sizeof(float));
+    s->block_scores = take(a, rows * (size_t)m->config.n_heads * n_blocks, sizeof(float));
+    s->block_weights = take(a, rows * kv_heads * n_blocks, sizeof(float));
+    s->block_count = take(a, 2, sizeof(int64_t));
+}
+
+// What scoring tokens works on. It takes the first third of the layers, to the next one that is global; where layers share
+// caches, all that own one.
+static void plan_scores(Model *m, Arena *a) {
+    const Config *c = &m->config;
+    State *s = &m->s;
+    if (!m->options.scores) return;
+    m->n_scored = c->first_shared;
+    while (c->layer[m->n_scored - 1].is_swa && m->n_scored > 1) m->n_scored--;
+    for (int l = (c->n_layers - 1) / 3; l < m->n_scored && c->first_shared == c->n_layers; l++)
+        if (!c->layer[l].is_swa) m->n_scored = l + 1;
+    s->n_keys = (int)round_up((size_t)m->options.n_ctx + STEP_ROWS, TILE_SLOTS);
+    s->shares = take(a, (size_t)LOOK_ROWS * (size_t)c->n_heads * (size_t)s->n_keys, sizeof(float));
+    s->mass = take(a, (size_t)LOOK_ROWS * (size_t)s->n_keys, sizeof(float));
+}
+
+static Limits plan_limits(const Model *m) {
+    const Config *c = &m->config;
+    const Limits *with = &m->options.beside;
+    Limits lim = { .max_rows = m->options.n_batch, .max_experts = c->n_experts_used, .vocab = c->vocab,
+                   .max_cols = max_int(max_int(c->dim, c->expert_dim), c->n_layers * c->ple_dim) };
+    for (int l = 0; l < c->n_layers; l++)
+        lim.max_cols = max_int(lim.max_cols, max_int(c->layer[l].ffn_dim, c->n_heads * c->layer[l].head_dim));
+    const Config *d = &m->drafter.config;
+    for (int l = 0; l < d->n_layers; l++)
+        lim.max_cols = max_int(lim.max_cols, max_int(d->layer[l].ffn_dim, d->n_heads * d->layer[l].head_dim));
+    if (m->drafter.kind == DRAFTER_MTP) lim.max_cols = max_int(lim.max_cols, 2 * c->dim);
+    if (m->drafter.kind == DRAFTER_DFLASH) {
+        lim.max_cols = max_int(lim.max_cols, m->drafter.n_taps * c->dim);
+        lim.max_rows = max_int(lim.max_rows, m->options.n_seqs * m->options.draft_depth);
+    }
+    lim.max_rows = max_int(lim.max_rows, with->max_rows), lim.max_cols = max_int(lim.max_cols, with->max_cols);
+    lim.max_experts = max_int(lim.max_experts, with->max_experts), lim.vocab = max_int(lim.vocab, with->vocab);
+    return lim;
+}
+
+// Everything that lives in backend memory, in one pass: weights, caches, activations. Called to count, as often as plans are
+// compared, and then once to place.
+static void plan_memory(Model *m, Arena *a) {
+    const size_t to_upload = m->plan.weights + m->plan.in_host;    // known once it was counted
+    m->plan = (Plan){ 0 };
+    if (a->base && to_upload) progress(model_name(m), 0, to_upload, "B");
+    for (int i = 0; i < m->binder.n_uploads; i++) {
+        Upload *u = &m->binder.uploads[i];
+        Tensor on_device = u->tensor;
+        on_device.in_host = false;
+        const size_t bytes = m->ops->weight_bytes(&u->tensor);
+        void *dst = bytes ? take(a, bytes, 1) : NULL;
+        m->plan.weights += bytes;
+        m->plan.in_host += u->tensor.in_host ? m->ops->weight_bytes(&on_device) : 0;
+        if (!a->base) continue;
+        upload(m->ops, u, dst);
+        if (to_upload) progress(model_name(m), m->plan.weights + m->plan.in_host, to_upload, "B");
+    }
+    plan_caches(m, a);
+    const size_t before = a->used;
+    plan_state(m, a);
+    plan_blocks(m, a);
+    plan_scores(m, a);
+    m->plan.activations = a->used - before;
+    if (m->drafter.kind != DRAFTER_NONE) plan_drafter(m, a);
+    const Limits lim = plan_limits(m);
+    m->plan.scratch = m->ops->scratch_bytes(&lim);
+}
+
+// Tokens that the file forbids to sample (tokenizer.ggml.suppress_tokens) leave the mask; all others stay.
+static void load_mask(Model *m) {
+    const size_t words = round_up((size_t)m->config.vocab, 32) / 32;
+    uint32_t *mask = alloc_or_die(words, sizeof *mask);
+    for (int i = 0; i < m->config.vocab; i++) mask[i / 32] |= 1u << (i % 32);
+    const GgufKv *kv = gguf_find_kv(&m->gguf, "tokenizer.ggml.suppress_tokens");
+    if (kv && kv->type == GGUF_V_ARRAY && kv->count) {
+        if (kv->count > (uint64_t)m->config.vocab)
+            die("%s: key 'tokenizer.ggml.suppress_tokens': expected at most %d ids (E_META_ARRAY)", m->gguf.path,
+                m->config.vocab);
+        int64_t *ids = alloc_or_die(kv->count, sizeof *ids);
+        if (gguf_get_ints(&m->gguf, "tokenizer.ggml.suppress_tokens", 0, m->config.vocab - 1, ids, kv->count) < 0)
+            die_gguf(&m->gguf);
+        for (uint64_t i = 0; i < kv->count; i++) {
+            m->n_suppressed += mask[ids[i] / 32] >> (ids[i] % 32) & 1;
+            mask[ids[i] / 32] &= ~(1u << (ids[i] % 32));
+        }
+        free(ids);
+    }
+    for (int r = 0; r < m->options.n_logits; r++)
+        m->ops->copy(&(Copy){ m->s.mask + (size_t)r * words, mask, words * sizeof *mask, COPY_IN });
+    free(mask);
+}
+
+// Plans for a context of n_ctx tokens. Returns the bytes that have to be there: the arena, the backend's scratch, and weights
+// that are read in the mapped file.
+static size_t plan_context(Model *m, int n_ctx) {
+    Arena arena = { 0 };
+    m->options.n_ctx = n_ctx;
+    plan_memory(m, &arena);
+    return arena.used + m->plan.scratch + (m->plan.weights ? 0 : m->binder.bytes + m->drafter.binder.bytes);
+}
+
+// Leaves the table of per-layer embeddings, of which a token reads one row, in host memory, or puts it back. False: there is
+// none, or the backend reads weights where they lie.
+static bool table_in_host(Model *m, bool in_host) {
+    for (int i = 0; i < m->binder.n_uploads && m->plan.weights; i++) {
+        Upload *u = &m->binder.uploads[i];
+        if (u->matrix != &m->weights.per_layer_token_embd) continue;
+        u->tensor.in_host = in_host;
+        return true;
+    }
+    return false;
+}
+
+// Plans for a context of n_ctx tokens in a budget: what does not fit with that table on the device gets it in host memory.
+// Returns the bytes that have to be there, more than the budget if there is no room.
+static size_t fit_context(Model *m, int n_ctx, size_t budget) {
+    table_in_host(m, false);
+    const size_t needed = plan_context(m, n_ctx);
+    return needed > budget && table_in_host(m, true) ? plan_context(m, n_ctx) : needed;
+}
+
+// Bytes that a plan may take: what is free, less a 32nd part for what others take meanwhile. Where the user says how much there
+// is: that, less what is taken already of a device's memory, as by the driver itself.
+static size_t plan_budget(const Model *m) {
+    size_t free_bytes, total;
+    m->ops->memory(&free_bytes, &total);
+    if (!m->options.memory) return free_bytes - free_bytes / 32;
+    const size_t taken = m->ops->weight_bytes(&m->weights.token_embd) ? total - free_bytes : 0;
+    return m->options.memory > taken ? m->options.memory - taken : 0;
+}
+
+// Finds n_batch for a context of n_ctx tokens, which has to have room, and prompts of up to `longest`.
+static void fit_batch(Model *m, int n_ctx, int longest, size_t budget) {
+    for (m->options.n_batch = LARGE_BATCH; m->options.n_batch > SMALL_BATCH; m->options.n_batch /= 2) {
+        const size_t needed = fit_context(m, n_ctx, budget);
+        const Plan *p = &m->plan;
+        if (p->weights && m->options.n_batch / 2 < longest && needed <= budget &&
+            p->activations + p->stage + p->scratch <= budget / 16) return;
+    }
+}
+
+// The longest context, at most `most`, that the budget has room for; 0: not even the smallest.
+static int largest_context(Model *m, int most, size_t budget) {
+    int low = 0, high = (most - 1) / TILE_SLOTS + 1;   // in tiles: has room, has none
+    if (fit_context(m, most, budget) <= budget) return most;
+    while (high - low > 1) {
+        const int mid = low + (high - low) / 2;
+        *(fit_context(m, mid * TILE_SLOTS, budget) <= budget ? &low : &high) = mid;
+    }
+    return low * TILE_SLOTS;
+}
+
+// The plan has no room: what it needs, what there is, and what would have room.
+__attribute__((noreturn)) static void die_no_room(Model *m) {
+    const int n_ctx = m->options.n_ctx;
+    const size_t budget = plan_budget(m);
+    const double gib = 1 << 30, needed = (double)fit_context(m, n_ctx, budget), room = (double)budget;
+    const Plan p = m->plan;
+    const char *from = m->options.ctx_from;
+    int most = largest_context(m, n_ctx, budget);
+    if (most == n_ctx) most = n_ctx / 2 / TILE_SLOTS * TILE_SLOTS;   // free in pieces, it seems, or somebody was quicker
+    char advice[64] = "";
+    if (most && !from) snprintf(advice, sizeof advice, "-c %d, ", most);
+    if (most && from && *from) snprintf(advice, sizeof advice, "a smaller %.24s, ", from);
+    if (m->options.k_type != KV_TQ3) {
+        const KvType smaller = m->options.k_type == KV_F32 || m->options.k_type == KV_BF16 ? KV_F16 :
+                               m->options.k_type == KV_F16 ? KV_Q8_0 : KV_TQ3;
+        snprintf(advice + strlen(advice), 16, "-ctk %s, ", kv_names[smaller]);
+    }
+    const size_t drafter_bytes = p.drafter + (p.weights ? 0 : m->drafter.binder.bytes);
+    char drafter[32] = "";
+    if (drafter_bytes) snprintf(drafter, sizeof drafter, ", drafter %.2f", (double)drafter_bytes / gib);
+    die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f%s) of %.2f "
+        "GiB%s; try %s%s%sa smaller model", n_ctx, needed / gib, (double)(p.weights ? p.weights : m->binder.bytes) / gib,
+        (double)(p.kv_global + p.kv_rings) / gib, (double)(p.activations + p.stage + p.scratch) / gib, drafter, room / gib,
+        m->options.memory ? " that --vram grants" : " free", advice, m->options.drafter ? "no -md, " : "",
+        m->options.memory ? "a larger --vram, " : "");
+}
+
+// Opens and checks a model and plans its memory, of which nothing is reserved yet. Dies with one line on bad input. dump_dir
+// may be NULL.
+static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
+    static int n_models;
+    *m = (Model){ .ops = ops, .dump_dir = dump_dir, .number = 2 * n_models++ };
+    open_model_file(&m->gguf, path);
+    if (dump_dir && *dump_dir && ((mkdir(dump_dir, 0777) && errno != EEXIST) || access(dump_dir, W_OK | X_OK)))
+        die("--dump: %s: %s", dump_dir, strerror(errno));
+    load_config(&m->config, &m->gguf);
+    Binder *b = &m->binder;
+    b->g = &m->gguf;
+    b->seen = alloc_or_die(m->gguf.n_tensors, 1);
+    b->uploads = alloc_or_die(m->gguf.n_tensors + (size_t)m->config.n_layers * 4, sizeof *b->uploads);
+    b->derived = alloc_or_die((size_t)m->config.n_layers * ((size_t)m->config.dim + 2 * (size_t)m->config.n_experts),
+                              sizeof *b->derived);
+    bind_weights(b, &m->config, &m->weights);
+
+    const Config *c = &m->config;
+    assert(o.n_seqs >= 1 && o.n_seqs <= MAX_SESSIONS);
+    if ((o.pflash || o.pflash_density) && !ops->block_select) die("--pflash: the backend %s has no sparse attention", ops->name);
+    if (o.scores && !ops->attn_mass) die("--compress: the backend %s cannot score tokens", ops->name);
+    if (o.n_batch != BATCH_FIT) o.n_batch = max_int(o.n_batch, STEP_ROWS);
+    o.n_logits = max_int(o.n_logits, o.n_seqs);
+    m->options = o;
+    if (o.drafter) open_drafter(m, o.drafter);
+    const size_t budget = plan_budget(m);
+    int n_ctx = o.n_ctx ? o.n_ctx : min_int(c->n_ctx_train, 8192);
+    if (o.n_batch == BATCH_FIT)
+        fit_batch(m, n_ctx == CTX_FIT ? TILE_SLOTS : n_ctx, n_ctx == CTX_FIT ? c->n_ctx_train : n_ctx, budget);
+    if (n_ctx == CTX_FIT) n_ctx = max_int(largest_context(m, c->n_ctx_train, budget), TILE_SLOTS);
+    fit_context(m, n_ctx, budget);
+}
+
+// Room for a verdict, as its parts lie on the device.
+static void open_verdict(Model *m) {
+    const State *s = &m->s;
+    const PlanOptions *o = &m->options;
+    Verdict *v = &m->verdict;
+    const char *base = (const char *)s->walked;
+    v->bytes = (size_t)((const char *)s->found_logsumexp - base) + (o->drafter ? (size_t)o->draft_depth : 0) * (size_t)o->n_seqs * sizeof(float);
+    char *host = alloc_or_die(v->bytes, 1);
+    v->accepted = (int32_t *)host;
+    v->chosen = (int32_t *)(host + ((const char *)s->chosen - base));
+    v->ids = (int32_t *)(host + ((const char *)s->next - base)) + o->n_seqs;
+    v->logits = (float *)(host + ((const char *)s->found_logits - base));
+    v->logsumexp = (float *)(host + ((const char *)s->found_logsumexp - base));
+    v->path = alloc_or_die((size_t)o->n_seqs * STEP_ROWS, sizeof(int32_t));
+}
+
+// Open, check, plan, reserve. Dies with one line on bad input or when there is no room. dump_dir may be NULL.
+static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
+    plan_model(m, path, ops, o, dump_dir);
+    const bool strict = o.memory || o.n_ctx == CTX_FIT || m->plan.weights;         // else memory may be had by swapping
+    const size_t budget = plan_budget(m);
+    if (strict && fit_context(m, m->options.n_ctx, budget) > budget) die_no_room(m);
+    Arena arena = { 0 };
+    plan_memory(m, &arena);
+    const Limits lim = plan_limits(m);
+    ops->init(&lim);
+    m->arena = ops->reserve(arena.used);
+    if (!m->arena) die_no_room(m);
+    arena = (Arena){ .base = m->arena };
+    const double start = seconds();
+    plan_memory(m, &arena);
+    ops->wait();
+    m->upload_seconds = seconds() - start;
+
+    const int n_seqs = m->options.n_seqs, n_batch = m->options.n_batch, n_logits = m->options.n_logits;
+    m->len = alloc_or_die(n_seqs, sizeof *m->len);
+    m->seen = alloc_or_die(n_seqs, sizeof *m->seen);
+    m->rows = alloc_or_die(n_batch, sizeof *m->rows);
+    m->kept_rows = alloc_or_die(n_logits, sizeof *m->kept_rows);
+    m->segs = alloc_or_die(n_seqs, sizeof *m->segs);
+    m->kept_index = alloc_or_die(n_logits, sizeof *m->kept_index);
+    m->sent.rows = alloc_or_die(n_batch, sizeof *m->sent.rows);
+    m->sent.kept_rows = alloc_or_die(n_logits, sizeof *m->sent.kept_rows);
+    m->sent.segs = alloc_or_die(n_seqs, sizeof *m->sent.segs);
+    m->sent.kept_index = alloc_or_die(n_logits, sizeof *m->sent.kept_index);
+    m->sent.n_accept = alloc_or_die(n_seqs, sizeof *m->sent.n_accept);
+    m->sent.feed = alloc_or_die(STEP_ROWS, sizeof *m->sent.feed);
+    m->chunk = alloc_or_die(n_batch, sizeof *m->chunk);
+    open_verdict(m);
+    for (int i = 0; i < n_seqs; i++) reset_session(m, i);
+    load_mask(m);
+    for (int t = 0; t < 2; t++)
+        ops->copy(&(Copy){ m->s.inv_freq[t], m->weights.inv_freq[t], m->weights.n_pairs[t] * sizeof(double), COPY_IN });
+    if (m->drafter.kind != DRAFTER_NONE) start_drafter(m);
+}
+
+static void read_weights(Model *m, bool check);         // [13]
+
+static void free_model(Model *m) {
+    if (m->arena) m->ops->release(m->arena);
+    for (int i = 0; i < m->n_checkpoints; i++) free(m->checkpoints[i].data);
+    free(m->checkpoints);
+    free(m->weights.layer);
+    free(m->binder.seen);
+    free(m->binder.uploads);
+    free(m->binder.derived);
+    free(m->len);
+    free(m->seen);
+    free(m->rows);
+    free(m->kept_rows);
+    free(m->segs);
+    free(m->kept_index);
+    free(m->sent.rows);
+    free(m->sent.kept_rows);
+    free(m->sent.segs);
+    free(m->sent.kept_index);
+    free(m->sent.n_accept);
+    free(m->sent.feed);
+    free(m->chunk);
+    free(m->verdict.accepted);
+    free(m->verdict.path);
+    free_drafter(&m->drafter);
+    gguf_close(&m->gguf);
+}
+
+// ==== [8] Step: batch, run, commit ===================================================================================
 // A step takes rows of one or more sessions through the model. Their K and V are in the caches afterwards, but the sessions
 // are as long as before: commit() decides how many rows, along which path, become part of a session. What is not committed
 // needs no undo. A segment of more than STEP_ROWS rows is a prompt chunk and must be committed whole.
@@ -2764,7 +2764,7 @@ static double read_density(Model *m) {
     return n[1] ? (double)n[0] / (double)n[1] : 0;
 }
 
-// ==== [8] Drafting: who guesses, how far =============================================================================
+// ==== [9] Drafting: who guesses, how far =============================================================================
 // What may stand behind a session's last token is guessed by: the text itself, where its last tokens have been before
 // (prompt lookup, ngram); a table of what followed the last NGRAM_MOD tokens in any text so far, which all sessions share
 // (ngram-mod); or a drafter. Guesses are a tree, mostly one without branches. Whoever guesses, the model's own choices decide
@@ -3149,7 +3149,7 @@ static void guesser_learn(Guesser *g, int right) {
     g->trial = right == d->depth && 2 * right + 1 <= DRAFT_MAX ? 2 * right + 1 : 0;
 }
 
-// ==== [9] Generation: sessions, events ===============================================================================
+// ==== [10] Generation: sessions, events ===============================================================================
 // The engine as its callers see it: a session holds tokens in one slot of the model's caches; session_start() gives it a
 // prompt to answer, and each session_next() does one piece of work, a chunk of the prompt or a token, and tells what came of
 // it. sessions_next() does so for several sessions at once, which share their decoding steps. Nothing here prints, or ends
@@ -3902,7 +3902,7 @@ static bool session_logits(Session *s, float *logits) {
     return true;
 }
 
-// ==== [10] Text and verbs: logits, tokenize, detokenize, plan =========================================================
+// ==== [11] Text and verbs: logits, tokenize, detokenize, plan =========================================================
 
 static TokStr tok_str(GgufStr s) { return (TokStr){ s.s, s.n }; }
 
@@ -4358,7 +4358,6 @@ static bool print_answer(Session *s, const ShowOptions *o) {
     return e.end != END_ERROR;
 }
 
-
 #include "parts/convert.h"
 #include "parts/reference.h"
 #include "parts/session.h"
@@ -4369,7 +4368,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 #include "parts/store.h"
 #include "parts/server.h"
 
-// ==== [11] Command line ===============================================================================================
+// ==== [12] Command line ===============================================================================================
 // gemma4 MODEL [flags] generates; gemma4 VERB MODEL [flags] does something else. One table describes every flag: its
 // spelling, what it takes, where the value goes, and the line that --help prints.
 
@@ -5282,7 +5281,7 @@ int main(int argc, char **argv) {
 }
 #endif
 
-// ==== [12] CPU operations ============================================================================================
+// ==== [13] CPU operations ============================================================================================
 
 // Threads. A job is cut into pieces, which the caller and a pool of threads claim one by one: a thread that another program
 // keeps from its core is late for its own piece only, and one that has not woken up delays nobody. Threads without work look

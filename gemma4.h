@@ -581,7 +581,7 @@ typedef struct Ops {
 } Ops;
 
 const Ops *reference_ops(void);      // parts/reference.h: the definition
-const Ops *cpu_ops(void);            // gemma4.c [12]
+const Ops *cpu_ops(void);            // gemma4.c [13]
 const Ops *cuda_ops(void);           // gemma4_kernels.cu; NULL: there is no GPU that it could use
 
 #ifdef __cplusplus

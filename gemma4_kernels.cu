@@ -1,7 +1,7 @@
 /* gemma4_kernels.cu - the CUDA backend: every operation of gemma4.h as kernels, each with its host wrapper below it.
  *
  * HOW TO READ  cuda_ops() at the end lists what there is. An operation is a function cuda_<op>; the definition of what
- *              it has to compute is cpu_<op> in gemma4.c [10]. Nothing here knows about files, text or the model.
+ *              it has to compute is cpu_<op> in gemma4.c [13]. Nothing here knows about files, text or the model.
  * CONTENTS     search for "[n]"
  *   [1] Errors, the stream, state           [6] Products of a prompt: cuBLAS
  *   [2] Launch; warp and block helpers      [7] Cache: store, commit, copy
@@ -1170,7 +1170,7 @@ __device__ static inline unsigned quantise4(float4 v, float *s) {
 //   launch    grid n_rows, block 512, dynamic shared memory 4 * cols: QUADS = 0 once, else for each norm weight
 //   traffic   reads up to 3 rows of f32 and the norm weights, writes x' and y in the forms wanted
 //   numerics  f32, sums over 512 threads, then halves, then 16 warps
-//   see       prepare_row() in gemma4.c [10]; tests/test_ops.c "close" and every product
+//   see       prepare_row() in gemma4.c [13]; tests/test_ops.c "close" and every product
 template <int QUADS> __global__ void __launch_bounds__(ROW_THREADS, 2)
 prepare_kernel(const __grid_constant__ RowInputs o, Prepared out0, Prepared out1) {
     touch_parameter(&o, sizeof o);
