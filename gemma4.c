@@ -5221,6 +5221,7 @@ int main(int argc, char **argv) {
     }
     PlanOptions o = { .n_seqs = 1, .n_batch = BATCH_FIT, .n_logits = 1, .memory = (size_t)(f.memory * (1 << 30)) };
     if (f.scorer && !f.compress) die("--scorer: it scores tokens for --compress; try --compress 0.2");
+    if (f.scorer && access(f.scorer, R_OK)) die("--scorer: %s: %s", f.scorer, strerror(errno));       // it is opened later
     o.scores = f.compress && !f.scorer;
     o.n_ctx = f.n_ctx < 0 ? 0 : f.n_ctx > 0 ? (int)f.n_ctx : CTX_FIT;
     o.k_type = parse_kv_type("-ctk", f.k_type, f.verb == LOGITS || f.verb == CHECK ? KV_F32 : KV_F16);

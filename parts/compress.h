@@ -155,8 +155,8 @@ static bool compress_prompt(Compressor *c, Session *s, const int32_t *ids, int n
         return true;
     }
     if (!c->file && n > target->options.n_ctx) {
-        snprintf(c->err, sizeof c->err, "--compress: the model's own layers score %d tokens, the context has %d; try -c %d or --scorer FILE",
-                 n, target->options.n_ctx, n + 512);
+        snprintf(c->err, sizeof c->err, "--compress: the model's own layers score %d tokens, the context has %d; try -c %d or "
+                 "--scorer FILE", n, target->options.n_ctx, n + 512);
         return false;
     }
     Model *m = open_scorer(c, target, s->t, n);

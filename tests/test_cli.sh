@@ -245,6 +245,8 @@ while read -r names; do
         "-d --depth ") verb=niah plain="-p 256 -r 1" good=50 bad=101 ;;
         "--needles ") verb=niah plain="-p 256 -d 50 -r 1" good=2 bad=0 ;;
         "--svg ") verb=niah plain="-p 256 -d 50 -r 1" good="$tmp/map.svg" bad=/nowhere/x ;;
+        "--compress ") good=0.5 bad=1 ;;
+        "--scorer ") plain="$plain --compress 0.5" good="$model" bad=missing.gguf ;;
         "--pflash ") good=0.5 bad=1.5 ;;
         "--pflash-from ") good=0 bad=-1 ;;
         "--pflash-density ") verb=bench plain="-r 1 -p 128 -n 0" good=25 bad=101 ;;
@@ -523,6 +525,17 @@ ok "niah: exits 0" [ "$status" -eq 0 ]
 ok "niah: the models find what was planted" grep -q '^8 of 8 codes found, 100.0 %.$' "$tmp/out"
 ok "niah: a row for each length" [ "$(grep -c '^| [0-9]' "$tmp/out")" -eq 2 ]
 ok "niah: the heat map has a cell for each" [ "$(grep -c 'hsl(120' "$tmp/map.svg")" -eq 4 ]
+long=$(yes 'The fox ran.' | head -n 300)
+run "$model" -p "$long" -n 1 --temp 0 --compress 0.25
+ok "--compress: says what was kept, and that it is lossy" has err "# prompt compressed, lossy: kept "
+run "$model" -p "$long" -n 1 --temp 0 --compress 0.25 --raw
+ok "--compress --raw: says what was kept" has err "# prompt compressed, lossy: kept "
+run "$model" -p "Hello" -n 1 --temp 0 --compress 0.25
+ok "--compress: a short prompt is left alone" eval '[ "$status" -eq 0 ] && ! grep -q compressed "$tmp/err"'
+run "$model" -p hi --compress 0.5 --session "$tmp/none"
+ok "--compress: not with --session" has err "expected no --session with it"
+run "$model" -p hi --scorer "$model"
+ok "--scorer: needs --compress" has err "try --compress 0.2"
 run niah "$model" -p 256 -d 50 -r 2 -o csv -f "$tmp/long.txt" --pflash 0.5
 ok "niah: csv: a head and a line" lines out 2
 ok "niah: csv: of equal width" [ "$(awk -F, '{ print NF }' "$tmp/out" | sort -u | wc -l)" -eq 1 ]

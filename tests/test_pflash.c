@@ -1,11 +1,13 @@
-/* test_pflash.c - sparse prompts on the trained models.
+/* test_pflash.c - sparse and compressed prompts on the trained models.
  *
  *   bits       alpha 1: logits and caches of a dense prompt, bit for bit. Below 1: the same in chunks of any multiple of
  *              SELECT_ROWS rows, and beside another prompt in the same step
  *   density    falls with alpha; a forced one is kept as far as blocks that are always seen leave room
  *   codes      planted in a text are found, by both models
+ *   compress   what has to be kept is, in its order and in whole words, as much as the ratio says; the session stays as it was;
+ *              in a chat what was said stays as it was shown
  *
- * All rows of a prompt get logits here, so that they go through all layers: else no layer of the small E form is sparse.
+ * LONG=1: all of it; else bits of one model, and compression. All rows of a prompt get logits here, so that they go through all layers: else no layer of the small E form is sparse.
  * Where there is a GPU all of it is done there as well, but for what makes its products differ: numbers of rows. Run from the
  * top of the repository: the models lie there. */
 #define TESTING
@@ -16,6 +18,7 @@ static const char *const models[] = { "models/gemma4-mini-q8_0.gguf", "models/ge
 enum { N_TEXT = 1152 };
 
 static const Ops *op;
+static bool long_run;
 
 static Model *open_model(const char *path, PlanOptions o) {
     Model *m = alloc_or_die(1, sizeof *m);
@@ -105,7 +108,7 @@ static void test_bits(const char *path) {
     int32_t ids[N_TEXT + 64];
     uint64_t hash[N_PLANS];
     int n = 0;
-    for (int k = 0; k < (op == cpu_ops() ? N_PLANS : 3); k++) {
+    for (int k = 0; k < (op == cpu_ops() && long_run ? N_PLANS : 3); k++) {
         Model *m = open_model(path, plans[k]);
         float *logits = alloc_or_die((size_t)m->config.vocab, sizeof *logits);
         if (!n) n = make_text(m, N_TEXT, 400, ids);
@@ -199,18 +202,112 @@ static void test_codes(const char *path, KvType type) {
     close_model(m);
 }
 
+// A long message between <bos> and the end, by a scorer or the model itself, whose session holds something already.
+static void test_compress(const char *path, const char *scorer, float ratio) {
+    static const char *const held = "<bos><|turn>user\nHello.<turn|>\n";
+    Model *m = alloc_or_die(1, sizeof *m);
+    Tokenizer tok;
+    Session s;
+    TokIds ids = { 0 }, out = { 0 }, again = { 0 };
+    int32_t text[N_TEXT + 64];
+    load_model(m, path, op, (PlanOptions){ .n_seqs = 1, .n_batch = 256, .n_ctx = N_TEXT + 192, .k_type = KV_F16, .v_type = KV_F16,
+                                           .scores = !scorer }, NULL);
+    load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    session_open(&s, m, &tok, 0);
+    Compressor c = { .ratio = ratio, .file = scorer };
+    tok_encode(&tok, held, strlen(held), TOK_SPECIAL, &ids);
+    const int first = (int)ids.n, n_text = make_text(m, N_TEXT, 400, text);
+    run_chunk(m, 0, ids.ids, first);
+    commit_all(m);
+    for (int i = 0; i < first; i++) push_id(&s, &s.held, ids.ids[i]);
+    for (int i = 1; i < n_text; i++) push_id(&s, &ids, text[i]);
+    const int n = (int)ids.n;
+    CHECK(compress_prompt(&c, &s, ids.ids, n, first, &out), "%s: expected it to be compressed: %s", path, c.err);
+    const int kept = (int)out.n;
+    CHECK(m->len[0] == first && (int)s.held.n == first, "%s: expected the session as it was, %d tokens, got %d", path, first, m->len[0]);
+    CHECK(kept - first > ratio * (float)(n - first) - 2 * CHUNK && kept - first < ratio * (float)(n - first) * 1.2f + 2 * CHUNK,
+          "%s: ratio %g: got %d of %d tokens behind %d", path, (double)ratio, kept - first, n - first, first);
+    CHECK(kept >= first && !memcmp(out.ids, ids.ids, (size_t)(first + CHUNK) * sizeof *out.ids), "%s: expected the start", path);
+    CHECK(!memcmp(out.ids + kept - CHUNK, ids.ids + n - CHUNK, CHUNK * sizeof *out.ids), "%s: expected the end", path);
+    int at = 0, breaks = 0;
+    for (int i = 0; i < kept; i++, at++) {             // a subsequence, whose gaps lie between words
+        const int before = at;
+        while (at < n && (ids.ids[at] != out.ids[i])) at++;
+        breaks += at > before;
+        if (at > before && at < n)
+            CHECK(begins_word(&tok, out.ids[i]), "%s: kept token %d behind a gap: expected the start of a word", path, i);
+    }
+    CHECK(at <= n && breaks > 0, "%s: expected the tokens in their order, with gaps", path);
+    bool found = false;
+    TokIds code = { 0 };
+    tok_encode(&tok, " 48213.", 7, TOK_SPECIAL, &code);
+    for (int i = 0; i + (int)code.n <= kept; i++) found |= !memcmp(out.ids + i, code.ids, code.n * sizeof *code.ids);
+    CHECK(found, "%s, scorer %s: expected the code among what is kept", path, scorer ? scorer : "none");
+    CHECK(compress_prompt(&c, &s, ids.ids, n, first, &again) && again.n == out.n &&
+          !memcmp(again.ids, out.ids, out.n * sizeof *out.ids), "%s: expected the same again", path);
+    CHECK(compress_prompt(&c, &s, ids.ids, n, n - COMPRESS_FROM + 1, &again) && (int)again.n == n, "%s: expected a short one as it is",
+          path);
+    close_scorer(&c);
+    session_close(&s);
+    tok_ids_free(&ids);
+    tok_ids_free(&out);
+    tok_ids_free(&again);
+    tok_ids_free(&code);
+    tok_free(&tok);
+    close_model(m);
+}
+
+// Three turns, the first of them long: each later prompt begins with what the model was shown before.
+static void test_chat(const char *path) {
+    Model *m = alloc_or_die(1, sizeof *m);
+    Tokenizer tok;
+    Chat c = { .chatting = true, .show = { .newline = true }, .compressor = { .ratio = 0.3f } };
+    TokIds shown = { 0 };
+    char text[8192] = "";
+    load_model(m, path, op, (PlanOptions){ .n_seqs = 1, .n_batch = 256, .n_ctx = 2048, .k_type = KV_F16, .v_type = KV_F16,
+                                           .scores = true }, NULL);
+    load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    session_open(&c.s, m, &tok, 0);
+    c.options = (AnswerOptions){ .n_predict = 3, .think_budget = -1, .sampling = { .top_p = 1, .repeat = 1 } };
+    for (int i = 0; i < 64; i++)
+        snprintf(text + strlen(text), 80, "The king painted house number %d while a fox slept. ", 1000 + 37 * i);
+    const char *const says[] = { text, "What did the king do?", "And the fox?" };
+    for (int turn = 0; turn < 3; turn++) {
+        tok_add_message(&c.messages, "user", (TokStr){ says[turn], strlen(says[turn]) });
+        const int before = (int)c.s.held.n;
+        CHECK(answer(&c), "chat, turn %d: %s", turn, c.err);
+        const int n = c.s.turn.n_prompt;
+        if (!turn) CHECK(n > 128 && n < 700, "chat: expected a compressed first prompt, got %d tokens", n);
+        else CHECK(n > before - 4 && n < before + 64, "chat, turn %d: expected a prompt behind %d tokens, got %d", turn, before, n);
+        if (turn) CHECK(c.s.turn.n_run < 64, "chat, turn %d: expected few tokens to run, got %d of %d", turn, c.s.turn.n_run, n);
+        if (turn) CHECK(shown.n < c.shown.n && same_ids(&shown, &c.shown) == (int)shown.n,
+                        "chat, turn %d: expected what was shown to stay", turn);
+        shown.n = 0;
+        for (size_t i = 0; i < c.shown.n; i++) push_id(&c.s, &shown, c.shown.ids[i]);
+    }
+    tok_ids_free(&shown);
+    chat_free(&c);
+    tok_free(&tok);
+    close_model(m);
+}
+
 static void test_all(const Ops *ops) {
     op = ops;
     for (int i = 0; i < 2; i++) {
-        test_bits(models[i]);
-        if (op == cpu_ops() && i) test_company(models[i]);
-        if (!i) test_density(models[i]);
-        test_codes(models[i], i ? KV_F16 : KV_TQ3);
+        if (i || long_run) test_bits(models[i]);
+        if (op == cpu_ops() && i && long_run) test_company(models[i]);
+        if (!i && long_run) test_density(models[i]);
+        if (long_run) test_codes(models[i], i ? KV_F16 : KV_TQ3);
     }
+    test_compress(models[0], models[1], 0.2f);
+    test_compress(models[0], NULL, 0.3f);
+    if (long_run) test_compress(models[1], NULL, 0.5f);
+    test_chat(models[0]);
 }
 
 int main(void) {
     start_threads(2);
+    long_run = getenv("LONG") != NULL;
     test_all(cpu_ops());
 #ifdef USE_CUDA
     if (cuda_ops()) test_all(cuda_ops());
