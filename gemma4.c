@@ -3352,7 +3352,7 @@ static double bytes_per_token(const Model *m, int pos) {
 }
 
 // The same for each token that an MTP assistant guesses in one session of pos tokens, or each block of DFlash.
-__attribute__((unused)) static double bytes_per_draft(const Model *m, int pos) {
+static double bytes_per_draft(const Model *m, int pos) {
     const Drafter *d = &m->drafter;
     const Config *c = &d->config;
     const bool is_block = d->kind == DRAFTER_DFLASH;
@@ -3835,7 +3835,11 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
         Session *s = sessions[i];
         const int n_rows = 1 + s->guesser.drafts.n;
         if (n_rows > 1) s->turn.drafts.verify_seconds += m->verdict.verified - began;
-        if (s->guesser.depth) s->turn.drafts.draft_seconds += m->verdict.drafted - m->verdict.verified;
+        if (s->guesser.depth) {
+            const bool block = m->drafter.kind == DRAFTER_DFLASH;
+            s->turn.drafts.draft_seconds += m->verdict.drafted - m->verdict.verified;
+            s->turn.read += bytes_per_draft(m, m->len[s->seq]) * (block ? 1 : s->guesser.depth);
+        }
         for (int r = 0; r < n_todo[i]; r++) push_id(s, &s->held, s->todo.ids[s->at++]);
         s->turn.n_run += s->prompting && !s->turn.shifts ? n_todo[i] : 0;
         s->fed = ahead;
