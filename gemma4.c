@@ -1816,6 +1816,22 @@ static void start_drafter(Model *m) {
     if (d->order) m->ops->copy(&(Copy){ d->token_order, d->order, (size_t)d->config.vocab * sizeof *d->order, COPY_IN });
 }
 
+// The rest of a drafter's layer behind attention: what it adds, and the FFN, as in the target. Norms that it lacks are NULL.
+static void draft_feed_forward(Model *m, const LayerWeights *w, int n, ActFn fn, In *stream) {
+    Drafter *d = &m->drafter;
+    const Act att_out = act_for(&w->attn_output, d->att_out), ffn = act_for(&w->ffn_down, d->ffn);
+    multiply(m, n, (In){ .act = att_out }, &w->attn_output, d->y);
+    stream->delta[0] = d->y;
+    stream->w_post = w->post_attention_norm;
+
+    m->ops->gate_up(&(GateUp){ .n_rows = n, .in = enter(d->x, stream, w->ffn_norm), .gate = &w->ffn_gate, .up = &w->ffn_up,
+                               .fn = fn, .out = ffn });
+    multiply(m, n, (In){ .act = ffn }, &w->ffn_down, d->mlp);
+    stream->delta[0] = d->mlp;
+    stream->w_post = w->post_ffw_norm;
+    stream->scale = w->layer_output_scale;
+}
+
 // A layer of an MTP assistant: as in the target, but K and V are the donor's, and only committed rows are seen.
 static void mtp_layer(Model *m, int l, const Batch *b, In *stream) {
     Drafter *d = &m->drafter;
@@ -1823,23 +1839,14 @@ static void mtp_layer(Model *m, int l, const Batch *b, In *stream) {
     const LayerWeights *w = &d->weights.layer[l];
     const Cache *cache = &m->caches[m->cache_of[d->donor[l]]];
     const int n = b->n_rows, n_heads = d->config.n_heads;
-    const Act att_out = act_for(&w->attn_output, d->att_out), ffn = act_for(&w->ffn_down, d->ffn);
+    const Act att_out = act_for(&w->attn_output, d->att_out);
 
     multiply(m, n, enter(d->x, stream, w->attn_norm), &w->attn_q, d->q);
     const QkvStore query = { .batch = b, .cache = cache, .n_heads = n_heads, .q = d->q, .w_q = w->attn_q_norm, .v_norm = true,
                              .rope = { m->s.inv_freq[lc->is_swa], m->weights.n_pairs[lc->is_swa] }, .eps = d->config.eps };
     m->ops->attend(&(Attend){ .batch = b, .cache = cache, .n_heads = n_heads, .q = d->q, .window = lc->is_swa ? d->window : 0,
                               .own = OWN_NONE, .scale = 1, .store = &query, .out = att_out });
-    multiply(m, n, (In){ .act = att_out }, &w->attn_output, d->y);
-    stream->delta[0] = d->y;
-    stream->w_post = w->post_attention_norm;
-
-    m->ops->gate_up(&(GateUp){ .n_rows = n, .in = enter(d->x, stream, w->ffn_norm), .gate = &w->ffn_gate, .up = &w->ffn_up,
-                               .fn = ACT_GELU, .out = ffn });
-    multiply(m, n, (In){ .act = ffn }, &w->ffn_down, d->mlp);
-    stream->delta[0] = d->mlp;
-    stream->w_post = w->post_ffw_norm;
-    stream->scale = w->layer_output_scale;
+    draft_feed_forward(m, w, n, ACT_GELU, stream);
 }
 
 // The candidates for the k-th token, from the stream behind the last layer.
@@ -2021,7 +2028,7 @@ static void dflash_layer(Model *m, int l, const Batch *b, In *stream) {
     const Cache *cache = &d->caches[l];
     const int n = b->n_rows;
     const bool has_v = w->attn_v.data != NULL;
-    const Act att_out = act_for(&w->attn_output, d->att_out), ffn = act_for(&w->ffn_down, d->ffn);
+    const Act att_out = act_for(&w->attn_output, d->att_out);
 
     m->ops->matmul(&(Matmul){ .n_rows = n, .in = enter(d->x, stream, w->attn_norm), .n = has_v ? 3 : 2,
                               .w = { &w->attn_q, &w->attn_k, &w->attn_v }, .out = { d->q, d->k[0], d->v[0] } });
@@ -2030,16 +2037,7 @@ static void dflash_layer(Model *m, int l, const Batch *b, In *stream) {
                              .rope = { d->inv_freq, d->weights.n_pairs[0] }, .eps = c->eps };
     m->ops->attend(&(Attend){ .batch = b, .cache = cache, .n_heads = c->n_heads, .q = d->q, .window = dflash_reach(d, l),
                               .own = d->own[c->layer[l].is_swa], .scale = d->attention_scale, .store = &store, .out = att_out });
-    multiply(m, n, (In){ .act = att_out }, &w->attn_output, d->y);
-    stream->delta[0] = d->y;
-    stream->w_post = w->post_attention_norm;
-
-    m->ops->gate_up(&(GateUp){ .n_rows = n, .in = enter(d->x, stream, w->ffn_norm), .gate = &w->ffn_gate, .up = &w->ffn_up,
-                               .fn = ACT_SILU, .out = ffn });
-    multiply(m, n, (In){ .act = ffn }, &w->ffn_down, d->mlp);
-    stream->delta[0] = d->mlp;
-    stream->w_post = w->post_ffw_norm;
-    stream->scale = w->layer_output_scale;
+    draft_feed_forward(m, w, n, ACT_SILU, stream);
 }
 
 // Blocks of 1 + depth rows, as many at a time as make a step. The rows behind the first of each go to the head, those of all
