@@ -41,8 +41,8 @@ HTTP_FLAG := $(if $(filter 1,$(HTTP)),-DUSE_MICROHTTPD $(shell pkg-config --cfla
 HTTP_LIB  := $(if $(filter 1,$(HTTP)),$(shell pkg-config --libs libmicrohttpd))
 COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -pthread -ffp-contract=off $(CFLAGS)
 SOURCES  := gemma4.c $(wildcard *.h parts/*.h)
-PROGRAMS := $(patsubst tests/%.c,$(B)/%,\
-    $(wildcard tests/test_*.c tests/make_*.c tests/bench_*.c tests/eval_*.c))
+TESTS    := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c tests/make_*.c tests/eval_*.c))
+BENCHES  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/bench_*.c))
 comma := ,
 # all-major: one piece of code for each generation from sm_80 on
 ARCH_FLAGS := $(if $(filter all-major,$(ARCH)),$(foreach a,80 86 89 90 100 120,-gencode arch=compute_$(a)$(comma)code=sm_$(a)),-arch=$(strip $(ARCH)))
@@ -50,11 +50,12 @@ ARCH_FLAGS := $(if $(filter all-major,$(ARCH)),$(foreach a,80 86 89 90 100 120,-
 SPLIT_COMPILE = $(if $(findstring --split-compile,$(shell $(NVCC) --help 2>/dev/null)),--split-compile=0)
 CUDA_LIBS := -Xcompiler -pthread -lcublas -lm -ldl
 FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
-# The kernels without a GPU: compiled by g++ against tests/cuda_on_cpu, which carries them out. See its cuda_runtime.h.
+# The kernels without a GPU: compiled by g++ against tests/cuda_on_cpu, which carries them out (its cuda_runtime.h says how), and
+# linked to the tests that know of a GPU. CUDA_VISIBLE_DEVICES= hides it from them.
 E        := $(B)/emulated
-EMULATED := $(patsubst %,$(E)/%,test_ops test_sampling test_cuda test_layout test_ahead test_verify test_draft)
-EMULATOR := $(if $(shell command -v $(firstword $(CXX)) 2>/dev/null),$(EMULATED) $(E)/test_emulator)
-EMULATE  := $(CXX) -std=c++20 -O2 -g -Wall -Wno-unknown-pragmas -fno-exceptions -fno-rtti \
+EMULATOR := $(if $(filter cpu,$(ENGINE)),$(if $(shell command -v $(firstword $(CXX)) 2>/dev/null),$(E)/test_emulator))
+EMULATED := $(if $(EMULATOR),$(patsubst %,$(B)/%,test_ops test_sampling test_cuda test_layout test_ahead test_verify test_draft))
+EMULATE  := $(CXX) -std=c++20 -O1 -g1 -Wall -Wno-unknown-pragmas -fno-exceptions -fno-rtti \
     -ffp-contract=off -pthread $(filter -march=% -mcpu=%,$(CFLAGS))
 KERNEL_FLAGS := -Wno-maybe-uninitialized -Wno-deprecated-enum-float-conversion -fno-extern-tls-init -Itests/cuda_on_cpu \
     -fsanitize=alignment,bounds -fno-sanitize-recover=all
@@ -85,23 +86,29 @@ $(B)/flags $(B)/cuda-flags $(B)/engine: FORCE
 
 test:                           ## build what is missing and run all tests
 	@$(MAKE) --no-print-directory $(if $(filter -j%,$(MAKEFLAGS)),,-j$(JOBS)) ENGINE=$(TESTED) $(B)/gemma4-$(TESTED) test-programs
-	@BUILD=$(B) GEMMA4="$$(pwd)/$(B)/gemma4-$(TESTED)" sh tests/run.sh
-test-programs: $(EMULATOR) $(PROGRAMS)   ## build the test programs without running them
+	@BUILD=$(B) GEMMA4="$$(pwd)/$(B)/gemma4-$(TESTED)" $(if $(filter cpu,$(TESTED)),CUDA_VISIBLE_DEVICES=) sh tests/run.sh
+test-programs: $(EMULATOR) $(TESTS)   ## build the test programs without running them
 # A test program includes the source that it tests, so part of that goes unused. Asserts stay on. Most compile longer than they
 # run: -O1 in place of -O3, which gives the same bits.
 TEST_COMPILE = $(patsubst -g,-g1,$(COMPILE:-O3=-O1))
-$(B)/test_cache $(B)/eval_mini $(B)/bench_dots $(B)/bench_tokenizer: TEST_COMPILE = $(COMPILE)
-$(PROGRAMS): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags $(B)/engine \
+# Those that include all of gemma4.c share gguf.h, which takes longest, optimised.
+$(B)/test_cache $(B)/eval_mini $(BENCHES): TEST_COMPILE = $(COMPILE)
+WHOLE := $(patsubst tests/%.c,$(B)/%,$(shell grep -l '"../gemma4.c"' tests/test_*.c tests/eval_*.c))
+$(WHOLE): $(B)/gguf.o
+$(WHOLE): GGUF = $(B)/gguf.o
+$(B)/gguf.o: gguf.h $(B)/flags
+	$(COMPILE) -UNDEBUG -D_GNU_SOURCE -DGGUF_IMPLEMENTATION -xc -c $< -o $@
+$(TESTS) $(BENCHES): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags $(B)/engine \
     $(if $(filter cuda,$(ENGINE)),$(B)/kernels.o)
 ifeq ($(ENGINE),cuda)
 	$(TEST_COMPILE) -I. -UNDEBUG -DUSE_CUDA -Wno-unused-function -c $< -o $@.o
-	$(NVCC) $@.o $(B)/kernels.o -o $@ $(CUDA_LIBS)
+	$(NVCC) $@.o $(GGUF) $(B)/kernels.o -o $@ $(CUDA_LIBS)
 else
-	$(TEST_COMPILE) -I. -UNDEBUG -Wno-unused-function $< -o $@ $(LDFLAGS) -lm
+	$(TEST_COMPILE) -I. -UNDEBUG -Wno-unused-function $< $(GGUF) $(GPU_FLAGS) -o $@ $(LDFLAGS) -lm $(GPU_LIBS)
 endif
-emulated: $(EMULATED) $(E)/test_emulator $(B)/make_gguf    ## build the kernels' tests for a machine without a GPU
-$(EMULATED): $(E)/%: tests/%.c $(wildcard tests/*.h) $(SOURCES) $(E)/kernels.o $(E)/emulator.o
-	$(TEST_COMPILE) -I. -UNDEBUG -DUSE_CUDA -Wno-unused-function -rdynamic $< $(E)/kernels.o $(E)/emulator.o -o $@ $(LDFLAGS) -lm -ldl
+$(EMULATED): $(E)/kernels.o $(E)/emulator.o
+$(EMULATED): GPU_FLAGS = -DUSE_CUDA -rdynamic $(E)/kernels.o $(E)/emulator.o
+$(EMULATED): GPU_LIBS = -ldl
 $(E)/kernels.o: gemma4_kernels.cu gemma4.h parts/kv.h $(wildcard tests/cuda_on_cpu/*.h) $(B)/flags
 	@mkdir -p $(E)
 	$(EMULATE) $(KERNEL_FLAGS) -xc++ -c $< -o $@
@@ -145,4 +152,4 @@ help:                           ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 FORCE:
 .DELETE_ON_ERROR:
-.PHONY: all cpu cuda no-cuda emulated test test-programs asan sanitize fuzz amalgamate bench install clean help FORCE
+.PHONY: all cpu cuda no-cuda test test-programs asan sanitize fuzz amalgamate bench install clean help FORCE

@@ -52,7 +52,9 @@
 #include <readline/history.h>
 #define EDITS_LINES
 #endif
+#ifndef TESTING               // whose build has it in an object of its own
 #define GGUF_IMPLEMENTATION
+#endif
 #define TOKENIZER_IMPLEMENTATION
 #include "gemma4.h"
 #include "gguf.h"

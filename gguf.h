@@ -144,6 +144,7 @@ int gguf_get_str(Gguf *g, const char *key, GgufStr *out);                       
 // n integers: an array (any integer type, or bool) of exactly n elements, or a scalar that stands for all of them.
 int gguf_get_ints(Gguf *g, const char *key, int64_t min, int64_t max, int64_t *out, size_t n);
 int gguf_get_strs(Gguf *g, const char *key, const GgufStr **out, size_t *n);          // lives until gguf_close
+size_t gguf_value_bytes(int value_type);        // of one number or bool, GGUF_V_U8 to _F64; 0: a string or an array
 
 // The first of n blocks of a type that holds a number no quantiser writes, or n: scales and floats must be finite, MXFP4's
 // exponent is not 255, NVFP4's scales have no sign. I8 to I64 and IQ1_M hold nothing that is checked. Nothing else reads
@@ -414,6 +415,7 @@ static const struct {
 
 static bool gguf__type_known(int type) { return type >= 0 && type < GGUF_N_TYPES && gguf__types[type].elems != 0; }
 const char *gguf_type_name(int type) { return gguf__type_known(type) ? gguf__types[type].name : "unknown"; }
+size_t gguf_value_bytes(int t) { return t >= 0 && t <= GGUF_V_F64 ? gguf__values[t].bytes : 0; }
 int gguf_block_elems(int type) { return gguf__type_known(type) ? gguf__types[type].elems : 0; }
 int gguf_block_bytes(int type) { return gguf__type_known(type) ? gguf__types[type].bytes : 0; }
 bool gguf_type_supported(int type) { return gguf__type_known(type) && gguf__types[type].supported; }

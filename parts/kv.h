@@ -22,7 +22,7 @@
  *   [1] Turning groups                 [3] Reading codes
  *   [2] Encoding                       [4] Rows on the CPU     [5] A value on a GPU
  *
- * Needs gemma4.h. On the CPU also gguf.h, in a file that has GGUF_IMPLEMENTATION. A GPU's file says before what KV_CODE,
+ * Needs gemma4.h. On the CPU also gguf.h. A GPU's file says before what KV_CODE,
  * KV_LANE, KV_LANES, KV_SUM, KV_MOST, KV_SYNC, KV_TO_HALF and KV_FROM_HALF are there. */
 #ifndef KV_H
 #define KV_H
@@ -194,7 +194,7 @@ KV_CODE int kv_multiple(KvType t, uint32_t nibble) {
     return nibble & sign ? -kv_level(t, nibble & (sign - 1)) : kv_level(t, nibble);
 }
 
-#ifdef GGUF_IMPLEMENTATION
+#ifdef GGUF_H
 // ==== [4] Rows on the CPU ===========================================================================================
 // v (dim) to row and, in a quantised type, its scales.
 static inline void kv_write_row(KvType t, bool unbiased, int dim, const float *v, void *row, uint16_t *scales) {

@@ -5,7 +5,7 @@
  * tests hold every backend against this table, `gemma4 check --against reference` does so on a model, and a port begins
  * as a copy of this file: replace one function, run build/test_ops, go on (docs/porting.md).
  *
- * Needs gemma4.h, gguf.h, in a file that has GGUF_IMPLEMENTATION, kv.h and the math library.
+ * Needs gemma4.h, gguf.h, kv.h and the math library.
  *
  *   #define _GNU_SOURCE            // before every include: sysconf
  *   #include "gemma4.h"

@@ -118,8 +118,8 @@ static void hash_key(Hash *h, const GgufKv *kv) {
     hash_add(h, kv->key.s, kv->key.n);
     hash_add(h, kind, sizeof kind);
     for (uint64_t i = 0; kv->strs && i < kv->count; i++) hash_add(h, kv->strs[i].s, kv->strs[i].n);
-    const int element = kv->elem_type == GGUF_V_STR ? 1 : gguf__values[kv->elem_type].bytes;
-    if (!kv->strs && kv->count) hash_add(h, kv->data, kv->count * (size_t)element);
+    const size_t element = kv->elem_type == GGUF_V_STR ? 1 : gguf_value_bytes(kv->elem_type);
+    if (!kv->strs && kv->count) hash_add(h, kv->data, kv->count * element);
 }
 
 // Which model it is, without reading all of it: every key, every tensor's shape, and four samples of its numbers.

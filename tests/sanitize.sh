@@ -36,16 +36,16 @@ if ! command -v compute-sanitizer >/dev/null 2>&1; then
 fi
 {
     for model in micro-dense-f32 micro-dense-f16 micro-moe-f32 micro-moe-q8_0 micro-e-f32 micro-e-q8_0 tiny-dense-q4_k_m \
-        tiny-moe-q4_k_m tiny-e-q4_k_m tiny-moe-q4_0; do echo "test_cuda -brief $model"; done
+        tiny-moe-q4_k_m tiny-e-q4_k_m tiny-moe-q4_0; do echo "test_cuda $model"; done
     for op in matmul attend close sample expert_down head qkv_store expert_gate_up gate_up ple_inject kv_commit kv_copy route \
-        logprob embed ple_rows gather_rows; do echo "test_ops -cuda $op"; done
+        logprob embed ple_rows gather_rows block_select attn_mass verify_walk head_centroid; do echo "test_ops -cuda $op"; done
     for part in choice edges spread seen position; do echo "test_sampling -cuda $part"; done
-    printf '%s\n' test_layout "test_ahead -cuda"
+    printf '%s\n' test_layout "test_ahead -cuda" "test_verify -few" "test_draft -few"
 } | sed "s#^#$BUILD/#" >"$LOGS/programs"
 [ $# -gt 0 ] || set -- racecheck memcheck initcheck
 for tool in "$@"; do
     if [ "$tool" = memcheck ]; then cat "$LOGS/programs"
-    else sed -E 's/test_(ops|sampling) -cuda/& -few/; s/-brief/-few/' "$LOGS/programs"; fi | sed "s/^/$tool /"
+    else sed -E 's/test_(ops|sampling) -cuda/& -few/; s/test_cuda/& -few/' "$LOGS/programs"; fi | sed "s/^/$tool /"
 done | xargs -P "$jobs" --process-slot-var=SLOT -L 1 "$0" -one | tee "$LOGS/results"
 passed=$(grep -c '^clean' "$LOGS/results") failed=$(grep -vc '^clean' "$LOGS/results")
 echo "# sanitizer: $passed passed, $failed failed, 0 skipped"

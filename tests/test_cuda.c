@@ -12,9 +12,8 @@
  *   choices   greedy text of the trained mini: the CPU's, or a near tie where they part; next-token KL at most 1e-3
  *   memory    what the device lost while a model was loaded: the plan, within 1 % and the driver's own granularity
  *
- * Arguments: -brief for texts of a third of the length, or -few: so, no step of more than 64 rows, and fewer steps of one;
- * then the models to test, as a preset or a preset and a type (`build/test_cuda micro-e tiny-moe-q4_0`), `choices`, `memory`;
- * none: all. Skipped, and counted, when built without CUDA or where there is no GPU. */
+ * Arguments: -few for short texts and no step of more than 64 rows; then the models to test, as a preset or a preset and a type
+ * (`build/test_cuda micro-e tiny-moe-q4_0`), `choices`, `memory`; none: all. Skipped, and counted, when built without CUDA or where there is no GPU. */
 #define TESTING
 #include "../gemma4.c"
 #include "steps.h"
@@ -25,7 +24,7 @@ enum { N_TEXT = 512, N_CHOICES = 500 };
 
 #ifdef USE_CUDA
 static char dir[200];
-static bool brief, few;
+static bool few;
 
 static const char *make_file(const char *preset, const char *quant, const char *more) {
     static char path[300];
@@ -113,7 +112,7 @@ static void test_logits(const char *preset, const char *quant, const char *more,
     int32_t ids[N_TEXT];
     random_text(ids, N_TEXT, vocab);
 
-    const int n_short = brief ? 24 : 96, n_prompt = few ? STEP_ROWS : brief ? 130 : 400, n_before = brief ? 40 : 100;
+    const int n_short = few ? 24 : 96, n_prompt = few ? STEP_ROWS : 400, n_before = few ? 20 : 100;
     const bool exact = !is_quantised(m->weights.layer[0].attn_q.type);
     float *want = logits_of(cpu_m, ids, n_short, STEP_ROWS), *base = logits_of(m, ids, n_short, STEP_ROWS);
     double scale;
@@ -128,7 +127,7 @@ static void test_logits(const char *preset, const char *quant, const char *more,
     free(moved_a_bit);
     static const int chunks[] = { 1, 7 };
     for (int k = 0; k < 2; k++) {
-        const int n = few && chunks[k] == 1 ? 6 : n_short;
+        const int n = !few ? n_short : chunks[k] == 1 ? 3 : 10;
         float *got = logits_of(m, ids, n, chunks[k]);
         CHECK(!memcmp(got, base, (size_t)n * (size_t)vocab * sizeof *got), "%s: chunks of %d: other bits than in chunks of 64",
               name, chunks[k]);
@@ -261,8 +260,7 @@ int main(int argc, char **argv) {
     snprintf(dir, sizeof dir, "%.150s/test_cuda.XXXXXX", tmp ? tmp : "/tmp");
     if (!mkdtemp(dir)) die("%s: %s", dir, strerror(errno));
     few = argc > 1 && strcmp(argv[1], "-few") == 0;
-    brief = few || (argc > 1 && strcmp(argv[1], "-brief") == 0);
-    char **only = argv + (brief ? 2 : 1);
+    char **only = argv + (few ? 2 : 1);
     static const struct { const char *preset, *quant, *more; KvType type; } models[] = {
         { "micro-dense", "f32", "", KV_F32 }, { "micro-dense", "f16", "", KV_F16 }, { "micro-moe", "f32", "", KV_F32 },
         { "micro-moe", "q8_0", "--split-experts", KV_F16 }, { "micro-e", "f32", "", KV_F32 }, { "micro-e", "q8_0", "", KV_BF16 },

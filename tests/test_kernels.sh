@@ -1,9 +1,9 @@
 #!/bin/sh
 # The kernels of gemma4_kernels.cu without a GPU: compiled by g++ and carried out by tests/cuda_on_cpu, whose cuda_runtime.h says
 # what that proves and what it does not. First the emulator itself, with planted faults; then each operation, the sampler, whole
-# models against the CPU backend, the layout of weights, and answers whose steps run ahead of the host: as far as some two minutes
-# of one core go. LONG=1: matrix products, experts, heads and attention with all their cases, and several sessions ahead of the host. On a
-# machine with a GPU the same programs run on it, whole.
+# models against the CPU backend, the layout of weights, answers whose steps run ahead of the host, and drafts: as far as some two
+# minutes of one core go. LONG=1: all cases of operations, several sessions ahead of the host and in one draft. On a machine with a
+# GPU the same programs run on it, whole.
 # Environment: BUILD (build), STRICT=1 (a skip fails), LONG=1.
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
@@ -17,7 +17,7 @@ finish() {
 
 one() { # one PROGRAM ARGUMENTS...: adds its counts; one that ends without them has failed
     what=$*
-    program=$build/emulated/$1
+    program=$build/$1
     shift
     out=$(BUILD=$build "$program" "$@" 2>&1)
     status=$?
@@ -32,24 +32,27 @@ EOT
     [ "$f" -eq 0 ] || echo "$out" | tail -n 40
 }
 
+if [ -e "$build/kernels.o" ]; then
+    echo "# built for a GPU, on which the other suites run these programs"
+    finish
+fi
 if [ ! -x "$build/emulated/test_emulator" ]; then
     why="g++ not found; install the package g++ (gcc-c++ on Fedora)"
-    command -v g++ >/dev/null 2>&1 && why="not built; run 'make emulated'"
+    command -v g++ >/dev/null 2>&1 && why="not built; run 'make test-programs ENGINE=cpu'"
     echo "skipped: the CUDA backend's kernels on the CPU: $why"
     if [ "${STRICT:-0}" = 0 ]; then skipped=1; else failed=1; fi
     finish
 fi
-one test_emulator
-few=-few
-[ "${LONG:-0}" = 0 ] || few=                         # minutes more
-one test_ops -cuda $few matmul expert_down head head_centroid attend block_select
-one test_ops -cuda embed ple_rows route gate_up expert_gate_up ple_inject close gather_rows qkv_store kv_commit kv_copy logprob \
-    verify_walk
+unset CUDA_VISIBLE_DEVICES
+few=-few long=
+[ "${LONG:-0}" = 0 ] || few='' long=-long
+one emulated/test_emulator
+one test_ops -cuda $few
 one test_sampling -cuda seen position
 one test_cuda -few micro-dense-f16      # its prompts go through cuBLAS too, which takes the emulator a minute
-one test_cuda -brief tiny-moe-q4_k_m
+one test_cuda -few tiny-moe-q4_k_m
 one test_layout
 one test_ahead -cuda $few
 one test_verify -few
-one test_draft -few
+one test_draft -few $long
 finish

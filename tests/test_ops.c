@@ -14,8 +14,8 @@
  *   buffers           outputs start as NaN (all bits set) and have guards behind them; inputs must come back unchanged
  *
  * Arguments: the operations to test, for example `build/test_ops attend route`; none: all. -cuda before them: the CUDA backend
- * only; -cuda -few: without the 100 rows that cuBLAS multiplies, and less of the rest. TEST_TIMES=1 prints
- * seconds. */
+ * only; -cuda -few: each fifth case, and not the 100 rows that cuBLAS multiplies. The CPU backend runs each second case, LONG=1: all.
+ * TEST_TIMES=1 prints seconds. */
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
@@ -38,12 +38,16 @@ static const Ops *op;
 static char now[240];                   // "backend operation: case", the head of every message
 
 #define CASE(name, ...) case_is(name, __VA_ARGS__)
-__attribute__((format(printf, 2, 3))) static void case_is(const char *name, const char *fmt, ...) {
+static int every = 1, n_cases;          // of an operation's cases only so many are run: the first, and each `every` further on
+
+// Names the case that comes. -> whether it is run
+__attribute__((format(printf, 2, 3))) static bool case_is(const char *name, const char *fmt, ...) {
     int n = snprintf(now, sizeof now, "%s %s: ", op->name, name);
     va_list ap;
     va_start(ap, fmt);
     vsnprintf(now + n, sizeof now - (size_t)n, fmt, ap);
     va_end(ap);
+    return n_cases++ % every == 0;
 }
 
 static bool on_cpu(void) { return strcmp(op->name, "cpu") == 0; }
@@ -446,7 +450,6 @@ static const Run runs_100[] = { { 0, 64 }, { 0, 1 }, { 0, 2 }, { 0, 7 }, { 63, 1
 static const Run runs_7[] = { { 0, 7 }, { 0, 1 }, { 0, 2 }, { 3, 3 }, { 6, 1 } };
 enum { N_RUNS_7 = 5 };
 static int n_runs_100 = sizeof runs_100 / sizeof *runs_100;
-static int in_step = 1, shape_step = 1;                 // -few: of the combinations of In each seventh, of other lists each third
 
 typedef struct {                        // what all rows should be; the first run's result is what later ones must repeat
     int    cols;
@@ -609,7 +612,7 @@ static void test_embed(void) {
         for (int k = 0; k < 6; k++) {
             const int cols = widths[k], vocab = 50, stride = k % 2 ? cols : 2 * cols + 3;
             if (cols % block_elems(all_types[t])) continue;
-            CASE("embed", "%s, cols %d, stride %d", type_name(all_types[t]), cols, stride);
+            if (!CASE("embed", "%s, cols %d, stride %d", type_name(all_types[t]), cols, stride)) continue;
             Matrix w = table(all_types[t], vocab, cols, k % 3 == 1);
             Step *s = keep(1, sizeof *s);
             add_chain(s, 0, 0, 64);
@@ -641,7 +644,7 @@ static void test_embed(void) {
 static void test_ple_rows(void) {
     for (int t = 0; t < N_TYPES; t++) {
         const int n_layers = 3, ple_dim = 256, vocab = 20, cols = n_layers * ple_dim;
-        CASE("ple_rows", "%s, %d x %d", type_name(all_types[t]), n_layers, ple_dim);
+        if (!CASE("ple_rows", "%s, %d x %d", type_name(all_types[t]), n_layers, ple_dim)) continue;
         Matrix w = table(all_types[t], vocab, cols, t % 2);
         Step *s = keep(1, sizeof *s);
         add_chain(s, 0, 3, 100);
@@ -707,21 +710,21 @@ static void test_matmul(void) {
                                                          { 300, 512 }, { 40, 4352 }, { 5, 4128 },
                                                          { 33, 77 }, { 7, 1000 }, { 64, 1 }, { 1, 2817 } };
     for (int t = 0; t < N_TYPES; t++)
-        for (int k = t % shape_step; k < (int)(sizeof shapes / sizeof *shapes); k += shape_step) {
+        for (int k = 0; k < (int)(sizeof shapes / sizeof *shapes); k++) {
             static const int ins[] = { IN_X, IN_X | IN_W_PRE, IN_X | IN_DELTA | IN_W_POST | IN_W_PRE | IN_X_OUT };
             const int cols = shapes[k].cols, bits = ins[k % 3];
             if (cols % block_elems(all_types[t])) continue;
-            CASE("matmul", "%s (%d, %d), In 0x%x", type_name(all_types[t]), shapes[k].rows, cols, bits);
+            if (!CASE("matmul", "%s (%d, %d), In 0x%x", type_name(all_types[t]), shapes[k].rows, cols, bits)) continue;
             Matrix w = (k % 2 ? scaled_matrix : matrix)(all_types[t], 1, shapes[k].rows, cols);
             const In in = random_in(100, cols, bits);
             matmul_case(1, &w, &in, 100, runs_100, n_runs_100);
         }
 
     // Every combination of In, 1 to 4 matrices of mixed types.
-    for (int bits = 0; bits < IN_ALL; bits += in_step) {
+    for (int bits = 0; bits < IN_ALL; bits++) {
         Matrix w[4];
         const int n = 1 + bits % 4, cols = 512;
-        CASE("matmul", "n %d of types %s .., In 0x%x", n, type_name(all_types[bits % N_TYPES]), bits);
+        if (!CASE("matmul", "n %d of types %s .., In 0x%x", n, type_name(all_types[bits % N_TYPES]), bits)) continue;
         for (int k = 0; k < n; k++) w[k] = matrix(all_types[(bits + 3 * k) % N_TYPES], 1, k ? 1 + 2 * k : 8, cols);
         const In in = random_in(7, cols, bits);
         matmul_case(n, w, &in, 7, runs_7, N_RUNS_7);
@@ -732,14 +735,14 @@ static void test_matmul(void) {
         for (int form = 0; form < 2; form++) {
             const bool q = takes_int8(all_types[t]), both = form == 1;
             const int cols = t % 2 || block_elems(all_types[t]) == 256 ? 1536 : 2112;
-            CASE("matmul", "%s (40, %d), Act in %s", type_name(all_types[t]), cols, both ? "both forms" : q ? "int8" : "f32");
+            if (!CASE("matmul", "%s (40, %d), Act in %s", type_name(all_types[t]), cols, both ? "both forms" : q ? "int8" : "f32")) continue;
             Matrix w = matrix(all_types[t], 1, 40, cols);
             const In in = { .act = random_act(100, cols, !q || both, q || both), .scale = 1 };
             matmul_case(1, &w, &in, 100, runs_100, n_runs_100);
         }
     for (int t = 0; t < N_TYPES; t++) {                // a NaN or an infinity shows, in its row only
         const int cols = 512, rows = 5;
-        CASE("matmul", "%s, NaN and Inf in rows 1 and 3", type_name(all_types[t]));
+        if (!CASE("matmul", "%s, NaN and Inf in rows 1 and 3", type_name(all_types[t]))) continue;
         Matrix w = matrix(all_types[t], 1, 9, cols);
         const In in = { .x = floats(rows * cols, 1, 0), .scale = 1 };
         at_row(in.x, 1, cols)[77] = NAN;
@@ -830,8 +833,8 @@ static void test_route(void) {
     };
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
         const int cols = cases[k].cols, rows = 100;
-        CASE("route", "%s, %d of %d experts, cols %d, expert_scale %d", type_name(cases[k].type), cases[k].used, cases[k].n,
-             cols, cases[k].scale);
+        if (!CASE("route", "%s, %d of %d experts, cols %d, expert_scale %d", type_name(cases[k].type), cases[k].used, cases[k].n,
+             cols, cases[k].scale)) continue;
         In in = random_in(rows, cols, IN_X);
         memset(at_row(in.x, 3, cols), 0, (size_t)cols * sizeof(float));
         const In dev = put_in(&in, rows, cols);
@@ -860,8 +863,8 @@ static void test_gate_up(void) {
     };
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
         const int cols = cases[k].cols, n = cases[k].rows, rows = 100;
-        CASE("gate_up", "%s, %s (%d, %d), %s, route %d", type_name(cases[k].gate), type_name(cases[k].up), n, cols,
-             cases[k].fn == ACT_GELU ? "GELU" : "SiLU", cases[k].route);
+        if (!CASE("gate_up", "%s, %s (%d, %d), %s, route %d", type_name(cases[k].gate), type_name(cases[k].up), n, cols,
+             cases[k].fn == ACT_GELU ? "GELU" : "SiLU", cases[k].route)) continue;
         Matrix gate = (k % 2 ? scaled_matrix : matrix)(cases[k].gate, 1, n, cols), up = matrix(cases[k].up, 1, n, cols);
         const In in = random_in(rows, cols, IN_X | IN_DELTA | IN_W_POST | IN_W_PRE | IN_X_OUT);
         const Input ref = ref_in(&in, rows, cols);
@@ -954,8 +957,8 @@ static ExpertPrompt expert_prompt(int k, DType type) {
 static void expert_gate_up_prompt(int k, DType type) {
     const ExpertPrompt p = expert_prompt(k, type);
     const bool fused = k % 4 != 3;
-    CASE("expert_gate_up", "%s %s, %d rows, %d of %d experts, (%d, %d)", fused ? "fused" : "split", type_name(type), p.rows,
-         p.used, p.n, p.out, p.cols);
+    if (!CASE("expert_gate_up", "%s %s, %d rows, %d of %d experts, (%d, %d)", fused ? "fused" : "split", type_name(type), p.rows,
+         p.used, p.n, p.out, p.cols)) return;
     Matrix gate = (k % 3 ? matrix : scaled_matrix)(type, p.n, fused ? 2 * p.out : p.out, p.cols), up = { 0 };
     if (!fused) up = scaled_matrix(type, p.n, p.out, p.cols);
     const In in = k % 5 ? random_in(p.rows, p.cols, IN_X | IN_W_PRE) :
@@ -977,7 +980,7 @@ static void expert_gate_up_prompt(int k, DType type) {
 
 static void expert_down_prompt(int k, DType type) {
     const ExpertPrompt p = expert_prompt(k, type);
-    CASE("expert_down", "%s, %d rows, %d of %d experts, (%d, %d)", type_name(type), p.rows, p.used, p.n, p.out, p.cols);
+    if (!CASE("expert_down", "%s, %d rows, %d of %d experts, (%d, %d)", type_name(type), p.rows, p.used, p.n, p.out, p.cols)) return;
     Matrix down = (k % 3 ? matrix : scaled_matrix)(type, p.n, p.out, p.cols);
     const In in = { .act = random_act(p.rows * p.used, p.cols, !takes_int8(type), takes_int8(type)), .scale = 1 };
     const Input ref = ref_in(&in, p.rows * p.used, p.cols);
@@ -1010,9 +1013,9 @@ static void test_expert_gate_up(void) {
     };
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
         const int cols = cases[k].cols, dim = cases[k].dim, used = cases[k].used, n = cases[k].n, rows = 100;
-        CASE("expert_gate_up", "%s %s, %d of %d experts, (%d, %d), beside %d, scale %d", cases[k].fused ? "fused" : "split",
+        if (!CASE("expert_gate_up", "%s %s, %d of %d experts, (%d, %d), beside %d, scale %d", cases[k].fused ? "fused" : "split",
              type_name(cases[k].gate),
-             used, n, dim, cols, cases[k].beside, cases[k].scaled);
+             used, n, dim, cols, cases[k].beside, cases[k].scaled)) continue;
         Matrix gate = random_matrix(cases[k].gate, n, cases[k].fused ? 2 * dim : dim, cols), up = { 0 },
                dense = matrix(T_Q8_0, 1, 20, 96);
         if (cases[k].scaled) gate.factor = floats(n, 0.5, 1);
@@ -1053,7 +1056,7 @@ static void test_expert_down(void) {
                       rows = k < 2 ? 100 : 64;
             const DType type = all_types[t];
             if (dim % block_elems(type)) continue;
-            CASE("expert_down", "%s, %d of %d experts, (%d, %d)", type_name(type), used, n, out, dim);
+            if (!CASE("expert_down", "%s, %d of %d experts, (%d, %d)", type_name(type), used, n, out, dim)) continue;
             Matrix down = (k % 2 ? scaled_matrix : matrix)(type, n, out, dim);
             const In in = { .act = random_act(rows * used, dim, !takes_int8(type), takes_int8(type)), .scale = 1 };
             const Input ref = ref_in(&in, rows * used, dim);
@@ -1087,7 +1090,7 @@ static void test_ple_inject(void) {
             const int n = k == 0 ? 256 : k == 1 ? 32 : 33, cols = k == 0 ? 512 : k == 1 ? 1536 : 77;
             const int rows = k == 0 ? 64 : 100, stride = k == 1 ? n : 3 * n + 1;
             if (cols % block_elems(type)) continue;
-            CASE("ple_inject", "%s (%d, %d), u_stride %d", type_name(type), n, cols, stride);
+            if (!CASE("ple_inject", "%s (%d, %d), u_stride %d", type_name(type), n, cols, stride)) continue;
             Matrix w = matrix(type, 1, n, cols);
             const In in = random_in(rows, cols, k == 0 ? IN_X | IN_DELTA | IN_W_POST | IN_X_OUT : IN_X);
             const Input ref = ref_in(&in, rows, cols);
@@ -1115,7 +1118,7 @@ static void test_ple_inject(void) {
 }
 
 static void close_case(int rows, int cols, int bits, bool with_out, const Run *runs, int n_runs) {
-    CASE("close", "cols %d, In 0x%x, out %d", cols, bits, with_out);
+    if (!CASE("close", "cols %d, In 0x%x, out %d", cols, bits, with_out)) return;
     const In in = random_in(rows, cols, bits);
     const Input ref = ref_in(&in, rows, cols);
     const In dev = put_in(&in, rows, cols);
@@ -1131,7 +1134,7 @@ static void close_case(int rows, int cols, int bits, bool with_out, const Run *r
 
 static void test_close(void) {
     static const int widths[] = { 2816, 1536, 704, 2112, 1000, 33, 1 };
-    for (int bits = 0; bits < IN_ALL; bits += in_step) close_case(7, 100, bits, true, runs_7, N_RUNS_7);
+    for (int bits = 0; bits < IN_ALL; bits++) close_case(7, 100, bits, true, runs_7, N_RUNS_7);
     for (int k = 0; k < 4; k++) {                      // rows that a backend may hold, and wider ones
         static const int wide[] = { 6144, 6145, 6148, 10752 };
         close_case(7, wide[k], IN_ALL - 1, true, runs_7, N_RUNS_7);
@@ -1148,7 +1151,7 @@ static void test_gather_rows(void) {
         const int cols = widths[k % 5], src_stride = cols + k % 3 * 5, dst_stride = cols + (k + 1) % 3 * 4;
         const int n_src = 70, rows = k % 4 == 0 ? 64 : k % 4 == 1 ? 1 : 33;
         const bool indexed = k % 2 == 0;
-        CASE("gather_rows", "%d rows, cols %d, strides %d %d, index %d", rows, cols, src_stride, dst_stride, indexed);
+        if (!CASE("gather_rows", "%d rows, cols %d, strides %d %d, index %d", rows, cols, src_stride, dst_stride, indexed)) continue;
         int32_t index[64];
         for (int i = 0; i < rows; i++) index[i] = indexed ? (int32_t)rnd((uint32_t)n_src) : i;
         const float *src = floats(n_src * src_stride, 1, 0);
@@ -1300,11 +1303,11 @@ typedef struct {
 
 static void qkv_case_tail(QkvCase t, int tail_slots, Step *s) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, kv_dim = t.n_kv_heads * hd;
-    CASE("qkv_store", "%s, head_dim %d, heads %d/%d, slots %d, n_rot %d, pairs %d, v %s%s, q %d, k %d, stage %d, dumps %d, %d rows in %d segments "
+    if (!CASE("qkv_store", "%s, head_dim %d, heads %d/%d, slots %d, n_rot %d, pairs %d, v %s%s, q %d, k %d, stage %d, dumps %d, %d rows in %d segments "
          "at %d",
          kv_names[t.type], hd, t.n_heads, t.n_kv_heads, t.slots, t.n_rot, t.n_pairs, t.v_is_k ? "= k" : "own",
              t.v_norm ? "" : " unnormed",
-         t.with_q, t.with_k, t.staged, t.dumps, n, s->n_segs, s->len[s->segs[0].seq]);
+         t.with_q, t.with_k, t.staged, t.dumps, n, s->n_segs, s->len[s->segs[0].seq])) return;
     TestCache ring = new_cache(t.type, 3, t.n_kv_heads, hd, t.slots, t.n_rot);
     TestCache stage = new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot);
     if (tail_slots) add_tail(&ring, tail_slots);
@@ -1455,11 +1458,11 @@ static void attend_case_tail(AttendCase t, int tail_slots, Step *s) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd;
     int n_seqs = 0;
     for (int i = 0; i < s->n_segs; i++) n_seqs = max_int(n_seqs, s->segs[i].seq + 1);
-    CASE("attend", "%s, head_dim %d, heads %d/%d, slots %d, n_rot %d, window %d, own %s, stage %d, scale %g, %s of %d "
+    if (!CASE("attend", "%s, head_dim %d, heads %d/%d, slots %d, n_rot %d, window %d, own %s, stage %d, scale %g, %s of %d "
          "rows at %d (%d segments)", kv_names[t.type],
          hd, t.n_heads, t.n_kv_heads, t.slots, t.n_rot, t.window, own_name[t.own], t.staged, (double)t.scale,
              s->segs[0].kind == SEG_TREE ? "tree" : "chain",
-         s->segs[0].n, s->len[s->segs[0].seq], s->n_segs);
+         s->segs[0].n, s->len[s->segs[0].seq], s->n_segs)) return;
     TestCache ring = new_cache(t.type, n_seqs, t.n_kv_heads, hd, t.slots, t.n_rot);
     TestCache stage = new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot);
     if (tail_slots) add_tail(&ring, tail_slots);
@@ -1531,9 +1534,9 @@ static void attend_chain(AttendCase t, int len, int n) { attend_chain_tail(t, 0,
 static void attend_store_case(AttendCase t, bool reader, const Step *s) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, kv_dim = t.n_kv_heads * hd,
               n_pairs = t.n_rot ? t.n_rot : hd / 2;
-    CASE("attend", "store in its launch: %s, head_dim %d, heads %d/%d, n_rot %d, window %d, own %d, stage %d, k %d, %d rows",
+    if (!CASE("attend", "store in its launch: %s, head_dim %d, heads %d/%d, n_rot %d, window %d, own %d, stage %d, k %d, %d rows",
          kv_names[t.type], hd, t.n_heads,
-         t.n_kv_heads, t.n_rot, t.window, t.own, t.staged, !reader, n);
+         t.n_kv_heads, t.n_rot, t.window, t.own, t.staged, !reader, n)) return;
     TestCache ring[4] = { new_cache(t.type, 2, t.n_kv_heads, hd, t.slots, t.n_rot) };
     TestCache stage[4] = { new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot) };
     fill_cache(&ring[0]);
@@ -1615,8 +1618,8 @@ static void attend_quantised(KvType type, Step *s) {
 static void attend_blocks_case(AttendCase t, Step *s, bool all) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, rows = (n + SELECT_ROWS - 1) / SELECT_ROWS;
     const int n_blocks = (t.slots + SELECT_KEYS - 1) / SELECT_KEYS, lists = rows * t.n_kv_heads;
-    CASE("attend", "%s of %d blocks: %s, head_dim %d, heads %d/%d, n_rot %d, %d rows at %d, %d segments", all ? "all" : "some",
-         n_blocks, kv_names[t.type], hd, t.n_heads, t.n_kv_heads, t.n_rot, n, s->len[s->segs[0].seq], s->n_segs);
+    if (!CASE("attend", "%s of %d blocks: %s, head_dim %d, heads %d/%d, n_rot %d, %d rows at %d, %d segments", all ? "all" : "some",
+         n_blocks, kv_names[t.type], hd, t.n_heads, t.n_kv_heads, t.n_rot, n, s->len[s->segs[0].seq], s->n_segs)) return;
     TestCache cache = new_cache(t.type, 2, t.n_kv_heads, hd, t.slots, t.n_rot);
     fill_cache(&cache);
     put_cache(&cache, true);
@@ -1656,7 +1659,7 @@ static void attend_blocks_case(AttendCase t, Step *s, bool all) {
 }
 
 static void attend_blocks(Step *s) {
-    for (int k = 0; k < 2 * N_KV; k += shape_step) {   // all blocks: heads for which a backend has one way of doing it
+    for (int k = 0; k < 2 * N_KV; k++) {   // all blocks: heads for which a backend has one way of doing it
         const KvType t = kv_types[k % N_KV];
         const bool tied = k >= N_KV;
         memset(s, 0, sizeof *s);
@@ -1665,7 +1668,7 @@ static void attend_blocks(Step *s) {
         if (k % 3) add_chain(s, 0, 300, k % 3 == 1 ? 3 : 67);
         attend_blocks_case((AttendCase){ .type = t, k % 2 ? 512 : 256, k % 5 ? 2 : 3, 1, 512, tied ? 64 : 0 }, s, k % 4 == 3);
     }
-    for (int k = 0; k < 6; k += shape_step) {          // groups of heads as all models have them, and heads that are none of theirs
+    for (int k = 0; k < 6; k++) {          // groups of heads as all models have them, and heads that are none of theirs
         memset(s, 0, sizeof *s);
         add_chain(s, 0, 90 * (6 - k), 130 - 12 * k);
         attend_blocks_case((AttendCase){ .type = KV_F16, k == 5 ? 128 : 512, 1 << k, 1, 768, k % 2 ? 64 : 0 }, s, k == 4);
@@ -1677,7 +1680,7 @@ static void attend_blocks(Step *s) {
 static void attend_drafters(Step *s) {
     static const int far[] = { 2040, 2100, 4300 }, mtp_rot[] = { 0, 0, 64 };
     const float scale = 0.08838835f;
-    for (int k = shape_step / 2; k < 3; k += shape_step) {             // -few: the one in the middle
+    for (int k = 0; k < 3; k++) {
         memset(s, 0, sizeof *s);
         add_chain(s, 1, far[k], k == 1 ? 16 : 5);
         if (k == 1) add_chain(s, 0, 300, 7);
@@ -1857,9 +1860,9 @@ static void select_case(SelectCase t, Step *s) {
     for (int i = 0; i < s->n_segs; i++) n_seqs = max_int(n_seqs, s->segs[i].seq + 1);
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, rows = (n + SELECT_ROWS - 1) / SELECT_ROWS;
     const int n_blocks = (t.slots + SELECT_KEYS - 1) / SELECT_KEYS + 1, lists = rows * t.n_kv_heads;
-    CASE("block_select", "%s, head_dim %d, heads %d/%d, n_rot %d, alpha %g, density %g, %d rows at %d, the last %d dense, "
+    if (!CASE("block_select", "%s, head_dim %d, heads %d/%d, n_rot %d, alpha %g, density %g, %d rows at %d, the last %d dense, "
          "%d segments", kv_names[t.type], hd, t.n_heads, t.n_kv_heads, t.n_rot, (double)t.alpha, (double)t.density,
-         s->segs[0].n, s->len[s->segs[0].seq], t.n_dense, s->n_segs);
+         s->segs[0].n, s->len[s->segs[0].seq], t.n_dense, s->n_segs)) return;
     TestCache cache = new_cache(t.type, n_seqs, t.n_kv_heads, hd, t.slots, t.n_rot);
     random_blocks(&cache);
     put_cache(&cache, true);
@@ -1907,7 +1910,7 @@ static void select_case(SelectCase t, Step *s) {
 
 static void test_block_select(void) {
     Step *s = alloc_or_die(1, sizeof *s);
-    for (int k = 0; k < N_KV; k += shape_step) {
+    for (int k = 0; k < N_KV; k++) {
         const KvType t = kv_types[k];
         memset(s, 0, sizeof *s);
         add_chain(s, 0, 1000 + 37 * k, 200);           // lengths that are no multiple of anything
@@ -1931,8 +1934,8 @@ static void mass_case(SelectCase t, Step *s) {
     int n_seqs = 0;
     for (int i = 0; i < s->n_segs; i++) n_seqs = max_int(n_seqs, s->segs[i].seq + 1);
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, n_keys = t.slots + 5;
-    CASE("attn_mass", "%s, head_dim %d, heads %d/%d, n_rot %d, %d rows at %d, %d segments", kv_names[t.type], hd, t.n_heads,
-         t.n_kv_heads, t.n_rot, n, s->len[s->segs[0].seq], s->n_segs);
+    if (!CASE("attn_mass", "%s, head_dim %d, heads %d/%d, n_rot %d, %d rows at %d, %d segments", kv_names[t.type], hd, t.n_heads,
+         t.n_kv_heads, t.n_rot, n, s->len[s->segs[0].seq], s->n_segs)) return;
     TestCache cache = new_cache(t.type, n_seqs, t.n_kv_heads, hd, t.slots, t.n_rot);
     random_blocks(&cache);
     put_cache(&cache, true);
@@ -1974,7 +1977,7 @@ static void mass_case(SelectCase t, Step *s) {
 
 static void test_attn_mass(void) {
     Step *s = alloc_or_die(1, sizeof *s);
-    for (int k = 0; k < N_KV; k += shape_step) {
+    for (int k = 0; k < N_KV; k++) {
         memset(s, 0, sizeof *s);
         add_chain(s, 0, 200 + 37 * k, 8);
         mass_case((SelectCase){ kv_types[k], 512, 4, 1, 512, 64, 0, 0, 0 }, s);
@@ -2083,8 +2086,8 @@ static void test_kv_copy(void) {
         Step *s = keep(1, sizeof *s);
         add_chain(s, 1, cases[k].len, cases[k].n);
         add_chain(s, 0, cases[k].len_2, cases[k].n_2);
-        CASE("kv_copy", "%s, %d rows at %d and %d at %d into 128 slots", kv_names[type], cases[k].n, cases[k].len,
-             cases[k].n_2, cases[k].len_2);
+        if (!CASE("kv_copy", "%s, %d rows at %d and %d at %d into 128 slots", kv_names[type], cases[k].n, cases[k].len,
+             cases[k].n_2, cases[k].len_2)) continue;
         TestCache ring = new_cache(type, 3, 2, 128, 128, 0), stage = new_cache(type, 1, 2, 128, MAX_STEP, 0);
         fill_cache(&ring);
         fill_cache(&stage);
@@ -2108,7 +2111,7 @@ static void test_head_rows(void) {
             const int rows = k == 0 ? 64 : 100;
             const double cap = k == 1 ? 0 : t % 2 ? 30 : 1.5;      // 1.5: logits of this test's size reach its bend
             if (cols % block_elems(type)) continue;
-            CASE("head", "%s (%d, %d), cap %g, hidden %d", type_name(type), vocab, cols, cap, k < 2);
+            if (!CASE("head", "%s (%d, %d), cap %g, hidden %d", type_name(type), vocab, cols, cap, k < 2)) continue;
             Matrix w = matrix(type, 1, vocab, cols);
             const In in = random_in(rows, cols, k == 0 ? IN_X | IN_DELTA | IN_W_POST | IN_SCALE | IN_W_PRE : IN_X | IN_W_PRE);
             const Input ref = ref_in(&in, rows, cols);
@@ -2140,7 +2143,7 @@ static void test_head_top(void) {
     for (int k = 0; k < 10; k++) {
         const int vocab = cases[k / 2].vocab, top_k = cases[k / 2].top_k, rows = 7, cols = 64, like = vocab / 3;
         const bool whole = k % 2;
-        CASE("head", "top-k %d of %d, logits %d", top_k, vocab, whole);
+        if (!CASE("head", "top-k %d of %d, logits %d", top_k, vocab, whole)) continue;
         float *values = floats((size_t)vocab * cols, 0.5, 0);
         // ties: some rows are alike; k 6: a row of NaN
         for (int i = 0; i < 3; i++) memcpy(values + (like + 7 * i) * cols, values + like * cols, (size_t)cols * sizeof *values);
@@ -2189,8 +2192,8 @@ static void test_head(void) {
 // The head of centroids: scores against the reference; all else follows from these, and from what head makes of the same rows.
 static void head_centroid_case(DType type, DType c_type, int n_centroids, int per, int n_used, int top_k, int cols, int bits) {
     const int vocab = n_centroids * per, n = n_used * per, rows = 64;
-    CASE("head_centroid", "%s (%d, %d), centroids %s (%d, %d), %d used, top-k %d", type_name(type), vocab, cols, type_name(c_type),
-         n_centroids, cols, n_used, top_k);
+    if (!CASE("head_centroid", "%s (%d, %d), centroids %s (%d, %d), %d used, top-k %d", type_name(type), vocab, cols, type_name(c_type),
+         n_centroids, cols, n_used, top_k)) return;
     Matrix w = random_matrix(type, 1, vocab, cols), c = random_matrix(c_type, 1, n_centroids, cols);
     const size_t w_row = gguf_row_size((int)type, (size_t)cols), c_row = gguf_row_size((int)c_type, (size_t)cols);
     char *w_data = (char *)(uintptr_t)w.host.data, *c_data = (char *)(uintptr_t)c.host.data;
@@ -2259,7 +2262,7 @@ static void head_centroid_case(DType type, DType c_type, int n_centroids, int pe
 
 static void test_head_centroid(void) {
     static const DType c_types[] = { T_F32, T_BF16, T_F16, T_Q8_0, T_Q6_K };
-    for (int t = 0; t < N_TYPES; t += shape_step)
+    for (int t = 0; t < N_TYPES; t++)
         head_centroid_case(all_types[t], c_types[t % 5], 64, 16, 8, t ? 1 + t * 7 % 128 : 128, 256, t % 2 ? IN_X | IN_W_PRE
                            : IN_X | IN_DELTA | IN_W_POST | IN_SCALE | IN_W_PRE);
     head_centroid_case(T_Q6_K, T_BF16, 32, 128, 32, 64, 256, IN_X | IN_W_PRE);         // all of them: what head has
@@ -2272,7 +2275,7 @@ static void test_logprob(void) {
     static const int sizes[] = { 1, 77, 4000 };
     for (int k = 0; k < 6; k++) {
         const int vocab = sizes[k % 3], n = 9;
-        CASE("logprob", "vocab %d, case %d", vocab, k);
+        if (!CASE("logprob", "vocab %d, case %d", vocab, k)) continue;
         float *logits = floats(n * vocab, k < 3 ? 8 : 80, k < 3 ? 0 : 500);    // exp alone would overflow
         int32_t *ids = keep(n, sizeof *ids);
         Expect e = expect(n, 1);
@@ -2495,7 +2498,7 @@ static void run_all(const Ops *table, char **only) {
         bool wanted = !*only;
         for (char **name = only; *name; name++) wanted |= strcmp(*name, tests[i].name) == 0;
         if (!wanted) continue;
-        random_state = i + 1;           // a test gives the same numbers whichever others run
+        random_state = i + 1, n_cases = 0;             // a test gives the same numbers whichever others run
         snprintf(why, sizeof why, "%s has no %s", op->name, tests[i].name);
         if (tests[i].filled) tests[i].test();
         else SKIP(why);
@@ -2537,12 +2540,15 @@ static void test_parallel(void) {
 int main(int argc, char **argv) {
     const bool cpu = argc < 2 || strcmp(argv[1], "-cuda") != 0, few = argc > 2 && strcmp(argv[2], "-few") == 0;
     char **only = argv + (cpu ? 1 : few ? 3 : 2);
-    if (!cpu && few) n_runs_100 = 7, in_step = 7, shape_step = 3;
+    const char *whole = getenv("LONG");
+    if (!cpu && few) n_runs_100 = 7, every = 5;
+    else if (cpu && (!whole || !strcmp(whole, "0"))) every = 2;
     if (argc == 1) {
         start_threads(3);
         test_parallel();
     }
     if (cpu) run_all(cpu_ops(), only);
+    if (cpu) every = 1;
 #ifdef USE_CUDA
     if (cuda_ops()) run_all(cuda_ops(), only);
     else SKIP("no GPU: the CUDA backend's operations");

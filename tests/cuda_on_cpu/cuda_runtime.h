@@ -305,7 +305,7 @@ static inline unsigned __vneg4(unsigned a) { return __vsub4(0, a); }
 static inline unsigned __vabs4(unsigned a) { return cuda_each<int8_t>(a, 0, [](int x, int) { return x < 0 ? -x : x; }); }
 
 // ---- the host's side ----
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2, cudaErrorNotReady = 600,
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2, cudaErrorNoDevice = 100, cudaErrorNotReady = 600,
                    cudaErrorStreamCaptureUnsupported = 900 };
 enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice,
                       cudaMemcpyDefault };

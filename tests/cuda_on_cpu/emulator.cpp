@@ -1014,8 +1014,9 @@ cudaError_t cudaGetLastError(void) {
 }
 cudaError_t cudaPeekAtLastError(void) { return last_error; }
 cudaError_t cudaGetDeviceCount(int *n) {
-    *n = 1;
-    return cudaSuccess;
+    const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+    *n = !visible || *visible;
+    return *n ? cudaSuccess : fail(cudaErrorNoDevice);
 }
 cudaError_t cudaSetDevice(int device) { return device ? fail(cudaErrorInvalidValue) : cudaSuccess; }
 cudaError_t cudaDeviceGetPCIBusId(char *id, int size, int) {
