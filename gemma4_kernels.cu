@@ -5513,21 +5513,28 @@ __device__ static inline void place_queries(const AttendTask &a, const AttendBlo
     }
 }
 
+typedef struct {              // what a stream reads of the cache, or of its tail
+    int first, step;          // first keys of its swaths: first, first + step, .. below last
+    int low, last;            // keys that any of the rows may read there are among low .. last - 1
+    int whole_low, whole_end; // keys that all of them read there
+    int in_line_end;          // those from low up to it lie in the cache
+    CodedRow slot0[2];        // where it has the head's first rows of K and V
+} Swaths;
+
 // A lot, by a warp: a plane's rows of the SWATH keys from j0 on, behind them their scales. Those of keys outside of
-// low .. end - 1, which get no weight, are rows of others.   slot0: of the head's first slot; in_line: whether the rows
-// follow each other from there
+// low .. last - 1, which get no weight, are rows of others.   slot0: of the head's first slot
 __device__ static inline void copy_lot(const AttendTask &a, const CodedKeys &from, const CodedPlane &p, const Keys &s,
-                                       int low, int end, int j0, CodedRow slot0, bool in_line, char *to) {
+                                       const Swaths &w, int j0, CodedRow slot0, char *to) {
     const int lane = threadIdx.x % 32, stride = p.stride, bytes = 16 * p.chunks, scale_bytes = p.scale_bytes;
     char *to_scales = to + SWATH * stride;
-    if (in_line) {
+    if (j0 >= w.low && j0 + SWATH <= w.in_line_end) {
         const int slot = rest(j0, from.by_slots), step = 32 >> p.lane_bits;
         const int first = lane >> p.lane_bits, at = 16 * (lane - (first << p.lane_bits));
         const char *codes = slot0.codes + (size_t)(slot + first) * bytes + at;
         to += first * stride + at;
         auto copy = [&](int n) { copy_ahead(to + n * step * stride, codes + (size_t)(n * step) * bytes); };
         if (at < bytes) {
-            copy(0), copy(1);                          // a row has up to 32 chunks, but more than two
+            copy(0), copy(1);                          // a row has more than two chunks, and up to 32
 #pragma unroll 1
             for (int key = 2 * step; key < SWATH; key += 2 * step) {
                 to += 2 * step * stride, codes += 2 * step * bytes;
@@ -5539,7 +5546,7 @@ __device__ static inline void copy_lot(const AttendTask &a, const CodedKeys &fro
     }
 #pragma unroll 1
     for (int key = 0; key < SWATH; key++) {
-        const CodedRow row = coded_row(a, from, p, s, min(max(j0 + key, low), end - 1));
+        const CodedRow row = coded_row(a, from, p, s, min(max(j0 + key, w.low), w.last - 1));
         if (16 * lane < bytes) copy_ahead(to + key * stride + 16 * lane, row.codes + 16 * lane);
         if (2 * lane < scale_bytes)
             ((uint16_t *)(to_scales + key * scale_bytes))[lane] = ((const uint16_t *)row.scales)[lane];
@@ -5743,14 +5750,6 @@ template <typename F> __device__ static inline void with_run(KvType t, F f) {
     }
 }
 
-typedef struct {              // what a stream reads of the cache, or of its tail
-    int first, step;          // first keys of its swaths: first, first + step, .. below last
-    int low, last;            // keys that any of the rows may read there are among low .. last - 1
-    int whole_low, whole_end; // keys that all of them read there
-    int in_line_end;          // those from low up to it lie in the cache
-    CodedRow slot0[2];        // where it has the head's first rows of K and V
-} Swaths;
-
 // Keys that a row reads in the tail begin behind its position less `reach`; 0: it reads none there. STREAMS swaths are
 // whole spans, so a stream's come at equal distances.
 template <bool TAIL>
@@ -5796,8 +5795,7 @@ __device__ static inline void attend_stream(const CodedTask &c, const AttendBloc
     auto ask = [&](int v, int j0, char *to) {          // for a lot: K of a swath, or V
         const CodedPlane &plane = v ? source.v : source.k;
         if (!TAIL && plane.type != KV_F16 && j0 < w.last)
-            copy_lot(a, source, plane, keys, w.low, w.last, j0, w.slot0[v],
-                     j0 >= w.low && j0 + SWATH <= w.in_line_end, to);
+            copy_lot(a, source, plane, keys, w, j0, w.slot0[v], to);
         copy_commit();
     };
     auto row_of = [&](const CodedPlane &p, bool in_lot, const char *lot, int j0, int key) {
@@ -5834,13 +5832,15 @@ __device__ static inline void attend_stream(const CodedTask &c, const AttendBloc
             __syncwarp();                              // K has been read
             ask(!n_stages, j0 + n_stages * w.step, k_lot);
         }
-        const bool whole = j0 >= w.whole_low && j0 + SWATH <= w.whole_end;
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const int row = columns.row_of[k2 + e % 2], j = j0 + t + e / 2 * 8;
-            const Sight &self = columns.sights[max(row, 0)];
-            s[e] = whole || (row >= 0 && in_sight(self, a.own, j) && (!reach || (j > self.pos - reach) == TAIL))
-                ? s[e] * scale : -INFINITY;
+        for (int e = 0; e < 4; e++) s[e] *= scale;
+        if (j0 < w.whole_low || j0 + SWATH > w.whole_end) {            // some row does not see all of it
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int row = columns.row_of[k2 + e % 2], j = j0 + t + e / 2 * 8;
+                const Sight &self = columns.sights[max(row, 0)];
+                if (row < 0 || !in_sight(self, a.own, j) || (reach && (j > self.pos - reach) != TAIL)) s[e] = -INFINITY;
+            }
         }
         weigh_swath<HD>(x, s, p);
         auto add = [&](auto type, auto run) {
