@@ -5437,26 +5437,34 @@ template <KvType T> __device__ static inline unsigned look_up(unsigned nibbles, 
 // Byte i of a and of b as halves; both are below 128.
 __device__ static inline unsigned pair_of(unsigned a, unsigned b, int i) { return pick_bytes(a, b, 0xc480u + 0x1111u * i); }
 
-// Half h of the codes of KV_TURN values of a key, as far as they are those of lane k of 4, which has a fourth of each
-// group: 16 values as nibbles, or as bytes in q8_0.
-template <KvType T> __device__ static inline void read_key(const char *row, int k, int h, unsigned (&codes)[4]) {
-    const unsigned *words = (const unsigned *)row;
-    if (T == KV_Q8_0) {
-        const uint2 x = *(const uint2 *)(words + 16 * h + 2 * k), y = *(const uint2 *)(words + 16 * h + 8 + 2 * k);
-        codes[0] = x.x, codes[1] = x.y, codes[2] = y.x, codes[3] = y.y;
-    } else if (T == KV_Q4_0) {
-        codes[0] = words[8 * h + k], codes[1] = words[8 * h + 4 + k];
-    } else if (T == KV_TQ4) {
-        const uint2 x = *(const uint2 *)(words + 8 * h + 2 * k);
-        codes[0] = x.x, codes[1] = x.y;
-    } else {                                           // a bit of S goes to bit 2 of its nibble
-        const unsigned w = words[2 * k + h], s = words[8 + k];
-        codes[0] = (w & 0x33333333u) | ((h ? s : s << 2) & 0x44444444u);
-        codes[1] = (w >> 2 & 0x33333333u) | ((h ? s >> 1 : s << 1) & 0x44444444u);
+// Lane k of 4 has 32 of KV_TURN values of a key: 8 n + 4 c .. 8 n + 4 c + 3 of them are those from here on. type: of K
+__device__ static inline int value_at(KvType type, int n, int k, int c) {
+    return type == KV_TQ3 ? 32 * k + 8 * n + 4 * c : 32 * n + (type == KV_Q8_0 ? 4 * k + 16 * c : 8 * k + 4 * c);
+}
+
+// Half h of the codes of KV_TURN values of keys t and t + 8, those of lane k: 16 values of a key as nibbles, or as bytes
+// in q8_0.   rows: of keys t and t + 8; lot: of lane l the second half of 32 bytes of key l % 16 if l >= 16, else the first
+template <KvType T>
+__device__ static inline void read_keys(const char *const (&rows)[2], const char *lot, int k, int h,
+                                        unsigned (&codes)[2][4]) {
+    unsigned r[2][4];
+    if (T != KV_TQ3) load_matrices(r[0], lot + kv_row_bytes(T, KV_TURN / 2) * h);
+    if (T == KV_Q8_0) load_matrices(r[1], lot + KV_TURN / 2 * h + 32);
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        const unsigned *words = (const unsigned *)rows[e];
+        if (T == KV_TQ3) {                             // a bit of S goes to bit 2 of its nibble
+            const unsigned w = words[2 * k + h], s = words[8 + k];
+            codes[e][0] = (w & 0x33333333u) | ((h ? s : s << 2) & 0x44444444u);
+            codes[e][1] = (w >> 2 & 0x33333333u) | ((h ? s >> 1 : s << 1) & 0x44444444u);
+        } else {
+            codes[e][0] = r[0][e], codes[e][1] = r[0][2 + e];
+            if (T == KV_Q8_0) codes[e][2] = r[1][e], codes[e][3] = r[1][2 + e];
+        }
     }
 }
 
-// Numbers 8 n .. 8 n + 7 of what read_key has read.
+// Numbers 8 n .. 8 n + 7 of what read_keys has read of a key.
 template <KvType T>
 __device__ static inline void key_numbers(const unsigned (&codes)[4], int n, const Tables &tables, unsigned (&h)[4]) {
     if (T == KV_Q4_0) {
@@ -5486,30 +5494,30 @@ __device__ static inline CodedRow coded_row(const AttendTask &a, const CodedKeys
     return (CodedRow){ p.stage_codes + row * (16 * p.chunks), p.stage_scales + row * p.scale_bytes };
 }
 
-// q, so that a lane's 8 values of 32 are side by side in the order of read_key; starts and constants.   type: of K
+// q, so that a lane's values follow each other as in value_at; starts and constants.   type: of K
 template <int HD>
 __device__ static inline void place_queries(const AttendTask &a, const AttendBlock &b, KvType type, KvType v_type,
                                             const CodedRoom<HD> &room) {
     constexpr int ROW = HD + CODED_PAD;
-    const int group = max(32, kv_group(type)), turns = group / 32;
+    const int group = max(32, kv_group(type));
     if (threadIdx.x == 0) {
         const unsigned zero = (0x8000u | zero_of(v_type)) * 0x10001u;
         room.constants[0] = make_uint4(zero, zero, zero, zero);
         room.constants[1] = make_uint4(0x100d0b09u, 0x2a272421u, 0x16191c1fu, 0);
     }
     for (int i = 4 * threadIdx.x; i < b.n_columns * HD; i += 4 * ATTEND_THREADS) {
-        const int col = i / HD, at = i % HD, row = quotient(col, a.by_heads);
-        const int h = min(col - row * a.heads, b.n_heads - 1), chunk = at % group / 8;
+        const int col = i / HD, place = i % HD, row = quotient(col, a.by_heads), h = min(col - row * a.heads, b.n_heads - 1);
+        const int at = place - place % KV_TURN + value_at(type, place % KV_TURN / 32, place % 32 / 8, place % 8 / 4);
         const float4 v = *(const float4 *)(a.q + ((size_t)(b.r0 + row) * a.n_heads + b.head + h) * HD + at);
         const uint2 hi = halves_of(v), lo = halves_of(behind(v));
-        __half *to = room.q + col * ROW + at - at % group + (chunk % turns * 4 + chunk / turns) * 8 + at % 8;
+        __half *to = room.q + col * ROW + place;
         *(uint2 *)to = hi, *(uint2 *)(to + CODED_COLUMNS * ROW) = lo;
         const __half2 parts[4] = { two_halves(hi.x), two_halves(hi.y), two_halves(lo.x), two_halves(lo.y) };
         float sum = 0;
         for (int n = 0; n < 4; n++) sum += __low2float(parts[n]) + __high2float(parts[n]);
         for (int n = 1; n < group / 4; n *= 2) sum += __shfl_xor_sync(~0u, sum, n);
-        float *start = (float *)(room.starts + at / group * 4 + col / 2) + col % 2;
-        if (at % group == 0) start[0] = start[2] = sum * (-(float)zero_of(type) / KV_UNITS);
+        float *start = (float *)(room.starts + place / group * 4 + col / 2) + col % 2;
+        if (place % group == 0) start[0] = start[2] = sum * (-(float)zero_of(type) / KV_UNITS);
     }
 }
 
@@ -5571,16 +5579,17 @@ template <KvType T> __device__ static inline TurnScales<T> turn_scales(const cha
 }
 
 // s += k q over values from .. to - 1 of a swath's rows, in units.   rows: keys t and t + 8, which s[0], s[1] and s[2],
-// s[3] have; turn_bits: 2^turn_bits times 32 values are a group of q's type
+// s[3] have; lot: as in read_keys; type: of K
 template <KvType T, int HD>
-__device__ static inline void score_swath(float (&s)[4], const CodedRow (&rows)[2], int from, int to, int turn_bits,
-                                          const CodedRoom<HD> &room) {
+__device__ static inline void score_swath(float (&s)[4], const CodedRow (&rows)[2], const char *lot, int from, int to,
+                                          KvType type, const CodedRoom<HD> &room) {
     constexpr int ROW = HD + CODED_PAD, GROUP = CodedType<T>::group;
     const int lane = threadIdx.x % 32, k4 = lane % 4;
     const __half *q = room.q + lane / 4 * ROW + from + 8 * k4;
     const float4 *starts = room.starts + from / GROUP * 4 + k4;
     const Tables tables = *(const Tables *)(room.constants + 1);
     const char *codes_of[2], *scales_of[2];
+    lot += kv_row_bytes(T, from);
     for (int e = 0; e < 2; e++) {
         codes_of[e] = rows[e].codes + kv_row_bytes(T, from);
         scales_of[e] = rows[e].scales + from / GROUP * sizeof(__half);
@@ -5595,17 +5604,18 @@ __device__ static inline void score_swath(float (&s)[4], const CodedRow (&rows)[
             const int i = 32 * n;
             unsigned codes[2][4], k[2][4];
             if (n % 2 == 0) __syncwarp();              // what comes behind takes no registers before
-            if (n % 2 == 0 && T != KV_F16)
-                for (int e = 0; e < 2; e++) read_key<T>(codes_of[e], k4, n / 2, codes[e]);
+            if (n % 2 == 0 && T != KV_F16) read_keys<T>(codes_of, lot, k4, n / 2, codes);
             const uint4 hi = *(const uint4 *)(q + i), lo = *(const uint4 *)(q + CODED_COLUMNS * ROW + i);
             const unsigned b[4][2] = { { hi.x, hi.y }, { hi.z, hi.w }, { lo.x, lo.y }, { lo.z, lo.w } };
             float sum[4] = { };
             if (T != KV_F16 && i % GROUP == 0) *(float4 *)sum = starts[i / GROUP * 4];
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                const int turn = n & ((1 << turn_bits) - 1), at = 8 * (4 * (n - turn) + (k4 << turn_bits) + turn);
                 if (T != KV_F16) key_numbers<T>(codes[e], n % 2, tables, k[e]);
-                else memcpy(k[e], __builtin_assume_aligned(codes_of[e] + 2 * at, 16), 16);
+                else
+                    for (int c = 0; c < 2; c++)
+                        memcpy(k[e] + 2 * c,
+                               __builtin_assume_aligned(codes_of[e] + 2 * value_at(type, n, k4, c), 8), 8);
             }
 #pragma unroll
             for (int u = 0; u < 4; u++) {
@@ -5616,7 +5626,7 @@ __device__ static inline void score_swath(float (&s)[4], const CodedRow (&rows)[
             for (int e = 0; e < 4; e++)
                 s[e] = T == KV_F16 ? s[e] + sum[e] : __fmaf_rn(sum[e], __half2float(scales[e / 2].of[i / GROUP]), s[e]);
         }
-        q += KV_TURN, starts += KV_TURN / GROUP * 4;
+        q += KV_TURN, starts += KV_TURN / GROUP * 4, lot += kv_row_bytes(T, KV_TURN);
         for (int e = 0; e < 2; e++)
             codes_of[e] += kv_row_bytes(T, KV_TURN), scales_of[e] += KV_TURN / GROUP * sizeof(__half);
     }
@@ -5787,8 +5797,7 @@ __device__ static inline void attend_stream(const CodedTask &c, const AttendBloc
     const int warp = threadIdx.x / 32, t = threadIdx.x % 32 / 4, k2 = threadIdx.x % 4 * 2;
     __shared__ Swaths of_streams[STREAMS];             // here they take no registers
     const Swaths &w = of_streams[warp];
-    const KvType type = c.keys.k.type;
-    const int turn_bits = type == KV_TQ3 ? 2 : type == KV_TQ4;
+    const KvType k_type = c.keys.k.type;               // in whose order q lies
     const float scale = a.scale * 1.44269504f * (kv_group(source.k.type) ? KV_UNITS : 1);
     const float factor = (a.n_rot ? kv_tied_factor(source.v.type) : 1) * (kv_group(source.v.type) ? KV_UNITS : 1);
     char *ring = room.rings + warp * c.ring_bytes;
@@ -5808,7 +5817,7 @@ __device__ static inline void attend_stream(const CodedTask &c, const AttendBloc
 #pragma unroll 1
     for (int l = 0; l < c.n_lots; l++) ask(l % 2, w.first + l / 2 * w.step, ring + l / 2 * c.stage_bytes + l % 2 * c.v_at);
     if (!TAIL) {
-        place_queries(a, block, type, source.v.type, room);
+        place_queries(a, block, k_type, source.v.type, room);
         __syncthreads();
     }
     int stage = 0;                                     // of the swath
@@ -5826,7 +5835,8 @@ __device__ static inline void attend_stream(const CodedTask &c, const AttendBloc
                 const char *lot = v ? v_lot : k_lot;
                 const CodedRow two[2] = { row_of(plane, T != KV_F16, lot, j0, t),
                                           row_of(plane, T != KV_F16, lot, j0, t + 8) };
-                score_swath<T, HD>(s, two, v ? a.n_k : 0, v ? HD : a.n_k, turn_bits, room);
+                lot += threadIdx.x % 16 * plane.stride + threadIdx.x % 32 / 16 * 16;
+                score_swath<T, HD>(s, two, lot, v ? a.n_k : 0, v ? HD : a.n_k, k_type, room);
             });
             if (v) break;
             __syncwarp();                              // K has been read
