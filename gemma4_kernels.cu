@@ -5288,9 +5288,11 @@ static AttendHalf attend_half_of(int hd, int nc) {     // NULL: there is none
 
 static bool is_readable(const KvPlane *p) { return p->type == KV_F16 || kv_group(p->type); }
 
-template <KvType T> struct CodedType {                 // kv_group(T) and run_of(T), where a constant is needed
+template <KvType T> struct CodedType {                 // kv_group(T), run_of(T) and bits of a value as constants
     static constexpr KvType type = T;
-    static constexpr int group = T == KV_TQ3 ? 128 : T == KV_TQ4 ? 64 : 32, run = T == KV_TQ3 ? 16 : T == KV_Q8_0 ? 2 : 4;
+    static constexpr int bits = T == KV_F16 ? 16 : T == KV_Q8_0 ? 8 : T == KV_TQ3 ? 3 : 4;
+    static constexpr int group = T == KV_TQ3 ? 128 : T == KV_TQ4 ? 64 : 32;
+    static constexpr int run = T == KV_TQ3 ? 16 : T == KV_Q8_0 ? 2 : 4;
 };
 
 // Two bytes of 0 .. 255, less `zero`, as halves times scale: those at 0 and 1 of a word (which 0x4140), or at 2 and 3
@@ -5401,7 +5403,7 @@ template <int HD> struct CodedRoom {
     __half *q;                // (2, CODED_COLUMNS, HD + CODED_PAD): the halves, and what they leave behind
     float  *weights;          // (WEIGHTED_PARTS) pairs, of parts
     float4 *starts;           // (groups of a row of K, 4): of columns 2k, 2k + 1 and again, where sums of a group begin
-    uint4  *constants;        // (2) zeros of V as multiply_half takes them; Tables. From here no compiler makes them anew
+    uint4  *constants;        // (2) zeros of V for multiply_half; Tables: here, so that no compiler makes them anew
     char   *rings;            // (STREAMS) rings of lots; then (STREAMS, CODED_COLUMNS, HD / 2 + ROW_PAD / 2) floats
 
     __device__ CodedRoom() {
@@ -5435,7 +5437,9 @@ template <KvType T> __device__ static inline unsigned look_up(unsigned nibbles, 
 }
 
 // Byte i of a and of b as halves; both are below 128.
-__device__ static inline unsigned pair_of(unsigned a, unsigned b, int i) { return pick_bytes(a, b, 0xc480u + 0x1111u * i); }
+__device__ static inline unsigned pair_of(unsigned a, unsigned b, int i) {
+    return pick_bytes(a, b, 0xc480u + 0x1111u * i);
+}
 
 // Lane k of 4 has 32 of KV_TURN values of a key: 8 n + 4 c .. 8 n + 4 c + 3 of them are those from here on. type: of K
 __device__ static inline int value_at(KvType type, int n, int k, int c) {
@@ -5443,7 +5447,7 @@ __device__ static inline int value_at(KvType type, int n, int k, int c) {
 }
 
 // Half h of the codes of KV_TURN values of keys t and t + 8, those of lane k: 16 values of a key as nibbles, or as bytes
-// in q8_0.   rows: of keys t and t + 8; lot: of lane l the second half of 32 bytes of key l % 16 if l >= 16, else the first
+// in q8_0.   rows: of both keys; lot: of lanes 0 .. 15 the first 16 bytes of a key each, of the others the next 16
 template <KvType T>
 __device__ static inline void read_keys(const char *const (&rows)[2], const char *lot, int k, int h,
                                         unsigned (&codes)[2][4]) {
@@ -5506,7 +5510,8 @@ __device__ static inline void place_queries(const AttendTask &a, const AttendBlo
         room.constants[1] = make_uint4(0x100d0b09u, 0x2a272421u, 0x16191c1fu, 0);
     }
     for (int i = 4 * threadIdx.x; i < b.n_columns * HD; i += 4 * ATTEND_THREADS) {
-        const int col = i / HD, place = i % HD, row = quotient(col, a.by_heads), h = min(col - row * a.heads, b.n_heads - 1);
+        const int col = i / HD, place = i % HD, row = quotient(col, a.by_heads);
+        const int h = min(col - row * a.heads, b.n_heads - 1);
         const int at = place - place % KV_TURN + value_at(type, place % KV_TURN / 32, place % 32 / 8, place % 8 / 4);
         const float4 v = *(const float4 *)(a.q + ((size_t)(b.r0 + row) * a.n_heads + b.head + h) * HD + at);
         const uint2 hi = halves_of(v), lo = halves_of(behind(v));
@@ -5529,27 +5534,32 @@ typedef struct {              // what a stream reads of the cache, or of its tai
     CodedRow slot0[2];        // where it has the head's first rows of K and V
 } Swaths;
 
-// A lot, by a warp: a plane's rows of the SWATH keys from j0 on, behind them their scales. Those of keys outside of
-// low .. last - 1, which get no weight, are rows of others.   slot0: of the head's first slot
+// A lot of rows that follow each other from `slot` on, behind them their scales, by a warp.   BYTES: of a row, if known,
+// else 0; slot0: row of slot 0
+template <int BYTES>
+__device__ static inline void copy_rows(const CodedPlane &p, CodedRow slot0, int slot, char *to) {
+    const int bytes = BYTES ? BYTES : 16 * p.chunks, stride = BYTES ? (BYTES / 16 | 1) * 16 : p.stride;
+    const int bits = !BYTES ? p.lane_bits : BYTES > 256 ? 5 : BYTES > 128 ? 4 : BYTES > 64 ? 3 : 2, step = 32 >> bits;
+    const int lane = threadIdx.x % 32, first = lane >> bits, at = 16 * (lane - (first << bits));
+    const char *codes = slot0.codes + (size_t)(slot + first) * bytes + at;
+    char *rows = to + first * stride + at;
+    if (at < bytes)                                    // a row has more than two chunks, and up to 32
+#pragma unroll (BYTES ? SWATH : 1)
+        for (int key = 0; key < SWATH; key += 2 * step) {
+            copy_ahead(rows, codes), copy_ahead(rows + step * stride, codes + (size_t)step * bytes);
+            rows += 2 * step * stride, codes += 2 * step * bytes;
+        }
+    if (lane < p.scale_bytes)
+        copy_ahead(to + SWATH * stride + 16 * lane, slot0.scales + (size_t)slot * p.scale_bytes + 16 * lane);
+}
+
+// A lot of the SWATH keys from j0 on. Those of keys outside of low .. last - 1, which get no weight, are rows of others.
 __device__ static inline void copy_lot(const AttendTask &a, const CodedKeys &from, const CodedPlane &p, const Keys &s,
                                        const Swaths &w, int j0, CodedRow slot0, char *to) {
     const int lane = threadIdx.x % 32, stride = p.stride, bytes = 16 * p.chunks, scale_bytes = p.scale_bytes;
     char *to_scales = to + SWATH * stride;
     if (j0 >= w.low && j0 + SWATH <= w.in_line_end) {
-        const int slot = rest(j0, from.by_slots), step = 32 >> p.lane_bits;
-        const int first = lane >> p.lane_bits, at = 16 * (lane - (first << p.lane_bits));
-        const char *codes = slot0.codes + (size_t)(slot + first) * bytes + at;
-        to += first * stride + at;
-        auto copy = [&](int n) { copy_ahead(to + n * step * stride, codes + (size_t)(n * step) * bytes); };
-        if (at < bytes) {
-            copy(0), copy(1);                          // a row has more than two chunks, and up to 32
-#pragma unroll 1
-            for (int key = 2 * step; key < SWATH; key += 2 * step) {
-                to += 2 * step * stride, codes += 2 * step * bytes;
-                copy(0), copy(1);
-            }
-        }
-        if (lane < scale_bytes) copy_ahead(to_scales + 16 * lane, slot0.scales + (size_t)slot * scale_bytes + 16 * lane);
+        copy_rows<0>(p, slot0, rest(j0, from.by_slots), to);
         return;
     }
 #pragma unroll 1
@@ -5659,8 +5669,8 @@ __device__ static inline void weigh_swath(Stream<HD> &x, const float (&s)[4], un
     }
 }
 
-// Numbers of DIMS = 8 N values from d on, of keys 2k, 2k + 1 (v[0]) and 2k + 8, 2k + 9 (v[1]) side by side: those that a
-// lane has, as in Stream.   rows: the four keys; rows of f16 are read as they are
+// Numbers of 8 N values from d on, of keys 2k, 2k + 1 (v[0]) and 2k + 8, 2k + 9 (v[1]) side by side: those that a lane
+// has, as in Stream.   rows: the four keys; lot: as in read_keys; rows of f16 are taken as they are
 template <KvType T, int N>
 __device__ static inline void read_values(const CodedRow (&rows)[4], const char *lot, int d, const Tables &tables,
                                           unsigned (&v)[2][N]) {
@@ -5706,8 +5716,7 @@ __device__ static inline void read_values(const CodedRow (&rows)[4], const char 
     }
 }
 
-// acc += V^T p for a swath, in units.   rows: keys 2k, 2k + 1, 2k + 8, 2k + 9; lot: of lane l the second half of 32 bytes of
-// key l % 16 if l >= 16, else the first
+// acc += V^T p for a swath, in units.   rows, lot: as in read_values
 template <KvType T, int RUN, int HD>
 __device__ static inline void add_swath(float (&acc)[HD / 16][4], const CodedRow (&rows)[4], const char *lot,
                                         const unsigned (&p)[2], const CodedRoom<HD> &room) {
@@ -5815,7 +5824,8 @@ __device__ static inline void attend_stream(const CodedTask &c, const AttendBloc
     __syncwarp();
     const int n_stages = c.n_lots / 2;                 // 0: a lot of V comes where that of K was
 #pragma unroll 1
-    for (int l = 0; l < c.n_lots; l++) ask(l % 2, w.first + l / 2 * w.step, ring + l / 2 * c.stage_bytes + l % 2 * c.v_at);
+    for (int l = 0; l < c.n_lots; l++)
+        ask(l % 2, w.first + l / 2 * w.step, ring + l / 2 * c.stage_bytes + l % 2 * c.v_at);
     if (!TAIL) {
         place_queries(a, block, k_type, source.v.type, room);
         __syncthreads();
@@ -5861,10 +5871,18 @@ __device__ static inline void attend_stream(const CodedTask &c, const AttendBloc
             const char *lot = v_lot + threadIdx.x % 16 * source.v.stride + threadIdx.x % 32 / 16 * 16;
             add_swath<T, decltype(run)::run, HD>(x.acc, four, lot, p, room);
         };
+        const int next = j0 + n_stages * w.step;       // whose V comes here, mostly rows that follow each other
+        const bool in_line = n_stages && next + SWATH <= w.in_line_end;
         if (TAIL) with_run(c.keys.v.type, [&](auto run) { add(CodedType<KV_F16>(), run); });
-        else with_type(source.v.type, [&](auto type) { add(type, Run<decltype(type)::run>()); });
-        __syncwarp();                                  // V has been read
-        ask(!!n_stages, j0 + (n_stages ? n_stages : 1) * w.step, v_lot);
+        else with_type(source.v.type, [&](auto type) {
+            constexpr KvType T = decltype(type)::type;
+            add(type, Run<CodedType<T>::run>());
+            __syncwarp();                              // V has been read
+            if (T != KV_F16 && in_line)
+                copy_rows<HD * CodedType<T>::bits / 8>(source.v, w.slot0[1], rest(next, source.by_slots), v_lot);
+        });
+        if (in_line) copy_commit();                    // of nothing, where V is f16
+        else ask(!!n_stages, n_stages ? next : j0 + w.step, v_lot);
     }
     if (factor == 1) return;
 #pragma unroll
@@ -5936,11 +5954,13 @@ __device__ static inline void join_streams(Stream<HD> &x, int run, Columns<CODED
 //   launch    as attend_half, a warp for a stream, dynamic shared memory coded_fixed_bytes + coded_ring_bytes
 //   traffic   every key in sight once for 8 columns, in its own bytes, up to n_lots lots under way in a warp; rows of
 //             f16 once more, from L1 or L2
-//   numerics  codes are exact in f16. S = K q as in attend_half, for a group at a time, which is multiplied with its
-//             scale in f32. Weights in f16, 2^WEIGHT_UP times as large; they are summed before they are multiplied
-//             with the scale of a group of V and rounded again. V's sums stay in the basis of its rows and are turned
-//             back when all parts are together
-//   time      instructions: the better part of a swath's go into making halves of codes
+//   numerics  codes are exact in f16, as numbers from 0 up. S = K q as in attend_half, for a group at a time, from
+//             -zero_of times the sum of q on, and then times its scale in f32. Weights in f16, 2^WEIGHT_UP times as
+//             large; they are summed before they are multiplied with the scale of a group of V and rounded again, and
+//             the sum of these times zero_of goes off V's sums before a swath is added. V's sums stay in the basis of
+//             its rows and are turned back when all parts are together
+//   time      instructions, 1280 to 1630 for a swath of 512 values in tied rows, half of which make halves of codes
+//             (sm_90); passes of shared memory, of which q is a third
 //   see       cpu_attend
 template <int HD>
 __global__ void __launch_bounds__(ATTEND_THREADS, 1) attend_coded_kernel(const __grid_constant__ CodedTask c) {
