@@ -49,6 +49,7 @@ static inline void fetch_ahead(const void *p, unsigned bytes) {
     if ((uintptr_t)p % 16 || bytes % 16) cuda_fault("fetch_ahead: %p, %u bytes: not multiples of 16", p, bytes);
 }
 static inline float fast_exp2(float x) { return x < -126 ? 0 : exp2f(x); }
+static inline unsigned pick_bytes(unsigned a, unsigned b, unsigned which) { return __byte_perm(a, b, which); }
 static inline int dot_unsigned(unsigned a, unsigned b, int sum) {
     for (int i = 0; i < 32; i += 8) sum += (int)(a >> i & 255) * (int8_t)(b >> i);
     return sum;
