@@ -3216,7 +3216,7 @@ typedef struct {
     const TextList *strings;  // none is empty
     char           *held;     // (longest) the last bytes of the text, not passed on yet
     size_t          n_held, longest;
-    bool            hit;      // a stop string was found: nothing passes any more
+    const char     *hit;      // the stop string that was found: nothing passes any more
 } Stops;
 
 static Stops stops_new(const TextList *strings) {      // free(held) when done
@@ -3237,11 +3237,10 @@ static size_t stops_push(Stops *s, const char *text, size_t n, char *out) {
             const size_t len = strlen(stop);
             size_t same = len < s->n_held ? len : s->n_held;
             while (memcmp(s->held + s->n_held - same, stop, same)) same--;
-            if (same == len && len > found) found = len;
+            if (same == len && len > found) found = len, s->hit = stop;
             if (same > keep) keep = same;
         }
-        s->hit = found > 0;
-        const size_t pass = s->n_held - (s->hit ? found : keep);
+        const size_t pass = s->n_held - (found ? found : keep);
         memcpy(out + n_out, s->held, pass);
         n_out += pass;
         memmove(s->held, s->held + pass, s->n_held -= pass);

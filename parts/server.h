@@ -42,7 +42,7 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) { (void)m, (voi
 #include <sys/socket.h>
 
 enum { MAX_CONNECTIONS = 512, IDLE_SECONDS = 30, BODY_SECONDS = 120, KEEP_ALIVE_SECONDS = 10, DRAIN_SECONDS = 30,
-       MAX_STOPS = 16, MAX_TOP = 20, REPLAYS = 4096 };
+       CLIENT_LEFT = 499, MAX_STOPS = 16, MAX_TOP = 20, REPLAYS = 4096 };
 
 static void need_http(void) {}                         // it is here
 
@@ -120,8 +120,9 @@ typedef struct {
     GgufJson messages, tools, prompt, stop, logit_bias, tool_choice, stream_options, response_format, modalities, kwargs;
     GgufJson reasoning_effort, logprobs, content, tokens, functions, grammar, suffix, audio, user;   // type GGUF_J_NULL: not
                                        // given
-    double   max_tokens, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, n, best_of, top_logprobs;
+    double   max_tokens, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logprobs;
     double   think_budget;             // NAN: not given
+    double   other;                    // of what is not there: what it is where it does nothing
     bool     stream, progress, no_cache, ignore_eos, echo, add_special, parse_special, with_pieces, no_cue;
     bool     include_usage, think;     // derived
 } Request;
@@ -143,9 +144,12 @@ static const struct { const char *name; FieldKind kind; size_t at; double min, m
     { "max_tokens", IS_INT, AT(max_tokens), -1, INT_MAX }, { "max_completion_tokens", IS_INT, AT(max_tokens), -1, INT_MAX },
     { "n_predict", IS_INT, AT(max_tokens), -1, INT_MAX }, { "temperature", IS_REAL, AT(temperature), 0, 100 },
     { "top_k", IS_INT, AT(top_k), -1, INT_MAX }, { "top_p", IS_REAL, AT(top_p), 0, 1 }, { "min_p", IS_REAL, AT(min_p), 0, 1 },
-    { "repeat_penalty", IS_REAL, AT(repeat), 0.001, 1000 }, { "presence_penalty", IS_REAL, AT(presence), -1000, 1000 },
+    { "repeat_penalty", IS_REAL, AT(repeat), 0.001, 1000 }, { "repetition_penalty", IS_REAL, AT(repeat), 0.001, 1000 },
+    { "presence_penalty", IS_REAL, AT(presence), -1000, 1000 },
     { "frequency_penalty", IS_REAL, AT(frequency), -1000, 1000 }, { "seed", IS_INT, AT(seed), -9e15, 9e15 },
-    { "n", IS_INT, AT(n), 1, 1 }, { "best_of", IS_INT, AT(best_of), 1, 1 },
+    { "n", IS_INT, AT(other), 1, 1 }, { "best_of", IS_INT, AT(other), 1, 1 }, { "typical_p", IS_REAL, AT(other), 1, 1 },
+    { "mirostat", IS_INT, AT(other), 0, 0 }, { "dry_multiplier", IS_REAL, AT(other), 0, 0 },
+    { "xtc_probability", IS_REAL, AT(other), 0, 0 }, { "dynatemp_range", IS_REAL, AT(other), 0, 0 },
     { "top_logprobs", IS_INT, AT(top_logprobs), 0, MAX_TOP }, { "reasoning_budget", IS_INT, AT(think_budget), -1, INT_MAX },
     { "stream", IS_TRUE, AT(stream), 0, 0 }, { "return_progress", IS_TRUE, AT(progress), 0, 0 },
     { "cache_prompt", IS_FALSE, AT(no_cache), 0, 0 }, { "ignore_eos", IS_TRUE, AT(ignore_eos), 0, 0 },
@@ -207,7 +211,7 @@ static bool read_field(Request *r, Fault *f, size_t i, const GgufJson *v) {
 static bool refuse_absent(const Request *r, Fault *f) {
     GgufJson rest = r->modalities, v;
     if (is_given(&r->functions)) return refuse(f, 400, "functions", "functions: not supported; use tools");
-    if (is_given(&r->grammar)) return refuse(f, 400, "grammar", "grammars are not supported");
+    if (is_given(&r->grammar) && !gguf_json_is(&r->grammar, "")) return refuse(f, 400, "grammar", "grammars are not supported");
     if (is_given(&r->audio)) return refuse(f, 400, "audio", "audio is not supported: text only");
     if (r->echo) return refuse(f, 400, "echo", "echo is not supported");
     if (is_given(&r->suffix) && r->suffix.n > 2) return refuse(f, 400, "suffix", "suffix is not supported");
@@ -217,6 +221,16 @@ static bool refuse_absent(const Request *r, Fault *f) {
         return refuse(f, 400, "response_format", "response_format: only {\"type\":\"text\"} is supported");
     if (is_given(&r->tool_choice) && !gguf_json_is(&r->tool_choice, "auto") && !gguf_json_is(&r->tool_choice, "none"))
         return refuse(f, 400, "tool_choice", "tool_choice: expected \"auto\" or \"none\"; a call cannot be forced");
+    return true;
+}
+
+// A member of a field that is true or false, where it is given.
+static bool read_switch(Fault *f, const char *field, const GgufJson *object, const char *name, bool *to) {
+    GgufJson v;
+    if (!is_given(object) || !gguf_json_get(object, name, &v) || !is_given(&v)) return true;
+    if (v.type != GGUF_J_TRUE && v.type != GGUF_J_FALSE)
+        return refuse(f, 400, field, "%s.%s: expected true or false", field, name);
+    *to = v.type == GGUF_J_TRUE;
     return true;
 }
 
@@ -233,11 +247,9 @@ static bool read_request(Request *r, Fault *f, TokStr body, const ServeOptions *
     while (gguf_json_next(&root, &key, &v))
         for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
             if (gguf_json_is(&key, fields[i].name) && !read_field(r, f, i, &v)) return false;
-    if (is_given(&r->stream_options) && gguf_json_get(&r->stream_options, "include_usage", &v))
-        r->include_usage = v.type == GGUF_J_TRUE;
-    r->think = o->think;
-    if (is_given(&r->reasoning_effort)) r->think = !gguf_json_is(&r->reasoning_effort, "none");
-    if (is_given(&r->kwargs) && gguf_json_get(&r->kwargs, "enable_thinking", &v)) r->think = v.type == GGUF_J_TRUE;
+    r->think = is_given(&r->reasoning_effort) ? !gguf_json_is(&r->reasoning_effort, "none") : o->think;
+    if (!read_switch(f, "stream_options", &r->stream_options, "include_usage", &r->include_usage) ||
+        !read_switch(f, "chat_template_kwargs", &r->kwargs, "enable_thinking", &r->think)) return false;
     if (isnan(r->think_budget)) r->think_budget = o->think_budget;
     if (r->think_budget == 0) r->think = false;
     return refuse_absent(r, f);
@@ -250,13 +262,26 @@ static char *copy_string(const GgufJson *v, size_t *n) {
     return s;
 }
 
-// Messages whose content is text.
+static bool is_role(const GgufJson *role) {
+    static const char *const roles[] = { "system", "developer", "user", "assistant", "tool" };
+    for (size_t i = 0; i < sizeof roles / sizeof *roles; i++) if (gguf_json_is(role, roles[i])) return true;
+    return false;
+}
+
+// Messages of known roles whose content is text. Results follow the calls that they are of.
 static bool check_messages(const GgufJson *messages, Fault *f) {
-    GgufJson rest = *messages, m, content, part, type;
+    GgufJson rest = *messages, m, role, calls, content, part, type;
+    bool called = false;
     int i = 0;
     if (!is_given(messages)) return refuse(f, 400, "messages", "messages: expected a list, got none");
     for (; gguf_json_next(&rest, NULL, &m); i++) {
         if (m.type != GGUF_J_OBJECT) return refuse(f, 400, "messages", "messages[%d]: expected an object", i);
+        if (!gguf_json_get(&m, "role", &role) || !is_role(&role))
+            return refuse(f, 400, "messages", "messages[%d].role: expected system, developer, user, assistant or tool", i);
+        if (!gguf_json_is(&role, "tool"))
+            called = gguf_json_get(&m, "tool_calls", &calls) && calls.type == GGUF_J_ARRAY && gguf_json_next(&calls, NULL, &part);
+        else if (!called)
+            return refuse(f, 400, "messages", "messages[%d]: expected tool_calls of the assistant before a result of one", i);
         if (!gguf_json_get(&m, "content", &content) || content.type != GGUF_J_ARRAY) continue;
         GgufJson parts = content;
         for (int k = 0; gguf_json_next(&parts, NULL, &part); k++)
@@ -300,6 +325,7 @@ typedef struct Job {
     EndReason     end;
     Turn          turn;
     int           thought_tokens;
+    const char   *stop;       // the stop string that ended it, or NULL
     Fault         fault;      // status 0: there is an answer
     // whose it is
     bool          gone;       // nobody waits for it any more
@@ -342,7 +368,7 @@ typedef struct {
     pthread_mutex_t lock;
     Job            *first, **last;     // the queue
     Peer           *peers;
-    int             n_queued, n_running;
+    int             n_peers, n_queued, n_running;
     int             n_open;            // requests that are not answered to the end
     int64_t         n_jobs;
     Replay         *replays;           // (REPLAYS) the last calls
@@ -414,6 +440,7 @@ static bool submit(Server *srv, Job *job, Fault *f) {
 static void job_done(Server *srv, Job *job) {          // the engine is through with it; with the lock held
     job->done = true;
     srv->totals.cancelled += job->gone;
+    if (job->gone) refuse(&job->fault, CLIENT_LEFT, "", "the client has closed its end of the connection");
     pthread_cond_broadcast(&job->news);
     job_drop(job);
 }
@@ -444,7 +471,7 @@ static void clean_queue(Server *srv, double now) {
             srv->last = &job->next;
             continue;
         }
-        refuse(&job->fault, 503, "", "no session was free for %d seconds", srv->o.timeout);
+        if (!job->gone) refuse(&job->fault, 503, "", "no session was free for %d seconds", srv->o.timeout);
         *srv->last = job->next;
         srv->n_queued--;
         job_done(srv, job);
@@ -668,6 +695,8 @@ static void end_job(Server *srv, Slot *slot, const Event *e) {       // with the
     job->end = e->end;
     job->turn = *turn;
     job->thought_tokens = slot->s.thought_tokens;
+    job->stop = slot->s.stops.hit;
+    if (e->end == END_ERROR && job->bias) refuse(&job->fault, 400, "logit_bias", "logit_bias: it leaves no token to choose");
     if (e->end == END_ERROR) refuse(&job->fault, 500, "", "%s", e->error);
     if (e->end == END_CANCELLED && srv->draining) refuse(&job->fault, 503, "", "the server is shutting down");
     srv->totals.prompt_tokens += (uint64_t)turn->n_prompt;
@@ -1045,7 +1074,7 @@ static bool chat_ask(Exchange *x, const Request *r) {
     const bool asked = r->logprobs.type == GGUF_J_TRUE;
     if (is_given(&r->logprobs) && r->logprobs.type != GGUF_J_TRUE && r->logprobs.type != GGUF_J_FALSE)
         return refuse(&x->fault, 400, "logprobs", "logprobs: expected true or false");
-    if (!isnan(r->top_logprobs) && !asked)
+    if (r->top_logprobs > 0 && !asked)
         return refuse(&x->fault, 400, "top_logprobs", "top_logprobs: expected logprobs beside it");
     if (asked) job->n_top = isnan(r->top_logprobs) ? 0 : (int)r->top_logprobs;
     return true;
@@ -1126,10 +1155,9 @@ static bool plain_ask(Exchange *x, const Request *r) {
     } else {
         return refuse(&x->fault, 400, "prompt", "prompt: expected a string or a list of token ids");
     }
-    double n_top;
+    int64_t n_top;
     if (r->logprobs.type == GGUF_J_TRUE) job->n_top = isnan(r->top_logprobs) ? 0 : (int)r->top_logprobs;
-    else if (r->logprobs.type == GGUF_J_NUMBER && gguf_json_float(&r->logprobs, &n_top) && n_top >= 0 && n_top <= MAX_TOP)
-        job->n_top = (int)n_top;
+    else if (r->logprobs.type == GGUF_J_NUMBER && gguf_json_int(&r->logprobs, 0, MAX_TOP, &n_top)) job->n_top = (int)n_top;
     else if (is_given(&r->logprobs) && r->logprobs.type != GGUF_J_FALSE)
         return refuse(&x->fault, 400, "logprobs", "logprobs: expected 0 to %d", MAX_TOP);
     return true;
@@ -1361,6 +1389,12 @@ static bool is_type(const GgufJson *object, const char *type) {
     return member(object, "type", &v) && gguf_json_is(&v, type);
 }
 
+// A member that has to be an object, if it is there.
+static bool object_member(Exchange *x, const GgufJson *root, const char *name, GgufJson *v) {
+    if (!member(root, name, v)) return false;
+    return v->type == GGUF_J_OBJECT || refuse(&x->fault, 400, name, "%s: expected an object", name);
+}
+
 static TokStr raw(const GgufJson *v) { return (TokStr){ v->s, v->n }; }
 
 // Appends the member `from` of an object as the member `to` of the object that *out ends in, if it is there.
@@ -1399,14 +1433,14 @@ static bool put_content(Exchange *x, TokText *out, const GgufJson *content, cons
     return true;
 }
 
-// Tools whose declarations have their parameters under another name. Tools that the server itself would run are not there.
-static bool put_tools(Exchange *x, TokText *out, const GgufJson *root, const char *parameters) {
+// Tools, which are of one type, with their parameters under the name that the API has for them. Tools that the server itself would run are not there.
+static bool put_tools(Exchange *x, TokText *out, const GgufJson *root, const char *type, const char *parameters) {
     GgufJson rest, tool, v;
     if (!member(root, "tools", &rest)) return true;
     if (rest.type != GGUF_J_ARRAY) return refuse(&x->fault, 400, "tools", "tools: expected a list");
     put(out, ",'tools':[");
     for (int i = 0; gguf_json_next(&rest, NULL, &tool); i++) {
-        const bool ours = !member(&tool, "type", &v) || gguf_json_is(&v, "custom") || gguf_json_is(&v, "function");
+        const bool ours = !member(&tool, "type", &v) || gguf_json_is(&v, type);
         if (tool.type != GGUF_J_OBJECT || !ours || !member(&tool, "name", &v))
             return refuse(&x->fault, 400, "tools", "tools[%d]: expected a function with a name; no others are supported", i);
         put(out, i ? ",{'type':'function','function':{'name':%r" : "{'type':'function','function':{'name':%r", raw(&v));
@@ -1504,33 +1538,41 @@ static bool put_messages(Exchange *x, TokText *out, const GgufJson *root) {
 }
 
 static bool messages_convert(Exchange *x, TokText *out) {
-    GgufJson root, v, n;
+    GgufJson root, v;
     TokText list = { 0 };
     if (!parse_body(x, &root)) return false;
     bool ok = put_messages(x, &list, &root);
     put(out, "{'messages':[%r]", (TokStr){ list.n ? list.s + 1 : "", list.n - (list.n > 0) });
     tok_text_free(&list);
-    if (!ok || !put_tools(x, out, &root, "input_schema")) return false;
+    if (!ok || !put_tools(x, out, &root, "custom", "input_schema")) return false;
     take_member(out, &root, "max_tokens", "max_tokens");
     take_member(out, &root, "temperature", "temperature");
     take_member(out, &root, "top_p", "top_p");
     take_member(out, &root, "top_k", "top_k");
     take_member(out, &root, "stop_sequences", "stop");
-    if (member(&root, "metadata", &v)) take_member(out, &v, "user_id", "user");
     take_member(out, &root, "stream", "stream");
-    if (member(&root, "tool_choice", &v)) take_member(out, &v, "type", "tool_choice");
-    if (member(&root, "thinking", &v)) {
+    take_member(out, &root, "output_format", "response_format");
+    if (object_member(x, &root, "output_config", &v)) take_member(out, &v, "format", "response_format");
+    if (object_member(x, &root, "metadata", &v)) take_member(out, &v, "user_id", "user");
+    if (object_member(x, &root, "tool_choice", &v)) take_member(out, &v, "type", "tool_choice");
+    if (object_member(x, &root, "thinking", &v)) {
         put(out, ",'chat_template_kwargs':{'enable_thinking':%b}", !is_type(&v, "disabled"));
-        if (member(&v, "budget_tokens", &n)) put(out, ",'reasoning_budget':%r", raw(&n));
+        take_member(out, &v, "budget_tokens", "reasoning_budget");
     }
     put(out, "}");
-    return true;
+    return !x->fault.status;
 }
 
 static const char *messages_reason(const Job *job) {
     if (!strcmp(finish_text(job), "tool_calls")) return "tool_use";
     if (!strcmp(finish_text(job), "length")) return "max_tokens";
     return job->end == END_STOP_STRING ? "stop_sequence" : "end_turn";
+}
+
+static void put_reason(TokText *out, const Job *job) {
+    put(out, "'stop_reason':%s,'stop_sequence':", messages_reason(job));
+    if (job->stop) put(out, "%s", job->stop);
+    else put(out, "null");
 }
 
 static void messages_head(TokText *out, const Exchange *x) {
@@ -1553,14 +1595,15 @@ static void close_block(Exchange *x) {
 }
 
 static void messages_delta(Exchange *x, const char *block, TokStr text) {
+    const bool is_text = !strcmp(block, "text");
     if (!text.n) return;
     if (x->block != block) {
         close_block(x);
         x->block = block;
         open_event(x, "content_block_start");
-        put(&x->out, ",'index':%d,'content_block':{'type':%s,%s:''}}\n\n", x->n_blocks, block, block);
+        put(&x->out, ",'index':%d,'content_block':{'type':%s,%s:''", x->n_blocks, block, block);
+        put(&x->out, is_text ? "}}\n\n" : ",'signature':''}}\n\n");
     }
-    const bool is_text = !strcmp(block, "text");
     open_event(x, "content_block_delta");
     put(&x->out, ",'index':%d,'delta':{'type':%s,%s:%t}}\n\n", x->n_blocks, is_text ? "text_delta" : "thinking_delta", block,
         text);
@@ -1594,7 +1637,9 @@ static void messages_usage(TokText *out, const Job *job) {
 static void messages_end(Exchange *x) {
     close_block(x);
     open_event(x, "message_delta");
-    put(&x->out, ",'delta':{'stop_reason':%s,'stop_sequence':null},", messages_reason(x->job));
+    put(&x->out, ",'delta':{");
+    put_reason(&x->out, x->job);
+    put(&x->out, "},");
     messages_usage(&x->out, x->job);
     put(&x->out, "}\n\n");
     open_event(x, "message_stop");
@@ -1617,7 +1662,9 @@ static void messages_whole(Exchange *x, TokText *out) {
         put(out, out->n > start ? "," : "");
         put(out, "{'type':'tool_use','id':%s,'name':%t,'input':%r}", call->id, text_of(&call->name), text_of(&call->arguments));
     }
-    put(out, "],'stop_reason':%s,'stop_sequence':null,", messages_reason(job));
+    put(out, "],");
+    put_reason(out, job);
+    put(out, ",");
     messages_usage(out, job);
     put(out, "}");
 }
@@ -1638,17 +1685,45 @@ static void route_count(Exchange *x) {
 
 // ---- /v1/responses: nothing is kept, so each request brings all of its conversation ----
 
-// One item of the input as a message.
-static bool put_item(Exchange *x, TokText *out, const GgufJson *item, int i) {
-    GgufJson role, content, id = { .type = GGUF_J_NULL }, name, v;
-    if (is_type(item, "reasoning")) return true;
-    if (is_type(item, "function_call")) {
-        if (!member(item, "call_id", &id) || !member(item, "name", &name) || !member(item, "arguments", &v))
-            return refuse(&x->fault, 400, "input", "input[%d]: expected call_id, name and arguments", i);
-        put(out, ",{'role':'assistant','tool_calls':[{'id':%r,'type':'function','function':{'name':%r,'arguments':%r}}]}",
-            raw(&id), raw(&name), raw(&v));
+// What the model said before is items: thoughts and calls of a turn wait here until they are one message.
+typedef struct { TokText thought, calls; } Said;
+
+static void put_said(TokText *out, Said *said) {       // the thought as a member of a message
+    if (said->thought.n) put(out, ",'reasoning_content':%r", text_of(&said->thought));
+    said->thought.n = 0;
+}
+
+static void put_said_calls(TokText *out, Said *said) {
+    if (!said->calls.n) return;
+    put(out, ",{'role':'assistant','tool_calls':[%r]", text_of(&said->calls));
+    put_said(out, said);
+    put(out, "}");
+    said->calls.n = 0;
+}
+
+// Takes item i of the input, if it is a thought or a call, which may be refused. False: it is neither.
+static bool take_said(Exchange *x, Said *said, const GgufJson *item, int i) {
+    GgufJson id = { .type = GGUF_J_NULL }, name = id, v, part;
+    if (is_type(item, "reasoning")) {
+        if (member(item, "content", &v) && v.type == GGUF_J_ARRAY && gguf_json_next(&v, NULL, &part) && member(&part, "text", &v)) {
+            said->thought.n = 0;
+            put(&said->thought, "%r", raw(&v));
+        }
         return true;
     }
+    if (!is_type(item, "function_call")) return false;
+    if (!member(item, "call_id", &id) || !member(item, "name", &name) || !member(item, "arguments", &v))
+        return !refuse(&x->fault, 400, "input", "input[%d]: expected call_id, name and arguments", i);
+    put(&said->calls, said->calls.n ? "," : "");
+    put(&said->calls, "{'id':%r,'type':'function','function':{'name':%r,'arguments':%r}}", raw(&id), raw(&name), raw(&v));
+    return true;
+}
+
+// Item i of the input as a message.
+static bool put_item(Exchange *x, TokText *out, Said *said, const GgufJson *item, int i) {
+    GgufJson role = { GGUF_J_STRING, "\"tool\"", 6 }, id, v;
+    if (take_said(x, said, item, i)) return !x->fault.status;
+    put_said_calls(out, said);
     if (is_type(item, "function_call_output")) {
         if (!member(item, "call_id", &id) || !member(item, "output", &v))
             return refuse(&x->fault, 400, "input", "input[%d]: expected call_id and output", i);
@@ -1659,29 +1734,34 @@ static bool put_item(Exchange *x, TokText *out, const GgufJson *item, int i) {
         if (!member(item, "content", &v)) return refuse(&x->fault, 400, "input", "input[%d]: expected a content", i);
         put(out, ",{'role':%r,'content':", raw(&role));
     }
-    content = v;
-    if (!put_content(x, out, &content, "input")) return false;
+    if (!put_content(x, out, &v, "input")) return false;
+    if (gguf_json_is(&role, "assistant")) put_said(out, said);
+    said->thought.n = 0;
     put(out, "}");
     return true;
 }
 
 static bool put_input(Exchange *x, TokText *out, const GgufJson *root) {
     GgufJson rest, item, v;
+    Said said = { 0 };
     if (member(root, "instructions", &v)) put(out, ",{'role':'system','content':%r}", raw(&v));
-    if (!member(root, "input", &rest)) return refuse(&x->fault, 400, "input", "input: expected a string or a list");
+    if (!member(root, "input", &rest) || (rest.type != GGUF_J_STRING && rest.type != GGUF_J_ARRAY))
+        return refuse(&x->fault, 400, "input", "input: expected a string or a list");
     if (rest.type == GGUF_J_STRING) {
         put(out, ",{'role':'user','content':%r}", raw(&rest));
         return true;
     }
-    if (rest.type != GGUF_J_ARRAY) return refuse(&x->fault, 400, "input", "input: expected a string or a list");
-    for (int i = 0; gguf_json_next(&rest, NULL, &item); i++)
-        if (!put_item(x, out, &item, i)) return false;
-    return true;
+    bool ok = true;
+    for (int i = 0; ok && gguf_json_next(&rest, NULL, &item); i++) ok = put_item(x, out, &said, &item, i);
+    put_said_calls(out, &said);
+    tok_text_free(&said.thought);
+    tok_text_free(&said.calls);
+    return ok;
 }
 
 static bool responses_convert(Exchange *x, TokText *out) {
     static const char *const absent[] = { "previous_response_id", "conversation", "prompt" };
-    GgufJson root, v, format;
+    GgufJson root, v;
     TokText list = { 0 };
     if (!parse_body(x, &root)) return false;
     for (size_t i = 0; i < sizeof absent / sizeof *absent; i++)
@@ -1692,17 +1772,17 @@ static bool responses_convert(Exchange *x, TokText *out) {
     const bool ok = put_input(x, &list, &root);
     put(out, "{'messages':[%r]", (TokStr){ list.n ? list.s + 1 : "", list.n - (list.n > 0) });
     tok_text_free(&list);
-    if (!ok || !put_tools(x, out, &root, "parameters")) return false;
+    if (!ok || !put_tools(x, out, &root, "function", "parameters")) return false;
     take_member(out, &root, "max_output_tokens", "max_tokens");
     take_member(out, &root, "user", "user");
     take_member(out, &root, "temperature", "temperature");
     take_member(out, &root, "top_p", "top_p");
     take_member(out, &root, "stream", "stream");
     take_member(out, &root, "tool_choice", "tool_choice");
-    if (member(&root, "reasoning", &v)) take_member(out, &v, "effort", "reasoning_effort");
-    if (member(&root, "text", &v) && member(&v, "format", &format)) put(out, ",'response_format':%r", raw(&format));
+    if (object_member(x, &root, "reasoning", &v)) take_member(out, &v, "effort", "reasoning_effort");
+    if (object_member(x, &root, "text", &v)) take_member(out, &v, "format", "response_format");
     put(out, "}");
-    return true;
+    return !x->fault.status;
 }
 
 static bool is_cut(const Job *job) { return !strcmp(finish_text(job), "length"); }
@@ -1928,7 +2008,7 @@ static void route_metrics(Exchange *x) {
     TokText out = { 0 };
     pthread_mutex_lock(&srv->lock);
     const Totals t = srv->totals;
-    const int queued = srv->n_queued, running = srv->n_running;
+    const int queued = srv->n_queued, running = srv->n_running, peers = srv->n_peers;
     pthread_mutex_unlock(&srv->lock);
     metric(&out, "requests_total", "counter", "Requests that were queued.", (double)t.jobs);
     metric(&out, "requests_refused_total", "counter", "Requests refused because the queue was full.", (double)t.refused);
@@ -1941,6 +2021,7 @@ static void route_metrics(Exchange *x) {
     metric(&out, "requests_running", "gauge", "Requests that have a session.", running);
     metric(&out, "requests_waiting", "gauge", "Requests in the queue.", queued);
     metric(&out, "slots", "gauge", "Sessions.", srv->m->options.n_seqs);
+    metric(&out, "connections", "gauge", "Connections, this one too.", peers);
     pthread_mutex_lock(&srv->store.lock);
     const int parked = srv->store.n, resumed = srv->store.n_resumed;
     const double memory = (double)srv->store.used, files = (double)srv->store.file_used;
@@ -2129,15 +2210,17 @@ static bool check_caller(Exchange *x) {
     return refuse(&x->fault, 401, "", "expected the API key: Authorization: Bearer KEY");
 }
 
-static bool find_route(Exchange *x, const char *method, const char *url) {
+static void find_route(Exchange *x, const char *method, const char *url) {
     static const char *const known[] = { "GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS" };
-    const bool get = !strcmp(method, "GET") || !strcmp(method, "HEAD");
     x->method = "other";
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) if (!strcmp(known[i], method)) x->method = known[i];
     for (size_t i = 0; i < sizeof routes / sizeof *routes; i++)
         if (!strcmp(routes[i].path, url)) x->route = &routes[i];
+}
+
+static bool check_route(Exchange *x) {
     if (!x->route) return refuse(&x->fault, 404, "", "no such endpoint; docs/server.md lists them");
-    if (strcmp(x->route->method, get ? "GET" : method))
+    if (strcmp(x->route->method, strcmp(x->method, "HEAD") ? x->method : "GET"))
         return refuse(&x->fault, 405, "", "%s: expected the method %s", x->route->path, x->route->method);
     return true;
 }
@@ -2152,12 +2235,14 @@ static void on_connection(void *cls, struct MHD_Connection *connection, void **c
         *p = (Peer){ .next = srv->peers, .link = &srv->peers, .fd = info ? info->connect_fd : -1, .quiet = seconds() };
         if (p->next) p->next->link = &p->next;
         srv->peers = p;
+        srv->n_peers++;
         *context = p;
     } else if (*context) {
         Peer *p = *context;
         *p->link = p->next;
         if (p->next) p->next->link = p->link;
         free(p);
+        srv->n_peers--;
         *context = NULL;
     }
     pthread_mutex_unlock(&srv->lock);
@@ -2177,6 +2262,7 @@ static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, co
     set_quiet(connection, INFINITY);
     pthread_mutex_unlock(&srv->lock);
     find_route(x, method, url);
+    if (check_caller(x)) check_route(x);               // who may not ask is not told what there is
     const char *length = header(x, "Content-Length");
     if (length && strtoull(length, NULL, 10) > srv->o.max_body) x->too_large = true;
     return x;
@@ -2214,16 +2300,13 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *connection, 
         refuse_large(x);
         return MHD_YES;
     }
-    Fault before = x->fault;                           // who may not ask is not told what there is
-    x->fault.status = 0;
-    if (check_caller(x)) x->fault = before;
     if (!x->fault.status) x->route->answer(x);
     if (!x->answered) respond_fault(x);
     return MHD_YES;
 }
 
-// One line of JSON on stderr for each request, without its text unless that is wanted.
-static void log_request(const Exchange *x, int status) {
+// One line of JSON for each request, without its text unless that is wanted.
+static TokText log_line(const Exchange *x, int status) {
     TokText line = { 0 };
     const Job *job = x->job;
     put(&line, "{'time':%z,'method':%s,'path':%s,'status':%d,'ms':%f", (size_t)time(NULL), x->method,
@@ -2235,18 +2318,17 @@ static void log_request(const Exchange *x, int status) {
     if (x->srv->o.log_text) put(&line, ",'request':%t", text_of(&x->body));
     if (x->srv->o.log_text && job) put(&line, ",'thought':%t,'answer':%t", text_of(&job->thought), text_of(&job->content));
     put(&line, "}\n");
-    fwrite(line.s, 1, line.n, stderr);
-    tok_text_free(&line);
+    return line;
 }
 
 static void on_completed(void *cls, struct MHD_Connection *connection, void **con_cls, enum MHD_RequestTerminationCode code) {
     Server *srv = cls;
     Exchange *x = *con_cls;
     if (!x) return;
-    const int status = code == MHD_REQUEST_TERMINATED_COMPLETED_OK ? x->status : 499;      // the client left
+    const int status = code == MHD_REQUEST_TERMINATED_COMPLETED_OK ? x->status : CLIENT_LEFT;
     pthread_mutex_lock(&srv->lock);
     srv->totals.http[status / 100]++;
-    log_request(x, status);
+    TokText line = log_line(x, status);
     if (x->job) {
         x->job->gone = true;
         job_drop(x->job);
@@ -2255,6 +2337,8 @@ static void on_completed(void *cls, struct MHD_Connection *connection, void **co
     set_quiet(connection, seconds());
     pthread_mutex_unlock(&srv->lock);
     sem_post(&wake);
+    fwrite(line.s, 1, line.n, stderr);                 // nobody waits for a slow log but this connection
+    tok_text_free(&line);
     tok_text_free(&x->body);
     tok_text_free(&x->out);
     free(x);

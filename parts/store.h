@@ -65,7 +65,7 @@ typedef struct {
     uint64_t     room, file_room;        // bytes, of memory and of files
     uint64_t     used, file_used;
     Parked      *first;       // the last one used
-    int          n, n_resumed;
+    int          n, n_open, n_resumed;   // n_open: those in memory
     int          dir_fd;
     bool         ending;
     pthread_mutex_t lock;     // of all of the above but m, dir and room
@@ -74,10 +74,19 @@ typedef struct {
 } Store;
 
 enum { PARK_LEAST = 64,       // fewer tokens are not worth it
+       PARK_MOST = 128,       // in memory: each takes a file descriptor, of which connections need some too
        SLACK = 1 << 30 };     // bytes that may wait to be written
 
+static void leave_memory(Store *st, Parked *p) {       // with the lock held
+    if (p->fd < 0) return;
+    close(p->fd);
+    p->fd = -1;
+    st->used -= p->bytes;
+    st->n_open--;
+}
+
 static void parked_free(Store *st, Parked *p) {        // out of the list already; with the lock held
-    if (p->fd >= 0) close(p->fd), st->used -= p->bytes;
+    leave_memory(st, p);
     if (p->path) unlink(p->path), st->file_used -= p->bytes;
     tok_ids_free(&p->ids);
     free(p->path);
@@ -112,19 +121,15 @@ static void use_parked(Store *st, Parked *p) {         // it was used last; with
 
 // What is in memory beyond its room goes, what is in files beyond theirs too. With the lock held.
 static void trim_store(Store *st) {
-    while (st->used > st->room || st->file_used > st->file_room) {
-        const bool memory = st->used > st->room;
+    for (;;) {
+        const bool memory = st->used > st->room || st->n_open > PARK_MOST;
+        if (!memory && st->file_used <= st->file_room) return;
         Parked *oldest = NULL;
         for (Parked *p = st->first; p; p = p->next)
             if (!p->busy && (memory ? p->fd >= 0 : p->path != NULL)) oldest = p;
         if (!oldest) return;
-        if (memory && oldest->path) {
-            close(oldest->fd);
-            oldest->fd = -1;
-            st->used -= oldest->bytes;
-        } else {
-            drop_parked(st, oldest);
-        }
+        if (memory && oldest->path) leave_memory(st, oldest);
+        else drop_parked(st, oldest);
     }
 }
 
@@ -178,8 +183,9 @@ static bool store_park(Store *st, Session *s) {
     st->first = p;
     st->n++;
     st->used += p->bytes;
+    st->n_open++;
     if (st->dir) pthread_cond_signal(&st->news);       // the writer trims when it has written, unless the disk is too slow
-    if (!st->dir || st->used > 2 * st->room + SLACK) trim_store(st);
+    if (!st->dir || st->used > 2 * st->room + SLACK || st->n_open > 2 * PARK_MOST) trim_store(st);
     pthread_mutex_unlock(&st->lock);
     return true;
 }
