@@ -3267,6 +3267,7 @@ typedef struct {
     int        n_marks;
     int        most_marks;    // 1 .. MARKS
     int        mark_every;    // a prompt leaves one each time it has run so many tokens; 0: only at Prompt.mark
+    int        chunk;         // tokens of a prompt that run in one step at most
     // the answer under way, or the last one
     AnswerOptions options;
     TokReply   reply;         // as far as it has come; at its end cut where a stop string began
@@ -3294,7 +3295,7 @@ typedef struct {
 } Session;
 
 static void session_open(Session *s, Model *m, Tokenizer *t, int seq) {
-    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .most_marks = 1 };
+    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .most_marks = 1, .chunk = m->options.n_batch };
     guesser_init(&s->guesser);
     reset_session(m, seq);
 }
@@ -3685,7 +3686,7 @@ static int next_mark(const Session *s) {
 // Rows of the next step: of a prompt a chunk, which ends where the rings are to be saved.
 static int next_rows(const Session *s) {
     const int n = (int)s->todo.n - s->at;
-    return min_int(min_int(n, next_mark(s) - s->m->len[s->seq]), s->m->options.n_batch);
+    return min_int(min_int(n, next_mark(s) - s->m->len[s->seq]), s->chunk);
 }
 
 enum { PATIENCE = 4 };        // steps without a guess, after which the next is issued ahead again
@@ -4573,7 +4574,7 @@ static const Flag flags[] = {
     { "--port", NULL, "N", FLAG_INT, SERVE, FIELD(port), 0, 65535, "serve: default 8080; 0: any that is free, printed" },
     { "-np", "--parallel", "N", FLAG_INT, SERVE, FIELD(parallel), 1, MAX_SESSIONS,
       "serve: answers at a time, each with a context of its own; default 1" },
-    { "--chunk", NULL, "N", FLAG_INT, SERVE, FIELD(chunk), STEP_ROWS, LARGE_BATCH,
+    { "--chunk", NULL, "N", FLAG_INT, SERVE, FIELD(chunk), 1, LARGE_BATCH,
       "serve: tokens of a prompt between two steps of other answers; default with -np: 512, else what memory has room for" },
     { "--api-key", NULL, "KEY", FLAG_TEXT, SERVE, FIELD(api_key), 0, 0, "serve: asked of every request; default: none" },
     { "--api-key-file", NULL, "FILE", FLAG_TEXT, SERVE, FIELD(api_key_file), 0, 0,
@@ -5150,7 +5151,7 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
                        .port = (int)f->port, .max_queue = (int)f->queue, .timeout = (int)f->timeout,
                        .max_body = (size_t)f->max_body << 20, .n_predict = (int)f->n_predict,
                        .think_budget = (int)f->think_budget, .think = f->think, .fixed_seed = !isnan(f->seed),
-                       .session_dir = f->session_dir, .session_disk = (size_t)f->session_disk << 20, .log_text = f->log_text,
+                       .chunk = (int)f->chunk, .session_dir = f->session_dir, .session_disk = (size_t)f->session_disk << 20, .log_text = f->log_text,
                        .cache_ram = f->cache_ram < 0 ? free_bytes / 8 : (size_t)f->cache_ram << 20 };
     if (s.api_key && !*s.api_key) die("%s: expected a key, got an empty one", key ? "--api-key-file" : "--api-key");
     if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
@@ -5159,7 +5160,7 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
     s.drafting = drafting_of(f, ops, &o);
     o.penalties = o.bias = true;
     if (o.n_seqs > 1) o.n_batch = SMALL_BATCH;         // nobody waits for the next token longer than for one chunk
-    if (f->chunk) o.n_batch = (int)f->chunk;
+    if (f->chunk) o.n_batch = max_int((int)f->chunk, STEP_ROWS);
     load_model(m, f->model, ops, o, NULL);
     check_drafting(m, &s.drafting);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);

@@ -16,6 +16,7 @@ typedef struct {
     int         port, max_queue, timeout;          // 0: any free one; jobs that wait; seconds for one answer
     size_t      max_body;              // bytes of a request
     int         n_predict, think_budget;           // where the request does not say
+    int         chunk;                 // tokens of a prompt in one step; 0: as many as the model takes
     bool        think;
     SampleParams sampling;
     Drafting    drafting;
@@ -623,7 +624,9 @@ static int pick(Server *srv, Session **sessions, Slot **slots) {
         const int i = (after + k) % n_seqs;
         Slot *slot = &srv->slots[i];
         if (!slot->job) continue;
-        const bool is_long = slot->s.prompting && !slot->s.ending && !slot->s.cancelled && next_rows(&slot->s) > STEP_ROWS;
+        const Session *s = &slot->s;
+        const bool is_long = s->prompting && !s->ending && !s->cancelled &&
+                             (int)s->todo.n - s->at > min_int(s->chunk, STEP_ROWS);
         if (is_long && long_one) continue;
         if (is_long) srv->last_prompt = i;
         long_one |= is_long;
@@ -2408,7 +2411,10 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     srv.slots = alloc_or_die((size_t)n_seqs, sizeof *srv.slots);
     srv.logits = alloc_or_die((size_t)m->config.vocab, sizeof *srv.logits);
     srv.replays = alloc_or_die(REPLAYS, sizeof *srv.replays);
-    for (int i = 0; i < n_seqs; i++) session_open(&srv.slots[i].s, m, t, i);
+    for (int i = 0; i < n_seqs; i++) {
+        session_open(&srv.slots[i].s, m, t, i);
+        if (o->chunk) srv.slots[i].s.chunk = o->chunk;
+    }
     open_store(&srv);
     if (getrandom(&srv.salt, sizeof srv.salt, 0) != sizeof srv.salt) srv.salt = (uint64_t)time(NULL);
     name_model(&srv);
