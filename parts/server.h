@@ -1,11 +1,12 @@
-/* server.h - the HTTP API: questions come in as JSON, wait in a queue, are answered together by one engine thread, and go out
- * as JSON or as a stream of events. A part of gemma4.c, which includes it; of the model it knows the calls of [9] only.
+/* server.h - the HTTP API: questions come in as JSON, wait in a queue, are answered together by one engine thread, and
+ * go out as JSON or as a stream of events. A part of gemma4.c, which includes it; of the model it knows the calls of
+ * [9] and [10] only.
  *   [1] JSON written    [2] What a request says    [3] Jobs and the scheduler    [4] Answers, whole and as streams
  *   [5] Dialects: /v1/messages and /v1/responses   [6] Other endpoints    [7] HTTP: checks, routes    [8] The verb
  *
- * THREADS  The main thread is the engine: only it touches the model, the sessions and the slots. Each connection has a thread
- *          of libmicrohttpd, which reads the request, makes ids of it, queues a job, and waits for what the engine adds to it.
- *          Server.lock guards the queue, the counters and the answer of every job.
+ * THREADS  The main thread is the engine: only it touches the model, the sessions and the slots. Each connection has a
+ *          thread of libmicrohttpd, which reads the request, makes ids of it, queues a job, and waits for what the
+ *          engine adds to it. Server.lock guards the queue, the counters and the answer of every job.
  * TRUST    Every byte of a request is untrusted: it is checked before use, and what is wrong with it is a 4xx. */
 #ifndef SERVER_H
 #define SERVER_H
@@ -114,13 +115,13 @@ static void put(TokText *out, const char *fmt, ...) {
 }
 
 // ==== [2] What a request says ========================================================================================
-// A table names every field that is read, of whichever endpoint; one walk over the body fills them in. Fields that are not
-// listed are ignored; those that ask for what is not there are refused.
+// A table names every field that is read, of whichever endpoint; one walk over the body fills them in. Fields that are
+// not listed are ignored; those that ask for what is not there are refused.
 
 typedef struct {
-    GgufJson messages, tools, prompt, stop, logit_bias, tool_choice, stream_options, response_format, modalities, kwargs;
-    GgufJson reasoning_effort, logprobs, content, tokens, functions, grammar, suffix, audio, user;   // type GGUF_J_NULL: not
-                                       // given
+    // type GGUF_J_NULL: not given
+    GgufJson messages, tools, prompt, stop, logit_bias, tool_choice, stream_options, response_format, modalities;
+    GgufJson kwargs, reasoning_effort, logprobs, content, tokens, functions, grammar, suffix, audio, user;
     double   max_tokens, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logprobs;
     double   think_budget;             // NAN: not given
     double   other;                    // of what is not there: what it is where it does nothing
@@ -136,22 +137,25 @@ static const struct { const char *name; FieldKind kind; size_t at; double min, m
     { "prompt", IS_ANY, AT(prompt), 0, 0 }, { "stop", IS_ANY, AT(stop), 0, 0 },
     { "content", IS_STRING, AT(content), 0, 0 }, { "tokens", IS_ARRAY, AT(tokens), 0, 0 },
     { "logit_bias", IS_OBJECT, AT(logit_bias), 0, 0 }, { "tool_choice", IS_ANY, AT(tool_choice), 0, 0 },
-    { "stream_options", IS_OBJECT, AT(stream_options), 0, 0 }, { "response_format", IS_OBJECT, AT(response_format), 0, 0 },
+    { "stream_options", IS_OBJECT, AT(stream_options), 0, 0 },
+    { "response_format", IS_OBJECT, AT(response_format), 0, 0 },
     { "modalities", IS_ARRAY, AT(modalities), 0, 0 }, { "chat_template_kwargs", IS_OBJECT, AT(kwargs), 0, 0 },
     { "reasoning_effort", IS_STRING, AT(reasoning_effort), 0, 0 }, { "logprobs", IS_ANY, AT(logprobs), 0, 0 },
     { "functions", IS_ANY, AT(functions), 0, 0 }, { "grammar", IS_ANY, AT(grammar), 0, 0 },
     { "json_schema", IS_ANY, AT(grammar), 0, 0 }, { "suffix", IS_STRING, AT(suffix), 0, 0 },
     { "audio", IS_ANY, AT(audio), 0, 0 }, { "user", IS_ANY, AT(user), 0, 0 },
-    { "max_tokens", IS_INT, AT(max_tokens), -1, INT_MAX }, { "max_completion_tokens", IS_INT, AT(max_tokens), -1, INT_MAX },
-    { "n_predict", IS_INT, AT(max_tokens), -1, INT_MAX }, { "temperature", IS_REAL, AT(temperature), 0, 100 },
-    { "top_k", IS_INT, AT(top_k), -1, INT_MAX }, { "top_p", IS_REAL, AT(top_p), 0, 1 }, { "min_p", IS_REAL, AT(min_p), 0, 1 },
+    { "max_tokens", IS_INT, AT(max_tokens), -1, INT_MAX }, { "n_predict", IS_INT, AT(max_tokens), -1, INT_MAX },
+    { "max_completion_tokens", IS_INT, AT(max_tokens), -1, INT_MAX },
+    { "temperature", IS_REAL, AT(temperature), 0, 100 }, { "top_k", IS_INT, AT(top_k), -1, INT_MAX },
+    { "top_p", IS_REAL, AT(top_p), 0, 1 }, { "min_p", IS_REAL, AT(min_p), 0, 1 },
     { "repeat_penalty", IS_REAL, AT(repeat), 0.001, 1000 }, { "repetition_penalty", IS_REAL, AT(repeat), 0.001, 1000 },
     { "presence_penalty", IS_REAL, AT(presence), -1000, 1000 },
     { "frequency_penalty", IS_REAL, AT(frequency), -1000, 1000 }, { "seed", IS_INT, AT(seed), -9e15, 9e15 },
     { "n", IS_INT, AT(other), 1, 1 }, { "best_of", IS_INT, AT(other), 1, 1 }, { "typical_p", IS_REAL, AT(other), 1, 1 },
     { "mirostat", IS_INT, AT(other), 0, 0 }, { "dry_multiplier", IS_REAL, AT(other), 0, 0 },
     { "xtc_probability", IS_REAL, AT(other), 0, 0 }, { "dynatemp_range", IS_REAL, AT(other), 0, 0 },
-    { "top_logprobs", IS_INT, AT(top_logprobs), 0, MAX_TOP }, { "reasoning_budget", IS_INT, AT(think_budget), -1, INT_MAX },
+    { "top_logprobs", IS_INT, AT(top_logprobs), 0, MAX_TOP },
+    { "reasoning_budget", IS_INT, AT(think_budget), -1, INT_MAX },
     { "stream", IS_TRUE, AT(stream), 0, 0 }, { "return_progress", IS_TRUE, AT(progress), 0, 0 },
     { "cache_prompt", IS_FALSE, AT(no_cache), 0, 0 }, { "ignore_eos", IS_TRUE, AT(ignore_eos), 0, 0 },
     { "echo", IS_TRUE, AT(echo), 0, 0 }, { "add_special", IS_TRUE, AT(add_special), 0, 0 },
@@ -187,15 +191,16 @@ static bool read_field(Request *r, Fault *f, size_t i, const GgufJson *v) {
     void *to = (char *)r + fields[i].at;
     const FieldKind kind = fields[i].kind;
     const char *name = fields[i].name;
+    const double min = fields[i].min, max = fields[i].max;
     if (!is_given(v)) return true;
     if (kind == IS_INT || kind == IS_REAL) {
         double n;
         if (v->type != GGUF_J_NUMBER || !gguf_json_float(v, &n) || (kind == IS_INT && n != floor(n)))
             return refuse(f, 400, name, "%s: expected %s", name, wants[kind]);
-        if (fields[i].min == fields[i].max && n != fields[i].min)
-            return refuse(f, 400, name, "%s: only %.10g is supported, got %.10g", name, fields[i].min, n);
-        if (n < fields[i].min || n > fields[i].max)
-            return refuse(f, 400, name, "%s: expected %.10g to %.10g, got %.10g", name, fields[i].min, fields[i].max, n);
+        if (min == max && n != min)
+            return refuse(f, 400, name, "%s: only %.10g is supported, got %.10g", name, min, n);
+        if (n < min || n > max)
+            return refuse(f, 400, name, "%s: expected %.10g to %.10g, got %.10g", name, min, max, n);
         *(double *)to = n;
         return true;
     }
@@ -212,7 +217,8 @@ static bool read_field(Request *r, Fault *f, size_t i, const GgufJson *v) {
 static bool refuse_absent(const Request *r, Fault *f) {
     GgufJson rest = r->modalities, v;
     if (is_given(&r->functions)) return refuse(f, 400, "functions", "functions: not supported; use tools");
-    if (is_given(&r->grammar) && !gguf_json_is(&r->grammar, "")) return refuse(f, 400, "grammar", "grammars are not supported");
+    if (is_given(&r->grammar) && !gguf_json_is(&r->grammar, ""))
+        return refuse(f, 400, "grammar", "grammars are not supported");
     if (is_given(&r->audio)) return refuse(f, 400, "audio", "audio is not supported: text only");
     if (r->echo) return refuse(f, 400, "echo", "echo is not supported");
     if (is_given(&r->suffix) && r->suffix.n > 2) return refuse(f, 400, "suffix", "suffix is not supported");
@@ -278,30 +284,34 @@ static bool check_messages(const GgufJson *messages, Fault *f) {
     for (; gguf_json_next(&rest, NULL, &m); i++) {
         if (m.type != GGUF_J_OBJECT) return refuse(f, 400, "messages", "messages[%d]: expected an object", i);
         if (!gguf_json_get(&m, "role", &role) || !is_role(&role))
-            return refuse(f, 400, "messages", "messages[%d].role: expected system, developer, user, assistant or tool", i);
+            return refuse(f, 400, "messages", "messages[%d].role: expected system, developer, user, assistant or tool",
+                          i);
         if (!gguf_json_is(&role, "tool"))
-            called = gguf_json_get(&m, "tool_calls", &calls) && calls.type == GGUF_J_ARRAY && gguf_json_next(&calls, NULL, &part);
+            called = gguf_json_get(&m, "tool_calls", &calls) && calls.type == GGUF_J_ARRAY &&
+                     gguf_json_next(&calls, NULL, &part);
         else if (!called)
-            return refuse(f, 400, "messages", "messages[%d]: expected tool_calls of the assistant before a result of one", i);
+            return refuse(f, 400, "messages", "messages[%d]: expected tool_calls before the result of one", i);
         if (!gguf_json_get(&m, "content", &content) || content.type != GGUF_J_ARRAY) continue;
         GgufJson parts = content;
         for (int k = 0; gguf_json_next(&parts, NULL, &part); k++)
             if (part.type != GGUF_J_OBJECT || !gguf_json_get(&part, "type", &type) || !gguf_json_is(&type, "text"))
-                return refuse(f, 400, "messages", "messages[%d].content[%d]: expected a part of type text; images, audio and "
-                              "files are not supported", i, k);
+                return refuse(f, 400, "messages", "messages[%d].content[%d]: expected a part of type text; images, "
+                              "audio and files are not supported", i, k);
     }
     return i > 0 || refuse(f, 400, "messages", "messages: expected at least one");
 }
 
 // ==== [3] Jobs and the scheduler =====================================================================================
-// A job is a prompt and what has come of it. Jobs wait in line; when a session is free the first one is next, of the clients that
-// have fewest jobs under way. It gets the free session that holds most of its prompt. All sessions that have a job advance
-// together: each round decodes one token of each, and runs one chunk of one long prompt, which take turns. A chunk ends at the
-// same tokens whoever else is served, and decoded rows do not depend on each other, so neither does a text.
+// A job is a prompt and what has come of it. Jobs wait in line; when a session is free the first one is next, of the
+// clients that have fewest jobs under way. It gets the free session that holds most of its prompt. All sessions that
+// have a job advance together: each round decodes one token of each, and runs one chunk of one long prompt, which take
+// turns. A chunk ends at the same tokens whoever else is served, and decoded rows do not depend on each other, so
+// neither does a text.
 
 typedef struct { TokText name, arguments; char id[40]; } Call;
 typedef struct { TokIds ids; char id[40]; } Replay;                  // a call as the model wrote it
-typedef struct { int32_t id, n_top, top[MAX_TOP]; float logprob, top_logprob[MAX_TOP]; } Likely;   // a token, and others
+// A token, and others that might have been in its place.
+typedef struct { int32_t id, n_top, top[MAX_TOP]; float logprob, top_logprob[MAX_TOP]; } Likely;
 
 typedef struct Job {
     struct Job   *next;       // in the queue
@@ -458,7 +468,8 @@ static void look_for_clients(Server *srv) {
     for (Job *job = srv->first; job; job = job->next) job->gone = has_left(job);
 }
 
-// Ends connections whose request does not come. libmicrohttpd ends those that send nothing; these send a byte now and then.
+// Ends connections whose request does not come. libmicrohttpd ends those that send nothing; these send a byte now and
+// then.
 static void end_slow_peers(Server *srv, double now) {
     for (const Peer *p = srv->peers; p; p = p->next)
         if (now - p->quiet > IDLE_SECONDS) shutdown(p->fd, SHUT_RDWR);
@@ -479,8 +490,8 @@ static void clean_queue(Server *srv, double now) {
     }
 }
 
-// Tokens of the session that the job's prompt begins with, if it is worth going on with: it is when these are at least half of
-// what it holds, or of the prompt. Else something else that it holds would be lost for little.
+// Tokens of the session that the job's prompt begins with, if it is worth going on with: it is when these are at least
+// half of what it holds, or of the prompt. Else something else that it holds would be lost for little.
 static size_t worth(Server *srv, const Session *s, const Job *job) {
     if (job->no_cache) return 0;
     const Shared same = shared(srv->t, &s->held, &job->ids);
@@ -699,7 +710,8 @@ static void end_job(Server *srv, Slot *slot, const Event *e) {       // with the
     job->turn = *turn;
     job->thought_tokens = slot->s.thought_tokens;
     job->stop = slot->s.stops.hit;
-    if (e->end == END_ERROR && job->bias) refuse(&job->fault, 400, "logit_bias", "logit_bias: it leaves no token to choose");
+    if (e->end == END_ERROR && job->bias)
+        refuse(&job->fault, 400, "logit_bias", "logit_bias: it leaves no token to choose");
     if (e->end == END_ERROR) refuse(&job->fault, 500, "", "%s", e->error);
     if (e->end == END_CANCELLED && srv->draining) refuse(&job->fault, 503, "", "the server is shutting down");
     srv->totals.prompt_tokens += (uint64_t)turn->n_prompt;
@@ -772,7 +784,7 @@ typedef struct Exchange Exchange;
 
 typedef struct {              // how an endpoint says it
     const char *prefix;       // of ids
-    bool (*convert)(Exchange *x, TokText *out);        // writes the body anew as one for /v1/chat/completions; NULL: it is
+    bool (*convert)(Exchange *x, TokText *out);        // writes the body as one of a chat; NULL: it is one
     bool (*ask)(Exchange *x, const Request *r);        // makes the prompt. False: it is refused
     void (*begin)(Exchange *x);                        // a stream: what comes first
     void (*text)(Exchange *x, TokStr thought, TokStr content);
@@ -806,7 +818,8 @@ struct Exchange {             // a request and its answer
 };
 
 static const char *finish_text(const Job *job) {
-    if (job->end == END_CALLS || (job->n_calls && job->end != END_LENGTH && job->end != END_CONTEXT)) return "tool_calls";
+    const bool cut = job->end == END_LENGTH || job->end == END_CONTEXT;
+    if (job->end == END_CALLS || (job->n_calls && !cut)) return "tool_calls";
     return job->end == END_TURN || job->end == END_STOP_STRING ? "stop" : "length";
 }
 
@@ -819,8 +832,8 @@ static void put_usage(TokText *out, const Job *job) {
 
 static void put_timings(TokText *out, const Job *job) {
     const Turn *t = &job->turn;
-    put(out, "'timings':{'cache_n':%d,'prompt_n':%d,'prompt_ms':%f,'prompt_per_second':%f,'predicted_n':%d,'predicted_ms':%f,"
-        "'predicted_per_second':%f,'draft_n':%d,'draft_n_accepted':%d}", job->cached, t->n_run,
+    put(out, "'timings':{'cache_n':%d,'prompt_n':%d,'prompt_ms':%f,'prompt_per_second':%f,'predicted_n':%d,"
+        "'predicted_ms':%f,'predicted_per_second':%f,'draft_n':%d,'draft_n_accepted':%d}", job->cached, t->n_run,
         1e3 * t->prompt_seconds, t->n_run / (t->prompt_seconds + 1e-9), t->made, 1e3 * t->decode_seconds,
         max_int(t->made - 1, 0) / (t->decode_seconds + 1e-9), t->drafts.drafted, t->drafts.accepted);
 }
@@ -1005,7 +1018,8 @@ static bool same_call(Tokenizer *t, TokIds a, TokIds b) {
              gguf_json_parse(reply[i].calls->arguments.s, reply[i].calls->arguments.n, &args[i], &byte, &why) == 0;
     }
     ok = ok && reply[0].calls->name.n == reply[1].calls->name.n &&
-         !memcmp(reply[0].calls->name.s, reply[1].calls->name.s, reply[0].calls->name.n) && same_value(&args[0], &args[1], 100);
+         !memcmp(reply[0].calls->name.s, reply[1].calls->name.s, reply[0].calls->name.n) &&
+         same_value(&args[0], &args[1], 100);
     tok_reply_free(&reply[0]);
     tok_reply_free(&reply[1]);
     return ok;
@@ -1028,8 +1042,9 @@ static void push_ids(Tokenizer *t, TokIds *to, const int32_t *ids, size_t n) {
         if (tok__push(t, to, ids[i]) < 0) die("%s", t->err);
 }
 
-// A prompt has the calls of its messages in the form of the template. The model may have written them in another, with other
-// spaces or the arguments in another order: where a call is known by its id, and still says the same, it is put as it was.
+// A prompt has the calls of its messages in the form of the template. The model may have written them in another, with
+// other spaces or the arguments in another order: where a call is known by its id, and still says the same, it is put
+// as it was.
 static void replay_calls(Exchange *x, const GgufJson *messages, TokIds *ids) {
     GgufJson rest = *messages, m, calls, call, id;
     TokIds out = { 0 };
@@ -1130,7 +1145,8 @@ static bool read_ids(Exchange *x, const char *name, const GgufJson *list, TokIds
     int64_t id;
     for (size_t i = 0; gguf_json_next(&rest, NULL, &v); i++) {
         if (v.type != GGUF_J_NUMBER || !gguf_json_int(&v, 0, x->t.n_tokens - 1, &id))
-            return refuse(&x->fault, 400, name, "%s[%zu]: expected a token id from 0 to %d", name, i, x->t.n_tokens - 1);
+            return refuse(&x->fault, 400, name, "%s[%zu]: expected a token id from 0 to %d", name, i,
+                          x->t.n_tokens - 1);
         if (tok__push(&x->t, ids, (int32_t)id) < 0) die("%s", x->t.err);
     }
     return true;
@@ -1141,7 +1157,8 @@ static bool plain_ask(Exchange *x, const Request *r) {
     Job *job = x->job;
     GgufJson rest = r->prompt, first = r->prompt, more;
     if (r->prompt.type == GGUF_J_ARRAY && gguf_json_next(&rest, NULL, &first) && first.type == GGUF_J_STRING) {
-        if (gguf_json_next(&rest, NULL, &more)) return refuse(&x->fault, 400, "prompt", "prompt: expected one, got several");
+        if (gguf_json_next(&rest, NULL, &more))
+            return refuse(&x->fault, 400, "prompt", "prompt: expected one, got several");
     } else {
         first = r->prompt;
     }
@@ -1160,7 +1177,8 @@ static bool plain_ask(Exchange *x, const Request *r) {
     }
     int64_t n_top;
     if (r->logprobs.type == GGUF_J_TRUE) job->n_top = isnan(r->top_logprobs) ? 0 : (int)r->top_logprobs;
-    else if (r->logprobs.type == GGUF_J_NUMBER && gguf_json_int(&r->logprobs, 0, MAX_TOP, &n_top)) job->n_top = (int)n_top;
+    else if (r->logprobs.type == GGUF_J_NUMBER && gguf_json_int(&r->logprobs, 0, MAX_TOP, &n_top))
+        job->n_top = (int)n_top;
     else if (is_given(&r->logprobs) && r->logprobs.type != GGUF_J_FALSE)
         return refuse(&x->fault, 400, "logprobs", "logprobs: expected 0 to %d", MAX_TOP);
     return true;
@@ -1179,7 +1197,8 @@ static bool read_stops(Exchange *x, const GgufJson *stop, TextList *list) {
         char *text = v.type == GGUF_J_STRING ? copy_string(&v, &n) : NULL;
         if (!n || strlen(text) != n || list->n == MAX_STOPS) {
             free(text);
-            return refuse(&x->fault, 400, "stop", "stop: expected a text, or at most %d of them, each without NUL", MAX_STOPS);
+            return refuse(&x->fault, 400, "stop", "stop: expected a text, or at most %d of them, each without NUL",
+                          MAX_STOPS);
         }
         list->text[list->n++] = text;
         if (!is_list) break;
@@ -1197,9 +1216,10 @@ static bool read_bias(Exchange *x, const GgufJson *object, Job *job) {
         double value;
         if (key.n < sizeof name) gguf_json_string(&key, name);
         const long id = *name >= '0' && *name <= '9' ? strtol(name, &end, 10) : -1;
-        if (id < 0 || *end || id >= vocab || v.type != GGUF_J_NUMBER || !gguf_json_float(&v, &value) || fabs(value) > 100)
-            return refuse(&x->fault, 400, "logit_bias", "logit_bias: expected token ids from 0 to %d, each with -100 to 100",
-                          vocab - 1);
+        const bool is_number = v.type == GGUF_J_NUMBER && gguf_json_float(&v, &value);
+        if (id < 0 || *end || id >= vocab || !is_number || fabs(value) > 100)
+            return refuse(&x->fault, 400, "logit_bias",
+                          "logit_bias: expected token ids from 0 to %d, each with -100 to 100", vocab - 1);
         job->bias[id] = value == -100 ? -INFINITY : (float)value;
     }
     return true;
@@ -1257,8 +1277,8 @@ static bool wait_for_news(Exchange *x) {
     clock_gettime(CLOCK_REALTIME, &until);
     until.tv_sec += KEEP_ALIVE_SECONDS;
     int late = 0;
-    while (!late && !job->done && job->content.n == x->content && job->thought.n == x->thought && job->n_calls == x->n_calls &&
-           !(x->progress && job->started && job->run != x->run))
+    while (!late && !job->done && job->content.n == x->content && job->thought.n == x->thought &&
+           job->n_calls == x->n_calls && !(x->progress && job->started && job->run != x->run))
         late = pthread_cond_timedwait(&x->job->news, &x->srv->lock, &until);
     return !late;
 }
@@ -1380,8 +1400,8 @@ static void route_chat(Exchange *x) { complete(x, &chat_api); }
 static void route_completions(Exchange *x) { complete(x, &plain_api); }
 
 // ==== [5] Dialects: /v1/messages and /v1/responses ===================================================================
-// The APIs of other clients. A request is written anew as one for /v1/chat/completions and taken from there; an answer is told
-// in the words of the API that was asked.
+// The APIs of other clients. A request is written anew as one for /v1/chat/completions and taken from there; an answer
+// is told in the words of the API that was asked.
 
 static bool member(const GgufJson *object, const char *name, GgufJson *v) {
     return object->type == GGUF_J_OBJECT && gguf_json_get(object, name, v) && is_given(v);
@@ -1420,7 +1440,8 @@ static bool put_content(Exchange *x, TokText *out, const GgufJson *content, cons
     GgufJson rest = *content, part, text;
     bool first = true;
     if (content->type != GGUF_J_ARRAY) {
-        if (content->type != GGUF_J_STRING) return refuse(&x->fault, 400, where, "%s: expected a string or a list", where);
+        if (content->type != GGUF_J_STRING)
+            return refuse(&x->fault, 400, where, "%s: expected a string or a list", where);
         put(out, "%r", raw(content));
         return true;
     }
@@ -1428,7 +1449,8 @@ static bool put_content(Exchange *x, TokText *out, const GgufJson *content, cons
     while (gguf_json_next(&rest, NULL, &part)) {
         const bool is_text = is_type(&part, "text") || is_type(&part, "input_text") || is_type(&part, "output_text");
         if (!is_text || !member(&part, "text", &text) || text.type != GGUF_J_STRING)
-            return refuse(&x->fault, 400, where, "%s: expected parts of text; images and files are not supported", where);
+            return refuse(&x->fault, 400, where, "%s: expected parts of text; images and files are not supported",
+                          where);
         put(out, first ? "{'type':'text','text':%r}" : ",{'type':'text','text':%r}", raw(&text));
         first = false;
     }
@@ -1436,7 +1458,8 @@ static bool put_content(Exchange *x, TokText *out, const GgufJson *content, cons
     return true;
 }
 
-// Tools, which are of one type, with their parameters under the name that the API has for them. Tools that the server itself would run are not there.
+// Tools, which are of one type, with their parameters under the name that the API has for them. Tools that the server
+// itself would run are not there.
 static bool put_tools(Exchange *x, TokText *out, const GgufJson *root, const char *type, const char *parameters) {
     GgufJson rest, tool, v;
     if (!member(root, "tools", &rest)) return true;
@@ -1445,7 +1468,7 @@ static bool put_tools(Exchange *x, TokText *out, const GgufJson *root, const cha
     for (int i = 0; gguf_json_next(&rest, NULL, &tool); i++) {
         const bool ours = !member(&tool, "type", &v) || gguf_json_is(&v, type);
         if (tool.type != GGUF_J_OBJECT || !ours || !member(&tool, "name", &v))
-            return refuse(&x->fault, 400, "tools", "tools[%d]: expected a function with a name; no others are supported", i);
+            return refuse(&x->fault, 400, "tools", "tools[%d]: expected a function with a name", i);
         put(out, i ? ",{'type':'function','function':{'name':%r" : "{'type':'function','function':{'name':%r", raw(&v));
         take_member(out, &tool, "description", "description");
         take_member(out, &tool, parameters, "parameters");
@@ -1453,6 +1476,12 @@ static bool put_tools(Exchange *x, TokText *out, const GgufJson *root, const cha
     }
     put(out, "]");
     return true;
+}
+
+// Adds a call that the model made before to a list.
+static void put_past_call(TokText *list, const GgufJson *id, const GgufJson *name, const GgufJson *arguments) {
+    put(list, list->n ? ",{'id':%r,'type':'function'," : "{'id':%r,'type':'function',", raw(id));
+    put(list, "'function':{'name':%r,'arguments':%r}}", raw(name), raw(arguments));
 }
 
 static void open_event(Exchange *x, const char *type) {              // its members follow, and "}\n\n"
@@ -1491,10 +1520,10 @@ static bool put_blocks(Exchange *x, TokText *out, const GgufJson *content) {
             put(&thought, "%r", raw(&v));
         } else if (is_type(&part, "tool_use") && member(&part, "id", &id) && member(&part, "name", &name)) {
             if (!member(&part, "input", &v)) v = (GgufJson){ GGUF_J_OBJECT, "{}", 2 };
-            put(&calls, calls.n ? "," : "");
-            put(&calls, "{'id':%r,'type':'function','function':{'name':%r,'arguments':%r}}", raw(&id), raw(&name), raw(&v));
+            put_past_call(&calls, &id, &name, &v);
         } else if (!is_type(&part, "tool_result") && !is_type(&part, "redacted_thinking")) {
-            ok = refuse(&x->fault, 400, "messages", "messages: expected text, thinking, tool_use or tool_result; no images");
+            ok = refuse(&x->fault, 400, "messages",
+                        "messages: expected text, thinking, tool_use or tool_result; images are not supported");
         }
     }
     if (ok && text.n) put(out, ",'content':[%r]", text_of(&text));
@@ -1586,8 +1615,8 @@ static void messages_begin(Exchange *x) {
     open_event(x, "message_start");
     put(&x->out, ",'message':{");
     messages_head(&x->out, x);
-    put(&x->out, ",'content':[],'stop_reason':null,'stop_sequence':null,'usage':{'input_tokens':%z,'output_tokens':0}}}\n\n",
-        x->job->ids.n);
+    put(&x->out, ",'content':[],'stop_reason':null,'stop_sequence':null,");
+    put(&x->out, "'usage':{'input_tokens':%z,'output_tokens':0}}}\n\n", x->job->ids.n);
 }
 
 static void close_block(Exchange *x) {
@@ -1608,8 +1637,8 @@ static void messages_delta(Exchange *x, const char *block, TokStr text) {
         put(&x->out, is_text ? "}}\n\n" : ",'signature':''}}\n\n");
     }
     open_event(x, "content_block_delta");
-    put(&x->out, ",'index':%d,'delta':{'type':%s,%s:%t}}\n\n", x->n_blocks, is_text ? "text_delta" : "thinking_delta", block,
-        text);
+    put(&x->out, ",'index':%d,'delta':{'type':%s,%s:%t}}\n\n", x->n_blocks, is_text ? "text_delta" : "thinking_delta",
+        block, text);
 }
 
 static void messages_text(Exchange *x, TokStr thought, TokStr content) {
@@ -1624,8 +1653,8 @@ static void messages_call(Exchange *x, int i) {
     close_block(x);
     x->block = tool;
     open_event(x, "content_block_start");
-    put(&x->out, ",'index':%d,'content_block':{'type':'tool_use','id':%s,'name':%t,'input':{}}}\n\n", x->n_blocks, call->id,
-        text_of(&call->name));
+    put(&x->out, ",'index':%d,'content_block':{'type':'tool_use','id':%s,'name':%t,'input':{}}}\n\n", x->n_blocks,
+        call->id, text_of(&call->name));
     open_event(x, "content_block_delta");
     put(&x->out, ",'index':%d,'delta':{'type':'input_json_delta','partial_json':%t}}\n\n", x->n_blocks,
         text_of(&call->arguments));
@@ -1633,8 +1662,8 @@ static void messages_call(Exchange *x, int i) {
 }
 
 static void messages_usage(TokText *out, const Job *job) {
-    put(out, "'usage':{'input_tokens':%d,'cache_creation_input_tokens':0,'cache_read_input_tokens':%d,'output_tokens':%d}",
-        job->turn.n_prompt - job->cached, job->cached, job->turn.made);
+    put(out, "'usage':{'input_tokens':%d,'cache_creation_input_tokens':0,'cache_read_input_tokens':%d,"
+        "'output_tokens':%d}", job->turn.n_prompt - job->cached, job->cached, job->turn.made);
 }
 
 static void messages_end(Exchange *x) {
@@ -1663,7 +1692,8 @@ static void messages_whole(Exchange *x, TokText *out) {
     for (int i = 0; i < job->n_calls; i++) {
         const Call *call = &job->calls[i];
         put(out, out->n > start ? "," : "");
-        put(out, "{'type':'tool_use','id':%s,'name':%t,'input':%r}", call->id, text_of(&call->name), text_of(&call->arguments));
+        put(out, "{'type':'tool_use','id':%s,'name':%t,'input':%r}", call->id, text_of(&call->name),
+            text_of(&call->arguments));
     }
     put(out, "],");
     put_reason(out, job);
@@ -1708,17 +1738,15 @@ static void put_said_calls(TokText *out, Said *said) {
 static bool take_said(Exchange *x, Said *said, const GgufJson *item, int i) {
     GgufJson id = { .type = GGUF_J_NULL }, name = id, v, part;
     if (is_type(item, "reasoning")) {
-        if (member(item, "content", &v) && v.type == GGUF_J_ARRAY && gguf_json_next(&v, NULL, &part) && member(&part, "text", &v)) {
-            said->thought.n = 0;
-            put(&said->thought, "%r", raw(&v));
-        }
+        const bool any = member(item, "content", &v) && v.type == GGUF_J_ARRAY && gguf_json_next(&v, NULL, &part);
+        said->thought.n = 0;
+        if (any && member(&part, "text", &v)) put(&said->thought, "%r", raw(&v));
         return true;
     }
     if (!is_type(item, "function_call")) return false;
     if (!member(item, "call_id", &id) || !member(item, "name", &name) || !member(item, "arguments", &v))
         return !refuse(&x->fault, 400, "input", "input[%d]: expected call_id, name and arguments", i);
-    put(&said->calls, said->calls.n ? "," : "");
-    put(&said->calls, "{'id':%r,'type':'function','function':{'name':%r,'arguments':%r}}", raw(&id), raw(&name), raw(&v));
+    put_past_call(&said->calls, &id, &name, &v);
     return true;
 }
 
@@ -1769,7 +1797,8 @@ static bool responses_convert(Exchange *x, TokText *out) {
     if (!parse_body(x, &root)) return false;
     for (size_t i = 0; i < sizeof absent / sizeof *absent; i++)
         if (member(&root, absent[i], &v))
-            return refuse(&x->fault, 400, absent[i], "%s: nothing is kept here; send the whole conversation", absent[i]);
+            return refuse(&x->fault, 400, absent[i], "%s: nothing is kept here; send the whole conversation",
+                          absent[i]);
     if (member(&root, "background", &v) && v.type == GGUF_J_TRUE)
         return refuse(&x->fault, 400, "background", "background: not supported");
     const bool ok = put_input(x, &list, &root);
@@ -1805,8 +1834,8 @@ static void put_thought_item(TokText *out, const Exchange *x, int i) {
 static void put_text_item(TokText *out, const Exchange *x, int i) {
     char id[64];
     item_id(x, "msg_", i, id);
-    put(out, "{'type':'message','id':%s,'status':'completed','role':'assistant','content':[{'type':'output_text','text':%t,"
-        "'annotations':[]}]}", id, text_of(&x->job->content));
+    put(out, "{'type':'message','id':%s,'status':'completed','role':'assistant','content':[", id);
+    put(out, "{'type':'output_text','text':%t,'annotations':[]}]}", text_of(&x->job->content));
 }
 
 static void put_call_item(TokText *out, const Exchange *x, int i, const Call *call, bool whole) {
@@ -1821,8 +1850,9 @@ static void put_response(TokText *out, const Exchange *x, bool done) {
     const Job *job = x->job;
     const Turn *t = &job->turn;
     int n = 0;
-    put(out, "{'id':%s,'object':'response','created_at':%z,'model':%s,'status':%s,'error':null,'incomplete_details':", x->id,
+    put(out, "{'id':%s,'object':'response','created_at':%z,'model':%s,'status':%s,'error':null", x->id,
         (size_t)time(NULL), x->srv->name, !done ? "in_progress" : is_cut(job) ? "incomplete" : "completed");
+    put(out, ",'incomplete_details':");
     put(out, done && is_cut(job) ? "{'reason':'max_output_tokens'}" : "null");
     put(out, ",'parallel_tool_calls':true,'store':false,'tools':[],'output':[");
     if (done && job->thought.n) put_thought_item(out, x, n++);
@@ -1943,8 +1973,8 @@ static void responses_end(Exchange *x) {
 
 static void responses_whole(Exchange *x, TokText *out) { put_response(out, x, true); }
 
-static const Api responses_api = { "resp_", responses_convert, chat_ask, responses_begin, responses_text, responses_call,
-                                   responses_end, responses_whole };
+static const Api responses_api = { "resp_", responses_convert, chat_ask, responses_begin, responses_text,
+                                   responses_call, responses_end, responses_whole };
 
 static void route_responses(Exchange *x) { complete(x, &responses_api); }
 
@@ -1964,8 +1994,9 @@ static void route_health(Exchange *x) {
 static void route_models(Exchange *x) {
     const Server *srv = x->srv;
     TokText out = { 0 };
-    put(&out, "{'object':'list','data':[{'id':%s,'object':'model','created':%z,'owned_by':'gemma4','meta':{'n_vocab':%d,"
-        "'n_ctx':%d,'n_embd':%d}}]}", srv->name, (size_t)srv->created, srv->m->config.vocab, srv->m->options.n_ctx,
+    put(&out, "{'object':'list','data':[{'id':%s,'object':'model','created':%z,'owned_by':'gemma4','meta':", srv->name,
+        (size_t)srv->created);
+    put(&out, "{'n_vocab':%d,'n_ctx':%d,'n_embd':%d}}]}", srv->m->config.vocab, srv->m->options.n_ctx,
         srv->m->config.dim);
     respond_json(x, &out);
 }
@@ -1975,11 +2006,11 @@ static void route_props(Exchange *x) {
     const SampleParams *p = &srv->o.sampling;
     TokText out = { 0 };
     put(&out, "{'model':%s,'n_ctx':%d,'total_slots':%d,'chat_template':%s,'modalities':{'vision':false,'audio':false},"
-        "'default_generation_settings':{'n_predict':%d,'temperature':%f,'top_k':%d,'top_p':%f,'min_p':%f,'repeat_penalty':%f,"
-        "'presence_penalty':%f,'frequency_penalty':%f,'thinking':%b}}", srv->name, srv->m->options.n_ctx,
-        srv->m->options.n_seqs, srv->t->large_variant ? "large" : "small", srv->o.n_predict, (double)p->temperature,
-        (int)p->top_k, (double)p->top_p, (double)p->min_p, (double)p->repeat, (double)p->presence, (double)p->frequency,
-        srv->o.think);
+        "'default_generation_settings':{'n_predict':%d,'temperature':%f,'top_k':%d,'top_p':%f,'min_p':%f,"
+        "'repeat_penalty':%f,'presence_penalty':%f,'frequency_penalty':%f,'thinking':%b}}", srv->name,
+        srv->m->options.n_ctx, srv->m->options.n_seqs, srv->t->large_variant ? "large" : "small", srv->o.n_predict,
+        (double)p->temperature, (int)p->top_k, (double)p->top_p, (double)p->min_p, (double)p->repeat,
+        (double)p->presence, (double)p->frequency, srv->o.think);
     respond_json(x, &out);
 }
 
@@ -1991,7 +2022,9 @@ static void route_slots(Exchange *x) {
         const Job *job = srv->slots[i].job;
         put(&out, i ? ",{'id':%d,'n_ctx':%d,'is_processing':%b" : "[{'id':%d,'n_ctx':%d,'is_processing':%b", i,
             srv->m->options.n_ctx, job != NULL);
-        if (job) put(&out, ",'prompt_tokens':%d,'prompt_processed':%d,'prompt_cached':%d", job->total, job->run, job->cached);
+        if (job)
+            put(&out, ",'prompt_tokens':%d,'prompt_processed':%d,'prompt_cached':%d", job->total, job->run,
+                job->cached);
         put(&out, "}");
     }
     pthread_mutex_unlock(&srv->lock);
@@ -2001,8 +2034,8 @@ static void route_slots(Exchange *x) {
 
 static void metric(TokText *out, const char *name, const char *type, const char *help, double value) {
     char line[300];
-    const int n = snprintf(line, sizeof line, "# HELP gemma4_%s %s\n# TYPE gemma4_%s %s\ngemma4_%s %.17g\n", name, help, name,
-                           type, name, value);
+    const int n = snprintf(line, sizeof line, "# HELP gemma4_%s %s\n# TYPE gemma4_%s %s\ngemma4_%s %.17g\n", name, help,
+                           name, type, name, value);
     append(out, line, (size_t)n);
 }
 
@@ -2014,13 +2047,13 @@ static void route_metrics(Exchange *x) {
     const int queued = srv->n_queued, running = srv->n_running, peers = srv->n_peers;
     pthread_mutex_unlock(&srv->lock);
     metric(&out, "requests_total", "counter", "Requests that were queued.", (double)t.jobs);
-    metric(&out, "requests_refused_total", "counter", "Requests refused because the queue was full.", (double)t.refused);
+    metric(&out, "requests_refused_total", "counter", "Requests that found the queue full.", (double)t.refused);
     metric(&out, "requests_cancelled_total", "counter", "Requests whose client left.", (double)t.cancelled);
     metric(&out, "prompt_tokens_total", "counter", "Tokens of prompts.", (double)t.prompt_tokens);
-    metric(&out, "prompt_tokens_cached_total", "counter", "Of these, held by a session already.", (double)t.cached_tokens);
-    metric(&out, "prompt_seconds_total", "counter", "Seconds from a prompt's start to the first token.", t.prompt_seconds);
+    metric(&out, "prompt_tokens_cached_total", "counter", "Of these, held already.", (double)t.cached_tokens);
+    metric(&out, "prompt_seconds_total", "counter", "Seconds from a start to the first token.", t.prompt_seconds);
     metric(&out, "tokens_generated_total", "counter", "Tokens generated.", (double)t.made);
-    metric(&out, "generation_seconds_total", "counter", "Seconds from first to last token, of each request.", t.decode_seconds);
+    metric(&out, "generation_seconds_total", "counter", "Seconds from first to last token.", t.decode_seconds);
     metric(&out, "requests_running", "gauge", "Requests that have a session.", running);
     metric(&out, "requests_waiting", "gauge", "Requests in the queue.", queued);
     metric(&out, "slots", "gauge", "Sessions.", srv->m->options.n_seqs);
@@ -2033,12 +2066,13 @@ static void route_metrics(Exchange *x) {
     metric(&out, "sessions_memory_bytes", "gauge", "Host memory that holds them.", memory);
     metric(&out, "sessions_disk_bytes", "gauge", "Files that hold them.", files);
     metric(&out, "sessions_resumed_total", "counter", "Sessions that got a slot again.", resumed);
-    const TokStr head = str("# HELP gemma4_http_responses_total Responses by class of status; 4xx: or the client left.\n"
+    const TokStr head = str("# HELP gemma4_http_responses_total Responses by status; 4xx: or the client left.\n"
                             "# TYPE gemma4_http_responses_total counter\n");
     append(&out, head.s, head.n);
     for (int i = 2; i < 6; i++) {
         char line[100];
-        const int n = snprintf(line, sizeof line, "gemma4_http_responses_total{class=\"%dxx\"} %" PRIu64 "\n", i, t.http[i]);
+        const int n = snprintf(line, sizeof line, "gemma4_http_responses_total{class=\"%dxx\"} %" PRIu64 "\n", i,
+                               t.http[i]);
         append(&out, line, (size_t)n);
     }
     respond(x, 200, "text/plain; version=0.0.4", &out);
@@ -2116,7 +2150,11 @@ static void route_template(Exchange *x) {
 
 // ==== [7] HTTP: checks, routes =======================================================================================
 
-typedef struct Endpoint { const char *method, *path; void (*answer)(Exchange *x); bool open; } Endpoint;   // open: needs no key
+typedef struct Endpoint {
+    const char *method, *path;
+    void (*answer)(Exchange *x);
+    bool open;                // needs no key
+} Endpoint;
 
 static const Endpoint routes[] = {
     { "GET", "/health", route_health, true }, { "GET", "/v1/models", route_models, false },
@@ -2146,8 +2184,8 @@ static void respond(Exchange *x, int status, const char *type, TokText *body) {
 
 static void put_fault(TokText *out, const Exchange *x, const Fault *f) {
     static const struct { int status; const char *type; } types[] = {
-        { 401, "authentication_error" }, { 403, "permission_error" }, { 404, "not_found_error" }, { 413, "request_too_large" },
-        { 429, "rate_limit_error" }, { 500, "api_error" }, { 503, "overloaded_error" }
+        { 401, "authentication_error" }, { 403, "permission_error" }, { 404, "not_found_error" },
+        { 413, "request_too_large" }, { 429, "rate_limit_error" }, { 500, "api_error" }, { 503, "overloaded_error" }
     };
     const char *type = "invalid_request_error";
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) if (types[i].status == f->status) type = types[i].type;
@@ -2195,8 +2233,8 @@ static bool same_key(const char *a, const char *b) {   // takes as long wherever
     return !differ;
 }
 
-// Who may ask: on a loopback address only who names it so, which keeps out web pages that point their name at it; web pages of
-// our own origin; and who knows the key.
+// Who may ask: on a loopback address only who names it so, which keeps out web pages that point their name at it; web
+// pages of our own origin; and who knows the key.
 static bool check_caller(Exchange *x) {
     const char *host = header(x, "Host"), *origin = header(x, "Origin"), *key = x->srv->o.api_key;
     if (x->srv->loopback && !(host && is_local_name(host)))
@@ -2316,15 +2354,17 @@ static TokText log_line(const Exchange *x, int status) {
         x->route ? x->route->path : "other", status, 1e3 * (seconds() - x->started));
     if (job && job->started && job->done)
         put(&line, ",'id':%s,'prompt':%d,'cached':%d,'generated':%d,'prompt_ms':%f,'decode_ms':%f,'end':%s", x->id,
-            job->turn.n_prompt, job->cached, job->turn.made, 1e3 * job->turn.prompt_seconds, 1e3 * job->turn.decode_seconds,
-            end_text[job->end]);
+            job->turn.n_prompt, job->cached, job->turn.made, 1e3 * job->turn.prompt_seconds,
+            1e3 * job->turn.decode_seconds, end_text[job->end]);
     if (x->srv->o.log_text) put(&line, ",'request':%t", text_of(&x->body));
-    if (x->srv->o.log_text && job) put(&line, ",'thought':%t,'answer':%t", text_of(&job->thought), text_of(&job->content));
+    if (x->srv->o.log_text && job)
+        put(&line, ",'thought':%t,'answer':%t", text_of(&job->thought), text_of(&job->content));
     put(&line, "}\n");
     return line;
 }
 
-static void on_completed(void *cls, struct MHD_Connection *connection, void **con_cls, enum MHD_RequestTerminationCode code) {
+static void on_completed(void *cls, struct MHD_Connection *connection, void **con_cls,
+                         enum MHD_RequestTerminationCode code) {
     Server *srv = cls;
     Exchange *x = *con_cls;
     if (!x) return;
@@ -2351,8 +2391,9 @@ static void on_completed(void *cls, struct MHD_Connection *connection, void **co
 // ==== [8] The verb ===================================================================================================
 
 static bool is_loopback(const struct sockaddr *a) {
-    if (a->sa_family == AF_INET6) return IN6_IS_ADDR_LOOPBACK(&((const struct sockaddr_in6 *)(const void *)a)->sin6_addr);
-    return ntohl(((const struct sockaddr_in *)(const void *)a)->sin_addr.s_addr) >> 24 == 127;
+    const void *in = a;
+    if (a->sa_family == AF_INET6) return IN6_IS_ADDR_LOOPBACK(&((const struct sockaddr_in6 *)in)->sin6_addr);
+    return ntohl(((const struct sockaddr_in *)in)->sin_addr.s_addr) >> 24 == 127;
 }
 
 // Listens where the options say, and says where that is.
@@ -2369,11 +2410,13 @@ static int listen_at(Server *srv) {
     const int fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) || bind(fd, a->ai_addr, a->ai_addrlen) ||
         listen(fd, 128) || getsockname(fd, (struct sockaddr *)&bound, &n) ||
-        getnameinfo((struct sockaddr *)&bound, n, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV))
+        getnameinfo((struct sockaddr *)&bound, n, host, sizeof host, port, sizeof port,
+                    NI_NUMERICHOST | NI_NUMERICSERV))
         die("--port: %s:%d: %s", o->host, o->port, strerror(errno));
     freeaddrinfo(a);
     srv->loopback = is_loopback((struct sockaddr *)&bound);
-    if (!srv->loopback && !o->api_key) fprintf(stderr, "# --host: %s is open to the network, and no --api-key is set\n", host);
+    if (!srv->loopback && !o->api_key)
+        fprintf(stderr, "# --host: %s is open to the network, and no --api-key is set\n", host);
     fprintf(stderr, strchr(host, ':') ? "# serving at http://[%s]:%s\n" : "# serving at http://%s:%s\n", host, port);
     return fd;
 }
@@ -2398,7 +2441,7 @@ static void open_store(Server *srv) {
     }
     const size_t marks = rings * (size_t)(m->options.n_seqs * max_int(most, 1));
     const size_t room = o->cache_ram > marks ? o->cache_ram - marks : 0;
-    fprintf(stderr, "# host memory: up to %.1f MiB for %d marks of each session, %.1f MiB for sessions without a slot\n",
+    fprintf(stderr, "# host memory: up to %.1f MiB for %d marks of each session, %.1f MiB for sessions without slot\n",
             (double)marks / (1 << 20), rings ? max_int(most, 1) : 0, (double)room / (1 << 20));
     store_open(&srv->store, &srv->slots[0].s, o->session_dir, room, o->session_disk);
 }
@@ -2428,7 +2471,8 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
         MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC, 0, NULL, NULL,
         on_request, &srv, MHD_OPTION_LISTEN_SOCKET, fd, MHD_OPTION_CONNECTION_LIMIT, (unsigned)MAX_CONNECTIONS,
         MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS, MHD_OPTION_THREAD_STACK_SIZE, (size_t)1 << 20,
-        MHD_OPTION_NOTIFY_COMPLETED, on_completed, &srv, MHD_OPTION_NOTIFY_CONNECTION, on_connection, &srv, MHD_OPTION_END);
+        MHD_OPTION_NOTIFY_COMPLETED, on_completed, &srv, MHD_OPTION_NOTIFY_CONNECTION, on_connection, &srv,
+        MHD_OPTION_END);
     if (!d) die("--port: libmicrohttpd could not start a server");
     run_engine(&srv);
     for (int open = 1, k = 0; open && k < 500; k++) {  // what was answered last is still on its way

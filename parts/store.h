@@ -1,11 +1,11 @@
-/* store.h - sessions that have no slot: what the server's slots held before they were needed for other conversations, in host
- * memory and, with --session-dir, in files. A part of gemma4.c, which includes it.
+/* store.h - sessions that have no slot: what the server's slots held before they were needed for other conversations,
+ * in host memory and, with --session-dir, in files. A part of gemma4.c, which includes it.
  *   [1] What a prompt shares with a session    [2] What is there    [3] Taking in, giving back    [4] Files
  *
- * Each is in the form of parts/session.h, in memory as in a file: one writer, one reader, one checksum. What memory has no room
- * for goes, those first that were not used for longest; where there is a folder it is in a file by then. A thread writes the
- * files, so that nobody waits for the disk. Sessions and model are touched by the thread that calls store_park() and
- * store_resume() only; the thread that writes sees bytes. */
+ * Each is in the form of parts/session.h, in memory as in a file: one writer, one reader, one checksum. What memory has
+ * no room for goes, those first that were not used for longest; where there is a folder it is in a file by then. A
+ * thread writes the files, so that nobody waits for the disk. Sessions and model are touched by the thread that calls
+ * store_park() and store_resume() only; the thread that writes sees bytes. */
 #ifndef STORE_H
 #define STORE_H
 #ifdef USE_MICROHTTPD
@@ -13,8 +13,9 @@
 #include <sys/file.h>
 
 // ==== [1] What a prompt shares with a session ========================================================================
-// A client sends back what the model said as text, from which the prompt is made anew. The model may have put it in other tokens.
-// Where these spell the same, those that the session holds take the place of those made anew: they need not run again.
+// A client sends back what the model said as text, from which the prompt is made anew. The model may have put it in
+// other tokens. Where these spell the same, those that the session holds take the place of those made anew: they need
+// not run again.
 
 typedef struct { size_t held, ids; } Shared;           // tokens from the beginning of each
 
@@ -135,7 +136,8 @@ static void trim_store(Store *st) {
 
 // ==== [3] Taking in, giving back =====================================================================================
 
-// The session that shares most tokens with (ids): how many is in *most. The caller may look at it until it changes the store.
+// The session that shares most tokens with (ids): how many is in *most. The caller may look at it until it changes the
+// store.
 static Parked *store_find(Store *st, const Tokenizer *t, const TokIds *ids, size_t *most) {
     Parked *best = NULL;
     *most = 0;
@@ -162,7 +164,8 @@ static bool is_covered(Store *st, const TokIds *ids) {
     return covered;
 }
 
-// Takes in what a session holds, if there is room and it is not there yet. False: it could not be kept, and s->err says why.
+// Takes in what a session holds, if there is room and it is not there yet. False: it could not be kept, and s->err says
+// why.
 static bool store_park(Store *st, Session *s) {
     if (s->held.n < PARK_LEAST || (!st->room && !st->dir) || is_covered(st, &s->held)) return true;
     Parked *p = alloc_or_die(1, sizeof *p);
@@ -184,7 +187,7 @@ static bool store_park(Store *st, Session *s) {
     st->n++;
     st->used += p->bytes;
     st->n_open++;
-    if (st->dir) pthread_cond_signal(&st->news);       // the writer trims when it has written, unless the disk is too slow
+    if (st->dir) pthread_cond_signal(&st->news);       // the writer trims when it has written, if it is fast enough
     if (!st->dir || st->used > 2 * st->room + SLACK || st->n_open > 2 * PARK_MOST) trim_store(st);
     pthread_mutex_unlock(&st->lock);
     return true;
@@ -272,13 +275,14 @@ static Parked *read_parked(Session *s, const char *path) {
         p->ids = (TokIds){ .ids = alloc_or_die(n, 1), .n = h.n, .cap = h.n };
         p->path = alloc_or_die(strlen(path) + 1, 1);
         strcpy(p->path, path);
-        if (pread(fd, p->ids.ids, n, sizeof h) != (ssize_t)n) p->ids.n = 0;        // the checksum is looked at when it is used
+        if (pread(fd, p->ids.ids, n, sizeof h) != (ssize_t)n) p->ids.n = 0;        // the checksum is for store_resume()
     }
     if (fd >= 0) close(fd);
     return p;
 }
 
-// Files of the folder that can be gone on from, the newest first. What was left half written by a process that was killed goes.
+// Files of the folder that can be gone on from, the newest first. What was left half written by a process that was
+// killed goes.
 static void read_folder(Store *st, Session *s) {
     DIR *d = opendir(st->dir);
     const struct dirent *e;
@@ -302,11 +306,12 @@ static void read_folder(Store *st, Session *s) {
         st->file_used += p->bytes;
     }
     closedir(d);
-    fprintf(stderr, "# --session-dir: %s: %d sessions%s\n", st->dir, st->n, n_others ? "; others, which this model cannot go on "
-            "from, stay there" : "");
+    fprintf(stderr, "# --session-dir: %s: %d sessions%s\n", st->dir, st->n,
+            n_others ? "; others, which this model cannot go on from, stay there" : "");
 }
 
-// room, file_room: bytes of host memory and of files. s: a session of the model that holds nothing, for what is checked.
+// room, file_room: bytes of host memory and of files. s: a session of the model that holds nothing, for what is
+// checked.
 static void store_open(Store *st, Session *s, const char *dir, uint64_t room, uint64_t file_room) {
     *st = (Store){ .m = s->m, .dir = dir, .room = room, .file_room = file_room, .dir_fd = -1,
                    .lock = PTHREAD_MUTEX_INITIALIZER, .news = PTHREAD_COND_INITIALIZER };
