@@ -421,7 +421,7 @@ ok "another one is next" [ "$(head -n 3 "$tmp/order" | grep -c modest)" -eq 1 ]
 # ---- an agent: each turn brings the result of a call, or a question; LONG=1: 50 turns behind a long system prompt ------------
 turns=8 intro=20
 [ "${LONG:-0}" = 0 ] || turns=50 intro=1750
-serve agent -np 2 -c 20480
+serve agent -np 2 -c 20480 --chunk 64
 talk="{\"role\":\"system\",\"content\":\"$(yes 'You answer what you are asked.' | head -n $intro | tr '\n' ' ')\"},
 {\"role\":\"user\",\"content\":\"What is the weather in Paris?\"}"
 result=$(yes 'It is sunny, the wind is weak, and there is no rain.' | head -n 4 | tr '\n' ' ')
