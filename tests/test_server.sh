@@ -391,13 +391,13 @@ done
 ask /v1/completions '{"prompt":"a b c d e f a b c d e f a b c d e f a b c","temperature":0,"max_tokens":40,"ignore_eos":true}'
 ok "guesses are told" [ "$(number draft_n out)" -gt 0 ]
 
-curl -sS -N -m 600 -o "$tmp/prompt" --data-binary "{\"prompt\":\"$(yes "The fox ran over the hill." | head -n 300 | tr '\n' ' ')\",
-\"max_tokens\":1,\"cache_prompt\":false}" "$url/v1/completions" &                  # 2,100 tokens: 66 chunks
+curl -sS -N -m 600 -o "$tmp/prompt" --data-binary "{\"prompt\":\"$(yes "The fox ran over the hill." | head -n 200 | tr '\n' ' ')\",
+\"max_tokens\":1,\"cache_prompt\":false}" "$url/v1/completions" &                  # 1,400 tokens: 44 chunks
 waits=$!
 ok "a long prompt runs" until_metric requests_running 1
-ask $chat "{$user,\"max_tokens\":40,\"ignore_eos\":true}"
+ask $chat "{$user,\"max_tokens\":25,\"ignore_eos\":true}"
 ok "an answer beside it has a token for each chunk of it, and so is there first" [ ! -s "$tmp/prompt" ]
-ok "with all its tokens" has out '"completion_tokens":40'
+ok "with all its tokens" has out '"completion_tokens":25'
 wait $waits
 ok "and the prompt is answered" has prompt '"finish_reason":"length"'
 
@@ -407,7 +407,7 @@ one_of() { # one_of USER NAME TOKENS: a request; NAME is in $tmp/order when it h
 }
 waits=
 for k in 1 2 3 4; do
-    one_of greedy "greedy$k" 600 &
+    one_of greedy "greedy$k" 400 &
     waits="$waits $!"
 done
 ok "one client has all sessions, and waits" until_metric requests_waiting 2
