@@ -1,6 +1,5 @@
 /* server.h - the HTTP API: questions come in as JSON, wait in a queue, are answered together by one engine thread, and
- * go out as JSON or as a stream of events. A part of gemma4.c, which includes it; of the model it knows the calls of
- * [9] and [10] only.
+ * go out as JSON or as a stream of events. A part of gemma4.c, which includes it; of the model it knows sessions only.
  *   [1] JSON written    [2] What a request says    [3] Jobs and the scheduler    [4] Answers, whole and as streams
  *   [5] Dialects: /v1/messages and /v1/responses   [6] Other endpoints    [7] HTTP: checks, routes    [8] The verb
  *
