@@ -1212,7 +1212,7 @@ static bool read_bias(Exchange *x, const GgufJson *object, Job *job) {
     job->bias = alloc_or_die((size_t)vocab, sizeof *job->bias);
     while (gguf_json_next(&rest, &key, &v)) {
         char name[16] = "", *end = name;
-        double value;
+        double value = 0;
         if (key.n < sizeof name) gguf_json_string(&key, name);
         const long id = *name >= '0' && *name <= '9' ? strtol(name, &end, 10) : -1;
         const bool is_number = v.type == GGUF_J_NUMBER && gguf_json_float(&v, &value);
