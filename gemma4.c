@@ -3218,7 +3218,7 @@ typedef struct {
     const TextList *strings;  // none is empty
     char           *held;     // (longest) the last bytes of the text, not passed on yet
     size_t          n_held, longest;
-    bool            hit;      // a stop string was found: nothing passes any more
+    const char     *hit;      // the stop string that was found: nothing passes any more
 } Stops;
 
 static Stops stops_new(const TextList *strings) {      // free(held) when done
@@ -3239,11 +3239,10 @@ static size_t stops_push(Stops *s, const char *text, size_t n, char *out) {
             const size_t len = strlen(stop);
             size_t same = len < s->n_held ? len : s->n_held;
             while (memcmp(s->held + s->n_held - same, stop, same)) same--;
-            if (same == len && len > found) found = len;
+            if (same == len && len > found) found = len, s->hit = stop;
             if (same > keep) keep = same;
         }
-        s->hit = found > 0;
-        const size_t pass = s->n_held - (s->hit ? found : keep);
+        const size_t pass = s->n_held - (found ? found : keep);
         memcpy(out + n_out, s->held, pass);
         n_out += pass;
         memmove(s->held, s->held + pass, s->n_held -= pass);
@@ -3270,6 +3269,7 @@ typedef struct {
     int        n_marks;
     int        most_marks;    // 1 .. MARKS
     int        mark_every;    // a prompt leaves one each time it has run so many tokens; 0: only at Prompt.mark
+    int        chunk;         // tokens of a prompt that run in one step at most
     // the answer under way, or the last one
     AnswerOptions options;
     TokReply   reply;         // as far as it has come; at its end cut where a stop string began
@@ -3297,7 +3297,7 @@ typedef struct {
 } Session;
 
 static void session_open(Session *s, Model *m, Tokenizer *t, int seq) {
-    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .most_marks = 1 };
+    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .most_marks = 1, .chunk = m->options.n_batch };
     guesser_init(&s->guesser);
     reset_session(m, seq);
 }
@@ -3688,7 +3688,7 @@ static int next_mark(const Session *s) {
 // Rows of the next step: of a prompt a chunk, which ends where the rings are to be saved.
 static int next_rows(const Session *s) {
     const int n = (int)s->todo.n - s->at;
-    return min_int(min_int(n, next_mark(s) - s->m->len[s->seq]), s->m->options.n_batch);
+    return min_int(min_int(n, next_mark(s) - s->m->len[s->seq]), s->chunk);
 }
 
 enum { PATIENCE = 4 };        // steps without a guess, after which the next is issued ahead again
@@ -4576,7 +4576,7 @@ static const Flag flags[] = {
     { "--port", NULL, "N", FLAG_INT, SERVE, FIELD(port), 0, 65535, "serve: default 8080; 0: any that is free, printed" },
     { "-np", "--parallel", "N", FLAG_INT, SERVE, FIELD(parallel), 1, MAX_SESSIONS,
       "serve: answers at a time, each with a context of its own; default 1" },
-    { "--chunk", NULL, "N", FLAG_INT, SERVE, FIELD(chunk), STEP_ROWS, LARGE_BATCH,
+    { "--chunk", NULL, "N", FLAG_INT, SERVE, FIELD(chunk), 1, LARGE_BATCH,
       "serve: tokens of a prompt between two steps of other answers; default with -np: 512, else what memory has room for" },
     { "--api-key", NULL, "KEY", FLAG_TEXT, SERVE, FIELD(api_key), 0, 0, "serve: asked of every request; default: none" },
     { "--api-key-file", NULL, "FILE", FLAG_TEXT, SERVE, FIELD(api_key_file), 0, 0,
@@ -5153,7 +5153,7 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
                        .port = (int)f->port, .max_queue = (int)f->queue, .timeout = (int)f->timeout,
                        .max_body = (size_t)f->max_body << 20, .n_predict = (int)f->n_predict,
                        .think_budget = (int)f->think_budget, .think = f->think, .fixed_seed = !isnan(f->seed),
-                       .session_dir = f->session_dir, .session_disk = (size_t)f->session_disk << 20, .log_text = f->log_text,
+                       .chunk = (int)f->chunk, .session_dir = f->session_dir, .session_disk = (size_t)f->session_disk << 20, .log_text = f->log_text,
                        .cache_ram = f->cache_ram < 0 ? free_bytes / 8 : (size_t)f->cache_ram << 20 };
     if (s.api_key && !*s.api_key) die("%s: expected a key, got an empty one", key ? "--api-key-file" : "--api-key");
     if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
@@ -5162,7 +5162,7 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
     s.drafting = drafting_of(f, ops, &o);
     o.penalties = o.bias = true;
     if (o.n_seqs > 1) o.n_batch = SMALL_BATCH;         // nobody waits for the next token longer than for one chunk
-    if (f->chunk) o.n_batch = (int)f->chunk;
+    if (f->chunk) o.n_batch = max_int((int)f->chunk, STEP_ROWS);
     load_model(m, f->model, ops, o, NULL);
     check_drafting(m, &s.drafting);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);

@@ -1,11 +1,11 @@
-/* server.h - the HTTP API: questions come in as JSON, wait in a queue, are answered together by one engine thread, and go out
- * as JSON or as a stream of events. A part of gemma4.c, which includes it; of the model it knows the calls of [9] only.
+/* server.h - the HTTP API: questions come in as JSON, wait in a queue, are answered together by one engine thread, and
+ * go out as JSON or as a stream of events. A part of gemma4.c, which includes it; of the model it knows sessions only.
  *   [1] JSON written    [2] What a request says    [3] Jobs and the scheduler    [4] Answers, whole and as streams
  *   [5] Dialects: /v1/messages and /v1/responses   [6] Other endpoints    [7] HTTP: checks, routes    [8] The verb
  *
- * THREADS  The main thread is the engine: only it touches the model, the sessions and the slots. Each connection has a thread
- *          of libmicrohttpd, which reads the request, makes ids of it, queues a job, and waits for what the engine adds to it.
- *          Server.lock guards the queue, the counters and the answer of every job.
+ * THREADS  The main thread is the engine: only it touches the model, the sessions and the slots. Each connection has a
+ *          thread of libmicrohttpd, which reads the request, makes ids of it, queues a job, and waits for what the
+ *          engine adds to it. Server.lock guards the queue, the counters and the answer of every job.
  * TRUST    Every byte of a request is untrusted: it is checked before use, and what is wrong with it is a 4xx. */
 #ifndef SERVER_H
 #define SERVER_H
@@ -16,6 +16,7 @@ typedef struct {
     int         port, max_queue, timeout;          // 0: any free one; jobs that wait; seconds for one answer
     size_t      max_body;              // bytes of a request
     int         n_predict, think_budget;           // where the request does not say
+    int         chunk;                 // tokens of a prompt in one step; 0: as many as the model takes
     bool        think;
     SampleParams sampling;
     Drafting    drafting;
@@ -42,7 +43,7 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) { (void)m, (voi
 #include <sys/socket.h>
 
 enum { MAX_CONNECTIONS = 512, IDLE_SECONDS = 30, BODY_SECONDS = 120, KEEP_ALIVE_SECONDS = 10, DRAIN_SECONDS = 30,
-       MAX_STOPS = 16, MAX_TOP = 20, REPLAYS = 4096 };
+       CLIENT_LEFT = 499, MAX_STOPS = 16, MAX_TOP = 20, REPLAYS = 4096 };
 
 static void need_http(void) {}                         // it is here
 
@@ -113,15 +114,16 @@ static void put(TokText *out, const char *fmt, ...) {
 }
 
 // ==== [2] What a request says ========================================================================================
-// A table names every field that is read, of whichever endpoint; one walk over the body fills them in. Fields that are not
-// listed are ignored; those that ask for what is not there are refused.
+// A table names every field that is read, of whichever endpoint; one walk over the body fills them in. Fields that are
+// not listed are ignored; those that ask for what is not there are refused.
 
 typedef struct {
-    GgufJson messages, tools, prompt, stop, logit_bias, tool_choice, stream_options, response_format, modalities, kwargs;
-    GgufJson reasoning_effort, logprobs, content, tokens, functions, grammar, suffix, audio, user;   // type GGUF_J_NULL: not
-                                       // given
-    double   max_tokens, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, n, best_of, top_logprobs;
+    // type GGUF_J_NULL: not given
+    GgufJson messages, tools, prompt, stop, logit_bias, tool_choice, stream_options, response_format, modalities;
+    GgufJson kwargs, reasoning_effort, logprobs, content, tokens, functions, grammar, suffix, audio, user;
+    double   max_tokens, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logprobs;
     double   think_budget;             // NAN: not given
+    double   other;                    // of what is not there: what it is where it does nothing
     bool     stream, progress, no_cache, ignore_eos, echo, add_special, parse_special, with_pieces, no_cue;
     bool     include_usage, think;     // derived
 } Request;
@@ -134,19 +136,25 @@ static const struct { const char *name; FieldKind kind; size_t at; double min, m
     { "prompt", IS_ANY, AT(prompt), 0, 0 }, { "stop", IS_ANY, AT(stop), 0, 0 },
     { "content", IS_STRING, AT(content), 0, 0 }, { "tokens", IS_ARRAY, AT(tokens), 0, 0 },
     { "logit_bias", IS_OBJECT, AT(logit_bias), 0, 0 }, { "tool_choice", IS_ANY, AT(tool_choice), 0, 0 },
-    { "stream_options", IS_OBJECT, AT(stream_options), 0, 0 }, { "response_format", IS_OBJECT, AT(response_format), 0, 0 },
+    { "stream_options", IS_OBJECT, AT(stream_options), 0, 0 },
+    { "response_format", IS_OBJECT, AT(response_format), 0, 0 },
     { "modalities", IS_ARRAY, AT(modalities), 0, 0 }, { "chat_template_kwargs", IS_OBJECT, AT(kwargs), 0, 0 },
     { "reasoning_effort", IS_STRING, AT(reasoning_effort), 0, 0 }, { "logprobs", IS_ANY, AT(logprobs), 0, 0 },
     { "functions", IS_ANY, AT(functions), 0, 0 }, { "grammar", IS_ANY, AT(grammar), 0, 0 },
     { "json_schema", IS_ANY, AT(grammar), 0, 0 }, { "suffix", IS_STRING, AT(suffix), 0, 0 },
     { "audio", IS_ANY, AT(audio), 0, 0 }, { "user", IS_ANY, AT(user), 0, 0 },
-    { "max_tokens", IS_INT, AT(max_tokens), -1, INT_MAX }, { "max_completion_tokens", IS_INT, AT(max_tokens), -1, INT_MAX },
-    { "n_predict", IS_INT, AT(max_tokens), -1, INT_MAX }, { "temperature", IS_REAL, AT(temperature), 0, 100 },
-    { "top_k", IS_INT, AT(top_k), -1, INT_MAX }, { "top_p", IS_REAL, AT(top_p), 0, 1 }, { "min_p", IS_REAL, AT(min_p), 0, 1 },
-    { "repeat_penalty", IS_REAL, AT(repeat), 0.001, 1000 }, { "presence_penalty", IS_REAL, AT(presence), -1000, 1000 },
+    { "max_tokens", IS_INT, AT(max_tokens), -1, INT_MAX }, { "n_predict", IS_INT, AT(max_tokens), -1, INT_MAX },
+    { "max_completion_tokens", IS_INT, AT(max_tokens), -1, INT_MAX },
+    { "temperature", IS_REAL, AT(temperature), 0, 100 }, { "top_k", IS_INT, AT(top_k), -1, INT_MAX },
+    { "top_p", IS_REAL, AT(top_p), 0, 1 }, { "min_p", IS_REAL, AT(min_p), 0, 1 },
+    { "repeat_penalty", IS_REAL, AT(repeat), 0.001, 1000 }, { "repetition_penalty", IS_REAL, AT(repeat), 0.001, 1000 },
+    { "presence_penalty", IS_REAL, AT(presence), -1000, 1000 },
     { "frequency_penalty", IS_REAL, AT(frequency), -1000, 1000 }, { "seed", IS_INT, AT(seed), -9e15, 9e15 },
-    { "n", IS_INT, AT(n), 1, 1 }, { "best_of", IS_INT, AT(best_of), 1, 1 },
-    { "top_logprobs", IS_INT, AT(top_logprobs), 0, MAX_TOP }, { "reasoning_budget", IS_INT, AT(think_budget), -1, INT_MAX },
+    { "n", IS_INT, AT(other), 1, 1 }, { "best_of", IS_INT, AT(other), 1, 1 }, { "typical_p", IS_REAL, AT(other), 1, 1 },
+    { "mirostat", IS_INT, AT(other), 0, 0 }, { "dry_multiplier", IS_REAL, AT(other), 0, 0 },
+    { "xtc_probability", IS_REAL, AT(other), 0, 0 }, { "dynatemp_range", IS_REAL, AT(other), 0, 0 },
+    { "top_logprobs", IS_INT, AT(top_logprobs), 0, MAX_TOP },
+    { "reasoning_budget", IS_INT, AT(think_budget), -1, INT_MAX },
     { "stream", IS_TRUE, AT(stream), 0, 0 }, { "return_progress", IS_TRUE, AT(progress), 0, 0 },
     { "cache_prompt", IS_FALSE, AT(no_cache), 0, 0 }, { "ignore_eos", IS_TRUE, AT(ignore_eos), 0, 0 },
     { "echo", IS_TRUE, AT(echo), 0, 0 }, { "add_special", IS_TRUE, AT(add_special), 0, 0 },
@@ -182,15 +190,16 @@ static bool read_field(Request *r, Fault *f, size_t i, const GgufJson *v) {
     void *to = (char *)r + fields[i].at;
     const FieldKind kind = fields[i].kind;
     const char *name = fields[i].name;
+    const double min = fields[i].min, max = fields[i].max;
     if (!is_given(v)) return true;
     if (kind == IS_INT || kind == IS_REAL) {
         double n;
         if (v->type != GGUF_J_NUMBER || !gguf_json_float(v, &n) || (kind == IS_INT && n != floor(n)))
             return refuse(f, 400, name, "%s: expected %s", name, wants[kind]);
-        if (fields[i].min == fields[i].max && n != fields[i].min)
-            return refuse(f, 400, name, "%s: only %.10g is supported, got %.10g", name, fields[i].min, n);
-        if (n < fields[i].min || n > fields[i].max)
-            return refuse(f, 400, name, "%s: expected %.10g to %.10g, got %.10g", name, fields[i].min, fields[i].max, n);
+        if (min == max && n != min)
+            return refuse(f, 400, name, "%s: only %.10g is supported, got %.10g", name, min, n);
+        if (n < min || n > max)
+            return refuse(f, 400, name, "%s: expected %.10g to %.10g, got %.10g", name, min, max, n);
         *(double *)to = n;
         return true;
     }
@@ -207,7 +216,8 @@ static bool read_field(Request *r, Fault *f, size_t i, const GgufJson *v) {
 static bool refuse_absent(const Request *r, Fault *f) {
     GgufJson rest = r->modalities, v;
     if (is_given(&r->functions)) return refuse(f, 400, "functions", "functions: not supported; use tools");
-    if (is_given(&r->grammar)) return refuse(f, 400, "grammar", "grammars are not supported");
+    if (is_given(&r->grammar) && !gguf_json_is(&r->grammar, ""))
+        return refuse(f, 400, "grammar", "grammars are not supported");
     if (is_given(&r->audio)) return refuse(f, 400, "audio", "audio is not supported: text only");
     if (r->echo) return refuse(f, 400, "echo", "echo is not supported");
     if (is_given(&r->suffix) && r->suffix.n > 2) return refuse(f, 400, "suffix", "suffix is not supported");
@@ -217,6 +227,16 @@ static bool refuse_absent(const Request *r, Fault *f) {
         return refuse(f, 400, "response_format", "response_format: only {\"type\":\"text\"} is supported");
     if (is_given(&r->tool_choice) && !gguf_json_is(&r->tool_choice, "auto") && !gguf_json_is(&r->tool_choice, "none"))
         return refuse(f, 400, "tool_choice", "tool_choice: expected \"auto\" or \"none\"; a call cannot be forced");
+    return true;
+}
+
+// A member of a field that is true or false, where it is given.
+static bool read_switch(Fault *f, const char *field, const GgufJson *object, const char *name, bool *to) {
+    GgufJson v;
+    if (!is_given(object) || !gguf_json_get(object, name, &v) || !is_given(&v)) return true;
+    if (v.type != GGUF_J_TRUE && v.type != GGUF_J_FALSE)
+        return refuse(f, 400, field, "%s.%s: expected true or false", field, name);
+    *to = v.type == GGUF_J_TRUE;
     return true;
 }
 
@@ -233,11 +253,9 @@ static bool read_request(Request *r, Fault *f, TokStr body, const ServeOptions *
     while (gguf_json_next(&root, &key, &v))
         for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
             if (gguf_json_is(&key, fields[i].name) && !read_field(r, f, i, &v)) return false;
-    if (is_given(&r->stream_options) && gguf_json_get(&r->stream_options, "include_usage", &v))
-        r->include_usage = v.type == GGUF_J_TRUE;
-    r->think = o->think;
-    if (is_given(&r->reasoning_effort)) r->think = !gguf_json_is(&r->reasoning_effort, "none");
-    if (is_given(&r->kwargs) && gguf_json_get(&r->kwargs, "enable_thinking", &v)) r->think = v.type == GGUF_J_TRUE;
+    r->think = is_given(&r->reasoning_effort) ? !gguf_json_is(&r->reasoning_effort, "none") : o->think;
+    if (!read_switch(f, "stream_options", &r->stream_options, "include_usage", &r->include_usage) ||
+        !read_switch(f, "chat_template_kwargs", &r->kwargs, "enable_thinking", &r->think)) return false;
     if (isnan(r->think_budget)) r->think_budget = o->think_budget;
     if (r->think_budget == 0) r->think = false;
     return refuse_absent(r, f);
@@ -250,32 +268,49 @@ static char *copy_string(const GgufJson *v, size_t *n) {
     return s;
 }
 
-// Messages whose content is text.
+static bool is_role(const GgufJson *role) {
+    static const char *const roles[] = { "system", "developer", "user", "assistant", "tool" };
+    for (size_t i = 0; i < sizeof roles / sizeof *roles; i++) if (gguf_json_is(role, roles[i])) return true;
+    return false;
+}
+
+// Messages of known roles whose content is text. Results follow the calls that they are of.
 static bool check_messages(const GgufJson *messages, Fault *f) {
-    GgufJson rest = *messages, m, content, part, type;
+    GgufJson rest = *messages, m, role, calls, content, part, type;
+    bool called = false;
     int i = 0;
     if (!is_given(messages)) return refuse(f, 400, "messages", "messages: expected a list, got none");
     for (; gguf_json_next(&rest, NULL, &m); i++) {
         if (m.type != GGUF_J_OBJECT) return refuse(f, 400, "messages", "messages[%d]: expected an object", i);
+        if (!gguf_json_get(&m, "role", &role) || !is_role(&role))
+            return refuse(f, 400, "messages", "messages[%d].role: expected system, developer, user, assistant or tool",
+                          i);
+        if (!gguf_json_is(&role, "tool"))
+            called = gguf_json_get(&m, "tool_calls", &calls) && calls.type == GGUF_J_ARRAY &&
+                     gguf_json_next(&calls, NULL, &part);
+        else if (!called)
+            return refuse(f, 400, "messages", "messages[%d]: expected tool_calls before the result of one", i);
         if (!gguf_json_get(&m, "content", &content) || content.type != GGUF_J_ARRAY) continue;
         GgufJson parts = content;
         for (int k = 0; gguf_json_next(&parts, NULL, &part); k++)
             if (part.type != GGUF_J_OBJECT || !gguf_json_get(&part, "type", &type) || !gguf_json_is(&type, "text"))
-                return refuse(f, 400, "messages", "messages[%d].content[%d]: expected a part of type text; images, audio and "
-                              "files are not supported", i, k);
+                return refuse(f, 400, "messages", "messages[%d].content[%d]: expected a part of type text; images, "
+                              "audio and files are not supported", i, k);
     }
     return i > 0 || refuse(f, 400, "messages", "messages: expected at least one");
 }
 
 // ==== [3] Jobs and the scheduler =====================================================================================
-// A job is a prompt and what has come of it. Jobs wait in line; when a session is free the first one is next, of the clients that
-// have fewest jobs under way. It gets the free session that holds most of its prompt. All sessions that have a job advance
-// together: each round decodes one token of each, and runs one chunk of one long prompt, which take turns. A chunk ends at the
-// same tokens whoever else is served, and decoded rows do not depend on each other, so neither does a text.
+// A job is a prompt and what has come of it. Jobs wait in line; when a session is free the first one is next, of the
+// clients that have fewest jobs under way. It gets the free session that holds most of its prompt. All sessions that
+// have a job advance together: each round decodes one token of each, and runs one chunk of one long prompt, which take
+// turns. A chunk ends at the same tokens whoever else is served, and decoded rows do not depend on each other, so
+// neither does a text.
 
 typedef struct { TokText name, arguments; char id[40]; } Call;
 typedef struct { TokIds ids; char id[40]; } Replay;                  // a call as the model wrote it
-typedef struct { int32_t id, n_top, top[MAX_TOP]; float logprob, top_logprob[MAX_TOP]; } Likely;   // a token, and others
+// A token, and others that might have been in its place.
+typedef struct { int32_t id, n_top, top[MAX_TOP]; float logprob, top_logprob[MAX_TOP]; } Likely;
 
 typedef struct Job {
     struct Job   *next;       // in the queue
@@ -300,6 +335,7 @@ typedef struct Job {
     EndReason     end;
     Turn          turn;
     int           thought_tokens;
+    const char   *stop;       // the stop string that ended it, or NULL
     Fault         fault;      // status 0: there is an answer
     // whose it is
     bool          gone;       // nobody waits for it any more
@@ -342,7 +378,7 @@ typedef struct {
     pthread_mutex_t lock;
     Job            *first, **last;     // the queue
     Peer           *peers;
-    int             n_queued, n_running;
+    int             n_peers, n_queued, n_running;
     int             n_open;            // requests that are not answered to the end
     int64_t         n_jobs;
     Replay         *replays;           // (REPLAYS) the last calls
@@ -414,6 +450,7 @@ static bool submit(Server *srv, Job *job, Fault *f) {
 static void job_done(Server *srv, Job *job) {          // the engine is through with it; with the lock held
     job->done = true;
     srv->totals.cancelled += job->gone;
+    if (job->gone) refuse(&job->fault, CLIENT_LEFT, "", "the client has closed its end of the connection");
     pthread_cond_broadcast(&job->news);
     job_drop(job);
 }
@@ -430,7 +467,8 @@ static void look_for_clients(Server *srv) {
     for (Job *job = srv->first; job; job = job->next) job->gone = has_left(job);
 }
 
-// Ends connections whose request does not come. libmicrohttpd ends those that send nothing; these send a byte now and then.
+// Ends connections whose request does not come. libmicrohttpd ends those that send nothing; these send a byte now and
+// then.
 static void end_slow_peers(Server *srv, double now) {
     for (const Peer *p = srv->peers; p; p = p->next)
         if (now - p->quiet > IDLE_SECONDS) shutdown(p->fd, SHUT_RDWR);
@@ -444,15 +482,15 @@ static void clean_queue(Server *srv, double now) {
             srv->last = &job->next;
             continue;
         }
-        refuse(&job->fault, 503, "", "no session was free for %d seconds", srv->o.timeout);
+        if (!job->gone) refuse(&job->fault, 503, "", "no session was free for %d seconds", srv->o.timeout);
         *srv->last = job->next;
         srv->n_queued--;
         job_done(srv, job);
     }
 }
 
-// Tokens of the session that the job's prompt begins with, if it is worth going on with: it is when these are at least half of
-// what it holds, or of the prompt. Else something else that it holds would be lost for little.
+// Tokens of the session that the job's prompt begins with, if it is worth going on with: it is when these are at least
+// half of what it holds, or of the prompt. Else something else that it holds would be lost for little.
 static size_t worth(Server *srv, const Session *s, const Job *job) {
     if (job->no_cache) return 0;
     const Shared same = shared(srv->t, &s->held, &job->ids);
@@ -596,7 +634,9 @@ static int pick(Server *srv, Session **sessions, Slot **slots) {
         const int i = (after + k) % n_seqs;
         Slot *slot = &srv->slots[i];
         if (!slot->job) continue;
-        const bool is_long = slot->s.prompting && !slot->s.ending && !slot->s.cancelled && next_rows(&slot->s) > STEP_ROWS;
+        const Session *s = &slot->s;
+        const bool is_long = s->prompting && !s->ending && !s->cancelled &&
+                             (int)s->todo.n - s->at > min_int(s->chunk, STEP_ROWS);
         if (is_long && long_one) continue;
         if (is_long) srv->last_prompt = i;
         long_one |= is_long;
@@ -668,6 +708,9 @@ static void end_job(Server *srv, Slot *slot, const Event *e) {       // with the
     job->end = e->end;
     job->turn = *turn;
     job->thought_tokens = slot->s.thought_tokens;
+    job->stop = slot->s.stops.hit;
+    if (e->end == END_ERROR && job->bias)
+        refuse(&job->fault, 400, "logit_bias", "logit_bias: it leaves no token to choose");
     if (e->end == END_ERROR) refuse(&job->fault, 500, "", "%s", e->error);
     if (e->end == END_CANCELLED && srv->draining) refuse(&job->fault, 503, "", "the server is shutting down");
     srv->totals.prompt_tokens += (uint64_t)turn->n_prompt;
@@ -740,7 +783,7 @@ typedef struct Exchange Exchange;
 
 typedef struct {              // how an endpoint says it
     const char *prefix;       // of ids
-    bool (*convert)(Exchange *x, TokText *out);        // writes the body anew as one for /v1/chat/completions; NULL: it is
+    bool (*convert)(Exchange *x, TokText *out);        // writes the body as one of a chat; NULL: it is one
     bool (*ask)(Exchange *x, const Request *r);        // makes the prompt. False: it is refused
     void (*begin)(Exchange *x);                        // a stream: what comes first
     void (*text)(Exchange *x, TokStr thought, TokStr content);
@@ -774,7 +817,8 @@ struct Exchange {             // a request and its answer
 };
 
 static const char *finish_text(const Job *job) {
-    if (job->end == END_CALLS || (job->n_calls && job->end != END_LENGTH && job->end != END_CONTEXT)) return "tool_calls";
+    const bool cut = job->end == END_LENGTH || job->end == END_CONTEXT;
+    if (job->end == END_CALLS || (job->n_calls && !cut)) return "tool_calls";
     return job->end == END_TURN || job->end == END_STOP_STRING ? "stop" : "length";
 }
 
@@ -787,8 +831,8 @@ static void put_usage(TokText *out, const Job *job) {
 
 static void put_timings(TokText *out, const Job *job) {
     const Turn *t = &job->turn;
-    put(out, "'timings':{'cache_n':%d,'prompt_n':%d,'prompt_ms':%f,'prompt_per_second':%f,'predicted_n':%d,'predicted_ms':%f,"
-        "'predicted_per_second':%f,'draft_n':%d,'draft_n_accepted':%d}", job->cached, t->n_run,
+    put(out, "'timings':{'cache_n':%d,'prompt_n':%d,'prompt_ms':%f,'prompt_per_second':%f,'predicted_n':%d,"
+        "'predicted_ms':%f,'predicted_per_second':%f,'draft_n':%d,'draft_n_accepted':%d}", job->cached, t->n_run,
         1e3 * t->prompt_seconds, t->n_run / (t->prompt_seconds + 1e-9), t->made, 1e3 * t->decode_seconds,
         max_int(t->made - 1, 0) / (t->decode_seconds + 1e-9), t->drafts.drafted, t->drafts.accepted);
 }
@@ -973,7 +1017,8 @@ static bool same_call(Tokenizer *t, TokIds a, TokIds b) {
              gguf_json_parse(reply[i].calls->arguments.s, reply[i].calls->arguments.n, &args[i], &byte, &why) == 0;
     }
     ok = ok && reply[0].calls->name.n == reply[1].calls->name.n &&
-         !memcmp(reply[0].calls->name.s, reply[1].calls->name.s, reply[0].calls->name.n) && same_value(&args[0], &args[1], 100);
+         !memcmp(reply[0].calls->name.s, reply[1].calls->name.s, reply[0].calls->name.n) &&
+         same_value(&args[0], &args[1], 100);
     tok_reply_free(&reply[0]);
     tok_reply_free(&reply[1]);
     return ok;
@@ -996,8 +1041,9 @@ static void push_ids(Tokenizer *t, TokIds *to, const int32_t *ids, size_t n) {
         if (tok__push(t, to, ids[i]) < 0) die("%s", t->err);
 }
 
-// A prompt has the calls of its messages in the form of the template. The model may have written them in another, with other
-// spaces or the arguments in another order: where a call is known by its id, and still says the same, it is put as it was.
+// A prompt has the calls of its messages in the form of the template. The model may have written them in another, with
+// other spaces or the arguments in another order: where a call is known by its id, and still says the same, it is put
+// as it was.
 static void replay_calls(Exchange *x, const GgufJson *messages, TokIds *ids) {
     GgufJson rest = *messages, m, calls, call, id;
     TokIds out = { 0 };
@@ -1045,7 +1091,7 @@ static bool chat_ask(Exchange *x, const Request *r) {
     const bool asked = r->logprobs.type == GGUF_J_TRUE;
     if (is_given(&r->logprobs) && r->logprobs.type != GGUF_J_TRUE && r->logprobs.type != GGUF_J_FALSE)
         return refuse(&x->fault, 400, "logprobs", "logprobs: expected true or false");
-    if (!isnan(r->top_logprobs) && !asked)
+    if (r->top_logprobs > 0 && !asked)
         return refuse(&x->fault, 400, "top_logprobs", "top_logprobs: expected logprobs beside it");
     if (asked) job->n_top = isnan(r->top_logprobs) ? 0 : (int)r->top_logprobs;
     return true;
@@ -1098,7 +1144,8 @@ static bool read_ids(Exchange *x, const char *name, const GgufJson *list, TokIds
     int64_t id;
     for (size_t i = 0; gguf_json_next(&rest, NULL, &v); i++) {
         if (v.type != GGUF_J_NUMBER || !gguf_json_int(&v, 0, x->t.n_tokens - 1, &id))
-            return refuse(&x->fault, 400, name, "%s[%zu]: expected a token id from 0 to %d", name, i, x->t.n_tokens - 1);
+            return refuse(&x->fault, 400, name, "%s[%zu]: expected a token id from 0 to %d", name, i,
+                          x->t.n_tokens - 1);
         if (tok__push(&x->t, ids, (int32_t)id) < 0) die("%s", x->t.err);
     }
     return true;
@@ -1109,7 +1156,8 @@ static bool plain_ask(Exchange *x, const Request *r) {
     Job *job = x->job;
     GgufJson rest = r->prompt, first = r->prompt, more;
     if (r->prompt.type == GGUF_J_ARRAY && gguf_json_next(&rest, NULL, &first) && first.type == GGUF_J_STRING) {
-        if (gguf_json_next(&rest, NULL, &more)) return refuse(&x->fault, 400, "prompt", "prompt: expected one, got several");
+        if (gguf_json_next(&rest, NULL, &more))
+            return refuse(&x->fault, 400, "prompt", "prompt: expected one, got several");
     } else {
         first = r->prompt;
     }
@@ -1126,9 +1174,9 @@ static bool plain_ask(Exchange *x, const Request *r) {
     } else {
         return refuse(&x->fault, 400, "prompt", "prompt: expected a string or a list of token ids");
     }
-    double n_top;
+    int64_t n_top;
     if (r->logprobs.type == GGUF_J_TRUE) job->n_top = isnan(r->top_logprobs) ? 0 : (int)r->top_logprobs;
-    else if (r->logprobs.type == GGUF_J_NUMBER && gguf_json_float(&r->logprobs, &n_top) && n_top >= 0 && n_top <= MAX_TOP)
+    else if (r->logprobs.type == GGUF_J_NUMBER && gguf_json_int(&r->logprobs, 0, MAX_TOP, &n_top))
         job->n_top = (int)n_top;
     else if (is_given(&r->logprobs) && r->logprobs.type != GGUF_J_FALSE)
         return refuse(&x->fault, 400, "logprobs", "logprobs: expected 0 to %d", MAX_TOP);
@@ -1148,7 +1196,8 @@ static bool read_stops(Exchange *x, const GgufJson *stop, TextList *list) {
         char *text = v.type == GGUF_J_STRING ? copy_string(&v, &n) : NULL;
         if (!n || strlen(text) != n || list->n == MAX_STOPS) {
             free(text);
-            return refuse(&x->fault, 400, "stop", "stop: expected a text, or at most %d of them, each without NUL", MAX_STOPS);
+            return refuse(&x->fault, 400, "stop", "stop: expected a text, or at most %d of them, each without NUL",
+                          MAX_STOPS);
         }
         list->text[list->n++] = text;
         if (!is_list) break;
@@ -1163,12 +1212,13 @@ static bool read_bias(Exchange *x, const GgufJson *object, Job *job) {
     job->bias = alloc_or_die((size_t)vocab, sizeof *job->bias);
     while (gguf_json_next(&rest, &key, &v)) {
         char name[16] = "", *end = name;
-        double value;
+        double value = 0;
         if (key.n < sizeof name) gguf_json_string(&key, name);
         const long id = *name >= '0' && *name <= '9' ? strtol(name, &end, 10) : -1;
-        if (id < 0 || *end || id >= vocab || v.type != GGUF_J_NUMBER || !gguf_json_float(&v, &value) || fabs(value) > 100)
-            return refuse(&x->fault, 400, "logit_bias", "logit_bias: expected token ids from 0 to %d, each with -100 to 100",
-                          vocab - 1);
+        const bool is_number = v.type == GGUF_J_NUMBER && gguf_json_float(&v, &value);
+        if (id < 0 || *end || id >= vocab || !is_number || fabs(value) > 100)
+            return refuse(&x->fault, 400, "logit_bias",
+                          "logit_bias: expected token ids from 0 to %d, each with -100 to 100", vocab - 1);
         job->bias[id] = value == -100 ? -INFINITY : (float)value;
     }
     return true;
@@ -1226,8 +1276,8 @@ static bool wait_for_news(Exchange *x) {
     clock_gettime(CLOCK_REALTIME, &until);
     until.tv_sec += KEEP_ALIVE_SECONDS;
     int late = 0;
-    while (!late && !job->done && job->content.n == x->content && job->thought.n == x->thought && job->n_calls == x->n_calls &&
-           !(x->progress && job->started && job->run != x->run))
+    while (!late && !job->done && job->content.n == x->content && job->thought.n == x->thought &&
+           job->n_calls == x->n_calls && !(x->progress && job->started && job->run != x->run))
         late = pthread_cond_timedwait(&x->job->news, &x->srv->lock, &until);
     return !late;
 }
@@ -1349,8 +1399,8 @@ static void route_chat(Exchange *x) { complete(x, &chat_api); }
 static void route_completions(Exchange *x) { complete(x, &plain_api); }
 
 // ==== [5] Dialects: /v1/messages and /v1/responses ===================================================================
-// The APIs of other clients. A request is written anew as one for /v1/chat/completions and taken from there; an answer is told
-// in the words of the API that was asked.
+// The APIs of other clients. A request is written anew as one for /v1/chat/completions and taken from there; an answer
+// is told in the words of the API that was asked.
 
 static bool member(const GgufJson *object, const char *name, GgufJson *v) {
     return object->type == GGUF_J_OBJECT && gguf_json_get(object, name, v) && is_given(v);
@@ -1359,6 +1409,12 @@ static bool member(const GgufJson *object, const char *name, GgufJson *v) {
 static bool is_type(const GgufJson *object, const char *type) {
     GgufJson v;
     return member(object, "type", &v) && gguf_json_is(&v, type);
+}
+
+// A member that has to be an object, if it is there.
+static bool object_member(Exchange *x, const GgufJson *root, const char *name, GgufJson *v) {
+    if (!member(root, name, v)) return false;
+    return v->type == GGUF_J_OBJECT || refuse(&x->fault, 400, name, "%s: expected an object", name);
 }
 
 static TokStr raw(const GgufJson *v) { return (TokStr){ v->s, v->n }; }
@@ -1383,7 +1439,8 @@ static bool put_content(Exchange *x, TokText *out, const GgufJson *content, cons
     GgufJson rest = *content, part, text;
     bool first = true;
     if (content->type != GGUF_J_ARRAY) {
-        if (content->type != GGUF_J_STRING) return refuse(&x->fault, 400, where, "%s: expected a string or a list", where);
+        if (content->type != GGUF_J_STRING)
+            return refuse(&x->fault, 400, where, "%s: expected a string or a list", where);
         put(out, "%r", raw(content));
         return true;
     }
@@ -1391,7 +1448,8 @@ static bool put_content(Exchange *x, TokText *out, const GgufJson *content, cons
     while (gguf_json_next(&rest, NULL, &part)) {
         const bool is_text = is_type(&part, "text") || is_type(&part, "input_text") || is_type(&part, "output_text");
         if (!is_text || !member(&part, "text", &text) || text.type != GGUF_J_STRING)
-            return refuse(&x->fault, 400, where, "%s: expected parts of text; images and files are not supported", where);
+            return refuse(&x->fault, 400, where, "%s: expected parts of text; images and files are not supported",
+                          where);
         put(out, first ? "{'type':'text','text':%r}" : ",{'type':'text','text':%r}", raw(&text));
         first = false;
     }
@@ -1399,16 +1457,17 @@ static bool put_content(Exchange *x, TokText *out, const GgufJson *content, cons
     return true;
 }
 
-// Tools whose declarations have their parameters under another name. Tools that the server itself would run are not there.
-static bool put_tools(Exchange *x, TokText *out, const GgufJson *root, const char *parameters) {
+// Tools, which are of one type, with their parameters under the name that the API has for them. Tools that the server
+// itself would run are not there.
+static bool put_tools(Exchange *x, TokText *out, const GgufJson *root, const char *type, const char *parameters) {
     GgufJson rest, tool, v;
     if (!member(root, "tools", &rest)) return true;
     if (rest.type != GGUF_J_ARRAY) return refuse(&x->fault, 400, "tools", "tools: expected a list");
     put(out, ",'tools':[");
     for (int i = 0; gguf_json_next(&rest, NULL, &tool); i++) {
-        const bool ours = !member(&tool, "type", &v) || gguf_json_is(&v, "custom") || gguf_json_is(&v, "function");
+        const bool ours = !member(&tool, "type", &v) || gguf_json_is(&v, type);
         if (tool.type != GGUF_J_OBJECT || !ours || !member(&tool, "name", &v))
-            return refuse(&x->fault, 400, "tools", "tools[%d]: expected a function with a name; no others are supported", i);
+            return refuse(&x->fault, 400, "tools", "tools[%d]: expected a function with a name", i);
         put(out, i ? ",{'type':'function','function':{'name':%r" : "{'type':'function','function':{'name':%r", raw(&v));
         take_member(out, &tool, "description", "description");
         take_member(out, &tool, parameters, "parameters");
@@ -1416,6 +1475,12 @@ static bool put_tools(Exchange *x, TokText *out, const GgufJson *root, const cha
     }
     put(out, "]");
     return true;
+}
+
+// Adds a call that the model made before to a list.
+static void put_past_call(TokText *list, const GgufJson *id, const GgufJson *name, const GgufJson *arguments) {
+    put(list, list->n ? ",{'id':%r,'type':'function'," : "{'id':%r,'type':'function',", raw(id));
+    put(list, "'function':{'name':%r,'arguments':%r}}", raw(name), raw(arguments));
 }
 
 static void open_event(Exchange *x, const char *type) {              // its members follow, and "}\n\n"
@@ -1454,10 +1519,10 @@ static bool put_blocks(Exchange *x, TokText *out, const GgufJson *content) {
             put(&thought, "%r", raw(&v));
         } else if (is_type(&part, "tool_use") && member(&part, "id", &id) && member(&part, "name", &name)) {
             if (!member(&part, "input", &v)) v = (GgufJson){ GGUF_J_OBJECT, "{}", 2 };
-            put(&calls, calls.n ? "," : "");
-            put(&calls, "{'id':%r,'type':'function','function':{'name':%r,'arguments':%r}}", raw(&id), raw(&name), raw(&v));
+            put_past_call(&calls, &id, &name, &v);
         } else if (!is_type(&part, "tool_result") && !is_type(&part, "redacted_thinking")) {
-            ok = refuse(&x->fault, 400, "messages", "messages: expected text, thinking, tool_use or tool_result; no images");
+            ok = refuse(&x->fault, 400, "messages",
+                        "messages: expected text, thinking, tool_use or tool_result; images are not supported");
         }
     }
     if (ok && text.n) put(out, ",'content':[%r]", text_of(&text));
@@ -1504,33 +1569,41 @@ static bool put_messages(Exchange *x, TokText *out, const GgufJson *root) {
 }
 
 static bool messages_convert(Exchange *x, TokText *out) {
-    GgufJson root, v, n;
+    GgufJson root, v;
     TokText list = { 0 };
     if (!parse_body(x, &root)) return false;
     bool ok = put_messages(x, &list, &root);
     put(out, "{'messages':[%r]", (TokStr){ list.n ? list.s + 1 : "", list.n - (list.n > 0) });
     tok_text_free(&list);
-    if (!ok || !put_tools(x, out, &root, "input_schema")) return false;
+    if (!ok || !put_tools(x, out, &root, "custom", "input_schema")) return false;
     take_member(out, &root, "max_tokens", "max_tokens");
     take_member(out, &root, "temperature", "temperature");
     take_member(out, &root, "top_p", "top_p");
     take_member(out, &root, "top_k", "top_k");
     take_member(out, &root, "stop_sequences", "stop");
-    if (member(&root, "metadata", &v)) take_member(out, &v, "user_id", "user");
     take_member(out, &root, "stream", "stream");
-    if (member(&root, "tool_choice", &v)) take_member(out, &v, "type", "tool_choice");
-    if (member(&root, "thinking", &v)) {
+    take_member(out, &root, "output_format", "response_format");
+    if (object_member(x, &root, "output_config", &v)) take_member(out, &v, "format", "response_format");
+    if (object_member(x, &root, "metadata", &v)) take_member(out, &v, "user_id", "user");
+    if (object_member(x, &root, "tool_choice", &v)) take_member(out, &v, "type", "tool_choice");
+    if (object_member(x, &root, "thinking", &v)) {
         put(out, ",'chat_template_kwargs':{'enable_thinking':%b}", !is_type(&v, "disabled"));
-        if (member(&v, "budget_tokens", &n)) put(out, ",'reasoning_budget':%r", raw(&n));
+        take_member(out, &v, "budget_tokens", "reasoning_budget");
     }
     put(out, "}");
-    return true;
+    return !x->fault.status;
 }
 
 static const char *messages_reason(const Job *job) {
     if (!strcmp(finish_text(job), "tool_calls")) return "tool_use";
     if (!strcmp(finish_text(job), "length")) return "max_tokens";
     return job->end == END_STOP_STRING ? "stop_sequence" : "end_turn";
+}
+
+static void put_reason(TokText *out, const Job *job) {
+    put(out, "'stop_reason':%s,'stop_sequence':", messages_reason(job));
+    if (job->stop) put(out, "%s", job->stop);
+    else put(out, "null");
 }
 
 static void messages_head(TokText *out, const Exchange *x) {
@@ -1541,8 +1614,8 @@ static void messages_begin(Exchange *x) {
     open_event(x, "message_start");
     put(&x->out, ",'message':{");
     messages_head(&x->out, x);
-    put(&x->out, ",'content':[],'stop_reason':null,'stop_sequence':null,'usage':{'input_tokens':%z,'output_tokens':0}}}\n\n",
-        x->job->ids.n);
+    put(&x->out, ",'content':[],'stop_reason':null,'stop_sequence':null,");
+    put(&x->out, "'usage':{'input_tokens':%z,'output_tokens':0}}}\n\n", x->job->ids.n);
 }
 
 static void close_block(Exchange *x) {
@@ -1553,17 +1626,18 @@ static void close_block(Exchange *x) {
 }
 
 static void messages_delta(Exchange *x, const char *block, TokStr text) {
+    const bool is_text = !strcmp(block, "text");
     if (!text.n) return;
     if (x->block != block) {
         close_block(x);
         x->block = block;
         open_event(x, "content_block_start");
-        put(&x->out, ",'index':%d,'content_block':{'type':%s,%s:''}}\n\n", x->n_blocks, block, block);
+        put(&x->out, ",'index':%d,'content_block':{'type':%s,%s:''", x->n_blocks, block, block);
+        put(&x->out, is_text ? "}}\n\n" : ",'signature':''}}\n\n");
     }
-    const bool is_text = !strcmp(block, "text");
     open_event(x, "content_block_delta");
-    put(&x->out, ",'index':%d,'delta':{'type':%s,%s:%t}}\n\n", x->n_blocks, is_text ? "text_delta" : "thinking_delta", block,
-        text);
+    put(&x->out, ",'index':%d,'delta':{'type':%s,%s:%t}}\n\n", x->n_blocks, is_text ? "text_delta" : "thinking_delta",
+        block, text);
 }
 
 static void messages_text(Exchange *x, TokStr thought, TokStr content) {
@@ -1578,8 +1652,8 @@ static void messages_call(Exchange *x, int i) {
     close_block(x);
     x->block = tool;
     open_event(x, "content_block_start");
-    put(&x->out, ",'index':%d,'content_block':{'type':'tool_use','id':%s,'name':%t,'input':{}}}\n\n", x->n_blocks, call->id,
-        text_of(&call->name));
+    put(&x->out, ",'index':%d,'content_block':{'type':'tool_use','id':%s,'name':%t,'input':{}}}\n\n", x->n_blocks,
+        call->id, text_of(&call->name));
     open_event(x, "content_block_delta");
     put(&x->out, ",'index':%d,'delta':{'type':'input_json_delta','partial_json':%t}}\n\n", x->n_blocks,
         text_of(&call->arguments));
@@ -1587,14 +1661,16 @@ static void messages_call(Exchange *x, int i) {
 }
 
 static void messages_usage(TokText *out, const Job *job) {
-    put(out, "'usage':{'input_tokens':%d,'cache_creation_input_tokens':0,'cache_read_input_tokens':%d,'output_tokens':%d}",
-        job->turn.n_prompt - job->cached, job->cached, job->turn.made);
+    put(out, "'usage':{'input_tokens':%d,'cache_creation_input_tokens':0,'cache_read_input_tokens':%d,"
+        "'output_tokens':%d}", job->turn.n_prompt - job->cached, job->cached, job->turn.made);
 }
 
 static void messages_end(Exchange *x) {
     close_block(x);
     open_event(x, "message_delta");
-    put(&x->out, ",'delta':{'stop_reason':%s,'stop_sequence':null},", messages_reason(x->job));
+    put(&x->out, ",'delta':{");
+    put_reason(&x->out, x->job);
+    put(&x->out, "},");
     messages_usage(&x->out, x->job);
     put(&x->out, "}\n\n");
     open_event(x, "message_stop");
@@ -1615,9 +1691,12 @@ static void messages_whole(Exchange *x, TokText *out) {
     for (int i = 0; i < job->n_calls; i++) {
         const Call *call = &job->calls[i];
         put(out, out->n > start ? "," : "");
-        put(out, "{'type':'tool_use','id':%s,'name':%t,'input':%r}", call->id, text_of(&call->name), text_of(&call->arguments));
+        put(out, "{'type':'tool_use','id':%s,'name':%t,'input':%r}", call->id, text_of(&call->name),
+            text_of(&call->arguments));
     }
-    put(out, "],'stop_reason':%s,'stop_sequence':null,", messages_reason(job));
+    put(out, "],");
+    put_reason(out, job);
+    put(out, ",");
     messages_usage(out, job);
     put(out, "}");
 }
@@ -1638,17 +1717,43 @@ static void route_count(Exchange *x) {
 
 // ---- /v1/responses: nothing is kept, so each request brings all of its conversation ----
 
-// One item of the input as a message.
-static bool put_item(Exchange *x, TokText *out, const GgufJson *item, int i) {
-    GgufJson role, content, id = { .type = GGUF_J_NULL }, name, v;
-    if (is_type(item, "reasoning")) return true;
-    if (is_type(item, "function_call")) {
-        if (!member(item, "call_id", &id) || !member(item, "name", &name) || !member(item, "arguments", &v))
-            return refuse(&x->fault, 400, "input", "input[%d]: expected call_id, name and arguments", i);
-        put(out, ",{'role':'assistant','tool_calls':[{'id':%r,'type':'function','function':{'name':%r,'arguments':%r}}]}",
-            raw(&id), raw(&name), raw(&v));
+// What the model said before is items: thoughts and calls of a turn wait here until they are one message.
+typedef struct { TokText thought, calls; } Said;
+
+static void put_said(TokText *out, Said *said) {       // the thought as a member of a message
+    if (said->thought.n) put(out, ",'reasoning_content':%r", text_of(&said->thought));
+    said->thought.n = 0;
+}
+
+static void put_said_calls(TokText *out, Said *said) {
+    if (!said->calls.n) return;
+    put(out, ",{'role':'assistant','tool_calls':[%r]", text_of(&said->calls));
+    put_said(out, said);
+    put(out, "}");
+    said->calls.n = 0;
+}
+
+// Takes item i of the input, if it is a thought or a call, which may be refused. False: it is neither.
+static bool take_said(Exchange *x, Said *said, const GgufJson *item, int i) {
+    GgufJson id = { .type = GGUF_J_NULL }, name = id, v, part;
+    if (is_type(item, "reasoning")) {
+        const bool any = member(item, "content", &v) && v.type == GGUF_J_ARRAY && gguf_json_next(&v, NULL, &part);
+        said->thought.n = 0;
+        if (any && member(&part, "text", &v)) put(&said->thought, "%r", raw(&v));
         return true;
     }
+    if (!is_type(item, "function_call")) return false;
+    if (!member(item, "call_id", &id) || !member(item, "name", &name) || !member(item, "arguments", &v))
+        return !refuse(&x->fault, 400, "input", "input[%d]: expected call_id, name and arguments", i);
+    put_past_call(&said->calls, &id, &name, &v);
+    return true;
+}
+
+// Item i of the input as a message.
+static bool put_item(Exchange *x, TokText *out, Said *said, const GgufJson *item, int i) {
+    GgufJson role = { GGUF_J_STRING, "\"tool\"", 6 }, id, v;
+    if (take_said(x, said, item, i)) return !x->fault.status;
+    put_said_calls(out, said);
     if (is_type(item, "function_call_output")) {
         if (!member(item, "call_id", &id) || !member(item, "output", &v))
             return refuse(&x->fault, 400, "input", "input[%d]: expected call_id and output", i);
@@ -1659,50 +1764,56 @@ static bool put_item(Exchange *x, TokText *out, const GgufJson *item, int i) {
         if (!member(item, "content", &v)) return refuse(&x->fault, 400, "input", "input[%d]: expected a content", i);
         put(out, ",{'role':%r,'content':", raw(&role));
     }
-    content = v;
-    if (!put_content(x, out, &content, "input")) return false;
+    if (!put_content(x, out, &v, "input")) return false;
+    if (gguf_json_is(&role, "assistant")) put_said(out, said);
+    said->thought.n = 0;
     put(out, "}");
     return true;
 }
 
 static bool put_input(Exchange *x, TokText *out, const GgufJson *root) {
     GgufJson rest, item, v;
+    Said said = { 0 };
     if (member(root, "instructions", &v)) put(out, ",{'role':'system','content':%r}", raw(&v));
-    if (!member(root, "input", &rest)) return refuse(&x->fault, 400, "input", "input: expected a string or a list");
+    if (!member(root, "input", &rest) || (rest.type != GGUF_J_STRING && rest.type != GGUF_J_ARRAY))
+        return refuse(&x->fault, 400, "input", "input: expected a string or a list");
     if (rest.type == GGUF_J_STRING) {
         put(out, ",{'role':'user','content':%r}", raw(&rest));
         return true;
     }
-    if (rest.type != GGUF_J_ARRAY) return refuse(&x->fault, 400, "input", "input: expected a string or a list");
-    for (int i = 0; gguf_json_next(&rest, NULL, &item); i++)
-        if (!put_item(x, out, &item, i)) return false;
-    return true;
+    bool ok = true;
+    for (int i = 0; ok && gguf_json_next(&rest, NULL, &item); i++) ok = put_item(x, out, &said, &item, i);
+    put_said_calls(out, &said);
+    tok_text_free(&said.thought);
+    tok_text_free(&said.calls);
+    return ok;
 }
 
 static bool responses_convert(Exchange *x, TokText *out) {
     static const char *const absent[] = { "previous_response_id", "conversation", "prompt" };
-    GgufJson root, v, format;
+    GgufJson root, v;
     TokText list = { 0 };
     if (!parse_body(x, &root)) return false;
     for (size_t i = 0; i < sizeof absent / sizeof *absent; i++)
         if (member(&root, absent[i], &v))
-            return refuse(&x->fault, 400, absent[i], "%s: nothing is kept here; send the whole conversation", absent[i]);
+            return refuse(&x->fault, 400, absent[i], "%s: nothing is kept here; send the whole conversation",
+                          absent[i]);
     if (member(&root, "background", &v) && v.type == GGUF_J_TRUE)
         return refuse(&x->fault, 400, "background", "background: not supported");
     const bool ok = put_input(x, &list, &root);
     put(out, "{'messages':[%r]", (TokStr){ list.n ? list.s + 1 : "", list.n - (list.n > 0) });
     tok_text_free(&list);
-    if (!ok || !put_tools(x, out, &root, "parameters")) return false;
+    if (!ok || !put_tools(x, out, &root, "function", "parameters")) return false;
     take_member(out, &root, "max_output_tokens", "max_tokens");
     take_member(out, &root, "user", "user");
     take_member(out, &root, "temperature", "temperature");
     take_member(out, &root, "top_p", "top_p");
     take_member(out, &root, "stream", "stream");
     take_member(out, &root, "tool_choice", "tool_choice");
-    if (member(&root, "reasoning", &v)) take_member(out, &v, "effort", "reasoning_effort");
-    if (member(&root, "text", &v) && member(&v, "format", &format)) put(out, ",'response_format':%r", raw(&format));
+    if (object_member(x, &root, "reasoning", &v)) take_member(out, &v, "effort", "reasoning_effort");
+    if (object_member(x, &root, "text", &v)) take_member(out, &v, "format", "response_format");
     put(out, "}");
-    return true;
+    return !x->fault.status;
 }
 
 static bool is_cut(const Job *job) { return !strcmp(finish_text(job), "length"); }
@@ -1722,8 +1833,8 @@ static void put_thought_item(TokText *out, const Exchange *x, int i) {
 static void put_text_item(TokText *out, const Exchange *x, int i) {
     char id[64];
     item_id(x, "msg_", i, id);
-    put(out, "{'type':'message','id':%s,'status':'completed','role':'assistant','content':[{'type':'output_text','text':%t,"
-        "'annotations':[]}]}", id, text_of(&x->job->content));
+    put(out, "{'type':'message','id':%s,'status':'completed','role':'assistant','content':[", id);
+    put(out, "{'type':'output_text','text':%t,'annotations':[]}]}", text_of(&x->job->content));
 }
 
 static void put_call_item(TokText *out, const Exchange *x, int i, const Call *call, bool whole) {
@@ -1738,8 +1849,9 @@ static void put_response(TokText *out, const Exchange *x, bool done) {
     const Job *job = x->job;
     const Turn *t = &job->turn;
     int n = 0;
-    put(out, "{'id':%s,'object':'response','created_at':%z,'model':%s,'status':%s,'error':null,'incomplete_details':", x->id,
+    put(out, "{'id':%s,'object':'response','created_at':%z,'model':%s,'status':%s,'error':null", x->id,
         (size_t)time(NULL), x->srv->name, !done ? "in_progress" : is_cut(job) ? "incomplete" : "completed");
+    put(out, ",'incomplete_details':");
     put(out, done && is_cut(job) ? "{'reason':'max_output_tokens'}" : "null");
     put(out, ",'parallel_tool_calls':true,'store':false,'tools':[],'output':[");
     if (done && job->thought.n) put_thought_item(out, x, n++);
@@ -1860,8 +1972,8 @@ static void responses_end(Exchange *x) {
 
 static void responses_whole(Exchange *x, TokText *out) { put_response(out, x, true); }
 
-static const Api responses_api = { "resp_", responses_convert, chat_ask, responses_begin, responses_text, responses_call,
-                                   responses_end, responses_whole };
+static const Api responses_api = { "resp_", responses_convert, chat_ask, responses_begin, responses_text,
+                                   responses_call, responses_end, responses_whole };
 
 static void route_responses(Exchange *x) { complete(x, &responses_api); }
 
@@ -1881,8 +1993,9 @@ static void route_health(Exchange *x) {
 static void route_models(Exchange *x) {
     const Server *srv = x->srv;
     TokText out = { 0 };
-    put(&out, "{'object':'list','data':[{'id':%s,'object':'model','created':%z,'owned_by':'gemma4','meta':{'n_vocab':%d,"
-        "'n_ctx':%d,'n_embd':%d}}]}", srv->name, (size_t)srv->created, srv->m->config.vocab, srv->m->options.n_ctx,
+    put(&out, "{'object':'list','data':[{'id':%s,'object':'model','created':%z,'owned_by':'gemma4','meta':", srv->name,
+        (size_t)srv->created);
+    put(&out, "{'n_vocab':%d,'n_ctx':%d,'n_embd':%d}}]}", srv->m->config.vocab, srv->m->options.n_ctx,
         srv->m->config.dim);
     respond_json(x, &out);
 }
@@ -1892,11 +2005,11 @@ static void route_props(Exchange *x) {
     const SampleParams *p = &srv->o.sampling;
     TokText out = { 0 };
     put(&out, "{'model':%s,'n_ctx':%d,'total_slots':%d,'chat_template':%s,'modalities':{'vision':false,'audio':false},"
-        "'default_generation_settings':{'n_predict':%d,'temperature':%f,'top_k':%d,'top_p':%f,'min_p':%f,'repeat_penalty':%f,"
-        "'presence_penalty':%f,'frequency_penalty':%f,'thinking':%b}}", srv->name, srv->m->options.n_ctx,
-        srv->m->options.n_seqs, srv->t->large_variant ? "large" : "small", srv->o.n_predict, (double)p->temperature,
-        (int)p->top_k, (double)p->top_p, (double)p->min_p, (double)p->repeat, (double)p->presence, (double)p->frequency,
-        srv->o.think);
+        "'default_generation_settings':{'n_predict':%d,'temperature':%f,'top_k':%d,'top_p':%f,'min_p':%f,"
+        "'repeat_penalty':%f,'presence_penalty':%f,'frequency_penalty':%f,'thinking':%b}}", srv->name,
+        srv->m->options.n_ctx, srv->m->options.n_seqs, srv->t->large_variant ? "large" : "small", srv->o.n_predict,
+        (double)p->temperature, (int)p->top_k, (double)p->top_p, (double)p->min_p, (double)p->repeat,
+        (double)p->presence, (double)p->frequency, srv->o.think);
     respond_json(x, &out);
 }
 
@@ -1908,7 +2021,9 @@ static void route_slots(Exchange *x) {
         const Job *job = srv->slots[i].job;
         put(&out, i ? ",{'id':%d,'n_ctx':%d,'is_processing':%b" : "[{'id':%d,'n_ctx':%d,'is_processing':%b", i,
             srv->m->options.n_ctx, job != NULL);
-        if (job) put(&out, ",'prompt_tokens':%d,'prompt_processed':%d,'prompt_cached':%d", job->total, job->run, job->cached);
+        if (job)
+            put(&out, ",'prompt_tokens':%d,'prompt_processed':%d,'prompt_cached':%d", job->total, job->run,
+                job->cached);
         put(&out, "}");
     }
     pthread_mutex_unlock(&srv->lock);
@@ -1918,8 +2033,8 @@ static void route_slots(Exchange *x) {
 
 static void metric(TokText *out, const char *name, const char *type, const char *help, double value) {
     char line[300];
-    const int n = snprintf(line, sizeof line, "# HELP gemma4_%s %s\n# TYPE gemma4_%s %s\ngemma4_%s %.17g\n", name, help, name,
-                           type, name, value);
+    const int n = snprintf(line, sizeof line, "# HELP gemma4_%s %s\n# TYPE gemma4_%s %s\ngemma4_%s %.17g\n", name, help,
+                           name, type, name, value);
     append(out, line, (size_t)n);
 }
 
@@ -1928,19 +2043,20 @@ static void route_metrics(Exchange *x) {
     TokText out = { 0 };
     pthread_mutex_lock(&srv->lock);
     const Totals t = srv->totals;
-    const int queued = srv->n_queued, running = srv->n_running;
+    const int queued = srv->n_queued, running = srv->n_running, peers = srv->n_peers;
     pthread_mutex_unlock(&srv->lock);
     metric(&out, "requests_total", "counter", "Requests that were queued.", (double)t.jobs);
-    metric(&out, "requests_refused_total", "counter", "Requests refused because the queue was full.", (double)t.refused);
+    metric(&out, "requests_refused_total", "counter", "Requests that found the queue full.", (double)t.refused);
     metric(&out, "requests_cancelled_total", "counter", "Requests whose client left.", (double)t.cancelled);
     metric(&out, "prompt_tokens_total", "counter", "Tokens of prompts.", (double)t.prompt_tokens);
-    metric(&out, "prompt_tokens_cached_total", "counter", "Of these, held by a session already.", (double)t.cached_tokens);
-    metric(&out, "prompt_seconds_total", "counter", "Seconds from a prompt's start to the first token.", t.prompt_seconds);
+    metric(&out, "prompt_tokens_cached_total", "counter", "Of these, held already.", (double)t.cached_tokens);
+    metric(&out, "prompt_seconds_total", "counter", "Seconds from a start to the first token.", t.prompt_seconds);
     metric(&out, "tokens_generated_total", "counter", "Tokens generated.", (double)t.made);
-    metric(&out, "generation_seconds_total", "counter", "Seconds from first to last token, of each request.", t.decode_seconds);
+    metric(&out, "generation_seconds_total", "counter", "Seconds from first to last token.", t.decode_seconds);
     metric(&out, "requests_running", "gauge", "Requests that have a session.", running);
     metric(&out, "requests_waiting", "gauge", "Requests in the queue.", queued);
     metric(&out, "slots", "gauge", "Sessions.", srv->m->options.n_seqs);
+    metric(&out, "connections", "gauge", "Connections, this one too.", peers);
     pthread_mutex_lock(&srv->store.lock);
     const int parked = srv->store.n, resumed = srv->store.n_resumed;
     const double memory = (double)srv->store.used, files = (double)srv->store.file_used;
@@ -1949,12 +2065,13 @@ static void route_metrics(Exchange *x) {
     metric(&out, "sessions_memory_bytes", "gauge", "Host memory that holds them.", memory);
     metric(&out, "sessions_disk_bytes", "gauge", "Files that hold them.", files);
     metric(&out, "sessions_resumed_total", "counter", "Sessions that got a slot again.", resumed);
-    const TokStr head = str("# HELP gemma4_http_responses_total Responses by class of status; 4xx: or the client left.\n"
+    const TokStr head = str("# HELP gemma4_http_responses_total Responses by status; 4xx: or the client left.\n"
                             "# TYPE gemma4_http_responses_total counter\n");
     append(&out, head.s, head.n);
     for (int i = 2; i < 6; i++) {
         char line[100];
-        const int n = snprintf(line, sizeof line, "gemma4_http_responses_total{class=\"%dxx\"} %" PRIu64 "\n", i, t.http[i]);
+        const int n = snprintf(line, sizeof line, "gemma4_http_responses_total{class=\"%dxx\"} %" PRIu64 "\n", i,
+                               t.http[i]);
         append(&out, line, (size_t)n);
     }
     respond(x, 200, "text/plain; version=0.0.4", &out);
@@ -2032,7 +2149,11 @@ static void route_template(Exchange *x) {
 
 // ==== [7] HTTP: checks, routes =======================================================================================
 
-typedef struct Endpoint { const char *method, *path; void (*answer)(Exchange *x); bool open; } Endpoint;   // open: needs no key
+typedef struct Endpoint {
+    const char *method, *path;
+    void (*answer)(Exchange *x);
+    bool open;                // needs no key
+} Endpoint;
 
 static const Endpoint routes[] = {
     { "GET", "/health", route_health, true }, { "GET", "/v1/models", route_models, false },
@@ -2062,8 +2183,8 @@ static void respond(Exchange *x, int status, const char *type, TokText *body) {
 
 static void put_fault(TokText *out, const Exchange *x, const Fault *f) {
     static const struct { int status; const char *type; } types[] = {
-        { 401, "authentication_error" }, { 403, "permission_error" }, { 404, "not_found_error" }, { 413, "request_too_large" },
-        { 429, "rate_limit_error" }, { 500, "api_error" }, { 503, "overloaded_error" }
+        { 401, "authentication_error" }, { 403, "permission_error" }, { 404, "not_found_error" },
+        { 413, "request_too_large" }, { 429, "rate_limit_error" }, { 500, "api_error" }, { 503, "overloaded_error" }
     };
     const char *type = "invalid_request_error";
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) if (types[i].status == f->status) type = types[i].type;
@@ -2111,8 +2232,8 @@ static bool same_key(const char *a, const char *b) {   // takes as long wherever
     return !differ;
 }
 
-// Who may ask: on a loopback address only who names it so, which keeps out web pages that point their name at it; web pages of
-// our own origin; and who knows the key.
+// Who may ask: on a loopback address only who names it so, which keeps out web pages that point their name at it; web
+// pages of our own origin; and who knows the key.
 static bool check_caller(Exchange *x) {
     const char *host = header(x, "Host"), *origin = header(x, "Origin"), *key = x->srv->o.api_key;
     if (x->srv->loopback && !(host && is_local_name(host)))
@@ -2129,15 +2250,17 @@ static bool check_caller(Exchange *x) {
     return refuse(&x->fault, 401, "", "expected the API key: Authorization: Bearer KEY");
 }
 
-static bool find_route(Exchange *x, const char *method, const char *url) {
+static void find_route(Exchange *x, const char *method, const char *url) {
     static const char *const known[] = { "GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS" };
-    const bool get = !strcmp(method, "GET") || !strcmp(method, "HEAD");
     x->method = "other";
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) if (!strcmp(known[i], method)) x->method = known[i];
     for (size_t i = 0; i < sizeof routes / sizeof *routes; i++)
         if (!strcmp(routes[i].path, url)) x->route = &routes[i];
+}
+
+static bool check_route(Exchange *x) {
     if (!x->route) return refuse(&x->fault, 404, "", "no such endpoint; docs/server.md lists them");
-    if (strcmp(x->route->method, get ? "GET" : method))
+    if (strcmp(x->route->method, strcmp(x->method, "HEAD") ? x->method : "GET"))
         return refuse(&x->fault, 405, "", "%s: expected the method %s", x->route->path, x->route->method);
     return true;
 }
@@ -2152,12 +2275,14 @@ static void on_connection(void *cls, struct MHD_Connection *connection, void **c
         *p = (Peer){ .next = srv->peers, .link = &srv->peers, .fd = info ? info->connect_fd : -1, .quiet = seconds() };
         if (p->next) p->next->link = &p->next;
         srv->peers = p;
+        srv->n_peers++;
         *context = p;
     } else if (*context) {
         Peer *p = *context;
         *p->link = p->next;
         if (p->next) p->next->link = p->link;
         free(p);
+        srv->n_peers--;
         *context = NULL;
     }
     pthread_mutex_unlock(&srv->lock);
@@ -2177,6 +2302,7 @@ static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, co
     set_quiet(connection, INFINITY);
     pthread_mutex_unlock(&srv->lock);
     find_route(x, method, url);
+    if (check_caller(x)) check_route(x);               // who may not ask is not told what there is
     const char *length = header(x, "Content-Length");
     if (length && strtoull(length, NULL, 10) > srv->o.max_body) x->too_large = true;
     return x;
@@ -2214,39 +2340,37 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *connection, 
         refuse_large(x);
         return MHD_YES;
     }
-    Fault before = x->fault;                           // who may not ask is not told what there is
-    x->fault.status = 0;
-    if (check_caller(x)) x->fault = before;
     if (!x->fault.status) x->route->answer(x);
     if (!x->answered) respond_fault(x);
     return MHD_YES;
 }
 
-// One line of JSON on stderr for each request, without its text unless that is wanted.
-static void log_request(const Exchange *x, int status) {
+// One line of JSON for each request, without its text unless that is wanted.
+static TokText log_line(const Exchange *x, int status) {
     TokText line = { 0 };
     const Job *job = x->job;
     put(&line, "{'time':%z,'method':%s,'path':%s,'status':%d,'ms':%f", (size_t)time(NULL), x->method,
         x->route ? x->route->path : "other", status, 1e3 * (seconds() - x->started));
     if (job && job->started && job->done)
         put(&line, ",'id':%s,'prompt':%d,'cached':%d,'generated':%d,'prompt_ms':%f,'decode_ms':%f,'end':%s", x->id,
-            job->turn.n_prompt, job->cached, job->turn.made, 1e3 * job->turn.prompt_seconds, 1e3 * job->turn.decode_seconds,
-            end_text[job->end]);
+            job->turn.n_prompt, job->cached, job->turn.made, 1e3 * job->turn.prompt_seconds,
+            1e3 * job->turn.decode_seconds, end_text[job->end]);
     if (x->srv->o.log_text) put(&line, ",'request':%t", text_of(&x->body));
-    if (x->srv->o.log_text && job) put(&line, ",'thought':%t,'answer':%t", text_of(&job->thought), text_of(&job->content));
+    if (x->srv->o.log_text && job)
+        put(&line, ",'thought':%t,'answer':%t", text_of(&job->thought), text_of(&job->content));
     put(&line, "}\n");
-    fwrite(line.s, 1, line.n, stderr);
-    tok_text_free(&line);
+    return line;
 }
 
-static void on_completed(void *cls, struct MHD_Connection *connection, void **con_cls, enum MHD_RequestTerminationCode code) {
+static void on_completed(void *cls, struct MHD_Connection *connection, void **con_cls,
+                         enum MHD_RequestTerminationCode code) {
     Server *srv = cls;
     Exchange *x = *con_cls;
     if (!x) return;
-    const int status = code == MHD_REQUEST_TERMINATED_COMPLETED_OK ? x->status : 499;      // the client left
+    const int status = code == MHD_REQUEST_TERMINATED_COMPLETED_OK ? x->status : CLIENT_LEFT;
     pthread_mutex_lock(&srv->lock);
     srv->totals.http[status / 100]++;
-    log_request(x, status);
+    TokText line = log_line(x, status);
     if (x->job) {
         x->job->gone = true;
         job_drop(x->job);
@@ -2255,6 +2379,8 @@ static void on_completed(void *cls, struct MHD_Connection *connection, void **co
     set_quiet(connection, seconds());
     pthread_mutex_unlock(&srv->lock);
     sem_post(&wake);
+    fwrite(line.s, 1, line.n, stderr);                 // nobody waits for a slow log but this connection
+    tok_text_free(&line);
     tok_text_free(&x->body);
     tok_text_free(&x->out);
     free(x);
@@ -2264,8 +2390,9 @@ static void on_completed(void *cls, struct MHD_Connection *connection, void **co
 // ==== [8] The verb ===================================================================================================
 
 static bool is_loopback(const struct sockaddr *a) {
-    if (a->sa_family == AF_INET6) return IN6_IS_ADDR_LOOPBACK(&((const struct sockaddr_in6 *)(const void *)a)->sin6_addr);
-    return ntohl(((const struct sockaddr_in *)(const void *)a)->sin_addr.s_addr) >> 24 == 127;
+    const void *in = a;
+    if (a->sa_family == AF_INET6) return IN6_IS_ADDR_LOOPBACK(&((const struct sockaddr_in6 *)in)->sin6_addr);
+    return ntohl(((const struct sockaddr_in *)in)->sin_addr.s_addr) >> 24 == 127;
 }
 
 // Listens where the options say, and says where that is.
@@ -2282,11 +2409,13 @@ static int listen_at(Server *srv) {
     const int fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) || bind(fd, a->ai_addr, a->ai_addrlen) ||
         listen(fd, 128) || getsockname(fd, (struct sockaddr *)&bound, &n) ||
-        getnameinfo((struct sockaddr *)&bound, n, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV))
+        getnameinfo((struct sockaddr *)&bound, n, host, sizeof host, port, sizeof port,
+                    NI_NUMERICHOST | NI_NUMERICSERV))
         die("--port: %s:%d: %s", o->host, o->port, strerror(errno));
     freeaddrinfo(a);
     srv->loopback = is_loopback((struct sockaddr *)&bound);
-    if (!srv->loopback && !o->api_key) fprintf(stderr, "# --host: %s is open to the network, and no --api-key is set\n", host);
+    if (!srv->loopback && !o->api_key)
+        fprintf(stderr, "# --host: %s is open to the network, and no --api-key is set\n", host);
     fprintf(stderr, strchr(host, ':') ? "# serving at http://[%s]:%s\n" : "# serving at http://%s:%s\n", host, port);
     return fd;
 }
@@ -2311,7 +2440,7 @@ static void open_store(Server *srv) {
     }
     const size_t marks = rings * (size_t)(m->options.n_seqs * max_int(most, 1));
     const size_t room = o->cache_ram > marks ? o->cache_ram - marks : 0;
-    fprintf(stderr, "# host memory: up to %.1f MiB for %d marks of each session, %.1f MiB for sessions without a slot\n",
+    fprintf(stderr, "# host memory: up to %.1f MiB for %d marks of each session, %.1f MiB for sessions without slot\n",
             (double)marks / (1 << 20), rings ? max_int(most, 1) : 0, (double)room / (1 << 20));
     store_open(&srv->store, &srv->slots[0].s, o->session_dir, room, o->session_disk);
 }
@@ -2324,7 +2453,10 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     srv.slots = alloc_or_die((size_t)n_seqs, sizeof *srv.slots);
     srv.logits = alloc_or_die((size_t)m->config.vocab, sizeof *srv.logits);
     srv.replays = alloc_or_die(REPLAYS, sizeof *srv.replays);
-    for (int i = 0; i < n_seqs; i++) session_open(&srv.slots[i].s, m, t, i);
+    for (int i = 0; i < n_seqs; i++) {
+        session_open(&srv.slots[i].s, m, t, i);
+        if (o->chunk) srv.slots[i].s.chunk = o->chunk;
+    }
     open_store(&srv);
     if (getrandom(&srv.salt, sizeof srv.salt, 0) != sizeof srv.salt) srv.salt = (uint64_t)time(NULL);
     name_model(&srv);
@@ -2338,7 +2470,8 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
         MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC, 0, NULL, NULL,
         on_request, &srv, MHD_OPTION_LISTEN_SOCKET, fd, MHD_OPTION_CONNECTION_LIMIT, (unsigned)MAX_CONNECTIONS,
         MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS, MHD_OPTION_THREAD_STACK_SIZE, (size_t)1 << 20,
-        MHD_OPTION_NOTIFY_COMPLETED, on_completed, &srv, MHD_OPTION_NOTIFY_CONNECTION, on_connection, &srv, MHD_OPTION_END);
+        MHD_OPTION_NOTIFY_COMPLETED, on_completed, &srv, MHD_OPTION_NOTIFY_CONNECTION, on_connection, &srv,
+        MHD_OPTION_END);
     if (!d) die("--port: libmicrohttpd could not start a server");
     run_engine(&srv);
     for (int open = 1, k = 0; open && k < 500; k++) {  // what was answered last is still on its way

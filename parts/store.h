@@ -1,11 +1,11 @@
-/* store.h - sessions that have no slot: what the server's slots held before they were needed for other conversations, in host
- * memory and, with --session-dir, in files. A part of gemma4.c, which includes it.
+/* store.h - sessions that have no slot: what the server's slots held before they were needed for other conversations,
+ * in host memory and, with --session-dir, in files. A part of gemma4.c, which includes it.
  *   [1] What a prompt shares with a session    [2] What is there    [3] Taking in, giving back    [4] Files
  *
- * Each is in the form of parts/session.h, in memory as in a file: one writer, one reader, one checksum. What memory has no room
- * for goes, those first that were not used for longest; where there is a folder it is in a file by then. A thread writes the
- * files, so that nobody waits for the disk. Sessions and model are touched by the thread that calls store_park() and
- * store_resume() only; the thread that writes sees bytes. */
+ * Each is in the form of parts/session.h, in memory as in a file: one writer, one reader, one checksum. What memory has
+ * no room for goes, those first that were not used for longest; where there is a folder it is in a file by then. A
+ * thread writes the files, so that nobody waits for the disk. Sessions and model are touched by the thread that calls
+ * store_park() and store_resume() only; the thread that writes sees bytes. */
 #ifndef STORE_H
 #define STORE_H
 #ifdef USE_MICROHTTPD
@@ -13,8 +13,9 @@
 #include <sys/file.h>
 
 // ==== [1] What a prompt shares with a session ========================================================================
-// A client sends back what the model said as text, from which the prompt is made anew. The model may have put it in other tokens.
-// Where these spell the same, those that the session holds take the place of those made anew: they need not run again.
+// A client sends back what the model said as text, from which the prompt is made anew. The model may have put it in
+// other tokens. Where these spell the same, those that the session holds take the place of those made anew: they need
+// not run again.
 
 typedef struct { size_t held, ids; } Shared;           // tokens from the beginning of each
 
@@ -65,7 +66,7 @@ typedef struct {
     uint64_t     room, file_room;        // bytes, of memory and of files
     uint64_t     used, file_used;
     Parked      *first;       // the last one used
-    int          n, n_resumed;
+    int          n, n_open, n_resumed;   // n_open: those in memory
     int          dir_fd;
     bool         ending;
     pthread_mutex_t lock;     // of all of the above but m, dir and room
@@ -74,10 +75,19 @@ typedef struct {
 } Store;
 
 enum { PARK_LEAST = 64,       // fewer tokens are not worth it
+       PARK_MOST = 128,       // in memory: each takes a file descriptor, of which connections need some too
        SLACK = 1 << 30 };     // bytes that may wait to be written
 
+static void leave_memory(Store *st, Parked *p) {       // with the lock held
+    if (p->fd < 0) return;
+    close(p->fd);
+    p->fd = -1;
+    st->used -= p->bytes;
+    st->n_open--;
+}
+
 static void parked_free(Store *st, Parked *p) {        // out of the list already; with the lock held
-    if (p->fd >= 0) close(p->fd), st->used -= p->bytes;
+    leave_memory(st, p);
     if (p->path) unlink(p->path), st->file_used -= p->bytes;
     tok_ids_free(&p->ids);
     free(p->path);
@@ -112,25 +122,22 @@ static void use_parked(Store *st, Parked *p) {         // it was used last; with
 
 // What is in memory beyond its room goes, what is in files beyond theirs too. With the lock held.
 static void trim_store(Store *st) {
-    while (st->used > st->room || st->file_used > st->file_room) {
-        const bool memory = st->used > st->room;
+    for (;;) {
+        const bool memory = st->used > st->room || st->n_open > PARK_MOST;
+        if (!memory && st->file_used <= st->file_room) return;
         Parked *oldest = NULL;
         for (Parked *p = st->first; p; p = p->next)
             if (!p->busy && (memory ? p->fd >= 0 : p->path != NULL)) oldest = p;
         if (!oldest) return;
-        if (memory && oldest->path) {
-            close(oldest->fd);
-            oldest->fd = -1;
-            st->used -= oldest->bytes;
-        } else {
-            drop_parked(st, oldest);
-        }
+        if (memory && oldest->path) leave_memory(st, oldest);
+        else drop_parked(st, oldest);
     }
 }
 
 // ==== [3] Taking in, giving back =====================================================================================
 
-// The session that shares most tokens with (ids): how many is in *most. The caller may look at it until it changes the store.
+// The session that shares most tokens with (ids): how many is in *most. The caller may look at it until it changes the
+// store.
 static Parked *store_find(Store *st, const Tokenizer *t, const TokIds *ids, size_t *most) {
     Parked *best = NULL;
     *most = 0;
@@ -157,7 +164,8 @@ static bool is_covered(Store *st, const TokIds *ids) {
     return covered;
 }
 
-// Takes in what a session holds, if there is room and it is not there yet. False: it could not be kept, and s->err says why.
+// Takes in what a session holds, if there is room and it is not there yet. False: it could not be kept, and s->err says
+// why.
 static bool store_park(Store *st, Session *s) {
     if (s->held.n < PARK_LEAST || (!st->room && !st->dir) || is_covered(st, &s->held)) return true;
     Parked *p = alloc_or_die(1, sizeof *p);
@@ -178,8 +186,9 @@ static bool store_park(Store *st, Session *s) {
     st->first = p;
     st->n++;
     st->used += p->bytes;
-    if (st->dir) pthread_cond_signal(&st->news);       // the writer trims when it has written, unless the disk is too slow
-    if (!st->dir || st->used > 2 * st->room + SLACK) trim_store(st);
+    st->n_open++;
+    if (st->dir) pthread_cond_signal(&st->news);       // the writer trims when it has written, if it is fast enough
+    if (!st->dir || st->used > 2 * st->room + SLACK || st->n_open > 2 * PARK_MOST) trim_store(st);
     pthread_mutex_unlock(&st->lock);
     return true;
 }
@@ -266,13 +275,14 @@ static Parked *read_parked(Session *s, const char *path) {
         p->ids = (TokIds){ .ids = alloc_or_die(n, 1), .n = h.n, .cap = h.n };
         p->path = alloc_or_die(strlen(path) + 1, 1);
         strcpy(p->path, path);
-        if (pread(fd, p->ids.ids, n, sizeof h) != (ssize_t)n) p->ids.n = 0;        // the checksum is looked at when it is used
+        if (pread(fd, p->ids.ids, n, sizeof h) != (ssize_t)n) p->ids.n = 0;        // the checksum is for store_resume()
     }
     if (fd >= 0) close(fd);
     return p;
 }
 
-// Files of the folder that can be gone on from, the newest first. What was left half written by a process that was killed goes.
+// Files of the folder that can be gone on from, the newest first. What was left half written by a process that was
+// killed goes.
 static void read_folder(Store *st, Session *s) {
     DIR *d = opendir(st->dir);
     const struct dirent *e;
@@ -296,11 +306,12 @@ static void read_folder(Store *st, Session *s) {
         st->file_used += p->bytes;
     }
     closedir(d);
-    fprintf(stderr, "# --session-dir: %s: %d sessions%s\n", st->dir, st->n, n_others ? "; others, which this model cannot go on "
-            "from, stay there" : "");
+    fprintf(stderr, "# --session-dir: %s: %d sessions%s\n", st->dir, st->n,
+            n_others ? "; others, which this model cannot go on from, stay there" : "");
 }
 
-// room, file_room: bytes of host memory and of files. s: a session of the model that holds nothing, for what is checked.
+// room, file_room: bytes of host memory and of files. s: a session of the model that holds nothing, for what is
+// checked.
 static void store_open(Store *st, Session *s, const char *dir, uint64_t room, uint64_t file_room) {
     *st = (Store){ .m = s->m, .dir = dir, .room = room, .file_room = file_room, .dir_fd = -1,
                    .lock = PTHREAD_MUTEX_INITIALIZER, .news = PTHREAD_COND_INITIALIZER };

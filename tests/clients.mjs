@@ -1,6 +1,7 @@
 // clients.mjs - the official clients of OpenAI and Anthropic drive the server: node clients.mjs URL KEY, with both packages in a
 // folder node_modules above. test_clients.sh runs it. Prints a line for each case that fails and a summary at the end.
 import { createRequire } from "node:module";
+import net from "node:net";
 import path from "node:path";
 const require = createRequire(path.resolve(process.argv[4], "x"));
 const { OpenAI } = require("openai");
@@ -138,6 +139,47 @@ async function anthropic(text) {
   await untilIdle("anthropic: a stream that is left ends");
 }
 
-try { await anthropic(await openai()); }
+// What is sent over a connection, and everything that comes back until it closes; leave: how it is left.
+function raw(bytes, leave) {
+  return new Promise((resolve) => {
+    const at = new URL(url);
+    const socket = net.connect({ port: at.port, host: at.hostname, allowHalfOpen: true });
+    let got = "";
+    socket.on("data", (d) => { got += d; });
+    socket.on("error", () => resolve(got));
+    socket.on("close", () => resolve(got));
+    socket.on("end", () => socket.end());
+    socket.write(bytes, () => leave === "half" ? socket.end() : leave === "reset" && socket.resetAndDestroy());
+  });
+}
+
+async function http() {
+  const body = JSON.stringify({ messages: story, max_tokens: 2, temperature: 0 });
+  const head = (more, verb = "POST /v1/chat/completions") => `${verb} HTTP/1.1\r\nHost: localhost\r\nx-api-key: ${apiKey}\r\n${more}`;
+  const whole = (more) => head(`${more}Content-Length: ${body.length}\r\n\r\n${body}`);
+  const close = "Connection: close\r\n";
+  const count = (text, word) => text.split(word).length - 1;
+  ok("http: one request", /^HTTP\/1.1 200 .*finish_reason/s.test(await raw(whole(close))));
+  ok("http: three in a row", count(await raw(whole("") + whole("") + whole(close)), "HTTP/1.1 200 ") === 3);
+  const pieces = [...body].map((c) => `1\r\n${c}\r\n`).join("");
+  ok("http: in chunks", /^HTTP\/1.1 200 /.test(await raw(head(`${close}Transfer-Encoding: chunked\r\n\r\n${pieces}0\r\n\r\n`))));
+  ok("http: 100-continue", /^HTTP\/1.1 100 .*HTTP\/1.1 200 /s.test(await raw(whole(`${close}Expect: 100-continue\r\n`))));
+  ok("http: one that is too large is not waited for",
+     /^HTTP\/1.1 413 .*"request_too_large"/s.test(await raw(head("Expect: 100-continue\r\nContent-Length: 99000000\r\n\r\n"))));
+  ok("http: OPTIONS", /^HTTP\/1.1 405 .*Allow: POST/s.test(await raw(head(`${close}\r\n`, "OPTIONS /v1/chat/completions"))));
+  ok("http: another page's", /^HTTP\/1.1 403 /.test(await raw(head(`${close}Origin: http://example.com\r\n\r\n`, "OPTIONS /v1/chat/completions"))));
+  ok("http: HTTP/2", /^HTTP\/1.1 505 /.test(await raw("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")));
+  const endless = JSON.stringify({ messages: story, ignore_eos: true });
+  const left = await raw(head(`Content-Length: ${endless.length}\r\n\r\n${endless}`), "half");
+  ok("http: who closes its sending side has left", /^(HTTP\/1.1 499 .*closed|$)/s.test(left), left);
+  for (let n = 0; n < body.length; n += 7) await raw(whole("").slice(0, -n), "reset");
+  await untilIdle("http: who hangs up anywhere is gone");
+  ok("http: and answers go on", /^HTTP\/1.1 200 /.test(await raw(whole(close))));
+}
+
+try {
+  await anthropic(await openai());
+  await http();
+}
 catch (e) { ok("no exception", false, e.stack); }
 console.log(`# clients: ${passed} passed, ${failed} failed`);

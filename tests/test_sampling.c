@@ -649,7 +649,7 @@ static void check_stops(const TextList *stops, const char *text, int most) {
     memcpy(all + passed, out, got);
     passed += (int)got;
     const int want = stop < 0 ? n : stop;
-    CHECK(s.hit == (stop >= 0) && passed == want && !memcmp(all, text, (size_t)want) && !early && !late,
+    CHECK((s.hit != NULL) == (stop >= 0) && passed == want && !memcmp(all, text, (size_t)want) && !early && !late,
           "stop strings: '%s', first stop '%s', pieces of %d: got '%.*s', want '%.*s'%s", text, stops->n ? stops->text[0] : "", most, passed,
           all, want, text, early ? "; part of a stop string was passed on" : late ? "; too much or too little was held back" : "");
     free(out);
@@ -708,7 +708,7 @@ static void test_stops(void) {
         strncat(all, out, stops_push(&s, piece, tok_stream_flush(&stream, piece, t.stream_cap), out));
         strncat(all, out, stops_flush(&s, out));
         const size_t want = found ? (size_t)(found - text) : strlen(text);
-        CHECK(strlen(all) == want && !memcmp(all, text, want) && s.hit == (found != NULL), "stop string '%s' through tokens: got '%s'", stops[k], all);
+        CHECK(strlen(all) == want && !memcmp(all, text, want) && (s.hit != NULL) == (found != NULL), "stop string '%s' through tokens: got '%s'", stops[k], all);
         free(piece);
         free(out);
         free(s.held);
