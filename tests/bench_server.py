@@ -6,7 +6,7 @@ another is processed. Beside llama.cpp's llama-server with as many slots, when i
                           [--prompt 65536] [--flags "-ctk q8_0"]        flags of gemma4 serve
 
 It needs Python and the servers, and some three minutes on one H100. Prompts are lists of random ids, answers ignore their end."""
-import argparse, http.client, json, random, shlex, socket, statistics, subprocess, sys, threading, time
+import argparse, http.client, json, os, random, shlex, socket, statistics, subprocess, sys, tempfile, threading, time
 
 
 def free_port():
@@ -114,14 +114,14 @@ def main():
     columns = [("gemma4", ours)] + ([("llama-server", theirs)] if o.llama else [])
     rows = {}
     for name, command in columns:
-        server = Server(command(most, room), f"bench_server.{name}.log")
+        server = Server(command(most, room), os.path.join(tempfile.gettempdir(), f"bench_server.{name}.log"))
         together(server, most, 16)                                  # what is done once is done
         for n in counts:
             rows.setdefault(f"{n} sessions, tok/s", []).append(f"{together(server, n, o.tokens):.1f}")
         server.stop()
         if not o.prompt:
             continue
-        server = Server(command(2, long_room), f"bench_server.{name}.log")
+        server = Server(command(2, long_room), os.path.join(tempfile.gettempdir(), f"bench_server.{name}.log"))
         figures = beside_prompt(server, o.prompt)
         server.stop()
         for title, value in zip(("ms between tokens, alone, median", f"beside a prompt of {o.prompt}: median", "  99 %", "  most",
