@@ -793,9 +793,11 @@ typedef struct {              // a second, small model that guesses what the fir
 typedef struct {              // seconds by a number, of rows or guesses
     double of[STEP_ROWS + 1]; // 0: not measured yet
     int    n[STEP_ROWS + 1];  // how often it was measured
+    bool   records;           // the first of each number is slow, and left out
 } Times;
 typedef struct {              // how long a step of one session takes, by its rows; a draft, by its tokens
     Times step, draft;
+    double draft_share;       // of a step's bytes, those of a draft
 } Pace;
 
 typedef struct {              // what came of a step, on the host
@@ -2823,6 +2825,8 @@ typedef struct {
     int32_t *earlier;         // (n_room)
     int      n, n_room;       // places entered
     int      reach, least;    // tokens to guess; tokens that have to match
+    int32_t  watched[DRAFT_MAX];       // guesses that were not run, to see what they would have been worth,
+    int      n_watched, watched_at;    // and where their text goes on
 } Ngrams;
 
 static struct {               // ngram-mod: what followed the last NGRAM_MOD tokens, wherever that was last; hashes may collide
@@ -2946,7 +2950,7 @@ typedef struct {              // how often guesses are right, at each depth wher
     int   seen[DRAFT_MAX];    // guesses that this rests on; old ones fade. 0: none, it is as often as one before
 } Odds;
 
-enum { ODDS_MEMORY = 12, ODDS_PRIOR = 2 };             // guesses that a share of them rests on, and what is supposed at first
+enum { ODDS_MEMORY = 12, ODDS_PRIOR = 1, ODDS_DEEPER = 3 };             // guesses that a share of them rests on, and what is supposed at first
 
 static Odds odds_new(float first) {
     Odds o = { { first }, { 0 } };
@@ -2964,12 +2968,18 @@ static int odds_deepest(const Odds *o) {               // depths that were seen
     return n;
 }
 
-// Of n guesses, each behind the one before, the first `right` were.
+// Of n guesses, each behind the one before, the first `right` were. What is known of depths that were not looked at comes nearer
+// to the one before.
 static void odds_learn(Odds *o, int n, int right) {
-    for (int d = 0; d < n && d <= right; d++) {
-        o->right[d] = odds_at(o, d);
-        o->seen[d] = min_int(o->seen[d] + 1, ODDS_MEMORY);
-        o->right[d] += ((d < right) - o->right[d]) / (float)(o->seen[d] + ODDS_PRIOR);
+    for (int d = 0; d < DRAFT_MAX; d++) {
+        const bool seen = d < n && d <= right;
+        if (seen) {
+            o->right[d] = odds_at(o, d);
+            o->seen[d] = min_int(o->seen[d] + 1, ODDS_MEMORY);
+            o->right[d] += ((d < right) - o->right[d]) / (float)(o->seen[d] + (d ? ODDS_DEEPER : ODDS_PRIOR));
+        } else if (o->seen[d]) {
+            o->right[d] += (o->right[d - 1] - o->right[d]) / 32;
+        }
     }
 }
 
@@ -2981,53 +2991,61 @@ static double tokens_of(const Odds *o, int n) {        // that a step with n gue
 
 enum { TIMES_FIRST = 4 };     // the least of the first few is taken: caches are cold, and what is recorded is not yet
 
-static void times_learn(Times *t, int n, double taken) {
+// taken: seconds; expected: what times_of() said. Now and then the machine does something else, and the first is replaced.
+static void times_learn(Times *t, int n, double taken, double expected) {
     double *was = &t->of[n];
-    if (t->n[n]++ < TIMES_FIRST) *was = *was > 0 ? fmin(*was, taken) : taken;
-    else *was += (fmin(taken, 2 * *was) - *was) / 8;   // now and then the machine does something else
+    const int before = t->n[n]++;
+    if (!before && t->records) return;
+    if (expected > 0) taken = fmin(taken, 2 * expected);
+    if (before < 2) *was = taken;
+    else if (before < TIMES_FIRST) *was = fmin(*was, taken);
+    else *was += (taken - *was) / 8;
 }
 
-// What n should take: between those known, in proportion; beyond them, `more` of the nearest known for each one more.
-static double times_guess(const Times *t, int n, double more) {
-    int low = n, high = n;
-    while (low > 0 && t->of[low] == 0) low--;
-    while (high < STEP_ROWS && t->of[high] == 0) high++;
-    if (low == n) return t->of[n];
+// Seconds that n should take: between those known, in proportion; behind them, more as it was from 1 to the last of them, or else
+// a twelfth for each.
+static double times_of(const Times *t, int n) {
     const double *of = t->of;
-    if (low > 0 && of[high] > 0) return of[low] + (of[high] - of[low]) * (n - low) / (high - low);
-    if (low > 0) return of[low] * (1 + more * (n - low));
-    return of[high] > 0 ? of[high] * fmax(0.5, 1 - more * (high - n)) : 0;
+    int low = n, high = n;
+    while (low > 1 && of[low] == 0) low--;
+    while (high < STEP_ROWS && of[high] == 0) high++;
+    if (low == n) return of[n];
+    if (of[high] > 0) return of[low] > 0 ? of[low] + (of[high] - of[low]) * (n - low) / (high - low) : of[high];
+    return of[low] + (n - low) * (low > 1 ? (of[low] - of[1]) / (low - 1) : of[1] / 12);
 }
 
-enum { DRAFTED_MOST = 64 };   // steps with guesses, after which one goes without
-enum { REST_LEAST = 32, REST_MOST = 512 };             // plain steps where guessing does not pay
+enum { DRAFTED_MOST = 256 };   // steps with guesses, after which one goes without
 
-// Seconds of a step with n guesses, beside `rows` other rows.
-static double seconds_of(const Pace *p, int n, double drafts, int rows) {
-    const double step = times_guess(&p->step, min_int(rows + 1 + n, STEP_ROWS), 0.08);
-    return step + (drafts >= 0 && n ? times_guess(&p->draft, n, drafts) : 0);
+static double step_seconds(const Pace *p, int rows) { return times_of(&p->step, min_int(rows, STEP_ROWS)); }
+
+// DFlash guesses all tokens at once, in rows of a step of its own; what takes no time yet is supposed to take its share of bytes.
+static double draft_seconds(const Pace *p, SpecKind who, int n) {
+    const double known = who == SPEC_MTP ? n * p->draft.of[1] : times_of(&p->draft, n);
+    return known > 0 ? known : p->draft_share * step_seconds(p, 1) * (who == SPEC_MTP ? n : 1);
 }
 
-// Tokens a second with n guesses, beside `rows` other rows of the step. drafts: they are still to be made, and each one more takes
-// that share of the first; < 0: they are there.
-static double rate_of(const Pace *p, const Odds *o, int n, double drafts, int rows) {
-    return tokens_of(o, n) / seconds_of(p, n, drafts, rows);
+static void draft_learn(Pace *p, SpecKind who, int n, double taken) {
+    if (who == SPEC_MTP) times_learn(&p->draft, 1, taken / n, draft_seconds(p, who, 1));
+    else times_learn(&p->draft, n, taken, draft_seconds(p, who, n));
 }
 
-// Whether guesses would pay if all were right: only then it is worth a trial.
-static bool could_pay(const Pace *p, int most, double drafts, int rows) {
-    const double plain = 1 / seconds_of(p, 0, drafts, rows);
-    for (int n = 1; n <= most; n++) if ((n + 1) / seconds_of(p, n, drafts, rows) > 1.15 * plain) return true;
-    return false;
+// What a step with n guesses takes, beside `rows` other rows, in steps without. who: makes them; OFF: they are there.
+static double price_of(const Pace *p, SpecKind who, int n, int rows) {
+    const double plain = step_seconds(p, rows + 1);
+    return plain > 0 ? (step_seconds(p, rows + 1 + n) + (who != SPEC_OFF && n ? draft_seconds(p, who, n) : 0)) / plain : 1;
+}
+
+static double rate_of(const Pace *p, const Odds *o, SpecKind who, int n, int rows) {   // tokens in the time of a plain step
+    return tokens_of(o, n) / price_of(p, who, n, rows);
 }
 
 // The depth from 1 to `most` that makes most tokens a second; 0: plain steps make as many, or nearly so. It goes twice as deep
 // as guesses were ever seen, and no deeper.
-static int best_depth(const Pace *p, const Odds *o, int most, double drafts, int rows) {
+static int best_depth(const Pace *p, const Odds *o, SpecKind who, int most, int rows) {
     int best = 0;
-    double rate = 1.02 * rate_of(p, o, 0, drafts, rows);
+    double rate = 1.02;
     for (int n = 1; n <= min_int(most, 2 * odds_deepest(o) + 1); n++) {
-        const double with = rate_of(p, o, n, drafts, rows);
+        const double with = rate_of(p, o, who, n, rows);
         if (with > rate) best = n, rate = with;
     }
     return best;
@@ -3041,19 +3059,26 @@ typedef struct {              // the drafting of a session
     Odds       odds[SPEC_KINDS];
     int        depth;         // guesses to ask of the drafter behind the step that runs
     int        missed;        // times in a row that n-grams had nothing to guess
-    int        trial;         // guesses to try although they do not seem to pay: more and more as long as all are right
     int        drafted;       // steps since the last plain one
-    int        rest, next_rest;        // plain steps before the next trial, and before the one behind it
+    int        doubt;         // how many times its price there has to be before the drafter is tried again
+    double     credit[SPEC_KINDS];     // time that guesses may cost, in plain steps
 } Guesser;
 
+static const double credit_first = 0.4, credit_most = 8, credit_share = 0.015, credit_slack = 0;
+enum { DOUBT_MOST = 8 };
+
+
 static void guesser_init(Guesser *g) {
-    *g = (Guesser){ .ngrams = { .reach = 4, .least = NGRAM_LEAST }, .trial = 1, .next_rest = REST_LEAST };
-    for (int k = 0; k < SPEC_KINDS; k++) g->odds[k] = odds_new(k == SPEC_NGRAM ? 0.6f : 0.8f);
+    *g = (Guesser){ .ngrams = { .reach = 4, .least = NGRAM_LEAST }, .doubt = 1 };
+    for (int k = 0; k < SPEC_KINDS; k++) {
+        g->odds[k] = odds_new(k == SPEC_NGRAM ? 0.6f : 0.8f);
+        g->credit[k] = credit_first;
+    }
 }
 
 static void guesser_start(Guesser *g, const Drafting *how) {           // an answer
     g->how = *how;
-    g->drafts.n = g->found.depth = g->depth = 0;
+    g->drafts.n = g->found.depth = g->depth = g->ngrams.n_watched = 0;
     if (how->kind == SPEC_NGRAM_MOD && !ngram_mod.next)
         ngram_mod.next = alloc_or_die((size_t)1 << NGRAM_MOD_BITS, sizeof *ngram_mod.next);
 }
@@ -3068,9 +3093,29 @@ static bool uses_ngrams(const Drafting *d) {
     return d->kind == SPEC_NGRAM || d->kind == SPEC_NGRAM_MOD || d->kind == SPEC_AUTO;
 }
 
+static void pay(Guesser *g, SpecKind who, double steps) { g->credit[who] = fmin(g->credit[who] - steps, credit_most); }
+
+static int affordable(const Guesser *g, const Pace *p, SpecKind who, int most, int rows) {
+    while (most > 0 && price_of(p, who, most, rows) - 1 > g->credit[who]) most--;
+    return most;
+}
+
+// Of guesses from the text that were not run: as many as have come by now are compared with ids (n).
+static void learn_watched(Guesser *g, const int32_t *ids, int n) {
+    Ngrams *w = &g->ngrams;
+    int right = 0;
+    while (right < w->n_watched && w->watched_at + right < n && ids[w->watched_at + right] == w->watched[right]) right++;
+    if (right == n - w->watched_at && right < w->n_watched) return;    // they may go on
+    if (!w->n_watched) return;
+    odds_learn(&g->odds[SPEC_NGRAM], w->n_watched, right);
+    ngrams_learn(w, w->n_watched, right);
+    w->n_watched = 0;
+}
+
 // Guesses what follows ids (n) from n-grams -> how many of at most `most`.
 static int guess_ngrams(Guesser *g, const int32_t *ids, int n, int most, int32_t *out) {
     const bool table = g->how.kind == SPEC_NGRAM_MOD;
+    learn_watched(g, ids, n);
     most = min_int(most, g->ngrams.reach);
     ngrams_enter(&g->ngrams, ids, n, table);
     return table ? ngram_mod_look_up(ids, n, most, out) : ngrams_look_up(&g->ngrams, ids, n, g->ngrams.least, most, out);
@@ -3078,8 +3123,7 @@ static int guess_ngrams(Guesser *g, const int32_t *ids, int n, int most, int32_t
 
 // The share below which a branch of a tree costs more than it brings; its logarithm.
 static float least_share(const Pace *p, const Odds *o, int chain, int tree, int rows) {
-    const double step = times_guess(&p->step, min_int(rows + 1 + chain, STEP_ROWS), 0.08);
-    const double with = times_guess(&p->step, min_int(rows + 1 + tree, STEP_ROWS), 0.08);
+    const double step = step_seconds(p, rows + 1 + chain), with = step_seconds(p, rows + 1 + tree);
     return tree > chain && step > 0 ? (float)log(fmax((with - step) / (tree - chain) / step * tokens_of(o, chain), 1e-6)) : 0;
 }
 
@@ -3088,19 +3132,23 @@ static float least_share(const Pace *p, const Odds *o, int chain, int tree, int 
 static void guess(Guesser *g, const Pace *p, SpecKind who, const int32_t *ids, int n, int most, int rows) {
     const bool chooses = g->how.kind == SPEC_AUTO;
     Candidates *c = &g->found;
-    Odds *text_odds = &g->odds[SPEC_NGRAM];
+    Odds *text_odds = &g->odds[SPEC_NGRAM], *odds = &g->odds[who];
     int32_t out[DRAFT_MAX];
     float least = -INFINITY;
     g->drafts.n = 0;
+    if (c->depth) pay(g, who, draft_seconds(p, who, c->depth) / step_seconds(p, rows + 1));
     const int found = uses_ngrams(&g->how) && most > 0 ? guess_ngrams(g, ids, n, most, out) : 0;
     int from_text = found, chain = min_int(c->depth, max_int(most, 0));
     for (int i = 0; i < chain; i++) if (c->log_share[i][0] < logf(g->how.least)) chain = i;
     if (chooses) {
-        from_text = best_depth(p, text_odds, found, -1, rows);
-        if (!g->trial) chain = best_depth(p, &g->odds[who], chain, -1, rows);
-        least = least_share(p, &g->odds[who], chain, g->how.tree, rows);
-        if (rate_of(p, text_odds, from_text, -1, rows) <= rate_of(p, &g->odds[who], chain, -1, rows)) from_text = 0;
-        if (found && !from_text) text_odds->right[0] += (0.6f - text_odds->right[0]) / 128;    // to be tried again some day
+        from_text = odds_deepest(text_odds) ? best_depth(p, text_odds, SPEC_OFF, affordable(g, p, SPEC_NGRAM, found, rows), rows) : 0;
+        if (odds_deepest(odds)) chain = best_depth(p, odds, SPEC_OFF, chain, rows);
+        least = least_share(p, odds, chain, g->how.tree, rows);
+        if (rate_of(p, text_odds, SPEC_OFF, from_text, rows) <= rate_of(p, odds, SPEC_OFF, chain, rows)) from_text = 0;
+        if (found && !from_text && !g->ngrams.n_watched) {
+            memcpy(g->ngrams.watched, out, (size_t)found * sizeof *out);
+            g->ngrams.n_watched = found, g->ngrams.watched_at = n;
+        }
     }
     g->missed = from_text ? 0 : g->missed + 1;
     if (from_text) {
@@ -3111,6 +3159,8 @@ static void guess(Guesser *g, const Pace *p, SpecKind who, const int32_t *ids, i
         c->depth = chain;
         tree_of(&g->drafts, c, max_int(min_int(most, g->how.tree), chain), least);
     }
+    pay(g, SPEC_NGRAM, -credit_share);
+    pay(g, who, -credit_share);
 }
 
 // How many guesses the drafter is to make behind the step that is about to run.
@@ -3118,33 +3168,27 @@ static int depth_wanted(Guesser *g, const Pace *p, SpecKind who, int most, int r
     Odds *o = &g->odds[who];
     if (!uses_drafter(&g->how) || most <= 0) return 0;
     if (g->how.kind != SPEC_AUTO) return most;
-    if (p->step.n[1] < TIMES_FIRST || ++g->drafted > DRAFTED_MOST) {               // how long do steps take without?
-        g->drafted = 0;
-        return 0;
-    }
-    if (g->rest > 0 && --g->rest) return g->drafted = 0;
+    if (p->step.n[1] < TIMES_FIRST || ++g->drafted > DRAFTED_MOST) return g->drafted = 0;      // how long are plain steps?
     if (g->drafts.n && g->drafts.who == SPEC_NGRAM && g->odds[SPEC_NGRAM].right[0] > 0.9f) return 0;   // the text will do
-    const double drafts = who == SPEC_DFLASH ? 0.02 : 1;               // DFlash guesses all of them at once
-    const int depth = best_depth(p, o, most, drafts, rows);
-    if (depth) return depth;
-    if (g->trial && could_pay(p, most, drafts, rows)) return min_int(g->trial, most);
-    for (int i = 0; i < DRAFT_MAX; i++) o->seen[i] = min_int(o->seen[i], 2);           // what is tried then counts for more
-    g->trial = 1;
-    g->rest = g->next_rest;
-    g->next_rest = min_int(2 * g->next_rest, REST_MOST);
-    return 0;
+    if (!odds_deepest(o)) return g->credit[who] >= fmin(g->doubt * (price_of(p, who, 1, rows) - 1), credit_most);
+    if (best_depth(p, o, who, most, rows)) {
+        const int depth = best_depth(p, o, who, affordable(g, p, who, most, rows), rows);
+        if (!depth) g->drafted = 0;
+        return depth;
+    }
+    *o = odds_new(0.8f);
+    g->credit[who] = fmin(g->credit[who], 0);
+    g->doubt = min_int(2 * g->doubt, DOUBT_MOST);
+    return g->drafted = 0;
 }
 
-// Of the drafts, a path of so many was right.
-static void guesser_learn(Guesser *g, int right) {
+// Of the drafts, a path of so many was right. rows: of others in the step.
+static void guesser_learn(Guesser *g, const Pace *p, int right, int rows) {
     const Drafts *d = &g->drafts;
     odds_learn(&g->odds[d->who], d->depth, right);
-    if (d->who == SPEC_NGRAM || d->who == SPEC_NGRAM_MOD) {
-        ngrams_learn(&g->ngrams, d->n, right);
-        return;
-    }
-    if (right) g->next_rest = REST_LEAST;
-    g->trial = right == d->depth && 2 * right + 1 <= DRAFT_MAX ? 2 * right + 1 : 0;
+    pay(g, d->who, price_of(p, SPEC_OFF, d->n, rows) - 1 - right);
+    if (g->credit[d->who] >= credit_most) g->doubt = 1;
+    if (d->who == SPEC_NGRAM || d->who == SPEC_NGRAM_MOD) ngrams_learn(&g->ngrams, d->n, right);
 }
 
 // ==== [10] Generation: sessions, events ===============================================================================
@@ -3673,7 +3717,7 @@ static void take_tokens(Session *s, int i, int row, Event *e) {
     if (!s->prompting) drop_drafts(s);
     if (!g->drafts.n) return;
     count_drafts(s, right);
-    guesser_learn(g, right);
+    guesser_learn(g, &s->m->pace, right, 0);
     g->drafts.n = 0;
 }
 
@@ -3781,8 +3825,8 @@ static bool conclude(Session *const *sessions, StepSeg *segs, int n, bool drafte
         issue_verdict(m, drafting, n_drafting, depth, NULL);
         if (ahead) step_ahead(m, segs, n, depth);
         read_verdict(m);
-        if (n == 1 && n_rows <= STEP_ROWS) times_learn(&m->pace.step, n_rows, v->verified - start);
-        if (n_drafting == 1) times_learn(&m->pace.draft, depth, v->drafted - v->verified);
+        if (n == 1 && n_rows <= STEP_ROWS) times_learn(&m->pace.step, n_rows, v->verified - start, step_seconds(&m->pace, n_rows));
+        if (n_drafting == 1) draft_learn(&m->pace, drafter_of(m), depth, v->drafted - v->verified);
         for (int k = 0; k < n_drafting; k++) take_candidates(sessions[drafting[k]], k, n_drafting, depth);
         return ahead;
     }
@@ -3828,7 +3872,7 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
     const double began = runs_already ? sessions[0]->returned : start;
     const bool ahead = conclude(sessions, segs, n, drafted, began), plain = n == 1 && n_step == 1 && !sessions[0]->guesser.depth;
     const double now = seconds();
-    if (plain) times_learn(&m->pace.step, 1, now - began);
+    if (plain) times_learn(&m->pace.step, 1, now - began, step_seconds(&m->pace, 1));
     for (int i = 0, row = 0; i < n; i++) {
         Session *s = sessions[i];
         const int n_rows = 1 + s->guesser.drafts.n;
