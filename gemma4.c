@@ -793,11 +793,11 @@ typedef struct {              // a second, small model that guesses what the fir
 typedef struct {              // seconds by a number, of rows or guesses
     double of[STEP_ROWS + 1]; // 0: not measured yet
     int    n[STEP_ROWS + 1];  // how often it was measured
-    bool   records;           // the first of each number is slow, and left out
 } Times;
-typedef struct {              // how long a step of one session takes, by its rows; a draft, by its tokens
-    Times step, draft;
-    double draft_share;       // of a step's bytes, those of a draft
+typedef struct {              // how long a step of one session takes, by its rows; a draft, by its tokens, of an MTP assistant for each
+    Times  step, draft;
+    double draft_share;       // bytes that a draft of one token reads, as a part of a step's
+    bool   records;           // the backend records steps: the first of a kind is slow
 } Pace;
 
 typedef struct {              // what came of a step, on the host
@@ -2771,8 +2771,9 @@ static double read_density(Model *m) {
 // what is said, so all this is about time alone.
 //
 // How far to guess (auto): a step of n rows takes so long, n guesses too, and at every depth so many were right of late. Of all
-// depths, none among them, the one with most tokens a second is taken. Where that is none, plain steps follow, more of them
-// each time, before guessing is tried again.
+// depths, none among them, the one with most tokens a second is taken. But what is not known has to be tried, and what was right
+// may be wrong next: so every step earns a little credit, guesses that save time earn more, and none is made that might cost more
+// than there is. Guesses from the text cost nothing as long as they are only watched.
 
 typedef enum { SPEC_OFF, SPEC_NGRAM, SPEC_NGRAM_MOD, SPEC_MTP, SPEC_DFLASH, SPEC_AUTO, SPEC_KINDS } SpecKind;
 static const char *const spec_names[] = { "off", "ngram", "ngram-mod", "mtp", "dflash", "auto" };
@@ -2950,7 +2951,8 @@ typedef struct {              // how often guesses are right, at each depth wher
     int   seen[DRAFT_MAX];    // guesses that this rests on; old ones fade. 0: none, it is as often as one before
 } Odds;
 
-enum { ODDS_MEMORY = 12, ODDS_PRIOR = 1, ODDS_DEEPER = 3 };             // guesses that a share of them rests on, and what is supposed at first
+enum { ODDS_MEMORY = 24,      // guesses that a share of them rests on,
+       ODDS_PRIOR = 1, ODDS_DEEPER = 3 };              // and those that are supposed at first, of the first depth and of others
 
 static Odds odds_new(float first) {
     Odds o = { { first }, { 0 } };
@@ -2968,12 +2970,11 @@ static int odds_deepest(const Odds *o) {               // depths that were seen
     return n;
 }
 
-// Of n guesses, each behind the one before, the first `right` were. What is known of depths that were not looked at comes nearer
-// to the one before.
+// Of n guesses, each behind the one before, the first `right` were. What was known of depths that nobody looked at comes nearer to
+// the depth before, so that they are looked at again some day.
 static void odds_learn(Odds *o, int n, int right) {
     for (int d = 0; d < DRAFT_MAX; d++) {
-        const bool seen = d < n && d <= right;
-        if (seen) {
+        if (d < n && d <= right) {
             o->right[d] = odds_at(o, d);
             o->seen[d] = min_int(o->seen[d] + 1, ODDS_MEMORY);
             o->right[d] += ((d < right) - o->right[d]) / (float)(o->seen[d] + (d ? ODDS_DEEPER : ODDS_PRIOR));
@@ -2989,21 +2990,10 @@ static double tokens_of(const Odds *o, int n) {        // that a step with n gue
     return tokens;
 }
 
-enum { TIMES_FIRST = 4 };     // the least of the first few is taken: caches are cold, and what is recorded is not yet
+enum { TIMES_FIRST = 4 };     // the least of the first few is taken, but for the very first: caches are cold
 
-// taken: seconds; expected: what times_of() said. Now and then the machine does something else, and the first is replaced.
-static void times_learn(Times *t, int n, double taken, double expected) {
-    double *was = &t->of[n];
-    const int before = t->n[n]++;
-    if (!before && t->records) return;
-    if (expected > 0) taken = fmin(taken, 2 * expected);
-    if (before < 2) *was = taken;
-    else if (before < TIMES_FIRST) *was = fmin(*was, taken);
-    else *was += (taken - *was) / 8;
-}
-
-// Seconds that n should take: between those known, in proportion; behind them, more as it was from 1 to the last of them, or else
-// a twelfth for each.
+// Seconds that n should take: between those known, in proportion; behind them, for each one more what it was from 1 to the last of
+// them, or a twelfth of 1 as long as no other is known.
 static double times_of(const Times *t, int n) {
     const double *of = t->of;
     int low = n, high = n;
@@ -3014,25 +3004,37 @@ static double times_of(const Times *t, int n) {
     return of[low] + (n - low) * (low > 1 ? (of[low] - of[1]) / (low - 1) : of[1] / 12);
 }
 
-enum { DRAFTED_MOST = 256 };   // steps with guesses, after which one goes without
+static void times_learn(const Pace *p, Times *t, int n, double taken, double expected) {
+    double *was = &t->of[n];
+    const int before = t->n[n]++;
+    if (!before && p->records) return;
+    if (expected > 0) taken = fmin(taken, 2 * expected);               // now and then the machine does something else
+    if (before < 2) *was = taken;
+    else if (before < TIMES_FIRST) *was = fmin(*was, taken);
+    else *was += (taken - *was) / 8;
+}
 
 static double step_seconds(const Pace *p, int rows) { return times_of(&p->step, min_int(rows, STEP_ROWS)); }
 
-// DFlash guesses all tokens at once, in rows of a step of its own; what takes no time yet is supposed to take its share of bytes.
+// Before it was measured, somewhat more than its share of bytes: small matrices are slow.
 static double draft_seconds(const Pace *p, SpecKind who, int n) {
-    const double known = who == SPEC_MTP ? n * p->draft.of[1] : times_of(&p->draft, n);
-    return known > 0 ? known : p->draft_share * step_seconds(p, 1) * (who == SPEC_MTP ? n : 1);
+    const double of_bytes = 1.5 * p->draft_share * step_seconds(p, 1);
+    if (who == SPEC_MTP) return n * (p->draft.of[1] > 0 ? p->draft.of[1] : of_bytes);
+    const double known = times_of(&p->draft, n);
+    return known > 0 ? known : of_bytes;
 }
 
-static void draft_learn(Pace *p, SpecKind who, int n, double taken) {
-    if (who == SPEC_MTP) times_learn(&p->draft, 1, taken / n, draft_seconds(p, who, 1));
-    else times_learn(&p->draft, n, taken, draft_seconds(p, who, n));
+static void step_took(Pace *p, int rows, double seconds) { times_learn(p, &p->step, rows, seconds, step_seconds(p, rows)); }
+
+static void draft_took(Pace *p, SpecKind who, int n, double seconds) {
+    if (who == SPEC_MTP) seconds /= n, n = 1;
+    times_learn(p, &p->draft, n, seconds, draft_seconds(p, who, n));
 }
 
 // What a step with n guesses takes, beside `rows` other rows, in steps without. who: makes them; OFF: they are there.
 static double price_of(const Pace *p, SpecKind who, int n, int rows) {
-    const double plain = step_seconds(p, rows + 1);
-    return plain > 0 ? (step_seconds(p, rows + 1 + n) + (who != SPEC_OFF && n ? draft_seconds(p, who, n) : 0)) / plain : 1;
+    const double plain = step_seconds(p, rows + 1), draft = who != SPEC_OFF && n ? draft_seconds(p, who, n) : 0;
+    return plain > 0 ? (step_seconds(p, rows + 1 + n) + draft) / plain : 1;
 }
 
 static double rate_of(const Pace *p, const Odds *o, SpecKind who, int n, int rows) {   // tokens in the time of a plain step
@@ -3051,28 +3053,30 @@ static int best_depth(const Pace *p, const Odds *o, SpecKind who, int most, int 
     return best;
 }
 
+// Credit is counted in plain steps. Each step earns a share of one, by which text that nobody can guess may become slower; guesses
+// earn what they save and pay what they cost. Text gets more at first: it was watched before.
+static const double credit_of_step = 0.015, credit_first = 0.25, credit_first_text = 1, credit_most = 8;
+enum { DRAFTED_MOST = 256,    // steps with guesses, after which one goes without, to see how long those take
+       DOUBT_MOST = 8 };
+
 typedef struct {              // the drafting of a session
     Drafting   how;
     Ngrams     ngrams;
     Drafts     drafts;        // for the step that comes, behind the one token in todo
     Candidates found;         // what the drafter has found for it; depth 0: nothing
     Odds       odds[SPEC_KINDS];
+    double     credit[SPEC_KINDS];
+    int        doubt;         // credit that a trial of the drafter needs, as a multiple of what it might cost
     int        depth;         // guesses to ask of the drafter behind the step that runs
     int        missed;        // times in a row that n-grams had nothing to guess
     int        drafted;       // steps since the last plain one
-    int        doubt;         // how many times its price there has to be before the drafter is tried again
-    double     credit[SPEC_KINDS];     // time that guesses may cost, in plain steps
 } Guesser;
-
-static const double credit_first = 0.4, credit_most = 8, credit_share = 0.015, credit_slack = 0;
-enum { DOUBT_MOST = 8 };
-
 
 static void guesser_init(Guesser *g) {
     *g = (Guesser){ .ngrams = { .reach = 4, .least = NGRAM_LEAST }, .doubt = 1 };
     for (int k = 0; k < SPEC_KINDS; k++) {
         g->odds[k] = odds_new(k == SPEC_NGRAM ? 0.6f : 0.8f);
-        g->credit[k] = credit_first;
+        g->credit[k] = k == SPEC_NGRAM ? credit_first_text : credit_first;
     }
 }
 
@@ -3093,20 +3097,21 @@ static bool uses_ngrams(const Drafting *d) {
     return d->kind == SPEC_NGRAM || d->kind == SPEC_NGRAM_MOD || d->kind == SPEC_AUTO;
 }
 
-static void pay(Guesser *g, SpecKind who, double steps) { g->credit[who] = fmin(g->credit[who] - steps, credit_most); }
+static void earn(Guesser *g, SpecKind who, double steps) { g->credit[who] = fmin(g->credit[who] + steps, credit_most); }
 
-static int affordable(const Guesser *g, const Pace *p, SpecKind who, int most, int rows) {
-    while (most > 0 && price_of(p, who, most, rows) - 1 > g->credit[who]) most--;
+// How many guesses may be made, of at most `most`: there is credit for what they cost if half of what is expected of them is right.
+static int affordable(const Guesser *g, const Pace *p, SpecKind who, SpecKind maker, int most, int rows) {
+    while (most > 0 && price_of(p, maker, most, rows) - (1 + tokens_of(&g->odds[who], most)) / 2 > g->credit[who]) most--;
     return most;
 }
 
-// Of guesses from the text that were not run: as many as have come by now are compared with ids (n).
+// Guesses from the text that were not run are compared with ids (n) as far as they have come by now.
 static void learn_watched(Guesser *g, const int32_t *ids, int n) {
     Ngrams *w = &g->ngrams;
+    const int come = n - w->watched_at;
     int right = 0;
-    while (right < w->n_watched && w->watched_at + right < n && ids[w->watched_at + right] == w->watched[right]) right++;
-    if (right == n - w->watched_at && right < w->n_watched) return;    // they may go on
-    if (!w->n_watched) return;
+    while (right < min_int(w->n_watched, come) && ids[w->watched_at + right] == w->watched[right]) right++;
+    if (!w->n_watched || (right == come && right < w->n_watched)) return;              // they may go on
     odds_learn(&g->odds[SPEC_NGRAM], w->n_watched, right);
     ngrams_learn(w, w->n_watched, right);
     w->n_watched = 0;
@@ -3127,24 +3132,31 @@ static float least_share(const Pace *p, const Odds *o, int chain, int tree, int 
     return tree > chain && step > 0 ? (float)log(fmax((with - step) / (tree - chain) / step * tokens_of(o, chain), 1e-6)) : 0;
 }
 
+// How many of the guesses that are there to run: those from the text (found), or else a chain of the drafter's.
+static void choose(Guesser *g, const Pace *p, SpecKind who, int *from_text, int *chain, int rows) {
+    const Odds *text = &g->odds[SPEC_NGRAM], *drafter = &g->odds[who];
+    *from_text = odds_deepest(text) ? affordable(g, p, SPEC_NGRAM, SPEC_OFF, *from_text, rows) : 0;
+    *from_text = best_depth(p, text, SPEC_OFF, *from_text, rows);
+    if (odds_deepest(drafter)) *chain = best_depth(p, drafter, SPEC_OFF, *chain, rows);
+    if (rate_of(p, text, SPEC_OFF, *from_text, rows) <= rate_of(p, drafter, SPEC_OFF, *chain, rows)) *from_text = 0;
+}
+
 // Makes the drafts for a step of a session whose text, the token that runs next included, is ids (n): of what n-grams say and
 // what the drafter has found, that which makes more tokens a second. who: the drafter; rows: of others in the step.
 static void guess(Guesser *g, const Pace *p, SpecKind who, const int32_t *ids, int n, int most, int rows) {
-    const bool chooses = g->how.kind == SPEC_AUTO;
     Candidates *c = &g->found;
-    Odds *text_odds = &g->odds[SPEC_NGRAM], *odds = &g->odds[who];
     int32_t out[DRAFT_MAX];
     float least = -INFINITY;
     g->drafts.n = 0;
-    if (c->depth) pay(g, who, draft_seconds(p, who, c->depth) / step_seconds(p, rows + 1));
     const int found = uses_ngrams(&g->how) && most > 0 ? guess_ngrams(g, ids, n, most, out) : 0;
     int from_text = found, chain = min_int(c->depth, max_int(most, 0));
     for (int i = 0; i < chain; i++) if (c->log_share[i][0] < logf(g->how.least)) chain = i;
-    if (chooses) {
-        from_text = odds_deepest(text_odds) ? best_depth(p, text_odds, SPEC_OFF, affordable(g, p, SPEC_NGRAM, found, rows), rows) : 0;
-        if (odds_deepest(odds)) chain = best_depth(p, odds, SPEC_OFF, chain, rows);
-        least = least_share(p, odds, chain, g->how.tree, rows);
-        if (rate_of(p, text_odds, SPEC_OFF, from_text, rows) <= rate_of(p, odds, SPEC_OFF, chain, rows)) from_text = 0;
+    if (g->how.kind == SPEC_AUTO) {
+        earn(g, SPEC_NGRAM, credit_of_step);
+        earn(g, who, credit_of_step);
+        if (c->depth) earn(g, who, price_of(p, SPEC_OFF, c->depth, rows) - price_of(p, who, c->depth, rows));
+        choose(g, p, who, &from_text, &chain, rows);
+        least = least_share(p, &g->odds[who], chain, g->how.tree, rows);
         if (found && !from_text && !g->ngrams.n_watched) {
             memcpy(g->ngrams.watched, out, (size_t)found * sizeof *out);
             g->ngrams.n_watched = found, g->ngrams.watched_at = n;
@@ -3159,36 +3171,39 @@ static void guess(Guesser *g, const Pace *p, SpecKind who, const int32_t *ids, i
         c->depth = chain;
         tree_of(&g->drafts, c, max_int(min_int(most, g->how.tree), chain), least);
     }
-    pay(g, SPEC_NGRAM, -credit_share);
-    pay(g, who, -credit_share);
+}
+
+// The depth that pays, 0: none. A drafter of which nothing is known is tried with one guess; where that is right, it goes on as
+// long as it pays. Where it does not, all is forgotten, and the next trial needs more credit.
+static int paying_depth(Guesser *g, const Pace *p, SpecKind who, int most, int rows) {
+    Odds *o = &g->odds[who];
+    if (!odds_deepest(o)) return g->credit[who] >= fmin(g->doubt * (price_of(p, who, 1, rows) - 1), credit_most);
+    if (best_depth(p, o, who, most, rows)) return best_depth(p, o, who, affordable(g, p, who, who, most, rows), rows);
+    *o = odds_new(0.8f);
+    g->credit[who] = fmin(g->credit[who], 0);
+    g->doubt = min_int(2 * g->doubt, DOUBT_MOST);
+    return 0;
 }
 
 // How many guesses the drafter is to make behind the step that is about to run.
 static int depth_wanted(Guesser *g, const Pace *p, SpecKind who, int most, int rows) {
-    Odds *o = &g->odds[who];
     if (!uses_drafter(&g->how) || most <= 0) return 0;
     if (g->how.kind != SPEC_AUTO) return most;
-    if (p->step.n[1] < TIMES_FIRST || ++g->drafted > DRAFTED_MOST) return g->drafted = 0;      // how long are plain steps?
-    if (g->drafts.n && g->drafts.who == SPEC_NGRAM && g->odds[SPEC_NGRAM].right[0] > 0.9f) return 0;   // the text will do
-    if (!odds_deepest(o)) return g->credit[who] >= fmin(g->doubt * (price_of(p, who, 1, rows) - 1), credit_most);
-    if (best_depth(p, o, who, most, rows)) {
-        const int depth = best_depth(p, o, who, affordable(g, p, who, most, rows), rows);
-        if (!depth) g->drafted = 0;
-        return depth;
-    }
-    *o = odds_new(0.8f);
-    g->credit[who] = fmin(g->credit[who], 0);
-    g->doubt = min_int(2 * g->doubt, DOUBT_MOST);
-    return g->drafted = 0;
+    const bool text_will_do = g->drafts.n && g->drafts.who == SPEC_NGRAM && g->odds[SPEC_NGRAM].right[0] > 0.9f;
+    const bool plain = p->step.n[1] < TIMES_FIRST || g->drafted == DRAFTED_MOST || text_will_do;
+    const int depth = plain ? 0 : paying_depth(g, p, who, most, rows);
+    g->drafted = depth ? g->drafted + 1 : 0;
+    return depth;
 }
 
 // Of the drafts, a path of so many was right. rows: of others in the step.
 static void guesser_learn(Guesser *g, const Pace *p, int right, int rows) {
     const Drafts *d = &g->drafts;
     odds_learn(&g->odds[d->who], d->depth, right);
-    pay(g, d->who, price_of(p, SPEC_OFF, d->n, rows) - 1 - right);
-    if (g->credit[d->who] >= credit_most) g->doubt = 1;
     if (d->who == SPEC_NGRAM || d->who == SPEC_NGRAM_MOD) ngrams_learn(&g->ngrams, d->n, right);
+    if (g->how.kind != SPEC_AUTO) return;
+    earn(g, d->who, right + 1 - price_of(p, SPEC_OFF, d->n, rows));
+    if (g->credit[d->who] >= credit_most) g->doubt = 1;
 }
 
 // ==== [10] Generation: sessions, events ===============================================================================
@@ -3338,37 +3353,6 @@ typedef struct {
     char       err[512];
 } Session;
 
-static void session_open(Session *s, Model *m, Tokenizer *t, int seq) {
-    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .most_marks = 1 };
-    guesser_init(&s->guesser);
-    reset_session(m, seq);
-}
-
-static void session_close(Session *s) {
-    tok_ids_free(&s->held);
-    tok_ids_free(&s->todo);
-    tok_ids_free(&s->said);
-    guesser_free(&s->guesser);
-    tok_ids_free(&s->thought_name);
-    tok_reply_free(&s->reply);
-    for (int i = 0; i < MARKS; i++) free(s->marks[i].rings);
-    free(s->stops.held);
-    free(s->text);
-}
-
-static void session_forget(Session *s) {               // it holds nothing, and nothing is kept of it
-    reset_session(s->m, s->seq);
-    s->held.n = 0;
-    s->n_marks = 0;
-    s->row = -1;
-}
-
-static void session_cancel(Session *s) { s->cancelled = 1; }         // the next event is the end; from any thread or handler
-
-static void push_id(Session *s, TokIds *ids, int32_t id) {
-    if (tok__push(s->t, ids, id) < 0) die("%s", s->t->err);           // out of memory
-}
-
 static double cache_bytes(const Cache *k, int n) {      // of the newest n rows of a session, all heads
     return (double)n * k->n_kv_heads * (double)(kv_row_bytes(k->k.type, k->k.dim) + kv_scale_bytes(k->k.type, k->k.dim) +
                                                 kv_row_bytes(k->v.type, k->v.dim) + kv_scale_bytes(k->v.type, k->v.dim));
@@ -3412,6 +3396,39 @@ static double bytes_per_draft(const Model *m, int pos) {
         bytes += cache_bytes(is_block ? &d->caches[l] : &m->caches[m->cache_of[d->donor[l]]], seen);
     }
     return bytes;
+}
+
+static void session_open(Session *s, Model *m, Tokenizer *t, int seq) {
+    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .most_marks = 1 };
+    guesser_init(&s->guesser);
+    m->pace.records = m->ops->mark != NULL;
+    if (m->drafter.kind != DRAFTER_NONE) m->pace.draft_share = bytes_per_draft(m, 0) / bytes_per_token(m, 0);
+    reset_session(m, seq);
+}
+
+static void session_close(Session *s) {
+    tok_ids_free(&s->held);
+    tok_ids_free(&s->todo);
+    tok_ids_free(&s->said);
+    guesser_free(&s->guesser);
+    tok_ids_free(&s->thought_name);
+    tok_reply_free(&s->reply);
+    for (int i = 0; i < MARKS; i++) free(s->marks[i].rings);
+    free(s->stops.held);
+    free(s->text);
+}
+
+static void session_forget(Session *s) {               // it holds nothing, and nothing is kept of it
+    reset_session(s->m, s->seq);
+    s->held.n = 0;
+    s->n_marks = 0;
+    s->row = -1;
+}
+
+static void session_cancel(Session *s) { s->cancelled = 1; }         // the next event is the end; from any thread or handler
+
+static void push_id(Session *s, TokIds *ids, int32_t id) {
+    if (tok__push(s->t, ids, id) < 0) die("%s", s->t->err);           // out of memory
 }
 
 // Cuts the session back to what it shares with a prompt (ids, n >= 1), less the last token, which has to run for its logits.
@@ -3697,8 +3714,8 @@ static void count_drafts(Session *s, int right) {
 }
 
 // Of the tokens chosen at the last token's row, number `row` of logits, and at those of the drafts: takes one after the other
-// along the accepted path, number i.
-static void take_tokens(Session *s, int i, int row, Event *e) {
+// along the accepted path, number i. rows: of other sessions in the step.
+static void take_tokens(Session *s, int i, int row, int rows, Event *e) {
     Guesser *g = &s->guesser;
     const Verdict *v = &s->m->verdict;
     const int32_t *chosen = v->chosen + row, *path = v->path + (size_t)i * STEP_ROWS;
@@ -3717,7 +3734,7 @@ static void take_tokens(Session *s, int i, int row, Event *e) {
     if (!s->prompting) drop_drafts(s);
     if (!g->drafts.n) return;
     count_drafts(s, right);
-    guesser_learn(g, &s->m->pace, right, 0);
+    guesser_learn(g, &s->m->pace, right, rows);
     g->drafts.n = 0;
 }
 
@@ -3825,8 +3842,8 @@ static bool conclude(Session *const *sessions, StepSeg *segs, int n, bool drafte
         issue_verdict(m, drafting, n_drafting, depth, NULL);
         if (ahead) step_ahead(m, segs, n, depth);
         read_verdict(m);
-        if (n == 1 && n_rows <= STEP_ROWS) times_learn(&m->pace.step, n_rows, v->verified - start, step_seconds(&m->pace, n_rows));
-        if (n_drafting == 1) draft_learn(&m->pace, drafter_of(m), depth, v->drafted - v->verified);
+        if (n == 1 && n_rows <= STEP_ROWS) step_took(&m->pace, n_rows, v->verified - start);
+        if (n_drafting == 1) draft_took(&m->pace, drafter_of(m), depth, v->drafted - v->verified);
         for (int k = 0; k < n_drafting; k++) take_candidates(sessions[drafting[k]], k, n_drafting, depth);
         return ahead;
     }
@@ -3872,7 +3889,7 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
     const double began = runs_already ? sessions[0]->returned : start;
     const bool ahead = conclude(sessions, segs, n, drafted, began), plain = n == 1 && n_step == 1 && !sessions[0]->guesser.depth;
     const double now = seconds();
-    if (plain) times_learn(&m->pace.step, 1, now - began, step_seconds(&m->pace, 1));
+    if (plain) step_took(&m->pace, 1, now - began);
     for (int i = 0, row = 0; i < n; i++) {
         Session *s = sessions[i];
         const int n_rows = 1 + s->guesser.drafts.n;
@@ -3889,7 +3906,7 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
         if (marks[i] == m->len[s->seq]) session_save(s);
         if (s->at == (int)s->todo.n) {
             s->step = step_number;
-            take_tokens(s, i, row, events[i]);
+            take_tokens(s, i, row, n_step - n_rows, events[i]);
             row += n_rows;
         } else {
             *events[i] = (Event){ .kind = EVENT_PROMPT, .done = s->at, .total = (int)s->todo.n };
