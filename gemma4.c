@@ -794,7 +794,7 @@ typedef struct {              // seconds by a number, of rows or guesses
     double of[STEP_ROWS + 1]; // 0: not measured yet
     int    n[STEP_ROWS + 1];  // how often it was measured
 } Times;
-typedef struct {              // how long a step of one session takes, by its rows; a draft, by its tokens, of an MTP assistant for each
+typedef struct {              // how long a step of one session takes, by its rows; a draft, by its tokens
     Times  step, draft;
     double draft_share;       // bytes that a draft of one token reads, as a part of a step's
     bool   records;           // the backend records steps: the first of a kind is slow
@@ -2993,41 +2993,43 @@ static double tokens_of(const Odds *o, int n) {        // that a step with n gue
 enum { TIMES_FIRST = 4 };     // the least of the first few is taken, but for the very first: caches are cold
 
 // Seconds that n should take: between those known, in proportion; behind them, for each one more what it was from 1 to the last of
-// them, or a twelfth of 1 as long as no other is known.
-static double times_of(const Times *t, int n) {
+// them, or, as long as no other is known, `each` times that of 1.
+static double times_of(const Times *t, int n, double each) {
     const double *of = t->of;
     int low = n, high = n;
     while (low > 1 && of[low] == 0) low--;
     while (high < STEP_ROWS && of[high] == 0) high++;
     if (low == n) return of[n];
     if (of[high] > 0) return of[low] > 0 ? of[low] + (of[high] - of[low]) * (n - low) / (high - low) : of[high];
-    return of[low] + (n - low) * (low > 1 ? (of[low] - of[1]) / (low - 1) : of[1] / 12);
+    return of[low] + (n - low) * (low > 1 ? (of[low] - of[1]) / (low - 1) : of[1] * each);
 }
 
-static void times_learn(const Pace *p, Times *t, int n, double taken, double expected) {
+// The machine may become slower or faster as a whole, so what is not measured now follows what is, half of the way.
+static void times_learn(Pace *p, Times *t, int n, double taken, double expected) {
     double *was = &t->of[n];
     const int before = t->n[n]++;
     if (!before && p->records) return;
-    if (expected > 0) taken = fmin(taken, 2 * expected);               // now and then the machine does something else
+    if (expected > 0) taken = fmin(taken, 2 * expected);               // now and then it does something else
     if (before < 2) *was = taken;
     else if (before < TIMES_FIRST) *was = fmin(*was, taken);
-    else *was += (taken - *was) / 8;
+    else {
+        const double now = *was + (taken - *was) / 8, half = sqrt(now / *was);
+        for (int i = 0; i <= STEP_ROWS; i++) p->step.of[i] *= half, p->draft.of[i] *= half;
+        *was = now;
+    }
 }
 
-static double step_seconds(const Pace *p, int rows) { return times_of(&p->step, min_int(rows, STEP_ROWS)); }
+static double step_seconds(const Pace *p, int rows) { return times_of(&p->step, min_int(rows, STEP_ROWS), 0.08); }
 
-// Before it was measured, somewhat more than its share of bytes: small matrices are slow.
+// Before it was measured, somewhat more than its share of bytes: small matrices are slow. DFlash makes all guesses at once.
 static double draft_seconds(const Pace *p, SpecKind who, int n) {
-    const double of_bytes = 1.5 * p->draft_share * step_seconds(p, 1);
-    if (who == SPEC_MTP) return n * (p->draft.of[1] > 0 ? p->draft.of[1] : of_bytes);
-    const double known = times_of(&p->draft, n);
-    return known > 0 ? known : of_bytes;
+    const double known = times_of(&p->draft, n, who == SPEC_MTP ? 1 : 0.08);
+    return known > 0 ? known : 1.5 * p->draft_share * step_seconds(p, 1) * (who == SPEC_MTP ? n : 1);
 }
 
 static void step_took(Pace *p, int rows, double seconds) { times_learn(p, &p->step, rows, seconds, step_seconds(p, rows)); }
 
 static void draft_took(Pace *p, SpecKind who, int n, double seconds) {
-    if (who == SPEC_MTP) seconds /= n, n = 1;
     times_learn(p, &p->draft, n, seconds, draft_seconds(p, who, n));
 }
 
