@@ -3841,11 +3841,12 @@ static bool conclude(Session *const *sessions, StepSeg *segs, int n, bool drafte
     for (int i = 0; i < n; i++) kept += 1 + sessions[i]->guesser.drafts.n;
     for (int i = 0; i < n; i++) ahead = ahead && kept == m->n_kept && may_go_ahead(sessions[i], depth);
     if (drafted || depth) {
+        const bool late = n_drafting && m->drafter.waiting[segs[drafting[0]].seq] > 8;     // a draft that has much to take in first
         issue_verdict(m, drafting, n_drafting, depth, NULL);
         if (ahead) step_ahead(m, segs, n, depth);
         read_verdict(m);
         if (n == 1 && n_rows <= STEP_ROWS) step_took(&m->pace, n_rows, v->verified - start);
-        if (n_drafting == 1) draft_took(&m->pace, drafter_of(m), depth, v->drafted - v->verified);
+        if (n_drafting == 1 && !late) draft_took(&m->pace, drafter_of(m), depth, v->drafted - v->verified);
         for (int k = 0; k < n_drafting; k++) take_candidates(sessions[drafting[k]], k, n_drafting, depth);
         return ahead;
     }
