@@ -797,7 +797,9 @@ typedef struct {              // seconds by a number, of rows or guesses
     int    n[STEP_ROWS + 1];  // how often it was measured
 } Times;
 typedef struct {              // how long a step of one session takes, by its rows; a draft, by its tokens
-    Times step, draft;
+    Times  step, draft;
+    double draft_share;       // bytes that a draft of one token reads, as a part of a step's
+    bool   records;           // the backend records steps: the first of a kind is slow
 } Pace;
 
 typedef struct {              // what came of a step, on the host
@@ -2771,8 +2773,9 @@ static double read_density(Model *m) {
 // what is said, so all this is about time alone.
 //
 // How far to guess (auto): a step of n rows takes so long, n guesses too, and at every depth so many were right of late. Of all
-// depths, none among them, the one with most tokens a second is taken. Where that is none, plain steps follow, more of them
-// each time, before guessing is tried again.
+// depths, none among them, the one with most tokens a second is taken. But what is not known has to be tried, and what was right
+// may be wrong next: so every step earns a little credit, guesses that save time earn more, and none is made that might cost more
+// than there is. Guesses from the text cost nothing as long as they are only watched.
 
 typedef enum { SPEC_OFF, SPEC_NGRAM, SPEC_NGRAM_MOD, SPEC_MTP, SPEC_DFLASH, SPEC_AUTO, SPEC_KINDS } SpecKind;
 static const char *const spec_names[] = { "off", "ngram", "ngram-mod", "mtp", "dflash", "auto" };
@@ -2825,6 +2828,8 @@ typedef struct {
     int32_t *earlier;         // (n_room)
     int      n, n_room;       // places entered
     int      reach, least;    // tokens to guess; tokens that have to match
+    int32_t  watched[DRAFT_MAX];       // guesses that were not run, to see what they would have been worth,
+    int      n_watched, watched_at;    // and where their text goes on
 } Ngrams;
 
 static struct {               // ngram-mod: what followed the last NGRAM_MOD tokens, wherever that was last; hashes may collide
@@ -2948,7 +2953,8 @@ typedef struct {              // how often guesses are right, at each depth wher
     int   seen[DRAFT_MAX];    // guesses that this rests on; old ones fade. 0: none, it is as often as one before
 } Odds;
 
-enum { ODDS_MEMORY = 12, ODDS_PRIOR = 2 };             // guesses that a share of them rests on, and what is supposed at first
+enum { ODDS_MEMORY = 24,      // guesses that a share of them rests on,
+       ODDS_PRIOR = 1, ODDS_DEEPER = 3 };              // and those that are supposed at first, of the first depth and of others
 
 static Odds odds_new(float first) {
     Odds o = { { first }, { 0 } };
@@ -2966,12 +2972,17 @@ static int odds_deepest(const Odds *o) {               // depths that were seen
     return n;
 }
 
-// Of n guesses, each behind the one before, the first `right` were.
+// Of n guesses, each behind the one before, the first `right` were. What was known of depths that nobody looked at comes nearer to
+// the depth before, so that they are looked at again some day.
 static void odds_learn(Odds *o, int n, int right) {
-    for (int d = 0; d < n && d <= right; d++) {
-        o->right[d] = odds_at(o, d);
-        o->seen[d] = min_int(o->seen[d] + 1, ODDS_MEMORY);
-        o->right[d] += ((d < right) - o->right[d]) / (float)(o->seen[d] + ODDS_PRIOR);
+    for (int d = 0; d < DRAFT_MAX; d++) {
+        if (d < n && d <= right) {
+            o->right[d] = odds_at(o, d);
+            o->seen[d] = min_int(o->seen[d] + 1, ODDS_MEMORY);
+            o->right[d] += ((d < right) - o->right[d]) / (float)(o->seen[d] + (d ? ODDS_DEEPER : ODDS_PRIOR));
+        } else if (o->seen[d]) {
+            o->right[d] += (o->right[d - 1] - o->right[d]) / 32;
+        }
     }
 }
 
@@ -2981,59 +2992,76 @@ static double tokens_of(const Odds *o, int n) {        // that a step with n gue
     return tokens;
 }
 
-enum { TIMES_FIRST = 4 };     // the least of the first few is taken: caches are cold, and what is recorded is not yet
+enum { TIMES_FIRST = 4 };     // the least of the first few is taken, but for the very first: caches are cold
 
-static void times_learn(Times *t, int n, double taken) {
-    double *was = &t->of[n];
-    if (t->n[n]++ < TIMES_FIRST) *was = *was > 0 ? fmin(*was, taken) : taken;
-    else *was += (fmin(taken, 2 * *was) - *was) / 8;   // now and then the machine does something else
-}
-
-// What n should take: between those known, in proportion; beyond them, `more` of the nearest known for each one more.
-static double times_guess(const Times *t, int n, double more) {
-    int low = n, high = n;
-    while (low > 0 && t->of[low] == 0) low--;
-    while (high < STEP_ROWS && t->of[high] == 0) high++;
-    if (low == n) return t->of[n];
+// Seconds that n should take: between those known, in proportion; behind them, for each one more what it was from 1 to the last of
+// them, or, as long as no other is known, `each` times that of 1.
+static double times_of(const Times *t, int n, double each) {
     const double *of = t->of;
-    if (low > 0 && of[high] > 0) return of[low] + (of[high] - of[low]) * (n - low) / (high - low);
-    if (low > 0) return of[low] * (1 + more * (n - low));
-    return of[high] > 0 ? of[high] * fmax(0.5, 1 - more * (high - n)) : 0;
+    int low = n, high = n;
+    while (low > 1 && of[low] == 0) low--;
+    while (high < STEP_ROWS && of[high] == 0) high++;
+    if (low == n) return of[n];
+    if (of[high] > 0) return of[low] > 0 ? of[low] + (of[high] - of[low]) * (n - low) / (high - low) : of[high];
+    return of[low] + (n - low) * (low > 1 ? (of[low] - of[1]) / (low - 1) : of[1] * each);
 }
 
-enum { DRAFTED_MOST = 64 };   // steps with guesses, after which one goes without
-enum { REST_LEAST = 32, REST_MOST = 512 };             // plain steps where guessing does not pay
-
-// Seconds of a step with n guesses, beside `rows` other rows.
-static double seconds_of(const Pace *p, int n, double drafts, int rows) {
-    const double step = times_guess(&p->step, min_int(rows + 1 + n, STEP_ROWS), 0.08);
-    return step + (drafts >= 0 && n ? times_guess(&p->draft, n, drafts) : 0);
+// The machine may become slower or faster as a whole, so what is not measured now follows what is, half of the way.
+static void times_learn(Pace *p, Times *t, int n, double taken, double expected) {
+    double *was = &t->of[n];
+    const int before = t->n[n]++;
+    if (!before && p->records) return;
+    if (expected > 0) taken = fmin(taken, 2 * expected);               // now and then it does something else
+    if (before < 2) *was = taken;
+    else if (before < TIMES_FIRST) *was = fmin(*was, taken);
+    else {
+        const double now = *was + (taken - *was) / 8, half = sqrt(now / *was);
+        for (int i = 0; i <= STEP_ROWS; i++) p->step.of[i] *= half, p->draft.of[i] *= half;
+        *was = now;
+    }
 }
 
-// Tokens a second with n guesses, beside `rows` other rows of the step. drafts: they are still to be made, and each one more takes
-// that share of the first; < 0: they are there.
-static double rate_of(const Pace *p, const Odds *o, int n, double drafts, int rows) {
-    return tokens_of(o, n) / seconds_of(p, n, drafts, rows);
+static double step_seconds(const Pace *p, int rows) { return times_of(&p->step, min_int(rows, STEP_ROWS), 0.08); }
+
+// Before it was measured, somewhat more than its share of bytes: small matrices are slow. DFlash makes all guesses at once.
+static double draft_seconds(const Pace *p, SpecKind who, int n) {
+    const double known = times_of(&p->draft, n, who == SPEC_MTP ? 1 : 0.08);
+    return known > 0 ? known : 1.5 * p->draft_share * step_seconds(p, 1) * (who == SPEC_MTP ? n : 1);
 }
 
-// Whether guesses would pay if all were right: only then it is worth a trial.
-static bool could_pay(const Pace *p, int most, double drafts, int rows) {
-    const double plain = 1 / seconds_of(p, 0, drafts, rows);
-    for (int n = 1; n <= most; n++) if ((n + 1) / seconds_of(p, n, drafts, rows) > 1.15 * plain) return true;
-    return false;
+static void step_took(Pace *p, int rows, double seconds) { times_learn(p, &p->step, rows, seconds, step_seconds(p, rows)); }
+
+static void draft_took(Pace *p, SpecKind who, int n, double seconds) {
+    times_learn(p, &p->draft, n, seconds, draft_seconds(p, who, n));
+}
+
+// What a step with n guesses takes, beside `rows` other rows, in steps without. who: makes them; OFF: they are there.
+static double price_of(const Pace *p, SpecKind who, int n, int rows) {
+    const double plain = step_seconds(p, rows + 1), draft = who != SPEC_OFF && n ? draft_seconds(p, who, n) : 0;
+    return plain > 0 ? (step_seconds(p, rows + 1 + n) + draft) / plain : 1;
+}
+
+static double rate_of(const Pace *p, const Odds *o, SpecKind who, int n, int rows) {   // tokens in the time of a plain step
+    return tokens_of(o, n) / price_of(p, who, n, rows);
 }
 
 // The depth from 1 to `most` that makes most tokens a second; 0: plain steps make as many, or nearly so. It goes twice as deep
 // as guesses were ever seen, and no deeper.
-static int best_depth(const Pace *p, const Odds *o, int most, double drafts, int rows) {
+static int best_depth(const Pace *p, const Odds *o, SpecKind who, int most, int rows) {
     int best = 0;
-    double rate = 1.02 * rate_of(p, o, 0, drafts, rows);
+    double rate = 1.02;
     for (int n = 1; n <= min_int(most, 2 * odds_deepest(o) + 1); n++) {
-        const double with = rate_of(p, o, n, drafts, rows);
+        const double with = rate_of(p, o, who, n, rows);
         if (with > rate) best = n, rate = with;
     }
     return best;
 }
+
+// Credit is counted in plain steps. Each step earns a share of one, by which text that nobody can guess may become slower; guesses
+// earn what they save and pay what they cost. Text gets more at first: it was watched before.
+static const double credit_of_step = 0.015, credit_first = 0.25, credit_first_text = 1, credit_most = 8;
+enum { DRAFTED_MOST = 256,    // steps with guesses, after which one goes without, to see how long those take
+       DOUBT_MOST = 8 };
 
 typedef struct {              // the drafting of a session
     Drafting   how;
@@ -3041,21 +3069,24 @@ typedef struct {              // the drafting of a session
     Drafts     drafts;        // for the step that comes, behind the one token in todo
     Candidates found;         // what the drafter has found for it; depth 0: nothing
     Odds       odds[SPEC_KINDS];
+    double     credit[SPEC_KINDS];
+    int        doubt;         // credit that a trial of the drafter needs, as a multiple of what it might cost
     int        depth;         // guesses to ask of the drafter behind the step that runs
     int        missed;        // times in a row that n-grams had nothing to guess
-    int        trial;         // guesses to try although they do not seem to pay: more and more as long as all are right
     int        drafted;       // steps since the last plain one
-    int        rest, next_rest;        // plain steps before the next trial, and before the one behind it
 } Guesser;
 
 static void guesser_init(Guesser *g) {
-    *g = (Guesser){ .ngrams = { .reach = 4, .least = NGRAM_LEAST }, .trial = 1, .next_rest = REST_LEAST };
-    for (int k = 0; k < SPEC_KINDS; k++) g->odds[k] = odds_new(k == SPEC_NGRAM ? 0.6f : 0.8f);
+    *g = (Guesser){ .ngrams = { .reach = 4, .least = NGRAM_LEAST }, .doubt = 1 };
+    for (int k = 0; k < SPEC_KINDS; k++) {
+        g->odds[k] = odds_new(k == SPEC_NGRAM ? 0.6f : 0.8f);
+        g->credit[k] = k == SPEC_NGRAM ? credit_first_text : credit_first;
+    }
 }
 
 static void guesser_start(Guesser *g, const Drafting *how) {           // an answer
     g->how = *how;
-    g->drafts.n = g->found.depth = g->depth = 0;
+    g->drafts.n = g->found.depth = g->depth = g->ngrams.n_watched = 0;
     if (how->kind == SPEC_NGRAM_MOD && !ngram_mod.next)
         ngram_mod.next = alloc_or_die((size_t)1 << NGRAM_MOD_BITS, sizeof *ngram_mod.next);
 }
@@ -3070,9 +3101,30 @@ static bool uses_ngrams(const Drafting *d) {
     return d->kind == SPEC_NGRAM || d->kind == SPEC_NGRAM_MOD || d->kind == SPEC_AUTO;
 }
 
+static void earn(Guesser *g, SpecKind who, double steps) { g->credit[who] = fmin(g->credit[who] + steps, credit_most); }
+
+// How many guesses may be made, of at most `most`: there is credit for what they cost if half of what is expected of them is right.
+static int affordable(const Guesser *g, const Pace *p, SpecKind who, SpecKind maker, int most, int rows) {
+    while (most > 0 && price_of(p, maker, most, rows) - (1 + tokens_of(&g->odds[who], most)) / 2 > g->credit[who]) most--;
+    return most;
+}
+
+// Guesses from the text that were not run are compared with ids (n) as far as they have come by now.
+static void learn_watched(Guesser *g, const int32_t *ids, int n) {
+    Ngrams *w = &g->ngrams;
+    const int come = n - w->watched_at;
+    int right = 0;
+    while (right < min_int(w->n_watched, come) && ids[w->watched_at + right] == w->watched[right]) right++;
+    if (!w->n_watched || (right == come && right < w->n_watched)) return;              // they may go on
+    odds_learn(&g->odds[SPEC_NGRAM], w->n_watched, right);
+    ngrams_learn(w, w->n_watched, right);
+    w->n_watched = 0;
+}
+
 // Guesses what follows ids (n) from n-grams -> how many of at most `most`.
 static int guess_ngrams(Guesser *g, const int32_t *ids, int n, int most, int32_t *out) {
     const bool table = g->how.kind == SPEC_NGRAM_MOD;
+    learn_watched(g, ids, n);
     most = min_int(most, g->ngrams.reach);
     ngrams_enter(&g->ngrams, ids, n, table);
     return table ? ngram_mod_look_up(ids, n, most, out) : ngrams_look_up(&g->ngrams, ids, n, g->ngrams.least, most, out);
@@ -3080,29 +3132,39 @@ static int guess_ngrams(Guesser *g, const int32_t *ids, int n, int most, int32_t
 
 // The share below which a branch of a tree costs more than it brings; its logarithm.
 static float least_share(const Pace *p, const Odds *o, int chain, int tree, int rows) {
-    const double step = times_guess(&p->step, min_int(rows + 1 + chain, STEP_ROWS), 0.08);
-    const double with = times_guess(&p->step, min_int(rows + 1 + tree, STEP_ROWS), 0.08);
+    const double step = step_seconds(p, rows + 1 + chain), with = step_seconds(p, rows + 1 + tree);
     return tree > chain && step > 0 ? (float)log(fmax((with - step) / (tree - chain) / step * tokens_of(o, chain), 1e-6)) : 0;
+}
+
+// How many of the guesses that are there to run: those from the text (found), or else a chain of the drafter's.
+static void choose(Guesser *g, const Pace *p, SpecKind who, int *from_text, int *chain, int rows) {
+    const Odds *text = &g->odds[SPEC_NGRAM], *drafter = &g->odds[who];
+    *from_text = odds_deepest(text) ? affordable(g, p, SPEC_NGRAM, SPEC_OFF, *from_text, rows) : 0;
+    *from_text = best_depth(p, text, SPEC_OFF, *from_text, rows);
+    if (odds_deepest(drafter)) *chain = best_depth(p, drafter, SPEC_OFF, *chain, rows);
+    if (rate_of(p, text, SPEC_OFF, *from_text, rows) <= rate_of(p, drafter, SPEC_OFF, *chain, rows)) *from_text = 0;
 }
 
 // Makes the drafts for a step of a session whose text, the token that runs next included, is ids (n): of what n-grams say and
 // what the drafter has found, that which makes more tokens a second. who: the drafter; rows: of others in the step.
 static void guess(Guesser *g, const Pace *p, SpecKind who, const int32_t *ids, int n, int most, int rows) {
-    const bool chooses = g->how.kind == SPEC_AUTO;
     Candidates *c = &g->found;
-    Odds *text_odds = &g->odds[SPEC_NGRAM];
     int32_t out[DRAFT_MAX];
     float least = -INFINITY;
     g->drafts.n = 0;
     const int found = uses_ngrams(&g->how) && most > 0 ? guess_ngrams(g, ids, n, most, out) : 0;
     int from_text = found, chain = min_int(c->depth, max_int(most, 0));
     for (int i = 0; i < chain; i++) if (c->log_share[i][0] < logf(g->how.least)) chain = i;
-    if (chooses) {
-        from_text = best_depth(p, text_odds, found, -1, rows);
-        if (!g->trial) chain = best_depth(p, &g->odds[who], chain, -1, rows);
+    if (g->how.kind == SPEC_AUTO) {
+        earn(g, SPEC_NGRAM, credit_of_step);
+        earn(g, who, credit_of_step);
+        if (c->depth) earn(g, who, price_of(p, SPEC_OFF, c->depth, rows) - price_of(p, who, c->depth, rows));
+        choose(g, p, who, &from_text, &chain, rows);
         least = least_share(p, &g->odds[who], chain, g->how.tree, rows);
-        if (rate_of(p, text_odds, from_text, -1, rows) <= rate_of(p, &g->odds[who], chain, -1, rows)) from_text = 0;
-        if (found && !from_text) text_odds->right[0] += (0.6f - text_odds->right[0]) / 128;    // to be tried again some day
+        if (found && !from_text && !g->ngrams.n_watched) {
+            memcpy(g->ngrams.watched, out, (size_t)found * sizeof *out);
+            g->ngrams.n_watched = found, g->ngrams.watched_at = n;
+        }
     }
     g->missed = from_text ? 0 : g->missed + 1;
     if (from_text) {
@@ -3115,38 +3177,37 @@ static void guess(Guesser *g, const Pace *p, SpecKind who, const int32_t *ids, i
     }
 }
 
-// How many guesses the drafter is to make behind the step that is about to run.
-static int depth_wanted(Guesser *g, const Pace *p, SpecKind who, int most, int rows) {
+// The depth that pays, 0: none. A drafter of which nothing is known is tried with one guess; where that is right, it goes on as
+// long as it pays. Where it does not, all is forgotten, and the next trial needs more credit.
+static int paying_depth(Guesser *g, const Pace *p, SpecKind who, int most, int rows) {
     Odds *o = &g->odds[who];
-    if (!uses_drafter(&g->how) || most <= 0) return 0;
-    if (g->how.kind != SPEC_AUTO) return most;
-    if (p->step.n[1] < TIMES_FIRST || ++g->drafted > DRAFTED_MOST) {               // how long do steps take without?
-        g->drafted = 0;
-        return 0;
-    }
-    if (g->rest > 0 && --g->rest) return g->drafted = 0;
-    if (g->drafts.n && g->drafts.who == SPEC_NGRAM && g->odds[SPEC_NGRAM].right[0] > 0.9f) return 0;   // the text will do
-    const double drafts = who == SPEC_DFLASH ? 0.02 : 1;               // DFlash guesses all of them at once
-    const int depth = best_depth(p, o, most, drafts, rows);
-    if (depth) return depth;
-    if (g->trial && could_pay(p, most, drafts, rows)) return min_int(g->trial, most);
-    for (int i = 0; i < DRAFT_MAX; i++) o->seen[i] = min_int(o->seen[i], 2);           // what is tried then counts for more
-    g->trial = 1;
-    g->rest = g->next_rest;
-    g->next_rest = min_int(2 * g->next_rest, REST_MOST);
+    if (!odds_deepest(o)) return g->credit[who] >= fmin(g->doubt * (price_of(p, who, 1, rows) - 1), credit_most);
+    if (best_depth(p, o, who, most, rows)) return best_depth(p, o, who, affordable(g, p, who, who, most, rows), rows);
+    *o = odds_new(0.8f);
+    g->credit[who] = fmin(g->credit[who], 0);
+    g->doubt = min_int(2 * g->doubt, DOUBT_MOST);
     return 0;
 }
 
-// Of the drafts, a path of so many was right.
-static void guesser_learn(Guesser *g, int right) {
+// How many guesses the drafter is to make behind the step that is about to run.
+static int depth_wanted(Guesser *g, const Pace *p, SpecKind who, int most, int rows) {
+    if (!uses_drafter(&g->how) || most <= 0) return 0;
+    if (g->how.kind != SPEC_AUTO) return most;
+    const bool text_will_do = g->drafts.n && g->drafts.who == SPEC_NGRAM && g->odds[SPEC_NGRAM].right[0] > 0.9f;
+    const bool plain = p->step.n[1] < TIMES_FIRST || g->drafted == DRAFTED_MOST || text_will_do;
+    const int depth = plain ? 0 : paying_depth(g, p, who, most, rows);
+    g->drafted = depth ? g->drafted + 1 : 0;
+    return depth;
+}
+
+// Of the drafts, a path of so many was right. rows: of others in the step.
+static void guesser_learn(Guesser *g, const Pace *p, int right, int rows) {
     const Drafts *d = &g->drafts;
     odds_learn(&g->odds[d->who], d->depth, right);
-    if (d->who == SPEC_NGRAM || d->who == SPEC_NGRAM_MOD) {
-        ngrams_learn(&g->ngrams, d->n, right);
-        return;
-    }
-    if (right) g->next_rest = REST_LEAST;
-    g->trial = right == d->depth && 2 * right + 1 <= DRAFT_MAX ? 2 * right + 1 : 0;
+    if (d->who == SPEC_NGRAM || d->who == SPEC_NGRAM_MOD) ngrams_learn(&g->ngrams, d->n, right);
+    if (g->how.kind != SPEC_AUTO) return;
+    earn(g, d->who, right + 1 - price_of(p, SPEC_OFF, d->n, rows));
+    if (g->credit[d->who] >= credit_most) g->doubt = 1;
 }
 
 // ==== [10] Generation: sessions, events ===============================================================================
@@ -3296,37 +3357,6 @@ typedef struct {
     char       err[512];
 } Session;
 
-static void session_open(Session *s, Model *m, Tokenizer *t, int seq) {
-    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .most_marks = 1, .chunk = m->options.n_batch };
-    guesser_init(&s->guesser);
-    reset_session(m, seq);
-}
-
-static void session_close(Session *s) {
-    tok_ids_free(&s->held);
-    tok_ids_free(&s->todo);
-    tok_ids_free(&s->said);
-    guesser_free(&s->guesser);
-    tok_ids_free(&s->thought_name);
-    tok_reply_free(&s->reply);
-    for (int i = 0; i < MARKS; i++) free(s->marks[i].rings);
-    free(s->stops.held);
-    free(s->text);
-}
-
-static void session_forget(Session *s) {               // it holds nothing, and nothing is kept of it
-    reset_session(s->m, s->seq);
-    s->held.n = 0;
-    s->n_marks = 0;
-    s->row = -1;
-}
-
-static void session_cancel(Session *s) { s->cancelled = 1; }         // the next event is the end; from any thread or handler
-
-static void push_id(Session *s, TokIds *ids, int32_t id) {
-    if (tok__push(s->t, ids, id) < 0) die("%s", s->t->err);           // out of memory
-}
-
 static double cache_bytes(const Cache *k, int n) {      // of the newest n rows of a session, all heads
     return (double)n * k->n_kv_heads * (double)(kv_row_bytes(k->k.type, k->k.dim) + kv_scale_bytes(k->k.type, k->k.dim) +
                                                 kv_row_bytes(k->v.type, k->v.dim) + kv_scale_bytes(k->v.type, k->v.dim));
@@ -3370,6 +3400,39 @@ static double bytes_per_draft(const Model *m, int pos) {
         bytes += cache_bytes(is_block ? &d->caches[l] : &m->caches[m->cache_of[d->donor[l]]], seen);
     }
     return bytes;
+}
+
+static void session_open(Session *s, Model *m, Tokenizer *t, int seq) {
+    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .most_marks = 1, .chunk = m->options.n_batch };
+    guesser_init(&s->guesser);
+    m->pace.records = m->ops->mark != NULL;
+    if (m->drafter.kind != DRAFTER_NONE) m->pace.draft_share = bytes_per_draft(m, 0) / bytes_per_token(m, 0);
+    reset_session(m, seq);
+}
+
+static void session_close(Session *s) {
+    tok_ids_free(&s->held);
+    tok_ids_free(&s->todo);
+    tok_ids_free(&s->said);
+    guesser_free(&s->guesser);
+    tok_ids_free(&s->thought_name);
+    tok_reply_free(&s->reply);
+    for (int i = 0; i < MARKS; i++) free(s->marks[i].rings);
+    free(s->stops.held);
+    free(s->text);
+}
+
+static void session_forget(Session *s) {               // it holds nothing, and nothing is kept of it
+    reset_session(s->m, s->seq);
+    s->held.n = 0;
+    s->n_marks = 0;
+    s->row = -1;
+}
+
+static void session_cancel(Session *s) { s->cancelled = 1; }         // the next event is the end; from any thread or handler
+
+static void push_id(Session *s, TokIds *ids, int32_t id) {
+    if (tok__push(s->t, ids, id) < 0) die("%s", s->t->err);           // out of memory
 }
 
 // Cuts the session back to what it shares with a prompt (ids, n >= 1), less the last token, which has to run for its logits.
@@ -3655,8 +3718,8 @@ static void count_drafts(Session *s, int right) {
 }
 
 // Of the tokens chosen at the last token's row, number `row` of logits, and at those of the drafts: takes one after the other
-// along the accepted path, number i.
-static void take_tokens(Session *s, int i, int row, Event *e) {
+// along the accepted path, number i. rows: of other sessions in the step.
+static void take_tokens(Session *s, int i, int row, int rows, Event *e) {
     Guesser *g = &s->guesser;
     const Verdict *v = &s->m->verdict;
     const int32_t *chosen = v->chosen + row, *path = v->path + (size_t)i * STEP_ROWS;
@@ -3675,7 +3738,7 @@ static void take_tokens(Session *s, int i, int row, Event *e) {
     if (!s->prompting) drop_drafts(s);
     if (!g->drafts.n) return;
     count_drafts(s, right);
-    guesser_learn(g, right);
+    guesser_learn(g, &s->m->pace, right, rows);
     g->drafts.n = 0;
 }
 
@@ -3780,11 +3843,12 @@ static bool conclude(Session *const *sessions, StepSeg *segs, int n, bool drafte
     for (int i = 0; i < n; i++) kept += 1 + sessions[i]->guesser.drafts.n;
     for (int i = 0; i < n; i++) ahead = ahead && kept == m->n_kept && may_go_ahead(sessions[i], depth);
     if (drafted || depth) {
+        const bool late = n_drafting && m->drafter.waiting[segs[drafting[0]].seq] > 8;     // a draft that has much to take in first
         issue_verdict(m, drafting, n_drafting, depth, NULL);
         if (ahead) step_ahead(m, segs, n, depth);
         read_verdict(m);
-        if (n == 1 && n_rows <= STEP_ROWS) times_learn(&m->pace.step, n_rows, v->verified - start);
-        if (n_drafting == 1) times_learn(&m->pace.draft, depth, v->drafted - v->verified);
+        if (n == 1 && n_rows <= STEP_ROWS) step_took(&m->pace, n_rows, v->verified - start);
+        if (n_drafting == 1 && !late) draft_took(&m->pace, drafter_of(m), depth, v->drafted - v->verified);
         for (int k = 0; k < n_drafting; k++) take_candidates(sessions[drafting[k]], k, n_drafting, depth);
         return ahead;
     }
@@ -3830,7 +3894,7 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
     const double began = runs_already ? sessions[0]->returned : start;
     const bool ahead = conclude(sessions, segs, n, drafted, began), plain = n == 1 && n_step == 1 && !sessions[0]->guesser.depth;
     const double now = seconds();
-    if (plain) times_learn(&m->pace.step, 1, now - began);
+    if (plain) step_took(&m->pace, 1, now - began);
     for (int i = 0, row = 0; i < n; i++) {
         Session *s = sessions[i];
         const int n_rows = 1 + s->guesser.drafts.n;
@@ -3847,7 +3911,7 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
         if (marks[i] == m->len[s->seq]) session_save(s);
         if (s->at == (int)s->todo.n) {
             s->step = step_number;
-            take_tokens(s, i, row, events[i]);
+            take_tokens(s, i, row, n_step - n_rows, events[i]);
             row += n_rows;
         } else {
             *events[i] = (Event){ .kind = EVENT_PROMPT, .done = s->at, .total = (int)s->todo.n };

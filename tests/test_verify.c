@@ -273,9 +273,24 @@ static void few_ids(const char *path) {
     free(m);
 }
 
+// A text that repeats itself four times, in 96 ids at least, is said to loop; one that is cut short or has a slip does not.
+static void test_loops(void) {
+    static const int periods[] = { 1, 3, 24, 25, 64 };
+    int32_t ids[400];
+    for (size_t i = 0; i < sizeof periods / sizeof *periods; i++) {
+        const int period = periods[i], span = max_int(4 * period, 96);
+        for (int k = 0; k < 400; k++) ids[k] = k < 400 - span ? 1000 + k : k % period;
+        CHECK(loop_of(ids, 400) == period, "period %d: a loop of %d", period, loop_of(ids, 400));
+        ids[400 - span / 2] = -1;
+        CHECK(loop_of(ids, 400) == 0, "period %d with a slip: a loop of %d", period, loop_of(ids, 400));
+        CHECK(loop_of(ids, 90) == 0, "no repeats: a loop of %d", loop_of(ids, 90));
+    }
+}
+
 int main(int argc, char **argv) {
     const bool whole = getenv("LONG") && strcmp(getenv("LONG"), "0"), few = argc > 1 && !strcmp(argv[1], "-few");
     on_gpu = few;
+    test_loops();
     if (few && gpu_ops()) few_ids("models/gemma4-mini-e-q8_0.gguf");
     for (int gpu = 0; gpu < 2 && !few; gpu++) {
         on_gpu = gpu;

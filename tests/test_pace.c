@@ -1,0 +1,186 @@
+/* test_pace.c - how far --spec auto guesses, by a clock that is simulated and exact: text that nobody can guess takes hardly
+ * longer than without guesses, however short, and long text hardly longer than with the best of all fixed settings.
+ *
+ * A machine is how long a step of n rows takes and a draft of n tokens; a text, how often a guess is right at each depth, or how
+ * it repeats itself. -v prints the table. */
+#define TESTING
+#include "../gemma4.c"
+#include "test.h"
+
+enum { DEEPEST = 15, N_SEEDS = 2, LONG_TEXT = 4000 };
+
+typedef struct {
+    const char *name;
+    SpecKind    who;
+    double      rows[8][2];   // a step of so many rows takes so long; in between in proportion
+    double      drafts[4][2]; // and a draft of so many tokens
+    double      share;        // bytes of a draft of one token, as a part of the model's
+    double      first;        // the first step or draft of each size takes so much longer
+} Machine;
+
+// The first three as measured, in ms.
+static const Machine machines[] = {
+    { "31B, H100, MTP", SPEC_MTP, { { 1, 8.15 }, { 3, 10.3 }, { 5, 10.7 }, { 8, 11.3 }, { 16, 16.1 } }, { { 1, 0.2 }, { 15, 3 } }, 0.04, 0 },
+    { "31B, H100, DFlash", SPEC_DFLASH, { { 1, 8.15 }, { 3, 10.3 }, { 5, 10.7 }, { 8, 11.3 }, { 16, 16.1 } },
+      { { 1, 1.4 }, { 7, 1.47 }, { 15, 1.85 } }, 0.17, 0 },
+    { "26B, H100, MTP", SPEC_MTP, { { 1, 2.1 }, { 3, 3.6 }, { 5, 4.1 }, { 8, 4.5 }, { 16, 6.7 } }, { { 1, 0.21 }, { 15, 3.2 } }, 0.15, 0 },
+    { "26B, H100, DFlash", SPEC_DFLASH, { { 1, 2.1 }, { 3, 3.6 }, { 5, 4.1 }, { 8, 4.5 }, { 16, 6.7 } },
+      { { 1, 0.7 }, { 7, 0.8 }, { 15, 1.03 } }, 0.4, 0 },
+    { "mini, 2 cores, MTP", SPEC_MTP, { { 1, 1 }, { 4, 1.25 }, { 6, 1.75 }, { 8, 2.15 }, { 12, 3.4 }, { 16, 4.4 } },
+      { { 1, 0.6 }, { 15, 10 } }, 0.34, 0 },
+    { "mini, 2 cores, DFlash", SPEC_DFLASH, { { 1, 1 }, { 4, 1.25 }, { 6, 1.75 }, { 8, 2.15 }, { 12, 3.4 }, { 16, 4.4 } },
+      { { 1, 1.2 }, { 7, 2.8 }, { 15, 6.9 } }, 0.5, 0 },
+    { "rows one by one", SPEC_MTP, { { 1, 1 }, { 16, 14.5 } }, { { 1, 0.05 }, { 15, 0.75 } }, 0.05, 0 },
+    { "a drafter as large as the model", SPEC_MTP, { { 1, 1 }, { 16, 1.6 } }, { { 1, 1 }, { 15, 15 } }, 1, 0 },
+    { "rows for nothing", SPEC_DFLASH, { { 1, 1 }, { 16, 1.1 } }, { { 1, 0.1 }, { 15, 0.1 } }, 0.1, 0 },
+    { "recorded steps", SPEC_MTP, { { 1, 2.1 }, { 3, 3.6 }, { 5, 4.1 }, { 8, 4.5 }, { 16, 6.7 } }, { { 1, 0.21 }, { 15, 3.2 } }, 0.15, 5 },
+};
+
+typedef struct {
+    const char *name;
+    float       right[4];     // of guesses at depth 1, 2, 3, and any deeper, where all before were
+    int         turns;        // after so many tokens it turns to one that nobody can guess, and back; 0: it does not
+    int         repeats;      // tokens after which the text repeats itself; 0: never
+    float       anew;         // of tokens that are not what stood there before
+} Text;
+static const Text texts[] = {
+    { "story, likeliest", { 1.0f, 0.99f, 0.99f, 0.99f }, 0, 0, 0 },
+    { "story, drawn", { 0.94f, 0.93f, 0.93f, 0.93f }, 0, 0, 0 },
+    { "edit", { 0.80f, 0.85f, 0.85f, 0.85f }, 0, 0, 0 },
+    { "facts", { 0.81f, 0.75f, 0.67f, 0.8f }, 0, 0, 0 },
+    { "dice", { 0.56f, 0.55f, 0.7f, 0.64f }, 0, 0, 0 },
+    { "roll", { 0.03f, 0.1f, 0.1f, 0.1f }, 0, 0, 0 },
+    { "story and roll", { 0.97f, 0.97f, 0.97f, 0.97f }, 400, 0, 0 },
+    { "list", { 0.03f, 0.1f, 0.1f, 0.1f }, 0, 40, 0 },
+    { "list with changes", { 0.03f, 0.1f, 0.1f, 0.1f }, 0, 40, 0.1f },
+    { "list of surprises", { 0.03f, 0.1f, 0.1f, 0.1f }, 0, 8, 0.7f },
+};
+#define N_OF(a) ((int)(sizeof(a) / sizeof *(a)))
+
+static double between(const double (*at)[2], int n, double x) {
+    int i = 1;
+    while (i + 1 < n && at[i + 1][0] > 0 && at[i][0] < x) i++;
+    return at[i - 1][1] + (at[i][1] - at[i - 1][1]) * (x - at[i - 1][0]) / (at[i][0] - at[i - 1][0]);
+}
+
+static double coin(uint64_t *state) {                 // 0 .. 1
+    *state = *state * 6364136223846793005u + 1442695040888963407u;
+    return (double)(*state >> 40) / (double)(1 << 24);
+}
+
+typedef struct {              // a process: one machine, one session
+    const Machine *on;
+    Pace     pace;
+    Guesser  guesser;
+    bool     used[2][STEP_ROWS + 1];   // steps by rows, drafts by tokens
+    uint64_t random;
+    int32_t *ids;             // of the answer, and the one that runs next
+    int      n;
+    int      guessed, drafted;         // steps with guesses, of these by the drafter
+} Run;
+
+static double takes(Run *r, int what, int n) {
+    const Machine *m = r->on;
+    const double more = r->used[what][n] ? 0 : m->first;
+    r->used[what][n] = true;
+    return more + (what ? between(m->drafts, N_OF(m->drafts), n) : between(m->rows, N_OF(m->rows), n));
+}
+
+// Which id comes at place i of a text: what stood `repeats` before, or a new one.
+static void add_id(Run *r, const Text *t) {
+    const bool old = t->repeats && r->n >= t->repeats && coin(&r->random) >= (double)t->anew;
+    r->ids[r->n] = old ? r->ids[r->n - t->repeats] : 1000000 + r->n;
+    r->n++;
+}
+
+static int right_of(const Run *r, const Text *t, const Drafts *d, int done, uint64_t *random) {
+    int n = 0;
+    if (d->who == SPEC_NGRAM) {
+        while (n < d->n && d->token[n] == r->ids[r->n + n]) n++;
+        return n;
+    }
+    const bool hopeless = t->turns && done / t->turns % 2;
+    while (n < d->n && coin(random) < (hopeless ? 0.03 : (double)t->right[min_int(n, 3)])) n++;
+    return n;
+}
+
+// One answer of n tokens -> how long it takes.
+static double take_answer(Run *r, const Text *t, int n, const Drafting *how, int done) {
+    Guesser *g = &r->guesser;
+    const int room = n + 2 * STEP_ROWS;
+    double time = 0;
+    r->ids = alloc_or_die((size_t)room, sizeof *r->ids);
+    r->n = 0;
+    while (r->n < room) add_id(r, t);                  // guesses may look behind the end
+    guesser_start(g, how);
+    for (r->n = 1; r->n <= n;) {
+        const int left = n - r->n;
+        g->drafts.n = 0;
+        if (how->kind != SPEC_OFF) guess(g, &r->pace, r->on->who, r->ids, r->n, min_int(DEEPEST, left), 0);
+        const int rows = 1 + g->drafts.n;
+        const int depth = depth_wanted(g, &r->pace, r->on->who, min_int(how->most, left - 1), 0);
+        const int right = rows > 1 ? right_of(r, t, &g->drafts, done + r->n, &r->random) : 0;
+        const double step = takes(r, 0, rows), draft = depth ? takes(r, 1, depth) : 0;
+        g->depth = depth;
+        step_took(&r->pace, rows, step);
+        if (depth) draft_took(&r->pace, r->on->who, depth, draft);
+        g->found = (Candidates){ .depth = depth, .width = 1 };
+        if (rows > 1) r->guessed++, r->drafted += g->drafts.who != SPEC_NGRAM;
+        if (rows > 1) guesser_learn(g, &r->pace, right, 0);
+        g->drafts.n = 0;
+        r->n += 1 + right;
+        time += step + draft;
+    }
+    free(r->ids);
+    return time;
+}
+
+// So many answers of n tokens each, in one session; with several seeds.
+static double takes_all(const Machine *m, const Text *t, int answers, int n, Drafting how) {
+    double time = 0;
+    for (uint64_t seed = 1; seed <= N_SEEDS; seed++) {
+        Run r = { .on = m, .pace = { .draft_share = m->share, .records = m->first > 0 }, .random = seed * 0x9e3779b97f4a7c15u };
+        guesser_init(&r.guesser);
+        for (int i = 0; i < answers; i++) time += take_answer(&r, t, n, &how, i * n);
+        guesser_free(&r.guesser);
+    }
+    return time;
+}
+
+static double takes_at_best(const Machine *m, const Text *t, int n) {  // of all fixed settings, none among them
+    static const int depths[] = { 1, 3, 5, 7, 15 };
+    double best = takes_all(m, t, 1, n, (Drafting){ .kind = SPEC_OFF });
+    best = fmin(best, takes_all(m, t, 1, n, (Drafting){ .kind = SPEC_NGRAM, .most = DEEPEST }));
+    for (int i = 0; i < N_OF(depths); i++) best = fmin(best, takes_all(m, t, 1, n, (Drafting){ .kind = m->who, .most = depths[i] }));
+    return best;
+}
+
+// What it costs where guesses do not pay: 0.25 steps at first, a trial included, and 1.5 % of the time. What is recorded for the
+// first time is not counted by it, so such machines are only held to it in long texts.
+static void test_text(const Machine *m, const Text *t, bool tell) {
+    static const struct { int answers, n; double least; } kinds[] = { { 1, 20, 0.95 }, { 1, 60, 0.965 }, { 20, 60, 0.98 },
+                                                                      { 1, 400, 0.98 }, { 1, LONG_TEXT, 0.985 } };
+    const Drafting automatic = { .kind = SPEC_AUTO, .most = DEEPEST };
+    double with = 0, off = 0;
+    if (tell) printf("%-32s %-18s", m->name, t->name);
+    for (int k = 0; k < N_OF(kinds); k++) {
+        const int answers = kinds[k].answers, n = kinds[k].n;
+        with = takes_all(m, t, answers, n, automatic);
+        off = takes_all(m, t, answers, n, (Drafting){ .kind = SPEC_OFF });
+        if (tell) printf("  %6.3f", off / with);
+        if (m->first > 0 && n < LONG_TEXT) continue;
+        CHECK(off / with >= kinds[k].least, "%s, %s, %d of %d tokens: %.3f of the speed without guesses, expected %.3f", m->name,
+              t->name, answers, n, off / with, kinds[k].least);
+    }
+    const double best = takes_at_best(m, t, LONG_TEXT), least = off / best > 1.7 ? 0.95 : 0.88;
+    if (tell) printf("  best %.2f: %.3f\n", off / best, best / with);
+    CHECK(best / with >= least, "%s, %s: %.3f of the best fixed setting, which is %.2f of none; expected %.2f", m->name, t->name,
+          best / with, off / best, least);
+}
+
+int main(int argc, char **argv) {
+    const bool tell = argc > 1 && !strcmp(argv[1], "-v");
+    for (int m = 0; m < N_OF(machines); m++)
+        for (int t = 0; t < N_OF(texts); t++) test_text(&machines[m], &texts[t], tell);
+    return test_done("test_pace");
+}
