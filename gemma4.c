@@ -5986,7 +5986,7 @@ typedef struct {
     int32_t *order;           // (n)
 } Pairs;
 
-static void sort_pairs(Pairs *p, const int32_t *ids, int first, int n) {
+static void sort_pairs(Pairs *p, int n_experts, const int32_t *ids, int first, int n) {
     int count[MAX_EXPERTS] = { 0 }, next[MAX_EXPERTS];
     p->first = first;
     p->n = n;
@@ -5994,7 +5994,7 @@ static void sort_pairs(Pairs *p, const int32_t *ids, int first, int n) {
     p->start[0] = 0;
     p->order = cpu.order;
     for (int i = 0; i < n; i++) count[ids[first + i]]++;
-    for (int e = 0; e < MAX_EXPERTS; e++) {
+    for (int e = 0; e < n_experts; e++) {
         if (!count[e]) continue;
         next[e] = p->start[p->n_experts];
         p->expert[p->n_experts++] = e;
@@ -6025,7 +6025,8 @@ static void pack_pairs(const void *task, int first, int end) {
 // Sorts the pairs from `first` on, as many as a pass takes, and with `pack` packs their inputs in that order.
 static void begin_pass(ExpertJob *job, const int32_t *ids, int first, int n_pairs, int n_used, bool pack) {
     const int most = (int)cpu.pairs / n_used * n_used;
-    sort_pairs(&job->pairs, ids, first, min_int(most, n_pairs - first));
+    const int n_experts = job->down ? job->down->down->n : job->gate_up->gate->n;
+    sort_pairs(&job->pairs, n_experts, ids, first, min_int(most, n_pairs - first));
     job->sorted = pack;
     if (!pack) return;
     job->y.packed = cpu.packed;
@@ -6455,9 +6456,14 @@ static void attend_part(Softmax *s, const Sight *v, int head, int part) {
 // Adds what a part found (out, max, sum) for one query to what those before it did.
 static void join_part(float *out, float *max, float *sum, const float *part_out, float part_max, float part_sum, int n) {
     if (part_sum == 0) return;
-    const float top = fmaxf(*max, part_max), shrink = *sum == 0 ? 0 : exp_of(*max - top), factor = exp_of(part_max - top);
-    for (int d = 0; d < n; d++) out[d] = *sum == 0 ? part_out[d] : out[d] * shrink + part_out[d] * factor;
-    *sum = *sum == 0 ? part_sum : *sum * shrink + part_sum * factor;
+    if (*sum == 0) {
+        memcpy(out, part_out, (size_t)n * sizeof *out);
+        *max = part_max, *sum = part_sum;
+        return;
+    }
+    const float top = fmaxf(*max, part_max), shrink = exp_of(*max - top), factor = exp_of(part_max - top);
+    for (int d = 0; d < n; d++) out[d] = out[d] * shrink + part_out[d] * factor;
+    *sum = *sum * shrink + part_sum * factor;
     *max = top;
 }
 

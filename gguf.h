@@ -1919,8 +1919,11 @@ int gguf_open_safetensors(Gguf *g, const char *path) {
     }
 #define GGUF__CASE(t, statement) case t: { enum { T = t }; statement; break; }
 
+// 32 bytes at once. Read and written through pointers to it; never passed or returned by value.
+typedef uint8_t Gguf__Bytes __attribute__((vector_size(32), aligned(1), may_alias));
+
 typedef struct {
-    int8_t w[256];                  // codes in element order
+    int8_t w[256];                  // codes in element order, with gguf__offset added
     float a[8], b[8];               // factors of each group of 32
     int32_t sc[2][8], mn[2][8];     // integer factors of the first and the second half of each group
 } Gguf__Codes;
@@ -1935,6 +1938,12 @@ GGUF__INLINE int gguf__n_scales(int type) {
 GGUF__INLINE bool gguf__has_min(int type) {
     return type == GGUF_Q4_1 || type == GGUF_Q5_1 || type == GGUF_Q2_K || type == GGUF_Q4_K || type == GGUF_Q5_K;
 }
+
+// k of the 2^k that signed codes of few bits are kept with, so that none is negative; 0: nothing is added.
+GGUF__INLINE int gguf__offset_bits(int type) {
+    return type == GGUF_Q3_K ? 2 : type == GGUF_Q4_0 ? 3 : type == GGUF_Q5_0 ? 4 : type == GGUF_Q6_K ? 5 : 0;
+}
+GGUF__INLINE int gguf__offset(int type) { return gguf__offset_bits(type) ? 1 << gguf__offset_bits(type) : 0; }
 
 static inline float gguf__float_of(uint32_t u) {
     float f;
@@ -1961,24 +1970,23 @@ static inline float gguf__e8m0_half(uint32_t e) {
 }
 
 // The codes that nibbles stand for.
-static const int8_t gguf__nibble_u[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-static const int8_t gguf__nibble_8[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-static const int8_t gguf__nibble_16[16] = {-16, -15, -14, -13, -12, -11, -10, -9, -8, -7, -6, -5, -4, -3, -2, -1};
 static const int8_t gguf__nibble_t[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 static const int8_t gguf__nibble_v[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-// The 32 codes of 16 bytes: low nibbles, then high ones; with run = 8 so for each 8 bytes.
+// The 32 codes of 16 bytes: low nibbles, then high ones; with run = 8 so for each 8 bytes. NULL: nibbles are the codes.
 GGUF__INLINE void gguf__nibbles(const uint8_t *restrict q, const int8_t *restrict codes, int run, int8_t *restrict w) {
 #ifdef __AVX2__
-    __m256i c = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)codes));
     __m256i n = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)q));
     n = _mm256_and_si256(_mm256_srlv_epi32(n, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4)), _mm256_set1_epi8(15));
-    n = _mm256_shuffle_epi8(c, n);
+    if (codes) n = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)codes)), n);
     if (run == 8) n = _mm256_permute4x64_epi64(n, 0xd8);
     _mm256_storeu_si256((__m256i *)(void *)w, n);
 #else
     for (int at = 0; at < 16; at += run, q += run, w += 2 * run)
-        for (int i = 0; i < run; i++) w[i] = codes[q[i] & 15], w[run + i] = codes[q[i] >> 4];
+        for (int i = 0; i < run; i++) {
+            w[i] = codes ? codes[q[i] & 15] : (int8_t)(q[i] & 15);
+            w[run + i] = codes ? codes[q[i] >> 4] : (int8_t)(q[i] >> 4);
+        }
 #endif
 }
 
@@ -2014,9 +2022,9 @@ GGUF__INLINE void gguf__split_halves(const void *bytes, bool is_signed, int minu
 static inline void gguf__q4_k_scales(const uint8_t *restrict s, int32_t *restrict sc, int32_t *restrict mn) {
     uint32_t w[3];
     uint8_t bytes[16];
-    memcpy(w, s, 12);
-    uint64_t scales = (w[0] & 0x3f3f3f3f) | (uint64_t)((w[2] & 0x0f0f0f0f) | (w[0] >> 2 & 0x30303030)) << 32;
-    uint64_t minima = (w[1] & 0x3f3f3f3f) | (uint64_t)((w[2] >> 4 & 0x0f0f0f0f) | (w[1] >> 2 & 0x30303030)) << 32;
+    for (int i = 0; i < 3; i++) memcpy(&w[i], s + 4 * i, 4);
+    const uint64_t scales = (w[0] & 0x3f3f3f3f) | (uint64_t)((w[2] & 0x0f0f0f0f) | (w[0] >> 2 & 0x30303030)) << 32;
+    const uint64_t minima = (w[1] & 0x3f3f3f3f) | (uint64_t)((w[2] >> 4 & 0x0f0f0f0f) | (w[1] >> 2 & 0x30303030)) << 32;
     memcpy(bytes, &scales, 8), memcpy(bytes + 8, &minima, 8);
     for (int g = 0; g < 8; g++) sc[g] = bytes[g];
     for (int g = 0; g < 8; g++) mn[g] = bytes[8 + g];
@@ -2033,93 +2041,93 @@ static inline void gguf__q3_k_scales(const uint8_t *restrict s, int32_t (*restri
 }
 
 // Q4_K: element 64*p + l is the low nibble of q[32*p + l], element 64*p + 32 + l the high one.
-static inline void gguf__q4_k_codes(const uint8_t *restrict q, int8_t *restrict w) {
-    for (int p = 0; p < 4; p++, q += 32, w += 64) {
-        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[l] = (int8_t)(q[l] & 15);
-        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[32 + l] = (int8_t)(q[l] >> 4);
-    }
+GGUF__INLINE void gguf__q4_k_codes(const uint8_t *restrict b, int8_t *restrict codes) {
+    const Gguf__Bytes *q = (const Gguf__Bytes *)(const void *)b;
+    Gguf__Bytes *w = (Gguf__Bytes *)(void *)codes;
+    w[0] = q[0] & 15, w[1] = q[0] >> 4, w[2] = q[1] & 15, w[3] = q[1] >> 4;
+    w[4] = q[2] & 15, w[5] = q[2] >> 4, w[6] = q[3] & 15, w[7] = q[3] >> 4;
 }
 
 // Q5_K: as Q4_K, and bit g of h[l] is the fifth bit of element 32*g + l.
-static inline void gguf__q5_k_codes(const uint8_t *restrict h, const uint8_t *restrict q, int8_t *restrict w) {
-    for (int p = 0; p < 4; p++, q += 32, w += 64) {
-        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[l] = (int8_t)((q[l] & 15) | (h[l] >> (2 * p) & 1) << 4);
-        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[32 + l] = (int8_t)(q[l] >> 4 | (h[l] >> (2 * p + 1) & 1) << 4);
-    }
+GGUF__INLINE void gguf__q5_k_codes(const uint8_t *restrict b, int8_t *restrict codes) {
+    const Gguf__Bytes h = *(const Gguf__Bytes *)(const void *)b;
+    Gguf__Bytes *w = (Gguf__Bytes *)(void *)codes;
+    gguf__q4_k_codes(b + 32, codes);
+    w[0] |= h << 4 & 16, w[1] |= h << 3 & 16, w[2] |= h << 2 & 16, w[3] |= h << 1 & 16;
+    w[4] |= h & 16, w[5] |= h >> 1 & 16, w[6] |= h >> 2 & 16, w[7] |= h >> 3 & 16;
 }
 
 // Q6_K: each half of 128 elements has 64 bytes ql and 32 bytes qh; element 32*k + l of it takes a nibble of
 // ql[32*(k&1) + l] (low for k < 2) and bits 2k, 2k+1 of qh[l] above it.
-static inline void gguf__q6_k_codes(const uint8_t *restrict b, int8_t *restrict w) {
-    for (int h = 0; h < 2; h++, w += 128) {
-        const uint8_t *ql = b + 64 * h, *qh = b + 128 + 32 * h;
-        const uint8_t *ql1 = ql + 32;
-        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[l] = (int8_t)(((ql[l] & 15) | (qh[l] & 3) << 4) - 32);
-        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[32 + l] = (int8_t)(((ql1[l] & 15) | (qh[l] >> 2 & 3) << 4) - 32);
-        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[64 + l] = (int8_t)(((ql[l] >> 4) | (qh[l] >> 4 & 3) << 4) - 32);
-        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[96 + l] = (int8_t)(((ql1[l] >> 4) | (qh[l] >> 6) << 4) - 32);
-    }
+GGUF__INLINE void gguf__q6_k_codes(const uint8_t *restrict b, int8_t *restrict codes) {
+    const Gguf__Bytes *ql = (const Gguf__Bytes *)(const void *)b, *qh = ql + 4;
+    Gguf__Bytes *w = (Gguf__Bytes *)(void *)codes;
+    w[0] = (ql[0] & 15) | (qh[0] << 4 & 48), w[1] = (ql[1] & 15) | (qh[0] << 2 & 48);
+    w[2] = ql[0] >> 4 | (qh[0] & 48), w[3] = ql[1] >> 4 | (qh[0] >> 2 & 48);
+    w[4] = (ql[2] & 15) | (qh[1] << 4 & 48), w[5] = (ql[3] & 15) | (qh[1] << 2 & 48);
+    w[6] = ql[2] >> 4 | (qh[1] & 48), w[7] = ql[3] >> 4 | (qh[1] >> 2 & 48);
 }
 
-// Q2_K, Q3_K: element 128*n + 32*k + l takes bits 2k, 2k+1 of q[32*n + l]. Q3_K: less 4 unless bit 4*n + k of h[l] is set.
-static inline void gguf__q2_k_codes(const uint8_t *restrict q, int8_t *restrict w) {
-    for (int g = 0; g < 8; g++, w += 32) {
-        const uint8_t *qg = q + g / 4 * 32;
-        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++) w[l] = (int8_t)(qg[l] >> (g % 4 * 2) & 3);
-    }
+// Q2_K, Q3_K: element 128*n + 32*k + l takes bits 2k, 2k+1 of q[32*n + l]. Q3_K: and bit 4*n + k of h[l] above them.
+GGUF__INLINE void gguf__q2_k_codes(const uint8_t *restrict b, int8_t *restrict codes) {
+    const Gguf__Bytes *q = (const Gguf__Bytes *)(const void *)b;
+    Gguf__Bytes *w = (Gguf__Bytes *)(void *)codes;
+    w[0] = q[0] & 3, w[1] = q[0] >> 2 & 3, w[2] = q[0] >> 4 & 3, w[3] = q[0] >> 6;
+    w[4] = q[1] & 3, w[5] = q[1] >> 2 & 3, w[6] = q[1] >> 4 & 3, w[7] = q[1] >> 6;
 }
-static inline void gguf__q3_k_codes(const uint8_t *restrict h, const uint8_t *restrict q, int8_t *restrict w) {
-    for (int g = 0; g < 8; g++, w += 32) {
-        const uint8_t *qg = q + g / 4 * 32;
-        GGUF__VECTOR_LOOP for (int l = 0; l < 32; l++)
-            w[l] = (int8_t)((qg[l] >> (g % 4 * 2) & 3) + (h[l] >> g & 1) * 4 - 4);
-    }
+GGUF__INLINE void gguf__q3_k_codes(const uint8_t *restrict b, int8_t *restrict codes) {
+    const Gguf__Bytes h = *(const Gguf__Bytes *)(const void *)b;
+    Gguf__Bytes *w = (Gguf__Bytes *)(void *)codes;
+    gguf__q2_k_codes(b + 32, codes);
+    w[0] |= h << 2 & 4, w[1] |= h << 1 & 4, w[2] |= h & 4, w[3] |= h >> 1 & 4;
+    w[4] |= h >> 2 & 4, w[5] |= h >> 3 & 4, w[6] |= h >> 4 & 4, w[7] |= h >> 5 & 4;
 }
 
-// 256 elements at b.
-GGUF__INLINE void gguf__unpack(int type, const uint8_t *restrict b, Gguf__Codes *restrict c) {
+// 256 elements at b, or at a row's end the n groups of 32 that are left, and zeros.
+GGUF__INLINE void gguf__unpack(int type, const uint8_t *restrict b, int n, Gguf__Codes *restrict c) {
+    if (n < 8) memset(c->w, 0, sizeof c->w), memset(c->a, 0, sizeof c->a), memset(c->b, 0, sizeof c->b);
     switch (type) {
     case GGUF_Q8_0:
-        for (int g = 0; g < 8; g++, b += 34) {
+        for (int g = 0; g < n; g++, b += 34) {
             memcpy(c->w + 32 * g, b + 2, 32);
             c->a[g] = gguf__f16_at(b);
         }
         return;
     case GGUF_Q4_0:
     case GGUF_IQ4_NL:
-        for (int g = 0; g < 8; g++, b += 18) {
-            gguf__nibbles(b + 2, type == GGUF_Q4_0 ? gguf__nibble_8 : gguf__nibble_t, 16, c->w + 32 * g);
+        for (int g = 0; g < n; g++, b += 18) {
+            gguf__nibbles(b + 2, type == GGUF_Q4_0 ? NULL : gguf__nibble_t, 16, c->w + 32 * g);
             c->a[g] = gguf__f16_at(b);
         }
         return;
     case GGUF_Q4_1:
-        for (int g = 0; g < 8; g++, b += 20) {
-            gguf__nibbles(b + 4, gguf__nibble_u, 16, c->w + 32 * g);
+        for (int g = 0; g < n; g++, b += 20) {
+            gguf__nibbles(b + 4, NULL, 16, c->w + 32 * g);
             c->a[g] = gguf__f16_at(b), c->b[g] = gguf__f16_at(b + 2);
         }
         return;
     case GGUF_Q5_0:
-        for (int g = 0; g < 8; g++, b += 22) {
-            gguf__nibbles(b + 6, gguf__nibble_16, 16, c->w + 32 * g);
+        for (int g = 0; g < n; g++, b += 22) {
+            gguf__nibbles(b + 6, NULL, 16, c->w + 32 * g);
             gguf__fifth_bits(b + 2, c->w + 32 * g);
             c->a[g] = gguf__f16_at(b);
         }
         return;
     case GGUF_Q5_1:
-        for (int g = 0; g < 8; g++, b += 24) {
-            gguf__nibbles(b + 8, gguf__nibble_u, 16, c->w + 32 * g);
+        for (int g = 0; g < n; g++, b += 24) {
+            gguf__nibbles(b + 8, NULL, 16, c->w + 32 * g);
             gguf__fifth_bits(b + 4, c->w + 32 * g);
             c->a[g] = gguf__f16_at(b), c->b[g] = gguf__f16_at(b + 2);
         }
         return;
     case GGUF_MXFP4:
-        for (int g = 0; g < 8; g++, b += 17) {
+        for (int g = 0; g < n; g++, b += 17) {
             gguf__nibbles(b + 1, gguf__nibble_v, 16, c->w + 32 * g);
             c->a[g] = gguf__e8m0_half(b[0]);
         }
         return;
     case GGUF_NVFP4:
-        for (int g = 0; g < 8; g++) {
+        for (int g = 0; g < n; g++) {
             const uint8_t *s = b + g / 2 * 36 + g % 2 * 2, *q = b + g / 2 * 36 + 4 + g % 2 * 16;
             gguf__nibbles(q, gguf__nibble_v, 8, c->w + 32 * g);
             c->a[g] = gguf__e4m3_half(s[0]), c->b[g] = gguf__e4m3_half(s[1]);
@@ -2134,7 +2142,7 @@ GGUF__INLINE void gguf__unpack(int type, const uint8_t *restrict b, Gguf__Codes 
         d = gguf__f16_at(b), dmin = gguf__f16_at(b + 2);
         gguf__q4_k_scales(b + 4, c->sc[0], c->mn[0]);
         if (type == GGUF_Q4_K) gguf__q4_k_codes(b + 16, c->w);
-        else gguf__q5_k_codes(b + 16, b + 48, c->w);
+        else gguf__q5_k_codes(b + 16, c->w);
         break;
     case GGUF_Q6_K:
         d = gguf__f16_at(b + 208);
@@ -2143,7 +2151,7 @@ GGUF__INLINE void gguf__unpack(int type, const uint8_t *restrict b, Gguf__Codes 
         break;
     case GGUF_Q3_K:
         d = gguf__f16_at(b + 108);
-        gguf__q3_k_codes(b, b + 32, c->w);
+        gguf__q3_k_codes(b, c->w);
         gguf__q3_k_scales(b + 96, c->sc);
         break;
     case GGUF_Q2_K:
@@ -2185,27 +2193,19 @@ static inline void gguf__floats(int type, const uint8_t *p, float *dst, int n) {
     for (int i = 0; i < n; i++) dst[i] = gguf_f16_to_f32(h[i]);
 }
 
-// The 256 elements at b, of which `left` are there, or a copy of them padded with zero bytes, which are zeros in every type.
-GGUF__INLINE const uint8_t *gguf__part(int type, const uint8_t *b, size_t left, uint8_t tail[8 * 34]) {
-    if (gguf__types[type].elems == 256 || left >= 256) return b;
-    memset(tail, 0, 8 * 34);
-    return (const uint8_t *)memcpy(tail, b, left / gguf__types[type].elems * gguf__types[type].bytes);
-}
-
 GGUF__INLINE void gguf__dequantize(int type, const uint8_t *b, float *dst, size_t n) {
     const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes;
-    const int n_scales = gguf__n_scales(type);
-    uint8_t tail[8 * 34];
+    const int n_scales = gguf__n_scales(type), offset = gguf__offset(type);
     Gguf__Codes c;
     for (size_t left = n; left > 0; b += bytes, dst += 256) {
-        gguf__unpack(type, gguf__part(type, b, left, tail), &c);
+        gguf__unpack(type, b, left < 256 ? (int)(left / 32) : 8, &c);
         for (size_t j = 0; j < 16 && j * 16 < left; j++) {
             const size_t g = j / 2, h = j % 2;
             const float a = type == GGUF_NVFP4 && h ? c.b[g] : c.a[g];
             const float s = n_scales ? a * (float)c.sc[n_scales == 2 ? h : 0][g] : a;
             const float m = n_scales ? c.b[g] * (float)c.mn[n_scales == 2 ? h : 0][g] : c.b[g];
             if (gguf__has_min(type)) for (size_t i = 16 * j; i < 16 * j + 16; i++) dst[i] = s * c.w[i] + m;
-            else for (size_t i = 16 * j; i < 16 * j + 16; i++) dst[i] = s * c.w[i];
+            else for (size_t i = 16 * j; i < 16 * j + 16; i++) dst[i] = s * (c.w[i] - offset);
         }
         left -= left < 256 ? left : 256;
     }
@@ -2398,11 +2398,11 @@ GGUF__INLINE void gguf__add_terms(int type, const Gguf__Codes *restrict c, const
 
 // A part of 256 elements is 64 words of four codes: 8 for each of 8 groups. Both sides turn these from [group][word] into
 // [word][group], so that eight steps of four products leave the sum of each group in a lane of its own, and nothing is left
-// to add across lanes. GGUF__DPBUSD multiplies unsigned by signed bytes: there signed codes are stored with 128 added, and the
-// part of the activations holds -128 times its sums to start from.
+// to add across lanes. The sum of codes with 2^k added starts from -2^k times the sum of the activations. GGUF__DPBUSD
+// multiplies unsigned by signed bytes: there codes that are still signed are stored with 128 added.
 typedef struct {
     int8_t q[256];
-    int32_t sum[2][8], start[2][8]; // of q, both halves of each group; what a sum of signed codes times q starts from
+    int32_t sum[2][8], start[2][8]; // of q, both halves of each group; -128 times that
     float scale[8];
 } Gguf__Acts;
 
@@ -2414,13 +2414,12 @@ typedef struct {
 enum { GGUF__TILE_W = 4, GGUF__TILE_ROWS = 32 };        // weight and activation rows whose partial sums are kept at a time
 
 #ifdef GGUF__DPBUSD
-enum { GGUF__FLIP = -128 };
+enum { GGUF__DOT_OF_UNSIGNED = 1 };
 #else
-enum { GGUF__FLIP = 0 };
+enum { GGUF__DOT_OF_UNSIGNED = 0 };
 #endif
 
-// Types whose codes are never negative.
-GGUF__INLINE bool gguf__is_unsigned(int type) { return gguf__has_min(type); }
+GGUF__INLINE bool gguf__is_signed(int type) { return !gguf__has_min(type) && !gguf__offset_bits(type); }
 
 size_t gguf_packed_size(size_t n) { return (n + 255) / 256 * sizeof(Gguf__Acts); }
 
@@ -2451,36 +2450,43 @@ GGUF__INLINE void gguf__transpose_words(const int8_t *in, int flip, int8_t *out)
 #endif
 }
 
+#if defined(__AVX2__) && !defined(GGUF__DPBUSD)
+// How many products of a code and an activation, times two, 16 bits hold: codes up to 31, up to 63, of 8 bits.
+GGUF__INLINE int gguf__pairs_in_16(int type) { return gguf__is_signed(type) ? 1 : type == GGUF_Q6_K ? 2 : 4; }
+#endif
+
 // dot[h][g] = sum over half h of group g, from codes and activations in [word][group] order. Exact, so all bodies give the
-// same bits; |q| <= 127, w >= -128. Without GGUF__DPBUSD the AVX2 body moves the sign of w to q; 2*128*127 still fits the 16
-// bits that it adds pairs in.
-GGUF__INLINE void gguf__dot_words(const int8_t *restrict w, const int8_t *restrict q, const int32_t (*restrict start)[8],
-                                  int32_t (*restrict dot)[8]) {
+// same bits; |q| <= 127. The AVX2 body without GGUF__DPBUSD moves the sign of signed codes, which are >= -128, to q.
+GGUF__INLINE void gguf__dot_words(int type, const int8_t *restrict w, const Gguf__Acts *restrict x, int32_t (*restrict dot)[8]) {
+    const int offset_bits = gguf__is_signed(type) ? GGUF__DOT_OF_UNSIGNED * 7 : gguf__offset_bits(type);
     for (int h = 0; h < 2; h++) {
-        const int8_t *wh = w + 128 * h, *qh = q + 128 * h;
+        const int8_t *wh = w + 128 * h, *qh = x->q + 128 * h;
 #if defined(__AVX2__)
         const __m256i *wp = (const __m256i *)(const void *)wh, *qp = (const __m256i *)(const void *)qh;
-        __m256i s = start ? _mm256_loadu_si256((const __m256i *)(const void *)start[h]) : _mm256_setzero_si256();
+        __m256i s = _mm256_setzero_si256();
+        if (offset_bits) s = _mm256_srai_epi32(_mm256_loadu_si256((const __m256i *)(const void *)x->start[h]), 7 - offset_bits);
+#ifdef GGUF__DPBUSD
+        for (int k = 0; k < 4; k++) s = GGUF__DPBUSD(s, _mm256_loadu_si256(wp + k), _mm256_loadu_si256(qp + k));
+#else
+        __m256i pairs = s;
         for (int k = 0; k < 4; k++) {
             __m256i a = _mm256_loadu_si256(wp + k), b = _mm256_loadu_si256(qp + k);
-#ifdef GGUF__DPBUSD
-            s = GGUF__DPBUSD(s, a, b);
-#else
-            a = _mm256_maddubs_epi16(_mm256_abs_epi8(a), _mm256_sign_epi8(b, a));
-            s = _mm256_add_epi32(s, _mm256_madd_epi16(a, _mm256_set1_epi16(1)));
-#endif
+            if (gguf__is_signed(type)) b = _mm256_sign_epi8(b, a), a = _mm256_abs_epi8(a);
+            const __m256i product = _mm256_maddubs_epi16(a, b);
+            pairs = k % gguf__pairs_in_16(type) ? _mm256_add_epi16(pairs, product) : product;
+            if ((k + 1) % gguf__pairs_in_16(type) == 0) s = _mm256_add_epi32(s, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
         }
+#endif
         _mm256_storeu_si256((__m256i *)(void *)dot[h], s);
 #elif defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
-        (void)start;
         for (int g = 0; g < 8; g += 4) {
             int32x4_t s = vdupq_n_s32(0);
+            for (int i = g; i < g + 4 && offset_bits; i++) s[i - g] = x->start[h][i] >> (7 - offset_bits);
             for (int k = 0; k < 4; k++) s = vdotq_s32(s, vld1q_s8(wh + 32 * k + 4 * g), vld1q_s8(qh + 32 * k + 4 * g));
             vst1q_s32(dot[h] + g, s);
         }
 #else
-        (void)start;
-        memset(dot[h], 0, sizeof dot[h]);
+        for (int g = 0; g < 8; g++) dot[h][g] = offset_bits ? x->start[h][g] >> (7 - offset_bits) : 0;
         for (int k = 0; k < 4; k++)
             for (int i = 0; i < 32; i++) dot[h][i / 4] += wh[32 * k + i] * qh[32 * k + i];
 #endif
@@ -2493,10 +2499,10 @@ static void gguf__pack(const int8_t *q, const float *scale, size_t n, Gguf__Acts
     memcpy(part, q, n);
     memset(p->scale, 0, sizeof p->scale);
     memcpy(p->scale, scale, n / 32 * sizeof *scale);
-    memset(ones, 1, sizeof ones);
     gguf__transpose_words(part, 0, p->q);
-    gguf__dot_words(ones, p->q, NULL, p->sum);
-    for (int i = 0; i < 16; i++) p->start[i / 8][i % 8] = GGUF__FLIP * p->sum[i / 8][i % 8];
+    memset(ones, 1, sizeof ones);
+    gguf__dot_words(GGUF_Q4_1, ones, p, p->sum);    // as with codes without sign or offset
+    for (int i = 0; i < 16; i++) p->start[i / 8][i % 8] = -128 * p->sum[i / 8][i % 8];
 }
 
 void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed) {
@@ -2506,16 +2512,15 @@ void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed) {
     if (n) gguf__pack(q, scale, n, p);
 }
 
-// The part of a weight row at b, of which `left` elements are there.
-GGUF__INLINE void gguf__unpack_words(int type, const uint8_t *b, size_t left, Gguf__Weights *restrict w) {
-    uint8_t tail[8 * 34];
-    gguf__unpack(type, gguf__part(type, b, left, tail), &w->c);
-    gguf__transpose_words(w->c.w, gguf__is_unsigned(type) ? 0 : GGUF__FLIP, w->words);
+// The part of a weight row at b, of which n groups are there.
+GGUF__INLINE void gguf__unpack_words(int type, const uint8_t *b, int n, Gguf__Weights *restrict w) {
+    gguf__unpack(type, b, n, &w->c);
+    gguf__transpose_words(w->c.w, GGUF__DOT_OF_UNSIGNED && gguf__is_signed(type) ? -128 : 0, w->words);
 }
 
 GGUF__INLINE void gguf__add_part(int type, const Gguf__Weights *restrict w, const Gguf__Acts *restrict x, float *restrict acc) {
     int32_t dot[2][8];
-    gguf__dot_words(w->words, x->q, gguf__is_unsigned(type) ? NULL : x->start, dot);
+    gguf__dot_words(type, w->words, x, dot);
     gguf__add_terms(type, &w->c, dot, x->sum, x->scale, acc);
 }
 
@@ -2526,7 +2531,7 @@ GGUF__INLINE float gguf__dot(int type, const uint8_t *b, const int8_t *q, const 
     Gguf__Acts x;
     for (size_t m; n > 0; n -= m, b += bytes, q += 256, scale += 8) {
         m = n < 256 ? n : 256;
-        gguf__unpack_words(type, b, n, &w);
+        gguf__unpack_words(type, b, (int)(m / 32), &w);
         gguf__pack(q, scale, m, &x);
         gguf__add_part(type, &w, &x, acc);
     }
@@ -2548,8 +2553,9 @@ GGUF__INLINE void gguf__dot_tile(int type, const uint8_t *b, size_t row_size, si
     float acc[GGUF__TILE_ROWS][GGUF__TILE_W][8];
     Gguf__Weights w[GGUF__TILE_W];
     memset(acc, 0, n_rows * sizeof *acc);
-    for (size_t part = 0; part < parts; part++, x++) {
-        for (size_t i = 0; i < n_w; i++) gguf__unpack_words(type, b + i * row_size + part * bytes, n - part * 256, &w[i]);
+    for (size_t part = 0; part < parts; part++, x++, n -= 256) {
+        const int groups = n < 256 ? (int)(n / 32) : 8;
+        for (size_t i = 0; i < n_w; i++) gguf__unpack_words(type, b + i * row_size + part * bytes, groups, &w[i]);
         for (size_t r = 0; r < n_rows; r++)
             for (size_t i = 0; i < n_w; i++) gguf__add_part(type, &w[i], x + r * parts, acc[r][i]);
     }
@@ -2564,12 +2570,19 @@ GGUF__INLINE void gguf__dot_row(int type, const uint8_t *b, size_t row_size, siz
     const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes;
     for (size_t i = 0; i < n_w; i++, b += row_size) {
         float acc[8] = {0};
-        Gguf__Weights w;
-        for (size_t at = 0; at < n; at += 256) {
-            const uint8_t *part = b + at / 256 * bytes;
+        const uint8_t *part = b;
+        const Gguf__Acts *y = x;
+        size_t left = n;
+        for (; left >= 256; left -= 256, part += bytes, y++) {
+            Gguf__Weights w;
             for (size_t k = 0; k < bytes; k += 64) __builtin_prefetch(part + GGUF__AHEAD + k);
-            gguf__unpack_words(type, part, n - at, &w);
-            gguf__add_part(type, &w, x + at / 256, acc);
+            gguf__unpack_words(type, part, 8, &w);
+            gguf__add_part(type, &w, y, acc);
+        }
+        if (left) {
+            Gguf__Weights w;
+            gguf__unpack_words(type, part, (int)(left / 32), &w);
+            gguf__add_part(type, &w, y, acc);
         }
         out[i] = gguf__fold(acc, 8);
     }
