@@ -1222,19 +1222,18 @@ static void feed_forward(Model *m, int l, Pass *p) {
                     .weights = s->expert_weights };
     route.in.w_pre = w->router_norm;                   // the router sees x itself, not what the experts see
     route.in.x_out = NULL;
-    const Act ffn = act_for(&w->ffn_down, s->ffn);
-    op->gate_up(&(GateUp){ .n_rows = n_rows, .in = in, .gate = &w->ffn_gate, .up = &w->ffn_up, .fn = ACT_GELU, .out = ffn,
-                           .route = c->n_experts ? &route : NULL });
+    const Act ffn = act_for(&w->ffn_down, s->ffn), expert = act_for(&w->ffn_down_exps, s->expert);
     const Matmul down = { .n_rows = n_rows, .in = { .act = ffn }, .n = 1, .w = { &w->ffn_down }, .out = { s->mlp } };
+    const ExpertGateUp experts = { .n_rows = n_rows, .n_used = c->n_experts_used,
+                                   .in = enter(s->x, &p->stream, w->pre_ffw_norm_2), .gate = &w->ffn_gate_exps,
+                                   .up = w->ffn_up_exps.data ? &w->ffn_up_exps : NULL, .fn = ACT_GELU,
+                                   .ids = s->expert_ids, .out = expert, .beside = &down };
+    op->gate_up(&(GateUp){ .n_rows = n_rows, .in = in, .gate = &w->ffn_gate, .up = &w->ffn_up, .fn = ACT_GELU, .out = ffn,
+                           .route = c->n_experts ? &route : NULL, .experts = c->n_experts ? &experts : NULL });
 
     if (c->n_experts) {
         checkpoint(m, "ffn_moe_logits", l, s->router, n_rows, c->n_experts);
-        const In experts_in = enter(s->x, &p->stream, w->pre_ffw_norm_2);
-        checkpoint_in(m, "ffn_norm_2", l, experts_in, n_rows);
-        const Act expert = act_for(&w->ffn_down_exps, s->expert);
-        op->expert_gate_up(&(ExpertGateUp){ .n_rows = n_rows, .n_used = c->n_experts_used, .in = experts_in,
-                                            .gate = &w->ffn_gate_exps, .up = w->ffn_up_exps.data ? &w->ffn_up_exps : NULL,
-                                            .fn = ACT_GELU, .ids = s->expert_ids, .out = expert, .beside = &down });
+        checkpoint_in(m, "ffn_norm_2", l, experts.in, n_rows);
         op->expert_down(&(ExpertDown){ .n_rows = n_rows, .n_used = c->n_experts_used, .in = expert,
                                        .down = &w->ffn_down_exps, .ids = s->expert_ids, .weights = s->expert_weights,
                                        .out = s->moe });
@@ -5888,29 +5887,6 @@ static void cpu_route(const Route *o) {
     parallel(o->n_rows, share(o->n_rows, 4), route_rows, o);
 }
 
-typedef struct { const GateUp *o; Rows y; } GateUpJob;
-
-static void gate_up_tiles(const void *task, int begin, int end) {       // of 32 columns, all rows
-    const GateUpJob *job = task;
-    const GateUp *o = job->o;
-    const int n = o->gate->rows;
-    float out[TILE_ROWS][32];
-    for (int first = begin * 32; first < end * 32; first += 32)
-        for (int r = 0; r < o->n_rows; r += TILE_ROWS) {
-            const int n_rows = min_int(TILE_ROWS, o->n_rows - r);
-            gated_tile(o->gate, o->up, 0, n, first, o->fn, &job->y, r, n_rows, out);
-            for (int j = 0; j < n_rows; j++) emit(&o->out, r + j, n, first, out[j], min_int(32, n - first));
-        }
-}
-
-static void cpu_gate_up(const GateUp *o) {
-    const int n = o->gate->rows, n_tiles = (n + 31) / 32;
-    const bool quantise = is_quantised(o->gate->type) || is_quantised(o->up->type);
-    const GateUpJob job = { o, prepare(&o->in, o->n_rows, o->gate->cols, quantise) };
-    parallel(n_tiles, share(n_tiles, 1), gate_up_tiles, &job);
-    if (o->route) cpu_route(o->route);
-}
-
 // Pairs (row, chosen expert) by expert, so that an expert's weights are unpacked once for all rows that chose it. Pair p is
 // choice p % n_used of row p / n_used; order[k] for start[i] <= k < start[i + 1] are the pairs of expert[i], ascending.
 typedef struct {
@@ -5995,6 +5971,30 @@ static void cpu_expert_gate_up(const ExpertGateUp *o) {
         parallel(n_tiles, share(n_tiles, 1), expert_gate_up_tiles, &job);
     }
     if (o->beside) cpu_matmul(o->beside);
+}
+
+typedef struct { const GateUp *o; Rows y; } GateUpJob;
+
+static void gate_up_tiles(const void *task, int begin, int end) {       // of 32 columns, all rows
+    const GateUpJob *job = task;
+    const GateUp *o = job->o;
+    const int n = o->gate->rows;
+    float out[TILE_ROWS][32];
+    for (int first = begin * 32; first < end * 32; first += 32)
+        for (int r = 0; r < o->n_rows; r += TILE_ROWS) {
+            const int n_rows = min_int(TILE_ROWS, o->n_rows - r);
+            gated_tile(o->gate, o->up, 0, n, first, o->fn, &job->y, r, n_rows, out);
+            for (int j = 0; j < n_rows; j++) emit(&o->out, r + j, n, first, out[j], min_int(32, n - first));
+        }
+}
+
+static void cpu_gate_up(const GateUp *o) {
+    const int n = o->gate->rows, n_tiles = (n + 31) / 32;
+    const bool quantise = is_quantised(o->gate->type) || is_quantised(o->up->type);
+    const GateUpJob job = { o, prepare(&o->in, o->n_rows, o->gate->cols, quantise) };
+    parallel(n_tiles, share(n_tiles, 1), gate_up_tiles, &job);
+    if (o->route) cpu_route(o->route);
+    if (o->experts) cpu_expert_gate_up(o->experts);
 }
 
 static void expert_down_tiles(const void *task, int begin, int end) {   // of 16 columns, all pairs of the pass

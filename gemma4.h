@@ -209,15 +209,6 @@ typedef struct {                     // router: the n_used largest of softmax(w 
     float        *weights;           // (n_rows, n_used)
 } Route;
 
-typedef struct {                     // out = act(gate y) * (up y)
-    int           n_rows;
-    In            in;
-    const Tensor *gate, *up;         // (ffn_dim, cols)
-    ActFn         fn;
-    Act           out;               // (n_rows, ffn_dim)
-    const Route  *route;             // same x', own w_pre; may share the launch
-} GateUp;
-
 typedef struct {                     // out[r][j] = act(gate_e y) * (up_e y) with e = ids[r][j]
     int           n_rows, n_used;
     In            in;
@@ -228,6 +219,16 @@ typedef struct {                     // out[r][j] = act(gate_e y) * (up_e y) wit
     Act           out;               // (n_rows, n_used, expert_dim)
     const Matmul *beside;            // the dense branch's ffn_down
 } ExpertGateUp;
+
+typedef struct {                     // out = act(gate y) * (up y)
+    int           n_rows;
+    In            in;
+    const Tensor *gate, *up;         // (ffn_dim, cols)
+    ActFn         fn;
+    Act           out;               // (n_rows, ffn_dim)
+    const Route  *route;             // same x', own w_pre; may share the launch
+    const ExpertGateUp *experts;     // carried out behind it: same x', own w_pre; NULL: none
+} GateUp;
 
 typedef struct {                     // out[r] = sum over j, ascending, of weights[r][j] * (down_e in[r][j])
     int           n_rows, n_used;

@@ -201,18 +201,6 @@ static void ref_route(const Route *o) {
     }
 }
 
-static void ref_gate_up(const GateUp *o) {
-    for (int r = 0; r < o->n_rows; r++) {
-        const Act y = ref_input(&o->in, r, o->gate->cols);
-        for (int i = 0; i < o->gate->rows; i++) {
-            const double act = ref_activation(o->fn, ref_product(o->gate, 0, i, y));
-            ref.out[i] = (float)(act * ref_product(o->up, 0, i, y));
-        }
-        ref_store(&o->out, r, o->gate->rows, ref.out);
-    }
-    if (o->route) ref_route(o->route);
-}
-
 static void ref_expert_gate_up(const ExpertGateUp *o) {
     const int n = o->up ? o->gate->rows : o->gate->rows / 2;
     const Tensor *up = o->up ? o->up : o->gate;
@@ -229,6 +217,19 @@ static void ref_expert_gate_up(const ExpertGateUp *o) {
         }
     }
     if (o->beside) ref_matmul(o->beside);
+}
+
+static void ref_gate_up(const GateUp *o) {
+    for (int r = 0; r < o->n_rows; r++) {
+        const Act y = ref_input(&o->in, r, o->gate->cols);
+        for (int i = 0; i < o->gate->rows; i++) {
+            const double act = ref_activation(o->fn, ref_product(o->gate, 0, i, y));
+            ref.out[i] = (float)(act * ref_product(o->up, 0, i, y));
+        }
+        ref_store(&o->out, r, o->gate->rows, ref.out);
+    }
+    if (o->route) ref_route(o->route);
+    if (o->experts) ref_expert_gate_up(o->experts);
 }
 
 static void ref_expert_down(const ExpertDown *o) {

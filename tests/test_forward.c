@@ -698,14 +698,17 @@ static void note_route(const Route *o) {
     NUM(o->n_rows); NUM(o->n_used); note_in(&o->in, o->n_rows, o->w->cols); note_tensor(o->w);
     PTR(o->expert_scale); PTR(o->logits); PTR(o->ids); PTR(o->weights);
 }
-static void note_gate_up(const GateUp *o) {
-    NUM(o->n_rows); note_in(&o->in, o->n_rows, o->gate->cols); note_tensor(o->gate); note_tensor(o->up); NUM(o->fn); note_act(&o->out);
-    if (o->route) note_route(o->route);
-}
 static void note_expert_gate_up(const ExpertGateUp *o) {
     NUM(o->n_rows); NUM(o->n_used); note_in(&o->in, o->n_rows, o->gate->cols); note_tensor(o->gate); note_tensor(o->up); NUM(o->fn);
     PTR(o->ids); note_act(&o->out);
     if (o->beside) note_matmul(o->beside);
+}
+static void note_gate_up(const GateUp *o) {
+    NUM(o->n_rows); note_in(&o->in, o->n_rows, o->gate->cols); note_tensor(o->gate); note_tensor(o->up); NUM(o->fn); note_act(&o->out);
+    if (o->route) note_route(o->route);
+    if (!o->experts) return;
+    guard.used |= 1u << OP_expert_gate_up;
+    note_expert_gate_up(o->experts);
 }
 static void note_expert_down(const ExpertDown *o) {
     NUM(o->n_rows); NUM(o->n_used); note_act(&o->in); note_tensor(o->down); PTR(o->ids); PTR(o->weights); PTR(o->out);

@@ -848,48 +848,6 @@ static void test_route(void) {
     }
 }
 
-static void test_gate_up(void) {
-    static const struct { DType gate, up; int rows, cols; ActFn fn; bool route; } cases[] = {
-        { T_Q8_0, T_Q8_0, 64, 2816, ACT_GELU, true }, { T_Q4_0, T_Q4_0, 64, 1536, ACT_GELU, false },
-        { T_Q5_0, T_Q5_0, 704, 256, ACT_SILU, false },
-        { T_Q4_K, T_Q4_K, 64, 1536, ACT_GELU, false }, { T_Q4_K, T_Q6_K, 32, 2816, ACT_SILU, false },
-        { T_Q6_K, T_Q6_K, 2112, 256, ACT_GELU, false },
-        { T_F16, T_F16, 32, 2816, ACT_GELU, true }, { T_BF16, T_BF16, 33, 1000, ACT_SILU, false },
-        { T_F32, T_F32, 7, 77, ACT_GELU, true },
-        { T_F16, T_Q8_0, 64, 704, ACT_GELU, false }, { T_Q8_0, T_Q4_0, 8480, 32, ACT_GELU, true }, { T_Q8_0, T_BF16, 1, 64, ACT_SILU, true }
-    };
-    for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
-        const int cols = cases[k].cols, n = cases[k].rows, rows = 100;
-        CASE("gate_up", "%s, %s (%d, %d), %s, route %d", type_name(cases[k].gate), type_name(cases[k].up), n, cols,
-             cases[k].fn == ACT_GELU ? "GELU" : "SiLU", cases[k].route);
-        Matrix gate = (k % 2 ? scaled_matrix : matrix)(cases[k].gate, 1, n, cols), up = matrix(cases[k].up, 1, n, cols);
-        const In in = random_in(rows, cols, IN_X | IN_DELTA | IN_W_POST | IN_W_PRE | IN_X_OUT);
-        const Input ref = ref_in(&in, rows, cols);
-        const In dev = put_in(&in, rows, cols);
-        Expect e = expect(rows, n);
-        const Expect g = product(&gate, 0, &ref, 0, rows), u = product(&up, 0, &ref, 0, rows);
-        reference_ops()->gate_up(&(GateUp){ .n_rows = rows, .in = ref.in, .gate = &gate.host, .up = &up.host, .fn = cases[k].fn,
-                                            .out.f = e.want });
-        for (int i = 0; i < rows * n; i++) e.bound[i] = gated_bound(cases[k].fn, g.want[i], g.bound[i], u.want[i], u.bound[i]);
-        Router t = { 0 };
-        if (cases[k].route) t = router(T_F32, 16, cols, 4, true, &in, floats(cols, 0.5, 1), dev, rows);
-        for (int run = 0; run < n_runs_100; run++) {
-            Router part = t;
-            part.o.in = in_from(t.o.in, runs_100[run].first, cols);
-            if (cases[k].route) route_room(&part, runs_100[run]);
-            const Act out = act_room(runs_100[run].n, n, run);
-            set_threads(runs_100[run].n);
-            op->gate_up(&(GateUp){ .n_rows = runs_100[run].n, .in = in_from(dev, runs_100[run].first, cols),
-                                   .gate = &gate.t, .up = &up.t,
-                                   .fn = cases[k].fn, .out = out, .route = cases[k].route ? &part.o : NULL });
-            check_act(&e, out, runs_100[run]);
-            check_x_out(&ref, dev.x_out, runs_100[run].first, runs_100[run].n);
-            if (cases[k].route) check_route(&part, runs_100[run]);
-        }
-        sweep();
-    }
-}
-
 // (rows, used) different experts per row
 static int32_t *random_ids(int rows, int used, int n) {
     int32_t *ids = keep((size_t)rows * (size_t)used, sizeof *ids);
@@ -919,6 +877,63 @@ static Expect expect_gate_up(const Matrix *gate, const Matrix *up, ActFn fn, con
             e.bound[j * dim + i] = gated_bound(fn, g.want[i], g.bound[i], u.want[behind + i], u.bound[behind + i]);
     }
     return e;
+}
+
+// With a router, experts are behind it: of the type of gate, each row's two of four.
+static void test_gate_up(void) {
+    static const struct { DType gate, up; int rows, cols; ActFn fn; bool route; } cases[] = {
+        { T_Q8_0, T_Q8_0, 64, 2816, ACT_GELU, true }, { T_Q4_0, T_Q4_0, 64, 1536, ACT_GELU, false },
+        { T_Q5_0, T_Q5_0, 704, 256, ACT_SILU, false },
+        { T_Q4_K, T_Q4_K, 64, 1536, ACT_GELU, false }, { T_Q4_K, T_Q6_K, 32, 2816, ACT_SILU, false },
+        { T_Q6_K, T_Q6_K, 2112, 256, ACT_GELU, false },
+        { T_F16, T_F16, 32, 2816, ACT_GELU, true }, { T_BF16, T_BF16, 33, 1000, ACT_SILU, false },
+        { T_F32, T_F32, 7, 77, ACT_GELU, true },
+        { T_F16, T_Q8_0, 64, 704, ACT_GELU, false }, { T_Q8_0, T_Q4_0, 8480, 32, ACT_GELU, true }, { T_Q8_0, T_BF16, 1, 64, ACT_SILU, true }
+    };
+    for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
+        const int cols = cases[k].cols, n = cases[k].rows, rows = 100;
+        CASE("gate_up", "%s, %s (%d, %d), %s, route %d", type_name(cases[k].gate), type_name(cases[k].up), n, cols,
+             cases[k].fn == ACT_GELU ? "GELU" : "SiLU", cases[k].route);
+        Matrix gate = (k % 2 ? scaled_matrix : matrix)(cases[k].gate, 1, n, cols), up = matrix(cases[k].up, 1, n, cols);
+        const In in = random_in(rows, cols, IN_X | IN_DELTA | IN_W_POST | IN_W_PRE | IN_X_OUT);
+        const Input ref = ref_in(&in, rows, cols);
+        const In dev = put_in(&in, rows, cols);
+        Expect e = expect(rows, n);
+        const Expect g = product(&gate, 0, &ref, 0, rows), u = product(&up, 0, &ref, 0, rows);
+        reference_ops()->gate_up(&(GateUp){ .n_rows = rows, .in = ref.in, .gate = &gate.host, .up = &up.host, .fn = cases[k].fn,
+                                            .out.f = e.want });
+        for (int i = 0; i < rows * n; i++) e.bound[i] = gated_bound(cases[k].fn, g.want[i], g.bound[i], u.want[i], u.bound[i]);
+        Router t = { 0 };
+        if (cases[k].route) t = router(T_F32, 16, cols, 4, true, &in, floats(cols, 0.5, 1), dev, rows);
+        const int used = 2, dim = 32;
+        const int32_t *ids = random_ids(rows, used, 4), *dev_ids = put("ids", ids, (size_t)(rows * used), sizeof(int32_t));
+        Matrix expert = matrix(cases[k].gate, 4, 2 * dim, cols);
+        In expert_in = in;
+        expert_in.w_pre = floats(cols, 0.5, 1);
+        expert_in.x_out = NULL;
+        const Input expert_ref = ref_in(&expert_in, rows, cols);
+        Expect e_experts = expect_gate_up(&expert, NULL, cases[k].fn, ids, &expert_ref, rows, used);
+        const In expert_dev = { .x = dev.x_out, .scale = 1, .w_pre = put_f("experts w_pre", expert_in.w_pre, cols), .eps = in.eps };
+        for (int run = 0; run < n_runs_100; run++) {
+            Router part = t;
+            part.o.in = in_from(t.o.in, runs_100[run].first, cols);
+            if (cases[k].route) route_room(&part, runs_100[run]);
+            const Act out = act_room(runs_100[run].n, n, run), experts_out = act_room(runs_100[run].n, used * dim, run);
+            const ExpertGateUp experts = { .n_rows = runs_100[run].n, .n_used = used,
+                                           .in = in_from(expert_dev, runs_100[run].first, cols), .gate = &expert.t,
+                                           .fn = cases[k].fn, .ids = dev_ids + runs_100[run].first * used, .out = experts_out };
+            set_threads(runs_100[run].n);
+            op->gate_up(&(GateUp){ .n_rows = runs_100[run].n, .in = in_from(dev, runs_100[run].first, cols),
+                                   .gate = &gate.t, .up = &up.t,
+                                   .fn = cases[k].fn, .out = out, .route = cases[k].route ? &part.o : NULL,
+                                   .experts = cases[k].route ? &experts : NULL });
+            check_act(&e, out, runs_100[run]);
+            if (cases[k].route) check_act(&e_experts, experts_out, runs_100[run]);
+            check_x_out(&ref, dev.x_out, runs_100[run].first, runs_100[run].n);
+            if (cases[k].route) check_route(&part, runs_100[run]);
+        }
+        sweep();
+    }
 }
 
 static Expect expect_down(const Matrix *down, const int32_t *ids, const float *weights, Act in, const Input *ref, int n, int used) {
