@@ -763,14 +763,12 @@ typedef struct {              // a second, small model that guesses what the fir
     Row     *rows;                     // (n) MTP: row i drafts for segment i of segs
     Segment *segs;                     // (n_seqs)
     int32_t *of;                       // (n_seqs) whose segment of the target's step that is
-    int32_t *kept;                     // (n_seqs) and its row of the target's hidden
     int32_t *token_order;              // (vocab)
-    float   *pair;                     // (n_seqs, 2 * target's dim) embedding and hidden row
+    Act      pair;                     // (n_seqs, 2 * target's dim) embedding and hidden row
     float   *x[2];                     // (n, dim)
     float   *q;                        // (n, n_heads * head_dim)
     Act      att_out, ffn;             // (n, n_heads * head_dim), (n, ffn_dim)
     float   *y, *mlp;                  // (n, dim) what attention and the FFN add
-    float   *normed;                   // (n_seqs, dim) what the head multiplies
     float   *hidden;                   // (n_seqs, target's dim) the next hidden row; DFlash: (depth, n_seqs, dim) of the head
     float   *scores, *head_logits;     // (n_seqs, n_centroids), (n_seqs, tokens of the used ones)
     // what comes of it; with n rows and the options' draft_width:
@@ -1315,8 +1313,7 @@ static bool forward(Model *m, bool staged) {
     Pass p = { .all = all, .batch = all, .stream = { .x = s->x[0], .scale = 1, .eps = c->eps }, .ple = s->ple,
                .staged = staged, .waiting = -1 };
 
-    op->embed(&(Embed){ .batch = &all, .table = &w->token_embd, .scale = sqrtf((float)c->dim), .out = s->x[0],
-                        .out_stride = c->dim });
+    op->embed(&(Embed){ .batch = &all, .table = &w->token_embd, .scale = sqrtf((float)c->dim), .out = s->x[0] });
     checkpoint(m, "inp_scaled", OUT_OF_LAYERS, s->x[0], all.n_rows, c->dim);
     if (c->ple_dim) {
         multiply(m, all.n_rows, p.stream, &w->per_layer_model_proj, s->ple);
@@ -1503,6 +1500,7 @@ static void bind_mtp(Model *m) {
     const Weights *t = &m->weights;
     const GgufTensor *embd = gguf_find_tensor(b->g, "token_embd.weight");
     if (!embd) die("%s: tensor 'token_embd.weight': missing (E_TENSOR_MISSING)", b->g->path);
+    if (!m->ops->pair) die("%s: the %s backend has no input for MTP drafters", b->g->path, m->ops->name);
     must_agree(m, "vocabulary", (int64_t)embd->ne[1], m->config.vocab);
     c->vocab = m->config.vocab;
     bind_scaled(b, &w->token_embd, "token_embd.weight", c->vocab, c->dim, 1);         // the head: embeddings are the target's
@@ -1727,12 +1725,12 @@ static void plan_draft_rows(Drafter *d, Arena *a, size_t n) {
 static void plan_mtp(Model *m, Arena *a) {
     Drafter *d = &m->drafter;
     const Config *c = &d->config;
-    const size_t n = (size_t)m->options.n_seqs, dim = (size_t)c->dim, target_dim = (size_t)m->config.dim, f = sizeof(float);
+    const size_t n = (size_t)m->options.n_seqs, target_dim = (size_t)m->config.dim, f = sizeof(float);
     d->rows = take(a, n, sizeof(Row));
-    d->kept = take(a, n, sizeof(int32_t));
-    d->pair = take(a, n * 2 * target_dim, f);
+    Forms pair = { 0 };
+    add_reader(&pair, &d->pre_projection);
+    d->pair = take_act(a, pair, n, 2 * target_dim);
     plan_draft_rows(d, a, n);
-    d->normed = take(a, n * dim, f);
     d->hidden = take(a, n * target_dim, f);
     if (!d->centroids.data) return;
     d->token_order = take(a, (size_t)c->vocab, sizeof(int32_t));
@@ -1848,21 +1846,20 @@ static void mtp_layer(Model *m, int l, const Batch *b, In *stream) {
     draft_feed_forward(m, w, n, ACT_GELU, stream);
 }
 
-// The candidates for the k-th token, from the stream behind the last layer.
+// The candidates for the k-th token, from the stream behind the last layer, normed.
 static void mtp_head(Model *m, int k, int n, In stream) {
     Drafter *d = &m->drafter;
     const int width = m->options.draft_width;
     int32_t *ids = d->ids + (size_t)k * n * width;
     float *logits = d->logits + (size_t)k * n * width, *logsumexp = d->logsumexp + (size_t)k * n;
-    stream.w_pre = d->weights.output_norm;
     if (d->centroids.data)
         m->ops->head_centroid(&(HeadCentroid){ .n_rows = n, .in = stream, .centroids = &d->centroids, .w = &d->weights.token_embd,
-                                               .order = d->token_order, .n_used = d->n_centroids_used, .hidden = d->normed,
+                                               .order = d->token_order, .n_used = d->n_centroids_used,
                                                .scores = d->scores, .logits = d->head_logits, .top_k = width, .top_ids = ids,
                                                .top_logits = logits, .logsumexp = logsumexp });
     else
-        m->ops->head(&(Head){ .n_rows = n, .in = stream, .w = &d->weights.token_embd, .hidden = d->normed, .top_k = width,
-                              .top_ids = ids, .top_logits = logits, .logsumexp = logsumexp });
+        m->ops->head(&(Head){ .n_rows = n, .in = stream, .w = &d->weights.token_embd, .top_k = width, .top_ids = ids,
+                              .top_logits = logits, .logsumexp = logsumexp });
 }
 
 // Words that move on the device: dst[i] = src[index[i]], n rows of so many columns.
@@ -1875,23 +1872,25 @@ static void move_rows(const Model *m, int n, int cols, const void *src, int src_
 static void draft_mtp(Model *m, int n, int depth) {
     Drafter *d = &m->drafter;
     const State *s = &m->s;
-    const int target_dim = m->config.dim, row_words = sizeof(Row) / sizeof(int32_t);
+    const int width = m->options.draft_width;
     const Batch b = { .rows = d->rows, .segs = d->segs, .len = s->len, .n_rows = n, .n_segs = n };
-    move_rows(m, n, 1, s->next, 1, d->of, &d->rows->token, row_words);
-    move_rows(m, n, 1, s->last, 1, d->of, d->kept, 1);
-    move_rows(m, n, target_dim, s->hidden, target_dim, d->kept, d->pair + target_dim, 2 * target_dim);
+    const Act pair = act_for(&d->pre_projection, d->pair);
+    In stream = { 0 };
     for (int k = 0; k < depth; k++) {
+        Pair begin = { .n_rows = n, .table = &m->weights.token_embd, .scale = sqrtf((float)m->config.dim), .of = d->of,
+                       .tokens = s->next, .token_stride = 1, .hidden = s->hidden, .row = s->last, .out = pair };
         if (k) {                                       // go on from what the last pass found
-            const int width = m->options.draft_width;
-            move_rows(m, n, 1, d->ids + (size_t)(k - 1) * n * width, width, NULL, &d->rows->token, row_words);
-            multiply(m, n, (In){ .x = d->normed, .scale = 1 }, &d->post_projection, d->hidden);
-            move_rows(m, n, target_dim, d->hidden, target_dim, NULL, d->pair + target_dim, 2 * target_dim);
+            multiply(m, n, stream, &d->post_projection, d->hidden);
+            begin.of = begin.row = NULL;
+            begin.tokens = d->ids + (size_t)(k - 1) * n * width;
+            begin.token_stride = width;
+            begin.hidden = d->hidden;
         }
-        m->ops->embed(&(Embed){ .batch = &b, .table = &m->weights.token_embd, .scale = sqrtf((float)target_dim), .out = d->pair,
-                                .out_stride = 2 * target_dim });
-        multiply(m, n, (In){ .x = d->pair, .scale = 1 }, &d->pre_projection, d->x[0]);
-        In stream = { .x = d->x[0], .scale = 1, .eps = d->config.eps };
+        m->ops->pair(&begin);
+        multiply(m, n, (In){ .act = pair }, &d->pre_projection, d->x[0]);
+        stream = (In){ .x = d->x[0], .scale = 1, .eps = d->config.eps };
         for (int l = 0; l < d->config.n_layers; l++) mtp_layer(m, l, &b, &stream);
+        stream.w_pre = d->weights.output_norm;
         mtp_head(m, k, n, stream);
     }
 }
@@ -2052,7 +2051,7 @@ static void draft_dflash(Model *m, int n, int depth) {
         const Batch b = { .rows = d->rows + (size_t)first * (size_t)block, .segs = d->segs, .len = d->len,
                           .n_rows = n_blocks * block, .n_segs = n };
         m->ops->embed(&(Embed){ .batch = &b, .table = w->token_embd.data ? &w->token_embd : &target->token_embd,
-                                .scale = d->embedding_scale, .out = d->x[0], .out_stride = dim });
+                                .scale = d->embedding_scale, .out = d->x[0] });
         In stream = { .x = d->x[0], .scale = 1, .eps = d->config.eps };
         for (int l = 0; l < d->config.n_layers; l++) dflash_layer(m, l, &b, &stream);
         m->ops->close(&(Close){ .n_rows = b.n_rows, .cols = dim, .in = enter(d->x, &stream, NULL) });
@@ -5787,13 +5786,25 @@ static void embedding_row(const Tensor *table, int32_t token, float *out) {
 static void embed_rows(const void *task, int first, int end) {
     const Embed *o = task;
     for (int r = first; r < end; r++) {
-        float *x = o->out + (size_t)r * o->out_stride;
+        float *x = o->out + (size_t)r * o->table->cols;
         embedding_row(o->table, o->batch->rows[r].token, x);
         for (int i = 0; i < o->table->cols; i++) x[i] *= o->scale;
     }
 }
 
 static void cpu_embed(const Embed *o) { parallel(o->batch->n_rows, share(o->batch->n_rows, 1), embed_rows, o); }
+
+static void cpu_pair(const Pair *o) {
+    const int cols = o->table->cols;
+    float *x = cpu.y.f;                                // (2 * cols)
+    for (int r = 0; r < o->n_rows; r++) {
+        const int i = o->of ? o->of[r] : r;
+        embedding_row(o->table, o->tokens[(size_t)i * o->token_stride], x);
+        for (int c = 0; c < cols; c++) x[c] *= o->scale;
+        memcpy(x + cols, o->hidden + (size_t)(o->row ? o->row[i] : i) * cols, (size_t)cols * sizeof *x);
+        emit(&o->out, r, 2 * cols, 0, x, 2 * cols);
+    }
+}
 
 static void ple_rows(const void *task, int first, int end) {
     const PleRows *o = task;
@@ -7008,7 +7019,7 @@ const Ops *cpu_ops(void) {
         .name = "cpu", .memory = cpu_memory, .weight_bytes = cpu_weight_bytes, .upload = cpu_upload,
         .scratch_bytes = cpu_scratch_bytes, .init = cpu_init, .reserve = cpu_reserve, .release = cpu_release,
         .copy = cpu_copy, .begin = cpu_begin, .end = cpu_end, .wait = cpu_wait, .bandwidth = cpu_bandwidth,
-        .embed = cpu_embed, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up, .route = cpu_route,
+        .embed = cpu_embed, .pair = cpu_pair, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up, .route = cpu_route,
         .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store,
         .block_select = cpu_block_select, .attn_mass = cpu_attn_mass, .attend = cpu_attend,

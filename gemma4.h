@@ -178,9 +178,20 @@ typedef struct {                     // out[r] = scale * table[token of r]
     const Batch  *batch;
     const Tensor *table;             // (vocab, cols), any type
     float         scale;
-    float        *out;               // (n_rows, out_stride)
-    int           out_stride;        // floats; >= cols (an MTP drafter writes into half of a wider row)
+    float        *out;               // (n_rows, cols)
 } Embed;
+
+typedef struct {                     // what an MTP drafter begins with: out[r] = scale * table[token of r], beside it a row of
+    int            n_rows;           // hidden. With i = of[r]:
+    const Tensor  *table;            // (vocab, cols), any type
+    float          scale;
+    const int32_t *of;               // (n_rows); NULL: i = r
+    const int32_t *tokens;           // token of r = tokens[i * token_stride]
+    int            token_stride;
+    const float   *hidden;           // rows of cols: number row[i]
+    const int32_t *row;              // NULL: number i
+    Act            out;              // (n_rows, 2 * cols)
+} Pair;
 
 typedef struct {                     // u[r][l] = out_scale * (norm(proj_scale * proj[r][l]; w_norm)
                                      //                        + table_scale * table[token of r][l])
@@ -557,6 +568,7 @@ typedef struct Ops {
     int64_t (*launches)(void);                      // kernels and copies issued to the device so far, as far as known
     // body
     void (*embed)(const Embed *o);
+    void (*pair)(const Pair *o);                             // MTP drafters
     void (*ple_rows)(const PleRows *o);
     void (*matmul)(const Matmul *o);
     void (*gate_up)(const GateUp *o);

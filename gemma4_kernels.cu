@@ -1234,8 +1234,12 @@ static RowInputs row_inputs(const In *const *in, int n, int cols) {
     return o;
 }
 
-// in, out (n)
+// in, out (n). Of long rows that are only to be rounded, a part is as good as a row.
 static void launch_prepare(const In *const *in, const Prepared *out, int n, int n_rows, int cols) {
+    int parts = div_up(cols, ROW_COLS);
+    while (parts < cols / 32 && cols % (32 * parts)) parts++;
+    const bool by_parts = n == 1 && !in[0]->delta[0] && !in[0]->delta[1] && !in[0]->w_pre && cols % (32 * parts) == 0;
+    if (by_parts) n_rows *= parts, cols /= parts;
     RowInputs o = row_inputs(in, n, cols);
     Prepareds outs = { };
     int n_weights = 0;
@@ -1305,12 +1309,11 @@ static Prepared prepared_at(int number, int cols, bool f, bool q, bool h) {
 }
 
 // embed: out[r] = scale * table[token of r].
-//   shapes    table (vocab, cols), out (n_rows, out_stride)
+//   shapes    table (vocab, cols), out (n_rows, cols)
 //   launch    grid (n_rows, ceil(cols / 32 / 128)), block 128: a thread takes a group
 //   traffic   reads one row of the table per row
 //   see       cpu_embed
-__global__ void embed_kernel(Batch b, Planes table, DType type, int vocab, int cols, float scale, float *out,
-                             int out_stride) {
+__global__ void embed_kernel(Batch b, Planes table, DType type, int vocab, int cols, float scale, float *out) {
     take_turn();
     const int g = blockIdx.y * blockDim.x + threadIdx.x, first = g * 32;
     if (first >= cols) return;
@@ -1319,13 +1322,53 @@ __global__ void embed_kernel(Batch b, Planes table, DType type, int vocab, int c
     float v[32];
     const int n = min(32, cols - first);
     values_at(type, table, (size_t)token * cols + first, n, v);
-    for (int i = 0; i < n; i++) out[(size_t)blockIdx.x * out_stride + first + i] = v[i] * scale;
+    for (int i = 0; i < n; i++) out[(size_t)blockIdx.x * cols + first + i] = v[i] * scale;
 }
 static void cuda_embed(const Embed *o) {
     const Tensor *t = o->table;
     launch(WRITES_ACTIVATIONS, embed_kernel, dim3(o->batch->n_rows, div_up(div_up(t->cols, 32), 128)), 128, 0,
-           *o->batch, planes_of(t), t->type, t->rows, t->cols, o->scale, o->out, o->out_stride);
+           *o->batch, planes_of(t), t->type, t->rows, t->cols, o->scale, o->out);
     CHECK_LAUNCH("embed n_rows=%d cols=%d", o->batch->n_rows, t->cols);
+}
+
+// pair: the embedding of a token, and beside it a row of hidden, as Act.
+//   shapes    as Pair; cols a multiple of 32
+//   launch    grid (n_rows, ceil(2 * cols / 32 / 64)), block 64: a thread takes a group
+//   traffic   reads one row of the table and one of hidden per row
+//   see       cpu_pair
+__global__ void pair_kernel(Pair o, Planes table, DType type, int vocab, int cols) {
+    take_turn();
+    const int g = blockIdx.y * blockDim.x + threadIdx.x, first = g * 32, from = o.of ? o.of[blockIdx.x] : blockIdx.x;
+    if (first >= 2 * cols) return;
+    float v[32];
+    if (first < cols) {
+        int token = o.tokens[(size_t)from * o.token_stride];
+        if (token < 0 || token >= vocab) token = 0;
+        values_at(type, table, (size_t)token * cols + first, 32, v);
+        for (int i = 0; i < 32; i++) v[i] *= o.scale;
+    } else {
+        const float *row = o.hidden + (size_t)(o.row ? o.row[from] : from) * cols + first - cols;
+        for (int i = 0; i < 32; i += 4) *(float4 *)(v + i) = __ldcg((const float4 *)(row + i));
+    }
+    const size_t at = (size_t)blockIdx.x * 2 * cols + first;
+    for (int i = 0; o.out.f && i < 32; i += 4) *(float4 *)(o.out.f + at + i) = *(const float4 *)(v + i);
+    if (!o.out.q) return;
+    unsigned top = 0;
+    for (int i = 0; i < 32; i++) top = max(top, __float_as_uint(v[i]) & 0x7fffffffu);
+    float inv;
+    o.out.s[at / 32] = group_scale(top, &inv);
+    for (int i = 0; i < 32; i += 4) {
+        unsigned word = 0;
+        for (int k = 0; inv && k < 4; k++) word |= ((unsigned)__float2int_rn(__fmul_rn(v[i + k], inv)) & 255) << 8 * k;
+        *(unsigned *)(o.out.q + at + i) = word;
+    }
+}
+static void cuda_pair(const Pair *o) {
+    const Tensor *t = o->table;
+    if (t->cols % 32) cuda_die("pair: rows of %d values are not supported", t->cols);
+    launch(WRITES_ACTIVATIONS, pair_kernel, dim3(o->n_rows, div_up(2 * t->cols / 32, 64)), 64, 0, *o, planes_of(t),
+           t->type, t->rows, t->cols);
+    CHECK_LAUNCH("pair n_rows=%d cols=%d", o->n_rows, t->cols);
 }
 
 // ple_rows: u = out_scale * (norm(proj_scale * u; w_norm) + table_scale * table[token]), per row and layer.
@@ -7795,10 +7838,10 @@ static void cuda_head(const Head *o) {
         for (int k = 0; k < 2; k++)
             if (in.delta[k]) in.delta[k] += at;
         if (in.x_out) in.x_out += at;
-        Prepared y = prepared_at(0, cols, f, !f, false);
-        if (o->hidden) y.f = o->hidden + at;
-        launch_prepare(&in, y, n, cols);
         Jobs jobs = { };
+        Prepared y = prepared_at(0, cols, f, !f, false);
+        if (o->hidden) y.f = o->hidden + at, launch_prepare(&in, y, n, cols);
+        else y = prepare_one(&jobs, &in, n, cols, f, !f);
         Job job = job_of(o->w, y, n);
         job.out = logits;
         job.cap = o->cap;
@@ -8247,6 +8290,7 @@ const Ops *cuda_ops(void) {
     ops.mark = cuda_mark, ops.wait_for = cuda_wait_for, ops.bandwidth = cuda_bandwidth, ops.joules = cuda_joules;
     ops.launches = cuda_launches;
     ops.embed = cuda_embed, ops.ple_rows = cuda_ple_rows, ops.matmul = cuda_matmul, ops.gate_up = cuda_gate_up;
+    ops.pair = cuda_pair;
     ops.route = cuda_route, ops.expert_gate_up = cuda_expert_gate_up, ops.expert_down = cuda_expert_down;
     ops.ple_inject = cuda_ple_inject, ops.close = cuda_close, ops.gather_rows = cuda_gather_rows;
     ops.qkv_store = cuda_qkv_store, ops.block_select = cuda_block_select, ops.attn_mass = cuda_attn_mass, ops.attend = cuda_attend, ops.kv_commit = cuda_kv_commit,

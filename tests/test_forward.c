@@ -683,7 +683,7 @@ static void note_in(const In *in, int n_rows, int cols) {
 }
 
 static void note_embed(const Embed *o) {
-    note_batch(o->batch); note_tensor(o->table); NUM(o->scale); PTR(o->out); NUM(o->out_stride);
+    note_batch(o->batch); note_tensor(o->table); NUM(o->scale); PTR(o->out);
 }
 static void note_ple_rows(const PleRows *o) {
     note_batch(o->batch); note_tensor(o->table); PTR(o->w_norm); PTR(o->u);
