@@ -729,6 +729,7 @@ typedef struct {              // a named intermediate result
 } Checkpoint;
 
 typedef enum { DRAFTER_NONE, DRAFTER_MTP, DRAFTER_DFLASH } DrafterKind;
+enum { LAYERS_AT_ONCE = MAX_PRODUCTS / 2 };            // of DFlash, whose K and V of a context are products of one launch
 
 typedef struct {              // a second, small model that guesses what the first one, its target, will say
     DrafterKind kind;
@@ -784,7 +785,7 @@ typedef struct {              // a second, small model that guesses what the fir
     Segment *backlog_seg;              // (1) the session whose backlog is taken in,
     int32_t *backlog_n;                // (1) and how many rows of it
     float   *context;                  // (n_batch, dim)
-    float   *k[2], *v[2];              // (n_batch, n_kv_heads * head_dim) of two layers
+    float   *k[LAYERS_AT_ONCE], *v[LAYERS_AT_ONCE];    // (n_batch, n_kv_heads * head_dim)
     struct { Row *rows; Segment *segs; int32_t *of; } sent;          // as in Model
 } Drafter;
 
@@ -1768,8 +1769,8 @@ static void plan_dflash(Model *m, Arena *a) {
     d->backlog_seg = take(a, 1, sizeof(Segment));
     d->backlog_n = take(a, 1, sizeof(int32_t));
     d->context = take(a, n_batch * dim, f);
-    for (int i = 0; i < 2; i++) d->k[i] = take(a, n_batch * kv_dim, f);
-    for (int i = 0; i < 2; i++) d->v[i] = take(a, n_batch * kv_dim, f);
+    for (int i = 0; i < LAYERS_AT_ONCE; i++) d->k[i] = take(a, n_batch * kv_dim, f);
+    for (int i = 0; i < LAYERS_AT_ONCE; i++) d->v[i] = take(a, n_batch * kv_dim, f);
 }
 
 static void plan_drafter(Model *m, Arena *a) {
@@ -1895,24 +1896,28 @@ static void draft_mtp(Model *m, int n, int depth) {
     }
 }
 
+// Rows of a batch that a ring would have lost when the last ones are stored.
+static int rows_lost(const Drafter *d, int l, const Batch *b) {
+    return b->n_segs == 1 ? max_int(0, b->n_rows - d->caches[l].slots) : 0;
+}
+
 // Takes rows, whose taps (n_rows, n_taps * dim) are given, into the contexts of their sessions: a row of K and V in every layer.
 // Of each segment n_accept rows stay. A segment with more rows than a ring holds is alone: its last rows are stored.
 static void take_context(Model *m, const Batch *b, const float *taps, const int32_t *n_accept, const int32_t *path) {
     Drafter *d = &m->drafter;
     const Config *c = &d->config;
     multiply(m, b->n_rows, (In){ .x = taps, .scale = 1 }, &d->fc, d->context);
-    for (int l = 0, n; l < c->n_layers; l += n) {      // two layers in one launch
-        const int skip = b->n_segs == 1 ? max_int(0, b->n_rows - d->caches[l].slots) : 0;
+    for (int l = 0, n; l < c->n_layers; l += n) {
+        const int skip = rows_lost(d, l, b);
         Batch last = *b;
         last.rows += skip;
         last.n_rows -= skip;
         Matmul kv = { .n_rows = last.n_rows, .in = { .x = d->context + (size_t)skip * (size_t)c->dim, .scale = 1,
                                                      .w_pre = d->hidden_norm, .eps = c->eps } };
-        n = l + 1 < c->n_layers && d->caches[l + 1].slots == d->caches[l].slots ? 2 : 1;
-        for (int i = 0; i < n; i++) {
-            const LayerWeights *w = &d->weights.layer[l + i];
-            kv.w[kv.n] = &w->attn_k, kv.out[kv.n++] = d->k[i];
-            if (w->attn_v.data) kv.w[kv.n] = &w->attn_v, kv.out[kv.n++] = d->v[i];
+        for (n = 0; n < LAYERS_AT_ONCE && l + n < c->n_layers && rows_lost(d, l + n, b) == skip; n++) {
+            const LayerWeights *w = &d->weights.layer[l + n];
+            kv.w[kv.n] = &w->attn_k, kv.out[kv.n++] = d->k[n];
+            if (w->attn_v.data) kv.w[kv.n] = &w->attn_v, kv.out[kv.n++] = d->v[n];
         }
         m->ops->matmul(&kv);
         for (int i = 0; i < n; i++) {
@@ -2039,12 +2044,13 @@ static void dflash_layer(Model *m, int l, const Batch *b, In *stream) {
 }
 
 // Blocks of 1 + depth rows, as many at a time as make a step. The rows behind the first of each go to the head, those of all
-// blocks together.
+// blocks together: of one block they lie together already.
 static void draft_dflash(Model *m, int n, int depth) {
     Drafter *d = &m->drafter;
     const int dim = d->config.dim, block = 1 + depth, most = STEP_ROWS / block;
     const Weights *w = &d->weights, *target = &m->weights;
     const Tensor *head = w->output.data ? &w->output : target->output.data ? &target->output : &target->token_embd;
+    In in = { .x = d->hidden, .scale = 1, .eps = d->config.eps };
     move_rows(m, n, 1, m->s.next, 1, d->of, &d->rows->token, block * (int)(sizeof(Row) / sizeof(int32_t)));
     for (int first = 0; first < n; first += most) {
         const int n_blocks = min_int(most, n - first);
@@ -2054,13 +2060,18 @@ static void draft_dflash(Model *m, int n, int depth) {
                                 .scale = d->embedding_scale, .out = d->x[0] });
         In stream = { .x = d->x[0], .scale = 1, .eps = d->config.eps };
         for (int l = 0; l < d->config.n_layers; l++) dflash_layer(m, l, &b, &stream);
+        if (n == 1) {
+            in = stream;
+            in.x += dim, in.delta[0] += dim;
+            break;
+        }
         m->ops->close(&(Close){ .n_rows = b.n_rows, .cols = dim, .in = enter(d->x, &stream, NULL) });
         for (int i = 0; i < n_blocks; i++)
             move_rows(m, depth, dim, stream.x + (size_t)(i * block + 1) * (size_t)dim, dim, NULL,
                       d->hidden + (size_t)(first + i) * (size_t)dim, n * dim);
     }
-    m->ops->head(&(Head){ .n_rows = n * depth, .in = { .x = d->hidden, .scale = 1, .w_pre = w->output_norm, .eps = d->config.eps },
-                          .w = head, .cap = d->config.logit_cap, .top_k = m->options.draft_width, .top_ids = d->ids,
+    in.w_pre = w->output_norm;
+    m->ops->head(&(Head){ .n_rows = n * depth, .in = in, .w = head, .cap = d->config.logit_cap, .top_k = m->options.draft_width, .top_ids = d->ids,
                           .top_logits = d->logits, .logsumexp = d->logsumexp });
 }
 

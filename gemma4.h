@@ -203,11 +203,12 @@ typedef struct {                     // u[r][l] = out_scale * (norm(proj_scale *
     float         proj_scale, table_scale, out_scale, eps;
 } PleRows;
 
+enum { MAX_PRODUCTS = 6 };
 typedef struct {                     // out[i] = w[i] y, independent products of one input: q|k|v
-    int           n_rows, n;         // n = 1 .. 4
+    int           n_rows, n;         // n = 1 .. MAX_PRODUCTS
     In            in;                // cols = w[i]->cols
-    const Tensor *w[4];
-    float        *out[4];            // (n_rows, w[i]->rows)
+    const Tensor *w[MAX_PRODUCTS];
+    float        *out[MAX_PRODUCTS]; // (n_rows, w[i]->rows)
 } Matmul;
 
 typedef struct {                     // router: the n_used largest of softmax(w y), renormalised to 1, times expert_scale

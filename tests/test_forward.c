@@ -691,8 +691,8 @@ static void note_ple_rows(const PleRows *o) {
 }
 static void note_matmul(const Matmul *o) {
     NUM(o->n_rows); NUM(o->n); note_in(&o->in, o->n_rows, o->w[0]->cols);
-    if (o->n < 1 || o->n > 4) breach("matmul: %d products", o->n);
-    for (int i = 0; i < o->n && i < 4; i++) { note_tensor(o->w[i]); PTR(o->out[i]); }
+    if (o->n < 1 || o->n > MAX_PRODUCTS) breach("matmul: %d products", o->n);
+    for (int i = 0; i < o->n && i < MAX_PRODUCTS; i++) { note_tensor(o->w[i]); PTR(o->out[i]); }
 }
 static void note_route(const Route *o) {
     NUM(o->n_rows); NUM(o->n_used); note_in(&o->in, o->n_rows, o->w->cols); note_tensor(o->w);

@@ -712,7 +712,7 @@ static void matmul_case(int n, Matrix *w, const In *in, int rows, const Run *run
     const int cols = w[0].t.cols;
     const Input ref = ref_in(in, rows, cols);
     const In dev = put_in(in, rows, cols);
-    Expect e[4];
+    Expect e[MAX_PRODUCTS];
     for (int k = 0; k < n; k++) e[k] = product(&w[k], 0, &ref, 0, rows);
     for (int run = 0; run < n_runs; run++) {
         Matmul o = { .n_rows = runs[run].n, .n = n, .in = in_from(dev, runs[run].first, cols) };
@@ -748,10 +748,10 @@ static void test_matmul(void) {
             matmul_case(1, &w, &in, 100, runs_100, n_runs_100);
         }
 
-    // Every combination of In, 1 to 4 matrices of mixed types.
+    // Every combination of In, 1 to 6 matrices of mixed types.
     for (int bits = 0; bits < IN_ALL; bits += in_step) {
-        Matrix w[4];
-        const int n = 1 + bits % 4, cols = 512;
+        Matrix w[MAX_PRODUCTS];
+        const int n = 1 + bits % MAX_PRODUCTS, cols = 512;
         CASE("matmul", "n %d of types %s .., In 0x%x", n, type_name(all_types[bits % N_TYPES]), bits);
         for (int k = 0; k < n; k++) w[k] = matrix(all_types[(bits + 3 * k) % N_TYPES], 1, k ? 1 + 2 * k : 8, cols);
         const In in = random_in(7, cols, bits);
