@@ -2193,8 +2193,8 @@ static void plan_state(Model *m, Arena *a) {
     s->kept_index = take(a, kept, sizeof(int32_t));
     s->n_accept = take(a, seqs, sizeof(int32_t));
     s->path = take(a, seqs * STEP_ROWS, sizeof(int32_t));
-    s->last = take(a, seqs, sizeof(int32_t));
-    s->walked = take(a, seqs, sizeof(int32_t));        // from here on what a Verdict reads, in one piece
+    s->last = take(a, 2 * seqs, sizeof(int32_t));
+    s->walked = s->last + seqs;                        // from here on what a Verdict reads, in one piece
     s->chosen = take(a, kept, sizeof(int32_t));
     const size_t drafted = o->drafter ? (size_t)o->draft_depth * seqs : 0, found = drafted * (size_t)o->draft_width;
     s->next = take(a, seqs + found, sizeof(int32_t));
@@ -2711,23 +2711,20 @@ static void issue_verdict(Model *m, const int32_t *segs, int n, int depth, const
     v->n_segs = m->n_segs;
     for (int i = 0; i < m->n_segs; i++) trees |= m->segs[i].kind == SEG_TREE, v->seq[i] = m->segs[i].seq;
     int32_t *path = trees ? s->path : NULL;
+    if (forced) {                                      // every row of a chain has logits: its last row that stays is a kept row
+        int32_t found[2 * MAX_SESSIONS] = { 0 }, *const walked = found + m->options.n_seqs;
+        for (int i = 0; i < m->n_segs; i++) found[i] = m->segs[i].first + forced[i] - 1, walked[i] = forced[i];
+        op->copy(&(Copy){ s->last, found, 2 * (size_t)m->options.n_seqs * sizeof *found, COPY_IN });
+    }
     if (op->begin((StepKey){ .model = m->number, .kind = STEP_SAMPLE, .rows = m->n_rows, .segs = m->n_segs, .logits = m->n_kept,
                              .kept = forced != NULL, .variant = trees ? WALKS_PATHS : WALKS_CHAINS })) {
         if (m->n_kept) issue_sample(m);
-        op->verify_walk(&(VerifyWalk){ .batch = &all, .kept_rows = s->kept_rows, .n_kept = m->n_kept, .chosen = s->chosen,
-                                       .n_accept = s->walked, .path = path, .last = s->last, .next = s->next });
-        if (!forced) issue_commit(m, s->walked, path);
+        if (forced) move_rows(m, m->n_segs, 1, s->chosen, 1, s->last, s->next, 1);
+        else op->verify_walk(&(VerifyWalk){ .batch = &all, .kept_rows = s->kept_rows, .n_kept = m->n_kept, .chosen = s->chosen,
+                                            .n_accept = s->walked, .path = path, .last = s->last, .next = s->next });
+        issue_commit(m, s->walked, path);
     }
     op->end();
-    if (forced) {                                      // every row of a chain has logits: its last row that stays is a kept row
-        int32_t last[MAX_SESSIONS];
-        for (int i = 0; i < m->n_segs; i++) last[i] = m->segs[i].first + forced[i] - 1;
-        op->copy(&(Copy){ s->walked, forced, (size_t)m->n_segs * sizeof *forced, COPY_IN });
-        op->copy(&(Copy){ s->last, last, (size_t)m->n_segs * sizeof *last, COPY_IN });
-        if (op->begin((StepKey){ .model = m->number, .kind = STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs,
-                                 .variant = WALKS_CHAINS })) issue_commit(m, s->walked, NULL);
-        op->end();
-    }
     if (trees) op->copy(&(Copy){ v->path, s->path, (size_t)m->n_segs * STEP_ROWS * sizeof *v->path, COPY_OUT });
     if (op->mark) v->mark = op->mark();
     else v->verified = seconds();
