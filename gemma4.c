@@ -731,6 +731,7 @@ typedef struct {              // a named intermediate result
 } Checkpoint;
 
 typedef enum { DRAFTER_NONE, DRAFTER_MTP, DRAFTER_DFLASH } DrafterKind;
+enum { LAYERS_AT_ONCE = MAX_PRODUCTS / 2 };            // of DFlash, whose K and V of a context are products of one launch
 
 typedef struct {              // a second, small model that guesses what the first one, its target, will say
     DrafterKind kind;
@@ -765,14 +766,12 @@ typedef struct {              // a second, small model that guesses what the fir
     Row     *rows;                     // (n) MTP: row i drafts for segment i of segs
     Segment *segs;                     // (n_seqs)
     int32_t *of;                       // (n_seqs) whose segment of the target's step that is
-    int32_t *kept;                     // (n_seqs) and its row of the target's hidden
     int32_t *token_order;              // (vocab)
-    float   *pair;                     // (n_seqs, 2 * target's dim) embedding and hidden row
+    Act      pair;                     // (n_seqs, 2 * target's dim) embedding and hidden row
     float   *x[2];                     // (n, dim)
     float   *q;                        // (n, n_heads * head_dim)
     Act      att_out, ffn;             // (n, n_heads * head_dim), (n, ffn_dim)
     float   *y, *mlp;                  // (n, dim) what attention and the FFN add
-    float   *normed;                   // (n_seqs, dim) what the head multiplies
     float   *hidden;                   // (n_seqs, target's dim) the next hidden row; DFlash: (depth, n_seqs, dim) of the head
     float   *scores, *head_logits;     // (n_seqs, n_centroids), (n_seqs, tokens of the used ones)
     // what comes of it; with n rows and the options' draft_width:
@@ -788,7 +787,7 @@ typedef struct {              // a second, small model that guesses what the fir
     Segment *backlog_seg;              // (1) the session whose backlog is taken in,
     int32_t *backlog_n;                // (1) and how many rows of it
     float   *context;                  // (n_batch, dim)
-    float   *k[2], *v[2];              // (n_batch, n_kv_heads * head_dim) of two layers
+    float   *k[LAYERS_AT_ONCE], *v[LAYERS_AT_ONCE];    // (n_batch, n_kv_heads * head_dim)
     struct { Row *rows; Segment *segs; int32_t *of; } sent;          // as in Model
 } Drafter;
 
@@ -1226,19 +1225,18 @@ static void feed_forward(Model *m, int l, Pass *p) {
                     .weights = s->expert_weights };
     route.in.w_pre = w->router_norm;                   // the router sees x itself, not what the experts see
     route.in.x_out = NULL;
-    const Act ffn = act_for(&w->ffn_down, s->ffn);
-    op->gate_up(&(GateUp){ .n_rows = n_rows, .in = in, .gate = &w->ffn_gate, .up = &w->ffn_up, .fn = ACT_GELU, .out = ffn,
-                           .route = c->n_experts ? &route : NULL });
+    const Act ffn = act_for(&w->ffn_down, s->ffn), expert = act_for(&w->ffn_down_exps, s->expert);
     const Matmul down = { .n_rows = n_rows, .in = { .act = ffn }, .n = 1, .w = { &w->ffn_down }, .out = { s->mlp } };
+    const ExpertGateUp experts = { .n_rows = n_rows, .n_used = c->n_experts_used,
+                                   .in = enter(s->x, &p->stream, w->pre_ffw_norm_2), .gate = &w->ffn_gate_exps,
+                                   .up = w->ffn_up_exps.data ? &w->ffn_up_exps : NULL, .fn = ACT_GELU,
+                                   .ids = s->expert_ids, .out = expert, .beside = &down };
+    op->gate_up(&(GateUp){ .n_rows = n_rows, .in = in, .gate = &w->ffn_gate, .up = &w->ffn_up, .fn = ACT_GELU, .out = ffn,
+                           .route = c->n_experts ? &route : NULL, .experts = c->n_experts ? &experts : NULL });
 
     if (c->n_experts) {
         checkpoint(m, "ffn_moe_logits", l, s->router, n_rows, c->n_experts);
-        const In experts_in = enter(s->x, &p->stream, w->pre_ffw_norm_2);
-        checkpoint_in(m, "ffn_norm_2", l, experts_in, n_rows);
-        const Act expert = act_for(&w->ffn_down_exps, s->expert);
-        op->expert_gate_up(&(ExpertGateUp){ .n_rows = n_rows, .n_used = c->n_experts_used, .in = experts_in,
-                                            .gate = &w->ffn_gate_exps, .up = w->ffn_up_exps.data ? &w->ffn_up_exps : NULL,
-                                            .fn = ACT_GELU, .ids = s->expert_ids, .out = expert, .beside = &down });
+        checkpoint_in(m, "ffn_norm_2", l, experts.in, n_rows);
         op->expert_down(&(ExpertDown){ .n_rows = n_rows, .n_used = c->n_experts_used, .in = expert,
                                        .down = &w->ffn_down_exps, .ids = s->expert_ids, .weights = s->expert_weights,
                                        .out = s->moe });
@@ -1320,8 +1318,7 @@ static bool forward(Model *m, bool staged) {
     Pass p = { .all = all, .batch = all, .stream = { .x = s->x[0], .scale = 1, .eps = c->eps }, .ple = s->ple,
                .staged = staged, .waiting = -1 };
 
-    op->embed(&(Embed){ .batch = &all, .table = &w->token_embd, .scale = sqrtf((float)c->dim), .out = s->x[0],
-                        .out_stride = c->dim });
+    op->embed(&(Embed){ .batch = &all, .table = &w->token_embd, .scale = sqrtf((float)c->dim), .out = s->x[0] });
     checkpoint(m, "inp_scaled", OUT_OF_LAYERS, s->x[0], all.n_rows, c->dim);
     if (c->ple_dim) {
         multiply(m, all.n_rows, p.stream, &w->per_layer_model_proj, s->ple);
@@ -1508,6 +1505,7 @@ static void bind_mtp(Model *m) {
     const Weights *t = &m->weights;
     const GgufTensor *embd = gguf_find_tensor(b->g, "token_embd.weight");
     if (!embd) die("%s: tensor 'token_embd.weight': missing (E_TENSOR_MISSING)", b->g->path);
+    if (!m->ops->pair) die("%s: the %s backend has no input for MTP drafters", b->g->path, m->ops->name);
     must_agree(m, "vocabulary", (int64_t)embd->ne[1], m->config.vocab);
     c->vocab = m->config.vocab;
     bind_scaled(b, &w->token_embd, "token_embd.weight", c->vocab, c->dim, 1);         // the head: embeddings are the target's
@@ -1732,12 +1730,12 @@ static void plan_draft_rows(Drafter *d, Arena *a, size_t n) {
 static void plan_mtp(Model *m, Arena *a) {
     Drafter *d = &m->drafter;
     const Config *c = &d->config;
-    const size_t n = (size_t)m->options.n_seqs, dim = (size_t)c->dim, target_dim = (size_t)m->config.dim, f = sizeof(float);
+    const size_t n = (size_t)m->options.n_seqs, target_dim = (size_t)m->config.dim, f = sizeof(float);
     d->rows = take(a, n, sizeof(Row));
-    d->kept = take(a, n, sizeof(int32_t));
-    d->pair = take(a, n * 2 * target_dim, f);
+    Forms pair = { 0 };
+    add_reader(&pair, &d->pre_projection);
+    d->pair = take_act(a, pair, n, 2 * target_dim);
     plan_draft_rows(d, a, n);
-    d->normed = take(a, n * dim, f);
     d->hidden = take(a, n * target_dim, f);
     if (!d->centroids.data) return;
     d->token_order = take(a, (size_t)c->vocab, sizeof(int32_t));
@@ -1775,8 +1773,8 @@ static void plan_dflash(Model *m, Arena *a) {
     d->backlog_seg = take(a, 1, sizeof(Segment));
     d->backlog_n = take(a, 1, sizeof(int32_t));
     d->context = take(a, n_batch * dim, f);
-    for (int i = 0; i < 2; i++) d->k[i] = take(a, n_batch * kv_dim, f);
-    for (int i = 0; i < 2; i++) d->v[i] = take(a, n_batch * kv_dim, f);
+    for (int i = 0; i < LAYERS_AT_ONCE; i++) d->k[i] = take(a, n_batch * kv_dim, f);
+    for (int i = 0; i < LAYERS_AT_ONCE; i++) d->v[i] = take(a, n_batch * kv_dim, f);
 }
 
 static void plan_drafter(Model *m, Arena *a) {
@@ -1853,21 +1851,20 @@ static void mtp_layer(Model *m, int l, const Batch *b, In *stream) {
     draft_feed_forward(m, w, n, ACT_GELU, stream);
 }
 
-// The candidates for the k-th token, from the stream behind the last layer.
+// The candidates for the k-th token, from the stream behind the last layer, normed.
 static void mtp_head(Model *m, int k, int n, In stream) {
     Drafter *d = &m->drafter;
     const int width = m->options.draft_width;
     int32_t *ids = d->ids + (size_t)k * n * width;
     float *logits = d->logits + (size_t)k * n * width, *logsumexp = d->logsumexp + (size_t)k * n;
-    stream.w_pre = d->weights.output_norm;
     if (d->centroids.data)
         m->ops->head_centroid(&(HeadCentroid){ .n_rows = n, .in = stream, .centroids = &d->centroids, .w = &d->weights.token_embd,
-                                               .order = d->token_order, .n_used = d->n_centroids_used, .hidden = d->normed,
+                                               .order = d->token_order, .n_used = d->n_centroids_used,
                                                .scores = d->scores, .logits = d->head_logits, .top_k = width, .top_ids = ids,
                                                .top_logits = logits, .logsumexp = logsumexp });
     else
-        m->ops->head(&(Head){ .n_rows = n, .in = stream, .w = &d->weights.token_embd, .hidden = d->normed, .top_k = width,
-                              .top_ids = ids, .top_logits = logits, .logsumexp = logsumexp });
+        m->ops->head(&(Head){ .n_rows = n, .in = stream, .w = &d->weights.token_embd, .top_k = width, .top_ids = ids,
+                              .top_logits = logits, .logsumexp = logsumexp });
 }
 
 // Words that move on the device: dst[i] = src[index[i]], n rows of so many columns.
@@ -1880,25 +1877,32 @@ static void move_rows(const Model *m, int n, int cols, const void *src, int src_
 static void draft_mtp(Model *m, int n, int depth) {
     Drafter *d = &m->drafter;
     const State *s = &m->s;
-    const int target_dim = m->config.dim, row_words = sizeof(Row) / sizeof(int32_t);
+    const int width = m->options.draft_width;
     const Batch b = { .rows = d->rows, .segs = d->segs, .len = s->len, .n_rows = n, .n_segs = n };
-    move_rows(m, n, 1, s->next, 1, d->of, &d->rows->token, row_words);
-    move_rows(m, n, 1, s->last, 1, d->of, d->kept, 1);
-    move_rows(m, n, target_dim, s->hidden, target_dim, d->kept, d->pair + target_dim, 2 * target_dim);
+    const Act pair = act_for(&d->pre_projection, d->pair);
+    In stream = { 0 };
     for (int k = 0; k < depth; k++) {
+        Pair begin = { .n_rows = n, .table = &m->weights.token_embd, .scale = sqrtf((float)m->config.dim), .of = d->of,
+                       .tokens = s->next, .token_stride = 1, .hidden = s->hidden, .row = s->last, .out = pair };
         if (k) {                                       // go on from what the last pass found
-            const int width = m->options.draft_width;
-            move_rows(m, n, 1, d->ids + (size_t)(k - 1) * n * width, width, NULL, &d->rows->token, row_words);
-            multiply(m, n, (In){ .x = d->normed, .scale = 1 }, &d->post_projection, d->hidden);
-            move_rows(m, n, target_dim, d->hidden, target_dim, NULL, d->pair + target_dim, 2 * target_dim);
+            multiply(m, n, stream, &d->post_projection, d->hidden);
+            begin.of = begin.row = NULL;
+            begin.tokens = d->ids + (size_t)(k - 1) * n * width;
+            begin.token_stride = width;
+            begin.hidden = d->hidden;
         }
-        m->ops->embed(&(Embed){ .batch = &b, .table = &m->weights.token_embd, .scale = sqrtf((float)target_dim), .out = d->pair,
-                                .out_stride = 2 * target_dim });
-        multiply(m, n, (In){ .x = d->pair, .scale = 1 }, &d->pre_projection, d->x[0]);
-        In stream = { .x = d->x[0], .scale = 1, .eps = d->config.eps };
+        m->ops->pair(&begin);
+        multiply(m, n, (In){ .act = pair }, &d->pre_projection, d->x[0]);
+        stream = (In){ .x = d->x[0], .scale = 1, .eps = d->config.eps };
         for (int l = 0; l < d->config.n_layers; l++) mtp_layer(m, l, &b, &stream);
+        stream.w_pre = d->weights.output_norm;
         mtp_head(m, k, n, stream);
     }
+}
+
+// Rows of a batch that a ring would have lost when the last ones are stored.
+static int rows_lost(const Drafter *d, int l, const Batch *b) {
+    return b->n_segs == 1 ? max_int(0, b->n_rows - d->caches[l].slots) : 0;
 }
 
 // Takes rows, whose taps (n_rows, n_taps * dim) are given, into the contexts of their sessions: a row of K and V in every layer.
@@ -1907,18 +1911,17 @@ static void take_context(Model *m, const Batch *b, const float *taps, const int3
     Drafter *d = &m->drafter;
     const Config *c = &d->config;
     multiply(m, b->n_rows, (In){ .x = taps, .scale = 1 }, &d->fc, d->context);
-    for (int l = 0, n; l < c->n_layers; l += n) {      // two layers in one launch
-        const int skip = b->n_segs == 1 ? max_int(0, b->n_rows - d->caches[l].slots) : 0;
+    for (int l = 0, n; l < c->n_layers; l += n) {
+        const int skip = rows_lost(d, l, b);
         Batch last = *b;
         last.rows += skip;
         last.n_rows -= skip;
         Matmul kv = { .n_rows = last.n_rows, .in = { .x = d->context + (size_t)skip * (size_t)c->dim, .scale = 1,
                                                      .w_pre = d->hidden_norm, .eps = c->eps } };
-        n = l + 1 < c->n_layers && d->caches[l + 1].slots == d->caches[l].slots ? 2 : 1;
-        for (int i = 0; i < n; i++) {
-            const LayerWeights *w = &d->weights.layer[l + i];
-            kv.w[kv.n] = &w->attn_k, kv.out[kv.n++] = d->k[i];
-            if (w->attn_v.data) kv.w[kv.n] = &w->attn_v, kv.out[kv.n++] = d->v[i];
+        for (n = 0; n < LAYERS_AT_ONCE && l + n < c->n_layers && rows_lost(d, l + n, b) == skip; n++) {
+            const LayerWeights *w = &d->weights.layer[l + n];
+            kv.w[kv.n] = &w->attn_k, kv.out[kv.n++] = d->k[n];
+            if (w->attn_v.data) kv.w[kv.n] = &w->attn_v, kv.out[kv.n++] = d->v[n];
         }
         m->ops->matmul(&kv);
         for (int i = 0; i < n; i++) {
@@ -2045,28 +2048,34 @@ static void dflash_layer(Model *m, int l, const Batch *b, In *stream) {
 }
 
 // Blocks of 1 + depth rows, as many at a time as make a step. The rows behind the first of each go to the head, those of all
-// blocks together.
+// blocks together: of one block they lie together already.
 static void draft_dflash(Model *m, int n, int depth) {
     Drafter *d = &m->drafter;
     const int dim = d->config.dim, block = 1 + depth, most = STEP_ROWS / block;
     const Weights *w = &d->weights, *target = &m->weights;
     const Tensor *head = w->output.data ? &w->output : target->output.data ? &target->output : &target->token_embd;
+    In in = { .x = d->hidden, .scale = 1, .eps = d->config.eps };
     move_rows(m, n, 1, m->s.next, 1, d->of, &d->rows->token, block * (int)(sizeof(Row) / sizeof(int32_t)));
     for (int first = 0; first < n; first += most) {
         const int n_blocks = min_int(most, n - first);
         const Batch b = { .rows = d->rows + (size_t)first * (size_t)block, .segs = d->segs, .len = d->len,
                           .n_rows = n_blocks * block, .n_segs = n };
         m->ops->embed(&(Embed){ .batch = &b, .table = w->token_embd.data ? &w->token_embd : &target->token_embd,
-                                .scale = d->embedding_scale, .out = d->x[0], .out_stride = dim });
+                                .scale = d->embedding_scale, .out = d->x[0] });
         In stream = { .x = d->x[0], .scale = 1, .eps = d->config.eps };
         for (int l = 0; l < d->config.n_layers; l++) dflash_layer(m, l, &b, &stream);
+        if (n == 1) {
+            in = stream;
+            in.x += dim, in.delta[0] += dim;
+            break;
+        }
         m->ops->close(&(Close){ .n_rows = b.n_rows, .cols = dim, .in = enter(d->x, &stream, NULL) });
         for (int i = 0; i < n_blocks; i++)
             move_rows(m, depth, dim, stream.x + (size_t)(i * block + 1) * (size_t)dim, dim, NULL,
                       d->hidden + (size_t)(first + i) * (size_t)dim, n * dim);
     }
-    m->ops->head(&(Head){ .n_rows = n * depth, .in = { .x = d->hidden, .scale = 1, .w_pre = w->output_norm, .eps = d->config.eps },
-                          .w = head, .cap = d->config.logit_cap, .top_k = m->options.draft_width, .top_ids = d->ids,
+    in.w_pre = w->output_norm;
+    m->ops->head(&(Head){ .n_rows = n * depth, .in = in, .w = head, .cap = d->config.logit_cap, .top_k = m->options.draft_width, .top_ids = d->ids,
                           .top_logits = d->logits, .logsumexp = d->logsumexp });
 }
 
@@ -2188,8 +2197,8 @@ static void plan_state(Model *m, Arena *a) {
     s->kept_index = take(a, kept, sizeof(int32_t));
     s->n_accept = take(a, seqs, sizeof(int32_t));
     s->path = take(a, seqs * STEP_ROWS, sizeof(int32_t));
-    s->last = take(a, seqs, sizeof(int32_t));
-    s->walked = take(a, seqs, sizeof(int32_t));        // from here on what a Verdict reads, in one piece
+    s->last = take(a, 2 * seqs, sizeof(int32_t));
+    s->walked = s->last + seqs;                        // from here on what a Verdict reads, in one piece
     s->chosen = take(a, kept, sizeof(int32_t));
     const size_t drafted = o->drafter ? (size_t)o->draft_depth * seqs : 0, found = drafted * (size_t)o->draft_width;
     s->next = take(a, seqs + found, sizeof(int32_t));
@@ -2706,23 +2715,20 @@ static void issue_verdict(Model *m, const int32_t *segs, int n, int depth, const
     v->n_segs = m->n_segs;
     for (int i = 0; i < m->n_segs; i++) trees |= m->segs[i].kind == SEG_TREE, v->seq[i] = m->segs[i].seq;
     int32_t *path = trees ? s->path : NULL;
+    if (forced) {                                      // every row of a chain has logits: its last row that stays is a kept row
+        int32_t found[2 * MAX_SESSIONS] = { 0 }, *const walked = found + m->options.n_seqs;
+        for (int i = 0; i < m->n_segs; i++) found[i] = m->segs[i].first + forced[i] - 1, walked[i] = forced[i];
+        op->copy(&(Copy){ s->last, found, 2 * (size_t)m->options.n_seqs * sizeof *found, COPY_IN });
+    }
     if (op->begin((StepKey){ .model = m->number, .kind = STEP_SAMPLE, .rows = m->n_rows, .segs = m->n_segs, .logits = m->n_kept,
                              .kept = forced != NULL, .variant = trees ? WALKS_PATHS : WALKS_CHAINS })) {
         if (m->n_kept) issue_sample(m);
-        op->verify_walk(&(VerifyWalk){ .batch = &all, .kept_rows = s->kept_rows, .n_kept = m->n_kept, .chosen = s->chosen,
-                                       .n_accept = s->walked, .path = path, .last = s->last, .next = s->next });
-        if (!forced) issue_commit(m, s->walked, path);
+        if (forced) move_rows(m, m->n_segs, 1, s->chosen, 1, s->last, s->next, 1);
+        else op->verify_walk(&(VerifyWalk){ .batch = &all, .kept_rows = s->kept_rows, .n_kept = m->n_kept, .chosen = s->chosen,
+                                            .n_accept = s->walked, .path = path, .last = s->last, .next = s->next });
+        issue_commit(m, s->walked, path);
     }
     op->end();
-    if (forced) {                                      // every row of a chain has logits: its last row that stays is a kept row
-        int32_t last[MAX_SESSIONS];
-        for (int i = 0; i < m->n_segs; i++) last[i] = m->segs[i].first + forced[i] - 1;
-        op->copy(&(Copy){ s->walked, forced, (size_t)m->n_segs * sizeof *forced, COPY_IN });
-        op->copy(&(Copy){ s->last, last, (size_t)m->n_segs * sizeof *last, COPY_IN });
-        if (op->begin((StepKey){ .model = m->number, .kind = STEP_COMMIT, .rows = m->n_rows, .segs = m->n_segs,
-                                 .variant = WALKS_CHAINS })) issue_commit(m, s->walked, NULL);
-        op->end();
-    }
     if (trees) op->copy(&(Copy){ v->path, s->path, (size_t)m->n_segs * STEP_ROWS * sizeof *v->path, COPY_OUT });
     if (op->mark) v->mark = op->mark();
     else v->verified = seconds();
@@ -5854,13 +5860,25 @@ static void embedding_row(const Tensor *table, int32_t token, float *out) {
 static void embed_rows(const void *task, int first, int end) {
     const Embed *o = task;
     for (int r = first; r < end; r++) {
-        float *x = o->out + (size_t)r * o->out_stride;
+        float *x = o->out + (size_t)r * o->table->cols;
         embedding_row(o->table, o->batch->rows[r].token, x);
         for (int i = 0; i < o->table->cols; i++) x[i] *= o->scale;
     }
 }
 
 static void cpu_embed(const Embed *o) { parallel(o->batch->n_rows, share(o->batch->n_rows, 1), embed_rows, o); }
+
+static void cpu_pair(const Pair *o) {
+    const int cols = o->table->cols;
+    float *x = cpu.y.f;                                // (2 * cols)
+    for (int r = 0; r < o->n_rows; r++) {
+        const int i = o->of ? o->of[r] : r;
+        embedding_row(o->table, o->tokens[(size_t)i * o->token_stride], x);
+        for (int c = 0; c < cols; c++) x[c] *= o->scale;
+        memcpy(x + cols, o->hidden + (size_t)(o->row ? o->row[i] : i) * cols, (size_t)cols * sizeof *x);
+        emit(&o->out, r, 2 * cols, 0, x, 2 * cols);
+    }
+}
 
 static void ple_rows(const void *task, int first, int end) {
     const PleRows *o = task;
@@ -5954,29 +5972,6 @@ static void cpu_route(const Route *o) {
     parallel(o->n_rows, share(o->n_rows, 4), route_rows, o);
 }
 
-typedef struct { const GateUp *o; Rows y; } GateUpJob;
-
-static void gate_up_tiles(const void *task, int begin, int end) {       // of 32 columns, all rows
-    const GateUpJob *job = task;
-    const GateUp *o = job->o;
-    const int n = o->gate->rows;
-    float out[TILE_ROWS][32];
-    for (int first = begin * 32; first < end * 32; first += 32)
-        for (int r = 0; r < o->n_rows; r += TILE_ROWS) {
-            const int n_rows = min_int(TILE_ROWS, o->n_rows - r);
-            gated_tile(o->gate, o->up, 0, n, first, o->fn, &job->y, r, n_rows, out);
-            for (int j = 0; j < n_rows; j++) emit(&o->out, r + j, n, first, out[j], min_int(32, n - first));
-        }
-}
-
-static void cpu_gate_up(const GateUp *o) {
-    const int n = o->gate->rows, n_tiles = (n + 31) / 32;
-    const bool quantise = is_quantised(o->gate->type) || is_quantised(o->up->type);
-    const GateUpJob job = { o, prepare(&o->in, o->n_rows, o->gate->cols, quantise) };
-    parallel(n_tiles, share(n_tiles, 1), gate_up_tiles, &job);
-    if (o->route) cpu_route(o->route);
-}
-
 // Pairs (row, chosen expert) by expert, so that an expert's weights are unpacked once for all rows that chose it. Pair p is
 // choice p % n_used of row p / n_used; order[k] for start[i] <= k < start[i + 1] are the pairs of expert[i], ascending.
 typedef struct {
@@ -6062,6 +6057,30 @@ static void cpu_expert_gate_up(const ExpertGateUp *o) {
         parallel(n_tiles, share(n_tiles, 1), expert_gate_up_tiles, &job);
     }
     if (o->beside) cpu_matmul(o->beside);
+}
+
+typedef struct { const GateUp *o; Rows y; } GateUpJob;
+
+static void gate_up_tiles(const void *task, int begin, int end) {       // of 32 columns, all rows
+    const GateUpJob *job = task;
+    const GateUp *o = job->o;
+    const int n = o->gate->rows;
+    float out[TILE_ROWS][32];
+    for (int first = begin * 32; first < end * 32; first += 32)
+        for (int r = 0; r < o->n_rows; r += TILE_ROWS) {
+            const int n_rows = min_int(TILE_ROWS, o->n_rows - r);
+            gated_tile(o->gate, o->up, 0, n, first, o->fn, &job->y, r, n_rows, out);
+            for (int j = 0; j < n_rows; j++) emit(&o->out, r + j, n, first, out[j], min_int(32, n - first));
+        }
+}
+
+static void cpu_gate_up(const GateUp *o) {
+    const int n = o->gate->rows, n_tiles = (n + 31) / 32;
+    const bool quantise = is_quantised(o->gate->type) || is_quantised(o->up->type);
+    const GateUpJob job = { o, prepare(&o->in, o->n_rows, o->gate->cols, quantise) };
+    parallel(n_tiles, share(n_tiles, 1), gate_up_tiles, &job);
+    if (o->route) cpu_route(o->route);
+    if (o->experts) cpu_expert_gate_up(o->experts);
 }
 
 static void expert_down_tiles(const void *task, int begin, int end) {   // of 16 columns, all pairs of the pass
@@ -7080,7 +7099,7 @@ const Ops *cpu_ops(void) {
         .name = "cpu", .memory = cpu_memory, .weight_bytes = cpu_weight_bytes, .upload = cpu_upload,
         .scratch_bytes = cpu_scratch_bytes, .init = cpu_init, .reserve = cpu_reserve, .release = cpu_release,
         .copy = cpu_copy, .begin = cpu_begin, .end = cpu_end, .wait = cpu_wait, .bandwidth = cpu_bandwidth,
-        .embed = cpu_embed, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up, .route = cpu_route,
+        .embed = cpu_embed, .pair = cpu_pair, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up, .route = cpu_route,
         .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store,
         .block_select = cpu_block_select, .attn_mass = cpu_attn_mass, .attend = cpu_attend,

@@ -178,9 +178,20 @@ typedef struct {                     // out[r] = scale * table[token of r]
     const Batch  *batch;
     const Tensor *table;             // (vocab, cols), any type
     float         scale;
-    float        *out;               // (n_rows, out_stride)
-    int           out_stride;        // floats; >= cols (an MTP drafter writes into half of a wider row)
+    float        *out;               // (n_rows, cols)
 } Embed;
+
+typedef struct {                     // what an MTP drafter begins with: out[r] = scale * table[token of r], beside it a row of
+    int            n_rows;           // hidden. With i = of[r]:
+    const Tensor  *table;            // (vocab, cols), any type
+    float          scale;
+    const int32_t *of;               // (n_rows); NULL: i = r
+    const int32_t *tokens;           // token of r = tokens[i * token_stride]
+    int            token_stride;
+    const float   *hidden;           // rows of cols: number row[i]
+    const int32_t *row;              // NULL: number i
+    Act            out;              // (n_rows, 2 * cols)
+} Pair;
 
 typedef struct {                     // u[r][l] = out_scale * (norm(proj_scale * proj[r][l]; w_norm)
                                      //                        + table_scale * table[token of r][l])
@@ -192,11 +203,12 @@ typedef struct {                     // u[r][l] = out_scale * (norm(proj_scale *
     float         proj_scale, table_scale, out_scale, eps;
 } PleRows;
 
+enum { MAX_PRODUCTS = 6 };
 typedef struct {                     // out[i] = w[i] y, independent products of one input: q|k|v
-    int           n_rows, n;         // n = 1 .. 4
+    int           n_rows, n;         // n = 1 .. MAX_PRODUCTS
     In            in;                // cols = w[i]->cols
-    const Tensor *w[4];
-    float        *out[4];            // (n_rows, w[i]->rows)
+    const Tensor *w[MAX_PRODUCTS];
+    float        *out[MAX_PRODUCTS]; // (n_rows, w[i]->rows)
 } Matmul;
 
 typedef struct {                     // router: the n_used largest of softmax(w y), renormalised to 1, times expert_scale
@@ -209,15 +221,6 @@ typedef struct {                     // router: the n_used largest of softmax(w 
     float        *weights;           // (n_rows, n_used)
 } Route;
 
-typedef struct {                     // out = act(gate y) * (up y)
-    int           n_rows;
-    In            in;
-    const Tensor *gate, *up;         // (ffn_dim, cols)
-    ActFn         fn;
-    Act           out;               // (n_rows, ffn_dim)
-    const Route  *route;             // same x', own w_pre; may share the launch
-} GateUp;
-
 typedef struct {                     // out[r][j] = act(gate_e y) * (up_e y) with e = ids[r][j]
     int           n_rows, n_used;
     In            in;
@@ -228,6 +231,16 @@ typedef struct {                     // out[r][j] = act(gate_e y) * (up_e y) wit
     Act           out;               // (n_rows, n_used, expert_dim)
     const Matmul *beside;            // the dense branch's ffn_down
 } ExpertGateUp;
+
+typedef struct {                     // out = act(gate y) * (up y)
+    int           n_rows;
+    In            in;
+    const Tensor *gate, *up;         // (ffn_dim, cols)
+    ActFn         fn;
+    Act           out;               // (n_rows, ffn_dim)
+    const Route  *route;             // same x', own w_pre; may share the launch
+    const ExpertGateUp *experts;     // carried out behind it: same x', own w_pre; NULL: none
+} GateUp;
 
 typedef struct {                     // out[r] = sum over j, ascending, of weights[r][j] * (down_e in[r][j])
     int           n_rows, n_used;
@@ -556,6 +569,7 @@ typedef struct Ops {
     int64_t (*launches)(void);                      // kernels and copies issued to the device so far, as far as known
     // body
     void (*embed)(const Embed *o);
+    void (*pair)(const Pair *o);                             // MTP drafters
     void (*ple_rows)(const PleRows *o);
     void (*matmul)(const Matmul *o);
     void (*gate_up)(const GateUp *o);

@@ -111,9 +111,10 @@ static struct {
     Limits lim;
     char  *scratch;           // (scratch_size) carved by scratch_layout()
     size_t scratch_size;
-    float *y;                 // (2, prepared_rows, max_cols) prepared inputs: of the operation, of what rides along
-    int8_t *yq;               // (2, prepared_rows, max_cols)
-    float *ys;                // (2, prepared_rows, max_cols / 32)
+    float *y;                 // (3, prepared_rows, max_cols) prepared inputs: of the operation, of what rides along, of
+                              // the experts behind it (STEP_ROWS at most)
+    int8_t *yq;               // (3, prepared_rows, max_cols)
+    float *ys;                // (3, prepared_rows, max_cols / 32)
     __half *y16;              // (max_rows, max_cols) for cuBLAS, times PROMPT_SCALE
     int32_t *order;           // (max_rows * max_experts) pairs of a row and an expert that it chose, by expert
     PairTile *tiles;          // (most_tiles)
@@ -1004,9 +1005,10 @@ typedef struct {              // where a prepared input goes; NULL: not wanted
 __device__ static inline int fragment_at(int i) { return (i & ~15) | (i & 2) << 2 | (i >> 1 & 6) | (i & 1); }
 
 enum { ROW_THREADS = 512, ROW_QUADS = 3, ROW_COLS = 4 * ROW_QUADS * ROW_THREADS, NARROW_QUADS = 2,
-       NARROW_COLS = 4 * NARROW_QUADS * ROW_THREADS, DELTA = 0, POST = 2, PRE = 3, NORM_WEIGHTS = 5 };
+       NARROW_COLS = 4 * NARROW_QUADS * ROW_THREADS, MAX_READERS = 3, DELTA = 0, POST = 2, PRE = 3,
+       NORM_WEIGHTS = PRE + MAX_READERS };
 
-// One or two inputs with the same x', whose rows lie at multiples of 16 bytes when `quads` is set.
+// Up to MAX_READERS inputs with the same x', whose rows lie at multiples of 16 bytes when `quads` is set.
 typedef struct {
     In   in;
     const float *norm[NORM_WEIGHTS];   // weights: DELTA in.w_delta, POST in.w_post, PRE w_pre of each; NULL: none
@@ -1073,9 +1075,9 @@ template <int N> __device__ static inline void block_rms(const float *sum, float
 // bytes, x and both deltas are fetched at once and stay in registers up to the end; meanwhile() runs while they are on
 // their way. QUADS = 0: each pass reads all of them again, and d and x' pass through `wide` (cols) in shared memory.
 // weight(k, j): four of norm weights k for values j, which are constants and can be on their way before take_turn().
-// turn: of block_rms.
+// turn: of block_rms. READERS: the most inputs that there may be, 2 or 3.
 //   latency   one fetch from L2, then a reduction each for the deltas' norms (both at once), w_post and w_pre
-template <int QUADS, typename Weight, typename Meanwhile, typename Emit>
+template <int QUADS, int READERS = 2, typename Weight, typename Meanwhile, typename Emit>
 __device__ static inline void prepare_row(const RowInputs &o, size_t row, Weight weight, float *wide, bool store_x,
                                           int *turn, Meanwhile meanwhile, Emit emit) {
     const In in = o.in;
@@ -1145,7 +1147,8 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, Weight
         if (WIDE) store4(wide, 4 * (threadIdx.x + ROW_THREADS * j), stride, 1, a);
         else x[j] = a;
     }
-    if (o.norm[PRE] || (o.n > 1 && o.norm[PRE + 1])) block_rms<1>(&sum, o.by, in.eps, turn, &pre_scale);
+    if (o.norm[PRE] || o.norm[PRE + 1] || (READERS > 2 && o.norm[PRE + 2]))
+        block_rms<1>(&sum, o.by, in.eps, turn, &pre_scale);
 #pragma unroll 1
     for (int k = 0; k < o.n; k++) {
         const bool normed = o.norm[PRE + k];
@@ -1154,7 +1157,9 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, Weight
         for (int j = 0; j < n_quads; j++) {
             if (warp_first + 4 * ROW_THREADS * j >= cols) break;
             float4 y = WIDE ? held(j) : x[j];
-            if (normed) y = multiply4(k ? weight(PRE + 1, j) : weight(PRE, j), scale4(y, pre_scale));
+            if (normed)
+                y = multiply4(READERS > 2 && k > 1 ? weight(PRE + 2, j) : k ? weight(PRE + 1, j) : weight(PRE, j),
+                              scale4(y, pre_scale));
             put(4 * (threadIdx.x + ROW_THREADS * j), y);
         }
     }
@@ -1172,15 +1177,18 @@ __device__ static inline unsigned quantise4(float4 v, float *s) {
     return code(v.x) | code(v.y) << 8 | code(v.z) << 16 | code(v.w) << 24;
 }
 
-// prepare: In of gemma4.h, one or two of them with the same x'; d, x' and y as defined there.
+typedef struct { Prepared of[MAX_READERS]; } Prepareds;
+
+// prepare: In of gemma4.h, up to three of them with the same x'; d, x' and y as defined there.
 //   shapes    as In; cols <= 49152
 //   launch    grid n_rows, block 512, dynamic shared memory 4 * cols: QUADS = 0 once, else for each norm weight
 //   traffic   reads up to 3 rows of f32 and the norm weights, writes x' and y in the forms wanted
 //   numerics  f32, sums over 512 threads, then halves, then 16 warps
 //   see       prepare_row() in gemma4.c [13]; tests/test_ops.c "close" and every product
 template <int QUADS> __global__ void __launch_bounds__(ROW_THREADS, 2)
-prepare_kernel(const __grid_constant__ RowInputs o, Prepared out0, Prepared out1) {
+prepare_kernel(const __grid_constant__ RowInputs o, const __grid_constant__ Prepareds outs) {
     touch_parameter(&o, sizeof o);
+    touch_parameter(&outs, sizeof outs);
     float *const room = (float *)shared_bytes;         // of norm weights; QUADS = 0: of the row
     const float *w[NORM_WEIGHTS];
     int turn = 0, used = 0;
@@ -1200,8 +1208,8 @@ prepare_kernel(const __grid_constant__ RowInputs o, Prepared out0, Prepared out1
         return i < o.cols ? *(const float4 *)(w[k] + i) : make_float4(0, 0, 0, 0);
     };
     const size_t at = (size_t)blockIdx.x * o.cols;
-    prepare_row<QUADS>(o, blockIdx.x, weight, room, true, &turn, [] { copied<0>(); }, [&](int k) {
-        return [&o, at, out = k ? out1 : out0](int i, float4 y) {
+    prepare_row<QUADS, MAX_READERS>(o, blockIdx.x, weight, room, true, &turn, [] { copied<0>(); }, [&](int k) {
+        return [&o, at, out = outs.of[k]](int i, float4 y) {
             if (out.f) store4(out.f + at, i, o.cols, o.quads, y);
             if (out.h && o.quads) {
                 const uint2 two = make_uint2(prompt_halves(y.x, y.y), prompt_halves(y.z, y.w));
@@ -1222,37 +1230,45 @@ prepare_kernel(const __grid_constant__ RowInputs o, Prepared out0, Prepared out1
     });
 }
 
-static RowInputs row_inputs(const In *in, const In *beside, int cols) {
-    const float *w_pre = in->w_pre, *w_beside = beside ? beside->w_pre : NULL;
-    RowInputs o =
-        { *in, { in->w_delta[0], in->w_delta[1], in->w_post, w_pre, w_beside }, beside ? 2 : 1, cols, 1.0f / cols, 0 };
-    const void *rows[] =
-        { in->x, in->delta[0], in->delta[1], in->w_delta[0], in->w_delta[1], in->w_post, in->x_out, o.norm[PRE],
-          o.norm[PRE + 1] };
-    size_t bits = (size_t)cols * sizeof(float);
-    for (const void *p : rows) bits |= (size_t)p;
+// in (n): inputs with the same x', of which the first says how to make it.
+static RowInputs row_inputs(const In *const *in, int n, int cols) {
+    RowInputs o = { *in[0], { in[0]->w_delta[0], in[0]->w_delta[1], in[0]->w_post }, n, cols, 1.0f / cols, 0 };
+    for (int k = 0; k < n; k++) o.norm[PRE + k] = in[k]->w_pre;
+    size_t bits = (size_t)cols * sizeof(float) | (size_t)o.in.x | (size_t)o.in.delta[0] | (size_t)o.in.delta[1] |
+                  (size_t)o.in.x_out;
+    for (const float *w : o.norm) bits |= (size_t)w;
     o.quads = bits % 16 == 0;
     return o;
 }
 
-static void launch_prepare(const In *in, const In *beside, Prepared out, Prepared out_beside, int n_rows, int cols) {
-    RowInputs o = row_inputs(in, beside, cols);
-    if (((size_t)out.f | (size_t)out_beside.f) % 16) o.quads = 0;
-    if ((out.q || out_beside.q) && cols % 32)
-        cuda_die("prepare: expected a multiple of 32 columns for int8, got %d", cols);
-    if (cols > 49152) cuda_die("prepare: rows of %d values are not supported", cols);
+// in, out (n). Of long rows that are only to be rounded, a part is as good as a row.
+static void launch_prepare(const In *const *in, const Prepared *out, int n, int n_rows, int cols) {
+    int parts = div_up(cols, ROW_COLS);
+    while (parts < cols / 32 && cols % (32 * parts)) parts++;
+    const bool by_parts = n == 1 && !in[0]->delta[0] && !in[0]->delta[1] && !in[0]->w_pre && cols % (32 * parts) == 0;
+    if (by_parts) n_rows *= parts, cols /= parts;
+    RowInputs o = row_inputs(in, n, cols);
+    Prepareds outs = { };
     int n_weights = 0;
+    for (int k = 0; k < n; k++) {
+        outs.of[k] = out[k];
+        if ((size_t)out[k].f % 16) o.quads = 0;
+        if (out[k].q && cols % 32) cuda_die("prepare: expected a multiple of 32 columns for int8, got %d", cols);
+    }
+    if (cols > 49152) cuda_die("prepare: rows of %d values are not supported", cols);
     for (const float *w : o.norm) n_weights += w != NULL;
+    const size_t row_bytes = round_up(cols, 4) * sizeof(float);
     if (o.quads && cols <= NARROW_COLS)
-        launch(WRITES_ACTIVATIONS, prepare_kernel<NARROW_QUADS>, n_rows, ROW_THREADS, n_weights * cols * sizeof(float),
-               o, out, out_beside);
+        launch(WRITES_ACTIVATIONS, prepare_kernel<NARROW_QUADS>, n_rows, ROW_THREADS, n_weights * row_bytes, o, outs);
     else if (o.quads && cols <= ROW_COLS)
-        launch(WRITES_ACTIVATIONS, prepare_kernel<ROW_QUADS>, n_rows, ROW_THREADS, n_weights * cols * sizeof(float), o,
-               out, out_beside);
-    else
-        launch(WRITES_ACTIVATIONS, prepare_kernel<0>, n_rows, ROW_THREADS, round_up(cols, 4) * sizeof(float), o, out,
-               out_beside);
+        launch(WRITES_ACTIVATIONS, prepare_kernel<ROW_QUADS>, n_rows, ROW_THREADS, n_weights * row_bytes, o, outs);
+    else launch(WRITES_ACTIVATIONS, prepare_kernel<0>, n_rows, ROW_THREADS, row_bytes, o, outs);
     CHECK_LAUNCH("prepare n_rows=%d cols=%d", n_rows, cols);
+}
+
+// One input.
+static void launch_prepare(const In *in, Prepared out, int n_rows, int cols) {
+    launch_prepare(&in, &out, 1, n_rows, cols);
 }
 
 // act_to_half: the form that prompts multiply, of what a producer left: f, or q * s.
@@ -1285,7 +1301,8 @@ __global__ void act_to_half_kernel(Act a, __half *out, size_t n, bool by_fragmen
     to[0] = make_uint2(all.x, all.z), to[2] = make_uint2(all.y, all.w);
 }
 
-// Rows that the products of 1 to 64 rows are given at most: those of experts have the whole step.
+// Rows that the products of 1 to 64 rows are given at most: those of experts have the whole step. In the third scratch,
+// which is theirs alone, they have STEP_ROWS.
 static int prepared_rows(const Limits *lim) {
     return lim->max_experts ? lim->max_rows : min_int(lim->max_rows, STEP_ROWS);
 }
@@ -1299,12 +1316,11 @@ static Prepared prepared_at(int number, int cols, bool f, bool q, bool h) {
 }
 
 // embed: out[r] = scale * table[token of r].
-//   shapes    table (vocab, cols), out (n_rows, out_stride)
+//   shapes    table (vocab, cols), out (n_rows, cols)
 //   launch    grid (n_rows, ceil(cols / 32 / 128)), block 128: a thread takes a group
 //   traffic   reads one row of the table per row
 //   see       cpu_embed
-__global__ void embed_kernel(Batch b, Planes table, DType type, int vocab, int cols, float scale, float *out,
-                             int out_stride) {
+__global__ void embed_kernel(Batch b, Planes table, DType type, int vocab, int cols, float scale, float *out) {
     take_turn();
     const int g = blockIdx.y * blockDim.x + threadIdx.x, first = g * 32;
     if (first >= cols) return;
@@ -1313,13 +1329,53 @@ __global__ void embed_kernel(Batch b, Planes table, DType type, int vocab, int c
     float v[32];
     const int n = min(32, cols - first);
     values_at(type, table, (size_t)token * cols + first, n, v);
-    for (int i = 0; i < n; i++) out[(size_t)blockIdx.x * out_stride + first + i] = v[i] * scale;
+    for (int i = 0; i < n; i++) out[(size_t)blockIdx.x * cols + first + i] = v[i] * scale;
 }
 static void cuda_embed(const Embed *o) {
     const Tensor *t = o->table;
     launch(WRITES_ACTIVATIONS, embed_kernel, dim3(o->batch->n_rows, div_up(div_up(t->cols, 32), 128)), 128, 0,
-           *o->batch, planes_of(t), t->type, t->rows, t->cols, o->scale, o->out, o->out_stride);
+           *o->batch, planes_of(t), t->type, t->rows, t->cols, o->scale, o->out);
     CHECK_LAUNCH("embed n_rows=%d cols=%d", o->batch->n_rows, t->cols);
+}
+
+// pair: the embedding of a token, and beside it a row of hidden, as Act.
+//   shapes    as Pair; cols a multiple of 32
+//   launch    grid (n_rows, ceil(2 * cols / 32 / 64)), block 64: a thread takes a group
+//   traffic   reads one row of the table and one of hidden per row
+//   see       cpu_pair
+__global__ void pair_kernel(Pair o, Planes table, DType type, int vocab, int cols) {
+    take_turn();
+    const int g = blockIdx.y * blockDim.x + threadIdx.x, first = g * 32, from = o.of ? o.of[blockIdx.x] : blockIdx.x;
+    if (first >= 2 * cols) return;
+    float v[32];
+    if (first < cols) {
+        int token = o.tokens[(size_t)from * o.token_stride];
+        if (token < 0 || token >= vocab) token = 0;
+        values_at(type, table, (size_t)token * cols + first, 32, v);
+        for (int i = 0; i < 32; i++) v[i] *= o.scale;
+    } else {
+        const float *row = o.hidden + (size_t)(o.row ? o.row[from] : from) * cols + first - cols;
+        for (int i = 0; i < 32; i += 4) *(float4 *)(v + i) = __ldcg((const float4 *)(row + i));
+    }
+    const size_t at = (size_t)blockIdx.x * 2 * cols + first;
+    for (int i = 0; o.out.f && i < 32; i += 4) *(float4 *)(o.out.f + at + i) = *(const float4 *)(v + i);
+    if (!o.out.q) return;
+    unsigned top = 0;
+    for (int i = 0; i < 32; i++) top = max(top, __float_as_uint(v[i]) & 0x7fffffffu);
+    float inv;
+    o.out.s[at / 32] = group_scale(top, &inv);
+    for (int i = 0; i < 32; i += 4) {
+        unsigned word = 0;
+        for (int k = 0; inv && k < 4; k++) word |= ((unsigned)__float2int_rn(__fmul_rn(v[i + k], inv)) & 255) << 8 * k;
+        *(unsigned *)(o.out.q + at + i) = word;
+    }
+}
+static void cuda_pair(const Pair *o) {
+    const Tensor *t = o->table;
+    if (t->cols % 32) cuda_die("pair: rows of %d values are not supported", t->cols);
+    launch(WRITES_ACTIVATIONS, pair_kernel, dim3(o->n_rows, div_up(2 * t->cols / 32, 64)), 64, 0, *o, planes_of(t),
+           t->type, t->rows, t->cols);
+    CHECK_LAUNCH("pair n_rows=%d cols=%d", o->n_rows, t->cols);
 }
 
 // ple_rows: u = out_scale * (norm(proj_scale * u; w_norm) + table_scale * table[token]), per row and layer.
@@ -1357,7 +1413,7 @@ static void cuda_ple_rows(const PleRows *o) {
 }
 
 static void cuda_close(const Close *o) {
-    launch_prepare(&o->in, NULL, (Prepared){ .f = o->out }, (Prepared){ 0 }, o->n_rows, o->cols);
+    launch_prepare(&o->in, (Prepared){ .f = o->out }, o->n_rows, o->cols);
 }
 
 // gather_rows: dst[i] = src[index[i]], words of 32 bits.
@@ -2983,14 +3039,20 @@ static Job job_of(const Tensor *w, Prepared in, int n_rows) {
     return o;
 }
 
-// Makes `in`, and `beside` with the same x' (NULL: none), the inputs 0 and 1 of a launch. f, q: the forms that the
-// first is wanted in. Few rows: each block makes them, out stays empty. Else they are ready, where out says.
-static void prepare(Jobs *jobs, const In *in, const In *beside, int n_rows, int cols, bool f, bool q, bool f_beside,
-                    Prepared out[2]) {
-    out[0] = (Prepared){ in->act.f, in->act.q, in->act.s, NULL };
-    out[1] = (Prepared){ };
+typedef struct {              // an input and the forms that it is wanted in
+    const In *in;
+    bool f, q;
+} Wanted;
+
+// Makes inputs with the same x' (n) those of a launch, all but the third, which is the next launch's. Few rows: each
+// block makes its own, and out stays empty. Else they are ready, where out says.
+static void prepare(Jobs *jobs, const Wanted *wanted, int n, int n_rows, int cols, Prepared out[MAX_READERS]) {
+    const In *in[MAX_READERS], *first = wanted[0].in;
+    for (int k = 0; k < MAX_READERS; k++) out[k] = (Prepared){ };
+    out[0] = (Prepared){ first->act.f, first->act.q, first->act.s, NULL };
     if (out[0].f || out[0].q) return;
-    const RowInputs made = row_inputs(in, beside, cols);
+    for (int k = 0; k < n; k++) in[k] = wanted[k].in;
+    const RowInputs made = row_inputs(in, min_int(n, MAX_INPUTS), cols);
     if (n_rows < MANY_ROWS && cols <= ROW_COLS && made.quads) {
         jobs->made = made;
         jobs->n_inputs = jobs->made.n;
@@ -2998,9 +3060,16 @@ static void prepare(Jobs *jobs, const In *in, const In *beside, int n_rows, int 
     }
     if (n_rows > prepared_rows(&cuda.lim))
         cuda_die("prepare: expected up to %d rows, got %d", prepared_rows(&cuda.lim), n_rows);
-    out[0] = prepared_at(0, cols, f, q, false);
-    if (beside) out[1] = prepared_at(1, cols, f_beside, !f_beside, false);
-    launch_prepare(in, beside, out[0], out[1], n_rows, cols);
+    for (int k = 0; k < n; k++) out[k] = prepared_at(k, cols, wanted[k].f, wanted[k].q, false);
+    launch_prepare(in, out, n, n_rows, cols);
+}
+
+// The same for one input.
+static Prepared prepare_one(Jobs *jobs, const In *in, int n_rows, int cols, bool f, bool q) {
+    Prepared out[MAX_READERS];
+    const Wanted wanted = { in, f, q };
+    prepare(jobs, &wanted, 1, n_rows, cols, out);
+    return out[0];
 }
 
 // A job whose `in` has no pointers reads input number `source` of those that blocks make (jobs->made).
@@ -3493,7 +3562,7 @@ static const __half *prompt_input(const In *in, int n_rows, int cols, bool by_fr
                by_fragment);
         CHECK_LAUNCH("act_to_half n_rows=%d cols=%d", n_rows, cols);
     } else {
-        launch_prepare(in, NULL, (Prepared){ NULL, NULL, NULL, cuda.y16, by_fragment }, (Prepared){ 0 }, n_rows, cols);
+        launch_prepare(in, (Prepared){ NULL, NULL, NULL, cuda.y16, by_fragment }, n_rows, cols);
     }
     return cuda.y16;
 }
@@ -3989,10 +4058,9 @@ static void cuda_matmul(const Matmul *o) {
     bool f = false, q = false;
     for (int k = 0; k < o->n; k++) f |= is_float(o->w[k]->type), q |= !is_float(o->w[k]->type);
     Jobs jobs = { };
-    Prepared y[2];
-    prepare(&jobs, &o->in, NULL, o->n_rows, o->w[0]->cols, f, q, false, y);
+    const Prepared y = prepare_one(&jobs, &o->in, o->n_rows, o->w[0]->cols, f, q);
     for (int k = 0; k < o->n; k++) {
-        Job job = job_of(o->w[k], y[0], o->n_rows);
+        Job job = job_of(o->w[k], y, o->n_rows);
         job.out = o->out[k];
         add_job(&jobs, job);
     }
@@ -4012,36 +4080,15 @@ static void add_router(Jobs *jobs, const Route *o, Prepared y, int source) {
 static void cuda_route(const Route *o) {
     const bool f = is_float(o->w->type);
     Jobs jobs = { };
-    Prepared y[2];
-    prepare(&jobs, &o->in, NULL, o->n_rows, o->w->cols, f, !f, false, y);
-    add_router(&jobs, o, y[0], 0);
+    add_router(&jobs, o, prepare_one(&jobs, &o->in, o->n_rows, o->w->cols, f, !f), 0);
     launch_jobs(&jobs, "route", o->n_rows);
 }
 
-static void cuda_gate_up(const GateUp *o) {
-    const int cols = o->gate->cols;
-    if (o->n_rows > STEP_ROWS) {
-        const __half *y = prompt_input(&o->in, o->n_rows, cols, false);
-        multiply_gated(o->gate, o->up, NULL, 0, o->fn, y, o->n_rows, o->out);
-        if (o->route) cuda_route(o->route);
-        return;
-    }
-    const Route *route = o->in.act.f || o->in.act.q ? NULL : o->route;                         // that shares the launch
-    Jobs jobs = { };
-    Prepared y[2];
-    prepare(&jobs, &o->in, route ? &route->in : NULL, o->n_rows, cols, is_float(o->gate->type) || is_float(o->up->type),
-            !is_float(o->gate->type) || !is_float(o->up->type), route && is_float(route->w->type), y);
-    Job job = job_of(o->gate, y[0], o->n_rows);
-    job.kind = JOB_GATED;
-    job.up_type = o->up->type;
-    job.up = planes_of(o->up);
-    job.up_factor = o->up->scale;
-    job.fn = o->fn;
-    job.act = o->out;
-    add_job(&jobs, job);
-    if (route) add_router(&jobs, route, y[1], 1);
-    launch_jobs(&jobs, "gate_up", o->n_rows);
-    if (o->route && !route) cuda_route(o->route);
+static DType up_type_of(const ExpertGateUp *o) { return o->up ? o->up->type : o->gate->type; }
+
+// An input that matrices of these types are multiplied with.
+static Wanted wanted_by(const In *in, DType a, DType b) {
+    return (Wanted){ in, is_float(a) || is_float(b), !is_float(a) || !is_float(b) };
 }
 
 static void cuda_expert_gate_up(const ExpertGateUp *o) {
@@ -4052,12 +4099,10 @@ static void cuda_expert_gate_up(const ExpertGateUp *o) {
         return;
     }
     const bool with = o->beside && o->beside->n_rows <= STEP_ROWS && (o->beside->in.act.f || o->beside->in.act.q);
-    const DType up_type = fused ? o->gate->type : o->up->type;
+    const DType up_type = up_type_of(o);
     Jobs jobs = { };
-    Prepared y[2];
-    prepare(&jobs, &o->in, NULL, o->n_rows, o->gate->cols, is_float(o->gate->type) || is_float(up_type),
-            !is_float(o->gate->type) || !is_float(up_type), false, y);
-    Job job = job_of(o->gate, y[0], o->n_rows);
+    const Wanted in = wanted_by(&o->in, o->gate->type, up_type);
+    Job job = job_of(o->gate, prepare_one(&jobs, in.in, o->n_rows, o->gate->cols, in.f, in.q), o->n_rows);
     job.kind = JOB_GATED;
     job.rows = fused ? o->gate->rows / 2 : o->gate->rows;
     job.up_first = fused ? job.rows : 0;
@@ -4078,6 +4123,41 @@ static void cuda_expert_gate_up(const ExpertGateUp *o) {
         }
     launch_jobs(&jobs, "expert_gate_up", o->n_rows);
     if (o->beside && !with) cuda_matmul(o->beside);
+}
+
+// The experts behind it read the same x', so their input is made with its own, where that is a launch.
+static void cuda_gate_up(const GateUp *o) {
+    const int cols = o->gate->cols;
+    if (o->n_rows > STEP_ROWS) {
+        const __half *y = prompt_input(&o->in, o->n_rows, cols, false);
+        multiply_gated(o->gate, o->up, NULL, 0, o->fn, y, o->n_rows, o->out);
+        if (o->route) cuda_route(o->route);
+        if (o->experts) cuda_expert_gate_up(o->experts);
+        return;
+    }
+    const Route *route = o->in.act.f || o->in.act.q ? NULL : o->route;                         // that shares the launch
+    ExpertGateUp experts = { };
+    Wanted wanted[MAX_READERS] = { wanted_by(&o->in, o->gate->type, o->up->type) };
+    int n = 1;
+    if (route) wanted[n++] = wanted_by(&route->in, route->w->type, route->w->type);
+    if (o->experts) experts = *o->experts;
+    if (o->experts && route) wanted[n++] = wanted_by(&experts.in, experts.gate->type, up_type_of(&experts));
+    Jobs jobs = { };
+    Prepared y[MAX_READERS];
+    prepare(&jobs, wanted, n, o->n_rows, cols, y);
+    Job job = job_of(o->gate, y[0], o->n_rows);
+    job.kind = JOB_GATED;
+    job.up_type = o->up->type;
+    job.up = planes_of(o->up);
+    job.up_factor = o->up->scale;
+    job.fn = o->fn;
+    job.act = o->out;
+    add_job(&jobs, job);
+    if (route) add_router(&jobs, route, y[1], 1);
+    launch_jobs(&jobs, "gate_up", o->n_rows);
+    if (o->route && !route) cuda_route(o->route);
+    if (y[2].f || y[2].q) experts.in = (In){ .act = { y[2].f, y[2].q, y[2].s } };
+    if (o->experts) cuda_expert_gate_up(&experts);
 }
 
 static void cuda_expert_down(const ExpertDown *o) {
@@ -4104,9 +4184,7 @@ static void cuda_ple_inject(const PleInject *o) {
     }
     const bool f = is_float(o->w->type);
     Jobs jobs = { };
-    Prepared y[2];
-    prepare(&jobs, &o->in, NULL, o->n_rows, o->w->cols, f, !f, false, y);
-    Job job = job_of(o->w, y[0], o->n_rows);
+    Job job = job_of(o->w, prepare_one(&jobs, &o->in, o->n_rows, o->w->cols, f, !f), o->n_rows);
     job.kind = JOB_INJECT;
     job.fn = ACT_GELU;
     job.u = o->u;
@@ -7885,10 +7963,10 @@ static void cuda_head(const Head *o) {
         for (int k = 0; k < 2; k++)
             if (in.delta[k]) in.delta[k] += at;
         if (in.x_out) in.x_out += at;
-        Prepared y = prepared_at(0, cols, f, !f, false);
-        if (o->hidden) y.f = o->hidden + at;
-        launch_prepare(&in, NULL, y, (Prepared){ 0 }, n, cols);
         Jobs jobs = { };
+        Prepared y = prepared_at(0, cols, f, !f, false);
+        if (o->hidden) y.f = o->hidden + at, launch_prepare(&in, y, n, cols);
+        else y = prepare_one(&jobs, &in, n, cols, f, !f);
         Job job = job_of(o->w, y, n);
         job.out = logits;
         job.cap = o->cap;
@@ -7981,7 +8059,7 @@ static void cuda_head_centroid(const HeadCentroid *o) {
         cuda_die("head_centroid: %d candidates for %d rows are not supported", n, n_rows);
     Prepared y = prepared_at(0, cols, f, q, false);
     if (o->hidden) y.f = o->hidden;
-    launch_prepare(&o->in, NULL, y, (Prepared){ 0 }, n_rows, cols);
+    launch_prepare(&o->in, y, n_rows, cols);
     Jobs jobs = { };
     Job job = job_of(centroids, y, n_rows);
     job.out = o->scores;
@@ -8003,13 +8081,15 @@ static void cuda_head_centroid(const HeadCentroid *o) {
 // have sizes of their own. Prompt steps are never recorded.
 
 static size_t scratch_layout(const Limits *lim, char *base) {
-    const size_t all = (size_t)lim->max_rows * lim->max_cols, prepared = (size_t)prepared_rows(lim) * lim->max_cols;
+    const size_t all = (size_t)lim->max_rows * lim->max_cols, rows = prepared_rows(lim);
+    const size_t of_experts = lim->max_experts ? min_int(lim->max_rows, STEP_ROWS) : 0;
+    const size_t prepared = (2 * rows + of_experts) * lim->max_cols;
     const int pairs = lim->max_rows > STEP_ROWS ? lim->max_rows * lim->max_experts : 0;
     size_t at = 0;
 #define PLACE(field, type, n) cuda.field = (type *)(base + at), at += round_up((n) * sizeof(type), 256)
-    PLACE(y, float, 2 * prepared);
-    PLACE(yq, int8_t, 2 * prepared);
-    PLACE(ys, float, 2 * (prepared / 32 + prepared_rows(lim)));
+    PLACE(y, float, prepared);
+    PLACE(yq, int8_t, prepared);
+    PLACE(ys, float, prepared / 32 + 2 * rows + of_experts);
     PLACE(y16, __half, lim->max_rows > STEP_ROWS ? all : 0);
     PLACE(order, int32_t, pairs);
     PLACE(tiles, PairTile, pairs ? most_tiles(pairs, MAX_PROMPT_EXPERTS, SMALL_TILE) : 0);
@@ -8335,6 +8415,7 @@ const Ops *cuda_ops(void) {
     ops.mark = cuda_mark, ops.wait_for = cuda_wait_for, ops.bandwidth = cuda_bandwidth, ops.joules = cuda_joules;
     ops.launches = cuda_launches;
     ops.embed = cuda_embed, ops.ple_rows = cuda_ple_rows, ops.matmul = cuda_matmul, ops.gate_up = cuda_gate_up;
+    ops.pair = cuda_pair;
     ops.route = cuda_route, ops.expert_gate_up = cuda_expert_gate_up, ops.expert_down = cuda_expert_down;
     ops.ple_inject = cuda_ple_inject, ops.close = cuda_close, ops.gather_rows = cuda_gather_rows;
     ops.qkv_store = cuda_qkv_store, ops.block_select = cuda_block_select, ops.attn_mass = cuda_attn_mass, ops.attend = cuda_attend, ops.kv_commit = cuda_kv_commit,

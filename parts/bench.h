@@ -321,7 +321,8 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
         r.mean += speed[i] / o->n_runs;
     }
     r.density = kind == PROMPT_TEST ? read_density(m) : 0;
-    r.per_step = op->launches && n_steps ? (double)(op->launches() - launches) / n_steps : 0;
+    const int n_issued = kind == FORCED_TEST ? b->n_passes : n_steps;  // with drafts: a step and all that follows it
+    r.per_step = op->launches && n_issued ? (double)(op->launches() - launches) / n_issued : 0;
     progress(r.name, o->n_runs, o->n_runs, "runs");
     for (int i = 0; i < o->n_runs; i++) r.sd += (speed[i] - r.mean) * (speed[i] - r.mean);
     r.sd = o->n_runs > 1 ? sqrt(r.sd / (o->n_runs - 1)) : 0;

@@ -147,7 +147,19 @@ static int ref_token(const Row *row, int vocab) { return row->token < 0 || row->
 static void ref_embed(const Embed *o) {
     for (int r = 0; r < o->batch->n_rows; r++) {
         const float *v = ref_weights(o->table, 0, ref_token(&o->batch->rows[r], o->table->rows));
-        for (int i = 0; i < o->table->cols; i++) o->out[(size_t)r * o->out_stride + i] = v[i] * o->scale;
+        for (int i = 0; i < o->table->cols; i++) o->out[(size_t)r * o->table->cols + i] = v[i] * o->scale;
+    }
+}
+
+static void ref_pair(const Pair *o) {
+    const int cols = o->table->cols;
+    for (int r = 0; r < o->n_rows; r++) {
+        const int i = o->of ? o->of[r] : r;
+        const Row row = { .token = o->tokens[(size_t)i * o->token_stride] };
+        const float *v = ref_weights(o->table, 0, ref_token(&row, o->table->rows));
+        for (int c = 0; c < cols; c++) ref.out[c] = v[c] * o->scale;
+        memcpy(ref.out + cols, o->hidden + (size_t)(o->row ? o->row[i] : i) * cols, (size_t)cols * sizeof(float));
+        ref_store(&o->out, r, 2 * cols, ref.out);
     }
 }
 
@@ -201,18 +213,6 @@ static void ref_route(const Route *o) {
     }
 }
 
-static void ref_gate_up(const GateUp *o) {
-    for (int r = 0; r < o->n_rows; r++) {
-        const Act y = ref_input(&o->in, r, o->gate->cols);
-        for (int i = 0; i < o->gate->rows; i++) {
-            const double act = ref_activation(o->fn, ref_product(o->gate, 0, i, y));
-            ref.out[i] = (float)(act * ref_product(o->up, 0, i, y));
-        }
-        ref_store(&o->out, r, o->gate->rows, ref.out);
-    }
-    if (o->route) ref_route(o->route);
-}
-
 static void ref_expert_gate_up(const ExpertGateUp *o) {
     const int n = o->up ? o->gate->rows : o->gate->rows / 2;
     const Tensor *up = o->up ? o->up : o->gate;
@@ -229,6 +229,19 @@ static void ref_expert_gate_up(const ExpertGateUp *o) {
         }
     }
     if (o->beside) ref_matmul(o->beside);
+}
+
+static void ref_gate_up(const GateUp *o) {
+    for (int r = 0; r < o->n_rows; r++) {
+        const Act y = ref_input(&o->in, r, o->gate->cols);
+        for (int i = 0; i < o->gate->rows; i++) {
+            const double act = ref_activation(o->fn, ref_product(o->gate, 0, i, y));
+            ref.out[i] = (float)(act * ref_product(o->up, 0, i, y));
+        }
+        ref_store(&o->out, r, o->gate->rows, ref.out);
+    }
+    if (o->route) ref_route(o->route);
+    if (o->experts) ref_expert_gate_up(o->experts);
 }
 
 static void ref_expert_down(const ExpertDown *o) {
@@ -823,7 +836,7 @@ const Ops *reference_ops(void) {
         .name = "reference", .memory = ref_memory, .weight_bytes = ref_weight_bytes, .upload = ref_upload,
         .scratch_bytes = ref_scratch_bytes, .init = ref_init, .reserve = ref_reserve, .release = ref_release,
         .copy = ref_copy, .begin = ref_begin, .end = ref_end, .wait = ref_wait,
-        .embed = ref_embed, .ple_rows = ref_ple_rows, .matmul = ref_matmul, .gate_up = ref_gate_up, .route = ref_route,
+        .embed = ref_embed, .pair = ref_pair, .ple_rows = ref_ple_rows, .matmul = ref_matmul, .gate_up = ref_gate_up, .route = ref_route,
         .expert_gate_up = ref_expert_gate_up, .expert_down = ref_expert_down, .ple_inject = ref_ple_inject,
         .close = ref_close, .gather_rows = ref_gather_rows, .qkv_store = ref_qkv_store,
         .block_select = ref_block_select, .attn_mass = ref_attn_mass, .attend = ref_attend,

@@ -436,10 +436,16 @@ static void test_centroids(const char *family) {
     Model *m = open_pair(path, plan(write_centroids(drafter, file, N_USED, -1, false), KV_F32, 1, N_USED * PER));
     answer_prompt(m, prompt, L);
     issue_draft(m, &(int32_t){ 0 }, 1, 1);
+    const Drafter *drafts = &m->drafter;
+    const LayerWeights *w = &drafts->weights.layer[drafts->config.n_layers - 1];
+    m->ops->close(&(Close){ .n_rows = 1, .cols = MTP_DIM, .out = drafts->y,
+                            .in = { .x = drafts->x[1], .delta = { drafts->mlp }, .w_post = w->post_ffw_norm,
+                                    .scale = w->layer_output_scale, .w_pre = drafts->weights.output_norm,
+                                    .eps = drafts->config.eps } });
     float y[MTP_DIM];
     double scores[N_CENTROIDS] = { 0 };
     bool near[VOCAB] = { false };
-    read_back(m, y, m->drafter.normed, sizeof y);
+    read_back(m, y, drafts->y, sizeof y);
     for (int k = 0; k < N_CENTROIDS; k++)
         for (int i = 0; i < MTP_DIM; i++) scores[k] += (double)centroid(k, i) * (double)y[i];
     for (int k = 0; k < N_CENTROIDS; k++) {

@@ -683,7 +683,7 @@ static void note_in(const In *in, int n_rows, int cols) {
 }
 
 static void note_embed(const Embed *o) {
-    note_batch(o->batch); note_tensor(o->table); NUM(o->scale); PTR(o->out); NUM(o->out_stride);
+    note_batch(o->batch); note_tensor(o->table); NUM(o->scale); PTR(o->out);
 }
 static void note_ple_rows(const PleRows *o) {
     note_batch(o->batch); note_tensor(o->table); PTR(o->w_norm); PTR(o->u);
@@ -691,21 +691,24 @@ static void note_ple_rows(const PleRows *o) {
 }
 static void note_matmul(const Matmul *o) {
     NUM(o->n_rows); NUM(o->n); note_in(&o->in, o->n_rows, o->w[0]->cols);
-    if (o->n < 1 || o->n > 4) breach("matmul: %d products", o->n);
-    for (int i = 0; i < o->n && i < 4; i++) { note_tensor(o->w[i]); PTR(o->out[i]); }
+    if (o->n < 1 || o->n > MAX_PRODUCTS) breach("matmul: %d products", o->n);
+    for (int i = 0; i < o->n && i < MAX_PRODUCTS; i++) { note_tensor(o->w[i]); PTR(o->out[i]); }
 }
 static void note_route(const Route *o) {
     NUM(o->n_rows); NUM(o->n_used); note_in(&o->in, o->n_rows, o->w->cols); note_tensor(o->w);
     PTR(o->expert_scale); PTR(o->logits); PTR(o->ids); PTR(o->weights);
 }
-static void note_gate_up(const GateUp *o) {
-    NUM(o->n_rows); note_in(&o->in, o->n_rows, o->gate->cols); note_tensor(o->gate); note_tensor(o->up); NUM(o->fn); note_act(&o->out);
-    if (o->route) note_route(o->route);
-}
 static void note_expert_gate_up(const ExpertGateUp *o) {
     NUM(o->n_rows); NUM(o->n_used); note_in(&o->in, o->n_rows, o->gate->cols); note_tensor(o->gate); note_tensor(o->up); NUM(o->fn);
     PTR(o->ids); note_act(&o->out);
     if (o->beside) note_matmul(o->beside);
+}
+static void note_gate_up(const GateUp *o) {
+    NUM(o->n_rows); note_in(&o->in, o->n_rows, o->gate->cols); note_tensor(o->gate); note_tensor(o->up); NUM(o->fn); note_act(&o->out);
+    if (o->route) note_route(o->route);
+    if (!o->experts) return;
+    guard.used |= 1u << OP_expert_gate_up;
+    note_expert_gate_up(o->experts);
 }
 static void note_expert_down(const ExpertDown *o) {
     NUM(o->n_rows); NUM(o->n_used); note_act(&o->in); note_tensor(o->down); PTR(o->ids); PTR(o->weights); PTR(o->out);
