@@ -561,8 +561,17 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
 #undef NAME
 }
 
-// Bind everything; sets c->vocab.
-static void bind_weights(Binder *b, Config *c, Weights *w) {
+// Steps that score tokens take the first third of the layers, to the next one that is global; where layers share caches, those up to
+// the last global one that owns one.
+static int layers_scored(const Config *c) {
+    int n = c->first_shared;
+    while (n > 1 && c->layer[n - 1].is_swa) n--;
+    for (int l = (c->n_layers - 1) / 3; l < n && c->first_shared == c->n_layers; l++) if (!c->layer[l].is_swa) n = l + 1;
+    return n;
+}
+
+// Bind everything; sets c->vocab. Layers that only_scores never runs are checked, but not loaded.
+static void bind_weights(Binder *b, Config *c, Weights *w, bool only_scores) {
     w->layer = alloc_or_die(c->n_layers, sizeof *w->layer);
     const GgufTensor *embd = gguf_find_tensor(b->g, "token_embd.weight");
     if (!embd) die("%s: tensor 'token_embd.weight': missing (E_TENSOR_MISSING)", b->g->path);
@@ -594,7 +603,14 @@ static void bind_weights(Binder *b, Config *c, Weights *w) {
         bind_scaled(b, &w->per_layer_model_proj, "per_layer_model_proj.weight", all, c->dim, 1);
         bind_vector(b, &w->per_layer_proj_norm, "per_layer_proj_norm.weight", c->ple_dim);
     }
-    for (int l = 0; l < c->n_layers; l++) bind_layer(b, c, &w->layer[l], l);
+    const int n_loaded = only_scores ? layers_scored(c) : c->n_layers;
+    for (int l = 0; l < n_loaded; l++) bind_layer(b, c, &w->layer[l], l);
+    const int n_uploads = b->n_uploads;
+    const size_t bytes = b->bytes;
+    for (int l = n_loaded; l < c->n_layers; l++) {
+        bind_layer(b, c, &w->layer[l], l);
+        b->n_uploads = n_uploads, b->bytes = bytes;
+    }
 }
 
 static bool starts_with_one_of(GgufStr s, const char *const *starts) {                // NULL ends the list
@@ -648,6 +664,7 @@ typedef struct {
     float  pflash_density;    // for measurements: the part of the blocks that stays, instead; 0: alpha decides
     int    pflash_from;
     bool   scores;            // it may score tokens, for prompt compression
+    bool   only_scores;       // and does nothing else: what it runs then is all that is loaded
     Limits beside;            // of a model that shares the backend
     const char *drafter;      // file of a drafter; NULL: none
     bool   lazy_draft;        // its weights have room, but are uploaded when it drafts first
@@ -1315,6 +1332,7 @@ static bool forward(Model *m, bool staged) {
     const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
     Pass p = { .all = all, .batch = all, .stream = { .x = s->x[0], .scale = 1, .eps = c->eps }, .ple = s->ple,
                .staged = staged, .waiting = -1 };
+    assert(m->scoring || !m->options.only_scores);     // else not all layers are there
 
     op->embed(&(Embed){ .batch = &all, .table = &w->token_embd, .scale = sqrtf((float)c->dim), .out = s->x[0],
                         .out_stride = c->dim });
@@ -2243,16 +2261,12 @@ static void plan_blocks(Model *m, Arena *a) {
     s->block_count = take(a, 2, sizeof(int64_t));
 }
 
-// What scoring tokens works on. It takes the first third of the layers, to the next one that is global; where layers share
-// caches, all that own one.
+// What scoring tokens works on.
 static void plan_scores(Model *m, Arena *a) {
     const Config *c = &m->config;
     State *s = &m->s;
     if (!m->options.scores) return;
-    m->n_scored = c->first_shared;
-    while (c->layer[m->n_scored - 1].is_swa && m->n_scored > 1) m->n_scored--;
-    for (int l = (c->n_layers - 1) / 3; l < m->n_scored && c->first_shared == c->n_layers; l++)
-        if (!c->layer[l].is_swa) m->n_scored = l + 1;
+    m->n_scored = layers_scored(c);
     s->n_keys = (int)round_up((size_t)m->options.n_ctx + STEP_ROWS, TILE_SLOTS);
     s->shares = take(a, (size_t)LOOK_ROWS * (size_t)c->n_heads * (size_t)s->n_keys, sizeof(float));
     s->mass = take(a, (size_t)LOOK_ROWS * (size_t)s->n_keys, sizeof(float));
@@ -2433,7 +2447,7 @@ static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     b->uploads = alloc_or_die(m->gguf.n_tensors + (size_t)m->config.n_layers * 4, sizeof *b->uploads);
     b->derived = alloc_or_die((size_t)m->config.n_layers * ((size_t)m->config.dim + 2 * (size_t)m->config.n_experts),
                               sizeof *b->derived);
-    bind_weights(b, &m->config, &m->weights);
+    bind_weights(b, &m->config, &m->weights, o.only_scores);
 
     const Config *c = &m->config;
     assert(o.n_seqs >= 1 && o.n_seqs <= MAX_SESSIONS);
@@ -5041,6 +5055,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     load_model(m, f->model, ops, o, f->dump);
     check_drafting(m, &drafting);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    if (f->scorer) check_scorer(f->scorer, &m->gguf);
     if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
     if (f->think_budget >= 0 && tok.channel_close < 0) die("--think-budget: %s: has no token <channel|>", m->gguf.path);
     Chat c = { .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose, .chatting = chatting, .raw = f->raw,
