@@ -7,7 +7,7 @@
 
 B       := build
 BIN     := gemma4
-CFLAGS  ?= -O3 -march=native -g
+CFLAGS  ?= -O3 -march=native -g1
 EDIT    ?= 1
 PREFIX  ?= /usr/local
 MODEL   ?= models/gemma4-mini-q8_0.gguf
@@ -32,6 +32,9 @@ EDIT_NAME := $(firstword $(foreach name,editline readline,$(shell probe=$$(mktem
 EDIT_FLAG := $(patsubst editline,-DUSE_EDITLINE,$(patsubst readline,-DUSE_READLINE,$(EDIT_NAME)))
 EDIT_LIB  := $(patsubst %,-l%,$(EDIT_NAME:editline=edit))
 endif
+# gcc compiles the parts of one file side by side when they are put together at link time.
+LTO       := $(shell probe=$$(mktemp) || exit; echo 'int main(void) { return 0; }' | \
+    $(CC) -flto=auto -flto-partition=balanced -xc - -o $$probe 2>/dev/null && echo -flto=auto -flto-partition=balanced; rm -f $$probe)
 # The server answers HTTP with libmicrohttpd, when pkg-config finds it.
 HTTP      ?= $(shell pkg-config --exists 'libmicrohttpd >= 0.9.71' 2>/dev/null && echo 1)
 HTTP_FLAG := $(if $(filter 1,$(HTTP)),-DUSE_MICROHTTPD $(shell pkg-config --cflags libmicrohttpd))
@@ -66,7 +69,7 @@ no-cuda:
 	CUDA toolkit (12 or newer) or set NVCC=/path/to/nvcc); or use 'make cpu'" >&2; exit 1
 
 $(B)/gemma4-cpu: $(SOURCES) $(B)/flags
-	$(COMPILE) $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) -lm
+	$(COMPILE) $(LTO) $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) -lm
 $(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/kernels.o
 	$(NVCC) $^ -o $@ $(EDIT_LIB) $(HTTP_LIB) $(CUDA_LIBS)
 $(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
@@ -74,7 +77,7 @@ $(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
 $(B)/kernels.o: gemma4_kernels.cu gemma4.h parts/kv.h $(B)/cuda-flags
 	$(NVCC) -O3 -std=c++17 -lineinfo $(SPLIT_COMPILE) $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
 # What these hold is how things are built; a change of it rebuilds what was built otherwise.
-$(B)/flags: HOLDS = $(COMPILE) $(EDIT_LIB) $(HTTP_LIB)
+$(B)/flags: HOLDS = $(COMPILE) $(LTO) $(EDIT_LIB) $(HTTP_LIB)
 $(B)/cuda-flags: HOLDS = $(NVCC) $(ARCH) $(NVCC_FLAGS)
 $(B)/engine: HOLDS = $(ENGINE)
 $(B)/flags $(B)/cuda-flags $(B)/engine: FORCE

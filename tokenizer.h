@@ -552,7 +552,7 @@ static int tok__index_merges(Tokenizer *t, const TokVocab *v, const Tok__Texts *
         int32_t left = tok__find_text(x, h, l, (TokStr){ NULL, 0 })->id;
         int32_t right = tok__id_of(x, r);
         int32_t merged = tok__find_text(x, tok__hash(h, r), l, r)->id;
-        uint32_t l_first, l_last, r_first, r_last;
+        uint32_t l_first, l_last = 0, r_first = 0, r_last;
         if (left < 0 || right < 0 || merged < 0 || t->kind[left] || t->kind[right] || t->kind[merged] ||
             !tok__ends(l, &l_first, &l_last) || !tok__ends(r, &r_first, &r_last)) { t->n_skipped++; continue; }
         Tok__Merge *slot = &t->merge[tok__find_merge(t, left, right) - t->merge];
