@@ -10,8 +10,8 @@ static double chi_limit(int df) {
     return df * root * root * root;
 }
 
-// Chi-square of n_draws, of which drawn[i] gave i, where i < n has the probability p[i]. What is expected less than 8 times counts as
-// one. *bins: that were compared.
+// Chi-square of n_draws, of which drawn[i] gave i, where i < n has the probability p[i]. What is expected less than 8
+// times counts as one. *bins: that were compared.
 static double chi_square(const int *drawn, const double *p, int n, int n_draws, int *bins) {
     double chi = 0, rest_want = 0, rest = 0;
     *bins = 0;

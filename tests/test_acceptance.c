@@ -1,16 +1,17 @@
-/* test_acceptance.c - what the trained drafters guess right, by kind of text and depth, is what models/acceptance.md says.
+/* test_acceptance.c - what trained drafters guess right, by kind of text and depth, is what models/acceptance.md says.
  *
- * The engine goes on with prompts that the table was measured on too, 24 of its 96 of each kind (tests/drafted.txt, made by
- * tools/prompts.py), and drafts behind every third of its tokens. A share may be off by 0.03 and four times its error, to which
- * texts add as far as they differ, and tokens as if each were drawn.
- * LONG=1: all kinds and prompts, at temperature 0 and 1, and a line for each with shares as measured here and as in the table;
- * else six prompts of two kinds with short answers. Run from the top of the repository: the models lie there. */
+ * The engine goes on with prompts that the table was measured on too, 24 of its 96 of each kind (tests/drafted.txt, made
+ * by tools/prompts.py), and drafts behind every third of its tokens. A share may be off by 0.03 and four times its
+ * error, to which texts add as far as they differ, and tokens as if each were drawn.
+ * LONG=1: all kinds and prompts, at temperature 0 and 1, and a line for each with shares as measured here and as in the
+ * table; else six prompts of two kinds with short answers. Run from the top of the repository: the models lie there. */
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
 #include "steps.h"
 
-enum { ROW = 384, PROMPTS = 24, MOST_DEPTH = 15, MOST_KINDS = 16, EACH = 3 };       // ROW: ids of a prompt and what follows it
+enum { ROW = 384,             // ids of a prompt and what follows it
+       PROMPTS = 24, MOST_DEPTH = 15, MOST_KINDS = 16, EACH = 3 };
 
 typedef struct { int32_t ids[ROW]; int n; } Ids;
 typedef struct { char name[24]; Ids prompts[PROMPTS]; int n; } Kind;
@@ -40,8 +41,10 @@ static void read_prompts(const char *path) {
     free(data);
 }
 
-// Shares of models/acceptance.md: of the table that begins with "| NAME, temperature", the row "KIND, TEMPERATURE". False: none.
-static bool read_shares(const char *page, const char *table, const char *kind, int temperature, int depth, double *share) {
+// Shares of models/acceptance.md: of the table that begins with "| NAME, temperature", the row "KIND, TEMPERATURE".
+// False: none.
+static bool read_shares(const char *page, const char *table, const char *kind, int temperature, int depth,
+                        double *share) {
     char head[64], row[64];
     snprintf(head, sizeof head, "\n| %s, temperature |", table);
     snprintf(row, sizeof row, "\n| %.20s, %d |", kind, temperature);
@@ -74,8 +77,10 @@ static int32_t next_token(Model *m, int temperature, uint64_t seed, int pos) {  
     return temperature ? id : best;
 }
 
-// Goes on with a prompt in session 0, to the end of the answer or of the row, and counts the guesses behind each third token.
-static void one_prompt(Model *m, const Tokenizer *t, const Ids *prompt, int temperature, int depth, int number, Count *c) {
+// Goes on with a prompt in session 0, to the end of the answer or of the row, and counts the guesses behind each third
+// token.
+static void one_prompt(Model *m, const Tokenizer *t, const Ids *prompt, int temperature, int depth, int number,
+                       Count *c) {
     int32_t said[ROW + 1], drafts[ROW][MOST_DEPTH];
     int n = 0;
     reset_session(m, 0);
@@ -112,12 +117,13 @@ static double share_of(const Count *c, int n, int d, double want, double *error)
     return share;
 }
 
-static void one_kind(Model *m, const Tokenizer *t, const char *page, const char *table, const Kind *k, int temperature, bool whole) {
+static void one_kind(Model *m, const Tokenizer *t, const char *page, const char *table, const Kind *k, int temperature,
+                     bool whole) {
     const int depth = m->options.draft_depth, n = whole ? k->n : 6;
     double want[MOST_DEPTH];
     Count c = { 0 };
-    if (!CHECK(read_shares(page, table, k->name, temperature, depth, want), "models/acceptance.md: expected a row '%s, %d' of %s", k->name,
-               temperature, table)) return;
+    if (!CHECK(read_shares(page, table, k->name, temperature, depth, want), "models/acceptance.md: expected a row '%s, "
+               "%d' of %s", k->name, temperature, table)) return;
     for (int i = 0; i < n; i++) one_prompt(m, t, &k->prompts[i], temperature, depth, i, &c);
     if (whole) printf("| %s | %s, %d | %ld ids |", table, k->name, temperature, c.ids);
     for (int d = 0; d < depth; d++) {
@@ -126,8 +132,8 @@ static void one_kind(Model *m, const Tokenizer *t, const char *page, const char 
         const double got = share_of(&c, n, d, want[d], &error), most = 4 * error + 0.03;
         for (int i = 0; i < n; i++) texts += c.tried[i][d] > 0;
         if (whole) printf(" %.2f/%.2f |", got, want[d]);
-        CHECK(texts < 6 || fabs(got - want[d]) <= most, "%s, %s, temperature %d, depth %d: %.3f are right, expected %.2f, off by %.3f at most",
-              table, k->name, temperature, d + 1, got, want[d], most);
+        CHECK(texts < 6 || fabs(got - want[d]) <= most, "%s, %s, temperature %d, depth %d: %.3f are right, expected "
+              "%.2f, off by %.3f at most", table, k->name, temperature, d + 1, got, want[d], most);
     }
     if (whole) printf("\n");
 }
@@ -136,8 +142,9 @@ static void one_drafter(const char *path, const char *table, int depth, const ch
     static const char *const some[] = { "facts", "task" };
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
-    load_model(m, "models/gemma4-mini-q8_0.gguf", cpu_ops(), (PlanOptions){ .n_ctx = ROW, .n_seqs = 1, .n_batch = 256, .n_logits = 1,
-               .k_type = KV_F16, .v_type = KV_F16, .drafter = path, .draft_width = 1, .draft_depth = depth }, NULL);
+    load_model(m, "models/gemma4-mini-q8_0.gguf", cpu_ops(),
+               (PlanOptions){ .n_ctx = ROW, .n_seqs = 1, .n_batch = 256, .n_logits = 1, .k_type = KV_F16,
+                              .v_type = KV_F16, .drafter = path, .draft_width = 1, .draft_depth = depth }, NULL);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     for (int temperature = 0; temperature <= whole; temperature++)
         for (int i = 0; i < n_kinds; i++) {

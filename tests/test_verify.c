@@ -5,28 +5,29 @@
  *   test_verify -few                   on the GPU, one model and few ids: for the emulated one
  *
  * The guesses are those of a drafter, as chains and as trees, prompt lookup's (--spec ngram) and those of a table
- * (ngram-mod), which is first empty, then knows the text from an earlier answer, so that long guesses are right, then has a
- * part of its entries replaced by ids at random, among them those that end a text. Stop strings, -n, a full context with and
- * without a shift, Ctrl-C and several sessions in one step come in between. Last, pairs of tokens drawn with many seeds, at
- * and behind right and wrong guesses, are compared with their probabilities by chi-square, which has to find two wrong
- * verifiers.
+ * (ngram-mod), which is first empty, then knows the text from an earlier answer, so that long guesses are right, then
+ * has a part of its entries replaced by ids at random, among them those that end a text. Stop strings, -n, a full
+ * context with and without a shift, Ctrl-C and several sessions in one step come in between. Last, pairs of tokens drawn
+ * with many seeds, at and behind right and wrong guesses, are compared with their probabilities by chi-square, which has
+ * to find two wrong verifiers.
  *
  * LONG=1: 200 prompts that differ, up to 256 ids each, greedy and drawn, eight in a step, with prompt lookup, an MTP
- * drafter, a DFlash drafter and its trees; two of each kind with everybody who guesses, and with penalties. Run from the
- * top of the repository: the models lie there. */
+ * drafter, a DFlash drafter and its trees; two of each kind with everybody who guesses, and with penalties. Run from
+ * the top of the repository: the models lie there. */
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
 #include "chi.h"
 #include "steps.h"
 
-enum { MOST_IDS = 1024, N_KINDS = 4, N_GUESSERS = 10, FIRST_DRAFTER = 6 };    // guessers from this one on need a drafter
+enum { MOST_IDS = 1024, N_KINDS = 4, N_GUESSERS = 10, FIRST_DRAFTER = 6 };    // from this one on with a drafter
 
 typedef struct {
     const char *name;
     float temperature, repeat, presence;
 } Choosing;
-static const Choosing choosing[] = { { "greedy", 0, 1, 0 }, { "drawn", 1, 1, 0 }, { "drawn, with penalties", 0.8f, 1.1f, 0.3f } };
+static const Choosing choosing[] = {
+    { "greedy", 0, 1, 0 }, { "drawn", 1, 1, 0 }, { "drawn, with penalties", 0.8f, 1.1f, 0.3f } };
 
 typedef enum { TO_THE_END, BY_STOP_STRING, IN_FULL_CONTEXT, SHIFTING, CANCELLED, N_ENDS } Ends;
 static const char *const ends[] = { "to its end", "stop string", "full context", "shifted", "cancelled" };
@@ -51,8 +52,9 @@ static const Ops *gpu_ops(void) {                      // NULL: none
 
 static Model *open_model(const char *path, const char *drafter, int n_ctx, int n_seqs) {       // drafter NULL: none
     Model *m = alloc_or_die(1, sizeof *m);
-    const PlanOptions o = { .drafter = drafter, .draft_width = DRAFT_WIDTH, .n_ctx = n_ctx, .n_seqs = n_seqs, .n_batch = 256,
-                            .n_logits = STEP_ROWS, .k_type = KV_F16, .v_type = KV_F16, .penalties = true };
+    const PlanOptions o = { .drafter = drafter, .draft_width = DRAFT_WIDTH, .n_ctx = n_ctx, .n_seqs = n_seqs,
+                            .n_batch = 256, .n_logits = STEP_ROWS, .k_type = KV_F16, .v_type = KV_F16,
+                            .penalties = true };
     load_model(m, path, on_gpu ? gpu_ops() : cpu_ops(), o, NULL);
     return m;
 }
@@ -72,8 +74,9 @@ static void set_prompt_text(int i, char *text, size_t room) {
         snprintf(text, room, "One %s %s, two %ss, one %s, two %ss, one %s, two", name, place, name, name, name, name);
         return;
     case 2:
-        snprintf(text, room, "<|turn>user\nRepeat this:\nOnce upon a time, a %s named Jasper lived %s. Jasper was always "
-                 "curious. One bright spring day, Jasper picked a full basket of carrots.<turn|>\n<|turn>model\n", name, place);
+        snprintf(text, room, "<|turn>user\nRepeat this:\nOnce upon a time, a %s named Jasper lived %s. Jasper was "
+                 "always curious. One bright spring day, Jasper picked a full basket of "
+                 "carrots.<turn|>\n<|turn>model\n", name, place);
         return;
     default: snprintf(text, room, "Once upon a time there was a small %s who lived %s. %d", name, place, i); return;
     }
@@ -129,8 +132,8 @@ static void compare(const Answer *got, const Answer *want, const char *what, con
     while (same < got->n && same < want->n && got->ids[same] == want->ids[same]) same++;
     char where[160];
     snprintf(where, sizeof where, "%s, %s, prompt %d: %s", what, how, i, who);
-    CHECK(same == got->n && same == want->n, "%s: %d ids, %d without guesses, the first %d the same", where, got->n, want->n,
-          same);
+    CHECK(same == got->n && same == want->n, "%s: %d ids, %d without guesses, the first %d the same", where, got->n,
+          want->n, same);
     CHECK(got->why == want->why, "%s: ends with %s, without guesses %s", where, got->why, want->why);
     CHECK(got->held == want->held && got->len == want->len && got->shifts == want->shifts,
           "%s: the session holds %d tokens, without guesses %d", where, got->len, want->len);
@@ -175,7 +178,8 @@ static void forget(Session *s) {
 
 // One prompt: without guesses, then with each kind of them in a session of its own; what the last one holds is gone on
 // with. Counts go to sum (N_GUESSERS).
-static void one_prompt(Session *plain, Session *s, const char *name, const Choosing *c, int i, int n, Ends end, DraftCount *sum) {
+static void one_prompt(Session *plain, Session *s, const char *name, const Choosing *c, int i, int n, Ends end,
+                       DraftCount *sum) {
     char what[64];
     snprintf(what, sizeof what, "%s, %s", name, ends[end]);
     const int cancel_after = end == CANCELLED ? n / 2 + 1 : 0;
@@ -225,8 +229,8 @@ static void tell_together(Session *s, int n, int first, const AnswerOptions *o, 
     }
 }
 
-// Prompts from `first` on in common steps: without guesses, then with prompt lookup, or the drafter and its trees. Returns how
-// many ids were compared.
+// Prompts from `first` on in common steps: without guesses, then with prompt lookup, or the drafter and its trees.
+// Returns how many ids were compared.
 static long many_prompts(Session *s, const char *name, const Choosing *c, int first, int n, DraftCount *sum) {
     const Model *m = s->m;
     const int also = m->drafter.kind == DRAFTER_DFLASH ? 8 : 0;        // of guessers: trees, prompt lookup
@@ -252,7 +256,8 @@ static long many_prompts(Session *s, const char *name, const Choosing *c, int fi
 // Three sessions, in steps of their own and then in common ones: what each says does not depend on the others' guesses.
 static void in_company(const Model *m, Session *s, const char *name, int n) {
     const SpecKind drafter = m->drafter.kind == DRAFTER_NONE ? SPEC_NGRAM : drafter_of(m);
-    const Drafting company[3] = { { .kind = SPEC_NGRAM, .most = 12 }, { .kind = SPEC_NGRAM_MOD, .most = 12 }, { .kind = drafter, .most = 6 } };
+    const Drafting company[3] = { { .kind = SPEC_NGRAM, .most = 12 }, { .kind = SPEC_NGRAM_MOD, .most = 12 },
+                                  { .kind = drafter, .most = 6 } };
     Answer alone[3], together[3];
     AnswerOptions o[3];
     for (int k = 0; k < 3; k++) {
@@ -266,7 +271,7 @@ static void in_company(const Model *m, Session *s, const char *name, int n) {
     for (int k = 0; k < 3; k++) compare(&together[k], &alone[k], name, choosing[k].name, "in company", k + 1);
 }
 
-// ---- what is drawn, by chi-square ---------------------------------------------------------------------------------------
+// ---- what is drawn, by chi-square ------------------------------------------------------------------------------------
 
 // Tokens that may be drawn behind a prompt, the likeliest first, and how often: first, and behind each of them second.
 enum { TOP_K = 12, PAIRS = TOP_K * TOP_K };
@@ -330,14 +335,16 @@ static const Verdict *judge(Model *m, int len, uint64_t seed) {
     return &m->verdict;
 }
 
-// A step behind the last token of a prompt, with guesses: the likeliest tokens, or a tree of the two likeliest, and behind each
-// the likeliest. With each of n_draws seeds two tokens follow; where the first guess was wrong, the second one from a step without
-// guesses. Returns how many guesses were right; *outside: draws that are in none of the lists.
+// A step behind the last token of a prompt, with guesses: the likeliest tokens, or a tree of the two likeliest, and
+// behind each the likeliest. With each of n_draws seeds two tokens follow; where the first guess was wrong, the second
+// one from a step without guesses. Returns how many guesses were right; *outside: draws that are in none of the lists.
 static int draw_pairs(Model *m, int32_t last, const Exact *e, bool tree, int n_draws, Drawn *d, int *outside) {
     const StepRow rows[5] = {
         { .token = last, .parent = -1, .want = true },
-        { .token = e->first.id[0], .parent = 0, .want = true }, { .token = e->second[0].id[0], .parent = 1, .want = true },
-        { .token = e->first.id[1], .parent = 0, .want = true }, { .token = e->second[1].id[0], .parent = 3, .want = true } };
+        { .token = e->first.id[0], .parent = 0, .want = true },
+        { .token = e->second[0].id[0], .parent = 1, .want = true },
+        { .token = e->first.id[1], .parent = 0, .want = true },
+        { .token = e->second[1].id[0], .parent = 3, .want = true } };
     const int len = m->len[0];
     int *first = alloc_or_die(n_draws, sizeof *first), right = 0;      // places; TOP_K: it is counted already
     *d = (Drawn){ 0 };
@@ -356,7 +363,8 @@ static int draw_pairs(Model *m, int32_t last, const Exact *e, bool tree, int n_d
     }
     set_length(m, 0, len + 1);
     for (int k = 0; k < TOP_K; k++) {
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = e->first.id[k], .parent = -1, .want = true } }, 1);
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1,
+                            .rows = &(StepRow){ .token = e->first.id[k], .parent = -1, .want = true } }, 1);
         for (int i = 0; i < n_draws; i++) {
             if (first[i] != k) continue;
             const int second = place_of(&e->second[k], judge(m, len + 1, (uint64_t)(2 * i + tree))->chosen[0]);
@@ -375,8 +383,8 @@ static int draw(const Choice *c, float u) {            // the place where the su
     return k;
 }
 
-// Two wrong verifiers, which this has to find. One takes a guess as often as it is likely, and draws from all tokens where it does
-// not, the guess among them. One draws all rows of a step with one random number.
+// Two wrong verifiers, which this has to find. One takes a guess as often as it is likely, and draws from all tokens
+// where it does not, the guess among them. One draws all rows of a step with one random number.
 static void wrong_verifiers(const Exact *e, const char *name, int n_draws) {
     Drawn ratio = { 0 }, one = { 0 };
     double part[3];
@@ -388,10 +396,11 @@ static void wrong_verifiers(const Exact *e, const char *name, int n_draws) {
         count_drawn(&one, first, draw(&e->second[first], u[3]));
     }
     set_distance(&ratio, e, part);
-    CHECK(part[0] > 1, "%s: guesses taken by their share: expected first tokens to show it, got %.2f of the bound", name, part[0]);
+    CHECK(part[0] > 1, "%s: guesses taken by their share: expected first tokens to show it, got %.2f of the bound",
+          name, part[0]);
     set_distance(&one, e, part);
-    CHECK(part[0] <= 1 && part[2] > 1, "%s: one random number for a step: expected pairs alone to show it, got %.2f and %.2f of "
-          "the bound", name, part[0], part[2]);
+    CHECK(part[0] <= 1 && part[2] > 1, "%s: one random number for a step: expected pairs alone to show it, got %.2f "
+          "and %.2f of the bound", name, part[0], part[2]);
 }
 
 static void in_distribution(Session *s, const char *name, int prompt, int n_draws, bool print) {
@@ -416,20 +425,22 @@ static void in_distribution(Session *s, const char *name, int prompt, int n_draw
         int outside;
         const int right = draw_pairs(m, path[0], &e, tree, n_draws, &d, &outside);
         set_distance(&d, &e, part);
-        CHECK(!outside, "%s, %s: %d of %d draws are not among the %d likeliest tokens", name, who, outside, n_draws, TOP_K);
-        CHECK(part[0] <= 1 && part[1] <= 1 && part[2] <= 1, "%s, %s: chi-square of %d first tokens, second ones and pairs: got %.2f, "
-              "%.2f and %.2f of the bound", name, who, n_draws, part[0], part[1], part[2]);
-        CHECK(right * 8 > n_draws && right * 2 < 3 * n_draws, "%s, %s: %d guesses were right in %d draws: a weak test", name, who, right,
-              n_draws);
-        if (print) printf("%s, %s: %d draws, %d guesses right; chi-square of first tokens, second ones, pairs: %.2f, %.2f, %.2f of the "
-                          "bound\n", name, who, n_draws, right, part[0], part[1], part[2]);
+        CHECK(!outside, "%s, %s: %d of %d draws are not among the %d likeliest tokens", name, who, outside, n_draws,
+              TOP_K);
+        CHECK(part[0] <= 1 && part[1] <= 1 && part[2] <= 1, "%s, %s: chi-square of %d first tokens, second ones and "
+              "pairs: got %.2f, %.2f and %.2f of the bound", name, who, n_draws, part[0], part[1], part[2]);
+        CHECK(right * 8 > n_draws && right * 2 < 3 * n_draws, "%s, %s: %d guesses were right in %d draws: a weak test",
+              name, who, right, n_draws);
+        if (print) printf("%s, %s: %d draws, %d guesses right; chi-square of first tokens, second ones, pairs: %.2f, "
+                          "%.2f, %.2f of the bound\n", name, who, n_draws, right, part[0], part[1], part[2]);
     }
     forget(s);
     tok_ids_free(&ids);
 }
 
 static void one_model(const char *path, const char *drafter, bool whole) {
-    const int n_prompts = whole ? 200 : 2, n = whole ? 256 : 32, n_kinds = whole ? N_KINDS : 2, n_seqs = whole ? COMPANY : 3;
+    const int n_prompts = whole ? 200 : 2, n = whole ? 256 : 32, n_kinds = whole ? N_KINDS : 2;
+    const int n_seqs = whole ? COMPANY : 3;
     const char *name = strrchr(path, '/') + 1;
     Model *m = open_model(path, drafter, 512, n_seqs), *tight = open_model(path, drafter, 80, 2);
     Tokenizer tok;
@@ -452,8 +463,8 @@ static void one_model(const char *path, const char *drafter, bool whole) {
             one_prompt(full ? &t[0] : s, full ? &t[1] : &s[1], name, &choosing[i % 3], i, full ? 80 : 24, end, sum);
         }
     }
-    if (whole) printf("%s, %s: %d prompts, %ld ids with guesses compared\n", name, drafter ? drafter : "no drafter", n_prompts,
-                      compared);
+    if (whole) printf("%s, %s: %d prompts, %ld ids with guesses compared\n", name, drafter ? drafter : "no drafter",
+                      n_prompts, compared);
     // The guesses that this rests on were made, and right where they must be.
     for (int g = 0; g < (drafter ? N_GUESSERS : FIRST_DRAFTER); g++) {
         if (g < FIRST_DRAFTER && m->drafter.kind == DRAFTER_DFLASH) continue;
@@ -463,8 +474,8 @@ static void one_model(const char *path, const char *drafter, bool whole) {
               name, sum[g].accepted, sum[g].drafted);
         CHECK(g < FIRST_DRAFTER || sum[g].accepted * 10 > sum[g].drafted * 3 || g >= FIRST_DRAFTER + 2,
               "%s: the drafter was right %d of %d times", name, sum[g].accepted, sum[g].drafted);
-        CHECK(g != 4 || sum[g].accepted * 10 < sum[g].drafted * 9, "%s: the spoilt table was right %d of %d times", name,
-              sum[g].accepted, sum[g].drafted);
+        CHECK(g != 4 || sum[g].accepted * 10 < sum[g].drafted * 9, "%s: the spoilt table was right %d of %d times",
+              name, sum[g].accepted, sum[g].drafted);
     }
     in_company(m, s, name, n);
     if (m->drafter.kind != DRAFTER_DFLASH) in_distribution(s, name, 1, whole ? 100000 : 4000, whole);
