@@ -1,8 +1,8 @@
 /* gemma4.c - Gemma 4 inference: load a GGUF, run the transformer, print text.
  *
  * HOW TO READ  main [12] -> verb_generate -> answer (parts/chat.h) -> session_next -> run_sessions [10] -> step [8] ->
- *              forward [5] -> attention -> op->attend (declared in gemma4.h) -> cpu_attend [13]. The forward pass is written once, against a table of
- *              operations; a backend fills the table.
+ *              forward [5] -> attention -> op->attend (declared in gemma4.h) -> cpu_attend [13]. The forward
+ *              pass is written once, against a table of operations; a backend fills the table.
  * CONTENTS     search for "[n]"
  *   [1]  Limits, helpers, die()
  *   [2]  Config: model-wide and per layer
@@ -17,9 +17,9 @@
  *   [11] Text and verbs: logits, tokenize, detokenize, plan
  *   [12] Command line
  *   [13] CPU operations
- * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/niah.h: niah; parts/chat.h: the terminal;
- *              parts/session.h: sessions in files; parts/store.h: sessions that have no slot; parts/server.h: HTTP;
- *              parts/kv.h: rows of the KV cache; parts/reference.h: what each operation means
+ * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/niah.h: niah;
+ *              parts/chat.h: the terminal; parts/session.h: sessions in files; parts/store.h: sessions without a slot;
+ *              parts/server.h: HTTP; parts/kv.h: rows of the KV cache; parts/reference.h: what each operation means
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
  *              allocates nothing, unless --dump is given.
  * TRAPS        the list before forward: every way this model differs from Llama. */
@@ -67,10 +67,10 @@
 enum { MAX_LAYERS = 512, MAX_HEAD_DIM = 512, MAX_EXPERTS = 1024, MAX_CONTEXT = 1 << 24, MAX_VOCAB = 1 << 24,
        MAX_THREADS = 4096, MAX_FILE = 256 << 20 };
 
-static bool bar_shown;                                 // progress() has left a line on the terminal that nothing ended yet
+static bool bar_shown;                                 // progress() has left a line on the terminal, not ended yet
 
-// One line on stderr, exit 1: "<file>: <tensor, key or flag>: expected <x>, got <y>; try <fix>". Where a model file is at
-// fault its kind of fault is named as well, like those of gguf.h: E_META_* keys, E_TENSOR_MISSING, E_SHAPE, E_PAYLOAD.
+// One line on stderr, exit 1: "<file>: <tensor, key or flag>: expected <x>, got <y>; try <fix>". Where a model file is
+// at fault its kind of fault is named as in gguf.h: E_META_* keys, E_TENSOR_MISSING, E_SHAPE, E_PAYLOAD.
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
@@ -115,7 +115,7 @@ static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 static int min_int(int a, int b) { return a < b ? a : b; }
 static int max_int(int a, int b) { return a > b ? a : b; }
 
-// The whole file, of at most MAX_FILE bytes, or with path NULL standard input from where it stands; freed by the caller.
+// The whole file, of at most MAX_FILE bytes, or with path NULL standard input from where it stands; the caller frees it
 static void *read_file(const char *path, size_t *size, const char *flag) {
     FILE *f = path ? fopen(path, "rb") : stdin;
     if (!path) path = "standard input";
@@ -144,8 +144,8 @@ static const char *amount(char out[32], double n, const char *unit) {
     return out;
 }
 
-// A line about long work that redraws itself, on a terminal only: "# what  7.9 MB  [=====>    ]  56 %  3.2 GB/s  1 s left".
-// done == 0 starts it and its clock, done == total erases it. One at a time, from one thread.
+// A line about long work that redraws itself, on a terminal only: "# what  7.9 MB  [=====>    ]  56 %  3.2 GB/s  1 s
+// left". done == 0 starts it and its clock, done == total erases it. One at a time, from one thread.
 static void progress(const char *what, size_t done, size_t total, const char *unit) {
     static double start, drawn;
     const double now = seconds();
@@ -264,8 +264,8 @@ static void load_layers(Config *c, Gguf *g, const int *head_dim) {
         if (l < c->first_shared) newest[lc->is_swa] = l;
         lc->kv_layer = newest[lc->is_swa];
         if (lc->kv_layer < 0)
-            die("%s: key 'gemma4.attention.shared_kv_layers': layer %d shares K and V, but no layer of its kind before %d "
-                "owns any (E_META_RANGE)", g->path, l, c->first_shared);
+            die("%s: key 'gemma4.attention.shared_kv_layers': layer %d shares K and V, but no layer of its kind before "
+                "%d owns any (E_META_RANGE)", g->path, l, c->first_shared);
         c->layer[lc->kv_layer].last_reader = l;
         if (lc->n_kv_heads != c->layer[lc->kv_layer].n_kv_heads)
             die("%s: key 'gemma4.attention.head_count_kv': layer %d reads the cache of layer %d: expected %d, got %d "
@@ -295,8 +295,8 @@ static void load_config(Config *c, Gguf *g) {
     c->rope_base     = key_float(g, "gemma4.rope.freq_base", 1e4);
     c->rope_base_swa = key_float(g, "gemma4.rope.freq_base_swa", 1e4);
     if (!(c->rope_base > 1) || !(c->rope_base_swa > 1))
-        die("%s: key 'gemma4.rope.freq_base': expected more than 1, got %g and %g for sliding layers (E_META_RANGE)", g->path,
-            c->rope_base, c->rope_base_swa);
+        die("%s: key 'gemma4.rope.freq_base': expected more than 1, got %g and %g for sliding layers (E_META_RANGE)",
+            g->path, c->rope_base, c->rope_base_swa);
 
     const int n = c->n_layers;
     int64_t v[MAX_LAYERS];
@@ -326,7 +326,8 @@ static void load_config(Config *c, Gguf *g) {
     for (int t = 0; t < 2; t++) {
         head_dim[t] = (int)key_int(g, head_keys[t][0], 32, MAX_HEAD_DIM, 0);
         if (head_dim[t] % 32)
-            die("%s: key '%s': expected a multiple of 32, got %d (E_META_RANGE)", g->path, head_keys[t][0], head_dim[t]);
+            die("%s: key '%s': expected a multiple of 32, got %d (E_META_RANGE)", g->path, head_keys[t][0],
+                head_dim[t]);
         for (int i = 1; i < 3; i++)
             if (key_int(g, head_keys[t][i], 1, INT_MAX, head_dim[t]) != head_dim[t])
                 die("%s: key '%s': expected %d as in '%s' (E_META_RANGE)", g->path, head_keys[t][i], head_dim[t],
@@ -336,9 +337,9 @@ static void load_config(Config *c, Gguf *g) {
 }
 
 // ==== [3] Weights: names, shapes, binding ============================================================================
-// Weights point into the mapped file. Every tensor that the model needs is looked up by its GGUF name, with the shape that
-// the config implies; all layers are checked before the first byte is used. A backend that keeps weights in its own memory
-// gets them one by one through upload(), once; until then and on the CPU they are read where they lie.
+// Weights point into the mapped file. Every tensor that the model needs is looked up by its GGUF name, with the shape
+// that the config implies; all layers are checked before the first byte is used. A backend that keeps weights in its
+// own memory gets them one by one through upload(), once; until then and on the CPU they are read where they lie.
 
 typedef struct {                        // shapes are (rows, cols); vectors are f32
     const float *attn_norm;             // (dim)
@@ -412,10 +413,12 @@ static const GgufTensor *find_tensor(Binder *b, const char *name) {
 // Bind tensor `name` as n matrices (rows, cols), or stop. GGUF stores ne[0] = cols, ne[1] = rows, ne[2] = n.
 static Tensor bind_tensor(Binder *b, const char *name, int rows, int cols, int n) {
     const GgufTensor *t = find_tensor(b, name);
-    if (!t) die("%s: tensor '%s': missing, expected shape (%d, %d, %d) (E_TENSOR_MISSING)", b->g->path, name, cols, rows, n);
+    if (!t)
+        die("%s: tensor '%s': missing, expected shape (%d, %d, %d) (E_TENSOR_MISSING)", b->g->path, name, cols, rows,
+            n);
     if (t->ne[0] != (uint64_t)cols || t->ne[1] != (uint64_t)rows || t->ne[2] != (uint64_t)n || t->ne[3] != 1)
-        die("%s: tensor '%s': expected shape (%d, %d, %d), got (%" PRIu64 ", %" PRIu64 ", %" PRIu64 ") (E_SHAPE)", b->g->path,
-            name, cols, rows, n, t->ne[0], t->ne[1], t->ne[2]);
+        die("%s: tensor '%s': expected shape (%d, %d, %d), got (%" PRIu64 ", %" PRIu64 ", %" PRIu64 ") (E_SHAPE)",
+            b->g->path, name, cols, rows, n, t->ne[0], t->ne[1], t->ne[2]);
     if (!gguf_type_supported(t->type))
         die("%s: tensor '%s': type %s is not supported by this build (E_TYPE_UNSUPPORTED)", b->g->path, name,
             gguf_type_name(t->type));
@@ -438,12 +441,13 @@ static void add_vector(Binder *b, const float **dst, const float *values, int n)
 static void bind_vector(Binder *b, const float **dst, const char *name, int n) {
     Tensor t = bind_tensor(b, name, 1, n, 1);
     if (t.type != T_F32)
-        die("%s: tensor '%s': expected type F32, got %s (E_TYPE_UNSUPPORTED)", b->g->path, name, gguf_type_name(t.type));
+        die("%s: tensor '%s': expected type F32, got %s (E_TYPE_UNSUPPORTED)", b->g->path, name,
+            gguf_type_name(t.type));
     add_vector(b, dst, t.data, n);
 }
 
-// The factors that files with NVFP4 matrices hold beside them, STEM.scale for STEM.weight: one for all n, or one each. To
-// be called after the upload of dst is noted. Not for ffn_gate_inp and ffn_down_exps, whose .scale is another thing.
+// The factors that files with NVFP4 matrices hold beside them, STEM.scale for STEM.weight: one for all n, or one each.
+// To be called after the upload of dst is noted. Not for ffn_gate_inp and ffn_down_exps, whose .scale is another thing.
 static void bind_scale(Binder *b, Tensor *dst, const char *weight, int n) {
     char name[80];
     snprintf(name, sizeof name, "%.*s.scale", (int)(strlen(weight) - strlen(".weight")), weight);
@@ -471,8 +475,8 @@ static void bind_table(Binder *b, Tensor *dst, const char *name, int rows, int c
             b->g->path, name);
 }
 
-// Radians per position of every pair that turns: base^(-2i/head_dim) / factor[i]. Published files give global layers factors
-// of 1 for the first quarter and 1e30, which stops a pair, for the rest.
+// Radians per position of every pair that turns: base^(-2i/head_dim) / factor[i]. Published files give global layers
+// factors of 1 for the first quarter and 1e30, which stops a pair, for the rest.
 static void bind_rope(Binder *b, Weights *w, int t, double base, int head_dim, const float *factor) {
     for (int i = 0; i < head_dim / 2; i++) {
         const double divisor = factor ? factor[i] : 1;
@@ -491,7 +495,7 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
 #define NAME(stem) (snprintf(name, sizeof name, "blk.%d." stem, l), name)
     bind_vector(b, &w->attn_norm, NAME("attn_norm.weight"), dim);
     const GgufTensor *fused = find_tensor(b, NAME("attn_qkv.weight"));
-    if (fused) {                                       // rows of q, then k, then v; k and v are dead in layers that share
+    if (fused) {                                       // rows of q, k, v; k and v are dead in layers that share
         const uint64_t n_kv = (fused->ne[1] - (uint64_t)q_dim) / (uint64_t)kv_dim;
         const bool complete = n_kv == 2 || (n_kv == 1 && !(own && lc->is_swa)) || (n_kv == 0 && !own);
         const Tensor qkv = bind_tensor(b, name, q_dim + (complete ? (int)n_kv : 2) * kv_dim, dim, 1);
@@ -563,14 +567,24 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
 #undef NAME
 }
 
-// Bind everything; sets c->vocab.
-static void bind_weights(Binder *b, Config *c, Weights *w) {
+// Steps that score tokens take the first third of the layers, to the next one that is global; where layers share
+// caches, those up to the last global one that owns one.
+static int layers_scored(const Config *c) {
+    int n = c->first_shared;
+    while (n > 1 && c->layer[n - 1].is_swa) n--;
+    if (c->first_shared < c->n_layers) return n;
+    for (int l = (c->n_layers - 1) / 3; l < n; l++) if (!c->layer[l].is_swa) n = l + 1;
+    return n;
+}
+
+// Bind everything; sets c->vocab. Layers that only_scores never runs are checked, but not loaded.
+static void bind_weights(Binder *b, Config *c, Weights *w, bool only_scores) {
     w->layer = alloc_or_die(c->n_layers, sizeof *w->layer);
     const GgufTensor *embd = gguf_find_tensor(b->g, "token_embd.weight");
     if (!embd) die("%s: tensor 'token_embd.weight': missing (E_TENSOR_MISSING)", b->g->path);
     if (embd->ne[1] > MAX_VOCAB)
-        die("%s: tensor 'token_embd.weight': expected at most %d rows, got %" PRIu64 " (E_SHAPE)", b->g->path, MAX_VOCAB,
-            embd->ne[1]);
+        die("%s: tensor 'token_embd.weight': expected at most %d rows, got %" PRIu64 " (E_SHAPE)", b->g->path,
+            MAX_VOCAB, embd->ne[1]);
     c->vocab = (int)embd->ne[1];
     bind_table(b, &w->token_embd, "token_embd.weight", c->vocab, c->dim);
     if (find_tensor(b, "output.weight")) bind_scaled(b, &w->output, "output.weight", c->vocab, c->dim, 1);
@@ -584,7 +598,8 @@ static void bind_weights(Binder *b, Config *c, Weights *w) {
     }
     if (has[0]) {
         Tensor factors = bind_tensor(b, "rope_freqs.weight", 1, head_dim[0] / 2, 1);
-        if (factors.type != T_F32) die("%s: tensor 'rope_freqs.weight': expected type F32 (E_TYPE_UNSUPPORTED)", b->g->path);
+        if (factors.type != T_F32)
+            die("%s: tensor 'rope_freqs.weight': expected type F32 (E_TYPE_UNSUPPORTED)", b->g->path);
         bind_rope(b, w, 0, c->rope_base, head_dim[0], factors.data);
     } else {
         find_tensor(b, "rope_freqs.weight");
@@ -596,7 +611,14 @@ static void bind_weights(Binder *b, Config *c, Weights *w) {
         bind_scaled(b, &w->per_layer_model_proj, "per_layer_model_proj.weight", all, c->dim, 1);
         bind_vector(b, &w->per_layer_proj_norm, "per_layer_proj_norm.weight", c->ple_dim);
     }
-    for (int l = 0; l < c->n_layers; l++) bind_layer(b, c, &w->layer[l], l);
+    const int n_loaded = only_scores ? layers_scored(c) : c->n_layers;
+    for (int l = 0; l < n_loaded; l++) bind_layer(b, c, &w->layer[l], l);
+    const int n_uploads = b->n_uploads;
+    const size_t bytes = b->bytes;
+    for (int l = n_loaded; l < c->n_layers; l++) {
+        bind_layer(b, c, &w->layer[l], l);
+        b->n_uploads = n_uploads, b->bytes = bytes;
+    }
 }
 
 static bool starts_with_one_of(GgufStr s, const char *const *starts) {                // NULL ends the list
@@ -609,8 +631,9 @@ static bool starts_with_one_of(GgufStr s, const char *const *starts) {          
 // (vision, audio), unused K and V of layers that share them and scales of inputs are known and not worth a line.
 static void print_unknown(const Binder *b) {
     static const char *const tensors[] = { "v.", "a.", "mm.", NULL };
-    static const char *const keys[] = { "gemma4.", "gemma4-assistant.", "gemma4_assistant.", "gemma4-dflash-draft.", "dflash.",
-                                        "dflash-draft.", "general.", "tokenizer.", "split.", "quantize.", NULL };
+    static const char *const keys[] = { "gemma4.", "gemma4-assistant.", "gemma4_assistant.", "gemma4-dflash-draft.",
+                                        "dflash.", "dflash-draft.", "general.", "tokenizer.", "split.", "quantize.",
+                                        NULL };
     static const char input_scale[] = ".input_scale";
     for (int kind = 0; kind < 2; kind++) {
         const size_t n_all = kind ? b->g->n_kvs : b->g->n_tensors, n_end = strlen(input_scale);
@@ -618,26 +641,28 @@ static void print_unknown(const Binder *b) {
         char names[3 * 66 + 8] = "";
         for (size_t i = 0; i < n_all; i++) {
             const GgufStr s = kind ? b->g->kvs[i].key : b->g->tensors[i].name;
-            if (!kind && (b->seen[i] != UNSEEN || (s.n >= n_end && !memcmp(s.s + s.n - n_end, input_scale, n_end)))) continue;
+            if (!kind && (b->seen[i] != UNSEEN ||
+                          (s.n >= n_end && !memcmp(s.s + s.n - n_end, input_scale, n_end)))) continue;
             if (starts_with_one_of(s, kind ? keys : tensors)) continue;
             const size_t at = strlen(names);
             if (n < 3) snprintf(names + at, sizeof names - at, "%s%.*s", n ? ", " : "", s.n < 64 ? (int)s.n : 64, s.s);
             if (n == 3) strcat(names, ", ...");
             n++;
         }
-        if (n) fprintf(stderr, "# %zu %s%s not used: %s\n", n, kind ? "key" : "tensor", n == 1 ? " is" : "s are", names);
+        if (n)
+            fprintf(stderr, "# %zu %s%s not used: %s\n", n, kind ? "key" : "tensor", n == 1 ? " is" : "s are", names);
     }
 }
 
 // ==== [4] Sessions and KV cache ======================================================================================
-// A model serves n_seqs sessions; each owns a slice of every layer's cache and a length. Sliding layers are rings, global layers
-// hold the whole context; where V is the K projection the two are stored once ("tied", gemma4.h). How much memory all of it
-// takes is planned in [7].
+// A model serves n_seqs sessions; each owns a slice of every layer's cache and a length. Sliding layers are rings,
+// global layers hold the whole context; where V is the K projection the two are stored once ("tied", gemma4.h). How
+// much memory all of it takes is planned in [7].
 
 static const char *const kv_names[] = { "f32", "f16", "bf16", "q8_0", "q4_0", "tq4", "tq3" };       // of KvType
 
 typedef struct {
-    int    n_ctx;             // tokens a session can hold; 0: as many as the model was trained for, 8192 at most; CTX_FIT
+    int    n_ctx;             // tokens a session can hold; 0: as many as it was trained for, 8192 at most; CTX_FIT
     int    n_seqs;            // sessions
     int    n_batch;           // most rows of a step, >= STEP_ROWS; BATCH_FIT
     int    n_logits;          // most rows of a step that want logits
@@ -646,10 +671,11 @@ typedef struct {
     int    tail;              // newest rows that quantised global layers keep in f16 too; 0: none
     bool   untied;            // keep K and V apart also where they come from one projection
     bool   penalties, bias;   // sampling counts tokens; adds a bias to logits
-    float  pflash;            // alpha of block_select in prompts of at least pflash_from tokens, all counted; 0: they are dense
+    float  pflash;            // alpha of block_select in prompts of at least pflash_from tokens in all; 0: dense
     float  pflash_density;    // for measurements: the part of the blocks that stays, instead; 0: alpha decides
     int    pflash_from;
     bool   scores;            // it may score tokens, for prompt compression
+    bool   only_scores;       // and does nothing else: what it runs then is all that is loaded
     Limits beside;            // of a model that shares the backend
     const char *drafter;      // file of a drafter; NULL: none
     bool   lazy_draft;        // its weights have room, but are uploaded when it drafts first
@@ -660,8 +686,8 @@ typedef struct {
 } PlanOptions;
 
 enum { CTX_FIT = -1 };        // n_ctx: as many tokens as memory has room for, up to those the model was trained for
-// n_batch: where the backend keeps weights itself it may bring them into another form for each large step, so steps are as
-// large as a 16th part of the memory has room for, up to LARGE_BATCH and down to SMALL_BATCH
+// n_batch: where the backend keeps weights itself it may bring them into another form for each large step, so steps are
+// as large as a 16th part of the memory has room for, up to LARGE_BATCH and down to SMALL_BATCH
 enum { BATCH_FIT = 0, SMALL_BATCH = 512, LARGE_BATCH = 4096 };
 
 typedef struct {              // bytes
@@ -681,7 +707,7 @@ typedef struct {              // what forward works on; all in backend memory
     int32_t *n_accept, *path;          // (n_seqs), (n_seqs, STEP_ROWS)
     int32_t *walked;                   // (n_seqs) rows of each segment that the last walk has accepted
     int32_t *last;                     // (n_seqs) by segment: kept row where its walk ended
-    int32_t *next;                     // (n_seqs) and the token chosen there; the ids that a drafter then finds lie behind these
+    int32_t *next;                     // (n_seqs) and the token chosen there; behind these, ids that a drafter finds
     float   *found_logits, *found_logsumexp;           // and what belongs to them: Drafter.logits, .logsumexp
     int32_t *feed;                     // (STEP_ROWS) where in next a row's token is, in a step that is fed
     float   *x[2];                     // (n_batch, dim) the residual stream, and its next state
@@ -702,11 +728,11 @@ typedef struct {              // what forward works on; all in backend memory
     SampleParams *params;              // (n_seqs)
     int32_t *counts;                   // (n_seqs, vocab) how often a token was committed; NULL without penalties
     float   *bias;                     // (n_seqs, vocab) 0 until set; NULL without biases
-    BlockList blocks;                  // what prompts attend to in a global layer; all of these NULL where that is everything
+    BlockList blocks;                  // what prompts attend to in a global layer; all of these NULL: everything
     void    *block_means;              // (n_seqs, n_kv_heads, n_blocks, head_dim) floats of room
     float   *block_scores, *block_weights;     // (n_batch / SELECT_ROWS, n_heads or n_kv_heads, n_blocks)
     int64_t *block_count;              // (2) blocks attended to, blocks in sight
-    float   *shares, *mass;            // (LOOK_ROWS, n_heads, n_keys), (LOOK_ROWS, n_keys) of AttnMass; NULL: it scores no tokens
+    float   *shares, *mass;            // (LOOK_ROWS, n_heads, n_keys), (LOOK_ROWS, n_keys) of AttnMass, or NULL
     int      n_keys;                   // the largest number of slots
     double  *inv_freq[2];              // (n_pairs) radians per position: global, sliding layers
     float   *dump[5];                  // (n_batch, widest) when dumping
@@ -714,12 +740,13 @@ typedef struct {              // what forward works on; all in backend memory
 
 enum { LOOK_ROWS = 32 };      // last tokens of a prompt, whose attention is what a token scores
 
-enum { FED = -1 };            // StepRow.token of a row: what is known on the device only. In segments of one row it was sampled last,
-                              // for this row of the logits; in longer ones it was chosen last and drafted behind it
+enum { FED = -1 };            // StepRow.token of a row: what is known on the device only. In segments of one row it was
+                              // sampled last, for this row of the logits; in longer ones it was chosen last and drafted
+                              // behind it
 
 typedef struct StepRow {      // one row as the caller of step() describes it
     int32_t token;            // or FED, all of a step or none
-    int32_t parent;           // TREE: number within the segment of the row this one follows; -1: the last committed token
+    int32_t parent;           // TREE: number within the segment of the row it follows; -1: the last committed token
     bool    want;             // its logits are wanted
 } StepRow;
 
@@ -758,11 +785,12 @@ typedef struct {              // a second, small model that guesses what the fir
     Tensor   fc;                       // (dim, n_taps * dim)
     const float *hidden_norm;          // (dim)
     int      start[MAX_SESSIONS];      // token of the session that its context begins with, at its position 0
-    int      waiting[MAX_SESSIONS];    // the last tokens of the session whose taps are in the backlog. Those between are in
-                                       // its caches
+    int      waiting[MAX_SESSIONS];    // the last tokens of the session whose taps are in the backlog. Those between
+                                       // are in its caches
     int      seen[MAX_SESSIONS];       // how far rows were ever written, counted like tokens of the session, but for
     int      drafted[MAX_SESSIONS];    // the rows of a block behind the last token
-    // what it works on, in backend memory; n is n_seqs, DFlash: n_seqs * (1 + draft_depth), in activations STEP_ROWS at most
+    // what it works on, in backend memory; n is n_seqs, DFlash: n_seqs * (1 + draft_depth), in activations at most
+    // STEP_ROWS
     Row     *rows;                     // (n) MTP: row i drafts for segment i of segs
     Segment *segs;                     // (n_seqs)
     int32_t *of;                       // (n_seqs) whose segment of the target's step that is
@@ -830,7 +858,7 @@ typedef struct {
     Cache        caches[MAX_LAYERS];   // (n_owners) of the layers that own one, in order
     int          cache_of[MAX_LAYERS]; // layer -> index into caches, the donor's for layers that share
     int          n_caches;
-    int          number;               // of StepKey.model: models that share a backend do not share recorded steps. A drafter has the next
+    int          number;               // of StepKey.model: recorded steps are a model's own. A drafter has the next
     Cache        stage;                // rows of a prompt step on sliding layers, until their ring takes them
     // host side
     int         *len;                  // (n_seqs) mirror of s.len
@@ -838,8 +866,8 @@ typedef struct {
     Row         *rows, *kept_rows;     // what the last step was made of
     Segment     *segs;
     int32_t     *kept_index;
-    struct {                           // what the backend was sent last, and is not sent again; operations write none of it
-                                       // but the token of a row that is FED
+    struct {                           // what the backend was sent last, and is not sent again; operations write none
+                                       // of it but the token of a row that is FED
         Row     *rows, *kept_rows;
         Segment *segs;
         int32_t *kept_index, *n_accept, *feed;
@@ -847,9 +875,9 @@ typedef struct {
     StepRow     *chunk;                // (n_batch) room for a caller of step() to write rows to
     int          n_rows, n_segs, n_kept;
     int          scoring;              // 0, or the variant of steps that score tokens: SCORING, LOOKING
-    int          n_scored;             // the first layers, which such steps run; the last of them owns a cache that sees all
+    int          n_scored;             // the first layers, which such steps run; the last one's own cache sees all
     const volatile sig_atomic_t *stop; // a prompt step is given up between two layers when this is set; NULL: it is not
-    bool         ahead;                // the last step was FED: it is under way before anybody knows whether it is wanted
+    bool         ahead;                // the last step was FED: it runs before anybody knows whether it is wanted
     const char  *dump_dir;             // checkpoints go to files here; "": into memory; NULL: there are none
     Checkpoint  *checkpoints;          // (n_checkpoints) of the steps so far, in memory
     int          n_checkpoints;
@@ -907,7 +935,8 @@ static void open_model_file(Gguf *g, const char *path) {
     struct stat st;
     signal(SIGBUS, on_lost_pages);
     const size_t n = strlen(path);
-    const bool folder = (!stat(path, &st) && S_ISDIR(st.st_mode)) || (n > 12 && !strcmp(path + n - 12, ".safetensors")) ||
+    const bool folder = (!stat(path, &st) && S_ISDIR(st.st_mode)) ||
+                        (n > 12 && !strcmp(path + n - 12, ".safetensors")) ||
                         (n > 11 && !strcmp(path + n - 11, ".index.json"));
     if (folder) open_folder(g, path);
     else if (gguf_open(g, path) < 0) die("%s: %s", path, g->err);
@@ -928,8 +957,8 @@ static void send_new(Model *m, void *dst, void *sent, const void *src, size_t by
 
 static void shorten_drafter(Model *m, int seq, int n);  // [6]
 
-// Makes session seq n tokens long, n <= len. They are ids, which penalties count. False, with nothing done: a ring has moved
-// on and lost rows that the token behind them would see.
+// Makes session seq n tokens long, n <= len. They are ids, which penalties count. False, with nothing done: a ring has
+// moved on and lost rows that the token behind them would see.
 static bool shorten_session(Model *m, int seq, const int32_t *ids, int n) {
     const int32_t len = n;
     for (int i = 0; i < m->n_caches; i++) {
@@ -970,15 +999,16 @@ static int cache_parts(const Cache *c, int seq, CachePart *parts) {
     for (int k = 0; k < (c->tail_slots ? 4 : 2); k++) {
         const KvPlane *p = planes[k];
         const size_t rows = (size_t)c->n_kv_heads * (size_t)(k < 2 ? c->slots : c->tail_slots);
-        const size_t bytes = rows * kv_row_bytes(p->type, p->dim), scale = p->scale ? rows * kv_scale_bytes(p->type, p->dim) : 0;
+        const size_t bytes = rows * kv_row_bytes(p->type, p->dim), scale = p->scale ? rows * kv_scale_bytes(p->type,
+                                                                                                            p->dim) : 0;
         if (bytes) parts[n++] = (CachePart){ (uint8_t *)p->data + (size_t)seq * bytes, bytes, p->type, false, k > 1 };
         if (scale) parts[n++] = (CachePart){ (uint8_t *)p->scale + (size_t)seq * scale, scale, p->type, true, false };
     }
     return n;
 }
 
-// Copies the rows of session seq in all rings and tails that can move on to host memory, COPY_OUT, or back. Returns their bytes; host
-// NULL: only that.
+// Copies the rows of session seq in all rings and tails that can move on to host memory, COPY_OUT, or back. Returns
+// their bytes; host NULL: only that.
 static size_t copy_rings(Model *m, int seq, uint8_t *host, CopyKind kind) {
     size_t n = 0;
     for (int i = 0; i < m->n_caches; i++) {
@@ -991,7 +1021,8 @@ static size_t copy_rings(Model *m, int seq, uint8_t *host, CopyKind kind) {
             if (!host) continue;
             uint8_t *there = parts[k].data;
             uint8_t *here = host + n - parts[k].bytes;
-            m->ops->copy(&(Copy){ kind == COPY_OUT ? here : there, kind == COPY_OUT ? there : here, parts[k].bytes, kind });
+            m->ops->copy(&(Copy){ kind == COPY_OUT ? here : there, kind == COPY_OUT ? there : here, parts[k].bytes,
+                                  kind });
         }
     }
     if (host) m->ops->wait();
@@ -1000,18 +1031,19 @@ static size_t copy_rings(Model *m, int seq, uint8_t *host, CopyKind kind) {
 // ==== [5] The forward pass ===========================================================================================
 // Written once, against the table of operations; a step's rows may belong to several sessions and may be prompt, plain
 // decoding or a tree of drafts. Each layer: attention, feed-forward, per-layer embedding (E2B, E4B), scale. Norms and
-// residual additions ride on the products that read them (In in gemma4.h): a block leaves what it adds as a delta of the
-// stream, and the next product takes it in.
+// residual additions ride on the products that read them (In in gemma4.h): a block leaves what it adds as a delta of
+// the stream, and the next product takes it in.
 //
 // Checkpoints carry the names of llama.cpp's gemma4 graph. They cost nothing unless --dump is given.
 
 // What else the operations of a step depend on: StepKey.variant.
-enum { PLAIN, ROWS_ARE_FED, DRAFTS_ARE_FED, COMMITS_CHAINS, COMMITS_PATHS, WALKS_CHAINS, WALKS_PATHS, SCORING, LOOKING };
+enum { PLAIN, ROWS_ARE_FED, DRAFTS_ARE_FED, COMMITS_CHAINS, COMMITS_PATHS, WALKS_CHAINS, WALKS_PATHS,
+       SCORING, LOOKING };
 enum { OUT_OF_LAYERS = -1 };
 enum { LAYERS_AHEAD = 2, MANY_ROWS = 512 };            // see go_on()
 
-// Keeps n_rows x cols values in memory, or appends them to DIR/NAME-LAYER.f32 (DIR/NAME.f32 outside the layers); the first
-// step of a run truncates.
+// Keeps n_rows x cols values in memory, or appends them to DIR/NAME-LAYER.f32 (DIR/NAME.f32 outside the layers); the
+// first step of a run truncates.
 static void checkpoint(Model *m, const char *name, int l, const float *data, int n_rows, int cols) {
     if (!m->dump_dir) return;
     const size_t n = (size_t)n_rows * cols;
@@ -1059,8 +1091,8 @@ typedef struct {              // what one pass through the layers carries along
     int   marks[LAYERS_AHEAD + 1];     // where the last layers began
 } Pass;
 
-// The stream as the input of a product whose norm weight is w_pre. If something is to be added, the sum goes to the other
-// buffer, which is the stream from here on.
+// The stream as the input of a product whose norm weight is w_pre. If something is to be added, the sum goes to the
+// other buffer, which is the stream from here on.
 static In enter(float *const buffers[2], In *stream, const float *w_pre) {
     In in = *stream;
     in.w_pre = w_pre;
@@ -1130,13 +1162,13 @@ static void select_blocks(Model *m, const QkvStore *store) {
     const PlanOptions *o = &m->options;
     const State *s = &m->s;
     m->ops->qkv_store(store);
-    m->ops->block_select(&(BlockSelect){ .batch = store->batch, .cache = store->cache, .n_heads = store->n_heads, .q = store->q,
-                                         .scale = 1, .alpha = o->pflash, .density = o->pflash_density, .means = s->block_means,
-                                         .scores = s->block_scores, .weights = s->block_weights, .out = s->blocks,
-                                         .count = s->block_count });
+    m->ops->block_select(&(BlockSelect){ .batch = store->batch, .cache = store->cache, .n_heads = store->n_heads,
+                                         .q = store->q, .scale = 1, .alpha = o->pflash, .density = o->pflash_density,
+                                         .means = s->block_means, .scores = s->block_scores,
+                                         .weights = s->block_weights, .out = s->blocks, .count = s->block_count });
 }
 
-// x += norm(Wo attend(q, K, V)); leaves the sum as a delta. False: no row's output is wanted, and the caches are complete.
+// x += norm(Wo attend(q, K, V)); leaves the sum as a delta. False: no row's output is wanted, the caches are complete.
 static bool attention(Model *m, int l, Pass *p) {
     const Config *c = &m->config;
     const LayerConfig *lc = &c->layer[l];
@@ -1145,8 +1177,8 @@ static bool attention(Model *m, int l, Pass *p) {
     State *s = &m->s;
     const bool own = lc->kv_layer == l;
     const bool has_v = w->attn_v.data != NULL;
-    // From the last layer with a cache of its own on, and behind the last that is tapped, layers need only the rows whose output
-    // is wanted, and so does its q.
+    // From the last layer with a cache of its own on, and behind the last that is tapped, layers need only the rows
+    // whose output is wanted, and so does its q.
     // Steps that score tokens end there.
     const bool looks = m->scoring == LOOKING && !lc->is_swa;
     const int last = m->scoring ? m->n_scored - 1 : max_int(c->first_shared - 1, m->drafter.n_tapped);
@@ -1170,7 +1202,8 @@ static bool attention(Model *m, int l, Pass *p) {
         .q = shrink ? NULL : s->q, .k = own ? s->k : NULL, .v = own ? (has_v ? s->v : s->k) : NULL,
         .w_q = w->attn_q_norm, .w_k = w->attn_k_norm, .v_norm = true, .eps = c->eps,
         .rope = { s->inv_freq[lc->is_swa], m->weights.n_pairs[lc->is_swa] },
-        .dump_q = s->dump[0], .dump_q_pos = s->dump[1], .dump_k = s->dump[2], .dump_v = s->dump[3], .dump_k_pos = s->dump[4]
+        .dump_q = s->dump[0], .dump_q_pos = s->dump[1], .dump_k = s->dump[2], .dump_v = s->dump[3],
+        .dump_k_pos = s->dump[4]
     };
     if (shrink) {
         if (own) op->qkv_store(&store);
@@ -1192,7 +1225,8 @@ static bool attention(Model *m, int l, Pass *p) {
     const Act att_out = act_for(&w->attn_output, s->att_out);
     op->attend(&(Attend){ .batch = &p->batch, .cache = cache, .stage = store.stage, .n_heads = c->n_heads, .q = s->q,
                           .window = lc->is_swa ? c->n_swa : 0, .own = OWN_CAUSAL, .scale = 1,
-                          .blocks = sparse ? &s->blocks : NULL, .store = sparse || looks ? NULL : &store, .out = att_out });
+                          .blocks = sparse ? &s->blocks : NULL, .store = sparse || looks ? NULL : &store,
+                          .out = att_out });
     checkpoint(m, "Qcur_normed", l, s->dump[0], n_rows, c->n_heads * lc->head_dim);
     checkpoint(m, "Qcur_pos", l, s->dump[1], n_rows, c->n_heads * lc->head_dim);
     if (own) {
@@ -1273,8 +1307,8 @@ static void per_layer_embedding(Model *m, int l, Pass *p) {
     checkpoint_added(m, "per_layer_embd_out", l, p->stream, n_rows);
 }
 
-// Whether layer l of a prompt step is still wanted. A backend that works beside the host is given at most LAYERS_AHEAD layers
-// more than it has done, so that there is something to give up; few rows are done before anybody could want to.
+// Whether layer l of a prompt step is still wanted. A backend that works beside the host is given at most LAYERS_AHEAD
+// layers more than it has done, so that there is something to give up; few rows are done before anybody could want to.
 static bool go_on(const Model *m, int l, Pass *p) {
     const Ops *op = m->ops;
     if (!m->stop || !p->staged) return true;
@@ -1286,29 +1320,29 @@ static bool go_on(const Model *m, int l, Pass *p) {
 }
 
 /* TRAPS  what differs from Llama, and the test that sees it when it is wrong (all: the golden logits of test_forward.c)
- *  1. embedding times sqrt(dim); the LM head uses the same table without it                          golden
- *  2. norm weights as stored, no "1 + w"                                                             golden
- *  3. attention scale 1, not 1/sqrt(head_dim); per-head norms of q and k carry the temperature       golden
- *  4. V is normed without a weight, and never rotated                                                golden
- *  5. a global layer without attn_v takes V from the raw K projection, before k's norm and rope      golden moe; test_cache
+ *  1. embedding times sqrt(dim); the LM head uses the same table without it                      golden
+ *  2. norm weights as stored, no "1 + w"                                                         golden
+ *  3. attention scale 1, not 1/sqrt(head_dim); per-head norms of q and k carry the temperature   golden
+ *  4. V is normed without a weight, and never rotated                                            golden
+ *  5. a global layer without attn_v takes V from the raw K projection, before k's norm and rope  golden moe; test_cache
  *  6. sliding layers: head_dim 256, base 1e4, all pairs turn; global: head_dim 512, base 1e6,
- *     pairs (i, i + 256), i < 64 turn with exponent 2i/512, the others stay                          golden; test_ops rope
- *  7. the window holds n_swa keys, the row's own included                                            golden; test_cache
- *  8. layers that share K and V read the last owner of their kind, as it is after this step          golden e; test_cache
- *  9. residual: x + norm(attention), x + norm(FFN): norms before and after each block                golden
- * 10. GELU in its tanh form, in the FFN, the experts and the per-layer gate                          test_ops
- * 11. FFN width differs by layer (E2B: doubled in layers that share K and V)                         golden e
+ *     pairs (i, i + 256), i < 64 turn with exponent 2i/512, the others stay                      golden; test_ops rope
+ *  7. the window holds n_swa keys, the row's own included                                        golden; test_cache
+ *  8. layers that share K and V read the last owner of their kind, as it is after this step      golden e; test_cache
+ *  9. residual: x + norm(attention), x + norm(FFN): norms before and after each block            golden
+ * 10. GELU in its tanh form, in the FFN, the experts and the per-layer gate                      test_ops
+ * 11. FFN width differs by layer (E2B: doubled in layers that share K and V)                     golden e
  * 12. MoE: router, dense FFN and experts all read x, each through its own norm; the router's norm
- *     weight is scale / sqrt(dim); outputs are normed apart, added, normed again                     golden moe
- * 13. chosen experts' weights are renormalised, then times ffn_down_exps.scale                       golden moe; test_ops
- * 14. fused expert tensors hold the rows of gate first                                               test_forward
+ *     weight is scale / sqrt(dim); outputs are normed apart, added, normed again                 golden moe
+ * 13. chosen experts' weights are renormalised, then times ffn_down_exps.scale                   golden moe; test_ops
+ * 14. fused expert tensors hold the rows of gate first                                           test_forward
  * 15. per-layer embeddings: table times 16, projection times 1/sqrt(dim) then normed per layer,
- *     sum times 1/sqrt(2); the gate reads x without a norm                                           golden e
- * 16. layer_output_scale multiplies the whole stream, last                                           golden
- * 17. logits = 30 tanh(z / 30)                                                                       golden
- * 18. positions are len + depth, taken before anything is stored                                     test_cache */
-// False: it was given up half-way. What it has written to caches lies behind the sessions' ends, but in rings that have gone
-// round.
+ *     sum times 1/sqrt(2); the gate reads x without a norm                                       golden e
+ * 16. layer_output_scale multiplies the whole stream, last                                       golden
+ * 17. logits = 30 tanh(z / 30)                                                                   golden
+ * 18. positions are len + depth, taken before anything is stored                                 test_cache */
+// False: it was given up half-way. What it has written to caches lies behind the sessions' ends, but in rings that have
+// gone round.
 static bool forward(Model *m, bool staged) {
     const Config *c = &m->config;
     const Weights *w = &m->weights;
@@ -1317,6 +1351,7 @@ static bool forward(Model *m, bool staged) {
     const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
     Pass p = { .all = all, .batch = all, .stream = { .x = s->x[0], .scale = 1, .eps = c->eps }, .ple = s->ple,
                .staged = staged, .waiting = -1 };
+    assert(m->scoring || !m->options.only_scores);     // else not all layers are there
 
     op->embed(&(Embed){ .batch = &all, .table = &w->token_embd, .scale = sqrtf((float)c->dim), .out = s->x[0] });
     checkpoint(m, "inp_scaled", OUT_OF_LAYERS, s->x[0], all.n_rows, c->dim);
@@ -1340,7 +1375,7 @@ static bool forward(Model *m, bool staged) {
     }
     empty_stage(m, &p);
     const bool tapped = m->drafter.n_tapped == c->n_layers;            // the last layer's output too
-    if (tapped || (m->n_kept && p.batch.n_rows > m->n_kept))           // or a dump went through all layers with all rows
+    if (tapped || (m->n_kept && p.batch.n_rows > m->n_kept))           // or a dump took all rows through all layers
         op->close(&(Close){ .n_rows = p.batch.n_rows, .cols = c->dim, .in = enter(s->x, &p.stream, NULL) });
     if (tapped) tap(m, c->n_layers - 1, &p);
     if (!m->n_kept) {                                  // truncates what an earlier dump left: a later chunk appends
@@ -1358,21 +1393,22 @@ static bool forward(Model *m, bool staged) {
 }
 
 // ==== [6] Drafters: files, plan, passes ==============================================================================
-// A drafter is a second, small model made for one target. It has a file, weights and a part of the plan of its own; what it
-// guesses it leaves in backend memory, for whoever makes the target's next step of it. Which kind it is, general.architecture
-// says; that it belongs to the target, sizes say.
+// A drafter is a second, small model made for one target. It has a file, weights and a part of the plan of its own;
+// what it guesses it leaves in backend memory, for whoever makes the target's next step of it. Which kind it is,
+// general.architecture says; that it belongs to the target, sizes say.
 //
-// MTP, the assistant of Gemma 4: four layers with queries only, which read the target's caches. Its input is the embedding of
-// the last token beside the hidden row that chose it, both the target's; it gives a token and the next hidden row, so it goes
-// on from itself, as many times as tokens are wanted, all at the same position: behind the last committed row. It stores
-// nothing, so nothing has to be undone.
+// MTP, the assistant of Gemma 4: four layers with queries only, which read the target's caches. Its input is the
+// embedding of the last token beside the hidden row that chose it, both the target's; it gives a token and the next
+// hidden row, so it goes on from itself, as many times as tokens are wanted, all at the same position: behind the last
+// committed row. It stores nothing, so nothing has to be undone.
 //
-// DFlash: a few layers that guess a whole block at once, the last token and behind it mask tokens, each row the token at its own
-// place. They read what the target made of the text so far: outputs of some of its layers ("taps") become, by one matrix, a row
-// of context for each token, and by the K and V of each layer rows of caches of its own. So the drafter has a length of its own
-// too, and tokens that are committed have to be taken in (drafter_committed). Rows stand at their distance from each other,
-// not at a place in the text: a context may begin anywhere, and starts anew where it was lost. A block's own K and V lie
-// behind the context, where the next ones overwrite them. The head and the embeddings are the target's.
+// DFlash: a few layers that guess a whole block at once, the last token and behind it mask tokens, each row the token
+// at its own place. They read what the target made of the text so far: outputs of some of its layers ("taps") become,
+// by one matrix, a row of context for each token, and by the K and V of each layer rows of caches of its own. So the
+// drafter has a length of its own too, and tokens that are committed have to be taken in (drafter_committed). Rows
+// stand at their distance from each other, not at a place in the text: a context may begin anywhere, and starts anew
+// where it was lost. A block's own K and V lie behind the context, where the next ones overwrite them. The head and the
+// embeddings are the target's.
 
 enum { DFLASH_REACH = 32768 };          // positions that a full layer sees back
 
@@ -1395,15 +1431,15 @@ static DrafterKind drafter_kind(Drafter *d, const char *target) {
         else return DRAFTER_DFLASH;
     }
     if (kind) die("%s: a drafter for %s: %s drafter is not supported; try an MTP assistant", g->path, target, kind);
-    die("%s: key 'general.architecture': expected a drafter for %s, gemma4-assistant or dflash, got '%s' (E_META_RANGE)",
-        g->path, target, d->arch);
+    die("%s: key 'general.architecture': expected a drafter for %s, gemma4-assistant or dflash, got '%s' "
+        "(E_META_RANGE)", g->path, target, d->arch);
 }
 
 // A size that drafter and target share.
 static void must_agree(const Model *m, const char *what, int64_t got, int64_t want) {
     if (got != want)
-        die("%s: drafter for %s: %s: expected %" PRId64 ", got %" PRId64 "; try the drafter that was made for this model",
-            m->drafter.gguf.path, m->gguf.path, what, want, got);
+        die("%s: drafter for %s: %s: expected %" PRId64 ", got %" PRId64 "; try the drafter that was made for this "
+            "model", m->drafter.gguf.path, m->gguf.path, what, want, got);
 }
 
 static const char *drafter_key(const Drafter *d, const char *key) {  // with the architecture before it. One at a time
@@ -1472,17 +1508,19 @@ static void bind_centroids(Model *m) {
     if (!t || !order || !key_int(g, drafter_key(d, "use_ordered_embeddings"), 0, 1, 1)) return;
     const uint64_t n = t->ne[1];
     if (n < 1 || n > (uint64_t)vocab || (uint64_t)vocab % n)
-        die("%s: tensor '%s': expected a number of rows that divides the vocabulary of %d, got %" PRIu64 " (E_SHAPE)", g->path,
-            name, vocab, n);
+        die("%s: tensor '%s': expected a number of rows that divides the vocabulary of %d, got %" PRIu64 " (E_SHAPE)",
+            g->path, name, vocab, n);
     if (!m->ops->head_centroid)
         die("%s: tensor '%s': the %s backend has no head for centroids", g->path, name, m->ops->name);
     bind_scaled(&d->binder, &d->centroids, name, (int)n, d->config.dim, 1);
-    const int per = vocab / (int)n, least = (m->options.draft_width + per - 1) / per;         // the candidates have to be there
-    d->n_centroids_used = (int)key_int(g, drafter_key(d, "centroid_top_k"), least, (int64_t)n, max_int(least, min_int(32, (int)n)));
+    const int per = vocab / (int)n, least = (m->options.draft_width + per - 1) / per;  // enough for the candidates
+    d->n_centroids_used = (int)key_int(g, drafter_key(d, "centroid_top_k"), least, (int64_t)n,
+                                       max_int(least, min_int(32, (int)n)));
     const bool wide = order->type == GGUF_I64;
-    if (!(wide || order->type == GGUF_I32) || order->ne[0] != (uint64_t)vocab || order->size != (uint64_t)vocab * (wide ? 8 : 4))
-        die("%s: tensor '%s': expected %d values of type I32, got %" PRIu64 " of %s (E_SHAPE)", g->path, order_name, vocab,
-            order->ne[0], gguf_type_name(order->type));
+    if (!(wide || order->type == GGUF_I32) || order->ne[0] != (uint64_t)vocab ||
+        order->size != (uint64_t)vocab * (wide ? 8 : 4))
+        die("%s: tensor '%s': expected %d values of type I32, got %" PRIu64 " of %s (E_SHAPE)", g->path, order_name,
+            vocab, order->ne[0], gguf_type_name(order->type));
     d->binder.seen[order - g->tensors] = BOUND;
     d->order = alloc_or_die(vocab, sizeof *d->order);
     char *taken = alloc_or_die(vocab, 1);
@@ -1490,7 +1528,8 @@ static void bind_centroids(Model *m) {
         int64_t id = 0;
         memcpy(&id, order->data + (size_t)i * (wide ? 8 : 4), wide ? 8 : 4);        // little-endian, not negative
         if (id < 0 || id >= vocab || taken[id])
-            die("%s: tensor '%s': expected every token once, got %" PRId64 " at %d (E_PAYLOAD)", g->path, order_name, id, i);
+            die("%s: tensor '%s': expected every token once, got %" PRId64 " at %d (E_PAYLOAD)", g->path, order_name,
+                id, i);
         taken[id] = 1;
         d->order[i] = (int32_t)id;
     }
@@ -1508,10 +1547,10 @@ static void bind_mtp(Model *m) {
     if (!m->ops->pair) die("%s: the %s backend has no input for MTP drafters", b->g->path, m->ops->name);
     must_agree(m, "vocabulary", (int64_t)embd->ne[1], m->config.vocab);
     c->vocab = m->config.vocab;
-    bind_scaled(b, &w->token_embd, "token_embd.weight", c->vocab, c->dim, 1);         // the head: embeddings are the target's
+    bind_scaled(b, &w->token_embd, "token_embd.weight", c->vocab, c->dim, 1);  // the head; embeddings: the target's
     bind_vector(b, &w->output_norm, "output_norm.weight", c->dim);
-    bind_scaled(b, &d->pre_projection, either_tensor(d, "nextn.pre_projection.weight", "mtp.pre_projection.weight"), c->dim,
-                2 * m->config.dim, 1);
+    bind_scaled(b, &d->pre_projection, either_tensor(d, "nextn.pre_projection.weight", "mtp.pre_projection.weight"),
+                c->dim, 2 * m->config.dim, 1);
     bind_scaled(b, &d->post_projection, either_tensor(d, "nextn.post_projection.weight", "mtp.post_projection.weight"),
                 m->config.dim, c->dim, 1);
     for (int l = 0; l < c->n_layers; l++) bind_layer(b, c, &w->layer[l], l);
@@ -1523,16 +1562,18 @@ static void bind_mtp(Model *m) {
         const LayerConfig *lc = &c->layer[l];
         const int s = lc->is_swa;
         const bool has_factors = !s && find_tensor(b, "rope_freqs.weight");
-        if (has_factors) bind_rope(b, w, s, base[s], lc->head_dim, bind_tensor(b, "rope_freqs.weight", 1, lc->head_dim / 2, 1).data);
+        if (has_factors) bind_rope(b, w, s, base[s], lc->head_dim,
+                                   bind_tensor(b, "rope_freqs.weight", 1, lc->head_dim / 2, 1).data);
         else if (s) bind_rope(b, w, s, base[s], lc->head_dim, NULL);
         if ((s || has_factors) && (w->n_pairs[s] != t->n_pairs[s] ||
                                    memcmp(w->inv_freq[s], t->inv_freq[s], (size_t)t->n_pairs[s] * sizeof(double))))
-            die("%s: drafter for %s: expected the model's own rotation of %s layers, got another one; try the drafter that "
-                "was made for this model", b->g->path, m->gguf.path, s ? "sliding" : "global");
+            die("%s: drafter for %s: expected the model's own rotation of %s layers, got another one; try the drafter "
+                "that was made for this model", b->g->path, m->gguf.path, s ? "sliding" : "global");
     }
 }
 
-// The target's layers whose outputs a DFlash drafter reads. Mainline files count inputs: that of layer v is the output of v - 1.
+// The target's layers whose outputs a DFlash drafter reads. Mainline files count inputs: that of layer v is the output
+// of v - 1.
 static void load_taps(Model *m, const char *key, int first) {
     Drafter *d = &m->drafter;
     Gguf *g = &d->gguf;
@@ -1546,9 +1587,9 @@ static void load_taps(Model *m, const char *key, int first) {
     for (int i = 0; i < d->n_taps; i++) {
         const int64_t layer = ids[i] - first;
         if (layer < 0 || layer >= m->config.n_layers)
-            die("%s: drafter for %s: key '%s': expected %d to %d, as the model has %d layers, got %" PRId64 "; try the drafter "
-                "that was made for this model", g->path, m->gguf.path, key, first, m->config.n_layers - 1 + first,
-                m->config.n_layers, ids[i]);
+            die("%s: drafter for %s: key '%s': expected %d to %d, as the model has %d layers, got %" PRId64 "; try the "
+                "drafter that was made for this model", g->path, m->gguf.path, key, first,
+                m->config.n_layers - 1 + first, m->config.n_layers, ids[i]);
         d->taps[i] = (int)layer;
         d->n_tapped = max_int(d->n_tapped, (int)layer + 1);
     }
@@ -1574,7 +1615,7 @@ static void load_dflash_layers(Model *m, int head_dim) {
     }
 }
 
-// The config of a DFlash drafter, in the mainline dialect or an older one. What a file leaves out is as in the published ones.
+// The config of a DFlash drafter, in the mainline dialect or an older one. What a file lacks is as in published ones.
 static void load_dflash_config(Model *m) {
     Drafter *d = &m->drafter;
     Gguf *g = &d->gguf;
@@ -1594,19 +1635,22 @@ static void load_dflash_config(Model *m) {
     c->rope_base = key_float(g, KEY("rope.freq_base"), 0);
     d->window     = (int)key_int(g, EITHER("attention.sliding_window", "dflash.sliding_window"), 1, MAX_CONTEXT, 2048);
     d->block_size = (int)key_int(g, EITHER("block_size", "dflash.block_size"), 2, STEP_ROWS, 0);
-    d->mask_id    = (int)key_int(g, older ? KEY("dflash.mask_token_id") : "tokenizer.ggml.mask_token_id", 0, t->vocab - 1, -1);
+    d->mask_id    = (int)key_int(g, older ? KEY("dflash.mask_token_id") : "tokenizer.ggml.mask_token_id", 0,
+                                 t->vocab - 1, -1);
     d->embedding_scale = (float)key_float(g, KEY("embedding_scale"), sqrt(c->dim));
     const int head_dim = (int)key_int(g, KEY("attention.key_length"), 32, MAX_HEAD_DIM, 0);
     if (head_dim % 32 || key_int(g, KEY("attention.value_length"), 1, INT_MAX, head_dim) != head_dim)
-        die("%s: keys '%s' and value_length: expected the same multiple of 32 (E_META_RANGE)", g->path, KEY("attention.key_length"));
+        die("%s: keys '%s' and value_length: expected the same multiple of 32 (E_META_RANGE)", g->path,
+            KEY("attention.key_length"));
     d->attention_scale = (float)key_float(g, KEY("attention.scale"), 1 / sqrt(head_dim));
-    const int64_t causal = key_int(g, KEY("attention.causal"), -1, 1, -1);         // -1: sliding layers are, full ones are not
+    const int64_t causal = key_int(g, KEY("attention.causal"), -1, 1, -1);         // -1: sliding layers alone are
     d->own[0] = causal == 1 ? OWN_CAUSAL : OWN_ALL;
     d->own[1] = causal == 0 ? OWN_ALL : OWN_CAUSAL;
     GgufStr activation = { "silu", 4 };
     if (gguf_get_str(g, KEY("hidden_activation"), &activation) < 0) die_gguf(g);
     if (activation.n != 4 || memcmp(activation.s, "silu", 4))
-        die("%s: key '%s': expected silu, got '%s' (E_META_RANGE)", g->path, KEY("hidden_activation"), shown(activation));
+        die("%s: key '%s': expected silu, got '%s' (E_META_RANGE)", g->path, KEY("hidden_activation"),
+            shown(activation));
     load_dflash_layers(m, head_dim);
     load_taps(m, EITHER("target_layers", "dflash.target_layer_ids"), !older);
 #undef EITHER
@@ -1652,8 +1696,10 @@ static void bind_dflash(Model *m) {
     const char *norm = either_tensor(d, "enc.output_norm.weight",
                                      either_tensor(d, "dflash.hidden_norm.weight", "dflash_hidden_norm.weight"));
     const GgufTensor *t = find_tensor(b, fc);
-    if (t) must_agree(m, "columns of fc, tapped layers times hidden size", (int64_t)t->ne[0], (int64_t)d->n_taps * c->dim);
-    if (find_tensor(b, "d2t")) die("%s: tensor 'd2t': a drafter with a vocabulary of its own is not supported", b->g->path);
+    if (t) must_agree(m, "columns of fc, tapped layers times hidden size", (int64_t)t->ne[0],
+                      (int64_t)d->n_taps * c->dim);
+    if (find_tensor(b, "d2t"))
+        die("%s: tensor 'd2t': a drafter with a vocabulary of its own is not supported", b->g->path);
     bind_scaled(b, &d->fc, fc, c->dim, d->n_taps * c->dim, 1);
     bind_vector(b, &d->hidden_norm, norm, c->dim);
     bind_vector(b, &w->output_norm, "output_norm.weight", c->dim);
@@ -1810,15 +1856,17 @@ static void start_drafter(Model *m) {
     if (d->kind == DRAFTER_DFLASH) {
         for (int i = 0; i < STEP_ROWS; i++) rows[i] = (Row){ .index = i, .depth = i };
         m->ops->copy(&(Copy){ d->backlog_rows, rows, STEP_ROWS * sizeof *rows, COPY_IN });
-        m->ops->copy(&(Copy){ d->inv_freq, d->weights.inv_freq[0], (size_t)d->weights.n_pairs[0] * sizeof(double), COPY_IN });
+        m->ops->copy(&(Copy){ d->inv_freq, d->weights.inv_freq[0], (size_t)d->weights.n_pairs[0] * sizeof(double),
+                              COPY_IN });
         return;
     }
-    for (int i = 0; i < MAX_SESSIONS; i++) rows[i].seg = i;            // one for each segment; tokens come from the target
+    for (int i = 0; i < MAX_SESSIONS; i++) rows[i].seg = i;            // one for each segment; the target has tokens
     m->ops->copy(&(Copy){ d->rows, rows, (size_t)m->options.n_seqs * sizeof *rows, COPY_IN });
-    if (d->order) m->ops->copy(&(Copy){ d->token_order, d->order, (size_t)d->config.vocab * sizeof *d->order, COPY_IN });
+    if (d->order) m->ops->copy(&(Copy){ d->token_order, d->order, (size_t)d->config.vocab * sizeof *d->order,
+                                        COPY_IN });
 }
 
-// The rest of a drafter's layer behind attention: what it adds, and the FFN, as in the target. Norms that it lacks are NULL.
+// The rest of a drafter's layer behind attention: what it adds, and the FFN, as in the target. Norms may be NULL.
 static void draft_feed_forward(Model *m, const LayerWeights *w, int n, ActFn fn, In *stream) {
     Drafter *d = &m->drafter;
     const Act att_out = act_for(&w->attn_output, d->att_out), ffn = act_for(&w->ffn_down, d->ffn);
@@ -1826,8 +1874,8 @@ static void draft_feed_forward(Model *m, const LayerWeights *w, int n, ActFn fn,
     stream->delta[0] = d->y;
     stream->w_post = w->post_attention_norm;
 
-    m->ops->gate_up(&(GateUp){ .n_rows = n, .in = enter(d->x, stream, w->ffn_norm), .gate = &w->ffn_gate, .up = &w->ffn_up,
-                               .fn = fn, .out = ffn });
+    m->ops->gate_up(&(GateUp){ .n_rows = n, .in = enter(d->x, stream, w->ffn_norm), .gate = &w->ffn_gate,
+                               .up = &w->ffn_up, .fn = fn, .out = ffn });
     multiply(m, n, (In){ .act = ffn }, &w->ffn_down, d->mlp);
     stream->delta[0] = d->mlp;
     stream->w_post = w->post_ffw_norm;
@@ -1844,9 +1892,11 @@ static void mtp_layer(Model *m, int l, const Batch *b, In *stream) {
     const Act att_out = act_for(&w->attn_output, d->att_out);
 
     multiply(m, n, enter(d->x, stream, w->attn_norm), &w->attn_q, d->q);
-    const QkvStore query = { .batch = b, .cache = cache, .n_heads = n_heads, .q = d->q, .w_q = w->attn_q_norm, .v_norm = true,
-                             .rope = { m->s.inv_freq[lc->is_swa], m->weights.n_pairs[lc->is_swa] }, .eps = d->config.eps };
-    m->ops->attend(&(Attend){ .batch = b, .cache = cache, .n_heads = n_heads, .q = d->q, .window = lc->is_swa ? d->window : 0,
+    const QkvStore query = { .batch = b, .cache = cache, .n_heads = n_heads, .q = d->q, .w_q = w->attn_q_norm,
+                             .v_norm = true, .rope = { m->s.inv_freq[lc->is_swa], m->weights.n_pairs[lc->is_swa] },
+                             .eps = d->config.eps };
+    m->ops->attend(&(Attend){ .batch = b, .cache = cache, .n_heads = n_heads, .q = d->q,
+                              .window = lc->is_swa ? d->window : 0,
                               .own = OWN_NONE, .scale = 1, .store = &query, .out = att_out });
     draft_feed_forward(m, w, n, ACT_GELU, stream);
 }
@@ -1927,9 +1977,10 @@ static void take_context(Model *m, const Batch *b, const float *taps, const int3
         for (int i = 0; i < n; i++) {
             const LayerWeights *w = &d->weights.layer[l + i];
             const bool has_v = w->attn_v.data != NULL;
-            m->ops->qkv_store(&(QkvStore){ .batch = &last, .cache = &d->caches[l + i], .n_heads = c->n_heads, .k = d->k[i],
-                                           .v = has_v ? d->v[i] : d->k[i], .w_k = w->attn_k_norm, .v_norm = !has_v,
-                                           .rope = { d->inv_freq, d->weights.n_pairs[0] }, .eps = c->eps });
+            m->ops->qkv_store(&(QkvStore){ .batch = &last, .cache = &d->caches[l + i], .n_heads = c->n_heads,
+                                           .k = d->k[i], .v = has_v ? d->v[i] : d->k[i], .w_k = w->attn_k_norm,
+                                           .v_norm = !has_v, .rope = { d->inv_freq, d->weights.n_pairs[0] },
+                                           .eps = c->eps });
         }
     }
     m->ops->kv_commit(&(KvCommit){ .batch = b, .caches = d->caches, .n_caches = c->n_layers, .n_accept = n_accept,
@@ -1941,8 +1992,8 @@ enum { TAKES_KNOWN, TAKES_WALKED, TAKES_PATHS = 2, TAKES_BACKLOG = 4 };
 
 static void count_written(Drafter *d, int seq, int end) { d->seen[seq] = max_int(d->seen[seq], end); }
 
-// Takes in the backlog of a session, which ends at token `end` of it. The rows are as many as a power of two, so that few kinds
-// of steps are recorded; those behind the backlog do not stay.
+// Takes in the backlog of a session, which ends at token `end` of it. The rows are as many as a power of two, so that
+// few kinds of steps are recorded; those behind the backlog do not stay.
 static void take_backlog(Model *m, int seq, int end) {
     Drafter *d = &m->drafter;
     const int32_t waiting = d->waiting[seq];
@@ -1954,7 +2005,8 @@ static void take_backlog(Model *m, int seq, int end) {
     m->ops->copy(&(Copy){ d->backlog_n, &waiting, sizeof waiting, COPY_IN });
     const Batch b = { .rows = d->backlog_rows, .segs = d->backlog_seg, .len = d->len, .n_rows = n, .n_segs = 1 };
     const size_t taps = (size_t)d->n_taps * (size_t)d->config.dim;
-    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = STEP_COMMIT, .rows = n, .segs = 1, .variant = TAKES_BACKLOG + seq }))
+    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = STEP_COMMIT, .rows = n, .segs = 1,
+                                 .variant = TAKES_BACKLOG + seq }))
         take_context(m, &b, d->backlog + (size_t)seq * STEP_ROWS * taps, d->backlog_n, NULL);
     m->ops->end();
     count_written(d, seq, end - waiting + n);
@@ -1969,15 +2021,16 @@ static void let_wait(Model *m, const Segment *seg, int n, int end) {
     if (d->waiting[seq] + n > STEP_ROWS && d->uploaded) take_backlog(m, seq, end - n);
     if (d->waiting[seq] + n > STEP_ROWS) d->waiting[seq] = 0, d->start[seq] = end - n;
     const size_t at = (size_t)seq * STEP_ROWS + (size_t)d->waiting[seq];
-    if (n) m->ops->copy(&(Copy){ d->backlog + at * taps, d->tapped + (size_t)seg->first * taps, (size_t)n * taps * sizeof(float),
-                                 COPY_WITHIN });
+    if (n) m->ops->copy(&(Copy){ d->backlog + at * taps, d->tapped + (size_t)seg->first * taps,
+                                 (size_t)n * taps * sizeof(float), COPY_WITHIN });
     d->waiting[seq] += n;
 }
 
-// To be called behind every kv_commit of the last step's rows, before the next step: what became part of sessions becomes part
-// of a DFlash drafter's context. n_accept: rows of each segment, on the host, which has counted them in m->len; they and the
-// paths of trees are in m->s too. NULL: nobody knows yet, m->s.walked and .path say so in backend memory. Chains of few rows
-// wait, for until a draft is wanted. As long as the weights of a lazy drafter were not wanted, no more than that is kept.
+// To be called behind every kv_commit of the last step's rows, before the next step: what became part of sessions
+// becomes part of a DFlash drafter's context. n_accept: rows of each segment, on the host, which has counted them in
+// m->len; they and the paths of trees are in m->s too. NULL: nobody knows yet, m->s.walked and .path say so in backend
+// memory. Chains of few rows wait, for until a draft is wanted. As long as the weights of a lazy drafter were not
+// wanted, no more than that is kept.
 static void drafter_committed(Model *m, const int32_t *n_accept) {
     Drafter *d = &m->drafter;
     State *s = &m->s;
@@ -2008,8 +2061,8 @@ static void drafter_committed(Model *m, const int32_t *n_accept) {
     m->ops->end();
 }
 
-// Session seq becomes n tokens long. Where the drafter's context does not reach back, or was not told what came since, it
-// starts anew behind them.
+// Session seq becomes n tokens long. Where the drafter's context does not reach back, or was not told what came since,
+// it starts anew behind them.
 static void shorten_drafter(Model *m, int seq, int n) {
     Drafter *d = &m->drafter;
     if (d->kind != DRAFTER_DFLASH) return;
@@ -2040,10 +2093,11 @@ static void dflash_layer(Model *m, int l, const Batch *b, In *stream) {
     m->ops->matmul(&(Matmul){ .n_rows = n, .in = enter(d->x, stream, w->attn_norm), .n = has_v ? 3 : 2,
                               .w = { &w->attn_q, &w->attn_k, &w->attn_v }, .out = { d->q, d->k[0], d->v[0] } });
     const QkvStore store = { .batch = b, .cache = cache, .n_heads = c->n_heads, .q = d->q, .k = d->k[0],
-                             .v = has_v ? d->v[0] : d->k[0], .w_q = w->attn_q_norm, .w_k = w->attn_k_norm, .v_norm = !has_v,
-                             .rope = { d->inv_freq, d->weights.n_pairs[0] }, .eps = c->eps };
-    m->ops->attend(&(Attend){ .batch = b, .cache = cache, .n_heads = c->n_heads, .q = d->q, .window = dflash_reach(d, l),
-                              .own = d->own[c->layer[l].is_swa], .scale = d->attention_scale, .store = &store, .out = att_out });
+                             .v = has_v ? d->v[0] : d->k[0], .w_q = w->attn_q_norm, .w_k = w->attn_k_norm,
+                             .v_norm = !has_v, .rope = { d->inv_freq, d->weights.n_pairs[0] }, .eps = c->eps };
+    m->ops->attend(&(Attend){ .batch = b, .cache = cache, .n_heads = c->n_heads, .q = d->q,
+                              .window = dflash_reach(d, l), .own = d->own[c->layer[l].is_swa],
+                              .scale = d->attention_scale, .store = &store, .out = att_out });
     draft_feed_forward(m, w, n, ACT_SILU, stream);
 }
 
@@ -2079,9 +2133,9 @@ static void draft_dflash(Model *m, int n, int depth) {
                           .top_logits = d->logits, .logsumexp = d->logsumexp });
 }
 
-// Issues the drafting of `depth` tokens for n of the last step's segments (their numbers, on the host), whose tokens are chosen,
-// walked and committed: candidates go to m->drafter.ids, .logits (depth, n, draft_width) and .logsumexp (depth, n), in
-// backend memory.
+// Issues the drafting of `depth` tokens for n of the last step's segments (their numbers, on the host), whose tokens
+// are chosen, walked and committed: candidates go to m->drafter.ids, .logits (depth, n, draft_width) and .logsumexp
+// (depth, n), in backend memory.
 static void issue_draft(Model *m, const int32_t *segs, int n, int depth) {
     Drafter *d = &m->drafter;
     const bool is_block = d->kind == DRAFTER_DFLASH;
@@ -2104,7 +2158,8 @@ static void issue_draft(Model *m, const int32_t *segs, int n, int depth) {
     }
     send_new(m, d->segs, d->sent.segs, of, (size_t)n * sizeof *of);
     send_new(m, d->of, d->sent.of, segs, (size_t)n * sizeof *segs);
-    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = STEP_DRAFT, .rows = n * rows, .segs = n, .kept = depth })) {
+    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = STEP_DRAFT, .rows = n * rows, .segs = n,
+                                 .kept = depth })) {
         if (is_block) draft_dflash(m, n, depth);
         else draft_mtp(m, n, depth);
     }
@@ -2112,19 +2167,21 @@ static void issue_draft(Model *m, const int32_t *segs, int n, int depth) {
 }
 
 // ==== [7] Memory: the plan, loading ===================================================================================
-// All backend memory of a model and its drafter, but the backend's own scratch, is planned here and reserved in one piece at
-// start. Forward's activations are sized for n_batch rows; what has to fit decides how many these are, and how long a context.
+// All backend memory of a model and its drafter, but the backend's own scratch, is planned here and reserved in one
+// piece at start. Forward's activations are sized for n_batch rows; what has to fit decides how many these are, and how
+// long a context.
 
 // Rows of quantised types are whole groups, and a tied row has one type.
 static void check_kv_types(const Model *m, int layer, const Cache *c) {
     const KvPlane *planes[] = { &c->k, &c->v };
     if (c->n_rot && c->k.type != c->v.type)
-        die("-ctk, -ctv: expected one type, since layer %d stores K and V as one row, got %s and %s; try --kv-layout untied", layer,
-            kv_names[c->k.type], kv_names[c->v.type]);
+        die("-ctk, -ctv: expected one type, since layer %d stores K and V as one row, got %s and %s; try --kv-layout "
+            "untied", layer, kv_names[c->k.type], kv_names[c->v.type]);
     for (int i = 0; i < 2; i++)
         if (kv_group(planes[i]->type) && planes[i]->dim % KV_TURN)
             die("%s: a cache of type %s: expected rows of a multiple of %d values, got %d in layer %d; try -ctk f16%s",
-                m->gguf.path, kv_names[planes[i]->type], KV_TURN, planes[i]->dim, layer, c->n_rot ? " or --kv-layout untied" : "");
+                m->gguf.path, kv_names[planes[i]->type], KV_TURN, planes[i]->dim, layer,
+                c->n_rot ? " or --kv-layout untied" : "");
 }
 
 // The caches of all layers that own one, and the stage that their rows pass through in prompt steps.
@@ -2242,7 +2299,7 @@ static void plan_blocks(Model *m, Arena *a) {
     State *s = &m->s;
     size_t kv_heads = 0, head_dim = 0;
     if (!o->pflash && !o->pflash_density) return;
-    for (int i = 0; i < m->n_caches; i++) {            // rings are seen whole, and have no more slots than global layers
+    for (int i = 0; i < m->n_caches; i++) {            // rings are seen whole, and have no more slots than others
         kv_heads = (size_t)max_int((int)kv_heads, m->caches[i].n_kv_heads);
         head_dim = (size_t)max_int((int)head_dim, m->caches[i].head_dim);
     }
@@ -2256,16 +2313,12 @@ static void plan_blocks(Model *m, Arena *a) {
     s->block_count = take(a, 2, sizeof(int64_t));
 }
 
-// What scoring tokens works on. It takes the first third of the layers, to the next one that is global; where layers share
-// caches, all that own one.
+// What scoring tokens works on.
 static void plan_scores(Model *m, Arena *a) {
     const Config *c = &m->config;
     State *s = &m->s;
     if (!m->options.scores) return;
-    m->n_scored = c->first_shared;
-    while (c->layer[m->n_scored - 1].is_swa && m->n_scored > 1) m->n_scored--;
-    for (int l = (c->n_layers - 1) / 3; l < m->n_scored && c->first_shared == c->n_layers; l++)
-        if (!c->layer[l].is_swa) m->n_scored = l + 1;
+    m->n_scored = layers_scored(c);
     s->n_keys = (int)round_up((size_t)m->options.n_ctx + STEP_ROWS, TILE_SLOTS);
     s->shares = take(a, (size_t)LOOK_ROWS * (size_t)c->n_heads * (size_t)s->n_keys, sizeof(float));
     s->mass = take(a, (size_t)LOOK_ROWS * (size_t)s->n_keys, sizeof(float));
@@ -2291,8 +2344,8 @@ static Limits plan_limits(const Model *m) {
     return lim;
 }
 
-// Everything that lives in backend memory, in one pass: weights, caches, activations. Called to count, as often as plans are
-// compared, and then once to place.
+// Everything that lives in backend memory, in one pass: weights, caches, activations. Called to count, as often as
+// plans are compared, and then once to place.
 static void plan_memory(Model *m, Arena *a) {
     const size_t to_upload = m->plan.weights + m->plan.in_host;    // known once it was counted
     m->plan = (Plan){ 0 };
@@ -2344,8 +2397,8 @@ static void load_mask(Model *m) {
     free(mask);
 }
 
-// Plans for a context of n_ctx tokens. Returns the bytes that have to be there: the arena, the backend's scratch, and weights
-// that are read in the mapped file.
+// Plans for a context of n_ctx tokens. Returns the bytes that have to be there: the arena, the backend's scratch, and
+// weights that are read in the mapped file.
 static size_t plan_context(Model *m, int n_ctx) {
     Arena arena = { 0 };
     m->options.n_ctx = n_ctx;
@@ -2353,8 +2406,8 @@ static size_t plan_context(Model *m, int n_ctx) {
     return arena.used + m->plan.scratch + (m->plan.weights ? 0 : m->binder.bytes + m->drafter.binder.bytes);
 }
 
-// Leaves the table of per-layer embeddings, of which a token reads one row, in host memory, or puts it back. False: there is
-// none, or the backend reads weights where they lie.
+// Leaves the table of per-layer embeddings, of which a token reads one row, in host memory, or puts it back. False:
+// there is none, or the backend reads weights where they lie.
 static bool table_in_host(Model *m, bool in_host) {
     for (int i = 0; i < m->binder.n_uploads && m->plan.weights; i++) {
         Upload *u = &m->binder.uploads[i];
@@ -2365,16 +2418,16 @@ static bool table_in_host(Model *m, bool in_host) {
     return false;
 }
 
-// Plans for a context of n_ctx tokens in a budget: what does not fit with that table on the device gets it in host memory.
-// Returns the bytes that have to be there, more than the budget if there is no room.
+// Plans for a context of n_ctx tokens in a budget: what does not fit with that table on the device gets it in host
+// memory. Returns the bytes that have to be there, more than the budget if there is no room.
 static size_t fit_context(Model *m, int n_ctx, size_t budget) {
     table_in_host(m, false);
     const size_t needed = plan_context(m, n_ctx);
     return needed > budget && table_in_host(m, true) ? plan_context(m, n_ctx) : needed;
 }
 
-// Bytes that a plan may take: what is free, less a 32nd part for what others take meanwhile. Where the user says how much there
-// is: that, less what is taken already of a device's memory, as by the driver itself.
+// Bytes that a plan may take: what is free, less a 32nd part for what others take meanwhile. Where the user says how
+// much there is: that, less what is taken already of a device's memory, as by the driver itself.
 static size_t plan_budget(const Model *m) {
     size_t free_bytes, total;
     m->ops->memory(&free_bytes, &total);
@@ -2412,7 +2465,7 @@ __attribute__((noreturn)) static void die_no_room(Model *m) {
     const Plan p = m->plan;
     const char *from = m->options.ctx_from;
     int most = largest_context(m, n_ctx, budget);
-    if (most == n_ctx) most = n_ctx / 2 / TILE_SLOTS * TILE_SLOTS;   // free in pieces, it seems, or somebody was quicker
+    if (most == n_ctx) most = n_ctx / 2 / TILE_SLOTS * TILE_SLOTS;   // free in pieces, or somebody was quicker
     char advice[64] = "";
     if (most && !from) snprintf(advice, sizeof advice, "-c %d, ", most);
     if (most && from && *from) snprintf(advice, sizeof advice, "a smaller %.24s, ", from);
@@ -2424,15 +2477,16 @@ __attribute__((noreturn)) static void die_no_room(Model *m) {
     const size_t drafter_bytes = p.drafter + (p.weights ? 0 : m->drafter.binder.bytes);
     char drafter[32] = "";
     if (drafter_bytes) snprintf(drafter, sizeof drafter, ", drafter %.2f", (double)drafter_bytes / gib);
-    die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f%s) of %.2f "
-        "GiB%s; try %s%s%sa smaller model", n_ctx, needed / gib, (double)(p.weights ? p.weights : m->binder.bytes) / gib,
-        (double)(p.kv_global + p.kv_rings) / gib, (double)(p.activations + p.stage + p.scratch) / gib, drafter, room / gib,
+    die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f%s) "
+        "of %.2f GiB%s; try %s%s%sa smaller model", n_ctx, needed / gib,
+        (double)(p.weights ? p.weights : m->binder.bytes) / gib, (double)(p.kv_global + p.kv_rings) / gib,
+        (double)(p.activations + p.stage + p.scratch) / gib, drafter, room / gib,
         m->options.memory ? " that --vram grants" : " free", advice, m->options.drafter ? "no -md, " : "",
         m->options.memory ? "a larger --vram, " : "");
 }
 
-// Opens and checks a model and plans its memory, of which nothing is reserved yet. Dies with one line on bad input. dump_dir
-// may be NULL.
+// Opens and checks a model and plans its memory, of which nothing is reserved yet. Dies with one line on bad input.
+// dump_dir may be NULL.
 static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
     static int n_models;
     *m = (Model){ .ops = ops, .dump_dir = dump_dir, .number = 2 * n_models++ };
@@ -2446,11 +2500,12 @@ static void plan_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     b->uploads = alloc_or_die(m->gguf.n_tensors + (size_t)m->config.n_layers * 4, sizeof *b->uploads);
     b->derived = alloc_or_die((size_t)m->config.n_layers * ((size_t)m->config.dim + 2 * (size_t)m->config.n_experts),
                               sizeof *b->derived);
-    bind_weights(b, &m->config, &m->weights);
+    bind_weights(b, &m->config, &m->weights, o.only_scores);
 
     const Config *c = &m->config;
     assert(o.n_seqs >= 1 && o.n_seqs <= MAX_SESSIONS);
-    if ((o.pflash || o.pflash_density) && !ops->block_select) die("--pflash: the backend %s has no sparse attention", ops->name);
+    if ((o.pflash || o.pflash_density) && !ops->block_select)
+        die("--pflash: the backend %s has no sparse attention", ops->name);
     if (o.scores && !ops->attn_mass) die("--compress: the backend %s cannot score tokens", ops->name);
     if (o.n_batch != BATCH_FIT) o.n_batch = max_int(o.n_batch, STEP_ROWS);
     o.n_logits = max_int(o.n_logits, o.n_seqs);
@@ -2470,7 +2525,8 @@ static void open_verdict(Model *m) {
     const PlanOptions *o = &m->options;
     Verdict *v = &m->verdict;
     const char *base = (const char *)s->walked;
-    v->bytes = (size_t)((const char *)s->found_logsumexp - base) + (o->drafter ? (size_t)o->draft_depth : 0) * (size_t)o->n_seqs * sizeof(float);
+    v->bytes = (size_t)((const char *)s->found_logsumexp - base) +
+               (o->drafter ? (size_t)o->draft_depth : 0) * (size_t)o->n_seqs * sizeof(float);
     char *host = alloc_or_die(v->bytes, 1);
     v->accepted = (int32_t *)host;
     v->chosen = (int32_t *)(host + ((const char *)s->chosen - base));
@@ -3143,7 +3199,7 @@ static float least_share(const Pace *p, const Odds *o, int chain, int tree, int 
 }
 
 // How many of the guesses that are there to run: those from the text (found), or else a chain of the drafter's.
-static void choose(Guesser *g, const Pace *p, SpecKind who, int *from_text, int *chain, int rows) {
+static void choose_guesses(Guesser *g, const Pace *p, SpecKind who, int *from_text, int *chain, int rows) {
     const Odds *text = &g->odds[SPEC_NGRAM], *drafter = &g->odds[who];
     *from_text = odds_deepest(text) ? affordable(g, p, SPEC_NGRAM, SPEC_OFF, *from_text, rows) : 0;
     *from_text = best_depth(p, text, SPEC_OFF, *from_text, rows);
@@ -3165,7 +3221,7 @@ static void guess(Guesser *g, const Pace *p, SpecKind who, const int32_t *ids, i
         earn(g, SPEC_NGRAM, credit_of_step);
         earn(g, who, credit_of_step);
         if (c->depth) earn(g, who, price_of(p, SPEC_OFF, c->depth, rows) - price_of(p, who, c->depth, rows));
-        choose(g, p, who, &from_text, &chain, rows);
+        choose_guesses(g, p, who, &from_text, &chain, rows);
         least = least_share(p, &g->odds[who], chain, g->how.tree, rows);
         if (found && !from_text && !g->ngrams.n_watched) {
             memcpy(g->ngrams.watched, out, (size_t)found * sizeof *out);
@@ -4001,7 +4057,8 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, int vocab) {
         die("%s: key 'tokenizer.ggml.tokens': expected %d texts, one per row of token_embd.weight, got %zu (E_SHAPE)",
             g->path, vocab, n_tokens);
     if (n_tokens < 1 || n_tokens > MAX_VOCAB)
-        die("%s: key 'tokenizer.ggml.tokens': expected 1 to %d texts, got %zu (E_META_ARRAY)", g->path, MAX_VOCAB, n_tokens);
+        die("%s: key 'tokenizer.ggml.tokens': expected 1 to %d texts, got %zu (E_META_ARRAY)", g->path, MAX_VOCAB,
+            n_tokens);
     found = gguf_get_strs(g, "tokenizer.ggml.merges", &merges, &n_merges);
     if (found < 0) die_gguf(g);
     if (!found) die("%s: key 'tokenizer.ggml.merges': missing (E_META_MISSING)", g->path);
@@ -4053,21 +4110,23 @@ static void print_plan(Model *m) {
     bool tied = false;
     for (int i = 0; i < m->n_caches; i++) tied |= m->caches[i].n_rot > 0;
     const KvType k = m->options.k_type, v = m->options.v_type;
-    fprintf(stderr, "# %s: %d layers, dim %d, %d experts, vocabulary %d, weights %.1f MiB (%s)\n", model_name(m), c->n_layers,
-            c->dim, c->n_experts, c->vocab, (double)m->binder.bytes / mib,
+    fprintf(stderr, "# %s: %d layers, dim %d, %d experts, vocabulary %d, weights %.1f MiB (%s)\n", model_name(m),
+            c->n_layers, c->dim, c->n_experts, c->vocab, (double)m->binder.bytes / mib,
             gguf_type_name(m->weights.layer[0].attn_q.type));
-    fprintf(stderr, "# plan: context %d: global KV %.1f MiB (%s%s%s %s), rings %.1f MiB, stage %.1f MiB, activations %.1f MiB, "
-            "scratch %.1f MiB\n", m->options.n_ctx, (double)m->plan.kv_global / mib,
-            kv_names[k], k == v ? "" : "/", k == v ? "" : kv_names[v], tied ? "tied" : "untied", (double)m->plan.kv_rings / mib,
-            (double)m->plan.stage / mib, (double)m->plan.activations / mib, (double)m->plan.scratch / mib);
+    fprintf(stderr, "# plan: context %d: global KV %.1f MiB (%s%s%s %s), rings %.1f MiB, stage %.1f MiB, activations "
+            "%.1f MiB, scratch %.1f MiB\n", m->options.n_ctx, (double)m->plan.kv_global / mib,
+            kv_names[k], k == v ? "" : "/", k == v ? "" : kv_names[v], tied ? "tied" : "untied",
+            (double)m->plan.kv_rings / mib, (double)m->plan.stage / mib, (double)m->plan.activations / mib,
+            (double)m->plan.scratch / mib);
     if (m->plan.in_host)
-        fprintf(stderr, "# plan: the table of per-layer embeddings, %.1f MiB, stays in host memory: the GPU has no room for "
-                "it\n", (double)m->plan.in_host / mib);
+        fprintf(stderr, "# plan: the table of per-layer embeddings, %.1f MiB, stays in host memory: the GPU has no "
+                "room for it\n", (double)m->plan.in_host / mib);
     if (m->plan.weights)
         fprintf(stderr, "# weights loaded in %.2f s, %.2f GB/s\n", m->upload_seconds,
                 (double)m->binder.bytes / m->upload_seconds * 1e-9);
     if (m->options.n_ctx > c->n_ctx_train)
-        fprintf(stderr, "# warning: a context of %d, but the model was trained for %d\n", m->options.n_ctx, c->n_ctx_train);
+        fprintf(stderr, "# warning: a context of %d, but the model was trained for %d\n", m->options.n_ctx,
+                c->n_ctx_train);
     print_unknown(&m->binder);
     const Drafter *d = &m->drafter;
     if (d->kind != DRAFTER_NONE) {
@@ -4082,11 +4141,12 @@ static void print_plan(Model *m) {
 #ifdef USE_CUDA
     if (m->ops == cpu_ops()) note = " (no GPU that this build can use)";
 #endif
-    fprintf(stderr, "# backend: %s%s, %d thread%s\n", m->ops->name, note, count_threads(), count_threads() == 1 ? "" : "s");
+    fprintf(stderr, "# backend: %s%s, %d thread%s\n", m->ops->name, note, count_threads(),
+            count_threads() == 1 ? "" : "s");
 }
 
-// A file that takes its name only when it is complete: until then it is PATH.PID.tmp, and whatever PATH was stays. Only a
-// process that is killed outright leaves the former behind.
+// A file that takes its name only when it is complete: until then it is PATH.PID.tmp, and whatever PATH was stays. Only
+// a process that is killed outright leaves the former behind.
 typedef struct {
     const char *path;
     char *tmp;
@@ -4113,7 +4173,7 @@ static int write_output(const Output *o, const void *bytes, size_t n) {         
     return 0;
 }
 
-// Gives the file its name if err is 0, else takes it away; in both cases o is used up. Returns err, or errno of what failed.
+// Gives the file its name if err is 0, else takes it away; o is used up. Returns err, or errno of what failed.
 static int finish_output(Output *o, int err) {
     if (o->fd >= 0) {
         if (!err && fsync(o->fd)) err = errno;
@@ -4249,7 +4309,8 @@ static void verb_plan(const char *model, const Ops *ops, PlanOptions o) {
     printf("%s: context %d, trained for %d\n", model_name(m), n_ctx, trained);
     printf("weights      %9.3f GiB%s\n", (double)weights / gib, plan.weights ? "" : ", read in the mapped file");
     if (plan.in_host)
-        printf("             %9.3f GiB in host memory: the table of per-layer embeddings\n", (double)plan.in_host / gib);
+        printf("             %9.3f GiB in host memory: the table of per-layer embeddings\n",
+               (double)plan.in_host / gib);
     printf("global KV    %9.3f GiB\n", (double)plan.kv_global / gib);
     printf("rings        %9.3f GiB\n", (double)plan.kv_rings / gib);
     printf("stage        %9.3f GiB\n", (double)plan.stage / gib);
@@ -4266,8 +4327,8 @@ static void verb_plan(const char *model, const Ops *ops, PlanOptions o) {
     for (size_t i = 0; i < sizeof contexts / sizeof *contexts; i++) {
         const size_t all = fit_context(m, contexts[i], budget);
         printf("%8d  %9.3f  %9.3f  %s%s%s\n", contexts[i], (double)(m->plan.kv_global + m->plan.kv_rings) / gib,
-               (double)all / gib, all <= budget ? "fits" : "does not fit", m->plan.in_host ? ", the table in host memory" : "",
-               contexts[i] > trained ? ", past the trained length" : "");
+               (double)all / gib, all <= budget ? "fits" : "does not fit", m->plan.in_host ? ", the table in host "
+               "memory" : "", contexts[i] > trained ? ", past the trained length" : "");
     }
     flush_output();
     if (fit_context(m, n_ctx, budget) > budget) die_no_room(m);
@@ -4322,8 +4383,8 @@ static void print_quoted(FILE *f, TokStr s) {
     fputc('"', f);
 }
 
-// The n likeliest of the logits (vocab) that a token was chosen from, on one line of stderr: id, text, logit and probability
-// as the model gives them, before mask, bias, penalties and temperature. Overwrites what it shows.
+// The n likeliest of the logits (vocab) that a token was chosen from, on one line of stderr: id, text, logit and
+// probability as the model gives them, before mask, bias, penalties and temperature. Overwrites what it shows.
 static void print_top_logits(const Tokenizer *t, int pos, int32_t chosen, int n, float *logits, int vocab) {
     const double sum = logsumexp(logits, vocab);
     fprintf(stderr, "# position %d, chosen %" PRId32 ":", pos, chosen);
@@ -4362,21 +4423,23 @@ static void print_drafts(const Turn *t) {
     if (!t->loop) {
         fprintf(stderr, "; %d right, %.2f tokens a step; right by depth, if all before were:", d->accepted,
                 (double)(t->made - (t->steps == 0)) / max_int(t->steps, 1));
-        for (int i = 0; i < DRAFT_DEPTHS && d->tried[i]; i++) fprintf(stderr, " %.0f", 100.0 * d->right[i] / d->tried[i]);
+        for (int i = 0; i < DRAFT_DEPTHS && d->tried[i]; i++)
+            fprintf(stderr, " %.0f", 100.0 * d->right[i] / d->tried[i]);
         fprintf(stderr, " %%");
     }
-    fprintf(stderr, "; %.3f ms to draft, %.3f ms to verify, for each of these steps\n", 1e3 * d->draft_seconds / d->n_passes,
-            1e3 * d->verify_seconds / d->n_passes);
+    fprintf(stderr, "; %.3f ms to draft, %.3f ms to verify, for each of these steps\n",
+            1e3 * d->draft_seconds / d->n_passes, 1e3 * d->verify_seconds / d->n_passes);
 }
 
 static void print_turn(const Turn *t) {
     const DraftCount *d = &t->drafts;
-    fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s", t->n_run, t->prompt_seconds, t->n_run / t->prompt_seconds);
+    fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s", t->n_run, t->prompt_seconds,
+            t->n_run / t->prompt_seconds);
     if (t->n_run < t->n_prompt) fprintf(stderr, "; %d were in the cache", t->n_prompt - t->n_run);
     if (t->density > 0) fprintf(stderr, "; pFlash: attended to %.1f %% of the blocks", 100 * t->density);
     if (t->steps)
-        fprintf(stderr, "\n# decode: %d tokens in %d steps, %.3f s, %.1f tok/s, %.2f GB/s", t->made - 1, t->steps, t->decode_seconds,
-                (t->made - 1) / t->decode_seconds, t->read / t->decode_seconds * 1e-9);
+        fprintf(stderr, "\n# decode: %d tokens in %d steps, %.3f s, %.1f tok/s, %.2f GB/s", t->made - 1, t->steps,
+                t->decode_seconds, (t->made - 1) / t->decode_seconds, t->read / t->decode_seconds * 1e-9);
     fprintf(stderr, "\n# %d tokens generated, stopped: %s", t->made, t->why);
     if (t->hash) fprintf(stderr, "; last logits %016" PRIx64, t->hash);
     fprintf(stderr, "\n");
@@ -4402,7 +4465,7 @@ static void show_text(const Event *e, const ShowOptions *o, bool *thought, bool 
     *content = true;
 }
 
-// Runs the answer that the session has started to its end, or to Ctrl-C, and prints it. False: s->err says what went wrong.
+// Runs the answer that the session has started to its end, or to Ctrl-C, and prints it. False: s->err says why not.
 static bool print_answer(Session *s, const ShowOptions *o) {
     const size_t vocab = (size_t)s->m->config.vocab, total = s->todo.n;
     float *logits = alloc_or_die(vocab, sizeof *logits);
@@ -4453,8 +4516,8 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 
 typedef enum {
     GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
-    SERVE = 256, PPL = 512, NIAH = 1024, ANSWERS = GENERATE | SERVE, DRAFTS = ANSWERS | PLAN | BENCH, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL,
-    ANY = 2047
+    SERVE = 256, PPL = 512, NIAH = 1024, ANSWERS = GENERATE | SERVE, DRAFTS = ANSWERS | PLAN | BENCH,
+    RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL, ANY = 2047
 } Verb;
 
 static const struct { const char *name; Verb verb; } verbs[] = {
@@ -4478,8 +4541,8 @@ typedef struct {
     double think_budget, memory, tail, draft_max, draft_min_p, tree;
     double pflash, pflash_from, pflash_density, n_needles, compress;
     TextList biases, stops;
-    bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, lazy_draft, log_text;
-    bool help, version;
+    bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, check_tensors, plain, special, lazy_draft;
+    bool log_text, help, version;
 } Flags;
 
 // A list: the flag may come again. Maybe: a number may follow, else PFLASH_ALPHA counts
@@ -4497,30 +4560,31 @@ typedef struct {
 #define FIELD(name) offsetof(Flags, name)
 static const Flag flags[] = {
     { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0, "the model, instead of the first argument" },
-    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | BENCH | CHECK | QUANTIZE | PPL | NIAH, FIELD(n_threads), 1, MAX_THREADS,
-      "CPU threads; default: one per core" },
+    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | BENCH | CHECK | QUANTIZE | PPL | NIAH, FIELD(n_threads), 1,
+      MAX_THREADS, "CPU threads; default: one per core" },
     { "--check-tensors", NULL, NULL, FLAG_ON, RUNS | SERVE, FIELD(check_tensors), 0, 0,
       "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales; default: off" },
     { "-p", "--prompt", "TEXT", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt), 0, 0,
       "what to answer, or to continue with --raw; default: -f, standard input, or a chat" },
     { "-f", "--file", "FILE", FLAG_TEXT, GENERATE | TOKENIZE | PPL, FIELD(prompt_file), 0, 0,
-      "the prompt, for ppl the text, is in this file, - for standard input; with -p: behind that text and an empty line; "
-      "default: none" },
-    { "-sys", "--system --system-prompt", "TEXT", FLAG_TEXT, GENERATE, FIELD(system), 0, 0, "system turn; default: none" },
+      "the prompt, for ppl the text, is in this file, - for standard input; with -p: behind that text and an empty "
+      "line; default: none" },
+    { "-sys", "--system --system-prompt", "TEXT", FLAG_TEXT, GENERATE, FIELD(system), 0, 0,
+      "system turn; default: none" },
     { "-i", "--interactive -cnv --conversation", NULL, FLAG_ON, GENERATE, FIELD(interactive), 0, 0,
       "chat, also where input or output is no terminal; -p is said first; default: without a prompt on a terminal" },
     { "--history", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(history), 0, 0,
       "chat: keep typed lines in this file from one chat to the next; default: none" },
     { "--session", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(session), 0, 0,
-      "go on where the run that wrote FILE stopped, cache and all, and write it again; -p is the next message, with --raw "
-      "the text goes on with it; default: none" },
+      "go on where the run that wrote FILE stopped, cache and all, and write it again; -p is the next message, with "
+      "--raw the text goes on with it; default: none" },
     { "--think", NULL, NULL, FLAG_ON, ANSWERS, FIELD(think), 0, 0,
       "let the model think before it answers; default: it answers at once" },
     { "--think-budget", "--reasoning-budget", "N", FLAG_INT, ANSWERS, FIELD(think_budget), -1, INT_MAX,
       "tokens of thought, then it is closed and the answer goes on; 0: none; default -1: no limit" },
     { "--tools", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(tools), 0, 0,
-      "tools it may call, a JSON list as in the OpenAI API; a call is a line {\"name\":..,\"arguments\":{..}} on stdout; "
-      "default: none" },
+      "tools it may call, a JSON list as in the OpenAI API; a call is a line {\"name\":..,\"arguments\":{..}} on "
+      "stdout; default: none" },
     { "--template", NULL, "NAME", FLAG_TEXT, ANSWERS, FIELD(chat_template), 0, 0,
       "chat template: large (12B, 26B, 31B) or small (E2B, E4B); default: as the file's template or its shape says" },
     { "--raw", NULL, NULL, FLAG_ON, GENERATE, FIELD(raw), 0, 0,
@@ -4536,13 +4600,15 @@ static const Flag flags[] = {
     { "--min-p", NULL, "P", FLAG_REAL, ANSWERS, FIELD(min_p), 0, 1,
       "leave out tokens less than P times as likely as the likeliest; default 0" },
     { "--repeat-penalty", NULL, "R", FLAG_REAL, ANSWERS, FIELD(repeat), 0.001, 1000,
-      "logits of tokens seen: / R above 0, * R below; default 1. Seen: in all of prompt and text (llama.cpp: the last 64)" },
+      "logits of tokens seen: / R above 0, * R below; default 1. Seen: in all of prompt and text (llama.cpp: the last "
+      "64)" },
     { "--presence-penalty", NULL, "P", FLAG_REAL, ANSWERS, FIELD(presence), -1000, 1000,
       "take P from the logits of tokens seen; default 0" },
     { "--frequency-penalty", NULL, "P", FLAG_REAL, ANSWERS, FIELD(frequency), -1000, 1000,
       "take P from the logit of a token for each time it was seen; default 0" },
     { "-l", "--logit-bias", "ID+B", FLAG_LIST, GENERATE, FIELD(biases), 0, 0,
-      "add B to the logit of token ID; ID-B: take it away, ID-inf: never; with commas, or again, for more; default: none" },
+      "add B to the logit of token ID; ID-B: take it away, ID-inf: never; with commas, or again, for more; default: "
+      "none" },
     { "-s", "--seed", "N", FLAG_INT, ANSWERS, FIELD(seed), 0, 4294967295.0,
       "random seed; default: another one each time, printed" },
     { "-r", "--stop --reverse-prompt", "TEXT", FLAG_LIST, GENERATE, FIELD(stops), 0, 0,
@@ -4550,14 +4616,15 @@ static const Flag flags[] = {
     { "--ignore-eos", NULL, NULL, FLAG_ON, GENERATE, FIELD(ignore_eos), 0, 0,
       "go on after the end of the turn; default: off" },
     { "-md", "--model-draft --spec-draft-model", "FILE", FLAG_TEXT, DRAFTS, FIELD(drafter), 0, 0,
-      "a drafter made for the model, an MTP assistant: it guesses tokens, and several are checked in one step, which changes no "
-      "text; default: none" },
+      "a drafter made for the model, an MTP assistant: it guesses tokens, and several are checked in one step, which "
+      "changes no text; default: none" },
     { "--spec", "--spec-type", "KIND", FLAG_TEXT, ANSWERS, FIELD(spec), 0, 0,
-      "who guesses: off; mtp or dflash: the drafter, always as far as --draft-max; ngram: the text itself, where its last tokens have "
-      "been before; ngram-mod: a table of what followed 12 tokens in any text so far; auto: drafter and ngram, as far as it makes "
-      "answers faster; default: auto with -md, else off" },
-    { "--draft-max", "--draft --draft-n --spec-draft-n-max", "N", FLAG_INT, DRAFTS | BENCH, FIELD(draft_max), 1, DRAFT_MAX,
-      "most tokens that are guessed at a time; default: 16 for ngram, 4 for mtp, the block for dflash" },
+      "who guesses: off; mtp or dflash: the drafter, always as far as --draft-max; ngram: the text itself, where its "
+      "last tokens have been before; ngram-mod: a table of what followed 12 tokens in any text so far; auto: drafter "
+      "and ngram, as far as it makes answers faster; default: auto with -md, else off" },
+    { "--draft-max", "--draft --draft-n --spec-draft-n-max",
+      "N", FLAG_INT, DRAFTS | BENCH, FIELD(draft_max), 1, DRAFT_MAX, "most tokens that are guessed at a time; default: "
+      "16 for ngram, 4 for mtp, the block for dflash" },
     { "--draft-min-p", "--draft-p-min --spec-draft-p-min", "P", FLAG_REAL, ANSWERS, FIELD(draft_min_p), 0, 1,
       "a drafter's guess that it holds for less likely ends its guesses; default 0" },
     { "--tree", "--spec-tree", "N", FLAG_INT, ANSWERS, FIELD(tree), 1, DRAFT_MAX,
@@ -4565,14 +4632,16 @@ static const Flag flags[] = {
     { "--lazy-draft", NULL, NULL, FLAG_ON, DRAFTS, FIELD(lazy_draft), 0, 0,
       "read the drafter's weights when it guesses first; its memory is set aside at start all the same; default: off" },
     { "-c", "--ctx-size", "N", FLAG_INT, PLANS, FIELD(n_ctx), 0, MAX_CONTEXT,
-      "tokens of context; 0: what memory has room for, up to the trained length; default: the trained length, 8192 at most; "
-      "ppl: ids of a chunk, 512" },
+      "tokens of context; 0: what memory has room for, up to the trained length; default: the trained length, 8192 at "
+      "most; ppl: ids of a chunk, 512" },
     { "--context-shift", NULL, NULL, FLAG_ON, GENERATE, FIELD(shift), 0, 0,
       "when the context is full, forget its older half but for the system turn, and go on; default: stop" },
     { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK | NIAH, FIELD(k_type), 0, 0,
-      "type of cached K of global layers: f16, f32, bf16, q8_0, q4_0, tq4 or tq3; default f16, for logits and check f32" },
+      "type of cached K of global layers: f16, f32, bf16, q8_0, q4_0, tq4 or tq3; default f16, for logits and check "
+      "f32" },
     { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK | NIAH, FIELD(v_type), 0, 0,
-      "type of cached V of global layers; another than K's needs --kv-layout untied where K and V are one; default: as K" },
+      "type of cached V of global layers; another than K's needs --kv-layout untied where K and V are one; default: as "
+      "K" },
     { "--kv-swa", NULL, "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK | NIAH, FIELD(ring_type), 0, 0,
       "type of what sliding layers cache: f16, bf16, q8_0, q4_0, tq4 or tq3; default f16, or f32 with -ctk f32" },
     { "--kv-tail", NULL, "N", FLAG_INT, PLANS | BENCH | CHECK | NIAH, FIELD(tail), 0, MAX_CONTEXT,
@@ -4580,25 +4649,29 @@ static const Flag flags[] = {
     { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, PLANS | BENCH | CHECK | NIAH, FIELD(kv_layout), 0, 0,
       "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
     { "--pflash", NULL, "[ALPHA]", FLAG_MAYBE, ANSWERS | PLAN | PPL | BENCH | NIAH, FIELD(pflash), 0, 1,
-      "sparse prompts, lossy: in global layers 64 tokens of a long prompt attend to the 128-token blocks that weigh at least ALPHA "
-      "of the heaviest, the first and the nearest; 1: to all, 0: off (default); without a number " PFLASH_ALPHA_TEXT },
+      "sparse prompts, lossy: in global layers 64 tokens of a long prompt attend to the 128-token blocks that weigh at "
+      "least ALPHA of the heaviest, the first and the nearest; 1: to all, 0: off (default); without a number "
+      PFLASH_ALPHA_TEXT },
     { "--pflash-from", NULL, "N", FLAG_INT, ANSWERS | PLAN | PPL | BENCH | NIAH, FIELD(pflash_from), 0, MAX_CONTEXT,
       "prompts that end before token N stay dense; default 16384" },
     { "--pflash-density", NULL, "PERCENT", FLAG_REAL, PPL | BENCH | NIAH, FIELD(pflash_density), 0, 100,
       "to measure: attend to this part of the blocks, the heaviest, whatever they weigh; default 0: --pflash decides" },
     { "--compress", NULL, "R", FLAG_REAL, GENERATE | NIAH, FIELD(compress), 0.001, 0.999,
-      "prompt compression, lossy: of a long prompt, in a chat of a long message, the model sees this part of the tokens only, those "
-      "that its end attends to most; default: all" },
+      "prompt compression, lossy: of a long prompt, in a chat of a long message, the model sees this part of the "
+      "tokens only, those that its end attends to most; default: all" },
     { "--scorer", NULL, "FILE", FLAG_TEXT, GENERATE | NIAH, FIELD(scorer), 0, 0,
-      "--compress: a small model of the same vocabulary, which reads the whole prompt; default: the first layers of the model itself" },
+      "--compress: a small model of the same vocabulary, which reads the whole prompt; default: the first layers of "
+      "the model itself" },
     { "--against", NULL, "BACKEND", FLAG_TEXT, CHECK, FIELD(against), 0, 0,
-      "check: compare with cpu or with reference, the definition in plain loops, slow beyond small files; default cpu" },
+      "check: compare with cpu or with reference, the definition in plain loops, slow beyond small files; default "
+      "cpu" },
     { "--vram", NULL, "G", FLAG_REAL, PLANS | BENCH | NIAH, FIELD(memory), 0.001, 1e6,
       "plan as if the backend had G GiB of memory, and end if that is not enough; default: what is free" },
     { "--show-thoughts", NULL, NULL, FLAG_ON, GENERATE, FIELD(show_thoughts), 0, 0,
       "write thoughts to stderr; default: they are dropped" },
     { "--top-logits", NULL, "N", FLAG_INT, GENERATE, FIELD(top_logits), 0, MAX_VOCAB,
-      "print the N likeliest candidates of every token: id, text, logit, probability, before bias and penalties; default 0" },
+      "print the N likeliest candidates of every token: id, text, logit, probability, before bias and penalties; "
+      "default 0" },
     { "-v", "--verbose", NULL, FLAG_ON, GENERATE, FIELD(verbose), 0, 0,
       "chat: statistics after every answer; default: when /stats asks" },
     { "-o", "--output", "FILE", FLAG_TEXT, LOGITS, FIELD(out), 0, 0,
@@ -4606,44 +4679,55 @@ static const Flag flags[] = {
     { "--dump", NULL, "DIR", FLAG_TEXT, RUNS, FIELD(dump), 0, 0,
       "write every checkpoint to DIR/NAME-LAYER.f32, rows x width float32; default: none" },
     { "--ids", NULL, "IDS", FLAG_TEXT, LOGITS | DETOKENIZE, FIELD(ids), 0, 0,
-      "logits: a file of token ids, little-endian int32, <bos> included; detokenize: the ids themselves, \"2 105 2364\"; "
-      "no default" },
+      "logits: a file of token ids, little-endian int32, <bos> included; detokenize: the ids themselves, \"2 105 "
+      "2364\"; no default" },
     { "--plain", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(plain), 0, 0,
       "tokenize: no string is special; default: those around calls and thoughts are" },
     { "--special", NULL, NULL, FLAG_ON, TOKENIZE | PPL, FIELD(special), 0, 0,
       "tokenize, ppl: all of them are, such as <|turn>; default: as above, for ppl none" },
-    { "--chunks", NULL, "N", FLAG_INT, PPL, FIELD(n_chunks), 0, INT_MAX, "ppl: chunks to run; default 0: all that the text has" },
+    { "--chunks", NULL, "N", FLAG_INT, PPL, FIELD(n_chunks), 0, INT_MAX,
+      "ppl: chunks to run; default 0: all that the text has" },
     { "--ppl-stride", NULL, "N", FLAG_INT, PPL, FIELD(stride), 0, MAX_CONTEXT,
-      "ppl: chunks begin N ids apart and are N/2 longer, and the last N ids of each are judged; default 0: the second half" },
+      "ppl: chunks begin N ids apart and are N/2 longer, and the last N ids of each are judged; default 0: the second "
+      "half" },
     { "--kld-base", NULL, "FILE", FLAG_TEXT, PPL, FIELD(kld_base), 0, 0,
-      "ppl: write the distributions to this file, two bytes for each id judged and word of the vocabulary; default: none" },
+      "ppl: write the distributions to this file, two bytes for each id judged and word of the vocabulary; default: "
+      "none" },
     { "--kld", NULL, "FILE", FLAG_TEXT, PPL, FIELD(kld), 0, 0,
       "ppl: compare with what --kld-base wrote for this text: KL divergence, first choices; default: none" },
     { "-o", "--output", "FORMAT", FLAG_TEXT, PPL, FIELD(out), 0, 0, "ppl: md, csv, json or jsonl; default md" },
-    { "-p", "--n-prompt", "N,..", FLAG_TEXT, BENCH, FIELD(prompts), 0, 0, "bench: tokens of a prompt; default 512, 0: none" },
-    { "-n", "--n-gen", "N,..", FLAG_TEXT, BENCH, FIELD(generated), 0, 0, "bench: tokens to generate; default 128, 0: none" },
+    { "-p", "--n-prompt", "N,..", FLAG_TEXT, BENCH, FIELD(prompts), 0, 0,
+      "bench: tokens of a prompt; default 512, 0: none" },
+    { "-n", "--n-gen", "N,..", FLAG_TEXT, BENCH, FIELD(generated), 0, 0,
+      "bench: tokens to generate; default 128, 0: none" },
     { "--rows", NULL, "N,..", FLAG_TEXT, BENCH, FIELD(rows), 0, 0,
       "bench: steps of N rows, 1 to 64, as drafts are verified, again and again at the same depth; default 0: none" },
     { "-d", "--n-depth", "N,..", FLAG_TEXT, BENCH, FIELD(depths), 0, 0,
       "bench: tokens that are in the context already; default 0" },
     { "--spec-force", NULL, "P,..", FLAG_TEXT, BENCH, FIELD(force), 0, 0,
-      "bench: with -md, generation takes the drafter's guesses for right by chance, P of 1 at each depth, the last P beyond, to "
-      "measure what drafting costs; default: no drafting" },
+      "bench: with -md, generation takes the drafter's guesses for right by chance, P of 1 at each depth, the last P "
+      "beyond, to measure what drafting costs; default: no drafting" },
     { "--fill", NULL, "HOW", FLAG_TEXT, BENCH, FIELD(fill), 0, 0,
-      "bench: how they got there: prompt (default): they are run; random: cache rows are random numbers, which is quick" },
+      "bench: how they got there: prompt (default): they are run; random: cache rows are random numbers, which is "
+      "quick" },
     { "-r", "--repetitions", "N", FLAG_INT, BENCH, FIELD(n_runs), 1, 1000, "bench: runs of each test; default 5" },
     { "-o", "--output", "FORMAT", FLAG_TEXT, BENCH, FIELD(out), 0, 0, "bench: md, csv or json; default md" },
-    { "-p", "--n-prompt", "N,..", FLAG_TEXT, NIAH, FIELD(prompts), 0, 0, "niah: tokens of a prompt; default 1024,2048,4096" },
+    { "-p", "--n-prompt", "N,..", FLAG_TEXT, NIAH, FIELD(prompts), 0, 0,
+      "niah: tokens of a prompt; default 1024,2048,4096" },
     { "-d", "--depth", "P,..", FLAG_TEXT, NIAH, FIELD(depths), 0, 0,
       "niah: percent of the text before the code; default 0,25,50,75,100" },
-    { "--needles", NULL, "N", FLAG_INT, NIAH, FIELD(n_needles), 1, MAX_NEEDLES, "niah: codes in a text, all asked for; default 1" },
-    { "-r", "--repetitions", "N", FLAG_INT, NIAH, FIELD(n_runs), 1, 1000, "niah: texts for each length and depth; default 5" },
-    { "-f", "--file", "FILE", FLAG_TEXT, NIAH, FIELD(prompt_file), 0, 0, "niah: texts are made of this one; default: made up" },
+    { "--needles", NULL, "N", FLAG_INT, NIAH, FIELD(n_needles), 1, MAX_NEEDLES,
+      "niah: codes in a text, all asked for; default 1" },
+    { "-r", "--repetitions", "N", FLAG_INT, NIAH, FIELD(n_runs), 1, 1000,
+      "niah: texts for each length and depth; default 5" },
+    { "-f", "--file", "FILE", FLAG_TEXT, NIAH, FIELD(prompt_file), 0, 0,
+      "niah: texts are made of this one; default: made up" },
     { "-o", "--output", "FORMAT", FLAG_TEXT, NIAH, FIELD(out), 0, 0, "niah: md or csv; default md" },
     { "--svg", NULL, "FILE", FLAG_TEXT, NIAH, FIELD(svg), 0, 0, "niah: write a heat map to this file; default: none" },
     { "--host", NULL, "ADDRESS", FLAG_TEXT, SERVE, FIELD(host), 0, 0,
       "serve: where to listen; default 127.0.0.1, which only this machine reaches" },
-    { "--port", NULL, "N", FLAG_INT, SERVE, FIELD(port), 0, 65535, "serve: default 8080; 0: any that is free, printed" },
+    { "--port", NULL, "N", FLAG_INT, SERVE, FIELD(port), 0, 65535,
+      "serve: default 8080; 0: any that is free, printed" },
     { "-np", "--parallel", "N", FLAG_INT, SERVE, FIELD(parallel), 1, MAX_SESSIONS,
       "serve: answers at a time, each with a context of its own; default 1" },
     { "--chunk", NULL, "N", FLAG_INT, SERVE, FIELD(chunk), 1, LARGE_BATCH,
@@ -4651,7 +4735,8 @@ static const Flag flags[] = {
     { "--api-key", NULL, "KEY", FLAG_TEXT, SERVE, FIELD(api_key), 0, 0, "serve: asked of every request; default: none" },
     { "--api-key-file", NULL, "FILE", FLAG_TEXT, SERVE, FIELD(api_key_file), 0, 0,
       "serve: it is the first line of this file; default: none" },
-    { "--alias", NULL, "NAME", FLAG_TEXT, SERVE, FIELD(alias), 0, 0, "serve: what the model is called; default: as its file" },
+    { "--alias", NULL, "NAME", FLAG_TEXT, SERVE, FIELD(alias), 0, 0,
+      "serve: what the model is called; default: as its file" },
     { "--queue", NULL, "N", FLAG_INT, SERVE, FIELD(queue), 0, 100000,
       "serve: requests that may wait for a session, more are refused; default 64" },
     { "--timeout", NULL, "S", FLAG_INT, SERVE, FIELD(timeout), 1, 1e6,
@@ -4663,13 +4748,15 @@ static const Flag flags[] = {
       "serve: conversations are kept in files there, also for the next run; default: in memory only" },
     { "--session-disk", NULL, "M", FLAG_INT, SERVE, FIELD(session_disk), 1, 1 << 24,
       "serve: most MiB of these files; default 65536" },
-    { "--log-text", NULL, NULL, FLAG_ON, SERVE, FIELD(log_text), 0, 0, "serve: prompts and answers go to the log; default: not" },
+    { "--log-text", NULL, NULL, FLAG_ON, SERVE, FIELD(log_text), 0, 0,
+      "serve: prompts and answers go to the log; default: not" },
     { "-h", "--help", NULL, FLAG_ON, ANY, FIELD(help), 0, 0, "this text" },
     { "--version", NULL, NULL, FLAG_ON, ANY, FIELD(version), 0, 0, "version and backend" },
 };
 
 static const struct { const char *first, *title; } groups[] = {   // of flags, in their order, each with its first one
-    { "-m", "model" }, { "-p", "prompt" }, { "-n", "sampling" }, { "-md", "drafting" }, { "-c", "context" }, { "--show-thoughts", "output" },
+    { "-m", "model" }, { "-p", "prompt" }, { "-n", "sampling" }, { "-md", "drafting" }, { "-c", "context" },
+    { "--show-thoughts", "output" },
     { "--ids", "other verbs" }, { "-p", "bench" },
     { "--host", "serve" }, { "-h", "help" }
 };
@@ -4768,8 +4855,8 @@ static bool is_number(const char *word) {
     return end != word && !*end;
 }
 
-// Where the verb stands, the first word that is neither a flag nor a flag's value; 0: that word is no verb. Of flags that
-// share a name all take a value, or none does.
+// Where the verb stands, the first word that is neither a flag nor a flag's value; 0: that word is no verb. Of flags
+// that share a name all take a value, or none does.
 static int find_verb(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         const Flag *flag = find_flag(argv[i], 0);
@@ -4840,9 +4927,10 @@ static void parse_flags(Flags *f, int argc, char **argv) {
         errno = 0;
         const double v = strtod(argv[i], &end);
         const bool whole = v == floor(v);
-        if (end == argv[i] || *end || errno || !(v >= flag->min && v <= flag->max) || (flag->kind == FLAG_INT && !whole))
-            die("%s: expected %s from %.10g to %.10g, got '%s'", arg, flag->kind == FLAG_INT ? "a whole number" : "a number",
-                flag->min, flag->max, argv[i]);
+        if (end == argv[i] || *end || errno || !(v >= flag->min && v <= flag->max) ||
+            (flag->kind == FLAG_INT && !whole))
+            die("%s: expected %s from %.10g to %.10g, got '%s'", arg,
+                flag->kind == FLAG_INT ? "a whole number" : "a number", flag->min, flag->max, argv[i]);
         *(double *)field = v;
     }
     for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
@@ -4859,7 +4947,8 @@ static IntList parse_list(const char *flag, const char *text, int otherwise) {
         const long v = *at >= '0' && *at <= '9' ? strtol(at, &end, 10) : -1;
         if (at == text) list.count = 0;
         if (v < 0 || v > MAX_CONTEXT || errno || (*end && *end != ',') || list.count == 32)
-            die("%s: expected at most 32 whole numbers from 0 to %d with commas between, got '%s'", flag, MAX_CONTEXT, text);
+            die("%s: expected at most 32 whole numbers from 0 to %d with commas between, got '%s'", flag, MAX_CONTEXT,
+                text);
         list.n[list.count++] = (int)v;
         if (!*end) break;
         at = end;
@@ -4916,7 +5005,8 @@ static float *parse_biases(const TextList *list, int vocab) {
             const long id = *at >= '0' && *at <= '9' ? strtol(at, &sign, 10) : -1;
             const float value = id >= 0 && (*sign == '+' || *sign == '-') ? strtof(sign, &end) : 0;
             if (!end || end == sign || (*end && *end != ',') || !(value < INFINITY))
-                die("--logit-bias: expected ID+VALUE or ID-VALUE, with commas between several, got '%s'", list->text[i]);
+                die("--logit-bias: expected ID+VALUE or ID-VALUE, with commas between several, got '%s'",
+                    list->text[i]);
             if (id >= vocab)
                 die("--logit-bias: '%s': expected ids from 0 to %d, got %ld", list->text[i], vocab - 1, id);
             bias[id] += value;
@@ -4945,8 +5035,8 @@ static void print_sampling(const Model *m, const SampleParams *p) {
     fprintf(stderr, "draw, seed %" PRIu64 "\n", p->seed);
 }
 
-// The prompt: the text of -p, of -f, or both with an empty line between; else standard input, unless that is a terminal. The
-// caller frees it. NULL: there is none.
+// The prompt: the text of -p, of -f, or both with an empty line between; else standard input, unless that is a
+// terminal. The caller frees it. NULL: there is none.
 static char *read_prompt(const Flags *f, size_t *n) {
     const bool typed = isatty(0);
     const char *path = f->prompt_file;
@@ -4993,7 +5083,8 @@ static void check_session_path(const char *path) {
     char *folder = alloc_or_die(n + 1, 1);
     memcpy(folder, slash ? path : ".", n);
     if (!*path) die("--session: expected a file, got an empty name");
-    if (!stat(path, &st) && !S_ISREG(st.st_mode)) die("--session: %s: expected a file, got a device, a pipe or a folder", path);
+    if (!stat(path, &st) && !S_ISREG(st.st_mode))
+        die("--session: %s: expected a file, got a device, a pipe or a folder", path);
     if (access(folder, W_OK | X_OK)) die("--session: %s: cannot write to %s: %s", path, folder, strerror(errno));
     free(folder);
 }
@@ -5001,7 +5092,8 @@ static void check_session_path(const char *path) {
 // Dies where flags contradict each other.
 static void check_generate_flags(const Flags *f, bool chatting) {
     if (f->compress && (f->session || f->shift || f->dump))
-        die("--compress: expected no %s with it: what the model was shown is not the text", f->session ? "--session" : f->shift ? "--context-shift" : "--dump");
+        die("--compress: expected no %s with it: what the model was shown is not the text",
+            f->session ? "--session" : f->shift ? "--context-shift" : "--dump");
     for (int i = 0; i < f->stops.n; i++)
         if (!*f->stops.text[i]) die("--stop: expected a text, got an empty one");
     if (f->raw && (f->system || f->tools || f->think || f->chat_template || chatting))
@@ -5031,12 +5123,13 @@ static SampleParams sampling_params(const Flags *f, Gguf *g) {
     };
 }
 
-// The ids of a --raw prompt, behind what the session holds, else behind <bos>. Where they are too many for the context its oldest
-// tokens go, if that is wanted, as while generating: shift_context().
+// The ids of a --raw prompt, behind what the session holds, else behind <bos>. Where they are too many for the context
+// its oldest tokens go, if that is wanted, as while generating: shift_context().
 static void raw_prompt(Chat *c, const char *text, size_t n, TokIds *ids) {
     Session *s = &c->s;
     const size_t n_ctx = (size_t)s->m->options.n_ctx, held = s->held.n, half = (n_ctx - 1) / 2;
-    if (s->t->bos < 0) die("%s: key 'tokenizer.ggml.bos_token_id': missing, and no token is called <bos>", s->m->gguf.path);
+    if (s->t->bos < 0)
+        die("%s: key 'tokenizer.ggml.bos_token_id': missing, and no token is called <bos>", s->m->gguf.path);
     for (size_t i = 0; i < held; i++) push_id(s, ids, s->held.ids[i]);
     for (size_t i = 0; i < c->pending.n; i++) push_id(s, ids, c->pending.ids[i]);
     if (!ids->n) push_id(s, ids, s->t->bos);
@@ -5053,16 +5146,18 @@ static void answer_once(Chat *c, const TokIds *raw) {
     const size_t n = count_messages(&c->messages, NULL);
     Prompt p = { .ids = raw->ids, .n = (int)raw->n, .n_head = 1 };
     if (c->raw && c->compressor.ratio > 0) {
-        if (!compress_prompt(&c->compressor, s, raw->ids, (int)raw->n, max_int((int)s->held.n, 1), &c->shown)) die("%s", c->compressor.err);
+        if (!compress_prompt(&c->compressor, s, raw->ids, (int)raw->n, max_int((int)s->held.n, 1), &c->shown))
+            die("%s", c->compressor.err);
         print_compressed((int)c->shown.n, (int)raw->n);
         p.ids = c->shown.ids, p.n = (int)c->shown.n;
     }
     if (!c->raw && !answer(c)) die("-p: %s", c->err);
     if (c->raw && !(session_start(s, &p, &c->options) && print_answer(s, &c->show))) die("-p: %s", s->err);
-    if (!c->raw && count_messages(&c->messages, NULL) == n) keep_messages(&c->messages, true, n - 1);      // no answer came
+    if (!c->raw && count_messages(&c->messages, NULL) == n) keep_messages(&c->messages, true, n - 1);  // no answer came
     print_turn(&s->turn);
     if (s->end == END_CONTEXT)
-        fprintf(stderr, "# the context of %d tokens is full; try a larger -c, or --context-shift\n", s->m->options.n_ctx);
+        fprintf(stderr, "# the context of %d tokens is full; try a larger -c, or --context-shift\n",
+                s->m->options.n_ctx);
     if (c->session && !keep_session(c)) die("%s", c->err);
 }
 
@@ -5081,7 +5176,8 @@ static Drafting drafting_of(const Flags *f, const Ops *ops, PlanOptions *o) {
     if (d.kind == SPEC_KINDS) die("--spec: expected off, mtp, dflash, ngram, ngram-mod or auto, got '%s'", f->spec);
     if ((d.kind == SPEC_MTP || d.kind == SPEC_DFLASH) && !f->drafter)
         die("--spec %s: expected a drafter's file; try -md FILE, or --spec ngram, which needs none", f->spec);
-    if (d.tree && !(f->drafter && uses_drafter(&d))) die("--tree: expected a drafter, of whose guesses a tree is made; try -md FILE");
+    if (d.tree && !(f->drafter && uses_drafter(&d)))
+        die("--tree: expected a drafter, of whose guesses a tree is made; try -md FILE");
     if (d.kind != SPEC_OFF && !ops->verify_walk) die("--spec: the %s backend cannot verify guesses", ops->name);
     d.most = f->draft_max ? (int)f->draft_max : d.kind == SPEC_MTP ? 4 : d.kind == SPEC_OFF ? 0 : 16;
     if (uses_drafter(&d)) plan_drafting(f, o, d.tree ? DRAFT_WIDTH : 1);
@@ -5113,12 +5209,15 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     load_model(m, f->model, ops, o, f->dump);
     check_drafting(m, &drafting);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    if (f->scorer) check_scorer(f->scorer, &m->gguf);
     if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
     if (f->think_budget >= 0 && tok.channel_close < 0) die("--think-budget: %s: has no token <channel|>", m->gguf.path);
-    Chat c = { .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose, .chatting = chatting, .raw = f->raw,
-               .session = f->session, .compressor = { .ratio = (float)f->compress, .file = f->scorer }, .show = { (int)f->top_logits, f->show_thoughts, .newline = chatting } };
+    Chat c = { .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose, .chatting = chatting,
+               .raw = f->raw, .session = f->session, .compressor = { .ratio = (float)f->compress, .file = f->scorer },
+               .show = { (int)f->top_logits, f->show_thoughts, .newline = chatting } };
     c.options = (AnswerOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .stops = f->stops,
-                                 .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget, .shift = f->shift };
+                                 .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget,
+                                 .shift = f->shift };
     c.options.sampling = sampling_params(f, &m->gguf);
     c.options.drafting = drafting;
     session_open(&c.s, m, &tok, 0);
@@ -5137,8 +5236,8 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
         }
     }
     if (ids.n > (size_t)m->options.n_ctx && !f->compress)              // in a chat, what the flags bring
-        die("%s: the prompt has %zu tokens, the context %d; try -c %zu", chatting ? "-i" : "-p", ids.n, m->options.n_ctx,
-            ids.n + 512);
+        die("%s: the prompt has %zu tokens, the context %d; try -c %zu", chatting ? "-i" : "-p", ids.n,
+            m->options.n_ctx, ids.n + 512);
 
     if (o.bias) {
         float *bias = parse_biases(&f->biases, m->config.vocab);
@@ -5180,8 +5279,8 @@ static char *read_key(const char *path) {
 
 static int run_ppl(const Flags *f, const Ops *ops, PlanOptions o) {
     static const char *const formats[] = { "md", "csv", "json", "jsonl" };
-    PplOptions p = { .n_ctx = f->n_ctx < 0 ? 512 : (int)f->n_ctx, .stride = (int)f->stride, .n_chunks = (int)f->n_chunks,
-                     .base = f->kld_base, .compare = f->kld };
+    PplOptions p = { .n_ctx = f->n_ctx < 0 ? 512 : (int)f->n_ctx, .stride = (int)f->stride,
+                     .n_chunks = (int)f->n_chunks, .base = f->kld_base, .compare = f->kld };
     size_t n;
     int format = 0;
     if (!f->prompt_file) die("-f: expected a text; try gemma4 ppl %s -f text.txt", f->model);
@@ -5295,7 +5394,7 @@ int main(int argc, char **argv) {
     }
     PlanOptions o = { .n_seqs = 1, .n_batch = BATCH_FIT, .n_logits = 1, .memory = (size_t)(f.memory * (1 << 30)) };
     if (f.scorer && !f.compress) die("--scorer: it scores tokens for --compress; try --compress 0.2");
-    if (f.scorer && access(f.scorer, R_OK)) die("--scorer: %s: %s", f.scorer, strerror(errno));       // it is opened later
+    if (f.scorer && access(f.scorer, R_OK)) die("--scorer: %s: %s", f.scorer, strerror(errno));       // opened later
     o.scores = f.compress && !f.scorer;
     o.n_ctx = f.n_ctx < 0 ? 0 : f.n_ctx > 0 ? (int)f.n_ctx : CTX_FIT;
     o.k_type = parse_kv_type("-ctk", f.k_type, f.verb == LOGITS || f.verb == CHECK ? KV_F32 : KV_F16);

@@ -10,8 +10,8 @@
 #ifndef COMPRESS_H
 #define COMPRESS_H
 
-// The scorer stays loaded, beside the target and in what the target's plan has left: prompts of a chat come one by one, and a
-// plan that depends on no prompt is made before the first.
+// The scorer stays loaded, beside the target and in what the target's plan has left: prompts of a chat come one by one,
+// and a plan that depends on no prompt is made before the first.
 typedef struct {
     float       ratio;        // part of the tokens that is kept
     const char *file;         // of the scorer; NULL: the target scores with its own first layers
@@ -58,27 +58,31 @@ static void close_scorer(Compressor *c) {
     c->scorer = NULL;
 }
 
-// Its words are the target's, each under the same number.
-static void check_scorer(const Compressor *c, const Model *target, const Tokenizer *t) {
-    Model *m = c->scorer;
-    Tokenizer own;
-    if (m->config.vocab != target->config.vocab)
-        die("--scorer: %s: expected the vocabulary of %s, %d tokens, got %d", c->file, target->gguf.path, target->config.vocab,
-            m->config.vocab);
-    load_tokenizer(&own, &m->gguf, m->config.vocab);
-    for (int i = 0; i < m->config.vocab; i++) {
-        const TokStr a = tok_piece(&own, i, true), b = tok_piece(t, i, true);
-        if (a.n != b.n || memcmp(a.s, b.s, a.n))
-            die("--scorer: %s: expected the vocabulary of %s, both have %d tokens, but token %d differs", c->file,
-                target->gguf.path, m->config.vocab, i);
-    }
-    tok_free(&own);
+// Dies where the words of the scorer in `file` are not the target's, each under the same number. For the start: it is
+// loaded only when a long prompt comes.
+static void check_scorer(const char *file, Gguf *target) {
+    static const char key[] = "tokenizer.ggml.tokens";
+    Gguf g;
+    const GgufStr *want = NULL, *got = NULL;
+    size_t n = 0, n_got = 0, i = 0;
+    open_model_file(&g, file);
+    if (gguf_get_strs(target, key, &want, &n) < 1)
+        die("--scorer: %s: key '%s': missing (E_META_MISSING)", target->path, key);
+    if (gguf_get_strs(&g, key, &got, &n_got) < 1) die("--scorer: %s: key '%s': missing (E_META_MISSING)", file, key);
+    if (n != n_got)
+        die("--scorer: %s: expected the vocabulary of %s, %zu tokens, got %zu", file, target->path, n, n_got);
+    while (i < n && want[i].n == got[i].n && !memcmp(want[i].s, got[i].s, want[i].n)) i++;
+    if (i < n)
+        die("--scorer: %s: expected the vocabulary of %s, both have %zu tokens, but token %zu differs", file,
+            target->path, n, i);
+    gguf_close(&g);
 }
 
-// The scorer, with room for n tokens.
-static Model *open_scorer(Compressor *c, Model *target, const Tokenizer *t, int n) {
-    PlanOptions o = { .n_seqs = 1, .n_batch = BATCH_FIT, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16, .scores = true,
-                      .n_ctx = (int)round_up((size_t)n, 1024), .ctx_from = "prompt for --scorer", .beside = plan_limits(target) };
+// The scorer, with room for n tokens. Of a file's layers only those that score are loaded.
+static Model *open_scorer(Compressor *c, Model *target, int n) {
+    PlanOptions o = { .n_seqs = 1, .n_batch = BATCH_FIT, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16,
+                      .scores = true, .only_scores = true, .n_ctx = (int)round_up((size_t)n, 1024),
+                      .ctx_from = "prompt for --scorer", .beside = plan_limits(target) };
     if (!c->file) return target;
     if (c->scorer && c->scorer->options.n_ctx >= n) return c->scorer;
     close_scorer(c);
@@ -90,7 +94,6 @@ static Model *open_scorer(Compressor *c, Model *target, const Tokenizer *t, int 
     }
     c->scorer = alloc_or_die(1, sizeof *c->scorer);
     load_model(c->scorer, c->file, target->ops, o, NULL);
-    check_scorer(c, target, t);
     return c->scorer;
 }
 
@@ -144,9 +147,9 @@ static void keep_words(const Tokenizer *t, const int32_t *ids, int n, bool *keep
     }
 }
 
-// What of a prompt (ids, n) the target is shown, as ids in *out: the first `first` tokens as they are, and of those behind, where
-// they are at least COMPRESS_FROM, the part that the ratio says. s: the target's session, which stays as it is, but for what it
-// does not share with the prompt. False: it cannot, and c->err says why.
+// What of a prompt (ids, n) the target is shown, as ids in *out: the first `first` tokens as they are, and of those
+// behind, where they are at least COMPRESS_FROM, the part that the ratio says. s: the target's session, which stays as
+// it is, but for what it does not share with the prompt. False: it cannot, and c->err says why.
 static bool compress_prompt(Compressor *c, Session *s, const int32_t *ids, int n, int first, TokIds *out) {
     Model *target = s->m;
     out->n = 0;
@@ -155,11 +158,11 @@ static bool compress_prompt(Compressor *c, Session *s, const int32_t *ids, int n
         return true;
     }
     if (!c->file && n > target->options.n_ctx) {
-        snprintf(c->err, sizeof c->err, "--compress: the model's own layers score %d tokens, the context has %d; try -c %d or "
-                 "--scorer FILE", n, target->options.n_ctx, n + 512);
+        snprintf(c->err, sizeof c->err, "--compress: the model's own layers score %d tokens, the context has %d; try "
+                 "-c %d or --scorer FILE", n, target->options.n_ctx, n + 512);
         return false;
     }
-    Model *m = open_scorer(c, target, s->t, n);
+    Model *m = open_scorer(c, target, n);
     if (m == target) session_keep(s, ids, first + 1);
     else reset_session(m, 0);
     const int seq = m == target ? s->seq : 0, held = m->len[seq];

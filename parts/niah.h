@@ -297,6 +297,7 @@ static void verb_niah(const char *model, const Ops *ops, PlanOptions o, const Ni
     read_weights(t->m, false);
     session_open(&t->session, t->m, &t->tok, 0);
     t->compressor = options->compressor;
+    if (t->compressor.file) check_scorer(t->compressor.file, &t->m->gguf);
     t->rings = alloc_or_die(copy_rings(t->m, 0, NULL, COPY_OUT), 1);
     t->logits = alloc_or_die((size_t)t->m->config.vocab, sizeof *t->logits);
     const int total = options->lengths.count * options->depths.count * options->n_runs;

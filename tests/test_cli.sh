@@ -536,6 +536,15 @@ run "$model" -p hi --compress 0.5 --session "$tmp/none"
 ok "--compress: not with --session" has err "expected no --session with it"
 run "$model" -p hi --scorer "$model"
 ok "--scorer: needs --compress" has err "try --compress 0.2"
+for size in 512 4096; do                          # another number of words; as many, but others
+    "$build/make_gguf" --preset micro-e --quant q8_0 --vocab $size --out "$tmp/words.gguf" >/dev/null 2>"$tmp/err"
+    for verb in "" niah; do
+        run $verb "$model" -p 512 --compress 0.5 --scorer "$tmp/words.gguf"
+        ok "$verb --scorer: $size other words are refused" [ "$status" -eq 1 ]
+        ok "$verb --scorer: $size other words: a line that names both files" grep -qE \
+            "^gemma4: error: --scorer: $tmp/words.gguf: expected the vocabulary of $model, .*(got 512|token [0-9]+ differs)" "$tmp/err"
+    done
+done
 run niah "$model" -p 256 -d 50 -r 2 -o csv -f "$tmp/long.txt" --pflash 0.5
 ok "niah: csv: a head and a line" lines out 2
 ok "niah: csv: of equal width" [ "$(awk -F, '{ print NF }' "$tmp/out" | sort -u | wc -l)" -eq 1 ]

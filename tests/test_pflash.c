@@ -5,7 +5,7 @@
  *   density    falls with alpha; a forced one is kept as far as blocks that are always seen leave room
  *   codes      planted in a text are found, by both models
  *   compress   what has to be kept is, in its order and in whole words, as much as the ratio says; the session stays as it was;
- *              in a chat what was said stays as it was shown
+ *              in a chat what was said stays as it was shown; of a scorer's file the layers that score are loaded
  *
  * LONG=1: all of it; else bits of one model, and compression. All rows of a prompt get logits here, so that they go through all layers: else no layer of the small E form is sparse.
  * Where there is a GPU all of it is done there as well, but for what makes its products differ: numbers of rows. Run from the
@@ -257,6 +257,34 @@ static void test_compress(const char *path, const char *scorer, float ratio) {
     close_model(m);
 }
 
+// Of a scorer's layers only those that score are in the plan: all matrices but those of the layers behind.
+static void test_scorer_plan(const char *path) {
+    const PlanOptions o = { .n_ctx = 1024, .n_seqs = 1, .n_batch = 256, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16, .scores = true };
+    PlanOptions only = o;
+    only.only_scores = true;
+    Model *m = alloc_or_die(2, sizeof *m);
+    plan_model(&m[0], path, op, o, NULL);
+    plan_model(&m[1], path, op, only, NULL);
+    size_t behind = 0, bytes[2];
+    for (size_t i = 0; i < m->gguf.n_tensors; i++) {
+        const GgufTensor *t = &m->gguf.tensors[i];
+        char name[64];
+        int l = -1;
+        snprintf(name, sizeof name, "%.*s", (int)t->name.n, t->name.s);
+        if (m->binder.seen[i] == BOUND && sscanf(name, "blk.%d.", &l) == 1 && l >= m->n_scored) behind += t->size;
+    }
+    for (int i = 0; i < 2; i++) bytes[i] = m[i].binder.bytes;
+    CHECK(m->n_scored < m->config.n_layers && m->config.layer[m->n_scored - 1].kv_layer == m->n_scored - 1 &&
+          !m->config.layer[m->n_scored - 1].is_swa, "%s: %d of %d layers score, expected some, the last a global one with a cache", path,
+          m->n_scored, m->config.n_layers);
+    CHECK(behind && bytes[1] == bytes[0] - behind, "%s: a scorer's weights: expected %zu bytes less %zu, got %zu", path, bytes[0], behind,
+          bytes[1]);
+    CHECK(m[0].plan.weights ? m[1].plan.weights < m[0].plan.weights - behind / 2 : !m[1].plan.weights,
+          "%s: a scorer's plan: expected less than %zu bytes of weights, got %zu", path, m[0].plan.weights, m[1].plan.weights);
+    for (int i = 0; i < 2; i++) free_model(&m[i]);
+    free(m);
+}
+
 // Three turns, the first of them long: each later prompt begins with what the model was shown before.
 static void test_chat(const char *path) {
     Model *m = alloc_or_die(1, sizeof *m);
@@ -300,6 +328,7 @@ static void test_all(const Ops *ops) {
         if (long_run) test_codes(models[i], i ? KV_F16 : KV_TQ3);
     }
     test_compress(models[0], models[1], 0.2f);
+    for (int i = 0; i < 2; i++) test_scorer_plan(models[i]);
     test_compress(models[0], NULL, 0.3f);
     if (long_run) test_compress(models[1], NULL, 0.5f);
     test_chat(models[0]);

@@ -15,8 +15,7 @@
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
-
-#define CHI_Z 4.75                      // standard deviations: a right sampler fails once in a million cases
+#include "chi.h"
 
 enum { BIG = 262144, MAX_ROWS = 64, MAX_BUFFERS = 64 };
 
@@ -143,12 +142,6 @@ static void ref_probabilities(double *out, const Case *c, const float *logits, c
     for (int i = 0; i < c->vocab; i++) out[i] /= left;
 }
 
-// Wilson and Hilferty: the cube root of chi-square / df is nearly normal.
-static double chi_limit(int df) {
-    const double a = 2.0 / (9 * df), root = 1 - a + CHI_Z * sqrt(a);
-    return df * root * root * root;
-}
-
 static void test_distribution(void) {
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++)
         for (int by_seed = 0; by_seed < 2; by_seed++) {
@@ -204,14 +197,8 @@ static void test_distribution(void) {
                 }
             }
             CHECK(!outside, "%s: got token %d, which cannot be drawn, %d of %d times, want 0", c->name, first_bad, outside, calls * n);
-            double chi = 0, rest_want = 0, rest = 0;
-            int bins = 0;
-            for (int i = 0; i < vocab; i++) {
-                const double want = p[i] * calls * n;
-                if (want >= 8) chi += (drawn[i] - want) * (drawn[i] - want) / want, bins++;
-                else rest_want += want, rest += drawn[i];
-            }
-            if (rest_want >= 8) chi += (rest - rest_want) * (rest - rest_want) / rest_want, bins++;
+            int bins;
+            const double chi = chi_square(drawn, p, vocab, calls * n, &bins);
             CHECK(bins > 1 && chi <= chi_limit(bins - 1), "%s, many %s: chi-square of %d draws over %d tokens: got %.1f, want at most %.1f",
                   c->name, by_seed ? "seeds" : "positions", calls * n, bins, chi, chi_limit(bins - 1));
             release_all();

@@ -1,26 +1,33 @@
 /* test_verify.c - text with guesses is the text without: the same ids, reasons, tokens held and second answers, greedy
  * and drawn, whoever guesses and however well.
  *
- *   test_verify           on the CPU, and on the GPU where there is one
- *   test_verify -few      on the GPU, one model and few ids: for the emulated one
+ *   test_verify [mtp] [dflash] [e]     on the CPU, and on the GPU where there is one; which pairs, none: all of them
+ *   test_verify -few                   on the GPU, one model and few ids: for the emulated one
  *
  * The guesses are those of a drafter, as chains and as trees, prompt lookup's (--spec ngram) and those of a table
- * (ngram-mod), which is first empty, then knows the
- * text from an earlier answer, so that long guesses are right, then has a part of its entries replaced by ids at random,
- * among them those that end a text. Stop strings, -n, a full context with and without a shift, Ctrl-C and several sessions
- * in one step come in between. LONG=1: 200 prompts with 256 ids each. Run from the top of the repository: the models lie
- * there. */
+ * (ngram-mod), which is first empty, then knows the text from an earlier answer, so that long guesses are right, then
+ * has a part of its entries replaced by ids at random, among them those that end a text. Stop strings, -n, a full
+ * context with and without a shift, Ctrl-C and several sessions in one step come in between. Last, pairs of tokens drawn
+ * with many seeds, at and behind right and wrong guesses, are compared with their probabilities by chi-square, which has
+ * to find two wrong verifiers.
+ *
+ * LONG=1: 200 prompts that differ, up to 256 ids each, greedy and drawn, eight in a step, with prompt lookup, an MTP
+ * drafter, a DFlash drafter and its trees; two of each kind with everybody who guesses, and with penalties. Run from
+ * the top of the repository: the models lie there. */
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
+#include "chi.h"
+#include "steps.h"
 
-enum { MOST_IDS = 1024, N_KINDS = 4, N_GUESSERS = 10, FIRST_DRAFTER = 6 };    // guessers from this one on need a drafter
+enum { MOST_IDS = 1024, N_KINDS = 4, N_GUESSERS = 10, FIRST_DRAFTER = 6 };    // from this one on with a drafter
 
 typedef struct {
     const char *name;
     float temperature, repeat, presence;
 } Choosing;
-static const Choosing choosing[] = { { "greedy", 0, 1, 0 }, { "drawn", 1, 1, 0 }, { "drawn, with penalties", 0.8f, 1.1f, 0.3f } };
+static const Choosing choosing[] = {
+    { "greedy", 0, 1, 0 }, { "drawn", 1, 1, 0 }, { "drawn, with penalties", 0.8f, 1.1f, 0.3f } };
 
 typedef enum { TO_THE_END, BY_STOP_STRING, IN_FULL_CONTEXT, SHIFTING, CANCELLED, N_ENDS } Ends;
 static const char *const ends[] = { "to its end", "stop string", "full context", "shifted", "cancelled" };
@@ -43,10 +50,11 @@ static const Ops *gpu_ops(void) {                      // NULL: none
 #endif
 }
 
-static Model *open_model(const char *path, const char *drafter, int n_ctx) {        // drafter NULL: none
+static Model *open_model(const char *path, const char *drafter, int n_ctx, int n_seqs) {       // drafter NULL: none
     Model *m = alloc_or_die(1, sizeof *m);
-    const PlanOptions o = { .drafter = drafter, .draft_width = DRAFT_WIDTH, .n_ctx = n_ctx, .n_seqs = 3, .n_batch = 256, .n_logits = STEP_ROWS, .k_type = KV_F16,
-                            .v_type = KV_F16, .penalties = true };
+    const PlanOptions o = { .drafter = drafter, .draft_width = DRAFT_WIDTH, .n_ctx = n_ctx, .n_seqs = n_seqs,
+                            .n_batch = 256, .n_logits = STEP_ROWS, .k_type = KV_F16, .v_type = KV_F16,
+                            .penalties = true };
     load_model(m, path, on_gpu ? gpu_ops() : cpu_ops(), o, NULL);
     return m;
 }
@@ -56,15 +64,19 @@ static void set_prompt_text(int i, char *text, size_t room) {
     static const char *const who[] = { "fox", "robot", "king", "cat", "baker", "sailor", "dragon", "teacher", "farmer",
                                        "mouse" };
     static const char *const where[] = { "in the forest", "by the sea", "on a hill", "in a castle", "at night" };
-    const char *name = who[i % 10], *place = where[i / 10 % 5];
+    const int round = i / N_KINDS;                     // 50 texts of each kind
+    const char *name = who[(round + i) % 10], *place = where[round / 10 % 5];
     switch (i % N_KINDS) {
     case 0:
         snprintf(text, room, "<|turn>user\nTell me a story about a %s %s.<turn|>\n<|turn>model\n", name, place);
         return;
-    case 1: snprintf(text, room, "One %s, two %ss, one %s, two %ss, one %s, two", name, name, name, name, name); return;
+    case 1:
+        snprintf(text, room, "One %s %s, two %ss, one %s, two %ss, one %s, two", name, place, name, name, name, name);
+        return;
     case 2:
-        snprintf(text, room, "<|turn>user\nRepeat this:\nOnce upon a time, a %s named Jasper lived %s. Jasper was always "
-                 "curious. One bright spring day, Jasper picked a full basket of carrots.<turn|>\n<|turn>model\n", name, place);
+        snprintf(text, room, "<|turn>user\nRepeat this:\nOnce upon a time, a %s named Jasper lived %s. Jasper was "
+                 "always curious. One bright spring day, Jasper picked a full basket of "
+                 "carrots.<turn|>\n<|turn>model\n", name, place);
         return;
     default: snprintf(text, room, "Once upon a time there was a small %s who lived %s. %d", name, place, i); return;
     }
@@ -80,12 +92,17 @@ static AnswerOptions options_of(const Choosing *c, int n, Ends end, Drafting dra
     return o;
 }
 
-static void begin(Session *s, int i, const AnswerOptions *o) {
+static TokIds prompt_of(Session *s, int i) {
     char text[512];
     TokIds ids = { 0 };
     set_prompt_text(i, text, sizeof text);
     push_id(s, &ids, s->t->bos);
     if (tok_encode(s->t, text, strlen(text), TOK_SPECIAL, &ids) < 0) die("%s", s->t->err);
+    return ids;
+}
+
+static void begin(Session *s, int i, const AnswerOptions *o) {
+    TokIds ids = prompt_of(s, i);
     if (!session_start(s, &(Prompt){ .ids = ids.ids, .n = (int)ids.n, .n_head = 4 }, o)) die("%s", s->err);
     tok_ids_free(&ids);
 }
@@ -115,8 +132,8 @@ static void compare(const Answer *got, const Answer *want, const char *what, con
     while (same < got->n && same < want->n && got->ids[same] == want->ids[same]) same++;
     char where[160];
     snprintf(where, sizeof where, "%s, %s, prompt %d: %s", what, how, i, who);
-    CHECK(same == got->n && same == want->n, "%s: %d ids, %d without guesses, the first %d the same", where, got->n, want->n,
-          same);
+    CHECK(same == got->n && same == want->n, "%s: %d ids, %d without guesses, the first %d the same", where, got->n,
+          want->n, same);
     CHECK(got->why == want->why, "%s: ends with %s, without guesses %s", where, got->why, want->why);
     CHECK(got->held == want->held && got->len == want->len && got->shifts == want->shifts,
           "%s: the session holds %d tokens, without guesses %d", where, got->len, want->len);
@@ -135,22 +152,34 @@ static void forget_table(void) {
     if (ngram_mod.next) memset(ngram_mod.next, 0, ((size_t)1 << NGRAM_MOD_BITS) * sizeof *ngram_mod.next);
 }
 
+static const struct { const char *who; Drafting drafting; bool forget, spoil; } guessers[N_GUESSERS] = {
+    { "ngram", { .kind = SPEC_NGRAM, .most = 8 }, false, false },
+    { "ngram, as many as fit", { .kind = SPEC_NGRAM, .most = DRAFT_MAX }, false, false },
+    { "an empty table", { .kind = SPEC_NGRAM_MOD, .most = 4 }, true, false },
+    { "a table that knows", { .kind = SPEC_NGRAM_MOD, .most = DRAFT_MAX }, false, false },
+    { "a spoilt table", { .kind = SPEC_NGRAM_MOD, .most = 16 }, false, true },
+    { "auto", { .kind = SPEC_AUTO, .most = 16 }, false, false },
+    { "a drafter", { .kind = SPEC_MTP, .most = 5 }, false, false },
+    { "a drafter that stops early", { .kind = SPEC_MTP, .most = 8, .least = 0.9f }, false, false },
+    { "a tree", { .kind = SPEC_MTP, .most = 4, .tree = 14 }, false, false },
+    { "auto, a tree", { .kind = SPEC_AUTO, .most = 16, .tree = 20 }, false, false },
+};
+
+static Drafting drafting_by(const Model *m, int g) {   // whichever drafter there is
+    Drafting d = guessers[g].drafting;
+    if (d.kind == SPEC_MTP) d.kind = drafter_of(m);
+    return d;
+}
+
+static void forget(Session *s) {
+    reset_session(s->m, s->seq);
+    s->held.n = 0, s->n_marks = 0;
+}
+
 // One prompt: without guesses, then with each kind of them in a session of its own; what the last one holds is gone on
 // with. Counts go to sum (N_GUESSERS).
 static void one_prompt(Session *plain, Session *s, const char *name, const Choosing *c, int i, int n, Ends end,
                        DraftCount *sum) {
-    static const struct { const char *who; Drafting drafting; bool forget, spoil; } guess[N_GUESSERS] = {
-        { "ngram", { .kind = SPEC_NGRAM, .most = 8 }, false, false },
-        { "ngram, as many as fit", { .kind = SPEC_NGRAM, .most = DRAFT_MAX }, false, false },
-        { "an empty table", { .kind = SPEC_NGRAM_MOD, .most = 4 }, true, false },
-        { "a table that knows", { .kind = SPEC_NGRAM_MOD, .most = DRAFT_MAX }, false, false },
-        { "a spoilt table", { .kind = SPEC_NGRAM_MOD, .most = 16 }, false, true },
-        { "auto", { .kind = SPEC_AUTO, .most = 16 }, false, false },
-        { "a drafter", { .kind = SPEC_MTP, .most = 5 }, false, false },
-        { "a drafter that stops early", { .kind = SPEC_MTP, .most = 8, .least = 0.9f }, false, false },
-        { "a tree", { .kind = SPEC_MTP, .most = 4, .tree = 14 }, false, false },
-        { "auto, a tree", { .kind = SPEC_AUTO, .most = 16, .tree = 20 }, false, false },
-    };
     char what[64];
     snprintf(what, sizeof what, "%s, %s", name, ends[end]);
     const int cancel_after = end == CANCELLED ? n / 2 + 1 : 0;
@@ -159,19 +188,17 @@ static void one_prompt(Session *plain, Session *s, const char *name, const Choos
     for (int g = 0; g < N_GUESSERS; g++) {
         if (g >= FIRST_DRAFTER && s->m->drafter.kind == DRAFTER_NONE) break;
         if (g < FIRST_DRAFTER && s->m->drafter.kind == DRAFTER_DFLASH) continue;       // the other pair has tried these
-        if (guess[g].forget) forget_table();
-        if (guess[g].spoil && ngram_mod.next) spoil_table(s->m);
-        o.drafting = guess[g].drafting;
-        if (o.drafting.kind == SPEC_MTP) o.drafting.kind = drafter_of(s->m);          // whichever there is
-        reset_session(s->m, s->seq);
-        s->held.n = 0, s->n_marks = 0;
+        if (guessers[g].forget) forget_table();
+        if (guessers[g].spoil && ngram_mod.next) spoil_table(s->m);
+        o.drafting = drafting_by(s->m, g);
+        forget(s);
         const Answer got = tell(s, i, &o, cancel_after);
         if (end == CANCELLED) {                        // where it stops depends on how many tokens a step makes
             const int both = min_int(got.n, want.n);
             CHECK((both >= cancel_after || got.n == want.n) && !memcmp(got.ids, want.ids, (size_t)both * sizeof *got.ids),
-                  "%s, %s, prompt %d: %s: %d ids differ", what, c->name, i, guess[g].who, both);
+                  "%s, %s, prompt %d: %s: %d ids differ", what, c->name, i, guessers[g].who, both);
         } else {
-            compare(&got, &want, what, c->name, guess[g].who, i);
+            compare(&got, &want, what, c->name, guessers[g].who, i);
         }
         sum[g].drafted += got.drafts.drafted, sum[g].accepted += got.drafts.accepted;
         // What the session holds serves the next answer as well as it would without guesses.
@@ -184,55 +211,260 @@ static void one_prompt(Session *plain, Session *s, const char *name, const Choos
     }
 }
 
+enum { COMPANY = 8 };         // sessions of the long form
+
+// n sessions in common steps, session k with prompt first + k.
+static void tell_together(Session *s, int n, int first, const AnswerOptions *o, Answer *out) {
+    bool runs[COMPANY];
+    int n_runs = n;
+    for (int k = 0; k < n; k++) begin(&s[k], first + k, &o[k]), runs[k] = true, out[k] = (Answer){ 0 };
+    while (n_runs) {
+        Session *some[COMPANY];
+        Event e[COMPANY];
+        int who[COMPANY], n_some = 0;
+        for (int k = 0; k < n; k++)
+            if (runs[k]) who[n_some] = k, some[n_some++] = &s[k];
+        sessions_next(some, n_some, e);
+        for (int k = 0; k < n_some; k++) n_runs -= !(runs[who[k]] = took(some[k], &e[k], &out[who[k]]));
+    }
+}
+
+// Prompts from `first` on in common steps: without guesses, then with prompt lookup, or the drafter and its trees.
+// Returns how many ids were compared.
+static long many_prompts(Session *s, const char *name, const Choosing *c, int first, int n, DraftCount *sum) {
+    const Model *m = s->m;
+    const int also = m->drafter.kind == DRAFTER_DFLASH ? 8 : 0;        // of guessers: trees, prompt lookup
+    Answer want[COMPANY], got[COMPANY];
+    AnswerOptions o[COMPANY];
+    long compared = 0;
+    for (int g = -1; g < N_GUESSERS; g++) {            // -1: nobody guesses
+        if (g >= 0 && g != also && (g != FIRST_DRAFTER || m->drafter.kind == DRAFTER_NONE)) continue;
+        for (int k = 0; k < COMPANY; k++) {
+            o[k] = options_of(c, n, TO_THE_END, g < 0 ? (Drafting){ .kind = SPEC_OFF } : drafting_by(m, g), first + k);
+            forget(&s[k]);
+        }
+        tell_together(s, COMPANY, first, o, g < 0 ? want : got);
+        for (int k = 0; g >= 0 && k < COMPANY; k++) {
+            compare(&got[k], &want[k], name, c->name, guessers[g].who, first + k);
+            sum[g].drafted += got[k].drafts.drafted, sum[g].accepted += got[k].drafts.accepted;
+            compared += got[k].n;
+        }
+    }
+    return compared;
+}
+
 // Three sessions, in steps of their own and then in common ones: what each says does not depend on the others' guesses.
-static void in_company(Model *m, Session *s, const char *name, int n) {
+static void in_company(const Model *m, Session *s, const char *name, int n) {
     const SpecKind drafter = m->drafter.kind == DRAFTER_NONE ? SPEC_NGRAM : drafter_of(m);
-    const Drafting company[3] = { { .kind = SPEC_NGRAM, .most = 12 }, { .kind = SPEC_NGRAM_MOD, .most = 12 }, { .kind = drafter, .most = 6 } };
-    Answer alone[3], together[3] = { 0 };
+    const Drafting company[3] = { { .kind = SPEC_NGRAM, .most = 12 }, { .kind = SPEC_NGRAM_MOD, .most = 12 },
+                                  { .kind = drafter, .most = 6 } };
+    Answer alone[3], together[3];
     AnswerOptions o[3];
-    bool runs[3] = { true, true, true };
     for (int k = 0; k < 3; k++) {
         o[k] = options_of(&choosing[k], n, TO_THE_END, company[k], 5 + k);
         o[k].drafting.kind = SPEC_OFF;
         alone[k] = tell(&s[k], k + 1, &o[k], 0);
-        reset_session(m, k);
-        s[k].held.n = 0;
+        forget(&s[k]);
         o[k].drafting = company[k];
     }
-    for (int k = 0; k < 3; k++) begin(&s[k], k + 1, &o[k]);
-    while (runs[0] || runs[1] || runs[2]) {
-        Session *some[3];
-        Event e[3];
-        int who[3], n_some = 0;
-        for (int k = 0; k < 3; k++)
-            if (runs[k]) who[n_some] = k, some[n_some++] = &s[k];
-        sessions_next(some, n_some, e);
-        for (int k = 0; k < n_some; k++) runs[who[k]] = took(some[k], &e[k], &together[who[k]]);
-    }
+    tell_together(s, 3, 1, o, together);
     for (int k = 0; k < 3; k++) compare(&together[k], &alone[k], name, choosing[k].name, "in company", k + 1);
+}
+
+// ---- what is drawn, by chi-square ------------------------------------------------------------------------------------
+
+// Tokens that may be drawn behind a prompt, the likeliest first, and how often: first, and behind each of them second.
+enum { TOP_K = 12, PAIRS = TOP_K * TOP_K };
+typedef struct { int32_t id[TOP_K]; double p[TOP_K]; } Choice;
+typedef struct { Choice first, second[TOP_K]; } Exact;
+typedef struct { int first[TOP_K], second[TOP_K], pair[PAIRS], n; } Drawn;         // by place in these lists
+
+static const SampleParams drawing = { .temperature = 1.5f, .top_k = TOP_K, .top_p = 1, .repeat = 1 };
+
+// The choice behind n tokens that follow what session 0 holds, which stays as it is: in double, from the logits.
+static void choice_behind(Model *m, const int32_t *ids, int n, Choice *c) {
+    float *logits = alloc_or_die((size_t)m->config.vocab, sizeof *logits);
+    double total = 0;
+    run_chunk(m, 0, ids, n);
+    read_logits(m, 0, logits);
+    for (int k = 0; k < TOP_K; k++) {
+        int best = 0;
+        for (int i = 1; i < m->config.vocab; i++) if (logits[i] > logits[best]) best = i;
+        c->id[k] = best;
+        total += c->p[k] = exp((double)logits[best] / (double)drawing.temperature);
+        logits[best] = -INFINITY;
+    }
+    for (int k = 0; k < TOP_K; k++) c->p[k] /= total;
+    free(logits);
+}
+
+static int place_of(const Choice *c, int32_t id) {     // TOP_K: it may not be drawn
+    int k = 0;
+    while (k < TOP_K && c->id[k] != id) k++;
+    return k;
+}
+
+static void count_drawn(Drawn *d, int first, int second) {
+    d->first[first]++, d->second[second]++, d->pair[first * TOP_K + second]++, d->n++;
+}
+
+// How far first tokens, second ones and pairs are from what should have been drawn: chi-square, as a part of its bound.
+static void set_distance(const Drawn *d, const Exact *e, double *part) {
+    double second[TOP_K] = { 0 }, pair[PAIRS];
+    for (int i = 0; i < PAIRS; i++) {
+        pair[i] = e->first.p[i / TOP_K] * e->second[i / TOP_K].p[i % TOP_K];
+        second[i % TOP_K] += pair[i];
+    }
+    const double *const p[3] = { e->first.p, second, pair };
+    const int *const drawn[3] = { d->first, d->second, d->pair }, n[3] = { TOP_K, TOP_K, PAIRS };
+    for (int k = 0; k < 3; k++) {
+        int bins;
+        part[k] = chi_square(drawn[k], p[k], n[k], d->n, &bins);
+        part[k] = bins > 2 ? part[k] / chi_limit(bins - 1) : INFINITY;
+    }
+}
+
+// What comes of the last step with this seed. The session stays `len` tokens long.
+static const Verdict *judge(Model *m, int len, uint64_t seed) {
+    SampleParams p = drawing;
+    p.seed = seed;
+    m->ops->copy(&(Copy){ m->s.params, &p, sizeof p, COPY_IN });
+    issue_verdict(m, NULL, 0, 0, NULL);
+    read_verdict(m);
+    set_length(m, 0, len);
+    return &m->verdict;
+}
+
+// A step behind the last token of a prompt, with guesses: the likeliest tokens, or a tree of the two likeliest, and
+// behind each the likeliest. With each of n_draws seeds two tokens follow; where the first guess was wrong, the second
+// one from a step without guesses. Returns how many guesses were right; *outside: draws that are in none of the lists.
+static int draw_pairs(Model *m, int32_t last, const Exact *e, bool tree, int n_draws, Drawn *d, int *outside) {
+    const StepRow rows[5] = {
+        { .token = last, .parent = -1, .want = true },
+        { .token = e->first.id[0], .parent = 0, .want = true },
+        { .token = e->second[0].id[0], .parent = 1, .want = true },
+        { .token = e->first.id[1], .parent = 0, .want = true },
+        { .token = e->second[1].id[0], .parent = 3, .want = true } };
+    const int len = m->len[0];
+    int *first = alloc_or_die(n_draws, sizeof *first), right = 0;      // places; TOP_K: it is counted already
+    *d = (Drawn){ 0 };
+    *outside = 0;
+    step(m, &(StepSeg){ .seq = 0, .kind = tree ? SEG_TREE : SEG_CHAIN, .n = tree ? 5 : 3, .rows = rows }, 1);
+    for (int i = 0; i < n_draws; i++) {
+        const Verdict *v = judge(m, len, (uint64_t)(2 * i + tree));
+        first[i] = place_of(&e->first, v->chosen[0]);
+        *outside += first[i] == TOP_K;
+        right += v->accepted[0] - 1;
+        if (v->accepted[0] == 1 || first[i] == TOP_K) continue;
+        const int second = place_of(&e->second[first[i]], v->chosen[tree ? v->path[1] : 1]);
+        if (second < TOP_K) count_drawn(d, first[i], second);
+        else ++*outside;
+        first[i] = TOP_K;
+    }
+    set_length(m, 0, len + 1);
+    for (int k = 0; k < TOP_K; k++) {
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1,
+                            .rows = &(StepRow){ .token = e->first.id[k], .parent = -1, .want = true } }, 1);
+        for (int i = 0; i < n_draws; i++) {
+            if (first[i] != k) continue;
+            const int second = place_of(&e->second[k], judge(m, len + 1, (uint64_t)(2 * i + tree))->chosen[0]);
+            if (second < TOP_K) count_drawn(d, k, second);
+            else ++*outside;
+        }
+    }
+    set_length(m, 0, len);
+    free(first);
+    return right;
+}
+
+static int draw(const Choice *c, float u) {            // the place where the sum passes u
+    int k = 0;
+    for (double sum = c->p[0]; k < TOP_K - 1 && sum <= (double)u; sum += c->p[k]) k++;
+    return k;
+}
+
+// Two wrong verifiers, which this has to find. One takes a guess as often as it is likely, and draws from all tokens
+// where it does not, the guess among them. One draws all rows of a step with one random number.
+static void wrong_verifiers(const Exact *e, const char *name, int n_draws) {
+    Drawn ratio = { 0 }, one = { 0 };
+    double part[3];
+    for (int i = 0; i < n_draws; i++) {
+        float u[4];
+        for (int k = 0; k < 4; k++) u[k] = random_unit((uint64_t)i, k);
+        const int guessed = (double)u[0] < e->first.p[0] ? 0 : draw(&e->first, u[1]), first = draw(&e->first, u[3]);
+        count_drawn(&ratio, guessed, draw(&e->second[guessed], u[2]));
+        count_drawn(&one, first, draw(&e->second[first], u[3]));
+    }
+    set_distance(&ratio, e, part);
+    CHECK(part[0] > 1, "%s: guesses taken by their share: expected first tokens to show it, got %.2f of the bound",
+          name, part[0]);
+    set_distance(&one, e, part);
+    CHECK(part[0] <= 1 && part[2] > 1, "%s: one random number for a step: expected pairs alone to show it, got %.2f "
+          "and %.2f of the bound", name, part[0], part[2]);
+}
+
+static void in_distribution(Session *s, const char *name, int prompt, int n_draws, bool print) {
+    Model *m = s->m;
+    TokIds ids = prompt_of(s, prompt);
+    const int n = (int)ids.n;
+    Exact e;
+    reset_session(m, 0);
+    run_prompt(m, 0, ids.ids, n - 1);
+    commit_all(m);
+    int32_t path[2] = { ids.ids[n - 1] };
+    choice_behind(m, path, 1, &e.first);
+    for (int k = 0; k < TOP_K; k++) {
+        path[1] = e.first.id[k];
+        choice_behind(m, path, 2, &e.second[k]);
+    }
+    wrong_verifiers(&e, name, n_draws);
+    for (int tree = 0; tree < 2; tree++) {
+        const char *who = tree ? "a tree" : "a chain";
+        Drawn d;
+        double part[3];
+        int outside;
+        const int right = draw_pairs(m, path[0], &e, tree, n_draws, &d, &outside);
+        set_distance(&d, &e, part);
+        CHECK(!outside, "%s, %s: %d of %d draws are not among the %d likeliest tokens", name, who, outside, n_draws,
+              TOP_K);
+        CHECK(part[0] <= 1 && part[1] <= 1 && part[2] <= 1, "%s, %s: chi-square of %d first tokens, second ones and "
+              "pairs: got %.2f, %.2f and %.2f of the bound", name, who, n_draws, part[0], part[1], part[2]);
+        CHECK(right * 8 > n_draws && right * 2 < 3 * n_draws, "%s, %s: %d guesses were right in %d draws: a weak test",
+              name, who, right, n_draws);
+        if (print) printf("%s, %s: %d draws, %d guesses right; chi-square of first tokens, second ones, pairs: %.2f, "
+                          "%.2f, %.2f of the bound\n", name, who, n_draws, right, part[0], part[1], part[2]);
+    }
+    forget(s);
+    tok_ids_free(&ids);
 }
 
 static void one_model(const char *path, const char *drafter, bool whole) {
     const int n_prompts = whole ? 200 : 2, n = whole ? 256 : 32, n_kinds = whole ? N_KINDS : 2;
+    const int n_seqs = whole ? COMPANY : 3;
     const char *name = strrchr(path, '/') + 1;
-    Model *m = open_model(path, drafter, 512), *tight = open_model(path, drafter, 80);
+    Model *m = open_model(path, drafter, 512, n_seqs), *tight = open_model(path, drafter, 80, 2);
     Tokenizer tok;
-    Session s[3], t[2];
+    Session s[COMPANY], t[2];
     DraftCount sum[N_GUESSERS] = { { 0 } };
+    long compared = 0;
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
-    for (int k = 0; k < 3; k++) session_open(&s[k], m, &tok, k);
+    for (int k = 0; k < n_seqs; k++) session_open(&s[k], m, &tok, k);
     for (int k = 0; k < 2; k++) session_open(&t[k], tight, &tok, k);
-    for (int i = 0; i < n_prompts; i++)
-        for (int c = whole ? 0 : i % 3; c < (whole ? 3 : i % 3 + 1); c++)
+    for (int i = 0; i < n_prompts; i++)                // the long form: two of each kind
+        for (int c = whole ? 0 : i % 3; i % 100 < N_KINDS && c < (whole ? 3 : i % 3 + 1); c++)
             one_prompt(&s[0], &s[1], name, &choosing[c], i, n, TO_THE_END, sum);
+    for (int i = 0; whole && i < n_prompts; i += COMPANY)
+        for (int c = 0; c < 2; c++) compared += many_prompts(s, name, &choosing[c], i, n, sum);
     for (Ends end = BY_STOP_STRING; end < N_ENDS; end++) {
         const bool full = end == IN_FULL_CONTEXT || end == SHIFTING;
         for (int i = 0; i < n_kinds; i++) {
-            reset_session(m, 0), s[0].held.n = 0;
-            reset_session(tight, 0), t[0].held.n = 0;
+            forget(&s[0]);
+            forget(&t[0]);
             one_prompt(full ? &t[0] : s, full ? &t[1] : &s[1], name, &choosing[i % 3], i, full ? 80 : 24, end, sum);
         }
     }
+    if (whole) printf("%s, %s: %d prompts, %ld ids with guesses compared\n", name, drafter ? drafter : "no drafter",
+                      n_prompts, compared);
     // The guesses that this rests on were made, and right where they must be.
     for (int g = 0; g < (drafter ? N_GUESSERS : FIRST_DRAFTER); g++) {
         if (g < FIRST_DRAFTER && m->drafter.kind == DRAFTER_DFLASH) continue;
@@ -242,11 +474,12 @@ static void one_model(const char *path, const char *drafter, bool whole) {
               name, sum[g].accepted, sum[g].drafted);
         CHECK(g < FIRST_DRAFTER || sum[g].accepted * 10 > sum[g].drafted * 3 || g >= FIRST_DRAFTER + 2,
               "%s: the drafter was right %d of %d times", name, sum[g].accepted, sum[g].drafted);
-        CHECK(g != 4 || sum[g].accepted * 10 < sum[g].drafted * 9, "%s: the spoilt table was right %d of %d times", name,
-              sum[g].accepted, sum[g].drafted);
+        CHECK(g != 4 || sum[g].accepted * 10 < sum[g].drafted * 9, "%s: the spoilt table was right %d of %d times",
+              name, sum[g].accepted, sum[g].drafted);
     }
     in_company(m, s, name, n);
-    for (int k = 0; k < 3; k++) session_close(&s[k]);
+    if (m->drafter.kind != DRAFTER_DFLASH) in_distribution(s, name, 1, whole ? 100000 : 4000, whole);
+    for (int k = 0; k < n_seqs; k++) session_close(&s[k]);
     for (int k = 0; k < 2; k++) session_close(&t[k]);
     tok_free(&tok);
     free_model(m), free_model(tight);
@@ -255,7 +488,7 @@ static void one_model(const char *path, const char *drafter, bool whole) {
 
 // What takes the emulated GPU seconds: a prompt that the model repeats, without guesses and with those of its own text.
 static void few_ids(const char *path) {
-    Model *m = open_model(path, NULL, 256);
+    Model *m = open_model(path, NULL, 256, 2);
     Tokenizer tok;
     Session s[2];
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
@@ -288,7 +521,13 @@ static void test_loops(void) {
 }
 
 int main(int argc, char **argv) {
+    static const struct { const char *name, *model, *drafter; } pairs[] = {
+        { "mtp", "models/gemma4-mini-q8_0.gguf", "models/gemma4-mini-mtp-q8_0.gguf" },
+        { "dflash", "models/gemma4-mini-q8_0.gguf", "models/gemma4-mini-dflash-q8_0.gguf" },
+        { "e", "models/gemma4-mini-e-q8_0.gguf", NULL },
+    };
     const bool whole = getenv("LONG") && strcmp(getenv("LONG"), "0"), few = argc > 1 && !strcmp(argv[1], "-few");
+    start_threads(1);                                  // as many as pay for models this small
     on_gpu = few;
     test_loops();
     if (few && gpu_ops()) few_ids("models/gemma4-mini-e-q8_0.gguf");
@@ -298,9 +537,11 @@ int main(int argc, char **argv) {
             SKIP("no GPU: text with guesses on the CUDA backend");
             break;
         }
-        one_model("models/gemma4-mini-q8_0.gguf", "models/gemma4-mini-mtp-q8_0.gguf", whole);
-        one_model("models/gemma4-mini-q8_0.gguf", "models/gemma4-mini-dflash-q8_0.gguf", whole);
-        one_model("models/gemma4-mini-e-q8_0.gguf", NULL, whole);
+        for (int i = 0; i < 3; i++) {
+            bool wanted = argc < 2;
+            for (int k = 1; k < argc; k++) wanted |= !strcmp(argv[k], pairs[i].name);
+            if (wanted) one_model(pairs[i].model, pairs[i].drafter, whole);
+        }
     }
     return test_done("verify");
 }

@@ -19,10 +19,11 @@ import network as N
 import stories
 import text
 from network import compiled, linear, rms, rope
+from prompts import MEASURED, SHARES, T, prompts
 from tokenizer import BOS, MASK, Tokenizer
 from train import DECAY_LEAN, Optimiser
 
-T, B = 384, 64                                 # ids of a row, rows of a step
+B = 64                                         # rows of a step
 DT = torch.bfloat16
 MTP_STEPS, MTP_CHAIN, MTP_DEPTH = 1100, 5, 8   # trained and measured depth of the chain
 MTP_WEIGHTS = (1, .85, .7, .55, .45)           # of the losses per depth
@@ -32,50 +33,15 @@ MTP = G.Form("gemma4-mini-mtp", "Gemma 4 mini MTP assistant", "2M", dim=128, n_h
 BLOCK, TAPS = 16, (0, 2, 4)                    # DFlash: ids of a block; target layers whose outputs are read
 D_SLIDING, D_WINDOW, D_HEADS, D_HEAD, D_FFN, D_BASE = (True, True, True, False), 256, 4, 128, 192, 1e6
 
-# Shares of prompts to train on, and the kinds to measure.
-SHARES = {"chat_story": 8, "story": 4, "small_talk": 1, "facts": 2, "needle": 2, "arithmetic": 2, "think": 2, "task": 2,
-          "tool": 3, "code": 1, "edit": 3, "roll": 2, "almanac": 2, "dice": 1}
-MEASURED = [k for k in SHARES if k != "small_talk"]
-
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
-def prompt(tokenizer, rnd, split, kind):
-    """A document cut where the target goes on -> ids, or None when it is too long or belongs to the other split."""
-    d = text.document(rnd, split, kind, max_words=120).replace("\x01", "")
-    if text.MODEL in d:
-        parts = d.split(text.MODEL)
-        j = 1 if rnd() < 0.6 else len(parts) - 1
-        before, after = text.MODEL.join(parts[:j]) + text.MODEL, parts[j]
-        if "<tool_response|>" in after and rnd() < 0.5:
-            at = after.rindex("<tool_response|>") + len("<tool_response|>")
-            before, after = before + after[:at], after[at:]
-        if after.startswith(text.EMPTY_THOUGHT):
-            before, after = before + text.EMPTY_THOUGHT, after[len(text.EMPTY_THOUGHT):]
-        ids, rest = tokenizer.encode(before), tokenizer.encode(after)
-        if split == "draft" and rnd() < 0.35 and len(rest) > 20:
-            ids += rest[:int(rnd() * min(len(rest) - 3, 120))]
-    else:
-        ids = tokenizer.encode(d)
-        ids = before = ids[:4 + int(rnd() * min(50, len(ids) - 5))]
-    by_subject = kind in ("facts", "roll", "almanac")
-    if len(ids) > T - 101 or not by_subject and text.held(str(before), 8) != (split == "draft-eval"):
-        return None
-    return [BOS] + ids
-
-
 def make_prompts(job):
     """-> ids (n, T), cut (n)"""
-    seed, n, split, kinds = job
-    stories.LEAN = DECAY_LEAN
-    tokenizer, rnd = Tokenizer(), random.Random("prompts " + seed).random
-    ids, cut = np.zeros((n, T), np.int64), np.zeros(n, np.int64)
-    r = 0
-    while r < n:
-        p = prompt(tokenizer, rnd, split, kinds[int(rnd() * len(kinds))])
-        if p:
-            ids[r, :len(p)], cut[r] = p, len(p)
-            r += 1
+    rows = prompts(*job)
+    ids, cut = np.zeros((len(rows), T), np.int64), np.zeros(len(rows), np.int64)
+    for r, row in enumerate(rows):
+        ids[r, :len(row)], cut[r] = row, len(row)
     return ids, cut
 
 
