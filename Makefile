@@ -92,7 +92,7 @@ test-programs: $(EMULATOR) $(TESTS)   ## build the test programs without running
 # run: -O1 in place of -O3, which gives the same bits.
 TEST_COMPILE = $(patsubst -g,-g1,$(COMPILE:-O3=-O1))
 # Those that include all of gemma4.c share gguf.h, which takes longest, optimised.
-$(B)/test_cache $(B)/eval_mini $(BENCHES): TEST_COMPILE = $(COMPILE)
+$(BENCHES): TEST_COMPILE = $(COMPILE)
 WHOLE := $(patsubst tests/%.c,$(B)/%,$(shell grep -l '"../gemma4.c"' tests/test_*.c tests/eval_*.c))
 $(WHOLE): $(B)/gguf.o
 $(WHOLE): GGUF = $(B)/gguf.o

@@ -1,8 +1,8 @@
 #!/bin/sh
 # The kernels of gemma4_kernels.cu without a GPU: compiled by g++ and carried out by tests/cuda_on_cpu, whose cuda_runtime.h says
 # what that proves and what it does not. First the emulator itself, with planted faults; then each operation, the sampler, whole
-# models against the CPU backend, the layout of weights, answers whose steps run ahead of the host, and drafts: as far as some two
-# minutes of one core go. LONG=1: all cases of operations, several sessions ahead of the host and in one draft. On a machine with a
+# models against the CPU backend, the layout of weights, text with guesses and drafts: as far as some two minutes of one core
+# go. LONG=1: all cases of operations, every talk whose steps run ahead of the host, several sessions in one draft. On a machine with a
 # GPU the same programs run on it, whole.
 # Environment: BUILD (build), STRICT=1 (a skip fails), LONG=1.
 cd "$(dirname "$0")/.." || exit 1
@@ -52,7 +52,7 @@ one test_sampling -cuda seen position
 one test_cuda -few micro-dense-f16      # its prompts go through cuBLAS too, which takes the emulator a minute
 one test_cuda -few tiny-moe-q4_k_m
 one test_layout
-one test_ahead -cuda $few
+[ -z "$long" ] || one test_ahead -cuda
 one test_verify -few
 one test_draft -few $long
 finish

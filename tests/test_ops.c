@@ -14,7 +14,8 @@
  *   buffers           outputs start as NaN (all bits set) and have guards behind them; inputs must come back unchanged
  *
  * Arguments: the operations to test, for example `build/test_ops attend route`; none: all. -cuda before them: the CUDA backend
- * only; -cuda -few: each fifth case, and not the 100 rows that cuBLAS multiplies. The CPU backend runs each second case, LONG=1: all.
+ * only; -cuda -few: each fifth case, and not the 100 rows that cuBLAS multiplies. The CPU backend runs each second case,
+ * LONG=1: all.
  * TEST_TIMES=1 prints seconds. */
 #define TESTING
 #include "../gemma4.c"
