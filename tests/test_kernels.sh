@@ -49,7 +49,7 @@ few=-few long=
 one emulated/test_emulator
 one test_ops -cuda $few
 one test_sampling -cuda seen position
-one test_cuda -few micro-dense-f16      # its prompts go through cuBLAS too, which takes the emulator a minute
+[ -z "$long" ] || one test_cuda -few micro-dense-f16     # test_draft compares a dense target as well
 one test_cuda -few tiny-moe-q4_k_m
 one test_layout
 [ -z "$long" ] || one test_ahead -cuda
