@@ -3121,7 +3121,7 @@ static int best_depth(const Pace *p, const Odds *o, SpecKind who, int most, int 
 
 // Credit is counted in plain steps. Each step earns a share of one, by which text that nobody can guess may become slower; guesses
 // earn what they save and pay what they cost. Text gets more at first: it was watched before.
-static const double credit_of_step = 0.015, credit_first = 0.25, credit_first_text = 1, credit_most = 8;
+static const double credit_of_step = 0.015, credit_first = 0.8, credit_first_text = 1, credit_most = 8;
 enum { DRAFTED_MOST = 256,    // steps with guesses, after which one goes without, to see how long those take
        DOUBT_MOST = 8 };
 

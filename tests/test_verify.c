@@ -468,8 +468,9 @@ static void one_model(const char *path, const char *drafter, bool whole) {
     // The guesses that this rests on were made, and right where they must be.
     for (int g = 0; g < (drafter ? N_GUESSERS : FIRST_DRAFTER); g++) {
         if (g < FIRST_DRAFTER && m->drafter.kind == DRAFTER_DFLASH) continue;
-        CHECK(g <= 2 || g == 5 || sum[g].drafted > 0, "%s: guesser %d has guessed nothing", name, g);
-        CHECK(g <= 2 || g == 5 || sum[g].accepted > 0, "%s: guesser %d was never right", name, g);
+        const bool may_rest = g <= 2 || guessers[g].drafting.kind == SPEC_AUTO;        // auto need not guess on every machine
+        CHECK(may_rest || sum[g].drafted > 0, "%s: guesser %d has guessed nothing", name, g);
+        CHECK(may_rest || sum[g].accepted > 0, "%s: guesser %d was never right", name, g);
         CHECK(g != 3 || sum[g].accepted * 10 > sum[g].drafted * 7, "%s: the table that knows was right %d of %d times",
               name, sum[g].accepted, sum[g].drafted);
         CHECK(g < FIRST_DRAFTER || sum[g].accepted * 10 > sum[g].drafted * 3 || g >= FIRST_DRAFTER + 2,
