@@ -5322,7 +5322,8 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
                        .port = (int)f->port, .max_queue = (int)f->queue, .timeout = (int)f->timeout,
                        .max_body = (size_t)f->max_body << 20, .n_predict = (int)f->n_predict,
                        .think_budget = (int)f->think_budget, .think = f->think, .fixed_seed = !isnan(f->seed),
-                       .chunk = (int)f->chunk, .session_dir = f->session_dir, .session_disk = (size_t)f->session_disk << 20, .log_text = f->log_text,
+                       .chunk = (int)f->chunk, .session_dir = f->session_dir,
+                       .session_disk = (size_t)f->session_disk << 20, .log_text = f->log_text,
                        .cache_ram = f->cache_ram < 0 ? free_bytes / 8 : (size_t)f->cache_ram << 20 };
     if (s.api_key && !*s.api_key) die("%s: expected a key, got an empty one", key ? "--api-key-file" : "--api-key");
     if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
@@ -5347,11 +5348,72 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
     free(m);
 }
 
+// Verbs that need neither a backend nor a plan. -> whether it was one of them
+static bool run_file_verb(const Flags *f) {
+    if (f->verb == TOKENIZE) {
+        size_t n;
+        char *text = read_prompt(f, &n);
+        if (!text) die_without_prompt(f);
+        if (f->plain && f->special) die("--special: expected one of --plain and --special");
+        verb_tokenize(f->model, text, n, f->plain ? TOK_PLAIN : f->special ? TOK_SPECIAL : TOK_USER_DEFINED);
+        free(text);
+    } else if (f->verb == DETOKENIZE) {
+        if (!f->ids) die("--ids: expected token ids; try --ids \"2 105 2364\"");
+        verb_detokenize(f->model, f->ids);
+    } else if (f->verb == QUANTIZE) {
+        if (!f->type) die("quantize: expected three names, IN OUT.gguf TYPE");
+        verb_quantize(f->model, f->target, f->type);
+    } else return false;
+    return true;
+}
+
+static PlanOptions plan_options(const Flags *f) {
+    PlanOptions o = { .n_seqs = 1, .n_batch = BATCH_FIT, .n_logits = 1, .memory = (size_t)(f->memory * (1 << 30)) };
+    if (f->scorer && !f->compress) die("--scorer: it scores tokens for --compress; try --compress 0.2");
+    if (f->scorer && access(f->scorer, R_OK)) die("--scorer: %s: %s", f->scorer, strerror(errno));    // opened later
+    o.scores = f->compress && !f->scorer;
+    o.n_ctx = f->n_ctx < 0 ? 0 : f->n_ctx > 0 ? (int)f->n_ctx : CTX_FIT;
+    o.k_type = parse_kv_type("-ctk", f->k_type, f->verb == LOGITS || f->verb == CHECK ? KV_F32 : KV_F16);
+    o.v_type = parse_kv_type("-ctv", f->v_type, o.k_type);
+    o.ring_type = parse_kv_type("--kv-swa", f->ring_type, KV_F32);
+    if (f->ring_type && o.ring_type == KV_F32 && o.k_type != KV_F32)
+        die("--kv-swa: expected f32 only with -ctk f32, got -ctk %s; try --kv-swa f16", kv_names[o.k_type]);
+    o.tail = (int)f->tail;
+    o.pflash = (float)f->pflash;
+    o.pflash_density = (float)f->pflash_density / 100;
+    o.pflash_from = o.pflash_density ? 0 : (int)f->pflash_from;
+    if (f->kv_layout && strcmp(f->kv_layout, "tied") && strcmp(f->kv_layout, "untied"))
+        die("--kv-layout: expected tied or untied, got '%s'", f->kv_layout);
+    o.untied = f->kv_layout && !strcmp(f->kv_layout, "untied");
+    return o;
+}
+
+static void run_bench(const Flags *f, const Ops *ops, PlanOptions o) {
+    BenchOptions b = { .prompts = parse_list("-p", f->prompts, 512), .generated = parse_list("-n", f->generated, 128),
+                       .rows = parse_list("--rows", f->rows, 0), .depths = parse_list("-d", f->depths, 0),
+                       .n_runs = (int)f->n_runs, .forced = parse_forced(f) };
+    if (f->fill && strcmp(f->fill, "prompt") && strcmp(f->fill, "random"))
+        die("--fill: expected prompt or random, got '%s'", f->fill);
+    b.random_fill = f->fill && !strcmp(f->fill, "random");
+    if (f->out && strcmp(f->out, "md") && strcmp(f->out, "csv") && strcmp(f->out, "json"))
+        die("-o: expected md, csv or json, got '%s'", f->out);
+    b.format = !f->out || !strcmp(f->out, "md") ? BENCH_MD : !strcmp(f->out, "csv") ? BENCH_CSV : BENCH_JSON;
+    if (f->force) o.draft_depth = b.forced.depth;
+    verb_bench(f->model, ops, o, &b);
+}
+
+static void run_logits(const Flags *f, const Ops *ops, PlanOptions o) {
+    if (!f->ids) die("--ids: expected a file of token ids");
+    if (!f->out) die("-o: expected a file for the logits");
+    verb_logits(f->model, ops, o, f->ids, f->out, f->dump, f->check_tensors);
+}
+
 int main(int argc, char **argv) {
     Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
                 .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5, .port = 8080, .parallel = 1, .queue = 64,
                 .timeout = 3600, .max_body = 16, .cache_ram = -1, .session_disk = 65536,
                 .pflash_from = 16384, .n_needles = 1 };
+    int status = 0;
     parse_flags(&f, argc, argv);
     if (f.help) {
         print_help();
@@ -5372,86 +5434,26 @@ int main(int argc, char **argv) {
     if (*(const uint8_t *)&one != 1) die("this program needs a little-endian machine");
     if (!f.model) die("expected a model file; try gemma4 MODEL.gguf -p \"Hello\", or --help");
     if (!(f.verb & (TOKENIZE | DETOKENIZE | PLAN))) start_threads((int)f.n_threads);
-    switch (f.verb) {
-    case TOKENIZE: {
-        size_t n;
-        char *text = read_prompt(&f, &n);
-        if (!text) die_without_prompt(&f);
-        if (f.plain && f.special) die("--special: expected one of --plain and --special");
-        verb_tokenize(f.model, text, n, f.plain ? TOK_PLAIN : f.special ? TOK_SPECIAL : TOK_USER_DEFINED);
-        free(text);
-        return 0;
-    }
-    case DETOKENIZE:
-        if (!f.ids) die("--ids: expected token ids; try --ids \"2 105 2364\"");
-        verb_detokenize(f.model, f.ids);
-        return 0;
-    case QUANTIZE:
-        if (!f.type) die("quantize: expected three names, IN OUT.gguf TYPE");
-        verb_quantize(f.model, f.target, f.type);
-        return 0;
-    default: break;
-    }
-    PlanOptions o = { .n_seqs = 1, .n_batch = BATCH_FIT, .n_logits = 1, .memory = (size_t)(f.memory * (1 << 30)) };
-    if (f.scorer && !f.compress) die("--scorer: it scores tokens for --compress; try --compress 0.2");
-    if (f.scorer && access(f.scorer, R_OK)) die("--scorer: %s: %s", f.scorer, strerror(errno));       // opened later
-    o.scores = f.compress && !f.scorer;
-    o.n_ctx = f.n_ctx < 0 ? 0 : f.n_ctx > 0 ? (int)f.n_ctx : CTX_FIT;
-    o.k_type = parse_kv_type("-ctk", f.k_type, f.verb == LOGITS || f.verb == CHECK ? KV_F32 : KV_F16);
-    o.v_type = parse_kv_type("-ctv", f.v_type, o.k_type);
-    o.ring_type = parse_kv_type("--kv-swa", f.ring_type, KV_F32);
-    if (f.ring_type && o.ring_type == KV_F32 && o.k_type != KV_F32)
-        die("--kv-swa: expected f32 only with -ctk f32, got -ctk %s; try --kv-swa f16", kv_names[o.k_type]);
-    o.tail = (int)f.tail;
-    o.pflash = (float)f.pflash;
-    o.pflash_density = (float)f.pflash_density / 100;
-    o.pflash_from = o.pflash_density ? 0 : (int)f.pflash_from;
-    if (f.kv_layout && strcmp(f.kv_layout, "tied") && strcmp(f.kv_layout, "untied"))
-        die("--kv-layout: expected tied or untied, got '%s'", f.kv_layout);
-    o.untied = f.kv_layout && !strcmp(f.kv_layout, "untied");
-    if (f.verb == GENERATE) {
-        const int status = verb_generate(&f, ops, o);
-        free(f.stops.text);
-        free(f.biases.text);
-        return status;
-    }
-    if (f.verb == SERVE) {
-        verb_serve(&f, ops, o);
-        return 0;
-    }
+    if (run_file_verb(&f)) return 0;
+
+    PlanOptions o = plan_options(&f);
     if (f.against && strcmp(f.against, "cpu") && strcmp(f.against, "reference"))
         die("--against: expected cpu or reference, got '%s'", f.against);
-    if (f.verb == CHECK)
-        return verb_check(f.model, ops, f.against && !strcmp(f.against, "reference") ? reference_ops() : cpu_ops(), o);
+    const Ops *judge = f.against && !strcmp(f.against, "reference") ? reference_ops() : cpu_ops();
     if (f.verb & (PLAN | BENCH) && f.drafter) plan_drafting(&f, &o, 1);
-    if (f.verb == BENCH && f.force) o.draft_depth = parse_forced(&f).depth;
-    if (f.verb == PLAN) {
-        verb_plan(f.model, ops, o);
-        return 0;
+    switch (f.verb) {
+    case SERVE: verb_serve(&f, ops, o); break;
+    case PLAN:  verb_plan(f.model, ops, o); break;
+    case BENCH: run_bench(&f, ops, o); break;
+    case NIAH:  run_niah(&f, ops, o); break;
+    case CHECK: status = verb_check(f.model, ops, judge, o); break;
+    case PPL:   status = run_ppl(&f, ops, o); break;
+    case LOGITS: run_logits(&f, ops, o); break;
+    default:    status = verb_generate(&f, ops, o);
     }
-    if (f.verb == PPL) return run_ppl(&f, ops, o);
-    if (f.verb == NIAH) {
-        run_niah(&f, ops, o);
-        return 0;
-    }
-    if (f.verb == BENCH) {
-        BenchOptions b = { .prompts = parse_list("-p", f.prompts, 512), .generated = parse_list("-n", f.generated, 128),
-                           .rows = parse_list("--rows", f.rows, 0), .depths = parse_list("-d", f.depths, 0),
-                           .n_runs = (int)f.n_runs };
-        b.forced = parse_forced(&f);
-        if (f.fill && strcmp(f.fill, "prompt") && strcmp(f.fill, "random"))
-            die("--fill: expected prompt or random, got '%s'", f.fill);
-        b.random_fill = f.fill && !strcmp(f.fill, "random");
-        if (f.out && strcmp(f.out, "md") && strcmp(f.out, "csv") && strcmp(f.out, "json"))
-            die("-o: expected md, csv or json, got '%s'", f.out);
-        b.format = !f.out || !strcmp(f.out, "md") ? BENCH_MD : !strcmp(f.out, "csv") ? BENCH_CSV : BENCH_JSON;
-        verb_bench(f.model, ops, o, &b);
-        return 0;
-    }
-    if (!f.ids) die("--ids: expected a file of token ids");
-    if (!f.out) die("-o: expected a file for the logits");
-    verb_logits(f.model, ops, o, f.ids, f.out, f.dump, f.check_tensors);
-    return 0;
+    free(f.stops.text);
+    free(f.biases.text);
+    return status;
 }
 #endif
 
