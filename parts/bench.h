@@ -60,7 +60,7 @@ static void bench_forced(Bench *b, int n) {
     double began = 0;
     b->draft_seconds = b->verify_seconds = 0;
     b->n_passes = b->n_made = 0;
-    for (int pass = 0; b->n_made < n; pass++) {        // the first has no drafts yet, and is not counted
+    for (int pass = 0; b->n_made < n; pass++) {        // the first has no drafts yet: it makes one token, and is no pass
         int right = 0;
         while (pass && right < depth && random_unit(3, pass * DRAFT_MAX + right) < b->forced.share[right]) right++;
         for (int r = 0; r <= depth; r++) m->chunk[r] = (StepRow){ .token = pass ? FED : b->ids[0], .want = true };
@@ -72,8 +72,9 @@ static void bench_forced(Bench *b, int n) {
         if (pass) {
             b->verify_seconds += v->verified - began;
             b->draft_seconds += v->drafted - v->verified;
-            b->n_made += 1 + right, b->n_passes++;
+            b->n_passes++;
         }
+        b->n_made += 1 + right;
         began = v->drafted;
     }
 }
@@ -264,7 +265,7 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
         { "resident_bytes", (double)resident_memory() }, { "n_verify", r->kind == VERIFY_TEST ? r->n : 0 },
         { "launches_per_step", r->per_step }, { "joules_per_token", r->joules }, { "device_bytes", (double)device_memory(b) },
         { "n_drafted", r->kind == FORCED_TEST ? b->forced.depth : 0 },
-        { "forced_tokens_per_step", r->kind == FORCED_TEST ? (double)b->n_made / b->n_passes : 0 },
+        { "forced_tokens_per_step", r->kind == FORCED_TEST ? (double)(b->n_made - 1) / b->n_passes : 0 },
         { "draft_ms", r->kind == FORCED_TEST ? 1e3 * b->draft_seconds / b->n_passes : 0 },
         { "verify_ms", r->kind == FORCED_TEST ? 1e3 * b->verify_seconds / b->n_passes : 0 },
         { "pflash_alpha", m->options.pflash }, { "pflash_forced", m->options.pflash_density }, { "pflash_density", r->density } };
@@ -332,7 +333,7 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
     else print_fields(b, o, &r, first);
     if (o->format == BENCH_MD && kind == FORCED_TEST)
         fprintf(stderr, "# forced: %d drafted a step, %.2f tokens made; %.3f ms to draft, %.3f ms to verify\n", b->forced.depth,
-                (double)b->n_made / b->n_passes, 1e3 * b->draft_seconds / b->n_passes, 1e3 * b->verify_seconds / b->n_passes);
+                (double)(b->n_made - 1) / b->n_passes, 1e3 * b->draft_seconds / b->n_passes, 1e3 * b->verify_seconds / b->n_passes);
     flush_output();
     free(speed);
 }
@@ -365,8 +366,9 @@ static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const B
     bench.ids = alloc_or_die(o.n_ctx, sizeof *bench.ids);
     for (int i = 0; i < o.n_ctx; i++) bench.ids[i] = (int32_t)(random_unit(1, i) * (float)m->config.vocab);
     bench.rings = alloc_or_die(copy_rings(m, 0, NULL, COPY_OUT), 1);
-    for (int k = 0; k < b->prompts.count; k++) {       // every number of rows has products of its own, to be found or loaded
-        bench_run(&bench, b->prompts.n[k], PROMPT_TEST, "warming up");
+    for (int k = 0; k < b->prompts.count; k++) {       // every number of rows has products of its own, to be found or loaded:
+        const int n = b->prompts.n[k], batch = m->options.n_batch;     // a whole chunk and the last one
+        bench_run(&bench, n > 2 * batch ? batch + 1 + (n - 1) % batch : n, PROMPT_TEST, "warming up");
         set_length(m, 0, 0);
     }
     bench_run(&bench, min_int(longest, 4), GENERATE_TEST, NULL);

@@ -8,7 +8,7 @@
 # ARRIVING_LANES=32 (gemma4_kernels.cu [5])
 #   tests/sanitize.sh [TOOL ...]
 # Environment: BUILD (build), JOBS (processors, 16 at most), LOGS (a new folder: one log per process), LIMIT (1200 seconds for a
-# process). Where there are several GPUs, all are used.
+# process). All GPUs are used, or those in CUDA_VISIBLE_DEVICES.
 cd "$(dirname "$0")/.." || exit 1
 export BUILD="${BUILD:-build}" LOGS="${LOGS:-$(mktemp -d)}" LIMIT="${LIMIT:-1200}"
 jobs=${JOBS:-$(nproc | awk '{ print $1 > 16 ? 16 : $1 }')}
@@ -19,7 +19,7 @@ if [ "$1" = -one ]; then                # -one TOOL PROGRAM ARGUMENTS...: one pr
     log=$LOGS/$(echo "$tool $*" | sed "s#$BUILD/##" | tr -c 'a-zA-Z0-9\n' _).log
     start=$(date +%s)
     n=$(nvidia-smi -L 2>/dev/null | wc -l)
-    [ "$n" -gt 1 ] && export CUDA_VISIBLE_DEVICES=$((SLOT % n))
+    [ "$n" -gt 1 ] && [ -z "$CUDA_VISIBLE_DEVICES" ] && export CUDA_VISIBLE_DEVICES=$((SLOT % n))
     [ "$tool" = racecheck ] && set -- --kernel-name-exclude kns=copy_words_kernel "$@"
     timeout "$LIMIT" compute-sanitizer --tool "$tool" --error-exitcode 99 "$@" >"$log" 2>&1
     status=$? result=FAILED
