@@ -92,6 +92,16 @@ get /health
 ok "health is ok" has out '{"status":"ok"}'
 get /v1/models
 ok "the model is called as its file" has out '"id":"gemma4-mini-q8_0"'
+cp "$tmp/out" "$tmp/a"
+get /v1/models/gemma4-mini-q8_0
+ok "and told by its name" grep -qF "$(cat "$tmp/out")" "$tmp/a"
+get /v1/models/gemma5
+ok "another name: 404" is 404
+ok "which clients know" has out '"param":"model","code":"model_not_found"'
+get /v1/models -H "anthropic-version: 2023-06-01"
+ok "in Anthropic's form where that is asked for" has out '{"data":[{"type":"model","id":"gemma4-mini-q8_0","display_name":'
+get /v1/models/gemma5 -H "anthropic-version: 2023-06-01"
+ok "also its error" has out '{"type":"error","error":{"type":"not_found_error",'
 get /props
 ok "props tell the sessions" has out '"total_slots":3'
 get /slots
@@ -142,6 +152,27 @@ text content out >"$tmp/b"
 ok "a seed gives the same text again" same a b
 ask $chat "{$user,\"max_tokens\":3,\"temperature\":0,\"logprobs\":true,\"top_logprobs\":2}"
 ok "probabilities of each token" [ "$(grep -o '"top_logprobs"' "$tmp/out" | wc -l)" -eq 3 ]
+twelve='"prompt":"Once upon a time","temperature":0,"max_tokens":12'
+ask /v1/completions "{$twelve,\"logprobs\":2,\"stop\":\" little\"}"
+ok "/v1/completions: probabilities in its own form" has out '"text":", there was a","logprobs":{"tokens":[","," there"," was"," a"],"token_logprobs":[-'
+ok "/v1/completions: the likeliest by name" grep -q '"top_logprobs":\[{",":-[^,]*,"[^"]*":-[^,]*},{" there":-' "$tmp/out"
+ok "/v1/completions: where each begins, but for a stop string" has out '"text_offset":[0,1,7,11]}'
+ask /v1/completions "{$twelve,\"logprobs\":2}"
+list() { grep -oE "\"$1\":\[[^]]*" "$tmp/out" | sed 's/.*\[//' | paste -s -d , -; }
+list tokens >"$tmp/a"
+list top_logprobs >>"$tmp/a"
+list text_offset >>"$tmp/a"
+ask /v1/completions "{$twelve,\"logprobs\":2,\"stream\":true}" -N
+list tokens >"$tmp/b"
+list top_logprobs >>"$tmp/b"
+list text_offset >>"$tmp/b"
+ok "/v1/completions: the same as a stream" same a b
+ask /v1/completions "{$twelve,\"logprobs\":0,\"temperature\":3,\"top_k\":0,\"seed\":1}"
+ok "/v1/completions: logprobs 0 is the token's own" grep -q '"token_logprobs":\[-[^]]*\],"top_logprobs":null,' "$tmp/out"
+ask /v1/completions "{$twelve,\"logprobs\":1,\"temperature\":3,\"top_k\":0,\"seed\":1}"
+ok "/v1/completions: one that is not likeliest is there beside it" grep -q '"top_logprobs":\[[^]]*{"[^"]*":[^,]*,"[^"]*":-[0-9.]*}' "$tmp/out"
+ask /v1/completions '{"prompt":"a","temperature":0,"max_tokens":2,"logprobs":1,"logit_bias":{"478":100}}'        # the byte f0
+ok "/v1/completions: a part of a character by its bytes" has out '"tokens":["bytes:\\xf0","bytes:\\xf0"]'
 ask $chat "{$user,\"max_tokens\":3,\"temperature\":0,\"logit_bias\":{\"834\":-100}}"
 ok "a bias changes the text" lacks out '"content":"Once'
 ask $chat "{$user,\"max_tokens\":3,\"temperature\":0}"
@@ -260,6 +291,11 @@ ask $chat "{$user,\"max_tokens\":1,\"samplers\":\"top_k;top_p\",\"typical_p\":1,
 ok "what clients send that changes nothing" is 200
 refused "a schema" 400 "response_format" $chat "{$user,\"response_format\":{\"type\":\"json_schema\"}}"
 refused "a forced call" 400 "tool_choice" $chat "{$user,\"tool_choice\":\"required\"}"
+refused "logprobs true where a number belongs" 400 "0 to 5" /v1/completions '{"prompt":"a","logprobs":true}'
+refused "logprobs 6" 400 "0 to 5" /v1/completions '{"prompt":"a","logprobs":6}'
+refused "logprobs 1.5" 400 "0 to 5" /v1/completions '{"prompt":"a","logprobs":1.5}'
+refused "logprobs -1" 400 '"param":"logprobs"' /v1/completions '{"prompt":"a","logprobs":-1}'
+refused "logprobs 1 where true belongs" 400 "true or false" $chat "{$user,\"logprobs\":1}"
 refused "ids out of range" 400 "prompt[1]" /v1/completions '{"prompt":[2,4096]}'
 refused "two prompts" 400 "several" /v1/completions '{"prompt":["a","b"]}'
 refused "no tokens" 400 "tokens" /detokenize "{}"
