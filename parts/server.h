@@ -26,6 +26,31 @@ typedef struct {
     bool        log_text;              // the log has prompts and answers too
 } ServeOptions;
 
+// Where answers are under way, a round that runs rows of a prompt too should take at most SHARE_MOST times what one without takes.
+// How many rows that are is found by trying, from what rounds take; now and then one goes without, to see what that is.
+typedef struct {
+    int    rows;              // of a prompt in the next such round
+    int    n;                 // such rounds since one went without
+    double plain;             // seconds that one without takes, 0: not known
+} Share;
+
+enum { SHARE_MOST = 3, SHARE_LEAST = 8, SHARE_ROUNDS = 32 };         // no prompt starves: rows that it always gets
+
+static inline bool share_looks(const Share *s) { return s->plain <= 0 || s->n >= SHARE_ROUNDS; }
+
+// A round took `taken` seconds, with rows of a prompt, s->rows, or without any. most: rows that there may be.
+static inline void share_learn(Share *s, bool with, int most, double taken) {
+    if (!with) {
+        const double more = fmin(taken, 2 * s->plain) - s->plain;    // now and then a round does something else
+        s->plain += s->plain > 0 ? more * (more > 0 ? 0.25 : 0.5) : taken;
+        s->n = 0;
+        return;
+    }
+    const double change = 0.9 * SHARE_MOST * s->plain / taken;       // a tenth is left for chance
+    s->rows = min_int(max_int((int)(s->rows * fmin(fmax(change, 0.5), 1.25)), SHARE_LEAST), most);
+    s->n++;
+}
+
 #ifndef USE_MICROHTTPD
 static void need_http(void) {
     die("serve: this build has no HTTP: install libmicrohttpd-dev (Debian, Ubuntu), libmicrohttpd-devel (Fedora) or "
@@ -304,8 +329,8 @@ static bool check_messages(const GgufJson *messages, Fault *f) {
 // A job is a prompt and what has come of it. Jobs wait in line; when a session is free the first one is next, of the
 // clients that have fewest jobs under way. It gets the free session that holds most of its prompt. All sessions that
 // have a job advance together: each round decodes one token of each, and runs one chunk of one long prompt, which take
-// turns. A chunk ends at the same tokens whoever else is served, and decoded rows do not depend on each other, so
-// neither does a text.
+// turns. Where it makes no difference to any bit at which token a chunk ends, answers under way make chunks smaller; else
+// it ends at the same tokens whoever else is served. Decoded rows do not depend on each other, so neither does a text.
 
 typedef struct { TokText name, arguments; char id[40]; } Call;
 typedef struct { TokIds ids; char id[40]; } Replay;                  // a call as the model wrote it
@@ -374,6 +399,9 @@ typedef struct {
     Store           store;             // what they held before
     float          *logits;            // (vocab)
     int             last_prompt;       // slot whose prompt advanced last
+    int             chunk;             // rows of a prompt in a round without answers
+    bool            shares;            // with answers, fewer:
+    Share           share;
     bool            loopback;
     pthread_mutex_t lock;
     Job            *first, **last;     // the queue
@@ -624,20 +652,37 @@ static void admit(Server *srv) {
     }
 }
 
-// The sessions of the next round -> how many.
-static int pick(Server *srv, Session **sessions, Slot **slots) {
+// Whether the tokens at which chunks of prompts end make no difference to any bit: steps of few rows, and on the CPU all,
+// unless rows of larger ones see less.
+static bool chunks_are_free(const Model *m, int chunk) {
+    const PlanOptions *o = &m->options;
+    return chunk <= STEP_ROWS || (m->ops == cpu_ops() && !o->pflash && !o->tail);
+}
+
+typedef enum { ROUND_OTHER, ROUND_PLAIN, ROUND_SHARED } Round;       // answers alone; with s->share.rows rows of a prompt
+
+static bool runs(const Session *s) { return s->answering && !s->ending && !s->cancelled; }
+
+// The sessions of the next round -> how many, and what kind of round it is.
+static int pick(Server *srv, Session **sessions, Slot **slots, Round *round) {
     const int n_seqs = srv->m->options.n_seqs;
     const int after = srv->last_prompt;
-    bool long_one = false;
+    bool long_one = false, answers = false;
     int n = 0;
+    for (int i = 0; i < n_seqs; i++) answers |= runs(&srv->slots[i].s) && !srv->slots[i].s.prompting;
+    const bool shares = srv->shares && answers, looks = shares && share_looks(&srv->share);
+    const int chunk = shares ? srv->share.rows : srv->chunk;
+    *round = shares ? ROUND_PLAIN : ROUND_OTHER;
     for (int k = 1; k <= n_seqs; k++) {
         const int i = (after + k) % n_seqs;
         Slot *slot = &srv->slots[i];
         if (!slot->job) continue;
-        const Session *s = &slot->s;
-        const bool is_long = s->prompting && !s->ending && !s->cancelled &&
-                             (int)s->todo.n - s->at > min_int(s->chunk, STEP_ROWS);
-        if (is_long && long_one) continue;
+        Session *s = &slot->s;
+        const bool is_prompt = runs(s) && s->prompting;
+        const bool is_long = is_prompt && (int)s->todo.n - s->at > min_int(chunk, STEP_ROWS);
+        if ((is_long && long_one) || (is_prompt && looks)) continue;
+        s->chunk = chunk;
+        if (is_prompt) *round = *round == ROUND_PLAIN && next_rows(s) == chunk ? ROUND_SHARED : ROUND_OTHER;
         if (is_long) srv->last_prompt = i;
         long_one |= is_long;
         sessions[n] = &slot->s;
@@ -745,6 +790,7 @@ static void run_engine(Server *srv) {
     Slot *slots[MAX_SESSIONS];
     Event events[MAX_SESSIONS];
     double give_up = INFINITY;
+    Round round;
     for (;;) {
         const double now = seconds();
         if (stop_asked && isinf(give_up)) {
@@ -762,9 +808,11 @@ static void run_engine(Server *srv) {
         }
         pthread_mutex_unlock(&srv->lock);
         admit(srv);
-        const int n = pick(srv, sessions, slots);
+        const int n = pick(srv, sessions, slots, &round);
         if (n) {
+            const double start = seconds();
             sessions_next(sessions, n, events);
+            if (round != ROUND_OTHER) share_learn(&srv->share, round == ROUND_SHARED, srv->chunk, seconds() - start);
             for (int i = 0; i < n; i++) tell(srv, slots[i], &events[i]);
         } else if (stop_asked) {
             break;
@@ -2561,10 +2609,10 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     srv.slots = alloc_or_die((size_t)n_seqs, sizeof *srv.slots);
     srv.logits = alloc_or_die((size_t)m->config.vocab, sizeof *srv.logits);
     srv.replays = alloc_or_die(REPLAYS, sizeof *srv.replays);
-    for (int i = 0; i < n_seqs; i++) {
-        session_open(&srv.slots[i].s, m, t, i);
-        if (o->chunk) srv.slots[i].s.chunk = o->chunk;
-    }
+    for (int i = 0; i < n_seqs; i++) session_open(&srv.slots[i].s, m, t, i);
+    srv.chunk = o->chunk ? o->chunk : m->options.n_batch;
+    srv.shares = chunks_are_free(m, srv.chunk);
+    srv.share.rows = min_int(SHARE_LEAST, srv.chunk);
     open_store(&srv);
     if (getrandom(&srv.salt, sizeof srv.salt, 0) != sizeof srv.salt) srv.salt = (uint64_t)time(NULL);
     name_model(&srv);
