@@ -2365,9 +2365,9 @@ static void respond_fault(Exchange *x) {
     respond(x, x->fault.status, "application/json", &out);
 }
 
-// A name that only this machine has, with or without a port.
-static bool is_local_name(const char *host) {
-    static const char *const names[] = { "localhost", "127.0.0.1", "[::1]" };
+// A name that only this machine has, or the one it was told to listen at, with or without a port.
+static bool is_local_name(const char *host, const char *own) {
+    const char *const names[] = { "localhost", "127.0.0.1", "[::1]", own };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         const size_t n = strlen(names[i]);
         if (!strncasecmp(host, names[i], n) && (!host[n] || host[n] == ':')) return true;
@@ -2386,7 +2386,7 @@ static bool same_key(const char *a, const char *b) {   // takes as long wherever
 // pages of our own origin; and who knows the key.
 static bool check_caller(Exchange *x) {
     const char *host = header(x, "Host"), *origin = header(x, "Origin"), *key = x->srv->o.api_key;
-    if (x->srv->loopback && !(host && is_local_name(host)))
+    if (x->srv->loopback && !(host && is_local_name(host, x->srv->o.host)))
         return refuse(&x->fault, 403, "", "Host: expected localhost or a loopback address");
     if (origin) {
         const char *at = strstr(origin, "://");

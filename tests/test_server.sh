@@ -492,10 +492,13 @@ for turn in $(seq $turns); do
 done
 awk '{ if (NR > 1) { run += $2; new += $1 - before }
        before = $1; ms[NR] = $3 }
-     END { first = (ms[2] + ms[3] + ms[4]) / 3; last = (ms[NR - 2] + ms[NR - 1] + ms[NR]) / 3
-           printf "# an agent: %d turns, %d ids at the end; %d run of %d new ones; to the first token: turns 2 to 4 %.0f ms, last ones %.0f\n",
+     END { for (i = 2; i < 7; i++) {                                   # the least of five: others may use the machine too
+               if (!first || ms[i] < first) first = ms[i]
+               if (!last || ms[NR + 2 - i] < last) last = ms[NR + 2 - i]
+           }
+           printf "# an agent: %d turns, %d ids at the end; %d run of %d new ones; to the first token: turns 2 to 6 %.0f ms, last ones %.0f\n",
                   NR, before, run, new, first, last
-           print (run <= 1.05 * new ? "fine" : "bad"), (last <= 1.5 * first ? "fine" : "bad") }' "$tmp/turns" >"$tmp/agent"
+           print (run <= 1.05 * new ? "fine" : "bad"), (last <= 2 * first ? "fine" : "bad") }' "$tmp/turns" >"$tmp/agent"
 head -n 1 "$tmp/agent"
 ok "an agent: of its prompts little more runs than what is new" grep -q '^fine' "$tmp/agent"
 ok "an agent: it makes calls" [ "$calls" -gt 0 ]
@@ -625,6 +628,16 @@ if [ -n "$nginx" ]; then
     wait "$two" "$proxy"
 else
     skip "two servers behind nginx: it is not here"
+fi
+
+serve other --host 127.0.0.2                                          # Linux has all of 127.0.0.0/8
+if [ -n "$url" ]; then
+    get /health
+    ok "a loopback address of the user's choice may be named" is 200
+    get /health -H "Host: 127.0.0.2.example.com"
+    ok "and no other that begins so" is 403
+    kill -TERM "$pid"
+    wait "$pid"
 fi
 
 # ---- a full queue, a key, the end ----------------------------------------------------------
