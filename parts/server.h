@@ -26,6 +26,31 @@ typedef struct {
     bool        log_text;              // the log has prompts and answers too
 } ServeOptions;
 
+// Where answers are under way, a round that runs rows of a prompt too should take at most SHARE_MOST times what one without takes.
+// How many rows that are is found by trying, from what rounds take; now and then one goes without, to see what that is.
+typedef struct {
+    int    rows;              // of a prompt in the next such round
+    int    n;                 // such rounds since one went without
+    double plain;             // seconds that one without takes, 0: not known
+} Share;
+
+enum { SHARE_MOST = 3, SHARE_LEAST = 8, SHARE_ROUNDS = 32 };         // no prompt starves: rows that it always gets
+
+static inline bool share_looks(const Share *s) { return s->plain <= 0 || s->n >= SHARE_ROUNDS; }
+
+// A round took `taken` seconds, with rows of a prompt, s->rows, or without any. most: rows that there may be.
+static inline void share_learn(Share *s, bool with, int most, double taken) {
+    if (!with) {
+        const double more = fmin(taken, 2 * s->plain) - s->plain;    // now and then a round does something else
+        s->plain += s->plain > 0 ? more * (more > 0 ? 0.25 : 0.5) : taken;
+        s->n = 0;
+        return;
+    }
+    const double change = 0.9 * SHARE_MOST * s->plain / taken;       // a tenth is left for chance
+    s->rows = min_int(max_int((int)(s->rows * fmin(fmax(change, 0.5), 1.25)), SHARE_LEAST), most);
+    s->n++;
+}
+
 #ifndef USE_MICROHTTPD
 static void need_http(void) {
     die("serve: this build has no HTTP: install libmicrohttpd-dev (Debian, Ubuntu), libmicrohttpd-devel (Fedora) or "
@@ -43,7 +68,7 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) { (void)m, (voi
 #include <sys/socket.h>
 
 enum { MAX_CONNECTIONS = 512, IDLE_SECONDS = 30, BODY_SECONDS = 120, KEEP_ALIVE_SECONDS = 10, DRAIN_SECONDS = 30,
-       CLIENT_LEFT = 499, MAX_STOPS = 16, MAX_TOP = 20, REPLAYS = 4096 };
+       CLIENT_LEFT = 499, MAX_STOPS = 16, MAX_TOP = 20, PLAIN_TOP = 5, REPLAYS = 4096 };
 
 static void need_http(void) {}                         // it is here
 
@@ -304,8 +329,8 @@ static bool check_messages(const GgufJson *messages, Fault *f) {
 // A job is a prompt and what has come of it. Jobs wait in line; when a session is free the first one is next, of the
 // clients that have fewest jobs under way. It gets the free session that holds most of its prompt. All sessions that
 // have a job advance together: each round decodes one token of each, and runs one chunk of one long prompt, which take
-// turns. A chunk ends at the same tokens whoever else is served, and decoded rows do not depend on each other, so
-// neither does a text.
+// turns. Where it makes no difference to any bit at which token a chunk ends, answers under way make chunks smaller; else
+// it ends at the same tokens whoever else is served. Decoded rows do not depend on each other, so neither does a text.
 
 typedef struct { TokText name, arguments; char id[40]; } Call;
 typedef struct { TokIds ids; char id[40]; } Replay;                  // a call as the model wrote it
@@ -374,6 +399,9 @@ typedef struct {
     Store           store;             // what they held before
     float          *logits;            // (vocab)
     int             last_prompt;       // slot whose prompt advanced last
+    int             chunk;             // rows of a prompt in a round without answers
+    bool            shares;            // with answers, fewer:
+    Share           share;
     bool            loopback;
     pthread_mutex_t lock;
     Job            *first, **last;     // the queue
@@ -624,20 +652,37 @@ static void admit(Server *srv) {
     }
 }
 
-// The sessions of the next round -> how many.
-static int pick(Server *srv, Session **sessions, Slot **slots) {
+// Whether the tokens at which chunks of prompts end make no difference to any bit: steps of few rows, and on the CPU all,
+// unless rows of larger ones see less.
+static bool chunks_are_free(const Model *m, int chunk) {
+    const PlanOptions *o = &m->options;
+    return chunk <= STEP_ROWS || (m->ops == cpu_ops() && !o->pflash && !o->tail);
+}
+
+typedef enum { ROUND_OTHER, ROUND_PLAIN, ROUND_SHARED } Round;       // answers alone; with s->share.rows rows of a prompt
+
+static bool runs(const Session *s) { return s->answering && !s->ending && !s->cancelled; }
+
+// The sessions of the next round -> how many, and what kind of round it is.
+static int pick(Server *srv, Session **sessions, Slot **slots, Round *round) {
     const int n_seqs = srv->m->options.n_seqs;
     const int after = srv->last_prompt;
-    bool long_one = false;
+    bool long_one = false, answers = false;
     int n = 0;
+    for (int i = 0; i < n_seqs; i++) answers |= runs(&srv->slots[i].s) && !srv->slots[i].s.prompting;
+    const bool shares = srv->shares && answers, looks = shares && share_looks(&srv->share);
+    const int chunk = shares ? srv->share.rows : srv->chunk;
+    *round = shares ? ROUND_PLAIN : ROUND_OTHER;
     for (int k = 1; k <= n_seqs; k++) {
         const int i = (after + k) % n_seqs;
         Slot *slot = &srv->slots[i];
         if (!slot->job) continue;
-        const Session *s = &slot->s;
-        const bool is_long = s->prompting && !s->ending && !s->cancelled &&
-                             (int)s->todo.n - s->at > min_int(s->chunk, STEP_ROWS);
-        if (is_long && long_one) continue;
+        Session *s = &slot->s;
+        const bool is_prompt = runs(s) && s->prompting;
+        const bool is_long = is_prompt && (int)s->todo.n - s->at > min_int(chunk, STEP_ROWS);
+        if ((is_long && long_one) || (is_prompt && looks)) continue;
+        s->chunk = chunk;
+        if (is_prompt) *round = *round == ROUND_PLAIN && next_rows(s) == chunk ? ROUND_SHARED : ROUND_OTHER;
         if (is_long) srv->last_prompt = i;
         long_one |= is_long;
         sessions[n] = &slot->s;
@@ -745,6 +790,7 @@ static void run_engine(Server *srv) {
     Slot *slots[MAX_SESSIONS];
     Event events[MAX_SESSIONS];
     double give_up = INFINITY;
+    Round round;
     for (;;) {
         const double now = seconds();
         if (stop_asked && isinf(give_up)) {
@@ -762,9 +808,11 @@ static void run_engine(Server *srv) {
         }
         pthread_mutex_unlock(&srv->lock);
         admit(srv);
-        const int n = pick(srv, sessions, slots);
+        const int n = pick(srv, sessions, slots, &round);
         if (n) {
+            const double start = seconds();
             sessions_next(sessions, n, events);
+            if (round != ROUND_OTHER) share_learn(&srv->share, round == ROUND_SHARED, srv->chunk, seconds() - start);
             for (int i = 0; i < n; i++) tell(srv, slots[i], &events[i]);
         } else if (stop_asked) {
             break;
@@ -797,11 +845,13 @@ struct Exchange {             // a request and its answer
     struct MHD_Connection *connection;
     const char *method;
     const struct Endpoint *route;        // NULL: there is none
+    char        rest[256];             // of the path, behind a route that takes a name
     TokText     body;
     bool        too_large, answered;
     Fault       fault;
     int         status;
     double      started;               // seconds()
+    size_t      created;               // time() then
     Tokenizer   t;                     // our own copy: see tokenizer.h
     char        id[40];
     const Api  *api;
@@ -811,6 +861,7 @@ struct Exchange {             // a request and its answer
     TokText     out;                   // what is to be sent, from byte `at` on
     size_t      at, content, thought;  // bytes of the answer that are in it
     int         n_calls, n_likely, run;
+    size_t      chars;                 // of the text that tokens 0 .. n_likely - 1 are, where a form counts them
     bool        begun, ended;
     const char *block;                 // of a dialect: the kind of block that is open, NULL: none is
     int         n_blocks, n_events;
@@ -869,7 +920,7 @@ static void put_call(TokText *out, const Call *call) {
 }
 
 static void put_head(TokText *out, const Exchange *x, const char *object) {
-    put(out, "'id':%s,'object':%s,'created':%z,'model':%s", x->id, object, (size_t)time(NULL), x->srv->name);
+    put(out, "'id':%s,'object':%s,'created':%z,'model':%s", x->id, object, x->created, x->srv->name);
 }
 
 // ---- /v1/chat/completions ----
@@ -1103,15 +1154,87 @@ static const Api chat_api = { "chatcmpl-", NULL, chat_ask, chat_begin, chat_text
 
 static void plain_begin(Exchange *x) { (void)x; }
 
+static size_t n_chars(TokStr s) {                      // a broken one counts where it begins
+    size_t n = 0;
+    for (size_t i = 0; i < s.n; i++) n += ((unsigned char)s.s[i] & 0xC0) != 0x80;
+    return n;
+}
+
+// A token's text as a string; part of a character as its bytes, bytes:\xe2\x82.
+static void put_piece(TokText *out, TokStr piece) {
+    TokText bytes = { 0 };
+    uint32_t cp;
+    int n = 1;
+    for (size_t i = 0; i < piece.n && n > 0; i += (size_t)n)
+        n = tok__utf8((const unsigned char *)piece.s + i, piece.n - i, &cp);
+    append(&bytes, "bytes:", 6);
+    for (size_t i = 0; n <= 0 && i < piece.n; i++) {
+        char hex[8];
+        append(&bytes, hex, (size_t)snprintf(hex, sizeof hex, "\\x%02x", (unsigned char)piece.s[i]));
+    }
+    put(out, "%t", n > 0 ? piece : text_of(&bytes));
+    tok_text_free(&bytes);
+}
+
+// The likeliest tokens by their text, and the one that was chosen. Of those of one text the likeliest.
+static void put_plain_top(TokText *out, const Tokenizer *t, const Likely *l) {
+    put(out, "{");
+    for (int k = 0; k <= l->n_top; k++) {
+        const TokStr piece = tok_piece(t, k < l->n_top ? l->top[k] : l->id, true);
+        bool said = false;
+        for (int i = 0; i < k; i++) {
+            const TokStr other = tok_piece(t, l->top[i], true);
+            said |= other.n == piece.n && !memcmp(other.s, piece.s, piece.n);
+        }
+        if (said) continue;
+        put(out, k ? "," : "");
+        put_piece(out, piece);
+        put(out, ":%f", (double)(k < l->n_top ? l->top_logprob[k] : l->logprob));
+    }
+    put(out, "}");
+}
+
+// Probabilities of the tokens that follow, as far as their text has come: a stop string's are left out.
+static void put_plain_likely(TokText *out, Exchange *x, TokStr text) {
+    const Job *job = x->job;
+    const Likely *l = job->likely + x->n_likely;
+    const size_t end = n_chars(text);
+    TokText offsets = { 0 };
+    int n = 0;
+    if (job->n_top < 0) {
+        put(out, "null");
+        return;
+    }
+    for (; x->n_likely + n < job->n_likely; n++) {
+        const size_t chars = n_chars(tok_piece(&x->t, l[n].id, false));        // 0: the rest of one
+        if (x->chars >= end && chars) break;
+        put(&offsets, n ? ",%z" : "%z", x->chars);
+        x->chars += chars;
+    }
+    put(out, "{'tokens':[");
+    for (int i = 0; i < n; i++) {
+        put(out, i ? "," : "");
+        put_piece(out, tok_piece(&x->t, l[i].id, true));
+    }
+    put(out, "],'token_logprobs':[");
+    for (int i = 0; i < n; i++) put(out, i ? ",%f" : "%f", (double)l[i].logprob);
+    put(out, job->n_top ? "],'top_logprobs':[" : "],'top_logprobs':null");
+    for (int i = 0; job->n_top && i < n; i++) {
+        put(out, i ? "," : "");
+        put_plain_top(out, &x->t, &l[i]);
+    }
+    put(out, job->n_top ? "],'text_offset':[%r]}" : ",'text_offset':[%r]}", text_of(&offsets));
+    x->n_likely += n;
+    tok_text_free(&offsets);
+}
+
 static void plain_text(Exchange *x, TokStr thought, TokStr content) {
     (void)thought;
     if (!content.n) return;
     put(&x->out, "data: {");
     put_head(&x->out, x, "text_completion");
     put(&x->out, ",'choices':[{'index':0,'text':%t,'logprobs':", content);
-    if (x->job->n_top >= 0) put_likely(&x->out, x, x->n_likely);
-    else put(&x->out, "null");
-    x->n_likely = x->job->n_likely;
+    put_plain_likely(&x->out, x, (TokStr){ x->job->content.s, x->content + content.n });
     put(&x->out, ",'finish_reason':null}]}\n\n");
 }
 
@@ -1129,8 +1252,7 @@ static void plain_whole(Exchange *x, TokText *out) {
     put(out, "{");
     put_head(out, x, "text_completion");
     put(out, ",'choices':[{'index':0,'text':%t,'logprobs':", text_of(&job->content));
-    if (job->n_top >= 0) put_likely(out, x, 0);
-    else put(out, "null");
+    put_plain_likely(out, x, text_of(&job->content));
     put(out, ",'finish_reason':%s}],", finish_text(job));
     put_usage(out, job);
     put(out, ",");
@@ -1174,12 +1296,11 @@ static bool plain_ask(Exchange *x, const Request *r) {
     } else {
         return refuse(&x->fault, 400, "prompt", "prompt: expected a string or a list of token ids");
     }
-    int64_t n_top;
-    if (r->logprobs.type == GGUF_J_TRUE) job->n_top = isnan(r->top_logprobs) ? 0 : (int)r->top_logprobs;
-    else if (r->logprobs.type == GGUF_J_NUMBER && gguf_json_int(&r->logprobs, 0, MAX_TOP, &n_top))
-        job->n_top = (int)n_top;
-    else if (is_given(&r->logprobs) && r->logprobs.type != GGUF_J_FALSE)
-        return refuse(&x->fault, 400, "logprobs", "logprobs: expected 0 to %d", MAX_TOP);
+    int64_t n_top = -1;
+    if (is_given(&r->logprobs) &&
+        (r->logprobs.type != GGUF_J_NUMBER || !gguf_json_int(&r->logprobs, 0, PLAIN_TOP, &n_top)))
+        return refuse(&x->fault, 400, "logprobs", "logprobs: expected a whole number from 0 to %d", PLAIN_TOP);
+    job->n_top = (int)n_top;
     return true;
 }
 
@@ -1850,7 +1971,7 @@ static void put_response(TokText *out, const Exchange *x, bool done) {
     const Turn *t = &job->turn;
     int n = 0;
     put(out, "{'id':%s,'object':'response','created_at':%z,'model':%s,'status':%s,'error':null", x->id,
-        (size_t)time(NULL), x->srv->name, !done ? "in_progress" : is_cut(job) ? "incomplete" : "completed");
+        x->created, x->srv->name, !done ? "in_progress" : is_cut(job) ? "incomplete" : "completed");
     put(out, ",'incomplete_details':");
     put(out, done && is_cut(job) ? "{'reason':'max_output_tokens'}" : "null");
     put(out, ",'parallel_tool_calls':true,'store':false,'tools':[],'output':[");
@@ -1979,6 +2100,12 @@ static void route_responses(Exchange *x) { complete(x, &responses_api); }
 
 // ==== [6] Other endpoints ============================================================================================
 
+static const char *header(const Exchange *x, const char *name) {
+    return MHD_lookup_connection_value(x->connection, MHD_HEADER_KIND, name);
+}
+
+static bool is_anthropic(const Exchange *x) { return header(x, "anthropic-version"); }
+
 static void respond_json(Exchange *x, TokText *out) { respond(x, 200, "application/json", out); }
 
 static void route_health(Exchange *x) {
@@ -1990,13 +2117,39 @@ static void route_health(Exchange *x) {
     respond(x, draining ? 503 : 200, "application/json", &out);
 }
 
+static void put_model(TokText *out, const Server *srv, bool anthropic) {
+    if (anthropic) {
+        char day[32];
+        struct tm utc;
+        const time_t created = (time_t)srv->created;
+        strftime(day, sizeof day, "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&created, &utc));
+        put(out, "{'type':'model','id':%s,'display_name':%s,'created_at':%s}", srv->name, srv->name, day);
+        return;
+    }
+    put(out, "{'id':%s,'object':'model','created':%z,'owned_by':'gemma4','meta':", srv->name, (size_t)srv->created);
+    put(out, "{'n_vocab':%d,'n_ctx':%d,'n_embd':%d}}", srv->m->config.vocab, srv->m->options.n_ctx, srv->m->config.dim);
+}
+
+// The list of models, which has one, or that one by its name. Who names a version of Anthropic's API gets its form.
 static void route_models(Exchange *x) {
     const Server *srv = x->srv;
+    const bool anthropic = is_anthropic(x);
     TokText out = { 0 };
-    put(&out, "{'object':'list','data':[{'id':%s,'object':'model','created':%z,'owned_by':'gemma4','meta':", srv->name,
-        (size_t)srv->created);
-    put(&out, "{'n_vocab':%d,'n_ctx':%d,'n_embd':%d}}]}", srv->m->config.vocab, srv->m->options.n_ctx,
-        srv->m->config.dim);
+    put(&out, anthropic ? "{'data':[" : "{'object':'list','data':[");
+    put_model(&out, srv, anthropic);
+    if (anthropic) put(&out, "],'has_more':false,'first_id':%s,'last_id':%s}", srv->name, srv->name);
+    else put(&out, "]}");
+    respond_json(x, &out);
+}
+
+static void route_model(Exchange *x) {
+    TokText out = { 0 };
+    if (strcmp(x->rest, x->srv->name)) {
+        x->fault.code = "model_not_found";
+        refuse(&x->fault, 404, "model", "%.100s: no such model; this server has %s", x->rest, x->srv->name);
+        return;
+    }
+    put_model(&out, x->srv, is_anthropic(x));
     respond_json(x, &out);
 }
 
@@ -2150,13 +2303,14 @@ static void route_template(Exchange *x) {
 // ==== [7] HTTP: checks, routes =======================================================================================
 
 typedef struct Endpoint {
-    const char *method, *path;
+    const char *method, *path;         // a path that ends in / takes what follows
     void (*answer)(Exchange *x);
     bool open;                // needs no key
 } Endpoint;
 
 static const Endpoint routes[] = {
     { "GET", "/health", route_health, true }, { "GET", "/v1/models", route_models, false },
+    { "GET", "/v1/models/", route_model, false },
     { "GET", "/props", route_props, false }, { "GET", "/slots", route_slots, false },
     { "GET", "/metrics", route_metrics, false }, { "POST", "/tokenize", route_tokenize, false },
     { "POST", "/detokenize", route_detokenize, false }, { "POST", "/apply-template", route_template, false },
@@ -2188,7 +2342,7 @@ static void put_fault(TokText *out, const Exchange *x, const Fault *f) {
     };
     const char *type = "invalid_request_error";
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) if (types[i].status == f->status) type = types[i].type;
-    if (x->route && !strncmp(x->route->path, "/v1/messages", 12)) {
+    if (is_anthropic(x) || (x->route && !strncmp(x->route->path, "/v1/messages", 12))) {
         put(out, "{'type':'error','error':{'type':%s,'message':%s}}", type, f->text);
         return;
     }
@@ -2211,13 +2365,9 @@ static void respond_fault(Exchange *x) {
     respond(x, x->fault.status, "application/json", &out);
 }
 
-static const char *header(const Exchange *x, const char *name) {
-    return MHD_lookup_connection_value(x->connection, MHD_HEADER_KIND, name);
-}
-
-// A name that only this machine has, with or without a port.
-static bool is_local_name(const char *host) {
-    static const char *const names[] = { "localhost", "127.0.0.1", "[::1]" };
+// A name that only this machine has, or the one it was told to listen at, with or without a port.
+static bool is_local_name(const char *host, const char *own) {
+    const char *const names[] = { "localhost", "127.0.0.1", "[::1]", own };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         const size_t n = strlen(names[i]);
         if (!strncasecmp(host, names[i], n) && (!host[n] || host[n] == ':')) return true;
@@ -2236,7 +2386,7 @@ static bool same_key(const char *a, const char *b) {   // takes as long wherever
 // pages of our own origin; and who knows the key.
 static bool check_caller(Exchange *x) {
     const char *host = header(x, "Host"), *origin = header(x, "Origin"), *key = x->srv->o.api_key;
-    if (x->srv->loopback && !(host && is_local_name(host)))
+    if (x->srv->loopback && !(host && is_local_name(host, x->srv->o.host)))
         return refuse(&x->fault, 403, "", "Host: expected localhost or a loopback address");
     if (origin) {
         const char *at = strstr(origin, "://");
@@ -2254,8 +2404,13 @@ static void find_route(Exchange *x, const char *method, const char *url) {
     static const char *const known[] = { "GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS" };
     x->method = "other";
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) if (!strcmp(known[i], method)) x->method = known[i];
-    for (size_t i = 0; i < sizeof routes / sizeof *routes; i++)
-        if (!strcmp(routes[i].path, url)) x->route = &routes[i];
+    for (size_t i = 0; i < sizeof routes / sizeof *routes; i++) {
+        const char *path = routes[i].path;
+        const size_t n = strlen(path);
+        const bool takes_more = path[n - 1] == '/' && !strncmp(path, url, n) && url[n];
+        if (takes_more) snprintf(x->rest, sizeof x->rest, "%s", url + n);
+        if (takes_more || !strcmp(path, url)) x->route = &routes[i];
+    }
 }
 
 static bool check_route(Exchange *x) {
@@ -2296,7 +2451,8 @@ static void set_quiet(struct MHD_Connection *connection, double since) {
 
 static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, const char *method, const char *url) {
     Exchange *x = alloc_or_die(1, sizeof *x);
-    *x = (Exchange){ .srv = srv, .connection = connection, .started = seconds(), .t = *srv->t };
+    *x = (Exchange){ .srv = srv, .connection = connection, .started = seconds(), .created = (size_t)time(NULL),
+                     .t = *srv->t };
     pthread_mutex_lock(&srv->lock);
     srv->n_open++;
     set_quiet(connection, INFINITY);
@@ -2453,10 +2609,10 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     srv.slots = alloc_or_die((size_t)n_seqs, sizeof *srv.slots);
     srv.logits = alloc_or_die((size_t)m->config.vocab, sizeof *srv.logits);
     srv.replays = alloc_or_die(REPLAYS, sizeof *srv.replays);
-    for (int i = 0; i < n_seqs; i++) {
-        session_open(&srv.slots[i].s, m, t, i);
-        if (o->chunk) srv.slots[i].s.chunk = o->chunk;
-    }
+    for (int i = 0; i < n_seqs; i++) session_open(&srv.slots[i].s, m, t, i);
+    srv.chunk = o->chunk ? o->chunk : m->options.n_batch;
+    srv.shares = chunks_are_free(m, srv.chunk);
+    srv.share.rows = min_int(SHARE_LEAST, srv.chunk);
     open_store(&srv);
     if (getrandom(&srv.salt, sizeof srv.salt, 0) != sizeof srv.salt) srv.salt = (uint64_t)time(NULL);
     name_model(&srv);

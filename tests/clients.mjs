@@ -38,7 +38,11 @@ async function openai() {
   const client = new OpenAI({ baseURL: `${url}/v1`, apiKey, maxRetries: 0 });
   const chat = client.chat.completions;
   const tools = [{ type: "function", function: { name: "get_weather", description: "Weather of a city", parameters: schema } }];
-  ok("openai: models", (await client.models.list()).data[0].object === "model");
+  const model = (await client.models.list()).data[0];
+  ok("openai: models", model.object === "model");
+  ok("openai: a model", (await client.models.retrieve(model.id)).id === model.id);
+  const none = await throws("openai: no such model", OpenAI.NotFoundError, 404, client.models.retrieve("none"));
+  ok("openai: the code of that", none?.code === "model_not_found", none?.code);
   const plain = await chat.create({ ...greedy, messages: story, max_tokens: 30 });
   const text = plain.choices[0].message.content;
   ok("openai: plain", text.length > 20 && plain.choices[0].finish_reason === "length" && plain.usage.completion_tokens === 30, plain);
@@ -87,6 +91,14 @@ async function openai() {
 
   const once = await client.completions.create({ ...greedy, prompt: "Once upon a time", max_tokens: 10 });
   ok("openai: completions", once.choices[0].text.length > 5, once);
+  const chances = { ...greedy, prompt: "Once upon a time", max_tokens: 6, logprobs: 2 };
+  const whole = (await client.completions.create(chances)).choices[0].logprobs;
+  ok("openai: logprobs of completions", whole.tokens.length === 6 && whole.token_logprobs.every((x) => x <= 0) && whole.text_offset[0] === 0 &&
+     whole.top_logprobs.every((top, i) => Object.keys(top).length === 2 && top[whole.tokens[i]] === whole.token_logprobs[i]), whole);
+  const pieces = [];
+  for await (const c of await client.completions.create({ ...chances, stream: true })) pieces.push(...(c.choices[0]?.logprobs?.tokens ?? []));
+  ok("openai: logprobs of completions, streamed", pieces.join("|") === whole.tokens.join("|"), pieces);
+  await throws("openai: too many logprobs of completions", OpenAI.BadRequestError, 400, client.completions.create({ ...chances, logprobs: 6 }));
   const response = await client.responses.create({ ...greedy, input: story[0].content, max_output_tokens: 30 });
   ok("openai: responses", response.output_text === text && response.status === "incomplete", response);
   let delta = "", last = null;
@@ -108,6 +120,10 @@ async function openai() {
 async function anthropic(text) {
   const client = new Anthropic({ baseURL: url, apiKey, maxRetries: 0 });
   const tools = [{ name: "get_weather", description: "Weather of a city", input_schema: schema }];
+  const model = (await client.models.list()).data[0];
+  ok("anthropic: models", model.type === "model" && !Number.isNaN(Date.parse(model.created_at)), model);
+  ok("anthropic: a model", (await client.models.retrieve(model.id)).display_name === model.id);
+  await throws("anthropic: no such model", Anthropic.NotFoundError, 404, client.models.retrieve("none"));
   const plain = await client.messages.create({ ...greedy, messages: story, max_tokens: 30 });
   ok("anthropic: plain", plain.content[0].text === text && plain.stop_reason === "max_tokens", plain);
   const stream = client.messages.stream({ ...greedy, messages: story, max_tokens: 30 });

@@ -92,6 +92,16 @@ get /health
 ok "health is ok" has out '{"status":"ok"}'
 get /v1/models
 ok "the model is called as its file" has out '"id":"gemma4-mini-q8_0"'
+cp "$tmp/out" "$tmp/a"
+get /v1/models/gemma4-mini-q8_0
+ok "and told by its name" grep -qF "$(cat "$tmp/out")" "$tmp/a"
+get /v1/models/gemma5
+ok "another name: 404" is 404
+ok "which clients know" has out '"param":"model","code":"model_not_found"'
+get /v1/models -H "anthropic-version: 2023-06-01"
+ok "in Anthropic's form where that is asked for" has out '{"data":[{"type":"model","id":"gemma4-mini-q8_0","display_name":'
+get /v1/models/gemma5 -H "anthropic-version: 2023-06-01"
+ok "also its error" has out '{"type":"error","error":{"type":"not_found_error",'
 get /props
 ok "props tell the sessions" has out '"total_slots":3'
 get /slots
@@ -142,6 +152,27 @@ text content out >"$tmp/b"
 ok "a seed gives the same text again" same a b
 ask $chat "{$user,\"max_tokens\":3,\"temperature\":0,\"logprobs\":true,\"top_logprobs\":2}"
 ok "probabilities of each token" [ "$(grep -o '"top_logprobs"' "$tmp/out" | wc -l)" -eq 3 ]
+twelve='"prompt":"Once upon a time","temperature":0,"max_tokens":12'
+ask /v1/completions "{$twelve,\"logprobs\":2,\"stop\":\" little\"}"
+ok "/v1/completions: probabilities in its own form" has out '"text":", there was a","logprobs":{"tokens":[","," there"," was"," a"],"token_logprobs":[-'
+ok "/v1/completions: the likeliest by name" grep -q '"top_logprobs":\[{",":-[^,]*,"[^"]*":-[^,]*},{" there":-' "$tmp/out"
+ok "/v1/completions: where each begins, but for a stop string" has out '"text_offset":[0,1,7,11]}'
+ask /v1/completions "{$twelve,\"logprobs\":2}"
+list() { grep -oE "\"$1\":\[[^]]*" "$tmp/out" | sed 's/.*\[//' | paste -s -d , -; }
+list tokens >"$tmp/a"
+list top_logprobs >>"$tmp/a"
+list text_offset >>"$tmp/a"
+ask /v1/completions "{$twelve,\"logprobs\":2,\"stream\":true}" -N
+list tokens >"$tmp/b"
+list top_logprobs >>"$tmp/b"
+list text_offset >>"$tmp/b"
+ok "/v1/completions: the same as a stream" same a b
+ask /v1/completions "{$twelve,\"logprobs\":0,\"temperature\":3,\"top_k\":0,\"seed\":1}"
+ok "/v1/completions: logprobs 0 is the token's own" grep -q '"token_logprobs":\[-[^]]*\],"top_logprobs":null,' "$tmp/out"
+ask /v1/completions "{$twelve,\"logprobs\":1,\"temperature\":3,\"top_k\":0,\"seed\":1}"
+ok "/v1/completions: one that is not likeliest is there beside it" grep -q '"top_logprobs":\[[^]]*{"[^"]*":[^,]*,"[^"]*":-[0-9.]*}' "$tmp/out"
+ask /v1/completions '{"prompt":"a","temperature":0,"max_tokens":2,"logprobs":1,"logit_bias":{"478":100}}'        # the byte f0
+ok "/v1/completions: a part of a character by its bytes" has out '"tokens":["bytes:\\xf0","bytes:\\xf0"]'
 ask $chat "{$user,\"max_tokens\":3,\"temperature\":0,\"logit_bias\":{\"834\":-100}}"
 ok "a bias changes the text" lacks out '"content":"Once'
 ask $chat "{$user,\"max_tokens\":3,\"temperature\":0}"
@@ -260,6 +291,11 @@ ask $chat "{$user,\"max_tokens\":1,\"samplers\":\"top_k;top_p\",\"typical_p\":1,
 ok "what clients send that changes nothing" is 200
 refused "a schema" 400 "response_format" $chat "{$user,\"response_format\":{\"type\":\"json_schema\"}}"
 refused "a forced call" 400 "tool_choice" $chat "{$user,\"tool_choice\":\"required\"}"
+refused "logprobs true where a number belongs" 400 "0 to 5" /v1/completions '{"prompt":"a","logprobs":true}'
+refused "logprobs 6" 400 "0 to 5" /v1/completions '{"prompt":"a","logprobs":6}'
+refused "logprobs 1.5" 400 "0 to 5" /v1/completions '{"prompt":"a","logprobs":1.5}'
+refused "logprobs -1" 400 '"param":"logprobs"' /v1/completions '{"prompt":"a","logprobs":-1}'
+refused "logprobs 1 where true belongs" 400 "true or false" $chat "{$user,\"logprobs\":1}"
 refused "ids out of range" 400 "prompt[1]" /v1/completions '{"prompt":[2,4096]}'
 refused "two prompts" 400 "several" /v1/completions '{"prompt":["a","b"]}'
 refused "no tokens" 400 "tokens" /detokenize "{}"
@@ -325,6 +361,23 @@ ok "a long prompt that is held does not run again" [ "$(number cached_tokens out
 text content out >"$tmp/again"
 ok "and gives the same text" same alone.5 again
 
+# A chunk is 512 tokens; beside an answer it is as many as take three times as long as none, 8 at first and a quarter more each time.
+endless="{$user,\"ignore_eos\":true,\"max_tokens\":8000"
+ask $chat "$(prompt 5 ',"stream":true,"return_progress":true,"cache_prompt":false')" -N
+text content out >"$tmp/alone"
+ok "a prompt that is alone runs in large chunks" [ "$(grep -c '"prompt_progress"' "$tmp/out")" -le 5 ]
+curl -sS -N -m 60 -o "$tmp/left" --data-binary "$endless,\"stream\":true}" "$url$chat" &
+answer=$!
+ok "an answer is under way" until_metric requests_running 1
+ask $chat "$(prompt 5 ',"stream":true,"return_progress":true,"cache_prompt":false')" -N
+text content out >"$tmp/beside"
+kill $answer
+wait $answer 2>/dev/null
+ok "a prompt beside an answer runs in small ones" [ "$(grep -c '"prompt_progress"' "$tmp/out")" -ge 9 ]
+ok "with the same text" same alone beside
+ok "and nothing is left of either" until_metric requests_running 0
+cancelled=$(metric requests_cancelled_total)
+
 # ---- a conversation: each turn runs only what is new ---------------------------------------
 talk='{"role":"user","content":"Tell me a story about a fox."}' old=0 repeated=0
 for turn in 1 2 3 4 5; do
@@ -357,7 +410,6 @@ fi
 kill $loris 2>/dev/null
 
 # ---- callers that leave --------------------------------------------------------------------
-endless="{$user,\"ignore_eos\":true,\"max_tokens\":8000"
 curl -sS -N -m 60 -o "$tmp/left" --data-binary "$endless,\"stream\":true}" "$url$chat" &
 first=$!
 curl -sS -N -m 60 -o "$tmp/left" --data-binary "$endless}" "$url$chat" &
@@ -366,7 +418,7 @@ ok "two answers are under way" until_metric requests_running 2
 kill -9 $first $second
 wait $first $second 2>/dev/null
 ok "both end when their callers leave" until_metric requests_running 0
-ok "and are counted" [ "$(metric requests_cancelled_total)" = 2 ]
+ok "and are counted" [ "$(metric requests_cancelled_total)" = $((cancelled + 2)) ]
 if [ "${LONG:-0}" != 0 ]; then
     rss() { sed -n 's/^VmRSS:[^0-9]*\([0-9]*\).*/\1/p' "/proc/$main/status"; }
     for k in $(seq 100); do ask $chat "{$user,\"max_tokens\":4}"; done
@@ -440,10 +492,13 @@ for turn in $(seq $turns); do
 done
 awk '{ if (NR > 1) { run += $2; new += $1 - before }
        before = $1; ms[NR] = $3 }
-     END { first = (ms[2] + ms[3] + ms[4]) / 3; last = (ms[NR - 2] + ms[NR - 1] + ms[NR]) / 3
-           printf "# an agent: %d turns, %d ids at the end; %d run of %d new ones; to the first token: turns 2 to 4 %.0f ms, last ones %.0f\n",
+     END { for (i = 2; i < 7; i++) {                                   # the least of five: others may use the machine too
+               if (!first || ms[i] < first) first = ms[i]
+               if (!last || ms[NR + 2 - i] < last) last = ms[NR + 2 - i]
+           }
+           printf "# an agent: %d turns, %d ids at the end; %d run of %d new ones; to the first token: turns 2 to 6 %.0f ms, last ones %.0f\n",
                   NR, before, run, new, first, last
-           print (run <= 1.05 * new ? "fine" : "bad"), (last <= 1.5 * first ? "fine" : "bad") }' "$tmp/turns" >"$tmp/agent"
+           print (run <= 1.05 * new ? "fine" : "bad"), (last <= 2 * first ? "fine" : "bad") }' "$tmp/turns" >"$tmp/agent"
 head -n 1 "$tmp/agent"
 ok "an agent: of its prompts little more runs than what is new" grep -q '^fine' "$tmp/agent"
 ok "an agent: it makes calls" [ "$calls" -gt 0 ]
@@ -573,6 +628,16 @@ if [ -n "$nginx" ]; then
     wait "$two" "$proxy"
 else
     skip "two servers behind nginx: it is not here"
+fi
+
+serve other --host 127.0.0.2                                          # Linux has all of 127.0.0.0/8
+if [ -n "$url" ]; then
+    get /health
+    ok "a loopback address of the user's choice may be named" is 200
+    get /health -H "Host: 127.0.0.2.example.com"
+    ok "and no other that begins so" is 403
+    kill -TERM "$pid"
+    wait "$pid"
 fi
 
 # ---- a full queue, a key, the end ----------------------------------------------------------

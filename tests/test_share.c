@@ -1,0 +1,79 @@
+/* test_share.c - how much of a long prompt the server runs beside answers, by a clock that is simulated: rounds with rows of it take
+ * at most three times what rounds without take, but no prompt starves.
+ *
+ * A machine is how long a step of n rows takes, and by how much each row takes longer behind more tokens. -v prints the table. */
+#define TESTING
+#include "../gemma4.c"
+#include "test.h"
+
+#define N_OF(list) ((int)(sizeof (list) / sizeof *(list)))
+
+enum { N_PROMPT = 65536, N_ANSWERS = 2 };
+
+typedef struct {
+    const char *name;
+    double      rows[7][2];   // ms of a step of so many rows; in between, and behind the last two, in proportion
+    double      deeper;       // a row takes so much longer behind N_PROMPT tokens, ms
+    int         most;         // --chunk
+    bool        floored;      // fewer than SHARE_LEAST rows would be needed
+} Machine;
+
+// The first two as measured, in ms.
+static const Machine machines[] = {
+    { "26B, H100", { { 1, 2.05 }, { 2, 3.19 }, { 4, 3.55 }, { 8, 4.45 }, { 16, 6.77 }, { 32, 9.79 }, { 64, 16.3 } }, 0.01, 64, false },
+    { "31B, H100", { { 1, 7.8 }, { 4, 9.93 }, { 8, 10.75 }, { 16, 15.2 }, { 32, 24.7 }, { 48, 41 }, { 64, 58.6 } }, 0.02, 64, false },
+    { "a processor", { { 1, 10 }, { 8, 17 }, { 64, 90 }, { 512, 600 } }, 0.1, 512, false },
+    { "rows one by one", { { 1, 1 }, { 64, 64 } }, 1, 512, true },
+    { "rows for nothing", { { 1, 10 }, { 512, 11 } }, 0, 512, false },
+};
+
+static double takes(const Machine *m, int rows, int prompt, int depth) {
+    int i = 0;
+    while (i < N_OF(m->rows) - 2 && m->rows[i + 2][0] > 0 && rows > m->rows[i + 1][0]) i++;
+    const double *a = m->rows[i], *b = m->rows[i + 1];
+    return a[1] + (rows - a[0]) * (b[1] - a[1]) / (b[0] - a[0]) + prompt * m->deeper * depth / N_PROMPT;
+}
+
+// Runs a prompt beside answers. Half-way the machine becomes `slower` times slower; `noise` of a round's time is chance, and each
+// 50th round takes ten times as long.
+static void test_machine(const Machine *m, double slower, double noise, bool tell) {
+    Share s = { .rows = min_int(SHARE_LEAST, m->most) };
+    int done = 0, rounds = 0, held = 0, over = 0, fewest = m->most, most = 0, waits = 0, longest = 0;
+    double sum = 0, spent = 0;
+    bool fits = true;
+    srand(1);
+    while (done < N_PROMPT) {
+        const bool with = !share_looks(&s);
+        const double pace = done > N_PROMPT / 2 ? slower : 1, chance = 1 + noise * (2.0 * rand() / RAND_MAX - 1);
+        const double plain = pace * takes(m, N_ANSWERS, 0, 0);
+        const double exact = with ? pace * takes(m, N_ANSWERS + s.rows, s.rows, done) : plain;
+        waits = with ? 0 : waits + 1;
+        longest = max_int(longest, waits);
+        if (with && s.rows > SHARE_LEAST) over += exact > 3.3 * plain;
+        if (with) sum += exact / plain, rounds++, done += s.rows, fewest = min_int(fewest, s.rows), most = max_int(most, s.rows);
+        else held++;
+        spent += exact;
+        share_learn(&s, with, m->most, exact * chance * (noise > 0 && (rounds + held) % 50 == 49 ? 10 : 1));
+        fits = fits && s.rows >= min_int(SHARE_LEAST, m->most) && s.rows <= m->most;
+    }
+    const double mean = sum / rounds;
+    if (tell) printf("%-18s x%.1f +-%.2f: %4d to %4d rows, a round %.2f of a plain one, %.2f %% over, %.0f rows/s\n", m->name, slower, noise, fewest,
+                     most, mean, 100.0 * over / rounds, 1e3 * N_PROMPT / spent);
+    CHECK(fits, "%s: rows from %d to %d", m->name, fewest, most);
+    CHECK(longest <= 1, "%s: the prompt waits %d rounds", m->name, longest);
+    CHECK(over <= 0.06 * rounds + 2, "%s: %d of %d rounds take too long", m->name, over, rounds);
+    CHECK(m->floored ? most == SHARE_LEAST : most > min_int(SHARE_LEAST, m->most - 1), "%s: at most %d rows", m->name, most);
+    CHECK(m->floored || mean >= 2 || most == m->most, "%s: a round takes %.2f of a plain one only", m->name, mean);
+    CHECK(held <= rounds / SHARE_ROUNDS + 2, "%s: %d of %d rounds go without", m->name, held, rounds);
+}
+
+int main(int argc, char **argv) {
+    const bool tell = argc > 1 && !strcmp(argv[1], "-v");
+    for (int i = 0; i < N_OF(machines); i++) {
+        test_machine(&machines[i], 1, 0, tell);
+        test_machine(&machines[i], 3, 0, tell);
+        test_machine(&machines[i], 0.4, 0.1, tell);
+    }
+    test_machine(&(Machine){ "--chunk 4", { { 1, 1 }, { 64, 10 } }, 0, 4, false }, 1, 0, false);
+    return test_done("test_share");
+}
