@@ -143,14 +143,15 @@ static void random_ids(int32_t *ids, int n, int vocab) {
     for (int i = 0; i < n; i++) ids[i] = (i * i * 7 + i * 991 + 3) % vocab;
 }
 
-// A block drafted from a context of trees: rows of a tree may differ in their last bits on a GPU, and so may what follows. Each
-// place's likeliest token has nearly the logit that it should have, and is another in one place at most, where two are as likely.
+// A block drafted from a context of trees: rows of a tree may differ in their last bits on a GPU, and where activations are rounded
+// to int8 behind them, so may what follows, as much as that rounding does (an H100: 2 % of a logit). Each place's likeliest token
+// has nearly the logit that it should have, and is another in one place at most, where two are as likely.
 static void like_block(const Block *got, const Block *want, const char *what) {
     int others = 0;
     for (int d = 0; d < DEPTH; d++) {
         const float a = got->logits[d * WIDTH], b = want->logits[d * WIDTH];
         others += got->ids[d * WIDTH] != want->ids[d * WIDTH];
-        CHECK(fabsf(a - b) <= 5e-3f * fabsf(b), "%s, place %d: it drafts %d with logit %.9g, expected %d with %.9g", what, d,
+        CHECK(fabsf(a - b) <= 4e-2f * fabsf(b), "%s, place %d: it drafts %d with logit %.9g, expected %d with %.9g", what, d,
               got->ids[d * WIDTH], (double)a, want->ids[d * WIDTH], (double)b);
     }
     CHECK(others <= 1, "%s: %d of %d tokens are others", what, others, DEPTH);
