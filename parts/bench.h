@@ -807,7 +807,7 @@ static double mean_error(double sum, double squares, int n, double *mean) {
 
 static PplResult sum_up(Judged *judged, int n) {       // orders them by divergence
     PplResult r = { 0 };
-    double s[8] = { 0 }, base, ratio;
+    double s[9] = { 0 }, base, ratio;
     for (int i = 0; i < n; i++) {
         const Judged *j = &judged[i];
         const double worse = j->base_log_p - j->log_p, dp = exp(j->log_p) - exp(j->base_log_p);
@@ -816,7 +816,7 @@ static PplResult sum_up(Judged *judged, int n) {       // orders them by diverge
         s[3] += worse, s[4] += worse * worse;
         s[5] += j->divergence, s[6] += j->divergence * j->divergence;
         s[7] += dp * dp;
-        r.same += (double)j->same_best / n;
+        s[8] += j->same_best;
     }
     const double error = mean_error(s[0], s[1], n, &r.log_p);
     r.ppl = exp(r.log_p);
@@ -827,6 +827,7 @@ static PplResult sum_up(Judged *judged, int n) {       // orders them by diverge
     r.ratio = exp(ratio);
     r.ratio_error = ratio_error * r.ratio;
     r.divergence_error = mean_error(s[5], s[6], n, &r.divergence);
+    r.same = s[8] / n;
     r.same_error = n > 1 ? sqrt(r.same * (1 - r.same) / (n - 1)) : 0;
     r.rms = sqrt(s[7] / n);
     qsort(judged, (size_t)n, sizeof *judged, compare_judged);

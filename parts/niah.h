@@ -231,7 +231,8 @@ static void print_niah(const Niah *t) {
         }
         all.asked += row.asked, all.right += row.right;
         if (!o->csv) printf(" %.1f | %.2f |", niah_share(&row), row.seconds);
-        if (!o->csv && sparse) printf(" %.1f %% |", 100 * row.density);
+        if (!o->csv && sparse && row.density > 0) printf(" %.1f %% |", 100 * row.density);
+        else if (!o->csv && sparse) printf(" dense |");
         if (!o->csv && lossy) printf(" %.1f %% |", 100 * row.kept);
         if (!o->csv) printf("\n");
     }
@@ -256,10 +257,10 @@ static void write_heat_map(const Niah *t) {
     niah_setting(t, setting, sizeof setting);
     fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" font-family=\"sans-serif\" font-size=\"12\">\n"
             "<rect width=\"100%%\" height=\"100%%\" fill=\"white\"/>\n<text x=\"10\" y=\"20\" font-size=\"11\">",
-            max_int(width, 20 + 6 * (int)strlen(setting)), height);
+            max_int(max_int(width, 450), 20 + 6 * (int)strlen(setting)), height);
     print_xml(f, setting);
-    fprintf(f, "</text>\n<text x=\"10\" y=\"%d\">tokens</text>\n<text x=\"%d\" y=\"38\">depth of the code in the text</text>\n",
-            TOP - 6, LEFT);
+    fprintf(f, "</text>\n<text x=\"10\" y=\"38\">percent of codes found; columns: depth of the %scode in the text</text>\n"
+            "<text x=\"10\" y=\"%d\">tokens</text>\n", o->n_needles > 1 ? "first " : "", TOP - 6);
     for (int d = 0; d < o->depths.count; d++)
         fprintf(f, "<text x=\"%d\" y=\"%d\" text-anchor=\"middle\">%d %%</text>\n", LEFT + W * d + W / 2, TOP - 6, o->depths.n[d]);
     for (int l = 0; l < o->lengths.count; l++) {

@@ -36,6 +36,13 @@ __attribute__((format(printf, 1, 2))) static const char *in_tmp(const char *fmt,
     return p;
 }
 
+static const char *kept(const char *path) {            // a copy of a path, which lasts longer
+    static char paths[32][1024];
+    static int n;
+    snprintf(paths[n %= 32], sizeof *paths, "%s", path);
+    return paths[n++];
+}
+
 static void *must(void *p) {
     if (!p) {
         printf("out of memory, or a file that cannot be opened: %s\n", strerror(errno));

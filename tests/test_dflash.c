@@ -9,6 +9,7 @@
 #define _GNU_SOURCE
 #define TESTING
 #include "../gemma4.c"
+#include "pairs.h"
 #include "steps.h"
 #include "test.h"
 #include "files.h"
@@ -17,42 +18,9 @@ enum { WIDTH = 4, DEPTH = 7, MOST_TOKENS = 1024 };
 #define MINI "models/gemma4-mini-q8_0.gguf"
 #define MINI_DFLASH "models/gemma4-mini-dflash-q8_0.gguf"
 
-static bool on_gpu;
-
-static const Ops *gpu_ops(void) {                      // NULL: none
-#ifdef USE_CUDA
-    return cuda_ops();
-#else
-    return NULL;
-#endif
-}
-
 static PlanOptions plan(const char *drafter, int n_seqs) {
     return (PlanOptions){ .n_ctx = 1024, .n_seqs = n_seqs, .n_batch = 512, .n_logits = STEP_ROWS, .k_type = KV_F16,
                           .v_type = KV_F16, .drafter = drafter, .draft_width = WIDTH, .draft_depth = DEPTH };
-}
-
-static Model *open_pair(const char *path, PlanOptions o) {
-    Model *m = alloc_or_die(1, sizeof *m);
-    load_model(m, path, on_gpu ? gpu_ops() : cpu_ops(), o, NULL);
-    return m;
-}
-
-static void close_model(Model *m) {
-    free_model(m);
-    free(m);
-}
-
-static const char *kept(const char *path) {            // a copy of a path: those of in_tmp() do not last
-    static char paths[32][1024];
-    static int n;
-    snprintf(paths[n %= 32], sizeof *paths, "%s", path);
-    return paths[n++];
-}
-
-static void read_back(Model *m, void *host, const void *data, size_t bytes) {
-    m->ops->copy(&(Copy){ host, data, bytes, COPY_OUT });
-    m->ops->wait();
 }
 
 // What a step that chooses leaves for a draft: the token of each segment.

@@ -9,6 +9,7 @@
 #define _GNU_SOURCE
 #define TESTING
 #include "../gemma4.c"
+#include "pairs.h"
 #include "steps.h"
 #include "test.h"
 #include "files.h"
@@ -18,44 +19,10 @@ enum { L = 100, DEPTH = 5, VOCAB = 512, DIM = 64 };    // of the reference chain
 #define MINI_MTP "models/gemma4-mini-mtp-q8_0.gguf"
 
 static const char *const families[] = { "micro-dense", "micro-moe", "micro-e" };
-static bool on_gpu;
-
-static const Ops *gpu_ops(void) {                      // NULL: none
-#ifdef USE_CUDA
-    return cuda_ops();
-#else
-    return NULL;
-#endif
-}
 
 static PlanOptions plan(const char *drafter, KvType type, int n_seqs, int width) {
     return (PlanOptions){ .n_ctx = 512, .n_seqs = n_seqs, .n_batch = 256, .n_logits = n_seqs, .k_type = type, .v_type = type,
                           .ring_type = type, .drafter = drafter, .draft_width = width, .draft_depth = DEPTH };
-}
-
-static Model *open_on(const Ops *ops, const char *path, PlanOptions o) {
-    Model *m = alloc_or_die(1, sizeof *m);
-    load_model(m, path, ops, o, NULL);
-    return m;
-}
-
-static Model *open_pair(const char *path, PlanOptions o) { return open_on(on_gpu ? gpu_ops() : cpu_ops(), path, o); }
-
-static void close_model(Model *m) {
-    free_model(m);
-    free(m);
-}
-
-static const char *kept(const char *path) {            // a copy of a path: those of in_tmp() do not last
-    static char paths[32][1024];
-    static int n;
-    snprintf(paths[n %= 32], sizeof *paths, "%s", path);
-    return paths[n++];
-}
-
-static void read_back(Model *m, void *host, const void *data, size_t bytes) {
-    m->ops->copy(&(Copy){ host, data, bytes, COPY_OUT });
-    m->ops->wait();
 }
 
 static void *golden(const char *family, const char *what, size_t bytes) {

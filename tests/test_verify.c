@@ -18,6 +18,7 @@
 #include "../gemma4.c"
 #include "test.h"
 #include "chi.h"
+#include "pairs.h"
 #include "steps.h"
 
 enum { MOST_IDS = 1024, N_KINDS = 4, N_GUESSERS = 10, FIRST_DRAFTER = 6 };    // from this one on with a drafter
@@ -40,23 +41,11 @@ typedef struct {
     DraftCount drafts;
 } Answer;
 
-static bool on_gpu;
-
-static const Ops *gpu_ops(void) {                      // NULL: none
-#ifdef USE_CUDA
-    return cuda_ops();
-#else
-    return NULL;
-#endif
-}
-
 static Model *open_model(const char *path, const char *drafter, int n_ctx, int n_seqs) {       // drafter NULL: none
-    Model *m = alloc_or_die(1, sizeof *m);
     const PlanOptions o = { .drafter = drafter, .draft_width = DRAFT_WIDTH, .n_ctx = n_ctx, .n_seqs = n_seqs,
                             .n_batch = 256, .n_logits = STEP_ROWS, .k_type = KV_F16, .v_type = KV_F16,
                             .penalties = true };
-    load_model(m, path, on_gpu ? gpu_ops() : cpu_ops(), o, NULL);
-    return m;
+    return open_pair(path, o);
 }
 
 // A prompt as the chat writes it, and texts that go on: stories, lists that repeat, an edit, which repeats a text.
@@ -496,8 +485,8 @@ static void one_model(const char *path, const char *drafter, bool whole) {
     for (int k = 0; k < n_seqs; k++) session_close(&s[k]);
     for (int k = 0; k < 2; k++) session_close(&t[k]);
     tok_free(&tok);
-    free_model(m), free_model(tight);
-    free(m), free(tight);
+    close_model(m);
+    close_model(tight);
 }
 
 // What takes the emulated GPU seconds: a prompt that the model repeats, without guesses and with those of its own text.
@@ -516,8 +505,7 @@ static void few_ids(const char *path) {
           "%s: %d of %d guesses are right, expected some", path, got.drafts.accepted, got.drafts.drafted);
     for (int k = 0; k < 2; k++) session_close(&s[k]);
     tok_free(&tok);
-    free_model(m);
-    free(m);
+    close_model(m);
 }
 
 // A text that repeats itself four times, in 96 ids at least, is said to loop; one that is cut short or has a slip does not.
