@@ -186,7 +186,8 @@ static size_t resident_memory(void) {
 
 static size_t planned_memory(const Model *m) {
     const Plan *p = &m->plan;
-    return (p->weights ? p->weights : m->binder.bytes) + p->kv_global + p->kv_rings + p->stage + p->activations + p->scratch;
+    const size_t mapped = p->weights ? 0 : m->binder.bytes + m->drafter.binder.bytes;
+    return p->weights + mapped + p->drafter + p->kv_global + p->kv_rings + p->stage + p->activations + p->scratch;
 }
 
 // What a device with memory of its own has lost since before the model was loaded, recorded steps and all; 0: there is none.
