@@ -2493,12 +2493,14 @@ GGUF__INLINE void gguf__dot_words(int type, const int8_t *restrict w, const Gguf
     }
 }
 
-static void gguf__pack(const int8_t *q, const float *scale, size_t n, Gguf__Acts *p) {      // n <= 256
+// n <= 256 values; fewer are repeated until the part is full, for what several rows of weights have in one part.
+static void gguf__pack(const int8_t *q, const float *scale, size_t n, Gguf__Acts *p) {
     int8_t part[256], ones[256];
-    memset(part, 0, sizeof part);
-    memcpy(part, q, n);
-    memset(p->scale, 0, sizeof p->scale);
-    memcpy(p->scale, scale, n / 32 * sizeof *scale);
+    for (size_t at = 0; at < 256; at += n) {
+        const size_t m = 256 - at < n ? 256 - at : n;
+        memcpy(part + at, q, m);
+        memcpy(p->scale + at / 32, scale, m / 32 * sizeof *scale);
+    }
     gguf__transpose_words(part, 0, p->q);
     memset(ones, 1, sizeof ones);
     gguf__dot_words(GGUF_Q4_1, ones, p, p->sum);    // as with codes without sign or offset
@@ -2563,27 +2565,32 @@ GGUF__INLINE void gguf__dot_tile(int type, const uint8_t *b, size_t row_size, si
         for (size_t i = 0; i < n_w; i++) out[r * out_stride + i] = gguf__fold(acc[r][i], 8);
 }
 
-// As many weight rows times one activation row, each from one end to the other. Weights are asked for a page ahead: they come
-// from memory, and what the processor asks for by itself ends with the page.
+// As many weight rows times one activation row, each from one end to the other. The groups that a row has behind its last
+// whole part are taken of as many rows at once as fill a part. Weights are asked for a page ahead: they come from memory,
+// and what the processor asks for by itself ends with the page.
 enum { GGUF__AHEAD = 4096 };  // bytes
 GGUF__INLINE void gguf__dot_row(int type, const uint8_t *b, size_t row_size, size_t n_w, const Gguf__Acts *x, size_t n, float *out) {
     const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes;
+    const size_t parts = n / 256, rest = gguf__types[type].elems < 256 ? n % 256 / 32 : 0, at_once = rest ? 8 / rest : 1;
+    const size_t rest_bytes = row_size - parts * bytes;
+    float ends[8];
+    Gguf__Weights w;
     for (size_t i = 0; i < n_w; i++, b += row_size) {
         float acc[8] = {0};
-        const uint8_t *part = b;
-        const Gguf__Acts *y = x;
-        size_t left = n;
-        for (; left >= 256; left -= 256, part += bytes, y++) {
-            Gguf__Weights w;
-            for (size_t k = 0; k < bytes; k += 64) __builtin_prefetch(part + GGUF__AHEAD + k);
-            gguf__unpack_words(type, part, 8, &w);
-            gguf__add_part(type, &w, y, acc);
+        if (rest && i % at_once == 0) {
+            const size_t rows = n_w - i < at_once ? n_w - i : at_once;
+            uint8_t blocks[8 * 34];             // of the largest ones, Q8_0's; rows without a whole part lie like this already
+            for (size_t r = 0; r < rows && parts; r++) memcpy(blocks + r * rest_bytes, b + r * row_size + parts * bytes, rest_bytes);
+            gguf__unpack_words(type, parts ? blocks : b, (int)(rows * rest), &w);
+            memset(ends, 0, sizeof ends);
+            gguf__add_part(type, &w, x + parts, ends);
         }
-        if (left) {
-            Gguf__Weights w;
-            gguf__unpack_words(type, part, (int)(left / 32), &w);
-            gguf__add_part(type, &w, y, acc);
+        for (size_t part = 0; part < parts; part++) {
+            for (size_t k = 0; k < bytes; k += 64) __builtin_prefetch(b + part * bytes + GGUF__AHEAD + k);
+            gguf__unpack_words(type, b + part * bytes, 8, &w);
+            gguf__add_part(type, &w, x + part, acc);
         }
+        for (size_t g = 0; g < rest; g++) acc[g] += ends[i % at_once * rest + g];
         out[i] = gguf__fold(acc, 8);
     }
 }
