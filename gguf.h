@@ -2397,9 +2397,10 @@ GGUF__INLINE void gguf__add_terms(int type, const Gguf__Codes *restrict c, const
 }
 
 // A part of 256 elements is 64 words of four codes: 8 for each of 8 groups. Both sides turn these from [group][word] into
-// [word][group], so that eight steps of four products leave the sum of each group in a lane of its own, and nothing is left
-// to add across lanes. The sum of codes with 2^k added starts from -2^k times the sum of the activations. GGUF__DPBUSD
-// multiplies unsigned by signed bytes: there codes that are still signed are stored with 128 added.
+// words k and k + 4 of the even groups for k = 0 .. 3, then of the odd ones. So four steps of four products leave the sums of
+// both halves of four groups in a lane each, and nothing is left to add across lanes. The sum of codes with 2^k added
+// starts from -2^k times the sum of the activations. GGUF__DPBUSD multiplies unsigned by signed bytes: there codes that are
+// still signed are stored with 128 added.
 typedef struct {
     int8_t q[256];
     int32_t sum[2][8], start[2][8]; // of q, both halves of each group; -128 times that
@@ -2423,30 +2424,25 @@ GGUF__INLINE bool gguf__is_signed(int type) { return !gguf__has_min(type) && !gg
 
 size_t gguf_packed_size(size_t n) { return (n + 255) / 256 * sizeof(Gguf__Acts); }
 
-GGUF__INLINE void gguf__transpose_words(const int8_t *in, int flip, int8_t *out) {
+// The words of four groups, which lie `stride` bytes apart.
+GGUF__INLINE void gguf__transpose_words(const void *in, size_t stride, int flip, int8_t *out) {
 #ifdef __AVX2__
-    const __m256i *p = (const __m256i *)(const void *)in, f = _mm256_set1_epi8((char)flip);
-    __m256i a[8], b[8];
-    for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_si256(p + i);
-    for (int i = 0; i < 8 && flip; i++) a[i] = _mm256_xor_si256(a[i], f);
-    for (int i = 0; i < 8; i += 2) {
-        b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+    __m256i a[4], lo[2], hi[2];
+    for (int i = 0; i < 4; i++) a[i] = _mm256_loadu_si256((const __m256i *)(const void *)((const char *)in + i * stride));
+    for (int i = 0; i < 4 && flip; i++) a[i] = _mm256_xor_si256(a[i], _mm256_set1_epi8((char)flip));
+    for (int i = 0; i < 2; i++) {
+        lo[i] = _mm256_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+        hi[i] = _mm256_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
     }
-    for (int i = 0; i < 8; i += 4)
-        for (int j = 0; j < 2; j++) {
-            a[i + 2 * j] = _mm256_unpacklo_epi64(b[i + j], b[i + j + 2]);
-            a[i + 2 * j + 1] = _mm256_unpackhi_epi64(b[i + j], b[i + j + 2]);
-        }
     __m256i *o = (__m256i *)(void *)out;
-    for (int i = 0; i < 4; i++) {
-        _mm256_storeu_si256(o + i, _mm256_permute2x128_si256(a[i], a[i + 4], 0x20));
-        _mm256_storeu_si256(o + i + 4, _mm256_permute2x128_si256(a[i], a[i + 4], 0x31));
-    }
+    _mm256_storeu_si256(o, _mm256_unpacklo_epi64(lo[0], lo[1]));
+    _mm256_storeu_si256(o + 1, _mm256_unpackhi_epi64(lo[0], lo[1]));
+    _mm256_storeu_si256(o + 2, _mm256_unpacklo_epi64(hi[0], hi[1]));
+    _mm256_storeu_si256(o + 3, _mm256_unpackhi_epi64(hi[0], hi[1]));
 #else
     (void)flip;
-    for (int k = 0; k < 8; k++)
-        for (int g = 0; g < 8; g++) memcpy(out + 32 * k + 4 * g, in + 32 * g + 4 * k, 4);
+    for (int i = 0; i < 32; i++)                    // word k + 4h of group j, i = 8k + 4h + j
+        memcpy(out + 4 * i, (const char *)in + i % 4 * stride + 4 * (i / 8 + i / 4 % 2 * 4), 4);
 #endif
 }
 
@@ -2455,16 +2451,15 @@ GGUF__INLINE void gguf__transpose_words(const int8_t *in, int flip, int8_t *out)
 GGUF__INLINE int gguf__pairs_in_16(int type) { return gguf__is_signed(type) ? 1 : type == GGUF_Q6_K ? 2 : 4; }
 #endif
 
-// dot[h][g] = sum over half h of group g, from codes and activations in [word][group] order. Exact, so all bodies give the
-// same bits; |q| <= 127. The AVX2 body without GGUF__DPBUSD moves the sign of signed codes, which are >= -128, to q.
+// dot[h][g] = sum over half h of group g, from codes and activations in that order. Exact, so all bodies give the same
+// bits; |q| <= 127. The AVX2 body without GGUF__DPBUSD moves the sign of signed codes, which are >= -128, to q.
 GGUF__INLINE void gguf__dot_words(int type, const int8_t *restrict w, const Gguf__Acts *restrict x, int32_t (*restrict dot)[8]) {
     const int offset_bits = gguf__is_signed(type) ? GGUF__DOT_OF_UNSIGNED * 7 : gguf__offset_bits(type);
-    for (int h = 0; h < 2; h++) {
-        const int8_t *wh = w + 128 * h, *qh = x->q + 128 * h;
 #if defined(__AVX2__)
-        const __m256i *wp = (const __m256i *)(const void *)wh, *qp = (const __m256i *)(const void *)qh;
+    __m256i sum[2];                                 // of even and of odd groups
+    for (int odd = 0; odd < 2; odd++) {
+        const __m256i *wp = (const __m256i *)(const void *)(w + 128 * odd), *qp = (const __m256i *)(const void *)(x->q + 128 * odd);
         __m256i s = _mm256_setzero_si256();
-        if (offset_bits) s = _mm256_srai_epi32(_mm256_loadu_si256((const __m256i *)(const void *)x->start[h]), 7 - offset_bits);
 #ifdef GGUF__DPBUSD
         for (int k = 0; k < 4; k++) s = GGUF__DPBUSD(s, _mm256_loadu_si256(wp + k), _mm256_loadu_si256(qp + k));
 #else
@@ -2477,20 +2472,32 @@ GGUF__INLINE void gguf__dot_words(int type, const int8_t *restrict w, const Gguf
             if ((k + 1) % gguf__pairs_in_16(type) == 0) s = _mm256_add_epi32(s, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
         }
 #endif
-        _mm256_storeu_si256((__m256i *)(void *)dot[h], s);
-#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
-        for (int g = 0; g < 8; g += 4) {
-            int32x4_t s = vdupq_n_s32(0);
-            for (int i = g; i < g + 4 && offset_bits; i++) s[i - g] = x->start[h][i] >> (7 - offset_bits);
-            for (int k = 0; k < 4; k++) s = vdotq_s32(s, vld1q_s8(wh + 32 * k + 4 * g), vld1q_s8(qh + 32 * k + 4 * g));
-            vst1q_s32(dot[h] + g, s);
-        }
-#else
-        for (int g = 0; g < 8; g++) dot[h][g] = offset_bits ? x->start[h][g] >> (7 - offset_bits) : 0;
-        for (int k = 0; k < 4; k++)
-            for (int i = 0; i < 32; i++) dot[h][i / 4] += wh[32 * k + i] * qh[32 * k + i];
-#endif
+        sum[odd] = s;
     }
+    const __m256i lo = _mm256_unpacklo_epi32(sum[0], sum[1]), hi = _mm256_unpackhi_epi32(sum[0], sum[1]);
+    sum[0] = _mm256_permute2x128_si256(lo, hi, 0x20), sum[1] = _mm256_permute2x128_si256(lo, hi, 0x31);
+    for (int h = 0; h < 2; h++) {
+        const __m256i start = _mm256_loadu_si256((const __m256i *)(const void *)x->start[h]);
+        if (offset_bits) sum[h] = _mm256_add_epi32(sum[h], _mm256_srai_epi32(start, 7 - offset_bits));
+        _mm256_storeu_si256((__m256i *)(void *)dot[h], sum[h]);
+    }
+#else
+    for (int h = 0; h < 2; h++) {
+#if defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
+        int32x4x2_t s = {{vdupq_n_s32(0), vdupq_n_s32(0)}};
+        for (int odd = 0; odd < 2; odd++)
+            for (int at = 128 * odd + 16 * h; at < 128 * odd + 128; at += 32)
+                s.val[odd] = vdotq_s32(s.val[odd], vld1q_s8(w + at), vld1q_s8(x->q + at));
+        vst2q_s32(dot[h], s);
+#else
+        for (int g = 0; g < 8; g++) dot[h][g] = 0;
+        for (int odd = 0; odd < 2; odd++)
+            for (int at = 128 * odd + 16 * h; at < 128 * odd + 128; at += 32)
+                for (int i = 0; i < 16; i++) dot[h][i / 4 * 2 + odd] += w[at + i] * x->q[at + i];
+#endif
+        for (int g = 0; g < 8 && offset_bits; g++) dot[h][g] += x->start[h][g] >> (7 - offset_bits);
+    }
+#endif
 }
 
 // n <= 256 values; fewer are repeated until the part is full, for what several rows of weights have in one part.
@@ -2501,7 +2508,7 @@ static void gguf__pack(const int8_t *q, const float *scale, size_t n, Gguf__Acts
         memcpy(part + at, q, m);
         memcpy(p->scale + at / 32, scale, m / 32 * sizeof *scale);
     }
-    gguf__transpose_words(part, 0, p->q);
+    for (int odd = 0; odd < 2; odd++) gguf__transpose_words(part + 32 * odd, 64, 0, p->q + 128 * odd);
     memset(ones, 1, sizeof ones);
     gguf__dot_words(GGUF_Q4_1, ones, p, p->sum);    // as with codes without sign or offset
     for (int i = 0; i < 16; i++) p->start[i / 8][i % 8] = -128 * p->sum[i / 8][i % 8];
@@ -2514,10 +2521,18 @@ void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed) {
     if (n) gguf__pack(q, scale, n, p);
 }
 
-// The part of a weight row at b, of which n groups are there.
+// The part of a weight row at b, of which n groups are there. Bytes of Q4_K hold an even group below an odd one: turned
+// before they are taken apart, they are half as many.
 GGUF__INLINE void gguf__unpack_words(int type, const uint8_t *b, int n, Gguf__Weights *restrict w) {
+    const int flip = GGUF__DOT_OF_UNSIGNED && gguf__is_signed(type) ? -128 : 0;
+    Gguf__Bytes *words = (Gguf__Bytes *)(void *)w->words;
     gguf__unpack(type, b, n, &w->c);
-    gguf__transpose_words(w->c.w, GGUF__DOT_OF_UNSIGNED && gguf__is_signed(type) ? -128 : 0, w->words);
+    if (type == GGUF_Q4_K) {
+        gguf__transpose_words(b + 16, 32, 0, w->words);
+        for (int k = 0; k < 4; k++) words[k + 4] = words[k] >> 4, words[k] &= 15;
+    } else {
+        for (int odd = 0; odd < 2; odd++) gguf__transpose_words(w->c.w + 32 * odd, 64, flip, w->words + 128 * odd);
+    }
 }
 
 GGUF__INLINE void gguf__add_part(int type, const Gguf__Weights *restrict w, const Gguf__Acts *restrict x, float *restrict acc) {
