@@ -26,6 +26,7 @@ typedef struct {
     bool        log_text;              // the log has prompts and answers too
 } ServeOptions;
 
+#if defined USE_MICROHTTPD || defined TESTING
 // Where answers are under way, a round that runs rows of a prompt too should take at most SHARE_MOST times what one without takes.
 // How many rows that are is found by trying, from what rounds take; now and then one goes without, to see what that is.
 typedef struct {
@@ -50,6 +51,7 @@ static inline void share_learn(Share *s, bool with, int most, double taken) {
     s->rows = min_int(max_int((int)(s->rows * fmin(fmax(change, 0.5), 1.25)), SHARE_LEAST), most);
     s->n++;
 }
+#endif
 
 #ifndef USE_MICROHTTPD
 static void need_http(void) {
