@@ -910,6 +910,17 @@ typedef struct {
     uint64_t     hash[3];              // of the file, once somebody asked: parts/session.h
 } Model;
 
+static void *alloc_large(size_t bytes) {               // not zeroed; in large pages, which come faster, where the system has some
+    enum { LARGE_PAGE = 2 << 20 };
+    bytes = round_up(bytes + !bytes, LARGE_PAGE);
+    void *p = aligned_alloc(LARGE_PAGE, bytes);
+    if (!p) die("out of memory: %zu bytes wanted", bytes);
+#ifdef MADV_HUGEPAGE
+    madvise(p, bytes, MADV_HUGEPAGE);
+#endif
+    return p;
+}
+
 typedef struct { char *base; size_t used; } Arena;     // base NULL: a dry run that only counts
 
 static void *take(Arena *a, size_t n, size_t size) {
@@ -1031,27 +1042,31 @@ static int cache_parts(const Cache *c, int seq, CachePart *parts) {
     return n;
 }
 
-// Copies the rows of session seq in all rings and tails that can move on to host memory, COPY_OUT, or back. Returns
-// their bytes; host NULL: only that.
+// Copies the rows of session seq in a cache that can move on, a ring or a tail, to host memory, COPY_OUT, or back; wait() is left to
+// the caller. Returns their bytes; host NULL: only that.
+static size_t copy_ring(Model *m, int cache, int seq, uint8_t *host, CopyKind kind) {
+    const Cache *c = &m->caches[cache];
+    const bool is_ring = c->slots < m->options.n_ctx + STEP_ROWS;
+    CachePart parts[CACHE_PARTS];
+    const int n_parts = cache_parts(c, seq, parts);
+    size_t n = 0;
+    for (int k = 0; k < n_parts; k++) {
+        if (!is_ring && !parts[k].is_tail) continue;
+        uint8_t *there = parts[k].data, *here = host + n;
+        n += parts[k].bytes;
+        if (host) m->ops->copy(&(Copy){ kind == COPY_OUT ? here : there, kind == COPY_OUT ? there : here, parts[k].bytes, kind });
+    }
+    return n;
+}
+
+// The same in all caches.
 static size_t copy_rings(Model *m, int seq, uint8_t *host, CopyKind kind) {
     size_t n = 0;
-    for (int i = 0; i < m->n_caches; i++) {
-        CachePart parts[CACHE_PARTS];
-        const bool is_ring = m->caches[i].slots < m->options.n_ctx + STEP_ROWS;
-        const int n_parts = cache_parts(&m->caches[i], seq, parts);
-        for (int k = 0; k < n_parts; k++) {
-            if (!is_ring && !parts[k].is_tail) continue;
-            n += parts[k].bytes;
-            if (!host) continue;
-            uint8_t *there = parts[k].data;
-            uint8_t *here = host + n - parts[k].bytes;
-            m->ops->copy(&(Copy){ kind == COPY_OUT ? here : there, kind == COPY_OUT ? there : here, parts[k].bytes,
-                                  kind });
-        }
-    }
+    for (int i = 0; i < m->n_caches; i++) n += copy_ring(m, i, seq, host ? host + n : NULL, kind);
     if (host) m->ops->wait();
     return n;
 }
+
 // ==== [5] The forward pass ===========================================================================================
 // Written once, against the table of operations; a step's rows may belong to several sessions and may be prompt, plain
 // decoding or a tree of drafts. Each layer: attention, feed-forward, per-layer embedding (E2B, E4B), scale. Norms and
@@ -3497,6 +3512,9 @@ typedef struct {
     Mark       marks[MARKS];  // (n_marks) ascending: to go back further than rings reach. Those behind keep their memory
     int        n_marks;
     int        most_marks;    // 1 .. MARKS
+    bool       saving;        // one more, of which so much is there:
+    int        saved_caches;
+    size_t     saved_bytes;
     int        mark_every;    // a prompt leaves one each time it has run so many tokens; 0: only at Prompt.mark
     int        chunk;         // tokens of a prompt that run in one step at most
     double     work;          // multiplications of a prompt's step that run before other sessions do; INFINITY: all. Less than
@@ -3628,28 +3646,40 @@ static void session_keep(Session *s, const int32_t *ids, int n) {
     s->held.n = (size_t)same;
 }
 
-// What the rings hold now is kept: the session can go back to here from wherever it gets to. Of too many marks the one goes that
-// is closest to the next.
-static void session_save(Session *s) {
-    const int len = s->m->len[s->seq];
+// Of too many marks the one goes that is closest to the next; its memory is the next one's.
+static void make_room_for_mark(Session *s) {
     Mark *marks = s->marks;
-    int n = s->n_marks, least = 0;
-    if (n && marks[n - 1].n == len) return;
-    if (n == s->most_marks) {
-        for (int i = 0, best = INT_MAX; i < n; i++) {
-            const int gap = (i + 1 < n ? marks[i + 1].n : len) - marks[i].n;
-            if (gap < best) best = gap, least = i;
-        }
-        const Mark out = marks[least];
-        memmove(marks + least, marks + least + 1, (size_t)(--n - least) * sizeof *marks);
-        marks[n] = out;
+    int least = 0;
+    if (s->n_marks < s->most_marks) return;
+    for (int i = 0, best = INT_MAX; i < s->n_marks; i++) {
+        const int gap = (i + 1 < s->n_marks ? marks[i + 1].n : s->m->len[s->seq]) - marks[i].n;
+        if (gap < best) best = gap, least = i;
     }
-    Mark *mark = &marks[n];
-    if (!mark->rings) mark->rings = alloc_or_die(copy_rings(s->m, s->seq, NULL, COPY_OUT), 1);
-    copy_rings(s->m, s->seq, mark->rings, COPY_OUT);
-    mark->n = len;
-    mark->seen = s->m->seen[s->seq];
-    s->n_marks = n + 1;
+    const Mark out = marks[least];
+    memmove(marks + least, marks + least + 1, (size_t)(--s->n_marks - least) * sizeof *marks);
+    marks[s->n_marks] = out;
+}
+
+// What the rings hold now is kept: the session can go back to here from wherever it gets to. Not whole: the next ring of it; the
+// session runs nothing as long as it is s->saving.
+static void session_save(Session *s, bool whole) {
+    Model *m = s->m;
+    if (!s->saving) {
+        if (s->n_marks && s->marks[s->n_marks - 1].n == m->len[s->seq]) return;
+        make_room_for_mark(s);
+        s->saved_caches = 0;
+        s->saved_bytes = 0;
+    }
+    Mark *mark = &s->marks[s->n_marks];
+    if (!mark->rings) mark->rings = alloc_large(copy_rings(m, s->seq, NULL, COPY_OUT));
+    for (size_t n = 0; s->saved_caches < m->n_caches && (whole || !n); s->saved_bytes += n)
+        n = copy_ring(m, s->saved_caches++, s->seq, mark->rings + s->saved_bytes, COPY_OUT);
+    m->ops->wait();
+    s->saving = s->saved_caches < m->n_caches;
+    if (s->saving) return;
+    mark->n = m->len[s->seq];
+    mark->seen = m->seen[s->seq];
+    s->n_marks++;
 }
 
 // The tokens behind what the session shares with (ids, n) are what it runs next.
@@ -3700,6 +3730,7 @@ static void give_up(Session *s) {
 
 static void end_answer(Session *s, EndReason end) {
     if (s->m->between == s->seq) give_up(s);
+    s->saving = false;
     s->ending = true;
     s->end = end;
     s->fed = false;
@@ -4044,6 +4075,8 @@ static bool conclude(Session *const *sessions, StepSeg *segs, int n, bool drafte
     return ahead;
 }
 
+static Event prompt_event(const Session *s) { return (Event){ .kind = EVENT_PROMPT, .done = s->at, .total = (int)s->todo.n }; }
+
 // Runs the step of n sessions, or goes on with that of a prompt. False: it was given up, or has stopped between two layers, and
 // event says so.
 static bool run_step(Session *const *sessions, const StepSeg *segs, int n, Event *event) {
@@ -4057,7 +4090,7 @@ static bool run_step(Session *const *sessions, const StepSeg *segs, int n, Event
     m->stop = NULL;
     if (is_prompt) s->worked = m->step.pass.worked;
     if (is_prompt) m->between = end == PAUSED ? s->seq : -1;
-    if (end == PAUSED) *event = (Event){ .kind = EVENT_PROMPT, .done = s->at, .total = (int)s->todo.n };
+    if (end == PAUSED) *event = prompt_event(s);
     if (end == GIVEN_UP) give_up(s), is_settled(s, event);
     return end >= 0;
 }
@@ -4100,20 +4133,21 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
         s->turn.n_run += s->prompting && !s->turn.shifts ? n_todo[i] : 0;
         s->fed = ahead;
         s->returned = now;
-        if (marks[i] == m->len[s->seq]) session_save(s);
+        if (marks[i] == m->len[s->seq]) session_save(s, s->at == (int)s->todo.n || isinf(s->work));
         if (s->at == (int)s->todo.n) {
             s->step = step_number;
             take_tokens(s, i, row, n_step - n_rows, events[i]);
             row += n_rows;
         } else {
-            *events[i] = (Event){ .kind = EVENT_PROMPT, .done = s->at, .total = (int)s->todo.n };
+            *events[i] = prompt_event(s);
         }
     }
 }
 
 // One piece of work for each of n sessions of one model, all different, and events[i] for what came of it: a chunk of a
-// prompt, some layers of one (Session.work), or a token. Sessions with few rows to run share steps; a longer chunk has one of its
-// own, so that what a session is told does not depend on the others. While one is between two layers, others wait.
+// prompt, some layers of one (Session.work) or a ring of what is kept behind it, or a token. Sessions with few rows to run share
+// steps; a longer chunk has one of its own, so that what a session is told does not depend on the others. While one is between two
+// layers, others wait.
 static void sessions_next(Session *const *sessions, int n, Event *events) {
     Session *some[MAX_SESSIONS];
     Event *theirs[MAX_SESSIONS];
@@ -4122,11 +4156,16 @@ static void sessions_next(Session *const *sessions, int n, Event *events) {
         Session *s = sessions[i];
         Event *e = &events[i];
         if (is_settled(s, e)) continue;
+        if (s->saving) {
+            session_save(s, isinf(s->work));
+            *e = prompt_event(s);
+            continue;
+        }
         draft(s, rows);
         const int more = next_rows(s) + s->guesser.drafts.n;
         if (more > STEP_ROWS) {
             const bool waits = s->m->between >= 0 && s->m->between != s->seq;
-            if (waits) *e = (Event){ .kind = EVENT_PROMPT, .done = s->at, .total = (int)s->todo.n };
+            if (waits) *e = prompt_event(s);
             else run_sessions(&s, &e, 1);
             continue;
         }
