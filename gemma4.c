@@ -3228,12 +3228,15 @@ static double rate_of(const Pace *p, const Odds *o, SpecKind who, int n, int row
     return tokens_of(o, n) / price_of(p, who, n, rows);
 }
 
+// The depth that is tried behind n: 1 2 3 4 7 11 15 .. and `most`, so that few kinds of steps are recorded.
+static int next_depth(int n, int most) { return n == most ? most + 1 : min_int(n < 4 ? n + 1 : n == 4 ? 7 : n + 4, most); }
+
 // The depth from 1 to `most` that makes most tokens a second; 0: plain steps make as many, or nearly so. It goes twice as deep
 // as guesses were ever seen, and no deeper.
 static int best_depth(const Pace *p, const Odds *o, SpecKind who, int most, int rows) {
     int best = 0;
     double rate = 1.02;
-    for (int n = 1; n <= min_int(most, 2 * odds_deepest(o) + 1); n++) {
+    for (int n = 1; n <= min_int(most, 2 * odds_deepest(o) + 1); n = next_depth(n, most)) {
         const double with = rate_of(p, o, who, n, rows);
         if (with > rate) best = n, rate = with;
     }
@@ -4183,6 +4186,28 @@ static void sessions_next(Session *const *sessions, int n, Event *events) {
 }
 
 static void session_next(Session *s, Event *e) { sessions_next(&s, 1, e); }
+
+// What steps and drafts of every depth take is measured once, in session 0, which is empty then. Where the backend records steps,
+// the first two of each kind are slow: so none of them is in an answer that chooses its depth by what that takes.
+static void measure_pace(Model *m, Tokenizer *t, const Drafting *how) {
+    enum { REPEATS = 2, STEPS = 4 };
+    const SpecKind who = drafter_of(m);
+    const int most = min_int(how->most, m->options.draft_depth);
+    const int32_t id = t->bos >= 0 ? t->bos : 0;
+    Session s;
+    if (how->kind != SPEC_AUTO || who == SPEC_OFF || !m->ops->mark || m->options.lazy_draft) return;
+    session_open(&s, m, t, 0);
+    for (int k = 0; k < REPEATS; k++)
+        for (int n = 0; n <= most; n = next_depth(n, most)) {
+            Event e = { .kind = EVENT_PROMPT };
+            const AnswerOptions o = { .n_predict = -1, .ignore_eos = true, .think_budget = -1, .sampling.repeat = 1,
+                                      .drafting = { .kind = n ? who : SPEC_OFF, .most = n } };
+            if (!session_start(&s, &(Prompt){ .ids = &id, .n = 1 }, &o)) die("%s", s.err);
+            for (; e.kind != EVENT_END; session_next(&s, &e)) if (s.turn.steps >= STEPS) session_cancel(&s);
+        }
+    session_close(&s);
+    reset_session(m, 0);
+}
 
 // The logits (vocab) that the session's last token was chosen from. Where another step has been run since, the token before it
 // runs once more. False: there are none yet.
@@ -5392,6 +5417,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
                                  .shift = f->shift };
     c.options.sampling = sampling_params(f, &m->gguf);
     c.options.drafting = drafting;
+    if (chatting) measure_pace(m, &tok, &drafting);    // else it takes longer than it brings
     session_open(&c.s, m, &tok, 0);
     if (f->session && !resume(&c, !isnan(f->seed))) die("--session: %s", c.err);
     if (f->raw) {

@@ -2626,6 +2626,7 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     srv.slots = alloc_or_die((size_t)n_seqs, sizeof *srv.slots);
     srv.logits = alloc_or_die((size_t)m->config.vocab, sizeof *srv.logits);
     srv.replays = alloc_or_die(REPLAYS, sizeof *srv.replays);
+    measure_pace(m, t, &o->drafting);
     for (int i = 0; i < n_seqs; i++) session_open(&srv.slots[i].s, m, t, i);
     srv.chunk = o->chunk ? o->chunk : m->options.n_batch;
     srv.by_rows = chunks_are_free(m, srv.chunk);
