@@ -3218,10 +3218,11 @@ static void draft_took(Pace *p, SpecKind who, int n, double seconds) {
     times_learn(p, &p->draft, n, seconds, draft_seconds(p, who, n));
 }
 
-// What a step with n guesses takes, beside `rows` other rows, in steps without. who: makes them; OFF: they are there.
+// What a step with n guesses takes, beside `rows` other rows, in steps without: as much at least, whatever was measured. who: makes
+// them; OFF: they are there.
 static double price_of(const Pace *p, SpecKind who, int n, int rows) {
     const double plain = step_seconds(p, rows + 1), draft = who != SPEC_OFF && n ? draft_seconds(p, who, n) : 0;
-    return plain > 0 ? (step_seconds(p, rows + 1 + n) + draft) / plain : 1;
+    return plain > 0 ? fmax((step_seconds(p, rows + 1 + n) + draft) / plain, 1) : 1;
 }
 
 static double rate_of(const Pace *p, const Odds *o, SpecKind who, int n, int rows) {   // tokens in the time of a plain step
@@ -4190,14 +4191,15 @@ static void session_next(Session *s, Event *e) { sessions_next(&s, 1, e); }
 // What steps and drafts of every depth take is measured once, in session 0, which is empty then. Where the backend records steps,
 // the first two of each kind are slow: so none of them is in an answer that chooses its depth by what that takes.
 static void measure_pace(Model *m, Tokenizer *t, const Drafting *how) {
-    enum { REPEATS = 2, STEPS = 4 };
+    enum { RECORDED = 2, STEPS = 4 };                  // rounds before the one that counts
     const SpecKind who = drafter_of(m);
     const int most = min_int(how->most, m->options.draft_depth);
     const int32_t id = t->bos >= 0 ? t->bos : 0;
     Session s;
     if (how->kind != SPEC_AUTO || who == SPEC_OFF || !m->ops->mark || m->options.lazy_draft) return;
     session_open(&s, m, t, 0);
-    for (int k = 0; k < REPEATS; k++)
+    for (int k = 0; k <= RECORDED; k++) {
+        m->pace.step = m->pace.draft = (Times){ 0 };
         for (int n = 0; n <= most; n = next_depth(n, most)) {
             Event e = { .kind = EVENT_PROMPT };
             const AnswerOptions o = { .n_predict = -1, .ignore_eos = true, .think_budget = -1, .sampling.repeat = 1,
@@ -4205,6 +4207,7 @@ static void measure_pace(Model *m, Tokenizer *t, const Drafting *how) {
             if (!session_start(&s, &(Prompt){ .ids = &id, .n = 1 }, &o)) die("%s", s.err);
             for (; e.kind != EVENT_END; session_next(&s, &e)) if (s.turn.steps >= STEPS) session_cancel(&s);
         }
+    }
     session_close(&s);
     reset_session(m, 0);
 }
