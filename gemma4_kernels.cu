@@ -2323,6 +2323,7 @@ enum { TILE_WARPS = 8, TILE_THREADS = 32 * TILE_WARPS, COPY_WARPS = 2, TILE_BLOC
        TILE_STAGES = 4, TILE_EXPERTS = TILE_THREADS, INPUT_PITCH = 8 * 32 + 16,
        ROW_AREA = 8 * (INPUT_PITCH + 8 * (int)sizeof(float)), SUMS_PITCH = 68,
        SUMS_BYTES = TILE_WARPS * 8 * SUMS_PITCH * 4,
+       TILE_STATIC = 512,     // shared memory of tile_kernel that is not dynamic, at most
        FEW_ROUNDS = 8 };      // pieces of a block
 
 // How 8 groups of one feature lie in a stage: its planes behind each other (lo at 0), each from the 16 bytes on in
@@ -3208,7 +3209,8 @@ static bool plan_tiles(const Jobs *jobs, int n_rows, Plan *p) {
     if (list_room(t.n_pairs) > SUMS_BYTES || 4 * TILE_WARPS * jobs->choice.n > SUMS_BYTES) return false;
     int resident = tiles <= 2 ? 2 : 1, space = 0;      // blocks per SM
     for (; resident > 0; resident--) {
-        space = min_int(cuda.sm_shared / resident - 2048, cuda.block_shared - STATIC_SHARED) - fixed;
+        // 1024 bytes of each block are CUDA's own
+        space = min_int(cuda.sm_shared / resident - 1024 - TILE_STATIC, cuda.block_shared - STATIC_SHARED) - fixed;
         if (space >= 3 * t.stage_bytes) break;
     }
     t.stages = min_int(TILE_STAGES, space / t.stage_bytes);
