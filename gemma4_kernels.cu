@@ -2323,6 +2323,7 @@ enum { TILE_WARPS = 8, TILE_THREADS = 32 * TILE_WARPS, COPY_WARPS = 2, TILE_BLOC
        TILE_STAGES = 4, TILE_EXPERTS = TILE_THREADS, INPUT_PITCH = 8 * 32 + 16,
        ROW_AREA = 8 * (INPUT_PITCH + 8 * (int)sizeof(float)), SUMS_PITCH = 68,
        SUMS_BYTES = TILE_WARPS * 8 * SUMS_PITCH * 4,
+       TILE_STATIC = 512,     // shared memory of tile_kernel that is not dynamic, at most
        FEW_ROUNDS = 8 };      // pieces of a block
 
 // How 8 groups of one feature lie in a stage: its planes behind each other (lo at 0), each from the 16 bytes on in
@@ -2788,14 +2789,16 @@ __device__ static inline void multiply_group(float (&acc)[4][NT][4], const char 
     const int t = lane / 4, k = lane % 4;
     const char *q = rows + t * INPUT_PITCH + 32 * slice + 4 * k;
     const float *s = (const float *)(rows + 8 * NT * INPUT_PITCH) + slice * 8 * NT + 2 * k;
-    InputRows<T> y;
-    if (NT == 1) input_rows(&y, q, s);
+    constexpr int held = NT <= 2 ? NT : 1;             // tiles of 8 rows that stay in registers
+    InputRows<T> y[held];
+    auto take_rows = [&] { for (int i = 0; i < held; i++) input_rows(&y[i], q + 8 * i * INPUT_PITCH, s + 8 * i); };
+    if (held == NT) take_rows();
 #pragma unroll
     for (int h = 0; h < 2; h++, records += 32 * record_of(T).size, row = up) {
         if (DEEP && h) {
             if (8 * ++stage + slice >= n_groups) break;
             q += ROW_AREA * NT, s += ROW_AREA * NT / 4;
-            if (NT == 1) input_rows(&y, q, s);
+            if (held == NT) take_rows();
         }
         unsigned a[2][4];
         float own[2], own_least[2], scale[2][2][2], least[2][2][2];          // [tile][features t, t + 8][half]
@@ -2808,22 +2811,23 @@ __device__ static inline void multiply_group(float (&acc)[4][NT][4], const char 
             }
 #pragma unroll
         for (int i = 0; i < NT; i++) {
-            if (i && 8 * i >= n) break;
-            if (NT > 1) input_rows(&y, q + 8 * i * INPUT_PITCH, s + 8 * i);
+            if (held < NT && i && 8 * i >= n) break;
+            if (held < NT) input_rows(&y[0], q + 8 * i * INPUT_PITCH, s + 8 * i);
+            const InputRows<T> &y8 = y[i % held];
             for (int m = 0; m < 2; m++) {
                 int dot[2][4];
-                for (int j = 0; j < 4; j++) dot[0][j] = y.start[0][j], dot[1][j] = y.start[1][j];
-                if (halves) multiply_int8_half(dot[0], a[m], y.b[0]), multiply_int8_half(dot[1], a[m] + 2, y.b[1]);
-                else multiply_int8(dot[0], a[m], y.b);
+                for (int j = 0; j < 4; j++) dot[0][j] = y8.start[0][j], dot[1][j] = y8.start[1][j];
+                if (halves) multiply_int8_half(dot[0], a[m], y8.b[0]), multiply_int8_half(dot[1], a[m] + 2, y8.b[1]);
+                else multiply_int8(dot[0], a[m], y8.b);
                 for (int j = 0; j < 4; j++) {
                     const float *x = scale[m][j / 2], *z = least[m][j / 2];
                     float term = folds ? __fmaf_rn(x[0], __int_as_float(dot[0][j]), __fmul_rn(x[0], -START))
                                        : __fmul_rn(x[0], from_start(dot[0][j]));
                     if (halves) term = __fmaf_rn(x[1], from_start(dot[1][j]), term);
-                    if (halves && min) term = __fmaf_rn(z[1], y.sum[1][j % 2], term);
-                    if (min) term = __fmaf_rn(z[0], y.sum[0][j % 2], term);
+                    if (halves && min) term = __fmaf_rn(z[1], y8.sum[1][j % 2], term);
+                    if (min) term = __fmaf_rn(z[0], y8.sum[0][j % 2], term);
                     float *sum = &acc[DEEP ? m : 2 * h + m][i][j];
-                    *sum = __fmaf_rn(j % 2 ? y.scale.y : y.scale.x, term, *sum);
+                    *sum = __fmaf_rn(j % 2 ? y8.scale.y : y8.scale.x, term, *sum);
                 }
             }
         }
@@ -2837,7 +2841,7 @@ __device__ static inline void multiply_stages(const Tiling &t, int *place, unsig
     Ring *ring = ring_of(t);
     const int n_groups = (int)((unsigned)o.cols / 32);
     const unsigned row = piece_row(o, p, 0), up = DEEP ? row : piece_row(o, p, 1);
-    const int thread = NT == 1 ? afresh(threadIdx.x) : threadIdx.x, slice = thread / 32, lane = thread % 32;
+    const int thread = NT <= 2 ? afresh(threadIdx.x) : threadIdx.x, slice = thread / 32, lane = thread % 32;
 #pragma unroll 1
     for (int stage = 0; 8 * stage < n_groups; stage += DEEP ? 2 : 1) {
         const char *records = shared_bytes + *place * t.stage_bytes;
@@ -2933,13 +2937,12 @@ __device__ static inline void join_experts(const Tiling &t, const Job &o, int fi
 //   numerics  integer products per group, exact; f32 sums in the order given above. No bit depends on the number of
 //             rows
 //   time      a stage of 64 features costs each of the 8 warps about 170 instructions at 8 rows of Q4_K, 240 of Q6_K,
-//             270 at 16 rows of Q4_K, and a copying warp 175 or 290
+//             240 and 340 at 16 rows, and a copying warp 175 or 290
 //   see       product_kernel; cpu_matmul, cpu_gate_up, cpu_expert_gate_up, cpu_expert_down, cpu_ple_inject, cpu_head
 template <int NT> __global__ void __launch_bounds__(TILE_BLOCK, NT <= 2 ? 2 : 1)
 tile_kernel(const __grid_constant__ Tiling t) {
     constexpr int room = 8 * NT;
     touch_parameter(&t, sizeof t);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if ((int)threadIdx.x < t.stages) {
         mbarrier_init(&ring_of(t)->there[threadIdx.x], 32);
         mbarrier_init(&ring_of(t)->used[threadIdx.x], TILE_WARPS * ARRIVING_LANES);
@@ -2962,15 +2965,20 @@ tile_kernel(const __grid_constant__ Tiling t) {
         walk.stride = div_up(n, div_up(n, gridDim.x));
         if ((int)blockIdx.x >= walk.stride) return;
     }
-    if (warp >= TILE_WARPS) {
+    if (threadIdx.x >= TILE_THREADS) {
         feed<NT>(t, early, walk.stride);
         return;
     }
     if (early) take_turn();
+    // How far a warp is lies in shared memory while it multiplies: products need the registers.
+    __shared__ Walk walks[TILE_WARPS];
+    __shared__ Piece pieces[TILE_WARPS];
     int place = 0;
     unsigned parity = 0;
     while (next_piece(t, &walk, &p)) {
         const Job &o = t.jobs.job[p.job];
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) walks[threadIdx.x / 32] = walk, pieces[threadIdx.x / 32] = p;
         const bool floats = !t.record[p.job], gated = o.kind == JOB_GATED, down = o.kind == JOB_DOWN;
         const bool deep = t.deep[p.job];
         float acc[4][NT][4] = { };                     // [tile of 16 features][tile of 8 rows]
@@ -2984,6 +2992,9 @@ tile_kernel(const __grid_constant__ Tiling t) {
 #undef CASE
         default: break;
         }
+        const int thread = afresh(threadIdx.x), warp = thread / 32, lane = thread % 32;
+        __syncwarp();
+        walk = walks[warp], p = pieces[warp];
         const bool listed = p.job == t.expert_job;
         // 8 rows at a time: a warp takes one, a lane features l and l + 32
         for (int i = 0; !floats && 8 * i < p.n; i++) {
@@ -3198,7 +3209,8 @@ static bool plan_tiles(const Jobs *jobs, int n_rows, Plan *p) {
     if (list_room(t.n_pairs) > SUMS_BYTES || 4 * TILE_WARPS * jobs->choice.n > SUMS_BYTES) return false;
     int resident = tiles <= 2 ? 2 : 1, space = 0;      // blocks per SM
     for (; resident > 0; resident--) {
-        space = min_int(cuda.sm_shared / resident - 2048, cuda.block_shared - STATIC_SHARED) - fixed;
+        // 1024 bytes of each block are CUDA's own
+        space = min_int(cuda.sm_shared / resident - 1024 - TILE_STATIC, cuda.block_shared - STATIC_SHARED) - fixed;
         if (space >= 3 * t.stage_bytes) break;
     }
     t.stages = min_int(TILE_STAGES, space / t.stage_bytes);
