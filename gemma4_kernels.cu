@@ -2970,15 +2970,16 @@ tile_kernel(const __grid_constant__ Tiling t) {
         return;
     }
     if (early) take_turn();
-    // How far a warp is lies in shared memory while it multiplies: products need the registers.
-    __shared__ Walk walks[TILE_WARPS];
-    __shared__ Piece pieces[TILE_WARPS];
+    // How far a warp is lies in shared memory while it multiplies 9 to 16 rows: their products need the registers.
+    constexpr bool aside = NT == 2;
+    __shared__ Walk walks[aside ? TILE_WARPS : 1];
+    __shared__ Piece pieces[aside ? TILE_WARPS : 1];
     int place = 0;
     unsigned parity = 0;
     while (next_piece(t, &walk, &p)) {
         const Job &o = t.jobs.job[p.job];
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) walks[threadIdx.x / 32] = walk, pieces[threadIdx.x / 32] = p;
+        if (aside) __syncwarp();
+        if (aside && threadIdx.x % 32 == 0) walks[threadIdx.x / 32] = walk, pieces[threadIdx.x / 32] = p;
         const bool floats = !t.record[p.job], gated = o.kind == JOB_GATED, down = o.kind == JOB_DOWN;
         const bool deep = t.deep[p.job];
         float acc[4][NT][4] = { };                     // [tile of 16 features][tile of 8 rows]
@@ -2992,9 +2993,9 @@ tile_kernel(const __grid_constant__ Tiling t) {
 #undef CASE
         default: break;
         }
-        const int thread = afresh(threadIdx.x), warp = thread / 32, lane = thread % 32;
-        __syncwarp();
-        walk = walks[warp], p = pieces[warp];
+        const int thread = aside ? afresh(threadIdx.x) : threadIdx.x, warp = thread / 32, lane = thread % 32;
+        if (aside) __syncwarp();
+        if (aside) walk = walks[warp], p = pieces[warp];
         const bool listed = p.job == t.expert_job;
         // 8 rows at a time: a warp takes one, a lane features l and l + 32
         for (int i = 0; !floats && 8 * i < p.n; i++) {
