@@ -39,8 +39,8 @@ LTO       := $(shell probe=$$(mktemp) || exit; echo 'int main(void) { return 0; 
 HTTP      ?= $(shell pkg-config --exists 'libmicrohttpd >= 0.9.71' 2>/dev/null && echo 1)
 HTTP_FLAG := $(if $(filter 1,$(HTTP)),-DUSE_MICROHTTPD $(shell pkg-config --cflags libmicrohttpd))
 HTTP_LIB  := $(if $(filter 1,$(HTTP)),$(shell pkg-config --libs libmicrohttpd))
-COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -pthread -ffp-contract=off $(CFLAGS)
-SOURCES  := gemma4.c $(wildcard *.h parts/*.h)
+COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -pthread -ffp-contract=off $(CFLAGS) -I$(B)
+SOURCES  := gemma4.c $(wildcard *.h parts/*.h) $(B)/page.h
 TESTS    := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c tests/make_*.c tests/eval_*.c))
 BENCHES  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/bench_*.c))
 comma := ,
@@ -77,6 +77,9 @@ $(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
 	$(COMPILE) $(EDIT_FLAG) $(HTTP_FLAG) -DUSE_CUDA -c gemma4.c -o $@
 $(B)/kernels.o: gemma4_kernels.cu gemma4.h parts/kv.h $(B)/cuda-flags
 	$(NVCC) -O3 -std=c++17 -lineinfo $(SPLIT_COMPILE) $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
+# The server's page as a string of C, which parts/server.h includes. ? is escaped since two of them may begin a trigraph.
+$(B)/page.h: web/index.html
+	@mkdir -p $(B) && sed 's/[\\"?]/\\&/g; s/.*/"&\\n"/' $< > $@.part && mv -f $@.part $@
 # What these hold is how things are built; a change of it rebuilds what was built otherwise.
 $(B)/flags: HOLDS = $(COMPILE) $(LTO) $(EDIT_LIB) $(HTTP_LIB)
 $(B)/cuda-flags: HOLDS = $(NVCC) $(ARCH) $(NVCC_FLAGS)
@@ -126,7 +129,7 @@ sanitize:                       ## run the GPU's tests under compute-sanitizer
 
 FUZZ_CC      ?= clang
 FUZZ_SECONDS ?= 60
-FUZZ_BUILD   := $(FUZZ_CC) -std=c11 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined
+FUZZ_BUILD   := $(FUZZ_CC) -std=c11 -O1 -g -I$(B) -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined
 fuzz: $(FUZZERS)                ## run each fuzz target for FUZZ_SECONDS under clang's libFuzzer
 	@for f in $(FUZZERS); do echo "$$f: $(FUZZ_SECONDS) seconds"; mkdir -p $$f.corpus; \
 	  head -c 1000 models/gemma4-mini-q8_0.gguf > $$f.corpus/head; \
@@ -139,8 +142,8 @@ $(FUZZERS): $(B)/%: tests/%.c $(wildcard tests/*.h) $(SOURCES) $(B)/flags
 	  "libclang-rt-dev (Debian, Ubuntu), compiler-rt (Fedora, Arch, Alpine)" >&2; exit 1; }
 	$(FUZZ_BUILD) -I. -DFUZZER $(HTTP_FLAG) -Wno-unused-function $< -o $@ $(HTTP_LIB) -lm
 
-amalgamate:                     ## write build/gemma4.c, everything in one file: cc -O3 gemma4.c -lm -pthread
-	@mkdir -p $(B) && tools/amalgamate.sh gemma4.c > $(B)/gemma4.c.part && mv -f $(B)/gemma4.c.part $(B)/gemma4.c
+amalgamate: $(B)/page.h         ## write build/gemma4.c, everything in one file: cc -O3 gemma4.c -lm -pthread
+	@tools/amalgamate.sh gemma4.c $(B) > $(B)/gemma4.c.part && mv -f $(B)/gemma4.c.part $(B)/gemma4.c
 bench: all                      ## time MODEL on this machine: prompt and decode tok/s
 	@./$(BIN) bench "$(MODEL)"
 install:                        ## copy gemma4 to DESTDIR and PREFIX/bin

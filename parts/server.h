@@ -2317,15 +2317,44 @@ static void route_template(Exchange *x) {
     tok_ids_free(&ids);
 }
 
+// The chat page, web/index.html. It brings all that it needs, asks for the key itself, and may reach this server only. A browser
+// that holds it asks whether it is still the same.
+static const char chat_page[] =
+#include "page.h"
+;
+
+static void route_page(Exchange *x) {
+    static const char policy[] = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'";
+    char tag[24];
+    snprintf(tag, sizeof tag, "\"%016" PRIx64 "\"", hash_bytes(chat_page, sizeof chat_page));
+    const char *held = header(x, "If-None-Match");
+    const bool same = held && strstr(held, tag);
+    struct MHD_Response *r = MHD_create_response_from_buffer(same ? 0 : sizeof chat_page - 1, (void *)chat_page, MHD_RESPMEM_PERSISTENT);
+    if (!r) die("out of memory for a page");
+    MHD_add_response_header(r, "Content-Type", "text/html; charset=utf-8");
+    MHD_add_response_header(r, "Content-Security-Policy", policy);
+    MHD_add_response_header(r, "X-Content-Type-Options", "nosniff");
+    MHD_add_response_header(r, "Referrer-Policy", "no-referrer");
+    MHD_add_response_header(r, "Cache-Control", "no-cache");
+    MHD_add_response_header(r, "ETag", tag);
+    x->answered = true;
+    x->status = same ? 304 : 200;
+    MHD_queue_response(x->connection, (unsigned)x->status, r);
+    MHD_destroy_response(r);
+}
+
 // ==== [7] HTTP: checks, routes =======================================================================================
 
 typedef struct Endpoint {
-    const char *method, *path;         // a path that ends in / takes what follows
+    const char *method, *path;         // a path that ends in / takes what follows, but for / itself
     void (*answer)(Exchange *x);
     bool open;                // needs no key
 } Endpoint;
 
 static const Endpoint routes[] = {
+    { "GET", "/", route_page, true }, { "GET", "/index.html", route_page, true },
     { "GET", "/health", route_health, true }, { "GET", "/v1/models", route_models, false },
     { "GET", "/v1/models/", route_model, false },
     { "GET", "/props", route_props, false }, { "GET", "/slots", route_slots, false },
@@ -2424,7 +2453,7 @@ static void find_route(Exchange *x, const char *method, const char *url) {
     for (size_t i = 0; i < sizeof routes / sizeof *routes; i++) {
         const char *path = routes[i].path;
         const size_t n = strlen(path);
-        const bool takes_more = path[n - 1] == '/' && !strncmp(path, url, n) && url[n];
+        const bool takes_more = n > 1 && path[n - 1] == '/' && !strncmp(path, url, n) && url[n];
         if (takes_more) snprintf(x->rest, sizeof x->rest, "%s", url + n);
         if (takes_more || !strcmp(path, url)) x->route = &routes[i];
     }

@@ -1,30 +1,32 @@
 #!/bin/sh
 # tools/amalgamate.sh: each file once, a missing one is an error; and the engine made one file: its compiler has nothing to warn
 # of, and it tells the story of gemma4, to the last bit of its logits.
-# Environment: GEMMA4 (./gemma4), CC (cc).
+# Environment: GEMMA4 (./gemma4), BUILD (build), CC (cc).
 cd "$(dirname "$0")/.." || exit 1
 . tests/harness.sh
 
-mkdir -p "$tmp/tree/parts"
-printf '#include "h.h"\n#include "parts/p.h"\n#include "h.h"\nint main(void) { return h + p - 3; }\n' >"$tmp/tree/a.c"
+mkdir -p "$tmp/tree/parts" "$tmp/tree/made"
+echo '"ab"' >"$tmp/tree/made/s.h"
+printf '#include "h.h"\n#include "parts/p.h"\n#include "h.h"\nchar s[] =\n#include "s.h"\n;\nint main(void) { return h + p - (int)sizeof s; }\n' >"$tmp/tree/a.c"
 printf '#include <stdio.h>\nint h = 1;\n' >"$tmp/tree/h.h"
 printf '/* as in\n * #include "nothing.h" */\n#include "../h.h"\nint p = 2;\n' >"$tmp/tree/parts/p.h"
-amalgamate() { (cd "$1" && sh "$OLDPWD/tools/amalgamate.sh" "$2") >"$tmp/one.c" 2>"$tmp/err"; status=$?; }
-amalgamate "$tmp/tree" a.c
+amalgamate() { (cd "$1" && sh "$OLDPWD/tools/amalgamate.sh" "$2" "$3") >"$tmp/one.c" 2>"$tmp/err"; status=$?; }
+amalgamate "$tmp/tree" a.c made
 ok "a file twice: exits 0" [ "$status" -eq 0 ]
 ok "a file twice: it is there once" [ "$(grep -c '^int h' "$tmp/one.c")" -eq 1 ]
 ok "a file of a folder: it is there" [ "$(grep -c '^int p' "$tmp/one.c")" -eq 1 ]
+ok "a file that was made: it is there" grep -qx '"ab"' "$tmp/one.c"
 ok "headers of the system stay" grep -q '^#include <stdio.h>' "$tmp/one.c"
 ok "no file of ours is included" [ -z "$(grep '^#include "' "$tmp/one.c")" ]
 ok "it compiles and runs" sh -c '${CC:-cc} "$0/one.c" -o "$0/one" && "$0/one"' "$tmp"
 rm "$tmp/tree/h.h"
-amalgamate "$tmp/tree" a.c
+amalgamate "$tmp/tree" a.c made
 ok "a missing header: exit status 1" [ "$status" -eq 1 ]
 ok "a missing header: is named" grep -q 'a.c: "h.h" is not there' "$tmp/err"
-amalgamate . nothing.c
+amalgamate . nothing.c made
 ok "a missing file: exit status 1" [ "$status" -eq 1 ]
 
-amalgamate . gemma4.c
+amalgamate . gemma4.c "$build"
 ok "the engine: exits 0" [ "$status" -eq 0 ]
 ok "the engine: no file of ours is included" [ -z "$(grep '^#include "' "$tmp/one.c")" ]
 # shellcheck disable=SC2086  # CC may hold flags
@@ -32,6 +34,15 @@ ${CC:-cc} -O0 -Wall -Wextra -ffp-contract=off "$tmp/one.c" -o "$tmp/one" -lm -pt
 status=$?
 ok "the engine: compiles" [ "$status" -eq 0 ]
 ok "the engine: without warnings" [ ! -s "$tmp/err" ]
+# shellcheck disable=SC2086
+${CC:-cc} -DUSE_MICROHTTPD -O0 -ffp-contract=off "$tmp/one.c" -o "$tmp/served" -lmicrohttpd -lm -pthread 2>"$tmp/err"
+status=$?
+if grep -qE 'microhttpd.h|lmicrohttpd' "$tmp/err"; then
+    skip "the page in one file: no libmicrohttpd"
+else
+    ok "the engine: with a server it compiles" [ "$status" -eq 0 ]
+    ok "the engine: the page is in it" grep -aqxF "$(grep '<title>' web/index.html)" "$tmp/served"
+fi
 set -- models/gemma4-mini-q8_0.gguf -p "Tell me a story about a fox." --temp 0 -n 20
 run "$@"
 mv "$tmp/out" "$tmp/story"

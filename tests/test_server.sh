@@ -117,6 +117,28 @@ ok "ids become the text again" has out '{"content":"Once upon a time"}'
 ask /apply-template "{$user}"
 ok "a conversation becomes a prompt" has out '<|turn>user\nTell me a story about a fox.<turn|>'
 
+# ---- the page -------------------------------------------------------------------------
+get / -D "$tmp/headers"
+ok "the page is there" is 200
+ok "byte for byte" cmp -s web/index.html "$tmp/out"
+tr -d '\r' <"$tmp/headers" >"$tmp/a"
+for line in "Content-Type: text/html; charset=utf-8" "X-Content-Type-Options: nosniff" "Referrer-Policy: no-referrer" "Cache-Control: no-cache"; do
+    ok "the page: $line" grep -qix "$line" "$tmp/a"
+done
+ok "the page: nothing but its own server" grep -qi "^Content-Security-Policy: default-src 'none'; .*connect-src 'self';" "$tmp/a"
+tag=$(sed -n 's/^[Ee][Tt]ag: //p' "$tmp/a")
+get /index.html -H "If-None-Match: $tag"
+ok "the page: 304 for who holds it" is 304
+get /index.html -H 'If-None-Match: "0"'
+ok "the page: whole for who holds another" cmp -s web/index.html "$tmp/out"
+get / -H "Host: example.org"
+ok "the page: another Host is refused" is 403
+ask / "{}" -D "$tmp/headers"
+ok "the page: POST is 405" is 405
+ok "the page: with the method that works" grep -qi '^Allow: GET' "$tmp/headers"
+get /page
+ok "a path that is not there is no page" is 404
+
 # ---- one answer ----------------------------------------------------------------------
 run "$model" -p "Tell me a story about a fox." --temp 0 -n 40
 cp "$tmp/out" "$tmp/cli"
@@ -667,6 +689,8 @@ get /v1/models -H "x-api-key: secret"
 ok "the model's name is another" has out '"id":"a fox"'
 refused "no key" 401 "key" $chat "{$user}"
 refused "no key, no such path" 401 "key" /nowhere "{}"
+get /
+ok "the page needs no key" is 200
 ask /tokenize '{"content":"a"}' -H "Authorization: Bearer secret"
 ok "the key opens" is 200
 ask /tokenize '{"content":"a"}' -H "x-api-key: secrets"

@@ -1,9 +1,9 @@
 #!/bin/sh
 # Prints a C file with everything of ours that it includes in place, each file once, between banners. Headers of the system stay
-# as they are.    tools/amalgamate.sh gemma4.c > build/gemma4.c
-# An included file is looked for beside the file that includes it, then in the current directory.
-[ $# -eq 1 ] || { echo "amalgamate.sh: expected one file, got $#" >&2; exit 1; }
-exec awk -v first="$1" '
+# as they are.    tools/amalgamate.sh gemma4.c build > build/gemma4.c
+# An included file is looked for beside the file that includes it, in the current directory, then in the folder of made ones.
+[ $# -eq 2 ] || { echo "amalgamate.sh: expected a file and a folder, got $#" >&2; exit 1; }
+exec awk -v first="$1" -v made="$2/" '
 function exists(file,   line, found) {
     found = (getline line < file) >= 0
     close(file)
@@ -27,6 +27,7 @@ function add(file,   line, word, beside) {
         while (beside ~ /[^\/]+\/\.\.\//) sub(/[^\/]+\/\.\.\//, "", beside)
         if (exists(beside)) add(beside)
         else if (exists(word[2])) add(word[2])
+        else if (exists(made word[2])) add(made word[2])
         else fail(file ": \"" word[2] "\" is not there")
         print "// ######## " file ", continued ########"
     }
