@@ -869,7 +869,7 @@ typedef struct {              // the step under way, or the last one, on the hos
     int64_t  number;                   // of it among all steps
     StepKey  key;
     Pass     pass;
-} Step;
+} StepRun;
 
 typedef struct {
     Gguf         gguf;
@@ -893,11 +893,11 @@ typedef struct {
     // host side
     int         *len;                  // (n_seqs) mirror of s.len
     int         *seen;                 // (n_seqs) how far rows were ever written: rings have lost what is far behind it
-    Step         step;
-    struct { State s; Step step; } other;              // of the other kind of steps: see choose_kind()
+    StepRun      step;
+    struct { State s; StepRun step; } other;           // of the other kind of steps: see choose_kind()
     bool         on_prompts;           // s and step are those of prompts' steps
     int          between;              // session whose prompt's step is between two layers; -1: there is none
-    struct { int32_t *n_accept, *feed; } sent;         // as in Step
+    struct { int32_t *n_accept, *feed; } sent;         // as in StepRun
     StepRow     *chunk;                // (n_batch) room for a caller of step() to write rows to
     int          scoring;              // 0, or the variant of steps that score tokens: SCORING, LOOKING
     int          n_scored;             // the first layers, which such steps run; the last one's own cache sees all
@@ -2616,7 +2616,7 @@ static void open_verdict(Model *m) {
     v->path = alloc_or_die((size_t)o->n_seqs * STEP_ROWS, sizeof(int32_t));
 }
 
-static void alloc_step(const Model *m, Step *step) {
+static void alloc_step(const Model *m, StepRun *step) {
     const int n_seqs = m->options.n_seqs, n_batch = m->options.n_batch, n_logits = m->options.n_logits;
     step->rows = alloc_or_die(n_batch, sizeof *step->rows);
     step->kept_rows = alloc_or_die(n_logits, sizeof *step->kept_rows);
@@ -2628,7 +2628,7 @@ static void alloc_step(const Model *m, Step *step) {
     step->sent.kept_index = alloc_or_die(n_logits, sizeof *step->sent.kept_index);
 }
 
-static void free_step(Step *step) {
+static void free_step(StepRun *step) {
     free(step->rows);
     free(step->kept_rows);
     free(step->segs);
@@ -2741,7 +2741,7 @@ static void send_feed(Model *m) {
 static void choose_kind(Model *m, bool prompts) {
     if (!m->options.between || m->on_prompts == prompts) return;
     const State s = m->s;
-    const Step step = m->step;
+    const StepRun step = m->step;
     m->s = m->other.s;
     m->step = m->other.step;
     m->other.s = s;
@@ -2750,7 +2750,7 @@ static void choose_kind(Model *m, bool prompts) {
 }
 
 static void lay_segment(Model *m, int i, const StepSeg *in) {
-    Step *t = &m->step;
+    StepRun *t = &m->step;
     assert(t->n_rows + in->n <= m->options.n_batch && (in->kind == SEG_CHAIN || in->n <= STEP_ROWS));
     assert(m->len[in->seq] + in->n <= m->options.n_ctx + STEP_ROWS);
     m->seen[in->seq] = max_int(m->seen[in->seq], m->len[in->seq] + in->n);
@@ -2786,7 +2786,7 @@ static void lay_step(Model *m, const StepSeg *segs, int n_segs) {
     for (int i = 0; i < n_segs; i++) rows += segs[i].n, staged |= segs[i].n > STEP_ROWS;
     choose_kind(m, rows > STEP_ROWS);
     State *s = &m->s;
-    Step *t = &m->step;
+    StepRun *t = &m->step;
     assert(!fed || drafts || n_segs == t->n_kept);     // of the step before
     assert(n_segs <= m->options.n_seqs);
     t->ahead = fed;
