@@ -108,7 +108,7 @@ static void one_prompt(Model *m, const Tokenizer *t, const Ids *prompt, int temp
 }
 
 // The share right at depth d, of which `want` is expected, and its standard error.
-static double share_of(const Count *c, int n, int d, double want, double *error) {
+static double part_of(const Count *c, int n, int d, double want, double *error) {
     double right = 0, tried = 0, square = 0;
     for (int r = 0; r < n; r++) right += c->right[r][d], tried += c->tried[r][d];
     const double share = right / fmax(tried, 1);
@@ -129,7 +129,7 @@ static void one_kind(Model *m, const Tokenizer *t, const char *page, const char 
     for (int d = 0; d < depth; d++) {
         double error;
         int texts = 0;
-        const double got = share_of(&c, n, d, want[d], &error), most = 4 * error + 0.03;
+        const double got = part_of(&c, n, d, want[d], &error), most = 4 * error + 0.03;
         for (int i = 0; i < n; i++) texts += c.tried[i][d] > 0;
         if (whole) printf(" %.2f/%.2f |", got, want[d]);
         CHECK(texts < 6 || fabs(got - want[d]) <= most, "%s, %s, temperature %d, depth %d: %.3f are right, expected "
