@@ -400,8 +400,10 @@ static size_t tok__slots(size_t n) {
 // 2^64 / golden ratio
 #define TOK__GOLDEN 0x9E3779B97F4A7C15u
 
+// Twice, since one product of keys that agree at one address leaves them near each other at one of a hundred others.
 static inline size_t tok__mix(const void *table, uint64_t key) {
     key = (key ^ (uint64_t)(uintptr_t)table * TOK__GOLDEN) * TOK__GOLDEN;
+    key = (key ^ key >> 32) * TOK__GOLDEN;
     return (size_t)(key ^ key >> 32);
 }
 

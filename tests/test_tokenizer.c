@@ -736,8 +736,28 @@ static void test_hand_made(void) {
 // A table at address 0 has the hash that a file's author can compute: texts and pairs that meet in one slot there must lie
 // apart in a table of its own address.
 
+enum { N_MADE = 1500, MADE_MASK = 4095, APART = 100 };           // both tables have 4096 slots
+
+// Pairs made for one slot of a table at 0, in a table at address `at`: they must not meet there either.
+static void test_made_pairs_at(uintptr_t at) {
+    static uint64_t keys[N_MADE];
+    for (uint32_t b = 0, n = keys[N_MADE - 1] ? N_MADE : 0; n < N_MADE; b++) {
+        const uint64_t key = tok__join_key(0x20 + (b >> 16), b & 0xFFFF);
+        if ((tok__mix(NULL, key) & MADE_MASK) == 0) keys[n++] = key;
+    }
+    bool used[MADE_MASK + 1] = { 0 };
+    for (int i = 0; i < N_MADE; i++) {
+        size_t slot = tok__mix((const void *)at, keys[i]);
+        while (used[slot & MADE_MASK]) slot++;
+        used[slot & MADE_MASK] = true;
+    }
+    int run = 0, longest = 0;
+    for (int i = 0; i <= MADE_MASK; i++) longest = (run = used[i] ? run + 1 : 0) > longest ? run : longest;
+    CHECK(longest < APART, "pairs made for one slot, table at %p: %d of %d in a row", (const void *)at, longest, N_MADE);
+}
+
 static void test_made_keys(void) {
-    enum { N = 1500, MASK = 4095, APART = 200 };                // both tables have 4096 slots
+    enum { N = N_MADE, MASK = MADE_MASK };
     static char texts[N][8];
     static TokStr tokens[N];
     Tokenizer t = { 0 };
@@ -771,6 +791,7 @@ static void test_made_keys(void) {
         CHECK(longest < APART, "pairs made for one slot: %zu of %d in a row", longest, N);
     }
     tok_free(&t);
+    for (uintptr_t at = 0x7F1200000010; at < 0x7F1200000010 + 2000 * 4096; at += 4096) test_made_pairs_at(at);
 }
 
 int main(void) {
