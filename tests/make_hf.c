@@ -9,9 +9,11 @@
  *
  * The names are written out here a second time, from the other side, so that a slip in gemma4.c's table shows. */
 #define _GNU_SOURCE
-#define GGUF_IMPLEMENTATION
 #include "gguf.h"
+#include <errno.h>
 #include <inttypes.h>
+#include <stdio.h>
+#include <sys/stat.h>
 
 static void die(const char *what, const char *why) {
     fprintf(stderr, "make_hf: error: %s: %s\n", what, why);

@@ -9,7 +9,7 @@
 # The suites of $slow start first, so that none of them is left alone at the end, and their lines come last.
 # Environment: BUILD (build), GEMMA4 (./gemma4), STRICT=1 (skips fail), TEST_TIMEOUT (seconds for one suite, 1200),
 # LONG=1 (docs/tests.md says what it adds), JOBS (processors; 1 where there is a GPU, which tests look at the memory of).
-slow="test_kernels test_cache"
+slow="test_kernels test_cli test_eval test_cache test_forward test_ops test_verify"
 cd "$(dirname "$0")/.." || exit 1
 BUILD=${BUILD:-build}
 GEMMA4=${GEMMA4:-$PWD/gemma4}

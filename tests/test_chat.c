@@ -4,7 +4,6 @@
  *
  * Uses models/gemma4-mini-q8_0.gguf for the properties, Gemma 4's own vocabulary for the vectors. */
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap; popen
-#define GGUF_IMPLEMENTATION
 #include "../gguf.h"
 
 // Allocations of tokenizer.h, which fail from the fail_at-th on; -1: never.

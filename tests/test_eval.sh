@@ -29,7 +29,7 @@ row() { # row MODEL TYPES [-- FLAGS]: one case
 }
 every="f16 bf16 q8_0 q4_0 tq4 tq3"
 if [ "${LONG:-0}" = 0 ]; then
-    row gemma4-mini-e-q8_0 "f16 tq3"
+    row gemma4-mini-e-q8_0 tq3                     # f16 is what the questions above ran with
 else
     row gemma4-mini-q8_0 "$every"
     row gemma4-mini-e-q8_0 "$every"

@@ -1,7 +1,6 @@
 /* test_json.c - the JSON reader of gguf.h: what it accepts, what it refuses and where, and what the values are. Every text is
  * parsed from a heap copy of its exact length, so that make asan sees a read past its end. */
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap
-#define GGUF_IMPLEMENTATION
 #include "../gguf.h"
 #include "test.h"
 

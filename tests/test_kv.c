@@ -3,7 +3,6 @@
  * programs write (TQ3_0 of 3.5 bits, K3 of 3.125, V4 of 4.25), which gemma4 itself has no use for. */
 #define _GNU_SOURCE
 #include <math.h>
-#define GGUF_IMPLEMENTATION
 #include "../gemma4.h"
 #include "../gguf.h"
 #include "../parts/kv.h"

@@ -212,7 +212,7 @@ if [ -f gemma4_kernels.cu ]; then
     ok "make test, nvcc and a GPU: its ./gemma4 is CUDA's" grep -q "GEMMA4=.*/gemma4-cuda" "$tmp/testone"
     ok "make test, nvcc and no GPU: no nvcc" [ -z "$(grep "^$tmp/bin/nvcc" "$tmp/test")" ]
     ok "make test, nvcc and no GPU: the CPU's programs" grep -q -e "-o $tmp/b/test_ops " "$tmp/test"
-    ok "make test, nvcc and no GPU: the CPU's gemma4" grep -q "GEMMA4=.*/gemma4-cpu" "$tmp/test"
+    ok "make test, nvcc and no GPU: the CPU's gemma4" grep -q "GEMMA4=.*/gemma4-tested" "$tmp/test"
 fi
 
 finish run_sh

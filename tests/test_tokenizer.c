@@ -7,7 +7,6 @@
  * Uses models/gemma4-mini-q8_0.gguf (4096 tokens in Gemma 4 form) with tests/golden/tokenizer-mini.tsv, and Gemma 4's own
  * vocabulary with the vectors in tests/golden/gemma4-*.gz (see the README there). */
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap
-#define GGUF_IMPLEMENTATION
 #include "../gguf.h"
 #define TOKENIZER_IMPLEMENTATION
 #include "../tokenizer.h"

@@ -529,7 +529,12 @@ void cuda_copied(int n) {
     Copies *c = block.now->copies;
     if (!c) return;
     int done = 0;
-    for (; done < c->n && c->copy[done].lot < c->lot - n; done++) memcpy(c->copy[done].to, c->copy[done].from, c->copy[done].bytes);
+    for (; done < c->n && c->copy[done].lot < c->lot - n; done++) {
+        const auto &copy = c->copy[done];
+        if (copy.bytes == 16) memcpy(copy.to, copy.from, 16);          // most of them: without a call
+        else memcpy(copy.to, copy.from, copy.bytes);
+    }
+    if (!done) return;
     c->n -= done;
     memmove(c->copy, c->copy + done, c->n * sizeof c->copy[0]);
 }
