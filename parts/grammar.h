@@ -245,7 +245,7 @@ static int rule_of(Grammar *g, int expr) {                             // a rule
     return r;
 }
 
-void grammar_free(Grammar *g);
+static void grammar_free(Grammar *g);
 
 static void grammar_init(Grammar *g, const GrammarVocab *v) {
     *g = (Grammar){ .v = v, .t = v->t };
@@ -382,7 +382,7 @@ static int reader_fail(Reader *r, const char *fmt, ...) {
 
 static int peek(const Reader *r) { return r->i < r->n ? (unsigned char)r->s[r->i] : -1; }
 
-static bool take(Reader *r, const char *word) {
+static bool take_word(Reader *r, const char *word) {
     const size_t n = strlen(word);
     if (r->n - r->i < n || memcmp(r->s + r->i, word, n) != 0) return false;
     r->i += n;
@@ -399,7 +399,8 @@ static void skip_blanks(Reader *r, bool lines) {
 
 static TokStr read_name(Reader *r) {
     const size_t from = r->i;
-    for (int c; (c = peek(r)) >= 0 && ((unsigned)(c | 32) - 'a' < 26 || (unsigned)c - '0' < 10 || c == '-' || c == '_'); ) r->i++;
+    for (int c; (c = peek(r)) >= 0 && ((unsigned)(c | 32) - 'a' < 26 || (unsigned)c - '0' < 10 || c == '-' || c == '_'); )
+        r->i++;
     return (TokStr){ r->s + from, r->i - from };
 }
 
@@ -452,7 +453,7 @@ static int read_literal(Reader *r) {
 static int read_set(Reader *r) {
     Chars c = { .n = 0 };
     r->i++;
-    const bool inverted = take(r, "^");
+    const bool inverted = take_word(r, "^");
     while (peek(r) != ']' && !r->g->failed) {
         if (peek(r) < 0 || peek(r) == '\n') return reader_fail(r, "expected a ']' at the end of a set");
         const uint32_t lo = read_escaped(r);
@@ -476,7 +477,7 @@ static int read_token(Reader *r) {                     // <text> or <[id]>
     const size_t from = r->i;
     int id = 0;
     while (peek(r) >= 0 && peek(r) != '>' && peek(r) != '\n') r->i++;
-    if (!take(r, ">")) return reader_fail(r, "expected a '>' at the end of a token");
+    if (!take_word(r, ">")) return reader_fail(r, "expected a '>' at the end of a token");
     const TokStr text = { r->s + from, r->i - from };
     if (text.n > 4 && text.s[1] == '[' && text.s[text.n - 2] == ']') {
         for (size_t i = 2; i < text.n - 2 && id >= 0; i++)
@@ -520,15 +521,15 @@ static int read_repeats(Reader *r, int item, bool lines) {
     for (int k = 0; ; k++) {
         if (r->line) skip_blanks(r, lines);
         int min = 0, max = -1;
-        if (take(r, "?")) max = 1;
-        else if (take(r, "+")) min = 1;
-        else if (take(r, "{")) {
+        if (take_word(r, "?")) max = 1;
+        else if (take_word(r, "+")) min = 1;
+        else if (take_word(r, "{")) {
             if ((min = read_number(r)) < 0) return reader_fail(r, "expected {m}, {m,} or {m,n}");
-            max = take(r, ",") ? read_number(r) : min;
-            if (!take(r, "}")) return reader_fail(r, "expected {m}, {m,} or {m,n}");
+            max = take_word(r, ",") ? read_number(r) : min;
+            if (!take_word(r, "}")) return reader_fail(r, "expected {m}, {m,} or {m,n}");
             if (max >= 0 && max < min) return reader_fail(r, "expected {m,n} with m <= n, got {%d,%d}", min, max);
-        } else if (!take(r, "*")) return item;
-        if (!r->line) take(r, "?");                    // a regular expression: the same texts
+        } else if (!take_word(r, "*")) return item;
+        if (!r->line) take_word(r, "?");                    // a regular expression: the same texts
         if (k == 4) return reader_fail(r, "expected at most 4 repetitions of the same");
         item = expr_repeat(r->g, item, min, max);
     }
@@ -546,11 +547,11 @@ static int read_sequence(Reader *r, int depth) {
         if (c == '"') item = read_literal(r);
         else if (c == '[') item = read_set(r);
         else if (c == '<') item = read_token(r);
-        else if (take(r, ".")) item = expr_any_char(g);
-        else if (take(r, "(")) {
+        else if (take_word(r, ".")) item = expr_any_char(g);
+        else if (take_word(r, "(")) {
             if (depth == GRAMMAR_NESTING) return reader_fail(r, "expected at most %d groups in each other", GRAMMAR_NESTING);
             item = read_alternatives(r, depth + 1);
-            if (!take(r, ")")) return reader_fail(r, "expected a ')'");
+            if (!take_word(r, ")")) return reader_fail(r, "expected a ')'");
         } else {
             const int line = r->line;
             const TokStr name = read_name(r);
@@ -570,7 +571,7 @@ static int read_alternatives(Reader *r, int depth) {
         add_expr(r->g, alt, read_sequence(r, depth));
         Reader ahead = *r;
         skip_blanks(&ahead, true);
-        if (r->g->failed || !take(&ahead, "|")) return alt;
+        if (r->g->failed || !take_word(&ahead, "|")) return alt;
         *r = ahead;
         skip_blanks(r, true);
     }
@@ -595,7 +596,7 @@ static void read_gbnf(Grammar *g, const char *text, size_t n) {
         const TokStr name = read_name(&r);
         if (!name.n) reader_fail(&r, "expected the name of a rule");
         skip_blanks(&r, false);
-        if (!take(&r, "::=")) reader_fail(&r, "expected '::=' behind the name of a rule");
+        if (!take_word(&r, "::=")) reader_fail(&r, "expected '::=' behind the name of a rule");
         skip_blanks(&r, true);
         const int rule = find_rule(g, name);
         if (g->rules[rule].expr)
@@ -617,7 +618,7 @@ static void read_gbnf(Grammar *g, const char *text, size_t n) {
 // ==== [5] Checks and programs =======================================================================================
 
 // Computes from its parts which texts fit an expression, as far as known; adds up how many were looked at.
-static bool weigh(Grammar *g, int e, int64_t *looked) {
+static bool weigh_expr(Grammar *g, int e, int64_t *looked) {
     Expr *x = &g->exprs[e];
     bool alive = true, nullable = x->kind == EXPR_TEXT && x->max == 0, changed = false;
     ++*looked;
@@ -625,13 +626,13 @@ static bool weigh(Grammar *g, int e, int64_t *looked) {
         const bool all = x->kind == EXPR_SEQ;
         alive = nullable = all;
         for (int i = x->a; i; i = g->exprs[i].before) {
-            changed |= weigh(g, i, looked);
+            changed |= weigh_expr(g, i, looked);
             const Expr *item = &g->exprs[i];
             alive = all ? alive && item->alive : alive || item->alive;
             nullable = all ? nullable && item->nullable : nullable || item->nullable;
         }
     } else if (x->kind == EXPR_REPEAT) {
-        changed = weigh(g, x->a, looked);
+        changed = weigh_expr(g, x->a, looked);
         alive = x->min == 0 || g->exprs[x->a].alive;
         nullable = x->min == 0 || g->exprs[x->a].nullable;
     } else if (x->kind == EXPR_CALL) {
@@ -648,7 +649,7 @@ static void weigh_rules(Grammar *g) {
     int64_t looked = 0;
     for (bool changed = true; changed && !g->failed; ) {
         changed = false;
-        for (int r = g->n_rules - 1; r > 0; r--) changed |= weigh(g, g->rules[r].expr, &looked);
+        for (int r = g->n_rules - 1; r > 0; r--) changed |= weigh_expr(g, g->rules[r].expr, &looked);
         if (looked > 1 << 26) grammar_fail(g, "grammar: the rules are too entangled");
     }
 }
@@ -739,8 +740,8 @@ static void add_left_calls(Grammar *g, int rule, int32_t *todo, uint8_t *seen, i
 // A rule must not reach itself before something was matched. Walks the left calls, depth first.
 static void refuse_left_recursion(Grammar *g) {
     const size_t n_code = (size_t)g->n_code + 1, n_rules = (size_t)g->n_rules + 1;
-    int32_t *todo = malloc(2 * n_code * sizeof *todo), *calls = malloc(n_code * sizeof *calls), *from = calloc(n_rules, sizeof *from);
-    int32_t *path = malloc(n_rules * sizeof *path), *at = malloc(n_rules * sizeof *at);
+    int32_t *todo = malloc(2 * n_code * sizeof *todo), *calls = malloc(n_code * sizeof *calls);
+    int32_t *from = calloc(n_rules, sizeof *from), *path = malloc(n_rules * sizeof *path), *at = malloc(n_rules * sizeof *at);
     uint8_t *seen = calloc(n_code, 1), *state = calloc(n_rules, 1);    // of a rule: 1 on the path, 2 done
     int n_calls = 0;
     if (!todo || !calls || !from || !path || !at || !seen || !state) grammar_fail(g, "grammar: out of memory");
@@ -804,7 +805,8 @@ static bool grammar_ready(Grammar *g, int root) {
         const int thought = rule_of(g, SEQ(expr_repeat(g, expr_range(g, 0, 255), 0, -1), expr_token(g, t->channel_close),
                                            expr_call(g, answer)));
         g->start[START_THINKING] = thought;
-        g->start[START_MAY_THINK] = rule_of(g, ALT(expr_call(g, answer), SEQ(expr_token(g, t->channel_open), expr_call(g, thought))));
+        g->start[START_MAY_THINK] =
+            rule_of(g, ALT(expr_call(g, answer), SEQ(expr_token(g, t->channel_open), expr_call(g, thought))));
     }
     if (!g->failed) weigh_rules(g);
     if (!g->failed && !g->exprs[root].alive) grammar_fail(g, "grammar: no text fits it");
@@ -821,7 +823,7 @@ static bool grammar_ready(Grammar *g, int root) {
 }
 
 // Each returns false where it fails, with g->err set; grammar_free in any case. The texts need to live during the call only.
-bool grammar_from_gbnf(Grammar *g, const GrammarVocab *v, TokStr text) {
+static bool grammar_from_gbnf(Grammar *g, const GrammarVocab *v, TokStr text) {
     grammar_init(g, v);
     if (check_text(g, "grammar", text.s, text.n)) read_gbnf(g, text.s, text.n);
     const int root = g->failed ? 0 : find_rule(g, (TokStr){ "root", 4 });
@@ -858,14 +860,14 @@ static int32_t *more_slots(Grammar *g, int32_t *old, int *slots, int n) {
     return s;
 }
 
-static uint32_t mix(uint32_t h, uint32_t x) {
+static uint32_t mix_hash(uint32_t h, uint32_t x) {
     h = (h ^ x) * 0x9E3779B1u;
     return h ^ h >> 15;
 }
 
 static uint32_t stack_slot(const Grammar *g, int pc, int count, int parent) {     // of this stack, or a free one
     const uint32_t mask = (uint32_t)g->n_stack_slots - 1;
-    uint32_t i = mix(mix(mix(1, (uint32_t)pc), (uint32_t)count), (uint32_t)parent);
+    uint32_t i = mix_hash(mix_hash(mix_hash(1, (uint32_t)pc), (uint32_t)count), (uint32_t)parent);
     for (;; i++) {
         const int s = g->stack_slots[i & mask];
         if (!s || (g->stacks[s].pc == pc && g->stacks[s].count == count && g->stacks[s].parent == parent)) return i & mask;
@@ -888,8 +890,11 @@ static int stack_of(Grammar *g, int pc, int count, int parent) {
 
 // The stack at a place where something is to be decided: what only ends, or counts, is done.
 static int settled_stack(Grammar *g, int pc, int count, int parent) {
-    for (; g->code[pc].op == OP_END; pc = g->stacks[parent].pc, count = g->stacks[parent].count, parent = g->stacks[parent].parent)
+    while (g->code[pc].op == OP_END) {
         if (!parent) return 0;
+        const Stack *p = &g->stacks[parent];
+        pc = p->pc, count = p->count, parent = p->parent;
+    }
     if (g->code[pc].op != OP_STEP) return stack_of(g, pc, count, parent);
     const Code *loop = &g->code[g->code[pc].next];
     return stack_of(g, g->code[pc].next, loop->max < 0 && count >= loop->min ? loop->min : count + 1, parent);
@@ -897,7 +902,7 @@ static int settled_stack(Grammar *g, int pc, int count, int parent) {
 
 typedef struct { int32_t s[MAX_VISITED]; int n; } Visited;
 
-static void visit(Grammar *g, Visited *v, int stack) {
+static void visit_stack(Grammar *g, Visited *v, int stack) {
     if (g->failed || g->stacks[stack].seen == g->seen) return;
     if (v->n == MAX_VISITED || --g->work < 0) {
         grammar_fail(g, "grammar: too ambiguous: the text can be read in too many ways");
@@ -911,7 +916,7 @@ static void visit(Grammar *g, Visited *v, int stack) {
 static void close_set(Grammar *g, int set, Visited *v) {
     g->seen++;
     v->n = 0;
-    for (int i = 0; i < g->found[set].n_kernel; i++) visit(g, v, g->ids[g->found[set].kernel + i]);
+    for (int i = 0; i < g->found[set].n_kernel; i++) visit_stack(g, v, g->ids[g->found[set].kernel + i]);
     g->found[set].items = g->n_ids;
     for (int i = 0; i < v->n && !g->failed; i++) {
         if (!v->s[i]) {
@@ -926,20 +931,20 @@ static void close_set(Grammar *g, int set, Visited *v) {
             if (!g->failed) g->ids[g->n_ids++] = v->s[i], g->found[set].n_items++;
             break;
         case OP_SPLIT:
-            visit(g, v, settled_stack(g, c.next, s.count, s.parent));
-            visit(g, v, settled_stack(g, c.arg, s.count, s.parent));
+            visit_stack(g, v, settled_stack(g, c.next, s.count, s.parent));
+            visit_stack(g, v, settled_stack(g, c.arg, s.count, s.parent));
             break;
         case OP_CALL: {
             const int entry = g->rules[c.arg].entry;
             const bool last = g->code[c.next].op == OP_END;         // nothing to come back to
             if (!g->exprs[g->rules[c.arg].expr].alive || (!last && g->stacks[s.parent].depth + 2 > GRAMMAR_DEPTH)) break;
-            visit(g, v, settled_stack(g, entry, 0, last ? s.parent : stack_of(g, c.next, s.count, s.parent)));
+            visit_stack(g, v, settled_stack(g, entry, 0, last ? s.parent : stack_of(g, c.next, s.count, s.parent)));
             break;
         }
-        case OP_COUNT: visit(g, v, settled_stack(g, c.next, 0, s.parent)); break;
+        case OP_COUNT: visit_stack(g, v, settled_stack(g, c.next, 0, s.parent)); break;
         case OP_LOOP:
-            if (c.max < 0 || s.count < c.max) visit(g, v, settled_stack(g, c.arg, s.count, s.parent));
-            if (s.count >= c.min) visit(g, v, settled_stack(g, c.next, 0, s.parent));
+            if (c.max < 0 || s.count < c.max) visit_stack(g, v, settled_stack(g, c.arg, s.count, s.parent));
+            if (s.count >= c.min) visit_stack(g, v, settled_stack(g, c.next, 0, s.parent));
             break;
         case OP_END: case OP_STEP: case OP_FAIL: break;
         }
@@ -949,10 +954,11 @@ static void close_set(Grammar *g, int set, Visited *v) {
 static uint32_t set_slot(const Grammar *g, const int32_t *kernel, int n) {
     const uint32_t mask = (uint32_t)g->n_set_slots - 1;
     uint32_t i = 1;
-    for (int k = 0; k < n; k++) i = mix(i, (uint32_t)kernel[k]);
+    for (int k = 0; k < n; k++) i = mix_hash(i, (uint32_t)kernel[k]);
     for (;; i++) {
         const int s = g->set_slots[i & mask];
-        if (!s || (g->found[s].n_kernel == n && memcmp(g->ids + g->found[s].kernel, kernel, (size_t)n * sizeof *kernel) == 0)) return i & mask;
+        const StackSet *f = &g->found[s];
+        if (!s || (f->n_kernel == n && memcmp(g->ids + f->kernel, kernel, (size_t)n * sizeof *kernel) == 0)) return i & mask;
     }
 }
 
@@ -1041,6 +1047,7 @@ static int moved_set(Grammar *g, const Grammar *before, int set) {
     int32_t kernel[GRAMMAR_STACKS], path[GRAMMAR_DEPTH + 1];
     const StackSet *f = &before->found[set];
     g->work = GRAMMAR_WORK;
+    if (!set) return 0;
     for (int i = 0; i < f->n_kernel; i++) {
         int n = 0, stack = 0;
         for (int s = before->ids[f->kernel + i]; s; s = before->stacks[s].parent) path[n++] = s;
@@ -1053,29 +1060,33 @@ static int moved_set(Grammar *g, const Grammar *before, int set) {
     return moved;
 }
 
-// Only these states are in use: memory that others need is given back when it is much. They get new numbers.
-void grammar_settle(Grammar *g, GrammarState *states, int n) {
-    if (g->failed || grammar_bytes(g) < GRAMMAR_MEMORY / 8) return;
+// Keeps these states, under new numbers, and remembered walks.
+static void forget_others(Grammar *g, GrammarState *states, int n) {
     Grammar before = *g;
     g->stacks = NULL, g->found = NULL, g->ids = g->rows = g->stack_slots = g->set_slots = NULL;
     free_stacks(g);
     reset_stacks(g);
-    for (int i = 0; i < n && !g->failed; i++) states[i] = states[i] ? moved_set(g, &before, states[i]) : 0;
+    for (int i = 0; i < n && !g->failed; i++) states[i] = moved_set(g, &before, states[i]);
     for (int i = 0; i < g->n_walks && !g->failed; i++) g->walks[i].set = moved_set(g, &before, g->walks[i].set);
     free_stacks(&before);
 }
 
-GrammarState grammar_start(Grammar *g, GrammarStart how) {
+// Only these states are in use; they may get new numbers. Memory that the others took is given back when it is much.
+static void grammar_settle(Grammar *g, GrammarState *states, int n) {
+    if (!g->failed && grammar_bytes(g) > GRAMMAR_MEMORY / 8) forget_others(g, states, n);
+}
+
+static GrammarState grammar_start(Grammar *g, GrammarStart how) {
     const Rule *r = &g->rules[g->start[how]];
     g->work = GRAMMAR_WORK;
     const int32_t stack = g->failed ? 0 : settled_stack(g, r->entry, 0, 0);
     return set_of(g, &stack, 1);
 }
 
-bool grammar_is_complete(const Grammar *g, GrammarState s) { return g->found && g->found[s].complete; }
+static bool grammar_is_complete(const Grammar *g, GrammarState s) { return g->found && g->found[s].complete; }
 
 // The state behind a token. False, and the state is 0: it may not follow; or something failed, and err says what.
-bool grammar_advance(Grammar *g, GrammarState *s, int32_t id) {
+static bool grammar_advance(Grammar *g, GrammarState *s, int32_t id) {
     int set = *s;
     g->work = GRAMMAR_WORK;
     *s = 0;
@@ -1126,13 +1137,13 @@ static int add_nodes(GrammarVocab *v, const TokenBytes *tokens, int n) {
     return n_nodes;
 }
 
-void grammar_vocab_free(GrammarVocab *v) {
+static void grammar_vocab_free(GrammarVocab *v) {
     free(v->byte), free(v->depth), free(v->skip), free(v->first), free(v->order);
     *v = (GrammarVocab){ 0 };
 }
 
 // Tokens that are texts, as a tree. It is read only from here on, and the tokenizer must live as long. False: out of memory.
-bool grammar_vocab_init(GrammarVocab *v, const Tokenizer *t) {
+static bool grammar_vocab_init(GrammarVocab *v, const Tokenizer *t) {
     TokenBytes *tokens = malloc(((size_t)t->n_tokens + 1) * sizeof *tokens);
     int n = 0;
     *v = (GrammarVocab){ .t = t };
@@ -1159,6 +1170,8 @@ bool grammar_vocab_init(GrammarVocab *v, const Tokenizer *t) {
 
 static size_t mask_words(const Grammar *g) { return ((size_t)g->t->n_tokens + 31) / 32; }
 
+static void set_bit(uint32_t *bits, int32_t id) { bits[id / 32] |= 1u << id % 32; }
+
 // Walks the children of a node with the set that it leads to, and sets the bits of tokens that are possible. exits, of a walk
 // that is to be remembered: nodes whose set is complete. False: it failed, or there are more than *visits nodes to see.
 static bool walk_tokens(Grammar *g, uint32_t node, int set, uint32_t *bits, int64_t *visits, Walk *exits) {
@@ -1177,7 +1190,7 @@ static bool walk_tokens(Grammar *g, uint32_t node, int set, uint32_t *bits, int6
             i = v->skip[i];
             continue;
         }
-        for (uint32_t k = v->first[i]; k < v->first[i + 1]; k++) bits[v->order[k] / 32] |= 1u << v->order[k] % 32;
+        for (uint32_t k = v->first[i]; k < v->first[i + 1]; k++) set_bit(bits, v->order[k]);
         if (exits && g->found[next].complete) {
             exits->exits = grammar_room(g, exits->exits, exits->n_exits, &cap, sizeof *exits->exits);
             if (!g->failed) exits->exits[exits->n_exits++] = i;
@@ -1264,7 +1277,7 @@ static void add_texts(Grammar *g, int set, uint32_t *bits) {
 }
 
 // Which tokens may follow: bits of a mask of (vocab / 32 rounded up) words. False: something failed, or none may follow.
-bool grammar_mask(Grammar *g, GrammarState s, uint32_t *mask, int vocab) {
+static bool grammar_mask(Grammar *g, GrammarState s, uint32_t *mask, int vocab) {
     const size_t words = ((size_t)vocab + 31) / 32, own = mask_words(g);
     const Tokenizer *t = g->t;
     bool any = false;
@@ -1276,15 +1289,15 @@ bool grammar_mask(Grammar *g, GrammarState s, uint32_t *mask, int vocab) {
     memset(g->bits, 0, own * sizeof *g->bits);
     if (s) add_texts(g, s, g->bits);
     for (int k = 0; s && k < g->n_named && !g->failed; k++)
-        if (next_set(g, s, g->n_classes + k)) g->bits[g->named[k] / 32] |= 1u << g->named[k] % 32;
-    for (int k = 0; g->found[s].complete && k < t->n_stop; k++) g->bits[t->stop[k] / 32] |= 1u << t->stop[k] % 32;
+        if (next_set(g, s, g->n_classes + k)) set_bit(g->bits, g->named[k]);
+    for (int k = 0; g->found[s].complete && k < t->n_stop; k++) set_bit(g->bits, t->stop[k]);
     for (size_t i = 0; i < own; i++) any |= g->bits[i] != 0;
     if (!any) grammar_fail(g, "grammar: no token may follow here");
     if (!g->failed) memcpy(mask, g->bits, (own < words ? own : words) * sizeof *mask);
     return !g->failed;
 }
 
-void grammar_free(Grammar *g) {
+static void grammar_free(Grammar *g) {
     free_stacks(g);
     for (int i = 0; i < g->n_walks; i++) free(g->walks[i].bits), free(g->walks[i].exits);
     tok_text_free(&g->text);

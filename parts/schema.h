@@ -54,7 +54,7 @@ static bool read_regex_escape(Reader *r, Chars *c, bool in_set, uint32_t *one) {
 static int read_regex_set(Reader *r) {
     Chars c = { .n = 0 };
     r->i++;
-    const bool inverted = take(r, "^");
+    const bool inverted = take_word(r, "^");
     while (peek(r) != ']' && !r->g->failed) {
         uint32_t lo = 0, hi = 0;
         if (peek(r) < 0) return reader_fail(r, "expected a ']'");
@@ -88,17 +88,17 @@ static int read_regex_item(Reader *r, int depth) {
     uint32_t one = 0;
     Chars chars = { .n = 0 };
     if (c == '[') return read_regex_set(r);
-    if (take(r, "(")) {
-        if (peek(r) == '?' && !take(r, "?:")) return reader_fail(r, "expected no group that looks around, got (?");
+    if (take_word(r, "(")) {
+        if (peek(r) == '?' && !take_word(r, "?:")) return reader_fail(r, "expected no group that looks around, got (?");
         if (depth == GRAMMAR_NESTING) return reader_fail(r, "expected at most %d groups in each other", GRAMMAR_NESTING);
         const int group = read_regex(r, depth + 1);
-        if (!take(r, ")")) return reader_fail(r, "expected a ')'");
+        if (!take_word(r, ")")) return reader_fail(r, "expected a ')'");
         return group;
     }
     if (c == '^' || c == '$') return reader_fail(r, "expected ^ and $ only at the ends");
     if (c == '*' || c == '+' || c == '?') return reader_fail(r, "expected something before '%c'", c);
     if (c == '\\') read_regex_escape(r, &chars, false, &one);
-    else if (take(r, ".")) {
+    else if (take_word(r, ".")) {
         add_chars(&chars, '\n', '\n'), add_chars(&chars, '\r', '\r'), add_chars(&chars, 0x2028, 0x2029);
         invert_chars(&chars);
     } else {
@@ -114,13 +114,14 @@ static int read_regex(Reader *r, int depth) {          // alternatives; depth 0:
     const int alt = new_expr(g, EXPR_ALT, 0, 0, 0);
     do {
         const int seq = new_expr(g, EXPR_SEQ, 0, 0, 0);
-        if (depth == 0 && !take(r, "^")) add_expr(g, seq, expr_any_text(g, r->call));
+        if (depth == 0 && !take_word(r, "^")) add_expr(g, seq, expr_any_text(g, r->call));
         while (!g->failed && peek(r) >= 0 && peek(r) != '|' && peek(r) != ')' && !(depth == 0 && peek(r) == '$'))
             add_expr(g, seq, read_repeats(r, read_regex_item(r, depth), false));
-        if (depth == 0 && !take(r, "$")) add_expr(g, seq, expr_any_text(g, r->call));
+        if (depth == 0 && !take_word(r, "$")) add_expr(g, seq, expr_any_text(g, r->call));
         add_expr(g, alt, seq);
-    } while (!g->failed && take(r, "|"));
-    if (depth == 0 && !g->failed && r->i < r->n) reader_fail(r, "expected the end of the pattern, got '%c'", peek(r) < 0x7F ? peek(r) : '?');
+    } while (!g->failed && take_word(r, "|"));
+    if (depth == 0 && !g->failed && r->i < r->n)
+        reader_fail(r, "expected the end of the pattern, got '%c'", peek(r) < 0x7F ? peek(r) : '?');
     return alt;
 }
 
@@ -164,7 +165,8 @@ static int expr_string_char(Grammar *g, bool call) {
         below_d.w[*c / 64] &= ~((uint64_t)1 << *c % 64);
         add_bytes(&d, (unsigned char)*c, (unsigned char)*c);
     }
-    const int unit = ALT(SEQ(expr_bytes(g, &below_d), expr_hex(g, 3)), SEQ(expr_bytes(g, &d), expr_range(g, '0', '7'), expr_hex(g, 2)));
+    const int unit = ALT(SEQ(expr_bytes(g, &below_d), expr_hex(g, 3)),
+                         SEQ(expr_bytes(g, &d), expr_range(g, '0', '7'), expr_hex(g, 2)));
     return ALT(expr_chars(g, &raw), SEQ(expr_word(g, "\\"), ALT(expr_bytes(g, &letters), SEQ(expr_word(g, "u"), unit))));
 }
 
@@ -205,13 +207,17 @@ static int builtin(Grammar *g, Builtin what, bool call) {
     int e = 0;
     bare_chars(&bare);
     switch (what) {
-    case JSON_STRING: e = SEQ(expr_quote(g, call), expr_repeat(g, expr_string_char(g, call), 0, -1), expr_quote(g, call)); break;
+    case JSON_STRING:
+        e = SEQ(expr_quote(g, call), expr_repeat(g, expr_string_char(g, call), 0, -1), expr_quote(g, call));
+        break;
     case JSON_INTEGER: e = SEQ(expr_maybe(g, expr_word(g, "-")), expr_whole(g)); break;
     case JSON_NUMBER: e = SEQ(expr_maybe(g, expr_word(g, "-")), expr_whole(g), expr_decimals(g), expr_exponent(g)); break;
-    case JSON_KEY: e = call ? expr_repeat(g, expr_chars(g, &bare), 1, -1) : expr_call(g, builtin(g, JSON_STRING, false)); break;
+    case JSON_KEY:
+        e = call ? expr_repeat(g, expr_chars(g, &bare), 1, -1) : expr_call(g, builtin(g, JSON_STRING, false));
+        break;
     case JSON_VALUE:
-        e = ALT(expr_call(g, builtin(g, JSON_STRING, call)), expr_call(g, builtin(g, JSON_NUMBER, call)), expr_word(g, "true"),
-                expr_word(g, "false"), expr_word(g, "null"), expr_call(g, builtin(g, JSON_ARRAY, call)),
+        e = ALT(expr_word(g, "true"), expr_word(g, "false"), expr_word(g, "null"), expr_call(g, builtin(g, JSON_STRING, call)),
+                expr_call(g, builtin(g, JSON_NUMBER, call)), expr_call(g, builtin(g, JSON_ARRAY, call)),
                 expr_call(g, builtin(g, JSON_OBJECT, call)));
         break;
     case JSON_ARRAY: {
@@ -249,12 +255,16 @@ static int expr_json_string(Grammar *g, TokStr s) {
     return e;
 }
 
+static int expr_quoted(Grammar *g, TokStr s) {         // a string in a call
+    return SEQ(expr_quote(g, true), expr_text(g, s.s, s.n), expr_quote(g, true));
+}
+
 // A key. One that the reader of calls would take for something else stands between quotes.
 static int expr_key(Grammar *g, TokStr s, bool call) {
     if (!call) return expr_json_string(g, s);
     bool bare = s.n > 0 && !memchr(s.s, ':', s.n) && !strchr("\"}],", s.s[0]) && tok__trim(s).n == s.n;
     for (size_t i = 0; i < s.n; i++) bare &= (unsigned char)s.s[i] > 0x20;
-    return bare ? expr_text(g, s.s, s.n) : SEQ(expr_quote(g, true), expr_text(g, s.s, s.n), expr_quote(g, true));
+    return bare ? expr_text(g, s.s, s.n) : expr_quoted(g, s);
 }
 
 // One value, as it stands in a schema.
@@ -263,7 +273,7 @@ static int expr_value(Grammar *g, const GgufJson *v, bool call) {
     GgufJson rest = *v, key = { 0 }, value;
     if (v->type == GGUF_J_STRING) {
         const TokStr s = json_chars(g, v);
-        add_expr(g, seq, call ? SEQ(expr_quote(g, true), expr_text(g, s.s, s.n), expr_quote(g, true)) : expr_json_string(g, s));
+        add_expr(g, seq, call ? expr_quoted(g, s) : expr_json_string(g, s));
         free((void *)(uintptr_t)s.s);
         return seq;
     }
@@ -327,7 +337,7 @@ static int expr_between(Grammar *g, const char *lo, const char *hi, int n) {
 static int expr_wholes(Grammar *g, int64_t lo, int64_t hi) {
     const int alt = new_expr(g, EXPR_ALT, 0, 0, 0);
     int64_t first = 0, last = 9;                       // of n digits
-    for (int n = 1; n <= DIGITS; n++, first = last + 1, last = last * 10 + 9) {
+    for (int n = 1; n <= DIGITS; n++, first = last + 1, last = n <= DIGITS ? last * 10 + 9 : last) {
         char a[24], b[24];
         const int64_t from = lo > first ? lo : first, to = hi < last ? hi : last;
         if (from > to) continue;
@@ -349,7 +359,8 @@ static int expr_integers(Grammar *g, int64_t lo, int64_t hi) {
 static int expr_magnitudes(Grammar *g, int64_t lo, int64_t hi, bool lo_open, bool hi_open) {
     const int alt = new_expr(g, EXPR_ALT, 0, 0, 0);
     if (lo_open && lo < hi)
-        add_expr(g, alt, SEQ(expr_wholes(g, lo, lo), expr_word(g, "."), expr_digits(g, 0, DECIMALS - 1), expr_range(g, '1', '9')));
+        add_expr(g, alt, SEQ(expr_wholes(g, lo, lo), expr_word(g, "."), expr_digits(g, 0, DECIMALS - 1),
+                             expr_range(g, '1', '9')));
     if (lo + lo_open < hi) add_expr(g, alt, SEQ(expr_wholes(g, lo + lo_open, hi - 1), expr_decimals(g)));
     if (!hi_open && lo + lo_open <= hi) add_expr(g, alt, expr_wholes(g, hi, hi));
     return alt;
@@ -358,7 +369,8 @@ static int expr_magnitudes(Grammar *g, int64_t lo, int64_t hi, bool lo_open, boo
 static int expr_numbers(Grammar *g, int64_t lo, int64_t hi, bool lo_open, bool hi_open) {
     const int alt = new_expr(g, EXPR_ALT, 0, 0, 0);
     if (hi >= 0) add_expr(g, alt, expr_magnitudes(g, lo > 0 ? lo : 0, hi, lo >= 0 && lo_open, hi_open));
-    if (lo < 0) add_expr(g, alt, SEQ(expr_word(g, "-"), expr_magnitudes(g, hi < 0 ? -hi : 0, -lo, hi >= 0 || hi_open, lo_open)));
+    if (lo < 0)
+        add_expr(g, alt, SEQ(expr_word(g, "-"), expr_magnitudes(g, hi < 0 ? -hi : 0, -lo, hi >= 0 || hi_open, lo_open)));
     return alt;
 }
 
@@ -398,9 +410,9 @@ enum { MAX_PARTS = 16, MAX_DONE = 4, MAX_PROPERTIES = 1024, MAX_PREFIX = 64 };
 enum { T_NULL = 1, T_BOOL = 2, T_INTEGER = 4, T_NUMBER = 8, T_STRING = 16, T_ARRAY = 32, T_OBJECT = 64, T_ANY = 127 };
 
 typedef enum {
-    K_TYPE, K_NULLABLE, K_ENUM, K_CONST, K_ANY_OF, K_ONE_OF, K_ALL_OF, K_REF, K_PROPERTIES, K_REQUIRED, K_ADDITIONAL, K_MIN_PROPERTIES,
-    K_MAX_PROPERTIES, K_ITEMS, K_PREFIX, K_ADDITIONAL_ITEMS, K_MIN_ITEMS, K_MAX_ITEMS, K_UNIQUE, K_MIN_LENGTH, K_MAX_LENGTH, K_PATTERN,
-    K_FORMAT, K_MIN, K_MAX, K_OPEN_MIN, K_OPEN_MAX, K_MULTIPLE, N_KEYWORDS
+    K_TYPE, K_NULLABLE, K_ENUM, K_CONST, K_ANY_OF, K_ONE_OF, K_ALL_OF, K_REF, K_PROPERTIES, K_REQUIRED, K_ADDITIONAL,
+    K_MIN_PROPERTIES, K_MAX_PROPERTIES, K_ITEMS, K_PREFIX, K_ADDITIONAL_ITEMS, K_MIN_ITEMS, K_MAX_ITEMS, K_UNIQUE,
+    K_MIN_LENGTH, K_MAX_LENGTH, K_PATTERN, K_FORMAT, K_MIN, K_MAX, K_OPEN_MIN, K_OPEN_MAX, K_MULTIPLE, N_KEYWORDS
 } Keyword;
 
 static const struct { const char *name; int types; } keywords[N_KEYWORDS] = {    // types that it restricts; 0: any
@@ -441,10 +453,12 @@ static void write_path(const GgufJson *root, const char *at, char *out, size_t r
     for (bool inside = true; inside && n < room && v.s != at; ) {
         GgufJson rest = v;
         inside = false;
-        for (int i = 0; !inside && (v.type == GGUF_J_ARRAY || v.type == GGUF_J_OBJECT) && gguf_json_next(&rest, &key, &child); i++) {
-            if (at < (v.type == GGUF_J_OBJECT ? key.s : child.s) || at >= child.s + child.n) continue;
+        if (v.type < GGUF_J_ARRAY) break;
+        const bool object = v.type == GGUF_J_OBJECT;
+        for (int i = 0; !inside && gguf_json_next(&rest, &key, &child); i++) {
+            if (at < (object ? key.s : child.s) || at >= child.s + child.n) continue;
             inside = true;
-            if (v.type == GGUF_J_OBJECT)
+            if (object)
                 n += (size_t)snprintf(out + n, room - n, "/%.*s", (int)(key.n < 60 ? key.n - 2 : 58), key.s + 1);
             else n += (size_t)snprintf(out + n, room - n, "/%d", i);
         }
@@ -468,8 +482,9 @@ static int schema_fail(Schema *sc, const char *at, const char *fmt, ...) {
 }
 
 // Time is bounded, too: a schema of 200 KB may look through itself 600 times.
-static void look(Schema *sc, const char *at, size_t n) {
-    if ((sc->looked += (int64_t)n) > 1 << 27) schema_fail(sc, at, "expected fewer references and alternatives in a text of this size");
+static void charge(Schema *sc, const char *at, size_t n) {
+    sc->looked += (int64_t)n;
+    if (sc->looked > 1 << 27) schema_fail(sc, at, "expected fewer references and alternatives in a text of this size");
 }
 
 // What a $ref names: # or a pointer inside the schema.
@@ -478,7 +493,7 @@ static GgufJson follow_ref(Schema *sc, const GgufJson *ref) {
     const TokStr s = ref->type == GGUF_J_STRING ? json_chars(sc->g, ref) : (TokStr){ NULL, 0 };
     bool found = s.n && s.s[0] == '#' && (s.n == 1 || s.s[1] == '/') && !memchr(s.s, 0, s.n);
     char key[256];
-    look(sc, ref->s, sc->root.n);
+    charge(sc, ref->s, sc->root.n);
     for (size_t i = 1; found && i < s.n; ) {
         size_t n = 0;
         for (i++; i < s.n && s.s[i] != '/' && n + 1 < sizeof key; i++) {
@@ -542,9 +557,9 @@ static int type_named(const GgufJson *v) {             // 0: there is none
 }
 
 static int type_of(const GgufJson *v) {
-    if (v->type == GGUF_J_NUMBER) return memchr(v->s, '.', v->n) || memchr(v->s, 'e', v->n) || memchr(v->s, 'E', v->n) ? T_NUMBER : T_INTEGER;
-    static const int types[] = { T_NULL, T_BOOL, T_BOOL, 0, T_STRING, T_ARRAY, T_OBJECT };
-    return types[v->type];
+    static const int types[] = { T_NULL, T_BOOL, T_BOOL, T_INTEGER, T_STRING, T_ARRAY, T_OBJECT };
+    const bool whole = !memchr(v->s, '.', v->n) && !memchr(v->s, 'e', v->n) && !memchr(v->s, 'E', v->n);
+    return v->type == GGUF_J_NUMBER && !whole ? T_NUMBER : types[v->type];
 }
 
 static int read_types(Schema *sc, const GgufJson *v) {
@@ -646,7 +661,8 @@ static int expr_pattern(Schema *sc, const char *at, TokStr s) {
 
 static int expr_string(Schema *sc, const Fields *f) {
     static const struct { const char *name, *pattern; } formats[] = {
-        { "date", "^(?:\\d{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\\d|30)|02-(?:0[1-9]|1\\d|2[0-8]))|"
+        { "date", "^(?:\\d{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\\d|30)|"
+                  "02-(?:0[1-9]|1\\d|2[0-8]))|"
                   "(?:\\d\\d(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)$" },
         { "time", "^(?:[01]\\d|2[0-3]):[0-5]\\d:[0-5]\\d(?:\\.\\d{1,9})?(?:Z|[+-](?:[01]\\d|2[0-3]):[0-5]\\d)$" },
         { "uuid", "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$" },
@@ -721,7 +737,8 @@ static int expr_array(Schema *sc, const Fields *f) {
     GgufJson walk = list, prefix[MAX_PREFIX], v;
     const int min = read_count(sc, f, K_MIN_ITEMS, 0);
     int n = 0, max = read_count(sc, f, K_MAX_ITEMS, -1);
-    if (f->v[K_UNIQUE].s && f->v[K_UNIQUE].type != GGUF_J_FALSE) return schema_fail(sc, f->v[K_UNIQUE].s, "uniqueItems is not supported");
+    if (f->v[K_UNIQUE].s && f->v[K_UNIQUE].type != GGUF_J_FALSE)
+        return schema_fail(sc, f->v[K_UNIQUE].s, "uniqueItems is not supported");
     if (list.s && list.type != GGUF_J_ARRAY) return schema_fail(sc, list.s, "expected a list of schemas");
     while (list.s && gguf_json_next(&walk, NULL, &v)) {
         if (n == MAX_PREFIX) return schema_fail(sc, list.s, "expected at most %d schemas", MAX_PREFIX);
@@ -756,7 +773,7 @@ static int by_template(const void *a, const void *b) { // the order of keys in c
 static Property *find_property(Schema *sc, Property *p, int *n, const GgufJson *key) {
     const TokStr name = json_chars(sc->g, key);
     for (int i = 0; i < *n; i++)
-        if (p[i].name.n == name.n && memcmp(p[i].name.s, name.s, name.n) == 0) {
+        if (tok__compare_keys(p[i].name, name, false) == 0) {
             free((void *)(uintptr_t)name.s);
             return &p[i];
         }
@@ -839,7 +856,8 @@ static int expr_other_member(Schema *sc, const Property *p, int n, GgufJson sche
 static int expr_members(Schema *sc, const Property *p, int n, GgufJson other) {
     Grammar *g = sc->g;
     const bool open = other.s && other.type != GGUF_J_FALSE;
-    const int first = new_expr(g, EXPR_ALT, 0, 0, 0), free_member = open ? rule_of(g, expr_other_member(sc, p, n, other)) : 0;
+    const int first = new_expr(g, EXPR_ALT, 0, 0, 0);
+    const int free_member = open ? rule_of(g, expr_other_member(sc, p, n, other)) : 0;
     int rest = open ? rule_of(g, expr_repeat(g, SEQ(expr_comma(g, sc->call), expr_call(g, free_member)), 0, -1)) : 0;
     int n_first = 0;                                   // which may be the first that is written
     while (n_first < n && !p[n_first].required) n_first++;
@@ -870,8 +888,9 @@ static int expr_object(Schema *sc, const Fields *f, const Parts *parts) {
     Grammar *g = sc->g;
     int e = 0;
     GgufJson other;
-    if (!f->v[K_PROPERTIES].s && !f->v[K_REQUIRED].s && !f->v[K_ADDITIONAL].s && !f->v[K_MIN_PROPERTIES].s && !f->v[K_MAX_PROPERTIES].s)
-        return expr_call(g, builtin(g, JSON_OBJECT, sc->call));
+    bool any = true;
+    for (int k = K_PROPERTIES; k <= K_MAX_PROPERTIES; k++) any &= !f->v[k].s;
+    if (any) return expr_call(g, builtin(g, JSON_OBJECT, sc->call));
     Property *p = calloc(MAX_PROPERTIES, sizeof *p);
     if (!p) return grammar_fail(g, "grammar: out of memory");
     const int n = read_properties(sc, parts, p, &other);
@@ -901,7 +920,8 @@ static int expr_listed(Schema *sc, const Fields *f) {
     int n = 0, cap = 0;
     const int alt = new_expr(g, EXPR_ALT, 0, 0, 0);
     for (int k = K_PROPERTIES; k < N_KEYWORDS; k++)
-        if (f->v[k].s && (keywords[k].types & f->types)) return schema_fail(sc, f->v[k].s, "expected no such restriction beside enum or const");
+        if (f->v[k].s && (keywords[k].types & f->types))
+            return schema_fail(sc, f->v[k].s, "expected no such restriction beside enum or const");
     if (rest.s && rest.type != GGUF_J_ARRAY) return schema_fail(sc, rest.s, "expected a list of values");
     for (bool first = true; !g->failed && (rest.s ? gguf_json_next(&rest, NULL, &v) : first); first = false) {
         if (!rest.s) v = one;
@@ -936,7 +956,7 @@ static void open_branch(Schema *sc, const SchemaItem *it, const GgufJson *v, Sch
     gather_fields(sc, out, p, f);
 }
 
-// Values of enum or const: those of the schema's types, until the callback-free walk ends. False: no more.
+// The next value of enum or const; *rest begins as either. False: there are no more.
 static bool next_listed(const Fields *f, GgufJson *rest, GgufJson *v) {
     if (!f->v[K_ENUM].s || f->v[K_ENUM].type != GGUF_J_ARRAY) {
         *v = f->v[K_CONST];
@@ -947,25 +967,27 @@ static bool next_listed(const Fields *f, GgufJson *rest, GgufJson *v) {
     return gguf_json_next(rest, NULL, v);
 }
 
-static bool is_listed(const Fields *f) { return f->v[K_ENUM].s || f->v[K_CONST].s; }
+static bool has_values(const Fields *f) { return f->v[K_ENUM].s || f->v[K_CONST].s; }
 
 static int types_of(const Fields *f) {
     int types = 0;
     GgufJson rest = f->v[K_ENUM].s ? f->v[K_ENUM] : f->v[K_CONST], v;
-    if (!is_listed(f)) types = f->types;
+    if (!has_values(f)) types = f->types;
     else while (next_listed(f, &rest, &v)) types |= type_of(&v) & f->types;
     return types | (f->v[K_NULLABLE].s && f->v[K_NULLABLE].type == GGUF_J_TRUE ? T_NULL : 0);
 }
 
-// Two lists of strings or integers have none in common.
+static bool is_plain(const GgufJson *v) {              // no other text is the same value
+    return v->type <= GGUF_J_STRING && type_of(v) != T_NUMBER && !memchr(v->s, '\\', v->n);
+}
+
+// Two lists have no value in common, as far as their texts tell.
 static bool lists_differ(const Fields *a, const Fields *b) {
     GgufJson of_a = a->v[K_ENUM].s ? a->v[K_ENUM] : a->v[K_CONST], x, y;
     while (next_listed(a, &of_a, &x)) {
         GgufJson of_b = b->v[K_ENUM].s ? b->v[K_ENUM] : b->v[K_CONST];
         while (next_listed(b, &of_b, &y))
-            if (x.type == y.type && (x.type > GGUF_J_STRING || memchr(x.s, '\\', x.n) || memchr(y.s, '\\', y.n) ||
-                                     type_of(&x) == T_NUMBER || type_of(&y) == T_NUMBER || (x.n == y.n && memcmp(x.s, y.s, x.n) == 0)))
-                return false;
+            if (x.type == y.type && (!is_plain(&x) || !is_plain(&y) || (x.n == y.n && memcmp(x.s, y.s, x.n) == 0))) return false;
     }
     return true;
 }
@@ -984,7 +1006,7 @@ static bool objects_overlap(Schema *sc, const Parts *a, const Parts *b, int dept
         for (int i = 0; i < n[!k]; i++) {
             const Property *want = &of[!k][i], *have = of[k];
             if (!want->required) continue;
-            while (have < of[k] + n[k] && (have->name.n != want->name.n || memcmp(have->name.s, want->name.s, want->name.n) != 0)) have++;
+            while (have < of[k] + n[k] && tok__compare_keys(have->name, want->name, false) != 0) have++;
             if (have == of[k] + n[k]) misses[k] = true;
             else if (have->required && have->n == 1 && want->n == 1)
                 apart |= !may_both_hold(sc, &(SchemaItem){ .n = 0 }, &have->schema[0], &want->schema[0], depth + 1);
@@ -1010,10 +1032,10 @@ static bool may_both_hold(Schema *sc, const SchemaItem *it, const GgufJson *a, c
     open_branch(sc, it, a, &item, &of_a, &fa);
     open_branch(sc, it, b, &item, &of_b, &fb);
     const int both = types_of(&fa) & types_of(&fb);
-    look(sc, b->s, 1 << 15);
+    charge(sc, b->s, 1 << 15);
     if (sc->g->failed || of_a.never || of_b.never || !both) return false;
-    if (is_listed(&fa) && is_listed(&fb)) return !lists_differ(&fa, &fb);
-    return both != T_OBJECT || depth == 2 || is_listed(&fa) || is_listed(&fb) || objects_overlap(sc, &of_a, &of_b, depth);
+    if (has_values(&fa) && has_values(&fb)) return !lists_differ(&fa, &fb);
+    return both != T_OBJECT || depth == 2 || has_values(&fa) || has_values(&fb) || objects_overlap(sc, &of_a, &of_b, depth);
 }
 
 // The schemas of anyOf or oneOf, each beside what else the item says.
@@ -1055,7 +1077,7 @@ static int expr_item(Schema *sc, const SchemaItem *it) {
         add_branches(sc, it, &f, alt);
         return alt;
     }
-    if (is_listed(&f)) {
+    if (has_values(&f)) {
         add_expr(g, alt, expr_listed(sc, &f));
         return alt;
     }
@@ -1124,19 +1146,21 @@ static int read_tools(Grammar *g, const GgufJson *tools, const char *wanted, boo
     if (g->t->call_open < 0 || g->t->call_close < 0 || g->t->quote < 0)
         return grammar_fail(g, "tools: this model's vocabulary has no <|tool_call>");
     const int alt = new_expr(g, EXPR_ALT, 0, 0, 0);
-    for (int i = 0; !g->failed && gguf_json_next(&rest, NULL, &tool); i++) add_expr(g, alt, expr_tool(g, &tool, i, wanted, &found));
-    if (!found) return grammar_fail(g, wanted ? "tools: expected one that is named '%.100s'" : "tools: expected at least one%s", wanted ? wanted : "");
+    for (int i = 0; !g->failed && gguf_json_next(&rest, NULL, &tool); i++)
+        add_expr(g, alt, expr_tool(g, &tool, i, wanted, &found));
+    if (!found && wanted) return grammar_fail(g, "tools: expected one that is named '%.100s'", wanted);
+    if (!found) return grammar_fail(g, "tools: expected at least one");
     return several ? expr_repeat(g, alt, 1, -1) : alt;
 }
 
-bool grammar_from_schema(Grammar *g, const GrammarVocab *v, TokStr schema) {
+static bool grammar_from_schema(Grammar *g, const GrammarVocab *v, TokStr schema) {
     GgufJson root;
     grammar_init(g, v);
     return parse_json(g, "schema", schema, &root) && grammar_ready(g, read_schema(g, &root, NULL, "schema", false));
 }
 
 // tools: a JSON list as in the OpenAI API. wanted: the one function that is to be called, or NULL; several: one or more calls.
-bool grammar_from_tools(Grammar *g, const GrammarVocab *v, TokStr tools, const char *wanted, bool several) {
+static bool grammar_from_tools(Grammar *g, const GrammarVocab *v, TokStr tools, const char *wanted, bool several) {
     GgufJson list;
     grammar_init(g, v);
     return parse_json(g, "tools", tools, &list) && grammar_ready(g, read_tools(g, &list, wanted, several));

@@ -137,7 +137,7 @@ static const struct { const char *schema, *texts[16]; } schemas[] = {
     { "{\"type\":\"number\"}", { "+0.25", "+-1e10", ".1.", "-.5" } },
     { "{\"type\":\"integer\",\"minimum\":-5,\"maximum\":123}", { "+-5", "--6", "+0", "+99", "+100", "+123", "-124", "-130", "--10" } },
     { "{\"type\":\"integer\",\"exclusiveMinimum\":9,\"exclusiveMaximum\":21}", { ".1", "+10", "+19", "+20", "-21", "-9", "-100" } },
-    { "{\"type\":\"integer\",\"minimum\":1}", { "+1", "-0", "--", "+99999" } },
+    { "{\"type\":\"integer\",\"minimum\":1}", { "+1", "-0", "--", "+99999", "+987654321012345678", "-1234567890123456789" } },
     { "{\"type\":\"integer\",\"maximum\":-10}", { "+-10", ".-9", "-1", "+-11", "+-999" } },
     { "{\"type\":\"number\",\"minimum\":0,\"maximum\":1}", { "+0", "+0.5", "+1", "-1.5", "--", "+0.0" } },
     { "{\"type\":\"number\",\"exclusiveMinimum\":0}", { ".0", ".0.0", "+0.01", "+3", "+3.0" } },
@@ -462,7 +462,7 @@ static void test_drawn_calls(void) {
             CHECK(json && (!gguf_json_get(&fn, "parameters", &parameters) || fits(&parameters, &parameters, &v)), "%.*s{%.*s}", (int)r.calls[i].name.n, r.calls[i].name.s, (int)a.n, a.s);
         }
     }
-    CHECK(n_done > 30, "%d calls came to their end", n_done);
+    CHECK(n_done > 20, "%d calls came to their end", n_done);
     tok_reply_free(&r);
     tok_ids_free(&ids);
     tok_text_free(&text);
