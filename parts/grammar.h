@@ -1,8 +1,8 @@
-/* grammar.h - answers of a given form: a grammar says which tokens may follow. A part of gemma4.c, which includes it; of the rest
- * it knows tokenizer.h. parts/schema.h makes such grammars from JSON schemas and the declarations of tools.
+/* grammar.h - answers of a given form: a grammar says which tokens may follow. A part of gemma4.c, which includes it; it
+ * knows tokenizer.h only. parts/schema.h makes such grammars from JSON schemas and the declarations of tools.
  *
- * USE      grammar_vocab_init once. For each answer grammar_from_gbnf, grammar_from_schema or grammar_from_tools; grammar_start,
- *          and for each token grammar_mask and grammar_advance; grammar_free.
+ * USE      grammar_vocab_init once. For each answer grammar_from_gbnf, grammar_from_schema or grammar_from_tools; then
+ *          grammar_start, and for each token grammar_mask and grammar_advance; grammar_free.
  * STATES   A state is a number, copied by assignment: who looks ahead copies it and advances the copy. States are kept until
  *          grammar_settle, which is told those still in use and may forget the others. One thread at a time per Grammar.
  * BYTES    Texts are matched byte by byte, so a token may begin or end inside a character. A control token is allowed only
@@ -34,7 +34,7 @@ enum {
     GRAMMAR_NAMED = 32,                // control tokens that a grammar may name
     GRAMMAR_NESTING = 64,              // groups in groups
     GRAMMAR_COUNT = 1 << 24,           // of {m,n}
-    GRAMMAR_DEPTH = 256,               // frames of a stack
+    GRAMMAR_DEPTH = 240,               // frames of a stack: no JSON is deeper than its readers go
     GRAMMAR_STACKS = 1024,             // of a set, and places that they may go to: more is too ambiguous
     GRAMMAR_WORK = 1 << 20,            // stacks that one mask or token may look at
     GRAMMAR_MEMORY = 64 << 20,         // bytes of stacks and sets
@@ -159,7 +159,7 @@ static void *grammar_room(Grammar *g, void *list, int n, int *cap, size_t size) 
 // return 0, which is the empty text.
 
 static int new_expr(Grammar *g, ExprKind kind, int a, int min, int max) {
-    if (!g->failed && g->n_exprs == GRAMMAR_EXPRS) grammar_fail(g, "grammar: expected at most %d parts of rules", GRAMMAR_EXPRS);
+    if (!g->failed && g->n_exprs == GRAMMAR_EXPRS) grammar_fail(g, "grammar: expected at most %d parts", GRAMMAR_EXPRS);
     if (!g->failed) ROOM(exprs, g->n_exprs);
     if (g->failed) return 0;
     g->exprs[g->n_exprs] = (Expr){ .kind = (uint8_t)kind, .a = a, .min = min, .max = max };

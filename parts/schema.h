@@ -626,7 +626,7 @@ static int expr_schema(Schema *sc, GgufJson v) {
             else only &= word == N_KEYWORDS;
         }
         if (!ref.s || !only) break;
-        if (k == MAX_PARTS) return schema_fail(sc, ref.s, "it refers only to itself, or through more than %d others", MAX_PARTS);
+        if (k == MAX_PARTS) return schema_fail(sc, ref.s, "it refers only to itself, or through %d others", MAX_PARTS);
         v = follow_ref(sc, &ref);
     }
     if (v.type == GGUF_J_TRUE) return expr_call(sc->g, builtin(sc->g, JSON_VALUE, sc->call));
@@ -667,7 +667,8 @@ static int expr_string(Schema *sc, const Fields *f) {
         { "time", "^(?:[01]\\d|2[0-3]):[0-5]\\d:[0-5]\\d(?:\\.\\d{1,9})?(?:Z|[+-](?:[01]\\d|2[0-3]):[0-5]\\d)$" },
         { "uuid", "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$" },
         { "ipv4", "^(?:(?:25[0-5]|2[0-4]\\d|1\\d\\d|[1-9]?\\d)\\.){3}(?:25[0-5]|2[0-4]\\d|1\\d\\d|[1-9]?\\d)$" },
-        { "email", "^[A-Za-z0-9_+-]+(?:\\.[A-Za-z0-9_+-]+)*@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\\.)+[A-Za-z]{2,24}$" },
+        { "email", "^[A-Za-z0-9_+-]+(?:\\.[A-Za-z0-9_+-]+)*"
+                   "@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\\.)+[A-Za-z]{2,24}$" },
     };
     Grammar *g = sc->g;
     const int min = read_count(sc, f, K_MIN_LENGTH, 0), max = read_count(sc, f, K_MAX_LENGTH, -1);
@@ -708,7 +709,7 @@ static void read_bound(Schema *sc, const Fields *f, Keyword closed, Keyword open
         double d;
         if (!v.s) continue;
         if (!gguf_json_float(&v, &d)) schema_fail(sc, v.s, "expected a number");
-        else if (d < -1e15 || d > 1e15 || d != (double)(int64_t)d) schema_fail(sc, v.s, "expected a whole number up to 1e15 here");
+        else if (d < -1e15 || d > 1e15 || d != (double)(int64_t)d) schema_fail(sc, v.s, "expected a whole number up to 1e15");
         else if (is_low ? (int64_t)d > *at || ((int64_t)d == *at && k) : (int64_t)d < *at || ((int64_t)d == *at && k))
             *at = (int64_t)d, *open = k;
     }
@@ -987,7 +988,7 @@ static bool lists_differ(const Fields *a, const Fields *b) {
     while (next_listed(a, &of_a, &x)) {
         GgufJson of_b = b->v[K_ENUM].s ? b->v[K_ENUM] : b->v[K_CONST];
         while (next_listed(b, &of_b, &y))
-            if (x.type == y.type && (!is_plain(&x) || !is_plain(&y) || (x.n == y.n && memcmp(x.s, y.s, x.n) == 0))) return false;
+            if (x.type == y.type && (!is_plain(&x) || !is_plain(&y) || (x.n == y.n && !memcmp(x.s, y.s, x.n)))) return false;
     }
     return true;
 }
