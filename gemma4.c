@@ -674,6 +674,7 @@ typedef struct {
     float  pflash;            // alpha of block_select in prompts of at least pflash_from tokens in all; 0: dense
     float  pflash_density;    // for measurements: the part of the blocks that stays, instead; 0: alpha decides
     int    pflash_from;
+    bool   between;           // small steps may run between two layers of a prompt's, which wants one row of logits at most
     bool   scores;            // it may score tokens, for prompt compression
     bool   only_scores;       // and does nothing else: what it runs then is all that is loaded
     Limits beside;            // of a model that shares the backend
@@ -723,6 +724,7 @@ typedef struct {              // what forward works on; all in backend memory
     float   *ple, *ple_kept;           // (n_batch, n_layers, ple_dim), (n_logits, n_layers, ple_dim)
     Act      ple_gate;                 // (n_batch, ple_dim)
     float   *logits, *hidden;          // (n_logits, vocab), (n_logits, dim)
+    float   *tapped;                   // (n_batch, n_taps * dim) what a DFlash drafter reads of the last step, or NULL
     uint32_t *mask;                    // (n_logits, vocab / 32) tokens that may be sampled
     int32_t *chosen;                   // (n_logits)
     SampleParams *params;              // (n_seqs)
@@ -809,7 +811,6 @@ typedef struct {              // a second, small model that guesses what the fir
     Cache    caches[MAX_LAYERS];       // (n_layers) rings
     int32_t *len;                      // (n_seqs) its tokens that are in the caches
     double  *inv_freq;                 // (head_dim / 2)
-    float   *tapped;                   // (n_batch, n_taps * dim) what the target's last step left
     float   *backlog;                  // (n_seqs, STEP_ROWS, n_taps * dim)
     Row     *backlog_rows;             // (STEP_ROWS)
     Segment *backlog_seg;              // (1) the session whose backlog is taken in,
@@ -841,6 +842,35 @@ typedef struct {              // what came of a step, on the host
     double   verified, drafted;        // seconds() when they were there
 } Verdict;
 
+enum { LAYERS_AHEAD = 2 };    // see go_on()
+
+typedef struct {              // what one pass through the layers carries along
+    Batch all, batch;         // all rows of the step; those still under way
+    In    stream;             // the residual stream, and what its next reader has to add to it
+    const float *ple;         // (n_rows, n_layers, ple_dim)
+    int   layer;              // that comes next
+    double worked;            // multiplications that a prompt's step took since it was begun or resumed
+    bool  staged;             // a prompt step: rows of sliding layers wait in m->stage until their last reader is done
+    int   waiting;            // layer whose rows are in the stage; -1: none
+    int   marks[LAYERS_AHEAD + 1];     // where the last layers began
+} Pass;
+
+typedef struct {              // the step under way, or the last one, on the host
+    Row     *rows, *kept_rows;         // (n_rows), (n_kept) as in State
+    Segment *segs;                     // (n_segs)
+    int32_t *kept_index;               // (n_kept)
+    struct {                           // what of these the backend was sent last, and is not sent again; operations write none
+        Row     *rows, *kept_rows;     // of it but the token of a row that is FED
+        Segment *segs;
+        int32_t *kept_index;
+    } sent;
+    int      n_rows, n_segs, n_kept;
+    bool     ahead;                    // it was FED: it runs before anybody knows whether it is wanted
+    int64_t  number;                   // of it among all steps
+    StepKey  key;
+    Pass     pass;
+} Step;
+
 typedef struct {
     Gguf         gguf;
     Config       config;
@@ -863,21 +893,15 @@ typedef struct {
     // host side
     int         *len;                  // (n_seqs) mirror of s.len
     int         *seen;                 // (n_seqs) how far rows were ever written: rings have lost what is far behind it
-    Row         *rows, *kept_rows;     // what the last step was made of
-    Segment     *segs;
-    int32_t     *kept_index;
-    struct {                           // what the backend was sent last, and is not sent again; operations write none
-                                       // of it but the token of a row that is FED
-        Row     *rows, *kept_rows;
-        Segment *segs;
-        int32_t *kept_index, *n_accept, *feed;
-    } sent;
+    Step         step;
+    struct { State s; Step step; } other;              // of the other kind of steps: see choose_kind()
+    bool         on_prompts;           // s and step are those of prompts' steps
+    int          between;              // session whose prompt's step is between two layers; -1: there is none
+    struct { int32_t *n_accept, *feed; } sent;         // as in Step
     StepRow     *chunk;                // (n_batch) room for a caller of step() to write rows to
-    int          n_rows, n_segs, n_kept;
     int          scoring;              // 0, or the variant of steps that score tokens: SCORING, LOOKING
     int          n_scored;             // the first layers, which such steps run; the last one's own cache sees all
     const volatile sig_atomic_t *stop; // a prompt step is given up between two layers when this is set; NULL: it is not
-    bool         ahead;                // the last step was FED: it runs before anybody knows whether it is wanted
     const char  *dump_dir;             // checkpoints go to files here; "": into memory; NULL: there are none
     Checkpoint  *checkpoints;          // (n_checkpoints) of the steps so far, in memory
     int          n_checkpoints;
@@ -885,6 +909,17 @@ typedef struct {
     int          n_suppressed;         // tokens that the mask leaves out
     uint64_t     hash[3];              // of the file, once somebody asked: parts/session.h
 } Model;
+
+static void *alloc_large(size_t bytes) {               // not zeroed; in large pages, which come faster, where the system has some
+    enum { LARGE_PAGE = 2 << 20 };
+    bytes = round_up(bytes + !bytes, LARGE_PAGE);
+    void *p = aligned_alloc(LARGE_PAGE, bytes);
+    if (!p) die("out of memory: %zu bytes wanted", bytes);
+#ifdef MADV_HUGEPAGE
+    madvise(p, bytes, MADV_HUGEPAGE);
+#endif
+    return p;
+}
 
 typedef struct { char *base; size_t used; } Arena;     // base NULL: a dry run that only counts
 
@@ -1007,27 +1042,31 @@ static int cache_parts(const Cache *c, int seq, CachePart *parts) {
     return n;
 }
 
-// Copies the rows of session seq in all rings and tails that can move on to host memory, COPY_OUT, or back. Returns
-// their bytes; host NULL: only that.
+// Copies the rows of session seq in a cache that can move on, a ring or a tail, to host memory, COPY_OUT, or back; wait() is left to
+// the caller. Returns their bytes; host NULL: only that.
+static size_t copy_ring(Model *m, int cache, int seq, uint8_t *host, CopyKind kind) {
+    const Cache *c = &m->caches[cache];
+    const bool is_ring = c->slots < m->options.n_ctx + STEP_ROWS;
+    CachePart parts[CACHE_PARTS];
+    const int n_parts = cache_parts(c, seq, parts);
+    size_t n = 0;
+    for (int k = 0; k < n_parts; k++) {
+        if (!is_ring && !parts[k].is_tail) continue;
+        uint8_t *there = parts[k].data, *here = host + n;
+        n += parts[k].bytes;
+        if (host) m->ops->copy(&(Copy){ kind == COPY_OUT ? here : there, kind == COPY_OUT ? there : here, parts[k].bytes, kind });
+    }
+    return n;
+}
+
+// The same in all caches.
 static size_t copy_rings(Model *m, int seq, uint8_t *host, CopyKind kind) {
     size_t n = 0;
-    for (int i = 0; i < m->n_caches; i++) {
-        CachePart parts[CACHE_PARTS];
-        const bool is_ring = m->caches[i].slots < m->options.n_ctx + STEP_ROWS;
-        const int n_parts = cache_parts(&m->caches[i], seq, parts);
-        for (int k = 0; k < n_parts; k++) {
-            if (!is_ring && !parts[k].is_tail) continue;
-            n += parts[k].bytes;
-            if (!host) continue;
-            uint8_t *there = parts[k].data;
-            uint8_t *here = host + n - parts[k].bytes;
-            m->ops->copy(&(Copy){ kind == COPY_OUT ? here : there, kind == COPY_OUT ? there : here, parts[k].bytes,
-                                  kind });
-        }
-    }
+    for (int i = 0; i < m->n_caches; i++) n += copy_ring(m, i, seq, host ? host + n : NULL, kind);
     if (host) m->ops->wait();
     return n;
 }
+
 // ==== [5] The forward pass ===========================================================================================
 // Written once, against the table of operations; a step's rows may belong to several sessions and may be prompt, plain
 // decoding or a tree of drafts. Each layer: attention, feed-forward, per-layer embedding (E2B, E4B), scale. Norms and
@@ -1040,7 +1079,7 @@ static size_t copy_rings(Model *m, int seq, uint8_t *host, CopyKind kind) {
 enum { PLAIN, ROWS_ARE_FED, DRAFTS_ARE_FED, COMMITS_CHAINS, COMMITS_PATHS, WALKS_CHAINS, WALKS_PATHS,
        SCORING, LOOKING };
 enum { OUT_OF_LAYERS = -1 };
-enum { LAYERS_AHEAD = 2, MANY_ROWS = 512 };            // see go_on()
+enum { MANY_ROWS = 512 };     // see go_on()
 
 // Keeps n_rows x cols values in memory, or appends them to DIR/NAME-LAYER.f32 (DIR/NAME.f32 outside the layers); the
 // first step of a run truncates.
@@ -1062,7 +1101,7 @@ static void checkpoint(Model *m, const char *name, int l, const float *data, int
     if (l != OUT_OF_LAYERS) snprintf(layer, sizeof layer, "-%d", l);
     if (snprintf(path, sizeof path, "%s/%s%s.f32", m->dump_dir, name, layer) >= (int)sizeof path)
         die("--dump: %s: the path is too long", m->dump_dir);
-    FILE *f = fopen(path, m->steps ? "ab" : "wb");
+    FILE *f = fopen(path, m->steps > 1 ? "ab" : "wb");
     if (!f) die("--dump: %s: %s", path, strerror(errno));
     if (fwrite(host, sizeof *host, n, f) != n || fclose(f)) die("--dump: %s: %s", path, strerror(errno));
     free(host);
@@ -1081,15 +1120,6 @@ static void checkpoint_added(Model *m, const char *name, int l, In stream, int n
     stream.x = NULL;
     checkpoint_in(m, name, l, stream, n_rows);
 }
-
-typedef struct {              // what one pass through the layers carries along
-    Batch all, batch;         // all rows of the step; those still under way
-    In    stream;             // the residual stream, and what its next reader has to add to it
-    const float *ple;         // (n_rows, n_layers, ple_dim)
-    bool  staged;             // a prompt step: rows of sliding layers wait in m->stage until their last reader is done
-    int   waiting;            // layer whose rows are in the stage; -1: none
-    int   marks[LAYERS_AHEAD + 1];     // where the last layers began
-} Pass;
 
 // The stream as the input of a product whose norm weight is w_pre. If something is to be added, the sum goes to the
 // other buffer, which is the stream from here on.
@@ -1135,16 +1165,16 @@ static void keep_wanted(Model *m, Pass *p) {
     State *s = &m->s;
     float *x = p->stream.x == s->x[0] ? s->x[1] : s->x[0];
     const int ple = c->n_layers * c->ple_dim;
-    m->ops->gather_rows(&(GatherRows){ .n_rows = m->n_kept, .cols = c->dim, .src = p->stream.x, .src_stride = c->dim,
+    m->ops->gather_rows(&(GatherRows){ .n_rows = m->step.n_kept, .cols = c->dim, .src = p->stream.x, .src_stride = c->dim,
                                        .index = s->kept_index, .dst = x, .dst_stride = c->dim });
     if (ple) {
-        m->ops->gather_rows(&(GatherRows){ .n_rows = m->n_kept, .cols = ple, .src = s->ple, .src_stride = ple,
+        m->ops->gather_rows(&(GatherRows){ .n_rows = m->step.n_kept, .cols = ple, .src = s->ple, .src_stride = ple,
                                            .index = s->kept_index, .dst = s->ple_kept, .dst_stride = ple });
         p->ple = s->ple_kept;
     }
     p->stream.x = x;
     p->batch.rows = s->kept_rows;
-    p->batch.n_rows = m->n_kept;
+    p->batch.n_rows = m->step.n_kept;
 }
 
 // What layer l gave, all rows of it, goes to where a DFlash drafter finds it. The stream has nothing pending.
@@ -1153,8 +1183,8 @@ static void tap(Model *m, int l, const Pass *p) {
     const int dim = m->config.dim;
     for (int i = 0; i < d->n_taps; i++)
         if (d->taps[i] == l)
-            m->ops->gather_rows(&(GatherRows){ .n_rows = m->n_rows, .cols = dim, .src = p->stream.x, .src_stride = dim,
-                                               .dst = d->tapped + (size_t)i * dim, .dst_stride = d->n_taps * dim });
+            m->ops->gather_rows(&(GatherRows){ .n_rows = m->step.n_rows, .cols = dim, .src = p->stream.x, .src_stride = dim,
+                                               .dst = m->s.tapped + (size_t)i * dim, .dst_stride = d->n_taps * dim });
 }
 
 // Carries out a store, and finds what the rows of a prompt attend to in the global layer that it belongs to.
@@ -1182,7 +1212,7 @@ static bool attention(Model *m, int l, Pass *p) {
     // Steps that score tokens end there.
     const bool looks = m->scoring == LOOKING && !lc->is_swa;
     const int last = m->scoring ? m->n_scored - 1 : max_int(c->first_shared - 1, m->drafter.n_tapped);
-    const bool shrink = l == last && m->n_kept < p->batch.n_rows && !m->dump_dir && !looks;
+    const bool shrink = l == last && m->step.n_kept < p->batch.n_rows && !m->dump_dir && !looks;
     const Cache *cache = &m->caches[m->cache_of[l]];
     const Cache stage = stage_of(m, cache);
 
@@ -1207,14 +1237,14 @@ static bool attention(Model *m, int l, Pass *p) {
     };
     if (shrink) {
         if (own) op->qkv_store(&store);
-        if (!m->n_kept) return false;
+        if (!m->step.n_kept) return false;
         keep_wanted(m, p);
-        multiply(m, m->n_kept, enter(s->x, &p->stream, w->attn_norm), &w->attn_q, s->q);
+        multiply(m, m->step.n_kept, enter(s->x, &p->stream, w->attn_norm), &w->attn_q, s->q);
         store.q = s->q;
         store.k = store.v = NULL;
     }
     const int n_rows = p->batch.n_rows;
-    const bool sparse = s->blocks.n && p->staged && !lc->is_swa && n_rows == m->n_rows && !m->scoring;
+    const bool sparse = s->blocks.n && p->staged && !lc->is_swa && n_rows == m->step.n_rows && !m->scoring;
     if (sparse) select_blocks(m, &store);
     if (looks) {
         op->qkv_store(&store);
@@ -1312,7 +1342,7 @@ static void per_layer_embedding(Model *m, int l, Pass *p) {
 static bool go_on(const Model *m, int l, Pass *p) {
     const Ops *op = m->ops;
     if (!m->stop || !p->staged) return true;
-    if (op->mark && m->n_rows >= MANY_ROWS) {
+    if (op->mark && m->step.n_rows >= MANY_ROWS) {
         p->marks[l % (LAYERS_AHEAD + 1)] = op->mark();
         if (l >= LAYERS_AHEAD) op->wait_for(p->marks[(l + 1) % (LAYERS_AHEAD + 1)]);
     }
@@ -1341,55 +1371,97 @@ static bool go_on(const Model *m, int l, Pass *p) {
  * 16. layer_output_scale multiplies the whole stream, last                                       golden
  * 17. logits = 30 tanh(z / 30)                                                                   golden
  * 18. positions are len + depth, taken before anything is stored                                 test_cache */
-// False: it was given up half-way. What it has written to caches lies behind the sessions' ends, but in rings that have
-// gone round.
-static bool forward(Model *m, bool staged) {
+// Multiplications that layer l takes for the rows still under way of a prompt's step, which is one chain.
+static double layer_work(const Model *m, int l, const Pass *p) {
+    const Config *c = &m->config;
+    const LayerConfig *lc = &c->layer[l];
+    const LayerWeights *w = &m->weights.layer[l];
+    const Tensor *dense[] = { &w->attn_q, &w->attn_k, &w->attn_v, &w->attn_output, &w->ffn_gate, &w->ffn_up, &w->ffn_down };
+    const Tensor *experts[] = { &w->ffn_gate_exps, &w->ffn_up_exps, &w->ffn_down_exps };
+    const int keys = m->len[m->step.segs[0].seq] + p->all.n_rows;
+    double work = 2.0 * c->n_heads * lc->head_dim * (lc->is_swa ? min_int(keys, c->n_swa) : keys);
+    for (size_t i = 0; i < sizeof dense / sizeof *dense; i++)
+        if (dense[i]->data) work += (double)dense[i]->rows * dense[i]->cols;
+    for (size_t i = 0; i < sizeof experts / sizeof *experts; i++)
+        if (experts[i]->data) work += (double)experts[i]->rows * experts[i]->cols * c->n_experts_used;
+    return work * p->batch.n_rows;
+}
+
+// Where a step begins: the rows' embeddings.
+static void enter_layers(Model *m, Pass *p) {
     const Config *c = &m->config;
     const Weights *w = &m->weights;
     const Ops *op = m->ops;
     State *s = &m->s;
-    const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
-    Pass p = { .all = all, .batch = all, .stream = { .x = s->x[0], .scale = 1, .eps = c->eps }, .ple = s->ple,
-               .staged = staged, .waiting = -1 };
+    const int n_rows = m->step.n_rows;
+    p->all = (Batch){ .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = n_rows, .n_segs = m->step.n_segs };
+    p->batch = p->all;
+    p->stream = (In){ .x = s->x[0], .scale = 1, .eps = c->eps };
+    p->ple = s->ple;
+    p->waiting = -1;
     assert(m->scoring || !m->options.only_scores);     // else not all layers are there
 
-    op->embed(&(Embed){ .batch = &all, .table = &w->token_embd, .scale = sqrtf((float)c->dim), .out = s->x[0] });
-    checkpoint(m, "inp_scaled", OUT_OF_LAYERS, s->x[0], all.n_rows, c->dim);
-    if (c->ple_dim) {
-        multiply(m, all.n_rows, p.stream, &w->per_layer_model_proj, s->ple);
-        op->ple_rows(&(PleRows){ .batch = &all, .table = &w->per_layer_token_embd, .w_norm = w->per_layer_proj_norm,
-                                 .u = s->ple, .n_layers = c->n_layers, .ple_dim = c->ple_dim, .eps = c->eps,
-                                 .proj_scale = 1 / sqrtf((float)c->dim), .table_scale = sqrtf((float)c->ple_dim),
-                                 .out_scale = 1 / sqrtf(2) });
-        checkpoint(m, "inp_per_layer", OUT_OF_LAYERS, s->ple, all.n_rows, c->n_layers * c->ple_dim);
-    }
+    op->embed(&(Embed){ .batch = &p->all, .table = &w->token_embd, .scale = sqrtf((float)c->dim), .out = s->x[0] });
+    checkpoint(m, "inp_scaled", OUT_OF_LAYERS, s->x[0], n_rows, c->dim);
+    if (!c->ple_dim) return;
+    multiply(m, n_rows, p->stream, &w->per_layer_model_proj, s->ple);
+    op->ple_rows(&(PleRows){ .batch = &p->all, .table = &w->per_layer_token_embd, .w_norm = w->per_layer_proj_norm,
+                             .u = s->ple, .n_layers = c->n_layers, .ple_dim = c->ple_dim, .eps = c->eps,
+                             .proj_scale = 1 / sqrtf((float)c->dim), .table_scale = sqrtf((float)c->ple_dim),
+                             .out_scale = 1 / sqrtf(2) });
+    checkpoint(m, "inp_per_layer", OUT_OF_LAYERS, s->ple, n_rows, c->n_layers * c->ple_dim);
+}
 
-    for (int l = 0; l < c->n_layers; l++) {
-        if (!go_on(m, l, &p)) return false;
-        if (!attention(m, l, &p)) break;
-        feed_forward(m, l, &p);
-        if (c->ple_dim) per_layer_embedding(m, l, &p);
-        p.stream.scale = w->layer[l].layer_output_scale;
-        checkpoint_in(m, "out_scaled", l, p.stream, p.batch.n_rows);
-        checkpoint_in(m, "l_out", l, p.stream, p.batch.n_rows);
-    }
-    empty_stage(m, &p);
+// And where it ends: the logits of the rows that want them.
+static void leave_layers(Model *m, Pass *p) {
+    const Config *c = &m->config;
+    const Weights *w = &m->weights;
+    const Ops *op = m->ops;
+    State *s = &m->s;
+    const int n_kept = m->step.n_kept;
+    empty_stage(m, p);
     const bool tapped = m->drafter.n_tapped == c->n_layers;            // the last layer's output too
-    if (tapped || (m->n_kept && p.batch.n_rows > m->n_kept))           // or a dump took all rows through all layers
-        op->close(&(Close){ .n_rows = p.batch.n_rows, .cols = c->dim, .in = enter(s->x, &p.stream, NULL) });
-    if (tapped) tap(m, c->n_layers - 1, &p);
-    if (!m->n_kept) {                                  // truncates what an earlier dump left: a later chunk appends
+    if (tapped || (n_kept && p->batch.n_rows > n_kept))                // or a dump took all rows through all layers
+        op->close(&(Close){ .n_rows = p->batch.n_rows, .cols = c->dim, .in = enter(s->x, &p->stream, NULL) });
+    if (tapped) tap(m, c->n_layers - 1, p);
+    if (!n_kept) {                                     // truncates what an earlier dump left: a later chunk appends
         checkpoint(m, "result_norm", OUT_OF_LAYERS, s->hidden, 0, c->dim);
         checkpoint(m, "result_output", OUT_OF_LAYERS, s->logits, 0, c->vocab);
-        return true;
+        return;
     }
-    if (p.batch.n_rows > m->n_kept) keep_wanted(m, &p);
-    p.stream.w_pre = w->output_norm;
-    op->head(&(Head){ .n_rows = m->n_kept, .in = p.stream, .w = w->output.data ? &w->output : &w->token_embd,
+    if (p->batch.n_rows > n_kept) keep_wanted(m, p);
+    p->stream.w_pre = w->output_norm;
+    op->head(&(Head){ .n_rows = n_kept, .in = p->stream, .w = w->output.data ? &w->output : &w->token_embd,
                       .cap = c->logit_cap, .logits = s->logits, .hidden = s->hidden });
-    checkpoint(m, "result_norm", OUT_OF_LAYERS, s->hidden, m->n_kept, c->dim);
-    checkpoint(m, "result_output", OUT_OF_LAYERS, s->logits, m->n_kept, c->vocab);
-    return true;
+    checkpoint(m, "result_norm", OUT_OF_LAYERS, s->hidden, n_kept, c->dim);
+    checkpoint(m, "result_output", OUT_OF_LAYERS, s->logits, n_kept, c->vocab);
+}
+
+typedef enum { DONE = 0, GIVEN_UP = -1, PAUSED = -2 } Forward;
+
+// Takes the rows of a step through the layers. Those of a prompt stop, PAUSED, before a layer with which they would take more
+// than `work` multiplications, and behind one at least; called again they go on there. GIVEN_UP half-way: what was written to
+// caches lies behind the sessions' ends, but in rings that have gone round.
+static Forward forward(Model *m, double work) {
+    const Config *c = &m->config;
+    Pass *p = &m->step.pass;
+    p->worked = 0;
+    if (!p->layer) enter_layers(m, p);
+    for (; p->layer < c->n_layers; p->layer++) {
+        const int l = p->layer;
+        const double more = p->staged ? layer_work(m, l, p) : 0;
+        if (p->worked && p->worked + more > work) return PAUSED;
+        if (!go_on(m, l, p)) return GIVEN_UP;
+        p->worked += more;
+        if (!attention(m, l, p)) break;
+        feed_forward(m, l, p);
+        if (c->ple_dim) per_layer_embedding(m, l, p);
+        p->stream.scale = m->weights.layer[l].layer_output_scale;
+        checkpoint_in(m, "out_scaled", l, p->stream, p->batch.n_rows);
+        checkpoint_in(m, "l_out", l, p->stream, p->batch.n_rows);
+    }
+    leave_layers(m, p);
+    return DONE;
 }
 
 // ==== [6] Drafters: files, plan, passes ==============================================================================
@@ -1813,7 +1885,6 @@ static void plan_dflash(Model *m, Arena *a) {
     }
     d->len = take(a, n_seqs, sizeof(int32_t));
     d->inv_freq = take(a, (size_t)d->weights.n_pairs[0], sizeof(double));
-    d->tapped = take(a, n_batch * taps, f);
     d->backlog = take(a, n_seqs * STEP_ROWS * taps, f);
     d->backlog_rows = take(a, STEP_ROWS, sizeof(Row));
     d->backlog_seg = take(a, 1, sizeof(Segment));
@@ -2021,7 +2092,7 @@ static void let_wait(Model *m, const Segment *seg, int n, int end) {
     if (d->waiting[seq] + n > STEP_ROWS && d->uploaded) take_backlog(m, seq, end - n);
     if (d->waiting[seq] + n > STEP_ROWS) d->waiting[seq] = 0, d->start[seq] = end - n;
     const size_t at = (size_t)seq * STEP_ROWS + (size_t)d->waiting[seq];
-    if (n) m->ops->copy(&(Copy){ d->backlog + at * taps, d->tapped + (size_t)seg->first * taps,
+    if (n) m->ops->copy(&(Copy){ d->backlog + at * taps, m->s.tapped + (size_t)seg->first * taps,
                                  (size_t)n * taps * sizeof(float), COPY_WITHIN });
     d->waiting[seq] += n;
 }
@@ -2036,16 +2107,16 @@ static void drafter_committed(Model *m, const int32_t *n_accept) {
     State *s = &m->s;
     bool wait = n_accept != NULL, trees = false;
     if (d->kind != DRAFTER_DFLASH) return;
-    for (int i = 0; i < m->n_segs; i++) {
-        trees |= m->segs[i].kind == SEG_TREE;
+    for (int i = 0; i < m->step.n_segs; i++) {
+        trees |= m->step.segs[i].kind == SEG_TREE;
         wait = wait && !trees && n_accept[i] <= STEP_ROWS;
     }
     const bool forget = n_accept && !wait && !d->uploaded;
     if (!wait && !forget && !d->uploaded) upload_drafter(m);
-    for (int i = 0; i < m->n_segs; i++) {
-        const Segment *seg = &m->segs[i];
+    for (int i = 0; i < m->step.n_segs; i++) {
+        const Segment *seg = &m->step.segs[i];
         const int seq = seg->seq, before = m->len[seq] - (n_accept ? n_accept[i] : 0);
-        assert(m->n_segs == 1 || seg->n <= STEP_ROWS);
+        assert(m->step.n_segs == 1 || seg->n <= STEP_ROWS);
         count_written(d, seq, before + d->drafted[seq]);
         d->drafted[seq] = 0;
         if (wait) let_wait(m, seg, n_accept[i], m->len[seq]);
@@ -2053,11 +2124,11 @@ static void drafter_committed(Model *m, const int32_t *n_accept) {
         else take_backlog(m, seq, before), count_written(d, seq, before + seg->n);
     }
     if (wait || forget) return;
-    const Batch b = { .rows = s->rows, .segs = s->segs, .len = d->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
-    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = m->n_rows > STEP_ROWS ? STEP_PROMPT : STEP_COMMIT,
-                                 .rows = m->n_rows, .segs = m->n_segs,
+    const Batch b = { .rows = s->rows, .segs = s->segs, .len = d->len, .n_rows = m->step.n_rows, .n_segs = m->step.n_segs };
+    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = m->step.n_rows > STEP_ROWS ? STEP_PROMPT : STEP_COMMIT,
+                                 .rows = m->step.n_rows, .segs = m->step.n_segs,
                                  .variant = (n_accept ? TAKES_KNOWN : TAKES_WALKED) | (trees ? TAKES_PATHS : 0) }))
-        take_context(m, &b, d->tapped, n_accept ? s->n_accept : s->walked, trees ? s->path : NULL);
+        take_context(m, &b, s->tapped, n_accept ? s->n_accept : s->walked, trees ? s->path : NULL);
     m->ops->end();
 }
 
@@ -2141,10 +2212,10 @@ static void issue_draft(Model *m, const int32_t *segs, int n, int depth) {
     const bool is_block = d->kind == DRAFTER_DFLASH;
     const int rows = is_block ? 1 + depth : 1;         // for each segment
     Segment of[MAX_SESSIONS];
-    assert(d->kind != DRAFTER_NONE && n >= 1 && n <= m->n_segs && depth >= 1 && depth <= m->options.draft_depth);
+    assert(d->kind != DRAFTER_NONE && n >= 1 && n <= m->step.n_segs && depth >= 1 && depth <= m->options.draft_depth);
     if (!d->uploaded) upload_drafter(m);
     for (int i = 0; i < n; i++) {
-        const Segment *seg = &m->segs[segs[i]];
+        const Segment *seg = &m->step.segs[segs[i]];
         of[i] = (Segment){ .seq = seg->seq, .first = i * rows, .n = rows, .kind = SEG_CHAIN };
         if (!is_block) continue;
         take_backlog(m, seg->seq, m->len[seg->seq]);
@@ -2228,6 +2299,26 @@ static void plan_caches(Model *m, Arena *a) {
     m->plan.stage = a->used - before;
 }
 
+// What a step of at most n rows needs from one layer to the next, and behind the last.
+static void plan_stream(const Model *m, Arena *a, State *s, size_t n, size_t kept) {
+    const Config *c = &m->config;
+    const size_t dim = (size_t)c->dim, ple = (size_t)c->n_layers * (size_t)c->ple_dim, f = sizeof(float);
+    s->rows = take(a, n, sizeof(Row));
+    s->kept_rows = take(a, kept, sizeof(Row));
+    s->segs = take(a, (size_t)m->options.n_seqs, sizeof(Segment));
+    s->kept_index = take(a, kept, sizeof(int32_t));
+    for (int i = 0; i < 2; i++) s->x[i] = take(a, n * dim, f);
+    s->y = take(a, n * dim, f);
+    s->mlp = take(a, n * dim, f);
+    s->moe = c->n_experts ? take(a, n * dim, f) : NULL;
+    s->ple = ple ? take(a, n * ple, f) : NULL;
+    s->ple_kept = ple ? take(a, kept * ple, f) : NULL;
+    s->logits = take(a, kept * (size_t)c->vocab, f);
+    s->hidden = take(a, kept * dim, f);
+    const size_t taps = (size_t)m->drafter.n_taps * (size_t)m->drafter.config.dim;
+    s->tapped = taps ? take(a, n * taps, f) : NULL;
+}
+
 static void plan_state(Model *m, Arena *a) {
     const Config *c = &m->config;
     const PlanOptions *o = &m->options;
@@ -2245,13 +2336,10 @@ static void plan_state(Model *m, Arena *a) {
         kv_dim = (size_t)max_int((int)kv_dim, lc->n_kv_heads * lc->head_dim);
         ffn_dim = (size_t)max_int((int)ffn_dim, lc->ffn_dim);
     }
-    const size_t n = (size_t)o->n_batch, kept = (size_t)o->n_logits, seqs = (size_t)o->n_seqs, dim = (size_t)c->dim;
-    const size_t used = (size_t)c->n_experts_used, ple = (size_t)c->n_layers * c->ple_dim, f = sizeof(float);
-    s->rows = take(a, n, sizeof(Row));
-    s->kept_rows = take(a, kept, sizeof(Row));
-    s->segs = take(a, seqs, sizeof(Segment));
+    const size_t n = (size_t)o->n_batch, kept = (size_t)o->n_logits, seqs = (size_t)o->n_seqs;
+    const size_t used = (size_t)c->n_experts_used, f = sizeof(float);
+    plan_stream(m, a, s, o->between ? STEP_ROWS : n, kept);
     s->len = take(a, seqs, sizeof(int32_t));
-    s->kept_index = take(a, kept, sizeof(int32_t));
     s->n_accept = take(a, seqs, sizeof(int32_t));
     s->path = take(a, seqs * STEP_ROWS, sizeof(int32_t));
     s->last = take(a, 2 * seqs, sizeof(int32_t));
@@ -2262,28 +2350,18 @@ static void plan_state(Model *m, Arena *a) {
     s->found_logits = take(a, found, f);
     s->found_logsumexp = take(a, drafted, f);
     s->feed = take(a, STEP_ROWS, sizeof(int32_t));
-    for (int i = 0; i < 2; i++) s->x[i] = take(a, n * dim, f);
     s->q = take(a, n * q_dim, f);
     s->k = take(a, n * kv_dim, f);
     s->v = take(a, n * kv_dim, f);
     s->att_out = take_act(a, att_out, n, q_dim);
-    s->y = take(a, n * dim, f);
     s->ffn = take_act(a, ffn, n, ffn_dim);
-    s->mlp = take(a, n * dim, f);
     if (c->n_experts) {
-        s->moe = take(a, n * dim, f);
         s->expert = take_act(a, expert, n * used, c->expert_dim);
         s->router = take(a, n * (size_t)c->n_experts, f);
         s->expert_weights = take(a, n * used, f);
         s->expert_ids = take(a, n * used, sizeof(int32_t));
     }
-    if (c->ple_dim) {
-        s->ple = take(a, n * ple, f);
-        s->ple_kept = take(a, kept * ple, f);
-        s->ple_gate = take_act(a, ple_gate, n, c->ple_dim);
-    }
-    s->logits = take(a, kept * (size_t)c->vocab, f);
-    s->hidden = take(a, kept * dim, f);
+    if (c->ple_dim) s->ple_gate = take_act(a, ple_gate, n, c->ple_dim);
     s->mask = take(a, kept * round_up((size_t)c->vocab, 32) / 32, sizeof(uint32_t));
     s->params = take(a, seqs, sizeof(SampleParams));
     s->counts = o->penalties ? take(a, seqs * (size_t)c->vocab, sizeof(int32_t)) : NULL;
@@ -2367,6 +2445,8 @@ static void plan_memory(Model *m, Arena *a) {
     plan_state(m, a);
     plan_blocks(m, a);
     plan_scores(m, a);
+    m->other.s = m->s;
+    if (m->options.between) plan_stream(m, a, &m->other.s, (size_t)m->options.n_batch, 1);
     m->plan.activations = a->used - before;
     if (m->drafter.kind != DRAFTER_NONE) plan_drafter(m, a);
     const Limits lim = plan_limits(m);
@@ -2536,6 +2616,29 @@ static void open_verdict(Model *m) {
     v->path = alloc_or_die((size_t)o->n_seqs * STEP_ROWS, sizeof(int32_t));
 }
 
+static void alloc_step(const Model *m, Step *step) {
+    const int n_seqs = m->options.n_seqs, n_batch = m->options.n_batch, n_logits = m->options.n_logits;
+    step->rows = alloc_or_die(n_batch, sizeof *step->rows);
+    step->kept_rows = alloc_or_die(n_logits, sizeof *step->kept_rows);
+    step->segs = alloc_or_die(n_seqs, sizeof *step->segs);
+    step->kept_index = alloc_or_die(n_logits, sizeof *step->kept_index);
+    step->sent.rows = alloc_or_die(n_batch, sizeof *step->sent.rows);
+    step->sent.kept_rows = alloc_or_die(n_logits, sizeof *step->sent.kept_rows);
+    step->sent.segs = alloc_or_die(n_seqs, sizeof *step->sent.segs);
+    step->sent.kept_index = alloc_or_die(n_logits, sizeof *step->sent.kept_index);
+}
+
+static void free_step(Step *step) {
+    free(step->rows);
+    free(step->kept_rows);
+    free(step->segs);
+    free(step->kept_index);
+    free(step->sent.rows);
+    free(step->sent.kept_rows);
+    free(step->sent.segs);
+    free(step->sent.kept_index);
+}
+
 // Open, check, plan, reserve. Dies with one line on bad input or when there is no room. dump_dir may be NULL.
 static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
     plan_model(m, path, ops, o, dump_dir);
@@ -2554,17 +2657,12 @@ static void load_model(Model *m, const char *path, const Ops *ops, PlanOptions o
     ops->wait();
     m->upload_seconds = seconds() - start;
 
-    const int n_seqs = m->options.n_seqs, n_batch = m->options.n_batch, n_logits = m->options.n_logits;
+    const int n_seqs = m->options.n_seqs, n_batch = m->options.n_batch;
     m->len = alloc_or_die(n_seqs, sizeof *m->len);
     m->seen = alloc_or_die(n_seqs, sizeof *m->seen);
-    m->rows = alloc_or_die(n_batch, sizeof *m->rows);
-    m->kept_rows = alloc_or_die(n_logits, sizeof *m->kept_rows);
-    m->segs = alloc_or_die(n_seqs, sizeof *m->segs);
-    m->kept_index = alloc_or_die(n_logits, sizeof *m->kept_index);
-    m->sent.rows = alloc_or_die(n_batch, sizeof *m->sent.rows);
-    m->sent.kept_rows = alloc_or_die(n_logits, sizeof *m->sent.kept_rows);
-    m->sent.segs = alloc_or_die(n_seqs, sizeof *m->sent.segs);
-    m->sent.kept_index = alloc_or_die(n_logits, sizeof *m->sent.kept_index);
+    alloc_step(m, &m->step);
+    alloc_step(m, &m->other.step);
+    m->between = -1;
     m->sent.n_accept = alloc_or_die(n_seqs, sizeof *m->sent.n_accept);
     m->sent.feed = alloc_or_die(STEP_ROWS, sizeof *m->sent.feed);
     m->chunk = alloc_or_die(n_batch, sizeof *m->chunk);
@@ -2588,14 +2686,8 @@ static void free_model(Model *m) {
     free(m->binder.derived);
     free(m->len);
     free(m->seen);
-    free(m->rows);
-    free(m->kept_rows);
-    free(m->segs);
-    free(m->kept_index);
-    free(m->sent.rows);
-    free(m->sent.kept_rows);
-    free(m->sent.segs);
-    free(m->sent.kept_index);
+    free_step(&m->step);
+    free_step(&m->other.step);
     free(m->sent.n_accept);
     free(m->sent.feed);
     free(m->chunk);
@@ -2629,7 +2721,7 @@ static int n_dense(const Model *m, const StepSeg *seg) {
 // Tokens of a step that is fed, from where the last one left them: each segment's next one and what was drafted behind it.
 static void issue_feed(Model *m, bool drafts) {
     const State *s = &m->s;
-    m->ops->gather_rows(&(GatherRows){ .n_rows = m->n_rows, .cols = 1, .src = drafts ? s->next : s->chosen, .src_stride = 1,
+    m->ops->gather_rows(&(GatherRows){ .n_rows = m->step.n_rows, .cols = 1, .src = drafts ? s->next : s->chosen, .src_stride = 1,
                                        .index = drafts ? s->feed : NULL, .dst = &s->rows->token,
                                        .dst_stride = sizeof(Row) / sizeof(int32_t) });
 }
@@ -2637,76 +2729,105 @@ static void issue_feed(Model *m, bool drafts) {
 static void send_feed(Model *m) {
     const int n_seqs = m->options.n_seqs, width = m->options.draft_width;
     int32_t feed[STEP_ROWS];
-    for (int r = 0; r < m->n_rows; r++) {
-        const Row *row = &m->rows[r];
-        feed[r] = row->index ? n_seqs + ((row->index - 1) * m->n_segs + row->seg) * width : row->seg;
+    for (int r = 0; r < m->step.n_rows; r++) {
+        const Row *row = &m->step.rows[r];
+        feed[r] = row->index ? n_seqs + ((row->index - 1) * m->step.n_segs + row->seg) * width : row->seg;
     }
-    send_new(m, m->s.feed, m->sent.feed, feed, (size_t)m->n_rows * sizeof *feed);
+    send_new(m, m->s.feed, m->sent.feed, feed, (size_t)m->step.n_rows * sizeof *feed);
 }
 
-// Runs the rows of n_segs segments of different sessions. Returns the number of rows of logits, in the order of the rows
-// that want them; -1: m->stop was set, and nothing is there to commit. The caller has checked token ids and that len + n fits
-// the session.
-static int step(Model *m, const StepSeg *segs, int n_segs) {
-    const Ops *op = m->ops;
-    State *s = &m->s;
-    const bool fed = segs[0].rows[0].token == FED, drafts = fed && segs[0].n > 1;
-    assert(!fed || drafts || n_segs == m->n_kept);     // of the step before
-    bool staged = false;
-    m->ahead = fed;
-    m->n_segs = n_segs;
-    m->n_rows = m->n_kept = 0;
-    assert(n_segs <= m->options.n_seqs);
-    for (int i = 0; i < n_segs; i++) {
-        const StepSeg *in = &segs[i];
-        assert(m->n_rows + in->n <= m->options.n_batch && (in->kind == SEG_CHAIN || in->n <= STEP_ROWS));
-        assert(m->len[in->seq] + in->n <= m->options.n_ctx + STEP_ROWS);
-        m->seen[in->seq] = max_int(m->seen[in->seq], m->len[in->seq] + in->n);
-        m->segs[i] = (Segment){ .seq = in->seq, .first = m->n_rows, .n = in->n, .kind = (int32_t)in->kind,
-                                 .n_dense = n_dense(m, in) };
-        staged |= in->n > STEP_ROWS;
-        for (int j = 0; j < in->n; j++) {
-            Row *row = &m->rows[m->n_rows];
-            *row = (Row){ .token = in->rows[j].token, .seg = i, .index = j, .depth = j };
-            if (in->kind == SEG_TREE) {
-                const int parent = in->rows[j].parent;
-                assert(parent < j);
-                const Row *above = row - j + parent;
-                row->depth = parent < 0 ? 0 : above->depth + 1;
-                assert(row->depth < m->config.n_swa);
-                row->ancestors = (parent < 0 ? 0 : above->ancestors) | (uint64_t)1 << j;
-            }
-            if (in->rows[j].want) {
-                assert(m->n_kept < m->options.n_logits);
-                m->kept_rows[m->n_kept] = *row;
-                m->kept_rows[m->n_kept].token = 0;     // embedded already: nobody reads it
-                m->kept_index[m->n_kept++] = m->n_rows;
-            }
-            m->n_rows++;
+// Prompts' steps, those of more than STEP_ROWS rows, and others have buffers of their own for what has to last from one layer to
+// the next, where the plan says so (PlanOptions.between). Makes those of one kind m->s and m->step.
+static void choose_kind(Model *m, bool prompts) {
+    if (!m->options.between || m->on_prompts == prompts) return;
+    const State s = m->s;
+    const Step step = m->step;
+    m->s = m->other.s;
+    m->step = m->other.step;
+    m->other.s = s;
+    m->other.step = step;
+    m->on_prompts = prompts;
+}
+
+static void lay_segment(Model *m, int i, const StepSeg *in) {
+    Step *t = &m->step;
+    assert(t->n_rows + in->n <= m->options.n_batch && (in->kind == SEG_CHAIN || in->n <= STEP_ROWS));
+    assert(m->len[in->seq] + in->n <= m->options.n_ctx + STEP_ROWS);
+    m->seen[in->seq] = max_int(m->seen[in->seq], m->len[in->seq] + in->n);
+    t->segs[i] = (Segment){ .seq = in->seq, .first = t->n_rows, .n = in->n, .kind = (int32_t)in->kind,
+                            .n_dense = n_dense(m, in) };
+    for (int j = 0; j < in->n; j++) {
+        Row *row = &t->rows[t->n_rows];
+        *row = (Row){ .token = in->rows[j].token, .seg = i, .index = j, .depth = j };
+        if (in->kind == SEG_TREE) {
+            const int parent = in->rows[j].parent;
+            assert(parent < j);
+            const Row *above = row - j + parent;
+            row->depth = parent < 0 ? 0 : above->depth + 1;
+            assert(row->depth < m->config.n_swa);
+            row->ancestors = (parent < 0 ? 0 : above->ancestors) | (uint64_t)1 << j;
         }
+        if (in->rows[j].want) {
+            assert(t->n_kept < (m->on_prompts ? 1 : m->options.n_logits));
+            t->kept_rows[t->n_kept] = *row;
+            t->kept_rows[t->n_kept].token = 0;         // embedded already: nobody reads it
+            t->kept_index[t->n_kept++] = t->n_rows;
+        }
+        t->n_rows++;
     }
-    send_new(m, s->rows, m->sent.rows, m->rows, (size_t)m->n_rows * sizeof(Row));
-    send_new(m, s->segs, m->sent.segs, m->segs, (size_t)m->n_segs * sizeof(Segment));
-    send_new(m, s->kept_rows, m->sent.kept_rows, m->kept_rows, (size_t)m->n_kept * sizeof(Row));
-    send_new(m, s->kept_index, m->sent.kept_index, m->kept_index, (size_t)m->n_kept * sizeof(int32_t));
+}
+
+// Makes a step of the rows of n_segs segments of different sessions, for go_through(). The caller has checked token ids and that
+// len + n fits the session.
+static void lay_step(Model *m, const StepSeg *segs, int n_segs) {
+    const bool fed = segs[0].rows[0].token == FED, drafts = fed && segs[0].n > 1;
+    bool staged = false;
+    int rows = 0;
+    for (int i = 0; i < n_segs; i++) rows += segs[i].n, staged |= segs[i].n > STEP_ROWS;
+    choose_kind(m, rows > STEP_ROWS);
+    State *s = &m->s;
+    Step *t = &m->step;
+    assert(!fed || drafts || n_segs == t->n_kept);     // of the step before
+    assert(n_segs <= m->options.n_seqs);
+    t->ahead = fed;
+    t->n_segs = n_segs;
+    t->n_rows = t->n_kept = 0;
+    for (int i = 0; i < n_segs; i++) lay_segment(m, i, &segs[i]);
+    send_new(m, s->rows, t->sent.rows, t->rows, (size_t)t->n_rows * sizeof(Row));
+    send_new(m, s->segs, t->sent.segs, t->segs, (size_t)t->n_segs * sizeof(Segment));
+    send_new(m, s->kept_rows, t->sent.kept_rows, t->kept_rows, (size_t)t->n_kept * sizeof(Row));
+    send_new(m, s->kept_index, t->sent.kept_index, t->kept_index, (size_t)t->n_kept * sizeof(int32_t));
     if (drafts) send_feed(m);
-    const StepKey key = { .model = m->number, .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = m->n_rows, .segs = n_segs,
-                          .kept = m->n_kept, .logits = m->n_kept, .variant = m->scoring ? m->scoring : drafts ? DRAFTS_ARE_FED : fed ? ROWS_ARE_FED : PLAIN };
+    const int32_t variant = m->scoring ? m->scoring : drafts ? DRAFTS_ARE_FED : fed ? ROWS_ARE_FED : PLAIN;
+    t->key = (StepKey){ .model = m->number, .kind = staged ? STEP_PROMPT : STEP_DECODE, .rows = t->n_rows, .segs = n_segs,
+                        .kept = t->n_kept, .logits = t->n_kept, .variant = variant };
+    t->pass = (Pass){ .staged = staged };
+    t->number = ++m->steps;
+}
+
+// Runs the step that was laid, or goes on with it. Returns the number of rows of logits, in the order of the rows that want them.
+// GIVEN_UP: m->stop was set, and nothing is there to commit. PAUSED: see forward().
+static int go_through(Model *m, double work) {
+    const Ops *op = m->ops;
     const bool record = !m->dump_dir;                  // checkpoints copy out as they go
-    bool done = true;
-    if (!record || op->begin(key)) {
-        if (fed) issue_feed(m, drafts);
-        done = forward(m, staged);
+    Forward end = DONE;
+    if (!record || op->begin(m->step.key)) {
+        if (m->step.ahead) issue_feed(m, m->step.key.variant == DRAFTS_ARE_FED);
+        end = forward(m, work);
     }
     if (record) op->end();
-    m->steps++;
-    return done ? m->n_kept : -1;
+    return end == DONE ? m->step.n_kept : (int)end;
+}
+
+static int step(Model *m, const StepSeg *segs, int n_segs) {
+    lay_step(m, segs, n_segs);
+    return go_through(m, INFINITY);
 }
 
 // A token is chosen at every row of logits of the last step, into m->s.chosen.
 static void issue_sample(Model *m) {
     const State *s = &m->s;
-    const Batch kept = { .rows = s->kept_rows, .segs = s->segs, .len = s->len, .n_rows = m->n_kept, .n_segs = m->n_segs };
+    const Batch kept = { .rows = s->kept_rows, .segs = s->segs, .len = s->len, .n_rows = m->step.n_kept, .n_segs = m->step.n_segs };
     m->ops->sample(&(Sample){ .batch = &kept, .vocab = m->config.vocab, .logits = s->logits, .params = s->params,
                               .mask = s->mask, .bias = s->bias, .counts = s->counts, .step_rows = s->counts ? s->rows : NULL,
                               .out = s->chosen });
@@ -2714,14 +2835,14 @@ static void issue_sample(Model *m) {
 
 static void issue_commit(Model *m, const int32_t *n_accept, const int32_t *path) {
     const State *s = &m->s;
-    const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
+    const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->step.n_rows, .n_segs = m->step.n_segs };
     m->ops->kv_commit(&(KvCommit){ .batch = &all, .caches = m->caches, .n_caches = m->n_caches, .n_accept = n_accept,
                                    .path = path, .counts = s->counts, .vocab = m->config.vocab });
 }
 
 static void lengthen(Model *m, const int32_t *n_accept) {
-    for (int i = 0; i < m->n_segs; i++) {
-        const Segment *seg = &m->segs[i];
+    for (int i = 0; i < m->step.n_segs; i++) {
+        const Segment *seg = &m->step.segs[i];
         assert(n_accept[i] >= 0 && n_accept[i] <= seg->n && (seg->n <= STEP_ROWS || n_accept[i] == seg->n));
         m->len[seg->seq] += n_accept[i];
     }
@@ -2734,10 +2855,10 @@ static void finish_step(Model *m, const int32_t *n_accept, const int32_t *path, 
     const Ops *op = m->ops;
     State *s = &m->s;
     lengthen(m, n_accept);
-    send_new(m, s->n_accept, m->sent.n_accept, n_accept, (size_t)m->n_segs * sizeof *n_accept);
-    if (path) op->copy(&(Copy){ s->path, path, (size_t)m->n_segs * STEP_ROWS * sizeof *path, COPY_IN });
-    if (op->begin((StepKey){ .model = m->number, .kind = sample ? STEP_SAMPLE : STEP_COMMIT, .rows = m->n_rows,
-                             .segs = m->n_segs, .logits = sample ? m->n_kept : 0,
+    send_new(m, s->n_accept, m->sent.n_accept, n_accept, (size_t)m->step.n_segs * sizeof *n_accept);
+    if (path) op->copy(&(Copy){ s->path, path, (size_t)m->step.n_segs * STEP_ROWS * sizeof *path, COPY_IN });
+    if (op->begin((StepKey){ .model = m->number, .kind = sample ? STEP_SAMPLE : STEP_COMMIT, .rows = m->step.n_rows,
+                             .segs = m->step.n_segs, .logits = sample ? m->step.n_kept : 0,
                              .variant = path ? COMMITS_PATHS : COMMITS_CHAINS })) {
         if (sample) issue_sample(m);
         issue_commit(m, s->n_accept, path ? s->path : NULL);
@@ -2749,7 +2870,7 @@ static void finish_step(Model *m, const int32_t *n_accept, const int32_t *path, 
 static void commit(Model *m, const int32_t *n_accept, const int32_t *path) { finish_step(m, n_accept, path, false); }
 
 static void commit_all(Model *m) {                     // every row of the last step, which is one chain
-    commit(m, &(int32_t){ m->n_rows }, NULL);
+    commit(m, &(int32_t){ m->step.n_rows }, NULL);
 }
 
 static void read_logits(Model *m, int row, float *host) {            // (vocab) of one row of the last step
@@ -2766,26 +2887,26 @@ static void issue_verdict(Model *m, const int32_t *segs, int n, int depth, const
     const Ops *op = m->ops;
     State *s = &m->s;
     Verdict *v = &m->verdict;
-    const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->n_rows, .n_segs = m->n_segs };
+    const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->step.n_rows, .n_segs = m->step.n_segs };
     bool trees = false;
-    v->n_segs = m->n_segs;
-    for (int i = 0; i < m->n_segs; i++) trees |= m->segs[i].kind == SEG_TREE, v->seq[i] = m->segs[i].seq;
+    v->n_segs = m->step.n_segs;
+    for (int i = 0; i < m->step.n_segs; i++) trees |= m->step.segs[i].kind == SEG_TREE, v->seq[i] = m->step.segs[i].seq;
     int32_t *path = trees ? s->path : NULL;
     if (forced) {                                      // every row of a chain has logits: its last row that stays is a kept row
         int32_t found[2 * MAX_SESSIONS] = { 0 }, *const walked = found + m->options.n_seqs;
-        for (int i = 0; i < m->n_segs; i++) found[i] = m->segs[i].first + forced[i] - 1, walked[i] = forced[i];
+        for (int i = 0; i < m->step.n_segs; i++) found[i] = m->step.segs[i].first + forced[i] - 1, walked[i] = forced[i];
         op->copy(&(Copy){ s->last, found, 2 * (size_t)m->options.n_seqs * sizeof *found, COPY_IN });
     }
-    if (op->begin((StepKey){ .model = m->number, .kind = STEP_SAMPLE, .rows = m->n_rows, .segs = m->n_segs, .logits = m->n_kept,
+    if (op->begin((StepKey){ .model = m->number, .kind = STEP_SAMPLE, .rows = m->step.n_rows, .segs = m->step.n_segs, .logits = m->step.n_kept,
                              .kept = forced != NULL, .variant = trees ? WALKS_PATHS : WALKS_CHAINS })) {
-        if (m->n_kept) issue_sample(m);
-        if (forced) move_rows(m, m->n_segs, 1, s->chosen, 1, s->last, s->next, 1);
-        else op->verify_walk(&(VerifyWalk){ .batch = &all, .kept_rows = s->kept_rows, .n_kept = m->n_kept, .chosen = s->chosen,
+        if (m->step.n_kept) issue_sample(m);
+        if (forced) move_rows(m, m->step.n_segs, 1, s->chosen, 1, s->last, s->next, 1);
+        else op->verify_walk(&(VerifyWalk){ .batch = &all, .kept_rows = s->kept_rows, .n_kept = m->step.n_kept, .chosen = s->chosen,
                                             .n_accept = s->walked, .path = path, .last = s->last, .next = s->next });
         issue_commit(m, s->walked, path);
     }
     op->end();
-    if (trees) op->copy(&(Copy){ v->path, s->path, (size_t)m->n_segs * STEP_ROWS * sizeof *v->path, COPY_OUT });
+    if (trees) op->copy(&(Copy){ v->path, s->path, (size_t)m->step.n_segs * STEP_ROWS * sizeof *v->path, COPY_OUT });
     if (op->mark) v->mark = op->mark();
     else v->verified = seconds();
     drafter_committed(m, NULL);
@@ -2804,8 +2925,8 @@ static void read_verdict(Model *m) {
     else op->wait();
     v->drafted = seconds();
     for (int i = 0; i < v->n_segs; i++) m->len[v->seq[i]] += v->accepted[i];
-    for (int i = 0; m->ahead && i < m->n_segs; i++)
-        m->seen[m->segs[i].seq] = max_int(m->seen[m->segs[i].seq], m->len[m->segs[i].seq] + m->segs[i].n);
+    for (int i = 0; m->step.ahead && i < m->step.n_segs; i++)
+        m->seen[m->step.segs[i].seq] = max_int(m->seen[m->step.segs[i].seq], m->len[m->step.segs[i].seq] + m->step.segs[i].n);
 }
 
 // Runs as many of n tokens through session seq as a step has room for, and returns how many: the caller commits them. Where
@@ -3097,22 +3218,26 @@ static void draft_took(Pace *p, SpecKind who, int n, double seconds) {
     times_learn(p, &p->draft, n, seconds, draft_seconds(p, who, n));
 }
 
-// What a step with n guesses takes, beside `rows` other rows, in steps without. who: makes them; OFF: they are there.
+// What a step with n guesses takes, beside `rows` other rows, in steps without: as much at least, whatever was measured. who: makes
+// them; OFF: they are there.
 static double price_of(const Pace *p, SpecKind who, int n, int rows) {
     const double plain = step_seconds(p, rows + 1), draft = who != SPEC_OFF && n ? draft_seconds(p, who, n) : 0;
-    return plain > 0 ? (step_seconds(p, rows + 1 + n) + draft) / plain : 1;
+    return plain > 0 ? fmax((step_seconds(p, rows + 1 + n) + draft) / plain, 1) : 1;
 }
 
 static double rate_of(const Pace *p, const Odds *o, SpecKind who, int n, int rows) {   // tokens in the time of a plain step
     return tokens_of(o, n) / price_of(p, who, n, rows);
 }
 
+// The depth that is tried behind n: 1 2 3 4 7 11 15 .. and `most`, so that few kinds of steps are recorded.
+static int next_depth(int n, int most) { return n == most ? most + 1 : min_int(n < 4 ? n + 1 : n == 4 ? 7 : n + 4, most); }
+
 // The depth from 1 to `most` that makes most tokens a second; 0: plain steps make as many, or nearly so. It goes twice as deep
 // as guesses were ever seen, and no deeper.
 static int best_depth(const Pace *p, const Odds *o, SpecKind who, int most, int rows) {
     int best = 0;
     double rate = 1.02;
-    for (int n = 1; n <= min_int(most, 2 * odds_deepest(o) + 1); n++) {
+    for (int n = 1; n <= min_int(most, 2 * odds_deepest(o) + 1); n = next_depth(n, most)) {
         const double with = rate_of(p, o, who, n, rows);
         if (with > rate) best = n, rate = with;
     }
@@ -3391,8 +3516,14 @@ typedef struct {
     Mark       marks[MARKS];  // (n_marks) ascending: to go back further than rings reach. Those behind keep their memory
     int        n_marks;
     int        most_marks;    // 1 .. MARKS
+    bool       saving;        // one more, of which so much is there:
+    int        saved_caches;
+    size_t     saved_bytes;
     int        mark_every;    // a prompt leaves one each time it has run so many tokens; 0: only at Prompt.mark
     int        chunk;         // tokens of a prompt that run in one step at most
+    double     work;          // multiplications of a prompt's step that run before other sessions do; INFINITY: all. Less than
+                              // all where the model's plan has `between`
+    double     worked;        // in the last piece of such a step
     // the answer under way, or the last one
     AnswerOptions options;
     TokReply   reply;         // as far as it has come; at its end cut where a stop string began
@@ -3465,7 +3596,8 @@ static double bytes_per_draft(const Model *m, int pos) {
 }
 
 static void session_open(Session *s, Model *m, Tokenizer *t, int seq) {
-    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .most_marks = 1, .chunk = m->options.n_batch };
+    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .most_marks = 1, .chunk = m->options.n_batch,
+                     .work = INFINITY };
     guesser_init(&s->guesser);
     m->pace.records = m->ops->mark != NULL;
     if (m->drafter.kind != DRAFTER_NONE) m->pace.draft_share = bytes_per_draft(m, 0) / bytes_per_token(m, 0);
@@ -3518,28 +3650,40 @@ static void session_keep(Session *s, const int32_t *ids, int n) {
     s->held.n = (size_t)same;
 }
 
-// What the rings hold now is kept: the session can go back to here from wherever it gets to. Of too many marks the one goes that
-// is closest to the next.
-static void session_save(Session *s) {
-    const int len = s->m->len[s->seq];
+// Of too many marks the one goes that is closest to the next; its memory is the next one's.
+static void make_room_for_mark(Session *s) {
     Mark *marks = s->marks;
-    int n = s->n_marks, least = 0;
-    if (n && marks[n - 1].n == len) return;
-    if (n == s->most_marks) {
-        for (int i = 0, best = INT_MAX; i < n; i++) {
-            const int gap = (i + 1 < n ? marks[i + 1].n : len) - marks[i].n;
-            if (gap < best) best = gap, least = i;
-        }
-        const Mark out = marks[least];
-        memmove(marks + least, marks + least + 1, (size_t)(--n - least) * sizeof *marks);
-        marks[n] = out;
+    int least = 0;
+    if (s->n_marks < s->most_marks) return;
+    for (int i = 0, best = INT_MAX; i < s->n_marks; i++) {
+        const int gap = (i + 1 < s->n_marks ? marks[i + 1].n : s->m->len[s->seq]) - marks[i].n;
+        if (gap < best) best = gap, least = i;
     }
-    Mark *mark = &marks[n];
-    if (!mark->rings) mark->rings = alloc_or_die(copy_rings(s->m, s->seq, NULL, COPY_OUT), 1);
-    copy_rings(s->m, s->seq, mark->rings, COPY_OUT);
-    mark->n = len;
-    mark->seen = s->m->seen[s->seq];
-    s->n_marks = n + 1;
+    const Mark out = marks[least];
+    memmove(marks + least, marks + least + 1, (size_t)(--s->n_marks - least) * sizeof *marks);
+    marks[s->n_marks] = out;
+}
+
+// What the rings hold now is kept: the session can go back to here from wherever it gets to. Not whole: the next ring of it; the
+// session runs nothing as long as it is s->saving.
+static void session_save(Session *s, bool whole) {
+    Model *m = s->m;
+    if (!s->saving) {
+        if (s->n_marks && s->marks[s->n_marks - 1].n == m->len[s->seq]) return;
+        make_room_for_mark(s);
+        s->saved_caches = 0;
+        s->saved_bytes = 0;
+    }
+    Mark *mark = &s->marks[s->n_marks];
+    if (!mark->rings) mark->rings = alloc_large(copy_rings(m, s->seq, NULL, COPY_OUT));
+    for (size_t n = 0; s->saved_caches < m->n_caches && (whole || !n); s->saved_bytes += n)
+        n = copy_ring(m, s->saved_caches++, s->seq, mark->rings + s->saved_bytes, COPY_OUT);
+    m->ops->wait();
+    s->saving = s->saved_caches < m->n_caches;
+    if (s->saving) return;
+    mark->n = m->len[s->seq];
+    mark->seen = m->seen[s->seq];
+    s->n_marks++;
 }
 
 // The tokens behind what the session shares with (ids, n) are what it runs next.
@@ -3582,7 +3726,15 @@ static bool session_start(Session *s, const Prompt *p, const AnswerOptions *o) {
     return true;
 }
 
+// What has run of a prompt's step is for nothing, and the rings may have lost what the session's last logits came from.
+static void give_up(Session *s) {
+    s->row = -1;
+    s->m->between = -1;
+}
+
 static void end_answer(Session *s, EndReason end) {
+    if (s->m->between == s->seq) give_up(s);
+    s->saving = false;
     s->ending = true;
     s->end = end;
     s->fed = false;
@@ -3827,7 +3979,7 @@ static bool may_go_ahead(const Session *s, int depth) {
     const Guesser *g = &s->guesser;
     const int n = s->options.n_predict, most = 2 + g->drafts.n + depth;            // rows of the two steps
     const bool as_wanted = g->how.kind == SPEC_OFF || (g->missed >= PATIENCE || !uses_ngrams(&g->how));
-    return m->ops->mark && m->n_rows <= STEP_ROWS && m->len[s->seq] + most <= m->options.n_ctx && !s->options.keep_logits &&
+    return m->ops->mark && m->step.n_rows <= STEP_ROWS && m->len[s->seq] + most <= m->options.n_ctx && !s->options.keep_logits &&
            !m->dump_dir && (n < 0 || s->turn.made + most <= n) && !s->cancelled && g->depth == depth && as_wanted &&
            (!depth || (!g->how.tree && g->how.least <= 0));
 }
@@ -3873,7 +4025,7 @@ static int ask_drafter(Session *const *sessions, const StepSeg *segs, int n_sess
         Guesser *g = &s->guesser;
         const int n_todo = (int)s->todo.n - s->at, n = (int)s->held.n + n_todo + 1;
         const int most = segs[k].n - g->drafts.n < n_todo ? 0 : min_int(room_for_drafts(s, n, s->turn.made + 1), m->options.draft_depth);
-        g->depth = depth_wanted(g, &m->pace, drafter_of(m), most, m->n_rows - segs[k].n);
+        g->depth = depth_wanted(g, &m->pace, drafter_of(m), most, m->step.n_rows - segs[k].n);
         g->found.depth = 0;
         if (g->depth) drafting[(*n_drafting)++] = k;
         depth = max_int(depth, g->depth);
@@ -3899,11 +4051,11 @@ static bool conclude(Session *const *sessions, StepSeg *segs, int n, bool drafte
     Verdict *v = &m->verdict;
     int32_t drafting[MAX_SESSIONS];
     int n_drafting;
-    const int depth = ask_drafter(sessions, segs, n, drafting, &n_drafting), n_rows = m->n_rows;
+    const int depth = ask_drafter(sessions, segs, n, drafting, &n_drafting), n_rows = m->step.n_rows;
     bool ahead = n * (1 + depth) <= min_int(STEP_ROWS, m->options.n_logits) && (!drafted || depth);
     int kept = 0;                                      // rows of logits, if all sessions have some
     for (int i = 0; i < n; i++) kept += 1 + sessions[i]->guesser.drafts.n;
-    for (int i = 0; i < n; i++) ahead = ahead && kept == m->n_kept && may_go_ahead(sessions[i], depth);
+    for (int i = 0; i < n; i++) ahead = ahead && kept == m->step.n_kept && may_go_ahead(sessions[i], depth);
     if (drafted || depth) {
         const bool late = n_drafting && m->drafter.waiting[segs[drafting[0]].seq] > 8;     // a draft that has much to take in first
         issue_verdict(m, drafting, n_drafting, depth, NULL);
@@ -3915,16 +4067,36 @@ static bool conclude(Session *const *sessions, StepSeg *segs, int n, bool drafte
         return ahead;
     }
     for (int i = 0; i < n; i++) v->accepted[i] = segs[i].n;
-    finish_step(m, v->accepted, NULL, m->n_kept > 0);
-    if (m->n_kept) op->copy(&(Copy){ v->chosen, m->s.chosen, (size_t)m->n_kept * sizeof *v->chosen, COPY_OUT });
+    finish_step(m, v->accepted, NULL, m->step.n_kept > 0);
+    if (m->step.n_kept) op->copy(&(Copy){ v->chosen, m->s.chosen, (size_t)m->step.n_kept * sizeof *v->chosen, COPY_OUT });
     if (ahead) {
         const int mark = op->mark();
         step_ahead(m, segs, n, 0);
         op->wait_for(mark);
-    } else if (m->n_kept) {
+    } else if (m->step.n_kept) {
         op->wait();
     }
     return ahead;
+}
+
+static Event prompt_event(const Session *s) { return (Event){ .kind = EVENT_PROMPT, .done = s->at, .total = (int)s->todo.n }; }
+
+// Runs the step of n sessions, or goes on with that of a prompt. False: it was given up, or has stopped between two layers, and
+// event says so.
+static bool run_step(Session *const *sessions, const StepSeg *segs, int n, Event *event) {
+    Session *s = sessions[0];
+    Model *m = s->m;
+    const bool goes_on = n == 1 && m->between == s->seq, is_prompt = n == 1 && segs[0].n > STEP_ROWS;
+    if (!goes_on) lay_step(m, segs, n);
+    assert(m->step.n_rows == segs[0].n || n > 1);
+    m->stop = n == 1 ? &s->cancelled : NULL;
+    const int end = go_through(m, is_prompt ? s->work : INFINITY);
+    m->stop = NULL;
+    if (is_prompt) s->worked = m->step.pass.worked;
+    if (is_prompt) m->between = end == PAUSED ? s->seq : -1;
+    if (end == PAUSED) *event = prompt_event(s);
+    if (end == GIVEN_UP) give_up(s), is_settled(s, event);
+    return end >= 0;
 }
 
 // Runs the next rows of n sessions in one step, and tells each what came of it.
@@ -3935,24 +4107,19 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
     int marks[MAX_SESSIONS];
     const double start = seconds();
     const bool drafted = lay_out(sessions, segs, n);
-    bool runs_already = m->ahead && m->n_segs == n;
+    choose_kind(m, n == 1 && segs[0].n > STEP_ROWS);
+    bool runs_already = m->step.ahead && m->step.n_segs == n;
     for (int i = 0; i < n; i++) {
         Session *s = sessions[i];
         n_todo[i] = segs[i].n - s->guesser.drafts.n;
         marks[i] = next_mark(s);
-        runs_already = runs_already && s->fed && m->segs[i].seq == s->seq && m->segs[i].n == segs[i].n;
+        runs_already = runs_already && s->fed && m->step.segs[i].seq == s->seq && m->step.segs[i].n == segs[i].n;
         s->turn.steps += !s->prompting;
         s->turn.read += s->prompting ? 0 : bytes_per_token(m, m->len[s->seq]);
     }
-    m->stop = n == 1 ? &sessions[0]->cancelled : NULL;
-    if (!runs_already && step(m, segs, n) < 0) {
-        sessions[0]->row = -1;                         // the rings may have lost what its last logits came from
-        is_settled(sessions[0], events[0]);
-        return;
-    }
-    m->stop = NULL;
-    const int64_t step_number = m->steps;
-    const int n_step = m->n_rows;
+    if (!runs_already && !run_step(sessions, segs, n, events[0])) return;
+    const int64_t step_number = m->step.number;
+    const int n_step = m->step.n_rows;
     const double began = runs_already ? sessions[0]->returned : start;
     const bool ahead = conclude(sessions, segs, n, drafted, began), plain = n == 1 && n_step == 1 && !sessions[0]->guesser.depth;
     const double now = seconds();
@@ -3970,20 +4137,21 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
         s->turn.n_run += s->prompting && !s->turn.shifts ? n_todo[i] : 0;
         s->fed = ahead;
         s->returned = now;
-        if (marks[i] == m->len[s->seq]) session_save(s);
+        if (marks[i] == m->len[s->seq]) session_save(s, s->at == (int)s->todo.n || isinf(s->work));
         if (s->at == (int)s->todo.n) {
             s->step = step_number;
             take_tokens(s, i, row, n_step - n_rows, events[i]);
             row += n_rows;
         } else {
-            *events[i] = (Event){ .kind = EVENT_PROMPT, .done = s->at, .total = (int)s->todo.n };
+            *events[i] = prompt_event(s);
         }
     }
 }
 
 // One piece of work for each of n sessions of one model, all different, and events[i] for what came of it: a chunk of a
-// prompt, or a token. Sessions with few rows to run share steps; a longer chunk has one of its own, so that what a session is
-// told does not depend on the others.
+// prompt, some layers of one (Session.work) or a ring of what is kept behind it, or a token. Sessions with few rows to run share
+// steps; a longer chunk has one of its own, so that what a session is told does not depend on the others. While one is between two
+// layers, others wait.
 static void sessions_next(Session *const *sessions, int n, Event *events) {
     Session *some[MAX_SESSIONS];
     Event *theirs[MAX_SESSIONS];
@@ -3992,10 +4160,17 @@ static void sessions_next(Session *const *sessions, int n, Event *events) {
         Session *s = sessions[i];
         Event *e = &events[i];
         if (is_settled(s, e)) continue;
+        if (s->saving) {
+            session_save(s, isinf(s->work));
+            *e = prompt_event(s);
+            continue;
+        }
         draft(s, rows);
         const int more = next_rows(s) + s->guesser.drafts.n;
         if (more > STEP_ROWS) {
-            run_sessions(&s, &e, 1);
+            const bool waits = s->m->between >= 0 && s->m->between != s->seq;
+            if (waits) *e = prompt_event(s);
+            else run_sessions(&s, &e, 1);
             continue;
         }
         const int wants = 1 + s->guesser.drafts.n;
@@ -4013,19 +4188,44 @@ static void sessions_next(Session *const *sessions, int n, Event *events) {
 
 static void session_next(Session *s, Event *e) { sessions_next(&s, 1, e); }
 
+// What steps and drafts of every depth take is measured once, in session 0, which is empty then. Where the backend records steps,
+// the first two of each kind are slow: so none of them is in an answer that chooses its depth by what that takes.
+static void measure_pace(Model *m, Tokenizer *t, const Drafting *how) {
+    enum { RECORDED = 2, STEPS = 4 };                  // rounds before the one that counts
+    const SpecKind who = drafter_of(m);
+    const int most = min_int(how->most, m->options.draft_depth);
+    const int32_t id = t->bos >= 0 ? t->bos : 0;
+    Session s;
+    if (how->kind != SPEC_AUTO || who == SPEC_OFF || !m->ops->mark || m->options.lazy_draft) return;
+    session_open(&s, m, t, 0);
+    for (int k = 0; k <= RECORDED; k++) {
+        m->pace.step = m->pace.draft = (Times){ 0 };
+        for (int n = 0; n <= most; n = next_depth(n, most)) {
+            Event e = { .kind = EVENT_PROMPT };
+            const AnswerOptions o = { .n_predict = -1, .ignore_eos = true, .think_budget = -1, .sampling.repeat = 1,
+                                      .drafting = { .kind = n ? who : SPEC_OFF, .most = n } };
+            if (!session_start(&s, &(Prompt){ .ids = &id, .n = 1 }, &o)) die("%s", s.err);
+            for (; e.kind != EVENT_END; session_next(&s, &e)) if (s.turn.steps >= STEPS) session_cancel(&s);
+        }
+    }
+    session_close(&s);
+    reset_session(m, 0);
+}
+
 // The logits (vocab) that the session's last token was chosen from. Where another step has been run since, the token before it
 // runs once more. False: there are none yet.
 static bool session_logits(Session *s, float *logits) {
     Model *m = s->m;
     if (s->row < 0) return false;
-    if (s->step != m->steps) {
+    if (s->step == m->other.step.number) choose_kind(m, !m->on_prompts);
+    if (s->step != m->step.number) {
         const int n = m->len[s->seq] - 1;
         const StepRow last = { .token = s->held.ids[n], .want = true };
         shorten_session(m, s->seq, s->held.ids, n);
         step(m, &(StepSeg){ .seq = s->seq, .kind = SEG_CHAIN, .n = 1, .rows = &last }, 1);
         commit_all(m);
         s->row = 0;
-        s->step = m->steps;
+        s->step = m->step.number;
         s->fed = false;
     }
     read_logits(m, s->row, logits);
@@ -5220,6 +5420,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
                                  .shift = f->shift };
     c.options.sampling = sampling_params(f, &m->gguf);
     c.options.drafting = drafting;
+    if (chatting) measure_pace(m, &tok, &drafting);    // else it takes longer than it brings
     session_open(&c.s, m, &tok, 0);
     if (f->session && !resume(&c, !isnan(f->seed))) die("--session: %s", c.err);
     if (f->raw) {
@@ -5331,7 +5532,8 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
     o.n_seqs = (int)f->parallel;
     s.drafting = drafting_of(f, ops, &o);
     o.penalties = o.bias = true;
-    if (o.n_seqs > 1) o.n_batch = SMALL_BATCH;         // nobody waits for the next token longer than for one chunk
+    o.between = o.n_seqs > 1;                          // nobody waits for the next token longer than for a layer of a prompt
+    if (o.between) o.n_batch = SMALL_BATCH;
     if (f->chunk) o.n_batch = max_int((int)f->chunk, STEP_ROWS);
     load_model(m, f->model, ops, o, NULL);
     check_drafting(m, &s.drafting);

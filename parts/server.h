@@ -27,28 +27,33 @@ typedef struct {
 } ServeOptions;
 
 #if defined USE_MICROHTTPD || defined TESTING
-// Where answers are under way, a round that runs rows of a prompt too should take at most SHARE_MOST times what one without takes.
-// How many rows that are is found by trying, from what rounds take; now and then one goes without, to see what that is.
+// Where answers are under way, a round that runs a part of a prompt too should take at most SHARE_MOST times what one without
+// takes. How much that is, in rows or in multiplications, is found by trying, from what rounds take; now and then one goes without,
+// to see what that is.
 typedef struct {
-    int    rows;              // of a prompt in the next such round
+    double amount;            // of a prompt in the next such round
+    double least, most;       // no prompt starves
     int    n;                 // such rounds since one went without
     double plain;             // seconds that one without takes, 0: not known
 } Share;
 
-enum { SHARE_MOST = 3, SHARE_LEAST = 8, SHARE_ROUNDS = 32 };         // no prompt starves: rows that it always gets
+enum { SHARE_MOST = 3, SHARE_LEAST = 8, SHARE_ROUNDS = 32 };         // SHARE_LEAST: rows
+
+static inline Share share_of(double least, double most) { return (Share){ .amount = least, .least = least, .most = most }; }
 
 static inline bool share_looks(const Share *s) { return s->plain <= 0 || s->n >= SHARE_ROUNDS; }
 
-// A round took `taken` seconds, with rows of a prompt, s->rows, or without any. most: rows that there may be.
-static inline void share_learn(Share *s, bool with, int most, double taken) {
-    if (!with) {
+// A round took `taken` seconds, with so much of a prompt, or 0: without any. That was what s->amount had room for, or the least
+// that there is in one piece.
+static inline void share_learn(Share *s, double with, double taken) {
+    if (with <= 0) {
         const double more = fmin(taken, 2 * s->plain) - s->plain;    // now and then a round does something else
         s->plain += s->plain > 0 ? more * (more > 0 ? 0.25 : 0.5) : taken;
         s->n = 0;
         return;
     }
     const double change = 0.9 * SHARE_MOST * s->plain / taken;       // a tenth is left for chance
-    s->rows = min_int(max_int((int)(s->rows * fmin(fmax(change, 0.5), 1.25)), SHARE_LEAST), most);
+    s->amount = fmin(fmax(fmax(s->amount, with) * fmin(fmax(change, 0.5), 1.25), s->least), s->most);
     s->n++;
 }
 #endif
@@ -402,7 +407,7 @@ typedef struct {
     float          *logits;            // (vocab)
     int             last_prompt;       // slot whose prompt advanced last
     int             chunk;             // rows of a prompt in a round without answers
-    bool            shares;            // with answers, fewer:
+    bool            by_rows;           // beside answers it has fewer, share.amount; else so many multiplications of it run at a time
     Share           share;
     bool            loopback;
     pthread_mutex_t lock;
@@ -661,20 +666,20 @@ static bool chunks_are_free(const Model *m, int chunk) {
     return chunk <= STEP_ROWS || (m->ops == cpu_ops() && !o->pflash && !o->tail);
 }
 
-typedef enum { ROUND_OTHER, ROUND_PLAIN, ROUND_SHARED } Round;       // answers alone; with s->share.rows rows of a prompt
+typedef enum { ROUND_OTHER, ROUND_PLAIN, ROUND_SHARED } Round;       // answers alone; with srv->share.amount of a prompt
 
 static bool runs(const Session *s) { return s->answering && !s->ending && !s->cancelled; }
 
-// The sessions of the next round -> how many, and what kind of round it is.
+// The sessions of the next round -> how many, and what kind of round it is. Of long prompts one at a time runs.
 static int pick(Server *srv, Session **sessions, Slot **slots, Round *round) {
-    const int n_seqs = srv->m->options.n_seqs;
-    const int after = srv->last_prompt;
+    const Model *m = srv->m;
+    const int n_seqs = m->options.n_seqs, after = srv->last_prompt;
     bool long_one = false, answers = false;
     int n = 0;
     for (int i = 0; i < n_seqs; i++) answers |= runs(&srv->slots[i].s) && !srv->slots[i].s.prompting;
-    const bool shares = srv->shares && answers, looks = shares && share_looks(&srv->share);
-    const int chunk = shares ? srv->share.rows : srv->chunk;
-    *round = shares ? ROUND_PLAIN : ROUND_OTHER;
+    const bool looks = answers && share_looks(&srv->share);
+    const int chunk = answers && srv->by_rows ? (int)srv->share.amount : srv->chunk;
+    *round = answers ? ROUND_PLAIN : ROUND_OTHER;
     for (int k = 1; k <= n_seqs; k++) {
         const int i = (after + k) % n_seqs;
         Slot *slot = &srv->slots[i];
@@ -682,8 +687,10 @@ static int pick(Server *srv, Session **sessions, Slot **slots, Round *round) {
         Session *s = &slot->s;
         const bool is_prompt = runs(s) && s->prompting;
         const bool is_long = is_prompt && (int)s->todo.n - s->at > min_int(chunk, STEP_ROWS);
-        if ((is_long && long_one) || (is_prompt && looks)) continue;
+        if (is_long && (long_one || (m->between >= 0 && m->between != s->seq))) continue;
+        if (is_prompt && looks) continue;
         s->chunk = chunk;
+        s->work = answers && !srv->by_rows ? srv->share.amount : INFINITY;
         if (is_prompt) *round = *round == ROUND_PLAIN && next_rows(s) == chunk ? ROUND_SHARED : ROUND_OTHER;
         if (is_long) srv->last_prompt = i;
         long_one |= is_long;
@@ -691,6 +698,14 @@ static int pick(Server *srv, Session **sessions, Slot **slots, Round *round) {
         slots[n++] = slot;
     }
     return n;
+}
+
+// What a round took is learnt from, when it had no prompt or as much of one as its share has room for.
+static void learn_share(Server *srv, Round round, double taken) {
+    const double with = srv->by_rows ? srv->share.amount : srv->slots[srv->last_prompt].s.worked;
+    const bool whole = srv->by_rows || srv->m->between >= 0;           // else the chunk ended before
+    if (round == ROUND_PLAIN) share_learn(&srv->share, 0, taken);
+    if (round == ROUND_SHARED && whole) share_learn(&srv->share, with, taken);
 }
 
 // The token that was chosen last, how likely it was, and the n likeliest. Overwrites the logits.
@@ -814,7 +829,7 @@ static void run_engine(Server *srv) {
         if (n) {
             const double start = seconds();
             sessions_next(sessions, n, events);
-            if (round != ROUND_OTHER) share_learn(&srv->share, round == ROUND_SHARED, srv->chunk, seconds() - start);
+            learn_share(srv, round, seconds() - start);
             for (int i = 0; i < n; i++) tell(srv, slots[i], &events[i]);
         } else if (stop_asked) {
             break;
@@ -2611,10 +2626,11 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     srv.slots = alloc_or_die((size_t)n_seqs, sizeof *srv.slots);
     srv.logits = alloc_or_die((size_t)m->config.vocab, sizeof *srv.logits);
     srv.replays = alloc_or_die(REPLAYS, sizeof *srv.replays);
+    measure_pace(m, t, &o->drafting);
     for (int i = 0; i < n_seqs; i++) session_open(&srv.slots[i].s, m, t, i);
     srv.chunk = o->chunk ? o->chunk : m->options.n_batch;
-    srv.shares = chunks_are_free(m, srv.chunk);
-    srv.share.rows = min_int(SHARE_LEAST, srv.chunk);
+    srv.by_rows = chunks_are_free(m, srv.chunk);
+    srv.share = srv.by_rows ? share_of(min_int(SHARE_LEAST, srv.chunk), srv.chunk) : share_of(1, INFINITY);
     open_store(&srv);
     if (getrandom(&srv.salt, sizeof srv.salt, 0) != sizeof srv.salt) srv.salt = (uint64_t)time(NULL);
     name_model(&srv);

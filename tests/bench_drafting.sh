@@ -3,7 +3,7 @@
 # one process, the best of RUNS runs in turn, and how auto compares with no guesses and with the best of the others. The texts
 # must be the same.
 #
-#   tests/bench_drafting.sh [MODEL.gguf [DRAFTER.gguf ...]]      default: gemma4-mini with both of its drafters
+#   tests/bench_drafting.sh [MODEL.gguf [DRAFTER.gguf | ngram ...]]      default: gemma4-mini with both of its drafters
 # Environment: GEMMA4 (./gemma4), RUNS (3), TOKENS (256), FLAGS (-t 2, ..)
 cd "$(dirname "$0")/.." || exit 1
 model=${1:-models/gemma4-mini-q8_0.gguf}
@@ -47,14 +47,17 @@ better() { awk -v a="$1" -v b="$2" 'BEGIN { print (a + 0 > b + 0) ? a : b }'; }
 printf '| text | drafter | off | fixed | auto | auto / off | auto / best |\n|---|---|---|---|---|---|---|\n'
 for kind in story drawn edit fact roll dice count; do
     for drafter in "$@"; do
-        case $drafter in *mtp*) fixed="mtp" ;; *) fixed="dflash" ;; esac
+        case $drafter in ngram) fixed=ngram ;; *mtp*) fixed=mtp ;; *) fixed=dflash ;; esac
+        guess="-md $drafter"
+        [ $fixed != ngram ] || guess=
         off=0 set=0 auto=0
+        # shellcheck disable=SC2086  # guess is words
         for _ in $(seq "$runs"); do
             off=$(better "$off" "$(run "$kind")")
             plain=$(cat "$tmp/hash")
-            set=$(better "$set" "$(run "$kind" -md "$drafter" --spec $fixed)")
+            set=$(better "$set" "$(run "$kind" $guess --spec $fixed)")
             [ "$(cat "$tmp/hash")" = "$plain" ] || echo "$kind: the text with --spec $fixed is another" >&2
-            auto=$(better "$auto" "$(run "$kind" -md "$drafter")")
+            auto=$(better "$auto" "$(run "$kind" $guess --spec auto)")
             [ "$(cat "$tmp/hash")" = "$plain" ] || echo "$kind: the text with --spec auto is another" >&2
         done
         awk -v k="$kind" -v d="$fixed" -v off="$off" -v set="$set" -v auto="$auto" 'BEGIN {

@@ -225,9 +225,11 @@ static void note(Said *said, const Event *e) {
 }
 
 // What sessions answer, one after the other or together: one of them starts later, one is cancelled, one has a prompt of more
-// rows than decoding steps have.
-static void talk_all(Model *m, Tokenizer *tok, bool together, Said *said) {
-    static const char *const texts[N_TALKS] = { "Tell me a story about a fox.", "What is 22 minus 2?", "Tell me a story about a cow.", "" };
+// rows than decoding steps have, or two. work: of such a prompt, runs before the others do. -> how often one stopped between layers
+static int talk_all(Model *m, Tokenizer *tok, bool together, double work, Said *said) {
+    const char *const texts[N_TALKS] = { "Tell me a story about a fox.", "What is 22 minus 2?",
+                                         m->options.between ? "" : "Tell me a story about a cow.", "" };
+    int pauses = 0;
     Session sessions[N_TALKS], *live[N_TALKS];
     Event events[N_TALKS];
     TokIds ids[N_TALKS] = { 0 };
@@ -236,9 +238,10 @@ static void talk_all(Model *m, Tokenizer *tok, bool together, Said *said) {
     memset(said, 0, N_TALKS * sizeof *said);
     for (int i = 0; i < N_TALKS; i++) {
         session_open(&sessions[i], m, tok, i);
+        sessions[i].work = work;
         TokText messages = { 0 };
         char text[1024] = "";
-        for (int k = 0; i == N_TALKS - 1 && k < 20; k++) strcat(text, "The fox went to the river. ");
+        for (int k = 0; !*texts[i] && k < 20; k++) strcat(text, i == LATE ? "The cow was in the house. " : "The fox went to the river. ");
         const char *said_by_user = *texts[i] ? texts[i] : text;
         if (tok_add_message(&messages, "user", (TokStr){ said_by_user, strlen(said_by_user) }) < 0) abort();
         const TokChat chat = { .messages = { messages.s, messages.n }, .add_cue = true };
@@ -262,6 +265,7 @@ static void talk_all(Model *m, Tokenizer *tok, bool together, Said *said) {
                 if (!ended[i]) live[n_live++] = &sessions[i];
             }
             if (n_live) sessions_next(live, n_live, events);
+            pauses += m->between >= 0;
             for (int k = 0; k < n_live; k++) {
                 const int i = live[k]->seq;
                 note(&said[i], &events[k]);
@@ -280,21 +284,25 @@ static void talk_all(Model *m, Tokenizer *tok, bool together, Said *said) {
         tok_ids_free(&ids[i]);
     }
     free(logits);
+    return pauses;
 }
 
-static void compare_together(const Ops *base, bool marks) {
+// between: steps of some sessions run between two layers of the prompts of others.
+static void compare_together(const Ops *base, bool marks, bool between) {
     static Said alone[N_TALKS], together[N_TALKS];
-    const PlanOptions o = { .n_ctx = 256, .n_seqs = N_TALKS, .n_batch = 128, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16 };
+    const PlanOptions o = { .n_ctx = 256, .n_seqs = N_TALKS, .n_batch = 128, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16,
+                            .between = between };
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     beside.interrupt_at = 0;
     load_model(m, MINI, backend(base, marks), o, NULL);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
-    talk_all(m, &tok, false, alone);
+    talk_all(m, &tok, false, INFINITY, alone);
     const int64_t steps = m->steps;
     beside.n_fed = 0;
-    talk_all(m, &tok, true, together);
+    const int pauses = talk_all(m, &tok, true, between ? 1 : INFINITY, together);
     const int64_t shared = m->steps - steps;
+    CHECK(between ? pauses >= 2 * (m->config.n_layers - 1) : !pauses, "prompts stopped %d times between layers", pauses);
     for (int i = 0; i < N_TALKS; i++) {
         const Said *a = &alone[i], *b = &together[i];
         CHECK(a->n == b->n && !memcmp(a->ids, b->ids, (size_t)a->n * sizeof *a->ids), "session %d says other tokens in company", i);
@@ -303,10 +311,10 @@ static void compare_together(const Ops *base, bool marks) {
         CHECK(a->hash == b->hash, "session %d has other last logits in company", i);
         CHECK(a->n > 3, "session %d says %d tokens", i, a->n);
     }
-    CHECK(shared < steps * 3 / 4, "sessions took %d steps together, %d alone", (int)shared, (int)steps);
+    CHECK(shared < steps * (between ? 4 : 3) / 4, "sessions took %d steps together, %d alone", (int)shared, (int)steps);
     CHECK(!marks || beside.n_fed > 10, "%d steps were issued ahead", beside.n_fed);
-    printf("# %s%s: %d sessions: %d steps alone, %d together, %d of them ahead\n", base->name, marks ? " with marks" : "", N_TALKS,
-           (int)steps, (int)shared, beside.n_fed);
+    printf("# %s%s: %d sessions: %d steps alone, %d together, %d of them ahead, %d between layers\n", base->name,
+           marks ? " with marks" : "", N_TALKS, (int)steps, (int)shared, beside.n_fed, pauses);
     tok_free(&tok);
     free_model(m);
     free(m);
@@ -350,18 +358,66 @@ static void cancel_prompt(const Ops *base, bool marks) {
     free(m);
 }
 
+// The same between two layers of its prompt: another session's prompt, which had to wait, runs then, and so does its own again.
+static void cancel_between(const Ops *base, bool marks) {
+    static Said said[2][2];
+    enum { N_PROMPT = 100 };
+    const PlanOptions o = { .n_ctx = 256, .n_seqs = 2, .n_batch = 128, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16, .between = true };
+    const AnswerOptions answer = { .n_predict = 12, .ignore_eos = true, .think_budget = -1, .sampling.repeat = 1 };
+    Model *m = alloc_or_die(1, sizeof *m);
+    Tokenizer tok;
+    int32_t ids[2][N_PROMPT];
+    load_model(m, MINI, backend(base, marks), o, NULL);
+    load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    for (int i = 0; i < 2 * N_PROMPT; i++) ids[i / N_PROMPT][i % N_PROMPT] = i % N_PROMPT ? 300 + i * 37 % 3000 : tok.bos;
+    memset(said, 0, sizeof said);
+    for (int again = 0; again < 2; again++) {
+        Session s[2], *both[2] = { &s[0], &s[1] };
+        Event e[2];
+        for (int i = 0; i < 2; i++) {
+            session_open(&s[i], m, &tok, i);
+            CHECK(session_start(&s[i], &(Prompt){ .ids = ids[i], .n = N_PROMPT }, &answer), "%s", s[i].err);
+        }
+        if (again) {
+            s[0].work = s[1].work = 1;
+            for (int k = 0; k < 3; k++) sessions_next(both, 2, e);
+            CHECK(m->between == 0 && e[0].kind == EVENT_PROMPT && e[1].kind == EVENT_PROMPT && !s[1].at, "session %d is between layers", m->between);
+            session_cancel(&s[0]);
+            session_next(&s[0], &e[0]);
+            CHECK(e[0].kind == EVENT_END && e[0].end == END_CANCELLED && m->between < 0, "event %d, session %d is between layers", e[0].kind, m->between);
+            sessions_next(both + 1, 1, e + 1);
+            CHECK(m->between == 1, "session %d is between layers", m->between);
+            CHECK(session_start(&s[0], &(Prompt){ .ids = ids[0], .n = N_PROMPT }, &answer), "%s", s[0].err);
+        }
+        for (int i = 0; i < 2; i++) e[i].kind = EVENT_PROMPT;
+        while (e[0].kind != EVENT_END || e[1].kind != EVENT_END) {
+            sessions_next(both, 2, e);
+            for (int i = 0; i < 2; i++) note(&said[again][i], &e[i]);
+        }
+        for (int i = 0; i < 2; i++) session_close(&s[i]);
+    }
+    for (int i = 0; i < 2; i++)
+        CHECK(said[0][i].n == 12 && said[1][i].n == 12 && !memcmp(said[0][i].ids, said[1][i].ids, sizeof said[0][i].ids),
+              "session %d: other tokens after a prompt was cancelled between two layers", i);
+    tok_free(&tok);
+    free_model(m);
+    free(m);
+}
+
 int main(int argc, char **argv) {                      // -cuda: only the CUDA backend
     const bool all = argc < 2 || strcmp(argv[1], "-cuda");
     make_tmp();
     start_threads(1);
     for (size_t i = 0; all && i < sizeof cases / sizeof *cases; i++) compare(cpu_ops(), &cases[i]);
     for (int marks = 0; all && marks < 2; marks++) {
-        compare_together(cpu_ops(), marks);
+        compare_together(cpu_ops(), marks, false);
+        compare_together(cpu_ops(), marks, true);
         cancel_prompt(cpu_ops(), marks);
+        cancel_between(cpu_ops(), marks);
     }
 #ifdef USE_CUDA
     for (size_t i = 0; cuda_ops() && i < sizeof few / sizeof *few; i++) compare(cuda_ops(), &few[i]);
-    if (cuda_ops()) compare_together(cuda_ops(), true);
+    if (cuda_ops()) compare_together(cuda_ops(), true, true);
     if (!cuda_ops()) SKIP("no GPU: steps ahead on the CUDA backend");
 #else
     (void)few;

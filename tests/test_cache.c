@@ -337,7 +337,7 @@ static void test_wanted(void) {
                 if (!rows[i].want) continue;
                 if (!SAME(logits(m, r++), expected(at + i), 1, "position %d of a chunk of %d, %d %% wanted", at + i, chunk, percent)) return;
             }
-            CHECK(m->n_kept == r, "%s: %d rows of logits, expected %d", t.name, m->n_kept, r);
+            CHECK(m->step.n_kept == r, "%s: %d rows of logits, expected %d", t.name, m->step.n_kept, r);
             accept_rows(m, chunk);
             at += chunk;
         }
@@ -524,7 +524,7 @@ static void draft_rounds(int n_rounds, const char *what) {
             for (int i = 0; i < n; i++) path[i] = i;
         }
         step(m, &(StepSeg){ .seq = 0, .kind = tree ? SEG_TREE : SEG_CHAIN, .n = n, .rows = rows }, 1);
-        float *drafted = copy_logits(m, m->n_kept);
+        float *drafted = copy_logits(m, m->step.n_kept);
         commit(m, &(int32_t){ n_kept }, path);
         for (int k = 0; k < n_kept; k++) tokens[k] = rows[path[k]].token;
         tokens[n_kept] = rnd(t.vocab);                 // one more, in both
@@ -592,12 +592,12 @@ static void check_mixed(Model *m, Model *alone, const Part *parts, int order, in
     }
     if (!n_segs) return;
     step(m, segs, n_segs);
-    float *got = copy_logits(m, m->n_kept);
+    float *got = copy_logits(m, m->step.n_kept);
     commit(m, n_accept, path);
     for (int i = 0; i < n_segs; i++) {
         step(alone, &segs[i], 1);
-        SAME(got + (size_t)row * (size_t)t.vocab, logits(alone, 0), alone->n_kept, "segment %d of a step of%s, against the same alone", i, text);
-        row += alone->n_kept;
+        SAME(got + (size_t)row * (size_t)t.vocab, logits(alone, 0), alone->step.n_kept, "segment %d of a step of%s, against the same alone", i, text);
+        row += alone->step.n_kept;
         commit(alone, &n_accept[i], path + i * STEP_ROWS);
         CHECK(m->len[segs[i].seq] == alone->len[segs[i].seq], "%s:%s: length of session %d", t.name, text, segs[i].seq);
     }

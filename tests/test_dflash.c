@@ -78,13 +78,13 @@ static int tree_rows(StepRow *rows, const int32_t *ids, int n, int vocab, int32_
 
 // What becomes of the last step's rows where the host is told later.
 static void commit_walked(Model *m, int32_t n, const int32_t *path) {
-    const Batch all = { .rows = m->s.rows, .segs = m->s.segs, .len = m->s.len, .n_rows = m->n_rows, .n_segs = m->n_segs };
+    const Batch all = { .rows = m->s.rows, .segs = m->s.segs, .len = m->s.len, .n_rows = m->step.n_rows, .n_segs = m->step.n_segs };
     m->ops->copy(&(Copy){ m->s.walked, &n, sizeof n, COPY_IN });
     m->ops->copy(&(Copy){ m->s.path, path, STEP_ROWS * sizeof *path, COPY_IN });
     m->ops->kv_commit(&(KvCommit){ .batch = &all, .caches = m->caches, .n_caches = m->n_caches, .n_accept = m->s.walked,
-                                   .path = m->segs[0].kind == SEG_TREE ? m->s.path : NULL });
+                                   .path = m->step.segs[0].kind == SEG_TREE ? m->s.path : NULL });
     drafter_committed(m, NULL);
-    m->len[m->segs[0].seq] += n;
+    m->len[m->step.segs[0].seq] += n;
 }
 
 // Makes ids (n) the tokens of session seq behind those it has, at most `chunk` of them in a step. draft: before each step.
@@ -99,7 +99,7 @@ static void run_ids(Model *m, int seq, const int32_t *ids, int n, How how, int c
         if (how == CHAINS || how == CHAINS_WALKED)
             for (; n_rows < some + JUNK; n_rows++) rows[n_rows] = (StepRow){ .token = (n_rows * 31 + at) % m->config.vocab };
         if (how == TREES || how == TREES_WALKED) n_rows = tree_rows(rows, ids + at, some, m->config.vocab, path);
-        if (draft && m->n_segs) draft_alone(m, 0, ids[at]);
+        if (draft && m->step.n_segs) draft_alone(m, 0, ids[at]);
         const bool tree = how == TREES || how == TREES_WALKED;
         step(m, &(StepSeg){ .seq = seq, .kind = tree ? SEG_TREE : SEG_CHAIN, .n = n_rows, .rows = rows }, 1);
         if (how == CHAINS_WALKED || how == TREES_WALKED) commit_walked(m, some, path);

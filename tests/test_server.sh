@@ -429,6 +429,24 @@ if [ "${LONG:-0}" != 0 ]; then
     ok "memory stays flat over 1,000 requests" [ $((after - before)) -le $((before / 100)) ]
 fi
 
+# ---- prompts whose chunks may not be smaller, since rows of sparse ones see less: some layers run between two tokens ----------
+serve layers -np 2 -c 4096 --chunk 512 --pflash 0.5 --pflash-from 0
+ask $chat "$(prompt 5 ',"stream":true,"return_progress":true,"cache_prompt":false')" -N
+text content out >"$tmp/alone"
+chunks=$(grep -c '"prompt_progress"' "$tmp/out")
+curl -sS -N -m 60 -o "$tmp/left" --data-binary "{$user,\"ignore_eos\":true,\"max_tokens\":3000,\"stream\":true}" "$url$chat" &
+answer=$!
+ok "an answer is under way" until_metric requests_running 1
+before=$(grep -c '^data:' "$tmp/left")
+ask $chat "$(prompt 5 ',"stream":true,"return_progress":true,"cache_prompt":false')" -N
+after=$(grep -c '^data:' "$tmp/left")
+text content out >"$tmp/beside"
+kill $answer
+wait $answer 2>/dev/null
+ok "a sparse prompt beside an answer has the same text" same alone beside
+ok "and the same chunks" [ "$(grep -c '"prompt_progress"' "$tmp/out")" -eq "$chunks" ]
+ok "between which the answer went on: $before, then $after" [ $((after - before)) -ge $((40 + 4 * chunks)) ]
+
 # ---- guesses; prompts in small chunks ----------------------------------------------------------
 serve guesses -np 2 --chunk 32 -md models/gemma4-mini-mtp-q8_0.gguf --spec mtp          # auto need not guess on a slow machine
 for k in 1 2 3; do

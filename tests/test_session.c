@@ -92,8 +92,15 @@ static void round_trip(const char *path, PlanOptions o, int n, int n_ctx, bool m
     const char *file = in_tmp("there"), *again = in_tmp("again");
     Model *a = open_model(path, o), *b = open_model(path, (o.n_ctx = n_ctx, o));
     Session s = hold(a, 0, marked ? n / 2 : n), r;
-    if (marked) {
-        session_save(&s);
+    if (marked) {                                      // ring by ring, as all at once
+        const size_t bytes = copy_rings(a, 0, NULL, COPY_OUT);
+        uint8_t *rings = must(malloc(bytes + 1));
+        int pieces = 0;
+        do session_save(&s, false), pieces++; while (s.saving);
+        copy_rings(a, 0, rings, COPY_OUT);
+        CHECK(!memcmp(rings, s.marks[0].rings, bytes) && s.n_marks == 1 && s.marks[0].n == n / 2, "%s: what was saved in pieces is another", path);
+        CHECK(pieces >= 1 + (bytes > 0), "%s: %d pieces", path, pieces);
+        free(rings);
         for (int i = n / 2; i < n; i++) {
             step(a, &(StepSeg){ .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = text[i] } }, 1);
             commit_all(a);
@@ -194,7 +201,7 @@ static void test_damage(const char *path) {
     const char *file = in_tmp("damaged");
     Model *m = open_model(path, f16);
     Session s = hold(m, 0, 90);
-    session_save(&s);
+    session_save(&s, true);
     SessionNote note = some_note(), got;
     CHECK(session_to_file(&s, &note, file, NULL), "%s", s.err);
     size_t n;

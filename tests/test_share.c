@@ -1,5 +1,5 @@
-/* test_share.c - how much of a long prompt the server runs beside answers, by a clock that is simulated: rounds with rows of it take
- * at most three times what rounds without take, but no prompt starves.
+/* test_share.c - how much of a long prompt the server runs beside answers, by a clock that is simulated: rounds with rows of it, or
+ * with some layers of a chunk of rows, take at most three times what rounds without take, but no prompt starves.
  *
  * A machine is how long a step of n rows takes, and by how much each row takes longer behind more tokens. -v prints the table. */
 #define TESTING
@@ -27,6 +27,11 @@ static const Machine machines[] = {
     { "rows for nothing", { { 1, 10 }, { 512, 11 } }, 0, 512, false },
 };
 
+static int compare_doubles(const void *a, const void *b) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
 static double takes(const Machine *m, int rows, int prompt, int depth) {
     int i = 0;
     while (i < N_OF(m->rows) - 2 && m->rows[i + 2][0] > 0 && rows > m->rows[i + 1][0]) i++;
@@ -37,7 +42,8 @@ static double takes(const Machine *m, int rows, int prompt, int depth) {
 // Runs a prompt beside answers. Half-way the machine becomes `slower` times slower; `noise` of a round's time is chance, and each
 // 50th round takes ten times as long.
 static void test_machine(const Machine *m, double slower, double noise, bool tell) {
-    Share s = { .rows = min_int(SHARE_LEAST, m->most) };
+    const int least = min_int(SHARE_LEAST, m->most);
+    Share s = share_of(least, m->most);
     int done = 0, rounds = 0, held = 0, over = 0, fewest = m->most, most = 0, waits = 0, longest = 0;
     double sum = 0, spent = 0;
     bool fits = true;
@@ -45,16 +51,17 @@ static void test_machine(const Machine *m, double slower, double noise, bool tel
     while (done < N_PROMPT) {
         const bool with = !share_looks(&s);
         const double pace = done > N_PROMPT / 2 ? slower : 1, chance = 1 + noise * (2.0 * rand() / RAND_MAX - 1);
+        const int rows = (int)s.amount;
         const double plain = pace * takes(m, N_ANSWERS, 0, 0);
-        const double exact = with ? pace * takes(m, N_ANSWERS + s.rows, s.rows, done) : plain;
+        const double exact = with ? pace * takes(m, N_ANSWERS + rows, rows, done) : plain;
         waits = with ? 0 : waits + 1;
         longest = max_int(longest, waits);
-        if (with && s.rows > SHARE_LEAST) over += exact > 3.3 * plain;
-        if (with) sum += exact / plain, rounds++, done += s.rows, fewest = min_int(fewest, s.rows), most = max_int(most, s.rows);
+        if (with && rows > SHARE_LEAST) over += exact > 3.3 * plain;
+        if (with) sum += exact / plain, rounds++, done += rows, fewest = min_int(fewest, rows), most = max_int(most, rows);
         else held++;
         spent += exact;
-        share_learn(&s, with, m->most, exact * chance * (noise > 0 && (rounds + held) % 50 == 49 ? 10 : 1));
-        fits = fits && s.rows >= min_int(SHARE_LEAST, m->most) && s.rows <= m->most;
+        share_learn(&s, with ? rows : 0, exact * chance * (noise > 0 && (rounds + held) % 50 == 49 ? 10 : 1));
+        fits = fits && s.amount >= least && s.amount <= m->most;
     }
     const double mean = sum / rounds;
     if (tell) printf("%-18s x%.1f +-%.2f: %4d to %4d rows, a round %.2f of a plain one, %.2f %% over, %.0f rows/s\n", m->name, slower, noise, fewest,
@@ -67,6 +74,38 @@ static void test_machine(const Machine *m, double slower, double noise, bool tel
     CHECK(held <= rounds / SHARE_ROUNDS + 2, "%s: %d of %d rounds go without", m->name, held, rounds);
 }
 
+// The same where layers of a chunk run at a time: one layer in six takes `global` times as long, and is said to take `told` times
+// as many multiplications.
+static void test_layers(const char *name, double plain, double layer, double global, double told, bool tell) {
+    enum { LAYERS = 30, CHUNKS = 100 };
+    Share s = share_of(1, INFINITY);
+    double times[CHUNKS * LAYERS];
+    int n = 0, over = 0;
+    for (int chunk = 0; chunk < CHUNKS; chunk++)
+        for (int l = 0; l < LAYERS; ) {
+            const double before = plain;
+            double worked = 0, taken = plain;
+            if (share_looks(&s)) {
+                share_learn(&s, 0, before);
+                continue;
+            }
+            for (; l < LAYERS; l++) {
+                const double more = l % 6 == 5 ? told : 1;
+                if (worked > 0 && worked + more > s.amount) break;
+                worked += more;
+                taken += l % 6 == 5 ? layer * global : layer;
+            }
+            times[n++] = taken / plain;
+            if (l < LAYERS) share_learn(&s, worked, taken);
+        }
+    qsort(times, (size_t)n, sizeof *times, compare_doubles);
+    for (int i = 0; i < n; i++) over += times[i] > fmax(3.1, 1 + layer * (1 + global) / plain);
+    if (tell) printf("%-18s rounds of layers: median %.2f of a plain one, 99 %% %.2f\n", name, times[n / 2], times[n * 99 / 100]);
+    CHECK(times[n / 2] <= fmax(3, 1 + layer / plain), "%s: %.2f in the median", name, times[n / 2]);
+    CHECK(times[n / 2] >= 2 || layer * global >= plain, "%s: %.2f in the median only", name, times[n / 2]);
+    CHECK(over <= n / 20, "%s: %d of %d rounds take too long", name, over, n);
+}
+
 int main(int argc, char **argv) {
     const bool tell = argc > 1 && !strcmp(argv[1], "-v");
     for (int i = 0; i < N_OF(machines); i++) {
@@ -75,5 +114,10 @@ int main(int argc, char **argv) {
         test_machine(&machines[i], 0.4, 0.1, tell);
     }
     test_machine(&(Machine){ "--chunk 4", { { 1, 1 }, { 64, 10 } }, 0, 4, false }, 1, 0, false);
+    test_layers("26B, 64K", 2.15, 1.1, 4, 3, tell);
+    test_layers("26B, 256K", 2.15, 1.1, 12, 6, tell);
+    test_layers("31B, 4K", 8, 1.5, 1.2, 1.2, tell);
+    test_layers("small layers", 2, 0.1, 1, 1, tell);
+    test_layers("large layers", 1, 9, 2, 2, tell);
     return test_done("test_share");
 }
