@@ -99,7 +99,7 @@ static bool open_vocab(File *f, const char *path) {
 // Gemma 4's own: 262144 tokens. has_gzip() comes first.
 static bool open_real_vocab(File *f) {
     const char *why = "gzip cannot read it";
-    size_t n;
+    size_t n = 0;
     memset(f, 0, sizeof *f);
     FILE *in = popen("gzip -dc " REAL_VOCAB, "r");
     if (in) {

@@ -1,0 +1,81 @@
+/* fuzz_grammar.c - grammars, schemas and tools as they come over the network, and what masks allow under them. The first byte
+ * chooses which of them the text is, up to a 0; the bytes behind it choose tokens. A text becomes a grammar or is refused with one
+ * line. A mask allows a token just when the token can be fed, the end just when the text is complete; states that are kept
+ * over a settling allow the same. A JSON text that is complete is JSON, a call that is complete is read back as one. */
+#define _GNU_SOURCE                     // gguf.h: open, pread, mmap
+#include "fuzz.h"
+#include "../parts/grammar.h"
+#include "../parts/schema.h"
+
+static Tokenizer t;                     // the small vocabulary: the same for every input
+static GrammarVocab vocab;
+
+enum { WORDS = 16 };
+
+// What the ids say: JSON, or calls.
+static void check_answer(const int32_t *ids, size_t n, bool calls) {
+    TokReply r = { 0 };
+    GgufJson v;
+    size_t at;
+    const char *err;
+    tok_reply_start(&t, &r, NULL, 0);
+    for (size_t i = 0; i < n; i++) NEED(tok_reply_push(&t, &r, ids[i]) == 0);
+    NEED(tok_reply_end(&t, &r) == 0);
+    if (calls) NEED(r.n_calls > 0 && r.content.n == 0);
+    else NEED(gguf_json_parse(r.content.s, r.content.n, &v, &at, &err) == 0);
+    tok_reply_free(&r);
+}
+
+static void feed(Grammar *g, unsigned kind, const uint8_t *choices, size_t n) {
+    uint32_t mask[WORDS], again[WORDS];
+    int32_t ids[4096];
+    size_t n_ids = 0;
+    GrammarState s = grammar_start(g, START_ANSWER);
+    for (size_t i = 0; i < n && n_ids < 4096; i++) {
+        int32_t id = -1;
+        if (!grammar_mask(g, s, mask, t.n_tokens)) break;
+        NEED(grammar_is_complete(g, s) == (mask[t.eos / 32] >> t.eos % 32 & 1));
+        for (int32_t k = 0; k < t.n_tokens; k++) {     // the first allowed one from the byte on
+            const int32_t one = (choices[i] + k) % t.n_tokens;
+            if (mask[one / 32] >> one % 32 & 1) {
+                id = one;
+                break;
+            }
+        }
+        for (int32_t k = choices[i] % 7; k < t.n_tokens && !g->failed; k += 7) {
+            GrammarState copy = s;
+            NEED(grammar_advance(g, &copy, k) == (mask[k / 32] >> k % 32 & 1) || g->failed);
+        }
+        if (g->failed) break;
+        if (i % 8 == 7) {
+            forget_others(g, &s, 1);
+            NEED(g->failed || (grammar_mask(g, s, again, t.n_tokens) && memcmp(mask, again, (size_t)(t.n_tokens + 31) / 32 * 4) == 0) || g->failed);
+        }
+        if (tok_is_stop(&t, id)) {
+            if (kind) check_answer(ids, n_ids, kind == 2);
+            return;
+        }
+        NEED(grammar_advance(g, &s, id) || g->failed);
+        ids[n_ids++] = id;
+    }
+    NEED(!g->failed || (g->err[0] && !strchr(g->err, '\n')));
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
+    Grammar g;
+    if (!t.n_tokens) {
+        make_built_in(&t);
+        NEED(grammar_vocab_init(&vocab, &t) && t.n_tokens <= 32 * WORDS);
+    }
+    if (!size) return 0;
+    const unsigned kind = bytes[0] % 3;
+    const uint8_t *end = memchr(bytes + 1, 0, size - 1);
+    const size_t n = end ? (size_t)(end - bytes) - 1 : size - 1;
+    const TokStr text = { (const char *)bytes + 1, n };
+    const bool ok = kind == 0 ? grammar_from_gbnf(&g, &vocab, text) : kind == 1 ? grammar_from_schema(&g, &vocab, text)
+                  : grammar_from_tools(&g, &vocab, text, NULL, bytes[0] & 4);
+    if (ok) feed(&g, kind, bytes + 1 + n, size - 1 - n);
+    else NEED(g.failed && g.err[0] && !strchr(g.err, '\n'));
+    grammar_free(&g);
+    return 0;
+}
