@@ -60,6 +60,8 @@
 #include "gguf.h"
 #include "tokenizer.h"
 #include "parts/kv.h"
+#include "parts/grammar.h"
+#include "parts/schema.h"
 
 // ==== [1] Limits, helpers, die() =====================================================================================
 // Two kinds of failure, never mixed: bad input prints one line and exits 1; our own bug is an assert.
@@ -906,7 +908,9 @@ typedef struct {
     Checkpoint  *checkpoints;          // (n_checkpoints) of the steps so far, in memory
     int          n_checkpoints;
     int64_t      steps;                // done so far
-    int          n_suppressed;         // tokens that the mask leaves out
+    uint32_t    *sampled, *fitting;    // (vocab / 32) tokens that the file lets be sampled; room for those that fit a row
+    int          n_suppressed;         // the others
+    uint64_t     masked;               // rows of s.mask that hold less than `sampled`
     uint64_t     hash[3];              // of the file, once somebody asked: parts/session.h
 } Model;
 
@@ -2456,7 +2460,8 @@ static void plan_memory(Model *m, Arena *a) {
 // Tokens that the file forbids to sample (tokenizer.ggml.suppress_tokens) leave the mask; all others stay.
 static void load_mask(Model *m) {
     const size_t words = round_up((size_t)m->config.vocab, 32) / 32;
-    uint32_t *mask = alloc_or_die(words, sizeof *mask);
+    uint32_t *mask = m->sampled = alloc_or_die(words, sizeof *mask);
+    m->fitting = alloc_or_die(words, sizeof *mask);
     for (int i = 0; i < m->config.vocab; i++) mask[i / 32] |= 1u << (i % 32);
     const GgufKv *kv = gguf_find_kv(&m->gguf, "tokenizer.ggml.suppress_tokens");
     if (kv && kv->type == GGUF_V_ARRAY && kv->count) {
@@ -2474,7 +2479,6 @@ static void load_mask(Model *m) {
     }
     for (int r = 0; r < m->options.n_logits; r++)
         m->ops->copy(&(Copy){ m->s.mask + (size_t)r * words, mask, words * sizeof *mask, COPY_IN });
-    free(mask);
 }
 
 // Plans for a context of n_ctx tokens. Returns the bytes that have to be there: the arena, the backend's scratch, and
@@ -2686,6 +2690,8 @@ static void free_model(Model *m) {
     free(m->binder.derived);
     free(m->len);
     free(m->seen);
+    free(m->sampled);
+    free(m->fitting);
     free_step(&m->step);
     free_step(&m->other.step);
     free(m->sent.n_accept);
@@ -2822,6 +2828,17 @@ static int go_through(Model *m, double work) {
 static int step(Model *m, const StepSeg *segs, int n_segs) {
     lay_step(m, segs, n_segs);
     return go_through(m, INFINITY);
+}
+
+// The tokens that may be chosen at row `row` of logits, of those that the file allows: bits (vocab / 32), which it clears where
+// the file forbids; NULL: all.
+static void mask_row(Model *m, int row, uint32_t *bits) {
+    const size_t words = round_up((size_t)m->config.vocab, 32) / 32;
+    const uint64_t bit = (uint64_t)1 << row;
+    if (!bits && !(m->masked & bit)) return;
+    for (size_t w = 0; bits && w < words; w++) bits[w] &= m->sampled[w];
+    m->masked = bits ? m->masked | bit : m->masked & ~bit;
+    m->ops->copy(&(Copy){ m->s.mask + (size_t)row * words, bits ? bits : m->sampled, words * sizeof *bits, COPY_IN });
 }
 
 // A token is chosen at every row of logits of the last step, into m->s.chosen.
@@ -3417,6 +3434,8 @@ typedef struct {              // how to answer
     bool         ignore_eos;
     bool         keep_logits; // session_logits() is asked for every token: no step is issued ahead
     TextList     stops;       // text that ends the answer and is no part of it
+    Grammar     *grammar;     // what the answer may be, and of this session alone as long as it answers; NULL: anything
+    bool         may_think;   // before that
     int          think_budget;   // tokens of thought, after which it is closed; -1: as many as the model likes
     bool         shift;       // a full context drops its oldest tokens; else it ends the answer
     SampleParams sampling;
@@ -3528,6 +3547,7 @@ typedef struct {
     AnswerOptions options;
     TokReply   reply;         // as far as it has come; at its end cut where a stop string began
     Turn       turn;
+    GrammarState state;       // of options.grammar, behind todo
     TokIds     todo;          // what runs next: the prompt, later the last token; of these `at` have been run
     int        at, want_mark, n_head;
     bool       prompting;     // todo is a prompt
@@ -3716,6 +3736,8 @@ static bool session_start(Session *s, const Prompt *p, const AnswerOptions *o) {
     s->content = s->thought = s->passed = 0;
     s->named = tok_reply_thinks(&s->reply) ? (int)s->thought_name.n : 0;
     s->thought_tokens = 0;
+    if (o->grammar) s->state = grammar_start(o->grammar, tok_reply_thinks(&s->reply) ? START_THINKING :
+                                                         o->may_think ? START_MAY_THINK : START_ANSWER);
     guesser_start(&s->guesser, &o->drafting);
     s->n_head = p->n_head;
     s->row = -1;
@@ -3827,6 +3849,16 @@ static bool shift_context(Session *s, const int32_t *said, int n) {
     return true;
 }
 
+// The grammar goes on behind tokens that were said. False: s->err says why it cannot.
+static bool follow_grammar(Session *s, const int32_t *ids, int n) {
+    Grammar *g = s->options.grammar;
+    bool ok = true;
+    for (int i = 0; g && ok && i < n; i++) ok = grammar_advance(g, &s->state, ids[i]);
+    if (!ok) snprintf(s->err, sizeof s->err, "%s", g->failed ? g->err : "grammar: no token fits that the model can choose");
+    else if (g) grammar_settle(g, &s->state, 1);
+    return ok;
+}
+
 // The token that the model chose, behind those of the event so far: it runs next, unless the answer ends here.
 static void take_token(Session *s, int32_t token, Event *e) {
     const AnswerOptions *o = &s->options;
@@ -3859,8 +3891,8 @@ static void take_token(Session *s, int32_t token, Event *e) {
         over = close_thought(s);
     const int32_t *said = s->said.ids + first;
     const int n = (int)(s->said.n - first);
-    if (over < 0) {
-        snprintf(s->err, sizeof s->err, "%s", s->t->err);
+    if (over < 0) snprintf(s->err, sizeof s->err, "%s", s->t->err);
+    if (over < 0 || !follow_grammar(s, said, n)) {
         end_answer(s, END_ERROR);
         return;
     }
@@ -4079,6 +4111,24 @@ static bool conclude(Session *const *sessions, StepSeg *segs, int n, bool drafte
     return ahead;
 }
 
+// What may follow each row of logits of the step under way: where the answer has a form, what fits it behind the last token and
+// along the guesses. Behind a guess that does not fit it does not matter: it will not be what is chosen before.
+static void mask_rows(Session *const *sessions, const StepSeg *segs, int n) {
+    Model *m = sessions[0]->m;
+    int row = 0;
+    for (int i = 0; i < n; i++) {
+        const Session *s = sessions[i];
+        const Drafts *d = &s->guesser.drafts;
+        Grammar *g = s->options.grammar;
+        GrammarState state[STEP_ROWS] = { s->state };
+        if (s->at + segs[i].n - d->n < (int)s->todo.n) continue;       // a part of a prompt: nothing is chosen
+        for (int k = 0; k <= d->n; k++) {
+            if (g && k) state[k] = state[d->parent[k - 1]], grammar_advance(g, &state[k], d->token[k - 1]);
+            mask_row(m, row++, g && state[k] && grammar_mask(g, state[k], m->fitting, m->config.vocab) ? m->fitting : NULL);
+        }
+    }
+}
+
 static Event prompt_event(const Session *s) { return (Event){ .kind = EVENT_PROMPT, .done = s->at, .total = (int)s->todo.n }; }
 
 // Runs the step of n sessions, or goes on with that of a prompt. False: it was given up, or has stopped between two layers, and
@@ -4121,6 +4171,7 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
     const int64_t step_number = m->step.number;
     const int n_step = m->step.n_rows;
     const double began = runs_already ? sessions[0]->returned : start;
+    mask_rows(sessions, segs, n);                      // while a GPU computes
     const bool ahead = conclude(sessions, segs, n, drafted, began), plain = n == 1 && n_step == 1 && !sessions[0]->guesser.depth;
     const double now = seconds();
     if (plain) step_took(&m->pace, 1, now - began);
@@ -4728,6 +4779,7 @@ static const struct { const char *name; Verb verb; } verbs[] = {
 
 typedef struct {
     Verb verb;
+    const char *grammar, *grammar_file, *schema, *schema_file, *tool_choice;
     const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout, *against;
     const char *k_type, *v_type, *ring_type, *history, *session, *drafter, *spec, *force;
     const char *target, *type;                  // quantize: OUT, TYPE
@@ -4785,6 +4837,8 @@ static const Flag flags[] = {
     { "--tools", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(tools), 0, 0,
       "tools it may call, a JSON list as in the OpenAI API; a call is a line {\"name\":..,\"arguments\":{..}} on "
       "stdout; default: none" },
+    { "--tool-choice", NULL, "CHOICE", FLAG_TEXT, GENERATE, FIELD(tool_choice), 0, 0,
+      "required: the answer is calls of tools; a tool's name: of this one; auto (default): as the model likes" },
     { "--template", NULL, "NAME", FLAG_TEXT, ANSWERS, FIELD(chat_template), 0, 0,
       "chat template: large (12B, 26B, 31B) or small (E2B, E4B); default: as the file's template or its shape says" },
     { "--raw", NULL, NULL, FLAG_ON, GENERATE, FIELD(raw), 0, 0,
@@ -4813,6 +4867,14 @@ static const Flag flags[] = {
       "random seed; default: another one each time, printed" },
     { "-r", "--stop --reverse-prompt", "TEXT", FLAG_LIST, GENERATE, FIELD(stops), 0, 0,
       "stop before this text, which is not printed; again for more; default: none" },
+    { "--grammar", NULL, "TEXT", FLAG_TEXT, GENERATE, FIELD(grammar), 0, 0,
+      "answer with a text that fits this grammar (GBNF), and nothing else; default: anything" },
+    { "--grammar-file", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(grammar_file), 0, 0,
+      "that grammar is in this file; default: none" },
+    { "-j", "--json-schema", "SCHEMA", FLAG_TEXT, GENERATE, FIELD(schema), 0, 0,
+      "answer with JSON that fits this schema; '{}': with any; default: anything" },
+    { "-jf", "--json-schema-file", "FILE", FLAG_TEXT, GENERATE, FIELD(schema_file), 0, 0,
+      "that schema is in this file; default: none" },
     { "--ignore-eos", NULL, NULL, FLAG_ON, GENERATE, FIELD(ignore_eos), 0, 0,
       "go on after the end of the turn; default: off" },
     { "-md", "--model-draft --spec-draft-model", "FILE", FLAG_TEXT, DRAFTS, FIELD(drafter), 0, 0,
@@ -5392,6 +5454,39 @@ static void check_drafting(const Model *m, const Drafting *d) {
             spec_names[drafter_of(m)]);
 }
 
+// What the answers have to fit, as --grammar, --json-schema and --tool-choice say; NULL: nothing. It lives as long as the program.
+static Grammar *read_grammar(const Flags *f, const Tokenizer *t, TokStr tools) {
+    const struct { const char *name, *text; bool is_file, is_schema; } from[] = {
+        { "--grammar", f->grammar, false, false }, { "--grammar-file", f->grammar_file, true, false },
+        { "--json-schema", f->schema, false, true }, { "--json-schema-file", f->schema_file, true, true } };
+    static GrammarVocab vocab;
+    static Grammar g;
+    const char *name = NULL, *choice = f->tool_choice && strcmp(f->tool_choice, "auto") ? f->tool_choice : NULL;
+    char *file = NULL;
+    TokStr text = { NULL, 0 };
+    bool is_schema = false, ok;
+    for (size_t i = 0; i < sizeof from / sizeof *from; i++) {
+        if (!from[i].text) continue;
+        if (name) die("%s: expected one of %s and %s", from[i].name, name, from[i].name);
+        name = from[i].name;
+        size_t n = strlen(from[i].text);
+        file = from[i].is_file ? read_file(from[i].text, &n, name) : NULL;
+        text = (TokStr){ file ? file : from[i].text, n };
+        is_schema = from[i].is_schema;
+    }
+    if (choice && name) die("--tool-choice: expected no %s beside it: the answer is a call", name);
+    if (choice && !tools.n) die("--tool-choice: expected --tools beside it");
+    if (!choice && !name) return NULL;
+    if (f->ignore_eos) die("--ignore-eos: expected no %s beside it: its text has an end", name ? name : "--tool-choice");
+    if (!grammar_vocab_init(&vocab, t)) die("out of memory for a tree of tokens");
+    if (name && !is_schema) ok = grammar_from_gbnf(&g, &vocab, text);
+    else if (tools.n) ok = grammar_from_tools(&g, &vocab, tools, choice && strcmp(choice, "required") ? choice : NULL, true, text);
+    else ok = grammar_from_schema(&g, &vocab, text);
+    if (!ok) die("%s: %s", name ? name : "--tool-choice", g.err);
+    free(file);
+    return &g;
+}
+
 static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     size_t n_text = 0, n_tools = 0;
     char *text = read_prompt(f, &n_text);
@@ -5417,7 +5512,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
                .show = { (int)f->top_logits, f->show_thoughts, .newline = chatting } };
     c.options = (AnswerOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .stops = f->stops,
                                  .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget,
-                                 .shift = f->shift };
+                                 .shift = f->shift, .grammar = read_grammar(f, &tok, c.tools), .may_think = f->think };
     c.options.sampling = sampling_params(f, &m->gguf);
     c.options.drafting = drafting;
     if (chatting) measure_pace(m, &tok, &drafting);    // else it takes longer than it brings

@@ -1083,8 +1083,6 @@ static GrammarState grammar_start(Grammar *g, GrammarStart how) {
     return set_of(g, &stack, 1);
 }
 
-static bool grammar_is_complete(const Grammar *g, GrammarState s) { return g->found && g->found[s].complete; }
-
 // The state behind a token. False, and the state is 0: it may not follow; or something failed, and err says what.
 static bool grammar_advance(Grammar *g, GrammarState *s, int32_t id) {
     int set = *s;

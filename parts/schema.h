@@ -1161,10 +1161,13 @@ static bool grammar_from_schema(Grammar *g, const GrammarVocab *v, TokStr schema
 }
 
 // tools: a JSON list as in the OpenAI API. wanted: the one function that is to be called, or NULL; several: one or more calls.
-static bool grammar_from_tools(Grammar *g, const GrammarVocab *v, TokStr tools, const char *wanted, bool several) {
-    GgufJson list;
+// schema: an answer that satisfies it will do as well; empty: only calls will.
+static bool grammar_from_tools(Grammar *g, const GrammarVocab *v, TokStr tools, const char *wanted, bool several, TokStr schema) {
+    GgufJson list, root;
     grammar_init(g, v);
-    return parse_json(g, "tools", tools, &list) && grammar_ready(g, read_tools(g, &list, wanted, several));
+    if (!parse_json(g, "tools", tools, &list) || (schema.n && !parse_json(g, "schema", schema, &root))) return false;
+    const int calls = read_tools(g, &list, wanted, several);
+    return grammar_ready(g, !schema.n || g->failed ? calls : ALT(calls, read_schema(g, &root, NULL, "schema", false)));
 }
 
 #endif

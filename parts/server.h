@@ -152,11 +152,12 @@ static void put(TokText *out, const char *fmt, ...) {
 typedef struct {
     // type GGUF_J_NULL: not given
     GgufJson messages, tools, prompt, stop, logit_bias, tool_choice, stream_options, response_format, modalities;
-    GgufJson kwargs, reasoning_effort, logprobs, content, tokens, functions, grammar, suffix, audio, user;
+    GgufJson kwargs, reasoning_effort, logprobs, content, tokens, functions, grammar, json_schema, suffix, audio, user;
     double   max_tokens, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logprobs;
     double   think_budget;             // NAN: not given
     double   other;                    // of what is not there: what it is where it does nothing
     bool     stream, progress, no_cache, ignore_eos, echo, add_special, parse_special, with_pieces, no_cue;
+    bool     one_call;                 // parallel_tool_calls: false
     bool     include_usage, think;     // derived
 } Request;
 
@@ -172,8 +173,8 @@ static const struct { const char *name; FieldKind kind; size_t at; double min, m
     { "response_format", IS_OBJECT, AT(response_format), 0, 0 },
     { "modalities", IS_ARRAY, AT(modalities), 0, 0 }, { "chat_template_kwargs", IS_OBJECT, AT(kwargs), 0, 0 },
     { "reasoning_effort", IS_STRING, AT(reasoning_effort), 0, 0 }, { "logprobs", IS_ANY, AT(logprobs), 0, 0 },
-    { "functions", IS_ANY, AT(functions), 0, 0 }, { "grammar", IS_ANY, AT(grammar), 0, 0 },
-    { "json_schema", IS_ANY, AT(grammar), 0, 0 }, { "suffix", IS_STRING, AT(suffix), 0, 0 },
+    { "functions", IS_ANY, AT(functions), 0, 0 }, { "grammar", IS_STRING, AT(grammar), 0, 0 },
+    { "json_schema", IS_ANY, AT(json_schema), 0, 0 }, { "suffix", IS_STRING, AT(suffix), 0, 0 },
     { "audio", IS_ANY, AT(audio), 0, 0 }, { "user", IS_ANY, AT(user), 0, 0 },
     { "max_tokens", IS_INT, AT(max_tokens), -1, INT_MAX }, { "n_predict", IS_INT, AT(max_tokens), -1, INT_MAX },
     { "max_completion_tokens", IS_INT, AT(max_tokens), -1, INT_MAX },
@@ -187,6 +188,7 @@ static const struct { const char *name; FieldKind kind; size_t at; double min, m
     { "xtc_probability", IS_REAL, AT(other), 0, 0 }, { "dynatemp_range", IS_REAL, AT(other), 0, 0 },
     { "top_logprobs", IS_INT, AT(top_logprobs), 0, MAX_TOP },
     { "reasoning_budget", IS_INT, AT(think_budget), -1, INT_MAX },
+    { "parallel_tool_calls", IS_FALSE, AT(one_call), 0, 0 },
     { "stream", IS_TRUE, AT(stream), 0, 0 }, { "return_progress", IS_TRUE, AT(progress), 0, 0 },
     { "cache_prompt", IS_FALSE, AT(no_cache), 0, 0 }, { "ignore_eos", IS_TRUE, AT(ignore_eos), 0, 0 },
     { "echo", IS_TRUE, AT(echo), 0, 0 }, { "add_special", IS_TRUE, AT(add_special), 0, 0 },
@@ -248,17 +250,11 @@ static bool read_field(Request *r, Fault *f, size_t i, const GgufJson *v) {
 static bool refuse_absent(const Request *r, Fault *f) {
     GgufJson rest = r->modalities, v;
     if (is_given(&r->functions)) return refuse(f, 400, "functions", "functions: not supported; use tools");
-    if (is_given(&r->grammar) && !gguf_json_is(&r->grammar, ""))
-        return refuse(f, 400, "grammar", "grammars are not supported");
     if (is_given(&r->audio)) return refuse(f, 400, "audio", "audio is not supported: text only");
     if (r->echo) return refuse(f, 400, "echo", "echo is not supported");
     if (is_given(&r->suffix) && r->suffix.n > 2) return refuse(f, 400, "suffix", "suffix is not supported");
     while (is_given(&rest) && gguf_json_next(&rest, NULL, &v))
         if (!gguf_json_is(&v, "text")) return refuse(f, 400, "modalities", "modalities: expected text only");
-    if (is_given(&r->response_format) && !(gguf_json_get(&r->response_format, "type", &v) && gguf_json_is(&v, "text")))
-        return refuse(f, 400, "response_format", "response_format: only {\"type\":\"text\"} is supported");
-    if (is_given(&r->tool_choice) && !gguf_json_is(&r->tool_choice, "auto") && !gguf_json_is(&r->tool_choice, "none"))
-        return refuse(f, 400, "tool_choice", "tool_choice: expected \"auto\" or \"none\"; a call cannot be forced");
     return true;
 }
 
@@ -397,6 +393,7 @@ typedef struct Peer {         // a connection
 typedef struct {
     Model          *m;
     Tokenizer      *t;
+    GrammarVocab    vocab;
     ServeOptions    o;
     char            name[128];         // of the model
     int64_t         created;           // time() of the start
@@ -447,6 +444,8 @@ static void job_free(Job *job) {
     free(job->calls);
     free(job->likely);
     free(job->bias);
+    if (job->options.grammar) grammar_free(job->options.grammar);
+    free(job->options.grammar);
     tok_ids_free(&job->ids);
     tok_ids_free(&job->said);
     tok_text_free(&job->content);
@@ -773,6 +772,8 @@ static void end_job(Server *srv, Slot *slot, const Event *e) {       // with the
     job->stop = slot->s.stops.hit;
     if (e->end == END_ERROR && job->bias)
         refuse(&job->fault, 400, "logit_bias", "logit_bias: it leaves no token to choose");
+    if (e->end == END_ERROR && job->options.grammar && job->options.grammar->failed)
+        refuse(&job->fault, 400, "", "%s", e->error);
     if (e->end == END_ERROR) refuse(&job->fault, 500, "", "%s", e->error);
     if (e->end == END_CANCELLED && srv->draining) refuse(&job->fault, 503, "", "the server is shutting down");
     srv->totals.prompt_tokens += (uint64_t)turn->n_prompt;
@@ -873,7 +874,7 @@ struct Exchange {             // a request and its answer
     char        id[40];
     const Api  *api;
     Job        *job;
-    bool        include_usage, progress;
+    bool        include_usage, progress, one_call;
     // a stream
     TokText     out;                   // what is to be sent, from byte `at` on
     size_t      at, content, thought;  // bytes of the answer that are in it
@@ -1362,6 +1363,67 @@ static bool read_bias(Exchange *x, const GgufJson *object, Job *job) {
     return true;
 }
 
+// The schema that a response_format asks for, in any of its forms: those of OpenAI's two APIs, Anthropic's and llama.cpp's; empty:
+// none.
+static bool read_format(Exchange *x, const GgufJson *format, TokStr *schema) {
+    static const char any_object[] = "{\"type\":\"object\",\"additionalProperties\":true}";
+    GgufJson type, inner, v;
+    if (!is_given(format) || (gguf_json_get(format, "type", &type) && gguf_json_is(&type, "text"))) return true;
+    const bool object = gguf_json_get(format, "type", &type) && gguf_json_is(&type, "json_object");
+    if (!object && !(gguf_json_get(format, "type", &type) && gguf_json_is(&type, "json_schema")))
+        return refuse(&x->fault, 400, "response_format", "response_format.type: expected text, json_object or json_schema");
+    const bool deep = gguf_json_get(format, "json_schema", &inner) && inner.type == GGUF_J_OBJECT;
+    const bool there = gguf_json_get(deep ? &inner : format, "schema", &v) && is_given(&v);
+    if (!there && !object) return refuse(&x->fault, 400, "response_format", "response_format: expected a schema in it");
+    *schema = there ? (TokStr){ v.s, v.n } : (TokStr){ any_object, sizeof any_object - 1 };
+    return true;
+}
+
+// Whether a call is to be made, and of which tool alone: name, or an empty text. OpenAI's newer form has the name one object higher.
+static bool read_choice(Exchange *x, const GgufJson *choice, bool *required, char name[128]) {
+    GgufJson type, inner, v;
+    *name = 0;
+    *required = gguf_json_is(choice, "required");
+    if (!is_given(choice) || *required || gguf_json_is(choice, "auto") || gguf_json_is(choice, "none")) return true;
+    const bool named = choice->type == GGUF_J_OBJECT && gguf_json_get(choice, "type", &type) && gguf_json_is(&type, "function");
+    const bool deep = named && gguf_json_get(choice, "function", &inner) && inner.type == GGUF_J_OBJECT;
+    if (!named || !gguf_json_get(deep ? &inner : choice, "name", &v) || v.type != GGUF_J_STRING || v.n < 3 || v.n > 128)
+        return refuse(&x->fault, 400, "tool_choice", "tool_choice: expected auto, none, required, or a function by its name");
+    name[gguf_json_string(&v, name)] = 0;
+    return *required = true;
+}
+
+// What the answer has to fit, if anything: a grammar, a schema, calls of tools.
+static bool read_form(Exchange *x, const Request *r, Job *job) {
+    const TokStr tools = { r->tools.s, r->tools.n };
+    TokStr schema = { NULL, 0 };
+    char wanted[128];
+    bool required, ok;
+    if (!read_format(x, &r->response_format, &schema) || !read_choice(x, &r->tool_choice, &required, wanted)) return false;
+    if (is_given(&r->json_schema)) schema = (TokStr){ r->json_schema.s, r->json_schema.n };
+    const bool by_grammar = is_given(&r->grammar) && !gguf_json_is(&r->grammar, "");
+    const bool calls = r->tools.n > 2 && !gguf_json_is(&r->tool_choice, "none");
+    if (by_grammar && (schema.n || required))
+        return refuse(&x->fault, 400, "grammar", "grammar: expected no schema and no forced call beside it");
+    if (required && !calls) return refuse(&x->fault, 400, "tool_choice", "tool_choice: expected tools beside it");
+    if (!by_grammar && !schema.n && !required) return true;
+    if (r->ignore_eos) return refuse(&x->fault, 400, "ignore_eos", "ignore_eos: an answer of a given form ends where that ends");
+    Grammar *g = job->options.grammar = alloc_or_die(1, sizeof *g);
+    if (by_grammar) {
+        size_t n;
+        char *text = copy_string(&r->grammar, &n);
+        ok = grammar_from_gbnf(g, &x->srv->vocab, (TokStr){ text, n });
+        free(text);
+    } else {
+        ok = !calls ? grammar_from_schema(g, &x->srv->vocab, schema) :
+             grammar_from_tools(g, &x->srv->vocab, tools, *wanted ? wanted : NULL, !r->one_call, required ? (TokStr){ NULL, 0 } : schema);
+    }
+    job->options.may_think = r->think;
+    const char *at = by_grammar ? "grammar" : !strncmp(g->err, "tools[", 6) ? "tools" : required ? "tool_choice" :
+                     is_given(&r->json_schema) ? "json_schema" : "response_format";
+    return ok || refuse(&x->fault, 400, at, "%s", g->err);
+}
+
 static double given_or(double given, double otherwise) { return isnan(given) ? otherwise : given; }
 
 static bool read_options(Exchange *x, const Request *r, Job *job) {
@@ -1381,7 +1443,7 @@ static bool read_options(Exchange *x, const Request *r, Job *job) {
     p->frequency = (float)given_or(r->frequency, p->frequency);
     if (seed != -1) p->seed = (uint64_t)(int64_t)seed;
     else if (!o->fixed_seed && getrandom(&p->seed, 4, 0) != 4) p->seed = (uint64_t)time(NULL);
-    return read_stops(x, &r->stop, &a->stops) && read_bias(x, &r->logit_bias, job);
+    return read_stops(x, &r->stop, &a->stops) && read_bias(x, &r->logit_bias, job) && read_form(x, r, job);
 }
 
 // Of the address that a connection comes from, or of its network in IPv6.
@@ -1515,6 +1577,7 @@ static void complete(Exchange *x, const Api *api) {
     x->job->no_cache = r.no_cache;
     if (is_given(&r.user)) x->job->client = hash_bytes(r.user.s, r.user.n);
     x->include_usage = r.include_usage;
+    x->one_call = r.one_call;
     x->progress = r.progress;
     if (!submit(srv, x->job, &x->fault)) return;
     if (r.stream) {
@@ -1706,6 +1769,16 @@ static bool put_messages(Exchange *x, TokText *out, const GgufJson *root) {
     return true;
 }
 
+// Which tool is to be called: auto, none, any, or one by its name.
+static void put_choice(TokText *out, const GgufJson *choice) {
+    GgufJson name, v;
+    if (is_type(choice, "tool") && member(choice, "name", &name))
+        put(out, ",'tool_choice':{'type':'function','name':%r}", raw(&name));
+    else if (is_type(choice, "any")) put(out, ",'tool_choice':'required'");
+    else take_member(out, choice, "type", "tool_choice");
+    if (member(choice, "disable_parallel_tool_use", &v)) put(out, ",'parallel_tool_calls':%b", v.type != GGUF_J_TRUE);
+}
+
 static bool messages_convert(Exchange *x, TokText *out) {
     GgufJson root, v;
     TokText list = { 0 };
@@ -1723,7 +1796,7 @@ static bool messages_convert(Exchange *x, TokText *out) {
     take_member(out, &root, "output_format", "response_format");
     if (object_member(x, &root, "output_config", &v)) take_member(out, &v, "format", "response_format");
     if (object_member(x, &root, "metadata", &v)) take_member(out, &v, "user_id", "user");
-    if (object_member(x, &root, "tool_choice", &v)) take_member(out, &v, "type", "tool_choice");
+    if (object_member(x, &root, "tool_choice", &v)) put_choice(out, &v);
     if (object_member(x, &root, "thinking", &v)) {
         put(out, ",'chat_template_kwargs':{'enable_thinking':%b}", !is_type(&v, "disabled"));
         take_member(out, &v, "budget_tokens", "reasoning_budget");
@@ -1948,6 +2021,7 @@ static bool responses_convert(Exchange *x, TokText *out) {
     take_member(out, &root, "top_p", "top_p");
     take_member(out, &root, "stream", "stream");
     take_member(out, &root, "tool_choice", "tool_choice");
+    take_member(out, &root, "parallel_tool_calls", "parallel_tool_calls");
     if (object_member(x, &root, "reasoning", &v)) take_member(out, &v, "effort", "reasoning_effort");
     if (object_member(x, &root, "text", &v)) take_member(out, &v, "format", "response_format");
     put(out, "}");
@@ -1991,7 +2065,7 @@ static void put_response(TokText *out, const Exchange *x, bool done) {
         x->created, x->srv->name, !done ? "in_progress" : is_cut(job) ? "incomplete" : "completed");
     put(out, ",'incomplete_details':");
     put(out, done && is_cut(job) ? "{'reason':'max_output_tokens'}" : "null");
-    put(out, ",'parallel_tool_calls':true,'store':false,'tools':[],'output':[");
+    put(out, ",'parallel_tool_calls':%b,'store':false,'tools':[],'output':[", !x->one_call);
     if (done && job->thought.n) put_thought_item(out, x, n++);
     if (done && (job->content.n || !job->n_calls)) {
         put(out, n ? "," : "");
@@ -2655,6 +2729,7 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     srv.slots = alloc_or_die((size_t)n_seqs, sizeof *srv.slots);
     srv.logits = alloc_or_die((size_t)m->config.vocab, sizeof *srv.logits);
     srv.replays = alloc_or_die(REPLAYS, sizeof *srv.replays);
+    if (!grammar_vocab_init(&srv.vocab, t)) die("out of memory for a tree of tokens");
     measure_pace(m, t, &o->drafting);
     for (int i = 0; i < n_seqs; i++) session_open(&srv.slots[i].s, m, t, i);
     srv.chunk = o->chunk ? o->chunk : m->options.n_batch;
@@ -2687,6 +2762,7 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     for (int i = 0; i < n_seqs && o->session_dir; i++) park(&srv, &srv.slots[i], 0);
     store_close(&srv.store);
     for (int i = 0; i < n_seqs; i++) session_close(&srv.slots[i].s);
+    grammar_vocab_free(&srv.vocab);
     free(srv.slots);
     free(srv.logits);
     for (int i = 0; i < REPLAYS; i++) tok_ids_free(&srv.replays[i].ids);

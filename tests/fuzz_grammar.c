@@ -34,7 +34,7 @@ static void feed(Grammar *g, unsigned kind, const uint8_t *choices, size_t n) {
     for (size_t i = 0; i < n && n_ids < 4096; i++) {
         int32_t id = -1;
         if (!grammar_mask(g, s, mask, t.n_tokens)) break;
-        NEED(grammar_is_complete(g, s) == (mask[t.eos / 32] >> t.eos % 32 & 1));
+        NEED(g->found[s].complete == (mask[t.eos / 32] >> t.eos % 32 & 1));
         for (int32_t k = 0; k < t.n_tokens; k++) {     // the first allowed one from the byte on
             const int32_t one = (choices[i] + k) % t.n_tokens;
             if (mask[one / 32] >> one % 32 & 1) {
@@ -73,7 +73,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     const size_t n = end ? (size_t)(end - bytes) - 1 : size - 1;
     const TokStr text = { (const char *)bytes + 1, n };
     const bool ok = kind == 0 ? grammar_from_gbnf(&g, &vocab, text) : kind == 1 ? grammar_from_schema(&g, &vocab, text)
-                  : grammar_from_tools(&g, &vocab, text, NULL, bytes[0] & 4);
+                  : grammar_from_tools(&g, &vocab, text, NULL, bytes[0] & 4, (TokStr){ NULL, 0 });
     if (ok) feed(&g, kind, bytes + 1 + n, size - 1 - n);
     else NEED(g.failed && g.err[0] && !strchr(g.err, '\n'));
     grammar_free(&g);

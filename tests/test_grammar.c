@@ -9,6 +9,8 @@
 #include "../tokenizer.h"
 #include "../parts/grammar.h"
 #include "../parts/schema.h"
+
+static bool is_complete(const Grammar *g, GrammarState s) { return g->found && g->found[s].complete; }
 #include "test.h"
 #include "vocab.h"
 #include <time.h>
@@ -25,7 +27,7 @@ static int feed_bytes(Grammar *g, const char *s, size_t n) {
     GrammarState state = grammar_start(g, START_ANSWER);
     g->work = GRAMMAR_WORK;
     for (size_t i = 0; i < n && state; i++) state = next_set(g, state, g->class_of[(unsigned char)s[i]]);
-    return grammar_is_complete(g, state) ? 2 : state != 0;
+    return is_complete(g, state) ? 2 : state != 0;
 }
 
 static bool in_mask(const uint32_t *mask, int32_t id) { return mask[id / 32] >> id % 32 & 1; }
@@ -40,7 +42,7 @@ static int feed_ids(Grammar *g, const TokIds *ids) {
         CHECK(allowed == taken, "token %d of %zu: mask %d, advance %d (%s)", (int)i, ids->n, allowed, taken, g->err);
     }
     free(mask);
-    return grammar_is_complete(g, state) ? 2 : state != 0;
+    return is_complete(g, state) ? 2 : state != 0;
 }
 
 static int feed_tokens(Grammar *g, const char *s, size_t n, TokMode mode) {
@@ -510,7 +512,7 @@ static void test_tools(void) {
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         Grammar g;
-        if (CHECK(grammar_from_tools(&g, &vocab, str(TOOLS), cases[i].wanted, cases[i].several), "%s", g.err)) {
+        if (CHECK(grammar_from_tools(&g, &vocab, str(TOOLS), cases[i].wanted, cases[i].several, (TokStr){ NULL, 0 }), "%s", g.err)) {
             const int got = feed_tokens(&g, cases[i].text, strlen(cases[i].text), TOK_SPECIAL);
             CHECK(got == cases[i].want, "%s: %d, want %d", cases[i].text, got, cases[i].want);
         }
@@ -525,7 +527,7 @@ static void test_tools(void) {
     };
     for (size_t i = 0; i < sizeof errors / sizeof *errors; i++) {
         Grammar g;
-        const bool ok = grammar_from_tools(&g, &vocab, str(errors[i].tools), errors[i].wanted, false);
+        const bool ok = grammar_from_tools(&g, &vocab, str(errors[i].tools), errors[i].wanted, false, (TokStr){ NULL, 0 });
         CHECK(!ok && strstr(g.err, errors[i].want), "%s: '%s', want '%s'", errors[i].tools, ok ? "accepted" : g.err,
           errors[i].want);
         grammar_free(&g);
@@ -543,7 +545,7 @@ static void test_drawn_calls(void) {
     const char *err;
     int n_done = 0;
     gguf_json_parse(TOOLS, strlen(TOOLS), &tools, &at, &err);
-    CHECK(grammar_from_tools(&g, &vocab, str(TOOLS), NULL, true), "%s", g.err);
+    CHECK(grammar_from_tools(&g, &vocab, str(TOOLS), NULL, true, (TokStr){ NULL, 0 }), "%s", g.err);
     for (int k = 0; k < 40; k++) {
         if (!draw_text(&g, &ids, &text, k % 2 ? START_MAY_THINK : START_ANSWER)) continue;
         n_done++;
@@ -723,12 +725,12 @@ static void test_states(void) {
     GrammarState s = grammar_start(&g, START_ANSWER), copy, done;
     grammar_advance(&g, &s, t.code_point['['] - 1);
     copy = s;
-    CHECK(grammar_advance(&g, &copy, t.code_point[']'] - 1) && grammar_is_complete(&g, copy), "a copy goes its own way");
-    CHECK(!grammar_is_complete(&g, s), "and leaves the first alone");
+    CHECK(grammar_advance(&g, &copy, t.code_point[']'] - 1) && is_complete(&g, copy), "a copy goes its own way");
+    CHECK(!is_complete(&g, s), "and leaves the first alone");
     CHECK(grammar_mask(&g, copy, mask, t.n_tokens) && in_mask(mask, t.turn_close) && !in_mask(mask, t.pad),
         "a complete text may end");
     done = copy;
-    CHECK(grammar_advance(&g, &done, t.turn_close) && grammar_is_complete(&g, done) && !grammar_advance(&g, &done,
+    CHECK(grammar_advance(&g, &done, t.turn_close) && is_complete(&g, done) && !grammar_advance(&g, &done,
         t.code_point['['] - 1), "nothing behind the end");
     CHECK(grammar_mask(&g, s, mask, t.n_tokens) && !in_mask(mask, t.turn_close) && !grammar_advance(&g, &done,
         t.turn_close), "no end inside");
@@ -784,7 +786,7 @@ static void test_thoughts(void) {
         GrammarState s = grammar_start(&g, cases[i].how);
         tok_encode(&t, cases[i].text, strlen(cases[i].text), TOK_SPECIAL, &ids);
         for (size_t k = 0; k < ids.n; k++) grammar_advance(&g, &s, ids.ids[k]);
-        const int got = grammar_is_complete(&g, s) ? 2 : s != 0;
+        const int got = is_complete(&g, s) ? 2 : s != 0;
         CHECK(got == cases[i].want, "%s: %d, want %d", cases[i].text, got, cases[i].want);
         check_mask(&g, s ? s : grammar_start(&g, cases[i].how), cases[i].text, 0);
         tok_ids_free(&ids);
