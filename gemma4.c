@@ -1,6 +1,6 @@
 /* gemma4.c - Gemma 4 inference: load a GGUF, run the transformer, print text.
  *
- * HOW TO READ  main [12] -> verb_generate -> answer (parts/chat.h) -> session_next -> run_sessions [10] -> step [8] ->
+ * HOW TO READ  main [12] -> verb_generate -> print_answer [11] -> session_next -> run_sessions [10] -> go_through [8] ->
  *              forward [5] -> attention -> op->attend (declared in gemma4.h) -> cpu_attend [13]. The forward
  *              pass is written once, against a table of operations; a backend fills the table.
  * CONTENTS     search for "[n]"
@@ -19,7 +19,8 @@
  *   [13] CPU operations
  * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/niah.h: niah;
  *              parts/chat.h: the terminal; parts/session.h: sessions in files; parts/store.h: sessions without a slot;
- *              parts/server.h: HTTP; parts/kv.h: rows of the KV cache; parts/reference.h: what each operation means
+ *              parts/server.h: HTTP; parts/kv.h: rows of the KV cache; parts/reference.h: what each operation means;
+ *              parts/compress.h: shorter prompts; parts/grammar.h, parts/schema.h: answers of a given form
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
  *              allocates nothing, unless --dump is given.
  * TRAPS        the list before forward: every way this model differs from Llama. */
@@ -1353,28 +1354,6 @@ static bool go_on(const Model *m, int l, Pass *p) {
     return !*m->stop;
 }
 
-/* TRAPS  what differs from Llama, and the test that sees it when it is wrong (all: the golden logits of test_forward.c)
- *  1. embedding times sqrt(dim); the LM head uses the same table without it                      golden
- *  2. norm weights as stored, no "1 + w"                                                         golden
- *  3. attention scale 1, not 1/sqrt(head_dim); per-head norms of q and k carry the temperature   golden
- *  4. V is normed without a weight, and never rotated                                            golden
- *  5. a global layer without attn_v takes V from the raw K projection, before k's norm and rope  golden moe; test_cache
- *  6. sliding layers: head_dim 256, base 1e4, all pairs turn; global: head_dim 512, base 1e6,
- *     pairs (i, i + 256), i < 64 turn with exponent 2i/512, the others stay                      golden; test_ops rope
- *  7. the window holds n_swa keys, the row's own included                                        golden; test_cache
- *  8. layers that share K and V read the last owner of their kind, as it is after this step      golden e; test_cache
- *  9. residual: x + norm(attention), x + norm(FFN): norms before and after each block            golden
- * 10. GELU in its tanh form, in the FFN, the experts and the per-layer gate                      test_ops
- * 11. FFN width differs by layer (E2B: doubled in layers that share K and V)                     golden e
- * 12. MoE: router, dense FFN and experts all read x, each through its own norm; the router's norm
- *     weight is scale / sqrt(dim); outputs are normed apart, added, normed again                 golden moe
- * 13. chosen experts' weights are renormalised, then times ffn_down_exps.scale                   golden moe; test_ops
- * 14. fused expert tensors hold the rows of gate first                                           test_forward
- * 15. per-layer embeddings: table times 16, projection times 1/sqrt(dim) then normed per layer,
- *     sum times 1/sqrt(2); the gate reads x without a norm                                       golden e
- * 16. layer_output_scale multiplies the whole stream, last                                       golden
- * 17. logits = 30 tanh(z / 30)                                                                   golden
- * 18. positions are len + depth, taken before anything is stored                                 test_cache */
 // Multiplications that layer l takes for the rows still under way of a prompt's step, which is one chain.
 static double layer_work(const Model *m, int l, const Pass *p) {
     const Config *c = &m->config;
@@ -1442,6 +1421,29 @@ static void leave_layers(Model *m, Pass *p) {
 }
 
 typedef enum { DONE = 0, GIVEN_UP = -1, PAUSED = -2 } Forward;
+
+/* TRAPS  what differs from Llama, and the test that sees it when it is wrong (all: the golden logits of test_forward.c)
+ *  1. embedding times sqrt(dim); the LM head uses the same table without it                      golden
+ *  2. norm weights as stored, no "1 + w"                                                         golden
+ *  3. attention scale 1, not 1/sqrt(head_dim); per-head norms of q and k carry the temperature   golden
+ *  4. V is normed without a weight, and never rotated                                            golden
+ *  5. a global layer without attn_v takes V from the raw K projection, before k's norm and rope  golden moe; test_cache
+ *  6. sliding layers: head_dim 256, base 1e4, all pairs turn; global: head_dim 512, base 1e6,
+ *     pairs (i, i + 256), i < 64 turn with exponent 2i/512, the others stay                      golden; test_ops rope
+ *  7. the window holds n_swa keys, the row's own included                                        golden; test_cache
+ *  8. layers that share K and V read the last owner of their kind, as it is after this step      golden e; test_cache
+ *  9. residual: x + norm(attention), x + norm(FFN): norms before and after each block            golden
+ * 10. GELU in its tanh form, in the FFN, the experts and the per-layer gate                      test_ops
+ * 11. FFN width differs by layer (E2B: doubled in layers that share K and V)                     golden e
+ * 12. MoE: router, dense FFN and experts all read x, each through its own norm; the router's norm
+ *     weight is scale / sqrt(dim); outputs are normed apart, added, normed again                 golden moe
+ * 13. chosen experts' weights are renormalised, then times ffn_down_exps.scale                   golden moe; test_ops
+ * 14. fused expert tensors hold the rows of gate first                                           test_forward
+ * 15. per-layer embeddings: table times 16, projection times 1/sqrt(dim) then normed per layer,
+ *     sum times 1/sqrt(2); the gate reads x without a norm                                       golden e
+ * 16. layer_output_scale multiplies the whole stream, last                                       golden
+ * 17. logits = 30 tanh(z / 30)                                                                   golden
+ * 18. positions are len + depth, taken before anything is stored                                 test_cache */
 
 // Takes the rows of a step through the layers. Those of a prompt stop, PAUSED, before a layer with which they would take more
 // than `work` multiplications, and behind one at least; called again they go on there. GIVEN_UP half-way: what was written to
@@ -7491,7 +7493,7 @@ static void cpu_verify_walk(const VerifyWalk *o) {
     }
 }
 
-// Operations that no feature of this build needs yet stay NULL (gemma4.h, contract 10).
+// Operations are done when they return, so there are no marks; launches and energy are not known.
 const Ops *cpu_ops(void) {
     static const Ops ops = {
         .name = "cpu", .memory = cpu_memory, .weight_bytes = cpu_weight_bytes, .upload = cpu_upload,

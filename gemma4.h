@@ -36,7 +36,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #ifdef __CUDACC__
-#define ON_DEVICE __host__ __device__    // for the one function below that both sides run
+#define ON_DEVICE __host__ __device__    // for the functions below that both sides run
 #else
 #define ON_DEVICE
 #endif
@@ -573,8 +573,8 @@ typedef struct Ops {
     void (*ple_rows)(const PleRows *o);
     void (*matmul)(const Matmul *o);
     void (*gate_up)(const GateUp *o);
-    void (*route)(const Route *o);
-    void (*expert_gate_up)(const ExpertGateUp *o);
+    void (*route)(const Route *o);                           // in a step: by gate_up, which carries it
+    void (*expert_gate_up)(const ExpertGateUp *o);           // likewise
     void (*expert_down)(const ExpertDown *o);
     void (*ple_inject)(const PleInject *o);
     void (*close)(const Close *o);
