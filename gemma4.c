@@ -441,12 +441,17 @@ static void add_vector(Binder *b, const float **dst, const float *values, int n)
     b->uploads[b->n_uploads++] = (Upload){ .tensor = t, .vector = dst };
 }
 
-static void bind_vector(Binder *b, const float **dst, const char *name, int n) {
-    Tensor t = bind_tensor(b, name, 1, n, 1);
+// The n values of a vector that stays on the host.
+static const float *host_vector(Binder *b, const char *name, int n) {
+    const Tensor t = bind_tensor(b, name, 1, n, 1);
     if (t.type != T_F32)
         die("%s: tensor '%s': expected type F32, got %s (E_TYPE_UNSUPPORTED)", b->g->path, name,
             gguf_type_name(t.type));
-    add_vector(b, dst, t.data, n);
+    return t.data;
+}
+
+static void bind_vector(Binder *b, const float **dst, const char *name, int n) {
+    add_vector(b, dst, host_vector(b, name, n), n);
 }
 
 // The factors that files with NVFP4 matrices hold beside them, STEM.scale for STEM.weight: one for all n, or one each.
@@ -456,11 +461,13 @@ static void bind_scale(Binder *b, Tensor *dst, const char *weight, int n) {
     snprintf(name, sizeof name, "%.*s.scale", (int)(strlen(weight) - strlen(".weight")), weight);
     const GgufTensor *t = find_tensor(b, name);
     if (!t) return;
-    bind_vector(b, &dst->scale, name, t->ne[0] == 1 ? 1 : n);
-    if (t->ne[0] != 1 || n == 1) return;
-    b->n_uploads--;
+    if (t->ne[0] != 1 || n == 1) {
+        bind_vector(b, &dst->scale, name, n);
+        return;
+    }
+    const float *one = host_vector(b, name, 1);
     float *each = b->derived + b->n_derived;
-    for (int i = 0; i < n; i++) each[i] = dst->scale[0];
+    for (int i = 0; i < n; i++) each[i] = *one;
     b->n_derived += (size_t)n;
     add_vector(b, &dst->scale, each, n);
 }
@@ -490,12 +497,36 @@ static void bind_rope(Binder *b, Weights *w, int t, double base, int head_dim, c
     }
 }
 
+#define NAME(stem) (snprintf(name, sizeof name, "blk.%d." stem, l), name)         // char name[80], layer l
+
+// The experts of a layer, and their router.
+static void bind_experts(Binder *b, const Config *c, LayerWeights *w, int l) {
+    const int dim = c->dim;
+    char name[80];
+    bind_matrix(b, &w->ffn_gate_inp, NAME("ffn_gate_inp.weight"), c->n_experts, dim, 1);
+    const float *scale = host_vector(b, NAME("ffn_gate_inp.scale"), dim);
+    float *norm = b->derived + b->n_derived;
+    b->n_derived += (size_t)dim;
+    for (int i = 0; i < dim; i++) norm[i] = scale[i] / sqrtf((float)dim);
+    add_vector(b, &w->router_norm, norm, dim);
+    if (find_tensor(b, NAME("ffn_gate_up_exps.weight"))) {
+        bind_scaled(b, &w->ffn_gate_exps, name, 2 * c->expert_dim, dim, c->n_experts);
+    } else {
+        bind_scaled(b, &w->ffn_gate_exps, NAME("ffn_gate_exps.weight"), c->expert_dim, dim, c->n_experts);
+        bind_scaled(b, &w->ffn_up_exps, NAME("ffn_up_exps.weight"), c->expert_dim, dim, c->n_experts);
+    }
+    bind_matrix(b, &w->ffn_down_exps, NAME("ffn_down_exps.weight"), dim, c->expert_dim, c->n_experts);
+    if (find_tensor(b, NAME("ffn_down_exps.scale"))) bind_vector(b, &w->ffn_down_exps_scale, name, c->n_experts);
+    bind_vector(b, &w->pre_ffw_norm_2, NAME("pre_ffw_norm_2.weight"), dim);
+    bind_vector(b, &w->post_ffw_norm_1, NAME("post_ffw_norm_1.weight"), dim);
+    bind_vector(b, &w->post_ffw_norm_2, NAME("post_ffw_norm_2.weight"), dim);
+}
+
 static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
     const LayerConfig *lc = &c->layer[l];
     const bool own = lc->kv_layer == l;
     const int q_dim = c->n_heads * lc->head_dim, kv_dim = lc->n_kv_heads * lc->head_dim, dim = c->dim;
     char name[80];
-#define NAME(stem) (snprintf(name, sizeof name, "blk.%d." stem, l), name)
     bind_vector(b, &w->attn_norm, NAME("attn_norm.weight"), dim);
     const GgufTensor *fused = find_tensor(b, NAME("attn_qkv.weight"));
     if (fused) {                                       // rows of q, k, v; k and v are dead in layers that share
@@ -534,40 +565,13 @@ static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
     bind_scaled(b, &w->ffn_up, NAME("ffn_up.weight"), lc->ffn_dim, dim, 1);
     bind_scaled(b, &w->ffn_down, NAME("ffn_down.weight"), dim, lc->ffn_dim, 1);
     bind_vector(b, &w->post_ffw_norm, NAME("post_ffw_norm.weight"), dim);
-    w->layer_output_scale = 1;
-    if (find_tensor(b, NAME("layer_output_scale.weight"))) {
-        const float *scale;
-        bind_vector(b, &scale, name, 1);
-        b->n_uploads--;                                // a host number: it travels inside the operation
-        w->layer_output_scale = scale[0];
-    }
-    if (c->n_experts) {
-        bind_matrix(b, &w->ffn_gate_inp, NAME("ffn_gate_inp.weight"), c->n_experts, dim, 1);
-        const float *scale;
-        bind_vector(b, &scale, NAME("ffn_gate_inp.scale"), dim);
-        b->n_uploads--;
-        float *norm = b->derived + b->n_derived;
-        b->n_derived += (size_t)dim;
-        for (int i = 0; i < dim; i++) norm[i] = scale[i] / sqrtf((float)dim);
-        add_vector(b, &w->router_norm, norm, dim);
-        if (find_tensor(b, NAME("ffn_gate_up_exps.weight"))) {
-            bind_scaled(b, &w->ffn_gate_exps, name, 2 * c->expert_dim, dim, c->n_experts);
-        } else {
-            bind_scaled(b, &w->ffn_gate_exps, NAME("ffn_gate_exps.weight"), c->expert_dim, dim, c->n_experts);
-            bind_scaled(b, &w->ffn_up_exps, NAME("ffn_up_exps.weight"), c->expert_dim, dim, c->n_experts);
-        }
-        bind_matrix(b, &w->ffn_down_exps, NAME("ffn_down_exps.weight"), dim, c->expert_dim, c->n_experts);
-        if (find_tensor(b, NAME("ffn_down_exps.scale"))) bind_vector(b, &w->ffn_down_exps_scale, name, c->n_experts);
-        bind_vector(b, &w->pre_ffw_norm_2, NAME("pre_ffw_norm_2.weight"), dim);
-        bind_vector(b, &w->post_ffw_norm_1, NAME("post_ffw_norm_1.weight"), dim);
-        bind_vector(b, &w->post_ffw_norm_2, NAME("post_ffw_norm_2.weight"), dim);
-    }
+    w->layer_output_scale = find_tensor(b, NAME("layer_output_scale.weight")) ? *host_vector(b, name, 1) : 1;
+    if (c->n_experts) bind_experts(b, c, w, l);
     if (c->ple_dim) {
         bind_scaled(b, &w->inp_gate, NAME("inp_gate.weight"), c->ple_dim, dim, 1);
         bind_scaled(b, &w->proj, NAME("proj.weight"), dim, c->ple_dim, 1);
         bind_vector(b, &w->post_norm, NAME("post_norm.weight"), dim);
     }
-#undef NAME
 }
 
 // Steps that score tokens take the first third of the layers, to the next one that is global; where layers share
@@ -599,14 +603,8 @@ static void bind_weights(Binder *b, Config *c, Weights *w, bool only_scores) {
         has[c->layer[l].is_swa] = true;
         head_dim[c->layer[l].is_swa] = c->layer[l].head_dim;
     }
-    if (has[0]) {
-        Tensor factors = bind_tensor(b, "rope_freqs.weight", 1, head_dim[0] / 2, 1);
-        if (factors.type != T_F32)
-            die("%s: tensor 'rope_freqs.weight': expected type F32 (E_TYPE_UNSUPPORTED)", b->g->path);
-        bind_rope(b, w, 0, c->rope_base, head_dim[0], factors.data);
-    } else {
-        find_tensor(b, "rope_freqs.weight");
-    }
+    if (has[0]) bind_rope(b, w, 0, c->rope_base, head_dim[0], host_vector(b, "rope_freqs.weight", head_dim[0] / 2));
+    else find_tensor(b, "rope_freqs.weight");
     if (has[1]) bind_rope(b, w, 1, c->rope_base_swa, head_dim[1], NULL);
     if (c->ple_dim) {
         const int all = c->n_layers * c->ple_dim;
@@ -1640,9 +1638,8 @@ static void bind_mtp(Model *m) {
         const LayerConfig *lc = &c->layer[l];
         const int s = lc->is_swa;
         const bool has_factors = !s && find_tensor(b, "rope_freqs.weight");
-        if (has_factors) bind_rope(b, w, s, base[s], lc->head_dim,
-                                   bind_tensor(b, "rope_freqs.weight", 1, lc->head_dim / 2, 1).data);
-        else if (s) bind_rope(b, w, s, base[s], lc->head_dim, NULL);
+        const float *factors = has_factors ? host_vector(b, "rope_freqs.weight", lc->head_dim / 2) : NULL;
+        if (s || has_factors) bind_rope(b, w, s, base[s], lc->head_dim, factors);
         if ((s || has_factors) && (w->n_pairs[s] != t->n_pairs[s] ||
                                    memcmp(w->inv_freq[s], t->inv_freq[s], (size_t)t->n_pairs[s] * sizeof(double))))
             die("%s: drafter for %s: expected the model's own rotation of %s layers, got another one; try the drafter "
@@ -1739,7 +1736,6 @@ static void bind_dflash_layer(Binder *b, const Config *c, LayerWeights *w, int l
     const LayerConfig *lc = &c->layer[l];
     const int q_dim = c->n_heads * lc->head_dim, kv_dim = lc->n_kv_heads * lc->head_dim, dim = c->dim;
     char name[80];
-#define NAME(stem) (snprintf(name, sizeof name, "blk.%d." stem, l), name)
     if (find_tensor(b, NAME("attn_sinks.weight")))
         die("%s: tensor '%s': a drafter with attention sinks is not supported", b->g->path, name);
     bind_vector(b, &w->attn_norm, NAME("attn_norm.weight"), dim);
@@ -1755,15 +1751,9 @@ static void bind_dflash_layer(Binder *b, const Config *c, LayerWeights *w, int l
     bind_scaled(b, &w->ffn_up, NAME("ffn_up.weight"), lc->ffn_dim, dim, 1);
     bind_scaled(b, &w->ffn_down, NAME("ffn_down.weight"), dim, lc->ffn_dim, 1);
     if (find_tensor(b, NAME("post_ffw_norm.weight"))) bind_vector(b, &w->post_ffw_norm, name, dim);
-    w->layer_output_scale = 1;
-    if (find_tensor(b, NAME("layer_output_scale.weight"))) {
-        const float *scale;
-        bind_vector(b, &scale, name, 1);
-        b->n_uploads--;                                // a host number: it travels inside the operation
-        w->layer_output_scale = scale[0];
-    }
-#undef NAME
+    w->layer_output_scale = find_tensor(b, NAME("layer_output_scale.weight")) ? *host_vector(b, name, 1) : 1;
 }
+#undef NAME
 
 static void bind_dflash(Model *m) {
     Drafter *d = &m->drafter;
@@ -1785,8 +1775,7 @@ static void bind_dflash(Model *m) {
     if (find_tensor(b, "output.weight")) bind_scaled(b, &w->output, "output.weight", c->vocab, c->dim, 1);
     const int head_dim = c->layer[0].head_dim;
     const bool has_factors = find_tensor(b, "rope_freqs.weight") != NULL;
-    const Tensor factors = has_factors ? bind_tensor(b, "rope_freqs.weight", 1, head_dim / 2, 1) : (Tensor){ 0 };
-    bind_rope(b, w, 0, c->rope_base, head_dim, factors.data);
+    bind_rope(b, w, 0, c->rope_base, head_dim, has_factors ? host_vector(b, "rope_freqs.weight", head_dim / 2) : NULL);
     for (int l = 0; l < c->n_layers; l++) bind_dflash_layer(b, c, &w->layer[l], l);
 }
 

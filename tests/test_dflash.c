@@ -609,6 +609,9 @@ static void test_refused(void) {
     d = read_draft(drafter);
     draft_tensor(&d, "fc.weight")->name[0] = 0;
     REFUSED(path, write_draft(&d, broken), "fc.weight", "missing");
+    d = read_draft(drafter);
+    draft_add(&d, "rope_freqs.weight", 64)->type = GGUF_F16;
+    REFUSED(path, write_draft(&d, broken), "rope_freqs.weight", "expected type F32, got F16");
 }
 
 // ---- trained models --------------------------------------------------------------------------------------------------------

@@ -473,6 +473,9 @@ static void test_refused(void) {
     d = read_draft(drafter);
     fill(draft_tensor(&d, "rope_freqs.weight"), 1);
     REFUSED(path, write_draft(&d, broken), "micro-dense.gguf", "rotation of global layers");
+    d = read_draft(drafter);
+    draft_tensor(&d, "rope_freqs.weight")->type = GGUF_F16;
+    REFUSED(path, write_draft(&d, broken), "rope_freqs.weight", "expected type F32, got F16");
     static const struct { const char *arch, *tensor, *says; } others[] = { { "eagle3", NULL, "EAGLE-3 drafter" },
         { "dflash", "markov_w1.weight", "DSpark drafter" }, { "dflash", "selector_hidden.weight", "DFlash2 drafter" },
         { "llama", NULL, "got 'llama'" } };
