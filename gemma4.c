@@ -5543,6 +5543,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
         answer_once(&c, &ids);
         status = interrupted ? 130 : 0;
     }
+    if (c.options.grammar) grammar_free(c.options.grammar);
     chat_free(&c);
     tok_ids_free(&ids);
     tok_free(&tok);
