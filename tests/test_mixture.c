@@ -83,15 +83,15 @@ static void assign(const char *recipe, int n_layers, int n_experts) {
     for (int i = 0; i < n_tensors; i++) types[order[i] - tensors] = mixture_type(&m, order[i]);
 }
 
-static int type_of(const char *name) {
+static int tensor_type(const char *name) {
     for (int i = 0; i < n_tensors; i++)
         if (!strcmp(names[i], name)) return types[i];
     return -1;
 }
 
 static void expect(const char *what, const char *name, int type) {
-    CHECK(type_of(name) == type, "%s: %s: expected %s, got %s", what, name, gguf_type_name(type),
-          gguf_type_name(type_of(name)));
+    CHECK(tensor_type(name) == type, "%s: %s: expected %s, got %s", what, name, gguf_type_name(type),
+          gguf_type_name(tensor_type(name)));
 }
 
 static void expect_count(const char *what, int type, int count) {
