@@ -1141,6 +1141,13 @@ static void multiply(const Model *m, int n_rows, In in, const Tensor *w, float *
     m->ops->matmul(&(Matmul){ .n_rows = n_rows, .in = in, .n = 1, .w = { w }, .out = { out } });
 }
 
+// Words that move on the device: dst[i] = src[index[i]], n rows of so many columns.
+static void move_rows(const Model *m, int n, int cols, const void *src, int src_stride, const int32_t *index, void *dst,
+                      int dst_stride) {
+    m->ops->gather_rows(&(GatherRows){ .n_rows = n, .cols = cols, .src = src, .src_stride = src_stride, .index = index,
+                                       .dst = dst, .dst_stride = dst_stride });
+}
+
 // The form in which the matrix w wants to find an activation.
 static Act act_for(const Tensor *w, Act a) {
     if (is_quantised(w->type)) a.f = NULL;
@@ -1167,17 +1174,15 @@ static void keep_wanted(Model *m, Pass *p) {
     const Config *c = &m->config;
     State *s = &m->s;
     float *x = p->stream.x == s->x[0] ? s->x[1] : s->x[0];
-    const int ple = c->n_layers * c->ple_dim;
-    m->ops->gather_rows(&(GatherRows){ .n_rows = m->step.n_kept, .cols = c->dim, .src = p->stream.x, .src_stride = c->dim,
-                                       .index = s->kept_index, .dst = x, .dst_stride = c->dim });
+    const int n = m->step.n_kept, ple = c->n_layers * c->ple_dim;
+    move_rows(m, n, c->dim, p->stream.x, c->dim, s->kept_index, x, c->dim);
     if (ple) {
-        m->ops->gather_rows(&(GatherRows){ .n_rows = m->step.n_kept, .cols = ple, .src = s->ple, .src_stride = ple,
-                                           .index = s->kept_index, .dst = s->ple_kept, .dst_stride = ple });
+        move_rows(m, n, ple, s->ple, ple, s->kept_index, s->ple_kept, ple);
         p->ple = s->ple_kept;
     }
     p->stream.x = x;
     p->batch.rows = s->kept_rows;
-    p->batch.n_rows = m->step.n_kept;
+    p->batch.n_rows = n;
 }
 
 // What layer l gave, all rows of it, goes to where a DFlash drafter finds it. The stream has nothing pending.
@@ -1186,8 +1191,7 @@ static void tap(Model *m, int l, const Pass *p) {
     const int dim = m->config.dim;
     for (int i = 0; i < d->n_taps; i++)
         if (d->taps[i] == l)
-            m->ops->gather_rows(&(GatherRows){ .n_rows = m->step.n_rows, .cols = dim, .src = p->stream.x, .src_stride = dim,
-                                               .dst = m->s.tapped + (size_t)i * dim, .dst_stride = d->n_taps * dim });
+            move_rows(m, m->step.n_rows, dim, p->stream.x, dim, NULL, m->s.tapped + (size_t)i * dim, d->n_taps * dim);
 }
 
 // Carries out a store, and finds what the rows of a prompt attend to in the global layer that it belongs to.
@@ -1352,20 +1356,30 @@ static bool go_on(const Model *m, int l, Pass *p) {
     return !*m->stop;
 }
 
+// What a row meets in the matrices of a layer, of the experts in those that are chosen: bytes, or else values.
+static double layer_size(const Config *c, const LayerWeights *w, bool bytes) {
+    const Tensor *all[] = { &w->attn_q, &w->attn_k, &w->attn_v, &w->attn_output, &w->ffn_gate, &w->ffn_up, &w->ffn_down,
+                            &w->ffn_gate_inp, &w->ffn_gate_exps, &w->ffn_up_exps, &w->ffn_down_exps, &w->inp_gate, &w->proj };
+    double size = 0;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        const Tensor *t = all[i];
+        if (!t->data) continue;
+        const double row = bytes ? (double)gguf_row_size(t->type, t->cols) : t->cols;
+        size += row * t->rows * (t->n > 1 ? c->n_experts_used : 1);
+    }
+    return size;
+}
+
 // Multiplications that layer l takes for the rows still under way of a prompt's step, which is one chain.
 static double layer_work(const Model *m, int l, const Pass *p) {
     const Config *c = &m->config;
     const LayerConfig *lc = &c->layer[l];
-    const LayerWeights *w = &m->weights.layer[l];
-    const Tensor *dense[] = { &w->attn_q, &w->attn_k, &w->attn_v, &w->attn_output, &w->ffn_gate, &w->ffn_up, &w->ffn_down };
-    const Tensor *experts[] = { &w->ffn_gate_exps, &w->ffn_up_exps, &w->ffn_down_exps };
-    const int keys = m->len[m->step.segs[0].seq] + p->all.n_rows;
-    double work = 2.0 * c->n_heads * lc->head_dim * (lc->is_swa ? min_int(keys, c->n_swa) : keys);
-    for (size_t i = 0; i < sizeof dense / sizeof *dense; i++)
-        if (dense[i]->data) work += (double)dense[i]->rows * dense[i]->cols;
-    for (size_t i = 0; i < sizeof experts / sizeof *experts; i++)
-        if (experts[i]->data) work += (double)experts[i]->rows * experts[i]->cols * c->n_experts_used;
-    return work * p->batch.n_rows;
+    const int keys = m->len[m->step.segs[0].seq] + p->all.n_rows, seen = lc->is_swa ? min_int(keys, c->n_swa) : keys;
+    return p->batch.n_rows * (layer_size(c, &m->weights.layer[l], false) + 2.0 * c->n_heads * lc->head_dim * seen);
+}
+
+static Batch step_batch(const Model *m, int32_t *len) {                // all rows of the step
+    return (Batch){ .rows = m->s.rows, .segs = m->s.segs, .len = len, .n_rows = m->step.n_rows, .n_segs = m->step.n_segs };
 }
 
 // Where a step begins: the rows' embeddings.
@@ -1375,8 +1389,7 @@ static void enter_layers(Model *m, Pass *p) {
     const Ops *op = m->ops;
     State *s = &m->s;
     const int n_rows = m->step.n_rows;
-    p->all = (Batch){ .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = n_rows, .n_segs = m->step.n_segs };
-    p->batch = p->all;
+    p->batch = p->all = step_batch(m, s->len);
     p->stream = (In){ .x = s->x[0], .scale = 1, .eps = c->eps };
     p->ple = s->ple;
     p->waiting = -1;
@@ -1983,13 +1996,6 @@ static void mtp_head(Model *m, int k, int n, In stream) {
                               .top_logits = logits, .logsumexp = logsumexp });
 }
 
-// Words that move on the device: dst[i] = src[index[i]], n rows of so many columns.
-static void move_rows(const Model *m, int n, int cols, const void *src, int src_stride, const int32_t *index, void *dst,
-                      int dst_stride) {
-    m->ops->gather_rows(&(GatherRows){ .n_rows = n, .cols = cols, .src = src, .src_stride = src_stride, .index = index,
-                                       .dst = dst, .dst_stride = dst_stride });
-}
-
 static void draft_mtp(Model *m, int n, int depth) {
     Drafter *d = &m->drafter;
     const State *s = &m->s;
@@ -2119,7 +2125,7 @@ static void drafter_committed(Model *m, const int32_t *n_accept) {
         else take_backlog(m, seq, before), count_written(d, seq, before + seg->n);
     }
     if (wait || forget) return;
-    const Batch b = { .rows = s->rows, .segs = s->segs, .len = d->len, .n_rows = m->step.n_rows, .n_segs = m->step.n_segs };
+    const Batch b = step_batch(m, d->len);
     if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = m->step.n_rows > STEP_ROWS ? STEP_PROMPT : STEP_COMMIT,
                                  .rows = m->step.n_rows, .segs = m->step.n_segs,
                                  .variant = (n_accept ? TAKES_KNOWN : TAKES_WALKED) | (trees ? TAKES_PATHS : 0) }))
@@ -2718,9 +2724,8 @@ static int n_dense(const Model *m, const StepSeg *seg) {
 // Tokens of a step that is fed, from where the last one left them: each segment's next one and what was drafted behind it.
 static void issue_feed(Model *m, bool drafts) {
     const State *s = &m->s;
-    m->ops->gather_rows(&(GatherRows){ .n_rows = m->step.n_rows, .cols = 1, .src = drafts ? s->next : s->chosen, .src_stride = 1,
-                                       .index = drafts ? s->feed : NULL, .dst = &s->rows->token,
-                                       .dst_stride = sizeof(Row) / sizeof(int32_t) });
+    move_rows(m, m->step.n_rows, 1, drafts ? s->next : s->chosen, 1, drafts ? s->feed : NULL, &s->rows->token,
+              sizeof(Row) / sizeof(int32_t));
 }
 
 static void send_feed(Model *m) {
@@ -2835,7 +2840,8 @@ static void mask_row(Model *m, int row, uint32_t *bits) {
 // A token is chosen at every row of logits of the last step, into m->s.chosen.
 static void issue_sample(Model *m) {
     const State *s = &m->s;
-    const Batch kept = { .rows = s->kept_rows, .segs = s->segs, .len = s->len, .n_rows = m->step.n_kept, .n_segs = m->step.n_segs };
+    Batch kept = step_batch(m, s->len);
+    kept.rows = s->kept_rows, kept.n_rows = m->step.n_kept;
     m->ops->sample(&(Sample){ .batch = &kept, .vocab = m->config.vocab, .logits = s->logits, .params = s->params,
                               .mask = s->mask, .bias = s->bias, .counts = s->counts, .step_rows = s->counts ? s->rows : NULL,
                               .out = s->chosen });
@@ -2843,7 +2849,7 @@ static void issue_sample(Model *m) {
 
 static void issue_commit(Model *m, const int32_t *n_accept, const int32_t *path) {
     const State *s = &m->s;
-    const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->step.n_rows, .n_segs = m->step.n_segs };
+    const Batch all = step_batch(m, s->len);
     m->ops->kv_commit(&(KvCommit){ .batch = &all, .caches = m->caches, .n_caches = m->n_caches, .n_accept = n_accept,
                                    .path = path, .counts = s->counts, .vocab = m->config.vocab });
 }
@@ -2895,7 +2901,7 @@ static void issue_verdict(Model *m, const int32_t *segs, int n, int depth, const
     const Ops *op = m->ops;
     State *s = &m->s;
     Verdict *v = &m->verdict;
-    const Batch all = { .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = m->step.n_rows, .n_segs = m->step.n_segs };
+    const Batch all = step_batch(m, s->len);
     bool trees = false;
     v->n_segs = m->step.n_segs;
     for (int i = 0; i < m->step.n_segs; i++) trees |= m->step.segs[i].kind == SEG_TREE, v->seq[i] = m->step.segs[i].seq;
@@ -3571,17 +3577,9 @@ static double bytes_per_token(const Model *m, int pos) {
     const Config *c = &m->config;
     double bytes = (double)matrix_bytes(m->weights.output.data ? &m->weights.output : &m->weights.token_embd);
     if (c->ple_dim) bytes += (double)matrix_bytes(&m->weights.per_layer_model_proj);
-    for (int l = 0; l < c->n_layers; l++) {
-        const LayerWeights *w = &m->weights.layer[l];
-        const Tensor *dense[] = { &w->attn_q, &w->attn_k, &w->attn_v, &w->attn_output, &w->ffn_gate, &w->ffn_up, &w->ffn_down,
-                                  &w->ffn_gate_inp, &w->inp_gate, &w->proj };
-        const Tensor *experts[] = { &w->ffn_gate_exps, &w->ffn_up_exps, &w->ffn_down_exps };
-        for (size_t i = 0; i < sizeof dense / sizeof *dense; i++)
-            if (dense[i]->data) bytes += (double)matrix_bytes(dense[i]);
-        for (size_t i = 0; i < sizeof experts / sizeof *experts; i++)
-            if (experts[i]->data) bytes += (double)matrix_bytes(experts[i]) / c->n_experts * c->n_experts_used;
-        bytes += cache_bytes(&m->caches[m->cache_of[l]], c->layer[l].is_swa ? min_int(pos, c->n_swa) : pos);
-    }
+    for (int l = 0; l < c->n_layers; l++)
+        bytes += layer_size(c, &m->weights.layer[l], true) +
+                 cache_bytes(&m->caches[m->cache_of[l]], c->layer[l].is_swa ? min_int(pos, c->n_swa) : pos);
     return bytes;
 }
 
@@ -3596,10 +3594,7 @@ static double bytes_per_draft(const Model *m, int pos) {
     if (d->centroids.data) bytes = (double)matrix_bytes(&d->centroids) + bytes / c->vocab * centroid_tokens(d);
     if (!is_block) bytes += (double)matrix_bytes(&d->pre_projection) + (double)matrix_bytes(&d->post_projection);
     for (int l = 0; l < c->n_layers; l++) {
-        const LayerWeights *w = &d->weights.layer[l];
-        const Tensor *dense[] = { &w->attn_q, &w->attn_k, &w->attn_v, &w->attn_output, &w->ffn_gate, &w->ffn_up, &w->ffn_down };
-        for (size_t i = 0; i < sizeof dense / sizeof *dense; i++)
-            if (dense[i]->data) bytes += (double)matrix_bytes(dense[i]);
+        bytes += layer_size(c, &d->weights.layer[l], true);
         const int seen = is_block ? min_int(pos, dflash_reach(d, l)) : c->layer[l].is_swa ? min_int(pos, d->window - 1) : pos;
         bytes += cache_bytes(is_block ? &d->caches[l] : &m->caches[m->cache_of[d->donor[l]]], seen);
     }
