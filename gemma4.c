@@ -4750,6 +4750,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 #define VERSION "0.1"
 #define PFLASH_ALPHA 0.1                // --pflash without a number: docs/quality.md
 #define PFLASH_ALPHA_TEXT "0.1"
+#define KV_TYPES "f16|f32|bf16|q8_0|q4_0|tq4|tq3"
 
 typedef enum {
     GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
@@ -4784,10 +4785,10 @@ typedef struct {
 } Flags;
 
 // A list: the flag may come again. Maybe: a number may follow, else PFLASH_ALPHA counts
-typedef enum { FLAG_TEXT, FLAG_LIST, FLAG_INT, FLAG_REAL, FLAG_MAYBE, FLAG_ON } FlagKind;
+typedef enum { FLAG_TEXT, FLAG_LIST, FLAG_CHOICE, FLAG_INT, FLAG_REAL, FLAG_MAYBE, FLAG_ON } FlagKind;
 
 typedef struct {
-    const char *name, *alias, *value;            // alias: other names, with spaces between
+    const char *name, *alias, *value;            // alias: other names, with spaces between; value of a CHOICE: all there are
     FlagKind    kind;
     int         verbs;        // those that take it
     size_t      field;        // offset into Flags
@@ -4825,7 +4826,7 @@ static const Flag flags[] = {
       "stdout; default: none" },
     { "--tool-choice", NULL, "CHOICE", FLAG_TEXT, GENERATE, FIELD(tool_choice), 0, 0,
       "required: the answer is calls of tools; a tool's name: of this one; auto (default): as the model likes" },
-    { "--template", NULL, "NAME", FLAG_TEXT, ANSWERS, FIELD(chat_template), 0, 0,
+    { "--template", NULL, "large|small", FLAG_CHOICE, ANSWERS, FIELD(chat_template), 0, 0,
       "chat template: large (12B, 26B, 31B) or small (E2B, E4B); default: as the file's template or its shape says" },
     { "--raw", NULL, NULL, FLAG_ON, GENERATE, FIELD(raw), 0, 0,
       "continue the prompt as it is, without chat turns; <bos> is added; default: off" },
@@ -4866,7 +4867,7 @@ static const Flag flags[] = {
     { "-md", "--model-draft --spec-draft-model", "FILE", FLAG_TEXT, DRAFTS, FIELD(drafter), 0, 0,
       "a drafter made for the model, an MTP assistant: it guesses tokens, and several are checked in one step, which "
       "changes no text; default: none" },
-    { "--spec", "--spec-type", "KIND", FLAG_TEXT, ANSWERS, FIELD(spec), 0, 0,
+    { "--spec", "--spec-type", "off|mtp|dflash|ngram|ngram-mod|auto", FLAG_CHOICE, ANSWERS, FIELD(spec), 0, 0,
       "who guesses: off; mtp or dflash: the drafter, always as far as --draft-max; ngram: the text itself, where its "
       "last tokens have been before; ngram-mod: a table of what followed 12 tokens in any text so far; auto: drafter "
       "and ngram, as far as it makes answers faster; default: auto with -md, else off" },
@@ -4884,17 +4885,16 @@ static const Flag flags[] = {
       "most; ppl: ids of a chunk, 512" },
     { "--context-shift", NULL, NULL, FLAG_ON, GENERATE, FIELD(shift), 0, 0,
       "when the context is full, forget its older half but for the system turn, and go on; default: stop" },
-    { "-ctk", "--cache-type-k", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK | NIAH, FIELD(k_type), 0, 0,
-      "type of cached K of global layers: f16, f32, bf16, q8_0, q4_0, tq4 or tq3; default f16, for logits and check "
-      "f32" },
-    { "-ctv", "--cache-type-v", "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK | NIAH, FIELD(v_type), 0, 0,
+    { "-ctk", "--cache-type-k", KV_TYPES, FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(k_type), 0, 0,
+      "type of cached K of global layers; default f16, for logits and check f32" },
+    { "-ctv", "--cache-type-v", KV_TYPES, FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(v_type), 0, 0,
       "type of cached V of global layers; another than K's needs --kv-layout untied where K and V are one; default: as "
       "K" },
-    { "--kv-swa", NULL, "TYPE", FLAG_TEXT, PLANS | BENCH | CHECK | NIAH, FIELD(ring_type), 0, 0,
-      "type of what sliding layers cache: f16, bf16, q8_0, q4_0, tq4 or tq3; default f16, or f32 with -ctk f32" },
+    { "--kv-swa", NULL, KV_TYPES, FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(ring_type), 0, 0,
+      "type of what sliding layers cache; default f16, or f32 with -ctk f32" },
     { "--kv-tail", NULL, "N", FLAG_INT, PLANS | BENCH | CHECK | NIAH, FIELD(tail), 0, MAX_CONTEXT,
       "keep the newest N tokens of quantised global layers in f16 too; default 0" },
-    { "--kv-layout", NULL, "LAYOUT", FLAG_TEXT, PLANS | BENCH | CHECK | NIAH, FIELD(kv_layout), 0, 0,
+    { "--kv-layout", NULL, "tied|untied", FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(kv_layout), 0, 0,
       "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
     { "--pflash", NULL, "[ALPHA]", FLAG_MAYBE, ANSWERS | PLAN | PPL | BENCH | NIAH, FIELD(pflash), 0, 1,
       "sparse prompts, lossy: in global layers 64 tokens of a long prompt attend to the 128-token blocks that weigh at "
@@ -4910,9 +4910,8 @@ static const Flag flags[] = {
     { "--scorer", NULL, "FILE", FLAG_TEXT, GENERATE | NIAH, FIELD(scorer), 0, 0,
       "--compress: a small model of the same vocabulary, which reads the whole prompt; default: the first layers of "
       "the model itself" },
-    { "--against", NULL, "BACKEND", FLAG_TEXT, CHECK, FIELD(against), 0, 0,
-      "check: compare with cpu or with reference, the definition in plain loops, slow beyond small files; default "
-      "cpu" },
+    { "--against", NULL, "cpu|reference", FLAG_CHOICE, CHECK, FIELD(against), 0, 0,
+      "check: compare with this; reference: the definition in plain loops, slow beyond small files; default cpu" },
     { "--vram", NULL, "G", FLAG_REAL, PLANS | BENCH | NIAH, FIELD(memory), 0.001, 1e6,
       "plan as if the backend had G GiB of memory, and end if that is not enough; default: what is free" },
     { "--show-thoughts", NULL, NULL, FLAG_ON, GENERATE, FIELD(show_thoughts), 0, 0,
@@ -4943,7 +4942,7 @@ static const Flag flags[] = {
       "none" },
     { "--kld", NULL, "FILE", FLAG_TEXT, PPL, FIELD(kld), 0, 0,
       "ppl: compare with what --kld-base wrote for this text: KL divergence, first choices; default: none" },
-    { "-o", "--output", "FORMAT", FLAG_TEXT, PPL, FIELD(out), 0, 0, "ppl: md, csv, json or jsonl; default md" },
+    { "-o", "--output", "md|csv|json|jsonl", FLAG_CHOICE, PPL, FIELD(out), 0, 0, "ppl: format of the result; default md" },
     { "-p", "--n-prompt", "N,..", FLAG_TEXT, BENCH, FIELD(prompts), 0, 0,
       "bench: tokens of a prompt; default 512, 0: none" },
     { "-n", "--n-gen", "N,..", FLAG_TEXT, BENCH, FIELD(generated), 0, 0,
@@ -4955,11 +4954,11 @@ static const Flag flags[] = {
     { "--spec-force", NULL, "P,..", FLAG_TEXT, BENCH, FIELD(force), 0, 0,
       "bench: with -md, generation takes the drafter's guesses for right by chance, P of 1 at each depth, the last P "
       "beyond, to measure what drafting costs; default: no drafting" },
-    { "--fill", NULL, "HOW", FLAG_TEXT, BENCH, FIELD(fill), 0, 0,
+    { "--fill", NULL, "prompt|random", FLAG_CHOICE, BENCH, FIELD(fill), 0, 0,
       "bench: how they got there: prompt (default): they are run; random: cache rows are random numbers, which is "
       "quick" },
     { "-r", "--repetitions", "N", FLAG_INT, BENCH, FIELD(n_runs), 1, 1000, "bench: runs of each test; default 5" },
-    { "-o", "--output", "FORMAT", FLAG_TEXT, BENCH, FIELD(out), 0, 0, "bench: md, csv or json; default md" },
+    { "-o", "--output", "md|csv|json", FLAG_CHOICE, BENCH, FIELD(out), 0, 0, "bench: format of the result; default md" },
     { "-p", "--n-prompt", "N,..", FLAG_TEXT, NIAH, FIELD(prompts), 0, 0,
       "niah: tokens of a prompt; default 1024,2048,4096" },
     { "-d", "--depth", "P,..", FLAG_TEXT, NIAH, FIELD(depths), 0, 0,
@@ -4970,7 +4969,7 @@ static const Flag flags[] = {
       "niah: texts for each length and depth; default 5" },
     { "-f", "--file", "FILE", FLAG_TEXT, NIAH, FIELD(prompt_file), 0, 0,
       "niah: texts are made of this one; default: made up" },
-    { "-o", "--output", "FORMAT", FLAG_TEXT, NIAH, FIELD(out), 0, 0, "niah: md or csv; default md" },
+    { "-o", "--output", "md|csv", FLAG_CHOICE, NIAH, FIELD(out), 0, 0, "niah: format of the result; default md" },
     { "--svg", NULL, "FILE", FLAG_TEXT, NIAH, FIELD(svg), 0, 0, "niah: write a heat map to this file; default: none" },
     { "--host", NULL, "ADDRESS", FLAG_TEXT, SERVE, FIELD(host), 0, 0,
       "serve: where to listen; default 127.0.0.1, which only this machine reaches" },
@@ -5026,10 +5025,10 @@ static const struct { const char *names, *why; } needless[] = {
       "standard output gets the answer alone, standard error the rest; 2>/dev/null hides it" },
 };
 
-static bool is_listed(const char *names, const char *arg) {          // names with spaces between
+static bool is_listed(const char *names, const char *arg) {          // names with spaces or bars between
     const size_t n = strlen(arg);
-    for (const char *at = names; at && *at; at += strspn(at, " ")) {
-        const size_t len = strcspn(at, " ");
+    for (const char *at = names; at && *at; at += strspn(at, " |")) {
+        const size_t len = strcspn(at, " |");
         if (len == n && !memcmp(at, arg, n)) return true;
         at += len;
     }
@@ -5160,7 +5159,9 @@ static void parse_flags(Flags *f, int argc, char **argv) {
             continue;
         }
         if (++i == argc) die("%s: expected a value (%s), got the end of the line", arg, flag->value);
-        if (flag->kind == FLAG_TEXT) {
+        if (flag->kind == FLAG_CHOICE && !is_listed(flag->value, argv[i]))
+            die("%s: expected %s, got '%s'", arg, flag->value, argv[i]);
+        if (flag->kind == FLAG_TEXT || flag->kind == FLAG_CHOICE) {
             *(const char **)field = argv[i];
             continue;
         }
@@ -5224,12 +5225,15 @@ static Forced parse_forced(const Flags *f) {
     return forced;
 }
 
-static KvType parse_kv_type(const char *flag, const char *name, KvType otherwise) {
-    if (!name) return otherwise;
-    for (size_t i = 0; i < sizeof kv_names / sizeof *kv_names; i++)
-        if (!strcmp(name, kv_names[i])) return (KvType)i;
-    die("%s: expected f16, f32, bf16, q8_0, q4_0, tq4 or tq3, got '%s'", flag, name);
+// The number of a choice among names, which has it; without one `otherwise`.
+static int number_of(const char *choice, const char *const *names, int otherwise) {
+    int n = 0;
+    if (!choice) return otherwise;
+    while (strcmp(choice, names[n])) n++;
+    return n;
 }
+
+static bool is_choice(const char *choice, const char *name) { return choice && !strcmp(choice, name); }
 
 // A sampling number: the command line's, else the file's, else Gemma's.
 static double sampling_value(Gguf *g, double given, const char *key, double max, double otherwise) {
@@ -5347,8 +5351,6 @@ static void check_generate_flags(const Flags *f, bool chatting) {
     if (f->raw && (f->system || f->tools || f->think || f->chat_template || chatting))
         die("%s: has no place in a --raw prompt", f->system ? "--system" : f->tools ? "--tools" : f->think ? "--think" :
             f->chat_template ? "--template" : "a chat");
-    if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
-        die("--template: expected large or small, got '%s'", f->chat_template);
     if (f->think_budget >= 0 && !f->think) die("--think-budget: expected --think beside it");
     if (f->session) check_session_path(f->session);
     if (!chatting && (f->history || f->verbose))
@@ -5419,9 +5421,8 @@ static void plan_drafting(const Flags *f, PlanOptions *o, int width) {
 
 // --spec and what belongs to it, and what the plan needs to know of it.
 static Drafting drafting_of(const Flags *f, const Ops *ops, PlanOptions *o) {
-    Drafting d = { .kind = f->drafter ? SPEC_AUTO : SPEC_OFF, .tree = (int)f->tree, .least = (float)f->draft_min_p };
-    if (f->spec) for (d.kind = SPEC_OFF; d.kind < SPEC_KINDS && strcmp(f->spec, spec_names[d.kind]); ) d.kind++;
-    if (d.kind == SPEC_KINDS) die("--spec: expected off, mtp, dflash, ngram, ngram-mod or auto, got '%s'", f->spec);
+    Drafting d = { .kind = (SpecKind)number_of(f->spec, spec_names, f->drafter ? SPEC_AUTO : SPEC_OFF),
+                   .tree = (int)f->tree, .least = (float)f->draft_min_p };
     if ((d.kind == SPEC_MTP || d.kind == SPEC_DFLASH) && !f->drafter)
         die("--spec %s: expected a drafter's file; try -md FILE, or --spec ngram, which needs none", f->spec);
     if (d.tree && !(f->drafter && uses_drafter(&d)))
@@ -5491,7 +5492,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     check_drafting(m, &drafting);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     if (f->scorer) check_scorer(f->scorer, &m->gguf);
-    if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
+    if (f->chat_template) tok.large_variant = is_choice(f->chat_template, "large");
     if (f->think_budget >= 0 && tok.channel_close < 0) die("--think-budget: %s: has no token <channel|>", m->gguf.path);
     Chat c = { .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose, .chatting = chatting,
                .raw = f->raw, .session = f->session, .compressor = { .ratio = (float)f->compress, .file = f->scorer },
@@ -5560,16 +5561,14 @@ static char *read_key(const char *path) {
     return key;
 }
 
+static const char *const format_names[] = { "md", "csv", "json", "jsonl" };            // of Format
+
 static int run_ppl(const Flags *f, const Ops *ops, PlanOptions o) {
-    static const char *const formats[] = { "md", "csv", "json", "jsonl" };
     PplOptions p = { .n_ctx = f->n_ctx < 0 ? 512 : (int)f->n_ctx, .stride = (int)f->stride,
-                     .n_chunks = (int)f->n_chunks, .base = f->kld_base, .compare = f->kld };
+                     .n_chunks = (int)f->n_chunks, .base = f->kld_base, .compare = f->kld,
+                     .format = (Format)number_of(f->out, format_names, FORMAT_MD) };
     size_t n;
-    int format = 0;
     if (!f->prompt_file) die("-f: expected a text; try gemma4 ppl %s -f text.txt", f->model);
-    while (f->out && format < 4 && strcmp(f->out, formats[format])) format++;
-    if (format == 4) die("-o: expected md, csv, json or jsonl, got '%s'", f->out);
-    p.format = format;
     if (p.n_ctx < 4) die("-c: expected at least 4 ids in a chunk, got %d", p.n_ctx);
     if (p.stride >= p.n_ctx) die("--ppl-stride: expected less than -c, %d, got %d", p.n_ctx, p.stride);
     if (ppl_chunk(&p) > MAX_CONTEXT) die("-c: expected at most %d ids in a chunk, got %d", MAX_CONTEXT, ppl_chunk(&p));
@@ -5584,11 +5583,10 @@ static void run_niah(const Flags *f, const Ops *ops, PlanOptions o) {
     size_t n = 0;
     char *hay = f->prompt_file ? read_prompt(f, &n) : NULL;
     if (hay && !n) die("-f: %s: expected a text, got an empty file", f->prompt_file);
-    if (f->out && strcmp(f->out, "md") && strcmp(f->out, "csv")) die("-o: expected md or csv, got '%s'", f->out);
     verb_niah(f->model, ops, o, &(NiahOptions){
         .lengths = parse_list("-p", f->prompts ? f->prompts : "1024,2048,4096", 0), .n_needles = (int)f->n_needles,
         .depths = parse_list("-d", f->depths ? f->depths : "0,25,50,75,100", 0), .n_runs = (int)f->n_runs,
-        .csv = f->out && !strcmp(f->out, "csv"), .svg = f->svg, .hay = hay, .n_hay = n,
+        .csv = is_choice(f->out, "csv"), .svg = f->svg, .hay = hay, .n_hay = n,
         .compressor = { .ratio = (float)f->compress, .file = f->scorer } });
     free(hay);
 }
@@ -5609,8 +5607,6 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
                        .session_disk = (size_t)f->session_disk << 20, .log_text = f->log_text,
                        .cache_ram = f->cache_ram < 0 ? free_bytes / 8 : (size_t)f->cache_ram << 20 };
     if (s.api_key && !*s.api_key) die("%s: expected a key, got an empty one", key ? "--api-key-file" : "--api-key");
-    if (f->chat_template && strcmp(f->chat_template, "large") && strcmp(f->chat_template, "small"))
-        die("--template: expected large or small, got '%s'", f->chat_template);
     o.n_seqs = (int)f->parallel;
     s.drafting = drafting_of(f, ops, &o);
     o.penalties = o.bias = true;
@@ -5620,7 +5616,7 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
     load_model(m, f->model, ops, o, NULL);
     check_drafting(m, &s.drafting);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
-    if (f->chat_template) tok.large_variant = !strcmp(f->chat_template, "large");
+    if (f->chat_template) tok.large_variant = is_choice(f->chat_template, "large");
     s.sampling = sampling_params(f, &m->gguf);
     print_plan(m);
     print_template(&tok);
@@ -5657,31 +5653,24 @@ static PlanOptions plan_options(const Flags *f) {
     if (f->scorer && access(f->scorer, R_OK)) die("--scorer: %s: %s", f->scorer, strerror(errno));    // opened later
     o.scores = f->compress && !f->scorer;
     o.n_ctx = f->n_ctx < 0 ? 0 : f->n_ctx > 0 ? (int)f->n_ctx : CTX_FIT;
-    o.k_type = parse_kv_type("-ctk", f->k_type, f->verb == LOGITS || f->verb == CHECK ? KV_F32 : KV_F16);
-    o.v_type = parse_kv_type("-ctv", f->v_type, o.k_type);
-    o.ring_type = parse_kv_type("--kv-swa", f->ring_type, KV_F32);
+    o.k_type = (KvType)number_of(f->k_type, kv_names, f->verb == LOGITS || f->verb == CHECK ? KV_F32 : KV_F16);
+    o.v_type = (KvType)number_of(f->v_type, kv_names, (int)o.k_type);
+    o.ring_type = (KvType)number_of(f->ring_type, kv_names, KV_F32);
     if (f->ring_type && o.ring_type == KV_F32 && o.k_type != KV_F32)
         die("--kv-swa: expected f32 only with -ctk f32, got -ctk %s; try --kv-swa f16", kv_names[o.k_type]);
     o.tail = (int)f->tail;
     o.pflash = (float)f->pflash;
     o.pflash_density = (float)f->pflash_density / 100;
     o.pflash_from = o.pflash_density ? 0 : (int)f->pflash_from;
-    if (f->kv_layout && strcmp(f->kv_layout, "tied") && strcmp(f->kv_layout, "untied"))
-        die("--kv-layout: expected tied or untied, got '%s'", f->kv_layout);
-    o.untied = f->kv_layout && !strcmp(f->kv_layout, "untied");
+    o.untied = is_choice(f->kv_layout, "untied");
     return o;
 }
 
 static void run_bench(const Flags *f, const Ops *ops, PlanOptions o) {
     BenchOptions b = { .prompts = parse_list("-p", f->prompts, 512), .generated = parse_list("-n", f->generated, 128),
                        .rows = parse_list("--rows", f->rows, 0), .depths = parse_list("-d", f->depths, 0),
-                       .n_runs = (int)f->n_runs, .forced = parse_forced(f) };
-    if (f->fill && strcmp(f->fill, "prompt") && strcmp(f->fill, "random"))
-        die("--fill: expected prompt or random, got '%s'", f->fill);
-    b.random_fill = f->fill && !strcmp(f->fill, "random");
-    if (f->out && strcmp(f->out, "md") && strcmp(f->out, "csv") && strcmp(f->out, "json"))
-        die("-o: expected md, csv or json, got '%s'", f->out);
-    b.format = !f->out || !strcmp(f->out, "md") ? BENCH_MD : !strcmp(f->out, "csv") ? BENCH_CSV : BENCH_JSON;
+                       .n_runs = (int)f->n_runs, .forced = parse_forced(f), .random_fill = is_choice(f->fill, "random"),
+                       .format = (Format)number_of(f->out, format_names, FORMAT_MD) };
     if (f->force) o.draft_depth = b.forced.depth;
     verb_bench(f->model, ops, o, &b);
 }
@@ -5721,9 +5710,7 @@ int main(int argc, char **argv) {
     if (run_file_verb(&f)) return 0;
 
     PlanOptions o = plan_options(&f);
-    if (f.against && strcmp(f.against, "cpu") && strcmp(f.against, "reference"))
-        die("--against: expected cpu or reference, got '%s'", f.against);
-    const Ops *judge = f.against && !strcmp(f.against, "reference") ? reference_ops() : cpu_ops();
+    const Ops *judge = is_choice(f.against, "reference") ? reference_ops() : cpu_ops();
     if (f.verb & (PLAN | BENCH) && f.drafter) plan_drafting(&f, &o, 1);
     switch (f.verb) {
     case SERVE: verb_serve(&f, ops, o); break;

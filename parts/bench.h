@@ -13,6 +13,7 @@
 // nothing, the time does. A warm-up, then repetitions: mean and standard deviation of tokens (rows) per second.
 
 typedef struct { int n[32], count; } IntList;
+typedef enum { FORMAT_MD, FORMAT_CSV, FORMAT_JSON, FORMAT_JSONL } Format;
 
 typedef struct {              // shares of guesses to be taken for right, by depth, each where all before are
     float share[DRAFT_MAX];
@@ -24,7 +25,7 @@ typedef struct {
     Forced forced;
     int n_runs;
     bool random_fill;
-    enum { BENCH_MD, BENCH_CSV, BENCH_JSON } format;
+    Format format;
 } BenchOptions;
 
 typedef enum { PROMPT_TEST, GENERATE_TEST, VERIFY_TEST, FORCED_TEST } BenchKind;
@@ -275,7 +276,7 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
         { "type_k", kv_names[m->options.k_type] }, { "type_v", kv_names[m->options.v_type] },
         { "fill", !b->depth ? "none" : r->filled ? "random" : "prompt" } };
     enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
-    if (o->format == BENCH_CSV) {
+    if (o->format == FORMAT_CSV) {
         for (int i = 0; i < N_TEXTS && first; i++) printf("%s,", texts[i].name);
         for (int i = 0; i < N_NUMBERS && first; i++) printf("%s%s", numbers[i].name, i + 1 < N_NUMBERS ? "," : "\n");
         for (int i = 0; i < N_TEXTS; i++) {
@@ -330,9 +331,9 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
     r.sd = o->n_runs > 1 ? sqrt(r.sd / (o->n_runs - 1)) : 0;
     for (int i = 0; i < n && kind == GENERATE_TEST; i++) r.rate += bytes_per_token(m, b->depth + i) / n * r.mean;
     const bool first = !b->n_printed++;
-    if (o->format == BENCH_MD) print_markdown(b, o, &r, first);
+    if (o->format == FORMAT_MD) print_markdown(b, o, &r, first);
     else print_fields(b, o, &r, first);
-    if (o->format == BENCH_MD && kind == FORCED_TEST)
+    if (o->format == FORMAT_MD && kind == FORCED_TEST)
         fprintf(stderr, "# forced: %d drafted a step, %.2f tokens made; %.3f ms to draft, %.3f ms to verify\n", b->forced.depth,
                 (double)(b->n_made - 1) / b->n_passes, 1e3 * b->draft_seconds / b->n_passes, 1e3 * b->verify_seconds / b->n_passes);
     flush_output();
@@ -395,8 +396,8 @@ static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const B
         set_length(m, 0, bench.depth);
     }
     const double gib = 1 << 30;
-    if (b->format == BENCH_JSON) printf("%s]\n", bench.n_printed ? "\n" : "[");
-    if (b->format == BENCH_MD) {
+    if (b->format == FORMAT_JSON) printf("%s]\n", bench.n_printed ? "\n" : "[");
+    if (b->format == FORMAT_MD) {
         printf("\nMemory: %.3f GiB planned, %.3f GiB resident, with the pages of the file that were read.\n",
                (double)planned_memory(m) / gib, (double)resident_memory() / gib);
         if (device_memory(&bench))
@@ -587,7 +588,7 @@ static int verb_check(const char *model, const Ops *ops, const Ops *other, PlanO
 typedef struct {
     int  n_ctx, stride, n_chunks;      // stride 0: none; n_chunks 0: as many as the text has
     const char *base, *compare;        // file to write, to compare with; or NULL
-    enum { PPL_MD, PPL_CSV, PPL_JSON, PPL_JSONL } format;
+    Format format;
 } PplOptions;
 
 typedef struct {
@@ -902,7 +903,7 @@ static void print_ppl(const Model *m, const PplOptions *o, const PplResult *r) {
         { "same_top_error", r->same_error }, { "rms_delta_p", r->rms } };
     enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
     const int n_numbers = o->compare ? N_NUMBERS : 9;
-    if (o->format == PPL_MD) {
+    if (o->format == FORMAT_MD) {
         printf("| model | backend | K | V | sliding | context | stride | chunks | ids judged | PPL |\n"
                "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
                "| %s | %s | %s | %s | %s | %d | %d | %d | %d | %.4f ± %.4f |\n", model_name(m), m->ops->name,
@@ -915,7 +916,7 @@ static void print_ppl(const Model *m, const PplOptions *o, const PplResult *r) {
                    r->divergence_error, r->median, r->p99, r->p999, r->most, 100 * r->same, 100 * r->same_error, r->ratio,
                    r->ratio_error, 100 * r->rms);
         printf("\nPPL = %.4f +/- %.5f\n", r->ppl, r->ppl_error);
-    } else if (o->format == PPL_CSV) {
+    } else if (o->format == FORMAT_CSV) {
         for (int i = 0; i < N_TEXTS; i++) printf("%s,", texts[i].name);
         for (int i = 0; i < n_numbers; i++) printf("%s%s", numbers[i].name, i + 1 < n_numbers ? "," : "\n");
         for (int i = 0; i < N_TEXTS; i++) {
@@ -924,8 +925,8 @@ static void print_ppl(const Model *m, const PplOptions *o, const PplResult *r) {
         }
         for (int i = 0; i < n_numbers; i++) printf("%.12g%s", numbers[i].value, i + 1 < n_numbers ? "," : "\n");
     } else {
-        const char *between = o->format == PPL_JSON ? ",\n    " : ", ";
-        printf(o->format == PPL_JSON ? "[\n  {\n    " : "{");
+        const char *between = o->format == FORMAT_JSON ? ",\n    " : ", ";
+        printf(o->format == FORMAT_JSON ? "[\n  {\n    " : "{");
         for (int i = 0; i < N_TEXTS; i++) {
             printf("\"%s\": ", texts[i].name);
             print_text(texts[i].value, '\\');
@@ -933,7 +934,7 @@ static void print_ppl(const Model *m, const PplOptions *o, const PplResult *r) {
         }
         for (int i = 0; i < n_numbers; i++)
             printf("\"%s\": %.12g%s", numbers[i].name, numbers[i].value, i + 1 < n_numbers ? between : "");
-        printf(o->format == PPL_JSON ? "\n  }\n]\n" : "}\n");
+        printf(o->format == FORMAT_JSON ? "\n  }\n]\n" : "}\n");
     }
     flush_output();
 }

@@ -509,8 +509,8 @@ for flag in -f --tools; do
     error "$flag: /dev/zero: expected at most" "$model" -p hi $flag /dev/zero
 done
 error "--rows: expected at most 64" bench "$model" --rows 65
-error "--fill: expected prompt or random" bench "$model" --fill zeros
-error "md, csv or json" bench "$model" -o sql
+error "--fill: expected prompt|random" bench "$model" --fill zeros
+error "-o: expected md|csv|json" bench "$model" -o sql
 error "bench does not take it" bench "$model" -c 100
 error "bench does not take it" bench "$model" --temp 0
 error "-d: expected at most" bench "$model" -d 16777216
@@ -556,7 +556,7 @@ run niah "$model" -p 256 -d 50 -r 2 -o csv -f "$tmp/long.txt" --pflash 0.5
 ok "niah: csv: a head and a line" lines out 2
 ok "niah: csv: of equal width" [ "$(awk -F, '{ print NF }' "$tmp/out" | sort -u | wc -l)" -eq 1 ]
 error "-p: expected prompts of at least 256" niah "$model" -p 100
-error "-o: expected md or csv" niah "$model" -o json
+error "-o: expected md|csv" niah "$model" -o json
 
 # ---- perplexity ----------------------------------------------------------------------
 run ppl "$model" -f "$tmp/long.txt" -c 128
@@ -587,7 +587,7 @@ wrong "expected one of" --kld "$tmp/base" --kld-base "$tmp/x"
 wrong "-c: expected at least 4" -c 3
 wrong "--ppl-stride: expected less than" -c 64 --ppl-stride 64
 wrong "expected a text of at least 8000 ids" -c 8000
-wrong "expected md, csv, json or jsonl" -o xml
+wrong "expected md|csv|json|jsonl" -o xml
 wrong "a file of --kld-base" -c 64 --kld "$tmp/five.i32"
 wrong "a file of --kld-base" -c 64 --kld "$tmp/long.txt"
 wrong "No such file" -c 64 --kld "$tmp/missing"
