@@ -913,7 +913,8 @@ typedef struct {
     uint64_t     hash[3];              // of the file, once somebody asked: parts/session.h
 } Model;
 
-static void *alloc_large(size_t bytes) {               // not zeroed; in large pages, which come faster, where the system has some
+// Not zeroed; in large pages, which come faster, where the system has some.
+static void *alloc_large(size_t bytes) {
     enum { LARGE_PAGE = 2 << 20 };
     bytes = round_up(bytes + !bytes, LARGE_PAGE);
     void *p = aligned_alloc(LARGE_PAGE, bytes);
@@ -1045,8 +1046,8 @@ static int cache_parts(const Cache *c, int seq, CachePart *parts) {
     return n;
 }
 
-// Copies the rows of session seq in a cache that can move on, a ring or a tail, to host memory, COPY_OUT, or back; wait() is left to
-// the caller. Returns their bytes; host NULL: only that.
+// Copies the rows of session seq in a cache that can move on, a ring or a tail, to host memory, COPY_OUT, or back;
+// wait() is left to the caller. Returns their bytes; host NULL: only that.
 static size_t copy_ring(Model *m, int cache, int seq, uint8_t *host, CopyKind kind) {
     const Cache *c = &m->caches[cache];
     const bool is_ring = c->slots < m->options.n_ctx + STEP_ROWS;
@@ -1055,9 +1056,10 @@ static size_t copy_ring(Model *m, int cache, int seq, uint8_t *host, CopyKind ki
     size_t n = 0;
     for (int k = 0; k < n_parts; k++) {
         if (!is_ring && !parts[k].is_tail) continue;
-        uint8_t *there = parts[k].data, *here = host + n;
+        void *there = parts[k].data, *here = host + n;
+        const bool out = kind == COPY_OUT;
         n += parts[k].bytes;
-        if (host) m->ops->copy(&(Copy){ kind == COPY_OUT ? here : there, kind == COPY_OUT ? there : here, parts[k].bytes, kind });
+        if (host) m->ops->copy(&(Copy){ out ? here : there, out ? there : here, parts[k].bytes, kind });
     }
     return n;
 }
@@ -1456,9 +1458,9 @@ typedef enum { DONE = 0, GIVEN_UP = -1, PAUSED = -2 } Forward;
  * 17. logits = 30 tanh(z / 30)                                                                   golden
  * 18. positions are len + depth, taken before anything is stored                                 test_cache */
 
-// Takes the rows of a step through the layers. Those of a prompt stop, PAUSED, before a layer with which they would take more
-// than `work` multiplications, and behind one at least; called again they go on there. GIVEN_UP half-way: what was written to
-// caches lies behind the sessions' ends, but in rings that have gone round.
+// Takes the rows of a step through the layers. Those of a prompt stop, PAUSED, before a layer with which they would
+// take more than `work` multiplications, and behind one at least; called again they go on there. GIVEN_UP half-way:
+// what was written to caches lies behind the sessions' ends, but in rings that have gone round.
 static Forward forward(Model *m, double work) {
     const Config *c = &m->config;
     Pass *p = &m->step.pass;
@@ -1987,9 +1989,10 @@ static void mtp_head(Model *m, int k, int n, In stream) {
     int32_t *ids = d->ids + (size_t)k * n * width;
     float *logits = d->logits + (size_t)k * n * width, *logsumexp = d->logsumexp + (size_t)k * n;
     if (d->centroids.data)
-        m->ops->head_centroid(&(HeadCentroid){ .n_rows = n, .in = stream, .centroids = &d->centroids, .w = &d->weights.token_embd,
-                                               .order = d->token_order, .n_used = d->n_centroids_used,
-                                               .scores = d->scores, .logits = d->head_logits, .top_k = width, .top_ids = ids,
+        m->ops->head_centroid(&(HeadCentroid){ .n_rows = n, .in = stream, .centroids = &d->centroids,
+                                               .w = &d->weights.token_embd, .order = d->token_order,
+                                               .n_used = d->n_centroids_used, .scores = d->scores,
+                                               .logits = d->head_logits, .top_k = width, .top_ids = ids,
                                                .top_logits = logits, .logsumexp = logsumexp });
     else
         m->ops->head(&(Head){ .n_rows = n, .in = stream, .w = &d->weights.token_embd, .top_k = width, .top_ids = ids,
@@ -2027,8 +2030,8 @@ static int rows_lost(const Drafter *d, int l, const Batch *b) {
     return b->n_segs == 1 ? max_int(0, b->n_rows - d->caches[l].slots) : 0;
 }
 
-// Takes rows, whose taps (n_rows, n_taps * dim) are given, into the contexts of their sessions: a row of K and V in every layer.
-// Of each segment n_accept rows stay. A segment with more rows than a ring holds is alone: its last rows are stored.
+// Takes rows, whose taps (n_rows, n_taps * dim) are given, into the contexts of their sessions: a row of K and V in every
+// layer. Of each segment n_accept rows stay. A segment with more rows than a ring holds is alone: its last rows are stored.
 static void take_context(Model *m, const Batch *b, const float *taps, const int32_t *n_accept, const int32_t *path) {
     Drafter *d = &m->drafter;
     const Config *c = &d->config;
@@ -2173,8 +2176,8 @@ static void dflash_layer(Model *m, int l, const Batch *b, In *stream) {
     draft_feed_forward(m, w, n, ACT_SILU, stream);
 }
 
-// Blocks of 1 + depth rows, as many at a time as make a step. The rows behind the first of each go to the head, those of all
-// blocks together: of one block they lie together already.
+// Blocks of 1 + depth rows, as many at a time as make a step. The rows behind the first of each go to the head, those
+// of all blocks together: of one block they lie together already.
 static void draft_dflash(Model *m, int n, int depth) {
     Drafter *d = &m->drafter;
     const int dim = d->config.dim, block = 1 + depth, most = STEP_ROWS / block;
@@ -2201,8 +2204,9 @@ static void draft_dflash(Model *m, int n, int depth) {
                       d->hidden + (size_t)(first + i) * (size_t)dim, n * dim);
     }
     in.w_pre = w->output_norm;
-    m->ops->head(&(Head){ .n_rows = n * depth, .in = in, .w = head, .cap = d->config.logit_cap, .top_k = m->options.draft_width, .top_ids = d->ids,
-                          .top_logits = d->logits, .logsumexp = d->logsumexp });
+    m->ops->head(&(Head){ .n_rows = n * depth, .in = in, .w = head, .cap = d->config.logit_cap,
+                          .top_k = m->options.draft_width, .top_ids = d->ids, .top_logits = d->logits,
+                          .logsumexp = d->logsumexp });
 }
 
 // Issues the drafting of `depth` tokens for n of the last step's segments (their numbers, on the host), whose tokens
@@ -2701,9 +2705,9 @@ static void free_model(Model *m) {
 }
 
 // ==== [8] Step: batch, run, commit ===================================================================================
-// A step takes rows of one or more sessions through the model. Their K and V are in the caches afterwards, but the sessions
-// are as long as before: commit() decides how many rows, along which path, become part of a session. What is not committed
-// needs no undo. A segment of more than STEP_ROWS rows is a prompt chunk and must be committed whole.
+// A step takes rows of one or more sessions through the model. Their K and V are in the caches afterwards, but the
+// sessions are as long as before: commit() decides how many rows, along which path, become part of a session. What is
+// not committed needs no undo. A segment of more than STEP_ROWS rows is a prompt chunk and must be committed whole.
 
 typedef struct {
     int seq;                  // session
@@ -2738,8 +2742,8 @@ static void send_feed(Model *m) {
     send_new(m, m->s.feed, m->sent.feed, feed, (size_t)m->step.n_rows * sizeof *feed);
 }
 
-// Prompts' steps, those of more than STEP_ROWS rows, and others have buffers of their own for what has to last from one layer to
-// the next, where the plan says so (PlanOptions.between). Makes those of one kind m->s and m->step.
+// Prompts' steps, those of more than STEP_ROWS rows, and others have buffers of their own for what has to last from one
+// layer to the next, where the plan says so (PlanOptions.between). Makes those of one kind m->s and m->step.
 static void choose_kind(Model *m, bool prompts) {
     if (!m->options.between || m->on_prompts == prompts) return;
     const State s = m->s;
@@ -2779,8 +2783,8 @@ static void lay_segment(Model *m, int i, const StepSeg *in) {
     }
 }
 
-// Makes a step of the rows of n_segs segments of different sessions, for go_through(). The caller has checked token ids and that
-// len + n fits the session.
+// Makes a step of the rows of n_segs segments of different sessions, for go_through(). The caller has checked token ids
+// and that len + n fits the session.
 static void lay_step(Model *m, const StepSeg *segs, int n_segs) {
     const bool fed = segs[0].rows[0].token == FED, drafts = fed && segs[0].n > 1;
     bool staged = false;
@@ -2807,8 +2811,8 @@ static void lay_step(Model *m, const StepSeg *segs, int n_segs) {
     t->number = ++m->steps;
 }
 
-// Runs the step that was laid, or goes on with it. Returns the number of rows of logits, in the order of the rows that want them.
-// GIVEN_UP: m->stop was set, and nothing is there to commit. PAUSED: see forward().
+// Runs the step that was laid, or goes on with it. Returns the number of rows of logits, in the order of the rows that
+// want them. GIVEN_UP: m->stop was set, and nothing is there to commit. PAUSED: see forward().
 static int go_through(Model *m, double work) {
     const Ops *op = m->ops;
     const bool record = !m->dump_dir;                  // checkpoints copy out as they go
@@ -2893,8 +2897,8 @@ static void read_logits(Model *m, int row, float *host) {            // (vocab) 
     m->ops->wait();
 }
 
-// The last step had drafts, or gets some behind it: a token is chosen at every row of logits, the drafts are walked as far as they
-// are what was chosen, these rows are committed, and `depth` tokens are drafted behind n of the segments (their numbers).
+// The last step had drafts, or gets some behind it: a token is chosen at every row of logits, the drafts are walked as far as
+// they are what was chosen, these rows are committed, and `depth` tokens are drafted behind n of the segments (their numbers).
 // One follows the other without the host; read_verdict() waits for what came of it. forced: not the walk, this says how many
 // rows of each segment, all chains of drafts, are accepted, as for measurements; NULL: the walk.
 static void issue_verdict(Model *m, const int32_t *segs, int n, int depth, const int32_t *forced) {
@@ -2911,12 +2915,14 @@ static void issue_verdict(Model *m, const int32_t *segs, int n, int depth, const
         for (int i = 0; i < m->step.n_segs; i++) found[i] = m->step.segs[i].first + forced[i] - 1, walked[i] = forced[i];
         op->copy(&(Copy){ s->last, found, 2 * (size_t)m->options.n_seqs * sizeof *found, COPY_IN });
     }
-    if (op->begin((StepKey){ .model = m->number, .kind = STEP_SAMPLE, .rows = m->step.n_rows, .segs = m->step.n_segs, .logits = m->step.n_kept,
-                             .kept = forced != NULL, .variant = trees ? WALKS_PATHS : WALKS_CHAINS })) {
+    if (op->begin((StepKey){ .model = m->number, .kind = STEP_SAMPLE, .rows = m->step.n_rows, .segs = m->step.n_segs,
+                             .logits = m->step.n_kept, .kept = forced != NULL,
+                             .variant = trees ? WALKS_PATHS : WALKS_CHAINS })) {
         if (m->step.n_kept) issue_sample(m);
         if (forced) move_rows(m, m->step.n_segs, 1, s->chosen, 1, s->last, s->next, 1);
-        else op->verify_walk(&(VerifyWalk){ .batch = &all, .kept_rows = s->kept_rows, .n_kept = m->step.n_kept, .chosen = s->chosen,
-                                            .n_accept = s->walked, .path = path, .last = s->last, .next = s->next });
+        else op->verify_walk(&(VerifyWalk){ .batch = &all, .kept_rows = s->kept_rows, .n_kept = m->step.n_kept,
+                                            .chosen = s->chosen, .n_accept = s->walked, .path = path, .last = s->last,
+                                            .next = s->next });
         issue_commit(m, s->walked, path);
     }
     op->end();
@@ -2943,8 +2949,8 @@ static void read_verdict(Model *m) {
         m->seen[m->step.segs[i].seq] = max_int(m->seen[m->step.segs[i].seq], m->len[m->step.segs[i].seq] + m->step.segs[i].n);
 }
 
-// Runs as many of n tokens through session seq as a step has room for, and returns how many: the caller commits them. Where
-// these are all, the last one's logits are row 0.
+// Runs as many of n tokens through session seq as a step has room for, and returns how many: the caller commits them.
+// Where these are all, the last one's logits are row 0.
 static int run_chunk(Model *m, int seq, const int32_t *tokens, int n) {
     const int chunk = min_int(n, m->options.n_batch);
     for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = tokens[i], .want = i == n - 1 };
@@ -2952,8 +2958,8 @@ static int run_chunk(Model *m, int seq, const int32_t *tokens, int n) {
     return chunk;
 }
 
-// The part of the blocks of keys in sight that the rows of prompts have attended to since the last call; 0: there were none,
-// or prompts are dense.
+// The part of the blocks of keys in sight that the rows of prompts have attended to since the last call; 0: there were
+// none, or prompts are dense.
 static double read_density(Model *m) {
     int64_t n[2] = { 0 };
     if (!m->s.block_count) return 0;
@@ -2964,15 +2970,15 @@ static double read_density(Model *m) {
 }
 
 // ==== [9] Drafting: who guesses, how far =============================================================================
-// What may stand behind a session's last token is guessed by: the text itself, where its last tokens have been before
-// (prompt lookup, ngram); a table of what followed the last NGRAM_MOD tokens in any text so far, which all sessions share
-// (ngram-mod); or a drafter. Guesses are a tree, mostly one without branches. Whoever guesses, the model's own choices decide
-// what is said, so all this is about time alone.
+// What may stand behind a session's last token is guessed by: the text itself, where its last tokens have been before (prompt
+// lookup, ngram); a table of what followed the last NGRAM_MOD tokens in any text so far, which all sessions share (ngram-mod);
+// or a drafter. Guesses are a tree, mostly one without branches. Whoever guesses, the model's own choices decide what is said,
+// so all this is about time alone.
 //
 // How far to guess (auto): a step of n rows takes so long, n guesses too, and at every depth so many were right of late. Of all
-// depths, none among them, the one with most tokens a second is taken. But what is not known has to be tried, and what was right
-// may be wrong next: so every step earns a little credit, guesses that save time earn more, and none is made that might cost more
-// than there is. Guesses from the text cost nothing as long as they are only watched.
+// depths, none among them, the one with most tokens a second is taken. But what is not known has to be tried, and what was
+// right may be wrong next: so every step earns a little credit, guesses that save time earn more, and none is made that might
+// cost more than there is. Guesses from the text cost nothing as long as they are only watched.
 
 typedef enum { SPEC_OFF, SPEC_NGRAM, SPEC_NGRAM_MOD, SPEC_MTP, SPEC_DFLASH, SPEC_AUTO, SPEC_KINDS } SpecKind;
 static const char *const spec_names[] = { "off", "ngram", "ngram-mod", "mtp", "dflash", "auto" };
@@ -2982,7 +2988,7 @@ enum { DRAFT_MAX = STEP_ROWS - 1,      // tokens guessed for a step
        DRAFT_WIDTH = 8 };              // most candidates of a depth
 
 typedef struct {
-    SpecKind kind;            // AUTO: the drafter, if there is one, and n-grams, as far as they pay; others: as many as they can
+    SpecKind kind;            // AUTO: the drafter, if there is one, and n-grams, as far as they pay; others: all they can
     int      most;            // tokens drafted in a step, 1 .. DRAFT_MAX
     int      tree;            // tokens of a tree; 0: chains
     float    least;           // a guess of a drafter that is less likely, by its own account, ends the chain; 0: none does
@@ -3017,9 +3023,9 @@ enum { NGRAM_BITS = 16, NGRAM_LEAST = 3, NGRAM_MOST = 24,          // tokens of 
        NGRAM_TRIES = 16,                // earlier places that are compared
        NGRAM_MOD = 12, NGRAM_MOD_BITS = 22 };
 
-// Where in the session's tokens each run of NGRAM_LEAST begins: newest[hash], and before it earlier[place], as far back as the
-// context. How far to guess follows what became of the guesses before: twice as far where all were right, as far as they were
-// right else; and where none was, a longer match is asked for.
+// Where in the session's tokens each run of NGRAM_LEAST begins: newest[hash], and before it earlier[place], as far back
+// as the context. How far to guess follows what became of the guesses before: twice as far where all were right, as far
+// as they were right else; and where none was, a longer match is asked for.
 typedef struct {
     int32_t *newest;          // (2^NGRAM_BITS) one behind the place; 0: nowhere
     int32_t *earlier;         // (n_room)
@@ -3061,8 +3067,8 @@ static void ngrams_enter(Ngrams *g, const int32_t *ids, int n, bool shared) {
     }
 }
 
-// Guesses at most `most` tokens that follow ids (n) -> how many. A guess is what stood behind the earlier place that shares most
-// tokens with the end of ids, the newest of several.
+// Guesses at most `most` tokens that follow ids (n) -> how many. A guess is what stood behind the earlier place that
+// shares most tokens with the end of ids, the newest of several.
 static int ngrams_look_up(const Ngrams *g, const int32_t *ids, int n, int least, int most, int32_t *out) {
     int best = 0, from = 0, tries = NGRAM_TRIES;
     if (n <= NGRAM_LEAST) return 0;
@@ -3114,9 +3120,9 @@ static void chain_of(Drafts *d, const int32_t *ids, int n) {
     for (int i = 0; i < n; i++) add_guess(d, ids[i], i, i + 1);
 }
 
-// The likeliest tree of at most `most` candidates (DDTree): first the chain of the likeliest at every depth, then whatever has
-// the largest product of shares along its path, one at a time, as long as its logarithm is more than `least`; it opens the next
-// candidate of its depth and the first one behind it.
+// The likeliest tree of at most `most` candidates (DDTree): first the chain of the likeliest at every depth, then
+// whatever has the largest product of shares along its path, one at a time, as long as its logarithm is more than
+// `least`; it opens the next candidate of its depth and the first one behind it.
 static void tree_of(Drafts *d, const Candidates *c, int most, float least) {
     typedef struct { float share; int parent, depth, rank; } Branch;
     Branch open[2 * STEP_ROWS];
@@ -3169,8 +3175,8 @@ static int odds_deepest(const Odds *o) {               // depths that were seen
     return n;
 }
 
-// Of n guesses, each behind the one before, the first `right` were. What was known of depths that nobody looked at comes nearer to
-// the depth before, so that they are looked at again some day.
+// Of n guesses, each behind the one before, the first `right` were. What was known of depths that nobody looked at
+// comes nearer to the depth before, so that they are looked at again some day.
 static void odds_learn(Odds *o, int n, int right) {
     for (int d = 0; d < DRAFT_MAX; d++) {
         if (d < n && d <= right) {
@@ -3191,8 +3197,8 @@ static double tokens_of(const Odds *o, int n) {        // that a step with n gue
 
 enum { TIMES_FIRST = 4 };     // the least of the first few is taken, but for the very first: caches are cold
 
-// Seconds that n should take: between those known, in proportion; behind them, for each one more what it was from 1 to the last of
-// them, or, as long as no other is known, `each` times that of 1.
+// Seconds that n should take: between those known, in proportion; behind them, for each one more what it was from 1 to
+// the last of them, or, as long as no other is known, `each` times that of 1.
 static double times_of(const Times *t, int n, double each) {
     const double *of = t->of;
     int low = n, high = n;
@@ -3232,8 +3238,8 @@ static void draft_took(Pace *p, SpecKind who, int n, double seconds) {
     times_learn(p, &p->draft, n, seconds, draft_seconds(p, who, n));
 }
 
-// What a step with n guesses takes, beside `rows` other rows, in steps without: as much at least, whatever was measured. who: makes
-// them; OFF: they are there.
+// What a step with n guesses takes, beside `rows` other rows, in steps without: as much at least, whatever was
+// measured. who: makes them; OFF: they are there.
 static double price_of(const Pace *p, SpecKind who, int n, int rows) {
     const double plain = step_seconds(p, rows + 1), draft = who != SPEC_OFF && n ? draft_seconds(p, who, n) : 0;
     return plain > 0 ? fmax((step_seconds(p, rows + 1 + n) + draft) / plain, 1) : 1;
@@ -3246,8 +3252,8 @@ static double rate_of(const Pace *p, const Odds *o, SpecKind who, int n, int row
 // The depth that is tried behind n: 1 2 3 4 7 11 15 .. and `most`, so that few kinds of steps are recorded.
 static int next_depth(int n, int most) { return n == most ? most + 1 : min_int(n < 4 ? n + 1 : n == 4 ? 7 : n + 4, most); }
 
-// The depth from 1 to `most` that makes most tokens a second; 0: plain steps make as many, or nearly so. It goes twice as deep
-// as guesses were ever seen, and no deeper.
+// The depth from 1 to `most` that makes most tokens a second; 0: plain steps make as many, or nearly so. It goes twice
+// as deep as guesses were ever seen, and no deeper.
 static int best_depth(const Pace *p, const Odds *o, SpecKind who, int most, int rows) {
     int best = 0;
     double rate = 1.02;
@@ -3258,8 +3264,8 @@ static int best_depth(const Pace *p, const Odds *o, SpecKind who, int most, int 
     return best;
 }
 
-// Credit is counted in plain steps. Each step earns a share of one, by which text that nobody can guess may become slower; guesses
-// earn what they save and pay what they cost. Text gets more at first: it was watched before.
+// Credit is counted in plain steps. Each step earns a share of one, by which text that nobody can guess may become
+// slower; guesses earn what they save and pay what they cost. Text gets more at first: it was watched before.
 static const double credit_of_step = 0.015, credit_first = 0.8, credit_first_text = 1, credit_most = 8;
 enum { DRAFTED_MOST = 256,    // steps with guesses, after which one goes without, to see how long those take
        DOUBT_MOST = 8 };
@@ -3304,7 +3310,8 @@ static bool uses_ngrams(const Drafting *d) {
 
 static void earn(Guesser *g, SpecKind who, double steps) { g->credit[who] = fmin(g->credit[who] + steps, credit_most); }
 
-// How many guesses may be made, of at most `most`: there is credit for what they cost if half of what is expected of them is right.
+// How many guesses may be made, of at most `most`: there is credit for what they cost if half of what is expected of them is
+// right.
 static int affordable(const Guesser *g, const Pace *p, SpecKind who, SpecKind maker, int most, int rows) {
     while (most > 0 && price_of(p, maker, most, rows) - (1 + tokens_of(&g->odds[who], most)) / 2 > g->credit[who]) most--;
     return most;
@@ -3378,8 +3385,8 @@ static void guess(Guesser *g, const Pace *p, SpecKind who, const int32_t *ids, i
     }
 }
 
-// The depth that pays, 0: none. A drafter of which nothing is known is tried with one guess; where that is right, it goes on as
-// long as it pays. Where it does not, all is forgotten, and the next trial needs more credit.
+// The depth that pays, 0: none. A drafter of which nothing is known is tried with one guess; where that is right, it
+// goes on as long as it pays. Where it does not, all is forgotten, and the next trial needs more credit.
 static int paying_depth(Guesser *g, const Pace *p, SpecKind who, int most, int rows) {
     Odds *o = &g->odds[who];
     if (!odds_deepest(o)) return g->credit[who] >= fmin(g->doubt * (price_of(p, who, 1, rows) - 1), credit_most);
@@ -3636,7 +3643,8 @@ static void push_id(Session *s, TokIds *ids, int32_t id) {
 }
 
 // Cuts the session back to what it shares with a prompt (ids, n >= 1), less the last token, which has to run for its logits.
-// Where the rings do not reach back as far, they are put back as they were at the last mark before; else the session starts again.
+// Where the rings do not reach back as far, they are put back as they were at the last mark before; else the session starts
+// again.
 static void session_keep(Session *s, const int32_t *ids, int n) {
     Model *m = s->m;
     int same = 0;
@@ -3670,8 +3678,8 @@ static void make_room_for_mark(Session *s) {
     marks[s->n_marks] = out;
 }
 
-// What the rings hold now is kept: the session can go back to here from wherever it gets to. Not whole: the next ring of it; the
-// session runs nothing as long as it is s->saving.
+// What the rings hold now is kept: the session can go back to here from wherever it gets to. Not whole: the next ring
+// of it; the session runs nothing as long as it is s->saving.
 static void session_save(Session *s, bool whole) {
     Model *m = s->m;
     if (!s->saving) {
@@ -3748,8 +3756,8 @@ static void end_answer(Session *s, EndReason end) {
     s->fed = false;
 }
 
-// Adds to an event the text of the reply that has come since: thoughts as they are, content as far as the stop strings let it
-// pass.
+// Adds to an event the text of the reply that has come since: thoughts as they are, content as far as the stop strings
+// let it pass.
 static void pass_text(Session *s, Event *e) {
     const TokReply *r = &s->reply;
     const size_t n = r->content.n - s->content, room = s->n_text + n + 2 * s->stops.longest + 1;
@@ -3787,6 +3795,7 @@ static int loop_of(const int32_t *ids, int n) {
 }
 
 static void tell_end(Session *s, Event *e) {
+    const int made = min_int(s->turn.made, (int)s->held.n);            // tokens of it that are held
     begin_event(s, e, EVENT_END);
     e->end = s->end;
     e->error = s->end == END_ERROR ? s->err : NULL;
@@ -3795,7 +3804,7 @@ static void tell_end(Session *s, Event *e) {
     pass_text(s, e);
     s->reply.content.n = s->passed;
     s->turn.why = end_text[s->end];
-    s->turn.loop = loop_of(s->held.ids + (int)s->held.n - min_int(s->turn.made, (int)s->held.n), min_int(s->turn.made, (int)s->held.n));
+    s->turn.loop = loop_of(s->held.ids + (int)s->held.n - made, made);
     s->turn.prompt_seconds = (s->turn.made ? s->first_token : seconds()) - s->started;
     s->turn.decode_seconds = s->turn.made ? seconds() - s->first_token : 0;
     s->answering = false;
@@ -3818,8 +3827,8 @@ static void drop_drafts(Session *s) {
     if (s->m->len[s->seq] > (int)s->held.n) shorten_session(s->m, s->seq, s->held.ids, (int)s->held.n);
 }
 
-// The context is full: of its tokens the first n_head stay, and the newest half of the room behind these; they run again, with
-// what was said last. False: the head leaves less than half of the context, so nothing was done.
+// The context is full: of its tokens the first n_head stay, and the newest half of the room behind these; they run
+// again, with what was said last. False: the head leaves less than half of the context, so nothing was done.
 static bool shift_context(Session *s, const int32_t *said, int n) {
     const int n_ctx = s->m->options.n_ctx, n_head = s->n_head, half = (n_ctx - n_head) / 2, len = (int)s->held.n;
     if (n_head > n_ctx / 2 || half < n) return false;
@@ -3855,8 +3864,8 @@ static void take_token(Session *s, int32_t token, Event *e) {
     s->todo.n = 0;
     s->at = 0;
     if (token < 0) {
-        snprintf(s->err, sizeof s->err, "%s: no token can be chosen at position %zu: the logits are not numbers, so the file is "
-                 "damaged, or every token is suppressed", m->gguf.path, s->held.n - 1);
+        snprintf(s->err, sizeof s->err, "%s: no token can be chosen at position %zu: the logits are not numbers, so the "
+                 "file is damaged, or every token is suppressed", m->gguf.path, s->held.n - 1);
         end_answer(s, END_ERROR);
         return;
     }
@@ -3896,7 +3905,8 @@ static void take_token(Session *s, int32_t token, Event *e) {
 // The most tokens that may be guessed behind a text of n tokens, of which the answer has made so many.
 static int room_for_drafts(const Session *s, int n, int made) {
     const AnswerOptions *o = &s->options;
-    const int most = min_int(min_int(max_int(o->drafting.most, o->drafting.tree), s->m->options.n_ctx - n), s->m->options.n_logits - 1);
+    const int room = min_int(s->m->options.n_ctx - n, s->m->options.n_logits - 1);
+    const int most = min_int(max_int(o->drafting.most, o->drafting.tree), room);
     return o->keep_logits ? 0 : o->n_predict < 0 ? most : min_int(most, o->n_predict - made - 1);
 }
 
@@ -3949,8 +3959,8 @@ static void count_drafts(Session *s, int right) {
     count->accepted += right;
 }
 
-// Of the tokens chosen at the last token's row, number `row` of logits, and at those of the drafts: takes one after the other
-// along the accepted path, number i. rows: of other sessions in the step.
+// Of the tokens chosen at the last token's row, number `row` of logits, and at those of the drafts: takes one after the
+// other along the accepted path, number i. rows: of other sessions in the step.
 static void take_tokens(Session *s, int i, int row, int rows, Event *e) {
     Guesser *g = &s->guesser;
     const Verdict *v = &s->m->verdict;
@@ -3988,18 +3998,18 @@ static int next_rows(const Session *s) {
 
 enum { PATIENCE = 4 };        // steps without a guess, after which the next is issued ahead again
 
-// Whether the step behind the one that was just sampled can be issued before its tokens are known, with as many drafts as the
-// drafter makes now. Not behind a prompt: a step that is dropped is made good by another run of the last token, and the rounding
-// of a prompt differs. Not where it is known that nothing follows, or somebody looks at each step, or where other guesses
-// may follow.
+// Whether the step behind the one that was just sampled can be issued before its tokens are known, with as many drafts
+// as the drafter makes now. Not behind a prompt: a step that is dropped is made good by another run of the last token,
+// and the rounding of a prompt differs. Not where it is known that nothing follows, or somebody looks at each step, or
+// where other guesses may follow.
 static bool may_go_ahead(const Session *s, int depth) {
     const Model *m = s->m;
     const Guesser *g = &s->guesser;
     const int n = s->options.n_predict, most = 2 + g->drafts.n + depth;            // rows of the two steps
     const bool as_wanted = g->how.kind == SPEC_OFF || (g->missed >= PATIENCE || !uses_ngrams(&g->how));
-    return m->ops->mark && m->step.n_rows <= STEP_ROWS && m->len[s->seq] + most <= m->options.n_ctx && !s->options.keep_logits &&
-           !m->dump_dir && (n < 0 || s->turn.made + most <= n) && !s->cancelled && g->depth == depth && as_wanted &&
-           (!depth || (!g->how.tree && g->how.least <= 0));
+    return m->ops->mark && m->step.n_rows <= STEP_ROWS && m->len[s->seq] + most <= m->options.n_ctx &&
+           !s->options.keep_logits && !m->dump_dir && (n < 0 || s->turn.made + most <= n) && !s->cancelled &&
+           g->depth == depth && as_wanted && (!depth || (!g->how.tree && g->how.least <= 0));
 }
 
 // What a session has to tell without running anything. False: it has tokens to run.
@@ -4042,7 +4052,8 @@ static int ask_drafter(Session *const *sessions, const StepSeg *segs, int n_sess
         Session *s = sessions[k];
         Guesser *g = &s->guesser;
         const int n_todo = (int)s->todo.n - s->at, n = (int)s->held.n + n_todo + 1;
-        const int most = segs[k].n - g->drafts.n < n_todo ? 0 : min_int(room_for_drafts(s, n, s->turn.made + 1), m->options.draft_depth);
+        const int room = min_int(room_for_drafts(s, n, s->turn.made + 1), m->options.draft_depth);
+        const int most = segs[k].n - g->drafts.n < n_todo ? 0 : room;
         g->depth = depth_wanted(g, &m->pace, drafter_of(m), most, m->step.n_rows - segs[k].n);
         g->found.depth = 0;
         if (g->depth) drafting[(*n_drafting)++] = k;
@@ -4061,8 +4072,8 @@ static void step_ahead(Model *m, StepSeg *segs, int n, int depth) {
     step(m, segs, n);
 }
 
-// Chooses, commits and drafts behind the step that was just issued, which began at `start`; then the host waits for what came of
-// it, while the next step may be under way already. True: it is.
+// Chooses, commits and drafts behind the step that was just issued, which began at `start`; then the host waits for
+// what came of it, while the next step may be under way already. True: it is.
 static bool conclude(Session *const *sessions, StepSeg *segs, int n, bool drafted, double start) {
     Model *m = sessions[0]->m;
     const Ops *op = m->ops;
@@ -4075,7 +4086,7 @@ static bool conclude(Session *const *sessions, StepSeg *segs, int n, bool drafte
     for (int i = 0; i < n; i++) kept += 1 + sessions[i]->guesser.drafts.n;
     for (int i = 0; i < n; i++) ahead = ahead && kept == m->step.n_kept && may_go_ahead(sessions[i], depth);
     if (drafted || depth) {
-        const bool late = n_drafting && m->drafter.waiting[segs[drafting[0]].seq] > 8;     // a draft that has much to take in first
+        const bool late = n_drafting && m->drafter.waiting[segs[drafting[0]].seq] > 8;     // it has much to take in first
         issue_verdict(m, drafting, n_drafting, depth, NULL);
         if (ahead) step_ahead(m, segs, n, depth);
         read_verdict(m);
@@ -4117,8 +4128,8 @@ static void mask_rows(Session *const *sessions, const StepSeg *segs, int n) {
 
 static Event prompt_event(const Session *s) { return (Event){ .kind = EVENT_PROMPT, .done = s->at, .total = (int)s->todo.n }; }
 
-// Runs the step of n sessions, or goes on with that of a prompt. False: it was given up, or has stopped between two layers, and
-// event says so.
+// Runs the step of n sessions, or goes on with that of a prompt. False: it was given up, or has stopped between two
+// layers, and event says so.
 static bool run_step(Session *const *sessions, const StepSeg *segs, int n, Event *event) {
     Session *s = sessions[0];
     Model *m = s->m;
@@ -4158,9 +4169,9 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
     const int n_step = m->step.n_rows;
     const double began = runs_already ? sessions[0]->returned : start;
     mask_rows(sessions, segs, n);                      // while a GPU computes
-    const bool ahead = conclude(sessions, segs, n, drafted, began), plain = n == 1 && n_step == 1 && !sessions[0]->guesser.depth;
+    const bool ahead = conclude(sessions, segs, n, drafted, began);
     const double now = seconds();
-    if (plain) step_took(&m->pace, 1, now - began);
+    if (n == 1 && n_step == 1 && !sessions[0]->guesser.depth) step_took(&m->pace, 1, now - began);
     for (int i = 0, row = 0; i < n; i++) {
         Session *s = sessions[i];
         const int n_rows = 1 + s->guesser.drafts.n;
@@ -4186,9 +4197,9 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
 }
 
 // One piece of work for each of n sessions of one model, all different, and events[i] for what came of it: a chunk of a
-// prompt, some layers of one (Session.work) or a ring of what is kept behind it, or a token. Sessions with few rows to run share
-// steps; a longer chunk has one of its own, so that what a session is told does not depend on the others. While one is between two
-// layers, others wait.
+// prompt, some layers of one (Session.work) or a ring of what is kept behind it, or a token. Sessions with few rows to
+// run share steps; a longer chunk has one of its own, so that what a session is told does not depend on the others.
+// While one is between two layers, others wait.
 static void sessions_next(Session *const *sessions, int n, Event *events) {
     Session *some[MAX_SESSIONS];
     Event *theirs[MAX_SESSIONS];
@@ -4225,8 +4236,8 @@ static void sessions_next(Session *const *sessions, int n, Event *events) {
 
 static void session_next(Session *s, Event *e) { sessions_next(&s, 1, e); }
 
-// What steps and drafts of every depth take is measured once, in session 0, which is empty then. Where the backend records steps,
-// the first two of each kind are slow: so none of them is in an answer that chooses its depth by what that takes.
+// What steps and drafts of every depth take is measured once, in session 0, which is empty then. Where the backend records
+// steps, the first two of each kind are slow: so none of them is in an answer that chooses its depth by what that takes.
 static void measure_pace(Model *m, Tokenizer *t, const Drafting *how) {
     enum { RECORDED = 2, STEPS = 4 };                  // rounds before the one that counts
     const SpecKind who = drafter_of(m);
@@ -4249,8 +4260,8 @@ static void measure_pace(Model *m, Tokenizer *t, const Drafting *how) {
     reset_session(m, 0);
 }
 
-// The logits (vocab) that the session's last token was chosen from. Where another step has been run since, the token before it
-// runs once more. False: there are none yet.
+// The logits (vocab) that the session's last token was chosen from. Where another step has been run since, the token
+// before it runs once more. False: there are none yet.
 static bool session_logits(Session *s, float *logits) {
     Model *m = s->m;
     if (s->row < 0) return false;
@@ -5730,9 +5741,9 @@ int main(int argc, char **argv) {
 
 // ==== [13] CPU operations ============================================================================================
 
-// Threads. A job is cut into pieces, which the caller and a pool of threads claim one by one: a thread that another program
-// keeps from its core is late for its own piece only, and one that has not woken up delays nobody. Threads without work look
-// for some for a short while, then they sleep.
+// Threads. A job is cut into pieces, which the caller and a pool of threads claim one by one: a thread that another
+// program keeps from its core is late for its own piece only, and one that has not woken up delays nobody. Threads
+// without work look for some for a short while, then they sleep.
 
 enum { LOOKS = 2000, STACK_BYTES = 8 << 20 };  // looks for work, tens of microseconds, before a sleep
 
@@ -5911,8 +5922,8 @@ static void read_pieces(const void *task, int begin, int end) {
 
 // Reads a file's data from one end to the other, with all threads and under a progress bar: for the pages, which the
 // first prompt would otherwise wait for one by one, or, with check, for what stands in them (every tensor of the file).
-// Left out without check: what nobody reads or what rows are only taken from; and all when it is more than memory can hold
-// or the backend keeps weights of its own. Takes next to no time when the pages are in memory already.
+// Left out without check: what nobody reads or what rows are only taken from; and all when it is more than memory can
+// hold or the backend keeps weights of its own. Takes next to no time when the pages are in memory already.
 static void read_file_weights(const Model *m, const Gguf *g, const Binder *b, const char *name, bool check) {
     enum { PIECE = 4 << 20 };                          // bytes
     const Weights *w = &m->weights;
@@ -5968,9 +5979,9 @@ typedef struct { uint64_t key, weight; } Candidate;    // a token among others: 
 
 enum { PASS_PAIRS = 4096 };   // most pairs (row, chosen expert) that experts work on at a time
 
-// Attention numbers its keys: j < len is the committed position j, len + i is row i of the segment. SPAN of them are a span, and
-// span s belongs to part s mod PARTS. What the parts find is put together in their order, so that threads may share a long
-// context of a step of few queries, and the bits follow from the numbers alone.
+// Attention numbers its keys: j < len is the committed position j, len + i is row i of the segment. SPAN of them are a
+// span, and span s belongs to part s mod PARTS. What the parts find is put together in their order, so that threads may
+// share a long context of a step of few queries, and the bits follow from the numbers alone.
 enum { SPAN = 256, PARTS = 16, SPLIT_QUERIES = 256 };
 
 static struct {               // scratch of the CPU backend: one prepared input at a time, one row of logits
@@ -6040,8 +6051,9 @@ static size_t packed_bytes(size_t rows, size_t pairs, size_t cols) {
 
 static size_t cpu_scratch_bytes(const Limits *lim) {
     const size_t n = (size_t)lim->max_rows * lim->max_cols, pairs = pairs_of_pass(lim);
-    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + SPLIT_QUERIES * PARTS * (MAX_HEAD_DIM + 2) * sizeof(float) + packed_bytes(lim->max_rows, pairs, lim->max_cols) +
-           pairs * sizeof(int32_t) + lim->vocab * (sizeof(Candidate) + sizeof(float) + sizeof(int32_t));
+    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + SPLIT_QUERIES * PARTS * (MAX_HEAD_DIM + 2) * sizeof(float) +
+           packed_bytes(lim->max_rows, pairs, lim->max_cols) + pairs * sizeof(int32_t) +
+           lim->vocab * (sizeof(Candidate) + sizeof(float) + sizeof(int32_t));
 }
 
 static void cpu_init(const Limits *lim) {
@@ -6111,8 +6123,8 @@ static void rms_norm(float *out, const float *x, const float *w, int n, float ep
     for (int i = 0; i < n; i++) out[i] = w ? w[i] * (x[i] * scale) : x[i] * scale;
 }
 
-// e^x, relative error below 2e-7; 0 below -87, e^88 above 88; NaN for NaN. Without branches, so that loops over it become
-// vectors: 2^n for the nearest n to x / ln 2, times a polynomial in the rest, |r| <= 0.35.
+// e^x, relative error below 2e-7; 0 below -87, e^88 above 88; NaN for NaN. Without branches, so that loops over it
+// become vectors: 2^n for the nearest n to x / ln 2, times a polynomial in the rest, |r| <= 0.35.
 static inline float exp_of(float x) {
     const float in = x > 88 ? 88 : x < -87 ? -87 : x;
     const float shifted = in * 1.44269504f + 0x1.8p23f, n = shifted - 0x1.8p23f;     // the sum's last bits hold n
@@ -6186,8 +6198,8 @@ static void prepare_rows(const void *task, int first, int end) {
     }
 }
 
-// The input of a product: what a producer left, or rows prepared in scratch; in int8 too where a matrix is quantised, and
-// packed if that is wanted.
+// The input of a product: what a producer left, or rows prepared in scratch; in int8 too where a matrix is quantised,
+// and packed if that is wanted.
 static Rows prepare_as(const In *in, int n_rows, int cols, bool quantise, bool pack) {
     const bool own = !in->act.f && !in->act.q;
     const PrepareJob job = { .in = in, .from = in->act, .cols = cols, .quantise = quantise, .pack = pack };
@@ -6295,8 +6307,8 @@ static void cpu_matmul(const Matmul *o) {
 
 enum { TILE_ROWS = 32 };      // activation rows, and columns, of a product that goes through more than one matrix
 
-// out[r][i] = act(gate y) * (up y) of 32 columns from `first` on, of n_rows <= TILE_ROWS rows. Fused tensors hold the n rows
-// of up behind those of gate.
+// out[r][i] = act(gate y) * (up y) of 32 columns from `first` on, of n_rows <= TILE_ROWS rows. Fused tensors hold the n
+// rows of up behind those of gate.
 static void gated_tile(const Tensor *gate, const Tensor *up, int e, int n, int first, ActFn fn, const Rows *y, size_t r,
                        int n_rows, float out[TILE_ROWS][32]) {
     float u[TILE_ROWS][32];
@@ -6645,8 +6657,8 @@ static void cpu_qkv_store(const QkvStore *o) { parallel(o->batch->n_rows, share(
 enum { QUERIES = 8, KEYS = 32 };        // rows x heads, and cached rows, that are worked on at a time
 
 // softmax(q . k) v of some queries, which are heads of one KV head in rows of one segment. Key by key in the order of
-// positions ("online softmax"): the largest score so far stays the reference point, so exp never overflows. How queries are
-// grouped makes no difference to the bits.
+// positions ("online softmax"): the largest score so far stays the reference point, so exp never overflows. How queries
+// are grouped makes no difference to the bits.
 typedef struct {
     const Attend *o;
     int   head_dim, n_heads, n;         // n queries: rows x n_heads
@@ -6750,7 +6762,11 @@ static uint32_t listed_keys(const Sight *v, int j) {
     uint32_t seen = v->block ? 0 : ~(uint32_t)0;
     for (int b = j / SELECT_KEYS; v->block && b <= (j + 31) / SELECT_KEYS; b++) {
         int low = 0, high = v->n_blocks;               // the first one that is not below b
-        while (low < high) *(v->block[(low + high) / 2] < b ? &low : &high) = (low + high) / 2 + (v->block[(low + high) / 2] < b);
+        while (low < high) {
+            const int mid = (low + high) / 2;
+            if (v->block[mid] < b) low = mid + 1;
+            else high = mid;
+        }
         if (low == v->n_blocks || v->block[low] != b) continue;
         const int from = max_int(b * SELECT_KEYS - j, 0), to = min_int((b + 1) * SELECT_KEYS - j, 32);
         seen |= ~(uint32_t)0 << from & ~(uint32_t)0 >> (32 - to);
@@ -6875,8 +6891,8 @@ typedef struct {
     int split;                // into which the context is: 1, or PARTS
 } AttendJob;
 
-// The heads from `head` on, of rows r .. r + n_rows - 1 of the step, which are of one segment: all parts, or one of them, whose
-// results wait in cpu.parts.
+// The heads from `head` on, of rows r .. r + n_rows - 1 of the step, which are of one segment: all parts, or one of
+// them, whose results wait in cpu.parts.
 static void attend_queries(Softmax *s, const AttendJob *job, int r, int n_rows, int head, int n_heads, int part) {
     const Attend *o = job->o;
     const int hd = o->cache->head_dim, g = head / (o->n_heads / o->cache->n_kv_heads);
@@ -7471,8 +7487,8 @@ const Ops *cpu_ops(void) {
         .name = "cpu", .memory = cpu_memory, .weight_bytes = cpu_weight_bytes, .upload = cpu_upload,
         .scratch_bytes = cpu_scratch_bytes, .init = cpu_init, .reserve = cpu_reserve, .release = cpu_release,
         .copy = cpu_copy, .begin = cpu_begin, .end = cpu_end, .wait = cpu_wait, .bandwidth = cpu_bandwidth,
-        .embed = cpu_embed, .pair = cpu_pair, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up, .route = cpu_route,
-        .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
+        .embed = cpu_embed, .pair = cpu_pair, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up,
+        .route = cpu_route, .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store,
         .block_select = cpu_block_select, .attn_mass = cpu_attn_mass, .attend = cpu_attend,
         .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob, .sample = cpu_sample,

@@ -441,10 +441,10 @@ typedef struct {
                                      // kv_commit has yet to count; or NULL
 } Sample;
 
-typedef struct {                     // how far each segment's tokens are those that the model chose. Kept rows, of which there are
-                                     // logits, are some last rows of a segment, in order. From the first of them the walk goes
-                                     // to the kept row that follows it in the segment (CHAIN: the next one; TREE: a child) and
-                                     // whose token was chosen at it, and on, until there is none
+// How far each segment's tokens are those that the model chose. Kept rows, of which there are logits, are some last rows
+// of a segment, in order. From the first of them the walk goes to the kept row that follows it in the segment (CHAIN: the
+// next one; TREE: a child) and whose token was chosen at it, and on, until there is none.
+typedef struct {
     const Batch   *batch;            // all rows of the step
     const Row     *kept_rows;        // (n_kept) tokens are read in batch
     int            n_kept;
@@ -455,9 +455,10 @@ typedef struct {                     // how far each segment's tokens are those 
     int32_t       *next;             // (n_segs) what was chosen there; 0 without kept rows
 } VerifyWalk;
 
-typedef struct {                     // head of an MTP drafter whose tokens are sorted by centroid, 1 to STEP_ROWS rows. With y as in
-                                     // Head, c = centroids y; of the n_used largest (the lower number where they are equal) the
-                                     // tokens order[k * per + i], per = vocab / n_centroids, have the logits w y; others none
+// Head of an MTP drafter whose tokens are sorted by centroid, 1 to STEP_ROWS rows. With y as in Head, c = centroids y; of
+// the n_used largest (the lower number where they are equal) the tokens order[k * per + i], per = vocab / n_centroids,
+// have the logits w y; others none.
+typedef struct {
     int            n_rows;
     In             in;               // w_pre = output_norm; no Act
     const Tensor  *centroids, *w;    // (n_centroids, cols), (vocab, cols)
