@@ -90,10 +90,10 @@ typedef struct {
 } In;
 
 // ---- the batch: what every step takes ----------------------------------------------------------------------------
-// A step holds segments, a segment belongs to one session ("sequence"). Row i of a segment is written at slot len + i of
-// the session's caches and stands at position len + depth; len grows only by kv_commit. So rows carry no position: a
-// recorded step stays valid when the length moves. Between steps the host may set len by copy(): a new, restored or shortened
-// session (a ring allows at most slots - (window - 1) rows less than it has seen).
+// A step holds segments, a segment belongs to one session ("sequence"). Row i of a segment is written at slot len + i
+// of the session's caches and stands at position len + depth; len grows only by kv_commit. So rows carry no position: a
+// recorded step stays valid when the length moves. Between steps the host may set len by copy(): a new, restored or
+// shortened session (a ring allows at most slots - (window - 1) rows less than it has seen).
 typedef enum {
     SEG_CHAIN,                       // row i follows row i - 1: prompt chunk, plain decoding (n = 1), chain verification
     SEG_TREE                         // at most 64 rows; row i sees its ancestors. A tree is not deeper than the window; one
@@ -295,8 +295,8 @@ typedef struct {                     // head norms, rope, basis of the cache, qu
     float       *dump_k, *dump_k_pos, *dump_v;      // Kcur_normed, Kcur_pos, Vcur_normed
 } QkvStore;
 
-// Which keys of a cache that does not wrap the rows of a prompt attend to. Rows go SELECT_ROWS at a time, as the batch numbers
-// them, keys SELECT_KEYS at a time, by position; heads of one KV head share a list.
+// Which keys of a cache that does not wrap the rows of a prompt attend to. Rows go SELECT_ROWS at a time, as the batch
+// numbers them, keys SELECT_KEYS at a time, by position; heads of one KV head share a list.
 enum { SELECT_ROWS = 64, SELECT_KEYS = 128,
        SELECT_FIRST = 2, SELECT_NEAR = 4 };            // blocks that are always listed: the first of all; the rows' own, which
                                                        // is that of the first row and any behind it, and those before it
@@ -441,9 +441,9 @@ typedef struct {
                                      // kv_commit has yet to count; or NULL
 } Sample;
 
-// How far each segment's tokens are those that the model chose. Kept rows, of which there are logits, are some last rows
-// of a segment, in order. From the first of them the walk goes to the kept row that follows it in the segment (CHAIN: the
-// next one; TREE: a child) and whose token was chosen at it, and on, until there is none.
+// How far each segment's tokens are those that the model chose. Kept rows, of which there are logits, are some last
+// rows of a segment, in order. From the first of them the walk goes to the kept row that follows it in the segment
+// (CHAIN: the next one; TREE: a child) and whose token was chosen at it, and on, until there is none.
 typedef struct {
     const Batch   *batch;            // all rows of the step
     const Row     *kept_rows;        // (n_kept) tokens are read in batch
@@ -455,9 +455,9 @@ typedef struct {
     int32_t       *next;             // (n_segs) what was chosen there; 0 without kept rows
 } VerifyWalk;
 
-// Head of an MTP drafter whose tokens are sorted by centroid, 1 to STEP_ROWS rows. With y as in Head, c = centroids y; of
-// the n_used largest (the lower number where they are equal) the tokens order[k * per + i], per = vocab / n_centroids,
-// have the logits w y; others none.
+// Head of an MTP drafter whose tokens are sorted by centroid, 1 to STEP_ROWS rows. With y as in Head, c = centroids y;
+// of the n_used largest (the lower number where they are equal) the tokens order[k * per + i], per = vocab /
+// n_centroids, have the logits w y; others none.
 typedef struct {
     int            n_rows;
     In             in;               // w_pre = output_norm; no Act
@@ -479,9 +479,9 @@ ON_DEVICE static inline float sample_penalised(float z, int32_t count, const Sam
     return (float)(y - (double)count * p->frequency - p->presence);
 }
 
-// exp((z - largest) / temperature) as a whole number, SAMPLE_ONE for 1; 0 below 2^-39. scale = 1.44269504f / temperature. So
-// 2^24 tokens sum to less than 2^64. 2^-f for the fraction f of the exponent is a polynomial in 31 bits, off by less
-// than 1e-8, and never rises.
+// exp((z - largest) / temperature) as a whole number, SAMPLE_ONE for 1; 0 below 2^-39. scale = 1.44269504f /
+// temperature. So 2^24 tokens sum to less than 2^64. 2^-f for the fraction f of the exponent is a polynomial in 31
+// bits, off by less than 1e-8, and never rises.
 #define SAMPLE_ONE ((uint64_t)1 << 39)
 ON_DEVICE static inline uint64_t sample_weight(float z, float largest, float scale) {
     if (z == largest) return SAMPLE_ONE;               // infinite ones too

@@ -4554,7 +4554,8 @@ __global__ void kv_copy_kernel(Batch b, Cache c, Cache stage) {
             ((uint4 *)kv_row(c, p, seg.seq, i / words, slot))[i % words] =
                 ((const uint4 *)kv_row(stage, from, 0, i / words, from_slot))[i % words];
         for (int i = threadIdx.x; i < c.n_kv_heads * scales; i += blockDim.x)
-            kv_scales(c, p, seg.seq, i / scales, slot)[i % scales] = kv_scales(stage, from, 0, i / scales, from_slot)[i % scales];
+            kv_scales(c, p, seg.seq, i / scales, slot)[i % scales] =
+                kv_scales(stage, from, 0, i / scales, from_slot)[i % scales];
     }
 }
 static void cuda_kv_copy(const KvCopy *o) {
@@ -6642,8 +6643,10 @@ static FlashPlan flash_of(const Attend *o, int nc) {
     if (n_rows <= STEP_ROWS || n_rows < 8 * o->batch->n_segs || o->own != OWN_CAUSAL) return f;
     if (!is_readable(&c->k) || !is_readable(&c->v) || (c->tail_slots && !nc)) return f;
     if (c->head_dim == 256 && c->k.dim == 256 && !o->blocks) f = flash_plan<256, 64, 256, false>(c);
-    if (c->head_dim == 512 && c->k.dim == 512) f = o->blocks ? flash_plan<512, 64, 512, true>(c) : flash_plan<512, 64, 512, false>(c);
-    if (c->head_dim == 512 && c->k.dim == 128) f = o->blocks ? flash_plan<512, 64, 128, true>(c) : flash_plan<512, 64, 128, false>(c);
+    if (c->head_dim == 512 && c->k.dim == 512)
+        f = o->blocks ? flash_plan<512, 64, 512, true>(c) : flash_plan<512, 64, 512, false>(c);
+    if (c->head_dim == 512 && c->k.dim == 128)
+        f = o->blocks ? flash_plan<512, 64, 128, true>(c) : flash_plan<512, 64, 128, false>(c);
     if (group > f.lines) f.kernel = NULL;
     return f;
 }
@@ -6743,7 +6746,7 @@ __device__ static inline void score_stats(const float (&s)[4][4], const RowBlock
                                           float2 *stats) {
 #pragma unroll
     for (int n = 0; n < 8; n++) {
-        const int at = n / 2 * 8 + n % 2, behind = (j0 + at + 1) * SELECT_KEYS - 1 - v.pos;    // the first row that sees all of it
+        const int at = n / 2 * 8 + n % 2, behind = (j0 + at + 1) * SELECT_KEYS - 1 - v.pos;    // first row that sees all of it
         float x[2], most = -INFINITY, sum = 0;
 #pragma unroll
         for (int e = 0; e < 2; e++) {
@@ -6972,7 +6975,8 @@ static void cuda_attn_mass(const AttnMass *o) {
     const Cache *c = o->cache;
     const Batch *b = o->batch;
     if (c->head_dim > 512 || c->head_dim % 2) cuda_die("attn_mass: a head of %d values is not supported", c->head_dim);
-    launch(WRITES_ACTIVATIONS, share_scores_kernel, dim3(div_up(c->slots, MASS_KEYS), c->n_kv_heads, b->n_segs), 256, 0, *o, *b, *c);
+    launch(WRITES_ACTIVATIONS, share_scores_kernel, dim3(div_up(c->slots, MASS_KEYS), c->n_kv_heads, b->n_segs), 256, 0,
+           *o, *b, *c);
     launch(WRITES_ACTIVATIONS, share_softmax_kernel, dim3(o->n_heads, b->n_rows), 256, 0, *o, *b);
     launch(WRITES_ACTIVATIONS, share_most_kernel, dim3(div_up(o->n_keys, 256), b->n_rows), 256, 0, *o, *b);
     CHECK_LAUNCH("attn_mass n_rows=%d n_heads=%d head_dim=%d", b->n_rows, o->n_heads, c->head_dim);
@@ -8415,24 +8419,20 @@ static double cuda_joules(void) {
     return energy && energy(device, &millijoules) == 0 ? millijoules * 1e-3 : -1;
 }
 
-// Operations that no feature of this build needs yet stay NULL (gemma4.h, contract 10).
 const Ops *cuda_ops(void) {
     static Ops ops;
     int n_devices = 0;
     if (cudaGetDeviceCount(&n_devices) != cudaSuccess || !n_devices) return NULL;
     ops.name = "cuda";
     ops.memory = cuda_memory, ops.weight_bytes = cuda_weight_bytes, ops.upload = cuda_upload;
-    ops.scratch_bytes = cuda_scratch_bytes, ops.init = cuda_init, ops.reserve = cuda_reserve,
-        ops.release = cuda_release;
-    ops.copy = cuda_copy, ops.begin = cuda_begin, ops.end = cuda_end, ops.wait = cuda_wait;
-    ops.mark = cuda_mark, ops.wait_for = cuda_wait_for, ops.bandwidth = cuda_bandwidth, ops.joules = cuda_joules;
-    ops.launches = cuda_launches;
-    ops.embed = cuda_embed, ops.ple_rows = cuda_ple_rows, ops.matmul = cuda_matmul, ops.gate_up = cuda_gate_up;
-    ops.pair = cuda_pair;
-    ops.route = cuda_route, ops.expert_gate_up = cuda_expert_gate_up, ops.expert_down = cuda_expert_down;
-    ops.ple_inject = cuda_ple_inject, ops.close = cuda_close, ops.gather_rows = cuda_gather_rows;
-    ops.qkv_store = cuda_qkv_store, ops.block_select = cuda_block_select, ops.attn_mass = cuda_attn_mass, ops.attend = cuda_attend, ops.kv_commit = cuda_kv_commit,
-        ops.kv_copy = cuda_kv_copy;
+    ops.scratch_bytes = cuda_scratch_bytes, ops.init = cuda_init, ops.reserve = cuda_reserve, ops.release = cuda_release;
+    ops.copy = cuda_copy, ops.begin = cuda_begin, ops.end = cuda_end, ops.wait = cuda_wait, ops.mark = cuda_mark;
+    ops.wait_for = cuda_wait_for, ops.bandwidth = cuda_bandwidth, ops.joules = cuda_joules, ops.launches = cuda_launches;
+    ops.embed = cuda_embed, ops.pair = cuda_pair, ops.ple_rows = cuda_ple_rows, ops.matmul = cuda_matmul;
+    ops.gate_up = cuda_gate_up, ops.route = cuda_route, ops.expert_gate_up = cuda_expert_gate_up;
+    ops.expert_down = cuda_expert_down, ops.ple_inject = cuda_ple_inject, ops.close = cuda_close;
+    ops.gather_rows = cuda_gather_rows, ops.qkv_store = cuda_qkv_store, ops.block_select = cuda_block_select;
+    ops.attn_mass = cuda_attn_mass, ops.attend = cuda_attend, ops.kv_commit = cuda_kv_commit, ops.kv_copy = cuda_kv_copy;
     ops.head = cuda_head, ops.logprob = cuda_logprob, ops.sample = cuda_sample;
     ops.verify_walk = cuda_verify_walk, ops.head_centroid = cuda_head_centroid;
     return &ops;

@@ -146,15 +146,15 @@ int gguf_get_ints(Gguf *g, const char *key, int64_t min, int64_t max, int64_t *o
 int gguf_get_strs(Gguf *g, const char *key, const GgufStr **out, size_t *n);          // lives until gguf_close
 size_t gguf_value_bytes(int value_type);        // of one number or bool, GGUF_V_U8 to _F64; 0: a string or an array
 
-// The first of n blocks of a type that holds a number no quantiser writes, or n: scales and floats must be finite, MXFP4's
-// exponent is not 255, NVFP4's scales have no sign. I8 to I64 and IQ1_M hold nothing that is checked. Nothing else reads
-// all of a model's data before it is used, so this is an offer, not a part of opening. From any thread.
+// The first of n blocks of a type that holds a number no quantiser writes, or n: scales and floats must be finite,
+// MXFP4's exponent is not 255, NVFP4's scales have no sign. I8 to I64 and IQ1_M hold nothing that is checked. Nothing
+// else reads all of a model's data before it is used, so this is an offer, not a part of opening. From any thread.
 size_t gguf_find_bad_block(int type, const void *blocks, size_t n);
 
 // ---- writing a file's head -----------------------------------------------------------------------------------------
-// Keys and tensor infos in the order of the calls, offsets as running sums. Start from {0}. The file is the head, then per
-// tensor its bytes and zeros up to the next multiple of 32. Only memory can run out: then later calls do nothing and
-// gguf_writer_head says so, once. A NULL value, a name or a shape that gguf_parse would refuse is the caller's bug.
+// Keys and tensor infos in the order of the calls, offsets as running sums. Start from {0}. The file is the head, then
+// per tensor its bytes and zeros up to the next multiple of 32. Only memory can run out: then later calls do nothing
+// and gguf_writer_head says so, once. A NULL value, a name or a shape that gguf_parse would refuse is the caller's bug.
 
 typedef struct {
     uint8_t *kvs, *infos;                   // as they will stand in the file
@@ -175,15 +175,15 @@ void gguf_put_tensor(GgufWriter *w, GgufStr name, int type, int n_dims, const ui
 // The head: *size bytes, a multiple of 32, freed by the caller. NULL: no memory.
 uint8_t *gguf_writer_head(const GgufWriter *w, size_t *size);
 void gguf_writer_free(GgufWriter *w);
-// The file that w describes, without writing it: tensor i has its bytes at data[i], in mappings of `from`, which g takes
-// over. The head is checked as gguf_open would. 0 or < 0; `from` is closed in either case.
+// The file that w describes, without writing it: tensor i has its bytes at data[i], in mappings of `from`, which g
+// takes over. The head is checked as gguf_open would. 0 or < 0; `from` is closed in either case.
 int gguf_from_writer(Gguf *g, const GgufWriter *w, const uint8_t *const *data, Gguf *from);
 // size bytes of zeroed memory that gguf_close releases. NULL: err says why.
 void *gguf_private(Gguf *g, size_t size);
 
 // ---- JSON --------------------------------------------------------------------------------------------------------
-// For safetensors headers and the texts around a model: configurations, tool declarations, calls. A value is the span of
-// its text inside the text that was parsed, so nothing is copied or allocated and the text must live as long.
+// For safetensors headers and the texts around a model: configurations, tool declarations, calls. A value is the span
+// of its text inside the text that was parsed, so nothing is copied or allocated and the text must live as long.
 
 enum { GGUF_J_NULL, GGUF_J_FALSE, GGUF_J_TRUE, GGUF_J_NUMBER, GGUF_J_STRING, GGUF_J_ARRAY, GGUF_J_OBJECT };
 
@@ -196,13 +196,13 @@ typedef struct {
 // Check a whole text (RFC 8259, at most 256 levels deep; whether strings are UTF-8 is left open). 0 and the value, or -1,
 // with err_at the byte at fault and err what was expected there. The other functions take only values that come from here.
 int gguf_json_parse(const char *text, size_t n, GgufJson *value, size_t *err_at, const char **err);
-// Step through an array or object: start with a copy of it in *rest. key may be NULL; arrays leave it alone. Linear in the
-// container's text over a whole walk.
+// Step through an array or object: start with a copy of it in *rest. key may be NULL; arrays leave it alone. Linear in
+// the container's text over a whole walk.
 bool gguf_json_next(GgufJson *rest, GgufJson *key, GgufJson *value);
 bool gguf_json_get(const GgufJson *object, const char *key, GgufJson *out);     // the last one of that name
 bool gguf_json_is(const GgufJson *string, const char *text);                    // a string that reads `text`
-// A string's bytes without quotes and escapes, at most string->n of them, to out; returns how many. Half a surrogate pair
-// becomes U+FFFD.
+// A string's bytes without quotes and escapes, at most string->n of them, to out; returns how many. Half a surrogate
+// pair becomes U+FFFD.
 size_t gguf_json_string(const GgufJson *string, char *out);
 size_t gguf_utf8(uint32_t c, char out[4]);      // code point c <= 0x10ffff as UTF-8; returns how many bytes
 bool gguf_json_int(const GgufJson *number, int64_t min, int64_t max, int64_t *out);     // false: no such integer
@@ -225,8 +225,8 @@ int gguf_open_safetensors(Gguf *g, const char *path);
 int gguf_parse_safetensors(Gguf *g, const void *bytes, size_t size);
 
 // ---- block formats -----------------------------------------------------------------------------------------------
-// A type number of the caller's that breaks a precondition below is a bug, not bad input: check a file's types once, with
-// gguf_type_supported and gguf_row_size, when the tensor is bound.
+// A type number of the caller's that breaks a precondition below is a bug, not bad input: check a file's types once,
+// with gguf_type_supported and gguf_row_size, when the tensor is bound.
 
 const char *gguf_type_name(int type);           // "unknown" for an unknown or removed id
 int gguf_block_elems(int type);                 // elements per block; 0 for an unknown or removed id
@@ -237,9 +237,9 @@ size_t gguf_row_size(int type, size_t n);       // bytes of n elements; 0 if n i
 // n elements (a multiple of the block) of a supported type to f32. Exact, or correctly rounded where two terms are added.
 void gguf_dequantize(int type, const void *src, float *dst, size_t n);
 
-// n floats (a multiple of the block) to a supported type. Without importance weights, each
-// value or block by itself, in f32 in a fixed order: the bytes are the same on every machine. A block with a NaN or an Inf,
-// or with scales that overflow binary16, gives some block, whose values may be NaN or Inf.
+// n floats (a multiple of the block) to a supported type. Without importance weights, each value or block by itself, in
+// f32 in a fixed order: the bytes are the same on every machine. A block with a NaN or an Inf, or with scales that
+// overflow binary16, gives some block, whose values may be NaN or Inf.
 void gguf_quantize(int type, const float *src, void *dst, size_t n);
 
 // Activations to int8 in groups of 32 (n a multiple of 32). This rounding is part of the model's definition: every backend
@@ -273,11 +273,11 @@ void gguf_dot_f32_rows(int type, const void *w, size_t n_w, size_t w_stride, con
 // subnormal.
 float gguf_dot_q8(int type, const void *row, const int8_t *q, const float *scale, size_t n);
 
-// The same for n_w consecutive weight rows and n_rows consecutive packed activation rows: out[r*out_stride + i] has exactly
-// the bits of gguf_dot_q8 for weight row i and activation row r. This is the fast form, for one row too: activations
-// are packed once for all weight rows, and each weight block is unpacked once for up to 32 rows. Callers that share the
-// work between threads give each a range of weight rows. Packed rows take gguf_packed_size(n) bytes each, at an address
-// aligned for float (64 bytes is best); their layout belongs to the build and is not for files.
+// The same for n_w consecutive weight rows and n_rows consecutive packed activation rows: out[r*out_stride + i] has
+// exactly the bits of gguf_dot_q8 for weight row i and activation row r. This is the fast form, for one row too:
+// activations are packed once for all weight rows, and each weight block is unpacked once for up to 32 rows. Callers
+// that share the work between threads give each a range of weight rows. Packed rows take gguf_packed_size(n) bytes
+// each, at an address aligned for float (64 bytes is best); their layout belongs to the build and is not for files.
 size_t gguf_packed_size(size_t n);
 void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed);     // one row; n a multiple of 32
 void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, size_t n_rows, size_t n,
@@ -441,8 +441,8 @@ static const char *gguf__shown(GgufStr name, char out[GGUF__SHOWN_MAX]) {
     return out;
 }
 
-// Fill g->err with "<kind> '<name>': <message> (<code> at byte <at>)" and return -1. A name of 0 bytes is left out, a long
-// one is cut; both parts together stay below sizeof err.
+// Fill g->err with "<kind> '<name>': <message> (<code> at byte <at>)" and return -1. A name of 0 bytes is left out, a
+// long one is cut; both parts together stay below sizeof err.
 #ifdef __GNUC__
 __attribute__((format(printf, 6, 7)))
 #endif
@@ -856,8 +856,8 @@ static int gguf__read(Gguf *g, int fd, void *to, size_t n, size_t at) {
     return 0;
 }
 
-// Read the file's head into a growing private copy until the metadata lies in it, then map the file. The copy is what was
-// checked and what is used: another process may still change the pages of a mapping.
+// Read the file's head into a growing private copy until the metadata lies in it, then map the file. The copy is what
+// was checked and what is used: another process may still change the pages of a mapping.
 static int gguf__load(Gguf *g, int fd, size_t size) {
     size_t have = 0;
     g->copies = (uint8_t **)calloc(1, sizeof *g->copies);
@@ -1026,8 +1026,8 @@ static void gguf__suffix(char *out, int64_t no, int64_t count) {     // (GGUF__S
     snprintf(out, GGUF__SUFFIX + 1, "-%05u-of-%05u.gguf", (unsigned)(no + 1) % 100000, (unsigned)count % 100000);
 }
 
-// Check that `part` is number i of `count`, then give g its tensors, for which g has room up to `total`, and of the first
-// part the keys.
+// Check that `part` is number i of `count`, then give g its tensors, for which g has room up to `total`, and of the
+// first part the keys.
 static int gguf__join(Gguf *g, Gguf *part, int64_t i, int64_t count, size_t total) {
     Gguf__Split s;
     GGUF__TRY(gguf__split_key(part, "split.count", true, "E_SPLIT_COUNT", 65535, &s.count));
@@ -1656,8 +1656,8 @@ static int gguf__st_cover(Gguf__St *f, GgufTensor *tensors, size_t n, const Gguf
     return 0;
 }
 
-// Room for n tensors, in their array and in the table. Only when it grows, to twice its size or more, is the table filled
-// anew: the files of a set cost no more than one file with the tensors of all.
+// Room for n tensors, in their array and in the table. Only when it grows, to twice its size or more, is the table
+// filled anew: the files of a set cost no more than one file with the tensors of all.
 static bool gguf__st_room(Gguf *g, size_t n) {
     size_t slots = g->tensor_slots ? g->tensor_slots : 4;
     while (slots < 2 * n + 4) slots *= 2;
@@ -1884,8 +1884,8 @@ int gguf_open_safetensors(Gguf *g, const char *path) {
 }
 
 // ---- block formats -----------------------------------------------------------------------------------------------
-// gguf__unpack is the formats' only definition here: it turns 256 elements of any quantised type (eight blocks of 32, four
-// of 64 or one of 256) into signed codes and their factors. Dequantising and both dots start from that.
+// gguf__unpack is the formats' only definition here: it turns 256 elements of any quantised type (eight blocks of 32,
+// four of 64 or one of 256) into signed codes and their factors. Dequantising and both dots start from that.
 
 #if defined(__GNUC__)
 #define GGUF__INLINE static inline __attribute__((always_inline))   // a constant type each: no branches in the loops
@@ -2016,9 +2016,9 @@ GGUF__INLINE void gguf__split_halves(const void *bytes, bool is_signed, int minu
     }
 }
 
-// Q4_K, Q5_K: 6-bit scales sc and minima mn of the eight sub-blocks, from the twelve bytes s. Bytes 0..3 and 4..7 hold sc and
-// mn of sub-blocks 0..3 in their low six bits; the rest has its low four bits in bytes 8..11 (sc low nibble, mn high) and its
-// upper two on top of bytes 0..3 and 4..7. Four bytes at a time.
+// Q4_K, Q5_K: 6-bit scales sc and minima mn of the eight sub-blocks, from the twelve bytes s. Bytes 0..3 and 4..7 hold
+// sc and mn of sub-blocks 0..3 in their low six bits; the rest has its low four bits in bytes 8..11 (sc low nibble, mn
+// high) and its upper two on top of bytes 0..3 and 4..7. Four bytes at a time.
 static inline void gguf__q4_k_scales(const uint8_t *restrict s, int32_t *restrict sc, int32_t *restrict mn) {
     uint32_t w[3];
     uint8_t bytes[16];
@@ -2030,8 +2030,8 @@ static inline void gguf__q4_k_scales(const uint8_t *restrict s, int32_t *restric
     for (int g = 0; g < 8; g++) mn[g] = bytes[8 + g];
 }
 
-// Q3_K: the 6-bit scales of the sixteen sub-blocks, likewise: low four bits in the low nibbles of bytes 0..7 of s, then in
-// the high ones; upper two in bytes 8..11, those of sub-block j in bits 2*(j/4) of byte 8 + j%4.
+// Q3_K: the 6-bit scales of the sixteen sub-blocks, likewise: low four bits in the low nibbles of bytes 0..7 of s, then
+// in the high ones; upper two in bytes 8..11, those of sub-block j in bits 2*(j/4) of byte 8 + j%4.
 static inline void gguf__q3_k_scales(const uint8_t *restrict s, int32_t (*restrict sc)[8]) {
     uint32_t w[3], packed[4];
     memcpy(w, s, 12);
@@ -2396,11 +2396,11 @@ GGUF__INLINE void gguf__add_terms(int type, const Gguf__Codes *restrict c, const
 #endif
 }
 
-// A part of 256 elements is 64 words of four codes: 8 for each of 8 groups. Both sides turn these from [group][word] into
-// words k and k + 4 of the even groups for k = 0 .. 3, then of the odd ones. So four steps of four products leave the sums of
-// both halves of four groups in a lane each, and nothing is left to add across lanes. The sum of codes with 2^k added
-// starts from -2^k times the sum of the activations. GGUF__DPBUSD multiplies unsigned by signed bytes: there codes that are
-// still signed are stored with 128 added.
+// A part of 256 elements is 64 words of four codes: 8 for each of 8 groups. Both sides turn these from [group][word]
+// into words k and k + 4 of the even groups for k = 0 .. 3, then of the odd ones. So four steps of four products leave
+// the sums of both halves of four groups in a lane each, and nothing is left to add across lanes. The sum of codes with
+// 2^k added starts from -2^k times the sum of the activations. GGUF__DPBUSD multiplies unsigned by signed bytes: there
+// codes that are still signed are stored with 128 added.
 typedef struct {
     int8_t q[256];
     int32_t sum[2][8], start[2][8]; // of q, both halves of each group; -128 times that
@@ -2453,12 +2453,14 @@ GGUF__INLINE int gguf__pairs_in_16(int type) { return gguf__is_signed(type) ? 1 
 
 // dot[h][g] = sum over half h of group g, from codes and activations in that order. Exact, so all bodies give the same
 // bits; |q| <= 127. The AVX2 body without GGUF__DPBUSD moves the sign of signed codes, which are >= -128, to q.
-GGUF__INLINE void gguf__dot_words(int type, const int8_t *restrict w, const Gguf__Acts *restrict x, int32_t (*restrict dot)[8]) {
+GGUF__INLINE void gguf__dot_words(int type, const int8_t *restrict w, const Gguf__Acts *restrict x,
+                                  int32_t (*restrict dot)[8]) {
     const int offset_bits = gguf__is_signed(type) ? GGUF__DOT_OF_UNSIGNED * 7 : gguf__offset_bits(type);
 #if defined(__AVX2__)
     __m256i sum[2];                                 // of even and of odd groups
     for (int odd = 0; odd < 2; odd++) {
-        const __m256i *wp = (const __m256i *)(const void *)(w + 128 * odd), *qp = (const __m256i *)(const void *)(x->q + 128 * odd);
+        const __m256i *wp = (const __m256i *)(const void *)(w + 128 * odd);
+        const __m256i *qp = (const __m256i *)(const void *)(x->q + 128 * odd);
         __m256i s = _mm256_setzero_si256();
 #ifdef GGUF__DPBUSD
         for (int k = 0; k < 4; k++) s = GGUF__DPBUSD(s, _mm256_loadu_si256(wp + k), _mm256_loadu_si256(qp + k));
@@ -2580,11 +2582,12 @@ GGUF__INLINE void gguf__dot_tile(int type, const uint8_t *b, size_t row_size, si
         for (size_t i = 0; i < n_w; i++) out[r * out_stride + i] = gguf__fold(acc[r][i], 8);
 }
 
-// As many weight rows times one activation row, each from one end to the other. The groups that a row has behind its last
-// whole part are taken of as many rows at once as fill a part. Weights are asked for a page ahead: they come from memory,
-// and what the processor asks for by itself ends with the page.
+// As many weight rows times one activation row, each from one end to the other. The groups that a row has behind its
+// last whole part are taken of as many rows at once as fill a part. Weights are asked for a page ahead: they come from
+// memory, and what the processor asks for by itself ends with the page.
 enum { GGUF__AHEAD = 4096 };  // bytes
-GGUF__INLINE void gguf__dot_row(int type, const uint8_t *b, size_t row_size, size_t n_w, const Gguf__Acts *x, size_t n, float *out) {
+GGUF__INLINE void gguf__dot_row(int type, const uint8_t *b, size_t row_size, size_t n_w, const Gguf__Acts *x, size_t n,
+                                float *out) {
     const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes;
     const size_t parts = n / 256, rest = gguf__types[type].elems < 256 ? n % 256 / 32 : 0, at_once = rest ? 8 / rest : 1;
     const size_t rest_bytes = row_size - parts * bytes;
@@ -2595,7 +2598,8 @@ GGUF__INLINE void gguf__dot_row(int type, const uint8_t *b, size_t row_size, siz
         if (rest && i % at_once == 0) {
             const size_t rows = n_w - i < at_once ? n_w - i : at_once;
             uint8_t blocks[8 * 34];             // of the largest ones, Q8_0's; rows without a whole part lie like this already
-            for (size_t r = 0; r < rows && parts; r++) memcpy(blocks + r * rest_bytes, b + r * row_size + parts * bytes, rest_bytes);
+            for (size_t r = 0; r < rows && parts; r++)
+                memcpy(blocks + r * rest_bytes, b + r * row_size + parts * bytes, rest_bytes);
             gguf__unpack_words(type, parts ? blocks : b, (int)(rows * rest), &w);
             memset(ends, 0, sizeof ends);
             gguf__add_part(type, &w, x + parts, ends);
@@ -2630,9 +2634,9 @@ void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, s
 }
 
 // ---- quantising --------------------------------------------------------------------------------------------------
-// The K types look for the best scale of each sub-block, over the 8 or 16 sub-blocks of a block side by side: x[i][j] is
-// element i of sub-block j, every loop over j is a vector, and each sub-block's sums still run over i in order. So the
-// result is that of a loop over one sub-block after the other, and the same with every compiler.
+// The K types look for the best scale of each sub-block, over the 8 or 16 sub-blocks of a block side by side: x[i][j]
+// is element i of sub-block j, every loop over j is a vector, and each sub-block's sums still run over i in order. So
+// the result is that of a loop over one sub-block after the other, and the same with every compiler.
 
 // v to the nearest integer, ties to even, where |v| < 2^22; otherwise, and for a NaN, some integer.
 static inline int32_t gguf__nearest(float v) {
@@ -2953,8 +2957,8 @@ static inline int gguf__nearest_t(float v) {
     return c;
 }
 
-// Scale of x ~ scale*T[code] for 32 elements with weights x^2: the extreme on either end of the table, then `tries` steps of one
-// entry of the table to each side of it; each with the scale that fits its codes best. code: those of the first ratio.
+// Scale of x ~ scale*T[code] for 32 elements with weights x^2: the extreme on either end of the table, then `tries` steps of
+// one entry of the table to each side of it; each with the scale that fits its codes best. code: those of the first ratio.
 static float gguf__search_t(const float *x, int tries, uint8_t *code) {
     const float m = gguf__extreme(x, 32);
     float best = 0, scale = 0;

@@ -461,7 +461,9 @@ static uint64_t tok__hash(uint64_t h, TokStr s) {                     // FNV-1a,
     for (size_t i = 0; i < s.n; i++) h = (h ^ (unsigned char)s.s[i]) * 0x100000001B3u;
     return h;
 }
-static uint64_t tok__hash_start(const Tok__Texts *x) { return 0xCBF29CE484222325u ^ (uint64_t)(uintptr_t)x->slot * TOK__GOLDEN; }
+static uint64_t tok__hash_start(const Tok__Texts *x) {
+    return 0xCBF29CE484222325u ^ (uint64_t)(uintptr_t)x->slot * TOK__GOLDEN;
+}
 
 // The slot of the token whose text is a followed by b, or a free slot. h is the hash of both.
 static Tok__Slot *tok__find_text(const Tok__Texts *x, uint64_t h, TokStr a, TokStr b) {

@@ -7,9 +7,9 @@
 
 // ==== [1] Bench ======================================================================================================
 // ppN runs a prompt of N random tokens, tgN generates N tokens one by one; "@ dN" after N tokens in the context that have
-// really been run, or, "(random fill)", whose cache rows are random numbers: as many bytes to read, and no prompt to wait
-// for. vsN takes steps of N rows that all get logits and are never committed, as a verification of drafts does: all at one
-// depth. Where a drafter's guesses are taken for right by chance, tgN (forced) makes N tokens in steps with drafts: the text means
+// really been run, or, "(random fill)", whose cache rows are random numbers: as many bytes to read, and no prompt to wait for.
+// vsN takes steps of N rows that all get logits and are never committed, as a verification of drafts does: all at one depth.
+// Where a drafter's guesses are taken for right by chance, tgN (forced) makes N tokens in steps with drafts: the text means
 // nothing, the time does. A warm-up, then repetitions: mean and standard deviation of tokens (rows) per second.
 
 typedef struct { int n[32], count; } IntList;
@@ -51,8 +51,8 @@ static void set_length(Model *m, int seq, int32_t len) {
     m->ops->copy(&(Copy){ m->s.len + seq, &len, sizeof len, COPY_IN });
 }
 
-// Makes n tokens, or a few more, with drafts of which as many are taken for right as chance has it. As in sessions, a step is issued
-// before the host knows what came of the one before.
+// Makes n tokens, or a few more, with drafts of which as many are taken for right as chance has it. As in sessions, a
+// step is issued before the host knows what came of the one before.
 static void bench_forced(Bench *b, int n) {
     Model *m = b->m;
     const Verdict *v = &m->verdict;
@@ -80,8 +80,8 @@ static void bench_forced(Bench *b, int n) {
     }
 }
 
-// Runs n random tokens from the end of the session on, as a prompt or one by one, or VERIFY_STEPS times as n drafts; returns
-// the seconds.
+// Runs n random tokens from the end of the session on, as a prompt or one by one, or VERIFY_STEPS times as n drafts;
+// returns the seconds.
 static double bench_run(Bench *b, int n, BenchKind kind, const char *what) {
     Model *m = b->m;
     const Ops *op = m->ops;
@@ -244,7 +244,8 @@ static void print_markdown(const Bench *b, const BenchOptions *o, const BenchRes
         snprintf(read_rate, sizeof read_rate, b->bandwidth > 0 ? "%.2f (%.0f %%)" : "%.2f", r->rate * 1e-9,
                  b->bandwidth > 0 ? r->rate / b->bandwidth * 100 : 0);
     if (r->density > 0)
-        snprintf(read_rate, sizeof read_rate, "pFlash%s: %.1f %%", m->options.pflash_density ? ", forced" : "", 100 * r->density);
+        snprintf(read_rate, sizeof read_rate, "pFlash%s: %.1f %%", m->options.pflash_density ? ", forced" : "",
+                 100 * r->density);
     printf("| %-30s | %10s | %10s | %-10s | %7d | %*s | %21s | %18s |", model_name(m), size, count, op->name,
            count_threads(), width, r->name, mark, read_rate);
     if (op->launches && r->kind != PROMPT_TEST) printf(" %8.1f |", r->per_step);
@@ -261,7 +262,8 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
     const struct { const char *name; double value; } numbers[] = {
         { "model_size", bytes }, { "model_n_params", params }, { "n_ubatch", m->options.n_batch },
         { "n_threads", count_threads() }, { "n_prompt", r->kind == PROMPT_TEST ? r->n : 0 },
-        { "n_gen", r->kind == GENERATE_TEST || r->kind == FORCED_TEST ? r->n : 0 }, { "n_depth", b->depth }, { "avg_ts", r->mean },
+        { "n_gen", r->kind == GENERATE_TEST || r->kind == FORCED_TEST ? r->n : 0 }, { "n_depth", b->depth },
+        { "avg_ts", r->mean },
         { "stddev_ts", r->sd }, { "read_bytes_per_s", r->rate },
         { "bandwidth_bytes_per_s", b->bandwidth }, { "planned_bytes", (double)planned_memory(m) },
         { "resident_bytes", (double)resident_memory() }, { "n_verify", r->kind == VERIFY_TEST ? r->n : 0 },
@@ -270,7 +272,8 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
         { "forced_tokens_per_step", r->kind == FORCED_TEST ? (double)(b->n_made - 1) / b->n_passes : 0 },
         { "draft_ms", r->kind == FORCED_TEST ? 1e3 * b->draft_seconds / b->n_passes : 0 },
         { "verify_ms", r->kind == FORCED_TEST ? 1e3 * b->verify_seconds / b->n_passes : 0 },
-        { "pflash_alpha", m->options.pflash }, { "pflash_forced", m->options.pflash_density }, { "pflash_density", r->density } };
+        { "pflash_alpha", m->options.pflash }, { "pflash_forced", m->options.pflash_density },
+        { "pflash_density", r->density } };
     const struct { const char *name, *value; } texts[] = {
         { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", m->ops->name },
         { "type_k", kv_names[m->options.k_type] }, { "type_v", kv_names[m->options.v_type] },
@@ -335,7 +338,8 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
     else print_fields(b, o, &r, first);
     if (o->format == FORMAT_MD && kind == FORCED_TEST)
         fprintf(stderr, "# forced: %d drafted a step, %.2f tokens made; %.3f ms to draft, %.3f ms to verify\n", b->forced.depth,
-                (double)(b->n_made - 1) / b->n_passes, 1e3 * b->draft_seconds / b->n_passes, 1e3 * b->verify_seconds / b->n_passes);
+                (double)(b->n_made - 1) / b->n_passes, 1e3 * b->draft_seconds / b->n_passes,
+               1e3 * b->verify_seconds / b->n_passes);
     flush_output();
     free(speed);
 }
@@ -721,7 +725,8 @@ static void judge_chunk(Ppl *p, const int32_t *ids, int n, int first) {
             m->chunk[rows] = (StepRow){ .token = ids[at + rows], .want = at + rows >= first };
             wanted += m->chunk[rows].want;
         }
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk, .more = max_int(n - at - rows, DENSE_ROWS) },
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk,
+                            .more = max_int(n - at - rows, DENSE_ROWS) },
              1);                                       // where prompts are sparse, no row is one of a prompt's last
         if (wanted) judge_rows(p, ids + at + rows - wanted + 1, wanted);
         commit_all(m);
@@ -895,7 +900,8 @@ static void print_ppl(const Model *m, const PplOptions *o, const PplResult *r) {
         { "type_k", kv_names[m->options.k_type] }, { "type_v", kv_names[m->options.v_type] },
         { "type_swa", kv_names[ring_type(m)] }, { "kv_layout", layout } };
     const struct { const char *name; double value; } numbers[] = {
-        { "kv_tail", m->options.tail }, { "n_ctx", o->n_ctx }, { "ppl_stride", o->stride }, { "n_chunks", o->n_chunks }, { "n_judged", n },
+        { "kv_tail", m->options.tail }, { "n_ctx", o->n_ctx }, { "ppl_stride", o->stride },
+        { "n_chunks", o->n_chunks }, { "n_judged", n },
         { "seconds", r->seconds }, { "nll", r->log_p }, { "ppl", r->ppl }, { "ppl_error", r->ppl_error },
         { "base_ppl", r->base_ppl }, { "ppl_ratio", r->ratio }, { "ppl_ratio_error", r->ratio_error },
         { "kld_mean", r->divergence }, { "kld_error", r->divergence_error }, { "kld_median", r->median },

@@ -5,8 +5,8 @@
 #define CHAT_H
 
 // ==== [1] Messages and answers =======================================================================================
-// A conversation is a list of messages as in the OpenAI API. Each turn renders all of it and runs what the session does not
-// hold yet. In a chat nothing that the user types ends the program but /exit, Ctrl-D, or Ctrl-C twice.
+// A conversation is a list of messages as in the OpenAI API. Each turn renders all of it and runs what the session does
+// not hold yet. In a chat nothing that the user types ends the program but /exit, Ctrl-D, or Ctrl-C twice.
 
 typedef struct {
     Session  s;
@@ -55,8 +55,8 @@ static void append_message(TokText *list, TokStr json) {
         die("out of memory for a conversation");
 }
 
-// Appends to *to the system message, if it is wanted, and those of the others that have number first or more, counted without
-// it, and less than end.
+// Appends to *to the system message, if it is wanted, and those of the others that have number first or more, counted
+// without it, and less than end.
 static void copy_messages(const TokText *from, bool system, size_t first, size_t end, TokText *to) {
     GgufJson rest = message_list(from), m;
     for (size_t i = 0; gguf_json_next(&rest, NULL, &m); ) {
@@ -88,8 +88,8 @@ static int render(Chat *c, size_t first, size_t end, bool cue, TokIds *ids) {
     return status;
 }
 
-// The conversation no longer fits: of its messages the newest stay that fill at most half of the context, from a user's on;
-// or only the last of the user's and what follows it, if that fits at all. False: it does not.
+// The conversation no longer fits: of its messages the newest stay that fill at most half of the context, from a user's
+// on; or only the last of the user's and what follows it, if that fits at all. False: it does not.
 static bool skip_oldest(Chat *c, TokIds *ids) {
     const size_t n_ctx = (size_t)c->s.m->options.n_ctx, n = count_messages(&c->messages, NULL), before = c->n_skipped;
     GgufJson rest = message_list(&c->messages), m;
@@ -114,8 +114,8 @@ static int same_ids(const TokIds *a, const TokIds *b) {           // how many at
     return (int)n;
 }
 
-// Puts what the model is shown in the place of a conversation's ids, of which a later one is sure to begin with *mark. What it was
-// shown before stays as it was; the last message is compressed where it is long. False: it cannot, and c->err says why.
+// Puts what the model is shown in the place of a conversation's ids, of which a later one is sure to begin with *mark. What it
+// was shown before stays as it was; the last message is compressed where it is long. False: it cannot, and c->err says why.
 static bool compress_last(Chat *c, size_t n_messages, TokIds *ids, int *mark) {
     TokIds part = { 0 }, all = { 0 }, out = { 0 };
     const bool known = c->said.n && same_ids(&c->said, ids) == (int)c->said.n;
@@ -162,7 +162,8 @@ static bool answer(Chat *c) {
     if (ok) {
         p.ids = ids.ids, p.n = (int)ids.n;
         if (render(c, 0, 0, false, &part) == 0) p.n_head = same_ids(&part, &ids);
-        if (!lossy && (c->chatting || c->session) && render(c, c->n_skipped, n, false, &part) == 0) p.mark = same_ids(&part, &ids);
+        if (!lossy && (c->chatting || c->session) && render(c, c->n_skipped, n, false, &part) == 0)
+            p.mark = same_ids(&part, &ids);
         const TokReply *reply = &c->s.reply;
         ok = session_start(&c->s, &p, &c->options) && print_answer(&c->s, &c->show);
         if (!ok) snprintf(c->err, sizeof c->err, "%s", c->s.err);
@@ -174,8 +175,8 @@ static bool answer(Chat *c) {
     return ok;
 }
 
-// Takes up what the session's file holds; where there is none yet, a new one begins. own_seed: the seed is as flags say. False:
-// it cannot, and c->err says why.
+// Takes up what the session's file holds; where there is none yet, a new one begins. own_seed: the seed is as flags
+// say. False: it cannot, and c->err says why.
 static bool resume(Chat *c, bool own_seed) {
     SessionNote note;
     TokIds ids = { 0 };
@@ -526,8 +527,8 @@ static void keep_chat(Chat *c) {
     if (c->session && c->changed && !keep_session(c)) fprintf(stderr, "# %s\n", c->err);
 }
 
-// Talks until the end of input, /exit, or Ctrl-C twice. first: what the user says first, s NULL: it is asked for. history: a
-// file for the lines that were typed, or NULL. Returns the exit status.
+// Talks until the end of input, /exit, or Ctrl-C twice. first: what the user says first, s NULL: it is asked for.
+// history: a file for the lines that were typed, or NULL. Returns the exit status.
 static int chat_loop(Chat *c, TokStr first, const char *history) {
     TokText text = { 0 };
     int interrupts = 0;

@@ -117,7 +117,8 @@ static bool hf_tensor_name(const HfConfig *c, GgufStr name, char *out, size_t ro
     for (size_t i = 0; i < sizeof hf_names / sizeof *hf_names; i++)
         if (!strcmp(p, hf_names[i].hf)) return snprintf(out, room, "%s", hf_names[i].gguf), true;
     if (sscanf(p, "layers.%4d.%n", &l, &end) != 1 || !end || l < 0) return false;
-    if (c->dflash && !strcmp(p + end, "post_attention_layernorm.weight")) return snprintf(out, room, "blk.%d.ffn_norm.weight", l), true;
+    if (c->dflash && !strcmp(p + end, "post_attention_layernorm.weight"))
+        return snprintf(out, room, "blk.%d.ffn_norm.weight", l), true;
     for (size_t i = 0; i < sizeof hf_layer_names / sizeof *hf_layer_names; i++)
         if (!strcmp(p + end, hf_layer_names[i].hf)) return snprintf(out, room, "blk.%d.%s", l, hf_layer_names[i].gguf), true;
     return false;
@@ -130,9 +131,10 @@ static size_t n_elements(const GgufTensor *t) {
 // Kept as f32: whatever the engine reads as a vector, and routers.
 static bool hf_is_f32(const GgufTensor *t, const char *name) { return t->n_dims < 2 || strstr(name, "ffn_gate_inp.weight"); }
 
-// Put every tensor of the text model, and the factors that stop `head_dim / 2 - n_rot` pairs of global layers. data: room
-// for one more than st has; tied: an LM head of its own is a copy. Returns the rows of token_embd, 0: none.
-static uint64_t hf_tensors(const HfConfig *c, Gguf *st, GgufWriter *w, const uint8_t **data, int head_dim, int n_rot, bool tied) {
+// Put every tensor of the text model, and the factors that stop `head_dim / 2 - n_rot` pairs of global layers. data:
+// room for one more than st has; tied: an LM head of its own is a copy. Returns the rows of token_embd, 0: none.
+static uint64_t hf_tensors(const HfConfig *c, Gguf *st, GgufWriter *w, const uint8_t **data, int head_dim, int n_rot,
+                           bool tied) {
     size_t n = 0, n_other = 0, n_floats = (size_t)head_dim / 2;
     uint64_t vocab = 0;
     GgufStr first_other = { "", 0 };
@@ -319,10 +321,12 @@ static HfRope hf_dflash_keys(GgufWriter *w, const HfConfig *c) {
     gguf_put_array(w, hf_key(full_key, c, "target_layers"), GGUF_V_I32, taps, n_taps);
     gguf_put_u32(w, "tokenizer.ggml.mask_token_id", (uint32_t)hf_int(&d, "mask_token_id", 0, MAX_VOCAB, -1));
     if (hf_get(c, "vocab_size", &v)) hf_put_u32(w, c, "vocab_size", (uint32_t)hf_int(c, "vocab_size", 1, MAX_VOCAB, 0));
-    if (hf_get(c, "sliding_window", &v)) hf_put_u32(w, c, "attention.sliding_window", (uint32_t)hf_int(c, "sliding_window", 1, MAX_CONTEXT, 0));
+    if (hf_get(c, "sliding_window", &v))
+        hf_put_u32(w, c, "attention.sliding_window", (uint32_t)hf_int(c, "sliding_window", 1, MAX_CONTEXT, 0));
     if (hf_get(c, "final_logit_softcapping", &v))
         hf_put_f32(w, c, "final_logit_softcapping", json_float(c->path, &c->root, "final_logit_softcapping", 0));
-    if (hf_get(c, "input_embedding_scale", &v)) hf_put_f32(w, c, "embedding_scale", json_float(c->path, &c->root, "input_embedding_scale", 0));
+    if (hf_get(c, "input_embedding_scale", &v))
+        hf_put_f32(w, c, "embedding_scale", json_float(c->path, &c->root, "input_embedding_scale", 0));
     if (hf_get(&d, "causal", &v) || hf_get(&d, "is_causal", &v))
         gguf_put_bool(w, hf_key(full_key, c, "attention.causal"), v.type == GGUF_J_TRUE);
     if (hf_get(c, "hidden_act", &v)) {
@@ -731,8 +735,8 @@ static int arch_int(Gguf *g, const char *key, int otherwise) {
 
 typedef struct { const char *what; size_t done, total; } Bar;        // of bytes
 
-// Writes a tensor of the file `in` as `type`, with zeros up to a multiple of 32 bytes; returns how many bytes these are. *piece
-// is room that it may enlarge.
+// Writes a tensor of the file `in` as `type`, with zeros up to a multiple of 32 bytes; returns how many bytes these
+// are. *piece is room that it may enlarge.
 static size_t write_tensor(const Output *o, const GgufTensor *t, int type, uint8_t **piece, const char *in, const Bar *bar) {
     static const uint8_t zeros[32];
     const size_t row = gguf_row_size(type, (size_t)t->ne[0]), in_row = gguf_row_size(t->type, (size_t)t->ne[0]);

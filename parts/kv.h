@@ -83,9 +83,9 @@ KV_CODE int kv_level(KvType t, int i) {                // a byte each
 }
 KV_CODE float kv_edge(KvType t, int i) { return 0.5f * (float)(kv_level(t, i - 1) + kv_level(t, i)); }
 
-// Scores are made with rows whose scale keeps x * y^ = x * x ("unbiased"), which is larger than the scale that keeps the
-// error small. Where one row is K and V (tied), V is that much too large on average, and attention's weights of V take
-// this factor: 1 - the relative error of the type.
+// Scores are made with rows whose scale keeps x * y^ = x * x ("unbiased"), which is larger than the scale that keeps
+// the error small. Where one row is K and V (tied), V is that much too large on average, and attention's weights of V
+// take this factor: 1 - the relative error of the type.
 KV_CODE float kv_tied_factor(KvType t) { return t == KV_TQ3 ? 0.968f : t == KV_TQ4 ? 0.9928f : 1.0f; }
 
 // Codes and scale of n values: the largest value becomes the last code. -> scale
@@ -159,8 +159,8 @@ KV_CODE void kv_pack(KvType t, const uint8_t *code, uint32_t *words) {
     }
 }
 
-// Encodes y (128), a group in the basis of rows, to codes (128 values) and their scales; code (128) is room for them on the
-// way. A group with a value that is not finite gets scales that are NaN, and y loses that value.
+// Encodes y (128), a group in the basis of rows, to codes (128 values) and their scales; code (128) is room for them on
+// the way. A group with a value that is not finite gets scales that are NaN, and y loses that value.
 KV_CODE void kv_encode(KvType t, bool unbiased, float *y, uint8_t *code, uint32_t *codes, uint16_t *scales) {
     const int n = kv_group(t);
     const bool even = t == KV_Q8_0 || t == KV_Q4_0;

@@ -63,7 +63,8 @@ static void next_sentence(Niah *t, size_t *at, char *text, size_t room) {
     static const char *const who[] = { "The baker", "An old sailor", "The girl", "A farmer", "The teacher", "My uncle",
                                        "The king", "A young fox", "The doctor", "A tall man", "The cook", "Her brother" };
     static const char *const does[] = { "walked to", "looked at", "came back from", "painted", "waited beside",
-                                        "told us about", "sat down near", "ran around", "thought of", "never found", "slept near", "cleaned" };
+                                        "told us about", "sat down near", "ran around", "thought of", "never found",
+                                        "slept near", "cleaned" };
     static const char *const what[] = { "the harbor", "a green hill", "the old bridge", "the small house", "an empty boat",
                                         "the garden wall", "a quiet street", "the blue lake", "the tower",
                                         "a field of flowers" };
@@ -200,8 +201,8 @@ static void niah_setting(const Niah *t, char *text, size_t room) {
     if (t->compressor.ratio > 0)
         n += snprintf(text + n, room - (size_t)n, ", compressed (lossy) to %g by %s", (double)t->compressor.ratio,
                       t->compressor.scorer ? model_name(t->compressor.scorer) : "its own first layers");
-    snprintf(text + n, room - (size_t)n, ", %d code%s a text, %d text%s a cell", t->o->n_needles, t->o->n_needles > 1 ? "s" : "",
-             t->o->n_runs, t->o->n_runs > 1 ? "s" : "");
+    snprintf(text + n, room - (size_t)n, ", %d code%s a text, %d text%s a cell", t->o->n_needles,
+             t->o->n_needles > 1 ? "s" : "", t->o->n_runs, t->o->n_runs > 1 ? "s" : "");
 }
 
 static void print_niah(const Niah *t) {
@@ -213,7 +214,9 @@ static void print_niah(const Niah *t) {
     if (o->csv) printf("length,depth,needles,asked,right,prompt_seconds,pflash_density,kept\n");
     else printf("%s: percent of codes found\n\n| tokens |", setting);
     for (int d = 0; d < o->depths.count && !o->csv; d++) printf(" %d %% |", o->depths.n[d]);
-    if (!o->csv) printf(" all | %s |%s%s\n| ---: |", lossy ? "scoring s" : "prompt s", sparse ? " blocks |" : "", lossy ? " kept |" : "");
+    if (!o->csv)
+        printf(" all | %s |%s%s\n| ---: |", lossy ? "scoring s" : "prompt s", sparse ? " blocks |" : "",
+               lossy ? " kept |" : "");
     for (int d = 0; d < o->depths.count && !o->csv; d++) printf(" ---: |");
     if (!o->csv) printf(" ---: | ---: |%s%s\n", sparse ? " ---: |" : "", lossy ? " ---: |" : "");
     for (int l = 0; l < o->lengths.count; l++) {
@@ -222,8 +225,8 @@ static void print_niah(const Niah *t) {
         for (int d = 0; d < o->depths.count; d++) {
             const NiahCell *c = &t->cells[l][d];
             if (o->csv)
-                printf("%d,%d,%d,%d,%d,%.4f,%.6f,%.6f\n", o->lengths.n[l], o->depths.n[d], o->n_needles, c->asked, c->right, c->seconds,
-                       c->density, lossy ? c->kept : 1);
+                printf("%d,%d,%d,%d,%d,%.4f,%.6f,%.6f\n", o->lengths.n[l], o->depths.n[d], o->n_needles, c->asked,
+                       c->right, c->seconds, c->density, lossy ? c->kept : 1);
             else printf(" %.0f |", niah_share(c));
             row.asked += c->asked, row.right += c->right;
             row.seconds += c->seconds / o->depths.count, row.density += c->density / o->depths.count;
@@ -255,14 +258,16 @@ static void write_heat_map(const Niah *t) {
     char setting[400];
     FILE *f = t->svg;
     niah_setting(t, setting, sizeof setting);
-    fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" font-family=\"sans-serif\" font-size=\"12\">\n"
-            "<rect width=\"100%%\" height=\"100%%\" fill=\"white\"/>\n<text x=\"10\" y=\"20\" font-size=\"11\">",
+    fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" font-family=\"sans-serif\" "
+            "font-size=\"12\">\n<rect width=\"100%%\" height=\"100%%\" fill=\"white\"/>\n"
+            "<text x=\"10\" y=\"20\" font-size=\"11\">",
             max_int(max_int(width, 450), 20 + 6 * (int)strlen(setting)), height);
     print_xml(f, setting);
     fprintf(f, "</text>\n<text x=\"10\" y=\"38\">percent of codes found; columns: depth of the %scode in the text</text>\n"
             "<text x=\"10\" y=\"%d\">tokens</text>\n", o->n_needles > 1 ? "first " : "", TOP - 6);
     for (int d = 0; d < o->depths.count; d++)
-        fprintf(f, "<text x=\"%d\" y=\"%d\" text-anchor=\"middle\">%d %%</text>\n", LEFT + W * d + W / 2, TOP - 6, o->depths.n[d]);
+        fprintf(f, "<text x=\"%d\" y=\"%d\" text-anchor=\"middle\">%d %%</text>\n", LEFT + W * d + W / 2, TOP - 6,
+                o->depths.n[d]);
     for (int l = 0; l < o->lengths.count; l++) {
         const int y = TOP + H * l;
         fprintf(f, "<text x=\"%d\" y=\"%d\" text-anchor=\"end\">%d</text>\n", LEFT - 8, y + H / 2 + 4, o->lengths.n[l]);

@@ -359,6 +359,7 @@ static void ref_qkv_store(const QkvStore *o) {
         const int seq = o->stage ? 0 : seg->seq;
         const int slot = o->stage ? seg->first + row->index : (len + row->index) % c->slots;
         const bool newest = c->tail_slots && row->index >= seg->n - c->tail_slots;
+        const int tail_slot = newest ? (len + row->index) % tail.slots : 0;
         for (int g = 0; g < c->n_kv_heads; g++) {
             const size_t head = (size_t)r * c->n_kv_heads + g;
             ref_load(u, o->k + head * hd, hd);
@@ -368,13 +369,13 @@ static void ref_qkv_store(const QkvStore *o) {
             ref_dump(o->dump_k_pos, head, u, hd);
             for (int i = 0; i < hd; i++) placed[ref_place(c, i)] = (float)u[i];
             ref_kv_write(dst, &dst->k, ref_kv_row(dst, &dst->k, seq, g, slot), placed);        // tied: those that rotate
-            if (newest) ref_tail_write(&c->k, &tail.k, ref_kv_row(&tail, &tail.k, seq, g, (len + row->index) % tail.slots), placed);
+            if (newest) ref_tail_write(&c->k, &tail.k, ref_kv_row(&tail, &tail.k, seq, g, tail_slot), placed);
             ref_load(u, o->v + head * hd, hd);
             if (o->v_norm) ref_norm(u, NULL, hd, o->eps);
             ref_dump(o->dump_v, head, u, hd);
             for (int i = 0; i < hd; i++) placed[ref_place(c, i)] = (float)u[i];
             ref_kv_write(dst, &dst->v, ref_kv_row(dst, &dst->v, seq, g, slot), placed);
-            if (newest) ref_tail_write(&c->v, &tail.v, ref_kv_row(&tail, &tail.v, seq, g, (len + row->index) % tail.slots), placed);
+            if (newest) ref_tail_write(&c->v, &tail.v, ref_kv_row(&tail, &tail.v, seq, g, tail_slot), placed);
         }
     }
 }
@@ -459,7 +460,8 @@ static RefRows ref_rows(const BlockSelect *o, int first) {
     const int len = o->batch->len[seg->seq];
     const bool one = rows[last].seg == rows[first].seg, prompt = one && seg->n > STEP_ROWS;
     return (RefRows){ rows[first].seg, len, len + rows[first].index, len + rows[last].index + 1,
-                      (len + rows[last].index) / SELECT_KEYS + 1, !prompt || rows[last].index >= seg->n - seg->n_dense, prompt };
+                      (len + rows[last].index) / SELECT_KEYS + 1,
+                      !prompt || rows[last].index >= seg->n - seg->n_dense, prompt };
 }
 
 // mean (head_dim): of the keys of a block, as the cache orders them.
@@ -601,7 +603,8 @@ static void ref_kv_commit(const KvCommit *o) {
                 const Cache *c = &o->caches[l];
                 ref_kv_move(c, seg->seq, (*len + k) % c->slots, c, seg->seq, (*len + from) % c->slots);
                 const Cache tail = ref_tail(c);
-                if (tail.slots) ref_kv_move(&tail, seg->seq, (*len + k) % tail.slots, &tail, seg->seq, (*len + from) % tail.slots);
+                if (tail.slots)
+                    ref_kv_move(&tail, seg->seq, (*len + k) % tail.slots, &tail, seg->seq, (*len + from) % tail.slots);
             }
             const int token = ref_token(&o->batch->rows[seg->first + from], o->vocab);
             if (o->counts) o->counts[(size_t)seg->seq * o->vocab + token]++;
@@ -836,7 +839,8 @@ const Ops *reference_ops(void) {
         .name = "reference", .memory = ref_memory, .weight_bytes = ref_weight_bytes, .upload = ref_upload,
         .scratch_bytes = ref_scratch_bytes, .init = ref_init, .reserve = ref_reserve, .release = ref_release,
         .copy = ref_copy, .begin = ref_begin, .end = ref_end, .wait = ref_wait,
-        .embed = ref_embed, .pair = ref_pair, .ple_rows = ref_ple_rows, .matmul = ref_matmul, .gate_up = ref_gate_up, .route = ref_route,
+        .embed = ref_embed, .pair = ref_pair, .ple_rows = ref_ple_rows, .matmul = ref_matmul, .gate_up = ref_gate_up,
+        .route = ref_route,
         .expert_gate_up = ref_expert_gate_up, .expert_down = ref_expert_down, .ple_inject = ref_ple_inject,
         .close = ref_close, .gather_rows = ref_gather_rows, .qkv_store = ref_qkv_store,
         .block_select = ref_block_select, .attn_mass = ref_attn_mass, .attend = ref_attend,

@@ -289,8 +289,8 @@ static void put_rows(FileStream *s, const Model *m, int seq, const SessionHeader
     }
 }
 
-// Writes what a session holds, and the note, to an open file -> 0, or errno. No step may be under way that is still wanted.
-// what: names a bar on the terminal; NULL: none.
+// Writes what a session holds, and the note, to an open file -> 0, or errno. No step may be under way that is still
+// wanted. what: names a bar on the terminal; NULL: none.
 static int session_to_fd(Session *s, const SessionNote *note, int fd, const char *what) {
     Model *m = s->m;
     SessionHeader h = header_of(m);
