@@ -218,6 +218,8 @@ static const char *shown(GgufStr s) {
     return text;
 }
 
+static bool str_is(GgufStr s, const char *text) { return s.n == strlen(text) && !memcmp(s.s, text, s.n); }
+
 static void die_gguf(const Gguf *g) { die("%s: %s", g->path, g->err); }
 
 // The value of a key, or `otherwise` when the file lacks it; otherwise < min (floats: 0) means that it is required.
@@ -243,6 +245,17 @@ static void key_per_layer(Gguf *g, const char *key, int64_t min, int64_t max, in
     int found = gguf_get_ints(g, key, min, max, out, n);
     if (found < 0) die_gguf(g);
     if (!found) die("%s: key '%s': missing (E_META_MISSING)", g->path, key);
+}
+
+// The same, where the n values have to be one: 1 .. max.
+static int key_every_layer(Gguf *g, const char *key, int64_t max, int n) {
+    int64_t v[MAX_LAYERS];
+    key_per_layer(g, key, 1, max, v, n);
+    for (int l = 1; l < n; l++)
+        if (v[l] != v[0])
+            die("%s: key '%s': expected %d in every layer, got %d in layer %d (E_META_RANGE)", g->path, key, (int)v[0],
+                (int)v[l], l);
+    return (int)v[0];
 }
 
 // What differs from layer to layer. head_dim: of global layers, of sliding ones.
@@ -282,7 +295,7 @@ static void load_layers(Config *c, Gguf *g, const int *head_dim) {
 static void load_config(Config *c, Gguf *g) {
     GgufStr arch = { "", 0 };
     if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
-    if (arch.n != 6 || memcmp(arch.s, "gemma4", 6) != 0)
+    if (!str_is(arch, "gemma4"))
         die("%s: key 'general.architecture': expected 'gemma4', got '%s'; drafters and other models cannot be run by "
             "themselves (E_META_RANGE)", g->path, shown(arch));
 
@@ -302,21 +315,10 @@ static void load_config(Config *c, Gguf *g) {
             g->path, c->rope_base, c->rope_base_swa);
 
     const int n = c->n_layers;
-    int64_t v[MAX_LAYERS];
-    key_per_layer(g, "gemma4.attention.head_count", 1, 1024, v, n);
-    c->n_heads = (int)v[0];
-    for (int l = 1; l < n; l++)
-        if (v[l] != v[0])
-            die("%s: key 'gemma4.attention.head_count': expected %d in every layer, got %d in layer %d (E_META_RANGE)",
-                g->path, c->n_heads, (int)v[l], l);
+    c->n_heads = key_every_layer(g, "gemma4.attention.head_count", 1024, n);
     if (c->n_experts) {
         c->n_experts_used = (int)key_int(g, "gemma4.expert_used_count", 1, c->n_experts, 0);
-        key_per_layer(g, "gemma4.expert_feed_forward_length", 1, 1 << 20, v, n);
-        c->expert_dim = (int)v[0];
-        for (int l = 1; l < n; l++)
-            if (v[l] != v[0])
-                die("%s: key 'gemma4.expert_feed_forward_length': expected %d in every layer, got %d in layer %d "
-                    "(E_META_RANGE)", g->path, c->expert_dim, (int)v[l], l);
+        c->expert_dim = key_every_layer(g, "gemma4.expert_feed_forward_length", 1 << 20, n);
     }
     const int n_shared = (int)key_int(g, "gemma4.attention.shared_kv_layers", 0, n - 1, 0);
     c->first_shared = n - n_shared;
@@ -1738,7 +1740,7 @@ static void load_dflash_config(Model *m) {
     d->own[1] = causal == 0 ? OWN_ALL : OWN_CAUSAL;
     GgufStr activation = { "silu", 4 };
     if (gguf_get_str(g, KEY("hidden_activation"), &activation) < 0) die_gguf(g);
-    if (activation.n != 4 || memcmp(activation.s, "silu", 4))
+    if (!str_is(activation, "silu"))
         die("%s: key '%s': expected silu, got '%s' (E_META_RANGE)", g->path, KEY("hidden_activation"),
             shown(activation));
     load_dflash_layers(m, head_dim);
@@ -4281,6 +4283,7 @@ static bool session_logits(Session *s, float *logits) {
 }
 
 // ==== [11] Text and verbs: logits, tokenize, detokenize, plan =========================================================
+// The tokenizer of a file, verbs that need no part, and how an answer is told on the terminal.
 
 static TokStr tok_str(GgufStr s) { return (TokStr){ s.s, s.n }; }
 
@@ -4294,7 +4297,7 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, int vocab) {
     const int has_kind = gguf_get_str(g, "tokenizer.ggml.model", &kind);
     if (has_kind < 0) die_gguf(g);
     if (!has_kind) die("%s: key 'tokenizer.ggml.model': missing; the file has no tokenizer", g->path);
-    if (kind.n != 6 || memcmp(kind.s, "gemma4", 6) != 0)
+    if (!str_is(kind, "gemma4"))
         die("%s: key 'tokenizer.ggml.model': expected 'gemma4', got '%s' (E_META_RANGE)", g->path, shown(kind));
     const GgufStr *tokens = NULL, *merges = NULL;
     size_t n_tokens = 0, n_merges = 0;
@@ -5740,10 +5743,14 @@ int main(int argc, char **argv) {
 #endif
 
 // ==== [13] CPU operations ============================================================================================
+// How the CPU carries out gemma4.h: each operation is a function cpu_<op>, a job that all threads share. Weights are read
+// where they lie in the mapped file. First threads, reading ahead and memory, then operations in the order of gemma4.h.
 
-// Threads. A job is cut into pieces, which the caller and a pool of threads claim one by one: a thread that another
-// program keeps from its core is late for its own piece only, and one that has not woken up delays nobody. Threads
-// without work look for some for a short while, then they sleep.
+// ---- threads ----
+
+// A job is cut into pieces, which the caller and a pool of threads claim one by one: a thread that another program keeps
+// from its core is late for its own piece only, and one that has not woken up delays nobody. Threads without work look
+// for some for a short while, then they sleep.
 
 enum { LOOKS = 2000, STACK_BYTES = 8 << 20 };  // looks for work, tens of microseconds, before a sleep
 
@@ -5868,6 +5875,8 @@ static int share(int n_items, int grain) {
     return (int)round_up((size_t)max_int((n_items + n_pieces - 1) / n_pieces, 1), (size_t)grain);
 }
 
+// ---- reading ahead ----
+
 // Bytes that can be had without swapping: what is free and what the page cache would give back.
 static size_t available_memory(void) {
     char line[128];
@@ -5974,6 +5983,8 @@ static void read_weights(Model *m, bool check) {
     read_file_weights(m, &m->gguf, &m->binder, model_name(m), check);
     if (d->kind != DRAFTER_NONE) read_file_weights(m, &d->gguf, &d->binder, "the drafter", check);
 }
+
+// ---- memory ----
 
 typedef struct { uint64_t key, weight; } Candidate;    // a token among others: the higher key, the better (candidate_key)
 
@@ -6282,10 +6293,10 @@ static void ple_rows(const void *task, int first, int end) {
 
 static void cpu_ple_rows(const PleRows *o) { parallel(o->batch->n_rows, share(o->batch->n_rows, 1), ple_rows, o); }
 
-typedef struct { const Matmul *o; Rows y; } MatmulJob;
+typedef struct { const void *o; Rows y; } InputJob;                     // an operation, and its input
 
 static void matmul_columns(const void *task, int first, int end) {      // columns of all outputs, one after the other
-    const MatmulJob *job = task;
+    const InputJob *job = task;
     const Matmul *o = job->o;
     for (int k = 0, at = 0; k < o->n; at += o->w[k++]->rows) {
         const Tensor *w = o->w[k];
@@ -6301,7 +6312,7 @@ static void cpu_matmul(const Matmul *o) {
         quantise |= is_quantised(o->w[k]->type);
         n += o->w[k]->rows;
     }
-    const MatmulJob job = { o, prepare(&o->in, o->n_rows, o->w[0]->cols, quantise) };
+    const InputJob job = { o, prepare(&o->in, o->n_rows, o->w[0]->cols, quantise) };
     parallel(n, share(n, 16), matmul_columns, &job);
 }
 
@@ -6321,10 +6332,8 @@ static void gated_tile(const Tensor *gate, const Tensor *up, int e, int n, int f
     }
 }
 
-typedef struct { const Route *o; Rows y; } RouteJob;
-
 static void route_columns(const void *task, int first, int end) {
-    const RouteJob *job = task;
+    const InputJob *job = task;
     const Route *o = job->o;
     dots(o->w, 0, first, end - first, &job->y, 0, o->n_rows, o->logits + first, o->w->rows);
 }
@@ -6351,7 +6360,7 @@ static void route_rows(const void *task, int first, int end) {
 }
 
 static void cpu_route(const Route *o) {
-    const RouteJob job = { o, prepare(&o->in, o->n_rows, o->w->cols, is_quantised(o->w->type)) };
+    const InputJob job = { o, prepare(&o->in, o->n_rows, o->w->cols, is_quantised(o->w->type)) };
     parallel(o->w->rows, share(o->w->rows, 4), route_columns, &job);
     parallel(o->n_rows, share(o->n_rows, 4), route_rows, o);
 }
@@ -6443,10 +6452,8 @@ static void cpu_expert_gate_up(const ExpertGateUp *o) {
     if (o->beside) cpu_matmul(o->beside);
 }
 
-typedef struct { const GateUp *o; Rows y; } GateUpJob;
-
 static void gate_up_tiles(const void *task, int begin, int end) {       // of 32 columns, all rows
-    const GateUpJob *job = task;
+    const InputJob *job = task;
     const GateUp *o = job->o;
     const int n = o->gate->rows;
     float out[TILE_ROWS][32];
@@ -6461,7 +6468,7 @@ static void gate_up_tiles(const void *task, int begin, int end) {       // of 32
 static void cpu_gate_up(const GateUp *o) {
     const int n = o->gate->rows, n_tiles = (n + 31) / 32;
     const bool quantise = is_quantised(o->gate->type) || is_quantised(o->up->type);
-    const GateUpJob job = { o, prepare(&o->in, o->n_rows, o->gate->cols, quantise) };
+    const InputJob job = { o, prepare(&o->in, o->n_rows, o->gate->cols, quantise) };
     parallel(n_tiles, share(n_tiles, 1), gate_up_tiles, &job);
     if (o->route) cpu_route(o->route);
     if (o->experts) cpu_expert_gate_up(o->experts);
@@ -6501,10 +6508,8 @@ static void cpu_expert_down(const ExpertDown *o) {
     }
 }
 
-typedef struct { const PleInject *o; Rows y; } PleInjectJob;
-
 static void ple_inject_tiles(const void *task, int begin, int end) {    // of 32 columns, all rows
-    const PleInjectJob *job = task;
+    const InputJob *job = task;
     const PleInject *o = job->o;
     const int n = o->w->rows;
     float v[TILE_ROWS][32];
@@ -6523,7 +6528,7 @@ static void ple_inject_tiles(const void *task, int begin, int end) {    // of 32
 
 static void cpu_ple_inject(const PleInject *o) {
     const int n_tiles = (o->w->rows + 31) / 32;
-    const PleInjectJob job = { o, prepare(&o->in, o->n_rows, o->w->cols, is_quantised(o->w->type)) };
+    const InputJob job = { o, prepare(&o->in, o->n_rows, o->w->cols, is_quantised(o->w->type)) };
     parallel(n_tiles, share(n_tiles, 1), ple_inject_tiles, &job);
 }
 

@@ -769,8 +769,7 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
     m.has_output = gguf_find_tensor(&g, "output.weight") != NULL;
     for (size_t i = 0; i < g.n_kvs; i++) {
         const GgufStr key = g.kvs[i].key;
-        const bool ours = (key.n == 17 && !memcmp(key.s, "general.file_type", 17)) ||
-                          (key.n == 28 && !memcmp(key.s, "general.quantization_version", 28));
+        const bool ours = str_is(key, "general.file_type") || str_is(key, "general.quantization_version");
         if (!ours && !(key.n > 6 && !memcmp(key.s, "split.", 6))) gguf_put_kv(&w, &g.kvs[i]);
     }
     gguf_put_u32(&w, "general.quantization_version", 2);

@@ -1,6 +1,8 @@
 /* pairs.h - a model and its drafter on the CPU or the GPU, as the tests of drafting take them. Behind gemma4.c. */
 #ifndef PAIRS_H
 #define PAIRS_H
+#include "test.h"
+#include "files.h"
 
 static bool on_gpu;                                    // where open_pair() puts them
 
@@ -28,6 +30,25 @@ static void close_model(Model *m) {
 static void read_back(Model *m, void *host, const void *data, size_t bytes) {
     m->ops->copy(&(Copy){ host, data, bytes, COPY_OUT });
     m->ops->wait();
+}
+
+// A pair that is refused, with one line that has all these words.
+static void refused(const char *path, PlanOptions o, const char *const *words) {
+    fflush(stdout);
+    const pid_t child = fork();
+    if (!child) {
+        const int err = open(in_tmp("stderr"), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+        if (err < 0 || dup2(err, 2) < 0) _exit(126);
+        open_pair(path, o);
+        _exit(0);
+    }
+    int status = -1;
+    while (child > 0 && waitpid(child, &status, 0) < 0 && errno == EINTR) {}
+    char *err = text_of(in_tmp("stderr"));
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1 && strchr(err, '\n') == err + strlen(err) - 1,
+          "%s with %s: expected one line and status 1, got status %d and: %s", path, o.drafter, status, err);
+    for (; *words; words++) CHECK(strstr(err, *words), "%s with %s: expected '%s' in: %s", path, o.drafter, *words, err);
+    free(err);
 }
 
 #endif

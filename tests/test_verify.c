@@ -16,7 +16,6 @@
  * the top of the repository: the models lie there. */
 #define TESTING
 #include "../gemma4.c"
-#include "test.h"
 #include "chi.h"
 #include "pairs.h"
 #include "steps.h"
