@@ -175,6 +175,19 @@ static void print_text(const char *s, char quote) {    // csv: quotes are double
     putchar('"');
 }
 
+typedef struct { const char *name; double value; } NamedNumber;
+typedef struct { const char *name, *value; } NamedText;
+
+static void print_csv(const NamedText *texts, int n_texts, const NamedNumber *numbers, int n_numbers, bool head) {
+    for (int i = 0; i < n_texts && head; i++) printf("%s,", texts[i].name);
+    for (int i = 0; i < n_numbers && head; i++) printf("%s%s", numbers[i].name, i + 1 < n_numbers ? "," : "\n");
+    for (int i = 0; i < n_texts; i++) {
+        print_text(texts[i].value, '"');
+        putchar(',');
+    }
+    for (int i = 0; i < n_numbers; i++) printf("%.12g%s", numbers[i].value, i + 1 < n_numbers ? "," : "\n");
+}
+
 // Bytes of this process in memory, the pages of the mapped file among them; 0: not known. Not the largest so far, which
 // measuring the bandwidth would decide.
 static size_t resident_memory(void) {
@@ -259,12 +272,11 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
     const Model *m = b->m;
     double bytes, params;
     model_size(m, &bytes, &params);
-    const struct { const char *name; double value; } numbers[] = {
+    const NamedNumber numbers[] = {
         { "model_size", bytes }, { "model_n_params", params }, { "n_ubatch", m->options.n_batch },
         { "n_threads", count_threads() }, { "n_prompt", r->kind == PROMPT_TEST ? r->n : 0 },
         { "n_gen", r->kind == GENERATE_TEST || r->kind == FORCED_TEST ? r->n : 0 }, { "n_depth", b->depth },
-        { "avg_ts", r->mean },
-        { "stddev_ts", r->sd }, { "read_bytes_per_s", r->rate },
+        { "avg_ts", r->mean }, { "stddev_ts", r->sd }, { "read_bytes_per_s", r->rate },
         { "bandwidth_bytes_per_s", b->bandwidth }, { "planned_bytes", (double)planned_memory(m) },
         { "resident_bytes", (double)resident_memory() }, { "n_verify", r->kind == VERIFY_TEST ? r->n : 0 },
         { "launches_per_step", r->per_step }, { "joules_per_token", r->joules }, { "device_bytes", (double)device_memory(b) },
@@ -274,19 +286,13 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
         { "verify_ms", r->kind == FORCED_TEST ? 1e3 * b->verify_seconds / b->n_passes : 0 },
         { "pflash_alpha", m->options.pflash }, { "pflash_forced", m->options.pflash_density },
         { "pflash_density", r->density } };
-    const struct { const char *name, *value; } texts[] = {
+    const NamedText texts[] = {
         { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", m->ops->name },
         { "type_k", kv_names[m->options.k_type] }, { "type_v", kv_names[m->options.v_type] },
         { "fill", !b->depth ? "none" : r->filled ? "random" : "prompt" } };
     enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
     if (o->format == FORMAT_CSV) {
-        for (int i = 0; i < N_TEXTS && first; i++) printf("%s,", texts[i].name);
-        for (int i = 0; i < N_NUMBERS && first; i++) printf("%s%s", numbers[i].name, i + 1 < N_NUMBERS ? "," : "\n");
-        for (int i = 0; i < N_TEXTS; i++) {
-            print_text(texts[i].value, '"');
-            putchar(',');
-        }
-        for (int i = 0; i < N_NUMBERS; i++) printf("%.12g%s", numbers[i].value, i + 1 < N_NUMBERS ? "," : "\n");
+        print_csv(texts, N_TEXTS, numbers, N_NUMBERS, first);
         return;
     }
     printf(first ? "[\n  {" : ",\n  {");
@@ -339,7 +345,7 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
     if (o->format == FORMAT_MD && kind == FORCED_TEST)
         fprintf(stderr, "# forced: %d drafted a step, %.2f tokens made; %.3f ms to draft, %.3f ms to verify\n", b->forced.depth,
                 (double)(b->n_made - 1) / b->n_passes, 1e3 * b->draft_seconds / b->n_passes,
-               1e3 * b->verify_seconds / b->n_passes);
+                1e3 * b->verify_seconds / b->n_passes);
     flush_output();
     free(speed);
 }
@@ -895,14 +901,13 @@ static PplResult ppl_measure(Model *m, int32_t bos, const int32_t *ids, int n, P
 static void print_ppl(const Model *m, const PplOptions *o, const PplResult *r) {
     const int n = o->n_chunks * ppl_judged(o);
     const char *layout = m->options.untied ? "untied" : "tied";
-    const struct { const char *name, *value; } texts[] = {
+    const NamedText texts[] = {
         { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", m->ops->name },
         { "type_k", kv_names[m->options.k_type] }, { "type_v", kv_names[m->options.v_type] },
         { "type_swa", kv_names[ring_type(m)] }, { "kv_layout", layout } };
-    const struct { const char *name; double value; } numbers[] = {
+    const NamedNumber numbers[] = {
         { "kv_tail", m->options.tail }, { "n_ctx", o->n_ctx }, { "ppl_stride", o->stride },
-        { "n_chunks", o->n_chunks }, { "n_judged", n },
-        { "seconds", r->seconds }, { "nll", r->log_p }, { "ppl", r->ppl }, { "ppl_error", r->ppl_error },
+        { "n_chunks", o->n_chunks }, { "n_judged", n }, { "seconds", r->seconds }, { "nll", r->log_p }, { "ppl", r->ppl }, { "ppl_error", r->ppl_error },
         { "base_ppl", r->base_ppl }, { "ppl_ratio", r->ratio }, { "ppl_ratio_error", r->ratio_error },
         { "kld_mean", r->divergence }, { "kld_error", r->divergence_error }, { "kld_median", r->median },
         { "kld_99", r->p99 }, { "kld_99_9", r->p999 }, { "kld_max", r->most }, { "same_top", r->same },
@@ -923,13 +928,7 @@ static void print_ppl(const Model *m, const PplOptions *o, const PplResult *r) {
                    r->ratio_error, 100 * r->rms);
         printf("\nPPL = %.4f +/- %.5f\n", r->ppl, r->ppl_error);
     } else if (o->format == FORMAT_CSV) {
-        for (int i = 0; i < N_TEXTS; i++) printf("%s,", texts[i].name);
-        for (int i = 0; i < n_numbers; i++) printf("%s%s", numbers[i].name, i + 1 < n_numbers ? "," : "\n");
-        for (int i = 0; i < N_TEXTS; i++) {
-            print_text(texts[i].value, '"');
-            putchar(',');
-        }
-        for (int i = 0; i < n_numbers; i++) printf("%.12g%s", numbers[i].value, i + 1 < n_numbers ? "," : "\n");
+        print_csv(texts, N_TEXTS, numbers, n_numbers, true);
     } else {
         const char *between = o->format == FORMAT_JSON ? ",\n    " : ", ";
         printf(o->format == FORMAT_JSON ? "[\n  {\n    " : "{");

@@ -19,21 +19,14 @@
 #include "steps.h"
 #include "test.h"
 
-#ifdef __SANITIZE_ADDRESS__
-#define SANITIZED 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define SANITIZED 1
-#endif
-#endif
 #ifdef SANITIZED
 enum { SHORT_ITEMS = 2, SHORT_LENGTHS = 1 };           // a step takes thirty times as long
 #else
 enum { SHORT_ITEMS = 8, SHORT_LENGTHS = 2 };
 #endif
-enum { N_BATCH = 256, MAX_ITEMS = 2000, MAX_PARTS = 4, MAX_IDS = 17000 };
+enum { N_BATCH = 256, MAX_ITEMS = 2000, ITEM_PARTS = 4, MAX_IDS = 17000 };
 
-typedef struct { char *part[MAX_PARTS]; int n_parts; } Item;      // given and wanted texts in turn
+typedef struct { char *part[ITEM_PARTS]; int n_parts; } Item;      // given and wanted texts in turn
 
 typedef struct {
     char name[40];
@@ -100,7 +93,7 @@ static void read_data(const char *path) {
         for (char *p = line; p; ) {
             char *tab = strchr(p, '\t');
             if (tab) *tab = 0;
-            if (item->n_parts == MAX_PARTS) die("%s: [%s]: more than %d parts in a line", path, s->name, MAX_PARTS);
+            if (item->n_parts == ITEM_PARTS) die("%s: [%s]: more than %d parts in a line", path, s->name, ITEM_PARTS);
             unescape(p);
             item->part[item->n_parts++] = p;
             p = tab ? tab + 1 : NULL;

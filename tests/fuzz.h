@@ -1,4 +1,4 @@
-/* fuzz.h - what the fuzz targets of tokenizer.h and of sessions share: a small vocabulary, and a main() for single files.
+/* fuzz.h - what the fuzz targets share: a small vocabulary, and a main() for single files.
  *
  * clang -fsanitize=fuzzer links a target with -DFUZZER; otherwise main() runs it once for each file named. */
 #ifndef FUZZ_H

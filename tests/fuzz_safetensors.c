@@ -3,12 +3,9 @@
  * With clang's -fsanitize=fuzzer,address define FUZZER. Without it, main() runs the same over the files it is given.
  * Seeds: tests/seeds/safetensors. */
 #define _GNU_SOURCE
-#define GGUF_IMPLEMENTATION
-#include "gguf.h"
+#include "fuzz.h"
 
 static volatile uint8_t sink;
-
-int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size);
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     Gguf g;
@@ -31,23 +28,3 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     gguf_close(&g);
     return 0;
 }
-
-#ifndef FUZZER
-int main(int argc, char **argv) {
-    for (int i = 1; i < argc; i++) {
-        FILE *f = fopen(argv[i], "rb");
-        long size = -1;
-        if (f && fseek(f, 0, SEEK_END) == 0) size = ftell(f);
-        uint8_t *bytes = size >= 0 ? malloc((size_t)size + !size) : NULL;
-        if (!bytes || fseek(f, 0, SEEK_SET) != 0 || fread(bytes, 1, (size_t)size, f) != (size_t)size) {
-            fprintf(stderr, "fuzz_safetensors: error: %s: cannot read\n", argv[i]);
-            return 1;
-        }
-        fclose(f);
-        LLVMFuzzerTestOneInput(bytes, (size_t)size);
-        free(bytes);
-    }
-    printf("# fuzz_safetensors: %d files\n", argc - 1);
-    return 0;
-}
-#endif

@@ -11,6 +11,14 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define SANITIZED 1           // under AddressSanitizer, where all takes far longer
+#endif
+#elif defined(__SANITIZE_ADDRESS__)
+#define SANITIZED 1
+#endif
+
 static int test_passed, test_failed, test_skipped;
 
 #if defined(__GNUC__)

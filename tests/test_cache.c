@@ -15,13 +15,6 @@
 #include <sys/mman.h>
 #include <sys/wait.h>
 
-#ifdef __SANITIZE_ADDRESS__
-#define SANITIZED 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define SANITIZED 1
-#endif
-#endif
 #ifdef SANITIZED
 enum { FEWER = 8 };           // a step takes thirty times as long: every eighth combination, a few models
 #else

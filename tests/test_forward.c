@@ -52,7 +52,7 @@ enum { N_POSITIONS = 160, VOCAB = 512, DIM = 64,       // of the golden data
 
 // A sanitizer makes everything ten times slower: the F32 files, which differ in one line of the dot product, are left to
 // the ordinary run.
-#if defined(__SANITIZE_ADDRESS__)
+#ifdef SANITIZED
 enum { N_TYPES = 1 };
 #else
 enum { N_TYPES = 2 };
