@@ -1125,7 +1125,7 @@ static void replay_calls(Exchange *x, const GgufJson *messages, TokIds *ids) {
             more = next_call(&x->t, ids, &first, &at);
             if (!more || call.type != GGUF_J_OBJECT || !gguf_json_get(&call, "id", &id) || id.type != GGUF_J_STRING ||
                 id.n >= sizeof name) continue;
-            gguf_json_string(&id, name);
+            name[gguf_json_string(&id, name)] = 0;
             TokIds said = recall(x->srv, name);
             if (said.n && same_call(&x->t, said, (TokIds){ .ids = ids->ids + first, .n = at - first })) {
                 push_ids(&x->t, &out, ids->ids + before, first - before);
