@@ -5,13 +5,13 @@
  * Uses models/gemma4-mini-q8_0.gguf for the properties, Gemma 4's own vocabulary for the vectors. */
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap; popen
 #include "../gguf.h"
+#include <stdlib.h>
 
 // Allocations of tokenizer.h, which fail from the fail_at-th on; -1: never.
 static long fail_at = -1;
 static bool out_of_memory(void) { return fail_at >= 0 && fail_at-- == 0 ? fail_at = 0, true : false; }
 static void *test_malloc(size_t n) { return out_of_memory() ? NULL : malloc(n); }
 static void *test_realloc(void *p, size_t n) { return out_of_memory() ? NULL : realloc(p, n); }
-#include <stdlib.h>
 #define malloc test_malloc
 #define realloc test_realloc
 #define TOKENIZER_IMPLEMENTATION
