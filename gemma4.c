@@ -3317,8 +3317,8 @@ static bool uses_ngrams(const Drafting *d) {
 
 static void earn(Guesser *g, SpecKind who, double steps) { g->credit[who] = fmin(g->credit[who] + steps, credit_most); }
 
-// How many guesses may be made, of at most `most`: there is credit for what they cost if half of what is expected of them is
-// right.
+// How many guesses may be made, of at most `most`: there is credit for what they cost if half of what is expected of
+// them is right.
 static int affordable(const Guesser *g, const Pace *p, SpecKind who, SpecKind maker, int most, int rows) {
     while (most > 0 && price_of(p, maker, most, rows) - (1 + tokens_of(&g->odds[who], most)) / 2 > g->credit[who]) most--;
     return most;
@@ -3358,8 +3358,9 @@ static void choose_guesses(Guesser *g, const Pace *p, SpecKind source, SpecKind 
     if (rate_of(p, text, SPEC_OFF, *from_text, rows) <= rate_of(p, drafter, SPEC_OFF, *chain, rows)) *from_text = 0;
 }
 
-// Makes the drafts for a step of a session whose text, the token that runs next included, is ids (n): of what the grammar or else
-// n-grams say, and what the drafter has found, that which makes more tokens a second. who: the drafter; rows: of others in the step.
+// Makes the drafts for a step of a session whose text, the token that runs next included, is ids (n): of what the grammar or
+// else n-grams say, and what the drafter has found, that which makes more tokens a second. who: the drafter; rows: of others in
+// the step.
 static void guess(Guesser *g, const Pace *p, SpecKind who, const int32_t *ids, int n, int most, int rows) {
     Candidates *c = &g->found;
     int32_t text[DRAFT_MAX];
@@ -3651,9 +3652,9 @@ static void push_id(Session *s, TokIds *ids, int32_t id) {
     if (tok__push(s->t, ids, id) < 0) die("%s", s->t->err);           // out of memory
 }
 
-// Cuts the session back to what it shares with a prompt (ids, n >= 1), less the last token, which has to run for its logits.
-// Where the rings do not reach back as far, they are put back as they were at the last mark before; else the session starts
-// again.
+// Cuts the session back to what it shares with a prompt (ids, n >= 1), less the last token, which has to run for its
+// logits. Where the rings do not reach back as far, they are put back as they were at the last mark before; else the
+// session starts again.
 static void session_keep(Session *s, const int32_t *ids, int n) {
     Model *m = s->m;
     int same = 0;
@@ -3923,8 +3924,8 @@ static SpecKind drafter_of(const Model *m) {
     return m->drafter.kind == DRAFTER_MTP ? SPEC_MTP : m->drafter.kind == DRAFTER_DFLASH ? SPEC_DFLASH : SPEC_OFF;
 }
 
-// Guesses of the grammar, where it leaves one way to go on. Their text is cut into tokens as if it stood alone; the last one may go
-// on, so it is left out.
+// Guesses of the grammar, where it leaves one way to go on. Their text is cut into tokens as if it stood alone; the
+// last one may go on, so it is left out.
 static void guess_grammar(Session *s, int most) {
     Guesser *g = &s->guesser;
     Grammar *grammar = s->options.grammar;
@@ -5783,9 +5784,9 @@ int main(int argc, char **argv) {
 
 // ---- threads ----
 
-// A job is cut into pieces, which the caller and a pool of threads claim one by one: a thread that another program keeps
-// from its core is late for its own piece only, and one that has not woken up delays nobody. Threads without work look
-// for some for a short while, then they sleep.
+// A job is cut into pieces, which the caller and a pool of threads claim one by one: a thread that another program
+// keeps from its core is late for its own piece only, and one that has not woken up delays nobody. Threads without work
+// look for some for a short while, then they sleep.
 
 enum { LOOKS = 2000, STACK_BYTES = 8 << 20 };  // looks for work, tens of microseconds, before a sleep
 
