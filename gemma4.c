@@ -4273,15 +4273,26 @@ static void sessions_next(Session *const *sessions, int n, Event *events) {
 
 static void session_next(Session *s, Event *e) { sessions_next(&s, 1, e); }
 
+// Times a step of n guesses that stand in no text: of session 0, which is empty, and so it is afterwards.
+static void time_guesses(Model *m, int32_t id, int n) {
+    const double start = seconds();
+    for (int r = 0; r <= n; r++) m->chunk[r] = (StepRow){ .token = id, .parent = r - 1, .want = true };
+    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = n + 1, .rows = m->chunk }, 1);
+    issue_verdict(m, NULL, 0, 0, NULL);
+    read_verdict(m);
+    step_took(&m->pace, n + 1, m->verdict.verified - start);
+    reset_session(m, 0);
+}
+
 // What steps and drafts of every depth take is measured once, in session 0, which is empty then. Where the backend records
 // steps, the first two of each kind are slow: so none of them is in an answer that chooses its depth by what that takes.
 static void measure_pace(Model *m, Tokenizer *t, const Drafting *how) {
     enum { RECORDED = 2, STEPS = 4 };                  // rounds before the one that counts
     const SpecKind who = drafter_of(m);
-    const int most = min_int(how->most, m->options.draft_depth);
+    const int most = min_int(how->most, who == SPEC_OFF ? m->options.n_logits - 1 : m->options.draft_depth);
     const int32_t id = t->bos >= 0 ? t->bos : 0;
     Session s;
-    if (how->kind != SPEC_AUTO || who == SPEC_OFF || !m->ops->mark || m->options.lazy_draft) return;
+    if (how->kind != SPEC_AUTO || !m->ops->mark || m->options.lazy_draft) return;
     session_open(&s, m, t, 0);
     for (int k = 0; k <= RECORDED; k++) {
         m->pace.step = m->pace.draft = (Times){ 0 };
@@ -4289,8 +4300,11 @@ static void measure_pace(Model *m, Tokenizer *t, const Drafting *how) {
             Event e = { .kind = EVENT_PROMPT };
             const AnswerOptions o = { .n_predict = -1, .ignore_eos = true, .think_budget = -1, .sampling.repeat = 1,
                                       .drafting = { .kind = n ? who : SPEC_OFF, .most = n } };
+            for (int i = 0; n && who == SPEC_OFF && i < STEPS; i++) time_guesses(m, id, n);
+            if (n && who == SPEC_OFF) continue;
             if (!session_start(&s, &(Prompt){ .ids = &id, .n = 1 }, &o)) die("%s", s.err);
             for (; e.kind != EVENT_END; session_next(&s, &e)) if (s.turn.steps >= STEPS) session_cancel(&s);
+            session_forget(&s);
         }
     }
     session_close(&s);

@@ -404,11 +404,39 @@ static void cancel_between(const Ops *base, bool marks) {
     free(m);
 }
 
+// What steps take is measured for each depth that is chosen among, without a drafter too, and leaves nothing in the session.
+static void measure(const Ops *base) {
+    const PlanOptions o = { .n_ctx = 256, .n_seqs = 2, .n_batch = 64, .n_logits = 17, .k_type = KV_F16, .v_type = KV_F16 };
+    const AnswerOptions answer = { .n_predict = 12, .ignore_eos = true, .think_budget = -1, .sampling.repeat = 1 };
+    Model *m = alloc_or_die(1, sizeof *m);
+    Tokenizer tok;
+    Said said[2] = { 0 };
+    load_model(m, MINI, backend(base, true), o, NULL);
+    load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    for (int i = 0; i < 2; i++) {
+        Session s;
+        Event e = { .kind = EVENT_PROMPT };
+        if (i) measure_pace(m, &tok, &(Drafting){ .kind = SPEC_AUTO, .most = 16 });
+        CHECK(!m->len[0], "%d tokens are left in the session", m->len[0]);
+        session_open(&s, m, &tok, 0);
+        CHECK(session_start(&s, &(Prompt){ .ids = &(int32_t){ tok.bos }, .n = 1 }, &answer), "%s", s.err);
+        for (; e.kind != EVENT_END; note(&said[i], &e)) session_next(&s, &e);
+        session_close(&s);
+    }
+    for (int n = 0; n <= 16; n = next_depth(n, 16))
+        CHECK(m->pace.step.n[n + 1] >= 2 && m->pace.step.of[n + 1] > 0, "%d guesses: measured %d times", n, m->pace.step.n[n + 1]);
+    CHECK(said[0].n == 12 && said[1].n == 12 && !memcmp(said[0].ids, said[1].ids, sizeof said[0].ids), "other tokens once steps were measured");
+    tok_free(&tok);
+    free_model(m);
+    free(m);
+}
+
 int main(int argc, char **argv) {                      // -cuda: only the CUDA backend
     const bool all = argc < 2 || strcmp(argv[1], "-cuda");
     make_tmp();
     start_threads(1);
     for (size_t i = 0; all && i < sizeof cases / sizeof *cases; i++) compare(cpu_ops(), &cases[i]);
+    if (all) measure(cpu_ops());
     for (int marks = 0; all && marks < 2; marks++) {
         compare_together(cpu_ops(), marks, false);
         compare_together(cpu_ops(), marks, true);
@@ -417,6 +445,7 @@ int main(int argc, char **argv) {                      // -cuda: only the CUDA b
     }
 #ifdef USE_CUDA
     for (size_t i = 0; cuda_ops() && i < sizeof few / sizeof *few; i++) compare(cuda_ops(), &few[i]);
+    if (cuda_ops()) measure(cuda_ops());
     if (cuda_ops()) compare_together(cuda_ops(), true, true);
     if (!cuda_ops()) SKIP("no GPU: steps ahead on the CUDA backend");
 #else
