@@ -77,7 +77,7 @@ static TokIds prompt_of(const Ask *a) {
     const char *said = a->form == BY_TOOLS || a->form == BY_EITHER ? "What is the weather in Paris?" :
         a->thought != NO_THOUGHT ? "What is 22 minus 2?" :
         a->form == BY_SHIFTING || a->form == BY_TEXT || a->form == FREE ? "Tell me a story." :
-        a->form == BY_PASSING ? "Say: Once upon night 1. Once upon night 2. Once upon night 3." :
+        a->form == BY_PASSING ? "Once upon night 1.\nOnce upon night 2." :
         "The old cat, the fox, the old cat, the fox: {\"name\": \"Fox\", \"kind\": \"fox\", \"age\": 9, \"seen\": [true, true]}";
     TokChat chat = { .add_cue = true, .think = a->thought != NO_THOUGHT };
     if (tok_add_message(&messages, "user", str(said)) < 0) abort();
@@ -197,7 +197,7 @@ static void compare(const Answer *got, const Answer *want, const char *where, co
 static const struct { const char *who; Drafting drafting; } guessers[N_GUESSERS] = {
     { "ngram", { .kind = SPEC_NGRAM, .most = 6 } },
     { "a drafter", { .kind = SPEC_MTP, .most = 3 } },
-    { "a tree", { .kind = SPEC_MTP, .most = 3, .tree = 6 } },
+    { "a tree", { .kind = SPEC_MTP, .most = 3, .tree = 12 } },
     { "auto", { .kind = SPEC_AUTO, .most = 4 } },
 };
 static DraftCount sums[N_GUESSERS];
