@@ -3854,8 +3854,8 @@ static void explain_form(Session *s) {
     Model *m = s->m;
     Grammar *g = s->options.grammar;
     const bool fits = !g->failed && s->state && grammar_mask(g, s->state, m->fitting, m->config.vocab);
-    snprintf(s->err, sizeof s->err, "%s", g->failed ? g->err : fits ? "grammar: the model cannot choose any of the tokens that fit" :
-             "grammar: the thought was closed where none may end");
+    snprintf(s->err, sizeof s->err, "%s", g->failed ? g->err :
+             fits ? "grammar: the model cannot choose any of the tokens that fit" : "grammar: a thought was closed where none may end");
 }
 
 // The grammar goes on behind tokens that were said. False: s->err says why it cannot.
@@ -3878,8 +3878,8 @@ static void take_token(Session *s, int32_t token, Event *e) {
     s->at = 0;
     if (token < 0) {
         if (o->grammar) explain_form(s);
-        else snprintf(s->err, sizeof s->err, "%s: no token can be chosen at position %zu: the logits are not numbers, so the file is "
-                      "damaged, or every token is suppressed", m->gguf.path, s->held.n - 1);
+        else snprintf(s->err, sizeof s->err, "%s: no token can be chosen at position %zu: the logits are not numbers, so the "
+                      "file is damaged, or every token is suppressed", m->gguf.path, s->held.n - 1);
         end_answer(s, END_ERROR);
         return;
     }
@@ -4139,7 +4139,8 @@ static void mask_rows(Session *const *sessions, const StepSeg *segs, int n) {
             }
             if (k) state[k] = state[d->parent[k - 1]], grammar_advance(g, &state[k], d->token[k - 1]);
             grammar_settle(g, state, k + 1);
-            if (!state[k] || !grammar_mask(g, state[k], m->fitting, m->config.vocab)) memset(m->fitting, 0, words * sizeof *m->fitting);
+            if (!state[k] || !grammar_mask(g, state[k], m->fitting, m->config.vocab))
+                memset(m->fitting, 0, words * sizeof *m->fitting);
             if (k && g->failed) grammar_recover(g, state, k), state[k] = 0;        // it may not come to that
             mask_row(m, row++, m->fitting);
         }

@@ -1085,6 +1085,7 @@ static void grammar_recover(Grammar *g, GrammarState *states, int n) {
 
 static GrammarState grammar_start(Grammar *g, GrammarStart how) {
     const Rule *r = &g->rules[g->start[how]];
+    if (g->failed && g->found) grammar_recover(g, NULL, 0);            // in an earlier answer
     g->work = GRAMMAR_WORK;
     const int32_t stack = g->failed ? 0 : settled_stack(g, r->entry, 0, 0);
     return set_of(g, &stack, 1);

@@ -18,7 +18,8 @@ static const char schema[] =
     "{\"type\":\"object\",\"properties\":{\"name\":{\"type\":\"string\",\"maxLength\":9},\"kind\":{\"enum\":[\"fox\",\"bird\"]},"
     "\"age\":{\"type\":\"integer\",\"minimum\":0,\"maximum\":99},\"seen\":{\"type\":\"array\",\"items\":{\"type\":\"boolean\"},"
     "\"minItems\":1,\"maxItems\":2}},\"required\":[\"name\",\"kind\",\"age\",\"seen\"],\"additionalProperties\":false}";
-static const char gbnf[] = "root ::= \"The \" animal (\", the \" animal){2,3} \".\"\nanimal ::= \"fox\" | \"old \" \"cat\" | [a-c]{2,3}";
+static const char gbnf[] = "root ::= \"The \" animal (\", the \" animal){2,3} \".\"\n"
+                           "animal ::= \"fox\" | \"old \" \"cat\" | [a-c]{2,3}";
 static const char tools[] =
     "[{\"type\":\"function\",\"function\":{\"name\":\"get_weather\",\"parameters\":{\"type\":\"object\",\"properties\":{"
     "\"city\":{\"enum\":[\"Paris\",\"Rome\"]},\"days\":{\"type\":\"integer\",\"minimum\":1,\"maximum\":9}},\"required\":[\"city\",\"days\"]}}}]";
@@ -30,7 +31,8 @@ static const char failing[] = "root ::= \"The fox and the bird \" " TOO_MANY;
 static const char passing[] = "root ::= \"Once upon\" (\" a time.\" | \" night \" v)\nv ::= " TOO_MANY;
 
 typedef enum { FREE, BY_SCHEMA, BY_GRAMMAR, BY_TOOLS, BY_EITHER, BY_TEXT, BY_SHIFTING, BY_PASSING, BY_FAILING, N_FORMS } Form;
-static const char *const forms[] = { "free", "schema", "grammar", "forced call", "schema or call", "text", "shifted", "past a failure", "failing" };
+static const char *const forms[] = { "free", "schema", "grammar", "forced call", "schema or call", "text", "shifted",
+                                     "past a failure", "failing" };
 
 typedef enum { NO_THOUGHT, MAY_THINK, OPEN_THOUGHT } Thought;
 static const char *const thoughts[] = { "no thought", "may think", "in a thought" };
@@ -107,7 +109,8 @@ static bool took(Session *s, const Event *e, Answer *out) {            // false:
     }
     if (e->kind != EVENT_END) return true;
     out->end = e->end, out->drafts = s->turn.drafts, out->shifts = s->turn.shifts, out->n_calls = s->reply.n_calls;
-    if (s->reply.n_calls) snprintf(out->call, sizeof out->call, "%.*s", (int)s->reply.calls[0].arguments.n, s->reply.calls[0].arguments.s);
+    const TokStr call = s->reply.n_calls ? s->reply.calls[0].arguments : (TokStr){ "", 0 };
+    snprintf(out->call, sizeof out->call, "%.*s", (int)call.n, call.s);
     if (e->error) snprintf(out->err, sizeof out->err, "%s", e->error);
     CHECK((int)s->held.n == s->m->len[s->seq], "%zu tokens held, %d in the cache", s->held.n, s->m->len[s->seq]);
     return false;
@@ -128,9 +131,9 @@ static Answer tell(Session *s, const Ask *a) {
 
 static bool accepted(const Ask *a, const Answer *got) {                // its ids, by a grammar of its own
     Grammar g;
+    static const GrammarStart how[] = { START_ANSWER, START_MAY_THINK, START_THINKING };         // by Thought
     const bool made = make_form(&g, a->form);
-    GrammarState s = made ? grammar_start(&g, a->thought == OPEN_THOUGHT ? START_THINKING : a->thought == MAY_THINK ? START_MAY_THINK
-                                                                                                      : START_ANSWER) : 0;
+    GrammarState s = made ? grammar_start(&g, how[a->thought]) : 0;
     bool ok = made;
     for (int i = 0; ok && i < got->n; i++) ok = grammar_advance(&g, &s, got->ids[i]);
     ok = ok && (got->end == END_LENGTH || g.found[s].complete);
@@ -176,8 +179,8 @@ static void check_form(const Ask *a, const Answer *got, const char *where) {
     }
     const bool calls = a->form == BY_TOOLS || (a->form == BY_EITHER && got->n_calls);
     CHECK(got->end == (calls ? END_CALLS : END_TURN), "%s: ends with %s: '%s'", where, end_text[got->end], got->text);
-    if (calls) CHECK(is_call(got) && !*got->text && (a->form != BY_TOOLS || got->n_calls == 1), "%s: %d calls, '%s', text '%s'", where,
-                     got->n_calls, got->call, got->text);
+    if (calls) CHECK(is_call(got) && !*got->text && (a->form != BY_TOOLS || got->n_calls == 1), "%s: %d calls, '%s', text '%s'",
+                     where, got->n_calls, got->call, got->text);
     else if (a->form == BY_SCHEMA || a->form == BY_EITHER) CHECK(satisfies(got->text), "%s: '%s' does not satisfy it", where, got->text);
     else if (a->form != BY_TEXT) CHECK(got->text[strlen(got->text) - 1] == '.', "%s: '%s'", where, got->text);
 }
@@ -185,11 +188,13 @@ static void check_form(const Ask *a, const Answer *got, const char *where) {
 static void compare(const Answer *got, const Answer *want, const char *where, const char *who) {
     int same = 0;
     while (same < got->n && same < want->n && got->ids[same] == want->ids[same]) same++;
-    CHECK(same == got->n && same == want->n, "%s, %s: %d ids, expected %d, the first %d the same", where, who, got->n, want->n, same);
-    CHECK(got->end == want->end && got->shifts == want->shifts, "%s, %s: ends with %s, expected %s", where, who, end_text[got->end],
-          end_text[want->end]);
+    CHECK(same == got->n && same == want->n, "%s, %s: %d ids, expected %d, the first %d the same", where, who, got->n, want->n,
+          same);
+    CHECK(got->end == want->end && got->shifts == want->shifts, "%s, %s: ends with %s, expected %s", where, who,
+          end_text[got->end], end_text[want->end]);
     CHECK(!strcmp(got->text, want->text) && !strcmp(got->thought, want->thought) && !strcmp(got->call, want->call) &&
-          !strcmp(got->err, want->err), "%s, %s: got '%s' (%s), expected '%s' (%s)", where, who, got->text, got->err, want->text, want->err);
+          !strcmp(got->err, want->err), "%s, %s: got '%s' (%s), expected '%s' (%s)", where, who, got->text, got->err,
+          want->text, want->err);
 }
 
 // ---- one answer, by everybody -----------------------------------------------------------------------------------------
