@@ -2969,7 +2969,7 @@ static double read_density(Model *m) {
 // ==== [9] Drafting: who guesses, how far =============================================================================
 // What may stand behind a session's last token is guessed by: the text itself, where its last tokens have been before
 // (prompt lookup, ngram); a table of what followed the last NGRAM_MOD tokens in any text so far, which all sessions share
-// (ngram-mod); or a drafter. Guesses are a tree, mostly one without branches. Whoever guesses, the model's own choices decide
+// (ngram-mod); the grammar of the answer, where it leaves one way to go on (grammar); or a drafter. Guesses are a tree, mostly one without branches. Whoever guesses, the model's own choices decide
 // what is said, so all this is about time alone.
 //
 // How far to guess (auto): a step of n rows takes so long, n guesses too, and at every depth so many were right of late. Of all
@@ -2977,15 +2977,15 @@ static double read_density(Model *m) {
 // may be wrong next: so every step earns a little credit, guesses that save time earn more, and none is made that might cost more
 // than there is. Guesses from the text cost nothing as long as they are only watched.
 
-typedef enum { SPEC_OFF, SPEC_NGRAM, SPEC_NGRAM_MOD, SPEC_MTP, SPEC_DFLASH, SPEC_AUTO, SPEC_KINDS } SpecKind;
-static const char *const spec_names[] = { "off", "ngram", "ngram-mod", "mtp", "dflash", "auto" };
+typedef enum { SPEC_OFF, SPEC_NGRAM, SPEC_NGRAM_MOD, SPEC_GRAMMAR, SPEC_MTP, SPEC_DFLASH, SPEC_AUTO, SPEC_KINDS } SpecKind;
+static const char *const spec_names[] = { "off", "ngram", "ngram-mod", "grammar", "mtp", "dflash", "auto" };
 
 enum { DRAFT_MAX = STEP_ROWS - 1,      // tokens guessed for a step
        DRAFT_DEPTHS = 16,              // of these it is counted how often they were right
        DRAFT_WIDTH = 8 };              // most candidates of a depth
 
 typedef struct {
-    SpecKind kind;            // AUTO: the drafter, if there is one, and n-grams, as far as they pay; others: as many as they can
+    SpecKind kind;            // AUTO: the drafter, if there is one, n-grams and grammar, as far as they pay; others: as many as they can
     int      most;            // tokens drafted in a step, 1 .. DRAFT_MAX
     int      tree;            // tokens of a tree; 0: chains
     float    least;           // a guess of a drafter that is less likely, by its own account, ends the chain; 0: none does
@@ -3028,8 +3028,6 @@ typedef struct {
     int32_t *earlier;         // (n_room)
     int      n, n_room;       // places entered
     int      reach, least;    // tokens to guess; tokens that have to match
-    int32_t  watched[DRAFT_MAX];       // guesses that were not run, to see what they would have been worth,
-    int      n_watched, watched_at;    // and where their text goes on
 } Ngrams;
 
 static struct {               // ngram-mod: what followed the last NGRAM_MOD tokens, wherever that was last; hashes may collide
@@ -3272,11 +3270,16 @@ typedef struct {              // the drafting of a session
     Ngrams     ngrams;
     Drafts     drafts;        // for the step that comes, behind the one token in todo
     Candidates found;         // what the drafter has found for it; depth 0: nothing
+    int32_t    only[DRAFT_MAX];        // (n_only) what the grammar says
+    int        n_only;
+    int32_t    watched[DRAFT_MAX];     // guesses from the text that were not run, to see what they would have been worth,
+    int        n_watched, watched_at;  // and where their text goes on
+    SpecKind   watched_who;
     Odds       odds[SPEC_KINDS];
     double     credit[SPEC_KINDS];
     int        doubt;         // credit that a trial of the drafter needs, as a multiple of what it might cost
     int        depth;         // guesses to ask of the drafter behind the step that runs
-    int        missed;        // times in a row that n-grams had nothing to guess
+    int        missed;        // times in a row that the text had nothing to guess
     int        drafted;       // steps since the last plain one
 } Guesser;
 
@@ -3284,13 +3287,13 @@ static void guesser_init(Guesser *g) {
     *g = (Guesser){ .ngrams = { .reach = 4, .least = NGRAM_LEAST }, .doubt = 1 };
     for (int k = 0; k < SPEC_KINDS; k++) {
         g->odds[k] = odds_new(k == SPEC_NGRAM ? 0.6f : 0.8f);
-        g->credit[k] = k == SPEC_NGRAM ? credit_first_text : credit_first;
+        g->credit[k] = k == SPEC_NGRAM || k == SPEC_GRAMMAR ? credit_first_text : credit_first;
     }
 }
 
 static void guesser_start(Guesser *g, const Drafting *how) {           // an answer
     g->how = *how;
-    g->drafts.n = g->found.depth = g->depth = g->ngrams.n_watched = 0;
+    g->drafts.n = g->found.depth = g->depth = g->n_watched = g->n_only = 0;
     if (how->kind == SPEC_NGRAM_MOD && !ngram_mod.next)
         ngram_mod.next = alloc_or_die((size_t)1 << NGRAM_MOD_BITS, sizeof *ngram_mod.next);
 }
@@ -3301,6 +3304,7 @@ static void guesser_free(Guesser *g) {
 }
 
 static bool uses_drafter(const Drafting *d) { return d->kind >= SPEC_MTP; }
+static bool uses_grammar(const Drafting *d) { return d->kind == SPEC_GRAMMAR || d->kind == SPEC_AUTO; }
 static bool uses_ngrams(const Drafting *d) {
     return d->kind == SPEC_NGRAM || d->kind == SPEC_NGRAM_MOD || d->kind == SPEC_AUTO;
 }
@@ -3315,20 +3319,18 @@ static int affordable(const Guesser *g, const Pace *p, SpecKind who, SpecKind ma
 
 // Guesses from the text that were not run are compared with ids (n) as far as they have come by now.
 static void learn_watched(Guesser *g, const int32_t *ids, int n) {
-    Ngrams *w = &g->ngrams;
-    const int come = n - w->watched_at;
+    const int come = n - g->watched_at;
     int right = 0;
-    while (right < min_int(w->n_watched, come) && ids[w->watched_at + right] == w->watched[right]) right++;
-    if (!w->n_watched || (right == come && right < w->n_watched)) return;              // they may go on
-    odds_learn(&g->odds[SPEC_NGRAM], w->n_watched, right);
-    ngrams_learn(w, w->n_watched, right);
-    w->n_watched = 0;
+    while (right < min_int(g->n_watched, come) && ids[g->watched_at + right] == g->watched[right]) right++;
+    if (!g->n_watched || (right == come && right < g->n_watched)) return;              // they may go on
+    odds_learn(&g->odds[g->watched_who], g->n_watched, right);
+    if (g->watched_who == SPEC_NGRAM) ngrams_learn(&g->ngrams, g->n_watched, right);
+    g->n_watched = 0;
 }
 
 // Guesses what follows ids (n) from n-grams -> how many of at most `most`.
 static int guess_ngrams(Guesser *g, const int32_t *ids, int n, int most, int32_t *out) {
     const bool table = g->how.kind == SPEC_NGRAM_MOD;
-    learn_watched(g, ids, n);
     most = min_int(most, g->ngrams.reach);
     ngrams_enter(&g->ngrams, ids, n, table);
     return table ? ngram_mod_look_up(ids, n, most, out) : ngrams_look_up(&g->ngrams, ids, n, g->ngrams.least, most, out);
@@ -3340,40 +3342,44 @@ static float least_share(const Pace *p, const Odds *o, int chain, int tree, int 
     return tree > chain && step > 0 ? (float)log(fmax((with - step) / (tree - chain) / step * tokens_of(o, chain), 1e-6)) : 0;
 }
 
-// How many of the guesses that are there to run: those from the text (found), or else a chain of the drafter's.
-static void choose_guesses(Guesser *g, const Pace *p, SpecKind who, int *from_text, int *chain, int rows) {
-    const Odds *text = &g->odds[SPEC_NGRAM], *drafter = &g->odds[who];
-    *from_text = odds_deepest(text) ? affordable(g, p, SPEC_NGRAM, SPEC_OFF, *from_text, rows) : 0;
+// How many of the guesses that are there to run: those from the text, by source, or else a chain of the drafter's.
+static void choose_guesses(Guesser *g, const Pace *p, SpecKind source, SpecKind who, int *from_text, int *chain, int rows) {
+    const Odds *text = &g->odds[source], *drafter = &g->odds[who];
+    *from_text = odds_deepest(text) ? affordable(g, p, source, SPEC_OFF, *from_text, rows) : 0;
     *from_text = best_depth(p, text, SPEC_OFF, *from_text, rows);
     if (odds_deepest(drafter)) *chain = best_depth(p, drafter, SPEC_OFF, *chain, rows);
     if (rate_of(p, text, SPEC_OFF, *from_text, rows) <= rate_of(p, drafter, SPEC_OFF, *chain, rows)) *from_text = 0;
 }
 
-// Makes the drafts for a step of a session whose text, the token that runs next included, is ids (n): of what n-grams say and
-// what the drafter has found, that which makes more tokens a second. who: the drafter; rows: of others in the step.
+// Makes the drafts for a step of a session whose text, the token that runs next included, is ids (n): of what the grammar or else
+// n-grams say, and what the drafter has found, that which makes more tokens a second. who: the drafter; rows: of others in the step.
 static void guess(Guesser *g, const Pace *p, SpecKind who, const int32_t *ids, int n, int most, int rows) {
     Candidates *c = &g->found;
-    int32_t out[DRAFT_MAX];
+    int32_t text[DRAFT_MAX];
     float least = -INFINITY;
+    most = max_int(most, 0);
     g->drafts.n = 0;
-    const int found = uses_ngrams(&g->how) && most > 0 ? guess_ngrams(g, ids, n, most, out) : 0;
-    int from_text = found, chain = min_int(c->depth, max_int(most, 0));
+    learn_watched(g, ids, n);
+    int found = uses_ngrams(&g->how) && most > 0 ? guess_ngrams(g, ids, n, most, text) : 0;
+    const SpecKind source = g->n_only ? SPEC_GRAMMAR : g->how.kind == SPEC_NGRAM_MOD ? SPEC_NGRAM_MOD : SPEC_NGRAM;
+    if (g->n_only) memcpy(text, g->only, sizeof text), found = min_int(g->n_only, most);
+    int from_text = found, chain = min_int(c->depth, most);
     for (int i = 0; i < chain; i++) if (c->log_share[i][0] < logf(g->how.least)) chain = i;
     if (g->how.kind == SPEC_AUTO) {
-        earn(g, SPEC_NGRAM, credit_of_step);
+        earn(g, source, credit_of_step);
         earn(g, who, credit_of_step);
         if (c->depth) earn(g, who, price_of(p, SPEC_OFF, c->depth, rows) - price_of(p, who, c->depth, rows));
-        choose_guesses(g, p, who, &from_text, &chain, rows);
+        choose_guesses(g, p, source, who, &from_text, &chain, rows);
         least = least_share(p, &g->odds[who], chain, g->how.tree, rows);
-        if (found && !from_text && !g->ngrams.n_watched) {
-            memcpy(g->ngrams.watched, out, (size_t)found * sizeof *out);
-            g->ngrams.n_watched = found, g->ngrams.watched_at = n;
+        if (found && !from_text && !g->n_watched) {
+            memcpy(g->watched, text, (size_t)found * sizeof *text);
+            g->n_watched = found, g->watched_at = n, g->watched_who = source;
         }
     }
     g->missed = from_text ? 0 : g->missed + 1;
     if (from_text) {
-        g->drafts.who = g->how.kind == SPEC_NGRAM_MOD ? SPEC_NGRAM_MOD : SPEC_NGRAM;
-        chain_of(&g->drafts, out, from_text);
+        g->drafts.who = source;
+        chain_of(&g->drafts, text, from_text);
     } else if (chain) {
         g->drafts.who = who;
         c->depth = chain;
@@ -3397,7 +3403,7 @@ static int paying_depth(Guesser *g, const Pace *p, SpecKind who, int most, int r
 static int depth_wanted(Guesser *g, const Pace *p, SpecKind who, int most, int rows) {
     if (!uses_drafter(&g->how) || most <= 0) return 0;
     if (g->how.kind != SPEC_AUTO) return most;
-    const bool text_will_do = g->drafts.n && g->drafts.who == SPEC_NGRAM && g->odds[SPEC_NGRAM].right[0] > 0.9f;
+    const bool text_will_do = g->drafts.n && g->drafts.who != who && g->odds[g->drafts.who].right[0] > 0.9f;
     const bool plain = p->step.n[1] < TIMES_FIRST || g->drafted == DRAFTED_MOST || text_will_do;
     const int depth = plain ? 0 : paying_depth(g, p, who, most, rows);
     g->drafted = depth ? g->drafted + 1 : 0;
@@ -3927,6 +3933,31 @@ static SpecKind drafter_of(const Model *m) {
     return m->drafter.kind == DRAFTER_MTP ? SPEC_MTP : m->drafter.kind == DRAFTER_DFLASH ? SPEC_DFLASH : SPEC_OFF;
 }
 
+// Guesses of the grammar, where it leaves one way to go on. Their text is cut into tokens as if it stood alone; the last one may go
+// on, so it is left out.
+static void guess_grammar(Session *s, int most) {
+    Guesser *g = &s->guesser;
+    Grammar *grammar = s->options.grammar;
+    GrammarState state = s->state;
+    TokIds ids = { 0 };
+    char text[128];
+    size_t n = 0;
+    for (int next = 0; next >= 0 && (int)ids.n < most; ) {
+        next = n < sizeof text ? grammar_only(grammar, state) : -1;
+        if (next >= 0 && next < 256) text[n++] = (char)next;
+        if (next < 0 || next >= 256) {
+            if (tok_encode(s->t, text, n, TOK_PLAIN, &ids) < 0) die("%s", s->t->err);
+            if (next < 0 && n) ids.n--;
+            n = 0;
+        }
+        if (next >= 256) push_id(s, &ids, grammar->named[next - 256]);
+        if (next >= 0) state = grammar_behind(grammar, state, next);
+    }
+    g->n_only = min_int((int)ids.n, most);
+    memcpy(g->only, ids.ids, (size_t)g->n_only * sizeof *g->only);
+    tok_ids_free(&ids);
+}
+
 // Guesses what follows the token that runs next, where that is all that runs and it is known. rows: of other sessions.
 static void draft(Session *s, int rows) {
     Guesser *g = &s->guesser;
@@ -3935,8 +3966,9 @@ static void draft(Session *s, int rows) {
     g->drafts.n = 0;
     if (g->how.kind == SPEC_OFF || s->prompting || s->todo.n != 1) return;
     push_id(s, &s->held, s->todo.ids[0]);              // for as long as it is looked up
-    guess(g, &s->m->pace, drafter_of(s->m), s->held.ids, (int)s->held.n,
-          room_for_drafts(s, (int)s->held.n, s->turn.made), rows);
+    const int most = room_for_drafts(s, (int)s->held.n, s->turn.made);
+    if (s->options.grammar && uses_grammar(&g->how)) guess_grammar(s, most);
+    guess(g, &s->m->pace, drafter_of(s->m), s->held.ids, (int)s->held.n, most, rows);
     s->held.n--;
     if (s->fed && under_way) {
         g->found.depth = under_way;
@@ -4019,7 +4051,8 @@ static bool may_go_ahead(const Session *s, int depth) {
     const Model *m = s->m;
     const Guesser *g = &s->guesser;
     const int n = s->options.n_predict, most = 2 + g->drafts.n + depth;            // rows of the two steps
-    const bool as_wanted = g->how.kind == SPEC_OFF || (g->missed >= PATIENCE || !uses_ngrams(&g->how));
+    const bool reads = uses_ngrams(&g->how) || (uses_grammar(&g->how) && s->options.grammar);
+    const bool as_wanted = g->how.kind == SPEC_OFF || g->missed >= PATIENCE || !reads;
     return m->ops->mark && m->step.n_rows <= STEP_ROWS && m->len[s->seq] + most <= m->options.n_ctx && !s->options.keep_logits &&
            !m->dump_dir && (n < 0 || s->turn.made + most <= n) && !s->cancelled && g->depth == depth && as_wanted &&
            (!depth || (!g->how.tree && g->how.least <= 0));
@@ -4901,8 +4934,8 @@ static const Flag flags[] = {
       "changes no text; default: none" },
     { "--spec", "--spec-type", "KIND", FLAG_TEXT, ANSWERS, FIELD(spec), 0, 0,
       "who guesses: off; mtp or dflash: the drafter, always as far as --draft-max; ngram: the text itself, where its "
-      "last tokens have been before; ngram-mod: a table of what followed 12 tokens in any text so far; auto: drafter "
-      "and ngram, as far as it makes answers faster; default: auto with -md, else off" },
+      "last tokens have been before; ngram-mod: a table of what followed 12 tokens in any text so far; grammar: what --grammar or "
+      "--json-schema leave no choice in; auto: drafter, ngram and grammar, as far as it makes answers faster; default: auto with -md, else off" },
     { "--draft-max", "--draft --draft-n --spec-draft-n-max",
       "N", FLAG_INT, DRAFTS | BENCH, FIELD(draft_max), 1, DRAFT_MAX, "most tokens that are guessed at a time; default: "
       "16 for ngram, 4 for mtp, the block for dflash" },
@@ -5454,7 +5487,7 @@ static void plan_drafting(const Flags *f, PlanOptions *o, int width) {
 static Drafting drafting_of(const Flags *f, const Ops *ops, PlanOptions *o) {
     Drafting d = { .kind = f->drafter ? SPEC_AUTO : SPEC_OFF, .tree = (int)f->tree, .least = (float)f->draft_min_p };
     if (f->spec) for (d.kind = SPEC_OFF; d.kind < SPEC_KINDS && strcmp(f->spec, spec_names[d.kind]); ) d.kind++;
-    if (d.kind == SPEC_KINDS) die("--spec: expected off, mtp, dflash, ngram, ngram-mod or auto, got '%s'", f->spec);
+    if (d.kind == SPEC_KINDS) die("--spec: expected off, mtp, dflash, ngram, ngram-mod, grammar or auto, got '%s'", f->spec);
     if ((d.kind == SPEC_MTP || d.kind == SPEC_DFLASH) && !f->drafter)
         die("--spec %s: expected a drafter's file; try -md FILE, or --spec ngram, which needs none", f->spec);
     if (d.tree && !(f->drafter && uses_drafter(&d)))
@@ -5571,6 +5604,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
         answer_once(&c, &ids);
         status = interrupted ? 130 : 0;
     }
+    if (c.options.grammar) grammar_free(c.options.grammar);
     chat_free(&c);
     tok_ids_free(&ids);
     tok_free(&tok);

@@ -162,8 +162,9 @@ typedef struct {
     bool exact;               // the published template to the letter, where it leaves a prompt broken: a declaration whose
                               // parameters have no type or whose response is no object, and an answer after a message
                               // with content and results
-    TokStr thought, answer;   // how the model's turn starts, with add_cue; s NULL: not given. A thought needs `think`;
-                              // it stays open unless an answer follows
+    TokStr thought, answer;   // how the model's turn starts, with add_cue; s NULL: not given. A thought stays open unless
+                              // an answer follows, and needs `think` then. An answer goes on in the turn of an
+                              // assistant's message before it
 } TokChat;
 
 // Append the prompt to *ids: the canonical template, <bos> first, and its text, markers spelled out, to *text unless that is
@@ -1637,11 +1638,12 @@ static Tok__End tok__put_messages(Tok__Prompt *p, const TokChat *c, const Tok__M
         bool calls, results;
         tok__put_calls(p, &m[i], next - i - 1, &calls, &results);
         const bool content = tok__put_content(p, &m[i], is_model, false);
+        const bool joined = next < n ? is_model && tok__has_role(&m[next], "assistant") : is_assistant && c->answer.s;
         end = calls && !results ? TOK__CALL_OPEN : results ? TOK__AFTER_RESULT : TOK__CLOSED;
         *closed = false;
         if (end == TOK__CALL_OPEN) {
             tok__put_tag(p, &p->t->response_open);
-        } else if (!(is_model && next < n && tok__has_role(&m[next], "assistant")) && !(results && !content && next == n)) {
+        } else if (!joined && !(results && !content && next == n)) {
             tok__put_tag(p, &p->t->turn_close);
             tok__put(p, "\n");
             *closed = true;
@@ -1653,7 +1655,7 @@ static Tok__End tok__put_messages(Tok__Prompt *p, const TokChat *c, const Tok__M
 // The opening of the model's turn, and the beginning of its answer if that is given.
 static void tok__put_cue(Tok__Prompt *p, const TokChat *c, Tok__End end, bool closed) {
     const bool after_result = end == TOK__AFTER_RESULT && !(closed && !p->exact);
-    const bool new_turn = !after_result && end != TOK__CALL_OPEN;
+    const bool new_turn = closed && !after_result && end != TOK__CALL_OPEN;
     bool in_thought = false;
     if (end == TOK__CALL_OPEN && (c->thought.s || c->answer.s))
         TOK__REFUSE(p, "chat: no answer can start before a call has its result");
@@ -1719,7 +1721,8 @@ int tok_chat(Tokenizer *t, const TokChat *c, TokIds *ids, TokText *text) {
     if (tok__parse_list(&p, "messages", c->messages, &list) && tok__parse_list(&p, "tools", c->tools, &tools))
         m = tok__read_messages(&p, &list, &n);
     if ((c->thought.s || c->answer.s) && !c->add_cue) TOK__REFUSE(&p, "chat: the start of an answer needs the model's turn");
-    if (c->thought.s && !c->think) TOK__REFUSE(&p, "chat: the start of a thought needs thinking to be on");
+    if (c->thought.s && !c->answer.s && !c->think)
+        TOK__REFUSE(&p, "chat: the start of a thought needs thinking to be on");
     if (!p.failed) {
         tok__put_id(&p, t->bos, "<bos>");
         const bool system = n && (tok__has_role(&m[0], "system") || tok__has_role(&m[0], "developer"));

@@ -1109,6 +1109,31 @@ static bool grammar_advance(Grammar *g, GrammarState *s, int32_t id) {
     return *s != 0;
 }
 
+// What follows where there is one way to go on: a byte, or 256 and the number of a named token. A blank is taken for it where few
+// others may stand, as between a key and its value. -1: there are several, or the text may end.
+static int grammar_only(const Grammar *g, GrammarState s) {
+    enum { FEW = 32 };
+    const StackSet *f = &g->found[s];
+    ByteSet may = { { 0 } };
+    int named = -1, n = 0, byte = -1;
+    if (g->failed || f->complete) return -1;
+    for (int i = 0; i < f->n_items; i++) {
+        const Code c = g->code[g->stacks[g->ids[f->items + i]].pc];
+        if (c.op == OP_BYTE) may.w[c.arg / 64] |= (uint64_t)1 << c.arg % 64;
+        for (int k = 0; c.op == OP_SET && k < 4; k++) may.w[k] |= g->sets[c.arg].w[k];
+        if (c.op == OP_TOKEN && named >= 0 && named != c.arg) return -1;
+        if (c.op == OP_TOKEN) named = c.arg;
+    }
+    for (int b = 0; b < 256; b++) if (has_byte(&may, (unsigned)b)) byte = b, n++;
+    if (named >= 0) return n ? -1 : 256 + named;
+    return n == 1 ? byte : n > 1 && n <= FEW && has_byte(&may, ' ') ? ' ' : -1;
+}
+
+static GrammarState grammar_behind(Grammar *g, GrammarState s, int only) {              // what grammar_only() said
+    g->work = GRAMMAR_WORK;
+    return next_set(g, s, only < 256 ? g->class_of[only] : g->n_classes + only - 256);
+}
+
 // ==== [7] Vocabulary, masks =========================================================================================
 
 typedef struct { uint64_t head; const uint8_t *s; uint32_t n; int32_t id; } TokenBytes;   // head: the first 8, to compare

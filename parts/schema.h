@@ -405,7 +405,7 @@ static int expr_other_than(Grammar *g, const Name *names, int n, int first, cons
 
 // ==== [4] Schemas: parts and keywords ===============================================================================
 
-enum { MAX_PARTS = 16, MAX_DONE = 4, MAX_PROPERTIES = 1024, MAX_PREFIX = 64 };
+enum { SCHEMA_PARTS = 16, SCHEMA_DONE = 4, SCHEMA_PROPERTIES = 1024, SCHEMA_PREFIX = 64 };
 
 enum { T_NULL = 1, T_BOOL = 2, T_INTEGER = 4, T_NUMBER = 8, T_STRING = 16, T_ARRAY = 32, T_OBJECT = 64, T_ANY = 127 };
 
@@ -430,8 +430,8 @@ static const char *const notes[] = {
     "$comment", "$defs", "definitions", "contentEncoding", "contentMediaType", "discriminator", "externalDocs", "xml",
 };
 
-typedef struct { GgufJson value[MAX_PARTS]; int n; const char *done[MAX_DONE]; int n_done, rule; } SchemaItem;   // done: anyOf
-typedef struct { GgufJson part[MAX_PARTS]; int n, n_seen; bool never; const char *seen[4 * MAX_PARTS]; } Parts;
+typedef struct { GgufJson value[SCHEMA_PARTS]; int n; const char *done[SCHEMA_DONE]; int n_done, rule; } SchemaItem;   // done: anyOf
+typedef struct { GgufJson part[SCHEMA_PARTS]; int n, n_seen; bool never; const char *seen[4 * SCHEMA_PARTS]; } Parts;
 typedef struct { GgufJson v[N_KEYWORDS]; int types; } Fields;                     // v[k].s NULL: not given
 
 typedef struct {
@@ -533,8 +533,8 @@ static void add_parts(Schema *sc, const GgufJson *v, Parts *p, int depth) {
         return;
     }
     for (int i = 0; i < p->n_seen; i++) if (p->seen[i] == v->s) return;
-    if (p->n == MAX_PARTS || p->n_seen == 4 * MAX_PARTS || depth == 4 * MAX_PARTS) {
-        schema_fail(sc, v->s, "expected at most %d schemas that hold at once", MAX_PARTS);
+    if (p->n == SCHEMA_PARTS || p->n_seen == 4 * SCHEMA_PARTS || depth == 4 * SCHEMA_PARTS) {
+        schema_fail(sc, v->s, "expected at most %d schemas that hold at once", SCHEMA_PARTS);
         return;
     }
     p->seen[p->n_seen++] = v->s;
@@ -542,7 +542,7 @@ static void add_parts(Schema *sc, const GgufJson *v, Parts *p, int depth) {
         const GgufJson target = follow_ref(sc, &x);
         add_parts(sc, &target, p, depth + 1);
     }
-    if (p->n < MAX_PARTS) p->part[p->n++] = *v;
+    if (p->n < SCHEMA_PARTS) p->part[p->n++] = *v;
     if (!gguf_json_get(v, "allOf", &rest)) return;
     if (rest.type != GGUF_J_ARRAY) schema_fail(sc, rest.s, "expected a list");
     while (!sc->g->failed && gguf_json_next(&rest, NULL, &x)) add_parts(sc, &x, p, depth + 1);
@@ -626,7 +626,7 @@ static int expr_schema(Schema *sc, GgufJson v) {
             else only &= word == N_KEYWORDS;
         }
         if (!ref.s || !only) break;
-        if (k == MAX_PARTS) return schema_fail(sc, ref.s, "it refers only to itself, or through %d others", MAX_PARTS);
+        if (k == SCHEMA_PARTS) return schema_fail(sc, ref.s, "it refers only to itself, or through %d others", SCHEMA_PARTS);
         v = follow_ref(sc, &ref);
     }
     if (v.type == GGUF_J_TRUE) return expr_call(sc->g, builtin(sc->g, JSON_VALUE, sc->call));
@@ -735,14 +735,14 @@ static int expr_array(Schema *sc, const Fields *f) {
     Grammar *g = sc->g;
     const bool old = f->v[K_ITEMS].s && f->v[K_ITEMS].type == GGUF_J_ARRAY;       // as before 2020: items lists the first
     const GgufJson list = old ? f->v[K_ITEMS] : f->v[K_PREFIX], rest = old ? f->v[K_ADDITIONAL_ITEMS] : f->v[K_ITEMS];
-    GgufJson walk = list, prefix[MAX_PREFIX], v;
+    GgufJson walk = list, prefix[SCHEMA_PREFIX], v;
     const int min = read_count(sc, f, K_MIN_ITEMS, 0);
     int n = 0, max = read_count(sc, f, K_MAX_ITEMS, -1);
     if (f->v[K_UNIQUE].s && f->v[K_UNIQUE].type != GGUF_J_FALSE)
         return schema_fail(sc, f->v[K_UNIQUE].s, "uniqueItems is not supported");
     if (list.s && list.type != GGUF_J_ARRAY) return schema_fail(sc, list.s, "expected a list of schemas");
     while (list.s && gguf_json_next(&walk, NULL, &v)) {
-        if (n == MAX_PREFIX) return schema_fail(sc, list.s, "expected at most %d schemas", MAX_PREFIX);
+        if (n == SCHEMA_PREFIX) return schema_fail(sc, list.s, "expected at most %d schemas", SCHEMA_PREFIX);
         prefix[n++] = v;
     }
     const bool closed = rest.s ? rest.type == GGUF_J_FALSE : n > 0 && min <= n;
@@ -778,7 +778,7 @@ static Property *find_property(Schema *sc, Property *p, int *n, const GgufJson *
             free((void *)(uintptr_t)name.s);
             return &p[i];
         }
-    if (*n == MAX_PROPERTIES) schema_fail(sc, key->s, "expected at most %d properties", MAX_PROPERTIES);
+    if (*n == SCHEMA_PROPERTIES) schema_fail(sc, key->s, "expected at most %d properties", SCHEMA_PROPERTIES);
     if (sc->g->failed) {
         free((void *)(uintptr_t)name.s);
         return NULL;
@@ -892,7 +892,7 @@ static int expr_object(Schema *sc, const Fields *f, const Parts *parts) {
     bool any = true;
     for (int k = K_PROPERTIES; k <= K_MAX_PROPERTIES; k++) any &= !f->v[k].s;
     if (any) return expr_call(g, builtin(g, JSON_OBJECT, sc->call));
-    Property *p = calloc(MAX_PROPERTIES, sizeof *p);
+    Property *p = calloc(SCHEMA_PROPERTIES, sizeof *p);
     if (!p) return grammar_fail(g, "grammar: out of memory");
     const int n = read_properties(sc, parts, p, &other);
     int n_required = 0;
@@ -905,7 +905,7 @@ static int expr_object(Schema *sc, const Fields *f, const Parts *parts) {
         schema_fail(sc, f->v[K_MAX_PROPERTIES].s, "it is supported only where no more can be written");
     if (sc->call) qsort(p, (size_t)n, sizeof *p, by_template);
     if (!g->failed) e = SEQ(expr_word(g, "{"), expr_members(sc, p, n, other), expr_word(g, "}"));
-    for (int i = 0; i < MAX_PROPERTIES && p[i].name.s; i++) free((void *)(uintptr_t)p[i].name.s);
+    for (int i = 0; i < SCHEMA_PROPERTIES && p[i].name.s; i++) free((void *)(uintptr_t)p[i].name.s);
     free(p);
     return e;
 }
@@ -950,8 +950,8 @@ static int expr_listed(Schema *sc, const Fields *f) {
 // Parts and fields of a schema that holds beside an item's.
 static void open_branch(Schema *sc, const SchemaItem *it, const GgufJson *v, SchemaItem *out, Parts *p, Fields *f) {
     *out = *it;
-    if (out->n < MAX_PARTS) out->value[out->n++] = *v;
-    else schema_fail(sc, v->s, "expected at most %d schemas that hold at once", MAX_PARTS);
+    if (out->n < SCHEMA_PARTS) out->value[out->n++] = *v;
+    else schema_fail(sc, v->s, "expected at most %d schemas that hold at once", SCHEMA_PARTS);
     *p = (Parts){ .n = 0 };
     for (int i = 0; i < out->n; i++) add_parts(sc, &out->value[i], p, 0);
     gather_fields(sc, out, p, f);
@@ -997,7 +997,7 @@ static bool may_both_hold(Schema *sc, const SchemaItem *it, const GgufJson *a, c
 
 // Objects that are written by one schema and satisfy the other.
 static bool objects_overlap(Schema *sc, const Parts *a, const Parts *b, int depth) {
-    Property *of[2] = { calloc(MAX_PROPERTIES, sizeof(Property)), calloc(MAX_PROPERTIES, sizeof(Property)) };
+    Property *of[2] = { calloc(SCHEMA_PROPERTIES, sizeof(Property)), calloc(SCHEMA_PROPERTIES, sizeof(Property)) };
     GgufJson other[2] = { { 0 }, { 0 } };
     int n[2] = { 0, 0 };
     bool misses[2] = { false, false }, apart = false;  // one that the other schema requires
@@ -1046,7 +1046,7 @@ static void add_branches(Schema *sc, const SchemaItem *it, const Fields *f, int 
     int n = 0;
     if (f->v[K_ANY_OF].s && f->v[K_ONE_OF].s) schema_fail(sc, f->v[K_ONE_OF].s, "expected no anyOf beside it");
     if (list.type != GGUF_J_ARRAY) schema_fail(sc, list.s, "expected a list of schemas");
-    if (it->n_done == MAX_DONE) schema_fail(sc, list.s, "expected at most %d lists of schemas in each other", MAX_DONE);
+    if (it->n_done == SCHEMA_DONE) schema_fail(sc, list.s, "expected at most %d lists of schemas in each other", SCHEMA_DONE);
     for (int k = 0; k < N_KEYWORDS; k++) restricts |= f->v[k].s && k != K_ANY_OF && k != K_ONE_OF && k != K_NULLABLE;
     SchemaItem base = { .n = 0 };
     if (restricts) base = *it;
@@ -1057,7 +1057,7 @@ static void add_branches(Schema *sc, const SchemaItem *it, const Fields *f, int 
         GgufJson earlier = list, w;
         for (int i = 0; f->v[K_ONE_OF].s && i < n && gguf_json_next(&earlier, NULL, &w); i++)
             if (may_both_hold(sc, &base, &w, &v, 0)) schema_fail(sc, v.s, "it may hold together with number %d; try anyOf", i);
-        if (branch.n == MAX_PARTS) schema_fail(sc, v.s, "expected at most %d schemas that hold at once", MAX_PARTS);
+        if (branch.n == SCHEMA_PARTS) schema_fail(sc, v.s, "expected at most %d schemas that hold at once", SCHEMA_PARTS);
         if (n == 256) schema_fail(sc, v.s, "expected at most 256 schemas");
         if (sc->g->failed) return;
         branch.value[branch.n++] = v;

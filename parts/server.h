@@ -158,6 +158,7 @@ typedef struct {
     double   other;                    // of what is not there: what it is where it does nothing
     bool     stream, progress, no_cache, ignore_eos, echo, add_special, parse_special, with_pieces, no_cue;
     bool     one_call;                 // parallel_tool_calls: false
+    bool     cue, continues;           // add_generation_prompt and continue_final_message: true
     bool     include_usage, think;     // derived
 } Request;
 
@@ -193,7 +194,8 @@ static const struct { const char *name; FieldKind kind; size_t at; double min, m
     { "cache_prompt", IS_FALSE, AT(no_cache), 0, 0 }, { "ignore_eos", IS_TRUE, AT(ignore_eos), 0, 0 },
     { "echo", IS_TRUE, AT(echo), 0, 0 }, { "add_special", IS_TRUE, AT(add_special), 0, 0 },
     { "parse_special", IS_TRUE, AT(parse_special), 0, 0 }, { "with_pieces", IS_TRUE, AT(with_pieces), 0, 0 },
-    { "add_generation_prompt", IS_FALSE, AT(no_cue), 0, 0 },
+    { "add_generation_prompt", IS_FALSE, AT(no_cue), 0, 0 }, { "add_generation_prompt", IS_TRUE, AT(cue), 0, 0 },
+    { "continue_final_message", IS_TRUE, AT(continues), 0, 0 },
 };
 
 typedef struct {              // why a request is refused
@@ -1124,7 +1126,7 @@ static void replay_calls(Exchange *x, const GgufJson *messages, TokIds *ids) {
             more = next_call(&x->t, ids, &first, &at);
             if (!more || call.type != GGUF_J_OBJECT || !gguf_json_get(&call, "id", &id) || id.type != GGUF_J_STRING ||
                 id.n >= sizeof name) continue;
-            gguf_json_string(&id, name);
+            name[gguf_json_string(&id, name)] = 0;
             TokIds said = recall(x->srv, name);
             if (said.n && same_call(&x->t, said, (TokIds){ .ids = ids->ids + first, .n = at - first })) {
                 push_ids(&x->t, &out, ids->ids + before, first - before);
@@ -1139,23 +1141,74 @@ static void replay_calls(Exchange *x, const GgufJson *messages, TokIds *ids) {
     *ids = out;
 }
 
-// The prompt of a conversation. A later prompt begins with it as far as it is without the cue.
+typedef struct { TokText messages, thought, answer; } Begun;         // a conversation, and how the answer to it begins
+
+static void begun_free(Begun *b) {
+    tok_text_free(&b->messages);
+    tok_text_free(&b->thought);
+    tok_text_free(&b->answer);
+}
+
+// Appends the text of a string, or of a list's parts. False: it is neither.
+static bool append_content(TokText *out, const GgufJson *v) {
+    GgufJson rest = *v, part, text;
+    if (v->type == GGUF_J_ARRAY) {
+        bool ok = true;
+        while (ok && gguf_json_next(&rest, NULL, &part))
+            ok = gguf_json_get(&part, "text", &text) && text.type == GGUF_J_STRING && append_content(out, &text);
+        return ok;
+    }
+    if (v->type != GGUF_J_STRING) return false;
+    size_t n;
+    char *s = copy_string(v, &n);
+    append(out, s, n);
+    free(s);
+    return true;
+}
+
+// The last message is an answer of the model that is to go on: what it says becomes the start of the next one, as it is.
+static bool take_begun(const Request *r, Fault *f, Begun *b, TokChat *chat) {
+    GgufJson rest = r->messages, m, last = { 0 }, v;
+    if (r->cue)
+        return refuse(f, 400, "add_generation_prompt",
+                      "add_generation_prompt: expected false beside continue_final_message");
+    for (; gguf_json_next(&rest, NULL, &m); last = m)
+        if (is_given(&last)) append_message(&b->messages, (TokStr){ last.s, last.n });
+    const bool calls = (gguf_json_get(&last, "tool_calls", &v) && tok__is_set(&v)) ||
+                       (gguf_json_get(&last, "tool_responses", &v) && tok__is_set(&v));
+    const bool text = gguf_json_get(&last, "content", &v) && append_content(&b->answer, &v) && b->answer.n;
+    const bool thought = (gguf_json_get(&last, "reasoning", &v) && tok__is_set(&v)) ||
+                         (gguf_json_get(&last, "reasoning_content", &v) && tok__is_set(&v));
+    if (!has_role(&last, "assistant") || calls || !text || (thought && !append_content(&b->thought, &v)))
+        return refuse(f, 400, "messages", "messages: an answer that is continued: expected the last message to be the "
+                      "assistant's, with text and without calls");
+    chat->messages = text_of(&b->messages);
+    chat->thought = text_of(&b->thought);
+    chat->answer = text_of(&b->answer);
+    return true;
+}
+
+// The prompt of a conversation. A later prompt begins with it as far as it is without the cue and what follows that.
 static bool chat_ask(Exchange *x, const Request *r) {
     Job *job = x->job;
     const bool tools = is_given(&r->tools) && !gguf_json_is(&r->tool_choice, "none");
     TokChat chat = { .messages = { r->messages.s, r->messages.n }, .think = r->think, .add_cue = true };
     if (tools) chat.tools = (TokStr){ r->tools.s, r->tools.n };
     TokIds part = { 0 };
-    if (!check_messages(&r->messages, &x->fault)) return false;
-    if (tok_chat(&x->t, &chat, &job->ids, NULL) < 0)
-        return refuse(&x->fault, 400, strncmp(x->t.err, "tools", 5) ? "messages" : "tools", "%s", x->t.err);
-    replay_calls(x, &r->messages, &job->ids);
+    Begun begun = { 0 };
+    bool ok = check_messages(&r->messages, &x->fault) && (!r->continues || take_begun(r, &x->fault, &begun, &chat));
+    if (ok && tok_chat(&x->t, &chat, &job->ids, NULL) < 0)
+        ok = refuse(&x->fault, 400, strncmp(x->t.err, "tools", 5) ? "messages" : "tools", "%s", x->t.err);
+    if (ok) replay_calls(x, &r->messages, &job->ids);
     chat.add_cue = false;
-    if (tok_chat(&x->t, &chat, &part, NULL) == 0) {
+    chat.thought = chat.answer = (TokStr){ NULL, 0 };
+    if (ok && tok_chat(&x->t, &chat, &part, NULL) == 0) {
         replay_calls(x, &r->messages, &part);
         job->mark = same_ids(&part, &job->ids);
     }
     tok_ids_free(&part);
+    begun_free(&begun);
+    if (!ok) return false;
     const bool asked = r->logprobs.type == GGUF_J_TRUE;
     if (is_given(&r->logprobs) && r->logprobs.type != GGUF_J_TRUE && r->logprobs.type != GGUF_J_FALSE)
         return refuse(&x->fault, 400, "logprobs", "logprobs: expected true or false");
@@ -1409,6 +1462,10 @@ static bool read_form(Exchange *x, const Request *r, Job *job) {
     const bool one_call = calls && r->one_call && !by_grammar && !schema.n && !required && x->t.call_open >= 0;
     if (by_grammar && (schema.n || required))
         return refuse(&x->fault, 400, "grammar", "grammar: expected no schema and no forced call beside it");
+    if (r->continues && (by_grammar || schema.n))
+        return refuse(&x->fault, 400,
+                      by_grammar ? "grammar" : is_given(&r->json_schema) ? "json_schema" : "response_format",
+                      "an answer that is continued: expected no grammar and no schema beside it");
     if (required && !calls) return refuse(&x->fault, 400, "tool_choice", "tool_choice: expected tools beside it");
     if (!by_grammar && !schema.n && !required && !one_call) return true;
     if (r->ignore_eos) return refuse(&x->fault, 400, "ignore_eos", "ignore_eos: an answer of a given form ends where that ends");
@@ -1751,7 +1808,8 @@ static bool only_results(const GgufJson *content) {
     return n > 0;
 }
 
-static bool put_messages(Exchange *x, TokText *out, const GgufJson *root) {
+// *continues: the last message is the assistant's, an answer that is to go on. An empty one is none.
+static bool put_messages(Exchange *x, TokText *out, const GgufJson *root, bool *continues) {
     GgufJson rest, m, role, content;
     if (member(root, "system", &content)) {
         put(out, ",{'role':'system','content':");
@@ -1765,6 +1823,9 @@ static bool put_messages(Exchange *x, TokText *out, const GgufJson *root) {
             return refuse(&x->fault, 400, "messages", "messages[%d].role: expected user or assistant", i);
         if (!member(&m, "content", &content) || (content.type != GGUF_J_STRING && content.type != GGUF_J_ARRAY))
             return refuse(&x->fault, 400, "messages", "messages[%d].content: expected a string or a list", i);
+        GgufJson behind = rest, next;
+        *continues = gguf_json_is(&role, "assistant") && content.n > 2;
+        if (content.n == 2 && gguf_json_is(&role, "assistant") && !gguf_json_next(&behind, NULL, &next)) break;
         if (!put_results(x, out, &content)) return false;
         if (only_results(&content)) continue;
         put(out, ",{'role':%r", raw(&role));
@@ -1789,10 +1850,11 @@ static bool messages_convert(Exchange *x, TokText *out) {
     GgufJson root, v;
     TokText list = { 0 };
     if (!parse_body(x, &root)) return false;
-    bool ok = put_messages(x, &list, &root);
+    bool continues = false, ok = put_messages(x, &list, &root, &continues);
     put(out, "{'messages':[%r]", (TokStr){ list.n ? list.s + 1 : "", list.n - (list.n > 0) });
     tok_text_free(&list);
     if (!ok || !put_tools(x, out, &root, "custom", "input_schema")) return false;
+    if (continues) put(out, ",'continue_final_message':true");
     take_member(out, &root, "max_tokens", "max_tokens");
     take_member(out, &root, "temperature", "temperature");
     take_member(out, &root, "top_p", "top_p");
@@ -2384,15 +2446,18 @@ static void route_template(Exchange *x) {
     Request r;
     TokIds ids = { 0 };
     TokText text = { 0 }, out = { 0 };
+    Begun begun = { 0 };
     if (!read_request(&r, &x->fault, text_of(&x->body), &x->srv->o) || !check_messages(&r.messages, &x->fault)) return;
-    TokChat chat = { .messages = { r.messages.s, r.messages.n }, .think = r.think, .add_cue = !r.no_cue };
+    TokChat chat = { .messages = { r.messages.s, r.messages.n }, .think = r.think, .add_cue = r.continues || !r.no_cue };
     if (is_given(&r.tools)) chat.tools = (TokStr){ r.tools.s, r.tools.n };
-    if (tok_chat(&x->t, &chat, &ids, &text) == 0) {
+    const bool ok = !r.continues || take_begun(&r, &x->fault, &begun, &chat);
+    if (ok && tok_chat(&x->t, &chat, &ids, &text) == 0) {
         put(&out, "{'prompt':%t,'n_tokens':%z}", text_of(&text), ids.n);
         respond_json(x, &out);
-    } else {
+    } else if (ok) {
         refuse(&x->fault, 400, strncmp(x->t.err, "tools", 5) ? "messages" : "tools", "%s", x->t.err);
     }
+    begun_free(&begun);
     tok_text_free(&text);
     tok_ids_free(&ids);
 }

@@ -34,6 +34,9 @@ class Node {
     querySelectorAll() { return []; }
     focus() {}
     select() {}
+    showModal() { this.open = true; }                                   // of a dialog
+    addEventListener(name, f) { this.whenClosed = f; }
+    close(value) { this.open = false; this.returnValue = value; this.whenClosed(); }
 }
 const elements = new Map();
 const element = id => elements.get(id) || elements.set(id, new Node(id)).get(id);
@@ -50,7 +53,6 @@ const world = {
     document: { getElementById: element, createElement: tag => new Node(tag), body, activeElement: body, querySelector: () => null },
     localStorage: new Storage(), sessionStorage: new Storage(), navigator: {}, addEventListener() {}, matchMedia: () => ({}),
     requestAnimationFrame: f => setTimeout(f, 0), fetch: (path, options) => fetch(url + path, options), confirm: () => true,
-    prompt: text => (text.includes('does not know') ? key : 'another'),         // a person who is wrong at first
 };
 const html = readFileSync('web/index.html', 'utf8'), script = html.slice(html.indexOf('<script>') + 8, html.indexOf('</script>'));
 check('no way from text to HTML in the page', !/innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(/.test(script));
@@ -123,8 +125,19 @@ async function until(what) {
     for (let i = 0; i < 1000 && !what(); i++) await new Promise(r => setTimeout(r, 20));
     return what();
 }
+const form = element('key'), keyNotice = element('key-notice');
+async function giveKey(text, button) {                                  // what a person does when the form is there
+    await until(() => form.open);
+    const said = keyNotice.textContent;
+    element('key-field').value = text;
+    form.close(button);
+    return said;
+}
+check('the key is asked for', await giveKey('another', 'given') === '');
+check('a wrong one: the form says so', /does not know/.test(await giveKey(key, 'given')), keyNotice.textContent);
 await until(() => element('model').textContent);
-check('the key was asked for, and the model is named', element('model').textContent.includes('gemma4-mini'), element('notice').textContent);
+check('the model is named', element('model').textContent.includes('gemma4-mini'), element('notice').textContent);
+check('the key is kept for this tab only', world.sessionStorage.getItem('gemma4.key') === key && !world.localStorage.length);
 const chat = page.now();
 Object.assign(chat.settings, { temperature: 0, max_tokens: 12 });
 element('input').value = 'Tell me a story about a fox.';
@@ -152,6 +165,12 @@ chat.messages.pop();
 chat.messages[0].content = 'fox '.repeat(9000);
 await page.answer(chat);
 check('one that is too long: what to do', /larger context/.test(chat.messages[1].error), chat.messages[1]);
+chat.messages.pop();
+world.sessionStorage.removeItem('gemma4.key');
+const locked = page.answer(chat);
+await giveKey(key, '');
+await locked;
+check('a key that is not given', /asks for a key/.test(chat.messages[1].error), chat.messages[1]);
 page.deleteChat(chat);
 check('a conversation that is deleted', !page.chats.size && !world.localStorage.length && page.now() !== chat);
 

@@ -5,13 +5,13 @@
  * Uses models/gemma4-mini-q8_0.gguf for the properties, Gemma 4's own vocabulary for the vectors. */
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap; popen
 #include "../gguf.h"
+#include <stdlib.h>
 
 // Allocations of tokenizer.h, which fail from the fail_at-th on; -1: never.
 static long fail_at = -1;
 static bool out_of_memory(void) { return fail_at >= 0 && fail_at-- == 0 ? fail_at = 0, true : false; }
 static void *test_malloc(size_t n) { return out_of_memory() ? NULL : malloc(n); }
 static void *test_realloc(void *p, size_t n) { return out_of_memory() ? NULL : realloc(p, n); }
-#include <stdlib.h>
 #define malloc test_malloc
 #define realloc test_realloc
 #define TOKENIZER_IMPLEMENTATION
@@ -42,9 +42,72 @@ static void split_prefill(TokStr s, TokChat *c) {
     if (end) c->answer = str(end + strlen(close));
 }
 
+static void put(TokText *out, const char *s) { if (!tok__append(out, s, strlen(s))) exit(1); }
+
+// The prompt of an answer that is begun must be that of the whole answer without its end. Of the large variant's, with thinking
+// off, the empty thought of the cue is left out first.
+static void check_begun(Tokenizer *t, const TokChat *whole, TokStr before, TokStr thought, TokStr answer, const char *name) {
+    const char *empty = "<|channel>thought\n<channel|>", *end = "<turn|>\n";
+    TokChat begun = *whole;
+    begun.messages = before;
+    begun.add_cue = true;
+    begun.answer = answer;
+    if (thought.n) begun.thought = thought;
+    TokIds ids[2] = { { 0 } };
+    TokText text[2] = { { 0 } };
+    const bool ok = tok_chat(t, whole, &ids[0], &text[0]) == 0 && tok_chat(t, &begun, &ids[1], &text[1]) == 0;
+    if (CHECK(ok, "%s: begun: %s", name, t->err)) {
+        const size_t n_empty = strlen(empty), from = text[1].n - answer.n - n_empty;
+        if (t->large_variant && !whole->think && !thought.n && text[1].n >= answer.n + n_empty &&
+            !memcmp(text[1].s + from, empty, n_empty)) {
+            memmove(text[1].s + from, text[1].s + from + n_empty, answer.n);
+            text[1].n -= n_empty;
+        }
+        put(&text[1], end);
+        CHECK(same_text(text_of(&text[0]), text_of(&text[1])), "%s: the whole answer\n%.*s\none that is begun\n%.*s", name,
+              (int)text[0].n, text[0].s, (int)text[1].n, text[1].s);
+    }
+    for (int i = 0; i < 2; i++) {
+        tok_ids_free(&ids[i]);
+        tok_text_free(&text[i]);
+    }
+}
+
+static TokText cut_list(const GgufJson *list, const char *end) {      // what of it is before end
+    TokText out = { 0 };
+    if (!tok__append(&out, list->s, (size_t)(end - list->s))) exit(1);
+    put(&out, "]");
+    return out;
+}
+
+// Each answer in the messages of a row that is text alone, as one that is begun. Returns how many there are.
+static size_t check_answers(Tokenizer *t, const TokChat *row, const GgufJson *messages, const char *name) {
+    GgufJson rest = *messages, m;
+    size_t n = 0;
+    for (const char *end = messages->s + 1; gguf_json_next(&rest, NULL, &m); end = m.s + m.n) {
+        const TokStr role = text_field(&m, "role"), answer = text_field(&m, "content");
+        const TokStr thought = text_field(&m, "reasoning_content");
+        const bool calls = field(&m, "tool_calls").n > 4 || field(&m, "tool_responses").n > 4;
+        const bool trimmed = answer.n && !strchr(" \n", answer.s[0]) && !strchr(" \n", answer.s[answer.n - 1]);
+        if (!strcmp(role.s, "assistant") && trimmed && !calls && !strstr(answer.s, "channel")) {
+            TokText before = cut_list(messages, end), with = cut_list(messages, m.s + m.n);
+            const TokChat whole = { .messages = text_of(&with), .tools = row->tools, .think = row->think,
+                                    .keep_thoughts = row->keep_thoughts, .exact = true };
+            check_begun(t, &whole, text_of(&before), thought, answer, name);
+            tok_text_free(&before);
+            tok_text_free(&with);
+            n++;
+        }
+        free_str(role);
+        free_str(answer);
+        free_str(thought);
+    }
+    return n;
+}
+
 static void check_chat_vectors(Tokenizer *t, char *file) {
     GgufJson row;
-    size_t n_rows = 0, n_injected = 0;
+    size_t n_rows = 0, n_injected = 0, n_answers = 0;
     for (char *at = file; file && *at && next_row(&at, &row); n_rows++) {
         const TokStr name = text_field(&row, "name"), variant = text_field(&row, "variant");
         const TokStr prefill = text_field(&row, "prefill"), rendered = text_field(&row, "rendered");
@@ -68,6 +131,7 @@ static void check_chat_vectors(Tokenizer *t, char *file) {
             n_injected++;
         } else {
             CHECK(same_ids(got, want), "%s, %s: ids", name.s, variant.s);
+            n_answers += check_answers(t, &c, &messages, name.s);
         }
         tok_text_free(&text);
         tok_ids_free(&want);
@@ -79,6 +143,7 @@ static void check_chat_vectors(Tokenizer *t, char *file) {
         free_str(rendered);
     }
     CHECK(n_rows == 124 && n_injected == 2, "chat: %zu rows, want 124, %zu of them injected", n_rows, n_injected);
+    CHECK(n_answers == 28, "chat: %zu answers that are begun, want 28", n_answers);
     free(file);
 }
 
@@ -228,6 +293,13 @@ static void test_rules(Tokenizer *t) {
     c.answer = str(" so");
     check_render(t, &c, "<bos><|turn>system\n<|think|>\n<turn|>\n<|turn>user\nq<turn|>\n<|turn>model\n<|tool_call>call:f{}"
                  "<tool_call|>" ANSWER "<|channel>thought\n<channel|> so", NULL);
+
+    // What an answer is begun with: as it is, in the turn of the assistant's message before it, behind its thought also with
+    // thinking off.
+    c = (TokChat){ .messages = json("[" USER "]"), .add_cue = true, .thought = str("t"), .answer = str(" so\n") };
+    check_render(t, &c, "<bos><|turn>user\nq<turn|>\n<|turn>model\n<|channel>thought\nt\n<channel|> so\n", NULL);
+    c = (TokChat){ .messages = json("[" USER ",{'role':'assistant','content':'a'}]"), .add_cue = true, .answer = str(" so") };
+    check_render(t, &c, "<bos><|turn>user\nq<turn|>\n<|turn>model\na so", NULL);
 
     // A message with results and content is closed; the answer to it gets a turn of its own, unless `exact`.
     c = (TokChat){ .messages = json("[" USER ",{'role':'assistant','content':'t','tool_calls':[{'id':'a','function':"
@@ -478,8 +550,6 @@ static void test_calls(Tokenizer *t) {
 }
 
 // ---- random conversations -------------------------------------------------------------------------------------------
-
-static void put(TokText *out, const char *s) { if (!tok__append(out, s, strlen(s))) exit(1); }
 
 static void put_random_string(TokText *out, bool key) {
     const char *parts[] = { "a", "Z", "_x", "9", "-", ".", "\xC3\xA9", "\xE4\xB8\xAD", "{", "}", "[", ",", " b", "\"",

@@ -233,6 +233,53 @@ else
     skip "calls as they were written: the small model made none"
 fi
 
+# ---- an answer that the client begins -----------------------------------------------------
+begun() { # begun TEXT [MEMBERS]: the question, and an answer of which there is as much
+    printf '"messages":[{"role":"user","content":"Tell me a story about a fox."},{"role":"assistant","content":"%s"%s}]' "$1" "$2"
+}
+on='"continue_final_message":true,"add_generation_prompt":false'
+ask $chat "{$user,\"temperature\":0,\"max_tokens\":40}"
+text content out >"$tmp/a"
+ask $chat "{$user,\"temperature\":0,\"max_tokens\":12}"
+start=$(text content out)
+ask $chat "{$(begun "$start"),$on,\"temperature\":0,\"max_tokens\":28}"
+{ printf '%s' "$start"; text content out; } >"$tmp/b"
+ok "an answer that was cut goes on" same a b
+ok "in the tokens that the model wrote it in" [ "$(number prompt_tokens out)" -eq 33 ]
+ok "which are held" [ "$(number cached_tokens out)" -eq 32 ]
+ask $chat "{$(begun "$start"),$on,\"temperature\":0,\"max_tokens\":28,\"stream\":true}" -N
+{ printf '%s' "$start"; text content out; } >"$tmp/b"
+ok "and as a stream" same a b
+ask /v1/messages "{$(begun "$start"),\"temperature\":0,\"max_tokens\":28}"
+{ printf '%s' "$start"; text text out; } >"$tmp/b"
+ok "/v1/messages: it goes on by itself" same a b
+ask $chat "{$(begun "Once upon"),$on,\"max_tokens\":3,\"ignore_eos\":true,\"stop\":\"Once\",\"logprobs\":true}"
+ok "what was begun ends no answer" has out '"finish_reason":"length"'
+ok "probabilities are of new tokens" [ "$(grep -o '"logprob"' "$tmp/out" | wc -l)" -eq 3 ]
+ask /apply-template "{$user}"
+text prompt out >"$tmp/a"
+printf 'Once upon ' >>"$tmp/a"
+ask /apply-template "{$(begun "Once upon "),$on}"
+text prompt out >"$tmp/b"
+ok "its prompt is that of the question, and then what is begun, as it is" same a b
+n=$(number n_tokens out)
+ask /v1/messages/count_tokens "{$(begun "Once upon ")}"
+ok "/v1/messages/count_tokens: with what is begun" [ "$(number input_tokens out)" -eq "$n" ]
+ask /v1/messages/count_tokens "{$(begun "")}"
+ok "/v1/messages/count_tokens: an empty answer is none" has out '{"input_tokens":21}'
+ask /apply-template "{$(begun "Once" ',"reasoning_content":"Hm."'),$on,\"chat_template_kwargs\":{\"enable_thinking\":true}}"
+ok "a thought comes before it" has out '<|turn>model\n<|channel>thought\nHm.\n<channel|>Once","n_tokens"'
+ask /apply-template "{$(begun "Once")}"
+ok "without the field it is a turn like any other" has out '<|turn>model\nOnce<turn|>\n<|turn>model\n'
+past_call=',"tool_calls":[{"id":"a","function":{"name":"f","arguments":"{}"}}]'
+refused "a question that is continued" 400 '"param":"messages"' $chat "{$user,$on}"
+refused "an empty answer that is continued" 400 '"param":"messages"' $chat "{$(begun ""),$on}"
+refused "a call that is continued" 400 '"param":"messages"' $chat "{$(begun "Once" "$past_call"),$on}"
+refused "a new turn beside it" 400 '"param":"add_generation_prompt"' $chat "{$(begun "Once"),\"continue_final_message\":true,\"add_generation_prompt\":true}"
+refused "a form beside it" 400 '"param":"response_format"' $chat "{$(begun "{"),$on,\"response_format\":{\"type\":\"json_object\"}}"
+ask /v1/messages '{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":{}}]}]}'
+ok "/v1/messages: a call at the end: 400" is 400
+
 # ---- other dialects ------------------------------------------------------------------------
 declared='"name":"get_weather","description":"Weather of a city"'
 schema='{"type":"object","properties":{"city":{"type":"string"}},"required":["city"]}'
