@@ -3854,13 +3854,21 @@ static bool shift_context(Session *s, const int32_t *said, int n) {
     return true;
 }
 
+// Why the answer cannot go on in its form: s->err.
+static void explain_form(Session *s) {
+    Model *m = s->m;
+    Grammar *g = s->options.grammar;
+    const bool fits = !g->failed && s->state && grammar_mask(g, s->state, m->fitting, m->config.vocab);
+    snprintf(s->err, sizeof s->err, "%s", g->failed ? g->err :
+             fits ? "grammar: the model cannot choose any of the tokens that fit" : "grammar: a thought was closed where none may end");
+}
+
 // The grammar goes on behind tokens that were said. False: s->err says why it cannot.
 static bool follow_grammar(Session *s, const int32_t *ids, int n) {
     Grammar *g = s->options.grammar;
     bool ok = true;
     for (int i = 0; g && ok && i < n; i++) ok = grammar_advance(g, &s->state, ids[i]);
-    if (!ok) snprintf(s->err, sizeof s->err, "%s", g->failed ? g->err : "grammar: no token fits that the model can choose");
-    else if (g) grammar_settle(g, &s->state, 1);
+    if (!ok) explain_form(s);
     return ok;
 }
 
@@ -3874,8 +3882,9 @@ static void take_token(Session *s, int32_t token, Event *e) {
     s->todo.n = 0;
     s->at = 0;
     if (token < 0) {
-        snprintf(s->err, sizeof s->err, "%s: no token can be chosen at position %zu: the logits are not numbers, so the "
-                 "file is damaged, or every token is suppressed", m->gguf.path, s->held.n - 1);
+        if (o->grammar) explain_form(s);
+        else snprintf(s->err, sizeof s->err, "%s: no token can be chosen at position %zu: the logits are not numbers, so the "
+                      "file is damaged, or every token is suppressed", m->gguf.path, s->held.n - 1);
         end_answer(s, END_ERROR);
         return;
     }
@@ -4146,20 +4155,30 @@ static bool conclude(Session *const *sessions, StepSeg *segs, int n, bool drafte
 }
 
 // What may follow each row of logits of the step under way: where the answer has a form, what fits it behind the last token and
-// along the guesses. Behind a guess that does not fit it does not matter: it will not be what is chosen before.
+// along the guesses. Behind a guess that does not fit, and where the grammar fails, it is nothing.
 static void mask_rows(Session *const *sessions, const StepSeg *segs, int n) {
     Model *m = sessions[0]->m;
+    const size_t words = round_up((size_t)m->config.vocab, 32) / 32;
     int row = 0;
     for (int i = 0; i < n; i++) {
-        const Session *s = sessions[i];
+        Session *s = sessions[i];
         const Drafts *d = &s->guesser.drafts;
         Grammar *g = s->options.grammar;
         GrammarState state[STEP_ROWS] = { s->state };
         if (s->at + segs[i].n - d->n < (int)s->todo.n) continue;       // a part of a prompt: nothing is chosen
         for (int k = 0; k <= d->n; k++) {
-            if (g && k) state[k] = state[d->parent[k - 1]], grammar_advance(g, &state[k], d->token[k - 1]);
-            mask_row(m, row++, g && state[k] && grammar_mask(g, state[k], m->fitting, m->config.vocab) ? m->fitting : NULL);
+            if (!g) {
+                mask_row(m, row++, NULL);
+                continue;
+            }
+            if (k) state[k] = state[d->parent[k - 1]], grammar_advance(g, &state[k], d->token[k - 1]);
+            grammar_settle(g, state, k + 1);
+            if (!state[k] || !grammar_mask(g, state[k], m->fitting, m->config.vocab))
+                memset(m->fitting, 0, words * sizeof *m->fitting);
+            if (k && g->failed) grammar_recover(g, state, k), state[k] = 0;        // it may not come to that
+            mask_row(m, row++, m->fitting);
         }
+        s->state = state[0];
     }
 }
 

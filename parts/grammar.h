@@ -4,7 +4,8 @@
  * USE      grammar_vocab_init once. For each answer grammar_from_gbnf, grammar_from_schema or grammar_from_tools; then
  *          grammar_start, and for each token grammar_mask and grammar_advance; grammar_free.
  * STATES   A state is a number, copied by assignment: who looks ahead copies it and advances the copy. States are kept until
- *          grammar_settle, which is told those still in use and may forget the others. One thread at a time per Grammar.
+ *          grammar_settle, which is told those still in use and may forget the others. After a failure grammar_recover does,
+ *          so looking ahead may fail. One thread at a time per Grammar.
  * BYTES    Texts are matched byte by byte, so a token may begin or end inside a character. A control token is allowed only
  *          where the grammar names it, one that ends generation only where the text is complete.
  * HOW      A rule is compiled to a program: bytes to match, branches, calls of rules, counters of {m,n}. A stack is a place in
@@ -1076,8 +1077,15 @@ static void grammar_settle(Grammar *g, GrammarState *states, int n) {
     if (!g->failed && grammar_bytes(g) > GRAMMAR_MEMORY / 8) forget_others(g, states, n);
 }
 
+// Behind a failure: as if what failed had not been looked at. These states are in use, and may get new numbers.
+static void grammar_recover(Grammar *g, GrammarState *states, int n) {
+    g->failed = false;
+    forget_others(g, states, n);
+}
+
 static GrammarState grammar_start(Grammar *g, GrammarStart how) {
     const Rule *r = &g->rules[g->start[how]];
+    if (g->failed && g->found) grammar_recover(g, NULL, 0);            // in an earlier answer
     g->work = GRAMMAR_WORK;
     const int32_t stack = g->failed ? 0 : settled_stack(g, r->entry, 0, 0);
     return set_of(g, &stack, 1);

@@ -774,8 +774,7 @@ static void end_job(Server *srv, Slot *slot, const Event *e) {       // with the
     job->stop = slot->s.stops.hit;
     if (e->end == END_ERROR && job->bias)
         refuse(&job->fault, 400, "logit_bias", "logit_bias: it leaves no token to choose");
-    if (e->end == END_ERROR && job->options.grammar && job->options.grammar->failed)
-        refuse(&job->fault, 400, "", "%s", e->error);
+    if (e->end == END_ERROR && job->options.grammar) refuse(&job->fault, 400, "", "%s", e->error);
     if (e->end == END_ERROR) refuse(&job->fault, 500, "", "%s", e->error);
     if (e->end == END_CANCELLED && srv->draining) refuse(&job->fault, 503, "", "the server is shutting down");
     srv->totals.prompt_tokens += (uint64_t)turn->n_prompt;
@@ -1446,16 +1445,21 @@ static bool read_choice(Exchange *x, const GgufJson *choice, bool *required, cha
     return *required = true;
 }
 
-// What the answer has to fit, if anything: a grammar, a schema, calls of tools.
+// What the answer has to fit, if anything: a grammar, a schema, calls of tools, or any text and one call at most.
 static bool read_form(Exchange *x, const Request *r, Job *job) {
+    static const char text_and_call[] = "root ::= .* (<|tool_call> (. | <|\"|>)* <tool_call|>)?";
     const TokStr tools = { r->tools.s, r->tools.n };
     TokStr schema = { NULL, 0 };
+    GgufJson rest = r->tools, tool;
     char wanted[128];
     bool required, ok;
     if (!read_format(x, &r->response_format, &schema) || !read_choice(x, &r->tool_choice, &required, wanted)) return false;
+    if (is_given(&r->json_schema) && schema.n)
+        return refuse(&x->fault, 400, "json_schema", "json_schema: expected no response_format beside it");
     if (is_given(&r->json_schema)) schema = (TokStr){ r->json_schema.s, r->json_schema.n };
     const bool by_grammar = is_given(&r->grammar) && !gguf_json_is(&r->grammar, "");
-    const bool calls = r->tools.n > 2 && !gguf_json_is(&r->tool_choice, "none");
+    const bool calls = is_given(&r->tools) && !gguf_json_is(&r->tool_choice, "none") && gguf_json_next(&rest, NULL, &tool);
+    const bool one_call = calls && r->one_call && !by_grammar && !schema.n && !required && x->t.call_open >= 0;
     if (by_grammar && (schema.n || required))
         return refuse(&x->fault, 400, "grammar", "grammar: expected no schema and no forced call beside it");
     if (r->continues && (by_grammar || schema.n))
@@ -1463,7 +1467,7 @@ static bool read_form(Exchange *x, const Request *r, Job *job) {
                       by_grammar ? "grammar" : is_given(&r->json_schema) ? "json_schema" : "response_format",
                       "an answer that is continued: expected no grammar and no schema beside it");
     if (required && !calls) return refuse(&x->fault, 400, "tool_choice", "tool_choice: expected tools beside it");
-    if (!by_grammar && !schema.n && !required) return true;
+    if (!by_grammar && !schema.n && !required && !one_call) return true;
     if (r->ignore_eos) return refuse(&x->fault, 400, "ignore_eos", "ignore_eos: an answer of a given form ends where that ends");
     Grammar *g = job->options.grammar = alloc_or_die(1, sizeof *g);
     if (by_grammar) {
@@ -1471,11 +1475,13 @@ static bool read_form(Exchange *x, const Request *r, Job *job) {
         char *text = copy_string(&r->grammar, &n);
         ok = grammar_from_gbnf(g, &x->srv->vocab, (TokStr){ text, n });
         free(text);
+    } else if (one_call) {
+        ok = grammar_from_gbnf(g, &x->srv->vocab, (TokStr){ text_and_call, sizeof text_and_call - 1 });
     } else {
         ok = !calls ? grammar_from_schema(g, &x->srv->vocab, schema) :
              grammar_from_tools(g, &x->srv->vocab, tools, *wanted ? wanted : NULL, !r->one_call, required ? (TokStr){ NULL, 0 } : schema);
     }
-    job->options.may_think = r->think;
+    job->options.may_think = r->think && is_given(&r->messages);
     const char *at = by_grammar ? "grammar" : !strncmp(g->err, "tools[", 6) ? "tools" : required ? "tool_choice" :
                      is_given(&r->json_schema) ? "json_schema" : "response_format";
     return ok || refuse(&x->fault, 400, at, "%s", g->err);

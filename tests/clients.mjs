@@ -31,6 +31,7 @@ const story = [{ role: "user", content: "Tell me a story about a fox." }];
 const weather = [{ role: "user", content: "What is the weather in Paris?" }];
 const long = [{ role: "user", content: "The fox ran over the hill and saw a bird. ".repeat(60) }];
 const tooLong = [{ role: "user", content: "The fox ran over the hill. ".repeat(3000) }];
+const oneCity = { type: "object", properties: { city: { enum: ["Paris"] } }, required: ["city"], additionalProperties: false };
 const schema = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
 const greedy = { model: "any", temperature: 0 };
 
@@ -70,6 +71,21 @@ async function openai() {
   const answer = await chat.create({ ...greedy, messages: after, tools, max_tokens: 20 });
   ok("openai: the answer to its result", answer.choices[0].message.content?.length > 0, answer.choices[0]);
 
+  const formed = { ...greedy, messages: story, max_tokens: 60,
+    response_format: { type: "json_schema", json_schema: { name: "a", strict: true, schema: oneCity } } };
+  const made = (await chat.create(formed)).choices[0];
+  ok("openai: response_format", made.finish_reason === "stop" && JSON.parse(made.message.content).city === "Paris", made);
+  const parsed = await chat.stream(formed).finalChatCompletion();
+  ok("openai: response_format, streamed", parsed.choices[0].message.content === made.message.content, parsed.choices[0]);
+  const city = [{ type: "function", function: { name: "get_weather", parameters: oneCity } }];
+  for (const tool_choice of ["required", { type: "function", function: { name: "get_weather" } }]) {
+    const forced = await chat.create({ ...greedy, messages: story, tools: city, tool_choice, parallel_tool_calls: false, max_tokens: 60 });
+    ok("openai: tool_choice", forced.choices[0].finish_reason === "tool_calls" && forced.choices[0].message.tool_calls.length === 1 &&
+       JSON.parse(forced.choices[0].message.tool_calls[0].function.arguments).city === "Paris", forced.choices[0]);
+  }
+  const refused = await throws("openai: a schema that is not understood", OpenAI.BadRequestError, 400, chat.create({ ...greedy, messages: story,
+    response_format: { type: "json_schema", json_schema: { name: "a", schema: { not: {} } } } }));
+  ok("openai: the parameter of that", refused?.param === "response_format", refused?.param);
   ok("openai: a long prompt", (await chat.create({ ...greedy, messages: long, max_tokens: 4 })).usage.prompt_tokens > 500);
   const e = await throws("openai: a prompt that is too long", OpenAI.BadRequestError, 400, chat.create({ ...greedy, messages: tooLong }));
   ok("openai: the code of that", e?.code === "context_length_exceeded", e?.code);
@@ -111,6 +127,13 @@ async function openai() {
   const asked = await client.responses.create({ ...greedy, input: weather, tools: [tool], max_output_tokens: 60 });
   const f = asked.output.find((x) => x.type === "function_call");
   ok("openai: responses with tools", f?.name === "get_weather", asked.output);
+  const formedResponse = await client.responses.create({ ...greedy, input: story, max_output_tokens: 60,
+    text: { format: { type: "json_schema", name: "a", schema: oneCity, strict: true } } });
+  ok("openai: responses, text.format", JSON.parse(formedResponse.output_text).city === "Paris", formedResponse.output_text);
+  const forcedResponse = await client.responses.create({ ...greedy, input: story, max_output_tokens: 60, parallel_tool_calls: false,
+    tools: [{ ...tool, parameters: oneCity }], tool_choice: "required" });
+  ok("openai: responses, tool_choice", forcedResponse.output.length === 1 && forcedResponse.output[0].type === "function_call" &&
+     JSON.parse(forcedResponse.output[0].arguments).city === "Paris", forcedResponse.output);
   const told = await client.responses.create({ ...greedy, tools: [tool], max_output_tokens: 20,
     input: [...weather, f, { type: "function_call_output", call_id: f?.call_id, output: "sunny" }] });
   ok("openai: responses, the answer to its result", told.output_text.length > 0, told.output);
@@ -141,6 +164,17 @@ async function anthropic(text) {
     { role: "assistant", content: called.content },
     { role: "user", content: [{ type: "tool_result", tool_use_id: use?.id, content: "sunny" }] }] });
   ok("anthropic: the answer to its result", answer.content.length > 0, answer);
+  const city = [{ name: "get_weather", input_schema: oneCity }];
+  for (const tool_choice of [{ type: "any", disable_parallel_tool_use: true }, { type: "tool", name: "get_weather", disable_parallel_tool_use: true }]) {
+    const forced = await client.messages.create({ ...greedy, messages: story, tools: city, tool_choice, max_tokens: 60 });
+    ok(`anthropic: tool_choice ${tool_choice.type}`, forced.stop_reason === "tool_use" && forced.content.length === 1 &&
+       forced.content[0].input.city === "Paris", forced);
+    const pieces = await client.messages.stream({ ...greedy, messages: story, tools: city, tool_choice, max_tokens: 60 }).finalMessage();
+    ok(`anthropic: tool_choice ${tool_choice.type}, streamed`, pieces.content.find((b) => b.type === "tool_use")?.input.city === "Paris", pieces);
+  }
+  const formed = await client.messages.create({ ...greedy, messages: story, max_tokens: 60,
+    output_config: { format: { type: "json_schema", schema: oneCity } } });
+  ok("anthropic: output_config", JSON.parse(formed.content[0].text).city === "Paris", formed);
   ok("anthropic: tokens counted", (await client.messages.countTokens({ model: "any", messages: long })).input_tokens > 500);
   ok("anthropic: a long prompt", (await client.messages.create({ ...greedy, messages: long, max_tokens: 4 })).usage.output_tokens === 4);
   await throws("anthropic: a prompt that is too long", Anthropic.BadRequestError, 400,

@@ -4,7 +4,7 @@
  * The backend here is the CPU's, with marks: what is copied out of it arrives with wait(), or with wait_for() of a mark behind
  * the copy, not before. So sessions issue steps ahead of the tokens that are known, and drop some. Text, thoughts, counters,
  * the hash of the last logits, the tokens that the session holds and what a second turn makes of them must be those of the
- * plain backend: with stop strings, -n, the end of the turn, budgets of thought, a full context, penalties and Ctrl-C. The
+ * plain backend: with stop strings, a form, -n, the end of the turn, budgets of thought, a full context, penalties and Ctrl-C. The
  * CUDA backend is compared with itself without its marks.
  *
  * Run from the top of the repository: the model is the mini that lies there. */
@@ -95,6 +95,7 @@ typedef struct {
     const char *stop;
     float temperature, presence;
     const char *why;                                   // how the first turn ends
+    const char *grammar;                               // of both answers; NULL: any text will do
 } Case;
 
 typedef struct {
@@ -110,6 +111,8 @@ static Result talk(const Case *k, const Ops *base, bool marks) {
                             .penalties = k->presence != 0 };
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
+    GrammarVocab vocab = { .t = NULL };
+    Grammar form;
     const TextList stops = { .text = (const char *[]){ k->stop }, .n = k->stop != NULL };
     load_model(m, MINI, backend(base, marks), o, NULL);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
@@ -119,6 +122,11 @@ static Result talk(const Case *k, const Ops *base, bool marks) {
                                  .shift = k->shift };
     c.options.sampling = (SampleParams){ .seed = 7, .temperature = k->temperature, .top_k = 64, .top_p = 0.95f, .repeat = 1,
                                          .presence = k->presence };
+    if (k->grammar) {
+        if (!grammar_vocab_init(&vocab, &tok)) abort();
+        CHECK(grammar_from_gbnf(&form, &vocab, (TokStr){ k->grammar, strlen(k->grammar) }), "%s", form.err);
+        c.options.grammar = &form;
+    }
     beside.n_fed = beside.n_samples = 0;
     beside.interrupt_at = k->interrupt_at;
     interrupted = 0;
@@ -150,6 +158,8 @@ static Result talk(const Case *k, const Ops *base, bool marks) {
     memcpy(r.held, c.s.held.ids, (size_t)r.n_held * sizeof *r.held);
     r.len = m->len[0];
     r.n_fed = beside.n_fed;
+    if (k->grammar) grammar_free(&form);
+    grammar_vocab_free(&vocab);
     chat_free(&c);
     tok_free(&tok);
     free_model(m);
@@ -157,28 +167,34 @@ static Result talk(const Case *k, const Ops *base, bool marks) {
     return r;
 }
 
+#define FORM "root ::= ([a-f] [0-9] \", \"){4,6} \"end\""
+
 static const Case cases[] = {
-    { "end of turn", "Tell me a story about a fox.", "And one about a cow.", 2048, 200, -1, 0, false, false, false, NULL, 0, 0, NULL },
-    { "-n", "Tell me a story about a fox.", "Go on.", 2048, 17, -1, 0, false, false, false, NULL, 0, 0, "-n reached" },
-    { "-n 1", "Tell me a story about a fox.", "Go on.", 2048, 1, -1, 0, false, false, false, NULL, 0, 0, "-n reached" },
-    { "-n 2", "Tell me a story about a fox.", "Go on.", 2048, 2, -1, 0, false, false, false, NULL, 0, 0, "-n reached" },
-    { "-n 0", "Tell me a story about a fox.", "Go on.", 2048, 0, -1, 0, false, false, false, NULL, 0, 0, "-n reached" },
-    { "stop string", "Tell me a story about a fox.", "Go on.", 2048, 80, -1, 0, false, false, false, "wa", 0, 0, "stop string" },
-    { "sampled, penalties", "Tell me a story about a fox.", "Go on.", 2048, 60, -1, 0, false, false, false, NULL, 1, 0.5f, NULL },
+    { "end of turn", "Tell me a story about a fox.", "And one about a cow.", 2048, 200, -1, 0, false, false, false, NULL, 0, 0, NULL, NULL },
+    { "-n", "Tell me a story about a fox.", "Go on.", 2048, 17, -1, 0, false, false, false, NULL, 0, 0, "-n reached", NULL },
+    { "-n 1", "Tell me a story about a fox.", "Go on.", 2048, 1, -1, 0, false, false, false, NULL, 0, 0, "-n reached", NULL },
+    { "-n 2", "Tell me a story about a fox.", "Go on.", 2048, 2, -1, 0, false, false, false, NULL, 0, 0, "-n reached", NULL },
+    { "-n 0", "Tell me a story about a fox.", "Go on.", 2048, 0, -1, 0, false, false, false, NULL, 0, 0, "-n reached", NULL },
+    { "stop string", "Tell me a story about a fox.", "Go on.", 2048, 80, -1, 0, false, false, false, "wa", 0, 0, "stop string", NULL },
+    { "sampled, penalties", "Tell me a story about a fox.", "Go on.", 2048, 60, -1, 0, false, false, false, NULL, 1, 0.5f, NULL, NULL },
     { "stop string, penalties", "Tell me a story about a fox.", "Go on.", 2048, 60, -1, 0, false, false, false, "wa", 1, 0.5f,
-      "stop string" },
-    { "thought, budget", "What is 22 minus 2?", "And 22 minus 3?", 2048, 80, 2, 0, true, false, false, NULL, 0, 0, NULL },
-    { "thought, budget meets -n", "What is 22 minus 2?", "And 22 minus 3?", 2048, 6, 2, 0, true, false, false, NULL, 0, 0, NULL },
-    { "context full", "Tell me a story about a fox.", NULL, 64, -1, -1, 0, false, true, false, NULL, 0, 0, "context full" },
-    { "context shifts", "Tell me a story about a fox.", NULL, 64, 120, -1, 0, false, true, true, NULL, 0, 0, "-n reached" },
-    { "Ctrl-C", "Tell me a story about a fox.", "Go on.", 2048, 60, -1, 12, false, false, false, NULL, 0, 0, "interrupted" },
-    { "Ctrl-C at once", "Tell me a story about a fox.", "Go on.", 2048, 20, -1, 1, false, false, false, NULL, 0, 0, "interrupted" },
+      "stop string", NULL },
+    { "thought, budget", "What is 22 minus 2?", "And 22 minus 3?", 2048, 80, 2, 0, true, false, false, NULL, 0, 0, NULL, NULL },
+    { "thought, budget meets -n", "What is 22 minus 2?", "And 22 minus 3?", 2048, 6, 2, 0, true, false, false, NULL, 0, 0, NULL, NULL },
+    { "context full", "Tell me a story about a fox.", NULL, 64, -1, -1, 0, false, true, false, NULL, 0, 0, "context full", NULL },
+    { "context shifts", "Tell me a story about a fox.", NULL, 64, 120, -1, 0, false, true, true, NULL, 0, 0, "-n reached", NULL },
+    { "a form", "Tell me a story about a fox.", "Go on.", 2048, 60, -1, 0, false, false, false, NULL, 0, 0, "end of turn", FORM },
+    { "a form, drawn", "Tell me a story about a fox.", "Go on.", 2048, 60, -1, 0, false, false, false, NULL, 1, 0, "end of turn", FORM },
+    { "a form, cut", "Tell me a story about a fox.", NULL, 2048, 11, -1, 0, false, false, false, NULL, 1, 0, "-n reached", FORM },
+    { "Ctrl-C", "Tell me a story about a fox.", "Go on.", 2048, 60, -1, 12, false, false, false, NULL, 0, 0, "interrupted", NULL },
+    { "Ctrl-C at once", "Tell me a story about a fox.", "Go on.", 2048, 20, -1, 1, false, false, false, NULL, 0, 0, "interrupted", NULL },
 };
 
 // What the CUDA backend is asked for. Its recorded steps do not call sample(), so none with Ctrl-C.
 static const Case few[] = {
-    { "-n, penalties", "Hi", "Go on.", 256, 9, -1, 0, false, true, false, NULL, 1, 0.5f, "-n reached" },
-    { "stop string", "Tell me a story about a fox.", NULL, 256, 24, -1, 0, false, false, false, " ", 0, 0, "stop string" },
+    { "-n, penalties", "Hi", "Go on.", 256, 9, -1, 0, false, true, false, NULL, 1, 0.5f, "-n reached", NULL },
+    { "stop string", "Tell me a story about a fox.", NULL, 256, 24, -1, 0, false, false, false, " ", 0, 0, "stop string", NULL },
+    { "a form", "Hi", NULL, 256, 12, -1, 0, false, false, false, NULL, 1, 0, NULL, FORM },
 };
 
 static void compare(const Ops *base, const Case *k) {

@@ -153,6 +153,48 @@ for flag in --think "--system x" "--tools $tmp/tools.json" "--template large"; d
     error "${flag%% *}" "$model" -p hi --raw $flag
 done
 
+# ---- answers of a given form ---------------------------------------------------------
+form() { # form TEXT ARGUMENTS...: the answer has to be this text, whatever the model would say
+    printf '%s' "$1" >"$tmp/want"
+    shift
+    run "$model" -p "Tell me a story." --seed 1 "$@"
+    ok "$*: exits 0" [ "$status" -eq 0 ]
+    ok "$*: the answer that is left" same want out
+}
+printf 'root ::= first # one\nfirst ::= "yes, " ("it is")' >"$tmp/form.gbnf"
+printf '{"const":{"fox":[1,true,"red"]}}' >"$tmp/form.json"
+form "yes, it is" --grammar 'root ::= "yes, " "it is"'
+form "yes, it is" --grammar-file "$tmp/form.gbnf" --spec ngram
+form '"a red fox"' -j '{"enum":["a red fox"]}'
+form '{"fox":[1,true,"red"]}' --json-schema-file "$tmp/form.json" --raw
+form '"P' -j '{"enum":["Paris"]}' -r ar
+form '5' -j '{"const":5}' --tools "$tmp/tools.json" -l 48-100                             # <|tool_call> is not wanted
+run "$model" -p "What is 22 minus 2?" --think --show-thoughts --think-budget 8 --temp 0 -j '{"enum":["a red fox"]}'
+ok "a thought stands before the answer" has err "# thought:"
+ok "of which it is no part" grep -qx '"a red fox"' "$tmp/out"
+run "$model" -p "Tell me a story." --tools "$tmp/tools.json" --tool-choice required -n 60 --temp 0
+ok "--tool-choice required: a call, unless it is cut" grep -qE '^\{"name":"get_weather","arguments":\{' "$tmp/out"
+printf '[{"type":"function","function":{"name":"f"}},{"type":"function","function":{"name":"g","parameters":{"type":"object",
+"properties":{"x":{"const":5}},"required":["x"]}}}]' >"$tmp/two.json"
+run "$model" -p "Tell me a story." --tools "$tmp/two.json" --tool-choice g -n 14              # it may call several times
+ok "--tool-choice NAME: this one is called" grep -qx '{"name":"g","arguments":{"x":5}}' "$tmp/out"
+ok "--tool-choice NAME: and no other" none out '"name":"f"'
+error "expected one of --grammar and --json-schema" "$model" -p hi -j '{}' --grammar 'root ::= "a"'
+error "expected one of --grammar-file and --json-schema-file" "$model" -p hi --json-schema-file "$tmp/form.json" --grammar-file "$tmp/form.gbnf"
+error "expected --tools beside it" "$model" -p hi --tool-choice required
+error "expected one that is named 'nobody'" "$model" -p hi --tools "$tmp/tools.json" --tool-choice nobody
+error "expected no --json-schema beside it" "$model" -p hi --tools "$tmp/tools.json" --tool-choice required -j '{}'
+error "--ignore-eos: expected no --json-schema" "$model" -p hi -j '{}' --ignore-eos
+error "--ignore-eos: expected no --tool-choice" "$model" -p hi --tools "$tmp/tools.json" --tool-choice required --ignore-eos
+error "--grammar-file: $tmp/missing.gbnf" "$model" -p hi --grammar-file "$tmp/missing.gbnf"
+error "--json-schema-file: $tmp/missing.json" "$model" -p hi --json-schema-file "$tmp/missing.json"
+error "--grammar: grammar: line 2: " "$model" -p hi --grammar 'root ::= a
+a ::= ('
+error "--json-schema: schema: #/properties/x/not: " "$model" -p hi -j '{"properties":{"x":{"not":{}}}}'
+error "--json-schema: schema: byte 1: " "$model" -p hi -j '{'
+sed 's/"type":"string"/"not":{}/' "$tmp/tools.json" >"$tmp/not.json"
+error "tools[0].parameters: #/properties/city/not: " "$model" -p hi --tools "$tmp/not.json" --tool-choice required
+
 # ---- tokenize, detokenize ------------------------------------------------------------
 tokens() { # tokens FILE IDS ARGUMENTS...: tokenize must print these ids, and detokenize their text
     file=$1 want=$2
@@ -262,6 +304,11 @@ while read -r names; do
         "-v "*) plain="-i -n 2" ;;
         "--think-budget "*) good="3 --think" bad=-2 ;;
         "--tools "*) good="$tmp/no-tools.json" bad=missing.json ;;
+        "--tool-choice "*) plain="$plain --tools $tmp/tools.json" good=required bad=nobody ;;
+        "--grammar "*) good='root::="a"' bad='root::=a' ;;
+        "--grammar-file "*) good="$tmp/form.gbnf" bad=missing.gbnf ;;
+        "-j "*) good='{}' bad='{' ;;
+        "-jf "*) good="$tmp/form.json" bad=missing.json ;;
         "--template "*) good=large bad=middle ;;
         "-n "*) plain="-p hi" good=2 bad=-2 ;;
         "-t "*) good=1 bad=0 ;;

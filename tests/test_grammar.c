@@ -879,6 +879,8 @@ static void test_ambiguous(void) {
         CHECK(g.failed ? strstr(g.err, "too ambiguous") || strstr(g.err, "no token may follow") || strstr(g.err,
           "may be empty") : true, "%s: %s", texts[i], g.err);
         CHECK(seconds() - start < 2, "%s: %.1f seconds (%s)", texts[i], seconds() - start, g.err);
+        const GrammarState again = i ? 0 : grammar_start(&g, START_ANSWER);
+        CHECK(i || (again && grammar_mask(&g, again, mask, t.n_tokens)), "%s: it does not begin again: %s", texts[i], g.err);
         free(mask);
         grammar_free(&g);
     }

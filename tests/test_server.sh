@@ -307,7 +307,7 @@ ask /v1/messages "{\"system\":[{\"type\":\"text\",\"text\":\"Be kind.\",\"cache_
 {\"type\":\"thinking\",\"thinking\":\"Hm.\",\"signature\":\"\"},{\"type\":\"text\",\"text\":\"Yes.\"},{\"type\":\"tool_use\",\"id\":\"a\",\"name\":\"f\",\"input\":{}}]},
 {\"role\":\"user\",\"content\":[{\"type\":\"tool_result\",\"tool_use_id\":\"a\",\"content\":[{\"type\":\"text\",\"text\":\"r\"}],\"is_error\":true},{\"type\":\"text\",\"text\":\"And?\"}]}]}"
 ok "/v1/messages: all that an agent sends" is 200
-for field in '"thinking":"on"' '"metadata":1' '"tool_choice":"auto"' '"tool_choice":{"type":"any"}' '"output_format":{"type":"json_schema"}' \
+for field in '"thinking":"on"' '"metadata":1' '"tool_choice":"auto"' '"output_format":5' \
     '"tools":[{"type":"web_search_20250305","name":"web_search"}]'; do
     ask /v1/messages "{$user,$field}"
     ok "/v1/messages: $field: 400" is 400
@@ -335,6 +335,106 @@ ok "/v1/responses: of which all is held" [ "$(number cached_tokens out)" -eq $((
 refused "/v1/responses: a tool that is no function" 400 "tools" /v1/responses "{$fox,\"tools\":[{\"type\":\"custom\",\"name\":\"x\"}]}"
 refused "/v1/responses: nothing is kept" 400 "previous_response_id" /v1/responses "{$fox,\"previous_response_id\":\"x\"}"
 
+# ---- answers of a given form: what is left to say is one text, whatever the model is like -------------
+says() { # says NAME KEY TEXT: the strings of that key are this text, but for spaces behind colons
+    text "$2" out | sed 's/: /:/g' >"$tmp/said"
+    ok "$1" [ "$(cat "$tmp/said")" = "$3" ]
+}
+count_is() { [ "$(grep -oF -e "$2" "$tmp/out" | wc -l)" -eq "$1" ]; }
+one_city='{"type":"object","properties":{"city":{"enum":["Paris"]}},"required":["city"],"additionalProperties":false}'
+city='{\"city\":\"Paris\"}'
+other_city='{"type":"object","properties":{"city":{"not":{}}}}'
+either='{"type":"function","function":{"name":"f","parameters":'"$one_city"'}},{"type":"function","function":{"name":"g"}}'
+short="$user,\"max_tokens\":60"
+for format in "\"response_format\":{\"type\":\"json_schema\",\"json_schema\":{\"name\":\"x\",\"strict\":true,\"schema\":$one_city}}" \
+    "\"response_format\":{\"type\":\"json_schema\",\"schema\":$one_city}" "\"response_format\":{\"type\":\"json_object\",\"schema\":$one_city}" \
+    "\"json_schema\":$one_city" "\"json_schema\":$one_city,\"reasoning_effort\":\"high\",\"reasoning_budget\":3" \
+    "\"tools\":[],\"parallel_tool_calls\":false,\"json_schema\":$one_city"; do
+    ask $chat "{$short,$format}"
+    says "a schema: ${format%%,*}" content "$city"
+    ok "a schema: the answer ends with it" has out '"finish_reason":"stop"'
+    ask $chat "{$short,$format,\"stream\":true}" -N
+    says "a schema: ${format%%,*}, streamed" content "$city"
+done
+ask $chat "{$short,\"max_tokens\":12,\"response_format\":{\"type\":\"json_object\"}}"
+ok "any object begins as one" has out '"content":"{'
+ask $chat "{$short,\"response_format\":{\"type\":\"text\"},\"json_schema\":null,\"grammar\":\"root ::= [0-9]{7} \\\"!\\\"\"}"
+ok "a grammar" grep -qE '"content":"[0-9]{7}!"' "$tmp/out"
+ask $chat "{$short,\"stream\":true,\"grammar\":\"root ::= \\\"yes, it is\\\"\"}" -N
+says "a grammar, streamed" content "yes, it is"
+ask /v1/completions '{"prompt":"Once","max_tokens":60,"grammar":"root ::= \"upon a hill\"","logprobs":1}'
+says "/v1/completions: a grammar" text "upon a hill"
+ask /v1/completions "{\"prompt\":\"Once\",\"max_tokens\":60,\"json_schema\":$one_city,\"stream\":true}" -N
+says "/v1/completions: a schema, streamed" text "$city"
+one_call='"parallel_tool_calls":false'
+ask $chat "{$short,\"tools\":[$either],\"tool_choice\":\"required\",$one_call}"
+ok "a forced call: there is one" count_is 1 '"type":"function"'
+ok "a forced call: and no text" has out '"content":null,"tool_calls":[{'
+ok "a forced call: finish_reason" has out '"finish_reason":"tool_calls"'
+for name in f g; do
+    ask $chat "{$short,\"tools\":[$either],\"tool_choice\":{\"type\":\"function\",\"function\":{\"name\":\"$name\"}},$one_call,\"stream\":true}" -N
+    ok "a forced call of $name, streamed" count_is 1 "\"function\":{\"name\":\"$name\",\"arguments\":\"{"
+done
+ask $chat "{$short,\"tools\":[$either],\"tool_choice\":\"auto\",$one_call,\"response_format\":{\"type\":\"json_schema\",\"schema\":$one_city}}"
+ok "a schema beside tools: that or a call" grep -qE '"content":"\{|"tool_calls":\[' "$tmp/out"
+open_token=$(curl -sS -m 60 --data-binary '{"content":"<|tool_call>","parse_special":true}' "$url/tokenize" | sed 's/.*\[\([0-9]*\).*/\1/')
+ask $chat "{$weather,\"tools\":[$either],$one_call,\"logit_bias\":{\"$open_token\":100}}"
+ok "one call at most: the model would make more, and makes one" count_is 1 '"type":"function"'
+ok "one call at most: then the answer ends" has out '"finish_reason":"tool_calls"'
+ask /v1/messages "{$short,\"output_format\":{\"type\":\"json_schema\",\"schema\":$one_city}}"
+says "/v1/messages: output_format" text "$city"
+ask /v1/messages "{$short,\"output_config\":{\"format\":{\"type\":\"json_schema\",\"schema\":$one_city}},\"stream\":true}" -N
+says "/v1/messages: output_config, streamed" text "$city"
+for choice in '"any"' '"tool","name":"f"'; do
+    forced="$short,\"tools\":[{\"name\":\"f\",\"input_schema\":$one_city}],\"tool_choice\":{\"type\":$choice,\"disable_parallel_tool_use\":true}"
+    ask /v1/messages "{$forced}"
+    ok "/v1/messages: tool_choice $choice" count_is 1 '"name":"f","input":{"city":"Paris"}'
+    ok "/v1/messages: tool_choice $choice: stop_reason" has out '"stop_reason":"tool_use"'
+    ask /v1/messages "{$forced,\"stream\":true}" -N
+    ok "/v1/messages: tool_choice $choice, streamed" count_is 1 '"partial_json":"{\"city\":\"Paris\"}"'
+done
+input='"input":"Tell me a story.","max_output_tokens":60'
+ask /v1/responses "{$input,\"text\":{\"format\":{\"type\":\"json_schema\",\"name\":\"x\",\"schema\":$one_city}}}"
+says "/v1/responses: text.format" text "$city"
+for choice in '"required"' '{"type":"function","name":"f"}'; do
+    forced="$input,\"tools\":[{\"type\":\"function\",\"name\":\"f\",\"parameters\":$one_city}],\"tool_choice\":$choice,$one_call"
+    ask /v1/responses "{$forced}"
+    ok "/v1/responses: tool_choice $choice" count_is 1 '"name":"f","arguments":"{\"city\":\"Paris\"}"'
+    ask /v1/responses "{$forced,\"stream\":true}" -N
+    ok "/v1/responses: tool_choice $choice, streamed" has out '"type":"response.function_call_arguments.done"'
+done
+refused "no schema" 400 '"param":"response_format"' $chat "{$user,\"response_format\":{\"type\":\"json_schema\"}}"
+refused "a format that is none" 400 '"param":"response_format"' $chat "{$user,\"response_format\":{\"type\":\"xml\"}}"
+refused "a schema that is not understood" 400 '"param":"response_format"' $chat \
+    "{$user,\"response_format\":{\"type\":\"json_schema\",\"json_schema\":{\"schema\":$other_city}}}"
+ok "it is named by its place" has out 'schema: #/properties/city/not: '
+ask /v1/messages "{$short,\"output_format\":{\"type\":\"json_schema\",\"schema\":$other_city}}"
+ok "/v1/messages: a schema that is not understood: 400" is 400
+ok "/v1/messages: it is named by its place" has out 'schema: #/properties/city/not: '
+refused "two schemas" 400 '"param":"json_schema"' $chat "{$user,\"json_schema\":{},\"response_format\":{\"type\":\"json_object\"}}"
+refused "a broken grammar" 400 '"param":"grammar"' $chat "{$user,\"grammar\":\"root ::= a\\na ::= (\"}"
+ok "it is named by its line" has out 'grammar: line 2: '
+refused "a grammar that is none" 400 '"param":"grammar"' $chat "{$user,\"grammar\":5}"
+refused "a grammar beside a schema" 400 '"param":"grammar"' $chat "{$user,\"grammar\":\"root ::= \\\"a\\\"\",\"json_schema\":{}}"
+refused "a grammar beside a forced call" 400 '"param":"grammar"' $chat \
+    "{$user,\"grammar\":\"root ::= \\\"a\\\"\",\"tools\":[$either],\"tool_choice\":\"required\"}"
+refused "no end beside a schema" 400 '"param":"ignore_eos"' $chat "{$user,\"json_schema\":{},\"ignore_eos\":true}"
+refused "a call without tools" 400 '"param":"tool_choice"' $chat "{$user,\"tool_choice\":\"required\"}"
+refused "a call with no tools in the list" 400 '"param":"tool_choice"' $chat "{$user,\"tool_choice\":\"required\",\"tools\":[ ]}"
+refused "a tool that is not there" 400 '"param":"tool_choice"' $chat \
+    "{$user,\"tools\":[$either],\"tool_choice\":{\"type\":\"function\",\"function\":{\"name\":\"h\"}}}"
+refused "a choice that is none" 400 '"param":"tool_choice"' $chat "{$user,\"tools\":[$either],\"tool_choice\":\"maybe\"}"
+refused "a tool whose schema is not understood" 400 '"param":"tools"' $chat \
+    "{$user,\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"parameters\":$other_city}}],\"tool_choice\":\"required\"}"
+ask /v1/messages "{$short,\"tool_choice\":{\"type\":\"any\"}}"
+ok "/v1/messages: any without tools: 400" is 400
+ok "/v1/messages: which is named" has out 'tool_choice: expected tools beside it'
+many='x x x x x x x x\nx ::= y y y y y y y y\ny ::= z z z z z z z z\nz ::= w w w w w w w w\nw ::= \"a\"? \"a\"?'
+refused "a grammar that fails in the middle" 400 "too ambiguous" $chat "{$user,\"grammar\":\"root ::= \\\"The fox\\\" $many\"}"
+ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"seed\":1}"
+text content out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/a"
+ok "behind all of them the text is as before" same plain a
+
 # ---- errors: 4xx with a reason, and the server goes on ------------------------------------
 refused "no such path" 404 "endpoint" /v1/images "{}"
 get $chat
@@ -360,8 +460,6 @@ ask $chat "{$user,\"max_tokens\":1,\"samplers\":\"top_k;top_p\",\"typical_p\":1,
 \"timings_per_token\":true,\"reasoning_format\":\"auto\",\"repetition_penalty\":1.1,\"logprobs\":false,\"top_logprobs\":0,\"stop\":null,\"tools\":[],\"grammar\":\"\",
 \"stream_options\":null,\"parallel_tool_calls\":true,\"store\":false,\"metadata\":{},\"n\":1}"
 ok "what clients send that changes nothing" is 200
-refused "a schema" 400 "response_format" $chat "{$user,\"response_format\":{\"type\":\"json_schema\"}}"
-refused "a forced call" 400 "tool_choice" $chat "{$user,\"tool_choice\":\"required\"}"
 refused "logprobs true where a number belongs" 400 "0 to 5" /v1/completions '{"prompt":"a","logprobs":true}'
 refused "logprobs 6" 400 "0 to 5" /v1/completions '{"prompt":"a","logprobs":6}'
 refused "logprobs 1.5" 400 "0 to 5" /v1/completions '{"prompt":"a","logprobs":1.5}'
