@@ -3860,7 +3860,8 @@ static void explain_form(Session *s) {
     Grammar *g = s->options.grammar;
     const bool fits = !g->failed && s->state && grammar_mask(g, s->state, m->fitting, m->config.vocab);
     snprintf(s->err, sizeof s->err, "%s", g->failed ? g->err :
-             fits ? "grammar: the model cannot choose any of the tokens that fit" : "grammar: a thought was closed where none may end");
+             fits ? "grammar: the model cannot choose any of the tokens that fit" :
+             "grammar: a thought was closed where none may end");
 }
 
 // The grammar goes on behind tokens that were said. False: s->err says why it cannot.
@@ -5524,7 +5525,8 @@ static void check_drafting(const Model *m, const Drafting *d) {
             spec_names[drafter_of(m)]);
 }
 
-// What the answers have to fit, as --grammar, --json-schema and --tool-choice say; NULL: nothing. It lives as long as the program.
+// What the answers have to fit, as --grammar, --json-schema and --tool-choice say; NULL: nothing. It lives as long as the
+// program.
 static Grammar *read_grammar(const Flags *f, const Tokenizer *t, TokStr tools) {
     const struct { const char *name, *text; bool is_file, is_schema; } from[] = {
         { "--grammar", f->grammar, false, false }, { "--grammar-file", f->grammar_file, true, false },
@@ -5550,7 +5552,7 @@ static Grammar *read_grammar(const Flags *f, const Tokenizer *t, TokStr tools) {
     if (f->ignore_eos) die("--ignore-eos: expected no %s beside it: its text has an end", name ? name : "--tool-choice");
     if (!grammar_vocab_init(&vocab, t)) die("out of memory for a tree of tokens");
     if (name && !is_schema) ok = grammar_from_gbnf(&g, &vocab, text);
-    else if (tools.n) ok = grammar_from_tools(&g, &vocab, tools, choice && strcmp(choice, "required") ? choice : NULL, true, text);
+    else if (tools.n) ok = grammar_from_tools(&g, &vocab, tools, is_choice(choice, "required") ? NULL : choice, true, text);
     else ok = grammar_from_schema(&g, &vocab, text);
     if (!ok) die("%s: %s", name ? name : "--tool-choice", g.err);
     free(file);

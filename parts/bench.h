@@ -907,7 +907,8 @@ static void print_ppl(const Model *m, const PplOptions *o, const PplResult *r) {
         { "type_swa", kv_names[ring_type(m)] }, { "kv_layout", layout } };
     const NamedNumber numbers[] = {
         { "kv_tail", m->options.tail }, { "n_ctx", o->n_ctx }, { "ppl_stride", o->stride },
-        { "n_chunks", o->n_chunks }, { "n_judged", n }, { "seconds", r->seconds }, { "nll", r->log_p }, { "ppl", r->ppl }, { "ppl_error", r->ppl_error },
+        { "n_chunks", o->n_chunks }, { "n_judged", n }, { "seconds", r->seconds },
+        { "nll", r->log_p }, { "ppl", r->ppl }, { "ppl_error", r->ppl_error },
         { "base_ppl", r->base_ppl }, { "ppl_ratio", r->ratio }, { "ppl_ratio_error", r->ratio_error },
         { "kld_mean", r->divergence }, { "kld_error", r->divergence_error }, { "kld_median", r->median },
         { "kld_99", r->p99 }, { "kld_99_9", r->p999 }, { "kld_max", r->most }, { "same_top", r->same },

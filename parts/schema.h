@@ -20,7 +20,8 @@ static int expr_string_chars(Grammar *g, const Chars *c, bool call);
 
 static void add_class(Chars *c, int name) {            // \d \w \s, and \D \W \S
     static const Span space[] = { { 9, 13 }, { 0x20, 0x20 }, { 0xA0, 0xA0 }, { 0x1680, 0x1680 }, { 0x2000, 0x200A },
-                                  { 0x2028, 0x2029 }, { 0x202F, 0x202F }, { 0x205F, 0x205F }, { 0x3000, 0x3000 }, { 0xFEFF, 0xFEFF } };
+                                  { 0x2028, 0x2029 }, { 0x202F, 0x202F }, { 0x205F, 0x205F },
+                                  { 0x3000, 0x3000 }, { 0xFEFF, 0xFEFF } };
     Chars x = { .n = 0 };
     const int lower = name | 32;
     if (lower != 's') add_chars(&x, '0', '9');
@@ -430,7 +431,7 @@ static const char *const notes[] = {
     "$comment", "$defs", "definitions", "contentEncoding", "contentMediaType", "discriminator", "externalDocs", "xml",
 };
 
-typedef struct { GgufJson value[SCHEMA_PARTS]; int n; const char *done[SCHEMA_DONE]; int n_done, rule; } SchemaItem;   // done: anyOf
+typedef struct { GgufJson value[SCHEMA_PARTS]; int n; const char *done[SCHEMA_DONE]; int n_done, rule; } SchemaItem;  // anyOf
 typedef struct { GgufJson part[SCHEMA_PARTS]; int n, n_seen; bool never; const char *seen[4 * SCHEMA_PARTS]; } Parts;
 typedef struct { GgufJson v[N_KEYWORDS]; int types; } Fields;                     // v[k].s NULL: not given
 
@@ -1162,7 +1163,8 @@ static bool grammar_from_schema(Grammar *g, const GrammarVocab *v, TokStr schema
 
 // tools: a JSON list as in the OpenAI API. wanted: the one function that is to be called, or NULL; several: one or more calls.
 // schema: an answer that satisfies it will do as well; empty: only calls will.
-static bool grammar_from_tools(Grammar *g, const GrammarVocab *v, TokStr tools, const char *wanted, bool several, TokStr schema) {
+static bool grammar_from_tools(Grammar *g, const GrammarVocab *v, TokStr tools, const char *wanted, bool several,
+                               TokStr schema) {
     GgufJson list, root;
     grammar_init(g, v);
     if (!parse_json(g, "tools", tools, &list) || (schema.n && !parse_json(g, "schema", schema, &root))) return false;

@@ -1415,8 +1415,8 @@ static bool read_bias(Exchange *x, const GgufJson *object, Job *job) {
     return true;
 }
 
-// The schema that a response_format asks for, in any of its forms: those of OpenAI's two APIs, Anthropic's and llama.cpp's; empty:
-// none.
+// The schema that a response_format asks for, in any of its forms: those of OpenAI's two APIs, Anthropic's and
+// llama.cpp's; empty: none.
 static bool read_format(Exchange *x, const GgufJson *format, TokStr *schema) {
     static const char any_object[] = "{\"type\":\"object\",\"additionalProperties\":true}";
     GgufJson type, inner, v;
@@ -1431,7 +1431,8 @@ static bool read_format(Exchange *x, const GgufJson *format, TokStr *schema) {
     return true;
 }
 
-// Whether a call is to be made, and of which tool alone: name, or an empty text. OpenAI's newer form has the name one object higher.
+// Whether a call is to be made, and of which tool alone: name, or an empty text. OpenAI's newer form has the name one
+// object higher.
 static bool read_choice(Exchange *x, const GgufJson *choice, bool *required, char name[128]) {
     GgufJson type, inner, v;
     *name = 0;
@@ -1468,7 +1469,8 @@ static bool read_form(Exchange *x, const Request *r, Job *job) {
                       "an answer that is continued: expected no grammar and no schema beside it");
     if (required && !calls) return refuse(&x->fault, 400, "tool_choice", "tool_choice: expected tools beside it");
     if (!by_grammar && !schema.n && !required && !one_call) return true;
-    if (r->ignore_eos) return refuse(&x->fault, 400, "ignore_eos", "ignore_eos: an answer of a given form ends where that ends");
+    if (r->ignore_eos)
+        return refuse(&x->fault, 400, "ignore_eos", "ignore_eos: an answer of a given form ends where that ends");
     Grammar *g = job->options.grammar = alloc_or_die(1, sizeof *g);
     if (by_grammar) {
         size_t n;
@@ -1478,8 +1480,9 @@ static bool read_form(Exchange *x, const Request *r, Job *job) {
     } else if (one_call) {
         ok = grammar_from_gbnf(g, &x->srv->vocab, (TokStr){ text_and_call, sizeof text_and_call - 1 });
     } else {
+        if (required) schema = (TokStr){ NULL, 0 };
         ok = !calls ? grammar_from_schema(g, &x->srv->vocab, schema) :
-             grammar_from_tools(g, &x->srv->vocab, tools, *wanted ? wanted : NULL, !r->one_call, required ? (TokStr){ NULL, 0 } : schema);
+             grammar_from_tools(g, &x->srv->vocab, tools, *wanted ? wanted : NULL, !r->one_call, schema);
     }
     job->options.may_think = r->think && is_given(&r->messages);
     const char *at = by_grammar ? "grammar" : !strncmp(g->err, "tools[", 6) ? "tools" : required ? "tool_choice" :
@@ -2476,7 +2479,8 @@ static void route_page(Exchange *x) {
     snprintf(tag, sizeof tag, "\"%016" PRIx64 "\"", hash_bytes(chat_page, sizeof chat_page));
     const char *held = header(x, "If-None-Match");
     const bool same = held && strstr(held, tag);
-    struct MHD_Response *r = MHD_create_response_from_buffer(same ? 0 : sizeof chat_page - 1, (void *)chat_page, MHD_RESPMEM_PERSISTENT);
+    struct MHD_Response *r =
+        MHD_create_response_from_buffer(same ? 0 : sizeof chat_page - 1, (void *)chat_page, MHD_RESPMEM_PERSISTENT);
     if (!r) die("out of memory for a page");
     MHD_add_response_header(r, "Content-Type", "text/html; charset=utf-8");
     MHD_add_response_header(r, "Content-Security-Policy", policy);
