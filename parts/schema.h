@@ -408,7 +408,8 @@ static int expr_other_than(Grammar *g, const Name *names, int n, int first, cons
 
 enum { SCHEMA_PARTS = 16, SCHEMA_DONE = 4, SCHEMA_PROPERTIES = 1024, SCHEMA_PREFIX = 64 };
 
-enum { T_NULL = 1, T_BOOL = 2, T_INTEGER = 4, T_NUMBER = 8, T_STRING = 16, T_ARRAY = 32, T_OBJECT = 64, T_ANY = 127 };
+enum { IS_A_NULL = 1, IS_A_BOOL = 2, IS_A_INTEGER = 4, IS_A_NUMBER = 8, IS_A_STRING = 16, IS_A_ARRAY = 32, IS_A_OBJECT = 64,
+       IS_ANY_TYPE = 127 };
 
 typedef enum {
     K_TYPE, K_NULLABLE, K_ENUM, K_CONST, K_ANY_OF, K_ONE_OF, K_ALL_OF, K_REF, K_PROPERTIES, K_REQUIRED, K_ADDITIONAL,
@@ -417,13 +418,14 @@ typedef enum {
 } Keyword;
 
 static const struct { const char *name; int types; } keywords[N_KEYWORDS] = {    // types that it restricts; 0: any
-    { "type", 0 }, { "nullable", 0 }, { "enum", 0 }, { "const", 0 }, { "anyOf", 0 }, { "oneOf", 0 }, { "allOf", 0 }, { "$ref", 0 },
-    { "properties", T_OBJECT }, { "required", T_OBJECT }, { "additionalProperties", T_OBJECT }, { "minProperties", T_OBJECT },
-    { "maxProperties", T_OBJECT }, { "items", T_ARRAY }, { "prefixItems", T_ARRAY }, { "additionalItems", T_ARRAY },
-    { "minItems", T_ARRAY }, { "maxItems", T_ARRAY }, { "uniqueItems", T_ARRAY }, { "minLength", T_STRING },
-    { "maxLength", T_STRING }, { "pattern", T_STRING }, { "format", T_STRING | T_NUMBER | T_INTEGER },
-    { "minimum", T_INTEGER | T_NUMBER }, { "maximum", T_INTEGER | T_NUMBER }, { "exclusiveMinimum", T_INTEGER | T_NUMBER },
-    { "exclusiveMaximum", T_INTEGER | T_NUMBER }, { "multipleOf", T_INTEGER | T_NUMBER },
+    { "type", 0 }, { "nullable", 0 }, { "enum", 0 }, { "const", 0 }, { "anyOf", 0 }, { "oneOf", 0 }, { "allOf", 0 },
+    { "$ref", 0 }, { "properties", IS_A_OBJECT }, { "required", IS_A_OBJECT }, { "additionalProperties", IS_A_OBJECT },
+    { "minProperties", IS_A_OBJECT }, { "maxProperties", IS_A_OBJECT }, { "items", IS_A_ARRAY }, { "prefixItems", IS_A_ARRAY },
+    { "additionalItems", IS_A_ARRAY }, { "minItems", IS_A_ARRAY }, { "maxItems", IS_A_ARRAY }, { "uniqueItems", IS_A_ARRAY },
+    { "minLength", IS_A_STRING }, { "maxLength", IS_A_STRING }, { "pattern", IS_A_STRING },
+    { "format", IS_A_STRING | IS_A_NUMBER | IS_A_INTEGER }, { "minimum", IS_A_INTEGER | IS_A_NUMBER },
+    { "maximum", IS_A_INTEGER | IS_A_NUMBER }, { "exclusiveMinimum", IS_A_INTEGER | IS_A_NUMBER },
+    { "exclusiveMaximum", IS_A_INTEGER | IS_A_NUMBER }, { "multipleOf", IS_A_INTEGER | IS_A_NUMBER },
 };
 
 static const char *const notes[] = {
@@ -551,16 +553,16 @@ static void add_parts(Schema *sc, const GgufJson *v, Parts *p, int depth) {
 
 static int type_named(const GgufJson *v) {             // 0: there is none
     static const struct { const char *name; int bit; } names[] = {
-        { "null", T_NULL }, { "boolean", T_BOOL }, { "integer", T_INTEGER }, { "number", T_NUMBER | T_INTEGER },
-        { "string", T_STRING }, { "array", T_ARRAY }, { "object", T_OBJECT } };
+        { "null", IS_A_NULL }, { "boolean", IS_A_BOOL }, { "integer", IS_A_INTEGER }, { "number", IS_A_NUMBER | IS_A_INTEGER },
+        { "string", IS_A_STRING }, { "array", IS_A_ARRAY }, { "object", IS_A_OBJECT } };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) if (gguf_json_is(v, names[i].name)) return names[i].bit;
     return 0;
 }
 
-static int type_of(const GgufJson *v) {
-    static const int types[] = { T_NULL, T_BOOL, T_BOOL, T_INTEGER, T_STRING, T_ARRAY, T_OBJECT };
+static int json_type(const GgufJson *v) {
+    static const int types[] = { IS_A_NULL, IS_A_BOOL, IS_A_BOOL, IS_A_INTEGER, IS_A_STRING, IS_A_ARRAY, IS_A_OBJECT };
     const bool whole = !memchr(v->s, '.', v->n) && !memchr(v->s, 'e', v->n) && !memchr(v->s, 'E', v->n);
-    return v->type == GGUF_J_NUMBER && !whole ? T_NUMBER : types[v->type];
+    return v->type == GGUF_J_NUMBER && !whole ? IS_A_NUMBER : types[v->type];
 }
 
 static int read_types(Schema *sc, const GgufJson *v) {
@@ -579,7 +581,7 @@ static int read_types(Schema *sc, const GgufJson *v) {
 static void gather_fields(Schema *sc, const SchemaItem *it, const Parts *p, Fields *f) {
     bool typed = false;
     int implied = 0;
-    *f = (Fields){ .types = T_ANY };
+    *f = (Fields){ .types = IS_ANY_TYPE };
     for (int i = 0; i < p->n; i++) {
         GgufJson rest = p->part[i], key, v;
         while (!sc->g->failed && gguf_json_next(&rest, &key, &v)) {
@@ -927,7 +929,7 @@ static int expr_listed(Schema *sc, const Fields *f) {
     if (rest.s && rest.type != GGUF_J_ARRAY) return schema_fail(sc, rest.s, "expected a list of values");
     for (bool first = true; !g->failed && (rest.s ? gguf_json_next(&rest, NULL, &v) : first); first = false) {
         if (!rest.s) v = one;
-        if (!(type_of(&v) & f->types) || (one.s && (v.n != one.n || memcmp(v.s, one.s, v.n) != 0))) continue;
+        if (!(json_type(&v) & f->types) || (one.s && (v.n != one.n || memcmp(v.s, one.s, v.n) != 0))) continue;
         if (v.type != GGUF_J_STRING) {
             add_expr(g, alt, expr_value(g, &v, sc->call));
             continue;
@@ -975,12 +977,12 @@ static int types_of(const Fields *f) {
     int types = 0;
     GgufJson rest = f->v[K_ENUM].s ? f->v[K_ENUM] : f->v[K_CONST], v;
     if (!has_values(f)) types = f->types;
-    else while (next_listed(f, &rest, &v)) types |= type_of(&v) & f->types;
-    return types | (f->v[K_NULLABLE].s && f->v[K_NULLABLE].type == GGUF_J_TRUE ? T_NULL : 0);
+    else while (next_listed(f, &rest, &v)) types |= json_type(&v) & f->types;
+    return types | (f->v[K_NULLABLE].s && f->v[K_NULLABLE].type == GGUF_J_TRUE ? IS_A_NULL : 0);
 }
 
 static bool is_plain(const GgufJson *v) {              // no other text is the same value
-    return v->type <= GGUF_J_STRING && type_of(v) != T_NUMBER && !memchr(v->s, '\\', v->n);
+    return v->type <= GGUF_J_STRING && json_type(v) != IS_A_NUMBER && !memchr(v->s, '\\', v->n);
 }
 
 // Two lists have no value in common, as far as their texts tell.
@@ -1037,7 +1039,7 @@ static bool may_both_hold(Schema *sc, const SchemaItem *it, const GgufJson *a, c
     charge(sc, b->s, 1 << 15);
     if (sc->g->failed || of_a.never || of_b.never || !both) return false;
     if (has_values(&fa) && has_values(&fb)) return !lists_differ(&fa, &fb);
-    return both != T_OBJECT || depth == 2 || has_values(&fa) || has_values(&fb) || objects_overlap(sc, &of_a, &of_b, depth);
+    return both != IS_A_OBJECT || depth == 2 || has_values(&fa) || has_values(&fb) || objects_overlap(sc, &of_a, &of_b, depth);
 }
 
 // The schemas of anyOf or oneOf, each beside what else the item says.
@@ -1083,12 +1085,12 @@ static int expr_item(Schema *sc, const SchemaItem *it) {
         add_expr(g, alt, expr_listed(sc, &f));
         return alt;
     }
-    if (f.types & T_STRING) add_expr(g, alt, expr_string(sc, &f));
-    if (f.types & (T_NUMBER | T_INTEGER)) add_expr(g, alt, expr_numeric(sc, &f, !(f.types & T_NUMBER)));
-    if (f.types & T_BOOL) add_expr(g, alt, ALT(expr_word(g, "true"), expr_word(g, "false")));
-    if (f.types & T_NULL) add_expr(g, alt, expr_word(g, "null"));
-    if (f.types & T_ARRAY) add_expr(g, alt, expr_array(sc, &f));
-    if (f.types & T_OBJECT) add_expr(g, alt, expr_object(sc, &f, &p));
+    if (f.types & IS_A_STRING) add_expr(g, alt, expr_string(sc, &f));
+    if (f.types & (IS_A_NUMBER | IS_A_INTEGER)) add_expr(g, alt, expr_numeric(sc, &f, !(f.types & IS_A_NUMBER)));
+    if (f.types & IS_A_BOOL) add_expr(g, alt, ALT(expr_word(g, "true"), expr_word(g, "false")));
+    if (f.types & IS_A_NULL) add_expr(g, alt, expr_word(g, "null"));
+    if (f.types & IS_A_ARRAY) add_expr(g, alt, expr_array(sc, &f));
+    if (f.types & IS_A_OBJECT) add_expr(g, alt, expr_object(sc, &f, &p));
     return alt;
 }
 
