@@ -3954,6 +3954,7 @@ static void guess_grammar(Session *s, int most) {
         if (next >= 256) push_id(s, &ids, grammar->named[next - 256]);
         if (next >= 0) state = grammar_behind(grammar, state, next);
     }
+    if (grammar->failed) grammar_recover(grammar, &s->state, 1);       // it may not come to that
     g->n_only = min_int((int)ids.n, most);
     memcpy(g->only, ids.ids, (size_t)g->n_only * sizeof *g->only);
     tok_ids_free(&ids);
@@ -7521,7 +7522,6 @@ static void cpu_sample(const Sample *o) {
         const int seq = o->batch->segs[row->seg].seq;
         const uint32_t *mask = o->mask ? o->mask + (size_t)r * words : NULL;
         o->out[r] = sample_row(penalised_row(o, r), o->vocab, mask, &o->params[seq], o->batch->len[seq] + row->depth);
-        if (o->feed) o->feed[r].token = o->out[r];
     }
 }
 

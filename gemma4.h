@@ -437,8 +437,6 @@ typedef struct {
     const int32_t      *counts;      // (n_seqs, vocab) occurrences in the committed text; NULL: no penalties
     const Row          *step_rows;   // all rows of the step, among them the ancestors; NULL without counts
     int32_t            *out;         // (n_rows)
-    Row                *feed;        // (n_rows) their token is set to out: the next step's batch, not rows that
-                                     // kv_commit has yet to count; or NULL
 } Sample;
 
 // How far each segment's tokens are those that the model chose. Kept rows, of which there are logits, are some last

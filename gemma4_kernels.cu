@@ -7765,7 +7765,6 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Bat
     }
     if (threadIdx.x != 0) return;
     o.out[r] = choice;
-    if (o.feed) o.feed[r].token = choice;
 }
 
 // How a launch of n_rows rows, at most STEP_ROWS, is spread; *grid. Scratch: cuda.partial, and cuda.panel for changed
@@ -7803,8 +7802,7 @@ static void cuda_sample(const Sample *o) {
         part.logits += (size_t)r * o->vocab;
         part.out += r;
         if (o->mask) part.mask += r * (((size_t)o->vocab + 31) / 32);
-        if (o->feed) part.feed += r;
-        launch(WRITES_ACTIVATIONS | WRITES_ROWS, sample_kernel, grid, SAMPLE_THREADS, SAMPLE_SHARED, part, b, spread);
+        launch(WRITES_ACTIVATIONS, sample_kernel, grid, SAMPLE_THREADS, SAMPLE_SHARED, part, b, spread);
         CHECK_LAUNCH("sample n_rows=%d vocab=%d", n, o->vocab);
     }
 }

@@ -736,10 +736,7 @@ static int32_t ref_choose(const Sample *o, int r) {
 }
 
 static void ref_sample(const Sample *o) {
-    for (int r = 0; r < o->batch->n_rows; r++) {
-        o->out[r] = ref_choose(o, r);
-        if (o->feed) o->feed[r].token = o->out[r];
-    }
+    for (int r = 0; r < o->batch->n_rows; r++) o->out[r] = ref_choose(o, r);
 }
 
 // The row that a row of a segment follows; -1: none.

@@ -744,7 +744,7 @@ static void note_head(const Head *o) {
     NUM(o->top_k); PTR(o->top_ids); PTR(o->top_logits); PTR(o->logsumexp);
 }
 static void note_sample(const Sample *o) {
-    note_batch(o->batch); NUM(o->vocab); PTR(o->logits); PTR(o->params); PTR(o->mask); PTR(o->bias); PTR(o->counts); PTR(o->step_rows); PTR(o->out); PTR(o->feed);
+    note_batch(o->batch); NUM(o->vocab); PTR(o->logits); PTR(o->params); PTR(o->mask); PTR(o->bias); PTR(o->counts); PTR(o->step_rows); PTR(o->out);
 }
 
 // ---- the table ----
