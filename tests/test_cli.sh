@@ -522,9 +522,9 @@ ok "bench: json: no test, an empty list" [ "$(tr -d '\n' <"$tmp/bench.json")" = 
 for list in x 1, ,1 -1 1.5 99999999999999999999 "1 2" 1x; do
     error "-p: expected at most 32 whole numbers" bench "$model" -p "$list"
 done
-$limit "$gemma4" bench "$model" -p 0 -n 2 --rows 3,64 -d 0,40 -r 1 --fill random >"$tmp/bench.md" 2>"$tmp/err"
-ok "bench: --rows: a row for each" [ "$(grep -cE '\| +vs(3|64)( @ d40 \(random fill\))? \| +[0-9]+\.[0-9]+ ± ' "$tmp/bench.md")" -eq 4 ]
-ok "bench: --fill random says so" grep -qE ' tg2 @ d40 \(random fill\) \| ' "$tmp/bench.md"
+$limit "$gemma4" bench "$model" -p 0 -n 2 --rows 3,16 -d 0,9 -r 1 --fill random >"$tmp/bench.md" 2>"$tmp/err"
+ok "bench: --rows: a row for each" [ "$(grep -cE '\| +vs(3|16)( @ d9 \(random fill\))? \| +[0-9]+\.[0-9]+ ± ' "$tmp/bench.md")" -eq 4 ]
+ok "bench: --fill random says so" grep -qE ' tg2 @ d9 \(random fill\) \| ' "$tmp/bench.md"
 for type in "f16 --kv-layout untied" f32; do
     # shellcheck disable=SC2086  # a type and a flag
     $limit "$gemma4" bench "$model" -p 0 -n 2 -d 0,40 -r 1 --fill random -o csv -ctk $type >"$tmp/bench.csv" 2>"$tmp/err"
