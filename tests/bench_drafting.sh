@@ -7,6 +7,7 @@
 # Environment: GEMMA4 (./gemma4), RUNS (3), TOKENS (256), FLAGS (-t 2, ..)
 cd "$(dirname "$0")/.." || exit 1
 model=${1:-models/gemma4-mini-q8_0.gguf}
+[ -f "$model" ] || { echo "$model: expected a model's file" >&2; exit 1; }
 [ $# -gt 0 ] && shift
 [ $# -gt 0 ] || set -- models/gemma4-mini-mtp-q8_0.gguf models/gemma4-mini-dflash-q8_0.gguf
 gemma4=${GEMMA4:-./gemma4} runs=${RUNS:-3} tokens=${TOKENS:-256}

@@ -86,6 +86,10 @@ async function openai() {
   const refused = await throws("openai: a schema that is not understood", OpenAI.BadRequestError, 400, chat.create({ ...greedy, messages: story,
     response_format: { type: "json_schema", json_schema: { name: "a", schema: { not: {} } } } }));
   ok("openai: the parameter of that", refused?.param === "response_format", refused?.param);
+  const begun = [...story, { role: "assistant", content: "Once upon a time, there was" }];
+  const more = (await chat.create({ ...greedy, messages: begun, max_tokens: 8, continue_final_message: true,
+    add_generation_prompt: false })).choices[0].message.content;
+  ok("openai: an answer that was begun", more.length > 0 && !more.startsWith("Once"), more);
   ok("openai: a long prompt", (await chat.create({ ...greedy, messages: long, max_tokens: 4 })).usage.prompt_tokens > 500);
   const e = await throws("openai: a prompt that is too long", OpenAI.BadRequestError, 400, chat.create({ ...greedy, messages: tooLong }));
   ok("openai: the code of that", e?.code === "context_length_exceeded", e?.code);
@@ -175,6 +179,9 @@ async function anthropic(text) {
   const formed = await client.messages.create({ ...greedy, messages: story, max_tokens: 60,
     output_config: { format: { type: "json_schema", schema: oneCity } } });
   ok("anthropic: output_config", JSON.parse(formed.content[0].text).city === "Paris", formed);
+  const begun = [...story, { role: "assistant", content: "Once upon a time, there was" }];
+  const more = (await client.messages.create({ ...greedy, messages: begun, max_tokens: 8 })).content[0].text;
+  ok("anthropic: an answer that was begun", more.length > 0 && !more.startsWith("Once"), more);
   ok("anthropic: tokens counted", (await client.messages.countTokens({ model: "any", messages: long })).input_tokens > 500);
   ok("anthropic: a long prompt", (await client.messages.create({ ...greedy, messages: long, max_tokens: 4 })).usage.output_tokens === 4);
   await throws("anthropic: a prompt that is too long", Anthropic.BadRequestError, 400,
