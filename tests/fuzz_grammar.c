@@ -1,7 +1,8 @@
-/* fuzz_grammar.c - grammars, schemas and tools as they come over the network, and what masks allow under them. The first byte
- * chooses which of them the text is, up to a 0; the bytes behind it choose tokens. A text becomes a grammar or is refused with one
- * line. A mask allows a token just when the token can be fed, the end just when the text is complete; states that are kept
- * over a settling allow the same. A JSON text that is complete is JSON, a call that is complete is read back as one. */
+/* fuzz_grammar.c - grammars, schemas and tools as they come over the network, and what masks allow under them. The first
+ * byte chooses which of them the text is, up to a 0; the bytes behind it choose tokens. A text becomes a grammar or is
+ * refused with one line. A mask allows a token just when the token can be fed, the end just when the text is complete; states
+ * that are kept over a settling allow the same. What is the only way to go on may follow. Looking ahead may fail and be taken
+ * back. A JSON text that is complete is JSON, a call that is complete is read back as one. */
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap
 #include "fuzz.h"
 #include "../parts/grammar.h"
@@ -46,10 +47,15 @@ static void feed(Grammar *g, unsigned kind, const uint8_t *choices, size_t n) {
             GrammarState copy = s;
             NEED(grammar_advance(g, &copy, k) == (mask[k / 32] >> k % 32 & 1) || g->failed);
         }
+        const int only = g->failed ? -1 : grammar_only(g, s);
+        if (only >= 256) NEED(mask[g->named[only - 256] / 32] >> g->named[only - 256] % 32 & 1);
+        if (only >= 0) NEED(grammar_behind(g, s, only) || g->failed);
+        if (g->failed && choices[i] % 2) grammar_recover(g, &s, 1);    // as if nobody had looked ahead
         if (g->failed) break;
         if (i % 8 == 7) {
             forget_others(g, &s, 1);
-            NEED(g->failed || (grammar_mask(g, s, again, t.n_tokens) && memcmp(mask, again, (size_t)(t.n_tokens + 31) / 32 * 4) == 0) || g->failed);
+            NEED(g->failed || (grammar_mask(g, s, again, t.n_tokens) &&
+                               memcmp(mask, again, (size_t)(t.n_tokens + 31) / 32 * 4) == 0) || g->failed);
         }
         if (tok_is_stop(&t, id)) {
             if (kind) check_answer(ids, n_ids, kind == 2);
