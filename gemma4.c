@@ -3956,7 +3956,7 @@ static void guess_grammar(Session *s, int most) {
     }
     if (grammar->failed) grammar_recover(grammar, &s->state, 1);       // it may not come to that
     g->n_only = min_int((int)ids.n, most);
-    memcpy(g->only, ids.ids, (size_t)g->n_only * sizeof *g->only);
+    if (g->n_only) memcpy(g->only, ids.ids, (size_t)g->n_only * sizeof *g->only);
     tok_ids_free(&ids);
 }
 

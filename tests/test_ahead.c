@@ -235,7 +235,7 @@ typedef struct {
 
 static void note(Said *said, const Event *e) {
     for (int i = 0; i < e->n_ids; i++) said->ids[said->n++] = e->ids[i];
-    memcpy(said->text + said->n_text, e->content.s, e->content.n);
+    if (e->content.n) memcpy(said->text + said->n_text, e->content.s, e->content.n);
     said->n_text += e->content.n;
     if (e->kind == EVENT_END) said->end = e->end;
 }
