@@ -4466,20 +4466,58 @@ static void print_plan(Model *m) {
             count_threads() == 1 ? "" : "s");
 }
 
-// A file that takes its name only when it is complete: until then it is PATH.PID.tmp, and whatever PATH was stays. Only
-// a process that is killed outright leaves the former behind.
+// A file that takes its name only when it is complete. Until then it is TARGET.8 hex digits.tmp, and what TARGET was stays. Only a
+// process that is killed outright leaves such a file; another name is taken then, so it never blocks the next write.
 typedef struct {
-    const char *path;
-    char *tmp;
+    const char *path;         // as the user wrote it
+    char *target, *tmp;       // the file that path leads to over symbolic links; its temporary name
     int fd;
 } Output;
 
-static int create_output(Output *o, const char *path) {             // 0, or errno
-    *o = (Output){ .path = path, .tmp = alloc_or_die(strlen(path) + 32, 1) };
-    sprintf(o->tmp, "%s.%ld.tmp", path, (long)getpid());
-    o->fd = open(o->tmp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    if (o->fd < 0) return errno;
+// The file that a path leads to over symbolic links, whether it exists or not. To be freed; NULL: see errno.
+static char *follow_links(const char *path) {
+    char *at = alloc_or_die(strlen(path) + 1, 1);
+    strcpy(at, path);
+    for (int n = 0; n < 40; n++) {
+        char to[4096];
+        const ssize_t len = readlink(at, to, sizeof to);
+        if (len < 0) return at;                        // no link, or nothing of that name
+        const char *slash = *to == '/' ? NULL : strrchr(at, '/');
+        const size_t folder = slash ? (size_t)(slash + 1 - at) : 0;
+        char *next = alloc_or_die(folder + (size_t)len + 1, 1);
+        memcpy(next, at, folder);
+        memcpy(next + folder, to, (size_t)len);
+        free(at);
+        at = next;
+    }
+    free(at);
+    errno = ELOOP;
+    return NULL;
+}
+
+// Begins to write the file `path`. A file that exists keeps its mode and has to be writable; a new one gets `mode`, less the umask.
+// -> 0, or errno. Either way finish_output() ends it.
+static int create_output(Output *o, const char *path, mode_t mode) {
+    struct stat old;
+    struct timespec now;
+    *o = (Output){ .path = path, .target = follow_links(path), .fd = -1 };
+    if (!o->target) return errno;
+    const bool exists = !stat(o->target, &old);
+    if (exists && !S_ISREG(old.st_mode)) return S_ISDIR(old.st_mode) ? EISDIR : ENOTSUP;
+    if (exists && access(o->target, W_OK)) return errno;
+    const size_t size = strlen(o->target) + 16;
+    o->tmp = alloc_or_die(size, 1);
+    for (int k = 0; k < 100 && o->fd < 0; k++) {
+        clock_gettime(CLOCK_REALTIME, &now);
+        const uint64_t word = ((uint64_t)now.tv_sec << 30 ^ (uint64_t)now.tv_nsec ^ (uint64_t)getpid() << 44) + (uint64_t)k;
+        snprintf(o->tmp, size, "%s.%08x.tmp", o->target, (unsigned)(word * 0x9E3779B97F4A7C15u >> 32));
+        o->fd = open(o->tmp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, exists ? 0600 : mode);
+        if (o->fd < 0 && errno != EEXIST) return errno;
+    }
+    if (o->fd < 0) return EEXIST;
     unfinished = o->tmp;
+    if (exists && fchown(o->fd, old.st_uid, old.st_gid)) {}            // only root gives files away
+    if (exists && fchmod(o->fd, old.st_mode & 07777)) {}               // some file systems have no modes
     return 0;
 }
 
@@ -4494,22 +4532,23 @@ static int write_output(const Output *o, const void *bytes, size_t n) {         
     return 0;
 }
 
-// Gives the file its name if err is 0, else takes it away; o is used up. Returns err, or errno of what failed.
+// Gives the file its name if err is 0, else removes it; o is used up. Returns err, or errno of what failed.
 static int finish_output(Output *o, int err) {
     if (o->fd >= 0) {
         if (!err && fsync(o->fd)) err = errno;
         if (close(o->fd) && !err) err = errno;
-        if (!err && rename(o->tmp, o->path)) err = errno;
+        if (!err && rename(o->tmp, o->target)) err = errno;
         if (err) unlink(o->tmp);
     }
     unfinished = NULL;
-    char *slash = strrchr(o->tmp, '/');
-    if (slash) slash[slash == o->tmp] = 0;              // the folder, so that the new name survives a power cut too
-    const int dir = err ? -1 : open(slash ? o->tmp : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    char *slash = o->target ? strrchr(o->target, '/') : NULL;
+    if (slash) slash[slash == o->target] = 0;           // the folder, so that the new name survives a power cut too
+    const int dir = err ? -1 : open(slash ? o->target : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (dir >= 0) {
         fsync(dir);
         close(dir);
     }
+    free(o->target);
     free(o->tmp);
     return err;
 }

@@ -870,7 +870,7 @@ static PplResult ppl_measure(Model *m, int32_t bos, const int32_t *ids, int n, P
     if (o->compare) open_base(&p, &h);
     if (o->base) {
         signal(SIGXFSZ, SIG_IGN);
-        p.file.err = create_output(&p.file.out, o->base);
+        p.file.err = create_output(&p.file.out, o->base, 0666);
         if (p.file.err) die("--kld-base: %s: %s", o->base, strerror(p.file.err));
         char size[32];
         fprintf(stderr, "# --kld-base: %s: %s for %d ids\n", o->base, amount(size, (double)h.file_bytes, "B"),

@@ -364,10 +364,8 @@ static void set_system(Chat *c, TokStr text) {
 // Writes the conversation. The file is there as a whole or as it was. 0, or errno.
 static int save_messages(const Chat *c, const char *path) {
     const GgufJson list = message_list(&c->messages);
-    struct stat old;
-    if (!stat(path, &old) && !S_ISREG(old.st_mode)) return ENOTSUP;    // a device or a pipe would be gone
     Output o;
-    int err = create_output(&o, path);
+    int err = create_output(&o, path, 0600);
     if (!err) err = write_output(&o, list.s, list.n);
     if (!err) err = write_output(&o, "\n", 1);
     return finish_output(&o, err);

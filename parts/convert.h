@@ -655,8 +655,8 @@ static Output open_model_output(const char *path, const char *in) {
         if (!stat(in, &source) && old.st_dev == source.st_dev && old.st_ino == source.st_ino)
             die("%s: expected another file, got the model itself", path);
     }
-    const int err = create_output(&o, path);
-    if (err) die("%s: %s", o.tmp, strerror(err));
+    const int err = create_output(&o, path, 0666);
+    if (err) die("%s: %s", path, strerror(err));
     return o;
 }
 

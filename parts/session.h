@@ -334,7 +334,7 @@ static bool session_to_file(Session *s, const SessionNote *note, const char *pat
         return false;
     }
     signal(SIGXFSZ, SIG_IGN);                          // a limit of the file size is an error like a full disk
-    int err = create_output(&out, path);
+    int err = create_output(&out, path, 0600);
     if (!err) err = session_to_fd(s, note, out.fd, what);
     err = finish_output(&out, err);
     if (err) snprintf(s->err, sizeof s->err, "%.400s: %s; what was there stays as it was", path, strerror(err));

@@ -859,8 +859,25 @@ ok "--session, a full disk in a chat: the chat goes on" has err "# context: "
 ok "--session, a full disk in a chat: says so" has err "# --session: s3: "
 ok "--session, a full disk in a chat: the old file stands" same s3 s3.before
 ok "--session: nothing is left beside the files" [ -z "$(ls | grep tmp)" ]
+mode_is() { [ -n "$(find "$2" -maxdepth 0 -perm "$1")" ]; }
+ok "--session: only its owner reads a conversation" mode_is 600 s3
+cp s3 s4 && chmod 640 s4 && ln -s s4 link && ln -s new link2
+run "$mini" -p hi -n 2 --temp 0 --session link
+ok "--session: a link leads to the file that is replaced" [ -h link -a "$status" -eq 0 ]
+ok "--session: which was written" [ -z "$(cmp -s s3 s4 && echo same)" ]
+ok "--session: and keeps its mode" mode_is 640 s4
+run "$mini" -p hi -n 2 --temp 0 --session link2
+ok "--session: a link to no file yet" [ -h link2 -a -s new ]
+ln -s link4 link3 && ln -s link3 link4
+error "symbolic links" "$mini" -p hi --session link3
+if [ "$(id -u)" -ne 0 ]; then
+    chmod 400 s4 && cp s4 s4.before
+    error "ermission denied" "$mini" -p hi --session s4
+    ok "--session: a file that may not be written to stays" same s4 s4.before
+fi
 fed "/clear\n/system Be short.\n" "$mini" -i --temp 0 --session s3
 fed "/save kept.json\n" "$mini" -i --temp 0 --session s3
+ok "/save: only its owner reads a conversation" mode_is 600 kept.json
 ok "--session: commands of the chat are kept too" has kept.json '{"role":"system","content":"Be short."}]'
 
 # ---- tool results --------------------------------------------------------------------
