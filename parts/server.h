@@ -350,6 +350,7 @@ typedef struct Job {
     AnswerOptions options;
     float        *bias;       // (vocab), or NULL
     bool          no_cache;
+    bool          by_ids;     // the client gave the prompt as token ids: they are run as they are
     int           n_top;      // tokens to name beside each token, with their probabilities; -1: no probabilities
     int           fd;         // of the client
     uint64_t      client;     // who asks: equal for those who are one
@@ -529,7 +530,7 @@ static void clean_queue(Server *srv, double now) {
 // half of what it holds, or of the prompt. Else something else that it holds would be lost for little.
 static size_t worth(Server *srv, const Session *s, const Job *job) {
     if (job->no_cache) return 0;
-    const Shared same = shared(srv->t, &s->held, &job->ids);
+    const Shared same = shared(job->by_ids ? NULL : srv->t, &s->held, &job->ids);
     return 2 * same.held >= s->held.n || 2 * same.ids >= job->ids.n ? same.held : 0;
 }
 
@@ -569,14 +570,12 @@ static Slot *make_ready(Server *srv, Job *job) {
     size_t most, stored = 0;
     Slot *slot = choose_slot(srv, job, &most);
     if (!slot) return NULL;
-    Parked *p = job->no_cache ? NULL : store_find(&srv->store, srv->t, &job->ids, &stored);
-    if (p && stored > most + GAIN) {
-        slot = oldest_slot(srv);
-        park(srv, slot, 0);
-        if (!store_resume(&srv->store, &slot->s, p)) fprintf(stderr, "# %s\n", slot->s.err);
-    } else {
-        park(srv, slot, most);
-    }
+    Parked *p = job->no_cache ? NULL : store_find(&srv->store, job->by_ids ? NULL : srv->t, &job->ids, &stored);
+    const bool resumes = p && stored > most + GAIN;
+    if (resumes) slot = oldest_slot(srv);
+    park(srv, slot, resumes ? 0 : most);               // may drop p, which stays whole while it is pinned
+    if (!resumes) store_release(&srv->store, p);
+    else if (!store_resume(&srv->store, &slot->s, p)) fprintf(stderr, "# %s\n", slot->s.err);
     return slot;
 }
 
@@ -610,7 +609,7 @@ static void start_job(Server *srv, Slot *slot, Job *job) {
         if (!job->bias) free(bias);
     }
     if (job->no_cache) session_forget(s);
-    else take_held(srv, s, job);
+    else if (!job->by_ids) take_held(srv, s, job);
     const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .mark = job->mark };
     const bool ok = session_start(s, &p, &job->options);
     pthread_mutex_lock(&srv->lock);
@@ -950,13 +949,16 @@ static void chunk(Exchange *x) {                       // opens an event of a st
     put(&x->out, ",'choices':[{'index':0,'delta':{");
 }
 
+static void put_new_likely(Exchange *x) {              // of tokens that no event has told of yet, if they were asked for
+    if (x->job->n_top < 0) return;
+    put(&x->out, ",'logprobs':");
+    put_likely(&x->out, x, x->n_likely);
+    x->n_likely = x->job->n_likely;
+}
+
 static void chunk_end(Exchange *x, bool likely) {
     put(&x->out, "}");
-    if (likely && x->job->n_top >= 0) {
-        put(&x->out, ",'logprobs':");
-        put_likely(&x->out, x, x->n_likely);
-        x->n_likely = x->job->n_likely;
-    }
+    if (likely) put_new_likely(x);
     put(&x->out, ",'finish_reason':null}]}\n\n");
 }
 
@@ -1006,6 +1008,7 @@ static void completion_end(Exchange *x, const char *object) {
 static void chat_end(Exchange *x) {
     chunk(x);
     put(&x->out, "}");
+    if (x->n_likely < x->job->n_likely) put_new_likely(x);           // of a stop string, of the calls
     completion_end(x, "chat.completion.chunk");
 }
 
@@ -1199,11 +1202,11 @@ static bool chat_ask(Exchange *x, const Request *r) {
     bool ok = check_messages(&r->messages, &x->fault) && (!r->continues || take_begun(r, &x->fault, &begun, &chat));
     if (ok && tok_chat(&x->t, &chat, &job->ids, NULL) < 0)
         ok = refuse(&x->fault, 400, strncmp(x->t.err, "tools", 5) ? "messages" : "tools", "%s", x->t.err);
-    if (ok) replay_calls(x, &r->messages, &job->ids);
+    if (ok && !r->no_cache) replay_calls(x, &r->messages, &job->ids);
     chat.add_cue = false;
     chat.thought = chat.answer = (TokStr){ NULL, 0 };
     if (ok && tok_chat(&x->t, &chat, &part, NULL) == 0) {
-        replay_calls(x, &r->messages, &part);
+        if (!r->no_cache) replay_calls(x, &r->messages, &part);
         job->mark = same_ids(&part, &job->ids);
     }
     tok_ids_free(&part);
@@ -1313,7 +1316,9 @@ static void plain_call(Exchange *x, int i) { (void)x, (void)i; }
 static void plain_end(Exchange *x) {
     put(&x->out, "data: {");
     put_head(&x->out, x, "text_completion");
-    put(&x->out, ",'choices':[{'index':0,'text':'','logprobs':null");
+    put(&x->out, ",'choices':[{'index':0,'text':'','logprobs':");
+    if (x->n_likely == x->job->n_likely) put(&x->out, "null");
+    else put_plain_likely(&x->out, x, text_of(&x->job->content));    // of tokens without text
     completion_end(x, "text_completion");
 }
 
@@ -1354,6 +1359,7 @@ static bool plain_ask(Exchange *x, const Request *r) {
         first = r->prompt;
     }
     if (first.type == GGUF_J_ARRAY) {
+        job->by_ids = true;
         if (!read_ids(x, "prompt", &first, &job->ids)) return false;
         if (!job->ids.n) return refuse(&x->fault, 400, "prompt", "prompt: expected at least one token");
     } else if (first.type == GGUF_J_STRING) {

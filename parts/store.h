@@ -4,8 +4,17 @@
  *
  * Each is in the form of parts/session.h, in memory as in a file: one writer, one reader, one checksum. What memory has
  * no room for goes, those first that were not used for longest; where there is a folder it is in a file by then. A
- * thread writes the files, so that nobody waits for the disk. Sessions and model are touched by the thread that calls
- * store_park() and store_resume() only; the thread that writes sees bytes. */
+ * thread writes the files, so that nobody waits for the disk. Sessions and model are touched only by the thread that calls
+ * store_park() and store_resume(), the engine's; the writing thread sees bytes.
+ *
+ * OWNERSHIP  The store owns every Parked. Store.lock guards the list and all fields, but for what a pin protects:
+ *   - A pin (Parked.pins) keeps a Parked and its memory alive. store_find() returns one pinned, and the caller ends that with
+ *     store_resume() or store_release(); the writing thread pins what it writes. Without the lock nothing but a pinned Parked
+ *     may be looked at, and of that only ids, bytes and fd: they stay as they are while it is pinned.
+ *   - Dropping takes a Parked out of the list at once (gone) and frees it, and its file, when the last pin ends. So a pointer
+ *     without a pin is dead as soon as the lock is released.
+ *   - trim_store() does not touch what is pinned.
+ *   - Where there is a folder, a conversation that a longer one begins with is dropped only when the longer one is in a file. */
 #ifndef STORE_H
 #define STORE_H
 #ifdef USE_MICROHTTPD
@@ -15,7 +24,7 @@
 // ==== [1] What a prompt shares with a session ========================================================================
 // A client sends back what the model said as text, from which the prompt is made anew. The model may have put it in
 // other tokens. Where these spell the same, those that the session holds take the place of those made anew: they need
-// not run again.
+// not run again. A prompt that came as token ids is taken as it is.
 
 typedef struct { size_t held, ids; } Shared;           // tokens from the beginning of each
 
@@ -38,12 +47,12 @@ static bool same_text(const Tokenizer *t, const TokIds *held, const TokIds *ids,
     return false;
 }
 
-// How much of a session a prompt begins with.
+// How much of a session a prompt begins with. t: NULL where only equal ids count.
 static Shared shared(const Tokenizer *t, const TokIds *held, const TokIds *ids) {
     Shared at = { 0, 0 };
     do {
         while (at.held < held->n && at.ids < ids->n && held->ids[at.held] == ids->ids[at.ids]) at.held++, at.ids++;
-    } while (at.held < held->n && at.ids < ids->n && same_text(t, held, ids, &at));
+    } while (t && at.held < held->n && at.ids < ids->n && same_text(t, held, ids, &at));
     return at;
 }
 
@@ -56,20 +65,22 @@ typedef struct Parked {
     int      fd;              // memory that holds it; -1: none
     char    *path;            // of its file; NULL: none
     bool     failed;          // it cannot be written to a file
-    bool     busy, gone;      // somebody reads it; it is freed when nobody does
+    int      pins;            // who uses it without the lock
+    bool     gone;            // out of the list; freed when the last pin ends
     int64_t  time;            // of the file
 } Parked;
 
 typedef struct {
     Model       *m;
     const char  *dir;         // NULL: no files
+    SessionHeader kind;       // what files of this model and cache have in common
     uint64_t     room, file_room;        // bytes, of memory and of files
     uint64_t     used, file_used;
     Parked      *first;       // the last one used
     int          n, n_open, n_resumed;   // n_open: those in memory
     int          dir_fd;
     bool         ending;
-    pthread_mutex_t lock;     // of all of the above but m, dir and room
+    pthread_mutex_t lock;     // of all of the above but m, dir, kind and the rooms
     pthread_cond_t  news;     // for the writer: there is something to write, or it is the end
     pthread_t    writer;
 } Store;
@@ -94,50 +105,53 @@ static void parked_free(Store *st, Parked *p) {        // out of the list alread
     free(p);
 }
 
-static void drop_parked(Store *st, Parked *p) {        // with the lock held
-    for (Parked **at = &st->first; *at; at = &(*at)->next)
-        if (*at == p) {
-            *at = p->next;
-            st->n--;
-            break;
-        }
-    if (p->busy) p->gone = true;
-    else parked_free(st, p);
+static void unlink_parked(Store *st, Parked *p) {      // takes it out of the list; with the lock held
+    Parked **at = &st->first;
+    while (*at != p) at = &(*at)->next;
+    *at = p->next;
+    st->n--;
 }
 
-static void release_parked(Store *st, Parked *p) {     // nobody reads it any more; with the lock held
-    p->busy = false;
-    if (p->gone) parked_free(st, p);
-}
-
-static void use_parked(Store *st, Parked *p) {         // it was used last; with the lock held
-    for (Parked **at = &st->first; *at; at = &(*at)->next)
-        if (*at == p) {
-            *at = p->next;
-            break;
-        }
+static void link_parked(Store *st, Parked *p) {        // puts it first, as the last one used; with the lock held
     p->next = st->first;
     st->first = p;
+    st->n++;
+}
+
+static void drop_parked(Store *st, Parked *p) {        // with the lock held
+    if (p->gone) return;
+    unlink_parked(st, p);
+    p->gone = true;
+    if (!p->pins) parked_free(st, p);
+}
+
+static void unpin(Store *st, Parked *p) {              // with the lock held
+    if (!--p->pins && p->gone) parked_free(st, p);
+}
+
+// The least recently used one, without a pin, that can leave memory, or whose file can go; NULL: there is none. With the lock
+// held. What waits to be written stays in memory, unless that gets far too much.
+static Parked *oldest_parked(const Store *st, bool memory) {
+    const bool far = !st->dir || st->used > 2 * st->room + SLACK || st->n_open > 2 * PARK_MOST;
+    Parked *oldest = NULL;
+    for (Parked *p = st->first; p; p = p->next)
+        if (!p->pins && (memory ? p->fd >= 0 && (p->path || p->failed || far) : p->path != NULL)) oldest = p;
+    return oldest;
 }
 
 // What is in memory beyond its room goes, what is in files beyond theirs too. With the lock held.
 static void trim_store(Store *st) {
-    for (;;) {
-        const bool memory = st->used > st->room || st->n_open > PARK_MOST;
-        if (!memory && st->file_used <= st->file_room) return;
-        Parked *oldest = NULL;
-        for (Parked *p = st->first; p; p = p->next)
-            if (!p->busy && (memory ? p->fd >= 0 : p->path != NULL)) oldest = p;
-        if (!oldest) return;
-        if (memory && oldest->path) leave_memory(st, oldest);
-        else drop_parked(st, oldest);
+    Parked *p;
+    while ((st->used > st->room || st->n_open > PARK_MOST) && (p = oldest_parked(st, true))) {
+        if (p->path) leave_memory(st, p);
+        else drop_parked(st, p);
     }
+    while (st->file_used > st->file_room && (p = oldest_parked(st, false))) drop_parked(st, p);
 }
 
 // ==== [3] Taking in, giving back =====================================================================================
 
-// The session that shares most tokens with (ids): how many is in *most. The caller may look at it until it changes the
-// store.
+// The session that shares most tokens with (ids), pinned: how many is in *most. NULL: none shares any. t: see shared().
 static Parked *store_find(Store *st, const Tokenizer *t, const TokIds *ids, size_t *most) {
     Parked *best = NULL;
     *most = 0;
@@ -146,22 +160,34 @@ static Parked *store_find(Store *st, const Tokenizer *t, const TokIds *ids, size
         const size_t same = shared(t, &p->ids, ids).held;
         if (same > *most) *most = same, best = p;
     }
+    if (best) best->pins++;
     pthread_mutex_unlock(&st->lock);
     return best;
 }
 
-// Whether a session is there that begins with these; those that these begin with are dropped.
+// Ends the pin of store_find(). p may be NULL.
+static void store_release(Store *st, Parked *p) {
+    if (!p) return;
+    pthread_mutex_lock(&st->lock);
+    unpin(st, p);
+    trim_store(st);
+    pthread_mutex_unlock(&st->lock);
+}
+
+// Whether a session is there that begins with these.
 static bool is_covered(Store *st, const TokIds *ids) {
     bool covered = false;
     pthread_mutex_lock(&st->lock);
-    for (Parked *p = st->first, *next; p; p = next) {
-        const size_t same = (size_t)same_ids(&p->ids, ids);
-        next = p->next;
-        covered |= same == ids->n;
-        if (same == p->ids.n && same < ids->n) drop_parked(st, p);
-    }
+    for (const Parked *p = st->first; p; p = p->next) covered |= (size_t)same_ids(&p->ids, ids) == ids->n;
     pthread_mutex_unlock(&st->lock);
     return covered;
+}
+
+static void drop_beginnings(Store *st, const TokIds *ids) {          // sessions that these begin with; with the lock held
+    for (Parked *p = st->first, *next; p; p = next) {
+        next = p->next;
+        if (p->ids.n < ids->n && (size_t)same_ids(&p->ids, ids) == p->ids.n) drop_parked(st, p);
+    }
 }
 
 // Takes in what a session holds, if there is room and it is not there yet. False: it could not be kept, and s->err says
@@ -182,33 +208,40 @@ static bool store_park(Store *st, Session *s) {
     for (size_t i = 0; i < s->held.n; i++) push_id(s, &p->ids, s->held.ids[i]);
     p->bytes = (uint64_t)file.st_size;
     pthread_mutex_lock(&st->lock);
-    p->next = st->first;
-    st->first = p;
-    st->n++;
+    if (st->dir) pthread_cond_signal(&st->news);       // the writer drops them when this one is in a file
+    else drop_beginnings(st, &p->ids);
+    link_parked(st, p);
     st->used += p->bytes;
     st->n_open++;
-    if (st->dir) pthread_cond_signal(&st->news);       // the writer trims when it has written, if it is fast enough
-    if (!st->dir || st->used > 2 * st->room + SLACK || st->n_open > 2 * PARK_MOST) trim_store(st);
+    trim_store(st);
     pthread_mutex_unlock(&st->lock);
     return true;
 }
 
-// Gives a session what p holds, which stays here too. False: it cannot, the session holds nothing, and p is gone.
+// Gives a session what p holds, which stays here too, and ends the pin of store_find(). False: it cannot, the session holds
+// nothing, and p is dropped.
 static bool store_resume(Store *st, Session *s, Parked *p) {
     SessionNote note;
+    char name[400] = "a session in memory";
     pthread_mutex_lock(&st->lock);
-    use_parked(st, p);
+    if (!p->gone) {
+        unlink_parked(st, p);
+        link_parked(st, p);
+    }
+    if (p->fd < 0) snprintf(name, sizeof name, "%s", p->path);
     const int fd = p->fd >= 0 ? dup(p->fd) : open(p->path, O_RDONLY | O_CLOEXEC);
     pthread_mutex_unlock(&st->lock);
     bool ok = fd >= 0;
-    if (!ok) snprintf(s->err, sizeof s->err, "%.400s: %s", p->path ? p->path : "a session", strerror(errno));
-    else ok = session_from_fd(s, &note, fd, p->path ? p->path : "a session in memory", NULL);
+    if (!ok) snprintf(s->err, sizeof s->err, "%s: %s", name, strerror(errno));
+    else ok = session_from_fd(s, &note, fd, name, NULL);
     if (ok) session_note_free(&note);
     else session_forget(s);
     if (fd >= 0) close(fd);
     pthread_mutex_lock(&st->lock);
     if (ok) st->n_resumed++;
     else drop_parked(st, p);
+    unpin(st, p);
+    trim_store(st);
     pthread_mutex_unlock(&st->lock);
     return ok;
 }
@@ -220,7 +253,7 @@ static int write_parked(const Parked *p, const char *path) {
     enum { PIECE = 1 << 20 };
     uint8_t *piece = alloc_or_die(PIECE, 1);
     Output out;
-    int err = create_output(&out, path);
+    int err = create_output(&out, path, 0600);
     for (uint64_t at = 0; at < p->bytes && !err; ) {
         const ssize_t n = pread(p->fd, piece, PIECE, (off_t)at);
         err = n > 0 ? write_output(&out, piece, (size_t)n) : n ? errno : EIO;
@@ -228,6 +261,16 @@ static int write_parked(const Parked *p, const char *path) {
     }
     free(piece);
     return finish_output(&out, err);
+}
+
+// The file of a session, named by its tokens, its model and the kind of its cache. To be freed.
+static char *parked_path(const Store *st, const Parked *p) {
+    Hash h = hash_new();
+    hash_add(&h, &st->kind, sizeof st->kind);
+    hash_add(&h, p->ids.ids, p->ids.n * sizeof *p->ids.ids);
+    char *path = alloc_or_die(strlen(st->dir) + 32, 1);
+    sprintf(path, "%s/%016" PRIx64 ".session", st->dir, hash_end(&h));
+    return path;
 }
 
 // The thread that writes. At the end it has written everything that can be.
@@ -242,18 +285,20 @@ static void *store_writer(void *store) {
             pthread_cond_wait(&st->news, &st->lock);
             continue;
         }
-        p->busy = true;
+        p->pins++;
         pthread_mutex_unlock(&st->lock);
-        char *path = alloc_or_die(strlen(st->dir) + 32, 1);
-        sprintf(path, "%s/%016" PRIx64 ".session", st->dir, hash_bytes(p->ids.ids, p->ids.n * sizeof *p->ids.ids));
-        const int err = write_parked(p, path);
-        if (err) fprintf(stderr, "# --session-dir: %s: %s; the session stays in memory only\n", path, strerror(err));
+        char *path = parked_path(st, p);
+        const bool fits = p->bytes <= st->file_room;
+        const int err = fits ? write_parked(p, path) : EFBIG;
+        if (err) fprintf(stderr, "# --session-dir: %s: %s; it stays in memory only\n", path,
+                         fits ? strerror(err) : "the session exceeds --session-disk");
         pthread_mutex_lock(&st->lock);
         p->failed = err;
         p->path = err ? NULL : path;
         if (err) free(path);
         else st->file_used += p->bytes;
-        release_parked(st, p);
+        if (!err && !p->gone) drop_beginnings(st, &p->ids);
+        unpin(st, p);
         trim_store(st);
     }
     pthread_mutex_unlock(&st->lock);
@@ -281,20 +326,31 @@ static Parked *read_parked(Session *s, const char *path) {
     return p;
 }
 
+// Whether a name is what the store calls a file, 16 hex digits.session, or what create_output() calls it until it is whole.
+static bool is_session_name(const char *name, bool *half) {
+    static const char hex[] = "0123456789abcdef";
+    if (strspn(name, hex) != 16 || strncmp(name + 16, ".session", 8)) return false;
+    name += 24;
+    *half = *name;
+    if (!*name) return true;
+    const size_t n = strspn(name + 1, hex);
+    return *name == '.' && n && n <= 8 && !strcmp(name + 1 + n, ".tmp");
+}
+
 // Files of the folder that can be gone on from, the newest first. What was left half written by a process that was
-// killed goes.
+// killed is deleted; files of any other name are not touched.
 static void read_folder(Store *st, Session *s) {
     DIR *d = opendir(st->dir);
     const struct dirent *e;
     int n_others = 0;
     if (!d) die("--session-dir: %s: %s", st->dir, strerror(errno));
     while ((e = readdir(d))) {
-        const char *end = strstr(e->d_name, ".session");
-        if (end != e->d_name + 16) continue;
+        bool half;
+        if (!is_session_name(e->d_name, &half)) continue;
         char *path = alloc_or_die(strlen(st->dir) + strlen(e->d_name) + 2, 1);
         sprintf(path, "%s/%s", st->dir, e->d_name);
-        Parked *p = end[8] ? NULL : read_parked(s, path);
-        if (end[8] == '.') unlink(path);
+        Parked *p = half ? NULL : read_parked(s, path);
+        if (half) unlink(path);
         else if (!p) n_others++;
         free(path);
         if (!p) continue;
@@ -313,7 +369,7 @@ static void read_folder(Store *st, Session *s) {
 // room, file_room: bytes of host memory and of files. s: a session of the model that holds nothing, for what is
 // checked.
 static void store_open(Store *st, Session *s, const char *dir, uint64_t room, uint64_t file_room) {
-    *st = (Store){ .m = s->m, .dir = dir, .room = room, .file_room = file_room, .dir_fd = -1,
+    *st = (Store){ .m = s->m, .dir = dir, .kind = header_of(s->m), .room = room, .file_room = file_room, .dir_fd = -1,
                    .lock = PTHREAD_MUTEX_INITIALIZER, .news = PTHREAD_COND_INITIALIZER };
     if (!dir) return;
     signal(SIGXFSZ, SIG_IGN);                          // a limit of the file size is an error like a full disk

@@ -221,14 +221,15 @@ ask $chat "{\"max_tokens\":60,\"temperature\":0,\"logit_bias\":{\"$paris\":-100}
 \"properties\":{\"city\":{\"enum\":[\"Paris\"]}},\"required\":[\"city\"]}}}]}"
 said=$(sed 's/.*"message":\(.*\),"logprobs":.*/\1/' "$tmp/out")
 call=$(sed -n 's/.*"tool_calls":\[{"id":"\([^"]*\)".*/\1/p' "$tmp/out")
-tokens_with() { # tokens_with ID: tokens of the prompt that has the call under that id
-    ask $chat "{\"max_tokens\":1,\"cache_prompt\":false,\"messages\":[{\"role\":\"user\",\"content\":\"What?\"},$(echo "$said" | sed "s/$call/$1/"),
+tokens_with() { # tokens_with ID CACHE: tokens of the prompt that has the call under that id
+    ask $chat "{\"max_tokens\":1,\"cache_prompt\":$2,\"messages\":[{\"role\":\"user\",\"content\":\"What?\"},$(echo "$said" | sed "s/$call/$1/"),
 {\"role\":\"tool\",\"tool_call_id\":\"$1\",\"content\":\"sunny\"}]}"
     number prompt_tokens out
 }
 ok "a call is made of the one city, in other tokens than those of the template" has out '"arguments":"{\"city\":\"Paris\"}"'
 if [ -n "$call" ]; then
-    ok "a call is put as it was written, where its id is known" [ "$(tokens_with "$call")" -ne "$(tokens_with other)" ]
+    ok "a call is put as it was written, where its id is known" [ "$(tokens_with "$call" true)" -ne "$(tokens_with other false)" ]
+    ok "but not where nothing is to be held" [ "$(tokens_with other false)" -eq "$(tokens_with "$call" false)" ]
 else
     skip "calls as they were written: the small model made none"
 fi
@@ -727,10 +728,13 @@ ok "a second server does not use the folder" grep -q -e '--session-dir: .*anothe
 kill -TERM "$keeper"
 wait "$keeper"
 ok "sessions are in files at the end" [ "$(find "$kept" -name '*.session' | wc -l)" -ge 3 ]
-ok "of which only we can read" [ -z "$(find "$kept" -maxdepth 0 -perm /077)" ]
-printf 'half' >"$kept/0123456789abcdef.session.1.tmp"
+ok "of which only we can read" [ -z "$(find "$kept" -perm /077)" ]
+half="0123456789abcdef.session.1.tmp 0123456789abcdef.session.89abcdef.tmp"
+theirs="0123456789abcdef.session.bak 0123456789abcdef.session.2026-11-25 0123456789abcdef.session.x.tmp a.session.1.tmp b.session"
+for f in $half $theirs; do printf 'half' >"$kept/$f"; done
 serve keeper --session-dir "$kept" -c 4096
-ok "what was left half written goes" [ ! -e "$kept/0123456789abcdef.session.1.tmp" ]
+for f in $half; do ok "what was left half written goes: $f" [ ! -e "$kept/$f" ]; done
+for f in $theirs; do ok "other files stay: $f" [ -e "$kept/$f" ]; done
 ask_words "$a" a.2
 ok "another run goes on from them" [ "$cached" -gt 200 ]
 ok "with the same text again" same a.1 a.2
@@ -747,6 +751,100 @@ ok "which the log says" grep -q 'is damaged: its checksum' "$tmp/keeper.log"
 ok "and the text is right" same a.1 a.2
 kill -TERM "$pid"
 wait "$pid"
+
+# The same conversation by caches of two types: each has a file of its own.
+ask_plain() { # ask_plain TEXT [MORE]: a completion; its text goes to $tmp/plain, $cached and $prompt are tokens
+    ask /v1/completions "{\"prompt\":\"$1\",\"temperature\":0,\"max_tokens\":$most,\"logprobs\":2${2:-}}"
+    sed 's/.*"choices"//; s/"usage".*//' "$tmp/out" >"$tmp/plain"
+    cached=$(number cached_tokens out) prompt=$(number prompt_tokens out)
+}
+fox=$(words 'The fox ran.' 40) most=8
+fox=${fox% }
+for type in f16 q8_0 f16; do
+    serve types --session-dir "$tmp/types" -c 1024 -ctk $type -ctv $type
+    ask_plain "$fox"
+    kill -TERM "$pid"
+    wait "$pid"
+done
+ok "a cache of another type leaves the file of the first" [ "$cached" -gt 100 ]
+ok "and has one of its own" [ "$(find "$tmp/types" -name '*.session' | wc -l)" -eq 2 ]
+
+# A longer conversation that cannot be written does not take the shorter one, which is in a file, with it.
+serve small --session-dir "$tmp/disk" -c 2048 --session-disk 2
+ask_plain "$fox"
+ask_plain "$(words 'A bird sat.' 40)"
+ask_plain "$fox $(words 'It rained.' 300)"
+ok "the shorter one comes back" [ "$cached" -gt 100 ]
+kill -TERM "$pid"
+wait "$pid"
+ok "the log says that the longer one has no room" grep -q 'exceeds --session-disk; it stays' "$tmp/small.log"
+serve small --session-dir "$tmp/disk" -c 2048 --session-disk 2
+ask_plain "$fox"
+ok "the shorter one is in a file still" [ "$cached" -gt 100 ]
+kill -TERM "$pid"
+wait "$pid"
+
+# Prompts that part early, go on, and come back: what is stored may be dropped while a prompt is about to go on with it.
+most=1                                                                # so that a session holds its prompt alone
+for flags in "" "--session-dir $tmp/parts" "--cache-ram 2" "--cache-ram 2 --session-dir $tmp/parts2"; do
+    # shellcheck disable=SC2086  # flags are words
+    serve parts -np 1 -c 2048 $flags
+    differ=0
+    for cache in false true true true; do
+        k=0
+        for text in "$fox" "$(words 'A bird sat.' 130)" "$fox" "$fox $(words 'It rained.' 130)" "$fox $(words 'It was warm.' 80)" \
+            "$(words 'A cow slept.' 40)" "$fox" "$(words 'A cow slept.' 40)"; do
+            k=$((k + 1))
+            ask_plain "$text" ",\"cache_prompt\":$cache"
+            [ $cache = true ] || cp "$tmp/plain" "$tmp/alone.$k"
+            is 200 && cmp -s "$tmp/alone.$k" "$tmp/plain" || differ=$((differ + 1))
+        done
+    done
+    ok "prompts that part and come back ($flags): the texts of the same alone" [ "$differ" -eq 0 ]
+    kill -TERM "$pid"
+    wait "$pid"
+    status=$?
+    ok "and the server ends as always" [ "$status" -eq 0 ]
+done
+
+# What is asked is what is run: ids are not put in the place of others that spell the same.
+ids() { ask /tokenize "{\"content\":\"$1\"}" && grep -oE '\[[0-9,]+\]' "$tmp/out" | tr -d '[]'; }
+serve asked -np 1 -c 1024
+sentence='There was once a shy fox who lived near a quiet river. Everyone called him Tom.'
+whole="2,$(ids "$sentence")" letters=2 rest=$sentence
+while [ -n "$rest" ]; do
+    letter=${rest%"${rest#?}"} rest=${rest#?}
+    letters="$letters,$(ids "$letter")"
+done
+n_letters=$(echo "$letters" | tr ',' '\n' | wc -l)
+ask /v1/completions "{\"prompt\":[$letters],\"temperature\":0,\"max_tokens\":8,\"cache_prompt\":false}"
+text text out >"$tmp/a"
+ask /v1/completions "{\"prompt\":[$whole],\"temperature\":0,\"max_tokens\":8}"
+ok "token ids are run as they are given" [ "$(number prompt_tokens out)" -eq "$(echo "$whole" | tr ',' '\n' | wc -l)" ]
+ask /v1/completions "{\"prompt\":[$letters],\"temperature\":0,\"max_tokens\":8}"
+text text out >"$tmp/b"
+ok "also others that spell the same" [ "$(number prompt_tokens out)" -eq "$n_letters" ]
+ok "with the answer of the same alone" cmp -s "$tmp/a" "$tmp/b"
+
+# Streams have the logprobs that whole answers have: of a call, of a stop string.
+timer='"tools":[{"type":"function","function":{"name":"set_timer","parameters":{"type":"object","properties":{"minutes":{"type":"integer"}}}}}],"temperature":0'
+wake='{"role":"user","content":"Wake me in 49 minutes."}'
+ask $chat "{\"messages\":[$wake],$timer,\"logprobs\":true,\"grammar\":\"root ::= <|tool_call> \\\"call:set_timer{minutes:        49        }\\\" <tool_call|>\"}"
+grep -oE '"token":"[^"]*","logprob":[^,]*' "$tmp/out" >"$tmp/a"
+ask $chat "{\"messages\":[$wake],$timer,\"logprobs\":true,\"stream\":true,\"grammar\":\"root ::= <|tool_call> \\\"call:set_timer{minutes:        49        }\\\" <tool_call|>\"}" -N
+grep -oE '"token":"[^"]*","logprob":[^,]*' "$tmp/out" >"$tmp/b"
+ok "a stream has the logprobs of a call" same a b
+count='"messages":[{"role":"user","content":"Count from 23 to 33."}],"temperature":0,"logprobs":true'
+for stop in '", "' '"24, 25"' '"no such"'; do
+    for stream in false true; do
+        ask $chat "{$count,\"stop\":$stop,\"max_tokens\":12,\"stream\":$stream}" -N
+        grep -oE '"token":"[^"]*","logprob":[^,]*' "$tmp/out" >"$tmp/$stream"
+    done
+    ok "a stream has the logprobs of the whole answer: stop $stop" same false true
+done
+kill -TERM "$pid"
+wait "$pid"
+
 run serve "$model" --port 0 --session-dir /dev/null
 ok "a folder that is none is an error" grep -q -e '^gemma4: error: --session-dir: ' "$tmp/err"
 (
