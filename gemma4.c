@@ -4466,8 +4466,8 @@ static void print_plan(Model *m) {
             count_threads() == 1 ? "" : "s");
 }
 
-// A file that takes its name only when it is complete. Until then it is TARGET.8 hex digits.tmp, and what TARGET was stays. Only a
-// process that is killed outright leaves such a file; another name is taken then, so it never blocks the next write.
+// A file that takes its name only when it is complete. Until then it is called TARGET.(8 hex digits).tmp, and what TARGET was stays.
+// Only a process that is killed outright leaves such a file; the next one draws another name, so it never blocks a write.
 typedef struct {
     const char *path;         // as the user wrote it
     char *target, *tmp;       // the file that path leads to over symbolic links; its temporary name
@@ -4509,8 +4509,8 @@ static int create_output(Output *o, const char *path, mode_t mode) {
     o->tmp = alloc_or_die(size, 1);
     for (int k = 0; k < 100 && o->fd < 0; k++) {
         clock_gettime(CLOCK_REALTIME, &now);
-        const uint64_t word = ((uint64_t)now.tv_sec << 30 ^ (uint64_t)now.tv_nsec ^ (uint64_t)getpid() << 44) + (uint64_t)k;
-        snprintf(o->tmp, size, "%s.%08x.tmp", o->target, (unsigned)(word * 0x9E3779B97F4A7C15u >> 32));
+        const uint64_t drawn = (uint64_t)now.tv_sec << 30 ^ (uint64_t)now.tv_nsec ^ (uint64_t)getpid() << 44;
+        snprintf(o->tmp, size, "%s.%08x.tmp", o->target, (unsigned)((drawn + (uint64_t)k) * 0x9E3779B97F4A7C15u >> 32));
         o->fd = open(o->tmp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, exists ? 0600 : mode);
         if (o->fd < 0 && errno != EEXIST) return errno;
     }

@@ -8,13 +8,13 @@
  * store_park() and store_resume(), the engine's; the writing thread sees bytes.
  *
  * OWNERSHIP  The store owns every Parked. Store.lock guards the list and all fields, but for what a pin protects:
- *   - A pin (Parked.pins) keeps a Parked and its memory alive. store_find() returns one pinned, and the caller ends that with
- *     store_resume() or store_release(); the writing thread pins what it writes. Without the lock nothing but a pinned Parked
- *     may be looked at, and of that only ids, bytes and fd: they stay as they are while it is pinned.
- *   - Dropping takes a Parked out of the list at once (gone) and frees it, and its file, when the last pin ends. So a pointer
- *     without a pin is dead as soon as the lock is released.
+ *   - A pin (Parked.pins) keeps a Parked and its memory alive. store_find() returns one pinned, and the caller ends that
+ *     with store_resume() or store_release(); the writing thread pins what it writes. Without the lock nothing but a pinned
+ *     Parked may be looked at, and of that only ids, bytes and fd: they stay as they are while it is pinned.
+ *   - Dropping takes a Parked out of the list at once (gone) and frees it, and its file, when the last pin ends. So a
+ *     pointer without a pin is dead as soon as the lock is released.
  *   - trim_store() does not touch what is pinned.
- *   - Where there is a folder, a conversation that a longer one begins with is dropped only when the longer one is in a file. */
+ *   - Where there is a folder, a conversation that a longer one begins with is dropped only when that is in a file. */
 #ifndef STORE_H
 #define STORE_H
 #ifdef USE_MICROHTTPD
