@@ -4466,8 +4466,8 @@ static void print_plan(Model *m) {
             count_threads() == 1 ? "" : "s");
 }
 
-// A file that takes its name only when it is complete. Until then it is called TARGET.(8 hex digits).tmp, and what TARGET was stays.
-// Only a process that is killed outright leaves such a file; the next one draws another name, so it never blocks a write.
+// A file that takes its name only when it is complete. Until then it is called TARGET.(8 hex digits).tmp, and what TARGET was
+// stays. Only a process that is killed outright leaves such a file; the next one draws another name, so it blocks no write.
 typedef struct {
     const char *path;         // as the user wrote it
     char *target, *tmp;       // the file that path leads to over symbolic links; its temporary name
@@ -4495,8 +4495,8 @@ static char *follow_links(const char *path) {
     return NULL;
 }
 
-// Begins to write the file `path`. A file that exists keeps its mode and has to be writable; a new one gets `mode`, less the umask.
-// -> 0, or errno. Either way finish_output() ends it.
+// Begins to write the file `path` -> 0, or errno; either way finish_output() ends it. A file that exists keeps its mode and has
+// to be writable; a new one gets `mode`, less the umask.
 static int create_output(Output *o, const char *path, mode_t mode) {
     struct stat old;
     struct timespec now;
