@@ -3407,9 +3407,9 @@ static int paying_depth(Guesser *g, const Pace *p, SpecKind who, int most, int r
     return 0;
 }
 
-// How many guesses the drafter is to make behind the step that is about to run.
+// How many guesses the drafter is to make behind the step that is about to run. who: the drafter; OFF: there is none.
 static int depth_wanted(Guesser *g, const Pace *p, SpecKind who, int most, int rows) {
-    if (!uses_drafter(&g->how) || most <= 0) return 0;
+    if (!uses_drafter(&g->how) || who == SPEC_OFF || most <= 0) return 0;
     if (g->how.kind != SPEC_AUTO) return most;
     const bool text_will_do = g->drafts.n && g->drafts.who != who && g->odds[g->drafts.who].right[0] > 0.9f;
     const bool plain = p->step.n[1] < TIMES_FIRST || g->drafted == DRAFTED_MOST || text_will_do;
@@ -5496,8 +5496,9 @@ static void answer_once(Chat *c, const TokIds *raw) {
     if (c->session && !keep_session(c)) die("%s", c->err);
 }
 
-// What the plan needs to know of a drafter.
+// What the plan needs to know of a drafter, if there is one.
 static void plan_drafting(const Flags *f, PlanOptions *o, int width) {
+    if (!f->drafter) return;
     o->drafter = f->drafter;
     o->draft_width = width;
     o->draft_depth = (int)f->draft_max;
@@ -5797,7 +5798,7 @@ int main(int argc, char **argv) {
 
     PlanOptions o = plan_options(&f);
     const Ops *judge = is_choice(f.against, "reference") ? reference_ops() : cpu_ops();
-    if (f.verb & (PLAN | BENCH) && f.drafter) plan_drafting(&f, &o, 1);
+    if (f.verb & (PLAN | BENCH)) plan_drafting(&f, &o, 1);
     switch (f.verb) {
     case SERVE: verb_serve(&f, ops, o); break;
     case PLAN:  verb_plan(f.model, ops, o); break;
