@@ -75,13 +75,15 @@ static bool bar_shown;                                 // progress() has left a 
 // One line on stderr, exit 1: "<file>: <tensor, key or flag>: expected <x>, got <y>; try <fix>". Where a model file is
 // at fault its kind of fault is named as in gguf.h: E_META_* keys, E_TENSOR_MISSING, E_SHAPE, E_PAYLOAD.
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt, ...) {
+    char line[4096];
     va_list ap;
     va_start(ap, fmt);
     fflush(stdout);
-    fprintf(stderr, bar_shown ? "\r\033[Kgemma4: error: " : "gemma4: error: ");
-    vfprintf(stderr, fmt, ap);
-    fprintf(stderr, "\n");
+    vsnprintf(line, sizeof line, fmt, ap);
     va_end(ap);
+    for (char *c = line; *c; c++)                      // a value or a path may hold a line break, or steer a terminal
+        if ((unsigned char)*c < ' ' || *c == 0x7f) *c = '?';
+    fprintf(stderr, "%sgemma4: error: %s\n", bar_shown ? "\r\033[K" : "", line);
     _exit(1);                                          // stdout is flushed; memory goes with the process
 }
 
