@@ -2289,7 +2289,7 @@ static void plan_caches(Model *m, Arena *a) {
         }
         check_kv_types(m, l, &k);
         if (!lc->is_swa && o->tail && (kv_group(k.k.type) || kv_group(k.v.type))) {
-            k.tail_slots = (int)round_up((size_t)o->tail + STEP_ROWS, TILE_SLOTS);
+            k.tail_slots = (int)round_up((size_t)min_int(o->tail, o->n_ctx) + STEP_ROWS, TILE_SLOTS);
             k.k_tail = (KvPlane){ .type = KV_F16, .dim = k.k.dim };
             k.v_tail = (KvPlane){ .type = KV_F16, .dim = k.v.dim };
         }
@@ -2555,7 +2555,9 @@ __attribute__((noreturn)) static void die_no_room(Model *m) {
     const char *from = m->options.ctx_from;
     int most = largest_context(m, n_ctx, budget);
     if (most == n_ctx) most = n_ctx / 2 / TILE_SLOTS * TILE_SLOTS;   // free in pieces, or somebody was quicker
-    char advice[64] = "";
+    char advice[96] = "";
+    bool tailed = false;
+    for (int i = 0; i < m->n_caches; i++) tailed |= m->caches[i].tail_slots > 0;
     if (most && !from) snprintf(advice, sizeof advice, "-c %d, ", most);
     if (most && from && *from) snprintf(advice, sizeof advice, "a smaller %.24s, ", from);
     if (m->options.k_type != KV_TQ3) {
@@ -2563,6 +2565,8 @@ __attribute__((noreturn)) static void die_no_room(Model *m) {
                                m->options.k_type == KV_F16 ? KV_Q8_0 : KV_TQ3;
         snprintf(advice + strlen(advice), 16, "-ctk %s, ", kv_names[smaller]);
     }
+    if (tailed) strcat(advice, "a smaller --kv-tail, ");
+    const bool refused = m->options.memory && needed <= room;          // --vram grants more than there is
     const size_t drafter_bytes = p.drafter + (p.weights ? 0 : m->drafter.binder.bytes);
     char drafter[32] = "";
     if (drafter_bytes) snprintf(drafter, sizeof drafter, ", drafter %.2f", (double)drafter_bytes / gib);
@@ -2570,8 +2574,8 @@ __attribute__((noreturn)) static void die_no_room(Model *m) {
         "of %.2f GiB%s; try %s%s%sa smaller model", n_ctx, needed / gib,
         (double)(p.weights ? p.weights : m->binder.bytes) / gib, (double)(p.kv_global + p.kv_rings) / gib,
         (double)(p.activations + p.stage + p.scratch) / gib, drafter, room / gib,
-        m->options.memory ? " that --vram grants" : " free", advice, m->options.drafter ? "no -md, " : "",
-        m->options.memory ? "a larger --vram, " : "");
+        refused ? " that --vram grants, but the backend has less" : m->options.memory ? " that --vram grants" : " free", advice,
+        m->options.drafter ? "no -md, " : "", m->options.memory && !refused ? "a larger --vram, " : "");
 }
 
 // Opens and checks a model and plans its memory, of which nothing is reserved yet. Dies with one line on bad input.
@@ -5477,8 +5481,8 @@ static void raw_prompt(Chat *c, const char *text, size_t n, TokIds *ids) {
     fprintf(stderr, "# context full: %zu tokens dropped, the first 1 and the newest %zu stay\n", held - half - 1, half);
 }
 
-// The one answer of a run without a chat. Dies where it cannot be had.
-static void answer_once(Chat *c, const TokIds *raw) {
+// The one answer of a run without a chat. Dies where it cannot be had; from: the flag that the prompt came with.
+static void answer_once(Chat *c, const TokIds *raw, const char *from) {
     Session *s = &c->s;
     const size_t n = count_messages(&c->messages, NULL);
     Prompt p = { .ids = raw->ids, .n = (int)raw->n, .n_head = 1 };
@@ -5488,8 +5492,8 @@ static void answer_once(Chat *c, const TokIds *raw) {
         print_compressed((int)c->shown.n, (int)raw->n);
         p.ids = c->shown.ids, p.n = (int)c->shown.n;
     }
-    if (!c->raw && !answer(c)) die("-p: %s", c->err);
-    if (c->raw && !(session_start(s, &p, &c->options) && print_answer(s, &c->show))) die("-p: %s", s->err);
+    if (!c->raw && !answer(c)) die("%s%s%s", *c->err == '-' ? "" : from, *c->err == '-' ? "" : ": ", c->err);
+    if (c->raw && !(session_start(s, &p, &c->options) && print_answer(s, &c->show))) die("%s: %s", from, s->err);
     if (!c->raw && count_messages(&c->messages, NULL) == n) keep_messages(&c->messages, true, n - 1);  // no answer came
     print_turn(&s->turn);
     if (s->end == END_CONTEXT)
@@ -5568,6 +5572,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     char *text = read_prompt(f, &n_text);
     const bool chatting = f->interactive || (!text && isatty(0) && isatty(1));
     if (!text && !chatting) die_without_prompt(f);
+    const char *const from = chatting ? "-i" : f->prompt ? "-p" : f->prompt_file ? "-f" : "standard input";
     check_generate_flags(f, chatting);
     char *tools = f->tools ? read_file(f->tools, &n_tools, "--tools") : NULL;
     o.penalties = f->repeat != 1 || f->presence != 0 || f->frequency != 0;
@@ -5601,15 +5606,14 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
         if (!chatting && calls_waiting(&c.messages, &id))
             die("--session: %s: a call waits for its result: expected a chat, and /tool RESULT; try -i", f->session);
         if (!chatting && tok_add_message(&c.messages, "user", (TokStr){ text, n_text }) < 0)
-            die("-p: out of memory for a prompt of %zu bytes", n_text);
+            die("%s: out of memory for a prompt of %zu bytes", from, n_text);
         if (render(&c, 0, 1, true, &ids) < 0) {
             if (!strncmp(tok.err, "tools", 5)) die("--tools: %s: %s", f->tools, tok.err);
-            die("-p: %s", tok.err);
+            die("%s: %s", from, tok.err);
         }
     }
     if (ids.n > (size_t)m->options.n_ctx && !f->compress)              // in a chat, what the flags bring
-        die("%s: the prompt has %zu tokens, the context %d; try -c %zu", chatting ? "-i" : "-p", ids.n,
-            m->options.n_ctx, ids.n + 512);
+        die("%s: the prompt has %zu tokens, the context %d; try -c %zu", from, ids.n, m->options.n_ctx, ids.n + 512);
 
     if (o.bias) {
         float *bias = parse_biases(&f->biases, m->config.vocab);
@@ -5625,7 +5629,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     if (chatting) {
         status = chat_loop(&c, (TokStr){ text, n_text }, f->history);
     } else {
-        answer_once(&c, &ids);
+        answer_once(&c, &ids, from);
         status = interrupted ? 130 : 0;
     }
     if (c.options.grammar) grammar_free(c.options.grammar);

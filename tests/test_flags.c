@@ -5,7 +5,7 @@
  *                                            drawn. Each follows from SEED and its number: a failure is run again by
  *                                            build/test_flags SEED 1 NUMBER
  * Each run of the program ends with status 0 and no error, or with status 1 and one line of error; never by a signal. A
- * server answers a request and gets SIGTERM. Every run has the same files (open_folder), and what it writes goes with them.
+ * server answers requests and gets SIGTERM. Every run has the same files (open_folder), and what it writes goes with them.
  *
  * Run from the top of the repository. Environment: GEMMA4 (./gemma4), JOBS (runs at a time, 2), TMPDIR (/tmp), SHOW=1
  * (print every command and how it ended). A GPU is hidden, except with LONG=1: to start it takes longer than a run. */
@@ -50,7 +50,7 @@ static double draw_unit(void) { return (double)(draw_bits() >> 11) * 0x1p-53; }
 // above the bound. Nothing else here knows a flag by its name, except for values that only it makes sense of.
 
 static const struct { const char *name; double most; } bounds[] = {
-    { "-n", 16 }, { "-c", 4096 }, { "-t", 4 }, { "-r", 2 }, { "--chunks", 3 }, { "--needles", 3 }, { "-np", 8 } };
+    { "-n", 32 }, { "-c", 4096 }, { "-t", 4 }, { "-r", 2 }, { "--chunks", 3 }, { "--needles", 3 }, { "-np", 8 } };
 
 static const struct { const char *name, *value; } favourites[] = {
     { "--grammar", "root ::= (\"yes\" | \"no\") \", it is\"" }, { "--grammar", "root ::= \"a\" root" },
@@ -239,7 +239,9 @@ static void draw_combination(Combination *c) {
     if (c->verb == GENERATE) {
         c->chats = coin(25);
         if (c->chats) add_word(c, "-i");
-        else if (coin(90)) add_words(c, coin(10) ? "-f text.txt" : coin(60) ? "-p fox" : "-p Tell");
+        else if (coin(10)) add_words(c, "-f text.txt");
+        else if (coin(90)) add_word(c, "-p"), add_word(c, coin(80) ? "Tell me a story about a fox." : "fox");
+        if (coin(30)) add_words(c, "-n 32");
         if (coin(50)) add_words(c, "--temp 0");
     }
     if (find_flag("-md", c->verb)->verbs & (int)c->verb && coin(20)) add_words(c, coin(50) ? "-md mtp.gguf" : "-md dflash.gguf");
@@ -337,30 +339,41 @@ static pid_t start_program(const char *gemma4, const Combination *c) {
     _exit(127);
 }
 
-// Asks a server at "http://HOST:PORT" for an answer -> the first line of what it says, "": nothing.
+// Asks a server at "http://HOST:PORT" for a few answers at once -> the first line of what it says to the first who gets
+// none, else to the last one; "": nothing.
 static const char *ask(const char *url, double until) {
-    static const char body[] = "{\"messages\":[{\"role\":\"user\",\"content\":\"Tell me a story.\"}],\"max_tokens\":12,\"temperature\":0}";
-    static char reply[1 << 16];
-    char host[64] = "", port[8] = "", request[400];
+    static const char *const bodies[] = {
+        "{\"messages\":[{\"role\":\"user\",\"content\":\"Tell me a story about a fox.\"}],\"max_tokens\":20,\"temperature\":0}",
+        "{\"messages\":[{\"role\":\"user\",\"content\":\"Hello\"}],\"max_tokens\":9,\"stream\":true}",
+        "{\"messages\":[{\"role\":\"user\",\"content\":\"1 2 3 4 1 2 3 4 1 2\"}]}" };
+    static char reply[1 << 18];
+    char host[64] = "", port[8] = "", request[500];
     struct addrinfo hints = { .ai_socktype = SOCK_STREAM, .ai_flags = AI_NUMERICHOST | AI_NUMERICSERV }, *a;
-    size_t n = 0;
+    int fds[N_OF(bodies)];
     reply[0] = 0;
     if (sscanf(url, "http://[%63[^]]]:%7[0-9]", host, port) != 2 && sscanf(url, "http://%63[^:]:%7[0-9]", host, port) != 2) return reply;
     if (getaddrinfo(host, port, &hints, &a)) return reply;
-    const int fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    const int n_request = snprintf(request, sizeof request, "POST /v1/chat/completions HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n"
-                                   "Content-Type: application/json\r\nContent-Length: %zu\r\n\r\n%s", url + 7, sizeof body - 1, body);
-    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &(struct timeval){ 1, 0 }, sizeof(struct timeval));
-    if (!connect(fd, a->ai_addr, a->ai_addrlen) && send(fd, request, (size_t)n_request, MSG_NOSIGNAL) == n_request)
-        for (ssize_t got = 1; got && n < sizeof reply - 1 && seconds() < until; ) {
-            got = recv(fd, reply + n, sizeof reply - 1 - n, 0);
+    for (int i = 0; i < N_OF(bodies); i++) {
+        const int n = snprintf(request, sizeof request, "POST /v1/chat/completions HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n"
+                               "Content-Type: application/json\r\nContent-Length: %zu\r\n\r\n%s", url + 7, strlen(bodies[i]), bodies[i]);
+        fds[i] = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        setsockopt(fds[i], SOL_SOCKET, SO_RCVTIMEO, &(struct timeval){ 1, 0 }, sizeof(struct timeval));
+        if (connect(fds[i], a->ai_addr, a->ai_addrlen) || send(fds[i], request, (size_t)n, MSG_NOSIGNAL) != n)
+            close(fds[i]), fds[i] = -1;
+    }
+    for (int i = 0; i < N_OF(bodies); i++) {
+        size_t n = 0;
+        for (ssize_t got = 1; got && fds[i] >= 0 && n < sizeof reply - 1 && seconds() < until; ) {
+            got = recv(fds[i], reply + n, sizeof reply - 1 - n, 0);
             if (got < 0 && errno != EAGAIN && errno != EINTR) break;
             n += got > 0 ? (size_t)got : 0;
         }
-    close(fd);
+        reply[n] = 0;
+        reply[strcspn(reply, "\r\n")] = 0;
+        if (strncmp(reply, "HTTP/1.1 200", 12)) break;                 // the others are not waited for
+    }
+    for (int i = 0; i < N_OF(bodies); i++) if (fds[i] >= 0) close(fds[i]);
     freeaddrinfo(a);
-    reply[n] = 0;
-    reply[strcspn(reply, "\r\n")] = 0;
     return reply;
 }
 
