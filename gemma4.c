@@ -2570,12 +2570,13 @@ __attribute__((noreturn)) static void die_no_room(Model *m) {
     const size_t drafter_bytes = p.drafter + (p.weights ? 0 : m->drafter.binder.bytes);
     char drafter[32] = "";
     if (drafter_bytes) snprintf(drafter, sizeof drafter, ", drafter %.2f", (double)drafter_bytes / gib);
+    const char *whose = refused ? " that --vram grants, but the backend has less" :
+                        m->options.memory ? " that --vram grants" : " free";
     die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f%s) "
         "of %.2f GiB%s; try %s%s%sa smaller model", n_ctx, needed / gib,
         (double)(p.weights ? p.weights : m->binder.bytes) / gib, (double)(p.kv_global + p.kv_rings) / gib,
         (double)(p.activations + p.stage + p.scratch) / gib, drafter, room / gib,
-        refused ? " that --vram grants, but the backend has less" : m->options.memory ? " that --vram grants" : " free", advice,
-        m->options.drafter ? "no -md, " : "", m->options.memory && !refused ? "a larger --vram, " : "");
+        whose, advice, m->options.drafter ? "no -md, " : "", m->options.memory && !refused ? "a larger --vram, " : "");
 }
 
 // Opens and checks a model and plans its memory, of which nothing is reserved yet. Dies with one line on bad input.

@@ -51,8 +51,8 @@ static void set_length(Model *m, int seq, int32_t len) {
     m->ops->copy(&(Copy){ m->s.len + seq, &len, sizeof len, COPY_IN });
 }
 
-// Makes n tokens, or a few more, in one step with drafts at least, of which as many are taken for right as chance has it.
-// As in sessions, a step is issued before the host knows what came of the one before.
+// Makes n tokens, or a few more, with drafts in one step at least, of which as many are taken for right as chance has
+// it. As in sessions, a step is issued before the host knows what came of the one before.
 static void bench_forced(Bench *b, int n) {
     Model *m = b->m;
     const Verdict *v = &m->verdict;
@@ -61,7 +61,7 @@ static void bench_forced(Bench *b, int n) {
     double began = 0;
     b->draft_seconds = b->verify_seconds = 0;
     b->n_passes = b->n_made = 0;
-    for (int pass = 0; b->n_made < n || !b->n_passes; pass++) {        // the first has no drafts yet: it makes one token only
+    for (int pass = 0; b->n_made < n || !b->n_passes; pass++) {        // the first has no drafts yet: it makes one token
         int right = 0;
         while (pass && right < depth && random_unit(3, pass * DRAFT_MAX + right) < b->forced.share[right]) right++;
         for (int r = 0; r <= depth; r++) m->chunk[r] = (StepRow){ .token = pass ? FED : b->ids[0], .want = true };

@@ -1,15 +1,14 @@
-/* test_flags.c - the command line under combinations of flags that nobody chose. Flags come from the program's own table, so
- * a new one is covered at once; values are legal, edges or wrong, by the kind and the range that the table gives.
+/* test_flags.c - the command line under combinations of flags that nobody chose. Flags come from the program's own
+ * table, so a new one is covered at once; values are legal, edges or wrong, by the kind and the range in the table.
  *
  *   build/test_flags [SEED [N [FIRST]]]      N combinations (500; LONG=1: 5000) from number FIRST (1) on, in the order
  *                                            drawn. Each follows from SEED and its number: a failure is run again by
  *                                            build/test_flags SEED 1 NUMBER
  * Each run of the program ends with status 0 and no error, or with status 1 and one line of error; never by a signal. A
- * server answers requests and gets SIGTERM. Every run has the same files (open_folder), and what it writes goes with them.
+ * server answers requests and gets SIGTERM. Every run has the same files, and what it writes is removed after it.
  *
  * Run from the top of the repository. Environment: GEMMA4 (./gemma4), JOBS (runs at a time, 2), TMPDIR (/tmp), SHOW=1
  * (print every command and how it ended). A GPU is hidden, except with LONG=1: to start it takes longer than a run. */
-#include <stddef.h>
 static int main_of_gemma4(int argc, char **argv);      // never called: what only it needs is not compiled
 #define main main_of_gemma4
 #define GGUF_IMPLEMENTATION
@@ -54,36 +53,48 @@ static const struct { const char *name; double most; } bounds[] = {
 
 static const struct { const char *name, *value; } favourites[] = {
     { "--grammar", "root ::= (\"yes\" | \"no\") \", it is\"" }, { "--grammar", "root ::= \"a\" root" },
-    { "--grammar-file", "form.gbnf" }, { "-j", "{}" }, { "-j", "{\"enum\":[\"red\",\"green\"]}" }, { "-jf", "schema.json" },
-    { "--tools", "tools.json" }, { "--tools", "tools.json" }, { "--tool-choice", "required" }, { "--tool-choice", "weather" },
-    { "-md", "mtp.gguf" }, { "-md", "dflash.gguf" }, { "-md", "mtp.gguf" }, { "-md", "dflash.gguf" }, { "-l", "5-inf,7+2.5" },
-    { "--scorer", "mini.gguf" }, { "--ids", "ids.i32" }, { "-o", "new" }, { "--session", "new" }, { "--session", "session" },
-    { "-f", "text.txt" }, { "-f", "long.txt" }, { "--kld-base", "new" }, { "--api-key-file", "text.txt" }, { "--dump", "folder" },
+    { "--grammar-file", "form.gbnf" }, { "-j", "{}" }, { "-j", "{\"enum\":[\"red\",\"green\"]}" },
+    { "-jf", "schema.json" }, { "--tools", "tools.json" }, { "--tools", "tools.json" },
+    { "--tool-choice", "required" }, { "--tool-choice", "weather" }, { "-md", "mtp.gguf" }, { "-md", "dflash.gguf" },
+    { "-md", "mtp.gguf" }, { "-md", "dflash.gguf" }, { "-l", "5-inf,7+2.5" }, { "--scorer", "mini.gguf" },
+    { "--ids", "ids.i32" }, { "-o", "new" }, { "--session", "new" }, { "--session", "session" }, { "-f", "text.txt" },
+    { "-f", "long.txt" }, { "--kld-base", "new" }, { "--api-key-file", "text.txt" }, { "--dump", "folder" },
     { "--session-dir", "folder" }, { "--spec-force", "0.9,0.5" }, { "--history", "new" }, { "-m", "mini.gguf" } };
 
 static const struct { const char *name, *words; } companions[] = {     // flags that mean nothing alone
-    { "--scorer", "--compress 0.3" }, { "--think-budget", "--think" }, { "--history", "-i" }, { "-v", "-i" }, { "--tree", "-md mtp.gguf" },
-    { "--tool-choice", "--tools tools.json" }, { "-ctv", "--kv-layout untied" }, { "--spec-force", "-md dflash.gguf" },
-    { "--kv-swa", "-ctk f32" }, { "--pflash", "--pflash-from 0" }, { "--compress", "-f long.txt -c 4000" } };
+    { "--scorer", "--compress 0.3" }, { "--think-budget", "--think" }, { "--history", "-i" }, { "-v", "-i" },
+    { "--tree", "-md mtp.gguf" }, { "--tool-choice", "--tools tools.json" }, { "-ctv", "--kv-layout untied" },
+    { "--spec-force", "-md dflash.gguf" }, { "--kv-swa", "-ctk f32" }, { "--pflash", "--pflash-from 0" },
+    { "--compress", "-f long.txt -c 2000" } };
 
 static const char *const files[] = {
-    "text.txt", "long.txt", "empty", "tools.json", "schema.json", "form.gbnf", "ids.i32", "noise", "session", "folder", "new", "folder/new",
-    "missing/new", "", "/dev/null", "/dev/full", "-", "mini.gguf", "mini-e.gguf", "mtp.gguf", "dflash.gguf", "text.txt/new" };
+    "text.txt", "long.txt", "empty", "tools.json", "schema.json", "form.gbnf", "ids.i32", "noise", "session",
+    "folder", "new", "folder/new", "missing/new", "", "/dev/null", "/dev/full", "-", "mini.gguf", "mini-e.gguf",
+    "mtp.gguf", "dflash.gguf", "text.txt/new" };
 static const char *const folders[] = { "folder", "folder/new", "text.txt", "", "missing/new", "/dev/null", "." };
 static const char *const texts[] = {
-    "Hello", "Tell me a story about a fox.", "", " ", "\n", "two\nlines", "\xff\xfe", "Gr\xc3\xbc\xc3\x9f Gott \xe4\xbd\xa0", "{}", "[]",
-    "\x1b[31mred", "<|turn>user", "<bos>", "root ::= [a-z]+", "{\"type\":\"object\"}", "%s%n", "a \"quoted\" \\ text", "The", "-p",
-    "{\"type\":\"string\",\"pattern\":\"^[a-c]{2,3}$\"}", "2 105 2364", "0.5", "x,y", "root ::= (", "none", "auto", "/", "--" };
+    "Hello", "Tell me a story about a fox.", "", " ", "\n", "two\nlines", "\xff\xfe",
+    "Gr\xc3\xbc\xc3\x9f Gott \xe4\xbd\xa0", "{}", "[]", "\x1b[31mred", "<|turn>user", "<bos>", "root ::= [a-z]+",
+    "{\"type\":\"object\"}", "%s%n", "a \"quoted\" \\ text", "The", "-p",
+    "{\"type\":\"string\",\"pattern\":\"^[a-c]{2,3}$\"}", "2 105 2364", "0.5", "x,y", "root ::= (", "none", "auto",
+    "/", "--" };
 static const char *const addresses[] = { "127.0.0.1", "127.0.0.1", "::1", "localhost", "", "203.0.113.1", "::2:3" };
-static const char *const biases[] = { "5+1", "5-inf", "1-2,3+4", "+", "5", "99999999+1", "5+nan", "5+inf", "5+1e30", "", "5+1,", "-1+2",
-    "4095-3", "4096+1", "5+1e-50", "5+0x10" };
-static const char *const ids[] = { "2 105 2364", "ids.i32", "", "0", "4095", "4096", "-1", "2,3", "99999999999999999999", "2 x", "text.txt" };
-static const char *const lists[] = { "0", "1", "2,3", "3,1", "8,0,5", "17", "64", "65", "256", "256,300", "", ",", "1,", ",1", "1,,2", "-1",
-    "abc", "1.5", "99999999999", "1;2", " 1", "1e2", "16777217", "0,0", "1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1" };
-static const char *const shares[] = { "0.5", "1", "0", "0.7,0.5", "50", "0,100", "101", "2", "-0.5", "nan", "", ",", "0.5,", "x", "1e-9", "25,75",
-    "1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1" };
-static const char *const wrong_numbers[] = { "", "nan", "inf", "-inf", "1e30", "-1e30", "2147483648", "-2147483649", "4294967296",
-    "1e400", "3abc", "5 ", "1.5", "\xc3\xa4", "--", "1,5", "1e-320", "-0", "0x", "x", "9007199254740993", "-", "1\n" };
+static const char *const biases[] = {
+    "5+1", "5-inf", "1-2,3+4", "+", "5", "99999999+1", "5+nan", "5+inf", "5+1e30", "", "5+1,", "-1+2", "4095-3",
+    "4096+1", "5+1e-50", "5+0x10" };
+static const char *const ids[] = {
+    "2 105 2364", "ids.i32", "", "0", "4095", "4096", "-1", "2,3", "99999999999999999999", "2 x", "text.txt" };
+static const char *const lists[] = {
+    "0", "1", "2,3", "3,1", "8,0,5", "17", "64", "65", "256", "256,300", "", ",", "1,", ",1", "1,,2", "-1", "abc",
+    "1.5", "99999999999", "1;2", " 1", "1e2", "16777217", "0,0",
+    "1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1" };
+static const char *const shares[] = {
+    "0.5", "1", "0", "0.7,0.5", "50", "0,100", "101", "2", "-0.5", "nan", "", ",", "0.5,", "x", "1e-9", "25,75",
+    "1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,"
+    "1,1,1,1,1,1,1,1,1,1,1,1,1" };
+static const char *const wrong_numbers[] = {
+    "", "nan", "inf", "-inf", "1e30", "-1e30", "2147483648", "-2147483649", "4294967296", "1e400", "3abc", "5 ",
+    "1.5", "\xc3\xa4", "--", "1,5", "1e-320", "-0", "0x", "x", "9007199254740993", "-", "1\n" };
 
 typedef struct {
     Verb  verb;
@@ -91,8 +102,7 @@ typedef struct {
     int   argc;
     char *argv[80], text[8192];
     size_t n_text;
-    char  input[512];         // for standard input; input_file: that file instead
-    const char *input_file;
+    char  input[512];         // for standard input
 } Combination;
 
 __attribute__((format(printf, 2, 3))) static void add_word(Combination *c, const char *fmt, ...) {
@@ -187,16 +197,17 @@ static const struct { Verb verb; const char *words; } frames[] = {
     { NIAH, "-p 256 -d 50 -r 1 -t 1" } };
 
 static const struct { Verb verb; int share; } shares_of_verbs[] = {    // of draws; others 1
-    { GENERATE, 40 }, { SERVE, 8 }, { PLAN, 4 }, { PPL, 5 }, { BENCH, 2 }, { LOGITS, 4 }, { TOKENIZE, 2 }, { QUANTIZE, 2 },
-    { NIAH, 2 } };
+    { GENERATE, 40 }, { SERVE, 8 }, { PLAN, 4 }, { PPL, 5 }, { LOGITS, 4 }, { BENCH, 2 }, { TOKENIZE, 2 },
+    { QUANTIZE, 2 } };
 
 static const char *const chats[] = {
-    "Hello\n/stats\n/exit\n", "Hello\nMore\n", "", "\n\n", "/help\n/nothing\n", "/system Be brief.\nHello\n/retry\n/clear\n",
-    "Hello\n/save new.json\n/load new.json\n/load text.txt\n", "one \\\ntwo\n/stats\n", "Hello\n/tool {}\n", "\xff\xfe\n/exit now\n",
-    "//x\n/retry\n/system\n/load\n/save\n" };
+    "Hello\n/stats\n/exit\n", "Hello\nMore\n", "", "\n\n", "/help\n/nothing\n",
+    "/system Be brief.\nHello\n/retry\n/clear\n", "Hello\n/save new.json\n/load new.json\n/load text.txt\n",
+    "one \\\ntwo\n/stats\n", "Hello\n/tool {}\n", "\xff\xfe\n/exit now\n", "//x\n/retry\n/system\n/load\n/save\n" };
 
 static int share_of_verb(Verb verb) {
-    for (int i = 0; i < N_OF(shares_of_verbs); i++) if (shares_of_verbs[i].verb == verb) return shares_of_verbs[i].share;
+    for (int i = 0; i < N_OF(shares_of_verbs); i++)
+        if (shares_of_verbs[i].verb == verb) return shares_of_verbs[i].share;
     return 1;
 }
 
@@ -211,8 +222,9 @@ static Verb draw_verb(const char **name) {             // NULL: it has none
 
 // Words that are neither flags of the table nor their values.
 static void add_stray(Combination *c) {
-    static const char *const stray[] = { "--nothing", "-", "--", "", "serve", "bench", "mini-e.gguf", "text.txt", "-ngl", "--jinja", "--temp=1",
-                                         "-x\n" };
+    static const char *const stray[] = {
+        "--nothing", "-", "--", "", "serve", "bench", "mini-e.gguf", "text.txt", "-ngl", "--jinja", "--temp=1",
+        "-x\n" };
     add_word(c, "%s", ONE_OF(stray));
 }
 
@@ -230,12 +242,13 @@ static void draw_combination(Combination *c) {
     if (as_flag) add_word(c, "-m");
     add_word(c, "%s", coin(3) ? ONE_OF(files) : coin(85) ? "mini.gguf" : "mini-e.gguf");
     if (c->verb == QUANTIZE) {
-        static const char *const types[] = { "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "bf16", "f16", "f32", "", "q9", "Q4_0" };
+        static const char *const types[] = {
+            "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "bf16", "f16", "f32", "", "q9", "Q4_0" };
         if (!coin(5)) add_word(c, "%s", coin(80) ? "new.gguf" : ONE_OF(files));
         if (!coin(5)) add_word(c, "%s", ONE_OF(types));
     }
     for (int i = 0; i < N_OF(frames); i++) if (frames[i].verb == c->verb) add_words(c, frames[i].words);
-    if (c->verb & ANSWERS && coin(15)) add_words(c, "-c 4000");
+    if (c->verb & ANSWERS && coin(15)) add_words(c, "-c 2000");
     if (c->verb == GENERATE) {
         c->chats = coin(25);
         if (c->chats) add_word(c, "-i");
@@ -244,12 +257,14 @@ static void draw_combination(Combination *c) {
         if (coin(30)) add_words(c, "-n 32");
         if (coin(50)) add_words(c, "--temp 0");
     }
-    if (find_flag("-md", c->verb)->verbs & (int)c->verb && coin(20)) add_words(c, coin(50) ? "-md mtp.gguf" : "-md dflash.gguf");
+    if (find_flag("-md", c->verb)->verbs & (int)c->verb && coin(20))
+        add_words(c, coin(50) ? "-md mtp.gguf" : "-md dflash.gguf");
     snprintf(c->input, sizeof c->input, "%s", c->chats ? ONE_OF(chats) : coin(20) ? "Hello" : "");
     for (int n = 1 + draw(coin(20) ? 12 : 5); n; n--) {
         const bool stranger = coin(1);                 // a flag of other verbs
         const Flag *f;
-        do f = &flags[draw(N_OF(flags))]; while (!(f->verbs & (int)c->verb) != stranger || (f->verbs == ANY && !coin(10)));
+        do f = &flags[draw(N_OF(flags))];
+        while (!(f->verbs & (int)c->verb) != stranger || (f->verbs == ANY && !coin(10)));
         if (stranger && find_flag(f->name, c->verb)->verbs & (int)c->verb) continue;     // another flag of that name
         add_flag(c, f);
     }
@@ -262,15 +277,19 @@ static void draw_combination(Combination *c) {
 // ==== Folders ========================================================================================================
 
 static struct { const char *name, *from; char *data; size_t n; struct stat st; } own[] = {   // files of every run
-    { .name = "mini.gguf", .from = "models/gemma4-mini-q8_0.gguf" }, { .name = "mini-e.gguf", .from = "models/gemma4-mini-e-q8_0.gguf" },
+    { .name = "mini.gguf", .from = "models/gemma4-mini-q8_0.gguf" },
+    { .name = "mini-e.gguf", .from = "models/gemma4-mini-e-q8_0.gguf" },
     { .name = "mtp.gguf", .from = "models/gemma4-mini-mtp-q8_0.gguf" },
     { .name = "dflash.gguf", .from = "models/gemma4-mini-dflash-q8_0.gguf" },
-    { .name = "text.txt", .from = "tests/drafted.txt", .n = 200 }, { .name = "long.txt", .from = "tests/drafted.txt", .n = 3000 },
+    { .name = "text.txt", .from = "tests/drafted.txt", .n = 200 },
+    { .name = "long.txt", .from = "tests/drafted.txt", .n = 1200 },
     { .name = "session" }, { .name = "noise" }, { .name = "ids.i32" }, { .name = "empty", .data = "" },
     { .name = "form.gbnf", .data = "root ::= (\"yes\" | \"no\") \", it is\"\n" },
-    { .name = "schema.json", .data = "{\"type\":\"object\",\"properties\":{\"n\":{\"type\":\"integer\"}},\"required\":[\"n\"]}" },
-    { .name = "tools.json", .data = "[{\"type\":\"function\",\"function\":{\"name\":\"weather\",\"parameters\":{\"type\":\"object\","
-                                    "\"properties\":{\"city\":{\"type\":\"string\"}}}}}]" } };
+    { .name = "schema.json",
+      .data = "{\"type\":\"object\",\"properties\":{\"n\":{\"type\":\"integer\"}},\"required\":[\"n\"]}" },
+    { .name = "tools.json",
+      .data = "[{\"type\":\"function\",\"function\":{\"name\":\"weather\",\"parameters\":{\"type\":\"object\","
+              "\"properties\":{\"city\":{\"type\":\"string\"}}}}}]" } };
 
 static char folder[600];                               // of this process's runs, and its working directory
 
@@ -304,8 +323,9 @@ static void read_own_files(const char *gemma4) {
     static char noise[3000], numbers[20 * 4];
     for (int i = 0; i < (int)sizeof noise; i++) noise[i] = (char)draw_bits();
     for (int i = 0; i < 20; i++) memcpy(numbers + i * 4, &(int32_t){ i ? 100 * i + i : 2 }, 4);
-    const char *path = kept(in_tmp("session")), *argv[] = { gemma4, own[0].from, "--session", path, "-n", "5", "-c", "300", "--temp", "0",
-                                                            "-p", "Hello", NULL };
+    const char *path = kept(in_tmp("session"));
+    const char *argv[] = { gemma4, own[0].from, "--session", path, "-n", "5", "-c", "300", "--temp", "0", "-p", "Hello",
+                           NULL };
     CHECK(run_program(argv, "/dev/null", "/dev/null") == 0, "no session file");
     for (int i = 0; i < N_OF(own); i++) {
         const bool is_session = !strcmp(own[i].name, "session");
@@ -326,24 +346,26 @@ static void read_own_files(const char *gemma4) {
 static pid_t start_program(const char *gemma4, const Combination *c) {
     const pid_t child = fork();
     if (child) return child;
-    const char *const paths[] = { in_tmp("%d.in", (int)getppid()), in_tmp("%d.out", (int)getppid()), in_tmp("%d.err", (int)getppid()) };
+    const int runs = (int)getppid();
+    const char *const paths[] = { in_tmp("%d.in", runs), in_tmp("%d.out", runs), in_tmp("%d.err", runs) };
     for (int i = 0; i < 3; i++)
         if (dup2(open(paths[i], i ? O_WRONLY | O_CREAT | O_TRUNC : O_RDONLY, 0600), i) < 0) _exit(126);
     for (int fd = 3; fd < 64; fd++) close(fd);
     setrlimit(RLIMIT_CORE, &(struct rlimit){ 0, 0 });
 #ifndef SANITIZED
-    setrlimit(RLIMIT_AS, &(struct rlimit){ (rlim_t)6 << 30, (rlim_t)6 << 30 });        // what a run may take of the machine
+    setrlimit(RLIMIT_AS, &(struct rlimit){ (rlim_t)6 << 30, (rlim_t)6 << 30 });
 #endif
     signal(SIGPIPE, SIG_DFL);
     execv(gemma4, (char *const *)(uintptr_t)c->argv);
     _exit(127);
 }
 
-// Asks a server at "http://HOST:PORT" for a few answers at once -> the first line of what it says to the first who gets
-// none, else to the last one; "": nothing.
+// Asks a server at "http://HOST:PORT" for a few answers at once -> the first line of its reply to the first request
+// that it refuses, else to the last one; "": it says nothing.
 static const char *ask(const char *url, double until) {
     static const char *const bodies[] = {
-        "{\"messages\":[{\"role\":\"user\",\"content\":\"Tell me a story about a fox.\"}],\"max_tokens\":20,\"temperature\":0}",
+        "{\"messages\":[{\"role\":\"user\",\"content\":\"Tell me a story about a fox.\"}],\"max_tokens\":20,"
+        "\"temperature\":0}",
         "{\"messages\":[{\"role\":\"user\",\"content\":\"Hello\"}],\"max_tokens\":9,\"stream\":true}",
         "{\"messages\":[{\"role\":\"user\",\"content\":\"1 2 3 4 1 2 3 4 1 2\"}]}" };
     static char reply[1 << 18];
@@ -351,11 +373,13 @@ static const char *ask(const char *url, double until) {
     struct addrinfo hints = { .ai_socktype = SOCK_STREAM, .ai_flags = AI_NUMERICHOST | AI_NUMERICSERV }, *a;
     int fds[N_OF(bodies)];
     reply[0] = 0;
-    if (sscanf(url, "http://[%63[^]]]:%7[0-9]", host, port) != 2 && sscanf(url, "http://%63[^:]:%7[0-9]", host, port) != 2) return reply;
+    if (sscanf(url, "http://[%63[^]]]:%7[0-9]", host, port) != 2 &&
+        sscanf(url, "http://%63[^:]:%7[0-9]", host, port) != 2) return reply;
     if (getaddrinfo(host, port, &hints, &a)) return reply;
     for (int i = 0; i < N_OF(bodies); i++) {
-        const int n = snprintf(request, sizeof request, "POST /v1/chat/completions HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n"
-                               "Content-Type: application/json\r\nContent-Length: %zu\r\n\r\n%s", url + 7, strlen(bodies[i]), bodies[i]);
+        const int n = snprintf(request, sizeof request, "POST /v1/chat/completions HTTP/1.1\r\nHost: %s\r\n"
+                               "Connection: close\r\nContent-Type: application/json\r\nContent-Length: %zu\r\n\r\n%s",
+                               url + 7, strlen(bodies[i]), bodies[i]);
         fds[i] = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
         setsockopt(fds[i], SOL_SOCKET, SO_RCVTIMEO, &(struct timeval){ 1, 0 }, sizeof(struct timeval));
         if (connect(fds[i], a->ai_addr, a->ai_addrlen) || send(fds[i], request, (size_t)n, MSG_NOSIGNAL) != n)
@@ -421,29 +445,36 @@ static void print_command(const Combination *c) {
 // What is wrong with how a run ended; NULL: nothing.
 static const char *fault_of(const Combination *c, int status, const char *out, const char *err, const char *reply) {
     static char what[100];
+    const bool measures = c->verb & (BENCH | PPL | NIAH | PLAN);
     int errors = 0, others = 0;
     for (const char *line = err; *line; line += strcspn(line, "\n"), line += *line == '\n') {
-        errors += !strncmp(line, "gemma4: error: ", 15);
-        others += strncmp(line, "gemma4: error: ", 15) && strncmp(line, "# ", 2) && strncmp(line, "{\"time\":", 8);
+        const bool is_error = !strncmp(line, "gemma4: error: ", 15);
+        errors += is_error;
+        others += !is_error && strncmp(line, "# ", 2) && strncmp(line, "{\"time\":", 8);
     }
+    what[0] = 0;
+    if (status > 1000) snprintf(what, sizeof what, "ended by signal %d", status - 1000);
+    else if (status > 1) snprintf(what, sizeof what, "exit status %d", status);
+    else if (status == 1 && errors != 1) snprintf(what, sizeof what, "exit status 1 and %d lines of error", errors);
+    if (*what) return what;
     if (status == -1) return "hangs";
-    if (status > 1000) return snprintf(what, sizeof what, "ended by signal %d", status - 1000), what;
-    if (status > 1) return snprintf(what, sizeof what, "exit status %d", status), what;
-    if (status == 1 && errors != 1) return snprintf(what, sizeof what, "exit status 1 and %d lines of error", errors), what;
     if (status == 0 && errors) return "exit status 0 and an error";
+    if (status == 0 && measures && (strstr(out, "nan") || strstr(err, "nan"))) return "a result that is no number";
     if (strstr(out, "gemma4: error")) return "an error on standard output";
-    if (others && !has_word(c, "--show-thoughts")) return "lines on standard error that are neither '# ..' nor an error";
+    if (others && !has_word(c, "--show-thoughts")) return "a line on stderr that is neither '# ..' nor an error";
     if (reply && strncmp(reply, "HTTP/1.1 ", 9)) return "the server did not answer";
     if (reply && !strncmp(reply, "HTTP/1.1 500", 12)) return "the server answered with 500";
     return NULL;
 }
 
 static void run_combination(const char *gemma4, const Combination *c, uint64_t seed, int number) {
-    const char *const in = kept(in_tmp("%d.in", (int)getpid())), *const out_path = kept(in_tmp("%d.out", (int)getpid()));
-    const char *const err_path = kept(in_tmp("%d.err", (int)getpid())), *reply;
+    const int runs = (int)getpid();
+    const char *const in = kept(in_tmp("%d.in", runs)), *const out_path = kept(in_tmp("%d.out", runs));
+    const char *const err_path = kept(in_tmp("%d.err", runs)), *reply;
     clean_folder();
     write_file(in, c->input, strlen(c->input));
     remove(err_path);
+    const double start = seconds();
     const pid_t child = start_program(gemma4, c);
     const int status = wait_for_end(child, c->verb == SERVE, err_path, &reply);
     char *out = text_of(out_path), *err = text_of(err_path);
@@ -451,7 +482,8 @@ static void run_combination(const char *gemma4, const Combination *c, uint64_t s
     if (getenv("SHOW")) {
         const char *at = strstr(err, "gemma4: error: ");
         print_command(c);
-        printf("    %d: %.*s%s%s\n", status, at ? (int)strcspn(at, "\n") : 0, at ? at : "", reply ? ", " : "", reply ? reply : "");
+        printf("    %d in %.3f s: %.*s%s\n", status, seconds() - start, at ? (int)strcspn(at, "\n") : 0, at ? at : "",
+               reply ? reply : "");
     }
     if (!CHECK(!fault, "build/test_flags %" PRIu64 " 1 %d: %s", seed, number, fault)) {
         const size_t n = strlen(err);
@@ -466,7 +498,9 @@ static void run_combination(const char *gemma4, const Combination *c, uint64_t s
 
 // Lines that have failed: run before what is drawn. Words have one space between.
 static const struct { Verb verb; const char *words, *input; } failed[] = {
-    { GENERATE, "mini.gguf -t 1 --spec auto --draft-max 5 --temp 0 -n 40 -p story", "" } };
+    { GENERATE, "mini.gguf -t 1 --spec auto --draft-max 5 --temp 0 -n 40 -p story", "" },
+    { BENCH, "bench mini.gguf -t 1 -p 0 -n 1 -r 1 -md mtp.gguf --spec-force 1 -o json", "" },
+    { PPL, "ppl mini.gguf -f text.txt -c 32 --chunks 1 -t 1 --kv-tail 16777216 -ctk q8_0", "" } };
 
 int main(int argc, char **argv) {
     const uint64_t seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
@@ -513,7 +547,8 @@ int main(int argc, char **argv) {
     for (int j = 0; j < jobs; j++) {
         int counts[2] = { 0, 1 };
         close(pipes[j][1]);
-        CHECK(read(pipes[j][0], counts, sizeof counts) == sizeof counts, "a process that runs combinations has ended early");
+        const bool told = read(pipes[j][0], counts, sizeof counts) == sizeof counts;
+        CHECK(told, "a process that runs combinations has ended early");
         waitpid(pids[j], NULL, 0);
         test_passed += counts[0], test_failed += counts[1];
     }
