@@ -90,8 +90,8 @@ static const char *const lists[] = {
     "1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1" };
 static const char *const shares[] = {
     "0.5", "1", "0", "0.7,0.5", "50", "0,100", "101", "2", "-0.5", "nan", "", ",", "0.5,", "x", "1e-9", "25,75",
-    "1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,"
-    "1,1,1,1,1,1,1,1,1,1,1,1,1" };
+    ("1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,"
+     "1,1,1,1,1,1,1,1,1,1,1,1,1") };
 static const char *const wrong_numbers[] = {
     "", "nan", "inf", "-inf", "1e30", "-1e30", "2147483648", "-2147483649", "4294967296", "1e400", "3abc", "5 ",
     "1.5", "\xc3\xa4", "--", "1,5", "1e-320", "-0", "0x", "x", "9007199254740993", "-", "1\n" };
@@ -364,8 +364,7 @@ static pid_t start_program(const char *gemma4, const Combination *c) {
 // that it refuses, else to the last one; "": it says nothing.
 static const char *ask(const char *url, double until) {
     static const char *const bodies[] = {
-        "{\"messages\":[{\"role\":\"user\",\"content\":\"Tell me a story about a fox.\"}],\"max_tokens\":20,"
-        "\"temperature\":0}",
+        "{\"messages\":[{\"role\":\"user\",\"content\":\"Tell me a story.\"}],\"max_tokens\":20,\"temperature\":0}",
         "{\"messages\":[{\"role\":\"user\",\"content\":\"Hello\"}],\"max_tokens\":9,\"stream\":true}",
         "{\"messages\":[{\"role\":\"user\",\"content\":\"1 2 3 4 1 2 3 4 1 2\"}]}" };
     static char reply[1 << 18];
