@@ -75,13 +75,15 @@ static bool bar_shown;                                 // progress() has left a 
 // One line on stderr, exit 1: "<file>: <tensor, key or flag>: expected <x>, got <y>; try <fix>". Where a model file is
 // at fault its kind of fault is named as in gguf.h: E_META_* keys, E_TENSOR_MISSING, E_SHAPE, E_PAYLOAD.
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt, ...) {
+    char line[4096];
     va_list ap;
     va_start(ap, fmt);
     fflush(stdout);
-    fprintf(stderr, bar_shown ? "\r\033[Kgemma4: error: " : "gemma4: error: ");
-    vfprintf(stderr, fmt, ap);
-    fprintf(stderr, "\n");
+    vsnprintf(line, sizeof line, fmt, ap);
     va_end(ap);
+    for (char *c = line; *c; c++)                      // a value or a path may hold a line break, or steer a terminal
+        if ((unsigned char)*c < ' ' || *c == 0x7f) *c = '?';
+    fprintf(stderr, "%sgemma4: error: %s\n", bar_shown ? "\r\033[K" : "", line);
     _exit(1);                                          // stdout is flushed; memory goes with the process
 }
 
@@ -2287,7 +2289,7 @@ static void plan_caches(Model *m, Arena *a) {
         }
         check_kv_types(m, l, &k);
         if (!lc->is_swa && o->tail && (kv_group(k.k.type) || kv_group(k.v.type))) {
-            k.tail_slots = (int)round_up((size_t)o->tail + STEP_ROWS, TILE_SLOTS);
+            k.tail_slots = (int)round_up((size_t)min_int(o->tail, o->n_ctx) + STEP_ROWS, TILE_SLOTS);
             k.k_tail = (KvPlane){ .type = KV_F16, .dim = k.k.dim };
             k.v_tail = (KvPlane){ .type = KV_F16, .dim = k.v.dim };
         }
@@ -2553,7 +2555,9 @@ __attribute__((noreturn)) static void die_no_room(Model *m) {
     const char *from = m->options.ctx_from;
     int most = largest_context(m, n_ctx, budget);
     if (most == n_ctx) most = n_ctx / 2 / TILE_SLOTS * TILE_SLOTS;   // free in pieces, or somebody was quicker
-    char advice[64] = "";
+    char advice[96] = "";
+    bool tailed = false;
+    for (int i = 0; i < m->n_caches; i++) tailed |= m->caches[i].tail_slots > 0;
     if (most && !from) snprintf(advice, sizeof advice, "-c %d, ", most);
     if (most && from && *from) snprintf(advice, sizeof advice, "a smaller %.24s, ", from);
     if (m->options.k_type != KV_TQ3) {
@@ -2561,15 +2565,18 @@ __attribute__((noreturn)) static void die_no_room(Model *m) {
                                m->options.k_type == KV_F16 ? KV_Q8_0 : KV_TQ3;
         snprintf(advice + strlen(advice), 16, "-ctk %s, ", kv_names[smaller]);
     }
+    if (tailed) strcat(advice, "a smaller --kv-tail, ");
+    const bool refused = m->options.memory && needed <= room;          // --vram grants more than there is
     const size_t drafter_bytes = p.drafter + (p.weights ? 0 : m->drafter.binder.bytes);
     char drafter[32] = "";
     if (drafter_bytes) snprintf(drafter, sizeof drafter, ", drafter %.2f", (double)drafter_bytes / gib);
+    const char *whose = refused ? " that --vram grants, but the backend has less" :
+                        m->options.memory ? " that --vram grants" : " free";
     die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f%s) "
         "of %.2f GiB%s; try %s%s%sa smaller model", n_ctx, needed / gib,
         (double)(p.weights ? p.weights : m->binder.bytes) / gib, (double)(p.kv_global + p.kv_rings) / gib,
         (double)(p.activations + p.stage + p.scratch) / gib, drafter, room / gib,
-        m->options.memory ? " that --vram grants" : " free", advice, m->options.drafter ? "no -md, " : "",
-        m->options.memory ? "a larger --vram, " : "");
+        whose, advice, m->options.drafter ? "no -md, " : "", m->options.memory && !refused ? "a larger --vram, " : "");
 }
 
 // Opens and checks a model and plans its memory, of which nothing is reserved yet. Dies with one line on bad input.
@@ -3407,9 +3414,9 @@ static int paying_depth(Guesser *g, const Pace *p, SpecKind who, int most, int r
     return 0;
 }
 
-// How many guesses the drafter is to make behind the step that is about to run.
+// How many guesses the drafter is to make behind the step that is about to run. who: the drafter; OFF: there is none.
 static int depth_wanted(Guesser *g, const Pace *p, SpecKind who, int most, int rows) {
-    if (!uses_drafter(&g->how) || most <= 0) return 0;
+    if (!uses_drafter(&g->how) || who == SPEC_OFF || most <= 0) return 0;
     if (g->how.kind != SPEC_AUTO) return most;
     const bool text_will_do = g->drafts.n && g->drafts.who != who && g->odds[g->drafts.who].right[0] > 0.9f;
     const bool plain = p->step.n[1] < TIMES_FIRST || g->drafted == DRAFTED_MOST || text_will_do;
@@ -5514,8 +5521,8 @@ static void raw_prompt(Chat *c, const char *text, size_t n, TokIds *ids) {
     fprintf(stderr, "# context full: %zu tokens dropped, the first 1 and the newest %zu stay\n", held - half - 1, half);
 }
 
-// The one answer of a run without a chat. Dies where it cannot be had.
-static void answer_once(Chat *c, const TokIds *raw) {
+// The one answer of a run without a chat. Dies where it cannot be had; from: the flag that the prompt came with.
+static void answer_once(Chat *c, const TokIds *raw, const char *from) {
     Session *s = &c->s;
     const size_t n = count_messages(&c->messages, NULL);
     Prompt p = { .ids = raw->ids, .n = (int)raw->n, .n_head = 1 };
@@ -5525,8 +5532,8 @@ static void answer_once(Chat *c, const TokIds *raw) {
         print_compressed((int)c->shown.n, (int)raw->n);
         p.ids = c->shown.ids, p.n = (int)c->shown.n;
     }
-    if (!c->raw && !answer(c)) die("-p: %s", c->err);
-    if (c->raw && !(session_start(s, &p, &c->options) && print_answer(s, &c->show))) die("-p: %s", s->err);
+    if (!c->raw && !answer(c)) die("%s%s%s", *c->err == '-' ? "" : from, *c->err == '-' ? "" : ": ", c->err);
+    if (c->raw && !(session_start(s, &p, &c->options) && print_answer(s, &c->show))) die("%s: %s", from, s->err);
     if (!c->raw && count_messages(&c->messages, NULL) == n) keep_messages(&c->messages, true, n - 1);  // no answer came
     print_turn(&s->turn);
     if (s->end == END_CONTEXT)
@@ -5535,8 +5542,9 @@ static void answer_once(Chat *c, const TokIds *raw) {
     if (c->session && !keep_session(c)) die("%s", c->err);
 }
 
-// What the plan needs to know of a drafter.
+// What the plan needs to know of a drafter, if there is one.
 static void plan_drafting(const Flags *f, PlanOptions *o, int width) {
+    if (!f->drafter) return;
     o->drafter = f->drafter;
     o->draft_width = width;
     o->draft_depth = (int)f->draft_max;
@@ -5604,6 +5612,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     char *text = read_prompt(f, &n_text);
     const bool chatting = f->interactive || (!text && isatty(0) && isatty(1));
     if (!text && !chatting) die_without_prompt(f);
+    const char *const from = chatting ? "-i" : f->prompt ? "-p" : f->prompt_file ? "-f" : "standard input";
     check_generate_flags(f, chatting);
     char *tools = f->tools ? read_file(f->tools, &n_tools, "--tools") : NULL;
     o.penalties = f->repeat != 1 || f->presence != 0 || f->frequency != 0;
@@ -5637,15 +5646,14 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
         if (!chatting && calls_waiting(&c.messages, &id))
             die("--session: %s: a call waits for its result: expected a chat, and /tool RESULT; try -i", f->session);
         if (!chatting && tok_add_message(&c.messages, "user", (TokStr){ text, n_text }) < 0)
-            die("-p: out of memory for a prompt of %zu bytes", n_text);
+            die("%s: out of memory for a prompt of %zu bytes", from, n_text);
         if (render(&c, 0, 1, true, &ids) < 0) {
             if (!strncmp(tok.err, "tools", 5)) die("--tools: %s: %s", f->tools, tok.err);
-            die("-p: %s", tok.err);
+            die("%s: %s", from, tok.err);
         }
     }
     if (ids.n > (size_t)m->options.n_ctx && !f->compress)              // in a chat, what the flags bring
-        die("%s: the prompt has %zu tokens, the context %d; try -c %zu", chatting ? "-i" : "-p", ids.n,
-            m->options.n_ctx, ids.n + 512);
+        die("%s: the prompt has %zu tokens, the context %d; try -c %zu", from, ids.n, m->options.n_ctx, ids.n + 512);
 
     if (o.bias) {
         float *bias = parse_biases(&f->biases, m->config.vocab);
@@ -5661,7 +5669,7 @@ static int verb_generate(const Flags *f, const Ops *ops, PlanOptions o) {
     if (chatting) {
         status = chat_loop(&c, (TokStr){ text, n_text }, f->history);
     } else {
-        answer_once(&c, &ids);
+        answer_once(&c, &ids, from);
         status = interrupted ? 130 : 0;
     }
     if (c.options.grammar) grammar_free(c.options.grammar);
@@ -5836,7 +5844,7 @@ int main(int argc, char **argv) {
 
     PlanOptions o = plan_options(&f);
     const Ops *judge = is_choice(f.against, "reference") ? reference_ops() : cpu_ops();
-    if (f.verb & (PLAN | BENCH) && f.drafter) plan_drafting(&f, &o, 1);
+    if (f.verb & (PLAN | BENCH)) plan_drafting(&f, &o, 1);
     switch (f.verb) {
     case SERVE: verb_serve(&f, ops, o); break;
     case PLAN:  verb_plan(f.model, ops, o); break;

@@ -51,8 +51,8 @@ static void set_length(Model *m, int seq, int32_t len) {
     m->ops->copy(&(Copy){ m->s.len + seq, &len, sizeof len, COPY_IN });
 }
 
-// Makes n tokens, or a few more, with drafts of which as many are taken for right as chance has it. As in sessions, a
-// step is issued before the host knows what came of the one before.
+// Makes n tokens, or a few more, with drafts in one step at least, of which as many are taken for right as chance has
+// it. As in sessions, a step is issued before the host knows what came of the one before.
 static void bench_forced(Bench *b, int n) {
     Model *m = b->m;
     const Verdict *v = &m->verdict;
@@ -61,7 +61,7 @@ static void bench_forced(Bench *b, int n) {
     double began = 0;
     b->draft_seconds = b->verify_seconds = 0;
     b->n_passes = b->n_made = 0;
-    for (int pass = 0; b->n_made < n; pass++) {        // the first has no drafts yet: it makes one token, and is no pass
+    for (int pass = 0; b->n_made < n || !b->n_passes; pass++) {        // the first has no drafts yet: it makes one token
         int right = 0;
         while (pass && right < depth && random_unit(3, pass * DRAFT_MAX + right) < b->forced.share[right]) right++;
         for (int r = 0; r <= depth; r++) m->chunk[r] = (StepRow){ .token = pass ? FED : b->ids[0], .want = true };
@@ -359,9 +359,10 @@ static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const B
     for (int i = 0; i < b->depths.count; i++) deepest = max_int(deepest, b->depths.n[i]);
     if (widest > STEP_ROWS) die("--rows: expected at most %d rows in a step, got %d", STEP_ROWS, widest);
     if (widest) longest = max_int(longest, widest + VERIFY_STEPS);     // so many ids are drafted
+    if (b->forced.depth) longest += b->forced.depth + 2;
     if (deepest > MAX_CONTEXT - longest)
         die("-d: expected at most %d tokens in all, got %d and %d", MAX_CONTEXT, deepest, longest);
-    o.n_ctx = deepest + longest + (b->forced.depth ? b->forced.depth + 2 : 0);
+    o.n_ctx = deepest + longest;
     o.ctx_from = "-p, -n or -d";
     o.n_logits = max_int(o.n_logits, widest);
     Bench bench = { .m = alloc_or_die(1, sizeof *bench.m), .forced = b->forced };
@@ -393,6 +394,7 @@ static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const B
             if (b->generated.n[k]) bench_test(&bench, b, b->generated.n[k], GENERATE_TEST);
         for (int k = 0; k < b->generated.count && b->forced.depth; k++) {
             if (!b->generated.n[k]) continue;
+            set_length(m, 0, bench.depth);
             bench_run(&bench, 4, FORCED_TEST, NULL);
             bench_test(&bench, b, b->generated.n[k], FORCED_TEST);
         }

@@ -291,6 +291,8 @@ static void verb_niah(const char *model, const Ops *ops, PlanOptions o, const Ni
         if (options->lengths.n[i] < 256) die("-p: expected prompts of at least 256 tokens, got %d", options->lengths.n[i]);
         longest = max_int(longest, options->lengths.n[i]);
     }
+    if (longest > MAX_CONTEXT - ANSWER_TOKENS - QUESTION_ROOM)
+        die("-p: expected prompts of at most %d tokens, got %d", MAX_CONTEXT - ANSWER_TOKENS - QUESTION_ROOM, longest);
     for (int i = 0; i < options->depths.count; i++)
         if (options->depths.n[i] > 100) die("-d: expected depths from 0 to 100 percent, got %d", options->depths.n[i]);
     t->svg = options->svg ? fopen(options->svg, "w") : NULL;           // better known before the answers than behind them

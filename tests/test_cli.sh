@@ -71,6 +71,8 @@ story seed7b --temp 1 --seed 7 -n 60
 story seed8 --temp 1 --seed 8 -n 60
 ok "the same seed gives the same text" same seed7 seed7b
 ok "another seed gives another text" differ seed7 seed8
+story auto --temp 0 -n 60 --spec auto --draft-max 5
+ok "--spec auto without a drafter changes no text" same greedy auto
 story topk --temp 1 --seed 7 --top-k 1 -n 60
 ok "--top-k 1 is greedy" same greedy topk
 story topp --temp 1 --seed 7 --top-p 0.000001 -n 60
