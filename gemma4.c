@@ -2289,7 +2289,7 @@ static void plan_caches(Model *m, Arena *a) {
         }
         check_kv_types(m, l, &k);
         if (!lc->is_swa && o->tail && (kv_group(k.k.type) || kv_group(k.v.type))) {
-            k.tail_slots = (int)round_up((size_t)min_int(o->tail, o->n_ctx) + STEP_ROWS, TILE_SLOTS);
+            k.tail_slots = (int)round_up((size_t)o->tail + STEP_ROWS, TILE_SLOTS);
             k.k_tail = (KvPlane){ .type = KV_F16, .dim = k.k.dim };
             k.v_tail = (KvPlane){ .type = KV_F16, .dim = k.v.dim };
         }
