@@ -1058,10 +1058,12 @@ static size_t copy_ring(Model *m, int cache, int seq, uint8_t *host, CopyKind ki
     size_t n = 0;
     for (int k = 0; k < n_parts; k++) {
         if (!is_ring && !parts[k].is_tail) continue;
-        void *there = parts[k].data, *here = host + n;
-        const bool out = kind == COPY_OUT;
+        if (host) {
+            void *there = parts[k].data, *here = host + n;
+            const bool out = kind == COPY_OUT;
+            m->ops->copy(&(Copy){ out ? here : there, out ? there : here, parts[k].bytes, kind });
+        }
         n += parts[k].bytes;
-        if (host) m->ops->copy(&(Copy){ out ? here : there, out ? there : here, parts[k].bytes, kind });
     }
     return n;
 }
