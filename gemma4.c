@@ -18,7 +18,7 @@
  *   [12] Command line
  *   [13] CPU operations
  * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/niah.h: niah;
- *              parts/chat.h: the terminal; parts/session.h: sessions in files; parts/store.h: sessions without a slot;
+ *              parts/chat.h: conversations; parts/lines.h: the terminal; parts/session.h: sessions in files; parts/store.h: sessions without a slot;
  *              parts/server.h: HTTP; parts/kv.h: rows of the KV cache; parts/reference.h: what each operation means;
  *              parts/compress.h: shorter prompts; parts/grammar.h, parts/schema.h: answers of a given form
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
@@ -45,14 +45,6 @@
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
-#if defined(USE_EDITLINE)     // the Makefile found libedit
-#include <editline/readline.h>
-#define EDITS_LINES
-#elif defined(USE_READLINE)   // or readline
-#include <readline/readline.h>
-#include <readline/history.h>
-#define EDITS_LINES
-#endif
 #ifndef TESTING               // whose build has it in an object of its own
 #define GGUF_IMPLEMENTATION
 #endif
@@ -4824,6 +4816,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 #include "parts/bench.h"
 #include "parts/compress.h"
 #include "parts/niah.h"
+#include "parts/lines.h"
 #include "parts/chat.h"
 #include "parts/store.h"
 #include "parts/server.h"
