@@ -6,6 +6,7 @@
 #include <langinfo.h>
 #include <locale.h>
 #include <termios.h>
+#include <wchar.h>
 #if defined(USE_EDITLINE)     // the Makefile found libedit
 #include <editline/readline.h>
 #define EDITS_LINES
@@ -78,10 +79,51 @@ static void on_edited(char *line) {
     rl_callback_handler_remove();                      // the terminal is as we found it from here on
 }
 
+#ifdef USE_READLINE
+// readline is given whole characters, since bytes that are none spoil the next line too; they are dropped, as libedit
+// does. Reading byte by byte leaves what follows the line to the terminal.
+static struct { char s[16]; size_t n, at; bool is_whole, ended; } character;
+
+static bool take_byte(void) {                          // one more; true: the character is whole, or the input has ended
+    mbstate_t state;
+    const ssize_t got = read(0, character.s + character.n, 1);
+    if (got <= 0) return character.ended = got == 0 || errno != EINTR;
+    for (character.n++; ; character.n = 1) {
+        memset(&state, 0, sizeof state);
+        const size_t status = mbrtowc(NULL, character.s, character.n, &state);
+        if (status == (size_t)-2) return false;
+        if (status != (size_t)-1) return character.is_whole = true;
+        character.s[0] = character.s[character.n - 1];
+        if (character.n == 1) {
+            character.n = 0;
+            return false;
+        }
+    }
+}
+
+static int next_byte(FILE *f) {
+    (void)f;
+    while (!character.is_whole && !character.ended) take_byte();
+    if (!character.is_whole) return EOF;
+    const int byte = (unsigned char)character.s[character.at++];
+    if (character.at == character.n) memset(&character, 0, sizeof character);
+    return byte;
+}
+
+static void pass_input(void) {
+    if (take_byte()) do rl_callback_read_char(); while (character.is_whole && !edit_ended);
+}
+#else
+static void pass_input(void) { rl_callback_read_char(); }
+#endif
+
 static LineKind edit_line(const char *prompt, const sigset_t *unblocked, TokText *line) {
     edit_ended = false;
+#ifdef USE_READLINE
+    memset(&character, 0, sizeof character);
+#endif
     rl_callback_handler_install(prompt, on_edited);
-    while (!edit_ended && wait_for_input(unblocked)) rl_callback_read_char();
+    while (!edit_ended && wait_for_input(unblocked)) pass_input();
     if (!edit_ended) {
         rl_callback_handler_remove();
         return LINE_INTERRUPTED;
@@ -166,6 +208,9 @@ static void open_lines(const char *history) {
     rl_readline_name = "gemma4";
     rl_outstream = stderr;
     rl_catch_signals = 0;
+#ifdef USE_READLINE
+    rl_getc_function = next_byte;
+#endif
     using_history();
     if (history) read_history(history);
     if (!utf8 && isatty(0)) fprintf(stderr, "# this system has no UTF-8 locale: lines are not edited\n");
