@@ -99,6 +99,8 @@ test-programs: $(EMULATOR) $(TESTS) $(LINES)   ## build the test programs withou
 # run: -Og in place of -O3, which gives the same bits.
 TEST_COMPILE = $(patsubst -g,-g1,$(COMPILE:-O3=-Og))
 $(BENCHES): TEST_COMPILE = $(COMPILE)
+# It counts calls of functions instead of seconds.
+$(B)/test_grammar: TEST_COMPILE += -finstrument-functions
 # Those that do not look inside gguf.h share one object of it, optimised, since it takes longest.
 SHARING := $(patsubst tests/%.c,$(B)/%,$(shell grep -L '^\#define GGUF_IMPLEMENTATION' \
     $$(grep -lE '^\#include ".*(gemma4\.c|gguf\.h)"' $(patsubst $(B)/%,tests/%.c,$(TESTS)))))
