@@ -123,7 +123,7 @@ else
 	$(TEST_COMPILE) -I. -UNDEBUG -Wno-unused-function $< $(GGUF) $(GPU_FLAGS) -o $@ $(LDFLAGS) -lm $(GPU_LIBS)
 endif
 $(EMULATED): $(E)/kernels.o $(E)/emulator.o
-$(EMULATED): GPU_FLAGS = -DUSE_CUDA -rdynamic $(E)/kernels.o $(E)/emulator.o
+$(EMULATED): GPU_FLAGS = -DUSE_CUDA -DEMULATED=1 -rdynamic $(E)/kernels.o $(E)/emulator.o
 $(EMULATED): GPU_LIBS = -ldl
 $(E)/kernels.o: gemma4_kernels.cu gemma4.h parts/kv.h $(wildcard tests/cuda_on_cpu/*.h) $(B)/flags
 	@mkdir -p $(E)

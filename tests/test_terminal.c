@@ -105,7 +105,7 @@ static void test_interrupt(void) {
     // Ctrl-C again and again while it works: whether the answer stops first or not, the program ends.
     if (!start("-n", "8000", "--ignore-eos", NULL)) return;
     says("Tell me a story about a fox.\n", "Once upon");
-    for (int i = 0; i < 100 && pty_running(&p); i++) {
+    for (int i = 0; i < 1200 && pty_running(&p); i++) {
         if (!pty_send(&p, "\003")) break;
         poll(NULL, 0, 50);                             // signals that come at once are one
     }
