@@ -18,9 +18,10 @@
  *   [12] Command line
  *   [13] CPU operations
  * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/niah.h: niah;
- *              parts/chat.h: conversations; parts/lines.h: the terminal; parts/session.h: sessions in files; parts/store.h: sessions without a slot;
- *              parts/server.h: HTTP; parts/kv.h: rows of the KV cache; parts/reference.h: what each operation means;
- *              parts/compress.h: shorter prompts; parts/grammar.h, parts/schema.h: answers of a given form
+ *              parts/chat.h: conversations; parts/lines.h: the terminal; parts/session.h: sessions in files;
+ *              parts/store.h: sessions without a slot; parts/server.h: HTTP; parts/kv.h: rows of the KV cache;
+ *              parts/reference.h: what each operation means; parts/compress.h: shorter prompts; parts/grammar.h,
+ *              parts/schema.h: answers of a given form
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
  *              allocates nothing, unless --dump is given.
  * TRAPS        the list before forward: every way this model differs from Llama. */
