@@ -27,12 +27,14 @@ JOBS    ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 # -ffp-contract=off: the CPU operations are the reference, so a*b + c rounds twice with every compiler.
 # The chat edits lines with libedit, or else readline, when a program built with it links.
 ifeq ($(EDIT),1)
-EDIT_NAME := $(firstword $(foreach name,editline readline,$(shell probe=$$(mktemp) || exit; \
+EDITORS   := $(foreach name,editline readline,$(shell probe=$$(mktemp) || exit; \
     echo 'int main(void) { rl_callback_handler_remove(); }' | $(CC) $(CFLAGS) -include stdio.h \
-    -include $(name)/readline.h -xc - -o $$probe $(LDFLAGS) -l$(name:editline=edit) 2>/dev/null && echo $(name); rm -f $$probe)))
-EDIT_FLAG := $(patsubst editline,-DUSE_EDITLINE,$(patsubst readline,-DUSE_READLINE,$(EDIT_NAME)))
-EDIT_LIB  := $(patsubst %,-l%,$(EDIT_NAME:editline=edit))
+    -include $(name)/readline.h -xc - -o $$probe $(LDFLAGS) -l$(name:editline=edit) 2>/dev/null && echo $(name); rm -f $$probe))
 endif
+edit_flag  = $(patsubst %,-DUSE_%,$(subst editline,EDITLINE,$(subst readline,READLINE,$1)))
+edit_lib   = $(patsubst %,-l%,$(1:editline=edit))
+EDIT_FLAG := $(call edit_flag,$(firstword $(EDITORS)))
+EDIT_LIB  := $(call edit_lib,$(firstword $(EDITORS)))
 # gcc compiles the parts of one file side by side when they are put together at link time.
 LTO       := $(shell probe=$$(mktemp) || exit; echo 'int main(void) { return 0; }' | \
     $(CC) -flto=auto -flto-partition=balanced -xc - -o $$probe 2>/dev/null && echo -flto=auto -flto-partition=balanced; rm -f $$probe)
@@ -43,6 +45,7 @@ HTTP_LIB  := $(if $(filter 1,$(HTTP)),$(shell pkg-config --libs libmicrohttpd))
 COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -pthread -ffp-contract=off $(CFLAGS) -I$(B)
 SOURCES  := gemma4.c $(wildcard *.h parts/*.h) $(B)/page.h
 TESTS    := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c tests/make_*.c tests/eval_*.c))
+LINES    := $(patsubst %,$(B)/lines-%,none $(EDITORS))
 BENCHES  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/bench_*.c))
 comma := ,
 # all-major: one piece of code for each generation from sm_80 on
@@ -91,11 +94,13 @@ $(B)/flags $(B)/cuda-flags $(B)/engine: FORCE
 test:                           ## build what is missing and run all tests
 	@$(MAKE) --no-print-directory $(if $(filter -j%,$(MAKEFLAGS)),,-j$(JOBS)) ENGINE=$(TESTED) $(TESTED_BIN) test-programs
 	@BUILD=$(B) GEMMA4="$$(pwd)/$(TESTED_BIN)" $(if $(filter cpu,$(TESTED)),CUDA_VISIBLE_DEVICES=) sh tests/run.sh
-test-programs: $(EMULATOR) $(TESTS)   ## build the test programs without running them
+test-programs: $(EMULATOR) $(TESTS) $(LINES)   ## build the test programs without running them
 # A test program includes the source that it tests, so part of that goes unused. Asserts stay on. Most compile longer than they
 # run: -Og in place of -O3, which gives the same bits.
 TEST_COMPILE = $(patsubst -g,-g1,$(COMPILE:-O3=-Og))
 $(BENCHES): TEST_COMPILE = $(COMPILE)
+# It counts calls of functions instead of seconds.
+$(B)/test_grammar: TEST_COMPILE += -finstrument-functions
 # Those that do not look inside gguf.h share one object of it, optimised, since it takes longest.
 SHARING := $(patsubst tests/%.c,$(B)/%,$(shell grep -L '^\#define GGUF_IMPLEMENTATION' \
     $$(grep -lE '^\#include ".*(gemma4\.c|gguf\.h)"' $(patsubst $(B)/%,tests/%.c,$(TESTS)))))
@@ -104,6 +109,9 @@ $(SHARING): GGUF = $(B)/gguf.o
 # The program that the shell suites run, without a GPU: -O2 and no -flto take half of the time that gemma4-cpu takes.
 $(B)/gemma4-tested: $(SOURCES) $(B)/flags
 	$(COMPILE:-O3=-O2) $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) -lm
+# The chat's line editor alone, with each library that links and without: test_terminal types to them.
+$(LINES): $(B)/lines-%: tests/lines.c parts/lines.h $(B)/flags
+	$(TEST_COMPILE) $(call edit_flag,$(filter-out none,$*)) $< -o $@ $(LDFLAGS) $(call edit_lib,$(filter-out none,$*))
 $(B)/gguf.o: gguf.h $(B)/flags
 	$(COMPILE) -UNDEBUG -D_GNU_SOURCE -DGGUF_IMPLEMENTATION -xc -c $< -o $@
 $(TESTS) $(BENCHES): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags $(B)/engine \
@@ -115,7 +123,7 @@ else
 	$(TEST_COMPILE) -I. -UNDEBUG -Wno-unused-function $< $(GGUF) $(GPU_FLAGS) -o $@ $(LDFLAGS) -lm $(GPU_LIBS)
 endif
 $(EMULATED): $(E)/kernels.o $(E)/emulator.o
-$(EMULATED): GPU_FLAGS = -DUSE_CUDA -rdynamic $(E)/kernels.o $(E)/emulator.o
+$(EMULATED): GPU_FLAGS = -DUSE_CUDA -DEMULATED=1 -rdynamic $(E)/kernels.o $(E)/emulator.o
 $(EMULATED): GPU_LIBS = -ldl
 $(E)/kernels.o: gemma4_kernels.cu gemma4.h parts/kv.h $(wildcard tests/cuda_on_cpu/*.h) $(B)/flags
 	@mkdir -p $(E)

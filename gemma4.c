@@ -18,9 +18,10 @@
  *   [12] Command line
  *   [13] CPU operations
  * PARTS        parts/convert.h: Hugging Face folders, quantising; parts/bench.h: bench, check, ppl; parts/niah.h: niah;
- *              parts/chat.h: the terminal; parts/session.h: sessions in files; parts/store.h: sessions without a slot;
- *              parts/server.h: HTTP; parts/kv.h: rows of the KV cache; parts/reference.h: what each operation means;
- *              parts/compress.h: shorter prompts; parts/grammar.h, parts/schema.h: answers of a given form
+ *              parts/chat.h: conversations; parts/lines.h: the terminal; parts/session.h: sessions in files;
+ *              parts/store.h: sessions without a slot; parts/server.h: HTTP; parts/kv.h: rows of the KV cache;
+ *              parts/reference.h: what each operation means; parts/compress.h: shorter prompts; parts/grammar.h,
+ *              parts/schema.h: answers of a given form
  * INVARIANTS   activations are f32; matrices are (rows = out, cols = in), row-major; index products are size_t; a step
  *              allocates nothing, unless --dump is given.
  * TRAPS        the list before forward: every way this model differs from Llama. */
@@ -45,14 +46,6 @@
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
-#if defined(USE_EDITLINE)     // the Makefile found libedit
-#include <editline/readline.h>
-#define EDITS_LINES
-#elif defined(USE_READLINE)   // or readline
-#include <readline/readline.h>
-#include <readline/history.h>
-#define EDITS_LINES
-#endif
 #ifndef TESTING               // whose build has it in an object of its own
 #define GGUF_IMPLEMENTATION
 #endif
@@ -1060,10 +1053,12 @@ static size_t copy_ring(Model *m, int cache, int seq, uint8_t *host, CopyKind ki
     size_t n = 0;
     for (int k = 0; k < n_parts; k++) {
         if (!is_ring && !parts[k].is_tail) continue;
-        void *there = parts[k].data, *here = host + n;
-        const bool out = kind == COPY_OUT;
+        if (host) {
+            void *there = parts[k].data, *here = host + n;
+            const bool out = kind == COPY_OUT;
+            m->ops->copy(&(Copy){ out ? here : there, out ? there : here, parts[k].bytes, kind });
+        }
         n += parts[k].bytes;
-        if (host) m->ops->copy(&(Copy){ out ? here : there, out ? there : here, parts[k].bytes, kind });
     }
     return n;
 }
@@ -4868,6 +4863,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
 #include "parts/bench.h"
 #include "parts/compress.h"
 #include "parts/niah.h"
+#include "parts/lines.h"
 #include "parts/chat.h"
 #include "parts/store.h"
 #include "parts/server.h"

@@ -1,6 +1,6 @@
-/* chat.h - conversations, and the terminal that they are held on: messages, answers, lines that are edited, commands. A part
- * of gemma4.c, which includes it.
- *   [1] Messages and answers    [2] Lines from the terminal    [3] Commands */
+/* chat.h - conversations, and the commands of a chat; lines.h reads what the user types. A part of gemma4.c, which
+ * includes it.
+ *   [1] Messages and answers    [2] Commands */
 #ifndef CHAT_H
 #define CHAT_H
 
@@ -226,102 +226,7 @@ static void chat_free(Chat *c) {
     close_scorer(&c->compressor);
 }
 
-// ==== [2] Lines from the terminal ====================================================================================
-
-typedef enum { LINE_TEXT, LINE_END, LINE_INTERRUPTED } LineKind;
-
-// Waits for standard input. False: Ctrl-C came first. SIGINT is blocked but for here, so none is missed.
-static bool wait_for_input(const sigset_t *unblocked) {
-    fd_set set;
-    FD_ZERO(&set);
-    FD_SET(0, &set);
-    while (!interrupted && pselect(1, &set, NULL, NULL, NULL, unblocked) < 0 && errno == EINTR) {}
-    return !interrupted;
-}
-
-#ifdef EDITS_LINES
-static char *edited;                                   // by the library: a line, or NULL at the end of input
-static bool edit_ended;
-
-static void on_edited(char *line) {
-    edited = line;
-    edit_ended = true;
-    rl_callback_handler_remove();                      // the terminal is as we found it from here on
-}
-
-static LineKind edit_line(const char *prompt, const sigset_t *unblocked, TokText *line) {
-    edit_ended = false;
-    rl_callback_handler_install(prompt, on_edited);
-    while (!edit_ended && wait_for_input(unblocked)) rl_callback_read_char();
-    if (!edit_ended) {
-        rl_callback_handler_remove();
-        return LINE_INTERRUPTED;
-    }
-    if (!edited) return LINE_END;
-    const bool ok = tok__append(line, edited, strlen(edited));
-    if (!ok) die("out of memory for a line");
-    free(edited);
-    return LINE_TEXT;
-}
-#endif
-
-// The next line of standard input without its end, appended to *line. The prompt is shown on a terminal only.
-static LineKind read_line(const char *prompt, TokText *line) {
-    static char buffer[4096];
-    static size_t n, at;                               // bytes read, and those used up
-    sigset_t blocked, before;
-    LineKind kind = LINE_TEXT;
-    sigemptyset(&blocked);
-    sigaddset(&blocked, SIGINT);
-    sigprocmask(SIG_BLOCK, &blocked, &before);
-    interrupted = 0;
-#ifdef EDITS_LINES
-    if (isatty(0) && isatty(2)) {
-        kind = edit_line(prompt, &before, line);
-        goto out;
-    }
-#endif
-    if (isatty(0)) fputs(prompt, stderr);
-    for (size_t start = line->n; ; ) {
-        const char *end = memchr(buffer + at, '\n', n - at);
-        const size_t got = end ? (size_t)(end - buffer) - at : n - at;
-        if (!tok__append(line, buffer + at, got)) die("out of memory for a line");
-        at += got + (end != NULL);
-        if (end) break;
-        if (!wait_for_input(&before)) {
-            kind = LINE_INTERRUPTED;
-            break;
-        }
-        const ssize_t bytes = read(0, buffer, sizeof buffer);
-        if (bytes < 0 && errno == EINTR) continue;
-        if (bytes < 0) die("standard input: %s", strerror(errno));
-        n = (size_t)bytes;
-        at = 0;
-        if (n) continue;
-        if (line->n == start) kind = LINE_END;
-        break;
-    }
-#ifdef EDITS_LINES
-out:
-#endif
-    if (kind != LINE_TEXT && isatty(0)) fputc('\n', stderr);
-    sigprocmask(SIG_SETMASK, &before, NULL);
-    return kind;
-}
-
-// What the user says: a line, and those that follow it as long as each ends in a backslash, which becomes a line break.
-static LineKind read_message(TokText *text) {
-    text->n = 0;
-    LineKind kind = read_line("> ", text);
-    while (kind == LINE_TEXT && text->n && text->s[text->n - 1] == '\\') {
-        text->s[text->n - 1] = '\n';
-        kind = read_line(". ", text);
-        if (kind == LINE_END) kind = LINE_TEXT;
-    }
-    return kind;
-}
-
-// ==== [3] Commands ===================================================================================================
+// ==== [2] Commands ===================================================================================================
 
 // The calls of the last answer that wait for a result: how many, and the first one's id.
 static size_t calls_waiting(const TokText *messages, GgufJson *id) {
@@ -530,15 +435,7 @@ static void keep_chat(Chat *c) {
 static int chat_loop(Chat *c, TokStr first, const char *history) {
     TokText text = { 0 };
     int interrupts = 0;
-#ifdef EDITS_LINES
-    rl_readline_name = "gemma4";
-    rl_outstream = stderr;
-    rl_catch_signals = 0;
-    using_history();
-    if (history) read_history(history);
-#else
-    (void)history;
-#endif
+    open_lines(history);
     if (isatty(0)) fprintf(stderr, "# /help lists the commands; Ctrl-C ends an answer, Ctrl-D the chat\n");
     if (first.s) say(c, first);
     keep_chat(c);
@@ -552,13 +449,7 @@ static int chat_loop(Chat *c, TokStr first, const char *history) {
         interrupts = 0;
         if (!text.n || !tok__append(&text, "", 1)) continue;         // a NUL behind it
         text.n--;
-#ifdef EDITS_LINES
-        if (isatty(0)) add_history(text.s);
-        if (isatty(0) && history && write_history(history)) {
-            fprintf(stderr, "# --history: %s: %s\n", history, strerror(errno));
-            history = NULL;
-        }
-#endif
+        remember_line(text.s);
         if (text.s[0] == '/' && text.s[1] != '/') more = command(c, text.s);
         else say(c, text.s[0] == '/' ? (TokStr){ text.s + 1, text.n - 1 } : (TokStr){ text.s, text.n });
         keep_chat(c);

@@ -42,7 +42,7 @@ drive() { # drive NAME [ARGUMENT]: tests/NAME.mjs in node asks a server on the s
     "$gemma4" serve models/gemma4-mini-q8_0.gguf --port 0 -t 2 -np 2 --api-key secret >/dev/null 2>"$tmp/log" </dev/null &
     pid=$!
     trap 'kill -9 $pid 2>/dev/null; rm -rf "$tmp"' EXIT
-    for _ in $(seq 200); do
+    for _ in $(seq 1200); do                     # a minute: how fast the machine is does not matter
         grep -q '^# serving at ' "$tmp/log" && break
         sleep 0.05
     done

@@ -96,10 +96,8 @@ page.showMarkdown(whole, 'a\n\nb\n\nc');
 const [a, b] = whole.children;
 page.showMarkdown(whole, 'a\n\nb more');
 check('what is shown already stays', whole.children[0] === a && whole.children[1] !== b && whole.children.length === 2);
-const began = performance.now();
 for (const text of ['> ', '- ', '**a ', '[', '`', '_a ', '| a ', '![a](http://x(', '``` ', '\\', 'http://(', '*a **b '])
-    shown(text.repeat(20000 / text.length));
-check('no text takes long', performance.now() - began < 20000, performance.now() - began);
+    check(`${text.trim()} again and again`, shown(text.repeat(20000 / text.length)).length);      // what takes for ever fails the suite
 
 // ---- streams, errors, requests ----
 const stream = ': hi\n\ndata: {"a":"\u00e9"}\n\nevent: x\r\ndata: 1\r\ndata: 2\r\n\r\ndata: [DONE]\n\ndata: cut';
@@ -122,7 +120,7 @@ check('what is stored and is no conversation', page.readChat('{"id":"a","message
 
 // ---- with the server ----
 async function until(what) {
-    for (let i = 0; i < 1000 && !what(); i++) await new Promise(r => setTimeout(r, 20));
+    for (let i = 0; i < 3000 && !what(); i++) await new Promise(r => setTimeout(r, 20));
     return what();
 }
 const form = element('key'), keyNotice = element('key-notice');

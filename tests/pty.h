@@ -97,6 +97,16 @@ static inline bool pty_expect(Pty *p, const char *text) {
 
 static inline bool pty_send(Pty *p, const char *text) { return write(p->fd, text, strlen(text)) == (ssize_t)strlen(text); }
 
+// Types a text in two parts; the second one when the program has taken the first.
+static inline bool pty_send_cut(Pty *p, const char *text, size_t at) {
+    if (write(p->fd, text, at) != (ssize_t)at) return false;
+    for (const double end = pty_seconds() + 60; pty_seconds() < end; pty_read(p, 0.01)) {
+        int waiting = 0;                               // the terminal's driver has no more for the program
+        if (ioctl(p->side, FIONREAD, &waiting) || !waiting) return pty_send(p, text + at);
+    }
+    return false;
+}
+
 // Waits for the end of the program. The exit status, or 1000 + the signal that ended it. *sane: the terminal is left as it
 // was; may be NULL.
 static inline int pty_end(Pty *p, bool *sane) {

@@ -11,7 +11,7 @@
 # process). All GPUs are used, or those in CUDA_VISIBLE_DEVICES.
 cd "$(dirname "$0")/.." || exit 1
 export BUILD="${BUILD:-build}" LOGS="${LOGS:-$(mktemp -d)}" LIMIT="${LIMIT:-1200}"
-jobs=${JOBS:-$(nproc | awk '{ print $1 > 16 ? 16 : $1 }')}
+jobs=${JOBS:-$(nproc | awk '{ print ($1 > 16) ? 16 : $1 }')}
 
 if [ "$1" = -one ]; then                # -one TOOL PROGRAM ARGUMENTS...: one process
     tool=$2

@@ -1001,12 +1001,12 @@ if env --default-signal=INT true 2>/dev/null; then      # a shell starts backgro
     env --default-signal=INT "$gemma4" "$model" -p hi --temp 0 -n 8000 --ignore-eos >"$tmp/out" 2>"$tmp/err" &
     pid=$!
     i=0
-    while [ ! -s "$tmp/out" ] && [ $i -lt 300 ]; do sleep 0.1; i=$((i + 1)); done
+    while [ ! -s "$tmp/out" ] && [ $i -lt 1200 ]; do sleep 0.1; i=$((i + 1)); done
     ok "Ctrl-C: text appears while it is generated" [ -s "$tmp/out" ]
     ok "Ctrl-C: the process runs until then" kill -INT $pid
     i=0
-    while kill -0 $pid 2>/dev/null && [ $i -lt 100 ]; do sleep 0.1; i=$((i + 1)); done
-    ok "Ctrl-C: the process ends" [ $i -lt 100 ]
+    while kill -0 $pid 2>/dev/null && [ $i -lt 1200 ]; do sleep 0.1; i=$((i + 1)); done
+    ok "Ctrl-C: the process ends" [ $i -lt 1200 ]
     kill -9 $pid 2>/dev/null
     wait $pid
     status=$?
@@ -1016,7 +1016,7 @@ if env --default-signal=INT true 2>/dev/null; then      # a shell starts backgro
     env --ignore-signal=INT "$gemma4" "$model" -p hi --temp 0 -n 200 --ignore-eos >"$tmp/out" 2>"$tmp/err" &
     pid=$!
     i=0
-    while [ ! -s "$tmp/out" ] && [ $i -lt 300 ]; do sleep 0.1; i=$((i + 1)); done
+    while [ ! -s "$tmp/out" ] && [ $i -lt 1200 ]; do sleep 0.1; i=$((i + 1)); done
     kill -INT $pid
     wait $pid
     status=$?

@@ -1,9 +1,11 @@
 /* test_terminal.c - the chat as a person sees it: a program at a pseudo-terminal, its prompt, lines, Ctrl-C and Ctrl-D.
  *
- * Run from the top of the repository. Chats that need no terminal are in test_cli.sh.
- * Environment: GEMMA4 (./gemma4), TMPDIR (/tmp). */
+ * Run from the top of the repository. Chats that need no terminal are in test_cli.sh. The line editor is tested with each
+ * library by tests/lines.c, which make builds.
+ * Environment: GEMMA4 (./gemma4), BUILD (build), TMPDIR (/tmp). */
 #define _GNU_SOURCE
 #include <stdint.h>
+#include <sys/stat.h>
 #include "test.h"
 #include "pty.h"
 
@@ -33,8 +35,25 @@ static void ends(const char *what, int expected) {
     CHECK(sane, "%s: the terminal is left in another mode", what);
 }
 
+#define GRUEN  "gr\xc3\xbcn"                            // an umlaut, CJK, emoji joined to one, a combining mark, Hebrew, Arabic
+#define CJK    "\xe4\xb8\xad\xe6\x96\x87"
+#define EMOJI  "\xf0\x9f\x98\x80"
+#define FAMILY "\xf0\x9f\x91\xa8\xe2\x80\x8d\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x91\xa7"
+#define ACUTE  "\xcc\x81"
+#define SHALOM "\xd7\xa9\xd7\x9c\xd7\x95\xd7\x9d"
+#define ARABIC "\xd8\xb9\xd8\xb1\xd8\xa8\xd9\x8a"
+#define WORLD  GRUEN " " CJK " " EMOJI " " FAMILY " e" ACUTE " " SHALOM " " ARABIC
+
+// The locale that programs are started with; NULL: the variable is not set.
+static void set_locale(const char *all, const char *lang) {
+    unsetenv("LC_CTYPE");
+    if (all ? setenv("LC_ALL", all, 1) : unsetenv("LC_ALL")) exit(1);
+    if (lang ? setenv("LANG", lang, 1) : unsetenv("LANG")) exit(1);
+}
+
 static void test_talk(void) {
     char line[700];
+    set_locale("C", NULL);
     if (!start("-n", "40", NULL, NULL)) return;
     says("Tell me a story about a fox.\n", "Once upon a time");
     CHECK(pty_expect(&p, "\n> "), "no prompt behind the answer: %s", pty_tail(&p));
@@ -50,13 +69,13 @@ static void test_talk(void) {
     snprintf(line, sizeof line, "/load %s/talk.json\n", tmp);
     says(line, "4 messages from");
     says("one \\\n", ". ");                             // goes on in the next line
-    says("two\n", "\n> ");
+    says("two " WORLD "\n", "\n> ");
     snprintf(line, sizeof line, "/save %s/lines.json\n", tmp);
     says(line, "6 messages saved");
     says("/exit\n", "");
     ends("/exit", 0);
-    snprintf(line, sizeof line, "grep -qF 'one \\ntwo' %s/lines.json", tmp);
-    CHECK(system(line) == 0, "a line that ends in a backslash does not go on");
+    snprintf(line, sizeof line, "grep -qF 'one \\ntwo " WORLD "\"' %s/lines.json", tmp);
+    CHECK(system(line) == 0, "a line that ends in a backslash does not go on, or characters are lost");
 }
 
 static void test_end_of_input(void) {
@@ -86,7 +105,7 @@ static void test_interrupt(void) {
     // Ctrl-C again and again while it works: whether the answer stops first or not, the program ends.
     if (!start("-n", "8000", "--ignore-eos", NULL)) return;
     says("Tell me a story about a fox.\n", "Once upon");
-    for (int i = 0; i < 100 && pty_running(&p); i++) {
+    for (int i = 0; i < 1200 && pty_running(&p); i++) {
         if (!pty_send(&p, "\003")) break;
         poll(NULL, 0, 50);                             // signals that come at once are one
     }
@@ -133,6 +152,80 @@ static void test_history(void) {
     ends("--history again", 0);
 }
 
+// ---- the line editor with each library, in the locales that there may be ----
+
+static bool start_lines(const char *library, const char *file) {
+    char program[600];
+    const char *build = getenv("BUILD") ? getenv("BUILD") : "build";
+    const char *argv[] = { program, file, NULL };
+    snprintf(program, sizeof program, "%s/lines-%s", build, library);
+    return CHECK(pty_start(&p, argv, PTY_ALL, NULL), "no terminal") &&
+           CHECK(pty_expect(&p, "> "), "%s: no prompt: %s", library, pty_tail(&p));
+}
+
+// Types a line, in two parts if cut > 0, and waits for a message: what it ends with, or one of two.
+static void types(const char *library, const char *line, size_t cut, const char *want, const char *or) {
+    const size_t from = p.at;
+    const char *locale = getenv("LC_ALL") ? getenv("LC_ALL") : getenv("LANG") ? getenv("LANG") : "(none)";
+    if (!CHECK(pty_send_cut(&p, line, cut) && pty_expect(&p, "numbers: C\r\n") && pty_expect(&p, "> "),
+               "%s, locale %s: '%s' is no message: %s", library, locale, line, pty_tail(&p))) return;
+    p.shows[p.at - 2] = 0;
+    const char *got = strstr(p.shows + from, "got [");
+    CHECK(got && (strstr(got, want) || (or && strstr(got, or))), "%s, locale %s: '%s': expected '%s', got: %s", library, locale,
+          line, want, got ? got : "");
+    p.shows[p.at - 2] = '>';
+}
+
+static void test_lines(const char *library) {
+    static const struct { const char *all, *lang; } locales[] = {
+        { "C", NULL }, { "POSIX", "C.UTF-8" }, { NULL, NULL }, { "C.UTF-8", NULL }, { "xx_YY.UTF-8", NULL }, { NULL, "xx_YY.UTF-8" } };
+    static const struct { const char *line; size_t cut; const char *want, *or; } lines[] = {
+        { WORLD "\n", 0, "got [" WORLD "]", NULL },
+        { "a\xc3\xbc\x7f" "b\n", 0, "got [ab]", NULL },                      // Backspace
+        { "a" CJK "\x7f" "b\n", 0, "got [a\xe4\xb8\xad" "b]", NULL },
+        { "a" EMOJI "\x7f" "b\n", 0, "got [ab]", NULL },
+        { "ae" ACUTE "\x7f" "b\n", 0, "got [aeb]", "got [ab]" },            // the mark, or what it belongs to as well
+        { "a\xc3\xbc" "b\n", 2, "got [a\xc3\xbc" "b]", NULL },               // arrives in parts
+        { "a" EMOJI "b\n", 2, "got [a" EMOJI "b]", NULL },
+        { "a" EMOJI "b\n", 4, "got [a" EMOJI "b]", NULL },
+        { "a\xff" "b\x80\xc3(d\n", 0, "(d]", NULL },                         // not UTF-8
+        { "a\xf0\x9f" "b\n", 0, "b]", NULL },
+        { "a\xed\xa0\x80\xc0\xaf" "b\n", 0, "b]", NULL },
+        { "a\xc3\n", 0, "got [a", NULL },
+        { WORLD "\n", 0, "got [" WORLD "]", NULL },                           // after it, all is well
+        { GRUEN "\\\n" CJK "\n", 0, "got [" GRUEN "\r\n" CJK "]", NULL },
+    };
+    const bool edits = strcmp(library, "none") != 0;
+    char program[600], file[600];
+    struct stat st;
+    snprintf(program, sizeof program, "%s/lines-%s", getenv("BUILD") ? getenv("BUILD") : "build", library);
+    if (access(program, X_OK)) {
+        snprintf(file, sizeof file, "no %s here: lines with it", library);
+        SKIP(file);
+        return;
+    }
+    for (size_t k = 0; k < sizeof locales / sizeof *locales; k++) {
+        set_locale(locales[k].all, locales[k].lang);
+        if (!start_lines(library, NULL)) return;
+        for (size_t i = 0; i < (k ? 2 : sizeof lines / sizeof *lines); i++)
+            types(library, lines[i].line, lines[i].cut, lines[i].want, lines[i].or);
+        if (edits) types(library, "\020\n", 0, k ? "got [ab]" : "got [" GRUEN, NULL);       // Ctrl-P: the line before
+        says("\004", "");
+        ends(library, 0);
+    }
+    snprintf(file, sizeof file, "%s/lines-%s", tmp, library);
+    set_locale(NULL, NULL);
+    for (int mode = 0600; edits && mode <= 0640; mode += 040) {            // a file that is there keeps its mode
+        if (!start_lines(library, file)) return;
+        types(library, mode == 0600 ? WORLD "\n" : "\020\n", 0, "got [" WORLD "]", NULL);
+        says("\004", "");
+        ends(library, 0);
+        CHECK(!stat(file, &st) && (int)(st.st_mode & 0777) == mode, "%s: expected a history of mode %o, got %o", library,
+              (unsigned)mode, (unsigned)st.st_mode & 0777);
+        chmod(file, 0640);
+    }
+}
+
 int main(void) {
     const char *base = getenv("TMPDIR") && *getenv("TMPDIR") ? getenv("TMPDIR") : "/tmp";
     gemma4 = getenv("GEMMA4") ? getenv("GEMMA4") : "./gemma4";
@@ -152,6 +245,9 @@ int main(void) {
         test_interrupt();
         test_one_answer();
         test_history();
+        test_lines("editline");
+        test_lines("readline");
+        test_lines("none");
     }
     char command[600];
     snprintf(command, sizeof command, "rm -rf '%s'", tmp);

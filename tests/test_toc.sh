@@ -1,6 +1,6 @@
 #!/bin/sh
-# The table of contents at the head of a long source names the section banners below it, in order, and no engine
-# source reads the environment. Entries are "[n]  Title", one or two on a line; banners are "// ==== [n] Title ====".
+# The table of contents at the head of a long source names the section banners below it, in order, no engine source
+# reads the environment, and nothing lies at the top of the tree that does not belong there. Entries are "[n]  Title", one or two on a line; banners are "// ==== [n] Title ====".
 cd "$(dirname "$0")/.." || exit 1
 . tests/harness.sh
 
@@ -53,4 +53,15 @@ for file in gemma4.c gemma4.h gemma4_kernels.cu gguf.h tokenizer.h parts/*.h; do
     [ -z "$uses" ]
     check $? "$file: reads the environment: $uses"
 done
+# What is at the top of the tree, in a git checkout: a file that a wrong redirection made is soon added to it.
+top=" Makefile gemma4.c gemma4.h gemma4_kernels.cu gguf.h tokenizer.h parts web run.sh models tools tests docs README.md LICENSE \
+CONTRIBUTING.md .ci .gitignore .clang-format .editorconfig "
+if files=$(git ls-files 2>/dev/null) && [ -n "$files" ]; then
+    for name in $(printf '%s\n' "$files" | cut -d / -f 1 | sort -u); do
+        case $top in
+        *" $name "*) check 0 ;;
+        *) check 1 "$name: does not belong at the top of the tree" ;;
+        esac
+    done
+fi
 finish toc

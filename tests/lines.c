@@ -1,0 +1,60 @@
+/* lines.c - parts/lines.h alone: a small program that reads messages as the chat does, which takes a second to build and
+ * nothing to start. make builds it with each library that edits lines and without any; test_terminal types to them.
+ *
+ *   build/lines-NAME [HISTORY]      prints each message between brackets, and the locale of numbers */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/select.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+typedef struct { char *s; size_t n, cap; } TokText;    // as in tokenizer.h
+static volatile sig_atomic_t interrupted;
+
+static bool tok__append(TokText *v, const char *s, size_t n) {
+    if (v->n + n > v->cap) {
+        char *more = realloc(v->s, v->cap = 2 * (v->n + n));
+        if (!more) return false;
+        v->s = more;
+    }
+    if (n) memcpy(v->s + v->n, s, n);
+    v->n += n;
+    return true;
+}
+
+__attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt, ...) {
+    va_list ap;
+    va_start(ap, fmt);
+    vfprintf(stderr, fmt, ap);
+    va_end(ap);
+    _exit(1);
+}
+
+#include "../parts/lines.h"
+
+static void on_interrupt(int signal_number) { interrupted = signal_number; }
+
+int main(int argc, char **argv) {
+    TokText text = { 0 };
+    const struct sigaction act = { .sa_handler = on_interrupt };
+    sigaction(SIGINT, &act, NULL);
+    setvbuf(stdout, NULL, _IONBF, 0);
+    open_lines(argc > 1 ? argv[1] : NULL);
+    for (LineKind kind; (kind = read_message(&text)) != LINE_END; ) {
+        if (kind == LINE_INTERRUPTED) {
+            printf("interrupted\n");
+            continue;
+        }
+        printf("got [%.*s] numbers: %s\n", (int)text.n, text.s, setlocale(LC_NUMERIC, NULL));
+        if (!text.n || !tok__append(&text, "", 1)) continue;         // a NUL after it
+        remember_line(text.s);
+    }
+    free(text.s);
+    return 0;
+}
