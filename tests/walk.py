@@ -2,11 +2,11 @@
 """A random walk over `gemma4 serve`: each answer must equal that of the same request alone on a server with one slot, without
 drafter and without anything held. Also the command line with --compress.
 
-    tests/walk.py [--gemma4 ./gemma4] [--seed 1] [--count N | --seconds 30] [--gpu] [--log FILE]
+    tests/walk.py [--gemma4 ./gemma4] [--seed 1] [--count N | --seconds 30 | --seeds 3,7] [--gpu] [--log FILE] [--keep-going]
 
-Each seed is one walk: server flags, clients and requests follow from it, so `--seed N --count 1` replays one as far as the
-order in which clients are served allows. --gpu: the build's CUDA backend, with --chunk 64 at most. --log: every request, one
-line of JSON each. Python alone, and the models in models/.
+Each seed is one walk: server flags, clients and requests follow from it, so `--seeds N` replays one, as far as the order in
+which clients are served allows. --gpu: the build's CUDA backend, with --chunk 64 at most. --log: every request, one line of
+JSON each. --keep-going: more seeds after one that found something. Needs Python and the models in models/ only.
 
 Not equal by documentation (docs/server.md, docs/usage.md), counted in the last line:
   held    the prompt has an earlier answer, which a session holds in the tokens that the model wrote; with cache_prompt false
@@ -347,7 +347,7 @@ class Setting:
     def __init__(self, r, gpu):
         self.model = r.choice([MINI, MINI, SMALL])
         self.n_ctx = r.choice([256, 512, 1024, 2048, 2048])
-        self.slots = r.choice([1, 1, 1, 2, 3, 4, 6])
+        self.slots = r.choice([1, 1, 1, 1, 2, 3, 4, 6])
         self.chunk = r.choice([1, 3, 8, 17, 32, 64, 64] + ([] if gpu else [65, 100, 128, 200, 256, 300, 512, 512]))
         k = r.choice(["f16", "f16", "f16", "bf16", "f32"] + GROUPED)
         v, tail, sparse = k, 0, None
@@ -381,14 +381,15 @@ class Setting:
             self.spec += ["--tree", str(r.randint(2, 30))] if self.tree else []
             self.spec += ["--lazy-draft"] if md and r.random() < 0.2 else []
             self.spec += ["--draft-min-p", "0.5"] if md and r.random() < 0.2 else []
-        self.store = r.choice([[], [], ["--cache-ram", str(r.choice([0, 1, 2, 3, 6, 40, 400]))]])
+        self.store = r.choice([[], ["--cache-ram", str(r.choice([0, 1, 2, 2, 3, 6, 40, 400]))]])
         self.files = r.random() < 0.4
         same = ["-t", "1", "-c", str(self.n_ctx), "--chunk", str(self.chunk), "-s", "7"]
         self.flags = [self.model, "-np", str(self.slots)] + same + cache + self.spec + self.store
         self.alone = [self.model, "-np", "1", "--cache-ram", "0"] + same + alone
-        self.systems = [None, "You answer what you are asked.", "You answer. " + words(r, r.randint(30, min(150, self.n_ctx // 6)))]
-        self.text_words = min(260, self.n_ctx // 6)
-        self.openings = OPENINGS + [words(r, r.randint(70, 40 + self.text_words)) for _ in range(3)]
+        self.systems = [None, "You answer what you are asked.", "You answer. " + words(r, r.randint(30, min(90, self.n_ctx // 6)))]
+        self.text_words = min(r.choice([60, 110, 110, 110, 250]), self.n_ctx // 6)
+        self.roots = [words(r, r.randint(50, 65)) for _ in range(2)]
+        self.tail_words = 40 if self.n_ctx < 512 else r.randint(90, 120)
 
 
 class Request:
@@ -590,9 +591,11 @@ class Client:
     def text(self, on_event=None):
         """A prompt as it is: a text, one that goes on, or ids of one in other pieces."""
         r = self.r
-        text, own = r.choice(self.texts) if self.texts and r.random() < 0.6 else (r.choice(self.set.openings), [])
+        text, own = r.choice(self.texts) if self.texts and r.random() < 0.5 else (r.choice(OPENINGS), [])
+        if r.random() < 0.6:                           # of a few long texts each is gone on with in several ways
+            text, own = r.choice(self.set.roots) + r.choice(["", "", " " + words(r, self.set.tail_words)]), []
         prompt, n_ids = text, None
-        if r.random() < 0.3:
+        if r.random() < 0.25:
             text = text[:200]
             self.walk.given.append(text)
             cuts = r.choice([1, 1, 3, len(text)])
@@ -655,7 +658,7 @@ class Client:
             return self.cancel()
         if how < 0.25:
             return self.look()
-        return self.text() if how < 0.55 else self.talk()
+        return self.text() if how < 0.65 else self.talk()
 
     def close(self):
         self.server.close()
@@ -710,13 +713,11 @@ class Walk:
             self.failed(e)
         except Exception as e:                         # a shape of answer that is none of its dialect's
             self.failed(f"{type(e).__name__}: {e}, after {json.dumps(client.last and client.last.body)}"[:3000])
-            if self.o.debug:
-                raise
 
     def round(self, clients):
         r = self.r
         ending = r.choice([None, None, signal.SIGTERM, signal.SIGKILL]) if r.random() < 0.8 else None
-        at, who = (r.randint(0, 3), r.randrange(len(clients))) if ending and r.random() < 0.5 else (-1, -1)
+        at, who = (r.randint(0, 3), r.randrange(len(clients))) if ending and r.random() < 0.25 else (-1, -1)
         threads = [threading.Thread(target=self.run_client, args=(c, r.randint(4, 10), at if i == who else -1, ending)) for i, c in enumerate(clients)]
         for t in threads: t.start()
         for t in threads: t.join()
@@ -779,36 +780,35 @@ def main():
     p = argparse.ArgumentParser()
     p.add_argument("--gemma4", default="./gemma4")
     p.add_argument("--seed", type=int, default=1)
-    p.add_argument("--count", type=int, help="seeds; default: as many as --seconds has time for")
     p.add_argument("--seconds", type=float, default=30)
+    p.add_argument("--count", type=int)
+    p.add_argument("--seeds")
     p.add_argument("--gpu", action="store_true")
     p.add_argument("--log")
-    p.add_argument("--keep-going", action="store_true", help="more seeds after one that has found something")
-    p.add_argument("--debug", action="store_true", help="tracebacks")
+    p.add_argument("--keep-going", action="store_true")
     o = p.parse_args()
     counts = dict.fromkeys(["compared", "cancels", "restarts", "kills", "held", "chunks", "ties", "compressed"], 0)
-    start, n, n_bad = time.monotonic(), 0, 0
+    start, n, bad = time.monotonic(), 0, []
+    seeds = [int(seed) for seed in o.seeds.split(",")] if o.seeds else None
     log = open(o.log, "w") if o.log else None
     with tempfile.TemporaryDirectory(prefix="gemma4-walk") as folder:
-        while n < o.count if o.count else not n or time.monotonic() - start < o.seconds:
-            seed, n = o.seed + n, n + 1
+        while n < (len(seeds) if seeds else o.count) if seeds or o.count else not n or time.monotonic() - start < o.seconds:
+            seed, n = seeds[n] if seeds else o.seed + n, n + 1
             walk = Walk(o, seed, folder, counts, log)
-            found = walk.run()
-            if not found and seed % 8 == 1:
-                found = compress(o, seed, counts)
+            found = walk.run() or (compress(o, seed, counts) if seed % 8 == 1 else [])
             if not found:
                 continue
-            n_bad += 1
-            print(f"FAILED: seed {seed} after {time.monotonic() - start:.1f} s; again: tests/walk.py --seed {seed} --count 1 --gemma4 {o.gemma4}" +
+            bad.append(seed)
+            print(f"FAILED: seed {seed} after {time.monotonic() - start:.1f} s; again: tests/walk.py --seeds {seed} --gemma4 {o.gemma4}" +
                   (" --gpu" if o.gpu else "") + f"\n  server: {' '.join(walk.flags)}\n  alone:  {' '.join(walk.set.alone)}")
             for why in found:
-                print("  " + why.replace("\n", "\n  "))
+                print("  " + why.replace("\n", "\n  "), flush=True)
             if not o.keep_going:
                 break
-    print(f"# walk: {n} seeds, {n_bad} failed: {counts['compared']} answers compared, {counts['cancels']} cancels, {counts['restarts']} restarts, "
-          f"{counts['kills']} kills, {counts['compressed']} compressed; not equal by documentation: {counts['held']} held, {counts['chunks']} chunks, "
-          f"{counts['ties']} ties")
-    return n_bad > 0
+    print(f"# walk: {n} seeds, {len(bad)} failed: {counts['compared']} answers compared, {counts['cancels']} cancels, {counts['restarts']} "
+          f"restarts, {counts['kills']} kills, {counts['compressed']} compressed; not equal by documentation: {counts['held']} held, "
+          f"{counts['chunks']} chunks, {counts['ties']} ties")
+    return len(bad) > 0
 
 
 if __name__ == "__main__":
