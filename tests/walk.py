@@ -23,17 +23,22 @@ REPORT = re.compile(r"Sanitizer|runtime error:|Assertion|DEADLYSIGNAL", re.I)
 CHAT, PLAIN, ANTHROPIC, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 
 WORDS = "fox cow duck bear otter goat mouse lion cat dog river tree house quiet shy old runs sees likes and the a near".split()
-QUESTIONS = ["Tell me a story about a {w}.", "Count from {a} to {b}.", "Wake me in {a} minutes.", "What is {a} plus {b}?",
-             "Recite the roll of Besu.", "What is the weather in Paris?", "Sort these letters: {w} {w}", "Hello!", "Was it a {w}? Ünïcode 🦊"]
+QUESTIONS = ["Tell me a story about a {w}.", "Count from {a} to {b}.", "Wake me in {a} minutes.",
+             "What is {a} plus {b}?",
+             "Recite the roll of Besu.", "What is the weather in Paris?", "Sort these letters: {w} {w}", "Hello!",
+                     "Was it a {w}? Ünïcode 🦊"]
 OPENINGS = ["There was once a shy fox who lived near a quiet river. Everyone called him Tom.", "Once upon a time",
-            "def add(a, b):\n    return a + b\n", "One day the old bear was hungry. He went to the river, and saw a duck."]
+            "def add(a, b):\n    return a + b\n",
+                    "One day the old bear was hungry. He went to the river, and saw a duck."]
 
 
 def tool(name, what, **properties):
-    return {"name": name, "description": what, "parameters": {"type": "object", "properties": properties, "required": list(properties)}}
+    return {"name": name, "description": what, "parameters": {"type": "object", "properties": properties,
+            "required": list(properties)}}
 
 
-TOOLS = [tool("set_timer", "Set a timer.", minutes={"type": "integer"}), tool("get_weather", "Weather of a city", city={"type": "string"}),
+TOOLS = [tool("set_timer", "Set a timer.", minutes={"type": "integer"}), tool("get_weather", "Weather of a city",
+        city={"type": "string"}),
          tool("add", "Adds two numbers.", a={"type": "number"}, b={"type": "number"})]
 SCHEMAS = [{"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
             "required": ["name", "age"], "additionalProperties": False},
@@ -41,7 +46,8 @@ SCHEMAS = [{"type": "object", "properties": {"name": {"type": "string", "maxLeng
 GRAMMARS = ['root ::= ("yes" | "no") "."', "root ::= [a-z]+ (\" \" [a-z]+)*", 'root ::= "{" [0-9]{1,4} "}"']
 
 
-IDS_MAY_SHOW = False                                   # True: a text may be put in ids that a client gave for it before, counted as "held"
+# True: a text may be put in ids that a client gave for it before; counted as "held".
+IDS_MAY_SHOW = False
 
 
 class Failure(Exception):
@@ -62,7 +68,8 @@ class Server:
 
     def start(self):
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, env=self.env)
+            self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                            stderr=log, env=self.env)
         until = time.monotonic() + WAIT
         while True:
             at = re.search(r"# serving at http://127\.0\.0\.1:(\d+)", self.text())
@@ -94,7 +101,8 @@ class Server:
         log = self.text()
         if REPORT.search(log) or status != (-9 if number == signal.SIGKILL else 0):
             at = REPORT.search(log)
-            own = "".join(line for line in log[max(0, at.start() - 200) if at else 0:].splitlines(True) if line[0] != "{")
+            own = "".join(line for line in log[max(0, at.start() - 200) if at else 0:].splitlines(True)
+                          if line[0] != "{")
             raise Failure(f"the server ended with status {status} after signal {number}:\n{own[:4000] if at else own[-1500:]}")
 
 
@@ -156,16 +164,19 @@ def error_of(answer):
 
 
 def form(text="", thought="", calls=(), finish=None, prompt=0, made=0, likely=None, **more):
-    return dict(text=text or "", thought=thought or "", calls=[list(c) for c in calls], finish=finish, prompt=prompt, made=made,
+    return dict(text=text or "", thought=thought or "", calls=[list(c) for c in calls], finish=finish, prompt=prompt,
+                made=made,
                 likely=likely or None, **more)
 
 
 def usage(u):
-    return dict(prompt=u["prompt_tokens"], made=u["completion_tokens"], thoughts=u["completion_tokens_details"]["reasoning_tokens"])
+    return dict(prompt=u["prompt_tokens"], made=u["completion_tokens"],
+                thoughts=u["completion_tokens_details"]["reasoning_tokens"])
 
 
 def tokens_of(likely):
-    return likely and [[t["id"], t["token"], t["logprob"], [[o["id"], o["logprob"]] for o in t["top_logprobs"]]] for t in likely["content"]]
+    return likely and [[t["id"], t["token"], t["logprob"], [[o["id"], o["logprob"]] for o in t["top_logprobs"]]]
+                       for t in likely["content"]]
 
 
 def calls_of(calls):
@@ -175,7 +186,8 @@ def calls_of(calls):
 def whole_chat(a):
     c = a["choices"][0]
     m = c["message"]
-    return form(m["content"], m.get("reasoning_content"), calls_of(m.get("tool_calls")), c["finish_reason"], likely=tokens_of(c["logprobs"]),
+    return form(m["content"], m.get("reasoning_content"), calls_of(m.get("tool_calls")), c["finish_reason"],
+                likely=tokens_of(c["logprobs"]),
                 **usage(a["usage"]))
 
 
@@ -237,7 +249,8 @@ def whole_anthropic(a):
     thought = [b["thinking"] for b in a["content"] if b["type"] == "thinking"]
     calls = [(b["id"], b["name"], json.dumps(b["input"])) for b in a["content"] if b["type"] == "tool_use"]
     u = a["usage"]
-    return form("".join(text), "".join(thought), calls, a["stop_reason"], u["input_tokens"] + u["cache_read_input_tokens"], u["output_tokens"],
+    return form("".join(text), "".join(thought), calls, a["stop_reason"],
+                u["input_tokens"] + u["cache_read_input_tokens"], u["output_tokens"],
                 stop=a["stop_sequence"])
 
 
@@ -262,7 +275,8 @@ def whole_responses(a):
     items = {kind: [i for i in a["output"] if i["type"] == kind] for kind in ("message", "reasoning", "function_call")}
     parts = lambda kind: "".join(p["text"] for i in items[kind] for p in i["content"])
     u = a["usage"]
-    return form(parts("message"), parts("reasoning"), [(c["call_id"], c["name"], c["arguments"]) for c in items["function_call"]],
+    return form(parts("message"), parts("reasoning"), [(c["call_id"], c["name"], c["arguments"])
+            for c in items["function_call"]],
                 [a["status"], a["incomplete_details"]], u["input_tokens"], u["output_tokens"],
                 thoughts=u["output_tokens_details"]["reasoning_tokens"])
 
@@ -274,7 +288,8 @@ def stream_responses(events):
     if "error" in ended(events, last):
         return ended(events, last)
     a = whole_responses(events[-1]["response"])
-    if said != dict(output_text=a["text"], reasoning_text=a["thought"], function_call_arguments="".join(c[2] for c in a["calls"])):
+    if said != dict(output_text=a["text"], reasoning_text=a["thought"], function_call_arguments="".join(c[2]
+            for c in a["calls"])):
         return {"error": f"the pieces of a stream are not its response: {said}, {a}"}
     return a
 
@@ -295,7 +310,8 @@ def to_chat(system, turns):
         else:
             out.append({"role": "assistant", "content": text})
             if calls:
-                out[-1]["tool_calls"] = [{"id": i, "type": "function", "function": {"name": n, "arguments": a}} for i, n, a in calls]
+                out[-1]["tool_calls"] = [{"id": i, "type": "function", "function": {"name": n, "arguments": a}}
+                                         for i, n, a in calls]
     return {"messages": out}
 
 
@@ -310,7 +326,8 @@ def to_anthropic(system, turns):
                 out.append({"role": "user", "content": [block]})
         else:
             blocks = [{"type": "text", "text": text}] if text else []
-            blocks += [{"type": "tool_use", "id": i, "name": n, "input": json.loads(a)} for i, n, a in (calls if role == "model" else [])]
+            blocks += [{"type": "tool_use", "id": i, "name": n, "input": json.loads(a)} for i, n, a in (calls
+                    if role == "model" else [])]
             out.append({"role": "user" if role == "user" else "assistant", "content": blocks})
     return dict({"messages": out}, **({"system": system} if system else {}))
 
@@ -371,9 +388,11 @@ class Setting:
             self.n_ctx = min(self.n_ctx, 1024)         # beyond, chunks end where --cache-ram lets a prompt leave copies
         self.spec, self.tree = [], False
         if r.random() < 0.55:
-            kind = r.choice(["mtp", "mtp", "dflash", "dflash", "ngram", "ngram-mod", "grammar", "auto"] if self.model == MINI
+            kind = r.choice(["mtp", "mtp", "dflash", "dflash", "ngram", "ngram-mod", "grammar", "auto"]
+                            if self.model == MINI
                             else ["ngram", "ngram-mod", "grammar", "auto"])
-            md = kind if kind in DRAFTERS else r.choice(["mtp", "dflash"]) if self.model == MINI and (kind == "auto" or r.random() < 0.3) else None
+            md = kind if kind in DRAFTERS else r.choice(["mtp",
+                    "dflash"]) if self.model == MINI and (kind == "auto" or r.random() < 0.3) else None
             self.spec = (["-md", DRAFTERS[md]] if md else []) + ["--spec", kind]
             if (md or kind != "auto") and r.random() < 0.5:
                 self.spec += ["--draft-max", str(r.randint(1, 15))]
@@ -386,7 +405,8 @@ class Setting:
         same = ["-t", "1", "-c", str(self.n_ctx), "--chunk", str(self.chunk), "-s", "7"]
         self.flags = [self.model, "-np", str(self.slots)] + same + cache + self.spec + self.store
         self.alone = [self.model, "-np", "1", "--cache-ram", "0"] + same + alone
-        self.systems = [None, "You answer what you are asked.", "You answer. " + words(r, r.randint(30, min(90, self.n_ctx // 6)))]
+        self.systems = [None, "You answer what you are asked.", "You answer. " + words(r, r.randint(30, min(90,
+                self.n_ctx // 6)))]
         self.text_words = min(r.choice([60, 110, 110, 110, 250]), self.n_ctx // 6)
         self.roots = [words(r, r.randint(50, 65)) for _ in range(2)]
         self.tail_words = 40 if self.n_ctx < 512 else r.randint(90, 120)
@@ -405,7 +425,8 @@ class Request:
 
 def draw_sampling(r, path, bare):
     """Fields of a request that say how tokens are chosen and when it ends."""
-    most = {RESPONSES: "max_output_tokens", CHAT: r.choice(["max_tokens", "max_completion_tokens"])}.get(path, "max_tokens")
+    most = {RESPONSES: "max_output_tokens", CHAT: r.choice(["max_tokens", "max_completion_tokens"])}.get(path,
+            "max_tokens")
     body = {most: r.choice([1, 4, 8, 8, 16, 24, 40]), "temperature": 0 if bare else r.choice([0, 0, 0.7, 1.5])}
     if bare:
         return dict(body, top_logprobs=3, logprobs=True) if path == CHAT else dict(body, logprobs=3)
@@ -417,11 +438,13 @@ def draw_sampling(r, path, bare):
     body.update(maybe(r, 0.3, **{"stop_sequences" if path == ANTHROPIC else "stop": stops}))
     if path == ANTHROPIC:
         return body
-    body.update(maybe(r, 0.6, seed=r.randrange(1000)), **maybe(r, 0.15, min_p=0.1), **maybe(r, 0.15, repeat_penalty=r.choice([0.9, 1.3])))
+    body.update(maybe(r, 0.6, seed=r.randrange(1000)), **maybe(r, 0.15, min_p=0.1), **maybe(r, 0.15,
+            repeat_penalty=r.choice([0.9, 1.3])))
     body.update(maybe(r, 0.15, presence_penalty=0.8), **maybe(r, 0.15, frequency_penalty=0.4))
     body.update(maybe(r, 0.15, logit_bias={str(r.randrange(4000)): r.choice([-100, -3, 6]) for _ in range(4)}))
     if r.random() < 0.5:
-        body.update({"logprobs": r.randint(0, 5)} if path == PLAIN else {"logprobs": True, "top_logprobs": r.choice([0, 1, 5])})
+        body.update({"logprobs": r.randint(0, 5)} if path == PLAIN else {"logprobs": True,
+                "top_logprobs": r.choice([0, 1, 5])})
     return body
 
 
@@ -433,7 +456,8 @@ def draw_form(r, path, tools):
     kind = r.choice(["call", "call", "tools", "tools"] if tools else ["", "", "", "schema", "grammar", "tools", "call"])
     schema = r.choice(SCHEMAS)
     if kind == "schema":
-        return {CHAT: r.choice([{"json_schema": schema}, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}]),
+        return {CHAT: r.choice([{"json_schema": schema}, {"response_format": {"type": "json_schema",
+                "json_schema": {"name": "x", "schema": schema}}}]),
                 ANTHROPIC: {"output_format": {"type": "json_schema", "schema": schema}},
                 RESPONSES: {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}}[path]
     if kind == "grammar" and path == CHAT:
@@ -442,10 +466,13 @@ def draw_form(r, path, tools):
         return {}
     one = r.random() < 0.2
     if path == ANTHROPIC:
-        choice = dict({"type": "any" if kind == "call" else "auto"}, **({"disable_parallel_tool_use": True} if one else {}))
-        return {"tools": [{"name": t["name"], "description": t["description"], "input_schema": t["parameters"]} for t in some], "tool_choice": choice}
+        choice = dict({"type": "any" if kind == "call" else "auto"}, **({"disable_parallel_tool_use": True} if one
+                else {}))
+        return {"tools": [{"name": t["name"], "description": t["description"], "input_schema": t["parameters"]}
+                          for t in some], "tool_choice": choice}
     tools = [dict({"type": "function"}, **(t if path == RESPONSES else {"function": t})) for t in some]
-    body = dict({"tools": tools, "tool_choice": "required" if kind == "call" else "auto"}, **({"parallel_tool_calls": False} if one else {}))
+    body = dict({"tools": tools, "tool_choice": "required" if kind == "call" else "auto"},
+                **({"parallel_tool_calls": False} if one else {}))
     if kind == "call" and path == CHAT and r.random() < 0.5:         # a call that is not written as the template writes it
         blanks = lambda: '"' + " " * r.randint(0, 9) + '" '
         body.update(tools=[{"type": "function", "function": t} for t in TOOLS], tool_choice="auto", max_tokens=40,
@@ -473,7 +500,8 @@ class Client:
         return json.loads(self.alone.http.getresponse().read())["tokens"]
 
     def equal(self, got, want):
-        strip = lambda a: dict(a, calls=[c[1:] for c in a["calls"]]) if "calls" in a else a          # ids are each server's own
+        strip = lambda a: dict(a, calls=[c[1:]
+                for c in a["calls"]]) if "calls" in a else a          # ids are each server's own
         return strip(got) == strip(want)
 
     def near(self, got, want):
@@ -491,24 +519,29 @@ class Client:
     def is_odd(self, own):
         """Whether an earlier answer is, or may be, in other tokens than those of its text."""
         text, before, pieces = own
-        return pieces is None or [t["piece"] for t in self.tokenize(before + text)] != [t["piece"] for t in self.tokenize(before)] + pieces
+        return pieces is None or [t["piece"] for t in self.tokenize(before + text)] != [t["piece"]
+                for t in self.tokenize(before)] + pieces
 
     def judge(self, q, got, want):
         if self.equal(got, want):
             return self.walk.count("compared")
         if self.bare and self.near(got, want):
             return self.walk.count("ties")
-        given = IDS_MAY_SHOW and q.path == PLAIN and q.n_ids is None and any(os.path.commonprefix([g, q.body["prompt"]])[7:] for g in self.walk.given)
+        given = IDS_MAY_SHOW and q.path == PLAIN and q.n_ids is None and any(os.path.commonprefix([g,
+                q.body["prompt"]])[7:] for g in self.walk.given)
         if not q.exact and q.path in (CHAT, PLAIN) and (q.own or given or not self.set.free):
             self.judge(Request(q.path, dict(q.body, cache_prompt=False), exact=True, n_ids=q.n_ids),
                        self.server.ask(q.path, dict(q.body, cache_prompt=False)), want)
         if not q.exact and not self.set.free:
             return self.walk.count("chunks")
-        if not q.exact and (given or q.own and (got.get("prompt") != want.get("prompt") or any(self.is_odd(o) for o in q.own))):
+        if not q.exact and (given or q.own and (got.get("prompt") != want.get("prompt") or any(self.is_odd(o)
+                for o in q.own))):
             return self.walk.count("held")
         keys = [k for k in {**got, **want} if got.get(k) != want.get(k)]
-        raise Failure("\n".join([f"not the answer of the same request alone: {', '.join(keys)}", f"POST {q.path}", json.dumps(q.body)] +
-                                [f"  {name:5} {k}: {json.dumps(a.get(k))[:1500]}" for k in keys for name, a in (("got", got), ("alone", want))]))
+        raise Failure("\n".join([f"not the answer of the same request alone: {', '.join(keys)}", f"POST {q.path}",
+                                 json.dumps(q.body)] +
+                                [f"  {name:5} {k}: {json.dumps(a.get(k))[:1500]}" for k in keys for name,
+                                 a in (("got", got), ("alone", want))]))
 
     def ask(self, q, on_event=None):
         self.walk.trace(q)
@@ -545,7 +578,8 @@ class Client:
         elif not self.bare and r.random() < 0.25:
             budget = r.choice([0, 1, 5, 12])
             body.update({CHAT: {"chat_template_kwargs": {"enable_thinking": True}, "reasoning_budget": budget},
-                         ANTHROPIC: {"thinking": {"type": "enabled", "budget_tokens": budget}}, RESPONSES: {"reasoning": {"effort": "low"}}}[path])
+                         ANTHROPIC: {"thinking": {"type": "enabled", "budget_tokens": budget}},
+                                 RESPONSES: {"reasoning": {"effort": "low"}}}[path])
         body.update(self.draw_stream(path), **self.draw_cache(path), **maybe(r, 0.2, user=f"u{r.randint(0, 2)}"))
         return Request(path, body, own, "cache_prompt" in body)
 
@@ -602,7 +636,8 @@ class Client:
             pieces = [text[i:i + cuts] for i in range(0, len(text), cuts)]
             prompt = [2] + [t["id"] for p in pieces for t in self.tokenize(p)]
             n_ids = len(prompt)
-        body = dict(draw_sampling(r, PLAIN, self.bare), prompt=prompt, **({} if self.bare else draw_form(r, PLAIN, False)))
+        body = dict(draw_sampling(r, PLAIN, self.bare), prompt=prompt, **({} if self.bare else draw_form(r, PLAIN,
+                False)))
         body.update(self.draw_stream(PLAIN), **self.draw_cache(PLAIN))
         if not set(body) & {"grammar", "json_schema"} and r.random() < 0.1:
             body["ignore_eos"] = True
@@ -618,7 +653,8 @@ class Client:
         """Leaves while its prompt runs, or its answer."""
         r = self.r
         talk = r.choice(self.talks) if self.talks else [None, [("user", self.question(), [])], []]
-        q = self.draw_talk(talk) if r.random() < 0.5 else Request(PLAIN, {"prompt": words(r, self.set.text_words), "max_tokens": 200})
+        q = self.draw_talk(talk) if r.random() < 0.5 else Request(PLAIN, {"prompt": words(r, self.set.text_words),
+                "max_tokens": 200})
         q.body["stream"] = r.random() < 0.6
         self.walk.trace(q, "cancel")
         try:
@@ -674,7 +710,8 @@ class Walk:
         self.r = random.Random(seed)
         self.set = Setting(self.r, o.gpu)
         self.env = dict(os.environ) if o.gpu else dict(os.environ, CUDA_VISIBLE_DEVICES="")
-        self.flags = self.set.flags + (["--session-dir", os.path.join(folder, f"sessions{seed}")] if self.set.files else [])
+        self.flags = self.set.flags + (["--session-dir", os.path.join(folder, f"sessions{seed}")] if self.set.files
+                                       else [])
 
     def count(self, what):
         with self.lock:
@@ -718,7 +755,8 @@ class Walk:
         r = self.r
         ending = r.choice([None, None, signal.SIGTERM, signal.SIGKILL]) if r.random() < 0.8 else None
         at, who = (r.randint(0, 3), r.randrange(len(clients))) if ending and r.random() < 0.25 else (-1, -1)
-        threads = [threading.Thread(target=self.run_client, args=(c, r.randint(4, 10), at if i == who else -1, ending)) for i, c in enumerate(clients)]
+        threads = [threading.Thread(target=self.run_client, args=(c, r.randint(4, 10), at if i == who else -1,
+                ending)) for i, c in enumerate(clients)]
         for t in threads: t.start()
         for t in threads: t.join()
         if self.failures or not ending:
@@ -756,11 +794,13 @@ def compress(o, seed, counts):
     """The command line shows a model a part of a prompt: the same answer twice, and with a drafter. `serve` refuses to. -> failures"""
     r = random.Random(f"compress {seed}")
     env = dict(os.environ) if o.gpu else dict(os.environ, CUDA_VISIBLE_DEVICES="")
-    run = lambda *flags: subprocess.run([o.gemma4, *flags], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=env, timeout=WAIT)
+    run = lambda *flags: subprocess.run([o.gemma4, *flags], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                                        env=env, timeout=WAIT)
     refused = run("serve", MINI, "--compress", "0.5", "--port", "0")
-    flags = [MINI, "-t", "1", "-n", "24", "-s", "5", "--temp", r.choice(["0", "0.8"]), "-c", "2048", "-ctk", r.choice(["f16"] + GROUPED),
+    flags = [MINI, "-t", "1", "-n", "24", "-s", "5", "--temp", r.choice(["0", "0.8"]), "-c", "2048", "-ctk",
+             r.choice(["f16"] + GROUPED),
              "--compress", r.choice(["0.2", "0.5", "0.8"])] + r.choice([[], ["--scorer", SMALL]])
-    flags += ["-p", words(r, r.randint(600, 900)) + " Tell me a story about a fox."]
+    flags += ["-p", words(r, r.randint(400, 500)) + " Tell me a story about a fox."]
     kind = r.choice(["mtp", "dflash", "ngram"])
     plain, again = run(*flags), run(*flags)
     drafted = run(*flags, "--spec", kind, *(["-md", DRAFTERS[kind]] if kind in DRAFTERS else []))
