@@ -3,7 +3,6 @@
 # and kills are those of the same requests alone. Fixed seeds; LONG=1: 20 minutes of them.
 # Environment: GEMMA4 (the binary, ./gemma4), STRICT=1 (skips fail), WALK="--gpu --seconds 300" (other arguments of walk.py).
 cd "$(dirname "$0")/.." || exit 1
-# shellcheck disable=SC1091,SC2154  # what harness.sh sets
 . tests/harness.sh
 
 if ! command -v python3 >/dev/null 2>&1; then
