@@ -380,6 +380,7 @@ typedef struct {
     int64_t used;             // number of the job that it had last, 0: none
     size_t  asked;            // tokens of that job's prompt that the next one of its conversation begins with
     bool    biased;           // its row of biases is not 0
+    bool    given;            // what it holds was a prompt of ids: see SessionNote
 } Slot;
 
 typedef struct {              // since the start
@@ -528,9 +529,10 @@ static void clean_queue(Server *srv, double now) {
 
 // Tokens of the session that the job's prompt begins with, if it is worth going on with: it is when these are at least
 // half of what it holds, or of the prompt. Else something else that it holds would be lost for little.
-static size_t worth(Server *srv, const Session *s, const Job *job) {
+static size_t worth(Server *srv, const Slot *slot, const Job *job) {
+    const Session *s = &slot->s;
     if (job->no_cache) return 0;
-    const Shared same = shared(job->by_ids ? NULL : srv->t, &s->held, &job->ids);
+    const Shared same = shared(job->by_ids || slot->given ? NULL : srv->t, &s->held, &job->ids);
     return 2 * same.held >= s->held.n || 2 * same.ids >= job->ids.n ? same.held : 0;
 }
 
@@ -541,7 +543,7 @@ static Slot *choose_slot(Server *srv, const Job *job, size_t *most) {
     for (int i = 0; i < srv->m->options.n_seqs; i++) {
         Slot *slot = &srv->slots[i];
         if (slot->job) continue;
-        const size_t n = worth(srv, &slot->s, job);
+        const size_t n = worth(srv, slot, job);
         if (best && (n < *most || (n == *most && slot->used >= best->used))) continue;
         best = slot;
         *most = n;
@@ -561,7 +563,7 @@ static Slot *oldest_slot(Server *srv) {                // of the free ones
 // What a slot holds goes to the store, unless the job that comes goes on with it.
 static void park(Server *srv, Slot *slot, size_t same) {
     if (slot->used && same >= slot->asked) return;
-    if (!store_park(&srv->store, &slot->s)) fprintf(stderr, "# %s\n", slot->s.err);
+    if (!store_park(&srv->store, &slot->s, slot->given)) fprintf(stderr, "# %s\n", slot->s.err);
 }
 
 // Gives the job a slot whose session holds as much of its prompt as any slot or the store does. NULL: none is free.
@@ -574,6 +576,7 @@ static Slot *make_ready(Server *srv, Job *job) {
     const bool resumes = p && stored > most + GAIN;
     if (resumes) slot = oldest_slot(srv);
     park(srv, slot, resumes ? 0 : most);               // may drop p, which stays whole while it is pinned
+    if (resumes) slot->given = p->given;
     if (!resumes) store_release(&srv->store, p);
     else if (!store_resume(&srv->store, &slot->s, p)) fprintf(stderr, "# %s\n", slot->s.err);
     return slot;
@@ -609,7 +612,8 @@ static void start_job(Server *srv, Slot *slot, Job *job) {
         if (!job->bias) free(bias);
     }
     if (job->no_cache) session_forget(s);
-    else if (!job->by_ids) take_held(srv, s, job);
+    else if (!job->by_ids && !slot->given) take_held(srv, s, job);
+    slot->given = job->by_ids;
     const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .mark = job->mark };
     const bool ok = session_start(s, &p, &job->options);
     pthread_mutex_lock(&srv->lock);

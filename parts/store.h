@@ -10,7 +10,7 @@
  * OWNERSHIP  The store owns every Parked. Store.lock guards the list and all fields, but for what a pin protects:
  *   - A pin (Parked.pins) keeps a Parked and its memory alive. store_find() returns one pinned, and the caller ends that
  *     with store_resume() or store_release(); the writing thread pins what it writes. Without the lock nothing but a pinned
- *     Parked may be looked at, and of that only ids, bytes and fd: they stay as they are while it is pinned.
+ *     Parked may be looked at, and of that only ids, bytes, given and fd: they stay as they are while it is pinned.
  *   - Dropping takes a Parked out of the list at once (gone) and frees it, and its file, when the last pin ends. So a
  *     pointer without a pin is dead as soon as the lock is released.
  *   - trim_store() does not touch what is pinned.
@@ -24,7 +24,7 @@
 // ==== [1] What a prompt shares with a session ========================================================================
 // A client sends back what the model said as text, from which the prompt is made anew. The model may have put it in
 // other tokens. Where these spell the same, those that the session holds take the place of those made anew: they need
-// not run again. A prompt that came as token ids is taken as it is.
+// not run again. A prompt that came as token ids is run as it is, and its ids take the place of no others.
 
 typedef struct { size_t held, ids; } Shared;           // tokens from the beginning of each
 
@@ -62,6 +62,7 @@ typedef struct Parked {
     struct Parked *next;      // used before this one
     TokIds   ids;
     uint64_t bytes;
+    bool     given;           // see SessionNote
     int      fd;              // memory that holds it; -1: none
     char    *path;            // of its file; NULL: none
     bool     failed;          // it cannot be written to a file
@@ -157,7 +158,7 @@ static Parked *store_find(Store *st, const Tokenizer *t, const TokIds *ids, size
     *most = 0;
     pthread_mutex_lock(&st->lock);
     for (Parked *p = st->first; p; p = p->next) {
-        const size_t same = shared(t, &p->ids, ids).held;
+        const size_t same = shared(p->given ? NULL : t, &p->ids, ids).held;
         if (same > *most) *most = same, best = p;
     }
     if (best) best->pins++;
@@ -190,14 +191,14 @@ static void drop_beginnings(Store *st, const TokIds *ids) {          // sessions
     }
 }
 
-// Takes in what a session holds, if there is room and it is not there yet. False: it could not be kept, and s->err says
-// why.
-static bool store_park(Store *st, Session *s) {
+// Takes in what a session holds, if there is room and it is not there yet. given: see SessionNote. False: it could not be kept,
+// and s->err says why.
+static bool store_park(Store *st, Session *s, bool given) {
     if (s->held.n < PARK_LEAST || (!st->room && !st->dir) || is_covered(st, &s->held)) return true;
     Parked *p = alloc_or_die(1, sizeof *p);
     struct stat file;
-    *p = (Parked){ .fd = memfd_create("gemma4-session", MFD_CLOEXEC) };
-    int err = p->fd < 0 ? errno : session_to_fd(s, &(SessionNote){ 0 }, p->fd, NULL);
+    *p = (Parked){ .given = given, .fd = memfd_create("gemma4-session", MFD_CLOEXEC) };
+    int err = p->fd < 0 ? errno : session_to_fd(s, &(SessionNote){ .given = given }, p->fd, NULL);
     if (!err && fstat(p->fd, &file)) err = errno;
     if (err) {
         if (p->fd >= 0) close(p->fd);
@@ -315,7 +316,7 @@ static Parked *read_parked(Session *s, const char *path) {
         refuse_session(s, path, "expected a session of gemma4");
     } else if (check_whole(s, path, &h, (uint64_t)st.st_size) && check_alike(s, path, &h) && check_sizes(s, path, &h)) {
         p = alloc_or_die(1, sizeof *p);
-        *p = (Parked){ .fd = -1, .bytes = h.file_bytes, .time = st.st_mtime };
+        *p = (Parked){ .given = h.given, .fd = -1, .bytes = h.file_bytes, .time = st.st_mtime };
         const size_t n = h.n * sizeof(int32_t);
         p->ids = (TokIds){ .ids = alloc_or_die(n, 1), .n = h.n, .cap = h.n };
         p->path = alloc_or_die(strlen(path) + 1, 1);
