@@ -2347,7 +2347,7 @@ static void plan_state(Model *m, Arena *a) {
     s->n_accept = take(a, seqs, sizeof(int32_t));
     s->path = take(a, seqs * STEP_ROWS, sizeof(int32_t));
     s->last = take(a, 2 * seqs, sizeof(int32_t));
-    s->walked = s->last + seqs;                        // from here on what a Verdict reads, in one piece
+    s->walked = s->last ? s->last + seqs : NULL;       // from here on what a Verdict reads, in one piece
     s->chosen = take(a, kept, sizeof(int32_t));
     const size_t drafted = o->drafter ? (size_t)o->draft_depth * seqs : 0, found = drafted * (size_t)o->draft_width;
     s->next = take(a, seqs + found, sizeof(int32_t));
@@ -3754,6 +3754,11 @@ static bool session_start(Session *s, const Prompt *p, const AnswerOptions *o) {
     return true;
 }
 
+// A text from a byte on, 0 <= from <= text->n. No offset is added to a text that was never written, which is NULL.
+static TokStr text_from(const TokText *text, size_t from) {
+    return from < text->n ? (TokStr){ text->s + from, text->n - from } : (TokStr){ "", 0 };
+}
+
 // What has run of a prompt's step is for nothing, and the rings may have lost what the session's last logits came from.
 static void give_up(Session *s) {
     s->row = -1;
@@ -3784,7 +3789,7 @@ static void pass_text(Session *s, Event *e) {
     s->content = r->content.n;
     s->thought = r->thought.n;
     e->content = (TokStr){ s->text, s->n_text };
-    e->thought = (TokStr){ r->thought.s + s->thought_start, s->thought - s->thought_start };
+    e->thought = text_from(&r->thought, s->thought_start);
     e->ids = s->said.ids;
     e->n_ids = (int)s->said.n;
 }

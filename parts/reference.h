@@ -286,7 +286,7 @@ typedef struct { void *data; uint16_t *scales; } RefRow;
 static RefRow ref_kv_row(const Cache *c, const KvPlane *p, int seq, int head, int slot) {
     const size_t row = ((size_t)seq * c->n_kv_heads + head) * c->slots + slot;
     return (RefRow){ (char *)p->data + row * kv_row_bytes(p->type, p->dim),
-                     (uint16_t *)((char *)p->scale + row * kv_scale_bytes(p->type, p->dim)) };
+                     p->scale ? (uint16_t *)((char *)p->scale + row * kv_scale_bytes(p->type, p->dim)) : NULL };
 }
 
 // The first dim values of v. Rows that scores are made with have unbiased scales.

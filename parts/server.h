@@ -1274,7 +1274,7 @@ static void put_plain_top(TokText *out, const Tokenizer *t, const Likely *l) {
 // Probabilities of the tokens that follow, as far as their text has come: a stop string's are left out.
 static void put_plain_likely(TokText *out, Exchange *x, TokStr text) {
     const Job *job = x->job;
-    const Likely *l = job->likely + x->n_likely;
+    const Likely *l = job->likely ? job->likely + x->n_likely : NULL;
     const size_t end = n_chars(text);
     TokText offsets = { 0 };
     int n = 0;
@@ -1580,8 +1580,7 @@ static void next_events(Exchange *x) {
     pthread_mutex_lock(&x->srv->lock);
     if (!wait_for_news(x)) put(&x->out, ": keep-alive\n\n");
     if (x->progress && job->started && job->run != x->run) put_progress(x);
-    const TokStr thought = { job->thought.s + x->thought, job->thought.n - x->thought };
-    const TokStr content = { job->content.s + x->content, job->content.n - x->content };
+    const TokStr thought = text_from(&job->thought, x->thought), content = text_from(&job->content, x->content);
     if (thought.n || content.n) x->api->text(x, thought, content);
     x->thought = job->thought.n;
     x->content = job->content.n;
