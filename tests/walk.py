@@ -487,6 +487,7 @@ class Client:
         self.walk, self.set, self.r = walk, walk.set, random.Random(f"{walk.seed} {number}")
         self.server, self.alone = Line(walk.server), Line(walk.alone)
         self.bare = walk.gpu and walk.set.tree         # there only what shows how near two tokens are
+        self.is_first = number == 0
         self.talks, self.texts, self.last = [], [], None             # talks: [system, turns, what is known of own answers]
 
     def answer_alone(self, q):
@@ -631,10 +632,7 @@ class Client:
         prompt, n_ids = text, None
         if r.random() < 0.25:
             text = text[:200]
-            self.walk.given.append(text)
-            cuts = r.choice([1, 1, 3, len(text)])
-            pieces = [text[i:i + cuts] for i in range(0, len(text), cuts)]
-            prompt = [2] + [t["id"] for p in pieces for t in self.tokenize(p)]
+            prompt = self.letters(text, r.choice([1, 1, 3, len(text)]))
             n_ids = len(prompt)
         body = dict(draw_sampling(r, PLAIN, self.bare), prompt=prompt, **({} if self.bare else draw_form(r, PLAIN,
                 False)))
@@ -648,6 +646,24 @@ class Client:
             self.texts.append((text + got["text"] + more, own + [(got["text"], text, known)]))
             if len(self.texts[-1][0]) > 6 * self.set.n_ctx:
                 self.texts.pop()
+
+    def branch(self):
+        """One slot: a text is kept, gone on with, and gone on with otherwise, which is long enough to leave what came first."""
+        r = random.Random(f"{self.walk.seed} branch")
+        first, other = self.set.roots
+        for text in (first, other, first, first + " " + words(r, 120), first + " " + words(r, 120), other):
+            self.ask(Request(PLAIN, dict(self.short(r), prompt=text)))
+        ids = self.letters(other[:200], 1)             # what is held, in other ids
+        self.ask(Request(PLAIN, dict(self.short(r), prompt=ids), exact=True, n_ids=len(ids)))
+
+    def short(self, r):
+        stream = {"stream": True, "stream_options": {"include_usage": True}} if r.random() < 0.5 else {}
+        return dict(stream, temperature=0, max_tokens=r.randint(1, 4), logprobs=3)
+
+    def letters(self, text, n):
+        """The ids of a text's pieces of n characters."""
+        self.walk.given.append(text)
+        return [2] + [t["id"] for i in range(0, len(text), n) for t in self.tokenize(text[i:i + n])]
 
     def cancel(self):
         """Leaves while its prompt runs, or its answer."""
@@ -734,6 +750,9 @@ class Walk:
             if not sent:
                 sent.append(self.server.begin_end(number))
         try:
+            if client.is_first and self.set.slots == 1 and self.set.n_ctx >= 512:
+                client.is_first = False
+                client.branch()
             for i in range(n):
                 if self.failures or (self.server.ending and not sent):
                     return
@@ -800,7 +819,7 @@ def compress(o, seed, counts):
     flags = [MINI, "-t", "1", "-n", "24", "-s", "5", "--temp", r.choice(["0", "0.8"]), "-c", "2048", "-ctk",
              r.choice(["f16"] + GROUPED),
              "--compress", r.choice(["0.2", "0.5", "0.8"])] + r.choice([[], ["--scorer", SMALL]])
-    flags += ["-p", words(r, r.randint(400, 500)) + " Tell me a story about a fox."]
+    flags += ["-p", words(r, r.randint(480, 560)) + " Tell me a story about a fox."]
     kind = r.choice(["mtp", "dflash", "ngram"])
     plain, again = run(*flags), run(*flags)
     drafted = run(*flags, "--spec", kind, *(["-md", DRAFTERS[kind]] if kind in DRAFTERS else []))
