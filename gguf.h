@@ -199,7 +199,7 @@ int gguf_json_parse(const char *text, size_t n, GgufJson *value, size_t *err_at,
 // Step through an array or object: start with a copy of it in *rest. key may be NULL; arrays leave it alone. Linear in
 // the container's text over a whole walk.
 bool gguf_json_next(GgufJson *rest, GgufJson *key, GgufJson *value);
-bool gguf_json_get(const GgufJson *object, const char *key, GgufJson *out);     // the last one of that name
+bool gguf_json_get(const GgufJson *object, const char *key, GgufJson *out);     // the last one of that name; none: null
 bool gguf_json_is(const GgufJson *string, const char *text);                    // a string that reads `text`
 // A string's bytes without quotes and escapes, at most string->n of them, to out; returns how many. Half a surrogate
 // pair becomes U+FFFD.
@@ -1467,8 +1467,8 @@ bool gguf_json_next(GgufJson *rest, GgufJson *key, GgufJson *value) {
 bool gguf_json_get(const GgufJson *object, const char *key, GgufJson *out) {
     GgufJson rest = *object, name, value;
     bool found = false;
-    if (object->type != GGUF_J_OBJECT) return false;
-    while (gguf_json_next(&rest, &name, &value))
+    *out = (GgufJson){ .type = GGUF_J_NULL, .s = "null", .n = 4 };
+    while (rest.type == GGUF_J_OBJECT && gguf_json_next(&rest, &name, &value))
         if (gguf_json_is(&name, key)) *out = value, found = true;
     return found;
 }

@@ -424,7 +424,7 @@ typedef struct {
 } Server;
 
 static sem_t wake;                                     // the engine: there is a job, somebody left, or a signal came
-static volatile sig_atomic_t stop_asked;
+static atomic_int stop_asked;                          // the signal, whichever thread got it
 
 static void on_stop(int signal_number) {
     if (stop_asked) _exit(128 + signal_number);
@@ -1429,7 +1429,7 @@ static bool read_bias(Exchange *x, const GgufJson *object, Job *job) {
 // llama.cpp's; empty: none.
 static bool read_format(Exchange *x, const GgufJson *format, TokStr *schema) {
     static const char any_object[] = "{\"type\":\"object\",\"additionalProperties\":true}";
-    GgufJson type, inner, v = { 0 };
+    GgufJson type, inner, v;
     if (!is_given(format) || (gguf_json_get(format, "type", &type) && gguf_json_is(&type, "text"))) return true;
     const bool object = gguf_json_get(format, "type", &type) && gguf_json_is(&type, "json_object");
     if (!object && !(gguf_json_get(format, "type", &type) && gguf_json_is(&type, "json_schema")))
@@ -1444,7 +1444,7 @@ static bool read_format(Exchange *x, const GgufJson *format, TokStr *schema) {
 // Whether a call is to be made, and of which tool alone: name, or an empty text. OpenAI's newer form has the name one
 // object higher.
 static bool read_choice(Exchange *x, const GgufJson *choice, bool *required, char name[128]) {
-    GgufJson type, inner, v = { 0 };
+    GgufJson type, inner, v;
     *name = 0;
     *required = gguf_json_is(choice, "required");
     if (!is_given(choice) || *required || gguf_json_is(choice, "auto") || gguf_json_is(choice, "none")) return true;
