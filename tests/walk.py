@@ -409,10 +409,12 @@ class Setting:
 
 
 class Request:
-    """path, body; own: it has earlier answers, of whose tokens `pieces` tells what is known; exact: equal whatever is held."""
+    """path, body; own: it has earlier answers, of whose tokens `pieces` tells what is known; exact: the same prompt whatever is
+    held."""
 
     def __init__(self, path, body, own=(), exact=False, n_ids=None):
         self.path, self.body, self.own, self.exact, self.n_ids = path, body, own, exact, n_ids
+        self.fresh = body.get("cache_prompt") is False
 
     def alone(self):
         body = {k: v for k, v in self.body.items() if k not in ("stream", "stream_options", "return_progress")}
@@ -516,18 +518,19 @@ class Client:
     def is_odd(self, own):
         """Whether an earlier answer is, or may be, in other tokens than those of its text."""
         text, before, pieces = own
-        return pieces is None or [t["piece"] for t in self.tokenize(before + text)] != [t["piece"]
-                for t in self.tokenize(before)] + pieces
+        key = "id" if pieces and isinstance(pieces[0], int) else "piece"         # a chat tells ids
+        tokens = lambda text: [t[key] for t in self.tokenize(text)]
+        return pieces is None or tokens(before + text) != tokens(before) + pieces
 
     def judge(self, q, got, want):
         if self.equal(got, want):
             return self.walk.count("compared")
         if self.bare and self.near(got, want):
             return self.walk.count("ties")
-        if not q.exact and q.path in (CHAT, PLAIN) and (q.own or not self.set.free):
+        if not q.fresh and q.path in (CHAT, PLAIN) and (q.own or not self.set.free):
             self.judge(Request(q.path, dict(q.body, cache_prompt=False), exact=True, n_ids=q.n_ids),
                        self.server.ask(q.path, dict(q.body, cache_prompt=False)), want)
-        if not q.exact and not self.set.free:
+        if not q.fresh and not self.set.free:
             return self.walk.count("chunks")
         if not q.exact and q.own and (got.get("prompt") != want.get("prompt") or any(self.is_odd(o) for o in q.own)):
             return self.walk.count("held")
@@ -591,7 +594,7 @@ class Client:
             return
         calls = got["calls"] if got["calls"] and "tool" in str(got["finish"]) else []
         text = got["text"] if got["text"] or calls else "Yes."
-        pieces = [t[1] for t in got["likely"]] if got["likely"] is not None and not calls and not got["thought"] else None
+        pieces = [t[0] for t in got["likely"]] if got["likely"] is not None and not calls and not got["thought"] else None
         begun = talk[1].pop()[1] if talk[1][-1][0] == "model" else ""
         turns = talk[1] + [("model", begun + text, calls)]
         turns += [("tool", self.r.choice(["ok", "sunny, 21", "42"]), [c[0]]) for c in calls]
@@ -634,7 +637,8 @@ class Client:
             body["ignore_eos"] = True
         got = self.ask(Request(PLAIN, body, own, "cache_prompt" in body or n_ids is not None, n_ids), on_event)
         if got.get("text") and n_ids is None:
-            known = [t[1] for t in got["likely"]] if got["likely"] else None
+            likeliest = not set(body) & {"grammar", "json_schema", "logit_bias"} and body["temperature"] == 0
+            known = [t[1] for t in got["likely"]] if got["likely"] and likeliest else None     # else bytes, maybe: two ids for a text
             more = r.choice(["", " ", " and ", " " + words(r, r.randint(1, self.set.text_words))])
             self.texts.append((text + got["text"] + more, own + [(got["text"], text, known)]))
             if len(self.texts[-1][0]) > 6 * self.set.n_ctx:
@@ -648,6 +652,7 @@ class Client:
             self.ask(Request(PLAIN, dict(self.short(r), prompt=text)))
         ids = self.letters(other[:200], 1)             # what is held, in other ids
         self.ask(Request(PLAIN, dict(self.short(r), prompt=ids), exact=True, n_ids=len(ids)))
+        self.ask(Request(PLAIN, dict(self.short(r), prompt=other[:200] + " and")))       # what a client gave shows in no text
 
     def short(self, r):
         stream = {"stream": True, "stream_options": {"include_usage": True}} if r.random() < 0.5 else {}
