@@ -3,9 +3,11 @@
  *   [1] JSON written    [2] What a request says    [3] Jobs and the scheduler    [4] Answers, whole and as streams
  *   [5] Dialects: /v1/messages and /v1/responses   [6] Other endpoints    [7] HTTP: checks, routes    [8] The verb
  *
- * THREADS  The main thread is the engine: only it touches the model, the sessions and the slots. Each connection has a
- *          thread of libmicrohttpd, which reads the request, makes ids of it, queues a job, and waits for what the
- *          engine adds to it. Server.lock guards the queue, the counters and the answer of every job.
+ * THREADS  The main thread is the engine: only it touches the model and the sessions, and changes slots. Each connection
+ *          has a thread of libmicrohttpd, which reads the request, makes ids of it, queues a job, and waits for what the
+ *          engine adds to it. Another thread writes files of sessions (store.h, which has a lock of its own).
+ *          Server.lock guards the queue, the counters, the peers, the calls that are remembered, Slot.job where others
+ *          read it, and the answer and the ids of every queued job.
  * TRUST    Every byte of a request is untrusted: it is checked before use, and what is wrong with it is a 4xx. */
 #ifndef SERVER_H
 #define SERVER_H
@@ -380,7 +382,7 @@ typedef struct {
     int64_t used;             // number of the job that it had last, 0: none
     size_t  asked;            // tokens of that job's prompt that the next one of its conversation begins with
     bool    biased;           // its row of biases is not 0
-    bool    given;            // what it holds was a prompt of ids: see SessionNote
+    bool    by_ids;           // see SessionNote: of what it holds
 } Slot;
 
 typedef struct {              // since the start
@@ -532,7 +534,7 @@ static void clean_queue(Server *srv, double now) {
 static size_t worth(Server *srv, const Slot *slot, const Job *job) {
     const Session *s = &slot->s;
     if (job->no_cache) return 0;
-    const Shared same = shared(job->by_ids || slot->given ? NULL : srv->t, &s->held, &job->ids);
+    const Shared same = shared(job->by_ids || slot->by_ids ? NULL : srv->t, &s->held, &job->ids);
     return 2 * same.held >= s->held.n || 2 * same.ids >= job->ids.n ? same.held : 0;
 }
 
@@ -563,7 +565,7 @@ static Slot *oldest_slot(Server *srv) {                // of the free ones
 // What a slot holds goes to the store, unless the job that comes goes on with it.
 static void park(Server *srv, Slot *slot, size_t same) {
     if (slot->used && same >= slot->asked) return;
-    if (!store_park(&srv->store, &slot->s, slot->given)) fprintf(stderr, "# %s\n", slot->s.err);
+    if (!store_park(&srv->store, &slot->s, slot->by_ids)) fprintf(stderr, "# %s\n", slot->s.err);
 }
 
 // Gives the job a slot whose session holds as much of its prompt as any slot or the store does. NULL: none is free.
@@ -576,7 +578,7 @@ static Slot *make_ready(Server *srv, Job *job) {
     const bool resumes = p && stored > most + GAIN;
     if (resumes) slot = oldest_slot(srv);
     park(srv, slot, resumes ? 0 : most);               // may drop p, which stays whole while it is pinned
-    if (resumes) slot->given = p->given;
+    if (resumes) slot->by_ids = p->by_ids;
     if (!resumes) store_release(&srv->store, p);
     else if (!store_resume(&srv->store, &slot->s, p)) fprintf(stderr, "# %s\n", slot->s.err);
     return slot;
@@ -612,8 +614,8 @@ static void start_job(Server *srv, Slot *slot, Job *job) {
         if (!job->bias) free(bias);
     }
     if (job->no_cache) session_forget(s);
-    else if (!job->by_ids && !slot->given) take_held(srv, s, job);
-    slot->given = job->by_ids;
+    else if (!job->by_ids && !slot->by_ids) take_held(srv, s, job);
+    slot->by_ids = job->by_ids;
     const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .mark = job->mark };
     const bool ok = session_start(s, &p, &job->options);
     pthread_mutex_lock(&srv->lock);
@@ -815,12 +817,13 @@ static void run_engine(Server *srv) {
     Round round;
     for (;;) {
         const double now = seconds();
-        if (stop_asked && isinf(give_up)) {
-            fprintf(stderr, "# signal %d: no new requests; those under way are answered\n", (int)stop_asked);
+        const int stop = stop_asked;                   // one value for all of the round
+        if (stop && isinf(give_up)) {
+            fprintf(stderr, "# signal %d: no new requests; those under way are answered\n", stop);
             give_up = now + DRAIN_SECONDS;
         }
         pthread_mutex_lock(&srv->lock);
-        srv->draining = stop_asked;
+        srv->draining = stop;
         look_for_clients(srv);
         end_slow_peers(srv, now);
         clean_queue(srv, now < give_up ? now : INFINITY);
@@ -836,7 +839,7 @@ static void run_engine(Server *srv) {
             sessions_next(sessions, n, events);
             learn_share(srv, round, seconds() - start);
             for (int i = 0; i < n; i++) tell(srv, slots[i], &events[i]);
-        } else if (stop_asked) {
+        } else if (stop) {
             break;
         } else {
             struct timespec until;
@@ -2843,7 +2846,11 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
         if (open) usleep(10000);
     }
     MHD_stop_daemon(d);
-    for (int i = 0; i < n_seqs && o->session_dir; i++) park(&srv, &srv.slots[i], 0);
+    for (int i = 0; i < n_seqs && o->session_dir; i++) {             // the one used last as the last
+        Slot *slot = oldest_slot(&srv);
+        park(&srv, slot, 0);
+        slot->used = INT64_MAX;
+    }
     store_close(&srv.store);
     for (int i = 0; i < n_seqs; i++) session_close(&srv.slots[i].s);
     grammar_vocab_free(&srv.vocab);

@@ -22,7 +22,7 @@
  *      104      8  bytes of these rings
  *      112      8  seed of the sampler, whose random numbers follow from it and a token's position
  *      120      4  bytes of the conversation                   124   4  its oldest messages that the model is not shown
- *      128      4  1: a text (--raw), 0: a conversation        132   4  1: a client gave the ids of its prompt (server)
+ *      128      4  1: a text (--raw), 0: a conversation        132   4  1: its prompt was given as token ids (server)
  *      136     24  0
  *      160      8  hash of the header before this field
  *      168         ids, int32 x (n + n_pending)
@@ -49,7 +49,7 @@ typedef struct {
     uint32_t ring_type, tail;
     uint32_t n, n_pending, seen, ring, mark, mark_seen;
     uint64_t mark_bytes, seed;
-    uint32_t n_text, n_skipped, raw, given, zero[6];
+    uint32_t n_text, n_skipped, raw, by_ids, zero[6];
     uint64_t hash;
 } SessionHeader;
 _Static_assert(sizeof(SessionHeader) == 168 && offsetof(SessionHeader, hash) == 160, "the table above");
@@ -59,7 +59,7 @@ enum { SESSION_VERSION = 1, SESSION_PIECE = 1 << 22 };             // bytes that
 
 typedef struct {              // what goes with the rows of a session
     bool     raw;             // a text and no conversation
-    bool     given;           // a client gave the ids of its prompt, which may not be those that its text has
+    bool     by_ids;          // a client gave its prompt as token ids, which may not be those that its text has
     uint64_t seed;
     TokText  messages;        // JSON list
     size_t   n_skipped;       // of them behind the system message
@@ -306,7 +306,7 @@ static int session_to_fd(Session *s, const SessionNote *note, int fd, const char
     h.n_text = (uint32_t)note->messages.n;
     h.n_skipped = (uint32_t)note->n_skipped;
     h.raw = note->raw;
-    h.given = note->given;
+    h.by_ids = note->by_ids;
     h.file_bytes = session_bytes(m, &h);
     h.hash = header_hash(&h);
 
@@ -466,7 +466,7 @@ static bool check_sizes(Session *s, const char *path, const SessionHeader *h) {
         return refuse_session(s, path, "it holds %" PRIu32 " tokens: expected at most %" PRIu32 "; try -c %d", h->n,
                               n_ctx, max_int((int)h->n, (int)h->seen - STEP_ROWS) + 512);
     bool ok = h->seen <= most && h->ring <= most && h->n_pending <= MAX_CONTEXT && h->n_text <= MAX_FILE &&
-              h->raw <= 1 && h->given <= 1 && h->mark_bytes <= h->file_bytes && rings_hold(h, h->n, h->seen);
+              h->raw <= 1 && h->by_ids <= 1 && h->mark_bytes <= h->file_bytes && rings_hold(h, h->n, h->seen);
     if (h->mark)
         ok = ok && h->mark <= h->n && h->mark_seen <= h->seen && h->mark_bytes && rings_hold(h, h->mark, h->mark_seen);
     else ok = ok && !h->mark_seen && !h->mark_bytes;
@@ -520,7 +520,7 @@ static bool take_session(Session *s, FileStream *f, const SessionHeader *h, Sess
     note->seed = h->seed;
     note->n_skipped = h->n_skipped;
     note->raw = h->raw;
-    note->given = h->given;
+    note->by_ids = h->by_ids;
     return true;
 }
 

@@ -3,14 +3,15 @@
  *   [1] What a prompt shares with a session    [2] What is there    [3] Taking in, giving back    [4] Files
  *
  * Each is in the form of parts/session.h, in memory as in a file: one writer, one reader, one checksum. What memory has
- * no room for goes, those first that were not used for longest; where there is a folder it is in a file by then. A
- * thread writes the files, so that nobody waits for the disk. Sessions and model are touched only by the thread that calls
- * store_park() and store_resume(), the engine's; the writing thread sees bytes.
+ * no room for leaves it, the least recently used first; where there is a folder, only what is in a file, or could not be
+ * written, may go. A thread writes the files, so that nobody waits for the disk unless it falls far behind. Sessions and
+ * model are touched only by the thread that calls store_park() and store_resume(), the engine's; the writing thread sees
+ * bytes.
  *
  * OWNERSHIP  The store owns every Parked. Store.lock guards the list and all fields, but for what a pin protects:
  *   - A pin (Parked.pins) keeps a Parked and its memory alive. store_find() returns one pinned, and the caller ends that
  *     with store_resume() or store_release(); the writing thread pins what it writes. Without the lock nothing but a pinned
- *     Parked may be looked at, and of that only ids, bytes, given and fd: they stay as they are while it is pinned.
+ *     Parked may be looked at, and of that only ids, bytes, by_ids and fd, which do not change while it is pinned.
  *   - Dropping takes a Parked out of the list at once (gone) and frees it, and its file, when the last pin ends. So a
  *     pointer without a pin is dead as soon as the lock is released.
  *   - trim_store() does not touch what is pinned.
@@ -24,7 +25,7 @@
 // ==== [1] What a prompt shares with a session ========================================================================
 // A client sends back what the model said as text, from which the prompt is made anew. The model may have put it in
 // other tokens. Where these spell the same, those that the session holds take the place of those made anew: they need
-// not run again. A prompt that came as token ids is run as it is, and its ids take the place of no others.
+// not run again. A prompt given as token ids runs unchanged, and its ids never replace those of a text prompt.
 
 typedef struct { size_t held, ids; } Shared;           // tokens from the beginning of each
 
@@ -62,13 +63,13 @@ typedef struct Parked {
     struct Parked *next;      // used before this one
     TokIds   ids;
     uint64_t bytes;
-    bool     given;           // see SessionNote
+    bool     by_ids;          // see SessionNote
     int      fd;              // memory that holds it; -1: none
     char    *path;            // of its file; NULL: none
-    bool     failed;          // it cannot be written to a file
-    int      pins;            // who uses it without the lock
+    bool     failed;          // it is in no file, since there was no room or writing failed
+    int      pins;            // how many use it without the lock
     bool     gone;            // out of the list; freed when the last pin ends
-    int64_t  time;            // of the file
+    int64_t  time;            // of the file, in nanoseconds
 } Parked;
 
 typedef struct {
@@ -83,6 +84,7 @@ typedef struct {
     bool         ending;
     pthread_mutex_t lock;     // of all of the above but m, dir, kind and the rooms
     pthread_cond_t  news;     // for the writer: there is something to write, or it is the end
+    pthread_cond_t  written;  // for the engine: the writer has dealt with one
     pthread_t    writer;
 } Store;
 
@@ -130,24 +132,52 @@ static void unpin(Store *st, Parked *p) {              // with the lock held
     if (!--p->pins && p->gone) parked_free(st, p);
 }
 
-// The least recently used one, without a pin, that can leave memory, or whose file can go; NULL: there is none. With the lock
-// held. What waits to be written stays in memory, unless that gets far too much.
-static Parked *oldest_parked(const Store *st, bool memory) {
-    const bool far = !st->dir || st->used > 2 * st->room + SLACK || st->n_open > 2 * PARK_MOST;
+static bool is_unwritten(const Store *st, const Parked *p) { return st->dir && !p->path && !p->failed; }
+
+// The least recently used one in memory that may leave it: no pin, and it does not wait to be written. NULL: none. With the
+// lock held, as the next two.
+static Parked *oldest_in_memory(const Store *st) {
     Parked *oldest = NULL;
-    for (Parked *p = st->first; p; p = p->next)
-        if (!p->pins && (memory ? p->fd >= 0 && (p->path || p->failed || far) : p->path != NULL)) oldest = p;
+    for (Parked *p = st->first; p; p = p->next) if (!p->pins && p->fd >= 0 && !is_unwritten(st, p)) oldest = p;
     return oldest;
 }
 
-// What is in memory beyond its room goes, what is in files beyond theirs too. With the lock held.
+static Parked *oldest_file(const Store *st) {
+    Parked *oldest = NULL;
+    for (Parked *p = st->first; p; p = p->next) if (!p->pins && p->path) oldest = p;
+    return oldest;
+}
+
+// What memory has no room for leaves it, and is dropped if it is in no file; files that have no room are deleted.
 static void trim_store(Store *st) {
     Parked *p;
-    while ((st->used > st->room || st->n_open > PARK_MOST) && (p = oldest_parked(st, true))) {
+    while (st->file_used > st->file_room && (p = oldest_file(st))) {
+        unlink(p->path);
+        free(p->path);
+        p->path = NULL;
+        p->failed = true;
+        st->file_used -= p->bytes;
+        if (p->fd < 0) drop_parked(st, p);
+    }
+    while ((st->used > st->room || st->n_open > PARK_MOST) && (p = oldest_in_memory(st))) {
+        if (st->dir && !p->path)
+            fprintf(stderr, "# --session-dir: a session of %zu tokens is dropped: it is in no file, and --cache-ram has no "
+                    "room\n", p->ids.n);
         if (p->path) leave_memory(st, p);
         else drop_parked(st, p);
     }
-    while (st->file_used > st->file_room && (p = oldest_parked(st, false))) drop_parked(st, p);
+}
+
+// Waits for the disk while far more is in memory than there is room for, and some of it waits to be written.
+static void wait_for_writer(Store *st) {
+    pthread_mutex_lock(&st->lock);
+    for (bool behind = true; behind; ) {
+        behind = false;
+        if (st->used > 2 * st->room + SLACK || st->n_open > 2 * PARK_MOST)
+            for (const Parked *p = st->first; p; p = p->next) behind |= is_unwritten(st, p);
+        if (behind) pthread_cond_wait(&st->written, &st->lock);
+    }
+    pthread_mutex_unlock(&st->lock);
 }
 
 // ==== [3] Taking in, giving back =====================================================================================
@@ -158,7 +188,7 @@ static Parked *store_find(Store *st, const Tokenizer *t, const TokIds *ids, size
     *most = 0;
     pthread_mutex_lock(&st->lock);
     for (Parked *p = st->first; p; p = p->next) {
-        const size_t same = shared(p->given ? NULL : t, &p->ids, ids).held;
+        const size_t same = shared(p->by_ids ? NULL : t, &p->ids, ids).held;
         if (same > *most) *most = same, best = p;
     }
     if (best) best->pins++;
@@ -175,42 +205,46 @@ static void store_release(Store *st, Parked *p) {
     pthread_mutex_unlock(&st->lock);
 }
 
-// Whether a session is there that begins with these.
+// Whether a session is there that begins with these. With a folder: one that is in a file or will be.
 static bool is_covered(Store *st, const TokIds *ids) {
     bool covered = false;
     pthread_mutex_lock(&st->lock);
-    for (const Parked *p = st->first; p; p = p->next) covered |= (size_t)same_ids(&p->ids, ids) == ids->n;
+    for (const Parked *p = st->first; p; p = p->next)
+        covered |= !(st->dir && p->failed) && (size_t)same_ids(&p->ids, ids) == ids->n;
     pthread_mutex_unlock(&st->lock);
     return covered;
 }
 
-static void drop_beginnings(Store *st, const TokIds *ids) {          // sessions that these begin with; with the lock held
+// Drops other sessions that this one begins with. With the lock held.
+static void drop_beginnings(Store *st, const Parked *of) {
     for (Parked *p = st->first, *next; p; p = next) {
         next = p->next;
-        if (p->ids.n < ids->n && (size_t)same_ids(&p->ids, ids) == p->ids.n) drop_parked(st, p);
+        if (p != of && p->ids.n <= of->ids.n && (size_t)same_ids(&p->ids, &of->ids) == p->ids.n) drop_parked(st, p);
     }
 }
 
-// Takes in what a session holds, if there is room and it is not there yet. given: see SessionNote. False: it could not be kept,
-// and s->err says why.
-static bool store_park(Store *st, Session *s, bool given) {
+// Takes in what a session holds, if there is room and it is not there yet. by_ids: see SessionNote. False: it could not be
+// kept, and s->err says why.
+static bool store_park(Store *st, Session *s, bool by_ids) {
     if (s->held.n < PARK_LEAST || (!st->room && !st->dir) || is_covered(st, &s->held)) return true;
+    if (st->dir) wait_for_writer(st);
     Parked *p = alloc_or_die(1, sizeof *p);
     struct stat file;
-    *p = (Parked){ .given = given, .fd = memfd_create("gemma4-session", MFD_CLOEXEC) };
-    int err = p->fd < 0 ? errno : session_to_fd(s, &(SessionNote){ .given = given }, p->fd, NULL);
+    *p = (Parked){ .by_ids = by_ids, .fd = memfd_create("gemma4-session", MFD_CLOEXEC) };
+    int err = p->fd < 0 ? errno : session_to_fd(s, &(SessionNote){ .by_ids = by_ids }, p->fd, NULL);
     if (!err && fstat(p->fd, &file)) err = errno;
-    if (err) {
+    if (err || (!st->dir && (uint64_t)file.st_size > st->room)) {
         if (p->fd >= 0) close(p->fd);
         free(p);
+        if (!err) return true;                         // it would drop all others, and then itself
         snprintf(s->err, sizeof s->err, "a session of %zu tokens could not be kept: %s", s->held.n, strerror(err));
         return false;
     }
     for (size_t i = 0; i < s->held.n; i++) push_id(s, &p->ids, s->held.ids[i]);
     p->bytes = (uint64_t)file.st_size;
     pthread_mutex_lock(&st->lock);
-    if (st->dir) pthread_cond_signal(&st->news);       // the writer drops them when this one is in a file
-    else drop_beginnings(st, &p->ids);
+    if (st->dir) pthread_cond_signal(&st->news);       // the writer drops shorter ones when this one is in a file
+    else drop_beginnings(st, p);
     link_parked(st, p);
     st->used += p->bytes;
     st->n_open++;
@@ -220,7 +254,7 @@ static bool store_park(Store *st, Session *s, bool given) {
 }
 
 // Gives a session what p holds, which stays here too, and ends the pin of store_find(). False: it cannot, the session holds
-// nothing, and p is dropped.
+// nothing, and p is dropped; its file stays, since it may be readable another time.
 static bool store_resume(Store *st, Session *s, Parked *p) {
     SessionNote note;
     char name[400] = "a session in memory";
@@ -240,7 +274,12 @@ static bool store_resume(Store *st, Session *s, Parked *p) {
     if (fd >= 0) close(fd);
     pthread_mutex_lock(&st->lock);
     if (ok) st->n_resumed++;
-    else drop_parked(st, p);
+    if (!ok && p->path) {
+        st->file_used -= p->bytes;
+        free(p->path);
+        p->path = NULL;
+    }
+    if (!ok) drop_parked(st, p);
     unpin(st, p);
     trim_store(st);
     pthread_mutex_unlock(&st->lock);
@@ -291,39 +330,49 @@ static void *store_writer(void *store) {
         char *path = parked_path(st, p);
         const bool fits = p->bytes <= st->file_room;
         const int err = fits ? write_parked(p, path) : EFBIG;
-        if (err) fprintf(stderr, "# --session-dir: %s: %s; it stays in memory only\n", path,
+        if (err) fprintf(stderr, "# --session-dir: %s: could not be written: %s\n", path,
                          fits ? strerror(err) : "the session exceeds --session-disk");
         pthread_mutex_lock(&st->lock);
         p->failed = err;
         p->path = err ? NULL : path;
         if (err) free(path);
         else st->file_used += p->bytes;
-        if (!err && !p->gone) drop_beginnings(st, &p->ids);
+        if (!err && !p->gone) drop_beginnings(st, p);
         unpin(st, p);
         trim_store(st);
+        pthread_cond_signal(&st->written);
     }
     pthread_mutex_unlock(&st->lock);
     return NULL;
 }
 
-// The ids of a session's file that this model can go on from. NULL: it is none, and s->err says why.
+// The ids of a session's file that this model can go on from. NULL: it cannot; a file that is no whole session is named.
 static Parked *read_parked(Session *s, const char *path) {
     SessionHeader h;
     struct stat st;
     const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    Parked *p = NULL;
-    if (fd < 0 || fstat(fd, &st) || !S_ISREG(st.st_mode) || pread(fd, &h, sizeof h, 0) != sizeof h) {
-        refuse_session(s, path, "expected a session of gemma4");
-    } else if (check_whole(s, path, &h, (uint64_t)st.st_size) && check_alike(s, path, &h) && check_sizes(s, path, &h)) {
-        p = alloc_or_die(1, sizeof *p);
-        *p = (Parked){ .given = h.given, .fd = -1, .bytes = h.file_bytes, .time = st.st_mtime };
-        const size_t n = h.n * sizeof(int32_t);
-        p->ids = (TokIds){ .ids = alloc_or_die(n, 1), .n = h.n, .cap = h.n };
-        p->path = alloc_or_die(strlen(path) + 1, 1);
-        strcpy(p->path, path);
-        if (pread(fd, p->ids.ids, n, sizeof h) != (ssize_t)n) p->ids.n = 0;        // the checksum is for store_resume()
+    int32_t *ids = NULL;
+    bool whole = fd >= 0 && !fstat(fd, &st) && S_ISREG(st.st_mode) && pread(fd, &h, sizeof h, 0) == sizeof h;
+    if (!whole) refuse_session(s, path, "expected a session of gemma4");
+    whole = whole && check_whole(s, path, &h, (uint64_t)st.st_size);
+    const bool ours = whole && check_alike(s, path, &h) && check_sizes(s, path, &h);
+    if (ours) {                                        // the checksum is for store_resume()
+        const size_t bytes = h.n * sizeof *ids;
+        ids = alloc_or_die(bytes, 1);
+        whole = pread(fd, ids, bytes, sizeof h) == (ssize_t)bytes;
+        if (!whole) refuse_session(s, path, "its tokens cannot be read");
     }
     if (fd >= 0) close(fd);
+    if (!whole) fprintf(stderr, "# --session-dir: %s\n", s->err);
+    if (!whole || !ours) {
+        free(ids);
+        return NULL;
+    }
+    Parked *p = alloc_or_die(1, sizeof *p);
+    *p = (Parked){ .by_ids = h.by_ids, .fd = -1, .bytes = h.file_bytes, .ids = { .ids = ids, .n = h.n, .cap = h.n },
+                   .time = (int64_t)st.st_mtim.tv_sec * 1000000000 + st.st_mtim.tv_nsec };
+    p->path = alloc_or_die(strlen(path) + 1, 1);
+    strcpy(p->path, path);
     return p;
 }
 
@@ -371,26 +420,40 @@ static void read_folder(Store *st, Session *s) {
 // checked.
 static void store_open(Store *st, Session *s, const char *dir, uint64_t room, uint64_t file_room) {
     *st = (Store){ .m = s->m, .dir = dir, .kind = header_of(s->m), .room = room, .file_room = file_room, .dir_fd = -1,
-                   .lock = PTHREAD_MUTEX_INITIALIZER, .news = PTHREAD_COND_INITIALIZER };
+                   .lock = PTHREAD_MUTEX_INITIALIZER, .news = PTHREAD_COND_INITIALIZER, .written = PTHREAD_COND_INITIALIZER };
     if (!dir) return;
     signal(SIGXFSZ, SIG_IGN);                          // a limit of the file size is an error like a full disk
     if (mkdir(dir, 0700) && errno != EEXIST) die("--session-dir: %s: %s", dir, strerror(errno));
     st->dir_fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (st->dir_fd < 0 || access(dir, R_OK | W_OK | X_OK)) die("--session-dir: %s: %s", dir, strerror(errno));
-    if (flock(st->dir_fd, LOCK_EX | LOCK_NB)) die("--session-dir: %s: another server uses it", dir);
+    if (flock(st->dir_fd, LOCK_EX | LOCK_NB))
+        die("--session-dir: %s: %s", dir, errno == EWOULDBLOCK ? "another server uses it" : strerror(errno));
     read_folder(st, s);
     trim_store(st);
     if (pthread_create(&st->writer, NULL, store_writer, st)) die("--session-dir: no thread for it");
 }
 
-// Writes what is in memory only to files, if there is a folder.
+// The next start reads the order of use from the files' times.
+static void date_files(const Store *st) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    int64_t at = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    for (const Parked *p = st->first; p; p = p->next, at -= 1000) {
+        const struct timespec t = { (time_t)(at / 1000000000), (long)(at % 1000000000) };
+        if (p->path && utimensat(AT_FDCWD, p->path, (const struct timespec[2]){ t, t }, 0)) {}        // a hint, no more
+    }
+}
+
+// Writes what is in memory only to files, if there is a folder; what could not be written before is tried again.
 static void store_close(Store *st) {
     if (st->dir) {
         pthread_mutex_lock(&st->lock);
+        for (Parked *p = st->first; p; p = p->next) p->failed = false;
         st->ending = true;
         pthread_cond_signal(&st->news);
         pthread_mutex_unlock(&st->lock);
         pthread_join(st->writer, NULL);
+        date_files(st);
         close(st->dir_fd);
     }
     for (Parked *p = st->first, *next; p; p = next) {

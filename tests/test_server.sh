@@ -517,7 +517,7 @@ done
 ok "a long prompt is answered" [ -s "$tmp/alone.5" ]
 waits=
 for k in 1 2 3 4 5 6; do
-    curl -sS -m 100 -N -o "$tmp/many.$k" --data-binary "$(prompt $k ',"stream":true')" "$url$chat" &
+    curl -sS -m 600 -N -o "$tmp/many.$k" --data-binary "$(prompt $k ',"stream":true')" "$url$chat" &
     waits="$waits $!"
 done
 # shellcheck disable=SC2086  # several numbers
@@ -563,7 +563,7 @@ loris='' slow=2
 [ "${LONG:-0}" = 0 ] || slow=60
 for _ in $(seq 20); do                                               # each is half a request, for as long as it lasts
     { printf 'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n'; sleep "$slow"; } |
-        curl -sS -m 100 "telnet://${url#http://}" >/dev/null 2>&1 &
+        curl -sS -m 600 "telnet://${url#http://}" >/dev/null 2>&1 &
     loris="$loris $!"
 done
 for _ in $(seq 200); do printf 'url = "%s/health"\noutput = "/dev/null"\nwrite-out = "%%{http_code}\\n"\n' "$url"; done >"$tmp/urls"
@@ -620,7 +620,7 @@ ok "between which the answer went on: $before, then $after" [ $((after - before)
 # ---- guesses; prompts in small chunks ----------------------------------------------------------
 serve guesses -np 2 --chunk 32 -md models/gemma4-mini-mtp-q8_0.gguf --spec mtp          # auto need not guess on a slow machine
 for k in 1 2 3; do
-    curl -sS -m 100 -N -o "$tmp/many.$k" --data-binary "$(prompt $k ',"stream":true')" "$url$chat" &
+    curl -sS -m 600 -N -o "$tmp/many.$k" --data-binary "$(prompt $k ',"stream":true')" "$url$chat" &
     eval "wait$k=$!"
 done
 wait "$wait1" "$wait2" "$wait3"
@@ -771,12 +771,37 @@ ask_plain "$fox $(words 'It rained.' 300)"
 ok "the shorter one comes back" [ "$cached" -gt 100 ]
 kill -TERM "$pid"
 wait "$pid"
-ok "the log says that the longer one has no room" grep -q 'exceeds --session-disk; it stays' "$tmp/small.log"
+ok "the log says that the longer one has no room" grep -q 'could not be written: the session exceeds --session-disk' "$tmp/small.log"
 serve small --session-dir "$tmp/disk" -c 2048 --session-disk 2
 ask_plain "$fox"
 ok "the shorter one is in a file still" [ "$cached" -gt 100 ]
+ask_plain "$(words 'A bird sat.' 40)"
+ask_plain "$(words 'A cow slept.' 40)"
+ask_plain "$(words 'A dog ate.' 40)"
+ask_plain "$(words 'A bird sat.' 40)"
+ok "what has no room in files stays in memory" [ "$cached" -gt 100 ]
 kill -TERM "$pid"
 wait "$pid"
+
+# What memory has no room for does not push out all others; with a folder, all slots are in files at the end.
+serve small -np 1 -c 2048 --cache-ram 3
+ask_plain "$fox"
+ask_plain "$(words 'It rained.' 300)"
+ask_plain "$(words 'A bird sat.' 40)"
+ask_plain "$fox"
+ok "a session that is too large leaves the others in memory" [ "$cached" -gt 100 ]
+kill -TERM "$pid"
+wait "$pid"
+serve slots -np 3 -c 3072 --cache-ram 0 --session-dir "$tmp/slots"
+for text in "$fox" "$(words 'A bird sat.' 40)" "$(words 'A cow slept.' 40)"; do ask_plain "$text"; done
+kill -TERM "$pid"
+wait "$pid"
+ok "all slots are in files at the end" [ "$(find "$tmp/slots" -name '*.session' | wc -l)" -eq 3 ]
+newest=$(ls -t "$tmp/slots" | head -n 1)
+serve slots -np 1 -c 1024 --session-dir "$tmp/slots" --session-disk 2
+kill -TERM "$pid"
+wait "$pid"
+ok "where files have too little room the one used last stays" [ -e "$tmp/slots/$newest" ]
 
 # Prompts that part early, go on, and come back: what is stored may be dropped while a prompt is about to go on with it.
 most=1                                                                # so that a session holds its prompt alone

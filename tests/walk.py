@@ -106,10 +106,12 @@ class Line:
     """A client's connection to a server, kept open between requests."""
 
     def __init__(self, server):
-        self.server, self.http, self.process = server, None, None
+        self.server, self.http, self.process, self.used = server, None, None, 0
 
     def send(self, method, path, body=None):
-        if not self.http or self.process is not self.server.process:
+        idle = time.monotonic() - self.used > 20       # the server ends connections that are idle for 30 seconds
+        self.used = time.monotonic()
+        if not self.http or self.process is not self.server.process or idle:
             self.close()
             self.http = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=WAIT)
             self.process = self.server.process
@@ -161,8 +163,7 @@ def error_of(answer):
 
 def form(text="", thought="", calls=(), finish=None, prompt=0, made=0, likely=None, **more):
     return dict(text=text or "", thought=thought or "", calls=[list(c) for c in calls], finish=finish, prompt=prompt,
-                made=made,
-                likely=likely or None, **more)
+                made=made, likely=likely or None, **more)
 
 
 def usage(u):
@@ -246,8 +247,7 @@ def whole_anthropic(a):
     calls = [(b["id"], b["name"], json.dumps(b["input"])) for b in a["content"] if b["type"] == "tool_use"]
     u = a["usage"]
     return form("".join(text), "".join(thought), calls, a["stop_reason"],
-                u["input_tokens"] + u["cache_read_input_tokens"], u["output_tokens"],
-                stop=a["stop_sequence"])
+                u["input_tokens"] + u["cache_read_input_tokens"], u["output_tokens"], stop=a["stop_sequence"])
 
 
 def stream_anthropic(events):
@@ -401,8 +401,8 @@ class Setting:
         same = ["-t", "1", "-c", str(self.n_ctx), "--chunk", str(self.chunk), "-s", "7"]
         self.flags = [self.model, "-np", str(self.slots)] + same + cache + self.spec + self.store
         self.alone = [self.model, "-np", "1", "--cache-ram", "0"] + same + alone
-        self.systems = [None, "You answer what you are asked.", "You answer. " + words(r, r.randint(30, min(90,
-                self.n_ctx // 6)))]
+        self.systems = [None, "You answer what you are asked.",
+                        "You answer. " + words(r, r.randint(30, min(90, self.n_ctx // 6)))]
         self.text_words = min(r.choice([60, 110, 110, 110, 250]), self.n_ctx // 6)
         self.roots = [words(r, r.randint(50, 65)) for _ in range(2)]
         self.tail_words = 40 if self.n_ctx < 512 else r.randint(90, 120)
@@ -441,8 +441,8 @@ def draw_sampling(r, path, bare):
     body.update(maybe(r, 0.15, presence_penalty=0.8), **maybe(r, 0.15, frequency_penalty=0.4))
     body.update(maybe(r, 0.15, logit_bias={str(r.randrange(4000)): r.choice([-100, -3, 6]) for _ in range(4)}))
     if r.random() < 0.5:
-        body.update({"logprobs": r.randint(0, 5)} if path == PLAIN else {"logprobs": True,
-                "top_logprobs": r.choice([0, 1, 5])})
+        body.update({"logprobs": r.randint(0, 5)} if path == PLAIN else
+                    {"logprobs": True, "top_logprobs": r.choice([0, 1, 5])})
     return body
 
 
@@ -454,8 +454,8 @@ def draw_form(r, path, tools):
     kind = r.choice(["call", "call", "tools", "tools"] if tools else ["", "", "", "schema", "grammar", "tools", "call"])
     schema = r.choice(SCHEMAS)
     if kind == "schema":
-        return {CHAT: r.choice([{"json_schema": schema}, {"response_format": {"type": "json_schema",
-                "json_schema": {"name": "x", "schema": schema}}}]),
+        return {CHAT: r.choice([{"json_schema": schema},
+                                {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}]),
                 ANTHROPIC: {"output_format": {"type": "json_schema", "schema": schema}},
                 RESPONSES: {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}}[path]
     if kind == "grammar" and path == CHAT:
@@ -464,8 +464,7 @@ def draw_form(r, path, tools):
         return {}
     one = r.random() < 0.2
     if path == ANTHROPIC:
-        choice = dict({"type": "any" if kind == "call" else "auto"}, **({"disable_parallel_tool_use": True} if one
-                else {}))
+        choice = dict({"type": "any" if kind == "call" else "auto"}, **({"disable_parallel_tool_use": True} if one else {}))
         return {"tools": [{"name": t["name"], "description": t["description"], "input_schema": t["parameters"]}
                           for t in some], "tool_choice": choice}
     tools = [dict({"type": "function"}, **(t if path == RESPONSES else {"function": t})) for t in some]
@@ -499,8 +498,7 @@ class Client:
         return json.loads(self.alone.http.getresponse().read())["tokens"]
 
     def equal(self, got, want):
-        strip = lambda a: dict(a, calls=[c[1:]
-                for c in a["calls"]]) if "calls" in a else a          # ids are each server's own
+        strip = lambda a: dict(a, calls=[c[1:] for c in a["calls"]]) if "calls" in a else a      # ids are each server's own
         return strip(got) == strip(want)
 
     def near(self, got, want):
@@ -666,8 +664,8 @@ class Client:
         """Leaves while its prompt runs, or its answer."""
         r = self.r
         talk = r.choice(self.talks) if self.talks else [None, [("user", self.question(), [])], []]
-        q = self.draw_talk(talk) if r.random() < 0.5 else Request(PLAIN, {"prompt": words(r, self.set.text_words),
-                "max_tokens": 200})
+        q = self.draw_talk(talk) if r.random() < 0.5 else \
+            Request(PLAIN, {"prompt": words(r, self.set.text_words), "max_tokens": 200})
         q.body["stream"] = r.random() < 0.6
         self.walk.trace(q, "cancel")
         try:
@@ -771,8 +769,8 @@ class Walk:
         r = self.r
         ending = r.choice([None, None, signal.SIGTERM, signal.SIGKILL]) if r.random() < 0.8 else None
         at, who = (r.randint(0, 3), r.randrange(len(clients))) if ending and r.random() < 0.25 else (-1, -1)
-        threads = [threading.Thread(target=self.run_client, args=(c, r.randint(4, 10), at if i == who else -1,
-                ending)) for i, c in enumerate(clients)]
+        threads = [threading.Thread(target=self.run_client, args=(c, r.randint(4, 10), at if i == who else -1, ending))
+                   for i, c in enumerate(clients)]
         for t in threads: t.start()
         for t in threads: t.join()
         if self.failures or not ending:
