@@ -4509,7 +4509,7 @@ static int create_output(Output *o, const char *path, mode_t mode) {
     struct timespec now;
     *o = (Output){ .path = path, .target = follow_links(path), .fd = -1 };
     if (!o->target) return errno;
-    const bool exists = !stat(o->target, &old);
+    const bool exists = !stat(path, &old);
     if (exists && !S_ISREG(old.st_mode)) return S_ISDIR(old.st_mode) ? EISDIR : ENOTSUP;
     if (exists && access(o->target, W_OK)) return errno;
     const size_t size = strlen(o->target) + 16;

@@ -80,8 +80,8 @@ static void on_edited(char *line) {
 }
 
 #ifdef USE_READLINE
-// readline is given whole characters, since bytes that are none spoil the next line too; they are dropped, as libedit
-// does. Reading byte by byte leaves what follows the line to the terminal.
+// readline gets whole UTF-8 characters only: an incomplete one would corrupt the next line. Invalid bytes are dropped, as
+// libedit does. Reading byte by byte leaves what follows the line to the terminal.
 static struct { char s[16]; size_t n, at; bool is_whole, ended; } character;
 
 static bool take_byte(void) {                          // one more; true: the character is whole, or the input has ended

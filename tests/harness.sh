@@ -33,6 +33,13 @@ run() { # run ARGUMENTS...: runs gemma4; leaves $status, $tmp/out and $tmp/err
     $limit "$gemma4" "$@" >"$tmp/out" 2>"$tmp/err" </dev/null
     status=$?
 }
+wait_for_server() { # wait_for_server LOG: until the server that writes LOG answers, a minute at most; leaves $url
+    for _ in $(seq 1200); do
+        grep -qs '^# serving at ' "$1" && break
+        sleep 0.05
+    done
+    url=$(sed -n 's/^# serving at //p' "$1")
+}
 drive() { # drive NAME [ARGUMENT]: tests/NAME.mjs in node asks a server on the small model, whose key is "secret"; its cases are counted
     run serve models/gemma4-mini-q8_0.gguf --host 203.0.113.1 --port 0
     if grep -q 'libmicrohttpd' "$tmp/err"; then
@@ -42,11 +49,8 @@ drive() { # drive NAME [ARGUMENT]: tests/NAME.mjs in node asks a server on the s
     "$gemma4" serve models/gemma4-mini-q8_0.gguf --port 0 -t 2 -np 2 --api-key secret >/dev/null 2>"$tmp/log" </dev/null &
     pid=$!
     trap 'kill -9 $pid 2>/dev/null; rm -rf "$tmp"' EXIT
-    for _ in $(seq 1200); do                     # a minute: how fast the machine is does not matter
-        grep -q '^# serving at ' "$tmp/log" && break
-        sleep 0.05
-    done
-    $limit node "tests/$1.mjs" "$(sed -n 's/^# serving at //p' "$tmp/log")" secret ${2:+"$2"} >"$tmp/out" 2>&1
+    wait_for_server "$tmp/log"
+    $limit node "tests/$1.mjs" "$url" secret ${2:+"$2"} >"$tmp/out" 2>&1
     grep -v "^# $1: " "$tmp/out"
     n=$(sed -n "s/^# $1: \([0-9]*\) passed.*/\1/p" "$tmp/out") f=$(sed -n "s/^# $1: .* \([0-9]*\) failed\$/\1/p" "$tmp/out")
     passed=$((passed + ${n:-0})) failed=$((failed + ${f:-1}))

@@ -7,7 +7,7 @@
  * Each run of the program ends with status 0 and no error, or with status 1 and one line of error; never by a signal. A
  * server answers requests and gets SIGTERM. Every run has the same files, and what it writes is removed after it.
  *
- * Run from the top of the repository. Environment: GEMMA4 (./gemma4), JOBS (runs at a time, 2), TMPDIR (/tmp), SHOW=1
+ * Run from the top of the repository. Environment: GEMMA4 (./gemma4), RUNS (at a time, 2), TMPDIR (/tmp), SHOW=1
  * (print every command and how it ended). A GPU is hidden, except with LONG=1: to start it takes longer than a run. */
 static int main_of_gemma4(int argc, char **argv);      // never called: what only it needs is not compiled
 #define main main_of_gemma4
@@ -298,7 +298,7 @@ static void write_file(const char *path, const void *data, size_t n) {
     if (fwrite(data, 1, n, f) != n || fclose(f)) must(NULL);
 }
 
-// Makes of the folder what it was before a run: what is new goes, what is missing or another comes again.
+// Makes of the folder what it was before a run: removes new files, restores those that are missing or changed.
 static void clean_folder(void) {
     DIR *d = must(opendir("."));
     for (struct dirent *e; (e = readdir(d)); ) {
@@ -505,7 +505,7 @@ int main(int argc, char **argv) {
     const uint64_t seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
     const bool is_long = getenv("LONG") && strcmp(getenv("LONG"), "0");
     const int n = argc > 2 ? atoi(argv[2]) : is_long ? 5000 : 500, first = argc > 3 ? atoi(argv[3]) : 1;
-    const int jobs = getenv("JOBS") && atoi(getenv("JOBS")) > 0 ? min_int(atoi(getenv("JOBS")), 16) : 2;
+    const int jobs = getenv("RUNS") && atoi(getenv("RUNS")) > 0 ? min_int(atoi(getenv("RUNS")), 16) : 2;
     static Combination c;
     char gemma4[1024];
     pid_t pids[16];

@@ -314,7 +314,6 @@ static void test_terminal(const char *model, const char *large) {
     const char *with_check[] = { gemma4, large, "-p", "a", "-c", "64", "--check-tensors", NULL };      // of 17 GB
     status = run_on_terminal(&p, with_check, true);
     CHECK(status == 1000 + SIGINT, "Ctrl-C while reading: expected the end by SIGINT, got status %d", status);
-    CHECK(!strstr(shows, "100 %"), "Ctrl-C while reading: it read to the end: %s", pty_tail(&p));
 }
 
 // ---- true size ---------------------------------------------------------------------------------------------------

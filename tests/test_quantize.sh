@@ -221,15 +221,20 @@ source_file tiny-moe-f32
 # A model of true size whose weights are holes in the file, so that a run takes long enough on every machine.
 long=$tmp/long.gguf
 "$make_gguf" --preset e2b --quant f32 --sparse --out "$long" || exit 1
+holes=$(du -k "$long" | awk '{ print ($1 < 200000) }')
+[ "$holes" = 1 ] || rm -f "$long"
 in_the_middle() { # in_the_middle COMMAND...: starts a run on $long, runs the command with its pid when its file has begun
     env --default-signal=INT "$gemma4" quantize "$long" "$tmp/stay.gguf" q6_k -t 1 >"$tmp/out" 2>"$tmp/err" &
     pid=$!
     while [ -z "$(ls "$tmp" | grep 'stay.gguf.*tmp')" ] && kill -0 $pid 2>/dev/null; do sleep 0.01; done
     "$@" $pid 2>/dev/null
+    sent=$?
     wait $pid
     status=$?
 }
-if env --default-signal=INT true 2>/dev/null; then      # a shell starts background commands with SIGINT ignored
+if [ "$holes" != 1 ]; then
+    skip "no sparse files here: runs that are interrupted"
+elif env --default-signal=INT true 2>/dev/null; then      # a shell starts background commands with SIGINT ignored
     in_the_middle kill -KILL
     ok "kill -9: it was in the middle" [ "$status" -eq 137 ]
     ok "kill -9: the old file stands" same "$tmp/stay.txt" "$tmp/stay.gguf"
@@ -247,8 +252,12 @@ if env --default-signal=INT true 2>/dev/null; then      # a shell starts backgro
     ok "SIGTERM: nothing is left" [ -z "$(ls "$tmp" | grep tmp)" ]
     trap '' HUP
     long=$tmp/tiny-moe-f32.gguf                         # it runs to its end
-    in_the_middle kill -HUP
+    for _ in 1 2 3 4 5 6 7 8 9; do
+        in_the_middle kill -HUP
+        [ "$sent" -ne 0 ] || break
+    done
     long=$tmp/long.gguf
+    ok "SIGHUP: it was in the middle" [ "$sent" -eq 0 ]
     trap - HUP
     ok "SIGHUP under nohup: it goes on" [ "$status" -eq 0 ]
     cp "$tmp/stay.txt" "$tmp/stay.gguf"

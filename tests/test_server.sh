@@ -41,11 +41,7 @@ serve() { # serve NAME FLAGS...: starts a server; leaves $pid and $url
     "$gemma4" serve "$model" --port 0 -t 2 "$@" >/dev/null 2>"$tmp/$name.log" </dev/null &
     pid=$!
     pids="$pids $pid"
-    for _ in $(seq 1200); do
-        grep -q '^# serving at ' "$tmp/$name.log" && break
-        sleep 0.05
-    done
-    url=$(sed -n 's/^# serving at //p' "$tmp/$name.log")
+    wait_for_server "$tmp/$name.log"
 }
 ask() { # ask PATH BODY [CURL FLAGS...]: the response as $tmp/out, its status as $code
     path=$1 body=$2
@@ -872,11 +868,7 @@ ok "a folder that is none is an error" grep -q -e '^gemma4: error: --session-dir
 ) &
 pid=$!
 pids="$pids $pid"
-for _ in $(seq 1200); do
-    grep -qs '^# serving at ' "$tmp/full.log" && break
-    sleep 0.05
-done
-url=$(sed -n 's/^# serving at //p' "$tmp/full.log")
+wait_for_server "$tmp/full.log"
 ask_words "$a" a.2
 ask_words "$b" b.2
 ok "a full disk: answers go on" same b.1 b.2
@@ -946,7 +938,7 @@ fi
 
 # ---- a full queue, a key, the end ----------------------------------------------------------
 printf 'secret\n' >"$tmp/key"
-serve small --parallel 1 --chunk 64 --queue 1 --timeout 600 --alias "a fox" --api-key-file "$tmp/key" -c 1024
+serve small --parallel 1 --chunk 64 --queue 1 --timeout 600 --alias "a fox" --api-key-file "$tmp/key" -c 4096
 get /health
 ok "health needs no key" is 200
 get /v1/models -H "x-api-key: secret"

@@ -1,6 +1,7 @@
 #!/bin/sh
 # The table of contents at the head of a long source names the section banners below it, in order, no engine source
-# reads the environment, and nothing lies at the top of the tree that does not belong there. Entries are "[n]  Title", one or two on a line; banners are "// ==== [n] Title ====".
+# reads the environment, and nothing lies at the top of the tree that does not belong there. Entries are "[n]  Title", one or
+# two on a line; banners are "// ==== [n] Title ====".
 cd "$(dirname "$0")/.." || exit 1
 . tests/harness.sh
 
