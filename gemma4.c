@@ -3409,7 +3409,7 @@ static int paying_depth(Guesser *g, const Pace *p, SpecKind who, int most, int r
     return 0;
 }
 
-// How many guesses the drafter is to make behind the step that is about to run. who: the drafter; OFF: there is none.
+// How many drafts the drafter makes after the step that is about to run. who: the drafter; OFF: there is none.
 static int depth_wanted(Guesser *g, const Pace *p, SpecKind who, int most, int rows) {
     if (!uses_drafter(&g->how) || who == SPEC_OFF || most <= 0) return 0;
     if (g->how.kind != SPEC_AUTO) return most;

@@ -52,7 +52,7 @@ static void set_length(Model *m, int seq, int32_t len) {
 }
 
 // Makes n tokens, or a few more, with drafts in one step at least, of which as many are taken for right as chance has
-// it. As in sessions, a step is issued before the host knows what came of the one before.
+// it. As in sessions, a step is issued before the host knows the result of the one before.
 static void bench_forced(Bench *b, int n) {
     Model *m = b->m;
     const Verdict *v = &m->verdict;

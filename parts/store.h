@@ -4,7 +4,7 @@
  *
  * Each is in the form of parts/session.h, in memory as in a file: one writer, one reader, one checksum. What memory has
  * no room for leaves it, the least recently used first; where there is a folder, only what is in a file, or could not be
- * written, may go. A thread writes the files, so that nobody waits for the disk unless it falls far behind. Sessions and
+ * written, may go. A thread writes the files, so that nobody waits for the disk, unless far too much waits for it. Sessions and
  * model are touched only by the thread that calls store_park() and store_resume(), the engine's; the writing thread sees
  * bytes.
  *
@@ -171,11 +171,11 @@ static void trim_store(Store *st) {
 // Waits for the disk while far more is in memory than there is room for, and some of it waits to be written.
 static void wait_for_writer(Store *st) {
     pthread_mutex_lock(&st->lock);
-    for (bool behind = true; behind; ) {
-        behind = false;
+    for (bool waits = true; waits; ) {
+        waits = false;
         if (st->used > 2 * st->room + SLACK || st->n_open > 2 * PARK_MOST)
-            for (const Parked *p = st->first; p; p = p->next) behind |= is_unwritten(st, p);
-        if (behind) pthread_cond_wait(&st->written, &st->lock);
+            for (const Parked *p = st->first; p; p = p->next) waits |= is_unwritten(st, p);
+        if (waits) pthread_cond_wait(&st->written, &st->lock);
     }
     pthread_mutex_unlock(&st->lock);
 }

@@ -502,7 +502,7 @@ class Client:
         return strip(got) == strip(want)
 
     def near(self, got, want):
-        """On a GPU behind a tree: equal up to a token that was nearly as likely, with probabilities of as many bits as that allows."""
+        """On a GPU, after a tree: equal up to a token that was nearly as likely, with probabilities of as many bits as that allows."""
         if "error" in got or "error" in want or not want["likely"]:
             return False
         for a, b in zip(got["likely"], want["likely"]):
