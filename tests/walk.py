@@ -188,23 +188,6 @@ def whole_chat(a):
                 **usage(a["usage"]))
 
 
-def stream_chat(events):
-    text = thought = ""
-    calls, likely, finish, used = [], None, None, {}
-    for e in events[:-1]:
-        if error_of(e):
-            return error_of(e)
-        if e.get("usage"):
-            used = usage(e["usage"])
-        for c in e["choices"]:
-            text += c["delta"].get("content") or ""
-            thought += c["delta"].get("reasoning_content") or ""
-            calls += calls_of(c["delta"].get("tool_calls"))
-            finish = c["finish_reason"] or finish
-            likely = (likely or []) + tokens_of(c["logprobs"]) if c.get("logprobs") else likely
-    return ended(events, None, form(text, thought, calls, finish, likely=likely, **used))
-
-
 def ended(events, last, answer=None):
     """The answer of a stream that ends as its dialect says: with an event of a type in `last`; None: with [DONE]."""
     at = events[-1] if events else {}
@@ -227,18 +210,31 @@ def whole_plain(a):
     return form(c["text"], finish=c["finish_reason"], likely=plain_tokens(c["logprobs"]), **usage(a["usage"]))
 
 
-def stream_plain(events):
-    text, likely, finish, used = "", None, None, {}
+def stream_completion(events, tokens):
+    """A stream of either kind of completion; tokens: reads its probabilities."""
+    text = thought = ""
+    calls, likely, finish, used = [], None, None, {}
     for e in events[:-1]:
         if error_of(e):
             return error_of(e)
         if e.get("usage"):
             used = usage(e["usage"])
         for c in e["choices"]:
-            text += c["text"]
+            new = c.get("delta", c)                    # a chat's is inside
+            text += new.get("content") or new.get("text") or ""
+            thought += new.get("reasoning_content") or ""
+            calls += calls_of(new.get("tool_calls"))
             finish = c["finish_reason"] or finish
-            likely = (likely or []) + plain_tokens(c["logprobs"]) if c.get("logprobs") else likely
-    return ended(events, None, form(text, finish=finish, likely=likely, **used))
+            likely = (likely or []) + tokens(c["logprobs"]) if c.get("logprobs") else likely
+    return ended(events, None, form(text, thought, calls, finish, likely=likely, **used))
+
+
+def stream_chat(events):
+    return stream_completion(events, tokens_of)
+
+
+def stream_plain(events):
+    return stream_completion(events, plain_tokens)
 
 
 def whole_anthropic(a):
