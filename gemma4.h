@@ -35,6 +35,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include "parts/cards.h"
 #ifdef __CUDACC__
 #define ON_DEVICE __host__ __device__    // for the functions below that both sides run
 #else
@@ -566,6 +567,7 @@ typedef struct Ops {
     double (*bandwidth)(void);                      // bytes/s of the device's memory at best; 0: not known
     double (*joules)(void);                         // energy the device has used since some moment; < 0: not known
     int64_t (*launches)(void);                      // kernels and copies issued to the device so far, as far as known
+    const Card *(*card)(void);                      // what operations are planned for; NULL: not a GPU
     // body
     void (*embed)(const Embed *o);
     void (*pair)(const Pair *o);                             // MTP drafters
@@ -596,6 +598,9 @@ typedef struct Ops {
 const Ops *reference_ops(void);      // parts/reference.h: the definition
 const Ops *cpu_ops(void);            // gemma4.c [13]
 const Ops *cuda_ops(void);           // gemma4_kernels.cu; NULL: there is no GPU that it could use
+// Before anything else is asked of the CUDA backend: it plans as on this card (parts/cards.h), never for more than is there.
+// Its memory counts as well. NULL: the card that is there.
+void cuda_pretend(const Card *card);
 
 #ifdef __cplusplus
 }

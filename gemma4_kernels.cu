@@ -105,9 +105,8 @@ typedef struct {              // pairs order[first .. first + n - 1], all of one
 static struct {
     cudaStream_t stream;
     cublasHandle_t blas;
-    int    n_sm;
-    int    block_shared, sm_shared;    // bytes of shared memory: most of a block, of an SM
-    int    starts_early;      // 1: launches may overlap (sm_90 and up)
+    Card   card;              // what launches are planned for
+    const Card *pretended;    // NULL: the card that is there
     Limits lim;
     char  *scratch;           // (scratch_size) carved by scratch_layout()
     size_t scratch_size;
@@ -170,6 +169,7 @@ static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 ON_DEVICE static inline int div_up(int n, int by) { return (n + by - 1) / by; }
 static int min_int(int a, int b) { return a < b ? a : b; }
 static int max_int(int a, int b) { return a > b ? a : b; }
+static size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 // ==== [2] Launch; warp and block helpers =============================================================================
 // Kernels follow each other closely: the blocks of a launch come up while the last blocks of the launch before it still
@@ -211,7 +211,7 @@ static void launch(unsigned writes, void (*kernel)(Parameters...), dim3 grid, di
     config.dynamicSmemBytes = shared;
     config.stream = cuda.stream;
     config.attrs = &early;
-    config.numAttrs = cuda.starts_early && may_read_early(WRITES_WEIGHTS);
+    config.numAttrs = cuda.card.starts_early && may_read_early(WRITES_WEIGHTS);
     cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
     cuda.last = (Launched){ (int)(grid.x * grid.y * grid.z), writes };
     cuda.n_launches += !cuda.recording;
@@ -220,7 +220,7 @@ static void launch(unsigned writes, void (*kernel)(Parameters...), dim3 grid, di
 // Once at start, for each kernel that needs it: all the shared memory that a block can have.
 template <typename Kernel> static void allow_shared(Kernel kernel) {
     CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    cuda.block_shared - STATIC_SHARED), "shared memory of a kernel");
+                                    cuda.card.block_shared - STATIC_SHARED), "shared memory of a kernel");
 }
 
 // ---- instructions that CUDA C++ has no name for ----
@@ -3194,7 +3194,7 @@ static bool plan_tiles(const Jobs *jobs, int n_rows, Plan *p) {
         const Job *o = &jobs->job[k];
         // Pieces of 64 features take less work for a weight and read the rows less often. Where there is no more than
         // one for each SM, those of 32 reach more SMs.
-        t.deep[k] = o->kind != JOB_GATED && o->kind != JOB_DOWN && wide <= cuda.n_sm;
+        t.deep[k] = o->kind != JOB_GATED && o->kind != JOB_DOWN && wide <= cuda.card.n_sm;
         t.record[k] = record_of(o->type).size;
         t.features[k] = o->kind == JOB_GATED || t.deep[k] ? 32 : 64;
         if (is_float(o->type)) t.features[k] = 1;
@@ -3211,12 +3211,12 @@ static bool plan_tiles(const Jobs *jobs, int n_rows, Plan *p) {
     int resident = tiles <= 2 ? 2 : 1, space = 0;      // blocks per SM
     for (; resident > 0; resident--) {
         // 1024 bytes of each block are CUDA's own
-        space = min_int(cuda.sm_shared / resident - 1024 - TILE_STATIC, cuda.block_shared - STATIC_SHARED) - fixed;
+        space = min_int(cuda.card.sm_shared / resident - 1024 - TILE_STATIC, cuda.card.block_shared - STATIC_SHARED) - fixed;
         if (space >= 3 * t.stage_bytes) break;
     }
     t.stages = min_int(TILE_STAGES, space / t.stage_bytes);
     if (t.stages < 2) return false;
-    const int slots = cuda.n_sm * max_int(resident, 1);
+    const int slots = cuda.card.n_sm * max_int(resident, 1);
     if (down) {
         const int same = div_up(down->rows, 64);
         if (same > MAX_ARRIVED || (size_t)t.n_pairs * down->rows * sizeof(float) > PARTIAL_BYTES) return false;
@@ -3246,7 +3246,7 @@ static bool plan_gemv_floats(const Jobs *jobs, Plan *p) {
     p->floats.input.f_at = p->floats.input.q_row = 0;
     p->kernel = BY_GEMV_FLOATS;
     p->variant = o->type == T_F32 ? 0 : 1 + (o->type == T_BF16);
-    p->blocks = min_int(cuda.n_sm, div_up(o->rows, PRODUCT_WARPS));
+    p->blocks = min_int(cuda.card.n_sm, div_up(o->rows, PRODUCT_WARPS));
     p->threads = ROW_THREADS;
     p->shared = jobs->input[0].f_row;
     return true;
@@ -3271,7 +3271,7 @@ static bool plan_gemv(const Jobs *jobs, int busy, Plan *p) {
     g.n = jobs->n;
     g.n_groups = first->cols / 32;
     g.n_octets = div_up(g.n_groups, 8);
-    g.units = first->kind == JOB_INJECT ? TILE_UNITS : div_up(n_units, max_int(1, cuda.n_sm - busy));
+    g.units = first->kind == JOB_INJECT ? TILE_UNITS : div_up(n_units, max_int(1, cuda.card.n_sm - busy));
     if (g.n_octets == 1) g.units = max_int(g.units, PRODUCT_WARPS / 2);    // over at once: few SMs, others for the next
     if (g.units > PRODUCT_WARPS) return false;         // a warp has one share at most
     g.share = div_up(g.n_octets, min_int(PRODUCT_WARPS / g.units, g.n_octets));
@@ -3336,7 +3336,7 @@ static void plan_rows(Jobs *jobs, int n_rows, int busy, Plan *p) {
     p->variant = r > 1;
     p->threads = ROW_THREADS;
     p->chunks = div_up(n_rows, r);
-    int most = max_int(1, (cuda.n_sm - busy) / p->chunks);
+    int most = max_int(1, (cuda.card.n_sm - busy) / p->chunks);
     // Where memory is the limit: as many tiles for each block, and what is left of the SMs is the next launch's.
     if (jobs->n_tiles && !jobs->fetch_all) most = div_up(jobs->n_tiles, div_up(jobs->n_tiles, most));
     p->blocks = min_int(jobs->n_tiles + jobs->n_units, most);
@@ -3352,7 +3352,7 @@ static void plan_rows(Jobs *jobs, int n_rows, int busy, Plan *p) {
 //   product_kernel      everything else
 static void plan_product(Jobs *jobs, int n_rows, Plan *p) {
     const Job *first = &jobs->job[0];
-    const size_t most = cuda.block_shared - STATIC_SHARED;
+    const size_t most = cuda.card.block_shared - STATIC_SHARED;
     bool tiles = n_rows >= MANY_ROWS, quantised = true, store = true;
     for (int k = 0; k < jobs->n; k++) {
         const Job *o = &jobs->job[k];
@@ -3366,7 +3366,7 @@ static void plan_product(Jobs *jobs, int n_rows, Plan *p) {
     const bool inject = first->kind == JOB_INJECT && jobs->n == 1 && first->rows % TILE == 0 && jobs->made.n;
     // A block fills an SM. Behind a launch of very few, which it may overlap, it would come up late on theirs, and the
     // next launch would wait for it.
-    const int busy = cuda.starts_early && cuda.last.blocks <= cuda.n_sm / 16 ? cuda.last.blocks : 0;
+    const int busy = cuda.card.starts_early && cuda.last.blocks <= cuda.card.n_sm / 16 ? cuda.last.blocks : 0;
     p->chunks = 1;
     if (tiles && plan_tiles(jobs, n_rows, p)) return;
     if (one_row && !quantised && store && jobs->n == 1 && plan_gemv_floats(jobs, p) && p->shared <= most) return;
@@ -6621,7 +6621,7 @@ template <int HD, int LINES, int N_K, bool LISTED> static FlashPlan flash_plan(c
     const bool coded = is_coded(c);
     FlashPlan f = { };
     f.n_v = N_K < HD && !coded ? 2 : 1;                // a V that K needs is fetched a tile ahead
-    while (f.n_v && Shape::bytes(N_K, f.n_v) > (size_t)cuda.block_shared) f.n_v--;
+    while (f.n_v && Shape::bytes(N_K, f.n_v) > (size_t)cuda.card.block_shared) f.n_v--;
     if (!f.n_v) return f;
     f.kernel = coded ? flash_kernel<HD, LINES, N_K, true, LISTED> : flash_kernel<HD, LINES, N_K, false, LISTED>;
     f.lines = LINES, f.threads = Shape::THREADS, f.bytes = Shape::bytes(N_K, f.n_v);
@@ -6629,7 +6629,7 @@ template <int HD, int LINES, int N_K, bool LISTED> static FlashPlan flash_plan(c
         kv_scale_bytes(c->v.type, HD);
     const size_t more = TILE_SLOTS * row;
     // Smaller blocks share an SM, and the others work while one waits.
-    f.asks = coded && Shape::THREADS == 256 && f.bytes + more <= (size_t)cuda.block_shared;
+    f.asks = coded && Shape::THREADS == 256 && f.bytes + more <= (size_t)cuda.card.block_shared;
     if (f.asks) f.bytes += more;
     return f;
 }
@@ -6681,7 +6681,7 @@ static void allow_flash(void) {
         flash_kernel<512, 64, 512, false, true>, flash_kernel<512, 64, 512, true, true>,
         flash_kernel<512, 64, 128, false, true>, flash_kernel<512, 64, 128, true, true> };
     for (auto k : kernels)
-        CHECK_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, cuda.block_shared),
+        CHECK_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, cuda.card.block_shared),
                    "shared memory of attend");
 }
 
@@ -6888,9 +6888,9 @@ static void cuda_block_select(const BlockSelect *o) {
     const int blocks = div_up(b->n_rows, SELECT_ROWS);
     if (c->head_dim > 512 || c->head_dim % 8 || o->n_heads / c->n_kv_heads > MAX_GROUP)
         cuda_die("block_select: %d heads of %d values are not supported", o->n_heads, c->head_dim);
-    if (score_bytes() > (size_t)cuda.block_shared)
+    if (score_bytes() > (size_t)cuda.card.block_shared)
         cuda_die("block_select: needs %zu bytes of shared memory, the GPU has %d; try without --pflash", score_bytes(),
-                 cuda.block_shared);
+                 cuda.card.block_shared);
     launch(WRITES_ACTIVATIONS, block_mean_kernel, dim3(o->out.n_blocks, c->n_kv_heads, b->n_segs), 256, 0, *b, *c,
            o->out.n_blocks, (__half *)o->means);
     launch(WRITES_ACTIVATIONS, block_score_kernel, dim3(blocks, o->n_heads), ScoreShape::THREADS, score_bytes(), *o, *b, *c);
@@ -7117,7 +7117,7 @@ static size_t attend_shared(const Cache *c, int nc, int n_stages) {
 // attend_half, nor for attend_coded.
 static int attend_columns(const Cache *c, int wanted) {
     const int hd = c->head_dim;
-    const size_t most = cuda.block_shared - STATIC_SHARED;
+    const size_t most = cuda.card.block_shared - STATIC_SHARED;
     if (is_coded(c))
         return is_readable(&c->k) && is_readable(&c->v) && c->k.dim % KV_TURN == 0 && attend_coded_of(hd) &&
             attend_shared(c, CODED_COLUMNS, 0) <= most ? CODED_COLUMNS : 0;
@@ -7131,12 +7131,12 @@ static int attend_columns(const Cache *c, int wanted) {
 
 // Tiles or swaths under way: as many as leave room for the blocks that an SM gets, or can hold. 0: see coded_ring_bytes
 static int attend_stages(const Cache *c, int nc, size_t n_blocks) {
-    const int most = (int)((n_blocks + cuda.n_sm - 1) / cuda.n_sm), least = !is_coded(c);
+    const int most = (int)((n_blocks + cuda.card.n_sm - 1) / cuda.card.n_sm), least = !is_coded(c);
     const int wanted = min_int(is_coded(c) ? 1 : attend_blocks(c->head_dim, nc), most);
     auto fewer = [&](int n) { return is_coded(c) ? n / 2 : n - 1; };
     int n = MAX_STAGES;
-    while (n > least && attend_shared(c, nc, n) + STATIC_SHARED > (size_t)cuda.block_shared) n = fewer(n);
-    while (n > 1 && wanted * (attend_shared(c, nc, n) + STATIC_SHARED + 1024) > (size_t)cuda.sm_shared) n = fewer(n);
+    while (n > least && attend_shared(c, nc, n) + STATIC_SHARED > (size_t)cuda.card.block_shared) n = fewer(n);
+    while (n > 1 && wanted * (attend_shared(c, nc, n) + STATIC_SHARED + 1024) > (size_t)cuda.card.sm_shared) n = fewer(n);
     return n;
 }
 
@@ -8135,13 +8135,46 @@ static size_t cuda_scratch_bytes(const Limits *lim) {
     return n;
 }
 
+static int device_attribute(cudaDeviceAttr which) {
+    int value = 0;
+    CHECK_CUDA(cudaDeviceGetAttribute(&value, which, 0), "device attribute %d", (int)which);
+    return value;
+}
+
+// What there is, and of that no more than the card has that is pretended.
+static Card read_card(const Card *pretended) {
+    static char name[256];
+    size_t free_bytes = 0;
+    Card c = { name };
+    CHECK_CUDA(cudaDeviceGetName(name, sizeof name, 0), "device");
+    c.major = device_attribute(cudaDevAttrComputeCapabilityMajor);
+    c.minor = device_attribute(cudaDevAttrComputeCapabilityMinor);
+    c.n_sm = device_attribute(cudaDevAttrMultiProcessorCount);
+    c.block_shared = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    c.sm_shared = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    c.sm_threads = device_attribute(cudaDevAttrMaxThreadsPerMultiProcessor);
+    c.sm_registers = device_attribute(cudaDevAttrMaxRegistersPerMultiprocessor);
+    c.l2 = (size_t)device_attribute(cudaDevAttrL2CacheSize);
+    c.host_memory = device_attribute(cudaDevAttrIntegrated);
+    c.starts_early = c.major >= 9;
+    CHECK_CUDA(cudaMemGetInfo(&free_bytes, &c.memory), "memory");
+    if (!pretended) return c;
+    const Card *p = pretended;
+    c.name = p->name, c.major = p->major, c.minor = p->minor;
+    c.n_sm = min_int(c.n_sm, p->n_sm);
+    c.block_shared = min_int(c.block_shared, p->block_shared), c.sm_shared = min_int(c.sm_shared, p->sm_shared);
+    c.sm_threads = min_int(c.sm_threads, p->sm_threads), c.sm_registers = min_int(c.sm_registers, p->sm_registers);
+    c.l2 = min_size(c.l2, p->l2), c.memory = min_size(c.memory, p->memory);
+    c.host_memory |= p->host_memory;
+    c.starts_early &= p->starts_early;
+    return c;
+}
+
 static void start_device(void) {
     if (cuda.stream) return;
+    cuda.card = read_card(cuda.pretended);
     CHECK_CUDA(cudaStreamCreateWithFlags(&cuda.stream, cudaStreamNonBlocking), "stream");
     CHECK_CUDA(cudaMallocHost((void **)&cuda.ring, RING_BYTES), "pinned memory of %d bytes", RING_BYTES);
-    CHECK_CUDA(cudaDeviceGetAttribute(&cuda.n_sm, cudaDevAttrMultiProcessorCount, 0), "device");
-    CHECK_CUDA(cudaDeviceGetAttribute(&cuda.block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0), "device");
-    CHECK_CUDA(cudaDeviceGetAttribute(&cuda.sm_shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0), "device");
     allow_shared(prepare_kernel<ROW_QUADS>);
     allow_shared(prepare_kernel<NARROW_QUADS>);
     allow_shared(prepare_kernel<0>);
@@ -8149,11 +8182,8 @@ static void start_device(void) {
     allow_experts();
     allow_attend();
     allow_flash();
-    CHECK_CUDA(cudaFuncSetAttribute(block_score_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, cuda.block_shared),
+    CHECK_CUDA(cudaFuncSetAttribute(block_score_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, cuda.card.block_shared),
                "shared memory of block_select");
-    int major = 0;
-    CHECK_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), "device");
-    cuda.starts_early = major >= 9;
     CHECK_BLAS(cublasCreate(&cuda.blas), "cublasCreate");
     CHECK_BLAS(cublasSetStream(cuda.blas, cuda.stream), "cublasSetStream");
 }
@@ -8185,6 +8215,9 @@ static void cuda_init(const Limits *lim) {
 static void cuda_memory(size_t *free_bytes, size_t *total) {
     start_device();
     CHECK_CUDA(cudaMemGetInfo(free_bytes, total), "memory");
+    const size_t used = *total - *free_bytes, most = cuda.card.memory;
+    *total = most;
+    *free_bytes = most > used ? most - used : 0;       // as on a card of that memory, beside the same users
 }
 
 static void *cuda_reserve(size_t bytes) {
@@ -8350,6 +8383,13 @@ static void cuda_wait_for(int number) {
 
 static int64_t cuda_launches(void) { return cuda.n_launches; }
 
+static const Card *cuda_card(void) {
+    start_device();
+    return &cuda.card;
+}
+
+void cuda_pretend(const Card *card) { cuda.pretended = card; }
+
 // read_once: the sum of n times 16 bytes, so that they have to be read; it goes to out when it is one certain number.
 //   launch    16 blocks of 256 per multiprocessor, 8 loads under way in every thread
 __global__ void read_once_kernel(const uint4 *p, size_t n, uint32_t *out) {
@@ -8384,7 +8424,7 @@ static double cuda_bandwidth(void) {
     for (int i = 0; i < 11; i++) {                     // the first time does not count
         float ms = 0;
         CHECK_CUDA(cudaEventRecord(event[0], cuda.stream), "bandwidth");
-        launch(WRITES_NOTHING, read_once_kernel, cuda.n_sm * 16, 256, 0, (const uint4 *)p, bytes / sizeof(uint4),
+        launch(WRITES_NOTHING, read_once_kernel, cuda.card.n_sm * 16, 256, 0, (const uint4 *)p, bytes / sizeof(uint4),
                (uint32_t *)(p + bytes));
         CHECK_LAUNCH("bandwidth");
         CHECK_CUDA(cudaEventRecord(event[1], cuda.stream), "bandwidth");
@@ -8426,6 +8466,7 @@ const Ops *cuda_ops(void) {
     ops.scratch_bytes = cuda_scratch_bytes, ops.init = cuda_init, ops.reserve = cuda_reserve, ops.release = cuda_release;
     ops.copy = cuda_copy, ops.begin = cuda_begin, ops.end = cuda_end, ops.wait = cuda_wait, ops.mark = cuda_mark;
     ops.wait_for = cuda_wait_for, ops.bandwidth = cuda_bandwidth, ops.joules = cuda_joules, ops.launches = cuda_launches;
+    ops.card = cuda_card;
     ops.embed = cuda_embed, ops.pair = cuda_pair, ops.ple_rows = cuda_ple_rows, ops.matmul = cuda_matmul;
     ops.gate_up = cuda_gate_up, ops.route = cuda_route, ops.expert_gate_up = cuda_expert_gate_up;
     ops.expert_down = cuda_expert_down, ops.ple_inject = cuda_ple_inject, ops.close = cuda_close;

@@ -10,6 +10,7 @@
  * Run from the top of the repository: the model is the mini that lies there. */
 #define TESTING
 #include "../gemma4.c"
+#include "card.h"
 #include "test.h"
 #include "files.h"
 
@@ -448,6 +449,7 @@ static void measure(const Ops *base) {
 }
 
 int main(int argc, char **argv) {                      // -cuda: only the CUDA backend
+    take_card(&argc, argv);
     const bool all = argc < 2 || strcmp(argv[1], "-cuda");
     make_tmp();
     start_threads(1);

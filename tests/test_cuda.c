@@ -17,6 +17,7 @@
 #define TESTING
 #include "../gemma4.c"
 #include "steps.h"
+#include "card.h"
 #include "test.h"
 
 #define MINI "models/gemma4-mini-q8_0.gguf"
@@ -250,6 +251,7 @@ static bool wanted(char **only, const char *name) {
 #endif
 
 int main(int argc, char **argv) {
+    take_card(&argc, argv);
     (void)argc, (void)argv;
 #ifdef USE_CUDA
     if (!cuda_ops()) {

@@ -10,6 +10,7 @@
 #define TESTING
 #include "../gemma4.c"
 #include "pairs.h"
+#include "card.h"
 #include "steps.h"
 
 enum { WIDTH = 4, DEPTH = 7, MOST_TOKENS = 1024 };
@@ -638,6 +639,7 @@ static void test_acceptance(const char *question, int n_ids, int depth, const do
 }
 
 int main(int argc, char **argv) {
+    take_card(&argc, argv);
     const bool few = argc > 1 && !strcmp(argv[1], "-few");
     static const double story[15] = { .9, .9, .9, .9, .9, .9, .9, .9, .8, .8, .8, .8, .8, .8, .8 }, some[2] = { .6, .4 };
     make_tmp();

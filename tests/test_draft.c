@@ -10,6 +10,7 @@
 #define TESTING
 #include "../gemma4.c"
 #include "pairs.h"
+#include "card.h"
 #include "steps.h"
 
 enum { L = 100, DEPTH = 5, VOCAB = 512, DIM = 64 };    // of the reference chains: committed tokens; drafts, one more than theirs
@@ -518,6 +519,7 @@ static void test_types(void) {
 }
 
 int main(int argc, char **argv) {
+    take_card(&argc, argv);
     const bool few = argc > 1 && !strcmp(argv[1], "-few");
     make_tmp();
     start_threads(0);

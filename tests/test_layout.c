@@ -10,6 +10,7 @@
  * Skipped, and counted, when built without CUDA or where there is no GPU. */
 #define TESTING
 #include "../gemma4.c"
+#include "card.h"
 #include "test.h"
 #include "files.h"
 
@@ -234,7 +235,8 @@ static void test_model(const char *preset, const char *quant) {
 }
 #endif
 
-int main(void) {
+int main(int argc, char **argv) {
+    take_card(&argc, argv);
 #ifdef USE_CUDA
     make_tmp();
     test_shorter();

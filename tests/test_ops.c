@@ -19,6 +19,7 @@
  * TEST_TIMES=1 prints seconds. */
 #define TESTING
 #include "../gemma4.c"
+#include "card.h"
 #include "test.h"
 #include <sys/wait.h>
 
@@ -2583,6 +2584,7 @@ static void test_parallel(void) {
 }
 
 int main(int argc, char **argv) {
+    take_card(&argc, argv);
     const bool cpu = argc < 2 || strcmp(argv[1], "-cuda") != 0, few = argc > 2 && strcmp(argv[2], "-few") == 0;
     char **only = argv + (cpu ? 1 : few ? 3 : 2);
     const char *whole = getenv("LONG");

@@ -12,6 +12,7 @@
  * top of the repository: the models lie there. */
 #define TESTING
 #include "../gemma4.c"
+#include "card.h"
 #include "test.h"
 
 static const char *const models[] = { "models/gemma4-mini-q8_0.gguf", "models/gemma4-mini-e-q8_0.gguf" };
@@ -334,7 +335,8 @@ static void test_all(const Ops *ops) {
     test_chat(models[0]);
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+    take_card(&argc, argv);
     start_threads(2);
     long_run = getenv("LONG") != NULL;
     test_all(cpu_ops());

@@ -14,6 +14,7 @@
  * (not with -cuda), choice, edges, spread, seen, position; none: all. */
 #define TESTING
 #include "../gemma4.c"
+#include "card.h"
 #include "test.h"
 #include "chi.h"
 
@@ -778,6 +779,7 @@ static void run_all(const Ops *table, char **only) {
 }
 
 int main(int argc, char **argv) {
+    take_card(&argc, argv);
     const bool cpu = argc < 2 || strcmp(argv[1], "-cuda") != 0, few = !cpu && argc > 2 && strcmp(argv[2], "-few") == 0;
     char **only = argv + (cpu ? 1 : few ? 3 : 2);
     if (few) shares = 15;

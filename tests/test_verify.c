@@ -18,6 +18,7 @@
 #include "../gemma4.c"
 #include "chi.h"
 #include "pairs.h"
+#include "card.h"
 #include "steps.h"
 
 enum { MOST_IDS = 1024, N_KINDS = 4, N_GUESSERS = 10, FIRST_DRAFTER = 6 };    // from this one on with a drafter
@@ -522,6 +523,7 @@ static void test_loops(void) {
 }
 
 int main(int argc, char **argv) {
+    take_card(&argc, argv);
     static const struct { const char *name, *model, *drafter; } pairs[] = {
         { "mtp", "models/gemma4-mini-q8_0.gguf", "models/gemma4-mini-mtp-q8_0.gguf" },
         { "dflash", "models/gemma4-mini-q8_0.gguf", "models/gemma4-mini-dflash-q8_0.gguf" },

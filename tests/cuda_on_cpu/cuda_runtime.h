@@ -21,6 +21,7 @@
  * expf and its like to the last bit; how many blocks are resident, so nothing may wait for another block (and who spins
  * for another thread without __nanosleep spins for ever); overlap of launches; several devices.
  *
+ * It is a card of parts/cards.h: an H100 before cuda_on_cpu(name), to be called before anything else.
  * CUDA_ON_CPU_THREADS=1 runs the blocks one after another on the host's thread; CUDA_ON_CPU_SEED=n changes the order. */
 #ifndef CUDA_RUNTIME_H
 #define CUDA_RUNTIME_H
@@ -309,9 +310,10 @@ enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAl
                    cudaErrorStreamCaptureUnsupported = 900 };
 enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice,
                       cudaMemcpyDefault };
-enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlock = 8, cudaDevAttrMultiProcessorCount = 16, cudaDevAttrMemoryClockRate = 36,
-                      cudaDevAttrGlobalMemoryBusWidth = 37, cudaDevAttrL2CacheSize = 38, cudaDevAttrComputeCapabilityMajor = 75,
-                      cudaDevAttrComputeCapabilityMinor = 76, cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
+enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlock = 8, cudaDevAttrMultiProcessorCount = 16, cudaDevAttrIntegrated = 18,
+                      cudaDevAttrL2CacheSize = 38, cudaDevAttrMaxThreadsPerMultiProcessor = 39,
+                      cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76,
+                      cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81, cudaDevAttrMaxRegistersPerMultiprocessor = 82,
                       cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8, cudaFuncAttributePreferredSharedMemoryCarveout = 9 };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed };
@@ -336,6 +338,7 @@ cudaError_t cudaPeekAtLastError(void);
 cudaError_t cudaGetDeviceCount(int *n);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr which, int device);
+cudaError_t cudaDeviceGetName(char *name, int size, int device);
 cudaError_t cudaDeviceGetPCIBusId(char *id, int size, int device);
 cudaError_t cudaDeviceSynchronize(void);
 cudaError_t cudaMalloc(void **p, size_t bytes);
@@ -367,15 +370,15 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
 
+extern "C" bool cuda_on_cpu(const char *card);     // false: there is no card of that name
+
 // Work for a stream: a function and a copy of the bytes that it is given.
 void cuda_submit(cudaStream_t stream, void (*work)(const void *), const void *bytes, size_t n);
-void cuda_allow_shared(const void *kernel, int bytes);
+bool cuda_allow_shared(const void *kernel, int bytes);         // false: more than a block can have
 
 template <typename F> cudaError_t cudaFuncSetAttribute(F *kernel, cudaFuncAttribute which, int value) {
     if (which != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
-    if (value < 0 || value > 227 << 10) return cudaErrorInvalidValue;
-    cuda_allow_shared((const void *)kernel, value);
-    return cudaSuccess;
+    return cuda_allow_shared((const void *)kernel, value) ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 struct CudaLaunch {           // a kernel, how to call it, and its arguments

@@ -15,17 +15,21 @@
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
+#include "../../parts/cards.h"
 #include "cublas_v2.h"
 #include "cuda_fp16.h"
 #include "instructions.h"
 
 enum { MAX_THREADS = 1024, MAX_WARPS = 32, STACK_BYTES = 128 << 10, PAGE = 64 << 10, MAX_WORKERS = 8, SHARED_BYTES = 227 << 10,
-       SHARED_USUAL = 48 << 10, SHARED_GUARD = 1 << 10, MAX_COPIES = 256, N_SM = 132, UNWRITTEN = 0xff };
+       SHARED_USUAL = 48 << 10, SHARED_GUARD = 1 << 10, MAX_COPIES = 256, UNWRITTEN = 0xff };
+
 
 thread_local uint3 threadIdx, blockIdx;
 thread_local dim3 blockDim, gridDim;
 extern thread_local __align__(1024) char shared_bytes[];
 thread_local __align__(1024) char shared_bytes[SHARED_BYTES + SHARED_GUARD];
+
+static const Card *card = &cards[0];                   // the GPU that there is
 
 struct Copies {               // cp.async of a thread that have not arrived, oldest first
     struct { void *to; const void *from; int bytes, lot; } copy[MAX_COPIES];
@@ -682,12 +686,20 @@ static void run_launch(const void *bytes) {
 static struct { const void *kernel; int bytes; } allowed[256];
 static int n_allowed;
 
-void cuda_allow_shared(const void *kernel, int bytes) {
+bool cuda_allow_shared(const void *kernel, int bytes) {
     int i = 0;
+    if (bytes < 0 || bytes > card->block_shared) return false;
     while (i < n_allowed && allowed[i].kernel != kernel) i++;
     if (i == 256) cuda_fault("cudaFuncSetAttribute: more than 256 kernels");
     if (i == n_allowed) n_allowed++;
     allowed[i] = { kernel, bytes };
+    return true;
+}
+
+bool cuda_on_cpu(const char *name) {
+    const Card *named = find_card(name);
+    if (named) card = named;
+    return named;
 }
 
 void cuda_launch(cudaStream_t stream, const CudaLaunch *l) {
@@ -1024,6 +1036,10 @@ cudaError_t cudaGetDeviceCount(int *n) {
     return *n ? cudaSuccess : fail(cudaErrorNoDevice);
 }
 cudaError_t cudaSetDevice(int device) { return device ? fail(cudaErrorInvalidValue) : cudaSuccess; }
+cudaError_t cudaDeviceGetName(char *name, int size, int) {
+    snprintf(name, (size_t)size, "emulated %s", card->name);
+    return cudaSuccess;
+}
 cudaError_t cudaDeviceGetPCIBusId(char *id, int size, int) {
     snprintf(id, (size_t)size, "0000:00:00.0");
     return cudaSuccess;
@@ -1031,14 +1047,15 @@ cudaError_t cudaDeviceGetPCIBusId(char *id, int size, int) {
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr which, int) {
     switch (which) {
     case cudaDevAttrMaxSharedMemoryPerBlock: *value = SHARED_USUAL; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = SHARED_BYTES; break;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = SHARED_BYTES + 1024; break;
-    case cudaDevAttrMultiProcessorCount: *value = N_SM; break;
-    case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
-    case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
-    case cudaDevAttrMemoryClockRate: *value = 2619000; break;
-    case cudaDevAttrGlobalMemoryBusWidth: *value = 5120; break;
-    case cudaDevAttrL2CacheSize: *value = 50 << 20; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = card->block_shared; break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = card->sm_shared; break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = card->sm_threads; break;
+    case cudaDevAttrMaxRegistersPerMultiprocessor: *value = card->sm_registers; break;
+    case cudaDevAttrMultiProcessorCount: *value = card->n_sm; break;
+    case cudaDevAttrComputeCapabilityMajor: *value = card->major; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = card->minor; break;
+    case cudaDevAttrL2CacheSize: *value = (int)card->l2; break;
+    case cudaDevAttrIntegrated: *value = card->host_memory; break;
     default: return fail(cudaErrorInvalidValue);
     }
     return cudaSuccess;

@@ -1,0 +1,46 @@
+/* cards.h - what a kernel may count on: the cards that --card and the emulator of the tests know by name.
+ *
+ * A Card is what the CUDA backend reads of the GPU that is there, once at start. Every size of a launch follows from it, so
+ * another card is another line of this table, and a card that is not in it works as well.
+ * Figures: CUDA programming guide (compute capabilities), vendors' tables. */
+#ifndef CARDS_H
+#define CARDS_H
+#include <stdbool.h>
+#include <stddef.h>
+#include <string.h>
+
+typedef struct {
+    const char *name;
+    int    major, minor;      // compute capability
+    int    n_sm;              // streaming multiprocessors
+    int    block_shared;      // bytes of shared memory that a block may have at most
+    int    sm_shared;         // of an SM; each block takes BLOCK_SYSTEM of it beside its own
+    int    sm_threads;        // that an SM holds at once
+    int    sm_registers;
+    size_t l2, memory;        // bytes
+    bool   host_memory;       // it has no memory of its own: the host's is shared
+    bool   starts_early;      // blocks of a launch may come up before the one before has ended
+} Card;
+
+enum { BLOCK_SYSTEM = 1 << 10 };
+
+#define CARD_SHARED(kb) (kb) << 10, ((kb) + 1) << 10
+#define CARD_BYTES(l2_mb, memory_gb) (size_t)(l2_mb) << 20, (size_t)(memory_gb) << 30
+static const Card cards[] = {  // name, compute capability, SMs, shared memory, threads, registers, L2 and memory
+    { "h100",    9, 0, 132, CARD_SHARED(227), 2048, 65536, CARD_BYTES(50, 80),  false, true  },
+    { "a100",    8, 0, 108, CARD_SHARED(163), 2048, 65536, CARD_BYTES(40, 40),  false, false },
+    { "rtx3090", 8, 6, 82,  CARD_SHARED(99),  1536, 65536, CARD_BYTES(6, 24),   false, false },
+    { "rtx4090", 8, 9, 128, CARD_SHARED(99),  1536, 65536, CARD_BYTES(72, 24),  false, false },
+    { "rtx5090", 12, 0, 170, CARD_SHARED(99), 1536, 65536, CARD_BYTES(96, 32),  false, true  },
+    { "gb10",    12, 1, 48, CARD_SHARED(99),  1536, 65536, CARD_BYTES(24, 128), true,  true  },
+};
+#undef CARD_SHARED
+#undef CARD_BYTES
+enum { N_CARDS = sizeof cards / sizeof *cards };
+
+static inline const Card *find_card(const char *name) {        // NULL: none of that name
+    for (int i = 0; i < N_CARDS; i++)
+        if (!strcmp(cards[i].name, name)) return &cards[i];
+    return NULL;
+}
+#endif

@@ -1,0 +1,29 @@
+/* card.h - tests of the CUDA backend as on another card: card=NAME of parts/cards.h, anywhere among the arguments.
+ *
+ * On a GPU the backend plans as if it were that card; the emulator is that card. Behind gemma4.h. */
+#ifndef CARD_H
+#define CARD_H
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef EMULATED
+bool cuda_on_cpu(const char *card);      // cuda_on_cpu/cuda_runtime.h
+#endif
+
+// Takes the argument out of argv.
+static inline void take_card(int *argc, char **argv) {
+    int n = 0;
+    for (int i = 0; i < *argc; i++) {
+        const char *name = strncmp(argv[i], "card=", 5) ? NULL : argv[i] + 5;
+        if (!name) argv[n++] = argv[i];
+        else if (!find_card(name)) printf("%s: there is no card of that name\n", argv[i]), exit(1);
+#if defined(EMULATED)
+        else cuda_on_cpu(name);
+#elif defined(USE_CUDA)
+        else cuda_pretend(find_card(name));
+#endif
+    }
+    argv[*argc = n] = NULL;
+}
+#endif
