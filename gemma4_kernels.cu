@@ -217,10 +217,11 @@ static void launch(unsigned writes, void (*kernel)(Parameters...), dim3 grid, di
     cuda.n_launches += !cuda.recording;
 }
 
-// Once at start, for each kernel that needs it: all the shared memory that a block can have.
-template <typename Kernel> static void allow_shared(Kernel kernel) {
-    CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    cuda.card.block_shared - STATIC_SHARED), "shared memory of a kernel");
+// Once at start, for each kernel that needs it: all the shared memory that a block can have, but for `fixed` bytes that the
+// kernel declares.
+template <typename Kernel> static void allow_shared(Kernel kernel, int fixed = STATIC_SHARED) {
+    CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, cuda.card.block_shared - fixed),
+               "shared memory of a kernel");
 }
 
 // ---- instructions that CUDA C++ has no name for ----
@@ -3293,15 +3294,16 @@ static bool plan_gemv(const Jobs *jobs, int busy, Plan *p) {
     return true;
 }
 
-// Where things lie in shared memory when a block works on `rows` rows; bytes altogether.
-static size_t place_shared(Jobs *jobs, int rows) {
+// Where things lie in shared memory when a block works on up to `rows` rows, of which the step has `there`; bytes
+// altogether.
+static size_t place_shared(Jobs *jobs, int rows, int there) {
     size_t at = round_up(sizeof(Jobs), 16);
     for (int k = 0; k < jobs->n_inputs; k++) {
         Input *in = &jobs->input[k];
         in->q_at = (int)at;
-        at += (size_t)rows * in->rows_each * in->q_row;
+        at += (size_t)there * in->rows_each * in->q_row;
         in->f_at = (int)at;
-        at += (size_t)rows * in->rows_each * in->f_row;
+        at += (size_t)there * in->rows_each * in->f_row;
     }
     jobs->pairs_at = (int)at;
     at = round_up(at + (size_t)rows * jobs->n_used * 8, 16);
@@ -3312,12 +3314,15 @@ static size_t place_shared(Jobs *jobs, int rows) {
     return at + waiting_of(rows) * PRODUCT_WARPS * jobs->n_results * sizeof(float);
 }
 
-enum { SHARED_BYTES = 110 << 10 };                     // what FEW_ROWS rows may take; else rows go through one by one
+// The most shared memory that rows together may take; else they go through one by one.
+enum { FEW_ROWS_SHARED = 110 << 10 };
 
 static void plan_rows(Jobs *jobs, int n_rows, int busy, Plan *p) {
+    const size_t room = min_size(cuda.card.block_shared - STATIC_SHARED, FEW_ROWS_SHARED);
     int r = n_rows == 1 ? 1 : FEW_ROWS;
-    p->shared = place_shared(jobs, r);
-    if (r > 1 && p->shared > SHARED_BYTES) p->shared = place_shared(jobs, r = 1);
+    p->shared = place_shared(jobs, r, r);
+    if (r > 1 && p->shared > room) p->shared = place_shared(jobs, r, min_int(r, n_rows));
+    if (r > 1 && p->shared > room) p->shared = place_shared(jobs, r = 1, 1);
     const int chunk = min_int(r, n_rows);
     size_t tile_bytes = 0;
     jobs->n_rows = n_rows;
@@ -3590,8 +3595,8 @@ static const __half *prompt_input(const In *in, int n_rows, int cols, bool by_fr
 // multiply_half() looks for 2k, 2k + 1 and 8 + 2k, 9 + 2k. The rows lie in the order of fragment_at() to match, so that
 // codes need no sorting.
 
-enum { STAGE_VALUES = 64, SIXTEEN = 16, EXPERT_WARPS = 4, EXPERT_THREADS = 32 * EXPERT_WARPS, SORT_THREADS = 512,
-       MAX_PROMPT_EXPERTS = 1024, SMALL_TILE = 64, LARGE_TILE = 128 };      // pairs
+enum { STAGE_VALUES = 64, SIXTEEN = 16, SORT_THREADS = 512, MAX_PROMPT_EXPERTS = 1024, SMALL_TILE = 64,
+       LARGE_TILE = 128 };      // pairs
 
 // The most tiles that sort_pairs_kernel gives out.
 static int most_tiles(int n_pairs, int n_experts, int tile) { return n_pairs / tile + n_experts; }
@@ -3816,37 +3821,56 @@ template <DType T> __device__ static inline void staged_weights(const char *stag
         }
 }
 
-// Shared memory: for each stage the rows, 128 bytes each, and each warp's features; later the results.
-template <DType T, int TILE_PAIRS> struct ExpertsRoom {
-    static constexpr int rows = TILE_PAIRS * STAGE_VALUES * 2, features_at = rows;
-    static constexpr int stage = rows + EXPERT_WARPS * Staged<T>::bytes;
-    static constexpr int fits = (108 << 10) / stage, stages = fits > 5 ? 5 : fits < 3 ? 3 : fits;
+// The shape of a block: pairs of its tile, warps, and bytes of shared memory that its stages may take. On an SM of 228 KB two
+// blocks of four warps go together. Where there is less, one block has as many warps as leave room for three stages.
+typedef struct { int pairs, warps, room; } ExpertsTile;
+enum { WIDE_ROOM = 108 << 10, NARROW_ROOM = 98 << 10 };
+template <DType T> static constexpr int experts_stage(ExpertsTile t) {     // bytes: rows, 128 each, and each warp's features
+    return t.pairs * STAGE_VALUES * 2 + t.warps * Staged<T>::bytes;
+}
+template <DType T> static constexpr ExpertsTile experts_tile(bool large, bool wide) {
+    const ExpertsTile narrow[] = { { LARGE_TILE, 8, NARROW_ROOM }, { 96, 8, NARROW_ROOM }, { LARGE_TILE, 4, NARROW_ROOM },
+                                   { SMALL_TILE, 8, NARROW_ROOM }, { SMALL_TILE, 4, NARROW_ROOM } };
+    if (wide) return { large ? LARGE_TILE : SMALL_TILE, 4, WIDE_ROOM };
+    for (int i = large ? 0 : 3; i < (large ? 3 : 5); i++)
+        if (3 * experts_stage<T>(narrow[i]) <= NARROW_ROOM) return narrow[i];
+    return { large ? LARGE_TILE : SMALL_TILE, 2, NARROW_ROOM };
+}
+
+// Shared memory: the stages; later the results.
+template <DType T, bool LARGE, bool WIDE> struct ExpertsRoom {
+    static constexpr ExpertsTile tile = experts_tile<T>(LARGE, WIDE);
+    static constexpr int pairs = tile.pairs, warps = tile.warps, threads = 32 * warps;
+    static constexpr int features_at = pairs * STAGE_VALUES * 2, stage = experts_stage<T>(tile);
+    static constexpr int fits = tile.room / stage, stages = fits > 5 ? 5 : fits < 3 ? 3 : fits;
     // floats of a row of results: lanes of a warp in different banks
-    static constexpr int stride = SIXTEEN * EXPERT_WARPS + 4;
-    static constexpr int results = TILE_PAIRS * stride * 4;
+    static constexpr int stride = SIXTEEN * warps + 4;
+    static constexpr int results = pairs * stride * 4;
     static constexpr int bytes = stages * stage > results ? stages * stage : results;
+    static constexpr int resident = !WIDE ? 1 : LARGE ? 2 : 3;         // blocks that registers leave room for
 };
 
 // experts: one tile of features times one tile of pairs, of gate and up with the activation, or of one matrix.
 //   shapes    w (n_experts * rows_e, cols), y (n_rows or n_pairs, cols), out or products (n_pairs, rows)
-//   launch    grid most_tiles() * n_blocks, block 128: two on an SM, three with small tiles
+//   launch    grid most_tiles() * n_blocks, block ExpertsRoom::threads
 //   traffic   a tile reads its rows of y and its features once; y comes from L2, and so do features for the
 //             second tile of an expert
 //   numerics  weights and rows rounded to f16, sums f32, ascending: a result does not depend on the tile
 //   see       cpu_expert_gate_up, cpu_expert_down
-template <DType T, int TILE_PAIRS>
-__global__ void __launch_bounds__(EXPERT_THREADS, TILE_PAIRS == LARGE_TILE ? 2 : 3)
+template <DType T, bool LARGE, bool WIDE>
+__global__ void __launch_bounds__(ExpertsRoom<T, LARGE, WIDE>::threads, ExpertsRoom<T, LARGE, WIDE>::resident)
 experts_kernel(const __grid_constant__ Experts o) {
-    typedef ExpertsRoom<T, TILE_PAIRS> Room;
-    constexpr int SIXTEENS = TILE_PAIRS / 16, AT_ONCE = EXPERT_THREADS / 8, COPIES = TILE_PAIRS / AT_ONCE;
-    __shared__ int pair_of[TILE_PAIRS];
+    typedef ExpertsRoom<T, LARGE, WIDE> Room;
+    constexpr int PAIRS = Room::pairs, SIXTEENS = PAIRS / 16, AT_ONCE = Room::threads / 8, COPIES = PAIRS / AT_ONCE;
+    static_assert(PAIRS % AT_ONCE == 0, "a thread copies as many rows as any other");
+    __shared__ int pair_of[PAIRS];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, t = lane / 4, k = lane % 4;
     take_turn();
     const PairTile tile = o.tiles[blockIdx.x / o.n_blocks];
     if (!tile.n) return;
-    const int block_feature = blockIdx.x % o.n_blocks * EXPERT_WARPS * o.step, feature = block_feature + warp * o.step;
+    const int block_feature = blockIdx.x % o.n_blocks * Room::warps * o.step, feature = block_feature + warp * o.step;
     const int n_sixteens = div_up(tile.n, 16), n_stages = o.cols / STAGE_VALUES;
-    for (int i = thread; i < TILE_PAIRS; i += EXPERT_THREADS) pair_of[i] = o.order[tile.first + min(i, tile.n - 1)];
+    for (int i = thread; i < PAIRS; i += Room::threads) pair_of[i] = o.order[tile.first + min(i, tile.n - 1)];
     __syncthreads();                                   // pair_of
     unsigned from[COPIES];                             // chunks of y
     for (int i = 0; i < COPIES; i++)
@@ -3934,8 +3958,8 @@ experts_kernel(const __grid_constant__ Experts o) {
             results[(8 * n + 2 * k + i % 2) * Room::stride + SIXTEEN * warp + t + i / 2 * 8] =
                 activate(o.fn, factor[0] * sum[0][n][i]) * (factor[1] * sum[1][n][i]);
     __syncthreads();                                   // results
-    constexpr int QUADS = SIXTEEN * EXPERT_WARPS / 4;
-    for (int i = thread; i < 16 * n_sixteens * QUADS; i += EXPERT_THREADS) {   // the 8 lanes of a group stay together
+    constexpr int QUADS = SIXTEEN * Room::warps / 4;
+    for (int i = thread; i < 16 * n_sixteens * QUADS; i += Room::threads) {   // the 8 lanes of a group stay together
         const int r = i / QUADS, c = i % QUADS * 4;
         const float4 v = *(const float4 *)(results + r * Room::stride + c);
         const bool there = r < tile.n && block_feature + c < o.rows;
@@ -3970,25 +3994,34 @@ __global__ void sum_pairs_kernel(const float *products, const float *weights, in
 
 typedef struct {              // an instance of experts_kernel
     void (*run)(Experts);
-    int    tile, shared;      // pairs of a tile, bytes of shared memory
-} ExpertsKernel;
+    int    tile, warps, shared;        // pairs of a tile, warps of a block, bytes of shared memory
+} ExpertsPlan;
 
-template <int TILE_PAIRS> static ExpertsKernel experts_kernel_of(DType t) {
+template <bool LARGE, bool WIDE> static ExpertsPlan experts_plan_of(DType t) {
     switch (t) {
 #define CASE(T, ...) \
-    case T: return (ExpertsKernel){ experts_kernel<T, TILE_PAIRS>, TILE_PAIRS, ExpertsRoom<T, TILE_PAIRS>::bytes };
+    case T: { \
+        typedef ExpertsRoom<T, LARGE, WIDE> Room; \
+        return (ExpertsPlan){ experts_kernel<T, LARGE, WIDE>, Room::pairs, Room::warps, Room::bytes }; \
+    }
     QUANTISED_TYPES(CASE) FLOAT_TYPES(CASE)
 #undef CASE
     }
-    return (ExpertsKernel){ };
+    return (ExpertsPlan){ };
+}
+
+// Wide blocks where two of them go together on an SM; large tiles where experts have rows for them.
+static ExpertsPlan experts_plan(DType t, bool large) {
+    const bool wide = 2 * ((int)WIDE_ROOM + (int)BLOCK_SYSTEM) <= cuda.card.sm_shared;
+    return large ? wide ? experts_plan_of<true, true>(t) : experts_plan_of<true, false>(t)
+                 : wide ? experts_plan_of<false, true>(t) : experts_plan_of<false, false>(t);
 }
 
 static void allow_experts(void) {
     for (int t = 0; t <= T_NVFP4; t++)
-        for (const ExpertsKernel k : { experts_kernel_of<SMALL_TILE>((DType)t),
-                                       experts_kernel_of<LARGE_TILE>((DType)t) })
-            if (k.run) CHECK_CUDA(cudaFuncSetAttribute(k.run, cudaFuncAttributeMaxDynamicSharedMemorySize, k.shared),
-                                  "experts");
+        for (const ExpertsPlan p : { experts_plan((DType)t, false), experts_plan((DType)t, true) })
+            if (p.run) CHECK_CUDA(cudaFuncSetAttribute(p.run, cudaFuncAttributeMaxDynamicSharedMemorySize, p.shared),
+                                  "shared memory of experts");
 }
 
 // Whether the experts of a step go through experts_kernel: w, and `up` where that is a matrix of its own, with `rows`
@@ -4000,7 +4033,7 @@ static bool takes_prompt(const Tensor *w, const Tensor *up, int rows, int n_rows
 
 // Sorts the pairs; what gate and up have in common with down. y has one row for n_each pairs.
 static Experts sorted_experts(const Tensor *w, const int32_t *ids, int n_pairs, const __half *y, int n_each,
-                              ExpertsKernel *kernel) {
+                              ExpertsPlan *plan) {
     Experts o = { };
     o.w[0] = o.w[1] = planes_of(w);
     o.rows_e = w->rows;
@@ -4010,32 +4043,31 @@ static Experts sorted_experts(const Tensor *w, const int32_t *ids, int n_pairs, 
     o.order = cuda.order;
     o.tiles = cuda.tiles;
     o.factor[0] = o.factor[1] = w->scale;
-    *kernel = n_pairs > SMALL_TILE * w->n ? experts_kernel_of<LARGE_TILE>(w->type)
-                                          : experts_kernel_of<SMALL_TILE>(w->type);
-    launch(WRITES_ACTIVATIONS, sort_pairs_kernel, w->n, SORT_THREADS, 0, ids, n_pairs, kernel->tile, cuda.order,
+    *plan = experts_plan(w->type, n_pairs > SMALL_TILE * w->n);
+    launch(WRITES_ACTIVATIONS, sort_pairs_kernel, w->n, SORT_THREADS, 0, ids, n_pairs, plan->tile, cuda.order,
            cuda.tiles);
     CHECK_LAUNCH("sort_pairs n_pairs=%d experts=%d", n_pairs, w->n);
     return o;
 }
 
-static void launch_experts(const ExpertsKernel *k, Experts *o, const Tensor *w, int n_pairs, const char *what) {
-    o->n_blocks = div_up(o->rows, o->step * EXPERT_WARPS);
-    launch(WRITES_ACTIVATIONS, k->run, o->n_blocks * most_tiles(n_pairs, w->n, k->tile), EXPERT_THREADS, k->shared, *o);
+static void launch_experts(const ExpertsPlan *p, Experts *o, const Tensor *w, int n_pairs, const char *what) {
+    o->n_blocks = div_up(o->rows, o->step * p->warps);
+    launch(WRITES_ACTIVATIONS, p->run, o->n_blocks * most_tiles(n_pairs, w->n, p->tile), 32 * p->warps, p->shared, *o);
     CHECK_LAUNCH("%s n_pairs=%d rows=%d cols=%d type=%d", what, n_pairs, o->rows, o->cols, (int)w->type);
 }
 
 static void expert_gate_up_prompt(const ExpertGateUp *op) {
     const int n_pairs = op->n_rows * op->n_used;
     const __half *y = prompt_input(&op->in, op->n_rows, op->gate->cols, true);
-    ExpertsKernel kernel;
-    Experts o = sorted_experts(op->gate, op->ids, n_pairs, y, op->n_used, &kernel);
+    ExpertsPlan plan;
+    Experts o = sorted_experts(op->gate, op->ids, n_pairs, y, op->n_used, &plan);
     o.step = SIXTEEN;
     o.rows = op->up ? op->gate->rows : op->gate->rows / 2;
     if (op->up) o.w[1] = planes_of(op->up), o.factor[1] = op->up->scale;
     else o.first[1] = o.rows;
     o.fn = op->fn;
     o.out = op->out;
-    launch_experts(&kernel, &o, op->gate, n_pairs, "expert_gate_up");
+    launch_experts(&plan, &o, op->gate, n_pairs, "expert_gate_up");
 }
 
 // As many features at a time as there is room for the products of all pairs.
@@ -4044,15 +4076,15 @@ static void expert_down_prompt(const ExpertDown *op) {
     const int most = (int)(PARTIAL_BYTES / sizeof(float) / n_pairs);
     const In in = { .act = op->in };
     const __half *y = prompt_input(&in, n_pairs, op->down->cols, true);
-    ExpertsKernel kernel;
-    Experts o = sorted_experts(op->down, op->ids, n_pairs, y, 1, &kernel);
+    ExpertsPlan plan;
+    Experts o = sorted_experts(op->down, op->ids, n_pairs, y, 1, &plan);
     o.step = 2 * SIXTEEN;
     o.products = cuda.partial;
-    const int unit = most < EXPERT_THREADS ? 32 : EXPERT_THREADS, step = most / unit * unit;
+    const int whole = 32 * plan.warps, unit = most < whole ? 32 : whole, step = most / unit * unit;
     for (int first = 0; first < rows; first += step) {
         o.first[0] = first, o.first[1] = first + SIXTEEN;
         o.rows = min_int(step, rows - first);
-        launch_experts(&kernel, &o, op->down, n_pairs, "expert_down");
+        launch_experts(&plan, &o, op->down, n_pairs, "expert_down");
         launch(WRITES_ACTIVATIONS, sum_pairs_kernel, dim3(op->n_rows, div_up(o.rows, 1024)),
                min_int(256, div_up(o.rows, 128) * 32),
                0, o.products, op->weights, op->n_used, o.rows, op->out + first, rows);
@@ -6178,35 +6210,44 @@ typedef struct {              // rows of a block that belong to one segment
     int      whole_low, whole_end;     // keys in sight of all of them
 } FlashRun;
 
-// What a warp does. Of the output it has 64 lines and 64 dims, of the scores 32 lines and 32 keys, and there all dims
-// or half of them. If half, it adds what the warp of the other half has for 16 of the lines, and goes on with those. Of
-// the scores that it goes on with, a thread has two lines for each of M.
-template <int HD, int LINES> struct Flash {
-    static constexpr int N = TILE_SLOTS, PAIRS = LINES / 16, WARPS = LINES / 64 * (HD / 64), THREADS = 32 * WARPS;
-    static constexpr int HALVES = WARPS / PAIRS, M = 2 / HALVES;
-    static constexpr int WEIGHT_BYTES = LINES * N * (HALVES == 2 ? 4 : 2);     // scores handed over lie there first
-    static_assert(N == 64 && (HALVES == 1 || HALVES == 2), "a warp has 32 lines and 32 keys");
+// How a block with heads of HD values goes through tiles of N keys. Of the output a warp has all lines and 64 dims; of the
+// scores LINES lines and 32 keys, for all dims or half of them. If half, it adds what the warp of the other half has for
+// half of these lines, and goes on with them: a thread has OWN lines, 8 apart.
+// With tiles of 64 keys q lies in shared memory. With tiles of 32 each warp keeps its part of q in registers: a block takes
+// less than half of the shared memory, for cards that have no more, and reads K twice as often from there.
+enum { FLASH_LINES = 64 };
+template <int HD, int N> struct Flash {
+    static constexpr bool SHARED_Q = N == 64;
+    static constexpr int WARPS = HD / 64, THREADS = 32 * WARPS, HALVES = HD / 256, TILES = WARPS / HALVES, COLUMNS = N / 32;
+    static constexpr int M = COLUMNS, LINES = 16 * M, OWN = 2 * M / HALVES;
+    static constexpr int PUT = SHARED_Q ? FLASH_LINES : 16;            // lines that leave the block at once
+    struct __align__(8 * OWN) Given { float2 line[OWN]; };             // scores for the other half, of each lane
+    static constexpr int GIVEN_BYTES = HALVES == 2 ? TILES * 2 * 4 * 32 * (int)sizeof(Given) : 0;
+    // Of weights and Given. With two columns a barrier lies between them, and they share a place.
+    static constexpr int GIVEN_AT = COLUMNS == 2 ? 0 : FLASH_LINES * N * 2;
+    static constexpr int WEIGHT_BYTES = GIVEN_AT + GIVEN_BYTES > FLASH_LINES * N * 2 ? GIVEN_AT + GIVEN_BYTES : FLASH_LINES * N * 2;
+    static_assert((N == 64 || N == 32) && (HD == 256 || HD == 512), "tiles of 32 keys and half dims of 256");
 
-    int columns, pair, half, line0;    // which 32 keys, which of PAIRS and HALVES, first of 32 lines
-    int out_line0, out_dim0;
+    int columns, tile, half, line0;    // which 32 keys, which of TILES and HALVES, first of LINES lines
+    int out_dim0;
 
     __device__ Flash() {
         const int warp = threadIdx.x / 32;
-        columns = warp % 2, pair = warp % PAIRS, half = warp / PAIRS, line0 = pair / 2 * 32;
-        out_line0 = warp / (HD / 64) * 64, out_dim0 = warp % (HD / 64) * 64;
+        columns = warp % COLUMNS, tile = warp % TILES, half = warp / TILES, line0 = tile / COLUMNS * LINES;
+        out_dim0 = warp * 64;
     }
-    __device__ int line(int m, int e) const {          // of the thread
-        return line0 + 16 * (HALVES == 2 ? half : m) + 8 * e + threadIdx.x % 32 / 4;
-    }
+    __device__ int line(int l) const { return line0 + 8 * (half * OWN + l) + threadIdx.x % 32 / 4; }   // of the thread
     static size_t bytes(int n_k, int n_v) {
-        return (size_t)LINES * HD * 2 + (size_t)n_v * N * HD * 2 + (size_t)N * n_k * 2 + WEIGHT_BYTES +
-               LINES * (3 * sizeof(float) + sizeof(FlashRow));
+        return (size_t)(SHARED_Q ? FLASH_LINES * HD * 2 : 0) + (size_t)n_v * N * HD * 2 + (size_t)N * n_k * 2 + WEIGHT_BYTES +
+               FLASH_LINES * (3 * sizeof(float) + sizeof(FlashRow));
     }
 };
 
-// Rows of tiles are multiples of 128 bytes. Chunk c of 16 bytes of row r lies at c ^ r % 8, so that eight rows read
-// side by side lie in different banks.
-__device__ static inline int flash_place(int row, int chunk, int dim) { return row * dim + ((chunk ^ (row & 7)) << 3); }
+// Chunk c of 16 bytes of row r lies at c ^ r % 8, and in rows of 64 bytes at c ^ r / 2 % 4, so that eight rows read next to
+// each other lie in different banks.
+__device__ static inline int flash_place(int row, int chunk, int dim) {
+    return row * dim + ((chunk ^ (dim == 32 ? row >> 1 & 3 : row & 7)) << 3);
+}
 
 // The rows of the block that follow `from` in its segment.
 __device__ static inline FlashRun flash_run(const FlashTask &a, const FlashRow *rows, int r0, int n_here, int from) {
@@ -6225,26 +6266,26 @@ __device__ static inline FlashRun flash_run(const FlashTask &a, const FlashRow *
                        whole_end };
 }
 
-// The TILE_SLOTS keys from j0 on, rows of DIM values; zeros for keys that nobody sees.
-template <int DIM, int THREADS>
+// The N keys from j0 on, rows of DIM values; zeros for keys that nobody sees.
+template <int DIM, int THREADS, int N>
 __device__ static inline void flash_copy(const FlashTask &a, const FlashRun &s, const __half *cache,
                                          const __half *stage, int j0, __half *to) {
     constexpr int STEP = THREADS / (DIM / 8);          // keys at a time
     const int chunk = threadIdx.x % (DIM / 8), key0 = threadIdx.x / (DIM / 8);
-    const bool staged = a.staged && j0 + TILE_SLOTS > s.len;
+    const bool staged = a.staged && j0 + N > s.len;
     const size_t slot = ((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + rest(j0, a.by_slots);
     const __half *data = cache + slot * DIM + 8 * chunk;
     const __half *stage_data = stage + ((ptrdiff_t)s.head * a.stage_slots + s.seg_first + j0 - s.len) * DIM + 8 * chunk;
-    if (j0 >= s.low && j0 + TILE_SLOTS <= s.end && (!staged || j0 >= s.len)) { // nearly all: whole, and in one place
+    if (j0 >= s.low && j0 + N <= s.end && (!staged || j0 >= s.len)) { // nearly all: whole, and in one place
         const __half *from = (staged ? stage_data : data) + key0 * DIM;
         to += key0 * DIM;
 #pragma unroll
-        for (int k = 0; k < TILE_SLOTS; k += STEP)     // key0 < STEP, so the bits of key0 and k do not meet
+        for (int k = 0; k < N; k += STEP)     // key0 < STEP, so the bits of key0 and k do not meet
             copy_ahead(to + k * DIM + ((chunk ^ key0 % 8 ^ k % 8) << 3), from + k * DIM);
         return;
     }
 #pragma unroll 1
-    for (int key = key0; key < TILE_SLOTS; key += STEP) {
+    for (int key = key0; key < N; key += STEP) {
         const int j = j0 + key;
         const bool seen = j >= s.low && j < s.end;
         const __half *from = staged && seen && j >= s.len ? stage_data : data;
@@ -6253,23 +6294,23 @@ __device__ static inline void flash_copy(const FlashTask &a, const FlashRun &s, 
 }
 
 // Whether all keys of the tile from j0 on are seen by some row, and lie in the cache.
-__device__ static inline bool flash_whole(const FlashTask &a, const FlashRun &s, int j0) {
-    return j0 >= s.low && j0 + TILE_SLOTS <= (a.staged ? min(s.end, s.len) : s.end);
+template <int N> __device__ static inline bool flash_whole(const FlashTask &a, const FlashRun &s, int j0) {
+    return j0 >= s.low && j0 + N <= (a.staged ? min(s.end, s.len) : s.end);
 }
 
 // Rows of a plane from key j0 on as they lie in the cache, and behind them their scales, to raw.
-template <int THREADS>
+template <int THREADS, int N>
 __device__ static inline void flash_ask(const FlashTask &a, const FlashRun &s, const CodedPlane &p, int j0, char *raw) {
-    const int bytes = TILE_SLOTS * 16 * p.chunks, scale_bytes = TILE_SLOTS * p.scale_bytes;
+    const int bytes = N * 16 * p.chunks, scale_bytes = N * p.scale_bytes;
     const size_t slot = ((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + rest(j0, a.by_slots);
     const char *codes = p.codes + slot * (16 * p.chunks), *scales = p.scales + slot * p.scale_bytes;
     for (int i = 16 * threadIdx.x; i < bytes; i += 16 * THREADS) copy_ahead(raw + i, codes + i);
     for (int i = 16 * threadIdx.x; i < scale_bytes; i += 16 * THREADS) copy_ahead(raw + bytes + i, scales + i);
 }
 
-// The TILE_SLOTS keys from j0 on as flash_copy leaves them, each thread its values of a row at a time.   raw: where
+// The N keys from j0 on as flash_copy leaves them, each thread its values of a row at a time.   raw: where
 // flash_ask brought them; NULL: they are where they lie
-template <int DIM, int THREADS>
+template <int DIM, int THREADS, int N>
 __device__ static inline void flash_decode(const FlashTask &a, const FlashRun &s, const CodedPlane &p, int j0,
                                            const char *raw, __half *to) {
     constexpr int STEP = THREADS / (DIM / 8);          // keys at a time
@@ -6277,10 +6318,10 @@ __device__ static inline void flash_decode(const FlashTask &a, const FlashRun &s
     const size_t slot = ((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + rest(j0, a.by_slots);
     const ptrdiff_t stage_slot = (ptrdiff_t)s.head * a.stage_slots + s.seg_first + j0 - s.len;
     const char *codes = raw ? raw : p.codes + slot * row_bytes;
-    const char *scales = raw ? raw + TILE_SLOTS * row_bytes : p.scales + slot * p.scale_bytes;
+    const char *scales = raw ? raw + N * row_bytes : p.scales + slot * p.scale_bytes;
     with_type(p.type, [&](auto t) {
 #pragma unroll 4
-        for (int key = threadIdx.x / (DIM / 8); key < TILE_SLOTS; key += STEP) {
+        for (int key = threadIdx.x / (DIM / 8); key < N; key += STEP) {
             const int j = j0 + key;
             const bool seen = j >= s.low && j < s.end, there = a.staged && seen && j >= s.len;
             const ptrdiff_t at = there ? stage_slot + key : key;
@@ -6293,135 +6334,157 @@ __device__ static inline void flash_decode(const FlashTask &a, const FlashRun &s
     });
 }
 
+// q of a line of the block; NULL: it is not of the run.
+template <int HD> __device__ static inline const float *flash_query(const FlashTask &a, const FlashRun &s, int r0, int line) {
+    const int row = quotient(line, a.by_group), h = line - row * a.group;
+    return row >= s.from && row < s.to ? a.q + ((size_t)(r0 + row) * a.n_heads + s.head * a.group + h) * HD : NULL;
+}
+
 // q of the block's lines as halves; zeros for lines that are not of the run.
-template <int HD, int LINES>
+template <int HD, int N>
 __device__ static inline void flash_queries(const FlashTask &a, const FlashRun &s, int r0, __half *q) {
-    for (int i = threadIdx.x; i < LINES * HD / 8; i += Flash<HD, LINES>::THREADS) {
-        const int line = i / (HD / 8), chunk = i % (HD / 8), row = quotient(line, a.by_group), h = line - row * a.group;
+    for (int i = threadIdx.x; i < FLASH_LINES * HD / 8; i += Flash<HD, N>::THREADS) {
+        const int line = i / (HD / 8), chunk = i % (HD / 8);
+        const float4 *x = (const float4 *)flash_query<HD>(a, s, r0, line);
         uint4 v = make_uint4(0, 0, 0, 0);
-        if (row >= s.from && row < s.to) {
-            const size_t head = (size_t)(r0 + row) * a.n_heads + s.head * a.group + h;
-            const float4 *x = (const float4 *)(a.q + head * HD + 8 * chunk);
-            const uint2 lo = halves_of(x[0]), hi = halves_of(x[1]);
+        if (x) {
+            const uint2 lo = halves_of(x[2 * chunk]), hi = halves_of(x[2 * chunk + 1]);
             v = make_uint4(lo.x, lo.y, hi.x, hi.y);
         }
         *(uint4 *)(q + flash_place(line, chunk, HD)) = v;
     }
 }
 
-// s (32 lines, 32 keys) += q k for 64 dims. q, k: from the first of the lines, keys and dims on.
-template <int HD, int DIM>
-__device__ static inline void flash_scores(float (&s)[2][4][4], const __half *q, const __half *k) {
-    const int lane = threadIdx.x % 32, right_q = (lane / 16 ^ lane % 8) << 3, right_k = (lane / 8 % 2 ^ lane % 8) << 3;
-    q += lane % 16 * HD, k += (lane / 16 * 8 + lane % 8) * DIM;
+// The warp's part of q as multiply_half() takes it: 16 lines and 256 dims, from dim 0 or 256 on. line[i]: the first dims of
+// the thread's lines; NULL: zeros. dim: how many there are
+enum { FLASH_QUERIES = 256 / 16 };
+__device__ static inline void flash_own_queries(const float *const line[2], int half, int dim, unsigned (&q)[FLASH_QUERIES][4]) {
+#pragma unroll
+    for (int i = 0; i < 4 * FLASH_QUERIES; i++) {
+        const int at = half * 256 + i / 4 * 16 + i / 2 % 2 * 8 + threadIdx.x % 4 * 2;
+        const float2 x = line[i % 2] && at < dim ? *(const float2 *)(line[i % 2] + at) : make_float2(0, 0);
+        q[i / 4][i % 4] = half_bits(__floats2half2_rn(x.x, x.y));
+    }
+}
+
+// s (LINES lines, 32 keys) += q k for 64 dims. k: from the first of the keys and dims on, `dim` to a row. lines(m, d, r):
+// lines 16 m .. of dims d .. d + 15, as multiply_half() takes them
+template <int M, typename Lines>
+__device__ static inline void flash_scores(float (&s)[M][4][4], const __half *k, int dim, Lines lines) {
+    const int lane = threadIdx.x % 32, right = (lane / 8 % 2 ^ lane % 8) << 3;
+    k += (lane / 16 * 8 + lane % 8) * dim;
 #pragma unroll
     for (int d = 0; d < 64; d += 16) {
-        unsigned line[2][4], key[2][4];
+        unsigned line[M][4], key[2][4];
 #pragma unroll
-        for (int m = 0; m < 2; m++) load_matrices(line[m], q + (right_q ^ d) + 16 * m * HD);
+        for (int m = 0; m < M; m++) lines(m, d, line[m]);
 #pragma unroll
-        for (int n = 0; n < 2; n++) load_matrices(key[n], k + (right_k ^ d) + 16 * n * DIM);
+        for (int n = 0; n < 2; n++) load_matrices(key[n], k + (right ^ d) + 16 * n * dim);
 #pragma unroll
-        for (int m = 0; m < 2; m++)
+        for (int m = 0; m < M; m++)
 #pragma unroll
             for (int n = 0; n < 4; n++) multiply_half(s[m][n], line[m], key[n / 2] + n % 2 * 2);
     }
 }
 
-// Scores of the 16 lines that the warp of the other half goes on with, and after a barrier of the block those of its
-// own: s[0] becomes their sum.   halves (PAIRS, 2, 512)
-__device__ static inline void flash_hand_over(const float (&s)[2][4][4], float *halves, int pair, int half) {
-    float *other = halves + (pair * 2 + 1 - half) * 512 + 4 * (threadIdx.x % 32);
-#pragma unroll
-    for (int n = 0; n < 4; n++)
-        *(float4 *)(other + 128 * n) = half ? make_float4(s[0][n][0], s[0][n][1], s[0][n][2], s[0][n][3])
-                                            : make_float4(s[1][n][0], s[1][n][1], s[1][n][2], s[1][n][3]);
-}
-__device__ static inline void flash_take_over(float (&s)[2][4][4], const float *halves, int pair, int half) {
-    const float *mine = halves + (pair * 2 + half) * 512 + 4 * (threadIdx.x % 32);
+// Scores of the lines that the warp of the other half goes on with, and after a barrier of the block those of its own: the
+// first OWN lines of s become their sums.   room (TILES, 2, 4, 32)
+template <int HD, int N>
+__device__ static inline void flash_hand_over(const Flash<HD, N> &f, const float (&s)[Flash<HD, N>::M][4][4], char *room) {
+    typedef Flash<HD, N> Shape;
+    typename Shape::Given *other = (typename Shape::Given *)room + (f.tile * 2 + 1 - f.half) * 128 + threadIdx.x % 32;
 #pragma unroll
     for (int n = 0; n < 4; n++) {
-        const float4 x = *(const float4 *)(mine + 128 * n);
-        const float more[4] = { x.x, x.y, x.z, x.w };
+        typename Shape::Given given;
 #pragma unroll
-        for (int e = 0; e < 4; e++) s[0][n][e] = (half ? s[1][n][e] : s[0][n][e]) + more[e];
+        for (int l = 0; l < Shape::OWN; l++) {
+            const float *low = &s[l / 2][n][l % 2 * 2], *high = &s[(Shape::OWN + l) / 2][n][(Shape::OWN + l) % 2 * 2];
+            given.line[l] = f.half ? make_float2(low[0], low[1]) : make_float2(high[0], high[1]);
+        }
+        other[32 * n] = given;
+    }
+}
+template <int HD, int N>
+__device__ static inline void flash_take_over(const Flash<HD, N> &f, float (&s)[Flash<HD, N>::M][4][4], const char *room) {
+    typedef Flash<HD, N> Shape;
+    const typename Shape::Given *mine = (const typename Shape::Given *)room + (f.tile * 2 + f.half) * 128 + threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        const typename Shape::Given given = mine[32 * n];
+#pragma unroll
+        for (int l = 0; l < Shape::OWN; l++) {
+            float *low = &s[l / 2][n][l % 2 * 2];
+            const float *high = &s[(Shape::OWN + l) / 2][n][(Shape::OWN + l) % 2 * 2];
+            low[0] = (f.half ? high[0] : low[0]) + given.line[l].x;
+            low[1] = (f.half ? high[1] : low[1]) + given.line[l].y;
+        }
     }
 }
 
 // Scores of keys that a line does not see become -Inf. j0: the first key of the tile.
-template <int HD, int LINES>
-__device__ static inline void flash_mask(const FlashTask &a, const Flash<HD, LINES> &f, const FlashRun &s,
-                                         const FlashRow *rows, int n_here, int j0, float (&score)[2][4][4]) {
+template <int HD, int N>
+__device__ static inline void flash_mask(const FlashTask &a, const Flash<HD, N> &f, const FlashRun &s, const FlashRow *rows,
+                                         int n_here, int j0, float (&score)[Flash<HD, N>::M][4][4]) {
 #pragma unroll
-    for (int m = 0; m < Flash<HD, LINES>::M; m++)
+    for (int l = 0; l < Flash<HD, N>::OWN; l++) {
+        const FlashRow v = rows[min(quotient(f.line(l), a.by_group), n_here - 1)];
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const FlashRow v = rows[min(quotient(f.line(m, e), a.by_group), n_here - 1)];
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                const int j = j0 + f.columns * 32 + n / 2 * 8 + threadIdx.x % 4 * 2 + n % 2;
-                const bool seen = v.tree && j >= s.len ? v.ancestors >> (j - s.len) & 1 : j >= v.first;
-                if (!seen || j >= v.end) score[m][n / 2][2 * e + n % 2] = -INFINITY;
-            }
+        for (int n = 0; n < 8; n++) {
+            const int j = j0 + f.columns * 32 + n / 2 * 8 + threadIdx.x % 4 * 2 + n % 2;
+            const bool seen = v.tree && j >= s.len ? v.ancestors >> (j - s.len) & 1 : j >= v.first;
+            if (!seen || j >= v.end) score[l / 2][n / 2][l % 2 * 2 + n % 2] = -INFINITY;
         }
+    }
 }
 
-// The largest score of each line among the warp's keys.   tops (2, LINES)
-template <int HD, int LINES>
-__device__ static inline void flash_tops(const Flash<HD, LINES> &f, const float (&s)[2][4][4], float *tops) {
+// The largest score of line l among the warp's keys.
+template <int M> __device__ static inline float flash_top(const float (&s)[M][4][4], int l) {
+    float most = -INFINITY;
 #pragma unroll
-    for (int m = 0; m < Flash<HD, LINES>::M; m++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            float most = -INFINITY;
-#pragma unroll
-            for (int n = 0; n < 4; n++) most = fmaxf(most, fmaxf(s[m][n][2 * e], s[m][n][2 * e + 1]));
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-            if (threadIdx.x % 4 == 0) tops[f.columns * LINES + f.line(m, e)] = most;
-        }
+    for (int n = 0; n < 4; n++) most = fmaxf(most, fmaxf(s[l / 2][n][l % 2 * 2], s[l / 2][n][l % 2 * 2 + 1]));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    return fmaxf(most, __shfl_xor_sync(~0u, most, 2));
 }
 
-// Softmax of a tile: weights (LINES, N) of the keys, and what the sums before this tile shrink by. top, sum: of the
-// thread's lines; sum is that of its own keys. Weights are exp2(scale * score - scale * top). A top that is too low
-// does no harm as long as they stay within 2^FLASH_SLACK, where f16 is as exact as below 1; so it seldom moves, and
-// sums seldom shrink.
+// Softmax of a tile: weights (FLASH_LINES, N) of the keys, and what the sums before this tile shrink by. tops: (2,
+// FLASH_LINES) the largest scores, where a line's keys are with two warps. top, sum: of the thread's lines; sum is that of
+// its own keys. Weights are exp2(scale * score - scale * top). A top that is too low does no harm as long as they stay
+// within 2^FLASH_SLACK, where f16 is as exact as below 1; so it seldom moves, and sums seldom shrink.
 enum { FLASH_SLACK = 8 };
-template <int HD, int LINES>
-__device__ static inline void flash_weigh(const Flash<HD, LINES> &f, const float (&s)[2][4][4], float scale,
-                                          const float *tops, float (&top)[2][2], float (&sum)[2][2], __half *weights,
-                                          float *shrink) {
+template <int HD, int N>
+__device__ static inline void flash_weigh(const Flash<HD, N> &f, const float (&s)[Flash<HD, N>::M][4][4], float scale,
+                                          const float *tops, float (&top)[Flash<HD, N>::OWN], float (&sum)[Flash<HD, N>::OWN],
+                                          __half *weights, float *shrink) {
     const int k2 = threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int m = 0; m < Flash<HD, LINES>::M; m++)
+    for (int l = 0; l < Flash<HD, N>::OWN; l++) {
+        const int line = f.line(l);
+        const float most = Flash<HD, N>::COLUMNS == 2 ? fmaxf(tops[line], tops[FLASH_LINES + line]) : flash_top(s, l);
+        const float now = (most - top[l]) * scale > FLASH_SLACK ? most : top[l];
+        const float base = now == -INFINITY ? 0 : now * scale, less = fast_exp2(__fmaf_rn(top[l], scale, -base));
+        float more = 0;
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const int line = f.line(m, e);
-            const float most = fmaxf(tops[line], tops[LINES + line]);
-            const float now = (most - top[m][e]) * scale > FLASH_SLACK ? most : top[m][e];
-            const float base = now == -INFINITY ? 0 : now * scale, less = fast_exp2(__fmaf_rn(top[m][e], scale, -base));
-            float more = 0;
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
-                const __half2 p = __floats2half2_rn(fast_exp2(__fmaf_rn(s[m][n][2 * e], scale, -base)),
-                                                    fast_exp2(__fmaf_rn(s[m][n][2 * e + 1], scale, -base)));
-                more += __low2float(p) + __high2float(p);
-                *(__half2 *)(weights + flash_place(line, f.columns * 4 + n, TILE_SLOTS) + k2) = p;
-            }
-            sum[m][e] = __fmaf_rn(sum[m][e], less, more), top[m][e] = now;
-            if (f.columns == 0 && k2 == 0) shrink[line] = less;
+        for (int n = 0; n < 4; n++) {
+            const float *x = &s[l / 2][n][l % 2 * 2];
+            const __half2 p = __floats2half2_rn(fast_exp2(__fmaf_rn(x[0], scale, -base)),
+                                                fast_exp2(__fmaf_rn(x[1], scale, -base)));
+            more += __low2float(p) + __high2float(p);
+            *(__half2 *)(weights + flash_place(line, f.columns * 4 + n, N) + k2) = p;
         }
+        sum[l] = __fmaf_rn(sum[l], less, more), top[l] = now;
+        if (f.columns == 0 && k2 == 0) shrink[line] = less;
+    }
 }
 
-// acc (64 lines, 64 dims) += weights v, after acc was scaled by shrink. weights, shrink, v: from the first of the lines
-// and dims on.
-template <int HD>
+// acc (64 lines, 64 dims) += weights v, after acc was scaled by shrink. v: from the first of the dims on.
+template <int HD, int N>
 __device__ static inline void flash_values(float (&acc)[4][8][4], const __half *weights, const float *shrink,
                                            const __half *v) {
-    const int lane = threadIdx.x % 32, right = (lane / 16 ^ lane % 8) << 3;
+    const int lane = threadIdx.x % 32, right_v = (lane / 16 ^ lane % 8) << 3;
+    const int right_p = N == 32 ? (lane / 16 ^ (lane >> 1 & 3)) << 3 : right_v;
     float less[4][2];
     bool shrinks = false;
-    weights += lane % 16 * TILE_SLOTS, v += lane % 16 * HD;
+    weights += lane % 16 * N, v += lane % 16 * HD;
 #pragma unroll
     for (int m = 0; m < 4; m++)
 #pragma unroll
@@ -6434,13 +6497,13 @@ __device__ static inline void flash_values(float (&acc)[4][8][4], const __half *
 #pragma unroll
                 for (int e = 0; e < 4; e++) acc[m][n][e] *= less[m][e / 2];
 #pragma unroll
-    for (int k = 0; k < TILE_SLOTS; k += 16) {
+    for (int k = 0; k < N; k += 16) {
         unsigned p[4][4], x[4];
 #pragma unroll
-        for (int m = 0; m < 4; m++) load_matrices(p[m], weights + (right ^ k) + 16 * m * TILE_SLOTS);
+        for (int m = 0; m < 4; m++) load_matrices(p[m], weights + (right_p ^ k) + 16 * m * N);
 #pragma unroll
         for (int n = 0; n < 8; n += 2) {
-            load_matrices_transposed(x, v + (right ^ 8 * n) + k * HD);
+            load_matrices_transposed(x, v + (right_v ^ 8 * n) + k * HD);
 #pragma unroll
             for (int m = 0; m < 4; m++) {
                 multiply_half(acc[m][n], p[m], x);
@@ -6450,75 +6513,82 @@ __device__ static inline void flash_values(float (&acc)[4][8][4], const __half *
     }
 }
 
-// The lines of a run, to where attention writes: acc divided by the sums.   o (LINES, HD + ROW_PAD), over q and tiles;
-// sums (2, LINES)
-template <int HD, int LINES, bool CODED>
-__device__ static inline void flash_put(const FlashTask &a, const Flash<HD, LINES> &f, const FlashRun &s, int r0,
-                                        const float (&acc)[4][8][4], float (&sum)[2][2], float *sums, float *o) {
-    constexpr int ROW = HD + ROW_PAD;
+// The lines of a run, to where attention writes: acc divided by the sums.   o (PUT, HD + ROW_PAD), over q and tiles; sums
+// (2, FLASH_LINES)
+template <int HD, int N, bool CODED>
+__device__ static inline void flash_put(const FlashTask &a, const Flash<HD, N> &f, const FlashRun &s, int r0,
+                                        const float (&acc)[4][8][4], float (&sum)[Flash<HD, N>::OWN], float *sums, float *o) {
+    typedef Flash<HD, N> Shape;
+    constexpr int ROW = HD + ROW_PAD, PUT = Shape::PUT;
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int m = 0; m < Flash<HD, LINES>::M; m++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            sum[m][e] += __shfl_xor_sync(~0u, sum[m][e], 1);
-            sum[m][e] += __shfl_xor_sync(~0u, sum[m][e], 2);
-            if (lane % 4 == 0) sums[f.columns * LINES + f.line(m, e)] = sum[m][e];
-        }
+    for (int l = 0; l < Shape::OWN; l++) {
+        sum[l] += __shfl_xor_sync(~0u, sum[l], 1);
+        sum[l] += __shfl_xor_sync(~0u, sum[l], 2);
+        if (lane % 4 == 0) sums[f.columns * FLASH_LINES + f.line(l)] = sum[l];
+    }
     __syncthreads();                                   // tiles have been read
 #pragma unroll
-    for (int m = 0; m < 4; m++)
+    for (int line0 = 0; line0 < FLASH_LINES; line0 += PUT) {
 #pragma unroll
-        for (int n = 0; n < 8; n++) {
-            float *at = o + (f.out_line0 + 16 * m + lane / 4) * ROW + f.out_dim0 + 8 * n + lane % 4 * 2;
-            *(float2 *)at = make_float2(acc[m][n][0], acc[m][n][1]);
-            *(float2 *)(at + 8 * ROW) = make_float2(acc[m][n][2], acc[m][n][3]);
+        for (int m = 0; m < PUT / 16; m++)
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                const float *x = acc[line0 / 16 + m][n];
+                float *at = o + (16 * m + lane / 4) * ROW + f.out_dim0 + 8 * n + lane % 4 * 2;
+                *(float2 *)at = make_float2(x[0], x[1]);
+                *(float2 *)(at + 8 * ROW) = make_float2(x[2], x[3]);
+            }
+        __syncthreads();                               // values and sums are there
+        if (CODED && a.turned) {
+#pragma unroll 1
+            for (int job = threadIdx.x / 32; job < PUT * (HD / KV_TURN); job += Shape::WARPS)
+                kv_turn_back(o + job / (HD / KV_TURN) * ROW + job % (HD / KV_TURN) * KV_TURN);
+            __syncthreads();                           // values are there
         }
-    __syncthreads();                                   // values and sums are there
-    if (CODED && a.turned) {
 #pragma unroll 1
-        for (int job = threadIdx.x / 32; job < LINES * (HD / KV_TURN); job += Flash<HD, LINES>::WARPS)
-            kv_turn_back(o + job / (HD / KV_TURN) * ROW + job % (HD / KV_TURN) * KV_TURN);
-        __syncthreads();                               // values are there
+        for (int job = threadIdx.x / 32; job < PUT * (HD / 128); job += Shape::WARPS) {
+            const int at = job / (HD / 128), line = line0 + at, i = job % (HD / 128) * 128 + 4 * lane;
+            const int row = quotient(line, a.by_group);
+            if (row < s.from || row >= s.to) continue;
+            const float all = Shape::COLUMNS == 2 ? sums[line] + sums[FLASH_LINES + line] : sums[line];
+            const float factor = CODED && a.n_rot ? kv_tied_factor(a.v.type) : 1, scale = all == 0 ? 0 : __frcp_rn(all) * factor;
+            const float4 y = *(const float4 *)(o + at * ROW + (a.n_rot ? tied_place(i, HD, a.n_rot) : i));
+            put_four(a.out, ((size_t)(r0 + row) * a.n_heads + s.head * a.group + line - row * a.group) * HD + i,
+                     make_float4(y.x * scale, y.y * scale, y.z * scale, y.w * scale));
+        }
+        __syncthreads();                               // the next lines, or the next run, may have shared memory
     }
-#pragma unroll 1
-    for (int job = threadIdx.x / 32; job < LINES * (HD / 128); job += Flash<HD, LINES>::WARPS) {
-        const int line = job / (HD / 128), i = job % (HD / 128) * 128 + 4 * lane, row = quotient(line, a.by_group);
-        if (row < s.from || row >= s.to) continue;
-        const float all = sums[line] + sums[LINES + line], factor = CODED && a.n_rot ? kv_tied_factor(a.v.type) : 1;
-        const float scale = all == 0 ? 0 : __frcp_rn(all) * factor;
-        const float4 y = *(const float4 *)(o + line * ROW + (a.n_rot ? tied_place(i, HD, a.n_rot) : i));
-        put_four(a.out, ((size_t)(r0 + row) * a.n_heads + s.head * a.group + line - row * a.group) * HD + i,
-                 make_float4(y.x * scale, y.y * scale, y.z * scale, y.w * scale));
-    }
-    __syncthreads();                                   // the next run may have shared memory
 }
 
-// flash: softmax(scale * q k) v for the rows of a prompt, LINES lines of one KV head.
+// flash: softmax(scale * q k) v for the rows of a prompt, FLASH_LINES lines of one KV head.
 //   shapes    q (n_rows, n_heads, HD), cache and stage as in gemma4.h, f16; N_K < HD: tied, V serves the rest of K
 //   launch    grid (ceil(n_rows / rows), n_kv_heads), block Flash::THREADS, dynamic shared memory Flash::bytes
-//   traffic   every key in sight once for LINES lines, 2 * (N_K + HD) B, for 4 * HD FLOP a line. Blocks side by side
+//   traffic   every key in sight once for FLASH_LINES lines, 2 * (N_K + HD) B, for 4 * HD FLOP a line. Blocks side by side
 //             walk over the same keys and share them in L2
 //   numerics  q in f16, scores on tensor cores with f32 sums, those of HALVES of the dims added. Online softmax in f32,
-//             by tiles of TILE_SLOTS keys, aligned to key 0; weights are rounded to f16, and so summed; O += P V with
+//             by tiles of N keys, aligned to key 0; weights are rounded to f16, and so summed; O += P V with
 //             f32 sums. Lines never meet: a row's result depends on what it sees alone
 //   time      the next K is on its way while this one's values are added up; the next V all the while if n_v is 2.
 //             CODED: tiles are filled before they are used, from codes that came a tile ahead if `asks`
 //             LISTED: tiles are those of listed blocks, in their order; all blocks listed: the bits of none
 //   see       cpu_attend
-template <int HD, int LINES, int N_K, bool CODED, bool LISTED>
-__global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LINES>::THREADS)
+template <int HD, int N, int N_K, bool CODED, bool LISTED>
+__global__ void __launch_bounds__(Flash<HD, N>::THREADS, 256 / Flash<HD, N>::THREADS)
     flash_kernel(const __grid_constant__ FlashTask a) {
-    typedef Flash<HD, LINES> Shape;
-    constexpr int N = Shape::N, HALVES = Shape::HALVES, THREADS = Shape::THREADS;
-    constexpr bool TIED = N_K < HD;
+    typedef Flash<HD, N> Shape;
+    constexpr int HALVES = Shape::HALVES, THREADS = Shape::THREADS;
+    constexpr bool TIED = N_K < HD, TWO_COLUMNS = Shape::COLUMNS == 2;
+    // K has been read by all after the barrier that follows its last reader: that of the halves, of the tops or of weights
+    constexpr bool K_BEFORE_V = HALVES == 2 || TWO_COLUMNS;
     take_turn();
     const Shape f;
     const int n_v = a.n_v;
-    __half *q = (__half *)shared_bytes, *v_tiles = q + LINES * HD;     // (LINES, HD); (n_v, N, HD)
-    __half *k_tile = v_tiles + n_v * N * HD, *weights = k_tile + N * N_K;              // (N, N_K); (LINES, N)
-    float *tops = (float *)((char *)weights + Shape::WEIGHT_BYTES), *shrink = tops + 2 * LINES; // (2, LINES); (LINES)
-    FlashRow *rows = (FlashRow *)(shrink + LINES);     // of the block
+    __half *q = (__half *)shared_bytes, *v_tiles = q + (Shape::SHARED_Q ? FLASH_LINES * HD : 0);   // (FLASH_LINES, HD); (n_v, N, HD)
+    __half *k_tile = v_tiles + n_v * N * HD, *weights = k_tile + N * N_K;              // (N, N_K); (FLASH_LINES, N)
+    char *given = (char *)weights + Shape::GIVEN_AT;
+    float *tops = (float *)((char *)weights + Shape::WEIGHT_BYTES), *shrink = tops + 2 * FLASH_LINES;  // (2, FLASH_LINES); (FLASH_LINES)
+    FlashRow *rows = (FlashRow *)(shrink + FLASH_LINES);               // of the block
     const int r0 = (gridDim.x - 1 - blockIdx.x) * a.rows, n_here = min(a.rows, a.b.n_rows - r0);   // the longest first
     if ((int)threadIdx.x < n_here) {
         const Sight v = look(a.b, a.n_seqs, a.window, OWN_CAUSAL, r0 + threadIdx.x);
@@ -6543,95 +6613,136 @@ __global__ void __launch_bounds__(Flash<HD, LINES>::THREADS, 256 / Flash<HD, LIN
             while (n_tiles && key0(n_tiles - 1) >= run.end) n_tiles--; // in sight of later rows only
         }
         auto copy_k = [&](int i) {
-            if (i < n_tiles) flash_copy<N_K, THREADS>(a, run, a.cache_k, a.stage_k, key0(i), k_tile);
+            if (i < n_tiles) flash_copy<N_K, THREADS, N>(a, run, a.cache_k, a.stage_k, key0(i), k_tile);
             copy_commit();
         };
-        char *k_raw = (char *)(rows + LINES), *v_raw = k_raw + TILE_SLOTS * (16 * a.k.chunks + a.k.scale_bytes);
-        auto asked = [&](int i) { return CODED && a.asks && flash_whole(a, run, key0(i)); };
+        char *k_raw = (char *)(rows + FLASH_LINES), *v_raw = k_raw + N * (16 * a.k.chunks + a.k.scale_bytes);
+        auto asked = [&](int i) { return CODED && a.asks && flash_whole<N>(a, run, key0(i)); };
         auto ask = [&](int i) {
             if (i < n_tiles && asked(i)) {
-                flash_ask<THREADS>(a, run, a.k, key0(i), k_raw);
-                flash_ask<THREADS>(a, run, a.v, key0(i), v_raw);
+                flash_ask<THREADS, N>(a, run, a.k, key0(i), k_raw);
+                flash_ask<THREADS, N>(a, run, a.v, key0(i), v_raw);
             }
             copy_commit();
         };
         auto copy_v = [&](int i) {
             __half *to = v_tiles + i % n_v * N * HD;
-            if (i < n_tiles) flash_copy<HD, THREADS>(a, run, a.cache_v, a.stage_v, key0(i), to);
+            if (i < n_tiles) flash_copy<HD, THREADS, N>(a, run, a.cache_v, a.stage_v, key0(i), to);
             copy_commit();
         };
         if (CODED) ask(0);
         else copy_k(0);
         if (TIED && !CODED) copy_v(0);
-        flash_queries<HD, LINES>(a, run, r0, q);
+        unsigned own_q[FLASH_QUERIES][4];
+        if constexpr (Shape::SHARED_Q) flash_queries<HD, N>(a, run, r0, q);
+        else {
+            const int line = f.line0 + threadIdx.x % 32 / 4;
+            const float *const lines[2] = { flash_query<HD>(a, run, r0, line), flash_query<HD>(a, run, r0, line + 8) };
+            flash_own_queries(lines, f.half, HD, own_q);
+        }
 
-        float acc[4][8][4] = { }, sum[2][2] = { }, top[2][2] = { { -INFINITY, -INFINITY }, { -INFINITY, -INFINITY } };
+        float acc[4][8][4] = { }, sum[Shape::OWN] = { }, top[Shape::OWN];
+#pragma unroll
+        for (int l = 0; l < Shape::OWN; l++) top[l] = -INFINITY;
 #pragma unroll 1
         for (int i = 0; i < n_tiles; i++) {
             const __half *v_tile = v_tiles + (CODED ? 0 : i % n_v * N * HD);
             copied<0>();
             __syncthreads();                           // K is there, and V if TIED; tile i - 1 has been read
             if (CODED) {
-                flash_decode<N_K, THREADS>(a, run, a.k, key0(i), asked(i) ? k_raw : NULL, k_tile);
-                flash_decode<HD, THREADS>(a, run, a.v, key0(i), asked(i) ? v_raw : NULL, v_tiles);
+                flash_decode<N_K, THREADS, N>(a, run, a.k, key0(i), asked(i) ? k_raw : NULL, k_tile);
+                flash_decode<HD, THREADS, N>(a, run, a.v, key0(i), asked(i) ? v_raw : NULL, v_tiles);
                 __syncthreads();                       // tile i is there
                 ask(i + 1);
             } else if (n_v == 2) copy_v(i + 1);
             else if (!TIED) copy_v(i);
 
-            float s[2][4][4] = { };
+            float s[Shape::M][4][4] = { };
+            const int column0 = f.columns * 32;
+            if constexpr (Shape::SHARED_Q) {
+                const int lane = threadIdx.x % 32, right = (lane / 16 ^ lane % 8) << 3;
+                const __half *line = q + (f.line0 + lane % 16) * HD;
 #pragma unroll 2
-            for (int d = f.half * (HD / HALVES); d < (f.half + 1) * (HD / HALVES); d += 64)
-                if (d < N_K) flash_scores<HD, N_K>(s, q + f.line0 * HD + d, k_tile + f.columns * 32 * N_K + d);
-                else flash_scores<HD, HD>(s, q + f.line0 * HD + d, v_tile + f.columns * 32 * HD + d);
+                for (int d = f.half * (HD / HALVES); d < (f.half + 1) * (HD / HALVES); d += 64) {
+                    auto lines = [&](int m, int e, unsigned r[4]) { load_matrices(r, line + d + (right ^ e) + 16 * m * HD); };
+                    if (d < N_K) flash_scores(s, k_tile + column0 * N_K + d, N_K, lines);
+                    else flash_scores(s, v_tile + column0 * HD + d, HD, lines);
+                }
+            } else {
+#pragma unroll
+                for (int d = 0; d < 256; d += 64) {
+                    const int dim = f.half * 256 + d;
+                    auto lines = [&](int, int e, unsigned r[4]) {
+#pragma unroll
+                        for (int k = 0; k < 4; k++) r[k] = own_q[(d + e) / 16][k];
+                    };
+                    flash_scores(s, (dim < N_K ? k_tile : v_tile) + dim, dim < N_K ? N_K : HD, lines);
+                }
+            }
             if (HALVES == 2) {
-                flash_hand_over(s, (float *)weights, f.pair, f.half);
+                flash_hand_over(f, s, given);
                 __syncthreads();                       // all scores are there
                 if (!CODED) copy_k(i + 1);
-                flash_take_over(s, (float *)weights, f.pair, f.half);
+                flash_take_over(f, s, given);
             }
             const int j0 = key0(i);
             if (j0 < run.whole_low || j0 + N > run.whole_end) flash_mask(a, f, run, rows, n_here, j0, s);
-            flash_tops(f, s, tops);
-            __syncthreads();                           // the largest scores of both warps of a line are there
-            if (HALVES == 1 && !CODED) copy_k(i + 1);
+            if (TWO_COLUMNS) {
+#pragma unroll
+                for (int l = 0; l < Shape::OWN; l++) {
+                    const float most = flash_top(s, l);
+                    if (threadIdx.x % 4 == 0) tops[f.columns * FLASH_LINES + f.line(l)] = most;
+                }
+                __syncthreads();                       // the largest scores of both warps of a line are there
+                if (HALVES == 1 && !CODED) copy_k(i + 1);
+            }
             flash_weigh(f, s, a.scale, tops, top, sum, weights, shrink);
-            if (!TIED && !CODED) copied<1>();          // V, not yet the next K
+            if (!TIED && !CODED) copied<K_BEFORE_V ? 1 : 0>();         // V, not yet the next K
             __syncthreads();                           // weights are there
-            flash_values<HD>(acc, weights + f.out_line0 * N, shrink + f.out_line0, v_tile + f.out_dim0);
+            if (!K_BEFORE_V && !CODED) copy_k(i + 1);
+            flash_values<HD, N>(acc, weights, shrink, v_tile + f.out_dim0);
             if (TIED && n_v == 1 && !CODED) {
                 __syncthreads();                       // V has been read
                 copy_v(i + 1);
             }
         }
-        flash_put<HD, LINES, CODED>(a, f, run, r0, acc, sum, tops, (float *)shared_bytes);
+        flash_put<HD, N, CODED>(a, f, run, r0, acc, sum, tops, (float *)shared_bytes);
         from = run.to;
     }
 }
 
 typedef struct {              // how flash carries an attend out; kernel NULL: it does not
     void (*kernel)(FlashTask);
-    int    lines, threads, n_v;
+    int    keys, threads, n_v;         // keys of a tile
+    int    resident;          // blocks of an SM
     bool   asks;
     size_t bytes;             // of shared memory
 } FlashPlan;
 
-template <int HD, int LINES, int N_K, bool LISTED> static FlashPlan flash_plan(const Cache *c) {
-    typedef Flash<HD, LINES> Shape;
+// With tiles of N keys; kernel NULL: an SM of this card has no room for as many blocks as its registers hold.
+template <int HD, int N, int N_K, bool LISTED> static FlashPlan flash_plan_of(const Cache *c) {
+    typedef Flash<HD, N> Shape;
     const bool coded = is_coded(c);
-    FlashPlan f = { };
-    f.n_v = N_K < HD && !coded ? 2 : 1;                // a V that K needs is fetched a tile ahead
-    while (f.n_v && Shape::bytes(N_K, f.n_v) > (size_t)cuda.card.block_shared) f.n_v--;
-    if (!f.n_v) return f;
-    f.kernel = coded ? flash_kernel<HD, LINES, N_K, true, LISTED> : flash_kernel<HD, LINES, N_K, false, LISTED>;
-    f.lines = LINES, f.threads = Shape::THREADS, f.bytes = Shape::bytes(N_K, f.n_v);
     const size_t row = kv_row_bytes(c->k.type, N_K) + kv_scale_bytes(c->k.type, N_K) + kv_row_bytes(c->v.type, HD) +
         kv_scale_bytes(c->v.type, HD);
-    const size_t more = TILE_SLOTS * row;
+    FlashPlan f = { };
+    f.keys = N, f.threads = Shape::THREADS, f.resident = 256 / Shape::THREADS;
+    auto fits = [&](size_t bytes) {
+        return bytes <= (size_t)cuda.card.block_shared && f.resident * (bytes + BLOCK_SYSTEM) <= (size_t)cuda.card.sm_shared;
+    };
+    f.n_v = N_K < HD && !coded ? 2 : 1;                // a V that K needs is fetched a tile ahead
+    while (f.n_v && !fits(Shape::bytes(N_K, f.n_v))) f.n_v--;
+    if (!f.n_v) return f;
+    f.kernel = coded ? flash_kernel<HD, N, N_K, true, LISTED> : flash_kernel<HD, N, N_K, false, LISTED>;
+    f.bytes = Shape::bytes(N_K, f.n_v);
     // Smaller blocks share an SM, and the others work while one waits.
-    f.asks = coded && Shape::THREADS == 256 && f.bytes + more <= (size_t)cuda.card.block_shared;
-    if (f.asks) f.bytes += more;
+    f.asks = coded && f.resident == 1 && fits(f.bytes + N * row);
+    if (f.asks) f.bytes += N * row;
     return f;
+}
+template <int HD, int N_K, bool LISTED> static FlashPlan flash_plan(const Cache *c) {
+    const FlashPlan f = flash_plan_of<HD, 64, N_K, LISTED>(c);
+    return f.kernel ? f : flash_plan_of<HD, 32, N_K, LISTED>(c);
 }
 
 // Prompts of caches of f16 and of codes with the heads of Gemma 4, where segments have rows enough for tiles.
@@ -6640,14 +6751,11 @@ static FlashPlan flash_of(const Attend *o, int nc) {
     const Cache *c = o->cache;
     const int n_rows = o->batch->n_rows, group = o->n_heads / c->n_kv_heads;
     FlashPlan f = { };
-    if (n_rows <= STEP_ROWS || n_rows < 8 * o->batch->n_segs || o->own != OWN_CAUSAL) return f;
+    if (n_rows <= STEP_ROWS || n_rows < 8 * o->batch->n_segs || o->own != OWN_CAUSAL || group > FLASH_LINES) return f;
     if (!is_readable(&c->k) || !is_readable(&c->v) || (c->tail_slots && !nc)) return f;
-    if (c->head_dim == 256 && c->k.dim == 256 && !o->blocks) f = flash_plan<256, 64, 256, false>(c);
-    if (c->head_dim == 512 && c->k.dim == 512)
-        f = o->blocks ? flash_plan<512, 64, 512, true>(c) : flash_plan<512, 64, 512, false>(c);
-    if (c->head_dim == 512 && c->k.dim == 128)
-        f = o->blocks ? flash_plan<512, 64, 128, true>(c) : flash_plan<512, 64, 128, false>(c);
-    if (group > f.lines) f.kernel = NULL;
+    if (c->head_dim == 256 && c->k.dim == 256 && !o->blocks) f = flash_plan<256, 256, false>(c);
+    if (c->head_dim == 512 && c->k.dim == 512) f = o->blocks ? flash_plan<512, 512, true>(c) : flash_plan<512, 512, false>(c);
+    if (c->head_dim == 512 && c->k.dim == 128) f = o->blocks ? flash_plan<512, 128, true>(c) : flash_plan<512, 128, false>(c);
     return f;
 }
 
@@ -6656,7 +6764,7 @@ static void attend_flash(const Attend *o, const FlashPlan *f) {
     const int n_rows = o->batch->n_rows;
     FlashTask task = { };
     task.b = *o->batch, task.n_seqs = c->n_seqs, task.window = o->window;
-    task.group = o->n_heads / c->n_kv_heads, task.rows = f->lines / task.group, task.by_group = divisor(task.group);
+    task.group = o->n_heads / c->n_kv_heads, task.rows = FLASH_LINES / task.group, task.by_group = divisor(task.group);
     task.n_heads = o->n_heads, task.n_kv_heads = c->n_kv_heads;
     task.n_rot = c->n_rot, task.n_v = f->n_v, task.asks = f->asks;
     task.slots = c->slots, task.by_slots = divisor(c->slots);
@@ -6673,16 +6781,14 @@ static void attend_flash(const Attend *o, const FlashPlan *f) {
 }
 
 // Once at start.
-static void allow_flash(void) {
-    void (*const kernels[])(FlashTask) = {
-        flash_kernel<256, 64, 256, false, false>, flash_kernel<256, 64, 256, true, false>,
-        flash_kernel<512, 64, 512, false, false>, flash_kernel<512, 64, 512, true, false>,
-        flash_kernel<512, 64, 128, false, false>, flash_kernel<512, 64, 128, true, false>,
-        flash_kernel<512, 64, 512, false, true>, flash_kernel<512, 64, 512, true, true>,
-        flash_kernel<512, 64, 128, false, true>, flash_kernel<512, 64, 128, true, true> };
-    for (auto k : kernels)
-        CHECK_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, cuda.card.block_shared),
-                   "shared memory of attend");
+template <int HD, int N, int N_K, bool LISTED> static void allow_flash_of(void) {
+    allow_shared(flash_kernel<HD, N, N_K, false, LISTED>, 0);
+    allow_shared(flash_kernel<HD, N, N_K, true, LISTED>, 0);
+}
+template <int N> static void allow_flash(void) {
+    allow_flash_of<256, N, 256, false>();
+    allow_flash_of<512, N, 512, false>(), allow_flash_of<512, N, 512, true>();
+    allow_flash_of<512, N, 128, false>(), allow_flash_of<512, N, 128, true>();
 }
 
 // ---- blocks of keys that prompts attend to ----
@@ -6725,37 +6831,22 @@ __global__ void block_mean_kernel(Batch b, Cache c, int n_blocks, __half *means)
     *(__half2 *)(means + row * c.head_dim + i) = __floats2half2_rn(sum.x / SELECT_KEYS, sum.y / SELECT_KEYS);
 }
 
-typedef Flash<512, SELECT_ROWS> ScoreShape;            // a line is a row here, and a key the mean of a block
-static size_t score_bytes(void) {
-    return 2 * (size_t)SELECT_ROWS * 512 * sizeof(__half) + ScoreShape::PAIRS * 2 * 512 * sizeof(float) +
-        4 * TILE_SLOTS * sizeof(float2);
-}
+typedef Flash<512, 32> ScoreShape;                     // a line is a row here, and a key the mean of a block
+enum { SCORE_BLOCKS = 32, SCORE_GROUPS = SELECT_ROWS / 8,              // blocks of a tile; 8 rows whose scores lie in a warp
+       SCORE_BYTES = SCORE_BLOCKS * 512 * 2 + ScoreShape::GIVEN_BYTES + SCORE_GROUPS * SCORE_BLOCKS * 8 };
+static_assert((int)SELECT_ROWS == (int)FLASH_LINES, "rows of a block");
 
-// Rows of `dim` values to lines of 512 halves in shared memory, with zeros behind dim and behind row n.
-template <typename Load> __device__ static inline void score_fill(__half *to, int dim, int n, Load load) {
-    for (int i = threadIdx.x; i < SELECT_ROWS * 64; i += ScoreShape::THREADS) {
-        const int row = i / 64, chunk = i % 64;
-        *(uint4 *)(to + flash_place(row, chunk, 512)) =
-            row < n && 8 * chunk < dim ? load(row, 8 * chunk) : make_uint4(0, 0, 0, 0);
-    }
-}
-
-// The largest score of the warp's 16 rows for each of the 8 blocks that a thread has, and the sum of exp(score - largest).
-// s: of rows `line` and line + 8. stats (TILE_SLOTS) of the warp's rows; j0: first block of the thread's
+// The largest score of 8 rows for each of the 8 blocks that a thread has, and the sum of exp(score - largest).
+// s: of row `line`. stats (SCORE_BLOCKS) of these rows; j0: first block of the thread's
 __device__ static inline void score_stats(const float (&s)[4][4], const RowBlock &v, float scale, int line, int j0,
                                           float2 *stats) {
 #pragma unroll
     for (int n = 0; n < 8; n++) {
         const int at = n / 2 * 8 + n % 2, behind = (j0 + at + 1) * SELECT_KEYS - 1 - v.pos;    // first row that sees all of it
-        float x[2], most = -INFINITY, sum = 0;
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const int row = line + 8 * e;
-            x[e] = row >= behind && row < v.n ? s[n / 2][2 * e + n % 2] * scale : -INFINITY;
-            most = fmaxf(most, x[e]);
-        }
+        const float x = line >= behind && line < v.n ? s[n / 2][n % 2] * scale : -INFINITY;
+        float most = x;
         for (int h = 4; h < 32; h *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, h));
-        for (int e = 0; e < 2; e++) sum += x[e] == -INFINITY ? 0 : expf(x[e] - most);
+        float sum = x == -INFINITY ? 0 : expf(x - most);
         for (int h = 4; h < 32; h *= 2) sum += __shfl_xor_sync(~0u, sum, h);
         if (threadIdx.x % 32 < 4) stats[at] = make_float2(most, sum);
     }
@@ -6763,7 +6854,7 @@ __device__ static inline void score_stats(const float (&s)[4][4], const RowBlock
 
 // block_score: s of BlockSelect for one block of rows and one head.
 //   shapes    q (n_rows, n_heads, head_dim), means as block_mean leaves them, scores (row blocks, n_heads, n_blocks)
-//   launch    grid (row blocks, n_heads), block ScoreShape::THREADS, dynamic shared memory score_bytes()
+//   launch    grid (row blocks, n_heads), block ScoreShape::THREADS, dynamic shared memory SCORE_BYTES
 //   traffic   q once; the means of the blocks in sight once for 64 rows, mostly from L2: 1 / SELECT_KEYS of attention's K
 //   numerics  q in f16, scores on tensor cores with f32 sums; exp in f32
 //   see       score_blocks in gemma4.c
@@ -6774,35 +6865,43 @@ __global__ void __launch_bounds__(ScoreShape::THREADS, 1) block_score_kernel(Blo
     if (v.all) return;
     const Segment seg = b.segs[v.seg];
     const int hd = c.head_dim, h = blockIdx.y, whole = (b.len[seg.seq] + seg.n) / SELECT_KEYS;
-    __half *q = (__half *)shared_bytes, *k = q + SELECT_ROWS * 512;    // (SELECT_ROWS, 512), (TILE_SLOTS, 512)
-    float *halves = (float *)(k + TILE_SLOTS * 512);
-    float2 *stats = (float2 *)(halves + ScoreShape::PAIRS * 2 * 512);  // (4, TILE_SLOTS)
+    __half *k = (__half *)shared_bytes;                // (SCORE_BLOCKS, 512), zeros after the last dim and the last block
+    char *given = (char *)(k + SCORE_BLOCKS * 512);
+    float2 *stats = (float2 *)(given + ScoreShape::GIVEN_BYTES);       // (SCORE_GROUPS, SCORE_BLOCKS)
     const float *from = o.q + ((size_t)v.first * o.n_heads + h) * hd;
     const size_t row = ((size_t)v.seg * c.n_kv_heads + h / (o.n_heads / c.n_kv_heads)) * o.out.n_blocks;
     const __half *mean = (const __half *)o.means + row * hd;
-    score_fill(q, hd, v.n, [&](int r, int i) {
-        const float4 *x = (const float4 *)(from + (size_t)r * o.n_heads * hd + i);
-        const uint2 lo = halves_of(x[0]), hi = halves_of(x[1]);
-        return make_uint4(lo.x, lo.y, hi.x, hi.y);
-    });
-    for (int j0 = 0; j0 < v.n_blocks; j0 += TILE_SLOTS) {
-        score_fill(k, hd, whole - j0, [&](int r, int i) { return *(const uint4 *)(mean + (size_t)(j0 + r) * hd + i); });
+    const int line = f.line0 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    const float *const lines[2] = { line < v.n ? from + (size_t)line * o.n_heads * hd : NULL,
+                                    line + 8 < v.n ? from + (size_t)(line + 8) * o.n_heads * hd : NULL };
+    unsigned own_q[FLASH_QUERIES][4];
+    flash_own_queries(lines, f.half, hd, own_q);
+    for (int j0 = 0; j0 < v.n_blocks; j0 += SCORE_BLOCKS) {
+        for (int i = threadIdx.x; i < SCORE_BLOCKS * 64; i += ScoreShape::THREADS) {
+            const int block = i / 64, at = i % 64 * 8;
+            *(uint4 *)(k + flash_place(block, at / 8, 512)) = block < whole - j0 && at < hd
+                ? *(const uint4 *)(mean + (size_t)(j0 + block) * hd + at) : make_uint4(0, 0, 0, 0);
+        }
         __syncthreads();                               // means are there
-        float s[2][4][4] = { };
-#pragma unroll 2
-        for (int d = f.half * 256; d < f.half * 256 + 256; d += 64)
-            flash_scores<512, 512>(s, q + f.line0 * 512 + d, k + f.columns * 32 * 512 + d);
-        flash_hand_over(s, halves, f.pair, f.half);
+        float s[1][4][4] = { };
+#pragma unroll
+        for (int d = 0; d < 256; d += 64) {
+            auto own = [&](int, int e, unsigned r[4]) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) r[i] = own_q[(d + e) / 16][i];
+            };
+            flash_scores(s, k + f.half * 256 + d, 512, own);
+        }
+        flash_hand_over(f, s, given);
         __syncthreads();                               // all scores are there
-        flash_take_over(s, halves, f.pair, f.half);
-        const int column = f.columns * 32 + threadIdx.x % 4 * 2, rows16 = f.line0 / 16 + f.half;
-        score_stats(s[0], v, o.scale, f.line(0, 0), j0 + column, stats + rows16 * TILE_SLOTS + column);
+        flash_take_over(f, s, given);
+        score_stats(s[0], v, o.scale, f.line(0), j0 + column, stats + (f.tile * 2 + f.half) * SCORE_BLOCKS + column);
         __syncthreads();                               // stats are there
-        if (threadIdx.x < TILE_SLOTS && j0 + (int)threadIdx.x < v.n_blocks) {
+        if (threadIdx.x < SCORE_BLOCKS && j0 + (int)threadIdx.x < v.n_blocks) {
             float most = -INFINITY, sum = 0;
-            for (int i = 0; i < 4; i++) most = fmaxf(most, stats[i * TILE_SLOTS + threadIdx.x].x);
-            for (int i = 0; i < 4; i++) {
-                const float2 x = stats[i * TILE_SLOTS + threadIdx.x];
+            for (int i = 0; i < SCORE_GROUPS; i++) most = fmaxf(most, stats[i * SCORE_BLOCKS + threadIdx.x].x);
+            for (int i = 0; i < SCORE_GROUPS; i++) {
+                const float2 x = stats[i * SCORE_BLOCKS + threadIdx.x];
                 sum += x.y == 0 ? 0 : x.y * expf(x.x - most);
             }
             o.scores[((size_t)blockIdx.x * o.n_heads + h) * o.out.n_blocks + j0 + threadIdx.x] = most + logf(sum);
@@ -6888,12 +6987,9 @@ static void cuda_block_select(const BlockSelect *o) {
     const int blocks = div_up(b->n_rows, SELECT_ROWS);
     if (c->head_dim > 512 || c->head_dim % 8 || o->n_heads / c->n_kv_heads > MAX_GROUP)
         cuda_die("block_select: %d heads of %d values are not supported", o->n_heads, c->head_dim);
-    if (score_bytes() > (size_t)cuda.card.block_shared)
-        cuda_die("block_select: needs %zu bytes of shared memory, the GPU has %d; try without --pflash", score_bytes(),
-                 cuda.card.block_shared);
     launch(WRITES_ACTIVATIONS, block_mean_kernel, dim3(o->out.n_blocks, c->n_kv_heads, b->n_segs), 256, 0, *b, *c,
            o->out.n_blocks, (__half *)o->means);
-    launch(WRITES_ACTIVATIONS, block_score_kernel, dim3(blocks, o->n_heads), ScoreShape::THREADS, score_bytes(), *o, *b, *c);
+    launch(WRITES_ACTIVATIONS, block_score_kernel, dim3(blocks, o->n_heads), ScoreShape::THREADS, SCORE_BYTES, *o, *b, *c);
     launch(WRITES_ACTIVATIONS, block_list_kernel, dim3(blocks, c->n_kv_heads), 256, 0, *o, *b, c->n_kv_heads);
     CHECK_LAUNCH("block_select n_rows=%d n_heads=%d head_dim=%d", b->n_rows, o->n_heads, c->head_dim);
 }
@@ -8181,9 +8277,8 @@ static void start_device(void) {
     allow_products();
     allow_experts();
     allow_attend();
-    allow_flash();
-    CHECK_CUDA(cudaFuncSetAttribute(block_score_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, cuda.card.block_shared),
-               "shared memory of block_select");
+    allow_flash<64>();
+    allow_flash<32>();
     CHECK_BLAS(cublasCreate(&cuda.blas), "cublasCreate");
     CHECK_BLAS(cublasSetStream(cuda.blas, cuda.stream), "cublasSetStream");
 }
