@@ -8239,10 +8239,10 @@ static int device_attribute(cudaDeviceAttr which) {
 
 // What there is, and of that no more than the card has that is pretended.
 static Card read_card(const Card *pretended) {
-    static char name[256];
+    static cudaDeviceProp properties;                  // its name
     size_t free_bytes = 0;
-    Card c = { name };
-    CHECK_CUDA(cudaDeviceGetName(name, sizeof name, 0), "device");
+    CHECK_CUDA(cudaGetDeviceProperties(&properties, 0), "device");
+    Card c = { properties.name };
     c.major = device_attribute(cudaDevAttrComputeCapabilityMajor);
     c.minor = device_attribute(cudaDevAttrComputeCapabilityMinor);
     c.n_sm = device_attribute(cudaDevAttrMultiProcessorCount);
@@ -8252,7 +8252,10 @@ static Card read_card(const Card *pretended) {
     c.sm_registers = device_attribute(cudaDevAttrMaxRegistersPerMultiprocessor);
     c.l2 = (size_t)device_attribute(cudaDevAttrL2CacheSize);
     c.host_memory = device_attribute(cudaDevAttrIntegrated);
-    c.starts_early = c.major >= 9;
+    // take_turn() waits only where it was compiled for 9.0 or newer: code of 8.6, say, that runs on a 9.0 does not.
+    cudaFuncAttributes code;
+    CHECK_CUDA(cudaFuncGetAttributes(&code, sort_pairs_kernel), "kernels for compute capability %d.%d", c.major, c.minor);
+    c.starts_early = c.major >= 9 && code.ptxVersion >= 90;
     CHECK_CUDA(cudaMemGetInfo(&free_bytes, &c.memory), "memory");
     if (!pretended) return c;
     const Card *p = pretended;

@@ -338,7 +338,8 @@ cudaError_t cudaPeekAtLastError(void);
 cudaError_t cudaGetDeviceCount(int *n);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr which, int device);
-cudaError_t cudaDeviceGetName(char *name, int size, int device);
+struct cudaDeviceProp { char name[256]; };
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device);
 cudaError_t cudaDeviceGetPCIBusId(char *id, int size, int device);
 cudaError_t cudaDeviceSynchronize(void);
 cudaError_t cudaMalloc(void **p, size_t bytes);
@@ -380,6 +381,10 @@ template <typename F> cudaError_t cudaFuncSetAttribute(F *kernel, cudaFuncAttrib
     if (which != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
     return cuda_allow_shared((const void *)kernel, value) ? cudaSuccess : cudaErrorInvalidValue;
 }
+
+struct cudaFuncAttributes { int ptxVersion, binaryVersion; };
+cudaError_t cuda_code_of(cudaFuncAttributes *a);
+template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *a, F *) { return cuda_code_of(a); }
 
 struct CudaLaunch {           // a kernel, how to call it, and its arguments
     const void *kernel;

@@ -1036,8 +1036,12 @@ cudaError_t cudaGetDeviceCount(int *n) {
     return *n ? cudaSuccess : fail(cudaErrorNoDevice);
 }
 cudaError_t cudaSetDevice(int device) { return device ? fail(cudaErrorInvalidValue) : cudaSuccess; }
-cudaError_t cudaDeviceGetName(char *name, int size, int) {
-    snprintf(name, (size_t)size, "emulated %s", card->name);
+cudaError_t cuda_code_of(cudaFuncAttributes *a) {
+    a->ptxVersion = a->binaryVersion = 10 * card->major + card->minor;
+    return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
+    snprintf(p->name, sizeof p->name, "emulated %s", card->name);
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetPCIBusId(char *id, int size, int) {
