@@ -1499,8 +1499,8 @@ enum { MAX_JOBS = 6, MAX_INPUTS = 2, PRODUCT_WARPS = ROW_THREADS / 32, UNIT = 4,
        TILE = 32, TILE_UNITS = TILE / UNIT, DOWN_TILE = 2 * UNIT,
        MANY_ROWS = 3,         // from here on inputs are prepared in global memory
        FEW_ROWS = 3,        // rows that a block works on at once
-       AHEAD_OCTETS = 24,     // of a row come into L2 before its launch begins to multiply
-       AHEAD_BYTES = 32 << 20,                 // of later tiles only where a launch reads no more: see below
+       AHEAD_OCTETS = 24,     // of a row come into L2 before its launch begins to multiply, at most: octets_ahead()
+       AHEAD_BYTES = 32 << 20,                 // of later tiles only where a launch reads no more, nor 2/3 of L2
        OCTET_BYTES = 384 };      // bytes of 8 groups of an int8 row in shared memory
 
 // Tiles whose sums wait for each other, so that warps need not: as many as there are warps to finish them, one for each
@@ -2103,6 +2103,7 @@ typedef struct {
     int    n, n_groups, n_octets;               // jobs; of a row
     int    units;             // of a block; JOB_INJECT: 8, a group of the result
     int    shares, share;     // of a unit; octets of one
+    int    ahead;             // octets of a share that come into L2 early
     Input  input;
     RowInputs made;           // MADE
     int    terms_at, sums_at; // offsets in shared memory
@@ -2124,7 +2125,7 @@ __device__ static inline GemvShare gemv_share(const Gemv &o, int nth, int share)
 __device__ static inline void fetch_share(const Gemv &o, const GemvShare &s, int from) {
     const GemvJob &job = o.job[s.job];
     const int plane = threadIdx.x / 4 % 4, feature = UNIT * s.unit + threadIdx.x % 4;
-    const int begin = s.first + from, end = s.first + min(s.n, AHEAD_OCTETS);
+    const int begin = s.first + from, end = s.first + min(s.n, o.ahead);
     const unsigned octet = job.octet_bytes[plane], row_bytes = job.row_bytes[plane];
     if (threadIdx.x % 32 >= 16 || begin >= end || feature >= job.to.rows || !octet) return;
     const size_t at = (size_t)(&job.w.lo)[plane] + (size_t)feature * row_bytes + begin * octet;
@@ -3085,6 +3086,9 @@ static Prepared prepare_one(Jobs *jobs, const In *in, int n_rows, int cols, bool
     return out[0];
 }
 
+// An octet of the rows that a block begins with is 9 KB of Q4_K; all blocks together may take most of L2.
+static int octets_ahead(void) { return min_int(AHEAD_OCTETS, (int)(cuda.card.l2 / cuda.card.n_sm / (16 << 10))); }
+
 // A job whose `in` has no pointers reads input number `source` of those that blocks make (jobs->made).
 static void add_job(Jobs *jobs, Job o) {
     if (jobs->n == MAX_JOBS) cuda_die("product: more than %d jobs", MAX_JOBS);
@@ -3100,10 +3104,10 @@ static void add_job(Jobs *jobs, Job o) {
         const DType t = k ? o.up_type : o.type;
         const Format f = format_of(t);
         const Planes &w = k ? o.up : o.w;
-        const int octets = div_up(o.cols, 256), octets_ahead = is_float(t) ? octets : min_int(AHEAD_OCTETS, octets);
+        const int octets = div_up(o.cols, 256), ahead = is_float(t) ? octets : min_int(octets_ahead(), octets);
         for (int i = 0; i < 4; i++) {
             o.row_bytes[k][i] = (int)plane_bytes(f, i, o.cols);
-            o.ahead[k][i] = o.ids ? 0 : (int)((size_t)o.row_bytes[k][i] * octets_ahead / octets);
+            o.ahead[k][i] = o.ids ? 0 : (int)((size_t)o.row_bytes[k][i] * ahead / octets);
             o.ahead_from[k][i] = (&w.lo)[i] + (k ? o.up_first : 0) * o.row_bytes[k][i];
         }
         if (is_float(t) && (o.row_bytes[k][0] | (size_t)w.lo) % 16) o.quads = 0;
@@ -3272,6 +3276,7 @@ static bool plan_gemv(const Jobs *jobs, int busy, Plan *p) {
     g.n = jobs->n;
     g.n_groups = first->cols / 32;
     g.n_octets = div_up(g.n_groups, 8);
+    g.ahead = octets_ahead();
     g.units = first->kind == JOB_INJECT ? TILE_UNITS : div_up(n_units, max_int(1, cuda.card.n_sm - busy));
     if (g.n_octets == 1) g.units = max_int(g.units, PRODUCT_WARPS / 2);    // over at once: few SMs, others for the next
     if (g.units > PRODUCT_WARPS) return false;         // a warp has one share at most
@@ -3336,7 +3341,7 @@ static void plan_rows(Jobs *jobs, int n_rows, int busy, Plan *p) {
         else jobs->n_units += o->n_items;
         for (int i = 0; o->is_tiled && i < 8; i++) tile_bytes += (size_t)o->row_bytes[i / 4][i % 4] * o->rows;
     }
-    jobs->fetch_all = tile_bytes <= AHEAD_BYTES;
+    jobs->fetch_all = tile_bytes <= min_size(AHEAD_BYTES, cuda.card.l2 / 3 * 2);
     p->kernel = BY_ROWS;
     p->variant = r > 1;
     p->threads = ROW_THREADS;
@@ -7383,7 +7388,7 @@ static void cuda_attend(const Attend *o) {
 enum { SAMPLE_THREADS = 512, SAMPLE_WARPS = SAMPLE_THREADS / 32,
        STRIP = 128,                            // tokens: four for each lane
        ROUND = 2 * SAMPLE_WARPS,               // strips that a block takes at once, two for each warp
-       BLOCKS_AT_ONCE = 512,                   // more rows than this takes in full: fewer blocks a row
+       BLOCKS_OF_SM = 4,                       // more rows than these take in full: fewer blocks a row
        BIN_BITS = 11, LIST_BITS = 10,
        BINS = 1 << BIN_BITS, LIST = 1 << LIST_BITS,
        SAMPLE_SHARED = (BINS + LIST) * 8 };    // bytes
@@ -7869,7 +7874,7 @@ static Spread spread_of(int n_rows, int vocab, dim3 *grid) {
     Spread s = { };
     s.n_strips = div_up(vocab, STRIP);
     s.stride = (int)round_up(vocab, 4);
-    const int rounds = div_up(s.n_strips, ROUND), each = div_up(rounds * n_rows, BLOCKS_AT_ONCE);
+    const int rounds = div_up(s.n_strips, ROUND), each = div_up(rounds * n_rows, BLOCKS_OF_SM * cuda.card.n_sm);
     s.per_block = ROUND * each;
     s.strip = (u64 *)cuda.partial;
     s.sum = (double *)(s.strip + (size_t)n_rows * s.n_strips);
