@@ -602,6 +602,17 @@ const Ops *cuda_ops(void);           // gemma4_kernels.cu; NULL: there is no GPU
 // Its memory counts as well. NULL: the card that is there.
 void cuda_pretend(const Card *card);
 
+typedef struct {                     // how a launch of the CUDA backend is carried out on the card
+    const char *family;              // of kernels that are planned together
+    char        choice[96];          // what was chosen for it, in words
+    int         blocks, threads;
+    int         per_sm;              // blocks that an SM gets at once; 0: as many as it has room for, and more blocks follow
+    size_t      shared;              // bytes of a block
+} LaunchPlan;
+// From now on `watch` is told of every planned launch; NULL: nobody. plans_only: nothing is launched, so that pointers of
+// operations need not point at anything.
+void cuda_watch(void (*watch)(const LaunchPlan *), bool plans_only);
+
 #ifdef __cplusplus
 }
 #endif

@@ -107,6 +107,8 @@ static struct {
     cublasHandle_t blas;
     Card   card;              // what launches are planned for
     const Card *pretended;    // NULL: the card that is there
+    void (*watch)(const LaunchPlan *); // told of every planned launch; NULL: nobody
+    bool   plans_only;        // launches are planned and told, and not carried out
     Limits lim;
     char  *scratch;           // (scratch_size) carved by scratch_layout()
     size_t scratch_size;
@@ -202,6 +204,7 @@ static bool may_read_early(unsigned written) { return !(cuda.last.writes & writt
 template <typename... Parameters, typename... Arguments>
 static void launch(unsigned writes, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
                    Arguments... arguments) {
+    if (cuda.plans_only) return;
     cudaLaunchConfig_t config = { };
     cudaLaunchAttribute early = { };
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -215,6 +218,18 @@ static void launch(unsigned writes, void (*kernel)(Parameters...), dim3 grid, di
     cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
     cuda.last = (Launched){ (int)(grid.x * grid.y * grid.z), writes };
     cuda.n_launches += !cuda.recording;
+}
+
+// Called where a launch is planned, with what was chosen in words. per_sm: as in LaunchPlan
+__attribute__((format(printf, 6, 7)))
+static void tell_plan(const char *family, dim3 grid, int threads, size_t shared, int per_sm, const char *fmt, ...) {
+    if (!cuda.watch) return;
+    LaunchPlan plan = { family, "", (int)(grid.x * grid.y * grid.z), threads, per_sm, shared };
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(plan.choice, sizeof plan.choice, fmt, ap);
+    va_end(ap);
+    cuda.watch(&plan);
 }
 
 // Once at start, for each kernel that needs it: all the shared memory that a block can have, but for `fixed` bytes that the
@@ -3154,6 +3169,7 @@ typedef struct {              // how a launch is carried out
     int    variant;           // in the list of those kernels
     int    blocks, chunks;    // grid
     int    threads;
+    int    resident;          // blocks of an SM at once
     size_t shared;            // bytes
     union {                   // parameters; BY_ROWS: the jobs themselves
         Gemv gemv;
@@ -3162,13 +3178,23 @@ typedef struct {              // how a launch is carried out
     };
 } Plan;
 
+static const char *const product_names[] = { "product", "gemv", "gemv_floats", "tile" };
+
 // In words, for the line that a failed launch ends with, and for a debugger.
 static const char *plan_text(const Plan *p) {
-    static const char *const names[] = { "product", "gemv", "gemv_floats", "tile" };
     static char text[128];
-    snprintf(text, sizeof text, "%s kernel %d, grid %d x %d, block %d, %zu bytes of shared memory", names[p->kernel],
+    snprintf(text, sizeof text, "%s kernel %d, grid %d x %d, block %d, %zu bytes of shared memory", product_names[p->kernel],
              p->variant, p->blocks, p->chunks, p->threads, p->shared);
     return text;
+}
+
+static void tell_products(const Plan *p) {
+    const dim3 grid(p->blocks, p->chunks);
+    if (p->kernel == BY_TILES)
+        tell_plan("tile", grid, p->threads, p->shared, p->resident, "%d rows, %d stages of %d bytes", 8 << p->variant,
+                  p->tiling.stages, p->tiling.stage_bytes);
+    else tell_plan(product_names[p->kernel], grid, p->threads, p->shared, p->resident, "%d rows",
+                   p->kernel == BY_ROWS && p->variant ? FEW_ROWS : 1);
 }
 
 // The plans of the kernels, for launches that plan_product lets them have; false: there is no room for it, or no use.
@@ -3240,6 +3266,7 @@ static bool plan_tiles(const Jobs *jobs, int n_rows, Plan *p) {
     p->blocks = min_int(pieces, slots);
     if (!t.n_pairs && rounds > 2 && rounds <= FEW_ROUNDS) p->blocks = div_up(pieces, rounds);
     p->threads = TILE_BLOCK;
+    p->resident = max_int(resident, 1);
     p->shared = (size_t)t.sums_at + fixed;
     return true;
 }
@@ -3377,7 +3404,7 @@ static void plan_product(Jobs *jobs, int n_rows, Plan *p) {
     // A block fills an SM. Behind a launch of very few, which it may overlap, it would come up late on theirs, and the
     // next launch would wait for it.
     const int busy = cuda.card.starts_early && cuda.last.blocks <= cuda.card.n_sm / 16 ? cuda.last.blocks : 0;
-    p->chunks = 1;
+    p->chunks = p->resident = 1;
     if (tiles && plan_tiles(jobs, n_rows, p)) return;
     if (one_row && !quantised && store && jobs->n == 1 && plan_gemv_floats(jobs, p) && p->shared <= most) return;
     if (one_row && quantised && (store || inject) && jobs->n <= GEMV_JOBS && plan_gemv(jobs, busy, p) &&
@@ -3390,6 +3417,7 @@ static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
     plan_product(jobs, n_rows, &p);
     const dim3 grid(p.blocks, p.chunks);
     const int v = p.variant;
+    tell_products(&p);
     switch (p.kernel) {
     case BY_ROWS: launch(WRITES_ACTIVATIONS, product_kernels[v], grid, p.threads, p.shared, *jobs); break;
     case BY_GEMV: launch(WRITES_ACTIVATIONS, gemv_kernels[v], grid, p.threads, p.shared, p.gemv); break;
@@ -3999,7 +4027,7 @@ __global__ void sum_pairs_kernel(const float *products, const float *weights, in
 
 typedef struct {              // an instance of experts_kernel
     void (*run)(Experts);
-    int    tile, warps, shared;        // pairs of a tile, warps of a block, bytes of shared memory
+    int    tile, warps, stages, shared;        // pairs of a tile, warps of a block, of a ring; bytes of shared memory
 } ExpertsPlan;
 
 template <bool LARGE, bool WIDE> static ExpertsPlan experts_plan_of(DType t) {
@@ -4007,7 +4035,7 @@ template <bool LARGE, bool WIDE> static ExpertsPlan experts_plan_of(DType t) {
 #define CASE(T, ...) \
     case T: { \
         typedef ExpertsRoom<T, LARGE, WIDE> Room; \
-        return (ExpertsPlan){ experts_kernel<T, LARGE, WIDE>, Room::pairs, Room::warps, Room::bytes }; \
+        return (ExpertsPlan){ experts_kernel<T, LARGE, WIDE>, Room::pairs, Room::warps, Room::stages, Room::bytes }; \
     }
     QUANTISED_TYPES(CASE) FLOAT_TYPES(CASE)
 #undef CASE
@@ -4057,7 +4085,9 @@ static Experts sorted_experts(const Tensor *w, const int32_t *ids, int n_pairs, 
 
 static void launch_experts(const ExpertsPlan *p, Experts *o, const Tensor *w, int n_pairs, const char *what) {
     o->n_blocks = div_up(o->rows, o->step * p->warps);
-    launch(WRITES_ACTIVATIONS, p->run, o->n_blocks * most_tiles(n_pairs, w->n, p->tile), 32 * p->warps, p->shared, *o);
+    const int blocks = o->n_blocks * most_tiles(n_pairs, w->n, p->tile);
+    tell_plan("experts", blocks, 32 * p->warps, p->shared, 0, "%d pairs, %d stages", p->tile, p->stages);
+    launch(WRITES_ACTIVATIONS, p->run, blocks, 32 * p->warps, p->shared, *o);
     CHECK_LAUNCH("%s n_pairs=%d rows=%d cols=%d type=%d", what, n_pairs, o->rows, o->cols, (int)w->type);
 }
 
@@ -6781,7 +6811,10 @@ static void attend_flash(const Attend *o, const FlashPlan *f) {
     task.q = o->q, task.scale = o->scale * 1.44269504f, task.out = o->out;
     if (o->blocks) task.blocks = *o->blocks;
     while (o->blocks && SELECT_ROWS % task.rows) task.rows--;          // rows of a block have one list
-    launch(WRITES_ACTIVATIONS, f->kernel, dim3(div_up(n_rows, task.rows), c->n_kv_heads), f->threads, f->bytes, task);
+    const dim3 grid(div_up(n_rows, task.rows), c->n_kv_heads);
+    tell_plan("flash", grid, f->threads, f->bytes, 0, "tiles of %d keys, %d of V%s", f->keys, f->n_v,
+              f->asks ? ", codes a tile ahead" : "");
+    launch(WRITES_ACTIVATIONS, f->kernel, grid, f->threads, f->bytes, task);
     CHECK_LAUNCH("attend n_rows=%d n_heads=%d head_dim=%d", n_rows, o->n_heads, c->head_dim);
 }
 
@@ -6994,6 +7027,7 @@ static void cuda_block_select(const BlockSelect *o) {
         cuda_die("block_select: %d heads of %d values are not supported", o->n_heads, c->head_dim);
     launch(WRITES_ACTIVATIONS, block_mean_kernel, dim3(o->out.n_blocks, c->n_kv_heads, b->n_segs), 256, 0, *b, *c,
            o->out.n_blocks, (__half *)o->means);
+    tell_plan("block_score", dim3(blocks, o->n_heads), ScoreShape::THREADS, SCORE_BYTES, 0, "tiles of %d blocks", SCORE_BLOCKS);
     launch(WRITES_ACTIVATIONS, block_score_kernel, dim3(blocks, o->n_heads), ScoreShape::THREADS, SCORE_BYTES, *o, *b, *c);
     launch(WRITES_ACTIVATIONS, block_list_kernel, dim3(blocks, c->n_kv_heads), 256, 0, *o, *b, c->n_kv_heads);
     CHECK_LAUNCH("block_select n_rows=%d n_heads=%d head_dim=%d", b->n_rows, o->n_heads, c->head_dim);
@@ -7320,6 +7354,8 @@ static bool launch_attend(AttendTask *t, const Attend *o, int nc, bool beside_fl
     t->joins = (size_t)t->b.n_rows * grid.y <= MAX_ARRIVED && part_bytes <= room &&
         columns * part_bytes <= JOIN_BYTES && columns * parts <= weights;
     t->at_once = t->joins ? (int)(room / part_bytes) : 0;
+    tell_plan(is_coded(c) ? "attend_coded" : "attend_half", grid, ATTEND_THREADS, shared, 0, "%d columns, %d parts, %d stages%s",
+              nc, parts, t->n_stages, t->joins ? ", joins" : "");
     if (is_coded(c))
         launch(WRITES_ACTIVATIONS, attend_coded_of(hd), grid, ATTEND_THREADS, shared, coded_task(t, o, beside_flash));
     else launch(WRITES_ACTIVATIONS | WRITES_CACHE, attend_half_of(hd, nc), grid, ATTEND_THREADS, shared, *t);
@@ -8053,6 +8089,7 @@ static void launch_summary(const Summary *o, int n_rows, const char *what) {
         if (o->sum) part.sum += r;
         if (o->tokens) part.tokens += r;
         if (o->names) part.names += (size_t)r * o->vocab;
+        tell_plan("summary", grid, SAMPLE_THREADS, SAMPLE_SHARED, 0, "%d strips a block", spread.per_block);
         launch(WRITES_ACTIVATIONS, summary_kernel, grid, SAMPLE_THREADS, SAMPLE_SHARED, part, spread);
         CHECK_LAUNCH("%s n_rows=%d vocab=%d", what, n, o->vocab);
     }
@@ -8492,6 +8529,11 @@ static const Card *cuda_card(void) {
 }
 
 void cuda_pretend(const Card *card) { cuda.pretended = card; }
+
+void cuda_watch(void (*watch)(const LaunchPlan *), bool plans_only) {
+    cuda.watch = watch;
+    cuda.plans_only = plans_only;
+}
 
 // read_once: the sum of n times 16 bytes, so that they have to be read; it goes to out when it is one certain number.
 //   launch    16 blocks of 256 per multiprocessor, 8 loads under way in every thread
