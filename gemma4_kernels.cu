@@ -3199,7 +3199,17 @@ static void tell_products(const Plan *p) {
 
 // The plans of the kernels, for launches that plan_product lets them have; false: there is no room for it, or no use.
 
-static bool plan_tiles(const Jobs *jobs, int n_rows, Plan *p) {
+// Into how many runs the pairs of a tile of down are cut: `same` tiles for `slots` blocks. The fewest that keep all blocks busy
+// for 15/16 of the time.
+static int down_runs(int same, int slots) {
+    int best = 1;
+    for (int n = 2; n <= max_int(1, 4 * slots / same); n++)
+        if (15 * div_up(best * same, slots) * n > 16 * div_up(n * same, slots) * best) best = n;
+    return best;
+}
+
+// deep: stages hold two octets of 32 features where that reaches more SMs
+static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
     Tiling &t = p->tiling;
     int rows = 1, of_expert = 0, wide = 0, pieces = 0;
     const Job *down = NULL;
@@ -3225,7 +3235,7 @@ static bool plan_tiles(const Jobs *jobs, int n_rows, Plan *p) {
         const Job *o = &jobs->job[k];
         // Pieces of 64 features take less work for a weight and read the rows less often. Where there is no more than
         // one for each SM, those of 32 reach more SMs.
-        t.deep[k] = o->kind != JOB_GATED && o->kind != JOB_DOWN && wide <= cuda.card.n_sm;
+        t.deep[k] = deep && o->kind != JOB_GATED && o->kind != JOB_DOWN && wide <= cuda.card.n_sm;
         t.record[k] = record_of(o->type).size;
         t.features[k] = o->kind == JOB_GATED || t.deep[k] ? 32 : 64;
         if (is_float(o->type)) t.features[k] = 1;
@@ -3241,8 +3251,7 @@ static bool plan_tiles(const Jobs *jobs, int n_rows, Plan *p) {
     if (list_room(t.n_pairs) > SUMS_BYTES || 4 * TILE_WARPS * jobs->choice.n > SUMS_BYTES) return false;
     int resident = tiles <= 2 ? 2 : 1, space = 0;      // blocks per SM
     for (; resident > 0; resident--) {
-        // 1024 bytes of each block are CUDA's own
-        space = min_int(cuda.card.sm_shared / resident - 1024 - TILE_STATIC, cuda.card.block_shared - STATIC_SHARED) - fixed;
+        space = min_int(cuda.card.sm_shared / resident - BLOCK_SYSTEM - TILE_STATIC, cuda.card.block_shared - STATIC_SHARED) - fixed;
         if (space >= 3 * t.stage_bytes) break;
     }
     t.stages = min_int(TILE_STAGES, space / t.stage_bytes);
@@ -3251,7 +3260,7 @@ static bool plan_tiles(const Jobs *jobs, int n_rows, Plan *p) {
     if (down) {
         const int same = div_up(down->rows, 64);
         if (same > MAX_ARRIVED || (size_t)t.n_pairs * down->rows * sizeof(float) > PARTIAL_BYTES) return false;
-        t.runs = max_int(1, slots / same);
+        t.runs = down_runs(same, slots);
         t.results = cuda.partial;
         t.arrived = (int *)cuda.arrived;
         pieces += (t.runs - 1) * same;
@@ -3269,6 +3278,11 @@ static bool plan_tiles(const Jobs *jobs, int n_rows, Plan *p) {
     p->resident = max_int(resident, 1);
     p->shared = (size_t)t.sums_at + fixed;
     return true;
+}
+
+// Deep stages are twice as large; they pay where a pipeline of three fits.
+static bool plan_tiles(const Jobs *jobs, int n_rows, Plan *p) {
+    return (plan_tiles_of(jobs, n_rows, true, p) && p->tiling.stages > 2) || plan_tiles_of(jobs, n_rows, false, p);
 }
 
 static bool plan_gemv_floats(const Jobs *jobs, Plan *p) {
@@ -4837,6 +4851,7 @@ typedef struct {
     int      n_heads, n_kv_heads;
     Divisor  by_tiles, by_heads;       // head_tiles, heads
     bool     makes_q, makes_rows;      // rows that the kernel makes itself
+    int      fused;           // how many it has room for
     bool     early;           // what is not q or its rows may be read before take_turn()
     bool     v_norm;
     bool     staged;
@@ -4870,14 +4885,14 @@ enum { ROW_PAD = 8, SCORE_ROW = KEYS + 4, WEIGHT_ROW = KEYS + 8 };
 
 // Blocks of which an SM has to have room for the registers, without spills.
 static constexpr int attend_blocks(int hd, int nc) { return nc <= 16 || hd <= 256 ? 2 : 1; }
-// Scores. Before them angles of up to FUSED_ROWS rows and the frequencies of pairs lie there, behind them the weights
+// Scores. Before them angles of the rows that the block makes and the frequencies of pairs lie there, behind them the weights
 // of parts.
-ON_DEVICE static constexpr int attend_score_bytes(int hd, int nc) {
-    return 4 * nc * SCORE_ROW * 4 > (FUSED_ROWS + 1) * hd * 4 ? 4 * nc * SCORE_ROW * 4 : (FUSED_ROWS + 1) * hd * 4;
+ON_DEVICE static constexpr int attend_score_bytes(int hd, int nc, int fused) {
+    return 4 * nc * SCORE_ROW * 4 > (fused + 1) * hd * 4 ? 4 * nc * SCORE_ROW * 4 : (fused + 1) * hd * 4;
 }
-static size_t attend_fixed_bytes(int hd, int n_k, int nc) {
+static size_t attend_fixed_bytes(int hd, int n_k, int nc, int fused) {
     return (size_t)nc * (2 * (hd + ROW_PAD) * sizeof(__half) + WEIGHT_ROW * sizeof(__half)) +
-        attend_score_bytes(hd, nc) + (size_t)FUSED_ROWS * (n_k + hd) * sizeof(__half) + 2 * hd * sizeof(float);
+        attend_score_bytes(hd, nc, fused) + (size_t)fused * (n_k + hd) * sizeof(__half) + 2 * hd * sizeof(float);
 }
 static size_t attend_stage_bytes(int hd, int n_k) { return (size_t)KEYS * (hd + n_k + 2 * ROW_PAD) * sizeof(__half); }
 
@@ -4885,20 +4900,20 @@ static size_t attend_stage_bytes(int hd, int n_k) { return (size_t)KEYS * (hd + 
 template <int HD, int NC> struct AttendRoom {
     __half *q_hi, *q_lo;      // (NC, HD + ROW_PAD) each
     float  *scores;           // (4, NC, SCORE_ROW)
-    float  *angles;           // (FUSED_ROWS, HD), over scores
+    float  *angles;           // (fused, HD), over scores
     double *inv_freq;         // (HD / 2), of the first segment, behind angles
     __half *weights;          // (NC, WEIGHT_ROW)
     float  *w_q, *w_k;        // (HD) each; tied: w_k is fold
-    __half *new_rows;         // (FUSED_ROWS, n_k + HD), by rows of the batch
+    __half *new_rows;         // (fused, n_k + HD), by rows of the batch
     __half *stages;           // (n_stages): K (KEYS, n_k + ROW_PAD), V (KEYS, HD + ROW_PAD)
 
-    __device__ AttendRoom(int n_k) {
+    __device__ AttendRoom(int n_k, int fused) {
         q_hi = (__half *)shared_bytes, q_lo = q_hi + NC * (HD + ROW_PAD);
         scores = angles = (float *)(q_lo + NC * (HD + ROW_PAD));
-        inv_freq = (double *)(angles + FUSED_ROWS * HD);
-        weights = (__half *)(scores + attend_score_bytes(HD, NC) / 4);
+        inv_freq = (double *)(angles + fused * HD);
+        weights = (__half *)(scores + attend_score_bytes(HD, NC, fused) / 4);
         w_q = (float *)(weights + NC * WEIGHT_ROW), w_k = w_q + HD;
-        new_rows = (__half *)(w_k + HD), stages = new_rows + FUSED_ROWS * (n_k + HD);
+        new_rows = (__half *)(w_k + HD), stages = new_rows + fused * (n_k + HD);
     }
 };
 
@@ -5356,7 +5371,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS,
                                   attend_blocks(HD, NC)) attend_half_kernel(const __grid_constant__ AttendTask a) {
     constexpr int ROW = HD + ROW_PAD, M = HD / 128, N = NC / 8;        // tiles of 16 dims of a warp, and of 8 columns
     __shared__ Columns<NC> columns;
-    const AttendRoom<HD, NC> room(a.n_k);
+    const AttendRoom<HD, NC> room(a.n_k, a.fused);
     const AttendBlock block = attend_block(a);
     const Sight *rows = columns.sights + block.r0 - block.known;
     const int warp = threadIdx.x / 32, k_row = a.n_k + ROW_PAD, stage_halves = KEYS * (k_row + ROW);
@@ -7243,35 +7258,54 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend 
 static size_t attend_room_bytes(const Cache *c, int n_stages) {
     return is_coded(c) ? coded_room_bytes(c, n_stages) : n_stages * attend_stage_bytes(c->head_dim, c->k.dim);
 }
-static size_t attend_shared(const Cache *c, int nc, int n_stages) {
-    return (is_coded(c) ? coded_fixed_bytes(c->head_dim) : attend_fixed_bytes(c->head_dim, c->k.dim, nc)) +
+static size_t attend_shared(const Cache *c, int nc, int fused, int n_stages) {
+    return (is_coded(c) ? coded_fixed_bytes(c->head_dim) : attend_fixed_bytes(c->head_dim, c->k.dim, nc, fused)) +
         attend_room_bytes(c, n_stages);
 }
 
-// Columns of a block: the number asked for, as far as there is shared memory for a stage; 0: this cache is not for
-// attend_half, nor for attend_coded.
-static int attend_columns(const Cache *c, int wanted) {
+typedef struct {              // a block of attend_half or attend_coded
+    int columns;              // 0: this cache is not for these kernels
+    int fused;                // rows that it has room to make
+} AttendShape;
+
+// As many columns as are wanted and have room beside one stage and `fused` rows.
+static int attend_columns(const Cache *c, int wanted, int fused) {
     const int hd = c->head_dim;
     const size_t most = cuda.card.block_shared - STATIC_SHARED;
     if (is_coded(c))
         return is_readable(&c->k) && is_readable(&c->v) && c->k.dim % KV_TURN == 0 && attend_coded_of(hd) &&
-            attend_shared(c, CODED_COLUMNS, 0) <= most ? CODED_COLUMNS : 0;
+            attend_shared(c, CODED_COLUMNS, 0, 0) <= most ? CODED_COLUMNS : 0;
     if (c->k.type != KV_F16 || c->v.type != KV_F16 || c->k.dim % 16 || ATTEND_THREADS % (c->k.dim / 8) || c->n_rot % 4)
         return 0;
     int nc = 8 << ((wanted > 8) + (wanted > 16));
     if (!attend_half_of(hd, nc)) return 0;
-    while (nc && attend_shared(c, nc, 1) > most) nc = nc > 8 ? nc / 2 : 0;
+    while (nc && attend_shared(c, nc, fused, 1) > most) nc = nc > 8 ? nc / 2 : 0;
     return nc;
 }
 
+// With little shared memory: room for the rows of this step alone, or for none, where another launch makes them. That is
+// worth more columns if the cache is long.
+static AttendShape attend_shape(const Cache *c, int wanted, int n_rows) {
+    const int rooms[] = { FUSED_ROWS, min_int(n_rows, FUSED_ROWS), 0 };
+    AttendShape s = { 0, FUSED_ROWS };
+    for (int i = 0; i < 3; i++) {
+        const int nc = attend_columns(c, wanted, rooms[i]);
+        if (nc > s.columns && (i < 2 || !s.columns || c->slots > RING_SLOTS)) s = (AttendShape){ nc, rooms[i] };
+    }
+    return s;
+}
+
 // Tiles or swaths under way: as many as leave room for the blocks that an SM gets, or can hold. 0: see coded_ring_bytes
-static int attend_stages(const Cache *c, int nc, size_t n_blocks) {
+static int attend_stages(const Cache *c, AttendShape s, size_t n_blocks) {
     const int most = (int)((n_blocks + cuda.card.n_sm - 1) / cuda.card.n_sm), least = !is_coded(c);
-    const int wanted = min_int(is_coded(c) ? 1 : attend_blocks(c->head_dim, nc), most);
     auto fewer = [&](int n) { return is_coded(c) ? n / 2 : n - 1; };
-    int n = MAX_STAGES;
-    while (n > least && attend_shared(c, nc, n) + STATIC_SHARED > (size_t)cuda.card.block_shared) n = fewer(n);
-    while (n > 1 && wanted * (attend_shared(c, nc, n) + STATIC_SHARED + 1024) > (size_t)cuda.card.sm_shared) n = fewer(n);
+    auto fit = [&](int n, int blocks) {
+        const size_t bytes = attend_shared(c, s.columns, s.fused, n) + STATIC_SHARED;
+        return bytes <= (size_t)cuda.card.block_shared && blocks * (bytes + BLOCK_SYSTEM) <= (size_t)cuda.card.sm_shared;
+    };
+    int wanted = min_int(is_coded(c) ? 1 : attend_blocks(c->head_dim, s.columns), most), n = MAX_STAGES;
+    if (!fit(max_int(least, 1), wanted)) wanted = 1;   // fewer stages would not bring another block
+    while (n > least && !fit(n, wanted)) n = fewer(n);
     return n;
 }
 
@@ -7286,25 +7320,25 @@ static Attend attend_from(const Attend *o, int r) {
 }
 
 // Whether attend_half carries out the store of an attend as well. step: rows of a launch.
-static bool makes_store(const Attend *o, int step) {
+static bool makes_store(const Attend *o, int step, int fused) {
     const QkvStore *s = o->store;
     if (!s || s->dump_q || s->dump_q_pos || s->dump_k || s->dump_k_pos || s->dump_v) return false;
     // Rows that nobody sees would not be made.
     return s->rope.n_pairs && s->rope.n_pairs % 4 == 0 && !o->stage && (o->own != OWN_NONE || !s->k) &&
-        o->batch->n_rows <= min_int(FUSED_ROWS, step);
+        o->batch->n_rows <= min_int(fused, step);
 }
 
-// The rows of a step, or some of them, as attend_half takes them: nc columns in a block. makes: it carries out o->store
-static AttendTask attend_task(const Attend *o, const Batch *b, const Split *split, int nc, int alone, bool makes) {
+// The rows of a step, or some of them, as attend_half takes them. makes: it carries out o->store
+static AttendTask attend_task(const Attend *o, const Batch *b, const Split *split, AttendShape shape, int alone, bool makes) {
     const Cache *c = o->cache, *stage = o->stage ? o->stage : c;
     const QkvStore *store = o->store;
-    const int group = o->n_heads / c->n_kv_heads, heads = min_int(group, nc);
+    const int group = o->n_heads / c->n_kv_heads, nc = shape.columns, heads = min_int(group, nc);
     AttendTask t = { };
     t.b = *b, t.n_seqs = c->n_seqs, t.window = o->window, t.own = o->own;
     t.rows = max_int(1, min_int(nc / heads, alone)), t.heads = heads, t.head_tiles = div_up(group, heads);
     t.group = group, t.n_heads = o->n_heads, t.n_kv_heads = c->n_kv_heads;
     t.by_tiles = divisor(t.head_tiles), t.by_heads = divisor(heads);
-    t.makes_q = makes && store->q, t.makes_rows = makes && store->k;
+    t.makes_q = makes && store->q, t.makes_rows = makes && store->k, t.fused = shape.fused;
     t.early = makes && may_read_early(WRITES_ROWS | WRITES_CACHE);
     t.staged = o->stage != NULL;
     t.q = o->q;
@@ -7342,15 +7376,15 @@ static CodedTask coded_task(const AttendTask *t, const Attend *o, bool beside_fl
 }
 
 // One launch of attend_half or attend_coded; whether it puts the parts together as well.
-static bool launch_attend(AttendTask *t, const Attend *o, int nc, bool beside_flash) {
+static bool launch_attend(AttendTask *t, const Attend *o, AttendShape shape, bool beside_flash) {
     const Cache *c = o->cache;
-    const int hd = c->head_dim, parts = t->split.parts;
+    const int nc = shape.columns, hd = c->head_dim, parts = t->split.parts;
     const dim3 grid(div_up(t->b.n_rows, t->rows), c->n_kv_heads * t->head_tiles, parts);
-    t->n_stages = attend_stages(c, nc, (size_t)grid.x * grid.y * grid.z);
+    t->n_stages = attend_stages(c, shape, (size_t)grid.x * grid.y * grid.z);
     // The last block of a head puts its parts together where it can take them in at once, or nearly.
     const size_t part_bytes = (size_t)parts * hd * sizeof(float), columns = (size_t)t->rows * t->heads;
-    const size_t room = attend_room_bytes(c, t->n_stages), shared = attend_shared(c, nc, t->n_stages);
-    const size_t weights = is_coded(c) ? WEIGHTED_PARTS : attend_score_bytes(hd, nc) / sizeof(float2);
+    const size_t room = attend_room_bytes(c, t->n_stages), shared = attend_shared(c, nc, shape.fused, t->n_stages);
+    const size_t weights = is_coded(c) ? WEIGHTED_PARTS : attend_score_bytes(hd, nc, shape.fused) / sizeof(float2);
     t->joins = (size_t)t->b.n_rows * grid.y <= MAX_ARRIVED && part_bytes <= room &&
         columns * part_bytes <= JOIN_BYTES && columns * parts <= weights;
     t->at_once = t->joins ? (int)(room / part_bytes) : 0;
@@ -7372,11 +7406,11 @@ static void cuda_attend(const Attend *o) {
     const size_t row_bytes = (size_t)o->n_heads * split.parts * (hd + 2) * sizeof(float);
     if (row_bytes > PARTIAL_BYTES) cuda_die("attend: n_heads=%d head_dim=%d is not supported", o->n_heads, hd);
     const int alone = div_up(n_rows, max_int(1, o->batch->n_segs));    // rows of a segment, more or less
-    int nc = attend_columns(c, min_int(alone, STEP_ROWS) * group);
-    const FlashPlan flash = flash_of(o, nc);
-    if (o->blocks && !flash.kernel) nc = 0;            // attend_plain takes all caches, attend_half and attend_coded no lists
-    const int step = nc && split.parts == 1 ? n_rows : (int)(PARTIAL_BYTES / row_bytes);
-    const bool makes = nc && !is_coded(c) && makes_store(o, step);
+    AttendShape shape = attend_shape(c, min_int(alone, STEP_ROWS) * group, n_rows);
+    const FlashPlan flash = flash_of(o, shape.columns);
+    if (o->blocks && !flash.kernel) shape.columns = 0;            // attend_plain takes all caches, attend_half and attend_coded no lists
+    const int step = shape.columns && split.parts == 1 ? n_rows : (int)(PARTIAL_BYTES / row_bytes);
+    const bool makes = shape.columns && !is_coded(c) && makes_store(o, step, shape.fused);
     if (o->store && !makes) cuda_qkv_store(o->store);
     if (flash.kernel) attend_flash(o, &flash);
     if (flash.kernel && !c->tail_slots) return;        // segments that read a tail are not for flash
@@ -7389,13 +7423,14 @@ static void cuda_attend(const Attend *o) {
         b.n_rows = n;
         float2 *stats = (float2 *)(cuda.partial + (size_t)n * o->n_heads * split.parts * hd);
         bool joined = false;
-        if (nc) {
-            AttendTask task = attend_task(&some, &b, &split, nc, alone, makes);
+        if (shape.columns) {
+            AttendTask task = attend_task(&some, &b, &split, shape, alone, makes);
             task.fine = n_rows <= STEP_ROWS;
-            joined = launch_attend(&task, &some, nc, flash.kernel != NULL);
+            joined = launch_attend(&task, &some, shape, flash.kernel != NULL);
         } else {
-            launch(WRITES_ACTIVATIONS, attend_plain_kernel, dim3(n, c->n_kv_heads * div_up(group, HEADS), split.parts),
-                   ATTEND_THREADS, HEADS * hd * sizeof(float), some, b, *c, stage, o->stage != NULL, split,
+            const dim3 grid(n, c->n_kv_heads * div_up(group, HEADS), split.parts);
+            tell_plan("attend_plain", grid, ATTEND_THREADS, HEADS * hd * sizeof(float), 0, "%d heads, %d parts", HEADS, split.parts);
+            launch(WRITES_ACTIVATIONS, attend_plain_kernel, grid, ATTEND_THREADS, HEADS * hd * sizeof(float), some, b, *c, stage, o->stage != NULL, split,
                    cuda.partial, stats, o->blocks ? *o->blocks : BlockList{ }, r);
         }
         CHECK_LAUNCH("attend n_rows=%d n_heads=%d head_dim=%d", n, o->n_heads, hd);
