@@ -226,6 +226,32 @@ static void test_choices(void) {
     close_for(m);
 }
 
+// A trained model: a prompt of more rows than a step has, by the prompt's own kernels, then single rows.
+static void test_mini(const char *path) {
+    enum { PROMPT = 96, ALL = PROMPT + 4 };
+    Model *cpu_m = open_for(path, cpu_ops(), plan(KV_F16)), *m = open_for(path, cuda_ops(), plan(KV_F16));
+    int32_t ids[ALL], first[] = { 2, 1000, 1001, 1002, 700, 701 };
+    float top2[ALL];
+    const SampleParams p = { .top_p = 1, .repeat = 1 };
+    memcpy(ids, first, sizeof first);
+    choose(cpu_m, first, 6, &p, ALL - 6, ids + 6, top2);
+    float *want = logits_of(cpu_m, ids, ALL, PROMPT), *got = logits_of(m, ids, PROMPT, PROMPT);
+    const size_t vocab = (size_t)m->config.vocab;
+    got = realloc(got, ALL * vocab * sizeof *got);
+    for (int i = PROMPT; i < ALL; i++) {
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = ids[i], .want = true } }, 1);
+        read_logits(m, 0, got + (size_t)i * vocab);
+        commit_all(m);
+    }
+    const double off = mean_kl(want, got, ALL, (int)vocab);
+    CHECK(off <= 1e-3, "%s: got a mean KL of %.3g, want at most 1e-3", path, off);
+    printf("# %s: mean KL %.2g over %d positions\n", path, off, ALL);
+    free(want);
+    free(got);
+    close_for(cpu_m);
+    close_for(m);
+}
+
 static void test_memory(void) {
     const char *path = make_file("tiny-moe", "q4_k_m", "");
     size_t before = 0, after = 0, total = 0;
@@ -274,6 +300,7 @@ int main(int argc, char **argv) {
         snprintf(name, sizeof name, "%s-%s", models[i].preset, models[i].quant);
         if (wanted(only, name)) test_logits(models[i].preset, models[i].quant, models[i].more, models[i].type);
     }
+    if (wanted(only, "mini")) test_mini(MINI), test_mini("models/gemma4-mini-e-q8_0.gguf");
     if (wanted(only, "choices")) test_choices();
     if (wanted(only, "memory")) test_memory();
     rmdir(dir);

@@ -44,15 +44,18 @@ if [ ! -x "$build/emulated/test_emulator" ]; then
     finish
 fi
 unset CUDA_VISIBLE_DEVICES
-few=-few long=
-[ "${LONG:-0}" = 0 ] || few='' long=-long
+few=-few long= others=
+[ "${LONG:-0}" = 0 ] || few='' long=-long others='a100 rtx4090 rtx5090 gb10'
 one emulated/test_emulator
-one test_ops -cuda $few
-one test_sampling -cuda seen position
+one test_cards
+for card in h100 rtx3090 $others; do
+    one test_ops -cuda $few card=$card
+    one test_cuda -few card=$card tiny-moe-q4_k_m mini
+done
+one test_sampling -cuda seen position card=rtx3090
 [ -z "$long" ] || one test_cuda -few micro-dense-f16     # test_draft compares a dense target as well
-one test_cuda -few tiny-moe-q4_k_m
 one test_layout
-[ -z "$long" ] || one test_ahead -cuda
-one test_verify -few
-one test_draft -few $long
+[ -z "$long" ] || one test_ahead -cuda card=rtx3090
+one test_verify -few card=rtx3090
+one test_draft -few $long card=rtx3090
 finish
