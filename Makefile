@@ -2,7 +2,9 @@
 #
 # Only ./gemma4 lands in this directory, everything else in build/. Set on the command line as needed:
 #   CC=clang   CFLAGS="-O2 -g"   EDIT=0 (no line editing)   HTTP=0 (no server)   WERROR=1 (warnings are errors)
-#   ARCH=sm_90, native, all-major (for which GPUs)   PREFIX=/usr/local   DESTDIR=   FUZZ_SECONDS=60   MODEL=file.gguf (for bench)
+#   PREFIX=/usr/local   DESTDIR=   FUZZ_SECONDS=60   MODEL=file.gguf (for bench)   LDFLAGS=-L/folder
+#   ARCH=sm_90 (for which GPUs); native (those of this machine); all-major (8.0 to 12.1, as far as nvcc knows them); pairs:
+#     ARCH=compute_86:sm_90 is the code of an 8.6 card assembled for a 9.0 card, which tests the former on the latter
 #   JOBS=4 (what make test does at a time)   STRICT=1 (a skipped test fails)   LONG=1 (longer tests: docs/tests.md)
 
 B       := build
@@ -48,11 +50,20 @@ TESTS    := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c tests/make_*.c
 LINES    := $(patsubst %,$(B)/lines-%,none $(EDITORS))
 BENCHES  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/bench_*.c))
 comma := ,
-# all-major: one piece of code for each generation from sm_80 on
-ARCH_FLAGS := $(if $(filter all-major,$(ARCH)),$(foreach a,80 86 89 90 100 120,-gencode arch=compute_$(a)$(comma)code=sm_$(a)),-arch=$(strip $(ARCH)))
+# A pair a:b is -gencode arch=a,code=b; all-major is a list of pairs.
+MAJOR     = $(filter $(shell $(NVCC) --list-gpu-code 2>/dev/null),$(addprefix sm_,80 86 89 90 100 120 121))
+ARCHES    = $(if $(filter all-major,$(ARCH)),$(foreach a,$(MAJOR),$(subst sm,compute,$(a)):$(a)),$(strip $(ARCH)))
+ARCH_FLAGS = $(if $(findstring :,$(ARCHES)),$(foreach a,$(ARCHES),-gencode arch=$(subst :,$(comma)code=,$(a))),-arch=$(ARCHES))
 # the first releases of CUDA 12 do not know it
 SPLIT_COMPILE = $(if $(findstring --split-compile,$(shell $(NVCC) --help 2>/dev/null)),--split-compile=0)
-CUDA_LIBS := -Xcompiler -pthread -lcublas -lm -ldl
+# The C compiler links; nvcc says which folder its libraries are in. These flags leave the kernels' object without calls of the C++
+# runtime, which the C compiler may not find. Statics without a lock are safe: one thread at a time launches kernels.
+HOST_FLAGS = -Xcompiler -fPIE,-fno-exceptions,-fno-threadsafe-statics
+LINK      = $(CC) -pthread $(CFLAGS)
+CUDA_L    = $(sort $(filter-out %/stubs,$(filter -L%,$(subst ",,$(shell $(NVCC) $(NVCC_FLAGS) --dryrun -x cu /dev/null 2>&1)))))
+CUDA_DIRS = $(realpath $(CUDA_L:-L%=%))
+CUDA_LIBS = $(CUDA_DIRS:%=-L%) $(patsubst %,-Wl$(comma)-rpath$(comma)%,$(filter-out /lib% /usr/lib%,$(CUDA_DIRS))) \
+    -lcublas -lcudart_static -lrt -ldl -lm
 FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
 # The kernels without a GPU: compiled by g++ against tests/cuda_on_cpu, which carries them out (its cuda_runtime.h says how), and
 # linked to the tests that know of a GPU. CUDA_VISIBLE_DEVICES= hides it from them.
@@ -76,17 +87,17 @@ no-cuda:
 $(B)/gemma4-cpu: $(SOURCES) $(B)/flags
 	$(COMPILE) $(LTO) $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) -lm
 $(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/kernels.o
-	$(NVCC) $^ -o $@ $(EDIT_LIB) $(HTTP_LIB) $(CUDA_LIBS)
+	$(LINK) $^ -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) $(CUDA_LIBS)
 $(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
 	$(COMPILE) $(EDIT_FLAG) $(HTTP_FLAG) -DUSE_CUDA -c gemma4.c -o $@
 $(B)/kernels.o: gemma4_kernels.cu gemma4.h parts/kv.h $(B)/cuda-flags
-	$(NVCC) -O3 -std=c++17 -lineinfo $(SPLIT_COMPILE) $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
+	$(NVCC) -O3 -std=c++17 $(HOST_FLAGS) -lineinfo $(SPLIT_COMPILE) $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
 # The server's page as a string of C, which parts/server.h includes. ? is escaped since two of them may begin a trigraph.
 $(B)/page.h: web/index.html
 	@mkdir -p $(B) && sed 's/[\\"?]/\\&/g; s/.*/"&\\n"/' $< > $@.part && mv -f $@.part $@
 # What these hold is how things are built; a change of it rebuilds what was built otherwise.
 $(B)/flags: HOLDS = $(COMPILE) $(LTO) $(EDIT_LIB) $(HTTP_LIB)
-$(B)/cuda-flags: HOLDS = $(NVCC) $(ARCH) $(NVCC_FLAGS)
+$(B)/cuda-flags: HOLDS = $(NVCC) $(HOST_FLAGS) $(ARCH) $(NVCC_FLAGS)
 $(B)/engine: HOLDS = $(ENGINE)
 $(B)/flags $(B)/cuda-flags $(B)/engine: FORCE
 	@mkdir -p $(B); holds='$(HOLDS)'; [ "$$(cat $@ 2>/dev/null)" = "$$holds" ] || printf '%s\n' "$$holds" > $@
@@ -118,7 +129,7 @@ $(TESTS) $(BENCHES): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SO
     $(if $(filter cuda,$(ENGINE)),$(B)/kernels.o)
 ifeq ($(ENGINE),cuda)
 	$(TEST_COMPILE) -I. -UNDEBUG -DUSE_CUDA -Wno-unused-function -c $< -o $@.o
-	$(NVCC) $@.o $(GGUF) $(B)/kernels.o -o $@ $(CUDA_LIBS)
+	$(LINK) $@.o $(GGUF) $(B)/kernels.o -o $@ $(LDFLAGS) $(CUDA_LIBS)
 else
 	$(TEST_COMPILE) -I. -UNDEBUG -Wno-unused-function $< $(GGUF) $(GPU_FLAGS) -o $@ $(LDFLAGS) -lm $(GPU_LIBS)
 endif

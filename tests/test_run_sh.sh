@@ -1,6 +1,7 @@
 #!/bin/sh
 # run.sh --fetch, with a curl of our own that serves one small file: list, download, resume, damage, no network, no curl; then
-# what it builds and runs, with a make of our own, with and without nvcc and a GPU; and what the Makefile gives to an nvcc.
+# what it builds and runs, with a make of our own, with and without nvcc and a GPU; and what the Makefile gives to an nvcc, for
+# which GPUs, and to the C compiler, which links.
 # Environment: STRICT=1 (skips fail).
 cd "$(dirname "$0")/.." || exit 1
 . tests/harness.sh
@@ -213,6 +214,42 @@ if [ -f gemma4_kernels.cu ]; then
     ok "make test, nvcc and no GPU: no nvcc" [ -z "$(grep "^$tmp/bin/nvcc" "$tmp/test")" ]
     ok "make test, nvcc and no GPU: the CPU's programs" grep -q -e "-o $tmp/b/test_ops " "$tmp/test"
     ok "make test, nvcc and no GPU: the CPU's gemma4" grep -q "GEMMA4=.*/gemma4-tested" "$tmp/test"
+
+    mkdir -p "$tmp/toolkit/lib/stubs"
+    cat >"$tmp/bin/nvcc" <<'END'
+#!/bin/sh
+case " $* " in
+*" --list-gpu-code "*) printf 'sm_%s\n' 75 80 86 87 89 90 120 ;;
+*" --dryrun "*) printf '#$ LIBRARIES=  "-L%s/lib/stubs" "-L%s/bin/../lib" "-L/usr/lib"\n' "$tmp/toolkit" "$tmp/toolkit" >&2 ;;
+esac
+END
+    mkdir "$tmp/toolkit/bin"
+    compiles() { # compiles ARCH FLAGS: for ARCH nvcc is given these
+        MAKEFLAGS='' make -n B="$tmp/b" EDIT=0 HTTP=0 NVCC="$tmp/bin/nvcc" ARCH="$1" "$tmp/b/kernels.o" >"$tmp/out" 2>"$tmp/err"
+        status=$?
+        flags=$(grep "^$tmp/bin/nvcc" "$tmp/out" | grep -oE -e '-(arch|gencode|code)[ =][^ ]*' | tr '\n' ' ')
+        ok "ARCH=$1" [ "$flags" = "$2 " ]
+    }
+    compiles sm_86 "-arch=sm_86"
+    compiles native "-arch=native"
+    pair() { echo "-gencode arch=compute_$1,code=sm_$2"; }
+    compiles all-major "$(pair 80 80) $(pair 86 86) $(pair 89 89) $(pair 90 90) $(pair 120 120)"
+    compiles compute_86:sm_90 "$(pair 86 90)"
+    compiles "compute_86:sm_90 compute_120:sm_120" "$(pair 86 90) $(pair 120 120)"
+    # The C compiler links, with the flags of pkg-config, which nvcc does not take.
+    MAKEFLAGS='' make -n B="$tmp/b" EDIT=0 HTTP=0 NVCC="$tmp/bin/nvcc" CUBLAS="$tmp/cublas_v2.h" ENGINE=cuda CC=some-cc \
+        LDFLAGS=-L/some HTTP_LIB='-Wl,-z,relro -lmicrohttpd' "$tmp/b/gemma4-cuda" "$tmp/b/test_layout" >"$tmp/out" 2>"$tmp/err"
+    status=$?
+    libraries="-L/usr/lib -Wl,-rpath,$(cd "$tmp/toolkit/lib" && pwd -P) -lcublas -lcudart_static "
+    for program in gemma4-cuda test_layout; do
+        grep -E "^[^ ]*cc .*/kernels.o -o $tmp/b/$program " "$tmp/out" >"$tmp/link"
+        ok "the link of $program: one" [ "$(grep -c '' "$tmp/link")" -eq 1 ]
+        ok "the link of $program: by the C compiler" grep -q "^some-cc .*$tmp/b/$program.o " "$tmp/link"
+        ok "the link of $program: LDFLAGS" grep -q -e ' -L/some ' "$tmp/link"
+        ok "the link of $program: the toolkit's libraries, found again at run time" grep -qF -e "$libraries" "$tmp/link"
+        ok "the link of $program: no stubs" [ -z "$(grep stubs "$tmp/link")" ]
+    done
+    ok "the link of gemma4-cuda: flags of pkg-config" grep -q -e "-o $tmp/b/gemma4-cuda .*-Wl,-z,relro -lmicrohttpd" "$tmp/out"
 fi
 
 finish run_sh
