@@ -90,7 +90,7 @@ $(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/kernels.o
 	$(LINK) $^ -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) $(CUDA_LIBS)
 $(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
 	$(COMPILE) $(EDIT_FLAG) $(HTTP_FLAG) -DUSE_CUDA -c gemma4.c -o $@
-$(B)/kernels.o: gemma4_kernels.cu gemma4.h parts/kv.h $(B)/cuda-flags
+$(B)/kernels.o: gemma4_kernels.cu gemma4.h parts/kv.h parts/cards.h $(B)/cuda-flags
 	$(NVCC) -O3 -std=c++17 $(HOST_FLAGS) -lineinfo $(SPLIT_COMPILE) $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
 # The server's page as a string of C, which parts/server.h includes. ? is escaped since two of them may begin a trigraph.
 $(B)/page.h: web/index.html
@@ -136,10 +136,10 @@ endif
 $(EMULATED): $(E)/kernels.o $(E)/emulator.o
 $(EMULATED): GPU_FLAGS = -DUSE_CUDA -DEMULATED=1 -rdynamic $(E)/kernels.o $(E)/emulator.o
 $(EMULATED): GPU_LIBS = -ldl
-$(E)/kernels.o: gemma4_kernels.cu gemma4.h parts/kv.h $(wildcard tests/cuda_on_cpu/*.h) $(B)/flags
+$(E)/kernels.o: gemma4_kernels.cu gemma4.h parts/kv.h parts/cards.h $(wildcard tests/cuda_on_cpu/*.h) $(B)/flags
 	@mkdir -p $(E)
 	$(EMULATE) $(KERNEL_FLAGS) -xc++ -c $< -o $@
-$(E)/emulator.o: tests/cuda_on_cpu/emulator.cpp $(wildcard tests/cuda_on_cpu/*.h) $(B)/flags
+$(E)/emulator.o: tests/cuda_on_cpu/emulator.cpp parts/cards.h $(wildcard tests/cuda_on_cpu/*.h) $(B)/flags
 	@mkdir -p $(E)
 	$(EMULATE) -O3 -c $< -o $@
 $(E)/test_emulator: tests/test_emulator.cpp tests/test.h $(wildcard tests/cuda_on_cpu/*.h) $(E)/emulator.o

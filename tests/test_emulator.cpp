@@ -16,6 +16,7 @@
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
 #include "instructions.h"
+#include "../parts/cards.h"
 #include "test.h"
 
 extern __shared__ __align__(16) char shared_bytes[];
@@ -217,6 +218,11 @@ static const struct { const char *name; void (*run)(void); const char *kernel, *
     { "half a warp multiplies", [] { launch(part_of_matrix, 1, 32, 0, on_device<int>(1)); }, "part_of_matrix", "lanes 0000ffff" },
     { "stack", [] { launch(much_stack, 1, 1, 0, on_device<int>(1)); }, "much_stack", "access to" },
     { "shared memory", [] { launch(nothing, 1, 1, 49153); }, "nothing", "49152 bytes of shared memory are allowed" },
+    { "tile too large for the card", [] {
+          cuda_on_cpu("rtx3090");
+          cudaFuncSetAttribute(nothing, cudaFuncAttributeMaxDynamicSharedMemorySize, 100 << 10);
+          launch(nothing, 1, 1, 100 << 10);
+      }, "nothing", "shared memory are allowed" },
     { "too many threads", [] { launch(nothing, 1, 1025, 0); }, "nothing", "1 to 1024 threads" },
     { "empty grid", [] { launch(nothing, dim3(1, 0), 1, 0); }, "nothing", "a grid has" },
     { "grid too high", [] { launch(nothing, dim3(1, 65536), 1, 0); }, "nothing", "a grid has" },
@@ -449,6 +455,22 @@ static void test_streams(void) {
     CHECK(cudaMalloc(&none, (size_t)1 << 40) == cudaErrorMemoryAllocation && !none, "an allocation of 1 TB");
 }
 
+static void test_cards(void) {
+    for (const Card &c : cards) {
+        int n_sm = 0, shared = 0, major = 0;
+        CHECK(cuda_on_cpu(c.name), "%s: is not emulated", c.name);
+        cudaDeviceGetAttribute(&n_sm, cudaDevAttrMultiProcessorCount, 0);
+        cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0);
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
+        CHECK(n_sm == c.n_sm && shared == c.block_shared && major == c.major, "%s: %d SMs, %d bytes, %d", c.name, n_sm, shared, major);
+        CHECK(cudaFuncSetAttribute(nothing, cudaFuncAttributeMaxDynamicSharedMemorySize, c.block_shared) == cudaSuccess &&
+              cudaFuncSetAttribute(nothing, cudaFuncAttributeMaxDynamicSharedMemorySize, c.block_shared + 1) != cudaSuccess,
+              "%s: shared memory of %d bytes and more", c.name, c.block_shared);
+    }
+    CHECK(!cuda_on_cpu("rtx2080"), "a card that is not in the table");
+    cuda_on_cpu("h100");
+}
+
 static void test_gemm(void) {
     enum { M = 19, N = 7, K = 33 };
     cublasHandle_t handle;
@@ -483,6 +505,7 @@ int main(void) {
     test_products();
     test_small_floats();
     test_streams();
+    test_cards();
     test_gemm();
     return test_done("emulator");
 }
