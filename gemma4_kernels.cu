@@ -3249,14 +3249,14 @@ static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
     const int fixed = SUMS_BYTES + lists + (int)sizeof(Ring);
     // list_pairs and choose_experts work in the room for sums
     if (list_room(t.n_pairs) > SUMS_BYTES || 4 * TILE_WARPS * jobs->choice.n > SUMS_BYTES) return false;
-    int resident = tiles <= 2 ? 2 : 1, space = 0;      // blocks per SM
-    for (; resident > 0; resident--) {
+    int resident = tiles <= 2 ? 2 : 1, space = 0;      // blocks of an SM; with fewer rows registers leave room for two
+    for (;; resident--) {
         space = min_int(cuda.card.sm_shared / resident - BLOCK_SYSTEM - TILE_STATIC, cuda.card.block_shared - STATIC_SHARED) - fixed;
-        if (space >= 3 * t.stage_bytes) break;
+        if (resident == 1 || space >= 2 * t.stage_bytes) break;        // while one waits the other works
     }
     t.stages = min_int(TILE_STAGES, space / t.stage_bytes);
     if (t.stages < 2) return false;
-    const int slots = cuda.card.n_sm * max_int(resident, 1);
+    const int slots = cuda.card.n_sm * resident;
     if (down) {
         const int same = div_up(down->rows, 64);
         if (same > MAX_ARRIVED || (size_t)t.n_pairs * down->rows * sizeof(float) > PARTIAL_BYTES) return false;
@@ -3275,7 +3275,7 @@ static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
     p->blocks = min_int(pieces, slots);
     if (!t.n_pairs && rounds > 2 && rounds <= FEW_ROUNDS) p->blocks = div_up(pieces, rounds);
     p->threads = TILE_BLOCK;
-    p->resident = max_int(resident, 1);
+    p->resident = resident;
     p->shared = (size_t)t.sums_at + fixed;
     return true;
 }
