@@ -601,6 +601,7 @@ const Ops *cuda_ops(void);           // gemma4_kernels.cu; NULL: there is no GPU
 // Before anything else is asked of the CUDA backend: it plans as on this card (parts/cards.h), never for more than is there.
 // Its memory counts as well. NULL: the card that is there.
 void cuda_pretend(const Card *card);
+const Ops *cuda_plan_ops(void);      // plans for the card that is pretended, but runs nothing: needs no GPU. NULL: no such card
 
 typedef struct {                     // how a launch of the CUDA backend is carried out on the card
     const char *family;              // of kernels that are planned together

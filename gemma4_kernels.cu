@@ -8268,6 +8268,9 @@ static void cuda_head_centroid(const HeadCentroid *o) {
 // issued the first time its key is seen, recorded as a graph the second time, and replayed from then on: most prompts
 // have sizes of their own. Prompt steps are never recorded.
 
+enum { LEAST_MAJOR = 8,       // compute capability
+       LEAST_SHARED = 99 << 10 };     // shared memory of a block, which all such cards have
+
 static size_t scratch_layout(const Limits *lim, char *base) {
     const size_t all = (size_t)lim->max_rows * lim->max_cols, rows = prepared_rows(lim);
     const size_t of_experts = lim->max_experts ? min_int(lim->max_rows, STEP_ROWS) : 0;
@@ -8305,7 +8308,7 @@ static size_t cuda_scratch_bytes(const Limits *lim) {
     char *kept = cuda.scratch;
     const size_t n = scratch_layout(&l, NULL);
     if (kept) scratch_layout(&cuda.lim, kept);         // the layout above was only counted
-    return n;
+    return n + (cuda.card.host_memory ? UPLOAD_THREADS * UPLOAD_PORTION : 0);          // pinned buffers, of the same memory
 }
 
 static int device_attribute(cudaDeviceAttr which) {
@@ -8314,12 +8317,18 @@ static int device_attribute(cudaDeviceAttr which) {
     return value;
 }
 
-// What there is, and of that no more than the card has that is pretended.
+static bool in_host_memory;   // the GPU that is there allocates from the host's memory: Jetson, GB10
+
+static const char *device_name(void) {
+    static struct cudaDeviceProp p;
+    CHECK_CUDA(cudaGetDeviceProperties(&p, 0), "device");
+    return p.name;
+}
+
+// The GPU that is there; if a card is pretended, no more than either has.
 static Card read_card(const Card *pretended) {
-    static cudaDeviceProp properties;                  // its name
     size_t free_bytes = 0;
-    CHECK_CUDA(cudaGetDeviceProperties(&properties, 0), "device");
-    Card c = { properties.name };
+    Card c = { device_name() };
     c.major = device_attribute(cudaDevAttrComputeCapabilityMajor);
     c.minor = device_attribute(cudaDevAttrComputeCapabilityMinor);
     c.n_sm = device_attribute(cudaDevAttrMultiProcessorCount);
@@ -8328,10 +8337,14 @@ static Card read_card(const Card *pretended) {
     c.sm_threads = device_attribute(cudaDevAttrMaxThreadsPerMultiProcessor);
     c.sm_registers = device_attribute(cudaDevAttrMaxRegistersPerMultiprocessor);
     c.l2 = (size_t)device_attribute(cudaDevAttrL2CacheSize);
-    c.host_memory = device_attribute(cudaDevAttrIntegrated);
+    c.host_memory = in_host_memory = device_attribute(cudaDevAttrIntegrated);
+    cudaFuncAttributes code = { };
+    const cudaError_t e = cudaFuncGetAttributes(&code, sort_pairs_kernel);     // as good as any: the code of all is loaded
+    if (e != cudaSuccess && e != cudaErrorMemoryAllocation)
+        cuda_die("%s, compute capability %d.%d: this program was built for other GPUs (%s); build it with make cuda "
+                 "ARCH=native, or ARCH=all-major", c.name, c.major, c.minor, cudaGetErrorString(e));
+    CHECK_CUDA(e, "the kernels' code");
     // take_turn() waits only where it was compiled for 9.0 or newer: code of 8.6, say, that runs on a 9.0 does not.
-    cudaFuncAttributes code;
-    CHECK_CUDA(cudaFuncGetAttributes(&code, sort_pairs_kernel), "kernels for compute capability %d.%d", c.major, c.minor);
     c.starts_early = c.major >= 9 && code.ptxVersion >= 90;
     CHECK_CUDA(cudaMemGetInfo(&free_bytes, &c.memory), "memory");
     if (!pretended) return c;
@@ -8346,9 +8359,37 @@ static Card read_card(const Card *pretended) {
     return c;
 }
 
+// Whether there is a GPU that this program can use. If one is there, but cannot be used, one line says why.
+static bool find_device(void) {
+    static int found = -1;
+    int n_devices = 0, driver = 0, runtime = 0;
+    if (found >= 0) return found;
+    const cudaError_t e = cudaGetDeviceCount(&n_devices);
+    found = e == cudaSuccess && n_devices;
+    if (found) {
+        const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
+        found = major >= LEAST_MAJOR;
+        if (!found)
+            fprintf(stderr, "# cuda: %s has compute capability %d.%d, but %d.0 or newer is needed: no GPU is used\n",
+                    device_name(), major, device_attribute(cudaDevAttrComputeCapabilityMinor), LEAST_MAJOR);
+    } else if (e == cudaErrorInsufficientDriver) {     // the driver is too old, or there is none: version 0
+        if (cudaDriverGetVersion(&driver) == cudaSuccess && cudaRuntimeGetVersion(&runtime) == cudaSuccess && driver)
+            fprintf(stderr, "# cuda: the driver supports CUDA %d.%d, but this program was built with CUDA %d.%d: no GPU is "
+                    "used; update the driver, or build with an older toolkit\n", driver / 1000, driver % 1000 / 10,
+                    runtime / 1000, runtime % 1000 / 10);
+    } else if (e != cudaSuccess && e != cudaErrorNoDevice) {
+        fprintf(stderr, "# cuda: %s: no GPU is used\n", cudaGetErrorString(e));
+    }
+    cudaGetLastError();
+    return found;
+}
+
 static void start_device(void) {
     if (cuda.stream) return;
     cuda.card = read_card(cuda.pretended);
+    if (cuda.card.block_shared < LEAST_SHARED)
+        cuda_die("%s: a block may have %d bytes of shared memory, but the kernels need %d", cuda.card.name,
+                 cuda.card.block_shared, LEAST_SHARED);
     CHECK_CUDA(cudaStreamCreateWithFlags(&cuda.stream, cudaStreamNonBlocking), "stream");
     CHECK_CUDA(cudaMallocHost((void **)&cuda.ring, RING_BYTES), "pinned memory of %d bytes", RING_BYTES);
     allow_shared(prepare_kernel<ROW_QUADS>);
@@ -8387,9 +8428,23 @@ static void cuda_init(const Limits *lim) {
     CHECK_BLAS(cublasSetWorkspace(cuda.blas, cuda.blas_work, BLAS_BYTES), "cublasSetWorkspace");
 }
 
+// Host memory that can be had without swapping, with what the page cache would give back; 0: not known.
+static size_t available_host_memory(void) {
+    char line[128];
+    unsigned long long kb = 0;
+    FILE *f = fopen("/proc/meminfo", "r");
+    while (f && !kb && fgets(line, sizeof line, f)) sscanf(line, "MemAvailable: %llu kB", &kb);
+    if (f) fclose(f);
+    return (size_t)kb << 10;
+}
+
 static void cuda_memory(size_t *free_bytes, size_t *total) {
     start_device();
     CHECK_CUDA(cudaMemGetInfo(free_bytes, total), "memory");
+    if (in_host_memory) {                              // where CUDA counts the page cache as taken
+        const size_t available = min_size(available_host_memory(), *total);
+        if (available > *free_bytes) *free_bytes = available;
+    }
     const size_t used = *total - *free_bytes, most = cuda.card.memory;
     *total = most;
     *free_bytes = most > used ? most - used : 0;       // as on a card of that memory, beside the same users
@@ -8637,10 +8692,8 @@ static double cuda_joules(void) {
     return energy && energy(device, &millijoules) == 0 ? millijoules * 1e-3 : -1;
 }
 
-const Ops *cuda_ops(void) {
-    static Ops ops;
-    int n_devices = 0;
-    if (cudaGetDeviceCount(&n_devices) != cudaSuccess || !n_devices) return NULL;
+static Ops all_operations(void) {
+    Ops ops = { };
     ops.name = "cuda";
     ops.memory = cuda_memory, ops.weight_bytes = cuda_weight_bytes, ops.upload = cuda_upload;
     ops.scratch_bytes = cuda_scratch_bytes, ops.init = cuda_init, ops.reserve = cuda_reserve, ops.release = cuda_release;
@@ -8654,5 +8707,31 @@ const Ops *cuda_ops(void) {
     ops.attn_mass = cuda_attn_mass, ops.attend = cuda_attend, ops.kv_commit = cuda_kv_commit, ops.kv_copy = cuda_kv_copy;
     ops.head = cuda_head, ops.logprob = cuda_logprob, ops.sample = cuda_sample;
     ops.verify_walk = cuda_verify_walk, ops.head_centroid = cuda_head_centroid;
+    return ops;
+}
+
+const Ops *cuda_ops(void) {
+    static Ops ops;
+    if (!find_device()) return NULL;
+    ops = all_operations();
+    return &ops;
+}
+
+// ---- plans without a GPU ----
+// Sizes of weights and scratch need none. A model that is loaded asks for these first: init and reserve.
+
+static void die_without_gpu(void) { cuda_die("there is no GPU to run on: without one the card can only be planned for"); }
+static void init_nothing(const Limits *) { die_without_gpu(); }
+static void *reserve_nothing(size_t) { die_without_gpu(); return NULL; }
+static const Card *pretended_card(void) { return &cuda.card; }
+static void pretended_memory(size_t *free_bytes, size_t *total) { *free_bytes = *total = cuda.card.memory; }
+
+const Ops *cuda_plan_ops(void) {
+    static Ops ops;
+    if (!cuda.pretended) return NULL;
+    cuda.card = *cuda.pretended;
+    ops = all_operations();
+    ops.name = "cuda, plans only";
+    ops.memory = pretended_memory, ops.card = pretended_card, ops.init = init_nothing, ops.reserve = reserve_nothing;
     return &ops;
 }

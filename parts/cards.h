@@ -2,12 +2,15 @@
  *
  * A Card is what the CUDA backend reads of the GPU that is there, once at start. Every size of a launch follows from it, so
  * another card is another line of this table, and a card that is not in it works as well.
- * Figures: CUDA programming guide (compute capabilities), vendors' tables. */
+ * Figures: CUDA programming guide (compute capabilities), vendors' tables.
+ *   [1] Card    [2] Cards by name */
 #ifndef CARDS_H
 #define CARDS_H
 #include <stdbool.h>
 #include <stddef.h>
 #include <string.h>
+
+// ==== [1] Card =======================================================================================================
 
 typedef struct {
     const char *name;
@@ -24,6 +27,8 @@ typedef struct {
 
 enum { BLOCK_SYSTEM = 1 << 10 };
 
+// ==== [2] Cards by name ==============================================================================================
+
 #define CARD_SHARED(kb) (kb) << 10, ((kb) + 1) << 10
 #define CARD_BYTES(l2_mb, memory_gb) (size_t)(l2_mb) << 20, (size_t)(memory_gb) << 30
 static const Card cards[] = {  // name, compute capability, SMs, shared memory, threads, registers, L2 and memory
@@ -36,6 +41,7 @@ static const Card cards[] = {  // name, compute capability, SMs, shared memory, 
 };
 #undef CARD_SHARED
 #undef CARD_BYTES
+#define CARD_NAMES "h100|a100|rtx3090|rtx4090|rtx5090|gb10"
 enum { N_CARDS = sizeof cards / sizeof *cards };
 
 static inline const Card *find_card(const char *name) {        // NULL: none of that name
@@ -43,4 +49,6 @@ static inline const Card *find_card(const char *name) {        // NULL: none of 
         if (!strcmp(cards[i].name, name)) return &cards[i];
     return NULL;
 }
+
+static inline bool is_pretended(const Card *c) { return find_card(c->name); }  // drivers have longer names
 #endif

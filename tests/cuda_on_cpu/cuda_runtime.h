@@ -22,6 +22,8 @@
  * for another thread without __nanosleep spins for ever); overlap of launches; several devices.
  *
  * It is a card of parts/cards.h: an H100 before cuda_on_cpu(name), to be called before anything else.
+ * CUDA_ON_CPU_FAULT=driver, none, old, image or shared: the driver is too old, or missing; the card is older than 8.0; there is
+ * no code for it; it has too little shared memory.
  * CUDA_ON_CPU_THREADS=1 runs the blocks one after another on the host's thread; CUDA_ON_CPU_SEED=n changes the order. */
 #ifndef CUDA_RUNTIME_H
 #define CUDA_RUNTIME_H
@@ -306,7 +308,8 @@ static inline unsigned __vneg4(unsigned a) { return __vsub4(0, a); }
 static inline unsigned __vabs4(unsigned a) { return cuda_each<int8_t>(a, 0, [](int x, int) { return x < 0 ? -x : x; }); }
 
 // ---- the host's side ----
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2, cudaErrorNoDevice = 100, cudaErrorNotReady = 600,
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2, cudaErrorInsufficientDriver = 35,
+                   cudaErrorNoDevice = 100, cudaErrorNoKernelImageForDevice = 209, cudaErrorNotReady = 600,
                    cudaErrorStreamCaptureUnsupported = 900 };
 enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice,
                       cudaMemcpyDefault };
@@ -370,6 +373,9 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsig
 cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
+
+cudaError_t cudaDriverGetVersion(int *version);
+cudaError_t cudaRuntimeGetVersion(int *version);
 
 extern "C" bool cuda_on_cpu(const char *card);     // false: there is no card of that name
 

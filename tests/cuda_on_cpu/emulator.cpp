@@ -1022,6 +1022,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
 
 const char *cudaGetErrorString(cudaError_t e) {
     return e == cudaSuccess ? "no error" : e == cudaErrorMemoryAllocation ? "out of memory" : e == cudaErrorNotReady ? "not ready"
+         : e == cudaErrorNoKernelImageForDevice ? "no kernel image is available for execution on the device"
          : e == cudaErrorStreamCaptureUnsupported ? "not allowed while a stream is captured" : "invalid argument";
 }
 cudaError_t cudaGetLastError(void) {
@@ -1030,15 +1031,28 @@ cudaError_t cudaGetLastError(void) {
     return e;
 }
 cudaError_t cudaPeekAtLastError(void) { return last_error; }
+static bool has_fault(const char *name) {
+    const char *fault = getenv("CUDA_ON_CPU_FAULT");
+    return fault && !strcmp(fault, name);
+}
+cudaError_t cudaDriverGetVersion(int *version) {
+    *version = has_fault("none") ? 0 : has_fault("driver") ? 11040 : CUDART_VERSION;
+    return cudaSuccess;
+}
+cudaError_t cudaRuntimeGetVersion(int *version) {
+    *version = CUDART_VERSION;
+    return cudaSuccess;
+}
 cudaError_t cudaGetDeviceCount(int *n) {
     const char *visible = getenv("CUDA_VISIBLE_DEVICES");
     *n = !visible || *visible;
+    if (has_fault("driver") || has_fault("none")) return fail(cudaErrorInsufficientDriver);
     return *n ? cudaSuccess : fail(cudaErrorNoDevice);
 }
 cudaError_t cudaSetDevice(int device) { return device ? fail(cudaErrorInvalidValue) : cudaSuccess; }
 cudaError_t cuda_code_of(cudaFuncAttributes *a) {
     a->ptxVersion = a->binaryVersion = 10 * card->major + card->minor;
-    return cudaSuccess;
+    return has_fault("image") ? fail(cudaErrorNoKernelImageForDevice) : cudaSuccess;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
     snprintf(p->name, sizeof p->name, "emulated %s", card->name);
@@ -1051,12 +1065,12 @@ cudaError_t cudaDeviceGetPCIBusId(char *id, int size, int) {
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr which, int) {
     switch (which) {
     case cudaDevAttrMaxSharedMemoryPerBlock: *value = SHARED_USUAL; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = card->block_shared; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = has_fault("shared") ? SHARED_USUAL : card->block_shared; break;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = card->sm_shared; break;
     case cudaDevAttrMaxThreadsPerMultiProcessor: *value = card->sm_threads; break;
     case cudaDevAttrMaxRegistersPerMultiprocessor: *value = card->sm_registers; break;
     case cudaDevAttrMultiProcessorCount: *value = card->n_sm; break;
-    case cudaDevAttrComputeCapabilityMajor: *value = card->major; break;
+    case cudaDevAttrComputeCapabilityMajor: *value = has_fault("old") ? 7 : card->major; break;
     case cudaDevAttrComputeCapabilityMinor: *value = card->minor; break;
     case cudaDevAttrL2CacheSize: *value = (int)card->l2; break;
     case cudaDevAttrIntegrated: *value = card->host_memory; break;
