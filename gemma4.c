@@ -681,6 +681,7 @@ typedef struct {
     int    draft_width;       // candidates for each token that it drafts; 1: chains
     int    draft_depth;       // most tokens that it drafts at once
     size_t memory;            // bytes that the backend is taken to have; 0: what it has
+    size_t host_memory;       // bytes that the caller will take of the host's, which may be the backend's as well
     const char *ctx_from;     // what n_ctx follows from, for advice: "-p, -n or -d"; "": no flag; NULL: -c
 } PlanOptions;
 
@@ -978,8 +979,17 @@ static void open_model_file(Gguf *g, const char *path) {
     else if (gguf_open(g, path) < 0) die("%s: %s", path, g->err);
 }
 
-static void upload(const Ops *op, Upload *u, void *room) {
+// Whether the GPU has no memory of its own.
+static bool shares_memory(const Ops *op) {
+    const Card *card = op->card ? op->card() : NULL;
+    return card && card->host_memory;
+}
+
+// In shared memory a weight is there twice until the file's pages of it are dropped.
+static void upload(const Ops *op, const Gguf *g, Upload *u, void *room) {
+    const Tensor in_file = u->tensor;
     op->upload(&u->tensor, room);
+    if (shares_memory(op)) gguf_drop_pages(g, in_file.data, matrix_bytes(&in_file));
     if (u->matrix) *u->matrix = u->tensor;
     if (u->vector) *u->vector = u->tensor.data;
 }
@@ -1923,7 +1933,7 @@ static void plan_drafter(Model *m, Arena *a) {
 
 static void upload_drafter(Model *m) {
     Drafter *d = &m->drafter;
-    for (int i = 0; i < d->binder.n_uploads; i++) upload(m->ops, &d->binder.uploads[i], d->binder.uploads[i].room);
+    for (int i = 0; i < d->binder.n_uploads; i++) upload(m->ops, &d->gguf, &d->binder.uploads[i], d->binder.uploads[i].room);
     d->uploaded = true;
 }
 
@@ -2441,7 +2451,7 @@ static void plan_memory(Model *m, Arena *a) {
         m->plan.weights += bytes;
         m->plan.in_host += u->tensor.in_host ? m->ops->weight_bytes(&on_device) : 0;
         if (!a->base) continue;
-        upload(m->ops, u, dst);
+        upload(m->ops, &m->gguf, u, dst);
         if (to_upload) progress(model_name(m), m->plan.weights + m->plan.in_host, to_upload, "B");
     }
     plan_caches(m, a);
@@ -2491,8 +2501,9 @@ static size_t plan_context(Model *m, int n_ctx) {
 }
 
 // Leaves the table of per-layer embeddings, of which a token reads one row, in host memory, or puts it back. False:
-// there is none, or the backend reads weights where they lie.
+// there is none, or the backend reads weights where they lie, or its memory is the host's.
 static bool table_in_host(Model *m, bool in_host) {
+    if (in_host && shares_memory(m->ops)) return false;
     for (int i = 0; i < m->binder.n_uploads && m->plan.weights; i++) {
         Upload *u = &m->binder.uploads[i];
         if (u->matrix != &m->weights.per_layer_token_embd) continue;
@@ -2511,10 +2522,12 @@ static size_t fit_context(Model *m, int n_ctx, size_t budget) {
 }
 
 // Bytes that a plan may take: what is free, less a 32nd part for what others take meanwhile. Where the user says how
-// much there is: that, less what is taken already of a device's memory, as by the driver itself.
+// much there is: that, less what is taken already of a device's memory, as by the driver itself. In shared memory what the
+// host will take counts as taken.
 static size_t plan_budget(const Model *m) {
     size_t free_bytes, total;
     m->ops->memory(&free_bytes, &total);
+    if (shares_memory(m->ops)) free_bytes -= free_bytes < m->options.host_memory ? free_bytes : m->options.host_memory;
     if (!m->options.memory) return free_bytes - free_bytes / 32;
     const size_t taken = m->ops->weight_bytes(&m->weights.token_embd) ? total - free_bytes : 0;
     return m->options.memory > taken ? m->options.memory - taken : 0;
@@ -5742,6 +5755,7 @@ static void verb_serve(const Flags *f, const Ops *ops, PlanOptions o) {
                        .cache_ram = f->cache_ram < 0 ? free_bytes / 8 : (size_t)f->cache_ram << 20 };
     if (s.api_key && !*s.api_key) die("%s: expected a key, got an empty one", key ? "--api-key-file" : "--api-key");
     o.n_seqs = (int)f->parallel;
+    o.host_memory = s.cache_ram;
     s.drafting = drafting_of(f, ops, &o);
     o.penalties = o.bias = true;
     o.between = o.n_seqs > 1;                          // nobody waits for the next token longer than for a layer of a prompt

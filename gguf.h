@@ -119,7 +119,7 @@ typedef struct {
     const uint8_t *meta;        // metadata as it was checked: a private copy of the file's head, or gguf_parse's bytes
     uint8_t **copies;           // what to free of it: one copy per file
     size_t n_copies;
-    struct { void *at; size_t size; } *maps;    // the files, read-only
+    struct { void *at; size_t size; bool file; } *maps;     // the files, read-only, and private memory
     size_t n_maps;
     uint32_t *kv_index, *tensor_index;      // hash tables: index + 1, 0 = free
     size_t kv_slots, tensor_slots;          // powers of two
@@ -150,6 +150,10 @@ size_t gguf_value_bytes(int value_type);        // of one number or bool, GGUF_V
 // MXFP4's exponent is not 255, NVFP4's scales have no sign. I8 to I64 and IQ1_M hold nothing that is checked. Nothing
 // else reads all of a model's data before it is used, so this is an offer, not a part of opening. From any thread.
 size_t gguf_find_bad_block(int type, const void *blocks, size_t n);
+
+// These bytes of tensor data are not needed for now: their whole pages leave memory, as far as they are a file's and the system
+// is willing. They are read again when somebody does need them.
+void gguf_drop_pages(const Gguf *g, const void *data, size_t size);
 
 // ---- writing a file's head -----------------------------------------------------------------------------------------
 // Keys and tensor infos in the order of the calls, offsets as running sums. Start from {0}. The file is the head, then
@@ -821,11 +825,25 @@ static void *gguf__map(Gguf *g, int fd, size_t size) {
     if (at == MAP_FAILED)
         return gguf__fail(g, "file", (GgufStr){0}, "E_MAP", 0, "cannot map %zu bytes: %s", size, strerror(errno)), NULL;
     g->maps[g->n_maps].at = at;
+    g->maps[g->n_maps].file = fd >= 0;
     g->maps[g->n_maps++].size = size;
     return at;
 }
 
 void *gguf_private(Gguf *g, size_t size) { return gguf__map(g, -1, size ? size : 1); }
+
+void gguf_drop_pages(const Gguf *g, const void *data, size_t size) {
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    const uintptr_t from = ((uintptr_t)data + page - 1) / page * page, end = ((uintptr_t)data + size) / page * page;
+    for (size_t i = 0; i < g->n_maps && from < end; i++) {
+        const uintptr_t at = (uintptr_t)g->maps[i].at;
+        if (!g->maps[i].file || from < at || end > at + g->maps[i].size) continue;
+#ifdef MADV_PAGEOUT
+        madvise((void *)from, end - from, MADV_PAGEOUT);       // out of the page cache too, where the file is the caller's
+#endif
+        madvise((void *)from, end - from, MADV_DONTNEED);
+    }
+}
 
 // Open a regular file for reading: its descriptor and size, or -1. `code` names the failure to open it.
 static int gguf__open_regular(Gguf *g, const char *path, const char *code, size_t *size) {

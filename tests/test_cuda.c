@@ -263,7 +263,9 @@ static void test_memory(void) {
     cuda_ops()->memory(&after, &total);
     const double planned = (double)(m->plan.weights + m->plan.kv_global + m->plan.kv_rings + m->plan.stage + m->plan.activations);
     const double taken = (double)before - (double)after, slack = 0.01 * planned + (4 << 20);
-    CHECK(fabs(taken - planned) <= slack, "memory: got %.0f bytes taken, want the planned %.0f within 1 %%", taken, planned);
+    const bool shared = cuda_ops()->card()->host_memory;               // with other programs
+    CHECK(shared || fabs(taken - planned) <= slack, "memory: got %.0f bytes taken, want the planned %.0f within 1 %%", taken,
+          planned);
     close_for(m);
     unlink(path);
 }

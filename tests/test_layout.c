@@ -222,6 +222,11 @@ static void test_model(const char *preset, const char *quant) {
     Plan plan[2];
     size_t needed[2], bytes, free_bytes, total;
     float *on_device = logits_of(path, 0, &plan[0], &needed[0], &bytes);
+    if (cuda_ops()->card()->host_memory) {             // where a table in the host's memory would save nothing: test_device
+        CHECK(!plan[0].in_host, "%s %s: a table is planned in host memory, which is the device's", preset, quant);
+        free(on_device);
+        return;
+    }
     cuda_ops()->memory(&free_bytes, &total);           // what others have taken counts
     float *in_host = logits_of(path, needed[0] - 1 + total - free_bytes, &plan[1], &needed[1], &bytes);
     CHECK(!plan[0].in_host && plan[1].in_host, "%s %s: %zu and %zu bytes are planned in host memory", preset, quant, plan[0].in_host,

@@ -161,6 +161,7 @@ static void *no_reserve(size_t bytes) {
 static void device_memory_of(size_t *free_bytes, size_t *total) { *free_bytes = *total = small_device; }
 
 static size_t device_bytes(const Tensor *w) { return w->in_host ? 0 : matrix_bytes(w); }
+static const Card *shared_card(void) { return find_card("gb10"); }
 
 // A backend that keeps weights itself, has so much memory and reserves nothing.
 static const Ops *device_of(size_t memory) {
@@ -253,6 +254,43 @@ static void test_table(const char *path) {
         free_model(m);
     }
     free(m);
+}
+
+// A device whose memory is the host's: the table stays, what the host will take is taken off, and weights can be read
+// again after their pages of the file were dropped.
+static void test_shared_memory(const char *path) {
+    Model *m = must(calloc(1, sizeof *m)), *plain = must(calloc(1, sizeof *plain));
+    PlanOptions o = small;
+    Ops ops = *device_of((size_t)1 << 30);
+    ops.card = shared_card;
+    plan_model(m, path, &ops, o, NULL);
+    const size_t needed = fit_context(m, 64, SIZE_MAX), budget = plan_budget(m);
+    CHECK(budget == ((size_t)1 << 30) / 32 * 31, "shared memory: a budget of %zu bytes", budget);
+    CHECK(fit_context(m, 64, needed - 1) == needed && !m->plan.in_host, "shared memory: %zu bytes of the table leave it",
+          m->plan.in_host);
+    m->options.host_memory = (size_t)1 << 29;
+    CHECK(plan_budget(m) == ((size_t)1 << 29) / 32 * 31, "shared memory: the host takes half, and the budget is %zu bytes",
+          plan_budget(m));
+    m->options.host_memory = (size_t)1 << 31;
+    CHECK(!plan_budget(m), "shared memory: a budget of %zu bytes where the host takes all", plan_budget(m));
+    free_model(m);
+
+    ops = *cpu_ops();
+    ops.card = shared_card;
+    ops.memory = cpu_ops()->memory;
+    load_model(plain, path, cpu_ops(), o, NULL);
+    load_model(m, path, &ops, o, NULL);
+    float *logits[2];
+    for (int i = 0; i < 2; i++) {
+        Model *of = i ? plain : m;
+        of->chunk[0] = (StepRow){ .token = 17, .want = true };
+        step(of, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = of->chunk }, 1);
+        read_logits(of, 0, logits[i] = must(calloc((size_t)of->config.vocab, sizeof(float))));
+    }
+    CHECK(!memcmp(logits[0], logits[1], (size_t)m->config.vocab * sizeof(float)), "other logits after pages were dropped");
+    for (int i = 0; i < 2; i++) free(logits[i]), free_model(i ? plain : m);
+    free(m);
+    free(plain);
 }
 
 // A file that gets shorter behind the back of the program that reads it, on one thread or several.
@@ -482,6 +520,7 @@ int main(void) {
     test_nan_stays();
     test_no_room(models[1]);
     test_table(models[2]);
+    test_shared_memory(models[2]);
     test_shorter(models[1]);
     const char *large = test_true_size();
     if (access(gemma4, X_OK)) {
