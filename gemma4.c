@@ -4444,6 +4444,21 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, int vocab) {
     free(types);
 }
 
+// The GPU that operations are planned for; "": the CPU. Until the next call.
+static const char *card_name(const Ops *op) {
+    static char name[280];
+    const Card *card = op->card ? op->card() : NULL;
+    snprintf(name, sizeof name, "%s%s", card ? card->name : "", card && is_pretended(card) ? " (pretended)" : "");
+    return name;
+}
+
+static void print_card(FILE *f, const char *label, const Ops *op) {
+    const Card *card = op->card ? op->card() : NULL;
+    if (card)
+        fprintf(f, "%s%s, compute capability %d.%d, %d SMs, %.1f GiB%s\n", label, card_name(op), card->major, card->minor,
+                card->n_sm, (double)card->memory / (1 << 30), card->host_memory ? " shared with the host" : "");
+}
+
 // What is about to run, on stderr: model, plan, device.
 static void print_plan(Model *m) {
     const Config *c = &m->config;
@@ -4484,6 +4499,7 @@ static void print_plan(Model *m) {
 #endif
     fprintf(stderr, "# backend: %s%s, %d thread%s\n", m->ops->name, note, count_threads(),
             count_threads() == 1 ? "" : "s");
+    print_card(stderr, "# card: ", m->ops);
 }
 
 // A file that takes its name only when it is complete. Until then it is called TARGET.(8 hex digits).tmp, and what TARGET was
@@ -4687,6 +4703,7 @@ static void verb_plan(const char *model, const Ops *ops, PlanOptions o) {
     const Plan plan = m->plan;
     const size_t weights = plan.weights ? plan.weights : m->binder.bytes;
     printf("%s: context %d, trained for %d\n", model_name(m), n_ctx, trained);
+    print_card(stdout, "card         ", ops);
     printf("weights      %9.3f GiB%s\n", (double)weights / gib, plan.weights ? "" : ", read in the mapped file");
     if (plan.in_host)
         printf("             %9.3f GiB in host memory: the table of per-layer embeddings\n",
@@ -4915,7 +4932,7 @@ typedef struct {
     const char *k_type, *v_type, *ring_type, *history, *session, *drafter, *spec, *force;
     const char *target, *type;                  // quantize: OUT, TYPE
     const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
-    const char *fill, *svg, *scorer;
+    const char *fill, *svg, *scorer, *card;
     const char *host, *api_key, *api_key_file, *alias, *session_dir;   // serve
     double port, parallel, chunk, queue, timeout, max_body, cache_ram, session_disk;
     const char *kld_base, *kld;                 // ppl
@@ -5059,6 +5076,9 @@ static const Flag flags[] = {
       "check: compare with this; reference: the definition in plain loops, slow beyond small files; default cpu" },
     { "--vram", NULL, "G", FLAG_REAL, PLANS | BENCH | NIAH, FIELD(memory), 0.001, 1e6,
       "plan as if the backend had G GiB of memory, and end if that is not enough; default: what is free" },
+    { "--card", NULL, CARD_NAMES, FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(card), 0, 0,
+      "treat the GPU as this one: launches and memory follow from it, never beyond what is there; plan needs no GPU; default: "
+      "as what it is" },
     { "--show-thoughts", NULL, NULL, FLAG_ON, GENERATE, FIELD(show_thoughts), 0, 0,
       "write thoughts to stderr; default: they are dropped" },
     { "--top-logits", NULL, "N", FLAG_INT, GENERATE, FIELD(top_logits), 0, MAX_VOCAB,
@@ -5185,7 +5205,7 @@ static void print_help(void) {
            "  gemma4 MODEL.gguf -p TEXT [flags]                answers: text on stdout, statistics on stderr\n"
            "  gemma4 MODEL.gguf [flags]                        chat on a terminal; else the prompt is standard input\n"
            "  gemma4 serve MODEL.gguf [--port N] [-np N]       HTTP API as OpenAI's; docs/server.md\n"
-           "  gemma4 plan MODEL.gguf [-c N] [--vram G]         what a context takes in memory\n"
+           "  gemma4 plan MODEL.gguf [-c N] [--card NAME]      what a context takes in memory\n"
            "  gemma4 logits MODEL.gguf --ids FILE -o FILE      logits of every position, after the soft-cap\n"
            "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   the ids of a text; no <bos> is added\n"
            "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  the text of ids\n"
@@ -5829,6 +5849,21 @@ static void run_logits(const Flags *f, const Ops *ops, PlanOptions o) {
     verb_logits(f->model, ops, o, f->ids, f->out, f->dump, f->check_tensors);
 }
 
+// The GPU where there is one that this program can use, as the card that is asked for; else the CPU.
+static const Ops *choose_ops(const Flags *f) {
+    const Card *card = f->card ? find_card(f->card) : NULL;
+    const Ops *ops = NULL;
+    const char *advice = "built without CUDA, which this needs; build it with make cuda";
+#ifdef USE_CUDA
+    cuda_pretend(card);
+    ops = cuda_ops();
+    if (!ops && f->verb == PLAN) ops = cuda_plan_ops();
+    advice = "there is no GPU to run on; without one, try gemma4 plan";
+#endif
+    if (card && !ops) die("--card: %s: %s", card->name, advice);
+    return ops ? ops : cpu_ops();
+}
+
 int main(int argc, char **argv) {
     Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
                 .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5, .port = 8080, .parallel = 1, .queue = 64,
@@ -5841,13 +5876,8 @@ int main(int argc, char **argv) {
         flush_output();
         return 0;
     }
-    const Ops *ops = NULL;
-#ifdef USE_CUDA
-    ops = cuda_ops();
-#endif
-    if (!ops) ops = cpu_ops();
     if (f.version) {
-        printf("gemma4 " VERSION " (%s)\n", ops->name);
+        printf("gemma4 " VERSION " (%s)\n", choose_ops(&f)->name);
         flush_output();
         return 0;
     }
@@ -5857,6 +5887,7 @@ int main(int argc, char **argv) {
     if (!(f.verb & (TOKENIZE | DETOKENIZE | PLAN))) start_threads((int)f.n_threads);
     if (run_file_verb(&f)) return 0;
 
+    const Ops *ops = choose_ops(&f);
     PlanOptions o = plan_options(&f);
     const Ops *judge = is_choice(f.against, "reference") ? reference_ops() : cpu_ops();
     if (f.verb & (PLAN | BENCH)) plan_drafting(&f, &o, 1);

@@ -289,7 +289,7 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
     const NamedText texts[] = {
         { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", m->ops->name },
         { "type_k", kv_names[m->options.k_type] }, { "type_v", kv_names[m->options.v_type] },
-        { "fill", !b->depth ? "none" : r->filled ? "random" : "prompt" } };
+        { "fill", !b->depth ? "none" : r->filled ? "random" : "prompt" }, { "card", card_name(m->ops) } };
     enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
     if (o->format == FORMAT_CSV) {
         print_csv(texts, N_TEXTS, numbers, N_NUMBERS, first);

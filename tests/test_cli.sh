@@ -331,6 +331,7 @@ while read -r names; do
         "--kv-layout "*) good=untied bad=both ;;
         "--against "*) verb=check plain='' good=reference bad=metal ;;
         "--vram "*) good=4 bad=0.001 ;;
+        "--card "*) continue ;;                           # in test_device
         "--top-logits "*) good=2 bad=-1 ;;
         "-o "*) verb=logits plain="--ids $tmp/bos.i32" good="$tmp/bos.f32" bad=/nowhere/x ;;
         "--dump "*) good="$tmp/dump" bad=/nowhere/x ;;
@@ -515,6 +516,8 @@ ok "bench: planned and resident memory" grep -qE '^Memory: [0-9.]+ GiB planned, 
 $limit "$gemma4" bench -r 1 -m "$model" -p 0 -n 2,3 -o csv >"$tmp/bench.csv" 2>"$tmp/err"
 widths=$(awk -F, '{ print NF }' "$tmp/bench.csv" | sort -u | wc -l)
 ok "bench: csv: a head and two lines of equal width" [ "$(wc -l <"$tmp/bench.csv") $widths" = "3 1" ]
+card=$(awk -F, 'NR == 1 { for (i = 1; i <= NF; i++) if ($i == "card") at = i } END { print $at }' "$tmp/bench.csv" | tr -d '"')
+ok "bench: csv: the card, none on the CPU" [ "$card" = "$("$gemma4" plan "$model" | sed -n 's/^card  *\([^,]*\),.*/\1/p')" ]
 ok "bench: csv: names" grep -q '^model_filename,.*,n_gen,n_depth,avg_ts,stddev_ts,' "$tmp/bench.csv"
 $limit "$gemma4" bench "$model" -p 2 -n 0 -r 3 -o json >"$tmp/bench.json" 2>"$tmp/err"
 ok "bench: json: three samples" grep -qE '"samples_ts": \[[0-9.e+]+, [0-9.e+]+, [0-9.e+]+\]' "$tmp/bench.json"
@@ -963,6 +966,14 @@ ok "-c 0 takes no more than the trained length" has err "# plan: context $traine
 error "try -c $most" "$mini" -p hi --vram 0.03 -c 8192
 error "a smaller model" "$mini" -p hi --vram 0.001 -c 0
 error plan plan "$mini" -p hi
+error "expected h100|" plan "$mini" --card gtx1080
+run plan "$mini" --card rtx3090
+if [ "$status" -eq 0 ]; then
+    ok "plan: --card: names it" grep -q '^card  *rtx3090 (pretended), compute capability 8\.6, 82 SMs, ' out
+else
+    error "--card: rtx3090: built without CUDA, which this needs; build it with make cuda" plan "$mini" --card rtx3090
+    error "--card: rtx3090: " "$mini" -p hi --card rtx3090
+fi
 cd "$OLDPWD" || exit 1
 
 # ---- a full disk, a closed pipe, Ctrl-C ----------------------------------------------
