@@ -2338,8 +2338,9 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats_kernel(const __gri
 
 enum { TILE_WARPS = 8, TILE_THREADS = 32 * TILE_WARPS, COPY_WARPS = 2, TILE_BLOCK = TILE_THREADS + 32 * COPY_WARPS,
        TILE_STAGES = 4, TILE_EXPERTS = TILE_THREADS, INPUT_PITCH = 8 * 32 + 16,
-       ROW_AREA = 8 * (INPUT_PITCH + 8 * (int)sizeof(float)), SUMS_PITCH = 68,
-       SUMS_BYTES = TILE_WARPS * 8 * SUMS_PITCH * 4,
+       ROW_AREA = 8 * (INPUT_PITCH + 8 * (int)sizeof(float)),
+       SUMS_PITCH = 68, HALF_PITCH = 36,       // of the sums of 64 features, and of 32
+       SUMS_BYTES = TILE_WARPS * 8 * SUMS_PITCH * 4, HALF_SUMS_BYTES = TILE_WARPS * 8 * HALF_PITCH * 4,
        TILE_STATIC = 512,     // shared memory of tile_kernel that is not dynamic, at most
        FEW_ROUNDS = 8 };      // pieces of a block
 
@@ -2375,6 +2376,7 @@ typedef struct {              // a launch
     float *results;           // JOB_DOWN: (n_pairs, rows)
     int   *arrived;           // JOB_DOWN: (tiles) 0 between launches
     int    stages, stage_bytes;                // of the ring
+    bool   sums_in_stage;     // sums go through the last stage of their piece, once all have used it
     int    sums_at, lists_at, ring_at;         // what follows it in shared memory
 } Tiling;
 
@@ -2867,16 +2869,17 @@ __device__ static inline void multiply_stages(const Tiling &t, int *place, unsig
             multiply_group<T, NT,
                 DEEP>(acc, records, records + 64 * record_of(T).size, row, up, n_groups, stage, p.n, slice, lane);
         __syncwarp();
-        if (lane < ARRIVING_LANES) mbarrier_arrive(&ring->used[*place]);
+        const bool kept = t.sums_in_stage && 8 * (stage + (DEEP ? 2 : 1)) >= n_groups;         // for the sums
+        if (!kept && lane < ARRIVING_LANES) mbarrier_arrive(&ring->used[*place]);
         if (++*place == t.stages) *place = 0, *parity ^= 1;
     }
 }
 
 // One feature times one row, from its eight slices.
-__device__ static inline float join_slices(const float *sums, int row, int feature) {
-    const float *p = sums + row * SUMS_PITCH + feature;
+__device__ static inline float join_slices(const float *sums, int pitch, int row, int feature) {
+    const float *p = sums + row * pitch + feature;
     float v[8];
-    for (int w = 0; w < 8; w++) v[w] = p[w * 8 * SUMS_PITCH];
+    for (int w = 0; w < 8; w++) v[w] = p[w * 8 * pitch];
     return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
@@ -2964,9 +2967,9 @@ tile_kernel(const __grid_constant__ Tiling t) {
         mbarrier_init(&ring_of(t)->there[threadIdx.x], 32);
         mbarrier_init(&ring_of(t)->used[threadIdx.x], TILE_WARPS * ARRIVING_LANES);
     }
-    float *sums = (float *)(shared_bytes + t.sums_at);
+    char *room_of_lists = shared_bytes + (t.sums_in_stage ? 0 : t.sums_at);
     const int n_counts = t.n_pairs ? TILE_EXPERTS * sets_of_pairs(t.n_pairs) / 2 : 0;
-    for (int i = threadIdx.x; i < n_counts; i += TILE_BLOCK) ((unsigned *)sums)[i] = 0;        // of list_pairs
+    for (int i = threadIdx.x; i < n_counts; i += TILE_BLOCK) ((unsigned *)room_of_lists)[i] = 0;       // of list_pairs
     __syncthreads();
     Walk walk = { (int)blockIdx.x, 0, (int)gridDim.x };
     Piece p;
@@ -2976,7 +2979,7 @@ tile_kernel(const __grid_constant__ Tiling t) {
         if (t.floats && next_piece(t, &first, &p) && !t.record[p.job]) fetch_floats(t.jobs.job[p.job], p);
     } else {
         take_turn();
-        list_pairs(t, room, (uint16_t *)sums);
+        list_pairs(t, room, (uint16_t *)room_of_lists);
         int n = 0;                                     // as many pieces for each block: other SMs are the next's
         for (int k = 0; k < t.jobs.n; k++) n += pieces_of(t, k);
         walk.stride = div_up(n, div_up(n, gridDim.x));
@@ -3014,24 +3017,31 @@ tile_kernel(const __grid_constant__ Tiling t) {
         if (aside) __syncwarp();
         if (aside) walk = walks[warp], p = pieces[warp];
         const bool listed = p.job == t.expert_job;
-        // 8 rows at a time: a warp takes one, a lane features l and l + 32
+        // 8 rows at a time: a warp takes one, a lane features l and l + 32. In a stage there is room for 32 features
+        const bool in_stage = t.sums_in_stage;
+        const int last = (place ? place : t.stages) - 1, pitch = in_stage ? HALF_PITCH : SUMS_PITCH;
+        float *sums = (float *)(shared_bytes + (in_stage ? last * t.stage_bytes : t.sums_at));
         for (int i = 0; !floats && 8 * i < p.n; i++) {
-            sync_first<TILE_THREADS>();                // the sums of the last 8 rows have been read
-            float *own = sums + (warp * 8 + lane % 4 * 2) * SUMS_PITCH + lane / 4;
-#pragma unroll
-            for (int at = 0; at < NT; at++)
-                for (int m = 0; at == i && m < (deep ? 2 : 4); m++)
-                    for (int j = 0; j < 4; j++) own[j % 2 * SUMS_PITCH + 16 * m + 8 * (j / 2)] = acc[m][at][j];
-            sync_first<TILE_THREADS>();
             const int n = 8 * i + warp;
+            float v[2] = { };
+#pragma unroll 1
+            for (int part = 0; part <= (in_stage && !deep); part++) {
+                sync_first<TILE_THREADS>();            // the sums before have been read, and the stage
+                float *own = sums + (warp * 8 + lane % 4 * 2) * pitch + lane / 4;
+#pragma unroll
+                for (int at = 0; at < NT; at++)
+                    for (int m = 0; at == i && m < (deep ? 2 : 4); m++)
+                        for (int j = 0; j < 4 && (!in_stage || m / 2 == part); j++)
+                            own[j % 2 * pitch + 16 * (in_stage ? m % 2 : m) + 8 * (j / 2)] = acc[m][at][j];
+                sync_first<TILE_THREADS>();
+                for (int h = part; n < p.n && h <= (in_stage ? part : !deep); h++) {
+                    const float *factor = h && gated ? o.up_factor : o.factor;
+                    const float sum = join_slices(sums, pitch, warp, 32 * (h - part) + lane);
+                    v[h] = factor && o.kind != JOB_STORE ? factor[p.expert] * sum : sum;
+                }
+            }
             if (n >= p.n) continue;
             const size_t r = listed ? list_of(t, LIST_PAIR)[p.from + n] : p.from + n;
-            float v[2] = { };
-            for (int h = 0; h <= !deep; h++) {
-                const float *factor = h && gated ? o.up_factor : o.factor;
-                v[h] = join_slices(sums, warp, 32 * h + lane);
-                if (factor && o.kind != JOB_STORE) v[h] = factor[p.expert] * v[h];
-            }
 #pragma unroll 1
             for (int h = 0; h <= (!deep && !gated); h++) {
                 const int first = p.first + 32 * h, feature = first + lane;
@@ -3046,9 +3056,13 @@ tile_kernel(const __grid_constant__ Tiling t) {
                 }
             }
         }
+        if (in_stage && !floats) {
+            __syncwarp();                              // the sums have been read
+            if (lane < ARRIVING_LANES) mbarrier_arrive(&ring_of(t)->used[last]);
+        }
         if (t.jobs.choice.n && p.job == t.jobs.choice.job && last_of(t.jobs.choice.done, t.tiles[p.job]))
             for (int r = warp; r < p.n; r += TILE_WARPS)
-                choose_experts(t.jobs.choice, o.out, r, (unsigned *)sums + warp * t.jobs.choice.n);
+                choose_experts(t.jobs.choice, o.out, r, (unsigned *)(shared_bytes + t.sums_at) + warp * t.jobs.choice.n);
         if (down && p.last && last_of(t.arrived + p.first / 64, runs_of(t))) join_experts(t, o, p.first);
     }
 }
@@ -3191,8 +3205,8 @@ static const char *plan_text(const Plan *p) {
 static void tell_products(const Plan *p) {
     const dim3 grid(p->blocks, p->chunks);
     if (p->kernel == BY_TILES)
-        tell_plan("tile", grid, p->threads, p->shared, p->resident, "%d rows, %d stages of %d bytes", 8 << p->variant,
-                  p->tiling.stages, p->tiling.stage_bytes);
+        tell_plan("tile", grid, p->threads, p->shared, p->resident, "%d rows, %d stages of %d bytes%s", 8 << p->variant,
+                  p->tiling.stages, p->tiling.stage_bytes, p->tiling.sums_in_stage ? ", sums in one" : "");
     else tell_plan(product_names[p->kernel], grid, p->threads, p->shared, p->resident, "%d rows",
                    p->kernel == BY_ROWS && p->variant ? FEW_ROWS : 1);
 }
@@ -3206,6 +3220,25 @@ static int down_runs(int same, int slots) {
     for (int n = 2; n <= max_int(1, 4 * slots / same); n++)
         if (15 * div_up(best * same, slots) * n > 16 * div_up(n * same, slots) * best) best = n;
     return best;
+}
+
+// Two blocks of an SM, where registers leave room for them: while one waits the other works. And rather sums in a stage than
+// fewer than three stages.
+typedef struct { int resident, stages; bool in_stage; } RingChoice;
+static const RingChoice ring_choices[] = { { 2, 3, false }, { 2, 3, true }, { 1, 3, false }, { 1, 2, true } };
+
+// Where things lie in shared memory; false: there is no room for as many stages, for sums, or for what makes the lists.
+static bool place_ring(Tiling *t, const RingChoice *c, int n_choice) {
+    const int lists = t->n_pairs ? round_16((LIST_SIZE * (t->n_pairs + 1) + 1) * (int)sizeof(uint16_t)) : 0;
+    const int of_choice = 4 * TILE_WARPS * n_choice, sums = c->in_stage ? of_choice : SUMS_BYTES;      // of choose_experts
+    const int most = min_int(cuda.card.sm_shared / c->resident - BLOCK_SYSTEM - TILE_STATIC, cuda.card.block_shared - STATIC_SHARED);
+    t->stages = min_int(TILE_STAGES, (most - sums - lists - (int)sizeof(Ring)) / t->stage_bytes);
+    t->sums_in_stage = c->in_stage;
+    t->sums_at = t->stages * t->stage_bytes;
+    t->lists_at = t->sums_at + sums;
+    t->ring_at = t->lists_at + lists;
+    return t->stages >= c->stages && of_choice <= sums && (!c->in_stage || t->stage_bytes >= HALF_SUMS_BYTES) &&
+           list_room(t->n_pairs) <= (c->in_stage ? t->sums_at : sums);
 }
 
 // deep: stages hold two octets of 32 features where that reaches more SMs
@@ -3245,17 +3278,10 @@ static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
             t.stage_bytes = max_int(t.stage_bytes, 64 * t.record[k] + (t.deep[k] ? 2 : 1) * ROW_AREA * tiles);
     }
     if (!t.stage_bytes) return false;                  // floats only
-    const int lists = t.n_pairs ? round_16((LIST_SIZE * (t.n_pairs + 1) + 1) * (int)sizeof(uint16_t)) : 0;
-    const int fixed = SUMS_BYTES + lists + (int)sizeof(Ring);
-    // list_pairs and choose_experts work in the room for sums
-    if (list_room(t.n_pairs) > SUMS_BYTES || 4 * TILE_WARPS * jobs->choice.n > SUMS_BYTES) return false;
-    int resident = tiles <= 2 ? 2 : 1, space = 0;      // blocks of an SM; with fewer rows registers leave room for two
-    for (;; resident--) {
-        space = min_int(cuda.card.sm_shared / resident - BLOCK_SYSTEM - TILE_STATIC, cuda.card.block_shared - STATIC_SHARED) - fixed;
-        if (resident == 1 || space >= 2 * t.stage_bytes) break;        // while one waits the other works
-    }
-    t.stages = min_int(TILE_STAGES, space / t.stage_bytes);
-    if (t.stages < 2) return false;
+    int resident = 0;
+    for (const RingChoice &c : ring_choices)
+        if (!resident && c.resident <= (tiles <= 2 ? 2 : 1) && place_ring(&t, &c, jobs->choice.n)) resident = c.resident;
+    if (!resident) return false;
     const int slots = cuda.card.n_sm * resident;
     if (down) {
         const int same = div_up(down->rows, 64);
@@ -3265,9 +3291,6 @@ static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
         t.arrived = (int *)cuda.arrived;
         pieces += (t.runs - 1) * same;
     }
-    t.sums_at = t.stages * t.stage_bytes;
-    t.lists_at = t.sums_at + SUMS_BYTES;
-    t.ring_at = t.lists_at + lists;
     t.jobs = *jobs;
     // Few pieces for each block: the same number for all of them, and what is left of the SMs is the next launch's.
     const int rounds = div_up(pieces, slots);
@@ -3276,7 +3299,7 @@ static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
     if (!t.n_pairs && rounds > 2 && rounds <= FEW_ROUNDS) p->blocks = div_up(pieces, rounds);
     p->threads = TILE_BLOCK;
     p->resident = resident;
-    p->shared = (size_t)t.sums_at + fixed;
+    p->shared = (size_t)t.ring_at + sizeof(Ring);
     return true;
 }
 
