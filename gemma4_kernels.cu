@@ -3231,7 +3231,8 @@ static const RingChoice ring_choices[] = { { 2, 3, false }, { 2, 3, true }, { 1,
 static bool place_ring(Tiling *t, const RingChoice *c, int n_choice) {
     const int lists = t->n_pairs ? round_16((LIST_SIZE * (t->n_pairs + 1) + 1) * (int)sizeof(uint16_t)) : 0;
     const int of_choice = 4 * TILE_WARPS * n_choice, sums = c->in_stage ? of_choice : SUMS_BYTES;      // of choose_experts
-    const int most = min_int(cuda.card.sm_shared / c->resident - BLOCK_SYSTEM - TILE_STATIC, cuda.card.block_shared - STATIC_SHARED);
+    const int of_sm = cuda.card.sm_shared / c->resident - BLOCK_SYSTEM - TILE_STATIC;
+    const int most = min_int(of_sm, cuda.card.block_shared - STATIC_SHARED);
     t->stages = min_int(TILE_STAGES, (most - sums - lists - (int)sizeof(Ring)) / t->stage_bytes);
     t->sums_in_stage = c->in_stage;
     t->sums_at = t->stages * t->stage_bytes;
@@ -6298,7 +6299,8 @@ template <int HD, int N> struct Flash {
     static constexpr int GIVEN_BYTES = HALVES == 2 ? TILES * 2 * 4 * 32 * (int)sizeof(Given) : 0;
     // Of weights and Given. With two columns a barrier lies between them, and they share a place.
     static constexpr int GIVEN_AT = COLUMNS == 2 ? 0 : FLASH_LINES * N * 2;
-    static constexpr int WEIGHT_BYTES = GIVEN_AT + GIVEN_BYTES > FLASH_LINES * N * 2 ? GIVEN_AT + GIVEN_BYTES : FLASH_LINES * N * 2;
+    static constexpr int WEIGHT_BYTES = GIVEN_AT + GIVEN_BYTES > FLASH_LINES * N * 2 ? GIVEN_AT + GIVEN_BYTES
+                                                                                     : FLASH_LINES * N * 2;
     static_assert((N == 64 || N == 32) && (HD == 256 || HD == 512), "tiles of 32 keys and half dims of 256");
 
     int columns, tile, half, line0;    // which 32 keys, which of TILES and HALVES, first of LINES lines
@@ -6431,7 +6433,8 @@ __device__ static inline void flash_queries(const FlashTask &a, const FlashRun &
 // The warp's part of q as multiply_half() takes it: 16 lines and 256 dims, from dim 0 or 256 on. line[i]: the first dims of
 // the thread's lines; NULL: zeros. dim: how many there are
 enum { FLASH_QUERIES = 256 / 16 };
-__device__ static inline void flash_own_queries(const float *const line[2], int half, int dim, unsigned (&q)[FLASH_QUERIES][4]) {
+__device__ static inline void flash_own_queries(const float *const line[2], int half, int dim,
+                                                unsigned (&q)[FLASH_QUERIES][4]) {
 #pragma unroll
     for (int i = 0; i < 4 * FLASH_QUERIES; i++) {
         const int at = half * 256 + i / 4 * 16 + i / 2 % 2 * 8 + threadIdx.x % 4 * 2;
@@ -6625,7 +6628,8 @@ __device__ static inline void flash_put(const FlashTask &a, const Flash<HD, N> &
             const int row = quotient(line, a.by_group);
             if (row < s.from || row >= s.to) continue;
             const float all = Shape::COLUMNS == 2 ? sums[line] + sums[FLASH_LINES + line] : sums[line];
-            const float factor = CODED && a.n_rot ? kv_tied_factor(a.v.type) : 1, scale = all == 0 ? 0 : __frcp_rn(all) * factor;
+            const float factor = CODED && a.n_rot ? kv_tied_factor(a.v.type) : 1;
+            const float scale = all == 0 ? 0 : __frcp_rn(all) * factor;
             const float4 y = *(const float4 *)(o + at * ROW + (a.n_rot ? tied_place(i, HD, a.n_rot) : i));
             put_four(a.out, ((size_t)(r0 + row) * a.n_heads + s.head * a.group + line - row * a.group) * HD + i,
                      make_float4(y.x * scale, y.y * scale, y.z * scale, y.w * scale));
@@ -6657,10 +6661,12 @@ __global__ void __launch_bounds__(Flash<HD, N>::THREADS, 256 / Flash<HD, N>::THR
     take_turn();
     const Shape f;
     const int n_v = a.n_v;
-    __half *q = (__half *)shared_bytes, *v_tiles = q + (Shape::SHARED_Q ? FLASH_LINES * HD : 0);   // (FLASH_LINES, HD); (n_v, N, HD)
+    __half *q = (__half *)shared_bytes;                // (FLASH_LINES, HD) or none
+    __half *v_tiles = q + (Shape::SHARED_Q ? FLASH_LINES * HD : 0);    // (n_v, N, HD)
     __half *k_tile = v_tiles + n_v * N * HD, *weights = k_tile + N * N_K;              // (N, N_K); (FLASH_LINES, N)
     char *given = (char *)weights + Shape::GIVEN_AT;
-    float *tops = (float *)((char *)weights + Shape::WEIGHT_BYTES), *shrink = tops + 2 * FLASH_LINES;  // (2, FLASH_LINES); (FLASH_LINES)
+    float *tops = (float *)((char *)weights + Shape::WEIGHT_BYTES);    // (2, FLASH_LINES)
+    float *shrink = tops + 2 * FLASH_LINES;            // (FLASH_LINES)
     FlashRow *rows = (FlashRow *)(shrink + FLASH_LINES);               // of the block
     const int r0 = (gridDim.x - 1 - blockIdx.x) * a.rows, n_here = min(a.rows, a.b.n_rows - r0);   // the longest first
     if ((int)threadIdx.x < n_here) {
@@ -7411,8 +7417,8 @@ static bool launch_attend(AttendTask *t, const Attend *o, AttendShape shape, boo
     t->joins = (size_t)t->b.n_rows * grid.y <= MAX_ARRIVED && part_bytes <= room &&
         columns * part_bytes <= JOIN_BYTES && columns * parts <= weights;
     t->at_once = t->joins ? (int)(room / part_bytes) : 0;
-    tell_plan(is_coded(c) ? "attend_coded" : "attend_half", grid, ATTEND_THREADS, shared, 0, "%d columns, %d parts, %d stages%s",
-              nc, parts, t->n_stages, t->joins ? ", joins" : "");
+    tell_plan(is_coded(c) ? "attend_coded" : "attend_half", grid, ATTEND_THREADS, shared, 0,
+              "%d columns, %d parts, %d stages%s", nc, parts, t->n_stages, t->joins ? ", joins" : "");
     if (is_coded(c))
         launch(WRITES_ACTIVATIONS, attend_coded_of(hd), grid, ATTEND_THREADS, shared, coded_task(t, o, beside_flash));
     else launch(WRITES_ACTIVATIONS | WRITES_CACHE, attend_half_of(hd, nc), grid, ATTEND_THREADS, shared, *t);
@@ -7431,7 +7437,7 @@ static void cuda_attend(const Attend *o) {
     const int alone = div_up(n_rows, max_int(1, o->batch->n_segs));    // rows of a segment, more or less
     AttendShape shape = attend_shape(c, min_int(alone, STEP_ROWS) * group, n_rows);
     const FlashPlan flash = flash_of(o, shape.columns);
-    if (o->blocks && !flash.kernel) shape.columns = 0;            // attend_plain takes all caches, attend_half and attend_coded no lists
+    if (o->blocks && !flash.kernel) shape.columns = 0; // attend_plain takes all caches, the other two no lists
     const int step = shape.columns && split.parts == 1 ? n_rows : (int)(PARTIAL_BYTES / row_bytes);
     const bool makes = shape.columns && !is_coded(c) && makes_store(o, step, shape.fused);
     if (o->store && !makes) cuda_qkv_store(o->store);
@@ -7452,9 +7458,10 @@ static void cuda_attend(const Attend *o) {
             joined = launch_attend(&task, &some, shape, flash.kernel != NULL);
         } else {
             const dim3 grid(n, c->n_kv_heads * div_up(group, HEADS), split.parts);
-            tell_plan("attend_plain", grid, ATTEND_THREADS, HEADS * hd * sizeof(float), 0, "%d heads, %d parts", HEADS, split.parts);
-            launch(WRITES_ACTIVATIONS, attend_plain_kernel, grid, ATTEND_THREADS, HEADS * hd * sizeof(float), some, b, *c, stage, o->stage != NULL, split,
-                   cuda.partial, stats, o->blocks ? *o->blocks : BlockList{ }, r);
+            const size_t shared = HEADS * hd * sizeof(float);
+            tell_plan("attend_plain", grid, ATTEND_THREADS, shared, 0, "%d heads, %d parts", HEADS, split.parts);
+            launch(WRITES_ACTIVATIONS, attend_plain_kernel, grid, ATTEND_THREADS, shared, some, b, *c, stage, o->stage != NULL,
+                   split, cuda.partial, stats, o->blocks ? *o->blocks : BlockList{ }, r);
         }
         CHECK_LAUNCH("attend n_rows=%d n_heads=%d head_dim=%d", n, o->n_heads, hd);
         if (joined) continue;
