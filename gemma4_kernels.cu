@@ -2339,8 +2339,8 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats_kernel(const __gri
 enum { TILE_WARPS = 8, TILE_THREADS = 32 * TILE_WARPS, COPY_WARPS = 2, TILE_BLOCK = TILE_THREADS + 32 * COPY_WARPS,
        TILE_STAGES = 4, TILE_EXPERTS = TILE_THREADS, INPUT_PITCH = 8 * 32 + 16,
        ROW_AREA = 8 * (INPUT_PITCH + 8 * (int)sizeof(float)),
-       SUMS_PITCH = 68, HALF_PITCH = 36,       // of the sums of 64 features, and of 32
-       SUMS_BYTES = TILE_WARPS * 8 * SUMS_PITCH * 4, HALF_SUMS_BYTES = TILE_WARPS * 8 * HALF_PITCH * 4,
+       SLICE_PITCH = 68, SUMS_PITCH = TILE_WARPS * SLICE_PITCH + 4,     // sums of 64 features; of a row, from other banks
+       SUMS_BYTES = 8 * SUMS_PITCH * 4,        // of 8 rows
        TILE_STATIC = 512,     // shared memory of tile_kernel that is not dynamic, at most
        FEW_ROUNDS = 8 };      // pieces of a block
 
@@ -2859,6 +2859,7 @@ __device__ static inline void multiply_stages(const Tiling &t, int *place, unsig
                                               const Job &o, const Piece &p) {
     Ring *ring = ring_of(t);
     const int n_groups = (int)((unsigned)o.cols / 32);
+    const int kept = t.sums_in_stage ? (n_groups - 1) / 8 & ~DEEP : -1;                 // the last stage, for the sums
     const unsigned row = piece_row(o, p, 0), up = DEEP ? row : piece_row(o, p, 1);
     const int thread = NT <= 2 ? afresh(threadIdx.x) : threadIdx.x, slice = thread / 32, lane = thread % 32;
 #pragma unroll 1
@@ -2869,17 +2870,16 @@ __device__ static inline void multiply_stages(const Tiling &t, int *place, unsig
             multiply_group<T, NT,
                 DEEP>(acc, records, records + 64 * record_of(T).size, row, up, n_groups, stage, p.n, slice, lane);
         __syncwarp();
-        const bool kept = t.sums_in_stage && 8 * (stage + (DEEP ? 2 : 1)) >= n_groups;         // for the sums
-        if (!kept && lane < ARRIVING_LANES) mbarrier_arrive(&ring->used[*place]);
+        if (stage != kept && lane < ARRIVING_LANES) mbarrier_arrive(&ring->used[*place]);
         if (++*place == t.stages) *place = 0, *parity ^= 1;
     }
 }
 
 // One feature times one row, from its eight slices.
-__device__ static inline float join_slices(const float *sums, int pitch, int row, int feature) {
-    const float *p = sums + row * pitch + feature;
+__device__ static inline float join_slices(const float *sums, int row, int feature) {
+    const float *p = sums + row * SUMS_PITCH + feature;
     float v[8];
-    for (int w = 0; w < 8; w++) v[w] = p[w * 8 * pitch];
+    for (int w = 0; w < 8; w++) v[w] = p[w * SLICE_PITCH];
     return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
@@ -3017,42 +3017,42 @@ tile_kernel(const __grid_constant__ Tiling t) {
         if (aside) __syncwarp();
         if (aside) walk = walks[warp], p = pieces[warp];
         const bool listed = p.job == t.expert_job;
-        // 8 rows at a time: a warp takes one, a lane features l and l + 32. In a stage there is room for 32 features
+        // 8 rows at a time: a warp takes one, a lane features l and l + 32. A stage has room for 4 rows, one part of them
         const bool in_stage = t.sums_in_stage;
-        const int last = (place ? place : t.stages) - 1, pitch = in_stage ? HALF_PITCH : SUMS_PITCH;
+        const int last = (place ? place : t.stages) - 1;
         float *sums = (float *)(shared_bytes + (in_stage ? last * t.stage_bytes : t.sums_at));
         for (int i = 0; !floats && 8 * i < p.n; i++) {
-            const int n = 8 * i + warp;
-            float v[2] = { };
 #pragma unroll 1
-            for (int part = 0; part <= (in_stage && !deep); part++) {
+            for (int part = 0; part <= in_stage; part++) {
                 sync_first<TILE_THREADS>();            // the sums before have been read, and the stage
-                float *own = sums + (warp * 8 + lane % 4 * 2) * pitch + lane / 4;
+                float *own = sums + (lane % 4 * 2 - 4 * part) * SUMS_PITCH + warp * SLICE_PITCH + lane / 4;
+                if (!in_stage || lane % 4 / 2 == part)
 #pragma unroll
-                for (int at = 0; at < NT; at++)
-                    for (int m = 0; at == i && m < (deep ? 2 : 4); m++)
-                        for (int j = 0; j < 4 && (!in_stage || m / 2 == part); j++)
-                            own[j % 2 * pitch + 16 * (in_stage ? m % 2 : m) + 8 * (j / 2)] = acc[m][at][j];
+                    for (int at = 0; at < NT; at++)
+                        for (int m = 0; at == i && m < (deep ? 2 : 4); m++)
+                            for (int j = 0; j < 4; j++) own[j % 2 * SUMS_PITCH + 16 * m + 8 * (j / 2)] = acc[m][at][j];
                 sync_first<TILE_THREADS>();
-                for (int h = part; n < p.n && h <= (in_stage ? part : !deep); h++) {
+                const int n = 8 * i + warp;
+                if (n >= p.n || (in_stage && warp / 4 != part)) continue;
+                const size_t r = listed ? list_of(t, LIST_PAIR)[p.from + n] : p.from + n;
+                float v[2] = { };
+                for (int h = 0; h <= !deep; h++) {
                     const float *factor = h && gated ? o.up_factor : o.factor;
-                    const float sum = join_slices(sums, pitch, warp, 32 * (h - part) + lane);
-                    v[h] = factor && o.kind != JOB_STORE ? factor[p.expert] * sum : sum;
+                    v[h] = join_slices(sums, warp - 4 * part, 32 * h + lane);
+                    if (factor && o.kind != JOB_STORE) v[h] = factor[p.expert] * v[h];
                 }
-            }
-            if (n >= p.n) continue;
-            const size_t r = listed ? list_of(t, LIST_PAIR)[p.from + n] : p.from + n;
 #pragma unroll 1
-            for (int h = 0; h <= (!deep && !gated); h++) {
-                const int first = p.first + 32 * h, feature = first + lane;
-                const float own = h ? v[1] : v[0];
-                if (first >= o.rows) break;
-                if (gated || o.kind == JOB_INJECT) {
-                    const float u = !gated && feature < o.rows ? o.u[r * o.u_stride + feature] : 0;
-                    store_activated(o, r, first, own, gated ? v[1] : u);
-                } else if (feature < o.rows) {
-                    if (down) t.results[r * o.rows + feature] = own;
-                    else store_product(o, r, feature, own);
+                for (int h = 0; h <= (!deep && !gated); h++) {
+                    const int first = p.first + 32 * h, feature = first + lane;
+                    const float own = h ? v[1] : v[0];
+                    if (first >= o.rows) break;
+                    if (gated || o.kind == JOB_INJECT) {
+                        const float u = !gated && feature < o.rows ? o.u[r * o.u_stride + feature] : 0;
+                        store_activated(o, r, first, own, gated ? v[1] : u);
+                    } else if (feature < o.rows) {
+                        if (down) t.results[r * o.rows + feature] = own;
+                        else store_product(o, r, feature, own);
+                    }
                 }
             }
         }
@@ -3238,7 +3238,7 @@ static bool place_ring(Tiling *t, const RingChoice *c, int n_choice) {
     t->sums_at = t->stages * t->stage_bytes;
     t->lists_at = t->sums_at + sums;
     t->ring_at = t->lists_at + lists;
-    return t->stages >= c->stages && of_choice <= sums && (!c->in_stage || t->stage_bytes >= HALF_SUMS_BYTES) &&
+    return t->stages >= c->stages && of_choice <= sums && (!c->in_stage || t->stage_bytes >= SUMS_BYTES / 2) &&
            list_room(t->n_pairs) <= (c->in_stage ? t->sums_at : sums);
 }
 
