@@ -2859,7 +2859,7 @@ __device__ static inline void multiply_stages(const Tiling &t, int *place, unsig
                                               const Job &o, const Piece &p) {
     Ring *ring = ring_of(t);
     const int n_groups = (int)((unsigned)o.cols / 32);
-    const int kept = t.sums_in_stage ? (n_groups - 1) / 8 & ~DEEP : -1;                 // the last stage, for the sums
+    const int kept = t.sums_in_stage ? (n_groups - 1) / 8 & (DEEP ? ~1 : ~0) : -1;     // the last stage, for the sums
     const unsigned row = piece_row(o, p, 0), up = DEEP ? row : piece_row(o, p, 1);
     const int thread = NT <= 2 ? afresh(threadIdx.x) : threadIdx.x, slice = thread / 32, lane = thread % 32;
 #pragma unroll 1
