@@ -3018,45 +3018,47 @@ tile_kernel(const __grid_constant__ Tiling t) {
         if (aside) walk = walks[warp], p = pieces[warp];
         const bool listed = p.job == t.expert_job;
         // 8 rows at a time: a warp takes one, a lane features l and l + 32. A stage has room for 4 rows, one part of them
-        const bool in_stage = t.sums_in_stage;
         const int last = (place ? place : t.stages) - 1;
-        float *sums = (float *)(shared_bytes + (in_stage ? last * t.stage_bytes : t.sums_at));
-        for (int i = 0; !floats && 8 * i < p.n; i++) {
+        auto finish = [&](float *sums, auto in_stage) {
+            constexpr bool IN_STAGE = decltype(in_stage)::value;
+            for (int i = 0; 8 * i < p.n; i++)
 #pragma unroll 1
-            for (int part = 0; part <= in_stage; part++) {
-                sync_first<TILE_THREADS>();            // the sums before have been read, and the stage
-                float *own = sums + (lane % 4 * 2 - 4 * part) * SUMS_PITCH + warp * SLICE_PITCH + lane / 4;
-                if (!in_stage || lane % 4 / 2 == part)
+                for (int part = 0; part <= IN_STAGE; part++) {
+                    sync_first<TILE_THREADS>();        // the sums before have been read, and the stage
+                    float *own = sums + (lane % 4 * 2 - 4 * part) * SUMS_PITCH + warp * SLICE_PITCH + lane / 4;
+                    if (!IN_STAGE || lane % 4 / 2 == part)
 #pragma unroll
-                    for (int at = 0; at < NT; at++)
-                        for (int m = 0; at == i && m < (deep ? 2 : 4); m++)
-                            for (int j = 0; j < 4; j++) own[j % 2 * SUMS_PITCH + 16 * m + 8 * (j / 2)] = acc[m][at][j];
-                sync_first<TILE_THREADS>();
-                const int n = 8 * i + warp;
-                if (n >= p.n || (in_stage && warp / 4 != part)) continue;
-                const size_t r = listed ? list_of(t, LIST_PAIR)[p.from + n] : p.from + n;
-                float v[2] = { };
-                for (int h = 0; h <= !deep; h++) {
-                    const float *factor = h && gated ? o.up_factor : o.factor;
-                    v[h] = join_slices(sums, warp - 4 * part, 32 * h + lane);
-                    if (factor && o.kind != JOB_STORE) v[h] = factor[p.expert] * v[h];
-                }
+                        for (int at = 0; at < NT; at++)
+                            for (int m = 0; at == i && m < (deep ? 2 : 4); m++)
+                                for (int j = 0; j < 4; j++) own[j % 2 * SUMS_PITCH + 16 * m + 8 * (j / 2)] = acc[m][at][j];
+                    sync_first<TILE_THREADS>();
+                    const int n = 8 * i + warp;
+                    if (n >= p.n || (IN_STAGE && warp / 4 != part)) continue;
+                    const size_t r = listed ? list_of(t, LIST_PAIR)[p.from + n] : p.from + n;
+                    float v[2] = { };
+                    for (int h = 0; h <= !deep; h++) {
+                        const float *factor = h && gated ? o.up_factor : o.factor;
+                        v[h] = join_slices(sums, warp - 4 * part, 32 * h + lane);
+                        if (factor && o.kind != JOB_STORE) v[h] = factor[p.expert] * v[h];
+                    }
 #pragma unroll 1
-                for (int h = 0; h <= (!deep && !gated); h++) {
-                    const int first = p.first + 32 * h, feature = first + lane;
-                    const float own = h ? v[1] : v[0];
-                    if (first >= o.rows) break;
-                    if (gated || o.kind == JOB_INJECT) {
-                        const float u = !gated && feature < o.rows ? o.u[r * o.u_stride + feature] : 0;
-                        store_activated(o, r, first, own, gated ? v[1] : u);
-                    } else if (feature < o.rows) {
-                        if (down) t.results[r * o.rows + feature] = own;
-                        else store_product(o, r, feature, own);
+                    for (int h = 0; h <= (!deep && !gated); h++) {
+                        const int first = p.first + 32 * h, feature = first + lane;
+                        const float own = h ? v[1] : v[0];
+                        if (first >= o.rows) break;
+                        if (gated || o.kind == JOB_INJECT) {
+                            const float u = !gated && feature < o.rows ? o.u[r * o.u_stride + feature] : 0;
+                            store_activated(o, r, first, own, gated ? v[1] : u);
+                        } else if (feature < o.rows) {
+                            if (down) t.results[r * o.rows + feature] = own;
+                            else store_product(o, r, feature, own);
+                        }
                     }
                 }
-            }
-        }
-        if (in_stage && !floats) {
+        };
+        if (!floats && !t.sums_in_stage) finish((float *)(shared_bytes + t.sums_at), std::false_type());
+        if (!floats && t.sums_in_stage) {
+            finish((float *)(shared_bytes + last * t.stage_bytes), std::true_type());
             __syncwarp();                              // the sums have been read
             if (lane < ARRIVING_LANES) mbarrier_arrive(&ring_of(t)->used[last]);
         }
@@ -3223,9 +3225,11 @@ static int down_runs(int same, int slots) {
 }
 
 // Two blocks of an SM, where registers leave room for them: while one waits the other works. And rather sums in a stage than
-// fewer than three stages.
-typedef struct { int resident, stages; bool in_stage; } RingChoice;
-static const RingChoice ring_choices[] = { { 2, 3, false }, { 2, 3, true }, { 1, 3, false }, { 1, 2, true } };
+// fewer than three stages. Deep stages are twice as large, and pay where three fit.
+typedef struct { int resident, stages; bool in_stage, deep; } RingChoice;
+static const RingChoice ring_choices[] = { { 2, 3, false, true },  { 2, 3, true, true },  { 1, 3, false, true },
+                                           { 2, 3, false, false }, { 2, 2, true, false }, { 1, 3, false, false },
+                                           { 1, 2, true, false } };
 
 // Where things lie in shared memory; false: there is no room for as many stages, for sums, or for what makes the lists.
 static bool place_ring(Tiling *t, const RingChoice *c, int n_choice) {
@@ -3245,7 +3249,7 @@ static bool place_ring(Tiling *t, const RingChoice *c, int n_choice) {
 // deep: stages hold two octets of 32 features where that reaches more SMs
 static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
     Tiling &t = p->tiling;
-    int rows = 1, of_expert = 0, wide = 0, pieces = 0;
+    int rows = 1, of_expert = 0, wide = 0, pieces = 0, n_deep = 0;
     const Job *down = NULL;
     t = { };
     t.expert_job = -1;
@@ -3270,6 +3274,7 @@ static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
         // Pieces of 64 features take less work for a weight and read the rows less often. Where there is no more than
         // one for each SM, those of 32 reach more SMs.
         t.deep[k] = deep && o->kind != JOB_GATED && o->kind != JOB_DOWN && wide <= cuda.card.n_sm;
+        n_deep += t.deep[k];
         t.record[k] = record_of(o->type).size;
         t.features[k] = o->kind == JOB_GATED || t.deep[k] ? 32 : 64;
         if (is_float(o->type)) t.features[k] = 1;
@@ -3278,10 +3283,10 @@ static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
         if (!is_float(o->type))
             t.stage_bytes = max_int(t.stage_bytes, 64 * t.record[k] + (t.deep[k] ? 2 : 1) * ROW_AREA * tiles);
     }
-    if (!t.stage_bytes) return false;                  // floats only
+    if (!t.stage_bytes || (deep && !n_deep)) return false;             // floats only; none is
     int resident = 0;
     for (const RingChoice &c : ring_choices)
-        if (!resident && c.resident <= (tiles <= 2 ? 2 : 1) && place_ring(&t, &c, jobs->choice.n)) resident = c.resident;
+        if (!resident && c.deep == deep && c.resident <= (tiles <= 2 ? 2 : 1) && place_ring(&t, &c, jobs->choice.n)) resident = c.resident;
     if (!resident) return false;
     const int slots = cuda.card.n_sm * resident;
     if (down) {
@@ -3304,9 +3309,8 @@ static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
     return true;
 }
 
-// Deep stages are twice as large; they pay where a pipeline of three fits.
 static bool plan_tiles(const Jobs *jobs, int n_rows, Plan *p) {
-    return (plan_tiles_of(jobs, n_rows, true, p) && p->tiling.stages > 2) || plan_tiles_of(jobs, n_rows, false, p);
+    return plan_tiles_of(jobs, n_rows, true, p) || plan_tiles_of(jobs, n_rows, false, p);
 }
 
 static bool plan_gemv_floats(const Jobs *jobs, Plan *p) {
@@ -4875,7 +4879,7 @@ typedef struct {
     int      n_heads, n_kv_heads;
     Divisor  by_tiles, by_heads;       // head_tiles, heads
     bool     makes_q, makes_rows;      // rows that the kernel makes itself
-    int      fused;           // how many it has room for
+    int      new_rows_at, stages_at;   // where they lie in shared memory
     bool     early;           // what is not q or its rows may be read before take_turn()
     bool     v_norm;
     bool     staged;
@@ -4909,35 +4913,38 @@ enum { ROW_PAD = 8, SCORE_ROW = KEYS + 4, WEIGHT_ROW = KEYS + 8 };
 
 // Blocks of which an SM has to have room for the registers, without spills.
 static constexpr int attend_blocks(int hd, int nc) { return nc <= 16 || hd <= 256 ? 2 : 1; }
-// Scores. Before them angles of the rows that the block makes and the frequencies of pairs lie there, behind them the weights
-// of parts.
-ON_DEVICE static constexpr int attend_score_bytes(int hd, int nc, int fused) {
+// Scores. Before them the frequencies of pairs and the angles of the rows that the block makes lie there, after them the
+// weights of parts.
+static constexpr int attend_score_bytes(int hd, int nc, int fused) {
     return 4 * nc * SCORE_ROW * 4 > (fused + 1) * hd * 4 ? 4 * nc * SCORE_ROW * 4 : (fused + 1) * hd * 4;
 }
-static size_t attend_fixed_bytes(int hd, int n_k, int nc, int fused) {
-    return (size_t)nc * (2 * (hd + ROW_PAD) * sizeof(__half) + WEIGHT_ROW * sizeof(__half)) +
-        attend_score_bytes(hd, nc, fused) + (size_t)fused * (n_k + hd) * sizeof(__half) + 2 * hd * sizeof(float);
+ON_DEVICE static constexpr int attend_scores_at(int hd, int nc) {
+    return nc * (2 * (hd + ROW_PAD) + WEIGHT_ROW) * (int)sizeof(__half) + 2 * hd * (int)sizeof(float);
+}
+static int attend_new_rows_at(int hd, int nc, int fused) { return attend_scores_at(hd, nc) + attend_score_bytes(hd, nc, fused); }
+static int attend_stages_at(int hd, int n_k, int nc, int fused) {
+    return attend_new_rows_at(hd, nc, fused) + fused * (n_k + hd) * (int)sizeof(__half);
 }
 static size_t attend_stage_bytes(int hd, int n_k) { return (size_t)KEYS * (hd + n_k + 2 * ROW_PAD) * sizeof(__half); }
 
-// Dynamic shared memory of attend_half. What it needs for its columns lies in front, the tiles under way behind it.
+// Dynamic shared memory of attend_half. What it needs for its columns comes first, then the tiles under way.
 template <int HD, int NC> struct AttendRoom {
     __half *q_hi, *q_lo;      // (NC, HD + ROW_PAD) each
-    float  *scores;           // (4, NC, SCORE_ROW)
-    float  *angles;           // (fused, HD), over scores
-    double *inv_freq;         // (HD / 2), of the first segment, behind angles
     __half *weights;          // (NC, WEIGHT_ROW)
     float  *w_q, *w_k;        // (HD) each; tied: w_k is fold
+    float  *scores;           // (4, NC, SCORE_ROW)
+    double *inv_freq;         // (HD / 2), of the first segment, over scores
+    float  *angles;           // (fused, HD), after inv_freq
     __half *new_rows;         // (fused, n_k + HD), by rows of the batch
     __half *stages;           // (n_stages): K (KEYS, n_k + ROW_PAD), V (KEYS, HD + ROW_PAD)
 
-    __device__ AttendRoom(int n_k, int fused) {
+    __device__ AttendRoom(const AttendTask &a) {
         q_hi = (__half *)shared_bytes, q_lo = q_hi + NC * (HD + ROW_PAD);
-        scores = angles = (float *)(q_lo + NC * (HD + ROW_PAD));
-        inv_freq = (double *)(angles + fused * HD);
-        weights = (__half *)(scores + attend_score_bytes(HD, NC, fused) / 4);
+        weights = q_lo + NC * (HD + ROW_PAD);
         w_q = (float *)(weights + NC * WEIGHT_ROW), w_k = w_q + HD;
-        new_rows = (__half *)(w_k + HD), stages = new_rows + fused * (n_k + HD);
+        scores = (float *)(shared_bytes + attend_scores_at(HD, NC));
+        inv_freq = (double *)scores, angles = scores + HD;
+        new_rows = (__half *)(shared_bytes + a.new_rows_at), stages = (__half *)(shared_bytes + a.stages_at);
     }
 };
 
@@ -5377,7 +5384,7 @@ __device__ static inline void put_values(const float (&acc)[HD / 128][NC / 8][4]
 // the cache.
 //   shapes    q (n_rows, n_heads, HD), cache as in gemma4.h; tied: the tile of V serves the rest of K
 //   launch    grid (ceil(n_rows / rows), n_kv_heads * head_tiles, parts), block 256: 8 warps, dynamic shared memory
-//             attend_fixed_bytes + n_stages * attend_stage_bytes
+//             attend_stages_at + n_stages * attend_stage_bytes
 //   traffic   every key in sight once for NC columns: 2 * (n_k + HD) B, up to n_stages tiles under way in a block. Row
 //             tiles are neighbours in the grid and share them in L2. Writes and reads 4 * HD B for each column and part
 //             with a key in sight
@@ -5395,7 +5402,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS,
                                   attend_blocks(HD, NC)) attend_half_kernel(const __grid_constant__ AttendTask a) {
     constexpr int ROW = HD + ROW_PAD, M = HD / 128, N = NC / 8;        // tiles of 16 dims of a warp, and of 8 columns
     __shared__ Columns<NC> columns;
-    const AttendRoom<HD, NC> room(a.n_k, a.fused);
+    const AttendRoom<HD, NC> room(a);
     const AttendBlock block = attend_block(a);
     const Sight *rows = columns.sights + block.r0 - block.known;
     const int warp = threadIdx.x / 32, k_row = a.n_k + ROW_PAD, stage_halves = KEYS * (k_row + ROW);
@@ -7288,7 +7295,7 @@ static size_t attend_room_bytes(const Cache *c, int n_stages) {
     return is_coded(c) ? coded_room_bytes(c, n_stages) : n_stages * attend_stage_bytes(c->head_dim, c->k.dim);
 }
 static size_t attend_shared(const Cache *c, int nc, int fused, int n_stages) {
-    return (is_coded(c) ? coded_fixed_bytes(c->head_dim) : attend_fixed_bytes(c->head_dim, c->k.dim, nc, fused)) +
+    return (is_coded(c) ? coded_fixed_bytes(c->head_dim) : (size_t)attend_stages_at(c->head_dim, c->k.dim, nc, fused)) +
         attend_room_bytes(c, n_stages);
 }
 
@@ -7367,7 +7374,9 @@ static AttendTask attend_task(const Attend *o, const Batch *b, const Split *spli
     t.rows = max_int(1, min_int(nc / heads, alone)), t.heads = heads, t.head_tiles = div_up(group, heads);
     t.group = group, t.n_heads = o->n_heads, t.n_kv_heads = c->n_kv_heads;
     t.by_tiles = divisor(t.head_tiles), t.by_heads = divisor(heads);
-    t.makes_q = makes && store->q, t.makes_rows = makes && store->k, t.fused = shape.fused;
+    t.makes_q = makes && store->q, t.makes_rows = makes && store->k;
+    t.new_rows_at = attend_new_rows_at(c->head_dim, nc, shape.fused);
+    t.stages_at = attend_stages_at(c->head_dim, c->k.dim, nc, shape.fused);
     t.early = makes && may_read_early(WRITES_ROWS | WRITES_CACHE);
     t.staged = o->stage != NULL;
     t.q = o->q;
