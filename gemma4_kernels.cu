@@ -2376,7 +2376,6 @@ typedef struct {              // a launch
     float *results;           // JOB_DOWN: (n_pairs, rows)
     int   *arrived;           // JOB_DOWN: (tiles) 0 between launches
     int    stages, stage_bytes;                // of the ring
-    bool   sums_in_stage;     // sums go through the last stage of their piece, once all have used it
     int    sums_at, lists_at, ring_at;         // what follows it in shared memory
 } Tiling;
 
@@ -2853,13 +2852,12 @@ __device__ static inline void multiply_group(float (&acc)[4][NT][4], const char 
     }
 }
 
-// All stages of a piece. place: where in the ring the next one lies; parity: of the round.
-template <DType T, int NT, bool DEEP>
+// All stages of a piece. place: where in the ring the next one lies; parity: of the round. KEEP: the last one stays, for sums
+template <DType T, int NT, bool DEEP, bool KEEP>
 __device__ static inline void multiply_stages(const Tiling &t, int *place, unsigned *parity, float (&acc)[4][NT][4],
                                               const Job &o, const Piece &p) {
     Ring *ring = ring_of(t);
     const int n_groups = (int)((unsigned)o.cols / 32);
-    const int kept = t.sums_in_stage ? (n_groups - 1) / 8 & (DEEP ? ~1 : ~0) : -1;     // the last stage, for the sums
     const unsigned row = piece_row(o, p, 0), up = DEEP ? row : piece_row(o, p, 1);
     const int thread = NT <= 2 ? afresh(threadIdx.x) : threadIdx.x, slice = thread / 32, lane = thread % 32;
 #pragma unroll 1
@@ -2870,7 +2868,8 @@ __device__ static inline void multiply_stages(const Tiling &t, int *place, unsig
             multiply_group<T, NT,
                 DEEP>(acc, records, records + 64 * record_of(T).size, row, up, n_groups, stage, p.n, slice, lane);
         __syncwarp();
-        if (stage != kept && lane < ARRIVING_LANES) mbarrier_arrive(&ring->used[*place]);
+        const bool kept = KEEP && 8 * (stage + (DEEP ? 2 : 1)) >= n_groups;
+        if (!kept && lane < ARRIVING_LANES) mbarrier_arrive(&ring->used[*place]);
         if (++*place == t.stages) *place = 0, *parity ^= 1;
     }
 }
@@ -2952,6 +2951,7 @@ __device__ static inline void join_experts(const Tiling &t, const Job &o, int fi
 //   shapes    w (rows, cols) per expert, y (n_rows, cols) int8 with scales, out (n_rows, rows); 8 NT rows at a time
 //   launch    grid: what is resident, or fewer where each block then has as many pieces; block 256 + 64; shared memory:
 //             the ring, sums, lists of experts
+//   IN_STAGE  sums go through the last stage of a piece, once all have used it
 //   traffic   a weight once (of experts: those in the union of the rows' choices), the rows once per piece from the L2
 //             cache; JOB_DOWN: 8 bytes per feature and pair on top, in the L2 cache
 //   numerics  integer products per group, exact; f32 sums in the order given above. No bit depends on the number of
@@ -2959,7 +2959,7 @@ __device__ static inline void join_experts(const Tiling &t, const Job &o, int fi
 //   time      a stage of 64 features costs each of the 8 warps about 170 instructions at 8 rows of Q4_K, 240 of Q6_K,
 //             240 and 340 at 16 rows, and a copying warp 175 or 290
 //   see       product_kernel; cpu_matmul, cpu_gate_up, cpu_expert_gate_up, cpu_expert_down, cpu_ple_inject, cpu_head
-template <int NT> __global__ void __launch_bounds__(TILE_BLOCK, NT <= 2 ? 2 : 1)
+template <int NT, bool IN_STAGE> __global__ void __launch_bounds__(TILE_BLOCK, NT <= 2 ? 2 : 1)
 tile_kernel(const __grid_constant__ Tiling t) {
     constexpr int room = 8 * NT;
     touch_parameter(&t, sizeof t);
@@ -2967,7 +2967,7 @@ tile_kernel(const __grid_constant__ Tiling t) {
         mbarrier_init(&ring_of(t)->there[threadIdx.x], 32);
         mbarrier_init(&ring_of(t)->used[threadIdx.x], TILE_WARPS * ARRIVING_LANES);
     }
-    char *room_of_lists = shared_bytes + (t.sums_in_stage ? 0 : t.sums_at);
+    char *room_of_lists = shared_bytes + (IN_STAGE ? 0 : t.sums_at);
     const int n_counts = t.n_pairs ? TILE_EXPERTS * sets_of_pairs(t.n_pairs) / 2 : 0;
     for (int i = threadIdx.x; i < n_counts; i += TILE_BLOCK) ((unsigned *)room_of_lists)[i] = 0;       // of list_pairs
     __syncthreads();
@@ -3007,8 +3007,8 @@ tile_kernel(const __grid_constant__ Tiling t) {
 #define CASE(T, ...) case T: multiply_floats<T>(o, p); break;
         FLOAT_TYPES(CASE)
 #undef CASE
-#define CASE(T, ...) case T: deep ? multiply_stages<T, NT, true>(t, &place, &parity, acc, o, p) \
-                             : multiply_stages<T, NT, false>(t, &place, &parity, acc, o, p); break;
+#define CASE(T, ...) case T: deep ? multiply_stages<T, NT, true, IN_STAGE>(t, &place, &parity, acc, o, p) \
+                             : multiply_stages<T, NT, false, IN_STAGE>(t, &place, &parity, acc, o, p); break;
         QUANTISED_TYPES(CASE)
 #undef CASE
         default: break;
@@ -3019,46 +3019,43 @@ tile_kernel(const __grid_constant__ Tiling t) {
         const bool listed = p.job == t.expert_job;
         // 8 rows at a time: a warp takes one, a lane features l and l + 32. A stage has room for 4 rows, one part of them
         const int last = (place ? place : t.stages) - 1;
-        auto finish = [&](float *sums, auto in_stage) {
-            constexpr bool IN_STAGE = decltype(in_stage)::value;
-            for (int i = 0; 8 * i < p.n; i++)
+        float *sums = (float *)(shared_bytes + (IN_STAGE ? last * t.stage_bytes : t.sums_at));
+        for (int i = 0; !floats && 8 * i < p.n; i++) {
+            const int n = 8 * i + warp;
 #pragma unroll 1
-                for (int part = 0; part <= IN_STAGE; part++) {
-                    sync_first<TILE_THREADS>();        // the sums before have been read, and the stage
-                    float *own = sums + (lane % 4 * 2 - 4 * part) * SUMS_PITCH + warp * SLICE_PITCH + lane / 4;
-                    if (!IN_STAGE || lane % 4 / 2 == part)
+            for (int part = 0; part <= IN_STAGE; part++) {
+                sync_first<TILE_THREADS>();            // the sums before have been read, and the stage
+                float *own = sums + (lane % 4 * 2 - 4 * part) * SUMS_PITCH + warp * SLICE_PITCH + lane / 4;
+                if (!IN_STAGE || lane % 4 / 2 == part)
 #pragma unroll
-                        for (int at = 0; at < NT; at++)
-                            for (int m = 0; at == i && m < (deep ? 2 : 4); m++)
-                                for (int j = 0; j < 4; j++) own[j % 2 * SUMS_PITCH + 16 * m + 8 * (j / 2)] = acc[m][at][j];
-                    sync_first<TILE_THREADS>();
-                    const int n = 8 * i + warp;
-                    if (n >= p.n || (IN_STAGE && warp / 4 != part)) continue;
-                    const size_t r = listed ? list_of(t, LIST_PAIR)[p.from + n] : p.from + n;
-                    float v[2] = { };
-                    for (int h = 0; h <= !deep; h++) {
-                        const float *factor = h && gated ? o.up_factor : o.factor;
-                        v[h] = join_slices(sums, warp - 4 * part, 32 * h + lane);
-                        if (factor && o.kind != JOB_STORE) v[h] = factor[p.expert] * v[h];
-                    }
+                    for (int at = 0; at < NT; at++)
+                        for (int m = 0; at == i && m < (deep ? 2 : 4); m++)
+                            for (int j = 0; j < 4; j++) own[j % 2 * SUMS_PITCH + 16 * m + 8 * (j / 2)] = acc[m][at][j];
+                sync_first<TILE_THREADS>();
+                if (n >= p.n || (IN_STAGE && warp / 4 != part)) continue;
+                const size_t r = listed ? list_of(t, LIST_PAIR)[p.from + n] : p.from + n;
+                float v[2] = { };
+                for (int h = 0; h <= !deep; h++) {
+                    const float *factor = h && gated ? o.up_factor : o.factor;
+                    v[h] = join_slices(sums, warp - 4 * part, 32 * h + lane);
+                    if (factor && o.kind != JOB_STORE) v[h] = factor[p.expert] * v[h];
+                }
 #pragma unroll 1
-                    for (int h = 0; h <= (!deep && !gated); h++) {
-                        const int first = p.first + 32 * h, feature = first + lane;
-                        const float own = h ? v[1] : v[0];
-                        if (first >= o.rows) break;
-                        if (gated || o.kind == JOB_INJECT) {
-                            const float u = !gated && feature < o.rows ? o.u[r * o.u_stride + feature] : 0;
-                            store_activated(o, r, first, own, gated ? v[1] : u);
-                        } else if (feature < o.rows) {
-                            if (down) t.results[r * o.rows + feature] = own;
-                            else store_product(o, r, feature, own);
-                        }
+                for (int h = 0; h <= (!deep && !gated); h++) {
+                    const int first = p.first + 32 * h, feature = first + lane;
+                    const float own = h ? v[1] : v[0];
+                    if (first >= o.rows) break;
+                    if (gated || o.kind == JOB_INJECT) {
+                        const float u = !gated && feature < o.rows ? o.u[r * o.u_stride + feature] : 0;
+                        store_activated(o, r, first, own, gated ? v[1] : u);
+                    } else if (feature < o.rows) {
+                        if (down) t.results[r * o.rows + feature] = own;
+                        else store_product(o, r, feature, own);
                     }
                 }
-        };
-        if (!floats && !t.sums_in_stage) finish((float *)(shared_bytes + t.sums_at), std::false_type());
-        if (!floats && t.sums_in_stage) {
-            finish((float *)(shared_bytes + last * t.stage_bytes), std::true_type());
+            }
+        }
+        if (IN_STAGE && !floats) {
             __syncwarp();                              // the sums have been read
             if (lane < ARRIVING_LANES) mbarrier_arrive(&ring_of(t)->used[last]);
         }
@@ -3171,7 +3168,10 @@ static void (*const product_kernels[])(Jobs) = { product_kernel<1>, product_kern
 static void (*const gemv_kernels[])(Gemv) = { gemv_kernel<false>, gemv_kernel<true> };
 static void (*const gemv_floats_kernels[])(GemvFloats) = { gemv_floats_kernel<T_F32>, gemv_floats_kernel<T_F16>,
                                                            gemv_floats_kernel<T_BF16> };
-static void (*const tile_kernels[])(Tiling) = { tile_kernel<1>, tile_kernel<2>, tile_kernel<4>, tile_kernel<8> };
+enum { TILE_SIZES = 4 };      // of rows; then those whose sums go through the last stage of their piece, once all have used it
+static void (*const tile_kernels[])(Tiling) = {
+    tile_kernel<1, false>, tile_kernel<2, false>, tile_kernel<4, false>, tile_kernel<8, false>,
+    tile_kernel<1, true>, tile_kernel<2, true> };
 
 static void allow_products(void) {
     for (auto k : product_kernels) allow_shared(k);
@@ -3207,8 +3207,9 @@ static const char *plan_text(const Plan *p) {
 static void tell_products(const Plan *p) {
     const dim3 grid(p->blocks, p->chunks);
     if (p->kernel == BY_TILES)
-        tell_plan("tile", grid, p->threads, p->shared, p->resident, "%d rows, %d stages of %d bytes%s", 8 << p->variant,
-                  p->tiling.stages, p->tiling.stage_bytes, p->tiling.sums_in_stage ? ", sums in one" : "");
+        tell_plan("tile", grid, p->threads, p->shared, p->resident, "%d rows, %d stages of %d bytes%s",
+                  8 << p->variant % TILE_SIZES, p->tiling.stages, p->tiling.stage_bytes,
+                  p->variant < TILE_SIZES ? "" : ", sums in one");
     else tell_plan(product_names[p->kernel], grid, p->threads, p->shared, p->resident, "%d rows",
                    p->kernel == BY_ROWS && p->variant ? FEW_ROWS : 1);
 }
@@ -3228,8 +3229,7 @@ static int down_runs(int same, int slots) {
 // fewer than three stages. Deep stages are twice as large, and pay where three fit.
 typedef struct { int resident, stages; bool in_stage, deep; } RingChoice;
 static const RingChoice ring_choices[] = { { 2, 3, false, true },  { 2, 3, true, true },  { 1, 3, false, true },
-                                           { 2, 3, false, false }, { 2, 2, true, false }, { 1, 3, false, false },
-                                           { 1, 2, true, false } };
+                                           { 2, 3, false, false }, { 2, 2, true, false }, { 1, 2, false, false } };
 
 // Where things lie in shared memory; false: there is no room for as many stages, for sums, or for what makes the lists.
 static bool place_ring(Tiling *t, const RingChoice *c, int n_choice) {
@@ -3238,12 +3238,18 @@ static bool place_ring(Tiling *t, const RingChoice *c, int n_choice) {
     const int of_sm = cuda.card.sm_shared / c->resident - BLOCK_SYSTEM - TILE_STATIC;
     const int most = min_int(of_sm, cuda.card.block_shared - STATIC_SHARED);
     t->stages = min_int(TILE_STAGES, (most - sums - lists - (int)sizeof(Ring)) / t->stage_bytes);
-    t->sums_in_stage = c->in_stage;
     t->sums_at = t->stages * t->stage_bytes;
     t->lists_at = t->sums_at + sums;
     t->ring_at = t->lists_at + lists;
     return t->stages >= c->stages && of_choice <= sums && (!c->in_stage || t->stage_bytes >= SUMS_BYTES / 2) &&
            list_room(t->n_pairs) <= (c->in_stage ? t->sums_at : sums);
+}
+
+// With up to `most` blocks of an SM; NULL: there is none that fits.
+static const RingChoice *choose_ring(Tiling *t, int most, bool deep, int n_choice) {
+    for (const RingChoice &c : ring_choices)
+        if (c.deep == deep && c.resident <= most && place_ring(t, &c, n_choice)) return &c;
+    return NULL;
 }
 
 // deep: stages hold two octets of 32 features where that reaches more SMs
@@ -3284,11 +3290,10 @@ static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
             t.stage_bytes = max_int(t.stage_bytes, 64 * t.record[k] + (t.deep[k] ? 2 : 1) * ROW_AREA * tiles);
     }
     if (!t.stage_bytes || (deep && !n_deep)) return false;             // floats only; none is
-    int resident = 0;
-    for (const RingChoice &c : ring_choices)
-        if (!resident && c.deep == deep && c.resident <= (tiles <= 2 ? 2 : 1) && place_ring(&t, &c, jobs->choice.n)) resident = c.resident;
-    if (!resident) return false;
-    const int slots = cuda.card.n_sm * resident;
+    const RingChoice *ring = choose_ring(&t, tiles <= 2 ? 2 : 1, deep, jobs->choice.n);
+    if (!ring) return false;
+    if (ring->in_stage) p->variant += TILE_SIZES;
+    const int slots = cuda.card.n_sm * ring->resident;
     if (down) {
         const int same = div_up(down->rows, 64);
         if (same > MAX_ARRIVED || (size_t)t.n_pairs * down->rows * sizeof(float) > PARTIAL_BYTES) return false;
@@ -3304,7 +3309,7 @@ static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
     p->blocks = min_int(pieces, slots);
     if (!t.n_pairs && rounds > 2 && rounds <= FEW_ROUNDS) p->blocks = div_up(pieces, rounds);
     p->threads = TILE_BLOCK;
-    p->resident = resident;
+    p->resident = ring->resident;
     p->shared = (size_t)t.ring_at + sizeof(Ring);
     return true;
 }
@@ -4921,7 +4926,9 @@ static constexpr int attend_score_bytes(int hd, int nc, int fused) {
 ON_DEVICE static constexpr int attend_scores_at(int hd, int nc) {
     return nc * (2 * (hd + ROW_PAD) + WEIGHT_ROW) * (int)sizeof(__half) + 2 * hd * (int)sizeof(float);
 }
-static int attend_new_rows_at(int hd, int nc, int fused) { return attend_scores_at(hd, nc) + attend_score_bytes(hd, nc, fused); }
+static int attend_new_rows_at(int hd, int nc, int fused) {
+    return attend_scores_at(hd, nc) + attend_score_bytes(hd, nc, fused);
+}
 static int attend_stages_at(int hd, int n_k, int nc, int fused) {
     return attend_new_rows_at(hd, nc, fused) + fused * (n_k + hd) * (int)sizeof(__half);
 }
