@@ -1,9 +1,9 @@
 #!/bin/sh
 # The kernels of gemma4_kernels.cu without a GPU: compiled by g++ and carried out by tests/cuda_on_cpu, whose cuda_runtime.h says
-# what that proves and what it does not. First the emulator itself, with planted faults; then each operation, the sampler, whole
-# models against the CPU backend, the layout of weights, text with guesses and drafts: as far as one minute and a half of one core
-# go. LONG=1: all cases of operations, every talk whose steps run ahead of the host, several sessions in one draft. On a machine with a
-# GPU the same programs run on it, whole.
+# what that proves and what it does not. First the emulator itself, with planted faults; what is planned on each card; then each
+# operation and whole models against the CPU backend, as an H100 and as an RTX 3090; the sampler, the layout of weights, text with
+# guesses and drafts. LONG=1: all cases of operations, all cards of parts/cards.h, every talk whose steps run ahead of the host,
+# several sessions in one draft. On a machine with a GPU the same programs run on it, whole.
 # Environment: BUILD (build), STRICT=1 (a skip fails), LONG=1.
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
