@@ -2339,8 +2339,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats_kernel(const __gri
 enum { TILE_WARPS = 8, TILE_THREADS = 32 * TILE_WARPS, COPY_WARPS = 2, TILE_BLOCK = TILE_THREADS + 32 * COPY_WARPS,
        TILE_STAGES = 4, TILE_EXPERTS = TILE_THREADS, INPUT_PITCH = 8 * 32 + 16,
        ROW_AREA = 8 * (INPUT_PITCH + 8 * (int)sizeof(float)),
-       SLICE_PITCH = 68, SUMS_PITCH = TILE_WARPS * SLICE_PITCH + 4,     // sums of 64 features; of a row, from other banks
-       SUMS_BYTES = 8 * SUMS_PITCH * 4,        // of 8 rows
+       SUMS_PITCH = 68, SUMS_BYTES = TILE_WARPS * 8 * SUMS_PITCH * 4,
        TILE_STATIC = 512,     // shared memory of tile_kernel that is not dynamic, at most
        FEW_ROUNDS = 8 };      // pieces of a block
 
@@ -2852,7 +2851,8 @@ __device__ static inline void multiply_group(float (&acc)[4][NT][4], const char 
     }
 }
 
-// All stages of a piece. place: where in the ring the next one lies; parity: of the round. KEEP: the last one stays, for sums
+// All stages of a piece. place: where in the ring the next one lies; parity: of the round. KEEP: the last two
+// stay, for sums
 template <DType T, int NT, bool DEEP, bool KEEP>
 __device__ static inline void multiply_stages(const Tiling &t, int *place, unsigned *parity, float (&acc)[4][NT][4],
                                               const Job &o, const Piece &p) {
@@ -2868,17 +2868,17 @@ __device__ static inline void multiply_stages(const Tiling &t, int *place, unsig
             multiply_group<T, NT,
                 DEEP>(acc, records, records + 64 * record_of(T).size, row, up, n_groups, stage, p.n, slice, lane);
         __syncwarp();
-        const bool kept = KEEP && 8 * (stage + (DEEP ? 2 : 1)) >= n_groups;
+        const bool kept = KEEP && 8 * (stage + (DEEP ? 4 : 2)) >= n_groups;
         if (!kept && lane < ARRIVING_LANES) mbarrier_arrive(&ring->used[*place]);
         if (++*place == t.stages) *place = 0, *parity ^= 1;
     }
 }
 
-// One feature times one row, from its eight slices.
-__device__ static inline float join_slices(const float *sums, int row, int feature) {
+// One feature times one row, from its eight slices.   sums (TILE_WARPS, ROWS, SUMS_PITCH)
+template <int ROWS> __device__ static inline float join_slices(const float *sums, int row, int feature) {
     const float *p = sums + row * SUMS_PITCH + feature;
     float v[8];
-    for (int w = 0; w < 8; w++) v[w] = p[w * SLICE_PITCH];
+    for (int w = 0; w < 8; w++) v[w] = p[w * ROWS * SUMS_PITCH];
     return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
@@ -2951,7 +2951,7 @@ __device__ static inline void join_experts(const Tiling &t, const Job &o, int fi
 //   shapes    w (rows, cols) per expert, y (n_rows, cols) int8 with scales, out (n_rows, rows); 8 NT rows at a time
 //   launch    grid: what is resident, or fewer where each block then has as many pieces; block 256 + 64; shared memory:
 //             the ring, sums, lists of experts
-//   IN_STAGE  sums go through the last stage of a piece, once all have used it
+//   IN_STAGE  sums go through the last two stages of a piece, once all have used them
 //   traffic   a weight once (of experts: those in the union of the rows' choices), the rows once per piece from the L2
 //             cache; JOB_DOWN: 8 bytes per feature and pair on top, in the L2 cache
 //   numerics  integer products per group, exact; f32 sums in the order given above. No bit depends on the number of
@@ -3017,47 +3017,47 @@ tile_kernel(const __grid_constant__ Tiling t) {
         if (aside) __syncwarp();
         if (aside) walk = walks[warp], p = pieces[warp];
         const bool listed = p.job == t.expert_job;
-        // 8 rows at a time: a warp takes one, a lane features l and l + 32. A stage has room for 4 rows, one part of them
-        const int last = (place ? place : t.stages) - 1;
-        float *sums = (float *)(shared_bytes + (IN_STAGE ? last * t.stage_bytes : t.sums_at));
+        // 8 rows at a time: a warp takes one, a lane features l and l + 32. A stage has room for the sums of four
+        const int last = (place ? place : t.stages) - 1, before = (last ? last : t.stages) - 1;
+        constexpr int ROWS = IN_STAGE ? 4 : 8;
+        auto sums_of = [&](int row) {
+            return (float *)(shared_bytes + (!IN_STAGE ? t.sums_at : (row < 4 ? before : last) * t.stage_bytes)) +
+                   row % ROWS * SUMS_PITCH;
+        };
         for (int i = 0; !floats && 8 * i < p.n; i++) {
-            const int n = 8 * i + warp;
-#pragma unroll 1
-            for (int part = 0; part <= IN_STAGE; part++) {
-                sync_first<TILE_THREADS>();            // the sums before have been read, and the stage
-                float *own = sums + (lane % 4 * 2 - 4 * part) * SUMS_PITCH + warp * SLICE_PITCH + lane / 4;
-                if (!IN_STAGE || lane % 4 / 2 == part)
+            sync_first<TILE_THREADS>();                // the sums of the last 8 rows have been read, and the stages
+            float *own = sums_of(lane % 4 * 2) + warp * ROWS * SUMS_PITCH + lane / 4;
 #pragma unroll
-                    for (int at = 0; at < NT; at++)
-                        for (int m = 0; at == i && m < (deep ? 2 : 4); m++)
-                            for (int j = 0; j < 4; j++) own[j % 2 * SUMS_PITCH + 16 * m + 8 * (j / 2)] = acc[m][at][j];
-                sync_first<TILE_THREADS>();
-                if (n >= p.n || (IN_STAGE && warp / 4 != part)) continue;
-                const size_t r = listed ? list_of(t, LIST_PAIR)[p.from + n] : p.from + n;
-                float v[2] = { };
-                for (int h = 0; h <= !deep; h++) {
-                    const float *factor = h && gated ? o.up_factor : o.factor;
-                    v[h] = join_slices(sums, warp - 4 * part, 32 * h + lane);
-                    if (factor && o.kind != JOB_STORE) v[h] = factor[p.expert] * v[h];
-                }
+            for (int at = 0; at < NT; at++)
+                for (int m = 0; at == i && m < (deep ? 2 : 4); m++)
+                    for (int j = 0; j < 4; j++) own[j % 2 * SUMS_PITCH + 16 * m + 8 * (j / 2)] = acc[m][at][j];
+            sync_first<TILE_THREADS>();
+            const int n = 8 * i + warp;
+            if (n >= p.n) continue;
+            const size_t r = listed ? list_of(t, LIST_PAIR)[p.from + n] : p.from + n;
+            float v[2] = { };
+            for (int h = 0; h <= !deep; h++) {
+                const float *factor = h && gated ? o.up_factor : o.factor;
+                v[h] = join_slices<ROWS>(sums_of(warp), 0, 32 * h + lane);
+                if (factor && o.kind != JOB_STORE) v[h] = factor[p.expert] * v[h];
+            }
 #pragma unroll 1
-                for (int h = 0; h <= (!deep && !gated); h++) {
-                    const int first = p.first + 32 * h, feature = first + lane;
-                    const float own = h ? v[1] : v[0];
-                    if (first >= o.rows) break;
-                    if (gated || o.kind == JOB_INJECT) {
-                        const float u = !gated && feature < o.rows ? o.u[r * o.u_stride + feature] : 0;
-                        store_activated(o, r, first, own, gated ? v[1] : u);
-                    } else if (feature < o.rows) {
-                        if (down) t.results[r * o.rows + feature] = own;
-                        else store_product(o, r, feature, own);
-                    }
+            for (int h = 0; h <= (!deep && !gated); h++) {
+                const int first = p.first + 32 * h, feature = first + lane;
+                const float own = h ? v[1] : v[0];
+                if (first >= o.rows) break;
+                if (gated || o.kind == JOB_INJECT) {
+                    const float u = !gated && feature < o.rows ? o.u[r * o.u_stride + feature] : 0;
+                    store_activated(o, r, first, own, gated ? v[1] : u);
+                } else if (feature < o.rows) {
+                    if (down) t.results[r * o.rows + feature] = own;
+                    else store_product(o, r, feature, own);
                 }
             }
         }
         if (IN_STAGE && !floats) {
             __syncwarp();                              // the sums have been read
-            if (lane < ARRIVING_LANES) mbarrier_arrive(&ring_of(t)->used[last]);
+            if (lane < ARRIVING_LANES) mbarrier_arrive(&ring_of(t)->used[before]), mbarrier_arrive(&ring_of(t)->used[last]);
         }
         if (t.jobs.choice.n && p.job == t.jobs.choice.job && last_of(t.jobs.choice.done, t.tiles[p.job]))
             for (int r = warp; r < p.n; r += TILE_WARPS)
@@ -3168,7 +3168,7 @@ static void (*const product_kernels[])(Jobs) = { product_kernel<1>, product_kern
 static void (*const gemv_kernels[])(Gemv) = { gemv_kernel<false>, gemv_kernel<true> };
 static void (*const gemv_floats_kernels[])(GemvFloats) = { gemv_floats_kernel<T_F32>, gemv_floats_kernel<T_F16>,
                                                            gemv_floats_kernel<T_BF16> };
-enum { TILE_SIZES = 4 };      // of rows; then those whose sums go through the last stage of their piece, once all have used it
+enum { TILE_SIZES = 4 };      // of rows; then those of IN_STAGE
 static void (*const tile_kernels[])(Tiling) = {
     tile_kernel<1, false>, tile_kernel<2, false>, tile_kernel<4, false>, tile_kernel<8, false>,
     tile_kernel<1, true>, tile_kernel<2, true> };
@@ -3209,7 +3209,7 @@ static void tell_products(const Plan *p) {
     if (p->kernel == BY_TILES)
         tell_plan("tile", grid, p->threads, p->shared, p->resident, "%d rows, %d stages of %d bytes%s",
                   8 << p->variant % TILE_SIZES, p->tiling.stages, p->tiling.stage_bytes,
-                  p->variant < TILE_SIZES ? "" : ", sums in one");
+                  p->variant < TILE_SIZES ? "" : ", sums in two");
     else tell_plan(product_names[p->kernel], grid, p->threads, p->shared, p->resident, "%d rows",
                    p->kernel == BY_ROWS && p->variant ? FEW_ROWS : 1);
 }
@@ -3225,11 +3225,10 @@ static int down_runs(int same, int slots) {
     return best;
 }
 
-// Two blocks of an SM, where registers leave room for them: while one waits the other works. And rather sums in a stage than
-// fewer than three stages. Deep stages are twice as large, and pay where three fit.
-typedef struct { int resident, stages; bool in_stage, deep; } RingChoice;
-static const RingChoice ring_choices[] = { { 2, 3, false, true },  { 2, 3, true, true },  { 1, 3, false, true },
-                                           { 2, 3, false, false }, { 2, 2, true, false }, { 1, 2, false, false } };
+// Two blocks of an SM, where registers leave room for them: while one waits the other works. And rather sums in stages than
+// fewer than three stages.
+typedef struct { int resident, stages; bool in_stage; } RingChoice;
+static const RingChoice ring_choices[] = { { 2, 3, false }, { 2, 3, true }, { 1, 3, false }, { 1, 2, false } };
 
 // Where things lie in shared memory; false: there is no room for as many stages, for sums, or for what makes the lists.
 static bool place_ring(Tiling *t, const RingChoice *c, int n_choice) {
@@ -3245,10 +3244,13 @@ static bool place_ring(Tiling *t, const RingChoice *c, int n_choice) {
            list_room(t->n_pairs) <= (c->in_stage ? t->sums_at : sums);
 }
 
-// With up to `most` blocks of an SM; NULL: there is none that fits.
-static const RingChoice *choose_ring(Tiling *t, int most, bool deep, int n_choice) {
-    for (const RingChoice &c : ring_choices)
-        if (c.deep == deep && c.resident <= most && place_ring(t, &c, n_choice)) return &c;
+// With up to `most` blocks of an SM; NULL: there is none that fits. deep: only with three stages, since they are twice as
+// large. short_pieces: some are of one stage
+static const RingChoice *choose_ring(Tiling *t, int most, bool deep, bool short_pieces, int n_choice) {
+    for (const RingChoice &c : ring_choices) {
+        const bool fits = c.resident <= most && !(deep && c.stages < 3) && !(c.in_stage && short_pieces);
+        if (fits && place_ring(t, &c, n_choice)) return &c;
+    }
     return NULL;
 }
 
@@ -3257,6 +3259,7 @@ static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
     Tiling &t = p->tiling;
     int rows = 1, of_expert = 0, wide = 0, pieces = 0, n_deep = 0;
     const Job *down = NULL;
+    bool short_pieces = false;
     t = { };
     t.expert_job = -1;
     for (int k = 0; k < jobs->n; k++) {
@@ -3286,11 +3289,12 @@ static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
         if (is_float(o->type)) t.features[k] = 1;
         t.tiles[k] = div_up(o->rows, t.features[k]);
         pieces += t.tiles[k] * (o->ids && o->kind == JOB_GATED ? t.n_pairs : t.chunks);
+        if (!is_float(o->type)) short_pieces |= o->cols <= (t.deep[k] ? 512 : 256);
         if (!is_float(o->type))
             t.stage_bytes = max_int(t.stage_bytes, 64 * t.record[k] + (t.deep[k] ? 2 : 1) * ROW_AREA * tiles);
     }
     if (!t.stage_bytes || (deep && !n_deep)) return false;             // floats only; none is
-    const RingChoice *ring = choose_ring(&t, tiles <= 2 ? 2 : 1, deep, jobs->choice.n);
+    const RingChoice *ring = choose_ring(&t, tiles <= 2 ? 2 : 1, deep, short_pieces, jobs->choice.n);
     if (!ring) return false;
     if (ring->in_stage) p->variant += TILE_SIZES;
     const int slots = cuda.card.n_sm * ring->resident;
