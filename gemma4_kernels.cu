@@ -1514,7 +1514,9 @@ enum { MAX_JOBS = 6, MAX_INPUTS = 2, PRODUCT_WARPS = ROW_THREADS / 32, UNIT = 4,
        TILE = 32, TILE_UNITS = TILE / UNIT, DOWN_TILE = 2 * UNIT,
        MANY_ROWS = 3,         // from here on inputs are prepared in global memory
        FEW_ROWS = 3,        // rows that a block works on at once
-       AHEAD_OCTETS = 24,     // of a row come into L2 before its launch begins to multiply, at most: octets_ahead()
+       // Of a row so many octets come into L2 before its launch begins to multiply: 9 KB of Q4_K for a block and an octet.
+       // Cards whose launches begin early have 390 KB of L2 or more for an SM.
+       AHEAD_OCTETS = 24,
        AHEAD_BYTES = 32 << 20,                 // of later tiles only where a launch reads no more, nor 2/3 of L2
        OCTET_BYTES = 384 };      // bytes of 8 groups of an int8 row in shared memory
 
@@ -2118,7 +2120,6 @@ typedef struct {
     int    n, n_groups, n_octets;               // jobs; of a row
     int    units;             // of a block; JOB_INJECT: 8, a group of the result
     int    shares, share;     // of a unit; octets of one
-    int    ahead;             // octets of a share that come into L2 early
     Input  input;
     RowInputs made;           // MADE
     int    terms_at, sums_at; // offsets in shared memory
@@ -2140,7 +2141,7 @@ __device__ static inline GemvShare gemv_share(const Gemv &o, int nth, int share)
 __device__ static inline void fetch_share(const Gemv &o, const GemvShare &s, int from) {
     const GemvJob &job = o.job[s.job];
     const int plane = threadIdx.x / 4 % 4, feature = UNIT * s.unit + threadIdx.x % 4;
-    const int begin = s.first + from, end = s.first + min(s.n, o.ahead);
+    const int begin = s.first + from, end = s.first + min(s.n, AHEAD_OCTETS);
     const unsigned octet = job.octet_bytes[plane], row_bytes = job.row_bytes[plane];
     if (threadIdx.x % 32 >= 16 || begin >= end || feature >= job.to.rows || !octet) return;
     const size_t at = (size_t)(&job.w.lo)[plane] + (size_t)feature * row_bytes + begin * octet;
@@ -3114,9 +3115,6 @@ static Prepared prepare_one(Jobs *jobs, const In *in, int n_rows, int cols, bool
     return out[0];
 }
 
-// An octet of the rows that a block begins with is 9 KB of Q4_K; all blocks together may take most of L2.
-static int octets_ahead(void) { return min_int(AHEAD_OCTETS, (int)(cuda.card.l2 / cuda.card.n_sm / (16 << 10))); }
-
 // A job whose `in` has no pointers reads input number `source` of those that blocks make (jobs->made).
 static void add_job(Jobs *jobs, Job o) {
     if (jobs->n == MAX_JOBS) cuda_die("product: more than %d jobs", MAX_JOBS);
@@ -3132,7 +3130,7 @@ static void add_job(Jobs *jobs, Job o) {
         const DType t = k ? o.up_type : o.type;
         const Format f = format_of(t);
         const Planes &w = k ? o.up : o.w;
-        const int octets = div_up(o.cols, 256), ahead = is_float(t) ? octets : min_int(octets_ahead(), octets);
+        const int octets = div_up(o.cols, 256), ahead = is_float(t) ? octets : min_int(AHEAD_OCTETS, octets);
         for (int i = 0; i < 4; i++) {
             o.row_bytes[k][i] = (int)plane_bytes(f, i, o.cols);
             o.ahead[k][i] = o.ids ? 0 : (int)((size_t)o.row_bytes[k][i] * ahead / octets);
@@ -3257,9 +3255,8 @@ static const RingChoice *choose_ring(Tiling *t, int most, bool deep, bool short_
 // deep: stages hold two octets of 32 features where that reaches more SMs
 static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
     Tiling &t = p->tiling;
-    int rows = 1, of_expert = 0, wide = 0, pieces = 0, n_deep = 0;
+    int rows = 1, of_expert = 0, wide = 0, pieces = 0, n_deep = 0, short_pieces = 0;
     const Job *down = NULL;
-    bool short_pieces = false;
     t = { };
     t.expert_job = -1;
     for (int k = 0; k < jobs->n; k++) {
@@ -3289,9 +3286,9 @@ static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
         if (is_float(o->type)) t.features[k] = 1;
         t.tiles[k] = div_up(o->rows, t.features[k]);
         pieces += t.tiles[k] * (o->ids && o->kind == JOB_GATED ? t.n_pairs : t.chunks);
-        if (!is_float(o->type)) short_pieces |= o->cols <= (t.deep[k] ? 512 : 256);
-        if (!is_float(o->type))
-            t.stage_bytes = max_int(t.stage_bytes, 64 * t.record[k] + (t.deep[k] ? 2 : 1) * ROW_AREA * tiles);
+        if (is_float(o->type)) continue;
+        short_pieces |= o->cols <= (t.deep[k] ? 512 : 256);
+        t.stage_bytes = max_int(t.stage_bytes, 64 * t.record[k] + (t.deep[k] ? 2 : 1) * ROW_AREA * tiles);
     }
     if (!t.stage_bytes || (deep && !n_deep)) return false;             // floats only; none is
     const RingChoice *ring = choose_ring(&t, tiles <= 2 ? 2 : 1, deep, short_pieces, jobs->choice.n);
@@ -3354,7 +3351,6 @@ static bool plan_gemv(const Jobs *jobs, int busy, Plan *p) {
     g.n = jobs->n;
     g.n_groups = first->cols / 32;
     g.n_octets = div_up(g.n_groups, 8);
-    g.ahead = octets_ahead();
     g.units = first->kind == JOB_INJECT ? TILE_UNITS : div_up(n_units, max_int(1, cuda.card.n_sm - busy));
     if (g.n_octets == 1) g.units = max_int(g.units, PRODUCT_WARPS / 2);    // over at once: few SMs, others for the next
     if (g.units > PRODUCT_WARPS) return false;         // a warp has one share at most
@@ -4888,7 +4884,7 @@ typedef struct {
     int      n_heads, n_kv_heads;
     Divisor  by_tiles, by_heads;       // head_tiles, heads
     bool     makes_q, makes_rows;      // rows that the kernel makes itself
-    int      new_rows_at, stages_at;   // where they lie in shared memory
+    uint8_t  fused;           // how many it has room for; FULL: FUSED_ROWS
     bool     early;           // what is not q or its rows may be read before take_turn()
     bool     v_norm;
     bool     staged;
@@ -4922,40 +4918,35 @@ enum { ROW_PAD = 8, SCORE_ROW = KEYS + 4, WEIGHT_ROW = KEYS + 8 };
 
 // Blocks of which an SM has to have room for the registers, without spills.
 static constexpr int attend_blocks(int hd, int nc) { return nc <= 16 || hd <= 256 ? 2 : 1; }
-// Scores. Before them the frequencies of pairs and the angles of the rows that the block makes lie there, after them the
-// weights of parts.
-static constexpr int attend_score_bytes(int hd, int nc, int fused) {
+// Scores. Before them angles of the rows that the block makes and the frequencies of pairs lie there, after them the weights
+// of parts.
+ON_DEVICE static constexpr int attend_score_bytes(int hd, int nc, int fused) {
     return 4 * nc * SCORE_ROW * 4 > (fused + 1) * hd * 4 ? 4 * nc * SCORE_ROW * 4 : (fused + 1) * hd * 4;
 }
-ON_DEVICE static constexpr int attend_scores_at(int hd, int nc) {
-    return nc * (2 * (hd + ROW_PAD) + WEIGHT_ROW) * (int)sizeof(__half) + 2 * hd * (int)sizeof(float);
-}
-static int attend_new_rows_at(int hd, int nc, int fused) {
-    return attend_scores_at(hd, nc) + attend_score_bytes(hd, nc, fused);
-}
-static int attend_stages_at(int hd, int n_k, int nc, int fused) {
-    return attend_new_rows_at(hd, nc, fused) + fused * (n_k + hd) * (int)sizeof(__half);
+static size_t attend_fixed_bytes(int hd, int n_k, int nc, int fused) {
+    return (size_t)nc * (2 * (hd + ROW_PAD) * sizeof(__half) + WEIGHT_ROW * sizeof(__half)) +
+        attend_score_bytes(hd, nc, fused) + (size_t)fused * (n_k + hd) * sizeof(__half) + 2 * hd * sizeof(float);
 }
 static size_t attend_stage_bytes(int hd, int n_k) { return (size_t)KEYS * (hd + n_k + 2 * ROW_PAD) * sizeof(__half); }
 
 // Dynamic shared memory of attend_half. What it needs for its columns comes first, then the tiles under way.
 template <int HD, int NC> struct AttendRoom {
     __half *q_hi, *q_lo;      // (NC, HD + ROW_PAD) each
+    float  *scores;           // (4, NC, SCORE_ROW)
+    float  *angles;           // (fused, HD), over scores
+    double *inv_freq;         // (HD / 2), of the first segment, after angles
     __half *weights;          // (NC, WEIGHT_ROW)
     float  *w_q, *w_k;        // (HD) each; tied: w_k is fold
-    float  *scores;           // (4, NC, SCORE_ROW)
-    double *inv_freq;         // (HD / 2), of the first segment, over scores
-    float  *angles;           // (fused, HD), after inv_freq
     __half *new_rows;         // (fused, n_k + HD), by rows of the batch
     __half *stages;           // (n_stages): K (KEYS, n_k + ROW_PAD), V (KEYS, HD + ROW_PAD)
 
-    __device__ AttendRoom(const AttendTask &a) {
+    __device__ AttendRoom(int n_k, int fused) {
         q_hi = (__half *)shared_bytes, q_lo = q_hi + NC * (HD + ROW_PAD);
-        weights = q_lo + NC * (HD + ROW_PAD);
+        scores = angles = (float *)(q_lo + NC * (HD + ROW_PAD));
+        inv_freq = (double *)(angles + fused * HD);
+        weights = (__half *)(scores + attend_score_bytes(HD, NC, fused) / 4);
         w_q = (float *)(weights + NC * WEIGHT_ROW), w_k = w_q + HD;
-        scores = (float *)(shared_bytes + attend_scores_at(HD, NC));
-        inv_freq = (double *)scores, angles = scores + HD;
-        new_rows = (__half *)(shared_bytes + a.new_rows_at), stages = (__half *)(shared_bytes + a.stages_at);
+        new_rows = (__half *)(w_k + HD), stages = new_rows + fused * (n_k + HD);
     }
 };
 
@@ -5395,7 +5386,8 @@ __device__ static inline void put_values(const float (&acc)[HD / 128][NC / 8][4]
 // the cache.
 //   shapes    q (n_rows, n_heads, HD), cache as in gemma4.h; tied: the tile of V serves the rest of K
 //   launch    grid (ceil(n_rows / rows), n_kv_heads * head_tiles, parts), block 256: 8 warps, dynamic shared memory
-//             attend_stages_at + n_stages * attend_stage_bytes
+//             attend_fixed_bytes + n_stages * attend_stage_bytes
+//   FULL      there is room to make FUSED_ROWS rows; else for a.fused
 //   traffic   every key in sight once for NC columns: 2 * (n_k + HD) B, up to n_stages tiles under way in a block. Row
 //             tiles are neighbours in the grid and share them in L2. Writes and reads 4 * HD B for each column and part
 //             with a key in sight
@@ -5408,12 +5400,12 @@ __device__ static inline void put_values(const float (&acc)[HD / 128][NC / 8][4]
 //             take_turn() if `early`; loops stay rolled where instructions would be met only once, and nothing is
 //             divided
 //   see       cpu_attend, cpu_qkv_store
-template <int HD, int NC>
+template <int HD, int NC, bool FULL>
 __global__ void __launch_bounds__(ATTEND_THREADS,
                                   attend_blocks(HD, NC)) attend_half_kernel(const __grid_constant__ AttendTask a) {
     constexpr int ROW = HD + ROW_PAD, M = HD / 128, N = NC / 8;        // tiles of 16 dims of a warp, and of 8 columns
     __shared__ Columns<NC> columns;
-    const AttendRoom<HD, NC> room(a);
+    const AttendRoom<HD, NC> room(a.n_k, FULL ? FUSED_ROWS : a.fused);
     const AttendBlock block = attend_block(a);
     const Sight *rows = columns.sights + block.r0 - block.known;
     const int warp = threadIdx.x / 32, k_row = a.n_k + ROW_PAD, stage_halves = KEYS * (k_row + ROW);
@@ -5491,12 +5483,14 @@ __global__ void __launch_bounds__(ATTEND_THREADS,
 }
 
 typedef void (*AttendHalf)(AttendTask);
-static AttendHalf attend_half_of(int hd, int nc) {     // NULL: there is none
+static AttendHalf attend_half_of(int hd, int nc, bool full) {          // NULL: there is none
     static const AttendHalf kernels[3][3] = {
-        { attend_half_kernel<128, 8>, attend_half_kernel<128, 16>, attend_half_kernel<128, 32> },
-        { attend_half_kernel<256, 8>, attend_half_kernel<256, 16>, attend_half_kernel<256, 32> },
-        { attend_half_kernel<512, 8>, attend_half_kernel<512, 16>, attend_half_kernel<512, 32> } };
-    return hd != 128 && hd != 256 && hd != 512 ? NULL : kernels[hd / 256][nc / 16];
+        { attend_half_kernel<128, 8, true>, attend_half_kernel<128, 16, true>, attend_half_kernel<128, 32, true> },
+        { attend_half_kernel<256, 8, true>, attend_half_kernel<256, 16, true>, attend_half_kernel<256, 32, true> },
+        { attend_half_kernel<512, 8, true>, attend_half_kernel<512, 16, true>, attend_half_kernel<512, 32, true> } };
+    if (hd != 128 && hd != 256 && hd != 512) return NULL;
+    if (full) return kernels[hd / 256][nc / 16];
+    return hd < 512 || nc > 16 ? NULL : nc == 16 ? attend_half_kernel<512, 16, false> : attend_half_kernel<512, 8, false>;
 }
 
 // ---- rows of codes ----
@@ -6257,7 +6251,9 @@ static CodedKeys coded_keys(const Cache *c, const Cache *stage) {
 // Once at start: the largest blocks may take all the shared memory there is.
 static void allow_attend(void) {
     for (int hd = 128; hd <= 512; hd *= 2) {
-        for (int nc = 8; nc <= 32; nc *= 2) allow_shared(attend_half_of(hd, nc));
+        for (int nc = 8; nc <= 32; nc *= 2)
+            for (int full = 0; full < 2; full++)
+                if (attend_half_of(hd, nc, full)) allow_shared(attend_half_of(hd, nc, full));
         if (attend_coded_of(hd)) allow_shared(attend_coded_of(hd));
     }
     allow_shared(attend_join_kernel<true>);
@@ -7306,7 +7302,7 @@ static size_t attend_room_bytes(const Cache *c, int n_stages) {
     return is_coded(c) ? coded_room_bytes(c, n_stages) : n_stages * attend_stage_bytes(c->head_dim, c->k.dim);
 }
 static size_t attend_shared(const Cache *c, int nc, int fused, int n_stages) {
-    return (is_coded(c) ? coded_fixed_bytes(c->head_dim) : (size_t)attend_stages_at(c->head_dim, c->k.dim, nc, fused)) +
+    return (is_coded(c) ? coded_fixed_bytes(c->head_dim) : attend_fixed_bytes(c->head_dim, c->k.dim, nc, fused)) +
         attend_room_bytes(c, n_stages);
 }
 
@@ -7325,8 +7321,8 @@ static int attend_columns(const Cache *c, int wanted, int fused) {
     if (c->k.type != KV_F16 || c->v.type != KV_F16 || c->k.dim % 16 || ATTEND_THREADS % (c->k.dim / 8) || c->n_rot % 4)
         return 0;
     int nc = 8 << ((wanted > 8) + (wanted > 16));
-    if (!attend_half_of(hd, nc)) return 0;
-    while (nc && attend_shared(c, nc, fused, 1) > most) nc = nc > 8 ? nc / 2 : 0;
+    const bool full = fused == FUSED_ROWS;
+    while (nc && (!attend_half_of(hd, nc, full) || attend_shared(c, nc, fused, 1) > most)) nc = nc > 8 ? nc / 2 : 0;
     return nc;
 }
 
@@ -7385,9 +7381,7 @@ static AttendTask attend_task(const Attend *o, const Batch *b, const Split *spli
     t.rows = max_int(1, min_int(nc / heads, alone)), t.heads = heads, t.head_tiles = div_up(group, heads);
     t.group = group, t.n_heads = o->n_heads, t.n_kv_heads = c->n_kv_heads;
     t.by_tiles = divisor(t.head_tiles), t.by_heads = divisor(heads);
-    t.makes_q = makes && store->q, t.makes_rows = makes && store->k;
-    t.new_rows_at = attend_new_rows_at(c->head_dim, nc, shape.fused);
-    t.stages_at = attend_stages_at(c->head_dim, c->k.dim, nc, shape.fused);
+    t.makes_q = makes && store->q, t.makes_rows = makes && store->k, t.fused = (uint8_t)shape.fused;
     t.early = makes && may_read_early(WRITES_ROWS | WRITES_CACHE);
     t.staged = o->stage != NULL;
     t.q = o->q;
@@ -7441,7 +7435,9 @@ static bool launch_attend(AttendTask *t, const Attend *o, AttendShape shape, boo
               "%d columns, %d parts, %d stages%s", nc, parts, t->n_stages, t->joins ? ", joins" : "");
     if (is_coded(c))
         launch(WRITES_ACTIVATIONS, attend_coded_of(hd), grid, ATTEND_THREADS, shared, coded_task(t, o, beside_flash));
-    else launch(WRITES_ACTIVATIONS | WRITES_CACHE, attend_half_of(hd, nc), grid, ATTEND_THREADS, shared, *t);
+    else
+        launch(WRITES_ACTIVATIONS | WRITES_CACHE, attend_half_of(hd, nc, shape.fused == FUSED_ROWS), grid, ATTEND_THREADS, shared,
+               *t);
     return t->joins || parts == 1;
 }
 
