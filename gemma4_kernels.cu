@@ -2968,9 +2968,9 @@ tile_kernel(const __grid_constant__ Tiling t) {
         mbarrier_init(&ring_of(t)->there[threadIdx.x], 32);
         mbarrier_init(&ring_of(t)->used[threadIdx.x], TILE_WARPS * ARRIVING_LANES);
     }
-    char *room_of_lists = shared_bytes + (IN_STAGE ? 0 : t.sums_at);
+    float *sums = (float *)(shared_bytes + (IN_STAGE ? 0 : t.sums_at));           // before, list_pairs works there
     const int n_counts = t.n_pairs ? TILE_EXPERTS * sets_of_pairs(t.n_pairs) / 2 : 0;
-    for (int i = threadIdx.x; i < n_counts; i += TILE_BLOCK) ((unsigned *)room_of_lists)[i] = 0;       // of list_pairs
+    for (int i = threadIdx.x; i < n_counts; i += TILE_BLOCK) ((unsigned *)sums)[i] = 0;        // of list_pairs
     __syncthreads();
     Walk walk = { (int)blockIdx.x, 0, (int)gridDim.x };
     Piece p;
@@ -2980,7 +2980,7 @@ tile_kernel(const __grid_constant__ Tiling t) {
         if (t.floats && next_piece(t, &first, &p) && !t.record[p.job]) fetch_floats(t.jobs.job[p.job], p);
     } else {
         take_turn();
-        list_pairs(t, room, (uint16_t *)room_of_lists);
+        list_pairs(t, room, (uint16_t *)sums);
         int n = 0;                                     // as many pieces for each block: other SMs are the next's
         for (int k = 0; k < t.jobs.n; k++) n += pieces_of(t, k);
         walk.stride = div_up(n, div_up(n, gridDim.x));
@@ -3021,13 +3021,11 @@ tile_kernel(const __grid_constant__ Tiling t) {
         // 8 rows at a time: a warp takes one, a lane features l and l + 32. A stage has room for the sums of four
         const int last = (place ? place : t.stages) - 1, before = (last ? last : t.stages) - 1;
         constexpr int ROWS = IN_STAGE ? 4 : 8;
-        auto sums_of = [&](int row) {
-            return (float *)(shared_bytes + (!IN_STAGE ? t.sums_at : (row < 4 ? before : last) * t.stage_bytes)) +
-                   row % ROWS * SUMS_PITCH;
-        };
+        auto in_stage = [&](int row) { return (float *)(shared_bytes + (row < 4 ? before : last) * t.stage_bytes); };
         for (int i = 0; !floats && 8 * i < p.n; i++) {
             sync_first<TILE_THREADS>();                // the sums of the last 8 rows have been read, and the stages
-            float *own = sums_of(lane % 4 * 2) + warp * ROWS * SUMS_PITCH + lane / 4;
+            const int row = lane % 4 * 2;
+            float *own = (IN_STAGE ? in_stage(row) : sums) + (warp * ROWS + row % ROWS) * SUMS_PITCH + lane / 4;
 #pragma unroll
             for (int at = 0; at < NT; at++)
                 for (int m = 0; at == i && m < (deep ? 2 : 4); m++)
@@ -3039,7 +3037,7 @@ tile_kernel(const __grid_constant__ Tiling t) {
             float v[2] = { };
             for (int h = 0; h <= !deep; h++) {
                 const float *factor = h && gated ? o.up_factor : o.factor;
-                v[h] = join_slices<ROWS>(sums_of(warp), 0, 32 * h + lane);
+                v[h] = join_slices<ROWS>(IN_STAGE ? in_stage(warp) : sums, warp % ROWS, 32 * h + lane);
                 if (factor && o.kind != JOB_STORE) v[h] = factor[p.expert] * v[h];
             }
 #pragma unroll 1
@@ -3062,7 +3060,8 @@ tile_kernel(const __grid_constant__ Tiling t) {
         }
         if (t.jobs.choice.n && p.job == t.jobs.choice.job && last_of(t.jobs.choice.done, t.tiles[p.job]))
             for (int r = warp; r < p.n; r += TILE_WARPS)
-                choose_experts(t.jobs.choice, o.out, r, (unsigned *)(shared_bytes + t.sums_at) + warp * t.jobs.choice.n);
+                choose_experts(t.jobs.choice, o.out, r, (unsigned *)(IN_STAGE ? (float *)(shared_bytes + t.sums_at) : sums) +
+                                                            warp * t.jobs.choice.n);
         if (down && p.last && last_of(t.arrived + p.first / 64, runs_of(t))) join_experts(t, o, p.first);
     }
 }
