@@ -7310,7 +7310,7 @@ typedef struct {              // a block of attend_half or attend_coded
     int fused;                // rows that it has room to make
 } AttendShape;
 
-// As many columns as are wanted and have room beside one stage and `fused` rows.
+// As many of the wanted columns as fit together with one stage and `fused` rows.
 static int attend_columns(const Cache *c, int wanted, int fused) {
     const int hd = c->head_dim;
     const size_t most = cuda.card.block_shared - STATIC_SHARED;
@@ -8492,7 +8492,7 @@ static void cuda_memory(size_t *free_bytes, size_t *total) {
     }
     const size_t used = *total - *free_bytes, most = cuda.card.memory;
     *total = most;
-    *free_bytes = most > used ? most - used : 0;       // as on a card of that memory, beside the same users
+    *free_bytes = most > used ? most - used : 0;       // as on a card with that memory and the same users
 }
 
 static void *cuda_reserve(size_t bytes) {

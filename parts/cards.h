@@ -17,7 +17,7 @@ typedef struct {
     int    major, minor;      // compute capability
     int    n_sm;              // streaming multiprocessors
     int    block_shared;      // bytes of shared memory that a block may have at most
-    int    sm_shared;         // of an SM; each block takes BLOCK_SYSTEM of it beside its own
+    int    sm_shared;         // of an SM; each block takes BLOCK_SYSTEM bytes more than its own
     int    sm_threads;        // that an SM holds at once
     int    sm_registers;
     size_t l2, memory;        // bytes

@@ -1,6 +1,6 @@
 /* card.h - tests of the CUDA backend as on another card: card=NAME of parts/cards.h, anywhere among the arguments.
  *
- * On a GPU the backend plans as if it were that card; the emulator is that card. Behind gemma4.h. */
+ * On a GPU the backend plans as if it were that card; the emulator is that card. Include it after gemma4.h. */
 #ifndef CARD_H
 #define CARD_H
 #include <stdio.h>
