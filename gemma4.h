@@ -37,9 +37,9 @@
 #include <stdint.h>
 #include "parts/cards.h"
 #ifdef __CUDACC__
-#define ON_DEVICE __host__ __device__    // for the functions below that both sides run
+#define HOST_DEVICE __host__ __device__    // for the functions below that both sides run
 #else
-#define ON_DEVICE
+#define HOST_DEVICE
 #endif
 #ifdef __cplusplus
 extern "C" {
@@ -134,13 +134,13 @@ typedef struct {                     // (n_seqs, n_kv_heads, slots, dim): one he
 } KvPlane;
 
 // Bytes of a row. What it consists of in a quantised type is in parts/kv.h.
-ON_DEVICE static inline size_t kv_row_bytes(KvType t, int dim) {
+HOST_DEVICE static inline size_t kv_row_bytes(KvType t, int dim) {
     return (size_t)dim * (t == KV_F32 ? 32 : t == KV_F16 || t == KV_BF16 ? 16 : t == KV_Q8_0 ? 8 : t == KV_TQ3 ? 3 : 4) / 8;
 }
-ON_DEVICE static inline int kv_group(KvType t) {       // values that share a scale; 0: not quantised
+HOST_DEVICE static inline int kv_group(KvType t) {       // values that share a scale; 0: not quantised
     return t == KV_Q8_0 || t == KV_Q4_0 ? 32 : t == KV_TQ4 ? 64 : t == KV_TQ3 ? 128 : 0;
 }
-ON_DEVICE static inline size_t kv_scale_bytes(KvType t, int dim) { return kv_group(t) ? (size_t)dim / kv_group(t) * 2 : 0; }
+HOST_DEVICE static inline size_t kv_scale_bytes(KvType t, int dim) { return kv_group(t) ? (size_t)dim / kv_group(t) * 2 : 0; }
 
 // One layer's K and V, for all sessions.
 // Slot of position p: p mod slots. A sliding layer is a ring with slots >= window - 1 + STEP_ROWS, so rejected rows never
@@ -230,7 +230,7 @@ typedef struct {                     // out[r][j] = act(gate_e y) * (up_e y) wit
     ActFn         fn;
     const int32_t *ids;              // (n_rows, n_used)
     Act           out;               // (n_rows, n_used, expert_dim)
-    const Matmul *beside;            // the dense branch's ffn_down
+    const Matmul *dense_down;        // the dense branch's ffn_down
 } ExpertGateUp;
 
 typedef struct {                     // out = act(gate y) * (up y)
@@ -280,7 +280,7 @@ typedef struct {                     // dst[i] = src[index[i]]: words of 32 bits
 typedef struct {                     // head norms, rope, basis of the cache, quantise, write
     const Batch *batch;
     const Cache *cache;              // the layer's own, or its donor's (then k = v = NULL)
-    const Cache *stage;              // not NULL: a prompt step on a ring; rows go to slot = row number of the step of this
+    const Cache *staging;            // not NULL: a prompt step on a ring; rows go to slot = row number of the step of this
                                      // one (n_seqs = 1) and kv_copy brings them home after the last reader. NULL: a segment
                                      // has at most cache->slots rows in batch (larger ones: several calls with views)
     int          n_heads;            // query heads
@@ -338,7 +338,7 @@ typedef struct {
     const float *q;                  // (n_rows, n_heads * head_dim) from qkv_store
     float        scale;              // as in Attend
     int          n_keys;             // >= slots
-    float       *shares;             // (n_rows, n_heads, n_keys) room
+    float       *probs;              // (n_rows, n_heads, n_keys) room
     float       *mass;               // (n_rows, n_keys)
 } AttnMass;
 
@@ -353,7 +353,7 @@ typedef struct {                     // out[r][h] = sum_j softmax_j(scale * q[r]
     const Batch   *batch;            // j over committed positions p - window < j < len, then the rows of the segment by
                                      // `own`; nothing in sight: 0
     const Cache   *cache;
-    const Cache   *stage;            // as in QkvStore: the rows of the step are read here, committed ones in cache
+    const Cache   *staging;          // as in QkvStore: the rows of the step are read here, committed ones in cache
     int            n_heads;
     const float   *q;                // (n_rows, n_heads * head_dim) from qkv_store
     int            window;           // 0: all positions. The reader's: an MTP drafter may see another than its donor
@@ -379,7 +379,7 @@ typedef struct {                     // for every segment: row path[k] of the se
 
 typedef struct {                     // stage -> ring: the last min(n, slots) rows of every segment to their slots
     const Batch *batch;
-    const Cache *cache, *stage;
+    const Cache *cache, *staging;
 } KvCopy;
 
 // ---- output ------------------------------------------------------------------------------------------------------
@@ -445,9 +445,9 @@ typedef struct {
 // (CHAIN: the next one; TREE: a child) and whose token was chosen at it, and on, until there is none.
 typedef struct {
     const Batch   *batch;            // all rows of the step
-    const Row     *kept_rows;        // (n_kept) tokens are read in batch
-    int            n_kept;
-    const int32_t *chosen;           // (n_kept) what Sample chose; -1 is nobody's token
+    const Row     *out_rows;        // (n_out) tokens are read in batch
+    int            n_out;
+    const int32_t *chosen;           // (n_out) what Sample chose; -1 is nobody's token
     int32_t       *n_accept;         // (n_segs) rows before the first kept one, and those on the way; without kept rows all.
     int32_t       *path;             // (n_segs, STEP_ROWS) as in KvCommit; only those of a TREE are written. NULL: no trees
     int32_t       *last;             // (n_segs) kept row where the walk ended; -1: none
@@ -473,7 +473,7 @@ typedef struct {
 } HeadCentroid;
 
 // z of a token that was seen count times. In f64, where both products are exact: a fused multiply-add changes nothing.
-ON_DEVICE static inline float sample_penalised(float z, int32_t count, const SampleParams *p) {
+HOST_DEVICE static inline float sample_penalised(float z, int32_t count, const SampleParams *p) {
     const double y = z > 0 ? (double)z / p->repeat : (double)z * p->repeat;
     return (float)(y - (double)count * p->frequency - p->presence);
 }
@@ -482,7 +482,7 @@ ON_DEVICE static inline float sample_penalised(float z, int32_t count, const Sam
 // temperature. So 2^24 tokens sum to less than 2^64. 2^-f for the fraction f of the exponent is a polynomial in 31
 // bits, off by less than 1e-8, and never rises.
 #define SAMPLE_ONE ((uint64_t)1 << 39)
-ON_DEVICE static inline uint64_t sample_weight(float z, float largest, float scale) {
+HOST_DEVICE static inline uint64_t sample_weight(float z, float largest, float scale) {
     if (z == largest) return SAMPLE_ONE;               // infinite ones too
     const float halvings = (largest - z) * scale;
     if (!(halvings < 40)) return 0;
@@ -497,14 +497,14 @@ ON_DEVICE static inline uint64_t sample_weight(float z, float largest, float sca
 }
 
 // The part of a total that is 24 bits of a fraction, rounded down.
-ON_DEVICE static inline uint64_t sample_share(uint64_t total, float fraction) {
+HOST_DEVICE static inline uint64_t sample_share(uint64_t total, float fraction) {
     if (!(fraction < 1)) return total;
     const uint64_t f = fraction > 0 ? (uint64_t)(fraction * 16777216.0f) : 0;
     return (total >> 24) * f + ((total & 0xffffff) * f >> 24);
 }
 
 // The random number of one position: uniform in [0, 1), 24 bits, the same on every backend.
-ON_DEVICE static inline float random_unit(uint64_t seed, int32_t pos) {
+HOST_DEVICE static inline float random_unit(uint64_t seed, int32_t pos) {
     uint64_t z = seed + 0x9E3779B97F4A7C15u * ((uint64_t)(uint32_t)pos + 1);          // splitmix64 of (seed, pos)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
@@ -532,7 +532,7 @@ typedef struct {                     // everything that decides which operations
     int32_t model;                   // models and drafters number themselves
     int32_t kind;                    // StepKind
     int32_t rows, segs;
-    int32_t kept, logits;            // rows that go through the last layers; rows that get logits
+    int32_t out_rows, logits;        // rows that go through the last layers; rows that get logits
     int32_t variant;                 // whatever else gemma4.c makes the operations or their host fields depend on, numbered by
                                      // gemma4.c
 } StepKey;
@@ -562,8 +562,8 @@ typedef struct Ops {
     bool   (*begin)(StepKey key);                   // an operation outside begin .. end is carried out as it is issued
     void   (*end)(void);
     void   (*wait)(void);                           // until everything issued so far is done
-    int    (*mark)(void);                           // a point in the order of steps, operations and copies
-    void   (*wait_for)(int mark);                   // until everything issued before it is done
+    int    (*fence)(void);                          // a point in the order of steps, operations and copies
+    void   (*wait_for)(int fence);                   // until everything issued before it is done
     double (*bandwidth)(void);                      // bytes/s of the device's memory at best; 0: not known
     double (*joules)(void);                         // energy the device has used since some moment; < 0: not known
     int64_t (*launches)(void);                      // kernels and copies issued to the device so far, as far as known
@@ -596,7 +596,7 @@ typedef struct Ops {
 } Ops;
 
 const Ops *reference_ops(void);      // parts/reference.h: the definition
-const Ops *cpu_ops(void);            // gemma4.c [13]
+const Ops *cpu_ops(void);            // parts/cpu.h
 const Ops *cuda_ops(void);           // gemma4_kernels.cu; NULL: there is no GPU that it could use
 // Before anything else is asked of the CUDA backend: it plans as on this card (parts/cards.h), never for more than is there.
 // Its memory counts as well. NULL: the card that is there.

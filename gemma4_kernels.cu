@@ -168,7 +168,7 @@ __attribute__((noreturn, format(printf, 1, 2))) static void cuda_die(const char 
     } while (0)
 
 static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
-ON_DEVICE static inline int div_up(int n, int by) { return (n + by - 1) / by; }
+HOST_DEVICE static inline int div_up(int n, int by) { return (n + by - 1) / by; }
 static int min_int(int a, int b) { return a < b ? a : b; }
 static int max_int(int a, int b) { return a > b ? a : b; }
 static size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
@@ -1522,7 +1522,7 @@ enum { MAX_JOBS = 6, MAX_INPUTS = 2, PRODUCT_WARPS = ROW_THREADS / 32, UNIT = 4,
 
 // Tiles whose sums wait for each other, so that warps need not: as many as there are warps to finish them, one for each
 // row.
-ON_DEVICE static constexpr int waiting_of(int rows) { return rows == 1 ? 8 : PRODUCT_WARPS / rows; }
+HOST_DEVICE static constexpr int waiting_of(int rows) { return rows == 1 ? 8 : PRODUCT_WARPS / rows; }
 
 // An input as a block holds it in shared memory. f32: rows of f_row bytes, padded with zeros. int8: for 8 groups at a
 // time the first halves (8 x 16 bytes), the second halves, and for each group { scale, sum of its integers, of its
@@ -4221,10 +4221,10 @@ static void cuda_expert_gate_up(const ExpertGateUp *o) {
     const bool fused = !o->up;
     if (takes_prompt(o->gate, o->up, fused ? o->gate->rows / 2 : o->gate->rows, o->n_rows, 1)) {
         expert_gate_up_prompt(o);
-        if (o->beside) cuda_matmul(o->beside);
+        if (o->dense_down) cuda_matmul(o->dense_down);
         return;
     }
-    const bool with = o->beside && o->beside->n_rows <= STEP_ROWS && (o->beside->in.act.f || o->beside->in.act.q);
+    const bool with = o->dense_down && o->dense_down->n_rows <= STEP_ROWS && (o->dense_down->in.act.f || o->dense_down->in.act.q);
     const DType up_type = up_type_of(o);
     Jobs jobs = { };
     const Wanted in = wanted_by(&o->in, o->gate->type, up_type);
@@ -4241,14 +4241,14 @@ static void cuda_expert_gate_up(const ExpertGateUp *o) {
     job.act = o->out;
     add_job(&jobs, job);
     if (with)
-        for (int k = 0; k < o->beside->n; k++) {
-            const Act a = o->beside->in.act;
-            Job down = job_of(o->beside->w[k], (Prepared){ a.f, a.q, a.s, NULL }, o->beside->n_rows);
-            down.out = o->beside->out[k];
+        for (int k = 0; k < o->dense_down->n; k++) {
+            const Act a = o->dense_down->in.act;
+            Job down = job_of(o->dense_down->w[k], (Prepared){ a.f, a.q, a.s, NULL }, o->dense_down->n_rows);
+            down.out = o->dense_down->out[k];
             add_job(&jobs, down);
         }
     launch_jobs(&jobs, "expert_gate_up", o->n_rows);
-    if (o->beside && !with) cuda_matmul(o->beside);
+    if (o->dense_down && !with) cuda_matmul(o->dense_down);
 }
 
 // The experts behind it read the same x', so their input is made with its own, where that is a launch.
@@ -4344,7 +4344,7 @@ __device__ static inline uint16_t *kv_scales(const Cache &c, const KvPlane &p, i
 }
 
 // A cache's tail as a cache: the newest rows in f16.
-ON_DEVICE static inline Cache tail_of(const Cache &c) {
+HOST_DEVICE static inline Cache tail_of(const Cache &c) {
     Cache tail = c;
     tail.k = c.k_tail, tail.v = c.v_tail, tail.slots = c.tail_slots;
     return tail;
@@ -4487,7 +4487,7 @@ static __device__ inline void dump_head(float *dump, size_t at, const HeadValues
 }
 
 // Warps that share the rows of a plane: one a head, or one a group of a quantised type.
-ON_DEVICE static inline int groups_of(const KvPlane &p) { return kv_group(p.type) ? p.dim / KV_TURN : 1; }
+HOST_DEVICE static inline int groups_of(const KvPlane &p) { return kv_group(p.type) ? p.dim / KV_TURN : 1; }
 
 // Room of a warp for a head on its way to the basis of quantised rows and to codes.
 typedef struct { float y[512]; uint8_t code[KV_TURN]; } StoreRoom;
@@ -4576,13 +4576,13 @@ __global__ void qkv_store_kernel(QkvStore o, Batch b, Cache c, Cache dst, bool s
                      room);
 }
 static void cuda_qkv_store(const QkvStore *o) {
-    const Cache *c = o->cache, *dst = o->stage ? o->stage : c;
+    const Cache *c = o->cache, *dst = o->staging ? o->staging : c;
     const int heads = (o->q ? o->n_heads : 0) + (o->k ? c->n_kv_heads * (groups_of(dst->k) + groups_of(dst->v)) : 0);
     if (c->head_dim > 512 || c->head_dim % 8 || c->n_rot % 4 || o->rope.n_pairs % 4)
         cuda_die("qkv_store: heads of %d values, %d pairs of which turn, are not supported", c->head_dim, o->rope.n_pairs);
     if (!heads) return;
     launch(WRITES_ACTIVATIONS | WRITES_CACHE, is_coded(c) ? qkv_store_kernel<true> : qkv_store_kernel<false>,
-           dim3(o->batch->n_rows, div_up(heads, 4)), 128, 0, *o, *o->batch, *c, *dst, o->stage != NULL);
+           dim3(o->batch->n_rows, div_up(heads, 4)), 128, 0, *o, *o->batch, *c, *dst, o->staging != NULL);
     CHECK_LAUNCH("qkv_store n_rows=%d heads=%d head_dim=%d", o->batch->n_rows, heads, c->head_dim);
 }
 
@@ -4672,7 +4672,7 @@ __global__ void kv_copy_kernel(Batch b, Cache c, Cache stage) {
     }
 }
 static void cuda_kv_copy(const KvCopy *o) {
-    launch(WRITES_CACHE, kv_copy_kernel, o->batch->n_rows, 256, 0, *o->batch, *o->cache, *o->stage);
+    launch(WRITES_CACHE, kv_copy_kernel, o->batch->n_rows, 256, 0, *o->batch, *o->cache, *o->staging);
     CHECK_LAUNCH("kv_copy n_rows=%d", o->batch->n_rows);
 }
 
@@ -4823,7 +4823,7 @@ __device__ static inline int tied_value(int place, int head_dim, int n_rot) {
 //             of which all parts come to shared memory at once: dynamic, 4 * parts * VALUES
 //   traffic   reads once what parts with a key in sight wrote
 //   see       cpu_attend
-ON_DEVICE static constexpr int join_values(bool turned) { return turned ? KV_TURN : 64; }
+HOST_DEVICE static constexpr int join_values(bool turned) { return turned ? KV_TURN : 64; }
 template <bool TURNED>
 __global__ void __launch_bounds__(128) attend_join_kernel(Attend o, Batch b, Cache c, Split split, const float *values,
                                                           const float2 *stats) {
@@ -4919,7 +4919,7 @@ enum { ROW_PAD = 8, SCORE_ROW = KEYS + 4, WEIGHT_ROW = KEYS + 8 };
 static constexpr int attend_blocks(int hd, int nc) { return nc <= 16 || hd <= 256 ? 2 : 1; }
 // Scores. Before them angles of the rows that the block makes and the frequencies of pairs lie there, after them the weights
 // of parts.
-ON_DEVICE static constexpr int attend_score_bytes(int hd, int nc, int fused) {
+HOST_DEVICE static constexpr int attend_score_bytes(int hd, int nc, int fused) {
     return 4 * nc * SCORE_ROW * 4 > (fused + 1) * hd * 4 ? 4 * nc * SCORE_ROW * 4 : (fused + 1) * hd * 4;
 }
 static size_t attend_fixed_bytes(int hd, int n_k, int nc, int fused) {
@@ -6852,7 +6852,7 @@ static FlashPlan flash_of(const Attend *o, int nc) {
 }
 
 static void attend_flash(const Attend *o, const FlashPlan *f) {
-    const Cache *c = o->cache, *stage = o->stage ? o->stage : c;
+    const Cache *c = o->cache, *stage = o->staging ? o->staging : c;
     const int n_rows = o->batch->n_rows;
     FlashTask task = { };
     task.b = *o->batch, task.n_seqs = c->n_seqs, task.window = o->window;
@@ -6860,10 +6860,10 @@ static void attend_flash(const Attend *o, const FlashPlan *f) {
     task.n_heads = o->n_heads, task.n_kv_heads = c->n_kv_heads;
     task.n_rot = c->n_rot, task.n_v = f->n_v, task.asks = f->asks;
     task.slots = c->slots, task.by_slots = divisor(c->slots);
-    task.staged = o->stage != NULL, task.stage_slots = stage->slots;
+    task.staged = o->staging != NULL, task.stage_slots = stage->slots;
     task.stage_k = (const __half *)stage->k.data, task.stage_v = (const __half *)stage->v.data;
     task.cache_k = (const __half *)c->k.data, task.cache_v = (const __half *)c->v.data;
-    task.k = coded_plane(&c->k, o->stage ? &stage->k : NULL), task.v = coded_plane(&c->v, o->stage ? &stage->v : NULL);
+    task.k = coded_plane(&c->k, o->staging ? &stage->k : NULL), task.v = coded_plane(&c->v, o->staging ? &stage->v : NULL);
     task.turned = kv_group(c->v.type), task.large_only = c->tail_slots;
     task.q = o->q, task.scale = o->scale * 1.44269504f, task.out = o->out;
     if (o->blocks) task.blocks = *o->blocks;
@@ -7121,7 +7121,7 @@ __global__ void share_scores_kernel(AttnMass o, Batch b, Cache c) {
             for (int i = 0; i < 8; i++)
                 if (2 * lane + 64 * i < c.head_dim) sum += x[64 * i] * k[i].x + x[64 * i + 1] * k[i].y;
             sum = warp_sum(sum);
-            if (lane == 0) o.shares[head * o.n_keys + j] = sum * o.scale;
+            if (lane == 0) o.probs[head * o.n_keys + j] = sum * o.scale;
         }
     }
 }
@@ -7135,7 +7135,7 @@ __global__ void share_softmax_kernel(AttnMass o, Batch b) {
     __shared__ float tops[8], sums[8];
     const Row row = b.rows[blockIdx.y];
     const int n = b.len[b.segs[row.seg].seq] + row.index + 1;
-    float *s = o.shares + ((size_t)blockIdx.y * o.n_heads + blockIdx.x) * o.n_keys, top = -INFINITY, sum = 0;
+    float *s = o.probs + ((size_t)blockIdx.y * o.n_heads + blockIdx.x) * o.n_keys, top = -INFINITY, sum = 0;
     for (int j = threadIdx.x; j < n; j += 256) top = fmaxf(top, s[j]);
     top = warp_max(top);
     if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;
@@ -7160,7 +7160,7 @@ __global__ void share_most_kernel(AttnMass o, Batch b) {
     const int j = blockIdx.x * 256 + threadIdx.x;
     if (j > b.len[b.segs[row.seg].seq] + row.index) return;
     float *mass = o.mass + (size_t)blockIdx.y * o.n_keys + j, most = *mass;
-    for (int h = 0; h < o.n_heads; h++) most = fmaxf(most, o.shares[((size_t)blockIdx.y * o.n_heads + h) * o.n_keys + j]);
+    for (int h = 0; h < o.n_heads; h++) most = fmaxf(most, o.probs[((size_t)blockIdx.y * o.n_heads + h) * o.n_keys + j]);
     *mass = most;
 }
 static void cuda_attn_mass(const AttnMass *o) {
@@ -7366,13 +7366,13 @@ static bool makes_store(const Attend *o, int step, int fused) {
     const QkvStore *s = o->store;
     if (!s || s->dump_q || s->dump_q_pos || s->dump_k || s->dump_k_pos || s->dump_v) return false;
     // Rows that nobody sees would not be made.
-    return s->rope.n_pairs && s->rope.n_pairs % 4 == 0 && !o->stage && (o->own != OWN_NONE || !s->k) &&
+    return s->rope.n_pairs && s->rope.n_pairs % 4 == 0 && !o->staging && (o->own != OWN_NONE || !s->k) &&
         o->batch->n_rows <= min_int(fused, step);
 }
 
 // The rows of a step, or some of them, as attend_half takes them. makes: it carries out o->store
 static AttendTask attend_task(const Attend *o, const Batch *b, const Split *split, AttendShape shape, int alone, bool makes) {
-    const Cache *c = o->cache, *stage = o->stage ? o->stage : c;
+    const Cache *c = o->cache, *stage = o->staging ? o->staging : c;
     const QkvStore *store = o->store;
     const int group = o->n_heads / c->n_kv_heads, nc = shape.columns, heads = min_int(group, nc);
     AttendTask t = { };
@@ -7382,7 +7382,7 @@ static AttendTask attend_task(const Attend *o, const Batch *b, const Split *spli
     t.by_tiles = divisor(t.head_tiles), t.by_heads = divisor(heads);
     t.makes_q = makes && store->q, t.makes_rows = makes && store->k, t.fused = (uint8_t)shape.fused;
     t.early = makes && may_read_early(WRITES_ROWS | WRITES_CACHE);
-    t.staged = o->stage != NULL;
+    t.staged = o->staging != NULL;
     t.q = o->q;
     t.by_pairs = divisor(1);
     if (makes) {
@@ -7408,7 +7408,7 @@ static CodedTask coded_task(const AttendTask *t, const Attend *o, bool beside_fl
     const Cache *c = o->cache, tail = tail_of(*c);
     CodedTask task = { };
     task.a = *t;
-    task.keys = coded_keys(c, o->stage);
+    task.keys = coded_keys(c, o->staging);
     if (c->tail_slots) task.tail = coded_keys(&tail, NULL), task.tail_reach = c->tail_slots - STEP_ROWS;
     task.n_lots = t->n_stages ? 2 * t->n_stages : 1, task.v_at = t->n_stages ? (int)lot_bytes(&c->k) : 0;
     task.stage_bytes = (int)coded_ring_bytes(c, 1), task.ring_bytes = (int)coded_ring_bytes(c, t->n_stages);
@@ -7461,7 +7461,7 @@ static void cuda_attend(const Attend *o) {
     for (int r = 0; r < n_rows; r += step) {
         const int n = min_int(step, n_rows - r);
         const Attend some = attend_from(o, r);
-        const Cache stage = o->stage ? *o->stage : *c;
+        const Cache stage = o->staging ? *o->staging : *c;
         Batch b = *o->batch;
         b.rows += r;
         b.n_rows = n;
@@ -7475,7 +7475,7 @@ static void cuda_attend(const Attend *o) {
             const dim3 grid(n, c->n_kv_heads * div_up(group, HEADS), split.parts);
             const size_t shared = HEADS * hd * sizeof(float);
             tell_plan("attend_plain", grid, ATTEND_THREADS, shared, 0, "%d heads, %d parts", HEADS, split.parts);
-            launch(WRITES_ACTIVATIONS, attend_plain_kernel, grid, ATTEND_THREADS, shared, some, b, *c, stage, o->stage != NULL,
+            launch(WRITES_ACTIVATIONS, attend_plain_kernel, grid, ATTEND_THREADS, shared, some, b, *c, stage, o->staging != NULL,
                    split, cuda.partial, stats, o->blocks ? *o->blocks : BlockList{ }, r);
         }
         CHECK_LAUNCH("attend n_rows=%d n_heads=%d head_dim=%d", n, o->n_heads, hd);
@@ -8038,9 +8038,9 @@ __global__ void verify_walk_kernel(VerifyWalk o, Batch b) {
     const Segment seg = b.segs[s];
     int32_t *path = seg.kind == SEG_TREE ? o.path + s * STEP_ROWS : NULL;
     int at = -1, index = -1, chosen = 0, n = 0;        // the kept row where the walk stands, its row, what was chosen there
-    for (int first = 0; first < o.n_kept; first += 32) {
-        const bool there = first + lane < o.n_kept;
-        const Row row = there ? o.kept_rows[first + lane] : (Row){ };
+    for (int first = 0; first < o.n_out; first += 32) {
+        const bool there = first + lane < o.n_out;
+        const Row row = there ? o.out_rows[first + lane] : (Row){ };
         const bool mine = there && row.seg == s;
         const int token = mine ? b.rows[seg.first + row.index].token : -1, choice = mine ? o.chosen[first + lane] : -1;
         const int above = 63 - __clzll((long long)(row.ancestors & (((uint64_t)1 << row.index % 64) - 1)));
@@ -8069,7 +8069,7 @@ __global__ void verify_walk_kernel(VerifyWalk o, Batch b) {
 }
 static void cuda_verify_walk(const VerifyWalk *o) {
     launch(WRITES_ACTIVATIONS, verify_walk_kernel, o->batch->n_segs, 32, 0, *o, *o->batch);
-    CHECK_LAUNCH("verify_walk n_segs=%d n_kept=%d", o->batch->n_segs, o->n_kept);
+    CHECK_LAUNCH("verify_walk n_segs=%d n_out=%d", o->batch->n_segs, o->n_out);
 }
 
 // ---- the best logits, and what all of them sum to ----
@@ -8640,7 +8640,7 @@ static void cuda_end(void) {
     cuda.n_launches += (int64_t)step->n_nodes;
 }
 
-static int cuda_mark(void) {
+static int cuda_fence(void) {
     Mark *mark = &cuda.marks[cuda.n_marks % MAX_MARKS];
     if (!mark->event) CHECK_CUDA(cudaEventCreateWithFlags(&mark->event, EVENT_FLAGS), "mark");
     CHECK_CUDA(cudaEventRecord(mark->event, cuda.stream), "mark");
@@ -8742,7 +8742,7 @@ static Ops all_operations(void) {
     ops.name = "cuda";
     ops.memory = cuda_memory, ops.weight_bytes = cuda_weight_bytes, ops.upload = cuda_upload;
     ops.scratch_bytes = cuda_scratch_bytes, ops.init = cuda_init, ops.reserve = cuda_reserve, ops.release = cuda_release;
-    ops.copy = cuda_copy, ops.begin = cuda_begin, ops.end = cuda_end, ops.wait = cuda_wait, ops.mark = cuda_mark;
+    ops.copy = cuda_copy, ops.begin = cuda_begin, ops.end = cuda_end, ops.wait = cuda_wait, ops.fence = cuda_fence;
     ops.wait_for = cuda_wait_for, ops.bandwidth = cuda_bandwidth, ops.joules = cuda_joules, ops.launches = cuda_launches;
     ops.card = cuda_card;
     ops.embed = cuda_embed, ops.pair = cuda_pair, ops.ple_rows = cuda_ple_rows, ops.matmul = cuda_matmul;

@@ -55,7 +55,7 @@ static void set_length(Model *m, int seq, int32_t len) {
 // it. As in sessions, a step is issued before the host knows the result of the one before.
 static void bench_forced(Bench *b, int n) {
     Model *m = b->m;
-    const Verdict *v = &m->verdict;
+    const StepResult *v = m->result;
     const int depth = b->forced.depth;
     const int32_t seg = 0;
     double began = 0;
@@ -64,12 +64,12 @@ static void bench_forced(Bench *b, int n) {
     for (int pass = 0; b->n_made < n || !b->n_passes; pass++) {        // the first has no drafts yet: it makes one token
         int right = 0;
         while (pass && right < depth && random_unit(3, pass * DRAFT_MAX + right) < b->forced.share[right]) right++;
-        for (int r = 0; r <= depth; r++) m->chunk[r] = (StepRow){ .token = pass ? FED : b->ids[0], .want = true };
+        for (int r = 0; r <= depth; r++) m->chunk[r] = (StepRow){ .token = pass ? ON_DEVICE : b->ids[0], .output = true };
         if (!pass) step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = m->chunk }, 1);
-        issue_verdict(m, &seg, 1, depth, &(int32_t){ 1 + right });
-        for (int r = 0; r <= depth; r++) m->chunk[r].token = FED;
+        issue_verification(m, &seg, 1, depth, &(int32_t){ 1 + right });
+        for (int r = 0; r <= depth; r++) m->chunk[r].token = ON_DEVICE;
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1 + depth, .rows = m->chunk }, 1);
-        read_verdict(m);
+        read_result(m);
         if (pass) {
             b->verify_seconds += v->verified - began;
             b->draft_seconds += v->drafted - v->verified;
@@ -95,11 +95,11 @@ static double bench_run(Bench *b, int n, BenchKind kind, const char *what) {
     for (int i = 0, before = 0; i < n_steps; i++) {    // as in run_sessions(), a step is issued while one runs
         const int rows = kind == VERIFY_TEST ? n : 1;
         for (int r = 0; r < rows; r++)
-            m->chunk[r] = (StepRow){ .token = b->ids[(from + i + r) % m->options.n_ctx], .want = true };
+            m->chunk[r] = (StepRow){ .token = b->ids[(from + i + r) % m->options.n_ctx], .output = true };
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk }, 1);
         if (kind == GENERATE_TEST) commit_all(m);
-        const int mark = op->mark ? op->mark() : 0;
-        if (op->mark && i) op->wait_for(before);
+        const int mark = op->fence ? op->fence() : 0;
+        if (op->fence && i) op->wait_for(before);
         before = mark;
     }
     if (kind == PROMPT_TEST && n) {
@@ -157,7 +157,7 @@ static void bench_to_depth(Bench *b, int depth, bool random_fill) {  // n tokens
         if (depth && !b->filled) fill_caches(m);       // once for all depths: every slot has a row
         b->filled |= depth > 0;
         set_length(m, 0, depth);
-        m->seen[0] = max_int(m->seen[0], depth);
+        m->n_written[0] = max_int(m->n_written[0], depth);
     } else {
         if (depth < b->depth) reset_session(m, 0);
         bench_run(b, depth - m->len[0], PROMPT_TEST, what);
@@ -199,9 +199,9 @@ static size_t resident_memory(void) {
 }
 
 static size_t planned_memory(const Model *m) {
-    const Plan *p = &m->plan;
-    const size_t mapped = p->weights ? 0 : m->binder.bytes + m->drafter.binder.bytes;
-    return p->weights + mapped + p->drafter + p->kv_global + p->kv_rings + p->stage + p->activations + p->scratch;
+    const MemoryPlan *p = &m->plan;
+    const size_t mapped = p->weights ? 0 : m->binder->bytes + m->drafter->binder->bytes;
+    return p->weights + mapped + p->drafter + p->kv_global + p->kv_rings + p->staging + p->activations + p->scratch;
 }
 
 // What a device with memory of its own has lost since before the model was loaded, recorded steps and all; 0: there is none.
@@ -350,7 +350,7 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
     free(speed);
 }
 
-static void verb_bench(const char *model, const Ops *ops, PlanOptions o, const BenchOptions *b) {
+static void verb_bench(const char *model, const Ops *ops, ModelOptions o, const BenchOptions *b) {
     int longest = 1, deepest = 0, widest = 0;
     for (int i = 0; i < b->prompts.count; i++) longest = max_int(longest, b->prompts.n[i]);
     for (int i = 0; i < b->generated.count; i++) longest = max_int(longest, b->generated.n[i]);
@@ -437,10 +437,10 @@ typedef struct {
 } Difference;
 
 // What a backend makes of the first n ids in one step; freed by the caller with free_model and free.
-static Model *check_run(const char *path, const Ops *ops, PlanOptions o, const int32_t *ids, int n) {
+static Model *check_run(const char *path, const Ops *ops, ModelOptions o, const int32_t *ids, int n) {
     Model *m = alloc_or_die(1, sizeof *m);
     load_model(m, path, ops, o, "");
-    for (int i = 0; i < n; i++) m->chunk[i] = (StepRow){ .token = ids[i], .want = true };
+    for (int i = 0; i < n; i++) m->chunk[i] = (StepRow){ .token = ids[i], .output = true };
     step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = n, .rows = m->chunk }, 1);
     return m;
 }
@@ -496,7 +496,7 @@ static double check_compare(const Model *a, const Model *b, const char *what) {
 }
 
 // Mean KL divergence in nats of what a backend makes of n ids as one prompt from what it makes of them in steps of `few` rows.
-static double prompt_divergence(const char *path, const Ops *ops, PlanOptions o, const int32_t *ids, int n, int few) {
+static double prompt_divergence(const char *path, const Ops *ops, ModelOptions o, const int32_t *ids, int n, int few) {
     Model *m = alloc_or_die(1, sizeof *m);
     load_model(m, path, ops, o, NULL);
     const size_t vocab = (size_t)m->config.vocab;
@@ -507,7 +507,7 @@ static double prompt_divergence(const char *path, const Ops *ops, PlanOptions o,
         reset_session(m, 0);
         for (int at = 0; at < n; at += most) {
             const int rows = min_int(most, n - at);
-            for (int i = 0; i < rows; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .want = true };
+            for (int i = 0; i < rows; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .output = true };
             step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk }, 1);
             for (int i = 0; i < rows; i++) read_logits(m, i, logits[k] + (size_t)(at + i) * vocab);
             commit_all(m);
@@ -523,7 +523,7 @@ static double prompt_divergence(const char *path, const Ops *ops, PlanOptions o,
 
 // gemma4 check: exit status 1 when the next-token distributions of the step of few rows differ by more than CHECK_LIMIT nats.
 #define CHECK_LIMIT 0.05
-static int verb_check(const char *model, const Ops *ops, const Ops *other, PlanOptions o) {
+static int verb_check(const char *model, const Ops *ops, const Ops *other, ModelOptions o) {
     static const char text[] =
         "The old lighthouse stood on a rock above the sea. Every evening at 7:45 the keeper climbed its 203 steps, lit the "
         "lamp and wrote one line into a book: the wind, the ships, the colour of the sky. for (int i = 0; i < n; i++) sum += "
@@ -730,8 +730,8 @@ static void judge_chunk(Ppl *p, const int32_t *ids, int n, int first) {
     for (int at = 0; at < n - 1; ) {
         int rows = 0, wanted = 0;
         for (; at + rows < n - 1 && rows < m->options.n_batch && wanted < m->options.n_logits; rows++) {
-            m->chunk[rows] = (StepRow){ .token = ids[at + rows], .want = at + rows >= first };
-            wanted += m->chunk[rows].want;
+            m->chunk[rows] = (StepRow){ .token = ids[at + rows], .output = at + rows >= first };
+            wanted += m->chunk[rows].output;
         }
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk,
                             .more = max_int(n - at - rows, DENSE_ROWS) },
@@ -948,14 +948,14 @@ static void print_ppl(const Model *m, const PplOptions *o, const PplResult *r) {
 }
 
 // What a model that measures perplexity is planned for.
-static PlanOptions ppl_plan(PlanOptions o, const PplOptions *p) {
+static ModelOptions ppl_plan(ModelOptions o, const PplOptions *p) {
     o.n_ctx = ppl_chunk(p);
     o.n_logits = min_int(ppl_judged(p), PPL_ROWS);
     return o;
 }
 
 // gemma4 ppl: the exit status.
-static int verb_ppl(const char *model, const Ops *ops, PlanOptions o, PplOptions *p, const char *text, size_t n_text,
+static int verb_ppl(const char *model, const Ops *ops, ModelOptions o, PplOptions *p, const char *text, size_t n_text,
                     TokMode mode) {
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;

@@ -2,7 +2,7 @@
  * gemma4.c, which includes it.
  *
  * A scorer reads all of the prompt: a small model of the same vocabulary, or the target's own first layers. What a token scores
- * is the attention that the last LOOK_ROWS tokens give to it, in the layers that see everything: the most that any layer and
+ * is the attention that the last SCORE_ROWS tokens give to it, in the layers that see everything: the most that any layer and
  * head gives, its mean over those tokens, and of that the mean over 13 neighbours. A chunk of CHUNK tokens scores the mean of
  * its tokens. Kept are some chunks at the start and the end of what may be left out, then the best, as many as the ratio says;
  * each run of kept tokens grows to whole words. What is kept is a shorter prompt like any other: positions are packed.
@@ -23,30 +23,30 @@ enum { CHUNK = 32, SMOOTH = 13, COMPRESS_FROM = 512, WORD_TOKENS = 16 };
 
 // ==== [1] Scores =====================================================================================================
 
-// Scores of n > LOOK_ROWS tokens behind what session seq holds, which stays as it is. (n) floats.
+// Scores of n > SCORE_ROWS tokens behind what session seq holds, which stays as it is. (n) floats.
 static void score_tokens(Model *m, int seq, const int32_t *ids, int n, float *score) {
-    const int len = m->len[seq], seen = m->seen[seq], n_keys = m->s.n_keys;
+    const int len = m->len[seq], seen = m->n_written[seq], n_keys = m->s.n_keys;
     uint8_t *rings = alloc_or_die(copy_rings(m, seq, NULL, COPY_OUT) + 1, 1);
-    float *mass = alloc_or_die((size_t)LOOK_ROWS * (size_t)n_keys, sizeof *mass);
+    float *mass = alloc_or_die((size_t)SCORE_ROWS * (size_t)n_keys, sizeof *mass);
     copy_rings(m, seq, rings, COPY_OUT);
-    m->ops->copy(&(Copy){ m->s.mass, mass, (size_t)LOOK_ROWS * (size_t)n_keys * sizeof *mass, COPY_IN });
+    m->ops->copy(&(Copy){ m->s.mass, mass, (size_t)SCORE_ROWS * (size_t)n_keys * sizeof *mass, COPY_IN });
     for (int at = 0, rows; at < n; at += rows) {
-        const int left = n - LOOK_ROWS - at;
-        rows = left > 0 ? min_int(left, m->options.n_batch) : LOOK_ROWS;
-        m->scoring = left > 0 ? SCORING : LOOKING;
+        const int left = n - SCORE_ROWS - at;
+        rows = left > 0 ? min_int(left, m->options.n_batch) : SCORE_ROWS;
+        m->scorer_pass = left > 0 ? SCORER_PASS : COLLECT_ATTENTION;
         for (int i = 0; i < rows; i++) m->chunk[i] = (StepRow){ .token = ids[at + i] };
         step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk, .more = n - at - rows }, 1);
         if (left > 0) set_length(m, seq, len + at + rows);
     }
-    m->scoring = 0;
-    m->ops->copy(&(Copy){ mass, m->s.mass, (size_t)LOOK_ROWS * (size_t)n_keys * sizeof *mass, COPY_OUT });
+    m->scorer_pass = 0;
+    m->ops->copy(&(Copy){ mass, m->s.mass, (size_t)SCORE_ROWS * (size_t)n_keys * sizeof *mass, COPY_OUT });
     copy_rings(m, seq, rings, COPY_IN);
     set_length(m, seq, len);
     m->ops->wait();
-    m->seen[seq] = seen;
+    m->n_written[seq] = seen;
     for (int j = 0; j < n; j++) {
         score[j] = 0;
-        for (int r = 0; r < LOOK_ROWS; r++) score[j] += mass[(size_t)r * (size_t)n_keys + (size_t)(len + j)] / LOOK_ROWS;
+        for (int r = 0; r < SCORE_ROWS; r++) score[j] += mass[(size_t)r * (size_t)n_keys + (size_t)(len + j)] / SCORE_ROWS;
     }
     free(mass);
     free(rings);
@@ -80,16 +80,16 @@ static void check_scorer(const char *file, Gguf *target) {
 
 // The scorer, with room for n tokens. Of a file's layers only those that score are loaded.
 static Model *open_scorer(Compressor *c, Model *target, int n) {
-    PlanOptions o = { .n_seqs = 1, .n_batch = BATCH_FIT, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16,
-                      .scores = true, .only_scores = true, .n_ctx = (int)round_up((size_t)n, 1024),
-                      .ctx_from = "prompt for --scorer", .beside = plan_limits(target) };
+    ModelOptions o = { .n_seqs = 1, .n_batch = BATCH_FIT, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16,
+                      .can_score = true, .scorer_only = true, .n_ctx = (int)round_up((size_t)n, 1024),
+                      .ctx_from = "prompt for --scorer", .shared_limits = plan_limits(target) };
     if (!c->file) return target;
     if (c->scorer && c->scorer->options.n_ctx >= n) return c->scorer;
     close_scorer(c);
     if (target->options.memory) {                      // what --vram grants is for both
-        const Plan *p = &target->plan;
-        const size_t taken = p->weights + p->kv_global + p->kv_rings + p->stage + p->activations + p->scratch + p->drafter +
-                             (p->weights ? 0 : target->binder.bytes);
+        const MemoryPlan *p = &target->plan;
+        const size_t taken = p->weights + p->kv_global + p->kv_rings + p->staging + p->activations + p->scratch + p->drafter +
+                             (p->weights ? 0 : target->binder->bytes);
         o.memory = target->options.memory > taken ? target->options.memory - taken : 1;
     }
     c->scorer = alloc_or_die(1, sizeof *c->scorer);

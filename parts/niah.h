@@ -191,7 +191,7 @@ static double niah_share(const NiahCell *c) { return c->asked ? 100.0 * c->right
 
 // What was measured, in words.
 static void niah_setting(const Niah *t, char *text, size_t room) {
-    const PlanOptions *o = &t->m->options;
+    const ModelOptions *o = &t->m->options;
     int n = snprintf(text, room, "%s, cache %s", model_name(t->m), kv_names[o->k_type]);
     if (o->v_type != o->k_type) n += snprintf(text + n, room - (size_t)n, "/%s", kv_names[o->v_type]);
     if (o->pflash_density > 0)
@@ -282,7 +282,7 @@ static void write_heat_map(const Niah *t) {
     if (ferror(f) || fclose(f)) die("--svg: %s: %s", o->svg, strerror(errno));
 }
 
-static void verb_niah(const char *model, const Ops *ops, PlanOptions o, const NiahOptions *options) {
+static void verb_niah(const char *model, const Ops *ops, ModelOptions o, const NiahOptions *options) {
     Niah *t = alloc_or_die(1, sizeof *t);
     t->o = options;
     t->m = alloc_or_die(1, sizeof *t->m);

@@ -228,7 +228,7 @@ static void ref_expert_gate_up(const ExpertGateUp *o) {
             ref_store(&o->out, j, n, ref.out);
         }
     }
-    if (o->beside) ref_matmul(o->beside);
+    if (o->dense_down) ref_matmul(o->dense_down);
 }
 
 static void ref_gate_up(const GateUp *o) {
@@ -334,7 +334,7 @@ static void ref_dump(float *dump, size_t head, const double *u, int head_dim) {
 }
 
 static void ref_qkv_store(const QkvStore *o) {
-    const Cache *c = o->cache, *dst = o->stage ? o->stage : c, tail = ref_tail(c);
+    const Cache *c = o->cache, *dst = o->staging ? o->staging : c, tail = ref_tail(c);
     const int hd = c->head_dim, half = hd / 2;
     double u[REF_HEAD_DIM];
     float placed[REF_HEAD_DIM];
@@ -356,8 +356,8 @@ static void ref_qkv_store(const QkvStore *o) {
             memcpy(q, placed, (size_t)hd * sizeof *q);
         }
         if (!o->k) continue;
-        const int seq = o->stage ? 0 : seg->seq;
-        const int slot = o->stage ? seg->first + row->index : (len + row->index) % c->slots;
+        const int seq = o->staging ? 0 : seg->seq;
+        const int slot = o->staging ? seg->first + row->index : (len + row->index) % c->slots;
         const bool newest = c->tail_slots && row->index >= seg->n - c->tail_slots;
         const int tail_slot = newest ? (len + row->index) % tail.slots : 0;
         for (int g = 0; g < c->n_kv_heads; g++) {
@@ -398,10 +398,10 @@ static bool ref_sees(const Attend *o, const Row *row, const Segment *seg, int le
 
 // K and V of key j (head_dim), as the cache orders them, for a row of the segment. -> the factor of V (kv_tied_factor)
 static double ref_key(const Attend *o, const Row *row, const Segment *seg, int len, int j, int head, float *k, float *v) {
-    const bool staged = o->stage && j >= len;
+    const bool staged = o->staging && j >= len;
     const bool newest = o->cache->tail_slots && seg->n <= STEP_ROWS &&
                         j > len + row->depth - (o->cache->tail_slots - STEP_ROWS);
-    const Cache tail = ref_tail(o->cache), *c = staged ? o->stage : newest ? &tail : o->cache;
+    const Cache tail = ref_tail(o->cache), *c = staged ? o->staging : newest ? &tail : o->cache;
     const int seq = staged ? 0 : seg->seq, slot = staged ? seg->first + j - len : j % c->slots;
     ref_kv_read(&c->v, ref_kv_row(c, &c->v, seq, head, slot), v);
     memcpy(k, v, (size_t)c->head_dim * sizeof *k);     // tied: V, but for the values that rotate
@@ -566,7 +566,7 @@ static void ref_attn_mass(const AttnMass *o) {
         const Segment prompt = { .seq = seg->seq, .n = STEP_ROWS + 1 };        // whose rows read no tail
         for (int h = 0; h < o->n_heads; h++) {
             const float *q = o->q + ((size_t)r * o->n_heads + h) * hd;
-            float *share = o->shares + ((size_t)r * o->n_heads + h) * o->n_keys, *mass = o->mass + (size_t)r * o->n_keys;
+            float *share = o->probs + ((size_t)r * o->n_heads + h) * o->n_keys, *mass = o->mass + (size_t)r * o->n_keys;
             for (int j = 0; j < n; j++) {
                 double score = 0;
                 ref_key(&every, &o->batch->rows[r], &prompt, len, j, h / (o->n_heads / c->n_kv_heads), k, v);
@@ -618,7 +618,7 @@ static void ref_kv_copy(const KvCopy *o) {
         const Segment *seg = &o->batch->segs[i];
         const int len = o->batch->len[seg->seq];
         for (int j = 0; j < seg->n; j++)               // upwards: of the rows for one slot the last one stays
-            ref_kv_move(o->cache, seg->seq, (len + j) % o->cache->slots, o->stage, 0, seg->first + j);
+            ref_kv_move(o->cache, seg->seq, (len + j) % o->cache->slots, o->staging, 0, seg->first + j);
     }
 }
 
@@ -750,14 +750,14 @@ static void ref_verify_walk(const VerifyWalk *o) {
     for (int i = 0; i < o->batch->n_segs; i++) {
         const Segment *seg = &o->batch->segs[i];
         int n = 0, first = 0, at = -1;                 // at: the kept row where the walk stands
-        while (first < o->n_kept && o->kept_rows[first].seg != i) first++;
-        const int before = first < o->n_kept ? o->kept_rows[first].index : seg->n;
+        while (first < o->n_out && o->out_rows[first].seg != i) first++;
+        const int before = first < o->n_out ? o->out_rows[first].index : seg->n;
         for (; n < before; n++)
             if (seg->kind == SEG_TREE) o->path[i * STEP_ROWS + n] = n;
-        for (int k = first; k < o->n_kept; k++) {      // a row stands behind the one that it follows
-            const Row *row = &o->kept_rows[k];
+        for (int k = first; k < o->n_out; k++) {      // a row stands behind the one that it follows
+            const Row *row = &o->out_rows[k];
             if (row->seg != i) continue;
-            const bool follows = k == first || (ref_parent(seg, row) == o->kept_rows[at].index && o->chosen[at] >= 0 &&
+            const bool follows = k == first || (ref_parent(seg, row) == o->out_rows[at].index && o->chosen[at] >= 0 &&
                                                 o->batch->rows[seg->first + row->index].token == o->chosen[at]);
             if (!follows) continue;
             if (seg->kind == SEG_TREE) o->path[i * STEP_ROWS + n] = row->index;

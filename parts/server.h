@@ -668,7 +668,7 @@ static void admit(Server *srv) {
 // Whether the tokens at which chunks of prompts end make no difference to any bit: steps of few rows, and on the CPU all,
 // unless rows of larger ones see less.
 static bool chunks_are_free(const Model *m, int chunk) {
-    const PlanOptions *o = &m->options;
+    const ModelOptions *o = &m->options;
     return chunk <= STEP_ROWS || (m->ops == cpu_ops() && !o->pflash && !o->tail);
 }
 
@@ -693,7 +693,7 @@ static int pick(Server *srv, Session **sessions, Slot **slots, Round *round) {
         Session *s = &slot->s;
         const bool is_prompt = runs(s) && s->prompting;
         const bool is_long = is_prompt && (int)s->todo.n - s->at > min_int(chunk, STEP_ROWS);
-        if (is_long && (long_one || (m->between >= 0 && m->between != s->seq))) continue;
+        if (is_long && (long_one || (m->paused_seq >= 0 && m->paused_seq != s->seq))) continue;
         if (is_prompt && looks) continue;
         s->chunk = chunk;
         s->work = answers && !srv->by_rows ? srv->share.amount : INFINITY;
@@ -709,7 +709,7 @@ static int pick(Server *srv, Session **sessions, Slot **slots, Round *round) {
 // What a round took is learnt from, when it had no prompt or as much of one as its share has room for.
 static void learn_share(Server *srv, Round round, double taken) {
     const double with = srv->by_rows ? srv->share.amount : srv->slots[srv->last_prompt].s.worked;
-    const bool whole = srv->by_rows || srv->m->between >= 0;           // else the chunk ended before
+    const bool whole = srv->by_rows || srv->m->paused_seq >= 0;           // else the chunk ended before
     if (round == ROUND_PLAIN) share_learn(&srv->share, 0, taken);
     if (round == ROUND_SHARED && whole) share_learn(&srv->share, with, taken);
 }

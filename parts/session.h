@@ -297,7 +297,7 @@ static int session_to_fd(Session *s, const SessionNote *note, int fd, const char
     SessionHeader h = header_of(m);
     h.n = (uint32_t)m->len[s->seq];
     h.n_pending = (uint32_t)note->pending.n;
-    h.seen = (uint32_t)max_int(m->seen[s->seq], m->len[s->seq]);
+    h.seen = (uint32_t)max_int(m->n_written[s->seq], m->len[s->seq]);
     const Mark *mark = s->n_marks ? &s->marks[s->n_marks - 1] : NULL;
     h.mark_bytes = mark ? copy_rings(s->m, s->seq, NULL, COPY_OUT) : 0;
     h.mark = h.mark_bytes ? (uint32_t)mark->n : 0;
@@ -514,7 +514,7 @@ static bool take_session(Session *s, FileStream *f, const SessionHeader *h, Sess
     if (f->err) return refuse_session(s, path, "%s", strerror(f->err));
     if (hash != hash_end(&f->hash)) return refuse_session(s, path, "the file is damaged: its checksum is another one");
     const int slots = ring_slots(m), first = max_int((int)h->seen - (int)h->ring, (int)h->n - slots);
-    m->seen[s->seq] = max_int((int)h->seen, first > 0 ? first + slots : 0);
+    m->n_written[s->seq] = max_int((int)h->seen, first > 0 ? first + slots : 0);
     if (!shorten_session(m, s->seq, s->held.ids, (int)h->n))
         return refuse_session(s, path, "rings and tails: expected the last rows, got fewer");
     note->seed = h->seed;

@@ -168,10 +168,10 @@ static bool run_ids(int from, bool keep, Score *s) {
     for (int at = from; at < t.n; ) {
         const int n = min_int(t.n - at, keep ? N_BATCH : STEP_ROWS);
         for (int i = 0; i < n; i++)
-            t.m->chunk[i] = (StepRow){ .token = t.ids[at + i], .want = at + i + 1 < t.n && t.wanted[at + i + 1] };
+            t.m->chunk[i] = (StepRow){ .token = t.ids[at + i], .output = at + i + 1 < t.n && t.wanted[at + i + 1] };
         step(t.m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = n, .rows = t.m->chunk }, 1);
         for (int i = 0, kept = 0; i < n; i++)
-            if (t.m->chunk[i].want) judge_row(kept++, t.ids[at + i + 1], s, &right);
+            if (t.m->chunk[i].output) judge_row(kept++, t.ids[at + i + 1], s, &right);
         if (keep) commit_all(t.m);
         at += n;
         if (!keep && at < t.n) die("a question has more than %d ids", STEP_ROWS);
@@ -336,7 +336,7 @@ static void stories(int n_stories, int n_ids) {
             judge_row(0, best, &score, &right);
             commit_all(t.m);
             if (tok_is_stop(&t.tok, best)) break;
-            const StepRow row = { .token = best, .want = true };
+            const StepRow row = { .token = best, .output = true };
             step(t.m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &row }, 1);
         }
     }
@@ -417,7 +417,7 @@ static KvType kv_type(const char *name) {
 }
 
 int main(int argc, char **argv) {
-    PlanOptions o = { .n_seqs = 1, .n_batch = N_BATCH, .n_logits = N_BATCH, .k_type = KV_F16, .v_type = KV_F16 };
+    ModelOptions o = { .n_seqs = 1, .n_batch = N_BATCH, .n_logits = N_BATCH, .k_type = KV_F16, .v_type = KV_F16 };
     const char *model = NULL, *data = "tests/eval_mini.txt";
     int n_files = 0;
     t.at_least = 0.95;

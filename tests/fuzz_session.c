@@ -26,7 +26,7 @@ static Model *make_caches(void) {
     m.gguf.path = "(none)";
     m.config = (Config){ .n_layers = 2, .first_shared = 2, .vocab = 1000, .n_swa = 7 };
     m.config.layer[0].is_swa = true;
-    m.options = (PlanOptions){ .n_ctx = FUZZ_CTX, .n_seqs = 1, .k_type = KV_Q8_0, .v_type = KV_Q8_0 };
+    m.options = (ModelOptions){ .n_ctx = FUZZ_CTX, .n_seqs = 1, .k_type = KV_Q8_0, .v_type = KV_Q8_0 };
     m.n_caches = 2;
     for (int i = 0; i < 2; i++) {
         Cache *c = &m.caches[i];
@@ -40,7 +40,7 @@ static Model *make_caches(void) {
     }
     m.s.len = &device_len;
     m.len = &len;
-    m.seen = &seen;
+    m.n_written = &seen;
     return &m;
 }
 
@@ -93,7 +93,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
         NEED(s.err[0] && !strchr(s.err, '\n') && s.held.n == 0 && m->len[0] == 0 && s.n_marks == 0 && !note.messages.s);
     } else {
         NEED(m->len[0] <= FUZZ_CTX && s.held.n == (size_t)m->len[0] && m->s.len[0] == m->len[0] && (!s.n_marks || s.marks[0].n <= m->len[0]));
-        NEED(m->seen[0] >= m->len[0]);
+        NEED(m->n_written[0] >= m->len[0]);
         for (size_t i = 0; i < s.held.n; i++) NEED(s.held.ids[i] >= 0 && s.held.ids[i] < m->config.vocab);
         for (size_t i = 0; i < note.pending.n; i++) NEED(note.pending.ids[i] >= 0 && note.pending.ids[i] < m->config.vocab);
         session_note_free(&note);

@@ -14,13 +14,13 @@ static const Ops *gpu_ops(void) {                      // NULL: none
 #endif
 }
 
-static Model *open_on(const Ops *ops, const char *path, PlanOptions o) {
+static Model *open_on(const Ops *ops, const char *path, ModelOptions o) {
     Model *m = alloc_or_die(1, sizeof *m);
     load_model(m, path, ops, o, NULL);
     return m;
 }
 
-static Model *open_pair(const char *path, PlanOptions o) { return open_on(on_gpu ? gpu_ops() : cpu_ops(), path, o); }
+static Model *open_pair(const char *path, ModelOptions o) { return open_on(on_gpu ? gpu_ops() : cpu_ops(), path, o); }
 
 static void close_model(Model *m) {
     free_model(m);
@@ -33,7 +33,7 @@ static void read_back(Model *m, void *host, const void *data, size_t bytes) {
 }
 
 // A pair that is refused, with one line that has all these words.
-static void refused(const char *path, PlanOptions o, const char *const *words) {
+static void refused(const char *path, ModelOptions o, const char *const *words) {
     fflush(stdout);
     const pid_t child = fork();
     if (!child) {

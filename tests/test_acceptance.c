@@ -92,7 +92,7 @@ static void one_prompt(Model *m, const Tokenizer *t, const Ids *prompt, int temp
         commit_all(m);
         if (n % EACH == 0) {
             issue_draft(m, &(int32_t){ 0 }, 1, depth);
-            m->ops->copy(&(Copy){ drafts[n], m->drafter.ids, (size_t)depth * sizeof **drafts, COPY_OUT });
+            m->ops->copy(&(Copy){ drafts[n], m->drafter->ids, (size_t)depth * sizeof **drafts, COPY_OUT });
             m->ops->wait();
         }
         n++;
@@ -143,7 +143,7 @@ static void one_drafter(const char *path, const char *table, int depth, const ch
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     load_model(m, "models/gemma4-mini-q8_0.gguf", cpu_ops(),
-               (PlanOptions){ .n_ctx = ROW, .n_seqs = 1, .n_batch = 256, .n_logits = 1, .k_type = KV_F16,
+               (ModelOptions){ .n_ctx = ROW, .n_seqs = 1, .n_batch = 256, .n_logits = 1, .k_type = KV_F16,
                               .v_type = KV_F16, .drafter = path, .draft_width = 1, .draft_depth = depth }, NULL);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     for (int temperature = 0; temperature <= whole; temperature++)

@@ -57,7 +57,7 @@ static void late_wait_for(int mark) { arrive(mark); }
 static void late_wait(void) { arrive(INT_MAX); }
 
 static bool count_begin(StepKey key) {
-    beside.n_fed += key.kind == STEP_DECODE && key.variant == ROWS_ARE_FED;
+    beside.n_fed += key.kind == STEP_DECODE && key.variant == TOKENS_ON_DEVICE;
     return beside.base->begin(key);
 }
 
@@ -78,11 +78,11 @@ static const Ops *backend(const Ops *base, bool marks) {
     beside.ops.begin = count_begin;
     beside.ops.sample = count_sample;
     beside.ops.attend = count_attend;
-    if (!marks) beside.ops.mark = NULL;
-    if (!marks || base->mark) return &beside.ops;
+    if (!marks) beside.ops.fence = NULL;
+    if (!marks || base->fence) return &beside.ops;
     beside.ops.copy = late_copy;
     beside.ops.wait = late_wait;
-    beside.ops.mark = late_mark;
+    beside.ops.fence = late_mark;
     beside.ops.wait_for = late_wait_for;
     return &beside.ops;
 }
@@ -108,7 +108,7 @@ typedef struct {
 
 static Result talk(const Case *k, const Ops *base, bool marks) {
     Result r = { 0 };
-    const PlanOptions o = { .n_ctx = k->n_ctx, .n_seqs = 1, .n_batch = 512, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16,
+    const ModelOptions o = { .n_ctx = k->n_ctx, .n_seqs = 1, .n_batch = 512, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16,
                             .penalties = k->presence != 0 };
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
@@ -223,7 +223,7 @@ static void compare(const Ops *base, const Case *k) {
 
 // ---- several sessions at once ----
 
-enum { N_TALKS = 4, TALK_TOKENS = 40, CANCELLED = 3, CANCEL_AT = 10, LATE = 2, LATE_ROUND = 5 };
+enum { N_TALKS = 4, TALK_TOKENS = 40, CANCELLED_ONE = 3, CANCEL_AT = 10, LATE = 2, LATE_ROUND = 5 };
 
 typedef struct {
     int32_t   ids[TALK_TOKENS + 8];
@@ -245,7 +245,7 @@ static void note(Said *said, const Event *e) {
 // rows than decoding steps have, or two. work: of such a prompt, runs before the others do. -> how often one stopped between layers
 static int talk_all(Model *m, Tokenizer *tok, bool together, double work, Said *said) {
     const char *const texts[N_TALKS] = { "Tell me a story about a fox.", "What is 22 minus 2?",
-                                         m->options.between ? "" : "Tell me a story about a cow.", "" };
+                                         m->options.interleave ? "" : "Tell me a story about a cow.", "" };
     int pauses = 0;
     Session sessions[N_TALKS], *live[N_TALKS];
     Event events[N_TALKS];
@@ -278,11 +278,11 @@ static int talk_all(Model *m, Tokenizer *tok, bool together, double work, Said *
                         .sampling = { .seed = 3 + (uint64_t)i, .temperature = i % 2 ? 1 : 0, .top_k = 40, .top_p = 0.95f, .repeat = 1 } };
                     CHECK(session_start(&sessions[i], &(Prompt){ .ids = ids[i].ids, .n = (int)ids[i].n }, &o), "%s", sessions[i].err);
                 }
-                if (i == CANCELLED && said[i].n == CANCEL_AT) session_cancel(&sessions[i]);
+                if (i == CANCELLED_ONE && said[i].n == CANCEL_AT) session_cancel(&sessions[i]);
                 if (!ended[i]) live[n_live++] = &sessions[i];
             }
             if (n_live) sessions_next(live, n_live, events);
-            pauses += m->between >= 0;
+            pauses += m->paused_seq >= 0;
             for (int k = 0; k < n_live; k++) {
                 const int i = live[k]->seq;
                 note(&said[i], &events[k]);
@@ -307,8 +307,8 @@ static int talk_all(Model *m, Tokenizer *tok, bool together, double work, Said *
 // between: steps of some sessions run between two layers of the prompts of others.
 static void compare_together(const Ops *base, bool marks, bool between) {
     static Said alone[N_TALKS], together[N_TALKS];
-    const PlanOptions o = { .n_ctx = 256, .n_seqs = N_TALKS, .n_batch = 128, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16,
-                            .between = between };
+    const ModelOptions o = { .n_ctx = 256, .n_seqs = N_TALKS, .n_batch = 128, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16,
+                            .interleave = between };
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     beside.interrupt_at = 0;
@@ -324,7 +324,7 @@ static void compare_together(const Ops *base, bool marks, bool between) {
         const Said *a = &alone[i], *b = &together[i];
         CHECK(a->n == b->n && !memcmp(a->ids, b->ids, (size_t)a->n * sizeof *a->ids), "session %d says other tokens in company", i);
         CHECK(a->n_text == b->n_text && !memcmp(a->text, b->text, a->n_text), "session %d says other text in company", i);
-        CHECK(a->end == b->end && (i != CANCELLED || a->end == END_CANCELLED), "session %d ends by %d alone, by %d in company", i, a->end, b->end);
+        CHECK(a->end == b->end && (i != CANCELLED_ONE || a->end == END_CANCELLED), "session %d ends by %d alone, by %d in company", i, a->end, b->end);
         CHECK(a->hash == b->hash, "session %d has other last logits in company", i);
         CHECK(a->n > 3, "session %d says %d tokens", i, a->n);
     }
@@ -342,7 +342,7 @@ static void compare_together(const Ops *base, bool marks, bool between) {
 static void cancel_prompt(const Ops *base, bool marks) {
     static Said said[2];
     enum { N_PROMPT = 700, N_BATCH = 600 };
-    const PlanOptions o = { .n_ctx = 1024, .n_seqs = 1, .n_batch = N_BATCH, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16 };
+    const ModelOptions o = { .n_ctx = 1024, .n_seqs = 1, .n_batch = N_BATCH, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16 };
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     int32_t ids[N_PROMPT];
@@ -379,7 +379,7 @@ static void cancel_prompt(const Ops *base, bool marks) {
 static void cancel_between(const Ops *base, bool marks) {
     static Said said[2][2];
     enum { N_PROMPT = 100 };
-    const PlanOptions o = { .n_ctx = 256, .n_seqs = 2, .n_batch = 128, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16, .between = true };
+    const ModelOptions o = { .n_ctx = 256, .n_seqs = 2, .n_batch = 128, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16, .interleave = true };
     const AnswerOptions answer = { .n_predict = 12, .ignore_eos = true, .think_budget = -1, .sampling.repeat = 1 };
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
@@ -398,12 +398,12 @@ static void cancel_between(const Ops *base, bool marks) {
         if (again) {
             s[0].work = s[1].work = 1;
             for (int k = 0; k < 3; k++) sessions_next(both, 2, e);
-            CHECK(m->between == 0 && e[0].kind == EVENT_PROMPT && e[1].kind == EVENT_PROMPT && !s[1].at, "session %d is between layers", m->between);
+            CHECK(m->paused_seq == 0 && e[0].kind == EVENT_PROMPT && e[1].kind == EVENT_PROMPT && !s[1].at, "session %d is between layers", m->paused_seq);
             session_cancel(&s[0]);
             session_next(&s[0], &e[0]);
-            CHECK(e[0].kind == EVENT_END && e[0].end == END_CANCELLED && m->between < 0, "event %d, session %d is between layers", e[0].kind, m->between);
+            CHECK(e[0].kind == EVENT_END && e[0].end == END_CANCELLED && m->paused_seq < 0, "event %d, session %d is between layers", e[0].kind, m->paused_seq);
             sessions_next(both + 1, 1, e + 1);
-            CHECK(m->between == 1, "session %d is between layers", m->between);
+            CHECK(m->paused_seq == 1, "session %d is between layers", m->paused_seq);
             CHECK(session_start(&s[0], &(Prompt){ .ids = ids[0], .n = N_PROMPT }, &answer), "%s", s[0].err);
         }
         for (int i = 0; i < 2; i++) e[i].kind = EVENT_PROMPT;
@@ -423,7 +423,7 @@ static void cancel_between(const Ops *base, bool marks) {
 
 // What steps take is measured for each depth that is chosen among, without a drafter too, and leaves nothing in the session.
 static void measure(const Ops *base) {
-    const PlanOptions o = { .n_ctx = 256, .n_seqs = 2, .n_batch = 64, .n_logits = 17, .k_type = KV_F16, .v_type = KV_F16 };
+    const ModelOptions o = { .n_ctx = 256, .n_seqs = 2, .n_batch = 64, .n_logits = 17, .k_type = KV_F16, .v_type = KV_F16 };
     const AnswerOptions answer = { .n_predict = 12, .ignore_eos = true, .think_budget = -1, .sampling.repeat = 1 };
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
@@ -441,7 +441,7 @@ static void measure(const Ops *base) {
         session_close(&s);
     }
     for (int n = 0; n <= 16; n = next_depth(n, 16))
-        CHECK(m->pace.step.n[n + 1] >= 2 && m->pace.step.of[n + 1] > 0, "%d guesses: measured %d times", n, m->pace.step.n[n + 1]);
+        CHECK(m->pace->step.n[n + 1] >= 2 && m->pace->step.of[n + 1] > 0, "%d guesses: measured %d times", n, m->pace->step.n[n + 1]);
     CHECK(said[0].n == 12 && said[1].n == 12 && !memcmp(said[0].ids, said[1].ids, sizeof said[0].ids), "other tokens once steps were measured");
     tok_free(&tok);
     free_model(m);

@@ -25,7 +25,7 @@ enum { N_SEQS = 3, N_BATCH = 400, N_TEXT = 720, N_CTX = 768 };
 static struct {               // the model under test
     char    name[80];         // file and cache type
     char    path[256];
-    PlanOptions options;
+    ModelOptions options;
     Model  *m;
     int     number, stride;   // of every `stride` combinations of lengths and sizes this model takes one, not the same as the next model
     int     rounds;           // of random drafts
@@ -82,7 +82,7 @@ static void make_files(void) {
 
 // ---- running and comparing ------------------------------------------------------------------------------------------
 
-static Model *open_model(const char *path, PlanOptions o) {
+static Model *open_model(const char *path, ModelOptions o) {
     Model *m = alloc_or_die(1, sizeof *m);
     load_model(m, path, cpu_ops(), o, NULL);
     return m;
@@ -131,7 +131,7 @@ enum { NONE, LAST, ALL };     // rows whose logits are wanted
 // n tokens as a chain, not committed.
 static void run_chain(Model *m, int seq, const int32_t *tokens, int n, int want) {
     static StepRow rows[N_BATCH];
-    for (int i = 0; i < n; i++) rows[i] = (StepRow){ .token = tokens[i], .parent = i - 1, .want = want == ALL || (want == LAST && i == n - 1) };
+    for (int i = 0; i < n; i++) rows[i] = (StepRow){ .token = tokens[i], .parent = i - 1, .output = want == ALL || (want == LAST && i == n - 1) };
     step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = n, .rows = rows }, 1);
 }
 
@@ -151,7 +151,7 @@ static void fill(Model *m, int seq, int n) {
 // ---- drafts ----
 
 static void random_tokens(StepRow *rows, int n, int want_percent) {
-    for (int i = 0; i < n; i++) rows[i] = (StepRow){ .token = rnd(t.vocab), .parent = i - 1, .want = rnd(100) < want_percent };
+    for (int i = 0; i < n; i++) rows[i] = (StepRow){ .token = rnd(t.vocab), .parent = i - 1, .output = rnd(100) < want_percent };
 }
 
 // A tree of n rows in an order that mixes its branches, with about n_roots roots and paths of at most max_path rows.
@@ -179,7 +179,7 @@ static int path_to(const StepRow *rows, int node, int32_t *path) {
 static void compare_tree(Model *m, int seq, int other, StepRow *rows, int n, const char *what) {
     bool leaf[STEP_ROWS];
     for (int i = 0; i < n; i++) {
-        rows[i].want = leaf[i] = true;
+        rows[i].output = leaf[i] = true;
         if (rows[i].parent >= 0) leaf[rows[i].parent] = false;
     }
     const StepSeg seg = { .seq = seq, .kind = SEG_TREE, .n = n, .rows = rows };
@@ -240,7 +240,7 @@ static void poison_unseen(Model *m, int seq) {
             if (is_ring(m, i) ? pos < max_int(0, len - (t.window - 1)) : pos >= len) poison_row(c, seq, slot);
         }
         if (!is_ring(m, i)) continue;
-        const Cache stage = stage_of(m, c);
+        const Cache stage = staging_for(m, c);
         for (int slot = 0; slot < stage.slots; slot++) poison_row(&stage, 0, slot);
     }
 }
@@ -264,7 +264,7 @@ static void open_test(int file, KvType k, KvType v, KvType ring) {
     snprintf(t.path, sizeof t.path, "%s", file_path(file));
     snprintf(t.name, sizeof t.name, "%s-%s %s %s, rings %s", files[file].preset, files[file].quant, kv_names[k], kv_names[v],
              ring ? kv_names[ring] : "as usual");
-    t.options = (PlanOptions){ .n_ctx = N_CTX, .n_seqs = N_SEQS, .n_batch = N_BATCH, .n_logits = N_BATCH, .k_type = k, .v_type = v,
+    t.options = (ModelOptions){ .n_ctx = N_CTX, .n_seqs = N_SEQS, .n_batch = N_BATCH, .n_logits = N_BATCH, .k_type = k, .v_type = v,
                                .ring_type = ring };
     t.m = open_model(t.path, t.options);
     t.vocab = t.m->config.vocab;
@@ -324,19 +324,19 @@ static void test_wanted(void) {
         for (int at = 0; at < 300; ) {
             const int chunk = min_int(1 + rnd(140), 300 - at), percent = rnd(2) ? 10 : 60;
             int r = 0;
-            for (int i = 0; i < chunk; i++) rows[i] = (StepRow){ .token = t.text[at + i], .want = rnd(100) < percent };
+            for (int i = 0; i < chunk; i++) rows[i] = (StepRow){ .token = t.text[at + i], .output = rnd(100) < percent };
             step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = chunk, .rows = rows }, 1);
             for (int i = 0; i < chunk; i++) {
-                if (!rows[i].want) continue;
+                if (!rows[i].output) continue;
                 if (!SAME(logits(m, r++), expected(at + i), 1, "position %d of a chunk of %d, %d %% wanted", at + i, chunk, percent)) return;
             }
-            CHECK(m->step.n_kept == r, "%s: %d rows of logits, expected %d", t.name, m->step.n_kept, r);
+            CHECK(m->step.n_out == r, "%s: %d rows of logits, expected %d", t.name, m->step.n_out, r);
             accept_rows(m, chunk);
             at += chunk;
         }
     }
     // run_prompt makes its own chunks, of n_batch rows
-    PlanOptions o = t.options;
+    ModelOptions o = t.options;
     o.n_batch = 100, o.n_logits = 1;
     Model *p = open_model(t.path, o);
     run_prompt(p, 1, t.text, 330);
@@ -345,7 +345,7 @@ static void test_wanted(void) {
     for (uint64_t seed = 0; seed < 20; seed++) {
         const SampleParams params = { .seed = seed, .temperature = 1, .top_p = 1, .repeat = 1 };
         const int32_t want = sample_row(expected(329), t.vocab, NULL, &params, 329);
-        const Batch b = { .rows = p->s.kept_rows, .segs = p->s.segs, .len = p->s.len, .n_rows = 1, .n_segs = 1 };
+        const Batch b = { .rows = p->s.out_rows, .segs = p->s.segs, .len = p->s.len, .n_rows = 1, .n_segs = 1 };
         p->s.params[1] = params;
         p->ops->sample(&(Sample){ .batch = &b, .vocab = t.vocab, .logits = p->s.logits, .params = p->s.params, .out = p->s.chosen });
         CHECK(p->s.chosen[0] == want, "%s: seed %d after a prompt in chunks: token %d, expected %d", t.name, (int)seed,
@@ -362,7 +362,7 @@ static void test_wanted(void) {
 
 static void test_ring(void) {
     const int W = t.window, n = FEWER > 1 ? 5 * W : 10 * W;
-    PlanOptions o = t.options;
+    ModelOptions o = t.options;
     o.n_seqs = 1;
     Model *m = open_model(t.path, o);                  // rings as long as the context: they never wrap
     void *rings = replace_rings(m, N_CTX + STEP_ROWS);
@@ -507,39 +507,39 @@ static void draft_rounds(int n_rounds, const char *what) {
         const bool tree = rnd(2);
         const int len = m->len[0], n = 1 + rnd(STEP_ROWS), percent = rnd(4) ? 50 : rnd(2) * 100;
         int32_t path[STEP_ROWS] = { 0 }, tokens[STEP_ROWS + 1];
-        int n_kept;
+        int n_out;
         if (tree) {
             random_tree(rows, n, 1 + rnd(3), 20, percent);
-            n_kept = rnd(5) ? path_to(rows, rnd(n), path) : 0;
+            n_out = rnd(5) ? path_to(rows, rnd(n), path) : 0;
         } else {
             random_tokens(rows, n, percent);
-            n_kept = rnd(5) ? min_int(rnd(n + 1), 24) : rnd(2) * n;
+            n_out = rnd(5) ? min_int(rnd(n + 1), 24) : rnd(2) * n;
             for (int i = 0; i < n; i++) path[i] = i;
         }
         step(m, &(StepSeg){ .seq = 0, .kind = tree ? SEG_TREE : SEG_CHAIN, .n = n, .rows = rows }, 1);
-        float *drafted = copy_logits(m, m->step.n_kept);
-        commit(m, &(int32_t){ n_kept }, path);
-        for (int k = 0; k < n_kept; k++) tokens[k] = rows[path[k]].token;
-        tokens[n_kept] = rnd(t.vocab);                 // one more, in both
-        run_chain(m, 0, tokens + n_kept, 1, ALL);
+        float *drafted = copy_logits(m, m->step.n_out);
+        commit(m, &(int32_t){ n_out }, path);
+        for (int k = 0; k < n_out; k++) tokens[k] = rows[path[k]].token;
+        tokens[n_out] = rnd(t.vocab);                 // one more, in both
+        run_chain(m, 0, tokens + n_out, 1, ALL);
         accept_rows(m, 1);
         float *next = copy_logits(m, 1);
-        if (n_kept) {
-            run_chain(m, 1, tokens, n_kept, ALL);
+        if (n_out) {
+            run_chain(m, 1, tokens, n_out, ALL);
             int k = 0, r = 0;                          // r: row of drafted that belongs to row path[k]
-            for (int i = 0; k < n_kept; i++) {
+            for (int i = 0; k < n_out; i++) {
                 if (path[k] == i) {
-                    if (rows[i].want && !SAME(drafted + (size_t)r * (size_t)t.vocab, logits(m, k), 1, "%s: round %d: %s of %d at %d, %d kept: logits of row %d",
-                                              what, round, tree ? "tree" : "chain", n, len, n_kept, i)) break;
+                    if (rows[i].output && !SAME(drafted + (size_t)r * (size_t)t.vocab, logits(m, k), 1, "%s: round %d: %s of %d at %d, %d kept: logits of row %d",
+                                              what, round, tree ? "tree" : "chain", n, len, n_out, i)) break;
                     k++;
                 }
-                r += rows[i].want;
+                r += rows[i].output;
             }
-            accept_rows(m, n_kept);
+            accept_rows(m, n_out);
         }
-        run_chain(m, 1, tokens + n_kept, 1, ALL);
+        run_chain(m, 1, tokens + n_out, 1, ALL);
         accept_rows(m, 1);
-        const bool ok = SAME(next, logits(m, 0), 1, "%s: round %d: token after %d rows kept of a %s of %d at %d", what, round, n_kept, tree ? "tree" : "chain", n, len);
+        const bool ok = SAME(next, logits(m, 0), 1, "%s: round %d: token after %d rows kept of a %s of %d at %d", what, round, n_out, tree ? "tree" : "chain", n, len);
         free(drafted);
         free(next);
         if (!ok) break;
@@ -585,12 +585,12 @@ static void check_mixed(Model *m, Model *alone, const Part *parts, int order, in
     }
     if (!n_segs) return;
     step(m, segs, n_segs);
-    float *got = copy_logits(m, m->step.n_kept);
+    float *got = copy_logits(m, m->step.n_out);
     commit(m, n_accept, path);
     for (int i = 0; i < n_segs; i++) {
         step(alone, &segs[i], 1);
-        SAME(got + (size_t)row * (size_t)t.vocab, logits(alone, 0), alone->step.n_kept, "segment %d of a step of%s, against the same alone", i, text);
-        row += alone->step.n_kept;
+        SAME(got + (size_t)row * (size_t)t.vocab, logits(alone, 0), alone->step.n_out, "segment %d of a step of%s, against the same alone", i, text);
+        row += alone->step.n_out;
         commit(alone, &n_accept[i], path + i * STEP_ROWS);
         CHECK(m->len[segs[i].seq] == alone->len[segs[i].seq], "%s:%s: length of session %d", t.name, text, segs[i].seq);
     }
@@ -643,7 +643,7 @@ static int compare_doubles(const void *a, const void *b) {
 
 // Largest difference of each of 160 positions, in parts of max|logit|, between t.ref and a model with other caches: the
 // largest of them, or the one in the middle.
-static double difference(PlanOptions o, bool median) {
+static double difference(ModelOptions o, bool median) {
     o.n_seqs = 1;
     Model *m = open_model(t.path, o);
     double row[160] = { 0 }, largest = 0;
@@ -662,7 +662,7 @@ static double difference(PlanOptions o, bool median) {
 // Rounding in a cache moves logits a little, unless it tips something over: another expert is chosen (then only the
 // median is bounded), or an int8 activation rounds the other way (then what is measured is the noise of int8).
 static void test_layout(void) {
-    PlanOptions o = t.options;
+    ModelOptions o = t.options;
     const bool f32 = o.k_type == KV_F32, moe = t.m->config.n_experts > 0, int8 = is_quantised(t.m->weights.layer[0].attn_q.type);
     const bool coded = kv_group(o.k_type) > 0;         // three bits of K and V are the most that is lost
     double most = coded ? 0.5 : int8 ? 0.1 : 5e-3;
@@ -708,7 +708,7 @@ static void test_reset(void) {
 }
 
 static void test_full(int n_ctx) {
-    PlanOptions o = t.options;
+    ModelOptions o = t.options;
     o.n_ctx = n_ctx;
     o.n_batch = 100;
     o.n_logits = STEP_ROWS;
@@ -743,7 +743,7 @@ static void test_full(int n_ctx) {
 static void test_tail(void) {
     enum { N = 260, TAIL = 128 };
     if (!kv_group(t.options.k_type) || !kv_group(t.options.v_type)) return;
-    PlanOptions o = t.options;
+    ModelOptions o = t.options;
     o.tail = TAIL - STEP_ROWS;
     Model *m = open_model(t.path, o);
     o = t.options;

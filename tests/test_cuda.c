@@ -38,7 +38,7 @@ static const char *make_file(const char *preset, const char *quant, const char *
     return path;
 }
 
-static Model *open_for(const char *path, const Ops *ops, PlanOptions o) {
+static Model *open_for(const char *path, const Ops *ops, ModelOptions o) {
     Model *m = alloc_or_die(1, sizeof *m);
     load_model(m, path, ops, o, NULL);
     return m;
@@ -49,8 +49,8 @@ static void close_for(Model *m) {
     free(m);
 }
 
-static PlanOptions plan(KvType type) {
-    return (PlanOptions){ .n_ctx = 1024, .n_seqs = 2, .n_batch = 512, .n_logits = 512, .k_type = type, .v_type = type };
+static ModelOptions plan(KvType type) {
+    return (ModelOptions){ .n_ctx = 1024, .n_seqs = 2, .n_batch = 512, .n_logits = 512, .k_type = type, .v_type = type };
 }
 
 static void random_text(int32_t *ids, int n, int vocab) {
@@ -68,7 +68,7 @@ static float *logits_of(Model *m, const int32_t *ids, int n, int chunk) {
     reset_session(m, 0);
     for (int at = 0; at < n; at += chunk) {
         const int rows = min_int(chunk, n - at);
-        for (int i = 0; i < rows; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .want = true };
+        for (int i = 0; i < rows; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .output = true };
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk }, 1);
         for (int i = 0; i < rows; i++) read_logits(m, i, out + (size_t)(at + i) * vocab);
         commit_all(m);
@@ -149,12 +149,12 @@ static void test_logits(const char *preset, const char *quant, const char *more,
 
     // A tree of drafts: half a path stays, the rest never was. The judge is a session that saw the path only.
     StepRow tree[40];
-    for (int i = 0; i < 40; i++) tree[i] = (StepRow){ .token = ids[100 + i], .parent = i < 3 ? i - 1 : i - 3, .want = true };
+    for (int i = 0; i < 40; i++) tree[i] = (StepRow){ .token = ids[100 + i], .parent = i < 3 ? i - 1 : i - 3, .output = true };
     int32_t path_rows[STEP_ROWS] = { 0, 1, 4, 7, 10 }, n_accept = 5;
     logits_of(m, ids, n_before, 50);
     step(m, &(StepSeg){ .seq = 0, .kind = SEG_TREE, .n = 40, .rows = tree }, 1);
     commit(m, &n_accept, path_rows);
-    for (int i = 0; i < 10; i++) m->chunk[i] = (StepRow){ .token = ids[200 + i], .want = true };
+    for (int i = 0; i < 10; i++) m->chunk[i] = (StepRow){ .token = ids[200 + i], .output = true };
     step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 10, .rows = m->chunk }, 1);
     got = alloc_or_die((size_t)10 * vocab, sizeof *got);
     for (int i = 0; i < 10; i++) read_logits(m, i, got + (size_t)i * (size_t)vocab);
@@ -183,7 +183,7 @@ static void choose(Model *m, const int32_t *prompt, int n_prompt, const SamplePa
     m->ops->copy(&(Copy){ m->s.params, p, sizeof *p, COPY_IN });
     run_prompt(m, 0, prompt, n_prompt);
     for (int i = 0; i < n; i++) {
-        const Batch b = { .rows = m->s.kept_rows, .segs = m->s.segs, .len = m->s.len, .n_rows = 1, .n_segs = 1 };
+        const Batch b = { .rows = m->s.out_rows, .segs = m->s.segs, .len = m->s.len, .n_rows = 1, .n_segs = 1 };
         if (m->ops->begin((StepKey){ .kind = STEP_SAMPLE, .rows = 1, .logits = 1 }))
             m->ops->sample(&(Sample){ .batch = &b, .vocab = vocab, .logits = m->s.logits, .params = m->s.params, .mask = m->s.mask,
                                       .out = m->s.chosen });
@@ -197,7 +197,7 @@ static void choose(Model *m, const int32_t *prompt, int n_prompt, const SamplePa
             else if (logits[k] > second) second = logits[k];
         }
         top2[i] = best - second;
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = out[i], .want = true } }, 1);
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = out[i], .output = true } }, 1);
     }
     free(logits);
 }
@@ -205,7 +205,7 @@ static void choose(Model *m, const int32_t *prompt, int n_prompt, const SamplePa
 static void test_choices(void) {
     static int32_t want[N_CHOICES], got[N_CHOICES];
     static float top2[N_CHOICES];
-    PlanOptions o = plan(KV_F16);
+    ModelOptions o = plan(KV_F16);
     Model *cpu_m = open_for(MINI, cpu_ops(), o), *m = open_for(MINI, cuda_ops(), o);
     const int32_t prompt[] = { 2, 1000, 1001, 1002, 700, 701 };
     const SampleParams p = { .top_p = 1, .repeat = 1 };
@@ -239,7 +239,7 @@ static void test_mini(const char *path) {
     const size_t vocab = (size_t)m->config.vocab;
     got = realloc(got, ALL * vocab * sizeof *got);
     for (int i = PROMPT; i < ALL; i++) {
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = ids[i], .want = true } }, 1);
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = ids[i], .output = true } }, 1);
         read_logits(m, 0, got + (size_t)i * vocab);
         commit_all(m);
     }
@@ -257,11 +257,11 @@ static void test_memory(void) {
     size_t before = 0, after = 0, total = 0;
     close_for(open_for(path, cuda_ops(), plan(KV_F16)));           // the driver's own first things
     cuda_ops()->memory(&before, &total);
-    PlanOptions o = plan(KV_F16);
+    ModelOptions o = plan(KV_F16);
     o.n_ctx = 200000;
     Model *m = open_for(path, cuda_ops(), o);
     cuda_ops()->memory(&after, &total);
-    const double planned = (double)(m->plan.weights + m->plan.kv_global + m->plan.kv_rings + m->plan.stage + m->plan.activations);
+    const double planned = (double)(m->plan.weights + m->plan.kv_global + m->plan.kv_rings + m->plan.staging + m->plan.activations);
     const double taken = (double)before - (double)after, slack = 0.01 * planned + (4 << 20);
     const bool shared = cuda_ops()->card()->host_memory;               // with other programs
     CHECK(shared || fabs(taken - planned) <= slack, "memory: got %.0f bytes taken, want the planned %.0f within 1 %%", taken,

@@ -265,7 +265,7 @@ static void test_faults(const char *model) {
 // ==== Memory =========================================================================================================
 
 typedef struct {
-    Plan   plan;
+    MemoryPlan   plan;
     size_t needed, resident;                           // resident: bytes of the file that are mapped after loading
     float  logits[16];
 } Loaded;
@@ -298,11 +298,11 @@ static Loaded load_on(const char *gpu, const char *path, size_t memory, int *sta
         Model *m = must(calloc(1, sizeof *m));
         size_t free_bytes, total;
         cuda_ops()->memory(&free_bytes, &total);
-        const PlanOptions o = { .n_ctx = 64, .n_seqs = 1, .n_batch = STEP_ROWS, .n_logits = 1, .k_type = KV_F16,
+        const ModelOptions o = { .n_ctx = 64, .n_seqs = 1, .n_batch = STEP_ROWS, .n_logits = 1, .k_type = KV_F16,
                                 .v_type = KV_F16, .memory = memory ? memory + total - free_bytes : 0 };
         load_model(m, path, cuda_ops(), o, NULL);
         l.plan = m->plan, l.needed = planned_memory(m), l.resident = resident_bytes(path);
-        m->chunk[0] = (StepRow){ .token = 17, .want = true };
+        m->chunk[0] = (StepRow){ .token = 17, .output = true };
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = m->chunk }, 1);
         float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
         read_logits(m, 0, logits);

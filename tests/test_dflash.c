@@ -17,8 +17,8 @@ enum { WIDTH = 4, DEPTH = 7, MOST_TOKENS = 1024 };
 #define MINI "models/gemma4-mini-q8_0.gguf"
 #define MINI_DFLASH "models/gemma4-mini-dflash-q8_0.gguf"
 
-static PlanOptions plan(const char *drafter, int n_seqs) {
-    return (PlanOptions){ .n_ctx = 1024, .n_seqs = n_seqs, .n_batch = 512, .n_logits = STEP_ROWS, .k_type = KV_F16,
+static ModelOptions plan(const char *drafter, int n_seqs) {
+    return (ModelOptions){ .n_ctx = 1024, .n_seqs = n_seqs, .n_batch = 512, .n_logits = STEP_ROWS, .k_type = KV_F16,
                           .v_type = KV_F16, .drafter = drafter, .draft_width = WIDTH, .draft_depth = DEPTH };
 }
 
@@ -34,7 +34,7 @@ static int best_of(const float *logits, int n) {
     return best;
 }
 
-static int32_t best_token(Model *m) {                  // of row 0 of the logits
+static int32_t likeliest_token(Model *m) {                  // of row 0 of the logits
     float *logits = alloc_or_die((size_t)m->config.vocab, sizeof *logits);
     read_logits(m, 0, logits);
     const int32_t best = best_of(logits, m->config.vocab);
@@ -52,9 +52,9 @@ static Block draft_alone(Model *m, int seg, int32_t next) {
     Block b;
     m->ops->copy(&(Copy){ m->s.next + seg, &next, sizeof next, COPY_IN });
     issue_draft(m, &seg, 1, DEPTH);
-    read_back(m, b.ids, m->drafter.ids, sizeof b.ids);
-    read_back(m, b.logits, m->drafter.logits, sizeof b.logits);
-    read_back(m, b.logsumexp, m->drafter.logsumexp, sizeof b.logsumexp);
+    read_back(m, b.ids, m->drafter->ids, sizeof b.ids);
+    read_back(m, b.logits, m->drafter->logits, sizeof b.logits);
+    read_back(m, b.logsumexp, m->drafter->logsumexp, sizeof b.logsumexp);
     return b;
 }
 
@@ -151,7 +151,7 @@ static void test_contexts(const char *path, const char *drafter, int n) {
         const Block got = draft_alone(m, 0, 9);
         if (i == 0) want = got;
         (on_gpu && (ways[i].how == TREES || ways[i].how == TREES_WALKED) ? like_block : same_block)(&got, &want, ways[i].what);
-        CHECK(m->drafter.start[1] == 0, "%s: the context begins at %d", ways[i].what, m->drafter.start[1]);
+        CHECK(m->drafter->context_start[1] == 0, "%s: the context begins at %d", ways[i].what, m->drafter->context_start[1]);
     }
     for (int back = 1; back <= 50; back += 49) {       // further tokens, some waiting and some stored, which are taken back
         reset_session(m, 1);
@@ -161,7 +161,7 @@ static void test_contexts(const char *path, const char *drafter, int n) {
         run_ids(m, 1, ids + n - 1, 1, CHUNKS, 1, false);
         const Block got = draft_alone(m, 0, 9);
         same_block(&got, &want, "tokens taken back");
-        CHECK(m->drafter.start[1] == 0, "%d tokens taken back: the context begins at %d", back, m->drafter.start[1]);
+        CHECK(m->drafter->context_start[1] == 0, "%d tokens taken back: the context begins at %d", back, m->drafter->context_start[1]);
     }
     close_model(m);
 }
@@ -170,27 +170,27 @@ static void test_contexts(const char *path, const char *drafter, int n) {
 static void test_new_start(const char *path, const char *drafter) {
     enum { N = 600, CUT = 200, MORE = 50 };
     int32_t ids[N];
-    PlanOptions o = plan(drafter, 1);
+    ModelOptions o = plan(drafter, 1);
     o.lazy_draft = true;
     Model *m = open_pair(path, o);
     random_ids(ids, N, m->config.vocab);
     run_ids(m, 0, ids, CUT, CHUNKS, 512, false);
-    CHECK(!m->drafter.uploaded && m->drafter.start[0] == CUT, "a lazy drafter keeps tokens from %d on", m->drafter.start[0]);
+    CHECK(!m->drafter->weights_uploaded && m->drafter->context_start[0] == CUT, "a lazy drafter keeps tokens from %d on", m->drafter->context_start[0]);
     run_ids(m, 0, ids + CUT, MORE, CHUNKS, 1, false);
     const Block want = draft_alone(m, 0, 9);
-    CHECK(m->drafter.uploaded, "a draft does not upload the weights");
+    CHECK(m->drafter->weights_uploaded, "a draft does not upload the weights");
 
     uint8_t *rings = alloc_or_die(copy_rings(m, 0, NULL, COPY_OUT), 1);
     reset_session(m, 0);
     run_ids(m, 0, ids, CUT, CHUNKS, 512, false);
     copy_rings(m, 0, rings, COPY_OUT);
-    const int seen = m->seen[0];
+    const int seen = m->n_written[0];
     run_ids(m, 0, ids + CUT, N - CUT, CHUNKS, 512, false);
-    CHECK(!shorten_session(m, 0, ids, CUT) && m->drafter.start[0] == 0, "rings reach back further than expected: a weak test");
+    CHECK(!shorten_session(m, 0, ids, CUT) && m->drafter->context_start[0] == 0, "rings reach back further than expected: a weak test");
     copy_rings(m, 0, rings, COPY_IN);
-    m->seen[0] = seen;
+    m->n_written[0] = seen;
     CHECK(shorten_session(m, 0, ids, CUT), "rings that were put back do not hold");
-    CHECK(m->drafter.start[0] == CUT, "the context begins at %d, expected %d", m->drafter.start[0], CUT);
+    CHECK(m->drafter->context_start[0] == CUT, "the context begins at %d, expected %d", m->drafter->context_start[0], CUT);
     run_ids(m, 0, ids + CUT, MORE, CHUNKS, 7, false);
     const Block got = draft_alone(m, 0, 9);
     same_block(&got, &want, "a context that starts anew");
@@ -211,7 +211,7 @@ static void test_company(const char *path, const char *drafter) {
     random_ids(tokens, 512, m->config.vocab);
     for (int s = 0; s < N; s++) {
         run_ids(m, s, tokens + s, 30 + 40 * s, CHUNKS, 64, false);
-        rows[s] = (StepRow){ .token = s * 31 + 5, .want = true };
+        rows[s] = (StepRow){ .token = s * 31 + 5, .output = true };
         segs[s] = (StepSeg){ .seq = (s + 1) % N, .kind = SEG_CHAIN, .n = 1, .rows = &rows[s] };
         next[s] = s * 37 + 11, one[s] = 1;
     }
@@ -224,9 +224,9 @@ static void test_company(const char *path, const char *drafter) {
         int n = 0;
         while (n < N && groups[g][n] >= 0) ids[n] = groups[g][n], n++;
         issue_draft(m, ids, n, DEPTH);
-        read_back(m, got, m->drafter.ids, (size_t)(DEPTH * n * WIDTH) * sizeof *got);
-        read_back(m, logits, m->drafter.logits, (size_t)(DEPTH * n * WIDTH) * sizeof *logits);
-        read_back(m, sums, m->drafter.logsumexp, (size_t)(DEPTH * n) * sizeof *sums);
+        read_back(m, got, m->drafter->ids, (size_t)(DEPTH * n * WIDTH) * sizeof *got);
+        read_back(m, logits, m->drafter->logits, (size_t)(DEPTH * n * WIDTH) * sizeof *logits);
+        read_back(m, sums, m->drafter->logsumexp, (size_t)(DEPTH * n) * sizeof *sums);
         for (int i = 0; i < n; i++)
             for (int k = 0; k < DEPTH; k++) {
                 const Block *want = &alone[ids[i]];
@@ -324,7 +324,7 @@ static void plain_layer(const BlockCase *c, const LayerWeights *w, bool full, do
 // taps: the outputs of layers, (n, DIM) each. logits: of rows 1 .. DEPTH.
 static void plain_block(const BlockCase *c, const Model *m, const float *const *taps, int32_t next, double logits[][VOCAB]) {
     static double k[MOST_ROWS][HEAD], v[MOST_ROWS][HEAD], context[MOST_ROWS][DIM];
-    const Drafter *d = &m->drafter;
+    const Drafter *d = m->drafter;
     const float *table = m->weights.token_embd.data;
     double both[2 * DIM], u[DEPTH + 1][DIM];
     for (int t = 0; t < c->n; t++) {
@@ -370,7 +370,7 @@ static void test_block(const BlockCase *c) {
     put_i32s(&file, "dflash.target_layers", (const int[]){ c->taps[0] + 1, c->taps[1] + 1 }, 2);
     if (c->causal >= 0) draft_u16(&file, "dflash.attention.causal", (unsigned)c->causal);
     const char *drafter = kept(write_draft(&file, in_tmp("block.gguf")));
-    PlanOptions o = plan(drafter, 1);
+    ModelOptions o = plan(drafter, 1);
     o.k_type = o.v_type = KV_F32;
     o.draft_width = VOCAB;
     random_ids(ids, c->n, VOCAB);
@@ -389,9 +389,9 @@ static void test_block(const BlockCase *c) {
     run_ids(m, 0, ids, c->n, CHUNKS, 512, false);
     set_next(m, &(int32_t){ 9 }, 1);
     issue_draft(m, &(int32_t){ 0 }, 1, DEPTH);
-    read_back(m, got_ids, m->drafter.ids, sizeof got_ids);
-    read_back(m, got, m->drafter.logits, sizeof got);
-    read_back(m, sums, m->drafter.logsumexp, sizeof sums);
+    read_back(m, got_ids, m->drafter->ids, sizeof got_ids);
+    read_back(m, got, m->drafter->logits, sizeof got);
+    read_back(m, sums, m->drafter->logsumexp, sizeof sums);
     for (int k = 0; k < DEPTH; k++) {
         double sum = 0;
         for (int i = 0; i < VOCAB; i++) {
@@ -511,7 +511,7 @@ static const char *write_folder(const char *from, const char *path) {
     return path;
 }
 
-static Block block_of(const char *path, PlanOptions o) {               // behind a prompt
+static Block block_of(const char *path, ModelOptions o) {               // behind a prompt
     int32_t ids[60];
     Model *m = open_pair(path, o);
     random_ids(ids, 60, m->config.vocab);
@@ -523,7 +523,7 @@ static Block block_of(const char *path, PlanOptions o) {               // behind
 
 static void test_forms(void) {
     const char *path = kept(make_model("micro-dense", "micro-dense", "f32", NULL)), *drafter = kept(dflash_of("micro-dense", "f32"));
-    PlanOptions o = plan(drafter, 1);
+    ModelOptions o = plan(drafter, 1);
     const Block want = block_of(path, o);
     o.lazy_draft = true;
     Block got = block_of(path, o);
@@ -602,7 +602,7 @@ static void test_refused(void) {
 static void test_acceptance(const char *question, int n_ids, int depth, const double *least) {
     enum { MOST = 256, ALL = 15 };
     char text[512];
-    PlanOptions o = plan(MINI_DFLASH, 1);
+    ModelOptions o = plan(MINI_DFLASH, 1);
     o.draft_depth = depth;
     o.draft_width = 1;
     Model *m = open_pair(MINI, o);
@@ -615,14 +615,14 @@ static void test_acceptance(const char *question, int n_ids, int depth, const do
     snprintf(text, sizeof text, "<|turn>user\n%s<turn|>\n<|turn>model\n", question);
     if (tok_encode(&tok, text, strlen(text), TOK_SPECIAL, &prompt) < 0) die("%s", tok.err);
     run_prompt(m, 0, prompt.ids, (int)prompt.n);
-    said[n++] = best_token(m);
+    said[n++] = likeliest_token(m);
     commit_all(m);
     while (n < n_ids && !tok_is_stop(&tok, said[n - 1])) {
         set_next(m, &said[n - 1], 1);
         issue_draft(m, &(int32_t){ 0 }, 1, depth);
-        read_back(m, drafts[n - 1], m->drafter.ids, (size_t)depth * sizeof **drafts);
+        read_back(m, drafts[n - 1], m->drafter->ids, (size_t)depth * sizeof **drafts);
         run_prompt(m, 0, &said[n - 1], 1);
-        said[n++] = best_token(m);
+        said[n++] = likeliest_token(m);
         commit_all(m);
     }
     for (int i = 0; i + 1 < n; i++)

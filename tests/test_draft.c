@@ -19,8 +19,8 @@ enum { L = 100, DEPTH = 5, VOCAB = 512, DIM = 64 };    // of the reference chain
 
 static const char *const families[] = { "micro-dense", "micro-moe", "micro-e" };
 
-static PlanOptions plan(const char *drafter, KvType type, int n_seqs, int width) {
-    return (PlanOptions){ .n_ctx = 512, .n_seqs = n_seqs, .n_batch = 256, .n_logits = n_seqs, .k_type = type, .v_type = type,
+static ModelOptions plan(const char *drafter, KvType type, int n_seqs, int width) {
+    return (ModelOptions){ .n_ctx = 512, .n_seqs = n_seqs, .n_batch = 256, .n_logits = n_seqs, .k_type = type, .v_type = type,
                           .ring_type = type, .drafter = drafter, .draft_width = width, .draft_depth = DEPTH };
 }
 
@@ -77,9 +77,9 @@ static Chain read_chain(Model *m, int row, int n, int depth) {
     static float logits[DEPTH * 4 * VOCAB], logsumexp[DEPTH * 4];
     const size_t width = (size_t)m->options.draft_width, all = (size_t)(depth * n) * width;
     Chain c = { 0 };
-    read_back(m, ids, m->drafter.ids, all * sizeof *ids);
-    read_back(m, logits, m->drafter.logits, all * sizeof *logits);
-    read_back(m, logsumexp, m->drafter.logsumexp, (size_t)(depth * n) * sizeof *logsumexp);
+    read_back(m, ids, m->drafter->ids, all * sizeof *ids);
+    read_back(m, logits, m->drafter->logits, all * sizeof *logits);
+    read_back(m, logsumexp, m->drafter->logsumexp, (size_t)(depth * n) * sizeof *logsumexp);
     for (int k = 0; k < depth; k++) {
         const size_t at = (size_t)(k * n + row) * width;
         c.ids[k] = ids[at];
@@ -94,10 +94,10 @@ static Chain read_chain(Model *m, int row, int n, int depth) {
     return c;
 }
 
-static Chain chain_behind(const char *path, PlanOptions o, int window) {          // behind the reference prompt; window 0: the usual one
+static Chain chain_behind(const char *path, ModelOptions o, int window) {          // behind the reference prompt; window 0: the usual one
     int32_t *prompt = golden("", "tokens.i32", L * sizeof *prompt);
     Model *m = open_pair(path, o);
-    if (window) m->drafter.window = window;
+    if (window) m->drafter->window = window;
     answer_prompt(m, prompt, L);
     issue_draft(m, &(int32_t){ 0 }, 1, DEPTH);
     const Chain c = read_chain(m, 0, 1, DEPTH);
@@ -122,10 +122,10 @@ static void test_golden(const char *family) {
     int32_t *prompt = golden("", "tokens.i32", L * sizeof *prompt), *draft = golden(family, "-mtp.draft.i32", DEPTH * sizeof *draft);
     float *h0 = golden(family, "-mtp.h0.f32", DIM * sizeof *h0), *hidden = golden(family, "-mtp.hidden.f32", 4 * DIM * sizeof *hidden);
     float *logits = golden(family, "-mtp.logits.f32", 4 * VOCAB * sizeof *logits), got[DIM];
-    PlanOptions o = plan(mtp_of(family), KV_F32, 1, VOCAB);
+    ModelOptions o = plan(mtp_of(family), KV_F32, 1, VOCAB);
     o.n_batch = STEP_ROWS;                             // larger steps of a GPU round more
     Model *m = open_pair(make_model(family, family, "f32", NULL), o);
-    m->drafter.window = m->config.n_swa + 2;
+    m->drafter->window = m->config.n_swa + 2;
     const int32_t next = answer_prompt(m, prompt, L);
     CHECK(next == draft[0], "%s: the target chose %d, expected %d", family, next, draft[0]);
     read_back(m, got, m->s.hidden, sizeof got);
@@ -133,7 +133,7 @@ static void test_golden(const char *family) {
     CHECK(d <= most, "%s: the target's hidden row: difference %.3g", family, d);
     for (int depth = 1; depth <= DEPTH; depth++) {     // each leaves the hidden row before its last pass
         issue_draft(m, &(int32_t){ 0 }, 1, depth);
-        read_back(m, got, m->drafter.hidden, sizeof got);
+        read_back(m, got, m->drafter->hidden, sizeof got);
         d = depth > 1 ? difference(got, hidden + (depth - 2) * DIM, DIM) : 0;
         CHECK(d <= most, "%s: hidden row %d: difference %.3g, expected at most %g", family, depth - 2, d, most);
     }
@@ -156,7 +156,7 @@ static void test_caches(const char *family) {
     const Chain want = chain_behind(path, plan(drafter, KV_F32, 1, VOCAB), 0);
     for (KvType type = KV_F32; type <= KV_F16; type++)
         for (int untied = 0; untied < 2; untied++) {
-            PlanOptions o = plan(drafter, type, 1, VOCAB);
+            ModelOptions o = plan(drafter, type, 1, VOCAB);
             o.untied = untied;
             const Chain c = chain_behind(path, o, 0);
             const double d = difference(c.logits[0], want.logits[0], VOCAB), most = type == KV_F32 && !on_gpu ? 1e-5 : 5e-3;
@@ -182,7 +182,7 @@ static void two_rows(Model *m, int first, int n) {
     int32_t next[N_COMPANY], last[N_COMPANY], n_accept[N_COMPANY];
     for (int i = 0; i < n; i++) {
         const int text = first + i;
-        for (int k = 0; k < 2; k++) rows[2 * i + k] = (StepRow){ .token = (text * 31 + 5 + k) % m->config.vocab, .want = true };
+        for (int k = 0; k < 2; k++) rows[2 * i + k] = (StepRow){ .token = (text * 31 + 5 + k) % m->config.vocab, .output = true };
         segs[i] = (StepSeg){ .seq = n == 1 ? 0 : (i + 1) % n, .kind = SEG_CHAIN, .n = 2, .rows = &rows[2 * i] };
         n_accept[i] = 1 + text % 2;
         last[i] = 2 * i + text % 2;
@@ -199,7 +199,7 @@ static void test_company(const char *path, const char *drafter) {
     static const int32_t groups[][N] = { { 0, 1, 2, 3 }, { 2, 0, -1 }, { 3, 2, 1, 0 }, { 1, -1 } };
     int32_t alone[N][DEEP * WIDTH], got[DEEP * N * WIDTH], ids[N];
     float alone_logits[N][DEEP * WIDTH], logits[DEEP * N * WIDTH];
-    PlanOptions o = plan(drafter, KV_F16, 1, WIDTH);
+    ModelOptions o = plan(drafter, KV_F16, 1, WIDTH);
     o.n_logits = 2 * N;
     Model *m = open_pair(path, o);
     for (int text = 0; text < N; text++) {
@@ -207,8 +207,8 @@ static void test_company(const char *path, const char *drafter) {
         tell(m, text, 0);
         two_rows(m, text, 1);
         issue_draft(m, &(int32_t){ 0 }, 1, DEEP);
-        read_back(m, alone[text], m->drafter.ids, sizeof alone[text]);
-        read_back(m, alone_logits[text], m->drafter.logits, sizeof alone_logits[text]);
+        read_back(m, alone[text], m->drafter->ids, sizeof alone[text]);
+        read_back(m, alone_logits[text], m->drafter->logits, sizeof alone_logits[text]);
         CHECK(!text || memcmp(alone[text], alone[text - 1], sizeof *alone), "texts %d and before draft the same: a weak test", text);
     }
     close_model(m);
@@ -220,8 +220,8 @@ static void test_company(const char *path, const char *drafter) {
         int n = 0;
         while (n < N && groups[g][n] >= 0) ids[n] = groups[g][n], n++;
         issue_draft(m, ids, n, DEEP);
-        read_back(m, got, m->drafter.ids, (size_t)(DEEP * n * WIDTH) * sizeof *got);
-        read_back(m, logits, m->drafter.logits, (size_t)(DEEP * n * WIDTH) * sizeof *logits);
+        read_back(m, got, m->drafter->ids, (size_t)(DEEP * n * WIDTH) * sizeof *got);
+        read_back(m, logits, m->drafter->logits, (size_t)(DEEP * n * WIDTH) * sizeof *logits);
         for (int i = 0; i < n; i++)
             for (int k = 0; k < DEEP; k++)
                 CHECK(!memcmp(got + (k * n + i) * WIDTH, alone[ids[i]] + k * WIDTH, WIDTH * sizeof *got) &&
@@ -261,24 +261,24 @@ static void test_backend(const char *path, const char *drafter) {
     int32_t *prompt = golden("", "tokens.i32", L * sizeof *prompt);
     int32_t want[DEPTH], got[DEPTH];
     for (int lazy = 0; lazy < 2; lazy++) {
-        PlanOptions o = plan(drafter, KV_F16, 1, 1);
+        ModelOptions o = plan(drafter, KV_F16, 1, 1);
         n_uploads = 0;
         o.lazy_draft = lazy;
         Model *m = open_on(&ops, path, o);
-        const int at_start = m->binder.n_uploads + (lazy ? 0 : m->drafter.binder.n_uploads);
+        const int at_start = m->binder->n_uploads + (lazy ? 0 : m->drafter->binder->n_uploads);
         CHECK(n_uploads == at_start, "lazy %d: %d tensors are uploaded at start, expected %d", lazy, n_uploads, at_start);
-        CHECK(m->plan.drafter > m->drafter.binder.bytes && m->plan.drafter < m->drafter.binder.bytes + (1 << 20),
-              "lazy %d: the plan has %zu bytes for %zu of weights", lazy, m->plan.drafter, m->drafter.binder.bytes);
+        CHECK(m->plan.drafter > m->drafter->binder->bytes && m->plan.drafter < m->drafter->binder->bytes + (1 << 20),
+              "lazy %d: the plan has %zu bytes for %zu of weights", lazy, m->plan.drafter, m->drafter->binder->bytes);
         answer_prompt(m, prompt, L);
         for (int i = 0; i < 2; i++) {
             n_sent = n_steps = 0;
             issue_draft(m, &(int32_t){ 0 }, 1, DEPTH);
-            CHECK(n_steps == 1 && last_key.kind == STEP_DRAFT && last_key.model == m->number + 1 && last_key.kept == DEPTH,
+            CHECK(n_steps == 1 && last_key.kind == STEP_DRAFT && last_key.model == m->number + 1 && last_key.out_rows == DEPTH,
                   "a chain is %d steps, the last of kind %d", n_steps, last_key.kind);
-            CHECK(n_uploads == m->binder.n_uploads + m->drafter.binder.n_uploads, "lazy %d: %d uploads after draft %d", lazy, n_uploads, i);
+            CHECK(n_uploads == m->binder->n_uploads + m->drafter->binder->n_uploads, "lazy %d: %d uploads after draft %d", lazy, n_uploads, i);
         }
         CHECK(n_sent == 0, "a second draft of the same session sends %d pieces", n_sent);
-        read_back(m, lazy ? got : want, m->drafter.ids, sizeof got);
+        read_back(m, lazy ? got : want, m->drafter->ids, sizeof got);
         close_model(m);
     }
     CHECK(!memcmp(got, want, sizeof got), "a lazy drafter drafts something else");
@@ -384,7 +384,7 @@ static void test_centroids(const char *family) {
     Model *m = open_pair(path, plan(write_centroids(drafter, file, N_USED, -1, false), KV_F32, 1, N_USED * PER));
     answer_prompt(m, prompt, L);
     issue_draft(m, &(int32_t){ 0 }, 1, 1);
-    const Drafter *drafts = &m->drafter;
+    const Drafter *drafts = m->drafter;
     const LayerWeights *w = &drafts->weights.layer[drafts->config.n_layers - 1];
     m->ops->close(&(Close){ .n_rows = 1, .cols = MTP_DIM, .out = drafts->y,
                             .in = { .x = drafts->x[1], .delta = { drafts->mlp }, .w_post = w->post_ffw_norm,
@@ -472,7 +472,7 @@ static void test_refused(void) {
 
 // Greedy text, and at every token a chain: how many are right at each depth, drafted before them all right too. models/
 // acceptance.md says what to expect of stories: all but few.
-static void test_acceptance(PlanOptions o, int n_ids, int depth) {
+static void test_acceptance(ModelOptions o, int n_ids, int depth) {
     enum { MOST = 160 };
     static const char text[] = "<|turn>user\nTell me a story about a fox.<turn|>\n<|turn>model\n";
     Model *m = open_pair(MINI, o);
@@ -487,7 +487,7 @@ static void test_acceptance(PlanOptions o, int n_ids, int depth) {
     while (n < n_ids + depth && !tok_is_stop(&tok, said[n - 1])) {
         if (n <= n_ids) {
             issue_draft(m, &(int32_t){ 0 }, 1, depth);
-            read_back(m, drafts[n - 1], m->drafter.ids, (size_t)depth * sizeof **drafts);
+            read_back(m, drafts[n - 1], m->drafter->ids, (size_t)depth * sizeof **drafts);
         }
         said[n] = answer_prompt(m, &said[n - 1], 1);
         n++;
@@ -511,7 +511,7 @@ static void test_types(void) {
     for (KvType type = KV_F32; type <= KV_TQ3; type++)
         for (int untied = 0; untied < 2; untied++)
             for (int tail = 0; tail <= (kv_group(type) ? 32 : 0); tail += 32) {
-                PlanOptions o = plan(MINI_MTP, type, 1, 1);
+                ModelOptions o = plan(MINI_MTP, type, 1, 1);
                 o.untied = untied;
                 o.tail = tail;
                 test_acceptance(o, 24, 2);

@@ -56,12 +56,12 @@ static const char *write_as(const char *from, const char *to, int type, bool blo
 
 // Logits (N_TOKENS, VOCAB) of some tokens; freed by the caller.
 static float *logits_of(const char *path) {
-    const PlanOptions o = { .n_ctx = 64, .n_seqs = 1, .n_batch = STEP_ROWS, .n_logits = N_TOKENS, .k_type = KV_F32,
+    const ModelOptions o = { .n_ctx = 64, .n_seqs = 1, .n_batch = STEP_ROWS, .n_logits = N_TOKENS, .k_type = KV_F32,
                             .v_type = KV_F32 };
     Model *m = must(calloc(1, sizeof *m));
     float *logits = must(calloc((size_t)N_TOKENS * VOCAB, sizeof *logits));
     load_model(m, path, cpu_ops(), o, NULL);
-    for (int i = 0; i < N_TOKENS; i++) m->chunk[i] = (StepRow){ .token = (i * 37 + 11) % VOCAB, .want = true };
+    for (int i = 0; i < N_TOKENS; i++) m->chunk[i] = (StepRow){ .token = (i * 37 + 11) % VOCAB, .output = true };
     step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = N_TOKENS, .rows = m->chunk }, 1);
     for (int i = 0; i < N_TOKENS; i++) read_logits(m, i, logits + (size_t)i * VOCAB);
     free_model(m);

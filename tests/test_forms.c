@@ -224,8 +224,8 @@ static const Ask asks[] = {
 
 // Prompt lookup, trees and auto take turns beside an MTP drafter, a DFlash drafter's chains and trees with each other.
 static bool turn_of(const Model *m, int k, int number) {
-    if (m->drafter.kind == DRAFTER_DFLASH) return k == 1 + number / 2 % 2;
-    return m->drafter.kind == DRAFTER_NONE || k == 1 || k / 2 + k % 2 == number % 3;
+    if (m->drafter->kind == DRAFTER_DFLASH) return k == 1 + number / 2 % 2;
+    return m->drafter->kind == DRAFTER_NONE || k == 1 || k / 2 + k % 2 == number % 3;
 }
 
 static void one_ask(Session *plain, Session *s, int number, const char *name) {
@@ -267,7 +267,7 @@ static void one_ask(Session *plain, Session *s, int number, const char *name) {
 
 // Sessions in common steps, the last of which begins beside the others' answers.
 static void in_company(Session *s, int n, const char *name) {
-    const SpecKind drafter = s->m->drafter.kind == DRAFTER_NONE ? SPEC_NGRAM : drafter_of(s->m);
+    const SpecKind drafter = s->m->drafter->kind == DRAFTER_NONE ? SPEC_NGRAM : drafter_of(s->m);
     Ask ask[COMPANY] = { { .form = BY_SCHEMA, .budget = -1, .n = 40, .temperature = 1 }, { .form = FREE, .budget = -1, .n = 30 },
                          { .form = BY_TOOLS, .budget = -1, .n = 40 }, { .form = BY_GRAMMAR, .budget = -1, .n = 40, .temperature = 1 } };
     const Drafting drafting[COMPANY] = { { .kind = SPEC_NGRAM, .most = 6 }, { .kind = drafter, .most = 4 }, { .kind = SPEC_OFF },
@@ -300,9 +300,9 @@ static void in_company(Session *s, int n, const char *name) {
 }
 
 static void one_pair(const char *path, const char *drafter) {
-    const PlanOptions o = { .drafter = drafter, .draft_width = DRAFT_WIDTH, .n_ctx = 320, .n_seqs = COMPANY, .n_batch = 256,
+    const ModelOptions o = { .drafter = drafter, .draft_width = DRAFT_WIDTH, .n_ctx = 320, .n_seqs = COMPANY, .n_batch = 256,
                             .n_logits = STEP_ROWS, .k_type = KV_F16, .v_type = KV_F16 };
-    PlanOptions small = o;
+    ModelOptions small = o;
     const char *name = strrchr(path, '/') + 1;
     Session s[COMPANY], t[2];
     small.n_ctx = 40, small.n_seqs = 2;
@@ -313,10 +313,10 @@ static void one_pair(const char *path, const char *drafter) {
     for (int k = 0; k < 2; k++) session_open(&t[k], tight, &tok, k);
     for (int i = 0; i < (int)(sizeof asks / sizeof *asks); i++) {
         const bool full = asks[i].form == BY_SHIFTING;
-        if (drafter && m->drafter.kind == DRAFTER_DFLASH && i % 2) continue;            // the other pair has tried these
+        if (drafter && m->drafter->kind == DRAFTER_DFLASH && i % 2) continue;            // the other pair has tried these
         one_ask(full ? &t[0] : &s[0], full ? &t[1] : &s[1], i, name);
     }
-    if (m->drafter.kind != DRAFTER_DFLASH) in_company(s, COMPANY, name);
+    if (m->drafter->kind != DRAFTER_DFLASH) in_company(s, COMPANY, name);
     for (int k = 0; k < COMPANY; k++) session_close(&s[k]);
     for (int k = 0; k < 2; k++) session_close(&t[k]);
     grammar_vocab_free(&vocab);

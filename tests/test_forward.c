@@ -85,12 +85,12 @@ static float *golden(const char *family, const char *type, const char *what, siz
 }
 
 // What the tests run with unless they say otherwise: f32 caches, room for a whole prompt in one step.
-static PlanOptions plan(bool untied) {
-    return (PlanOptions){ .n_ctx = 256, .n_seqs = 2, .n_batch = N_POSITIONS, .n_logits = N_POSITIONS, .k_type = KV_F32, .v_type = KV_F32, .untied = untied };
+static ModelOptions plan(bool untied) {
+    return (ModelOptions){ .n_ctx = 256, .n_seqs = 2, .n_batch = N_POSITIONS, .n_logits = N_POSITIONS, .k_type = KV_F32, .v_type = KV_F32, .untied = untied };
 }
 
 // A loaded model, or NULL and a failed case. A child tries first, because load_model ends the process on bad input.
-static Model *open_model(const char *path, const Ops *ops, PlanOptions o, const char *dump_dir) {
+static Model *open_model(const char *path, const Ops *ops, ModelOptions o, const char *dump_dir) {
     fflush(stdout);
     const pid_t child = fork();
     Model *m = must(calloc(1, sizeof *m));
@@ -119,10 +119,10 @@ static void run_tokens(Model *m, int seq, const int32_t *ids, int n, int chunk, 
     const size_t vocab = (size_t)m->config.vocab;
     for (int at = 0; at < n; at += chunk) {
         const int rows = min_int(chunk, n - at);
-        for (int i = 0; i < rows; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .want = (at + i + 1) % every == 0 };
+        for (int i = 0; i < rows; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .output = (at + i + 1) % every == 0 };
         step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk }, 1);
         for (int i = 0, k = 0; i < rows; i++)
-            if (m->chunk[i].want) read_logits(m, k++, logits + (size_t)(at + i) * vocab);
+            if (m->chunk[i].output) read_logits(m, k++, logits + (size_t)(at + i) * vocab);
         commit(m, &(int32_t){ rows }, NULL);
     }
 }
@@ -702,7 +702,7 @@ static void note_route(const Route *o) {
 static void note_expert_gate_up(const ExpertGateUp *o) {
     NUM(o->n_rows); NUM(o->n_used); note_in(&o->in, o->n_rows, o->gate->cols); note_tensor(o->gate); note_tensor(o->up); NUM(o->fn);
     PTR(o->ids); note_act(&o->out);
-    if (o->beside) note_matmul(o->beside);
+    if (o->dense_down) note_matmul(o->dense_down);
 }
 static void note_gate_up(const GateUp *o) {
     NUM(o->n_rows); note_in(&o->in, o->n_rows, o->gate->cols); note_tensor(o->gate); note_tensor(o->up); NUM(o->fn); note_act(&o->out);
@@ -722,13 +722,13 @@ static void note_gather_rows(const GatherRows *o) {
     NUM(o->n_rows); NUM(o->cols); PTR(o->src); PTR(o->index); PTR(o->dst); NUM(o->src_stride); NUM(o->dst_stride);
 }
 static void note_qkv_store(const QkvStore *o) {
-    note_batch(o->batch); note_cache(o->cache); note_cache(o->stage); NUM(o->n_heads);
+    note_batch(o->batch); note_cache(o->cache); note_cache(o->staging); NUM(o->n_heads);
     PTR(o->q); PTR(o->k); PTR(o->v); PTR(o->w_q); PTR(o->w_k); NUM(o->v_norm); PTR(o->rope.inv_freq); NUM(o->rope.n_pairs); NUM(o->eps);
     PTR(o->dump_q); PTR(o->dump_k); PTR(o->dump_v); PTR(o->dump_k_pos); PTR(o->dump_q_pos);
     if (o->dump_q || o->dump_k || o->dump_v || o->dump_k_pos || o->dump_q_pos) breach("qkv_store: a checkpoint without a dump");
 }
 static void note_attend(const Attend *o) {
-    note_batch(o->batch); note_cache(o->cache); note_cache(o->stage); NUM(o->n_heads); PTR(o->q); NUM(o->window); NUM(o->own);
+    note_batch(o->batch); note_cache(o->cache); note_cache(o->staging); NUM(o->n_heads); PTR(o->q); NUM(o->window); NUM(o->own);
     NUM(o->scale); note_act(&o->out);
     if (!o->store) return;
     guard.used |= 1u << OP_qkv_store;
@@ -738,7 +738,7 @@ static void note_kv_commit(const KvCommit *o) {
     note_batch(o->batch); NUM(o->n_caches); PTR(o->n_accept); PTR(o->path);
     for (int i = 0; i < o->n_caches; i++) note_cache(&o->caches[i]);
 }
-static void note_kv_copy(const KvCopy *o) { note_batch(o->batch); note_cache(o->cache); note_cache(o->stage); }
+static void note_kv_copy(const KvCopy *o) { note_batch(o->batch); note_cache(o->cache); note_cache(o->staging); }
 static void note_head(const Head *o) {
     NUM(o->n_rows); note_in(&o->in, o->n_rows, o->w->cols); note_tensor(o->w); NUM(o->cap); PTR(o->logits); PTR(o->hidden);
     NUM(o->top_k); PTR(o->top_ids); PTR(o->top_logits); PTR(o->logsumexp);
@@ -826,7 +826,7 @@ static void guard_end(void) {
             if (o >= t->n || o >= now->n || strcmp(t->op[o], now->op[o]) || t->at[o + 1] - t->at[o] != now->at[o + 1] - now->at[o] ||
                 memcmp(t->fields.data + t->at[o], now->fields.data + now->at[o], now->at[o + 1] - now->at[o]))
                 breach("step kind %d, %d rows, %d segments, %d kept: operation %d is %s with other fields or in place of %s", (int)k->kind,
-                       (int)k->rows, (int)k->segs, (int)k->kept, o, o < now->n ? now->op[o] : "missing", o < t->n ? t->op[o] : "none");
+                       (int)k->rows, (int)k->segs, (int)k->out_rows, o, o < now->n ? now->op[o] : "missing", o < t->n ? t->op[o] : "none");
         return;
     }
     if (guard.n_seen == MAX_KEYS) {
@@ -858,7 +858,7 @@ static const Ops *guard_ops(void) {                    // a fresh table: nothing
     guard.ops.copy = guard_copy;
     guard.ops.begin = guard_begin;
     guard.ops.end = guard_end;
-    guard.ops.mark = guard_mark;
+    guard.ops.fence = guard_mark;
     guard.ops.wait_for = guard_wait_for;
 #define X(name, Type) guard.ops.name = guard_##name;
     OPERATIONS(X)
@@ -893,7 +893,7 @@ static void play(Script *s, int n0, const int *parents, int n1, Wanted wanted, i
         accept[n_segs] = seq ? accept1 : accept0;
         segs[n_segs++] = (StepSeg){ .seq = seq, .kind = tree ? SEG_TREE : SEG_CHAIN, .n = count, .rows = rows + n };
         for (int i = 0; i < count; i++)
-            rows[n++] = (StepRow){ .token = s->ids[s->at++ % N_POSITIONS], .parent = tree ? parents[i] : 0, .want = wanted == ALL || (wanted == LAST && i == count - 1) };
+            rows[n++] = (StepRow){ .token = s->ids[s->at++ % N_POSITIONS], .parent = tree ? parents[i] : 0, .output = wanted == ALL || (wanted == LAST && i == count - 1) };
     }
     const int kept = step(s->m, segs, n_segs);
     for (int i = 0; i < kept && s->n < MAX_SCRIPT_ROWS; i++) read_logits(s->m, i, s->logits + (size_t)s->n++ * VOCAB);
@@ -1259,7 +1259,7 @@ static void test_suppressed(void) {
     enum { ALSO = 5 };
     float *z = must(calloc(VOCAB, sizeof *z));
     int best = 0, next = -1, bad = 0;
-    PlanOptions o = plan(false);
+    ModelOptions o = plan(false);
     o.bias = true;
     Model *m = open_model(in_tmp("micro-dense-f16.gguf"), cpu_ops(), o, NULL);
     if (!m) return;
@@ -1275,7 +1275,7 @@ static void test_suppressed(void) {
     if (!m) return;
     CHECK(m->n_suppressed == 2, "suppressed tokens: counted %d, expected 2", m->n_suppressed);
     run_prompt(m, 0, prompts[0], 8);
-    const Batch b = { .rows = m->s.kept_rows, .segs = m->s.segs, .len = m->s.len, .n_rows = 1, .n_segs = 1 };
+    const Batch b = { .rows = m->s.out_rows, .segs = m->s.segs, .len = m->s.len, .n_rows = 1, .n_segs = 1 };
     const Sample sample = { .batch = &b, .vocab = VOCAB, .logits = m->s.logits, .params = m->s.params, .mask = m->s.mask,
                             .bias = m->s.bias, .out = m->s.chosen };
     m->s.params[0] = (SampleParams){ .temperature = 0, .top_p = 1, .repeat = 1 };
@@ -1304,7 +1304,7 @@ static void test_true_width(const char *preset, const char *layers) {
     }
     char label[128];
     const char *path = make_model("wide", preset, "q4_k_m", "--vocab", "512", "--layers", layers, NULL);
-    const PlanOptions o = { .n_ctx = 64, .n_seqs = 2, .n_batch = STEP_ROWS, .n_logits = N, .k_type = KV_F16, .v_type = KV_F16 };
+    const ModelOptions o = { .n_ctx = 64, .n_seqs = 2, .n_batch = STEP_ROWS, .n_logits = N, .k_type = KV_F16, .v_type = KV_F16 };
     Model *m = open_model(path, cpu_ops(), o, NULL);
     if (m) {
         float *chunk = must(calloc(N * VOCAB, sizeof *chunk)), *single = must(calloc(N * VOCAB, sizeof *single));

@@ -200,13 +200,13 @@ static void test_shorter(void) {                       // before this process ha
 }
 
 // Logits of a step, and their bytes, with so much memory for the plan; 0: what there is.
-static float *logits_of(const char *path, size_t memory, Plan *plan, size_t *needed, size_t *bytes) {
+static float *logits_of(const char *path, size_t memory, MemoryPlan *plan, size_t *needed, size_t *bytes) {
     Model *m = alloc_or_die(1, sizeof *m);
-    const PlanOptions o = { .n_ctx = 64, .n_seqs = 1, .n_batch = STEP_ROWS, .n_logits = 3, .k_type = KV_F16, .v_type = KV_F16,
+    const ModelOptions o = { .n_ctx = 64, .n_seqs = 1, .n_batch = STEP_ROWS, .n_logits = 3, .k_type = KV_F16, .v_type = KV_F16,
                             .memory = memory };
     load_model(m, path, cuda_ops(), o, NULL);
     float *logits = alloc_or_die(3 * (size_t)m->config.vocab, sizeof *logits);
-    for (int i = 0; i < 3; i++) m->chunk[i] = (StepRow){ .token = (17 + 101 * i) % m->config.vocab, .want = true };
+    for (int i = 0; i < 3; i++) m->chunk[i] = (StepRow){ .token = (17 + 101 * i) % m->config.vocab, .output = true };
     step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 3, .rows = m->chunk }, 1);
     for (int i = 0; i < 3; i++) read_logits(m, i, logits + (size_t)i * (size_t)m->config.vocab);
     *plan = m->plan;
@@ -219,7 +219,7 @@ static float *logits_of(const char *path, size_t memory, Plan *plan, size_t *nee
 
 static void test_model(const char *preset, const char *quant) {
     const char *path = make_model("layout", preset, quant, NULL);
-    Plan plan[2];
+    MemoryPlan plan[2];
     size_t needed[2], bytes, free_bytes, total;
     float *on_device = logits_of(path, 0, &plan[0], &needed[0], &bytes);
     if (cuda_ops()->card()->host_memory) {             // where a table in the host's memory would save nothing: test_device

@@ -12,7 +12,7 @@
 #include "pty.h"
 
 static const char *gemma4;
-static const PlanOptions small = { .n_ctx = 64, .n_seqs = 1, .n_batch = STEP_ROWS, .n_logits = 1, .k_type = KV_F16,
+static const ModelOptions small = { .n_ctx = 64, .n_seqs = 1, .n_batch = STEP_ROWS, .n_logits = 1, .k_type = KV_F16,
                                    .v_type = KV_F16 };
 
 // Runs the binary on a model for a few greedy tokens, with one more flag or NULL. Output is in the files stdout and stderr.
@@ -175,7 +175,7 @@ static const Ops *device_of(size_t memory) {
 }
 
 // Loads in a child on such a backend. Its line on stderr.
-static char *refused_plan(const char *path, size_t memory, PlanOptions o) {
+static char *refused_plan(const char *path, size_t memory, ModelOptions o) {
     const Ops *ops = device_of(memory);
     fflush(stdout);
     const pid_t child = fork();
@@ -195,7 +195,7 @@ static char *refused_plan(const char *path, size_t memory, PlanOptions o) {
 }
 
 static void test_no_room(const char *path) {
-    PlanOptions o = small;
+    ModelOptions o = small;
     o.n_ctx = 100000;
     const struct { size_t memory, vram; const char *says[4]; } cases[] = {
         { (size_t)1 << 40, 0, { "gemma4: error: out of memory: a context of 100000 needs ", " of 992.00 GiB free; try -c 49984, -ctk q8_0, a smaller",
@@ -233,7 +233,7 @@ static void test_no_room(const char *path) {
 // context is asked for, the longest one is the same.
 static void test_table(const char *path) {
     Model *m = must(calloc(1, sizeof *m));
-    PlanOptions o = small;
+    ModelOptions o = small;
     plan_model(m, path, device_of((size_t)1 << 40), o, NULL);
     CHECK(!m->plan.in_host, "the table leaves a device that has room for it");
     o.memory = fit_context(m, 64, SIZE_MAX);
@@ -260,7 +260,7 @@ static void test_table(const char *path) {
 // again after their pages of the file were dropped.
 static void test_shared_memory(const char *path) {
     Model *m = must(calloc(1, sizeof *m)), *plain = must(calloc(1, sizeof *plain));
-    PlanOptions o = small;
+    ModelOptions o = small;
     Ops ops = *device_of((size_t)1 << 30);
     ops.card = shared_card;
     plan_model(m, path, &ops, o, NULL);
@@ -283,7 +283,7 @@ static void test_shared_memory(const char *path) {
     float *logits[2];
     for (int i = 0; i < 2; i++) {
         Model *of = i ? plain : m;
-        of->chunk[0] = (StepRow){ .token = 17, .want = true };
+        of->chunk[0] = (StepRow){ .token = 17, .output = true };
         step(of, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = of->chunk }, 1);
         read_logits(of, 0, logits[i] = must(calloc((size_t)of->config.vocab, sizeof(float))));
     }

@@ -562,9 +562,9 @@ typedef struct {
     Segment segs[MAX_SEGS];
     int32_t len[MAX_SEGS];
     int     n_rows, n_segs;
-} Step;
+} TestStep;
 
-static void add_chain(Step *s, int seq, int len, int n) {
+static void add_chain(TestStep *s, int seq, int len, int n) {
     Segment *seg = &s->segs[s->n_segs];
     *seg = (Segment){ .seq = seq, .first = s->n_rows, .n = n, .kind = SEG_CHAIN };
     s->len[seq] = len;
@@ -573,7 +573,7 @@ static void add_chain(Step *s, int seq, int len, int n) {
 }
 
 // Row i hangs on a random row before it, `wide` rows back at most; wide 0: on row (i - 1) / 2.
-static void add_tree(Step *s, int seq, int len, int n, int wide) {
+static void add_tree(TestStep *s, int seq, int len, int n, int wide) {
     const int first = s->n_rows;
     add_chain(s, seq, len, n);
     s->segs[s->n_segs - 1].kind = SEG_TREE;
@@ -585,18 +585,18 @@ static void add_tree(Step *s, int seq, int len, int n, int wide) {
     }
 }
 
-static void random_tokens(Step *s, int vocab) {
+static void random_tokens(TestStep *s, int vocab) {
     for (int r = 0; r < s->n_rows; r++) s->rows[r].token = r == 0 ? vocab - 1 : r == 1 ? 0 : (int32_t)rnd((uint32_t)vocab);
 }
 
-static Batch put_batch(const Step *s) {
+static Batch put_batch(const TestStep *s) {
     return (Batch){ .rows = put("batch.rows", s->rows, (size_t)s->n_rows, sizeof(Row)), .n_rows = s->n_rows,
                     .segs = put("batch.segs", s->segs, MAX_SEGS, sizeof(Segment)), .n_segs = s->n_segs,
                     .len = put("batch.len", s->len, MAX_SEGS, sizeof(int32_t)) };
 }
 
 // The same step for the reference.
-static Batch host_batch(Step *s) {
+static Batch host_batch(TestStep *s) {
     return (Batch){ .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = s->n_rows, .n_segs = s->n_segs };
 }
 
@@ -616,7 +616,7 @@ static void test_embed(void) {
             if (cols % block_elems(all_types[t])) continue;
             if (!CASE("embed", "%s, cols %d", type_name(all_types[t]), cols)) continue;
             Matrix w = table(all_types[t], vocab, cols, k % 3 == 1);
-            Step *s = keep(1, sizeof *s);
+            TestStep *s = keep(1, sizeof *s);
             add_chain(s, 0, 0, 64);
             random_tokens(s, vocab);
             const Batch batch = put_batch(s);
@@ -679,7 +679,7 @@ static void test_ple_rows(void) {
         const int n_layers = 3, ple_dim = 256, vocab = 20, cols = n_layers * ple_dim;
         if (!CASE("ple_rows", "%s, %d x %d", type_name(all_types[t]), n_layers, ple_dim)) continue;
         Matrix w = table(all_types[t], vocab, cols, t % 2);
-        Step *s = keep(1, sizeof *s);
+        TestStep *s = keep(1, sizeof *s);
         add_chain(s, 0, 3, 100);
         random_tokens(s, vocab);
         const Batch batch = put_batch(s), host = host_batch(s);
@@ -1087,7 +1087,7 @@ static void test_expert_gate_up(void) {
                                                 .gate = &gate.t,
                                                 .up = cases[k].fused ? NULL : &up.t, .fn = cases[k].fn,
                                                 .ids = dev_ids + part.first * used, .out = out,
-                                                .beside = cases[k].beside ? &beside : NULL });
+                                                .dense_down = cases[k].beside ? &beside : NULL });
             check_act(&e, out, part);
             if (cases[k].beside) check_rows("beside", &e_dense, fetch_f(beside.out[0], (size_t)part.n * 20), part);
         }
@@ -1349,7 +1349,7 @@ typedef struct {
     bool   v_is_k, v_norm, with_q, with_k, staged, dumps;
 } QkvCase;
 
-static void qkv_case_tail(QkvCase t, int tail_slots, Step *s) {
+static void qkv_case_tail(QkvCase t, int tail_slots, TestStep *s) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, kv_dim = t.n_kv_heads * hd;
     if (!CASE("qkv_store", "%s, head_dim %d, heads %d/%d, slots %d, n_rot %d, pairs %d, v %s%s, q %d, k %d, stage %d, dumps %d, %d rows in %d segments "
          "at %d",
@@ -1371,7 +1371,7 @@ static void qkv_case_tail(QkvCase t, int tail_slots, Step *s) {
     for (int i = 0; i < N_RESULTS; i++) e[i] = expect(n, i < K_NORMED ? q_dim : kv_dim);
     memcpy(e[Q].want, q, (size_t)(n * q_dim) * sizeof *q);
 
-    QkvStore o = { .batch = &host, .cache = &ring.host, .stage = t.staged ? &stage.host : NULL, .n_heads = t.n_heads,
+    QkvStore o = { .batch = &host, .cache = &ring.host, .staging = t.staged ? &stage.host : NULL, .n_heads = t.n_heads,
                    .q = t.with_q ? e[Q].want : NULL, .k = t.with_k ? k : NULL,
                    .v = !t.with_k ? NULL : t.v_is_k ? k : own_v, .w_q = w_q, .w_k = w_k,
                    .v_norm = t.v_norm, .rope = { inv_freq, t.n_pairs }, .eps = 1e-6f, .dump_q = e[Q_NORMED].want,
@@ -1379,7 +1379,7 @@ static void qkv_case_tail(QkvCase t, int tail_slots, Step *s) {
     reference_ops()->qkv_store(&o);
     for (int i = 0; i < N_RESULTS; i++) set_norm_bounds(&e[i], (size_t)(n * e[i].cols), hd);
 
-    QkvStore d = { .batch = &batch, .cache = &ring.c, .stage = t.staged ? &stage.c : NULL, .n_heads = t.n_heads,
+    QkvStore d = { .batch = &batch, .cache = &ring.c, .staging = t.staged ? &stage.c : NULL, .n_heads = t.n_heads,
                    .v_norm = t.v_norm, .eps = 1e-6f,
                    .rope = { put("inv_freq", inv_freq, (size_t)t.n_pairs, sizeof(double)), t.n_pairs },
                    .w_q = put_f("w_q", w_q, hd), .w_k = put_f("w_k", w_k, hd) };
@@ -1413,7 +1413,7 @@ static void qkv_case_tail(QkvCase t, int tail_slots, Step *s) {
         compare("q", got, q_dim, e[Q].want, e[Q].bound, n, q_dim);
         if (n <= 64) {                  // the last row on its own, as a view and without k
             const Batch view = batch_from(batch, (Run){ n - 1, 1 });
-            QkvStore last = { .batch = &view, .cache = &ring.c, .stage = d.stage, .n_heads = t.n_heads, .v_norm = t.v_norm,
+            QkvStore last = { .batch = &view, .cache = &ring.c, .staging = d.staging, .n_heads = t.n_heads, .v_norm = t.v_norm,
                               .eps = d.eps, .rope = d.rope,
                               .w_q = d.w_q, .w_k = d.w_k, .q = change_f("last q", q + (n - 1) * q_dim, q_dim) };
             op->qkv_store(&last);
@@ -1446,11 +1446,11 @@ static void qkv_case_tail(QkvCase t, int tail_slots, Step *s) {
     sweep();
 }
 
-static void qkv_case(QkvCase t, Step *s) { qkv_case_tail(t, 0, s); }
+static void qkv_case(QkvCase t, TestStep *s) { qkv_case_tail(t, 0, s); }
 
 static void test_qkv_store(void) {
     for (int k = 0; k < N_KV; k++) {
-        static Step one, two, many, far;
+        static TestStep one, two, many, far;
         memset(&one, 0, sizeof one);
         memset(&two, 0, sizeof two);
         memset(&many, 0, sizeof many);
@@ -1482,7 +1482,7 @@ static void test_qkv_store(void) {
         qkv_case((QkvCase){ t, 128, 4, 2, 128, 0, 32, false, true, false, true, false, true }, &two);       // no q
         qkv_case((QkvCase){ t, 256, 4, 2, 128, 0, 128, false, true, true, true, true, true }, &two);        // stage
     }
-    Step *chunk = alloc_or_die(1, sizeof *chunk);
+    TestStep *chunk = alloc_or_die(1, sizeof *chunk);
     add_chain(chunk, 1, 60, 150);
     add_chain(chunk, 0, 0, 50);
     // a prompt longer than the ring
@@ -1501,7 +1501,7 @@ typedef struct {
     float   scale;
 } AttendCase;
 
-static void attend_case_tail(AttendCase t, int tail_slots, Step *s) {
+static void attend_case_tail(AttendCase t, int tail_slots, TestStep *s) {
     static const char *own_name[] = { "causal", "all", "none" };
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd;
     int n_seqs = 0;
@@ -1541,7 +1541,7 @@ static void attend_case_tail(AttendCase t, int tail_slots, Step *s) {
     if (t.twins) memcpy(q + n / 2 * q_dim, q, (size_t)(n / 2 * q_dim) * sizeof *q);
     const float *q_dev = put_f("q", q, n * q_dim);
     Expect e = expect(n, q_dim);
-    reference_ops()->attend(&(Attend){ .batch = &host, .cache = &ring.host, .stage = t.staged ? &stage.host : NULL, .q = q,
+    reference_ops()->attend(&(Attend){ .batch = &host, .cache = &ring.host, .staging = t.staged ? &stage.host : NULL, .q = q,
                                        .n_heads = t.n_heads, .window = t.window, .own = t.own, .scale = t.scale,
                                        .out.f = e.want });
     e.any_rows = true;
@@ -1557,7 +1557,7 @@ static void attend_case_tail(AttendCase t, int tail_slots, Step *s) {
         const Batch view = batch_from(batch, runs[k]);
         const Act out = act_room(runs[k].n, q_dim, k);
         set_threads(runs[k].n);
-        op->attend(&(Attend){ .batch = &view, .cache = &ring.c, .stage = t.staged ? &stage.c : NULL, .n_heads = t.n_heads,
+        op->attend(&(Attend){ .batch = &view, .cache = &ring.c, .staging = t.staged ? &stage.c : NULL, .n_heads = t.n_heads,
                               .q = q_dev + runs[k].first * q_dim,
                               .window = t.window, .own = t.own, .scale = t.scale, .out = out });
         check_act(&e, out, runs[k]);
@@ -1567,10 +1567,10 @@ static void attend_case_tail(AttendCase t, int tail_slots, Step *s) {
     sweep();
 }
 
-static void attend_case(AttendCase t, Step *s) { attend_case_tail(t, 0, s); }
+static void attend_case(AttendCase t, TestStep *s) { attend_case_tail(t, 0, s); }
 
 static void attend_chain_tail(AttendCase t, int tail_slots, int len, int n) {
-    Step *s = alloc_or_die(1, sizeof *s);
+    TestStep *s = alloc_or_die(1, sizeof *s);
     add_chain(s, 0, len, n);
     attend_case_tail(t, tail_slots, s);
     free(s);
@@ -1579,7 +1579,7 @@ static void attend_chain(AttendCase t, int len, int n) { attend_chain_tail(t, 0,
 
 // attend with a store of its own against qkv_store and then attend: all rows at once, in two views of the step, and right behind a
 // product, as in a layer, where a backend may begin with it earlier.
-static void attend_store_case(AttendCase t, bool reader, const Step *s) {
+static void attend_store_case(AttendCase t, bool reader, const TestStep *s) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, kv_dim = t.n_kv_heads * hd,
               n_pairs = t.n_rot ? t.n_rot : hd / 2;
     if (!CASE("attend", "store in its launch: %s, head_dim %d, heads %d/%d, n_rot %d, window %d, own %d, stage %d, k %d, %d rows",
@@ -1606,7 +1606,7 @@ static void attend_store_case(AttendCase t, bool reader, const Step *s) {
         put_cache(&ring[path], false);
         put_cache(&stage[path], false);
         store.cache = &ring[path].c;
-        store.stage = t.staged ? &stage[path].c : NULL;
+        store.staging = t.staged ? &stage[path].c : NULL;
         store.q = change_f("q", q, n * q_dim);
         float *y = room_f("out", n * q_dim);
         if (path == 0) op->qkv_store(&store);
@@ -1620,7 +1620,7 @@ static void attend_store_case(AttendCase t, bool reader, const Step *s) {
             part.batch = &view;
             part.q += from * q_dim;
             if (part.k) part.k += from * kv_dim, part.v += from * kv_dim;
-            op->attend(&(Attend){ .batch = &view, .cache = part.cache, .stage = part.stage, .n_heads = t.n_heads, .q = part.q,
+            op->attend(&(Attend){ .batch = &view, .cache = part.cache, .staging = part.staging, .n_heads = t.n_heads, .q = part.q,
                                   .window = t.window, .own = t.own, .scale = t.scale, .store = path ? &part : NULL,
                                   .out = { .f = y + from * q_dim } });
         }
@@ -1635,7 +1635,7 @@ static void attend_store_case(AttendCase t, bool reader, const Step *s) {
 }
 
 // Quantised rows: global layers of both layouts and rings, one row to prompts, trees, sessions, tails that end within a tile.
-static void attend_quantised(KvType type, Step *s) {
+static void attend_quantised(KvType type, TestStep *s) {
     attend_chain((AttendCase){ type, 512, 8, 1, 256, 64, 0, OWN_CAUSAL, false, false, 1 }, 130, 3);
     attend_chain((AttendCase){ type, 512, 16, 2, 2240, 64, 0, OWN_CAUSAL, false, false, 1 }, 2100 + type, 1);
     attend_chain((AttendCase){ type, 512, 4, 1, 192, 0, 0, OWN_CAUSAL, false, false, 1 }, 100, 9);
@@ -1663,7 +1663,7 @@ static void attend_quantised(KvType type, Step *s) {
 }
 
 // attend with lists of blocks, some rows' empty, against the reference; all blocks listed: the bits of attend without.
-static void attend_blocks_case(AttendCase t, Step *s, bool all) {
+static void attend_blocks_case(AttendCase t, TestStep *s, bool all) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, rows = (n + SELECT_ROWS - 1) / SELECT_ROWS;
     const int n_blocks = (t.slots + SELECT_KEYS - 1) / SELECT_KEYS, lists = rows * t.n_kv_heads;
     if (!CASE("attend", "%s of %d blocks: %s, head_dim %d, heads %d/%d, n_rot %d, %d rows at %d, %d segments", all ? "all" : "some",
@@ -1706,7 +1706,7 @@ static void attend_blocks_case(AttendCase t, Step *s, bool all) {
     sweep();
 }
 
-static void attend_blocks(Step *s) {
+static void attend_blocks(TestStep *s) {
     for (int k = 0; k < 2 * N_KV; k++) {   // all blocks: heads for which a backend has one way of doing it
         const KvType t = kv_types[k % N_KV];
         const bool tied = k >= N_KV;
@@ -1725,7 +1725,7 @@ static void attend_blocks(Step *s) {
 
 // Drafters. A DFlash block of up to 16 rows, and of 64: heads of 128 on a ring with a window, and on one where every row sees
 // all others. MTP: rows of its own are in no cache, the heads are those of the model that it reads.
-static void attend_drafters(Step *s) {
+static void attend_drafters(TestStep *s) {
     static const int far[] = { 2040, 2100, 4300 }, mtp_rot[] = { 0, 0, 64 };
     const float scale = 0.08838835f;
     for (int k = 0; k < 3; k++) {
@@ -1761,7 +1761,7 @@ static void attend_drafters(Step *s) {
 static void test_attend(void) {
     static const KvType types[] = { KV_F32, KV_F16, KV_BF16 };
     static const int lens[] = { 0, 1, 63, 64, 65, 128 }, edges[] = { 1023, 1024, 1025, 1026 };
-    Step *s = alloc_or_die(1, sizeof *s);
+    TestStep *s = alloc_or_die(1, sizeof *s);
     for (int k = 0; k < 6; k++) {                      // global layer: lengths, groups, head dimensions, types
         const AttendCase t = { types[k % 3], 128 << k % 3, 4, 2, 256, 0, 0, OWN_CAUSAL, false, false, 1 };
         attend_chain(t, lens[k], 1);
@@ -1903,7 +1903,7 @@ static void random_blocks(TestCache *t) {
 }
 
 // Weights against the reference's; lists against what the definition makes of the backend's own weights.
-static void select_case(SelectCase t, Step *s) {
+static void select_case(SelectCase t, TestStep *s) {
     int n_seqs = 0;
     for (int i = 0; i < s->n_segs; i++) n_seqs = max_int(n_seqs, s->segs[i].seq + 1);
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, rows = (n + SELECT_ROWS - 1) / SELECT_ROWS;
@@ -1957,7 +1957,7 @@ static void select_case(SelectCase t, Step *s) {
 }
 
 static void test_block_select(void) {
-    Step *s = alloc_or_die(1, sizeof *s);
+    TestStep *s = alloc_or_die(1, sizeof *s);
     for (int k = 0; k < N_KV; k++) {
         const KvType t = kv_types[k];
         memset(s, 0, sizeof *s);
@@ -1978,7 +1978,7 @@ static void test_block_select(void) {
 }
 
 // Against the reference; and with one head, attention of the reference is what the shares make of V.
-static void mass_case(SelectCase t, Step *s) {
+static void mass_case(SelectCase t, TestStep *s) {
     int n_seqs = 0;
     for (int i = 0; i < s->n_segs; i++) n_seqs = max_int(n_seqs, s->segs[i].seq + 1);
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, n_keys = t.slots + 5;
@@ -1990,12 +1990,12 @@ static void mass_case(SelectCase t, Step *s) {
     const Batch batch = put_batch(s), host = host_batch(s);
     const float *q = floats(n * q_dim, 8 / sqrt(hd), 0), *mass = floats(n * n_keys, 0.01, 0);
     AttnMass o = { .batch = &host, .cache = &cache.host, .n_heads = t.n_heads, .q = q, .scale = 0.7f, .n_keys = n_keys,
-                   .shares = keep((size_t)n * t.n_heads * n_keys, sizeof(float)), .mass = keep(n * n_keys, sizeof(float)) };
+                   .probs = keep((size_t)n * t.n_heads * n_keys, sizeof(float)), .mass = keep(n * n_keys, sizeof(float)) };
     memcpy(o.mass, mass, (size_t)(n * n_keys) * sizeof *mass);
     reference_ops()->attn_mass(&o);
     AttnMass there = o;
     there.batch = &batch, there.cache = &cache.c, there.q = put_f("q", q, n * q_dim);
-    there.shares = room_f("shares", (size_t)n * t.n_heads * n_keys);
+    there.probs = room_f("shares", (size_t)n * t.n_heads * n_keys);
     there.mass = put_changing("mass", mass, n * n_keys, sizeof *mass);
     op->attn_mass(&there);
     const float *got = fetch_f(there.mass, n * n_keys), bound = on_cpu() ? 2e-5f : 2e-4f;
@@ -2005,7 +2005,7 @@ static void mass_case(SelectCase t, Step *s) {
     if (t.n_heads == 1 && !t.n_rot && !kv_group(t.type)) {
         const Attend a = { .batch = &host, .cache = &cache.host, .n_heads = 1, .q = q, .own = OWN_CAUSAL, .scale = 0.7f,
                            .out = { .f = keep(n * hd, sizeof(float)) } };
-        const float *shares = fetch_f(there.shares, n * n_keys);
+        const float *shares = fetch_f(there.probs, n * n_keys);
         reference_ops()->attend(&a);
         for (int r = 0; r < n; r++) {
             const Segment *seg = &s->segs[s->rows[r].seg];
@@ -2024,7 +2024,7 @@ static void mass_case(SelectCase t, Step *s) {
 }
 
 static void test_attn_mass(void) {
-    Step *s = alloc_or_die(1, sizeof *s);
+    TestStep *s = alloc_or_die(1, sizeof *s);
     for (int k = 0; k < N_KV; k++) {
         memset(s, 0, sizeof *s);
         add_chain(s, 0, 200 + 37 * k, 8);
@@ -2043,7 +2043,7 @@ static void test_attn_mass(void) {
 
 static void test_kv_commit(void) {
     for (int k = 0; k < 12; k++) {
-        Step *s = keep(1, sizeof *s);
+        TestStep *s = keep(1, sizeof *s);
         // session 0 wraps in the ring
         const int n_tree = k % 3 == 0 ? 64 : 20, ring_slots = 128, lens[3] = { 120 + k, k % 4 == 0 ? 0 : 30, 200 };
         if (k % 4 == 3) {
@@ -2131,7 +2131,7 @@ static void test_kv_copy(void) {
     for (int i = 0; i < 5 + N_KV; i++) {
         const int k = i % 5;
         const KvType type = kv_types[i % N_KV];
-        Step *s = keep(1, sizeof *s);
+        TestStep *s = keep(1, sizeof *s);
         add_chain(s, 1, cases[k].len, cases[k].n);
         add_chain(s, 0, cases[k].len_2, cases[k].n_2);
         if (!CASE("kv_copy", "%s, %d rows at %d and %d at %d into 128 slots", kv_names[type], cases[k].n, cases[k].len,
@@ -2142,8 +2142,8 @@ static void test_kv_copy(void) {
         put_cache(&ring, false);
         put_cache(&stage, true);
         const Batch batch = put_batch(s), host = host_batch(s);
-        op->kv_copy(&(KvCopy){ .batch = &batch, .cache = &ring.c, .stage = &stage.c });
-        reference_ops()->kv_copy(&(KvCopy){ .batch = &host, .cache = &ring.host, .stage = &stage.host });
+        op->kv_copy(&(KvCopy){ .batch = &batch, .cache = &ring.c, .staging = &stage.c });
+        reference_ops()->kv_copy(&(KvCopy){ .batch = &host, .cache = &ring.host, .staging = &stage.host });
         check_planes(&ring, "ring");
         sweep();
     }
@@ -2361,7 +2361,7 @@ static void sample_rows(void) {
         const int vocab = k / N_KINDS % 2 ? 3000 : 77, words = (vocab + 31) / 32;
         const bool masked = k / N_KINDS & 2, counted = k / N_KINDS & 4;
         CASE("sample", "vocab %d, kind %d, mask %d, bias and counts %d", vocab, k % N_KINDS, masked, counted);
-        Step *s = keep(1, sizeof *s);
+        TestStep *s = keep(1, sizeof *s);
         add_chain(s, 1, 9, 5);
         add_tree(s, 0, 3, 17, 2);
         add_chain(s, 2, 200, 12);
@@ -2409,7 +2409,7 @@ static void sample_refused(void) {
     const int vocab = 77, n = 4;
     for (int k = 0; k < 2; k++) {
         CASE("sample", "rows without an answer, temperature %d", k);
-        Step *s = keep(1, sizeof *s);
+        TestStep *s = keep(1, sizeof *s);
         add_chain(s, 0, 3, n);
         const Batch batch = put_batch(s);
         float *logits = floats(n * vocab, 1, 0);
@@ -2433,7 +2433,7 @@ static void test_sample(void) {
 }
 
 // The row that row j of a segment follows: the one that has its ancestors. -1: none.
-static int parent_row(const Step *s, const Segment *seg, int j) {
+static int parent_row(const TestStep *s, const Segment *seg, int j) {
     const Row *rows = s->rows + seg->first;
     if (seg->kind == SEG_CHAIN) return j - 1;
     for (int i = 0; i < j; i++)
@@ -2442,7 +2442,7 @@ static int parent_row(const Step *s, const Segment *seg, int j) {
 }
 
 // A segment of a random kind, and how many of its last rows are kept.
-static int add_drafts(Step *s, int seq) {
+static int add_drafts(TestStep *s, int seq) {
     const int kind = (int)rnd(6), n = 1 + (int)rnd(STEP_ROWS), all = rnd(4) ? n : 1 + (int)rnd((uint32_t)n);
     if (kind == 0) add_chain(s, seq, 10, STEP_ROWS + 1 + (int)rnd(30));
     else if (kind < 3) add_chain(s, seq, 10, n);
@@ -2451,11 +2451,11 @@ static int add_drafts(Step *s, int seq) {
 }
 
 // Segment i's part of what verify_walk says.
-static void walk_by_hand(const Step *s, int i, const Row *kept, int n_kept, const int32_t *chosen, int32_t *path, int32_t end[3]) {
+static void walk_by_hand(const TestStep *s, int i, const Row *kept, int n_out, const int32_t *chosen, int32_t *path, int32_t end[3]) {
     const Segment *seg = &s->segs[i];
     int of_row[STEP_ROWS + 40], n = 0, at = -1, next = seg->n;         // of_row: the kept row that a row is, or -1
     for (int j = 0; j < seg->n; j++) of_row[j] = -1;
-    for (int k = 0; k < n_kept; k++)
+    for (int k = 0; k < n_out; k++)
         if (kept[k].seg == i) of_row[kept[k].index] = k;
     while (n < seg->n && of_row[n] < 0) path[n] = n, n++;
     if (n < seg->n) next = n;
@@ -2470,11 +2470,11 @@ static void walk_by_hand(const Step *s, int i, const Row *kept, int n_kept, cons
 
 static void test_verify_walk(void) {
     for (int k = 0; k < 200; k++) {
-        Step *s = keep(1, sizeof *s);
+        TestStep *s = keep(1, sizeof *s);
         Row *kept = keep(MAX_SEGS * STEP_ROWS, sizeof *kept);
         int32_t *chosen = keep(MAX_SEGS * STEP_ROWS, sizeof *chosen), *want_path = keep(MAX_SEGS * STEP_ROWS + 40, sizeof *want_path);
         const int n_segs = 1 + k % MAX_SEGS;
-        int n_kept = 0, n_trees = 0;
+        int n_out = 0, n_trees = 0;
         for (int i = 0; i < n_segs; i++) {
             const int n = add_drafts(s, n_segs - 1 - i);
             const Segment *seg = &s->segs[i];
@@ -2482,15 +2482,15 @@ static void test_verify_walk(void) {
             for (int j = 0; j < seg->n; j++) s->rows[seg->first + j].token = (int32_t)rnd(4) - 1;
             for (int j = seg->n - n; j < seg->n; j++) {
                 const int child = j + 1 + (int)rnd(3);                 // most choices are what some row behind has
-                chosen[n_kept] = child < seg->n && rnd(8) ? s->rows[seg->first + child].token : (int32_t)rnd(4) - 1;
-                kept[n_kept] = s->rows[seg->first + j];
-                kept[n_kept++].token = 0;
+                chosen[n_out] = child < seg->n && rnd(8) ? s->rows[seg->first + child].token : (int32_t)rnd(4) - 1;
+                kept[n_out] = s->rows[seg->first + j];
+                kept[n_out++].token = 0;
             }
         }
-        CASE("verify_walk", "case %d: %d segments, %d rows, %d kept", k, n_segs, s->n_rows, n_kept);
+        CASE("verify_walk", "case %d: %d segments, %d rows, %d kept", k, n_segs, s->n_rows, n_out);
         const Batch batch = put_batch(s);
-        VerifyWalk o = { .batch = &batch, .kept_rows = n_kept ? put("kept_rows", kept, (size_t)n_kept, sizeof *kept) : NULL,
-                         .n_kept = n_kept, .chosen = n_kept ? put("chosen", chosen, (size_t)n_kept, sizeof *chosen) : NULL,
+        VerifyWalk o = { .batch = &batch, .out_rows = n_out ? put("out_rows", kept, (size_t)n_out, sizeof *kept) : NULL,
+                         .n_out = n_out, .chosen = n_out ? put("chosen", chosen, (size_t)n_out, sizeof *chosen) : NULL,
                          .n_accept = room("n_accept", (size_t)n_segs, sizeof(int32_t)),
                          .path = n_trees ? room("path", (size_t)n_segs * STEP_ROWS, sizeof(int32_t)) : NULL,
                          .last = room("last", (size_t)n_segs, sizeof(int32_t)), .next = room("next", (size_t)n_segs, sizeof(int32_t)) };
@@ -2500,7 +2500,7 @@ static void test_verify_walk(void) {
                                   fetch(o.next, (size_t)n_segs, sizeof(int32_t)) };
         for (int i = 0; i < n_segs; i++) {
             int32_t want[3];
-            walk_by_hand(s, i, kept, n_kept, chosen, want_path, want);
+            walk_by_hand(s, i, kept, n_out, chosen, want_path, want);
             same_ints("n_accept", &got[0][i], &want[0], 1);
             same_ints("last", &got[1][i], &want[1], 1);
             same_ints("next", &got[2][i], &want[2], 1);

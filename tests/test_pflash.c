@@ -21,7 +21,7 @@ enum { N_TEXT = 1152 };
 static const Ops *op;
 static bool long_run;
 
-static Model *open_model(const char *path, PlanOptions o) {
+static Model *open_model(const char *path, ModelOptions o) {
     Model *m = alloc_or_die(1, sizeof *m);
     if (!o.n_batch) o.n_batch = 512;
     o.n_ctx = N_TEXT + 64, o.n_seqs = 2, o.n_logits = o.n_batch;
@@ -70,7 +70,7 @@ static uint64_t run_all(Model *m, int seq, const int32_t *ids, int n, float *log
     reset_session(m, seq);
     for (int at = 0, rows; at < n; at += rows) {
         rows = min_int(m->options.n_batch, n - at);
-        for (int i = 0; i < rows; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .want = true };
+        for (int i = 0; i < rows; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .output = true };
         step(m, &(StepSeg){ .seq = seq, .n = rows, .rows = m->chunk, .more = n - at - rows }, 1);
         for (int i = 0; i < rows; i++) {
             read_logits(m, i, logits);
@@ -102,7 +102,7 @@ static uint64_t run_hashed(Model *m, int seq, const int32_t *ids, int n, float *
 }
 
 static void test_bits(const char *path) {
-    static const PlanOptions plans[] = {
+    static const ModelOptions plans[] = {
         { .n_batch = 192 }, { .pflash = 1, .n_batch = 192 }, { .pflash_density = 0.3f, .n_batch = 192 },
         { .pflash_density = 0.3f, .n_batch = 1280 } };
     enum { N_PLANS = sizeof plans / sizeof *plans };
@@ -124,14 +124,14 @@ static void test_bits(const char *path) {
 
 // Two prompts in one step, both sparse: each as if it were alone, where blocks of rows are not shared.
 static void test_company(const char *path) {
-    Model *m = open_model(path, (PlanOptions){ .pflash_density = 0.3f, .n_batch = 2304 });
+    Model *m = open_model(path, (ModelOptions){ .pflash_density = 0.3f, .n_batch = 2304 });
     int32_t ids[N_TEXT + 64];
     const int n = make_text(m, 1090, 200, ids) / SELECT_ROWS * SELECT_ROWS;
     const size_t vocab = (size_t)m->config.vocab;
     float *alone = alloc_or_die(vocab, sizeof *alone), *beside = alloc_or_die(vocab, sizeof *beside);
     run_hashed(m, 0, ids, n, alone);
     for (int seq = 0; seq < 2; seq++) reset_session(m, seq);
-    for (int i = 0; i < 2 * n; i++) m->chunk[i] = (StepRow){ .token = ids[i % n], .want = true };
+    for (int i = 0; i < 2 * n; i++) m->chunk[i] = (StepRow){ .token = ids[i % n], .output = true };
     const StepSeg segs[] = { { .seq = 1, .n = n, .rows = m->chunk }, { .seq = 0, .n = n, .rows = m->chunk + n } };
     step(m, segs, 2);
     for (int row = 0; row < 2; row++) {
@@ -149,7 +149,7 @@ static void test_density(const char *path) {
     int32_t ids[N_TEXT + 64];
     double before = 1;
     for (int k = 0; k < 4; k++) {
-        PlanOptions o = { .pflash = k < 3 ? alphas[k] : 0, .pflash_density = k < 3 ? 0 : 0.8f };
+        ModelOptions o = { .pflash = k < 3 ? alphas[k] : 0, .pflash_density = k < 3 ? 0 : 0.8f };
         Model *m = open_model(path, o);
         float *logits = alloc_or_die((size_t)m->config.vocab, sizeof *logits);
         const int n = make_text(m, N_TEXT, 400, ids);
@@ -178,7 +178,7 @@ static void test_density(const char *path) {
 
 static void test_codes(const char *path, KvType type) {
     int32_t ids[N_TEXT + 64];
-    Model *m = open_model(path, (PlanOptions){ .pflash_density = 0.1f, .k_type = type, .v_type = type });
+    Model *m = open_model(path, (ModelOptions){ .pflash_density = 0.1f, .k_type = type, .v_type = type });
     Tokenizer tok;
     TokIds want = { 0 };
     float *logits = alloc_or_die((size_t)m->config.vocab, sizeof *logits);
@@ -191,7 +191,7 @@ static void test_codes(const char *path, KvType type) {
         for (int id = 1; id < m->config.vocab; id++) if (logits[id] > logits[best]) best = id;
         CHECK(best == want.ids[i], "%s: -ctk %s: id %zu of the code: expected %d, got %d", path, kv_names[type], i, want.ids[i],
               best);
-        step(m, &(StepSeg){ .seq = 0, .n = 1, .rows = &(StepRow){ .token = want.ids[i], .want = true } }, 1);
+        step(m, &(StepSeg){ .seq = 0, .n = 1, .rows = &(StepRow){ .token = want.ids[i], .output = true } }, 1);
         read_logits(m, 0, logits);
         commit_all(m);
     }
@@ -211,8 +211,8 @@ static void test_compress(const char *path, const char *scorer, float ratio) {
     Session s;
     TokIds ids = { 0 }, out = { 0 }, again = { 0 };
     int32_t text[N_TEXT + 64];
-    load_model(m, path, op, (PlanOptions){ .n_seqs = 1, .n_batch = 256, .n_ctx = N_TEXT + 192, .k_type = KV_F16, .v_type = KV_F16,
-                                           .scores = !scorer }, NULL);
+    load_model(m, path, op, (ModelOptions){ .n_seqs = 1, .n_batch = 256, .n_ctx = N_TEXT + 192, .k_type = KV_F16, .v_type = KV_F16,
+                                           .can_score = !scorer }, NULL);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     session_open(&s, m, &tok, 0);
     Compressor c = { .ratio = ratio, .file = scorer };
@@ -260,9 +260,9 @@ static void test_compress(const char *path, const char *scorer, float ratio) {
 
 // Of a scorer's layers only those that score are in the plan: all matrices but those of the layers behind.
 static void test_scorer_plan(const char *path) {
-    const PlanOptions o = { .n_ctx = 1024, .n_seqs = 1, .n_batch = 256, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16, .scores = true };
-    PlanOptions only = o;
-    only.only_scores = true;
+    const ModelOptions o = { .n_ctx = 1024, .n_seqs = 1, .n_batch = 256, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16, .can_score = true };
+    ModelOptions only = o;
+    only.scorer_only = true;
     Model *m = alloc_or_die(2, sizeof *m);
     plan_model(&m[0], path, op, o, NULL);
     plan_model(&m[1], path, op, only, NULL);
@@ -272,9 +272,9 @@ static void test_scorer_plan(const char *path) {
         char name[64];
         int l = -1;
         snprintf(name, sizeof name, "%.*s", (int)t->name.n, t->name.s);
-        if (m->binder.seen[i] == BOUND && sscanf(name, "blk.%d.", &l) == 1 && l >= m->n_scored) behind += t->size;
+        if (m->binder->seen[i] == BOUND && sscanf(name, "blk.%d.", &l) == 1 && l >= m->n_scored) behind += t->size;
     }
-    for (int i = 0; i < 2; i++) bytes[i] = m[i].binder.bytes;
+    for (int i = 0; i < 2; i++) bytes[i] = m[i].binder->bytes;
     CHECK(m->n_scored < m->config.n_layers && m->config.layer[m->n_scored - 1].kv_layer == m->n_scored - 1 &&
           !m->config.layer[m->n_scored - 1].is_swa, "%s: %d of %d layers score, expected some, the last a global one with a cache", path,
           m->n_scored, m->config.n_layers);
@@ -293,8 +293,8 @@ static void test_chat(const char *path) {
     Chat c = { .chatting = true, .show = { .newline = true }, .compressor = { .ratio = 0.3f } };
     TokIds shown = { 0 };
     char text[8192] = "";
-    load_model(m, path, op, (PlanOptions){ .n_seqs = 1, .n_batch = 256, .n_ctx = 2048, .k_type = KV_F16, .v_type = KV_F16,
-                                           .scores = true }, NULL);
+    load_model(m, path, op, (ModelOptions){ .n_seqs = 1, .n_batch = 256, .n_ctx = 2048, .k_type = KV_F16, .v_type = KV_F16,
+                                           .can_score = true }, NULL);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     session_open(&c.s, m, &tok, 0);
     c.options = (AnswerOptions){ .n_predict = 3, .think_budget = -1, .sampling = { .top_p = 1, .repeat = 1 } };

@@ -10,7 +10,7 @@ static int32_t ids[N_IDS];
 
 static Model *open_model(const char *path, KvType type, PplOptions *p) {
     Model *m = must(calloc(1, sizeof *m));
-    const PlanOptions o = { .n_seqs = 1, .n_batch = 128, .k_type = type, .v_type = type };
+    const ModelOptions o = { .n_seqs = 1, .n_batch = 128, .k_type = type, .v_type = type };
     load_model(m, path, cpu_ops(), ppl_plan(o, p), NULL);
     return m;
 }
@@ -27,7 +27,7 @@ static double *plain(Model *m, int32_t bos, const int32_t *chunk, int n) {
     float *z = must(malloc((size_t)vocab * sizeof *z));
     reset_session(m, 0);
     for (int i = 0; i < n - 1; i++) {
-        const StepRow row = { .token = i ? chunk[i] : bos, .want = true };
+        const StepRow row = { .token = i ? chunk[i] : bos, .output = true };
         double sum = 0, *p = out + (size_t)i * (size_t)vocab;
         step(m, &(StepSeg){ .kind = SEG_CHAIN, .n = 1, .rows = &row }, 1);
         read_logits(m, 0, z);

@@ -64,9 +64,9 @@ typedef struct {                        // one session or several, rows without 
     Segment segs[4];
     int32_t parent[MAX_ROWS];           // row of the step that a row follows, -1
     int     n_rows, n_segs;
-} Step;
+} TestStep;
 
-static void add_rows(Step *s, int seq, int n, bool tree) {
+static void add_rows(TestStep *s, int seq, int n, bool tree) {
     const int first = s->n_rows;
     s->segs[s->n_segs] = (Segment){ .seq = seq, .first = first, .n = n, .kind = tree ? SEG_TREE : SEG_CHAIN };
     for (int i = 0; i < n; i++) {
@@ -171,7 +171,7 @@ static void test_distribution(void) {
                 memcpy(mask + (size_t)r * words, mask, (size_t)words * sizeof *mask);
             }
             // A row's own token counts as seen: take away one of a token that was.
-            Step s = { 0 };
+            TestStep s = { 0 };
             add_rows(&s, 0, n, true);
             for (int r = 0; r < n; r++) s.rows[r].ancestors = (uint64_t)1 << r, s.rows[r].token = 1;
             if (c->seen) counts[1]--;
@@ -481,7 +481,7 @@ static void test_seen(void) {
     random_state = 5;
     memset(text, 0, sizeof text);
     for (int step = 0; step < 60; step++) {
-        Step s = { 0 };
+        TestStep s = { 0 };
         const int first_seq = (int)rnd(SESSIONS);
         for (int i = 0; i < 2; i++) add_rows(&s, (first_seq + i) % SESSIONS, 1 + (int)rnd(step % 3 ? 12 : 30), rnd(2));
         for (int r = 0; r < s.n_rows; r++) s.rows[r].token = (int32_t)rnd(SEEN_VOCAB / 2);
@@ -497,19 +497,19 @@ static void test_seen(void) {
         for (int i = 0; i < s.n_rows * SEEN_VOCAB; i++) logits[i] = (float)normal();
         // a view of every other row, as forward() keeps rows
         Row kept[MAX_ROWS];
-        int n_kept = 0;
-        for (int r = s.n_rows % 2; r < s.n_rows; r += 2) kept[n_kept++] = s.rows[r];
+        int n_out = 0;
+        for (int r = s.n_rows % 2; r < s.n_rows; r += 2) kept[n_out++] = s.rows[r];
         const Batch all = { .rows = put(s.rows, (size_t)s.n_rows, sizeof(Row)), .segs = put(s.segs, 2, sizeof(Segment)),
                             .len = put(len, SESSIONS, sizeof *len), .n_rows = s.n_rows, .n_segs = 2 };
         Batch view = all;
         view.rows = put(kept, MAX_ROWS, sizeof(Row));
-        view.n_rows = n_kept;
+        view.n_rows = n_out;
         dev_counts = put(counts, SESSIONS * SEEN_VOCAB, sizeof *counts);
         int32_t *out = put(NULL, MAX_ROWS, sizeof *out), got[MAX_ROWS];
         op->sample(&(Sample){ .batch = &view, .vocab = SEEN_VOCAB, .logits = put(logits, MAX_ROWS * SEEN_VOCAB, sizeof *logits),
                               .params = put(params, SESSIONS, sizeof *params), .counts = dev_counts, .step_rows = all.rows, .out = out });
-        fetch(got, out, (size_t)n_kept, sizeof *got);
-        for (int i = 0; i < n_kept; i++) {             // the text of a row: what was committed, then up its parents
+        fetch(got, out, (size_t)n_out, sizeof *got);
+        for (int i = 0; i < n_out; i++) {             // the text of a row: what was committed, then up its parents
             const int r = s.n_rows % 2 + 2 * i, seq = s.segs[s.rows[r].seg].seq;
             static Text path;
             path = text[seq];
@@ -568,7 +568,7 @@ static void test_position(void) {
             memset(counts, 0, sizeof counts);
             for (int at = 0; at < LENGTH; at += widths[w]) {
                 const int n = min_int(widths[w], LENGTH - at);
-                Step s = { 0 };
+                TestStep s = { 0 };
                 if (tree) {                            // every row of the text has a twin, which nothing follows
                     add_rows(&s, 0, 2 * n, true);
                     for (int r = 0; r < 2 * n; r++) {

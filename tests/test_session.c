@@ -12,7 +12,7 @@ enum { N_CTX = 640, N_MORE = 70 };
 
 static int32_t text[N_CTX + N_MORE];
 
-static Model *open_model(const char *path, PlanOptions o) {
+static Model *open_model(const char *path, ModelOptions o) {
     Model *m = must(calloc(1, sizeof *m));
     load_model(m, path, cpu_ops(), o, NULL);
     return m;
@@ -23,11 +23,11 @@ static void close_model(Model *m) {
     free(m);
 }
 
-static const PlanOptions f16 = { .n_ctx = N_CTX, .n_seqs = 2, .n_batch = 256, .n_logits = STEP_ROWS, .k_type = KV_F16,
+static const ModelOptions f16 = { .n_ctx = N_CTX, .n_seqs = 2, .n_batch = 256, .n_logits = STEP_ROWS, .k_type = KV_F16,
                                  .v_type = KV_F16 };
 
-static PlanOptions with_types(KvType k, KvType v, bool untied) {
-    PlanOptions o = f16;
+static ModelOptions with_types(KvType k, KvType v, bool untied) {
+    ModelOptions o = f16;
     o.k_type = k, o.v_type = v, o.untied = untied;
     return o;
 }
@@ -52,7 +52,7 @@ static uint64_t next_logits(Model *m, int seq, int n) {
     float *logits = must(malloc(vocab * sizeof *logits));
     for (int at = m->len[seq], i = 0; i < n; i += STEP_ROWS) {
         const int some = min_int(n - i, STEP_ROWS);
-        for (int r = 0; r < some; r++) rows[r] = (StepRow){ .token = text[at + i + r], .want = true };
+        for (int r = 0; r < some; r++) rows[r] = (StepRow){ .token = text[at + i + r], .output = true };
         step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = some, .rows = rows }, 1);
         for (int r = 0; r < some; r++) {
             read_logits(m, r, logits);
@@ -88,7 +88,7 @@ static SessionNote some_note(void) {
 // ---- there and back -------------------------------------------------------------------------------------------------
 
 // n tokens of session 0 to a file, that into session 1 of another model with a context of n_ctx.
-static void round_trip(const char *path, PlanOptions o, int n, int n_ctx, bool marked) {
+static void round_trip(const char *path, ModelOptions o, int n, int n_ctx, bool marked) {
     const char *file = in_tmp("there"), *again = in_tmp("again");
     Model *a = open_model(path, o), *b = open_model(path, (o.n_ctx = n_ctx, o));
     Session s = hold(a, 0, marked ? n / 2 : n), r;
@@ -153,14 +153,14 @@ static void test_round_trips(const char *e, const char *dense, const char *moe) 
     Model *m = open_model(e, f16);
     const int W = m->config.n_swa, R = ring_slots(m);
     close_model(m);
-    PlanOptions counted = f16;
+    ModelOptions counted = f16;
     counted.penalties = true;
     const int lengths[] = { 1, W - 1, W, R, R + 1, 2 * R + 17 };
     for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) round_trip(e, f16, lengths[i], N_CTX, false);
     round_trip(dense, counted, R + 30, N_CTX, false);                        // tied
     round_trip(dense, with_types(KV_F32, KV_F16, true), R + 30, N_CTX, false);
     round_trip(moe, with_types(KV_F32, KV_F32, false), R + 30, N_CTX, false);
-    PlanOptions few = with_types(KV_TQ3, KV_TQ3, false);
+    ModelOptions few = with_types(KV_TQ3, KV_TQ3, false);
     few.tail = 40, few.ring_type = KV_Q8_0;
     for (int marked = 0; marked < 2; marked++) {
         round_trip(dense, few, 2 * R + 17, N_CTX, marked);
@@ -269,13 +269,13 @@ static void test_others(const char *path, const char *dense) {
     CHECK(session_to_file(&s, &(SessionNote){ 0 }, file, NULL), "%s", s.err);
     session_close(&s);
     close_model(m);
-    const struct { const char *path; PlanOptions o; const char *word; } others[] = {
+    const struct { const char *path; ModelOptions o; const char *word; } others[] = {
         { dense, f16, "model: expected" },
         { make_model("q8", "micro-e", "q8_0", NULL), f16, "model: expected" },
         { path, with_types(KV_F32, KV_F32, false), "-ctk: expected f32, got f16" },
         { path, with_types(KV_F16, KV_F32, false), "-ctv: expected f32, got f16" },
         { path, with_types(KV_F16, KV_F16, true), "--kv-layout: expected untied, got tied" },
-        { path, (PlanOptions){ .n_ctx = 39, .n_seqs = 1, .n_batch = 64, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16 },
+        { path, (ModelOptions){ .n_ctx = 39, .n_seqs = 1, .n_batch = 64, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16 },
           "it holds 40 tokens: expected at most 39; try -c 552" } };
     for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
         Model *other = open_model(others[i].path, others[i].o);

@@ -42,7 +42,7 @@ typedef struct {
 } Answer;
 
 static Model *open_model(const char *path, const char *drafter, int n_ctx, int n_seqs) {       // drafter NULL: none
-    const PlanOptions o = { .drafter = drafter, .draft_width = DRAFT_WIDTH, .n_ctx = n_ctx, .n_seqs = n_seqs,
+    const ModelOptions o = { .drafter = drafter, .draft_width = DRAFT_WIDTH, .n_ctx = n_ctx, .n_seqs = n_seqs,
                             .n_batch = 256, .n_logits = STEP_ROWS, .k_type = KV_F16, .v_type = KV_F16,
                             .penalties = true };
     return open_pair(path, o);
@@ -187,8 +187,8 @@ static void one_prompt(Session *plain, Session *s, const char *name, const Choos
     AnswerOptions o = options_of(c, n, end, (Drafting){ .kind = SPEC_OFF }, i);
     const Answer want = tell(plain, i, &o, cancel_after);
     for (int g = 0; g < N_GUESSERS; g++) {
-        if (g >= FIRST_DRAFTER && s->m->drafter.kind == DRAFTER_NONE) break;
-        if (g < FIRST_DRAFTER && s->m->drafter.kind == DRAFTER_DFLASH) continue;       // the other pair has tried these
+        if (g >= FIRST_DRAFTER && s->m->drafter->kind == DRAFTER_NONE) break;
+        if (g < FIRST_DRAFTER && s->m->drafter->kind == DRAFTER_DFLASH) continue;       // the other pair has tried these
         if (guessers[g].forget) forget_table();
         if (guessers[g].spoil && ngram_mod.next) spoil_table(s->m);
         o.drafting = drafting_by(s->m, g);
@@ -235,12 +235,12 @@ static void tell_together(Session *s, int n, int first, const AnswerOptions *o, 
 // Returns how many ids were compared.
 static long many_prompts(Session *s, const char *name, const Choosing *c, int first, int n, DraftCount *sum) {
     const Model *m = s->m;
-    const int also = m->drafter.kind == DRAFTER_DFLASH ? 8 : 0;        // of guessers: trees, prompt lookup
+    const int also = m->drafter->kind == DRAFTER_DFLASH ? 8 : 0;        // of guessers: trees, prompt lookup
     Answer want[COMPANY], got[COMPANY];
     AnswerOptions o[COMPANY];
     long compared = 0;
     for (int g = -1; g < N_GUESSERS; g++) {            // -1: nobody guesses
-        if (g >= 0 && g != also && (g != FIRST_DRAFTER || m->drafter.kind == DRAFTER_NONE)) continue;
+        if (g >= 0 && g != also && (g != FIRST_DRAFTER || m->drafter->kind == DRAFTER_NONE)) continue;
         for (int k = 0; k < COMPANY; k++) {
             o[k] = options_of(c, n, TO_THE_END, g < 0 ? (Drafting){ .kind = SPEC_OFF } : drafting_by(m, g), first + k);
             forget(&s[k]);
@@ -257,7 +257,7 @@ static long many_prompts(Session *s, const char *name, const Choosing *c, int fi
 
 // Three sessions, in steps of their own and then in common ones: what each says does not depend on the others' guesses.
 static void in_company(const Model *m, Session *s, const char *name, int n) {
-    const SpecKind drafter = m->drafter.kind == DRAFTER_NONE ? SPEC_NGRAM : drafter_of(m);
+    const SpecKind drafter = m->drafter->kind == DRAFTER_NONE ? SPEC_NGRAM : drafter_of(m);
     const Drafting company[3] = { { .kind = SPEC_NGRAM, .most = 12 }, { .kind = SPEC_NGRAM_MOD, .most = 12 },
                                   { .kind = drafter, .most = 6 } };
     Answer alone[3], together[3];
@@ -327,14 +327,14 @@ static void set_distance(const Drawn *d, const Exact *e, double *part) {
 }
 
 // What comes of the last step with this seed. The session stays `len` tokens long.
-static const Verdict *judge(Model *m, int len, uint64_t seed) {
+static const StepResult *judge(Model *m, int len, uint64_t seed) {
     SampleParams p = drawing;
     p.seed = seed;
     m->ops->copy(&(Copy){ m->s.params, &p, sizeof p, COPY_IN });
-    issue_verdict(m, NULL, 0, 0, NULL);
-    read_verdict(m);
+    issue_verification(m, NULL, 0, 0, NULL);
+    read_result(m);
     set_length(m, 0, len);
-    return &m->verdict;
+    return m->result;
 }
 
 // A step behind the last token of a prompt, with guesses: the likeliest tokens, or a tree of the two likeliest, and
@@ -342,18 +342,18 @@ static const Verdict *judge(Model *m, int len, uint64_t seed) {
 // one from a step without guesses. Returns how many guesses were right; *outside: draws that are in none of the lists.
 static int draw_pairs(Model *m, int32_t last, const Exact *e, bool tree, int n_draws, Drawn *d, int *outside) {
     const StepRow rows[5] = {
-        { .token = last, .parent = -1, .want = true },
-        { .token = e->first.id[0], .parent = 0, .want = true },
-        { .token = e->second[0].id[0], .parent = 1, .want = true },
-        { .token = e->first.id[1], .parent = 0, .want = true },
-        { .token = e->second[1].id[0], .parent = 3, .want = true } };
+        { .token = last, .parent = -1, .output = true },
+        { .token = e->first.id[0], .parent = 0, .output = true },
+        { .token = e->second[0].id[0], .parent = 1, .output = true },
+        { .token = e->first.id[1], .parent = 0, .output = true },
+        { .token = e->second[1].id[0], .parent = 3, .output = true } };
     const int len = m->len[0];
     int *first = alloc_or_die(n_draws, sizeof *first), right = 0;      // places; TOP_K: it is counted already
     *d = (Drawn){ 0 };
     *outside = 0;
     step(m, &(StepSeg){ .seq = 0, .kind = tree ? SEG_TREE : SEG_CHAIN, .n = tree ? 5 : 3, .rows = rows }, 1);
     for (int i = 0; i < n_draws; i++) {
-        const Verdict *v = judge(m, len, (uint64_t)(2 * i + tree));
+        const StepResult *v = judge(m, len, (uint64_t)(2 * i + tree));
         first[i] = place_of(&e->first, v->chosen[0]);
         *outside += first[i] == TOP_K;
         right += v->accepted[0] - 1;
@@ -366,7 +366,7 @@ static int draw_pairs(Model *m, int32_t last, const Exact *e, bool tree, int n_d
     set_length(m, 0, len + 1);
     for (int k = 0; k < TOP_K; k++) {
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1,
-                            .rows = &(StepRow){ .token = e->first.id[k], .parent = -1, .want = true } }, 1);
+                            .rows = &(StepRow){ .token = e->first.id[k], .parent = -1, .output = true } }, 1);
         for (int i = 0; i < n_draws; i++) {
             if (first[i] != k) continue;
             const int second = place_of(&e->second[k], judge(m, len + 1, (uint64_t)(2 * i + tree))->chosen[0]);
@@ -469,7 +469,7 @@ static void one_model(const char *path, const char *drafter, bool whole) {
                       n_prompts, compared);
     // The guesses that this rests on were made, and right where they must be.
     for (int g = 0; g < (drafter ? N_GUESSERS : FIRST_DRAFTER); g++) {
-        if (g < FIRST_DRAFTER && m->drafter.kind == DRAFTER_DFLASH) continue;
+        if (g < FIRST_DRAFTER && m->drafter->kind == DRAFTER_DFLASH) continue;
         const bool may_rest = g <= 2 || guessers[g].drafting.kind == SPEC_AUTO;        // auto need not guess on every machine
         CHECK(may_rest || sum[g].drafted > 0, "%s: guesser %d has guessed nothing", name, g);
         CHECK(may_rest || sum[g].accepted > 0, "%s: guesser %d was never right", name, g);
@@ -481,7 +481,7 @@ static void one_model(const char *path, const char *drafter, bool whole) {
               name, sum[g].accepted, sum[g].drafted);
     }
     in_company(m, s, name, n);
-    if (m->drafter.kind != DRAFTER_DFLASH) in_distribution(s, name, 1, whole ? 100000 : 4000, whole);
+    if (m->drafter->kind != DRAFTER_DFLASH) in_distribution(s, name, 1, whole ? 100000 : 4000, whole);
     for (int k = 0; k < n_seqs; k++) session_close(&s[k]);
     for (int k = 0; k < 2; k++) session_close(&t[k]);
     tok_free(&tok);

@@ -1,0 +1,362 @@
+/* base.h - what every part uses: the system's headers, errors, memory, files, progress on a terminal, a pool of threads.
+ *
+ * Uses nothing of ours. Two kinds of failure, never mixed: bad input prints one line and exits 1; our own bug is an assert.
+ *   [1] Errors, memory, files    [2] Progress    [3] Threads */
+#ifndef BASE_H
+#define BASE_H
+
+#include <assert.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <limits.h>
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+#include <sys/mman.h>
+#include <sys/select.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+
+// ==== [1] Errors, memory, files =====================================================================================
+
+enum { MAX_THREADS = 4096, MAX_FILE = 256 << 20 };   // bytes that read_file() takes at most
+
+static bool bar_shown;                                 // progress() has left a line on the terminal, not ended yet
+
+// One line on stderr, exit 1: "<file>: <tensor, key or flag>: expected <x>, got <y>; try <fix>". Where a model file is
+// at fault its kind of fault is named as in gguf.h: E_META_* keys, E_TENSOR_MISSING, E_SHAPE, E_PAYLOAD.
+__attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt, ...) {
+    char line[4096];
+    va_list ap;
+    va_start(ap, fmt);
+    fflush(stdout);
+    vsnprintf(line, sizeof line, fmt, ap);
+    va_end(ap);
+    for (char *c = line; *c; c++)                      // a value or a path may hold a line break, or steer a terminal
+        if ((unsigned char)*c < ' ' || *c == 0x7f) *c = '?';
+    fprintf(stderr, "%sgemma4: error: %s\n", bar_shown ? "\r\033[K" : "", line);
+    _exit(1);                                          // stdout is flushed; memory goes with the process
+}
+
+static void flush_output(void) {                       // dies if not all of stdout could be written
+    if (fflush(stdout) || ferror(stdout)) die("standard output: %s", strerror(errno));
+}
+
+static const char *volatile unfinished;                // a file that is being written, to be removed if that fails
+
+// SIGBUS: pages of a mapped model file are gone, because somebody made it shorter or its disk failed.
+static void on_lost_pages(int signal_number) {
+    static const char text[] = "\ngemma4: error: a model file got shorter, or could not be read, while it was in use\n";
+    (void)signal_number;
+    if (unfinished) unlink(unfinished);
+    if (write(2, text + !bar_shown, sizeof text - 1 - !bar_shown) < 0) {}
+    _exit(1);
+}
+
+static void *alloc_or_die(size_t n, size_t size) {                 // host memory, zeroed
+    void *p = calloc(n ? n : 1, size);
+    if (!p) die("out of memory: %zu bytes wanted", n * size);
+    return p;
+}
+
+typedef struct { const char **text; int n; } TextList;
+
+static double seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+static int min_int(int a, int b) { return a < b ? a : b; }
+static int max_int(int a, int b) { return a > b ? a : b; }
+
+// The whole file, of at most MAX_FILE bytes, or with path NULL standard input from where it stands; the caller frees it
+static void *read_file(const char *path, size_t *size, const char *flag) {
+    FILE *f = path ? fopen(path, "rb") : stdin;
+    if (!path) path = "standard input";
+    if (!f) die("%s: %s: %s", flag, path, strerror(errno));
+    size_t cap = 1 << 16, n = 0;
+    char *data = alloc_or_die(cap, 1);
+    for (size_t got; (got = fread(data + n, 1, cap - n, f)) > 0; ) {
+        n += got;
+        if (n > MAX_FILE) die("%s: %s: expected at most %d MiB, got more", flag, path, MAX_FILE >> 20);
+        if (n < cap) continue;
+        data = realloc(data, cap *= 2);
+        if (!data) die("%s: %s: out of memory at %zu bytes", flag, path, n);
+    }
+    if (ferror(f)) die("%s: %s: %s", flag, path, strerror(errno));
+    if (f != stdin) fclose(f);                         // no file opened later may become standard input
+    *size = n;
+    return data;
+}
+
+// A file that takes its name only when it is complete. Until then it is called TARGET.(8 hex digits).tmp, and what TARGET was
+// stays. Only a process that is killed outright leaves such a file; the next one draws another name, so it blocks no write.
+typedef struct {
+    const char *path;         // as the user wrote it
+    char *target, *tmp;       // the file that path leads to over symbolic links; its temporary name
+    int fd;
+} Output;
+
+// The file that a path leads to over symbolic links, whether it exists or not. To be freed; NULL: see errno.
+static char *follow_links(const char *path) {
+    char *at = alloc_or_die(strlen(path) + 1, 1);
+    strcpy(at, path);
+    for (int n = 0; n < 40; n++) {
+        char to[4096];
+        const ssize_t len = readlink(at, to, sizeof to);
+        if (len < 0) return at;                        // no link, or nothing of that name
+        const char *slash = *to == '/' ? NULL : strrchr(at, '/');
+        const size_t folder = slash ? (size_t)(slash + 1 - at) : 0;
+        char *next = alloc_or_die(folder + (size_t)len + 1, 1);
+        memcpy(next, at, folder);
+        memcpy(next + folder, to, (size_t)len);
+        free(at);
+        at = next;
+    }
+    free(at);
+    errno = ELOOP;
+    return NULL;
+}
+
+// Begins to write the file `path` -> 0, or errno; either way finish_output() ends it. A file that exists keeps its mode and has
+// to be writable; a new one gets `mode`, less the umask.
+static int create_output(Output *o, const char *path, mode_t mode) {
+    struct stat old;
+    struct timespec now;
+    *o = (Output){ .path = path, .target = follow_links(path), .fd = -1 };
+    if (!o->target) return errno;
+    const bool exists = !stat(path, &old);
+    if (exists && !S_ISREG(old.st_mode)) return S_ISDIR(old.st_mode) ? EISDIR : ENOTSUP;
+    if (exists && access(o->target, W_OK)) return errno;
+    const size_t size = strlen(o->target) + 16;
+    o->tmp = alloc_or_die(size, 1);
+    for (int k = 0; k < 100 && o->fd < 0; k++) {
+        clock_gettime(CLOCK_REALTIME, &now);
+        const uint64_t drawn = (uint64_t)now.tv_sec << 30 ^ (uint64_t)now.tv_nsec ^ (uint64_t)getpid() << 44;
+        snprintf(o->tmp, size, "%s.%08x.tmp", o->target, (unsigned)((drawn + (uint64_t)k) * 0x9E3779B97F4A7C15u >> 32));
+        o->fd = open(o->tmp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, exists ? 0600 : mode);
+        if (o->fd < 0 && errno != EEXIST) return errno;
+    }
+    if (o->fd < 0) return EEXIST;
+    unfinished = o->tmp;
+    if (exists && fchown(o->fd, old.st_uid, old.st_gid)) {}            // only root gives files away
+    if (exists && fchmod(o->fd, old.st_mode & 07777)) {}               // some file systems have no modes
+    return 0;
+}
+
+static int write_output(const Output *o, const void *bytes, size_t n) {            // 0, or errno
+    for (const uint8_t *p = bytes; n > 0; ) {
+        const ssize_t done = write(o->fd, p, n < (1 << 30) ? n : 1 << 30);
+        if (done < 0 && errno == EINTR) continue;
+        if (done <= 0) return done ? errno : EIO;
+        p += done;
+        n -= (size_t)done;
+    }
+    return 0;
+}
+
+// Gives the file its name if err is 0, else removes it; o is used up. Returns err, or errno of what failed.
+static int finish_output(Output *o, int err) {
+    if (o->fd >= 0) {
+        if (!err && fsync(o->fd)) err = errno;
+        if (close(o->fd) && !err) err = errno;
+        if (!err && rename(o->tmp, o->target)) err = errno;
+        if (err) unlink(o->tmp);
+    }
+    unfinished = NULL;
+    char *slash = o->target ? strrchr(o->target, '/') : NULL;
+    if (slash) slash[slash == o->target] = 0;           // the folder, so that the new name survives a power cut too
+    const int dir = err ? -1 : open(slash ? o->target : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (dir >= 0) {
+        fsync(dir);
+        close(dir);
+    }
+    free(o->target);
+    free(o->tmp);
+    return err;
+}
+
+// ==== [2] Progress ==================================================================================================
+
+// "7.9 MB", "512 tokens": n of a unit, "B" being bytes.
+static const char *amount(char out[32], double n, const char *unit) {
+    static const struct { double size; const char *name; } bytes[] = { { 1e9, "GB" }, { 1e6, "MB" }, { 1e3, "kB" } };
+    snprintf(out, 32, "%.*f %.16s", n < 10 && strcmp(unit, "B") ? 1 : 0, n, unit);
+    for (int i = 2; i >= 0 && !strcmp(unit, "B"); i--)
+        if (n >= bytes[i].size || i == 2) snprintf(out, 32, "%.1f %s", n / bytes[i].size, bytes[i].name);
+    return out;
+}
+
+// A line about long work that redraws itself, on a terminal only: "# what  7.9 MB  [=====>    ]  56 %  3.2 GB/s  1 s
+// left". done == 0 starts it and its clock, done == total erases it. One at a time, from one thread.
+static void progress(const char *what, size_t done, size_t total, const char *unit) {
+    static double start, drawn;
+    const double now = seconds();
+    if (done == 0) start = now;
+    if (!isatty(2) || (done && done < total && now - drawn < 0.1)) return;
+    drawn = now;
+    bar_shown = done < total;
+    if (!bar_shown) {
+        fprintf(stderr, "\r\033[K");
+        return;
+    }
+    char size[32], rate[32] = "", left[32] = "", bar[11] = "          ";
+    const double share = (double)done / (double)total, speed = (double)done / (now - start + 1e-9);
+    memset(bar, '=', (size_t)(share * 10));
+    bar[(size_t)(share * 10)] = '>';
+    if (done) {
+        amount(rate, speed, unit);
+        snprintf(left, sizeof left, "/s  %.0f s left", ceil((double)(total - done) / speed));
+    }
+    fprintf(stderr, "\r# %.20s  %s  [%s]  %d %%  %s%s\033[K", what, amount(size, (double)total, unit), bar,
+            (int)(share * 100), rate, left);
+    fflush(stderr);
+}
+
+// ==== [3] Threads ===================================================================================================
+
+// A job is cut into pieces, which the caller and a pool of threads claim one by one: a thread that another program
+// keeps from its core is late for its own piece only, and one that has not woken up delays nobody. Threads without work
+// look for some for a short while, then they sleep.
+
+enum { LOOKS = 2000, STACK_BYTES = 8 << 20 };  // looks for work, tens of microseconds, before a sleep
+
+typedef void (*Work)(const void *task, int first, int end);        // does items first .. end - 1 of a job
+
+static struct {
+    int n_threads;                      // the caller's included; 0: not started yet
+    Work work;                          // the job; it stays as it is while a piece is claimed and not done
+    const void *task;
+    int n_items, step;                  // items in all, and of a piece
+    uint32_t n_pieces;
+    _Atomic uint64_t open;              // number of the job << 32 | pieces that nobody has claimed
+    _Atomic uint32_t undone;            // pieces
+    atomic_int n_sleeping;
+    atomic_bool caller_sleeps;
+    pthread_mutex_t lock;
+    pthread_cond_t wake, done;
+} pool = { .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER };
+
+static int count_cores(void) {                         // that this process may use
+#ifdef __linux__
+    cpu_set_t set;
+    if (!sched_getaffinity(0, sizeof set, &set)) return CPU_COUNT(&set);
+#endif
+    return max_int(1, (int)sysconf(_SC_NPROCESSORS_ONLN));
+}
+
+static void pause_briefly(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void work_on_job(void) {                        // until no piece is left to claim
+    uint64_t open = atomic_load(&pool.open);
+    while ((uint32_t)open) {
+        if (!atomic_compare_exchange_weak(&pool.open, &open, open - 1)) continue;
+        const int first = (int)(pool.n_pieces - (uint32_t)open) * pool.step;       // below n_items
+        pool.work(pool.task, first, first + min_int(pool.step, pool.n_items - first));
+        if (atomic_fetch_sub(&pool.undone, 1) == 1 && atomic_load(&pool.caller_sleeps)) {
+            pthread_mutex_lock(&pool.lock);
+            pthread_cond_signal(&pool.done);
+            pthread_mutex_unlock(&pool.lock);
+        }
+        open = atomic_load(&pool.open);
+    }
+}
+
+static void *pool_thread(void *unused) {
+    for (;;) {
+        for (int i = 0; i < LOOKS && !(uint32_t)atomic_load_explicit(&pool.open, memory_order_relaxed); i++) pause_briefly();
+        if (!(uint32_t)atomic_load(&pool.open)) {
+            pthread_mutex_lock(&pool.lock);
+            atomic_fetch_add(&pool.n_sleeping, 1);
+            while (!(uint32_t)atomic_load(&pool.open)) pthread_cond_wait(&pool.wake, &pool.lock);
+            atomic_fetch_sub(&pool.n_sleeping, 1);
+            pthread_mutex_unlock(&pool.lock);
+        }
+        work_on_job();
+    }
+    return unused;
+}
+
+static void pool_forked(void) { pool.n_threads = 1; }  // a child process has none of the threads
+
+// Starts the threads, once; n = 0: one per core.
+static void start_threads(int n) {
+    if (pool.n_threads) return;
+    pthread_attr_t attr;
+    pthread_t id;
+    pool.n_threads = n ? n : count_cores();
+    pthread_atfork(NULL, NULL, pool_forked);
+    if (pthread_attr_init(&attr) || pthread_attr_setstacksize(&attr, STACK_BYTES)) die("threads: no memory");
+    pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
+    sigset_t all, before;                              // signals are for the thread that may wait for input
+    sigfillset(&all);
+    sigdelset(&all, SIGBUS);                           // but this one, which comes to who reads a page that is lost
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (int i = 1; i < pool.n_threads; i++) {
+        const int error = pthread_create(&id, &attr, pool_thread, NULL);
+        if (error) die("-t: cannot start %d threads: %s; try -t %d", pool.n_threads, strerror(error), i);
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attr);
+}
+
+static int count_threads(void) { return pool.n_threads; }
+
+// Does a job of n_items in pieces of `step`, and returns when all are done. Not from within a job.
+static void parallel(int n_items, int step, Work work, const void *task) {
+    start_threads(0);
+    if (pool.n_threads == 1 || n_items <= step) {
+        if (n_items > 0) work(task, 0, n_items);
+        return;
+    }
+    pool.work = work;
+    pool.task = task;
+    pool.n_items = n_items;
+    pool.step = step;
+    pool.n_pieces = (uint32_t)((n_items + step - 1) / step);
+    atomic_store(&pool.undone, pool.n_pieces);
+    atomic_store(&pool.open, ((atomic_load(&pool.open) >> 32) + 1) << 32 | pool.n_pieces);
+    if (atomic_load(&pool.n_sleeping)) {
+        pthread_mutex_lock(&pool.lock);
+        pthread_cond_broadcast(&pool.wake);
+        pthread_mutex_unlock(&pool.lock);
+    }
+    work_on_job();
+    for (int i = 0; i < LOOKS && atomic_load(&pool.undone); i++) pause_briefly();
+    if (!atomic_load(&pool.undone)) return;
+    pthread_mutex_lock(&pool.lock);
+    atomic_store(&pool.caller_sleeps, true);
+    while (atomic_load(&pool.undone)) pthread_cond_wait(&pool.done, &pool.lock);
+    atomic_store(&pool.caller_sleeps, false);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+// Items of a piece, a multiple of grain: several pieces for each thread, as they take different times.
+static int share(int n_items, int grain) {
+    start_threads(0);
+    const int n_pieces = 8 * pool.n_threads;
+    return (int)round_up((size_t)max_int((n_items + n_pieces - 1) / n_pieces, 1), (size_t)grain);
+}
+
+#endif

@@ -1,0 +1,1048 @@
+/* cli.h - the command line: verbs, flags, help.
+ *
+ * Uses every part. Begin with command_line().
+ *   [1] Verbs and flags    [2] Help    [3] Parsing    [4] Generating    [5] Other verbs */
+#ifndef CLI_H
+#define CLI_H
+
+// ==== [1] Verbs and flags ===========================================================================================
+
+// gemma4 MODEL [flags] generates; gemma4 VERB MODEL [flags] does something else. One table describes every flag: its
+// spelling, what it takes, where the value goes, and the line that --help prints.
+
+#define VERSION "0.1"
+#define PFLASH_ALPHA 0.1                // --pflash without a number: docs/quality.md
+#define PFLASH_ALPHA_TEXT "0.1"
+#define KV_TYPES "f16|f32|bf16|q8_0|q4_0|tq4|tq3"
+
+typedef enum {
+    GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
+    SERVE = 256, PPL = 512, NIAH = 1024, ANSWERS = GENERATE | SERVE, DRAFTS = ANSWERS | PLAN | BENCH,
+    RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL, ANY = 2047
+} Verb;
+
+static const struct { const char *name; Verb verb; } verbs[] = {
+    { "logits", LOGITS }, { "tokenize", TOKENIZE }, { "detokenize", DETOKENIZE }, { "quantize", QUANTIZE },
+    { "bench", BENCH }, { "plan", PLAN }, { "check", CHECK }, { "serve", SERVE },
+    { "ppl", PPL }, { "niah", NIAH }
+};
+
+typedef struct {
+    Verb verb;
+    const char *grammar, *grammar_file, *schema, *schema_file, *tool_choice;
+    const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout, *against;
+    const char *k_type, *v_type, *ring_type, *history, *session, *drafter, *spec, *force;
+    const char *target, *type;                  // quantize: OUT, TYPE
+    const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
+    const char *fill, *svg, *scorer, *card;
+    const char *host, *api_key, *api_key_file, *alias, *session_dir;   // serve
+    double port, parallel, chunk, queue, timeout, max_body, cache_ram, session_disk;
+    const char *kld_base, *kld;                 // ppl
+    double n_runs, stride, n_chunks;
+    double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
+    double think_budget, memory, tail, draft_max, draft_min_p, tree;
+    double pflash, pflash_from, pflash_density, n_needles, compress;
+    TextList biases, stops;
+    bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, greedy, check_tensors, plain, special, lazy_draft;
+    bool log_text, help, version;
+} Flags;
+
+// A list: the flag may come again. Maybe: a number may follow, else PFLASH_ALPHA counts
+typedef enum { FLAG_TEXT, FLAG_LIST, FLAG_CHOICE, FLAG_INT, FLAG_REAL, FLAG_MAYBE, FLAG_ON } FlagKind;
+
+typedef struct {
+    const char *name, *alias, *value;            // alias: other names, with spaces between; value of a CHOICE: all there are
+    FlagKind    kind;
+    int         verbs;        // those that take it
+    size_t      field;        // offset into Flags
+    double      min, max;
+    const char *help;
+} Flag;
+
+#define FIELD(name) offsetof(Flags, name)
+static const Flag flags[] = {
+    { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0, "the model, instead of the first argument" },
+    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | BENCH | CHECK | QUANTIZE | PPL | NIAH, FIELD(n_threads), 1,
+      MAX_THREADS, "CPU threads; default: one per core" },
+    { "--check-tensors", NULL, NULL, FLAG_ON, RUNS | SERVE, FIELD(check_tensors), 0, 0,
+      "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales; default: off" },
+    { "-p", "--prompt", "TEXT", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt), 0, 0,
+      "what to answer, or to continue with --raw; default: -f, standard input, or a chat" },
+    { "-f", "--file", "FILE", FLAG_TEXT, GENERATE | TOKENIZE | PPL, FIELD(prompt_file), 0, 0,
+      "the prompt, for ppl the text, is in this file, - for standard input; with -p: behind that text and an empty "
+      "line; default: none" },
+    { "-sys", "--system --system-prompt", "TEXT", FLAG_TEXT, GENERATE, FIELD(system), 0, 0,
+      "system turn; default: none" },
+    { "-i", "--interactive -cnv --conversation", NULL, FLAG_ON, GENERATE, FIELD(interactive), 0, 0,
+      "chat, also where input or output is no terminal; -p is said first; default: without a prompt on a terminal" },
+    { "--history", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(history), 0, 0,
+      "chat: keep typed lines in this file from one chat to the next; default: none" },
+    { "--session", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(session), 0, 0,
+      "go on where the run that wrote FILE stopped, cache and all, and write it again; -p is the next message, with "
+      "--raw the text goes on with it; default: none" },
+    { "--think", NULL, NULL, FLAG_ON, ANSWERS, FIELD(think), 0, 0,
+      "let the model think before it answers; default: it answers at once" },
+    { "--think-budget", "--reasoning-budget", "N", FLAG_INT, ANSWERS, FIELD(think_budget), -1, INT_MAX,
+      "tokens of thought, then it is closed and the answer goes on; 0: none; default -1: no limit" },
+    { "--tools", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(tools), 0, 0,
+      "tools it may call, a JSON list as in the OpenAI API; a call is a line {\"name\":..,\"arguments\":{..}} on "
+      "stdout; default: none" },
+    { "--tool-choice", NULL, "CHOICE", FLAG_TEXT, GENERATE, FIELD(tool_choice), 0, 0,
+      "required: the answer is calls of tools; a tool's name: of this one; auto (default): as the model likes" },
+    { "--template", NULL, "large|small", FLAG_CHOICE, ANSWERS, FIELD(chat_template), 0, 0,
+      "chat template: large (12B, 26B, 31B) or small (E2B, E4B); default: as the file's template or its shape says" },
+    { "--raw", NULL, NULL, FLAG_ON, GENERATE, FIELD(raw), 0, 0,
+      "continue the prompt as it is, without chat turns; <bos> is added; default: off" },
+    { "-n", "--predict --n-predict", "N", FLAG_INT, ANSWERS, FIELD(n_predict), -1, INT_MAX,
+      "most tokens to generate, in a chat for each answer; default -1: until the turn ends or the context is full" },
+    { "--temp", "--temperature", "T", FLAG_REAL, ANSWERS, FIELD(temperature), 0, 1000,
+      "temperature; 0: always the likeliest token; default: the file's, else 1.0" },
+    { "--top-k", NULL, "N", FLAG_INT, ANSWERS, FIELD(top_k), 0, INT_MAX,
+      "sample from the N likeliest tokens, 0: all; default: the file's, else 64" },
+    { "--top-p", NULL, "P", FLAG_REAL, ANSWERS, FIELD(top_p), 0, 1,
+      "sample from the likeliest tokens that hold P of the probability; default: the file's, else 0.95" },
+    { "--min-p", NULL, "P", FLAG_REAL, ANSWERS, FIELD(min_p), 0, 1,
+      "leave out tokens less than P times as likely as the likeliest; default 0" },
+    { "--repeat-penalty", NULL, "R", FLAG_REAL, ANSWERS, FIELD(repeat), 0.001, 1000,
+      "logits of tokens seen: / R above 0, * R below; default 1. Seen: in all of prompt and text (llama.cpp: the last "
+      "64)" },
+    { "--presence-penalty", NULL, "P", FLAG_REAL, ANSWERS, FIELD(presence), -1000, 1000,
+      "take P from the logits of tokens seen; default 0" },
+    { "--frequency-penalty", NULL, "P", FLAG_REAL, ANSWERS, FIELD(frequency), -1000, 1000,
+      "take P from the logit of a token for each time it was seen; default 0" },
+    { "-l", "--logit-bias", "ID+B", FLAG_LIST, GENERATE, FIELD(biases), 0, 0,
+      "add B to the logit of token ID; ID-B: take it away, ID-inf: never; with commas, or again, for more; default: "
+      "none" },
+    { "-s", "--seed", "N", FLAG_INT, ANSWERS, FIELD(seed), 0, 4294967295.0,
+      "random seed; default: another one each time, printed" },
+    { "-r", "--stop --reverse-prompt", "TEXT", FLAG_LIST, GENERATE, FIELD(stops), 0, 0,
+      "stop before this text, which is not printed; again for more; default: none" },
+    { "--grammar", NULL, "TEXT", FLAG_TEXT, GENERATE, FIELD(grammar), 0, 0,
+      "answer with a text that fits this grammar (GBNF), and nothing else; default: anything" },
+    { "--grammar-file", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(grammar_file), 0, 0,
+      "that grammar is in this file; default: none" },
+    { "-j", "--json-schema", "SCHEMA", FLAG_TEXT, GENERATE, FIELD(schema), 0, 0,
+      "answer with JSON that fits this schema; '{}': with any; default: anything" },
+    { "-jf", "--json-schema-file", "FILE", FLAG_TEXT, GENERATE, FIELD(schema_file), 0, 0,
+      "that schema is in this file; default: none" },
+    { "--greedy", NULL, NULL, FLAG_ON, GENERATE, FIELD(greedy), 0, 0,
+      "temperature 0, with the plain loop of gemma4.c: one token a step; same text as --temp 0; default: off" },
+    { "--ignore-eos", NULL, NULL, FLAG_ON, GENERATE, FIELD(ignore_eos), 0, 0,
+      "go on after the end of the turn; default: off" },
+    { "-md", "--model-draft --spec-draft-model", "FILE", FLAG_TEXT, DRAFTS, FIELD(drafter), 0, 0,
+      "a drafter made for the model, an MTP assistant: it guesses tokens, and several are checked in one step, which "
+      "changes no text; default: none" },
+    { "--spec", "--spec-type", "off|mtp|dflash|ngram|ngram-mod|grammar|auto", FLAG_CHOICE, ANSWERS, FIELD(spec), 0, 0,
+      "who guesses: off; mtp or dflash: the drafter, always as far as --draft-max; ngram: the text itself, where its "
+      "last tokens have been before; ngram-mod: a table of what followed 12 tokens in any text so far; grammar: what "
+      "--grammar or --json-schema leave no choice in; auto: drafter, ngram and grammar, as far as it makes answers "
+      "faster; default: auto with -md, else off" },
+    { "--draft-max", "--draft --draft-n --spec-draft-n-max",
+      "N", FLAG_INT, DRAFTS | BENCH, FIELD(draft_max), 1, DRAFT_MAX, "most tokens that are guessed at a time; default: "
+      "16 for ngram, 4 for mtp, the block for dflash" },
+    { "--draft-min-p", "--draft-p-min --spec-draft-p-min", "P", FLAG_REAL, ANSWERS, FIELD(draft_min_p), 0, 1,
+      "a drafter's guess that it holds for less likely ends its guesses; default 0" },
+    { "--tree", "--spec-tree", "N", FLAG_INT, ANSWERS, FIELD(tree), 1, DRAFT_MAX,
+      "guesses of a drafter are a tree of up to N tokens, the likeliest; default: a chain" },
+    { "--lazy-draft", NULL, NULL, FLAG_ON, DRAFTS, FIELD(lazy_draft), 0, 0,
+      "read the drafter's weights when it guesses first; its memory is set aside at start all the same; default: off" },
+    { "-c", "--ctx-size", "N", FLAG_INT, PLANS, FIELD(n_ctx), 0, MAX_CONTEXT,
+      "tokens of context; 0: what memory has room for, up to the trained length; default: the trained length, 8192 at "
+      "most; ppl: ids of a chunk, 512" },
+    { "--context-shift", NULL, NULL, FLAG_ON, GENERATE, FIELD(shift), 0, 0,
+      "when the context is full, forget its older half but for the system turn, and go on; default: stop" },
+    { "-ctk", "--cache-type-k", KV_TYPES, FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(k_type), 0, 0,
+      "type of cached K of global layers; default f16, for logits and check f32" },
+    { "-ctv", "--cache-type-v", KV_TYPES, FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(v_type), 0, 0,
+      "type of cached V of global layers; another than K's needs --kv-layout untied where K and V are one; default: as "
+      "K" },
+    { "--kv-swa", NULL, KV_TYPES, FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(ring_type), 0, 0,
+      "type of what sliding layers cache; default f16, or f32 with -ctk f32" },
+    { "--kv-tail", NULL, "N", FLAG_INT, PLANS | BENCH | CHECK | NIAH, FIELD(tail), 0, MAX_CONTEXT,
+      "keep the newest N tokens of quantised global layers in f16 too; default 0" },
+    { "--kv-layout", NULL, "tied|untied", FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(kv_layout), 0, 0,
+      "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
+    { "--pflash", NULL, "[ALPHA]", FLAG_MAYBE, ANSWERS | PLAN | PPL | BENCH | NIAH, FIELD(pflash), 0, 1,
+      "sparse prompts, lossy: in global layers 64 tokens of a long prompt attend to the 128-token blocks that weigh at "
+      "least ALPHA of the heaviest, the first and the nearest; 1: to all, 0: off (default); without a number "
+      PFLASH_ALPHA_TEXT },
+    { "--pflash-from", NULL, "N", FLAG_INT, ANSWERS | PLAN | PPL | BENCH | NIAH, FIELD(pflash_from), 0, MAX_CONTEXT,
+      "prompts that end before token N stay dense; default 16384" },
+    { "--pflash-density", NULL, "PERCENT", FLAG_REAL, PPL | BENCH | NIAH, FIELD(pflash_density), 0, 100,
+      "to measure: attend to this part of the blocks, the heaviest, whatever they weigh; default 0: --pflash decides" },
+    { "--compress", NULL, "R", FLAG_REAL, GENERATE | NIAH, FIELD(compress), 0.001, 0.999,
+      "prompt compression, lossy: of a long prompt, in a chat of a long message, the model sees this part of the "
+      "tokens only, those that its end attends to most; default: all" },
+    { "--scorer", NULL, "FILE", FLAG_TEXT, GENERATE | NIAH, FIELD(scorer), 0, 0,
+      "--compress: a small model of the same vocabulary, which reads the whole prompt; default: the first layers of "
+      "the model itself" },
+    { "--against", NULL, "cpu|reference", FLAG_CHOICE, CHECK, FIELD(against), 0, 0,
+      "check: compare with this; reference: the definition in plain loops, slow beyond small files; default cpu" },
+    { "--vram", NULL, "G", FLAG_REAL, PLANS | BENCH | NIAH, FIELD(memory), 0.001, 1e6,
+      "plan as if the backend had G GiB of memory, and end if that is not enough; default: what is free" },
+    { "--card", NULL, CARD_NAMES, FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(card), 0, 0,
+      "treat the GPU as this one: launches and memory follow from it, never beyond what is there; plan needs no GPU; default: "
+      "as what it is" },
+    { "--show-thoughts", NULL, NULL, FLAG_ON, GENERATE, FIELD(show_thoughts), 0, 0,
+      "write thoughts to stderr; default: they are dropped" },
+    { "--top-logits", NULL, "N", FLAG_INT, GENERATE, FIELD(top_logits), 0, MAX_VOCAB,
+      "print the N likeliest candidates of every token: id, text, logit, probability, before bias and penalties; "
+      "default 0" },
+    { "-v", "--verbose", NULL, FLAG_ON, GENERATE, FIELD(verbose), 0, 0,
+      "chat: statistics after every answer; default: when /stats asks" },
+    { "-o", "--output", "FILE", FLAG_TEXT, LOGITS, FIELD(out), 0, 0,
+      "logits: where they go, positions x vocabulary float32; no default" },
+    { "--dump", NULL, "DIR", FLAG_TEXT, RUNS, FIELD(dump), 0, 0,
+      "write every checkpoint to DIR/NAME-LAYER.f32, rows x width float32; default: none" },
+    { "--ids", NULL, "IDS", FLAG_TEXT, LOGITS | DETOKENIZE, FIELD(ids), 0, 0,
+      "logits: a file of token ids, little-endian int32, <bos> included; detokenize: the ids themselves, \"2 105 "
+      "2364\"; no default" },
+    { "--plain", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(plain), 0, 0,
+      "tokenize: no string is special; default: those around calls and thoughts are" },
+    { "--special", NULL, NULL, FLAG_ON, TOKENIZE | PPL, FIELD(special), 0, 0,
+      "tokenize, ppl: all of them are, such as <|turn>; default: as above, for ppl none" },
+    { "--chunks", NULL, "N", FLAG_INT, PPL, FIELD(n_chunks), 0, INT_MAX,
+      "ppl: chunks to run; default 0: all that the text has" },
+    { "--ppl-stride", NULL, "N", FLAG_INT, PPL, FIELD(stride), 0, MAX_CONTEXT,
+      "ppl: chunks begin N ids apart and are N/2 longer, and the last N ids of each are judged; default 0: the second "
+      "half" },
+    { "--kld-base", NULL, "FILE", FLAG_TEXT, PPL, FIELD(kld_base), 0, 0,
+      "ppl: write the distributions to this file, two bytes for each id judged and word of the vocabulary; default: "
+      "none" },
+    { "--kld", NULL, "FILE", FLAG_TEXT, PPL, FIELD(kld), 0, 0,
+      "ppl: compare with what --kld-base wrote for this text: KL divergence, first choices; default: none" },
+    { "-o", "--output", "md|csv|json|jsonl", FLAG_CHOICE, PPL, FIELD(out), 0, 0, "ppl: format of the result; default md" },
+    { "-p", "--n-prompt", "N,..", FLAG_TEXT, BENCH, FIELD(prompts), 0, 0,
+      "bench: tokens of a prompt; default 512, 0: none" },
+    { "-n", "--n-gen", "N,..", FLAG_TEXT, BENCH, FIELD(generated), 0, 0,
+      "bench: tokens to generate; default 128, 0: none" },
+    { "--rows", NULL, "N,..", FLAG_TEXT, BENCH, FIELD(rows), 0, 0,
+      "bench: steps of N rows, 1 to 64, as drafts are verified, again and again at the same depth; default 0: none" },
+    { "-d", "--n-depth", "N,..", FLAG_TEXT, BENCH, FIELD(depths), 0, 0,
+      "bench: tokens that are in the context already; default 0" },
+    { "--spec-force", NULL, "P,..", FLAG_TEXT, BENCH, FIELD(force), 0, 0,
+      "bench: with -md, generation takes the drafter's guesses for right by chance, P of 1 at each depth, the last P "
+      "beyond, to measure what drafting costs; default: no drafting" },
+    { "--fill", NULL, "prompt|random", FLAG_CHOICE, BENCH, FIELD(fill), 0, 0,
+      "bench: how they got there: prompt (default): they are run; random: cache rows are random numbers, which is "
+      "quick" },
+    { "-r", "--repetitions", "N", FLAG_INT, BENCH, FIELD(n_runs), 1, 1000, "bench: runs of each test; default 5" },
+    { "-o", "--output", "md|csv|json", FLAG_CHOICE, BENCH, FIELD(out), 0, 0, "bench: format of the result; default md" },
+    { "-p", "--n-prompt", "N,..", FLAG_TEXT, NIAH, FIELD(prompts), 0, 0,
+      "niah: tokens of a prompt; default 1024,2048,4096" },
+    { "-d", "--depth", "P,..", FLAG_TEXT, NIAH, FIELD(depths), 0, 0,
+      "niah: percent of the text before the code; default 0,25,50,75,100" },
+    { "--needles", NULL, "N", FLAG_INT, NIAH, FIELD(n_needles), 1, MAX_NEEDLES,
+      "niah: codes in a text, all asked for; default 1" },
+    { "-r", "--repetitions", "N", FLAG_INT, NIAH, FIELD(n_runs), 1, 1000,
+      "niah: texts for each length and depth; default 5" },
+    { "-f", "--file", "FILE", FLAG_TEXT, NIAH, FIELD(prompt_file), 0, 0,
+      "niah: texts are made of this one; default: made up" },
+    { "-o", "--output", "md|csv", FLAG_CHOICE, NIAH, FIELD(out), 0, 0, "niah: format of the result; default md" },
+    { "--svg", NULL, "FILE", FLAG_TEXT, NIAH, FIELD(svg), 0, 0, "niah: write a heat map to this file; default: none" },
+    { "--host", NULL, "ADDRESS", FLAG_TEXT, SERVE, FIELD(host), 0, 0,
+      "serve: where to listen; default 127.0.0.1, which only this machine reaches" },
+    { "--port", NULL, "N", FLAG_INT, SERVE, FIELD(port), 0, 65535,
+      "serve: default 8080; 0: any that is free, printed" },
+    { "-np", "--parallel", "N", FLAG_INT, SERVE, FIELD(parallel), 1, MAX_SESSIONS,
+      "serve: answers at a time, each with a context of its own; default 1" },
+    { "--chunk", NULL, "N", FLAG_INT, SERVE, FIELD(chunk), 1, LARGE_BATCH,
+      "serve: tokens of a prompt between two steps of other answers; default with -np: 512, else what memory has room for" },
+    { "--api-key", NULL, "KEY", FLAG_TEXT, SERVE, FIELD(api_key), 0, 0, "serve: asked of every request; default: none" },
+    { "--api-key-file", NULL, "FILE", FLAG_TEXT, SERVE, FIELD(api_key_file), 0, 0,
+      "serve: it is the first line of this file; default: none" },
+    { "--alias", NULL, "NAME", FLAG_TEXT, SERVE, FIELD(alias), 0, 0,
+      "serve: what the model is called; default: as its file" },
+    { "--queue", NULL, "N", FLAG_INT, SERVE, FIELD(queue), 0, 100000,
+      "serve: requests that may wait for a session, more are refused; default 64" },
+    { "--timeout", NULL, "S", FLAG_INT, SERVE, FIELD(timeout), 1, 1e6,
+      "serve: seconds after which an answer is cut; default 3600" },
+    { "--max-body", NULL, "M", FLAG_INT, SERVE, FIELD(max_body), 1, 1024, "serve: most MiB of a request; default 16" },
+    { "--cache-ram", "-cram", "M", FLAG_INT, SERVE, FIELD(cache_ram), 0, 1 << 24,
+      "serve: MiB of host memory to go back to earlier prompts and conversations; default an eighth of what is free" },
+    { "--session-dir", NULL, "DIR", FLAG_TEXT, SERVE, FIELD(session_dir), 0, 0,
+      "serve: conversations are kept in files there, also for the next run; default: in memory only" },
+    { "--session-disk", NULL, "M", FLAG_INT, SERVE, FIELD(session_disk), 1, 1 << 24,
+      "serve: most MiB of these files; default 65536" },
+    { "--log-text", NULL, NULL, FLAG_ON, SERVE, FIELD(log_text), 0, 0,
+      "serve: prompts and answers go to the log; default: not" },
+    { "-h", "--help", NULL, FLAG_ON, ANY, FIELD(help), 0, 0, "this text" },
+    { "--version", NULL, NULL, FLAG_ON, ANY, FIELD(version), 0, 0, "version and backend" },
+};
+
+// ==== [2] Help ======================================================================================================
+
+static const struct { const char *first, *title; } groups[] = {   // of flags, in their order, each with its first one
+    { "-m", "model" }, { "-p", "prompt" }, { "-n", "sampling" }, { "-md", "drafting" }, { "-c", "context" },
+    { "--show-thoughts", "output" },
+    { "--ids", "other verbs" }, { "-p", "bench" },
+    { "--host", "serve" }, { "-h", "help" }
+};
+
+// Flags of llama.cpp whose job needs no flag here.
+static const struct { const char *names, *why; } needless[] = {
+    { "-ngl --gpu-layers --n-gpu-layers -nkvo --no-kv-offload -sm --split-mode -mg --main-gpu -ts --tensor-split",
+      "a model and its cache are on the GPU as a whole, where there is one; --vram G limits what they take, "
+      "CUDA_VISIBLE_DEVICES names the GPU, and make cpu builds without" },
+    { "-fa --flash-attn", "attention never writes its scores to memory, so there is nothing to switch on" },
+    { "--mlock --mmap --no-mmap --no-warmup --warmup --numa -dio --direct-io",
+      "weights are mapped and read ahead before the first prompt; a GPU gets them once" },
+    { "--jinja --no-jinja --chat-template --chat-template-file",
+      "Gemma 4's template is built in; --template large or small chooses its variant, --raw does without" },
+    { "-b --batch-size -ub --ubatch-size -tb --threads-batch",
+      "how many rows of a prompt run at a time follows from the model and the memory; -t N sets the threads" },
+    { "-no-cnv --no-conversation -st --single-turn", "with -p there is one answer; -i makes it a chat" },
+    { "--no-display-prompt --color --simple-io --log-disable --no-perf --perf",
+      "standard output gets the answer alone, standard error the rest; 2>/dev/null hides it" },
+};
+
+static bool is_listed(const char *names, const char *arg) {          // names with spaces or bars between
+    const size_t n = strlen(arg);
+    for (const char *at = names; at && *at; at += strspn(at, " |")) {
+        const size_t len = strcspn(at, " |");
+        if (len == n && !memcmp(at, arg, n)) return true;
+        at += len;
+    }
+    return false;
+}
+
+static void print_help(void) {
+    printf("gemma4 " VERSION " - runs Gemma 4 text models from GGUF files\n\n"
+           "  gemma4 MODEL.gguf -p TEXT [flags]                answers: text on stdout, statistics on stderr\n"
+           "  gemma4 MODEL.gguf [flags]                        chat on a terminal; else the prompt is standard input\n"
+           "  gemma4 serve MODEL.gguf [--port N] [-np N]       HTTP API as OpenAI's; docs/server.md\n"
+           "  gemma4 plan MODEL.gguf [-c N] [--card NAME]      what a context takes in memory\n"
+           "  gemma4 logits MODEL.gguf --ids FILE -o FILE      logits of every position, after the soft-cap\n"
+           "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   the ids of a text; no <bos> is added\n"
+           "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  the text of ids\n"
+           "  gemma4 bench MODEL.gguf [flags]                  tokens per second, as llama-bench measures them\n"
+           "  gemma4 ppl MODEL.gguf -f TEXT [flags]            perplexity, as llama-perplexity counts it; --kld: divergence\n"
+           "  gemma4 niah MODEL.gguf [flags]                   codes planted in long texts, and whether they are found\n"
+           "  gemma4 check MODEL.gguf                          the GPU against the CPU (--against), checkpoint by checkpoint\n"
+           "  gemma4 quantize IN OUT.gguf TYPE                 q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32\n");
+    for (size_t i = 0, group = 0; i < sizeof flags / sizeof *flags; i++) {
+        char left[80];
+        const Flag *f = &flags[i];
+        if (group < sizeof groups / sizeof *groups && !strcmp(groups[group].first, f->name))
+            printf("\n%s\n", groups[group++].title);
+        int n = snprintf(left, sizeof left, "%s", f->name);
+        for (const char *at = f->alias; at && *at; at += strspn(at, " ")) {
+            n += snprintf(left + n, sizeof left - (size_t)n, ", %.*s", (int)strcspn(at, " "), at);
+            at += strcspn(at, " ");
+        }
+        snprintf(left + n, sizeof left - (size_t)n, " %s", f->value ? f->value : "");
+        printf("  %-28s%s%s\n", left, strlen(left) > 28 ? "\n                               " : " ", f->help);
+    }
+}
+
+// ==== [3] Parsing ===================================================================================================
+
+static bool is_named(const Flag *f, const char *arg) {
+    return !strcmp(arg, f->name) || is_listed(f->alias, arg);
+}
+
+static Verb verb_named(const char *name) {
+    for (size_t k = 0; k < sizeof verbs / sizeof *verbs; k++)
+        if (!strcmp(name, verbs[k].name)) return verbs[k].verb;
+    return 0;
+}
+
+// A flag that the verb does not take would do nothing: say to whom it belongs.
+static void refuse_flag(const Flag *flag, Verb verb) {
+    char owners[90] = "";
+    const char *own = "generating";
+    for (size_t k = 0; k < sizeof verbs / sizeof *verbs; k++) {
+        if (verbs[k].verb == verb) own = verbs[k].name;
+        if (!(flag->verbs & (int)verbs[k].verb)) continue;
+        snprintf(owners + strlen(owners), sizeof owners - strlen(owners), "%s%s", *owners ? ", " : "", verbs[k].name);
+    }
+    const bool generates = flag->verbs & GENERATE;
+    die("%s: %s does not take it; it belongs to %s%s%s", flag->name, own, generates ? "generating" : "",
+        generates && *owners ? ", " : "", owners);
+}
+
+// The flag of this name that the verb takes, else the first one: refuse_flag says whose it is. NULL: there is none.
+static const Flag *find_flag(const char *arg, Verb verb) {
+    const Flag *flag = NULL;
+    for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
+        if (is_named(&flags[k], arg) && (!flag || flags[k].verbs & (int)verb)) flag = &flags[k];
+    return flag;
+}
+
+static bool is_number(const char *word) {
+    char *end;
+    strtod(word, &end);
+    return end != word && !*end;
+}
+
+// Where the verb stands, the first word that is neither a flag nor a flag's value; 0: that word is no verb. Of flags
+// that share a name all take a value, or none does.
+static int find_verb(int argc, char **argv) {
+    for (int i = 1; i < argc; i++) {
+        const Flag *flag = find_flag(argv[i], 0);
+        if (!flag && argv[i][0] != '-') return verb_named(argv[i]) ? i : 0;
+        i += flag && (flag->kind == FLAG_MAYBE ? i + 1 < argc && is_number(argv[i + 1]) : flag->kind != FLAG_ON);
+    }
+    return 0;
+}
+
+static bool is_no_file(const char *word) { return !strpbrk(word, "./") && access(word, F_OK); }
+
+__attribute__((noreturn)) static void die_no_verb(const char *word) {
+    char names[120] = "";
+    for (size_t k = 0; k < sizeof verbs / sizeof *verbs; k++)
+        snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", k ? ", " : "", verbs[k].name);
+    die("%s: no such verb, and no file: expected a model, or one of %s before it", word, names);
+}
+
+// A word behind the model that nothing takes.
+__attribute__((noreturn)) static void refuse_word(const char *model, const char *word) {
+    if (is_no_file(model)) die_no_verb(model);
+    if (verb_named(word)) die("%s: expected it before the model; try gemma4 %s %s", word, word, model);
+    die("%s: expected a flag, got a second model (the first is %s)", word, model);
+}
+
+static void parse_flags(Flags *f, int argc, char **argv) {
+    bool given[sizeof flags / sizeof *flags] = { false };
+    const char *word = NULL;                           // the model, as long as no -m says otherwise
+    const int verb_at = find_verb(argc, argv);
+    f->verb = verb_at ? verb_named(argv[verb_at]) : GENERATE;
+    for (int i = 1; i < argc; i++) {
+        const char *arg = argv[i];
+        const Flag *flag = find_flag(arg, f->verb);
+        if (i == verb_at) continue;
+        if (!flag) {
+            for (size_t k = 0; k < sizeof needless / sizeof *needless; k++)
+                if (is_listed(needless[k].names, arg)) die("%s: not needed: %s", arg, needless[k].why);
+            if (arg[0] == '-') die("%s: no such flag; try --help", arg);
+            if (!f->model) f->model = word = arg;
+            else if (f->verb == QUANTIZE && !f->target) f->target = arg;
+            else if (f->verb == QUANTIZE && !f->type) f->type = arg;
+            else refuse_word(f->model, arg);
+            continue;
+        }
+        given[flag - flags] = true;
+        void *field = (char *)f + flag->field;
+        if (flag->kind == FLAG_ON) {
+            *(bool *)field = true;
+            continue;
+        }
+        if (flag->kind == FLAG_MAYBE && !(i + 1 < argc && is_number(argv[i + 1]))) {
+            *(double *)field = PFLASH_ALPHA;
+            continue;
+        }
+        if (++i == argc) die("%s: expected a value (%s), got the end of the line", arg, flag->value);
+        if (flag->kind == FLAG_CHOICE && !is_listed(flag->value, argv[i]))
+            die("%s: expected %s, got '%s'", arg, flag->value, argv[i]);
+        if (flag->kind == FLAG_TEXT || flag->kind == FLAG_CHOICE) {
+            *(const char **)field = argv[i];
+            continue;
+        }
+        if (flag->kind == FLAG_LIST) {
+            TextList *list = field;
+            list->text = realloc(list->text, (size_t)(list->n + 1) * sizeof *list->text);
+            if (!list->text) die("%s: out of memory", arg);
+            list->text[list->n++] = argv[i];
+            continue;
+        }
+        char *end;
+        errno = 0;
+        const double v = strtod(argv[i], &end);
+        const bool whole = v == floor(v);
+        if (end == argv[i] || *end || errno || !(v >= flag->min && v <= flag->max) ||
+            (flag->kind == FLAG_INT && !whole))
+            die("%s: expected %s from %.10g to %.10g, got '%s'", arg,
+                flag->kind == FLAG_INT ? "a whole number" : "a number", flag->min, flag->max, argv[i]);
+        *(double *)field = v;
+    }
+    for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
+        if (given[k] && !(flags[k].verbs & (int)f->verb)) refuse_flag(&flags[k], f->verb);
+    if (word && is_no_file(word) && f->verb == GENERATE && !f->help) die_no_verb(word);
+    if (word && f->model != word) refuse_word(f->model, word);
+}
+
+static IntList parse_list(const char *flag, const char *text, int otherwise) {
+    IntList list = { .n = { otherwise }, .count = 1 };
+    for (const char *at = text; at; at++) {
+        char *end;
+        errno = 0;
+        const long v = *at >= '0' && *at <= '9' ? strtol(at, &end, 10) : -1;
+        if (at == text) list.count = 0;
+        if (v < 0 || v > MAX_CONTEXT || errno || (*end && *end != ',') || list.count == 32)
+            die("%s: expected at most 32 whole numbers from 0 to %d with commas between, got '%s'", flag, MAX_CONTEXT,
+                text);
+        list.n[list.count++] = (int)v;
+        if (!*end) break;
+        at = end;
+    }
+    return list;
+}
+
+// --spec-force: shares by depth, of as many guesses as --draft-max says, else as there are shares.
+static Forced parse_forced(const Flags *f) {
+    Forced forced = { .depth = 0 };
+    int n = 0;
+    if (!f->force) return forced;
+    if (!f->drafter) die("--spec-force: expected a drafter; try -md FILE");
+    for (const char *at = f->force; ; at++) {
+        char *end;
+        const float share = strtof(at, &end);
+        if (end == at || !(share >= 0 && share <= 1) || n == DRAFT_MAX || (*end && *end != ','))
+            die("--spec-force: expected numbers from 0 to 1 with commas between, got '%s'", f->force);
+        forced.share[n++] = share;
+        if (!*end) break;
+        at = end;
+    }
+    forced.depth = f->draft_max ? (int)f->draft_max : n;
+    for (; n < forced.depth; n++) forced.share[n] = forced.share[n - 1];
+    return forced;
+}
+
+// The number of a choice among names, which has it; without one `otherwise`.
+static int number_of(const char *choice, const char *const *names, int otherwise) {
+    int n = 0;
+    if (!choice) return otherwise;
+    while (strcmp(choice, names[n])) n++;
+    return n;
+}
+
+static bool is_choice(const char *choice, const char *name) { return choice && !strcmp(choice, name); }
+
+// A sampling number: the command line's, else the file's, else Gemma's.
+static double sampling_value(Gguf *g, double given, const char *key, double max, double otherwise) {
+    const GgufKv *kv = gguf_find_kv(g, key);
+    if (!isnan(given) || !kv) return isnan(given) ? otherwise : given;
+    double v = 0;
+    int64_t i = 0;
+    const bool is_float = kv->type == GGUF_V_F32 || kv->type == GGUF_V_F64;
+    if (is_float ? gguf_get_float(g, key, &v) < 0 : gguf_get_int(g, key, 0, INT_MAX, &i) < 0) die_gguf(g);
+    if (!is_float) v = (double)i;
+    if (!(v >= 0 && v <= max)) die("%s: key '%s': expected 0 to %.10g, got %g (E_META_RANGE)", g->path, key, max, v);
+    return v;
+}
+
+// Biases "ID+VALUE", "ID-VALUE", several with commas between, as (vocab); those of one id add up.
+static float *parse_biases(const TextList *list, int vocab) {
+    float *bias = alloc_or_die(vocab, sizeof *bias);
+    for (int i = 0; i < list->n; i++)
+        for (const char *at = list->text[i]; ; at++) {
+            char *sign, *end = NULL;
+            const long id = *at >= '0' && *at <= '9' ? strtol(at, &sign, 10) : -1;
+            const float value = id >= 0 && (*sign == '+' || *sign == '-') ? strtof(sign, &end) : 0;
+            if (!end || end == sign || (*end && *end != ',') || !(value < INFINITY))
+                die("--logit-bias: expected ID+VALUE or ID-VALUE, with commas between several, got '%s'",
+                    list->text[i]);
+            if (id >= vocab)
+                die("--logit-bias: '%s': expected ids from 0 to %d, got %ld", list->text[i], vocab - 1, id);
+            bias[id] += value;
+            at = end;
+            if (!*at) break;
+        }
+    return bias;
+}
+
+// The steps of sampling that change something, in their order.
+static void print_sampling(const Model *m, const SampleParams *p) {
+    fprintf(stderr, "# sampling: ");
+    if (m->n_suppressed) fprintf(stderr, "%d tokens suppressed > ", m->n_suppressed);
+    if (m->s.bias) fprintf(stderr, "bias > ");
+    if (m->s.counts)
+        fprintf(stderr, "penalties: repeat %g, frequency %g, presence %g > ", (double)p->repeat, (double)p->frequency,
+                (double)p->presence);
+    if (p->temperature <= 0) {
+        fprintf(stderr, "the likeliest\n");
+        return;
+    }
+    fprintf(stderr, "temperature %g > ", (double)p->temperature);
+    if (p->top_k > 0) fprintf(stderr, "top-k %d > ", (int)p->top_k);
+    if (p->top_p < 1) fprintf(stderr, "top-p %g > ", (double)p->top_p);
+    if (p->min_p > 0) fprintf(stderr, "min-p %g > ", (double)p->min_p);
+    fprintf(stderr, "draw, seed %" PRIu64 "\n", p->seed);
+}
+
+// The prompt: the text of -p, of -f, or both with an empty line between; else standard input, unless that is a
+// terminal. The caller frees it. NULL: there is none.
+static char *read_prompt(const Flags *f, size_t *n) {
+    const bool typed = isatty(0);
+    const char *path = f->prompt_file;
+    *n = f->prompt ? strlen(f->prompt) : 0;
+    if (!path && !f->prompt) {
+        if (typed || f->interactive) return NULL;
+        path = "-";
+    }
+    if (path && !strcmp(path, "-") && f->interactive) die("-f: expected a file, got -: the chat reads standard input");
+    size_t n_file = 0;
+    char *file = path ? read_file(strcmp(path, "-") ? path : NULL, &n_file, "-f") : NULL;
+    if (!f->prompt && !f->prompt_file && !n_file) {
+        free(file);
+        return NULL;
+    }
+    char *text = alloc_or_die(*n + n_file + 3, 1);
+    if (*n) memcpy(text, f->prompt, *n);
+    if (*n && n_file) *n += (size_t)sprintf(text + *n, "\n\n");
+    if (n_file) memcpy(text + *n, file, n_file);
+    *n += n_file;
+    free(file);
+    return text;
+}
+
+__attribute__((noreturn)) static void die_without_prompt(const Flags *f) {
+    die("-p: expected a prompt, got none, and nothing on standard input; try gemma4 %sMODEL.gguf -p \"Hello\"%s",
+        f->verb == TOKENIZE ? "tokenize " : "", f->verb == TOKENIZE ? "" : ", or -i for a chat");
+}
+
+// Name a template in the file that is not the one we render.
+static void print_template(const Tokenizer *t) {
+    static const char *const names[] = { [TOK_TEMPLATE_SPRING] = "Google's of spring 2026",
+        [TOK_TEMPLATE_LAUNCH] = "Google's of the release", [TOK_TEMPLATE_OTHER] = "not one of Google's" };
+    if (t->chat_template != TOK_TEMPLATE_NONE && t->chat_template != TOK_TEMPLATE_CANONICAL)
+        fprintf(stderr, "# chat template of the file: %s; used instead: Google's of 2026-07-09, %s variant\n",
+                names[t->chat_template], t->large_variant ? "large" : "small");
+}
+
+// ==== [4] Generating ================================================================================================
+
+// Dies where a session could not be written: that is better known before the answer than behind it.
+static void check_session_path(const char *path) {
+    struct stat st;
+    const char *slash = strrchr(path, '/');
+    const size_t n = slash ? (size_t)(slash - path) + (slash == path) : 1;
+    char *folder = alloc_or_die(n + 1, 1);
+    memcpy(folder, slash ? path : ".", n);
+    if (!*path) die("--session: expected a file, got an empty name");
+    if (!stat(path, &st) && !S_ISREG(st.st_mode))
+        die("--session: %s: expected a file, got a device, a pipe or a folder", path);
+    if (access(folder, W_OK | X_OK)) die("--session: %s: cannot write to %s: %s", path, folder, strerror(errno));
+    free(folder);
+}
+
+// Dies where flags contradict each other.
+// The plain loop generates and nothing else: refuses what it would have to ignore.
+static void check_greedy_flags(const Flags *f, bool chatting) {
+    const struct { bool given; const char *name; } others[] = {
+        { chatting, "a chat" }, { f->temperature > 0, "--temp" }, { f->drafter || f->spec, "-md or --spec" },
+        { f->repeat != 1 || f->presence != 0 || f->frequency != 0, "penalties" }, { f->biases.n > 0, "--logit-bias" },
+        { f->stops.n > 0, "--stop" }, { f->grammar || f->grammar_file || f->schema || f->schema_file, "a grammar" },
+        { f->tools || f->think, "--tools or --think" }, { f->session, "--session" }, { f->shift, "--context-shift" },
+        { f->ignore_eos, "--ignore-eos" }, { f->top_logits > 0, "--top-logits" }, { f->compress > 0, "--compress" } };
+    for (size_t i = 0; f->greedy && i < sizeof others / sizeof *others; i++)
+        if (others[i].given) die("--greedy: expected no %s with it; try --temp 0", others[i].name);
+}
+
+static void check_generate_flags(const Flags *f, bool chatting) {
+    check_greedy_flags(f, chatting);
+    if (f->compress && (f->session || f->shift || f->dump))
+        die("--compress: expected no %s with it: what the model was shown is not the text",
+            f->session ? "--session" : f->shift ? "--context-shift" : "--dump");
+    for (int i = 0; i < f->stops.n; i++)
+        if (!*f->stops.text[i]) die("--stop: expected a text, got an empty one");
+    if (f->raw && (f->system || f->tools || f->think || f->chat_template || chatting))
+        die("%s: has no place in a --raw prompt", f->system ? "--system" : f->tools ? "--tools" : f->think ? "--think" :
+            f->chat_template ? "--template" : "a chat");
+    if (f->think_budget >= 0 && !f->think) die("--think-budget: expected --think beside it");
+    if (f->session) check_session_path(f->session);
+    if (!chatting && (f->history || f->verbose))
+        die("%s: expected a chat, got a prompt; try -i", f->history ? "--history" : "--verbose");
+#ifndef EDITS_LINES
+    if (f->history) die("--history: this build edits no lines: it was made without libedit and readline");
+#endif
+}
+
+static SampleParams sampling_params(const Flags *f, Gguf *g) {
+    const uint64_t clock_seed = ((uint64_t)time(NULL) * 1000003u ^ (uint64_t)getpid()) & 0xffffffff;
+    const double seed = isnan(f->seed) ? (double)clock_seed : f->seed;
+    return (SampleParams){
+        .seed = (uint64_t)seed,
+        .temperature = (float)sampling_value(g, f->temperature, "general.sampling.temp", 1000, 1.0),
+        .top_k = (int32_t)sampling_value(g, f->top_k, "general.sampling.top_k", INT_MAX, 64),
+        .top_p = (float)sampling_value(g, f->top_p, "general.sampling.top_p", 1, 0.95),
+        .min_p = isnan(f->min_p) ? 0 : (float)f->min_p,
+        .repeat = (float)f->repeat, .presence = (float)f->presence, .frequency = (float)f->frequency
+    };
+}
+
+// The ids of a --raw prompt, behind what the session holds, else behind <bos>. Where they are too many for the context
+// its oldest tokens go, if that is wanted, as while generating: shift_context().
+static void raw_prompt(Chat *c, const char *text, size_t n, TokIds *ids) {
+    Session *s = &c->s;
+    const size_t n_ctx = (size_t)s->m->options.n_ctx, held = s->held.n, half = (n_ctx - 1) / 2;
+    if (s->t->bos < 0)
+        die("%s: key 'tokenizer.ggml.bos_token_id': missing, and no token is called <bos>", s->m->gguf.path);
+    for (size_t i = 0; i < held; i++) push_id(s, ids, s->held.ids[i]);
+    for (size_t i = 0; i < c->pending.n; i++) push_id(s, ids, c->pending.ids[i]);
+    if (!ids->n) push_id(s, ids, s->t->bos);
+    if (tok_encode(s->t, text, n, TOK_PLAIN, ids) < 0) die("-p: %s", s->t->err);
+    if (ids->n <= n_ctx || !c->options.shift || half + 1 > held || ids->n - held > half) return;
+    memmove(ids->ids + 1, ids->ids + held - half, (ids->n - held + half) * sizeof *ids->ids);
+    ids->n -= held - half - 1;
+    fprintf(stderr, "# context full: %zu tokens dropped, the first 1 and the newest %zu stay\n", held - half - 1, half);
+}
+
+// The one answer of a run without a chat. Dies where it cannot be had; from: the flag that the prompt came with.
+static void answer_once(Chat *c, const TokIds *raw, const char *from) {
+    Session *s = &c->s;
+    const size_t n = count_messages(&c->messages, NULL);
+    Prompt p = { .ids = raw->ids, .n = (int)raw->n, .n_head = 1 };
+    if (c->raw && c->compressor.ratio > 0) {
+        if (!compress_prompt(&c->compressor, s, raw->ids, (int)raw->n, max_int((int)s->held.n, 1), &c->shown))
+            die("%s", c->compressor.err);
+        print_compressed((int)c->shown.n, (int)raw->n);
+        p.ids = c->shown.ids, p.n = (int)c->shown.n;
+    }
+    if (!c->raw && !answer(c)) die("%s%s%s", *c->err == '-' ? "" : from, *c->err == '-' ? "" : ": ", c->err);
+    if (c->raw && !(session_start(s, &p, &c->options) && print_answer(s, &c->show))) die("%s: %s", from, s->err);
+    if (!c->raw && count_messages(&c->messages, NULL) == n) keep_messages(&c->messages, true, n - 1);  // no answer came
+    print_turn(&s->turn);
+    if (s->end == END_CONTEXT)
+        fprintf(stderr, "# the context of %d tokens is full; try a larger -c, or --context-shift\n",
+                s->m->options.n_ctx);
+    if (c->session && !keep_session(c)) die("%s", c->err);
+}
+
+// What the plan needs to know of a drafter, if there is one.
+static void plan_drafting(const Flags *f, ModelOptions *o, int width) {
+    if (!f->drafter) return;
+    o->drafter = f->drafter;
+    o->draft_width = width;
+    o->draft_depth = (int)f->draft_max;
+    o->lazy_draft = f->lazy_draft;
+}
+
+// --spec and what belongs to it, and what the plan needs to know of it.
+static Drafting drafting_of(const Flags *f, const Ops *ops, ModelOptions *o) {
+    Drafting d = { .kind = (SpecKind)number_of(f->spec, spec_names, f->drafter ? SPEC_AUTO : SPEC_OFF),
+                   .tree = (int)f->tree, .least = (float)f->draft_min_p };
+    if ((d.kind == SPEC_MTP || d.kind == SPEC_DFLASH) && !f->drafter)
+        die("--spec %s: expected a drafter's file; try -md FILE, or --spec ngram, which needs none", f->spec);
+    if (d.tree && !(f->drafter && uses_drafter(&d)))
+        die("--tree: expected a drafter, of whose guesses a tree is made; try -md FILE");
+    if (d.kind != SPEC_OFF && !ops->verify_walk) die("--spec: the %s backend cannot verify guesses", ops->name);
+    d.most = f->draft_max ? (int)f->draft_max : d.kind == SPEC_MTP ? 4 : d.kind == SPEC_OFF ? 0 : 16;
+    if (uses_drafter(&d)) plan_drafting(f, o, d.tree ? DRAFT_WIDTH : 1);
+    o->n_logits = max_int(o->n_logits, min_int(STEP_ROWS, o->n_seqs * (1 + max_int(d.most, d.tree))));
+    return d;
+}
+
+// The drafter that was asked for is the one in the file.
+static void check_drafting(const Model *m, const Drafting *d) {
+    if ((d->kind == SPEC_MTP || d->kind == SPEC_DFLASH) && drafter_of(m) != d->kind)
+        die("--spec %s: %s: expected such a drafter, got one for --spec %s", spec_names[d->kind], m->drafter->gguf.path,
+            spec_names[drafter_of(m)]);
+}
+
+// What the answers have to fit, as --grammar, --json-schema and --tool-choice say; NULL: nothing. It lives as long as the
+// program.
+static Grammar *read_grammar(const Flags *f, const Tokenizer *t, TokStr tools) {
+    const struct { const char *name, *text; bool is_file, is_schema; } from[] = {
+        { "--grammar", f->grammar, false, false }, { "--grammar-file", f->grammar_file, true, false },
+        { "--json-schema", f->schema, false, true }, { "--json-schema-file", f->schema_file, true, true } };
+    static GrammarVocab vocab;
+    static Grammar g;
+    const char *name = NULL, *choice = f->tool_choice && strcmp(f->tool_choice, "auto") ? f->tool_choice : NULL;
+    char *file = NULL;
+    TokStr text = { NULL, 0 };
+    bool is_schema = false, ok;
+    for (size_t i = 0; i < sizeof from / sizeof *from; i++) {
+        if (!from[i].text) continue;
+        if (name) die("%s: expected one of %s and %s", from[i].name, name, from[i].name);
+        name = from[i].name;
+        size_t n = strlen(from[i].text);
+        file = from[i].is_file ? read_file(from[i].text, &n, name) : NULL;
+        text = (TokStr){ file ? file : from[i].text, n };
+        is_schema = from[i].is_schema;
+    }
+    if (choice && name) die("--tool-choice: expected no %s beside it: the answer is a call", name);
+    if (choice && !tools.n) die("--tool-choice: expected --tools beside it");
+    if (!choice && !name) return NULL;
+    if (f->ignore_eos) die("--ignore-eos: expected no %s beside it: its text has an end", name ? name : "--tool-choice");
+    if (!grammar_vocab_init(&vocab, t)) die("out of memory for a tree of tokens");
+    if (name && !is_schema) ok = grammar_from_gbnf(&g, &vocab, text);
+    else if (tools.n) ok = grammar_from_tools(&g, &vocab, tools, is_choice(choice, "required") ? NULL : choice, true, text);
+    else ok = grammar_from_schema(&g, &vocab, text);
+    if (!ok) die("%s: %s", name ? name : "--tool-choice", g.err);
+    free(file);
+    return &g;
+}
+
+// The one answer of --greedy; at the end the hash of the last logits.
+static void answer_greedy(Model *m, Tokenizer *t, const TokIds *ids, int n_predict) {
+    const size_t vocab = (size_t)m->config.vocab;
+    float *logits = alloc_or_die(vocab, sizeof *logits);
+    const double start = seconds();
+    const int made = generate_greedy(m, t, ids->ids, (int)ids->n, n_predict, logits);
+    flush_output();
+    fprintf(stderr, "# %d tokens generated after %zu of the prompt, %.3f s; last logits %016" PRIx64 "\n", made, ids->n,
+            seconds() - start, hash_bytes(logits, vocab * sizeof *logits));
+    free(logits);
+}
+
+static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
+    size_t n_text = 0, n_tools = 0;
+    char *text = read_prompt(f, &n_text);
+    const bool chatting = f->interactive || (!text && isatty(0) && isatty(1));
+    if (!text && !chatting) die_without_prompt(f);
+    const char *const from = chatting ? "-i" : f->prompt ? "-p" : f->prompt_file ? "-f" : "standard input";
+    check_generate_flags(f, chatting);
+    char *tools = f->tools ? read_file(f->tools, &n_tools, "--tools") : NULL;
+    o.penalties = f->repeat != 1 || f->presence != 0 || f->frequency != 0;
+    o.bias = f->biases.n > 0;
+    const Drafting drafting = drafting_of(f, ops, &o);
+    Model *m = alloc_or_die(1, sizeof *m);
+    Tokenizer tok;
+    TokIds ids = { 0 };
+    GgufJson id;
+    load_model(m, f->model, ops, o, f->dump);
+    check_drafting(m, &drafting);
+    load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    if (f->scorer) check_scorer(f->scorer, &m->gguf);
+    if (f->chat_template) tok.large_variant = is_choice(f->chat_template, "large");
+    if (f->think_budget >= 0 && tok.channel_close < 0) die("--think-budget: %s: has no token <channel|>", m->gguf.path);
+    Chat c = { .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose, .chatting = chatting,
+               .raw = f->raw, .session = f->session, .compressor = { .ratio = (float)f->compress, .file = f->scorer },
+               .show = { (int)f->top_logits, f->show_thoughts, .newline = chatting } };
+    c.options = (AnswerOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .stops = f->stops,
+                                 .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget,
+                                 .shift = f->shift, .grammar = read_grammar(f, &tok, c.tools), .may_think = f->think };
+    c.options.sampling = sampling_params(f, &m->gguf);
+    c.options.drafting = drafting;
+    if (chatting) measure_pace(m, &tok, &drafting);    // else it takes longer than it brings
+    session_open(&c.s, m, &tok, 0);
+    if (f->session && !resume(&c, !isnan(f->seed))) die("--session: %s", c.err);
+    if (f->raw) {
+        raw_prompt(&c, text, n_text, &ids);
+    } else {
+        if (f->system) set_system(&c, (TokStr){ f->system, strlen(f->system) });
+        if (!chatting && calls_waiting(&c.messages, &id))
+            die("--session: %s: a call waits for its result: expected a chat, and /tool RESULT; try -i", f->session);
+        if (!chatting && tok_add_message(&c.messages, "user", (TokStr){ text, n_text }) < 0)
+            die("%s: out of memory for a prompt of %zu bytes", from, n_text);
+        if (render(&c, 0, 1, true, &ids) < 0) {
+            if (!strncmp(tok.err, "tools", 5)) die("--tools: %s: %s", f->tools, tok.err);
+            die("%s: %s", from, tok.err);
+        }
+    }
+    if (ids.n > (size_t)m->options.n_ctx && !f->compress)              // in a chat, what the flags bring
+        die("%s: the prompt has %zu tokens, the context %d; try -c %zu", from, ids.n, m->options.n_ctx, ids.n + 512);
+
+    if (o.bias) {
+        float *bias = parse_biases(&f->biases, m->config.vocab);
+        ops->copy(&(Copy){ m->s.bias, bias, (size_t)m->config.vocab * sizeof *bias, COPY_IN });
+        free(bias);
+    }
+    print_plan(m);
+    if (!f->raw) print_template(&tok);
+    print_sampling(m, &c.options.sampling);
+    read_weights(m, f->check_tensors);                 // Ctrl-C still ends the process at once
+    stop_on(SIGINT);
+    int status = 0;
+    if (f->greedy) {
+        answer_greedy(m, &tok, &ids, (int)f->n_predict);
+    } else if (chatting) {
+        status = chat_loop(&c, (TokStr){ text, n_text }, f->history);
+    } else {
+        answer_once(&c, &ids, from);
+        status = interrupted ? 130 : 0;
+    }
+    if (c.options.grammar) grammar_free(c.options.grammar);
+    chat_free(&c);
+    tok_ids_free(&ids);
+    tok_free(&tok);
+    free(text);
+    free(tools);
+    free_model(m);
+    free(m);
+    return status;
+}
+
+// ==== [5] Other verbs ===============================================================================================
+
+// The first line of a file, without its end; freed by the caller.
+static char *read_key(const char *path) {
+    size_t n;
+    char *text = read_file(path, &n, "--api-key-file");
+    char *key = alloc_or_die(n + 1, 1);
+    memcpy(key, text, n);
+    key[strcspn(key, "\r\n")] = 0;
+    free(text);
+    return key;
+}
+
+static const char *const format_names[] = { "md", "csv", "json", "jsonl" };            // of Format
+
+static int run_ppl(const Flags *f, const Ops *ops, ModelOptions o) {
+    PplOptions p = { .n_ctx = f->n_ctx < 0 ? 512 : (int)f->n_ctx, .stride = (int)f->stride,
+                     .n_chunks = (int)f->n_chunks, .base = f->kld_base, .compare = f->kld,
+                     .format = (Format)number_of(f->out, format_names, FORMAT_MD) };
+    size_t n;
+    if (!f->prompt_file) die("-f: expected a text; try gemma4 ppl %s -f text.txt", f->model);
+    if (p.n_ctx < 4) die("-c: expected at least 4 ids in a chunk, got %d", p.n_ctx);
+    if (p.stride >= p.n_ctx) die("--ppl-stride: expected less than -c, %d, got %d", p.n_ctx, p.stride);
+    if (ppl_chunk(&p) > MAX_CONTEXT) die("-c: expected at most %d ids in a chunk, got %d", MAX_CONTEXT, ppl_chunk(&p));
+    if (p.base && p.compare) die("--kld: expected one of --kld-base and --kld");
+    char *text = read_prompt(f, &n);
+    const int status = verb_ppl(f->model, ops, o, &p, text, n, f->special ? TOK_SPECIAL : TOK_PLAIN);
+    free(text);
+    return status;
+}
+
+static void run_niah(const Flags *f, const Ops *ops, ModelOptions o) {
+    size_t n = 0;
+    char *hay = f->prompt_file ? read_prompt(f, &n) : NULL;
+    if (hay && !n) die("-f: %s: expected a text, got an empty file", f->prompt_file);
+    verb_niah(f->model, ops, o, &(NiahOptions){
+        .lengths = parse_list("-p", f->prompts ? f->prompts : "1024,2048,4096", 0), .n_needles = (int)f->n_needles,
+        .depths = parse_list("-d", f->depths ? f->depths : "0,25,50,75,100", 0), .n_runs = (int)f->n_runs,
+        .csv = is_choice(f->out, "csv"), .svg = f->svg, .hay = hay, .n_hay = n,
+        .compressor = { .ratio = (float)f->compress, .file = f->scorer } });
+    free(hay);
+}
+
+static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
+    need_http();
+    Model *m = alloc_or_die(1, sizeof *m);
+    Tokenizer tok;
+    char *key = f->api_key_file ? read_key(f->api_key_file) : NULL;
+    if (key && f->api_key) die("--api-key: expected one of --api-key and --api-key-file");
+    size_t free_bytes, total;
+    cpu_ops()->memory(&free_bytes, &total);
+    ServeOptions s = { .host = f->host ? f->host : "127.0.0.1", .alias = f->alias, .api_key = key ? key : f->api_key,
+                       .port = (int)f->port, .max_queue = (int)f->queue, .timeout = (int)f->timeout,
+                       .max_body = (size_t)f->max_body << 20, .n_predict = (int)f->n_predict,
+                       .think_budget = (int)f->think_budget, .think = f->think, .fixed_seed = !isnan(f->seed),
+                       .chunk = (int)f->chunk, .session_dir = f->session_dir,
+                       .session_disk = (size_t)f->session_disk << 20, .log_text = f->log_text,
+                       .cache_ram = f->cache_ram < 0 ? free_bytes / 8 : (size_t)f->cache_ram << 20 };
+    if (s.api_key && !*s.api_key) die("%s: expected a key, got an empty one", key ? "--api-key-file" : "--api-key");
+    o.n_seqs = (int)f->parallel;
+    o.host_memory = s.cache_ram;
+    s.drafting = drafting_of(f, ops, &o);
+    o.penalties = o.bias = true;
+    o.interleave = o.n_seqs > 1;                          // nobody waits for the next token longer than for a layer of a prompt
+    if (o.interleave) o.n_batch = SMALL_BATCH;
+    if (f->chunk) o.n_batch = max_int((int)f->chunk, STEP_ROWS);
+    load_model(m, f->model, ops, o, NULL);
+    check_drafting(m, &s.drafting);
+    load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    if (f->chat_template) tok.large_variant = is_choice(f->chat_template, "large");
+    s.sampling = sampling_params(f, &m->gguf);
+    print_plan(m);
+    print_template(&tok);
+    read_weights(m, f->check_tensors);
+    serve(m, &tok, &s);
+    tok_free(&tok);
+    free(key);
+    free_model(m);
+    free(m);
+}
+
+// Verbs that need neither a backend nor a plan. -> whether it was one of them
+static bool run_file_verb(const Flags *f) {
+    if (f->verb == TOKENIZE) {
+        size_t n;
+        char *text = read_prompt(f, &n);
+        if (!text) die_without_prompt(f);
+        if (f->plain && f->special) die("--special: expected one of --plain and --special");
+        verb_tokenize(f->model, text, n, f->plain ? TOK_PLAIN : f->special ? TOK_SPECIAL : TOK_USER_DEFINED);
+        free(text);
+    } else if (f->verb == DETOKENIZE) {
+        if (!f->ids) die("--ids: expected token ids; try --ids \"2 105 2364\"");
+        verb_detokenize(f->model, f->ids);
+    } else if (f->verb == QUANTIZE) {
+        if (!f->type) die("quantize: expected three names, IN OUT.gguf TYPE");
+        verb_quantize(f->model, f->target, f->type);
+    } else return false;
+    return true;
+}
+
+static ModelOptions plan_options(const Flags *f) {
+    ModelOptions o = { .n_seqs = 1, .n_batch = BATCH_FIT, .n_logits = 1, .memory = (size_t)(f->memory * (1 << 30)) };
+    if (f->scorer && !f->compress) die("--scorer: it scores tokens for --compress; try --compress 0.2");
+    if (f->scorer && access(f->scorer, R_OK)) die("--scorer: %s: %s", f->scorer, strerror(errno));    // opened later
+    o.can_score = f->compress && !f->scorer;
+    o.n_ctx = f->n_ctx < 0 ? 0 : f->n_ctx > 0 ? (int)f->n_ctx : CTX_FIT;
+    o.k_type = (KvType)number_of(f->k_type, kv_names, f->verb == LOGITS || f->verb == CHECK ? KV_F32 : KV_F16);
+    o.v_type = (KvType)number_of(f->v_type, kv_names, (int)o.k_type);
+    o.ring_type = (KvType)number_of(f->ring_type, kv_names, KV_F32);
+    if (f->ring_type && o.ring_type == KV_F32 && o.k_type != KV_F32)
+        die("--kv-swa: expected f32 only with -ctk f32, got -ctk %s; try --kv-swa f16", kv_names[o.k_type]);
+    o.tail = (int)f->tail;
+    o.pflash = (float)f->pflash;
+    o.pflash_density = (float)f->pflash_density / 100;
+    o.pflash_from = o.pflash_density ? 0 : (int)f->pflash_from;
+    o.untied = is_choice(f->kv_layout, "untied");
+    return o;
+}
+
+static void run_bench(const Flags *f, const Ops *ops, ModelOptions o) {
+    BenchOptions b = { .prompts = parse_list("-p", f->prompts, 512), .generated = parse_list("-n", f->generated, 128),
+                       .rows = parse_list("--rows", f->rows, 0), .depths = parse_list("-d", f->depths, 0),
+                       .n_runs = (int)f->n_runs, .forced = parse_forced(f), .random_fill = is_choice(f->fill, "random"),
+                       .format = (Format)number_of(f->out, format_names, FORMAT_MD) };
+    if (f->force) o.draft_depth = b.forced.depth;
+    verb_bench(f->model, ops, o, &b);
+}
+
+static void run_logits(const Flags *f, const Ops *ops, ModelOptions o) {
+    if (!f->ids) die("--ids: expected a file of token ids");
+    if (!f->out) die("-o: expected a file for the logits");
+    verb_logits(f->model, ops, o, f->ids, f->out, f->dump, f->check_tensors);
+}
+
+// The GPU where there is one that this program can use, as the card that is asked for; else the CPU.
+static const Ops *choose_ops(const Flags *f) {
+    const Card *card = f->card ? find_card(f->card) : NULL;
+    const Ops *ops = NULL;
+    const char *advice = "built without CUDA, which this needs; build it with make cuda";
+#ifdef USE_CUDA
+    cuda_pretend(card);
+    ops = cuda_ops();
+    if (!ops && f->verb == PLAN) ops = cuda_plan_ops();
+    advice = "there is no GPU to run on; without one, try gemma4 plan";
+#endif
+    if (card && !ops) die("--card: %s: %s", card->name, advice);
+    return ops ? ops : cpu_ops();
+}
+
+// What the words of the command line ask for -> exit status.
+static int command_line(int argc, char **argv) {
+    Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
+                .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5, .port = 8080, .parallel = 1, .queue = 64,
+                .timeout = 3600, .max_body = 16, .cache_ram = -1, .session_disk = 65536,
+                .pflash_from = 16384, .n_needles = 1 };
+    int status = 0;
+    parse_flags(&f, argc, argv);
+    if (f.help) {
+        print_help();
+        flush_output();
+        return 0;
+    }
+    if (f.version) {
+        printf("gemma4 " VERSION " (%s)\n", choose_ops(&f)->name);
+        flush_output();
+        return 0;
+    }
+    const uint16_t one = 1;
+    if (*(const uint8_t *)&one != 1) die("this program needs a little-endian machine");
+    if (!f.model) die("expected a model file; try gemma4 MODEL.gguf -p \"Hello\", or --help");
+    if (!(f.verb & (TOKENIZE | DETOKENIZE | PLAN))) start_threads((int)f.n_threads);
+    if (run_file_verb(&f)) return 0;
+
+    const Ops *ops = choose_ops(&f);
+    ModelOptions o = plan_options(&f);
+    const Ops *judge = is_choice(f.against, "reference") ? reference_ops() : cpu_ops();
+    if (f.verb & (PLAN | BENCH)) plan_drafting(&f, &o, 1);
+    switch (f.verb) {
+    case SERVE: verb_serve(&f, ops, o); break;
+    case PLAN:  verb_plan(f.model, ops, o); break;
+    case BENCH: run_bench(&f, ops, o); break;
+    case NIAH:  run_niah(&f, ops, o); break;
+    case CHECK: status = verb_check(f.model, ops, judge, o); break;
+    case PPL:   status = run_ppl(&f, ops, o); break;
+    case LOGITS: run_logits(&f, ops, o); break;
+    default:    status = verb_generate(&f, ops, o);
+    }
+    free(f.stops.text);
+    free(f.biases.text);
+    return status;
+}
+#endif

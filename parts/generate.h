@@ -1,0 +1,1014 @@
+/* generate.h - generation: sessions and events over step().
+ *
+ * Uses draft.h, guess.h, grammar.h and tokenizer.h.
+ *
+ * The engine as its callers see it: a session holds tokens in one slot of the model's caches; session_start() gives it a
+ * prompt to answer, and each session_next() does one piece of work, a chunk of the prompt or a token, and tells what came of
+ * it. sessions_next() does so for several sessions at once, which share their decoding steps. Nothing here prints, or ends
+ * the process for what is the caller's business.
+ *
+ * Decoding may be speculative: a drafter guesses what comes next, the guesses run in one step with the token before them, and
+ * the model's own choice is made at every row. As far as guesses and choices agree, one step has made several tokens. Choices
+ * are those that a step of one row makes, bit for bit, greedy or drawn; so the text is the same with any drafter, and without.
+ *
+ * Behind it: a prompt runs only from where it differs from what the session holds. A backend that works beside the host (one
+ * with marks) never waits for it: the next step is fed its tokens by the device, and the host looks at them while it runs.
+ * Where a token turns out to end the text, or to be followed by others than the model's, that step is dropped: it was not
+ * committed. A full context drops its oldest tokens, if that is wanted, and goes on.
+ *   [1] Types    [2] Stop strings    [3] Sessions, snapshots    [4] An answer: text, its end, its form
+ *   [5] Drafts   [6] Steps of several sessions    [7] Measuring, logits */
+#ifndef GENERATE_H
+#define GENERATE_H
+
+// ==== [1] Types =====================================================================================================
+
+typedef struct {              // how to answer
+    int          n_predict;   // tokens to generate; -1: until the turn ends or the context is full
+    bool         ignore_eos;
+    bool         keep_logits; // session_logits() is asked for every token: no step is issued ahead
+    TextList     stops;       // text that ends the answer and is no part of it
+    Grammar     *grammar;     // what the answer may be, and of this session alone as long as it answers; NULL: anything
+    bool         may_think;   // before that
+    int          think_budget;   // tokens of thought, after which it is closed; -1: as many as the model likes
+    bool         shift;       // a full context drops its oldest tokens; else it ends the answer
+    SampleParams sampling;
+    Drafting     drafting;
+} AnswerOptions;
+
+typedef struct {
+    const int32_t *ids;       // (n), n >= 1
+    int            n;
+    int            n_head;    // the first of them that stay when the context shifts: <bos> and the system turn
+    int            mark;      // how many of them a later prompt is sure to begin with, 0 if that is not known: what rings
+} Prompt;                     // would lose is saved there
+
+typedef enum { END_TURN, END_CALLS, END_STOP_STRING, END_LENGTH, END_CONTEXT, END_CANCELLED, END_ERROR } EndReason;
+static const char *const end_text[] = { "end of turn", "tool call", "stop string", "-n reached", "context full",
+                                        "interrupted", "error" };
+
+typedef enum { EVENT_PROMPT, EVENT_TOKEN, EVENT_SHIFT, EVENT_END } EventKind;
+
+typedef struct {              // what came of one session_next(); texts are there until the next one
+    EventKind      kind;
+    int            done, total;        // PROMPT: tokens of the prompt that have run, that are to run
+    const int32_t *ids;                // TOKEN: (n_ids) the token, and what the budget of thoughts put behind it
+    int            n_ids;
+    TokStr         content, thought;   // TOKEN, END: text of the answer, of a thought that has come
+    int            dropped, head, kept;   // SHIFT: tokens that went, the first and the newest that stay
+    EndReason      end;                // END
+    const char    *error;              // END_ERROR: why; the session can be used again
+} Event;
+
+typedef struct {              // what an answer took
+    int         n_prompt, n_run;       // tokens of the prompt, and those that were not in the cache
+    int         made, steps;           // tokens generated, decoding steps
+    int         shifts;                // times the context was full
+    double      prompt_seconds, decode_seconds, read;     // read: bytes that the decoding steps had to read
+    uint64_t    hash;                  // of the last logits, where the caller looks at them
+    DraftCount  drafts;
+    double      density;               // of blocks that its prompt attended to, where it was sparse and the caller asks; else 0
+    int         loop;                  // the text ends in a loop of so many tokens, 0: it does not
+    const char *why;                   // it ended; NULL: it has not
+} Turn;
+
+// ==== [2] Stop strings ==============================================================================================
+
+// Stop strings. Text passes through byte by byte, so that where tokens begin makes no difference; what may be the
+// beginning of a stop string waits. The stop string that is complete first ends the text before it; of several that
+// end there, the longest.
+typedef struct {
+    const TextList *strings;  // none is empty
+    char           *held;     // (longest) the last bytes of the text, not passed on yet
+    size_t          n_held, longest;
+    const char     *hit;      // the stop string that was found: nothing passes any more
+} Stops;
+
+static Stops stops_new(const TextList *strings) {      // free(held) when done
+    size_t longest = 0;
+    for (int i = 0; i < strings->n; i++)
+        if (strlen(strings->text[i]) > longest) longest = strlen(strings->text[i]);
+    return (Stops){ .strings = strings, .held = alloc_or_die(longest + 1, 1), .longest = longest };
+}
+
+// Takes n bytes of text and returns how many are written to out, at most n + longest.
+static size_t stops_push(Stops *s, const char *text, size_t n, char *out) {
+    size_t n_out = 0;
+    for (size_t i = 0; i < n && !s->hit; i++) {
+        s->held[s->n_held++] = text[i];
+        size_t keep = 0, found = 0;                    // bytes at the end of held: a beginning, a whole stop string
+        for (int k = 0; k < s->strings->n; k++) {
+            const char *stop = s->strings->text[k];
+            const size_t len = strlen(stop);
+            size_t same = len < s->n_held ? len : s->n_held;
+            while (memcmp(s->held + s->n_held - same, stop, same)) same--;
+            if (same == len && len > found) found = len, s->hit = stop;
+            if (same > keep) keep = same;
+        }
+        const size_t pass = s->n_held - (found ? found : keep);
+        memcpy(out + n_out, s->held, pass);
+        n_out += pass;
+        memmove(s->held, s->held + pass, s->n_held -= pass);
+    }
+    return n_out;
+}
+
+static size_t stops_flush(Stops *s, char *out) {       // at the end: what waits was no stop string
+    const size_t n = s->hit ? 0 : s->n_held;
+    memcpy(out, s->held, n);
+    s->n_held = 0;
+    return n;
+}
+
+// ==== [3] Sessions, snapshots =======================================================================================
+
+typedef struct {              // rows of a cache, or the scales beside them
+    uint8_t *data;
+    size_t  bytes;
+    KvType  type;
+    bool    is_scale, is_tail;
+} CachePart;
+
+enum { CACHE_PARTS = 6 };     // at most
+
+// Where the rows of session seq lie in a cache -> number of parts.
+static int cache_parts(const Cache *c, int seq, CachePart *parts) {
+    const KvPlane *planes[] = { &c->k, &c->v, &c->k_tail, &c->v_tail };
+    int n = 0;
+    for (int k = 0; k < (c->tail_slots ? 4 : 2); k++) {
+        const KvPlane *p = planes[k];
+        const size_t rows = (size_t)c->n_kv_heads * (size_t)(k < 2 ? c->slots : c->tail_slots);
+        const size_t bytes = rows * kv_row_bytes(p->type, p->dim), scale = p->scale ? rows * kv_scale_bytes(p->type,
+                                                                                                            p->dim) : 0;
+        if (bytes) parts[n++] = (CachePart){ (uint8_t *)p->data + (size_t)seq * bytes, bytes, p->type, false, k > 1 };
+        if (scale) parts[n++] = (CachePart){ (uint8_t *)p->scale + (size_t)seq * scale, scale, p->type, true, false };
+    }
+    return n;
+}
+
+// Copies the rows of session seq in a cache that can move on, a ring or a tail, to host memory, COPY_OUT, or back;
+// wait() is left to the caller. Returns their bytes; host NULL: only that.
+static size_t copy_ring(Model *m, int cache, int seq, uint8_t *host, CopyKind kind) {
+    const Cache *c = &m->caches[cache];
+    const bool is_ring = c->slots < m->options.n_ctx + STEP_ROWS;
+    CachePart parts[CACHE_PARTS];
+    const int n_parts = cache_parts(c, seq, parts);
+    size_t n = 0;
+    for (int k = 0; k < n_parts; k++) {
+        if (!is_ring && !parts[k].is_tail) continue;
+        if (host) {
+            void *there = parts[k].data, *here = host + n;
+            const bool out = kind == COPY_OUT;
+            m->ops->copy(&(Copy){ out ? here : there, out ? there : here, parts[k].bytes, kind });
+        }
+        n += parts[k].bytes;
+    }
+    return n;
+}
+
+// The same in all caches.
+static size_t copy_rings(Model *m, int seq, uint8_t *host, CopyKind kind) {
+    size_t n = 0;
+    for (int i = 0; i < m->n_caches; i++) n += copy_ring(m, i, seq, host ? host + n : NULL, kind);
+    if (host) m->ops->wait();
+    return n;
+}
+
+enum { MARKS = 32 };
+typedef struct { uint8_t *rings; int n, seen; } Mark;                // the rings as they were when the first n tokens were held
+
+typedef struct {
+    Model     *m;
+    Tokenizer *t;
+    int        seq;           // its slot in the model's caches
+    TokIds     held;          // (m->len[seq]) the committed tokens
+    Mark       marks[MARKS];  // (n_marks) ascending: to go back further than rings reach. Those behind keep their memory
+    int        n_marks;
+    int        most_marks;    // 1 .. MARKS
+    bool       saving;        // one more, of which so much is there:
+    int        saved_caches;
+    size_t     saved_bytes;
+    int        mark_every;    // a prompt leaves one each time it has run so many tokens; 0: only at Prompt.mark
+    int        chunk;         // tokens of a prompt that run in one step at most
+    double     work;          // multiplications of a prompt's step that run before other sessions do; INFINITY: all. Less than
+                              // all where the model's plan has `between`
+    double     worked;        // in the last piece of such a step
+    // the answer under way, or the last one
+    AnswerOptions options;
+    TokReply   reply;         // as far as it has come; at its end cut where a stop string began
+    Turn       turn;
+    GrammarState state;       // of options.grammar, behind todo
+    TokIds     todo;          // what runs next: the prompt, later the last token; of these `at` have been run
+    int        at, want_mark, n_head;
+    bool       prompting;     // todo is a prompt
+    bool       fed;           // a step has been issued that takes the last token from the device
+    bool       answering, ending;      // not told EVENT_END yet; it is what comes next
+    volatile sig_atomic_t cancelled;
+    EndReason  end;
+    Event      shifted;       // n dropped: to be told
+    TokIds     said, thought_name;     // ids of the last event; the first line of a thought
+    Guesser    guesser;
+    int        named, thought_tokens;  // ids of that line, and of thoughts, so far
+    size_t     content, thought, passed;   // bytes of the reply that were looked at; of content, what the stop strings let by
+    Stops      stops;
+    char      *text;          // (text_room) of the last event: what passed the stop strings
+    size_t     text_room, n_text;
+    size_t     thought_start; // of what the last event has of it
+    int        row;           // of the logits of step number `step` that the last token was chosen from; -1: none yet
+    int64_t    step;
+    double     started, first_token, returned;         // seconds(); returned: of its last step
+    char       err[512];
+} Session;
+
+static double cache_bytes(const Cache *k, int n) {      // of the newest n rows of a session, all heads
+    return (double)n * k->n_kv_heads * (double)(kv_row_bytes(k->k.type, k->k.dim) + kv_scale_bytes(k->k.type, k->k.dim) +
+                                                kv_row_bytes(k->v.type, k->v.dim) + kv_scale_bytes(k->v.type, k->v.dim));
+}
+
+// Bytes of weights and cache that decoding a token at position pos has to read: over bandwidth, the floor of its time.
+static double bytes_per_token(const Model *m, int pos) {
+    const Config *c = &m->config;
+    double bytes = (double)matrix_bytes(m->weights.output.data ? &m->weights.output : &m->weights.token_embd);
+    if (c->ple_dim) bytes += (double)matrix_bytes(&m->weights.per_layer_model_proj);
+    for (int l = 0; l < c->n_layers; l++)
+        bytes += layer_size(c, &m->weights.layer[l], true) +
+                 cache_bytes(&m->caches[m->cache_of[l]], c->layer[l].is_swa ? min_int(pos, c->n_swa) : pos);
+    return bytes;
+}
+
+// The same for each token that an MTP assistant guesses in one session of pos tokens, or each block of DFlash.
+static double bytes_per_draft(const Model *m, int pos) {
+    const Drafter *d = m->drafter;
+    const Config *c = &d->config;
+    const bool is_block = d->kind == DRAFTER_DFLASH;
+    const Tensor *head = d->weights.output.data ? &d->weights.output : !is_block ? &d->weights.token_embd :
+                         m->weights.output.data ? &m->weights.output : &m->weights.token_embd;
+    double bytes = (double)matrix_bytes(head);
+    if (d->centroids.data) bytes = (double)matrix_bytes(&d->centroids) + bytes / c->vocab * centroid_tokens(d);
+    if (!is_block) bytes += (double)matrix_bytes(&d->pre_projection) + (double)matrix_bytes(&d->post_projection);
+    for (int l = 0; l < c->n_layers; l++) {
+        bytes += layer_size(c, &d->weights.layer[l], true);
+        const int seen = is_block ? min_int(pos, dflash_reach(d, l)) : c->layer[l].is_swa ? min_int(pos, d->window - 1) : pos;
+        bytes += cache_bytes(is_block ? &d->caches[l] : &m->caches[m->cache_of[d->donor[l]]], seen);
+    }
+    return bytes;
+}
+
+static void session_open(Session *s, Model *m, Tokenizer *t, int seq) {
+    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .most_marks = 1, .chunk = m->options.n_batch,
+                     .work = INFINITY };
+    guesser_init(&s->guesser);
+    m->pace->records = m->ops->fence != NULL;
+    if (m->drafter->kind != DRAFTER_NONE) m->pace->draft_share = bytes_per_draft(m, 0) / bytes_per_token(m, 0);
+    reset_session(m, seq);
+}
+
+static void session_close(Session *s) {
+    tok_ids_free(&s->held);
+    tok_ids_free(&s->todo);
+    tok_ids_free(&s->said);
+    guesser_free(&s->guesser);
+    tok_ids_free(&s->thought_name);
+    tok_reply_free(&s->reply);
+    for (int i = 0; i < MARKS; i++) free(s->marks[i].rings);
+    free(s->stops.held);
+    free(s->text);
+}
+
+static void session_forget(Session *s) {               // it holds nothing, and nothing is kept of it
+    reset_session(s->m, s->seq);
+    s->held.n = 0;
+    s->n_marks = 0;
+    s->row = -1;
+}
+
+static void session_cancel(Session *s) { s->cancelled = 1; }         // the next event is the end; from any thread or handler
+
+static void push_id(Session *s, TokIds *ids, int32_t id) {
+    if (tok__push(s->t, ids, id) < 0) die("%s", s->t->err);           // out of memory
+}
+
+// Cuts the session back to what it shares with a prompt (ids, n >= 1), less the last token, which has to run for its
+// logits. Where the rings do not reach back as far, they are put back as they were at the last mark before; else the
+// session starts again.
+static void session_keep(Session *s, const int32_t *ids, int n) {
+    Model *m = s->m;
+    int same = 0;
+    while (same < min_int(n - 1, m->len[s->seq]) && s->held.ids[same] == ids[same]) same++;
+    while (s->n_marks && s->marks[s->n_marks - 1].n > same) s->n_marks--;
+    if (!shorten_session(m, s->seq, ids, same)) {
+        const Mark *mark = s->n_marks ? &s->marks[s->n_marks - 1] : NULL;
+        same = mark ? mark->n : 0;
+        if (mark) {
+            copy_rings(m, s->seq, mark->rings, COPY_IN);
+            m->n_written[s->seq] = mark->seen;
+            shorten_session(m, s->seq, ids, same);
+        } else {
+            reset_session(m, s->seq);
+        }
+    }
+    s->held.n = (size_t)same;
+}
+
+// Of too many marks the one goes that is closest to the next; its memory is the next one's.
+static void make_room_for_mark(Session *s) {
+    Mark *marks = s->marks;
+    int least = 0;
+    if (s->n_marks < s->most_marks) return;
+    for (int i = 0, best = INT_MAX; i < s->n_marks; i++) {
+        const int gap = (i + 1 < s->n_marks ? marks[i + 1].n : s->m->len[s->seq]) - marks[i].n;
+        if (gap < best) best = gap, least = i;
+    }
+    const Mark out = marks[least];
+    memmove(marks + least, marks + least + 1, (size_t)(--s->n_marks - least) * sizeof *marks);
+    marks[s->n_marks] = out;
+}
+
+// What the rings hold now is kept: the session can go back to here from wherever it gets to. Not whole: the next ring
+// of it; the session runs nothing as long as it is s->saving.
+static void session_save(Session *s, bool whole) {
+    Model *m = s->m;
+    if (!s->saving) {
+        if (s->n_marks && s->marks[s->n_marks - 1].n == m->len[s->seq]) return;
+        make_room_for_mark(s);
+        s->saved_caches = 0;
+        s->saved_bytes = 0;
+    }
+    Mark *mark = &s->marks[s->n_marks];
+    if (!mark->rings) mark->rings = alloc_large(copy_rings(m, s->seq, NULL, COPY_OUT));
+    for (size_t n = 0; s->saved_caches < m->n_caches && (whole || !n); s->saved_bytes += n)
+        n = copy_ring(m, s->saved_caches++, s->seq, mark->rings + s->saved_bytes, COPY_OUT);
+    m->ops->wait();
+    s->saving = s->saved_caches < m->n_caches;
+    if (s->saving) return;
+    mark->n = m->len[s->seq];
+    mark->seen = m->n_written[s->seq];
+    s->n_marks++;
+}
+
+// The tokens behind what the session shares with (ids, n) are what it runs next.
+static void set_prompt(Session *s, const int32_t *ids, int n) {
+    session_keep(s, ids, n);
+    s->todo.n = 0;
+    s->at = 0;
+    for (int i = s->m->len[s->seq]; i < n; i++) push_id(s, &s->todo, ids[i]);
+    s->prompting = true;
+}
+
+// Begins to answer a prompt; what the session shares with it does not run again. False: it cannot, and s->err says why.
+static bool session_start(Session *s, const Prompt *p, const AnswerOptions *o) {
+    Model *m = s->m;
+    if (p->n < 1 || p->n > m->options.n_ctx) {
+        snprintf(s->err, sizeof s->err, "expected a prompt of 1 to %d tokens, got %d", m->options.n_ctx, p->n);
+        return false;
+    }
+    s->thought_name.n = 0;
+    if (tok_encode(s->t, "thought\n", 8, TOK_PLAIN, &s->thought_name) < 0) die("%s", s->t->err);
+    tok_reply_start(s->t, &s->reply, p->ids, (size_t)p->n);
+    free(s->stops.held);
+    s->options = *o;
+    s->stops = stops_new(&s->options.stops);
+    s->turn = (Turn){ .n_prompt = p->n };
+    s->started = s->first_token = seconds();
+    s->answering = true;
+    s->ending = s->fed = false;
+    s->cancelled = 0;
+    s->content = s->thought = s->passed = 0;
+    s->named = tok_reply_thinks(&s->reply) ? (int)s->thought_name.n : 0;
+    s->thought_tokens = 0;
+    if (o->grammar) s->state = grammar_start(o->grammar, tok_reply_thinks(&s->reply) ? START_THINKING :
+                                                         o->may_think ? START_MAY_THINK : START_ANSWER);
+    guesser_start(&s->guesser, &o->drafting);
+    s->n_head = p->n_head;
+    s->row = -1;
+    s->shifted = (Event){ .kind = EVENT_SHIFT };
+    m->ops->copy(&(Copy){ m->s.params + s->seq, &s->options.sampling, sizeof s->options.sampling, COPY_IN });
+    set_prompt(s, p->ids, p->n);
+    s->want_mark = p->mark < p->n && copy_rings(m, s->seq, NULL, COPY_OUT) ? p->mark : 0;
+    return true;
+}
+
+// ==== [4] An answer: text, its end, its form ========================================================================
+
+// A text from a byte on, 0 <= from <= text->n. No offset is added to a text that was never written, which is NULL.
+static TokStr text_from(const TokText *text, size_t from) {
+    return from < text->n ? (TokStr){ text->s + from, text->n - from } : (TokStr){ "", 0 };
+}
+
+// What has run of a prompt's step is for nothing, and the rings may have lost what the session's last logits came from.
+static void give_up(Session *s) {
+    s->row = -1;
+    s->m->paused_seq = -1;
+}
+
+static void end_answer(Session *s, EndReason end) {
+    if (s->m->paused_seq == s->seq) give_up(s);
+    s->saving = false;
+    s->ending = true;
+    s->end = end;
+    s->fed = false;
+}
+
+// Adds to an event the text of the reply that has come since: thoughts as they are, content as far as the stop strings
+// let it pass.
+static void pass_text(Session *s, Event *e) {
+    const TokReply *r = &s->reply;
+    const size_t n = r->content.n - s->content, room = s->n_text + n + 2 * s->stops.longest + 1;
+    if (room > s->text_room) {
+        s->text = realloc(s->text, s->text_room = 2 * room);
+        if (!s->text) die("out of memory: %zu bytes wanted", s->text_room);
+    }
+    const size_t before = s->n_text;
+    if (n) s->n_text += stops_push(&s->stops, r->content.s + s->content, n, s->text + s->n_text);
+    if (e->kind == EVENT_END) s->n_text += stops_flush(&s->stops, s->text + s->n_text);
+    s->passed += s->n_text - before;
+    s->content = r->content.n;
+    s->thought = r->thought.n;
+    e->content = (TokStr){ s->text, s->n_text };
+    e->thought = text_from(&r->thought, s->thought_start);
+    e->ids = s->said.ids;
+    e->n_ids = (int)s->said.n;
+}
+
+static void begin_event(Session *s, Event *e, EventKind kind) {
+    *e = (Event){ .kind = kind };
+    s->said.n = s->n_text = 0;
+    s->thought_start = s->thought;
+}
+
+// Whether ids (n) end in a loop: their last tokens, 96 at least and four times over, repeat every so many. 0: they do not.
+static int loop_of(const int32_t *ids, int n) {
+    for (int period = 1; period <= 64; period++) {
+        const int span = max_int(4 * period, 96);
+        int same = 0;
+        while (n > span && same < span - period && ids[n - 1 - same] == ids[n - 1 - same - period]) same++;
+        if (n > span && same == span - period) return period;
+    }
+    return 0;
+}
+
+static void tell_end(Session *s, Event *e) {
+    const int made = min_int(s->turn.made, (int)s->held.n);            // tokens of it that are held
+    begin_event(s, e, EVENT_END);
+    e->end = s->end;
+    e->error = s->end == END_ERROR ? s->err : NULL;
+    if (!s->answering) return;
+    if (tok_reply_end(s->t, &s->reply) < 0) die("%s", s->t->err);     // out of memory
+    pass_text(s, e);
+    s->reply.content.n = s->passed;
+    s->turn.why = end_text[s->end];
+    s->turn.loop = loop_of(s->held.ids + (int)s->held.n - made, made);
+    s->turn.prompt_seconds = (s->turn.made ? s->first_token : seconds()) - s->started;
+    s->turn.decode_seconds = s->turn.made ? seconds() - s->first_token : 0;
+    s->answering = false;
+}
+
+// The thought has used up its budget: its end, on a line of its own, is what the model said. As tok_reply_push().
+static int close_thought(Session *s) {
+    Tokenizer *t = s->t;
+    const size_t first = s->said.n;
+    const TokStr last = tok_piece(t, s->said.ids[first - 1], false);
+    int over = 0;
+    if (!(last.n && last.s[last.n - 1] == '\n') && tok_encode(t, "\n", 1, TOK_PLAIN, &s->said) < 0) return -1;
+    push_id(s, &s->said, t->channel_close);
+    for (size_t i = first; i < s->said.n && !over; i++, s->turn.made++) over = tok_reply_push(t, &s->reply, s->said.ids[i]);
+    return over;
+}
+
+// Accepted guesses that turned out to be behind the end of what was said leave the cache.
+static void drop_drafts(Session *s) {
+    if (s->m->len[s->seq] > (int)s->held.n) shorten_session(s->m, s->seq, s->held.ids, (int)s->held.n);
+}
+
+// The context is full: of its tokens the first n_head stay, and the newest half of the room behind these; they run
+// again, with what was said last. False: the head leaves less than half of the context, so nothing was done.
+static bool shift_context(Session *s, const int32_t *said, int n) {
+    const int n_ctx = s->m->options.n_ctx, n_head = s->n_head, half = (n_ctx - n_head) / 2, len = (int)s->held.n;
+    if (n_head > n_ctx / 2 || half < n) return false;
+    drop_drafts(s);
+    int32_t *ids = alloc_or_die((size_t)(n_head + half + n), sizeof *ids);
+    memcpy(ids, s->held.ids, (size_t)n_head * sizeof *ids);
+    memcpy(ids + n_head, s->held.ids + len - half, (size_t)half * sizeof *ids);
+    memcpy(ids + n_head + half, said, (size_t)n * sizeof *ids);
+    s->shifted = (Event){ .kind = EVENT_SHIFT, .dropped = len - n_head - half, .head = n_head, .kept = half };
+    s->turn.shifts++;
+    set_prompt(s, ids, n_head + half + n);
+    free(ids);
+    return true;
+}
+
+// Why the answer cannot go on in its form: s->err.
+static void explain_form(Session *s) {
+    Model *m = s->m;
+    Grammar *g = s->options.grammar;
+    const bool fits = !g->failed && s->state && grammar_mask(g, s->state, m->fitting, m->config.vocab);
+    snprintf(s->err, sizeof s->err, "%s", g->failed ? g->err :
+             fits ? "grammar: the model cannot choose any of the tokens that fit" :
+             "grammar: a thought was closed where none may end");
+}
+
+// The grammar goes on behind tokens that were said. False: s->err says why it cannot.
+static bool follow_grammar(Session *s, const int32_t *ids, int n) {
+    Grammar *g = s->options.grammar;
+    bool ok = true;
+    for (int i = 0; g && ok && i < n; i++) ok = grammar_advance(g, &s->state, ids[i]);
+    if (!ok) explain_form(s);
+    return ok;
+}
+
+// The token that the model chose, behind those of the event so far: it runs next, unless the answer ends here.
+static void take_token(Session *s, int32_t token, Event *e) {
+    const AnswerOptions *o = &s->options;
+    Model *m = s->m;
+    const size_t first = s->said.n;
+    if (!s->turn.made) s->first_token = seconds();
+    s->prompting = false;
+    s->todo.n = 0;
+    s->at = 0;
+    if (token < 0) {
+        if (o->grammar) explain_form(s);
+        else snprintf(s->err, sizeof s->err, "%s: no token can be chosen at position %zu: the logits are not numbers, so the "
+                      "file is damaged, or every token is suppressed", m->gguf.path, s->held.n - 1);
+        end_answer(s, END_ERROR);
+        return;
+    }
+    if (!o->n_predict) {                               // the prompt was all that was wanted
+        end_answer(s, END_LENGTH);
+        return;
+    }
+    const int name = (int)s->thought_name.n;
+    const bool thought_before = tok_reply_thinks(&s->reply);
+    int over = o->ignore_eos && tok_is_stop(s->t, token) ? 0 : tok_reply_push(s->t, &s->reply, token);
+    s->turn.made++;
+    push_id(s, &s->said, token);
+    const bool thinks = tok_reply_thinks(&s->reply);
+    if (!thinks) s->named = 0;
+    else if (thought_before && s->named < name) s->named++;
+    else if (thought_before) s->thought_tokens++;
+    if (!over && thinks && o->think_budget >= 0 && s->thought_tokens >= o->think_budget && s->named == name)
+        over = close_thought(s);
+    const int32_t *said = s->said.ids + first;
+    const int n = (int)(s->said.n - first);
+    if (over < 0) snprintf(s->err, sizeof s->err, "%s", s->t->err);
+    if (over < 0 || !follow_grammar(s, said, n)) {
+        end_answer(s, END_ERROR);
+        return;
+    }
+    pass_text(s, e);
+    if (s->stops.hit) end_answer(s, END_STOP_STRING);
+    else if (over) end_answer(s, s->reply.finish == TOK_TOOL_CALLS ? END_CALLS : END_TURN);
+    else if (s->turn.made >= o->n_predict && o->n_predict >= 0) end_answer(s, END_LENGTH);
+    else if ((int)s->held.n + n > m->options.n_ctx) {
+        if (!o->shift || !shift_context(s, said, n)) end_answer(s, END_CONTEXT);
+    }
+    for (int i = 0; i < n && !s->prompting; i++) push_id(s, &s->todo, said[i]);       // an answer that ended leaves it there
+    s->fed &= !s->ending && !s->prompting && n == 1;
+}
+
+// ==== [5] Drafts ====================================================================================================
+
+// The most tokens that may be guessed behind a text of n tokens, of which the answer has made so many.
+static int room_for_drafts(const Session *s, int n, int made) {
+    const AnswerOptions *o = &s->options;
+    const int room = min_int(s->m->options.n_ctx - n, s->m->options.n_logits - 1);
+    const int most = min_int(max_int(o->drafting.most, o->drafting.tree), room);
+    return o->keep_logits ? 0 : o->n_predict < 0 ? most : min_int(most, o->n_predict - made - 1);
+}
+
+static SpecKind drafter_of(const Model *m) {
+    return m->drafter->kind == DRAFTER_MTP ? SPEC_MTP : m->drafter->kind == DRAFTER_DFLASH ? SPEC_DFLASH : SPEC_OFF;
+}
+
+// Guesses of the grammar, where it leaves one way to go on. Their text is cut into tokens as if it stood alone; the
+// last one may go on, so it is left out.
+static void guess_grammar(Session *s, int most) {
+    Guesser *g = &s->guesser;
+    Grammar *grammar = s->options.grammar;
+    GrammarState state = s->state;
+    TokIds ids = { 0 };
+    char text[128];
+    size_t n = 0;
+    for (int next = 0; next >= 0 && (int)ids.n < most; ) {
+        next = n < sizeof text ? grammar_only(grammar, state) : -1;
+        if (next >= 0 && next < 256) text[n++] = (char)next;
+        if (next < 0 || next >= 256) {
+            if (tok_encode(s->t, text, n, TOK_PLAIN, &ids) < 0) die("%s", s->t->err);
+            if (next < 0 && n) ids.n--;
+            n = 0;
+        }
+        if (next >= 256) push_id(s, &ids, grammar->named[next - 256]);
+        if (next >= 0) state = grammar_behind(grammar, state, next);
+    }
+    if (grammar->failed) grammar_recover(grammar, &s->state, 1);       // it may not come to that
+    g->n_only = min_int((int)ids.n, most);
+    if (g->n_only) memcpy(g->only, ids.ids, (size_t)g->n_only * sizeof *g->only);
+    tok_ids_free(&ids);
+}
+
+// Guesses what follows the token that runs next, where that is all that runs and it is known. rows: of other sessions.
+static void draft(Session *s, int rows) {
+    Guesser *g = &s->guesser;
+    const double start = seconds();
+    const int under_way = g->found.depth;              // if a step is: with what the drafter has found
+    g->drafts.n = 0;
+    if (g->how.kind == SPEC_OFF || s->prompting || s->todo.n != 1) return;
+    push_id(s, &s->held, s->todo.ids[0]);              // for as long as it is looked up
+    const int most = room_for_drafts(s, (int)s->held.n, s->turn.made);
+    if (s->options.grammar && uses_grammar(&g->how)) guess_grammar(s, most);
+    guess(g, s->m->pace, drafter_of(s->m), s->held.ids, (int)s->held.n, most, rows);
+    s->held.n--;
+    if (s->fed && under_way) {
+        g->found.depth = under_way;
+        g->drafts.who = drafter_of(s->m);
+        tree_of(&g->drafts, &g->found, under_way, 0);
+    } else if (s->fed) {
+        g->drafts.n = 0;
+    }
+    s->turn.drafts.draft_seconds += seconds() - start;
+}
+
+// What the drafter has found behind segment i of n: for the step that comes, if the text goes on from there.
+static void take_candidates(Session *s, int i, int n, int depth) {
+    const StepResult *v = s->m->result;
+    Candidates *c = &s->guesser.found;
+    const int width = s->m->options.draft_width;
+    c->depth = depth, c->width = width;
+    for (int d = 0; d < depth; d++)
+        for (int k = 0; k < width; k++) {
+            const size_t at = ((size_t)d * n + i) * width + k;
+            c->id[d][k] = v->ids[at];
+            c->log_share[d][k] = v->logits[at] - v->logsumexp[(size_t)d * n + i];
+        }
+}
+
+static void count_drafts(Session *s, int right) {
+    DraftCount *count = &s->turn.drafts;
+    const Drafts *d = &s->guesser.drafts;
+    for (int k = 0; k < min_int(d->depth, DRAFT_DEPTHS) && k <= right; k++) count->tried[k]++, count->right[k] += k < right;
+    count->n_passes++;
+    count->by[d->who]++;
+    count->drafted += d->n;
+    count->accepted += right;
+}
+
+// Of the tokens chosen at the last token's row, number `row` of logits, and at those of the drafts: takes one after the
+// other along the accepted path, number i. rows: of other sessions in the step.
+static void take_tokens(Session *s, int i, int row, int rows, Event *e) {
+    Guesser *g = &s->guesser;
+    const StepResult *v = s->m->result;
+    const int32_t *chosen = v->chosen + row, *path = v->path + (size_t)i * STEP_ROWS;
+    const int right = g->drafts.n ? v->accepted[i] - 1 : 0;
+    int taken = 0, at = 0;
+    begin_event(s, e, EVENT_TOKEN);
+    take_token(s, chosen[0], e);
+    while (taken < right) {
+        if (s->ending || s->prompting || s->todo.n != 1) break;        // it ended, or goes on with other tokens
+        push_id(s, &s->held, chosen[at]);
+        at = g->drafts.branches ? path[++taken] : ++taken;
+        take_token(s, chosen[at], e);
+    }
+    s->row = row + at;
+    if (s->ending || s->prompting || s->todo.n != 1) g->found.depth = 0;
+    if (!s->prompting) drop_drafts(s);
+    if (!g->drafts.n) return;
+    count_drafts(s, right);
+    guesser_learn(g, s->m->pace, right, rows);
+    g->drafts.n = 0;
+}
+
+// ==== [6] Steps of several sessions =================================================================================
+
+// How long the session is where the rings are to be saved next; INT_MAX: nowhere.
+static int next_mark(const Session *s) {
+    const int len = s->m->len[s->seq], every = s->prompting ? s->mark_every : 0;
+    return min_int(s->want_mark > len ? s->want_mark : INT_MAX, every ? len - len % every + every : INT_MAX);
+}
+
+// Rows of the next step: of a prompt a chunk, which ends where the rings are to be saved.
+static int next_rows(const Session *s) {
+    const int n = (int)s->todo.n - s->at;
+    return min_int(min_int(n, next_mark(s) - s->m->len[s->seq]), s->chunk);
+}
+
+enum { PATIENCE = 4 };        // steps without a guess, after which the next is issued ahead again
+
+// Whether the step behind the one that was just sampled can be issued before its tokens are known, with as many drafts
+// as the drafter makes now. Not behind a prompt: a step that is dropped is made good by another run of the last token,
+// and the rounding of a prompt differs. Not where it is known that nothing follows, or somebody looks at each step, or
+// where other guesses may follow.
+static bool may_go_ahead(const Session *s, int depth) {
+    const Model *m = s->m;
+    const Guesser *g = &s->guesser;
+    const int n = s->options.n_predict, most = 2 + g->drafts.n + depth;            // rows of the two steps
+    const bool reads = uses_ngrams(&g->how) || (uses_grammar(&g->how) && s->options.grammar);
+    const bool as_wanted = g->how.kind == SPEC_OFF || g->missed >= PATIENCE || !reads;
+    return m->ops->fence && m->step.n_rows <= STEP_ROWS && m->len[s->seq] + most <= m->options.n_ctx &&
+           !s->options.keep_logits && !m->dump_dir && (n < 0 || s->turn.made + most <= n) && !s->cancelled &&
+           g->depth == depth && as_wanted && (!depth || (!g->how.tree && g->how.least <= 0));
+}
+
+// What a session has to tell without running anything. False: it has tokens to run.
+static bool is_settled(Session *s, Event *e) {
+    if (s->answering && s->cancelled && !s->ending) end_answer(s, END_CANCELLED);
+    if (s->ending || !s->answering) {
+        tell_end(s, e);
+        return true;
+    }
+    *e = s->shifted;
+    s->shifted.dropped = 0;
+    return e->dropped > 0;
+}
+
+// Writes the rows that n sessions run in the next step, and makes segments of them. True: some are drafts.
+static bool lay_out(Session *const *sessions, StepSeg *segs, int n) {
+    Model *m = sessions[0]->m;
+    StepRow *row = m->chunk;
+    bool drafted = false;
+    for (int i = 0; i < n; i++) {
+        Session *s = sessions[i];
+        const Drafts *d = &s->guesser.drafts;
+        const int n_todo = next_rows(s);
+        segs[i] = (StepSeg){ .seq = s->seq, .kind = d->n && d->branches ? SEG_TREE : SEG_CHAIN, .n = n_todo + d->n, .rows = row,
+                             .more = (int)s->todo.n - s->at - n_todo };
+        for (int k = 0; k < n_todo; k++)
+            *row++ = (StepRow){ .token = s->todo.ids[s->at + k], .parent = -1, .output = s->at + k + 1 == (int)s->todo.n };
+        for (int k = 0; k < d->n; k++) *row++ = (StepRow){ .token = d->token[k], .parent = d->parent[k], .output = true };
+        drafted |= d->n > 0;
+    }
+    return drafted;
+}
+
+// Asks for each session how many guesses it wants of the drafter behind the step, and lists those that want some. -> the most
+static int ask_drafter(Session *const *sessions, const StepSeg *segs, int n_sessions, int32_t *drafting, int *n_drafting) {
+    Model *m = sessions[0]->m;
+    int depth = 0;
+    *n_drafting = 0;
+    for (int k = 0; k < n_sessions; k++) {
+        Session *s = sessions[k];
+        Guesser *g = &s->guesser;
+        const int n_todo = (int)s->todo.n - s->at, n = (int)s->held.n + n_todo + 1;
+        const int room = min_int(room_for_drafts(s, n, s->turn.made + 1), m->options.draft_depth);
+        const int most = segs[k].n - g->drafts.n < n_todo ? 0 : room;
+        g->depth = depth_wanted(g, m->pace, drafter_of(m), most, m->step.n_rows - segs[k].n);
+        g->found.depth = 0;
+        if (g->depth) drafting[(*n_drafting)++] = k;
+        depth = max_int(depth, g->depth);
+    }
+    return depth;
+}
+
+// Issues the next step of n sessions before their tokens are known, each with so many drafts.
+static void step_ahead(Model *m, StepSeg *segs, int n, int depth) {
+    for (int i = 0; i < n; i++) {
+        StepRow *rows = m->chunk + (size_t)i * (1 + depth);
+        for (int r = 0; r <= depth; r++) rows[r] = (StepRow){ .token = ON_DEVICE, .output = true };
+        segs[i] = (StepSeg){ .seq = segs[i].seq, .kind = SEG_CHAIN, .n = 1 + depth, .rows = rows };
+    }
+    step(m, segs, n);
+}
+
+// Chooses, commits and drafts behind the step that was just issued, which began at `start`; then the host waits for
+// what came of it, while the next step may be under way already. True: it is.
+static bool conclude(Session *const *sessions, StepSeg *segs, int n, bool drafted, double start) {
+    Model *m = sessions[0]->m;
+    const Ops *op = m->ops;
+    StepResult *v = m->result;
+    int32_t drafting[MAX_SESSIONS];
+    int n_drafting;
+    const int depth = ask_drafter(sessions, segs, n, drafting, &n_drafting), n_rows = m->step.n_rows;
+    bool ahead = n * (1 + depth) <= min_int(STEP_ROWS, m->options.n_logits) && (!drafted || depth);
+    int kept = 0;                                      // rows of logits, if all sessions have some
+    for (int i = 0; i < n; i++) kept += 1 + sessions[i]->guesser.drafts.n;
+    for (int i = 0; i < n; i++) ahead = ahead && kept == m->step.n_out && may_go_ahead(sessions[i], depth);
+    if (drafted || depth) {
+        const bool late = n_drafting && m->drafter->n_backlog[segs[drafting[0]].seq] > 8;     // it has much to take in first
+        issue_verification(m, drafting, n_drafting, depth, NULL);
+        if (ahead) step_ahead(m, segs, n, depth);
+        read_result(m);
+        if (n == 1 && n_rows <= STEP_ROWS) step_took(m->pace, n_rows, v->verified - start);
+        if (n_drafting == 1 && !late) draft_took(m->pace, drafter_of(m), depth, v->drafted - v->verified);
+        for (int k = 0; k < n_drafting; k++) take_candidates(sessions[drafting[k]], k, n_drafting, depth);
+        return ahead;
+    }
+    for (int i = 0; i < n; i++) v->accepted[i] = segs[i].n;
+    finish_step(m, v->accepted, NULL, m->step.n_out > 0);
+    if (m->step.n_out) op->copy(&(Copy){ v->chosen, m->s.chosen, (size_t)m->step.n_out * sizeof *v->chosen, COPY_OUT });
+    if (ahead) {
+        const int mark = op->fence();
+        step_ahead(m, segs, n, 0);
+        op->wait_for(mark);
+    } else if (m->step.n_out) {
+        op->wait();
+    }
+    return ahead;
+}
+
+// What may follow each row of logits of the step under way: where the answer has a form, what fits it behind the last token and
+// along the guesses. Behind a guess that does not fit, and where the grammar fails, it is nothing.
+static void mask_rows(Session *const *sessions, const StepSeg *segs, int n) {
+    Model *m = sessions[0]->m;
+    const size_t words = round_up((size_t)m->config.vocab, 32) / 32;
+    int row = 0;
+    for (int i = 0; i < n; i++) {
+        Session *s = sessions[i];
+        const Drafts *d = &s->guesser.drafts;
+        Grammar *g = s->options.grammar;
+        GrammarState state[STEP_ROWS] = { s->state };
+        if (s->at + segs[i].n - d->n < (int)s->todo.n) continue;       // a part of a prompt: nothing is chosen
+        for (int k = 0; k <= d->n; k++) {
+            if (!g) {
+                mask_row(m, row++, NULL);
+                continue;
+            }
+            if (k) state[k] = state[d->parent[k - 1]], grammar_advance(g, &state[k], d->token[k - 1]);
+            grammar_settle(g, state, k + 1);
+            if (!state[k] || !grammar_mask(g, state[k], m->fitting, m->config.vocab))
+                memset(m->fitting, 0, words * sizeof *m->fitting);
+            if (k && g->failed) grammar_recover(g, state, k), state[k] = 0;        // it may not come to that
+            mask_row(m, row++, m->fitting);
+        }
+        s->state = state[0];
+    }
+}
+
+static Event prompt_event(const Session *s) { return (Event){ .kind = EVENT_PROMPT, .done = s->at, .total = (int)s->todo.n }; }
+
+// Runs the step of n sessions, or goes on with that of a prompt. False: it was given up, or has stopped between two
+// layers, and event says so.
+static bool run_step(Session *const *sessions, const StepSeg *segs, int n, Event *event) {
+    Session *s = sessions[0];
+    Model *m = s->m;
+    const bool goes_on = n == 1 && m->paused_seq == s->seq, is_prompt = n == 1 && segs[0].n > STEP_ROWS;
+    if (!goes_on) prepare_step(m, segs, n);
+    assert(m->step.n_rows == segs[0].n || n > 1);
+    m->stop = n == 1 ? &s->cancelled : NULL;
+    const int end = run_prepared(m, is_prompt ? s->work : INFINITY);
+    m->stop = NULL;
+    if (is_prompt) s->worked = m->step.pass.work_done;
+    if (is_prompt) m->paused_seq = end == PAUSED ? s->seq : -1;
+    if (end == PAUSED) *event = prompt_event(s);
+    if (end == STOPPED) give_up(s), is_settled(s, event);
+    return end >= 0;
+}
+
+// Runs the next rows of n sessions in one step, and tells each what came of it.
+static void run_sessions(Session *const *sessions, Event *const *events, int n) {
+    Model *m = sessions[0]->m;
+    StepSeg segs[MAX_SESSIONS] = { { 0 } };
+    int32_t n_todo[MAX_SESSIONS];
+    int marks[MAX_SESSIONS];
+    const double start = seconds();
+    const bool drafted = lay_out(sessions, segs, n);
+    select_buffers(m, n == 1 && segs[0].n > STEP_ROWS);
+    bool runs_already = m->step.ahead && m->step.n_segs == n;
+    for (int i = 0; i < n; i++) {
+        Session *s = sessions[i];
+        n_todo[i] = segs[i].n - s->guesser.drafts.n;
+        marks[i] = next_mark(s);
+        runs_already = runs_already && s->fed && m->step.segs[i].seq == s->seq && m->step.segs[i].n == segs[i].n;
+        s->turn.steps += !s->prompting;
+        s->turn.read += s->prompting ? 0 : bytes_per_token(m, m->len[s->seq]);
+    }
+    if (!runs_already && !run_step(sessions, segs, n, events[0])) return;
+    const int64_t step_number = m->step.number;
+    const int n_step = m->step.n_rows;
+    const double began = runs_already ? sessions[0]->returned : start;
+    mask_rows(sessions, segs, n);                      // while a GPU computes
+    const bool ahead = conclude(sessions, segs, n, drafted, began);
+    const double now = seconds();
+    if (n == 1 && n_step == 1 && !sessions[0]->guesser.depth) step_took(m->pace, 1, now - began);
+    for (int i = 0, row = 0; i < n; i++) {
+        Session *s = sessions[i];
+        const int n_rows = 1 + s->guesser.drafts.n;
+        if (n_rows > 1) s->turn.drafts.verify_seconds += m->result->verified - began;
+        if (s->guesser.depth) {
+            const bool block = m->drafter->kind == DRAFTER_DFLASH;
+            s->turn.drafts.draft_seconds += m->result->drafted - m->result->verified;
+            s->turn.read += bytes_per_draft(m, m->len[s->seq]) * (block ? 1 : s->guesser.depth);
+        }
+        for (int r = 0; r < n_todo[i]; r++) push_id(s, &s->held, s->todo.ids[s->at++]);
+        s->turn.n_run += s->prompting && !s->turn.shifts ? n_todo[i] : 0;
+        s->fed = ahead;
+        s->returned = now;
+        if (marks[i] == m->len[s->seq]) session_save(s, s->at == (int)s->todo.n || isinf(s->work));
+        if (s->at == (int)s->todo.n) {
+            s->step = step_number;
+            take_tokens(s, i, row, n_step - n_rows, events[i]);
+            row += n_rows;
+        } else {
+            *events[i] = prompt_event(s);
+        }
+    }
+}
+
+// One piece of work for each of n sessions of one model, all different, and events[i] for what came of it: a chunk of a
+// prompt, some layers of one (Session.work) or a ring of what is kept behind it, or a token. Sessions with few rows to
+// run share steps; a longer chunk has one of its own, so that what a session is told does not depend on the others.
+// While one is between two layers, others wait.
+static void sessions_next(Session *const *sessions, int n, Event *events) {
+    Session *some[MAX_SESSIONS];
+    Event *theirs[MAX_SESSIONS];
+    int n_some = 0, rows = 0, wanted = 0;
+    for (int i = 0; i < n; i++) {
+        Session *s = sessions[i];
+        Event *e = &events[i];
+        if (is_settled(s, e)) continue;
+        if (s->saving) {
+            session_save(s, isinf(s->work));
+            *e = prompt_event(s);
+            continue;
+        }
+        draft(s, rows);
+        const int more = next_rows(s) + s->guesser.drafts.n;
+        if (more > STEP_ROWS) {
+            const bool waits = s->m->paused_seq >= 0 && s->m->paused_seq != s->seq;
+            if (waits) *e = prompt_event(s);
+            else run_sessions(&s, &e, 1);
+            continue;
+        }
+        const int wants = 1 + s->guesser.drafts.n;
+        if (n_some && (rows + more > STEP_ROWS || wanted + wants > s->m->options.n_logits)) {
+            run_sessions(some, theirs, n_some);
+            n_some = rows = wanted = 0;
+        }
+        some[n_some] = s;
+        theirs[n_some++] = e;
+        rows += more;
+        wanted += wants;
+    }
+    if (n_some) run_sessions(some, theirs, n_some);
+}
+
+static void session_next(Session *s, Event *e) { sessions_next(&s, 1, e); }
+
+// ==== [7] Measuring, logits =========================================================================================
+
+// Times a step of n guesses that stand in no text: of session 0, which is empty, and so it is afterwards.
+static void time_guesses(Model *m, int32_t id, int n) {
+    const double start = seconds();
+    for (int r = 0; r <= n; r++) m->chunk[r] = (StepRow){ .token = id, .parent = r - 1, .output = true };
+    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = n + 1, .rows = m->chunk }, 1);
+    issue_verification(m, NULL, 0, 0, NULL);
+    read_result(m);
+    step_took(m->pace, n + 1, m->result->verified - start);
+    reset_session(m, 0);
+}
+
+// What steps and drafts of every depth take is measured once, in session 0, which is empty then. Where the backend records
+// steps, the first two of each kind are slow: so none of them is in an answer that chooses its depth by what that takes.
+static void measure_pace(Model *m, Tokenizer *t, const Drafting *how) {
+    enum { RECORDED = 2, STEPS = 4 };                  // rounds before the one that counts
+    const SpecKind who = drafter_of(m);
+    const int most = min_int(how->most, who == SPEC_OFF ? m->options.n_logits - 1 : m->options.draft_depth);
+    const int32_t id = t->bos >= 0 ? t->bos : 0;
+    Session s;
+    if (how->kind != SPEC_AUTO || !m->ops->fence || m->options.lazy_draft) return;
+    session_open(&s, m, t, 0);
+    for (int k = 0; k <= RECORDED; k++) {
+        m->pace->step = m->pace->draft = (Times){ 0 };
+        for (int n = 0; n <= most; n = next_depth(n, most)) {
+            Event e = { .kind = EVENT_PROMPT };
+            const AnswerOptions o = { .n_predict = -1, .ignore_eos = true, .think_budget = -1, .sampling.repeat = 1,
+                                      .drafting = { .kind = n ? who : SPEC_OFF, .most = n } };
+            for (int i = 0; n && who == SPEC_OFF && i < STEPS; i++) time_guesses(m, id, n);
+            if (n && who == SPEC_OFF) continue;
+            if (!session_start(&s, &(Prompt){ .ids = &id, .n = 1 }, &o)) die("%s", s.err);
+            for (; e.kind != EVENT_END; session_next(&s, &e)) if (s.turn.steps >= STEPS) session_cancel(&s);
+            session_forget(&s);
+        }
+    }
+    session_close(&s);
+    reset_session(m, 0);
+}
+
+// The logits (vocab) that the session's last token was chosen from. Where another step has been run since, the token
+// before it runs once more. False: there are none yet.
+static bool session_logits(Session *s, float *logits) {
+    Model *m = s->m;
+    if (s->row < 0) return false;
+    if (s->step == m->other.step.number) select_buffers(m, !m->prompt_buffers);
+    if (s->step != m->step.number) {
+        const int n = m->len[s->seq] - 1;
+        const StepRow last = { .token = s->held.ids[n], .output = true };
+        shorten_session(m, s->seq, s->held.ids, n);
+        step(m, &(StepSeg){ .seq = s->seq, .kind = SEG_CHAIN, .n = 1, .rows = &last }, 1);
+        commit_all(m);
+        s->row = 0;
+        s->step = m->step.number;
+        s->fed = false;
+    }
+    read_logits(m, s->row, logits);
+    return true;
+}
+
+// The part of the blocks of keys in sight that the rows of prompts have attended to since the last call; 0: there were
+// none, or prompts are dense.
+static double read_density(Model *m) {
+    int64_t n[2] = { 0 };
+    if (!m->s.block_count) return 0;
+    m->ops->copy(&(Copy){ n, m->s.block_count, sizeof n, COPY_OUT });
+    m->ops->wait();
+    m->ops->copy(&(Copy){ m->s.block_count, &(int64_t[2]){ 0 }, sizeof n, COPY_IN });
+    return n[1] ? (double)n[0] / (double)n[1] : 0;
+}
+
+#endif

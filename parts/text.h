@@ -1,0 +1,445 @@
+/* text.h - the tokenizer of a file, verbs that need no part of their own, and how an answer is shown on the terminal.
+ *
+ * Uses engine.h and the model.
+ *   [1] The tokenizer of a file    [2] Model and plan in words    [3] Verbs    [4] Answers on the terminal */
+#ifndef TEXT_H
+#define TEXT_H
+
+// ==== [1] The tokenizer of a file ===================================================================================
+
+static TokStr tok_str(GgufStr s) { return (TokStr){ s.s, s.n }; }
+
+static int token_id(Gguf *g, const char *key, int vocab) {           // -1: the file does not say
+    return gguf_find_kv(g, key) ? (int)key_int(g, key, 0, vocab - 1, 0) : -1;
+}
+
+// vocab: how many tokens the weights are for; 0 for a file that is read for its tokenizer only.
+static void load_tokenizer(Tokenizer *t, Gguf *g, int vocab) {
+    GgufStr kind = { "", 0 };
+    const int has_kind = gguf_get_str(g, "tokenizer.ggml.model", &kind);
+    if (has_kind < 0) die_gguf(g);
+    if (!has_kind) die("%s: key 'tokenizer.ggml.model': missing; the file has no tokenizer", g->path);
+    if (!str_is(kind, "gemma4"))
+        die("%s: key 'tokenizer.ggml.model': expected 'gemma4', got '%s' (E_META_RANGE)", g->path, shown(kind));
+    const GgufStr *tokens = NULL, *merges = NULL;
+    size_t n_tokens = 0, n_merges = 0;
+    int found = gguf_get_strs(g, "tokenizer.ggml.tokens", &tokens, &n_tokens);
+    if (found < 0) die_gguf(g);
+    if (!found) die("%s: key 'tokenizer.ggml.tokens': missing (E_META_MISSING)", g->path);
+    if (vocab && n_tokens != (size_t)vocab)
+        die("%s: key 'tokenizer.ggml.tokens': expected %d texts, one per row of token_embd.weight, got %zu (E_SHAPE)",
+            g->path, vocab, n_tokens);
+    if (n_tokens < 1 || n_tokens > MAX_VOCAB)
+        die("%s: key 'tokenizer.ggml.tokens': expected 1 to %d texts, got %zu (E_META_ARRAY)", g->path, MAX_VOCAB,
+            n_tokens);
+    found = gguf_get_strs(g, "tokenizer.ggml.merges", &merges, &n_merges);
+    if (found < 0) die_gguf(g);
+    if (!found) die("%s: key 'tokenizer.ggml.merges': missing (E_META_MISSING)", g->path);
+    if (n_merges > INT_MAX)
+        die("%s: key 'tokenizer.ggml.merges': expected at most %d, got %zu (E_META_ARRAY)", g->path, INT_MAX, n_merges);
+    for (size_t i = 0; i < n_merges; i++)
+        if (merges[i].n < 3 || !memchr(merges[i].s + 1, ' ', merges[i].n - 2))
+            die("%s: key 'tokenizer.ggml.merges': merge %zu: expected two texts with a space between, got '%s' "
+                "(E_META_RANGE)", g->path, i, shown(merges[i]));
+    const GgufKv *scores = gguf_find_kv(g, "tokenizer.ggml.scores");  // nothing reads them
+    if (scores && (scores->type != GGUF_V_ARRAY || scores->count != n_tokens))
+        die("%s: key 'tokenizer.ggml.scores': expected an array of %zu (E_META_ARRAY)", g->path, n_tokens);
+    static const char *const unread[] = { "unknown", "padding", "mask", "eom", "separator" };
+    for (size_t i = 0; i < sizeof unread / sizeof *unread; i++) {
+        char key[64];
+        snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", unread[i]);
+        token_id(g, key, (int)n_tokens);
+    }
+
+    TokStr *text = alloc_or_die(n_tokens + n_merges, sizeof *text);
+    int64_t *types64 = alloc_or_die(n_tokens, sizeof *types64);
+    int32_t *types = alloc_or_die(n_tokens, sizeof *types);
+    for (size_t i = 0; i < n_tokens; i++) text[i] = tok_str(tokens[i]);
+    for (size_t i = 0; i < n_merges; i++) text[n_tokens + i] = tok_str(merges[i]);
+    const int has_types = gguf_get_ints(g, "tokenizer.ggml.token_type", INT32_MIN, INT32_MAX, types64, n_tokens);
+    if (has_types < 0) die_gguf(g);
+    for (size_t i = 0; i < n_tokens; i++) types[i] = (int32_t)types64[i];
+    GgufStr chat_template = { "", 0 };
+    if (gguf_get_str(g, "tokenizer.chat_template", &chat_template) < 0) die_gguf(g);
+    const TokVocab v = {
+        .tokens = text, .n_tokens = (int)n_tokens, .types = has_types ? types : NULL,
+        .merges = text + n_tokens, .n_merges = (int)n_merges,
+        .bos = token_id(g, "tokenizer.ggml.bos_token_id", (int)n_tokens),
+        .eos = token_id(g, "tokenizer.ggml.eos_token_id", (int)n_tokens),
+        .eot = token_id(g, "tokenizer.ggml.eot_token_id", (int)n_tokens),
+        .chat_template = tok_str(chat_template),
+        .has_ple = key_int(g, "gemma4.embedding_length_per_layer_input", 0, 1 << 16, 0) > 0
+    };
+    if (tok_init(t, &v) < 0) die("%s: tokenizer: %s", g->path, t->err);
+    free(text);
+    free(types64);
+    free(types);
+}
+
+// ==== [2] Model and plan in words ===================================================================================
+
+// The GPU that operations are planned for; "": the CPU. Until the next call.
+static const char *card_name(const Ops *op) {
+    static char name[280];
+    const Card *card = op->card ? op->card() : NULL;
+    snprintf(name, sizeof name, "%s%s", card ? card->name : "", card && is_pretended(card) ? " (pretended)" : "");
+    return name;
+}
+
+static void print_card(FILE *f, const char *label, const Ops *op) {
+    const Card *card = op->card ? op->card() : NULL;
+    if (card)
+        fprintf(f, "%s%s, compute capability %d.%d, %d SMs, %.1f GiB%s\n", label, card_name(op), card->major, card->minor,
+                card->n_sm, (double)card->memory / (1 << 30), card->host_memory ? " shared with the host" : "");
+}
+
+// What is about to run, on stderr: model, plan, device.
+static void print_plan(Model *m) {
+    const Config *c = &m->config;
+    const double mib = 1 << 20;
+    bool tied = false;
+    for (int i = 0; i < m->n_caches; i++) tied |= m->caches[i].n_rot > 0;
+    const KvType k = m->options.k_type, v = m->options.v_type;
+    fprintf(stderr, "# %s: %d layers, dim %d, %d experts, vocabulary %d, weights %.1f MiB (%s)\n", model_name(m),
+            c->n_layers, c->dim, c->n_experts, c->vocab, (double)m->binder->bytes / mib,
+            gguf_type_name(m->weights.layer[0].attn_q.type));
+    fprintf(stderr, "# plan: context %d: global KV %.1f MiB (%s%s%s %s), rings %.1f MiB, stage %.1f MiB, activations "
+            "%.1f MiB, scratch %.1f MiB\n", m->options.n_ctx, (double)m->plan.kv_global / mib,
+            kv_names[k], k == v ? "" : "/", k == v ? "" : kv_names[v], tied ? "tied" : "untied",
+            (double)m->plan.kv_rings / mib, (double)m->plan.staging / mib, (double)m->plan.activations / mib,
+            (double)m->plan.scratch / mib);
+    if (m->plan.in_host)
+        fprintf(stderr, "# plan: the table of per-layer embeddings, %.1f MiB, stays in host memory: the GPU has no "
+                "room for it\n", (double)m->plan.in_host / mib);
+    if (m->plan.weights)
+        fprintf(stderr, "# weights loaded in %.2f s, %.2f GB/s\n", m->upload_seconds,
+                (double)m->binder->bytes / m->upload_seconds * 1e-9);
+    if (m->options.n_ctx > c->n_ctx_train)
+        fprintf(stderr, "# warning: a context of %d, but the model was trained for %d\n", m->options.n_ctx,
+                c->n_ctx_train);
+    print_unknown(m->binder);
+    const Drafter *d = m->drafter;
+    if (d->kind != DRAFTER_NONE) {
+        fprintf(stderr, "# drafter: %s %s: %d layers, dim %d, weights %.1f MiB (%s)%s; plan: %.1f MiB\n",
+                d->kind == DRAFTER_MTP ? "MTP assistant" : "DFlash", d->gguf.path,
+                d->config.n_layers, d->config.dim, (double)d->binder->bytes / mib,
+                gguf_type_name(d->weights.layer[0].attn_q.type), d->weights_uploaded ? "" : " not loaded yet",
+                (double)m->plan.drafter / mib);
+        print_unknown(d->binder);
+    }
+    const char *note = "";
+#ifdef USE_CUDA
+    if (m->ops == cpu_ops()) note = " (no GPU that this build can use)";
+#endif
+    fprintf(stderr, "# backend: %s%s, %d thread%s\n", m->ops->name, note, count_threads(),
+            count_threads() == 1 ? "" : "s");
+    print_card(stderr, "# card: ", m->ops);
+}
+
+// ==== [3] Verbs =====================================================================================================
+
+// gemma4 logits: the logits of every position of a list of ids, after the soft-cap, as n x vocab float32.
+static void verb_logits(const char *model, const Ops *ops, ModelOptions o, const char *ids_path, const char *out_path,
+                        const char *dump_dir, bool check_tensors) {
+    size_t size = 0;
+    uint8_t *bytes = read_file(ids_path, &size, "--ids");
+    if (!size || size % 4) die("--ids: %s: expected little-endian int32 ids, got %zu bytes", ids_path, size);
+    if (size / 4 > MAX_CONTEXT) die("--ids: %s: expected at most %d ids, got %zu", ids_path, MAX_CONTEXT, size / 4);
+    const int n = (int)(size / 4);
+    if (o.n_ctx <= 0) o.n_ctx = n;
+    if (o.n_ctx == n) o.ctx_from = "number of --ids";
+    if (n > o.n_ctx) die("--ids: %s: expected at most %d ids, got %d; try -c %d", ids_path, o.n_ctx, n, n);
+    struct stat in, out;
+    if (!stat(model, &in) && !stat(out_path, &out) && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
+        die("-o: %s: expected another file, got the model itself", out_path);
+    o.n_logits = o.n_batch = STEP_ROWS;
+    Model *m = alloc_or_die(1, sizeof *m);
+    load_model(m, model, ops, o, dump_dir);
+    if (check_tensors) read_weights(m, true);
+    int32_t *ids = alloc_or_die(n, sizeof *ids);
+    for (int i = 0; i < n; i++) {
+        const uint8_t *b = bytes + (size_t)i * 4;
+        ids[i] = (int32_t)((uint32_t)b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24);
+        if (ids[i] < 0 || ids[i] >= m->config.vocab)
+            die("--ids: %s: id %d: expected 0..%d, got %" PRId32, ids_path, i, m->config.vocab - 1, ids[i]);
+    }
+    FILE *f = fopen(out_path, "wb");
+    if (!f) die("-o: %s: %s", out_path, strerror(errno));
+    float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
+    const double t0 = seconds();
+    progress("logits", 0, n, "positions");
+    for (int at = 0; at < n; ) {
+        const int chunk = min_int(n - at, STEP_ROWS);
+        for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .output = true };
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = chunk, .rows = m->chunk }, 1);
+        for (int i = 0; i < chunk; i++) {
+            read_logits(m, i, logits);
+            if (fwrite(logits, sizeof *logits, m->config.vocab, f) != (size_t)m->config.vocab)
+                die("-o: %s: %s", out_path, strerror(errno));
+        }
+        commit_all(m);
+        at += chunk;
+        progress("logits", at, n, "positions");
+    }
+    if (fclose(f)) die("-o: %s: %s", out_path, strerror(errno));
+    print_plan(m);
+    fprintf(stderr, "# %d positions x %d logits in %.2f s\n", n, m->config.vocab, seconds() - t0);
+    free(logits);
+    free(ids);
+    free(bytes);
+    free_model(m);
+    free(m);
+}
+
+// The tokenizer of a file, which may hold nothing else.
+static void open_tokenizer(Tokenizer *t, Gguf *g, const char *path) {
+    open_model_file(g, path);
+    load_tokenizer(t, g, 0);
+}
+
+// gemma4 tokenize: the ids of a text in decimal, on one line, no <bos> added.
+static void verb_tokenize(const char *model, const char *text, size_t n, TokMode mode) {
+    Gguf g;
+    Tokenizer tok;
+    TokIds ids = { 0 };
+    open_tokenizer(&tok, &g, model);
+    if (tok_encode(&tok, text, n, mode, &ids) < 0) die("tokenize: %s", tok.err);
+    for (size_t i = 0; i < ids.n; i++) printf("%s%" PRId32, i ? " " : "", ids.ids[i]);
+    printf("\n");
+    flush_output();
+    tok_ids_free(&ids);
+    tok_free(&tok);
+    gguf_close(&g);
+}
+
+// gemma4 detokenize: the bytes of ids, markers as their text.
+static void verb_detokenize(const char *model, const char *list) {
+    Gguf g;
+    Tokenizer tok;
+    open_tokenizer(&tok, &g, model);
+    for (int round = 0; round < 2; round++) {          // first all are checked, then they are written
+        const char *s = list;
+        for (int i = 0; ; i++) {
+            s += strspn(s, " \t\r\n");
+            if (!*s) break;
+            char *end;
+            errno = 0;
+            const long id = strtol(s, &end, 10);
+            if (end == s || errno || id < 0 || id >= tok.n_tokens || !strchr(" \t\r\n", *end))
+                die("--ids: number %d: expected an id from 0 to %d, got '%.*s'", i + 1, tok.n_tokens - 1,
+                    min_int((int)strcspn(s, " \t\r\n"), 40), s);
+            const TokStr piece = tok_piece(&tok, (int32_t)id, true);
+            if (round && fwrite(piece.s, 1, piece.n, stdout) != piece.n) die("standard output: %s", strerror(errno));
+            s = end;
+        }
+    }
+    flush_output();
+    tok_free(&tok);
+    gguf_close(&g);
+}
+
+// gemma4 plan: what a context takes in memory, without taking it. Dies when it does not fit.
+static void verb_plan(const char *model, const Ops *ops, ModelOptions o) {
+    static const int contexts[] = { 8 << 10, 32 << 10, 128 << 10, 256 << 10, 1 << 20 };
+    const double gib = 1 << 30;
+    Model *m = alloc_or_die(1, sizeof *m);
+    plan_model(m, model, ops, o, NULL);
+    const size_t budget = plan_budget(m);
+    const int n_ctx = m->options.n_ctx, trained = m->config.n_ctx_train, most = largest_context(m, trained, budget);
+    size_t free_bytes, total;
+    ops->memory(&free_bytes, &total);
+    const size_t needed = fit_context(m, n_ctx, budget);
+    const MemoryPlan plan = m->plan;
+    const size_t weights = plan.weights ? plan.weights : m->binder->bytes;
+    printf("%s: context %d, trained for %d\n", model_name(m), n_ctx, trained);
+    print_card(stdout, "card         ", ops);
+    printf("weights      %9.3f GiB%s\n", (double)weights / gib, plan.weights ? "" : ", read in the mapped file");
+    if (plan.in_host)
+        printf("             %9.3f GiB in host memory: the table of per-layer embeddings\n",
+               (double)plan.in_host / gib);
+    printf("global KV    %9.3f GiB\n", (double)plan.kv_global / gib);
+    printf("rings        %9.3f GiB\n", (double)plan.kv_rings / gib);
+    printf("stage        %9.3f GiB\n", (double)plan.staging / gib);
+    printf("activations  %9.3f GiB\n", (double)plan.activations / gib);
+    printf("scratch      %9.3f GiB\n", (double)plan.scratch / gib);
+    if (o.drafter)
+        printf("drafter      %9.3f GiB\n", (double)(plan.drafter + (plan.weights ? 0 : m->drafter->binder->bytes)) / gib);
+    printf("total        %9.3f GiB\n", (double)needed / gib);
+    printf("room         %9.3f GiB, %s\n", (double)budget / gib,
+           o.memory ? "as --vram says" : "31/32 of the backend's free memory");
+    if (!o.memory) printf("free         %9.3f GiB of %.3f\n", (double)free_bytes / gib, (double)total / gib);
+    printf("largest context that fits: %d%s\n\n", most, most == trained ? ", as trained" : "");
+    printf("%8s  %9s  %9s\n", "context", "KV GiB", "total GiB");
+    for (size_t i = 0; i < sizeof contexts / sizeof *contexts; i++) {
+        const size_t all = fit_context(m, contexts[i], budget);
+        printf("%8d  %9.3f  %9.3f  %s%s%s\n", contexts[i], (double)(m->plan.kv_global + m->plan.kv_rings) / gib,
+               (double)all / gib, all <= budget ? "fits" : "does not fit", m->plan.in_host ? ", the table in host "
+               "memory" : "", contexts[i] > trained ? ", past the trained length" : "");
+    }
+    flush_output();
+    if (fit_context(m, n_ctx, budget) > budget) die_no_room(m);
+    free_model(m);
+    free(m);
+}
+
+// ==== [4] Answers on the terminal ===================================================================================
+// Text on stdout as it comes, statistics on stderr, each line with "# ".
+
+static volatile sig_atomic_t interrupted;              // the number of the first signal; a second one ends the process
+static Session *volatile answering;                    // what it cancels
+
+static void on_interrupt(int signal_number) {
+    if (interrupted) {                                 // what was generated is written; a terminal is as we found it
+        const char *end = bar_shown ? "\r\033[K" : "";
+        if (unfinished) unlink(unfinished);
+        if (write(2, end, strlen(end)) < 0) _exit(1);
+        _exit(128 + signal_number);
+    }
+    interrupted = signal_number;
+    if (answering) session_cancel(answering);
+}
+
+// From now on the signal asks to stop, unless it is ignored, as nohup and shells without job control have it.
+static void stop_on(int signal_number) {
+    const struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)SA_RESTART };
+    struct sigaction before;
+    if (!sigaction(signal_number, NULL, &before) && before.sa_handler != SIG_IGN) sigaction(signal_number, &act, NULL);
+}
+
+// FNV-1a of the bytes, to compare two runs at a glance.
+static uint64_t hash_bytes(const void *p, size_t n) {
+    uint64_t h = 0xcbf29ce484222325u;
+    for (size_t i = 0; i < n; i++) h = (h ^ ((const uint8_t *)p)[i]) * 0x100000001b3u;
+    return h;
+}
+
+static void write_text(const char *s, size_t n) {
+    if (fwrite(s, 1, n, stdout) != n || fflush(stdout)) die("standard output: %s", strerror(errno));
+}
+
+// The text of a token in quotes, so that it stays on its line and cannot steer a terminal.
+static void print_quoted(FILE *f, TokStr s) {
+    fputc('"', f);
+    for (size_t i = 0; i < s.n; i++) {
+        const unsigned char c = (unsigned char)s.s[i];
+        if (c == '\n') fputs("\\n", f);
+        else if (c == '"' || c == '\\') fprintf(f, "\\%c", c);
+        else if (c < 0x20 || c > 0x7e) fprintf(f, "\\x%02x", c);
+        else fputc(c, f);
+    }
+    fputc('"', f);
+}
+
+// The n likeliest of the logits (vocab) that a token was chosen from, on one line of stderr: id, text, logit and
+// probability as the model gives them, before mask, bias, penalties and temperature. Overwrites what it shows.
+static void print_top_logits(const Tokenizer *t, int pos, int32_t chosen, int n, float *logits, int vocab) {
+    const double sum = logsumexp(logits, vocab);
+    fprintf(stderr, "# position %d, chosen %" PRId32 ":", pos, chosen);
+    for (int i = 0; i < min_int(n, vocab); i++) {
+        int best = 0;
+        for (int id = 1; id < vocab; id++) if (logits[id] > logits[best]) best = id;
+        fprintf(stderr, "%s %d ", i ? "," : "", best);
+        print_quoted(stderr, tok_piece(t, best, true));
+        fprintf(stderr, " %.4f %.4g", (double)logits[best], exp(logits[best] - sum));
+        logits[best] = -INFINITY;
+    }
+    fprintf(stderr, "\n");
+}
+
+// The calls of a finished reply, each as a line of JSON on stdout: {"name":"f","arguments":{...}}.
+static void show_calls(const TokReply *r) {
+    for (int i = 0; i < r->n_calls; i++) {
+        TokText name = { 0 };
+        if (tok_add_json_string(&name, r->calls[i].name) < 0) die("out of memory for a tool call");
+        if (i == 0 && r->content.n && r->content.s[r->content.n - 1] != '\n') write_text("\n", 1);
+        write_text("{\"name\":", 8);
+        write_text(name.s, name.n);
+        write_text(",\"arguments\":", 13);
+        write_text(r->calls[i].arguments.s, r->calls[i].arguments.n);
+        write_text("}\n", 2);
+        tok_text_free(&name);
+    }
+}
+
+// What drafting did. The share of right guesses in a loop says nothing, so it is not told.
+static void print_drafts(const Turn *t) {
+    const DraftCount *d = &t->drafts;
+    fprintf(stderr, "# drafts: %d in %d of %d steps", d->drafted, d->n_passes, t->steps);
+    for (int k = 0; k < SPEC_KINDS; k++)
+        if (d->by[k]) fprintf(stderr, ", %s in %d", spec_names[k], d->by[k]);
+    if (!t->loop) {
+        fprintf(stderr, "; %d right, %.2f tokens a step; right by depth, if all before were:", d->accepted,
+                (double)(t->made - (t->steps == 0)) / max_int(t->steps, 1));
+        for (int i = 0; i < DRAFT_DEPTHS && d->tried[i]; i++)
+            fprintf(stderr, " %.0f", 100.0 * d->right[i] / d->tried[i]);
+        fprintf(stderr, " %%");
+    }
+    fprintf(stderr, "; %.3f ms to draft, %.3f ms to verify, for each of these steps\n",
+            1e3 * d->draft_seconds / d->n_passes, 1e3 * d->verify_seconds / d->n_passes);
+}
+
+static void print_turn(const Turn *t) {
+    const DraftCount *d = &t->drafts;
+    fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s", t->n_run, t->prompt_seconds,
+            t->n_run / t->prompt_seconds);
+    if (t->n_run < t->n_prompt) fprintf(stderr, "; %d were in the cache", t->n_prompt - t->n_run);
+    if (t->density > 0) fprintf(stderr, "; pFlash: attended to %.1f %% of the blocks", 100 * t->density);
+    if (t->steps)
+        fprintf(stderr, "\n# decode: %d tokens in %d steps, %.3f s, %.1f tok/s, %.2f GB/s", t->made - 1, t->steps,
+                t->decode_seconds, (t->made - 1) / t->decode_seconds, t->read / t->decode_seconds * 1e-9);
+    fprintf(stderr, "\n# %d tokens generated, stopped: %s", t->made, t->why);
+    if (t->hash) fprintf(stderr, "; last logits %016" PRIx64, t->hash);
+    fprintf(stderr, "\n");
+    if (t->loop) fprintf(stderr, "# the text has fallen into a loop of %d token%s\n", t->loop, t->loop == 1 ? "" : "s");
+    if (d->n_passes) print_drafts(t);
+}
+
+typedef struct {              // what is shown of an answer
+    int  top_logits;          // candidates of every token, on stderr
+    bool thoughts;            // on stderr, on lines of their own
+    bool newline;             // end the text with one also where it does not go to a terminal
+} ShowOptions;
+
+static void show_text(const Event *e, const ShowOptions *o, bool *thought, bool *content) {
+    if (o->thoughts && e->thought.n) {
+        if (!*thought) fprintf(stderr, "# thought:\n");
+        fwrite(e->thought.s, 1, e->thought.n, stderr);
+        *thought = true;
+    }
+    if (!e->content.n) return;
+    if (*thought && !*content) fprintf(stderr, "\n");
+    write_text(e->content.s, e->content.n);
+    *content = true;
+}
+
+// Runs the answer that the session has started to its end, or to Ctrl-C, and prints it. False: s->err says why not.
+static bool print_answer(Session *s, const ShowOptions *o) {
+    const size_t vocab = (size_t)s->m->config.vocab, total = s->todo.n;
+    float *logits = alloc_or_die(vocab, sizeof *logits);
+    bool thought = false, content = false;
+    Event e = { .kind = EVENT_PROMPT };
+    progress("prompt", 0, total, "tokens");
+    answering = s;
+    if (interrupted) session_cancel(s);                // it came before there was anything to cancel
+    while (e.kind != EVENT_END) {
+        session_next(s, &e);
+        if (e.kind == EVENT_PROMPT) progress("prompt", (size_t)e.done, (size_t)e.total, "tokens");
+        else if (bar_shown) progress("prompt", total, total, "tokens");
+        if (e.kind == EVENT_SHIFT)
+            fprintf(stderr, "%s# context full: %d tokens dropped, the first %d and the newest %d stay\n",
+                    isatty(1) && isatty(2) ? "\n" : "", e.dropped, e.head, e.kept);
+        if (e.n_ids && o->top_logits && session_logits(s, logits))
+            print_top_logits(s->t, s->m->len[s->seq], e.ids[0], o->top_logits, logits, (int)vocab);
+        show_text(&e, o, &thought, &content);
+    }
+    answering = NULL;
+    if (thought && !content) fprintf(stderr, "\n");
+    show_calls(&s->reply);
+    if ((o->newline || isatty(1)) && !s->reply.n_calls) write_text("\n", 1);
+    s->turn.density = read_density(s->m);
+    if (session_logits(s, logits)) s->turn.hash = hash_bytes(logits, vocab * sizeof *logits);
+    free(logits);
+    return e.end != END_ERROR;
+}
+
+#endif
