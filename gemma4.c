@@ -1,12 +1,12 @@
 /* gemma4.c - Gemma 4 inference, the model itself: configuration, weights, KV cache, forward pass, step, a plain loop.
  *
  * HOW TO READ  From top to bottom. Four names carry the whole program:
- *                generate_greedy [6]   step, choose the best token, commit, again: what `gemma4 MODEL -p TEXT --greedy` runs
+ *                generate_greedy [6]  step, choose the best token, commit, again: `gemma4 MODEL -p TEXT --greedy`
  *                step [5]             takes rows (tokens of one or more sessions) through the layers
  *                forward [4]          the layers: attention, feed-forward, per-layer embedding, as formulas
  *                Ops (gemma4.h)       the operations that forward uses; every backend implements the same table
- *              The forward pass is written once. parts/reference.h defines each operation in plain loops, parts/cpu.h is
- *              the fast CPU backend, gemma4_kernels.cu the CUDA backend.
+ *              The forward pass is written once. parts/reference.h defines each operation in plain loops, parts/cpu.h
+ *              is the fast CPU backend, gemma4_kernels.cu the CUDA backend.
  * CONTENTS     search for "[n]"
  *   [1]  Configuration: the model and its layers
  *   [2]  Weights
@@ -15,13 +15,14 @@
  *   [5]  Step: rows in, logits out, commit
  *   [6]  The plain loop
  *   [7]  The rest of the program
- * PARTS        each head says what the part holds and what it may use; docs/design.md draws who includes whom.
- *              base.h: errors, memory, progress, threads    engine.h: the public functions    load.h: reading a model file
- *              plan.h: who gets how much memory             draft.h: draft models (MTP, DFlash), verification
- *              guess.h: n-grams, trees, how far to draft    generate.h: sessions and events    dump.h: intermediate results
- *              kv.h: rows of the KV cache                   cpu.h: the CPU backend             the others: callers
- * INVARIANTS   Activations are f32. Matrices are (rows = out, cols = in), row-major, y = W x. Index products are size_t.
- *              A step allocates nothing, unless --dump is given.
+ * PARTS        in parts/. Each head says what it holds and what it may use; docs/design.md draws who includes whom.
+ *                base.h      errors, memory, progress, threads      draft.h     draft models (MTP, DFlash); verifying
+ *                engine.h    the public functions                   guess.h     n-grams, trees, how far to draft
+ *                load.h      reading a model file                   generate.h  sessions and events
+ *                plan.h      how much memory everything gets        dump.h      intermediate results
+ *                cpu.h       the CPU backend                        kv.h        rows of the KV cache
+ * INVARIANTS   Activations are f32. Matrices are (rows = out, cols = in), row-major, y = W x. Index products are
+ *              size_t. A step allocates nothing, unless --dump is given.
  * TRAPS        The list before forward: every way in which this model differs from Llama. */
 #define _GNU_SOURCE
 #include "parts/base.h"
@@ -73,14 +74,15 @@ typedef struct {              // GGUF keys begin with "gemma4."
 } Config;
 
 // ==== [2] Weights ====================================================================================================
-// Names are those of the GGUF tensors. A Tensor (gemma4.h) points into the mapped file; a backend with memory of its own
-// gets each one through upload(), once. bind_weights() in parts/load.h looks every tensor up and checks its shape before
-// the first byte is used.
+// Names are those of the GGUF tensors. A Tensor (gemma4.h) points into the mapped file; a backend with memory of its
+// own gets each one through upload(), once. bind_weights() in parts/load.h looks every tensor up and checks its shape
+// before the first byte is used.
 
 typedef struct {                        // shapes are (rows, cols); vectors are f32
     const float *attn_norm;             // (dim)
     Tensor attn_q;                      // (n_heads * head_dim, dim)
-    Tensor attn_k;                      // (n_kv_heads * head_dim, dim); data NULL: the layer reads an earlier layer's cache
+    Tensor attn_k;                      // (n_kv_heads * head_dim, dim); data NULL: the layer reads an earlier layer's
+                                        // cache
     Tensor attn_v;                      // as attn_k; data NULL too in global layers whose V is the K projection
     const float *attn_q_norm;           // (head_dim)
     const float *attn_k_norm;           // (head_dim) NULL where attn_k is absent
@@ -128,7 +130,8 @@ static size_t matrix_bytes(const Tensor *t) { return gguf_row_size(t->type, t->c
 // are rings; global layers hold the whole context. If V is the K projection, the two are stored once ("tied": Cache in
 // gemma4.h). parts/plan.h computes how much memory all of it takes and reserves it in one piece.
 
-enum { SCORE_ROWS = 32 };     // the last tokens of a prompt; the attention that they pay to a token is the token's score
+enum { SCORE_ROWS = 32 };     // the last tokens of a prompt; the attention that they pay to a token is the token's
+                              // score
 
 typedef struct {              // what forward works on; all in backend memory
     // the rows of a step
@@ -166,7 +169,8 @@ typedef struct {              // what forward works on; all in backend memory
     float   *found_logits, *found_logsumexp;           // logits of the drafter's tokens: Drafter.logits, .logsumexp
     int32_t *token_source;             // (STEP_ROWS) where in next a row's token is, if the host does not know it yet
     // sparse prompts (pFlash)
-    BlockList blocks;                  // blocks of keys that a prompt's rows attend to in a global layer; NULL: all keys
+    BlockList blocks;                  // blocks of keys that a prompt's rows attend to in a global layer; NULL: all
+                                       // keys
     void    *block_means;              // (n_seqs, n_kv_heads, n_blocks, head_dim) floats
     float   *block_scores, *block_weights;     // (n_batch / SELECT_ROWS, n_heads or n_kv_heads, n_blocks)
     int64_t *block_count;              // (2) blocks attended to, blocks in sight
@@ -210,7 +214,8 @@ typedef struct {              // the step in progress, or the last one, on the h
     Row     *rows, *out_rows;          // (n_rows), (n_out) as in State
     Segment *segs;                     // (n_segs)
     int32_t *out_index;                // (n_out)
-    struct {                           // the last copies that were uploaded: what has not changed is not uploaded again.
+    struct {                           // the last copies that were uploaded: what has not changed is not uploaded
+                                       // again.
         Row     *rows, *out_rows;      // Operations write none of it but tokens that are ON_DEVICE
         Segment *segs;
         int32_t *out_index;
@@ -287,8 +292,8 @@ static void upload_changes(Model *m, void *dst, void *uploaded, const void *src,
     m->ops->copy(&(Copy){ dst, src, bytes, COPY_IN });
 }
 
-// Cuts session seq back to n <= len tokens. ids are those tokens, which penalties count. False: nothing was done; a ring
-// has already overwritten rows that are still needed.
+// Cuts session seq back to n <= len tokens. ids are those tokens, which penalties count. False: nothing was done; a
+// ring has already overwritten rows that are still needed.
 static bool shorten_session(Model *m, int seq, const int32_t *ids, int n) {
     const int32_t len = n;
     for (int i = 0; i < m->n_caches; i++) {
@@ -314,9 +319,9 @@ static void reset_session(Model *m, int seq) {         // an empty session; no c
 }
 
 // ==== [4] The forward pass ===========================================================================================
-// Written once, against the table of operations. The rows of a step may belong to several sessions, and may be a prompt,
-// plain decoding or a tree of drafts: the code is the same. Every layer is attention, feed-forward, per-layer embedding
-// (E2B, E4B), scale.
+// Written once, against the table of operations. The rows of a step may belong to several sessions, and may be a
+// prompt, plain decoding or a tree of drafts: the code is the same. Every layer is attention, feed-forward, per-layer
+// embedding (E2B, E4B), scale.
 //
 // Norms and residual additions are part of the product that reads them (In in gemma4.h). So a block does not add to the
 // stream itself: it leaves what is to be added as a delta of the stream, and the next product adds it while reading.
@@ -393,7 +398,8 @@ static void embed_tokens(Model *m, Pass *p) {
     dump_embeddings(m, p);
 }
 
-static Cache staging_for(const Model *m, const Cache *ring) {                  // the staging rows in the shape of a ring
+static Cache staging_for(const Model *m, const Cache *ring) {                  // the staging rows in the shape of a
+                                                                               // ring
     Cache c = m->staging;
     c.n_kv_heads = ring->n_kv_heads;
     c.head_dim = c.k.dim = c.v.dim = ring->head_dim;
@@ -463,7 +469,8 @@ static void feed_forward(Model *m, int l, Pass *p) {
     if (!c->n_experts) {
         m->ops->gate_up(&gate_up);
         m->ops->matmul(&down);
-    } else {                                           // router, dense network and experts read x, each with its own norm
+    } else {                                           // router, dense network and experts read x, each with its own
+                                                       // norm
         Route route = { .n_rows = n, .n_used = c->n_experts_used, .in = in, .w = &w->ffn_gate_inp,
                         .expert_scale = w->ffn_down_exps_scale, .logits = s->router, .ids = s->expert_ids,
                         .weights = s->expert_weights };
@@ -640,7 +647,8 @@ static void end_pass(Model *m, Pass *p) {
     const bool tapped = m->taps.end == c->n_layers;    // the last layer's output
     flush_staging(m, c->n_layers, p);
     if (tapped || (n_out && p->batch.n_rows > n_out))
-        m->ops->close(&(Close){ .n_rows = p->batch.n_rows, .cols = c->dim, .in = stream_input(s->x, &p->stream, NULL) });
+        m->ops->close(&(Close){ .n_rows = p->batch.n_rows, .cols = c->dim,
+                                .in = stream_input(s->x, &p->stream, NULL) });
     if (tapped) tap(m, c->n_layers - 1, p);
     if (n_out && p->batch.n_rows > n_out) gather_output_rows(m, p);
     if (n_out) {
@@ -724,9 +732,9 @@ static int n_dense(const Model *m, const StepSeg *seg) {
     return max_int(0, min_int(seg->n, DENSE_ROWS - seg->more));
 }
 
-// Prompts (steps of more than STEP_ROWS rows) and other steps have buffers of their own for what lasts from one layer to
-// the next, if the plan says so (ModelOptions.interleave): then decode steps may run while a prompt is paused between
-// layers. Makes the buffers of one kind m->s and m->step.
+// Prompts (steps of more than STEP_ROWS rows) and other steps have buffers of their own for what lasts from one layer
+// to the next, if the plan says so (ModelOptions.interleave): then decode steps may run while a prompt is paused
+// between layers. Makes the buffers of one kind m->s and m->step.
 static void select_buffers(Model *m, bool prompts) {
     if (!m->options.interleave || m->prompt_buffers == prompts) return;
     const State s = m->s;
@@ -815,8 +823,8 @@ static void prepare_step(Model *m, const StepSeg *segs, int n_segs) {
     t->number = ++m->steps;
 }
 
-// Runs the prepared step, or continues it after a pause. Returns the number of rows of logits, in the order of the output
-// rows; STOPPED: m->stop was set, nothing may be committed; PAUSED: see forward().
+// Runs the prepared step, or continues it after a pause. Returns the number of rows of logits, in the order of the
+// output rows; STOPPED: m->stop was set, nothing may be committed; PAUSED: see forward().
 static int run_prepared(Model *m, double work) {
     const Ops *op = m->ops;
     const bool record = !m->dump_dir;                  // a dump copies out in the middle of the step
@@ -891,7 +899,8 @@ static void commit_all(Model *m) {                     // every row of the last 
     commit(m, &(int32_t){ m->step.n_rows }, NULL);
 }
 
-static void read_logits(Model *m, int row, float *host) {                      // (vocab) of one output row of the last step
+static void read_logits(Model *m, int row, float *host) {                      // (vocab) of one output row of the last
+                                                                               // step
     const size_t n = (size_t)m->config.vocab;
     m->ops->copy(&(Copy){ host, m->s.logits + (size_t)row * n, n * sizeof *host, COPY_OUT });
     m->ops->wait();
@@ -931,7 +940,7 @@ static int generate_greedy(Model *m, Tokenizer *t, const int32_t *ids, int n, in
     for (;;) {
         read_logits(m, 0, logits);
         const int32_t token = best_token(m, logits);
-        if (token < 0) die("%s: no token can be chosen at position %d: the logits are not numbers", m->gguf.path, n + made);
+        if (token < 0) die("%s: position %d: the logits are not numbers", m->gguf.path, n + made);
         made++;
         if (tok_is_stop(t, token)) break;
         const TokStr text = tok_piece(t, token, false);

@@ -1,34 +1,60 @@
-/* gemma4.h - the seam: what the forward pass in gemma4.c asks of a backend, and nothing else.
+/* gemma4.h - the backend interface: what the forward pass in gemma4.c asks of a backend, and nothing else.
  *
- * The model is written once, against the table of operations at the end of this file. parts/reference.h defines each of them
- * in plain loops; a backend (the CPU's in gemma4.c, CUDA, HIP, Metal, SYCL) is one more file that fills the table.
- * This header knows nothing about files, text or sampling policy, and includes only <stdbool.h>, <stddef.h>, <stdint.h>.
+ * The model is written once, against the table of operations at the end of this file (Ops). parts/reference.h defines
+ * each operation in plain loops. A backend (parts/cpu.h, CUDA, HIP, Metal, SYCL) is one more file that fills the table.
+ * This header knows nothing about files, text or sampling policy; it includes parts/cards.h, <stdbool.h>, <stddef.h>
+ * and <stdint.h>.
+ *
+ * GLOSSARY  terms that have one meaning in all files
+ *   row           one token of a step; also its vector of activations
+ *   output row    a row that needs logits
+ *   step          one pass of some rows through all layers; decode steps have 1 to STEP_ROWS rows
+ *   segment       the rows of one session in a step: a chain (each row follows the one before) or a tree
+ *   session       one conversation or text in a model: its tokens, its slice of every KV cache
+ *   commit        rows of the last step become part of a session; other rows are dropped without any undo
+ *   stream        the residual stream x
+ *   delta         what a block adds to the stream; the next product that reads the stream adds it
+ *   global layer  attends to all positions; a sliding layer attends to the last n_swa positions
+ *   slot          a place for one row in a cache; a ring is the cache of a sliding layer, slot = position mod slots
+ *   tail          the newest rows of a quantised cache, kept in f16 too
+ *   staging       where a prompt's rows of sliding layers wait until every layer that shares the ring has read them
+ *   tied          K and V are one projection and are stored once
+ *   rotation      of a cached row: a Hadamard rotation before quantising (parts/kv.h). RoPE rotates pairs by position
+ *   target        the model that is to be run; a drafter is a small model that proposes its next tokens (drafts)
+ *   verification  one step runs drafts; those equal to the target's own choices are accepted
+ *   taps          outputs of the target's layers that a DFlash drafter reads
+ *   split         one of several parts of a reduction that are computed apart and summed in a fixed order
+ *   fence         a point in the device's order of work that the host can wait for
+ *   snapshot      of a session: what its rings held at some length, so that it can go back there
  *
  * CONTRACT
- *  1. One struct per operation. Batch, Cache, Tensor and operation structs are host memory, read during the call; all other
- *     pointers point into backend memory unless marked "host". Counts are host-side upper bounds. Token ids, row positions,
- *     lengths, accepted paths and sampler state live in backend memory and may be written by operations, so a step can
- *     follow the last one without the host knowing what it chose.
- *  2. No launch geometry depends on a length: grids follow from n_rows and shapes alone; loops read lengths on the device.
+ *  1. One struct per operation. Batch, Cache, Tensor and the operations' structs are host memory and are read during
+ *     the call. All other pointers point into backend memory unless marked "host". Counts are upper bounds that the
+ *     host knows. Token ids, row positions, lengths, accepted paths and sampler state live in backend memory and may be
+ *     written by operations, so a step can follow another before the host knows which tokens were sampled.
+ *  2. No launch geometry depends on a length: grids follow from n_rows and shapes; loops read lengths on the device.
  *  3. An operation does not allocate, synchronise or open files. Only wait() and wait_for() block.
- *  4. begin(key) .. end() brackets a step. Steps with equal keys issue the same operations with the same structs; only the
- *     contents of backend memory differ. A backend may therefore record a step once per key (a CUDA graph) and replay it:
- *     begin() returns true when the operations have to be issued, false when end() replays what it has. Between the two
- *     there are operations and COPY_WITHIN, no other run-time call. init() and release() forget every recorded step.
+ *  4. begin(key) .. end() brackets a step. Steps with equal keys issue the same operations with the same structs; only
+ *     the contents of backend memory differ. So a backend may record a step once per key (a CUDA graph) and replay it:
+ *     begin() returns true if the operations have to be issued, false if end() replays a recorded step. Between the two
+ *     calls come operations and COPY_WITHIN, no other run-time call. init() and release() forget every recorded step.
  *  5. Activations are f32, (rows, cols) row-major. Matrices are (rows = out, cols = in), row-major, y = W x, no bias.
- *  6. A quantised matrix meets int8 activations in groups of 32: with a = max|x|, s = a / 127, q = rint(x * (127 / a)) in
- *     f32, ties to even; a < 2^-120: s = 0 and q = 0; a NaN or Inf in the group: s = NaN and q = 0 (gguf_quantize_q8).
- *     Integer dot product per group, f32 accumulation in one order per weight type. Matrices of floats meet f32 (CPU) or
- *     the matrix's own precision with f32 accumulation (GPU). Steps of more than STEP_ROWS rows may take both factors of any
- *     product as bf16 or f16 instead (the int8 activation times its scale where that is what the producer left).
- *  7. For 1..64 rows the result of a row does not depend on how many rows share the step, nor on its segment or session.
- *     Attention walks the committed positions upwards, then the rows of the step; tiles are aligned to cache slots.
- *  8. Norms and residual additions are prologues of their consumer (In, below): every block recomputes those few
- *     kilobytes, one block stores x'. x_out must not overlap any input.
- *  9. `beside` (and GateUp.route): independent work that may share the launch of the operation that carries it. NULL: none.
- * 10. A table entry may be NULL: the backend does not have that operation, and gemma4.c refuses the feature that needs it
- *     by name. An unsupported type or shape ends the process with operation and shapes; nothing falls back silently.
- * 11. No checkpoint without a name: fused operations offer what they fuse through their dump_* pointers (NULL in normal use).
+ *  6. A quantised matrix meets int8 activations in groups of 32: with a = max|x|, s = a / 127, q = rint(x * (127 / a))
+ *     in f32, ties to even; a < 2^-120: s = 0 and q = 0; a NaN or Inf in the group: s = NaN and q = 0
+ *     (gguf_quantize_q8). Each group is an integer dot product; groups are summed in f32, in one order per weight type.
+ *     Matrices of floats meet f32 (CPU) or their own precision with f32 sums (GPU). In steps of more than STEP_ROWS
+ *     rows both factors of any product may be bf16 or f16 instead (the int8 activation times its scale, if that is what
+ *     the producer wrote).
+ *  7. For 1..64 rows the result of a row does not depend on how many rows the step has, nor on its segment or session.
+ *     Attention reads the committed positions in ascending order, then the rows of the step; tiles are aligned to cache
+ *     slots.
+ *  8. Norms and residual additions are computed by the operation that reads them (In, below): every block of threads
+ *     recomputes those few kilobytes, one block stores x'. x_out must not overlap any input.
+ *  9. GateUp.route, GateUp.experts and ExpertGateUp.dense_down are independent work that may share the launch of the
+ *     operation that carries it. NULL: none.
+ * 10. A table entry may be NULL: the backend lacks that operation, and gemma4.c refuses the feature that needs it by
+ *     name. An unsupported type or shape ends the process with operation and shapes; there is no silent fallback.
+ * 11. A fused operation offers the intermediate results that it fuses through its dump_* pointers (NULL in normal use).
  */
 #ifndef GEMMA4_H
 #define GEMMA4_H
@@ -37,7 +63,7 @@
 #include <stdint.h>
 #include "parts/cards.h"
 #ifdef __CUDACC__
-#define HOST_DEVICE __host__ __device__    // for the functions below that both sides run
+#define HOST_DEVICE __host__ __device__  // for functions that both host and device run
 #else
 #define HOST_DEVICE
 #endif
@@ -45,24 +71,26 @@
 extern "C" {
 #endif
 
-enum { STEP_ROWS = 64,               // the most rows a step may have that is not a prompt; also the spare slots of a cache
-       TILE_SLOTS = 64 };            // attention tile; `slots` of a cache is a multiple
+enum { STEP_ROWS = 64,               // the most rows of a step that is not a prompt; also the spare slots of a cache
+       TILE_SLOTS = 64 };            // keys of an attention tile; the slots of a cache are a multiple
 
 // ---- matrices ----------------------------------------------------------------------------------------------------
-// Element types carry their GGUF numbers, so that no table translates them.
+// Element types have their GGUF numbers.
 typedef enum {
-    T_F32 = 0, T_F16 = 1, T_Q4_0 = 2, T_Q4_1 = 3, T_Q5_0 = 6, T_Q5_1 = 7, T_Q8_0 = 8, T_Q2_K = 10, T_Q3_K = 11, T_Q4_K = 12,
-    T_Q5_K = 13, T_Q6_K = 14, T_IQ4_NL = 20, T_IQ4_XS = 23, T_BF16 = 30, T_MXFP4 = 39, T_NVFP4 = 40
+    T_F32 = 0, T_F16 = 1, T_Q4_0 = 2, T_Q4_1 = 3, T_Q5_0 = 6, T_Q5_1 = 7, T_Q8_0 = 8, T_Q2_K = 10, T_Q3_K = 11,
+    T_Q4_K = 12, T_Q5_K = 13, T_Q6_K = 14, T_IQ4_NL = 20, T_IQ4_XS = 23, T_BF16 = 30, T_MXFP4 = 39, T_NVFP4 = 40
 } DType;
 
 typedef struct {
     const void  *data;               // (n, rows, cols) as in the file; the backend's own layout once uploaded
     DType        type;
     int          rows, cols;         // out features, in features (cols = contiguous)
-    int          n;                  // matrices stacked behind each other: experts; else 1
-    const float *scale;              // (n) factor of each matrix's product, NULL = 1 (the .scale side tensors of NVFP4 files)
-    bool         in_host;            // rows are gathered, never multiplied (the PLE table), and the plan has no room for it:
-                                     // upload() leaves it in host memory that the device can read
+    int          n;                  // matrices, one after the other: experts; else 1
+    const float *scale;              // (n) factor of each matrix's product, NULL = 1 (the .scale side tensors of NVFP4
+                                     // files)
+    bool         in_host;            // a table whose rows are gathered, never multiplied (per-layer embeddings), for
+                                     // which the device has no room: upload() leaves it in host memory that the device
+                                     // can read
 } Tensor;
 
 // An activation that a matrix product will read. The producer fills what is not NULL: f for float matrices, q and s for
@@ -73,14 +101,14 @@ typedef struct {
     float  *s;                       // (rows, cols / 32)
 } Act;
 
-// The input of a matrix product: residual addition and norms that precede it. With rms(u) = sqrt(mean(u^2) + eps) and
-// norm(u; w) = w * u / rms(u), or u itself when w is NULL:
+// The input of a matrix product, with the residual addition and the norms before it. With rms(u) = sqrt(mean(u^2) +
+// eps) and norm(u; w) = w * u / rms(u), or u itself when w is NULL:
 //     d  = norm(delta[0]; w_delta[0]) + norm(delta[1]; w_delta[1])         absent deltas are 0
-//     x' = scale * (x + norm(d; w_post))                                   the residual stream after the last block
+//     x' = scale * (x + norm(d; w_post))                                   the residual stream after the block before
 //     y  = norm(x'; w_pre)                                                 what the matrix is multiplied with
 typedef struct {
     const float *x;                  // (rows, cols); NULL = 0
-    Act          act;                // instead of x, when a producer wrote an Act: then no delta and no norm
+    Act          act;                // instead of x, if a producer wrote an Act: then there is no delta and no norm
     const float *delta[2];           // (rows, cols); NULL = absent
     const float *w_delta[2];         // (cols)
     const float *w_post;             // (cols); not used without delta
@@ -91,35 +119,38 @@ typedef struct {
 } In;
 
 // ---- the batch: what every step takes ----------------------------------------------------------------------------
-// A step holds segments, a segment belongs to one session ("sequence"). Row i of a segment is written at slot len + i
-// of the session's caches and stands at position len + depth; len grows only by kv_commit. So rows carry no position: a
-// recorded step stays valid when the length moves. Between steps the host may set len by copy(): a new, restored or
-// shortened session (a ring allows at most slots - (window - 1) rows less than it has seen).
+// A step has segments; a segment belongs to one session ("sequence"). Row i of a segment is written at slot len + i of
+// the session's caches and has position len + depth; len grows only by kv_commit. So rows carry no position, and a
+// recorded step stays valid when the length grows. Between steps the host may set len by copy(), for a new, restored or
+// shortened session. (A ring allows at most slots - (window - 1) rows less than were ever written.)
 typedef enum {
-    SEG_CHAIN,                       // row i follows row i - 1: prompt chunk, plain decoding (n = 1), chain verification
-    SEG_TREE                         // at most 64 rows; row i sees its ancestors. A tree is not deeper than the window; one
-                                     // without branches gives the bits of the CHAIN
+    SEG_CHAIN,                       // row i follows row i - 1: prompt chunk, plain decoding (n = 1), chain
+                                     // verification
+    SEG_TREE                         // at most 64 rows; a row sees its ancestors. A tree is not deeper than the window;
+                                     // a tree without branches gives the same bits as the CHAIN
 } SegKind;
 
 typedef struct {
     int32_t seq;                     // session number, 0 .. n_seqs - 1
     int32_t first, n;                // rows first .. first + n - 1 of the step
     int32_t kind;                    // SegKind. A segment of more than STEP_ROWS rows is a CHAIN and is committed whole
-    int32_t n_dense;                 // last rows of a prompt's segment for which block_select leaves nothing out
+    int32_t n_dense;                 // last rows of a prompt's segment that attend to all blocks (block_select)
 } Segment;
 
 typedef struct {
-    int32_t  token;                  // id; operations take one outside the vocabulary (a choice of -1 that was fed) for 0
+    int32_t  token;                  // an id outside the vocabulary (a sampled -1) counts as 0
     int32_t  seg;                    // index of the segment
     int32_t  index;                  // number within the segment: the row's cache slot is len + index
     int32_t  depth;                  // position - len; CHAIN: index; TREE: number of proper ancestors
-    uint64_t ancestors;              // TREE: bit j = row j of the segment is on the path to this row, its own bit included
+    uint64_t ancestors;              // TREE: bit j = row j of the segment is on the path to this row, its own bit
+                                     // included
 } Row;
 
-typedef struct {                     // a view: forward() drops rows whose output nobody wants and goes on with a smaller one
+typedef struct {                     // the rows of a step, or some of them: forward() continues with output rows alone
     const Row     *rows;             // (n_rows)
     const Segment *segs;             // (n_segs)
-    int32_t       *len;              // (n_seqs) committed rows of each session; the position of row r is len[seq] + depth
+    int32_t       *len;              // (n_seqs) committed rows of each session; the position of row r is len[seq] +
+                                     // depth
     int            n_rows, n_segs;
 } Batch;
 
@@ -130,46 +161,50 @@ typedef struct {                     // (n_seqs, n_kv_heads, slots, dim): one he
     KvType type;
     int    dim;                      // values per row; 0: plane absent
     void  *data;                     // codes or floats, kv_row_bytes() a row
-    void  *scale;                    // f16 group scales of quantised types, same order, kv_scale_bytes() a row; else NULL
+    void  *scale;                    // f16 group scales of quantised types, same order, kv_scale_bytes() a row; else
+                                     // NULL
 } KvPlane;
 
-// Bytes of a row. What it consists of in a quantised type is in parts/kv.h.
+// Bytes of a row. parts/kv.h describes the rows of quantised types.
 HOST_DEVICE static inline size_t kv_row_bytes(KvType t, int dim) {
-    return (size_t)dim * (t == KV_F32 ? 32 : t == KV_F16 || t == KV_BF16 ? 16 : t == KV_Q8_0 ? 8 : t == KV_TQ3 ? 3 : 4) / 8;
+    const int bits = t == KV_F32 ? 32 : t == KV_F16 || t == KV_BF16 ? 16 : t == KV_Q8_0 ? 8 : t == KV_TQ3 ? 3 : 4;
+    return (size_t)dim * bits / 8;
 }
 HOST_DEVICE static inline int kv_group(KvType t) {       // values that share a scale; 0: not quantised
     return t == KV_Q8_0 || t == KV_Q4_0 ? 32 : t == KV_TQ4 ? 64 : t == KV_TQ3 ? 128 : 0;
 }
-HOST_DEVICE static inline size_t kv_scale_bytes(KvType t, int dim) { return kv_group(t) ? (size_t)dim / kv_group(t) * 2 : 0; }
+HOST_DEVICE static inline size_t kv_scale_bytes(KvType t, int dim) {
+    return kv_group(t) ? (size_t)dim / kv_group(t) * 2 : 0;
+}
 
 // One layer's K and V, for all sessions.
-// Slot of position p: p mod slots. A sliding layer is a ring with slots >= window - 1 + STEP_ROWS, so rejected rows never
-// need to be undone (a stale slot aliases a position outside every window). A global layer has slots for the context and
-// STEP_ROWS more, and never wraps.
+// The slot of position p is p mod slots. A sliding layer is a ring with slots >= window - 1 + STEP_ROWS, so rejected
+// rows never need to be undone: the slot of a rejected row belongs to a position outside every window. A global layer
+// has slots for the context and STEP_ROWS more, and never wraps around.
 // Untied: k and v hold head_dim values each: K after norm and rope, V after its norm.
-// Tied (n_rot > 0; layers whose V is the K projection): with r = k / rms(k), v holds r, k holds the 2 * n_rot rotated
-// values of K = rope(w_k * r); the other values of K are r * fold. Both hold them in the order
+// Tied (n_rot > 0; layers whose V is the K projection): with r = k / rms(k), v holds r, and k holds the 2 * n_rot
+// values of K = rope(w_k * r) that RoPE rotates; the other values of K are r * fold. Both are stored in the order
 //     [0, n_rot) [half, half + n_rot) | [n_rot, half) [half + n_rot, head_dim),    half = head_dim / 2
-// so that rotated and unrotated values do not mix in a group of quantised rows. qkv_store brings q into that order and
-// multiplies its unrotated part by fold; attend brings the output back. Rows of quantised types are in a basis of their own
-// (parts/kv.h): qkv_store turns q into that of k, attend turns the output back from that of v. Scales of k, and of a tied v,
-// keep scores unbiased. Whoever reads a cache goes through these two operations.
+// so that no group of a quantised row mixes the two kinds. qkv_store brings q into that order and multiplies its other
+// part by fold; attend brings the output back. Rows of quantised types are Hadamard-rotated (parts/kv.h): qkv_store
+// rotates q as k is rotated, attend rotates the output back as v was. Scales of k, and of a tied v, keep scores
+// unbiased. Nothing else reads a cache.
 typedef struct {
     int          n_seqs, n_kv_heads, head_dim;
     int          slots;              // multiple of TILE_SLOTS
     int          n_rot;              // tied: pairs that rotate; 0: untied
     KvPlane      k, v;
     const float *fold;               // (head_dim) w_k of the owning layer, tied only
-    KvPlane      k_tail, v_tail;     // the newest rows in f16 too, in the basis of k and v, a ring of tail_slots. A row at
-                                     // position p reads positions > p - (tail_slots - STEP_ROWS) there, older ones in k and
-                                     // v. A segment of more than STEP_ROWS rows reads k and v only; its last tail_slots rows
-                                     // go to both
+    KvPlane      k_tail, v_tail;     // the newest rows in f16 too, rotated as k and v: a ring of tail_slots. A row at
+                                     // position p reads positions > p - (tail_slots - STEP_ROWS) there, older ones in k
+                                     // and v. A segment of more than STEP_ROWS rows reads k and v only; its last
+                                     // tail_slots rows go to both
     int          tail_slots;         // multiple of TILE_SLOTS; 0: no tail
 } Cache;
 
 typedef struct {                     // rotary embedding of pairs (i, i + head_dim / 2), i < n_pairs
     const double *inv_freq;          // (n_pairs) radians per position
-    int           n_pairs;           // pairs above do not turn
+    int           n_pairs;           // the other pairs are not rotated
 } Rope;
 
 // ---- body --------------------------------------------------------------------------------------------------------
@@ -182,8 +217,9 @@ typedef struct {                     // out[r] = scale * table[token of r]
     float        *out;               // (n_rows, cols)
 } Embed;
 
-typedef struct {                     // what an MTP drafter begins with: out[r] = scale * table[token of r], beside it a row of
-    int            n_rows;           // hidden. With i = of[r]:
+typedef struct {                     // the input of an MTP drafter: out[r] = scale * table[token of r], then a row of
+                                     // hidden.
+    int            n_rows;           // With i = of[r]:
     const Tensor  *table;            // (vocab, cols), any type
     float          scale;
     const int32_t *of;               // (n_rows); NULL: i = r
@@ -212,7 +248,8 @@ typedef struct {                     // out[i] = w[i] y, independent products of
     float        *out[MAX_PRODUCTS]; // (n_rows, w[i]->rows)
 } Matmul;
 
-typedef struct {                     // router: the n_used largest of softmax(w y), renormalised to 1, times expert_scale
+typedef struct {                     // router: the n_used largest of softmax(w y), renormalised to 1, times
+                                     // expert_scale
     int           n_rows, n_used;    // equal logits: the lower expert first. Experts in descending order of probability
     In            in;                // w_pre = ffn_gate_inp.scale / sqrt(cols)
     const Tensor *w;                 // (n_experts, cols)
@@ -230,7 +267,7 @@ typedef struct {                     // out[r][j] = act(gate_e y) * (up_e y) wit
     ActFn         fn;
     const int32_t *ids;              // (n_rows, n_used)
     Act           out;               // (n_rows, n_used, expert_dim)
-    const Matmul *dense_down;        // the dense branch's ffn_down
+    const Matmul *dense_down;        // ffn_down of the dense network; NULL: none
 } ExpertGateUp;
 
 typedef struct {                     // out = act(gate y) * (up y)
@@ -240,7 +277,7 @@ typedef struct {                     // out = act(gate y) * (up y)
     ActFn         fn;
     Act           out;               // (n_rows, ffn_dim)
     const Route  *route;             // same x', own w_pre; may share the launch
-    const ExpertGateUp *experts;     // carried out behind it: same x', own w_pre; NULL: none
+    const ExpertGateUp *experts;     // carried out after it: same x', own w_pre; NULL: none
 } GateUp;
 
 typedef struct {                     // out[r] = sum over j, ascending, of weights[r][j] * (down_e in[r][j])
@@ -267,8 +304,9 @@ typedef struct {                     // writes out an In (no Act): x' to in.x_ou
     float *out;                      // (n_rows, cols) or NULL
 } Close;
 
-typedef struct {                     // dst[i] = src[index[i]]: words of 32 bits, copied unchanged. Also feeds token ids to
-                                     // the rows of a step: cols 1, dst = &rows[0].token, dst_stride = sizeof(Row) / 4
+typedef struct {                     // dst[i] = src[index[i]]: words of 32 bits, copied unchanged. Also moves token ids
+                                     // into the rows of a step: cols 1, dst = &rows[0].token, dst_stride = sizeof(Row)
+                                     // / 4
     int            n_rows, cols;     // words
     const void    *src;              // row stride src_stride words
     const int32_t *index;            // (n_rows), NULL: identity
@@ -277,15 +315,16 @@ typedef struct {                     // dst[i] = src[index[i]]: words of 32 bits
 } GatherRows;
 
 // ---- cache -------------------------------------------------------------------------------------------------------
-typedef struct {                     // head norms, rope, basis of the cache, quantise, write
+typedef struct {                     // norms of heads, RoPE, order and rotation of the cache, quantise, write
     const Batch *batch;
-    const Cache *cache;              // the layer's own, or its donor's (then k = v = NULL)
-    const Cache *staging;            // not NULL: a prompt step on a ring; rows go to slot = row number of the step of this
-                                     // one (n_seqs = 1) and kv_copy brings them home after the last reader. NULL: a segment
-                                     // has at most cache->slots rows in batch (larger ones: several calls with views)
+    const Cache *cache;              // the layer's own, or the one that it shares (then k = v = NULL)
+    const Cache *staging;            // not NULL: a prompt's step on a ring. Rows go to slot = row number of the step in
+                                     // this one (n_seqs = 1); kv_copy moves them to the ring after the last reader.
+                                     // NULL: a segment has at most cache->slots rows (else several calls with parts of
+                                     // the batch)
     int          n_heads;            // query heads
-    float       *q;                  // (n_rows, n_heads * head_dim) Wq y on entry, the query in the cache's basis on
-                                     // return, but undefined after attend() carried this out; NULL: none
+    float       *q;                  // (n_rows, n_heads * head_dim) Wq y on entry; on return the query in the order and
+                                     // rotation of the cache, but undefined if attend() carried this out; NULL: none
     const float *k, *v;              // (n_rows, n_kv_heads * head_dim) Wk y and Wv y; v = k where V is the K
                                      // projection; NULL: nothing to store
     const float *w_q, *w_k;          // (head_dim) norm weights
@@ -296,24 +335,25 @@ typedef struct {                     // head norms, rope, basis of the cache, qu
     float       *dump_k, *dump_k_pos, *dump_v;      // Kcur_normed, Kcur_pos, Vcur_normed
 } QkvStore;
 
-// Which keys of a cache that does not wrap the rows of a prompt attend to. Rows go SELECT_ROWS at a time, as the batch
-// numbers them, keys SELECT_KEYS at a time, by position; heads of one KV head share a list.
+// Which keys of a global layer the rows of a prompt attend to. Rows are taken SELECT_ROWS at a time, in the order of
+// the batch, keys SELECT_KEYS at a time, by position; the heads of one KV head share a list.
 enum { SELECT_ROWS = 64, SELECT_KEYS = 128,
-       SELECT_FIRST = 2, SELECT_NEAR = 4 };            // blocks that are always listed: the first of all; the rows' own, which
-                                                       // is that of the first row and any behind it, and those before it
+       SELECT_FIRST = 2, SELECT_NEAR = 4 };            // blocks that are always listed: the first two; the rows' own
+                                                       // block and those after it, and the four before it
 typedef struct {
     int      n_blocks;               // of the cache: its slots / SELECT_KEYS, rounded up
     int32_t *n;                      // (n_rows / SELECT_ROWS, n_kv_heads) blocks in a list; -1: all that rows can see
     int32_t *block;                  // (n_rows / SELECT_ROWS, n_kv_heads, n_blocks) ascending
 } BlockList;
 
-// For each block of rows j and each block of keys n, with mean[n] of its rows of K in the cache's basis:
+// For each block of rows j and each block of keys n, with mean[n] of its rows of K as the cache stores them:
 //     s[h][n] = log sum over j of exp(scale * q[j][h] . mean[n])       over rows that see the last key of n; none: -Inf
 //     w[h][n] = exp(s[h][n]) / sum over n of exp(s[h][n]),   w[n] = the largest w[h][n] among the heads of a KV head
-// Listed are the blocks that always are, and those with w[n] >= alpha * the largest w[n]; alpha >= 1: all in sight. With
-// density > 0 instead: those that always are, then the largest w[n], the lower n where they are equal, up to that part of the
-// blocks in sight, rounded up. All, unlisted, are seen by blocks of rows that are not of one segment, that reach into its
-// n_dense last ones, or whose segment has at most STEP_ROWS. In sight are blocks up to that of the last row's position.
+// Blocks in sight are those up to the last row's position. The list has the blocks that are always listed and those
+// with w[n] >= alpha * the largest w[n]; alpha >= 1: all in sight. With density > 0 instead: the blocks that are always
+// listed, then those with the largest w[n] (the lower n if two are equal), up to that part of the blocks in sight,
+// rounded up. A block of rows attends to everything, without a list, if its rows are of several segments, or reach into
+// the n_dense last rows of their segment, or if the segment has at most STEP_ROWS rows.
 typedef struct {
     const Batch *batch;              // its K is stored
     const Cache *cache;
@@ -321,63 +361,66 @@ typedef struct {
     const float *q;                  // (n_rows, n_heads * head_dim) from qkv_store
     float        scale;              // as in Attend
     float        alpha, density;
-    void        *means;              // (n_segs, n_kv_heads, n_blocks, head_dim) floats of room
+    void        *means;              // (n_segs, n_kv_heads, n_blocks, head_dim) floats, a buffer
     float       *scores;             // (n_rows / SELECT_ROWS, n_heads, n_blocks) s ..
-    float       *weights;            // (n_rows / SELECT_ROWS, n_kv_heads, n_blocks) .. and w[n], of blocks in sight, but not
-                                     // where all is seen
+    float       *weights;            // (n_rows / SELECT_ROWS, n_kv_heads, n_blocks) .. and w[n], of blocks in sight;
+                                     // nothing is written for rows that attend to everything
     BlockList    out;
-    int64_t     *count;              // (2) += blocks that rows attend to; blocks in sight. Of segments of more than STEP_ROWS
+    int64_t     *count;              // (2) += blocks that rows attend to; blocks in sight. Segments of more than
+                                     // STEP_ROWS
 } BlockSelect;
 
-// What some rows, which are chains, look at: for each key j up to a row's position
+// How much attention rows of chains pay to each key j up to their position:
 //     mass[r][j] = max(mass[r][j], the largest of the heads' softmax_j(scale * q[r][h] . k[j]))
 typedef struct {
     const Batch *batch;              // its K is stored; at most STEP_ROWS rows
-    const Cache *cache;              // of a layer that sees all; it is read in k and v, not in the tail
+    const Cache *cache;              // of a global layer; k and v are read, not the tail
     int          n_heads;
     const float *q;                  // (n_rows, n_heads * head_dim) from qkv_store
     float        scale;              // as in Attend
     int          n_keys;             // >= slots
-    float       *probs;              // (n_rows, n_heads, n_keys) room
+    float       *probs;              // (n_rows, n_heads, n_keys) a buffer
     float       *mass;               // (n_rows, n_keys)
 } AttnMass;
 
 typedef enum {
-    OWN_CAUSAL,                      // CHAIN: itself and those before, inside the window; TREE: its ancestors and itself
+    OWN_CAUSAL,                      // CHAIN: itself and those before, inside the window; TREE: its ancestors and
+                                     // itself
     OWN_ALL,                         // every row of the segment sees every other (full layer of a DFlash block)
     OWN_NONE                         // committed rows only (MTP on the target's cache)
 } OwnMask;
 
 typedef struct {                     // out[r][h] = sum_j softmax_j(scale * q[r][h] . k[j][g]) v[j][g],
                                      // g = h / (n_heads / n_kv_heads)
-    const Batch   *batch;            // j over committed positions p - window < j < len, then the rows of the segment by
-                                     // `own`; nothing in sight: 0
+    const Batch   *batch;            // j: committed positions p - window < j < len, then rows of the segment as `own`
+                                     // says; nothing in sight: 0
     const Cache   *cache;
     const Cache   *staging;          // as in QkvStore: the rows of the step are read here, committed ones in cache
     int            n_heads;
     const float   *q;                // (n_rows, n_heads * head_dim) from qkv_store
-    int            window;           // 0: all positions. The reader's: an MTP drafter may see another than its donor
+    int            window;           // 0: all positions. An MTP drafter's may differ from that of the layer it reads
     OwnMask        own;
     float          scale;            // 1 for Gemma 4
     const BlockList *blocks;         // rows see only keys in these blocks; NULL: all. OWN_CAUSAL, no window
-    const QkvStore *store;           // carried out first, on the same batch, and may share the launch; NULL: done already
+    const QkvStore *store;           // carried out first, on the same batch, and may share the launch; NULL: done
+                                     // already
     Act            out;              // (n_rows, n_heads * head_dim)
 } Attend;
 
-typedef struct {                     // for every segment: row path[k] of the segment moves to slot len + k, k ascending, and
-                                     // counts[seq][its token] += 1; then len += n_accept. The last operation of a step that
-                                     // reads len, and the only one: caches of a drafter that shares len go in the same call
+typedef struct {                     // for every segment: row path[k] of the segment moves to slot len + k, k
+                                     // ascending, and counts[seq][its token] += 1; then len += n_accept. One call for
+                                     // all caches that share len, after everything else in the step that reads it
     const Batch   *batch;            // all rows of the step. CHAIN: path is 0, 1, 2 .. and not read, nothing moves
     const Cache   *caches;           // host array, (n_caches): every layer that owns one
     int            n_caches;
     const int32_t *n_accept;         // (n_segs) rows that stay, 0 .. n
     const int32_t *path;             // (n_segs, STEP_ROWS), ascending; NULL when all segments are chains
-    int32_t       *counts;           // (n_seqs, vocab) what Sample.counts reads; NULL: none. Who sets len by copy() sets
-                                     // these too
+    int32_t       *counts;           // (n_seqs, vocab) what Sample.counts reads; NULL: none. If len is set by copy(),
+                                     // so are these
     int            vocab;
 } KvCommit;
 
-typedef struct {                     // stage -> ring: the last min(n, slots) rows of every segment to their slots
+typedef struct {                     // staging -> ring: the last min(n, slots) rows of every segment go to their slots
     const Batch *batch;
     const Cache *cache, *staging;
 } KvCopy;
@@ -389,11 +432,12 @@ typedef struct {                     // z = w y; logits = cap * tanh(z / cap)
     const Tensor *w;                 // (vocab, cols)
     float         cap;               // 0: none
     float        *logits;            // (n_rows, vocab), or NULL when the top_k largest do
-    float        *hidden;            // (n_rows, cols) y, what an MTP drafter starts from, or NULL
+    float        *hidden;            // (n_rows, cols) y, the input of an MTP drafter, or NULL
     int           top_k;             // 0 .. vocab; 0: none
     int32_t      *top_ids;           // (n_rows, top_k) descending logit, lower id first on ties; a NaN counts as -Inf
     float        *top_logits;        // (n_rows, top_k) as in logits
-    float        *logsumexp;         // (n_rows) over the vocabulary, as exact as in Logprob, or NULL. NaN for a row with one
+    float        *logsumexp;         // (n_rows) over the vocabulary, as exact as in Logprob, or NULL. NaN for a row
+                                     // with one
 } Head;
 
 typedef struct {                     // out[r] = logits[r][ids[r]] - logsumexp(logits[r]); the sum in f64, or as exact
@@ -403,22 +447,23 @@ typedef struct {                     // out[r] = logits[r][ids[r]] - logsumexp(l
     float         *out;              // (n_rows)
 } Logprob;
 
-typedef struct {                     // of one session; backend memory
+typedef struct {                     // of one session; in backend memory
     uint64_t seed;
-    float    temperature;            // <= 0: the best token, and nothing below applies but the penalties
+    float    temperature;            // <= 0: greedy, and nothing below applies but the penalties
     int32_t  top_k;                  // <= 0: off
-    float    top_p, min_p;           // >= 1, <= 0: off. top_p <= 0 keeps the best token, min_p >= 1 those of its weight
+    float    top_p, min_p;           // off: top_p >= 1, min_p <= 0. top_p <= 0 keeps the best token, min_p >= 1 those
+                                     // with its weight
     float    repeat, presence, frequency;   // penalties: 1, 0, 0: off
 } SampleParams;
 
-// One token per row. The steps, in order; everything in f32 without contraction, or in whole numbers, so that backends that
-// are given the same logits choose the same token, in whatever order and on however many threads they sum:
+// Samples one token per row. All arithmetic is f32 without contraction, or integer, so that backends choose the same
+// token from the same logits, in whatever order and on however many threads they sum. In this order:
 //   1. mask         a token whose bit is clear is out
 //   2. bias         z = logit + bias
-//   3. penalties    z = sample_penalised(z, c) of a token that was seen c > 0 times. Seen is the whole committed text of the
-//                   session, its prompt included, and in the step the row itself and its ancestors
-//                   A token with z = -Inf is out. From here on tokens have an order: descending z, the lower id where z is
-//                   equal (-0 equals 0). None left, or a NaN in the row's logits or z, masked or not: -1
+//   3. penalties    z = sample_penalised(z, c) of a token that occurs c > 0 times in the committed text of the session,
+//                   its prompt included, and in the step's row itself and its ancestors.
+//                   A token with z = -Inf is out. From here on tokens are sorted: descending z, the lower id if z is
+//                   equal (-0 equals 0). No token is left, or a NaN is in the row's logits or z, masked or not: -1
 //   4. temperature  <= 0: the first token, end. Else every token has a weight, sample_weight(z, largest z left)
 //   5. top-k        the first top_k stay
 //   6. top-p        with total the weights of 5, a token stays while those before it weigh less than
@@ -426,8 +471,8 @@ typedef struct {                     // of one session; backend memory
 //   7. min-p        a token that weighs less than sample_share(SAMPLE_ONE, min_p) is out
 //   8. draw         with total the weights of 7: the first token that together with those before it weighs more than
 //                   sample_share(total, random_unit(seed, position of the row))
-// So a row's token does not depend on what was drafted or how many rows the step had. Issued before the kv_commit of its
-// step: positions, counts and ancestors belong together.
+// So a row's token does not depend on what was drafted or how many rows the step has. It is issued before the step's
+// kv_commit, which changes positions and counts.
 typedef struct {
     const Batch        *batch;       // the rows of logits
     int                 vocab;
@@ -440,23 +485,24 @@ typedef struct {
     int32_t            *out;         // (n_rows)
 } Sample;
 
-// How far each segment's tokens are those that the model chose. Kept rows, of which there are logits, are some last
-// rows of a segment, in order. From the first of them the walk goes to the kept row that follows it in the segment
-// (CHAIN: the next one; TREE: a child) and whose token was chosen at it, and on, until there is none.
+// How far the drafts of each segment are what the model itself samples. The output rows of a segment are some of its
+// last rows, in order. The walk begins at the first of them. It goes on to the output row that follows in the segment
+// (CHAIN: the next; TREE: a child) if that row's token was sampled at the current one, and ends where there is none.
 typedef struct {
     const Batch   *batch;            // all rows of the step
-    const Row     *out_rows;        // (n_out) tokens are read in batch
+    const Row     *out_rows;         // (n_out) their tokens are read in batch
     int            n_out;
-    const int32_t *chosen;           // (n_out) what Sample chose; -1 is nobody's token
-    int32_t       *n_accept;         // (n_segs) rows before the first kept one, and those on the way; without kept rows all.
-    int32_t       *path;             // (n_segs, STEP_ROWS) as in KvCommit; only those of a TREE are written. NULL: no trees
-    int32_t       *last;             // (n_segs) kept row where the walk ended; -1: none
-    int32_t       *next;             // (n_segs) what was chosen there; 0 without kept rows
+    const int32_t *chosen;           // (n_out) what Sample chose; -1 equals no token
+    int32_t       *n_accept;         // (n_segs) rows before the first output row, and those of the walk; without output
+                                     // rows all
+    int32_t       *path;             // (n_segs, STEP_ROWS) as in KvCommit, written for TREEs; NULL: there are none
+    int32_t       *last;             // (n_segs) output row where the walk ended; -1: none
+    int32_t       *next;             // (n_segs) what was sampled there; 0 without output rows
 } VerifyWalk;
 
 // Head of an MTP drafter whose tokens are sorted by centroid, 1 to STEP_ROWS rows. With y as in Head, c = centroids y;
-// of the n_used largest (the lower number where they are equal) the tokens order[k * per + i], per = vocab /
-// n_centroids, have the logits w y; others none.
+// for the n_used largest (the lower index if two are equal) the tokens order[k * per + i], per = vocab / n_centroids,
+// have the logits w y; other tokens have none.
 typedef struct {
     int            n_rows;
     In             in;               // w_pre = output_norm; no Act
@@ -465,14 +511,14 @@ typedef struct {
     int            n_used;
     float         *hidden;           // (n_rows, cols) y, or NULL
     float         *scores;           // (n_rows, n_centroids) c
-    float         *logits;           // (n_rows, n_used * per) room to work in
+    float         *logits;           // (n_rows, n_used * per) a buffer
     int            top_k;            // 1 .. n_used * per
     int32_t       *top_ids;          // (n_rows, top_k) as in Head
     float         *top_logits;       // (n_rows, top_k) -Inf for a NaN
     float         *logsumexp;        // (n_rows) over the tokens that have logits, or NULL
 } HeadCentroid;
 
-// z of a token that was seen count times. In f64, where both products are exact: a fused multiply-add changes nothing.
+// z of a token that occurs count times. In f64 both products are exact, so a fused multiply-add changes nothing.
 HOST_DEVICE static inline float sample_penalised(float z, int32_t count, const SampleParams *p) {
     const double y = z > 0 ? (double)z / p->repeat : (double)z * p->repeat;
     return (float)(y - (double)count * p->frequency - p->presence);
@@ -515,7 +561,7 @@ HOST_DEVICE static inline float random_unit(uint64_t seed, int32_t pos) {
 // ---- run time ----------------------------------------------------------------------------------------------------
 typedef enum {
     COPY_IN,                         // host -> backend; src may be reused when copy() returns
-    COPY_OUT,                        // backend -> host; complete after wait(), or wait_for() a mark behind it
+    COPY_OUT,                        // backend -> host; complete after wait(), or after wait_for() a later fence
     COPY_WITHIN                      // backend -> backend
 } CopyKind;
 
@@ -532,12 +578,12 @@ typedef struct {                     // everything that decides which operations
     int32_t model;                   // models and drafters number themselves
     int32_t kind;                    // StepKind
     int32_t rows, segs;
-    int32_t out_rows, logits;        // rows that go through the last layers; rows that get logits
-    int32_t variant;                 // whatever else gemma4.c makes the operations or their host fields depend on, numbered by
+    int32_t out_rows, logits;        // rows in the last layers (DRAFT: the depth); rows that get logits
+    int32_t variant;                 // whatever else the operations or their host fields depend on, numbered by
                                      // gemma4.c
 } StepKey;
 
-typedef struct {                     // largest sizes that operations will be called with; fixes a backend's own scratch
+typedef struct {                     // the largest sizes of operations, from which a backend plans its own scratch
     int max_rows;                    // rows of a step
     int max_cols;                    // widest input of a matrix product, or row of the per-layer table
     int max_experts;                 // n_used, 0 without experts
@@ -548,25 +594,26 @@ typedef struct Ops {
     const char *name;
     // run time. A device error ends the process with one line
     void   (*memory)(size_t *free, size_t *total);  // bytes of backend memory
-    size_t (*weight_bytes)(const Tensor *w);        // backend memory that upload() fills; 0: rows are read where they lie
-    // w->data (and scale): host bytes in file layout -> dst in the backend's layout. Called for every matrix and vector,
-    // dst NULL when weight_bytes is 0; again between steps to bring back a model whose memory was lent. The rows of an
-    // in_host table go to host memory that the device reads: weight_bytes of the same tensor without in_host
+    size_t (*weight_bytes)(const Tensor *w);        // backend memory that upload() fills; 0: weights are read in the
+                                                    // file
+    // w->data (and scale): host bytes in the file's layout -> dst in the backend's layout. Called for every matrix and
+    // vector, dst NULL if weight_bytes is 0; again between steps to bring back a model whose memory was lent. The rows
+    // of an in_host table go to host memory that the device reads: weight_bytes of the same tensor without in_host
     void   (*upload)(Tensor *w, void *dst);
     size_t (*scratch_bytes)(const Limits *lim);     // what init() will take for the backend itself
     // before the first operation; may be called again between steps. Limits are those of all models loaded together
     void   (*init)(const Limits *lim);
-    void  *(*reserve)(size_t bytes);                // zeroed, 256-byte aligned; only at start; NULL: there is not so much
+    void  *(*reserve)(size_t bytes);                // zeroed, 256-byte aligned; only at start; NULL: there is no room
     void   (*release)(void *p);                     // and host memory that upload() has taken since p was reserved
     void   (*copy)(const Copy *c);
-    bool   (*begin)(StepKey key);                   // an operation outside begin .. end is carried out as it is issued
+    bool   (*begin)(StepKey key);                   // an operation outside begin .. end runs at once
     void   (*end)(void);
     void   (*wait)(void);                           // until everything issued so far is done
-    int    (*fence)(void);                          // a point in the order of steps, operations and copies
-    void   (*wait_for)(int fence);                   // until everything issued before it is done
+    int    (*fence)(void);                          // a fence after everything issued so far
+    void   (*wait_for)(int fence);                   // until everything before it is done
     double (*bandwidth)(void);                      // bytes/s of the device's memory at best; 0: not known
-    double (*joules)(void);                         // energy the device has used since some moment; < 0: not known
-    int64_t (*launches)(void);                      // kernels and copies issued to the device so far, as far as known
+    double (*joules)(void);                         // energy used since some moment; < 0: not known
+    int64_t (*launches)(void);                      // kernels and copies issued to the device so far
     const Card *(*card)(void);                      // what operations are planned for; NULL: not a GPU
     // body
     void (*embed)(const Embed *o);
@@ -598,20 +645,21 @@ typedef struct Ops {
 const Ops *reference_ops(void);      // parts/reference.h: the definition
 const Ops *cpu_ops(void);            // parts/cpu.h
 const Ops *cuda_ops(void);           // gemma4_kernels.cu; NULL: there is no GPU that it could use
-// Before anything else is asked of the CUDA backend: it plans as on this card (parts/cards.h), never for more than is there.
-// Its memory counts as well. NULL: the card that is there.
+// To be called before anything else of the CUDA backend: plan as for this card (parts/cards.h), its memory included,
+// but never for more than the real card has. NULL: plan for the real card.
 void cuda_pretend(const Card *card);
-const Ops *cuda_plan_ops(void);      // plans for the card that is pretended, but runs nothing: needs no GPU. NULL: no such card
+const Ops *cuda_plan_ops(void);      // plans for the card of cuda_pretend(), runs nothing, needs no GPU. NULL: no such
+                                     // card
 
-typedef struct {                     // how a launch of the CUDA backend is carried out on the card
-    const char *family;              // of kernels that are planned together
-    char        choice[96];          // what was chosen for it, in words
+typedef struct {                     // how the CUDA backend launches an operation on the card
+    const char *family;              // kernels that are planned together
+    char        choice[96];          // what was chosen, in words
     int         blocks, threads;
-    int         per_sm;              // blocks that an SM gets at once; 0: as many as it has room for, and more blocks follow
+    int         per_sm;              // blocks that an SM gets at once; 0: as many as fit, and more blocks follow
     size_t      shared;              // bytes of a block
 } LaunchPlan;
-// From now on `watch` is told of every planned launch; NULL: nobody. plans_only: nothing is launched, so that pointers of
-// operations need not point at anything.
+// Calls `watch` for every planned launch from now on; NULL: no longer. plans_only: nothing is launched, so the pointers
+// of operations need not be valid.
 void cuda_watch(void (*watch)(const LaunchPlan *), bool plans_only);
 
 #ifdef __cplusplus
