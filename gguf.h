@@ -599,7 +599,7 @@ static int gguf__array(Gguf__Cursor *c, GgufKv *kv) {
     if (kv->count == 0) return 0;
     kv->strs = (GgufStr *)calloc((size_t)kv->count, sizeof(GgufStr));
     if (!kv->strs)
-        return GGUF__FAIL(c, "E_NOMEM", c->pos, "no memory for %llu strings", (unsigned long long)kv->count);
+        return GGUF__FAIL(c, "E_NOMEM", c->pos, "out of memory for %llu strings", (unsigned long long)kv->count);
     for (size_t i = 0; i < kv->count; i++) GGUF__TRY(gguf__string(c, &kv->strs[i]));
     return 0;
 }
@@ -648,11 +648,11 @@ static int gguf__tensor(Gguf__Cursor *c, GgufTensor *t) {
     if (type < 0 || type >= GGUF_N_TYPES)
         return GGUF__FAIL(c, "E_TYPE_UNKNOWN", at, "expected a tensor type 0..%d, got %d", GGUF_N_TYPES - 1, type);
     if (!gguf__type_known(type))
-        return GGUF__FAIL(c, "E_TYPE_REMOVED", at, "expected a current tensor type, got %d, which the format removed", type);
+        return GGUF__FAIL(c, "E_TYPE_REMOVED", at, "expected a supported tensor type, got %d, which the format no longer has", type);
     t->type = type;
     uint64_t elems = gguf__types[type].elems, bytes = gguf__types[type].bytes;
     if (t->ne[0] % elems != 0)
-        return GGUF__FAIL(c, "E_ROW", at, "expected rows of a multiple of %d elements for %s, got %llu", (int)elems,
+        return GGUF__FAIL(c, "E_ROW", at, "expected rows with a multiple of %d elements for %s, got %llu", (int)elems,
                           gguf__types[type].name, (unsigned long long)t->ne[0]);
     if (n / elems > SIZE_MAX / bytes)
         return GGUF__FAIL(c, "E_NBYTES", at, "expected a size below 2^%d bytes, got %llu blocks of %d",
@@ -705,7 +705,7 @@ static int gguf__place(Gguf__Cursor *c) {
         if (offset % align != 0)
             return GGUF__FAIL(c, "E_OFF_ALIGN", at, "expected a multiple of %d as offset, got %llu", (int)align, offset);
         if (offset != expect)
-            return GGUF__FAIL(c, "E_OFF_SEQ", at, "expected offset %llu, right after the tensor before, got %llu",
+            return GGUF__FAIL(c, "E_OFF_SEQ", at, "expected offset %llu, right after the previous tensor, got %llu",
                               (unsigned long long)expect, offset);
         if (offset > avail || size > avail - offset)
             return GGUF__FAIL(c, "E_OFF_RANGE", at, "expected %llu bytes at offset %llu, got a data section of %llu", size,
@@ -722,7 +722,7 @@ static int gguf__tables(Gguf__Cursor *c, size_t n, size_t item, void **items, ui
     while (*slots < 2 * n) *slots *= 2;
     *items = calloc(n, item);
     *index = (uint32_t *)calloc(*slots, sizeof(uint32_t));
-    return *items && *index ? 0 : GGUF__FAIL(c, "E_NOMEM", c->pos, "no memory for %zu entries", n);
+    return *items && *index ? 0 : GGUF__FAIL(c, "E_NOMEM", c->pos, "out of memory for %zu entries", n);
 }
 
 // The container's checks, in the order in which errors take precedence. 0, < 0, or GGUF__MORE.
@@ -747,10 +747,10 @@ static int gguf__metadata(Gguf *g, const uint8_t *bytes, size_t loaded, size_t s
         return GGUF__FAIL(c, "E_NTENSORS", 8, "tensor count: expected at most %d, got %llu", GGUF__COUNT_MAX,
                           (unsigned long long)n_tensors);
     if (n_kvs > GGUF__COUNT_MAX || n_kvs * GGUF__KV_MIN > rest)
-        return GGUF__FAIL(c, "E_NKV", 16, "key count: expected at most %d, and %d bytes for each, got %llu", GGUF__COUNT_MAX,
+        return GGUF__FAIL(c, "E_NKV", 16, "key count: expected at most %d, with at least %d bytes per key, got %llu", GGUF__COUNT_MAX,
                           GGUF__KV_MIN, (unsigned long long)n_kvs);
     if (n_tensors * GGUF__TENSOR_MIN > rest - n_kvs * GGUF__KV_MIN)
-        return GGUF__FAIL(c, "E_NTENSORS", 8, "tensor count: expected %d bytes for each, got %llu tensors", GGUF__TENSOR_MIN,
+        return GGUF__FAIL(c, "E_NTENSORS", 8, "tensor count: expected at least %d bytes per tensor, got %llu tensors", GGUF__TENSOR_MIN,
                           (unsigned long long)n_tensors);
     void *kvs = NULL, *tensors = NULL;
     int failed = gguf__tables(c, (size_t)n_kvs, sizeof(GgufKv), &kvs, &g->kv_index, &g->kv_slots);
@@ -767,7 +767,7 @@ static int gguf__metadata(Gguf *g, const uint8_t *bytes, size_t loaded, size_t s
         g->n_kvs = i + 1;                       // from here on gguf_close frees its strings
         GGUF__TRY(gguf__kv(c, &g->kvs[i]));
         size_t slot = gguf__slot(g->kv_index, g->kv_slots, g->kvs, sizeof(GgufKv), g->kvs[i].key);
-        if (g->kv_index[slot]) return GGUF__FAIL(c, "E_KEY_DUP", at, "expected each key once, got it again");
+        if (g->kv_index[slot]) return GGUF__FAIL(c, "E_KEY_DUP", at, "expected each key once, got a duplicate");
         g->kv_index[slot] = (uint32_t)i + 1;
     }
     GGUF__TRY(gguf__alignment(c));
@@ -778,7 +778,7 @@ static int gguf__metadata(Gguf *g, const uint8_t *bytes, size_t loaded, size_t s
         size_t at = c->pos;
         GGUF__TRY(gguf__name(c, GGUF__NAME_MAX, "E_NAME_LEN", "E_NAME_CHAR", &t->name));
         size_t slot = gguf__slot(g->tensor_index, g->tensor_slots, g->tensors, sizeof(GgufTensor), t->name);
-        if (g->tensor_index[slot]) return GGUF__FAIL(c, "E_NAME_DUP", at, "expected each name once, got it again");
+        if (g->tensor_index[slot]) return GGUF__FAIL(c, "E_NAME_DUP", at, "expected each name once, got a duplicate");
         g->tensor_index[slot] = (uint32_t)i + 1;
         GGUF__TRY(gguf__tensor(c, t));
     }
@@ -818,7 +818,7 @@ static void gguf__bind(Gguf *g, const uint8_t *data) {
 // Map one more file (fd -1: zeroed private memory); gguf_close unmaps it. NULL: err says why.
 static void *gguf__map(Gguf *g, int fd, size_t size) {
     void *maps = realloc(g->maps, (g->n_maps + 1) * sizeof *g->maps);
-    if (!maps) return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for a mapping"), NULL;
+    if (!maps) return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "out of memory for a mapping"), NULL;
     g->maps = maps;
     void *at = fd >= 0 ? mmap(NULL, size, PROT_READ, MAP_PRIVATE, fd, 0)
                        : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -879,12 +879,12 @@ static int gguf__read(Gguf *g, int fd, void *to, size_t n, size_t at) {
 static int gguf__load(Gguf *g, int fd, size_t size) {
     size_t have = 0;
     g->copies = (uint8_t **)calloc(1, sizeof *g->copies);
-    if (!g->copies) return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for a file");
+    if (!g->copies) return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "out of memory for a file");
     g->n_copies = 1;
     for (size_t want = (size_t)1 << 20;; want *= 2) {
         if (want > size) want = size;
         uint8_t *copy = (uint8_t *)realloc(g->copies[0], want ? want : 1);
-        if (!copy) return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", have, "no memory for %zu bytes of metadata", want);
+        if (!copy) return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", have, "out of memory for %zu bytes of metadata", want);
         g->copies[0] = copy;
         if (gguf__read(g, fd, copy + have, want - have, have) < 0) return -1;
         have = want;
@@ -1008,7 +1008,7 @@ typedef struct { int64_t count, no, tensors; } Gguf__Split;         // what a fi
 
 static int gguf__split_key(Gguf *g, const char *key, bool is_u16, const char *code, int64_t max, int64_t *out) {
     const GgufKv *kv = gguf_find_kv(g, key);
-    if (!kv) return gguf__fail(g, "key", gguf__str(key), code, 24, "missing in a part of a split model");
+    if (!kv) return gguf__fail(g, "key", gguf__str(key), code, 24, "missing in one part of a split model");
     if (is_u16 ? kv->type != GGUF_V_U16 : !gguf__values[kv->type].is_int)
         return GGUF__KV_FAIL(g, kv, code, "expected %s, got %s", is_u16 ? "u16" : "an integer", gguf__values[kv->type].name);
     if (gguf__int_at(g, kv, 0, INT64_MIN, INT64_MAX, out) < 0) return -1;
@@ -1051,21 +1051,21 @@ static int gguf__join(Gguf *g, Gguf *part, int64_t i, int64_t count, size_t tota
     GGUF__TRY(gguf__split_key(part, "split.count", true, "E_SPLIT_COUNT", 65535, &s.count));
     if (s.count != count)
         return GGUF__KV_FAIL(part, gguf_find_kv(part, "split.count"), "E_SPLIT_COUNT",
-                             "expected %lld parts as in the first one, got %lld", (long long)count, (long long)s.count);
+                             "expected %lld parts as in the first file, got %lld", (long long)count, (long long)s.count);
     GGUF__TRY(gguf__split_key(part, "split.no", true, "E_SPLIT_NO", 65535, &s.no));
     if (s.no != i)
-        return GGUF__KV_FAIL(part, gguf_find_kv(part, "split.no"), "E_SPLIT_NO", "expected %lld as the name says, got %lld",
+        return GGUF__KV_FAIL(part, gguf_find_kv(part, "split.no"), "E_SPLIT_NO", "expected %lld as in the file name, got %lld",
                              (long long)i, (long long)s.no);
     if (part->n_tensors > total - g->n_tensors)
         return gguf__fail(part, "header", (GgufStr){0}, "E_SPLIT_TENSORS", 8,
-                          "tensor count: expected at most %zu, what split.tensors.count leaves, got %zu",
+                          "tensor count: expected at most %zu, the rest of split.tensors.count, got %zu",
                           total - g->n_tensors, part->n_tensors);
     for (size_t k = 0; k < part->n_tensors; k++) {
         const GgufTensor *t = &part->tensors[k];
         size_t slot = gguf__slot(g->tensor_index, g->tensor_slots, g->tensors, sizeof(GgufTensor), t->name);
         if (g->tensor_index[slot])
             return gguf__fail(part, "tensor", t->name, "E_NAME_DUP", (size_t)((const uint8_t *)t->name.s - part->meta) - 8,
-                              "expected each name once in all parts, got it again");
+                              "expected each name once in all parts, got a duplicate");
         g->tensors[g->n_tensors++] = *t;
         g->tensor_index[slot] = (uint32_t)g->n_tensors;
     }
@@ -1102,7 +1102,7 @@ static int gguf__open_parts(Gguf *g) {
                              (long long)s.no + 1, (long long)s.count, suffix);
     if (n < GGUF__SUFFIX || strcmp(g->path + n - GGUF__SUFFIX, suffix) != 0)
         return GGUF__KV_FAIL(g, gguf_find_kv(g, "split.count"), "E_SPLIT_NAME",
-                             "one of %lld parts: expected a name that ends in %s, to find the others by", (long long)s.count,
+                             "one of %lld parts: expected a file name that ends in %s, to find the others", (long long)s.count,
                              suffix);
     GGUF__TRY(gguf__split_key(g, "split.tensors.count", false, "E_SPLIT_TENSORS", GGUF__COUNT_MAX, &s.tensors));
 
@@ -1119,7 +1119,7 @@ static int gguf__open_parts(Gguf *g) {
     int failed = gguf__tables(&c, total, sizeof(GgufTensor), &tensors, &g->tensor_index, &g->tensor_slots);
     g->tensors = (GgufTensor *)tensors;
     if (!failed && (!name || !g->copies || !g->maps))
-        failed = gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for %lld parts", (long long)s.count);
+        failed = gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "out of memory for %lld parts", (long long)s.count);
     if (name) memcpy(name, g->path, n + 1);
     for (int64_t i = 0; i < s.count && !failed; i++) {
         if (i > 0) {
@@ -1135,7 +1135,7 @@ static int gguf__open_parts(Gguf *g) {
     free(name);
     if (!failed && g->n_tensors != total)
         failed = GGUF__KV_FAIL(g, gguf_find_kv(g, "split.tensors.count"), "E_SPLIT_TENSORS",
-                               "expected %zu, which the parts hold, got %zu", g->n_tensors, total);
+                               "expected %zu, the tensors in all parts, got %zu", g->n_tensors, total);
     return failed;
 }
 
@@ -1316,7 +1316,7 @@ int gguf_from_writer(Gguf *g, const GgufWriter *w, const uint8_t *const *data, G
     gguf_close(from);
     g->copies = (uint8_t **)calloc(1, sizeof *g->copies);
     uint8_t *head = g->copies ? gguf_writer_head(w, &size) : NULL;
-    int failed = head ? 0 : gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for the keys of a model");
+    int failed = head ? 0 : gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "out of memory for the keys of a model");
     if (head) g->copies[g->n_copies++] = head;
     if (head) failed = gguf__metadata(g, head, size, size + (size_t)w->data_size);
     if (failed) gguf_close(g);
@@ -1602,7 +1602,7 @@ static int gguf__st_tensor(Gguf__St *f, const GgufJson *entry, GgufTensor *t) {
     size_t d = 0;
     while (d < sizeof gguf__dtypes / sizeof *gguf__dtypes && !gguf_json_is(&dtype, gguf__dtypes[d].name)) d++;
     if (d == sizeof gguf__dtypes / sizeof *gguf__dtypes)
-        return GGUF__ST_FAIL(f, "E_DTYPE", dtype.s, "dtype: expected a known one, such as \"BF16\"");
+        return GGUF__ST_FAIL(f, "E_DTYPE", dtype.s, "dtype: expected a known type, such as \"BF16\"");
     t->type = gguf__dtypes[d].type;
 
     // Rows first in the file: dimension number i of n goes to ne[n - 1 - i]. No dtype has more than two elements a byte, so
@@ -1613,7 +1613,7 @@ static int gguf__st_tensor(Gguf__St *f, const GgufJson *entry, GgufTensor *t) {
     size_t n_dims = 0, i = 0;
     for (GgufJson rest = shape; gguf_json_next(&rest, NULL, &v); n_dims++) {
         int64_t ne;
-        if (!gguf_json_int(&v, 0, INT64_MAX, &ne)) return GGUF__ST_FAIL(f, "E_DIM", v.s, "shape: expected whole numbers");
+        if (!gguf_json_int(&v, 0, INT64_MAX, &ne)) return GGUF__ST_FAIL(f, "E_DIM", v.s, "shape: expected integers");
         if (ne == 0) empty = true;
         else if ((uint64_t)ne > limit / n)
             return GGUF__ST_FAIL(f, "E_NELEM", v.s, "shape: expected at most %llu here for a file of this size, got %lld",
@@ -1634,7 +1634,7 @@ static int gguf__st_tensor(Gguf__St *f, const GgufJson *entry, GgufTensor *t) {
     GgufJson rest = offsets;
     for (i = 0; i < 2; i++)
         if (!gguf_json_next(&rest, NULL, &v) || !gguf_json_int(&v, 0, INT64_MAX, &span[i]))
-            return GGUF__ST_FAIL(f, "E_ST_FIELD", offsets.s, "data_offsets: expected two whole numbers");
+            return GGUF__ST_FAIL(f, "E_ST_FIELD", offsets.s, "data_offsets: expected two integers");
     if (gguf_json_next(&rest, NULL, &v)) return GGUF__ST_FAIL(f, "E_ST_FIELD", v.s, "data_offsets: expected no third number");
     if (span[0] > span[1] || (uint64_t)span[1] > f->data_size)
         return GGUF__ST_FAIL(f, "E_OFF_RANGE", offsets.s, "data_offsets: expected begin <= end <= %llu, got %lld and %lld",
@@ -1663,7 +1663,7 @@ static int gguf__st_cover(Gguf__St *f, GgufTensor *tensors, size_t n, const Gguf
     for (size_t i = 0; i < n; i++) {
         f->name = sorted[i]->name;
         if (sorted[i]->offset != expect)
-            return GGUF__ST_FAIL(f, "E_OFF_SEQ", sorted[i]->name.s, "expected data at %llu, where the last ends, got %llu",
+            return GGUF__ST_FAIL(f, "E_OFF_SEQ", sorted[i]->name.s, "expected data at %llu, right after the previous tensor, got %llu",
                                  (unsigned long long)expect, (unsigned long long)sorted[i]->offset);
         expect += sorted[i]->size;
     }
@@ -1710,7 +1710,7 @@ static int gguf__st_add(Gguf *g, const uint8_t *bytes, size_t size, const char *
     const GgufTensor **sorted = (const GgufTensor **)calloc(count + 1, sizeof *sorted);
     int failed = 0;
     if (!sorted || !gguf__st_room(g, first + count))
-        failed = GGUF__ST_FAIL(&f, "E_NOMEM", header, "no memory for %zu tensors", count);
+        failed = GGUF__ST_FAIL(&f, "E_NOMEM", header, "out of memory for %zu tensors", count);
     for (rest = root; !failed && gguf_json_next(&rest, &key, &value); ) {
         if (gguf_json_is(&key, "__metadata__")) continue;
         GgufTensor *t = memset(&g->tensors[g->n_tensors], 0, sizeof *t);
@@ -1725,7 +1725,7 @@ static int gguf__st_add(Gguf *g, const uint8_t *bytes, size_t size, const char *
         if (failed) break;
         uint32_t *slot = gguf__tensor_slot(g, t->name);
         if (*slot) {
-            failed = GGUF__ST_FAIL(&f, "E_NAME_DUP", key.s, "expected each name once, got it again");
+            failed = GGUF__ST_FAIL(&f, "E_NAME_DUP", key.s, "expected each name once, got a duplicate");
             break;
         }
         failed = gguf__st_tensor(&f, &value, t);
@@ -1803,14 +1803,14 @@ static int gguf__st_index(Gguf *g, const char *path) {
                : gguf__fail(g, "index", (GgufStr){0}, "E_ST_HEADER", 0, "expected at most %llu bytes of JSON, got %zu",
                             (unsigned long long)GGUF__ST_HEADER_MAX, size);
     char *json = failed ? NULL : (char *)gguf_private(&text, size);
-    if (!failed && !json) failed = gguf__fail(g, "index", (GgufStr){0}, "E_NOMEM", 0, "no memory for %zu bytes", size);
+    if (!failed && !json) failed = gguf__fail(g, "index", (GgufStr){0}, "E_NOMEM", 0, "out of memory for %zu bytes", size);
     if (!failed) failed = gguf__read(g, fd, json, size, 0);
     close(fd);
     GgufJson root, map = {0}, rest, key, value;
     GgufStr *files = (GgufStr *)calloc(GGUF__ST_FILES_MAX, sizeof *files);
     size_t n_files = 0, n_tensors = 0, at = 0;
     const char *err = "";
-    if (!failed && !files) failed = gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "no memory for the index");
+    if (!failed && !files) failed = gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "out of memory for the index");
     if (!failed && gguf_json_parse(json, size, &root, &at, &err) < 0)
         failed = gguf__fail(g, "index", (GgufStr){0}, "E_JSON", at, "expected %s", err);
     if (!failed && (!gguf_json_get(&root, "weight_map", &map) || map.type != GGUF_J_OBJECT))
@@ -1826,14 +1826,14 @@ static int gguf__st_index(Gguf *g, const char *path) {
         if (name.n < 1 || name.n > 255 || memchr(name.s, '/', name.n) || memchr(name.s, '\\', name.n) ||
             n_files == GGUF__ST_FILES_MAX)
             failed = gguf__fail(g, "index", (GgufStr){0}, "E_SPLIT_NAME", (size_t)(value.s - json),
-                                "expected the names of at most %d files beside it", GGUF__ST_FILES_MAX);
+                                "expected the names of at most %d files in this directory", GGUF__ST_FILES_MAX);
         else if (!failed) files[n_files++] = name;
     }
     for (size_t i = 0; i < n_files && !failed; i++) failed = gguf__st_part(g, path, files[i]);
     for (rest = map; !failed && gguf_json_next(&rest, &key, &value); ) {
         const GgufStr name = {key.s + 1, key.n - 2};
         if (!g->tensor_slots || !*gguf__tensor_slot(g, name))
-            failed = gguf__fail(g, "tensor", name, "E_TENSOR_MISSING", (size_t)(key.s - json), "only the index has it");
+            failed = gguf__fail(g, "tensor", name, "E_TENSOR_MISSING", (size_t)(key.s - json), "named in the index but not in any file");
     }
     free(files);
     gguf_close(&text);
@@ -1878,7 +1878,7 @@ static int gguf__st_in_folder(Gguf *g, const char *folder, char *path, size_t ro
         if (gguf__st_is_first(e->d_name) && (size_t)snprintf(path, room, "%s/%s", folder, e->d_name) < room) found++;
     if (dir) closedir(dir);
     if (found == 1) return 0;
-    return gguf__fail(g, "folder", (GgufStr){0}, "E_OPEN", 0, "expected %s, its index or one numbered set, got %s", names[0],
+    return gguf__fail(g, "folder", (GgufStr){0}, "E_OPEN", 0, "expected %s, its index or one numbered set of files, got %s", names[0],
                       found ? "several sets" : "none of them");
 }
 

@@ -436,7 +436,7 @@ static int tok__add_join(Tokenizer *t, uint32_t a, uint32_t b) {
     if (2 * (t->n_join + 1) > t->join_mask + 1) {
         size_t slots = 2 * (t->join_mask + 1);
         uint64_t *join = calloc(slots, sizeof *join);
-        if (!join) return tok__fail(t, "out of memory for %zu pairs of characters", t->n_join);
+        if (!join) return tok__fail(t, "out of memory for %zu character pairs", t->n_join);
         for (size_t j = 0; j <= t->join_mask; j++) {
             if (!t->join[j]) continue;
             size_t i = tok__mix(join, t->join[j]);
@@ -1446,7 +1446,7 @@ static bool tok__put_content(Tok__Prompt *p, const Tok__Message *m, bool is_mode
             const int32_t *placeholder = tok__placeholder(p->t, &part[0]);
             from = p->run.n;
             if (placeholder) {
-                if (is_system) TOK__REFUSE(p, "messages[%zu].content: expected text parts in the system turn", m->number);
+                if (is_system) TOK__REFUSE(p, "messages[%zu].content: expected text parts in the system message", m->number);
                 tok__put_tag(p, placeholder);
             } else {
                 tok__put_string(p, &part[1]);
@@ -1660,7 +1660,7 @@ static void tok__put_cue(Tok__Prompt *p, const TokChat *c, Tok__End end, bool cl
     const bool new_turn = closed && !after_result && end != TOK__CALL_OPEN;
     bool in_thought = false;
     if (end == TOK__CALL_OPEN && (c->thought.s || c->answer.s))
-        TOK__REFUSE(p, "chat: no answer can start before a call has its result");
+        TOK__REFUSE(p, "chat: the last tool call has no result yet");
     if (new_turn) {
         tok__put_tag(p, &p->t->turn_open);
         tok__put(p, "model\n");
@@ -1722,9 +1722,9 @@ int tok_chat(Tokenizer *t, const TokChat *c, TokIds *ids, TokText *text) {
     bool closed;
     if (tok__parse_list(&p, "messages", c->messages, &list) && tok__parse_list(&p, "tools", c->tools, &tools))
         m = tok__read_messages(&p, &list, &n);
-    if ((c->thought.s || c->answer.s) && !c->add_cue) TOK__REFUSE(&p, "chat: the start of an answer needs the model's turn");
+    if ((c->thought.s || c->answer.s) && !c->add_cue) TOK__REFUSE(&p, "chat: the start of an answer needs the generation prompt");
     if (c->thought.s && !c->answer.s && !c->think)
-        TOK__REFUSE(&p, "chat: the start of a thought needs thinking to be on");
+        TOK__REFUSE(&p, "chat: the start of a thought needs thinking enabled");
     if (!p.failed) {
         tok__put_id(&p, t->bos, "<bos>");
         const bool system = n && (tok__has_role(&m[0], "system") || tok__has_role(&m[0], "developer"));

@@ -59,7 +59,7 @@ static const char *volatile unfinished;                // a file that is being w
 
 // SIGBUS: pages of a mapped model file are gone, because somebody made it shorter or its disk failed.
 static void on_lost_pages(int signal_number) {
-    static const char text[] = "\ngemma4: error: a model file got shorter, or could not be read, while it was in use\n";
+    static const char text[] = "\ngemma4: error: a model file was truncated or became unreadable while in use\n";
     (void)signal_number;
     if (unfinished) unlink(unfinished);
     if (write(2, text + !bar_shown, sizeof text - 1 - !bar_shown) < 0) {}
@@ -68,7 +68,7 @@ static void on_lost_pages(int signal_number) {
 
 static void *alloc_or_die(size_t n, size_t size) {                 // host memory, zeroed
     void *p = calloc(n ? n : 1, size);
-    if (!p) die("out of memory: %zu bytes wanted", n * size);
+    if (!p) die("out of memory: cannot allocate %zu bytes", n * size);
     return p;
 }
 
@@ -307,7 +307,7 @@ static void start_threads(int n) {
     pthread_t id;
     pool.n_threads = n ? n : count_cores();
     pthread_atfork(NULL, NULL, pool_forked);
-    if (pthread_attr_init(&attr) || pthread_attr_setstacksize(&attr, STACK_BYTES)) die("threads: no memory");
+    if (pthread_attr_init(&attr) || pthread_attr_setstacksize(&attr, STACK_BYTES)) die("-t: out of memory for threads");
     pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
     sigset_t all, before;                              // signals are for the thread that may wait for input
     sigfillset(&all);

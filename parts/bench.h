@@ -343,7 +343,7 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
     if (o->format == FORMAT_MD) print_markdown(b, o, &r, first);
     else print_fields(b, o, &r, first);
     if (o->format == FORMAT_MD && kind == FORCED_TEST)
-        fprintf(stderr, "# forced: %d drafted a step, %.2f tokens made; %.3f ms to draft, %.3f ms to verify\n", b->forced.depth,
+        fprintf(stderr, "# forced acceptance: %d draft tokens per step, %.2f tokens per step; %.3f ms to draft, %.3f ms to verify\n", b->forced.depth,
                 (double)(b->n_made - 1) / b->n_passes, 1e3 * b->draft_seconds / b->n_passes,
                 1e3 * b->verify_seconds / b->n_passes);
     flush_output();
@@ -357,11 +357,11 @@ static void verb_bench(const char *model, const Ops *ops, ModelOptions o, const 
     for (int i = 0; i < b->rows.count; i++) widest = max_int(widest, b->rows.n[i]);
     if (b->forced.depth) widest = max_int(widest, b->forced.depth + 1);
     for (int i = 0; i < b->depths.count; i++) deepest = max_int(deepest, b->depths.n[i]);
-    if (widest > STEP_ROWS) die("--rows: expected at most %d rows in a step, got %d", STEP_ROWS, widest);
+    if (widest > STEP_ROWS) die("--rows: expected at most %d rows per step, got %d", STEP_ROWS, widest);
     if (widest) longest = max_int(longest, widest + VERIFY_STEPS);     // so many ids are drafted
     if (b->forced.depth) longest += b->forced.depth + 2;
     if (deepest > MAX_CONTEXT - longest)
-        die("-d: expected at most %d tokens in all, got %d and %d", MAX_CONTEXT, deepest, longest);
+        die("-d: expected at most %d tokens in total, got %d and %d", MAX_CONTEXT, deepest, longest);
     o.n_ctx = deepest + longest;
     o.ctx_from = "-p, -n or -d";
     o.n_logits = max_int(o.n_logits, widest);
@@ -373,7 +373,7 @@ static void verb_bench(const char *model, const Ops *ops, ModelOptions o, const 
     ops->memory(&bench.free_before, &total);
     load_model(m, model, ops, o, NULL);
     if (b->forced.depth > m->options.draft_depth && o.drafter)
-        die("--draft-max: %s: expected at most %d guesses, got %d", o.drafter, m->options.draft_depth, b->forced.depth);
+        die("--draft-max: %s: expected at most %d draft tokens, got %d", o.drafter, m->options.draft_depth, b->forced.depth);
     print_plan(m);
     read_weights(m, false);
     bench.ids = alloc_or_die(o.n_ctx, sizeof *bench.ids);
@@ -410,12 +410,12 @@ static void verb_bench(const char *model, const Ops *ops, ModelOptions o, const 
     const double gib = 1 << 30;
     if (b->format == FORMAT_JSON) printf("%s]\n", bench.n_printed ? "\n" : "[");
     if (b->format == FORMAT_MD) {
-        printf("\nMemory: %.3f GiB planned, %.3f GiB resident, with the pages of the file that were read.\n",
+        printf("\nMemory: %.3f GiB planned, %.3f GiB resident, which includes the mapped pages of the model file.\n",
                (double)planned_memory(m) / gib, (double)resident_memory() / gib);
         if (device_memory(&bench))
-            printf("Device: %.3f GiB taken, %.1f %% of the plan.\n", (double)device_memory(&bench) / gib,
+            printf("Device: %.3f GiB used, %.1f %% of the plan.\n", (double)device_memory(&bench) / gib,
                    100 * (double)device_memory(&bench) / (double)planned_memory(m));
-        printf("Bandwidth: %.1f GB/s. GB/s counts the weights and cache rows of a token once; file and caches stay warm.\n",
+        printf("Bandwidth: %.1f GB/s. GB/s counts the weights and cache rows that a token reads, once; file and caches are warm.\n",
                bench.bandwidth * 1e-9);
     }
     flush_output();
@@ -531,7 +531,7 @@ static int verb_check(const char *model, const Ops *ops, const Ops *other, Model
         "tea was cold.";
     enum { FEW = 16, MANY = STEP_ROWS + 32 };
     if (ops == other)
-        die("check: compares a GPU with the CPU, and there is no GPU that this build can use; try --against reference");
+        die("check: compares a GPU with the CPU, but this build found no GPU it can use; try --against reference");
     Gguf g;
     Tokenizer tok;
     TokIds ids = { 0 };
@@ -563,7 +563,7 @@ static int verb_check(const char *model, const Ops *ops, const Ops *other, Model
         free(a);
         free(b);
     }
-    printf("%s, %d rows as a prompt against steps of %d rows: mean KL divergence %.3g\n", ops->name, MANY, STEP_ROWS,
+    printf("%s, a prompt of %d rows against steps of %d rows: mean KL divergence %.3g\n", ops->name, MANY, STEP_ROWS,
            prompt_divergence(model, ops, o, all, MANY, STEP_ROWS));
     flush_output();
     if (worst <= CHECK_LIMIT) return 0;
@@ -707,7 +707,7 @@ static void judge_rows(Ppl *p, const int32_t *next, int n) {
     op->wait();
     for (int r = 0; r < n; r++) {
         if (!isfinite(log_p[r]) && unfinished) unlink(unfinished);
-        if (!isfinite(log_p[r])) die("%s: the logits of judged id %d are not numbers", m->gguf.path, p->n + r);
+        if (!isfinite(log_p[r])) die("%s: the logits of id %d are not finite", m->gguf.path, p->n + r);
         p->judged[p->n + r] = (Judged){ .log_p = log_p[r] };
     }
     for (int at = 0; at < n && (p->o->base || p->o->compare); at += PPL_PIECE) {
@@ -764,20 +764,20 @@ static void open_base(Ppl *p, const PplHeader *own) {
     p->file.fd = open(path, O_RDONLY | O_CLOEXEC);
     if (p->file.fd < 0 || fstat(p->file.fd, &st)) die("--kld: %s: %s", path, strerror(errno));
     if (!S_ISREG(st.st_mode) || st.st_size < (off_t)(sizeof h + sizeof(uint64_t)))
-        die("--kld: %s: expected a file of --kld-base, got %lld bytes", path, (long long)st.st_size);
+        die("--kld: %s: expected a file written by --kld-base, got %lld bytes", path, (long long)st.st_size);
     if (read(p->file.fd, &h, sizeof h) != sizeof h || memcmp(h.magic, own->magic, sizeof h.magic) || h.version != own->version)
-        die("--kld: %s: expected a file of --kld-base, got another one", path);
+        die("--kld: %s: expected a file written by --kld-base, got another file", path);
     Hash hash = hash_new();
     hash_add(&hash, &h, offsetof(PplHeader, hash));
-    if (h.hash != hash_end(&hash)) die("--kld: %s: the header is damaged: its checksum is another one", path);
+    if (h.hash != hash_end(&hash)) die("--kld: %s: the header is damaged: wrong checksum", path);
     const struct { const char *name; uint64_t got, want; } fields[] = {
         { "vocabulary", h.vocab, own->vocab }, { "tokenizer", h.tokenizer, own->tokenizer },
-        { "-c: ids of a chunk", h.chunk, own->chunk }, { "--ppl-stride", h.stride, own->stride },
+        { "-c: ids per chunk", h.chunk, own->chunk }, { "--ppl-stride", h.stride, own->stride },
         { "--chunks", h.n_chunks, own->n_chunks }, { "-f: the text", h.ids, own->ids },
         { "bytes", h.file_bytes, (uint64_t)st.st_size } };
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
         if (fields[i].got != fields[i].want && !strcmp(fields[i].name, "bytes"))
-            die("--kld: %s: expected %" PRIu64 " bytes, got %" PRIu64 ": the file is cut short or damaged", path, fields[i].got,
+            die("--kld: %s: expected %" PRIu64 " bytes, got %" PRIu64 ": the file is truncated or damaged", path, fields[i].got,
                 fields[i].want);
         else if (fields[i].got != fields[i].want)
             die("--kld: %s: %s: expected %" PRIu64 " as in this run, got %" PRIu64, path, fields[i].name, fields[i].want,
@@ -798,7 +798,7 @@ static void close_base(Ppl *p) {                       // the checksum at its en
     }
     if (!p->o->compare || interrupted) return;
     if (read(p->file.fd, &hash, sizeof hash) != sizeof hash || hash != hash_end(&p->file.hash))
-        die("--kld: %s: the file is damaged: its checksum is another one", p->o->compare);
+        die("--kld: %s: the file is damaged: wrong checksum", p->o->compare);
     close(p->file.fd);
 }
 
@@ -918,13 +918,13 @@ static void print_ppl(const Model *m, const PplOptions *o, const PplResult *r) {
     enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
     const int n_numbers = o->compare ? N_NUMBERS : 9;
     if (o->format == FORMAT_MD) {
-        printf("| model | backend | K | V | sliding | context | stride | chunks | ids judged | PPL |\n"
+        printf("| model | backend | K | V | sliding | context | stride | chunks | ids scored | PPL |\n"
                "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
                "| %s | %s | %s | %s | %s | %d | %d | %d | %d | %.4f ± %.4f |\n", model_name(m), m->ops->name,
                kv_names[m->options.k_type], kv_names[m->options.v_type], kv_names[ring_type(m)], o->n_ctx, o->stride,
                o->n_chunks, n, r->ppl, r->ppl_error);
         if (o->compare)
-            printf("\n| KL divergence | median | 99 %% | 99.9 %% | largest | same first choice | PPL / base's | RMS of Δp |\n"
+            printf("\n| KL divergence | median | 99 %% | 99.9 %% | largest | same top token | PPL / base PPL | RMS of Δp |\n"
                    "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
                    "| %.3e ± %.1e | %.3e | %.3e | %.3e | %.3e | %.3f ± %.3f %% | %.5f ± %.5f | %.4f %% |\n", r->divergence,
                    r->divergence_error, r->median, r->p99, r->p999, r->most, 100 * r->same, 100 * r->same_error, r->ratio,
@@ -960,13 +960,13 @@ static int verb_ppl(const char *model, const Ops *ops, ModelOptions o, PplOption
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     TokIds ids = { 0 };
-    if (!ops->logprob) die("ppl: the backend %s has no operation logprob", ops->name);
+    if (!ops->logprob) die("ppl: the %s backend has no operation logprob", ops->name);
     load_model(m, model, ops, ppl_plan(o, p), NULL);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     if (tok.bos >= 0 && tok__push(&tok, &ids, tok.bos) < 0) die("%s", tok.err);
     if (tok_encode(&tok, text, n_text, mode, &ids) < 0) die("-f: %s", tok.err);
     if (ids.n < (size_t)ppl_chunk(p) || ids.n > INT_MAX)
-        die("-f: expected a text of at least %d ids, a chunk, got %zu; try a longer text or a smaller -c", ppl_chunk(p), ids.n);
+        die("-f: expected a text of at least %d ids (one chunk), got %zu; try a longer text or a smaller -c", ppl_chunk(p), ids.n);
     read_weights(m, false);
     stop_on(SIGINT);
     const PplResult r = ppl_measure(m, tok.bos, ids.ids, (int)ids.n, p);

@@ -104,7 +104,7 @@ static bool skip_oldest(Chat *c, TokIds *ids) {
         c->n_skipped = before;
         return false;
     }
-    fprintf(stderr, "# context full: the oldest %zu messages are no longer shown to the model\n", c->n_skipped);
+    fprintf(stderr, "# context full: the model no longer sees the oldest %zu messages\n", c->n_skipped);
     return true;
 }
 
@@ -155,7 +155,7 @@ static bool answer(Chat *c) {
     if (ok && lossy && render(c, c->n_skipped, n, false, &part) == 0) p.mark = same_ids(&part, &ids);
     if (ok && lossy) ok = compress_last(c, n, &ids, &p.mark);
     if (ok && ids.n > (size_t)m->options.n_ctx && !(c->options.shift && !lossy && skip_oldest(c, &ids))) {
-        snprintf(c->err, sizeof c->err, "context full: the conversation has %zu tokens, the context %d; try -c %zu%s", ids.n,
+        snprintf(c->err, sizeof c->err, "context full: the conversation has %zu tokens, but the context only %d; try -c %zu%s", ids.n,
                  m->options.n_ctx, ids.n + 512, c->options.shift || n < 2 ? "" : ", --context-shift or /clear");
         ok = false;
     }
@@ -188,7 +188,7 @@ static bool resume(Chat *c, bool own_seed) {
     const TokChat chat = { .messages = { note.messages.s, note.messages.n }, .tools = c->tools, .think = c->think };
     bool ok = note.raw == c->raw;
     if (!ok)
-        snprintf(c->err, sizeof c->err, "%.300s: expected a %s, got a %s; try %s --raw", c->session,
+        snprintf(c->err, sizeof c->err, "%.300s: expected a session with a %s, got one with a %s; try %s --raw", c->session,
                  c->raw ? "text" : "conversation", c->raw ? "conversation" : "text", c->raw ? "without" : "with");
     else if (note.messages.n && tok_chat(c->s.t, &chat, &ids, NULL) < 0)
         ok = snprintf(c->err, sizeof c->err, "%.200s: the conversation: %.200s", c->session, c->s.t->err) < 0;
@@ -250,7 +250,7 @@ static bool retry(Chat *c) {                           // answers the last messa
     for (; gguf_json_next(&rest, NULL, &m); i += !is_system(&m))
         if (has_role(&m, "user")) last = i + 1;
     if (!last) {
-        snprintf(c->err, sizeof c->err, "nothing was said yet");
+        snprintf(c->err, sizeof c->err, "no message to answer yet");
         return false;
     }
     if (last < i) c->options.sampling.seed++;
@@ -305,9 +305,9 @@ static bool load_messages(Chat *c, const char *path) {
 
 static void print_stats(const Chat *c) {
     if (c->s.turn.why) print_turn(&c->s.turn);
-    fprintf(stderr, "# context: %d of %d tokens held; %zu messages", c->s.m->len[0], c->s.m->options.n_ctx,
+    fprintf(stderr, "# context: %d of %d tokens used; %zu messages", c->s.m->len[0], c->s.m->options.n_ctx,
             count_messages(&c->messages, NULL));
-    if (c->n_skipped) fprintf(stderr, ", the oldest %zu of them not shown to the model", c->n_skipped);
+    if (c->n_skipped) fprintf(stderr, ", the oldest %zu of them hidden from the model", c->n_skipped);
     fprintf(stderr, "\n");
 }
 
@@ -315,15 +315,15 @@ typedef enum { CMD_HELP, CMD_SYSTEM, CMD_SAVE, CMD_LOAD, CMD_CLEAR, CMD_STATS, C
 
 static const struct { const char *name, *value, *help; Command command; } commands[] = {
     { "/help", NULL, "this list", CMD_HELP },
-    { "/system", "[TEXT]", "replace the system turn; without TEXT: take it away", CMD_SYSTEM },
-    { "/save", "FILE", "write the conversation, a JSON list of messages as in the OpenAI API", CMD_SAVE },
-    { "/load", "FILE", "go on with such a conversation instead of this one", CMD_LOAD },
-    { "/clear", NULL, "forget everything but the system turn", CMD_CLEAR },
-    { "/stats", NULL, "speed of the last answer, and how full the context is", CMD_STATS },
+    { "/system", "[TEXT]", "set the system prompt; without TEXT, remove it", CMD_SYSTEM },
+    { "/save", "FILE", "save the conversation as JSON, a list of messages as in the OpenAI API", CMD_SAVE },
+    { "/load", "FILE", "replace the conversation with a saved one", CMD_LOAD },
+    { "/clear", NULL, "clear the conversation; keep the system prompt", CMD_CLEAR },
+    { "/stats", NULL, "speed of the last answer, use of the context", CMD_STATS },
     { "/retry", NULL, "answer the last message again, with another seed", CMD_RETRY },
-    { "/tool", "RESULT", "the result of a call the model made: a JSON object, or any text", CMD_TOOL },
-    { "/exit", NULL, "the end, as Ctrl-D is; Ctrl-C ends an answer, and twice the program", CMD_EXIT },
-    { "/quit", NULL, "the same", CMD_EXIT },
+    { "/tool", "RESULT", "answer a tool call of the model: a JSON object, or any text", CMD_TOOL },
+    { "/exit", NULL, "quit (Ctrl-D); Ctrl-C stops the answer, twice quits", CMD_EXIT },
+    { "/quit", NULL, "same as /exit", CMD_EXIT },
 };
 enum { N_COMMANDS = sizeof commands / sizeof *commands };
 
@@ -334,7 +334,7 @@ static bool add_result(Chat *c, TokStr text) {
     const char *err;
     const size_t waiting = calls_waiting(&c->messages, &id);
     if (!waiting) {
-        snprintf(c->err, sizeof c->err, "/tool: no call waits for a result");
+        snprintf(c->err, sizeof c->err, "/tool: the model did not call a tool");
         return false;
     }
     TokText m = { 0 };
@@ -346,7 +346,7 @@ static bool add_result(Chat *c, TokStr text) {
     append_message(&c->messages, (TokStr){ m.s, m.n });
     tok_text_free(&m);
     if (waiting == 1) return answer(c);
-    fprintf(stderr, "# %zu more %s a result\n", waiting - 1, waiting == 2 ? "call waits for" : "calls wait for");
+    fprintf(stderr, "# %zu more %s a result\n", waiting - 1, waiting == 2 ? "tool call needs" : "tool calls need");
     return true;
 }
 
@@ -358,13 +358,13 @@ static bool command(Chat *c, char *line) {
     while (n_value && strchr(" \t\r", value[n_value - 1])) value[--n_value] = 0;
     while (i < N_COMMANDS && (strlen(commands[i].name) != n || memcmp(commands[i].name, line, n))) i++;
     if (i == N_COMMANDS) {
-        fprintf(stderr, "# %.*s: no such command; /help lists them, and // begins a message with a slash\n",
+        fprintf(stderr, "# %.*s: unknown command; try /help, or // to start a message with a slash\n",
                 (int)strcspn(line, " \t"), line);
         return true;
     }
     const char *wants = commands[i].value;
     if (wants ? *wants != '[' && !n_value : n_value > 0) {
-        fprintf(stderr, "# %s: expected %s\n", commands[i].name, wants ? wants : "nothing behind it");
+        fprintf(stderr, "# %s: expected %s\n", commands[i].name, wants ? wants : "no argument");
         return true;
     }
     bool ok = true, answered = false;
@@ -374,7 +374,7 @@ static bool command(Chat *c, char *line) {
         for (i = 0; i < N_COMMANDS; i++)
             fprintf(stderr, "# %-7s %-7s %s\n", commands[i].name, commands[i].value ? commands[i].value : "",
                     commands[i].help);
-        fprintf(stderr, "# A line that ends in a backslash goes on in the next one.\n");
+        fprintf(stderr, "# End a line with \\ to continue it\n");
         break;
     case CMD_SYSTEM:
         set_system(c, (TokStr){ value, n_value });
@@ -389,7 +389,7 @@ static bool command(Chat *c, char *line) {
         ok = load_messages(c, value);
         if (!ok) break;
         c->changed = true;
-        fprintf(stderr, "# %zu messages from %s\n", count_messages(&c->messages, NULL), value);
+        fprintf(stderr, "# %zu messages loaded from %s\n", count_messages(&c->messages, NULL), value);
         break;
     case CMD_CLEAR:
         keep_messages(&c->messages, true, 0);
@@ -411,7 +411,7 @@ static void say(Chat *c, TokStr text) {
     GgufJson id;
     const size_t n = count_messages(&c->messages, NULL), skipped = c->n_skipped;
     if (calls_waiting(&c->messages, &id)) {
-        fprintf(stderr, "# a call waits for its result: /tool RESULT, or /retry\n");
+        fprintf(stderr, "# the model called a tool; answer with /tool RESULT, or /retry\n");
         return;
     }
     if (tok_add_message(&c->messages, "user", text) < 0) die("out of memory for a conversation");
@@ -420,7 +420,7 @@ static void say(Chat *c, TokStr text) {
     if (!ok) fprintf(stderr, "# %s\n", c->err);
     if (ok && c->verbose) print_stats(c);
     if (count_messages(&c->messages, NULL) > n + 1) return;
-    if (ok) fprintf(stderr, "# no answer came, so the message is taken back\n");
+    if (ok) fprintf(stderr, "# cancelled; message removed (Up recalls it)\n");
     keep_messages(&c->messages, true, n);
     c->n_skipped = skipped;                            // the model is shown what it was shown before
 }
@@ -436,14 +436,14 @@ static int chat_loop(Chat *c, TokStr first, const char *history) {
     TokText text = { 0 };
     int interrupts = 0;
     open_lines(history);
-    if (isatty(0)) fprintf(stderr, "# /help lists the commands; Ctrl-C ends an answer, Ctrl-D the chat\n");
+    if (isatty(0)) fprintf(stderr, "# /help lists the commands; Ctrl-C stops an answer, Ctrl-D quits\n");
     if (first.s) say(c, first);
     keep_chat(c);
     for (bool more = true; more && interrupts < 2; ) {
         const LineKind kind = read_message(&text);
         if (kind == LINE_END) break;
         if (kind == LINE_INTERRUPTED) {
-            if (++interrupts == 1) fprintf(stderr, "# once more ends the chat\n");
+            if (++interrupts == 1) fprintf(stderr, "# press Ctrl-C again to quit\n");
             continue;
         }
         interrupts = 0;

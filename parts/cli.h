@@ -61,239 +61,246 @@ typedef struct {
 
 #define FIELD(name) offsetof(Flags, name)
 static const Flag flags[] = {
-    { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0, "the model, instead of the first argument" },
+    { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0,
+      "model file or Hugging Face folder, instead of the first argument" },
     { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | BENCH | CHECK | QUANTIZE | PPL | NIAH, FIELD(n_threads), 1,
       MAX_THREADS, "CPU threads; default: one per core" },
     { "--check-tensors", NULL, NULL, FLAG_ON, RUNS | SERVE, FIELD(check_tensors), 0, 0,
-      "read the whole file first and refuse numbers that are none: NaN, Inf, reserved scales; default: off" },
+      "read the whole file before the start and reject NaN or Inf weights; default: off" },
     { "-p", "--prompt", "TEXT", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt), 0, 0,
-      "what to answer, or to continue with --raw; default: -f, standard input, or a chat" },
+      "prompt, or with --raw the text to continue; default: -f, standard input, or a chat" },
     { "-f", "--file", "FILE", FLAG_TEXT, GENERATE | TOKENIZE | PPL, FIELD(prompt_file), 0, 0,
-      "the prompt, for ppl the text, is in this file, - for standard input; with -p: behind that text and an empty "
-      "line; default: none" },
+      "read the prompt (ppl: the text) from this file, - for standard input; with -p: added after an empty line; "
+      "default: none" },
     { "-sys", "--system --system-prompt", "TEXT", FLAG_TEXT, GENERATE, FIELD(system), 0, 0,
-      "system turn; default: none" },
+      "system prompt; default: none" },
     { "-i", "--interactive -cnv --conversation", NULL, FLAG_ON, GENERATE, FIELD(interactive), 0, 0,
-      "chat, also where input or output is no terminal; -p is said first; default: without a prompt on a terminal" },
+      "chat, even if input or output is not a terminal; -p is the first message; default: on a terminal without a "
+      "prompt" },
     { "--history", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(history), 0, 0,
-      "chat: keep typed lines in this file from one chat to the next; default: none" },
+      "chat: keep typed lines in this file for the next chat; default: none" },
     { "--session", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(session), 0, 0,
-      "go on where the run that wrote FILE stopped, cache and all, and write it again; -p is the next message, with "
-      "--raw the text goes on with it; default: none" },
+      "resume the session saved in FILE (tokens and KV cache) and update it; -p is the next message, with --raw "
+      "more text; default: none" },
     { "--think", NULL, NULL, FLAG_ON, ANSWERS, FIELD(think), 0, 0,
-      "let the model think before it answers; default: it answers at once" },
+      "let the model think before it answers; default: off" },
     { "--think-budget", "--reasoning-budget", "N", FLAG_INT, ANSWERS, FIELD(think_budget), -1, INT_MAX,
-      "tokens of thought, then it is closed and the answer goes on; 0: none; default -1: no limit" },
+      "maximum tokens of a thought, which is then closed; 0: no thought; default -1: no limit" },
     { "--tools", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(tools), 0, 0,
-      "tools it may call, a JSON list as in the OpenAI API; a call is a line {\"name\":..,\"arguments\":{..}} on "
-      "stdout; default: none" },
+      "tools the model may call, a JSON list as in the OpenAI API; a call is printed as a line "
+      "{\"name\":..,\"arguments\":{..}}; default: none" },
     { "--tool-choice", NULL, "CHOICE", FLAG_TEXT, GENERATE, FIELD(tool_choice), 0, 0,
-      "required: the answer is calls of tools; a tool's name: of this one; auto (default): as the model likes" },
+      "required: the answer must be tool calls; NAME: calls of this tool; auto (default): the model decides" },
     { "--template", NULL, "large|small", FLAG_CHOICE, ANSWERS, FIELD(chat_template), 0, 0,
-      "chat template: large (12B, 26B, 31B) or small (E2B, E4B); default: as the file's template or its shape says" },
+      "chat template: large (12B, 26B, 31B) or small (E2B, E4B); default: by the file's template or the model's "
+      "dimensions" },
     { "--raw", NULL, NULL, FLAG_ON, GENERATE, FIELD(raw), 0, 0,
-      "continue the prompt as it is, without chat turns; <bos> is added; default: off" },
+      "continue the prompt as plain text, without the chat template; <bos> is added; default: off" },
     { "-n", "--predict --n-predict", "N", FLAG_INT, ANSWERS, FIELD(n_predict), -1, INT_MAX,
-      "most tokens to generate, in a chat for each answer; default -1: until the turn ends or the context is full" },
+      "maximum tokens to generate, in a chat per answer; default -1: until the turn ends or the context is full" },
     { "--temp", "--temperature", "T", FLAG_REAL, ANSWERS, FIELD(temperature), 0, 1000,
-      "temperature; 0: always the likeliest token; default: the file's, else 1.0" },
+      "temperature; 0: greedy; default: the file's value, else 1.0" },
     { "--top-k", NULL, "N", FLAG_INT, ANSWERS, FIELD(top_k), 0, INT_MAX,
-      "sample from the N likeliest tokens, 0: all; default: the file's, else 64" },
+      "sample from the N most likely tokens; 0: all; default: the file's value, else 64" },
     { "--top-p", NULL, "P", FLAG_REAL, ANSWERS, FIELD(top_p), 0, 1,
-      "sample from the likeliest tokens that hold P of the probability; default: the file's, else 0.95" },
+      "sample from the most likely tokens that together have probability P; default: the file's value, else 0.95" },
     { "--min-p", NULL, "P", FLAG_REAL, ANSWERS, FIELD(min_p), 0, 1,
-      "leave out tokens less than P times as likely as the likeliest; default 0" },
+      "drop tokens below P x the top probability; default 0: off" },
     { "--repeat-penalty", NULL, "R", FLAG_REAL, ANSWERS, FIELD(repeat), 0.001, 1000,
-      "logits of tokens seen: / R above 0, * R below; default 1. Seen: in all of prompt and text (llama.cpp: the last "
-      "64)" },
+      "divide positive logits of tokens already in the context by R, multiply negative ones; default 1: off "
+      "(llama.cpp: only the last 64 tokens count)" },
     { "--presence-penalty", NULL, "P", FLAG_REAL, ANSWERS, FIELD(presence), -1000, 1000,
-      "take P from the logits of tokens seen; default 0" },
+      "subtract P from the logits of tokens already in the context; default 0: off" },
     { "--frequency-penalty", NULL, "P", FLAG_REAL, ANSWERS, FIELD(frequency), -1000, 1000,
-      "take P from the logit of a token for each time it was seen; default 0" },
+      "subtract P from the logit of a token once for each time it is in the context; default 0: off" },
     { "-l", "--logit-bias", "ID+B", FLAG_LIST, GENERATE, FIELD(biases), 0, 0,
-      "add B to the logit of token ID; ID-B: take it away, ID-inf: never; with commas, or again, for more; default: "
-      "none" },
+      "add B to the logit of token ID; ID-B: subtract; ID-inf: never; several: with commas, or repeat the flag; "
+      "default: none" },
     { "-s", "--seed", "N", FLAG_INT, ANSWERS, FIELD(seed), 0, 4294967295.0,
-      "random seed; default: another one each time, printed" },
+      "random seed; default: a new one each time, printed" },
     { "-r", "--stop --reverse-prompt", "TEXT", FLAG_LIST, GENERATE, FIELD(stops), 0, 0,
-      "stop before this text, which is not printed; again for more; default: none" },
-    { "--grammar", NULL, "TEXT", FLAG_TEXT, GENERATE, FIELD(grammar), 0, 0,
-      "answer with a text that fits this grammar (GBNF), and nothing else; default: anything" },
-    { "--grammar-file", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(grammar_file), 0, 0,
-      "that grammar is in this file; default: none" },
-    { "-j", "--json-schema", "SCHEMA", FLAG_TEXT, GENERATE, FIELD(schema), 0, 0,
-      "answer with JSON that fits this schema; '{}': with any; default: anything" },
-    { "-jf", "--json-schema-file", "FILE", FLAG_TEXT, GENERATE, FIELD(schema_file), 0, 0,
-      "that schema is in this file; default: none" },
+      "stop string: end the answer before this text, which is not printed; may be repeated; default: none" },
     { "--greedy", NULL, NULL, FLAG_ON, GENERATE, FIELD(greedy), 0, 0,
-      "temperature 0, with the plain loop of gemma4.c: one token a step; same text as --temp 0; default: off" },
+      "generate with the plain loop of gemma4.c: temperature 0, one token a step; same text as --temp 0, but thoughts "
+      "are printed too; default: off" },
     { "--ignore-eos", NULL, NULL, FLAG_ON, GENERATE, FIELD(ignore_eos), 0, 0,
-      "go on after the end of the turn; default: off" },
+      "continue after the end of the turn; default: off" },
+    { "--grammar", NULL, "TEXT", FLAG_TEXT, GENERATE, FIELD(grammar), 0, 0,
+      "constrain the answer to this GBNF grammar; default: none" },
+    { "--grammar-file", NULL, "FILE", FLAG_TEXT, GENERATE, FIELD(grammar_file), 0, 0,
+      "read the grammar from this file; default: none" },
+    { "-j", "--json-schema", "SCHEMA", FLAG_TEXT, GENERATE, FIELD(schema), 0, 0,
+      "constrain the answer to JSON that matches this schema; '{}': any JSON; default: none" },
+    { "-jf", "--json-schema-file", "FILE", FLAG_TEXT, GENERATE, FIELD(schema_file), 0, 0,
+      "read the schema from this file; default: none" },
     { "-md", "--model-draft --spec-draft-model", "FILE", FLAG_TEXT, DRAFTS, FIELD(drafter), 0, 0,
-      "a drafter made for the model, an MTP assistant: it guesses tokens, and several are checked in one step, which "
-      "changes no text; default: none" },
+      "draft model (MTP or DFlash) for speculative decoding; output is unchanged; default: none" },
     { "--spec", "--spec-type", "off|mtp|dflash|ngram|ngram-mod|grammar|auto", FLAG_CHOICE, ANSWERS, FIELD(spec), 0, 0,
-      "who guesses: off; mtp or dflash: the drafter, always as far as --draft-max; ngram: the text itself, where its "
-      "last tokens have been before; ngram-mod: a table of what followed 12 tokens in any text so far; grammar: what "
-      "--grammar or --json-schema leave no choice in; auto: drafter, ngram and grammar, as far as it makes answers "
-      "faster; default: auto with -md, else off" },
+      "speculation method: off; mtp, dflash: the draft model, always --draft-max tokens; ngram: what followed the "
+      "last tokens earlier in the text; ngram-mod: a table of what followed 12 tokens in any text so far; grammar: "
+      "tokens that --grammar or --json-schema leave no choice in; auto: draft model, ngram and grammar, as far as "
+      "they make answers faster; default: auto with -md, else off" },
     { "--draft-max", "--draft --draft-n --spec-draft-n-max",
-      "N", FLAG_INT, DRAFTS | BENCH, FIELD(draft_max), 1, DRAFT_MAX, "most tokens that are guessed at a time; default: "
-      "16 for ngram, 4 for mtp, the block for dflash" },
+      "N", FLAG_INT, DRAFTS | BENCH, FIELD(draft_max), 1, DRAFT_MAX,
+      "maximum draft tokens per step; default: 16 for ngram, 4 for mtp, the block size for dflash" },
     { "--draft-min-p", "--draft-p-min --spec-draft-p-min", "P", FLAG_REAL, ANSWERS, FIELD(draft_min_p), 0, 1,
-      "a drafter's guess that it holds for less likely ends its guesses; default 0" },
+      "stop drafting after a token whose draft probability is below P; default 0: off" },
     { "--tree", "--spec-tree", "N", FLAG_INT, ANSWERS, FIELD(tree), 1, DRAFT_MAX,
-      "guesses of a drafter are a tree of up to N tokens, the likeliest; default: a chain" },
+      "draft a tree of up to N tokens, the most likely ones; default: a chain" },
     { "--lazy-draft", NULL, NULL, FLAG_ON, DRAFTS, FIELD(lazy_draft), 0, 0,
-      "read the drafter's weights when it guesses first; its memory is set aside at start all the same; default: off" },
+      "load the draft model's weights at first use; its memory is reserved at start; default: off" },
     { "-c", "--ctx-size", "N", FLAG_INT, PLANS, FIELD(n_ctx), 0, MAX_CONTEXT,
-      "tokens of context; 0: what memory has room for, up to the trained length; default: the trained length, 8192 at "
-      "most; ppl: ids of a chunk, 512" },
+      "context size in tokens; 0: what fits in memory, up to the trained length; default: the trained length, at "
+      "most 8192; ppl: ids per chunk, 512" },
     { "--context-shift", NULL, NULL, FLAG_ON, GENERATE, FIELD(shift), 0, 0,
-      "when the context is full, forget its older half but for the system turn, and go on; default: stop" },
+      "when the context is full, drop its older half except the system prompt and continue; default: stop" },
     { "-ctk", "--cache-type-k", KV_TYPES, FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(k_type), 0, 0,
-      "type of cached K of global layers; default f16, for logits and check f32" },
+      "KV cache type of K, global layers; default f16, for logits and check f32" },
     { "-ctv", "--cache-type-v", KV_TYPES, FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(v_type), 0, 0,
-      "type of cached V of global layers; another than K's needs --kv-layout untied where K and V are one; default: as "
-      "K" },
+      "KV cache type of V, global layers; if K and V are stored as one, another type than K's needs --kv-layout "
+      "untied; default: K's type" },
     { "--kv-swa", NULL, KV_TYPES, FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(ring_type), 0, 0,
-      "type of what sliding layers cache; default f16, or f32 with -ctk f32" },
+      "KV cache type of sliding-window layers; default f16, or f32 with -ctk f32" },
     { "--kv-tail", NULL, "N", FLAG_INT, PLANS | BENCH | CHECK | NIAH, FIELD(tail), 0, MAX_CONTEXT,
-      "keep the newest N tokens of quantised global layers in f16 too; default 0" },
+      "keep the newest N tokens of quantized global layers in f16 too; default 0" },
     { "--kv-layout", NULL, "tied|untied", FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(kv_layout), 0, 0,
-      "tied (default): K and V of global layers stored once where V is the K projection; untied: apart" },
+      "tied (default): where V is the K projection, global layers store both once; untied: K and V separately" },
     { "--pflash", NULL, "[ALPHA]", FLAG_MAYBE, ANSWERS | PLAN | PPL | BENCH | NIAH, FIELD(pflash), 0, 1,
-      "sparse prompts, lossy: in global layers 64 tokens of a long prompt attend to the 128-token blocks that weigh at "
-      "least ALPHA of the heaviest, the first and the nearest; 1: to all, 0: off (default); without a number "
+      "sparse attention for long prompts, lossy: in global layers, 64 tokens attend to the first, the nearest and "
+      "those 128-token blocks that score at least ALPHA x the best; 1: all blocks; default 0: off; without a number "
       PFLASH_ALPHA_TEXT },
     { "--pflash-from", NULL, "N", FLAG_INT, ANSWERS | PLAN | PPL | BENCH | NIAH, FIELD(pflash_from), 0, MAX_CONTEXT,
       "prompts that end before token N stay dense; default 16384" },
     { "--pflash-density", NULL, "PERCENT", FLAG_REAL, PPL | BENCH | NIAH, FIELD(pflash_density), 0, 100,
-      "to measure: attend to this part of the blocks, the heaviest, whatever they weigh; default 0: --pflash decides" },
+      "for measurements: attend to this percentage of the blocks, best scores first; default 0: --pflash decides" },
     { "--compress", NULL, "R", FLAG_REAL, GENERATE | NIAH, FIELD(compress), 0.001, 0.999,
-      "prompt compression, lossy: of a long prompt, in a chat of a long message, the model sees this part of the "
-      "tokens only, those that its end attends to most; default: all" },
+      "prompt compression, lossy: keep this fraction of the tokens of a long prompt (chat: message), those its end "
+      "attends to most; default: all" },
     { "--scorer", NULL, "FILE", FLAG_TEXT, GENERATE | NIAH, FIELD(scorer), 0, 0,
-      "--compress: a small model of the same vocabulary, which reads the whole prompt; default: the first layers of "
-      "the model itself" },
+      "--compress: a small model with the same vocabulary scores the tokens; default: the first layers of the model "
+      "itself" },
     { "--against", NULL, "cpu|reference", FLAG_CHOICE, CHECK, FIELD(against), 0, 0,
-      "check: compare with this; reference: the definition in plain loops, slow beyond small files; default cpu" },
+      "check: compare with this; reference: plain loops, slow on large files; default cpu" },
     { "--vram", NULL, "G", FLAG_REAL, PLANS | BENCH | NIAH, FIELD(memory), 0.001, 1e6,
-      "plan as if the backend had G GiB of memory, and end if that is not enough; default: what is free" },
+      "plan as if the device had G GiB of memory, and stop if that is not enough; default: free memory" },
     { "--card", NULL, CARD_NAMES, FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(card), 0, 0,
-      "treat the GPU as this one: launches and memory follow from it, never beyond what is there; plan needs no GPU; default: "
-      "as what it is" },
+      "treat the GPU as this one: launch sizes and memory, never more than it has; plan needs no GPU; default: the "
+      "GPU as it is" },
     { "--show-thoughts", NULL, NULL, FLAG_ON, GENERATE, FIELD(show_thoughts), 0, 0,
-      "write thoughts to stderr; default: they are dropped" },
+      "print thoughts to stderr; default: off" },
     { "--top-logits", NULL, "N", FLAG_INT, GENERATE, FIELD(top_logits), 0, MAX_VOCAB,
-      "print the N likeliest candidates of every token: id, text, logit, probability, before bias and penalties; "
+      "print the N most likely candidates of every token: id, text, logit, probability, before bias and penalties; "
       "default 0" },
     { "-v", "--verbose", NULL, FLAG_ON, GENERATE, FIELD(verbose), 0, 0,
-      "chat: statistics after every answer; default: when /stats asks" },
+      "chat: print statistics after every answer; default: only on /stats" },
     { "-o", "--output", "FILE", FLAG_TEXT, LOGITS, FIELD(out), 0, 0,
-      "logits: where they go, positions x vocabulary float32; no default" },
+      "logits: output file, positions x vocabulary float32; no default" },
     { "--dump", NULL, "DIR", FLAG_TEXT, RUNS, FIELD(dump), 0, 0,
       "write every checkpoint to DIR/NAME-LAYER.f32, rows x width float32; default: none" },
     { "--ids", NULL, "IDS", FLAG_TEXT, LOGITS | DETOKENIZE, FIELD(ids), 0, 0,
-      "logits: a file of token ids, little-endian int32, <bos> included; detokenize: the ids themselves, \"2 105 "
+      "logits: a file of token ids, little-endian int32, with <bos>; detokenize: the ids themselves, \"2 105 "
       "2364\"; no default" },
     { "--plain", NULL, NULL, FLAG_ON, TOKENIZE, FIELD(plain), 0, 0,
-      "tokenize: no string is special; default: those around calls and thoughts are" },
+      "tokenize: parse no special tokens; default: only those around tool calls and thoughts" },
     { "--special", NULL, NULL, FLAG_ON, TOKENIZE | PPL, FIELD(special), 0, 0,
-      "tokenize, ppl: all of them are, such as <|turn>; default: as above, for ppl none" },
+      "tokenize, ppl: parse all special tokens, such as <|turn>; default: as above, for ppl none" },
     { "--chunks", NULL, "N", FLAG_INT, PPL, FIELD(n_chunks), 0, INT_MAX,
-      "ppl: chunks to run; default 0: all that the text has" },
+      "ppl: number of chunks; default 0: the whole text" },
     { "--ppl-stride", NULL, "N", FLAG_INT, PPL, FIELD(stride), 0, MAX_CONTEXT,
-      "ppl: chunks begin N ids apart and are N/2 longer, and the last N ids of each are judged; default 0: the second "
-      "half" },
+      "ppl: chunks start N ids apart and are N/2 ids longer; only the last N ids of each are scored; default 0: the "
+      "second half" },
     { "--kld-base", NULL, "FILE", FLAG_TEXT, PPL, FIELD(kld_base), 0, 0,
-      "ppl: write the distributions to this file, two bytes for each id judged and word of the vocabulary; default: "
-      "none" },
+      "ppl: save the token distributions to this file, 2 bytes per scored id and vocabulary entry; default: none" },
     { "--kld", NULL, "FILE", FLAG_TEXT, PPL, FIELD(kld), 0, 0,
-      "ppl: compare with what --kld-base wrote for this text: KL divergence, first choices; default: none" },
-    { "-o", "--output", "md|csv|json|jsonl", FLAG_CHOICE, PPL, FIELD(out), 0, 0, "ppl: format of the result; default md" },
+      "ppl: compare with the --kld-base file of the same text: KL divergence, same top token; default: none" },
+    { "-o", "--output", "md|csv|json|jsonl", FLAG_CHOICE, PPL, FIELD(out), 0, 0, "ppl: output format; default md" },
     { "-p", "--n-prompt", "N,..", FLAG_TEXT, BENCH, FIELD(prompts), 0, 0,
-      "bench: tokens of a prompt; default 512, 0: none" },
+      "bench: prompt tokens; default 512; 0: none" },
     { "-n", "--n-gen", "N,..", FLAG_TEXT, BENCH, FIELD(generated), 0, 0,
-      "bench: tokens to generate; default 128, 0: none" },
+      "bench: tokens to generate; default 128; 0: none" },
     { "--rows", NULL, "N,..", FLAG_TEXT, BENCH, FIELD(rows), 0, 0,
-      "bench: steps of N rows, 1 to 64, as drafts are verified, again and again at the same depth; default 0: none" },
+      "bench: verification steps of N rows, 1 to 64, repeated at the same depth; default 0: none" },
     { "-d", "--n-depth", "N,..", FLAG_TEXT, BENCH, FIELD(depths), 0, 0,
-      "bench: tokens that are in the context already; default 0" },
+      "bench: tokens already in the context; default 0" },
     { "--spec-force", NULL, "P,..", FLAG_TEXT, BENCH, FIELD(force), 0, 0,
-      "bench: with -md, generation takes the drafter's guesses for right by chance, P of 1 at each depth, the last P "
-      "beyond, to measure what drafting costs; default: no drafting" },
+      "bench: with -md, accept drafts at random with probability P per depth, the last P beyond, to measure the "
+      "cost of drafting; default: no drafting" },
     { "--fill", NULL, "prompt|random", FLAG_CHOICE, BENCH, FIELD(fill), 0, 0,
-      "bench: how they got there: prompt (default): they are run; random: cache rows are random numbers, which is "
+      "bench: how these tokens get there: prompt (default): they are processed; random: random cache rows, which is "
       "quick" },
-    { "-r", "--repetitions", "N", FLAG_INT, BENCH, FIELD(n_runs), 1, 1000, "bench: runs of each test; default 5" },
-    { "-o", "--output", "md|csv|json", FLAG_CHOICE, BENCH, FIELD(out), 0, 0, "bench: format of the result; default md" },
+    { "-r", "--repetitions", "N", FLAG_INT, BENCH, FIELD(n_runs), 1, 1000,
+      "bench: repetitions of each test; default 5" },
+    { "-o", "--output", "md|csv|json", FLAG_CHOICE, BENCH, FIELD(out), 0, 0, "bench: output format; default md" },
     { "-p", "--n-prompt", "N,..", FLAG_TEXT, NIAH, FIELD(prompts), 0, 0,
-      "niah: tokens of a prompt; default 1024,2048,4096" },
+      "niah: prompt tokens; default 1024,2048,4096" },
     { "-d", "--depth", "P,..", FLAG_TEXT, NIAH, FIELD(depths), 0, 0,
-      "niah: percent of the text before the code; default 0,25,50,75,100" },
+      "niah: needle depth, percent of the text before it; default 0,25,50,75,100" },
     { "--needles", NULL, "N", FLAG_INT, NIAH, FIELD(n_needles), 1, MAX_NEEDLES,
-      "niah: codes in a text, all asked for; default 1" },
+      "niah: needles per text, all asked for; default 1" },
     { "-r", "--repetitions", "N", FLAG_INT, NIAH, FIELD(n_runs), 1, 1000,
-      "niah: texts for each length and depth; default 5" },
+      "niah: texts per length and depth; default 5" },
     { "-f", "--file", "FILE", FLAG_TEXT, NIAH, FIELD(prompt_file), 0, 0,
-      "niah: texts are made of this one; default: made up" },
-    { "-o", "--output", "md|csv", FLAG_CHOICE, NIAH, FIELD(out), 0, 0, "niah: format of the result; default md" },
+      "niah: cut the texts from this file; default: generated text" },
+    { "-o", "--output", "md|csv", FLAG_CHOICE, NIAH, FIELD(out), 0, 0, "niah: output format; default md" },
     { "--svg", NULL, "FILE", FLAG_TEXT, NIAH, FIELD(svg), 0, 0, "niah: write a heat map to this file; default: none" },
     { "--host", NULL, "ADDRESS", FLAG_TEXT, SERVE, FIELD(host), 0, 0,
-      "serve: where to listen; default 127.0.0.1, which only this machine reaches" },
+      "serve: address to listen on; default 127.0.0.1: this machine only" },
     { "--port", NULL, "N", FLAG_INT, SERVE, FIELD(port), 0, 65535,
-      "serve: default 8080; 0: any that is free, printed" },
+      "serve: port; 0: any free one, printed; default 8080" },
     { "-np", "--parallel", "N", FLAG_INT, SERVE, FIELD(parallel), 1, MAX_SESSIONS,
-      "serve: answers at a time, each with a context of its own; default 1" },
+      "serve: parallel answers, each with its own context; default 1" },
     { "--chunk", NULL, "N", FLAG_INT, SERVE, FIELD(chunk), 1, LARGE_BATCH,
-      "serve: tokens of a prompt between two steps of other answers; default with -np: 512, else what memory has room for" },
-    { "--api-key", NULL, "KEY", FLAG_TEXT, SERVE, FIELD(api_key), 0, 0, "serve: asked of every request; default: none" },
+      "serve: prompt tokens between two decoding steps of other answers; default with -np: 512, else what fits in "
+      "memory" },
+    { "--api-key", NULL, "KEY", FLAG_TEXT, SERVE, FIELD(api_key), 0, 0,
+      "serve: key that every request must send; default: none" },
     { "--api-key-file", NULL, "FILE", FLAG_TEXT, SERVE, FIELD(api_key_file), 0, 0,
-      "serve: it is the first line of this file; default: none" },
+      "serve: read the key from the first line of this file; default: none" },
     { "--alias", NULL, "NAME", FLAG_TEXT, SERVE, FIELD(alias), 0, 0,
-      "serve: what the model is called; default: as its file" },
+      "serve: model name in the API; default: the file name" },
     { "--queue", NULL, "N", FLAG_INT, SERVE, FIELD(queue), 0, 100000,
-      "serve: requests that may wait for a session, more are refused; default 64" },
+      "serve: queue length; further requests are refused; default 64" },
     { "--timeout", NULL, "S", FLAG_INT, SERVE, FIELD(timeout), 1, 1e6,
-      "serve: seconds after which an answer is cut; default 3600" },
-    { "--max-body", NULL, "M", FLAG_INT, SERVE, FIELD(max_body), 1, 1024, "serve: most MiB of a request; default 16" },
+      "serve: maximum seconds per answer; default 3600" },
+    { "--max-body", NULL, "M", FLAG_INT, SERVE, FIELD(max_body), 1, 1024,
+      "serve: maximum request size in MiB; default 16" },
     { "--cache-ram", "-cram", "M", FLAG_INT, SERVE, FIELD(cache_ram), 0, 1 << 24,
-      "serve: MiB of host memory to go back to earlier prompts and conversations; default an eighth of what is free" },
+      "serve: MiB of host memory for prefix checkpoints and idle conversations; default: an eighth of free memory" },
     { "--session-dir", NULL, "DIR", FLAG_TEXT, SERVE, FIELD(session_dir), 0, 0,
-      "serve: conversations are kept in files there, also for the next run; default: in memory only" },
+      "serve: keep conversations in files there, also for the next run; default: in memory only" },
     { "--session-disk", NULL, "M", FLAG_INT, SERVE, FIELD(session_disk), 1, 1 << 24,
-      "serve: most MiB of these files; default 65536" },
-    { "--log-text", NULL, NULL, FLAG_ON, SERVE, FIELD(log_text), 0, 0,
-      "serve: prompts and answers go to the log; default: not" },
-    { "-h", "--help", NULL, FLAG_ON, ANY, FIELD(help), 0, 0, "this text" },
-    { "--version", NULL, NULL, FLAG_ON, ANY, FIELD(version), 0, 0, "version and backend" },
+      "serve: maximum MiB of these files; default 65536" },
+    { "--log-text", NULL, NULL, FLAG_ON, SERVE, FIELD(log_text), 0, 0, "serve: log prompts and answers; default: off" },
+    { "-h", "--help", NULL, FLAG_ON, ANY, FIELD(help), 0, 0, "print this help" },
+    { "--version", NULL, NULL, FLAG_ON, ANY, FIELD(version), 0, 0, "print version and backend" },
 };
 
 // ==== [2] Help ======================================================================================================
 
 static const struct { const char *first, *title; } groups[] = {   // of flags, in their order, each with its first one
-    { "-m", "model" }, { "-p", "prompt" }, { "-n", "sampling" }, { "-md", "drafting" }, { "-c", "context" },
+    { "-m", "model" }, { "-p", "prompt" }, { "-n", "sampling" }, { "--grammar", "structured output" },
+    { "-md", "speculative decoding" }, { "-c", "context and KV cache" },
+    { "--pflash", "sparse attention and prompt compression (lossy)" }, { "--against", "device" },
     { "--show-thoughts", "output" },
-    { "--ids", "other verbs" }, { "-p", "bench" },
+    { "--ids", "logits, tokenize, detokenize, ppl" }, { "-p", "bench" }, { "-p", "niah" },
     { "--host", "serve" }, { "-h", "help" }
 };
 
 // Flags of llama.cpp whose job needs no flag here.
 static const struct { const char *names, *why; } needless[] = {
     { "-ngl --gpu-layers --n-gpu-layers -nkvo --no-kv-offload -sm --split-mode -mg --main-gpu -ts --tensor-split",
-      "a model and its cache are on the GPU as a whole, where there is one; --vram G limits what they take, "
-      "CUDA_VISIBLE_DEVICES names the GPU, and make cpu builds without" },
-    { "-fa --flash-attn", "attention never writes its scores to memory, so there is nothing to switch on" },
+      "the whole model and its KV cache are on the GPU, if there is one; --vram G limits the memory they use, "
+      "CUDA_VISIBLE_DEVICES selects the GPU, and make cpu builds without CUDA" },
+    { "-fa --flash-attn", "flash attention is always on" },
     { "--mlock --mmap --no-mmap --no-warmup --warmup --numa -dio --direct-io",
-      "weights are mapped and read ahead before the first prompt; a GPU gets them once" },
+      "weights are memory-mapped and read before the first prompt; they are uploaded to a GPU once" },
     { "--jinja --no-jinja --chat-template --chat-template-file",
-      "Gemma 4's template is built in; --template large or small chooses its variant, --raw does without" },
+      "Gemma 4's chat template is built in; --template large or small selects its variant, --raw uses none" },
     { "-b --batch-size -ub --ubatch-size -tb --threads-batch",
-      "how many rows of a prompt run at a time follows from the model and the memory; -t N sets the threads" },
-    { "-no-cnv --no-conversation -st --single-turn", "with -p there is one answer; -i makes it a chat" },
+      "the batch size of prompts follows from the model and the memory; -t N sets the threads" },
+    { "-no-cnv --no-conversation -st --single-turn", "-p gives one answer; -i starts a chat" },
     { "--no-display-prompt --color --simple-io --log-disable --no-perf --perf",
-      "standard output gets the answer alone, standard error the rest; 2>/dev/null hides it" },
+      "stdout carries the answer only, stderr the rest; 2>/dev/null hides it" },
 };
 
 static bool is_listed(const char *names, const char *arg) {          // names with spaces or bars between
@@ -306,19 +313,33 @@ static bool is_listed(const char *names, const char *arg) {          // names wi
     return false;
 }
 
+// Prints words in lines of at most `width` columns; later lines begin after `indent` spaces.
+static void print_wrapped(const char *text, int indent, int width) {
+    for (int column = 0; *text; ) {
+        const int n = (int)strcspn(text, " ");
+        if (column && column + 1 + n > width) {
+            printf("\n%*s", indent, "");
+            column = 0;
+        }
+        column += printf(column ? " %.*s" : "%.*s", n, text);
+        text += n + (text[n] == ' ');
+    }
+    printf("\n");
+}
+
 static void print_help(void) {
     printf("gemma4 " VERSION " - runs Gemma 4 text models from GGUF files\n\n"
-           "  gemma4 MODEL.gguf -p TEXT [flags]                answers: text on stdout, statistics on stderr\n"
-           "  gemma4 MODEL.gguf [flags]                        chat on a terminal; else the prompt is standard input\n"
-           "  gemma4 serve MODEL.gguf [--port N] [-np N]       HTTP API as OpenAI's; docs/server.md\n"
-           "  gemma4 plan MODEL.gguf [-c N] [--card NAME]      what a context takes in memory\n"
+           "  gemma4 MODEL.gguf -p TEXT [flags]                answer a prompt: text on stdout, statistics on stderr\n"
+           "  gemma4 MODEL.gguf [flags]                        chat on a terminal; otherwise standard input is the prompt\n"
+           "  gemma4 serve MODEL.gguf [--port N] [-np N]       OpenAI-compatible HTTP server; docs/server.md\n"
+           "  gemma4 plan MODEL.gguf [-c N] [--card NAME]      memory that each context size needs\n"
            "  gemma4 logits MODEL.gguf --ids FILE -o FILE      logits of every position, after the soft-cap\n"
-           "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   the ids of a text; no <bos> is added\n"
-           "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  the text of ids\n"
+           "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   token ids of a text; no <bos> is added\n"
+           "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  text of token ids\n"
            "  gemma4 bench MODEL.gguf [flags]                  tokens per second, as llama-bench measures them\n"
-           "  gemma4 ppl MODEL.gguf -f TEXT [flags]            perplexity, as llama-perplexity counts it; --kld: divergence\n"
-           "  gemma4 niah MODEL.gguf [flags]                   codes planted in long texts, and whether they are found\n"
-           "  gemma4 check MODEL.gguf                          the GPU against the CPU (--against), checkpoint by checkpoint\n"
+           "  gemma4 ppl MODEL.gguf -f TEXT [flags]            perplexity, as llama-perplexity computes it; --kld: KL divergence\n"
+           "  gemma4 niah MODEL.gguf [flags]                   needle-in-a-haystack test\n"
+           "  gemma4 check MODEL.gguf                          compare the GPU with the CPU (--against), checkpoint by checkpoint\n"
            "  gemma4 quantize IN OUT.gguf TYPE                 q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32\n");
     for (size_t i = 0, group = 0; i < sizeof flags / sizeof *flags; i++) {
         char left[80];
@@ -330,8 +351,9 @@ static void print_help(void) {
             n += snprintf(left + n, sizeof left - (size_t)n, ", %.*s", (int)strcspn(at, " "), at);
             at += strcspn(at, " ");
         }
-        snprintf(left + n, sizeof left - (size_t)n, " %s", f->value ? f->value : "");
-        printf("  %-28s%s%s\n", left, strlen(left) > 28 ? "\n                               " : " ", f->help);
+        if (f->value) snprintf(left + n, sizeof left - (size_t)n, " %s", f->value);
+        printf("  %-28s%s", left, strlen(left) > 28 ? "\n                               " : " ");
+        print_wrapped(f->help, 31, 81);
     }
 }
 
@@ -350,14 +372,14 @@ static Verb verb_named(const char *name) {
 // A flag that the verb does not take would do nothing: say to whom it belongs.
 static void refuse_flag(const Flag *flag, Verb verb) {
     char owners[90] = "";
-    const char *own = "generating";
+    const char *own = "generate";
     for (size_t k = 0; k < sizeof verbs / sizeof *verbs; k++) {
         if (verbs[k].verb == verb) own = verbs[k].name;
         if (!(flag->verbs & (int)verbs[k].verb)) continue;
         snprintf(owners + strlen(owners), sizeof owners - strlen(owners), "%s%s", *owners ? ", " : "", verbs[k].name);
     }
     const bool generates = flag->verbs & GENERATE;
-    die("%s: %s does not take it; it belongs to %s%s%s", flag->name, own, generates ? "generating" : "",
+    die("%s is not a %s option; it is an option of: %s%s%s", flag->name, own, generates ? "generate" : "",
         generates && *owners ? ", " : "", owners);
 }
 
@@ -392,14 +414,14 @@ __attribute__((noreturn)) static void die_no_verb(const char *word) {
     char names[120] = "";
     for (size_t k = 0; k < sizeof verbs / sizeof *verbs; k++)
         snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", k ? ", " : "", verbs[k].name);
-    die("%s: no such verb, and no file: expected a model, or one of %s before it", word, names);
+    die("unknown command or missing file '%s'; commands: %s", word, names);
 }
 
 // A word behind the model that nothing takes.
 __attribute__((noreturn)) static void refuse_word(const char *model, const char *word) {
     if (is_no_file(model)) die_no_verb(model);
-    if (verb_named(word)) die("%s: expected it before the model; try gemma4 %s %s", word, word, model);
-    die("%s: expected a flag, got a second model (the first is %s)", word, model);
+    if (verb_named(word)) die("%s: expected the command before the model; try gemma4 %s %s", word, word, model);
+    die("%s: expected a flag, got a second model file; the first is %s", word, model);
 }
 
 static void parse_flags(Flags *f, int argc, char **argv) {
@@ -414,7 +436,7 @@ static void parse_flags(Flags *f, int argc, char **argv) {
         if (!flag) {
             for (size_t k = 0; k < sizeof needless / sizeof *needless; k++)
                 if (is_listed(needless[k].names, arg)) die("%s: not needed: %s", arg, needless[k].why);
-            if (arg[0] == '-') die("%s: no such flag; try --help", arg);
+            if (arg[0] == '-') die("%s: unknown flag; try --help", arg);
             if (!f->model) f->model = word = arg;
             else if (f->verb == QUANTIZE && !f->target) f->target = arg;
             else if (f->verb == QUANTIZE && !f->type) f->type = arg;
@@ -431,7 +453,7 @@ static void parse_flags(Flags *f, int argc, char **argv) {
             *(double *)field = PFLASH_ALPHA;
             continue;
         }
-        if (++i == argc) die("%s: expected a value (%s), got the end of the line", arg, flag->value);
+        if (++i == argc) die("%s needs a value: %s", arg, flag->value);
         if (flag->kind == FLAG_CHOICE && !is_listed(flag->value, argv[i]))
             die("%s: expected %s, got '%s'", arg, flag->value, argv[i]);
         if (flag->kind == FLAG_TEXT || flag->kind == FLAG_CHOICE) {
@@ -452,7 +474,7 @@ static void parse_flags(Flags *f, int argc, char **argv) {
         if (end == argv[i] || *end || errno || !(v >= flag->min && v <= flag->max) ||
             (flag->kind == FLAG_INT && !whole))
             die("%s: expected %s from %.10g to %.10g, got '%s'", arg,
-                flag->kind == FLAG_INT ? "a whole number" : "a number", flag->min, flag->max, argv[i]);
+                flag->kind == FLAG_INT ? "an integer" : "a number", flag->min, flag->max, argv[i]);
         *(double *)field = v;
     }
     for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
@@ -469,7 +491,7 @@ static IntList parse_list(const char *flag, const char *text, int otherwise) {
         const long v = *at >= '0' && *at <= '9' ? strtol(at, &end, 10) : -1;
         if (at == text) list.count = 0;
         if (v < 0 || v > MAX_CONTEXT || errno || (*end && *end != ',') || list.count == 32)
-            die("%s: expected at most 32 whole numbers from 0 to %d with commas between, got '%s'", flag, MAX_CONTEXT,
+            die("%s: expected at most 32 integers from 0 to %d, separated by commas, got '%s'", flag, MAX_CONTEXT,
                 text);
         list.n[list.count++] = (int)v;
         if (!*end) break;
@@ -483,12 +505,12 @@ static Forced parse_forced(const Flags *f) {
     Forced forced = { .depth = 0 };
     int n = 0;
     if (!f->force) return forced;
-    if (!f->drafter) die("--spec-force: expected a drafter; try -md FILE");
+    if (!f->drafter) die("--spec-force: expected a draft model; try -md FILE");
     for (const char *at = f->force; ; at++) {
         char *end;
         const float share = strtof(at, &end);
         if (end == at || !(share >= 0 && share <= 1) || n == DRAFT_MAX || (*end && *end != ','))
-            die("--spec-force: expected numbers from 0 to 1 with commas between, got '%s'", f->force);
+            die("--spec-force: expected numbers from 0 to 1, separated by commas, got '%s'", f->force);
         forced.share[n++] = share;
         if (!*end) break;
         at = end;
@@ -530,7 +552,7 @@ static float *parse_biases(const TextList *list, int vocab) {
             const long id = *at >= '0' && *at <= '9' ? strtol(at, &sign, 10) : -1;
             const float value = id >= 0 && (*sign == '+' || *sign == '-') ? strtof(sign, &end) : 0;
             if (!end || end == sign || (*end && *end != ',') || !(value < INFINITY))
-                die("--logit-bias: expected ID+VALUE or ID-VALUE, with commas between several, got '%s'",
+                die("--logit-bias: expected ID+VALUE or ID-VALUE, several separated by commas, got '%s'",
                     list->text[i]);
             if (id >= vocab)
                 die("--logit-bias: '%s': expected ids from 0 to %d, got %ld", list->text[i], vocab - 1, id);
@@ -544,20 +566,20 @@ static float *parse_biases(const TextList *list, int vocab) {
 // The steps of sampling that change something, in their order.
 static void print_sampling(const Model *m, const SampleParams *p) {
     fprintf(stderr, "# sampling: ");
-    if (m->n_suppressed) fprintf(stderr, "%d tokens suppressed > ", m->n_suppressed);
-    if (m->s.bias) fprintf(stderr, "bias > ");
+    if (m->n_suppressed) fprintf(stderr, "%d tokens suppressed, ", m->n_suppressed);
+    if (m->s.bias) fprintf(stderr, "logit bias, ");
     if (m->s.counts)
-        fprintf(stderr, "penalties: repeat %g, frequency %g, presence %g > ", (double)p->repeat, (double)p->frequency,
+        fprintf(stderr, "penalties (repeat %g, frequency %g, presence %g), ", (double)p->repeat, (double)p->frequency,
                 (double)p->presence);
     if (p->temperature <= 0) {
-        fprintf(stderr, "the likeliest\n");
+        fprintf(stderr, "greedy (temperature 0)\n");
         return;
     }
-    fprintf(stderr, "temperature %g > ", (double)p->temperature);
-    if (p->top_k > 0) fprintf(stderr, "top-k %d > ", (int)p->top_k);
-    if (p->top_p < 1) fprintf(stderr, "top-p %g > ", (double)p->top_p);
-    if (p->min_p > 0) fprintf(stderr, "min-p %g > ", (double)p->min_p);
-    fprintf(stderr, "draw, seed %" PRIu64 "\n", p->seed);
+    fprintf(stderr, "temperature %g, ", (double)p->temperature);
+    if (p->top_k > 0) fprintf(stderr, "top-k %d, ", (int)p->top_k);
+    if (p->top_p < 1) fprintf(stderr, "top-p %g, ", (double)p->top_p);
+    if (p->min_p > 0) fprintf(stderr, "min-p %g, ", (double)p->min_p);
+    fprintf(stderr, "then sample, seed %" PRIu64 "\n", p->seed);
 }
 
 // The prompt: the text of -p, of -f, or both with an empty line between; else standard input, unless that is a
@@ -570,7 +592,7 @@ static char *read_prompt(const Flags *f, size_t *n) {
         if (typed || f->interactive) return NULL;
         path = "-";
     }
-    if (path && !strcmp(path, "-") && f->interactive) die("-f: expected a file, got -: the chat reads standard input");
+    if (path && !strcmp(path, "-") && f->interactive) die("-f: expected a file, got -: a chat reads its messages from standard input");
     size_t n_file = 0;
     char *file = path ? read_file(strcmp(path, "-") ? path : NULL, &n_file, "-f") : NULL;
     if (!f->prompt && !f->prompt_file && !n_file) {
@@ -587,7 +609,7 @@ static char *read_prompt(const Flags *f, size_t *n) {
 }
 
 __attribute__((noreturn)) static void die_without_prompt(const Flags *f) {
-    die("-p: expected a prompt, got none, and nothing on standard input; try gemma4 %sMODEL.gguf -p \"Hello\"%s",
+    die("-p: expected a prompt, got none, and standard input is empty; try gemma4 %sMODEL.gguf -p \"Hello\"%s",
         f->verb == TOKENIZE ? "tokenize " : "", f->verb == TOKENIZE ? "" : ", or -i for a chat");
 }
 
@@ -596,7 +618,7 @@ static void print_template(const Tokenizer *t) {
     static const char *const names[] = { [TOK_TEMPLATE_SPRING] = "Google's of spring 2026",
         [TOK_TEMPLATE_LAUNCH] = "Google's of the release", [TOK_TEMPLATE_OTHER] = "not one of Google's" };
     if (t->chat_template != TOK_TEMPLATE_NONE && t->chat_template != TOK_TEMPLATE_CANONICAL)
-        fprintf(stderr, "# chat template of the file: %s; used instead: Google's of 2026-07-09, %s variant\n",
+        fprintf(stderr, "# chat template of the file: %s; using Google's of 2026-07-09 instead, %s variant\n",
                 names[t->chat_template], t->large_variant ? "large" : "small");
 }
 
@@ -609,9 +631,9 @@ static void check_session_path(const char *path) {
     const size_t n = slash ? (size_t)(slash - path) + (slash == path) : 1;
     char *folder = alloc_or_die(n + 1, 1);
     memcpy(folder, slash ? path : ".", n);
-    if (!*path) die("--session: expected a file, got an empty name");
+    if (!*path) die("--session: expected a file name, got an empty one");
     if (!stat(path, &st) && !S_ISREG(st.st_mode))
-        die("--session: %s: expected a file, got a device, a pipe or a folder", path);
+        die("--session: %s: expected a regular file, got a device, a pipe or a directory", path);
     if (access(folder, W_OK | X_OK)) die("--session: %s: cannot write to %s: %s", path, folder, strerror(errno));
     free(folder);
 }
@@ -624,27 +646,28 @@ static void check_greedy_flags(const Flags *f, bool chatting) {
         { f->repeat != 1 || f->presence != 0 || f->frequency != 0, "penalties" }, { f->biases.n > 0, "--logit-bias" },
         { f->stops.n > 0, "--stop" }, { f->grammar || f->grammar_file || f->schema || f->schema_file, "a grammar" },
         { f->tools || f->think, "--tools or --think" }, { f->session, "--session" }, { f->shift, "--context-shift" },
-        { f->ignore_eos, "--ignore-eos" }, { f->top_logits > 0, "--top-logits" }, { f->compress > 0, "--compress" } };
+        { f->ignore_eos, "--ignore-eos" }, { f->top_logits > 0, "--top-logits" }, { f->compress > 0, "--compress" },
+        { f->n_predict == 0, "-n 0" } };
     for (size_t i = 0; f->greedy && i < sizeof others / sizeof *others; i++)
-        if (others[i].given) die("--greedy: expected no %s with it; try --temp 0", others[i].name);
+        if (others[i].given) die("--greedy cannot be used with %s; try --temp 0", others[i].name);
 }
 
 static void check_generate_flags(const Flags *f, bool chatting) {
     check_greedy_flags(f, chatting);
     if (f->compress && (f->session || f->shift || f->dump))
-        die("--compress: expected no %s with it: what the model was shown is not the text",
+        die("--compress cannot be used with %s: the model sees only a part of the text",
             f->session ? "--session" : f->shift ? "--context-shift" : "--dump");
     for (int i = 0; i < f->stops.n; i++)
         if (!*f->stops.text[i]) die("--stop: expected a text, got an empty one");
     if (f->raw && (f->system || f->tools || f->think || f->chat_template || chatting))
-        die("%s: has no place in a --raw prompt", f->system ? "--system" : f->tools ? "--tools" : f->think ? "--think" :
+        die("%s cannot be used with --raw", f->system ? "--system" : f->tools ? "--tools" : f->think ? "--think" :
             f->chat_template ? "--template" : "a chat");
-    if (f->think_budget >= 0 && !f->think) die("--think-budget: expected --think beside it");
+    if (f->think_budget >= 0 && !f->think) die("--think-budget needs --think");
     if (f->session) check_session_path(f->session);
     if (!chatting && (f->history || f->verbose))
-        die("%s: expected a chat, got a prompt; try -i", f->history ? "--history" : "--verbose");
+        die("%s is an option of a chat; try -i", f->history ? "--history" : "--verbose");
 #ifndef EDITS_LINES
-    if (f->history) die("--history: this build edits no lines: it was made without libedit and readline");
+    if (f->history) die("--history: this build has no line editing: libedit and readline were missing");
 #endif
 }
 
@@ -667,7 +690,7 @@ static void raw_prompt(Chat *c, const char *text, size_t n, TokIds *ids) {
     Session *s = &c->s;
     const size_t n_ctx = (size_t)s->m->options.n_ctx, held = s->held.n, half = (n_ctx - 1) / 2;
     if (s->t->bos < 0)
-        die("%s: key 'tokenizer.ggml.bos_token_id': missing, and no token is called <bos>", s->m->gguf.path);
+        die("%s: key 'tokenizer.ggml.bos_token_id': missing, and the vocabulary has no token <bos>", s->m->gguf.path);
     for (size_t i = 0; i < held; i++) push_id(s, ids, s->held.ids[i]);
     for (size_t i = 0; i < c->pending.n; i++) push_id(s, ids, c->pending.ids[i]);
     if (!ids->n) push_id(s, ids, s->t->bos);
@@ -675,7 +698,7 @@ static void raw_prompt(Chat *c, const char *text, size_t n, TokIds *ids) {
     if (ids->n <= n_ctx || !c->options.shift || half + 1 > held || ids->n - held > half) return;
     memmove(ids->ids + 1, ids->ids + held - half, (ids->n - held + half) * sizeof *ids->ids);
     ids->n -= held - half - 1;
-    fprintf(stderr, "# context full: %zu tokens dropped, the first 1 and the newest %zu stay\n", held - half - 1, half);
+    fprintf(stderr, "# context full: %zu tokens dropped; kept the first 1 and the newest %zu\n", held - half - 1, half);
 }
 
 // The one answer of a run without a chat. Dies where it cannot be had; from: the flag that the prompt came with.
@@ -713,10 +736,10 @@ static Drafting drafting_of(const Flags *f, const Ops *ops, ModelOptions *o) {
     Drafting d = { .kind = (SpecKind)number_of(f->spec, spec_names, f->drafter ? SPEC_AUTO : SPEC_OFF),
                    .tree = (int)f->tree, .least = (float)f->draft_min_p };
     if ((d.kind == SPEC_MTP || d.kind == SPEC_DFLASH) && !f->drafter)
-        die("--spec %s: expected a drafter's file; try -md FILE, or --spec ngram, which needs none", f->spec);
+        die("--spec %s needs a draft model; try -md FILE, or --spec ngram, which needs none", f->spec);
     if (d.tree && !(f->drafter && uses_drafter(&d)))
-        die("--tree: expected a drafter, of whose guesses a tree is made; try -md FILE");
-    if (d.kind != SPEC_OFF && !ops->verify_walk) die("--spec: the %s backend cannot verify guesses", ops->name);
+        die("--tree needs a draft model; try -md FILE");
+    if (d.kind != SPEC_OFF && !ops->verify_walk) die("--spec: the %s backend cannot verify drafts", ops->name);
     d.most = f->draft_max ? (int)f->draft_max : d.kind == SPEC_MTP ? 4 : d.kind == SPEC_OFF ? 0 : 16;
     if (uses_drafter(&d)) plan_drafting(f, o, d.tree ? DRAFT_WIDTH : 1);
     o->n_logits = max_int(o->n_logits, min_int(STEP_ROWS, o->n_seqs * (1 + max_int(d.most, d.tree))));
@@ -726,7 +749,7 @@ static Drafting drafting_of(const Flags *f, const Ops *ops, ModelOptions *o) {
 // The drafter that was asked for is the one in the file.
 static void check_drafting(const Model *m, const Drafting *d) {
     if ((d->kind == SPEC_MTP || d->kind == SPEC_DFLASH) && drafter_of(m) != d->kind)
-        die("--spec %s: %s: expected such a drafter, got one for --spec %s", spec_names[d->kind], m->drafter->gguf.path,
+        die("--spec %s: %s: expected a draft model of this kind, got one for --spec %s", spec_names[d->kind], m->drafter->gguf.path,
             spec_names[drafter_of(m)]);
 }
 
@@ -744,18 +767,18 @@ static Grammar *read_grammar(const Flags *f, const Tokenizer *t, TokStr tools) {
     bool is_schema = false, ok;
     for (size_t i = 0; i < sizeof from / sizeof *from; i++) {
         if (!from[i].text) continue;
-        if (name) die("%s: expected one of %s and %s", from[i].name, name, from[i].name);
+        if (name) die("%s: expected either %s or %s", from[i].name, name, from[i].name);
         name = from[i].name;
         size_t n = strlen(from[i].text);
         file = from[i].is_file ? read_file(from[i].text, &n, name) : NULL;
         text = (TokStr){ file ? file : from[i].text, n };
         is_schema = from[i].is_schema;
     }
-    if (choice && name) die("--tool-choice: expected no %s beside it: the answer is a call", name);
-    if (choice && !tools.n) die("--tool-choice: expected --tools beside it");
+    if (choice && name) die("--tool-choice cannot be used with %s: the answer is a tool call", name);
+    if (choice && !tools.n) die("--tool-choice needs --tools");
     if (!choice && !name) return NULL;
-    if (f->ignore_eos) die("--ignore-eos: expected no %s beside it: its text has an end", name ? name : "--tool-choice");
-    if (!grammar_vocab_init(&vocab, t)) die("out of memory for a tree of tokens");
+    if (f->ignore_eos) die("--ignore-eos cannot be used with %s: such an answer has an end", name ? name : "--tool-choice");
+    if (!grammar_vocab_init(&vocab, t)) die("out of memory for the token tree of the grammar");
     if (name && !is_schema) ok = grammar_from_gbnf(&g, &vocab, text);
     else if (tools.n) ok = grammar_from_tools(&g, &vocab, tools, is_choice(choice, "required") ? NULL : choice, true, text);
     else ok = grammar_from_schema(&g, &vocab, text);
@@ -796,7 +819,7 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     if (f->scorer) check_scorer(f->scorer, &m->gguf);
     if (f->chat_template) tok.large_variant = is_choice(f->chat_template, "large");
-    if (f->think_budget >= 0 && tok.channel_close < 0) die("--think-budget: %s: has no token <channel|>", m->gguf.path);
+    if (f->think_budget >= 0 && tok.channel_close < 0) die("--think-budget: %s: expected a token <channel|>, got none", m->gguf.path);
     Chat c = { .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose, .chatting = chatting,
                .raw = f->raw, .session = f->session, .compressor = { .ratio = (float)f->compress, .file = f->scorer },
                .show = { (int)f->top_logits, f->show_thoughts, .newline = chatting } };
@@ -804,6 +827,7 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
                                  .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget,
                                  .shift = f->shift, .grammar = read_grammar(f, &tok, c.tools), .may_think = f->think };
     c.options.sampling = sampling_params(f, &m->gguf);
+    if (f->greedy) c.options.sampling.temperature = 0;     // as print_sampling() shows it
     c.options.drafting = drafting;
     if (chatting) measure_pace(m, &tok, &drafting);    // else it takes longer than it brings
     session_open(&c.s, m, &tok, 0);
@@ -813,7 +837,7 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
     } else {
         if (f->system) set_system(&c, (TokStr){ f->system, strlen(f->system) });
         if (!chatting && calls_waiting(&c.messages, &id))
-            die("--session: %s: a call waits for its result: expected a chat, and /tool RESULT; try -i", f->session);
+            die("--session: %s: the model called a tool; answer with /tool RESULT in a chat; try -i", f->session);
         if (!chatting && tok_add_message(&c.messages, "user", (TokStr){ text, n_text }) < 0)
             die("%s: out of memory for a prompt of %zu bytes", from, n_text);
         if (render(&c, 0, 1, true, &ids) < 0) {
@@ -822,7 +846,7 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
         }
     }
     if (ids.n > (size_t)m->options.n_ctx && !f->compress)              // in a chat, what the flags bring
-        die("%s: the prompt has %zu tokens, the context %d; try -c %zu", from, ids.n, m->options.n_ctx, ids.n + 512);
+        die("%s: the prompt has %zu tokens, but the context only %d; try -c %zu", from, ids.n, m->options.n_ctx, ids.n + 512);
 
     if (o.bias) {
         float *bias = parse_biases(&f->biases, m->config.vocab);
@@ -874,11 +898,11 @@ static int run_ppl(const Flags *f, const Ops *ops, ModelOptions o) {
                      .n_chunks = (int)f->n_chunks, .base = f->kld_base, .compare = f->kld,
                      .format = (Format)number_of(f->out, format_names, FORMAT_MD) };
     size_t n;
-    if (!f->prompt_file) die("-f: expected a text; try gemma4 ppl %s -f text.txt", f->model);
-    if (p.n_ctx < 4) die("-c: expected at least 4 ids in a chunk, got %d", p.n_ctx);
-    if (p.stride >= p.n_ctx) die("--ppl-stride: expected less than -c, %d, got %d", p.n_ctx, p.stride);
-    if (ppl_chunk(&p) > MAX_CONTEXT) die("-c: expected at most %d ids in a chunk, got %d", MAX_CONTEXT, ppl_chunk(&p));
-    if (p.base && p.compare) die("--kld: expected one of --kld-base and --kld");
+    if (!f->prompt_file) die("-f: expected a text file; try gemma4 ppl %s -f text.txt", f->model);
+    if (p.n_ctx < 4) die("-c: expected at least 4 ids per chunk, got %d", p.n_ctx);
+    if (p.stride >= p.n_ctx) die("--ppl-stride: expected less than -c (%d), got %d", p.n_ctx, p.stride);
+    if (ppl_chunk(&p) > MAX_CONTEXT) die("-c: expected at most %d ids per chunk, got %d", MAX_CONTEXT, ppl_chunk(&p));
+    if (p.base && p.compare) die("--kld: expected either --kld-base or --kld, got both");
     char *text = read_prompt(f, &n);
     const int status = verb_ppl(f->model, ops, o, &p, text, n, f->special ? TOK_SPECIAL : TOK_PLAIN);
     free(text);
@@ -902,7 +926,7 @@ static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     char *key = f->api_key_file ? read_key(f->api_key_file) : NULL;
-    if (key && f->api_key) die("--api-key: expected one of --api-key and --api-key-file");
+    if (key && f->api_key) die("--api-key: expected either --api-key or --api-key-file, got both");
     size_t free_bytes, total;
     cpu_ops()->memory(&free_bytes, &total);
     ServeOptions s = { .host = f->host ? f->host : "127.0.0.1", .alias = f->alias, .api_key = key ? key : f->api_key,
@@ -941,14 +965,14 @@ static bool run_file_verb(const Flags *f) {
         size_t n;
         char *text = read_prompt(f, &n);
         if (!text) die_without_prompt(f);
-        if (f->plain && f->special) die("--special: expected one of --plain and --special");
+        if (f->plain && f->special) die("--special: expected either --plain or --special, got both");
         verb_tokenize(f->model, text, n, f->plain ? TOK_PLAIN : f->special ? TOK_SPECIAL : TOK_USER_DEFINED);
         free(text);
     } else if (f->verb == DETOKENIZE) {
         if (!f->ids) die("--ids: expected token ids; try --ids \"2 105 2364\"");
         verb_detokenize(f->model, f->ids);
     } else if (f->verb == QUANTIZE) {
-        if (!f->type) die("quantize: expected three names, IN OUT.gguf TYPE");
+        if (!f->type) die("quantize: expected three arguments: IN OUT.gguf TYPE");
         verb_quantize(f->model, f->target, f->type);
     } else return false;
     return true;
@@ -956,7 +980,7 @@ static bool run_file_verb(const Flags *f) {
 
 static ModelOptions plan_options(const Flags *f) {
     ModelOptions o = { .n_seqs = 1, .n_batch = BATCH_FIT, .n_logits = 1, .memory = (size_t)(f->memory * (1 << 30)) };
-    if (f->scorer && !f->compress) die("--scorer: it scores tokens for --compress; try --compress 0.2");
+    if (f->scorer && !f->compress) die("--scorer needs --compress; try --compress 0.2");
     if (f->scorer && access(f->scorer, R_OK)) die("--scorer: %s: %s", f->scorer, strerror(errno));    // opened later
     o.can_score = f->compress && !f->scorer;
     o.n_ctx = f->n_ctx < 0 ? 0 : f->n_ctx > 0 ? (int)f->n_ctx : CTX_FIT;
@@ -984,7 +1008,7 @@ static void run_bench(const Flags *f, const Ops *ops, ModelOptions o) {
 
 static void run_logits(const Flags *f, const Ops *ops, ModelOptions o) {
     if (!f->ids) die("--ids: expected a file of token ids");
-    if (!f->out) die("-o: expected a file for the logits");
+    if (!f->out) die("-o: expected an output file for the logits");
     verb_logits(f->model, ops, o, f->ids, f->out, f->dump, f->check_tensors);
 }
 
@@ -992,12 +1016,12 @@ static void run_logits(const Flags *f, const Ops *ops, ModelOptions o) {
 static const Ops *choose_ops(const Flags *f) {
     const Card *card = f->card ? find_card(f->card) : NULL;
     const Ops *ops = NULL;
-    const char *advice = "built without CUDA, which this needs; build it with make cuda";
+    const char *advice = "this build has no CUDA; build with make cuda";
 #ifdef USE_CUDA
     cuda_pretend(card);
     ops = cuda_ops();
     if (!ops && f->verb == PLAN) ops = cuda_plan_ops();
-    advice = "there is no GPU to run on; without one, try gemma4 plan";
+    advice = "no GPU found; without one, only gemma4 plan works";
 #endif
     if (card && !ops) die("--card: %s: %s", card->name, advice);
     return ops ? ops : cpu_ops();
@@ -1022,7 +1046,7 @@ static int command_line(int argc, char **argv) {
         return 0;
     }
     const uint16_t one = 1;
-    if (*(const uint8_t *)&one != 1) die("this program needs a little-endian machine");
+    if (*(const uint8_t *)&one != 1) die("gemma4 needs a little-endian machine");
     if (!f.model) die("expected a model file; try gemma4 MODEL.gguf -p \"Hello\", or --help");
     if (!(f.verb & (TOKENIZE | DETOKENIZE | PLAN))) start_threads((int)f.n_threads);
     if (run_file_verb(&f)) return 0;

@@ -70,10 +70,10 @@ static void check_scorer(const char *file, Gguf *target) {
         die("--scorer: %s: key '%s': missing (E_META_MISSING)", target->path, key);
     if (gguf_get_strs(&g, key, &got, &n_got) < 1) die("--scorer: %s: key '%s': missing (E_META_MISSING)", file, key);
     if (n != n_got)
-        die("--scorer: %s: expected the vocabulary of %s, %zu tokens, got %zu", file, target->path, n, n_got);
+        die("--scorer: %s: expected the vocabulary of %s with %zu tokens, got %zu", file, target->path, n, n_got);
     while (i < n && want[i].n == got[i].n && !memcmp(want[i].s, got[i].s, want[i].n)) i++;
     if (i < n)
-        die("--scorer: %s: expected the vocabulary of %s, both have %zu tokens, but token %zu differs", file,
+        die("--scorer: %s: expected the vocabulary of %s: both have %zu tokens, but token %zu differs", file,
             target->path, n, i);
     gguf_close(&g);
 }
@@ -158,7 +158,7 @@ static bool compress_prompt(Compressor *c, Session *s, const int32_t *ids, int n
         return true;
     }
     if (!c->file && n > target->options.n_ctx) {
-        snprintf(c->err, sizeof c->err, "--compress: the model's own layers score %d tokens, the context has %d; try "
+        snprintf(c->err, sizeof c->err, "--compress: a prompt of %d tokens to score exceeds the context of %d; try "
                  "-c %d or --scorer FILE", n, target->options.n_ctx, n + 512);
         return false;
     }
@@ -179,7 +179,7 @@ static bool compress_prompt(Compressor *c, Session *s, const int32_t *ids, int n
 }
 
 static void print_compressed(int kept, int n) {
-    if (kept < n) fprintf(stderr, "# prompt compressed, lossy: kept %d of %d tokens\n", kept, n);
+    if (kept < n) fprintf(stderr, "# prompt compressed (lossy): kept %d of %d tokens\n", kept, n);
 }
 
 #endif

@@ -122,11 +122,11 @@ static Output open_model_output(const char *path, const char *in) {
     const GgufStr name = { path, strlen(path) };
     if (ends_with(name, ".safetensors") ||
         (ends_with(name, ".gguf") && name.n > 14 && !memcmp(path + name.n - 14, "-of-", 4)))
-        die("%s: expected a name of its own, got one that belongs to a set of files", path);
+        die("%s: expected a new file name, got the name of one part of a split model", path);
     if (!stat(path, &old)) {
-        if (!S_ISREG(old.st_mode)) die("%s: expected the name of a file to write, got what is no regular file", path);
+        if (!S_ISREG(old.st_mode)) die("%s: expected a regular file to write, got something else", path);
         if (!stat(in, &source) && old.st_dev == source.st_dev && old.st_ino == source.st_ino)
-            die("%s: expected another file, got the model itself", path);
+            die("%s: expected another file, got the model file itself", path);
     }
     const int err = create_output(&o, path, 0666);
     if (err) die("%s: %s", path, strerror(err));
@@ -141,15 +141,15 @@ static void write_model_output(const Output *o, const void *bytes, size_t n) {
         _exit(128 + interrupted);
     }
     if (err == EFAULT) on_lost_pages(SIGBUS);           // the same, met by the kernel
-    if (err) die_output(o, "cannot write: %s; the file was left as it was", strerror(err));
+    if (err) die_output(o, "cannot write: %s; the old file is unchanged", strerror(err));
 }
 
 static void close_model_output(Output *o) {
     Gguf check;
-    if (gguf_open(&check, o->tmp) < 0) die_output(o, "what was written is damaged: %s", check.err);
+    if (gguf_open(&check, o->tmp) < 0) die_output(o, "the written file is damaged: %s", check.err);
     gguf_close(&check);
     const int err = finish_output(o, 0);
-    if (err) die("%s: cannot write: %s; the file was left as it was", o->path, strerror(err));
+    if (err) die("%s: cannot write: %s; the old file is unchanged", o->path, strerror(err));
 }
 
 enum { PIECE_BYTES = 4 << 20, PIECE_ELEMS = 4096 };     // written at once; converted at once, a multiple of all blocks
@@ -192,7 +192,7 @@ static int convert_rows(const GgufTensor *t, const uint8_t *src, int type, uint8
 static const Recipe *find_recipe(const char *name) {
     for (size_t i = 0; i < sizeof recipes / sizeof *recipes; i++)
         if (!strcasecmp(name, recipes[i].name)) return &recipes[i];
-    die("%s: expected one of q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32 as the type", name);
+    die("%s: expected a type, one of q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32", name);
 }
 
 // An architecture's own integer key, or `otherwise` where the file has none.
@@ -217,13 +217,13 @@ static size_t write_tensor(const Output *o, const GgufTensor *t, int type, uint8
     const bool converts = type != t->type;
     if (converts) {
         *piece = realloc(*piece, step * row);
-        if (!*piece) die_output(o, "out of memory: %zu bytes wanted", step * row);
+        if (!*piece) die_output(o, "out of memory: cannot allocate %zu bytes", step * row);
     }
     for (size_t r = 0; r < n_rows; r += step) {
         const size_t n = n_rows - r < step ? n_rows - r : step, done = bar->done + (r + n) * row;
         const int bad = converts ? convert_rows(t, t->data + r * in_row, type, *piece, n) : 0;
-        if (bad & NOT_FINITE) die_output(o, "tensor '%s' of %s holds values that are not finite", shown(t->name), in);
-        if (bad) die_output(o, "tensor '%s' of %s holds values too large for %s", shown(t->name), in, gguf_type_name(type));
+        if (bad & NOT_FINITE) die_output(o, "tensor '%s' of %s has NaN or Inf values", shown(t->name), in);
+        if (bad) die_output(o, "tensor '%s' of %s has values too large for %s", shown(t->name), in, gguf_type_name(type));
         write_model_output(o, converts ? *piece : t->data + r * in_row, n * row);
         if (done < bar->total) progress(bar->what, done, bar->total, "B");
     }
@@ -268,11 +268,11 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
         gguf_put_tensor(&w, t->name, types[i], t->n_dims, t->ne);
     }
     if (n_requantised)
-        fprintf(stderr, "# warning: %zu tensors are quantised already: the file will be worse than one made from f16\n",
+        fprintf(stderr, "# warning: %zu tensors are already quantized; quantizing from f16 gives better quality\n",
                 n_requantised);
     size_t head_size;
     uint8_t *head = gguf_writer_head(&w, &head_size), *piece = NULL;
-    if (!head) die("out of memory: the head of %s", out);
+    if (!head) die("out of memory: cannot allocate the header of %s", out);
 
     stop_on(SIGINT);
     stop_on(SIGTERM);

@@ -106,7 +106,7 @@ static void cpu_init(const Limits *lim) {
     cpu.y.q = alloc_or_die(rows * cols, sizeof *cpu.y.q);
     cpu.y.s = alloc_or_die(rows * (cols / 32 + 1), sizeof *cpu.y.s);
     cpu.packed = aligned_alloc(64, round_up(packed_bytes(rows, pairs, cols), 64));
-    if (!cpu.packed) die("out of memory: %zu bytes wanted", packed_bytes(rows, pairs, cols));
+    if (!cpu.packed) die("out of memory: cannot allocate %zu bytes", packed_bytes(rows, pairs, cols));
     cpu.order = alloc_or_die(pairs, sizeof *cpu.order);
     cpu.candidates = alloc_or_die(vocab, sizeof *cpu.candidates);
     cpu.logits = alloc_or_die(vocab, sizeof *cpu.logits);

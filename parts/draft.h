@@ -101,7 +101,7 @@ enum { DFLASH_REACH = 32768 };          // positions that a full layer sees back
 // What the file is by its architecture. Dies on kinds that cannot be run.
 static DrafterKind drafter_kind(Drafter *d, const char *target) {
     static const char *const dflash[] = { "dflash", "gemma4-dflash-draft", "dflash-draft" };
-    static const char *const others[][2] = { { "eagle3", "EAGLE-3" }, { "gemma4", "another whole model as the" } };
+    static const char *const others[][2] = { { "eagle3", "EAGLE-3" }, { "gemma4", "whole models as" } };
     Gguf *g = &d->gguf;
     GgufStr arch = { "", 0 };
     if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
@@ -116,15 +116,15 @@ static DrafterKind drafter_kind(Drafter *d, const char *target) {
         else if (gguf_find_tensor(g, "selector_hidden.weight")) kind = "DFlash2";
         else return DRAFTER_DFLASH;
     }
-    if (kind) die("%s: a drafter for %s: %s drafter is not supported; try an MTP assistant", g->path, target, kind);
-    die("%s: key 'general.architecture': expected a drafter for %s, gemma4-assistant or dflash, got '%s' "
+    if (kind) die("%s: draft model for %s: %s draft models are not supported; try an MTP assistant", g->path, target, kind);
+    die("%s: key 'general.architecture': expected a draft model for %s, gemma4-assistant or dflash, got '%s' "
         "(E_META_RANGE)", g->path, target, d->arch);
 }
 
 // A size that drafter and target share.
 static void must_agree(const Model *m, const char *what, int64_t got, int64_t want) {
     if (got != want)
-        die("%s: drafter for %s: %s: expected %" PRId64 ", got %" PRId64 "; try the drafter that was made for this "
+        die("%s: draft model for %s: %s: expected %" PRId64 ", got %" PRId64 "; try the draft model made for this "
             "model", m->drafter->gguf.path, m->gguf.path, what, want, got);
 }
 
@@ -168,7 +168,7 @@ static void load_mtp_config(Model *m) {
         int donor = t->first_shared - 1;
         while (donor >= 0 && t->layer[donor].is_swa != (swa[l] != 0)) donor--;
         if (donor < 0)
-            die("%s: drafter for %s: layer %d reads a %s layer, of which the model has none", g->path, m->gguf.path, l,
+            die("%s: draft model for %s: layer %d reads a %s layer, but the model has none", g->path, m->gguf.path, l,
                 swa[l] ? "sliding" : "global");
         const LayerConfig *from = &t->layer[donor];
         const int s = swa[l] != 0;
@@ -197,7 +197,7 @@ static void bind_centroids(Model *m) {
         die("%s: tensor '%s': expected a number of rows that divides the vocabulary of %d, got %" PRIu64 " (E_SHAPE)",
             g->path, name, vocab, n);
     if (!m->ops->head_centroid)
-        die("%s: tensor '%s': the %s backend has no head for centroids", g->path, name, m->ops->name);
+        die("%s: tensor '%s': the %s backend does not support centroid heads", g->path, name, m->ops->name);
     bind_scaled(d->binder, &d->centroids, name, (int)n, d->config.dim, 1);
     const int per = vocab / (int)n, least = (m->options.draft_width + per - 1) / per;  // enough for the candidates
     d->n_centroids_used = (int)key_int(g, drafter_key(d, "centroid_top_k"), least, (int64_t)n,
@@ -230,7 +230,7 @@ static void bind_mtp(Model *m) {
     const Weights *t = &m->weights;
     const GgufTensor *embd = gguf_find_tensor(b->g, "token_embd.weight");
     if (!embd) die("%s: tensor 'token_embd.weight': missing (E_TENSOR_MISSING)", b->g->path);
-    if (!m->ops->pair) die("%s: the %s backend has no input for MTP drafters", b->g->path, m->ops->name);
+    if (!m->ops->pair) die("%s: the %s backend does not support MTP draft models", b->g->path, m->ops->name);
     must_agree(m, "vocabulary", (int64_t)embd->ne[1], m->config.vocab);
     c->vocab = m->config.vocab;
     bind_scaled(b, &w->token_embd, "token_embd.weight", c->vocab, c->dim, 1);  // the head; embeddings: the target's
@@ -252,8 +252,8 @@ static void bind_mtp(Model *m) {
         if (s || has_factors) bind_rope(b, w, s, base[s], lc->head_dim, factors);
         if ((s || has_factors) && (w->n_pairs[s] != t->n_pairs[s] ||
                                    memcmp(w->inv_freq[s], t->inv_freq[s], (size_t)t->n_pairs[s] * sizeof(double))))
-            die("%s: drafter for %s: expected the model's own rotation of %s layers, got another one; try the drafter "
-                "that was made for this model", b->g->path, m->gguf.path, s ? "sliding" : "global");
+            die("%s: draft model for %s: expected the model's own RoPE of %s layers, got another one; try the draft model "
+                "made for this model", b->g->path, m->gguf.path, s ? "sliding" : "global");
     }
 }
 
@@ -265,15 +265,15 @@ static void load_taps(Model *m, const char *key, int first) {
     int64_t ids[MAX_LAYERS];
     const GgufKv *kv = gguf_find_kv(g, key);
     if (!kv || kv->type != GGUF_V_ARRAY || kv->count < 1 || kv->count > MAX_LAYERS)
-        die("%s: key '%s': expected 1 to %d layers of %s that it reads; without them it cannot be run (E_META_MISSING)",
+        die("%s: key '%s': expected 1 to %d layers of %s that it reads; without them it cannot run (E_META_MISSING)",
             g->path, key, MAX_LAYERS, m->gguf.path);
     m->taps.n = (int)kv->count;
     if (gguf_get_ints(g, key, INT_MIN, INT_MAX, ids, kv->count) < 0) die_gguf(g);
     for (int i = 0; i < m->taps.n; i++) {
         const int64_t layer = ids[i] - first;
         if (layer < 0 || layer >= m->config.n_layers)
-            die("%s: drafter for %s: key '%s': expected %d to %d, as the model has %d layers, got %" PRId64 "; try the "
-                "drafter that was made for this model", g->path, m->gguf.path, key, first,
+            die("%s: draft model for %s: key '%s': expected %d to %d, as the model has %d layers, got %" PRId64 "; try the "
+                "draft model made for this model", g->path, m->gguf.path, key, first,
                 m->config.n_layers - 1 + first, m->config.n_layers, ids[i]);
         m->taps.layer[i] = (int)layer;
         m->taps.end = max_int(m->taps.end, (int)layer + 1);
@@ -347,7 +347,7 @@ static void bind_dflash_layer(Binder *b, const Config *c, LayerWeights *w, int l
     const int q_dim = c->n_heads * lc->head_dim, kv_dim = lc->n_kv_heads * lc->head_dim, dim = c->dim;
     char name[80];
     if (find_tensor(b, NAME("attn_sinks.weight")))
-        die("%s: tensor '%s': a drafter with attention sinks is not supported", b->g->path, name);
+        die("%s: tensor '%s': draft models with attention sinks are not supported", b->g->path, name);
     bind_vector(b, &w->attn_norm, NAME("attn_norm.weight"), dim);
     bind_scaled(b, &w->attn_q, NAME("attn_q.weight"), q_dim, dim, 1);
     bind_scaled(b, &w->attn_k, NAME("attn_k.weight"), kv_dim, dim, 1);
@@ -377,7 +377,7 @@ static void bind_dflash(Model *m) {
     if (t) must_agree(m, "columns of fc, tapped layers times hidden size", (int64_t)t->ne[0],
                       (int64_t)m->taps.n * c->dim);
     if (find_tensor(b, "d2t"))
-        die("%s: tensor 'd2t': a drafter with a vocabulary of its own is not supported", b->g->path);
+        die("%s: tensor 'd2t': draft models with their own vocabulary are not supported", b->g->path);
     bind_scaled(b, &d->fc, fc, c->dim, m->taps.n * c->dim, 1);
     bind_vector(b, &d->hidden_norm, norm, c->dim);
     bind_vector(b, &w->output_norm, "output_norm.weight", c->dim);

@@ -168,7 +168,7 @@ static uint64_t hf_tensors(const HfConfig *c, Gguf *st, GgufWriter *w, const uin
         const GgufTensor *t = &st->tensors[i];
         if (!hf_tensor_name(c, t->name, name, sizeof name)) {
             if (c->dflash)
-                die("%s: tensor '%s': a DFlash drafter has none of that name: one of another kind, which is not supported",
+                die("%s: tensor '%s': DFlash v1 has no tensor of this name; other draft models are not supported",
                     st->path, shown(t->name));
             if (!n_other++) first_other = t->name;
             continue;
@@ -188,7 +188,7 @@ static uint64_t hf_tensors(const HfConfig *c, Gguf *st, GgufWriter *w, const uin
         floats += n_elements(t);
     }
     if (n_other)
-        fprintf(stderr, "# %zu tensors are not of the text model and are left out, the first: %s\n", n_other,
+        fprintf(stderr, "# %zu tensors do not belong to the text model and are ignored, the first: %s\n", n_other,
                 shown(first_other));
     return vocab;
 }
@@ -257,7 +257,7 @@ static HfRope hf_model_keys(GgufWriter *w, const HfConfig *c) {
         (gguf_json_is(&v, "default") && part != 1) || !(part > 0 && part <= 1))
         die("%s: 'rope_parameters': full_attention: expected rope_type proportional with a factor in 0..1", c->path);
     if (!(gguf_json_get(&sliding, "rope_type", &v) && gguf_json_is(&v, "default")) || part_swa != 1)
-        die("%s: 'rope_parameters': sliding_attention: expected rope_type default, all pairs turning", c->path);
+        die("%s: 'rope_parameters': sliding_attention: expected rope_type default for all pairs", c->path);
 
     hf_put_u32(w, c, "block_count", (uint32_t)n);
     hf_put_u32(w, c, "context_length", (uint32_t)hf_int(c, "max_position_embeddings", 1, MAX_CONTEXT, 0));
@@ -324,7 +324,7 @@ static HfRope hf_dflash_keys(GgufWriter *w, const HfConfig *c) {
     if (!hf_get(c, "rope_parameters", &rope) || rope.type != GGUF_J_OBJECT) rope = c->root;
     if (hf_get(c, "rope_scaling", &v) || (gguf_json_get(&rope, "rope_type", &v) && !gguf_json_is(&v, "default")))
         die("%s: 'rope_scaling': expected none", c->path);
-    if (hf_get(c, "output_multiplier", &v)) die("%s: 'output_multiplier': a drafter that has one is not supported", c->path);
+    if (hf_get(c, "output_multiplier", &v)) die("%s: 'output_multiplier': draft models with one are not supported", c->path);
     hf_put_u32(w, c, "block_count", (uint32_t)n);
     hf_put_u32(w, c, "embedding_length", (uint32_t)hf_int(c, "hidden_size", 1, 1 << 20, 0));
     hf_put_u32(w, c, "feed_forward_length", (uint32_t)hf_int(c, "intermediate_size", 1, 1 << 20, 0));
@@ -402,7 +402,7 @@ static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab,
                                            "<tool_response|>", "<|\"|>" };
     GgufJson root, model, map, merges, added = { 0 }, rest, key, v, id_v = { 0 }, part;
     char *text = read_json(folder, "tokenizer.json", &root);
-    if (!text && required) die("%s: expected tokenizer.json beside the model, got none", folder);
+    if (!text && required) die("%s: expected tokenizer.json in this directory, got none", folder);
     if (!text) return;
     char *arena = alloc_or_die(root.n + 16 * vocab, 1), *at = arena;
     if (!gguf_json_get(&root, "model", &model) || !gguf_json_get(&model, "vocab", &map) || map.type != GGUF_J_OBJECT ||
@@ -417,7 +417,7 @@ static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab,
             die("%s/tokenizer.json: %s: expected an id below %" PRIu64 ", the rows of the embedding table", folder,
                 shown((GgufStr){ key.s, key.n }), vocab);
         if (tokens[id].n)
-            die("%s/tokenizer.json: %s: expected an id of its own, got %" PRId64 " again", folder,
+            die("%s/tokenizer.json: %s: expected a unique id, got %" PRId64 " again", folder,
                 shown((GgufStr){ key.s, key.n }), id);
         const GgufStr t = tokens[id] = take_text(&at, &key);
         types[id] = t.n == 6 && !memcmp(t.s, "<0x", 3) && t.s[5] == '>' ? BYTE : NORMAL;
@@ -513,7 +513,7 @@ static void open_folder(Gguf *g, const char *path) {
     HfConfig c = { .path = config_path };
     GgufJson type;
     char *config = read_json(folder, "config.json", &c.root);
-    if (!config) die("%s: expected a model, got a folder without config.json", folder);
+    if (!config) die("%s: expected a model, got a directory without config.json", folder);
     if (!gguf_json_get(&c.root, "text_config", &c.text) || c.text.type != GGUF_J_OBJECT) c.text = c.root;
     if (!gguf_json_get(&c.root, "model_type", &type) || type.type != GGUF_J_STRING)
         die("%s: 'model_type': missing", config_path);
@@ -522,8 +522,8 @@ static void open_folder(Gguf *g, const char *path) {
     c.dflash = gguf_json_get(&c.root, "architectures", &names) && names.type == GGUF_J_ARRAY &&
                gguf_json_next(&names, NULL, &first) && gguf_json_is(&first, "DFlashDraftModel");
     if (!c.assistant && !c.dflash && strncmp(type.s, "\"gemma4", 7))
-        die("%s: 'model_type': expected a Gemma 4 model, its assistant or a DFlashDraftModel, got %s; other drafters are read "
-            "from GGUF files", config_path, shown((GgufStr){ type.s, type.n }));
+        die("%s: 'model_type': expected a Gemma 4 model, its assistant or a DFlashDraftModel, got %s; other draft models are "
+            "read from GGUF files", config_path, shown((GgufStr){ type.s, type.n }));
     c.arch = c.dflash ? "dflash" : c.assistant ? "gemma4-assistant" : "gemma4";
     if (gguf_open_safetensors(&tensors, path) < 0) die("%s: %s", path, tensors.err);
 

@@ -415,7 +415,7 @@ static void pass_text(Session *s, Event *e) {
     const size_t n = r->content.n - s->content, room = s->n_text + n + 2 * s->stops.longest + 1;
     if (room > s->text_room) {
         s->text = realloc(s->text, s->text_room = 2 * room);
-        if (!s->text) die("out of memory: %zu bytes wanted", s->text_room);
+        if (!s->text) die("out of memory: cannot allocate %zu bytes", s->text_room);
     }
     const size_t before = s->n_text;
     if (n) s->n_text += stops_push(&s->stops, r->content.s + s->content, n, s->text + s->n_text);
@@ -502,7 +502,7 @@ static void explain_form(Session *s) {
     Grammar *g = s->options.grammar;
     const bool fits = !g->failed && s->state && grammar_mask(g, s->state, m->fitting, m->config.vocab);
     snprintf(s->err, sizeof s->err, "%s", g->failed ? g->err :
-             fits ? "grammar: the model cannot choose any of the tokens that fit" :
+             fits ? "grammar: all tokens that the grammar allows are suppressed" :
              "grammar: a thought was closed where none may end");
 }
 
@@ -526,7 +526,7 @@ static void take_token(Session *s, int32_t token, Event *e) {
     s->at = 0;
     if (token < 0) {
         if (o->grammar) explain_form(s);
-        else snprintf(s->err, sizeof s->err, "%s: no token can be chosen at position %zu: the logits are not numbers, so the "
+        else snprintf(s->err, sizeof s->err, "%s: no token can be chosen at position %zu: the logits are NaN, so the "
                       "file is damaged, or every token is suppressed", m->gguf.path, s->held.n - 1);
         end_answer(s, END_ERROR);
         return;

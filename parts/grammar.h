@@ -160,7 +160,7 @@ static void *grammar_room(Grammar *g, void *list, int n, int *cap, size_t size) 
 // return 0, which is the empty text.
 
 static int new_expr(Grammar *g, ExprKind kind, int a, int min, int max) {
-    if (!g->failed && g->n_exprs == GRAMMAR_EXPRS) grammar_fail(g, "grammar: expected at most %d parts", GRAMMAR_EXPRS);
+    if (!g->failed && g->n_exprs == GRAMMAR_EXPRS) grammar_fail(g, "grammar: expected at most %d elements", GRAMMAR_EXPRS);
     if (!g->failed) ROOM(exprs, g->n_exprs);
     if (g->failed) return 0;
     g->exprs[g->n_exprs] = (Expr){ .kind = (uint8_t)kind, .a = a, .min = min, .max = max };
@@ -437,7 +437,7 @@ static uint32_t read_escaped(Reader *r) {
     case 'u': return read_hex(r, 4);
     case 'U': return read_hex(r, 8);
     }
-    return (uint32_t)reader_fail(r, "expected one of \\n \\r \\t \\\\ \\\" \\[ \\] \\- \\x \\u \\U behind a backslash");
+    return (uint32_t)reader_fail(r, "expected one of \\n \\r \\t \\\\ \\\" \\[ \\] \\- \\x \\u \\U after a backslash");
 }
 
 static int read_literal(Reader *r) {
@@ -462,7 +462,7 @@ static int read_set(Reader *r) {
         if (peek(r) == '-' && r->i + 1 < r->n && r->s[r->i + 1] != ']') {
             r->i++;
             hi = read_escaped(r);
-            if (hi < lo) return reader_fail(r, "expected a range upwards, got U+%04X to U+%04X", (unsigned)lo, (unsigned)hi);
+            if (hi < lo) return reader_fail(r, "expected an ascending range, got U+%04X to U+%04X", (unsigned)lo, (unsigned)hi);
         }
         add_chars(&c, lo, hi);
     }
@@ -512,7 +512,7 @@ static int read_number(Reader *r) {                    // -1: there is none
     int n = -1;
     for (int c; (c = peek(r)) >= '0' && c <= '9'; r->i++) {
         n = (n < 0 ? 0 : n * 10) + (c - '0');
-        if (n > GRAMMAR_COUNT) return reader_fail(r, "expected at most %d times", GRAMMAR_COUNT);
+        if (n > GRAMMAR_COUNT) return reader_fail(r, "expected at most %d repetitions", GRAMMAR_COUNT);
     }
     return n;
 }
@@ -531,7 +531,7 @@ static int read_repeats(Reader *r, int item, bool lines) {
             if (max >= 0 && max < min) return reader_fail(r, "expected {m,n} with m <= n, got {%d,%d}", min, max);
         } else if (!take_word(r, "*")) return item;
         if (!r->line) take_word(r, "?");                    // a regular expression: the same texts
-        if (k == 4) return reader_fail(r, "expected at most 4 repetitions of the same");
+        if (k == 4) return reader_fail(r, "expected at most 4 repetition operators in a row");
         item = expr_repeat(r->g, item, min, max);
     }
 }
@@ -550,7 +550,7 @@ static int read_sequence(Reader *r, int depth) {
         else if (c == '<') item = read_token(r);
         else if (take_word(r, ".")) item = expr_any_char(g);
         else if (take_word(r, "(")) {
-            if (depth == GRAMMAR_NESTING) return reader_fail(r, "expected at most %d groups in each other", GRAMMAR_NESTING);
+            if (depth == GRAMMAR_NESTING) return reader_fail(r, "expected at most %d nested groups", GRAMMAR_NESTING);
             item = read_alternatives(r, depth + 1);
             if (!take_word(r, ")")) return reader_fail(r, "expected a ')'");
         } else {
@@ -597,11 +597,11 @@ static void read_gbnf(Grammar *g, const char *text, size_t n) {
         const TokStr name = read_name(&r);
         if (!name.n) reader_fail(&r, "expected the name of a rule");
         skip_blanks(&r, false);
-        if (!take_word(&r, "::=")) reader_fail(&r, "expected '::=' behind the name of a rule");
+        if (!take_word(&r, "::=")) reader_fail(&r, "expected '::=' after the name of a rule");
         skip_blanks(&r, true);
         const int rule = find_rule(g, name);
         if (g->rules[rule].expr)
-            reader_fail(&r, "the rule '%.*s' is there twice", (int)(name.n < 60 ? name.n : 60), name.s);
+            reader_fail(&r, "the rule '%.*s' is defined twice", (int)(name.n < 60 ? name.n : 60), name.s);
         if (g->failed) return;
         const int expr = read_alternatives(&r, 0);
         g->rules[rule].expr = expr;
@@ -612,7 +612,7 @@ static void read_gbnf(Grammar *g, const char *text, size_t n) {
     for (int i = 1; i < g->n_rules && !g->failed; i++) {
         const Rule *x = &g->rules[i];
         const int len = (int)(x->name.n < 60 ? x->name.n : 60);
-        if (!x->expr) grammar_fail(g, "grammar: line %d: there is no rule '%.*s'", x->line, len, x->name.s);
+        if (!x->expr) grammar_fail(g, "grammar: line %d: undefined rule '%.*s'", x->line, len, x->name.s);
     }
 }
 
@@ -651,7 +651,7 @@ static void weigh_rules(Grammar *g) {
     for (bool changed = true; changed && !g->failed; ) {
         changed = false;
         for (int r = g->n_rules - 1; r > 0; r--) changed |= weigh_expr(g, g->rules[r].expr, &looked);
-        if (looked > 1 << 26) grammar_fail(g, "grammar: the rules are too entangled");
+        if (looked > 1 << 26) grammar_fail(g, "grammar: too complex: the rules refer to each other too often");
     }
 }
 
@@ -669,7 +669,7 @@ static int compile(Grammar *g, int e, int next, int loop);
 static int compile_count(Grammar *g, int e, int next, int loop) {
     const Expr x = g->exprs[e];
     const bool empty = g->exprs[x.a].nullable;
-    if (empty && (x.min > 256 || x.max > 256)) return grammar_fail(g, "grammar: expected at most 256 times what may be empty");
+    if (empty && (x.min > 256 || x.max > 256)) return grammar_fail(g, "grammar: expected at most 256 repetitions of what may be empty");
     if (loop >= 0) {
         const int rule = rule_of(g, e);
         return new_code(g, OP_CALL, next, rule, loop);
@@ -767,7 +767,7 @@ static void refuse_left_recursion(Grammar *g) {
             if (state[next] == 1 && x->name.n)
                 grammar_fail(g, "grammar: line %d: the rule '%.*s' begins with itself (left recursion)", x->line,
                              (int)(x->name.n < 60 ? x->name.n : 60), x->name.s);
-            else if (state[next] == 1) grammar_fail(g, "schema: it contains itself and nothing else");
+            else if (state[next] == 1) grammar_fail(g, "schema: it refers only to itself");
             if (state[next]) continue;
             path[++depth] = next, at[depth] = from[next], state[next] = 1;
         }
@@ -810,7 +810,7 @@ static bool grammar_ready(Grammar *g, int root) {
             rule_of(g, ALT(expr_call(g, answer), SEQ(expr_token(g, t->channel_open), expr_call(g, thought))));
     }
     if (!g->failed) weigh_rules(g);
-    if (!g->failed && !g->exprs[root].alive) grammar_fail(g, "grammar: no text fits it");
+    if (!g->failed && !g->exprs[root].alive) grammar_fail(g, "grammar: no text matches it");
     new_code(g, OP_END, 0, 0, -1);
     for (int r = 1; r < g->n_rules && !g->failed; r++) {
         if (!g->exprs[g->rules[r].expr].alive) continue;
@@ -828,7 +828,7 @@ static bool grammar_from_gbnf(Grammar *g, const GrammarVocab *v, TokStr text) {
     grammar_init(g, v);
     if (check_text(g, "grammar", text.s, text.n)) read_gbnf(g, text.s, text.n);
     const int root = g->failed ? 0 : find_rule(g, (TokStr){ "root", 4 });
-    if (!g->failed && !g->rules[root].expr) grammar_fail(g, "grammar: there is no rule 'root'");
+    if (!g->failed && !g->rules[root].expr) grammar_fail(g, "grammar: undefined rule 'root'");
     return !g->failed && grammar_ready(g, expr_call(g, root));
 }
 
@@ -843,7 +843,7 @@ static size_t grammar_bytes(const Grammar *g) {
 
 static bool may_grow(Grammar *g) {
     if (grammar_bytes(g) > GRAMMAR_MEMORY || --g->work < 0)
-        grammar_fail(g, "grammar: too ambiguous: the text can be read in too many ways");
+        grammar_fail(g, "grammar: too ambiguous: the text can be parsed in too many ways");
     return !g->failed;
 }
 
@@ -906,7 +906,7 @@ typedef struct { int32_t s[MAX_VISITED]; int n; } Visited;
 static void visit_stack(Grammar *g, Visited *v, int stack) {
     if (g->failed || g->stacks[stack].seen == g->seen) return;
     if (v->n == MAX_VISITED || --g->work < 0) {
-        grammar_fail(g, "grammar: too ambiguous: the text can be read in too many ways");
+        grammar_fail(g, "grammar: too ambiguous: the text can be parsed in too many ways");
         return;
     }
     g->stacks[stack].seen = g->seen;
@@ -1014,7 +1014,7 @@ static int next_set(Grammar *g, int set, int symbol) {
                         : c.op == OP_BYTE ? g->class_of[c.arg] == symbol
                         : c.op == OP_SET && has_byte(&g->sets[c.arg], g->byte_of[symbol]);
         if (!fits) continue;
-        if (n == GRAMMAR_STACKS) grammar_fail(g, "grammar: too ambiguous: the text can be read in too many ways");
+        if (n == GRAMMAR_STACKS) grammar_fail(g, "grammar: too ambiguous: the text can be parsed in too many ways");
         else kernel[n++] = settled_stack(g, c.next, s.count, s.parent);
     }
     qsort(kernel, (size_t)n, sizeof *kernel, by_number);
@@ -1323,7 +1323,7 @@ static bool grammar_mask(Grammar *g, GrammarState s, uint32_t *mask, int vocab) 
         if (next_set(g, s, g->n_classes + k)) set_bit(g->bits, g->named[k]);
     for (int k = 0; g->found[s].complete && k < t->n_stop; k++) set_bit(g->bits, t->stop[k]);
     for (size_t i = 0; i < own; i++) any |= g->bits[i] != 0;
-    if (!any) grammar_fail(g, "grammar: no token may follow here");
+    if (!any) grammar_fail(g, "grammar: it allows no next token");
     if (!g->failed) memcpy(mask, g->bits, (own < words ? own : words) * sizeof *mask);
     return !g->failed;
 }

@@ -97,7 +97,7 @@ static void ngrams_enter(Ngrams *g, const int32_t *ids, int n, bool shared) {
     if (g->n_room < n) {
         g->n_room = n + 4096;
         int32_t *more = realloc(g->earlier, (size_t)g->n_room * sizeof *more);
-        if (!more) die("out of memory: %zu bytes wanted", (size_t)g->n_room * sizeof *more);
+        if (!more) die("out of memory: cannot allocate %zu bytes", (size_t)g->n_room * sizeof *more);
         g->earlier = more;
     }
     if (g->n > n) {

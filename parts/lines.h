@@ -34,7 +34,7 @@ static bool use_utf8(void) {
             return true;
         }
         if (!i && locale && strcmp(locale, "C") && strcmp(locale, "POSIX"))
-            fprintf(stderr, "# the character set of locale %s is %s; the chat reads and writes UTF-8\n", locale,
+            fprintf(stderr, "# locale %s uses the character set %s; the chat reads and writes UTF-8\n", locale,
                     nl_langinfo(CODESET));
     }
     setlocale(LC_CTYPE, "C");
@@ -213,7 +213,7 @@ static void open_lines(const char *history) {
 #endif
     using_history();
     if (history) read_history(history);
-    if (!utf8 && isatty(0)) fprintf(stderr, "# this system has no UTF-8 locale: lines are not edited\n");
+    if (!utf8 && isatty(0)) fprintf(stderr, "# no line editing: this system has no UTF-8 locale\n");
 #else
     (void)utf8;
 #endif

@@ -82,8 +82,8 @@ static void load_config(Config *c, Gguf *g) {
     GgufStr arch = { "", 0 };
     if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
     if (!str_is(arch, "gemma4"))
-        die("%s: key 'general.architecture': expected 'gemma4', got '%s'; drafters and other models cannot be run by "
-            "themselves (E_META_RANGE)", g->path, shown(arch));
+        die("%s: key 'general.architecture': expected 'gemma4', got '%s'; draft models and other architectures "
+            "cannot run on their own (E_META_RANGE)", g->path, shown(arch));
 
     memset(c, 0, sizeof *c);
     c->n_layers    = (int)key_int(g, "gemma4.block_count", 1, MAX_LAYERS, 0);
@@ -222,7 +222,7 @@ static void bind_scaled(Binder *b, Tensor *dst, const char *name, int rows, int 
 static void bind_table(Binder *b, Tensor *dst, const char *name, int rows, int cols) {
     bind_scaled(b, dst, name, rows, cols, 1);
     if (dst->scale)
-        die("%s: tensor '%s': a table with a factor, its .scale, is not supported (E_TYPE_UNSUPPORTED)",
+        die("%s: tensor '%s': an embedding table with a .scale tensor is not supported (E_TYPE_UNSUPPORTED)",
             b->g->path, name);
 }
 
@@ -392,7 +392,7 @@ static void print_unknown(const Binder *b) {
             n++;
         }
         if (n)
-            fprintf(stderr, "# %zu %s%s not used: %s\n", n, kind ? "key" : "tensor", n == 1 ? " is" : "s are", names);
+            fprintf(stderr, "# %zu unused %s%s: %s\n", n, kind ? "key" : "tensor", n == 1 ? "" : "s", names);
     }
 }
 
@@ -403,7 +403,7 @@ static void *alloc_large(size_t bytes) {
     enum { LARGE_PAGE = 2 << 20 };
     bytes = round_up(bytes + !bytes, LARGE_PAGE);
     void *p = aligned_alloc(LARGE_PAGE, bytes);
-    if (!p) die("out of memory: %zu bytes wanted", bytes);
+    if (!p) die("out of memory: cannot allocate %zu bytes", bytes);
 #ifdef MADV_HUGEPAGE
     madvise(p, bytes, MADV_HUGEPAGE);
 #endif

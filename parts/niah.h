@@ -195,13 +195,13 @@ static void niah_setting(const Niah *t, char *text, size_t room) {
     int n = snprintf(text, room, "%s, cache %s", model_name(t->m), kv_names[o->k_type]);
     if (o->v_type != o->k_type) n += snprintf(text + n, room - (size_t)n, "/%s", kv_names[o->v_type]);
     if (o->pflash_density > 0)
-        n += snprintf(text + n, room - (size_t)n, ", pFlash forced to %g %%", (double)o->pflash_density * 100);
+        n += snprintf(text + n, room - (size_t)n, ", pFlash density fixed at %g %%", (double)o->pflash_density * 100);
     else if (o->pflash > 0) n += snprintf(text + n, room - (size_t)n, ", pFlash alpha %g", (double)o->pflash);
     else n += snprintf(text + n, room - (size_t)n, ", dense");
     if (t->compressor.ratio > 0)
         n += snprintf(text + n, room - (size_t)n, ", compressed (lossy) to %g by %s", (double)t->compressor.ratio,
                       t->compressor.scorer ? model_name(t->compressor.scorer) : "its own first layers");
-    snprintf(text + n, room - (size_t)n, ", %d code%s a text, %d text%s a cell", t->o->n_needles,
+    snprintf(text + n, room - (size_t)n, ", %d needle%s per text, %d text%s per cell", t->o->n_needles,
              t->o->n_needles > 1 ? "s" : "", t->o->n_runs, t->o->n_runs > 1 ? "s" : "");
 }
 
@@ -212,7 +212,7 @@ static void print_niah(const Niah *t) {
     NiahCell all = { 0 };
     niah_setting(t, setting, sizeof setting);
     if (o->csv) printf("length,depth,needles,asked,right,prompt_seconds,pflash_density,kept\n");
-    else printf("%s: percent of codes found\n\n| tokens |", setting);
+    else printf("%s: percent of needles found\n\n| tokens |", setting);
     for (int d = 0; d < o->depths.count && !o->csv; d++) printf(" %d %% |", o->depths.n[d]);
     if (!o->csv)
         printf(" all | %s |%s%s\n| ---: |", lossy ? "scoring s" : "prompt s", sparse ? " blocks |" : "",
@@ -239,7 +239,7 @@ static void print_niah(const Niah *t) {
         if (!o->csv && lossy) printf(" %.1f %% |", 100 * row.kept);
         if (!o->csv) printf("\n");
     }
-    if (!o->csv) printf("\n%d of %d codes found, %.1f %%.\n", all.right, all.asked, niah_share(&all));
+    if (!o->csv) printf("\n%d of %d needles found, %.1f %%.\n", all.right, all.asked, niah_share(&all));
     flush_output();
 }
 
@@ -263,7 +263,7 @@ static void write_heat_map(const Niah *t) {
             "<text x=\"10\" y=\"20\" font-size=\"11\">",
             max_int(max_int(width, 450), 20 + 6 * (int)strlen(setting)), height);
     print_xml(f, setting);
-    fprintf(f, "</text>\n<text x=\"10\" y=\"38\">percent of codes found; columns: depth of the %scode in the text</text>\n"
+    fprintf(f, "</text>\n<text x=\"10\" y=\"38\">percent of needles found; columns: depth of the %sneedle in the text</text>\n"
             "<text x=\"10\" y=\"%d\">tokens</text>\n", o->n_needles > 1 ? "first " : "", TOP - 6);
     for (int d = 0; d < o->depths.count; d++)
         fprintf(f, "<text x=\"%d\" y=\"%d\" text-anchor=\"middle\">%d %%</text>\n", LEFT + W * d + W / 2, TOP - 6,

@@ -14,7 +14,7 @@
 static void check_kv_types(const Model *m, int layer, const Cache *c) {
     const KvPlane *planes[] = { &c->k, &c->v };
     if (c->n_rot && c->k.type != c->v.type)
-        die("-ctk, -ctv: expected one type, since layer %d stores K and V as one row, got %s and %s; try --kv-layout "
+        die("-ctk, -ctv: expected the same type, since layer %d stores K and V as one row, got %s and %s; try --kv-layout "
             "untied", layer, kv_names[c->k.type], kv_names[c->v.type]);
     for (int i = 0; i < 2; i++)
         if (kv_group(planes[i]->type) && planes[i]->dim % KV_TURN)
@@ -331,9 +331,9 @@ __attribute__((noreturn)) static void die_no_room(Model *m) {
     const bool refused = m->options.memory && needed <= room;          // --vram grants more than there is
     const size_t drafter_bytes = p.drafter + (p.weights ? 0 : m->drafter->binder->bytes);
     char drafter[32] = "";
-    if (drafter_bytes) snprintf(drafter, sizeof drafter, ", drafter %.2f", (double)drafter_bytes / gib);
-    const char *whose = refused ? " that --vram grants, but the backend has less" :
-                        m->options.memory ? " that --vram grants" : " free";
+    if (drafter_bytes) snprintf(drafter, sizeof drafter, ", draft model %.2f", (double)drafter_bytes / gib);
+    const char *whose = refused ? " allowed by --vram, but the device has less" :
+                        m->options.memory ? " allowed by --vram" : " free";
     die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f%s) "
         "of %.2f GiB%s; try %s%s%sa smaller model", n_ctx, needed / gib,
         (double)(p.weights ? p.weights : m->binder->bytes) / gib, (double)(p.kv_global + p.kv_rings) / gib,
@@ -368,8 +368,8 @@ static void plan_model(Model *m, const char *path, const Ops *ops, ModelOptions 
     const Config *c = &m->config;
     assert(o.n_seqs >= 1 && o.n_seqs <= MAX_SESSIONS);
     if ((o.pflash || o.pflash_density) && !ops->block_select)
-        die("--pflash: the backend %s has no sparse attention", ops->name);
-    if (o.can_score && !ops->attn_mass) die("--compress: the backend %s cannot score tokens", ops->name);
+        die("--pflash: the %s backend has no sparse attention", ops->name);
+    if (o.can_score && !ops->attn_mass) die("--compress: the %s backend cannot score tokens", ops->name);
     if (o.n_batch != BATCH_FIT) o.n_batch = max_int(o.n_batch, STEP_ROWS);
     o.n_logits = max_int(o.n_logits, o.n_seqs);
     m->options = o;
@@ -561,7 +561,7 @@ static void read_file_weights(const Model *m, const Gguf *g, const Binder *b, co
     }
     char size[2][32];
     if (!check && total > available_memory()) {
-        fprintf(stderr, "# %s of weights do not fit %s of available memory: they are read as they are needed\n",
+        fprintf(stderr, "# warning: %s of weights exceed %s of available memory; they are read from disk as needed\n",
                 amount(size[0], (double)total, "B"), amount(size[1], (double)available_memory(), "B"));
         n_pieces = 0;
     }
@@ -583,7 +583,7 @@ static void read_file_weights(const Model *m, const Gguf *g, const Binder *b, co
             bad_block * elems, (bad_block + 1) * elems - 1);
     }
     if (check)
-        fprintf(stderr, "# checked %zu tensors, %s at %s/s: all numbers are finite\n", g->n_tensors,
+        fprintf(stderr, "# checked %zu tensors, %s at %s/s: all weights are finite\n", g->n_tensors,
                 amount(size[0], (double)total, "B"), amount(size[1], (double)total / (seconds() - start + 1e-9), "B"));
     free(pieces);
 }
@@ -591,7 +591,7 @@ static void read_file_weights(const Model *m, const Gguf *g, const Binder *b, co
 static void read_weights(Model *m, bool check) {
     const Drafter *d = m->drafter;
     read_file_weights(m, &m->gguf, m->binder, model_name(m), check);
-    if (d->kind != DRAFTER_NONE) read_file_weights(m, &d->gguf, d->binder, "the drafter", check);
+    if (d->kind != DRAFTER_NONE) read_file_weights(m, &d->gguf, d->binder, "the draft model", check);
 }
 
 #endif

@@ -47,7 +47,7 @@ static bool read_regex_escape(Reader *r, Chars *c, bool in_set, uint32_t *one) {
     else if (e == 'u') *one = read_hex(r, 4);
     else if (in_set && e == 'b') *one = '\b';
     else if (e > 0 && strchr("^$\\.*+?()[]{}|/-\"'#&,:;<=>@!%_`~ ", e)) *one = (uint32_t)e;
-    else reader_fail(r, "expected an escape that stands for characters, got \\%c", e > 0x20 && e < 0x7F ? e : '?');
+    else reader_fail(r, "expected an escape for characters, got \\%c", e > 0x20 && e < 0x7F ? e : '?');
     add_chars(c, *one, *one);
     return true;
 }
@@ -68,7 +68,7 @@ static int read_regex_set(Reader *r) {
         c.n = before;
         if (peek(r) == '\\') one = read_regex_escape(r, &(Chars){ .n = 0 }, true, &hi);
         else hi = read_char(r);
-        if (!one || hi < lo) return reader_fail(r, "expected a range upwards");
+        if (!one || hi < lo) return reader_fail(r, "expected an ascending range");
         add_chars(&c, lo, hi);
     }
     r->i++;
@@ -90,8 +90,8 @@ static int read_regex_item(Reader *r, int depth) {
     Chars chars = { .n = 0 };
     if (c == '[') return read_regex_set(r);
     if (take_word(r, "(")) {
-        if (peek(r) == '?' && !take_word(r, "?:")) return reader_fail(r, "expected no group that looks around, got (?");
-        if (depth == GRAMMAR_NESTING) return reader_fail(r, "expected at most %d groups in each other", GRAMMAR_NESTING);
+        if (peek(r) == '?' && !take_word(r, "?:")) return reader_fail(r, "lookahead and lookbehind are not supported, got (?");
+        if (depth == GRAMMAR_NESTING) return reader_fail(r, "expected at most %d nested groups", GRAMMAR_NESTING);
         const int group = read_regex(r, depth + 1);
         if (!take_word(r, ")")) return reader_fail(r, "expected a ')'");
         return group;
@@ -487,7 +487,7 @@ static int schema_fail(Schema *sc, const char *at, const char *fmt, ...) {
 // Time is bounded, too: a schema of 200 KB may look through itself 600 times.
 static void charge(Schema *sc, const char *at, size_t n) {
     sc->looked += (int64_t)n;
-    if (sc->looked > 1 << 27) schema_fail(sc, at, "expected fewer references and alternatives in a text of this size");
+    if (sc->looked > 1 << 27) schema_fail(sc, at, "too complex: too many references and alternatives");
 }
 
 // What a $ref names: # or a pointer inside the schema.
@@ -512,7 +512,7 @@ static GgufJson follow_ref(Schema *sc, const GgufJson *ref) {
         }
         v = child;
     }
-    if (!found) schema_fail(sc, ref->s, "expected # or a path in this schema, as #/$defs/name");
+    if (!found) schema_fail(sc, ref->s, "expected # or a path in this schema, such as #/$defs/name");
     free((void *)(uintptr_t)s.s);
     return found ? v : any_value;
 }
@@ -537,7 +537,7 @@ static void add_parts(Schema *sc, const GgufJson *v, Parts *p, int depth) {
     }
     for (int i = 0; i < p->n_seen; i++) if (p->seen[i] == v->s) return;
     if (p->n == SCHEMA_PARTS || p->n_seen == 4 * SCHEMA_PARTS || depth == 4 * SCHEMA_PARTS) {
-        schema_fail(sc, v->s, "expected at most %d schemas that hold at once", SCHEMA_PARTS);
+        schema_fail(sc, v->s, "expected at most %d combined schemas", SCHEMA_PARTS);
         return;
     }
     p->seen[p->n_seen++] = v->s;
@@ -594,7 +594,7 @@ static void gather_fields(Schema *sc, const SchemaItem *it, const Parts *p, Fiel
             implied |= keywords[k].types;
             const bool each = k == K_TYPE || k == K_PROPERTIES || k == K_REQUIRED || k == K_ADDITIONAL;
             if (f->v[k].s && !each && (f->v[k].n != v.n || memcmp(f->v[k].s, v.s, v.n) != 0))
-                schema_fail(sc, key.s, "two schemas that hold at once both have it");
+                schema_fail(sc, key.s, "two combined schemas both have it");
             f->v[k] = v;
         }
     }
@@ -640,7 +640,7 @@ static int expr_schema(Schema *sc, GgufJson v) {
 static int read_count(Schema *sc, const Fields *f, Keyword k, int otherwise) {
     int64_t n = otherwise;
     if (!f->v[k].s) return otherwise;
-    if (!gguf_json_int(&f->v[k], 0, INT64_MAX, &n)) return schema_fail(sc, f->v[k].s, "expected a whole number");
+    if (!gguf_json_int(&f->v[k], 0, INT64_MAX, &n)) return schema_fail(sc, f->v[k].s, "expected an integer");
     const bool largest = k == K_MAX_ITEMS || k == K_MAX_LENGTH;
     if (n > GRAMMAR_COUNT && !largest) return schema_fail(sc, f->v[k].s, "expected at most %d", GRAMMAR_COUNT);
     return n > GRAMMAR_COUNT ? GRAMMAR_COUNT : (int)n;
@@ -678,7 +678,7 @@ static int expr_string(Schema *sc, const Fields *f) {
     const GgufJson pattern = f->v[K_PATTERN], format = f->v[K_FORMAT];
     int e = 0;
     if ((pattern.s && format.s) || ((pattern.s || format.s) && (f->v[K_MIN_LENGTH].s || f->v[K_MAX_LENGTH].s)))
-        return schema_fail(sc, pattern.s ? pattern.s : format.s, "expected no other restriction of the string beside it");
+        return schema_fail(sc, pattern.s ? pattern.s : format.s, "cannot be combined with another restriction of the string");
     if (pattern.s) {
         if (pattern.type != GGUF_J_STRING) return schema_fail(sc, pattern.s, "expected a string");
         const TokStr s = json_chars(g, &pattern);
@@ -712,7 +712,7 @@ static void read_bound(Schema *sc, const Fields *f, Keyword closed, Keyword open
         double d;
         if (!v.s) continue;
         if (!gguf_json_float(&v, &d)) schema_fail(sc, v.s, "expected a number");
-        else if (d < -1e15 || d > 1e15 || d != (double)(int64_t)d) schema_fail(sc, v.s, "expected a whole number up to 1e15");
+        else if (d < -1e15 || d > 1e15 || d != (double)(int64_t)d) schema_fail(sc, v.s, "expected an integer up to 1e15");
         else if (is_low ? (int64_t)d > *at || ((int64_t)d == *at && k) : (int64_t)d < *at || ((int64_t)d == *at && k))
             *at = (int64_t)d, *open = k;
     }
@@ -724,10 +724,10 @@ static int expr_numeric(Schema *sc, const Fields *f, bool whole) {
     bool lo_open = false, hi_open = false;
     const GgufJson format = f->v[K_FORMAT], multiple = f->v[K_MULTIPLE];
     if (multiple.s && !(whole && gguf_json_int(&multiple, 1, 1, &one)))
-        return schema_fail(sc, multiple.s, "only whole multiples of 1 are supported");
+        return schema_fail(sc, multiple.s, "only multiples of 1 are supported");
     if (format.s && whole && gguf_json_is(&format, "int32")) lo = INT32_MIN, hi = INT32_MAX;
     else if (format.s && !gguf_json_is(&format, "int64") && !gguf_json_is(&format, "float") && !gguf_json_is(&format, "double"))
-        return schema_fail(sc, format.s, "expected int32 of integers, int64, float or double");
+        return schema_fail(sc, format.s, "expected int64, float or double, or int32 for integers");
     read_bound(sc, f, K_MIN, K_OPEN_MIN, true, &lo, &lo_open);
     read_bound(sc, f, K_MAX, K_OPEN_MAX, false, &hi, &hi_open);
     if (lo == -LARGEST && hi == LARGEST) return expr_call(g, builtin(g, whole ? JSON_INTEGER : JSON_NUMBER, sc->call));
@@ -798,7 +798,7 @@ static int read_properties(Schema *sc, const Parts *parts, Property *p, GgufJson
     for (int i = 0; i < parts->n; i++) {
         if (gguf_json_get(&parts->part[i], "additionalProperties", &v) && (!other->s || v.type != GGUF_J_TRUE)) {
             if (other->s && other->type != GGUF_J_TRUE && other->type != v.type)
-                return schema_fail(sc, v.s, "two schemas that hold at once both have it");
+                return schema_fail(sc, v.s, "two combined schemas both have it");
             *other = v;
         }
         if (!gguf_json_get(&parts->part[i], "properties", &rest)) continue;
@@ -813,7 +813,7 @@ static int read_properties(Schema *sc, const Parts *parts, Property *p, GgufJson
     for (int i = 0; parts->n > 1 && i < parts->n; i++)
         for (int k = 0; k < n && gguf_json_get(&parts->part[i], "additionalProperties", &v) && v.type != GGUF_J_TRUE; k++)
             if (!gguf_json_get(&parts->part[i], "properties", &rest) || !gguf_json_get(&rest, p[k].name.s, &x))
-                return schema_fail(sc, v.s, "expected the properties of all schemas that hold at once beside it");
+                return schema_fail(sc, v.s, "with combined schemas, expected all properties next to it");
     for (int i = 0; i < parts->n; i++) {
         if (!gguf_json_get(&parts->part[i], "required", &rest)) continue;
         if (rest.type != GGUF_J_ARRAY) return schema_fail(sc, rest.s, "expected a list of names");
@@ -905,7 +905,7 @@ static int expr_object(Schema *sc, const Fields *f, const Parts *parts) {
     if (read_count(sc, f, K_MIN_PROPERTIES, 0) > n_required)
         schema_fail(sc, f->v[K_MIN_PROPERTIES].s, "expected at most %d, the number of required properties", n_required);
     if (f->v[K_MAX_PROPERTIES].s && (open || read_count(sc, f, K_MAX_PROPERTIES, 0) < n))
-        schema_fail(sc, f->v[K_MAX_PROPERTIES].s, "it is supported only where no more can be written");
+        schema_fail(sc, f->v[K_MAX_PROPERTIES].s, "only supported if no more properties are possible");
     if (sc->call) qsort(p, (size_t)n, sizeof *p, by_template);
     if (!g->failed) e = SEQ(expr_word(g, "{"), expr_members(sc, p, n, other), expr_word(g, "}"));
     for (int i = 0; i < SCHEMA_PROPERTIES && p[i].name.s; i++) free((void *)(uintptr_t)p[i].name.s);
@@ -925,7 +925,7 @@ static int expr_listed(Schema *sc, const Fields *f) {
     const int alt = new_expr(g, EXPR_ALT, 0, 0, 0);
     for (int k = K_PROPERTIES; k < N_KEYWORDS; k++)
         if (f->v[k].s && (keywords[k].types & f->types))
-            return schema_fail(sc, f->v[k].s, "expected no such restriction beside enum or const");
+            return schema_fail(sc, f->v[k].s, "cannot be combined with enum or const");
     if (rest.s && rest.type != GGUF_J_ARRAY) return schema_fail(sc, rest.s, "expected a list of values");
     for (bool first = true; !g->failed && (rest.s ? gguf_json_next(&rest, NULL, &v) : first); first = false) {
         if (!rest.s) v = one;
@@ -954,7 +954,7 @@ static int expr_listed(Schema *sc, const Fields *f) {
 static void open_branch(Schema *sc, const SchemaItem *it, const GgufJson *v, SchemaItem *out, Parts *p, Fields *f) {
     *out = *it;
     if (out->n < SCHEMA_PARTS) out->value[out->n++] = *v;
-    else schema_fail(sc, v->s, "expected at most %d schemas that hold at once", SCHEMA_PARTS);
+    else schema_fail(sc, v->s, "expected at most %d combined schemas", SCHEMA_PARTS);
     *p = (Parts){ .n = 0 };
     for (int i = 0; i < out->n; i++) add_parts(sc, &out->value[i], p, 0);
     gather_fields(sc, out, p, f);
@@ -1047,9 +1047,9 @@ static void add_branches(Schema *sc, const SchemaItem *it, const Fields *f, int 
     GgufJson list = f->v[K_ANY_OF].s ? f->v[K_ANY_OF] : f->v[K_ONE_OF], rest = list, v;
     bool restricts = false;
     int n = 0;
-    if (f->v[K_ANY_OF].s && f->v[K_ONE_OF].s) schema_fail(sc, f->v[K_ONE_OF].s, "expected no anyOf beside it");
+    if (f->v[K_ANY_OF].s && f->v[K_ONE_OF].s) schema_fail(sc, f->v[K_ONE_OF].s, "cannot be combined with anyOf");
     if (list.type != GGUF_J_ARRAY) schema_fail(sc, list.s, "expected a list of schemas");
-    if (it->n_done == SCHEMA_DONE) schema_fail(sc, list.s, "expected at most %d lists of schemas in each other", SCHEMA_DONE);
+    if (it->n_done == SCHEMA_DONE) schema_fail(sc, list.s, "expected at most %d nested lists of schemas", SCHEMA_DONE);
     for (int k = 0; k < N_KEYWORDS; k++) restricts |= f->v[k].s && k != K_ANY_OF && k != K_ONE_OF && k != K_NULLABLE;
     SchemaItem base = { .n = 0 };
     if (restricts) base = *it;
@@ -1059,8 +1059,8 @@ static void add_branches(Schema *sc, const SchemaItem *it, const Fields *f, int 
         SchemaItem branch = base;
         GgufJson earlier = list, w;
         for (int i = 0; f->v[K_ONE_OF].s && i < n && gguf_json_next(&earlier, NULL, &w); i++)
-            if (may_both_hold(sc, &base, &w, &v, 0)) schema_fail(sc, v.s, "it may hold together with number %d; try anyOf", i);
-        if (branch.n == SCHEMA_PARTS) schema_fail(sc, v.s, "expected at most %d schemas that hold at once", SCHEMA_PARTS);
+            if (may_both_hold(sc, &base, &w, &v, 0)) schema_fail(sc, v.s, "a value may match both this and number %d; try anyOf", i);
+        if (branch.n == SCHEMA_PARTS) schema_fail(sc, v.s, "expected at most %d combined schemas", SCHEMA_PARTS);
         if (n == 256) schema_fail(sc, v.s, "expected at most 256 schemas");
         if (sc->g->failed) return;
         branch.value[branch.n++] = v;
@@ -1131,7 +1131,7 @@ static int expr_tool(Grammar *g, const GgufJson *tool, int number, const char *w
     const TokStr s = json_chars(g, &name);
     bool plain = s.n > 0 && !memchr(s.s, '{', s.n) && tok__trim(s).n == s.n;
     for (size_t i = 0; i < s.n; i++) plain &= (unsigned char)s.s[i] >= 0x20;
-    if (!plain) grammar_fail(g, "tools[%d]: expected a name without '{', control characters and blanks at its ends", number);
+    if (!plain) grammar_fail(g, "tools[%d]: expected a name without '{', control characters or surrounding blanks", number);
     snprintf(what, sizeof what, "tools[%d].parameters", number);
     const bool any = !gguf_json_get(&fn, "parameters", &parameters) || parameters.type == GGUF_J_NULL ||
                      (parameters.type == GGUF_J_OBJECT && parameters.n == 2);
@@ -1148,12 +1148,12 @@ static int read_tools(Grammar *g, const GgufJson *tools, const char *wanted, boo
     bool found = false;
     if (tools->type != GGUF_J_ARRAY) return grammar_fail(g, "tools: expected a list");
     if (g->t->call_open < 0 || g->t->call_close < 0 || g->t->quote < 0)
-        return grammar_fail(g, "tools: this model's vocabulary has no <|tool_call>");
+        return grammar_fail(g, "tools: this model's vocabulary has no token <|tool_call>");
     const int alt = new_expr(g, EXPR_ALT, 0, 0, 0);
     for (int i = 0; !g->failed && gguf_json_next(&rest, NULL, &tool); i++)
         add_expr(g, alt, expr_tool(g, &tool, i, wanted, &found));
-    if (!found && wanted) return grammar_fail(g, "tools: expected one that is named '%.100s'", wanted);
-    if (!found) return grammar_fail(g, "tools: expected at least one");
+    if (!found && wanted) return grammar_fail(g, "tools: expected a tool named '%.100s'", wanted);
+    if (!found) return grammar_fail(g, "tools: expected at least one tool");
     return several ? expr_repeat(g, alt, 1, -1) : alt;
 }
 

@@ -62,7 +62,7 @@ static inline void share_learn(Share *s, double with, double taken) {
 
 #ifndef USE_MICROHTTPD
 static void need_http(void) {
-    die("serve: this build has no HTTP: install libmicrohttpd-dev (Debian, Ubuntu), libmicrohttpd-devel (Fedora) or "
+    die("serve: this build has no HTTP support: install libmicrohttpd-dev (Debian, Ubuntu), libmicrohttpd-devel (Fedora) or "
         "libmicrohttpd (Arch, Homebrew) and pkg-config, then run make again");
 }
 static void serve(Model *m, Tokenizer *t, const ServeOptions *o) { (void)m, (void)t, (void)o; }
@@ -223,7 +223,7 @@ static bool refuse(Fault *f, int status, const char *param, const char *fmt, ...
 static bool is_given(const GgufJson *v) { return v->type != GGUF_J_NULL; }
 
 static bool read_field(Request *r, Fault *f, size_t i, const GgufJson *v) {
-    static const char *const wants[] = { "a whole number", "a number", "true or false", "true or false", "a string",
+    static const char *const wants[] = { "an integer", "a number", "true or false", "true or false", "a string",
                                          "a list", "an object" };
     void *to = (char *)r + fields[i].at;
     const FieldKind kind = fields[i].kind;
@@ -253,12 +253,12 @@ static bool read_field(Request *r, Fault *f, size_t i, const GgufJson *v) {
 // What asks for something that is not there.
 static bool refuse_absent(const Request *r, Fault *f) {
     GgufJson rest = r->modalities, v;
-    if (is_given(&r->functions)) return refuse(f, 400, "functions", "functions: not supported; use tools");
-    if (is_given(&r->audio)) return refuse(f, 400, "audio", "audio is not supported: text only");
+    if (is_given(&r->functions)) return refuse(f, 400, "functions", "functions is not supported; use tools");
+    if (is_given(&r->audio)) return refuse(f, 400, "audio", "audio is not supported; this server is text only");
     if (r->echo) return refuse(f, 400, "echo", "echo is not supported");
     if (is_given(&r->suffix) && r->suffix.n > 2) return refuse(f, 400, "suffix", "suffix is not supported");
     while (is_given(&rest) && gguf_json_next(&rest, NULL, &v))
-        if (!gguf_json_is(&v, "text")) return refuse(f, 400, "modalities", "modalities: expected text only");
+        if (!gguf_json_is(&v, "text")) return refuse(f, 400, "modalities", "modalities: only text is supported");
     return true;
 }
 
@@ -280,8 +280,8 @@ static bool read_request(Request *r, Fault *f, TokStr body, const ServeOptions *
     *r = (Request){ .max_tokens = NAN, .temperature = NAN, .top_k = NAN, .top_p = NAN, .min_p = NAN, .repeat = NAN,
                     .presence = NAN, .frequency = NAN, .seed = NAN, .top_logprobs = NAN, .think_budget = NAN };
     if (gguf_json_parse(body.s ? body.s : "", body.n, &root, &at, &err) < 0)
-        return refuse(f, 400, "", "the body is not JSON: byte %zu: expected %s", at, err);
-    if (root.type != GGUF_J_OBJECT) return refuse(f, 400, "", "the body: expected a JSON object");
+        return refuse(f, 400, "", "the request body is not JSON: byte %zu: expected %s", at, err);
+    if (root.type != GGUF_J_OBJECT) return refuse(f, 400, "", "the request body: expected a JSON object");
     while (gguf_json_next(&root, &key, &v))
         for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
             if (gguf_json_is(&key, fields[i].name) && !read_field(r, f, i, &v)) return false;
@@ -321,7 +321,7 @@ static bool check_messages(const GgufJson *messages, Fault *f) {
             called = gguf_json_get(&m, "tool_calls", &calls) && calls.type == GGUF_J_ARRAY &&
                      gguf_json_next(&calls, NULL, &part);
         else if (!called)
-            return refuse(f, 400, "messages", "messages[%d]: expected tool_calls before the result of one", i);
+            return refuse(f, 400, "messages", "messages[%d]: expected tool_calls before a tool result", i);
         if (!gguf_json_get(&m, "content", &content) || content.type != GGUF_J_ARRAY) continue;
         GgufJson parts = content;
         for (int k = 0; gguf_json_next(&parts, NULL, &part); k++)
@@ -329,7 +329,7 @@ static bool check_messages(const GgufJson *messages, Fault *f) {
                 return refuse(f, 400, "messages", "messages[%d].content[%d]: expected a part of type text; images, "
                               "audio and files are not supported", i, k);
     }
-    return i > 0 || refuse(f, 400, "messages", "messages: expected at least one");
+    return i > 0 || refuse(f, 400, "messages", "messages: expected at least one message");
 }
 
 // ==== [3] Jobs and the scheduler =====================================================================================
@@ -472,7 +472,7 @@ static bool submit(Server *srv, Job *job, Fault *f) {
         ok = refuse(f, 503, "", "the server is shutting down");
     } else if (srv->n_queued >= srv->o.max_queue + (srv->m->options.n_seqs - srv->n_running)) {
         srv->totals.refused++;
-        ok = refuse(f, 429, "", "the queue is full: %d requests wait; try again later", srv->n_queued);
+        ok = refuse(f, 429, "", "the queue is full with %d requests; try again later", srv->n_queued);
     } else {
         job->queued = seconds();
         job->deadline = job->queued + srv->o.timeout;
@@ -490,7 +490,7 @@ static bool submit(Server *srv, Job *job, Fault *f) {
 static void job_done(Server *srv, Job *job) {          // the engine is through with it; with the lock held
     job->done = true;
     srv->totals.cancelled += job->gone;
-    if (job->gone) refuse(&job->fault, CLIENT_LEFT, "", "the client has closed its end of the connection");
+    if (job->gone) refuse(&job->fault, CLIENT_LEFT, "", "the client closed the connection");
     pthread_cond_broadcast(&job->news);
     job_drop(job);
 }
@@ -522,7 +522,7 @@ static void clean_queue(Server *srv, double now) {
             srv->last = &job->next;
             continue;
         }
-        if (!job->gone) refuse(&job->fault, 503, "", "no session was free for %d seconds", srv->o.timeout);
+        if (!job->gone) refuse(&job->fault, 503, "", "no session became free within %d seconds", srv->o.timeout);
         *srv->last = job->next;
         srv->n_queued--;
         job_done(srv, job);
@@ -778,7 +778,7 @@ static void end_job(Server *srv, Slot *slot, const Event *e) {       // with the
     job->thought_tokens = slot->s.thought_tokens;
     job->stop = slot->s.stops.hit;
     if (e->end == END_ERROR && job->bias)
-        refuse(&job->fault, 400, "logit_bias", "logit_bias: it leaves no token to choose");
+        refuse(&job->fault, 400, "logit_bias", "logit_bias: it excludes every token");
     if (e->end == END_ERROR && job->options.grammar) refuse(&job->fault, 400, "", "%s", e->error);
     if (e->end == END_ERROR) refuse(&job->fault, 500, "", "%s", e->error);
     if (e->end == END_CANCELLED && srv->draining) refuse(&job->fault, 503, "", "the server is shutting down");
@@ -819,7 +819,7 @@ static void run_engine(Server *srv) {
         const double now = seconds();
         const int stop = stop_asked;                   // one value for all of the round
         if (stop && isinf(give_up)) {
-            fprintf(stderr, "# signal %d: no new requests; those under way are answered\n", stop);
+            fprintf(stderr, "# signal %d: finishing running requests, refusing new ones\n", stop);
             give_up = now + DRAIN_SECONDS;
         }
         pthread_mutex_lock(&srv->lock);
@@ -1181,7 +1181,7 @@ static bool take_begun(const Request *r, Fault *f, Begun *b, TokChat *chat) {
     GgufJson rest = r->messages, m, last = { 0 }, v;
     if (r->cue)
         return refuse(f, 400, "add_generation_prompt",
-                      "add_generation_prompt: expected false beside continue_final_message");
+                      "add_generation_prompt: expected false with continue_final_message");
     for (; gguf_json_next(&rest, NULL, &m); last = m)
         if (is_given(&last)) append_message(&b->messages, (TokStr){ last.s, last.n });
     const bool calls = (gguf_json_get(&last, "tool_calls", &v) && tok__is_set(&v)) ||
@@ -1190,7 +1190,7 @@ static bool take_begun(const Request *r, Fault *f, Begun *b, TokChat *chat) {
     const bool thought = (gguf_json_get(&last, "reasoning", &v) && tok__is_set(&v)) ||
                          (gguf_json_get(&last, "reasoning_content", &v) && tok__is_set(&v));
     if (!has_role(&last, "assistant") || calls || !text || (thought && !append_content(&b->thought, &v)))
-        return refuse(f, 400, "messages", "messages: an answer that is continued: expected the last message to be the "
+        return refuse(f, 400, "messages", "messages: continue_final_message: expected the last message to be the "
                       "assistant's, with text and without calls");
     chat->messages = text_of(&b->messages);
     chat->thought = text_of(&b->thought);
@@ -1223,7 +1223,7 @@ static bool chat_ask(Exchange *x, const Request *r) {
     if (is_given(&r->logprobs) && r->logprobs.type != GGUF_J_TRUE && r->logprobs.type != GGUF_J_FALSE)
         return refuse(&x->fault, 400, "logprobs", "logprobs: expected true or false");
     if (r->top_logprobs > 0 && !asked)
-        return refuse(&x->fault, 400, "top_logprobs", "top_logprobs: expected logprobs beside it");
+        return refuse(&x->fault, 400, "top_logprobs", "top_logprobs needs logprobs");
     if (asked) job->n_top = isnan(r->top_logprobs) ? 0 : (int)r->top_logprobs;
     return true;
 }
@@ -1361,7 +1361,7 @@ static bool plain_ask(Exchange *x, const Request *r) {
     GgufJson rest = r->prompt, first = r->prompt, more;
     if (r->prompt.type == GGUF_J_ARRAY && gguf_json_next(&rest, NULL, &first) && first.type == GGUF_J_STRING) {
         if (gguf_json_next(&rest, NULL, &more))
-            return refuse(&x->fault, 400, "prompt", "prompt: expected one, got several");
+            return refuse(&x->fault, 400, "prompt", "prompt: expected one prompt, got several");
     } else {
         first = r->prompt;
     }
@@ -1382,7 +1382,7 @@ static bool plain_ask(Exchange *x, const Request *r) {
     int64_t n_top = -1;
     if (is_given(&r->logprobs) &&
         (r->logprobs.type != GGUF_J_NUMBER || !gguf_json_int(&r->logprobs, 0, PLAIN_TOP, &n_top)))
-        return refuse(&x->fault, 400, "logprobs", "logprobs: expected a whole number from 0 to %d", PLAIN_TOP);
+        return refuse(&x->fault, 400, "logprobs", "logprobs: expected an integer from 0 to %d", PLAIN_TOP);
     job->n_top = (int)n_top;
     return true;
 }
@@ -1400,7 +1400,7 @@ static bool read_stops(Exchange *x, const GgufJson *stop, TextList *list) {
         char *text = v.type == GGUF_J_STRING ? copy_string(&v, &n) : NULL;
         if (!n || strlen(text) != n || list->n == MAX_STOPS) {
             free(text);
-            return refuse(&x->fault, 400, "stop", "stop: expected a text, or at most %d of them, each without NUL",
+            return refuse(&x->fault, 400, "stop", "stop: expected a string or at most %d strings, without NUL",
                           MAX_STOPS);
         }
         list->text[list->n++] = text;
@@ -1422,7 +1422,7 @@ static bool read_bias(Exchange *x, const GgufJson *object, Job *job) {
         const bool is_number = v.type == GGUF_J_NUMBER && gguf_json_float(&v, &value);
         if (id < 0 || *end || id >= vocab || !is_number || fabs(value) > 100)
             return refuse(&x->fault, 400, "logit_bias",
-                          "logit_bias: expected token ids from 0 to %d, each with -100 to 100", vocab - 1);
+                          "logit_bias: expected token ids from 0 to %d, with biases from -100 to 100", vocab - 1);
         job->bias[id] = value == -100 ? -INFINITY : (float)value;
     }
     return true;
@@ -1439,7 +1439,7 @@ static bool read_format(Exchange *x, const GgufJson *format, TokStr *schema) {
         return refuse(&x->fault, 400, "response_format", "response_format.type: expected text, json_object or json_schema");
     const bool deep = gguf_json_get(format, "json_schema", &inner) && inner.type == GGUF_J_OBJECT;
     const bool there = gguf_json_get(deep ? &inner : format, "schema", &v) && is_given(&v);
-    if (!there && !object) return refuse(&x->fault, 400, "response_format", "response_format: expected a schema in it");
+    if (!there && !object) return refuse(&x->fault, 400, "response_format", "response_format: expected a schema");
     *schema = there ? (TokStr){ v.s, v.n } : (TokStr){ any_object, sizeof any_object - 1 };
     return true;
 }
@@ -1454,7 +1454,7 @@ static bool read_choice(Exchange *x, const GgufJson *choice, bool *required, cha
     const bool named = choice->type == GGUF_J_OBJECT && gguf_json_get(choice, "type", &type) && gguf_json_is(&type, "function");
     const bool deep = named && gguf_json_get(choice, "function", &inner) && inner.type == GGUF_J_OBJECT;
     if (!named || !gguf_json_get(deep ? &inner : choice, "name", &v) || v.type != GGUF_J_STRING || v.n < 3 || v.n > 128)
-        return refuse(&x->fault, 400, "tool_choice", "tool_choice: expected auto, none, required, or a function by its name");
+        return refuse(&x->fault, 400, "tool_choice", "tool_choice: expected auto, none, required or the name of a function");
     name[gguf_json_string(&v, name)] = 0;
     return *required = true;
 }
@@ -1469,21 +1469,21 @@ static bool read_form(Exchange *x, const Request *r, Job *job) {
     bool required, ok;
     if (!read_format(x, &r->response_format, &schema) || !read_choice(x, &r->tool_choice, &required, wanted)) return false;
     if (is_given(&r->json_schema) && schema.n)
-        return refuse(&x->fault, 400, "json_schema", "json_schema: expected no response_format beside it");
+        return refuse(&x->fault, 400, "json_schema", "json_schema cannot be used with response_format");
     if (is_given(&r->json_schema)) schema = (TokStr){ r->json_schema.s, r->json_schema.n };
     const bool by_grammar = is_given(&r->grammar) && !gguf_json_is(&r->grammar, "");
     const bool calls = is_given(&r->tools) && !gguf_json_is(&r->tool_choice, "none") && gguf_json_next(&rest, NULL, &tool);
     const bool one_call = calls && r->one_call && !by_grammar && !schema.n && !required && x->t.call_open >= 0;
     if (by_grammar && (schema.n || required))
-        return refuse(&x->fault, 400, "grammar", "grammar: expected no schema and no forced call beside it");
+        return refuse(&x->fault, 400, "grammar", "grammar cannot be used with a schema or a forced tool call");
     if (r->continues && (by_grammar || schema.n))
         return refuse(&x->fault, 400,
                       by_grammar ? "grammar" : is_given(&r->json_schema) ? "json_schema" : "response_format",
-                      "an answer that is continued: expected no grammar and no schema beside it");
-    if (required && !calls) return refuse(&x->fault, 400, "tool_choice", "tool_choice: expected tools beside it");
+                      "continue_final_message cannot be used with a grammar or a schema");
+    if (required && !calls) return refuse(&x->fault, 400, "tool_choice", "tool_choice needs tools");
     if (!by_grammar && !schema.n && !required && !one_call) return true;
     if (r->ignore_eos)
-        return refuse(&x->fault, 400, "ignore_eos", "ignore_eos: an answer of a given form ends where that ends");
+        return refuse(&x->fault, 400, "ignore_eos", "ignore_eos cannot be used with structured output");
     Grammar *g = job->options.grammar = alloc_or_die(1, sizeof *g);
     if (by_grammar) {
         size_t n;
@@ -1649,7 +1649,7 @@ static void complete(Exchange *x, const Api *api) {
     if (!read_question(x, api, &r) || !read_options(x, &r, x->job)) return;
     if (x->job->ids.n > (size_t)n_ctx) {
         x->fault.code = "context_length_exceeded";
-        refuse(&x->fault, 400, "messages", "the prompt has %zu tokens, the context %d", x->job->ids.n, n_ctx);
+        refuse(&x->fault, 400, "messages", "the prompt has %zu tokens, but the context only %d", x->job->ids.n, n_ctx);
         return;
     }
     x->job->no_cache = r.no_cache;
@@ -1709,8 +1709,8 @@ static bool parse_body(Exchange *x, GgufJson *root) {
     size_t at;
     const char *err;
     if (gguf_json_parse(x->body.s ? x->body.s : "", x->body.n, root, &at, &err) < 0)
-        return refuse(&x->fault, 400, "", "the body is not JSON: byte %zu: expected %s", at, err);
-    return root->type == GGUF_J_OBJECT || refuse(&x->fault, 400, "", "the body: expected a JSON object");
+        return refuse(&x->fault, 400, "", "the request body is not JSON: byte %zu: expected %s", at, err);
+    return root->type == GGUF_J_OBJECT || refuse(&x->fault, 400, "", "the request body: expected a JSON object");
 }
 
 // Appends a content, a string or a list of parts of a type that has text, as the value of "content".
@@ -1727,7 +1727,7 @@ static bool put_content(Exchange *x, TokText *out, const GgufJson *content, cons
     while (gguf_json_next(&rest, NULL, &part)) {
         const bool is_text = is_type(&part, "text") || is_type(&part, "input_text") || is_type(&part, "output_text");
         if (!is_text || !member(&part, "text", &text) || text.type != GGUF_J_STRING)
-            return refuse(&x->fault, 400, where, "%s: expected parts of text; images and files are not supported",
+            return refuse(&x->fault, 400, where, "%s: expected text parts; images and files are not supported",
                           where);
         put(out, first ? "{'type':'text','text':%r}" : ",{'type':'text','text':%r}", raw(&text));
         first = false;
@@ -2055,7 +2055,7 @@ static bool put_item(Exchange *x, TokText *out, Said *said, const GgufJson *item
     } else {
         if ((member(item, "type", &v) && !gguf_json_is(&v, "message")) || !member(item, "role", &role))
             return refuse(&x->fault, 400, "input", "input[%d]: expected a message, a function_call or its output", i);
-        if (!member(item, "content", &v)) return refuse(&x->fault, 400, "input", "input[%d]: expected a content", i);
+        if (!member(item, "content", &v)) return refuse(&x->fault, 400, "input", "input[%d]: expected content", i);
         put(out, ",{'role':%r,'content':", raw(&role));
     }
     if (!put_content(x, out, &v, "input")) return false;
@@ -2090,10 +2090,10 @@ static bool responses_convert(Exchange *x, TokText *out) {
     if (!parse_body(x, &root)) return false;
     for (size_t i = 0; i < sizeof absent / sizeof *absent; i++)
         if (member(&root, absent[i], &v))
-            return refuse(&x->fault, 400, absent[i], "%s: nothing is kept here; send the whole conversation",
+            return refuse(&x->fault, 400, absent[i], "%s: this server stores no conversations; send the whole conversation",
                           absent[i]);
     if (member(&root, "background", &v) && v.type == GGUF_J_TRUE)
-        return refuse(&x->fault, 400, "background", "background: not supported");
+        return refuse(&x->fault, 400, "background", "background is not supported");
     const bool ok = put_input(x, &list, &root);
     put(out, "{'messages':[%r]", (TokStr){ list.n ? list.s + 1 : "", list.n - (list.n > 0) });
     tok_text_free(&list);
@@ -2320,7 +2320,7 @@ static void route_model(Exchange *x) {
     TokText out = { 0 };
     if (strcmp(x->rest, x->srv->name)) {
         x->fault.code = "model_not_found";
-        refuse(&x->fault, 404, "model", "%.100s: no such model; this server has %s", x->rest, x->srv->name);
+        refuse(&x->fault, 404, "model", "%.100s: unknown model; this server has %s", x->rest, x->srv->name);
         return;
     }
     put_model(&out, x->srv, is_anthropic(x));
@@ -2372,27 +2372,27 @@ static void route_metrics(Exchange *x) {
     const Totals t = srv->totals;
     const int queued = srv->n_queued, running = srv->n_running, peers = srv->n_peers;
     pthread_mutex_unlock(&srv->lock);
-    metric(&out, "requests_total", "counter", "Requests that were queued.", (double)t.jobs);
-    metric(&out, "requests_refused_total", "counter", "Requests that found the queue full.", (double)t.refused);
-    metric(&out, "requests_cancelled_total", "counter", "Requests whose client left.", (double)t.cancelled);
-    metric(&out, "prompt_tokens_total", "counter", "Tokens of prompts.", (double)t.prompt_tokens);
-    metric(&out, "prompt_tokens_cached_total", "counter", "Of these, held already.", (double)t.cached_tokens);
-    metric(&out, "prompt_seconds_total", "counter", "Seconds from a start to the first token.", t.prompt_seconds);
+    metric(&out, "requests_total", "counter", "Requests accepted into the queue.", (double)t.jobs);
+    metric(&out, "requests_refused_total", "counter", "Requests refused because the queue was full.", (double)t.refused);
+    metric(&out, "requests_cancelled_total", "counter", "Requests cancelled by the client.", (double)t.cancelled);
+    metric(&out, "prompt_tokens_total", "counter", "Prompt tokens.", (double)t.prompt_tokens);
+    metric(&out, "prompt_tokens_cached_total", "counter", "Prompt tokens found in the cache.", (double)t.cached_tokens);
+    metric(&out, "prompt_seconds_total", "counter", "Seconds from the start of a request to its first token.", t.prompt_seconds);
     metric(&out, "tokens_generated_total", "counter", "Tokens generated.", (double)t.made);
     metric(&out, "generation_seconds_total", "counter", "Seconds from first to last token.", t.decode_seconds);
-    metric(&out, "requests_running", "gauge", "Requests that have a session.", running);
-    metric(&out, "requests_waiting", "gauge", "Requests in the queue.", queued);
+    metric(&out, "requests_running", "gauge", "Requests running.", running);
+    metric(&out, "requests_waiting", "gauge", "Requests waiting in the queue.", queued);
     metric(&out, "slots", "gauge", "Sessions.", srv->m->options.n_seqs);
-    metric(&out, "connections", "gauge", "Connections, this one too.", peers);
+    metric(&out, "connections", "gauge", "Open connections, including this one.", peers);
     pthread_mutex_lock(&srv->store.lock);
     const int parked = srv->store.n, resumed = srv->store.n_resumed;
     const double memory = (double)srv->store.used, files = (double)srv->store.file_used;
     pthread_mutex_unlock(&srv->store.lock);
-    metric(&out, "sessions_parked", "gauge", "Sessions without a slot.", parked);
-    metric(&out, "sessions_memory_bytes", "gauge", "Host memory that holds them.", memory);
-    metric(&out, "sessions_disk_bytes", "gauge", "Files that hold them.", files);
-    metric(&out, "sessions_resumed_total", "counter", "Sessions that got a slot again.", resumed);
-    const TokStr head = str("# HELP gemma4_http_responses_total Responses by status; 4xx: or the client left.\n"
+    metric(&out, "sessions_parked", "gauge", "Idle conversations.", parked);
+    metric(&out, "sessions_memory_bytes", "gauge", "Host memory used by idle conversations.", memory);
+    metric(&out, "sessions_disk_bytes", "gauge", "Bytes in files of idle conversations.", files);
+    metric(&out, "sessions_resumed_total", "counter", "Idle conversations that were resumed.", resumed);
+    const TokStr head = str("# HELP gemma4_http_responses_total Responses by status class; 4xx includes disconnected clients.\n"
                             "# TYPE gemma4_http_responses_total counter\n");
     append(&out, head.s, head.n);
     for (int i = 2; i < 6; i++) {
@@ -2441,7 +2441,7 @@ static void route_detokenize(Exchange *x) {
     TokStream stream = { 0 };
     if (!read_request(&r, &x->fault, text_of(&x->body), &x->srv->o)) return;
     if (!is_given(&r.tokens)) {
-        refuse(&x->fault, 400, "tokens", "tokens: expected a list of ids, got none");
+        refuse(&x->fault, 400, "tokens", "tokens: expected a list of token ids, got none");
         return;
     }
     if (read_ids(x, "tokens", &r.tokens, &ids)) {
@@ -2598,7 +2598,7 @@ static bool check_caller(Exchange *x) {
     if (origin) {
         const char *at = strstr(origin, "://");
         if (!at || !host || strcasecmp(at + 3, host))
-            return refuse(&x->fault, 403, "", "Origin: expected none, or this server's");
+            return refuse(&x->fault, 403, "", "Origin: expected none or the address of this server");
     }
     if (!key || (x->route && x->route->open)) return true;
     const char *bearer = header(x, "Authorization"), *other = header(x, "x-api-key");
@@ -2621,9 +2621,9 @@ static void find_route(Exchange *x, const char *method, const char *url) {
 }
 
 static bool check_route(Exchange *x) {
-    if (!x->route) return refuse(&x->fault, 404, "", "no such endpoint; docs/server.md lists them");
+    if (!x->route) return refuse(&x->fault, 404, "", "unknown endpoint; docs/server.md lists them");
     if (strcmp(x->route->method, strcmp(x->method, "HEAD") ? x->method : "GET"))
-        return refuse(&x->fault, 405, "", "%s: expected the method %s", x->route->path, x->route->method);
+        return refuse(&x->fault, 405, "", "%s: expected method %s", x->route->path, x->route->method);
     return true;
 }
 
@@ -2673,7 +2673,7 @@ static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, co
 
 static void refuse_large(Exchange *x) {
     x->fault.status = 0;
-    refuse(&x->fault, 413, "", "the body: expected at most %zu bytes", x->srv->o.max_body);
+    refuse(&x->fault, 413, "", "the request body: expected at most %zu bytes", x->srv->o.max_body);
     respond_fault(x);
 }
 
@@ -2778,7 +2778,7 @@ static int listen_at(Server *srv) {
     freeaddrinfo(a);
     srv->loopback = is_loopback((struct sockaddr *)&bound);
     if (!srv->loopback && !o->api_key)
-        fprintf(stderr, "# --host: %s is open to the network, and no --api-key is set\n", host);
+        fprintf(stderr, "# warning: --host %s is open to the network and no --api-key is set\n", host);
     fprintf(stderr, strchr(host, ':') ? "# serving at http://[%s]:%s\n" : "# serving at http://%s:%s\n", host, port);
     return fd;
 }
@@ -2803,7 +2803,7 @@ static void open_store(Server *srv) {
     }
     const size_t marks = rings * (size_t)(m->options.n_seqs * max_int(most, 1));
     const size_t room = o->cache_ram > marks ? o->cache_ram - marks : 0;
-    fprintf(stderr, "# host memory: up to %.1f MiB for %d marks of each session, %.1f MiB for sessions without slot\n",
+    fprintf(stderr, "# host memory: up to %.1f MiB for %d checkpoints per session, %.1f MiB for idle conversations\n",
             (double)marks / (1 << 20), rings ? max_int(most, 1) : 0, (double)room / (1 << 20));
     store_open(&srv->store, &srv->slots[0].s, o->session_dir, room, o->session_disk);
 }
@@ -2816,7 +2816,7 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     srv.slots = alloc_or_die((size_t)n_seqs, sizeof *srv.slots);
     srv.logits = alloc_or_die((size_t)m->config.vocab, sizeof *srv.logits);
     srv.replays = alloc_or_die(REPLAYS, sizeof *srv.replays);
-    if (!grammar_vocab_init(&srv.vocab, t)) die("out of memory for a tree of tokens");
+    if (!grammar_vocab_init(&srv.vocab, t)) die("out of memory for the token tree of the grammar");
     measure_pace(m, t, &o->drafting);
     for (int i = 0; i < n_seqs; i++) session_open(&srv.slots[i].s, m, t, i);
     srv.chunk = o->chunk ? o->chunk : m->options.n_batch;

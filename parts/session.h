@@ -332,14 +332,14 @@ static bool session_to_file(Session *s, const SessionNote *note, const char *pat
     struct stat old;
     Output out;
     if (!stat(path, &old) && !S_ISREG(old.st_mode)) {
-        snprintf(s->err, sizeof s->err, "%.400s: expected a file, got a device, a pipe or a folder", path);
+        snprintf(s->err, sizeof s->err, "%.400s: expected a regular file, got a device, a pipe or a directory", path);
         return false;
     }
     signal(SIGXFSZ, SIG_IGN);                          // a limit of the file size is an error like a full disk
     int err = create_output(&out, path, 0600);
     if (!err) err = session_to_fd(s, note, out.fd, what);
     err = finish_output(&out, err);
-    if (err) snprintf(s->err, sizeof s->err, "%.400s: %s; what was there stays as it was", path, strerror(err));
+    if (err) snprintf(s->err, sizeof s->err, "%.400s: %s; the old file is unchanged", path, strerror(err));
     return !err;
 }
 
@@ -410,12 +410,12 @@ static const char *session_type(uint32_t type) { return type <= KV_TQ3 ? kv_name
 // Whether it is whole and says how it was written. size: the file's.
 static bool check_whole(Session *s, const char *path, const SessionHeader *h, uint64_t size) {
     if (memcmp(h->magic, session_magic, sizeof h->magic))
-        return refuse_session(s, path, "expected a session of gemma4, got another file");
+        return refuse_session(s, path, "expected a gemma4 session file, got another file");
     if (h->version != SESSION_VERSION || h->header_bytes != sizeof *h)
         return refuse_session(s, path, "version: expected %d, got %" PRIu32, SESSION_VERSION, h->version);
-    if (h->hash != header_hash(h)) return refuse_session(s, path, "the header is damaged: its checksum is another one");
+    if (h->hash != header_hash(h)) return refuse_session(s, path, "the header is damaged: wrong checksum");
     if (h->file_bytes != size)
-        return refuse_session(s, path, "expected %" PRIu64 " bytes, got %" PRIu64 ": the file is cut short or damaged",
+        return refuse_session(s, path, "expected %" PRIu64 " bytes, got %" PRIu64 ": the file is truncated or damaged",
                               h->file_bytes, size);
     return true;
 }
@@ -429,7 +429,7 @@ static bool check_alike(Session *s, const char *path, const SessionHeader *h) {
         { "weights", h->weights, own.weights } };
     for (int i = 0; i < 3; i++)
         if (hashes[i].got != hashes[i].want)
-            return refuse_session(s, path, "%s: expected that of %.120s (%016" PRIx64 "), got another one's (%016"
+            return refuse_session(s, path, "%s: expected that of %.120s (%016" PRIx64 "), got another one (%016"
                                   PRIx64 ")", hashes[i].name, m->gguf.path, hashes[i].want, hashes[i].got);
     const struct { const char *flag; uint32_t got, want; } types[] = {
         { "-ctk", h->k_type, own.k_type }, { "-ctv", h->v_type, own.v_type }, { "--kv-swa", h->ring_type, own.ring_type } };
@@ -448,7 +448,7 @@ static bool check_alike(Session *s, const char *path, const SessionHeader *h) {
         return refuse_session(s, path, "--kv-tail: expected tails of %" PRIu32 " rows, got %" PRIu32, own.tail, h->tail);
     if (h->layout != own.layout || !h->ring != !own.ring)
         return refuse_session(s, path, "cache: expected the layout of this run (%016" PRIx64 "), got another (%016"
-                              PRIx64 "); try the flags for the cache that it was written with", own.layout, h->layout);
+                              PRIx64 "); try the KV cache flags it was saved with", own.layout, h->layout);
     return true;
 }
 
@@ -463,7 +463,7 @@ static bool check_sizes(Session *s, const char *path, const SessionHeader *h) {
     const Model *m = s->m;
     const uint32_t n_ctx = (uint32_t)m->options.n_ctx, most = MAX_CONTEXT + STEP_ROWS;
     if (h->n > n_ctx || (h->seen > n_ctx + STEP_ROWS && h->seen <= most))
-        return refuse_session(s, path, "it holds %" PRIu32 " tokens: expected at most %" PRIu32 "; try -c %d", h->n,
+        return refuse_session(s, path, "it has %" PRIu32 " tokens: expected at most %" PRIu32 "; try -c %d", h->n,
                               n_ctx, max_int((int)h->n, (int)h->seen - STEP_ROWS) + 512);
     bool ok = h->seen <= most && h->ring <= most && h->n_pending <= MAX_CONTEXT && h->n_text <= MAX_FILE &&
               h->raw <= 1 && h->by_ids <= 1 && h->mark_bytes <= h->file_bytes && rings_hold(h, h->n, h->seen);
@@ -471,8 +471,8 @@ static bool check_sizes(Session *s, const char *path, const SessionHeader *h) {
         ok = ok && h->mark <= h->n && h->mark_seen <= h->seen && h->mark_bytes && rings_hold(h, h->mark, h->mark_seen);
     else ok = ok && !h->mark_seen && !h->mark_bytes;
     if (ok && session_bytes(m, h) == h->file_bytes) return true;
-    return refuse_session(s, path, "the header is damaged: %" PRIu32 " tokens, %" PRIu32 " to come, rows up to %" PRIu32
-                          " in rings of %" PRIu32 ", marked %" PRIu32 ", and %" PRIu64 " bytes do not agree", h->n,
+    return refuse_session(s, path, "the header is damaged: %" PRIu32 " tokens, %" PRIu32 " pending, rows up to %" PRIu32
+                          " in windows of %" PRIu32 ", checkpoint at %" PRIu32 ", and %" PRIu64 " bytes do not agree", h->n,
                           h->n_pending, h->seen, h->ring, h->mark, h->file_bytes);
 }
 
@@ -512,11 +512,11 @@ static bool take_session(Session *s, FileStream *f, const SessionHeader *h, Sess
     uint64_t hash = 0;
     if (!f->err && read(f->fd, &hash, sizeof hash) != sizeof hash) f->err = EIO;
     if (f->err) return refuse_session(s, path, "%s", strerror(f->err));
-    if (hash != hash_end(&f->hash)) return refuse_session(s, path, "the file is damaged: its checksum is another one");
+    if (hash != hash_end(&f->hash)) return refuse_session(s, path, "the file is damaged: wrong checksum");
     const int slots = ring_slots(m), first = max_int((int)h->seen - (int)h->ring, (int)h->n - slots);
     m->n_written[s->seq] = max_int((int)h->seen, first > 0 ? first + slots : 0);
     if (!shorten_session(m, s->seq, s->held.ids, (int)h->n))
-        return refuse_session(s, path, "rings and tails: expected the last rows, got fewer");
+        return refuse_session(s, path, "sliding-window cache: expected its last rows, got fewer");
     note->seed = h->seed;
     note->n_skipped = h->n_skipped;
     note->raw = h->raw;
@@ -532,9 +532,9 @@ static bool session_from_fd(Session *s, SessionNote *note, int fd, const char *p
     *note = (SessionNote){ 0 };
     bool ok = !fstat(fd, &st);
     if (!ok) refuse_session(s, path, "%s", strerror(errno));
-    if (ok && !S_ISREG(st.st_mode)) ok = refuse_session(s, path, "expected a file, got a device, a pipe or a folder");
+    if (ok && !S_ISREG(st.st_mode)) ok = refuse_session(s, path, "expected a regular file, got a device, a pipe or a directory");
     if (ok && st.st_size < (off_t)(sizeof h + sizeof(uint64_t)))
-        ok = refuse_session(s, path, "expected a session of gemma4, got %lld bytes", (long long)st.st_size);
+        ok = refuse_session(s, path, "expected a gemma4 session file, got %lld bytes", (long long)st.st_size);
     if (ok && pread(fd, &h, sizeof h, 0) != sizeof h) ok = refuse_session(s, path, "%s", strerror(errno));
     ok = ok && check_whole(s, path, &h, (uint64_t)st.st_size) && check_alike(s, path, &h) && check_sizes(s, path, &h);
 

@@ -161,8 +161,8 @@ static void trim_store(Store *st) {
     }
     while ((st->used > st->room || st->n_open > PARK_MOST) && (p = oldest_in_memory(st))) {
         if (st->dir && !p->path)
-            fprintf(stderr, "# --session-dir: a session of %zu tokens is dropped: it is in no file, and --cache-ram has no "
-                    "room\n", p->ids.n);
+            fprintf(stderr, "# --session-dir: a session of %zu tokens is dropped: it is not in a file, and --cache-ram is "
+                    "full\n", p->ids.n);
         if (p->path) leave_memory(st, p);
         else drop_parked(st, p);
     }
@@ -237,7 +237,7 @@ static bool store_park(Store *st, Session *s, bool by_ids) {
         if (p->fd >= 0) close(p->fd);
         free(p);
         if (!err) return true;                         // it would drop all others, and then itself
-        snprintf(s->err, sizeof s->err, "a session of %zu tokens could not be kept: %s", s->held.n, strerror(err));
+        snprintf(s->err, sizeof s->err, "cannot keep a session of %zu tokens: %s", s->held.n, strerror(err));
         return false;
     }
     for (size_t i = 0; i < s->held.n; i++) push_id(s, &p->ids, s->held.ids[i]);
@@ -330,7 +330,7 @@ static void *store_writer(void *store) {
         char *path = parked_path(st, p);
         const bool fits = p->bytes <= st->file_room;
         const int err = fits ? write_parked(p, path) : EFBIG;
-        if (err) fprintf(stderr, "# --session-dir: %s: could not be written: %s\n", path,
+        if (err) fprintf(stderr, "# --session-dir: %s: cannot write: %s\n", path,
                          fits ? strerror(err) : "the session exceeds --session-disk");
         pthread_mutex_lock(&st->lock);
         p->failed = err;
@@ -353,14 +353,14 @@ static Parked *read_parked(Session *s, const char *path) {
     const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     int32_t *ids = NULL;
     bool whole = fd >= 0 && !fstat(fd, &st) && S_ISREG(st.st_mode) && pread(fd, &h, sizeof h, 0) == sizeof h;
-    if (!whole) refuse_session(s, path, "expected a session of gemma4");
+    if (!whole) refuse_session(s, path, "expected a gemma4 session file, got another file");
     whole = whole && check_whole(s, path, &h, (uint64_t)st.st_size);
     const bool ours = whole && check_alike(s, path, &h) && check_sizes(s, path, &h);
     if (ours) {                                        // the checksum is for store_resume()
         const size_t bytes = h.n * sizeof *ids;
         ids = alloc_or_die(bytes, 1);
         whole = pread(fd, ids, bytes, sizeof h) == (ssize_t)bytes;
-        if (!whole) refuse_session(s, path, "its tokens cannot be read");
+        if (!whole) refuse_session(s, path, "cannot read its tokens");
     }
     if (fd >= 0) close(fd);
     if (!whole) fprintf(stderr, "# --session-dir: %s\n", s->err);
@@ -413,7 +413,7 @@ static void read_folder(Store *st, Session *s) {
     }
     closedir(d);
     fprintf(stderr, "# --session-dir: %s: %d sessions%s\n", st->dir, st->n,
-            n_others ? "; others, which this model cannot go on from, stay there" : "");
+            n_others ? "; sessions of other models or settings are left alone" : "");
 }
 
 // room, file_room: bytes of host memory and of files. s: a session of the model that holds nothing, for what is
@@ -427,10 +427,10 @@ static void store_open(Store *st, Session *s, const char *dir, uint64_t room, ui
     st->dir_fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (st->dir_fd < 0 || access(dir, R_OK | W_OK | X_OK)) die("--session-dir: %s: %s", dir, strerror(errno));
     if (flock(st->dir_fd, LOCK_EX | LOCK_NB))
-        die("--session-dir: %s: %s", dir, errno == EWOULDBLOCK ? "another server uses it" : strerror(errno));
+        die("--session-dir: %s: %s", dir, errno == EWOULDBLOCK ? "in use by another server" : strerror(errno));
     read_folder(st, s);
     trim_store(st);
-    if (pthread_create(&st->writer, NULL, store_writer, st)) die("--session-dir: no thread for it");
+    if (pthread_create(&st->writer, NULL, store_writer, st)) die("--session-dir: cannot start its writer thread");
 }
 
 // The next start reads the order of use from the files' times.

@@ -39,7 +39,7 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, int vocab) {
         die("%s: key 'tokenizer.ggml.merges': expected at most %d, got %zu (E_META_ARRAY)", g->path, INT_MAX, n_merges);
     for (size_t i = 0; i < n_merges; i++)
         if (merges[i].n < 3 || !memchr(merges[i].s + 1, ' ', merges[i].n - 2))
-            die("%s: key 'tokenizer.ggml.merges': merge %zu: expected two texts with a space between, got '%s' "
+            die("%s: key 'tokenizer.ggml.merges': merge %zu: expected two texts separated by a space, got '%s' "
                 "(E_META_RANGE)", g->path, i, shown(merges[i]));
     const GgufKv *scores = gguf_find_kv(g, "tokenizer.ggml.scores");  // nothing reads them
     if (scores && (scores->type != GGUF_V_ARRAY || scores->count != n_tokens))
@@ -103,33 +103,33 @@ static void print_plan(Model *m) {
     fprintf(stderr, "# %s: %d layers, dim %d, %d experts, vocabulary %d, weights %.1f MiB (%s)\n", model_name(m),
             c->n_layers, c->dim, c->n_experts, c->vocab, (double)m->binder->bytes / mib,
             gguf_type_name(m->weights.layer[0].attn_q.type));
-    fprintf(stderr, "# plan: context %d: global KV %.1f MiB (%s%s%s %s), rings %.1f MiB, stage %.1f MiB, activations "
+    fprintf(stderr, "# plan: context %d: global KV %.1f MiB (%s%s%s %s), window KV %.1f MiB, staging %.1f MiB, activations "
             "%.1f MiB, scratch %.1f MiB\n", m->options.n_ctx, (double)m->plan.kv_global / mib,
             kv_names[k], k == v ? "" : "/", k == v ? "" : kv_names[v], tied ? "tied" : "untied",
             (double)m->plan.kv_rings / mib, (double)m->plan.staging / mib, (double)m->plan.activations / mib,
             (double)m->plan.scratch / mib);
     if (m->plan.in_host)
-        fprintf(stderr, "# plan: the table of per-layer embeddings, %.1f MiB, stays in host memory: the GPU has no "
-                "room for it\n", (double)m->plan.in_host / mib);
+        fprintf(stderr, "# plan: the per-layer embedding table, %.1f MiB, stays in host memory: it does not fit on the "
+                "GPU\n", (double)m->plan.in_host / mib);
     if (m->plan.weights)
         fprintf(stderr, "# weights loaded in %.2f s, %.2f GB/s\n", m->upload_seconds,
                 (double)m->binder->bytes / m->upload_seconds * 1e-9);
     if (m->options.n_ctx > c->n_ctx_train)
-        fprintf(stderr, "# warning: a context of %d, but the model was trained for %d\n", m->options.n_ctx,
+        fprintf(stderr, "# warning: context %d exceeds the trained length %d; quality may suffer\n", m->options.n_ctx,
                 c->n_ctx_train);
     print_unknown(m->binder);
     const Drafter *d = m->drafter;
     if (d->kind != DRAFTER_NONE) {
-        fprintf(stderr, "# drafter: %s %s: %d layers, dim %d, weights %.1f MiB (%s)%s; plan: %.1f MiB\n",
+        fprintf(stderr, "# draft model: %s %s: %d layers, dim %d, weights %.1f MiB (%s)%s; plan: %.1f MiB\n",
                 d->kind == DRAFTER_MTP ? "MTP assistant" : "DFlash", d->gguf.path,
                 d->config.n_layers, d->config.dim, (double)d->binder->bytes / mib,
-                gguf_type_name(d->weights.layer[0].attn_q.type), d->weights_uploaded ? "" : " not loaded yet",
+                gguf_type_name(d->weights.layer[0].attn_q.type), d->weights_uploaded ? "" : ", not loaded yet",
                 (double)m->plan.drafter / mib);
         print_unknown(d->binder);
     }
     const char *note = "";
 #ifdef USE_CUDA
-    if (m->ops == cpu_ops()) note = " (no GPU that this build can use)";
+    if (m->ops == cpu_ops()) note = " (no GPU usable by this build)";
 #endif
     fprintf(stderr, "# backend: %s%s, %d thread%s\n", m->ops->name, note, count_threads(),
             count_threads() == 1 ? "" : "s");
@@ -151,7 +151,7 @@ static void verb_logits(const char *model, const Ops *ops, ModelOptions o, const
     if (n > o.n_ctx) die("--ids: %s: expected at most %d ids, got %d; try -c %d", ids_path, o.n_ctx, n, n);
     struct stat in, out;
     if (!stat(model, &in) && !stat(out_path, &out) && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
-        die("-o: %s: expected another file, got the model itself", out_path);
+        die("-o: %s: expected another file, got the model file itself", out_path);
     o.n_logits = o.n_batch = STEP_ROWS;
     Model *m = alloc_or_die(1, sizeof *m);
     load_model(m, model, ops, o, dump_dir);
@@ -251,30 +251,30 @@ static void verb_plan(const char *model, const Ops *ops, ModelOptions o) {
     const size_t needed = fit_context(m, n_ctx, budget);
     const MemoryPlan plan = m->plan;
     const size_t weights = plan.weights ? plan.weights : m->binder->bytes;
-    printf("%s: context %d, trained for %d\n", model_name(m), n_ctx, trained);
+    printf("%s: context %d, trained length %d\n", model_name(m), n_ctx, trained);
     print_card(stdout, "card         ", ops);
-    printf("weights      %9.3f GiB%s\n", (double)weights / gib, plan.weights ? "" : ", read in the mapped file");
+    printf("weights      %9.3f GiB%s\n", (double)weights / gib, plan.weights ? "" : ", in the mapped file");
     if (plan.in_host)
-        printf("             %9.3f GiB in host memory: the table of per-layer embeddings\n",
+        printf("             %9.3f GiB in host memory: the per-layer embedding table\n",
                (double)plan.in_host / gib);
     printf("global KV    %9.3f GiB\n", (double)plan.kv_global / gib);
-    printf("rings        %9.3f GiB\n", (double)plan.kv_rings / gib);
-    printf("stage        %9.3f GiB\n", (double)plan.staging / gib);
+    printf("window KV    %9.3f GiB\n", (double)plan.kv_rings / gib);
+    printf("staging      %9.3f GiB\n", (double)plan.staging / gib);
     printf("activations  %9.3f GiB\n", (double)plan.activations / gib);
     printf("scratch      %9.3f GiB\n", (double)plan.scratch / gib);
     if (o.drafter)
-        printf("drafter      %9.3f GiB\n", (double)(plan.drafter + (plan.weights ? 0 : m->drafter->binder->bytes)) / gib);
+        printf("draft model  %9.3f GiB\n", (double)(plan.drafter + (plan.weights ? 0 : m->drafter->binder->bytes)) / gib);
     printf("total        %9.3f GiB\n", (double)needed / gib);
-    printf("room         %9.3f GiB, %s\n", (double)budget / gib,
-           o.memory ? "as --vram says" : "31/32 of the backend's free memory");
+    printf("available    %9.3f GiB, %s\n", (double)budget / gib,
+           o.memory ? "set by --vram" : "31/32 of the free memory");
     if (!o.memory) printf("free         %9.3f GiB of %.3f\n", (double)free_bytes / gib, (double)total / gib);
-    printf("largest context that fits: %d%s\n\n", most, most == trained ? ", as trained" : "");
+    printf("largest context that fits: %d%s\n\n", most, most == trained ? ", the trained length" : "");
     printf("%8s  %9s  %9s\n", "context", "KV GiB", "total GiB");
     for (size_t i = 0; i < sizeof contexts / sizeof *contexts; i++) {
         const size_t all = fit_context(m, contexts[i], budget);
         printf("%8d  %9.3f  %9.3f  %s%s%s\n", contexts[i], (double)(m->plan.kv_global + m->plan.kv_rings) / gib,
-               (double)all / gib, all <= budget ? "fits" : "does not fit", m->plan.in_host ? ", the table in host "
-               "memory" : "", contexts[i] > trained ? ", past the trained length" : "");
+               (double)all / gib, all <= budget ? "fits" : "does not fit", m->plan.in_host ? ", embedding table in "
+               "host memory" : "", contexts[i] > trained ? ", exceeds the trained length" : "");
     }
     flush_output();
     if (fit_context(m, n_ctx, budget) > budget) die_no_room(m);
@@ -364,17 +364,17 @@ static void show_calls(const TokReply *r) {
 // What drafting did. The share of right guesses in a loop says nothing, so it is not told.
 static void print_drafts(const Turn *t) {
     const DraftCount *d = &t->drafts;
-    fprintf(stderr, "# drafts: %d in %d of %d steps", d->drafted, d->n_passes, t->steps);
+    fprintf(stderr, "# drafts: %d tokens in %d of %d steps", d->drafted, d->n_passes, t->steps);
     for (int k = 0; k < SPEC_KINDS; k++)
         if (d->by[k]) fprintf(stderr, ", %s in %d", spec_names[k], d->by[k]);
     if (!t->loop) {
-        fprintf(stderr, "; %d right, %.2f tokens a step; right by depth, if all before were:", d->accepted,
+        fprintf(stderr, "; draft acceptance %d/%d, %.2f tokens per step; per position:", d->accepted, d->drafted,
                 (double)(t->made - (t->steps == 0)) / max_int(t->steps, 1));
         for (int i = 0; i < DRAFT_DEPTHS && d->tried[i]; i++)
             fprintf(stderr, " %.0f", 100.0 * d->right[i] / d->tried[i]);
         fprintf(stderr, " %%");
     }
-    fprintf(stderr, "; %.3f ms to draft, %.3f ms to verify, for each of these steps\n",
+    fprintf(stderr, "; %.3f ms to draft and %.3f ms to verify per step\n",
             1e3 * d->draft_seconds / d->n_passes, 1e3 * d->verify_seconds / d->n_passes);
 }
 
@@ -382,7 +382,7 @@ static void print_turn(const Turn *t) {
     const DraftCount *d = &t->drafts;
     fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s", t->n_run, t->prompt_seconds,
             t->n_run / t->prompt_seconds);
-    if (t->n_run < t->n_prompt) fprintf(stderr, "; %d were in the cache", t->n_prompt - t->n_run);
+    if (t->n_run < t->n_prompt) fprintf(stderr, "; %d were cached", t->n_prompt - t->n_run);
     if (t->density > 0) fprintf(stderr, "; pFlash: attended to %.1f %% of the blocks", 100 * t->density);
     if (t->steps)
         fprintf(stderr, "\n# decode: %d tokens in %d steps, %.3f s, %.1f tok/s, %.2f GB/s", t->made - 1, t->steps,
@@ -390,7 +390,7 @@ static void print_turn(const Turn *t) {
     fprintf(stderr, "\n# %d tokens generated, stopped: %s", t->made, t->why);
     if (t->hash) fprintf(stderr, "; last logits %016" PRIx64, t->hash);
     fprintf(stderr, "\n");
-    if (t->loop) fprintf(stderr, "# the text has fallen into a loop of %d token%s\n", t->loop, t->loop == 1 ? "" : "s");
+    if (t->loop) fprintf(stderr, "# warning: the text repeats itself in a loop of %d token%s\n", t->loop, t->loop == 1 ? "" : "s");
     if (d->n_passes) print_drafts(t);
 }
 
@@ -426,7 +426,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
         if (e.kind == EVENT_PROMPT) progress("prompt", (size_t)e.done, (size_t)e.total, "tokens");
         else if (bar_shown) progress("prompt", total, total, "tokens");
         if (e.kind == EVENT_SHIFT)
-            fprintf(stderr, "%s# context full: %d tokens dropped, the first %d and the newest %d stay\n",
+            fprintf(stderr, "%s# context full: %d tokens dropped; kept the first %d and the newest %d\n",
                     isatty(1) && isatty(2) ? "\n" : "", e.dropped, e.head, e.kept);
         if (e.n_ids && o->top_logits && session_logits(s, logits))
             print_top_logits(s->t, s->m->len[s->seq], e.ids[0], o->top_logits, logits, (int)vocab);

@@ -56,7 +56,7 @@ fail() {
     status=1
 }
 
-printf '| model | cache | PPL | KL divergence | 99 %% | same first choice | facts | rolls | edits |'
+printf '| model | cache | PPL | KL divergence | 99 %% | same top token | facts | rolls | edits |'
 for n in $lengths; do printf ' codes in %d |' "$n"; done
 printf ' texts |\n| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |'
 for n in $lengths; do printf ' ---: |'; done

@@ -110,6 +110,54 @@ ok "bytes that are no UTF-8 do not crash" [ "$status" -le 1 ]
 run "$model" -p "" --temp 0 -n 4
 ok "an empty prompt does not crash" [ "$status" -le 1 ]
 
+# ---- the plain loop ------------------------------------------------------------------
+# --greedy makes the tokens of --temp 0 from the same logits: as far as -n says, to the end of the turn, after a prompt of
+# several chunks, to the end of the context. Its text is the same, but for a thought ("fox." makes the second model think).
+for file in "$model" models/gemma4-mini-e-q8_0.gguf; do
+    for words in "-f $tmp/prompt.txt -n 60" "-p Hello" "-f $tmp/long.txt -n 20" "-p Once --raw -n 30 -c 20" "-p fox."; do
+        # shellcheck disable=SC2086  # flags are words
+        run "$file" $words --temp 0
+        cp "$tmp/out" "$tmp/usual"
+        grep -o 'last logits [0-9a-f]*' "$tmp/err" >"$tmp/usual.hash"
+        # shellcheck disable=SC2086
+        run "$file" $words --greedy
+        grep -o 'last logits [0-9a-f]*' "$tmp/err" >"$tmp/greedy.hash"
+        ok "$file $words --greedy: exits 0" [ "$status" -eq 0 ]
+        [ "$words" = "-p fox." ] || ok "$file $words --greedy: the text of --temp 0" same usual out
+        ok "$file $words --greedy: the last logits of --temp 0" same usual.hash greedy.hash
+    done
+done
+ok "--greedy: the sampling line says so" has err "# sampling: greedy (temperature 0)"
+refused() { # refused NAME FLAGS...: the plain loop would have to ignore these flags
+    name=$1
+    shift
+    error "--greedy cannot be used with $name; try --temp 0" "$model" -p hi --greedy "$@"
+}
+printf '[]' >"$tmp/no-tools.json"
+refused "a chat" -i
+refused --temp --temp 0.5
+refused "-md or --spec" -md models/gemma4-mini-mtp-q8_0.gguf
+refused "-md or --spec" --spec ngram
+refused penalties --repeat-penalty 1.1
+refused penalties --presence-penalty 0.1
+refused penalties --frequency-penalty 0.1
+refused --logit-bias -l 5+1
+refused --stop -r x
+refused "a grammar" --grammar 'root ::= "a"'
+refused "a grammar" --grammar-file "$tmp/prompt.txt"
+refused "a grammar" -j '{}'
+refused "a grammar" -jf "$tmp/no-tools.json"
+refused "--tools or --think" --tools "$tmp/no-tools.json"
+refused "--tools or --think" --think
+refused --session --session "$tmp/none"
+refused --context-shift --context-shift
+refused --ignore-eos --ignore-eos
+refused --top-logits --top-logits 2
+refused --compress --compress 0.5
+refused "-n 0" -n 0
+run "$model" -p hi --greedy --temp 0 -n 2
+ok "--greedy --temp 0: exits 0" [ "$status" -eq 0 ]
+
 # ---- logits --------------------------------------------------------------------------
 ids 2 100 200 300 400 >"$tmp/five.i32"
 ids 2 >"$tmp/one.i32"
@@ -181,13 +229,13 @@ printf '[{"type":"function","function":{"name":"f"}},{"type":"function","functio
 run "$model" -p "Tell me a story." --tools "$tmp/two.json" --tool-choice g -n 14              # it may call several times
 ok "--tool-choice NAME: this one is called" grep -qx '{"name":"g","arguments":{"x":5}}' "$tmp/out"
 ok "--tool-choice NAME: and no other" none out '"name":"f"'
-error "expected one of --grammar and --json-schema" "$model" -p hi -j '{}' --grammar 'root ::= "a"'
-error "expected one of --grammar-file and --json-schema-file" "$model" -p hi --json-schema-file "$tmp/form.json" --grammar-file "$tmp/form.gbnf"
-error "expected --tools beside it" "$model" -p hi --tool-choice required
-error "expected one that is named 'nobody'" "$model" -p hi --tools "$tmp/tools.json" --tool-choice nobody
-error "expected no --json-schema beside it" "$model" -p hi --tools "$tmp/tools.json" --tool-choice required -j '{}'
-error "--ignore-eos: expected no --json-schema" "$model" -p hi -j '{}' --ignore-eos
-error "--ignore-eos: expected no --tool-choice" "$model" -p hi --tools "$tmp/tools.json" --tool-choice required --ignore-eos
+error "expected either --grammar or --json-schema" "$model" -p hi -j '{}' --grammar 'root ::= "a"'
+error "expected either --grammar-file or --json-schema-file" "$model" -p hi --json-schema-file "$tmp/form.json" --grammar-file "$tmp/form.gbnf"
+error "--tool-choice needs --tools" "$model" -p hi --tool-choice required
+error "expected a tool named 'nobody'" "$model" -p hi --tools "$tmp/tools.json" --tool-choice nobody
+error "--tool-choice cannot be used with --json-schema" "$model" -p hi --tools "$tmp/tools.json" --tool-choice required -j '{}'
+error "--ignore-eos cannot be used with --json-schema" "$model" -p hi -j '{}' --ignore-eos
+error "--ignore-eos cannot be used with --tool-choice" "$model" -p hi --tools "$tmp/tools.json" --tool-choice required --ignore-eos
 error "--grammar-file: $tmp/missing.gbnf" "$model" -p hi --grammar-file "$tmp/missing.gbnf"
 error "--json-schema-file: $tmp/missing.json" "$model" -p hi --json-schema-file "$tmp/missing.json"
 error "--grammar: grammar: line 2: " "$model" -p hi --grammar 'root ::= a
@@ -259,7 +307,8 @@ error prompt.txt tokenize "$tmp/prompt.txt" -p hi
 run --help
 ok "--help exits 0" [ "$status" -eq 0 ]
 ok "--help writes nothing to stderr" size "$tmp/err" 0
-for word in logits tokenize detokenize quantize plan model prompt sampling context output other bench; do
+for word in logits tokenize detokenize quantize plan model prompt sampling "structured output" "speculative decoding" "KV cache" device \
+    output niah serve bench; do
     ok "--help names $word" grep -qE -e "(^|[^a-z-])$word([^a-z-]|\$)" "$tmp/out"
 done
 # Every flag, under each of its names, with a value that works and one that does not. A flag that is missing here fails.
@@ -337,7 +386,7 @@ while read -r names; do
         "--dump "*) good="$tmp/dump" bad=/nowhere/x ;;
         "--ids "*) verb=detokenize plain='' good=2 bad=x ;;
         "--plain "* | "--special "*) verb=tokenize plain="-p hi" ;;
-        "--check-tensors "* | "--think "* | "--raw "* | "--ignore-eos "* | "--context-shift "* | "--show-thoughts "*) ;;
+        "--check-tensors "* | "--think "* | "--raw "* | "--greedy "* | "--ignore-eos "* | "--context-shift "* | "--show-thoughts "*) ;;
         "-h "* | "--version "*) ;;
         "--host "* | "--port "* | "-np "* | "--chunk "* | "--api-key "* | "--api-key-file "* | "--alias "* | "--queue "* | \
         "--timeout "* | "--max-body "* | "--cache-ram "* | "--session-dir "* | "--session-disk "* | "--log-text "*) continue ;;                  # in test_server.sh
@@ -346,7 +395,7 @@ while read -r names; do
         [ "${names%% *}" != -m ] || file=
         # shellcheck disable=SC2086  # verbs, flags and values are words
         run $verb $file $plain $flag $good
-        if [ "$flag" = --history ] && grep -q "edits no lines" "$tmp/err"; then
+        if [ "$flag" = --history ] && grep -q "no line editing" "$tmp/err"; then
             ok "$flag: refused by a build that edits no lines" [ "$status" -eq 1 ]
         else
             ok "$flag $good: exits 0" [ "$status" -eq 0 ]
@@ -367,9 +416,9 @@ ok "--version exits 0" [ "$status" -eq 0 ]
 ok "--version prints one line" lines out 1
 
 # ---- wrong flags ---------------------------------------------------------------------
-error --nope "$model" -p hi --nope
-error -p "$model" -p
-error -n "$model" -p hi -n
+error "--nope: unknown flag" "$model" -p hi --nope
+error "-p needs a value" "$model" -p
+error "-n needs a value" "$model" -p hi -n
 error -n "$model" -p hi -n ten
 error -n "$model" -p hi -n 5x
 error -n "$model" -p hi -n ''
@@ -405,7 +454,7 @@ mkdir "$tmp/folder.gguf"
 for file in missing.gguf folder.gguf empty.gguf text.gguf cut20.gguf cut50000.gguf cut4000000.gguf; do
     error "$file" "$tmp/$file" -p hi
 done
-error missing.txt "$model" -f "$tmp/missing.txt"
+error "missing.txt: No such file or directory" "$model" -f "$tmp/missing.txt"
 error folder.gguf "$model" -f "$tmp/folder.gguf"
 error text.gguf "$model" -p hi --dump "$tmp/text.gguf/dump"
 error text.gguf "$model" -p hi --dump "$tmp/text.gguf"
@@ -421,9 +470,9 @@ error text.gguf logits "$model" --ids "$tmp/five.i32" -o "$tmp/text.gguf/x.f32"
 error folder.gguf logits "$model" --ids "$tmp/five.i32" -o "$tmp/folder.gguf"
 error missing.gguf logits "$tmp/missing.gguf" --ids "$tmp/five.i32" -o "$tmp/x.f32"
 error -o logits "$model" --ids "$tmp/five.i32"
-error "logits does not take it" logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" -p hi
+error "-p is not a logits option; it is an option of: generate, tokenize" logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" -p hi
 cp "$model" "$tmp/own.gguf"
-error "the model itself" logits "$tmp/own.gguf" --ids "$tmp/five.i32" -o "$tmp/own.gguf"
+error "the model file itself" logits "$tmp/own.gguf" --ids "$tmp/five.i32" -o "$tmp/own.gguf"
 ok "-o does not touch the model" cmp -s "$model" "$tmp/own.gguf"
 error --ids logits "$model" -o "$tmp/x.f32"
 
@@ -445,10 +494,10 @@ for n in one two; do
         --frequency-penalty 0.1 --logit-bias 834+1,845-1 -t $threads
 done
 ok "one seed gives one text on any number of threads" same all_one all_two
-ok "the chain is shown in its order" has err "# sampling: bias > penalties: repeat 1.1, frequency 0.1, presence 0.1 > \
-temperature 1.2 > top-k 40 > top-p 0.9 > min-p 0.01 > draw, seed 5"
+ok "the chain is shown in its order" has err "# sampling: logit bias, penalties (repeat 1.1, frequency 0.1, \
+presence 0.1), temperature 1.2, top-k 40, top-p 0.9, min-p 0.01, then sample, seed 5"
 run "$model" -p "Tell me a story about a fox." -n 1 --seed 1
-ok "without flags the chain is Gemma's" has err "# sampling: temperature 1 > top-k 64 > top-p 0.95 > draw, seed 1"
+ok "without flags the chain is Gemma's" has err "# sampling: temperature 1, top-k 64, top-p 0.95, then sample, seed 1"
 
 run "$model" -p "Tell me a story about a fox." --temp 0 -n 30 --top-logits 3
 cp "$tmp/err" "$tmp/top"
@@ -502,7 +551,7 @@ for bias in "" , 5 +1 5+ 5- 5+x 5+1, ,5+1 5+nan 5+inf 5+1e99 5--1 " 5+1" -1+1 5+
 done
 error 0\ to\ 4095 "$model" -p hi --logit-bias 4096+1
 for flag in --repeat-penalty --presence-penalty --frequency-penalty --logit-bias --stop --top-logits; do
-    error "logits does not take it" logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" $flag 2
+    error "is not a logits option" logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" $flag 2
 done
 
 # ---- bench ---------------------------------------------------------------------------
@@ -525,7 +574,7 @@ ok "bench: json: begins and ends" [ "$(head -c 1 "$tmp/bench.json")$(tail -n 1 "
 $limit "$gemma4" bench "$model" -p 0 -n 0 -o json >"$tmp/bench.json" 2>"$tmp/err"
 ok "bench: json: no test, an empty list" [ "$(tr -d '\n' <"$tmp/bench.json")" = "[]" ]
 for list in x 1, ,1 -1 1.5 99999999999999999999 "1 2" 1x; do
-    error "-p: expected at most 32 whole numbers" bench "$model" -p "$list"
+    error "-p: expected at most 32 integers" bench "$model" -p "$list"
 done
 $limit "$gemma4" bench "$model" -p 0 -n 2 --rows 3,16 -d 0,9 -r 1 --fill random >"$tmp/bench.md" 2>"$tmp/err"
 ok "bench: --rows: a row for each" [ "$(grep -cE '\| +vs(3|16)( @ d9 \(random fill\))? \| +[0-9]+\.[0-9]+ ± ' "$tmp/bench.md")" -eq 4 ]
@@ -546,13 +595,13 @@ for flag in "-p x" "--n-prompt x" "-n x" "--n-gen x" "-d x" "--n-depth x" "-r 0"
     # shellcheck disable=SC2086  # a flag and a value
     error "expected" bench "$model" $flag
 done
-error "-p: expected at most 32 whole numbers" -p bench bench "$model"
-error "bench does not take it" --temp 0 bench "$model"
-error "expected it before the model" "$model" bench -p 2
-error "a second model" "$model" "$model" -p hi
-error "no such verb" draft "$model"
-error "no such verb" draft
-error "no such verb" frobnicate -m "$model" -p hi
+error "-p: expected at most 32 integers" -p bench bench "$model"
+error "--temp is not a bench option" --temp 0 bench "$model"
+error "expected the command before the model; try gemma4 bench $model" "$model" bench -p 2
+error "a second model file" "$model" "$model" -p hi
+error "unknown command or missing file 'draft'; commands: logits, tokenize," draft "$model"
+error "unknown command or missing file 'draft'" draft
+error "unknown command or missing file 'frobnicate'" frobnicate -m "$model" -p hi
 for flag in "-ngl 99" "-fa" "--flash-attn on" --mlock --no-mmap --jinja "-b 512" "-ub 512" -no-cnv --no-display-prompt; do
     # shellcheck disable=SC2086  # a flag and its value
     error "${flag%% *}: not needed: " "$model" -p hi $flag
@@ -563,10 +612,10 @@ done
 error "--rows: expected at most 64" bench "$model" --rows 65
 error "--fill: expected prompt|random" bench "$model" --fill zeros
 error "-o: expected md|csv|json" bench "$model" -o sql
-error "bench does not take it" bench "$model" -c 100
-error "bench does not take it" bench "$model" --temp 0
+error "-c is not a bench option" bench "$model" -c 100
+error "--temp is not a bench option" bench "$model" --temp 0
 error "-d: expected at most" bench "$model" -d 16777216
-error "a whole number from 1" bench "$model" -r 0
+error "an integer from 1" bench "$model" -r 0
 
 # ---- sparse prompts, needles ---------------------------------------------------------
 run bench "$model" -r 1 -p 1100 -n 0 -o json --pflash-density 10
@@ -581,18 +630,18 @@ run "$model" -p "$(yes 'The fox ran.' | head -n 40)" -n 1 --pflash 0.2 --pflash-
 ok "--pflash: the statistics have it" has err "pFlash: attended to 100.0 % of the blocks"
 run niah "$model" -p 256,300 -d 0,100 -r 1 --needles 2 --svg "$tmp/map.svg"
 ok "niah: exits 0" [ "$status" -eq 0 ]
-ok "niah: the models find what was planted" grep -q '^8 of 8 codes found, 100.0 %.$' "$tmp/out"
+ok "niah: the models find what was planted" grep -q '^8 of 8 needles found, 100.0 %.$' "$tmp/out"
 ok "niah: a row for each length" [ "$(grep -c '^| [0-9]' "$tmp/out")" -eq 2 ]
 ok "niah: the heat map has a cell for each" [ "$(grep -c 'hsl(120' "$tmp/map.svg")" -eq 4 ]
 long=$(yes 'The fox ran.' | head -n 300)
 run "$model" -p "$long" -n 1 --temp 0 --compress 0.25
-ok "--compress: says what was kept, and that it is lossy" has err "# prompt compressed, lossy: kept "
+ok "--compress: says what was kept, and that it is lossy" has err "# prompt compressed (lossy): kept "
 run "$model" -p "$long" -n 1 --temp 0 --compress 0.25 --raw
-ok "--compress --raw: says what was kept" has err "# prompt compressed, lossy: kept "
+ok "--compress --raw: says what was kept" has err "# prompt compressed (lossy): kept "
 run "$model" -p "Hello" -n 1 --temp 0 --compress 0.25
 ok "--compress: a short prompt is left alone" eval '[ "$status" -eq 0 ] && ! grep -q compressed "$tmp/err"'
 run "$model" -p hi --compress 0.5 --session "$tmp/none"
-ok "--compress: not with --session" has err "expected no --session with it"
+ok "--compress: not with --session" has err "--compress cannot be used with --session"
 run "$model" -p hi --scorer "$model"
 ok "--scorer: needs --compress" has err "try --compress 0.2"
 for size in 512 4096; do                          # another number of words; as many, but others
@@ -601,7 +650,7 @@ for size in 512 4096; do                          # another number of words; as 
         run $verb "$model" -p 512 --compress 0.5 --scorer "$tmp/words.gguf"
         ok "$verb --scorer: $size other words are refused" [ "$status" -eq 1 ]
         ok "$verb --scorer: $size other words: a line that names both files" grep -qE \
-            "^gemma4: error: --scorer: $tmp/words.gguf: expected the vocabulary of $model, .*(got 512|token [0-9]+ differs)" "$tmp/err"
+            "^gemma4: error: --scorer: $tmp/words.gguf: expected the vocabulary of $model.*(got 512|token [0-9]+ differs)" "$tmp/err"
     done
 done
 run niah "$model" -p 256 -d 50 -r 2 -o csv -f "$tmp/long.txt" --pflash 0.5
@@ -632,24 +681,24 @@ wrong() { # wrong WORD FLAGS...: as error(), of ppl on that text
     shift
     error "$word" ppl "$model" -f "$tmp/long.txt" "$@"
 }
-wrong "-c: ids of a chunk: expected 32 as in this run, got 64" -c 32 --kld "$tmp/base"
+wrong "-c: ids per chunk: expected 32 as in this run, got 64" -c 32 --kld "$tmp/base"
 wrong "--chunks: expected 2 as in this run, got 3" -c 64 --chunks 2 --kld "$tmp/base"
 wrong "--ppl-stride: expected 8 as in this run, got 0" -c 60 --ppl-stride 8 --kld "$tmp/base"
-wrong "expected one of" --kld "$tmp/base" --kld-base "$tmp/x"
+wrong "expected either --kld-base or --kld, got both" --kld "$tmp/base" --kld-base "$tmp/x"
 wrong "-c: expected at least 4" -c 3
 wrong "--ppl-stride: expected less than" -c 64 --ppl-stride 64
 wrong "expected a text of at least 8000 ids" -c 8000
 wrong "expected md|csv|json|jsonl" -o xml
-wrong "a file of --kld-base" -c 64 --kld "$tmp/five.i32"
-wrong "a file of --kld-base" -c 64 --kld "$tmp/long.txt"
+wrong "a file written by --kld-base" -c 64 --kld "$tmp/five.i32"
+wrong "a file written by --kld-base" -c 64 --kld "$tmp/long.txt"
 wrong "No such file" -c 64 --kld "$tmp/missing"
 wrong "No such file" -c 64 --kld-base "$tmp/missing/x"
 error "-f: the text: expected" ppl "$model" -f README.md -c 64 --chunks 3 --kld "$tmp/base"
 error "-f: expected a text" ppl "$model"
 head -c 9000 "$tmp/base" >"$tmp/cut"
-wrong "cut short" -c 64 --chunks 3 --kld "$tmp/cut"
+wrong "truncated" -c 64 --chunks 3 --kld "$tmp/cut"
 { head -c 9000 "$tmp/base" && printf x && tail -c +9002 "$tmp/base"; } >"$tmp/cut"
-wrong "its checksum is another one" -c 64 --chunks 3 --kld "$tmp/cut"
+wrong "wrong checksum" -c 64 --chunks 3 --kld "$tmp/cut"
 (trap '' XFSZ && ulimit -f 100 && exec "$gemma4" ppl "$model" -f "$tmp/long.txt" -c 64 --chunks 3 --kld-base "$tmp/base") >"$tmp/out" 2>"$tmp/err"
 ok "ppl: a full disk: exit status 1" [ $? -eq 1 ]
 ok "ppl: a full disk: says so" grep -q "^gemma4: error: --kld-base: " "$tmp/err"
@@ -694,7 +743,7 @@ error -f "$model" -i -f -
 error --history "$model" -p hi --history "$tmp/history"
 error --verbose "$model" -p hi -v
 error --think "$model" -p hi --think-budget 5
-error "a chat" "$model" -i --raw
+error "a chat cannot be used with --raw" "$model" -i --raw
 
 # ---- chat ----------------------------------------------------------------------------
 cd "$tmp" || exit 1
@@ -704,12 +753,12 @@ fed "Tell me a story about a fox.\nWho is it about?\n/stats\n/save two.json\n/no
     "$mini" -i --temp 0 -n 60
 ok "chat: exits 0 at the end of input" [ "$status" -eq 0 ]
 ok "chat: the first answer is that of -p" starts out greedy
-ok "chat: what the cache holds is not run again" has err "were in the cache"
+ok "chat: what the cache holds is not run again" has err "were cached"
 ok "chat: /stats counts messages" has err "; 4 messages"
 ok "chat: /save" has err "# 4 messages saved in two.json"
-ok "chat: an unknown command" has err "# /nothing: no such command"
-ok "chat: a command with too much behind it" has err "# /clear: expected nothing"
-ok "chat: a command with too little behind it" has err "# /save: expected FILE"
+ok "chat: an unknown command" has err "# /nothing: unknown command"
+ok "chat: a command with an argument too many" has err "# /clear: expected no argument"
+ok "chat: a command without its argument" has err "# /save: expected FILE"
 ok "chat: no statistics but those of /stats" [ "$(grep -c '^# prompt: ' err)" -eq 1 ]
 ok "chat: every line on stderr starts with '# '" none err '^[^#]|^#[^ ]'
 ok "chat: /save leaves no draft" [ "$(echo two.json*)" = two.json ]
@@ -744,8 +793,8 @@ ok "chat: /load says why" has err "# /load: missing.json: "
 ok "chat: /load says why, whatever it is" has err "# /load: two.json/x: Not a directory"
 ok "chat: /load names the place" has err "# /load: err: messages"
 fed "/retry\n/tool 5\n/exit\nhi\n" "$mini" -i --temp 0 -n 2
-ok "chat: /retry without a message" has err "# nothing was said yet"
-ok "chat: /tool without a call" has err "# /tool: no call waits"
+ok "chat: /retry without a message" has err "# no message to answer yet"
+ok "chat: /tool without a call" has err "# /tool: the model did not call a tool"
 ok "chat: /exit ends it" size out 0
 run "$mini" -i -p "Tell me a story about a fox." --temp 0 -n 60
 ok "chat: -p is said first" starts out greedy
@@ -756,7 +805,7 @@ story_of="Tell me a story about a"
 resumed() { # resumed FLAGS...: runs $tmp/talk as a chat, then its conversation in a fresh one, and compares the last logits
     fed "$talk/save long.json\n/stats\n" "$mini" -i --temp 0 "$@"
     grep -o 'last logits.*' err >last
-    grep -o '; [0-9]* were in the cache' err >reused
+    grep -o '; [0-9]* were cached' err >reused
     fed "/load long.json\n/retry\n/stats\n" "$mini" -i --temp 0 "$@"
     grep -o 'last logits.*' err >again
 }
@@ -793,7 +842,7 @@ in_runs() { # in_runs HOW FLAGS...: each of the lines in a run of its own: HOW -
         cat out >>parts
         seed=
     done <lines
-    grep -oE 'last logits.*|[0-9]+ were in the cache' err >again
+    grep -oE 'last logits.*|[0-9]+ were cached' err >again
 }
 for file in "$mini" "${mini%/*}/gemma4-mini-e-q8_0.gguf"; do
     for flags in "--temp 0" "--temp 1 --presence-penalty 0.3" "--temp 0 --think --template large"; do
@@ -801,7 +850,7 @@ for file in "$mini" "${mini%/*}/gemma4-mini-e-q8_0.gguf"; do
         # shellcheck disable=SC2086  # flags are words
         set -- "$file" $flags
         $limit "$gemma4" "$@" -i -v -s 5 <lines >long 2>err
-        grep -oE 'last logits.*|[0-9]+ were in the cache' err | tail -n 2 >last
+        grep -oE 'last logits.*|[0-9]+ were cached' err | tail -n 2 >last
         for how in -i -p; do
             in_runs $how "$@"
             ok "--session $how $flags: runs that go on say what one says" same long parts
@@ -837,16 +886,16 @@ error "-ctk: expected f32, got f16; try -ctk f16" "$mini" -p hi --session s3 -ct
 error "-ctv: expected f32, got f16" "$mini" -p hi --session s3 -ctv f32 --kv-layout untied
 error "expected untied, got tied" "$mini" -p hi --session s3 --kv-layout untied
 error "model: expected" "${mini%/*}/gemma4-mini-e-q8_0.gguf" -p hi --session s3
-error "expected a text, got a conversation; try without --raw" "$mini" -p hi --session s3 --raw
-error "expected a conversation, got a text; try with --raw" "$mini" -p hi --session s2
-error "expected a session" "$mini" -p hi --session lines
-error "expected a file" "$mini" -p hi --session .
-error "expected a file" "$mini" -p hi --session ""
+error "expected a session with a text, got one with a conversation; try without --raw" "$mini" -p hi --session s3 --raw
+error "expected a session with a conversation, got one with a text; try with --raw" "$mini" -p hi --session s2
+error "expected a gemma4 session file" "$mini" -p hi --session lines
+error "expected a regular file" "$mini" -p hi --session .
+error "expected a file name" "$mini" -p hi --session ""
 error "cannot write to nowhere" "$mini" -p hi --session nowhere/s
-error "does not take it" logits "$mini" --session s3
-head -c 5000 s3 >cut && error "cut short" "$mini" -p hi --session cut
+error "--session is not a logits option" logits "$mini" --session s3
+head -c 5000 s3 >cut && error "truncated" "$mini" -p hi --session cut
 { head -c 200000 s3 && printf x && tail -c +200002 s3; } >changed && error "damaged" "$mini" -p hi --session changed
-[ -c /dev/full ] && error "expected a file, got a device" "$mini" -p hi --session /dev/full
+[ -c /dev/full ] && error "expected a regular file, got a device" "$mini" -p hi --session /dev/full
 mkdir shut && chmod 555 shut
 folder=shut
 touch shut/x 2>/dev/null && folder=/proc           # root writes everywhere but there
@@ -857,7 +906,7 @@ ok "--session: what was refused changed nothing" same s3 s3.before
 (trap '' XFSZ && ulimit -f 200 && exec $limit "$gemma4" "$mini" -p "What is 22 minus 2?" --temp 0 --session s3) >out 2>err
 ok "--session, a full disk: exit status 1" [ $? -eq 1 ]
 ok "--session, a full disk: the answer came" has out "22 - 2 = 20"
-ok "--session, a full disk: says so" grep -q "^gemma4: error: --session: s3: .*; what was there stays as it was" err
+ok "--session, a full disk: says so" grep -q "^gemma4: error: --session: s3: .*; the old file is unchanged" err
 ok "--session, a full disk: the old file stands" same s3 s3.before
 (trap '' XFSZ && ulimit -f 200 && printf 'hi\n/stats\n' | $limit "$gemma4" "$mini" -i --temp 0 --session s3) >out 2>err
 ok "--session, a full disk in a chat: the chat goes on" has err "# context: "
@@ -887,7 +936,7 @@ ok "--session: commands of the chat are kept too" has kept.json '{"role":"system
 
 # ---- tool results --------------------------------------------------------------------
 fed "What is the weather in Paris?\nhello\n/tool {\"temp\": 15}\n/tool x\n/save tool.json\n" "$mini" -i --temp 0 -n 60 --tools tools.json
-ok "/tool: a message while a call waits is refused" has err "# a call waits for its result"
+ok "/tool: a message while a call waits is refused" has err "# the model called a tool; answer with /tool RESULT"
 ok "/tool: the result follows its call" grep -qE '"tool_calls":\[\{"id":"(call_[0-9_]+)".*\{"role":"tool","tool_call_id":"call_[0-9_]+","content":\{"temp": 15\}\}' tool.json
 ok "/tool: an answer follows" grep -q '"role":"tool".*"role":"assistant"' tool.json
 
@@ -914,42 +963,42 @@ ok "a full context: exits 0" [ "$status" -eq 0 ]
 cp out full
 run "$mini" -p "Tell me a story about a fox." --temp 0 --ignore-eos -c 64 --context-shift -n 200 -sys "Be kind."
 ok "--context-shift goes on" has err "200 tokens generated, stopped: -n reached"
-ok "--context-shift announces each shift" [ "$(grep -c '^# context full: [0-9]* tokens dropped, the first [0-9]* and the newest [0-9]* stay$' err)" -ge 4 ]
+ok "--context-shift announces each shift" [ "$(grep -c '^# context full: [0-9]* tokens dropped; kept the first [0-9]* and the newest [0-9]*$' err)" -ge 4 ]
 run "$mini" -p "Tell me a story about a fox." --temp 0 --ignore-eos -c 64 --context-shift -n 80
 ok "--context-shift changes nothing before the context is full" starts out full
 run "$mini" -p "Once upon a time" --raw --temp 0 --ignore-eos -c 64 --context-shift -n 100
-ok "--context-shift: --raw keeps the first token" has err "the first 1 and the newest 31 stay"
+ok "--context-shift: --raw keeps the first token" has err "kept the first 1 and the newest 31"
 fed "Tell me a story about a fox.\nAnd one about a cow, please, which is long enough to fill what is left of it all, and more.\nhi\n/stats\n" \
     "$mini" -i --temp 0 -n 30 -c 80
 ok "chat: a full context: the message is refused" has err "# context full: the conversation has"
 ok "chat: a full context: it is taken back" has err "; 4 messages"
 fed "Tell me a story about a fox.\nAnd one about a cow.\nAnd now about a duck.\nhi\n/stats\n/save shifted.json\n" "$mini" -i --temp 0 -n 30 -c 96 \
     --context-shift -sys "Be kind."
-ok "chat: --context-shift goes on" has err "no longer shown to the model"
-ok "chat: --context-shift: /stats says so" grep -q "; 8 messages, the oldest [246] of them not shown" err
+ok "chat: --context-shift goes on" has err "the model no longer sees"
+ok "chat: --context-shift: /stats says so" grep -q "; 8 messages, the oldest [246] of them hidden from the model" err
 ok "chat: --context-shift: /save writes all" grep -q '"Be kind.".*about a fox.*about a cow.*about a duck.*"hi"' shifted.json
 
 fed "/load shifted.json\nAnd one about a cow, please, which is long enough to fill what is left of it all, and more, or most \
 of it.\n/stats\n/retry\n" "$mini" -i --temp 0 -n 0 -c 96 --context-shift
-ok "chat: --context-shift: a message that is taken back shifts" has err "the oldest 8 messages are no longer shown"
+ok "chat: --context-shift: a message that is taken back shifts" has err "no longer sees the oldest 8 messages"
 ok "chat: --context-shift: and what it left out comes back" grep -q '; 8 messages$' err
-ok "chat: --context-shift: /retry asks the message before" grep -q 'the oldest [246] messages are no longer shown' err
+ok "chat: --context-shift: /retry asks the message before" grep -q 'no longer sees the oldest [246] messages' err
 echo null >null.json
 fed "/load null.json\n/stats\nhi\n/save talk.json\n/load talk.json\n" "$mini" -i --temp 0 -n 2 --ignore-eos
-ok "chat: /load of null: an empty conversation" has err "# 0 messages from null.json"
-ok "chat: /load of null: the chat goes on" has err "# 2 messages from talk.json"
+ok "chat: /load of null: an empty conversation" has err "# 0 messages loaded from null.json"
+ok "chat: /load of null: the chat goes on" has err "# 2 messages loaded from talk.json"
 ok "chat: /load of null: what is saved" grep -q '^\[{"role":"user","content":"hi"},{"role":"assistant"' talk.json
 
 # ---- the plan ------------------------------------------------------------------------
 run plan "$mini" -c 4096
 ok "plan: exits 0" [ "$status" -eq 0 ]
 ok "plan: stderr is empty" size err 0
-trained=$(sed -nE 's/.*trained for ([0-9]+)$/\1/p' out)
+trained=$(sed -nE 's/.*trained length ([0-9]+)$/\1/p' out)
 ok "plan: says what the model was trained for" [ "$trained" -ge 4096 ]
-for word in weights "global KV" rings stage activations scratch total room free "largest context that fits: $trained" 1048576; do
+for word in weights "global KV" "window KV" staging activations scratch total available free "largest context that fits: $trained" 1048576; do
     ok "plan: says $word" has out "$word"
 done
-ok "plan: warns past the trained length" grep -q "^ *32768 .*past the trained length" out
+ok "plan: warns beyond the trained length" grep -q "^ *32768 .*exceeds the trained length" out
 run plan "$mini" --vram 0.03
 ok "plan: no room: exit status 1" [ "$status" -eq 1 ]
 ok "plan: no room: one line on stderr" lines err 1
@@ -971,7 +1020,7 @@ run plan "$mini" --card rtx3090
 if [ "$status" -eq 0 ]; then
     ok "plan: --card: names it" grep -q '^card  *rtx3090 (pretended), compute capability 8\.6, 82 SMs, ' out
 else
-    error "--card: rtx3090: built without CUDA, which this needs; build it with make cuda" plan "$mini" --card rtx3090
+    error "--card: rtx3090: this build has no CUDA; build with make cuda" plan "$mini" --card rtx3090
     error "--card: rtx3090: " "$mini" -p hi --card rtx3090
 fi
 cd "$OLDPWD" || exit 1

@@ -90,16 +90,16 @@ static void test_refusals(void) {
     CHECK(!strcmp(names, CARD_NAMES), "the names of cards are %s, CARD_NAMES %s", names, CARD_NAMES);
     for (int i = 0; i < N_CARDS; i++) CHECK(find_card(cards[i].name) == &cards[i], "%s is there twice", cards[i].name);
     check_refused(HIDDEN, "plan " MINI " --card rtx9999", "expected " CARD_NAMES ", got 'rtx9999'");
-    check_refused(HIDDEN, "tokenize " MINI " -p hi --card rtx3090", "tokenize does not take it");
+    check_refused(HIDDEN, "tokenize " MINI " -p hi --card rtx3090", "is not a tokenize option");
     const char *runs[] = { MINI " -p hi -n 1", "bench " MINI, "check " MINI, "ppl " MINI " -f README.md", "niah " MINI,
                            "logits " MINI " --ids x -o x" };
     for (size_t i = 0; i < sizeof runs / sizeof *runs; i++) {
         char words[200];
         snprintf(words, sizeof words, "%s --card rtx3090", runs[i]);
-        check_refused(HIDDEN, words, HAS_CUDA ? "no GPU to run on" : "make cuda");
+        check_refused(HIDDEN, words, HAS_CUDA ? "no GPU found" : "make cuda");
     }
     if (!HAS_CUDA)
-        check_refused(HIDDEN, "plan " MINI " --card rtx3090", "built without CUDA, which this needs; build it with make cuda");
+        check_refused(HIDDEN, "plan " MINI " --card rtx3090", "this build has no CUDA; build with make cuda");
 }
 
 #ifdef USE_CUDA
@@ -118,12 +118,12 @@ static const char *line_of(const char *text, const char *begin) {
 }
 
 static void test_plans(bool has_gpu) {
-    const char *sizes[] = { "weights ", "global KV ", "rings ", "activations ", "scratch ", "total " };
+    const char *sizes[] = { "weights ", "global KV ", "window KV ", "activations ", "scratch ", "total " };
     char planned[6][300];
     CHECK(gemma4(HIDDEN, NULL, NULL, "plan " MINI " --card rtx3090") == 0, "a plan without a GPU: %s", err);
     CHECK(!strcmp(line_of(out, "card "), "card         rtx3090 (pretended), compute capability 8.6, 82 SMs, 24.0 GiB"),
           "the plan's card: %s", line_of(out, "card "));
-    CHECK(strstr(out, "room            23.250 GiB"), "a plan without a GPU: not the card's room: %s", line_of(out, "room"));
+    CHECK(strstr(out, "available       23.250 GiB"), "a plan without a GPU: not the card's memory: %s", line_of(out, "available"));
     CHECK(!*err, "a plan says: %s", err);
     for (int i = 0; i < 6; i++) snprintf(planned[i], sizeof *planned, "%s", line_of(out, sizes[i]));
     CHECK(gemma4(HIDDEN, NULL, NULL, "plan " MINI " --card gb10") == 0 && strstr(out, "128.0 GiB shared with the host\n"),

@@ -577,8 +577,8 @@ static void test_refused(void) {
         rename_key(&d, gone[i], "");
         REFUSED(path, write_draft(&d, broken), "broken.gguf", gone[i], "E_META_MISSING");
     }
-    static const char *const extra[][2] = { { "markov_w1.weight", "DSpark drafter is not supported" }, { "d2t", "vocabulary of its own" },
-        { "selector_hidden.weight", "DFlash2 drafter is not supported" }, { "blk.1.attn_sinks.weight", "attention sinks" } };
+    static const char *const extra[][2] = { { "markov_w1.weight", "DSpark draft models are not supported" }, { "d2t", "their own vocabulary" },
+        { "selector_hidden.weight", "DFlash2 draft models are not supported" }, { "blk.1.attn_sinks.weight", "attention sinks" } };
     for (size_t i = 0; i < sizeof extra / sizeof *extra; i++) {
         Draft d = read_draft(drafter);
         draft_add(&d, extra[i][0], 32);

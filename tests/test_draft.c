@@ -369,7 +369,7 @@ static void test_centroids(const char *family) {
     CHECK(!memcmp(&c, &dense, sizeof c), "%s: centroids that a flag turns off are used", family);
     const Ops *ops = on_gpu ? gpu_ops() : cpu_ops();
     if (!ops->head_centroid) {
-        REFUSED(path, write_centroids(drafter, file, N_USED, -1, false), "centroids.gguf", "has no head for centroids");
+        REFUSED(path, write_centroids(drafter, file, N_USED, -1, false), "centroids.gguf", "does not support centroid heads");
         SKIP("no backend has a head for centroids");
         return;
     }
@@ -428,7 +428,7 @@ static void test_refused(void) {
     REFUSED(path, MINI_MTP, "micro-dense.gguf", MINI_MTP, "hidden size: expected 64, got 256");
     REFUSED(MINI, drafter, MINI, "micro-dense-mtp.gguf", "hidden size: expected 256, got 64");
     REFUSED(path, "models/none.gguf", "models/none.gguf");
-    REFUSED(path, path, "another whole model");
+    REFUSED(path, path, "whole models as draft models are not supported");
     static const struct { const char *key; unsigned value; const char *says; } keys[] = {
         { "embedding_length_out", 65, "hidden size: expected 64, got 65" },
         { "attention.sliding_window", 33, "sliding window: expected 32, got 33" },
@@ -457,8 +457,8 @@ static void test_refused(void) {
     d = read_draft(drafter);
     draft_tensor(&d, "rope_freqs.weight")->type = GGUF_F16;
     REFUSED(path, write_draft(&d, broken), "rope_freqs.weight", "expected type F32, got F16");
-    static const struct { const char *arch, *tensor, *says; } others[] = { { "eagle3", NULL, "EAGLE-3 drafter" },
-        { "dflash", "markov_w1.weight", "DSpark drafter" }, { "dflash", "selector_hidden.weight", "DFlash2 drafter" },
+    static const struct { const char *arch, *tensor, *says; } others[] = { { "eagle3", NULL, "EAGLE-3 draft models" },
+        { "dflash", "markov_w1.weight", "DSpark draft models" }, { "dflash", "selector_hidden.weight", "DFlash2 draft models" },
         { "llama", NULL, "got 'llama'" } };
     for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
         d = read_draft(drafter);

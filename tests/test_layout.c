@@ -194,7 +194,7 @@ static void test_shorter(void) {                       // before this process ha
     while (child > 0 && waitpid(child, &status, 0) < 0 && errno == EINTR) {}
     if (WIFEXITED(status) && WEXITSTATUS(status) == 77) return;
     char *err = text_of(in_tmp("err"));
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1 && strstr(err, "gemma4: error: a model file got shorter"),
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1 && strstr(err, "gemma4: error: a model file was truncated"),
           "upload of a file that got shorter: status %d and: %s", status, err);
     free(err);
 }

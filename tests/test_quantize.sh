@@ -86,7 +86,7 @@ for name in micro-dense-f16 micro-moe-f16 micro-e-f32; do
     "$make_hf" --round "$tmp/$name.gguf" "$tmp/r.gguf"
     "$make_hf" "$tmp/r.gguf" "$tmp/$name.set" --bf16 --extra --shards 2 --prefix language_model.model.
     same_model "$name, BF16 vectors, two files, an index, other modalities" "$tmp/$name.set" "$tmp/r.gguf"
-    ok "$name: other modalities are counted and named" has err "3 tensors are not of the text model"
+    ok "$name: other modalities are counted and named" has err "3 tensors do not belong to the text model"
     "$make_hf" "$tmp/$name.gguf" "$tmp/$name.num" --shards 3 --numbered --prefix model.
     same_model "$name, three numbered files" "$tmp/$name.num" "$tmp/$name.gguf"
 done
@@ -134,7 +134,7 @@ refuse "not JSON" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
 edit config.json 's/"model_type": "gemma4"/"model_type": "llama"/'
 refuse "model_type" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
 edit config.json 's/"model_type": "gemma4"/"model_type": "qwen3"/'
-refuse "drafters" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
+refuse "draft models" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
 edit config.json 's/"hidden_size": [0-9]*,//'
 refuse "'hidden_size': missing" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
 edit config.json 's/"hidden_size": [0-9]*,/"hidden_size": 65,/'
@@ -189,10 +189,10 @@ refuse "missing.gguf" quantize "$tmp/missing.gguf" "$tmp/x.gguf" q8_0
 refuse "no/such/x.gguf" quantize "$mini" "$tmp/no/such/x.gguf" q8_0
 refuse "the model itself" quantize "$tmp/own.gguf" "$tmp/own.gguf" q8_0
 refuse "the model itself" quantize "$tmp/own.gguf" "$tmp/link.gguf" q8_0
-refuse "no regular file" quantize "$tmp/own.gguf" "$tmp/folder.gguf" q8_0
-refuse "no regular file" quantize "$tmp/own.gguf" /dev/null q8_0
-refuse "a set of files" quantize "$tmp/own.gguf" "$tmp/micro-e-f32/model.safetensors" q8_0
-refuse "a set of files" quantize "$tmp/own.gguf" "$tmp/x-00001-of-00002.gguf" q8_0
+refuse "expected a regular file to write" quantize "$tmp/own.gguf" "$tmp/folder.gguf" q8_0
+refuse "expected a regular file to write" quantize "$tmp/own.gguf" /dev/null q8_0
+refuse "one part of a split model" quantize "$tmp/own.gguf" "$tmp/micro-e-f32/model.safetensors" q8_0
+refuse "one part of a split model" quantize "$tmp/own.gguf" "$tmp/x-00001-of-00002.gguf" q8_0
 refuse "-p" quantize "$tmp/own.gguf" "$tmp/x.gguf" q8_0 -p hi
 ok "the model is untouched" same "$tmp/own.gguf" "$tmp/micro-moe-f16.gguf"
 cp "$tmp/micro-dense-f16.gguf" "$tmp/nan.gguf"
@@ -268,7 +268,7 @@ elif env --default-signal=INT true 2>/dev/null; then      # a shell starts backg
     shorten() { dd if=/dev/null of="$long" bs=1 seek=200000 2>/dev/null; }
     in_the_middle shorten
     ok "a model that gets shorter: exit status 1" [ "$status" -eq 1 ]
-    ok "a model that gets shorter: one error line" [ "$(grep -c 'gemma4: error: a model file got shorter' "$tmp/err")" -eq 1 ]
+    ok "a model that gets shorter: one error line" [ "$(grep -c 'gemma4: error: a model file was truncated' "$tmp/err")" -eq 1 ]
     ok "a model that gets shorter: the old file stands" same "$tmp/stay.txt" "$tmp/stay.gguf"
     ok "a model that gets shorter: nothing is left" [ -z "$(ls "$tmp" | grep tmp)" ]
 else

@@ -425,7 +425,7 @@ refused "a tool whose schema is not understood" 400 '"param":"tools"' $chat \
     "{$user,\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"parameters\":$other_city}}],\"tool_choice\":\"required\"}"
 ask /v1/messages "{$short,\"tool_choice\":{\"type\":\"any\"}}"
 ok "/v1/messages: any without tools: 400" is 400
-ok "/v1/messages: which is named" has out 'tool_choice: expected tools beside it'
+ok "/v1/messages: which is named" has out 'tool_choice needs tools'
 many='x x x x x x x x\nx ::= y y y y y y y y\ny ::= z z z z z z z z\nz ::= w w w w w w w w\nw ::= \"a\"? \"a\"?'
 refused "a grammar that fails in the middle" 400 "too ambiguous" $chat "{$user,\"grammar\":\"root ::= \\\"The fox\\\" $many\"}"
 ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"seed\":1}"
@@ -737,7 +737,7 @@ done
 serve keeper --session-dir "$kept" -c 4096
 ask_words "$a" a.2
 ok "damaged files are not gone on from" [ "$cached" -eq 0 ]
-ok "which the log says" grep -q 'is damaged: its checksum' "$tmp/keeper.log"
+ok "which the log says" grep -q 'is damaged: wrong checksum' "$tmp/keeper.log"
 ok "and the text is right" same a.1 a.2
 kill -TERM "$pid"
 wait "$pid"
@@ -767,7 +767,7 @@ ask_plain "$fox $(words 'It rained.' 300)"
 ok "the shorter one comes back" [ "$cached" -gt 100 ]
 kill -TERM "$pid"
 wait "$pid"
-ok "the log says that the longer one has no room" grep -q 'could not be written: the session exceeds --session-disk' "$tmp/small.log"
+ok "the log says that the longer one has no room" grep -q 'cannot write: the session exceeds --session-disk' "$tmp/small.log"
 serve small --session-dir "$tmp/disk" -c 2048 --session-disk 2
 ask_plain "$fox"
 ok "the shorter one is in a file still" [ "$cached" -gt 100 ]
@@ -872,7 +872,7 @@ wait_for_server "$tmp/full.log"
 ask_words "$a" a.2
 ask_words "$b" b.2
 ok "a full disk: answers go on" same b.1 b.2
-ok "and the log says so" grep -q 'could not be kept\|stays in memory only' "$tmp/full.log"
+ok "and the log says so" grep -q 'cannot keep a session\|stays in memory only' "$tmp/full.log"
 kill -TERM "$pid"
 wait "$pid"
 status=$?

@@ -211,12 +211,12 @@ static void test_damage(const char *path) {
     const size_t ends[] = { 0, 1, 8, sizeof *h - 1, sizeof *h, sizeof *h + 8, ids + 1, json, rows, rows + 7, rings, n - 8, n - 1 };
     for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
         put_file(file, bytes, ends[i]);
-        expect_refusal(m, file, ends[i] < sizeof *h + 8 ? "expected a session" : "cut short", "a file cut short");
+        expect_refusal(m, file, ends[i] < sizeof *h + 8 ? "expected a gemma4 session file" : "truncated", "a file cut short");
     }
     memcpy(changed, bytes, n);
     memset(changed + n, 0, 8);
     put_file(file, changed, n + 8);
-    expect_refusal(m, file, "cut short or damaged", "a file with more behind it");
+    expect_refusal(m, file, "truncated or damaged", "a file with more behind it");
     for (size_t at = 0; at < n; at += at < json + 8 ? 1 : 1 + n / 150) {
         memcpy(changed, bytes, n);
         changed[at] = (char)(changed[at] ^ (1 << at % 8));
@@ -311,7 +311,7 @@ static void test_failed_write(const char *path) {
     setrlimit(RLIMIT_FSIZE, &low);
     const bool ok = session_to_file(&s, &(SessionNote){ .seed = 2 }, file, NULL);
     setrlimit(RLIMIT_FSIZE, &limit);
-    CHECK(!ok && strstr(s.err, file) && strstr(s.err, "stays as it was"), "a full disk: '%s'", s.err);
+    CHECK(!ok && strstr(s.err, file) && strstr(s.err, "the old file is unchanged"), "a full disk: '%s'", s.err);
     char *after = bytes_of(file, &n_after);
     CHECK(n == n_after && !memcmp(before, after, n), "a full disk: the old file is not as it was");
     CHECK(!session_to_file(&s, &(SessionNote){ 0 }, "/dev/full", NULL) && strstr(s.err, "got a device"), "/dev/full: '%s'", s.err);
