@@ -1,6 +1,6 @@
 #!/bin/sh
 # Builds gemma4 and runs it:    ./run.sh [MODEL.gguf] [gemma4 flags ...]
-# Downloads a model to models/: ./run.sh --fetch NAME          (goes on where it stopped; without NAME: the list)
+# Downloads a model to models/: ./run.sh --fetch NAME          (resumes a partial download; without NAME: the list)
 #
 # The model is the first argument, else $GEMMA4_MODEL, else the small one in models/. Without flags it tells a story.
 # Works from any directory. Everything but the generated text goes to stderr.
@@ -16,8 +16,8 @@ here=$(CDPATH='' cd -- "$(dirname -- "$self")" && pwd) || exit 1
 
 say() { echo "run.sh: $*" >&2; }
 
-# The command that installs a package on this system. The arguments are what it is called elsewhere, the command on a Mac, and
-# the names it has with: apt, dnf, apk, pacman, zypper.
+# Prints the command that installs a package on this system. Arguments: its general name, the command on a Mac, and its name for
+# apt, dnf, apk, pacman and zypper.
 how_to_install() {
     if [ "$(uname -s)" = Darwin ]; then echo "$2"
     elif command -v apt-get >/dev/null 2>&1; then echo "apt-get install $3"
@@ -38,8 +38,8 @@ quote() {
 }
 
 # ---- models to download --------------------------------------------------------------
-# Name, repository on huggingface.co, file, about how many GB. The exact size and the SHA-256 are what the server says of the
-# file when it is downloaded (its headers X-Linked-Size and X-Linked-ETag), since publishers replace files.
+# Name, repository on huggingface.co, file, approximate size in GB. Publishers replace files, so the exact size and SHA-256 come from
+# the server at download time (headers X-Linked-Size and X-Linked-ETag).
 models() {
     cat <<'END'
 e2b    unsloth/gemma-4-E2B-it-GGUF       gemma-4-E2B-it-Q4_K_M.gguf      3.1
@@ -53,7 +53,7 @@ END
 
 bytes_of() { wc -c <"$1" | tr -d ' '; }
 
-# The SHA-256 of a file; nothing when no program here computes it.
+# Prints the SHA-256 of a file; nothing if this system has no program for it.
 sha256_of() {
     if command -v sha256sum >/dev/null 2>&1; then sha256sum "$1" | cut -d ' ' -f 1
     elif command -v shasum >/dev/null 2>&1; then shasum -a 256 "$1" | cut -d ' ' -f 1
@@ -61,17 +61,17 @@ sha256_of() {
     fi
 }
 
-# header NAME HEADERS: its value in the first answer that has it, without quotes.
+# header NAME HEADERS: prints its value in the first response that has it, without quotes.
 header() { printf '%s\n' "$2" | tr -d '\r"' | awk -v name="$1:" 'tolower($1) == name { print $2; exit }'; }
 
-# is_complete FILE SIZE SHA256: whether the file is what the server has; says so.
+# is_complete FILE SIZE SHA256: compares the file with the server's size and hash, and prints the result.
 is_complete() {
     got=$(bytes_of "$1")
     [ "$got" -eq "$2" ] || { say "$1: expected $2 bytes, got $got"; return 1; }
     got=$(sha256_of "$1")
-    if [ -z "$3" ] || [ -z "$got" ]; then say "$1: complete, the size is right; no SHA-256 to compare"
+    if [ -z "$3" ] || [ -z "$got" ]; then say "$1: complete: size matches; no SHA-256 to compare"
     elif [ "$got" != "$3" ]; then say "$1: expected SHA-256 $3, got $got"; return 1
-    else say "$1: complete, size and SHA-256 are right"
+    else say "$1: complete: size and SHA-256 match"
     fi
 }
 
@@ -87,14 +87,14 @@ fetch() {
     set -- $line
     file=$here/models/$3 part=$here/models/$3.part url=https://huggingface.co/$2/resolve/main/$3
     if ! command -v curl >/dev/null 2>&1; then
-        say "--fetch: no curl; to add it: $(how_to_install curl "brew install curl" curl curl curl curl curl)"
+        say "--fetch: curl not found; to install it: $(how_to_install curl "brew install curl" curl curl curl curl curl)"
         return 1
     fi
-    headers=$(curl -sIL "$url") || { say "--fetch: $url: no answer; is there a network?"; return 1; }
+    headers=$(curl -sIL "$url") || { say "--fetch: $url: no response; is there a network connection?"; return 1; }
     size=$(header x-linked-size "$headers") sha=$(header x-linked-etag "$headers")
     case $size in
     '' | *[!0-9]*)
-        say "--fetch: $url: expected a file's size, got: $(printf '%s\n' "$headers" | tr -d '\r' | grep '^HTTP' | tail -n 1)"
+        say "--fetch: $url: expected a file size, got: $(printf '%s\n' "$headers" | tr -d '\r' | grep '^HTTP' | tail -n 1)"
         return 1 ;;
     esac
     case $sha in *[!0-9a-f]*) sha= ;; esac
@@ -106,18 +106,18 @@ fetch() {
         return 0
     fi
     if [ -f "$part" ] && [ "$(bytes_of "$part")" -gt "$size" ]; then
-        say "$part: expected at most $size bytes, got $(bytes_of "$part"); it is removed"
+        say "$part: expected at most $size bytes, got $(bytes_of "$part"); removing it"
         rm -f "$part" || return 1
     fi
     if [ ! -f "$part" ] || [ "$(bytes_of "$part")" -ne "$size" ]; then
         curl -fL -C - --progress-bar -o "$part" "$url"
         case $? in
         0) ;;
-        23) say "--fetch: $part: cannot be written; is the disk full, or models/ not writable?"; return 1 ;;
-        *) say "--fetch: the download stopped; the same command goes on where it did"; return 1 ;;
+        23) say "--fetch: $part: cannot write; is the disk full, or models/ read-only?"; return 1 ;;
+        *) say "--fetch: download interrupted; run the same command to resume it"; return 1 ;;
         esac
     fi
-    is_complete "$part" "$size" "$sha" || { rm -f "$part"; say "it is removed; try again"; return 1; }
+    is_complete "$part" "$size" "$sha" || { rm -f "$part"; say "removed it; try again"; return 1; }
     mv "$part" "$file"
 }
 
@@ -140,27 +140,27 @@ for compiler in ${CC:+"$CC"} cc gcc clang none; do
     $compiler "$tmp/c.c" -o "$tmp/c" >/dev/null 2>&1 && break
 done
 if [ "$compiler" = none ]; then
-    say "no working C compiler; to add one: $(how_to_install 'gcc and make' 'xcode-select --install' \
+    say "no working C compiler; to install one: $(how_to_install 'gcc and make' 'xcode-select --install' \
         build-essential 'gcc make' build-base base-devel 'gcc make')"
     exit 1
 fi
 if ! command -v make >/dev/null 2>&1; then
-    say "no make; to add it: $(how_to_install make 'xcode-select --install' make make make make make)"
+    say "make not found; to install it: $(how_to_install make 'xcode-select --install' make make make make make)"
     exit 1
 fi
 export CC="$compiler"
-# As in the Makefile. Without a GPU nvcc would work for minutes on kernels that nothing here can run.
+# As in the Makefile. Without a GPU nvcc would spend minutes on kernels that cannot run here.
 nvcc=${NVCC-$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)}
 gpu=${HAS_GPU-$(ls /dev/nvidiactl /dev/dxg /dev/nvhost-gpu 2>/dev/null)}
 if [ -n "$nvcc" ] && [ -z "$gpu" ]; then
-    say "no GPU here, so the CPU is used; to build for one elsewhere: make cuda ARCH=sm_90 (or sm_80, sm_120, all-major)"
+    say "no GPU found, using the CPU; to build for a GPU in another machine: make cuda ARCH=sm_90 (or sm_80, sm_120, all-major)"
     nvcc=
 elif [ -f "$here/gemma4_kernels.cu" ] && [ -z "$nvcc" ] && [ "$(uname -s)" = Linux ] && ! command -v apk >/dev/null 2>&1; then
-    say "no nvcc, so the CPU is used; for a GPU (sm_80 or newer), to add CUDA 12 or newer: $(how_to_install 'the CUDA toolkit' '' \
+    say "nvcc not found, using the CPU; for a GPU (sm_80 or newer), to install CUDA 12 or newer: $(how_to_install 'the CUDA toolkit' '' \
         nvidia-cuda-toolkit cuda-toolkit '' cuda cuda-toolkit)"
 fi
 
-[ -x "$here/gemma4" ] || say "building${nvcc:+; the kernels take nvcc a few minutes}"
+[ -x "$here/gemma4" ] || say "building${nvcc:+; nvcc needs a few minutes for the kernels}"
 build() { make -s -C "$here" "$1" >"$tmp/log" 2>&1; }
 target=cpu
 [ -z "$nvcc" ] || target=all
@@ -169,9 +169,9 @@ if build $target; then
 else
     error=$(awk 'tolower($0) ~ /error|fatal|denied|read-only|not found/ { print; exit }' "$tmp/log")
     if [ -x "$here/gemma4" ] && ! { [ -w "$here" ] && [ -w "$here/build" ]; }; then
-        say "nothing can be built in $here, which is not writable ($error); the gemma4 that is there is run"
+        say "cannot build: $here is not writable ($error); running the existing gemma4"
     elif [ -n "$nvcc" ] && build cpu; then
-        say "the CUDA build failed, so the CPU is used (as by make test ENGINE=cpu); a GPU needs CUDA 12 and sm_80, or newer: $error"
+        say "the CUDA build failed, using the CPU (tests: make test ENGINE=cpu); a GPU needs CUDA 12 and sm_80, or newer: $error"
     else
         cat "$tmp/log" >&2
         say "the build failed; the compiler's messages are above"
@@ -179,7 +179,7 @@ else
     fi
 fi
 if [ "${EDIT:-1}" = 1 ] && ! grep -q -e '-ledit' -e '-lreadline' "$here/build/flags" 2>/dev/null; then
-    say "no libedit or readline, so the chat edits no lines; to add it: $(how_to_install libedit 'xcode-select --install' \
+    say "no libedit or readline, so the chat has no line editing; to install it: $(how_to_install libedit 'xcode-select --install' \
         libedit-dev libedit-devel libedit-dev libedit libedit-devel)"
 fi
 
@@ -190,13 +190,13 @@ case ${1:-} in
 *) model=$1; shift ;;
 esac
 [ $# -gt 0 ] || set -- -p "Tell me a story about a fox." --temp 0
-# The small model has a drafter beside it. gemma4 guesses with it as far as that is faster on this machine.
+# The small model comes with a draft model. gemma4 uses it as far as that makes answers faster on this machine.
 drafter=${model%-q8_0.gguf}-dflash-q8_0.gguf
 case " $* " in
 *" -md "* | *" --model-draft "* | *" --spec "*) ;;
 *)
     if [ "$drafter" != "$model" ] && [ -f "$drafter" ]; then
-        say "with the drafter $drafter, as far as it makes answers faster; the text is the same without: --spec off"
+        say "using the draft model $drafter for speculative decoding; output is unchanged; --spec off disables it"
         set -- -md "$drafter" "$@"
     fi ;;
 esac

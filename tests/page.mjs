@@ -132,7 +132,7 @@ async function giveKey(text, button) {                                  // what 
     return said;
 }
 check('the key is asked for', await giveKey('another', 'given') === '');
-check('a wrong one: the form says so', /does not know/.test(await giveKey(key, 'given')), keyNotice.textContent);
+check('a wrong one: the form says so', /Wrong API key/.test(await giveKey(key, 'given')), keyNotice.textContent);
 await until(() => element('model').textContent);
 check('the model is named', element('model').textContent.includes('gemma4-mini'), element('notice').textContent);
 check('the key is kept for this tab only', world.sessionStorage.getItem('gemma4.key') === key && !world.localStorage.length);
@@ -168,7 +168,7 @@ world.sessionStorage.removeItem('gemma4.key');
 const locked = page.answer(chat);
 await giveKey(key, '');
 await locked;
-check('a key that is not given', /asks for a key/.test(chat.messages[1].error), chat.messages[1]);
+check('a key that is not given', /requires an API key/.test(chat.messages[1].error), chat.messages[1]);
 page.deleteChat(chat);
 check('a conversation that is deleted', !page.chats.size && !world.localStorage.length && page.now() !== chat);
 

@@ -58,7 +58,7 @@ touch "$tmp/offline"
 fetch e4b
 ok "no network: exit status 1" [ "$status" -eq 1 ]
 ok "no network: one line" lines 1
-ok "no network: says so" has "is there a network?"
+ok "no network: says so" has "is there a network connection?"
 rm "$tmp/offline"
 touch "$tmp/missing"
 fetch e4b
@@ -68,14 +68,14 @@ rm "$tmp/missing"
 touch "$tmp/cut"
 fetch e4b
 ok "a connection that breaks: exit status 1" [ "$status" -eq 1 ]
-ok "a connection that breaks: says what to do" has "goes on where it did"
+ok "a connection that breaks: says what to do" has "run the same command to resume it"
 ok "a connection that breaks: no model" [ ! -e "$file" ]
 ok "a connection that breaks: what came stays" [ -e "$file.part" ]
 rm "$tmp/cut"
 touch "$tmp/full"
 fetch e4b
 ok "a full disk: exit status 1" [ "$status" -eq 1 ]
-ok "a full disk: says so" has "cannot be written; is the disk full"
+ok "a full disk: says so" has "cannot write; is the disk full"
 ok "a full disk: what came stays" [ -e "$file.part" ]
 rm "$tmp/full"
 fetch e4b
@@ -114,7 +114,7 @@ more than the server has
 END
 fetch e4b
 ok "a draft that is too large: exits 0" [ "$status" -eq 0 ]
-ok "a draft that is too large: says so" has "it is removed"
+ok "a draft that is too large: says so" has "removing it"
 ok "a draft that is too large: the whole file" cmp -s "$tmp/payload" "$file"
 
 mkdir "$tmp/elsewhere" && ln -s elsewhere/link "$tmp/link" && ln -s "$tmp/tree/run.sh" "$tmp/elsewhere/link"
@@ -135,8 +135,8 @@ PATH=$tmp/few sh "$tmp/tree/run.sh" --fetch e4b >"$tmp/out" 2>"$tmp/err"
 status=$?
 ok "no curl: exit status 1" [ "$status" -eq 1 ]
 ok "no curl: one line" lines 1
-ok "no curl: says so" has "no curl; to add it:"
-ok "no curl: no package manager: names curl" has "to add it: install curl with the package manager"
+ok "no curl: says so" has "curl not found; to install it:"
+ok "no curl: no package manager: names curl" has "to install it: install curl with the package manager"
 
 # ---- what is built and run -----------------------------------------------------------
 cat >"$tmp/bin/make" <<'END'
@@ -170,7 +170,7 @@ runs nvcc ""
 ok "nvcc and no GPU: runs the CPU's" grep -qx 'cpu m.gguf -p hi' "$tmp/out"
 ok "nvcc and no GPU: builds nothing else" made "cpu "
 ok "nvcc and no GPU: one line more" lines 2
-ok "nvcc and no GPU: says how to build for one" has "no GPU here, so the CPU is used; to build for one elsewhere: make cuda ARCH="
+ok "nvcc and no GPU: says how to build for one" has "no GPU found, using the CPU; to build for a GPU in another machine: make cuda ARCH="
 runs "" ""
 ok "neither: runs the CPU's" grep -qx 'cpu m.gguf -p hi' "$tmp/out"
 ok "neither: how to build for a GPU where there is none is left out" [ -z "$(grep 'make cuda' "$tmp/err")" ]
@@ -191,7 +191,7 @@ ok "both builds fail: nothing runs" [ ! -s "$tmp/out" ]
 mv "$tmp/tree/build" "$tmp/tree/hidden"        # as not writable, also for root
 runs nvcc
 ok "a tree that is not writable: runs what is there" grep -qx 'cpu m.gguf -p hi' "$tmp/out"
-ok "a tree that is not writable: says so" has "nothing can be built in"
+ok "a tree that is not writable: says so" has "cannot build: "
 ok "a tree that is not writable: once" made "all "
 rm "$tmp/tree/gemma4"
 runs nvcc
