@@ -400,7 +400,7 @@ static void test_rules(Tokenizer *t) {
         check_render(t, &c, NULL, bad[i].error);
     }
     c = (TokChat){ .messages = json("[" USER "]"), .answer = str("x") };
-    check_render(t, &c, NULL, "model's turn");
+    check_render(t, &c, NULL, "generation prompt");
     c = (TokChat){ .messages = json("[" USER "]"), .thought = str("x"), .add_cue = true };
     check_render(t, &c, NULL, "thinking");
     c = (TokChat){ .messages = json("[" USER "," CALL "]"), .answer = str("x"), .add_cue = true };

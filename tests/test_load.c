@@ -203,7 +203,7 @@ static void test_no_room(const char *path) {
         { 20 << 20, 0, { "out of memory: a context of 100000 needs ", "(weights 0.00, KV cache ", " of 0.02 GiB free; try -c ",
                          ", a smaller model\n" } },
         { 1 << 10, 0, { "out of memory", "GiB free; try -ctk q8_0, a smaller model\n", "", "" } },
-        { (size_t)1 << 40, 20 << 20, { "of 0.02 GiB that --vram grants; try -c ", ", a larger --vram, a smaller model\n", "", "" } },
+        { (size_t)1 << 40, 20 << 20, { "of 0.02 GiB allowed by --vram; try -c ", ", a larger --vram, a smaller model\n", "", "" } },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         o.memory = cases[i].vram;

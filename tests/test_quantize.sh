@@ -187,8 +187,8 @@ refuse "q8_0" quantize "$mini" "$tmp/x.gguf" q4_0 q8_0
 refuse "text.gguf" quantize "$tmp/text.gguf" "$tmp/x.gguf" q8_0
 refuse "missing.gguf" quantize "$tmp/missing.gguf" "$tmp/x.gguf" q8_0
 refuse "no/such/x.gguf" quantize "$mini" "$tmp/no/such/x.gguf" q8_0
-refuse "the model itself" quantize "$tmp/own.gguf" "$tmp/own.gguf" q8_0
-refuse "the model itself" quantize "$tmp/own.gguf" "$tmp/link.gguf" q8_0
+refuse "the model file itself" quantize "$tmp/own.gguf" "$tmp/own.gguf" q8_0
+refuse "the model file itself" quantize "$tmp/own.gguf" "$tmp/link.gguf" q8_0
 refuse "expected a regular file to write" quantize "$tmp/own.gguf" "$tmp/folder.gguf" q8_0
 refuse "expected a regular file to write" quantize "$tmp/own.gguf" /dev/null q8_0
 refuse "one part of a split model" quantize "$tmp/own.gguf" "$tmp/micro-e-f32/model.safetensors" q8_0
@@ -197,7 +197,7 @@ refuse "-p" quantize "$tmp/own.gguf" "$tmp/x.gguf" q8_0 -p hi
 ok "the model is untouched" same "$tmp/own.gguf" "$tmp/micro-moe-f16.gguf"
 cp "$tmp/micro-dense-f16.gguf" "$tmp/nan.gguf"
 printf '\377\377' | dd of="$tmp/nan.gguf" bs=1 seek=200000 conv=notrunc 2>/dev/null
-refuse "not finite" quantize "$tmp/nan.gguf" "$tmp/x.gguf" q8_0
+refuse "NaN or Inf" quantize "$tmp/nan.gguf" "$tmp/x.gguf" q8_0
 cp "$tmp/micro-e-f32.gguf" "$tmp/nan.gguf"
 printf '\377\377\177\177' | dd of="$tmp/nan.gguf" bs=4 seek=100000 conv=notrunc 2>/dev/null
 refuse "too large for F16" quantize "$tmp/nan.gguf" "$tmp/x.gguf" f16

@@ -274,9 +274,9 @@ static void test_sets(void) {
     write_text("model.safetensors.index.json", "{\"weight_map\":{\"c\":\"model-00001-of-00002.safetensors\"}}");
     expect_set("a tensor of the index is missing", "", -1, "E_TENSOR_MISSING", "'c'");
     write_text("model.safetensors.index.json", "{\"weight_map\":{\"a\":\"../model-00001-of-00002.safetensors\"}}");
-    expect_set("a path in the index", "", -1, "E_SPLIT_NAME", "beside");
+    expect_set("a path in the index", "", -1, "E_SPLIT_NAME", "in this directory");
     write_text("model.safetensors.index.json", "{\"weight_map\":{\"a\":7}}");
-    expect_set("a number in the index", "", -1, "E_SPLIT_NAME", "beside");
+    expect_set("a number in the index", "", -1, "E_SPLIT_NAME", "in this directory");
     write_text("model.safetensors.index.json", "{\"weight_map\":{\"a\":\"\x7f\xe9.safetensors\"}}");
     expect_set("unprintable bytes in the index", "", -1, "E_OPEN", "\\x7f\\xe9.safetensors: ");
     write_text("model.safetensors.index.json", "{\"weight_map\":[]}");

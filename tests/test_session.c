@@ -253,7 +253,7 @@ static void test_damage(const char *path) {
     CHECK(session_from_file(&s, &got, file, NULL) == 1, "rows of any bytes: %s", s.err);
     session_note_free(&got);
     next_logits(m, 0, 2);
-    expect_refusal(m, tmp, "expected a file", "a folder");
+    expect_refusal(m, tmp, "expected a regular file", "a folder");
     CHECK(session_from_file(&s, &got, in_tmp("nowhere"), NULL) == 0, "a file that is not there: %s", s.err);
     tok_text_free(&note.messages);
     session_close(&s);
@@ -276,7 +276,7 @@ static void test_others(const char *path, const char *dense) {
         { path, with_types(KV_F16, KV_F32, false), "-ctv: expected f32, got f16" },
         { path, with_types(KV_F16, KV_F16, true), "--kv-layout: expected untied, got tied" },
         { path, (ModelOptions){ .n_ctx = 39, .n_seqs = 1, .n_batch = 64, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16 },
-          "it holds 40 tokens: expected at most 39; try -c 552" } };
+          "it has 40 tokens: expected at most 39; try -c 552" } };
     for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
         Model *other = open_model(others[i].path, others[i].o);
         expect_refusal(other, file, others[i].word, others[i].word);
