@@ -734,15 +734,15 @@ static void plan_drafting(const Flags *f, ModelOptions *o, int width) {
 // --spec and what belongs to it, and what the plan needs to know of it.
 static Drafting drafting_of(const Flags *f, const Ops *ops, ModelOptions *o) {
     Drafting d = { .kind = (SpecKind)number_of(f->spec, spec_names, f->drafter ? SPEC_AUTO : SPEC_OFF),
-                   .tree = (int)f->tree, .least = (float)f->draft_min_p };
+                   .tree = (int)f->tree, .p_min = (float)f->draft_min_p };
     if ((d.kind == SPEC_MTP || d.kind == SPEC_DFLASH) && !f->drafter)
         die("--spec %s needs a draft model; try -md FILE, or --spec ngram, which needs none", f->spec);
     if (d.tree && !(f->drafter && uses_drafter(&d)))
         die("--tree needs a draft model; try -md FILE");
     if (d.kind != SPEC_OFF && !ops->verify_walk) die("--spec: the %s backend cannot verify drafts", ops->name);
-    d.most = f->draft_max ? (int)f->draft_max : d.kind == SPEC_MTP ? 4 : d.kind == SPEC_OFF ? 0 : 16;
+    d.n_max = f->draft_max ? (int)f->draft_max : d.kind == SPEC_MTP ? 4 : d.kind == SPEC_OFF ? 0 : 16;
     if (uses_drafter(&d)) plan_drafting(f, o, d.tree ? DRAFT_WIDTH : 1);
-    o->n_logits = max_int(o->n_logits, min_int(STEP_ROWS, o->n_seqs * (1 + max_int(d.most, d.tree))));
+    o->n_logits = max_int(o->n_logits, min_int(STEP_ROWS, o->n_seqs * (1 + max_int(d.n_max, d.tree))));
     return d;
 }
 

@@ -206,7 +206,7 @@ typedef struct {
     EndReason  end;
     Event      shifted;       // n dropped: to be told
     TokIds     said, thought_name;     // ids of the last event; the first line of a thought
-    Guesser    guesser;
+    Speculator    speculator;
     int        named, thought_tokens;  // ids of that line, and of thoughts, so far
     size_t     content, thought, passed;   // bytes of the reply that were looked at; of content, what the stop strings let by
     Stops      stops;
@@ -256,7 +256,7 @@ static double bytes_per_draft(const Model *m, int pos) {
 static void session_open(Session *s, Model *m, Tokenizer *t, int seq) {
     *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .most_marks = 1, .chunk = m->options.n_batch,
                      .work = INFINITY };
-    guesser_init(&s->guesser);
+    speculator_init(&s->speculator);
     m->pace->records = m->ops->fence != NULL;
     if (m->drafter->kind != DRAFTER_NONE) m->pace->draft_share = bytes_per_draft(m, 0) / bytes_per_token(m, 0);
     reset_session(m, seq);
@@ -266,7 +266,7 @@ static void session_close(Session *s) {
     tok_ids_free(&s->held);
     tok_ids_free(&s->todo);
     tok_ids_free(&s->said);
-    guesser_free(&s->guesser);
+    speculator_free(&s->speculator);
     tok_ids_free(&s->thought_name);
     tok_reply_free(&s->reply);
     for (int i = 0; i < MARKS; i++) free(s->marks[i].rings);
@@ -377,7 +377,7 @@ static bool session_start(Session *s, const Prompt *p, const AnswerOptions *o) {
     s->thought_tokens = 0;
     if (o->grammar) s->state = grammar_start(o->grammar, tok_reply_thinks(&s->reply) ? START_THINKING :
                                                          o->may_think ? START_MAY_THINK : START_ANSWER);
-    guesser_start(&s->guesser, &o->drafting);
+    speculator_start(&s->speculator, &o->drafting);
     s->n_head = p->n_head;
     s->row = -1;
     s->shifted = (Event){ .kind = EVENT_SHIFT };
@@ -570,7 +570,7 @@ static void take_token(Session *s, int32_t token, Event *e) {
 static int room_for_drafts(const Session *s, int n, int made) {
     const AnswerOptions *o = &s->options;
     const int room = min_int(s->m->options.n_ctx - n, s->m->options.n_logits - 1);
-    const int most = min_int(max_int(o->drafting.most, o->drafting.tree), room);
+    const int most = min_int(max_int(o->drafting.n_max, o->drafting.tree), room);
     return o->keep_logits ? 0 : o->n_predict < 0 ? most : min_int(most, o->n_predict - made - 1);
 }
 
@@ -581,7 +581,7 @@ static SpecKind drafter_of(const Model *m) {
 // Guesses of the grammar, where it leaves one way to go on. Their text is cut into tokens as if it stood alone; the
 // last one may go on, so it is left out.
 static void guess_grammar(Session *s, int most) {
-    Guesser *g = &s->guesser;
+    Speculator *g = &s->speculator;
     Grammar *grammar = s->options.grammar;
     GrammarState state = s->state;
     TokIds ids = { 0 };
@@ -599,27 +599,27 @@ static void guess_grammar(Session *s, int most) {
         if (next >= 0) state = grammar_behind(grammar, state, next);
     }
     if (grammar->failed) grammar_recover(grammar, &s->state, 1);       // it may not come to that
-    g->n_only = min_int((int)ids.n, most);
-    if (g->n_only) memcpy(g->only, ids.ids, (size_t)g->n_only * sizeof *g->only);
+    g->n_grammar_ids = min_int((int)ids.n, most);
+    if (g->n_grammar_ids) memcpy(g->grammar_ids, ids.ids, (size_t)g->n_grammar_ids * sizeof *g->grammar_ids);
     tok_ids_free(&ids);
 }
 
 // Guesses what follows the token that runs next, where that is all that runs and it is known. rows: of other sessions.
 static void draft(Session *s, int rows) {
-    Guesser *g = &s->guesser;
+    Speculator *g = &s->speculator;
     const double start = seconds();
-    const int under_way = g->found.depth;              // if a step is: with what the drafter has found
+    const int under_way = g->candidates.depth;              // if a step is: with what the drafter has found
     g->drafts.n = 0;
-    if (g->how.kind == SPEC_OFF || s->prompting || s->todo.n != 1) return;
+    if (g->options.kind == SPEC_OFF || s->prompting || s->todo.n != 1) return;
     push_id(s, &s->held, s->todo.ids[0]);              // for as long as it is looked up
     const int most = room_for_drafts(s, (int)s->held.n, s->turn.made);
-    if (s->options.grammar && uses_grammar(&g->how)) guess_grammar(s, most);
-    guess(g, s->m->pace, drafter_of(s->m), s->held.ids, (int)s->held.n, most, rows);
+    if (s->options.grammar && uses_grammar(&g->options)) guess_grammar(s, most);
+    make_drafts(g, s->m->pace, drafter_of(s->m), s->held.ids, (int)s->held.n, most, rows);
     s->held.n--;
     if (s->fed && under_way) {
-        g->found.depth = under_way;
-        g->drafts.who = drafter_of(s->m);
-        tree_of(&g->drafts, &g->found, under_way, 0);
+        g->candidates.depth = under_way;
+        g->drafts.source = drafter_of(s->m);
+        make_tree(&g->drafts, &g->candidates, under_way, 0);
     } else if (s->fed) {
         g->drafts.n = 0;
     }
@@ -629,23 +629,23 @@ static void draft(Session *s, int rows) {
 // What the drafter has found behind segment i of n: for the step that comes, if the text goes on from there.
 static void take_candidates(Session *s, int i, int n, int depth) {
     const StepResult *v = s->m->result;
-    Candidates *c = &s->guesser.found;
+    Candidates *c = &s->speculator.candidates;
     const int width = s->m->options.draft_width;
     c->depth = depth, c->width = width;
     for (int d = 0; d < depth; d++)
         for (int k = 0; k < width; k++) {
             const size_t at = ((size_t)d * n + i) * width + k;
             c->id[d][k] = v->ids[at];
-            c->log_share[d][k] = v->logits[at] - v->logsumexp[(size_t)d * n + i];
+            c->logprob[d][k] = v->logits[at] - v->logsumexp[(size_t)d * n + i];
         }
 }
 
 static void count_drafts(Session *s, int right) {
     DraftCount *count = &s->turn.drafts;
-    const Drafts *d = &s->guesser.drafts;
-    for (int k = 0; k < min_int(d->depth, DRAFT_DEPTHS) && k <= right; k++) count->tried[k]++, count->right[k] += k < right;
-    count->n_passes++;
-    count->by[d->who]++;
+    const Drafts *d = &s->speculator.drafts;
+    for (int k = 0; k < min_int(d->depth, DRAFT_DEPTHS) && k <= right; k++) count->tried[k]++, count->accepted_at[k] += k < right;
+    count->n_steps++;
+    count->by_source[d->source]++;
     count->drafted += d->n;
     count->accepted += right;
 }
@@ -653,7 +653,7 @@ static void count_drafts(Session *s, int right) {
 // Of the tokens chosen at the last token's row, number `row` of logits, and at those of the drafts: takes one after the
 // other along the accepted path, number i. rows: of other sessions in the step.
 static void take_tokens(Session *s, int i, int row, int rows, Event *e) {
-    Guesser *g = &s->guesser;
+    Speculator *g = &s->speculator;
     const StepResult *v = s->m->result;
     const int32_t *chosen = v->chosen + row, *path = v->path + (size_t)i * STEP_ROWS;
     const int right = g->drafts.n ? v->accepted[i] - 1 : 0;
@@ -667,11 +667,11 @@ static void take_tokens(Session *s, int i, int row, int rows, Event *e) {
         take_token(s, chosen[at], e);
     }
     s->row = row + at;
-    if (s->ending || s->prompting || s->todo.n != 1) g->found.depth = 0;
+    if (s->ending || s->prompting || s->todo.n != 1) g->candidates.depth = 0;
     if (!s->prompting) drop_drafts(s);
     if (!g->drafts.n) return;
     count_drafts(s, right);
-    guesser_learn(g, s->m->pace, right, rows);
+    speculator_learn(g, s->m->pace, right, rows);
     g->drafts.n = 0;
 }
 
@@ -697,13 +697,13 @@ enum { PATIENCE = 4 };        // steps without a guess, after which the next is 
 // where other guesses may follow.
 static bool may_go_ahead(const Session *s, int depth) {
     const Model *m = s->m;
-    const Guesser *g = &s->guesser;
+    const Speculator *g = &s->speculator;
     const int n = s->options.n_predict, most = 2 + g->drafts.n + depth;            // rows of the two steps
-    const bool reads = uses_ngrams(&g->how) || (uses_grammar(&g->how) && s->options.grammar);
-    const bool as_wanted = g->how.kind == SPEC_OFF || g->missed >= PATIENCE || !reads;
+    const bool reads = uses_ngrams(&g->options) || (uses_grammar(&g->options) && s->options.grammar);
+    const bool as_wanted = g->options.kind == SPEC_OFF || g->idle_lookups >= PATIENCE || !reads;
     return m->ops->fence && m->step.n_rows <= STEP_ROWS && m->len[s->seq] + most <= m->options.n_ctx &&
            !s->options.keep_logits && !m->dump_dir && (n < 0 || s->turn.made + most <= n) && !s->cancelled &&
-           g->depth == depth && as_wanted && (!depth || (!g->how.tree && g->how.least <= 0));
+           g->depth == depth && as_wanted && (!depth || (!g->options.tree && g->options.p_min <= 0));
 }
 
 // What a session has to tell without running anything. False: it has tokens to run.
@@ -725,7 +725,7 @@ static bool lay_out(Session *const *sessions, StepSeg *segs, int n) {
     bool drafted = false;
     for (int i = 0; i < n; i++) {
         Session *s = sessions[i];
-        const Drafts *d = &s->guesser.drafts;
+        const Drafts *d = &s->speculator.drafts;
         const int n_todo = next_rows(s);
         segs[i] = (StepSeg){ .seq = s->seq, .kind = d->n && d->branches ? SEG_TREE : SEG_CHAIN, .n = n_todo + d->n, .rows = row,
                              .more = (int)s->todo.n - s->at - n_todo };
@@ -744,12 +744,12 @@ static int ask_drafter(Session *const *sessions, const StepSeg *segs, int n_sess
     *n_drafting = 0;
     for (int k = 0; k < n_sessions; k++) {
         Session *s = sessions[k];
-        Guesser *g = &s->guesser;
+        Speculator *g = &s->speculator;
         const int n_todo = (int)s->todo.n - s->at, n = (int)s->held.n + n_todo + 1;
         const int room = min_int(room_for_drafts(s, n, s->turn.made + 1), m->options.draft_depth);
         const int most = segs[k].n - g->drafts.n < n_todo ? 0 : room;
-        g->depth = depth_wanted(g, m->pace, drafter_of(m), most, m->step.n_rows - segs[k].n);
-        g->found.depth = 0;
+        g->depth = choose_depth(g, m->pace, drafter_of(m), most, m->step.n_rows - segs[k].n);
+        g->candidates.depth = 0;
         if (g->depth) drafting[(*n_drafting)++] = k;
         depth = max_int(depth, g->depth);
     }
@@ -777,15 +777,15 @@ static bool conclude(Session *const *sessions, StepSeg *segs, int n, bool drafte
     const int depth = ask_drafter(sessions, segs, n, drafting, &n_drafting), n_rows = m->step.n_rows;
     bool ahead = n * (1 + depth) <= min_int(STEP_ROWS, m->options.n_logits) && (!drafted || depth);
     int kept = 0;                                      // rows of logits, if all sessions have some
-    for (int i = 0; i < n; i++) kept += 1 + sessions[i]->guesser.drafts.n;
+    for (int i = 0; i < n; i++) kept += 1 + sessions[i]->speculator.drafts.n;
     for (int i = 0; i < n; i++) ahead = ahead && kept == m->step.n_out && may_go_ahead(sessions[i], depth);
     if (drafted || depth) {
         const bool late = n_drafting && m->drafter->n_backlog[segs[drafting[0]].seq] > 8;     // it has much to take in first
         issue_verification(m, drafting, n_drafting, depth, NULL);
         if (ahead) step_ahead(m, segs, n, depth);
         read_result(m);
-        if (n == 1 && n_rows <= STEP_ROWS) step_took(m->pace, n_rows, v->verified - start);
-        if (n_drafting == 1 && !late) draft_took(m->pace, drafter_of(m), depth, v->drafted - v->verified);
+        if (n == 1 && n_rows <= STEP_ROWS) add_step_time(m->pace, n_rows, v->verified - start);
+        if (n_drafting == 1 && !late) add_draft_time(m->pace, drafter_of(m), depth, v->drafted - v->verified);
         for (int k = 0; k < n_drafting; k++) take_candidates(sessions[drafting[k]], k, n_drafting, depth);
         return ahead;
     }
@@ -810,7 +810,7 @@ static void mask_rows(Session *const *sessions, const StepSeg *segs, int n) {
     int row = 0;
     for (int i = 0; i < n; i++) {
         Session *s = sessions[i];
-        const Drafts *d = &s->guesser.drafts;
+        const Drafts *d = &s->speculator.drafts;
         Grammar *g = s->options.grammar;
         GrammarState state[STEP_ROWS] = { s->state };
         if (s->at + segs[i].n - d->n < (int)s->todo.n) continue;       // a part of a prompt: nothing is chosen
@@ -862,7 +862,7 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
     bool runs_already = m->step.ahead && m->step.n_segs == n;
     for (int i = 0; i < n; i++) {
         Session *s = sessions[i];
-        n_todo[i] = segs[i].n - s->guesser.drafts.n;
+        n_todo[i] = segs[i].n - s->speculator.drafts.n;
         marks[i] = next_mark(s);
         runs_already = runs_already && s->fed && m->step.segs[i].seq == s->seq && m->step.segs[i].n == segs[i].n;
         s->turn.steps += !s->prompting;
@@ -875,15 +875,15 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
     mask_rows(sessions, segs, n);                      // while a GPU computes
     const bool ahead = conclude(sessions, segs, n, drafted, began);
     const double now = seconds();
-    if (n == 1 && n_step == 1 && !sessions[0]->guesser.depth) step_took(m->pace, 1, now - began);
+    if (n == 1 && n_step == 1 && !sessions[0]->speculator.depth) add_step_time(m->pace, 1, now - began);
     for (int i = 0, row = 0; i < n; i++) {
         Session *s = sessions[i];
-        const int n_rows = 1 + s->guesser.drafts.n;
+        const int n_rows = 1 + s->speculator.drafts.n;
         if (n_rows > 1) s->turn.drafts.verify_seconds += m->result->verified - began;
-        if (s->guesser.depth) {
+        if (s->speculator.depth) {
             const bool block = m->drafter->kind == DRAFTER_DFLASH;
             s->turn.drafts.draft_seconds += m->result->drafted - m->result->verified;
-            s->turn.read += bytes_per_draft(m, m->len[s->seq]) * (block ? 1 : s->guesser.depth);
+            s->turn.read += bytes_per_draft(m, m->len[s->seq]) * (block ? 1 : s->speculator.depth);
         }
         for (int r = 0; r < n_todo[i]; r++) push_id(s, &s->held, s->todo.ids[s->at++]);
         s->turn.n_run += s->prompting && !s->turn.shifts ? n_todo[i] : 0;
@@ -918,14 +918,14 @@ static void sessions_next(Session *const *sessions, int n, Event *events) {
             continue;
         }
         draft(s, rows);
-        const int more = next_rows(s) + s->guesser.drafts.n;
+        const int more = next_rows(s) + s->speculator.drafts.n;
         if (more > STEP_ROWS) {
             const bool waits = s->m->paused_seq >= 0 && s->m->paused_seq != s->seq;
             if (waits) *e = prompt_event(s);
             else run_sessions(&s, &e, 1);
             continue;
         }
-        const int wants = 1 + s->guesser.drafts.n;
+        const int wants = 1 + s->speculator.drafts.n;
         if (n_some && (rows + more > STEP_ROWS || wanted + wants > s->m->options.n_logits)) {
             run_sessions(some, theirs, n_some);
             n_some = rows = wanted = 0;
@@ -949,7 +949,7 @@ static void time_guesses(Model *m, int32_t id, int n) {
     step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = n + 1, .rows = m->chunk }, 1);
     issue_verification(m, NULL, 0, 0, NULL);
     read_result(m);
-    step_took(m->pace, n + 1, m->result->verified - start);
+    add_step_time(m->pace, n + 1, m->result->verified - start);
     reset_session(m, 0);
 }
 
@@ -958,7 +958,7 @@ static void time_guesses(Model *m, int32_t id, int n) {
 static void measure_pace(Model *m, Tokenizer *t, const Drafting *how) {
     enum { RECORDED = 2, STEPS = 4 };                  // rounds before the one that counts
     const SpecKind who = drafter_of(m);
-    const int most = min_int(how->most, who == SPEC_OFF ? m->options.n_logits - 1 : m->options.draft_depth);
+    const int most = min_int(how->n_max, who == SPEC_OFF ? m->options.n_logits - 1 : m->options.draft_depth);
     const int32_t id = t->bos >= 0 ? t->bos : 0;
     Session s;
     if (how->kind != SPEC_AUTO || !m->ops->fence || m->options.lazy_draft) return;
@@ -968,7 +968,7 @@ static void measure_pace(Model *m, Tokenizer *t, const Drafting *how) {
         for (int n = 0; n <= most; n = next_depth(n, most)) {
             Event e = { .kind = EVENT_PROMPT };
             const AnswerOptions o = { .n_predict = -1, .ignore_eos = true, .think_budget = -1, .sampling.repeat = 1,
-                                      .drafting = { .kind = n ? who : SPEC_OFF, .most = n } };
+                                      .drafting = { .kind = n ? who : SPEC_OFF, .n_max = n } };
             for (int i = 0; n && who == SPEC_OFF && i < STEPS; i++) time_guesses(m, id, n);
             if (n && who == SPEC_OFF) continue;
             if (!session_start(&s, &(Prompt){ .ids = &id, .n = 1 }, &o)) die("%s", s.err);

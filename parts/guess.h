@@ -1,88 +1,97 @@
-/* guess.h - drafts without a model: n-grams, trees of candidates, and how many tokens to draft. Arithmetic only.
+/* guess.h - drafts without a model (n-grams, grammar), trees of drafts, and how many tokens to draft. Arithmetic only.
  *
- * Uses base.h and the limits of gemma4.h. Begin with guess().
+ * Uses base.h and the limits of gemma4.h. Begin with make_drafts().
  *
- * What may stand behind a session's last token is guessed by: the text itself, where its last tokens have been before
- * (prompt lookup, ngram); a table of what followed the last NGRAM_MOD tokens in any text so far, which all sessions share
- * (ngram-mod); the grammar of the answer, where it leaves one way to go on (grammar); or a drafter. Guesses are a tree,
- * mostly one without branches. Whoever guesses, the model's own choices decide what is said, so all this is about time
- * alone.
+ * Speculative decoding verifies several draft tokens in one step of the model. A session's drafts come from one source:
+ *   ngram         the session's own text: what followed its last tokens where they occurred before (prompt lookup)
+ *   ngram-mod     a table of what followed the last NGRAM_MOD tokens in any text so far; all sessions share it
+ *   grammar       the grammar of the answer, where it allows a single continuation
+ *   mtp, dflash   a draft model (draft.h)
+ * Drafts form a tree; most trees are chains. The model accepts only drafts that it would have chosen itself, so the
+ * text does not depend on the drafts: everything in this file is about speed.
  *
- * How far to guess (auto): a step of n rows takes so long, n guesses too, and at every depth so many were right of late. Of all
- * depths, none among them, the one with most tokens a second is taken. But what is not known has to be tried, and what was
- * right may be wrong next: so every step earns a little credit, guesses that save time earn more, and none is made that might
- * cost more than there is. Guesses from the text cost nothing as long as they are only watched.
- *   [1] Types    [2] N-grams    [3] Trees    [4] How far */
+ * --spec auto also chooses how many tokens to draft. It knows the time of a step of n rows, the time of n drafts, and
+ * the recent acceptance rate at every depth. It takes the depth with the most tokens per second, depth 0 included. An
+ * unknown rate has to be tried, and a known rate may change. The speculation budget limits what such trials cost: every
+ * step adds a little to it, drafts that save time add more, drafts that cost time are paid from it. Drafts that may
+ * cost more than the budget are not made. Drafts from the text are free while they are shadow drafts: not run, only
+ * compared with the tokens that follow.
+ *   [1] Types    [2] N-grams    [3] Trees    [4] Draft depth */
 #ifndef GUESS_H
 #define GUESS_H
 
 // ==== [1] Types =====================================================================================================
 
-typedef enum { SPEC_OFF, SPEC_NGRAM, SPEC_NGRAM_MOD, SPEC_GRAMMAR, SPEC_MTP, SPEC_DFLASH, SPEC_AUTO, SPEC_KINDS } SpecKind;
+typedef enum {
+    SPEC_OFF, SPEC_NGRAM, SPEC_NGRAM_MOD, SPEC_GRAMMAR, SPEC_MTP, SPEC_DFLASH, SPEC_AUTO, SPEC_KINDS
+} SpecKind;
 static const char *const spec_names[] = { "off", "ngram", "ngram-mod", "grammar", "mtp", "dflash", "auto" };
 
-enum { DRAFT_MAX = STEP_ROWS - 1,      // tokens guessed for a step
-       DRAFT_DEPTHS = 16,              // of these it is counted how often they were right
-       DRAFT_WIDTH = 8 };              // most candidates of a depth
+enum { DRAFT_MAX = STEP_ROWS - 1,      // tokens drafted for one step
+       DRAFT_DEPTHS = 16,              // depths that statistics are kept for
+       DRAFT_WIDTH = 8 };              // candidates per depth
 
-typedef struct {
-    SpecKind kind;            // AUTO: drafter, n-grams and grammar, where they are, as far as they pay; others: all they can
-    int      most;            // tokens drafted in a step, 1 .. DRAFT_MAX
+typedef struct {              // options
+    SpecKind kind;            // AUTO: drafter, n-grams and grammar, as far as they save time; others: always n_max
+    int      n_max;           // tokens drafted for a step, 1 .. DRAFT_MAX
     int      tree;            // tokens of a tree; 0: chains
-    float    least;           // a guess of a drafter that is less likely, by its own account, ends the chain; 0: none does
+    float    p_min;           // a draft whose probability, by the drafter, is lower ends the chain; 0: off
 } Drafting;
 
-typedef struct {              // guesses for a step: number i is its row i + 1
+typedef struct {              // drafts for a step: draft i is row i + 1 of the segment
     int      n;
     int32_t  token[DRAFT_MAX];
-    int      parent[DRAFT_MAX];        // row that it follows; 0: the token before all of them
-    int      depth;           // of the deepest, the first being 1
+    int      parent[DRAFT_MAX];        // the row that it follows; 0: the last token before the drafts
+    int      depth;           // of the deepest draft; the first one has depth 1
     bool     branches;
-    SpecKind who;             // has guessed
+    SpecKind source;
 } Drafts;
 
-typedef struct {              // what a drafter holds for likely, for each depth, the likeliest first
+typedef struct {              // the drafter's best tokens at each depth, in descending probability
     int     depth, width;
     int32_t id[DRAFT_MAX][DRAFT_WIDTH];
-    float   log_share[DRAFT_MAX][DRAFT_WIDTH];         // logarithm of its probability, where the ones before are right
+    float   logprob[DRAFT_MAX][DRAFT_WIDTH];           // if the best tokens of all smaller depths are accepted
 } Candidates;
 
-typedef struct {              // what an answer took
-    int    n_passes;          // steps that had drafts
-    int    by[SPEC_KINDS];    // of these, by who guessed
+typedef struct {              // statistics of an answer
+    int    n_steps;           // steps that had drafts
+    int    by_source[SPEC_KINDS];      // of these, by source of the drafts
     int    drafted, accepted; // tokens
-    int    tried[DRAFT_DEPTHS], right[DRAFT_DEPTHS];   // by depth: looked at, as all before it were right; right
+    int    tried[DRAFT_DEPTHS];        // by depth: drafts whose parents were all accepted
+    int    accepted_at[DRAFT_DEPTHS];  // of these, accepted ones
     double draft_seconds, verify_seconds;
 } DraftCount;
 
-typedef struct {              // seconds by a number, of rows or guesses
-    double of[STEP_ROWS + 1]; // 0: not measured yet
-    int    n[STEP_ROWS + 1];  // how often it was measured
+typedef struct {              // measured times, by the number of rows or of drafts
+    double seconds[STEP_ROWS + 1];     // 0: not measured yet
+    int    n_measured[STEP_ROWS + 1];
 } Times;
-typedef struct Pace {         // how long a step of one session takes, by its rows; a draft, by its tokens
-    Times  step, draft;
-    double draft_share;       // bytes that a draft of one token reads, as a part of a step's
-    bool   records;           // the backend records steps: the first of a kind is slow
+typedef struct Pace {
+    Times  step, draft;       // of a step of one session by its rows; of drafting by its tokens
+    double draft_share;       // bytes that drafting one token reads, as a fraction of a step's bytes
+    bool   records;           // the backend records steps (CUDA graphs): the first step of each kind is slow
 } Pace;
 
 // ==== [2] N-grams ===================================================================================================
 
-enum { NGRAM_BITS = 16, NGRAM_LEAST = 3, NGRAM_MOST = 24,          // tokens of a match: to be looked at, that count
+enum { NGRAM_BITS = 16, NGRAM_MIN = 3, NGRAM_MAX = 24,             // tokens of a match: at least; compared at most
        NGRAM_TRIES = 16,                // earlier places that are compared
        NGRAM_MOD = 12, NGRAM_MOD_BITS = 22 };
 
-// Where in the session's tokens each run of NGRAM_LEAST begins: newest[hash], and before it earlier[place], as far back
-// as the context. How far to guess follows what became of the guesses before: twice as far where all were right, as far
-// as they were right else; and where none was, a longer match is asked for.
+// A hash table of all places in a session's tokens where an n-gram of NGRAM_MIN tokens begins. newest[hash] is the last
+// such place, earlier[place] the one before it with the same hash. The number of drafts follows the last result: it
+// doubles if all drafts were accepted, else it is the number accepted plus one. If none was accepted, the next match
+// has to be longer.
 typedef struct {
-    int32_t *newest;          // (2^NGRAM_BITS) one behind the place; 0: nowhere
-    int32_t *earlier;         // (n_room)
-    int      n, n_room;       // places entered
-    int      reach, least;    // tokens to guess; tokens that have to match
+    int32_t *newest;          // (2^NGRAM_BITS) place + 1; 0: none
+    int32_t *earlier;         // (n_room) as newest
+    int      n, n_room;       // places in the table; allocated
+    int      n_draft;         // tokens to draft
+    int      min_match;       // tokens that have to match
 } Ngrams;
 
-static struct {               // ngram-mod: what followed the last NGRAM_MOD tokens, wherever that was last; hashes may collide
-    int32_t *next;            // (2^NGRAM_MOD_BITS) token + 1; 0: nothing
+static struct {               // ngram-mod: the token that last followed NGRAM_MOD tokens, in any text
+    int32_t *next;            // (2^NGRAM_MOD_BITS) by hash, which may collide: token + 1; 0: none
 } ngram_mod;
 
 static uint64_t hash_ids(const int32_t *ids, int n) {
@@ -91,53 +100,58 @@ static uint64_t hash_ids(const int32_t *ids, int n) {
     return h * 0x9e3779b97f4a7c15u;
 }
 
-// Enters the tokens that have come since; where the text was cut back, all of it again.
-static void ngrams_enter(Ngrams *g, const int32_t *ids, int n, bool shared) {
+// Adds the tokens of ids (n) that are not in the table yet. If the text was shortened, the table is built again.
+// shared: the table of ngram-mod gets them too.
+static void ngrams_add(Ngrams *g, const int32_t *ids, int n, bool shared) {
     if (!g->newest) g->newest = alloc_or_die((size_t)1 << NGRAM_BITS, sizeof *g->newest);
     if (g->n_room < n) {
         g->n_room = n + 4096;
-        int32_t *more = realloc(g->earlier, (size_t)g->n_room * sizeof *more);
-        if (!more) die("out of memory: cannot allocate %zu bytes", (size_t)g->n_room * sizeof *more);
-        g->earlier = more;
+        int32_t *larger = realloc(g->earlier, (size_t)g->n_room * sizeof *larger);
+        if (!larger) die("out of memory: cannot allocate %zu bytes", (size_t)g->n_room * sizeof *larger);
+        g->earlier = larger;
     }
     if (g->n > n) {
         memset(g->newest, 0, ((size_t)1 << NGRAM_BITS) * sizeof *g->newest);
         g->n = 0;
     }
-    for (; g->n + NGRAM_LEAST <= n; g->n++) {          // the last place is left out until something follows it
-        int32_t *head = &g->newest[hash_ids(ids + g->n, NGRAM_LEAST) >> (64 - NGRAM_BITS)];
+    for (; g->n + NGRAM_MIN <= n; g->n++) {
+        int32_t *head = &g->newest[hash_ids(ids + g->n, NGRAM_MIN) >> (64 - NGRAM_BITS)];
         g->earlier[g->n] = *head;
         *head = g->n + 1;
-        const int at = g->n + NGRAM_LEAST - NGRAM_MOD - 1;             // what follows a run there is known now
-        if (shared && at >= 0) ngram_mod.next[hash_ids(ids + at, NGRAM_MOD) >> (64 - NGRAM_MOD_BITS)] = ids[at + NGRAM_MOD] + 1;
+        const int at = g->n + NGRAM_MIN - NGRAM_MOD - 1;               // the token after this run is known by now
+        if (!shared || at < 0) continue;
+        ngram_mod.next[hash_ids(ids + at, NGRAM_MOD) >> (64 - NGRAM_MOD_BITS)] = ids[at + NGRAM_MOD] + 1;
     }
 }
 
-// Guesses at most `most` tokens that follow ids (n) -> how many. A guess is what stood behind the earlier place that
-// shares most tokens with the end of ids, the newest of several.
-static int ngrams_look_up(const Ngrams *g, const int32_t *ids, int n, int least, int most, int32_t *out) {
-    int best = 0, from = 0, tries = NGRAM_TRIES;
-    if (n <= NGRAM_LEAST) return 0;
-    int place = g->newest[hash_ids(ids + n - NGRAM_LEAST, NGRAM_LEAST) >> (64 - NGRAM_BITS)];
+// Drafts `max` tokens after ids (n), and returns how many; 0: no match of at least min_match tokens. The drafts are
+// what followed the earlier place with the longest match; of equal matches the newest one.
+static int ngrams_look_up(const Ngrams *g, const int32_t *ids, int n, int min_match, int max, int32_t *out) {
+    int longest = 0, from = 0, tries = NGRAM_TRIES;
+    if (n <= NGRAM_MIN) return 0;
+    int place = g->newest[hash_ids(ids + n - NGRAM_MIN, NGRAM_MIN) >> (64 - NGRAM_BITS)];
     for (; place && tries--; place = g->earlier[place - 1]) {
-        const int end = place - 1 + NGRAM_LEAST;       // behind the earlier run
-        int same = 0;
+        const int end = place - 1 + NGRAM_MIN;         // the end of the earlier n-gram
+        int match = 0;
         if (end >= n) continue;
-        while (same < NGRAM_MOST && same < end && ids[end - 1 - same] == ids[n - 1 - same]) same++;
-        if (same > best) best = same, from = end;
+        while (match < NGRAM_MAX && match < end && ids[end - 1 - match] == ids[n - 1 - match]) match++;
+        if (match > longest) {
+            longest = match;
+            from = end;
+        }
     }
-    if (best < least) return 0;
-    const int period = n - from;                       // what is guessed may run into the guess itself
-    for (int i = 0; i < most; i++) out[i] = i < period ? ids[from + i] : out[i - period];
-    return most;
+    if (longest < min_match) return 0;
+    const int period = n - from;                       // after so many drafts the text ends, and the drafts repeat
+    for (int i = 0; i < max; i++) out[i] = i < period ? ids[from + i] : out[i - period];
+    return max;
 }
 
-static int ngram_mod_look_up(const int32_t *ids, int n, int most, int32_t *out) {
+static int ngram_mod_look_up(const int32_t *ids, int n, int max, int32_t *out) {
     int32_t run[NGRAM_MOD + DRAFT_MAX];
     int found = 0;
     if (n < NGRAM_MOD) return 0;
     memcpy(run, ids + n - NGRAM_MOD, NGRAM_MOD * sizeof *run);
-    for (; found < most; found++) {
+    for (; found < max; found++) {
         const int32_t next = ngram_mod.next[hash_ids(run + found, NGRAM_MOD) >> (64 - NGRAM_MOD_BITS)];
         if (!next) break;
         out[found] = run[NGRAM_MOD + found] = next - 1;
@@ -145,15 +159,15 @@ static int ngram_mod_look_up(const int32_t *ids, int n, int most, int32_t *out) 
     return found;
 }
 
-// Of n guesses the first `right` were.
-static void ngrams_learn(Ngrams *g, int n, int right) {
-    g->reach = right == n ? min_int(2 * n, DRAFT_MAX) : max_int(right + 1, 2);
-    g->least = right ? NGRAM_LEAST : min_int(g->least + 2, NGRAM_MOST);
+// The first `accepted` of n drafts were accepted.
+static void ngrams_learn(Ngrams *g, int n, int accepted) {
+    g->n_draft = accepted == n ? min_int(2 * n, DRAFT_MAX) : max_int(accepted + 1, 2);
+    g->min_match = accepted ? NGRAM_MIN : min_int(g->min_match + 2, NGRAM_MAX);
 }
 
 // ==== [3] Trees =====================================================================================================
 
-static int add_guess(Drafts *d, int32_t token, int parent, int depth) {                // -> its row
+static int add_draft(Drafts *d, int32_t token, int parent, int depth) {        // returns its row
     d->token[d->n] = token;
     d->parent[d->n] = parent;
     d->branches |= parent != d->n;
@@ -161,197 +175,230 @@ static int add_guess(Drafts *d, int32_t token, int parent, int depth) {         
     return ++d->n;
 }
 
-static void chain_of(Drafts *d, const int32_t *ids, int n) {
-    *d = (Drafts){ .who = d->who };
-    for (int i = 0; i < n; i++) add_guess(d, ids[i], i, i + 1);
+static void make_chain(Drafts *d, const int32_t *ids, int n) {
+    *d = (Drafts){ .source = d->source };
+    for (int i = 0; i < n; i++) add_draft(d, ids[i], i, i + 1);
 }
 
-// The likeliest tree of at most `most` candidates (DDTree): first the chain of the likeliest at every depth, then
-// whatever has the largest product of shares along its path, one at a time, as long as its logarithm is more than
-// `least`; it opens the next candidate of its depth and the first one behind it.
-static void tree_of(Drafts *d, const Candidates *c, int most, float least) {
-    typedef struct { float share; int parent, depth, rank; } Branch;
+// The most probable tree of at most `max` candidates (DDTree). It begins as the chain of the best token at every depth.
+// Then the branch with the largest product of probabilities along its path is added, one at a time, while the logarithm
+// of that product exceeds min_logprob. Each branch opens two more: the next candidate of its depth, and its first
+// child.
+static void make_tree(Drafts *d, const Candidates *c, int max, float min_logprob) {
+    typedef struct { float logprob; int parent, depth, rank; } Branch;
     Branch open[2 * STEP_ROWS];
     int n_open = 0, row = 0;
-    float share = 0;
-    *d = (Drafts){ .who = d->who };
-    for (int i = 0; i < min_int(c->depth, most); i++) {
-        if (c->width > 1) open[n_open++] = (Branch){ share + c->log_share[i][1], row, i, 1 };
-        share += c->log_share[i][0];
-        row = add_guess(d, c->id[i][0], row, i + 1);
+    float logprob = 0;
+    *d = (Drafts){ .source = d->source };
+    for (int i = 0; i < min_int(c->depth, max); i++) {
+        if (c->width > 1) open[n_open++] = (Branch){ logprob + c->logprob[i][1], row, i, 1 };
+        logprob += c->logprob[i][0];
+        row = add_draft(d, c->id[i][0], row, i + 1);
     }
-    while (d->n < most && n_open) {
+    while (d->n < max && n_open) {
         int best = 0;
-        for (int i = 1; i < n_open; i++) if (open[i].share > open[best].share) best = i;
+        for (int i = 1; i < n_open; i++) if (open[i].logprob > open[best].logprob) best = i;
         const Branch b = open[best];
-        if (b.share <= least) break;
+        if (b.logprob <= min_logprob) break;
         open[best] = open[--n_open];
-        row = add_guess(d, c->id[b.depth][b.rank], b.parent, b.depth + 1);
+        row = add_draft(d, c->id[b.depth][b.rank], b.parent, b.depth + 1);
         if (b.rank + 1 < c->width) {
-            const float *shares = c->log_share[b.depth];
-            open[n_open++] = (Branch){ b.share - shares[b.rank] + shares[b.rank + 1], b.parent, b.depth, b.rank + 1 };
+            const float *at = c->logprob[b.depth];
+            open[n_open++] = (Branch){ b.logprob - at[b.rank] + at[b.rank + 1], b.parent, b.depth, b.rank + 1 };
         }
-        if (b.depth + 1 < c->depth) open[n_open++] = (Branch){ b.share + c->log_share[b.depth + 1][0], row, b.depth + 1, 0 };
+        if (b.depth + 1 < c->depth)
+            open[n_open++] = (Branch){ b.logprob + c->logprob[b.depth + 1][0], row, b.depth + 1, 0 };
     }
 }
 
-// ==== [4] How far ===================================================================================================
+// ==== [4] Draft depth ===============================================================================================
 
-typedef struct {              // how often guesses are right, at each depth where all before were: right[0] is the first
-    float right[DRAFT_MAX];
-    int   seen[DRAFT_MAX];    // guesses that this rests on; old ones fade. 0: none, it is as often as one before
-} Odds;
+// ---- acceptance rates ----
 
-enum { ODDS_MEMORY = 24,      // guesses that a share of them rests on,
-       ODDS_PRIOR = 1, ODDS_DEEPER = 3 };              // and those that are supposed at first, of the first depth and of others
+typedef struct {              // by depth, of drafts whose parents were all accepted; rate[0] is of the first draft
+    float rate[DRAFT_MAX];
+    int   n_seen[DRAFT_MAX];  // drafts that the rate rests on, at most ACCEPT_MEMORY; 0: see accept_rate()
+} AcceptRates;
 
-static Odds odds_new(float first) {
-    Odds o = { { first }, { 0 } };
-    return o;
+enum { ACCEPT_MEMORY = 24,
+       ACCEPT_PRIOR = 1, ACCEPT_PRIOR_DEEPER = 3 };    // weight, in drafts, of the initial rate: first depth, others
+
+static AcceptRates accept_init(float first) {
+    AcceptRates a = { { first }, { 0 } };
+    return a;
 }
 
-static float odds_at(const Odds *o, int d) {           // at depth d, or where it was seen last before that
-    while (d > 0 && !o->seen[d]) d--;
-    return o->right[d];
+static float accept_rate(const AcceptRates *a, int d) {                // of depth d, or the nearest smaller depth seen
+    while (d > 0 && !a->n_seen[d]) d--;
+    return a->rate[d];
 }
 
-static int odds_deepest(const Odds *o) {               // depths that were seen
+static int depths_seen(const AcceptRates *a) {
     int n = 0;
-    while (n < DRAFT_MAX && o->seen[n]) n++;
+    while (n < DRAFT_MAX && a->n_seen[n]) n++;
     return n;
 }
 
-// Of n guesses, each behind the one before, the first `right` were. What was known of depths that nobody looked at
-// comes nearer to the depth before, so that they are looked at again some day.
-static void odds_learn(Odds *o, int n, int right) {
+// Of a chain of n drafts the first `accepted` were accepted. The rate of a depth that was not reached moves towards the
+// rate of the depth before it, so that the depth is tried again some time.
+static void accept_learn(AcceptRates *a, int n, int accepted) {
     for (int d = 0; d < DRAFT_MAX; d++) {
-        if (d < n && d <= right) {
-            o->right[d] = odds_at(o, d);
-            o->seen[d] = min_int(o->seen[d] + 1, ODDS_MEMORY);
-            o->right[d] += ((d < right) - o->right[d]) / (float)(o->seen[d] + (d ? ODDS_DEEPER : ODDS_PRIOR));
-        } else if (o->seen[d]) {
-            o->right[d] += (o->right[d - 1] - o->right[d]) / 32;
+        if (d < n && d <= accepted) {
+            a->rate[d] = accept_rate(a, d);
+            a->n_seen[d] = min_int(a->n_seen[d] + 1, ACCEPT_MEMORY);
+            const int prior = d ? ACCEPT_PRIOR_DEEPER : ACCEPT_PRIOR;
+            a->rate[d] += ((d < accepted) - a->rate[d]) / (float)(a->n_seen[d] + prior);
+        } else if (a->n_seen[d]) {
+            a->rate[d] += (a->rate[d - 1] - a->rate[d]) / 32;
         }
     }
 }
 
-static double tokens_of(const Odds *o, int n) {        // that a step with n guesses makes
-    double tokens = 1, all = 1;
-    for (int d = 0; d < n; d++) tokens += all *= odds_at(o, d);
+static double expected_tokens(const AcceptRates *a, int n) {           // that a step with n drafts makes
+    double tokens = 1, all_accepted = 1;
+    for (int d = 0; d < n; d++) {
+        all_accepted *= accept_rate(a, d);
+        tokens += all_accepted;
+    }
     return tokens;
 }
 
-enum { TIMES_FIRST = 4 };     // the least of the first few is taken, but for the very first: caches are cold
+// ---- times ----
 
-// Seconds that n should take: between those known, in proportion; behind them, for each one more what it was from 1 to
-// the last of them, or, as long as no other is known, `each` times that of 1.
-static double times_of(const Times *t, int n, double each) {
-    const double *of = t->of;
+enum { TIMES_FIRST = 4 };     // the smallest of so many first times counts; the very first is dropped: caches are cold
+
+// Linear interpolation between measured sizes. Beyond the last: the mean slope from 1 to the last; if only size 1 is
+// known, the slope is `each` times its seconds.
+static double estimate_seconds(const Times *t, int n, double each) {
+    const double *s = t->seconds;
     int low = n, high = n;
-    while (low > 1 && of[low] == 0) low--;
-    while (high < STEP_ROWS && of[high] == 0) high++;
-    if (low == n) return of[n];
-    if (of[high] > 0) return of[low] > 0 ? of[low] + (of[high] - of[low]) * (n - low) / (high - low) : of[high];
-    return of[low] + (n - low) * (low > 1 ? (of[low] - of[1]) / (low - 1) : of[1] * each);
+    while (low > 1 && s[low] == 0) low--;
+    while (high < STEP_ROWS && s[high] == 0) high++;
+    if (low == n) return s[n];
+    if (s[high] > 0) return s[low] > 0 ? s[low] + (s[high] - s[low]) * (n - low) / (high - low) : s[high];
+    return s[low] + (n - low) * (low > 1 ? (s[low] - s[1]) / (low - 1) : s[1] * each);
 }
 
-// The machine may become slower or faster as a whole, so what is not measured now follows what is, half of the way.
-static void times_learn(Pace *p, Times *t, int n, double taken, double expected) {
-    double *was = &t->of[n];
-    const int before = t->n[n]++;
-    if (!before && p->records) return;
-    if (expected > 0) taken = fmin(taken, 2 * expected);               // now and then it does something else
-    if (before < 2) *was = taken;
-    else if (before < TIMES_FIRST) *was = fmin(*was, taken);
-    else {
-        const double now = *was + (taken - *was) / 8, half = sqrt(now / *was);
-        for (int i = 0; i <= STEP_ROWS; i++) p->step.of[i] *= half, p->draft.of[i] *= half;
-        *was = now;
+// A measured size took `taken` seconds. The whole machine may become faster or slower, so a change of this size changes
+// all times by the square root of its factor.
+static void add_time(Pace *p, Times *t, int n, double taken, double expected) {
+    double *known = &t->seconds[n];
+    const int n_before = t->n_measured[n]++;
+    if (!n_before && p->records) return;
+    if (expected > 0) taken = fmin(taken, 2 * expected);               // an outlier: the machine did something else
+    if (n_before < 2) {
+        *known = taken;
+    } else if (n_before < TIMES_FIRST) {
+        *known = fmin(*known, taken);
+    } else {
+        const double mean = *known + (taken - *known) / 8, factor = sqrt(mean / *known);
+        for (int i = 0; i <= STEP_ROWS; i++) {
+            p->step.seconds[i] *= factor;
+            p->draft.seconds[i] *= factor;
+        }
+        *known = mean;
     }
 }
 
-static double step_seconds(const Pace *p, int rows) { return times_of(&p->step, min_int(rows, STEP_ROWS), 0.08); }
-
-// Before it was measured, somewhat more than its share of bytes: small matrices are slow. DFlash makes all guesses at once.
-static double draft_seconds(const Pace *p, SpecKind who, int n) {
-    const double known = times_of(&p->draft, n, who == SPEC_MTP ? 1 : 0.08);
-    return known > 0 ? known : 1.5 * p->draft_share * step_seconds(p, 1) * (who == SPEC_MTP ? n : 1);
+static double step_seconds(const Pace *p, int rows) {
+    return estimate_seconds(&p->step, min_int(rows, STEP_ROWS), 0.08);
 }
 
-static void step_took(Pace *p, int rows, double seconds) { times_learn(p, &p->step, rows, seconds, step_seconds(p, rows)); }
-
-static void draft_took(Pace *p, SpecKind who, int n, double seconds) {
-    times_learn(p, &p->draft, n, seconds, draft_seconds(p, who, n));
+// Before anything was measured: 1.5 times the drafter's share of bytes, since small matrices are slow. DFlash makes all
+// drafts at once.
+static double draft_seconds(const Pace *p, SpecKind drafter, int n) {
+    const double known = estimate_seconds(&p->draft, n, drafter == SPEC_MTP ? 1 : 0.08);
+    return known > 0 ? known : 1.5 * p->draft_share * step_seconds(p, 1) * (drafter == SPEC_MTP ? n : 1);
 }
 
-// What a step with n guesses takes, beside `rows` other rows, in steps without: as much at least, whatever was
-// measured. who: makes them; OFF: they are there.
-static double price_of(const Pace *p, SpecKind who, int n, int rows) {
-    const double plain = step_seconds(p, rows + 1), draft = who != SPEC_OFF && n ? draft_seconds(p, who, n) : 0;
+static void add_step_time(Pace *p, int rows, double seconds) {
+    add_time(p, &p->step, rows, seconds, step_seconds(p, rows));
+}
+
+static void add_draft_time(Pace *p, SpecKind drafter, int n, double seconds) {
+    add_time(p, &p->draft, n, seconds, draft_seconds(p, drafter, n));
+}
+
+// ---- choosing a depth ----
+
+// The time of a step with n drafts and `rows` rows of other sessions, in units of the same step without drafts; at
+// least 1. drafter: makes the drafts; OFF: they exist already.
+static double step_cost(const Pace *p, SpecKind drafter, int n, int rows) {
+    const double plain = step_seconds(p, rows + 1);
+    const double draft = drafter != SPEC_OFF && n ? draft_seconds(p, drafter, n) : 0;
     return plain > 0 ? fmax((step_seconds(p, rows + 1 + n) + draft) / plain, 1) : 1;
 }
 
-static double rate_of(const Pace *p, const Odds *o, SpecKind who, int n, int rows) {   // tokens in the time of a plain step
-    return tokens_of(o, n) / price_of(p, who, n, rows);
+static double token_rate(const Pace *p, const AcceptRates *a, SpecKind drafter, int n, int rows) {     // per plain step
+    return expected_tokens(a, n) / step_cost(p, drafter, n, rows);
 }
 
-// The depth that is tried behind n: 1 2 3 4 7 11 15 .. and `most`, so that few kinds of steps are recorded.
-static int next_depth(int n, int most) { return n == most ? most + 1 : min_int(n < 4 ? n + 1 : n == 4 ? 7 : n + 4, most); }
+// The next depth to compare after n: 1 2 3 4 7 11 15 .. and max. Few depths, so that few kinds of steps are recorded.
+static int next_depth(int n, int max) {
+    if (n == max) return max + 1;
+    return min_int(n < 4 ? n + 1 : n == 4 ? 7 : n + 4, max);
+}
 
-// The depth from 1 to `most` that makes most tokens a second; 0: plain steps make as many, or nearly so. It goes twice
-// as deep as guesses were ever seen, and no deeper.
-static int best_depth(const Pace *p, const Odds *o, SpecKind who, int most, int rows) {
+// The depth from 1 to max with the most tokens per second; 0: none is 2 % better than a plain step. Compares depths up
+// to twice the deepest one seen.
+static int best_depth(const Pace *p, const AcceptRates *a, SpecKind drafter, int max, int rows) {
     int best = 0;
-    double rate = 1.02;
-    for (int n = 1; n <= min_int(most, 2 * odds_deepest(o) + 1); n = next_depth(n, most)) {
-        const double with = rate_of(p, o, who, n, rows);
-        if (with > rate) best = n, rate = with;
+    double best_rate = 1.02;
+    for (int n = 1; n <= min_int(max, 2 * depths_seen(a) + 1); n = next_depth(n, max)) {
+        const double rate = token_rate(p, a, drafter, n, rows);
+        if (rate > best_rate) {
+            best = n;
+            best_rate = rate;
+        }
     }
     return best;
 }
 
-// Credit is counted in plain steps. Each step earns a share of one, by which text that nobody can guess may become
-// slower; guesses earn what they save and pay what they cost. Text gets more at first: it was watched before.
-static const double credit_of_step = 0.015, credit_first = 0.8, credit_first_text = 1, credit_most = 8;
-enum { DRAFTED_MOST = 256,    // steps with guesses, after which one goes without, to see how long those take
-       DOUBT_MOST = 8 };
+// ---- the speculation budget of a session ----
+// Counted in plain steps. Each step adds budget_per_step: text that no source can predict becomes slower by that
+// fraction at most. Drafts add the steps that they save and pay the steps that they cost. The text sources start with
+// more, since their drafts are shadow drafts first.
+
+static const double budget_per_step = 0.015, budget_start = 0.8, budget_start_text = 1, budget_max = 8;
+enum { DRAFTED_MAX = 256,     // steps with drafts, after which one step goes without, to measure plain steps again
+       BACKOFF_MAX = 8 };
 
 typedef struct {              // the drafting of a session
-    Drafting   how;
-    Ngrams     ngrams;
-    Drafts     drafts;        // for the step that comes, behind the one token in todo
-    Candidates found;         // what the drafter has found for it; depth 0: nothing
-    int32_t    only[DRAFT_MAX];        // (n_only) what the grammar says
-    int        n_only;
-    int32_t    watched[DRAFT_MAX];     // guesses from the text that were not run, to see what they would have been worth,
-    int        n_watched, watched_at;  // and where their text goes on
-    SpecKind   watched_who;
-    Odds       odds[SPEC_KINDS];
-    double     credit[SPEC_KINDS];
-    int        doubt;         // credit that a trial of the drafter needs, as a multiple of what it might cost
-    int        depth;         // guesses to ask of the drafter behind the step that runs
-    int        missed;        // times in a row that the text had nothing to guess
-    int        drafted;       // steps since the last plain one
-} Guesser;
+    Drafting    options;
+    Ngrams      ngrams;
+    Drafts      drafts;                // for the next step, after the one token that it runs anyway
+    Candidates  candidates;            // of the drafter, for the next step; depth 0: none
+    int32_t     grammar_ids[DRAFT_MAX];        // (n_grammar_ids) the continuation that the grammar forces
+    int         n_grammar_ids;
+    int32_t     shadow[DRAFT_MAX];     // (n_shadow) shadow drafts,
+    int         n_shadow, shadow_at;   // the position of the first one,
+    SpecKind    shadow_source;         // and where they come from
+    AcceptRates accept[SPEC_KINDS];    // by source
+    double      budget[SPEC_KINDS];    // by source
+    int         backoff;               // a trial of the drafter needs so many times the budget that it may cost
+    int         depth;                 // tokens that the drafter makes after the running step
+    int         idle_lookups;          // steps in a row without drafts from the text
+    int         drafted;               // steps with drafts since the last plain step
+} Speculator;
 
-static void guesser_init(Guesser *g) {
-    *g = (Guesser){ .ngrams = { .reach = 4, .least = NGRAM_LEAST }, .doubt = 1 };
+static void speculator_init(Speculator *s) {
+    *s = (Speculator){ .ngrams = { .n_draft = 4, .min_match = NGRAM_MIN }, .backoff = 1 };
     for (int k = 0; k < SPEC_KINDS; k++) {
-        g->odds[k] = odds_new(k == SPEC_NGRAM ? 0.6f : 0.8f);
-        g->credit[k] = k == SPEC_NGRAM || k == SPEC_GRAMMAR ? credit_first_text : credit_first;
+        s->accept[k] = accept_init(k == SPEC_NGRAM ? 0.6f : 0.8f);
+        s->budget[k] = k == SPEC_NGRAM || k == SPEC_GRAMMAR ? budget_start_text : budget_start;
     }
 }
 
-static void guesser_start(Guesser *g, const Drafting *how) {           // an answer
-    g->how = *how;
-    g->drafts.n = g->found.depth = g->depth = g->n_watched = g->n_only = 0;
-    if (how->kind == SPEC_NGRAM_MOD && !ngram_mod.next)
+static void speculator_start(Speculator *s, const Drafting *options) {         // a new answer
+    s->options = *options;
+    s->drafts.n = s->candidates.depth = s->depth = s->n_shadow = s->n_grammar_ids = 0;
+    if (options->kind == SPEC_NGRAM_MOD && !ngram_mod.next)
         ngram_mod.next = alloc_or_die((size_t)1 << NGRAM_MOD_BITS, sizeof *ngram_mod.next);
 }
 
-static void guesser_free(Guesser *g) {
-    free(g->ngrams.newest);
-    free(g->ngrams.earlier);
+static void speculator_free(Speculator *s) {
+    free(s->ngrams.newest);
+    free(s->ngrams.earlier);
 }
 
 static bool uses_drafter(const Drafting *d) { return d->kind >= SPEC_MTP; }
@@ -360,117 +407,137 @@ static bool uses_ngrams(const Drafting *d) {
     return d->kind == SPEC_NGRAM || d->kind == SPEC_NGRAM_MOD || d->kind == SPEC_AUTO;
 }
 
-static void earn(Guesser *g, SpecKind who, double steps) { g->credit[who] = fmin(g->credit[who] + steps, credit_most); }
-
-// How many guesses may be made, of at most `most`: there is credit for what they cost if half of what is expected of
-// them is right.
-static int affordable(const Guesser *g, const Pace *p, SpecKind who, SpecKind maker, int most, int rows) {
-    while (most > 0 && price_of(p, maker, most, rows) - (1 + tokens_of(&g->odds[who], most)) / 2 > g->credit[who]) most--;
-    return most;
+static void add_budget(Speculator *s, SpecKind source, double steps) {
+    s->budget[source] = fmin(s->budget[source] + steps, budget_max);
 }
 
-// Guesses from the text that were not run are compared with ids (n) as far as they have come by now.
-static void learn_watched(Guesser *g, const int32_t *ids, int n) {
-    const int come = n - g->watched_at;
+// The largest depth, at most max, that the budget can pay for if half of the expected tokens are made.
+static int affordable_depth(const Speculator *s, const Pace *p, SpecKind source, SpecKind drafter, int max, int rows) {
+    const AcceptRates *a = &s->accept[source];
+    while (max > 0 && step_cost(p, drafter, max, rows) - (1 + expected_tokens(a, max)) / 2 > s->budget[source]) max--;
+    return max;
+}
+
+// Compares the shadow drafts with the text ids (n), once it is known how many of them are right.
+static void check_shadow(Speculator *s, const int32_t *ids, int n) {
+    const int n_known = n - s->shadow_at;
     int right = 0;
-    while (right < min_int(g->n_watched, come) && ids[g->watched_at + right] == g->watched[right]) right++;
-    if (!g->n_watched || (right == come && right < g->n_watched)) return;              // they may go on
-    odds_learn(&g->odds[g->watched_who], g->n_watched, right);
-    if (g->watched_who == SPEC_NGRAM) ngrams_learn(&g->ngrams, g->n_watched, right);
-    g->n_watched = 0;
+    while (right < min_int(s->n_shadow, n_known) && ids[s->shadow_at + right] == s->shadow[right]) right++;
+    if (!s->n_shadow || (right == n_known && right < s->n_shadow)) return;     // the next tokens will tell
+    accept_learn(&s->accept[s->shadow_source], s->n_shadow, right);
+    if (s->shadow_source == SPEC_NGRAM) ngrams_learn(&s->ngrams, s->n_shadow, right);
+    s->n_shadow = 0;
 }
 
-// Guesses what follows ids (n) from n-grams -> how many of at most `most`.
-static int guess_ngrams(Guesser *g, const int32_t *ids, int n, int most, int32_t *out) {
-    const bool table = g->how.kind == SPEC_NGRAM_MOD;
-    most = min_int(most, g->ngrams.reach);
-    ngrams_enter(&g->ngrams, ids, n, table);
-    return table ? ngram_mod_look_up(ids, n, most, out) : ngrams_look_up(&g->ngrams, ids, n, g->ngrams.least, most, out);
+static void start_shadow(Speculator *s, SpecKind source, const int32_t *drafts, int n_drafts, int at) {
+    if (!n_drafts || s->n_shadow) return;
+    memcpy(s->shadow, drafts, (size_t)n_drafts * sizeof *drafts);
+    s->n_shadow = n_drafts;
+    s->shadow_at = at;
+    s->shadow_source = source;
 }
 
-// The share below which a branch of a tree costs more than it brings; its logarithm.
-static float least_share(const Pace *p, const Odds *o, int chain, int tree, int rows) {
-    const double step = step_seconds(p, rows + 1 + chain), with = step_seconds(p, rows + 1 + tree);
-    return tree > chain && step > 0 ? (float)log(fmax((with - step) / (tree - chain) / step * tokens_of(o, chain), 1e-6)) : 0;
+static int draft_ngrams(Speculator *s, const int32_t *ids, int n, int max, int32_t *out) {
+    const bool table = s->options.kind == SPEC_NGRAM_MOD;
+    max = min_int(max, s->ngrams.n_draft);
+    ngrams_add(&s->ngrams, ids, n, table);
+    if (table) return ngram_mod_look_up(ids, n, max, out);
+    return ngrams_look_up(&s->ngrams, ids, n, s->ngrams.min_match, max, out);
 }
 
-// How many of the guesses that are there to run: those from the text, by source, or else a chain of the drafter's.
-static void choose_guesses(Guesser *g, const Pace *p, SpecKind source, SpecKind who, int *from_text, int *chain, int rows) {
-    const Odds *text = &g->odds[source], *drafter = &g->odds[who];
-    *from_text = odds_deepest(text) ? affordable(g, p, source, SPEC_OFF, *from_text, rows) : 0;
-    *from_text = best_depth(p, text, SPEC_OFF, *from_text, rows);
-    if (odds_deepest(drafter)) *chain = best_depth(p, drafter, SPEC_OFF, *chain, rows);
-    if (rate_of(p, text, SPEC_OFF, *from_text, rows) <= rate_of(p, drafter, SPEC_OFF, *chain, rows)) *from_text = 0;
+// Drafts from the grammar, else from n-grams: at most max tokens after ids (n). Returns how many.
+static int draft_text(Speculator *s, const int32_t *ids, int n, int max, int32_t *out) {
+    const int n_ngram = uses_ngrams(&s->options) && max > 0 ? draft_ngrams(s, ids, n, max, out) : 0;
+    if (!s->n_grammar_ids) return n_ngram;
+    memcpy(out, s->grammar_ids, sizeof s->grammar_ids);
+    return min_int(s->n_grammar_ids, max);
 }
 
-// Makes the drafts for a step of a session whose text, the token that runs next included, is ids (n): of what the grammar or
-// else n-grams say, and what the drafter has found, that which makes more tokens a second. who: the drafter; rows: of others in
-// the step.
-static void guess(Guesser *g, const Pace *p, SpecKind who, const int32_t *ids, int n, int most, int rows) {
-    Candidates *c = &g->found;
+// The probability, as a logarithm, below which one more branch of a tree costs more time than it saves.
+static float min_branch_logprob(const Pace *p, const AcceptRates *a, int chain, int tree, int rows) {
+    const double step = step_seconds(p, rows + 1 + chain), with_tree = step_seconds(p, rows + 1 + tree);
+    if (tree <= chain || step <= 0) return 0;
+    return (float)log(fmax((with_tree - step) / (tree - chain) / step * expected_tokens(a, chain), 1e-6));
+}
+
+// Both kinds of drafts exist: *n_text from a text source, and a chain of *n_chain from the drafter. Sets how many of
+// each are worth running, and drops those from the text if the drafter's make more tokens per second.
+static void choose_drafts(Speculator *s, const Pace *p, SpecKind text_source, SpecKind drafter, int *n_text,
+                          int *n_chain, int rows) {
+    const AcceptRates *text = &s->accept[text_source], *chain = &s->accept[drafter];
+    *n_text = depths_seen(text) ? affordable_depth(s, p, text_source, SPEC_OFF, *n_text, rows) : 0;
+    *n_text = best_depth(p, text, SPEC_OFF, *n_text, rows);
+    if (depths_seen(chain)) *n_chain = best_depth(p, chain, SPEC_OFF, *n_chain, rows);
+    if (token_rate(p, text, SPEC_OFF, *n_text, rows) <= token_rate(p, chain, SPEC_OFF, *n_chain, rows)) *n_text = 0;
+}
+
+// Makes the drafts of a session for the next step, at most max. ids (n) are its tokens, the one that the step runs
+// anyway included. drafter: whose candidates are in s->candidates; rows: of other sessions in the step.
+static void make_drafts(Speculator *s, const Pace *p, SpecKind drafter, const int32_t *ids, int n, int max, int rows) {
+    Candidates *c = &s->candidates;
     int32_t text[DRAFT_MAX];
-    float least = -INFINITY;
-    most = max_int(most, 0);
-    g->drafts.n = 0;
-    learn_watched(g, ids, n);
-    int found = uses_ngrams(&g->how) && most > 0 ? guess_ngrams(g, ids, n, most, text) : 0;
-    const SpecKind source = g->n_only ? SPEC_GRAMMAR : g->how.kind == SPEC_NGRAM_MOD ? SPEC_NGRAM_MOD : SPEC_NGRAM;
-    if (g->n_only) memcpy(text, g->only, sizeof text), found = min_int(g->n_only, most);
-    int from_text = found, chain = min_int(c->depth, most);
-    for (int i = 0; i < chain; i++) if (c->log_share[i][0] < logf(g->how.least)) chain = i;
-    if (g->how.kind == SPEC_AUTO) {
-        earn(g, source, credit_of_step);
-        earn(g, who, credit_of_step);
-        if (c->depth) earn(g, who, price_of(p, SPEC_OFF, c->depth, rows) - price_of(p, who, c->depth, rows));
-        choose_guesses(g, p, source, who, &from_text, &chain, rows);
-        least = least_share(p, &g->odds[who], chain, g->how.tree, rows);
-        if (found && !from_text && !g->n_watched) {
-            memcpy(g->watched, text, (size_t)found * sizeof *text);
-            g->n_watched = found, g->watched_at = n, g->watched_who = source;
-        }
+    float min_logprob = -INFINITY;
+    max = max_int(max, 0);
+    s->drafts.n = 0;
+    check_shadow(s, ids, n);
+    const int n_found = draft_text(s, ids, n, max, text);
+    const SpecKind text_source = s->n_grammar_ids ? SPEC_GRAMMAR :
+                                 s->options.kind == SPEC_NGRAM_MOD ? SPEC_NGRAM_MOD : SPEC_NGRAM;
+    int n_text = n_found, n_chain = min_int(c->depth, max);
+    for (int i = 0; i < n_chain; i++) if (c->logprob[i][0] < logf(s->options.p_min)) n_chain = i;
+    if (s->options.kind == SPEC_AUTO) {
+        add_budget(s, text_source, budget_per_step);
+        add_budget(s, drafter, budget_per_step);
+        if (c->depth)                                  // drafting was paid already, whatever is accepted
+            add_budget(s, drafter, step_cost(p, SPEC_OFF, c->depth, rows) - step_cost(p, drafter, c->depth, rows));
+        choose_drafts(s, p, text_source, drafter, &n_text, &n_chain, rows);
+        min_logprob = min_branch_logprob(p, &s->accept[drafter], n_chain, s->options.tree, rows);
+        if (!n_text) start_shadow(s, text_source, text, n_found, n);
     }
-    g->missed = from_text ? 0 : g->missed + 1;
-    if (from_text) {
-        g->drafts.who = source;
-        chain_of(&g->drafts, text, from_text);
-    } else if (chain) {
-        g->drafts.who = who;
-        c->depth = chain;
-        tree_of(&g->drafts, c, max_int(min_int(most, g->how.tree), chain), least);
+    s->idle_lookups = n_text ? 0 : s->idle_lookups + 1;
+    if (n_text) {
+        s->drafts.source = text_source;
+        make_chain(&s->drafts, text, n_text);
+    } else if (n_chain) {
+        s->drafts.source = drafter;
+        c->depth = n_chain;
+        make_tree(&s->drafts, c, max_int(min_int(max, s->options.tree), n_chain), min_logprob);
     }
 }
 
-// The depth that pays, 0: none. A drafter of which nothing is known is tried with one guess; where that is right, it
-// goes on as long as it pays. Where it does not, all is forgotten, and the next trial needs more credit.
-static int paying_depth(Guesser *g, const Pace *p, SpecKind who, int most, int rows) {
-    Odds *o = &g->odds[who];
-    if (!odds_deepest(o)) return g->credit[who] >= fmin(g->doubt * (price_of(p, who, 1, rows) - 1), credit_most);
-    if (best_depth(p, o, who, most, rows)) return best_depth(p, o, who, affordable(g, p, who, who, most, rows), rows);
-    *o = odds_new(0.8f);
-    g->credit[who] = fmin(g->credit[who], 0);
-    g->doubt = min_int(2 * g->doubt, DOUBT_MOST);
+// The depth that saves time and fits the budget; 0: none. An unknown drafter is tried with one token. If a known one
+// does not save time at any depth, its rates are forgotten and the backoff doubles: the next trial needs more budget.
+static int profitable_depth(Speculator *s, const Pace *p, SpecKind drafter, int max, int rows) {
+    AcceptRates *a = &s->accept[drafter];
+    if (!depths_seen(a))
+        return s->budget[drafter] >= fmin(s->backoff * (step_cost(p, drafter, 1, rows) - 1), budget_max);
+    if (best_depth(p, a, drafter, max, rows))
+        return best_depth(p, a, drafter, affordable_depth(s, p, drafter, drafter, max, rows), rows);
+    *a = accept_init(0.8f);
+    s->budget[drafter] = fmin(s->budget[drafter], 0);
+    s->backoff = min_int(2 * s->backoff, BACKOFF_MAX);
     return 0;
 }
 
-// How many drafts the drafter makes after the step that is about to run. who: the drafter; OFF: there is none.
-static int depth_wanted(Guesser *g, const Pace *p, SpecKind who, int most, int rows) {
-    if (!uses_drafter(&g->how) || who == SPEC_OFF || most <= 0) return 0;
-    if (g->how.kind != SPEC_AUTO) return most;
-    const bool text_will_do = g->drafts.n && g->drafts.who != who && g->odds[g->drafts.who].right[0] > 0.9f;
-    const bool plain = p->step.n[1] < TIMES_FIRST || g->drafted == DRAFTED_MOST || text_will_do;
-    const int depth = plain ? 0 : paying_depth(g, p, who, most, rows);
-    g->drafted = depth ? g->drafted + 1 : 0;
+// How many tokens, at most max, the drafter is to make after the step that is about to run. OFF: there is no drafter.
+static int choose_depth(Speculator *s, const Pace *p, SpecKind drafter, int max, int rows) {
+    if (!uses_drafter(&s->options) || drafter == SPEC_OFF || max <= 0) return 0;
+    if (s->options.kind != SPEC_AUTO) return max;
+    const bool text_is_good = s->drafts.n && s->drafts.source != drafter && s->accept[s->drafts.source].rate[0] > 0.9f;
+    const bool plain = p->step.n_measured[1] < TIMES_FIRST || s->drafted == DRAFTED_MAX || text_is_good;
+    const int depth = plain ? 0 : profitable_depth(s, p, drafter, max, rows);
+    s->drafted = depth ? s->drafted + 1 : 0;
     return depth;
 }
 
-// Of the drafts, a path of so many was right. rows: of others in the step.
-static void guesser_learn(Guesser *g, const Pace *p, int right, int rows) {
-    const Drafts *d = &g->drafts;
-    odds_learn(&g->odds[d->who], d->depth, right);
-    if (d->who == SPEC_NGRAM || d->who == SPEC_NGRAM_MOD) ngrams_learn(&g->ngrams, d->n, right);
-    if (g->how.kind != SPEC_AUTO) return;
-    earn(g, d->who, right + 1 - price_of(p, SPEC_OFF, d->n, rows));
-    if (g->credit[d->who] >= credit_most) g->doubt = 1;
+// A path of `accepted` of the drafts was accepted. rows: of other sessions in the step.
+static void speculator_learn(Speculator *s, const Pace *p, int accepted, int rows) {
+    const Drafts *d = &s->drafts;
+    accept_learn(&s->accept[d->source], d->depth, accepted);
+    if (d->source == SPEC_NGRAM || d->source == SPEC_NGRAM_MOD) ngrams_learn(&s->ngrams, d->n, accepted);
+    if (s->options.kind != SPEC_AUTO) return;
+    add_budget(s, d->source, accepted + 1 - step_cost(p, SPEC_OFF, d->n, rows));
+    if (s->budget[d->source] >= budget_max) s->backoff = 1;
 }
 
 #endif

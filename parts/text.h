@@ -364,18 +364,18 @@ static void show_calls(const TokReply *r) {
 // What drafting did. The share of right guesses in a loop says nothing, so it is not told.
 static void print_drafts(const Turn *t) {
     const DraftCount *d = &t->drafts;
-    fprintf(stderr, "# drafts: %d tokens in %d of %d steps", d->drafted, d->n_passes, t->steps);
+    fprintf(stderr, "# drafts: %d tokens in %d of %d steps", d->drafted, d->n_steps, t->steps);
     for (int k = 0; k < SPEC_KINDS; k++)
-        if (d->by[k]) fprintf(stderr, ", %s in %d", spec_names[k], d->by[k]);
+        if (d->by_source[k]) fprintf(stderr, ", %s in %d", spec_names[k], d->by_source[k]);
     if (!t->loop) {
         fprintf(stderr, "; draft acceptance %d/%d, %.2f tokens per step; per position:", d->accepted, d->drafted,
                 (double)(t->made - (t->steps == 0)) / max_int(t->steps, 1));
         for (int i = 0; i < DRAFT_DEPTHS && d->tried[i]; i++)
-            fprintf(stderr, " %.0f", 100.0 * d->right[i] / d->tried[i]);
+            fprintf(stderr, " %.0f", 100.0 * d->accepted_at[i] / d->tried[i]);
         fprintf(stderr, " %%");
     }
     fprintf(stderr, "; %.3f ms to draft and %.3f ms to verify per step\n",
-            1e3 * d->draft_seconds / d->n_passes, 1e3 * d->verify_seconds / d->n_passes);
+            1e3 * d->draft_seconds / d->n_steps, 1e3 * d->verify_seconds / d->n_steps);
 }
 
 static void print_turn(const Turn *t) {
@@ -391,7 +391,7 @@ static void print_turn(const Turn *t) {
     if (t->hash) fprintf(stderr, "; last logits %016" PRIx64, t->hash);
     fprintf(stderr, "\n");
     if (t->loop) fprintf(stderr, "# warning: the text repeats itself in a loop of %d token%s\n", t->loop, t->loop == 1 ? "" : "s");
-    if (d->n_passes) print_drafts(t);
+    if (d->n_steps) print_drafts(t);
 }
 
 typedef struct {              // what is shown of an answer

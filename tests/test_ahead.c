@@ -433,7 +433,7 @@ static void measure(const Ops *base) {
     for (int i = 0; i < 2; i++) {
         Session s;
         Event e = { .kind = EVENT_PROMPT };
-        if (i) measure_pace(m, &tok, &(Drafting){ .kind = SPEC_AUTO, .most = 16 });
+        if (i) measure_pace(m, &tok, &(Drafting){ .kind = SPEC_AUTO, .n_max = 16 });
         CHECK(!m->len[0], "%d tokens are left in the session", m->len[0]);
         session_open(&s, m, &tok, 0);
         CHECK(session_start(&s, &(Prompt){ .ids = &(int32_t){ tok.bos }, .n = 1 }, &answer), "%s", s.err);
@@ -441,7 +441,7 @@ static void measure(const Ops *base) {
         session_close(&s);
     }
     for (int n = 0; n <= 16; n = next_depth(n, 16))
-        CHECK(m->pace->step.n[n + 1] >= 2 && m->pace->step.of[n + 1] > 0, "%d guesses: measured %d times", n, m->pace->step.n[n + 1]);
+        CHECK(m->pace->step.n_measured[n + 1] >= 2 && m->pace->step.seconds[n + 1] > 0, "%d guesses: measured %d times", n, m->pace->step.n_measured[n + 1]);
     CHECK(said[0].n == 12 && said[1].n == 12 && !memcmp(said[0].ids, said[1].ids, sizeof said[0].ids), "other tokens once steps were measured");
     tok_free(&tok);
     free_model(m);

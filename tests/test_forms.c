@@ -200,10 +200,10 @@ static void compare(const Answer *got, const Answer *want, const char *where, co
 // ---- one answer, by everybody -----------------------------------------------------------------------------------------
 
 static const struct { const char *who; Drafting drafting; } guessers[N_GUESSERS] = {
-    { "ngram", { .kind = SPEC_NGRAM, .most = 6 } },
-    { "a drafter", { .kind = SPEC_MTP, .most = 3 } },
-    { "a tree", { .kind = SPEC_MTP, .most = 3, .tree = 12 } },
-    { "auto", { .kind = SPEC_AUTO, .most = 4 } },
+    { "ngram", { .kind = SPEC_NGRAM, .n_max = 6 } },
+    { "a drafter", { .kind = SPEC_MTP, .n_max = 3 } },
+    { "a tree", { .kind = SPEC_MTP, .n_max = 3, .tree = 12 } },
+    { "auto", { .kind = SPEC_AUTO, .n_max = 4 } },
 };
 static DraftCount sums[N_GUESSERS];
 
@@ -270,8 +270,8 @@ static void in_company(Session *s, int n, const char *name) {
     const SpecKind drafter = s->m->drafter->kind == DRAFTER_NONE ? SPEC_NGRAM : drafter_of(s->m);
     Ask ask[COMPANY] = { { .form = BY_SCHEMA, .budget = -1, .n = 40, .temperature = 1 }, { .form = FREE, .budget = -1, .n = 30 },
                          { .form = BY_TOOLS, .budget = -1, .n = 40 }, { .form = BY_GRAMMAR, .budget = -1, .n = 40, .temperature = 1 } };
-    const Drafting drafting[COMPANY] = { { .kind = SPEC_NGRAM, .most = 6 }, { .kind = drafter, .most = 4 }, { .kind = SPEC_OFF },
-                                         { .kind = drafter, .most = 3 } };
+    const Drafting drafting[COMPANY] = { { .kind = SPEC_NGRAM, .n_max = 6 }, { .kind = drafter, .n_max = 4 }, { .kind = SPEC_OFF },
+                                         { .kind = drafter, .n_max = 3 } };
     Answer alone[COMPANY] = { 0 }, together[COMPANY] = { 0 };
     Grammar g[COMPANY];
     bool runs[COMPANY] = { false };

@@ -71,7 +71,7 @@ static double coin(uint64_t *state) {                 // 0 .. 1
 typedef struct {              // a process: one machine, one session
     const Machine *on;
     Pace     pace;
-    Guesser  guesser;
+    Speculator  speculator;
     bool     used[2][STEP_ROWS + 1];   // steps by rows, drafts by tokens
     uint64_t random;
     int32_t *ids;             // of the answer, and the one that runs next
@@ -95,7 +95,7 @@ static void add_id(Run *r, const Text *t) {
 
 static int right_of(const Run *r, const Text *t, const Drafts *d, int done, uint64_t *random) {
     int n = 0;
-    if (d->who == SPEC_NGRAM) {
+    if (d->source == SPEC_NGRAM) {
         while (n < d->n && d->token[n] == r->ids[r->n + n]) n++;
         return n;
     }
@@ -106,27 +106,27 @@ static int right_of(const Run *r, const Text *t, const Drafts *d, int done, uint
 
 // One answer of n tokens -> how long it takes.
 static double take_answer(Run *r, const Text *t, int n, const Drafting *how, int done) {
-    Guesser *g = &r->guesser;
+    Speculator *g = &r->speculator;
     const int room = n + 2 * STEP_ROWS;
     double time = 0;
     r->ids = alloc_or_die((size_t)room, sizeof *r->ids);
     r->n = 0;
     while (r->n < room) add_id(r, t);                  // guesses may look behind the end
-    guesser_start(g, how);
+    speculator_start(g, how);
     for (r->n = 1; r->n <= n;) {
         const int left = n - r->n;
         g->drafts.n = 0;
-        if (how->kind != SPEC_OFF) guess(g, &r->pace, r->on->who, r->ids, r->n, min_int(DEEPEST, left), 0);
+        if (how->kind != SPEC_OFF) make_drafts(g, &r->pace, r->on->who, r->ids, r->n, min_int(DEEPEST, left), 0);
         const int rows = 1 + g->drafts.n;
-        const int depth = depth_wanted(g, &r->pace, r->on->who, min_int(how->most, left - 1), 0);
+        const int depth = choose_depth(g, &r->pace, r->on->who, min_int(how->n_max, left - 1), 0);
         const int right = rows > 1 ? right_of(r, t, &g->drafts, done + r->n, &r->random) : 0;
         const double step = takes(r, 0, rows), draft = depth ? takes(r, 1, depth) : 0;
         g->depth = depth;
-        step_took(&r->pace, rows, step);
-        if (depth) draft_took(&r->pace, r->on->who, depth, draft);
-        g->found = (Candidates){ .depth = depth, .width = 1 };
-        if (rows > 1) r->guessed++, r->drafted += g->drafts.who != SPEC_NGRAM;
-        if (rows > 1) guesser_learn(g, &r->pace, right, 0);
+        add_step_time(&r->pace, rows, step);
+        if (depth) add_draft_time(&r->pace, r->on->who, depth, draft);
+        g->candidates = (Candidates){ .depth = depth, .width = 1 };
+        if (rows > 1) r->guessed++, r->drafted += g->drafts.source != SPEC_NGRAM;
+        if (rows > 1) speculator_learn(g, &r->pace, right, 0);
         g->drafts.n = 0;
         r->n += 1 + right;
         time += step + draft;
@@ -140,9 +140,9 @@ static double takes_all(const Machine *m, const Text *t, int answers, int n, Dra
     double time = 0;
     for (uint64_t seed = 1; seed <= N_SEEDS; seed++) {
         Run r = { .on = m, .pace = { .draft_share = m->share, .records = m->first > 0 }, .random = seed * 0x9e3779b97f4a7c15u };
-        guesser_init(&r.guesser);
+        speculator_init(&r.speculator);
         for (int i = 0; i < answers; i++) time += take_answer(&r, t, n, &how, i * n);
-        guesser_free(&r.guesser);
+        speculator_free(&r.speculator);
     }
     return time;
 }
@@ -150,8 +150,8 @@ static double takes_all(const Machine *m, const Text *t, int answers, int n, Dra
 static double takes_at_best(const Machine *m, const Text *t, int n) {  // of all fixed settings, none among them
     static const int depths[] = { 1, 3, 5, 7, 15 };
     double best = takes_all(m, t, 1, n, (Drafting){ .kind = SPEC_OFF });
-    best = fmin(best, takes_all(m, t, 1, n, (Drafting){ .kind = SPEC_NGRAM, .most = DEEPEST }));
-    for (int i = 0; i < N_OF(depths); i++) best = fmin(best, takes_all(m, t, 1, n, (Drafting){ .kind = m->who, .most = depths[i] }));
+    best = fmin(best, takes_all(m, t, 1, n, (Drafting){ .kind = SPEC_NGRAM, .n_max = DEEPEST }));
+    for (int i = 0; i < N_OF(depths); i++) best = fmin(best, takes_all(m, t, 1, n, (Drafting){ .kind = m->who, .n_max = depths[i] }));
     return best;
 }
 
@@ -160,7 +160,7 @@ static double takes_at_best(const Machine *m, const Text *t, int n) {  // of all
 static void test_text(const Machine *m, const Text *t, bool tell) {
     static const struct { int answers, n; double least; } kinds[] = { { 1, 20, 0.915 }, { 1, 60, 0.965 }, { 20, 60, 0.98 },
                                                                       { 1, 400, 0.98 }, { 1, LONG_TEXT, 0.985 } };
-    const Drafting automatic = { .kind = SPEC_AUTO, .most = DEEPEST };
+    const Drafting automatic = { .kind = SPEC_AUTO, .n_max = DEEPEST };
     double with = 0, off = 0;
     if (tell) printf("%-32s %-18s", m->name, t->name);
     for (int k = 0; k < N_OF(kinds); k++) {

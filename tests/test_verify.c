@@ -154,16 +154,16 @@ static void forget_table(void) {
 }
 
 static const struct { const char *who; Drafting drafting; bool forget, spoil; } guessers[N_GUESSERS] = {
-    { "ngram", { .kind = SPEC_NGRAM, .most = 8 }, false, false },
-    { "ngram, as many as fit", { .kind = SPEC_NGRAM, .most = DRAFT_MAX }, false, false },
-    { "an empty table", { .kind = SPEC_NGRAM_MOD, .most = 4 }, true, false },
-    { "a table that knows", { .kind = SPEC_NGRAM_MOD, .most = DRAFT_MAX }, false, false },
-    { "a spoilt table", { .kind = SPEC_NGRAM_MOD, .most = 16 }, false, true },
-    { "auto", { .kind = SPEC_AUTO, .most = 16 }, false, false },
-    { "a drafter", { .kind = SPEC_MTP, .most = 5 }, false, false },
-    { "a drafter that stops early", { .kind = SPEC_MTP, .most = 8, .least = 0.9f }, false, false },
-    { "a tree", { .kind = SPEC_MTP, .most = 4, .tree = 14 }, false, false },
-    { "auto, a tree", { .kind = SPEC_AUTO, .most = 16, .tree = 20 }, false, false },
+    { "ngram", { .kind = SPEC_NGRAM, .n_max = 8 }, false, false },
+    { "ngram, as many as fit", { .kind = SPEC_NGRAM, .n_max = DRAFT_MAX }, false, false },
+    { "an empty table", { .kind = SPEC_NGRAM_MOD, .n_max = 4 }, true, false },
+    { "a table that knows", { .kind = SPEC_NGRAM_MOD, .n_max = DRAFT_MAX }, false, false },
+    { "a spoilt table", { .kind = SPEC_NGRAM_MOD, .n_max = 16 }, false, true },
+    { "auto", { .kind = SPEC_AUTO, .n_max = 16 }, false, false },
+    { "a drafter", { .kind = SPEC_MTP, .n_max = 5 }, false, false },
+    { "a drafter that stops early", { .kind = SPEC_MTP, .n_max = 8, .p_min = 0.9f }, false, false },
+    { "a tree", { .kind = SPEC_MTP, .n_max = 4, .tree = 14 }, false, false },
+    { "auto, a tree", { .kind = SPEC_AUTO, .n_max = 16, .tree = 20 }, false, false },
 };
 
 static Drafting drafting_by(const Model *m, int g) {   // whichever drafter there is
@@ -258,8 +258,8 @@ static long many_prompts(Session *s, const char *name, const Choosing *c, int fi
 // Three sessions, in steps of their own and then in common ones: what each says does not depend on the others' guesses.
 static void in_company(const Model *m, Session *s, const char *name, int n) {
     const SpecKind drafter = m->drafter->kind == DRAFTER_NONE ? SPEC_NGRAM : drafter_of(m);
-    const Drafting company[3] = { { .kind = SPEC_NGRAM, .most = 12 }, { .kind = SPEC_NGRAM_MOD, .most = 12 },
-                                  { .kind = drafter, .most = 6 } };
+    const Drafting company[3] = { { .kind = SPEC_NGRAM, .n_max = 12 }, { .kind = SPEC_NGRAM_MOD, .n_max = 12 },
+                                  { .kind = drafter, .n_max = 6 } };
     Answer alone[3], together[3];
     AnswerOptions o[3];
     for (int k = 0; k < 3; k++) {
@@ -498,7 +498,7 @@ static void few_ids(const char *path) {
     for (int k = 0; k < 2; k++) session_open(&s[k], m, &tok, k);
     AnswerOptions o = options_of(&choosing[0], 20, TO_THE_END, (Drafting){ .kind = SPEC_OFF }, 1);
     const Answer want = tell(&s[0], 2, &o, 0);
-    o.drafting = (Drafting){ .kind = SPEC_NGRAM, .most = 4 };
+    o.drafting = (Drafting){ .kind = SPEC_NGRAM, .n_max = 4 };
     const Answer got = tell(&s[1], 2, &o, 0);
     compare(&got, &want, path, choosing[0].name, "ngram", 2);
     CHECK(got.drafts.accepted > 0 && got.drafts.accepted < got.drafts.drafted,
