@@ -1,6 +1,7 @@
-/* base.h - what every part uses: the system's headers, errors, memory, files, progress on a terminal, a pool of threads.
+/* base.h - what every part uses: system headers, errors, memory, files, a progress line, a thread pool.
  *
- * Uses nothing of ours. Two kinds of failure, never mixed: bad input prints one line and exits 1; our own bug is an assert.
+ * Uses no other part. There are two kinds of failure: bad input prints one line and exits 1; a bug of this program is
+ * an assert.
  *   [1] Errors, memory, files    [2] Progress    [3] Threads */
 #ifndef BASE_H
 #define BASE_H
@@ -29,15 +30,14 @@
 #include <time.h>
 #include <unistd.h>
 
-
 // ==== [1] Errors, memory, files =====================================================================================
 
 enum { MAX_THREADS = 4096, MAX_FILE = 256 << 20 };   // bytes that read_file() takes at most
 
-static bool bar_shown;                                 // progress() has left a line on the terminal, not ended yet
+static bool bar_shown;                                 // progress() has drawn a line and not erased it yet
 
-// One line on stderr, exit 1: "<file>: <tensor, key or flag>: expected <x>, got <y>; try <fix>". Where a model file is
-// at fault its kind of fault is named as in gguf.h: E_META_* keys, E_TENSOR_MISSING, E_SHAPE, E_PAYLOAD.
+// Prints one line to stderr and exits with status 1: "<file>: <tensor, key or flag>: expected <x>, got <y>; try <fix>".
+// Errors in a model file end with a code, as in gguf.h: E_META_* for keys, E_TENSOR_MISSING, E_SHAPE, E_PAYLOAD.
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt, ...) {
     char line[4096];
     va_list ap;
@@ -45,19 +45,19 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt,
     fflush(stdout);
     vsnprintf(line, sizeof line, fmt, ap);
     va_end(ap);
-    for (char *c = line; *c; c++)                      // a value or a path may hold a line break, or steer a terminal
+    for (char *c = line; *c; c++)                      // a value or a path may contain line breaks or terminal escapes
         if ((unsigned char)*c < ' ' || *c == 0x7f) *c = '?';
     fprintf(stderr, "%sgemma4: error: %s\n", bar_shown ? "\r\033[K" : "", line);
-    _exit(1);                                          // stdout is flushed; memory goes with the process
+    _exit(1);                                          // stdout is flushed already; the system frees the memory
 }
 
 static void flush_output(void) {                       // dies if not all of stdout could be written
     if (fflush(stdout) || ferror(stdout)) die("standard output: %s", strerror(errno));
 }
 
-static const char *volatile unfinished;                // a file that is being written, to be removed if that fails
+static const char *volatile unfinished;                // path of the file that is being written; removed if that fails
 
-// SIGBUS: pages of a mapped model file are gone, because somebody made it shorter or its disk failed.
+// Handles SIGBUS: pages of a mapped model file cannot be read, because the file was shortened or its disk failed.
 static void on_lost_pages(int signal_number) {
     static const char text[] = "\ngemma4: error: a model file was truncated or became unreadable while in use\n";
     (void)signal_number;
@@ -84,7 +84,7 @@ static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 static int min_int(int a, int b) { return a < b ? a : b; }
 static int max_int(int a, int b) { return a > b ? a : b; }
 
-// The whole file, of at most MAX_FILE bytes, or with path NULL standard input from where it stands; the caller frees it
+// Reads a whole file of at most MAX_FILE bytes; path NULL: the rest of standard input. The caller frees the result.
 static void *read_file(const char *path, size_t *size, const char *flag) {
     FILE *f = path ? fopen(path, "rb") : stdin;
     if (!path) path = "standard input";
@@ -99,27 +99,27 @@ static void *read_file(const char *path, size_t *size, const char *flag) {
         if (!data) die("%s: %s: out of memory at %zu bytes", flag, path, n);
     }
     if (ferror(f)) die("%s: %s: %s", flag, path, strerror(errno));
-    if (f != stdin) fclose(f);                         // no file opened later may become standard input
+    if (f != stdin) fclose(f);                         // keep file descriptor 0 open: no later file may get it
     *size = n;
     return data;
 }
 
-// A file that takes its name only when it is complete. Until then it is called TARGET.(8 hex digits).tmp, and what TARGET was
-// stays. Only a process that is killed outright leaves such a file; the next one draws another name, so it blocks no write.
+// A file that gets its name when it is complete. Until then it is called TARGET.(8 hex digits).tmp, and an older TARGET
+// is kept. A process that is killed may leave such a file; it does no harm, since the digits are random.
 typedef struct {
     const char *path;         // as the user wrote it
-    char *target, *tmp;       // the file that path leads to over symbolic links; its temporary name
+    char *target, *tmp;       // path with its symbolic links resolved; the temporary name
     int fd;
 } Output;
 
-// The file that a path leads to over symbolic links, whether it exists or not. To be freed; NULL: see errno.
+// Resolves the symbolic links of a path; the file need not exist. The caller frees the result; NULL: see errno.
 static char *follow_links(const char *path) {
     char *at = alloc_or_die(strlen(path) + 1, 1);
     strcpy(at, path);
     for (int n = 0; n < 40; n++) {
         char to[4096];
         const ssize_t len = readlink(at, to, sizeof to);
-        if (len < 0) return at;                        // no link, or nothing of that name
+        if (len < 0) return at;                        // not a link, or there is no such file
         const char *slash = *to == '/' ? NULL : strrchr(at, '/');
         const size_t folder = slash ? (size_t)(slash + 1 - at) : 0;
         char *next = alloc_or_die(folder + (size_t)len + 1, 1);
@@ -133,8 +133,8 @@ static char *follow_links(const char *path) {
     return NULL;
 }
 
-// Begins to write the file `path` -> 0, or errno; either way finish_output() ends it. A file that exists keeps its mode and has
-// to be writable; a new one gets `mode`, less the umask.
+// Begins to write the file `path`. Returns 0 or errno; call finish_output() in both cases. An existing file has to be
+// writable and keeps its mode; a new one gets `mode`, less the umask.
 static int create_output(Output *o, const char *path, mode_t mode) {
     struct stat old;
     struct timespec now;
@@ -147,14 +147,14 @@ static int create_output(Output *o, const char *path, mode_t mode) {
     o->tmp = alloc_or_die(size, 1);
     for (int k = 0; k < 100 && o->fd < 0; k++) {
         clock_gettime(CLOCK_REALTIME, &now);
-        const uint64_t drawn = (uint64_t)now.tv_sec << 30 ^ (uint64_t)now.tv_nsec ^ (uint64_t)getpid() << 44;
-        snprintf(o->tmp, size, "%s.%08x.tmp", o->target, (unsigned)((drawn + (uint64_t)k) * 0x9E3779B97F4A7C15u >> 32));
+        const uint64_t seed = (uint64_t)now.tv_sec << 30 ^ (uint64_t)now.tv_nsec ^ (uint64_t)getpid() << 44;
+        snprintf(o->tmp, size, "%s.%08x.tmp", o->target, (unsigned)((seed + (uint64_t)k) * 0x9E3779B97F4A7C15u >> 32));
         o->fd = open(o->tmp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, exists ? 0600 : mode);
         if (o->fd < 0 && errno != EEXIST) return errno;
     }
     if (o->fd < 0) return EEXIST;
     unfinished = o->tmp;
-    if (exists && fchown(o->fd, old.st_uid, old.st_gid)) {}            // only root gives files away
+    if (exists && fchown(o->fd, old.st_uid, old.st_gid)) {}            // only root may change the owner
     if (exists && fchmod(o->fd, old.st_mode & 07777)) {}               // some file systems have no modes
     return 0;
 }
@@ -170,7 +170,8 @@ static int write_output(const Output *o, const void *bytes, size_t n) {         
     return 0;
 }
 
-// Gives the file its name if err is 0, else removes it; o is used up. Returns err, or errno of what failed.
+// Ends an output: gives the file its name if err is 0, else removes it. Returns err, or the errno of the call that
+// failed.
 static int finish_output(Output *o, int err) {
     if (o->fd >= 0) {
         if (!err && fsync(o->fd)) err = errno;
@@ -180,7 +181,7 @@ static int finish_output(Output *o, int err) {
     }
     unfinished = NULL;
     char *slash = o->target ? strrchr(o->target, '/') : NULL;
-    if (slash) slash[slash == o->target] = 0;           // the folder, so that the new name survives a power cut too
+    if (slash) slash[slash == o->target] = 0;           // sync the folder too: the new name survives a power cut
     const int dir = err ? -1 : open(slash ? o->target : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (dir >= 0) {
         fsync(dir);
@@ -193,7 +194,7 @@ static int finish_output(Output *o, int err) {
 
 // ==== [2] Progress ==================================================================================================
 
-// "7.9 MB", "512 tokens": n of a unit, "B" being bytes.
+// Formats n of a unit: "7.9 MB", "512 tokens". "B" stands for bytes.
 static const char *amount(char out[32], double n, const char *unit) {
     static const struct { double size; const char *name; } bytes[] = { { 1e9, "GB" }, { 1e6, "MB" }, { 1e3, "kB" } };
     snprintf(out, 32, "%.*f %.16s", n < 10 && strcmp(unit, "B") ? 1 : 0, n, unit);
@@ -202,8 +203,8 @@ static const char *amount(char out[32], double n, const char *unit) {
     return out;
 }
 
-// A line about long work that redraws itself, on a terminal only: "# what  7.9 MB  [=====>    ]  56 %  3.2 GB/s  1 s
-// left". done == 0 starts it and its clock, done == total erases it. One at a time, from one thread.
+// Draws a progress line, on a terminal only: "# what  7.9 MB  [=====>    ]  56 %  3.2 GB/s  1 s left". done == 0 starts
+// it and its clock, done == total erases it. There is one line at a time; one thread draws it.
 static void progress(const char *what, size_t done, size_t total, const char *unit) {
     static double start, drawn;
     const double now = seconds();
@@ -216,43 +217,43 @@ static void progress(const char *what, size_t done, size_t total, const char *un
         return;
     }
     char size[32], rate[32] = "", left[32] = "", bar[11] = "          ";
-    const double share = (double)done / (double)total, speed = (double)done / (now - start + 1e-9);
-    memset(bar, '=', (size_t)(share * 10));
-    bar[(size_t)(share * 10)] = '>';
+    const double fraction = (double)done / (double)total, speed = (double)done / (now - start + 1e-9);
+    memset(bar, '=', (size_t)(fraction * 10));
+    bar[(size_t)(fraction * 10)] = '>';
     if (done) {
         amount(rate, speed, unit);
         snprintf(left, sizeof left, "/s  %.0f s left", ceil((double)(total - done) / speed));
     }
     fprintf(stderr, "\r# %.20s  %s  [%s]  %d %%  %s%s\033[K", what, amount(size, (double)total, unit), bar,
-            (int)(share * 100), rate, left);
+            (int)(fraction * 100), rate, left);
     fflush(stderr);
 }
 
 // ==== [3] Threads ===================================================================================================
 
-// A job is cut into pieces, which the caller and a pool of threads claim one by one: a thread that another program
-// keeps from its core is late for its own piece only, and one that has not woken up delays nobody. Threads without work
-// look for some for a short while, then they sleep.
+// A thread pool. A job is divided into chunks of items; the caller and the threads of the pool claim one chunk after
+// another. A thread that is preempted delays only its own chunk, and a thread that has not woken up yet delays nothing.
+// Idle threads spin for tens of microseconds, then they sleep.
 
-enum { LOOKS = 2000, STACK_BYTES = 8 << 20 };  // looks for work, tens of microseconds, before a sleep
+enum { SPINS = 2000, STACK_BYTES = 8 << 20 };
 
-typedef void (*Work)(const void *task, int first, int end);        // does items first .. end - 1 of a job
+typedef void (*Work)(const void *task, int first, int end);        // processes items first .. end - 1 of a job
 
 static struct {
     int n_threads;                      // the caller's included; 0: not started yet
-    Work work;                          // the job; it stays as it is while a piece is claimed and not done
+    Work work;                          // the job; it does not change while a claimed chunk is unfinished
     const void *task;
-    int n_items, step;                  // items in all, and of a piece
-    uint32_t n_pieces;
-    _Atomic uint64_t open;              // number of the job << 32 | pieces that nobody has claimed
-    _Atomic uint32_t undone;            // pieces
+    int n_items, chunk;                 // items of the job; of a chunk
+    uint32_t n_chunks;
+    _Atomic uint64_t unclaimed;         // number of the job << 32 | chunks that no thread has claimed
+    _Atomic uint32_t n_pending;         // chunks that are not finished
     atomic_int n_sleeping;
     atomic_bool caller_sleeps;
     pthread_mutex_t lock;
     pthread_cond_t wake, done;
 } pool = { .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER };
 
-static int count_cores(void) {                         // that this process may use
+static int count_cores(void) {                         // cores that this process may use
 #ifdef __linux__
     cpu_set_t set;
     if (!sched_getaffinity(0, sizeof set, &set)) return CPU_COUNT(&set);
@@ -268,28 +269,30 @@ static void pause_briefly(void) {
 #endif
 }
 
-static void work_on_job(void) {                        // until no piece is left to claim
-    uint64_t open = atomic_load(&pool.open);
-    while ((uint32_t)open) {
-        if (!atomic_compare_exchange_weak(&pool.open, &open, open - 1)) continue;
-        const int first = (int)(pool.n_pieces - (uint32_t)open) * pool.step;       // below n_items
-        pool.work(pool.task, first, first + min_int(pool.step, pool.n_items - first));
-        if (atomic_fetch_sub(&pool.undone, 1) == 1 && atomic_load(&pool.caller_sleeps)) {
+static void work_on_job(void) {                        // until no chunk is left to claim
+    uint64_t unclaimed = atomic_load(&pool.unclaimed);
+    while ((uint32_t)unclaimed) {
+        if (!atomic_compare_exchange_weak(&pool.unclaimed, &unclaimed, unclaimed - 1)) continue;
+        const int first = (int)(pool.n_chunks - (uint32_t)unclaimed) * pool.chunk;
+        pool.work(pool.task, first, first + min_int(pool.chunk, pool.n_items - first));
+        if (atomic_fetch_sub(&pool.n_pending, 1) == 1 && atomic_load(&pool.caller_sleeps)) {
             pthread_mutex_lock(&pool.lock);
             pthread_cond_signal(&pool.done);
             pthread_mutex_unlock(&pool.lock);
         }
-        open = atomic_load(&pool.open);
+        unclaimed = atomic_load(&pool.unclaimed);
     }
 }
 
+static bool no_work(memory_order order) { return !(uint32_t)atomic_load_explicit(&pool.unclaimed, order); }
+
 static void *pool_thread(void *unused) {
     for (;;) {
-        for (int i = 0; i < LOOKS && !(uint32_t)atomic_load_explicit(&pool.open, memory_order_relaxed); i++) pause_briefly();
-        if (!(uint32_t)atomic_load(&pool.open)) {
+        for (int i = 0; i < SPINS && no_work(memory_order_relaxed); i++) pause_briefly();
+        if (no_work(memory_order_seq_cst)) {
             pthread_mutex_lock(&pool.lock);
             atomic_fetch_add(&pool.n_sleeping, 1);
-            while (!(uint32_t)atomic_load(&pool.open)) pthread_cond_wait(&pool.wake, &pool.lock);
+            while (no_work(memory_order_seq_cst)) pthread_cond_wait(&pool.wake, &pool.lock);
             atomic_fetch_sub(&pool.n_sleeping, 1);
             pthread_mutex_unlock(&pool.lock);
         }
@@ -298,9 +301,9 @@ static void *pool_thread(void *unused) {
     return unused;
 }
 
-static void pool_forked(void) { pool.n_threads = 1; }  // a child process has none of the threads
+static void pool_forked(void) { pool.n_threads = 1; }  // fork() does not copy the threads
 
-// Starts the threads, once; n = 0: one per core.
+// Starts the threads of the pool, once; n = 0: one per core.
 static void start_threads(int n) {
     if (pool.n_threads) return;
     pthread_attr_t attr;
@@ -309,9 +312,9 @@ static void start_threads(int n) {
     pthread_atfork(NULL, NULL, pool_forked);
     if (pthread_attr_init(&attr) || pthread_attr_setstacksize(&attr, STACK_BYTES)) die("-t: out of memory for threads");
     pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
-    sigset_t all, before;                              // signals are for the thread that may wait for input
+    sigset_t all, before;                              // signals go to the main thread, which may wait for input
     sigfillset(&all);
-    sigdelset(&all, SIGBUS);                           // but this one, which comes to who reads a page that is lost
+    sigdelset(&all, SIGBUS);                           // but SIGBUS goes to the thread that reads a lost page
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (int i = 1; i < pool.n_threads; i++) {
         const int error = pthread_create(&id, &attr, pool_thread, NULL);
@@ -323,40 +326,41 @@ static void start_threads(int n) {
 
 static int count_threads(void) { return pool.n_threads; }
 
-// Does a job of n_items in pieces of `step`, and returns when all are done. Not from within a job.
-static void parallel(int n_items, int step, Work work, const void *task) {
+// Runs a job of n_items in chunks of `chunk` items, and returns when all are finished. A job must not start another.
+static void parallel(int n_items, int chunk, Work work, const void *task) {
     start_threads(0);
-    if (pool.n_threads == 1 || n_items <= step) {
+    if (pool.n_threads == 1 || n_items <= chunk) {
         if (n_items > 0) work(task, 0, n_items);
         return;
     }
     pool.work = work;
     pool.task = task;
     pool.n_items = n_items;
-    pool.step = step;
-    pool.n_pieces = (uint32_t)((n_items + step - 1) / step);
-    atomic_store(&pool.undone, pool.n_pieces);
-    atomic_store(&pool.open, ((atomic_load(&pool.open) >> 32) + 1) << 32 | pool.n_pieces);
+    pool.chunk = chunk;
+    pool.n_chunks = (uint32_t)((n_items + chunk - 1) / chunk);
+    atomic_store(&pool.n_pending, pool.n_chunks);
+    atomic_store(&pool.unclaimed, ((atomic_load(&pool.unclaimed) >> 32) + 1) << 32 | pool.n_chunks);
     if (atomic_load(&pool.n_sleeping)) {
         pthread_mutex_lock(&pool.lock);
         pthread_cond_broadcast(&pool.wake);
         pthread_mutex_unlock(&pool.lock);
     }
     work_on_job();
-    for (int i = 0; i < LOOKS && atomic_load(&pool.undone); i++) pause_briefly();
-    if (!atomic_load(&pool.undone)) return;
+    for (int i = 0; i < SPINS && atomic_load(&pool.n_pending); i++) pause_briefly();
+    if (!atomic_load(&pool.n_pending)) return;
     pthread_mutex_lock(&pool.lock);
     atomic_store(&pool.caller_sleeps, true);
-    while (atomic_load(&pool.undone)) pthread_cond_wait(&pool.done, &pool.lock);
+    while (atomic_load(&pool.n_pending)) pthread_cond_wait(&pool.done, &pool.lock);
     atomic_store(&pool.caller_sleeps, false);
     pthread_mutex_unlock(&pool.lock);
 }
 
-// Items of a piece, a multiple of grain: several pieces for each thread, as they take different times.
-static int share(int n_items, int grain) {
+// The number of items that a thread takes at once, a multiple of grain. Each thread gets about 8 chunks, since chunks
+// take different times.
+static int chunk_size(int n_items, int grain) {
     start_threads(0);
-    const int n_pieces = 8 * pool.n_threads;
-    return (int)round_up((size_t)max_int((n_items + n_pieces - 1) / n_pieces, 1), (size_t)grain);
+    const int n_chunks = 8 * pool.n_threads;
+    return (int)round_up((size_t)max_int((n_items + n_chunks - 1) / n_chunks, 1), (size_t)grain);
 }
 
 #endif

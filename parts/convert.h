@@ -185,7 +185,7 @@ static void convert_some(const void *task, int first, int end) {
 static int convert_rows(const GgufTensor *t, const uint8_t *src, int type, uint8_t *dst, size_t n_rows) {
     atomic_int bad = 0;
     const ConvertJob job = { .t = t, .src = src, .dst = dst, .type = type, .bad = &bad };
-    parallel((int)n_rows, share((int)n_rows, 1), convert_some, &job);
+    parallel((int)n_rows, chunk_size((int)n_rows, 1), convert_some, &job);
     return bad;
 }
 

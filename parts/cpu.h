@@ -62,10 +62,10 @@ static double cpu_bandwidth(void) {
     char *words = aligned_alloc(4096, (size_t)n_pages * 4096);
     double best = 0;
     if (!words || !n_pages) return 0;
-    parallel(n_pages, share(n_pages, 1), write_words, &words);
+    parallel(n_pages, chunk_size(n_pages, 1), write_words, &words);
     for (int i = 0; i < 5; i++) {
         const double start = seconds();
-        parallel(n_pages, share(n_pages, 1), read_words, words);
+        parallel(n_pages, chunk_size(n_pages, 1), read_words, words);
         const double speed = n_pages * 4096.0 / (seconds() - start);
         if (speed > best) best = speed;
     }
@@ -236,7 +236,7 @@ static void prepare_rows(const void *task, int first, int end) {
 static Rows prepare_as(const In *in, int n_rows, int cols, bool quantise, bool pack) {
     const bool own = !in->act.f && !in->act.q;
     const PrepareJob job = { .in = in, .from = in->act, .cols = cols, .quantise = quantise, .pack = pack };
-    if (own || pack) parallel(n_rows, share(n_rows, 1), prepare_rows, &job);
+    if (own || pack) parallel(n_rows, chunk_size(n_rows, 1), prepare_rows, &job);
     return (Rows){ .a = own ? cpu.y : in->act, .packed = pack ? cpu.packed : NULL };
 }
 
@@ -283,7 +283,7 @@ static void embed_rows(const void *task, int first, int end) {
     }
 }
 
-static void cpu_embed(const Embed *o) { parallel(o->batch->n_rows, share(o->batch->n_rows, 1), embed_rows, o); }
+static void cpu_embed(const Embed *o) { parallel(o->batch->n_rows, chunk_size(o->batch->n_rows, 1), embed_rows, o); }
 
 static void cpu_pair(const Pair *o) {
     const int cols = o->table->cols;
@@ -313,7 +313,7 @@ static void ple_rows(const void *task, int first, int end) {
     }
 }
 
-static void cpu_ple_rows(const PleRows *o) { parallel(o->batch->n_rows, share(o->batch->n_rows, 1), ple_rows, o); }
+static void cpu_ple_rows(const PleRows *o) { parallel(o->batch->n_rows, chunk_size(o->batch->n_rows, 1), ple_rows, o); }
 
 typedef struct { const void *o; Rows y; } InputJob;                     // an operation, and its input
 
@@ -335,7 +335,7 @@ static void cpu_matmul(const Matmul *o) {
         n += o->w[k]->rows;
     }
     const InputJob job = { o, prepare(&o->in, o->n_rows, o->w[0]->cols, quantise) };
-    parallel(n, share(n, 16), matmul_columns, &job);
+    parallel(n, chunk_size(n, 16), matmul_columns, &job);
 }
 
 enum { TILE_ROWS = 32 };      // activation rows, and columns, of a product that goes through more than one matrix
@@ -383,8 +383,8 @@ static void route_rows(const void *task, int first, int end) {
 
 static void cpu_route(const Route *o) {
     const InputJob job = { o, prepare(&o->in, o->n_rows, o->w->cols, is_quantised(o->w->type)) };
-    parallel(o->w->rows, share(o->w->rows, 4), route_columns, &job);
-    parallel(o->n_rows, share(o->n_rows, 4), route_rows, o);
+    parallel(o->w->rows, chunk_size(o->w->rows, 4), route_columns, &job);
+    parallel(o->n_rows, chunk_size(o->n_rows, 4), route_rows, o);
 }
 
 // Pairs (row, chosen expert) by expert, so that an expert's weights are unpacked once for all rows that chose it. Pair p is
@@ -440,7 +440,7 @@ static void begin_expert_pass(ExpertJob *job, const int32_t *ids, int first, int
     job->sorted = pack;
     if (!pack) return;
     job->y.packed = cpu.packed;
-    parallel(job->pairs.n, share(job->pairs.n, 16), pack_pairs, job);    // a few are no work to share
+    parallel(job->pairs.n, chunk_size(job->pairs.n, 16), pack_pairs, job);    // a few are no work to share
 }
 
 static void expert_gate_up_tiles(const void *task, int begin, int end) {           // of 32 columns of one expert
@@ -469,7 +469,7 @@ static void cpu_expert_gate_up(const ExpertGateUp *o) {
     for (int first = 0; first < n_pairs; first += job.pairs.n) {
         begin_expert_pass(&job, o->ids, first, n_pairs, o->n_used, pack);
         const int n_tiles = job.pairs.n_experts * ((n + 31) / 32);
-        parallel(n_tiles, share(n_tiles, 1), expert_gate_up_tiles, &job);
+        parallel(n_tiles, chunk_size(n_tiles, 1), expert_gate_up_tiles, &job);
     }
     if (o->dense_down) cpu_matmul(o->dense_down);
 }
@@ -491,7 +491,7 @@ static void cpu_gate_up(const GateUp *o) {
     const int n = o->gate->rows, n_tiles = (n + 31) / 32;
     const bool quantise = is_quantised(o->gate->type) || is_quantised(o->up->type);
     const InputJob job = { o, prepare(&o->in, o->n_rows, o->gate->cols, quantise) };
-    parallel(n_tiles, share(n_tiles, 1), gate_up_tiles, &job);
+    parallel(n_tiles, chunk_size(n_tiles, 1), gate_up_tiles, &job);
     if (o->route) cpu_route(o->route);
     if (o->experts) cpu_expert_gate_up(o->experts);
 }
@@ -526,7 +526,7 @@ static void cpu_expert_down(const ExpertDown *o) {
     ExpertJob job = { .down = o, .y.a = o->in };
     for (int first = 0; first < n_pairs; first += job.pairs.n) {
         begin_expert_pass(&job, o->ids, first, n_pairs, o->n_used, is_quantised(o->down->type));
-        parallel(n_tiles, share(n_tiles, 1), expert_down_tiles, &job);
+        parallel(n_tiles, chunk_size(n_tiles, 1), expert_down_tiles, &job);
     }
 }
 
@@ -551,7 +551,7 @@ static void ple_inject_tiles(const void *task, int begin, int end) {    // of 32
 static void cpu_ple_inject(const PleInject *o) {
     const int n_tiles = (o->w->rows + 31) / 32;
     const InputJob job = { o, prepare(&o->in, o->n_rows, o->w->cols, is_quantised(o->w->type)) };
-    parallel(n_tiles, share(n_tiles, 1), ple_inject_tiles, &job);
+    parallel(n_tiles, chunk_size(n_tiles, 1), ple_inject_tiles, &job);
 }
 
 static void cpu_close(const Close *o) {
@@ -679,7 +679,7 @@ static void qkv_store_rows(const void *task, int first, int end) {
     }
 }
 
-static void cpu_qkv_store(const QkvStore *o) { parallel(o->batch->n_rows, share(o->batch->n_rows, 1), qkv_store_rows, o); }
+static void cpu_qkv_store(const QkvStore *o) { parallel(o->batch->n_rows, chunk_size(o->batch->n_rows, 1), qkv_store_rows, o); }
 
 enum { QUERIES = 8, KEYS = 32 };        // rows x heads, and cached rows, that are worked on at a time
 
@@ -1001,8 +1001,8 @@ static void cpu_attend(const Attend *o) {
         else job.heads = (job.heads + 1) / 2;
         job.parts = (group + job.heads - 1) / job.heads;
     }
-    parallel(attend_count(&job), job.split > 1 ? 1 : share(attend_count(&job), 1), attend_items, &job);
-    if (job.split > 1) parallel(n_queries, share(n_queries, 1), join_queries, &job);
+    parallel(attend_count(&job), job.split > 1 ? 1 : chunk_size(attend_count(&job), 1), attend_items, &job);
+    if (job.split > 1) parallel(n_queries, chunk_size(n_queries, 1), join_queries, &job);
 }
 
 // Of the blocks first .. end - 1 of the KV heads of all segments: the means of their rows of K.
@@ -1132,9 +1132,9 @@ static void cpu_block_select(const BlockSelect *o) {
     const Cache *c = o->cache;
     const int blocks = (o->batch->n_rows + SELECT_ROWS - 1) / SELECT_ROWS;
     const int n_means = o->batch->n_segs * c->n_kv_heads * o->out.n_blocks;
-    parallel(n_means, share(n_means, 1), mean_blocks, o);
-    parallel(blocks * o->n_heads, share(blocks * o->n_heads, 1), score_blocks, o);
-    parallel(blocks * c->n_kv_heads, share(blocks * c->n_kv_heads, 1), list_blocks, o);
+    parallel(n_means, chunk_size(n_means, 1), mean_blocks, o);
+    parallel(blocks * o->n_heads, chunk_size(blocks * o->n_heads, 1), score_blocks, o);
+    parallel(blocks * c->n_kv_heads, chunk_size(blocks * c->n_kv_heads, 1), list_blocks, o);
     for (int i = 0; i < blocks * c->n_kv_heads; i++) {
         const RowBlock v = row_block(o->batch, i / c->n_kv_heads);
         if (!v.of_prompt) continue;
@@ -1340,7 +1340,7 @@ static void cpu_head(const Head *o) {
     for (int first = 0; first < o->n_rows; first += at_once) {
         float *logits = o->logits ? o->logits : cpu.logits;
         const HeadJob job = { o, y, first, at_once, logits };
-        parallel(vocab, share(vocab, 16), head_columns, &job);
+        parallel(vocab, chunk_size(vocab, 16), head_columns, &job);
         for (int r = 0; r < at_once; r++, logits += vocab) {
             const size_t at = (size_t)(first + r) * o->top_k;
             if (o->top_k) best_of_row(cpu.candidates, logits, vocab, o->top_k);
@@ -1376,7 +1376,7 @@ static void cpu_head_centroid(const HeadCentroid *o) {
     CentroidJob job = { o, prepare(&o->in, o->n_rows, cols, is_quantised(o->w->type) || is_quantised(o->centroids->type)), 0 };
     Candidate *c = cpu.candidates;
     if (o->hidden) memcpy(o->hidden, job.y.a.f, (size_t)o->n_rows * cols * sizeof(float));
-    parallel(n_centroids, share(n_centroids, 16), centroid_columns, &job);
+    parallel(n_centroids, chunk_size(n_centroids, 16), centroid_columns, &job);
     for (; job.r < o->n_rows; job.r++) {
         const float *logits = o->logits + (size_t)job.r * n;
         const size_t at = (size_t)job.r * o->top_k;
@@ -1385,7 +1385,7 @@ static void cpu_head_centroid(const HeadCentroid *o) {
             const int32_t *ids = o->order + (size_t)candidate_id(c[k]) * per;
             for (int i = per - 1; i >= 0; i--) c[k * per + i].weight = (uint64_t)ids[i];
         }
-        parallel(n, share(n, 16), candidate_columns, &job);
+        parallel(n, chunk_size(n, 16), candidate_columns, &job);
         Best best = { .c = c, .k = o->top_k };         // holds fewer than came by
         for (int i = 0; i < n; i++)
             best_add(&best, candidate_key(isnan(logits[i]) ? -INFINITY : logits[i], (int32_t)c[i].weight));
