@@ -207,7 +207,7 @@ static void bind_centroids(Model *m) {
         order->size != (uint64_t)vocab * (wide ? 8 : 4))
         die("%s: tensor '%s': expected %d values of type I32, got %" PRIu64 " of %s (E_SHAPE)", g->path, order_name,
             vocab, order->ne[0], gguf_type_name(order->type));
-    d->binder->seen[order - g->tensors] = BOUND;
+    d->binder->status[order - g->tensors] = BOUND;
     d->order = alloc_or_die(vocab, sizeof *d->order);
     char *taken = alloc_or_die(vocab, 1);
     for (int i = 0; i < vocab; i++) {
@@ -405,7 +405,7 @@ static void open_drafter(Model *m, const char *path) {
     if (!m->options.draft_depth) m->options.draft_depth = is_block ? d->block_size - 1 : MTP_DEPTH;
     if (is_block) m->options.draft_depth = min_int(m->options.draft_depth, d->block_size - 1);
     b->g = &d->gguf;
-    b->seen = alloc_or_die(d->gguf.n_tensors, 1);
+    b->status = alloc_or_die(d->gguf.n_tensors, 1);
     b->uploads = alloc_or_die(d->gguf.n_tensors, sizeof *b->uploads);
     d->weights.layer = alloc_or_die(d->config.n_layers, sizeof *d->weights.layer);
     if (is_block) bind_dflash(m);
@@ -418,7 +418,7 @@ static void open_drafter(Model *m, const char *path) {
 
 static void free_drafter(Drafter *d) {
     if (d->kind == DRAFTER_NONE) return;
-    free(d->binder->seen);
+    free(d->binder->status);
     free(d->binder->uploads);
     free(d->weights.layer);
     free(d->order);
@@ -507,7 +507,7 @@ static void plan_drafter(Model *m, Arena *a) {
     for (int i = 0; i < d->binder->n_uploads; i++) {
         Upload *u = &d->binder->uploads[i];
         const size_t bytes = m->ops->weight_bytes(&u->tensor);
-        u->room = bytes ? take(a, bytes, 1) : NULL;
+        u->dst = bytes ? take(a, bytes, 1) : NULL;
     }
     d->segs = take(a, n, sizeof(Segment));
     d->of = take(a, n, sizeof(int32_t));
@@ -521,7 +521,7 @@ static void plan_drafter(Model *m, Arena *a) {
 
 static void upload_drafter(Model *m) {
     Drafter *d = m->drafter;
-    for (int i = 0; i < d->binder->n_uploads; i++) upload(m->ops, &d->gguf, &d->binder->uploads[i], d->binder->uploads[i].room);
+    for (int i = 0; i < d->binder->n_uploads; i++) upload(m->ops, &d->gguf, &d->binder->uploads[i], d->binder->uploads[i].dst);
     d->weights_uploaded = true;
 }
 

@@ -1,39 +1,40 @@
 /* load.h - reading a model file: configuration, tensors, their checks, upload.
  *
  * Uses base.h, gguf.h, folder.h and the types of gemma4.c [1] and [2]. Begin with load_config() and bind_weights().
- * Every key and every tensor of all layers is checked before the first byte is used; bad input ends the process.
- *   [1] Configuration    [2] Binding    [3] Room, files, upload */
+ * Every key and every tensor of all layers is checked before the first weight is used; bad input ends the process.
+ *   [1] Configuration    [2] Binding    [3] Memory, files, upload */
 #ifndef LOAD_H
 #define LOAD_H
 
 // ==== [1] Configuration =============================================================================================
 
-// The value of a key, or `otherwise` when the file lacks it; otherwise < min (floats: 0) means that it is required.
-static int64_t key_int(Gguf *g, const char *key, int64_t min, int64_t max, int64_t otherwise) {
-    int64_t v = otherwise;
-    int found = gguf_get_int(g, key, min, max, &v);
+// Returns the value of a key, or `fallback` if the file lacks it. The key is required if fallback < min; in key_float,
+// if fallback is 0.
+static int64_t key_int(Gguf *g, const char *key, int64_t min, int64_t max, int64_t fallback) {
+    int64_t v = fallback;
+    const int found = gguf_get_int(g, key, min, max, &v);
     if (found < 0) die_gguf(g);
-    if (!found && otherwise < min) die("%s: key '%s': missing (E_META_MISSING)", g->path, key);
+    if (!found && fallback < min) die("%s: key '%s': missing (E_META_MISSING)", g->path, key);
     return v;
 }
 
-static double key_float(Gguf *g, const char *key, double otherwise) {
-    double v = otherwise;
-    int found = gguf_get_float(g, key, &v);
+static double key_float(Gguf *g, const char *key, double fallback) {
+    double v = fallback;
+    const int found = gguf_get_float(g, key, &v);
     if (found < 0) die_gguf(g);
-    if (!found && otherwise == 0) die("%s: key '%s': missing (E_META_MISSING)", g->path, key);
+    if (!found && fallback == 0) die("%s: key '%s': missing (E_META_MISSING)", g->path, key);
     if (!(v > 0)) die("%s: key '%s': expected a positive number, got %g (E_META_RANGE)", g->path, key, v);
     return v;
 }
 
-// A value per layer, or one for all.
+// Reads n values, one per layer. A file may also have one value for all layers.
 static void key_per_layer(Gguf *g, const char *key, int64_t min, int64_t max, int64_t *out, int n) {
-    int found = gguf_get_ints(g, key, min, max, out, n);
+    const int found = gguf_get_ints(g, key, min, max, out, n);
     if (found < 0) die_gguf(g);
     if (!found) die("%s: key '%s': missing (E_META_MISSING)", g->path, key);
 }
 
-// The same, where the n values have to be one: 1 .. max.
+// Reads a value, 1 .. max, that has to be the same in all n layers.
 static int key_every_layer(Gguf *g, const char *key, int64_t max, int n) {
     int64_t v[MAX_LAYERS];
     key_per_layer(g, key, 1, max, v, n);
@@ -44,27 +45,49 @@ static int key_every_layer(Gguf *g, const char *key, int64_t max, int n) {
     return (int)v[0];
 }
 
-// What differs from layer to layer. head_dim: of global layers, of sliding ones.
+// "ARCH.KEY", valid until the next call.
+static const char *arch_key(const char *arch, const char *key) {
+    static char full[128];
+    snprintf(full, sizeof full, "%s.%s", arch, key);
+    return full;
+}
+
+typedef struct { int64_t is_swa[MAX_LAYERS], n_kv_heads[MAX_LAYERS], ffn_dim[MAX_LAYERS]; } LayerKeys;
+
+// Reads the keys that every architecture has per layer. If the pattern of sliding layers is optional and missing,
+// is_swa does not change.
+static void load_layer_keys(Gguf *g, const char *arch, int n, bool optional_pattern, LayerKeys *k) {
+    const char *pattern = arch_key(arch, "attention.sliding_window_pattern");
+    if (!optional_pattern || gguf_find_kv(g, pattern)) key_per_layer(g, pattern, 0, INT_MAX, k->is_swa, n);
+    key_per_layer(g, arch_key(arch, "attention.head_count_kv"), 1, 1024, k->n_kv_heads, n);
+    key_per_layer(g, arch_key(arch, "feed_forward_length"), 1, 1 << 20, k->ffn_dim, n);
+}
+
+static void check_kv_heads(const Gguf *g, const char *arch, int l, int n_heads, int n_kv_heads) {
+    if (n_heads % n_kv_heads)
+        die("%s: key '%s': layer %d: expected a divisor of %d heads, got %d (E_META_RANGE)", g->path,
+            arch_key(arch, "attention.head_count_kv"), l, n_heads, n_kv_heads);
+}
+
+// Fills c->layer. head_dim: of global layers, of sliding layers.
 static void load_layers(Config *c, Gguf *g, const int *head_dim) {
     const int n = c->n_layers;
-    int64_t swa[MAX_LAYERS], kv_heads[MAX_LAYERS], ffn[MAX_LAYERS];
     const GgufKv *pattern = gguf_find_kv(g, "gemma4.attention.sliding_window_pattern");
     if (pattern && pattern->type != GGUF_V_ARRAY)
         die("%s: key 'gemma4.attention.sliding_window_pattern': expected an array, one value per layer (E_META_TYPE)",
             g->path);
-    key_per_layer(g, "gemma4.attention.sliding_window_pattern", 0, INT_MAX, swa, n);
-    key_per_layer(g, "gemma4.attention.head_count_kv", 1, 1024, kv_heads, n);
-    key_per_layer(g, "gemma4.feed_forward_length", 1, 1 << 20, ffn, n);
+    LayerKeys keys;
+    load_layer_keys(g, "gemma4", n, false, &keys);
 
-    int newest[2] = { -1, -1 };                        // last layer that owns a cache: global, sliding
+    int owner[2] = { -1, -1 };                         // the last layer that owns a cache: global, sliding
     for (int l = 0; l < n; l++) {
         LayerConfig *lc = &c->layer[l];
-        lc->is_swa = swa[l] != 0;
+        lc->is_swa = keys.is_swa[l] != 0;
         lc->head_dim = head_dim[lc->is_swa];
-        lc->n_kv_heads = (int)kv_heads[l];
-        lc->ffn_dim = (int)ffn[l];
-        if (l < c->first_shared) newest[lc->is_swa] = l;
-        lc->kv_layer = newest[lc->is_swa];
+        lc->n_kv_heads = (int)keys.n_kv_heads[l];
+        lc->ffn_dim = (int)keys.ffn_dim[l];
+        if (l < c->first_shared) owner[lc->is_swa] = l;
+        lc->kv_layer = owner[lc->is_swa];
         if (lc->kv_layer < 0)
             die("%s: key 'gemma4.attention.shared_kv_layers': layer %d shares K and V, but no layer of its kind before "
                 "%d owns any (E_META_RANGE)", g->path, l, c->first_shared);
@@ -72,10 +95,19 @@ static void load_layers(Config *c, Gguf *g, const int *head_dim) {
         if (lc->n_kv_heads != c->layer[lc->kv_layer].n_kv_heads)
             die("%s: key 'gemma4.attention.head_count_kv': layer %d reads the cache of layer %d: expected %d, got %d "
                 "(E_META_RANGE)", g->path, l, lc->kv_layer, c->layer[lc->kv_layer].n_kv_heads, lc->n_kv_heads);
-        if (c->n_heads % lc->n_kv_heads)
-            die("%s: key 'gemma4.attention.head_count_kv': layer %d: expected a divisor of %d heads, got %d "
-                "(E_META_RANGE)", g->path, l, c->n_heads, lc->n_kv_heads);
+        check_kv_heads(g, "gemma4", l, c->n_heads, lc->n_kv_heads);
     }
+}
+
+// Returns the values of a head, which K, V and RoPE have to agree on. keys: of the three.
+static int load_head_dim(Gguf *g, const char *const keys[3]) {
+    const int head_dim = (int)key_int(g, keys[0], 32, MAX_HEAD_DIM, 0);
+    if (head_dim % 32)
+        die("%s: key '%s': expected a multiple of 32, got %d (E_META_RANGE)", g->path, keys[0], head_dim);
+    for (int i = 1; i < 3; i++)
+        if (key_int(g, keys[i], 1, INT_MAX, head_dim) != head_dim)
+            die("%s: key '%s': expected %d as in '%s' (E_META_RANGE)", g->path, keys[i], head_dim, keys[0]);
+    return head_dim;
 }
 
 static void load_config(Config *c, Gguf *g) {
@@ -109,52 +141,42 @@ static void load_config(Config *c, Gguf *g) {
     const int n_shared = (int)key_int(g, "gemma4.attention.shared_kv_layers", 0, n - 1, 0);
     c->first_shared = n - n_shared;
 
-    // Head sizes: global layers, sliding layers. K and V agree in both.
-    const char *head_keys[2][3] = {
+    static const char *const head_keys[2][3] = {       // of global layers, of sliding layers
         { "gemma4.attention.key_length", "gemma4.attention.value_length", "gemma4.rope.dimension_count" },
         { "gemma4.attention.key_length_swa", "gemma4.attention.value_length_swa", "gemma4.rope.dimension_count_swa" } };
     int head_dim[2];
-    for (int t = 0; t < 2; t++) {
-        head_dim[t] = (int)key_int(g, head_keys[t][0], 32, MAX_HEAD_DIM, 0);
-        if (head_dim[t] % 32)
-            die("%s: key '%s': expected a multiple of 32, got %d (E_META_RANGE)", g->path, head_keys[t][0],
-                head_dim[t]);
-        for (int i = 1; i < 3; i++)
-            if (key_int(g, head_keys[t][i], 1, INT_MAX, head_dim[t]) != head_dim[t])
-                die("%s: key '%s': expected %d as in '%s' (E_META_RANGE)", g->path, head_keys[t][i], head_dim[t],
-                    head_keys[t][0]);
-    }
+    for (int t = 0; t < 2; t++) head_dim[t] = load_head_dim(g, head_keys[t]);
     load_layers(c, g, head_dim);
 }
 
 // ==== [2] Binding ===================================================================================================
 
-typedef struct {                        // one thing that upload() may move: a matrix, or a vector and who points to it
+typedef struct {                        // something that upload() copies to the backend
     Tensor tensor;
-    Tensor *matrix;
-    const float **vector;
-    void   *room;                       // where a drafter's goes in backend memory, NULL: it is read where it lies
+    Tensor *matrix;                     // where its address is noted: a matrix,
+    const float **vector;               // or a vector; the other is NULL
+    void   *dst;                        // backend memory for a drafter's tensor; NULL: it is read in the mapped file
 } Upload;
 
 typedef struct Binder {
     Gguf    *g;
-    char    *seen;                      // (g->n_tensors) UNSEEN, KNOWN or BOUND
-    Upload  *uploads;                   // room for every tensor of the file and a few that are derived
+    char    *status;                    // (g->n_tensors) UNKNOWN, KNOWN or BOUND
+    Upload  *uploads;                   // allocated for every tensor of the file and a few derived ones
     float   *derived;                   // (n_layers, dim + 2 * n_experts) vectors that are computed while binding
     size_t   n_derived;                 // floats of it in use
     int      n_uploads;
-    size_t   bytes;                     // of what is bound, in the file
+    size_t   bytes;                     // of the bound tensors, in the file
 } Binder;
 
-enum { UNSEEN, KNOWN, BOUND };          // a tensor that is KNOWN has a name of this architecture, but nothing reads it
+enum { UNKNOWN, KNOWN, BOUND };         // KNOWN: the architecture has a tensor of this name, but nothing reads it
 
 static const GgufTensor *find_tensor(Binder *b, const char *name) {
     const GgufTensor *t = gguf_find_tensor(b->g, name);
-    if (t && b->seen[t - b->g->tensors] == UNSEEN) b->seen[t - b->g->tensors] = KNOWN;
+    if (t && b->status[t - b->g->tensors] == UNKNOWN) b->status[t - b->g->tensors] = KNOWN;
     return t;
 }
 
-// Bind tensor `name` as n matrices (rows, cols), or stop. GGUF stores ne[0] = cols, ne[1] = rows, ne[2] = n.
+// Binds tensor `name` as n matrices (rows, cols), or dies. GGUF stores ne[0] = cols, ne[1] = rows, ne[2] = n.
 static Tensor bind_tensor(Binder *b, const char *name, int rows, int cols, int n) {
     const GgufTensor *t = find_tensor(b, name);
     if (!t)
@@ -167,7 +189,7 @@ static Tensor bind_tensor(Binder *b, const char *name, int rows, int cols, int n
         die("%s: tensor '%s': type %s is not supported by this build (E_TYPE_UNSUPPORTED)", b->g->path, name,
             gguf_type_name(t->type));
     b->bytes += t->size;
-    b->seen[t - b->g->tensors] = BOUND;
+    b->status[t - b->g->tensors] = BOUND;
     return (Tensor){ .data = t->data, .type = (DType)t->type, .rows = rows, .cols = cols, .n = n };
 }
 
@@ -182,7 +204,7 @@ static void add_vector(Binder *b, const float **dst, const float *values, int n)
     b->uploads[b->n_uploads++] = (Upload){ .tensor = t, .vector = dst };
 }
 
-// The n values of a vector that stays on the host.
+// Returns the n values of a vector, in the mapped file.
 static const float *host_vector(Binder *b, const char *name, int n) {
     const Tensor t = bind_tensor(b, name, 1, n, 1);
     if (t.type != T_F32)
@@ -195,8 +217,8 @@ static void bind_vector(Binder *b, const float **dst, const char *name, int n) {
     add_vector(b, dst, host_vector(b, name, n), n);
 }
 
-// The factors that files with NVFP4 matrices hold beside them, STEM.scale for STEM.weight: one for all n, or one each.
-// To be called after the upload of dst is noted. Not for ffn_gate_inp and ffn_down_exps, whose .scale is another thing.
+// Binds the factors of an NVFP4 matrix, tensor STEM.scale for STEM.weight: one for all n matrices, or one each.
+// Requires: dst is in b->uploads. Not for ffn_gate_inp and ffn_down_exps: their .scale has another meaning.
 static void bind_scale(Binder *b, Tensor *dst, const char *weight, int n) {
     char name[80];
     snprintf(name, sizeof name, "%.*s.scale", (int)(strlen(weight) - strlen(".weight")), weight);
@@ -218,7 +240,7 @@ static void bind_scaled(Binder *b, Tensor *dst, const char *name, int rows, int 
     bind_scale(b, dst, name, n);
 }
 
-// A table that rows are taken from. A factor of it would have to be applied there: no file is known that has one.
+// Binds a table from which rows are gathered. Gathering applies no factor, and no known file needs one.
 static void bind_table(Binder *b, Tensor *dst, const char *name, int rows, int cols) {
     bind_scaled(b, dst, name, rows, cols, 1);
     if (dst->scale)
@@ -226,21 +248,21 @@ static void bind_table(Binder *b, Tensor *dst, const char *name, int rows, int c
             b->g->path, name);
 }
 
-// Radians per position of every pair that turns: base^(-2i/head_dim) / factor[i]. Published files give global layers
-// factors of 1 for the first quarter and 1e30, which stops a pair, for the rest.
+// Radians per position of every pair that RoPE rotates: base^(-2i/head_dim) / factor[i]. Published files have factors
+// for global layers: 1 for the first quarter of the pairs, 1e30 for the others, which are therefore not rotated.
 static void bind_rope(Binder *b, Weights *w, int t, double base, int head_dim, const float *factor) {
     for (int i = 0; i < head_dim / 2; i++) {
         const double divisor = factor ? factor[i] : 1;
         if (!(divisor > 0))
             die("%s: tensor 'rope_freqs.weight': expected positive factors, got %g (E_PAYLOAD)", b->g->path, divisor);
         w->inv_freq[t][i] = pow(base, -2.0 * i / head_dim) / divisor;
-        if (divisor < 1e20 || i == 0) w->n_pairs[t] = i + 1;         // at least one: 0 would mean an untied cache
+        if (divisor < 1e20 || i == 0) w->n_pairs[t] = i + 1;         // at least 1: a Cache with n_rot 0 is untied
     }
 }
 
 #define NAME(stem) (snprintf(name, sizeof name, "blk.%d." stem, l), name)         // char name[80], layer l
 
-// The experts of a layer, and their router.
+// Binds the experts of a layer, and their router.
 static void bind_experts(Binder *b, const Config *c, LayerWeights *w, int l) {
     const int dim = c->dim;
     char name[80];
@@ -263,60 +285,83 @@ static void bind_experts(Binder *b, const Config *c, LayerWeights *w, int l) {
     bind_vector(b, &w->post_ffw_norm_2, NAME("post_ffw_norm_2.weight"), dim);
 }
 
-static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
+// Binds attn_qkv, the rows of q, k and v in one tensor. A layer that shares K and V uses q alone.
+static void bind_fused_qkv(Binder *b, const Config *c, LayerWeights *w, int l, const char *name) {
+    const LayerConfig *lc = &c->layer[l];
+    const bool own = lc->kv_layer == l;
+    const int q_dim = c->n_heads * lc->head_dim, kv_dim = lc->n_kv_heads * lc->head_dim, dim = c->dim;
+    const uint64_t n_kv = (find_tensor(b, name)->ne[1] - (uint64_t)q_dim) / (uint64_t)kv_dim;
+    const bool complete = n_kv == 2 || (n_kv == 1 && !(own && lc->is_swa)) || (n_kv == 0 && !own);
+    const Tensor qkv = bind_tensor(b, name, q_dim + (complete ? (int)n_kv : 2) * kv_dim, dim, 1);
+    Tensor *parts[3] = { &w->attn_q, &w->attn_k, &w->attn_v };
+    const uint8_t *at = qkv.data;
+    for (int i = 0; i <= (own ? (int)n_kv : 0); i++) {
+        *parts[i] = (Tensor){ .data = at, .type = qkv.type, .rows = i ? kv_dim : q_dim, .cols = dim, .n = 1 };
+        b->uploads[b->n_uploads++] = (Upload){ .tensor = *parts[i], .matrix = parts[i] };
+        bind_scale(b, parts[i], name, 1);
+        at += matrix_bytes(parts[i]);
+    }
+}
+
+static void bind_qkv(Binder *b, const Config *c, LayerWeights *w, int l) {
     const LayerConfig *lc = &c->layer[l];
     const bool own = lc->kv_layer == l;
     const int q_dim = c->n_heads * lc->head_dim, kv_dim = lc->n_kv_heads * lc->head_dim, dim = c->dim;
     char name[80];
-    bind_vector(b, &w->attn_norm, NAME("attn_norm.weight"), dim);
-    const GgufTensor *fused = find_tensor(b, NAME("attn_qkv.weight"));
-    if (fused) {                                       // rows of q, k, v; k and v are dead in layers that share
-        const uint64_t n_kv = (fused->ne[1] - (uint64_t)q_dim) / (uint64_t)kv_dim;
-        const bool complete = n_kv == 2 || (n_kv == 1 && !(own && lc->is_swa)) || (n_kv == 0 && !own);
-        const Tensor qkv = bind_tensor(b, name, q_dim + (complete ? (int)n_kv : 2) * kv_dim, dim, 1);
-        Tensor *parts[3] = { &w->attn_q, &w->attn_k, &w->attn_v };
-        const uint8_t *at = qkv.data;
-        for (int i = 0; i <= (own ? (int)n_kv : 0); i++) {
-            *parts[i] = (Tensor){ .data = at, .type = qkv.type, .rows = i ? kv_dim : q_dim, .cols = dim, .n = 1 };
-            b->uploads[b->n_uploads++] = (Upload){ .tensor = *parts[i], .matrix = parts[i] };
-            bind_scale(b, parts[i], name, 1);
-            at += matrix_bytes(parts[i]);
-        }
-    } else {
-        bind_scaled(b, &w->attn_q, NAME("attn_q.weight"), q_dim, dim, 1);
-        if (own) {
-            bind_scaled(b, &w->attn_k, NAME("attn_k.weight"), kv_dim, dim, 1);
-            if (find_tensor(b, NAME("attn_v.weight")))
-                bind_scaled(b, &w->attn_v, name, kv_dim, dim, 1);
-            else if (lc->is_swa)
-                die("%s: tensor '%s': missing; only global layers take V from the K projection (E_TENSOR_MISSING)",
-                    b->g->path, name);
-        } else {                                       // published files keep these; nothing reads them
-            find_tensor(b, NAME("attn_k.weight"));
-            find_tensor(b, NAME("attn_v.weight"));
-        }
+    if (find_tensor(b, NAME("attn_qkv.weight"))) {
+        bind_fused_qkv(b, c, w, l, name);
+        return;
     }
+    bind_scaled(b, &w->attn_q, NAME("attn_q.weight"), q_dim, dim, 1);
+    if (!own) {                                        // published files have these tensors; nothing reads them
+        find_tensor(b, NAME("attn_k.weight"));
+        find_tensor(b, NAME("attn_v.weight"));
+        return;
+    }
+    bind_scaled(b, &w->attn_k, NAME("attn_k.weight"), kv_dim, dim, 1);
+    if (find_tensor(b, NAME("attn_v.weight")))
+        bind_scaled(b, &w->attn_v, name, kv_dim, dim, 1);
+    else if (lc->is_swa)
+        die("%s: tensor '%s': missing; only global layers take V from the K projection (E_TENSOR_MISSING)", b->g->path,
+            name);
+}
+
+// Binds what a layer of every architecture has, except attn_norm, q, k and v. The norms of the blocks' outputs may be
+// optional.
+static void bind_blocks(Binder *b, const Config *c, LayerWeights *w, int l, bool optional_post_norms) {
+    const LayerConfig *lc = &c->layer[l];
+    const int q_dim = c->n_heads * lc->head_dim, dim = c->dim;
+    char name[80];
     bind_vector(b, &w->attn_q_norm, NAME("attn_q_norm.weight"), lc->head_dim);
-    if (own) bind_vector(b, &w->attn_k_norm, NAME("attn_k_norm.weight"), lc->head_dim);
+    if (lc->kv_layer == l) bind_vector(b, &w->attn_k_norm, NAME("attn_k_norm.weight"), lc->head_dim);
     else find_tensor(b, NAME("attn_k_norm.weight"));
     bind_scaled(b, &w->attn_output, NAME("attn_output.weight"), dim, q_dim, 1);
-    bind_vector(b, &w->post_attention_norm, NAME("post_attention_norm.weight"), dim);
+    if (find_tensor(b, NAME("post_attention_norm.weight")) || !optional_post_norms)
+        bind_vector(b, &w->post_attention_norm, name, dim);
     bind_vector(b, &w->ffn_norm, NAME("ffn_norm.weight"), dim);
     bind_scaled(b, &w->ffn_gate, NAME("ffn_gate.weight"), lc->ffn_dim, dim, 1);
     bind_scaled(b, &w->ffn_up, NAME("ffn_up.weight"), lc->ffn_dim, dim, 1);
     bind_scaled(b, &w->ffn_down, NAME("ffn_down.weight"), dim, lc->ffn_dim, 1);
-    bind_vector(b, &w->post_ffw_norm, NAME("post_ffw_norm.weight"), dim);
+    if (find_tensor(b, NAME("post_ffw_norm.weight")) || !optional_post_norms)
+        bind_vector(b, &w->post_ffw_norm, name, dim);
     w->layer_output_scale = find_tensor(b, NAME("layer_output_scale.weight")) ? *host_vector(b, name, 1) : 1;
+}
+
+static void bind_layer(Binder *b, const Config *c, LayerWeights *w, int l) {
+    char name[80];
+    bind_vector(b, &w->attn_norm, NAME("attn_norm.weight"), c->dim);
+    bind_qkv(b, c, w, l);
+    bind_blocks(b, c, w, l, false);
     if (c->n_experts) bind_experts(b, c, w, l);
     if (c->ple_dim) {
-        bind_scaled(b, &w->inp_gate, NAME("inp_gate.weight"), c->ple_dim, dim, 1);
-        bind_scaled(b, &w->proj, NAME("proj.weight"), dim, c->ple_dim, 1);
-        bind_vector(b, &w->post_norm, NAME("post_norm.weight"), dim);
+        bind_scaled(b, &w->inp_gate, NAME("inp_gate.weight"), c->ple_dim, c->dim, 1);
+        bind_scaled(b, &w->proj, NAME("proj.weight"), c->dim, c->ple_dim, 1);
+        bind_vector(b, &w->post_norm, NAME("post_norm.weight"), c->dim);
     }
 }
 
-// Steps that score tokens take the first third of the layers, to the next one that is global; where layers share
-// caches, those up to the last global one that owns one.
+// The number of layers that token scoring runs: the first third, rounded up to a global layer. If layers share caches:
+// up to the last global layer that owns a cache.
 static int layers_scored(const Config *c) {
     int n = c->first_shared;
     while (n > 1 && c->layer[n - 1].is_swa) n--;
@@ -325,7 +370,7 @@ static int layers_scored(const Config *c) {
     return n;
 }
 
-// Bind everything; sets c->vocab. Layers that scorer_only never runs are checked, but not loaded.
+// Binds all tensors, and sets c->vocab. scorer_only: layers that token scoring does not run are checked but not loaded.
 static void bind_weights(Binder *b, Config *c, Weights *w, bool scorer_only) {
     w->layer = alloc_or_die(c->n_layers, sizeof *w->layer);
     const GgufTensor *embd = gguf_find_tensor(b->g, "token_embd.weight");
@@ -359,18 +404,19 @@ static void bind_weights(Binder *b, Config *c, Weights *w, bool scorer_only) {
     const size_t bytes = b->bytes;
     for (int l = n_loaded; l < c->n_layers; l++) {
         bind_layer(b, c, &w->layer[l], l);
-        b->n_uploads = n_uploads, b->bytes = bytes;
+        b->n_uploads = n_uploads;
+        b->bytes = bytes;
     }
 }
 
-static bool starts_with_one_of(GgufStr s, const char *const *starts) {                // NULL ends the list
-    for (; *starts; starts++)
-        if (s.n >= strlen(*starts) && !memcmp(s.s, *starts, strlen(*starts))) return true;
+static bool has_prefix(GgufStr s, const char *const *prefixes) {                      // NULL ends the list
+    for (; *prefixes; prefixes++)
+        if (s.n >= strlen(*prefixes) && !memcmp(s.s, *prefixes, strlen(*prefixes))) return true;
     return false;
 }
 
-// Says on stderr how many tensors and keys this program knows nothing about, and the first few names. Other modalities
-// (vision, audio), unused K and V of layers that share them and scales of inputs are known and not worth a line.
+// Prints to stderr how many tensors and keys of the file this program does not know, and the first three names. Tensors
+// of vision and audio, K and V of layers that share a cache, and scales of inputs do not count.
 static void print_unknown(const Binder *b) {
     static const char *const tensors[] = { "v.", "a.", "mm.", NULL };
     static const char *const keys[] = { "gemma4.", "gemma4-assistant.", "gemma4_assistant.", "gemma4-dflash-draft.",
@@ -383,9 +429,9 @@ static void print_unknown(const Binder *b) {
         char names[3 * 66 + 8] = "";
         for (size_t i = 0; i < n_all; i++) {
             const GgufStr s = kind ? b->g->kvs[i].key : b->g->tensors[i].name;
-            if (!kind && (b->seen[i] != UNSEEN ||
+            if (!kind && (b->status[i] != UNKNOWN ||
                           (s.n >= n_end && !memcmp(s.s + s.n - n_end, input_scale, n_end)))) continue;
-            if (starts_with_one_of(s, kind ? keys : tensors)) continue;
+            if (has_prefix(s, kind ? keys : tensors)) continue;
             const size_t at = strlen(names);
             if (n < 3) snprintf(names + at, sizeof names - at, "%s%.*s", n ? ", " : "", s.n < 64 ? (int)s.n : 64, s.s);
             if (n == 3) strcat(names, ", ...");
@@ -396,9 +442,9 @@ static void print_unknown(const Binder *b) {
     }
 }
 
-// ==== [3] Room, files, upload =======================================================================================
+// ==== [3] Memory, files, upload =====================================================================================
 
-// Not zeroed; in large pages, which come faster, where the system has some.
+// Host memory, not zeroed; in huge pages if the system has some, since fewer page faults take less time.
 static void *alloc_large(size_t bytes) {
     enum { LARGE_PAGE = 2 << 20 };
     bytes = round_up(bytes + !bytes, LARGE_PAGE);
@@ -410,15 +456,15 @@ static void *alloc_large(size_t bytes) {
     return p;
 }
 
-typedef struct { char *base; size_t used; } Arena;     // base NULL: a dry run that only counts
+typedef struct { char *base; size_t used; } Arena;     // base NULL: only counts
 
-static void *take(Arena *a, size_t n, size_t size) {
+static void *take(Arena *a, size_t n, size_t size) {                          // n elements of `size` bytes
     void *p = a->base ? a->base + a->used : NULL;
     a->used += round_up(n * size, 256);
     return p;
 }
 
-// The forms of an activation that its readers want: f32 for matrices of floats, int8 for quantised ones.
+// The forms of an activation that its readers need: f32 for matrices of floats, int8 for quantised matrices.
 typedef struct { bool f, q; } Forms;
 
 static void add_reader(Forms *forms, const Tensor *w) { *(is_quantised(w->type) ? &forms->q : &forms->f) = true; }
@@ -446,7 +492,7 @@ static void take_cache(Arena *a, Cache *c) {
     take_plane(a, &c->v_tail, tail_rows);
 }
 
-// general.name, or the file's name: what the user may know the model by. Until the next call.
+// The model's name for messages: general.name, or the name of the file. Valid until the next call.
 static const char *model_name(const Model *m) {
     const GgufKv *kv = gguf_find_kv(&m->gguf, "general.name");
     const char *slash = strrchr(m->gguf.path, '/'), *file = slash ? slash + 1 : m->gguf.path;
@@ -454,7 +500,7 @@ static const char *model_name(const Model *m) {
                                                            : (GgufStr){ file, strlen(file) });
 }
 
-// A GGUF file, or a folder of Hugging Face form.
+// Opens a GGUF file, or a Hugging Face folder.
 static void open_model_file(Gguf *g, const char *path) {
     struct stat st;
     signal(SIGBUS, on_lost_pages);
@@ -466,16 +512,16 @@ static void open_model_file(Gguf *g, const char *path) {
     else if (gguf_open(g, path) < 0) die("%s: %s", path, g->err);
 }
 
-// Whether the GPU has no memory of its own.
+// True if the GPU uses the host's memory.
 static bool shares_memory(const Ops *op) {
     const Card *card = op->card ? op->card() : NULL;
     return card && card->host_memory;
 }
 
-// In shared memory a weight is there twice until the file's pages of it are dropped.
-static void upload(const Ops *op, const Gguf *g, Upload *u, void *room) {
+// If GPU and host share memory, the file's pages of the tensor are dropped: else it would be in memory twice.
+static void upload(const Ops *op, const Gguf *g, Upload *u, void *dst) {
     const Tensor in_file = u->tensor;
-    op->upload(&u->tensor, room);
+    op->upload(&u->tensor, dst);
     if (shares_memory(op)) gguf_drop_pages(g, in_file.data, matrix_bytes(&in_file));
     if (u->matrix) *u->matrix = u->tensor;
     if (u->vector) *u->vector = u->tensor.data;

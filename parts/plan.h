@@ -359,7 +359,7 @@ static void plan_model(Model *m, const char *path, const Ops *ops, ModelOptions 
     load_config(&m->config, &m->gguf);
     Binder *b = m->binder;
     b->g = &m->gguf;
-    b->seen = alloc_or_die(m->gguf.n_tensors, 1);
+    b->status = alloc_or_die(m->gguf.n_tensors, 1);
     b->uploads = alloc_or_die(m->gguf.n_tensors + (size_t)m->config.n_layers * 4, sizeof *b->uploads);
     b->derived = alloc_or_die((size_t)m->config.n_layers * ((size_t)m->config.dim + 2 * (size_t)m->config.n_experts),
                               sizeof *b->derived);
@@ -462,7 +462,7 @@ static void free_model(Model *m) {
     for (int i = 0; i < m->n_checkpoints; i++) free(m->checkpoints[i].data);
     free(m->checkpoints);
     free(m->weights.layer);
-    free(m->binder->seen);
+    free(m->binder->status);
     free(m->binder->uploads);
     free(m->binder->derived);
     free(m->len);
@@ -553,7 +553,7 @@ static void read_file_weights(const Model *m, const Gguf *g, const Binder *b, co
     for (size_t i = 0; i < g->n_tensors; i++) {
         const GgufTensor *t = &g->tensors[i];
         const bool table = t->data == w->per_layer_token_embd.data || (w->output.data && t->data == w->token_embd.data);
-        if (!check && (b->seen[i] != BOUND || table)) continue;
+        if (!check && (b->status[i] != BOUND || table)) continue;
         const size_t bytes = (size_t)gguf_block_bytes(t->type), n = (size_t)t->size / bytes, most = PIECE / bytes;
         for (size_t at = 0; at < n; at += most)
             pieces[n_pieces++] = (Piece){ t, at, n - at < most ? n - at : most };

@@ -272,7 +272,7 @@ static void test_scorer_plan(const char *path) {
         char name[64];
         int l = -1;
         snprintf(name, sizeof name, "%.*s", (int)t->name.n, t->name.s);
-        if (m->binder->seen[i] == BOUND && sscanf(name, "blk.%d.", &l) == 1 && l >= m->n_scored) behind += t->size;
+        if (m->binder->status[i] == BOUND && sscanf(name, "blk.%d.", &l) == 1 && l >= m->n_scored) behind += t->size;
     }
     for (int i = 0; i < 2; i++) bytes[i] = m[i].binder->bytes;
     CHECK(m->n_scored < m->config.n_layers && m->config.layer[m->n_scored - 1].kv_layer == m->n_scored - 1 &&
