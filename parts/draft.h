@@ -2,40 +2,44 @@
  *
  * Uses load.h and the forward pass of gemma4.c. Begin with issue_draft() and issue_verification().
  *
- * A drafter is a second, small model made for one target. It has a file, weights and a part of the plan of its own;
- * what it guesses it leaves in backend memory, for whoever makes the target's next step of it. Which kind it is,
- * general.architecture says; that it belongs to the target, sizes say.
+ * A drafter is a small second model, made for one target model. It has its own file and weights, and its part of the
+ * memory plan. It leaves the tokens that it drafts in backend memory, where the target's next step can read them.
+ * general.architecture says which kind a drafter is; its sizes have to match the target's.
  *
- * MTP, the assistant of Gemma 4: four layers with queries only, which read the target's caches. Its input is the
- * embedding of the last token beside the hidden row that chose it, both the target's; it gives a token and the next
- * hidden row, so it goes on from itself, as many times as tokens are wanted, all at the same position: behind the last
- * committed row. It stores nothing, so nothing has to be undone.
+ * MTP, the assistant of Gemma 4: four layers that compute queries only and attend to the target's caches. Its input is
+ * the embedding of the last token together with the target's hidden row from which that token was sampled. It returns a
+ * token and the next hidden row, so it can run again on its own output, once for each draft. All runs of it are at the
+ * same position: the one after the last committed row. It stores nothing, so rejected drafts need no undo.
  *
- * DFlash: a few layers that guess a whole block at once, the last token and behind it mask tokens, each row the token
- * at its own place. They read what the target made of the text so far: outputs of some of its layers ("taps") become,
- * by one matrix, a row of context for each token, and by the K and V of each layer rows of caches of its own. So the
- * drafter has a length of its own too, and tokens that are committed have to be taken in (drafter_committed). Rows
- * stand at their distance from each other, not at a place in the text: a context may begin anywhere, and starts anew
- * where it was lost. A block's own K and V lie behind the context, where the next ones overwrite them. The head and the
- * embeddings are the target's.
- *   [1] Types    [2] Files    [3] Room    [4] Passes    [5] Verification */
+ * DFlash: a few layers that draft a whole block of tokens in one pass. The rows of a block are the last token and then
+ * mask tokens; each row predicts the token at its own place. The layers attend to a context, which is computed from the
+ * target: the outputs of some target layers ("taps") are multiplied by one matrix, which gives one context row per
+ * token, and each drafter layer stores its K and V of that row in a cache of its own. So the drafter has a length of
+ * its own, and committed tokens have to be added to the context (drafter_committed). Attention depends on the distance
+ * between rows only, so a context may begin anywhere in the text, and begins anew if rows of it are lost. K and V of a
+ * block's rows are stored after the context, where the next rows overwrite them. Embeddings and head are the target's,
+ * unless the file has some.
+ *   [1] Types    [2] Files    [3] Memory    [4] Passes    [5] Verification */
 #ifndef DRAFT_H
 #define DRAFT_H
 
 // ==== [1] Types =====================================================================================================
 
 typedef enum { DRAFTER_NONE, DRAFTER_MTP, DRAFTER_DFLASH } DrafterKind;
-enum { LAYERS_AT_ONCE = MAX_PRODUCTS / 2 };            // of DFlash: K and V of so many layers are products of one launch
+enum { LAYERS_AT_ONCE = MAX_PRODUCTS / 2 };            // DFlash: one matmul computes K and V of so many layers
 
-typedef struct Drafter {      // a second, small model that drafts tokens for the first one, its target
+typedef struct Drafter {      // a small second model that drafts tokens for its target
     DrafterKind kind;
     Gguf     gguf;
     Binder  *binder;
     Config   config;          // MTP: its layers own no cache, kv_layer is -1
     Weights  weights;
-    char     arch[64];        // general.architecture, with which its keys begin
+    char     arch[64];        // general.architecture, the prefix of its keys
     bool     weights_uploaded;
-    int      window;                   // of its sliding layers; a row at position p reads rows p - window < j < p
+    int      window[2];       // of full layers, of sliding layers: a row at position p reads rows > p - window; 0: all
+    OwnMask  own[2];          // likewise: which rows of its own segment a row reads
+    float    attention_scale;
+    ActFn    activation;      // of the feed-forward network
     // an MTP assistant
     int      donor[MAX_LAYERS];        // (n_layers) the target's layer whose cache a layer reads
     Tensor   pre_projection;           // (dim, 2 * target's dim)
@@ -43,17 +47,16 @@ typedef struct Drafter {      // a second, small model that drafts tokens for th
     Tensor   centroids;                // (n_centroids, dim); data NULL: every token gets a logit
     int      n_centroids_used;
     int32_t *order;                    // (vocab) tokens sorted by centroid; on the host
-    // a DFlash block drafter. It reads the target's layers m->taps, one after the other in a row
-    int      block_size, mask_id;      // most rows of a block; the token in rows that are to be drafted
-    float    embedding_scale, attention_scale;
-    OwnMask  own[2];                   // how rows of a block see each other: in full layers, in sliding layers
+    // a DFlash block drafter. It reads the outputs of the layers m->taps, which are next to each other in a row
+    int      block_size, mask_id;      // rows of a block at most; the token of rows that are to be drafted
+    float    embedding_scale;
     Tensor   fc;                       // (dim, n_taps * dim)
     const float *hidden_norm;          // (dim)
     int      context_start[MAX_SESSIONS];      // token of the session at position 0 of the drafter's context
-    int      n_backlog[MAX_SESSIONS];  // the session's last tokens whose taps wait in the backlog; tokens between the
-                                       // start and these are in the drafter's caches
-    int      n_written[MAX_SESSIONS];  // end of the rows ever written, counted in tokens of the session, without
-    int      n_draft_rows[MAX_SESSIONS];       // the rows of a block after the last token
+    int      n_backlog[MAX_SESSIONS];  // last tokens of the session, whose taps are in the backlog. Those before them, from
+                                       // context_start on, are in the caches
+    int      n_written[MAX_SESSIONS];  // end of the rows ever written, in tokens of the session,
+    int      n_draft_rows[MAX_SESSIONS];       // without the rows of the last block
     // buffers in backend memory; n is n_seqs, DFlash: n_seqs * (1 + draft_depth), activations at most STEP_ROWS
     Row     *rows;                     // (n) MTP: row i drafts for segment i of segs
     Segment *segs;                     // (n_seqs)
@@ -64,41 +67,41 @@ typedef struct Drafter {      // a second, small model that drafts tokens for th
     float   *q;                        // (n, n_heads * head_dim)
     Act      att_out, ffn;             // (n, n_heads * head_dim), (n, ffn_dim)
     float   *y, *mlp;                  // (n, dim) what attention and the feed-forward network add
-    float   *hidden;                   // (n_seqs, target's dim) the next hidden row; DFlash: (depth, n_seqs, dim) for the head
+    float   *hidden;                   // (n_seqs, target's dim) the next hidden row; DFlash: (depth, n_seqs, dim)
     float   *scores, *head_logits;     // (n_seqs, n_centroids), (n_seqs, tokens of the used centroids)
-    // results; with n rows and the option draft_width:
-    int32_t *ids;                      // (depth, n, draft_width) descending logit
+    // results for n segments, with the option draft_width
+    int32_t *ids;                      // (depth, n, draft_width) in descending logit
     float   *logits, *logsumexp;       // (depth, n, draft_width), (depth, n)
     // DFlash: the context
     Cache    caches[MAX_LAYERS];       // (n_layers) rings
-    int32_t *len;                      // (n_seqs) its tokens that are in the caches
+    int32_t *len;                      // (n_seqs) tokens of it in the caches
     double  *inv_freq;                 // (head_dim / 2)
     float   *backlog;                  // (n_seqs, STEP_ROWS, n_taps * dim)
     Row     *backlog_rows;             // (STEP_ROWS)
-    Segment *backlog_seg;              // (1) the session whose backlog goes to the caches,
-    int32_t *backlog_n;                // (1) and how many rows of it
+    Segment *backlog_seg;              // (1) the session whose backlog is added to the context
+    int32_t *backlog_n;                // (1) rows of it
     float   *context;                  // (n_batch, dim)
     float   *k[LAYERS_AT_ONCE], *v[LAYERS_AT_ONCE];    // (n_batch, n_kv_heads * head_dim)
     struct { Row *rows; Segment *segs; int32_t *of; } uploaded;      // as in Step
 } Drafter;
 
 typedef struct StepResult {   // the result of a verification step, on the host
-    size_t   bytes;           // of all arrays but path: one piece that begins at `accepted`
+    size_t   bytes;           // of all arrays but path, which follow each other from `accepted` on
     int32_t *accepted;        // (n_seqs) rows of each segment that were committed
     int32_t *chosen;          // (n_logits) the token sampled at every output row
     int32_t *path;            // (n_seqs, STEP_ROWS) which rows, for a TREE
-    int32_t *ids;             // the tokens drafted next: (depth, n, draft_width) ids, logits; (depth, n) logsumexp
+    int32_t *ids;             // the next drafts: (depth, n, draft_width) ids, logits; (depth, n) logsumexp
     float   *logits, *logsumexp;
     int      n_segs, seq[MAX_SESSIONS];                // the segments, and their sessions
     int      commit_fence, end_fence;  // after the commit; after everything
-    double   verified, drafted;        // seconds() when these were reached
+    double   verified, drafted;        // seconds() when the host had waited for these fences
 } StepResult;
 
 // ==== [2] Files =====================================================================================================
 
-enum { DFLASH_REACH = 32768 };          // positions that a full layer sees back
+enum { DFLASH_WINDOW = 32768 };         // of full layers
 
-// What the file is by its architecture. Dies on kinds that cannot be run.
+// Returns the kind of the drafter by its architecture. Dies on kinds that are not supported.
 static DrafterKind drafter_kind(Drafter *d, const char *target) {
     static const char *const dflash[] = { "dflash", "gemma4-dflash-draft", "dflash-draft" };
     static const char *const others[][2] = { { "eagle3", "EAGLE-3" }, { "gemma4", "whole models as" } };
@@ -121,25 +124,47 @@ static DrafterKind drafter_kind(Drafter *d, const char *target) {
         "(E_META_RANGE)", g->path, target, d->arch);
 }
 
-// A size that drafter and target share.
+// Dies if a size of the drafter does not match the target's.
 static void must_agree(const Model *m, const char *what, int64_t got, int64_t want) {
     if (got != want)
         die("%s: draft model for %s: %s: expected %" PRId64 ", got %" PRId64 "; try the draft model made for this "
             "model", m->drafter->gguf.path, m->gguf.path, what, want, got);
 }
 
-static const char *drafter_key(const Drafter *d, const char *key) {  // with the architecture before it. One at a time
-    static char full[128];
-    snprintf(full, sizeof full, "%s.%s", d->arch, key);
-    return full;
-}
+static const char *drafter_key(const Drafter *d, const char *key) { return arch_key(d->arch, key); }
 
-// The first of two names that the file has, or else the first: the two dialects.
+// Files come in two dialects: returns the newer of two names, unless the file has only the older one.
 static const char *either_tensor(const Drafter *d, const char *name, const char *older) {
     return !gguf_find_tensor(&d->gguf, name) && gguf_find_tensor(&d->gguf, older) ? older : name;
 }
 
-// The config of an MTP assistant and whose caches its layers read: the last of the same kind that the target has.
+// Sets which of the target's caches each MTP layer reads: the last one of the same kind, sliding or global. Sizes of K
+// and V are the target's. head_dim: of global layers, of sliding layers.
+static void choose_donors(Model *m, const LayerKeys *keys, const int64_t *head_dim) {
+    Drafter *d = m->drafter;
+    Config *c = &d->config;
+    const Config *t = &m->config;
+    for (int l = 0; l < c->n_layers; l++) {
+        const bool is_swa = keys->is_swa[l] != 0;
+        int donor = t->first_shared - 1;
+        while (donor >= 0 && t->layer[donor].is_swa != is_swa) donor--;
+        if (donor < 0)
+            die("%s: draft model for %s: layer %d reads a %s layer, but the model has none", d->gguf.path,
+                m->gguf.path, l, is_swa ? "sliding" : "global");
+        const LayerConfig *from = &t->layer[donor];
+        must_agree(m, is_swa ? "head size of sliding layers" : "head size of global layers", head_dim[is_swa],
+                   from->head_dim);
+        must_agree(m, is_swa ? "KV heads of sliding layers" : "KV heads of global layers", keys->n_kv_heads[l],
+                   from->n_kv_heads);
+        if (c->n_heads % from->n_kv_heads)
+            die("%s: key '%s': expected a multiple of %d KV heads, got %d (E_META_RANGE)", d->gguf.path,
+                drafter_key(d, "attention.head_count"), from->n_kv_heads, c->n_heads);
+        c->layer[l] = (LayerConfig){ .is_swa = is_swa, .head_dim = from->head_dim, .n_kv_heads = from->n_kv_heads,
+                                     .ffn_dim = (int)keys->ffn_dim[l], .kv_layer = -1 };
+        d->donor[l] = donor;
+    }
+}
+
 static void load_mtp_config(Model *m) {
     Drafter *d = m->drafter;
     Gguf *g = &d->gguf;
@@ -154,36 +179,45 @@ static void load_mtp_config(Model *m) {
     c->eps      = (float)key_float(g, KEY("attention.layer_norm_rms_epsilon"), 0);
     c->rope_base     = key_float(g, KEY("rope.freq_base"), t->rope_base);
     c->rope_base_swa = key_float(g, KEY("rope.freq_base_swa"), t->rope_base_swa);
-    d->window = (int)key_int(g, KEY("attention.sliding_window"), 1, MAX_CONTEXT, t->n_swa);
-    must_agree(m, "sliding window", d->window, t->n_swa);
-    int64_t head_dim[2];                               // of global layers, of sliding ones
+    d->window[1] = (int)key_int(g, KEY("attention.sliding_window"), 1, MAX_CONTEXT, t->n_swa);
+    must_agree(m, "sliding window", d->window[1], t->n_swa);
+    int64_t head_dim[2];
     head_dim[0] = key_int(g, KEY("attention.key_length"), 1, MAX_HEAD_DIM, 0);
     head_dim[1] = key_int(g, KEY("attention.key_length_swa"), 1, MAX_HEAD_DIM, 0);
-    int64_t swa[MAX_LAYERS], kv_heads[MAX_LAYERS], ffn[MAX_LAYERS];
-    key_per_layer(g, KEY("attention.sliding_window_pattern"), 0, INT_MAX, swa, c->n_layers);
-    key_per_layer(g, KEY("attention.head_count_kv"), 1, 1024, kv_heads, c->n_layers);
-    key_per_layer(g, KEY("feed_forward_length"), 1, 1 << 20, ffn, c->n_layers);
 #undef KEY
-    for (int l = 0; l < c->n_layers; l++) {
-        int donor = t->first_shared - 1;
-        while (donor >= 0 && t->layer[donor].is_swa != (swa[l] != 0)) donor--;
-        if (donor < 0)
-            die("%s: draft model for %s: layer %d reads a %s layer, but the model has none", g->path, m->gguf.path, l,
-                swa[l] ? "sliding" : "global");
-        const LayerConfig *from = &t->layer[donor];
-        const int s = swa[l] != 0;
-        must_agree(m, s ? "head size of sliding layers" : "head size of global layers", head_dim[s], from->head_dim);
-        must_agree(m, s ? "KV heads of sliding layers" : "KV heads of global layers", kv_heads[l], from->n_kv_heads);
-        if (c->n_heads % from->n_kv_heads)
-            die("%s: key '%s': expected a multiple of %d KV heads, got %d (E_META_RANGE)", g->path,
-                drafter_key(d, "attention.head_count"), from->n_kv_heads, c->n_heads);
-        c->layer[l] = (LayerConfig){ .is_swa = swa[l] != 0, .head_dim = from->head_dim, .n_kv_heads = from->n_kv_heads,
-                                     .ffn_dim = (int)ffn[l], .kv_layer = -1 };
-        d->donor[l] = donor;
-    }
+    LayerKeys keys;
+    load_layer_keys(g, d->arch, c->n_layers, false, &keys);
+    choose_donors(m, &keys, head_dim);
+    d->own[0] = d->own[1] = OWN_NONE;
+    d->attention_scale = 1;
+    d->activation = ACT_GELU;
 }
 
-// The head that looks only at tokens of the nearest centroids, where the file has it: the small assistants.
+// Copies the order of the tokens by centroid to d->order, and checks that every token occurs once.
+static void load_centroid_order(Drafter *d, const GgufTensor *order, const char *name) {
+    const int vocab = d->config.vocab;
+    const bool wide = order->type == GGUF_I64;
+    if (!(wide || order->type == GGUF_I32) || order->ne[0] != (uint64_t)vocab ||
+        order->size != (uint64_t)vocab * (wide ? 8 : 4))
+        die("%s: tensor '%s': expected %d values of type I32, got %" PRIu64 " of %s (E_SHAPE)", d->gguf.path, name,
+            vocab, order->ne[0], gguf_type_name(order->type));
+    d->binder->status[order - d->gguf.tensors] = BOUND;
+    d->order = alloc_or_die(vocab, sizeof *d->order);
+    char *taken = alloc_or_die(vocab, 1);
+    for (int i = 0; i < vocab; i++) {
+        int64_t id = 0;
+        memcpy(&id, order->data + (size_t)i * (wide ? 8 : 4), wide ? 8 : 4);        // little-endian, not negative
+        if (id < 0 || id >= vocab || taken[id])
+            die("%s: tensor '%s': expected every token once, got %" PRId64 " at %d (E_PAYLOAD)", d->gguf.path, name,
+                id, i);
+        taken[id] = 1;
+        d->order[i] = (int32_t)id;
+    }
+    free(taken);
+}
+
+// Binds the head of small assistants, which computes logits of the tokens of the nearest centroids only; if the file
+// has it.
 static void bind_centroids(Model *m) {
     Drafter *d = m->drafter;
     Gguf *g = &d->gguf;
@@ -199,27 +233,11 @@ static void bind_centroids(Model *m) {
     if (!m->ops->head_centroid)
         die("%s: tensor '%s': the %s backend does not support centroid heads", g->path, name, m->ops->name);
     bind_scaled(d->binder, &d->centroids, name, (int)n, d->config.dim, 1);
-    const int per = vocab / (int)n, least = (m->options.draft_width + per - 1) / per;  // enough for the candidates
-    d->n_centroids_used = (int)key_int(g, drafter_key(d, "centroid_top_k"), least, (int64_t)n,
-                                       max_int(least, min_int(32, (int)n)));
-    const bool wide = order->type == GGUF_I64;
-    if (!(wide || order->type == GGUF_I32) || order->ne[0] != (uint64_t)vocab ||
-        order->size != (uint64_t)vocab * (wide ? 8 : 4))
-        die("%s: tensor '%s': expected %d values of type I32, got %" PRIu64 " of %s (E_SHAPE)", g->path, order_name,
-            vocab, order->ne[0], gguf_type_name(order->type));
-    d->binder->status[order - g->tensors] = BOUND;
-    d->order = alloc_or_die(vocab, sizeof *d->order);
-    char *taken = alloc_or_die(vocab, 1);
-    for (int i = 0; i < vocab; i++) {
-        int64_t id = 0;
-        memcpy(&id, order->data + (size_t)i * (wide ? 8 : 4), wide ? 8 : 4);        // little-endian, not negative
-        if (id < 0 || id >= vocab || taken[id])
-            die("%s: tensor '%s': expected every token once, got %" PRId64 " at %d (E_PAYLOAD)", g->path, order_name,
-                id, i);
-        taken[id] = 1;
-        d->order[i] = (int32_t)id;
-    }
-    free(taken);
+    const int per_centroid = vocab / (int)n;           // so many centroids have draft_width tokens at least:
+    const int min_used = (m->options.draft_width + per_centroid - 1) / per_centroid;
+    d->n_centroids_used = (int)key_int(g, drafter_key(d, "centroid_top_k"), min_used, (int64_t)n,
+                                       max_int(min_used, min_int(32, (int)n)));
+    load_centroid_order(d, order, order_name);
 }
 
 static void bind_mtp(Model *m) {
@@ -242,7 +260,7 @@ static void bind_mtp(Model *m) {
     for (int l = 0; l < c->n_layers; l++) bind_layer(b, c, &w->layer[l], l);
     bind_centroids(m);
 
-    // Queries turn as the keys do that they meet.
+    // RoPE has to rotate the queries as the target rotates its keys.
     const double base[2] = { c->rope_base, c->rope_base_swa };
     for (int l = 0; l < c->n_layers; l++) {
         const LayerConfig *lc = &c->layer[l];
@@ -257,8 +275,8 @@ static void bind_mtp(Model *m) {
     }
 }
 
-// The target's layers whose outputs a DFlash drafter reads. Mainline files count inputs: that of layer v is the output
-// of v - 1.
+// Sets m->taps, the target's layers whose outputs a DFlash drafter reads. Mainline files (llama.cpp) number the inputs
+// of layers instead: the input of layer v is the output of layer v - 1. first: the number of layer 0's output.
 static void load_taps(Model *m, const char *key, int first) {
     Drafter *d = m->drafter;
     Gguf *g = &d->gguf;
@@ -280,27 +298,21 @@ static void load_taps(Model *m, const char *key, int first) {
     }
 }
 
-// The layers of a DFlash drafter: which slide, and how wide they are.
 static void load_dflash_layers(Model *m, int head_dim) {
     Drafter *d = m->drafter;
-    Gguf *g = &d->gguf;
     Config *c = &d->config;
-    int64_t swa[MAX_LAYERS], kv_heads[MAX_LAYERS], ffn[MAX_LAYERS];
-    for (int l = 0; l < c->n_layers; l++) swa[l] = l < c->n_layers - 1;          // unless the file says otherwise
-    if (gguf_find_kv(g, drafter_key(d, "attention.sliding_window_pattern")))
-        key_per_layer(g, drafter_key(d, "attention.sliding_window_pattern"), 0, INT_MAX, swa, c->n_layers);
-    key_per_layer(g, drafter_key(d, "attention.head_count_kv"), 1, 1024, kv_heads, c->n_layers);
-    key_per_layer(g, drafter_key(d, "feed_forward_length"), 1, 1 << 20, ffn, c->n_layers);
+    LayerKeys keys;
+    for (int l = 0; l < c->n_layers; l++) keys.is_swa[l] = l < c->n_layers - 1;  // if the file has no pattern
+    load_layer_keys(&d->gguf, d->arch, c->n_layers, true, &keys);
     for (int l = 0; l < c->n_layers; l++) {
-        if (c->n_heads % kv_heads[l])
-            die("%s: key '%s': layer %d: expected a divisor of %d heads, got %" PRId64 " (E_META_RANGE)", g->path,
-                drafter_key(d, "attention.head_count_kv"), l, c->n_heads, kv_heads[l]);
-        c->layer[l] = (LayerConfig){ .is_swa = swa[l] != 0, .head_dim = head_dim, .n_kv_heads = (int)kv_heads[l],
-                                     .ffn_dim = (int)ffn[l], .kv_layer = l, .last_reader = l };
+        const int n_kv_heads = (int)keys.n_kv_heads[l];
+        check_kv_heads(&d->gguf, d->arch, l, c->n_heads, n_kv_heads);
+        c->layer[l] = (LayerConfig){ .is_swa = keys.is_swa[l] != 0, .head_dim = head_dim, .n_kv_heads = n_kv_heads,
+                                     .ffn_dim = (int)keys.ffn_dim[l], .kv_layer = l, .last_reader = l };
     }
 }
 
-// The config of a DFlash drafter, in the mainline dialect or an older one. What a file lacks is as in published ones.
+// Reads keys in the mainline dialect (llama.cpp) or in an older one. Defaults are the values of published drafters.
 static void load_dflash_config(Model *m) {
     Drafter *d = m->drafter;
     Gguf *g = &d->gguf;
@@ -318,7 +330,8 @@ static void load_dflash_config(Model *m) {
     c->eps       = (float)key_float(g, KEY("attention.layer_norm_rms_epsilon"), 0);
     c->logit_cap = (float)key_float(g, EITHER("final_logit_softcapping", "dflash.logit_softcap"), t->logit_cap);
     c->rope_base = key_float(g, KEY("rope.freq_base"), 0);
-    d->window     = (int)key_int(g, EITHER("attention.sliding_window", "dflash.sliding_window"), 1, MAX_CONTEXT, 2048);
+    d->window[0]  = DFLASH_WINDOW;
+    d->window[1]  = (int)key_int(g, EITHER("attention.sliding_window", "dflash.sliding_window"), 1, MAX_CONTEXT, 2048);
     d->block_size = (int)key_int(g, EITHER("block_size", "dflash.block_size"), 2, STEP_ROWS, 0);
     d->mask_id    = (int)key_int(g, older ? KEY("dflash.mask_token_id") : "tokenizer.ggml.mask_token_id", 0,
                                  t->vocab - 1, -1);
@@ -328,7 +341,7 @@ static void load_dflash_config(Model *m) {
         die("%s: keys '%s' and value_length: expected the same multiple of 32 (E_META_RANGE)", g->path,
             KEY("attention.key_length"));
     d->attention_scale = (float)key_float(g, KEY("attention.scale"), 1 / sqrt(head_dim));
-    const int64_t causal = key_int(g, KEY("attention.causal"), -1, 1, -1);         // -1: sliding layers alone are
+    const int64_t causal = key_int(g, KEY("attention.causal"), -1, 1, -1);         // -1: only sliding layers are causal
     d->own[0] = causal == 1 ? OWN_CAUSAL : OWN_ALL;
     d->own[1] = causal == 0 ? OWN_ALL : OWN_CAUSAL;
     GgufStr activation = { "silu", 4 };
@@ -336,6 +349,7 @@ static void load_dflash_config(Model *m) {
     if (!str_is(activation, "silu"))
         die("%s: key '%s': expected silu, got '%s' (E_META_RANGE)", g->path, KEY("hidden_activation"),
             shown(activation));
+    d->activation = ACT_SILU;
     load_dflash_layers(m, head_dim);
     load_taps(m, EITHER("target_layers", "dflash.target_layer_ids"), !older);
 #undef EITHER
@@ -352,16 +366,7 @@ static void bind_dflash_layer(Binder *b, const Config *c, LayerWeights *w, int l
     bind_scaled(b, &w->attn_q, NAME("attn_q.weight"), q_dim, dim, 1);
     bind_scaled(b, &w->attn_k, NAME("attn_k.weight"), kv_dim, dim, 1);
     if (find_tensor(b, NAME("attn_v.weight"))) bind_scaled(b, &w->attn_v, name, kv_dim, dim, 1);
-    bind_vector(b, &w->attn_q_norm, NAME("attn_q_norm.weight"), lc->head_dim);
-    bind_vector(b, &w->attn_k_norm, NAME("attn_k_norm.weight"), lc->head_dim);
-    bind_scaled(b, &w->attn_output, NAME("attn_output.weight"), dim, q_dim, 1);
-    if (find_tensor(b, NAME("post_attention_norm.weight"))) bind_vector(b, &w->post_attention_norm, name, dim);
-    bind_vector(b, &w->ffn_norm, NAME("ffn_norm.weight"), dim);
-    bind_scaled(b, &w->ffn_gate, NAME("ffn_gate.weight"), lc->ffn_dim, dim, 1);
-    bind_scaled(b, &w->ffn_up, NAME("ffn_up.weight"), lc->ffn_dim, dim, 1);
-    bind_scaled(b, &w->ffn_down, NAME("ffn_down.weight"), dim, lc->ffn_dim, 1);
-    if (find_tensor(b, NAME("post_ffw_norm.weight"))) bind_vector(b, &w->post_ffw_norm, name, dim);
-    w->layer_output_scale = find_tensor(b, NAME("layer_output_scale.weight")) ? *host_vector(b, name, 1) : 1;
+    bind_blocks(b, c, w, l, true);
 }
 #undef NAME
 
@@ -389,11 +394,11 @@ static void bind_dflash(Model *m) {
     for (int l = 0; l < c->n_layers; l++) bind_dflash_layer(b, c, &w->layer[l], l);
 }
 
-// ==== [3] Room ======================================================================================================
+// ==== [3] Memory ====================================================================================================
 
-enum { MTP_DEPTH = 8 };       // tokens drafted at once, where nobody says how many
+enum { MTP_DEPTH = 8 };       // tokens drafted at once, by default
 
-// Opens and checks a drafter for the model, which is bound already.
+// Opens, checks and binds a drafter. Requires: the target's tensors are bound.
 static void open_drafter(Model *m, const char *path) {
     Drafter *d = m->drafter;
     Binder *b = d->binder;
@@ -428,11 +433,11 @@ static void free_drafter(Drafter *d) {
     gguf_close(&d->gguf);
 }
 
-static int centroid_tokens(const Drafter *d) {         // how many get a logit; 0: all, there are no centroids
+static int centroid_tokens(const Drafter *d) {         // tokens that get a logit; 0: all, there are no centroids
     return d->centroids.data ? d->n_centroids_used * (d->config.vocab / d->centroids.rows) : 0;
 }
 
-// What both kinds work on, with n rows at a time.
+// Activations of both kinds, for n rows at a time.
 static void plan_draft_rows(Drafter *d, Arena *a, size_t n) {
     const Config *c = &d->config;
     const size_t dim = (size_t)c->dim, f = sizeof(float);
@@ -468,7 +473,7 @@ static void plan_mtp(Model *m, Arena *a) {
     d->head_logits = take(a, n * (size_t)centroid_tokens(d), f);
 }
 
-static int dflash_reach(const Drafter *d, int l) { return d->config.layer[l].is_swa ? d->window : DFLASH_REACH; }
+static int draft_window(const Drafter *d, int l) { return d->window[d->config.layer[l].is_swa]; }
 
 static void plan_dflash(Model *m, Arena *a) {
     Drafter *d = m->drafter;
@@ -485,7 +490,7 @@ static void plan_dflash(Model *m, Arena *a) {
         const LayerConfig *lc = &c->layer[l];
         Cache k = { .n_seqs = o->n_seqs, .n_kv_heads = lc->n_kv_heads, .head_dim = lc->head_dim,
                     .k = { .type = type, .dim = lc->head_dim }, .v = { .type = type, .dim = lc->head_dim } };
-        k.slots = (int)round_up((size_t)min_int(o->n_ctx, dflash_reach(d, l) - 1) + STEP_ROWS, TILE_SLOTS);
+        k.slots = (int)round_up((size_t)min_int(o->n_ctx, draft_window(d, l) - 1) + STEP_ROWS, TILE_SLOTS);
         take_cache(a, &k);
         d->caches[l] = k;
         kv_dim = (size_t)max_int((int)kv_dim, lc->n_kv_heads * lc->head_dim);
@@ -521,15 +526,18 @@ static void plan_drafter(Model *m, Arena *a) {
 
 static void upload_drafter(Model *m) {
     Drafter *d = m->drafter;
-    for (int i = 0; i < d->binder->n_uploads; i++) upload(m->ops, &d->gguf, &d->binder->uploads[i], d->binder->uploads[i].dst);
+    for (int i = 0; i < d->binder->n_uploads; i++) {
+        Upload *u = &d->binder->uploads[i];
+        upload(m->ops, &d->gguf, u, u->dst);
+    }
     d->weights_uploaded = true;
 }
 
-// Fills the room that the plan has given to a drafter.
+// Writes what does not change to the drafter's memory.
 static void start_drafter(Model *m) {
     Drafter *d = m->drafter;
     Row rows[STEP_ROWS] = { { 0 } };
-    _Static_assert((int)MAX_SESSIONS <= (int)STEP_ROWS, "room for a row of each session");
+    _Static_assert((int)MAX_SESSIONS <= (int)STEP_ROWS, "one row for each session");
     if (!m->options.lazy_draft) upload_drafter(m);
     if (d->kind == DRAFTER_DFLASH) {
         for (int i = 0; i < STEP_ROWS; i++) rows[i] = (Row){ .index = i, .depth = i };
@@ -538,7 +546,7 @@ static void start_drafter(Model *m) {
                               COPY_IN });
         return;
     }
-    for (int i = 0; i < MAX_SESSIONS; i++) rows[i].seg = i;            // one for each segment; the target has tokens
+    for (int i = 0; i < MAX_SESSIONS; i++) rows[i].seg = i;            // row i drafts for segment i
     m->ops->copy(&(Copy){ d->rows, rows, (size_t)m->options.n_seqs * sizeof *rows, COPY_IN });
     if (d->order) m->ops->copy(&(Copy){ d->token_order, d->order, (size_t)d->config.vocab * sizeof *d->order,
                                         COPY_IN });
@@ -546,42 +554,43 @@ static void start_drafter(Model *m) {
 
 // ==== [4] Passes ====================================================================================================
 
-// The rest of a drafter's layer behind attention: what it adds, and the FFN, as in the target. Norms may be NULL.
-static void draft_feed_forward(Model *m, const LayerWeights *w, int n, ActFn fn, In *stream) {
+// A layer of a drafter, on the rows of b. It is a layer of the target with these differences. MTP: it has no K and V;
+// it reads the committed rows of its donor's cache. DFlash: each row also reads rows of its own block; V may be the K
+// projection; norms of the blocks' outputs may be missing.
+static void draft_layer(Model *m, int l, const Batch *b, In *stream) {
     Drafter *d = m->drafter;
+    const Config *c = &d->config;
+    const LayerWeights *w = &d->weights.layer[l];
+    const bool is_swa = c->layer[l].is_swa, stores_kv = w->attn_k.data != NULL, has_v = w->attn_v.data != NULL;
+    const Cache *cache = stores_kv ? &d->caches[l] : &m->caches[m->cache_of[d->donor[l]]];
+    const Rope rope = stores_kv ? (Rope){ d->inv_freq, d->weights.n_pairs[0] } :
+                               (Rope){ m->s.inv_freq[is_swa], m->weights.n_pairs[is_swa] };
     const Act att_out = act_for(&w->attn_output, d->att_out), ffn = act_for(&w->ffn_down, d->ffn);
+    const int n = b->n_rows;
+
+    Matmul qkv = { .n_rows = n, .in = stream_input(d->x, stream, w->attn_norm) };
+    add_product(&qkv, &w->attn_q, d->q);
+    if (stores_kv) add_product(&qkv, &w->attn_k, d->k[0]);
+    if (has_v) add_product(&qkv, &w->attn_v, d->v[0]);
+    m->ops->matmul(&qkv);
+    const QkvStore store = { .batch = b, .cache = cache, .n_heads = c->n_heads, .q = d->q,
+                             .k = stores_kv ? d->k[0] : NULL, .v = has_v ? d->v[0] : stores_kv ? d->k[0] : NULL,
+                             .w_q = w->attn_q_norm, .w_k = w->attn_k_norm, .v_norm = !has_v, .rope = rope,
+                             .eps = c->eps };
+    m->ops->attend(&(Attend){ .batch = b, .cache = cache, .n_heads = c->n_heads, .q = d->q,
+                              .window = draft_window(d, l), .own = d->own[is_swa], .scale = d->attention_scale,
+                              .store = &store, .out = att_out });
     multiply(m, n, (In){ .act = att_out }, &w->attn_output, d->y);
-    stream->delta[0] = d->y;
-    stream->w_post = w->post_attention_norm;
+    add_to_stream(stream, d->y, w->post_attention_norm);
 
     m->ops->gate_up(&(GateUp){ .n_rows = n, .in = stream_input(d->x, stream, w->ffn_norm), .gate = &w->ffn_gate,
-                               .up = &w->ffn_up, .fn = fn, .out = ffn });
+                               .up = &w->ffn_up, .fn = d->activation, .out = ffn });
     multiply(m, n, (In){ .act = ffn }, &w->ffn_down, d->mlp);
-    stream->delta[0] = d->mlp;
-    stream->w_post = w->post_ffw_norm;
+    add_to_stream(stream, d->mlp, w->post_ffw_norm);
     stream->scale = w->layer_output_scale;
 }
 
-// A layer of an MTP assistant: as in the target, but K and V are the donor's, and only committed rows are seen.
-static void mtp_layer(Model *m, int l, const Batch *b, In *stream) {
-    Drafter *d = m->drafter;
-    const LayerConfig *lc = &d->config.layer[l];
-    const LayerWeights *w = &d->weights.layer[l];
-    const Cache *cache = &m->caches[m->cache_of[d->donor[l]]];
-    const int n = b->n_rows, n_heads = d->config.n_heads;
-    const Act att_out = act_for(&w->attn_output, d->att_out);
-
-    multiply(m, n, stream_input(d->x, stream, w->attn_norm), &w->attn_q, d->q);
-    const QkvStore query = { .batch = b, .cache = cache, .n_heads = n_heads, .q = d->q, .w_q = w->attn_q_norm,
-                             .v_norm = true, .rope = { m->s.inv_freq[lc->is_swa], m->weights.n_pairs[lc->is_swa] },
-                             .eps = d->config.eps };
-    m->ops->attend(&(Attend){ .batch = b, .cache = cache, .n_heads = n_heads, .q = d->q,
-                              .window = lc->is_swa ? d->window : 0,
-                              .own = OWN_NONE, .scale = 1, .store = &query, .out = att_out });
-    draft_feed_forward(m, w, n, ACT_GELU, stream);
-}
-
-// The candidates for the k-th token, from the stream behind the last layer, normed.
+// Computes the candidates of draft k from the stream after the last layer.
 static void mtp_head(Model *m, int k, int n, In stream) {
     Drafter *d = m->drafter;
     const int width = m->options.draft_width;
@@ -598,6 +607,7 @@ static void mtp_head(Model *m, int k, int n, In stream) {
                               .top_logits = logits, .logsumexp = logsumexp });
 }
 
+// Drafts `depth` tokens for each of n segments, one pass for each token.
 static void draft_mtp(Model *m, int n, int depth) {
     Drafter *d = m->drafter;
     const State *s = &m->s;
@@ -608,7 +618,7 @@ static void draft_mtp(Model *m, int n, int depth) {
     for (int k = 0; k < depth; k++) {
         Pair begin = { .n_rows = n, .table = &m->weights.token_embd, .scale = sqrtf((float)m->config.dim), .of = d->of,
                        .tokens = s->next, .token_stride = 1, .hidden = s->hidden, .row = s->last, .out = pair };
-        if (k) {                                       // go on from what the last pass found
+        if (k) {                                       // continue from the last pass: its token and hidden row
             multiply(m, n, stream, &d->post_projection, d->hidden);
             begin.of = begin.row = NULL;
             begin.tokens = d->ids + (size_t)(k - 1) * n * width;
@@ -618,20 +628,21 @@ static void draft_mtp(Model *m, int n, int depth) {
         m->ops->pair(&begin);
         multiply(m, n, (In){ .act = pair }, &d->pre_projection, d->x[0]);
         stream = (In){ .x = d->x[0], .scale = 1, .eps = d->config.eps };
-        for (int l = 0; l < d->config.n_layers; l++) mtp_layer(m, l, &b, &stream);
+        for (int l = 0; l < d->config.n_layers; l++) draft_layer(m, l, &b, &stream);
         stream.w_pre = d->weights.output_norm;
         mtp_head(m, k, n, stream);
     }
 }
 
-// Rows of a batch that a ring would have lost when the last ones are stored.
+// The number of first rows of a batch that the last ones would overwrite in the ring of layer l.
 static int rows_lost(const Drafter *d, int l, const Batch *b) {
     return b->n_segs == 1 ? max_int(0, b->n_rows - d->caches[l].slots) : 0;
 }
 
-// Takes rows, whose taps (n_rows, n_taps * dim) are given, into the contexts of their sessions: a row of K and V in every
-// layer. Of each segment n_accept rows stay. A segment with more rows than a ring holds is alone: its last rows are stored.
-static void take_context(Model *m, const Batch *b, const float *taps, const int32_t *n_accept, const int32_t *path) {
+// Adds rows to the contexts of their sessions: stores a row of K and V in every layer. taps (n_rows, n_taps * dim) are
+// the target's outputs for these rows. Of each segment n_accept rows are committed. A segment with more rows than a
+// ring holds is the only one of the batch; its last rows are stored.
+static void extend_context(Model *m, const Batch *b, const float *taps, const int32_t *n_accept, const int32_t *path) {
     Drafter *d = m->drafter;
     const Config *c = &d->config;
     multiply(m, b->n_rows, (In){ .x = taps, .scale = 1 }, &d->fc, d->context);
@@ -644,8 +655,8 @@ static void take_context(Model *m, const Batch *b, const float *taps, const int3
                                                      .w_pre = d->hidden_norm, .eps = c->eps } };
         for (n = 0; n < LAYERS_AT_ONCE && l + n < c->n_layers && rows_lost(d, l + n, b) == skip; n++) {
             const LayerWeights *w = &d->weights.layer[l + n];
-            kv.w[kv.n] = &w->attn_k, kv.out[kv.n++] = d->k[n];
-            if (w->attn_v.data) kv.w[kv.n] = &w->attn_v, kv.out[kv.n++] = d->v[n];
+            add_product(&kv, &w->attn_k, d->k[n]);
+            if (w->attn_v.data) add_product(&kv, &w->attn_v, d->v[n]);
         }
         m->ops->matmul(&kv);
         for (int i = 0; i < n; i++) {
@@ -661,92 +672,108 @@ static void take_context(Model *m, const Batch *b, const float *taps, const int3
                                    .path = path });
 }
 
-// What else the operations of a drafter's commit depend on: StepKey.variant. Of a backlog also its session.
-enum { TAKES_KNOWN, TAKES_WALKED, TAKES_PATHS = 2, TAKES_BACKLOG = 4 };
+// What else the operations that extend a context depend on: StepKey.variant. CONTEXT_PATHS is a flag; the session is
+// added to CONTEXT_BACKLOG.
+enum { CONTEXT_KNOWN, CONTEXT_WALKED, CONTEXT_PATHS = 2, CONTEXT_BACKLOG = 4 };
 
 static void count_written(Drafter *d, int seq, int end) { d->n_written[seq] = max_int(d->n_written[seq], end); }
 
-// Takes in the backlog of a session, which ends at token `end` of it. The rows are as many as a power of two, so that
-// few kinds of steps are recorded; those behind the backlog do not stay.
-static void take_backlog(Model *m, int seq, int end) {
+// Adds the backlog of a session, which ends at token `end`, to its context. The pass has as many rows as the next power
+// of two, so that few kinds of steps are recorded; the rows after the backlog are not committed.
+static void flush_backlog(Model *m, int seq, int end) {
     Drafter *d = m->drafter;
-    const int32_t waiting = d->n_backlog[seq];
+    const int32_t n_backlog = d->n_backlog[seq];
     int n = 1;
-    if (!waiting) return;
-    while (n < waiting) n *= 2;
+    if (!n_backlog) return;
+    while (n < n_backlog) n *= 2;
     const Segment seg = { .seq = seq, .n = n };
     m->ops->copy(&(Copy){ d->backlog_seg, &seg, sizeof seg, COPY_IN });
-    m->ops->copy(&(Copy){ d->backlog_n, &waiting, sizeof waiting, COPY_IN });
+    m->ops->copy(&(Copy){ d->backlog_n, &n_backlog, sizeof n_backlog, COPY_IN });
     const Batch b = { .rows = d->backlog_rows, .segs = d->backlog_seg, .len = d->len, .n_rows = n, .n_segs = 1 };
     const size_t taps = (size_t)m->taps.n * (size_t)d->config.dim;
     if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = STEP_COMMIT, .rows = n, .segs = 1,
-                                 .variant = TAKES_BACKLOG + seq }))
-        take_context(m, &b, d->backlog + (size_t)seq * STEP_ROWS * taps, d->backlog_n, NULL);
+                                 .variant = CONTEXT_BACKLOG + seq }))
+        extend_context(m, &b, d->backlog + (size_t)seq * STEP_ROWS * taps, d->backlog_n, NULL);
     m->ops->end();
-    count_written(d, seq, end - waiting + n);
+    count_written(d, seq, end - n_backlog + n);
     d->n_backlog[seq] = 0;
 }
 
-// The first n rows of a chain of the last step, which ends at token `end` of its session, wait in the backlog.
-static void let_wait(Model *m, const Segment *seg, int n, int end) {
+// Copies the taps of the first n rows of a segment, a chain that ends at token `end` of its session, to the backlog. If
+// the backlog is full, it is added to the context first; if the weights are not uploaded yet, it is dropped.
+static void add_to_backlog(Model *m, const Segment *seg, int n, int end) {
     Drafter *d = m->drafter;
     const int seq = seg->seq;
     const size_t taps = (size_t)m->taps.n * (size_t)d->config.dim;
-    if (d->n_backlog[seq] + n > STEP_ROWS && d->weights_uploaded) take_backlog(m, seq, end - n);
-    if (d->n_backlog[seq] + n > STEP_ROWS) d->n_backlog[seq] = 0, d->context_start[seq] = end - n;
+    if (d->n_backlog[seq] + n > STEP_ROWS && d->weights_uploaded) flush_backlog(m, seq, end - n);
+    if (d->n_backlog[seq] + n > STEP_ROWS) {
+        d->n_backlog[seq] = 0;
+        d->context_start[seq] = end - n;
+    }
     const size_t at = (size_t)seq * STEP_ROWS + (size_t)d->n_backlog[seq];
     if (n) m->ops->copy(&(Copy){ d->backlog + at * taps, m->s.tapped + (size_t)seg->first * taps,
                                  (size_t)n * taps * sizeof(float), COPY_WITHIN });
     d->n_backlog[seq] += n;
 }
 
-// To be called behind every kv_commit of the last step's rows, before the next step: what became part of sessions
-// becomes part of a DFlash drafter's context. n_accept: rows of each segment, on the host, which has counted them in
-// m->len; they and the paths of trees are in m->s too. NULL: nobody knows yet, m->s.walked and .path say so in backend
-// memory. Chains of few rows wait, for until a draft is wanted. As long as the weights of a lazy drafter were not
-// wanted, no more than that is kept.
+// Adds the committed rows of the last step to the contexts of a DFlash drafter. Call it after every kv_commit and
+// before the next step. n_accept: committed rows of each segment; the host has counted them in m->len, and they and the
+// paths of trees are in m->s too. NULL: the host does not know them yet, m->s.walked and .path have them in backend
+// memory.
+//   Short chains, known to the host, go to the backlog: they are added when a draft is needed.
+//   If the weights of a lazy drafter are not uploaded yet, the rows of a long prompt are dropped: the context begins
+//   after them.
+//   All others are added at once.
 static void drafter_committed(Model *m, const int32_t *n_accept) {
     Drafter *d = m->drafter;
     State *s = &m->s;
-    bool wait = n_accept != NULL, trees = false;
+    bool postpone = n_accept != NULL, trees = false;
     if (d->kind != DRAFTER_DFLASH) return;
     for (int i = 0; i < m->step.n_segs; i++) {
         trees |= m->step.segs[i].kind == SEG_TREE;
-        wait = wait && !trees && n_accept[i] <= STEP_ROWS;
+        postpone = postpone && !trees && n_accept[i] <= STEP_ROWS;
     }
-    const bool forget = n_accept && !wait && !d->weights_uploaded;
-    if (!wait && !forget && !d->weights_uploaded) upload_drafter(m);
+    const bool drop = n_accept && !postpone && !d->weights_uploaded;
+    if (!postpone && !drop && !d->weights_uploaded) upload_drafter(m);
     for (int i = 0; i < m->step.n_segs; i++) {
         const Segment *seg = &m->step.segs[i];
         const int seq = seg->seq, before = m->len[seq] - (n_accept ? n_accept[i] : 0);
         assert(m->step.n_segs == 1 || seg->n <= STEP_ROWS);
         count_written(d, seq, before + d->n_draft_rows[seq]);
         d->n_draft_rows[seq] = 0;
-        if (wait) let_wait(m, seg, n_accept[i], m->len[seq]);
-        else if (forget) d->context_start[seq] = m->len[seq], d->n_backlog[seq] = 0;
-        else take_backlog(m, seq, before), count_written(d, seq, before + seg->n);
+        if (postpone) {
+            add_to_backlog(m, seg, n_accept[i], m->len[seq]);
+        } else if (drop) {
+            d->context_start[seq] = m->len[seq];
+            d->n_backlog[seq] = 0;
+        } else {
+            flush_backlog(m, seq, before);
+            count_written(d, seq, before + seg->n);
+        }
     }
-    if (wait || forget) return;
+    if (postpone || drop) return;
     const Batch b = step_batch(m, d->len);
-    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = m->step.n_rows > STEP_ROWS ? STEP_PROMPT : STEP_COMMIT,
-                                 .rows = m->step.n_rows, .segs = m->step.n_segs,
-                                 .variant = (n_accept ? TAKES_KNOWN : TAKES_WALKED) | (trees ? TAKES_PATHS : 0) }))
-        take_context(m, &b, s->tapped, n_accept ? s->n_accept : s->walked, trees ? s->path : NULL);
+    const StepKind kind = m->step.n_rows > STEP_ROWS ? STEP_PROMPT : STEP_COMMIT;
+    const int32_t variant = (n_accept ? CONTEXT_KNOWN : CONTEXT_WALKED) | (trees ? CONTEXT_PATHS : 0);
+    if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = kind, .rows = m->step.n_rows, .segs = m->step.n_segs,
+                                 .variant = variant }))
+        extend_context(m, &b, s->tapped, n_accept ? s->n_accept : s->walked, trees ? s->path : NULL);
     m->ops->end();
 }
 
-// Session seq becomes n tokens long. Where the drafter's context does not reach back, or was not told what came since,
-// it starts anew behind them.
+// Cuts the context of session seq back to n tokens. If rows that are needed are overwritten, or the context does not
+// cover these tokens, a new context begins after them.
 static void shorten_drafter(Model *m, int seq, int n) {
     Drafter *d = m->drafter;
     if (d->kind != DRAFTER_DFLASH) return;
-    const int stored = m->len[seq] - d->n_backlog[seq], seen = max_int(d->n_written[seq], m->len[seq] + d->n_draft_rows[seq]);
+    const int stored = m->len[seq] - d->n_backlog[seq];
+    const int written = max_int(d->n_written[seq], m->len[seq] + d->n_draft_rows[seq]);
     bool keeps = n > d->context_start[seq] && n <= m->len[seq];
     for (int l = 0; l < d->config.n_layers && n < stored; l++) {
         const int slots = d->caches[l].slots;
-        if (slots < seen - d->context_start[seq] && seen - n > slots - (dflash_reach(d, l) - 1)) keeps = false;
+        if (slots < written - d->context_start[seq] && written - n > slots - (draft_window(d, l) - 1)) keeps = false;
     }
-    d->n_written[seq] = keeps ? seen : n;
+    d->n_written[seq] = keeps ? written : n;
     d->n_draft_rows[seq] = 0;
     if (!keeps) d->context_start[seq] = n;
     d->n_backlog[seq] = keeps ? max_int(0, n - stored) : 0;
@@ -754,47 +781,28 @@ static void shorten_drafter(Model *m, int seq, int n) {
     m->ops->copy(&(Copy){ d->len + seq, &len, sizeof len, COPY_IN });
 }
 
-// A layer of a DFlash drafter on rows of blocks.
-static void dflash_layer(Model *m, int l, const Batch *b, In *stream) {
-    Drafter *d = m->drafter;
-    const Config *c = &d->config;
-    const LayerWeights *w = &d->weights.layer[l];
-    const Cache *cache = &d->caches[l];
-    const int n = b->n_rows;
-    const bool has_v = w->attn_v.data != NULL;
-    const Act att_out = act_for(&w->attn_output, d->att_out);
-
-    m->ops->matmul(&(Matmul){ .n_rows = n, .in = stream_input(d->x, stream, w->attn_norm), .n = has_v ? 3 : 2,
-                              .w = { &w->attn_q, &w->attn_k, &w->attn_v }, .out = { d->q, d->k[0], d->v[0] } });
-    const QkvStore store = { .batch = b, .cache = cache, .n_heads = c->n_heads, .q = d->q, .k = d->k[0],
-                             .v = has_v ? d->v[0] : d->k[0], .w_q = w->attn_q_norm, .w_k = w->attn_k_norm,
-                             .v_norm = !has_v, .rope = { d->inv_freq, d->weights.n_pairs[0] }, .eps = c->eps };
-    m->ops->attend(&(Attend){ .batch = b, .cache = cache, .n_heads = c->n_heads, .q = d->q,
-                              .window = dflash_reach(d, l), .own = d->own[c->layer[l].is_swa],
-                              .scale = d->attention_scale, .store = &store, .out = att_out });
-    draft_feed_forward(m, w, n, ACT_SILU, stream);
-}
-
-// Blocks of 1 + depth rows, as many at a time as make a step. The rows behind the first of each go to the head, those
-// of all blocks together: of one block they lie together already.
+// Drafts `depth` tokens for each of n segments: a block of 1 + depth rows each, as many blocks in a pass as fit into
+// STEP_ROWS rows. All rows but the first of each block are the input of the head; they are gathered in d->hidden. The
+// rows of a single block follow each other already, so they are read in place.
 static void draft_dflash(Model *m, int n, int depth) {
     Drafter *d = m->drafter;
-    const int dim = d->config.dim, block = 1 + depth, most = STEP_ROWS / block;
+    const int dim = d->config.dim, block = 1 + depth, max_blocks = STEP_ROWS / block;
     const Weights *w = &d->weights, *target = &m->weights;
     const Tensor *head = w->output.data ? &w->output : target->output.data ? &target->output : &target->token_embd;
     In in = { .x = d->hidden, .scale = 1, .eps = d->config.eps };
     move_rows(m, n, 1, m->s.next, 1, d->of, &d->rows->token, block * (int)(sizeof(Row) / sizeof(int32_t)));
-    for (int first = 0; first < n; first += most) {
-        const int n_blocks = min_int(most, n - first);
+    for (int first = 0; first < n; first += max_blocks) {
+        const int n_blocks = min_int(max_blocks, n - first);
         const Batch b = { .rows = d->rows + (size_t)first * (size_t)block, .segs = d->segs, .len = d->len,
                           .n_rows = n_blocks * block, .n_segs = n };
         m->ops->embed(&(Embed){ .batch = &b, .table = w->token_embd.data ? &w->token_embd : &target->token_embd,
                                 .scale = d->embedding_scale, .out = d->x[0] });
         In stream = { .x = d->x[0], .scale = 1, .eps = d->config.eps };
-        for (int l = 0; l < d->config.n_layers; l++) dflash_layer(m, l, &b, &stream);
+        for (int l = 0; l < d->config.n_layers; l++) draft_layer(m, l, &b, &stream);
         if (n == 1) {
             in = stream;
-            in.x += dim, in.delta[0] += dim;
+            in.x += dim;
+            in.delta[0] += dim;
             break;
         }
         m->ops->close(&(Close){ .n_rows = b.n_rows, .cols = dim, .in = stream_input(d->x, &stream, NULL) });
@@ -808,9 +816,9 @@ static void draft_dflash(Model *m, int n, int depth) {
                           .logsumexp = d->logsumexp });
 }
 
-// Issues the drafting of `depth` tokens for n of the last step's segments (their numbers, on the host), whose tokens
-// are chosen, walked and committed: candidates go to m->drafter->ids, .logits (depth, n, draft_width) and .logsumexp
-// (depth, n), in backend memory.
+// Issues the drafting of `depth` tokens for n segments of the last step. segs: their numbers, on the host. Requires:
+// the step's tokens are sampled, verified and committed. The results are m->drafter->ids, .logits (depth, n,
+// draft_width) and .logsumexp (depth, n), in backend memory.
 static void issue_draft(Model *m, const int32_t *segs, int n, int depth) {
     Drafter *d = m->drafter;
     const bool is_block = d->kind == DRAFTER_DFLASH;
@@ -822,7 +830,7 @@ static void issue_draft(Model *m, const int32_t *segs, int n, int depth) {
         const Segment *seg = &m->step.segs[segs[i]];
         of[i] = (Segment){ .seq = seg->seq, .first = i * rows, .n = rows, .kind = SEG_CHAIN };
         if (!is_block) continue;
-        take_backlog(m, seg->seq, m->len[seg->seq]);
+        flush_backlog(m, seg->seq, m->len[seg->seq]);
         d->n_draft_rows[seg->seq] = max_int(d->n_draft_rows[seg->seq], rows);
     }
     if (is_block) {
@@ -841,13 +849,24 @@ static void issue_draft(Model *m, const int32_t *segs, int n, int depth) {
     m->ops->end();
 }
 
-
 // ==== [5] Verification ==============================================================================================
 
-// The last step had drafts, or gets some behind it: a token is chosen at every row of logits, the drafts are walked as far as
-// they are what was chosen, these rows are committed, and `depth` tokens are drafted behind n of the segments (their numbers).
-// One follows the other without the host; read_result() waits for what came of it. forced: not the walk, this says how many
-// rows of each segment, all chains of drafts, are accepted, as for measurements; NULL: the walk.
+// Fills s.last and s.walked as if forced[i] rows of segment i, all chains in which every row is an output row, had been
+// accepted.
+static void force_acceptance(Model *m, const int32_t *forced) {
+    const size_t n_seqs = (size_t)m->options.n_seqs;
+    int32_t last_and_walked[2 * MAX_SESSIONS] = { 0 };
+    for (int i = 0; i < m->step.n_segs; i++) {
+        last_and_walked[i] = m->step.segs[i].first + forced[i] - 1;
+        last_and_walked[n_seqs + (size_t)i] = forced[i];
+    }
+    m->ops->copy(&(Copy){ m->s.last, last_and_walked, 2 * n_seqs * sizeof *last_and_walked, COPY_IN });
+}
+
+// Issues the rest of a step that has drafts, or that drafts follow: samples a token at every output row, accepts drafts
+// as far as they equal the sampled tokens, commits the accepted rows, and drafts `depth` tokens for n of the segments
+// (segs: their numbers). The host does not wait between these; read_result() waits for the result. forced: for
+// measurements, the number of rows to accept of each segment; NULL: verify.
 static void issue_verification(Model *m, const int32_t *segs, int n, int depth, const int32_t *forced) {
     const Ops *op = m->ops;
     State *s = &m->s;
@@ -855,13 +874,12 @@ static void issue_verification(Model *m, const int32_t *segs, int n, int depth, 
     const Batch all = step_batch(m, s->len);
     bool trees = false;
     v->n_segs = m->step.n_segs;
-    for (int i = 0; i < m->step.n_segs; i++) trees |= m->step.segs[i].kind == SEG_TREE, v->seq[i] = m->step.segs[i].seq;
-    int32_t *path = trees ? s->path : NULL;
-    if (forced) {                                      // every row of a chain has logits: its last row that stays is a kept row
-        int32_t found[2 * MAX_SESSIONS] = { 0 }, *const walked = found + m->options.n_seqs;
-        for (int i = 0; i < m->step.n_segs; i++) found[i] = m->step.segs[i].first + forced[i] - 1, walked[i] = forced[i];
-        op->copy(&(Copy){ s->last, found, 2 * (size_t)m->options.n_seqs * sizeof *found, COPY_IN });
+    for (int i = 0; i < m->step.n_segs; i++) {
+        trees |= m->step.segs[i].kind == SEG_TREE;
+        v->seq[i] = m->step.segs[i].seq;
     }
+    int32_t *path = trees ? s->path : NULL;
+    if (forced) force_acceptance(m, forced);
     if (op->begin((StepKey){ .model = m->number, .kind = STEP_SAMPLE, .rows = m->step.n_rows, .segs = m->step.n_segs,
                              .logits = m->step.n_out, .out_rows = forced != NULL,
                              .variant = trees ? WALKS_PATHS : WALKS_CHAINS })) {
@@ -882,7 +900,8 @@ static void issue_verification(Model *m, const int32_t *segs, int n, int depth, 
     if (op->fence) v->end_fence = op->fence();
 }
 
-// Waits for the verdict, on which sessions are as long as it says. A step may be under way behind it.
+// Waits for the result of issue_verification(), and adds the accepted rows to the host's copy of the lengths. The next
+// step may have been issued already.
 static void read_result(Model *m) {
     const Ops *op = m->ops;
     StepResult *v = m->result;
@@ -892,8 +911,10 @@ static void read_result(Model *m) {
     else op->wait();
     v->drafted = seconds();
     for (int i = 0; i < v->n_segs; i++) m->len[v->seq[i]] += v->accepted[i];
-    for (int i = 0; m->step.ahead && i < m->step.n_segs; i++)
-        m->n_written[m->step.segs[i].seq] = max_int(m->n_written[m->step.segs[i].seq], m->len[m->step.segs[i].seq] + m->step.segs[i].n);
+    for (int i = 0; m->step.ahead && i < m->step.n_segs; i++) {        // the next step writes from the new ends on
+        const Segment *seg = &m->step.segs[i];
+        m->n_written[seg->seq] = max_int(m->n_written[seg->seq], m->len[seg->seq] + seg->n);
+    }
 }
 
 #endif

@@ -247,7 +247,7 @@ static double bytes_per_draft(const Model *m, int pos) {
     if (!is_block) bytes += (double)matrix_bytes(&d->pre_projection) + (double)matrix_bytes(&d->post_projection);
     for (int l = 0; l < c->n_layers; l++) {
         bytes += layer_size(c, &d->weights.layer[l], true);
-        const int seen = is_block ? min_int(pos, dflash_reach(d, l)) : c->layer[l].is_swa ? min_int(pos, d->window - 1) : pos;
+        const int seen = is_block ? min_int(pos, draft_window(d, l)) : c->layer[l].is_swa ? min_int(pos, d->window[1] - 1) : pos;
         bytes += cache_bytes(is_block ? &d->caches[l] : &m->caches[m->cache_of[d->donor[l]]], seen);
     }
     return bytes;

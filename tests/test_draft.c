@@ -97,7 +97,7 @@ static Chain read_chain(Model *m, int row, int n, int depth) {
 static Chain chain_behind(const char *path, ModelOptions o, int window) {          // behind the reference prompt; window 0: the usual one
     int32_t *prompt = golden("", "tokens.i32", L * sizeof *prompt);
     Model *m = open_pair(path, o);
-    if (window) m->drafter->window = window;
+    if (window) m->drafter->window[1] = window;
     answer_prompt(m, prompt, L);
     issue_draft(m, &(int32_t){ 0 }, 1, DEPTH);
     const Chain c = read_chain(m, 0, 1, DEPTH);
@@ -125,7 +125,7 @@ static void test_golden(const char *family) {
     ModelOptions o = plan(mtp_of(family), KV_F32, 1, VOCAB);
     o.n_batch = STEP_ROWS;                             // larger steps of a GPU round more
     Model *m = open_pair(make_model(family, family, "f32", NULL), o);
-    m->drafter->window = m->config.n_swa + 2;
+    m->drafter->window[1] = m->config.n_swa + 2;
     const int32_t next = answer_prompt(m, prompt, L);
     CHECK(next == draft[0], "%s: the target chose %d, expected %d", family, next, draft[0]);
     read_back(m, got, m->s.hidden, sizeof got);
