@@ -1,16 +1,15 @@
-/* plan.h - how much backend memory everything gets, and loading a model into it.
+/* plan.h - the memory plan: how much backend memory everything gets, and loading a model into it.
  *
  * Uses load.h and draft.h. Begin with plan_memory() and load_model().
- * All backend memory of a model and its drafter, but the backend's own scratch, is planned here and reserved in one
- * piece at start. Forward's activations are sized for n_batch rows; what has to fit decides how many these are, and how
- * long a context.
+ * All backend memory of a model and its drafter, except the backend's own scratch, is planned here and reserved in one
+ * piece at start. Activations have n_batch rows; n_batch and the context are chosen so that the plan fits into memory.
  *   [1] The plan    [2] Loading    [3] Reading ahead */
 #ifndef PLAN_H
 #define PLAN_H
 
 // ==== [1] The plan ==================================================================================================
 
-// Rows of quantised types are whole groups, and a tied row has one type.
+// A row of a quantised type consists of whole groups; a tied row has one type.
 static void check_kv_types(const Model *m, int layer, const Cache *c) {
     const KvPlane *planes[] = { &c->k, &c->v };
     if (c->n_rot && c->k.type != c->v.type)
@@ -23,74 +22,93 @@ static void check_kv_types(const Model *m, int layer, const Cache *c) {
                 c->n_rot ? " or --kv-layout untied" : "");
 }
 
-// The caches of all layers that own one, and the stage that their rows pass through in prompt steps.
+// The caches of all layers that own one, and the staging rows of prompts.
 static void plan_caches(Model *m, Arena *a) {
     const Config *c = &m->config;
     const ModelOptions *o = &m->options;
     const KvType ring_type = o->ring_type != KV_F32 ? o->ring_type : o->k_type == KV_F32 ? KV_F32 : KV_F16;
-    int stage_dim = 0;                                 // values of a row of all heads, in the widest ring
+    int staging_dim = 0;                               // values of a row of all heads, in the widest ring
     m->n_caches = 0;
     for (int l = 0; l < c->first_shared; l++) {
         const LayerConfig *lc = &c->layer[l];
         const LayerWeights *w = &m->weights.layer[l];
-        Cache k = { .n_seqs = o->n_seqs, .n_kv_heads = lc->n_kv_heads, .head_dim = lc->head_dim };
-        k.slots = (int)round_up((size_t)o->n_ctx + STEP_ROWS, TILE_SLOTS);
-        k.k = (KvPlane){ .type = o->k_type, .dim = lc->head_dim };
-        k.v = (KvPlane){ .type = o->v_type, .dim = lc->head_dim };
+        Cache cache = { .n_seqs = o->n_seqs, .n_kv_heads = lc->n_kv_heads, .head_dim = lc->head_dim };
+        cache.slots = (int)round_up((size_t)o->n_ctx + STEP_ROWS, TILE_SLOTS);
+        cache.k = (KvPlane){ .type = o->k_type, .dim = lc->head_dim };
+        cache.v = (KvPlane){ .type = o->v_type, .dim = lc->head_dim };
         if (lc->is_swa) {
-            k.slots = min_int(k.slots, (int)round_up((size_t)c->n_swa - 1 + STEP_ROWS, TILE_SLOTS));
-            k.k.type = k.v.type = ring_type;
-            stage_dim = max_int(stage_dim, lc->n_kv_heads * lc->head_dim);
+            cache.slots = min_int(cache.slots, (int)round_up((size_t)c->n_swa - 1 + STEP_ROWS, TILE_SLOTS));
+            cache.k.type = cache.v.type = ring_type;
+            staging_dim = max_int(staging_dim, lc->n_kv_heads * lc->head_dim);
         } else if (!w->attn_v.data && !o->untied) {
-            k.n_rot = m->weights.n_pairs[0];
-            k.k.dim = 2 * k.n_rot;
-            k.fold = w->attn_k_norm;
+            cache.n_rot = m->weights.n_pairs[0];
+            cache.k.dim = 2 * cache.n_rot;
+            cache.fold = w->attn_k_norm;
         }
-        check_kv_types(m, l, &k);
-        if (!lc->is_swa && o->tail && (kv_group(k.k.type) || kv_group(k.v.type))) {
-            k.tail_slots = (int)round_up((size_t)o->tail + STEP_ROWS, TILE_SLOTS);
-            k.k_tail = (KvPlane){ .type = KV_F16, .dim = k.k.dim };
-            k.v_tail = (KvPlane){ .type = KV_F16, .dim = k.v.dim };
+        check_kv_types(m, l, &cache);
+        if (!lc->is_swa && o->tail && (kv_group(cache.k.type) || kv_group(cache.v.type))) {
+            cache.tail_slots = (int)round_up((size_t)o->tail + STEP_ROWS, TILE_SLOTS);
+            cache.k_tail = (KvPlane){ .type = KV_F16, .dim = cache.k.dim };
+            cache.v_tail = (KvPlane){ .type = KV_F16, .dim = cache.v.dim };
         }
         const size_t before = a->used;
-        take_cache(a, &k);
+        take_cache(a, &cache);
         *(lc->is_swa ? &m->plan.kv_rings : &m->plan.kv_global) += a->used - before;
         m->cache_of[l] = m->n_caches;
-        m->caches[m->n_caches++] = k;
+        m->caches[m->n_caches++] = cache;
     }
     for (int l = c->first_shared; l < c->n_layers; l++) m->cache_of[l] = m->cache_of[c->layer[l].kv_layer];
 
     const size_t before = a->used;
-    m->staging = (Cache){ .n_seqs = 1, .n_kv_heads = 1, .slots = (int)round_up(o->n_batch, TILE_SLOTS),
-                        .k = { .type = ring_type, .dim = stage_dim }, .v = { .type = ring_type, .dim = stage_dim } };
+    const KvPlane staging = { .type = ring_type, .dim = staging_dim };
+    m->staging = (Cache){ .n_seqs = 1, .n_kv_heads = 1, .slots = (int)round_up(o->n_batch, TILE_SLOTS), .k = staging,
+                          .v = staging };
     take_cache(a, &m->staging);
     m->plan.staging = a->used - before;
 }
 
-// What a step of at most n rows needs from one layer to the next, and behind the last.
-static void plan_stream(const Model *m, Arena *a, State *s, size_t n, size_t kept) {
+// The buffers of a step of at most n rows and n_out output rows that have to last from one layer to the next. Steps of
+// prompts and other steps may have their own (ModelOptions.interleave).
+static void plan_stream(const Model *m, Arena *a, State *s, size_t n, size_t n_out) {
     const Config *c = &m->config;
     const size_t dim = (size_t)c->dim, ple = (size_t)c->n_layers * (size_t)c->ple_dim, f = sizeof(float);
     s->rows = take(a, n, sizeof(Row));
-    s->out_rows = take(a, kept, sizeof(Row));
+    s->out_rows = take(a, n_out, sizeof(Row));
     s->segs = take(a, (size_t)m->options.n_seqs, sizeof(Segment));
-    s->out_index = take(a, kept, sizeof(int32_t));
+    s->out_index = take(a, n_out, sizeof(int32_t));
     for (int i = 0; i < 2; i++) s->x[i] = take(a, n * dim, f);
     s->y = take(a, n * dim, f);
     s->mlp = take(a, n * dim, f);
     s->moe = c->n_experts ? take(a, n * dim, f) : NULL;
     s->ple = ple ? take(a, n * ple, f) : NULL;
-    s->ple_out = ple ? take(a, kept * ple, f) : NULL;
-    s->logits = take(a, kept * (size_t)c->vocab, f);
-    s->hidden = take(a, kept * dim, f);
+    s->ple_out = ple ? take(a, n_out * ple, f) : NULL;
+    s->logits = take(a, n_out * (size_t)c->vocab, f);
+    s->hidden = take(a, n_out * dim, f);
     const size_t taps = (size_t)m->taps.n * (size_t)m->drafter->config.dim;
     s->tapped = taps ? take(a, n * taps, f) : NULL;
 }
 
-static void plan_state(Model *m, Arena *a) {
-    const Config *c = &m->config;
+// What sampling and verification need. The arrays from s->walked on follow each other: one copy reads a StepResult.
+static void plan_sampling(const Model *m, Arena *a, State *s) {
     const ModelOptions *o = &m->options;
-    State *s = &m->s;
+    const size_t n_seqs = (size_t)o->n_seqs, n_out = (size_t)o->n_logits, f = sizeof(float);
+    s->len = take(a, n_seqs, sizeof(int32_t));
+    s->n_accept = take(a, n_seqs, sizeof(int32_t));
+    s->path = take(a, n_seqs * STEP_ROWS, sizeof(int32_t));
+    s->last = take(a, 2 * n_seqs, sizeof(int32_t));
+    s->walked = s->last ? s->last + n_seqs : NULL;
+    s->chosen = take(a, n_out, sizeof(int32_t));
+    const size_t n_drafts = o->drafter ? (size_t)o->draft_depth * n_seqs : 0, found = n_drafts * (size_t)o->draft_width;
+    s->next = take(a, n_seqs + found, sizeof(int32_t));
+    s->found_logits = take(a, found, f);
+    s->found_logsumexp = take(a, n_drafts, f);
+    s->token_source = take(a, STEP_ROWS, sizeof(int32_t));
+}
+
+// Activations that one layer writes and reads.
+static void plan_activations(const Model *m, Arena *a, State *s) {
+    const Config *c = &m->config;
+    const size_t n = (size_t)m->options.n_batch, n_used = (size_t)c->n_experts_used, f = sizeof(float);
     size_t q_dim = 0, kv_dim = 0, ffn_dim = 0;
     Forms att_out = { 0 }, ffn = { 0 }, expert = { 0 }, ple_gate = { 0 };
     for (int l = 0; l < c->n_layers; l++) {
@@ -104,48 +122,44 @@ static void plan_state(Model *m, Arena *a) {
         kv_dim = (size_t)max_int((int)kv_dim, lc->n_kv_heads * lc->head_dim);
         ffn_dim = (size_t)max_int((int)ffn_dim, lc->ffn_dim);
     }
-    const size_t n = (size_t)o->n_batch, kept = (size_t)o->n_logits, seqs = (size_t)o->n_seqs;
-    const size_t used = (size_t)c->n_experts_used, f = sizeof(float);
-    plan_stream(m, a, s, o->interleave ? STEP_ROWS : n, kept);
-    s->len = take(a, seqs, sizeof(int32_t));
-    s->n_accept = take(a, seqs, sizeof(int32_t));
-    s->path = take(a, seqs * STEP_ROWS, sizeof(int32_t));
-    s->last = take(a, 2 * seqs, sizeof(int32_t));
-    s->walked = s->last ? s->last + seqs : NULL;       // from here on what a StepResult reads, in one piece
-    s->chosen = take(a, kept, sizeof(int32_t));
-    const size_t drafted = o->drafter ? (size_t)o->draft_depth * seqs : 0, found = drafted * (size_t)o->draft_width;
-    s->next = take(a, seqs + found, sizeof(int32_t));
-    s->found_logits = take(a, found, f);
-    s->found_logsumexp = take(a, drafted, f);
-    s->token_source = take(a, STEP_ROWS, sizeof(int32_t));
     s->q = take(a, n * q_dim, f);
     s->k = take(a, n * kv_dim, f);
     s->v = take(a, n * kv_dim, f);
     s->att_out = take_act(a, att_out, n, q_dim);
     s->ffn = take_act(a, ffn, n, ffn_dim);
     if (c->n_experts) {
-        s->expert = take_act(a, expert, n * used, c->expert_dim);
+        s->expert = take_act(a, expert, n * n_used, c->expert_dim);
         s->router = take(a, n * (size_t)c->n_experts, f);
-        s->expert_weights = take(a, n * used, f);
-        s->expert_ids = take(a, n * used, sizeof(int32_t));
+        s->expert_weights = take(a, n * n_used, f);
+        s->expert_ids = take(a, n * n_used, sizeof(int32_t));
     }
     if (c->ple_dim) s->ple_gate = take_act(a, ple_gate, n, c->ple_dim);
-    s->mask = take(a, kept * round_up((size_t)c->vocab, 32) / 32, sizeof(uint32_t));
-    s->params = take(a, seqs, sizeof(SampleParams));
-    s->counts = o->penalties ? take(a, seqs * (size_t)c->vocab, sizeof(int32_t)) : NULL;
-    s->bias = o->bias ? take(a, seqs * (size_t)c->vocab, f) : NULL;
-    for (int t = 0; t < 2; t++) s->inv_freq[t] = take(a, (size_t)m->weights.n_pairs[t], sizeof(double));
     const size_t widest = (size_t)max_int(max_int((int)q_dim, (int)kv_dim), c->dim);
     for (int i = 0; i < 5; i++) s->dump[i] = m->dump_dir ? take(a, n * widest, f) : NULL;
 }
 
-// What block_select works on, where prompts are sparse.
+static void plan_state(Model *m, Arena *a) {
+    const Config *c = &m->config;
+    const ModelOptions *o = &m->options;
+    State *s = &m->s;
+    const size_t n_seqs = (size_t)o->n_seqs, n_out = (size_t)o->n_logits, vocab = (size_t)c->vocab;
+    plan_stream(m, a, s, o->interleave ? STEP_ROWS : (size_t)o->n_batch, n_out);
+    plan_sampling(m, a, s);
+    plan_activations(m, a, s);
+    s->mask = take(a, n_out * round_up(vocab, 32) / 32, sizeof(uint32_t));
+    s->params = take(a, n_seqs, sizeof(SampleParams));
+    s->counts = o->penalties ? take(a, n_seqs * vocab, sizeof(int32_t)) : NULL;
+    s->bias = o->bias ? take(a, n_seqs * vocab, sizeof(float)) : NULL;
+    for (int t = 0; t < 2; t++) s->inv_freq[t] = take(a, (size_t)m->weights.n_pairs[t], sizeof(double));
+}
+
+// What block_select needs, if prompts are sparse.
 static void plan_blocks(Model *m, Arena *a) {
     const ModelOptions *o = &m->options;
     State *s = &m->s;
     size_t kv_heads = 0, head_dim = 0;
     if (!o->pflash && !o->pflash_density) return;
-    for (int i = 0; i < m->n_caches; i++) {            // rings are seen whole, and have no more slots than others
+    for (int i = 0; i < m->n_caches; i++) {
         kv_heads = (size_t)max_int((int)kv_heads, m->caches[i].n_kv_heads);
         head_dim = (size_t)max_int((int)head_dim, m->caches[i].head_dim);
     }
@@ -159,7 +173,7 @@ static void plan_blocks(Model *m, Arena *a) {
     s->block_count = take(a, 2, sizeof(int64_t));
 }
 
-// What scoring tokens works on.
+// What token scoring needs.
 static void plan_scores(Model *m, Arena *a) {
     const Config *c = &m->config;
     State *s = &m->s;
@@ -172,7 +186,7 @@ static void plan_scores(Model *m, Arena *a) {
 
 static Limits plan_limits(const Model *m) {
     const Config *c = &m->config;
-    const Limits *with = &m->options.shared_limits;
+    const Limits *shared = &m->options.shared_limits;
     Limits lim = { .max_rows = m->options.n_batch, .max_experts = c->n_experts_used, .vocab = c->vocab,
                    .max_cols = max_int(max_int(c->dim, c->expert_dim), c->n_layers * c->ple_dim) };
     for (int l = 0; l < c->n_layers; l++)
@@ -185,15 +199,17 @@ static Limits plan_limits(const Model *m) {
         lim.max_cols = max_int(lim.max_cols, m->taps.n * c->dim);
         lim.max_rows = max_int(lim.max_rows, m->options.n_seqs * m->options.draft_depth);
     }
-    lim.max_rows = max_int(lim.max_rows, with->max_rows), lim.max_cols = max_int(lim.max_cols, with->max_cols);
-    lim.max_experts = max_int(lim.max_experts, with->max_experts), lim.vocab = max_int(lim.vocab, with->vocab);
+    lim.max_rows = max_int(lim.max_rows, shared->max_rows);
+    lim.max_cols = max_int(lim.max_cols, shared->max_cols);
+    lim.max_experts = max_int(lim.max_experts, shared->max_experts);
+    lim.vocab = max_int(lim.vocab, shared->vocab);
     return lim;
 }
 
-// Everything that lives in backend memory, in one pass: weights, caches, activations. Called to count, as often as
-// plans are compared, and then once to place.
+// Plans everything in backend memory: weights, caches, activations. Called with an empty arena to count bytes, once for
+// each plan that is compared, and in the end once more to assign addresses and upload the weights.
 static void plan_memory(Model *m, Arena *a) {
-    const size_t to_upload = m->plan.weights + m->plan.in_host;    // known once it was counted
+    const size_t to_upload = m->plan.weights + m->plan.in_host;    // of the last call, which counted
     m->plan = (MemoryPlan){ 0 };
     if (a->base && to_upload) progress(model_name(m), 0, to_upload, "B");
     for (int i = 0; i < m->binder->n_uploads; i++) {
@@ -221,7 +237,7 @@ static void plan_memory(Model *m, Arena *a) {
     m->plan.scratch = m->ops->scratch_bytes(&lim);
 }
 
-// Tokens that the file forbids to sample (tokenizer.ggml.suppress_tokens) leave the mask; all others stay.
+// Fills the masks: all tokens may be sampled but those that the file forbids (tokenizer.ggml.suppress_tokens).
 static void load_mask(Model *m) {
     const size_t words = round_up((size_t)m->config.vocab, 32) / 32;
     uint32_t *mask = m->allowed = alloc_or_die(words, sizeof *mask);
@@ -245,7 +261,7 @@ static void load_mask(Model *m) {
         m->ops->copy(&(Copy){ m->s.mask + (size_t)r * words, mask, words * sizeof *mask, COPY_IN });
 }
 
-// Plans for a context of n_ctx tokens. Returns the bytes that have to be there: the arena, the backend's scratch, and
+// Plans for a context of n_ctx tokens. Returns the bytes that the plan needs: the arena, the backend's scratch, and
 // weights that are read in the mapped file.
 static size_t plan_context(Model *m, int n_ctx) {
     Arena arena = { 0 };
@@ -254,8 +270,8 @@ static size_t plan_context(Model *m, int n_ctx) {
     return arena.used + m->plan.scratch + (m->plan.weights ? 0 : m->binder->bytes + m->drafter->binder->bytes);
 }
 
-// Leaves the table of per-layer embeddings, of which a token reads one row, in host memory, or puts it back. False:
-// there is none, or the backend reads weights where they lie, or its memory is the host's.
+// Plans the table of per-layer embeddings in host memory, or in device memory. A token reads only one row of it. False:
+// the model has no such table, or device and host do not have separate memory.
 static bool table_in_host(Model *m, bool in_host) {
     if (in_host && shares_memory(m->ops)) return false;
     for (int i = 0; i < m->binder->n_uploads && m->plan.weights; i++) {
@@ -267,40 +283,41 @@ static bool table_in_host(Model *m, bool in_host) {
     return false;
 }
 
-// Plans for a context of n_ctx tokens in a budget: what does not fit with that table on the device gets it in host
-// memory. Returns the bytes that have to be there, more than the budget if there is no room.
+// Plans for a context of n_ctx tokens within a memory budget. If the plan does not fit, that table goes to host memory.
+// Returns the bytes that the plan needs; more than the budget: it does not fit.
 static size_t fit_context(Model *m, int n_ctx, size_t budget) {
     table_in_host(m, false);
     const size_t needed = plan_context(m, n_ctx);
     return needed > budget && table_in_host(m, true) ? plan_context(m, n_ctx) : needed;
 }
 
-// Bytes that a plan may take: what is free, less a 32nd part for what others take meanwhile. Where the user says how
-// much there is: that, less what is taken already of a device's memory, as by the driver itself. In shared memory what the
-// host will take counts as taken.
+// Bytes that a plan may use. By default: free memory, less 1/32 for other programs. With --vram: that size, less the
+// device memory that is in use already, for example by the driver. If device and host share memory, what the host will
+// need is not free.
 static size_t plan_budget(const Model *m) {
     size_t free_bytes, total;
     m->ops->memory(&free_bytes, &total);
     if (shares_memory(m->ops)) free_bytes -= free_bytes < m->options.host_memory ? free_bytes : m->options.host_memory;
     if (!m->options.memory) return free_bytes - free_bytes / 32;
-    const size_t taken = m->ops->weight_bytes(&m->weights.token_embd) ? total - free_bytes : 0;
-    return m->options.memory > taken ? m->options.memory - taken : 0;
+    const size_t in_use = m->ops->weight_bytes(&m->weights.token_embd) ? total - free_bytes : 0;
+    return m->options.memory > in_use ? m->options.memory - in_use : 0;
 }
 
-// Finds n_batch for a context of n_ctx tokens, which has to have room, and prompts of up to `longest`.
-static void fit_batch(Model *m, int n_ctx, int longest, size_t budget) {
+// Chooses n_batch for prompts of up to max_prompt tokens: the largest whose plan, with a context of n_ctx tokens, fits
+// and spends at most 1/16 of the budget on activations.
+static void fit_batch(Model *m, int n_ctx, int max_prompt, size_t budget) {
     for (m->options.n_batch = LARGE_BATCH; m->options.n_batch > SMALL_BATCH; m->options.n_batch /= 2) {
         const size_t needed = fit_context(m, n_ctx, budget);
         const MemoryPlan *p = &m->plan;
-        if (p->weights && m->options.n_batch / 2 < longest && needed <= budget &&
+        if (p->weights && m->options.n_batch / 2 < max_prompt && needed <= budget &&
             p->activations + p->staging + p->scratch <= budget / 16) return;
     }
 }
 
-// The longest context, at most `most`, that the budget has room for; 0: not even the smallest.
-static int largest_context(Model *m, int most, size_t budget) {
-    int low = 0, high = (most - 1) / TILE_SLOTS + 1;   // in tiles: has room, has none
-    if (fit_context(m, most, budget) <= budget) return most;
+// The longest context, at most max_ctx tokens, that fits into the budget; 0: none does.
+static int largest_context(Model *m, int max_ctx, size_t budget) {
+    int low = 0, high = (max_ctx - 1) / TILE_SLOTS + 1;                // in tiles: fits, does not fit
+    if (fit_context(m, max_ctx, budget) <= budget) return max_ctx;
     while (high - low > 1) {
         const int mid = low + (high - low) / 2;
         *(fit_context(m, mid * TILE_SLOTS, budget) <= budget ? &low : &high) = mid;
@@ -308,27 +325,28 @@ static int largest_context(Model *m, int most, size_t budget) {
     return low * TILE_SLOTS;
 }
 
-// The plan has no room: what it needs, what there is, and what would have room.
+// Dies because the plan does not fit. Prints what it needs, what there is, and which flags would help.
 __attribute__((noreturn)) static void die_no_room(Model *m) {
     const int n_ctx = m->options.n_ctx;
     const size_t budget = plan_budget(m);
     const double gib = 1 << 30, needed = (double)fit_context(m, n_ctx, budget), room = (double)budget;
     const MemoryPlan p = m->plan;
     const char *from = m->options.ctx_from;
-    int most = largest_context(m, n_ctx, budget);
-    if (most == n_ctx) most = n_ctx / 2 / TILE_SLOTS * TILE_SLOTS;   // free in pieces, or somebody was quicker
+    int max_ctx = largest_context(m, n_ctx, budget);
+    if (max_ctx == n_ctx)                              // memory is fragmented, or another program took it meanwhile
+        max_ctx = n_ctx / 2 / TILE_SLOTS * TILE_SLOTS;
     char advice[96] = "";
-    bool tailed = false;
-    for (int i = 0; i < m->n_caches; i++) tailed |= m->caches[i].tail_slots > 0;
-    if (most && !from) snprintf(advice, sizeof advice, "-c %d, ", most);
-    if (most && from && *from) snprintf(advice, sizeof advice, "a smaller %.24s, ", from);
+    bool has_tail = false;
+    for (int i = 0; i < m->n_caches; i++) has_tail |= m->caches[i].tail_slots > 0;
+    if (max_ctx && !from) snprintf(advice, sizeof advice, "-c %d, ", max_ctx);
+    if (max_ctx && from && *from) snprintf(advice, sizeof advice, "a smaller %.24s, ", from);
     if (m->options.k_type != KV_TQ3) {
         const KvType smaller = m->options.k_type == KV_F32 || m->options.k_type == KV_BF16 ? KV_F16 :
                                m->options.k_type == KV_F16 ? KV_Q8_0 : KV_TQ3;
         snprintf(advice + strlen(advice), 16, "-ctk %s, ", kv_names[smaller]);
     }
-    if (tailed) strcat(advice, "a smaller --kv-tail, ");
-    const bool refused = m->options.memory && needed <= room;          // --vram grants more than there is
+    if (has_tail) strcat(advice, "a smaller --kv-tail, ");
+    const bool refused = m->options.memory && needed <= room;          // --vram is larger than the backend's memory
     const size_t drafter_bytes = p.drafter + (p.weights ? 0 : m->drafter->binder->bytes);
     char drafter[32] = "";
     if (drafter_bytes) snprintf(drafter, sizeof drafter, ", draft model %.2f", (double)drafter_bytes / gib);
@@ -343,7 +361,7 @@ __attribute__((noreturn)) static void die_no_room(Model *m) {
 
 // ==== [2] Loading ===================================================================================================
 
-// Opens and checks a model and plans its memory, of which nothing is reserved yet. Dies with one line on bad input.
+// Opens, checks and binds a model and its drafter, and plans their memory; reserves nothing yet. Dies on bad input.
 // dump_dir may be NULL.
 static void plan_model(Model *m, const char *path, const Ops *ops, ModelOptions o, const char *dump_dir) {
     static int n_models;
@@ -382,7 +400,7 @@ static void plan_model(Model *m, const char *path, const Ops *ops, ModelOptions 
     fit_context(m, n_ctx, budget);
 }
 
-// Room for a verdict, as its parts lie on the device.
+// Allocates the host's copy of the arrays that follow s->walked in backend memory, at the same offsets.
 static void open_result(Model *m) {
     const State *s = &m->s;
     const ModelOptions *o = &m->options;
@@ -422,10 +440,10 @@ static void free_step(Step *step) {
     free(step->uploaded.out_index);
 }
 
-// Open, check, plan, reserve. Dies with one line on bad input or when there is no room. dump_dir may be NULL.
+// Opens, checks, plans and loads a model. Dies on bad input, or if it does not fit into memory. dump_dir may be NULL.
 static void load_model(Model *m, const char *path, const Ops *ops, ModelOptions o, const char *dump_dir) {
     plan_model(m, path, ops, o, dump_dir);
-    const bool strict = o.memory || o.n_ctx == CTX_FIT || m->plan.weights;         // else memory may be had by swapping
+    const bool strict = o.memory || o.n_ctx == CTX_FIT || m->plan.weights;         // else the host can swap
     const size_t budget = plan_budget(m);
     if (strict && fit_context(m, m->options.n_ctx, budget) > budget) die_no_room(m);
     Arena arena = { 0 };
@@ -487,7 +505,7 @@ static void free_model(Model *m) {
 
 // ==== [3] Reading ahead =============================================================================================
 
-// Bytes that can be had without swapping: what is free and what the page cache would give back.
+// Bytes of host memory that can be used without swapping: free memory and the page cache.
 static size_t available_memory(void) {
     char line[128];
     unsigned long long kb = 0;
@@ -497,26 +515,26 @@ static size_t available_memory(void) {
     return kb ? (size_t)kb * 1024 : (size_t)sysconf(_SC_AVPHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
 }
 
-typedef struct {
+typedef struct {              // a few megabytes of a tensor
     const GgufTensor *t;
-    size_t first, n;          // blocks of it
+    size_t first, n;          // blocks
 } Piece;
 
 typedef struct {
     const Piece *pieces;
     int          n;
     bool         check;
-    const char  *what;        // the bar's
+    const char  *what;        // text of the progress line
     size_t       total;       // bytes
-    size_t      *done;        // under the lock, like what follows
+    size_t      *done;        // bytes; protected by the lock, as the next two
     int         *bad_piece;   // the first one that has a bad block
     size_t      *bad_block;
     pthread_mutex_t *lock;
-    pthread_t    caller;      // draws the bar
+    pthread_t    caller;      // the thread that draws the progress line
 } ReadJob;
 
 static void read_pieces(const void *task, int begin, int end) {
-    enum { AHEAD = 8 };                                // pieces that the kernel is told of in advance
+    enum { AHEAD = 8 };                                // pieces that the system reads in advance
     const ReadJob *job = task;
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     for (int i = begin; i < end; i++) {
@@ -535,30 +553,48 @@ static void read_pieces(const void *task, int begin, int end) {
             *job->bad_block = p->first + bad;
         }
         pthread_mutex_unlock(job->lock);
-        if (so_far < job->total && pthread_equal(pthread_self(), job->caller)) progress(job->what, so_far, job->total, "B");
+        if (so_far < job->total && pthread_equal(pthread_self(), job->caller))
+            progress(job->what, so_far, job->total, "B");
     }
 }
 
-// Reads a file's data from one end to the other, with all threads and under a progress bar: for the pages, which the
-// first prompt would otherwise wait for one by one, or, with check, for what stands in them (every tensor of the file).
-// Left out without check: what nobody reads or what rows are only taken from; and all when it is more than memory can
-// hold or the backend keeps weights of its own. Takes next to no time when the pages are in memory already.
-static void read_file_weights(const Model *m, const Gguf *g, const Binder *b, const char *name, bool check) {
-    enum { PIECE = 4 << 20 };                          // bytes
+enum { READ_BYTES = 4 << 20 };     // of a piece
+
+// Lists the pieces of a file to read, and returns how many; *total: their bytes. check: all tensors; else only bound
+// ones, without tables of which a token reads one row.
+static int list_pieces(const Model *m, const Gguf *g, const Binder *b, bool check, Piece *pieces, size_t *total) {
     const Weights *w = &m->weights;
-    size_t total = 0, done = 0, bad_block = 0;
-    int n_pieces = 0, bad_piece = INT_MAX;
-    if (!check && m->plan.weights) return;
-    Piece *pieces = alloc_or_die(g->n_tensors + g->file_size / (PIECE / 2), sizeof *pieces);
+    int n_pieces = 0;
+    *total = 0;
     for (size_t i = 0; i < g->n_tensors; i++) {
         const GgufTensor *t = &g->tensors[i];
         const bool table = t->data == w->per_layer_token_embd.data || (w->output.data && t->data == w->token_embd.data);
         if (!check && (b->status[i] != BOUND || table)) continue;
-        const size_t bytes = (size_t)gguf_block_bytes(t->type), n = (size_t)t->size / bytes, most = PIECE / bytes;
-        for (size_t at = 0; at < n; at += most)
-            pieces[n_pieces++] = (Piece){ t, at, n - at < most ? n - at : most };
-        total += (size_t)t->size;
+        const size_t bytes = (size_t)gguf_block_bytes(t->type), n = (size_t)t->size / bytes, per_piece = READ_BYTES / bytes;
+        for (size_t at = 0; at < n; at += per_piece)
+            pieces[n_pieces++] = (Piece){ t, at, n - at < per_piece ? n - at : per_piece };
+        *total += (size_t)t->size;
     }
+    return n_pieces;
+}
+
+__attribute__((noreturn)) static void die_bad_block(const Gguf *g, const GgufTensor *t, size_t block) {
+    const size_t elems = (size_t)gguf_block_elems(t->type);
+    die("%s: tensor '%.*s': expected finite numbers, got NaN, Inf or a reserved value in block %zu of type %s, "
+        "elements %zu to %zu (E_PAYLOAD)", g->path, (int)t->name.n, t->name.s, block, gguf_type_name(t->type), block * elems,
+        (block + 1) * elems - 1);
+}
+
+// Reads a file from its beginning to its end, with all threads and a progress line, so that its pages are in memory
+// before the first prompt needs them one by one. If they are in memory already, this takes no time. Reads nothing if
+// the backend has its own copy of the weights, or if they do not fit into memory. check: reads everything, and dies if
+// a tensor contains a number that is not finite.
+static void read_file_weights(const Model *m, const Gguf *g, const Binder *b, const char *name, bool check) {
+    size_t total, done = 0, bad_block = 0;
+    int bad_piece = INT_MAX;
+    if (!check && m->plan.weights) return;
+    Piece *pieces = alloc_or_die(g->n_tensors + g->file_size / (READ_BYTES / 2), sizeof *pieces);
+    int n_pieces = list_pieces(m, g, b, check, pieces, &total);
     char size[2][32];
     if (!check && total > available_memory()) {
         fprintf(stderr, "# warning: %s of weights exceed %s of available memory; they are read from disk as needed\n",
@@ -575,13 +611,7 @@ static void read_file_weights(const Model *m, const Gguf *g, const Binder *b, co
                           .bad_piece = &bad_piece, .bad_block = &bad_block, .lock = &lock, .caller = pthread_self() };
     parallel(n_pieces, 1, read_pieces, &job);
     if (n_pieces) progress(what, total, total, "B");
-    if (bad_piece < INT_MAX) {
-        const GgufTensor *t = pieces[bad_piece].t;
-        const size_t elems = (size_t)gguf_block_elems(t->type);
-        die("%s: tensor '%.*s': expected finite numbers, got NaN, Inf or a reserved value in block %zu of type %s, elements "
-            "%zu to %zu (E_PAYLOAD)", g->path, (int)t->name.n, t->name.s, bad_block, gguf_type_name(t->type),
-            bad_block * elems, (bad_block + 1) * elems - 1);
-    }
+    if (bad_piece < INT_MAX) die_bad_block(g, pieces[bad_piece].t, bad_block);
     if (check)
         fprintf(stderr, "# checked %zu tensors, %s at %s/s: all weights are finite\n", g->n_tensors,
                 amount(size[0], (double)total, "B"), amount(size[1], (double)total / (seconds() - start + 1e-9), "B"));
