@@ -4327,7 +4327,7 @@ static void cuda_ple_inject(const PleInject *o) {
 #define KV_LANE ((int)threadIdx.x % 32)
 #define KV_LANES 32
 #define KV_SUM(n) __reduce_add_sync(~0u, n)
-#define KV_MOST(x) warp_max(x)
+#define KV_MAX(x) warp_max(x)
 #define KV_SYNC() __syncwarp()
 #define KV_TO_HALF(x) __half_as_ushort(__float2half_rn(x))
 #define KV_FROM_HALF(h) __half2float(__ushort_as_half(h))
@@ -4487,10 +4487,10 @@ static __device__ inline void dump_head(float *dump, size_t at, const HeadValues
 }
 
 // Warps that share the rows of a plane: one a head, or one a group of a quantised type.
-HOST_DEVICE static inline int groups_of(const KvPlane &p) { return kv_group(p.type) ? p.dim / KV_TURN : 1; }
+HOST_DEVICE static inline int groups_of(const KvPlane &p) { return kv_group(p.type) ? p.dim / KV_ROTATION : 1; }
 
 // Room of a warp for a head on its way to the basis of quantised rows and to codes.
-typedef struct { float y[512]; uint8_t code[KV_TURN]; } StoreRoom;
+typedef struct { float y[512]; uint8_t code[KV_ROTATION]; } StoreRoom;
 
 // A row of K or V, or one group of it where the plane is quantised, to its slot and to the tail. x: the head.
 template <bool CODED, int M>
@@ -4510,12 +4510,12 @@ __device__ static inline void store_row(const HeadValues<M> &x, const Cache &c, 
         });
         return;
     }
-    float *y = room->y + group * KV_TURN;
+    float *y = room->y + group * KV_ROTATION;
     head_each(x, half, c.n_rot, [&](int to, int, float4 v) { *(float4 *)(room->y + to) = v; });
-    kv_turn(y, 0.0625f);
-    if (tail_row) kv_write4(tail_plane, tail_row, group * KV_TURN + 4 * lane, *(const float4 *)(y + 4 * lane));
-    kv_encode(p.type, is_k || c.n_rot, y, room->code, (uint32_t *)(row + kv_row_bytes(p.type, group * KV_TURN)),
-              kv_scales(dst, p, seq, h, slot) + group * KV_TURN / kv_group(p.type));
+    kv_rotate(y, 0.0625f);
+    if (tail_row) kv_write4(tail_plane, tail_row, group * KV_ROTATION + 4 * lane, *(const float4 *)(y + 4 * lane));
+    kv_encode(p.type, is_k || c.n_rot, y, room->code, (uint32_t *)(row + kv_row_bytes(p.type, group * KV_ROTATION)),
+              kv_scales(dst, p, seq, h, slot) + group * KV_ROTATION / kv_group(p.type));
 }
 
 // qkv_store: head norms, rope, order and basis of the cache, write. A warp takes a head of q, or of K, or of V, of which
@@ -4555,7 +4555,7 @@ __global__ void qkv_store_kernel(QkvStore o, Batch b, Cache c, Cache dst, bool s
         head_each(x, half, c.n_rot, [&](int to, int i, float4 v) {
             *(float4 *)(to_q + to) = folded(c.n_rot, c.fold, half, i, v);
         });
-        for (int g = 0; turns && g < hd; g += KV_TURN) kv_turn(room->y + g, 0.125f);
+        for (int g = 0; turns && g < hd; g += KV_ROTATION) kv_rotate(room->y + g, 0.125f);
         for (int i = 4 * (threadIdx.x % 32); turns && i < hd; i += 128) *(float4 *)(q + i) = *(const float4 *)(room->y + i);
         return;
     }
@@ -4823,7 +4823,7 @@ __device__ static inline int tied_value(int place, int head_dim, int n_rot) {
 //             of which all parts come to shared memory at once: dynamic, 4 * parts * VALUES
 //   traffic   reads once what parts with a key in sight wrote
 //   see       cpu_attend
-HOST_DEVICE static constexpr int join_values(bool turned) { return turned ? KV_TURN : 64; }
+HOST_DEVICE static constexpr int join_values(bool turned) { return turned ? KV_ROTATION : 64; }
 template <bool TURNED>
 __global__ void __launch_bounds__(128) attend_join_kernel(Attend o, Batch b, Cache c, Split split, const float *values,
                                                           const float2 *stats) {
@@ -4859,7 +4859,7 @@ __global__ void __launch_bounds__(128) attend_join_kernel(Attend o, Batch b, Cac
     if (TURNED) {                                      // all threads are here
         turned[threadIdx.x] = sum;
         __syncthreads();
-        if (threadIdx.x < 32) kv_turn_back(turned);
+        if (threadIdx.x < 32) kv_rotate_back(turned);
         __syncthreads();                               // turned by one warp
         sum = turned[threadIdx.x] + 0.0f;              // no -0, as in put_columns
         if (c.n_rot) i = tied_value(i, hd, c.n_rot);
@@ -5304,9 +5304,9 @@ __device__ static inline void join_columns(const AttendTask &a, int n_columns, C
 // The columns that lie in o (NC, HD + ROW_PAD) back from the basis of quantised rows: a warp takes a group at a time.
 template <int HD, int NC> __device__ static inline void turn_columns(int n_columns, const Columns<NC> &c, float *o) {
 #pragma unroll 1
-    for (int job = threadIdx.x / 32; job < n_columns * (HD / KV_TURN); job += ATTEND_WARPS)
-        if (c.row_of[job / (HD / KV_TURN)] >= 0)
-            kv_turn_back(o + job / (HD / KV_TURN) * (HD + ROW_PAD) + job % (HD / KV_TURN) * KV_TURN);
+    for (int job = threadIdx.x / 32; job < n_columns * (HD / KV_ROTATION); job += ATTEND_WARPS)
+        if (c.row_of[job / (HD / KV_ROTATION)] >= 0)
+            kv_rotate_back(o + job / (HD / KV_ROTATION) * (HD + ROW_PAD) + job % (HD / KV_ROTATION) * KV_ROTATION);
     __syncthreads();                                   // values are there
 }
 
@@ -5550,8 +5550,8 @@ __device__ static inline void read_halves(const char *row, const char *scales, i
     }
     unsigned codes;
     if (T == KV_TQ3) {                                 // the bit of S goes to bit 2 of its nibble
-        const unsigned *words = (const unsigned *)(row + kv_row_bytes(T, i - i % KV_TURN));
-        const int o = i % KV_TURN / 8;
+        const unsigned *words = (const unsigned *)(row + kv_row_bytes(T, i - i % KV_ROTATION));
+        const int o = i % KV_ROTATION / 8;
         const unsigned w = words[o / 2], s = words[8 + o / 4];
         codes = (w >> 2 * (o % 2) & 0x33333333u) | (__funnelshift_r(s, s, o % 4 + 30) & 0x44444444u);
     } else {
@@ -5650,19 +5650,19 @@ __device__ static inline unsigned pair_of(unsigned a, unsigned b, int i) {
     return pick_bytes(a, b, 0xc480u + 0x1111u * i);
 }
 
-// Lane k of 4 has 32 of KV_TURN values of a key: 8 n + 4 c .. 8 n + 4 c + 3 of them are those from here on. type: of K
+// Lane k of 4 has 32 of KV_ROTATION values of a key: 8 n + 4 c .. 8 n + 4 c + 3 of them are those from here on. type: of K
 __device__ static inline int value_at(KvType type, int n, int k, int c) {
     return type == KV_TQ3 ? 32 * k + 8 * n + 4 * c : 32 * n + (type == KV_Q8_0 ? 4 * k + 16 * c : 8 * k + 4 * c);
 }
 
-// Half h of the codes of KV_TURN values of keys t and t + 8, those of lane k: 16 values of a key as nibbles, or as bytes
+// Half h of the codes of KV_ROTATION values of keys t and t + 8, those of lane k: 16 values of a key as nibbles, or as bytes
 // in q8_0.   rows: of both keys; lot: of lanes 0 .. 15 the first 16 bytes of a key each, of the others the next 16
 template <KvType T>
 __device__ static inline void read_keys(const char *const (&rows)[2], const char *lot, int k, int h,
                                         unsigned (&codes)[2][4]) {
     unsigned r[2][4];
-    if (T != KV_TQ3) load_matrices(r[0], lot + kv_row_bytes(T, KV_TURN / 2) * h);
-    if (T == KV_Q8_0) load_matrices(r[1], lot + KV_TURN / 2 * h + 32);
+    if (T != KV_TQ3) load_matrices(r[0], lot + kv_row_bytes(T, KV_ROTATION / 2) * h);
+    if (T == KV_Q8_0) load_matrices(r[1], lot + KV_ROTATION / 2 * h + 32);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         const unsigned *words = (const unsigned *)rows[e];
@@ -5721,7 +5721,7 @@ __device__ static inline void place_queries(const AttendTask &a, const AttendBlo
     for (int i = 4 * threadIdx.x; i < b.n_columns * HD; i += 4 * ATTEND_THREADS) {
         const int col = i / HD, place = i % HD, row = quotient(col, a.by_heads);
         const int h = min(col - row * a.heads, b.n_heads - 1);
-        const int at = place - place % KV_TURN + value_at(type, place % KV_TURN / 32, place % 32 / 8, place % 8 / 4);
+        const int at = place - place % KV_ROTATION + value_at(type, place % KV_ROTATION / 32, place % 32 / 8, place % 8 / 4);
         const float4 v = *(const float4 *)(a.q + ((size_t)(b.r0 + row) * a.n_heads + b.head + h) * HD + at);
         const uint2 hi = halves_of(v), lo = halves_of(behind(v));
         __half *to = room.q + col * ROW + place;
@@ -5789,9 +5789,9 @@ __device__ static inline void wait_for_lot(int n) {
     __syncwarp();
 }
 
-// Scales of the KV_TURN values from d on.
-template <KvType T> struct __align__(2 * KV_TURN / CodedType<T>::group) TurnScales {
-    __half of[KV_TURN / CodedType<T>::group];
+// Scales of the KV_ROTATION values from d on.
+template <KvType T> struct __align__(2 * KV_ROTATION / CodedType<T>::group) TurnScales {
+    __half of[KV_ROTATION / CodedType<T>::group];
 };
 template <KvType T> __device__ static inline TurnScales<T> turn_scales(const char *scales, int d) {
     return *(const TurnScales<T> *)(scales + d / CodedType<T>::group * sizeof(__half));
@@ -5814,12 +5814,12 @@ __device__ static inline void score_swath(float (&s)[4], const CodedRow (&rows)[
         scales_of[e] = rows[e].scales + from / GROUP * sizeof(__half);
     }
 #pragma unroll 1
-    for (int left = to - from; left > 0; left -= KV_TURN) {
+    for (int left = to - from; left > 0; left -= KV_ROTATION) {
         TurnScales<T> scales[2];
         if (T != KV_F16)
             for (int e = 0; e < 2; e++) scales[e] = *(const TurnScales<T> *)scales_of[e];
 #pragma unroll
-        for (int n = 0; n < KV_TURN / 32; n++) {
+        for (int n = 0; n < KV_ROTATION / 32; n++) {
             const int i = 32 * n;
             unsigned codes[2][4], k[2][4];
             if (n % 2 == 0) __syncwarp();              // what comes behind takes no registers before
@@ -5845,9 +5845,9 @@ __device__ static inline void score_swath(float (&s)[4], const CodedRow (&rows)[
             for (int e = 0; e < 4; e++)
                 s[e] = T == KV_F16 ? s[e] + sum[e] : __fmaf_rn(sum[e], __half2float(scales[e / 2].of[i / GROUP]), s[e]);
         }
-        q += KV_TURN, starts += KV_TURN / GROUP * 4, lot += kv_row_bytes(T, KV_TURN);
+        q += KV_ROTATION, starts += KV_ROTATION / GROUP * 4, lot += kv_row_bytes(T, KV_ROTATION);
         for (int e = 0; e < 2; e++)
-            codes_of[e] += kv_row_bytes(T, KV_TURN), scales_of[e] += KV_TURN / GROUP * sizeof(__half);
+            codes_of[e] += kv_row_bytes(T, KV_ROTATION), scales_of[e] += KV_ROTATION / GROUP * sizeof(__half);
     }
 }
 
@@ -5934,12 +5934,12 @@ __device__ static inline void add_swath(float (&acc)[HD / 16][4], const CodedRow
     const unsigned zeros[4] = { zero.x, zero.y, zero.z, zero.w };
     const Tables tables = *(const Tables *)(room.constants + 1);
 #pragma unroll
-    for (int d = 0; d < HD; d += KV_TURN) {
+    for (int d = 0; d < HD; d += KV_ROTATION) {
         TurnScales<T> scales[4];
         for (int e = 0; e < 4 && T != KV_F16; e++) scales[e] = turn_scales<T>(rows[e].scales, d);
         unsigned w[2] = { p[0], p[1] };
 #pragma unroll
-        for (int i = 0; i < KV_TURN; i += 8 * N) {
+        for (int i = 0; i < KV_ROTATION; i += 8 * N) {
             unsigned v[2][N];
             read_values<T, N>(rows, lot, d + i, tables, v);
 #pragma unroll
@@ -6631,8 +6631,8 @@ __device__ static inline void flash_put(const FlashTask &a, const Flash<HD, N> &
         __syncthreads();                               // values and sums are there
         if (CODED && a.turned) {
 #pragma unroll 1
-            for (int job = threadIdx.x / 32; job < PUT * (HD / KV_TURN); job += Shape::WARPS)
-                kv_turn_back(o + job / (HD / KV_TURN) * ROW + job % (HD / KV_TURN) * KV_TURN);
+            for (int job = threadIdx.x / 32; job < PUT * (HD / KV_ROTATION); job += Shape::WARPS)
+                kv_rotate_back(o + job / (HD / KV_ROTATION) * ROW + job % (HD / KV_ROTATION) * KV_ROTATION);
             __syncthreads();                           // values are there
         }
 #pragma unroll 1
@@ -7315,7 +7315,7 @@ static int attend_columns(const Cache *c, int wanted, int fused) {
     const int hd = c->head_dim;
     const size_t most = cuda.card.block_shared - STATIC_SHARED;
     if (is_coded(c))
-        return is_readable(&c->k) && is_readable(&c->v) && c->k.dim % KV_TURN == 0 && attend_coded_of(hd) &&
+        return is_readable(&c->k) && is_readable(&c->v) && c->k.dim % KV_ROTATION == 0 && attend_coded_of(hd) &&
             attend_shared(c, CODED_COLUMNS, 0, 0) <= most ? CODED_COLUMNS : 0;
     if (c->k.type != KV_F16 || c->v.type != KV_F16 || c->k.dim % 16 || ATTEND_THREADS % (c->k.dim / 8) || c->n_rot % 4)
         return 0;

@@ -596,7 +596,7 @@ static void kv_write(const Cache *c, bool is_v, int seq, int head, int slot, con
 static void kv_write_tail(const Cache *c, bool is_v, int seq, int head, int pos, float *v) {
     const KvPlane *p = is_v ? &c->v : &c->k;
     const Cache tail = tail_of(c);
-    for (int i = 0; kv_group(p->type) && i < p->dim; i += KV_TURN) kv_turn(v + i, 0.0625f);
+    for (int i = 0; kv_group(p->type) && i < p->dim; i += KV_ROTATION) kv_rotate(v + i, 0.0625f);
     kv_write(&tail, is_v, seq, head, pos % tail.slots, v);
 }
 
@@ -652,7 +652,7 @@ static void qkv_store_rows(const void *task, int first, int end) {
                 q[i + half] *= c->fold[i + half];
             }
             if (c->n_rot) tied_order(q, hd, c->n_rot, false);
-            if (kv_group(c->k.type)) kv_turn_query(q, hd);
+            if (kv_group(c->k.type)) kv_rotate_query(q, hd);
         }
         if (!o->k) continue;
         const Cache *dst = o->staging ? o->staging : c;
@@ -906,7 +906,7 @@ static void put_query(const Attend *o, int r, int head, float *out, float sum) {
     const Cache *c = o->cache;
     const int hd = c->head_dim;
     for (int d = 0; d < hd; d++) out[d] = sum == 0 ? 0 : out[d] / sum;         // nothing in sight: 0
-    if (kv_group(c->v.type)) kv_turn_rows_back(out, hd);
+    if (kv_group(c->v.type)) kv_rotate_rows_back(out, hd);
     if (c->n_rot) tied_order(out, hd, c->n_rot, true);
     emit(&o->out, r, o->n_heads * hd, head * hd, out, hd);
 }

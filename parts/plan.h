@@ -16,9 +16,9 @@ static void check_kv_types(const Model *m, int layer, const Cache *c) {
         die("-ctk, -ctv: expected the same type, since layer %d stores K and V as one row, got %s and %s; try --kv-layout "
             "untied", layer, kv_names[c->k.type], kv_names[c->v.type]);
     for (int i = 0; i < 2; i++)
-        if (kv_group(planes[i]->type) && planes[i]->dim % KV_TURN)
+        if (kv_group(planes[i]->type) && planes[i]->dim % KV_ROTATION)
             die("%s: a cache of type %s: expected rows of a multiple of %d values, got %d in layer %d; try -ctk f16%s",
-                m->gguf.path, kv_names[planes[i]->type], KV_TURN, planes[i]->dim, layer,
+                m->gguf.path, kv_names[planes[i]->type], KV_ROTATION, planes[i]->dim, layer,
                 c->n_rot ? " or --kv-layout untied" : "");
 }
 

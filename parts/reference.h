@@ -309,7 +309,7 @@ static Cache ref_tail(const Cache *c) {
 static void ref_tail_write(const KvPlane *plane, const KvPlane *tail, RefRow row, const float *v) {
     float y[REF_HEAD_DIM];
     memcpy(y, v, (size_t)tail->dim * sizeof *y);
-    for (int i = 0; kv_group(plane->type) && i < tail->dim; i += KV_TURN) kv_turn(y + i, 0.0625f);
+    for (int i = 0; kv_group(plane->type) && i < tail->dim; i += KV_ROTATION) kv_rotate(y + i, 0.0625f);
     kv_write_row(tail->type, false, tail->dim, y, row.data, row.scales);
 }
 
@@ -352,7 +352,7 @@ static void ref_qkv_store(const QkvStore *o) {
             ref_dump(o->dump_q_pos, h, u, hd);
             for (int i = 0; i < hd; i++)               // K's values that do not rotate are r * fold: fold goes into q
                 placed[ref_place(c, i)] = (float)(c->n_rot && i % half >= c->n_rot ? u[i] * c->fold[i] : u[i]);
-            if (kv_group(c->k.type)) kv_turn_query(placed, hd);
+            if (kv_group(c->k.type)) kv_rotate_query(placed, hd);
             memcpy(q, placed, (size_t)hd * sizeof *q);
         }
         if (!o->k) continue;
@@ -432,7 +432,7 @@ static void ref_attend_head(const Attend *o, int r, int h, float *out) {
             for (int i = 0; i < hd; i++) sum[i] += p * factor * v[i];
         }
     for (int i = 0; i < hd; i++) placed[i] = total == 0 ? 0 : (float)(sum[i] / total);         // nothing in sight: 0
-    if (kv_group(o->cache->v.type)) kv_turn_rows_back(placed, hd);
+    if (kv_group(o->cache->v.type)) kv_rotate_rows_back(placed, hd);
     for (int i = 0; i < hd; i++) out[i] = placed[ref_place(o->cache, i)];
 }
 

@@ -1,6 +1,6 @@
-/* test_kv.c - rows of quantised caches (parts/kv.h): their error on values of several distributions against that of the
- * specification, what is stored for nothing and for what is no number, the turn, and the older TurboQuant forms that other
- * programs write (TQ3_0 of 3.5 bits, K3 of 3.125, V4 of 4.25), which gemma4 itself has no use for. */
+/* test_kv.c - rows of quantised caches (parts/kv.h): their error on values of several distributions, compared with that
+ * of the specification; rows of zeros, and rows with NaN and Inf; the Hadamard rotation; and the older TurboQuant
+ * formats of other programs (TQ3_0 of 3.5 bits, K3 of 3.125, V4 of 4.25), which gemma4 itself does not use. */
 #define _GNU_SOURCE
 #include <math.h>
 #include "../gemma4.h"
@@ -33,27 +33,27 @@ static void random_rows(Kind kind, float *x) {         // (N_ROWS, DIM)
     }
 }
 
-typedef struct { double error, bias; } Quality;        // |x - y|^2 / |x|^2, x y / x x
+typedef struct { double error, bias; } Quality;        // |x - y|^2 / |x|^2; x . y / x . x
 
 static Quality quality(const float *x, const float *y, int n) {
-    double error = 0, along = 0, length = 0;
+    double error = 0, xy = 0, xx = 0;
     for (int i = 0; i < n; i++) {
         error += (double)(x[i] - y[i]) * (x[i] - y[i]);
-        along += (double)x[i] * y[i];
-        length += (double)x[i] * x[i];
+        xy += (double)x[i] * y[i];
+        xx += (double)x[i] * x[i];
     }
-    return (Quality){ error / length, along / length };
+    return (Quality){ error / xx, xy / xx };
 }
 
-// What a row of type t keeps of x (N_ROWS, DIM), turned back.
-static void through(KvType t, bool unbiased, const float *x, float *y) {
+// Encodes rows x (N_ROWS, DIM) as type t, decodes them and rotates them back, into y.
+static void encode_decode(KvType t, bool unbiased, const float *x, float *y) {
     uint8_t row[DIM * 4];
     uint16_t scales[DIM / 32];
     for (int r = 0; r < N_ROWS; r++) {
         kv_write_row(t, unbiased, DIM, x + r * DIM, row, scales);
         kv_read_rows(t, 1, DIM, row, scales, y + r * DIM);
-        // a row is turned with 1 / 16, a query with 1 / 8, back with 1 / 8: 128 / 128
-        kv_turn_rows_back(y + r * DIM, DIM);
+        // the factors are 1 / 16 for a row and 1 / 8 back, and H H = 128 I
+        kv_rotate_rows_back(y + r * DIM, DIM);
     }
 }
 
@@ -66,108 +66,122 @@ static void test_errors(void) {
     for (int kind = 0; kind < N_KINDS; kind++) {
         random_rows((Kind)kind, x);
         for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
-            through(cases[c].type, cases[c].unbiased, x, y);
+            encode_decode(cases[c].type, cases[c].unbiased, x, y);
             const Quality q = quality(x, y, N_ROWS * DIM);
-            CHECK(q.error <= cases[c].most, "type %d%s, %s: expected a relative error of at most %.3g, got %.3g", cases[c].type,
-                  cases[c].unbiased ? " unbiased" : "", kind_names[kind], cases[c].most, q.error);
-            CHECK(kind != GAUSSIAN || q.error >= cases[c].most * 0.9, "type %d, %s: an error of %.3g is too good to be true", cases[c].type,
-                  kind_names[kind], q.error);
+            CHECK(q.error <= cases[c].most, "type %d%s, %s: expected a relative error of at most %.3g, got %.3g",
+                  cases[c].type, cases[c].unbiased ? " unbiased" : "", kind_names[kind], cases[c].most, q.error);
+            CHECK(kind != GAUSSIAN || q.error >= cases[c].most * 0.9,
+                  "type %d, %s: an error of %.3g is too small to be true", cases[c].type, kind_names[kind], q.error);
             if (cases[c].unbiased || cases[c].type == KV_Q8_0)
-                CHECK(fabs(q.bias - 1) < 5e-4, "type %d, %s: scores are %.5f of what they were", cases[c].type, kind_names[kind],
-                      q.bias);
-            if (cases[c].unbiased && kind == GAUSSIAN)         // what a tied V is too large by
-                CHECK(fabs(1 / (1 + q.error) - kv_tied_factor(cases[c].type)) < 1e-3, "type %d: factor of V: expected %.4f, is %.4f",
-                      cases[c].type, 1 / (1 + q.error), (double)kv_tied_factor(cases[c].type));
+                CHECK(fabs(q.bias - 1) < 5e-4, "type %d, %s: scores are %.5f times the exact ones", cases[c].type,
+                      kind_names[kind], q.bias);
+            if (cases[c].unbiased && kind == GAUSSIAN)         // the factor that corrects a tied V
+                CHECK(fabs(1 / (1 + q.error) - kv_tied_factor(cases[c].type)) < 1e-3,
+                      "type %d: factor of V: expected %.4f, got %.4f", cases[c].type, 1 / (1 + q.error),
+                      (double)kv_tied_factor(cases[c].type));
         }
     }
     free(x);
     free(y);
 }
 
-static void test_turn(void) {
-    float x[KV_TURN], q[KV_TURN], row[KV_TURN], query[KV_TURN];
+static void test_rotation(void) {
+    float x[KV_ROTATION], q[KV_ROTATION], row[KV_ROTATION], query[KV_ROTATION];
     for (int round = 0; round < 50; round++) {
-        for (int i = 0; i < KV_TURN; i++) x[i] = row[i] = (float)gaussian(), q[i] = query[i] = (float)gaussian();
-        kv_turn(row, 0.0625f);
-        kv_turn(query, 0.125f);
-        double straight = 0, turned = 0;
-        for (int i = 0; i < KV_TURN; i++) straight += (double)x[i] * q[i], turned += (double)row[i] * query[i];
-        CHECK(fabs(straight - turned) < 1e-4, "a product of turned groups: expected %g, got %g", straight, turned);
-        kv_turn_back(row);
+        for (int i = 0; i < KV_ROTATION; i++) x[i] = row[i] = (float)gaussian(), q[i] = query[i] = (float)gaussian();
+        kv_rotate(row, 0.0625f);
+        kv_rotate(query, 0.125f);
+        double exact = 0, rotated = 0;
+        for (int i = 0; i < KV_ROTATION; i++) {
+            exact += (double)x[i] * q[i];
+            rotated += (double)row[i] * query[i];
+        }
+        CHECK(fabs(exact - rotated) < 1e-4, "dot product of rotated groups: expected %g, got %g", exact, rotated);
+        kv_rotate_back(row);
         double far = 0;
-        for (int i = 0; i < KV_TURN; i++) far = fmax(far, fabs((double)row[i] - x[i]));
-        CHECK(far < 2e-6, "a group turned back is %g away", far);
+        for (int i = 0; i < KV_ROTATION; i++) far = fmax(far, fabs((double)row[i] - x[i]));
+        CHECK(far < 2e-6, "a group that was rotated and rotated back differs by %g", far);
     }
 }
 
 static void test_edges(void) {
     static const KvType types[] = { KV_Q8_0, KV_Q4_0, KV_TQ4, KV_TQ3 };
-    float x[KV_TURN], y[KV_TURN];
-    uint8_t row[KV_TURN], again[KV_TURN];
-    uint16_t scales[KV_TURN / 32], scales_again[KV_TURN / 32];
+    float x[KV_ROTATION], y[KV_ROTATION];
+    uint8_t row[KV_ROTATION], again[KV_ROTATION];
+    uint16_t scales[KV_ROTATION / 32], scales_again[KV_ROTATION / 32];
     for (int k = 0; k < 4; k++) {
         const KvType t = types[k];
-        const size_t bytes = kv_row_bytes(t, KV_TURN);
+        const size_t bytes = kv_row_bytes(t, KV_ROTATION);
         int bad = 0;
         memset(x, 0, sizeof x);
-        kv_write_row(t, false, KV_TURN, x, row, scales);
-        kv_read_rows(t, 1, KV_TURN, row, scales, y);
-        for (int i = 0; i < KV_TURN; i++) bad += y[i] != 0;
-        CHECK(!bad, "type %d: %d of %d zeros are not", t, bad, KV_TURN);
+        kv_write_row(t, false, KV_ROTATION, x, row, scales);
+        kv_read_rows(t, 1, KV_ROTATION, row, scales, y);
+        for (int i = 0; i < KV_ROTATION; i++) bad += y[i] != 0;
+        CHECK(!bad, "type %d: %d of %d zeros were not decoded as 0", t, bad, KV_ROTATION);
         static const float broken[] = { NAN, INFINITY, -INFINITY };
         for (int b = 0; b < 3; b++) {
-            for (int i = 0; i < KV_TURN; i++) x[i] = (float)gaussian();
+            for (int i = 0; i < KV_ROTATION; i++) x[i] = (float)gaussian();
             x[77] = broken[b];
-            kv_write_row(t, false, KV_TURN, x, row, scales);
-            kv_read_rows(t, 1, KV_TURN, row, scales, y);
-            for (int i = 0; i < KV_TURN; i++) bad += !isnan(y[i]);
-            CHECK(!bad, "type %d: %g in a group: %d values are numbers", t, (double)broken[b], bad);
+            kv_write_row(t, false, KV_ROTATION, x, row, scales);
+            kv_read_rows(t, 1, KV_ROTATION, row, scales, y);
+            for (int i = 0; i < KV_ROTATION; i++) bad += !isnan(y[i]);
+            CHECK(!bad, "type %d: %g in a group: %d values are not NaN", t, (double)broken[b], bad);
         }
-        for (int e = -90; e <= 12; e += 6) {           // a power of two changes scales alone
-            float times[KV_TURN];
-            for (int i = 0; i < KV_TURN; i++) x[i] = (float)gaussian(), times[i] = ldexpf(x[i], e);
-            kv_write_row(t, true, KV_TURN, x, row, scales);
-            kv_write_row(t, true, KV_TURN, times, again, scales_again);
-            CHECK(!memcmp(row, again, bytes), "type %d: 2^%d times the values have other codes", t, e);
+        for (int e = -90; e <= 12; e += 6) {           // a factor 2^e changes the scales only
+            float times[KV_ROTATION];
+            for (int i = 0; i < KV_ROTATION; i++) x[i] = (float)gaussian(), times[i] = ldexpf(x[i], e);
+            kv_write_row(t, true, KV_ROTATION, x, row, scales);
+            kv_write_row(t, true, KV_ROTATION, times, again, scales_again);
+            CHECK(!memcmp(row, again, bytes), "type %d: 2^%d times the values has other codes", t, e);
         }
-        // What was read is written again as it is: with the same codes.
-        for (int i = 0; i < KV_TURN; i++) x[i] = (float)gaussian();
-        kv_write_row(t, false, KV_TURN, x, row, scales);
-        kv_read_rows(t, 1, KV_TURN, row, scales, y);
-        kv_turn_back(y);
-        kv_write_row(t, false, KV_TURN, y, again, scales_again);
-        CHECK(!memcmp(row, again, bytes), "type %d: encoding what was decoded changes codes", t);
+        // Decoded values are encoded to the same codes.
+        for (int i = 0; i < KV_ROTATION; i++) x[i] = (float)gaussian();
+        kv_write_row(t, false, KV_ROTATION, x, row, scales);
+        kv_read_rows(t, 1, KV_ROTATION, row, scales, y);
+        kv_rotate_back(y);
+        kv_write_row(t, false, KV_ROTATION, y, again, scales_again);
+        CHECK(!memcmp(row, again, bytes), "type %d: encoding decoded values changes codes", t);
     }
 }
 
-// ---- the forms of other programs (spec/kv_and_pflash.md B2, B3, B7) --------------------------------------------------
+// ---- TurboQuant formats of other programs (spec/kv_and_pflash.md B2, B3, B7)
+// -----------------------------------------
 
-// 128-point Hadamard matrix over sqrt(128) between two diagonals of signs.
-static const uint8_t S1[] = { 0x59, 0x03, 0x6a, 0xe4, 0x49, 0x59, 0xf8, 0x42, 0xbb, 0x3b, 0xc6, 0xa4, 0xa9, 0x50, 0xf2, 0x49 };
-static const uint8_t S2[] = { 0x90, 0xee, 0xac, 0x16, 0xdc, 0x8f, 0x62, 0x3f, 0x7a, 0x35, 0xa5, 0xb7, 0x62, 0x65, 0xa5, 0xbe };
-static void signs(const uint8_t *s, float *x) { for (int i = 0; i < 128; i++) if (s[i / 8] >> (i % 8) & 1) x[i] = -x[i]; }
-static void other_turn(float *x, bool back) {
+// The rotation: diag(S2) H diag(S1) / sqrt(128), H of 128 rows, S1 and S2 signs.
+static const uint8_t S1[] = {
+    0x59, 0x03, 0x6a, 0xe4, 0x49, 0x59, 0xf8, 0x42, 0xbb, 0x3b, 0xc6, 0xa4, 0xa9, 0x50, 0xf2, 0x49
+};
+static const uint8_t S2[] = {
+    0x90, 0xee, 0xac, 0x16, 0xdc, 0x8f, 0x62, 0x3f, 0x7a, 0x35, 0xa5, 0xb7, 0x62, 0x65, 0xa5, 0xbe
+};
+static void signs(const uint8_t *s, float *x) {
+    for (int i = 0; i < 128; i++)
+        if (s[i / 8] >> (i % 8) & 1) x[i] = -x[i];
+}
+static void turboquant_rotate(float *x, bool back) {
     signs(back ? S2 : S1, x);
     kv_hadamard(x);
     for (int i = 0; i < 128; i++) x[i] *= (float)sqrt(1 / 128.0);
     signs(back ? S1 : S2, x);
 }
 
-static const float tq3_levels[] = { -0.190685f, -0.117832f, -0.065717f, -0.021460f, 0.021460f, 0.065717f, 0.117832f, 0.190685f };
-static const float tq4_levels[] = { 0.1280f, 0.3866f, 0.6540f, 0.9375f, 1.2482f, 1.6048f, 2.0464f, 2.6892f };  // times 1/sqrt(128)
+static const float tq3_levels[] = { -0.190685f, -0.117832f, -0.065717f, -0.021460f,
+                                    0.021460f, 0.065717f, 0.117832f, 0.190685f };
+static const float tq4_levels[] = { 0.1280f, 0.3866f, 0.6540f, 0.9375f,                // times 1/sqrt(128)
+                                    1.2482f, 1.6048f, 2.0464f, 2.6892f };
 static float level_of(int bits, int i) {
     if (bits == 3) return tq3_levels[i];
     return (i < 8 ? -tq4_levels[7 - i] : tq4_levels[i - 8]) / sqrtf(128);
 }
 
-// Indices (128) and the scale that keeps the norm.
-static float other_encode(int bits, const float *x, uint8_t *index) {
+// Computes the level indices (128). Returns the scale with which the decoded group keeps the norm of x.
+static float turboquant_encode(int bits, const float *x, uint8_t *index) {
     float y[128];
     double norm = 0, length = 0;
     memcpy(y, x, sizeof y);
     for (int i = 0; i < 128; i++) norm += (double)x[i] * x[i];
     norm = sqrt(norm);
-    other_turn(y, false);
+    turboquant_rotate(y, false);
     for (int i = 0; i < 128; i++) {
         index[i] = 0;
         for (int l = 1; l < 1 << bits; l++)
@@ -180,7 +194,7 @@ static float other_encode(int bits, const float *x, uint8_t *index) {
 // 4 blocks of 14 bytes: scale, low bits of 32 indices, high bits.
 static void write_tq3_0(const float *x, uint8_t *out) {
     uint8_t index[128];
-    const uint16_t scale = gguf_f32_to_f16(other_encode(3, x, index));
+    const uint16_t scale = gguf_f32_to_f16(turboquant_encode(3, x, index));
     memset(out, 0, 56);
     for (int b = 0; b < 4; b++, out += 14) {
         memcpy(out, &scale, 2);
@@ -194,16 +208,19 @@ static void read_tq3_0(const uint8_t *in, float *x) {
     for (int b = 0; b < 4; b++, in += 14) {
         uint16_t scale;
         memcpy(&scale, in, 2);
-        for (int j = 0; j < 32; j++)
-            x[32 * b + j] = gguf_f16_to_f32(scale) * tq3_levels[(in[2 + j / 4] >> (2 * (j % 4)) & 3) | (in[10 + j / 8] >> (j % 8) & 1) << 2];
+        for (int j = 0; j < 32; j++) {
+            const int low = in[2 + j / 4] >> (2 * (j % 4)) & 3, high = in[10 + j / 8] >> (j % 8) & 1;
+            x[32 * b + j] = gguf_f16_to_f32(scale) * tq3_levels[low | high << 2];
+        }
     }
-    other_turn(x, true);
+    turboquant_rotate(x, true);
 }
 
-// One block of 128. K3, 50 bytes: scale, low bits, high bits. V4, 68 bytes: scale, 2 unused, 64 of indices, low nibble first.
+// A block of 128 values. K3, 50 bytes: scale, low bits, high bits. V4, 68 bytes: scale, 2 unused bytes, 64 bytes of
+// indices, low nibble first.
 static void write_block(int bits, const float *x, uint8_t *out) {
     uint8_t index[128];
-    const uint16_t scale = gguf_f32_to_f16(other_encode(bits, x, index));
+    const uint16_t scale = gguf_f32_to_f16(turboquant_encode(bits, x, index));
     memset(out, 0, bits == 3 ? 50 : 68);
     memcpy(out, &scale, 2);
     for (int j = 0; j < 128; j++) {
@@ -219,11 +236,11 @@ static void read_block(int bits, const uint8_t *in, float *x) {
         const int three = (in[2 + j / 4] >> (2 * (j % 4)) & 3) | (in[34 + j / 8] >> (j % 8) & 1) << 2;
         x[j] = gguf_f16_to_f32(scale) * level_of(bits, bits == 3 ? three : in[4 + j / 2] >> (4 * (j % 2)) & 15);
     }
-    other_turn(x, true);
+    turboquant_rotate(x, true);
 }
 
-static void test_others(void) {
-    static const struct { const char *name; size_t bytes; double most; } forms[] = {
+static void test_turboquant(void) {
+    static const struct { const char *name; size_t bytes; double most; } formats[] = {
         { "TQ3_0", 56, 3.45e-2 }, { "K3", 50, 3.45e-2 }, { "V4", 68, 9.4e-3 } };
     enum { N = 4000 };
     float *x = malloc((size_t)N * 128 * sizeof *x), *y = malloc((size_t)N * 128 * sizeof *y);
@@ -231,31 +248,40 @@ static void test_others(void) {
     for (int i = 0; i < N * 128; i++) x[i] = (float)gaussian();
     for (int f = 0; f < 3; f++) {
         for (int r = 0; r < N; r++) {
-            uint8_t *at = bytes + (size_t)r * forms[f].bytes;
-            if (f == 0) write_tq3_0(x + r * 128, at), read_tq3_0(at, y + r * 128);
-            else write_block(f + 2, x + r * 128, at), read_block(f + 2, at, y + r * 128);
+            uint8_t *at = bytes + (size_t)r * formats[f].bytes;
+            if (f == 0) {
+                write_tq3_0(x + r * 128, at);
+                read_tq3_0(at, y + r * 128);
+            } else {
+                write_block(f + 2, x + r * 128, at);
+                read_block(f + 2, at, y + r * 128);
+            }
         }
         const Quality q = quality(x, y, N * 128);
-        CHECK(q.error < forms[f].most && q.error > 0.9 * forms[f].most, "%s: expected an error of about %.3g, got %.3g",
-              forms[f].name, forms[f].most, q.error);
+        CHECK(q.error < formats[f].most && q.error > 0.9 * formats[f].most,
+              "%s: expected an error of about %.3g, got %.3g", formats[f].name, formats[f].most, q.error);
         double norms = 0;                              // the scale keeps the norm
         for (int r = 0; r < N; r++) {
             double a = 0, b = 0;
-            for (int i = 0; i < 128; i++) a += (double)x[r * 128 + i] * x[r * 128 + i], b += (double)y[r * 128 + i] * y[r * 128 + i];
+            for (int i = 128 * r; i < 128 * (r + 1); i++) {
+                a += (double)x[i] * x[i];
+                b += (double)y[i] * y[i];
+            }
             norms = fmax(norms, fabs(sqrt(b / a) - 1));
         }
-        CHECK(norms < 1e-3, "%s: norms are off by up to %g", forms[f].name, norms);
+        CHECK(norms < 1e-3, "%s: norms are off by up to %g", formats[f].name, norms);
     }
-    // The bytes of one vector: value 5 of a unit vector in the turned basis has index 7 in each form.
+    // The bytes of one vector: in the rotated basis, value 5 is far larger than the others, so it has the highest
+    // index.
     float one[128] = { 0 };
-    uint8_t form[68];
+    uint8_t block[68];
     for (int i = 0; i < 128; i++) one[i] = (i % 2 ? -1 : 1) * 0.05f;
     one[5] = 3;
-    other_turn(one, true);
-    write_tq3_0(one, form);
-    CHECK((form[2 + 1] >> 2 & 3) == 3 && (form[10] >> 5 & 1), "TQ3_0: value 5 has code %d", form[3] >> 2 & 3);
-    write_block(4, one, form);
-    CHECK(form[4 + 2] >> 4 == 15, "V4: value 5 has code %d", form[6] >> 4);
+    turboquant_rotate(one, true);
+    write_tq3_0(one, block);
+    CHECK((block[2 + 1] >> 2 & 3) == 3 && (block[10] >> 5 & 1), "TQ3_0: value 5 has code %d", block[3] >> 2 & 3);
+    write_block(4, one, block);
+    CHECK(block[4 + 2] >> 4 == 15, "V4: value 5 has code %d", block[6] >> 4);
     free(x);
     free(y);
     free(bytes);
@@ -263,8 +289,8 @@ static void test_others(void) {
 
 int main(void) {
     test_errors();
-    test_turn();
+    test_rotation();
     test_edges();
-    test_others();
+    test_turboquant();
     return test_done("kv");
 }

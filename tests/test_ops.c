@@ -1245,7 +1245,7 @@ static void spoil_plane(Cache *c, int p) {
 // Rows of heads that quantised types cannot hold are of f16 instead.
 static TestCache new_cache(KvType type, int n_seqs, int n_kv_heads, int head_dim, int slots, int n_rot) {
     TestCache t = { .host = { .n_seqs = n_seqs, .n_kv_heads = n_kv_heads, .head_dim = head_dim, .slots = slots, .n_rot = n_rot } };
-    if (kv_group(type) && (head_dim % KV_TURN || 2 * n_rot % KV_TURN)) type = KV_F16;
+    if (kv_group(type) && (head_dim % KV_ROTATION || 2 * n_rot % KV_ROTATION)) type = KV_F16;
     t.host.k = (KvPlane){ .type = type, .dim = n_rot ? 2 * n_rot : head_dim };
     t.host.v = (KvPlane){ .type = type, .dim = head_dim };
     for (int p = 0; p < 2; p++) spoil_plane(&t.host, p);
