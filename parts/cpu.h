@@ -1,31 +1,33 @@
-/* cpu.h - the CPU backend: how the CPU carries out gemma4.h.
+/* cpu.h - the CPU backend: the operations of gemma4.h, fast and on several threads.
  *
- * Uses base.h (threads), gemma4.h, gguf.h (dot products of block formats) and kv.h. Each operation is a function cpu_<op>, a job that
- * all threads share. Weights are read where they lie in the mapped file. Begin with cpu_ops(), the table at the end.
+ * Uses base.h (threads), gemma4.h, gguf.h (dot products of block formats) and kv.h. Each operation is a function
+ * cpu_<op>; parallel() divides its rows or columns among the threads. Weights are read in place from the mapped file.
+ * Begin with cpu_ops(), the table at the end.
  *   [1] Memory    [2] Building blocks    [3] Body    [4] Cache    [5] Output */
 #ifndef CPU_H
 #define CPU_H
 
 // ==== [1] Memory ====================================================================================================
 
-typedef struct { uint64_t key, weight; } Candidate;    // a token among others: the higher key, the better (candidate_key)
+typedef struct { uint64_t key, weight; } Candidate;    // a token; key orders tokens, the best has the highest
 
-enum { PASS_PAIRS = 4096 };   // most pairs (row, chosen expert) that experts work on at a time
+enum { PASS_PAIRS = 4096 };   // the expert operations take at most this many pairs (row, chosen expert) at a time
 
-// Attention numbers its keys: j < len is the committed position j, len + i is row i of the segment. SPAN of them are a
-// span, and span s belongs to part s mod PARTS. What the parts find is put together in their order, so that threads may
-// share a long context of a step of few queries, and the bits follow from the numbers alone.
-enum { SPAN = 256, PARTS = 16, SPLIT_QUERIES = 256 };
+// Attention numbers its keys: j < len is the committed position j, len + i is row i of the segment. The keys are cut
+// into chunks of SPLIT_CHUNK; chunk c belongs to split c mod N_SPLITS. Each split has a partial result (split-K
+// attention), and partial results are merged in the order of the splits. So threads can divide a long context when a
+// step has few queries, and the number of threads changes no bit.
+enum { SPLIT_CHUNK = 256, N_SPLITS = 16, MAX_SPLIT_QUERIES = 256 };
 
 static struct {               // scratch of the CPU backend: one prepared input at a time, one row of logits
     Act        y;             // (max_rows, max_cols)
-    uint8_t   *packed;        // (max_rows or pairs, max_cols) the input for gguf_dot_q8_rows
-    int32_t   *order;         // (pairs) sorted by expert
-    size_t     rows, pairs, cols, vocab;
+    uint8_t   *packed;        // (max_rows or pairs, max_cols) the input in the form that gguf_dot_q8_rows reads
+    int32_t   *order;         // (pairs) pairs sorted by expert
+    size_t     rows, pairs, cols, vocab;               // sizes of these buffers
     Candidate *candidates;    // (vocab)
     float     *logits;        // (vocab)
-    int32_t   *seen;          // (vocab) 0 between operations
-    float     *parts;         // (SPLIT_QUERIES, PARTS, MAX_HEAD_DIM + 2) largest score, sum, values
+    int32_t   *token_counts;  // (vocab) all 0 between operations
+    float     *partials;      // (MAX_SPLIT_QUERIES, N_SPLITS, MAX_HEAD_DIM + 2) largest score, sum, output
 } cpu;
 
 static size_t cpu_weight_bytes(const Tensor *w) {
@@ -56,9 +58,11 @@ static void write_words(const void *task, int first, int end) {
     memset(*(char *const *)task + (size_t)first * 4096, 1, (size_t)(end - first) * 4096);
 }
 
-// What all threads together read per second, the best of five times through more than the caches hold; 0 without the memory.
+// Bytes per second that all threads together read from memory: the best of five passes over a buffer larger than the
+// caches. 0: there is no memory for the buffer.
 static double cpu_bandwidth(void) {
-    const int n_pages = (int)((available_memory() / 4 < (512u << 20) ? available_memory() / 4 : 512u << 20) / 4096);
+    const size_t quarter = available_memory() / 4;
+    const int n_pages = (int)((quarter < (512u << 20) ? quarter : 512u << 20) / 4096);
     char *words = aligned_alloc(4096, (size_t)n_pages * 4096);
     double best = 0;
     if (!words || !n_pages) return 0;
@@ -73,7 +77,7 @@ static double cpu_bandwidth(void) {
     return best;
 }
 
-static size_t pairs_of_pass(const Limits *lim) {
+static size_t max_pairs(const Limits *lim) {
     const size_t all = (size_t)lim->max_rows * lim->max_experts;
     return all < PASS_PAIRS ? all : PASS_PAIRS;
 }
@@ -83,16 +87,17 @@ static size_t packed_bytes(size_t rows, size_t pairs, size_t cols) {
 }
 
 static size_t cpu_scratch_bytes(const Limits *lim) {
-    const size_t n = (size_t)lim->max_rows * lim->max_cols, pairs = pairs_of_pass(lim);
-    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + SPLIT_QUERIES * PARTS * (MAX_HEAD_DIM + 2) * sizeof(float) +
+    const size_t n = (size_t)lim->max_rows * lim->max_cols, pairs = max_pairs(lim);
+    return n * 5 + n / 32 * 4 + lim->max_rows * 4 + MAX_SPLIT_QUERIES * N_SPLITS * (MAX_HEAD_DIM + 2) * sizeof(float) +
            packed_bytes(lim->max_rows, pairs, lim->max_cols) + pairs * sizeof(int32_t) +
            lim->vocab * (sizeof(Candidate) + sizeof(float) + sizeof(int32_t));
 }
 
 static void cpu_init(const Limits *lim) {
-    const size_t rows = (size_t)max_int(lim->max_rows, (int)cpu.rows), cols = (size_t)max_int(lim->max_cols, (int)cpu.cols);
+    const size_t rows = (size_t)max_int(lim->max_rows, (int)cpu.rows);
+    const size_t cols = (size_t)max_int(lim->max_cols, (int)cpu.cols);
     const size_t vocab = (size_t)max_int(lim->vocab, (int)cpu.vocab);
-    const size_t pairs = (size_t)max_int((int)pairs_of_pass(lim), (int)cpu.pairs);
+    const size_t pairs = (size_t)max_int((int)max_pairs(lim), (int)cpu.pairs);
     if (rows == cpu.rows && pairs == cpu.pairs && cols == cpu.cols && vocab == cpu.vocab) return;
     free(cpu.y.f);
     free(cpu.y.q);
@@ -101,7 +106,7 @@ static void cpu_init(const Limits *lim) {
     free(cpu.order);
     free(cpu.candidates);
     free(cpu.logits);
-    free(cpu.seen);
+    free(cpu.token_counts);
     cpu.y.f = alloc_or_die(rows * cols, sizeof *cpu.y.f);
     cpu.y.q = alloc_or_die(rows * cols, sizeof *cpu.y.q);
     cpu.y.s = alloc_or_die(rows * (cols / 32 + 1), sizeof *cpu.y.s);
@@ -110,8 +115,9 @@ static void cpu_init(const Limits *lim) {
     cpu.order = alloc_or_die(pairs, sizeof *cpu.order);
     cpu.candidates = alloc_or_die(vocab, sizeof *cpu.candidates);
     cpu.logits = alloc_or_die(vocab, sizeof *cpu.logits);
-    cpu.seen = alloc_or_die(vocab, sizeof *cpu.seen);
-    if (!cpu.parts) cpu.parts = alloc_or_die((size_t)SPLIT_QUERIES * PARTS * (MAX_HEAD_DIM + 2), sizeof *cpu.parts);
+    cpu.token_counts = alloc_or_die(vocab, sizeof *cpu.token_counts);
+    if (!cpu.partials)
+        cpu.partials = alloc_or_die((size_t)MAX_SPLIT_QUERIES * N_SPLITS * (MAX_HEAD_DIM + 2), sizeof *cpu.partials);
     cpu.rows = rows;
     cpu.pairs = pairs;
     cpu.cols = cols;
@@ -129,7 +135,7 @@ static void cpu_release(void *p) { free(p); }
 
 static void cpu_copy(const Copy *c) { memcpy(c->dst, c->src, c->bytes); }
 
-static bool cpu_begin(StepKey key) {                   // nothing is recorded: issue the operations
+static bool cpu_begin(StepKey key) {                   // true: this backend records no steps, so issue the operations
     (void)key;
     return true;
 }
@@ -139,7 +145,7 @@ static void cpu_wait(void) {}
 
 // ==== [2] Building blocks ===========================================================================================
 
-// 1 / sqrt(mean(x^2) + eps). The sum is in f64: eight parts, i mod 8, then these in order.
+// 1 / sqrt(mean(x^2) + eps). The sum is in f64: eight partial sums, by i mod 8, which are then added in order.
 static float rms_scale(const float *x, int n, float eps) {
     double part[8] = { 0 }, ss = 0;
     int i = 0;
@@ -156,11 +162,12 @@ static void rms_norm(float *out, const float *x, const float *w, int n, float ep
     for (int i = 0; i < n; i++) out[i] = w ? w[i] * (x[i] * scale) : x[i] * scale;
 }
 
-// e^x, relative error below 2e-7; 0 below -87, e^88 above 88; NaN for NaN. Without branches, so that loops over it
-// become vectors: 2^n for the nearest n to x / ln 2, times a polynomial in the rest, |r| <= 0.35.
+// e^x, relative error below 2e-7; 0 below -87, e^88 above 88; NaN for NaN. It has no branches, so that the compiler can
+// vectorise loops that call it. e^x = 2^n e^r with n the integer nearest to x / ln 2; a polynomial gives e^r, |r| <=
+// 0.35.
 static inline float exp_of(float x) {
     const float in = x > 88 ? 88 : x < -87 ? -87 : x;
-    const float shifted = in * 1.44269504f + 0x1.8p23f, n = shifted - 0x1.8p23f;     // the sum's last bits hold n
+    const float shifted = in * 1.44269504f + 0x1.8p23f, n = shifted - 0x1.8p23f;     // the last bits of shifted hold n
     const float r = (in - n * 0.693359375f) + n * 2.12194440e-4f;                    // n ln 2 in two parts
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
@@ -188,7 +195,7 @@ static void activate(ActFn fn, float *v, int n) {
     }
 }
 
-// One row of In: stores x' where wanted, leaves y in out (cols).
+// One row of In (gemma4.h): stores x' if the operation asks for it, writes y to out (cols).
 static void prepare_row(const In *in, size_t r, int cols, float *out) {
     const size_t at = r * (size_t)cols;
     memset(out, 0, (size_t)cols * sizeof *out);
@@ -204,15 +211,15 @@ static void prepare_row(const In *in, size_t r, int cols, float *out) {
     if (in->w_pre) rms_norm(out, out, in->w_pre, cols, in->eps);
 }
 
-// The input of matrix products: rows in the forms that the matrices want.
+// The input rows of matrix products: as f32 and, for quantised matrices, as int8.
 typedef struct {
     Act            a;         // (n_rows, cols)
-    const uint8_t *packed;    // (n_rows) for gguf_dot_q8_rows, NULL where no matrix is quantised
+    const uint8_t *packed;    // (n_rows) for gguf_dot_q8_rows; NULL if no matrix is quantised
 } Rows;
 
 typedef struct {
     const In *in;
-    Act       from;           // what a producer left, or NULL and NULL
+    Act       from;           // the Act that a producer wrote; all NULL: compute the rows from `in`
     int       cols;
     bool      quantise, pack;
 } PrepareJob;
@@ -231,9 +238,9 @@ static void prepare_rows(const void *task, int first, int end) {
     }
 }
 
-// The input of a product: what a producer left, or rows prepared in scratch; in int8 too where a matrix is quantised,
-// and packed if that is wanted.
-static Rows prepare_as(const In *in, int n_rows, int cols, bool quantise, bool pack) {
+// The input of a product: the Act that a producer wrote, or else rows computed from In into scratch; quantise: in int8
+// too; pack: also packed for gguf_dot_q8_rows.
+static Rows prepare_packed(const In *in, int n_rows, int cols, bool quantise, bool pack) {
     const bool own = !in->act.f && !in->act.q;
     const PrepareJob job = { .in = in, .from = in->act, .cols = cols, .quantise = quantise, .pack = pack };
     if (own || pack) parallel(n_rows, chunk_size(n_rows, 1), prepare_rows, &job);
@@ -241,11 +248,12 @@ static Rows prepare_as(const In *in, int n_rows, int cols, bool quantise, bool p
 }
 
 static Rows prepare(const In *in, int n_rows, int cols, bool quantise) {
-    return prepare_as(in, n_rows, cols, quantise, quantise);
+    return prepare_packed(in, n_rows, cols, quantise, quantise);
 }
 
-// out[j * stride + i] = row first + i of matrix e of w times row r + j of x: n columns of n_rows rows of a product.
-static void dots(const Tensor *w, int e, int first, int n, const Rows *x, size_t r, int n_rows, float *out, size_t stride) {
+// out[j * stride + i] = (row first + i of matrix e of w) . (row r + j of x), for i < n and j < n_rows.
+static void dots(const Tensor *w, int e, int first, int n, const Rows *x, size_t r, int n_rows, float *out,
+                 size_t stride) {
     const size_t cols = (size_t)w->cols, row_size = gguf_row_size(w->type, cols), at = r * cols;
     const uint8_t *rows = (const uint8_t *)w->data + ((size_t)e * w->rows + first) * row_size;
     if (!is_quantised(w->type))
@@ -256,8 +264,8 @@ static void dots(const Tensor *w, int e, int first, int n, const Rows *x, size_t
         for (int i = 0; i < n; i++) out[j * stride + i] *= w->scale[e];
 }
 
-// n values of row r of an Act (cols wide) from column `first`, a multiple of 32; in int8 too when the reader wants that.
-static void emit(const Act *out, size_t r, int cols, int first, const float *v, int n) {
+// Stores n values v in row r of an Act (cols wide) from column `first` on, a multiple of 32: as f32, as int8, or both.
+static void store_act(const Act *out, size_t r, int cols, int first, const float *v, int n) {
     const size_t at = r * (size_t)cols + first;
     if (out->f) memcpy(out->f + at, v, (size_t)n * sizeof *v);
     if (out->q) gguf_quantize_q8(v, out->q + at, out->s + at / 32, n);
@@ -265,12 +273,12 @@ static void emit(const Act *out, size_t r, int cols, int first, const float *v, 
 
 // ==== [3] Body ======================================================================================================
 
-// The token of a row, 0 for one outside the vocabulary: a choice of -1 that was fed.
-static int32_t known(int32_t token, int vocab) { return token < 0 || token >= vocab ? 0 : token; }
+// The token id, or 0 if it is outside the vocabulary: sampling gives -1 when no token can be chosen.
+static int32_t valid_token(int32_t token, int vocab) { return token < 0 || token >= vocab ? 0 : token; }
 
-// A token's row of an embedding table as f32 (cols).
+// Row `token` of an embedding table, as f32 (cols).
 static void embedding_row(const Tensor *table, int32_t token, float *out) {
-    const size_t row = (size_t)known(token, table->rows), row_size = gguf_row_size(table->type, table->cols);
+    const size_t row = (size_t)valid_token(token, table->rows), row_size = gguf_row_size(table->type, table->cols);
     gguf_dequantize(table->type, (const uint8_t *)table->data + row * row_size, out, table->cols);
 }
 
@@ -293,7 +301,7 @@ static void cpu_pair(const Pair *o) {
         embedding_row(o->table, o->tokens[(size_t)i * o->token_stride], x);
         for (int c = 0; c < cols; c++) x[c] *= o->scale;
         memcpy(x + cols, o->hidden + (size_t)(o->row ? o->row[i] : i) * cols, (size_t)cols * sizeof *x);
-        emit(&o->out, r, 2 * cols, 0, x, 2 * cols);
+        store_act(&o->out, r, 2 * cols, 0, x, 2 * cols);
     }
 }
 
@@ -317,7 +325,7 @@ static void cpu_ple_rows(const PleRows *o) { parallel(o->batch->n_rows, chunk_si
 
 typedef struct { const void *o; Rows y; } InputJob;                     // an operation, and its input
 
-static void matmul_columns(const void *task, int first, int end) {      // columns of all outputs, one after the other
+static void matmul_columns(const void *task, int first, int end) {      // of the outputs, numbered consecutively
     const InputJob *job = task;
     const Matmul *o = job->o;
     for (int k = 0, at = 0; k < o->n; at += o->w[k++]->rows) {
@@ -338,10 +346,10 @@ static void cpu_matmul(const Matmul *o) {
     parallel(n, chunk_size(n, 16), matmul_columns, &job);
 }
 
-enum { TILE_ROWS = 32 };      // activation rows, and columns, of a product that goes through more than one matrix
+enum { TILE_ROWS = 32 };      // rows of an output tile that combines several products; it has 16 or 32 columns
 
-// out[r][i] = act(gate y) * (up y) of 32 columns from `first` on, of n_rows <= TILE_ROWS rows. Fused tensors hold the n
-// rows of up behind those of gate.
+// out[r][i] = act(gate y) * (up y) for 32 columns from `first` on and n_rows <= TILE_ROWS rows. up NULL: a fused
+// tensor, the n rows of up follow those of gate.
 static void gated_tile(const Tensor *gate, const Tensor *up, int e, int n, int first, ActFn fn, const Rows *y, size_t r,
                        int n_rows, float out[TILE_ROWS][32]) {
     float u[TILE_ROWS][32];
@@ -368,16 +376,17 @@ static void route_rows(const void *task, int first, int end) {
         int32_t *ids = o->ids + (size_t)r * o->n_used;
         float *weights = o->weights + (size_t)r * o->n_used, sum = 0;
         bool taken[MAX_EXPERTS] = { false };
-        for (int j = 0; j < o->n_used; j++) {          // the next largest, the lower expert first on ties
+        for (int j = 0; j < o->n_used; j++) {          // the largest not taken yet; on ties the lower expert
             int best = -1;
             for (int i = 0; i < n; i++)
                 if (!taken[i] && (best < 0 || z[i] > z[best])) best = i;
             taken[best] = true;
             ids[j] = best;
-            weights[j] = expf(z[best] - z[ids[0]]);    // softmax over all, then over the chosen: the common factor cancels
+            weights[j] = expf(z[best] - z[ids[0]]);    // the denominator of softmax cancels below
             sum += weights[j];
         }
-        for (int j = 0; j < o->n_used; j++) weights[j] = weights[j] / sum * (o->expert_scale ? o->expert_scale[ids[j]] : 1);
+        for (int j = 0; j < o->n_used; j++)
+            weights[j] = weights[j] / sum * (o->expert_scale ? o->expert_scale[ids[j]] : 1);
     }
 }
 
@@ -387,11 +396,12 @@ static void cpu_route(const Route *o) {
     parallel(o->n_rows, chunk_size(o->n_rows, 4), route_rows, o);
 }
 
-// Pairs (row, chosen expert) by expert, so that an expert's weights are unpacked once for all rows that chose it. Pair p is
-// choice p % n_used of row p / n_used; order[k] for start[i] <= k < start[i + 1] are the pairs of expert[i], ascending.
+// Pairs (row, chosen expert), sorted by expert, so that an expert's weights are unpacked once for all rows that chose
+// it. Pair p is choice p % n_used of row p / n_used. The pairs of expert[i] are order[start[i] .. start[i + 1] - 1],
+// ascending.
 typedef struct {
-    int first, n;             // pairs
-    int n_experts;            // that were chosen
+    int first, n;             // pairs first .. first + n - 1
+    int n_experts;            // experts that at least one row chose
     int expert[MAX_EXPERTS], start[MAX_EXPERTS + 1];
     int32_t *order;           // (n)
 } Pairs;
@@ -414,10 +424,10 @@ static void sort_pairs(Pairs *p, int n_experts, const int32_t *ids, int first, i
 }
 
 typedef struct {
-    const ExpertGateUp *gate_up;       // one of the two
+    const ExpertGateUp *gate_up;       // either this operation or `down`; the other is NULL
     const ExpertDown   *down;
-    Rows  y;                  // by pair, gate_up: by row
-    bool  sorted;             // its packed rows lie in the order of the pairs
+    Rows  y;                  // of down: one row per pair; of gate_up: one per row of the step
+    bool  sorted;             // y.packed has one row per pair, in the order of pairs.order
     Pairs pairs;
 } ExpertJob;
 
@@ -432,7 +442,7 @@ static void pack_pairs(const void *task, int first, int end) {
     }
 }
 
-// Sorts the pairs from `first` on, as many as a pass takes, and with `pack` packs their inputs in that order.
+// Sorts the pairs from `first` on, as many as one pass takes. pack: packs their inputs in the sorted order.
 static void begin_expert_pass(ExpertJob *job, const int32_t *ids, int first, int n_pairs, int n_used, bool pack) {
     const int most = (int)cpu.pairs / n_used * n_used;
     const int n_experts = job->down ? job->down->down->n : job->gate_up->gate->n;
@@ -440,10 +450,10 @@ static void begin_expert_pass(ExpertJob *job, const int32_t *ids, int first, int
     job->sorted = pack;
     if (!pack) return;
     job->y.packed = cpu.packed;
-    parallel(job->pairs.n, chunk_size(job->pairs.n, 16), pack_pairs, job);    // a few are no work to share
+    parallel(job->pairs.n, chunk_size(job->pairs.n, 16), pack_pairs, job);    // fewer than 16: not worth another thread
 }
 
-static void expert_gate_up_tiles(const void *task, int begin, int end) {           // of 32 columns of one expert
+static void expert_gate_up_tiles(const void *task, int begin, int end) {           // a tile: 32 columns of one expert
     const ExpertJob *job = task;
     const ExpertGateUp *o = job->gate_up;
     const Pairs *p = &job->pairs;
@@ -455,7 +465,8 @@ static void expert_gate_up_tiles(const void *task, int begin, int end) {        
             const int n_rows = min_int(at_once, p->start[x + 1] - k);
             const size_t r = job->sorted ? (size_t)k : (size_t)(p->order[k] / o->n_used);
             gated_tile(o->gate, o->up, p->expert[x], n, first, o->fn, &job->y, r, n_rows, out);
-            for (int j = 0; j < n_rows; j++) emit(&o->out, p->order[k + j], n, first, out[j], min_int(32, n - first));
+            for (int j = 0; j < n_rows; j++)
+                store_act(&o->out, p->order[k + j], n, first, out[j], min_int(32, n - first));
         }
     }
 }
@@ -463,9 +474,10 @@ static void expert_gate_up_tiles(const void *task, int begin, int end) {        
 static void cpu_expert_gate_up(const ExpertGateUp *o) {
     const int n = o->up ? o->gate->rows : o->gate->rows / 2, n_pairs = o->n_rows * o->n_used;
     const bool gate_q = is_quantised(o->gate->type), up_q = o->up ? is_quantised(o->up->type) : gate_q;
-    const bool pack = gate_q && up_q && o->n_rows > 1;                 // else each pair takes its row as it is
+    const bool pack = gate_q && up_q && o->n_rows > 1;                 // false: each pair reads the row of the step
+    const bool quantise = gate_q || up_q;
     ExpertJob job = { .gate_up = o,
-                      .y = prepare_as(&o->in, o->n_rows, o->gate->cols, gate_q || up_q, (gate_q || up_q) && !pack) };
+                      .y = prepare_packed(&o->in, o->n_rows, o->gate->cols, quantise, quantise && !pack) };
     for (int first = 0; first < n_pairs; first += job.pairs.n) {
         begin_expert_pass(&job, o->ids, first, n_pairs, o->n_used, pack);
         const int n_tiles = job.pairs.n_experts * ((n + 31) / 32);
@@ -474,7 +486,7 @@ static void cpu_expert_gate_up(const ExpertGateUp *o) {
     if (o->dense_down) cpu_matmul(o->dense_down);
 }
 
-static void gate_up_tiles(const void *task, int begin, int end) {       // of 32 columns, all rows
+static void gate_up_tiles(const void *task, int begin, int end) {       // a tile: 32 columns, all rows
     const InputJob *job = task;
     const GateUp *o = job->o;
     const int n = o->gate->rows;
@@ -483,7 +495,7 @@ static void gate_up_tiles(const void *task, int begin, int end) {       // of 32
         for (int r = 0; r < o->n_rows; r += TILE_ROWS) {
             const int n_rows = min_int(TILE_ROWS, o->n_rows - r);
             gated_tile(o->gate, o->up, 0, n, first, o->fn, &job->y, r, n_rows, out);
-            for (int j = 0; j < n_rows; j++) emit(&o->out, r + j, n, first, out[j], min_int(32, n - first));
+            for (int j = 0; j < n_rows; j++) store_act(&o->out, r + j, n, first, out[j], min_int(32, n - first));
         }
 }
 
@@ -496,26 +508,27 @@ static void cpu_gate_up(const GateUp *o) {
     if (o->experts) cpu_expert_gate_up(o->experts);
 }
 
-static void expert_down_tiles(const void *task, int begin, int end) {   // of 16 columns, all pairs of the pass
+static void expert_down_tiles(const void *task, int begin, int end) {   // a tile: 16 columns, all pairs of the pass
     enum { WIDTH = 16 };
     const ExpertJob *job = task;
     const ExpertDown *o = job->down;
     const Pairs *p = &job->pairs;
     const int n = o->down->rows;
-    float part[PASS_PAIRS][WIDTH];                     // by pair: they are added in the order of a row's choices
+    float by_pair[PASS_PAIRS][WIDTH];                  // products, which are then added in the order of a row's choices
     float tile[TILE_ROWS][WIDTH];
     for (int first = begin * WIDTH; first < end * WIDTH; first += WIDTH) {
         const int width = min_int(WIDTH, n - first), at_once = job->sorted ? TILE_ROWS : 1;
         for (int x = 0; x < p->n_experts; x++)
             for (int k = p->start[x]; k < p->start[x + 1]; k += at_once) {
                 const int n_rows = min_int(at_once, p->start[x + 1] - k);
-                dots(o->down, p->expert[x], first, width, &job->y, job->sorted ? k : p->order[k], n_rows, tile[0], WIDTH);
-                for (int j = 0; j < n_rows; j++) memcpy(part[p->order[k + j] - p->first], tile[j], sizeof tile[j]);
+                const int r = job->sorted ? k : p->order[k];
+                dots(o->down, p->expert[x], first, width, &job->y, r, n_rows, tile[0], WIDTH);
+                for (int j = 0; j < n_rows; j++) memcpy(by_pair[p->order[k + j] - p->first], tile[j], sizeof tile[j]);
             }
         for (int i = 0; i < p->n; i += o->n_used) {
             float sum[WIDTH] = { 0 };
             for (int j = i; j < i + o->n_used; j++)
-                for (int c = 0; c < width; c++) sum[c] += o->weights[p->first + j] * part[j][c];
+                for (int c = 0; c < width; c++) sum[c] += o->weights[p->first + j] * by_pair[j][c];
             memcpy(o->out + (size_t)((p->first + i) / o->n_used) * n + first, sum, (size_t)width * sizeof *sum);
         }
     }
@@ -530,7 +543,7 @@ static void cpu_expert_down(const ExpertDown *o) {
     }
 }
 
-static void ple_inject_tiles(const void *task, int begin, int end) {    // of 32 columns, all rows
+static void ple_inject_tiles(const void *task, int begin, int end) {    // a tile: 32 columns, all rows
     const InputJob *job = task;
     const PleInject *o = job->o;
     const int n = o->w->rows;
@@ -543,7 +556,7 @@ static void ple_inject_tiles(const void *task, int begin, int end) {    // of 32
                 const float *u = o->u + (size_t)(r + j) * o->u_stride + first;
                 activate(ACT_GELU, v[j], width);
                 for (int i = 0; i < width; i++) v[j][i] *= u[i];
-                emit(&o->out, r + j, n, first, v[j], width);
+                store_act(&o->out, r + j, n, first, v[j], width);
             }
         }
 }
@@ -564,12 +577,13 @@ static void cpu_close(const Close *o) {
 static void cpu_gather_rows(const GatherRows *o) {
     for (int r = 0; r < o->n_rows; r++)
         memcpy((uint32_t *)o->dst + (size_t)r * o->dst_stride,
-               (const uint32_t *)o->src + (size_t)(o->index ? o->index[r] : r) * o->src_stride, o->cols * sizeof(uint32_t));
+               (const uint32_t *)o->src + (size_t)(o->index ? o->index[r] : r) * o->src_stride,
+               o->cols * sizeof(uint32_t));
 }
 
 // ==== [4] Cache =====================================================================================================
 
-// Where row `slot` of one head lies, and the scales beside it.
+// Address of row `slot` of one head; address of its scales.
 static void *kv_row(const Cache *c, const KvPlane *p, int seq, int head, int slot) {
     const size_t row = ((size_t)seq * c->n_kv_heads + head) * (size_t)c->slots + slot;
     return (char *)p->data + row * kv_row_bytes(p->type, p->dim);
@@ -579,20 +593,23 @@ static uint16_t *kv_scales(const Cache *c, const KvPlane *p, int seq, int head, 
     return p->scale ? (uint16_t *)p->scale + row * kv_scale_bytes(p->type, p->dim) / 2 : NULL;
 }
 
-// A cache's tail as a cache: the newest rows in f16.
+// The tail of a cache (its newest rows in f16) as a Cache.
 static Cache tail_of(const Cache *c) {
     Cache tail = *c;
-    tail.k = c->k_tail, tail.v = c->v_tail, tail.slots = c->tail_slots;
+    tail.k = c->k_tail;
+    tail.v = c->v_tail;
+    tail.slots = c->tail_slots;
     return tail;
 }
 
-// The first dim values of v to a row of plane k or v.
+// Writes the first dim values of v to a row of plane k or v.
 static void kv_write(const Cache *c, bool is_v, int seq, int head, int slot, const float *v) {
     const KvPlane *p = is_v ? &c->v : &c->k;
-    kv_write_row(p->type, !is_v || c->n_rot, p->dim, v, kv_row(c, p, seq, head, slot), kv_scales(c, p, seq, head, slot));
+    kv_write_row(p->type, !is_v || c->n_rot, p->dim, v, kv_row(c, p, seq, head, slot),
+                 kv_scales(c, p, seq, head, slot));
 }
 
-// The same to the tail, in the basis of the plane's rows; v is lost.
+// Writes the same values to the tail. They get the Hadamard rotation if the plane is quantised; v is overwritten.
 static void kv_write_tail(const Cache *c, bool is_v, int seq, int head, int pos, float *v) {
     const KvPlane *p = is_v ? &c->v : &c->k;
     const Cache tail = tail_of(c);
@@ -600,7 +617,7 @@ static void kv_write_tail(const Cache *c, bool is_v, int seq, int head, int pos,
     kv_write(&tail, is_v, seq, head, pos % tail.slots, v);
 }
 
-// Pairs (i, i + half), i < n: (a, b) -> (a cos - b sin, a sin + b cos).
+// RoPE: rotates the pairs (i, i + half), i < n: (a, b) -> (a cos - b sin, a sin + b cos).
 static void rope_rotate(float *v, int half, int n, const float *cosine, const float *sine) {
     for (int i = 0; i < n; i++) {
         const float a = v[i], b = v[i + half];
@@ -609,14 +626,16 @@ static void rope_rotate(float *v, int half, int n, const float *cosine, const fl
     }
 }
 
-// Tied order of a head (gemma4.h, Cache): the 2 * n_rot values that rotate, then the others. back: the other way round.
+// Brings a head into the order of a tied cache (gemma4.h, Cache): the 2 * n_rot values that RoPE rotates, then the
+// others. back: from that order to the usual one.
 static void tied_order(float *v, int head_dim, int n_rot, bool back) {
     float t[MAX_HEAD_DIM];
     const int half = head_dim / 2;
     int k = 0;
     memcpy(t, v, (size_t)head_dim * sizeof *v);
-    for (int part = 0; part < 4; part++) {             // rotated of both halves, then unrotated of both
-        const int from = (part & 1) * half + (part < 2 ? 0 : n_rot), to = (part & 1) * half + (part < 2 ? n_rot : half);
+    for (int part = 0; part < 4; part++) {             // the rotated values of both halves, then the unrotated ones
+        const int from = (part & 1) * half + (part < 2 ? 0 : n_rot);
+        const int to = (part & 1) * half + (part < 2 ? n_rot : half);
         for (int i = from; i < to; i++, k++) {
             if (back) v[i] = t[k];
             else v[k] = t[i];
@@ -637,7 +656,7 @@ static void qkv_store_rows(const void *task, int first, int end) {
         const Segment *seg = &o->batch->segs[row->seg];
         const int len = o->batch->len[seg->seq], pos = len + row->depth;
         float cosine[MAX_HEAD_DIM / 2], sine[MAX_HEAD_DIM / 2], k[MAX_HEAD_DIM], v[MAX_HEAD_DIM];
-        for (int i = 0; i < o->rope.n_pairs; i++) {    // angles in f64: f32 is 0.016 rad off at position 262143
+        for (int i = 0; i < o->rope.n_pairs; i++) {    // in f64: an f32 angle is off by 0.016 rad at position 262143
             cosine[i] = (float)cos(pos * o->rope.inv_freq[i]);
             sine[i] = (float)sin(pos * o->rope.inv_freq[i]);
         }
@@ -647,7 +666,7 @@ static void qkv_store_rows(const void *task, int first, int end) {
             dump_head(o->dump_q, r, o->n_heads, h, hd, q);
             rope_rotate(q, half, o->rope.n_pairs, cosine, sine);
             dump_head(o->dump_q_pos, r, o->n_heads, h, hd, q);
-            for (int i = c->n_rot; c->n_rot && i < half; i++) {        // the unrotated part of K is r * fold: fold goes into q
+            for (int i = c->n_rot; c->n_rot && i < half; i++) {        // tied: K's factor fold is applied to q instead
                 q[i] *= c->fold[i];
                 q[i + half] *= c->fold[i + half];
             }
@@ -656,7 +675,8 @@ static void qkv_store_rows(const void *task, int first, int end) {
         }
         if (!o->k) continue;
         const Cache *dst = o->staging ? o->staging : c;
-        const int seq = o->staging ? 0 : seg->seq, slot = o->staging ? seg->first + row->index : (len + row->index) % c->slots;
+        const int seq = o->staging ? 0 : seg->seq;
+        const int slot = o->staging ? seg->first + row->index : (len + row->index) % c->slots;
         for (int g = 0; g < c->n_kv_heads; g++) {
             const size_t at = ((size_t)r * c->n_kv_heads + g) * (size_t)hd;
             rms_norm(k, o->k + at, o->w_k, hd, o->eps);
@@ -670,7 +690,7 @@ static void qkv_store_rows(const void *task, int first, int end) {
                 tied_order(k, hd, c->n_rot, false);
                 tied_order(v, hd, c->n_rot, false);
             }
-            kv_write(dst, false, seq, g, slot, k);     // tied: the first k.dim values, those that rotate
+            kv_write(dst, false, seq, g, slot, k);     // tied: only the first k.dim values, those that RoPE rotates
             kv_write(dst, true, seq, g, slot, v);
             if (!c->tail_slots || row->index < seg->n - c->tail_slots) continue;
             kv_write_tail(c, false, seq, g, len + row->index, k);
@@ -679,19 +699,21 @@ static void qkv_store_rows(const void *task, int first, int end) {
     }
 }
 
-static void cpu_qkv_store(const QkvStore *o) { parallel(o->batch->n_rows, chunk_size(o->batch->n_rows, 1), qkv_store_rows, o); }
+static void cpu_qkv_store(const QkvStore *o) {
+    parallel(o->batch->n_rows, chunk_size(o->batch->n_rows, 1), qkv_store_rows, o);
+}
 
-enum { QUERIES = 8, KEYS = 32 };        // rows x heads, and cached rows, that are worked on at a time
+enum { TILE_QUERIES = 8, TILE_KEYS = 32 };     // queries (rows x heads) and keys that attention works on at a time
 
-// softmax(q . k) v of some queries, which are heads of one KV head in rows of one segment. Key by key in the order of
-// positions ("online softmax"): the largest score so far stays the reference point, so exp never overflows. How queries
-// are grouped makes no difference to the bits.
+// softmax(q . k) v of some queries: heads that share a KV head, in rows of one segment. Keys are taken in the order of
+// their positions ("online softmax"): scores are relative to the largest one so far, so exp never overflows. A query's
+// result does not depend on the other queries of the tile.
 typedef struct {
     const Attend *o;
     int   head_dim, n_heads, n;         // n queries: rows x n_heads
-    float q[QUERIES * MAX_HEAD_DIM], out[QUERIES * MAX_HEAD_DIM];      // (n, head_dim); out unnormalised
-    float max[QUERIES], sum[QUERIES];
-} Softmax;
+    float q[TILE_QUERIES * MAX_HEAD_DIM], out[TILE_QUERIES * MAX_HEAD_DIM];    // (n, head_dim); out not yet / sum
+    float max[TILE_QUERIES], sum[TILE_QUERIES];                                // largest score; sum of exp(score - max)
+} OnlineSoftmax;
 
 #if defined(__AVX512F__)
 enum { LANES = 16 };
@@ -717,78 +739,86 @@ static void add_values(float *out, const float *v, const int *key, const float *
         for (int j = 0; j < n; j++) out[i] += p[j] * v[(size_t)key[j] * dim + i];
 }
 
-// n <= KEYS rows of a plane (n, dim) as floats, where they lie or in room for them.
-static const float *kv_floats(const Cache *c, const KvPlane *p, int seq, int head, int slot, int n, float *room) {
+// n <= TILE_KEYS rows of a plane as floats (n, dim): f32 rows in place, others decoded into scratch.
+static const float *kv_floats(const Cache *c, const KvPlane *p, int seq, int head, int slot, int n, float *scratch) {
     const void *rows = kv_row(c, p, seq, head, slot);
     if (p->type == KV_F32) return rows;
-    kv_read_rows(p->type, n, p->dim, rows, kv_scales(c, p, seq, head, slot), room);
-    return room;
+    kv_read_rows(p->type, n, p->dim, rows, kv_scales(c, p, seq, head, slot), scratch);
+    return scratch;
 }
 
-// scores[i][k] of n <= KEYS keys and all queries. v (n, head_dim): their rows of V as floats.
-static void score_keys(Softmax *s, const Cache *c, int seq, int head, int slot, int n, const float *v, float scores[][KEYS]) {
+// Computes scores[i][k] of all queries i and n <= TILE_KEYS keys k. v (n, head_dim): the keys' rows of V as floats.
+static void score_keys(OnlineSoftmax *s, const Cache *c, int seq, int head, int slot, int n, const float *v,
+                       float scores[][TILE_KEYS]) {
     const int hd = s->head_dim, n_k = c->k.dim;
     const bool halves = c->k.type == KV_F16 || c->k.type == KV_BF16;
     const size_t unit = sizeof(float);
-    float k_room[KEYS * MAX_HEAD_DIM], rest[QUERIES][KEYS];
-    if (halves) gguf_dot_f32_rows(c->k.type == KV_F16 ? GGUF_F16 : GGUF_BF16, kv_row(c, &c->k, seq, head, slot), n,
-                                  kv_row_bytes(c->k.type, n_k), s->q, s->n, hd, n_k, scores[0], KEYS);
-    else gguf_dot_f32_rows(GGUF_F32, kv_floats(c, &c->k, seq, head, slot, n, k_room), n, n_k * unit, s->q, s->n, hd, n_k,
-                           scores[0], KEYS);
-    if (n_k < hd)                                      // tied: the rest of K is V
-        gguf_dot_f32_rows(GGUF_F32, v + n_k, n, hd * unit, s->q + n_k, s->n, hd, hd - n_k, rest[0], KEYS);
+    float k_floats[TILE_KEYS * MAX_HEAD_DIM], rest[TILE_QUERIES][TILE_KEYS];
+    if (halves)
+        gguf_dot_f32_rows(c->k.type == KV_F16 ? GGUF_F16 : GGUF_BF16, kv_row(c, &c->k, seq, head, slot), n,
+                          kv_row_bytes(c->k.type, n_k), s->q, s->n, hd, n_k, scores[0], TILE_KEYS);
+    else
+        gguf_dot_f32_rows(GGUF_F32, kv_floats(c, &c->k, seq, head, slot, n, k_floats), n, n_k * unit, s->q, s->n, hd,
+                          n_k, scores[0], TILE_KEYS);
+    if (n_k < hd)                                      // tied: the values of K that RoPE does not rotate are V's
+        gguf_dot_f32_rows(GGUF_F32, v + n_k, n, hd * unit, s->q + n_k, s->n, hd, hd - n_k, rest[0], TILE_KEYS);
     for (int i = 0; i < s->n; i++)
         for (int k = 0; k < n; k++) scores[i][k] = (n_k < hd ? scores[i][k] + rest[i][k] : scores[i][k]) * s->o->scale;
 }
 
-// Takes n <= KEYS keys into account, in slots from `slot` on. Bit k of seen[i]: row i of the queries sees key k.
-static void attend_keys(Softmax *s, const Cache *c, int seq, int head, int slot, int n, const uint32_t *seen) {
+// Adds n <= TILE_KEYS keys, in slots from `slot` on, to the softmax. Bit k of visible[i]: row i of the queries sees key
+// k.
+static void attend_keys(OnlineSoftmax *s, const Cache *c, int seq, int head, int slot, int n, const uint32_t *visible) {
     const int hd = s->head_dim;
     const float factor = c->n_rot ? kv_tied_factor(c->v.type) : 1;
-    float scores[QUERIES][KEYS], v_room[KEYS * MAX_HEAD_DIM];
-    const float *v = kv_floats(c, &c->v, seq, head, slot, n, v_room);
+    float scores[TILE_QUERIES][TILE_KEYS], v_floats[TILE_KEYS * MAX_HEAD_DIM];
+    const float *v = kv_floats(c, &c->v, seq, head, slot, n, v_floats);
     score_keys(s, c, seq, head, slot, n, v, scores);
     for (int i = 0; i < s->n; i++) {
-        float score[KEYS], p[KEYS], *out = s->out + (size_t)i * hd;
-        int key[KEYS], n_seen = 0;
+        float score[TILE_KEYS], p[TILE_KEYS], *out = s->out + (size_t)i * hd;
+        int key[TILE_KEYS], n_visible = 0;
         for (int k = 0; k < n; k++) {
-            if (!(seen[i / s->n_heads] >> k & 1)) continue;
-            score[n_seen] = scores[i][k];
-            key[n_seen++] = k;
+            if (!(visible[i / s->n_heads] >> k & 1)) continue;
+            score[n_visible] = scores[i][k];
+            key[n_visible++] = k;
         }
-        for (int from = 0, to; from < n_seen; from = to) {             // as far as the largest score stays the same
+        for (int from = 0, to; from < n_visible; from = to) {          // keys up to the next new maximum
             if (score[from] > s->max[i]) {
                 const float shrink = exp_of(s->max[i] - score[from]);    // 0 the first time: max is -inf
                 s->sum[i] *= shrink;
                 for (int d = 0; d < hd; d++) out[d] *= shrink;
                 s->max[i] = score[from];
             }
-            for (to = from + 1; to < n_seen && !(score[to] > s->max[i]); to++) {}
+            for (to = from + 1; to < n_visible && !(score[to] > s->max[i]); to++) {}
             for (int j = from; j < to; j++) p[j] = exp_of(score[j] - s->max[i]);
-            for (int j = from; j < to; j++) s->sum[i] += p[j], p[j] *= factor;
+            for (int j = from; j < to; j++) {
+                s->sum[i] += p[j];
+                p[j] *= factor;
+            }
             add_values(out, v, key + from, p + from, to - from, hd);
         }
     }
 }
 
-typedef struct {              // rows of one segment, fewer than 32, and what they see
+typedef struct {              // rows of one segment, at most TILE_QUERIES, and the keys that each row sees
     const Row *row;
     const Segment *seg;
     int n, len;
-    int first[QUERIES];       // the lowest position in sight
-    int cut[QUERIES];         // committed positions up to here are read in k and v, those above in the tail
-    int lowest, end;          // keys in sight of any row are lowest .. end - 1
-    int low_cut, high_cut;
-    bool tailed;
-    const int32_t *block;     // (n_blocks) the only blocks of keys in sight, ascending; NULL: all are
+    int first[TILE_QUERIES];            // the lowest position that row i sees
+    int before_tail[TILE_QUERIES];      // row i reads committed positions up to this one from k and v, later ones from
+                                        // the tail
+    int lowest, end;          // every row sees only keys of lowest .. end - 1
+    int min_before_tail, max_before_tail;
+    bool uses_tail;
+    const int32_t *block;     // (n_blocks) selected blocks of keys, ascending; NULL: all keys
     int n_blocks;
-} Sight;
+} VisibleKeys;
 
-// Bit k: the block of key j + k is among those in sight.
-static uint32_t listed_keys(const Sight *v, int j) {
-    uint32_t seen = v->block ? 0 : ~(uint32_t)0;
+// Bit k: key j + k is in a selected block.
+static uint32_t selected_keys(const VisibleKeys *v, int j) {
+    uint32_t selected = v->block ? 0 : ~(uint32_t)0;
     for (int b = j / SELECT_KEYS; v->block && b <= (j + 31) / SELECT_KEYS; b++) {
-        int low = 0, high = v->n_blocks;               // the first one that is not below b
+        int low = 0, high = v->n_blocks;               // binary search for b
         while (low < high) {
             const int mid = (low + high) / 2;
             if (v->block[mid] < b) low = mid + 1;
@@ -796,29 +826,30 @@ static uint32_t listed_keys(const Sight *v, int j) {
         }
         if (low == v->n_blocks || v->block[low] != b) continue;
         const int from = max_int(b * SELECT_KEYS - j, 0), to = min_int((b + 1) * SELECT_KEYS - j, 32);
-        seen |= ~(uint32_t)0 << from & ~(uint32_t)0 >> (32 - to);
+        selected |= ~(uint32_t)0 << from & ~(uint32_t)0 >> (32 - to);
     }
-    return seen;
+    return selected;
 }
 
-// Committed positions from <= p < to, in a cache or (is_tail) its tail.
-static void attend_committed(Softmax *s, const Sight *v, const Cache *c, bool is_tail, int head, int from, int to) {
+// Adds the committed positions from .. to - 1 to the softmax. c is the cache or (is_tail) its tail.
+static void attend_committed(OnlineSoftmax *s, const VisibleKeys *v, const Cache *c, bool is_tail, int head, int from,
+                             int to) {
     for (int p = from, n; p < to; p += n) {
-        uint32_t seen[QUERIES], any = 0;
-        const uint32_t listed = listed_keys(v, p);
-        n = min_int(min_int(KEYS, to - p), c->slots - p % c->slots);
+        uint32_t visible[TILE_QUERIES], any = 0;
+        const uint32_t selected = selected_keys(v, p);
+        n = min_int(min_int(TILE_KEYS, to - p), c->slots - p % c->slots);
         for (int i = 0; i < v->n; i++) {
-            const int low = max_int((is_tail ? max_int(v->first[i], v->cut[i] + 1) : v->first[i]) - p, 0);
-            const int high = is_tail ? 32 : v->cut[i] - p + 1;         // bits low .. high - 1
-            seen[i] = low < 32 ? ~(uint32_t)0 << low : 0;
-            if (high < 32) seen[i] &= high > 0 ? ((uint32_t)1 << high) - 1 : 0;
-            any |= seen[i] &= listed;
+            const int low = max_int((is_tail ? max_int(v->first[i], v->before_tail[i] + 1) : v->first[i]) - p, 0);
+            const int high = is_tail ? 32 : v->before_tail[i] - p + 1;         // bits low .. high - 1
+            visible[i] = low < 32 ? ~(uint32_t)0 << low : 0;
+            if (high < 32) visible[i] &= high > 0 ? ((uint32_t)1 << high) - 1 : 0;
+            any |= visible[i] &= selected;
         }
-        if (any) attend_keys(s, c, v->seg->seq, head, p % c->slots, n, seen);
+        if (any) attend_keys(s, c, v->seg->seq, head, p % c->slots, n, visible);
     }
 }
 
-// Rows of a tree on the path to one of them, its own included, whose depths are from .. to - 1.
+// Rows of a tree that are ancestors of a row, or the row itself, and whose depths are from .. to - 1.
 static uint64_t path_rows(uint64_t ancestors, int from, int to) {
     uint64_t rows = 0;
     for (int depth = 0; ancestors; depth++, ancestors &= ancestors - 1)
@@ -826,43 +857,46 @@ static uint64_t path_rows(uint64_t ancestors, int from, int to) {
     return rows;
 }
 
-// Rows of the segment itself, which lie behind the committed ones or in a stage, at depths from .. to - 1.
-static void attend_own(Softmax *s, const Sight *v, const Cache *c, int head, int from, int to) {
-    const Cache *stage = s->o->staging;
+// Adds the segment's own rows at depths from .. to - 1. They are in the cache after the committed rows, or in staging.
+static void attend_own(OnlineSoftmax *s, const VisibleKeys *v, const Cache *c, int head, int from, int to) {
+    const Cache *staging = s->o->staging;
     const bool all = s->o->own == OWN_ALL, tree = !all && v->seg->kind == SEG_TREE;
-    uint64_t path[QUERIES];
+    uint64_t path[TILE_QUERIES];
     for (int i = 0; i < v->n && tree; i++) path[i] = path_rows(v->row[i].ancestors, from, to);
     const int end = tree ? v->end - v->len : to;       // a tree's rows are not in the order of their depths
     for (int k = tree ? 0 : from, n; k < end; k += n) {
-        const int slot = stage ? v->seg->first + k : (v->len + k) % c->slots;
-        uint32_t seen[QUERIES], any = 0;
-        const uint32_t listed = listed_keys(v, v->len + k);
-        n = min_int(KEYS, end - k);
-        if (!stage) n = min_int(n, c->slots - slot);
-        for (int i = 0; i < v->n; i++) {
-            const int hidden = max_int(v->first[i] - v->len - k, 0), ahead = v->row[i].index + 1 - k;
-            seen[i] = tree ? (uint32_t)(path[i] >> k) : all || hidden < 32 ? ~(uint32_t)0 << (all ? 0 : hidden) : 0;
-            if (!all && ahead < 32) seen[i] &= ahead > 0 ? ((uint32_t)1 << ahead) - 1 : 0;
-            any |= seen[i] &= listed;
+        const int slot = staging ? v->seg->first + k : (v->len + k) % c->slots;
+        uint32_t visible[TILE_QUERIES], any = 0;
+        const uint32_t selected = selected_keys(v, v->len + k);
+        n = min_int(TILE_KEYS, end - k);
+        if (!staging) n = min_int(n, c->slots - slot);
+        for (int i = 0; i < v->n; i++) {               // bits low .. high - 1
+            const int low = max_int(v->first[i] - v->len - k, 0), high = v->row[i].index + 1 - k;
+            visible[i] = tree ? (uint32_t)(path[i] >> k) : all || low < 32 ? ~(uint32_t)0 << (all ? 0 : low) : 0;
+            if (!all && high < 32) visible[i] &= high > 0 ? ((uint32_t)1 << high) - 1 : 0;
+            any |= visible[i] &= selected;
         }
-        if (any) attend_keys(s, stage ? stage : c, stage ? 0 : v->seg->seq, head, slot, n, seen);
+        if (any) attend_keys(s, staging ? staging : c, staging ? 0 : v->seg->seq, head, slot, n, visible);
     }
 }
 
-// Rows r .. r + n_rows - 1 of the step, which are of one segment and of one block of rows, and what they see of KV head g.
-static Sight look(const Attend *o, int r, int n_rows, int g) {
+// The keys of KV head g that rows r .. r + n_rows - 1 of the step see. The rows are of one segment and, of a prompt, of
+// one block of rows (BlockSelect).
+static VisibleKeys visible_keys(const Attend *o, int r, int n_rows, int g) {
     const Cache *c = o->cache;
     const Row *row = &o->batch->rows[r];
     const Segment *seg = &o->batch->segs[row->seg];
-    Sight v = { .row = row, .seg = seg, .n = n_rows, .len = o->batch->len[seg->seq], .high_cut = -1,
-                .tailed = c->tail_slots && seg->n <= STEP_ROWS };
-    v.lowest = v.low_cut = v.end = v.len;
+    VisibleKeys v = { .row = row, .seg = seg, .n = n_rows, .len = o->batch->len[seg->seq], .max_before_tail = -1,
+                .uses_tail = c->tail_slots && seg->n <= STEP_ROWS };
+    v.lowest = v.min_before_tail = v.end = v.len;
     for (int i = 0; i < n_rows; i++) {
-        const int pos = v.len + row[i].depth, n_own = o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : row[i].index + 1;
+        const int pos = v.len + row[i].depth;
+        const int n_own = o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : row[i].index + 1;
         v.first[i] = o->window ? max_int(0, pos - o->window + 1) : 0;
-        v.cut[i] = v.tailed ? max_int(-1, pos - (c->tail_slots - STEP_ROWS)) : INT_MAX - 1;
+        v.before_tail[i] = v.uses_tail ? max_int(-1, pos - (c->tail_slots - STEP_ROWS)) : INT_MAX - 1;
         v.lowest = min_int(v.lowest, v.first[i]);
-        v.low_cut = min_int(v.low_cut, v.cut[i]), v.high_cut = max_int(v.high_cut, v.cut[i]);
+        v.min_before_tail = min_int(v.min_before_tail, v.before_tail[i]);
+        v.max_before_tail = max_int(v.max_before_tail, v.before_tail[i]);
         v.end = max_int(v.end, v.len + n_own);
     }
     const size_t list = (size_t)(r / SELECT_ROWS) * c->n_kv_heads + g;
@@ -873,26 +907,33 @@ static Sight look(const Attend *o, int r, int n_rows, int g) {
     return v;
 }
 
-// What one part finds for the queries of s: out, max and sum.
-static void attend_part(Softmax *s, const Sight *v, int head, int part) {
+// Computes the partial result of one split for the queries of s: out, max and sum.
+static void attend_split(OnlineSoftmax *s, const VisibleKeys *v, int head, int split) {
     const Cache *c = s->o->cache, tail = tail_of(c);
-    const int first = v->lowest / SPAN;
-    for (int i = 0; i < s->n; i++) s->max[i] = -INFINITY, s->sum[i] = 0;
+    const int lowest = v->lowest / SPLIT_CHUNK, first = lowest + (split - lowest % N_SPLITS + N_SPLITS) % N_SPLITS;
+    for (int i = 0; i < s->n; i++) {
+        s->max[i] = -INFINITY;
+        s->sum[i] = 0;
+    }
     memset(s->out, 0, (size_t)s->n * s->head_dim * sizeof *s->out);
-    for (int span = first + (part - first % PARTS + PARTS) % PARTS; span * SPAN < v->end; span += PARTS) {
-        const int from = max_int(span * SPAN, v->lowest), to = min_int((span + 1) * SPAN, v->end), held = min_int(to, v->len);
-        attend_committed(s, v, c, false, head, from, min_int(held, v->high_cut + 1));
-        if (v->tailed) attend_committed(s, v, &tail, true, head, max_int(from, v->low_cut + 1), held);
-        if (to > v->len) attend_own(s, v, v->tailed ? &tail : c, head, max_int(from, v->len) - v->len, to - v->len);
+    for (int chunk = first; chunk * SPLIT_CHUNK < v->end; chunk += N_SPLITS) {
+        const int from = max_int(chunk * SPLIT_CHUNK, v->lowest), to = min_int((chunk + 1) * SPLIT_CHUNK, v->end);
+        const int committed_to = min_int(to, v->len);
+        attend_committed(s, v, c, false, head, from, min_int(committed_to, v->max_before_tail + 1));
+        if (v->uses_tail)
+            attend_committed(s, v, &tail, true, head, max_int(from, v->min_before_tail + 1), committed_to);
+        if (to > v->len) attend_own(s, v, v->uses_tail ? &tail : c, head, max_int(from, v->len) - v->len, to - v->len);
     }
 }
 
-// Adds what a part found (out, max, sum) for one query to what those before it did.
-static void join_part(float *out, float *max, float *sum, const float *part_out, float part_max, float part_sum, int n) {
+// Merges the partial result (part_*) of a split for one query into the result of the splits before it.
+static void merge_partial(float *out, float *max, float *sum, const float *part_out, float part_max, float part_sum,
+                          int n) {
     if (part_sum == 0) return;
     if (*sum == 0) {
         memcpy(out, part_out, (size_t)n * sizeof *out);
-        *max = part_max, *sum = part_sum;
+        *max = part_max;
+        *sum = part_sum;
         return;
     }
     const float top = fmaxf(*max, part_max), shrink = exp_of(*max - top), factor = exp_of(part_max - top);
@@ -901,30 +942,31 @@ static void join_part(float *out, float *max, float *sum, const float *part_out,
     *max = top;
 }
 
-// One query's result (head_dim), to where attention writes it.
-static void put_query(const Attend *o, int r, int head, float *out, float sum) {
+// Normalises one query's result (head_dim), brings it back to the usual basis and order, and stores it.
+static void finish_query(const Attend *o, int r, int head, float *out, float sum) {
     const Cache *c = o->cache;
     const int hd = c->head_dim;
-    for (int d = 0; d < hd; d++) out[d] = sum == 0 ? 0 : out[d] / sum;         // nothing in sight: 0
+    for (int d = 0; d < hd; d++) out[d] = sum == 0 ? 0 : out[d] / sum;         // 0 if the query sees no key
     if (kv_group(c->v.type)) kv_rotate_rows_back(out, hd);
     if (c->n_rot) tied_order(out, hd, c->n_rot, true);
-    emit(&o->out, r, o->n_heads * hd, head * hd, out, hd);
+    store_act(&o->out, r, o->n_heads * hd, head * hd, out, hd);
 }
 
 typedef struct {
     const Attend *o;
-    int rows, heads;          // of an item
-    int parts;                // into which the heads of a KV head are cut
-    int split;                // into which the context is: 1, or PARTS
+    int rows, heads;          // of a work item
+    int head_groups;          // groups of `heads` query heads per KV head
+    int n_splits;             // work items per group of queries: 1, which computes all splits, or N_SPLITS
 } AttendJob;
 
-// The heads from `head` on, of rows r .. r + n_rows - 1 of the step, which are of one segment: all parts, or one of
-// them, whose results wait in cpu.parts.
-static void attend_queries(Softmax *s, const AttendJob *job, int r, int n_rows, int head, int n_heads, int part) {
+// Attention of n_heads heads from `head` on, of rows r .. r + n_rows - 1 of the step, which are of one segment. With
+// job->n_splits > 1 it computes only the split `split` and stores the partial results in cpu.partials.
+static void attend_queries(OnlineSoftmax *s, const AttendJob *job, int r, int n_rows, int head, int n_heads,
+                           int split) {
     const Attend *o = job->o;
     const int hd = o->cache->head_dim, g = head / (o->n_heads / o->cache->n_kv_heads);
-    const Sight v = look(o, r, n_rows, g);
-    float total[QUERIES * MAX_HEAD_DIM], max[QUERIES], sum[QUERIES];
+    const VisibleKeys v = visible_keys(o, r, n_rows, g);
+    float total[TILE_QUERIES * MAX_HEAD_DIM], max[TILE_QUERIES], sum[TILE_QUERIES];
     s->o = o;
     s->head_dim = hd;
     s->n_heads = n_heads;
@@ -932,95 +974,103 @@ static void attend_queries(Softmax *s, const AttendJob *job, int r, int n_rows, 
     for (int i = 0; i < s->n; i++) {
         const size_t at = (size_t)(r + i / n_heads) * o->n_heads + head + i % n_heads;
         memcpy(s->q + (size_t)i * hd, o->q + at * hd, (size_t)hd * sizeof *s->q);
-        max[i] = -INFINITY, sum[i] = 0;
+        max[i] = -INFINITY;
+        sum[i] = 0;
     }
-    const int first = job->split > 1 ? part : 0, end = job->split > 1 ? part + 1 : min_int(PARTS, (v.end - 1) / SPAN + 1);
+    const int first = job->n_splits > 1 ? split : 0;
+    const int end = job->n_splits > 1 ? split + 1 : min_int(N_SPLITS, (v.end - 1) / SPLIT_CHUNK + 1);
     for (int p = first; p < end; p++) {
-        attend_part(s, &v, g, p);
+        attend_split(s, &v, g, p);
         for (int i = 0; i < s->n; i++) {
             const float *out = s->out + (size_t)i * hd;
             const size_t query = (size_t)(r + i / n_heads) * o->n_heads + head + i % n_heads;
-            if (job->split == 1) {
-                join_part(total + (size_t)i * hd, &max[i], &sum[i], out, s->max[i], s->sum[i], hd);
+            if (job->n_splits == 1) {
+                merge_partial(total + (size_t)i * hd, &max[i], &sum[i], out, s->max[i], s->sum[i], hd);
                 continue;
             }
-            float *to = cpu.parts + (query * PARTS + p) * (MAX_HEAD_DIM + 2);
-            to[0] = s->max[i], to[1] = s->sum[i];
+            float *to = cpu.partials + (query * N_SPLITS + p) * (MAX_HEAD_DIM + 2);
+            to[0] = s->max[i];
+            to[1] = s->sum[i];
             memcpy(to + 2, out, (size_t)hd * sizeof *out);
         }
     }
-    for (int i = 0; i < s->n && job->split == 1; i++)
-        put_query(o, r + i / n_heads, head + i % n_heads, total + (size_t)i * hd, sum[i]);
+    for (int i = 0; i < s->n && job->n_splits == 1; i++)
+        finish_query(o, r + i / n_heads, head + i % n_heads, total + (size_t)i * hd, sum[i]);
 }
 
-static int attend_count(const AttendJob *job) {        // items
-    return (job->o->batch->n_rows + job->rows - 1) / job->rows * job->o->cache->n_kv_heads * job->parts * job->split;
+static int count_work_items(const AttendJob *job) {
+    const int row_groups = (job->o->batch->n_rows + job->rows - 1) / job->rows;
+    return row_groups * job->o->cache->n_kv_heads * job->head_groups * job->n_splits;
 }
 
-static void attend_items(const void *task, int begin, int end) {
+static void attend_work_items(const void *task, int begin, int end) {
     const AttendJob *job = task;
     const Attend *o = job->o;
-    const int kv_heads = o->cache->n_kv_heads, group = o->n_heads / kv_heads, across = kv_heads * job->parts;
-    Softmax s;
+    const int kv_heads = o->cache->n_kv_heads, group = o->n_heads / kv_heads;
+    const int per_rows = kv_heads * job->head_groups;
+    OnlineSoftmax s;
     for (int i = begin; i < end; i++) {
-        const int item = i / job->split, part = i % job->split;
-        const int from = item % across % job->parts * job->heads, head = item % across / job->parts * group + from;
-        const int row_end = min_int((item / across + 1) * job->rows, o->batch->n_rows);
-        for (int r = item / across * job->rows, n; r < row_end; r += n) {
+        const int item = i / job->n_splits, split = i % job->n_splits;
+        const int from = item % per_rows % job->head_groups * job->heads;
+        const int head = item % per_rows / job->head_groups * group + from;
+        const int row_end = min_int((item / per_rows + 1) * job->rows, o->batch->n_rows);
+        for (int r = item / per_rows * job->rows, n; r < row_end; r += n) {
             for (n = 1; r + n < row_end && o->batch->rows[r + n].seg == o->batch->rows[r].seg; n++) {}
-            attend_queries(&s, job, r, n, head, min_int(job->heads, group - from), part);
+            attend_queries(&s, job, r, n, head, min_int(job->heads, group - from), split);
         }
     }
 }
 
-// Queries first .. end - 1, of which all parts wait in cpu.parts.
-static void join_queries(const void *task, int first, int end) {
+// Merges the partial results of all splits, which are in cpu.partials, for queries first .. end - 1.
+static void merge_queries(const void *task, int first, int end) {
     const Attend *o = ((const AttendJob *)task)->o;
     for (int query = first; query < end; query++) {
         float out[MAX_HEAD_DIM] = { 0 }, max = -INFINITY, sum = 0;
-        for (int p = 0; p < PARTS; p++) {
-            const float *part = cpu.parts + ((size_t)query * PARTS + p) * (MAX_HEAD_DIM + 2);
-            join_part(out, &max, &sum, part + 2, part[0], part[1], o->cache->head_dim);
+        for (int p = 0; p < N_SPLITS; p++) {
+            const float *part = cpu.partials + ((size_t)query * N_SPLITS + p) * (MAX_HEAD_DIM + 2);
+            merge_partial(out, &max, &sum, part + 2, part[0], part[1], o->cache->head_dim);
         }
-        put_query(o, query / o->n_heads, query % o->n_heads, out, sum);
+        finish_query(o, query / o->n_heads, query % o->n_heads, out, sum);
     }
 }
 
 static void cpu_attend(const Attend *o) {
     const int group = o->n_heads / o->cache->n_kv_heads, n_queries = o->batch->n_rows * o->n_heads;
-    AttendJob job = { .o = o, .heads = min_int(group, QUERIES), .split = 1 };
+    AttendJob job = { .o = o, .heads = min_int(group, TILE_QUERIES), .n_splits = 1 };
     int longest = 0;
     if (o->store) cpu_qkv_store(o->store);
-    job.rows = QUERIES / job.heads;
-    job.parts = (group + job.heads - 1) / job.heads;
+    job.rows = TILE_QUERIES / job.heads;
+    job.head_groups = (group + job.heads - 1) / job.heads;
     for (int i = 0; i < o->batch->n_segs; i++) longest = max_int(longest, o->batch->len[o->batch->segs[i].seq]);
     if (o->window) longest = min_int(longest, o->window);
-    if (attend_count(&job) < 2 * pool.n_threads && n_queries <= SPLIT_QUERIES && longest >= 4 * SPAN) job.split = PARTS;
-    while (attend_count(&job) < pool.n_threads && job.rows * job.heads > 1) {       // fewer queries share a key then
+    if (count_work_items(&job) < 2 * pool.n_threads && n_queries <= MAX_SPLIT_QUERIES && longest >= 4 * SPLIT_CHUNK)
+        job.n_splits = N_SPLITS;
+    while (count_work_items(&job) < pool.n_threads && job.rows * job.heads > 1) {      // smaller items, one per thread
         if (job.rows > 1) job.rows = (job.rows + 1) / 2;
         else job.heads = (job.heads + 1) / 2;
-        job.parts = (group + job.heads - 1) / job.heads;
+        job.head_groups = (group + job.heads - 1) / job.heads;
     }
-    parallel(attend_count(&job), job.split > 1 ? 1 : chunk_size(attend_count(&job), 1), attend_items, &job);
-    if (job.split > 1) parallel(n_queries, chunk_size(n_queries, 1), join_queries, &job);
+    const int n_items = count_work_items(&job);
+    parallel(n_items, job.n_splits > 1 ? 1 : chunk_size(n_items, 1), attend_work_items, &job);
+    if (job.n_splits > 1) parallel(n_queries, chunk_size(n_queries, 1), merge_queries, &job);
 }
 
-// Of the blocks first .. end - 1 of the KV heads of all segments: the means of their rows of K.
+// Mean of the rows of K, for blocks of keys first .. end - 1, counted through all segments and KV heads.
 static void mean_blocks(const void *task, int first, int end) {
     const BlockSelect *o = task;
     const Cache *c = o->cache;
     const int hd = c->head_dim, n_blocks = o->out.n_blocks;
-    float k_room[KEYS * MAX_HEAD_DIM], v_room[KEYS * MAX_HEAD_DIM];
+    float k_floats[TILE_KEYS * MAX_HEAD_DIM], v_floats[TILE_KEYS * MAX_HEAD_DIM];
     for (int i = first; i < end; i++) {
         const int block = i % n_blocks, g = i / n_blocks % c->n_kv_heads;
         const Segment *seg = &o->batch->segs[i / n_blocks / c->n_kv_heads];
         float *mean = (float *)o->means + (size_t)i * hd;
         if ((block + 1) * SELECT_KEYS > o->batch->len[seg->seq] + seg->n) continue;
         memset(mean, 0, (size_t)hd * sizeof *mean);
-        for (int slot = block * SELECT_KEYS; slot < (block + 1) * SELECT_KEYS; slot += KEYS) {
-            const float *k = kv_floats(c, &c->k, seg->seq, g, slot, KEYS, k_room), *v = k;
-            if (c->n_rot) v = kv_floats(c, &c->v, seg->seq, g, slot, KEYS, v_room);        // the rest of K is V
-            for (int j = 0; j < KEYS; j++) {
+        for (int slot = block * SELECT_KEYS; slot < (block + 1) * SELECT_KEYS; slot += TILE_KEYS) {
+            const float *k = kv_floats(c, &c->k, seg->seq, g, slot, TILE_KEYS, k_floats), *v = k;
+            if (c->n_rot) v = kv_floats(c, &c->v, seg->seq, g, slot, TILE_KEYS, v_floats);     // the rest of K is V's
+            for (int j = 0; j < TILE_KEYS; j++) {
                 for (int d = 0; d < c->k.dim; d++) mean[d] += k[(size_t)j * c->k.dim + d];
                 for (int d = c->k.dim; d < hd; d++) mean[d] += v[(size_t)j * hd + d];
             }
@@ -1029,10 +1079,10 @@ static void mean_blocks(const void *task, int first, int end) {
     }
 }
 
-typedef struct {              // a block of rows
+typedef struct {              // a block of rows, which share their selected blocks of keys
     int  seg, first, n;       // rows first .. first + n - 1 of the batch
-    int  pos, n_blocks;       // position of the first; blocks of keys in sight
-    bool all, of_prompt;      // they see all; the segment is a prompt's
+    int  pos, n_blocks;       // position of the first row; visible blocks of keys
+    bool all, of_prompt;      // the rows attend to all keys; they are rows of one prompt
 } RowBlock;
 
 static RowBlock row_block(const Batch *b, int number) {
@@ -1045,23 +1095,23 @@ static RowBlock row_block(const Batch *b, int number) {
                        !of_prompt || to->index >= seg->n - seg->n_dense, of_prompt };
 }
 
-// Scores of heads first .. end - 1, counted through all blocks of rows.
+// Scores s[h][n] of BlockSelect, for heads first .. end - 1, counted through all blocks of rows.
 static void score_blocks(const void *task, int first, int end) {
     const BlockSelect *o = task;
     const int hd = o->cache->head_dim, n_blocks = o->out.n_blocks, group = o->n_heads / o->cache->n_kv_heads;
-    float scores[SELECT_ROWS][KEYS];
+    float scores[SELECT_ROWS][TILE_KEYS];
     for (int i = first; i < end; i++) {
         const int h = i % o->n_heads;
         const RowBlock v = row_block(o->batch, i / o->n_heads);
         const float *mean = (float *)o->means + ((size_t)v.seg * o->cache->n_kv_heads + h / group) * n_blocks * hd;
         const float *q = o->q + ((size_t)v.first * o->n_heads + h) * hd;
         float *s = o->scores + (size_t)i * n_blocks;
-        for (int b = 0; b < v.n_blocks && !v.all; b += KEYS) {
-            const int n = min_int(KEYS, v.n_blocks - b);
-            gguf_dot_f32_rows(GGUF_F32, mean + (size_t)b * hd, n, hd * sizeof *mean, q, v.n, (size_t)o->n_heads * hd, hd,
-                              scores[0], KEYS);
+        for (int b = 0; b < v.n_blocks && !v.all; b += TILE_KEYS) {
+            const int n = min_int(TILE_KEYS, v.n_blocks - b);
+            gguf_dot_f32_rows(GGUF_F32, mean + (size_t)b * hd, n, hd * sizeof *mean, q, v.n, (size_t)o->n_heads * hd,
+                              hd, scores[0], TILE_KEYS);
             for (int k = 0; k < n; k++) {
-                const int from = max_int((b + k + 1) * SELECT_KEYS - 1 - v.pos, 0);    // rows before it do not see all of it
+                const int from = max_int((b + k + 1) * SELECT_KEYS - 1 - v.pos, 0);    // first row that sees all of it
                 float largest = -INFINITY, sum = 0;
                 for (int r = from; r < v.n; r++) largest = fmaxf(largest, scores[r][k] * o->scale);
                 for (int r = from; r < v.n; r++) sum += exp_of(scores[r][k] * o->scale - largest);
@@ -1071,23 +1121,24 @@ static void score_blocks(const void *task, int first, int end) {
     }
 }
 
-// The least weight >= 0 that at most `most` of w (n) exceed.
-static float weight_of_rank(const float *w, int n, int most) {
-    uint32_t low = 0, high = 0x7f800000;               // bits of floats from 0 to infinity are in their order
-    float edge = 0;
+// The smallest threshold >= 0 such that at most max_above of the n weights are above it. Binary search over floats.
+static float weight_of_rank(const float *w, int n, int max_above) {
+    uint32_t low = 0, high = 0x7f800000;               // floats from 0 to infinity are ordered as their bits are
+    float threshold = 0;
     while (low < high) {
         const uint32_t mid = low + (high - low) / 2;
         int above = 0;
-        memcpy(&edge, &mid, sizeof edge);
-        for (int i = 0; i < n; i++) above += w[i] > edge;
-        if (above > most) low = mid + 1;
+        memcpy(&threshold, &mid, sizeof threshold);
+        for (int i = 0; i < n; i++) above += w[i] > threshold;
+        if (above > max_above) low = mid + 1;
         else high = mid;
     }
-    memcpy(&edge, &low, sizeof edge);
-    return edge;
+    memcpy(&threshold, &low, sizeof threshold);
+    return threshold;
 }
 
-// Weights of n blocks of keys (n): the largest of some heads, whose scores (n_heads, stride) become shares of their sums.
+// Weights w (n) of blocks of keys: softmax over the blocks of each head's scores (n_heads, stride), then the maximum
+// over the heads.
 static void weigh_blocks(float *w, float *scores, int n_heads, int n, size_t stride) {
     memset(w, 0, (size_t)n * sizeof *w);
     for (int h = 0; h < n_heads; h++) {
@@ -1099,7 +1150,7 @@ static void weigh_blocks(float *w, float *scores, int n_heads, int n, size_t str
     }
 }
 
-// Lists of KV heads first .. end - 1, counted through all blocks of rows.
+// Lists of selected blocks, for KV heads first .. end - 1, counted through all blocks of rows.
 static void list_blocks(const void *task, int first, int end) {
     const BlockSelect *o = task;
     const int kv_heads = o->cache->n_kv_heads, n_blocks = o->out.n_blocks, group = o->n_heads / kv_heads;
@@ -1108,20 +1159,23 @@ static void list_blocks(const void *task, int first, int end) {
         const int near = max_int(v.pos / SELECT_KEYS - SELECT_NEAR + 1, 0);
         float *w = o->weights + (size_t)i * n_blocks, largest = 0;
         int32_t *list = o->out.block + (size_t)i * n_blocks;
-        int n = 0, room = (int)ceilf(o->density * (float)v.n_blocks) - min_int(v.n_blocks, v.n_blocks - near + SELECT_FIRST);
+        const int n_always = min_int(v.n_blocks, v.n_blocks - near + SELECT_FIRST);
+        int n = 0, room = (int)ceilf(o->density * (float)v.n_blocks) - n_always;       // blocks that may be added
         o->out.n[i] = -1;
         if (v.all) continue;
         weigh_blocks(w, o->scores + (size_t)i * group * n_blocks, group, v.n_blocks, n_blocks);
         for (int b = 0; b < v.n_blocks; b++) largest = fmaxf(largest, w[b]);
         const int n_ranked = max_int(near - SELECT_FIRST, 0);
         const bool ranked = o->density > 0;
-        const float edge = ranked ? weight_of_rank(w + SELECT_FIRST, n_ranked, max_int(room, 0)) : o->alpha * largest;
-        for (int b = SELECT_FIRST; b < near && ranked; b++) room -= w[b] > edge;
+        const float threshold = ranked ? weight_of_rank(w + SELECT_FIRST, n_ranked, max_int(room, 0))
+                                       : o->alpha * largest;
+        for (int b = SELECT_FIRST; b < near && ranked; b++) room -= w[b] > threshold;
         for (int b = 0; b < v.n_blocks; b++) {
             const bool always = b < SELECT_FIRST || b >= near;
-            const bool above = ranked ? w[b] > edge || (w[b] == edge && room > 0) : o->alpha >= 1 || w[b] >= edge;
+            const bool above = ranked ? w[b] > threshold || (w[b] == threshold && room > 0)
+                                      : o->alpha >= 1 || w[b] >= threshold;
             if (!always && !above) continue;
-            room -= ranked && !always && w[b] == edge;
+            room -= ranked && !always && w[b] == threshold;
             list[n++] = b;
         }
         o->out.n[i] = n;
@@ -1143,45 +1197,51 @@ static void cpu_block_select(const BlockSelect *o) {
     }
 }
 
-// Of heads first .. end - 1, counted through all rows: what each looks at.
-static void share_keys(const void *task, int first, int end) {
+// Attention probabilities over all keys, for heads first .. end - 1, counted through all rows.
+static void attention_probs(const void *task, int first, int end) {
     const AttnMass *o = task;
     const Cache *c = o->cache;
     const int hd = c->head_dim, n_k = c->k.dim;
-    float k_room[KEYS * MAX_HEAD_DIM], v_room[KEYS * MAX_HEAD_DIM];
+    float k_floats[TILE_KEYS * MAX_HEAD_DIM], v_floats[TILE_KEYS * MAX_HEAD_DIM];
     for (int i = first; i < end; i++) {
         const Row *row = &o->batch->rows[i / o->n_heads];
         const int seq = o->batch->segs[row->seg].seq, keys = o->batch->len[seq] + row->index + 1;
         const int g = i % o->n_heads / (o->n_heads / c->n_kv_heads);
         const float *q = o->q + (size_t)i * hd;
-        float *share = o->probs + (size_t)i * o->n_keys, rest[KEYS] = { 0 }, largest = -INFINITY, sum = 0;
-        for (int j = 0; j < keys; j += KEYS) {
-            const int n = min_int(KEYS, keys - j);
-            const float *k = kv_floats(c, &c->k, seq, g, j, n, k_room);
-            gguf_dot_f32_rows(GGUF_F32, k, n, n_k * sizeof *k, q, 1, hd, n_k, share + j, KEYS);
-            if (n_k < hd) {                            // tied: the rest of K is V
-                const float *v = kv_floats(c, &c->v, seq, g, j, n, v_room);
-                gguf_dot_f32_rows(GGUF_F32, v + n_k, n, hd * sizeof *v, q + n_k, 1, hd, hd - n_k, rest, KEYS);
+        float *probs = o->probs + (size_t)i * o->n_keys, rest[TILE_KEYS] = { 0 }, largest = -INFINITY, sum = 0;
+        for (int j = 0; j < keys; j += TILE_KEYS) {
+            const int n = min_int(TILE_KEYS, keys - j);
+            const float *k = kv_floats(c, &c->k, seq, g, j, n, k_floats);
+            gguf_dot_f32_rows(GGUF_F32, k, n, n_k * sizeof *k, q, 1, hd, n_k, probs + j, TILE_KEYS);
+            if (n_k < hd) {                            // tied: the rest of K is V's
+                const float *v = kv_floats(c, &c->v, seq, g, j, n, v_floats);
+                gguf_dot_f32_rows(GGUF_F32, v + n_k, n, hd * sizeof *v, q + n_k, 1, hd, hd - n_k, rest, TILE_KEYS);
             }
-            for (int m = 0; m < n; m++) largest = fmaxf(largest, share[j + m] = (share[j + m] + rest[m]) * o->scale);
+            for (int m = 0; m < n; m++) {              // scores first
+                probs[j + m] = (probs[j + m] + rest[m]) * o->scale;
+                largest = fmaxf(largest, probs[j + m]);
+            }
         }
-        for (int j = 0; j < keys; j++) sum += share[j] = exp_of(share[j] - largest);
-        for (int j = 0; j < keys; j++) share[j] /= sum;
+        for (int j = 0; j < keys; j++) {
+            probs[j] = exp_of(probs[j] - largest);
+            sum += probs[j];
+        }
+        for (int j = 0; j < keys; j++) probs[j] /= sum;
     }
 }
 
 static void cpu_attn_mass(const AttnMass *o) {
-    parallel(o->batch->n_rows * o->n_heads, 1, share_keys, o);
+    parallel(o->batch->n_rows * o->n_heads, 1, attention_probs, o);
     for (int i = 0; i < o->batch->n_rows * o->n_heads; i++) {
         const Row *row = &o->batch->rows[i / o->n_heads];
         const int keys = o->batch->len[o->batch->segs[row->seg].seq] + row->index + 1;
-        const float *share = o->probs + (size_t)i * o->n_keys;
+        const float *probs = o->probs + (size_t)i * o->n_keys;
         float *mass = o->mass + (size_t)(i / o->n_heads) * o->n_keys;
-        for (int j = 0; j < keys; j++) mass[j] = fmaxf(mass[j], share[j]);
+        for (int j = 0; j < keys; j++) mass[j] = fmaxf(mass[j], probs[j]);
     }
 }
 
-// One cached row of all heads from one place to another.
+// Copies one cached row of all heads.
 static void kv_move(const Cache *dst, int dst_seq, int dst_slot, const Cache *src, int src_seq, int src_slot) {
     for (int g = 0; g < dst->n_kv_heads; g++)
         for (int plane = 0; plane < 2; plane++) {
@@ -1197,14 +1257,15 @@ static void cpu_kv_commit(const KvCommit *o) {
     for (int i = 0; i < o->batch->n_segs; i++) {
         const Segment *seg = &o->batch->segs[i];
         int32_t *len = &o->batch->len[seg->seq];
-        for (int k = 0; k < o->n_accept[i]; k++) {     // path[k] >= k: no row is overwritten unread
+        for (int k = 0; k < o->n_accept[i]; k++) {     // path[k] >= k, so a row is copied before it is overwritten
             const int from = seg->kind == SEG_TREE ? o->path[(size_t)i * STEP_ROWS + k] : k;
             for (int l = 0; l < o->n_caches && from != k; l++) {
                 const Cache *c = &o->caches[l], tail = tail_of(c);
                 kv_move(c, seg->seq, (*len + k) % c->slots, c, seg->seq, (*len + from) % c->slots);
-                if (tail.slots) kv_move(&tail, seg->seq, (*len + k) % tail.slots, &tail, seg->seq, (*len + from) % tail.slots);
+                if (!tail.slots) continue;
+                kv_move(&tail, seg->seq, (*len + k) % tail.slots, &tail, seg->seq, (*len + from) % tail.slots);
             }
-            const int32_t token = known(o->batch->rows[seg->first + from].token, o->vocab);
+            const int32_t token = valid_token(o->batch->rows[seg->first + from].token, o->vocab);
             if (o->counts) o->counts[(size_t)seg->seq * o->vocab + token]++;
         }
         *len += o->n_accept[i];
@@ -1222,12 +1283,12 @@ static void cpu_kv_copy(const KvCopy *o) {
 
 // ==== [5] Output ====================================================================================================
 
-// Candidates in order are those of descending keys: descending logit, then ascending id. No two keys are equal.
+// Candidates are ordered by descending key: descending logit, then ascending id. No two keys are equal.
 static uint64_t candidate_key(float logit, int32_t id) {
     uint32_t bits;
     logit += 0.0f;                                     // -0 becomes 0: the two are equal
     memcpy(&bits, &logit, sizeof bits);
-    bits = bits >> 31 ? ~bits : bits | 0x80000000u;    // ascending like the number
+    bits = bits >> 31 ? ~bits : bits | 0x80000000u;    // as integers, bits are now ordered as the floats are
     return (uint64_t)bits << 32 | (uint32_t)~id;
 }
 
@@ -1246,11 +1307,12 @@ static int compare_candidates(const void *a, const void *b) {
     return x > y ? -1 : x < y;
 }
 
-// Brings the fewest best candidates that together weigh at least `weight` to the front, the worst of them last. Returns how
-// many they are. All n together weigh that much. Quickselect: its time grows with n, whatever the order and the weights.
+// Moves the best candidates to the front, as few as together weigh at least `weight`, the worst of them last. Returns
+// their number. The n candidates together weigh at least that much. This is quickselect with a random pivot: expected
+// time is proportional to n for any order and any weights.
 static int best_prefix(Candidate *c, int n, uint64_t weight) {
     uint32_t random = 1;
-    uint64_t before = 0;                               // weight of c[0 .. low - 1], which are better than the rest and stay
+    uint64_t before = 0;                               // weight of c[0 .. low - 1], which are certainly selected
     for (int low = 0, high = n; ; ) {
         random = random * 1664525 + 1013904223;
         const int at = low + (int)((uint64_t)random * (uint32_t)(high - low) >> 32);
@@ -1258,7 +1320,7 @@ static int best_prefix(Candidate *c, int n, uint64_t weight) {
         c[at] = c[high - 1];
         uint64_t better = 0;
         int i = low;
-        for (int j = low; j < high - 1; j++) {         // no branch: it could not be predicted
+        for (int j = low; j < high - 1; j++) {         // without a branch, which the CPU could not predict
             const Candidate x = c[j];
             const uint64_t is_better = x.key > pivot.key;
             c[j] = c[i];
@@ -1278,29 +1340,29 @@ static int best_prefix(Candidate *c, int n, uint64_t weight) {
     }
 }
 
-typedef struct {              // the k best of the candidates that came by, in any order, among n that may be among them
-    Candidate *c;             // room for all that come by
+typedef struct {              // finds the k best of the candidates that are added
+    Candidate *c;             // (n), in any order; the k best are among them. Capacity: all that are added
     int        n, k;
-    uint64_t   floor;         // no key up to this one is among them
-} Best;
+    uint64_t   floor;         // candidates with keys up to this one are not among the k best
+} TopK;
 
-static void best_cut(Best *b) {
+static void topk_cut(TopK *b) {
     if (b->n <= b->k) return;
-    b->n = best_prefix(b->c, b->n, (uint64_t)b->k);    // each weighs 1
+    b->n = best_prefix(b->c, b->n, (uint64_t)b->k);    // each candidate weighs 1
     b->floor = b->c[b->n - 1].key;
 }
 
-static void best_add(Best *b, uint64_t key) {
+static void topk_add(TopK *b, uint64_t key) {
     if (key <= b->floor) return;
     b->c[b->n++] = (Candidate){ key, 1 };
-    if (b->n >= b->k + max_int(b->k, 64)) best_cut(b);
+    if (b->n >= b->k + max_int(b->k, 64)) topk_cut(b);
 }
 
-// The k best of a row, k <= vocab, in order, at c[0 .. k - 1]. c has room for the row.
-static void best_of_row(Candidate *c, const float *logits, int vocab, int k) {
-    Best best = { .c = c, .k = k };
-    for (int i = 0; i < vocab; i++) best_add(&best, candidate_key(isnan(logits[i]) ? -INFINITY : logits[i], i));
-    best_cut(&best);
+// Writes the k <= vocab best tokens of a row, in order, to c[0 .. k - 1]. c has capacity vocab.
+static void topk_of_row(Candidate *c, const float *logits, int vocab, int k) {
+    TopK best = { .c = c, .k = k };
+    for (int i = 0; i < vocab; i++) topk_add(&best, candidate_key(isnan(logits[i]) ? -INFINITY : logits[i], i));
+    topk_cut(&best);
     qsort(c, k, sizeof *c, compare_candidates);
 }
 
@@ -1308,7 +1370,7 @@ static double logsumexp(const float *logits, int vocab) {
     float largest = -INFINITY;
     for (int i = 0; i < vocab; i++)
         if (logits[i] > largest) largest = logits[i];
-    if (isinf(largest)) largest = 0;                   // all -Inf, or one +Inf: the sum says so
+    if (isinf(largest)) largest = 0;                   // all logits -Inf, or one +Inf: the result is that Inf
     double sum = 0;
     for (int i = 0; i < vocab; i++) sum += exp((double)logits[i] - largest);
     return largest + log(sum);
@@ -1317,7 +1379,7 @@ static double logsumexp(const float *logits, int vocab) {
 typedef struct {
     const Head *o;
     Rows   y;
-    int    first, n_rows;     // of y
+    int    first, n_rows;     // rows first .. first + n_rows - 1 of y
     float *logits;            // (n_rows, vocab)
 } HeadJob;
 
@@ -1343,7 +1405,7 @@ static void cpu_head(const Head *o) {
         parallel(vocab, chunk_size(vocab, 16), head_columns, &job);
         for (int r = 0; r < at_once; r++, logits += vocab) {
             const size_t at = (size_t)(first + r) * o->top_k;
-            if (o->top_k) best_of_row(cpu.candidates, logits, vocab, o->top_k);
+            if (o->top_k) topk_of_row(cpu.candidates, logits, vocab, o->top_k);
             for (int i = 0; i < o->top_k; i++) {
                 o->top_ids[at + i] = candidate_id(cpu.candidates[i]);
                 o->top_logits[at + i] = logits[o->top_ids[at + i]];
@@ -1356,7 +1418,7 @@ static void cpu_head(const Head *o) {
 typedef struct {
     const HeadCentroid *o;
     Rows y;
-    int  r;                   // row whose candidates it is about
+    int  r;                   // the row of candidate_columns()
 } CentroidJob;
 
 static void centroid_columns(const void *task, int first, int end) {
@@ -1365,31 +1427,34 @@ static void centroid_columns(const void *task, int first, int end) {
     dots(o->centroids, 0, first, end - first, &job->y, 0, o->n_rows, o->scores + first, o->centroids->rows);
 }
 
-static void candidate_columns(const void *task, int first, int end) {   // the weight of a candidate is its token
+// Logits of candidates first .. end - 1. The token id is in the field `weight`.
+static void candidate_columns(const void *task, int first, int end) {
     const CentroidJob *job = task;
     float *logits = job->o->logits + (size_t)job->r * job->o->n_used * (job->o->w->rows / job->o->centroids->rows);
-    for (int i = first; i < end; i++) dots(job->o->w, 0, (int)cpu.candidates[i].weight, 1, &job->y, job->r, 1, logits + i, 1);
+    for (int i = first; i < end; i++)
+        dots(job->o->w, 0, (int)cpu.candidates[i].weight, 1, &job->y, job->r, 1, logits + i, 1);
 }
 
 static void cpu_head_centroid(const HeadCentroid *o) {
     const int n_centroids = o->centroids->rows, per = o->w->rows / n_centroids, n = o->n_used * per, cols = o->w->cols;
-    CentroidJob job = { o, prepare(&o->in, o->n_rows, cols, is_quantised(o->w->type) || is_quantised(o->centroids->type)), 0 };
+    const bool quantise = is_quantised(o->w->type) || is_quantised(o->centroids->type);
+    CentroidJob job = { o, prepare(&o->in, o->n_rows, cols, quantise), 0 };
     Candidate *c = cpu.candidates;
     if (o->hidden) memcpy(o->hidden, job.y.a.f, (size_t)o->n_rows * cols * sizeof(float));
     parallel(n_centroids, chunk_size(n_centroids, 16), centroid_columns, &job);
     for (; job.r < o->n_rows; job.r++) {
         const float *logits = o->logits + (size_t)job.r * n;
         const size_t at = (size_t)job.r * o->top_k;
-        best_of_row(c, o->scores + (size_t)job.r * n_centroids, n_centroids, o->n_used);
-        for (int k = o->n_used - 1; k >= 0; k--) {     // their tokens in their place, which those before have not taken yet
+        topk_of_row(c, o->scores + (size_t)job.r * n_centroids, n_centroids, o->n_used);
+        for (int k = o->n_used - 1; k >= 0; k--) {     // a centroid becomes its tokens; backwards: none is lost
             const int32_t *ids = o->order + (size_t)candidate_id(c[k]) * per;
             for (int i = per - 1; i >= 0; i--) c[k * per + i].weight = (uint64_t)ids[i];
         }
         parallel(n, chunk_size(n, 16), candidate_columns, &job);
-        Best best = { .c = c, .k = o->top_k };         // holds fewer than came by
+        TopK best = { .c = c, .k = o->top_k };         // in place: it never holds more candidates than were read
         for (int i = 0; i < n; i++)
-            best_add(&best, candidate_key(isnan(logits[i]) ? -INFINITY : logits[i], (int32_t)c[i].weight));
-        best_cut(&best);
+            topk_add(&best, candidate_key(isnan(logits[i]) ? -INFINITY : logits[i], (int32_t)c[i].weight));
+        topk_cut(&best);
         qsort(c, o->top_k, sizeof *c, compare_candidates);
         for (int i = 0; i < o->top_k; i++) {
             o->top_ids[at + i] = candidate_id(c[i]);
@@ -1407,11 +1472,12 @@ static void cpu_logprob(const Logprob *o) {
     }
 }
 
-// Steps 2 and 3 of Sample: row r with bias and penalties. Without both the row itself.
+// Steps 2 and 3 of Sample: the logits of row r with bias and penalties; without either, the row itself.
 static const float *penalised_row(const Sample *o, int r) {
     const Row *row = &o->batch->rows[r];
     const Segment *seg = &o->batch->segs[row->seg];
-    const float *logits = o->logits + (size_t)r * o->vocab, *bias = o->bias ? o->bias + (size_t)seg->seq * o->vocab : NULL;
+    const float *logits = o->logits + (size_t)r * o->vocab;
+    const float *bias = o->bias ? o->bias + (size_t)seg->seq * o->vocab : NULL;
     const int32_t *counts = o->counts ? o->counts + (size_t)seg->seq * o->vocab : NULL;
     const SampleParams *p = &o->params[seg->seq];
     float *z = cpu.logits;
@@ -1420,30 +1486,30 @@ static const float *penalised_row(const Sample *o, int r) {
     if (!counts) return z;
     const Row *rows = o->step_rows + seg->first;
     for (int j = 0; j <= row->index; j++)
-        if (seg->kind == SEG_CHAIN || row->ancestors >> j & 1) cpu.seen[known(rows[j].token, o->vocab)]++;
+        if (seg->kind == SEG_CHAIN || row->ancestors >> j & 1) cpu.token_counts[valid_token(rows[j].token, o->vocab)]++;
     for (int i = 0; i < o->vocab; i++) {
-        const int32_t c = counts[i] + cpu.seen[i];
+        const int32_t c = counts[i] + cpu.token_counts[i];
         if (c > 0) z[i] = sample_penalised(z[i], c, p);
     }
-    for (int j = 0; j <= row->index; j++) cpu.seen[known(rows[j].token, o->vocab)] = 0;
+    for (int j = 0; j <= row->index; j++) cpu.token_counts[valid_token(rows[j].token, o->vocab)] = 0;
     return z;
 }
 
-// The other steps of Sample. z (vocab), mask may be NULL. Returns the token or -1.
+// Steps 1 and 4 to 8 of Sample for logits z (vocab); mask may be NULL. Returns the token or -1.
 static int32_t sample_row(const float *z, int vocab, const uint32_t *mask, const SampleParams *p, int pos) {
-    Best best = { .c = cpu.candidates, .k = p->temperature <= 0 ? 1 : p->top_k > 0 ? min_int(p->top_k, vocab) : vocab };
-    float floor = -INFINITY;                           // what best.floor says, to pass most tokens by at once
+    TopK best = { .c = cpu.candidates, .k = p->temperature <= 0 ? 1 : p->top_k > 0 ? min_int(p->top_k, vocab) : vocab };
+    float floor = -INFINITY;                           // best.floor as a logit: most tokens are skipped 32 at a time
     for (int first = 0; first < vocab; first += 32) {
         const int n = min_int(32, vocab - first);
         bool above = false;
         for (int j = 0; j < n; j++) above |= !(z[first + j] <= floor);
         for (int i = first; above && i < first + n; i++) {
             if (isnan(z[i])) return -1;
-            if (z[i] > floor && (!mask || mask[i / 32] >> (i % 32) & 1)) best_add(&best, candidate_key(z[i], i));
+            if (z[i] > floor && (!mask || mask[i / 32] >> (i % 32) & 1)) topk_add(&best, candidate_key(z[i], i));
         }
         if (best.floor) floor = candidate_logit((Candidate){ .key = best.floor });
     }
-    best_cut(&best);
+    topk_cut(&best);
     Candidate *c = best.c;
     int n = best.n;
     if (!n) return -1;
@@ -1454,8 +1520,8 @@ static int32_t sample_row(const float *z, int vocab, const uint32_t *mask, const
     const float z_largest = candidate_logit((Candidate){ .key = largest }), scale = 1.44269504f / p->temperature;
     for (int i = 0; i < n; i++) total += c[i].weight = sample_weight(candidate_logit(c[i]), z_largest, scale);
     if (p->top_p < 1) {
-        const uint64_t part = sample_share(total, p->top_p);
-        n = best_prefix(c, n, part ? part : 1);
+        const uint64_t needed = sample_share(total, p->top_p);
+        n = best_prefix(c, n, needed ? needed : 1);
     }
     const uint64_t least = sample_share(SAMPLE_ONE, p->min_p);
     int kept = 0;
@@ -1475,7 +1541,7 @@ static void cpu_sample(const Sample *o) {
     }
 }
 
-// Whether the walk of segment i, which stands at kept row `at`, goes to kept row k, which comes later.
+// Verification of segment i has reached output row `at` (-1: none yet): does it continue at the later output row k?
 static bool walk_goes_to(const VerifyWalk *o, int i, int at, int k) {
     const Segment *seg = &o->batch->segs[i];
     const Row *row = &o->out_rows[k];
@@ -1494,7 +1560,8 @@ static void cpu_verify_walk(const VerifyWalk *o) {
         int at = -1, n = 0;
         for (int k = 0; k < o->n_out; k++) {
             if (!walk_goes_to(o, i, at, k)) continue;
-            const int index = o->out_rows[k].index, from = at < 0 ? 0 : index;        // rows before the first kept one stay
+            const int index = o->out_rows[k].index, from = at < 0 ? 0 : index;         // rows before the first output
+                                                                                       // row are accepted
             for (int j = from; j <= index; j++, n++)
                 if (path) path[n] = j;
             at = k;
@@ -1507,18 +1574,19 @@ static void cpu_verify_walk(const VerifyWalk *o) {
     }
 }
 
-// Operations are done when they return, so there are no marks; launches and energy are not known.
+// Operations are finished when they return, so there are no fences. Launches and energy are not measured.
 const Ops *cpu_ops(void) {
     static const Ops ops = {
         .name = "cpu", .memory = cpu_memory, .weight_bytes = cpu_weight_bytes, .upload = cpu_upload,
         .scratch_bytes = cpu_scratch_bytes, .init = cpu_init, .reserve = cpu_reserve, .release = cpu_release,
         .copy = cpu_copy, .begin = cpu_begin, .end = cpu_end, .wait = cpu_wait, .bandwidth = cpu_bandwidth,
         .embed = cpu_embed, .pair = cpu_pair, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up,
-        .route = cpu_route, .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down, .ple_inject = cpu_ple_inject,
+        .route = cpu_route, .expert_gate_up = cpu_expert_gate_up, .expert_down = cpu_expert_down,
+        .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store,
         .block_select = cpu_block_select, .attn_mass = cpu_attn_mass, .attend = cpu_attend,
-        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob, .sample = cpu_sample,
-        .verify_walk = cpu_verify_walk, .head_centroid = cpu_head_centroid
+        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob,
+        .sample = cpu_sample, .verify_walk = cpu_verify_walk, .head_centroid = cpu_head_centroid
     };
     return &ops;
 }

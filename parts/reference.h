@@ -1,9 +1,10 @@
-/* reference.h - what every operation of gemma4.h means: one plain function each, and reference_ops(), a table of them.
+/* reference.h - the definition of every operation of gemma4.h: one plain function each, and reference_ops(), their
+ * table.
  *
- * Nothing here is fast: one thread, one value after the other, sums in f64. A weight is the f32 that gguf_dequantize
- * makes of it, whatever matrix it stands in; backend memory is host memory; weights stay where the file has them. The
- * tests hold every backend against this table, `gemma4 check --against reference` does so on a model, and a port begins
- * as a copy of this file: replace one function, run build/test_ops, go on (docs/porting.md).
+ * Nothing here is fast: one thread, one value after the other, sums in f64. Every weight is dequantised to f32 by
+ * gguf_dequantize. Backend memory is host memory, and weights are read in place from the mapped file. The tests compare
+ * every backend with this table, and `gemma4 check --against reference` does so on a model. To write a port, start with
+ * a copy of this file: replace one function, run build/test_ops, continue with the next (docs/porting.md).
  *
  * Needs gemma4.h, gguf.h, kv.h and the math library.
  *
@@ -24,15 +25,15 @@
 #include <unistd.h>
 
 // ==== [1] Rows: weights, norms, inputs, products =====================================================================
-// Every operation takes one row of a step after the other: the rows share nothing, so their number changes no bit.
+// Every operation processes the rows of a step one by one. They share no sums, so the number of rows changes no bit.
 
-enum { REF_HEAD_DIM = 512, REF_EXPERTS = 1024 };       // the most
+enum { REF_HEAD_DIM = 512, REF_EXPERTS = 1024 };       // upper bounds
 
-typedef struct { float z; int32_t id; uint64_t weight; } RefToken;     // a token, or an expert, among others
+typedef struct { float z; int32_t id; uint64_t weight; } RefToken;     // a token or expert: logit, id, sampling weight
 
-static struct {               // scratch, from ref_init
-    double   *x, *d;          // (max_cols) one row of In on its way
-    Act       y;              // (max_cols) what became of it
+static struct {               // scratch, allocated by ref_init
+    double   *x, *d;          // (max_cols) one row of In while it is computed
+    Act       y;              // (max_cols) the result: y of In
     float    *w;              // (max_cols) one row of a matrix
     float    *out;            // (max_cols) one row of a result, before it is stored as an Act
     float    *logits;         // (vocab)
@@ -44,7 +45,7 @@ static void ref_refuse(const char *what, int got) {
     exit(1);
 }
 
-// Row i of matrix e (cols); good until the next call.
+// Row i of matrix e as f32 (cols); valid until the next call.
 static const float *ref_weights(const Tensor *w, int e, int i) {
     const size_t row_size = gguf_row_size(w->type, w->cols), row = (size_t)e * w->rows + i;
     gguf_dequantize(w->type, (const uint8_t *)w->data + row * row_size, ref.w, w->cols);
@@ -66,7 +67,7 @@ static void ref_save(float *to, const double *u, int n) {
     for (int i = 0; i < n; i++) to[i] = (float)u[i];
 }
 
-// n floats, a multiple of 32, to int8 and scales by contract 6. All in f32.
+// Quantises n floats, a multiple of 32, to int8 and scales as rule 6 of gemma4.h says. All in f32.
 static void ref_quantise(const float *x, int n, int8_t *q, float *s) {
     for (int g = 0; g < n / 32; g++) {
         float largest = 0;
@@ -81,21 +82,21 @@ static void ref_quantise(const float *x, int n, int8_t *q, float *s) {
     }
 }
 
-// Row r of what a producer leaves, in the forms that the reader wants; v (cols).
+// Stores v (cols) in row r of an Act: as f32, as int8, or both.
 static void ref_store(const Act *out, size_t r, int cols, const float *v) {
     if (out->f) memcpy(out->f + r * cols, v, (size_t)cols * sizeof *v);
     if (out->q) ref_quantise(v, cols, out->q + r * cols, out->s + r * cols / 32);
 }
 
-static Act ref_row(const Act *a, size_t r, int cols) {
+static Act ref_act_row(const Act *a, size_t r, int cols) {
     return (Act){ .f = a->f ? a->f + r * cols : NULL, .q = a->q ? a->q + r * cols : NULL,
                   .s = a->s ? a->s + r * cols / 32 : NULL };
 }
 
-// Row r of an In: stores x' where it is wanted and returns y in both forms, good until the next call.
+// Row r of an In: stores x' if the operation asks for it and returns y as f32 and int8, valid until the next call.
 static Act ref_input(const In *in, int r, int cols) {
     const size_t at = (size_t)r * cols;
-    if (in->act.f || in->act.q) return ref_row(&in->act, r, cols);
+    if (in->act.f || in->act.q) return ref_act_row(&in->act, r, cols);
     for (int i = 0; i < cols; i++) ref.x[i] = 0;
     for (int k = 0; k < 2; k++) {                      // d
         if (!in->delta[k]) continue;
@@ -104,7 +105,7 @@ static Act ref_input(const In *in, int r, int cols) {
         for (int i = 0; i < cols; i++) ref.x[i] += ref.d[i];
     }
     if (in->w_post && (in->delta[0] || in->delta[1])) ref_norm(ref.x, in->w_post, cols, in->eps);
-    // x' is f32: y has the same bits whether x' was stored before or not
+    // x' is rounded to f32, so that y has the same bits whether x' is stored or not
     for (int i = 0; i < cols; i++) ref.x[i] = (float)(in->scale * ((in->x ? in->x[at + i] : 0) + ref.x[i]));
     if (in->x_out) ref_save(in->x_out + at, ref.x, cols);
     if (in->w_pre) ref_norm(ref.x, in->w_pre, cols, in->eps);
@@ -113,7 +114,7 @@ static Act ref_input(const In *in, int r, int cols) {
     return ref.y;
 }
 
-// Row i of matrix e times y. A matrix of floats meets f32, a quantised one int8.
+// Row i of matrix e times y. A matrix of floats is multiplied with f32, a quantised one with int8.
 static double ref_product(const Tensor *w, int e, int i, Act y) {
     const bool floats = w->type == T_F32 || w->type == T_F16 || w->type == T_BF16;
     const float *v = ref_weights(w, e, i);
@@ -127,21 +128,21 @@ static double ref_activation(ActFn fn, double x) {
     return 0.5 * x * (1 + tanh(sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
 }
 
-// ref.tokens[0 .. n - 1] in order: descending z, the lower id first where z is equal.
+// The order of tokens: descending z; on ties the lower id first.
 static int ref_compare(const void *a, const void *b) {
     const RefToken *x = a, *y = b;
     if (x->z != y->z) return x->z > y->z ? -1 : 1;
     return x->id < y->id ? -1 : 1;
 }
 
-static void ref_rank(const float *z, int n) {          // a NaN counts as -Inf
+static void ref_rank(const float *z, int n) {          // sorts z into ref.tokens; a NaN counts as -Inf
     for (int i = 0; i < n; i++) ref.tokens[i] = (RefToken){ .z = isnan(z[i]) ? -INFINITY : z[i], .id = i };
     qsort(ref.tokens, n, sizeof *ref.tokens, ref_compare);
 }
 
 // ==== [2] Body =======================================================================================================
 
-// The token of a row, 0 for one outside the vocabulary.
+// The token id of a row, or 0 if it is outside the vocabulary.
 static int ref_token(const Row *row, int vocab) { return row->token < 0 || row->token >= vocab ? 0 : row->token; }
 
 static void ref_embed(const Embed *o) {
@@ -185,8 +186,8 @@ static void ref_matmul(const Matmul *o) {
     }
 }
 
-// The experts of row r, whose logits are there. The sum over all experts, which softmax divides by, cancels: the
-// weights of those used sum to 1.
+// Chooses the experts of row r from its logits. The denominator of softmax cancels, since the weights of the chosen
+// experts are normalised to sum 1.
 static void ref_choose_experts(const Route *o, int r) {
     const float *logits = o->logits + (size_t)r * o->w->rows;
     float *weights = o->weights + (size_t)r * o->n_used;
@@ -249,7 +250,7 @@ static void ref_expert_down(const ExpertDown *o) {
         for (int i = 0; i < o->down->rows; i++) {
             double sum = 0;
             for (int j = r * o->n_used; j < (r + 1) * o->n_used; j++)
-                sum += o->weights[j] * ref_product(o->down, o->ids[j], i, ref_row(&o->in, j, o->down->cols));
+                sum += o->weights[j] * ref_product(o->down, o->ids[j], i, ref_act_row(&o->in, j, o->down->cols));
             o->out[(size_t)r * o->down->rows + i] = (float)sum;
         }
 }
@@ -281,7 +282,7 @@ static void ref_gather_rows(const GatherRows *o) {
 
 // ==== [3] Cache ======================================================================================================
 
-// Row `slot` of one head of one session, and the scales beside it.
+// Row `slot` of one head of one session, and its scales.
 typedef struct { void *data; uint16_t *scales; } RefRow;
 static RefRow ref_kv_row(const Cache *c, const KvPlane *p, int seq, int head, int slot) {
     const size_t row = ((size_t)seq * c->n_kv_heads + head) * c->slots + slot;
@@ -289,7 +290,7 @@ static RefRow ref_kv_row(const Cache *c, const KvPlane *p, int seq, int head, in
                      p->scale ? (uint16_t *)((char *)p->scale + row * kv_scale_bytes(p->type, p->dim)) : NULL };
 }
 
-// The first dim values of v. Rows that scores are made with have unbiased scales.
+// Writes the first dim values of v to a row. Rows that enter scores, K and tied V, get unbiased scales.
 static void ref_kv_write(const Cache *c, const KvPlane *p, RefRow row, const float *v) {
     kv_write_row(p->type, p == &c->k || c->n_rot > 0, p->dim, v, row.data, row.scales);
 }
@@ -298,14 +299,16 @@ static void ref_kv_read(const KvPlane *p, RefRow row, float *v) {              /
     kv_read_rows(p->type, 1, p->dim, row.data, row.scales, v);
 }
 
-// A cache's tail as a cache: the newest rows in f16.
+// The tail of a cache (its newest rows in f16) as a Cache.
 static Cache ref_tail(const Cache *c) {
     Cache t = *c;
-    t.k = c->k_tail, t.v = c->v_tail, t.slots = c->tail_slots;
+    t.k = c->k_tail;
+    t.v = c->v_tail;
+    t.slots = c->tail_slots;
     return t;
 }
 
-// The first dim values of v, in the basis of the plane's rows, to its tail.
+// Writes the first dim values of v to the tail. They get the Hadamard rotation if the plane is quantised.
 static void ref_tail_write(const KvPlane *plane, const KvPlane *tail, RefRow row, const float *v) {
     float y[REF_HEAD_DIM];
     memcpy(y, v, (size_t)tail->dim * sizeof *y);
@@ -313,14 +316,15 @@ static void ref_tail_write(const KvPlane *plane, const KvPlane *tail, RefRow row
     kv_write_row(tail->type, false, tail->dim, y, row.data, row.scales);
 }
 
-// Where a cache has value i of a head: in a tied one first the values that rotate, of both halves, then the others.
-static int ref_place(const Cache *c, int i) {
+// Where a cache row holds value i of a head. A tied cache has first the values that RoPE rotates, of both halves, then
+// the others.
+static int ref_tied_index(const Cache *c, int i) {
     const int half = c->head_dim / 2;
     if (!c->n_rot || i < c->n_rot || i >= half + c->n_rot) return i;
     return i < half ? i + c->n_rot : i - half + c->n_rot;
 }
 
-// The pairs (i, i + half) of a head at a position, each turned by its angle.
+// RoPE: rotates each pair (i, i + half) of a head by its angle at a position.
 static void ref_rope(double *u, int half, const Rope *rope, int pos) {
     for (int i = 0; i < rope->n_pairs; i++) {
         const double c = cos(pos * rope->inv_freq[i]), s = sin(pos * rope->inv_freq[i]), a = u[i], b = u[i + half];
@@ -337,7 +341,7 @@ static void ref_qkv_store(const QkvStore *o) {
     const Cache *c = o->cache, *dst = o->staging ? o->staging : c, tail = ref_tail(c);
     const int hd = c->head_dim, half = hd / 2;
     double u[REF_HEAD_DIM];
-    float placed[REF_HEAD_DIM];
+    float in_order[REF_HEAD_DIM];                      // u in the order of the cache
     if (hd > REF_HEAD_DIM) ref_refuse("head_dim: expected at most 512", hd);
     for (int r = 0; r < o->batch->n_rows; r++) {
         const Row *row = &o->batch->rows[r];
@@ -350,10 +354,12 @@ static void ref_qkv_store(const QkvStore *o) {
             ref_dump(o->dump_q, h, u, hd);
             ref_rope(u, half, &o->rope, pos);
             ref_dump(o->dump_q_pos, h, u, hd);
-            for (int i = 0; i < hd; i++)               // K's values that do not rotate are r * fold: fold goes into q
-                placed[ref_place(c, i)] = (float)(c->n_rot && i % half >= c->n_rot ? u[i] * c->fold[i] : u[i]);
-            if (kv_group(c->k.type)) kv_rotate_query(placed, hd);
-            memcpy(q, placed, (size_t)hd * sizeof *q);
+            for (int i = 0; i < hd; i++) {             // tied: K's factor fold is applied to q instead
+                const bool folded = c->n_rot && i % half >= c->n_rot;
+                in_order[ref_tied_index(c, i)] = (float)(folded ? u[i] * c->fold[i] : u[i]);
+            }
+            if (kv_group(c->k.type)) kv_rotate_query(in_order, hd);
+            memcpy(q, in_order, (size_t)hd * sizeof *q);
         }
         if (!o->k) continue;
         const int seq = o->staging ? 0 : seg->seq;
@@ -367,28 +373,28 @@ static void ref_qkv_store(const QkvStore *o) {
             ref_dump(o->dump_k, head, u, hd);
             ref_rope(u, half, &o->rope, pos);
             ref_dump(o->dump_k_pos, head, u, hd);
-            for (int i = 0; i < hd; i++) placed[ref_place(c, i)] = (float)u[i];
-            ref_kv_write(dst, &dst->k, ref_kv_row(dst, &dst->k, seq, g, slot), placed);        // tied: those that rotate
-            if (newest) ref_tail_write(&c->k, &tail.k, ref_kv_row(&tail, &tail.k, seq, g, tail_slot), placed);
+            for (int i = 0; i < hd; i++) in_order[ref_tied_index(c, i)] = (float)u[i];
+            ref_kv_write(dst, &dst->k, ref_kv_row(dst, &dst->k, seq, g, slot), in_order);      // tied: 2 * n_rot values
+            if (newest) ref_tail_write(&c->k, &tail.k, ref_kv_row(&tail, &tail.k, seq, g, tail_slot), in_order);
             ref_load(u, o->v + head * hd, hd);
             if (o->v_norm) ref_norm(u, NULL, hd, o->eps);
             ref_dump(o->dump_v, head, u, hd);
-            for (int i = 0; i < hd; i++) placed[ref_place(c, i)] = (float)u[i];
-            ref_kv_write(dst, &dst->v, ref_kv_row(dst, &dst->v, seq, g, slot), placed);
-            if (newest) ref_tail_write(&c->v, &tail.v, ref_kv_row(&tail, &tail.v, seq, g, tail_slot), placed);
+            for (int i = 0; i < hd; i++) in_order[ref_tied_index(c, i)] = (float)u[i];
+            ref_kv_write(dst, &dst->v, ref_kv_row(dst, &dst->v, seq, g, slot), in_order);
+            if (newest) ref_tail_write(&c->v, &tail.v, ref_kv_row(&tail, &tail.v, seq, g, tail_slot), in_order);
         }
     }
 }
 
-// Whether the list of a block of rows and a KV head holds the block of key j.
+// True: the block of key j is in list number `list` (of a block of rows and a KV head).
 static bool ref_is_listed(const BlockList *b, int list, int j) {
     for (int i = 0; i < b->n[list]; i++)
         if (b->block[(size_t)list * b->n_blocks + i] == j / SELECT_KEYS) return true;
     return b->n[list] < 0;
 }
 
-// Keys have numbers: j < len is the committed position j, len + i is row i of the segment.
-static bool ref_sees(const Attend *o, const Row *row, const Segment *seg, int len, int j) {
+// True: the row sees key j. Keys are numbered: j < len is the committed position j, len + i is row i of the segment.
+static bool ref_is_visible(const Attend *o, const Row *row, const Segment *seg, int len, int j) {
     const int i = j - len;
     if (i < 0) return !o->window || j > len + row->depth - o->window;
     if (o->own != OWN_CAUSAL) return o->own == OWN_ALL;
@@ -396,33 +402,35 @@ static bool ref_sees(const Attend *o, const Row *row, const Segment *seg, int le
     return i <= row->index && (!o->window || i > row->index - o->window);
 }
 
-// K and V of key j (head_dim), as the cache orders them, for a row of the segment. -> the factor of V (kv_tied_factor)
-static double ref_key(const Attend *o, const Row *row, const Segment *seg, int len, int j, int head, float *k, float *v) {
+// Reads K and V of key j (head_dim), in the order of the cache, as a row of the segment sees them. Returns the factor
+// of V (kv_tied_factor).
+static double ref_read_key(const Attend *o, const Row *row, const Segment *seg, int len, int j, int head, float *k,
+                           float *v) {
     const bool staged = o->staging && j >= len;
     const bool newest = o->cache->tail_slots && seg->n <= STEP_ROWS &&
                         j > len + row->depth - (o->cache->tail_slots - STEP_ROWS);
     const Cache tail = ref_tail(o->cache), *c = staged ? o->staging : newest ? &tail : o->cache;
     const int seq = staged ? 0 : seg->seq, slot = staged ? seg->first + j - len : j % c->slots;
     ref_kv_read(&c->v, ref_kv_row(c, &c->v, seq, head, slot), v);
-    memcpy(k, v, (size_t)c->head_dim * sizeof *k);     // tied: V, but for the values that rotate
+    memcpy(k, v, (size_t)c->head_dim * sizeof *k);     // tied: K is V except for the values that RoPE rotates
     ref_kv_read(&c->k, ref_kv_row(c, &c->k, seq, head, slot), k);
     return c->n_rot ? kv_tied_factor(c->v.type) : 1;
 }
 
-// One head of one row; out (head_dim).
+// Attention of one head of one row; out (head_dim).
 static void ref_attend_head(const Attend *o, int r, int h, float *out) {
     const Row *row = &o->batch->rows[r];
     const Segment *seg = &o->batch->segs[row->seg];
     const int len = o->batch->len[seg->seq], hd = o->cache->head_dim, g = h / (o->n_heads / o->cache->n_kv_heads);
     const float *q = o->q + ((size_t)r * o->n_heads + h) * hd;
-    float k[REF_HEAD_DIM], v[REF_HEAD_DIM], placed[REF_HEAD_DIM];
+    float k[REF_HEAD_DIM], v[REF_HEAD_DIM], in_order[REF_HEAD_DIM];
     double largest = -INFINITY, total = 0, sum[REF_HEAD_DIM] = { 0 };
-    for (int pass = 0; pass < 2; pass++)               // the largest score, for exp not to overflow; then the sums
+    for (int pass = 0; pass < 2; pass++)               // the largest score, so that exp cannot overflow; then the sums
         for (int j = 0; j < len + seg->n; j++) {
-            if (!ref_sees(o, row, seg, len, j)) continue;
+            if (!ref_is_visible(o, row, seg, len, j)) continue;
             if (o->blocks && !ref_is_listed(o->blocks, r / SELECT_ROWS * o->cache->n_kv_heads + g, j)) continue;
             double score = 0;
-            const double factor = ref_key(o, row, seg, len, j, g, k, v);
+            const double factor = ref_read_key(o, row, seg, len, j, g, k, v);
             for (int i = 0; i < hd; i++) score += (double)q[i] * k[i];
             score *= o->scale;
             if (pass == 0) largest = fmax(largest, score);
@@ -431,9 +439,9 @@ static void ref_attend_head(const Attend *o, int r, int h, float *out) {
             total += p;
             for (int i = 0; i < hd; i++) sum[i] += p * factor * v[i];
         }
-    for (int i = 0; i < hd; i++) placed[i] = total == 0 ? 0 : (float)(sum[i] / total);         // nothing in sight: 0
-    if (kv_group(o->cache->v.type)) kv_rotate_rows_back(placed, hd);
-    for (int i = 0; i < hd; i++) out[i] = placed[ref_place(o->cache, i)];
+    for (int i = 0; i < hd; i++) in_order[i] = total == 0 ? 0 : (float)(sum[i] / total);       // no visible key: 0
+    if (kv_group(o->cache->v.type)) kv_rotate_rows_back(in_order, hd);
+    for (int i = 0; i < hd; i++) out[i] = in_order[ref_tied_index(o->cache, i)];
 }
 
 static void ref_attend(const Attend *o) {
@@ -446,26 +454,27 @@ static void ref_attend(const Attend *o) {
     }
 }
 
-// What the reference keeps of one block of rows while it selects.
+// A block of rows, which share their selected blocks of keys.
 typedef struct {
-    int seg, len, pos, end;   // of all its rows: segment, committed positions; of the first one: position; behind the last one
-    int n;                    // key blocks in sight
-    bool all, counts;         // nothing is left out; the segment is a prompt's
-} RefRows;
+    int seg, len;             // segment; committed positions of its session
+    int pos, end;             // position of the first row; position after the last row
+    int n;                    // visible blocks of keys
+    bool all, of_prompt;      // the rows attend to all keys; they are rows of one prompt
+} RefRowBlock;
 
-static RefRows ref_rows(const BlockSelect *o, int first) {
+static RefRowBlock ref_row_block(const BlockSelect *o, int first) {
     const Row *rows = o->batch->rows;
     const int last = (first + SELECT_ROWS < o->batch->n_rows ? first + SELECT_ROWS : o->batch->n_rows) - 1;
     const Segment *seg = &o->batch->segs[rows[first].seg];
     const int len = o->batch->len[seg->seq];
     const bool one = rows[last].seg == rows[first].seg, prompt = one && seg->n > STEP_ROWS;
-    return (RefRows){ rows[first].seg, len, len + rows[first].index, len + rows[last].index + 1,
+    return (RefRowBlock){ rows[first].seg, len, len + rows[first].index, len + rows[last].index + 1,
                       (len + rows[last].index) / SELECT_KEYS + 1,
                       !prompt || rows[last].index >= seg->n - seg->n_dense, prompt };
 }
 
-// mean (head_dim): of the keys of a block, as the cache orders them.
-static void ref_mean(const BlockSelect *o, int seq, int head, int block, float *mean) {
+// mean (head_dim) of the keys of a block, in the order of the cache.
+static void ref_mean_key(const BlockSelect *o, int seq, int head, int block, float *mean) {
     const Cache *c = o->cache;
     double sum[REF_HEAD_DIM] = { 0 };
     float k[REF_HEAD_DIM];
@@ -477,8 +486,9 @@ static void ref_mean(const BlockSelect *o, int seq, int head, int block, float *
     for (int i = 0; i < c->head_dim; i++) mean[i] = (float)(sum[i] / SELECT_KEYS);
 }
 
-// s of one block of rows and one block of keys.
-static float ref_block_score(const BlockSelect *o, const RefRows *v, int first, int h, int block, const float *mean) {
+// s[h][n] of BlockSelect, for one block of rows and one block of keys.
+static float ref_block_score(const BlockSelect *o, const RefRowBlock *v, int first, int h, int block,
+                             const float *mean) {
     const int hd = o->cache->head_dim;
     double sum = 0, largest = -INFINITY;
     for (int pass = 0; pass < 2; pass++)
@@ -494,8 +504,8 @@ static float ref_block_score(const BlockSelect *o, const RefRows *v, int first, 
     return sum == 0 ? -INFINITY : (float)(largest + log(sum));
 }
 
-// The list of one block of rows and a KV head, from w (v->n). Returns its length.
-static int ref_list(const BlockSelect *o, const RefRows *v, const float *w, int32_t *list) {
+// Selects the blocks of keys of one block of rows and a KV head, from their weights w (v->n). Returns their number.
+static int ref_select(const BlockSelect *o, const RefRowBlock *v, const float *w, int32_t *list) {
     const int near = v->pos / SELECT_KEYS - SELECT_NEAR + 1;
     int n = 0, room = (int)ceilf(o->density * (float)v->n);
     double largest = 0;
@@ -505,7 +515,7 @@ static int ref_list(const BlockSelect *o, const RefRows *v, const float *w, int3
     }
     for (int b = 0; b < v->n; b++) {
         bool listed = o->alpha >= 1 || w[b] >= o->alpha * largest;
-        int before = 0;                                // blocks that come first to what room there is
+        int before = 0;                                // blocks that rank above b
         for (int i = SELECT_FIRST; i < near && o->density > 0; i++) before += w[i] > w[b] || (w[i] == w[b] && i < b);
         if (o->density > 0) listed = before < room;
         if (listed || b < SELECT_FIRST || b >= near) list[n++] = b;
@@ -521,10 +531,10 @@ static void ref_block_select(const BlockSelect *o) {
         const Segment *seg = &o->batch->segs[i];
         for (int g = 0; g < c->n_kv_heads; g++)
             for (int b = 0; (b + 1) * SELECT_KEYS <= o->batch->len[seg->seq] + seg->n; b++)
-                ref_mean(o, seg->seq, g, b, means + (((size_t)i * c->n_kv_heads + g) * n_blocks + b) * hd);
+                ref_mean_key(o, seg->seq, g, b, means + (((size_t)i * c->n_kv_heads + g) * n_blocks + b) * hd);
     }
     for (int first = 0; first < o->batch->n_rows; first += SELECT_ROWS) {
-        const RefRows v = ref_rows(o, first);
+        const RefRowBlock v = ref_row_block(o, first);
         for (int g = 0; g < c->n_kv_heads; g++) {
             const int list = first / SELECT_ROWS * c->n_kv_heads + g;
             const float *mean = means + ((size_t)v.seg * c->n_kv_heads + g) * n_blocks * hd;
@@ -540,9 +550,9 @@ static void ref_block_select(const BlockSelect *o) {
                 for (int b = 0; b < v.n; b++) sum += exp(s[b] - largest);
                 for (int b = 0; b < v.n && sum > 0; b++) w[b] = fmaxf(w[b], (float)(exp(s[b] - largest) / sum));
             }
-            o->out.n[list] = v.all ? -1 : ref_list(o, &v, w, o->out.block + (size_t)list * n_blocks);
-            o->count[0] += !v.counts ? 0 : v.all ? v.n : o->out.n[list];
-            o->count[1] += v.counts ? v.n : 0;
+            o->out.n[list] = v.all ? -1 : ref_select(o, &v, w, o->out.block + (size_t)list * n_blocks);
+            o->count[0] += !v.of_prompt ? 0 : v.all ? v.n : o->out.n[list];
+            o->count[1] += v.of_prompt ? v.n : 0;
         }
     }
 }
@@ -550,7 +560,7 @@ static void ref_block_select(const BlockSelect *o) {
 static double ref_logsumexp(const float *z, int n) {
     double largest = -INFINITY, sum = 0;
     for (int i = 0; i < n; i++) largest = fmax(largest, z[i]);
-    if (isinf(largest)) largest = 0;                   // all are -Inf, or one is Inf: the sum says so
+    if (isinf(largest)) largest = 0;                   // all z -Inf, or one +Inf: the result is that Inf
     for (int i = 0; i < n; i++) sum += exp(z[i] - largest);
     return largest + log(sum);
 }
@@ -558,31 +568,31 @@ static double ref_logsumexp(const float *z, int n) {
 static void ref_attn_mass(const AttnMass *o) {
     const Cache *c = o->cache;
     const int hd = c->head_dim;
-    const Attend every = { .batch = o->batch, .cache = c };
+    const Attend attend = { .batch = o->batch, .cache = c };
     float k[REF_HEAD_DIM], v[REF_HEAD_DIM];
     for (int r = 0; r < o->batch->n_rows; r++) {
         const Segment *seg = &o->batch->segs[o->batch->rows[r].seg];
         const int len = o->batch->len[seg->seq], n = len + o->batch->rows[r].index + 1;
-        const Segment prompt = { .seq = seg->seq, .n = STEP_ROWS + 1 };        // whose rows read no tail
+        const Segment prompt = { .seq = seg->seq, .n = STEP_ROWS + 1 };        // rows of a prompt do not read the tail
         for (int h = 0; h < o->n_heads; h++) {
             const float *q = o->q + ((size_t)r * o->n_heads + h) * hd;
-            float *share = o->probs + ((size_t)r * o->n_heads + h) * o->n_keys, *mass = o->mass + (size_t)r * o->n_keys;
+            float *probs = o->probs + ((size_t)r * o->n_heads + h) * o->n_keys, *mass = o->mass + (size_t)r * o->n_keys;
             for (int j = 0; j < n; j++) {
                 double score = 0;
-                ref_key(&every, &o->batch->rows[r], &prompt, len, j, h / (o->n_heads / c->n_kv_heads), k, v);
+                ref_read_key(&attend, &o->batch->rows[r], &prompt, len, j, h / (o->n_heads / c->n_kv_heads), k, v);
                 for (int i = 0; i < hd; i++) score += (double)q[i] * k[i];
-                share[j] = (float)(score * o->scale);
+                probs[j] = (float)(score * o->scale);
             }
-            const double all = ref_logsumexp(share, n);
+            const double lse = ref_logsumexp(probs, n);
             for (int j = 0; j < n; j++) {
-                share[j] = (float)exp(share[j] - all);
-                mass[j] = fmaxf(mass[j], share[j]);
+                probs[j] = (float)exp(probs[j] - lse);
+                mass[j] = fmaxf(mass[j], probs[j]);
             }
         }
     }
 }
 
-// One row of all heads from one place to another.
+// Copies one cached row of all heads.
 static void ref_kv_move(const Cache *dst, int dst_seq, int dst_slot, const Cache *src, int src_seq, int src_slot) {
     for (int g = 0; g < dst->n_kv_heads; g++)
         for (int plane = 0; plane < 2; plane++) {
@@ -597,7 +607,7 @@ static void ref_kv_commit(const KvCommit *o) {
     for (int i = 0; i < o->batch->n_segs; i++) {
         const Segment *seg = &o->batch->segs[i];
         int32_t *len = &o->batch->len[seg->seq];
-        for (int k = 0; k < o->n_accept[i]; k++) {     // path[k] >= k: no row is overwritten before it moved
+        for (int k = 0; k < o->n_accept[i]; k++) {     // path[k] >= k, so a row is copied before it is overwritten
             const int from = seg->kind == SEG_TREE ? o->path[i * STEP_ROWS + k] : k;
             for (int l = 0; l < o->n_caches; l++) {
                 const Cache *c = &o->caches[l];
@@ -617,14 +627,14 @@ static void ref_kv_copy(const KvCopy *o) {
     for (int i = 0; i < o->batch->n_segs; i++) {
         const Segment *seg = &o->batch->segs[i];
         const int len = o->batch->len[seg->seq];
-        for (int j = 0; j < seg->n; j++)               // upwards: of the rows for one slot the last one stays
+        for (int j = 0; j < seg->n; j++)               // ascending, so that each slot ends with its newest row
             ref_kv_move(o->cache, seg->seq, (len + j) % o->cache->slots, o->staging, 0, seg->first + j);
     }
 }
 
 // ==== [4] Output =====================================================================================================
 
-// What else Head wants of row r, whose logits are z (vocab).
+// The other results of Head for row r with logits z (vocab): top_k and logsumexp.
 static void ref_summary(const Head *o, int r, const float *z) {
     const int vocab = o->w->rows;
     if (o->top_k) ref_rank(z, vocab);
@@ -649,9 +659,9 @@ static void ref_head(const Head *o) {
     }
 }
 
-// The tokens of the best centroids of a row, which ref_rank left in order, take their place in ref.tokens.
+// Replaces the n_used best centroids in ref.tokens by their tokens, `per` each, with logits.
 static void ref_candidates(const HeadCentroid *o, Act y, int per) {
-    for (int k = o->n_used - 1; k >= 0; k--) {         // from the last on: the place of those before is not taken yet
+    for (int k = o->n_used - 1; k >= 0; k--) {         // backwards, so that no centroid is overwritten too early
         const int32_t *ids = o->order + (size_t)ref.tokens[k].id * per;
         for (int i = per - 1; i >= 0; i--)
             ref.tokens[k * per + i] = (RefToken){ .z = (float)ref_product(o->w, 0, ids[i], y), .id = ids[i] };
@@ -687,19 +697,19 @@ static void ref_logprob(const Logprob *o) {
     }
 }
 
-// How often a token was seen: in the committed text, and in the step at the row and its ancestors.
-static int32_t ref_seen(const Sample *o, const Row *row, int id) {
+// How often a token occurs: in the committed text, and in the step in the row and its ancestors.
+static int32_t ref_count(const Sample *o, const Row *row, int id) {
     const Segment *seg = &o->batch->segs[row->seg];
     int32_t n = o->counts[(size_t)seg->seq * o->vocab + id];
     for (int j = 0; j <= row->index; j++) {
-        const bool above = seg->kind == SEG_CHAIN || row->ancestors >> j & 1;
-        n += above && ref_token(&o->step_rows[seg->first + j], o->vocab) == id;
+        const bool on_path = seg->kind == SEG_CHAIN || row->ancestors >> j & 1;
+        n += on_path && ref_token(&o->step_rows[seg->first + j], o->vocab) == id;
     }
     return n;
 }
 
 // The steps of Sample for row r. Returns the token or -1.
-static int32_t ref_choose(const Sample *o, int r) {
+static int32_t ref_sample_row(const Sample *o, int r) {
     const Row *row = &o->batch->rows[r];
     const int seq = o->batch->segs[row->seg].seq, vocab = o->vocab;
     const SampleParams *p = &o->params[seq];
@@ -708,10 +718,10 @@ static int32_t ref_choose(const Sample *o, int r) {
     int n = 0;
     for (int i = 0; i < vocab; i++) {                  // 1 to 3: mask, bias, penalties
         const bool allowed = !mask || mask[i / 32] >> (i % 32) & 1;
-        const int32_t seen = o->counts ? ref_seen(o, row, i) : 0;
+        const int32_t count = o->counts ? ref_count(o, row, i) : 0;
         float z = o->logits[(size_t)r * vocab + i];
         if (o->bias) z += o->bias[(size_t)seq * vocab + i];
-        if (seen > 0) z = sample_penalised(z, seen, p);
+        if (count > 0) z = sample_penalised(z, count, p);
         if (isnan(z)) return -1;
         if (allowed && z > -INFINITY) t[n++] = (RefToken){ .z = z, .id = i };
     }
@@ -736,10 +746,10 @@ static int32_t ref_choose(const Sample *o, int r) {
 }
 
 static void ref_sample(const Sample *o) {
-    for (int r = 0; r < o->batch->n_rows; r++) o->out[r] = ref_choose(o, r);
+    for (int r = 0; r < o->batch->n_rows; r++) o->out[r] = ref_sample_row(o, r);
 }
 
-// The row that a row of a segment follows; -1: none.
+// Index of the parent of a row in its segment; -1: it follows the committed text.
 static int ref_parent(const Segment *seg, const Row *row) {
     int i = row->index - 1;
     while (seg->kind == SEG_TREE && i >= 0 && !(row->ancestors >> i & 1)) i--;
@@ -749,12 +759,12 @@ static int ref_parent(const Segment *seg, const Row *row) {
 static void ref_verify_walk(const VerifyWalk *o) {
     for (int i = 0; i < o->batch->n_segs; i++) {
         const Segment *seg = &o->batch->segs[i];
-        int n = 0, first = 0, at = -1;                 // at: the kept row where the walk stands
+        int n = 0, first = 0, at = -1;                 // at: the last output row that was accepted
         while (first < o->n_out && o->out_rows[first].seg != i) first++;
         const int before = first < o->n_out ? o->out_rows[first].index : seg->n;
         for (; n < before; n++)
             if (seg->kind == SEG_TREE) o->path[i * STEP_ROWS + n] = n;
-        for (int k = first; k < o->n_out; k++) {      // a row stands behind the one that it follows
+        for (int k = first; k < o->n_out; k++) {       // a parent comes before its children
             const Row *row = &o->out_rows[k];
             if (row->seg != i) continue;
             const bool follows = k == first || (ref_parent(seg, row) == o->out_rows[at].index && o->chosen[at] >= 0 &&
@@ -772,11 +782,11 @@ static void ref_verify_walk(const VerifyWalk *o) {
 
 // ==== [5] Run time, the table ========================================================================================
 
-static void ref_memory(size_t *free_bytes, size_t *total) {            // all of it: mapped files give way
+static void ref_memory(size_t *free_bytes, size_t *total) {            // all counts as free: the page cache can shrink
     *free_bytes = *total = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
 }
 
-static size_t ref_weight_bytes(const Tensor *w) {      // rows are read where they lie
+static size_t ref_weight_bytes(const Tensor *w) {      // rows are read in place
     (void)w;
     return 0;
 }
@@ -823,13 +833,13 @@ static void *ref_reserve(size_t bytes) {
 static void ref_release(void *p) { free(p); }
 static void ref_copy(const Copy *c) { memcpy(c->dst, c->src, c->bytes); }
 
-static bool ref_begin(StepKey key) {                   // nothing is recorded: issue the operations
+static bool ref_begin(StepKey key) {                   // true: this backend records no steps, so issue the operations
     (void)key;
     return true;
 }
 
 static void ref_end(void) {}
-static void ref_wait(void) {}                          // an operation is done when it returns
+static void ref_wait(void) {}                          // an operation is finished when it returns
 
 const Ops *reference_ops(void) {
     static const Ops ops = {

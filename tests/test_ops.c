@@ -1437,7 +1437,7 @@ static void qkv_case_tail(QkvCase t, int tail_slots, TestStep *s) {
         const float *v = fetch_f((p ? d.dump_v : d.dump_k_pos) + (r * t.n_kv_heads + g) * hd, hd);
         KvPlane *plane = plane_of(&to->host, p), *tail_plane = p ? &tail.v : &tail.k;
         float placed[REF_HEAD_DIM];
-        for (int k = 0; k < hd; k++) placed[ref_place(&to->host, k)] = v[k];
+        for (int k = 0; k < hd; k++) placed[ref_tied_index(&to->host, k)] = v[k];
         ref_kv_write(&to->host, plane, ref_kv_row(&to->host, plane, t.staged ? 0 : seg->seq, g, slot), placed);
         const int tail_slot = tail.slots ? (s->len[seg->seq] + s->rows[r].index) % tail.slots : 0;
         if (tail.slots) ref_tail_write(plane, tail_plane, ref_kv_row(&tail, tail_plane, seg->seq, g, tail_slot), placed);
@@ -1939,17 +1939,17 @@ static void select_case(SelectCase t, TestStep *s) {
     int64_t want_count[2] = { before[0], before[1] };
     int32_t want[64];
     for (int i = 0; i < lists; i++) {
-        const RefRows v = ref_rows(&o, i / t.n_kv_heads * SELECT_ROWS);
+        const RefRowBlock v = ref_row_block(&o, i / t.n_kv_heads * SELECT_ROWS);
         for (int b = 0; b < v.n && !v.all; b++) {
             const float right = o.weights[i * n_blocks + b], got = w[i * n_blocks + b], bound = on_cpu() ? 1e-4f : 0.03f;
             CHECK(fabsf(got - right) <= bound * right + 1e-6f, "%s: weight of block %d for list %d: expected %g, got %g", now, b,
                   i, (double)right, (double)got);
         }
-        const int n_want = v.all ? -1 : ref_list(&o, &v, w + i * n_blocks, want);
+        const int n_want = v.all ? -1 : ref_select(&o, &v, w + i * n_blocks, want);
         CHECK(n_listed[i] == n_want, "%s: list %d: expected %d blocks of %d, got %d", now, i, n_want, v.n, n_listed[i]);
         if (n_listed[i] == n_want && n_want > 0) same_ints("list", listed + i * n_blocks, want, n_want);
-        want_count[0] += !v.counts ? 0 : v.all ? v.n : n_want;
-        want_count[1] += v.counts ? v.n : 0;
+        want_count[0] += !v.of_prompt ? 0 : v.all ? v.n : n_want;
+        want_count[1] += v.of_prompt ? v.n : 0;
     }
     CHECK(count[0] == want_count[0] && count[1] == want_count[1], "%s: expected %lld blocks of %lld, got %lld of %lld", now,
           (long long)want_count[0], (long long)want_count[1], (long long)count[0], (long long)count[1]);
