@@ -588,7 +588,7 @@ static void guess_grammar(Session *s, int most) {
     char text[128];
     size_t n = 0;
     for (int next = 0; next >= 0 && (int)ids.n < most; ) {
-        next = n < sizeof text ? grammar_only(grammar, state) : -1;
+        next = n < sizeof text ? grammar_forced(grammar, state) : -1;
         if (next >= 0 && next < 256) text[n++] = (char)next;
         if (next < 0 || next >= 256) {
             if (tok_encode(s->t, text, n, TOK_PLAIN, &ids) < 0) die("%s", s->t->err);
@@ -596,7 +596,7 @@ static void guess_grammar(Session *s, int most) {
             n = 0;
         }
         if (next >= 256) push_id(s, &ids, grammar->named[next - 256]);
-        if (next >= 0) state = grammar_behind(grammar, state, next);
+        if (next >= 0) state = grammar_after_forced(grammar, state, next);
     }
     if (grammar->failed) grammar_recover(grammar, &s->state, 1);       // it may not come to that
     g->n_grammar_ids = min_int((int)ids.n, most);
@@ -820,7 +820,7 @@ static void mask_rows(Session *const *sessions, const StepSeg *segs, int n) {
                 continue;
             }
             if (k) state[k] = state[d->parent[k - 1]], grammar_advance(g, &state[k], d->token[k - 1]);
-            grammar_settle(g, state, k + 1);
+            grammar_keep_states(g, state, k + 1);
             if (!state[k] || !grammar_mask(g, state[k], m->fitting, m->config.vocab))
                 memset(m->fitting, 0, words * sizeof *m->fitting);
             if (k && g->failed) grammar_recover(g, state, k), state[k] = 0;        // it may not come to that

@@ -1,37 +1,45 @@
-/* schema.h - JSON schemas and declarations of tools as grammars (parts/grammar.h). A part of gemma4.c, which includes it.
+/* schema.h - makes grammars (parts/grammar.h) from JSON schemas and from declarations of tools. Part of gemma4.c, which
+ * includes it.
  *
- * A schema is a list of parts that all hold: itself, what its $ref names, what allOf lists. Parts are values in the text, so
- * schemas are compared by address, and each becomes a rule once: a schema that contains itself ends.
+ * A schema is a list of parts that must all hold: the schema itself, the target of its $ref, the schemas in its allOf.
+ * A part is a position in the schema's text, so parts are compared by address. Each list of parts becomes one rule, so
+ * a schema that contains itself makes a recursive rule.
  *
- * Whoever follows the rules satisfies the schema; what would restrict and is not understood is refused by its path. Not all
- * texts that satisfy it can be written: properties stand in the schema's order (in calls in that of the chat template), those
- * that no one declared last, and where additionalProperties is not given there are none beside declared ones; nor are items
- * beside prefixItems. oneOf is taken where no two of its schemas can hold at once.
+ * A text that matches the grammar satisfies the schema. A restriction that is not supported is an error that names its
+ * path. Not every text that satisfies the schema matches the grammar: properties come in the order of the schema (in
+ * calls: in the order of the chat template), undeclared properties come last; without additionalProperties only
+ * declared properties are allowed, and without items only the items of prefixItems. oneOf is supported if no two of its
+ * schemas can hold for the same value.
  *   [1] Regular expressions    [2] JSON values    [3] Numbers and keys    [4] Schemas: parts and keywords
  *   [5] Schemas: strings, numbers, arrays    [6] Schemas: objects    [7] Schemas: alternatives    [8] Tools */
 #ifndef SCHEMA_H
 #define SCHEMA_H
 
 // ==== [1] Regular expressions =======================================================================================
-// Those of ECMA-262 that describe a set of texts and no more, as `pattern` has them: what is between ^ and $ is the whole
-// string, where one of them is missing anything may stand there. They match the characters of a string, as [2] writes them.
+// Regular expressions of ECMA-262, as in the keyword `pattern`, without lookaround and back references. An expression
+// between ^ and $ matches the whole string; without ^ or $, any text may come before or after. Characters match in the
+// form in which [2] writes strings.
 
 static int expr_string_chars(Grammar *g, const Chars *c, bool call);
 
 static void add_class(Chars *c, int name) {            // \d \w \s, and \D \W \S
-    static const Span space[] = { { 9, 13 }, { 0x20, 0x20 }, { 0xA0, 0xA0 }, { 0x1680, 0x1680 }, { 0x2000, 0x200A },
-                                  { 0x2028, 0x2029 }, { 0x202F, 0x202F }, { 0x205F, 0x205F },
-                                  { 0x3000, 0x3000 }, { 0xFEFF, 0xFEFF } };
+    static const CharRange space[] = { { 9, 13 }, { 0x20, 0x20 }, { 0xA0, 0xA0 }, { 0x1680, 0x1680 },
+                                       { 0x2000, 0x200A }, { 0x2028, 0x2029 }, { 0x202F, 0x202F }, { 0x205F, 0x205F },
+                                       { 0x3000, 0x3000 }, { 0xFEFF, 0xFEFF } };
     Chars x = { .n = 0 };
     const int lower = name | 32;
     if (lower != 's') add_chars(&x, '0', '9');
-    if (lower == 'w') add_chars(&x, 'A', 'Z'), add_chars(&x, 'a', 'z'), add_chars(&x, '_', '_');
+    if (lower == 'w') {
+        add_chars(&x, 'A', 'Z');
+        add_chars(&x, 'a', 'z');
+        add_chars(&x, '_', '_');
+    }
     for (size_t i = 0; lower == 's' && i < sizeof space / sizeof *space; i++) add_chars(&x, space[i].lo, space[i].hi);
     if (name != lower) invert_chars(&x);
     for (int i = 0; i < x.n; i++) add_chars(c, x.s[i].lo, x.s[i].hi);
 }
 
-// What a backslash and more stand for is added to *c. True: it is one character, in *one.
+// Reads an escape sequence and adds its characters to *c. True: it is one character, in *one.
 static bool read_regex_escape(Reader *r, Chars *c, bool in_set, uint32_t *one) {
     static const char from[] = "nrtfv0", to[] = "\n\r\t\f\v";
     r->i++;
@@ -61,8 +69,12 @@ static int read_regex_set(Reader *r) {
         if (peek(r) < 0) return reader_fail(r, "expected a ']'");
         const int before = c.n;
         bool one = true;
-        if (peek(r) == '\\') one = read_regex_escape(r, &c, true, &lo);
-        else lo = read_char(r), add_chars(&c, lo, lo);
+        if (peek(r) == '\\') {
+            one = read_regex_escape(r, &c, true, &lo);
+        } else {
+            lo = read_char(r);
+            add_chars(&c, lo, lo);
+        }
         if (!one || peek(r) != '-' || r->i + 1 >= r->n || r->s[r->i + 1] == ']') continue;
         r->i++;
         c.n = before;
@@ -91,7 +103,8 @@ static int read_regex_item(Reader *r, int depth) {
     if (c == '[') return read_regex_set(r);
     if (take_word(r, "(")) {
         if (peek(r) == '?' && !take_word(r, "?:")) return reader_fail(r, "lookahead and lookbehind are not supported, got (?");
-        if (depth == GRAMMAR_NESTING) return reader_fail(r, "expected at most %d nested groups", GRAMMAR_NESTING);
+        if (depth == GRAMMAR_NESTING)
+            return reader_fail(r, "expected at most %d nested groups", GRAMMAR_NESTING);
         const int group = read_regex(r, depth + 1);
         if (!take_word(r, ")")) return reader_fail(r, "expected a ')'");
         return group;
@@ -100,7 +113,9 @@ static int read_regex_item(Reader *r, int depth) {
     if (c == '*' || c == '+' || c == '?') return reader_fail(r, "expected something before '%c'", c);
     if (c == '\\') read_regex_escape(r, &chars, false, &one);
     else if (take_word(r, ".")) {
-        add_chars(&chars, '\n', '\n'), add_chars(&chars, '\r', '\r'), add_chars(&chars, 0x2028, 0x2029);
+        add_chars(&chars, '\n', '\n');
+        add_chars(&chars, '\r', '\r');
+        add_chars(&chars, 0x2028, 0x2029);
         invert_chars(&chars);
     } else {
         const uint32_t x = read_char(r);
@@ -110,7 +125,7 @@ static int read_regex_item(Reader *r, int depth) {
     return expr_string_chars(g, &chars, r->call);
 }
 
-static int read_regex(Reader *r, int depth) {          // alternatives; depth 0: with anchors
+static int read_regex(Reader *r, int depth) {          // alternatives; at depth 0 they may have anchors
     Grammar *g = r->g;
     const int alt = new_expr(g, EXPR_ALT, 0, 0, 0);
     do {
@@ -127,15 +142,15 @@ static int read_regex(Reader *r, int depth) {          // alternatives; depth 0:
 }
 
 // ==== [2] JSON values ===============================================================================================
-// Two forms. JSON has at most one space behind a comma and a colon, so no text is white space without end, and numbers have
-// a bounded length. In a call, as the tokenizer's chat writes it, strings stand between <|"|> without escapes, keys stand bare,
-// and there are no spaces.
+// Values are written in one of two forms. JSON: at most one space after a comma or colon, so that a text cannot be
+// endless white space, and numbers of bounded length. A tool call, as the chat template writes it: strings are between
+// <|"|> without escapes, keys are without quotes, and there are no spaces.
 
 typedef enum { JSON_STRING, JSON_INTEGER, JSON_NUMBER, JSON_VALUE, JSON_ARRAY, JSON_OBJECT, JSON_KEY } Builtin;
 
-enum { DIGITS = 18, DECIMALS = 17 };                   // of a number before and behind its point
+enum { DIGITS = 18, DECIMALS = 17 };                   // of a number, before and after its decimal point
 
-// One character of c inside a string.
+// One character of the set c, as it is written inside a string.
 static int expr_string_chars(Grammar *g, const Chars *c, bool call) {
     static const char escaped[] = "\"\\\b\f\n\r\t", letters[] = "\"\\bfnrt";
     const Chars in_json = { .s = { { ' ', '!' }, { '#', '[' }, { ']', LAST_CHAR } }, .n = 3 };
@@ -151,24 +166,29 @@ static int expr_string_chars(Grammar *g, const Chars *c, bool call) {
 
 static int expr_hex(Grammar *g, int n) {
     ByteSet b = { { 0 } };
-    add_bytes(&b, '0', '9'), add_bytes(&b, 'A', 'F'), add_bytes(&b, 'a', 'f');
+    add_bytes(&b, '0', '9');
+    add_bytes(&b, 'A', 'F');
+    add_bytes(&b, 'a', 'f');
     return expr_repeat(g, expr_bytes(g, &b), n, n);
 }
 
-// Any character inside a string, by any escape; of \u those that are a character by themselves.
+// Any character inside a string, also as an escape. \u escapes of surrogates are not allowed.
 static int expr_string_char(Grammar *g, bool call) {
     Chars raw = { .s = { { ' ', '!' }, { '#', '[' }, { ']', LAST_CHAR } }, .n = 3 };
     if (call) return expr_string_chars(g, &(Chars){ .s = { { 0, LAST_CHAR } }, .n = 1 }, true);
     ByteSet letters = { { 0 } }, below_d = { { 0 } }, d = { { 0 } };
     for (const char *c = "\"\\/bfnrt"; *c; c++) add_bytes(&letters, (unsigned char)*c, (unsigned char)*c);
-    add_bytes(&below_d, '0', '9'), add_bytes(&below_d, 'A', 'F'), add_bytes(&below_d, 'a', 'f');
+    add_bytes(&below_d, '0', '9');
+    add_bytes(&below_d, 'A', 'F');
+    add_bytes(&below_d, 'a', 'f');
     for (const char *c = "Dd"; *c; c++) {
         below_d.w[*c / 64] &= ~((uint64_t)1 << *c % 64);
         add_bytes(&d, (unsigned char)*c, (unsigned char)*c);
     }
     const int unit = ALT(SEQ(expr_bytes(g, &below_d), expr_hex(g, 3)),
                          SEQ(expr_bytes(g, &d), expr_range(g, '0', '7'), expr_hex(g, 2)));
-    return ALT(expr_chars(g, &raw), SEQ(expr_word(g, "\\"), ALT(expr_bytes(g, &letters), SEQ(expr_word(g, "u"), unit))));
+    return ALT(expr_chars(g, &raw),
+               SEQ(expr_word(g, "\\"), ALT(expr_bytes(g, &letters), SEQ(expr_word(g, "u"), unit))));
 }
 
 static int expr_quote(Grammar *g, bool call) { return call ? expr_token(g, g->t->quote) : expr_word(g, "\""); }
@@ -182,27 +202,34 @@ static int expr_colon(Grammar *g, bool call) {
 }
 
 static int expr_digits(Grammar *g, int min, int max) { return expr_repeat(g, expr_range(g, '0', '9'), min, max); }
-static int expr_whole(Grammar *g) {
+static int expr_whole_number(Grammar *g) {
     return ALT(expr_word(g, "0"), SEQ(expr_range(g, '1', '9'), expr_digits(g, 0, DIGITS - 1)));
 }
 static int expr_decimals(Grammar *g) { return expr_maybe(g, SEQ(expr_word(g, "."), expr_digits(g, 1, DECIMALS))); }
 
 static int expr_exponent(Grammar *g) {
     ByteSet e = { { 0 } }, sign = { { 0 } };
-    add_bytes(&e, 'e', 'e'), add_bytes(&e, 'E', 'E'), add_bytes(&sign, '+', '+'), add_bytes(&sign, '-', '-');
+    add_bytes(&e, 'e', 'e');
+    add_bytes(&e, 'E', 'E');
+    add_bytes(&sign, '+', '+');
+    add_bytes(&sign, '-', '-');
     return expr_maybe(g, SEQ(expr_bytes(g, &e), expr_maybe(g, expr_bytes(g, &sign)), expr_digits(g, 1, 2)));
 }
 
-static void bare_chars(Chars *c) {                     // of keys in calls that were not declared
-    add_chars(c, '0', '9'), add_chars(c, 'A', 'Z'), add_chars(c, 'a', 'z'), add_chars(c, '_', '_'), add_chars(c, '-', '-');
+static void bare_chars(Chars *c) {                     // the characters of undeclared keys in tool calls
+    add_chars(c, '0', '9');
+    add_chars(c, 'A', 'Z');
+    add_chars(c, 'a', 'z');
+    add_chars(c, '_', '_');
+    add_chars(c, '-', '-');
     sort_chars(c);
 }
 
-// The rule of something that is the same in every grammar.
+// The rule of a value that does not depend on a schema. Each grammar has it at most once.
 static int builtin(Grammar *g, Builtin what, bool call) {
-    int32_t *known = &g->builtin[8 * call + what];
-    if (*known) return *known;
-    const int rule = *known = new_rule(g);
+    int32_t *cached = &g->builtin[8 * call + what];
+    if (*cached) return *cached;
+    const int rule = *cached = new_rule(g);
     if (!rule) return 0;
     Chars bare = { .n = 0 };
     int e = 0;
@@ -211,15 +238,17 @@ static int builtin(Grammar *g, Builtin what, bool call) {
     case JSON_STRING:
         e = SEQ(expr_quote(g, call), expr_repeat(g, expr_string_char(g, call), 0, -1), expr_quote(g, call));
         break;
-    case JSON_INTEGER: e = SEQ(expr_maybe(g, expr_word(g, "-")), expr_whole(g)); break;
-    case JSON_NUMBER: e = SEQ(expr_maybe(g, expr_word(g, "-")), expr_whole(g), expr_decimals(g), expr_exponent(g)); break;
+    case JSON_INTEGER: e = SEQ(expr_maybe(g, expr_word(g, "-")), expr_whole_number(g)); break;
+    case JSON_NUMBER:
+        e = SEQ(expr_maybe(g, expr_word(g, "-")), expr_whole_number(g), expr_decimals(g), expr_exponent(g));
+        break;
     case JSON_KEY:
         e = call ? expr_repeat(g, expr_chars(g, &bare), 1, -1) : expr_call(g, builtin(g, JSON_STRING, false));
         break;
     case JSON_VALUE:
-        e = ALT(expr_word(g, "true"), expr_word(g, "false"), expr_word(g, "null"), expr_call(g, builtin(g, JSON_STRING, call)),
-                expr_call(g, builtin(g, JSON_NUMBER, call)), expr_call(g, builtin(g, JSON_ARRAY, call)),
-                expr_call(g, builtin(g, JSON_OBJECT, call)));
+        e = ALT(expr_word(g, "true"), expr_word(g, "false"), expr_word(g, "null"),
+                expr_call(g, builtin(g, JSON_STRING, call)), expr_call(g, builtin(g, JSON_NUMBER, call)),
+                expr_call(g, builtin(g, JSON_ARRAY, call)), expr_call(g, builtin(g, JSON_OBJECT, call)));
         break;
     case JSON_ARRAY: {
         const int value = builtin(g, JSON_VALUE, call);
@@ -239,7 +268,7 @@ static int builtin(Grammar *g, Builtin what, bool call) {
     return rule;
 }
 
-// A string's characters and a 0 behind them, for free().
+// Decodes a JSON string, with a 0 after it. The caller frees it.
 static TokStr json_chars(Grammar *g, const GgufJson *string) {
     char *s = malloc(string->n);
     const size_t n = s ? gguf_json_string(string, s) : 0;
@@ -260,7 +289,7 @@ static int expr_quoted(Grammar *g, TokStr s) {         // a string in a call
     return SEQ(expr_quote(g, true), expr_text(g, s.s, s.n), expr_quote(g, true));
 }
 
-// A key. One that the reader of calls would take for something else stands between quotes.
+// A key. In a call it is quoted only if the parser of calls would misread it without quotes.
 static int expr_key(Grammar *g, TokStr s, bool call) {
     if (!call) return expr_json_string(g, s);
     bool bare = s.n > 0 && !memchr(s.s, ':', s.n) && !strchr("\"}],", s.s[0]) && tok__trim(s).n == s.n;
@@ -268,7 +297,7 @@ static int expr_key(Grammar *g, TokStr s, bool call) {
     return bare ? expr_text(g, s.s, s.n) : expr_quoted(g, s);
 }
 
-// One value, as it stands in a schema.
+// A constant value, as an enum or const of the schema has it.
 static int expr_value(Grammar *g, const GgufJson *v, bool call) {
     const int seq = new_expr(g, EXPR_SEQ, 0, 0, 0);
     GgufJson rest = *v, key = { 0 }, value;
@@ -303,12 +332,12 @@ static int by_text(const void *a, const void *b) {
     return c ? c : (x->n > y->n) - (x->n < y->n);
 }
 
-// One of n texts, in order, of which the first `same` bytes are alike and written already: as a tree, so that few of them are
-// under way at once.
+// One of n sorted texts, whose first `same` bytes are equal and already matched. Builds a prefix tree, so that the
+// parser is in few stacks at a time.
 static int expr_one_of(Grammar *g, const TokStr *texts, int n, size_t same) {
     const int alt = new_expr(g, EXPR_ALT, 0, 0, 0);
     for (int i = 0, k; i < n && !g->failed; i = k) {
-        size_t more = texts[i].n;                      // alike in those that go on with this byte
+        size_t more = texts[i].n;                      // length of the common prefix of texts i .. k - 1
         for (k = i + 1; k < n && same < more && texts[k].n > same && texts[k].s[same] == texts[i].s[same]; k++)
             for (size_t at = same; at < more; at++) if (at >= texts[k].n || texts[k].s[at] != texts[i].s[at]) more = at;
         const int text = expr_text(g, texts[i].s + same, more - same);
@@ -317,25 +346,26 @@ static int expr_one_of(Grammar *g, const TokStr *texts, int n, size_t same) {
     return alt;
 }
 
-// Decimals of n digits from lo to hi.
-static int expr_between(Grammar *g, const char *lo, const char *hi, int n) {
+// Decimal numbers of n digits from lo to hi.
+static int expr_digits_between(Grammar *g, const char *lo, const char *hi, int n) {
     const unsigned a = n ? (unsigned char)lo[0] : 0, b = n ? (unsigned char)hi[0] : 0;
     if (n == 0) return new_expr(g, EXPR_SEQ, 0, 0, 0);
     const bool from_start = strspn(lo, "0") >= (size_t)n, to_end = strspn(hi, "9") >= (size_t)n;
     if (from_start && to_end) return expr_digits(g, n, n);
-    if (a == b) return SEQ(expr_range(g, a, a), expr_between(g, lo + 1, hi + 1, n - 1));
+    if (a == b) return SEQ(expr_range(g, a, a), expr_digits_between(g, lo + 1, hi + 1, n - 1));
     const bool low = strspn(lo + 1, "0") >= (size_t)n - 1, high = strspn(hi + 1, "9") >= (size_t)n - 1;
     const int alt = new_expr(g, EXPR_ALT, 0, 0, 0);
-    if (!low) add_expr(g, alt, SEQ(expr_range(g, a, a), expr_between(g, lo + 1, "999999999999999999", n - 1)));
-    if (a + !low <= b - !high) add_expr(g, alt, SEQ(expr_range(g, a + !low, b - !high), expr_digits(g, n - 1, n - 1)));
-    if (!high) add_expr(g, alt, SEQ(expr_range(g, b, b), expr_between(g, "000000000000000000", hi + 1, n - 1)));
+    if (!low) add_expr(g, alt, SEQ(expr_range(g, a, a), expr_digits_between(g, lo + 1, "999999999999999999", n - 1)));
+    if (a + !low <= b - !high)
+        add_expr(g, alt, SEQ(expr_range(g, a + !low, b - !high), expr_digits(g, n - 1, n - 1)));
+    if (!high) add_expr(g, alt, SEQ(expr_range(g, b, b), expr_digits_between(g, "000000000000000000", hi + 1, n - 1)));
     return alt;
 }
 
 #define LARGEST (INT64_C(1000000000000000000) - 1)     // DIGITS nines
 
 // Whole numbers from lo to hi, 0 <= lo.
-static int expr_wholes(Grammar *g, int64_t lo, int64_t hi) {
+static int expr_whole_range(Grammar *g, int64_t lo, int64_t hi) {
     const int alt = new_expr(g, EXPR_ALT, 0, 0, 0);
     int64_t first = 0, last = 9;                       // of n digits
     for (int n = 1; n <= DIGITS; n++, first = last + 1, last = n <= DIGITS ? last * 10 + 9 : last) {
@@ -344,39 +374,41 @@ static int expr_wholes(Grammar *g, int64_t lo, int64_t hi) {
         if (from > to) continue;
         snprintf(a, sizeof a, "%0*lld", n, (long long)from);
         snprintf(b, sizeof b, "%0*lld", n, (long long)to);
-        add_expr(g, alt, expr_between(g, a, b, n));
+        add_expr(g, alt, expr_digits_between(g, a, b, n));
     }
     return alt;
 }
 
-static int expr_integers(Grammar *g, int64_t lo, int64_t hi) {
+static int expr_integer_range(Grammar *g, int64_t lo, int64_t hi) {
     const int alt = new_expr(g, EXPR_ALT, 0, 0, 0);
-    if (hi >= 0) add_expr(g, alt, expr_wholes(g, lo > 0 ? lo : 0, hi));
-    if (lo < 0) add_expr(g, alt, SEQ(expr_word(g, "-"), expr_wholes(g, hi < 0 ? -hi : 1, -lo)));
+    if (hi >= 0) add_expr(g, alt, expr_whole_range(g, lo > 0 ? lo : 0, hi));
+    if (lo < 0) add_expr(g, alt, SEQ(expr_word(g, "-"), expr_whole_range(g, hi < 0 ? -hi : 1, -lo)));
     return alt;
 }
 
-// Numbers between whole ones, 0 <= lo; without the ends that are open.
-static int expr_magnitudes(Grammar *g, int64_t lo, int64_t hi, bool lo_open, bool hi_open) {
+// Numbers between integers lo >= 0 and hi. lo_open, hi_open: the bound itself is excluded.
+static int expr_magnitude_range(Grammar *g, int64_t lo, int64_t hi, bool lo_open, bool hi_open) {
     const int alt = new_expr(g, EXPR_ALT, 0, 0, 0);
     if (lo_open && lo < hi)
-        add_expr(g, alt, SEQ(expr_wholes(g, lo, lo), expr_word(g, "."), expr_digits(g, 0, DECIMALS - 1),
+        add_expr(g, alt, SEQ(expr_whole_range(g, lo, lo), expr_word(g, "."), expr_digits(g, 0, DECIMALS - 1),
                              expr_range(g, '1', '9')));
-    if (lo + lo_open < hi) add_expr(g, alt, SEQ(expr_wholes(g, lo + lo_open, hi - 1), expr_decimals(g)));
-    if (!hi_open && lo + lo_open <= hi) add_expr(g, alt, expr_wholes(g, hi, hi));
+    if (lo + lo_open < hi) add_expr(g, alt, SEQ(expr_whole_range(g, lo + lo_open, hi - 1), expr_decimals(g)));
+    if (!hi_open && lo + lo_open <= hi) add_expr(g, alt, expr_whole_range(g, hi, hi));
     return alt;
 }
 
-static int expr_numbers(Grammar *g, int64_t lo, int64_t hi, bool lo_open, bool hi_open) {
+static int expr_number_range(Grammar *g, int64_t lo, int64_t hi, bool lo_open, bool hi_open) {
     const int alt = new_expr(g, EXPR_ALT, 0, 0, 0);
-    if (hi >= 0) add_expr(g, alt, expr_magnitudes(g, lo > 0 ? lo : 0, hi, lo >= 0 && lo_open, hi_open));
+    if (hi >= 0) add_expr(g, alt, expr_magnitude_range(g, lo > 0 ? lo : 0, hi, lo >= 0 && lo_open, hi_open));
     if (lo < 0)
-        add_expr(g, alt, SEQ(expr_word(g, "-"), expr_magnitudes(g, hi < 0 ? -hi : 0, -lo, hi >= 0 || hi_open, lo_open)));
+        add_expr(g, alt, SEQ(expr_word(g, "-"),
+                             expr_magnitude_range(g, hi < 0 ? -hi : 0, -lo, hi >= 0 || hi_open, lo_open)));
     return alt;
 }
 
-// Texts other than `names`, code points in order and each zero-terminated, of characters in `allowed`; first: how many at their
-// beginnings are alike. A name longer than GRAMMAR_NESTING stands for all that begin like it.
+// Any text of `allowed` characters that is not one of the n names. Names are sorted and zero-terminated; their first
+// `first` code points are equal and already matched. A name longer than GRAMMAR_NESTING excludes all texts with its
+// prefix.
 typedef struct { uint32_t c[GRAMMAR_NESTING + 1]; } Name;
 
 static int expr_other_than(Grammar *g, const Name *names, int n, int first, const Chars *allowed) {
@@ -408,8 +440,8 @@ static int expr_other_than(Grammar *g, const Name *names, int n, int first, cons
 
 enum { SCHEMA_PARTS = 16, SCHEMA_DONE = 4, SCHEMA_PROPERTIES = 1024, SCHEMA_PREFIX = 64 };
 
-enum { IS_A_NULL = 1, IS_A_BOOL = 2, IS_A_INTEGER = 4, IS_A_NUMBER = 8, IS_A_STRING = 16, IS_A_ARRAY = 32, IS_A_OBJECT = 64,
-       IS_ANY_TYPE = 127 };
+enum { IS_A_NULL = 1, IS_A_BOOL = 2, IS_A_INTEGER = 4, IS_A_NUMBER = 8, IS_A_STRING = 16, IS_A_ARRAY = 32,
+       IS_A_OBJECT = 64, IS_ANY_TYPE = 127 };
 
 typedef enum {
     K_TYPE, K_NULLABLE, K_ENUM, K_CONST, K_ANY_OF, K_ONE_OF, K_ALL_OF, K_REF, K_PROPERTIES, K_REQUIRED, K_ADDITIONAL,
@@ -417,39 +449,54 @@ typedef enum {
     K_MIN_LENGTH, K_MAX_LENGTH, K_PATTERN, K_FORMAT, K_MIN, K_MAX, K_OPEN_MIN, K_OPEN_MAX, K_MULTIPLE, N_KEYWORDS
 } Keyword;
 
-static const struct { const char *name; int types; } keywords[N_KEYWORDS] = {    // types that it restricts; 0: any
+static const struct { const char *name; int types; } keywords[N_KEYWORDS] = {    // types that it restricts; 0: all
     { "type", 0 }, { "nullable", 0 }, { "enum", 0 }, { "const", 0 }, { "anyOf", 0 }, { "oneOf", 0 }, { "allOf", 0 },
     { "$ref", 0 }, { "properties", IS_A_OBJECT }, { "required", IS_A_OBJECT }, { "additionalProperties", IS_A_OBJECT },
-    { "minProperties", IS_A_OBJECT }, { "maxProperties", IS_A_OBJECT }, { "items", IS_A_ARRAY }, { "prefixItems", IS_A_ARRAY },
-    { "additionalItems", IS_A_ARRAY }, { "minItems", IS_A_ARRAY }, { "maxItems", IS_A_ARRAY }, { "uniqueItems", IS_A_ARRAY },
+    { "minProperties", IS_A_OBJECT }, { "maxProperties", IS_A_OBJECT }, { "items", IS_A_ARRAY },
+    { "prefixItems", IS_A_ARRAY }, { "additionalItems", IS_A_ARRAY }, { "minItems", IS_A_ARRAY },
+    { "maxItems", IS_A_ARRAY }, { "uniqueItems", IS_A_ARRAY },
     { "minLength", IS_A_STRING }, { "maxLength", IS_A_STRING }, { "pattern", IS_A_STRING },
     { "format", IS_A_STRING | IS_A_NUMBER | IS_A_INTEGER }, { "minimum", IS_A_INTEGER | IS_A_NUMBER },
     { "maximum", IS_A_INTEGER | IS_A_NUMBER }, { "exclusiveMinimum", IS_A_INTEGER | IS_A_NUMBER },
     { "exclusiveMaximum", IS_A_INTEGER | IS_A_NUMBER }, { "multipleOf", IS_A_INTEGER | IS_A_NUMBER },
 };
 
-static const char *const notes[] = {
-    "title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$id", "id",
-    "$comment", "$defs", "definitions", "contentEncoding", "contentMediaType", "discriminator", "externalDocs", "xml",
+static const char *const annotations[] = {             // keywords that restrict nothing
+    "title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$id",
+    "id", "$comment", "$defs", "definitions", "contentEncoding", "contentMediaType", "discriminator", "externalDocs",
+    "xml",
 };
 
-typedef struct { GgufJson value[SCHEMA_PARTS]; int n; const char *done[SCHEMA_DONE]; int n_done, rule; } SchemaItem;  // anyOf
-typedef struct { GgufJson part[SCHEMA_PARTS]; int n, n_seen; bool never; const char *seen[4 * SCHEMA_PARTS]; } Parts;
-typedef struct { GgufJson v[N_KEYWORDS]; int types; } Fields;                     // v[k].s NULL: not given
+typedef struct {                       // schemas that must hold for one value, and their rule
+    GgufJson    value[SCHEMA_PARTS];
+    int         n;
+    const char *done[SCHEMA_DONE];     // anyOf and oneOf of these schemas that are already expanded
+    int         n_done, rule;
+} SchemaItem;
+
+typedef struct {                       // these schemas, the targets of their $ref and the schemas of their allOf
+    GgufJson    part[SCHEMA_PARTS];
+    int         n, n_visited;
+    bool        never;                 // one is `false`: no value satisfies it
+    const char *visited[4 * SCHEMA_PARTS];
+} Parts;
+
+typedef struct { GgufJson v[N_KEYWORDS]; int types; } Fields;                  // v[k].s NULL: keyword k is absent
 
 typedef struct {
     Grammar    *g;
     GgufJson    root;
-    const char *what;                  // for errors
-    bool        call;                  // the form
-    SchemaItem *items;                 // to be made into rules
+    const char *what;                  // for error messages
+    bool        call;                  // values are written as in a tool call, not as JSON
+    SchemaItem *items;                 // that become rules
     int         n_items, cap_items;
-    int64_t     looked;                // bytes looked through for what $ref names, and at pairs of oneOf
+    int64_t     work;                  // bytes that were searched for $ref, and pairs of oneOf that were compared
 } Schema;
 
-static const GgufJson any_value = { GGUF_J_TRUE, "true", 4 }, any_object = { GGUF_J_OBJECT, "{\"type\":\"object\"}", 17 };
+static const GgufJson any_value = { GGUF_J_TRUE, "true", 4 };
+static const GgufJson any_object = { GGUF_J_OBJECT, "{\"type\":\"object\"}", 17 };
 
-// The JSON pointer of what begins at `at`.
+// Writes the JSON pointer of the value that begins at `at`.
 static void write_path(const GgufJson *root, const char *at, char *out, size_t room) {
     GgufJson v = *root, key = { 0 }, child;
     size_t n = (size_t)snprintf(out, room, "#");
@@ -484,19 +531,19 @@ static int schema_fail(Schema *sc, const char *at, const char *fmt, ...) {
     return grammar_fail(sc->g, "%s: %s: %s", sc->what, path, what);
 }
 
-// Time is bounded, too: a schema of 200 KB may look through itself 600 times.
-static void charge(Schema *sc, const char *at, size_t n) {
-    sc->looked += (int64_t)n;
-    if (sc->looked > 1 << 27) schema_fail(sc, at, "too complex: too many references and alternatives");
+// Bounds the time: a schema of 200 KB may be searched 600 times.
+static void add_work(Schema *sc, const char *at, size_t n) {
+    sc->work += (int64_t)n;
+    if (sc->work > 1 << 27) schema_fail(sc, at, "too complex: too many references and alternatives");
 }
 
-// What a $ref names: # or a pointer inside the schema.
+// The target of a $ref: # or a pointer inside the schema.
 static GgufJson follow_ref(Schema *sc, const GgufJson *ref) {
     GgufJson v = sc->root, child;
     const TokStr s = ref->type == GGUF_J_STRING ? json_chars(sc->g, ref) : (TokStr){ NULL, 0 };
     bool found = s.n && s.s[0] == '#' && (s.n == 1 || s.s[1] == '/') && !memchr(s.s, 0, s.n);
     char key[256];
-    charge(sc, ref->s, sc->root.n);
+    add_work(sc, ref->s, sc->root.n);
     for (size_t i = 1; found && i < s.n; ) {
         size_t n = 0;
         for (i++; i < s.n && s.s[i] != '/' && n + 1 < sizeof key; i++) {
@@ -517,13 +564,15 @@ static GgufJson follow_ref(Schema *sc, const GgufJson *ref) {
     return found ? v : any_value;
 }
 
-static int find_keyword(const GgufJson *key) {         // N_KEYWORDS: a note; -1: not known
-    for (int k = 0; k < N_KEYWORDS; k++) if (gguf_json_is(key, keywords[k].name)) return k;
-    for (size_t i = 0; i < sizeof notes / sizeof *notes; i++) if (gguf_json_is(key, notes[i])) return N_KEYWORDS;
+static int find_keyword(const GgufJson *key) {         // N_KEYWORDS: an annotation; -1: not supported
+    for (int k = 0; k < N_KEYWORDS; k++)
+        if (gguf_json_is(key, keywords[k].name)) return k;
+    for (size_t i = 0; i < sizeof annotations / sizeof *annotations; i++)
+        if (gguf_json_is(key, annotations[i])) return N_KEYWORDS;
     return key->n > 3 && key->s[1] == 'x' && key->s[2] == '-' ? N_KEYWORDS : -1;
 }
 
-// Adds a schema to the parts that have to hold.
+// Adds a schema, the target of its $ref and its allOf to the parts.
 static void add_parts(Schema *sc, const GgufJson *v, Parts *p, int depth) {
     GgufJson x, rest;
     if (v->type == GGUF_J_TRUE || sc->g->failed) return;
@@ -535,12 +584,13 @@ static void add_parts(Schema *sc, const GgufJson *v, Parts *p, int depth) {
         schema_fail(sc, v->s, "expected a schema");
         return;
     }
-    for (int i = 0; i < p->n_seen; i++) if (p->seen[i] == v->s) return;
-    if (p->n == SCHEMA_PARTS || p->n_seen == 4 * SCHEMA_PARTS || depth == 4 * SCHEMA_PARTS) {
+    for (int i = 0; i < p->n_visited; i++)
+        if (p->visited[i] == v->s) return;
+    if (p->n == SCHEMA_PARTS || p->n_visited == 4 * SCHEMA_PARTS || depth == 4 * SCHEMA_PARTS) {
         schema_fail(sc, v->s, "expected at most %d combined schemas", SCHEMA_PARTS);
         return;
     }
-    p->seen[p->n_seen++] = v->s;
+    p->visited[p->n_visited++] = v->s;
     if (gguf_json_get(v, "$ref", &x)) {
         const GgufJson target = follow_ref(sc, &x);
         add_parts(sc, &target, p, depth + 1);
@@ -551,11 +601,13 @@ static void add_parts(Schema *sc, const GgufJson *v, Parts *p, int depth) {
     while (!sc->g->failed && gguf_json_next(&rest, NULL, &x)) add_parts(sc, &x, p, depth + 1);
 }
 
-static int type_named(const GgufJson *v) {             // 0: there is none
+static int type_named(const GgufJson *v) {             // 0: no type has this name
     static const struct { const char *name; int bit; } names[] = {
-        { "null", IS_A_NULL }, { "boolean", IS_A_BOOL }, { "integer", IS_A_INTEGER }, { "number", IS_A_NUMBER | IS_A_INTEGER },
-        { "string", IS_A_STRING }, { "array", IS_A_ARRAY }, { "object", IS_A_OBJECT } };
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) if (gguf_json_is(v, names[i].name)) return names[i].bit;
+        { "null", IS_A_NULL }, { "boolean", IS_A_BOOL }, { "integer", IS_A_INTEGER },
+        { "number", IS_A_NUMBER | IS_A_INTEGER }, { "string", IS_A_STRING }, { "array", IS_A_ARRAY },
+        { "object", IS_A_OBJECT } };
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (gguf_json_is(v, names[i].name)) return names[i].bit;
     return 0;
 }
 
@@ -577,7 +629,8 @@ static int read_types(Schema *sc, const GgufJson *v) {
     return types ? types : schema_fail(sc, v->s, "expected the name of a type, or a list of them");
 }
 
-// The keywords of all parts. Those of which each part's own counts are looked for again where they are needed.
+// Collects the keywords of all parts. Only properties, required and additionalProperties may be in several parts;
+// read_properties() reads each of those.
 static void gather_fields(Schema *sc, const SchemaItem *it, const Parts *p, Fields *f) {
     bool typed = false;
     int implied = 0;
@@ -590,7 +643,10 @@ static void gather_fields(Schema *sc, const SchemaItem *it, const Parts *p, Fiel
             for (int j = 0; j < it->n_done; j++) done |= v.s == it->done[j];
             if (k < 0) schema_fail(sc, key.s, "this keyword is not supported");
             if (k < 0 || k == N_KEYWORDS || done) continue;
-            if (k == K_TYPE) f->types &= read_types(sc, &v), typed = true;
+            if (k == K_TYPE) {
+                f->types &= read_types(sc, &v);
+                typed = true;
+            }
             implied |= keywords[k].types;
             const bool each = k == K_TYPE || k == K_PROPERTIES || k == K_REQUIRED || k == K_ADDITIONAL;
             if (f->v[k].s && !each && (f->v[k].n != v.n || memcmp(f->v[k].s, v.s, v.n) != 0))
@@ -602,6 +658,7 @@ static void gather_fields(Schema *sc, const SchemaItem *it, const Parts *p, Fiel
     if (!typed && implied && !values) f->types = implied;
 }
 
+// The rule of a list of schemas. Makes a new rule, whose body read_schema() adds later, if there is none.
 static int schema_rule(Schema *sc, const SchemaItem *want) {
     for (int i = 0; i < sc->n_items; i++) {
         const SchemaItem *x = &sc->items[i];
@@ -610,7 +667,7 @@ static int schema_rule(Schema *sc, const SchemaItem *want) {
         for (int k = 0; same && k < x->n_done; k++) same = x->done[k] == want->done[k];
         if (same) return x->rule;
     }
-    sc->items = grammar_room(sc->g, sc->items, sc->n_items, &sc->cap_items, sizeof *sc->items);
+    sc->items = grammar_reserve(sc->g, sc->items, sc->n_items, &sc->cap_items, sizeof *sc->items);
     const int rule = new_rule(sc->g);
     if (sc->g->failed) return 0;
     sc->items[sc->n_items] = *want;
@@ -618,7 +675,7 @@ static int schema_rule(Schema *sc, const SchemaItem *want) {
     return rule;
 }
 
-// A value of this schema. One that only refers to another is that one.
+// A value of this schema. A schema that has only a $ref is replaced by its target.
 static int expr_schema(Schema *sc, GgufJson v) {
     for (int k = 0; v.type == GGUF_J_OBJECT && !sc->g->failed; k++) {
         GgufJson rest = v, key, x, ref = { 0 };
@@ -629,17 +686,18 @@ static int expr_schema(Schema *sc, GgufJson v) {
             else only &= word == N_KEYWORDS;
         }
         if (!ref.s || !only) break;
-        if (k == SCHEMA_PARTS) return schema_fail(sc, ref.s, "it refers only to itself, or through %d others", SCHEMA_PARTS);
+        if (k == SCHEMA_PARTS)
+            return schema_fail(sc, ref.s, "it refers only to itself, or through %d others", SCHEMA_PARTS);
         v = follow_ref(sc, &ref);
     }
     if (v.type == GGUF_J_TRUE) return expr_call(sc->g, builtin(sc->g, JSON_VALUE, sc->call));
     return expr_call(sc->g, schema_rule(sc, &(SchemaItem){ .value = { v }, .n = 1 }));
 }
 
-// A whole number of a keyword; otherwise what is expected without it.
-static int read_count(Schema *sc, const Fields *f, Keyword k, int otherwise) {
-    int64_t n = otherwise;
-    if (!f->v[k].s) return otherwise;
+// The integer of a keyword, or absent if the schema does not have it.
+static int read_count(Schema *sc, const Fields *f, Keyword k, int absent) {
+    int64_t n = absent;
+    if (!f->v[k].s) return absent;
     if (!gguf_json_int(&f->v[k], 0, INT64_MAX, &n)) return schema_fail(sc, f->v[k].s, "expected an integer");
     const bool largest = k == K_MAX_ITEMS || k == K_MAX_LENGTH;
     if (n > GRAMMAR_COUNT && !largest) return schema_fail(sc, f->v[k].s, "expected at most %d", GRAMMAR_COUNT);
@@ -678,7 +736,8 @@ static int expr_string(Schema *sc, const Fields *f) {
     const GgufJson pattern = f->v[K_PATTERN], format = f->v[K_FORMAT];
     int e = 0;
     if ((pattern.s && format.s) || ((pattern.s || format.s) && (f->v[K_MIN_LENGTH].s || f->v[K_MAX_LENGTH].s)))
-        return schema_fail(sc, pattern.s ? pattern.s : format.s, "cannot be combined with another restriction of the string");
+        return schema_fail(sc, pattern.s ? pattern.s : format.s,
+                           "cannot be combined with another restriction of the string");
     if (pattern.s) {
         if (pattern.type != GGUF_J_STRING) return schema_fail(sc, pattern.s, "expected a string");
         const TokStr s = json_chars(g, &pattern);
@@ -705,16 +764,21 @@ static int expr_string(Schema *sc, const Fields *f) {
     return SEQ(expr_quote(g, sc->call), e, expr_quote(g, sc->call));
 }
 
-// One end of a range of numbers. open: it is no part of it.
-static void read_bound(Schema *sc, const Fields *f, Keyword closed, Keyword opened, bool is_low, int64_t *at, bool *open) {
+// Reads one bound of a range of numbers from two keywords; the tighter one counts. *open: the bound itself is excluded.
+static void read_bound(Schema *sc, const Fields *f, Keyword closed, Keyword opened, bool is_low, int64_t *at,
+                       bool *open) {
     for (int k = 0; k < 2; k++) {
         const GgufJson v = f->v[k ? opened : closed];
         double d;
         if (!v.s) continue;
-        if (!gguf_json_float(&v, &d)) schema_fail(sc, v.s, "expected a number");
-        else if (d < -1e15 || d > 1e15 || d != (double)(int64_t)d) schema_fail(sc, v.s, "expected an integer up to 1e15");
-        else if (is_low ? (int64_t)d > *at || ((int64_t)d == *at && k) : (int64_t)d < *at || ((int64_t)d == *at && k))
-            *at = (int64_t)d, *open = k;
+        if (!gguf_json_float(&v, &d)) {
+            schema_fail(sc, v.s, "expected a number");
+        } else if (d < -1e15 || d > 1e15 || d != (double)(int64_t)d) {
+            schema_fail(sc, v.s, "expected an integer up to 1e15");
+        } else if (((int64_t)d == *at && k) || (is_low ? (int64_t)d > *at : (int64_t)d < *at)) {
+            *at = (int64_t)d;
+            *open = k;
+        }
     }
 }
 
@@ -725,18 +789,22 @@ static int expr_numeric(Schema *sc, const Fields *f, bool whole) {
     const GgufJson format = f->v[K_FORMAT], multiple = f->v[K_MULTIPLE];
     if (multiple.s && !(whole && gguf_json_int(&multiple, 1, 1, &one)))
         return schema_fail(sc, multiple.s, "only multiples of 1 are supported");
-    if (format.s && whole && gguf_json_is(&format, "int32")) lo = INT32_MIN, hi = INT32_MAX;
-    else if (format.s && !gguf_json_is(&format, "int64") && !gguf_json_is(&format, "float") && !gguf_json_is(&format, "double"))
+    if (format.s && whole && gguf_json_is(&format, "int32")) {
+        lo = INT32_MIN;
+        hi = INT32_MAX;
+    } else if (format.s && !gguf_json_is(&format, "int64") && !gguf_json_is(&format, "float") &&
+               !gguf_json_is(&format, "double")) {
         return schema_fail(sc, format.s, "expected int64, float or double, or int32 for integers");
+    }
     read_bound(sc, f, K_MIN, K_OPEN_MIN, true, &lo, &lo_open);
     read_bound(sc, f, K_MAX, K_OPEN_MAX, false, &hi, &hi_open);
     if (lo == -LARGEST && hi == LARGEST) return expr_call(g, builtin(g, whole ? JSON_INTEGER : JSON_NUMBER, sc->call));
-    return whole ? expr_integers(g, lo + lo_open, hi - hi_open) : expr_numbers(g, lo, hi, lo_open, hi_open);
+    return whole ? expr_integer_range(g, lo + lo_open, hi - hi_open) : expr_number_range(g, lo, hi, lo_open, hi_open);
 }
 
 static int expr_array(Schema *sc, const Fields *f) {
     Grammar *g = sc->g;
-    const bool old = f->v[K_ITEMS].s && f->v[K_ITEMS].type == GGUF_J_ARRAY;       // as before 2020: items lists the first
+    const bool old = f->v[K_ITEMS].s && f->v[K_ITEMS].type == GGUF_J_ARRAY;    // before 2020, items was prefixItems
     const GgufJson list = old ? f->v[K_ITEMS] : f->v[K_PREFIX], rest = old ? f->v[K_ADDITIONAL_ITEMS] : f->v[K_ITEMS];
     GgufJson walk = list, prefix[SCHEMA_PREFIX], v;
     const int min = read_count(sc, f, K_MIN_ITEMS, 0);
@@ -752,7 +820,7 @@ static int expr_array(Schema *sc, const Fields *f) {
     if (closed && (max < 0 || max > n)) max = n;
     if (max >= 0 && max < min) return expr_nothing(g);
     const GgufJson other = rest.s ? rest : any_value;
-    const int first = n ? n : 1;                       // items that stand alone; the others are a repetition
+    const int first = n ? n : 1;                       // these items are written one by one, the others as a repetition
     int tail = max >= 0 && max <= first ? new_expr(g, EXPR_SEQ, 0, 0, 0)
              : expr_repeat(g, SEQ(expr_comma(g, sc->call), expr_schema(sc, other)), min > first ? min - first : 0,
                            max < 0 ? -1 : max - first);
@@ -769,7 +837,7 @@ static int expr_array(Schema *sc, const Fields *f) {
 
 typedef struct { TokStr name; const char *at; GgufJson schema[4]; int n; bool required; } Property;
 
-static int by_template(const void *a, const void *b) { // the order of keys in calls
+static int by_template_order(const void *a, const void *b) {           // the order of keys in tool calls
     const Property *x = a, *y = b;
     return tok__compare_keys(x->name, y->name, true);
 }
@@ -790,7 +858,8 @@ static Property *find_property(Schema *sc, Property *p, int *n, const GgufJson *
     return &p[(*n)++];
 }
 
-// The properties of all parts, and those that are only required. *other: the schema of properties that none declares.
+// Collects the properties of all parts, also those that are only in required. *other: the schema of undeclared
+// properties.
 static int read_properties(Schema *sc, const Parts *parts, Property *p, GgufJson *other) {
     GgufJson rest, key, v, x;
     int n = 0;
@@ -811,9 +880,11 @@ static int read_properties(Schema *sc, const Parts *parts, Property *p, GgufJson
         }
     }
     for (int i = 0; parts->n > 1 && i < parts->n; i++)
-        for (int k = 0; k < n && gguf_json_get(&parts->part[i], "additionalProperties", &v) && v.type != GGUF_J_TRUE; k++)
+        for (int k = 0; k < n; k++) {
+            if (!gguf_json_get(&parts->part[i], "additionalProperties", &v) || v.type == GGUF_J_TRUE) break;
             if (!gguf_json_get(&parts->part[i], "properties", &rest) || !gguf_json_get(&rest, p[k].name.s, &x))
                 return schema_fail(sc, v.s, "with combined schemas, expected all properties next to it");
+        }
     for (int i = 0; i < parts->n; i++) {
         if (!gguf_json_get(&parts->part[i], "required", &rest)) continue;
         if (rest.type != GGUF_J_ARRAY) return schema_fail(sc, rest.s, "expected a list of names");
@@ -830,10 +901,11 @@ static int read_properties(Schema *sc, const Parts *parts, Property *p, GgufJson
 
 static int by_name(const void *a, const void *b) {
     const Name *x = a, *y = b;
-    for (int i = 0; ; i++) if (x->c[i] != y->c[i] || !x->c[i]) return (x->c[i] > y->c[i]) - (x->c[i] < y->c[i]);
+    for (int i = 0; ; i++)
+        if (x->c[i] != y->c[i] || !x->c[i]) return (x->c[i] > y->c[i]) - (x->c[i] < y->c[i]);
 }
 
-// A member that none of the properties declares. Its key has no escapes.
+// A member whose key is none of the properties. Its key is written without escapes.
 static int expr_other_member(Schema *sc, const Property *p, int n, GgufJson schema) {
     Grammar *g = sc->g;
     Name *names = calloc((size_t)n + 1, sizeof *names);
@@ -846,9 +918,14 @@ static int expr_other_member(Schema *sc, const Property *p, int n, GgufJson sche
             at += len > 0 ? (size_t)len : p[i].name.n;
         }
     }
-    if (sc->call) bare_chars(&allowed);                // and names[n] is the empty one
-    else add_chars(&allowed, ' ', '!'), add_chars(&allowed, '#', '['), add_chars(&allowed, ']', LAST_CHAR);
-    const int n_names = n + sc->call;
+    if (sc->call) {
+        bare_chars(&allowed);
+    } else {
+        add_chars(&allowed, ' ', '!');
+        add_chars(&allowed, '#', '[');
+        add_chars(&allowed, ']', LAST_CHAR);
+    }
+    const int n_names = n + sc->call;                  // a bare key is not empty: names[n], the empty name, is excluded
     qsort(names, (size_t)n_names, sizeof *names, by_name);
     const int key = expr_other_than(g, names, n_names, 0, &allowed);
     free(names);
@@ -856,14 +933,14 @@ static int expr_other_member(Schema *sc, const Property *p, int n, GgufJson sche
     return SEQ(quoted, expr_colon(g, sc->call), expr_schema(sc, schema));
 }
 
-// Members in order. rest[i] writes those from number i on, each behind a comma.
+// The members of an object, in order. The rule `rest` matches the members after the current one, each after a comma.
 static int expr_members(Schema *sc, const Property *p, int n, GgufJson other) {
     Grammar *g = sc->g;
     const bool open = other.s && other.type != GGUF_J_FALSE;
     const int first = new_expr(g, EXPR_ALT, 0, 0, 0);
     const int free_member = open ? rule_of(g, expr_other_member(sc, p, n, other)) : 0;
     int rest = open ? rule_of(g, expr_repeat(g, SEQ(expr_comma(g, sc->call), expr_call(g, free_member)), 0, -1)) : 0;
-    int n_first = 0;                                   // which may be the first that is written
+    int n_first = 0;                                   // one of these properties is the first member
     while (n_first < n && !p[n_first].required) n_first++;
     const bool may_be_empty = n_first == n;
     if (!may_be_empty) n_first++;
@@ -906,7 +983,7 @@ static int expr_object(Schema *sc, const Fields *f, const Parts *parts) {
         schema_fail(sc, f->v[K_MIN_PROPERTIES].s, "expected at most %d, the number of required properties", n_required);
     if (f->v[K_MAX_PROPERTIES].s && (open || read_count(sc, f, K_MAX_PROPERTIES, 0) < n))
         schema_fail(sc, f->v[K_MAX_PROPERTIES].s, "only supported if no more properties are possible");
-    if (sc->call) qsort(p, (size_t)n, sizeof *p, by_template);
+    if (sc->call) qsort(p, (size_t)n, sizeof *p, by_template_order);
     if (!g->failed) e = SEQ(expr_word(g, "{"), expr_members(sc, p, n, other), expr_word(g, "}"));
     for (int i = 0; i < SCHEMA_PROPERTIES && p[i].name.s; i++) free((void *)(uintptr_t)p[i].name.s);
     free(p);
@@ -915,8 +992,8 @@ static int expr_object(Schema *sc, const Fields *f, const Parts *parts) {
 
 // ==== [7] Schemas: alternatives =====================================================================================
 
-// The values of enum and const that are of the schema's types. Strings, which may be many, are taken together.
-static int expr_listed(Schema *sc, const Fields *f) {
+// One of the values of enum or const that have an allowed type. Strings, which may be many, become one prefix tree.
+static int expr_enum(Schema *sc, const Fields *f) {
     Grammar *g = sc->g;
     const GgufJson one = f->v[K_CONST];
     GgufJson rest = f->v[K_ENUM], v;
@@ -934,11 +1011,14 @@ static int expr_listed(Schema *sc, const Fields *f) {
             add_expr(g, alt, expr_value(g, &v, sc->call));
             continue;
         }
-        strings = grammar_room(g, strings, n, &cap, sizeof *strings);
+        strings = grammar_reserve(g, strings, n, &cap, sizeof *strings);
         TokText text = { 0 };
         TokStr s = g->failed ? (TokStr){ NULL, 0 } : json_chars(g, &v);
         if (s.s && !sc->call && tok_add_json_string(&text, s) < 0) grammar_fail(g, "grammar: out of memory");
-        if (!sc->call) free((void *)(uintptr_t)s.s), s = (TokStr){ text.s, text.n };
+        if (!sc->call) {
+            free((void *)(uintptr_t)s.s);
+            s = (TokStr){ text.s, text.n };
+        }
         if (!g->failed) strings[n++] = s;
         else free((void *)(uintptr_t)s.s);
     }
@@ -950,8 +1030,8 @@ static int expr_listed(Schema *sc, const Fields *f) {
     return alt;
 }
 
-// Parts and fields of a schema that holds beside an item's.
-static void open_branch(Schema *sc, const SchemaItem *it, const GgufJson *v, SchemaItem *out, Parts *p, Fields *f) {
+// Reads the parts and keywords of schema *v together with the schemas of an item.
+static void read_branch(Schema *sc, const SchemaItem *it, const GgufJson *v, SchemaItem *out, Parts *p, Fields *f) {
     *out = *it;
     if (out->n < SCHEMA_PARTS) out->value[out->n++] = *v;
     else schema_fail(sc, v->s, "expected at most %d combined schemas", SCHEMA_PARTS);
@@ -960,8 +1040,8 @@ static void open_branch(Schema *sc, const SchemaItem *it, const GgufJson *v, Sch
     gather_fields(sc, out, p, f);
 }
 
-// The next value of enum or const; *rest begins as either. False: there are no more.
-static bool next_listed(const Fields *f, GgufJson *rest, GgufJson *v) {
+// The next value of enum or const; *rest starts as that keyword's value. False: there are no more.
+static bool next_enum_value(const Fields *f, GgufJson *rest, GgufJson *v) {
     if (!f->v[K_ENUM].s || f->v[K_ENUM].type != GGUF_J_ARRAY) {
         *v = f->v[K_CONST];
         const bool more = rest->s != NULL;
@@ -973,37 +1053,39 @@ static bool next_listed(const Fields *f, GgufJson *rest, GgufJson *v) {
 
 static bool has_values(const Fields *f) { return f->v[K_ENUM].s || f->v[K_CONST].s; }
 
-static int types_of(const Fields *f) {
+static int possible_types(const Fields *f) {
     int types = 0;
     GgufJson rest = f->v[K_ENUM].s ? f->v[K_ENUM] : f->v[K_CONST], v;
     if (!has_values(f)) types = f->types;
-    else while (next_listed(f, &rest, &v)) types |= json_type(&v) & f->types;
+    else while (next_enum_value(f, &rest, &v)) types |= json_type(&v) & f->types;
     return types | (f->v[K_NULLABLE].s && f->v[K_NULLABLE].type == GGUF_J_TRUE ? IS_A_NULL : 0);
 }
 
-static bool is_plain(const GgufJson *v) {              // no other text is the same value
+static bool has_one_spelling(const GgufJson *v) {      // false: another JSON text may be the same value, as 1.0 and 1
     return v->type <= GGUF_J_STRING && json_type(v) != IS_A_NUMBER && !memchr(v->s, '\\', v->n);
 }
 
-// Two lists have no value in common, as far as their texts tell.
-static bool lists_differ(const Fields *a, const Fields *b) {
+// True: two enums certainly have no common value. Values that may be spelled differently count as common.
+static bool enums_disjoint(const Fields *a, const Fields *b) {
     GgufJson of_a = a->v[K_ENUM].s ? a->v[K_ENUM] : a->v[K_CONST], x, y;
-    while (next_listed(a, &of_a, &x)) {
+    while (next_enum_value(a, &of_a, &x)) {
         GgufJson of_b = b->v[K_ENUM].s ? b->v[K_ENUM] : b->v[K_CONST];
-        while (next_listed(b, &of_b, &y))
-            if (x.type == y.type && (!is_plain(&x) || !is_plain(&y) || (x.n == y.n && !memcmp(x.s, y.s, x.n)))) return false;
+        while (next_enum_value(b, &of_b, &y))
+            if (x.type == y.type && (!has_one_spelling(&x) || !has_one_spelling(&y) ||
+                                     (x.n == y.n && !memcmp(x.s, y.s, x.n)))) return false;
     }
     return true;
 }
 
-static bool may_both_hold(Schema *sc, const SchemaItem *it, const GgufJson *a, const GgufJson *b, int depth);
+static bool may_overlap(Schema *sc, const SchemaItem *it, const GgufJson *a, const GgufJson *b, int depth);
 
-// Objects that are written by one schema and satisfy the other.
+// True: an object that the grammar of one schema writes may satisfy the other schema.
 static bool objects_overlap(Schema *sc, const Parts *a, const Parts *b, int depth) {
     Property *of[2] = { calloc(SCHEMA_PROPERTIES, sizeof(Property)), calloc(SCHEMA_PROPERTIES, sizeof(Property)) };
     GgufJson other[2] = { { 0 }, { 0 } };
     int n[2] = { 0, 0 };
-    bool misses[2] = { false, false }, apart = false;  // one that the other schema requires
+    bool misses[2] = { false, false };                 // schema k lacks a property that the other one requires
+    bool disjoint = false;
     if (!of[0] || !of[1]) grammar_fail(sc->g, "grammar: out of memory");
     for (int k = 0; k < 2 && !sc->g->failed; k++) n[k] = read_properties(sc, k ? b : a, of[k], &other[k]);
     for (int k = 0; k < 2 && !sc->g->failed; k++)
@@ -1013,9 +1095,9 @@ static bool objects_overlap(Schema *sc, const Parts *a, const Parts *b, int dept
             while (have < of[k] + n[k] && tok__compare_keys(have->name, want->name, false) != 0) have++;
             if (have == of[k] + n[k]) misses[k] = true;
             else if (have->required && have->n == 1 && want->n == 1)
-                apart |= !may_both_hold(sc, &(SchemaItem){ .n = 0 }, &have->schema[0], &want->schema[0], depth + 1);
+                disjoint |= !may_overlap(sc, &(SchemaItem){ .n = 0 }, &have->schema[0], &want->schema[0], depth + 1);
         }
-    bool closed[2], strict[2];                         // no others are written; others do not satisfy it
+    bool closed[2], strict[2];                         // declared properties only: in its grammar; by the schema
     for (int k = 0; k < 2; k++) {
         strict[k] = other[k].s && other[k].type == GGUF_J_FALSE;
         closed[k] = strict[k] || (!other[k].s && n[k]);
@@ -1024,32 +1106,36 @@ static bool objects_overlap(Schema *sc, const Parts *a, const Parts *b, int dept
     }
     for (int k = 0, both = 0; k < 2; k++) {
         both += (misses[k] && closed[k]) || (misses[!k] && strict[!k]);
-        apart |= both == 2;
+        disjoint |= both == 2;
     }
-    return !apart;
+    return !disjoint;
 }
 
-static bool may_both_hold(Schema *sc, const SchemaItem *it, const GgufJson *a, const GgufJson *b, int depth) {
+// True: two schemas may hold for one value, together with the schemas of an item.
+
+static bool may_overlap(Schema *sc, const SchemaItem *it, const GgufJson *a, const GgufJson *b, int depth) {
     SchemaItem item;
     Parts of_a, of_b;
     Fields fa, fb;
-    open_branch(sc, it, a, &item, &of_a, &fa);
-    open_branch(sc, it, b, &item, &of_b, &fb);
-    const int both = types_of(&fa) & types_of(&fb);
-    charge(sc, b->s, 1 << 15);
+    read_branch(sc, it, a, &item, &of_a, &fa);
+    read_branch(sc, it, b, &item, &of_b, &fb);
+    const int both = possible_types(&fa) & possible_types(&fb);
+    add_work(sc, b->s, 1 << 15);
     if (sc->g->failed || of_a.never || of_b.never || !both) return false;
-    if (has_values(&fa) && has_values(&fb)) return !lists_differ(&fa, &fb);
-    return both != IS_A_OBJECT || depth == 2 || has_values(&fa) || has_values(&fb) || objects_overlap(sc, &of_a, &of_b, depth);
+    if (has_values(&fa) && has_values(&fb)) return !enums_disjoint(&fa, &fb);
+    return both != IS_A_OBJECT || depth == 2 || has_values(&fa) || has_values(&fb) ||
+           objects_overlap(sc, &of_a, &of_b, depth);
 }
 
-// The schemas of anyOf or oneOf, each beside what else the item says.
+// Adds an alternative for each schema of anyOf or oneOf, together with the other restrictions of the item.
 static void add_branches(Schema *sc, const SchemaItem *it, const Fields *f, int alt) {
     GgufJson list = f->v[K_ANY_OF].s ? f->v[K_ANY_OF] : f->v[K_ONE_OF], rest = list, v;
     bool restricts = false;
     int n = 0;
     if (f->v[K_ANY_OF].s && f->v[K_ONE_OF].s) schema_fail(sc, f->v[K_ONE_OF].s, "cannot be combined with anyOf");
     if (list.type != GGUF_J_ARRAY) schema_fail(sc, list.s, "expected a list of schemas");
-    if (it->n_done == SCHEMA_DONE) schema_fail(sc, list.s, "expected at most %d nested lists of schemas", SCHEMA_DONE);
+    if (it->n_done == SCHEMA_DONE)
+        schema_fail(sc, list.s, "expected at most %d nested lists of schemas", SCHEMA_DONE);
     for (int k = 0; k < N_KEYWORDS; k++) restricts |= f->v[k].s && k != K_ANY_OF && k != K_ONE_OF && k != K_NULLABLE;
     SchemaItem base = { .n = 0 };
     if (restricts) base = *it;
@@ -1059,8 +1145,10 @@ static void add_branches(Schema *sc, const SchemaItem *it, const Fields *f, int 
         SchemaItem branch = base;
         GgufJson earlier = list, w;
         for (int i = 0; f->v[K_ONE_OF].s && i < n && gguf_json_next(&earlier, NULL, &w); i++)
-            if (may_both_hold(sc, &base, &w, &v, 0)) schema_fail(sc, v.s, "a value may match both this and number %d; try anyOf", i);
-        if (branch.n == SCHEMA_PARTS) schema_fail(sc, v.s, "expected at most %d combined schemas", SCHEMA_PARTS);
+            if (may_overlap(sc, &base, &w, &v, 0))
+                schema_fail(sc, v.s, "a value may match both this and number %d; try anyOf", i);
+        if (branch.n == SCHEMA_PARTS)
+            schema_fail(sc, v.s, "expected at most %d combined schemas", SCHEMA_PARTS);
         if (n == 256) schema_fail(sc, v.s, "expected at most 256 schemas");
         if (sc->g->failed) return;
         branch.value[branch.n++] = v;
@@ -1082,7 +1170,7 @@ static int expr_item(Schema *sc, const SchemaItem *it) {
         return alt;
     }
     if (has_values(&f)) {
-        add_expr(g, alt, expr_listed(sc, &f));
+        add_expr(g, alt, expr_enum(sc, &f));
         return alt;
     }
     if (f.types & IS_A_STRING) add_expr(g, alt, expr_string(sc, &f));
@@ -1094,12 +1182,12 @@ static int expr_item(Schema *sc, const SchemaItem *it) {
     return alt;
 }
 
-// A value of the schema and of those beside it, and all rules that it needs.
-static int read_schema(Grammar *g, const GgufJson *schema, const GgufJson *beside, const char *what, bool call) {
+// A value for which the schema holds and, if it is not NULL, the schema `also`. Makes all rules that it needs.
+static int read_schema(Grammar *g, const GgufJson *schema, const GgufJson *also, const char *what, bool call) {
     Schema sc = { .g = g, .root = *schema, .what = what, .call = call };
     SchemaItem first = { .value = { *schema }, .n = 1 };
-    if (beside) first.value[first.n++] = *beside;
-    const int e = beside ? expr_call(g, schema_rule(&sc, &first)) : expr_schema(&sc, *schema);
+    if (also) first.value[first.n++] = *also;
+    const int e = also ? expr_call(g, schema_rule(&sc, &first)) : expr_schema(&sc, *schema);
     for (int i = 0; i < sc.n_items && !g->failed; i++) {
         const SchemaItem it = sc.items[i];
         const int expr = expr_item(&sc, &it);
@@ -1119,7 +1207,7 @@ static bool parse_json(Grammar *g, const char *what, TokStr text, GgufJson *v) {
 
 // ==== [8] Tools =====================================================================================================
 
-// One call:  <|tool_call>call:NAME{...}<tool_call|>
+// A call of one tool:  <|tool_call>call:NAME{...}<tool_call|>
 static int expr_tool(Grammar *g, const GgufJson *tool, int number, const char *wanted, bool *found) {
     GgufJson fn, name, parameters;
     char what[100];
@@ -1131,7 +1219,8 @@ static int expr_tool(Grammar *g, const GgufJson *tool, int number, const char *w
     const TokStr s = json_chars(g, &name);
     bool plain = s.n > 0 && !memchr(s.s, '{', s.n) && tok__trim(s).n == s.n;
     for (size_t i = 0; i < s.n; i++) plain &= (unsigned char)s.s[i] >= 0x20;
-    if (!plain) grammar_fail(g, "tools[%d]: expected a name without '{', control characters or surrounding blanks", number);
+    if (!plain)
+        grammar_fail(g, "tools[%d]: expected a name without '{', control characters or surrounding blanks", number);
     snprintf(what, sizeof what, "tools[%d].parameters", number);
     const bool any = !gguf_json_get(&fn, "parameters", &parameters) || parameters.type == GGUF_J_NULL ||
                      (parameters.type == GGUF_J_OBJECT && parameters.n == 2);
@@ -1163,8 +1252,8 @@ static bool grammar_from_schema(Grammar *g, const GrammarVocab *v, TokStr schema
     return parse_json(g, "schema", schema, &root) && grammar_ready(g, read_schema(g, &root, NULL, "schema", false));
 }
 
-// tools: a JSON list as in the OpenAI API. wanted: the one function that is to be called, or NULL; several: one or more calls.
-// schema: an answer that satisfies it will do as well; empty: only calls will.
+// tools: a JSON list as in the OpenAI API. wanted: the only function that may be called; NULL: any. several: one or
+// more calls. schema: an answer that satisfies this schema is allowed instead of calls; empty: only calls are allowed.
 static bool grammar_from_tools(Grammar *g, const GrammarVocab *v, TokStr tools, const char *wanted, bool several,
                                TokStr schema) {
     GgufJson list, root;

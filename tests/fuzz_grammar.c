@@ -35,7 +35,7 @@ static void feed(Grammar *g, unsigned kind, const uint8_t *choices, size_t n) {
     for (size_t i = 0; i < n && n_ids < 4096; i++) {
         int32_t id = -1;
         if (!grammar_mask(g, s, mask, t.n_tokens)) break;
-        NEED(g->found[s].complete == (mask[t.eos / 32] >> t.eos % 32 & 1));
+        NEED(g->stack_sets[s].complete == (mask[t.eos / 32] >> t.eos % 32 & 1));
         for (int32_t k = 0; k < t.n_tokens; k++) {     // the first allowed one from the byte on
             const int32_t one = (choices[i] + k) % t.n_tokens;
             if (mask[one / 32] >> one % 32 & 1) {
@@ -47,13 +47,13 @@ static void feed(Grammar *g, unsigned kind, const uint8_t *choices, size_t n) {
             GrammarState copy = s;
             NEED(grammar_advance(g, &copy, k) == (mask[k / 32] >> k % 32 & 1) || g->failed);
         }
-        const int only = g->failed ? -1 : grammar_only(g, s);
+        const int only = g->failed ? -1 : grammar_forced(g, s);
         if (only >= 256) NEED(mask[g->named[only - 256] / 32] >> g->named[only - 256] % 32 & 1);
-        if (only >= 0) NEED(grammar_behind(g, s, only) || g->failed);
+        if (only >= 0) NEED(grammar_after_forced(g, s, only) || g->failed);
         if (g->failed && choices[i] % 2) grammar_recover(g, &s, 1);    // as if nobody had looked ahead
         if (g->failed) break;
         if (i % 8 == 7) {
-            forget_others(g, &s, 1);
+            rebuild_states(g, &s, 1);
             NEED(g->failed || (grammar_mask(g, s, again, t.n_tokens) &&
                                memcmp(mask, again, (size_t)(t.n_tokens + 31) / 32 * 4) == 0) || g->failed);
         }

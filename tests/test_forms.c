@@ -136,7 +136,7 @@ static bool accepted(const Ask *a, const Answer *got) {                // its id
     GrammarState s = made ? grammar_start(&g, how[a->thought]) : 0;
     bool ok = made;
     for (int i = 0; ok && i < got->n; i++) ok = grammar_advance(&g, &s, got->ids[i]);
-    ok = ok && (got->end == END_LENGTH || g.found[s].complete);
+    ok = ok && (got->end == END_LENGTH || g.stack_sets[s].complete);
     grammar_free(&g);
     return ok;
 }

@@ -10,7 +10,7 @@
 #include "../parts/grammar.h"
 #include "../parts/schema.h"
 
-static bool is_complete(const Grammar *g, GrammarState s) { return g->found && g->found[s].complete; }
+static bool is_complete(const Grammar *g, GrammarState s) { return g->stack_sets && g->stack_sets[s].complete; }
 #include "test.h"
 #include "vocab.h"
 #include <time.h>
@@ -453,7 +453,7 @@ static bool draw_text(Grammar *g, TokIds *ids, TokText *text, GrammarStart how) 
         done = tok_is_stop(&t, id);
         const TokStr piece = tok_piece(&t, id, true);
         if (!done) tok__append(text, piece.s, piece.n);
-        grammar_settle(g, &s, 1);
+        grammar_keep_states(g, &s, 1);
     }
     free(mask);
     return done;
@@ -584,7 +584,7 @@ static void check_mask(Grammar *g, GrammarState s, const char *what, size_t wher
         if (grammar_advance(g, &copy, id) != in_mask(mask, id)) wrong = id;
     }
     CHECK(ok && wrong < 0, "%.80s: byte %zu: token %d (%s)", what, where, wrong, g->err);
-    g->found[s].large = true;                          // by top frames, as where much is to be visited
+    g->stack_sets[s].large = true;                          // by top frames, as where much is to be visited
     CHECK(grammar_mask(g, s, parts, g->t->n_tokens) && memcmp(mask, parts, words * 4) == 0, "%.80s: byte %zu: by parts (%s)", what,
           where, g->err);
     free(mask), free(parts);
@@ -655,11 +655,11 @@ static uint32_t ends_of(const Grammar *g, int e, const char *s, int n, int i, in
     case EXPR_TOKEN: return 0;
     case EXPR_CALL: return ends_of(g, g->rules[x.a].expr, s, n, i, depth + 1);
     case EXPR_ALT:
-        for (int k = x.a; k; k = g->exprs[k].before) at |= ends_of(g, k, s, n, i, depth);
+        for (int k = x.a; k; k = g->exprs[k].prev) at |= ends_of(g, k, s, n, i, depth);
         return at;
     case EXPR_SEQ: {
         int items[16], n_items = 0;
-        for (int k = x.a; k; k = g->exprs[k].before) items[n_items++] = k;
+        for (int k = x.a; k; k = g->exprs[k].prev) items[n_items++] = k;
         at = 1u << i;
         while (n_items--) {
             next = 0;
@@ -743,7 +743,7 @@ static void test_states(void) {
         tok_encode(&t, text, strlen(text), TOK_PLAIN, &ids);
         for (size_t k = 0; k < ids.n && s; k++) grammar_advance(&g, &s, ids.ids[k]);
         if (grammar_bytes(&g) > largest) largest = grammar_bytes(&g);
-        grammar_settle(&g, &s, 1);
+        grammar_keep_states(&g, &s, 1);
     }
     CHECK(s && !g.failed, "6000 items: %s", g.err);
     CHECK(largest > GRAMMAR_MEMORY / 8 && largest < GRAMMAR_MEMORY / 4, "%zu bytes at most", largest);
@@ -882,7 +882,7 @@ static void test_ambiguous(void) {
             for (int k = 0; k < 3000 && s; k++) {
                 if (!grammar_mask(&g, s, mask, t.n_tokens)) break;
                 grammar_advance(&g, &s, t.code_point['a'] - 1);
-                grammar_settle(&g, &s, 1);
+                grammar_keep_states(&g, &s, 1);
             }
         }
         CHECK(g.failed ? strstr(g.err, "too ambiguous") || strstr(g.err, "it allows no next token") || strstr(g.err,
