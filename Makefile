@@ -110,28 +110,39 @@ test-programs: $(EMULATOR) $(TESTS) $(LINES)   ## build the test programs withou
 # run: -Og in place of -O3, which gives the same bits.
 TEST_COMPILE = $(patsubst -g,-g1,$(COMPILE:-O3=-Og))
 $(BENCHES): TEST_COMPILE = $(COMPILE)
+# It counts the allocations of the whole engine, and steps long enough to be optimised.
+$(B)/test_forward: TEST_COMPILE = $(COMPILE:-O3=-O2)
 # It counts calls of functions instead of seconds.
 $(B)/test_grammar: TEST_COMPILE += -finstrument-functions
-# Those that do not look inside gguf.h share one object of it, optimised, since it takes longest.
-SHARING := $(patsubst tests/%.c,$(B)/%,$(shell grep -L '^\#define GGUF_IMPLEMENTATION' \
-    $$(grep -lE '^\#include ".*(gemma4\.c|gguf\.h)"' $(patsubst $(B)/%,tests/%.c,$(TESTS)))))
-$(SHARING): $(B)/gguf.o
-$(SHARING): GGUF = $(B)/gguf.o
+# What the programs link instead of compiling it each: the parts that have an interface and bodies. Of these a test may still
+# compile one itself, to look inside it: the archive's is not taken then.
+ENGINE_OBJECTS := $(patsubst %,$(B)/parts/%.o,base gguf cpu)
+$(B)/engine.a: $(ENGINE_OBJECTS)
+	@rm -f $@ && $(AR) rcs $@ $^
+$(B)/parts/base.o: parts/base.h
+$(B)/parts/gguf.o: gguf.h
+$(B)/parts/cpu.o: parts/cpu.h parts/base.h gemma4.h parts/cards.h gguf.h parts/kv.h
+$(B)/parts/cpu.o: USES = -include parts/base.h -include gemma4.h -include gguf.h -include parts/kv.h
+$(ENGINE_OBJECTS): $(B)/flags
+	@mkdir -p $(@D)
+	$(COMPILE) -UNDEBUG -D_GNU_SOURCE $(USES) -D$(shell echo $(basename $(@F)) | tr a-z A-Z)_IMPLEMENTATION -xc -c $(filter %$(basename $(@F)).h,$^) -o $@
+dev: $(B)/gemma4-dev            ## build ./gemma4 fast, for the CPU, hardly optimised: a change of one part takes seconds
+	@cmp -s $< $(BIN) 2>/dev/null || cp -f $< $(BIN)
+$(B)/gemma4-dev: $(B)/engine.a $(SOURCES) $(B)/flags
+	$(COMPILE:-O3=-Og) -DENGINE_LINKED $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c $(B)/engine.a -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) -lm
 # The program that the shell suites run, without a GPU: -O2 and no -flto take half of the time that gemma4-cpu takes.
 $(B)/gemma4-tested: $(SOURCES) $(B)/flags
 	$(COMPILE:-O3=-O2) $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) -lm
 # The chat's line editor alone, with each library that links and without: test_terminal types to them.
 $(LINES): $(B)/lines-%: tests/lines.c parts/lines.h $(B)/flags
 	$(TEST_COMPILE) $(call edit_flag,$(filter-out none,$*)) $< -o $@ $(LDFLAGS) $(call edit_lib,$(filter-out none,$*))
-$(B)/gguf.o: gguf.h $(B)/flags
-	$(COMPILE) -UNDEBUG -D_GNU_SOURCE -DGGUF_IMPLEMENTATION -xc -c $< -o $@
-$(TESTS) $(BENCHES): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags $(B)/engine \
+$(TESTS) $(BENCHES): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags $(B)/engine $(B)/engine.a \
     $(if $(filter cuda,$(ENGINE)),$(B)/kernels.o)
 ifeq ($(ENGINE),cuda)
-	$(TEST_COMPILE) -I. -UNDEBUG -DUSE_CUDA -Wno-unused-function -c $< -o $@.o
-	$(LINK) $@.o $(GGUF) $(B)/kernels.o -o $@ $(LDFLAGS) $(CUDA_LIBS)
+	$(TEST_COMPILE) -I. -UNDEBUG -DENGINE_LINKED -DUSE_CUDA -Wno-unused-function -c $< -o $@.o
+	$(LINK) $@.o $(B)/engine.a $(B)/kernels.o -o $@ $(LDFLAGS) $(CUDA_LIBS)
 else
-	$(TEST_COMPILE) -I. -UNDEBUG -Wno-unused-function $< $(GGUF) $(GPU_FLAGS) -o $@ $(LDFLAGS) -lm $(GPU_LIBS)
+	$(TEST_COMPILE) -I. -UNDEBUG -DENGINE_LINKED -Wno-unused-function $< $(B)/engine.a $(GPU_FLAGS) -o $@ $(LDFLAGS) -lm $(GPU_LIBS)
 endif
 $(EMULATED): $(E)/kernels.o $(E)/emulator.o
 $(EMULATED): GPU_FLAGS = -DUSE_CUDA -DEMULATED=1 -rdynamic $(E)/kernels.o $(E)/emulator.o
@@ -179,4 +190,4 @@ help:                           ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 FORCE:
 .DELETE_ON_ERROR:
-.PHONY: all cpu cuda no-cuda test test-programs asan sanitize fuzz amalgamate bench install clean help FORCE
+.PHONY: all cpu cuda no-cuda test test-programs asan sanitize fuzz amalgamate bench install clean help dev FORCE

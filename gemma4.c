@@ -25,11 +25,13 @@
  *              size_t. A step allocates nothing, unless --dump is given.
  * TRAPS        The list before forward: every way in which this model differs from Llama. */
 #define _GNU_SOURCE
-#include "parts/base.h"
-#ifndef TESTING               // a test program links one object that has these bodies
+#ifndef ENGINE_LINKED         // else build/engine.a has these bodies
+#define BASE_IMPLEMENTATION
 #define GGUF_IMPLEMENTATION
+#define CPU_IMPLEMENTATION
 #endif
 #define TOKENIZER_IMPLEMENTATION
+#include "parts/base.h"
 #include "gemma4.h"
 #include "gguf.h"
 #include "tokenizer.h"
@@ -43,7 +45,7 @@
 // before anything is computed from it. Gemma 4 layers differ from each other: sliding-window or global attention, the
 // size of a head, whether a layer owns a KV cache, and (E2B) the width of the feed-forward network.
 
-enum { MAX_LAYERS = 512, MAX_HEAD_DIM = 512, MAX_EXPERTS = 1024, MAX_CONTEXT = 1 << 24, MAX_VOCAB = 1 << 24 };
+enum { MAX_LAYERS = 512, MAX_CONTEXT = 1 << 24, MAX_VOCAB = 1 << 24 };
 
 typedef struct {              // of one layer: everything that is not the same for all layers
     bool is_swa;              // true: sliding window of n_swa tokens; false: global, all positions
@@ -120,8 +122,6 @@ typedef struct {
     int n_pairs[2];                     // pairs that RoPE rotates
     LayerWeights *layer;                // (n_layers)
 } Weights;
-
-static bool is_quantised(DType t) { return t != T_F32 && t != T_F16 && t != T_BF16; }
 
 static size_t matrix_bytes(const Tensor *t) { return gguf_row_size(t->type, t->cols) * (size_t)t->rows * t->n; }
 

@@ -71,6 +71,7 @@
 extern "C" {
 #endif
 
+enum { MAX_HEAD_DIM = 512, MAX_EXPERTS = 1024 };       // of any layer that an operation is called for
 enum { STEP_ROWS = 64,               // the most rows of a step that is not a prompt; also the spare slots of a cache
        TILE_SLOTS = 64 };            // keys of an attention tile; the slots of a cache are a multiple
 
@@ -80,6 +81,8 @@ typedef enum {
     T_F32 = 0, T_F16 = 1, T_Q4_0 = 2, T_Q4_1 = 3, T_Q5_0 = 6, T_Q5_1 = 7, T_Q8_0 = 8, T_Q2_K = 10, T_Q3_K = 11,
     T_Q4_K = 12, T_Q5_K = 13, T_Q6_K = 14, T_IQ4_NL = 20, T_IQ4_XS = 23, T_BF16 = 30, T_MXFP4 = 39, T_NVFP4 = 40
 } DType;
+
+static inline bool is_quantised(DType t) { return t != T_F32 && t != T_F16 && t != T_BF16; }
 
 typedef struct {
     const void  *data;               // (n, rows, cols) as in the file; the backend's own layout once uploaded

@@ -2,7 +2,8 @@
  *
  * Uses no other part. There are two kinds of failure: bad input prints one line and exits 1; a bug of this program is
  * an assert.
- *   [1] Errors, memory, files    [2] Progress    [3] Threads */
+ * One file defines BASE_IMPLEMENTATION before it includes this one, and so gets the bodies.
+ *   [1] Errors, memory, files    [2] Progress    [3] Threads    [4] Bodies */
 #ifndef BASE_H
 #define BASE_H
 
@@ -34,11 +35,84 @@
 
 enum { MAX_THREADS = 4096, MAX_FILE = 256 << 20 };   // bytes that read_file() takes at most
 
-static bool bar_shown;                                 // progress() has drawn a line and not erased it yet
-
 // Prints one line to stderr and exits with status 1: "<file>: <tensor, key or flag>: expected <x>, got <y>; try <fix>".
 // Errors in a model file end with a code, as in gguf.h: E_META_* for keys, E_TENSOR_MISSING, E_SHAPE, E_PAYLOAD.
-__attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt, ...) {
+__attribute__((noreturn, format(printf, 1, 2))) void die(const char *fmt, ...);
+void flush_output(void);                               // dies if not all of stdout could be written
+extern const char *volatile unfinished;                // path of the file that is being written; removed if that fails
+// Handles SIGBUS: pages of a mapped model file cannot be read, because the file was shortened or its disk failed.
+void on_lost_pages(int signal_number);
+void *alloc_or_die(size_t n, size_t size);             // host memory, zeroed
+// Bytes of host memory that can be used without swapping: free memory and the page cache.
+size_t available_memory(void);
+
+typedef struct { const char **text; int n; } TextList;
+
+static inline double seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static inline size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+static inline int min_int(int a, int b) { return a < b ? a : b; }
+static inline int max_int(int a, int b) { return a > b ? a : b; }
+
+// Reads a whole file of at most MAX_FILE bytes; path NULL: the rest of standard input. The caller frees the result.
+void *read_file(const char *path, size_t *size, const char *flag);
+
+// A file that gets its name when it is complete. Until then it is called TARGET.(8 hex digits).tmp, and an older TARGET
+// is kept. A process that is killed may leave such a file; it does no harm, since the digits are random.
+typedef struct {
+    const char *path;         // as the user wrote it
+    char *target, *tmp;       // path with its symbolic links resolved; the temporary name
+    int fd;
+} Output;
+
+// Begins to write the file `path`. Returns 0 or errno; call finish_output() in both cases. An existing file has to be
+// writable and keeps its mode; a new one gets `mode`, less the umask.
+int create_output(Output *o, const char *path, mode_t mode);
+int write_output(const Output *o, const void *bytes, size_t n); // 0, or errno
+// Ends an output: gives the file its name if err is 0, else removes it. Returns err, or the errno of the call that
+// failed.
+int finish_output(Output *o, int err);
+
+// ==== [2] Progress ==================================================================================================
+
+extern bool bar_shown;                                 // progress() has drawn a line and not erased it yet
+
+// Formats n of a unit: "7.9 MB", "512 tokens". "B" stands for bytes.
+const char *amount(char out[32], double n, const char *unit);
+
+// Draws a progress line, on a terminal only: "# what  7.9 MB  [=====>    ]  56 %  3.2 GB/s  1 s left". done == 0 starts
+// it and its clock, done == total erases it. There is one line at a time; one thread draws it.
+void progress(const char *what, size_t done, size_t total, const char *unit);
+
+// ==== [3] Threads ===================================================================================================
+// A thread pool. A job is divided into chunks of items; the caller and the threads of the pool claim one chunk after
+// another. A thread that is preempted delays only its own chunk, and a thread that has not woken up yet delays nothing.
+// Idle threads spin for tens of microseconds, then they sleep.
+
+typedef void (*Work)(const void *task, int first, int end);        // processes items first .. end - 1 of a job
+
+// Starts the threads of the pool, once; n = 0: one per core.
+void start_threads(int n);
+int count_threads(void);
+// How many of the started threads, the caller included, share the next jobs; 0: start_threads() may start others.
+void use_threads(int n);
+// Runs a job of n_items in chunks of `chunk` items, and returns when all are finished. A job must not start another.
+void parallel(int n_items, int chunk, Work work, const void *task);
+// The number of items that a thread takes at once, a multiple of grain. Each thread gets about 8 chunks, since chunks
+// take different times.
+int chunk_size(int n_items, int grain);
+
+// ==== [4] Bodies ====================================================================================================
+
+#ifdef BASE_IMPLEMENTATION
+
+bool bar_shown;
+
+void die(const char *fmt, ...) {
     char line[4096];
     va_list ap;
     va_start(ap, fmt);
@@ -51,14 +125,13 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt,
     _exit(1);                                          // stdout is flushed already; the system frees the memory
 }
 
-static void flush_output(void) {                       // dies if not all of stdout could be written
+void flush_output(void) {
     if (fflush(stdout) || ferror(stdout)) die("standard output: %s", strerror(errno));
 }
 
-static const char *volatile unfinished;                // path of the file that is being written; removed if that fails
+const char *volatile unfinished;
 
-// Handles SIGBUS: pages of a mapped model file cannot be read, because the file was shortened or its disk failed.
-static void on_lost_pages(int signal_number) {
+void on_lost_pages(int signal_number) {
     static const char text[] = "\ngemma4: error: a model file was truncated or became unreadable while in use\n";
     (void)signal_number;
     if (unfinished) unlink(unfinished);
@@ -66,26 +139,22 @@ static void on_lost_pages(int signal_number) {
     _exit(1);
 }
 
-static void *alloc_or_die(size_t n, size_t size) {                 // host memory, zeroed
+void *alloc_or_die(size_t n, size_t size) {
     void *p = calloc(n ? n : 1, size);
     if (!p) die("out of memory: cannot allocate %zu bytes", n * size);
     return p;
 }
 
-typedef struct { const char **text; int n; } TextList;
-
-static double seconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+size_t available_memory(void) {
+    char line[128];
+    unsigned long long kb = 0;
+    FILE *f = fopen("/proc/meminfo", "r");
+    while (f && !kb && fgets(line, sizeof line, f)) sscanf(line, "MemAvailable: %llu kB", &kb);
+    if (f) fclose(f);
+    return kb ? (size_t)kb * 1024 : (size_t)sysconf(_SC_AVPHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
 }
 
-static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
-static int min_int(int a, int b) { return a < b ? a : b; }
-static int max_int(int a, int b) { return a > b ? a : b; }
-
-// Reads a whole file of at most MAX_FILE bytes; path NULL: the rest of standard input. The caller frees the result.
-static void *read_file(const char *path, size_t *size, const char *flag) {
+void *read_file(const char *path, size_t *size, const char *flag) {
     FILE *f = path ? fopen(path, "rb") : stdin;
     if (!path) path = "standard input";
     if (!f) die("%s: %s: %s", flag, path, strerror(errno));
@@ -103,14 +172,6 @@ static void *read_file(const char *path, size_t *size, const char *flag) {
     *size = n;
     return data;
 }
-
-// A file that gets its name when it is complete. Until then it is called TARGET.(8 hex digits).tmp, and an older TARGET
-// is kept. A process that is killed may leave such a file; it does no harm, since the digits are random.
-typedef struct {
-    const char *path;         // as the user wrote it
-    char *target, *tmp;       // path with its symbolic links resolved; the temporary name
-    int fd;
-} Output;
 
 // Resolves the symbolic links of a path; the file need not exist. The caller frees the result; NULL: see errno.
 static char *follow_links(const char *path) {
@@ -133,9 +194,7 @@ static char *follow_links(const char *path) {
     return NULL;
 }
 
-// Begins to write the file `path`. Returns 0 or errno; call finish_output() in both cases. An existing file has to be
-// writable and keeps its mode; a new one gets `mode`, less the umask.
-static int create_output(Output *o, const char *path, mode_t mode) {
+int create_output(Output *o, const char *path, mode_t mode) {
     struct stat old;
     struct timespec now;
     *o = (Output){ .path = path, .target = follow_links(path), .fd = -1 };
@@ -159,7 +218,7 @@ static int create_output(Output *o, const char *path, mode_t mode) {
     return 0;
 }
 
-static int write_output(const Output *o, const void *bytes, size_t n) {            // 0, or errno
+int write_output(const Output *o, const void *bytes, size_t n) {
     for (const uint8_t *p = bytes; n > 0; ) {
         const ssize_t done = write(o->fd, p, n < (1 << 30) ? n : 1 << 30);
         if (done < 0 && errno == EINTR) continue;
@@ -170,9 +229,7 @@ static int write_output(const Output *o, const void *bytes, size_t n) {         
     return 0;
 }
 
-// Ends an output: gives the file its name if err is 0, else removes it. Returns err, or the errno of the call that
-// failed.
-static int finish_output(Output *o, int err) {
+int finish_output(Output *o, int err) {
     if (o->fd >= 0) {
         if (!err && fsync(o->fd)) err = errno;
         if (close(o->fd) && !err) err = errno;
@@ -192,10 +249,7 @@ static int finish_output(Output *o, int err) {
     return err;
 }
 
-// ==== [2] Progress ==================================================================================================
-
-// Formats n of a unit: "7.9 MB", "512 tokens". "B" stands for bytes.
-static const char *amount(char out[32], double n, const char *unit) {
+const char *amount(char out[32], double n, const char *unit) {
     static const struct { double size; const char *name; } bytes[] = { { 1e9, "GB" }, { 1e6, "MB" }, { 1e3, "kB" } };
     snprintf(out, 32, "%.*f %.16s", n < 10 && strcmp(unit, "B") ? 1 : 0, n, unit);
     for (int i = 2; i >= 0 && !strcmp(unit, "B"); i--)
@@ -203,9 +257,7 @@ static const char *amount(char out[32], double n, const char *unit) {
     return out;
 }
 
-// Draws a progress line, on a terminal only: "# what  7.9 MB  [=====>    ]  56 %  3.2 GB/s  1 s left". done == 0 starts
-// it and its clock, done == total erases it. There is one line at a time; one thread draws it.
-static void progress(const char *what, size_t done, size_t total, const char *unit) {
+void progress(const char *what, size_t done, size_t total, const char *unit) {
     static double start, drawn;
     const double now = seconds();
     if (done == 0) start = now;
@@ -229,15 +281,7 @@ static void progress(const char *what, size_t done, size_t total, const char *un
     fflush(stderr);
 }
 
-// ==== [3] Threads ===================================================================================================
-
-// A thread pool. A job is divided into chunks of items; the caller and the threads of the pool claim one chunk after
-// another. A thread that is preempted delays only its own chunk, and a thread that has not woken up yet delays nothing.
-// Idle threads spin for tens of microseconds, then they sleep.
-
 enum { SPINS = 2000, STACK_BYTES = 8 << 20 };
-
-typedef void (*Work)(const void *task, int first, int end);        // processes items first .. end - 1 of a job
 
 static struct {
     int n_threads;                      // the caller's included; 0: not started yet
@@ -303,8 +347,7 @@ static void *pool_thread(void *unused) {
 
 static void pool_forked(void) { pool.n_threads = 1; }  // fork() does not copy the threads
 
-// Starts the threads of the pool, once; n = 0: one per core.
-static void start_threads(int n) {
+void start_threads(int n) {
     if (pool.n_threads) return;
     pthread_attr_t attr;
     pthread_t id;
@@ -324,10 +367,10 @@ static void start_threads(int n) {
     pthread_attr_destroy(&attr);
 }
 
-static int count_threads(void) { return pool.n_threads; }
+int count_threads(void) { return pool.n_threads; }
+void use_threads(int n) { pool.n_threads = n; }
 
-// Runs a job of n_items in chunks of `chunk` items, and returns when all are finished. A job must not start another.
-static void parallel(int n_items, int chunk, Work work, const void *task) {
+void parallel(int n_items, int chunk, Work work, const void *task) {
     start_threads(0);
     if (pool.n_threads == 1 || n_items <= chunk) {
         if (n_items > 0) work(task, 0, n_items);
@@ -355,12 +398,11 @@ static void parallel(int n_items, int chunk, Work work, const void *task) {
     pthread_mutex_unlock(&pool.lock);
 }
 
-// The number of items that a thread takes at once, a multiple of grain. Each thread gets about 8 chunks, since chunks
-// take different times.
-static int chunk_size(int n_items, int grain) {
+int chunk_size(int n_items, int grain) {
     start_threads(0);
     const int n_chunks = 8 * pool.n_threads;
     return (int)round_up((size_t)max_int((n_items + n_chunks - 1) / n_chunks, 1), (size_t)grain);
 }
 
+#endif
 #endif

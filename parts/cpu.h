@@ -3,9 +3,15 @@
  * Uses base.h (threads), gemma4.h, gguf.h (dot products of block formats) and kv.h. Each operation is a function
  * cpu_<op>; parallel() divides its rows or columns among the threads. Weights are read in place from the mapped file.
  * Begin with cpu_ops(), the table at the end.
+ * One file defines CPU_IMPLEMENTATION before it includes this one, and so gets the bodies.
  *   [1] Memory    [2] Building blocks    [3] Body    [4] Cache    [5] Output */
 #ifndef CPU_H
 #define CPU_H
+
+// log(sum of exp(logits)) over the vocabulary, summed in f64; NaN if a logit is NaN.
+double logsumexp(const float *logits, int vocab);
+
+#ifdef CPU_IMPLEMENTATION
 
 // ==== [1] Memory ====================================================================================================
 
@@ -1043,9 +1049,9 @@ static void cpu_attend(const Attend *o) {
     job.head_groups = (group + job.heads - 1) / job.heads;
     for (int i = 0; i < o->batch->n_segs; i++) longest = max_int(longest, o->batch->len[o->batch->segs[i].seq]);
     if (o->window) longest = min_int(longest, o->window);
-    if (count_work_items(&job) < 2 * pool.n_threads && n_queries <= MAX_SPLIT_QUERIES && longest >= 4 * SPLIT_CHUNK)
+    if (count_work_items(&job) < 2 * count_threads() && n_queries <= MAX_SPLIT_QUERIES && longest >= 4 * SPLIT_CHUNK)
         job.n_splits = N_SPLITS;
-    while (count_work_items(&job) < pool.n_threads && job.rows * job.heads > 1) {      // smaller items, one per thread
+    while (count_work_items(&job) < count_threads() && job.rows * job.heads > 1) {      // smaller items, one per thread
         if (job.rows > 1) job.rows = (job.rows + 1) / 2;
         else job.heads = (job.heads + 1) / 2;
         job.head_groups = (group + job.heads - 1) / job.heads;
@@ -1366,7 +1372,7 @@ static void topk_of_row(Candidate *c, const float *logits, int vocab, int k) {
     qsort(c, k, sizeof *c, compare_candidates);
 }
 
-static double logsumexp(const float *logits, int vocab) {
+double logsumexp(const float *logits, int vocab) {
     float largest = -INFINITY;
     for (int i = 0; i < vocab; i++)
         if (logits[i] > largest) largest = logits[i];
@@ -1591,4 +1597,5 @@ const Ops *cpu_ops(void) {
     return &ops;
 }
 
+#endif
 #endif

@@ -505,16 +505,6 @@ static void free_model(Model *m) {
 
 // ==== [3] Reading ahead =============================================================================================
 
-// Bytes of host memory that can be used without swapping: free memory and the page cache.
-static size_t available_memory(void) {
-    char line[128];
-    unsigned long long kb = 0;
-    FILE *f = fopen("/proc/meminfo", "r");
-    while (f && !kb && fgets(line, sizeof line, f)) sscanf(line, "MemAvailable: %llu kB", &kb);
-    if (f) fclose(f);
-    return kb ? (size_t)kb * 1024 : (size_t)sysconf(_SC_AVPHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
-}
-
 typedef struct {              // a few megabytes of a tensor
     const GgufTensor *t;
     size_t first, n;          // blocks

@@ -2,7 +2,6 @@
  * remembers; the rest is the body. A body becomes a prompt of ids of the vocabulary, or is refused with a status of 400 and a
  * reason of one line. Needs libmicrohttpd; without it there is nothing to fuzz. */
 #define TESTING
-#define GGUF_IMPLEMENTATION
 #include "../gemma4.c"
 #include "fuzz.h"
 

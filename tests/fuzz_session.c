@@ -5,7 +5,6 @@
  * are less seldom in range, and checksums that are right, so that what comes behind them is reached.
  * tests/seeds/session holds a file of either kind. */
 #define TESTING
-#define GGUF_IMPLEMENTATION
 #include "../gemma4.c"
 #include "fuzz.h"
 

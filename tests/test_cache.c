@@ -9,6 +9,7 @@
  * Models are made by make_gguf. micro-*: window 32, ring 128 slots; tiny-e: window 64, ring 128 slots, which is
  * window - 1 + STEP_ROWS rounded up by one, so a ring that is too short shows there first. */
 #define TESTING
+#define CPU_IMPLEMENTATION     // it looks at rows of the cache
 #include "../gemma4.c"
 #include "steps.h"
 #include "test.h"

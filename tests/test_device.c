@@ -11,7 +11,6 @@
  * Environment: BUILD, CC, TMPDIR (see files.h). */
 static int main_of_gemma4(int argc, char **argv);
 #define main main_of_gemma4
-#define GGUF_IMPLEMENTATION
 #include "../gemma4.c"
 #undef main
 #include "card.h"

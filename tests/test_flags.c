@@ -11,7 +11,6 @@
  * (print every command and how it ended). A GPU is hidden, except with LONG=1: to start it takes longer than a run. */
 static int main_of_gemma4(int argc, char **argv);      // never called: what only it needs is not compiled
 #define main main_of_gemma4
-#define GGUF_IMPLEMENTATION
 #include "../gemma4.c"
 #undef main
 #include "test.h"

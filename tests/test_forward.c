@@ -36,6 +36,7 @@ static void *counted_aligned_alloc(size_t align, size_t n) { n_allocations++; re
 #define realloc counted_realloc
 #define aligned_alloc counted_aligned_alloc
 #define TESTING
+#undef ENGINE_LINKED          // every allocation is counted
 #include "../gemma4.c"
 #include "steps.h"
 #undef malloc
@@ -65,10 +66,6 @@ static int32_t prompts[2][N_POSITIONS];
 
 // Where threads matter it is said so; elsewhere the models are so small that a second thread would only wait.
 static int max_threads = 1;
-static void use_threads(int n) {
-    pool.n_threads = n;
-}
-
 static float *floats_of(const char *path, size_t n) {  // n floats; NULL if the file holds another number of them
     size_t size = 0;
     struct stat st;
@@ -1333,7 +1330,7 @@ static void test_true_width(const char *preset, const char *layers) {
 int main(void) {
     make_tmp();
     start_threads(0);
-    max_threads = pool.n_threads;
+    max_threads = count_threads();
     use_threads(1);
     size_t size = 0;
     void *ids = read_file("tests/golden/tokens.i32", &size, "run from the root of the repository");

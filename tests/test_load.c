@@ -305,7 +305,7 @@ static void test_shorter(const char *model) {
         if (!child) {
             const int err = open(in_tmp("stderr"), O_WRONLY | O_CREAT | O_TRUNC, 0600);
             if (err < 0 || dup2(err, 2) < 0) _exit(126);
-            pool.n_threads = 0;
+            use_threads(0);
             start_threads(n);
             Model *m = must(calloc(1, sizeof *m));
             load_model(m, path, cpu_ops(), small, NULL);

@@ -58,7 +58,7 @@ static bool on_cpu(void) { return strcmp(op->name, "cpu") == 0; }
 // that come first in most cases: so their bits are also those of another number of threads.
 static void set_threads(int n_rows) {
     start_threads(3);
-    pool.n_threads = n_rows == 64 ? 3 : 1;
+    use_threads(n_rows == 64 ? 3 : 1);
 }
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
@@ -2563,14 +2563,14 @@ static void do_items(const void *task, int first, int end) {
 static void test_parallel(void) {
     for (int job = 0; job < 20000; job++) {
         const int n = job < 1000 ? job : 1 + job % 40, step = 1 + job % 7, one = 1;
-        pool.n_threads = 1 + job % 4;
+        use_threads(1 + job % 4);
         memset(item_done, 0, sizeof item_done);
         parallel(n, step, do_items, &one);
         int bad = 0;
         for (int i = 0; i < 1000; i++) bad += item_done[i] != (i < n);
         if (bad || job % 100 == 0) CHECK(!bad, "parallel: job %d of %d items in pieces of %d: %d done wrongly", job, n, step, bad);
     }
-    pool.n_threads = 3;
+    use_threads(3);
     const pid_t child = fork();
     if (!child) {
         memset(item_done, 0, sizeof item_done);
