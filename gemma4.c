@@ -45,7 +45,7 @@
 // before anything is computed from it. Gemma 4 layers differ from each other: sliding-window or global attention, the
 // size of a head, whether a layer owns a KV cache, and (E2B) the width of the feed-forward network.
 
-enum { MAX_LAYERS = 512, MAX_CONTEXT = 1 << 24, MAX_VOCAB = 1 << 24 };
+enum { MAX_LAYERS = 512, MAX_VOCAB = 1 << 24 };
 
 typedef struct {              // of one layer: everything that is not the same for all layers
     bool is_swa;              // true: sliding window of n_swa tokens; false: global, all positions
@@ -964,6 +964,7 @@ static int generate_greedy(Model *m, Tokenizer *t, const int32_t *ids, int n, in
 #include "parts/draft.h"
 #include "parts/plan.h"
 #include "parts/generate.h"
+#include "parts/score.h"
 #include "parts/cpu.h"
 #include "parts/reference.h"
 #include "parts/text.h"

@@ -47,6 +47,7 @@ void *alloc_or_die(size_t n, size_t size);             // host memory, zeroed
 size_t available_memory(void);
 
 typedef struct { const char **text; int n; } TextList;
+typedef struct { int n[32], count; } IntList;
 
 static inline double seconds(void) {
     struct timespec t;

@@ -12,7 +12,6 @@
 // Where a drafter's guesses are taken for right by chance, tgN (forced) makes N tokens in steps with drafts: the text means
 // nothing, the time does. A warm-up, then repetitions: mean and standard deviation of tokens (rows) per second.
 
-typedef struct { int n[32], count; } IntList;
 typedef enum { FORMAT_MD, FORMAT_CSV, FORMAT_JSON, FORMAT_JSONL } Format;
 
 typedef struct {              // shares of guesses to be taken for right, by depth, each where all before are
@@ -45,11 +44,6 @@ typedef struct {
     double   draft_seconds, verify_seconds;            // of the last run with drafts
     int      n_passes, n_made;                         // its steps, and the tokens that these made
 } Bench;
-
-static void set_length(Model *m, int seq, int32_t len) {
-    m->len[seq] = len;
-    m->ops->copy(&(Copy){ m->s.len + seq, &len, sizeof len, COPY_IN });
-}
 
 // Makes n tokens, or a few more, with drafts in one step at least, of which as many are taken for right as chance has
 // it. As in sessions, a step is issued before the host knows the result of the one before.

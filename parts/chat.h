@@ -1,29 +1,31 @@
-/* chat.h - conversations, and the commands of a chat; lines.h reads what the user types. A part of gemma4.c, which
- * includes it.
+/* chat.h - conversations, and the commands of a chat.
+ *
+ * Uses engine.h; the callers compress.h, text.h [4] (shows answers) and lines.h (reads what the user types). Begin with
+ * chat_loop() and answer().
  *   [1] Messages and answers    [2] Commands */
 #ifndef CHAT_H
 #define CHAT_H
 
 // ==== [1] Messages and answers =======================================================================================
-// A conversation is a list of messages as in the OpenAI API. Each turn renders all of it and runs what the session does
-// not hold yet. In a chat nothing that the user types ends the program but /exit, Ctrl-D, or Ctrl-C twice.
+// A conversation is a list of messages as in the OpenAI API. Each turn renders all of it and runs the tokens that the
+// session does not hold yet. In a chat only /exit, Ctrl-D, or Ctrl-C twice end the program.
 
 typedef struct {
-    Session  s;
+    Session *s;
     TokText  messages;        // JSON list; a system message comes first
-    size_t   n_skipped;       // messages behind the system message that the model is no longer shown
+    size_t   n_skipped;       // messages after the system message that the model is no longer shown
     TokStr   tools;           // JSON list, or empty
     bool     think, verbose;
     bool     chatting;        // more turns will follow
-    const char *session;      // the file that it is kept in from one run to the next, or NULL
-    bool     raw;             // there is a text and no conversation
-    TokIds   pending;         // raw: what the text goes on with behind what the session holds
-    bool     changed, unsaved;   // since it was kept; keeping it failed
+    const char *session;      // the file that it is saved in, or NULL
+    bool     raw;             // a text, not a conversation
+    TokIds   pending;         // raw: tokens of the text that follow those the session holds
+    bool     changed, unsaved;   // since it was saved; saving it failed
     Compressor compressor;    // ratio 0: prompts are shown as they are
-    TokIds   said, shown;     // what the conversation is sure to begin with, and what of it the model was shown
+    TokIds   said, shown;     // what the conversation is sure to begin with; what the model was shown instead of it
     AnswerOptions options;
     ShowOptions show;
-    char     err[512];        // why the last turn could not be
+    char     err[512];        // why the last turn failed
 } Chat;
 
 static bool has_role(const GgufJson *message, const char *role) {
@@ -33,7 +35,7 @@ static bool has_role(const GgufJson *message, const char *role) {
 
 static bool is_system(const GgufJson *message) { return has_role(message, "system") || has_role(message, "developer"); }
 
-static GgufJson message_list(const TokText *messages) {           // they are ours or were checked; null is an empty list
+static GgufJson message_list(const TokText *messages) {           // they are ours or were checked; null: an empty list
     GgufJson list;
     size_t at;
     const char *err;
@@ -55,8 +57,7 @@ static void append_message(TokText *list, TokStr json) {
         die("out of memory for a conversation");
 }
 
-// Appends to *to the system message, if it is wanted, and those of the others that have number first or more, counted
-// without it, and less than end.
+// Appends to *to the system message, if `system`, and of the others numbers first to end - 1, counted without it.
 static void copy_messages(const TokText *from, bool system, size_t first, size_t end, TokText *to) {
     GgufJson rest = message_list(from), m;
     for (size_t i = 0; gguf_json_next(&rest, NULL, &m); ) {
@@ -72,26 +73,31 @@ static void keep_messages(TokText *messages, bool system, size_t end) {         
     *messages = kept;
 }
 
-// The prompt that shows the messages from number first to end, counted without the system message. < 0: t->err says why.
+// The prompt that shows the messages from number first to end, counted without the system message. < 0: t->err says
+// why.
 static int render(Chat *c, size_t first, size_t end, bool cue, TokIds *ids) {
     TokText shown = { 0 };
     copy_messages(&c->messages, true, first, end, &shown);
     const TokChat chat = { .messages = { shown.s, shown.n }, .tools = c->tools, .think = c->think, .add_cue = cue };
     ids->n = 0;
-    int status = tok_chat(c->s.t, &chat, ids, NULL);
+    Tokenizer *t = session_tokenizer(c->s);
+    int status = tok_chat(t, &chat, ids, NULL);
     tok_text_free(&shown);
     if (status || !cue || c->options.think_budget) return status;
-    TokReply open = { 0 };                             // a cue that opens a thought, of which there is to be none
-    tok_reply_start(c->s.t, &open, ids->ids, ids->n);
-    if (tok_reply_thinks(&open)) status = tok__push(c->s.t, ids, c->s.t->channel_close);
+    TokReply open = { 0 };                             // if the cue opens a thought, closes it
+    tok_reply_start(t, &open, ids->ids, ids->n);
+    if (tok_reply_thinks(&open)) status = tok__push(t, ids, t->channel_close);
     tok_reply_free(&open);
     return status;
 }
 
-// The conversation no longer fits: of its messages the newest stay that fill at most half of the context, from a user's
-// on; or only the last of the user's and what follows it, if that fits at all. False: it does not.
+static size_t context_of(const Chat *c) { return (size_t)model_options(session_model(c->s))->n_ctx; }
+
+// The conversation no longer fits: skips its oldest messages. What remains begins with a message of the user's and
+// fills at most half of the context; or it begins with the user's last message and fits at all. False: that does not
+// fit either.
 static bool skip_oldest(Chat *c, TokIds *ids) {
-    const size_t n_ctx = (size_t)c->s.m->options.n_ctx, n = count_messages(&c->messages, NULL), before = c->n_skipped;
+    const size_t n_ctx = context_of(c), n = count_messages(&c->messages, NULL), before = c->n_skipped;
     GgufJson rest = message_list(&c->messages), m;
     bool fits = false;
     for (size_t i = 0; !fits && gguf_json_next(&rest, NULL, &m); i += !is_system(&m)) {
@@ -108,34 +114,30 @@ static bool skip_oldest(Chat *c, TokIds *ids) {
     return true;
 }
 
-static int same_ids(const TokIds *a, const TokIds *b) {           // how many at the beginning
-    size_t n = 0;
-    while (n < a->n && n < b->n && a->ids[n] == b->ids[n]) n++;
-    return (int)n;
-}
-
-// Puts what the model is shown in the place of a conversation's ids, of which a later one is sure to begin with *mark. What it
-// was shown before stays as it was; the last message is compressed where it is long. False: it cannot, and c->err says why.
-static bool compress_last(Chat *c, size_t n_messages, TokIds *ids, int *mark) {
+// Replaces a conversation's ids by those that the model is shown: what it was shown before is unchanged, and the last
+// message is compressed if it is long. A later prompt is sure to begin with the first *checkpoint_at ids, before and
+// after. False: c->err says why it cannot.
+static bool compress_last(Chat *c, size_t n_messages, TokIds *ids, int *checkpoint_at) {
+    Tokenizer *t = session_tokenizer(c->s);
     TokIds part = { 0 }, all = { 0 }, out = { 0 };
     const bool known = c->said.n && same_ids(&c->said, ids) == (int)c->said.n;
     const int from = known ? (int)c->said.n : 0;
     if (n_messages) render(c, c->n_skipped, n_messages - 1, false, &part);
     const int last = max_int(same_ids(&part, ids), from);              // where the last message begins
-    for (size_t i = 0; known && i < c->shown.n; i++) push_id(&c->s, &all, c->shown.ids[i]);
-    for (size_t i = (size_t)from; i < ids->n; i++) push_id(&c->s, &all, ids->ids[i]);
+    for (size_t i = 0; known && i < c->shown.n; i++) push_id(t, &all, c->shown.ids[i]);
+    for (size_t i = (size_t)from; i < ids->n; i++) push_id(t, &all, ids->ids[i]);
     const int first = (int)all.n - ((int)ids->n - last);
-    const bool ok = compress_prompt(&c->compressor, &c->s, all.ids, (int)all.n, first, &out);
+    const bool ok = compress_prompt(&c->compressor, c->s, all.ids, (int)all.n, first, &out);
     if (!ok) snprintf(c->err, sizeof c->err, "%s", c->compressor.err);
     if (ok) {
-        const int behind = (int)ids->n - *mark;        // kept whole, as the end is
+        const int n_after = (int)ids->n - *checkpoint_at;    // the end of the prompt, which is not compressed
         print_compressed((int)out.n, (int)all.n);
         c->said.n = c->shown.n = 0;
-        for (int i = 0; i < *mark; i++) push_id(&c->s, &c->said, ids->ids[i]);
-        *mark = (int)out.n - behind;
-        for (int i = 0; i < *mark; i++) push_id(&c->s, &c->shown, out.ids[i]);
+        for (int i = 0; i < *checkpoint_at; i++) push_id(t, &c->said, ids->ids[i]);
+        *checkpoint_at = (int)out.n - n_after;
+        for (int i = 0; i < *checkpoint_at; i++) push_id(t, &c->shown, out.ids[i]);
         ids->n = 0;
-        for (size_t i = 0; i < out.n; i++) push_id(&c->s, ids, out.ids[i]);
+        for (size_t i = 0; i < out.n; i++) push_id(t, ids, out.ids[i]);
     }
     tok_ids_free(&part);
     tok_ids_free(&all);
@@ -143,30 +145,30 @@ static bool compress_last(Chat *c, size_t n_messages, TokIds *ids, int *mark) {
     return ok;
 }
 
-// Answers the conversation as it stands, prints the answer and adds it. False: it could not, and c->err says why.
+// Answers the conversation, prints the answer and adds it. False: c->err says why it could not.
 static bool answer(Chat *c) {
-    Model *m = c->s.m;
+    const size_t n_ctx = context_of(c);
     const size_t n = count_messages(&c->messages, NULL);
     TokIds ids = { 0 }, part = { 0 };
     const bool lossy = c->compressor.ratio > 0;
     Prompt p = { 0 };
     bool ok = render(c, c->n_skipped, n, true, &ids) == 0;
-    if (!ok) snprintf(c->err, sizeof c->err, "%s", c->s.t->err);
-    if (ok && lossy && render(c, c->n_skipped, n, false, &part) == 0) p.mark = same_ids(&part, &ids);
-    if (ok && lossy) ok = compress_last(c, n, &ids, &p.mark);
-    if (ok && ids.n > (size_t)m->options.n_ctx && !(c->options.shift && !lossy && skip_oldest(c, &ids))) {
-        snprintf(c->err, sizeof c->err, "context full: the conversation has %zu tokens, but the context only %d; try -c %zu%s", ids.n,
-                 m->options.n_ctx, ids.n + 512, c->options.shift || n < 2 ? "" : ", --context-shift or /clear");
+    if (!ok) snprintf(c->err, sizeof c->err, "%s", session_tokenizer(c->s)->err);
+    if (ok && lossy && render(c, c->n_skipped, n, false, &part) == 0) p.checkpoint_at = same_ids(&part, &ids);
+    if (ok && lossy) ok = compress_last(c, n, &ids, &p.checkpoint_at);
+    if (ok && ids.n > n_ctx && !(c->options.shift && !lossy && skip_oldest(c, &ids))) {
+        snprintf(c->err, sizeof c->err, "context full: the conversation has %zu tokens, the context %zu; try -c %zu%s",
+                 ids.n, n_ctx, ids.n + 512, c->options.shift || n < 2 ? "" : ", --context-shift or /clear");
         ok = false;
     }
     if (ok) {
         p.ids = ids.ids, p.n = (int)ids.n;
         if (render(c, 0, 0, false, &part) == 0) p.n_head = same_ids(&part, &ids);
         if (!lossy && (c->chatting || c->session) && render(c, c->n_skipped, n, false, &part) == 0)
-            p.mark = same_ids(&part, &ids);
-        const TokReply *reply = &c->s.reply;
-        ok = session_start(&c->s, &p, &c->options) && print_answer(&c->s, &c->show);
-        if (!ok) snprintf(c->err, sizeof c->err, "%s", c->s.err);
+            p.checkpoint_at = same_ids(&part, &ids);
+        const TokReply *reply = session_reply(c->s);
+        ok = session_start(c->s, &p, &c->options) && print_answer(c->s, &c->show);
+        if (!ok) snprintf(c->err, sizeof c->err, "%s", session_error(c->s));
         const bool empty = !reply->content.n && !reply->thought.n && !reply->n_calls;
         if (ok && !empty && tok_add_reply(&c->messages, reply) < 0) die("out of memory for a conversation");
     }
@@ -175,14 +177,15 @@ static bool answer(Chat *c) {
     return ok;
 }
 
-// Takes up what the session's file holds; where there is none yet, a new one begins. own_seed: the seed is as flags
-// say. False: it cannot, and c->err says why.
+// Resumes the session of the file; if there is no file yet, begins a new one. own_seed: flags give the seed. False:
+// c->err says why it cannot.
 static bool resume(Chat *c, bool own_seed) {
     SessionNote note;
     TokIds ids = { 0 };
-    const int found = session_from_file(&c->s, &note, c->session, "session");
+    Tokenizer *t = session_tokenizer(c->s);
+    const int found = session_from_file(c->s, &note, c->session, "session");
     if (found <= 0) {
-        if (found < 0) snprintf(c->err, sizeof c->err, "%s", c->s.err);
+        if (found < 0) snprintf(c->err, sizeof c->err, "%s", session_error(c->s));
         return found == 0;
     }
     const TokChat chat = { .messages = { note.messages.s, note.messages.n }, .tools = c->tools, .think = c->think };
@@ -190,15 +193,15 @@ static bool resume(Chat *c, bool own_seed) {
     if (!ok)
         snprintf(c->err, sizeof c->err, "%.300s: expected a session with a %s, got one with a %s; try %s --raw", c->session,
                  c->raw ? "text" : "conversation", c->raw ? "conversation" : "text", c->raw ? "without" : "with");
-    else if (note.messages.n && tok_chat(c->s.t, &chat, &ids, NULL) < 0)
-        ok = snprintf(c->err, sizeof c->err, "%.200s: the conversation: %.200s", c->session, c->s.t->err) < 0;
+    else if (note.messages.n && tok_chat(t, &chat, &ids, NULL) < 0)
+        ok = snprintf(c->err, sizeof c->err, "%.200s: the conversation: %.200s", c->session, t->err) < 0;
     tok_ids_free(&ids);
     if (!ok) {
         session_note_free(&note);
         return false;
     }
     const size_t n = count_messages(&note.messages, NULL);
-    fprintf(stderr, "# session: %zu tokens", c->s.held.n + note.pending.n);
+    fprintf(stderr, "# session: %zu tokens", session_held(c->s)->n + note.pending.n);
     fprintf(stderr, c->raw ? " of text\n" : ", %zu messages\n", n);
     c->messages = note.messages;
     c->pending = note.pending;
@@ -207,18 +210,18 @@ static bool resume(Chat *c, bool own_seed) {
     return true;
 }
 
-// Writes the session to its file. False, with the file as it was: c->err says why.
+// Saves the session in its file. False: the file is unchanged, and c->err says why.
 static bool keep_session(Chat *c) {
     const SessionNote note = { .raw = c->raw, .seed = c->options.sampling.seed, .messages = c->messages,
-                               .n_skipped = c->n_skipped, .pending = c->raw ? session_pending(&c->s) : (TokIds){ 0 } };
-    c->unsaved = !session_to_file(&c->s, &note, c->session, "session");
+                               .n_skipped = c->n_skipped, .pending = c->raw ? session_pending(c->s) : (TokIds){ 0 } };
+    c->unsaved = !session_to_file(c->s, &note, c->session, "session");
     c->changed = false;
-    if (c->unsaved) snprintf(c->err, sizeof c->err, "--session: %.480s", c->s.err);
+    if (c->unsaved) snprintf(c->err, sizeof c->err, "--session: %.480s", session_error(c->s));
     return !c->unsaved;
 }
 
 static void chat_free(Chat *c) {
-    session_close(&c->s);
+    session_close(c->s);
     tok_text_free(&c->messages);
     tok_ids_free(&c->pending);
     tok_ids_free(&c->said);
@@ -228,7 +231,7 @@ static void chat_free(Chat *c) {
 
 // ==== [2] Commands ===================================================================================================
 
-// The calls of the last answer that wait for a result: how many, and the first one's id.
+// The number of calls of the last answer that wait for a result; *id: the first one's.
 static size_t calls_waiting(const TokText *messages, GgufJson *id) {
     GgufJson rest = message_list(messages), m, calls = { .type = GGUF_J_NULL }, call;
     size_t results = 0, n = 0, waiting = 0;
@@ -266,7 +269,7 @@ static void set_system(Chat *c, TokStr text) {
     c->messages = all;
 }
 
-// Writes the conversation. The file is there as a whole or as it was. 0, or errno.
+// Writes the conversation to a file, which is unchanged if that fails. 0, or errno.
 static int save_messages(const Chat *c, const char *path) {
     const GgufJson list = message_list(&c->messages);
     Output o;
@@ -276,7 +279,7 @@ static int save_messages(const Chat *c, const char *path) {
     return finish_output(&o, err);
 }
 
-// Reads a conversation in place of the one there is. False, with nothing changed: c->err says why.
+// Replaces the conversation by one from a file. False: nothing has changed, and c->err says why.
 static bool load_messages(Chat *c, const char *path) {
     TokText text = { 0 };
     TokIds ids = { 0 };
@@ -294,9 +297,10 @@ static bool load_messages(Chat *c, const char *path) {
     if (ok) {
         const TokText before = c->messages;
         const TokChat chat = { .messages = { text.s, text.n }, .tools = c->tools, .think = c->think };
-        ok = tok_chat(c->s.t, &chat, &ids, NULL) == 0;
+        Tokenizer *t = session_tokenizer(c->s);
+        ok = tok_chat(t, &chat, &ids, NULL) == 0;
         if (ok) c->messages = text, text = before, c->n_skipped = 0;
-        else snprintf(c->err, sizeof c->err, "/load: %s: %s", path, c->s.t->err);
+        else snprintf(c->err, sizeof c->err, "/load: %s: %s", path, t->err);
     }
     tok_text_free(&text);
     tok_ids_free(&ids);
@@ -304,8 +308,8 @@ static bool load_messages(Chat *c, const char *path) {
 }
 
 static void print_stats(const Chat *c) {
-    if (c->s.turn.why) print_turn(&c->s.turn);
-    fprintf(stderr, "# context: %d of %d tokens used; %zu messages", c->s.m->len[0], c->s.m->options.n_ctx,
+    if (session_turn(c->s)->why) print_turn(session_turn(c->s));
+    fprintf(stderr, "# context: %zu of %zu tokens held; %zu messages", session_held(c->s)->n, context_of(c),
             count_messages(&c->messages, NULL));
     if (c->n_skipped) fprintf(stderr, ", the oldest %zu of them hidden from the model", c->n_skipped);
     fprintf(stderr, "\n");
@@ -327,7 +331,7 @@ static const struct { const char *name, *value, *help; Command command; } comman
 };
 enum { N_COMMANDS = sizeof commands / sizeof *commands };
 
-// Adds the result of the first call that waits for one, and answers when none does any more.
+// Adds the result of the first call that waits for one; if it is the last, answers.
 static bool add_result(Chat *c, TokStr text) {
     GgufJson id, object;
     size_t at;
@@ -350,7 +354,7 @@ static bool add_result(Chat *c, TokStr text) {
     return true;
 }
 
-// Carries out a line that begins with a slash. False: it was the last one.
+// Runs a line that begins with a slash. False: the chat ends.
 static bool command(Chat *c, char *line) {
     size_t n = strcspn(line, " \t"), i = 0;
     char *value = line + n + strspn(line + n, " \t");
@@ -406,7 +410,7 @@ static bool command(Chat *c, char *line) {
     return true;
 }
 
-// A message of the user and the answer to it. A message that cannot be answered is taken back.
+// Adds a message of the user and answers it. A message that cannot be answered is removed again.
 static void say(Chat *c, TokStr text) {
     GgufJson id;
     const size_t n = count_messages(&c->messages, NULL), skipped = c->n_skipped;
@@ -422,15 +426,15 @@ static void say(Chat *c, TokStr text) {
     if (count_messages(&c->messages, NULL) > n + 1) return;
     if (ok) fprintf(stderr, "# cancelled; message removed (Up recalls it)\n");
     keep_messages(&c->messages, true, n);
-    c->n_skipped = skipped;                            // the model is shown what it was shown before
+    c->n_skipped = skipped;                            // as before
 }
 
-// Keeps a chat that has changed. That it cannot be kept does not end it.
+// Saves a chat that has changed. An error does not end it.
 static void keep_chat(Chat *c) {
     if (c->session && c->changed && !keep_session(c)) fprintf(stderr, "# %s\n", c->err);
 }
 
-// Talks until the end of input, /exit, or Ctrl-C twice. first: what the user says first, s NULL: it is asked for.
+// Chats until the end of input, /exit, or Ctrl-C twice. first: the first message, s NULL: none, so the user types it.
 // history: a file for the lines that were typed, or NULL. Returns the exit status.
 static int chat_loop(Chat *c, TokStr first, const char *history) {
     TokText text = { 0 };
@@ -447,7 +451,7 @@ static int chat_loop(Chat *c, TokStr first, const char *history) {
             continue;
         }
         interrupts = 0;
-        if (!text.n || !tok__append(&text, "", 1)) continue;         // a NUL behind it
+        if (!text.n || !tok__append(&text, "", 1)) continue;         // ends it with a NUL
         text.n--;
         remember_line(text.s);
         if (text.s[0] == '/' && text.s[1] != '/') more = command(c, text.s);
@@ -455,7 +459,7 @@ static int chat_loop(Chat *c, TokStr first, const char *history) {
         keep_chat(c);
     }
     tok_text_free(&text);
-    c->changed = c->unsaved;                           // once more: there may be room by now
+    c->changed = c->unsaved;                           // tries once more: there may be room by now
     keep_chat(c);
     return interrupts == 2 ? 130 : c->unsaved;
 }

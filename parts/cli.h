@@ -251,7 +251,7 @@ static const Flag flags[] = {
       "serve: parallel answers, each with its own context; default 1" },
     { "--chunk", NULL, "N", FLAG_INT, SERVE, FIELD(chunk), 1, LARGE_BATCH,
       "serve: prompt tokens between two decoding steps of other answers; default with -np: 512, else what fits in "
-      "memory" },
+      "host memory" },
     { "--api-key", NULL, "KEY", FLAG_TEXT, SERVE, FIELD(api_key), 0, 0,
       "serve: key that every request must send; default: none" },
     { "--api-key-file", NULL, "FILE", FLAG_TEXT, SERVE, FIELD(api_key_file), 0, 0,
@@ -642,7 +642,7 @@ static void check_session_path(const char *path) {
 // The plain loop generates and nothing else: refuses what it would have to ignore.
 static void check_greedy_flags(const Flags *f, bool chatting) {
     const struct { bool given; const char *name; } others[] = {
-        { chatting, "a chat" }, { f->temperature > 0, "--temp" }, { f->drafter || f->spec, "-md or --spec" },
+        { chatting, "a chat cannot be used with --raw" }, { f->temperature > 0, "--temp" }, { f->drafter || f->spec, "-md or --spec" },
         { f->repeat != 1 || f->presence != 0 || f->frequency != 0, "penalties" }, { f->biases.n > 0, "--logit-bias" },
         { f->stops.n > 0, "--stop" }, { f->grammar || f->grammar_file || f->schema || f->schema_file, "a grammar" },
         { f->tools || f->think, "--tools or --think" }, { f->session, "--session" }, { f->shift, "--context-shift" },
@@ -661,7 +661,7 @@ static void check_generate_flags(const Flags *f, bool chatting) {
         if (!*f->stops.text[i]) die("--stop: expected a text, got an empty one");
     if (f->raw && (f->system || f->tools || f->think || f->chat_template || chatting))
         die("%s cannot be used with --raw", f->system ? "--system" : f->tools ? "--tools" : f->think ? "--think" :
-            f->chat_template ? "--template" : "a chat");
+            f->chat_template ? "--template" : "a chat cannot be used with --raw");
     if (f->think_budget >= 0 && !f->think) die("--think-budget needs --think");
     if (f->session) check_session_path(f->session);
     if (!chatting && (f->history || f->verbose))
@@ -687,14 +687,14 @@ static SampleParams sampling_params(const Flags *f, Gguf *g) {
 // The ids of a --raw prompt, behind what the session holds, else behind <bos>. Where they are too many for the context
 // its oldest tokens go, if that is wanted, as while generating: shift_context().
 static void raw_prompt(Chat *c, const char *text, size_t n, TokIds *ids) {
-    Session *s = &c->s;
-    const size_t n_ctx = (size_t)s->m->options.n_ctx, held = s->held.n, half = (n_ctx - 1) / 2;
-    if (s->t->bos < 0)
-        die("%s: key 'tokenizer.ggml.bos_token_id': missing, and the vocabulary has no token <bos>", s->m->gguf.path);
-    for (size_t i = 0; i < held; i++) push_id(s, ids, s->held.ids[i]);
-    for (size_t i = 0; i < c->pending.n; i++) push_id(s, ids, c->pending.ids[i]);
-    if (!ids->n) push_id(s, ids, s->t->bos);
-    if (tok_encode(s->t, text, n, TOK_PLAIN, ids) < 0) die("-p: %s", s->t->err);
+    const Model *m = session_model(c->s);
+    Tokenizer *t = session_tokenizer(c->s);
+    const size_t n_ctx = (size_t)model_options(m)->n_ctx, held = session_held(c->s)->n, half = (n_ctx - 1) / 2;
+    if (t->bos < 0) die("%s: key 'tokenizer.ggml.bos_token_id': missing, and the vocabulary has no token <bos>", model_path(m));
+    for (size_t i = 0; i < held; i++) push_id(t, ids, session_held(c->s)->ids[i]);
+    for (size_t i = 0; i < c->pending.n; i++) push_id(t, ids, c->pending.ids[i]);
+    if (!ids->n) push_id(t, ids, t->bos);
+    if (tok_encode(t, text, n, TOK_PLAIN, ids) < 0) die("-p: %s", t->err);
     if (ids->n <= n_ctx || !c->options.shift || half + 1 > held || ids->n - held > half) return;
     memmove(ids->ids + 1, ids->ids + held - half, (ids->n - held + half) * sizeof *ids->ids);
     ids->n -= held - half - 1;
@@ -703,22 +703,23 @@ static void raw_prompt(Chat *c, const char *text, size_t n, TokIds *ids) {
 
 // The one answer of a run without a chat. Dies where it cannot be had; from: the flag that the prompt came with.
 static void answer_once(Chat *c, const TokIds *raw, const char *from) {
-    Session *s = &c->s;
+    Session *s = c->s;
     const size_t n = count_messages(&c->messages, NULL);
     Prompt p = { .ids = raw->ids, .n = (int)raw->n, .n_head = 1 };
     if (c->raw && c->compressor.ratio > 0) {
-        if (!compress_prompt(&c->compressor, s, raw->ids, (int)raw->n, max_int((int)s->held.n, 1), &c->shown))
+        if (!compress_prompt(&c->compressor, s, raw->ids, (int)raw->n, max_int((int)session_held(s)->n, 1), &c->shown))
             die("%s", c->compressor.err);
         print_compressed((int)c->shown.n, (int)raw->n);
         p.ids = c->shown.ids, p.n = (int)c->shown.n;
     }
     if (!c->raw && !answer(c)) die("%s%s%s", *c->err == '-' ? "" : from, *c->err == '-' ? "" : ": ", c->err);
-    if (c->raw && !(session_start(s, &p, &c->options) && print_answer(s, &c->show))) die("%s: %s", from, s->err);
+    if (c->raw && !(session_start(s, &p, &c->options) && print_answer(s, &c->show)))
+        die("%s: %s", from, session_error(s));
     if (!c->raw && count_messages(&c->messages, NULL) == n) keep_messages(&c->messages, true, n - 1);  // no answer came
-    print_turn(&s->turn);
-    if (s->end == END_CONTEXT)
+    print_turn(session_turn(s));
+    if (session_turn(s)->end == END_CONTEXT)
         fprintf(stderr, "# the context of %d tokens is full; try a larger -c, or --context-shift\n",
-                s->m->options.n_ctx);
+                model_options(session_model(s))->n_ctx);
     if (c->session && !keep_session(c)) die("%s", c->err);
 }
 
@@ -810,16 +811,16 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
     o.penalties = f->repeat != 1 || f->presence != 0 || f->frequency != 0;
     o.bias = f->biases.n > 0;
     const Drafting drafting = drafting_of(f, ops, &o);
-    Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     TokIds ids = { 0 };
     GgufJson id;
-    load_model(m, f->model, ops, o, f->dump);
+    Model *m = model_open(f->model, ops, o, f->dump);
     check_drafting(m, &drafting);
-    load_tokenizer(&tok, &m->gguf, m->config.vocab);
-    if (f->scorer) check_scorer(f->scorer, &m->gguf);
+    model_tokenizer(m, &tok);
+    if (f->scorer) scorer_check(f->scorer, m);
     if (f->chat_template) tok.large_variant = is_choice(f->chat_template, "large");
-    if (f->think_budget >= 0 && tok.channel_close < 0) die("--think-budget: %s: expected a token <channel|>, got none", m->gguf.path);
+    if (f->think_budget >= 0 && tok.channel_close < 0)
+        die("--think-budget: %s: expected a token <channel|>, got none", model_path(m));
     Chat c = { .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose, .chatting = chatting,
                .raw = f->raw, .session = f->session, .compressor = { .ratio = (float)f->compress, .file = f->scorer },
                .show = { (int)f->top_logits, f->show_thoughts, .newline = chatting } };
@@ -830,7 +831,7 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
     if (f->greedy) c.options.sampling.temperature = 0;     // as print_sampling() shows it
     c.options.drafting = drafting;
     if (chatting) measure_pace(m, &tok, &drafting);    // else it takes longer than it brings
-    session_open(&c.s, m, &tok, 0);
+    c.s = session_open(m, &tok, 0);
     if (f->session && !resume(&c, !isnan(f->seed))) die("--session: %s", c.err);
     if (f->raw) {
         raw_prompt(&c, text, n_text, &ids);
@@ -845,12 +846,13 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
             die("%s: %s", from, tok.err);
         }
     }
-    if (ids.n > (size_t)m->options.n_ctx && !f->compress)              // in a chat, what the flags bring
-        die("%s: the prompt has %zu tokens, but the context only %d; try -c %zu", from, ids.n, m->options.n_ctx, ids.n + 512);
+    const int n_ctx = model_options(m)->n_ctx;
+    if (ids.n > (size_t)n_ctx && !f->compress)         // in a chat, what the flags bring
+        die("%s: the prompt has %zu tokens, but the context only %d; try -c %zu", from, ids.n, n_ctx, ids.n + 512);
 
     if (o.bias) {
-        float *bias = parse_biases(&f->biases, m->config.vocab);
-        ops->copy(&(Copy){ m->s.bias, bias, (size_t)m->config.vocab * sizeof *bias, COPY_IN });
+        float *bias = parse_biases(&f->biases, model_shape(m).vocab);
+        session_set_bias(c.s, bias);
         free(bias);
     }
     print_plan(m);
@@ -873,8 +875,7 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
     tok_free(&tok);
     free(text);
     free(tools);
-    free_model(m);
-    free(m);
+    model_close(m);
     return status;
 }
 
@@ -923,7 +924,6 @@ static void run_niah(const Flags *f, const Ops *ops, ModelOptions o) {
 
 static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
     need_http();
-    Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     char *key = f->api_key_file ? read_key(f->api_key_file) : NULL;
     if (key && f->api_key) die("--api-key: expected either --api-key or --api-key-file, got both");
@@ -944,9 +944,9 @@ static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
     o.interleave = o.n_seqs > 1;                          // nobody waits for the next token longer than for a layer of a prompt
     if (o.interleave) o.n_batch = SMALL_BATCH;
     if (f->chunk) o.n_batch = max_int((int)f->chunk, STEP_ROWS);
-    load_model(m, f->model, ops, o, NULL);
+    Model *m = model_open(f->model, ops, o, NULL);
     check_drafting(m, &s.drafting);
-    load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    model_tokenizer(m, &tok);
     if (f->chat_template) tok.large_variant = is_choice(f->chat_template, "large");
     s.sampling = sampling_params(f, &m->gguf);
     print_plan(m);
@@ -955,8 +955,7 @@ static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
     serve(m, &tok, &s);
     tok_free(&tok);
     free(key);
-    free_model(m);
-    free(m);
+    model_close(m);
 }
 
 // Verbs that need neither a backend nor a plan. -> whether it was one of them

@@ -1,13 +1,25 @@
-/* engine.h - what callers of the engine may know: types and public functions. Callers (chat, server, store, compress, niah)
- * see this file alone; how a session or a model looks inside is the business of gemma4.c and its parts.
+/* engine.h - the engine as its callers see it: the types and functions that server.h, chat.h, store.h, compress.h and
+ * niah.h may use. To them Model and Session are opaque; how they look inside is the business of gemma4.c and its parts.
  *
- * Uses gemma4.h (KvType, Ops, SampleParams), tokenizer.h and grammar.h. Begin with model_open(), session_open(),
- * session_start() and session_next().
- */
+ * Uses base.h, gemma4.h (KvType, Ops, SampleParams), tokenizer.h and grammar.h. Begin with model_open(),
+ * session_open(), session_start() and session_next(): an answer is these four, the last one in a loop.
+ *
+ * THREADS  One thread uses a model and its sessions. Any thread, and a signal handler, may call session_cancel(). Any
+ *          thread may read model_options(), model_shape() and model_path(), which do not change.
+ * ERRORS   Bad files and options end the process with one line while a model is opened. Later a function that fails
+ *          returns false or -1, and session_error() says why.
+ *   [1] A model    [2] Drafts    [3] Prompts, answers, events    [4] Sessions
+ *   [5] Sessions in files    [6] Scores of tokens    [7] Lists of ids, texts, logits */
 #ifndef ENGINE_H
 #define ENGINE_H
 
-enum { MAX_SESSIONS = 64 };   // of a model, and so of a step
+// ==== [1] A model ===================================================================================================
+
+enum { MAX_SESSIONS = 64,     // of a model, and so of a step
+       MAX_CONTEXT = 1 << 24 };
+
+// Marks the public functions. A build may leave some of them unused, which is no reason for a warning.
+#define API __attribute__((unused)) static
 
 typedef struct Model Model;
 
@@ -51,5 +63,226 @@ typedef struct {              // bytes
     size_t kv_global, kv_rings, staging, activations, scratch;
     size_t drafter;           // its weights, if the backend keeps them itself, and its activations and caches
 } MemoryPlan;
+
+typedef struct {              // what the file says of the model
+    int vocab, dim;           // tokens; width of the residual stream
+    int window;               // tokens that a sliding layer attends to
+} ModelShape;
+
+// Opens a file, checks it, plans and reserves memory. Dies with one line if that fails. dump_dir: see dump.h, or NULL.
+API Model *model_open(const char *path, const Ops *ops, ModelOptions o, const char *dump_dir);
+API void model_close(Model *m);                                      // its sessions are closed before
+API void model_tokenizer(Model *m, Tokenizer *t);                    // the tokenizer of the file; dies if there is none
+API void read_weights(Model *m, bool check);                         // reads the file ahead; check: dies at NaN, Inf
+API void print_plan(Model *m);                                       // model, memory and device, on stderr
+
+API const ModelOptions *model_options(const Model *m);               // as the plan has settled them: n_ctx, n_batch
+API ModelShape model_shape(const Model *m);
+API const char *model_path(const Model *m);
+API const char *model_name(const Model *m);                          // for people; until the next call
+API size_t snapshot_bytes(Model *m);                                 // of a prefix snapshot; 0: a session needs none
+API bool chunk_is_free(const Model *m, int chunk);                   // true if the chunk size cannot change results
+API int model_paused(const Model *m);                                // the session whose prompt is paused; -1: none
+// The part of the key blocks that prompts have attended to since the last call; 0: dense prompts, or none.
+API double read_density(Model *m);
+
+// ==== [2] Drafts ====================================================================================================
+
+typedef enum {
+    SPEC_OFF, SPEC_NGRAM, SPEC_NGRAM_MOD, SPEC_GRAMMAR, SPEC_MTP, SPEC_DFLASH, SPEC_AUTO, SPEC_KINDS
+} SpecKind;
+static const char *const spec_names[] = { "off", "ngram", "ngram-mod", "grammar", "mtp", "dflash", "auto" };
+
+enum { DRAFT_MAX = STEP_ROWS - 1,      // tokens drafted for one step
+       DRAFT_DEPTHS = 16,              // depths that statistics are kept for
+       DRAFT_WIDTH = 8 };              // candidates per depth
+
+typedef struct {              // options
+    SpecKind kind;            // AUTO: drafter, n-grams and grammar, as far as they save time; others: always n_max
+    int      n_max;           // tokens drafted for a step, 1 .. DRAFT_MAX
+    int      tree;            // tokens of a tree; 0: chains
+    float    p_min;           // a draft whose probability, by the drafter, is lower ends the chain; 0: off
+} Drafting;
+
+typedef struct {              // statistics of an answer
+    int    n_steps;           // steps that had drafts
+    int    by_source[SPEC_KINDS];      // of these, by source of the drafts
+    int    drafted, accepted; // tokens
+    int    tried[DRAFT_DEPTHS];        // by depth: drafts whose parents were all accepted
+    int    accepted_at[DRAFT_DEPTHS];  // of these, accepted ones
+    double draft_seconds, verify_seconds;
+} DraftCount;
+
+API SpecKind drafter_of(const Model *m);               // SPEC_MTP, SPEC_DFLASH; SPEC_OFF: it has no draft model
+
+// Measures once how long steps and drafts take, if `how` adapts to that. No session may be open.
+API void measure_pace(Model *m, Tokenizer *t, const Drafting *how);
+
+// ==== [3] Prompts, answers, events ==================================================================================
+
+typedef struct {
+    const int32_t *ids;       // (n), n >= 1
+    int            n;
+    int            n_head;    // the first of them that stay when the context shifts: <bos> and the system turn
+    int            checkpoint_at;      // a later prompt is sure to begin with so many of them, so a snapshot is taken
+} Prompt;                              // there; 0: not known
+
+typedef struct {              // how to answer
+    int          n_predict;   // tokens to generate; -1: until the turn ends or the context is full
+    bool         ignore_eos;
+    bool         keep_logits; // session_logits() is called after every token: no step is issued ahead
+    TextList     stops;       // stop strings: each ends the answer and is no part of it
+    Grammar     *grammar;     // the form of the answer; used by this session alone while it answers. NULL: any text
+    bool         may_think;   // a thought may come before that form
+    int          think_budget;   // tokens of thought, after which it is closed; -1: no limit
+    bool         shift;       // a full context drops its oldest tokens; false: it ends the answer
+    SampleParams sampling;
+    Drafting     drafting;
+} AnswerOptions;
+
+typedef enum { END_TURN, END_CALLS, END_STOP_STRING, END_LENGTH, END_CONTEXT, END_CANCELLED, END_ERROR } EndReason;
+static const char *const end_text[] = { "end of turn", "tool call", "stop string", "-n reached", "context full",
+                                        "interrupted", "error" };
+
+typedef enum { EVENT_PROMPT, EVENT_TOKEN, EVENT_SHIFT, EVENT_END } EventKind;
+
+typedef struct {              // result of one session_next(); its texts and ids are valid until the next one
+    EventKind      kind;
+    int            done, total;        // PROMPT: tokens of the prompt that have run; that are to run
+    const int32_t *ids;                // TOKEN: (n_ids) the new tokens, and those that close a thought over its budget
+    int            n_ids;
+    TokStr         content, thought;   // TOKEN, END: new text of the answer, new text of a thought
+    int            dropped, head, kept;   // SHIFT: tokens that were dropped; the first and the newest tokens that stay
+    EndReason      end;                // END
+    const char    *error;              // END_ERROR: why; the session can be used again
+} Event;
+
+typedef struct {              // statistics of an answer
+    int         n_prompt, n_run;       // tokens of the prompt, and those that were not in the cache
+    int         made, steps;           // tokens generated, decoding steps
+    int         thought_tokens;        // of those generated; set at the end
+    int         shifts;                // times the context was full
+    double      prompt_seconds, decode_seconds, read;     // read: bytes that the decoding steps had to read
+    uint64_t    hash;                  // of the last logits, if the caller has filled it in
+    DraftCount  drafts;
+    double      density;               // read_density() of its prompt, if the caller has filled it in
+    int         loop;                  // the text ends in a loop of so many tokens; 0: it does not
+    const char *why;                   // it ended; NULL: it has not
+    EndReason   end;                   // the same; set at the end
+    const char *stop;                  // the stop string that ended it, or NULL; set at the end
+} Turn;
+
+// ==== [4] Sessions ==================================================================================================
+// A session holds the tokens of one conversation in a slot of the model's caches. A prompt that begins with these
+// tokens runs only from the first token that differs. Sliding layers keep the last tokens alone, so a session cannot
+// always go back; a prefix snapshot is a copy of what they held at some token, to which it can.
+
+enum { MAX_SNAPSHOTS = 32 };  // of a session
+
+typedef struct Session Session;
+
+typedef struct {
+    bool   running;           // it answers, and was not cancelled
+    bool   prompting;         // what it runs next is a prompt, or the rest of one
+    int    n_left, n_next;    // tokens that are to run; how many of them the next step takes
+    double work_done;         // multiplications in the last piece of a prompt's step: session_set_budget()
+} SessionState;
+
+API Session *session_open(Model *m, Tokenizer *t, int seq);          // seq: 0 .. n_seqs - 1, a slot without a session
+API void session_close(Session *s);
+API bool session_start(Session *s, const Prompt *p, const AnswerOptions *o);           // begins to answer
+API void session_next(Session *s, Event *e);                         // until EVENT_END
+// session_next() of n different sessions of one model at once: they share steps.
+API void sessions_next(Session *const *sessions, int n, Event *events);
+API void session_cancel(Session *s);                                 // the next event is the end
+API void session_forget(Session *s);                                 // drops its tokens and snapshots
+
+API Model *session_model(const Session *s);
+API Tokenizer *session_tokenizer(const Session *s);
+API const TokIds *session_held(const Session *s);                    // tokens that are in the cache
+API TokIds session_pending(const Session *s);                        // after an answer: tokens of the text that are not
+API const TokReply *session_reply(const Session *s);                 // the answer, as far as it has come
+API Turn *session_turn(Session *s);                                  // statistics of the last answer
+API SessionState session_state(const Session *s);
+API const char *session_error(const Session *s);                     // why the last call of this session failed
+
+// The logits (vocab) that the last token was sampled from. False: there are none.
+API bool session_logits(Session *s, float *logits);
+API void session_set_bias(Session *s, const float *bias);            // (vocab) added to logits; NULL: none
+// A prompt's step runs `chunk` tokens at most, and pauses between layers after `work` multiplications, so that other
+// sessions can run; INFINITY: it does not pause. Less needs ModelOptions.interleave.
+API void session_set_budget(Session *s, int chunk, double work);
+// Keeps at most `max` snapshots; a prompt takes one every so many tokens; 0: at its checkpoint alone.
+API void session_set_snapshots(Session *s, int max, int every);
+API void session_snapshot(Session *s);                               // takes one of the tokens that it holds now
+API void session_rollback(Session *s);                               // goes back to the newest one
+// Runs n tokens and keeps them, without an answer. n_later: tokens of the same prompt that follow in another call; 0:
+// none, and session_logits() gives those of the last token.
+API void session_append(Session *s, const int32_t *ids, int n, int n_later);
+
+// ==== [5] Sessions in files =========================================================================================
+
+typedef struct {              // what a file holds besides the session
+    bool     raw;             // the session is a text (--raw), not a conversation
+    bool     by_ids;          // a client gave its prompt as token ids, which may differ from those of its text
+    uint64_t seed;
+    TokText  messages;        // JSON list
+    size_t   n_skipped;       // of them, after the system message, that the model is no longer shown
+    TokIds   pending;         // the text continues with these; they are not in the cache
+} SessionNote;
+
+typedef struct {              // a session's file, without its cache
+    TokIds   ids;             // tokens in its cache
+    bool     by_ids;
+    uint64_t bytes;           // of the file
+    int64_t  time;            // of its last change, in nanoseconds
+} SessionPeek;
+
+// Writes what a session holds, and the note, to an open file -> 0, or errno. what: names a progress bar; NULL: none.
+API int session_to_fd(Session *s, const SessionNote *note, int fd, const char *what);
+// The same to a file of that name, which stays as it was if that fails.
+API bool session_to_file(Session *s, const SessionNote *note, const char *path, const char *what);
+// Replaces what the session holds by the contents of a file, and fills the note, which the caller frees. False: it
+// cannot, and the session is empty. No answer may be under way. path: the file's name in errors.
+API bool session_from_fd(Session *s, SessionNote *note, int fd, const char *path, const char *what);
+// The same from a file of that name. 1: it did; 0: there is no such file, and nothing was done; -1: as above.
+API int session_from_file(Session *s, SessionNote *note, const char *path, const char *what);
+API void session_note_free(SessionNote *note);
+// Looks at a file without taking it. 1: session_from_file() can read it, and *peek is filled in, whose ids the caller
+// frees; 0: it is of another model or kind of cache; -1: it is no whole file of a session.
+API int session_peek(Session *s, const char *path, SessionPeek *peek);
+API uint64_t session_key(Session *s);                  // a hash of its tokens, the model and the layout of its cache
+
+// ==== [6] Scores of tokens ==========================================================================================
+// For prompt compression. The score of a token is the attention that the last SCORE_ROWS tokens of the prompt pay to
+// it.
+
+// A model that scores tokens for `target` on the same backend, with room for prompts of n tokens. Dies if that fails.
+API Model *scorer_open(Model *target, const char *file, int n);
+API void scorer_check(const char *file, Model *target);              // dies if the two vocabularies differ
+// Scores the n tokens of a prompt, of which the first `first` need no score. scorer: from scorer_open(); NULL: the
+// session's model scores with its own first layers. The session keeps what it holds of those first tokens, and nothing
+// else.
+API void score_prompt(Session *s, Model *scorer, const int32_t *ids, int n, int first, float *score);
+
+// ==== [7] Lists of ids, texts, logits ===============================================================================
+
+// Appends an id. Dies if memory is out.
+static inline void push_id(Tokenizer *t, TokIds *ids, int32_t id) {
+    if (tok__push(t, ids, id) < 0) die("%s", t->err);
+}
+
+static inline int same_ids(const TokIds *a, const TokIds *b) {       // how many are equal at the beginning
+    size_t n = 0;
+    while (n < a->n && n < b->n && a->ids[n] == b->ids[n]) n++;
+    return (int)n;
+}
+
+// The end of a text, from a byte on, 0 <= from <= text->n. The bytes of an empty text may be NULL.
+static inline TokStr text_from(const TokText *text, size_t from) {
+    return from < text->n ? (TokStr){ text->s + from, text->n - from } : (TokStr){ "", 0 };
+}
+
+API double logsumexp(const float *logits, int vocab);
 
 #endif

@@ -1,86 +1,36 @@
-/* generate.h - generation: sessions and events over step().
+/* generate.h - generation: sessions, prompts, answers, snapshots and drafts over step().
  *
- * Uses draft.h, guess.h, grammar.h and tokenizer.h.
+ * Uses engine.h (whose sessions it implements), plan.h, draft.h, guess.h, grammar.h and tokenizer.h. Begin with
+ * sessions_next() [5] and run_sessions() above it.
  *
- * The engine as its callers see it: a session holds tokens in one slot of the model's caches; session_start() gives it a
- * prompt to answer, and each session_next() does one piece of work, a chunk of the prompt or a token, and tells what came of
- * it. sessions_next() does so for several sessions at once, which share their decoding steps. Nothing here prints, or ends
- * the process for what is the caller's business.
+ * A session keeps its tokens in one slot of the model's caches. session_start() gives it a prompt to answer. Each
+ * session_next() does one piece of work, a chunk of the prompt or a token, and reports it as an event. sessions_next()
+ * does so for several sessions, which share their decoding steps. Nothing here prints.
  *
- * Decoding may be speculative: a drafter guesses what comes next, the guesses run in one step with the token before them, and
- * the model's own choice is made at every row. As far as guesses and choices agree, one step has made several tokens. Choices
- * are those that a step of one row makes, bit for bit, greedy or drawn; so the text is the same with any drafter, and without.
+ * Speculative decoding: a draft model or the text itself proposes the next tokens. They run in the same step as the
+ * last token, and the model samples a token of its own at every row. As long as drafts and samples agree, a step yields
+ * several tokens. Each sample is, bit for bit, the one that a step of a single row would make, greedy or not. So the
+ * text is the same with any drafter, and without one.
  *
- * Behind it: a prompt runs only from where it differs from what the session holds. A backend that works beside the host (one
- * with marks) never waits for it: the next step is fed its tokens by the device, and the host looks at them while it runs.
- * Where a token turns out to end the text, or to be followed by others than the model's, that step is dropped: it was not
- * committed. A full context drops its oldest tokens, if that is wanted, and goes on.
- *   [1] Types    [2] Stop strings    [3] Sessions, snapshots    [4] An answer: text, its end, its form
- *   [5] Drafts   [6] Steps of several sessions    [7] Measuring, logits */
+ * A prompt runs only from the first token that the session does not hold. If the backend runs asynchronously
+ * (Ops.fence), the host does not wait for it: the device passes its tokens to the next step, and the host reads them
+ * while that step runs. If the answer turns out to end there, or to continue with other tokens, that step is discarded:
+ * it was not committed.
+ *   [1] Stop strings    [2] Sessions, snapshots    [3] An answer: text, its end, its form
+ *   [4] Drafts    [5] Steps of several sessions    [6] Without an answer: measuring, appending, logits */
 #ifndef GENERATE_H
 #define GENERATE_H
 
-// ==== [1] Types =====================================================================================================
+// ==== [1] Stop strings ==============================================================================================
 
-typedef struct {              // how to answer
-    int          n_predict;   // tokens to generate; -1: until the turn ends or the context is full
-    bool         ignore_eos;
-    bool         keep_logits; // session_logits() is asked for every token: no step is issued ahead
-    TextList     stops;       // text that ends the answer and is no part of it
-    Grammar     *grammar;     // what the answer may be, and of this session alone as long as it answers; NULL: anything
-    bool         may_think;   // before that
-    int          think_budget;   // tokens of thought, after which it is closed; -1: as many as the model likes
-    bool         shift;       // a full context drops its oldest tokens; else it ends the answer
-    SampleParams sampling;
-    Drafting     drafting;
-} AnswerOptions;
-
-typedef struct {
-    const int32_t *ids;       // (n), n >= 1
-    int            n;
-    int            n_head;    // the first of them that stay when the context shifts: <bos> and the system turn
-    int            mark;      // how many of them a later prompt is sure to begin with, 0 if that is not known: what rings
-} Prompt;                     // would lose is saved there
-
-typedef enum { END_TURN, END_CALLS, END_STOP_STRING, END_LENGTH, END_CONTEXT, END_CANCELLED, END_ERROR } EndReason;
-static const char *const end_text[] = { "end of turn", "tool call", "stop string", "-n reached", "context full",
-                                        "interrupted", "error" };
-
-typedef enum { EVENT_PROMPT, EVENT_TOKEN, EVENT_SHIFT, EVENT_END } EventKind;
-
-typedef struct {              // what came of one session_next(); texts are there until the next one
-    EventKind      kind;
-    int            done, total;        // PROMPT: tokens of the prompt that have run, that are to run
-    const int32_t *ids;                // TOKEN: (n_ids) the token, and what the budget of thoughts put behind it
-    int            n_ids;
-    TokStr         content, thought;   // TOKEN, END: text of the answer, of a thought that has come
-    int            dropped, head, kept;   // SHIFT: tokens that went, the first and the newest that stay
-    EndReason      end;                // END
-    const char    *error;              // END_ERROR: why; the session can be used again
-} Event;
-
-typedef struct {              // what an answer took
-    int         n_prompt, n_run;       // tokens of the prompt, and those that were not in the cache
-    int         made, steps;           // tokens generated, decoding steps
-    int         shifts;                // times the context was full
-    double      prompt_seconds, decode_seconds, read;     // read: bytes that the decoding steps had to read
-    uint64_t    hash;                  // of the last logits, where the caller looks at them
-    DraftCount  drafts;
-    double      density;               // of blocks that its prompt attended to, where it was sparse and the caller asks; else 0
-    int         loop;                  // the text ends in a loop of so many tokens, 0: it does not
-    const char *why;                   // it ended; NULL: it has not
-} Turn;
-
-// ==== [2] Stop strings ==============================================================================================
-
-// Stop strings. Text passes through byte by byte, so that where tokens begin makes no difference; what may be the
-// beginning of a stop string waits. The stop string that is complete first ends the text before it; of several that
-// end there, the longest.
+// Text passes through byte by byte, so it makes no difference where tokens begin. Bytes that may be the beginning of a
+// stop string are held back. The stop string that is complete first ends the text before it; of several that end at the
+// same byte, the longest.
 typedef struct {
     const TextList *strings;  // none is empty
     char           *held;     // (longest) the last bytes of the text, not passed on yet
     size_t          n_held, longest;
-    const char     *hit;      // the stop string that was found: nothing passes any more
+    const char     *hit;      // the stop string that was found; no more text passes
 } Stops;
 
 static Stops stops_new(const TextList *strings) {      // free(held) when done
@@ -95,7 +45,7 @@ static size_t stops_push(Stops *s, const char *text, size_t n, char *out) {
     size_t n_out = 0;
     for (size_t i = 0; i < n && !s->hit; i++) {
         s->held[s->n_held++] = text[i];
-        size_t keep = 0, found = 0;                    // bytes at the end of held: a beginning, a whole stop string
+        size_t keep = 0, found = 0;                    // bytes at the end of held: the beginning of one, a whole one
         for (int k = 0; k < s->strings->n; k++) {
             const char *stop = s->strings->text[k];
             const size_t len = strlen(stop);
@@ -112,16 +62,16 @@ static size_t stops_push(Stops *s, const char *text, size_t n, char *out) {
     return n_out;
 }
 
-static size_t stops_flush(Stops *s, char *out) {       // at the end: what waits was no stop string
+static size_t stops_flush(Stops *s, char *out) {       // at the end: the bytes held back are no stop string
     const size_t n = s->hit ? 0 : s->n_held;
     memcpy(out, s->held, n);
     s->n_held = 0;
     return n;
 }
 
-// ==== [3] Sessions, snapshots =======================================================================================
+// ==== [2] Sessions, snapshots =======================================================================================
 
-typedef struct {              // rows of a cache, or the scales beside them
+typedef struct {              // rows of a cache, or their scales
     uint8_t *data;
     size_t  bytes;
     KvType  type;
@@ -130,7 +80,7 @@ typedef struct {              // rows of a cache, or the scales beside them
 
 enum { CACHE_PARTS = 6 };     // at most
 
-// Where the rows of session seq lie in a cache -> number of parts.
+// Where the rows of session seq are in a cache. Returns the number of parts.
 static int cache_parts(const Cache *c, int seq, CachePart *parts) {
     const KvPlane *planes[] = { &c->k, &c->v, &c->k_tail, &c->v_tail };
     int n = 0;
@@ -145,8 +95,8 @@ static int cache_parts(const Cache *c, int seq, CachePart *parts) {
     return n;
 }
 
-// Copies the rows of session seq in a cache that can move on, a ring or a tail, to host memory, COPY_OUT, or back;
-// wait() is left to the caller. Returns their bytes; host NULL: only that.
+// Copies the rows of session seq that a cache will overwrite, a ring's or a tail's, to host memory (COPY_OUT) or back
+// (COPY_IN); the caller calls wait(). Returns their bytes. host NULL: copies nothing.
 static size_t copy_ring(Model *m, int cache, int seq, uint8_t *host, CopyKind kind) {
     const Cache *c = &m->caches[cache];
     const bool is_ring = c->slots < m->options.n_ctx + STEP_ROWS;
@@ -165,7 +115,7 @@ static size_t copy_ring(Model *m, int cache, int seq, uint8_t *host, CopyKind ki
     return n;
 }
 
-// The same in all caches.
+// The same for all caches; waits.
 static size_t copy_rings(Model *m, int seq, uint8_t *host, CopyKind kind) {
     size_t n = 0;
     for (int i = 0; i < m->n_caches; i++) n += copy_ring(m, i, seq, host ? host + n : NULL, kind);
@@ -173,58 +123,108 @@ static size_t copy_rings(Model *m, int seq, uint8_t *host, CopyKind kind) {
     return n;
 }
 
-enum { MARKS = 32 };
-typedef struct { uint8_t *rings; int n, seen; } Mark;                // the rings as they were when the first n tokens were held
+typedef struct {              // a prefix snapshot: rings and tails as they were when the session held n tokens
+    uint8_t *rings;
+    int      n, n_written;    // n_written: Model.n_written at that time
+} Snapshot;
 
-typedef struct {
+struct Session {
     Model     *m;
     Tokenizer *t;
     int        seq;           // its slot in the model's caches
     TokIds     held;          // (m->len[seq]) the committed tokens
-    Mark       marks[MARKS];  // (n_marks) ascending: to go back further than rings reach. Those behind keep their memory
-    int        n_marks;
-    int        most_marks;    // 1 .. MARKS
-    bool       saving;        // one more, of which so much is there:
+    Snapshot   snapshots[MAX_SNAPSHOTS];       // (n_snapshots) ascending; entries after them keep memory for later ones
+    int        n_snapshots;
+    int        max_snapshots; // 1 .. MAX_SNAPSHOTS
+    bool       saving;        // one more is being copied, and the session runs nothing. So far these are copied:
     int        saved_caches;
     size_t     saved_bytes;
-    int        mark_every;    // a prompt leaves one each time it has run so many tokens; 0: only at Prompt.mark
-    int        chunk;         // tokens of a prompt that run in one step at most
-    double     work;          // multiplications of a prompt's step that run before other sessions do; INFINITY: all. Less than
-                              // all where the model's plan has `between`
-    double     worked;        // in the last piece of such a step
+    int        snapshot_every;    // a prompt takes one every so many tokens; 0: only at Prompt.checkpoint_at
+    int        chunk;         // most tokens of a prompt in one step
+    double     work;          // multiplications after which a prompt's step pauses, with ModelOptions.interleave;
+                              // INFINITY: it does not
+    double     worked;        // multiplications in the last piece of such a step
     // the answer under way, or the last one
     AnswerOptions options;
-    TokReply   reply;         // as far as it has come; at its end cut where a stop string began
+    TokReply   reply;         // so far; when it has ended, cut where a stop string began
     Turn       turn;
-    GrammarState state;       // of options.grammar, behind todo
-    TokIds     todo;          // what runs next: the prompt, later the last token; of these `at` have been run
-    int        at, want_mark, n_head;
+    GrammarState state;       // of options.grammar, after the tokens of todo
+    TokIds     todo;          // tokens to run: the prompt, later the last token; the first `at` of them have run
+    int        at, checkpoint_at, n_head;
     bool       prompting;     // todo is a prompt
-    bool       fed;           // a step has been issued that takes the last token from the device
-    bool       answering, ending;      // not told EVENT_END yet; it is what comes next
+    bool       issued_ahead;  // the step that runs the last token was issued before the host knew that token
+    bool       answering, ending;      // EVENT_END is still to come; it is the next event
     volatile sig_atomic_t cancelled;
     EndReason  end;
-    Event      shifted;       // n dropped: to be told
+    Event      shifted;       // an EVENT_SHIFT still to be reported, if it dropped tokens
     TokIds     said, thought_name;     // ids of the last event; the first line of a thought
     Speculator    speculator;
-    int        named, thought_tokens;  // ids of that line, and of thoughts, so far
-    size_t     content, thought, passed;   // bytes of the reply that were looked at; of content, what the stop strings let by
+    int        named, thought_tokens;  // ids of that line so far; of thoughts so far
+    size_t     content, thought, passed;   // bytes of the reply that events have taken; that passed the stop strings
     Stops      stops;
-    char      *text;          // (text_room) of the last event: what passed the stop strings
+    char      *text;          // (text_room) the last event's text after the stop strings
     size_t     text_room, n_text;
-    size_t     thought_start; // of what the last event has of it
-    int        row;           // of the logits of step number `step` that the last token was chosen from; -1: none yet
+    size_t     thought_start; // where the last event's thought begins in the reply
+    int        row;           // the last token was sampled from this row of logits of step number `step`; -1: from none
     int64_t    step;
-    double     started, first_token, returned;         // seconds(); returned: of its last step
+    double     started, first_token, returned;         // seconds(); returned: when its last step did
     char       err[512];
-} Session;
+};
 
-static double cache_bytes(const Cache *k, int n) {      // of the newest n rows of a session, all heads
+// ---- facts about a model and a session, for callers that do not see into them ----
+
+static const ModelOptions *model_options(const Model *m) { return &m->options; }
+static const char *model_path(const Model *m) { return m->gguf.path; }
+static int model_paused(const Model *m) { return m->paused_seq; }
+static size_t snapshot_bytes(Model *m) { return copy_rings(m, 0, NULL, COPY_OUT); }
+
+static ModelShape model_shape(const Model *m) {
+    return (ModelShape){ .vocab = m->config.vocab, .dim = m->config.dim, .window = m->config.n_swa };
+}
+
+static Model *model_open(const char *path, const Ops *ops, ModelOptions o, const char *dump_dir) {
+    Model *m = alloc_or_die(1, sizeof *m);
+    load_model(m, path, ops, o, dump_dir);
+    return m;
+}
+
+static void model_close(Model *m) {
+    free_model(m);
+    free(m);
+}
+
+// Steps of few rows; on the CPU all steps, unless a prompt's rows see less in larger ones.
+static bool chunk_is_free(const Model *m, int chunk) {
+    const ModelOptions *o = &m->options;
+    return chunk <= STEP_ROWS || (m->ops == cpu_ops() && !o->pflash && !o->tail);
+}
+
+static Model *session_model(const Session *s) { return s->m; }
+static Tokenizer *session_tokenizer(const Session *s) { return s->t; }
+static const TokIds *session_held(const Session *s) { return &s->held; }
+static const TokReply *session_reply(const Session *s) { return &s->reply; }
+static Turn *session_turn(Session *s) { return &s->turn; }
+static const char *session_error(const Session *s) { return s->err; }
+
+static void session_set_budget(Session *s, int chunk, double work) {
+    s->chunk = chunk;
+    s->work = work;
+}
+
+static void session_set_snapshots(Session *s, int max, int every) {
+    s->max_snapshots = max;
+    s->snapshot_every = every;
+}
+
+// ---- opening, closing ----
+
+static double cache_bytes(const Cache *k, int n) {     // of the newest n rows of a session, all heads
     return (double)n * k->n_kv_heads * (double)(kv_row_bytes(k->k.type, k->k.dim) + kv_scale_bytes(k->k.type, k->k.dim) +
                                                 kv_row_bytes(k->v.type, k->v.dim) + kv_scale_bytes(k->v.type, k->v.dim));
 }
 
-// Bytes of weights and cache that decoding a token at position pos has to read: over bandwidth, the floor of its time.
+// Bytes of weights and cache that decoding a token at position pos has to read. Divided by the bandwidth: its least
+// time.
 static double bytes_per_token(const Model *m, int pos) {
     const Config *c = &m->config;
     double bytes = (double)matrix_bytes(m->weights.output.data ? &m->weights.output : &m->weights.token_embd);
@@ -235,7 +235,7 @@ static double bytes_per_token(const Model *m, int pos) {
     return bytes;
 }
 
-// The same for each token that an MTP assistant guesses in one session of pos tokens, or each block of DFlash.
+// The same for each token that an MTP assistant drafts in one session of pos tokens, or each block that DFlash drafts.
 static double bytes_per_draft(const Model *m, int pos) {
     const Drafter *d = m->drafter;
     const Config *c = &d->config;
@@ -253,8 +253,8 @@ static double bytes_per_draft(const Model *m, int pos) {
     return bytes;
 }
 
-static void session_open(Session *s, Model *m, Tokenizer *t, int seq) {
-    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .most_marks = 1, .chunk = m->options.n_batch,
+static void init_session(Session *s, Model *m, Tokenizer *t, int seq) {
+    *s = (Session){ .m = m, .t = t, .seq = seq, .row = -1, .max_snapshots = 1, .chunk = m->options.n_batch,
                      .work = INFINITY };
     speculator_init(&s->speculator);
     m->pace->records = m->ops->fence != NULL;
@@ -262,99 +262,136 @@ static void session_open(Session *s, Model *m, Tokenizer *t, int seq) {
     reset_session(m, seq);
 }
 
-static void session_close(Session *s) {
+static void free_session(Session *s) {
     tok_ids_free(&s->held);
     tok_ids_free(&s->todo);
     tok_ids_free(&s->said);
     speculator_free(&s->speculator);
     tok_ids_free(&s->thought_name);
     tok_reply_free(&s->reply);
-    for (int i = 0; i < MARKS; i++) free(s->marks[i].rings);
+    for (int i = 0; i < MAX_SNAPSHOTS; i++) free(s->snapshots[i].rings);
     free(s->stops.held);
     free(s->text);
 }
 
-static void session_forget(Session *s) {               // it holds nothing, and nothing is kept of it
+static Session *session_open(Model *m, Tokenizer *t, int seq) {
+    Session *s = alloc_or_die(1, sizeof *s);
+    init_session(s, m, t, seq);
+    return s;
+}
+
+static void session_close(Session *s) {
+    free_session(s);
+    free(s);
+}
+
+static void session_forget(Session *s) {
     reset_session(s->m, s->seq);
     s->held.n = 0;
-    s->n_marks = 0;
+    s->n_snapshots = 0;
     s->row = -1;
 }
 
-static void session_cancel(Session *s) { s->cancelled = 1; }         // the next event is the end; from any thread or handler
+static void session_cancel(Session *s) { s->cancelled = 1; }         // any thread or signal handler may call it
 
-static void push_id(Session *s, TokIds *ids, int32_t id) {
-    if (tok__push(s->t, ids, id) < 0) die("%s", s->t->err);           // out of memory
+static void session_set_bias(Session *s, const float *bias) {
+    Model *m = s->m;
+    const size_t vocab = (size_t)m->config.vocab;
+    float *none = bias ? NULL : alloc_or_die(vocab, sizeof *none);
+    m->ops->copy(&(Copy){ m->s.bias + (size_t)s->seq * vocab, bias ? bias : none, vocab * sizeof *bias, COPY_IN });
+    m->ops->wait();
+    free(none);
+}
+
+// ---- going back: prefix snapshots ----
+
+static void set_length(Model *m, int seq, int32_t len) {
+    m->len[seq] = len;
+    m->ops->copy(&(Copy){ m->s.len + seq, &len, sizeof len, COPY_IN });
+}
+
+// Puts rings and tails back as they were at a snapshot. ids are the tokens that the session held then.
+static void restore_snapshot(Session *s, const Snapshot *snapshot, const int32_t *ids) {
+    copy_rings(s->m, s->seq, snapshot->rings, COPY_IN);
+    s->m->n_written[s->seq] = snapshot->n_written;
+    shorten_session(s->m, s->seq, ids, snapshot->n);
 }
 
 // Cuts the session back to what it shares with a prompt (ids, n >= 1), less the last token, which has to run for its
-// logits. Where the rings do not reach back as far, they are put back as they were at the last mark before; else the
-// session starts again.
+// logits. If the rings have lost rows that this needs, goes back to the last snapshot before it; without one, to
+// nothing.
 static void session_keep(Session *s, const int32_t *ids, int n) {
     Model *m = s->m;
     int same = 0;
     while (same < min_int(n - 1, m->len[s->seq]) && s->held.ids[same] == ids[same]) same++;
-    while (s->n_marks && s->marks[s->n_marks - 1].n > same) s->n_marks--;
+    while (s->n_snapshots && s->snapshots[s->n_snapshots - 1].n > same) s->n_snapshots--;
     if (!shorten_session(m, s->seq, ids, same)) {
-        const Mark *mark = s->n_marks ? &s->marks[s->n_marks - 1] : NULL;
-        same = mark ? mark->n : 0;
-        if (mark) {
-            copy_rings(m, s->seq, mark->rings, COPY_IN);
-            m->n_written[s->seq] = mark->seen;
-            shorten_session(m, s->seq, ids, same);
-        } else {
-            reset_session(m, s->seq);
-        }
+        const Snapshot *snapshot = s->n_snapshots ? &s->snapshots[s->n_snapshots - 1] : NULL;
+        same = snapshot ? snapshot->n : 0;
+        if (snapshot) restore_snapshot(s, snapshot, ids);
+        else reset_session(m, s->seq);
     }
     s->held.n = (size_t)same;
 }
 
-// Of too many marks the one goes that is closest to the next; its memory is the next one's.
-static void make_room_for_mark(Session *s) {
-    Mark *marks = s->marks;
+// If the session has as many snapshots as it may have, drops the one that is closest to the next; the new one takes its
+// memory.
+static void evict_snapshot(Session *s) {
+    Snapshot *snapshots = s->snapshots;
     int least = 0;
-    if (s->n_marks < s->most_marks) return;
-    for (int i = 0, best = INT_MAX; i < s->n_marks; i++) {
-        const int gap = (i + 1 < s->n_marks ? marks[i + 1].n : s->m->len[s->seq]) - marks[i].n;
+    if (s->n_snapshots < s->max_snapshots) return;
+    for (int i = 0, best = INT_MAX; i < s->n_snapshots; i++) {
+        const int gap = (i + 1 < s->n_snapshots ? snapshots[i + 1].n : s->m->len[s->seq]) - snapshots[i].n;
         if (gap < best) best = gap, least = i;
     }
-    const Mark out = marks[least];
-    memmove(marks + least, marks + least + 1, (size_t)(--s->n_marks - least) * sizeof *marks);
-    marks[s->n_marks] = out;
+    const Snapshot out = snapshots[least];
+    memmove(snapshots + least, snapshots + least + 1, (size_t)(--s->n_snapshots - least) * sizeof *snapshots);
+    snapshots[s->n_snapshots] = out;
 }
 
-// What the rings hold now is kept: the session can go back to here from wherever it gets to. Not whole: the next ring
-// of it; the session runs nothing as long as it is s->saving.
-static void session_save(Session *s, bool whole) {
+// Takes a snapshot of what the rings hold now. whole: of all caches at once; else of the next one, and the session is
+// `saving` until all are copied.
+static void take_snapshot(Session *s, bool whole) {
     Model *m = s->m;
     if (!s->saving) {
-        if (s->n_marks && s->marks[s->n_marks - 1].n == m->len[s->seq]) return;
-        make_room_for_mark(s);
+        if (s->n_snapshots && s->snapshots[s->n_snapshots - 1].n == m->len[s->seq]) return;
+        evict_snapshot(s);
         s->saved_caches = 0;
         s->saved_bytes = 0;
     }
-    Mark *mark = &s->marks[s->n_marks];
-    if (!mark->rings) mark->rings = alloc_large(copy_rings(m, s->seq, NULL, COPY_OUT));
+    Snapshot *snapshot = &s->snapshots[s->n_snapshots];
+    if (!snapshot->rings) snapshot->rings = alloc_large(copy_rings(m, s->seq, NULL, COPY_OUT));
     for (size_t n = 0; s->saved_caches < m->n_caches && (whole || !n); s->saved_bytes += n)
-        n = copy_ring(m, s->saved_caches++, s->seq, mark->rings + s->saved_bytes, COPY_OUT);
+        n = copy_ring(m, s->saved_caches++, s->seq, snapshot->rings + s->saved_bytes, COPY_OUT);
     m->ops->wait();
     s->saving = s->saved_caches < m->n_caches;
     if (s->saving) return;
-    mark->n = m->len[s->seq];
-    mark->seen = m->n_written[s->seq];
-    s->n_marks++;
+    snapshot->n = m->len[s->seq];
+    snapshot->n_written = m->n_written[s->seq];
+    s->n_snapshots++;
 }
 
-// The tokens behind what the session shares with (ids, n) are what it runs next.
+static void session_snapshot(Session *s) { take_snapshot(s, true); }
+
+static void session_rollback(Session *s) {
+    const Snapshot *snapshot = &s->snapshots[s->n_snapshots - 1];
+    assert(s->n_snapshots > 0 && snapshot->n <= s->m->len[s->seq]);
+    restore_snapshot(s, snapshot, s->held.ids);
+    s->held.n = (size_t)snapshot->n;
+    s->row = -1;
+}
+
+// ---- a prompt begins ----
+
+// Makes the session run a prompt (ids, n), but for the tokens that it holds already.
 static void set_prompt(Session *s, const int32_t *ids, int n) {
     session_keep(s, ids, n);
     s->todo.n = 0;
     s->at = 0;
-    for (int i = s->m->len[s->seq]; i < n; i++) push_id(s, &s->todo, ids[i]);
+    for (int i = s->m->len[s->seq]; i < n; i++) push_id(s->t, &s->todo, ids[i]);
     s->prompting = true;
 }
 
-// Begins to answer a prompt; what the session shares with it does not run again. False: it cannot, and s->err says why.
 static bool session_start(Session *s, const Prompt *p, const AnswerOptions *o) {
     Model *m = s->m;
     if (p->n < 1 || p->n > m->options.n_ctx) {
@@ -370,7 +407,7 @@ static bool session_start(Session *s, const Prompt *p, const AnswerOptions *o) {
     s->turn = (Turn){ .n_prompt = p->n };
     s->started = s->first_token = seconds();
     s->answering = true;
-    s->ending = s->fed = false;
+    s->ending = s->issued_ahead = false;
     s->cancelled = 0;
     s->content = s->thought = s->passed = 0;
     s->named = tok_reply_thinks(&s->reply) ? (int)s->thought_name.n : 0;
@@ -383,18 +420,14 @@ static bool session_start(Session *s, const Prompt *p, const AnswerOptions *o) {
     s->shifted = (Event){ .kind = EVENT_SHIFT };
     m->ops->copy(&(Copy){ m->s.params + s->seq, &s->options.sampling, sizeof s->options.sampling, COPY_IN });
     set_prompt(s, p->ids, p->n);
-    s->want_mark = p->mark < p->n && copy_rings(m, s->seq, NULL, COPY_OUT) ? p->mark : 0;
+    s->checkpoint_at = p->checkpoint_at < p->n && copy_rings(m, s->seq, NULL, COPY_OUT) ? p->checkpoint_at : 0;
     return true;
 }
 
-// ==== [4] An answer: text, its end, its form ========================================================================
+// ==== [3] An answer: text, its end, its form ========================================================================
 
-// A text from a byte on, 0 <= from <= text->n. No offset is added to a text that was never written, which is NULL.
-static TokStr text_from(const TokText *text, size_t from) {
-    return from < text->n ? (TokStr){ text->s + from, text->n - from } : (TokStr){ "", 0 };
-}
-
-// What has run of a prompt's step is for nothing, and the rings may have lost what the session's last logits came from.
+// Abandons a prompt's step that is paused. Its rows may have overwritten rows of the rings that the session's last
+// logits depend on, so these cannot be had any more.
 static void give_up(Session *s) {
     s->row = -1;
     s->m->paused_seq = -1;
@@ -405,11 +438,11 @@ static void end_answer(Session *s, EndReason end) {
     s->saving = false;
     s->ending = true;
     s->end = end;
-    s->fed = false;
+    s->issued_ahead = false;
 }
 
-// Adds to an event the text of the reply that has come since: thoughts as they are, content as far as the stop strings
-// let it pass.
+// Adds to an event the text that the reply has gained: thoughts unchanged, content as far as the stop strings let it
+// pass.
 static void pass_text(Session *s, Event *e) {
     const TokReply *r = &s->reply;
     const size_t n = r->content.n - s->content, room = s->n_text + n + 2 * s->stops.longest + 1;
@@ -435,7 +468,8 @@ static void begin_event(Session *s, Event *e, EventKind kind) {
     s->thought_start = s->thought;
 }
 
-// Whether ids (n) end in a loop: their last tokens, 96 at least and four times over, repeat every so many. 0: they do not.
+// The period of a loop at the end of ids (n): the last 96 tokens or four periods, whichever is more, repeat. 0: no
+// loop.
 static int loop_of(const int32_t *ids, int n) {
     for (int period = 1; period <= 64; period++) {
         const int span = max_int(4 * period, 96);
@@ -447,7 +481,7 @@ static int loop_of(const int32_t *ids, int n) {
 }
 
 static void tell_end(Session *s, Event *e) {
-    const int made = min_int(s->turn.made, (int)s->held.n);            // tokens of it that are held
+    const int made = min_int(s->turn.made, (int)s->held.n);            // tokens of the answer that are held
     begin_event(s, e, EVENT_END);
     e->end = s->end;
     e->error = s->end == END_ERROR ? s->err : NULL;
@@ -456,31 +490,37 @@ static void tell_end(Session *s, Event *e) {
     pass_text(s, e);
     s->reply.content.n = s->passed;
     s->turn.why = end_text[s->end];
+    s->turn.end = s->end;
+    s->turn.stop = s->stops.hit;
+    s->turn.thought_tokens = s->thought_tokens;
     s->turn.loop = loop_of(s->held.ids + (int)s->held.n - made, made);
     s->turn.prompt_seconds = (s->turn.made ? s->first_token : seconds()) - s->started;
     s->turn.decode_seconds = s->turn.made ? seconds() - s->first_token : 0;
     s->answering = false;
 }
 
-// The thought has used up its budget: its end, on a line of its own, is what the model said. As tok_reply_push().
+// The thought has used up its budget: closes it, on a line of its own, as if the model had. Returns as
+// tok_reply_push().
 static int close_thought(Session *s) {
     Tokenizer *t = s->t;
     const size_t first = s->said.n;
     const TokStr last = tok_piece(t, s->said.ids[first - 1], false);
     int over = 0;
     if (!(last.n && last.s[last.n - 1] == '\n') && tok_encode(t, "\n", 1, TOK_PLAIN, &s->said) < 0) return -1;
-    push_id(s, &s->said, t->channel_close);
-    for (size_t i = first; i < s->said.n && !over; i++, s->turn.made++) over = tok_reply_push(t, &s->reply, s->said.ids[i]);
+    push_id(s->t, &s->said, t->channel_close);
+    for (size_t i = first; i < s->said.n && !over; i++, s->turn.made++)
+        over = tok_reply_push(t, &s->reply, s->said.ids[i]);
     return over;
 }
 
-// Accepted guesses that turned out to be behind the end of what was said leave the cache.
+// Removes from the cache accepted drafts that follow the last token of the answer.
 static void drop_drafts(Session *s) {
     if (s->m->len[s->seq] > (int)s->held.n) shorten_session(s->m, s->seq, s->held.ids, (int)s->held.n);
 }
 
-// The context is full: of its tokens the first n_head stay, and the newest half of the room behind these; they run
-// again, with what was said last. False: the head leaves less than half of the context, so nothing was done.
+// Makes room in a full context: keeps the first n_head tokens and the newest ones, which fill half of the room after
+// the head. These run again, then the tokens said last (n). False: the head takes more than half of the context, or
+// those do not fit, so nothing was done.
 static bool shift_context(Session *s, const int32_t *said, int n) {
     const int n_ctx = s->m->options.n_ctx, n_head = s->n_head, half = (n_ctx - n_head) / 2, len = (int)s->held.n;
     if (n_head > n_ctx / 2 || half < n) return false;
@@ -496,7 +536,7 @@ static bool shift_context(Session *s, const int32_t *said, int n) {
     return true;
 }
 
-// Why the answer cannot go on in its form: s->err.
+// Writes to s->err why the answer cannot continue in its form.
 static void explain_form(Session *s) {
     Model *m = s->m;
     Grammar *g = s->options.grammar;
@@ -506,7 +546,7 @@ static void explain_form(Session *s) {
              "grammar: a thought was closed where none may end");
 }
 
-// The grammar goes on behind tokens that were said. False: s->err says why it cannot.
+// Advances the grammar by new tokens of the answer. False: s->err says why it cannot.
 static bool follow_grammar(Session *s, const int32_t *ids, int n) {
     Grammar *g = s->options.grammar;
     bool ok = true;
@@ -515,7 +555,7 @@ static bool follow_grammar(Session *s, const int32_t *ids, int n) {
     return ok;
 }
 
-// The token that the model chose, behind those of the event so far: it runs next, unless the answer ends here.
+// Adds the token that the model sampled to the answer and the event. It runs next, unless the answer ends here.
 static void take_token(Session *s, int32_t token, Event *e) {
     const AnswerOptions *o = &s->options;
     Model *m = s->m;
@@ -531,7 +571,7 @@ static void take_token(Session *s, int32_t token, Event *e) {
         end_answer(s, END_ERROR);
         return;
     }
-    if (!o->n_predict) {                               // the prompt was all that was wanted
+    if (!o->n_predict) {                               // the caller wanted the prompt to run, and no answer
         end_answer(s, END_LENGTH);
         return;
     }
@@ -539,7 +579,7 @@ static void take_token(Session *s, int32_t token, Event *e) {
     const bool thought_before = tok_reply_thinks(&s->reply);
     int over = o->ignore_eos && tok_is_stop(s->t, token) ? 0 : tok_reply_push(s->t, &s->reply, token);
     s->turn.made++;
-    push_id(s, &s->said, token);
+    push_id(s->t, &s->said, token);
     const bool thinks = tok_reply_thinks(&s->reply);
     if (!thinks) s->named = 0;
     else if (thought_before && s->named < name) s->named++;
@@ -560,13 +600,13 @@ static void take_token(Session *s, int32_t token, Event *e) {
     else if ((int)s->held.n + n > m->options.n_ctx) {
         if (!o->shift || !shift_context(s, said, n)) end_answer(s, END_CONTEXT);
     }
-    for (int i = 0; i < n && !s->prompting; i++) push_id(s, &s->todo, said[i]);       // an answer that ended leaves it there
-    s->fed &= !s->ending && !s->prompting && n == 1;
+    for (int i = 0; i < n && !s->prompting; i++) push_id(s->t, &s->todo, said[i]);    // also if the answer has ended
+    s->issued_ahead &= !s->ending && !s->prompting && n == 1;
 }
 
-// ==== [5] Drafts ====================================================================================================
+// ==== [4] Drafts ====================================================================================================
 
-// The most tokens that may be guessed behind a text of n tokens, of which the answer has made so many.
+// The most tokens that may be drafted after a text of n tokens, of which the answer has generated `made`.
 static int room_for_drafts(const Session *s, int n, int made) {
     const AnswerOptions *o = &s->options;
     const int room = min_int(s->m->options.n_ctx - n, s->m->options.n_logits - 1);
@@ -578,8 +618,8 @@ static SpecKind drafter_of(const Model *m) {
     return m->drafter->kind == DRAFTER_MTP ? SPEC_MTP : m->drafter->kind == DRAFTER_DFLASH ? SPEC_DFLASH : SPEC_OFF;
 }
 
-// Guesses of the grammar, where it leaves one way to go on. Their text is cut into tokens as if it stood alone; the
-// last one may go on, so it is left out.
+// Drafts the text that the grammar requires next, if it allows only one. This text is tokenized on its own; its last
+// token may be the beginning of a longer one, so it is left out.
 static void guess_grammar(Session *s, int most) {
     Speculator *g = &s->speculator;
     Grammar *grammar = s->options.grammar;
@@ -595,38 +635,39 @@ static void guess_grammar(Session *s, int most) {
             if (next < 0 && n) ids.n--;
             n = 0;
         }
-        if (next >= 256) push_id(s, &ids, grammar->named[next - 256]);
+        if (next >= 256) push_id(s->t, &ids, grammar->named[next - 256]);
         if (next >= 0) state = grammar_after_forced(grammar, state, next);
     }
-    if (grammar->failed) grammar_recover(grammar, &s->state, 1);       // it may not come to that
+    if (grammar->failed) grammar_recover(grammar, &s->state, 1);       // the answer may take another way
     g->n_grammar_ids = min_int((int)ids.n, most);
     if (g->n_grammar_ids) memcpy(g->grammar_ids, ids.ids, (size_t)g->n_grammar_ids * sizeof *g->grammar_ids);
     tok_ids_free(&ids);
 }
 
-// Guesses what follows the token that runs next, where that is all that runs and it is known. rows: of other sessions.
+// Drafts tokens that follow the one that runs next, if that one runs alone and the host knows it. rows: of other
+// sessions.
 static void draft(Session *s, int rows) {
     Speculator *g = &s->speculator;
     const double start = seconds();
-    const int under_way = g->candidates.depth;              // if a step is: with what the drafter has found
+    const int under_way = g->candidates.depth;              // drafts in the step that was issued ahead, if one was
     g->drafts.n = 0;
     if (g->options.kind == SPEC_OFF || s->prompting || s->todo.n != 1) return;
-    push_id(s, &s->held, s->todo.ids[0]);              // for as long as it is looked up
+    push_id(s->t, &s->held, s->todo.ids[0]);              // only while it is looked up
     const int most = room_for_drafts(s, (int)s->held.n, s->turn.made);
     if (s->options.grammar && uses_grammar(&g->options)) guess_grammar(s, most);
     make_drafts(g, s->m->pace, drafter_of(s->m), s->held.ids, (int)s->held.n, most, rows);
     s->held.n--;
-    if (s->fed && under_way) {
+    if (s->issued_ahead && under_way) {
         g->candidates.depth = under_way;
         g->drafts.source = drafter_of(s->m);
         make_tree(&g->drafts, &g->candidates, under_way, 0);
-    } else if (s->fed) {
+    } else if (s->issued_ahead) {
         g->drafts.n = 0;
     }
     s->turn.drafts.draft_seconds += seconds() - start;
 }
 
-// What the drafter has found behind segment i of n: for the step that comes, if the text goes on from there.
+// Takes what the drafter has proposed after segment i of n, for the next step of this session.
 static void take_candidates(Session *s, int i, int n, int depth) {
     const StepResult *v = s->m->result;
     Candidates *c = &s->speculator.candidates;
@@ -650,8 +691,8 @@ static void count_drafts(Session *s, int right) {
     count->accepted += right;
 }
 
-// Of the tokens chosen at the last token's row, number `row` of logits, and at those of the drafts: takes one after the
-// other along the accepted path, number i. rows: of other sessions in the step.
+// Takes the tokens that were sampled at the last token's row (`row` of logits) and along the accepted path of its
+// drafts (path i). rows: of other sessions in the step.
 static void take_tokens(Session *s, int i, int row, int rows, Event *e) {
     Speculator *g = &s->speculator;
     const StepResult *v = s->m->result;
@@ -661,8 +702,8 @@ static void take_tokens(Session *s, int i, int row, int rows, Event *e) {
     begin_event(s, e, EVENT_TOKEN);
     take_token(s, chosen[0], e);
     while (taken < right) {
-        if (s->ending || s->prompting || s->todo.n != 1) break;        // it ended, or goes on with other tokens
-        push_id(s, &s->held, chosen[at]);
+        if (s->ending || s->prompting || s->todo.n != 1) break;        // it ended, or continues with other tokens
+        push_id(s->t, &s->held, chosen[at]);
         at = g->drafts.branches ? path[++taken] : ++taken;
         take_token(s, chosen[at], e);
     }
@@ -675,26 +716,31 @@ static void take_tokens(Session *s, int i, int row, int rows, Event *e) {
     g->drafts.n = 0;
 }
 
-// ==== [6] Steps of several sessions =================================================================================
+// ==== [5] Steps of several sessions =================================================================================
 
-// How long the session is where the rings are to be saved next; INT_MAX: nowhere.
-static int next_mark(const Session *s) {
-    const int len = s->m->len[s->seq], every = s->prompting ? s->mark_every : 0;
-    return min_int(s->want_mark > len ? s->want_mark : INT_MAX, every ? len - len % every + every : INT_MAX);
+// The length of the session at which its next snapshot is to be taken; INT_MAX: at none.
+static int next_snapshot(const Session *s) {
+    const int len = s->m->len[s->seq], every = s->prompting ? s->snapshot_every : 0;
+    return min_int(s->checkpoint_at > len ? s->checkpoint_at : INT_MAX, every ? len - len % every + every : INT_MAX);
 }
 
-// Rows of the next step: of a prompt a chunk, which ends where the rings are to be saved.
+// Rows of the next step: of a prompt a chunk, which ends where a snapshot is to be taken.
 static int next_rows(const Session *s) {
     const int n = (int)s->todo.n - s->at;
-    return min_int(min_int(n, next_mark(s) - s->m->len[s->seq]), s->chunk);
+    return min_int(min_int(n, next_snapshot(s) - s->m->len[s->seq]), s->chunk);
 }
 
-enum { PATIENCE = 4 };        // steps without a guess, after which the next is issued ahead again
+static SessionState session_state(const Session *s) {
+    return (SessionState){ .running = s->answering && !s->ending && !s->cancelled, .prompting = s->prompting,
+                           .n_left = (int)s->todo.n - s->at, .n_next = next_rows(s), .work_done = s->worked };
+}
 
-// Whether the step behind the one that was just sampled can be issued before its tokens are known, with as many drafts
-// as the drafter makes now. Not behind a prompt: a step that is dropped is made good by another run of the last token,
-// and the rounding of a prompt differs. Not where it is known that nothing follows, or somebody looks at each step, or
-// where other guesses may follow.
+enum { PATIENCE = 4 };        // steps without drafts after which the next one is issued ahead again
+
+// True if the step after the one that was just sampled can be issued before the host knows its tokens, with as many
+// drafts as the drafter makes now. False after a prompt: a discarded step is repaired by running the last token again,
+// and a prompt's rows are rounded differently. False too if nothing follows, if the caller looks at each step, or if
+// n-grams or the grammar may have drafts for it.
 static bool may_go_ahead(const Session *s, int depth) {
     const Model *m = s->m;
     const Speculator *g = &s->speculator;
@@ -706,7 +752,7 @@ static bool may_go_ahead(const Session *s, int depth) {
            g->depth == depth && as_wanted && (!depth || (!g->options.tree && g->options.p_min <= 0));
 }
 
-// What a session has to tell without running anything. False: it has tokens to run.
+// True if the session has an event to report without running anything; false if it has tokens to run.
 static bool is_settled(Session *s, Event *e) {
     if (s->answering && s->cancelled && !s->ending) end_answer(s, END_CANCELLED);
     if (s->ending || !s->answering) {
@@ -718,8 +764,8 @@ static bool is_settled(Session *s, Event *e) {
     return e->dropped > 0;
 }
 
-// Writes the rows that n sessions run in the next step, and makes segments of them. True: some are drafts.
-static bool lay_out(Session *const *sessions, StepSeg *segs, int n) {
+// Writes the rows that n sessions run in the next step, a segment for each. Returns true if some are drafts.
+static bool fill_rows(Session *const *sessions, StepSeg *segs, int n) {
     Model *m = sessions[0]->m;
     StepRow *row = m->chunk;
     bool drafted = false;
@@ -737,7 +783,8 @@ static bool lay_out(Session *const *sessions, StepSeg *segs, int n) {
     return drafted;
 }
 
-// Asks for each session how many guesses it wants of the drafter behind the step, and lists those that want some. -> the most
+// Decides for each session how many tokens the drafter is to propose after this step, and lists the sessions that want
+// some. Returns the most.
 static int ask_drafter(Session *const *sessions, const StepSeg *segs, int n_sessions, int32_t *drafting, int *n_drafting) {
     Model *m = sessions[0]->m;
     int depth = 0;
@@ -756,7 +803,7 @@ static int ask_drafter(Session *const *sessions, const StepSeg *segs, int n_sess
     return depth;
 }
 
-// Issues the next step of n sessions before their tokens are known, each with so many drafts.
+// Issues the next step of n sessions before the host knows their tokens, each with `depth` drafts.
 static void step_ahead(Model *m, StepSeg *segs, int n, int depth) {
     for (int i = 0; i < n; i++) {
         StepRow *rows = m->chunk + (size_t)i * (1 + depth);
@@ -766,9 +813,9 @@ static void step_ahead(Model *m, StepSeg *segs, int n, int depth) {
     step(m, segs, n);
 }
 
-// Chooses, commits and drafts behind the step that was just issued, which began at `start`; then the host waits for
-// what came of it, while the next step may be under way already. True: it is.
-static bool conclude(Session *const *sessions, StepSeg *segs, int n, bool drafted, double start) {
+// Issues the rest of a step that began at `start`: sampling, commit, drafts. Then issues the next step ahead if it can,
+// and waits for the result of this one. Returns true if the next step is under way.
+static bool finish_steps(Session *const *sessions, StepSeg *segs, int n, bool drafted, double start) {
     Model *m = sessions[0]->m;
     const Ops *op = m->ops;
     StepResult *v = m->result;
@@ -776,11 +823,11 @@ static bool conclude(Session *const *sessions, StepSeg *segs, int n, bool drafte
     int n_drafting;
     const int depth = ask_drafter(sessions, segs, n, drafting, &n_drafting), n_rows = m->step.n_rows;
     bool ahead = n * (1 + depth) <= min_int(STEP_ROWS, m->options.n_logits) && (!drafted || depth);
-    int kept = 0;                                      // rows of logits, if all sessions have some
+    int kept = 0;                                      // rows of logits if all sessions have some
     for (int i = 0; i < n; i++) kept += 1 + sessions[i]->speculator.drafts.n;
     for (int i = 0; i < n; i++) ahead = ahead && kept == m->step.n_out && may_go_ahead(sessions[i], depth);
     if (drafted || depth) {
-        const bool late = n_drafting && m->drafter->n_backlog[segs[drafting[0]].seq] > 8;     // it has much to take in first
+        const bool late = n_drafting && m->drafter->n_backlog[segs[drafting[0]].seq] > 8;      // it reads those first
         issue_verification(m, drafting, n_drafting, depth, NULL);
         if (ahead) step_ahead(m, segs, n, depth);
         read_result(m);
@@ -793,17 +840,18 @@ static bool conclude(Session *const *sessions, StepSeg *segs, int n, bool drafte
     finish_step(m, v->accepted, NULL, m->step.n_out > 0);
     if (m->step.n_out) op->copy(&(Copy){ v->chosen, m->s.chosen, (size_t)m->step.n_out * sizeof *v->chosen, COPY_OUT });
     if (ahead) {
-        const int mark = op->fence();
+        const int fence = op->fence();
         step_ahead(m, segs, n, 0);
-        op->wait_for(mark);
+        op->wait_for(fence);
     } else if (m->step.n_out) {
         op->wait();
     }
     return ahead;
 }
 
-// What may follow each row of logits of the step under way: where the answer has a form, what fits it behind the last token and
-// along the guesses. Behind a guess that does not fit, and where the grammar fails, it is nothing.
+// Sets the mask of each row of logits in the step under way: the tokens that may be sampled there. For an answer with a
+// grammar these are the tokens that fit after the last token and after each draft; none after a draft that does not
+// fit, and none if the grammar fails.
 static void mask_rows(Session *const *sessions, const StepSeg *segs, int n) {
     Model *m = sessions[0]->m;
     const size_t words = round_up((size_t)m->config.vocab, 32) / 32;
@@ -813,7 +861,7 @@ static void mask_rows(Session *const *sessions, const StepSeg *segs, int n) {
         const Drafts *d = &s->speculator.drafts;
         Grammar *g = s->options.grammar;
         GrammarState state[STEP_ROWS] = { s->state };
-        if (s->at + segs[i].n - d->n < (int)s->todo.n) continue;       // a part of a prompt: nothing is chosen
+        if (s->at + segs[i].n - d->n < (int)s->todo.n) continue;       // a part of a prompt: nothing is sampled
         for (int k = 0; k <= d->n; k++) {
             if (!g) {
                 mask_row(m, row++, NULL);
@@ -823,22 +871,24 @@ static void mask_rows(Session *const *sessions, const StepSeg *segs, int n) {
             grammar_keep_states(g, state, k + 1);
             if (!state[k] || !grammar_mask(g, state[k], m->fitting, m->config.vocab))
                 memset(m->fitting, 0, words * sizeof *m->fitting);
-            if (k && g->failed) grammar_recover(g, state, k), state[k] = 0;        // it may not come to that
+            if (k && g->failed) grammar_recover(g, state, k), state[k] = 0;        // the draft may be rejected
             mask_row(m, row++, m->fitting);
         }
         s->state = state[0];
     }
 }
 
-static Event prompt_event(const Session *s) { return (Event){ .kind = EVENT_PROMPT, .done = s->at, .total = (int)s->todo.n }; }
+static Event prompt_event(const Session *s) {
+    return (Event){ .kind = EVENT_PROMPT, .done = s->at, .total = (int)s->todo.n };
+}
 
-// Runs the step of n sessions, or goes on with that of a prompt. False: it was given up, or has stopped between two
+// Runs the step of n sessions, or continues one that is paused. False: it was cancelled, or is paused between two
 // layers, and event says so.
 static bool run_step(Session *const *sessions, const StepSeg *segs, int n, Event *event) {
     Session *s = sessions[0];
     Model *m = s->m;
-    const bool goes_on = n == 1 && m->paused_seq == s->seq, is_prompt = n == 1 && segs[0].n > STEP_ROWS;
-    if (!goes_on) prepare_step(m, segs, n);
+    const bool continues = n == 1 && m->paused_seq == s->seq, is_prompt = n == 1 && segs[0].n > STEP_ROWS;
+    if (!continues) prepare_step(m, segs, n);
     assert(m->step.n_rows == segs[0].n || n > 1);
     m->stop = n == 1 ? &s->cancelled : NULL;
     const int end = run_prepared(m, is_prompt ? s->work : INFINITY);
@@ -850,21 +900,22 @@ static bool run_step(Session *const *sessions, const StepSeg *segs, int n, Event
     return end >= 0;
 }
 
-// Runs the next rows of n sessions in one step, and tells each what came of it.
+// Runs the next rows of n sessions in one step, and writes the event of each.
 static void run_sessions(Session *const *sessions, Event *const *events, int n) {
     Model *m = sessions[0]->m;
     StepSeg segs[MAX_SESSIONS] = { { 0 } };
     int32_t n_todo[MAX_SESSIONS];
-    int marks[MAX_SESSIONS];
+    int snapshot_at[MAX_SESSIONS];
     const double start = seconds();
-    const bool drafted = lay_out(sessions, segs, n);
+    const bool drafted = fill_rows(sessions, segs, n);
     select_buffers(m, n == 1 && segs[0].n > STEP_ROWS);
     bool runs_already = m->step.ahead && m->step.n_segs == n;
     for (int i = 0; i < n; i++) {
         Session *s = sessions[i];
         n_todo[i] = segs[i].n - s->speculator.drafts.n;
-        marks[i] = next_mark(s);
-        runs_already = runs_already && s->fed && m->step.segs[i].seq == s->seq && m->step.segs[i].n == segs[i].n;
+        snapshot_at[i] = next_snapshot(s);
+        const Segment *issued = &m->step.segs[i];
+        runs_already = runs_already && s->issued_ahead && issued->seq == s->seq && issued->n == segs[i].n;
         s->turn.steps += !s->prompting;
         s->turn.read += s->prompting ? 0 : bytes_per_token(m, m->len[s->seq]);
     }
@@ -873,7 +924,7 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
     const int n_step = m->step.n_rows;
     const double began = runs_already ? sessions[0]->returned : start;
     mask_rows(sessions, segs, n);                      // while a GPU computes
-    const bool ahead = conclude(sessions, segs, n, drafted, began);
+    const bool ahead = finish_steps(sessions, segs, n, drafted, began);
     const double now = seconds();
     if (n == 1 && n_step == 1 && !sessions[0]->speculator.depth) add_step_time(m->pace, 1, now - began);
     for (int i = 0, row = 0; i < n; i++) {
@@ -885,11 +936,11 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
             s->turn.drafts.draft_seconds += m->result->drafted - m->result->verified;
             s->turn.read += bytes_per_draft(m, m->len[s->seq]) * (block ? 1 : s->speculator.depth);
         }
-        for (int r = 0; r < n_todo[i]; r++) push_id(s, &s->held, s->todo.ids[s->at++]);
+        for (int r = 0; r < n_todo[i]; r++) push_id(s->t, &s->held, s->todo.ids[s->at++]);
         s->turn.n_run += s->prompting && !s->turn.shifts ? n_todo[i] : 0;
-        s->fed = ahead;
+        s->issued_ahead = ahead;
         s->returned = now;
-        if (marks[i] == m->len[s->seq]) session_save(s, s->at == (int)s->todo.n || isinf(s->work));
+        if (snapshot_at[i] == m->len[s->seq]) take_snapshot(s, s->at == (int)s->todo.n || isinf(s->work));
         if (s->at == (int)s->todo.n) {
             s->step = step_number;
             take_tokens(s, i, row, n_step - n_rows, events[i]);
@@ -900,10 +951,10 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
     }
 }
 
-// One piece of work for each of n sessions of one model, all different, and events[i] for what came of it: a chunk of a
-// prompt, some layers of one (Session.work) or a ring of what is kept behind it, or a token. Sessions with few rows to
-// run share steps; a longer chunk has one of its own, so that what a session is told does not depend on the others.
-// While one is between two layers, others wait.
+// Does one piece of work for each of n different sessions of one model, and reports it in events[i]: a chunk of a
+// prompt, some layers of a chunk (Session.work), a part of a snapshot, or a token. Sessions with few rows share steps.
+// A longer chunk has a step of its own, so that a session's events do not depend on the others. While one prompt is
+// paused between two layers, other prompts wait.
 static void sessions_next(Session *const *sessions, int n, Event *events) {
     Session *some[MAX_SESSIONS];
     Event *theirs[MAX_SESSIONS];
@@ -913,7 +964,7 @@ static void sessions_next(Session *const *sessions, int n, Event *events) {
         Event *e = &events[i];
         if (is_settled(s, e)) continue;
         if (s->saving) {
-            session_save(s, isinf(s->work));
+            take_snapshot(s, isinf(s->work));
             *e = prompt_event(s);
             continue;
         }
@@ -940,9 +991,9 @@ static void sessions_next(Session *const *sessions, int n, Event *events) {
 
 static void session_next(Session *s, Event *e) { sessions_next(&s, 1, e); }
 
-// ==== [7] Measuring, logits =========================================================================================
+// ==== [6] Without an answer: measuring, appending, logits ============================================================
 
-// Times a step of n guesses that stand in no text: of session 0, which is empty, and so it is afterwards.
+// Times a step of n drafts of session 0, which is empty before and after it.
 static void time_guesses(Model *m, int32_t id, int n) {
     const double start = seconds();
     for (int r = 0; r <= n; r++) m->chunk[r] = (StepRow){ .token = id, .parent = r - 1, .output = true };
@@ -953,16 +1004,16 @@ static void time_guesses(Model *m, int32_t id, int n) {
     reset_session(m, 0);
 }
 
-// What steps and drafts of every depth take is measured once, in session 0, which is empty then. Where the backend records
-// steps, the first two of each kind are slow: so none of them is in an answer that chooses its depth by what that takes.
+// Measures the time of steps and drafts of every depth, in session 0, which is empty. If the backend records steps, the
+// first two of each kind are slow; they happen here and not in an answer that chooses its depth by these times.
 static void measure_pace(Model *m, Tokenizer *t, const Drafting *how) {
-    enum { RECORDED = 2, STEPS = 4 };                  // rounds before the one that counts
+    enum { RECORDED = 2, STEPS = 4 };                  // RECORDED: rounds before the one that counts
     const SpecKind who = drafter_of(m);
     const int most = min_int(how->n_max, who == SPEC_OFF ? m->options.n_logits - 1 : m->options.draft_depth);
     const int32_t id = t->bos >= 0 ? t->bos : 0;
     Session s;
     if (how->kind != SPEC_AUTO || !m->ops->fence || m->options.lazy_draft) return;
-    session_open(&s, m, t, 0);
+    init_session(&s, m, t, 0);
     for (int k = 0; k <= RECORDED; k++) {
         m->pace->step = m->pace->draft = (Times){ 0 };
         for (int n = 0; n <= most; n = next_depth(n, most)) {
@@ -976,12 +1027,27 @@ static void measure_pace(Model *m, Tokenizer *t, const Drafting *how) {
             session_forget(&s);
         }
     }
-    session_close(&s);
+    free_session(&s);
     reset_session(m, 0);
 }
 
-// The logits (vocab) that the session's last token was chosen from. Where another step has been run since, the token
-// before it runs once more. False: there are none yet.
+static void session_append(Session *s, const int32_t *ids, int n, int n_later) {
+    Model *m = s->m;
+    for (int at = 0, rows; at < n; at += rows) {
+        rows = min_int(m->options.n_batch, n - at);
+        for (int i = 0; i < rows; i++)
+            m->chunk[i] = (StepRow){ .token = ids[at + i], .output = !n_later && at + i == n - 1 };
+        step(m, &(StepSeg){ .seq = s->seq, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk,
+                            .more = n - at - rows + n_later }, 1);
+        commit_all(m);
+        for (int i = 0; i < rows; i++) push_id(s->t, &s->held, ids[at + i]);
+    }
+    m->ops->wait();
+    s->row = n_later ? -1 : 0;
+    s->step = m->step.number;
+}
+
+// If another step has run since, runs the token before the last one once more.
 static bool session_logits(Session *s, float *logits) {
     Model *m = s->m;
     if (s->row < 0) return false;
@@ -994,14 +1060,12 @@ static bool session_logits(Session *s, float *logits) {
         commit_all(m);
         s->row = 0;
         s->step = m->step.number;
-        s->fed = false;
+        s->issued_ahead = false;
     }
     read_logits(m, s->row, logits);
     return true;
 }
 
-// The part of the blocks of keys in sight that the rows of prompts have attended to since the last call; 0: there were
-// none, or prompts are dense.
 static double read_density(Model *m) {
     int64_t n[2] = { 0 };
     if (!m->s.block_count) return 0;

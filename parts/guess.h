@@ -1,6 +1,6 @@
 /* guess.h - drafts without a model (n-grams, grammar), trees of drafts, and how many tokens to draft. Arithmetic only.
  *
- * Uses base.h and the limits of gemma4.h. Begin with make_drafts().
+ * Uses base.h, engine.h (Drafting, DraftCount) and the limits of gemma4.h. Begin with make_drafts().
  *
  * Speculative decoding verifies several draft tokens in one step of the model. A session's drafts come from one source:
  *   ngram         the session's own text: what followed its last tokens where they occurred before (prompt lookup)
@@ -22,22 +22,6 @@
 
 // ==== [1] Types =====================================================================================================
 
-typedef enum {
-    SPEC_OFF, SPEC_NGRAM, SPEC_NGRAM_MOD, SPEC_GRAMMAR, SPEC_MTP, SPEC_DFLASH, SPEC_AUTO, SPEC_KINDS
-} SpecKind;
-static const char *const spec_names[] = { "off", "ngram", "ngram-mod", "grammar", "mtp", "dflash", "auto" };
-
-enum { DRAFT_MAX = STEP_ROWS - 1,      // tokens drafted for one step
-       DRAFT_DEPTHS = 16,              // depths that statistics are kept for
-       DRAFT_WIDTH = 8 };              // candidates per depth
-
-typedef struct {              // options
-    SpecKind kind;            // AUTO: drafter, n-grams and grammar, as far as they save time; others: always n_max
-    int      n_max;           // tokens drafted for a step, 1 .. DRAFT_MAX
-    int      tree;            // tokens of a tree; 0: chains
-    float    p_min;           // a draft whose probability, by the drafter, is lower ends the chain; 0: off
-} Drafting;
-
 typedef struct {              // drafts for a step: draft i is row i + 1 of the segment
     int      n;
     int32_t  token[DRAFT_MAX];
@@ -52,15 +36,6 @@ typedef struct {              // the drafter's best tokens at each depth, in des
     int32_t id[DRAFT_MAX][DRAFT_WIDTH];
     float   logprob[DRAFT_MAX][DRAFT_WIDTH];           // if the best tokens of all smaller depths are accepted
 } Candidates;
-
-typedef struct {              // statistics of an answer
-    int    n_steps;           // steps that had drafts
-    int    by_source[SPEC_KINDS];      // of these, by source of the drafts
-    int    drafted, accepted; // tokens
-    int    tried[DRAFT_DEPTHS];        // by depth: drafts whose parents were all accepted
-    int    accepted_at[DRAFT_DEPTHS];  // of these, accepted ones
-    double draft_seconds, verify_seconds;
-} DraftCount;
 
 typedef struct {              // measured times, by the number of rows or of drafts
     double seconds[STEP_ROWS + 1];     // 0: not measured yet

@@ -1,11 +1,12 @@
-/* niah.h - needles in a haystack: verb_niah() plants codes in long texts and asks for them. A part of gemma4.c, which
- * includes it.
+/* niah.h - needle-in-a-haystack test: verb_niah() puts codes into long texts and asks the model for them.
  *
- * A text is plain prose of as many tokens as asked for, made up or from a file, in a user's turn. In it stand sentences "The
- * secret code of NAME is 12345."; behind it the turn asks for one of them. The answer is greedy, without thoughts, and right
- * when the code is in it. With several codes in a text the first stands at the depth of its cell, the others in equal steps
- * behind it, round the end; all are asked for, one by one, of the same cached text. Everything follows from the number of the
- * run, so any two settings are asked the same.
+ * Uses engine.h and compress.h. Begin with verb_niah().
+ *
+ * A text is prose of a given number of tokens, made up or from a file, in a user's turn. It contains sentences "The
+ * secret code of NAME is 12345."; after the text the turn asks for one of them. The answer is greedy, without thoughts,
+ * and right if it contains the code. If a text has several codes, the first is at the depth of its cell and the others
+ * follow in equal steps, from the end on to the beginning; each is asked for on its own, after the same cached text.
+ * Everything is computed from the number of the run, so all settings get the same questions.
  *   [1] Texts    [2] Asking    [3] Tables, heat map */
 #ifndef NIAH_H
 #define NIAH_H
@@ -16,7 +17,7 @@ typedef struct {
     bool    csv;
     const char *svg;                   // file of the heat map; NULL: none
     Compressor compressor;             // ratio 0: prompts are shown as they are
-    const char *hay;                   // (n_hay) what texts are made of, from a place that differs by run; NULL: made up
+    const char *hay;                   // (n_hay) what texts are cut from, at a place that differs by run; NULL: made up
     size_t  n_hay;
 } NiahOptions;
 
@@ -30,12 +31,11 @@ typedef struct {
     Model      *m;
     Tokenizer   tok;
     const NiahOptions *o;
-    Session     session;               // the model's only one
+    Session    *session;               // the model's only one
     Compressor  compressor;
-    TokIds      ids, shown;            // of the text; what is left of it, compressed
-    uint8_t    *rings;                 // behind the text
+    TokIds      ids, shown;            // of the text and the question; what is left of them after compression
     float      *logits;                // (vocab)
-    FILE       *svg;                   // NULL: no heat map is wanted
+    FILE       *svg;                   // NULL: no heat map
     uint64_t    random;
     NiahCell    cells[32][32];         // length, depth
 } Niah;
@@ -58,7 +58,7 @@ static void name_needle(Niah *t, Needle *x) {          // two or three syllables
     snprintf(x->code, sizeof x->code, "%05d", niah_random(t, 100000));
 }
 
-// A sentence of prose; at: how far into the haystack, where there is one.
+// Makes a sentence of prose, or takes one from the file at *at.
 static void next_sentence(Niah *t, size_t *at, char *text, size_t room) {
     static const char *const who[] = { "The baker", "An old sailor", "The girl", "A farmer", "The teacher", "My uncle",
                                        "The king", "A young fox", "The doctor", "A tall man", "The cook", "Her brother" };
@@ -89,7 +89,7 @@ static void niah_add(Niah *t, const char *text) {
     if (tok_encode(&t->tok, text, strlen(text), TOK_SPECIAL, &t->ids) < 0) die("niah: %s", t->tok.err);
 }
 
-// The text of a run: n tokens, less what a question takes, with the needles in it.
+// Makes the text of a run: n tokens less those of a question, with the needles in it.
 static void make_haystack(Niah *t, int n, int depth, const Needle *x) {
     const int n_needles = t->o->n_needles, last = n - QUESTION_ROOM - 24;
     size_t at = t->o->hay ? (size_t)niah_random(t, (int)t->o->n_hay) : 0;
@@ -114,38 +114,35 @@ static void make_haystack(Niah *t, int n, int depth, const Needle *x) {
 
 // ==== [2] Asking =====================================================================================================
 
-static int32_t likeliest(Niah *t) {                    // after the last row of the last step
+static int32_t best_next(Niah *t) {                    // the token of the largest logit after the last one
+    const int vocab = model_shape(t->m).vocab;
     int32_t best = 0;
-    read_logits(t->m, 0, t->logits);
-    for (int i = 1; i < t->m->config.vocab; i++) if (t->logits[i] > t->logits[best]) best = i;
+    session_logits(t->session, t->logits);
+    for (int i = 1; i < vocab; i++) if (t->logits[i] > t->logits[best]) best = i;
     return best;
 }
 
-// Asks for a needle behind the text, which the session holds, and leaves it as it was. True: the code is in the answer.
+// Asks for a needle after the text, of which the session has a snapshot, and goes back to that. True: the answer has
+// the code.
 static bool ask_needle(Niah *t, const Needle *x, const int32_t *question, int n) {
-    Model *m = t->m;
     char answer[1024] = "";
     size_t at = 0;
-    const int n_text = m->len[0];
-    for (int done = run_chunk(m, 0, question, n); done < n; done += run_chunk(m, 0, question + done, n - done)) commit_all(m);
+    session_append(t->session, question, n, 0);
     for (int i = 0; i < ANSWER_TOKENS; i++) {
-        const int32_t id = likeliest(t);
+        const int32_t id = best_next(t);
         const TokStr piece = tok_piece(&t->tok, id, false);
-        commit_all(m);
         if (tok_is_stop(&t->tok, id) || at + piece.n >= sizeof answer) break;
         memcpy(answer + at, piece.s, piece.n);
         at += piece.n;
-        run_chunk(m, 0, &id, 1);
+        session_append(t->session, &id, 1, 0);
     }
     answer[at] = 0;
-    copy_rings(m, 0, t->rings, COPY_IN);
-    set_length(m, 0, n_text);
+    session_rollback(t->session);
     return strstr(answer, x->code) != NULL;
 }
 
-// One text, and all questions of it.
+// Runs one text and asks all questions about it.
 static void niah_run(Niah *t, int n, int depth, uint64_t run, NiahCell *cell) {
-    Model *m = t->m;
     Needle x[MAX_NEEDLES];
     char question[160];
     t->random = run << 32;
@@ -157,18 +154,11 @@ static void niah_run(Niah *t, int n, int depth, uint64_t run, NiahCell *cell) {
     const int n_text = (int)t->ids.n;
     const bool lossy = t->compressor.ratio > 0;
     double start = seconds();
-    reset_session(m, 0);
-    for (int at = lossy ? n_text : 0, rows; at < n_text; at += rows) {  // the question is the end of the prompt
-        rows = min_int(m->options.n_batch, n_text - at);
-        for (int i = 0; i < rows; i++) m->chunk[i] = (StepRow){ .token = t->ids.ids[at + i] };
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk,
-                            .more = n_text - at - rows + QUESTION_ROOM }, 1);
-        commit_all(m);
-    }
-    m->ops->wait();
+    session_forget(t->session);
+    if (!lossy) session_append(t->session, t->ids.ids, n_text, QUESTION_ROOM);      // the prompt ends with the question
     cell->seconds += (seconds() - start) / t->o->n_runs;
-    cell->density += read_density(m) / t->o->n_runs;
-    copy_rings(m, 0, t->rings, COPY_OUT);
+    cell->density += read_density(t->m) / t->o->n_runs;
+    session_snapshot(t->session);
     for (int i = 0; i < t->o->n_needles; i++) {
         snprintf(question, sizeof question, "\n\nWhat is the secret code of %s?<turn|>\n<|turn>model\n%s", x[i].name,
                  t->tok.large_variant ? "<|channel>thought\n<channel|>" : "");
@@ -176,7 +166,7 @@ static void niah_run(Niah *t, int n, int depth, uint64_t run, NiahCell *cell) {
         niah_add(t, question);
         cell->asked++;
         start = seconds();
-        if (lossy && !compress_prompt(&t->compressor, &t->session, t->ids.ids, (int)t->ids.n, 1, &t->shown))
+        if (lossy && !compress_prompt(&t->compressor, t->session, t->ids.ids, (int)t->ids.n, 1, &t->shown))
             die("%s", t->compressor.err);
         if (lossy) cell->seconds += (seconds() - start) / t->o->n_runs / t->o->n_needles;
         if (lossy) cell->kept += (double)t->shown.n / (double)t->ids.n / t->o->n_runs / t->o->n_needles;
@@ -189,9 +179,9 @@ static void niah_run(Niah *t, int n, int depth, uint64_t run, NiahCell *cell) {
 
 static double niah_share(const NiahCell *c) { return c->asked ? 100.0 * c->right / c->asked : 0; }
 
-// What was measured, in words.
+// Writes what was measured, in words.
 static void niah_setting(const Niah *t, char *text, size_t room) {
-    const ModelOptions *o = &t->m->options;
+    const ModelOptions *o = model_options(t->m);
     int n = snprintf(text, room, "%s, cache %s", model_name(t->m), kv_names[o->k_type]);
     if (o->v_type != o->k_type) n += snprintf(text + n, room - (size_t)n, "/%s", kv_names[o->v_type]);
     if (o->pflash_density > 0)
@@ -207,7 +197,8 @@ static void niah_setting(const Niah *t, char *text, size_t room) {
 
 static void print_niah(const Niah *t) {
     const NiahOptions *o = t->o;
-    const bool sparse = t->m->s.block_count != NULL, lossy = t->compressor.ratio > 0;
+    const ModelOptions *m = model_options(t->m);
+    const bool sparse = m->pflash > 0 || m->pflash_density > 0, lossy = t->compressor.ratio > 0;
     char setting[400];
     NiahCell all = { 0 };
     niah_setting(t, setting, sizeof setting);
@@ -250,7 +241,7 @@ static void print_xml(FILE *f, const char *s) {
     }
 }
 
-// The table as an image: a row a length, a column a depth, from red (none found) over yellow to green (all).
+// Draws the table: a row for each length, a column for each depth, from red (none found) over yellow to green (all).
 static void write_heat_map(const Niah *t) {
     enum { W = 64, H = 34, LEFT = 84, TOP = 64 };
     const NiahOptions *o = t->o;
@@ -285,7 +276,6 @@ static void write_heat_map(const Niah *t) {
 static void verb_niah(const char *model, const Ops *ops, ModelOptions o, const NiahOptions *options) {
     Niah *t = alloc_or_die(1, sizeof *t);
     t->o = options;
-    t->m = alloc_or_die(1, sizeof *t->m);
     int longest = 0, done = 0;
     for (int i = 0; i < options->lengths.count; i++) {
         if (options->lengths.n[i] < 256) die("-p: expected prompts of at least 256 tokens, got %d", options->lengths.n[i]);
@@ -295,19 +285,18 @@ static void verb_niah(const char *model, const Ops *ops, ModelOptions o, const N
         die("-p: expected prompts of at most %d tokens, got %d", MAX_CONTEXT - ANSWER_TOKENS - QUESTION_ROOM, longest);
     for (int i = 0; i < options->depths.count; i++)
         if (options->depths.n[i] > 100) die("-d: expected depths from 0 to 100 percent, got %d", options->depths.n[i]);
-    t->svg = options->svg ? fopen(options->svg, "w") : NULL;           // better known before the answers than behind them
+    t->svg = options->svg ? fopen(options->svg, "w") : NULL;           // so that an error comes before the answers
     if (options->svg && !t->svg) die("--svg: %s: %s", options->svg, strerror(errno));
     o.n_ctx = longest + ANSWER_TOKENS + QUESTION_ROOM;
     o.ctx_from = "-p";
-    load_model(t->m, model, ops, o, NULL);
-    load_tokenizer(&t->tok, &t->m->gguf, t->m->config.vocab);
+    t->m = model_open(model, ops, o, NULL);
+    model_tokenizer(t->m, &t->tok);
     print_plan(t->m);
     read_weights(t->m, false);
-    session_open(&t->session, t->m, &t->tok, 0);
+    t->session = session_open(t->m, &t->tok, 0);
     t->compressor = options->compressor;
-    if (t->compressor.file) check_scorer(t->compressor.file, &t->m->gguf);
-    t->rings = alloc_or_die(copy_rings(t->m, 0, NULL, COPY_OUT), 1);
-    t->logits = alloc_or_die((size_t)t->m->config.vocab, sizeof *t->logits);
+    if (t->compressor.file) scorer_check(t->compressor.file, t->m);
+    t->logits = alloc_or_die((size_t)model_shape(t->m).vocab, sizeof *t->logits);
     const int total = options->lengths.count * options->depths.count * options->n_runs;
     progress("niah", 0, (size_t)total, "texts");
     for (int l = 0; l < options->lengths.count; l++)
@@ -320,12 +309,10 @@ static void verb_niah(const char *model, const Ops *ops, ModelOptions o, const N
     if (t->svg) write_heat_map(t);
     tok_ids_free(&t->ids);
     tok_ids_free(&t->shown);
-    session_close(&t->session);
+    session_close(t->session);
     close_scorer(&t->compressor);
     tok_free(&t->tok);
-    free_model(t->m);
-    free(t->m);
-    free(t->rings);
+    model_close(t->m);
     free(t->logits);
     free(t);
 }

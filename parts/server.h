@@ -1,42 +1,45 @@
-/* server.h - the HTTP API: questions come in as JSON, wait in a queue, are answered together by one engine thread, and
- * go out as JSON or as a stream of events. A part of gemma4.c, which includes it; of the model it knows sessions only.
+/* server.h - the HTTP API: requests come in as JSON, wait in a queue, are answered together by one engine thread, and
+ * the answers go out as JSON or as a stream of events.
+ *
+ * Uses engine.h, grammar.h, schema.h; the callers store.h (idle conversations), chat.h [1] (lists of messages) and
+ * text.h [4] (hashes). Begin with serve() and run_engine().
  *   [1] JSON written    [2] What a request says    [3] Jobs and the scheduler    [4] Answers, whole and as streams
  *   [5] Dialects: /v1/messages and /v1/responses   [6] Other endpoints    [7] HTTP: checks, routes    [8] The verb
  *
  * THREADS  The main thread is the engine: only it touches the model and the sessions, and changes slots. Each connection
- *          has a thread of libmicrohttpd, which reads the request, makes ids of it, queues a job, and waits for what the
- *          engine adds to it. Another thread writes files of sessions (store.h, which has a lock of its own).
- *          Server.lock guards the queue, the counters, the peers, the calls that are remembered, Slot.job where others
- *          read it, and the answer and the ids of every queued job.
- * TRUST    Every byte of a request is untrusted: it is checked before use, and what is wrong with it is a 4xx. */
+ *          has a thread of libmicrohttpd, which reads the request, tokenizes it, queues a job, and waits for what the
+ *          engine adds to that job. Another thread writes files of sessions (store.h, which has its own lock).
+ *          Server.lock guards the queue, the counters, the peers, the remembered calls, Slot.job if others than the
+ *          engine read it, and the answer and the ids of every queued job.
+ * TRUST    Every byte of a request is untrusted: it is checked before use, and an error in it is answered by a 4xx. */
 #ifndef SERVER_H
 #define SERVER_H
 
 typedef struct {
-    const char *host, *alias;          // where to listen; what the model is called, NULL: as its file
-    const char *api_key;               // NULL: none is asked for
-    int         port, max_queue, timeout;          // 0: any free one; jobs that wait; seconds for one answer
+    const char *host, *alias;          // where to listen; the name of the model, NULL: that of its file
+    const char *api_key;               // NULL: no key is needed
+    int         port, max_queue, timeout;          // 0: any free port; jobs that wait; seconds for one answer
     size_t      max_body;              // bytes of a request
-    int         n_predict, think_budget;           // where the request does not say
-    int         chunk;                 // tokens of a prompt in one step; 0: as many as the model takes
+    int         n_predict, think_budget;           // if the request does not say
+    int         chunk;                 // tokens of a prompt in one step; 0: as many as the model allows
     bool        think;
     SampleParams sampling;
     Drafting    drafting;
-    bool        fixed_seed;            // sampling.seed is for every request that names none; else each has its own
+    bool        fixed_seed;            // a request without a seed gets sampling.seed; false: a random one
     const char *session_dir;           // where sessions are kept; NULL: in memory only
     size_t      cache_ram, session_disk;   // bytes: of host memory for sessions, of that folder
     bool        log_text;              // the log has prompts and answers too
 } ServeOptions;
 
 #if defined USE_MICROHTTPD || defined TESTING
-// Where answers are under way, a round that runs a part of a prompt too should take at most SHARE_MOST times what one without
-// takes. How much that is, in rows or in multiplications, is found by trying, from what rounds take; now and then one goes without,
-// to see what that is.
+// While answers are under way, a round that also runs a part of a prompt should take at most SHARE_MOST times as long
+// as one without. How much of a prompt that is, in rows or in multiplications, is found from the times of rounds; now
+// and then a round runs without a prompt, to measure that time too.
 typedef struct {
-    double amount;            // of a prompt in the next such round
-    double least, most;       // no prompt starves
-    int    n;                 // such rounds since one went without
-    double plain;             // seconds that one without takes, 0: not known
+    double amount;            // of a prompt, in the next round with a prompt
+    double least, most;       // least > 0: no prompt starves
+    int    n;                 // rounds with a prompt since the last one without
+    double plain;             // seconds of a round without, 0: not known
 } Share;
 
 enum { SHARE_MOST = 3, SHARE_LEAST = 8, SHARE_ROUNDS = 32 };         // SHARE_LEAST: rows
@@ -45,16 +48,15 @@ static inline Share share_of(double least, double most) { return (Share){ .amoun
 
 static inline bool share_looks(const Share *s) { return s->plain <= 0 || s->n >= SHARE_ROUNDS; }
 
-// A round took `taken` seconds, with so much of a prompt, or 0: without any. That was what s->amount had room for, or the least
-// that there is in one piece.
+// A round took `taken` seconds, with so much of a prompt (0: none): s->amount, or the least that can run in one piece.
 static inline void share_learn(Share *s, double with, double taken) {
     if (with <= 0) {
-        const double more = fmin(taken, 2 * s->plain) - s->plain;    // now and then a round does something else
+        const double more = fmin(taken, 2 * s->plain) - s->plain;    // one round may be slow by chance
         s->plain += s->plain > 0 ? more * (more > 0 ? 0.25 : 0.5) : taken;
         s->n = 0;
         return;
     }
-    const double change = 0.9 * SHARE_MOST * s->plain / taken;       // a tenth is left for chance
+    const double change = 0.9 * SHARE_MOST * s->plain / taken;       // a tenth is left for variation
     s->amount = fmin(fmax(fmax(s->amount, with) * fmin(fmax(change, 0.5), 1.25), s->least), s->most);
     s->n++;
 }
@@ -79,7 +81,7 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) { (void)m, (voi
 enum { MAX_CONNECTIONS = 512, IDLE_SECONDS = 30, BODY_SECONDS = 120, KEEP_ALIVE_SECONDS = 10, DRAIN_SECONDS = 30,
        CLIENT_LEFT = 499, MAX_STOPS = 16, MAX_TOP = 20, PLAIN_TOP = 5, REPLAYS = 4096 };
 
-static void need_http(void) {}                         // it is here
+static void need_http(void) {}
 
 // ==== [1] JSON written ===============================================================================================
 // Numbers, strings and pieces of JSON go into a text with put(). What may not be UTF-8 is made so.
@@ -333,29 +335,30 @@ static bool check_messages(const GgufJson *messages, Fault *f) {
 }
 
 // ==== [3] Jobs and the scheduler =====================================================================================
-// A job is a prompt and what has come of it. Jobs wait in line; when a session is free the first one is next, of the
-// clients that have fewest jobs under way. It gets the free session that holds most of its prompt. All sessions that
-// have a job advance together: each round decodes one token of each, and runs one chunk of one long prompt, which take
-// turns. Where it makes no difference to any bit at which token a chunk ends, answers under way make chunks smaller; else
-// it ends at the same tokens whoever else is served. Decoded rows do not depend on each other, so neither does a text.
+// A job is a prompt and its answer. Jobs wait in a queue. When a session is free, it goes to the first job of the
+// clients that have fewest jobs under way; of several free sessions, the one that holds most of the prompt. All
+// sessions with a job advance together: each round decodes one token of each, and runs one chunk of one long prompt;
+// long prompts alternate. If the chunk size cannot change results, chunks are smaller while answers are under way; else
+// a chunk ends at the same tokens whoever else is served. Decoded rows do not depend on each other, so an answer does
+// not depend on the others.
 
 typedef struct { TokText name, arguments; char id[40]; } Call;
 typedef struct { TokIds ids; char id[40]; } Replay;                  // a call as the model wrote it
-// A token, and others that might have been in its place.
+// A token of the answer, its probability, and the most probable tokens at its place.
 typedef struct { int32_t id, n_top, top[MAX_TOP]; float logprob, top_logprob[MAX_TOP]; } Likely;
 
 typedef struct Job {
     struct Job   *next;       // in the queue
-    // the question: not changed once it is queued, but for the ids: see take_held()
+    // the question: not changed after it is queued, except the ids: see take_held()
     TokIds        ids;
-    int           mark;       // see Prompt
+    int           checkpoint_at;       // see Prompt
     AnswerOptions options;
     float        *bias;       // (vocab), or NULL
     bool          no_cache;
     bool          by_ids;     // the client gave the prompt as token ids: they are run as they are
-    int           n_top;      // tokens to name beside each token, with their probabilities; -1: no probabilities
+    int           n_top;      // most probable tokens to report with each token; -1: no probabilities
     int           fd;         // of the client
-    uint64_t      client;     // who asks: equal for those who are one
+    uint64_t      client;     // equal for jobs of the same client
     double        queued, deadline;        // seconds()
     // the answer
     TokIds        said;
@@ -370,19 +373,19 @@ typedef struct Job {
     int           thought_tokens;
     const char   *stop;       // the stop string that ended it, or NULL
     Fault         fault;      // status 0: there is an answer
-    // whose it is
-    bool          gone;       // nobody waits for it any more
-    int           n_owners;   // of: who asks, the engine
+    // owners
+    bool          gone;       // its client has left
+    int           n_owners;   // the connection and the engine
     pthread_cond_t news;      // something was added
 } Job;
 
 typedef struct {
-    Session s;
-    Job    *job;              // NULL: free
-    int64_t used;             // number of the job that it had last, 0: none
-    size_t  asked;            // tokens of that job's prompt that the next one of its conversation begins with
-    bool    biased;           // its row of biases is not 0
-    bool    by_ids;           // see SessionNote: of what it holds
+    Session *s;
+    Job     *job;             // NULL: free
+    int64_t  used;            // number of its last job, 0: none
+    size_t   asked;           // tokens of that job's prompt that the next prompt of its conversation begins with
+    bool     biased;          // its biases are not 0
+    bool     by_ids;          // see SessionNote: of the tokens that it holds
 } Slot;
 
 typedef struct {              // since the start
@@ -393,7 +396,7 @@ typedef struct {              // since the start
 typedef struct Peer {         // a connection
     struct Peer *next, **link;         // link: what points to it
     int          fd;
-    double       quiet;       // seconds() since it owes us the head of a request; INFINITY: it does not
+    double       quiet;       // seconds() since when the head of a request is due; INFINITY: none is
 } Peer;
 
 typedef struct {
@@ -403,21 +406,21 @@ typedef struct {
     ServeOptions    o;
     char            name[128];         // of the model
     int64_t         created;           // time() of the start
-    uint64_t        salt;              // makes ids of this run like no others'
+    uint64_t        salt;              // so that ids of this run differ from those of others
     atomic_ullong   n_ids;
     Slot           *slots;             // (n_seqs)
-    Store           store;             // what they held before
+    Store           store;             // idle conversations
     float          *logits;            // (vocab)
-    int             last_prompt;       // slot whose prompt advanced last
+    int             last_prompt;       // slot of the prompt that advanced last
     int             chunk;             // rows of a prompt in a round without answers
-    bool            by_rows;           // beside answers it has fewer, share.amount; else so many multiplications of it run at a time
-    Share           share;
+    bool            by_rows;           // with answers: share.amount rows; false: `chunk` rows, of which share.amount
+    Share           share;             // multiplications run in a round
     bool            loopback;
     pthread_mutex_t lock;
     Job            *first, **last;     // the queue
     Peer           *peers;
     int             n_peers, n_queued, n_running;
-    int             n_open;            // requests that are not answered to the end
+    int             n_open;            // requests whose answer is not complete
     int64_t         n_jobs;
     Replay         *replays;           // (REPLAYS) the last calls
     int             n_replays;         // since the start
@@ -425,8 +428,11 @@ typedef struct {
     Totals          totals;
 } Server;
 
-static sem_t wake;                                     // the engine: there is a job, somebody left, or a signal came
-static atomic_int stop_asked;                          // the signal, whichever thread got it
+static int n_slots(const Server *srv) { return model_options(srv->m)->n_seqs; }
+static int context_size(const Server *srv) { return model_options(srv->m)->n_ctx; }
+
+static sem_t wake;                                     // wakes the engine: a job or a signal came, or a client left
+static atomic_int stop_asked;                          // the signal, whichever thread received it
 
 static void on_stop(int signal_number) {
     if (stop_asked) _exit(128 + signal_number);
@@ -434,7 +440,7 @@ static void on_stop(int signal_number) {
     sem_post(&wake);
 }
 
-// An id that no other answer of this or another run has: prefix, 24 digits.
+// A new id, different from those of all other answers of this and other runs: prefix, 24 digits.
 static void new_id(Server *srv, const char *prefix, char out[40]) {
     const uint64_t n[2] = { srv->salt, atomic_fetch_add(&srv->n_ids, 1) };
     snprintf(out, 40, "%.12s%016" PRIx64 "%08" PRIx32, prefix, hash_bytes(n, sizeof n), (uint32_t)n[1]);
@@ -460,17 +466,17 @@ static void job_free(Job *job) {
     free(job);
 }
 
-static void job_drop(Job *job) {                       // an owner lets go; with the lock held
+static void job_drop(Job *job) {                       // one owner less; with the lock held
     if (!--job->n_owners) job_free(job);
 }
 
-// Puts a job at the end of the line. False: it is refused.
+// Puts a job at the end of the queue. False: it is refused.
 static bool submit(Server *srv, Job *job, Fault *f) {
     bool ok = true;
     pthread_mutex_lock(&srv->lock);
     if (srv->draining) {
         ok = refuse(f, 503, "", "the server is shutting down");
-    } else if (srv->n_queued >= srv->o.max_queue + (srv->m->options.n_seqs - srv->n_running)) {
+    } else if (srv->n_queued >= srv->o.max_queue + (n_slots(srv) - srv->n_running)) {
         srv->totals.refused++;
         ok = refuse(f, 429, "", "the queue is full with %d requests; try again later", srv->n_queued);
     } else {
@@ -487,7 +493,7 @@ static bool submit(Server *srv, Job *job, Fault *f) {
     return ok;
 }
 
-static void job_done(Server *srv, Job *job) {          // the engine is through with it; with the lock held
+static void job_done(Server *srv, Job *job) {          // the engine has finished it; with the lock held
     job->done = true;
     srv->totals.cancelled += job->gone;
     if (job->gone) refuse(&job->fault, CLIENT_LEFT, "", "the client closed the connection");
@@ -500,21 +506,21 @@ static bool has_left(const Job *job) {                 // the client has closed 
     return job->gone || (poll(&p, 1, 0) > 0 && p.revents & (POLLRDHUP | POLLHUP | POLLERR));
 }
 
-// Finds out whose client has left. With the lock held.
+// Finds jobs whose client has left. With the lock held.
 static void look_for_clients(Server *srv) {
-    for (int i = 0; i < srv->m->options.n_seqs; i++)
+    for (int i = 0; i < n_slots(srv); i++)
         if (srv->slots[i].job) srv->slots[i].job->gone = has_left(srv->slots[i].job);
     for (Job *job = srv->first; job; job = job->next) job->gone = has_left(job);
 }
 
-// Ends connections whose request does not come. libmicrohttpd ends those that send nothing; these send a byte now and
-// then.
+// Closes connections that do not complete their request. libmicrohttpd closes those that send nothing; these send a
+// byte now and then.
 static void end_slow_peers(Server *srv, double now) {
     for (const Peer *p = srv->peers; p; p = p->next)
         if (now - p->quiet > IDLE_SECONDS) shutdown(p->fd, SHUT_RDWR);
 }
 
-// Takes out of the line who has left or waited too long. With the lock held.
+// Removes from the queue jobs whose client has left, or that waited too long. With the lock held.
 static void clean_queue(Server *srv, double now) {
     srv->last = &srv->first;
     for (Job *job; (job = *srv->last); ) {
@@ -529,20 +535,20 @@ static void clean_queue(Server *srv, double now) {
     }
 }
 
-// Tokens of the session that the job's prompt begins with, if it is worth going on with: it is when these are at least
-// half of what it holds, or of the prompt. Else something else that it holds would be lost for little.
+// Tokens of the session that the job's prompt begins with, if they are at least half of what it holds or half of the
+// prompt. Else 0: it would save little and lose the rest of what the session holds.
 static size_t worth(Server *srv, const Slot *slot, const Job *job) {
-    const Session *s = &slot->s;
+    const TokIds *held = session_held(slot->s);
     if (job->no_cache) return 0;
-    const Shared same = shared(job->by_ids || slot->by_ids ? NULL : srv->t, &s->held, &job->ids);
-    return 2 * same.held >= s->held.n || 2 * same.ids >= job->ids.n ? same.held : 0;
+    const Shared same = shared(job->by_ids || slot->by_ids ? NULL : srv->t, held, &job->ids);
+    return 2 * same.held >= held->n || 2 * same.ids >= job->ids.n ? same.held : 0;
 }
 
-// The free session that is worth most to the job; of equals the one that was not used for longest. NULL: none is free.
+// The free session that is worth most to the job; of equals the least recently used. NULL: none is free.
 static Slot *choose_slot(Server *srv, const Job *job, size_t *most) {
     Slot *best = NULL;
     *most = 0;
-    for (int i = 0; i < srv->m->options.n_seqs; i++) {
+    for (int i = 0; i < n_slots(srv); i++) {
         Slot *slot = &srv->slots[i];
         if (slot->job) continue;
         const size_t n = worth(srv, slot, job);
@@ -555,45 +561,47 @@ static Slot *choose_slot(Server *srv, const Job *job, size_t *most) {
 
 static Slot *oldest_slot(Server *srv) {                // of the free ones
     Slot *best = NULL;
-    for (int i = 0; i < srv->m->options.n_seqs; i++) {
+    for (int i = 0; i < n_slots(srv); i++) {
         Slot *slot = &srv->slots[i];
         if (!slot->job && (!best || slot->used < best->used)) best = slot;
     }
     return best;
 }
 
-// What a slot holds goes to the store, unless the job that comes goes on with it.
+// Puts what a slot holds into the store, unless the next job continues it. same: tokens that the two share.
 static void park(Server *srv, Slot *slot, size_t same) {
     if (slot->used && same >= slot->asked) return;
-    if (!store_park(&srv->store, &slot->s, slot->by_ids)) fprintf(stderr, "# %s\n", slot->s.err);
+    if (!store_park(&srv->store, slot->s, slot->by_ids)) fprintf(stderr, "# %s\n", srv->store.err);
 }
 
-// Gives the job a slot whose session holds as much of its prompt as any slot or the store does. NULL: none is free.
+// Gives the job the slot that holds most of its prompt, or resumes a session from the store that has more of it. NULL:
+// no slot is free.
 static Slot *make_ready(Server *srv, Job *job) {
-    enum { GAIN = 64 };       // tokens, for which it is worth to take a session from the store
+    enum { GAIN = 64 };       // more tokens that justify resuming a session from the store
     size_t most, stored = 0;
     Slot *slot = choose_slot(srv, job, &most);
     if (!slot) return NULL;
     Parked *p = job->no_cache ? NULL : store_find(&srv->store, job->by_ids ? NULL : srv->t, &job->ids, &stored);
     const bool resumes = p && stored > most + GAIN;
     if (resumes) slot = oldest_slot(srv);
-    park(srv, slot, resumes ? 0 : most);               // may drop p, which stays whole while it is pinned
+    park(srv, slot, resumes ? 0 : most);               // may drop p, which stays valid while it is pinned
     if (resumes) slot->by_ids = p->by_ids;
     if (!resumes) store_release(&srv->store, p);
-    else if (!store_resume(&srv->store, &slot->s, p)) fprintf(stderr, "# %s\n", slot->s.err);
+    else if (!store_resume(&srv->store, slot->s, p)) fprintf(stderr, "# %s\n", srv->store.err);
     return slot;
 }
 
-// The tokens that the session holds in place of those that say the same.
-static void take_held(Server *srv, Session *s, Job *job) {
-    const Shared same = shared(s->t, &s->held, &job->ids);
+// Replaces tokens of the prompt by those that the session holds, if their text is the same.
+static void take_held(Server *srv, const Session *s, Job *job) {
+    const TokIds *held = session_held(s);
+    const Shared same = shared(srv->t, held, &job->ids);
     TokIds ids = { 0 };
-    for (size_t i = 0; i < same.held; i++) push_id(s, &ids, s->held.ids[i]);
-    for (size_t i = same.ids; i < job->ids.n; i++) push_id(s, &ids, job->ids.ids[i]);
-    if (ids.n <= (size_t)s->m->options.n_ctx) {
+    for (size_t i = 0; i < same.held; i++) push_id(srv->t, &ids, held->ids[i]);
+    for (size_t i = same.ids; i < job->ids.n; i++) push_id(srv->t, &ids, job->ids.ids[i]);
+    if (ids.n <= (size_t)context_size(srv)) {
         pthread_mutex_lock(&srv->lock);
-        if ((size_t)job->mark >= same.ids) job->mark += (int)same.held - (int)same.ids;
-        else job->mark = 0;
+        if ((size_t)job->checkpoint_at >= same.ids) job->checkpoint_at += (int)same.held - (int)same.ids;
+        else job->checkpoint_at = 0;
         const TokIds old = job->ids;
         job->ids = ids;
         ids = old;
@@ -603,52 +611,45 @@ static void take_held(Server *srv, Session *s, Job *job) {
 }
 
 static void start_job(Server *srv, Slot *slot, Job *job) {
-    Model *m = srv->m;
-    Session *s = &slot->s;
-    const size_t vocab = (size_t)m->config.vocab;
-    if (job->bias || slot->biased) {
-        float *bias = job->bias ? job->bias : alloc_or_die(vocab, sizeof *bias);
-        m->ops->copy(&(Copy){ m->s.bias + (size_t)s->seq * vocab, bias, vocab * sizeof *bias, COPY_IN });
-        m->ops->wait();
-        slot->biased = job->bias;
-        if (!job->bias) free(bias);
-    }
+    Session *s = slot->s;
+    if (job->bias || slot->biased) session_set_bias(s, job->bias);
+    slot->biased = job->bias;
     if (job->no_cache) session_forget(s);
     else if (!job->by_ids && !slot->by_ids) take_held(srv, s, job);
     slot->by_ids = job->by_ids;
-    const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .mark = job->mark };
+    const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .checkpoint_at = job->checkpoint_at };
     const bool ok = session_start(s, &p, &job->options);
     pthread_mutex_lock(&srv->lock);
     job->total = (int)job->ids.n;
     slot->used = ++srv->n_jobs;
-    slot->asked = (size_t)(job->mark ? job->mark : job->total);
+    slot->asked = (size_t)(job->checkpoint_at ? job->checkpoint_at : job->total);
     job->started = true;
-    job->cached = ok ? job->total - (int)s->todo.n : 0;
+    job->cached = ok ? job->total - session_state(s).n_left : 0;
     job->run = job->cached;
     if (ok) {
         slot->job = job;
         srv->n_running++;
     } else {
-        refuse(&job->fault, 400, "", "%s", s->err);
+        refuse(&job->fault, 400, "", "%s", session_error(s));
         job_done(srv, job);
     }
     pthread_mutex_unlock(&srv->lock);
 }
 
-// What points to the job that is next: of those whose client has fewest jobs under way the first. With the lock held.
+// The pointer to the next job: the first of a client that has fewest jobs under way. With the lock held.
 static Job **next_in_line(Server *srv) {
     Job **best = &srv->first;
     int least = INT_MAX;
     for (Job **at = &srv->first; *at; at = &(*at)->next) {
         int n = 0;
-        for (int i = 0; i < srv->m->options.n_seqs; i++)
+        for (int i = 0; i < n_slots(srv); i++)
             n += srv->slots[i].job && srv->slots[i].job->client == (*at)->client;
         if (n < least) least = n, best = at;
     }
     return best;
 }
 
-// Gives free sessions to those who wait.
+// Gives free sessions to waiting jobs.
 static void admit(Server *srv) {
     for (;;) {
         pthread_mutex_lock(&srv->lock);
@@ -665,24 +666,18 @@ static void admit(Server *srv) {
     }
 }
 
-// Whether the tokens at which chunks of prompts end make no difference to any bit: steps of few rows, and on the CPU all,
-// unless rows of larger ones see less.
-static bool chunks_are_free(const Model *m, int chunk) {
-    const ModelOptions *o = &m->options;
-    return chunk <= STEP_ROWS || (m->ops == cpu_ops() && !o->pflash && !o->tail);
-}
+typedef enum { ROUND_OTHER, ROUND_PLAIN, ROUND_SHARED } Round;       // answers alone; with share.amount of a prompt
 
-typedef enum { ROUND_OTHER, ROUND_PLAIN, ROUND_SHARED } Round;       // answers alone; with srv->share.amount of a prompt
-
-static bool runs(const Session *s) { return s->answering && !s->ending && !s->cancelled; }
-
-// The sessions of the next round -> how many, and what kind of round it is. Of long prompts one at a time runs.
+// Chooses the sessions of the next round. Returns how many, and what kind of round it is. Of several long prompts one
+// runs.
 static int pick(Server *srv, Session **sessions, Slot **slots, Round *round) {
-    const Model *m = srv->m;
-    const int n_seqs = m->options.n_seqs, after = srv->last_prompt;
+    const int n_seqs = n_slots(srv), after = srv->last_prompt, paused = model_paused(srv->m);
     bool long_one = false, answers = false;
     int n = 0;
-    for (int i = 0; i < n_seqs; i++) answers |= runs(&srv->slots[i].s) && !srv->slots[i].s.prompting;
+    for (int i = 0; i < n_seqs; i++) {
+        const SessionState state = session_state(srv->slots[i].s);
+        answers |= state.running && !state.prompting;
+    }
     const bool looks = answers && share_looks(&srv->share);
     const int chunk = answers && srv->by_rows ? (int)srv->share.amount : srv->chunk;
     *round = answers ? ROUND_PLAIN : ROUND_OTHER;
@@ -690,31 +685,30 @@ static int pick(Server *srv, Session **sessions, Slot **slots, Round *round) {
         const int i = (after + k) % n_seqs;
         Slot *slot = &srv->slots[i];
         if (!slot->job) continue;
-        Session *s = &slot->s;
-        const bool is_prompt = runs(s) && s->prompting;
-        const bool is_long = is_prompt && (int)s->todo.n - s->at > min_int(chunk, STEP_ROWS);
-        if (is_long && (long_one || (m->paused_seq >= 0 && m->paused_seq != s->seq))) continue;
+        session_set_budget(slot->s, chunk, answers && !srv->by_rows ? srv->share.amount : INFINITY);
+        const SessionState state = session_state(slot->s);
+        const bool is_prompt = state.running && state.prompting;
+        const bool is_long = is_prompt && state.n_left > min_int(chunk, STEP_ROWS);
+        if (is_long && (long_one || (paused >= 0 && paused != i))) continue;
         if (is_prompt && looks) continue;
-        s->chunk = chunk;
-        s->work = answers && !srv->by_rows ? srv->share.amount : INFINITY;
-        if (is_prompt) *round = *round == ROUND_PLAIN && next_rows(s) == chunk ? ROUND_SHARED : ROUND_OTHER;
+        if (is_prompt) *round = *round == ROUND_PLAIN && state.n_next == chunk ? ROUND_SHARED : ROUND_OTHER;
         if (is_long) srv->last_prompt = i;
         long_one |= is_long;
-        sessions[n] = &slot->s;
+        sessions[n] = slot->s;
         slots[n++] = slot;
     }
     return n;
 }
 
-// What a round took is learnt from, when it had no prompt or as much of one as its share has room for.
+// Learns from the time of a round that had no prompt, or as much of one as the share allows.
 static void learn_share(Server *srv, Round round, double taken) {
-    const double with = srv->by_rows ? srv->share.amount : srv->slots[srv->last_prompt].s.worked;
-    const bool whole = srv->by_rows || srv->m->paused_seq >= 0;           // else the chunk ended before
+    const double with = srv->by_rows ? srv->share.amount : session_state(srv->slots[srv->last_prompt].s).work_done;
+    const bool whole = srv->by_rows || model_paused(srv->m) >= 0;         // else the chunk had ended before
     if (round == ROUND_PLAIN) share_learn(&srv->share, 0, taken);
     if (round == ROUND_SHARED && whole) share_learn(&srv->share, with, taken);
 }
 
-// The token that was chosen last, how likely it was, and the n likeliest. Overwrites the logits.
+// The probability of the last token, and the n most probable tokens. Overwrites the logits.
 static void weigh(float *logits, int vocab, int32_t id, int n, Likely *l) {
     const double sum = logsumexp(logits, vocab);
     *l = (Likely){ .id = id, .n_top = min_int(n, vocab), .logprob = (float)(logits[id] - sum) };
@@ -727,14 +721,14 @@ static void weigh(float *logits, int vocab, int32_t id, int n, Likely *l) {
     }
 }
 
-// Probabilities are of tokens that the client sees.
+// Only tokens that the client sees have probabilities.
 static void add_likely(Server *srv, Slot *slot, const Event *e) {
     Job *job = slot->job;
-    if (job->n_top < 0 || e->kind != EVENT_TOKEN || e->n_ids != 1 || tok_reply_thinks(&slot->s.reply) ||
+    if (job->n_top < 0 || e->kind != EVENT_TOKEN || e->n_ids != 1 || tok_reply_thinks(session_reply(slot->s)) ||
         tok_is_stop(srv->t, e->ids[0])) return;
     Likely l;
-    if (!session_logits(&slot->s, srv->logits)) return;
-    weigh(srv->logits, srv->m->config.vocab, e->ids[0], job->n_top, &l);
+    if (!session_logits(slot->s, srv->logits)) return;
+    weigh(srv->logits, model_shape(srv->m).vocab, e->ids[0], job->n_top, &l);
     pthread_mutex_lock(&srv->lock);
     if (job->n_likely == job->room_likely) {
         job->room_likely = 2 * job->room_likely + 64;
@@ -745,7 +739,7 @@ static void add_likely(Server *srv, Slot *slot, const Event *e) {
     pthread_mutex_unlock(&srv->lock);
 }
 
-// The last call in what was said is remembered as it was written. With the lock held.
+// Remembers the tokens of the answer's last call. With the lock held.
 static void remember(Server *srv, const Job *job, const char *id) {
     Replay *replay = &srv->replays[srv->n_replays++ % REPLAYS];
     size_t first = job->said.n;
@@ -772,11 +766,11 @@ static void add_calls(Server *srv, Job *job, const TokReply *r) {
 
 static void end_job(Server *srv, Slot *slot, const Event *e) {       // with the lock held
     Job *job = slot->job;
-    const Turn *turn = &slot->s.turn;
+    const Turn *turn = session_turn(slot->s);
     job->end = e->end;
     job->turn = *turn;
-    job->thought_tokens = slot->s.thought_tokens;
-    job->stop = slot->s.stops.hit;
+    job->thought_tokens = turn->thought_tokens;
+    job->stop = turn->stop;
     if (e->end == END_ERROR && job->bias)
         refuse(&job->fault, 400, "logit_bias", "logit_bias: it excludes every token");
     if (e->end == END_ERROR && job->options.grammar) refuse(&job->fault, 400, "", "%s", e->error);
@@ -800,7 +794,7 @@ static void tell(Server *srv, Slot *slot, const Event *e) {
     append(&job->thought, e->thought.s, e->thought.n);
     for (int i = 0; i < e->n_ids && srv->t->call_open >= 0; i++)
         if (tok__push(srv->t, &job->said, e->ids[i]) < 0) die("out of memory for an answer");
-    add_calls(srv, job, &slot->s.reply);
+    add_calls(srv, job, session_reply(slot->s));
     if (e->kind == EVENT_PROMPT) job->run = job->total - (e->total - e->done);
     if (e->kind == EVENT_TOKEN) job->run = job->total;
     if (e->kind == EVENT_END) end_job(srv, slot, e);
@@ -808,7 +802,7 @@ static void tell(Server *srv, Slot *slot, const Event *e) {
     pthread_mutex_unlock(&srv->lock);
 }
 
-// Runs until a signal asks to stop and those who were asked before it are answered, or have had DRAIN_SECONDS.
+// Runs until a signal asks to stop and the jobs that came before it are answered, or have had DRAIN_SECONDS.
 static void run_engine(Server *srv) {
     Session *sessions[MAX_SESSIONS];
     Slot *slots[MAX_SESSIONS];
@@ -817,7 +811,7 @@ static void run_engine(Server *srv) {
     Round round;
     for (;;) {
         const double now = seconds();
-        const int stop = stop_asked;                   // one value for all of the round
+        const int stop = stop_asked;                   // the same value for the whole round
         if (stop && isinf(give_up)) {
             fprintf(stderr, "# signal %d: finishing running requests, refusing new ones\n", stop);
             give_up = now + DRAIN_SECONDS;
@@ -827,9 +821,9 @@ static void run_engine(Server *srv) {
         look_for_clients(srv);
         end_slow_peers(srv, now);
         clean_queue(srv, now < give_up ? now : INFINITY);
-        for (int i = 0; i < srv->m->options.n_seqs; i++) {
+        for (int i = 0; i < n_slots(srv); i++) {
             const Job *job = srv->slots[i].job;
-            if (job && (job->gone || now >= job->deadline || now >= give_up)) session_cancel(&srv->slots[i].s);
+            if (job && (job->gone || now >= job->deadline || now >= give_up)) session_cancel(srv->slots[i].s);
         }
         pthread_mutex_unlock(&srv->lock);
         admit(srv);
@@ -1176,7 +1170,8 @@ static bool append_content(TokText *out, const GgufJson *v) {
     return true;
 }
 
-// The last message is an answer of the model that is to go on: what it says becomes the start of the next one, as it is.
+// The last message is an answer of the model that is to go on: what it says becomes the start of the next one, as it
+// is.
 static bool take_begun(const Request *r, Fault *f, Begun *b, TokChat *chat) {
     GgufJson rest = r->messages, m, last = { 0 }, v;
     if (r->cue)
@@ -1214,7 +1209,7 @@ static bool chat_ask(Exchange *x, const Request *r) {
     chat.thought = chat.answer = (TokStr){ NULL, 0 };
     if (ok && tok_chat(&x->t, &chat, &part, NULL) == 0) {
         if (!r->no_cache) replay_calls(x, &r->messages, &part);
-        job->mark = same_ids(&part, &job->ids);
+        job->checkpoint_at = same_ids(&part, &job->ids);
     }
     tok_ids_free(&part);
     begun_free(&begun);
@@ -1410,7 +1405,7 @@ static bool read_stops(Exchange *x, const GgufJson *stop, TextList *list) {
 }
 
 static bool read_bias(Exchange *x, const GgufJson *object, Job *job) {
-    const int vocab = x->srv->m->config.vocab;
+    const int vocab = model_shape(x->srv->m).vocab;
     GgufJson rest = *object, key, v;
     if (!is_given(object)) return true;
     job->bias = alloc_or_die((size_t)vocab, sizeof *job->bias);
@@ -1642,7 +1637,7 @@ static bool read_question(Exchange *x, const Api *api, Request *r) {
 static void complete(Exchange *x, const Api *api) {
     Server *srv = x->srv;
     Request r;
-    const int n_ctx = srv->m->options.n_ctx;
+    const int n_ctx = context_size(srv);
     x->api = api;
     x->job = new_job(x);
     new_id(srv, api->prefix, x->id);
@@ -2300,8 +2295,9 @@ static void put_model(TokText *out, const Server *srv, bool anthropic) {
         put(out, "{'type':'model','id':%s,'display_name':%s,'created_at':%s}", srv->name, srv->name, day);
         return;
     }
+    const ModelShape shape = model_shape(srv->m);
     put(out, "{'id':%s,'object':'model','created':%z,'owned_by':'gemma4','meta':", srv->name, (size_t)srv->created);
-    put(out, "{'n_vocab':%d,'n_ctx':%d,'n_embd':%d}}", srv->m->config.vocab, srv->m->options.n_ctx, srv->m->config.dim);
+    put(out, "{'n_vocab':%d,'n_ctx':%d,'n_embd':%d}}", shape.vocab, context_size(srv), shape.dim);
 }
 
 // The list of models, which has one, or that one by its name. Who names a version of Anthropic's API gets its form.
@@ -2334,7 +2330,7 @@ static void route_props(Exchange *x) {
     put(&out, "{'model':%s,'n_ctx':%d,'total_slots':%d,'chat_template':%s,'modalities':{'vision':false,'audio':false},"
         "'default_generation_settings':{'n_predict':%d,'temperature':%f,'top_k':%d,'top_p':%f,'min_p':%f,"
         "'repeat_penalty':%f,'presence_penalty':%f,'frequency_penalty':%f,'thinking':%b}}", srv->name,
-        srv->m->options.n_ctx, srv->m->options.n_seqs, srv->t->large_variant ? "large" : "small", srv->o.n_predict,
+        context_size(srv), n_slots(srv), srv->t->large_variant ? "large" : "small", srv->o.n_predict,
         (double)p->temperature, (int)p->top_k, (double)p->top_p, (double)p->min_p, (double)p->repeat,
         (double)p->presence, (double)p->frequency, srv->o.think);
     respond_json(x, &out);
@@ -2344,10 +2340,10 @@ static void route_slots(Exchange *x) {
     Server *srv = x->srv;
     TokText out = { 0 };
     pthread_mutex_lock(&srv->lock);
-    for (int i = 0; i < srv->m->options.n_seqs; i++) {
+    for (int i = 0; i < n_slots(srv); i++) {
         const Job *job = srv->slots[i].job;
         put(&out, i ? ",{'id':%d,'n_ctx':%d,'is_processing':%b" : "[{'id':%d,'n_ctx':%d,'is_processing':%b", i,
-            srv->m->options.n_ctx, job != NULL);
+            context_size(srv), job != NULL);
         if (job)
             put(&out, ",'prompt_tokens':%d,'prompt_processed':%d,'prompt_cached':%d", job->total, job->run,
                 job->cached);
@@ -2382,7 +2378,7 @@ static void route_metrics(Exchange *x) {
     metric(&out, "generation_seconds_total", "counter", "Seconds from first to last token.", t.decode_seconds);
     metric(&out, "requests_running", "gauge", "Requests running.", running);
     metric(&out, "requests_waiting", "gauge", "Requests waiting in the queue.", queued);
-    metric(&out, "slots", "gauge", "Sessions.", srv->m->options.n_seqs);
+    metric(&out, "slots", "gauge", "Sessions.", n_slots(srv));
     metric(&out, "connections", "gauge", "Open connections, including this one.", peers);
     pthread_mutex_lock(&srv->store.lock);
     const int parked = srv->store.n, resumed = srv->store.n_resumed;
@@ -2477,8 +2473,8 @@ static void route_template(Exchange *x) {
     tok_ids_free(&ids);
 }
 
-// The chat page, web/index.html. It brings all that it needs, asks for the key itself, and may reach this server only. A browser
-// that holds it asks whether it is still the same.
+// The chat page, web/index.html. It brings all that it needs, asks for the key itself, and may reach this server only.
+// A browser that holds it asks whether it is still the same.
 static const char chat_page[] =
 #include "page.h"
 ;
@@ -2784,43 +2780,41 @@ static int listen_at(Server *srv) {
 }
 
 static void name_model(Server *srv) {
-    const char *path = srv->m->gguf.path, *slash = strrchr(path, '/'), *name = slash && slash[1] ? slash + 1 : path;
+    const char *path = model_path(srv->m), *slash = strrchr(path, '/'), *name = slash && slash[1] ? slash + 1 : path;
     snprintf(srv->name, sizeof srv->name, "%s", srv->o.alias ? srv->o.alias : name);
     char *end = strstr(srv->name, ".gguf");
     if (end && !end[5] && !srv->o.alias) *end = 0;
 }
 
-// Half of the memory is for marks, to go back to within a session; sessions without a slot have the rest.
+// Half of the memory is for prefix snapshots of the slots' sessions; idle conversations have the rest.
 static void open_store(Server *srv) {
     const ServeOptions *o = &srv->o;
-    Model *m = srv->m;
-    enum { WINDOWS = 8 };     // between two marks of a prompt
-    const size_t rings = copy_rings(m, 0, NULL, COPY_OUT), half = o->cache_ram / 2 / (size_t)m->options.n_seqs;
-    const int most = rings ? (int)(half / rings < MARKS ? half / rings : MARKS) : 0;
-    for (int i = 0; i < m->options.n_seqs && most > 1; i++) {
-        srv->slots[i].s.most_marks = most;
-        srv->slots[i].s.mark_every = WINDOWS * m->config.n_swa;
-    }
-    const size_t marks = rings * (size_t)(m->options.n_seqs * max_int(most, 1));
-    const size_t room = o->cache_ram > marks ? o->cache_ram - marks : 0;
+    const int n_seqs = n_slots(srv);
+    enum { WINDOWS = 8 };     // between two snapshots of a prompt
+    const size_t one = snapshot_bytes(srv->m), half = o->cache_ram / 2 / (size_t)n_seqs;
+    const int most = one ? (int)(half / one < MAX_SNAPSHOTS ? half / one : MAX_SNAPSHOTS) : 0;
+    for (int i = 0; i < n_seqs && most > 1; i++)
+        session_set_snapshots(srv->slots[i].s, most, WINDOWS * model_shape(srv->m).window);
+    const size_t snapshots = one * (size_t)(n_seqs * max_int(most, 1));
+    const size_t room = o->cache_ram > snapshots ? o->cache_ram - snapshots : 0;
     fprintf(stderr, "# host memory: up to %.1f MiB for %d checkpoints per session, %.1f MiB for idle conversations\n",
-            (double)marks / (1 << 20), rings ? max_int(most, 1) : 0, (double)room / (1 << 20));
-    store_open(&srv->store, &srv->slots[0].s, o->session_dir, room, o->session_disk);
+            (double)snapshots / (1 << 20), one ? max_int(most, 1) : 0, (double)room / (1 << 20));
+    store_open(&srv->store, srv->slots[0].s, o->session_dir, room, o->session_disk);
 }
 
 // Serves until SIGTERM or SIGINT.
 static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     Server srv = { .m = m, .t = t, .o = *o, .created = time(NULL), .lock = PTHREAD_MUTEX_INITIALIZER };
-    const int n_seqs = m->options.n_seqs;
+    const int n_seqs = n_slots(&srv);
     srv.last = &srv.first;
     srv.slots = alloc_or_die((size_t)n_seqs, sizeof *srv.slots);
-    srv.logits = alloc_or_die((size_t)m->config.vocab, sizeof *srv.logits);
+    srv.logits = alloc_or_die((size_t)model_shape(m).vocab, sizeof *srv.logits);
     srv.replays = alloc_or_die(REPLAYS, sizeof *srv.replays);
     if (!grammar_vocab_init(&srv.vocab, t)) die("out of memory for the token tree of the grammar");
     measure_pace(m, t, &o->drafting);
-    for (int i = 0; i < n_seqs; i++) session_open(&srv.slots[i].s, m, t, i);
-    srv.chunk = o->chunk ? o->chunk : m->options.n_batch;
-    srv.by_rows = chunks_are_free(m, srv.chunk);
+    for (int i = 0; i < n_seqs; i++) srv.slots[i].s = session_open(m, t, i);
+    srv.chunk = o->chunk ? o->chunk : model_options(m)->n_batch;
+    srv.by_rows = chunk_is_free(m, srv.chunk);
     srv.share = srv.by_rows ? share_of(min_int(SHARE_LEAST, srv.chunk), srv.chunk) : share_of(1, INFINITY);
     open_store(&srv);
     if (getrandom(&srv.salt, sizeof srv.salt, 0) != sizeof srv.salt) srv.salt = (uint64_t)time(NULL);
@@ -2839,20 +2833,20 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
         MHD_OPTION_END);
     if (!d) die("--port: libmicrohttpd could not start a server");
     run_engine(&srv);
-    for (int open = 1, k = 0; open && k < 500; k++) {  // what was answered last is still on its way
+    for (int open = 1, k = 0; open && k < 500; k++) {  // the last answers are still being sent
         pthread_mutex_lock(&srv.lock);
         open = srv.n_open;
         pthread_mutex_unlock(&srv.lock);
         if (open) usleep(10000);
     }
     MHD_stop_daemon(d);
-    for (int i = 0; i < n_seqs && o->session_dir; i++) {             // the one used last as the last
+    for (int i = 0; i < n_seqs && o->session_dir; i++) {             // the most recently used one last
         Slot *slot = oldest_slot(&srv);
         park(&srv, slot, 0);
         slot->used = INT64_MAX;
     }
     store_close(&srv.store);
-    for (int i = 0; i < n_seqs; i++) session_close(&srv.slots[i].s);
+    for (int i = 0; i < n_seqs; i++) session_close(srv.slots[i].s);
     grammar_vocab_free(&srv.vocab);
     free(srv.slots);
     free(srv.logits);

@@ -1,8 +1,10 @@
-/* session.h - sessions in files: what the cache of a session holds, so that another run goes on where one stopped.
- * A part of gemma4.c, which includes it. Nothing here ends the process: what went wrong is in Session.err.
+/* session.h - sessions in files: tokens and KV cache, so that another run can resume where one stopped.
+ *
+ * Uses engine.h (section [5], which it implements) and generate.h. Begin with session_to_fd() and session_from_fd().
+ * Nothing here ends the process: session_error() says what failed.
  *   [1] The file    [2] Writing    [3] Reading
  *
- * Little-endian, the sections one behind the other without padding:
+ * Little-endian; the sections follow each other without padding:
  *
  *   offset  bytes  field
  *        0      8  magic "GEMMA4S\n"
@@ -16,26 +18,26 @@
  *       56      4  type of cached K, of gemma4.h's KvType       60   4  and of V
  *       64      4  1: K and V of global layers are kept apart   68   4  the sliding window, in tokens
  *       72      4  type of what sliding layers cache            76   4  slots of the f16 tails; 0: none
- *       80      4  n: tokens that are in the cache              84   4  n_pending: tokens of the text that are not, yet
- *       88      4  seen: how far rows were ever written         92   4  ring: slots of a sliding layer; 0: none
- *       96      4  mark: tokens that the rings below belong to  100  4  seen, then. 0 and 0: there are no such rings
- *      104      8  bytes of these rings
+ *       80      4  n: tokens that are in the cache              84   4  n_pending: tokens of the text that are not yet
+ *       88      4  n_written: end of the rows ever written      92   4  ring: slots of a sliding layer; 0: none
+ *       96      4  tokens of the prefix snapshot                100  4  n_written at that time. 0 and 0: no snapshot
+ *      104      8  bytes of the snapshot
  *      112      8  seed of the sampler, whose random numbers follow from it and a token's position
- *      120      4  bytes of the conversation                   124   4  its oldest messages that the model is not shown
+ *      120      4  bytes of the conversation                   124   4  its oldest messages that are not shown
  *      128      4  1: a text (--raw), 0: a conversation        132   4  1: its prompt was given as token ids (server)
  *      136     24  0
  *      160      8  hash of the header before this field
  *      168         ids, int32 x (n + n_pending)
  *                  the conversation: a JSON list of messages as in the OpenAI API
- *                  rows, of every layer that owns a cache: of k, v, and the f16 tails of both, where there are any, the
- *                  codes and then the scales as they lie in memory: of each head its rows in the order of positions. A
- *                  global layer has n of them; a ring, or a tail, those from `seen` - its slots on, which are the last
- *                  window - 1 at least
- *                  rings as they lay at the mark (copy_rings in gemma4.c)
+ *                  the cache, of every layer that owns one: of k, v, and the f16 tails of both, if there are any, the
+ *                  codes and then the scales as they are in memory: of each head its rows in the order of positions. A
+ *                  global layer has n rows; a ring or a tail has those from position n_written - its slots on, at
+ *                  least the last window - 1
+ *                  the prefix snapshot: rings and tails (copy_rings in generate.h)
  *   end - 8     8  hash of everything before
  *
- * A file is written beside the old one under another name, synced, and renamed. Whoever reads one trusts no number in
- * it: sizes have to add up to the file's before anything is reserved, ids are looked at, and rows may hold any bytes. */
+ * A file is written under a temporary name in the same folder, synced, and renamed. A reader trusts no number in it:
+ * sizes have to add up to the file's before memory is reserved, ids are checked, and rows may hold any bytes. */
 #ifndef SESSION_H
 #define SESSION_H
 
@@ -47,33 +49,24 @@ typedef struct {
     uint64_t file_bytes, model, tokenizer, weights, layout;
     uint32_t k_type, v_type, untied, window;
     uint32_t ring_type, tail;
-    uint32_t n, n_pending, seen, ring, mark, mark_seen;
-    uint64_t mark_bytes, seed;
+    uint32_t n, n_pending, n_written, ring, snapshot_n, snapshot_written;
+    uint64_t snapshot_bytes, seed;
     uint32_t n_text, n_skipped, raw, by_ids, zero[6];
     uint64_t hash;
 } SessionHeader;
 _Static_assert(sizeof(SessionHeader) == 168 && offsetof(SessionHeader, hash) == 160, "the table above");
 
 static const char session_magic[8] = "GEMMA4S\n";
-enum { SESSION_VERSION = 1, SESSION_PIECE = 1 << 22 };             // bytes that are on their way at a time
-
-typedef struct {              // what goes with the rows of a session
-    bool     raw;             // a text and no conversation
-    bool     by_ids;          // a client gave its prompt as token ids, which may not be those that its text has
-    uint64_t seed;
-    TokText  messages;        // JSON list
-    size_t   n_skipped;       // of them behind the system message
-    TokIds   pending;         // the text goes on with these; they are not in the cache
-} SessionNote;
+enum { SESSION_VERSION = 1, SESSION_PIECE = 1 << 22 };             // bytes that are written or read at a time
 
 static void session_note_free(SessionNote *note) {
     tok_text_free(&note->messages);
     tok_ids_free(&note->pending);
 }
 
-// 64 bits of any bytes, at memory's speed: four lanes take 8 bytes each of every 32. For a lane's value each step is
-// one to one, and so it is for the bytes: no change of 8 bytes goes unseen. It finds damage; it is no proof against a
-// forger.
+// A 64-bit hash at the speed of memory: each of four lanes takes 8 bytes of every 32. Each step is a one-to-one
+// function of the lane's value and of the 8 bytes, so every change within 8 bytes changes the hash. It detects damage,
+// not forgery.
 typedef struct { uint64_t lane[4], n; } Hash;
 
 static uint64_t hash_mix(uint64_t h, uint64_t word) {
@@ -83,7 +76,7 @@ static uint64_t hash_mix(uint64_t h, uint64_t word) {
 
 static Hash hash_new(void) { return (Hash){ .lane = { 1, 2, 3, 4 } }; }
 
-// n is a multiple of 32, or what lacks counts as zeros.
+// If n is no multiple of 32, zeros are added up to the next one.
 static void hash_add(Hash *h, const void *bytes, size_t n) {
     const uint8_t *p = bytes;
     uint64_t a = h->lane[0], b = h->lane[1], c = h->lane[2], d = h->lane[3];
@@ -123,7 +116,7 @@ static void hash_key(Hash *h, const GgufKv *kv) {
     if (!kv->strs && kv->count) hash_add(h, kv->data, kv->count * element);
 }
 
-// Which model it is, without reading all of it: every key, every tensor's shape, and four samples of its numbers.
+// Identifies a model without reading all of it: every key, every tensor's shape, and four samples of its numbers.
 static void hash_model(const Gguf *g, uint64_t *model, uint64_t *tokenizer, uint64_t *weights) {
     Hash m = hash_new(), t = hash_new(), w = hash_new();
     for (size_t i = 0; i < g->n_kvs; i++) {
@@ -155,15 +148,15 @@ static uint64_t hash_layout(const Model *m) {
     return hash_end(&h);
 }
 
-typedef struct {              // the codes of a plane, or the scales beside them, of one session
+typedef struct {              // the codes or the scales of a plane, of one session
     uint8_t *data;            // (n_heads, slots, bytes) in backend memory
     int      n_heads, slots;
     size_t   bytes;           // of a row
-    bool     wraps;           // a ring, which has lost what lies far behind
+    bool     wraps;           // a ring, which has lost old rows
     bool     is_tail;
 } RowPart;
 
-// What cache i is made of: up to 8 parts.
+// The parts of cache i, up to 8. Returns their number.
 static int row_parts(const Model *m, int i, int seq, RowPart *parts) {
     const Cache *c = &m->caches[i];
     const struct { const KvPlane *plane; int slots; } planes[] = {
@@ -184,13 +177,13 @@ static int row_parts(const Model *m, int i, int seq, RowPart *parts) {
     return n;
 }
 
-static int ring_slots(const Model *m) {                // of the sliding layers, which are all alike; 0: there is none
+static int ring_slots(const Model *m) {                // of the sliding layers, all of the same size; 0: there is none
     for (int i = 0; i < m->n_caches; i++)
         if (m->config.layer[i].is_swa) return m->caches[i].slots;
     return 0;
 }
 
-static KvType ring_type(const Model *m) {              // what sliding layers cache
+static KvType ring_type(const Model *m) {              // of what sliding layers cache
     for (int i = 0; i < m->n_caches; i++)
         if (m->config.layer[i].is_swa) return m->caches[i].k.type;
     return KV_F32;
@@ -204,7 +197,7 @@ static int tail_slots(const Model *m) {                // of the global layers t
 
 // The first position whose row a part has in a file.
 static int first_row(const RowPart *p, const SessionHeader *h) {
-    return p->wraps ? min_int((int)h->n, max_int(0, (int)h->seen - (p->is_tail ? p->slots : (int)h->ring))) : 0;
+    return p->wraps ? min_int((int)h->n, max_int(0, (int)h->n_written - (p->is_tail ? p->slots : (int)h->ring))) : 0;
 }
 
 static uint64_t row_bytes(const Model *m, const SessionHeader *h) {                // of all rows in a file
@@ -219,11 +212,11 @@ static uint64_t row_bytes(const Model *m, const SessionHeader *h) {             
 }
 
 static uint64_t session_bytes(const Model *m, const SessionHeader *h) {
-    return sizeof *h + ((uint64_t)h->n + h->n_pending) * sizeof(int32_t) + h->n_text + row_bytes(m, h) + h->mark_bytes +
-           sizeof(uint64_t);
+    return sizeof *h + ((uint64_t)h->n + h->n_pending) * sizeof(int32_t) + h->n_text + row_bytes(m, h) +
+           h->snapshot_bytes + sizeof(uint64_t);
 }
 
-// What a file of this model, with this cache, begins with.
+// The header of a file of this model with this kind of cache, without what depends on the session.
 static SessionHeader header_of(Model *m) {
     SessionHeader h = { .version = SESSION_VERSION, .header_bytes = sizeof h, .layout = hash_layout(m),
         .k_type = (uint32_t)m->options.k_type, .v_type = (uint32_t)m->options.v_type, .untied = m->options.untied,
@@ -237,23 +230,31 @@ static SessionHeader header_of(Model *m) {
     return h;
 }
 
-typedef struct {              // a file on its way, one piece after the other, and its checksum
+static uint64_t session_key(Session *s) {
+    const SessionHeader kind = header_of(s->m);
+    Hash h = hash_new();
+    hash_add(&h, &kind, sizeof kind);
+    hash_add(&h, s->held.ids, s->held.n * sizeof *s->held.ids);
+    return hash_end(&h);
+}
+
+typedef struct {              // a file that is written or read piece by piece, and its checksum
     const Ops *op;
     int        fd;
     Output     out;
     uint8_t   *piece;         // (SESSION_PIECE), or as large as the file
-    size_t     n, at;         // bytes in it; of these used up
+    size_t     n, at;         // bytes in the piece; of these already read
     uint64_t   done, total;   // bytes of the file
     Hash       hash;
-    int        err;           // errno of what failed; after that nothing is done
-    const char *what;         // for a bar on a terminal, or NULL
+    int        err;           // errno of what failed; after that all calls do nothing
+    const char *what;         // names a progress bar; NULL: none
 } FileStream;
 
 // ==== [2] Writing ====================================================================================================
 
 static void stream_flush(FileStream *s) {
     if (!s->n || s->err) return;
-    s->op->wait();                                     // rows may still be on their way
+    s->op->wait();                                     // copies from the backend may be under way
     hash_add(&s->hash, s->piece, s->n);
     s->err = write_output(&s->out, s->piece, s->n);
     s->done += s->n;
@@ -261,7 +262,7 @@ static void stream_flush(FileStream *s) {
     if (s->what) progress(s->what, s->done, s->total, "B");
 }
 
-// From host memory, or from the backend's.
+// Writes n bytes from host memory or from the backend's.
 static void stream_put(FileStream *s, const void *bytes, size_t n, bool from_backend) {
     for (const uint8_t *p = bytes; n && !s->err; ) {
         const size_t some = n < SESSION_PIECE - s->n ? n : SESSION_PIECE - s->n;
@@ -290,18 +291,17 @@ static void put_rows(FileStream *s, const Model *m, int seq, const SessionHeader
     }
 }
 
-// Writes what a session holds, and the note, to an open file -> 0, or errno. No step may be under way that is still
-// wanted. what: names a bar on the terminal; NULL: none.
+// A step that is under way must not be needed any more.
 static int session_to_fd(Session *s, const SessionNote *note, int fd, const char *what) {
     Model *m = s->m;
     SessionHeader h = header_of(m);
     h.n = (uint32_t)m->len[s->seq];
     h.n_pending = (uint32_t)note->pending.n;
-    h.seen = (uint32_t)max_int(m->n_written[s->seq], m->len[s->seq]);
-    const Mark *mark = s->n_marks ? &s->marks[s->n_marks - 1] : NULL;
-    h.mark_bytes = mark ? copy_rings(s->m, s->seq, NULL, COPY_OUT) : 0;
-    h.mark = h.mark_bytes ? (uint32_t)mark->n : 0;
-    h.mark_seen = h.mark_bytes ? (uint32_t)mark->seen : 0;
+    h.n_written = (uint32_t)max_int(m->n_written[s->seq], m->len[s->seq]);
+    const Snapshot *snapshot = s->n_snapshots ? &s->snapshots[s->n_snapshots - 1] : NULL;
+    h.snapshot_bytes = snapshot ? copy_rings(s->m, s->seq, NULL, COPY_OUT) : 0;
+    h.snapshot_n = h.snapshot_bytes ? (uint32_t)snapshot->n : 0;
+    h.snapshot_written = h.snapshot_bytes ? (uint32_t)snapshot->n_written : 0;
     h.seed = note->seed;
     h.n_text = (uint32_t)note->messages.n;
     h.n_skipped = (uint32_t)note->n_skipped;
@@ -318,7 +318,7 @@ static int session_to_fd(Session *s, const SessionNote *note, int fd, const char
     stream_put(&f, note->pending.ids, note->pending.n * sizeof *note->pending.ids, false);
     stream_put(&f, note->messages.s, note->messages.n, false);
     put_rows(&f, m, s->seq, &h);
-    stream_put(&f, mark ? mark->rings : NULL, h.mark_bytes, false);
+    stream_put(&f, snapshot ? snapshot->rings : NULL, h.snapshot_bytes, false);
     stream_flush(&f);
     const uint64_t hash = hash_end(&f.hash);
     if (!f.err) f.err = write_output(&f.out, &hash, sizeof hash);
@@ -327,7 +327,6 @@ static int session_to_fd(Session *s, const SessionNote *note, int fd, const char
     return f.err;
 }
 
-// The same to a file of that name, which stays as it was if that fails: false, and s->err says why.
 static bool session_to_file(Session *s, const SessionNote *note, const char *path, const char *what) {
     struct stat old;
     Output out;
@@ -335,7 +334,7 @@ static bool session_to_file(Session *s, const SessionNote *note, const char *pat
         snprintf(s->err, sizeof s->err, "%.400s: expected a regular file, got a device, a pipe or a directory", path);
         return false;
     }
-    signal(SIGXFSZ, SIG_IGN);                          // a limit of the file size is an error like a full disk
+    signal(SIGXFSZ, SIG_IGN);                          // a file size limit is an error like a full disk
     int err = create_output(&out, path, 0600);
     if (!err) err = session_to_fd(s, note, out.fd, what);
     err = finish_output(&out, err);
@@ -345,7 +344,7 @@ static bool session_to_file(Session *s, const SessionNote *note, const char *pat
 
 // ==== [3] Reading ====================================================================================================
 
-// The next piece of the file, but for the hash at its end.
+// Reads the next piece of the file, without the hash at its end.
 static void stream_fill(FileStream *s) {
     const uint64_t left = s->total - sizeof(uint64_t) - s->done;
     const size_t want = left < SESSION_PIECE ? (size_t)left : SESSION_PIECE;
@@ -353,7 +352,7 @@ static void stream_fill(FileStream *s) {
     while (s->n < want && !s->err) {
         const ssize_t got = read(s->fd, s->piece + s->n, want - s->n);
         if (got < 0 && errno == EINTR) continue;
-        if (got <= 0) s->err = got ? errno : EIO;      // it got shorter
+        if (got <= 0) s->err = got ? errno : EIO;      // the file has become shorter
         else s->n += (size_t)got;
     }
     if (s->err) return;
@@ -362,7 +361,7 @@ static void stream_fill(FileStream *s) {
     if (s->what) progress(s->what, s->done, s->total, "B");
 }
 
-// To host memory, or to the backend's; NULL: they are skipped.
+// Reads n bytes to host memory or to the backend's; bytes NULL: skips them.
 static void stream_get(FileStream *s, void *bytes, uint64_t n, bool to_backend) {
     for (uint8_t *p = bytes; n && !s->err; ) {
         if (s->at == s->n) stream_fill(s);
@@ -376,7 +375,7 @@ static void stream_get(FileStream *s, void *bytes, uint64_t n, bool to_backend) 
     }
 }
 
-// The rows of a ring of another size: as many as there is room for.
+// Reads the rows; if a ring has another size than the file's, as many of the last ones as it has room for.
 static void get_rows(FileStream *s, const Model *m, int seq, const SessionHeader *h) {
     for (int i = 0; i < m->n_caches; i++) {
         RowPart parts[8];
@@ -407,7 +406,7 @@ __attribute__((format(printf, 3, 4))) static bool refuse_session(Session *s, con
 
 static const char *session_type(uint32_t type) { return type <= KV_TQ3 ? kv_names[type] : "an unknown type"; }
 
-// Whether it is whole and says how it was written. size: the file's.
+// True if the file is complete and of this version. size: the file's.
 static bool check_whole(Session *s, const char *path, const SessionHeader *h, uint64_t size) {
     if (memcmp(h->magic, session_magic, sizeof h->magic))
         return refuse_session(s, path, "expected a gemma4 session file, got another file");
@@ -420,7 +419,7 @@ static bool check_whole(Session *s, const char *path, const SessionHeader *h, ui
     return true;
 }
 
-// Whether it was written by this model with such a cache.
+// True if it was written by this model with the same kind of cache.
 static bool check_alike(Session *s, const char *path, const SessionHeader *h) {
     Model *m = s->m;
     const SessionHeader own = header_of(m);
@@ -452,44 +451,45 @@ static bool check_alike(Session *s, const char *path, const SessionHeader *h) {
     return true;
 }
 
-// Whether n tokens, with rows written as far as `seen`, are what rings of so many slots can go on from.
-static bool rings_hold(const SessionHeader *h, uint32_t n, uint32_t seen) {
-    if (!h->ring || seen <= h->ring) return seen >= n;
-    return seen >= n && h->ring + 1 >= h->window && seen - n <= h->ring + 1 - h->window;
+// True if n tokens can be continued from rings of h->ring slots in which rows up to n_written were written.
+static bool rings_hold(const SessionHeader *h, uint32_t n, uint32_t n_written) {
+    if (!h->ring || n_written <= h->ring) return n_written >= n;
+    return n_written >= n && h->ring + 1 >= h->window && n_written - n <= h->ring + 1 - h->window;
 }
 
-// Whether its numbers agree with each other and have room.
+// True if its numbers agree with each other and fit the context.
 static bool check_sizes(Session *s, const char *path, const SessionHeader *h) {
     const Model *m = s->m;
     const uint32_t n_ctx = (uint32_t)m->options.n_ctx, most = MAX_CONTEXT + STEP_ROWS;
-    if (h->n > n_ctx || (h->seen > n_ctx + STEP_ROWS && h->seen <= most))
+    if (h->n > n_ctx || (h->n_written > n_ctx + STEP_ROWS && h->n_written <= most))
         return refuse_session(s, path, "it has %" PRIu32 " tokens: expected at most %" PRIu32 "; try -c %d", h->n,
-                              n_ctx, max_int((int)h->n, (int)h->seen - STEP_ROWS) + 512);
-    bool ok = h->seen <= most && h->ring <= most && h->n_pending <= MAX_CONTEXT && h->n_text <= MAX_FILE &&
-              h->raw <= 1 && h->by_ids <= 1 && h->mark_bytes <= h->file_bytes && rings_hold(h, h->n, h->seen);
-    if (h->mark)
-        ok = ok && h->mark <= h->n && h->mark_seen <= h->seen && h->mark_bytes && rings_hold(h, h->mark, h->mark_seen);
-    else ok = ok && !h->mark_seen && !h->mark_bytes;
+                              n_ctx, max_int((int)h->n, (int)h->n_written - STEP_ROWS) + 512);
+    bool ok = h->n_written <= most && h->ring <= most && h->n_pending <= MAX_CONTEXT && h->n_text <= MAX_FILE &&
+              h->raw <= 1 && h->by_ids <= 1 && h->snapshot_bytes <= h->file_bytes && rings_hold(h, h->n, h->n_written);
+    if (h->snapshot_n)
+        ok = ok && h->snapshot_n <= h->n && h->snapshot_written <= h->n_written && h->snapshot_bytes &&
+             rings_hold(h, h->snapshot_n, h->snapshot_written);
+    else ok = ok && !h->snapshot_written && !h->snapshot_bytes;
     if (ok && session_bytes(m, h) == h->file_bytes) return true;
     return refuse_session(s, path, "the header is damaged: %" PRIu32 " tokens, %" PRIu32 " pending, rows up to %" PRIu32
                           " in windows of %" PRIu32 ", checkpoint at %" PRIu32 ", and %" PRIu64 " bytes do not agree", h->n,
-                          h->n_pending, h->seen, h->ring, h->mark, h->file_bytes);
+                          h->n_pending, h->n_written, h->ring, h->snapshot_n, h->file_bytes);
 }
 
-// The rings of the mark are taken as they are or not at all.
-static void take_mark(Session *s, FileStream *f, const SessionHeader *h) {
-    const bool fits = h->mark && h->ring == (uint32_t)ring_slots(s->m) &&
-                      h->mark_bytes == copy_rings(s->m, s->seq, NULL, COPY_OUT);
-    Mark *mark = &s->marks[0];
-    if (fits && !mark->rings) mark->rings = alloc_or_die(h->mark_bytes, 1);
-    stream_get(f, fits ? mark->rings : NULL, h->mark_bytes, false);
-    mark->n = (int)h->mark;
-    mark->seen = (int)h->mark_seen;
-    s->n_marks = fits && !f->err;
+// Reads the snapshot; if its size is not that of this cache, skips it.
+static void read_snapshot(Session *s, FileStream *f, const SessionHeader *h) {
+    const bool fits = h->snapshot_n && h->ring == (uint32_t)ring_slots(s->m) &&
+                      h->snapshot_bytes == copy_rings(s->m, s->seq, NULL, COPY_OUT);
+    Snapshot *snapshot = &s->snapshots[0];
+    if (fits && !snapshot->rings) snapshot->rings = alloc_or_die(h->snapshot_bytes, 1);
+    stream_get(f, fits ? snapshot->rings : NULL, h->snapshot_bytes, false);
+    snapshot->n = (int)h->snapshot_n;
+    snapshot->n_written = (int)h->snapshot_written;
+    s->n_snapshots = fits && !f->err;
 }
 
-// What stands behind the header, which was checked. False: s->err says why, and the session holds nothing.
-static bool take_session(Session *s, FileStream *f, const SessionHeader *h, SessionNote *note, const char *path) {
+// Reads what follows the header, which was checked. False: s->err says why.
+static bool read_session(Session *s, FileStream *f, const SessionHeader *h, SessionNote *note, const char *path) {
     Model *m = s->m;
     const size_t n_ids = (size_t)h->n + h->n_pending;
     int32_t *ids = alloc_or_die(n_ids, sizeof *ids);
@@ -500,7 +500,7 @@ static bool take_session(Session *s, FileStream *f, const SessionHeader *h, Sess
         if (!ok)
             refuse_session(s, path, "token %zu: expected an id from 0 to %d, got %" PRId32, i, m->config.vocab - 1,
                            ids[i]);
-        else push_id(s, i < h->n ? &s->held : &note->pending, ids[i]);
+        else push_id(s->t, i < h->n ? &s->held : &note->pending, ids[i]);
     }
     free(ids);
     if (!f->err && !ok) return false;
@@ -508,13 +508,13 @@ static bool take_session(Session *s, FileStream *f, const SessionHeader *h, Sess
     note->messages.n = note->messages.cap = h->n_text;
     stream_get(f, note->messages.s, h->n_text, false);
     get_rows(f, m, s->seq, h);
-    take_mark(s, f, h);
+    read_snapshot(s, f, h);
     uint64_t hash = 0;
     if (!f->err && read(f->fd, &hash, sizeof hash) != sizeof hash) f->err = EIO;
     if (f->err) return refuse_session(s, path, "%s", strerror(f->err));
     if (hash != hash_end(&f->hash)) return refuse_session(s, path, "the file is damaged: wrong checksum");
-    const int slots = ring_slots(m), first = max_int((int)h->seen - (int)h->ring, (int)h->n - slots);
-    m->n_written[s->seq] = max_int((int)h->seen, first > 0 ? first + slots : 0);
+    const int slots = ring_slots(m), first = max_int((int)h->n_written - (int)h->ring, (int)h->n - slots);
+    m->n_written[s->seq] = max_int((int)h->n_written, first > 0 ? first + slots : 0);
     if (!shorten_session(m, s->seq, s->held.ids, (int)h->n))
         return refuse_session(s, path, "sliding-window cache: expected its last rows, got fewer");
     note->seed = h->seed;
@@ -524,8 +524,6 @@ static bool take_session(Session *s, FileStream *f, const SessionHeader *h, Sess
     return true;
 }
 
-// Makes the session what an open file holds, from its beginning on, and fills the note, which the caller frees. False: s->err
-// says why not, and the session holds nothing. No answer may be under way. path: what the error calls it. what: as above.
 static bool session_from_fd(Session *s, SessionNote *note, int fd, const char *path, const char *what) {
     struct stat st;
     SessionHeader h = { 0 };
@@ -540,13 +538,13 @@ static bool session_from_fd(Session *s, SessionNote *note, int fd, const char *p
 
     FileStream f = { .op = s->m->ops, .fd = fd, .total = h.file_bytes, .hash = hash_new(), .what = what };
     session_forget(s);
-    s->answering = s->ending = s->fed = false;
+    s->answering = s->ending = s->issued_ahead = false;
     if (ok) {
         f.piece = alloc_or_die(f.total < SESSION_PIECE ? f.total : SESSION_PIECE, 1);
         if (what) progress(what, 0, f.total, "B");
-        lseek(fd, 0, SEEK_SET);                        // the hash is of the header too
+        lseek(fd, 0, SEEK_SET);                        // the hash includes the header
         stream_get(&f, NULL, sizeof h, false);
-        ok = take_session(s, &f, &h, note, path);
+        ok = read_session(s, &f, &h, note, path);
         if (what) progress(what, f.total, f.total, "B");
         free(f.piece);
         if (!ok) session_forget(s);
@@ -555,10 +553,9 @@ static bool session_from_fd(Session *s, SessionNote *note, int fd, const char *p
     return ok;
 }
 
-// The same from a file of that name. 1: it is; 0: there is no such file, and nothing was done; < 0: as above.
 static int session_from_file(Session *s, SessionNote *note, const char *path, const char *what) {
     *note = (SessionNote){ 0 };
-    const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);      // a pipe does not wait for its writer
+    const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);      // does not wait for a pipe's writer
     if (fd < 0 && errno == ENOENT) return 0;
     if (fd < 0) {
         refuse_session(s, path, "%s", strerror(errno));
@@ -570,8 +567,33 @@ static int session_from_file(Session *s, SessionNote *note, const char *path, co
     return ok ? 1 : -1;
 }
 
-// When an answer has ended: the tokens of its text that the cache does not hold. Of a prompt that was interrupted this
-// is what has not run, else the last token, unless it ended the turn, which is no text. They are the session's own.
+static int session_peek(Session *s, const char *path, SessionPeek *peek) {
+    SessionHeader h;
+    struct stat st;
+    const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    int32_t *ids = NULL;
+    bool whole = fd >= 0 && !fstat(fd, &st) && S_ISREG(st.st_mode) && pread(fd, &h, sizeof h, 0) == sizeof h;
+    if (!whole) refuse_session(s, path, "expected a gemma4 session file, got another file");
+    whole = whole && check_whole(s, path, &h, (uint64_t)st.st_size);
+    const bool ours = whole && check_alike(s, path, &h) && check_sizes(s, path, &h);
+    if (ours) {                                        // the checksum is for session_from_fd()
+        const size_t bytes = h.n * sizeof *ids;
+        ids = alloc_or_die(bytes, 1);
+        whole = pread(fd, ids, bytes, sizeof h) == (ssize_t)bytes;
+        if (!whole) refuse_session(s, path, "cannot read its tokens");
+    }
+    if (fd >= 0) close(fd);
+    if (!whole || !ours) {
+        free(ids);
+        return whole ? 0 : -1;
+    }
+    *peek = (SessionPeek){ .by_ids = h.by_ids, .bytes = h.file_bytes, .ids = { .ids = ids, .n = h.n, .cap = h.n },
+                           .time = (int64_t)st.st_mtim.tv_sec * 1000000000 + st.st_mtim.tv_nsec };
+    return 1;
+}
+
+// Of a prompt that was interrupted the tokens that have not run; else the last token, unless it ended the turn, which
+// is no text. The ids stay the session's.
 static TokIds session_pending(const Session *s) {
     const size_t at = (size_t)s->at;
     if (s->end == END_TURN || s->end == END_CALLS) return (TokIds){ 0 };

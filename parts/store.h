@@ -1,21 +1,24 @@
-/* store.h - sessions that have no slot: what the server's slots held before they were needed for other conversations,
- * in host memory and, with --session-dir, in files. A part of gemma4.c, which includes it.
- *   [1] What a prompt shares with a session    [2] What is there    [3] Taking in, giving back    [4] Files
+/* store.h - idle conversations: sessions whose slot the server needed for others, in host memory and, with
+ * --session-dir, in files.
  *
- * Each is in the form of parts/session.h, in memory as in a file: one writer, one reader, one checksum. What memory has
- * no room for leaves it, the least recently used first; where there is a folder, only what is in a file, or could not be
- * written, may go. A thread writes the files, so that nobody waits for the disk, unless far too much waits for it. Sessions and
- * model are touched only by the thread that calls store_park() and store_resume(), the engine's; the writing thread sees
- * bytes.
+ * Uses engine.h alone. Begin with store_park() and store_resume().
+ *   [1] What a prompt shares with a session    [2] The list    [3] Parking, resuming    [4] Files
  *
- * OWNERSHIP  The store owns every Parked. Store.lock guards the list and all fields, but for what a pin protects:
- *   - A pin (Parked.pins) keeps a Parked and its memory alive. store_find() returns one pinned, and the caller ends that
- *     with store_resume() or store_release(); the writing thread pins what it writes. Without the lock nothing but a pinned
- *     Parked may be looked at, and of that only ids, bytes, by_ids and fd, which do not change while it is pinned.
+ * A parked session has the same form in memory as in a file (session.h): one writer, one reader, one checksum. If
+ * memory is full, the least recently used sessions leave it. With a folder, a session may leave memory only when it is
+ * in a file or could not be written. One thread writes the files, so that no answer waits for the disk, unless far too
+ * much is queued for it. Only the engine's thread, which calls store_park() and store_resume(), uses sessions and the
+ * model; the writing thread sees bytes.
+ *
+ * OWNERSHIP  The store owns every Parked. Store.lock guards the list and all fields, except those that a pin protects:
+ *   - A pin (Parked.pins) keeps a Parked and its memory alive. store_find() returns a pinned one, and the caller unpins
+ *     it with store_resume() or store_release(); the writing thread pins what it writes. Without the lock only a pinned
+ *     Parked may be read, and of it only ids, key, bytes, by_ids and fd, which do not change while it is pinned.
  *   - Dropping takes a Parked out of the list at once (gone) and frees it, and its file, when the last pin ends. So a
- *     pointer without a pin is dead as soon as the lock is released.
- *   - trim_store() does not touch what is pinned.
- *   - Where there is a folder, a conversation that a longer one begins with is dropped only when that is in a file. */
+ *     pointer without a pin is invalid as soon as the lock is released.
+ *   - trim_store() does not touch pinned entries.
+ *   - With a folder, a conversation that is the beginning of a longer one is dropped only when the longer one is in a
+ *     file. */
 #ifndef STORE_H
 #define STORE_H
 #ifdef USE_MICROHTTPD
@@ -23,13 +26,13 @@
 #include <sys/file.h>
 
 // ==== [1] What a prompt shares with a session ========================================================================
-// A client sends back what the model said as text, from which the prompt is made anew. The model may have put it in
-// other tokens. Where these spell the same, those that the session holds take the place of those made anew: they need
-// not run again. A prompt given as token ids runs unchanged, and its ids never replace those of a text prompt.
+// A client sends the model's answer back as text, and the next prompt is tokenized from that text. The model may have
+// written the same text in other tokens. If so, the tokens that the session holds replace the new ones, and need not
+// run again. A prompt given as token ids runs unchanged, and its ids never replace those of a text prompt.
 
 typedef struct { size_t held, ids; } Shared;           // tokens from the beginning of each
 
-// Whether the same text follows in other tokens: then *at goes behind it.
+// True if the same text follows in other tokens; then *at moves to its end.
 static bool same_text(const Tokenizer *t, const TokIds *held, const TokIds *ids, Shared *at) {
     enum { MOST = 64 };       // tokens
     Shared to = *at;
@@ -38,7 +41,7 @@ static bool same_text(const Tokenizer *t, const TokIds *held, const TokIds *ids,
         if (!a.n && to.held < held->n) a = tok_piece(t, held->ids[to.held++], false);
         if (!b.n && to.ids < ids->n) b = tok_piece(t, ids->ids[to.ids++], false);
         const size_t some = a.n < b.n ? a.n : b.n;
-        if (!some || memcmp(a.s, b.s, some)) return false;           // one is at its end, or is no text
+        if (!some || memcmp(a.s, b.s, some)) return false;           // one has ended, or has no text
         a = (TokStr){ a.s + some, a.n - some };
         b = (TokStr){ b.s + some, b.n - some };
         if (a.n || b.n) continue;
@@ -48,7 +51,7 @@ static bool same_text(const Tokenizer *t, const TokIds *held, const TokIds *ids,
     return false;
 }
 
-// How much of a session a prompt begins with. t: NULL where only equal ids count.
+// How much of a session a prompt begins with. t: NULL if only equal ids count.
 static Shared shared(const Tokenizer *t, const TokIds *held, const TokIds *ids) {
     Shared at = { 0, 0 };
     do {
@@ -57,39 +60,39 @@ static Shared shared(const Tokenizer *t, const TokIds *held, const TokIds *ids) 
     return at;
 }
 
-// ==== [2] What is there ==============================================================================================
+// ==== [2] The list ===================================================================================================
 
 typedef struct Parked {
-    struct Parked *next;      // used before this one
+    struct Parked *next;      // the one used before this one
     TokIds   ids;
+    uint64_t key;             // session_key(), the name of its file; only with a folder
     uint64_t bytes;
     bool     by_ids;          // see SessionNote
-    int      fd;              // memory that holds it; -1: none
+    int      fd;              // the memory file that holds it; -1: none
     char    *path;            // of its file; NULL: none
-    bool     failed;          // it is in no file, since there was no room or writing failed
+    bool     failed;          // it is in no file because there was no room or writing failed
     int      pins;            // how many use it without the lock
     bool     gone;            // out of the list; freed when the last pin ends
     int64_t  time;            // of the file, in nanoseconds
 } Parked;
 
 typedef struct {
-    Model       *m;
     const char  *dir;         // NULL: no files
-    SessionHeader kind;       // what files of this model and cache have in common
+    char         err[512];    // why the last store_park() or store_resume() failed
     uint64_t     room, file_room;        // bytes, of memory and of files
     uint64_t     used, file_used;
-    Parked      *first;       // the last one used
+    Parked      *first;       // the most recently used
     int          n, n_open, n_resumed;   // n_open: those in memory
     int          dir_fd;
     bool         ending;
-    pthread_mutex_t lock;     // of all of the above but m, dir, kind and the rooms
+    pthread_mutex_t lock;     // of all of the above except dir, err and the rooms
     pthread_cond_t  news;     // for the writer: there is something to write, or it is the end
-    pthread_cond_t  written;  // for the engine: the writer has dealt with one
+    pthread_cond_t  written;  // for the engine: the writer has finished one
     pthread_t    writer;
 } Store;
 
-enum { PARK_LEAST = 64,       // fewer tokens are not worth it
-       PARK_MOST = 128,       // in memory: each takes a file descriptor, of which connections need some too
+enum { PARK_LEAST = 64,       // tokens; shorter sessions are not parked
+       PARK_MOST = 128,       // in memory: each needs a file descriptor, and connections need some too
        SLACK = 1 << 30 };     // bytes that may wait to be written
 
 static void leave_memory(Store *st, Parked *p) {       // with the lock held
@@ -100,7 +103,7 @@ static void leave_memory(Store *st, Parked *p) {       // with the lock held
     st->n_open--;
 }
 
-static void parked_free(Store *st, Parked *p) {        // out of the list already; with the lock held
+static void parked_free(Store *st, Parked *p) {        // it is not in the list any more; with the lock held
     leave_memory(st, p);
     if (p->path) unlink(p->path), st->file_used -= p->bytes;
     tok_ids_free(&p->ids);
@@ -115,7 +118,7 @@ static void unlink_parked(Store *st, Parked *p) {      // takes it out of the li
     st->n--;
 }
 
-static void link_parked(Store *st, Parked *p) {        // puts it first, as the last one used; with the lock held
+static void link_parked(Store *st, Parked *p) {        // puts it first, as the most recently used; with the lock held
     p->next = st->first;
     st->first = p;
     st->n++;
@@ -134,8 +137,8 @@ static void unpin(Store *st, Parked *p) {              // with the lock held
 
 static bool is_unwritten(const Store *st, const Parked *p) { return st->dir && !p->path && !p->failed; }
 
-// The least recently used one in memory that may leave it: no pin, and it does not wait to be written. NULL: none. With the
-// lock held, as the next two.
+// The least recently used one in memory that may leave it: not pinned, not waiting to be written. NULL: none. With the
+// lock held, like the next two.
 static Parked *oldest_in_memory(const Store *st) {
     Parked *oldest = NULL;
     for (Parked *p = st->first; p; p = p->next) if (!p->pins && p->fd >= 0 && !is_unwritten(st, p)) oldest = p;
@@ -148,7 +151,8 @@ static Parked *oldest_file(const Store *st) {
     return oldest;
 }
 
-// What memory has no room for leaves it, and is dropped if it is in no file; files that have no room are deleted.
+// Removes the oldest sessions from memory that is over its limit, and drops those that are in no file; deletes the
+// oldest files if they are over theirs.
 static void trim_store(Store *st) {
     Parked *p;
     while (st->file_used > st->file_room && (p = oldest_file(st))) {
@@ -168,7 +172,7 @@ static void trim_store(Store *st) {
     }
 }
 
-// Waits for the disk while far more is in memory than there is room for, and some of it waits to be written.
+// Waits for the disk while memory is far over its limit and some of it waits to be written.
 static void wait_for_writer(Store *st) {
     pthread_mutex_lock(&st->lock);
     for (bool waits = true; waits; ) {
@@ -180,9 +184,10 @@ static void wait_for_writer(Store *st) {
     pthread_mutex_unlock(&st->lock);
 }
 
-// ==== [3] Taking in, giving back =====================================================================================
+// ==== [3] Parking, resuming ==========================================================================================
 
-// The session that shares most tokens with (ids), pinned: how many is in *most. NULL: none shares any. t: see shared().
+// Returns the session that shares most tokens with (ids), pinned, and their number in *most. NULL: none shares any. t:
+// see shared().
 static Parked *store_find(Store *st, const Tokenizer *t, const TokIds *ids, size_t *most) {
     Parked *best = NULL;
     *most = 0;
@@ -205,7 +210,7 @@ static void store_release(Store *st, Parked *p) {
     pthread_mutex_unlock(&st->lock);
 }
 
-// Whether a session is there that begins with these. With a folder: one that is in a file or will be.
+// True if a parked session begins with these tokens. With a folder: one that is in a file or will be.
 static bool is_covered(Store *st, const TokIds *ids) {
     bool covered = false;
     pthread_mutex_lock(&st->lock);
@@ -215,7 +220,7 @@ static bool is_covered(Store *st, const TokIds *ids) {
     return covered;
 }
 
-// Drops other sessions that this one begins with. With the lock held.
+// Drops other sessions that are the beginning of this one. With the lock held.
 static void drop_beginnings(Store *st, const Parked *of) {
     for (Parked *p = st->first, *next; p; p = next) {
         next = p->next;
@@ -223,10 +228,11 @@ static void drop_beginnings(Store *st, const Parked *of) {
     }
 }
 
-// Takes in what a session holds, if there is room and it is not there yet. by_ids: see SessionNote. False: it could not be
-// kept, and s->err says why.
+// Copies what a session holds to the store, if there is room and it is not there yet. by_ids: see SessionNote. False:
+// it could not be kept, and st->err says why.
 static bool store_park(Store *st, Session *s, bool by_ids) {
-    if (s->held.n < PARK_LEAST || (!st->room && !st->dir) || is_covered(st, &s->held)) return true;
+    const TokIds *held = session_held(s);
+    if (held->n < PARK_LEAST || (!st->room && !st->dir) || is_covered(st, held)) return true;
     if (st->dir) wait_for_writer(st);
     Parked *p = alloc_or_die(1, sizeof *p);
     struct stat file;
@@ -236,14 +242,15 @@ static bool store_park(Store *st, Session *s, bool by_ids) {
     if (err || (!st->dir && (uint64_t)file.st_size > st->room)) {
         if (p->fd >= 0) close(p->fd);
         free(p);
-        if (!err) return true;                         // it would drop all others, and then itself
-        snprintf(s->err, sizeof s->err, "cannot keep a session of %zu tokens: %s", s->held.n, strerror(err));
+        if (!err) return true;                         // it would evict all others, and then itself
+        snprintf(st->err, sizeof st->err, "cannot keep a session of %zu tokens: %s", held->n, strerror(err));
         return false;
     }
-    for (size_t i = 0; i < s->held.n; i++) push_id(s, &p->ids, s->held.ids[i]);
+    for (size_t i = 0; i < held->n; i++) push_id(session_tokenizer(s), &p->ids, held->ids[i]);
     p->bytes = (uint64_t)file.st_size;
+    if (st->dir) p->key = session_key(s);
     pthread_mutex_lock(&st->lock);
-    if (st->dir) pthread_cond_signal(&st->news);       // the writer drops shorter ones when this one is in a file
+    if (st->dir) pthread_cond_signal(&st->news);       // the writer drops the shorter ones when this one is in a file
     else drop_beginnings(st, p);
     link_parked(st, p);
     st->used += p->bytes;
@@ -253,8 +260,8 @@ static bool store_park(Store *st, Session *s, bool by_ids) {
     return true;
 }
 
-// Gives a session what p holds, which stays here too, and ends the pin of store_find(). False: it cannot, the session holds
-// nothing, and p is dropped; its file stays, since it may be readable another time.
+// Copies p to a session and ends the pin of store_find(); p stays in the store. False: st->err says why it cannot; the
+// session is empty and p is dropped, but its file stays, since it may be readable another time.
 static bool store_resume(Store *st, Session *s, Parked *p) {
     SessionNote note;
     char name[400] = "a session in memory";
@@ -267,8 +274,9 @@ static bool store_resume(Store *st, Session *s, Parked *p) {
     const int fd = p->fd >= 0 ? dup(p->fd) : open(p->path, O_RDONLY | O_CLOEXEC);
     pthread_mutex_unlock(&st->lock);
     bool ok = fd >= 0;
-    if (!ok) snprintf(s->err, sizeof s->err, "%s: %s", name, strerror(errno));
+    if (!ok) snprintf(st->err, sizeof st->err, "%s: %s", name, strerror(errno));
     else ok = session_from_fd(s, &note, fd, name, NULL);
+    if (!ok && fd >= 0) snprintf(st->err, sizeof st->err, "%s", session_error(s));
     if (ok) session_note_free(&note);
     else session_forget(s);
     if (fd >= 0) close(fd);
@@ -288,7 +296,7 @@ static bool store_resume(Store *st, Session *s, Parked *p) {
 
 // ==== [4] Files ======================================================================================================
 
-// Copies what memory holds to a file -> 0, or errno.
+// Copies a session from memory to a file -> 0, or errno.
 static int write_parked(const Parked *p, const char *path) {
     enum { PIECE = 1 << 20 };
     uint8_t *piece = alloc_or_die(PIECE, 1);
@@ -303,17 +311,14 @@ static int write_parked(const Parked *p, const char *path) {
     return finish_output(&out, err);
 }
 
-// The file of a session, named by its tokens, its model and the kind of its cache. To be freed.
+// The file of a session. To be freed.
 static char *parked_path(const Store *st, const Parked *p) {
-    Hash h = hash_new();
-    hash_add(&h, &st->kind, sizeof st->kind);
-    hash_add(&h, p->ids.ids, p->ids.n * sizeof *p->ids.ids);
     char *path = alloc_or_die(strlen(st->dir) + 32, 1);
-    sprintf(path, "%s/%016" PRIx64 ".session", st->dir, hash_end(&h));
+    sprintf(path, "%s/%016" PRIx64 ".session", st->dir, p->key);
     return path;
 }
 
-// The thread that writes. At the end it has written everything that can be.
+// The writing thread. When it ends, it has written everything that can be written.
 static void *store_writer(void *store) {
     Store *st = store;
     pthread_mutex_lock(&st->lock);
@@ -346,37 +351,22 @@ static void *store_writer(void *store) {
     return NULL;
 }
 
-// The ids of a session's file that this model can go on from. NULL: it cannot; a file that is no whole session is named.
+// The session of a file, if this model can resume it. NULL: it cannot; a message names a file that is no complete
+// session.
 static Parked *read_parked(Session *s, const char *path) {
-    SessionHeader h;
-    struct stat st;
-    const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    int32_t *ids = NULL;
-    bool whole = fd >= 0 && !fstat(fd, &st) && S_ISREG(st.st_mode) && pread(fd, &h, sizeof h, 0) == sizeof h;
-    if (!whole) refuse_session(s, path, "expected a gemma4 session file, got another file");
-    whole = whole && check_whole(s, path, &h, (uint64_t)st.st_size);
-    const bool ours = whole && check_alike(s, path, &h) && check_sizes(s, path, &h);
-    if (ours) {                                        // the checksum is for store_resume()
-        const size_t bytes = h.n * sizeof *ids;
-        ids = alloc_or_die(bytes, 1);
-        whole = pread(fd, ids, bytes, sizeof h) == (ssize_t)bytes;
-        if (!whole) refuse_session(s, path, "cannot read its tokens");
-    }
-    if (fd >= 0) close(fd);
-    if (!whole) fprintf(stderr, "# --session-dir: %s\n", s->err);
-    if (!whole || !ours) {
-        free(ids);
-        return NULL;
-    }
+    SessionPeek peek;
+    const int found = session_peek(s, path, &peek);
+    if (found < 0) fprintf(stderr, "# --session-dir: %s\n", session_error(s));
+    if (found <= 0) return NULL;
     Parked *p = alloc_or_die(1, sizeof *p);
-    *p = (Parked){ .by_ids = h.by_ids, .fd = -1, .bytes = h.file_bytes, .ids = { .ids = ids, .n = h.n, .cap = h.n },
-                   .time = (int64_t)st.st_mtim.tv_sec * 1000000000 + st.st_mtim.tv_nsec };
+    *p = (Parked){ .by_ids = peek.by_ids, .fd = -1, .bytes = peek.bytes, .ids = peek.ids, .time = peek.time };
     p->path = alloc_or_die(strlen(path) + 1, 1);
     strcpy(p->path, path);
     return p;
 }
 
-// Whether a name is what the store calls a file, 16 hex digits.session, or what create_output() calls it until it is whole.
+// True for the names that the store gives files: 16 hex digits and ".session"; half: create_output()'s name for one
+// that is not complete.
 static bool is_session_name(const char *name, bool *half) {
     static const char hex[] = "0123456789abcdef";
     if (strspn(name, hex) != 16 || strncmp(name + 16, ".session", 8)) return false;
@@ -387,8 +377,8 @@ static bool is_session_name(const char *name, bool *half) {
     return *name == '.' && n && n <= 8 && !strcmp(name + 1 + n, ".tmp");
 }
 
-// Files of the folder that can be gone on from, the newest first. What was left half written by a process that was
-// killed is deleted; files of any other name are not touched.
+// Lists the files of the folder that this model can resume, the newest first. Deletes files that a killed process left
+// half written; does not touch files of any other name.
 static void read_folder(Store *st, Session *s) {
     DIR *d = opendir(st->dir);
     const struct dirent *e;
@@ -416,13 +406,13 @@ static void read_folder(Store *st, Session *s) {
             n_others ? "; sessions of other models or settings are left alone" : "");
 }
 
-// room, file_room: bytes of host memory and of files. s: a session of the model that holds nothing, for what is
-// checked.
+// room, file_room: bytes of host memory and of files. s: an empty session of the model, to check files with.
 static void store_open(Store *st, Session *s, const char *dir, uint64_t room, uint64_t file_room) {
-    *st = (Store){ .m = s->m, .dir = dir, .kind = header_of(s->m), .room = room, .file_room = file_room, .dir_fd = -1,
-                   .lock = PTHREAD_MUTEX_INITIALIZER, .news = PTHREAD_COND_INITIALIZER, .written = PTHREAD_COND_INITIALIZER };
+    *st = (Store){ .dir = dir, .room = room, .file_room = file_room, .dir_fd = -1,
+                   .lock = PTHREAD_MUTEX_INITIALIZER, .news = PTHREAD_COND_INITIALIZER,
+                   .written = PTHREAD_COND_INITIALIZER };
     if (!dir) return;
-    signal(SIGXFSZ, SIG_IGN);                          // a limit of the file size is an error like a full disk
+    signal(SIGXFSZ, SIG_IGN);                          // a file size limit is an error like a full disk
     if (mkdir(dir, 0700) && errno != EEXIST) die("--session-dir: %s: %s", dir, strerror(errno));
     st->dir_fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (st->dir_fd < 0 || access(dir, R_OK | W_OK | X_OK)) die("--session-dir: %s: %s", dir, strerror(errno));
@@ -433,7 +423,7 @@ static void store_open(Store *st, Session *s, const char *dir, uint64_t room, ui
     if (pthread_create(&st->writer, NULL, store_writer, st)) die("--session-dir: cannot start its writer thread");
 }
 
-// The next start reads the order of use from the files' times.
+// Sets the files' times in the order of use, which the next start reads.
 static void date_files(const Store *st) {
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
@@ -444,7 +434,7 @@ static void date_files(const Store *st) {
     }
 }
 
-// Writes what is in memory only to files, if there is a folder; what could not be written before is tried again.
+// If there is a folder, writes to files what is in memory only, and tries again what could not be written before.
 static void store_close(Store *st) {
     if (st->dir) {
         pthread_mutex_lock(&st->lock);

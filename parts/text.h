@@ -1,6 +1,6 @@
 /* text.h - the tokenizer of a file, verbs that need no part of their own, and how an answer is shown on the terminal.
  *
- * Uses engine.h and the model.
+ * Uses engine.h; [1] to [3] also the model, load.h and plan.h. Begin with print_answer(), which uses engine.h alone.
  *   [1] The tokenizer of a file    [2] Model and plan in words    [3] Verbs    [4] Answers on the terminal */
 #ifndef TEXT_H
 #define TEXT_H
@@ -75,6 +75,8 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, int vocab) {
     free(types64);
     free(types);
 }
+
+static void model_tokenizer(Model *m, Tokenizer *t) { load_tokenizer(t, &m->gguf, m->config.vocab); }
 
 // ==== [2] Model and plan in words ===================================================================================
 
@@ -412,9 +414,10 @@ static void show_text(const Event *e, const ShowOptions *o, bool *thought, bool 
     *content = true;
 }
 
-// Runs the answer that the session has started to its end, or to Ctrl-C, and prints it. False: s->err says why not.
+// Runs the answer that the session has started to its end, or to Ctrl-C, and prints it. False: session_error() has why.
 static bool print_answer(Session *s, const ShowOptions *o) {
-    const size_t vocab = (size_t)s->m->config.vocab, total = s->todo.n;
+    const size_t vocab = (size_t)model_shape(session_model(s)).vocab, total = (size_t)session_state(s).n_left;
+    const TokReply *reply = session_reply(s);
     float *logits = alloc_or_die(vocab, sizeof *logits);
     bool thought = false, content = false;
     Event e = { .kind = EVENT_PROMPT };
@@ -429,15 +432,16 @@ static bool print_answer(Session *s, const ShowOptions *o) {
             fprintf(stderr, "%s# context full: %d tokens dropped; kept the first %d and the newest %d\n",
                     isatty(1) && isatty(2) ? "\n" : "", e.dropped, e.head, e.kept);
         if (e.n_ids && o->top_logits && session_logits(s, logits))
-            print_top_logits(s->t, s->m->len[s->seq], e.ids[0], o->top_logits, logits, (int)vocab);
+            print_top_logits(session_tokenizer(s), (int)session_held(s)->n, e.ids[0], o->top_logits, logits,
+                             (int)vocab);
         show_text(&e, o, &thought, &content);
     }
     answering = NULL;
     if (thought && !content) fprintf(stderr, "\n");
-    show_calls(&s->reply);
-    if ((o->newline || isatty(1)) && !s->reply.n_calls) write_text("\n", 1);
-    s->turn.density = read_density(s->m);
-    if (session_logits(s, logits)) s->turn.hash = hash_bytes(logits, vocab * sizeof *logits);
+    show_calls(reply);
+    if ((o->newline || isatty(1)) && !reply->n_calls) write_text("\n", 1);
+    session_turn(s)->density = read_density(session_model(s));
+    if (session_logits(s, logits)) session_turn(s)->hash = hash_bytes(logits, vocab * sizeof *logits);
     free(logits);
     return e.end != END_ERROR;
 }

@@ -388,13 +388,13 @@ static void texts(int n_texts, int n_ids) {
         snprintf(question, sizeof question, "Tell me a story about %s.", heroes[k % 8]);
         start_text();
         add_question(question);
-        session_open(&s, t.m, &t.tok, 0);
+        init_session(&s, t.m, &t.tok, 0);
         if (!session_start(&s, &(Prompt){ .ids = t.ids, .n = t.n }, &o)) die("%s", s.err);
         while (e.kind != EVENT_END) {
             session_next(&s, &e);
             for (int i = 0; i < e.n_ids; i++) {
                 const TokStr piece = tok_piece(&t.tok, e.ids[i], false);
-                push_id(&s, &said, e.ids[i]);
+                push_id(s.t, &said, e.ids[i]);
                 if (!tok__append(&text, piece.s, piece.n)) die("out of memory");
             }
         }
@@ -404,7 +404,7 @@ static void texts(int n_texts, int n_ids) {
         all += (int)said.n;
         tok_ids_free(&said);
         tok_text_free(&text);
-        session_close(&s);
+        free_session(&s);
     }
     printf("texts: %d of %d are UTF-8, %d loop, %d end by themselves, %d ids\n", n_texts - bad, n_texts, looping, ended, all);
     if (t.at_least > 0) CHECK(!bad && !looping, "texts: %d are no UTF-8, %d loop", bad, looping);

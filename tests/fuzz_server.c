@@ -43,7 +43,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     x.job->n_top = -1;
     pthread_cond_init(&x.job->news, NULL);
     if (read_question(&x, api, &r) && read_options(&x, &r, x.job)) {
-        NEED(!x.fault.status && x.job->ids.n > 0 && x.job->mark >= 0 && (size_t)x.job->mark <= x.job->ids.n && x.job->n_top <= MAX_TOP);
+        NEED(!x.fault.status && x.job->ids.n > 0 && x.job->checkpoint_at >= 0 && (size_t)x.job->checkpoint_at <= x.job->ids.n && x.job->n_top <= MAX_TOP);
         for (size_t i = 0; i < x.job->ids.n; i++) NEED(x.job->ids.ids[i] >= 0 && x.job->ids.ids[i] < t.n_tokens);
     } else {
         NEED(x.fault.status == 400 && *x.fault.text && !strchr(x.fault.text, '\n'));

@@ -51,11 +51,11 @@ static void make_true(uint8_t *bytes, size_t size, Model *m) {
     const SessionHeader own = header_of(m);
     const SessionHeader got = h;
     h = own;                                           // the conversation takes what the other sections leave
-    h.n = got.n % 512, h.seen = got.seen % 512, h.mark = got.mark % 512, h.mark_seen = got.mark_seen % 512;
-    h.ring = got.ring % 512, h.n_pending = got.n_pending, h.mark_bytes = got.mark_bytes;
+    h.n = got.n % 512, h.n_written = got.n_written % 512, h.snapshot_n = got.snapshot_n % 512, h.snapshot_written = got.snapshot_written % 512;
+    h.ring = got.ring % 512, h.n_pending = got.n_pending, h.snapshot_bytes = got.snapshot_bytes;
     h.n_skipped = got.n_skipped, h.raw = got.raw, h.seed = got.seed;
     h.file_bytes = size;
-    if (h.n <= FUZZ_CTX && h.ring && h.n_pending < 1000 && h.mark_bytes < size && session_bytes(m, &h) <= size)
+    if (h.n <= FUZZ_CTX && h.ring && h.n_pending < 1000 && h.snapshot_bytes < size && session_bytes(m, &h) <= size)
         h.n_text = (uint32_t)(size - session_bytes(m, &h));
     h.hash = header_hash(&h);
     memcpy(bytes, &h, sizeof h);
@@ -89,9 +89,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     const int status = session_from_file(&s, &note, path, NULL);
     NEED(status != 0);
     if (status < 0) {
-        NEED(s.err[0] && !strchr(s.err, '\n') && s.held.n == 0 && m->len[0] == 0 && s.n_marks == 0 && !note.messages.s);
+        NEED(s.err[0] && !strchr(s.err, '\n') && s.held.n == 0 && m->len[0] == 0 && s.n_snapshots == 0 && !note.messages.s);
     } else {
-        NEED(m->len[0] <= FUZZ_CTX && s.held.n == (size_t)m->len[0] && m->s.len[0] == m->len[0] && (!s.n_marks || s.marks[0].n <= m->len[0]));
+        NEED(m->len[0] <= FUZZ_CTX && s.held.n == (size_t)m->len[0] && m->s.len[0] == m->len[0] && (!s.n_snapshots || s.snapshots[0].n <= m->len[0]));
         NEED(m->n_written[0] >= m->len[0]);
         for (size_t i = 0; i < s.held.n; i++) NEED(s.held.ids[i] >= 0 && s.held.ids[i] < m->config.vocab);
         for (size_t i = 0; i < note.pending.n; i++) NEED(note.pending.ids[i] >= 0 && note.pending.ids[i] < m->config.vocab);

@@ -1,11 +1,11 @@
 /* test_ahead.c - sessions on a backend that works beside the host say what they say on one that does not; several sessions
  * that decode together say what each says alone.
  *
- * The backend here is the CPU's, with marks: what is copied out of it arrives with wait(), or with wait_for() of a mark behind
+ * The backend here is the CPU's, with fences: what is copied out of it arrives with wait(), or with wait_for() of a fence behind
  * the copy, not before. So sessions issue steps ahead of the tokens that are known, and drop some. Text, thoughts, counters,
  * the hash of the last logits, the tokens that the session holds and what a second turn makes of them must be those of the
  * plain backend: with stop strings, a form, -n, the end of the turn, budgets of thought, a full context, penalties and Ctrl-C. The
- * CUDA backend is compared with itself without its marks.
+ * CUDA backend is compared with itself without its fences.
  *
  * Run from the top of the repository: the model is the mini that lies there. */
 #define TESTING
@@ -16,24 +16,24 @@
 
 #define MINI "models/gemma4-mini-q8_0.gguf"
 
-// ---- a backend with marks ----
+// ---- a backend with fences ----
 
 enum { MAX_LATE = 64 };
 static struct {
     const Ops *base;
     Ops  ops;
-    struct { void *dst; uint8_t bytes[64]; size_t n; int mark; } late[MAX_LATE];   // copies on their way; big ones wait
-    int  n_late, n_marks;
-    int  n_fed, n_samples;    // steps that took their token from the device; choices
+    struct { void *dst; uint8_t bytes[64]; size_t n; int fence; } late[MAX_LATE];   // copies on their way; big ones wait
+    int  n_late, n_fences;
+    int  n_ahead, n_samples;    // steps that took their token from the device; choices
     int  interrupt_at;        // the choice at which Ctrl-C comes; 0: none
     int  cancel_at;           // the attend() at which the session is cancelled; 0: none
     Session *cancelled;
 } beside;
 
-static void arrive(int before) {                       // what was copied before a mark
+static void arrive(int before) {                       // what was copied before a fence
     int kept = 0;
     for (int i = 0; i < beside.n_late; i++) {
-        if (beside.late[i].mark < before) memcpy(beside.late[i].dst, beside.late[i].bytes, beside.late[i].n);
+        if (beside.late[i].fence < before) memcpy(beside.late[i].dst, beside.late[i].bytes, beside.late[i].n);
         else beside.late[kept++] = beside.late[i];
     }
     beside.n_late = kept;
@@ -47,17 +47,17 @@ static void late_copy(const Copy *c) {
     }
     beside.late[beside.n_late].dst = c->dst;
     beside.late[beside.n_late].n = c->bytes;
-    beside.late[beside.n_late].mark = beside.n_marks;
+    beside.late[beside.n_late].fence = beside.n_fences;
     memcpy(beside.late[beside.n_late++].bytes, c->src, c->bytes);
     memset(c->dst, 0xfe, c->bytes);                    // whoever reads it now does not go unseen
 }
 
-static int late_mark(void) { return ++beside.n_marks; }
-static void late_wait_for(int mark) { arrive(mark); }
+static int late_fence(void) { return ++beside.n_fences; }
+static void late_wait_for(int fence) { arrive(fence); }
 static void late_wait(void) { arrive(INT_MAX); }
 
 static bool count_begin(StepKey key) {
-    beside.n_fed += key.kind == STEP_DECODE && key.variant == TOKENS_ON_DEVICE;
+    beside.n_ahead += key.kind == STEP_DECODE && key.variant == TOKENS_ON_DEVICE;
     return beside.base->begin(key);
 }
 
@@ -71,18 +71,18 @@ static void count_attend(const Attend *o) {
     if (beside.cancel_at && !--beside.cancel_at) session_cancel(beside.cancelled);
 }
 
-// A backend with or without marks. One that has marks of its own loses them, or keeps them.
-static const Ops *backend(const Ops *base, bool marks) {
+// A backend with or without fences. One that has fences of its own loses them, or keeps them.
+static const Ops *backend(const Ops *base, bool fences) {
     beside.base = base;
     beside.ops = *base;
     beside.ops.begin = count_begin;
     beside.ops.sample = count_sample;
     beside.ops.attend = count_attend;
-    if (!marks) beside.ops.fence = NULL;
-    if (!marks || base->fence) return &beside.ops;
+    if (!fences) beside.ops.fence = NULL;
+    if (!fences || base->fence) return &beside.ops;
     beside.ops.copy = late_copy;
     beside.ops.wait = late_wait;
-    beside.ops.fence = late_mark;
+    beside.ops.fence = late_fence;
     beside.ops.wait_for = late_wait_for;
     return &beside.ops;
 }
@@ -103,10 +103,10 @@ typedef struct {
     char    *out, *err;
     Turn     turn[2];
     int32_t  held[4096];
-    int      n_held, len, n_fed;
+    int      n_held, len, n_ahead;
 } Result;
 
-static Result talk(const Case *k, const Ops *base, bool marks) {
+static Result talk(const Case *k, const Ops *base, bool fences) {
     Result r = { 0 };
     const ModelOptions o = { .n_ctx = k->n_ctx, .n_seqs = 1, .n_batch = 512, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16,
                             .penalties = k->presence != 0 };
@@ -115,10 +115,10 @@ static Result talk(const Case *k, const Ops *base, bool marks) {
     GrammarVocab vocab = { .t = NULL };
     Grammar form;
     const TextList stops = { .text = (const char *[]){ k->stop }, .n = k->stop != NULL };
-    load_model(m, MINI, backend(base, marks), o, NULL);
+    load_model(m, MINI, backend(base, fences), o, NULL);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     Chat c = { .think = k->think, .chatting = true, .show = { .thoughts = true, .newline = true } };
-    session_open(&c.s, m, &tok, 0);
+    c.s = session_open(m, &tok, 0);
     c.options = (AnswerOptions){ .n_predict = k->n, .ignore_eos = k->ignore_eos, .stops = stops, .think_budget = k->budget,
                                  .shift = k->shift };
     c.options.sampling = (SampleParams){ .seed = 7, .temperature = k->temperature, .top_k = 64, .top_p = 0.95f, .repeat = 1,
@@ -128,7 +128,7 @@ static Result talk(const Case *k, const Ops *base, bool marks) {
         CHECK(grammar_from_gbnf(&form, &vocab, (TokStr){ k->grammar, strlen(k->grammar) }), "%s", form.err);
         c.options.grammar = &form;
     }
-    beside.n_fed = beside.n_samples = 0;
+    beside.n_ahead = beside.n_samples = 0;
     beside.interrupt_at = k->interrupt_at;
     interrupted = 0;
     fflush(stdout);
@@ -144,7 +144,7 @@ static Result talk(const Case *k, const Ops *base, bool marks) {
         const char *text = i ? k->second : k->text;
         if (tok_add_message(&c.messages, "user", (TokStr){ text, strlen(text) }) < 0) die("out of memory");
         if (!answer(&c)) printf("no answer: %s\n", c.err);
-        r.turn[i] = c.s.turn;
+        r.turn[i] = c.s->turn;
         beside.interrupt_at = interrupted = 0;
     }
     fflush(stdout);
@@ -155,10 +155,10 @@ static Result talk(const Case *k, const Ops *base, bool marks) {
     }
     r.out = text_of(in_tmp("out"));
     r.err = text_of(in_tmp("err"));
-    r.n_held = (int)c.s.held.n;
-    memcpy(r.held, c.s.held.ids, (size_t)r.n_held * sizeof *r.held);
+    r.n_held = (int)c.s->held.n;
+    memcpy(r.held, c.s->held.ids, (size_t)r.n_held * sizeof *r.held);
     r.len = m->len[0];
-    r.n_fed = beside.n_fed;
+    r.n_ahead = beside.n_ahead;
     if (k->grammar) grammar_free(&form);
     grammar_vocab_free(&vocab);
     chat_free(&c);
@@ -215,9 +215,9 @@ static void compare(const Ops *base, const Case *k) {
     CHECK(got.len == want.len && got.n_held == want.n_held && !memcmp(got.held, want.held, (size_t)got.n_held * sizeof *got.held),
           "%s: the session holds %d tokens, %d of them in the cache; want %d and %d, or others", name, got.n_held, got.len,
           want.n_held, want.len);
-    CHECK(!want.n_fed, "%s: a backend without marks was fed", name);
-    CHECK(steps < 8 || got.n_fed >= steps - 8 - 2 * want.turn[0].shifts, "%s: %d of %d steps were issued ahead", name, got.n_fed, steps);
-    printf("# %s, %s: %d steps, %d ahead; %s\n", base->name, name, steps, got.n_fed, want.turn[0].why);
+    CHECK(!want.n_ahead, "%s: a backend without fences issued steps ahead", name);
+    CHECK(steps < 8 || got.n_ahead >= steps - 8 - 2 * want.turn[0].shifts, "%s: %d of %d steps were issued ahead", name, got.n_ahead, steps);
+    printf("# %s, %s: %d steps, %d ahead; %s\n", base->name, name, steps, got.n_ahead, want.turn[0].why);
     free(got.out), free(got.err), free(want.out), free(want.err);
 }
 
@@ -254,7 +254,7 @@ static int talk_all(Model *m, Tokenizer *tok, bool together, double work, Said *
     float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
     memset(said, 0, N_TALKS * sizeof *said);
     for (int i = 0; i < N_TALKS; i++) {
-        session_open(&sessions[i], m, tok, i);
+        init_session(&sessions[i], m, tok, i);
         sessions[i].work = work;
         TokText messages = { 0 };
         char text[1024] = "";
@@ -297,7 +297,7 @@ static int talk_all(Model *m, Tokenizer *tok, bool together, double work, Said *
           "a prompt longer than the context is begun");
     for (int i = 0; i < N_TALKS; i++) {
         CHECK((int)sessions[i].held.n == m->len[i], "session %d holds %zu tokens, its cache %d", i, sessions[i].held.n, m->len[i]);
-        session_close(&sessions[i]);
+        free_session(&sessions[i]);
         tok_ids_free(&ids[i]);
     }
     free(logits);
@@ -305,18 +305,18 @@ static int talk_all(Model *m, Tokenizer *tok, bool together, double work, Said *
 }
 
 // between: steps of some sessions run between two layers of the prompts of others.
-static void compare_together(const Ops *base, bool marks, bool between) {
+static void compare_together(const Ops *base, bool fences, bool between) {
     static Said alone[N_TALKS], together[N_TALKS];
     const ModelOptions o = { .n_ctx = 256, .n_seqs = N_TALKS, .n_batch = 128, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16,
                             .interleave = between };
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     beside.interrupt_at = 0;
-    load_model(m, MINI, backend(base, marks), o, NULL);
+    load_model(m, MINI, backend(base, fences), o, NULL);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     talk_all(m, &tok, false, INFINITY, alone);
     const int64_t steps = m->steps;
-    beside.n_fed = 0;
+    beside.n_ahead = 0;
     const int pauses = talk_all(m, &tok, true, between ? 1 : INFINITY, together);
     const int64_t shared = m->steps - steps;
     CHECK(between ? pauses >= 2 * (m->config.n_layers - 1) : !pauses, "prompts stopped %d times between layers", pauses);
@@ -329,9 +329,9 @@ static void compare_together(const Ops *base, bool marks, bool between) {
         CHECK(a->n > 3, "session %d says %d tokens", i, a->n);
     }
     CHECK(shared < steps * (between ? 4 : 3) / 4, "sessions took %d steps together, %d alone", (int)shared, (int)steps);
-    CHECK(!marks || beside.n_fed > 10, "%d steps were issued ahead", beside.n_fed);
+    CHECK(!fences || beside.n_ahead > 10, "%d steps were issued ahead", beside.n_ahead);
     printf("# %s%s: %d sessions: %d steps alone, %d together, %d of them ahead, %d between layers\n", base->name,
-           marks ? " with marks" : "", N_TALKS, (int)steps, (int)shared, beside.n_fed, pauses);
+           fences ? " with fences" : "", N_TALKS, (int)steps, (int)shared, beside.n_ahead, pauses);
     tok_free(&tok);
     free_model(m);
     free(m);
@@ -339,14 +339,14 @@ static void compare_together(const Ops *base, bool marks, bool between) {
 
 // A session that is cancelled within a chunk of its prompt says so before the chunk is over, and answers the same prompt as if
 // nothing had been.
-static void cancel_prompt(const Ops *base, bool marks) {
+static void cancel_prompt(const Ops *base, bool fences) {
     static Said said[2];
     enum { N_PROMPT = 700, N_BATCH = 600 };
     const ModelOptions o = { .n_ctx = 1024, .n_seqs = 1, .n_batch = N_BATCH, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16 };
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     int32_t ids[N_PROMPT];
-    load_model(m, MINI, backend(base, marks), o, NULL);
+    load_model(m, MINI, backend(base, fences), o, NULL);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     for (int i = 0; i < N_PROMPT; i++) ids[i] = i ? 300 + i * 37 % 3000 : tok.bos;
     memset(said, 0, sizeof said);
@@ -354,7 +354,7 @@ static void cancel_prompt(const Ops *base, bool marks) {
         Session s;
         Event e = { .kind = EVENT_PROMPT };
         const AnswerOptions answer = { .n_predict = 12, .ignore_eos = true, .think_budget = -1, .sampling.repeat = 1 };
-        session_open(&s, m, &tok, 0);
+        init_session(&s, m, &tok, 0);
         for (int layers = again ? m->config.n_layers + 2 : 0; layers > 0; layers -= m->config.n_layers) {      // chunk 2, then 1
             beside.cancelled = &s;
             beside.cancel_at = layers;
@@ -367,7 +367,7 @@ static void cancel_prompt(const Ops *base, bool marks) {
         }
         CHECK(session_start(&s, &(Prompt){ .ids = ids, .n = N_PROMPT }, &answer), "%s", s.err);
         for (e.kind = EVENT_PROMPT; e.kind != EVENT_END; note(&said[again], &e)) session_next(&s, &e);
-        session_close(&s);
+        free_session(&s);
     }
     CHECK(said[0].n == 12 && said[1].n == 12 && !memcmp(said[0].ids, said[1].ids, sizeof said[0].ids), "other tokens after a cancelled prompt");
     tok_free(&tok);
@@ -376,7 +376,7 @@ static void cancel_prompt(const Ops *base, bool marks) {
 }
 
 // The same between two layers of its prompt: another session's prompt, which had to wait, runs then, and so does its own again.
-static void cancel_between(const Ops *base, bool marks) {
+static void cancel_between(const Ops *base, bool fences) {
     static Said said[2][2];
     enum { N_PROMPT = 100 };
     const ModelOptions o = { .n_ctx = 256, .n_seqs = 2, .n_batch = 128, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16, .interleave = true };
@@ -384,7 +384,7 @@ static void cancel_between(const Ops *base, bool marks) {
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     int32_t ids[2][N_PROMPT];
-    load_model(m, MINI, backend(base, marks), o, NULL);
+    load_model(m, MINI, backend(base, fences), o, NULL);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     for (int i = 0; i < 2 * N_PROMPT; i++) ids[i / N_PROMPT][i % N_PROMPT] = i % N_PROMPT ? 300 + i * 37 % 3000 : tok.bos;
     memset(said, 0, sizeof said);
@@ -392,7 +392,7 @@ static void cancel_between(const Ops *base, bool marks) {
         Session s[2], *both[2] = { &s[0], &s[1] };
         Event e[2];
         for (int i = 0; i < 2; i++) {
-            session_open(&s[i], m, &tok, i);
+            init_session(&s[i], m, &tok, i);
             CHECK(session_start(&s[i], &(Prompt){ .ids = ids[i], .n = N_PROMPT }, &answer), "%s", s[i].err);
         }
         if (again) {
@@ -411,7 +411,7 @@ static void cancel_between(const Ops *base, bool marks) {
             sessions_next(both, 2, e);
             for (int i = 0; i < 2; i++) note(&said[again][i], &e[i]);
         }
-        for (int i = 0; i < 2; i++) session_close(&s[i]);
+        for (int i = 0; i < 2; i++) free_session(&s[i]);
     }
     for (int i = 0; i < 2; i++)
         CHECK(said[0][i].n == 12 && said[1][i].n == 12 && !memcmp(said[0][i].ids, said[1][i].ids, sizeof said[0][i].ids),
@@ -435,10 +435,10 @@ static void measure(const Ops *base) {
         Event e = { .kind = EVENT_PROMPT };
         if (i) measure_pace(m, &tok, &(Drafting){ .kind = SPEC_AUTO, .n_max = 16 });
         CHECK(!m->len[0], "%d tokens are left in the session", m->len[0]);
-        session_open(&s, m, &tok, 0);
+        init_session(&s, m, &tok, 0);
         CHECK(session_start(&s, &(Prompt){ .ids = &(int32_t){ tok.bos }, .n = 1 }, &answer), "%s", s.err);
         for (; e.kind != EVENT_END; note(&said[i], &e)) session_next(&s, &e);
-        session_close(&s);
+        free_session(&s);
     }
     for (int n = 0; n <= 16; n = next_depth(n, 16))
         CHECK(m->pace->step.n_measured[n + 1] >= 2 && m->pace->step.seconds[n + 1] > 0, "%d guesses: measured %d times", n, m->pace->step.n_measured[n + 1]);
@@ -455,11 +455,11 @@ int main(int argc, char **argv) {                      // -cuda: only the CUDA b
     start_threads(1);
     for (size_t i = 0; all && i < sizeof cases / sizeof *cases; i++) compare(cpu_ops(), &cases[i]);
     if (all) measure(cpu_ops());
-    for (int marks = 0; all && marks < 2; marks++) {
-        compare_together(cpu_ops(), marks, false);
-        compare_together(cpu_ops(), marks, true);
-        cancel_prompt(cpu_ops(), marks);
-        cancel_between(cpu_ops(), marks);
+    for (int fences = 0; all && fences < 2; fences++) {
+        compare_together(cpu_ops(), fences, false);
+        compare_together(cpu_ops(), fences, true);
+        cancel_prompt(cpu_ops(), fences);
+        cancel_between(cpu_ops(), fences);
     }
 #ifdef USE_CUDA
     for (size_t i = 0; cuda_ops() && i < sizeof few / sizeof *few; i++) compare(cuda_ops(), &few[i]);

@@ -309,16 +309,16 @@ static void one_pair(const char *path, const char *drafter) {
     Model *m = open_pair(path, o), *tight = open_pair(path, small);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     if (!grammar_vocab_init(&vocab, &tok)) abort();
-    for (int k = 0; k < COMPANY; k++) session_open(&s[k], m, &tok, k);
-    for (int k = 0; k < 2; k++) session_open(&t[k], tight, &tok, k);
+    for (int k = 0; k < COMPANY; k++) init_session(&s[k], m, &tok, k);
+    for (int k = 0; k < 2; k++) init_session(&t[k], tight, &tok, k);
     for (int i = 0; i < (int)(sizeof asks / sizeof *asks); i++) {
         const bool full = asks[i].form == BY_SHIFTING;
         if (drafter && m->drafter->kind == DRAFTER_DFLASH && i % 2) continue;            // the other pair has tried these
         one_ask(full ? &t[0] : &s[0], full ? &t[1] : &s[1], i, name);
     }
     if (m->drafter->kind != DRAFTER_DFLASH) in_company(s, COMPANY, name);
-    for (int k = 0; k < COMPANY; k++) session_close(&s[k]);
-    for (int k = 0; k < 2; k++) session_close(&t[k]);
+    for (int k = 0; k < COMPANY; k++) free_session(&s[k]);
+    for (int k = 0; k < 2; k++) free_session(&t[k]);
     grammar_vocab_free(&vocab);
     tok_free(&tok);
     close_model(m);

@@ -948,10 +948,10 @@ static void run_generate(void *arg) {
     Talk *t = arg;
     const AnswerOptions o = { .n_predict = 12, .ignore_eos = true, .think_budget = -1, .sampling = { .seed = 5, .temperature = 1, .top_k = 40, .top_p = 0.9f, .repeat = 1 } };
     Session s;
-    session_open(&s, t->m, t->tok, 0);
+    init_session(&s, t->m, t->tok, 0);
     session_start(&s, &(Prompt){ .ids = prompts[0], .n = 90 }, &o);
     print_answer(&s, &(ShowOptions){ 0 });
-    session_close(&s);
+    free_session(&s);
 }
 
 // The text of an answer as it is printed, caught in a file.

@@ -428,11 +428,11 @@ static void use_model(const char *path, bool check) {
     const AnswerOptions g = { .n_predict = 3, .ignore_eos = true, .think_budget = -1,
                                 .sampling = { .seed = 1, .temperature = 1, .top_k = 64, .top_p = 0.95f, .repeat = 1 } };
     Session s;
-    session_open(&s, m, &t, 0);
+    init_session(&s, m, &t, 0);
     if (!session_start(&s, &(Prompt){ .ids = ids.ids, .n = (int)ids.n, .n_head = 1 }, &g)) die("%s", s.err);
     if (!print_answer(&s, &(ShowOptions){ 0 })) die("%s", s.err);
     print_turn(&s.turn);
-    session_close(&s);
+    free_session(&s);
     tok_ids_free(&ids);
     tok_free(&t);
     free_model(m);

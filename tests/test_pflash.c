@@ -214,14 +214,14 @@ static void test_compress(const char *path, const char *scorer, float ratio) {
     load_model(m, path, op, (ModelOptions){ .n_seqs = 1, .n_batch = 256, .n_ctx = N_TEXT + 192, .k_type = KV_F16, .v_type = KV_F16,
                                            .can_score = !scorer }, NULL);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
-    session_open(&s, m, &tok, 0);
+    init_session(&s, m, &tok, 0);
     Compressor c = { .ratio = ratio, .file = scorer };
     tok_encode(&tok, held, strlen(held), TOK_SPECIAL, &ids);
     const int first = (int)ids.n, n_text = make_text(m, N_TEXT, 400, text);
     run_chunk(m, 0, ids.ids, first);
     commit_all(m);
-    for (int i = 0; i < first; i++) push_id(&s, &s.held, ids.ids[i]);
-    for (int i = 1; i < n_text; i++) push_id(&s, &ids, text[i]);
+    for (int i = 0; i < first; i++) push_id(s.t, &s.held, ids.ids[i]);
+    for (int i = 1; i < n_text; i++) push_id(s.t, &ids, text[i]);
     const int n = (int)ids.n;
     CHECK(compress_prompt(&c, &s, ids.ids, n, first, &out), "%s: expected it to be compressed: %s", path, c.err);
     const int kept = (int)out.n;
@@ -249,7 +249,7 @@ static void test_compress(const char *path, const char *scorer, float ratio) {
     CHECK(compress_prompt(&c, &s, ids.ids, n, n - COMPRESS_FROM + 1, &again) && (int)again.n == n, "%s: expected a short one as it is",
           path);
     close_scorer(&c);
-    session_close(&s);
+    free_session(&s);
     tok_ids_free(&ids);
     tok_ids_free(&out);
     tok_ids_free(&again);
@@ -296,23 +296,23 @@ static void test_chat(const char *path) {
     load_model(m, path, op, (ModelOptions){ .n_seqs = 1, .n_batch = 256, .n_ctx = 2048, .k_type = KV_F16, .v_type = KV_F16,
                                            .can_score = true }, NULL);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
-    session_open(&c.s, m, &tok, 0);
+    c.s = session_open(m, &tok, 0);
     c.options = (AnswerOptions){ .n_predict = 3, .think_budget = -1, .sampling = { .top_p = 1, .repeat = 1 } };
     for (int i = 0; i < 64; i++)
         snprintf(text + strlen(text), 80, "The king painted house number %d while a fox slept. ", 1000 + 37 * i);
     const char *const says[] = { text, "What did the king do?", "And the fox?" };
     for (int turn = 0; turn < 3; turn++) {
         tok_add_message(&c.messages, "user", (TokStr){ says[turn], strlen(says[turn]) });
-        const int before = (int)c.s.held.n;
+        const int before = (int)c.s->held.n;
         CHECK(answer(&c), "chat, turn %d: %s", turn, c.err);
-        const int n = c.s.turn.n_prompt;
+        const int n = c.s->turn.n_prompt;
         if (!turn) CHECK(n > 128 && n < 700, "chat: expected a compressed first prompt, got %d tokens", n);
         else CHECK(n > before - 4 && n < before + 64, "chat, turn %d: expected a prompt behind %d tokens, got %d", turn, before, n);
-        if (turn) CHECK(c.s.turn.n_run < 64, "chat, turn %d: expected few tokens to run, got %d of %d", turn, c.s.turn.n_run, n);
+        if (turn) CHECK(c.s->turn.n_run < 64, "chat, turn %d: expected few tokens to run, got %d of %d", turn, c.s->turn.n_run, n);
         if (turn) CHECK(shown.n < c.shown.n && same_ids(&shown, &c.shown) == (int)shown.n,
                         "chat, turn %d: expected what was shown to stay", turn);
         shown.n = 0;
-        for (size_t i = 0; i < c.shown.n; i++) push_id(&c.s, &shown, c.shown.ids[i]);
+        for (size_t i = 0; i < c.shown.n; i++) push_id(c.s->t, &shown, c.shown.ids[i]);
     }
     tok_ids_free(&shown);
     chat_free(&c);

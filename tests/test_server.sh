@@ -705,7 +705,7 @@ ok "and is counted" [ "$(metric sessions_resumed_total)" = 1 ]
 far="$(words 'The fox ran over the hill.' 150)"
 ask_words "$far $(words 'It rained on Monday.' 25)" c.1
 ask_words "$far $(words 'It rained on Friday.' 25)" c.2
-ok "a prompt that differs far behind runs from the last mark before" [ "$cached" -gt 1000 ]
+ok "a prompt that differs early runs from the snapshot before that" [ "$cached" -gt 1000 ]
 ask $chat "{\"messages\":[{\"role\":\"user\",\"content\":\"$far $(words 'It rained on Friday.' 25)\"}],\"temperature\":0,\"max_tokens\":12,\"cache_prompt\":false}"
 text content out >"$tmp/c.3"
 ok "with the same text as without" same c.2 c.3

@@ -36,10 +36,10 @@ static ModelOptions with_types(KvType k, KvType v, bool untied) {
 static Session hold(Model *m, int seq, int n) {
     static Tokenizer none;
     Session s;
-    session_open(&s, m, &none, seq);
+    init_session(&s, m, &none, seq);
     run_prompt(m, seq, text, n);
     commit_all(m);
-    for (int i = 0; i < n; i++) push_id(&s, &s.held, text[i]);
+    for (int i = 0; i < n; i++) push_id(s.t, &s.held, text[i]);
     return s;
 }
 
@@ -96,15 +96,15 @@ static void round_trip(const char *path, ModelOptions o, int n, int n_ctx, bool 
         const size_t bytes = copy_rings(a, 0, NULL, COPY_OUT);
         uint8_t *rings = must(malloc(bytes + 1));
         int pieces = 0;
-        do session_save(&s, false), pieces++; while (s.saving);
+        do take_snapshot(&s, false), pieces++; while (s.saving);
         copy_rings(a, 0, rings, COPY_OUT);
-        CHECK(!memcmp(rings, s.marks[0].rings, bytes) && s.n_marks == 1 && s.marks[0].n == n / 2, "%s: what was saved in pieces is another", path);
+        CHECK(!memcmp(rings, s.snapshots[0].rings, bytes) && s.n_snapshots == 1 && s.snapshots[0].n == n / 2, "%s: what was saved in pieces is another", path);
         CHECK(pieces >= 1 + (bytes > 0), "%s: %d pieces", path, pieces);
         free(rings);
         for (int i = n / 2; i < n; i++) {
             step(a, &(StepSeg){ .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = text[i] } }, 1);
             commit_all(a);
-            push_id(&s, &s.held, text[i]);
+            push_id(s.t, &s.held, text[i]);
         }
     }
     SessionNote note = some_note(), got;
@@ -143,8 +143,8 @@ static void round_trip(const char *path, ModelOptions o, int n, int n_ctx, bool 
     }
     session_note_free(&got);
     tok_text_free(&note.messages);
-    session_close(&s);
-    session_close(&r);
+    free_session(&s);
+    free_session(&r);
     close_model(a);
     close_model(b);
 }
@@ -183,7 +183,7 @@ static void expect_refusal(Model *m, const char *file, const char *word, const c
     CHECK(status < 0 && strstr(s.err, word) && !strchr(s.err, '\n') && strstr(s.err, file),
           "%s: status %d, '%s', expected it to say '%s'", what, status, s.err, word);
     CHECK(m->len[0] == 0 && s.held.n == 0 && !note.messages.s && !note.pending.ids, "%s: the session holds %d tokens", what, m->len[0]);
-    session_close(&s);
+    free_session(&s);
 }
 
 static void seal(char *bytes, size_t n) {              // checksums for what was changed
@@ -201,13 +201,13 @@ static void test_damage(const char *path) {
     const char *file = in_tmp("damaged");
     Model *m = open_model(path, f16);
     Session s = hold(m, 0, 90);
-    session_save(&s, true);
+    take_snapshot(&s, true);
     SessionNote note = some_note(), got;
     CHECK(session_to_file(&s, &note, file, NULL), "%s", s.err);
     size_t n;
     char *bytes = bytes_of(file, &n), *changed = must(malloc(n + 8));
     const SessionHeader *h = (const SessionHeader *)(uintptr_t)bytes;
-    const size_t ids = sizeof *h, json = ids + 92 * 4, rows = json + h->n_text, rings = n - 8 - (size_t)h->mark_bytes;
+    const size_t ids = sizeof *h, json = ids + 92 * 4, rows = json + h->n_text, rings = n - 8 - (size_t)h->snapshot_bytes;
     const size_t ends[] = { 0, 1, 8, sizeof *h - 1, sizeof *h, sizeof *h + 8, ids + 1, json, rows, rows + 7, rings, n - 8, n - 1 };
     for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
         put_file(file, bytes, ends[i]);
@@ -256,7 +256,7 @@ static void test_damage(const char *path) {
     expect_refusal(m, tmp, "expected a regular file", "a folder");
     CHECK(session_from_file(&s, &got, in_tmp("nowhere"), NULL) == 0, "a file that is not there: %s", s.err);
     tok_text_free(&note.messages);
-    session_close(&s);
+    free_session(&s);
     close_model(m);
     free(bytes);
     free(changed);
@@ -267,7 +267,7 @@ static void test_others(const char *path, const char *dense) {
     Model *m = open_model(path, f16);
     Session s = hold(m, 0, 40);
     CHECK(session_to_file(&s, &(SessionNote){ 0 }, file, NULL), "%s", s.err);
-    session_close(&s);
+    free_session(&s);
     close_model(m);
     const struct { const char *path; ModelOptions o; const char *word; } others[] = {
         { dense, f16, "model: expected" },
@@ -317,7 +317,7 @@ static void test_failed_write(const char *path) {
     CHECK(!session_to_file(&s, &(SessionNote){ 0 }, "/dev/full", NULL) && strstr(s.err, "got a device"), "/dev/full: '%s'", s.err);
     CHECK(!session_to_file(&s, &(SessionNote){ 0 }, in_tmp("nowhere/s"), NULL) && strstr(s.err, "No such file"), "no folder: '%s'", s.err);
     CHECK(!unlink(file) && !rmdir(folder), "something is left beside the file");
-    session_close(&s);
+    free_session(&s);
     close_model(m);
     free(before);
     free(after);

@@ -85,7 +85,7 @@ static TokIds prompt_of(Session *s, int i) {
     char text[512];
     TokIds ids = { 0 };
     set_prompt_text(i, text, sizeof text);
-    push_id(s, &ids, s->t->bos);
+    push_id(s->t, &ids, s->t->bos);
     if (tok_encode(s->t, text, strlen(text), TOK_SPECIAL, &ids) < 0) die("%s", s->t->err);
     return ids;
 }
@@ -174,7 +174,7 @@ static Drafting drafting_by(const Model *m, int g) {   // whichever drafter ther
 
 static void forget(Session *s) {
     reset_session(s->m, s->seq);
-    s->held.n = 0, s->n_marks = 0;
+    s->held.n = 0, s->n_snapshots = 0;
 }
 
 // One prompt: without guesses, then with each kind of them in a session of its own; what the last one holds is gone on
@@ -450,8 +450,8 @@ static void one_model(const char *path, const char *drafter, bool whole) {
     DraftCount sum[N_GUESSERS] = { { 0 } };
     long compared = 0;
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
-    for (int k = 0; k < n_seqs; k++) session_open(&s[k], m, &tok, k);
-    for (int k = 0; k < 2; k++) session_open(&t[k], tight, &tok, k);
+    for (int k = 0; k < n_seqs; k++) init_session(&s[k], m, &tok, k);
+    for (int k = 0; k < 2; k++) init_session(&t[k], tight, &tok, k);
     for (int i = 0; i < n_prompts; i++)                // the long form: two of each kind
         for (int c = whole ? 0 : i % 3; i % 100 < N_KINDS && c < (whole ? 3 : i % 3 + 1); c++)
             one_prompt(&s[0], &s[1], name, &choosing[c], i, n, TO_THE_END, sum);
@@ -482,8 +482,8 @@ static void one_model(const char *path, const char *drafter, bool whole) {
     }
     in_company(m, s, name, n);
     if (m->drafter->kind != DRAFTER_DFLASH) in_distribution(s, name, 1, whole ? 100000 : 4000, whole);
-    for (int k = 0; k < n_seqs; k++) session_close(&s[k]);
-    for (int k = 0; k < 2; k++) session_close(&t[k]);
+    for (int k = 0; k < n_seqs; k++) free_session(&s[k]);
+    for (int k = 0; k < 2; k++) free_session(&t[k]);
     tok_free(&tok);
     close_model(m);
     close_model(tight);
@@ -495,7 +495,7 @@ static void few_ids(const char *path) {
     Tokenizer tok;
     Session s[2];
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
-    for (int k = 0; k < 2; k++) session_open(&s[k], m, &tok, k);
+    for (int k = 0; k < 2; k++) init_session(&s[k], m, &tok, k);
     AnswerOptions o = options_of(&choosing[0], 20, TO_THE_END, (Drafting){ .kind = SPEC_OFF }, 1);
     const Answer want = tell(&s[0], 2, &o, 0);
     o.drafting = (Drafting){ .kind = SPEC_NGRAM, .n_max = 4 };
@@ -503,7 +503,7 @@ static void few_ids(const char *path) {
     compare(&got, &want, path, choosing[0].name, "ngram", 2);
     CHECK(got.drafts.accepted > 0 && got.drafts.accepted < got.drafts.drafted,
           "%s: %d of %d guesses are right, expected some", path, got.drafts.accepted, got.drafts.drafted);
-    for (int k = 0; k < 2; k++) session_close(&s[k]);
+    for (int k = 0; k < 2; k++) free_session(&s[k]);
     tok_free(&tok);
     close_model(m);
 }
