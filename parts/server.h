@@ -84,7 +84,7 @@ enum { MAX_CONNECTIONS = 512, IDLE_SECONDS = 30, BODY_SECONDS = 120, KEEP_ALIVE_
 static void need_http(void) {}
 
 // ==== [1] JSON written ===============================================================================================
-// Numbers, strings and pieces of JSON go into a text with put(). What may not be UTF-8 is made so.
+// put() appends numbers, strings and pieces of JSON to a text. Strings that may not be UTF-8 are repaired.
 
 static void append(TokText *out, const char *s, size_t n) {
     if (!tok__append(out, s, n)) die("out of memory for %zu bytes of an answer", n);
@@ -95,7 +95,7 @@ static TokStr text_of(const TokText *t) { return (TokStr){ t->s, t->n }; }
 
 static void put_string(TokText *out, TokStr s) {
     TokText clean = { 0 };
-    size_t start = 0;                                  // of what is UTF-8 and not copied yet
+    size_t start = 0;                                  // of the bytes that are UTF-8 and not copied yet
     uint32_t cp;
     for (size_t i = 0; i < s.n; ) {
         const int n = tok__utf8((const unsigned char *)s.s + i, s.n - i, &cp);
@@ -150,8 +150,8 @@ static void put(TokText *out, const char *fmt, ...) {
 }
 
 // ==== [2] What a request says ========================================================================================
-// A table names every field that is read, of whichever endpoint; one walk over the body fills them in. Fields that are
-// not listed are ignored; those that ask for what is not there are refused.
+// One table lists the fields of all endpoints; one pass over the body fills them in. Fields that are not listed are
+// ignored; fields that ask for a feature that does not exist are refused.
 
 typedef struct {
     // type GGUF_J_NULL: not given
@@ -159,7 +159,7 @@ typedef struct {
     GgufJson kwargs, reasoning_effort, logprobs, content, tokens, functions, grammar, json_schema, suffix, audio, user;
     double   max_tokens, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logprobs;
     double   think_budget;             // NAN: not given
-    double   other;                    // of what is not there: what it is where it does nothing
+    double   other;                    // of features that do not exist: only the value without effect is accepted
     bool     stream, progress, no_cache, ignore_eos, echo, add_special, parse_special, with_pieces, no_cue;
     bool     one_call;                 // parallel_tool_calls: false
     bool     cue, continues;           // add_generation_prompt and continue_final_message: true
@@ -203,7 +203,7 @@ static const struct { const char *name; FieldKind kind; size_t at; double min, m
 };
 
 typedef struct {              // why a request is refused
-    int  status;              // 0: it is not
+    int  status;              // 0: it is not refused
     char param[64];           // the field at fault, or empty
     const char *code;         // or NULL
     char text[400];
@@ -252,7 +252,7 @@ static bool read_field(Request *r, Fault *f, size_t i, const GgufJson *v) {
     return true;
 }
 
-// What asks for something that is not there.
+// Refuses requests for features that do not exist.
 static bool refuse_absent(const Request *r, Fault *f) {
     GgufJson rest = r->modalities, v;
     if (is_given(&r->functions)) return refuse(f, 400, "functions", "functions is not supported; use tools");
@@ -264,7 +264,7 @@ static bool refuse_absent(const Request *r, Fault *f) {
     return true;
 }
 
-// A member of a field that is true or false, where it is given.
+// Reads a member of a field, true or false, if it is given.
 static bool read_switch(Fault *f, const char *field, const GgufJson *object, const char *name, bool *to) {
     GgufJson v;
     if (!is_given(object) || !gguf_json_get(object, name, &v) || !is_given(&v)) return true;
@@ -295,7 +295,7 @@ static bool read_request(Request *r, Fault *f, TokStr body, const ServeOptions *
     return refuse_absent(r, f);
 }
 
-// A string's bytes, with a NUL behind them; freed by the caller.
+// The bytes of a string, ended by a NUL; the caller frees them.
 static char *copy_string(const GgufJson *v, size_t *n) {
     char *s = alloc_or_die(v->n + 1, 1);
     *n = gguf_json_string(v, s);
@@ -308,7 +308,7 @@ static bool is_role(const GgufJson *role) {
     return false;
 }
 
-// Messages of known roles whose content is text. Results follow the calls that they are of.
+// Checks that messages have known roles and text contents, and that results follow their calls.
 static bool check_messages(const GgufJson *messages, Fault *f) {
     GgufJson rest = *messages, m, role, calls, content, part, type;
     bool called = false;
@@ -848,15 +848,15 @@ static void run_engine(Server *srv) {
 
 typedef struct Exchange Exchange;
 
-typedef struct {              // how an endpoint says it
+typedef struct {              // the form of an endpoint
     const char *prefix;       // of ids
-    bool (*convert)(Exchange *x, TokText *out);        // writes the body as one of a chat; NULL: it is one
+    bool (*convert)(Exchange *x, TokText *out);        // rewrites the body as a chat's; NULL: it is one
     bool (*ask)(Exchange *x, const Request *r);        // makes the prompt. False: it is refused
-    void (*begin)(Exchange *x);                        // a stream: what comes first
+    void (*begin)(Exchange *x);                        // a stream: its beginning
     void (*text)(Exchange *x, TokStr thought, TokStr content);
     void (*call)(Exchange *x, int i);
     void (*end)(Exchange *x);
-    void (*whole)(Exchange *x, TokText *out);          // all at once
+    void (*whole)(Exchange *x, TokText *out);          // the whole answer
 } Api;
 
 struct Exchange {             // a request and its answer
@@ -864,25 +864,25 @@ struct Exchange {             // a request and its answer
     struct MHD_Connection *connection;
     const char *method;
     const struct Endpoint *route;        // NULL: there is none
-    char        rest[256];             // of the path, behind a route that takes a name
+    char        rest[256];             // of the path, after a route that takes a name
     TokText     body;
     bool        too_large, answered;
     Fault       fault;
     int         status;
     double      started;               // seconds()
     size_t      created;               // time() then
-    Tokenizer   t;                     // our own copy: see tokenizer.h
+    Tokenizer   t;                     // a copy for this thread: see tokenizer.h
     char        id[40];
     const Api  *api;
     Job        *job;
     bool        include_usage, progress, one_call;
     // a stream
-    TokText     out;                   // what is to be sent, from byte `at` on
-    size_t      at, content, thought;  // bytes of the answer that are in it
+    TokText     out;                   // bytes to send, from byte `at` on
+    size_t      at, content, thought;  // content, thought: bytes of the answer that are in it
     int         n_calls, n_likely, run;
-    size_t      chars;                 // of the text that tokens 0 .. n_likely - 1 are, where a form counts them
+    size_t      chars;                 // of the text of tokens 0 .. n_likely - 1, if the form counts them
     bool        begun, ended;
-    const char *block;                 // of a dialect: the kind of block that is open, NULL: none is
+    const char *block;                 // of a dialect: the kind of the open block; NULL: none
     int         n_blocks, n_events;
 };
 
@@ -944,13 +944,13 @@ static void put_head(TokText *out, const Exchange *x, const char *object) {
 
 // ---- /v1/chat/completions ----
 
-static void chunk(Exchange *x) {                       // opens an event of a stream: its delta follows
+static void chunk(Exchange *x) {                       // begins an event of a stream; its delta follows
     put(&x->out, "data: {");
     put_head(&x->out, x, "chat.completion.chunk");
     put(&x->out, ",'choices':[{'index':0,'delta':{");
 }
 
-static void put_new_likely(Exchange *x) {              // of tokens that no event has told of yet, if they were asked for
+static void put_new_likely(Exchange *x) {              // of tokens that no event has reported yet, if requested
     if (x->job->n_top < 0) return;
     put(&x->out, ",'logprobs':");
     put_likely(&x->out, x, x->n_likely);
@@ -991,7 +991,7 @@ static void chat_call(Exchange *x, int i) {
 
 static void done_marker(Exchange *x) { put(&x->out, "data: [DONE]\n\n"); }
 
-// The last events of either kind of completion: usage comes in one of its own when it was asked for.
+// The last events of both kinds of completion: usage has an event of its own, if it was requested.
 static void completion_end(Exchange *x, const char *object) {
     put(&x->out, ",'finish_reason':%s}],", finish_text(x->job));
     put_timings(&x->out, x->job);
@@ -1009,7 +1009,7 @@ static void completion_end(Exchange *x, const char *object) {
 static void chat_end(Exchange *x) {
     chunk(x);
     put(&x->out, "}");
-    if (x->n_likely < x->job->n_likely) put_new_likely(x);           // of a stop string, of the calls
+    if (x->n_likely < x->job->n_likely) put_new_likely(x);           // those of a stop string and of calls
     completion_end(x, "chat.completion.chunk");
 }
 
@@ -1067,14 +1067,14 @@ static bool same_value(const GgufJson *a, const GgufJson *b, int depth) {
     return n_a == n_b;
 }
 
-// The first call in ids from token *at on: its tokens are first .. *at - 1 then. False: there is none.
+// Finds the first call in ids from token *at on; its tokens are first .. *at - 1. False: there is none.
 static bool next_call(const Tokenizer *t, const TokIds *ids, size_t *first, size_t *at) {
     for (*first = *at; *first < ids->n && ids->ids[*first] != t->call_open; ) ++*first;
     for (*at = *first; *at < ids->n && ids->ids[*at] != t->call_close; ) ++*at;
     return *at < ids->n && ++*at;
 }
 
-// Whether two calls say the same.
+// True if two calls have the same name and arguments.
 static bool same_call(Tokenizer *t, TokIds a, TokIds b) {
     const TokIds ids[2] = { a, b };
     TokReply reply[2];
@@ -1098,7 +1098,7 @@ static bool same_call(Tokenizer *t, TokIds a, TokIds b) {
     return ok;
 }
 
-// The tokens that the model wrote the call of this id in, to be freed; none: nobody remembers.
+// The tokens of the call with this id, as the model wrote it, to be freed; none: it is not remembered.
 static TokIds recall(Server *srv, const char *id) {
     TokIds ids = { 0 };
     pthread_mutex_lock(&srv->lock);
@@ -1115,9 +1115,9 @@ static void push_ids(Tokenizer *t, TokIds *to, const int32_t *ids, size_t n) {
         if (tok__push(t, to, ids[i]) < 0) die("%s", t->err);
 }
 
-// A prompt has the calls of its messages in the form of the template. The model may have written them in another, with
-// other spaces or the arguments in another order: where a call is known by its id, and still says the same, it is put
-// as it was.
+// A prompt has the calls of its messages in the form of the template. The model may have written them in another form,
+// with other spaces or another order of arguments. If a call is remembered by its id, and is still the same call, its
+// original tokens replace those of the template.
 static void replay_calls(Exchange *x, const GgufJson *messages, TokIds *ids) {
     GgufJson rest = *messages, m, calls, call, id;
     TokIds out = { 0 };
@@ -1145,7 +1145,7 @@ static void replay_calls(Exchange *x, const GgufJson *messages, TokIds *ids) {
     *ids = out;
 }
 
-typedef struct { TokText messages, thought, answer; } Begun;         // a conversation, and how the answer to it begins
+typedef struct { TokText messages, thought, answer; } Begun;         // a conversation, and the beginning of its answer
 
 static void begun_free(Begun *b) {
     tok_text_free(&b->messages);
@@ -1153,7 +1153,7 @@ static void begun_free(Begun *b) {
     tok_text_free(&b->answer);
 }
 
-// Appends the text of a string, or of a list's parts. False: it is neither.
+// Appends the text of a string, or of the parts of a list. False: it is neither.
 static bool append_content(TokText *out, const GgufJson *v) {
     GgufJson rest = *v, part, text;
     if (v->type == GGUF_J_ARRAY) {
@@ -1170,8 +1170,7 @@ static bool append_content(TokText *out, const GgufJson *v) {
     return true;
 }
 
-// The last message is an answer of the model that is to go on: what it says becomes the start of the next one, as it
-// is.
+// The last message is an answer of the model to be continued: its text becomes the beginning of the next answer.
 static bool take_begun(const Request *r, Fault *f, Begun *b, TokChat *chat) {
     GgufJson rest = r->messages, m, last = { 0 }, v;
     if (r->cue)
@@ -1193,7 +1192,7 @@ static bool take_begun(const Request *r, Fault *f, Begun *b, TokChat *chat) {
     return true;
 }
 
-// The prompt of a conversation. A later prompt begins with it as far as it is without the cue and what follows that.
+// Makes the prompt of a conversation. A later prompt begins with it up to the cue.
 static bool chat_ask(Exchange *x, const Request *r) {
     Job *job = x->job;
     const bool tools = is_given(&r->tools) && !gguf_json_is(&r->tool_choice, "none");
@@ -1229,13 +1228,13 @@ static const Api chat_api = { "chatcmpl-", NULL, chat_ask, chat_begin, chat_text
 
 static void plain_begin(Exchange *x) { (void)x; }
 
-static size_t n_chars(TokStr s) {                      // a broken one counts where it begins
+static size_t n_chars(TokStr s) {                      // code points, counted by their first bytes
     size_t n = 0;
     for (size_t i = 0; i < s.n; i++) n += ((unsigned char)s.s[i] & 0xC0) != 0x80;
     return n;
 }
 
-// A token's text as a string; part of a character as its bytes, bytes:\xe2\x82.
+// Appends a token's text as a string; a part of a character as its bytes, bytes:\xe2\x82.
 static void put_piece(TokText *out, TokStr piece) {
     TokText bytes = { 0 };
     uint32_t cp;
@@ -1251,7 +1250,7 @@ static void put_piece(TokText *out, TokStr piece) {
     tok_text_free(&bytes);
 }
 
-// The likeliest tokens by their text, and the one that was chosen. Of those of one text the likeliest.
+// Appends the most probable tokens by their text, and the sampled one; of tokens with equal text the most probable.
 static void put_plain_top(TokText *out, const Tokenizer *t, const Likely *l) {
     put(out, "{");
     for (int k = 0; k <= l->n_top; k++) {
@@ -1269,7 +1268,7 @@ static void put_plain_top(TokText *out, const Tokenizer *t, const Likely *l) {
     put(out, "}");
 }
 
-// Probabilities of the tokens that follow, as far as their text has come: a stop string's are left out.
+// Appends the probabilities of the next tokens whose text was sent; leaves out those of a stop string.
 static void put_plain_likely(TokText *out, Exchange *x, TokStr text) {
     const Job *job = x->job;
     const Likely *l = job->likely ? job->likely + x->n_likely : NULL;
@@ -1281,7 +1280,7 @@ static void put_plain_likely(TokText *out, Exchange *x, TokStr text) {
         return;
     }
     for (; x->n_likely + n < job->n_likely; n++) {
-        const size_t chars = n_chars(tok_piece(&x->t, l[n].id, false));        // 0: the rest of one
+        const size_t chars = n_chars(tok_piece(&x->t, l[n].id, false));        // 0: the rest of a character
         if (x->chars >= end && chars) break;
         put(&offsets, n ? ",%z" : "%z", x->chars);
         x->chars += chars;
@@ -1337,7 +1336,7 @@ static void plain_whole(Exchange *x, TokText *out) {
     put(out, "}");
 }
 
-// Ids given as a list of numbers.
+// Reads ids given as a list of numbers.
 static bool read_ids(Exchange *x, const char *name, const GgufJson *list, TokIds *ids) {
     GgufJson rest = *list, v;
     int64_t id;
@@ -1350,7 +1349,7 @@ static bool read_ids(Exchange *x, const char *name, const GgufJson *list, TokIds
     return true;
 }
 
-// The prompt as it is, a string behind <bos> or ids.
+// Makes the prompt of a text, <bos> and a string, or of ids.
 static bool plain_ask(Exchange *x, const Request *r) {
     Job *job = x->job;
     GgufJson rest = r->prompt, first = r->prompt, more;
@@ -1423,8 +1422,8 @@ static bool read_bias(Exchange *x, const GgufJson *object, Job *job) {
     return true;
 }
 
-// The schema that a response_format asks for, in any of its forms: those of OpenAI's two APIs, Anthropic's and
-// llama.cpp's; empty: none.
+// The schema of a response_format, in any of its forms: those of OpenAI's two APIs, Anthropic's and llama.cpp's; empty:
+// none.
 static bool read_format(Exchange *x, const GgufJson *format, TokStr *schema) {
     static const char any_object[] = "{\"type\":\"object\",\"additionalProperties\":true}";
     GgufJson type, inner, v;
@@ -1439,8 +1438,8 @@ static bool read_format(Exchange *x, const GgufJson *format, TokStr *schema) {
     return true;
 }
 
-// Whether a call is to be made, and of which tool alone: name, or an empty text. OpenAI's newer form has the name one
-// object higher.
+// Whether the answer has to be a call, and of which tool alone: name, or an empty text. OpenAI's newer form has the
+// name one object higher.
 static bool read_choice(Exchange *x, const GgufJson *choice, bool *required, char name[128]) {
     GgufJson type, inner, v;
     *name = 0;
@@ -1454,7 +1453,7 @@ static bool read_choice(Exchange *x, const GgufJson *choice, bool *required, cha
     return *required = true;
 }
 
-// What the answer has to fit, if anything: a grammar, a schema, calls of tools, or any text and one call at most.
+// Sets the form of the answer: a grammar, a schema, calls of tools, any text and at most one call, or none.
 static bool read_form(Exchange *x, const Request *r, Job *job) {
     static const char text_and_call[] = "root ::= .* (<|tool_call> (. | <|\"|>)* <tool_call|>)?";
     const TokStr tools = { r->tools.s, r->tools.n };
@@ -1520,7 +1519,7 @@ static bool read_options(Exchange *x, const Request *r, Job *job) {
     return read_stops(x, &r->stop, &a->stops) && read_bias(x, &r->logit_bias, job) && read_form(x, r, job);
 }
 
-// Of the address that a connection comes from, or of its network in IPv6.
+// A hash of the address that a connection comes from; in IPv6 of its network.
 static uint64_t address_hash(struct MHD_Connection *connection) {
     const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CLIENT_ADDRESS);
     const struct sockaddr *a = info ? info->client_addr : NULL;
@@ -1543,7 +1542,7 @@ static Job *new_job(Exchange *x) {
 static void add_event_fault(Exchange *x);
 static void respond(Exchange *x, int status, const char *type, TokText *body);
 
-// Waits for news until there are some or it is time for a sign of life. False: there are none. With the lock held.
+// Waits for news of the job, or until it is time for a keep-alive. False: there are none. With the lock held.
 static bool wait_for_news(Exchange *x) {
     const Job *job = x->job;
     struct timespec until;
@@ -1565,7 +1564,7 @@ static void put_progress(Exchange *x) {
         job->cached, job->run, 1e3 * (seconds() - job->queued));
 }
 
-// Fills x->out with what comes next of a stream. Nothing comes after its end.
+// Fills x->out with the next events of a stream; after its end with nothing.
 static void next_events(Exchange *x) {
     Job *job = x->job;
     if (!x->begun) {
@@ -1590,7 +1589,7 @@ static void next_events(Exchange *x) {
     else x->api->end(x);
 }
 
-// libmicrohttpd asks for up to max bytes of a stream.
+// libmicrohttpd calls this for up to max bytes of a stream.
 static ssize_t read_stream(void *cls, uint64_t pos, char *buf, size_t max) {
     Exchange *x = cls;
     (void)pos;
@@ -1633,7 +1632,7 @@ static bool read_question(Exchange *x, const Api *api, Request *r) {
     return read_request(r, &x->fault, text_of(&x->body), &x->srv->o) && api->ask(x, r);
 }
 
-// Answers the request by way of the engine: queues it, and waits for its end unless it is to be streamed.
+// Queues the request for the engine, and waits for the end of its answer unless that is streamed.
 static void complete(Exchange *x, const Api *api) {
     Server *srv = x->srv;
     Request r;
@@ -1673,8 +1672,8 @@ static void route_chat(Exchange *x) { complete(x, &chat_api); }
 static void route_completions(Exchange *x) { complete(x, &plain_api); }
 
 // ==== [5] Dialects: /v1/messages and /v1/responses ===================================================================
-// The APIs of other clients. A request is written anew as one for /v1/chat/completions and taken from there; an answer
-// is told in the words of the API that was asked.
+// The APIs of other clients. A request is rewritten as one for /v1/chat/completions; the answer has the form of the API
+// that was called.
 
 static bool member(const GgufJson *object, const char *name, GgufJson *v) {
     return object->type == GGUF_J_OBJECT && gguf_json_get(object, name, v) && is_given(v);
@@ -1685,7 +1684,7 @@ static bool is_type(const GgufJson *object, const char *type) {
     return member(object, "type", &v) && gguf_json_is(&v, type);
 }
 
-// A member that has to be an object, if it is there.
+// Gets a member that has to be an object, if it is there.
 static bool object_member(Exchange *x, const GgufJson *root, const char *name, GgufJson *v) {
     if (!member(root, name, v)) return false;
     return v->type == GGUF_J_OBJECT || refuse(&x->fault, 400, name, "%s: expected an object", name);
@@ -1693,13 +1692,13 @@ static bool object_member(Exchange *x, const GgufJson *root, const char *name, G
 
 static TokStr raw(const GgufJson *v) { return (TokStr){ v->s, v->n }; }
 
-// Appends the member `from` of an object as the member `to` of the object that *out ends in, if it is there.
+// Appends the member `from` of an object, if it is there, as the member `to` of the object at the end of *out.
 static void take_member(TokText *out, const GgufJson *object, const char *from, const char *to) {
     GgufJson v;
     if (member(object, from, &v)) put(out, ",%s:%r", to, raw(&v));
 }
 
-// Parses the body of a dialect. False: it is no object.
+// Parses the body of a dialect. False: it is not an object.
 static bool parse_body(Exchange *x, GgufJson *root) {
     size_t at;
     const char *err;
@@ -1708,7 +1707,7 @@ static bool parse_body(Exchange *x, GgufJson *root) {
     return root->type == GGUF_J_OBJECT || refuse(&x->fault, 400, "", "the request body: expected a JSON object");
 }
 
-// Appends a content, a string or a list of parts of a type that has text, as the value of "content".
+// Appends a content as the value of "content": a string, or a list of parts of a type that has text.
 static bool put_content(Exchange *x, TokText *out, const GgufJson *content, const char *where) {
     GgufJson rest = *content, part, text;
     bool first = true;
@@ -1731,8 +1730,8 @@ static bool put_content(Exchange *x, TokText *out, const GgufJson *content, cons
     return true;
 }
 
-// Tools, which are of one type, with their parameters under the name that the API has for them. Tools that the server
-// itself would run are not there.
+// Appends the tools, whose parameters have another name in each API. Tools that the server itself would have to run are
+// refused.
 static bool put_tools(Exchange *x, TokText *out, const GgufJson *root, const char *type, const char *parameters) {
     GgufJson rest, tool, v;
     if (!member(root, "tools", &rest)) return true;
@@ -1757,7 +1756,7 @@ static void put_past_call(TokText *list, const GgufJson *id, const GgufJson *nam
     put(list, "'function':{'name':%r,'arguments':%r}}", raw(name), raw(arguments));
 }
 
-static void open_event(Exchange *x, const char *type) {              // its members follow, and "}\n\n"
+static void open_event(Exchange *x, const char *type) {              // the caller appends its members and "}\n\n"
     append(&x->out, "event: ", 7);
     append(&x->out, type, strlen(type));
     put(&x->out, "\ndata: {'type':%s", type);
@@ -1765,7 +1764,7 @@ static void open_event(Exchange *x, const char *type) {              // its memb
 
 // ---- /v1/messages ----
 
-// The results of calls in a message, each as a message of its own.
+// Appends the results of calls in a message, each as a message of its own.
 static bool put_results(Exchange *x, TokText *out, const GgufJson *content) {
     GgufJson rest = *content, part, id, text;
     while (content->type == GGUF_J_ARRAY && gguf_json_next(&rest, NULL, &part)) {
@@ -1780,7 +1779,7 @@ static bool put_results(Exchange *x, TokText *out, const GgufJson *content) {
     return true;
 }
 
-// The text, thoughts and calls of a message; what it holds else was put_results()'s.
+// Appends the text, thoughts and calls of a message; put_results() has done the rest of it.
 static bool put_blocks(Exchange *x, TokText *out, const GgufJson *content) {
     GgufJson rest = *content, part, id, name, v;
     TokText text = { 0 }, thought = { 0 }, calls = { 0 };
@@ -1818,7 +1817,7 @@ static bool only_results(const GgufJson *content) {
     return n > 0;
 }
 
-// *continues: the last message is the assistant's, an answer that is to go on. An empty one is none.
+// *continues: the last message is an answer of the assistant to be continued, and not empty.
 static bool put_messages(Exchange *x, TokText *out, const GgufJson *root, bool *continues) {
     GgufJson rest, m, role, content;
     if (member(root, "system", &content)) {
@@ -1833,9 +1832,9 @@ static bool put_messages(Exchange *x, TokText *out, const GgufJson *root, bool *
             return refuse(&x->fault, 400, "messages", "messages[%d].role: expected user or assistant", i);
         if (!member(&m, "content", &content) || (content.type != GGUF_J_STRING && content.type != GGUF_J_ARRAY))
             return refuse(&x->fault, 400, "messages", "messages[%d].content: expected a string or a list", i);
-        GgufJson behind = rest, next;
+        GgufJson after = rest, next;
         *continues = gguf_json_is(&role, "assistant") && content.n > 2;
-        if (content.n == 2 && gguf_json_is(&role, "assistant") && !gguf_json_next(&behind, NULL, &next)) break;
+        if (content.n == 2 && gguf_json_is(&role, "assistant") && !gguf_json_next(&after, NULL, &next)) break;
         if (!put_results(x, out, &content)) return false;
         if (only_results(&content)) continue;
         put(out, ",{'role':%r", raw(&role));
@@ -1846,7 +1845,7 @@ static bool put_messages(Exchange *x, TokText *out, const GgufJson *root, bool *
     return true;
 }
 
-// Which tool is to be called: auto, none, any, or one by its name.
+// Reads which tool to call: auto, none, any, or one by its name.
 static void put_choice(TokText *out, const GgufJson *choice) {
     GgufJson name, v;
     if (is_type(choice, "tool") && member(choice, "name", &name))
@@ -2004,12 +2003,12 @@ static void route_count(Exchange *x) {
     respond(x, 200, "application/json", &out);
 }
 
-// ---- /v1/responses: nothing is kept, so each request brings all of its conversation ----
+// ---- /v1/responses: the server stores none, so each request contains its whole conversation ----
 
-// What the model said before is items: thoughts and calls of a turn wait here until they are one message.
+// Earlier answers are items; the thoughts and calls of a turn are collected here until they make one message.
 typedef struct { TokText thought, calls; } Said;
 
-static void put_said(TokText *out, Said *said) {       // the thought as a member of a message
+static void put_said(TokText *out, Said *said) {       // appends the thought as a member of a message
     if (said->thought.n) put(out, ",'reasoning_content':%r", text_of(&said->thought));
     said->thought.n = 0;
 }
@@ -2022,7 +2021,7 @@ static void put_said_calls(TokText *out, Said *said) {
     said->calls.n = 0;
 }
 
-// Takes item i of the input, if it is a thought or a call, which may be refused. False: it is neither.
+// Takes item i of the input if it is a thought or a call; it may be refused. False: it is neither.
 static bool take_said(Exchange *x, Said *said, const GgufJson *item, int i) {
     GgufJson id = { .type = GGUF_J_NULL }, name = id, v, part;
     if (is_type(item, "reasoning")) {
@@ -2038,7 +2037,7 @@ static bool take_said(Exchange *x, Said *said, const GgufJson *item, int i) {
     return true;
 }
 
-// Item i of the input as a message.
+// Appends item i of the input as a message.
 static bool put_item(Exchange *x, TokText *out, Said *said, const GgufJson *item, int i) {
     GgufJson role = { GGUF_J_STRING, "\"tool\"", 6 }, id, v;
     if (take_said(x, said, item, i)) return !x->fault.status;
@@ -2134,7 +2133,7 @@ static void put_call_item(TokText *out, const Exchange *x, int i, const Call *ca
         text_of(&call->name), whole ? text_of(&call->arguments) : str(""), whole ? "completed" : "in_progress");
 }
 
-// The response as an object; its output is there when it is done.
+// Appends the response as an object; it has output when it is complete.
 static void put_response(TokText *out, const Exchange *x, bool done) {
     const Job *job = x->job;
     const Turn *t = &job->turn;
@@ -2161,7 +2160,7 @@ static void put_response(TokText *out, const Exchange *x, bool done) {
     put(out, "}");
 }
 
-static void event(Exchange *x, const char *type) {     // as open_event(), with its number
+static void event(Exchange *x, const char *type) {     // like open_event(), with its number
     open_event(x, type);
     put(&x->out, ",'sequence_number':%d", x->n_events++);
 }
@@ -2184,7 +2183,7 @@ static void put_part(Exchange *x, const char *id, TokStr text) {
     put(&x->out, "{'type':'output_text','text':%t,'annotations':[]}}\n\n", text);
 }
 
-// Closes the item that is open. What it says in full is all of that kind so far.
+// Closes the open item. Its full text is all text of that kind so far.
 static void close_item(Exchange *x) {
     const bool is_text = x->block == text_block;
     char id[64];
@@ -2300,7 +2299,7 @@ static void put_model(TokText *out, const Server *srv, bool anthropic) {
     put(out, "{'n_vocab':%d,'n_ctx':%d,'n_embd':%d}}", shape.vocab, context_size(srv), shape.dim);
 }
 
-// The list of models, which has one, or that one by its name. Who names a version of Anthropic's API gets its form.
+// The list of models, which has one entry. A request that names a version of Anthropic's API gets that form.
 static void route_models(Exchange *x) {
     const Server *srv = x->srv;
     const bool anthropic = is_anthropic(x);
@@ -2473,8 +2472,8 @@ static void route_template(Exchange *x) {
     tok_ids_free(&ids);
 }
 
-// The chat page, web/index.html. It brings all that it needs, asks for the key itself, and may reach this server only.
-// A browser that holds it asks whether it is still the same.
+// The chat page, web/index.html. It is self-contained, asks the user for the key, and may connect to this server only.
+// A browser that has it cached asks whether it has changed.
 static const char chat_page[] =
 #include "page.h"
 ;
@@ -2505,7 +2504,7 @@ static void route_page(Exchange *x) {
 // ==== [7] HTTP: checks, routes =======================================================================================
 
 typedef struct Endpoint {
-    const char *method, *path;         // a path that ends in / takes what follows, but for / itself
+    const char *method, *path;         // a path that ends in / matches all that begin with it, except /
     void (*answer)(Exchange *x);
     bool open;                // needs no key
 } Endpoint;
@@ -2568,7 +2567,7 @@ static void respond_fault(Exchange *x) {
     respond(x, x->fault.status, "application/json", &out);
 }
 
-// A name that only this machine has, or the one it was told to listen at, with or without a port.
+// True for names of this machine's loopback and for the name given to listen at, with or without a port.
 static bool is_local_name(const char *host, const char *own) {
     const char *const names[] = { "localhost", "127.0.0.1", "[::1]", own };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
@@ -2578,15 +2577,15 @@ static bool is_local_name(const char *host, const char *own) {
     return false;
 }
 
-static bool same_key(const char *a, const char *b) {   // takes as long wherever they differ
+static bool same_key(const char *a, const char *b) {   // its time does not depend on where they differ
     const size_t n = strlen(a), m = strlen(b);
     unsigned char differ = n != m;
     for (size_t i = 0; i < n; i++) differ |= (unsigned char)(a[i] ^ b[m ? i % m : 0]);
     return !differ;
 }
 
-// Who may ask: on a loopback address only who names it so, which keeps out web pages that point their name at it; web
-// pages of our own origin; and who knows the key.
+// Admits a request. On a loopback address the Host header has to name it, which keeps out web pages whose name points
+// to it (DNS rebinding); web pages have to be of our own origin; the key has to be right.
 static bool check_caller(Exchange *x) {
     const char *host = header(x, "Host"), *origin = header(x, "Origin"), *key = x->srv->o.api_key;
     if (x->srv->loopback && !(host && is_local_name(host, x->srv->o.host)))
@@ -2646,7 +2645,7 @@ static void on_connection(void *cls, struct MHD_Connection *connection, void **c
     pthread_mutex_unlock(&srv->lock);
 }
 
-// A request is there in full, as far as its head goes; or the next one may come. With the lock held.
+// The head of a request is complete; or the next one is due. With the lock held.
 static void set_quiet(struct MHD_Connection *connection, double since) {
     const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
     if (info && info->socket_context) ((Peer *)info->socket_context)->quiet = since;
@@ -2661,7 +2660,7 @@ static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, co
     set_quiet(connection, INFINITY);
     pthread_mutex_unlock(&srv->lock);
     find_route(x, method, url);
-    if (check_caller(x)) check_route(x);               // who may not ask is not told what there is
+    if (check_caller(x)) check_route(x);               // others do not learn which paths exist
     const char *length = header(x, "Content-Length");
     if (length && strtoull(length, NULL, 10) > srv->o.max_body) x->too_large = true;
     return x;
@@ -2673,7 +2672,7 @@ static void refuse_large(Exchange *x) {
     respond_fault(x);
 }
 
-// libmicrohttpd calls this when the headers are there, for each piece of the body, and at its end.
+// libmicrohttpd calls this after the headers, for each piece of the body, and at its end.
 static enum MHD_Result on_request(void *cls, struct MHD_Connection *connection, const char *url, const char *method,
                                   const char *version, const char *data, size_t *n, void **con_cls) {
     Server *srv = cls;
@@ -2704,7 +2703,7 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *connection, 
     return MHD_YES;
 }
 
-// One line of JSON for each request, without its text unless that is wanted.
+// Logs one line of JSON for each request; its text only if the options ask for it.
 static TokText log_line(const Exchange *x, int status) {
     TokText line = { 0 };
     const Job *job = x->job;
@@ -2738,7 +2737,7 @@ static void on_completed(void *cls, struct MHD_Connection *connection, void **co
     set_quiet(connection, seconds());
     pthread_mutex_unlock(&srv->lock);
     sem_post(&wake);
-    fwrite(line.s, 1, line.n, stderr);                 // nobody waits for a slow log but this connection
+    fwrite(line.s, 1, line.n, stderr);                 // a slow log delays this connection alone
     tok_text_free(&line);
     tok_text_free(&x->body);
     tok_text_free(&x->out);
@@ -2754,7 +2753,7 @@ static bool is_loopback(const struct sockaddr *a) {
     return ntohl(((const struct sockaddr_in *)in)->sin_addr.s_addr) >> 24 == 127;
 }
 
-// Listens where the options say, and says where that is.
+// Listens where the options say, and reports the address.
 static int listen_at(Server *srv) {
     const ServeOptions *o = &srv->o;
     struct addrinfo hints = { .ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE | AI_NUMERICSERV }, *a;
