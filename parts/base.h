@@ -2,7 +2,8 @@
  *
  * Uses no other part. There are two kinds of failure: bad input prints one line and exits 1; a bug of this program is
  * an assert.
- * One file defines BASE_IMPLEMENTATION before it includes this one, and so gets the bodies.
+ * One file defines BASE_IMPLEMENTATION before it includes this one, and so gets the bodies. Begin with die(),
+ * alloc_or_die() and parallel().
  *   [1] Errors, memory, files    [2] Progress    [3] Threads    [4] Bodies */
 #ifndef BASE_H
 #define BASE_H

@@ -1,6 +1,8 @@
 /* bench.h - a model on this machine: verb_bench() measures its speed in the conventions of llama-bench, verb_check()
  * compares two backends on it, checkpoint by checkpoint, verb_ppl() measures how well it foretells a text. A part of
  * gemma4.c, which includes it.
+ *
+ * Uses the model, generate.h, text.h and dump.h. Begin with verb_bench(), verb_check() or verb_ppl().
  *   [1] Bench    [2] Check    [3] Perplexity */
 #ifndef BENCH_H
 #define BENCH_H

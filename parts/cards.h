@@ -3,6 +3,8 @@
  * A Card is what the CUDA backend reads of the GPU that is there, once at start. Every size of a launch follows from it, so
  * another card is another line of this table, and a card that is not in it works as well.
  * Figures: CUDA programming guide (compute capabilities), vendors' tables.
+ *
+ * Uses nothing of ours. Begin with find_card().
  *   [1] Card    [2] Cards by name */
 #ifndef CARDS_H
 #define CARDS_H

@@ -2,7 +2,8 @@
  *
  * Uses the types and the forward pass of gemma4.c. One function for each block of a layer, called when the block is
  * done; without --dump they return at once. Names are those of llama.cpp's gemma4 graph, so that a dump of one engine
- * lines up with a dump of the other. A dump keeps all rows in all layers. */
+ * lines up with a dump of the other. A dump keeps all rows in all layers. Begin with
+ * dump_layer(). */
 #ifndef DUMP_H
 #define DUMP_H
 

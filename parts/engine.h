@@ -283,6 +283,6 @@ static inline TokStr text_from(const TokText *text, size_t from) {
     return from < text->n ? (TokStr){ text->s + from, text->n - from } : (TokStr){ "", 0 };
 }
 
-API double logsumexp(const float *logits, int vocab);
+double logsumexp(const float *logits, int vocab);       // log(sum of exp(logits)), in f64; parts/cpu.h
 
 #endif

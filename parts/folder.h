@@ -1,6 +1,6 @@
 /* folder.h - a Hugging Face folder read as if it were a GGUF file: open_folder().
  *
- * Uses base.h and gguf.h.
+ * Uses base.h and gguf.h. Begin with open_folder().
  *   [1] Strings of files    [2] Hugging Face folders */
 #ifndef FOLDER_H
 #define FOLDER_H

@@ -19,6 +19,8 @@
  * NEVER    Rules that match no text are removed, so every allowed text can be completed. Stacks deeper than
  *          GRAMMAR_DEPTH are the exception; then grammar_mask fails with a message.
  * ERRORS   A function returns false and err holds one line. Sizes, depths, time and memory are bounded for any grammar.
+ *
+ * Uses tokenizer.h. Begin with grammar_from_gbnf(), grammar_mask() and grammar_advance().
  *   [1] Grammars, errors, growth    [2] Expressions    [3] Characters    [4] GBNF    [5] Checks and programs
  *   [6] Stacks and sets    [7] Vocabulary, masks */
 #ifndef GRAMMAR_H

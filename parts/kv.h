@@ -26,7 +26,8 @@
  *   [1] Hadamard rotation              [3] Reading codes
  *   [2] Encoding                       [4] Rows on the CPU     [5] A value on a GPU
  *
- * Needs gemma4.h, and on the CPU gguf.h. A file of GPU code defines the macros below before it includes this one. */
+ * Uses gemma4.h, and on the CPU gguf.h. Begin with kv_write_row() and kv_read_rows(). A file of GPU code defines the
+ * macros below before it includes this one. */
 #ifndef KV_H
 #define KV_H
 #include <math.h>

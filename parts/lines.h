@@ -1,5 +1,7 @@
 /* lines.h - lines that the user types: edited by libedit or readline, or by the terminal's driver, always as UTF-8. A part of
  * gemma4.c, which includes it; tests/lines.c has it alone, with each library.
+ *
+ * Uses base.h, tokenizer.h (TokText) and text.h [4] (signals). Begin with read_message().
  *   [1] The character set    [2] One line    [3] Messages and history */
 #ifndef LINES_H
 #define LINES_H

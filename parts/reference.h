@@ -6,7 +6,7 @@
  * every backend with this table, and `gemma4 check --against reference` does so on a model. To write a port, start with
  * a copy of this file: replace one function, run build/test_ops, continue with the next (docs/porting.md).
  *
- * Needs gemma4.h, gguf.h, kv.h and the math library.
+ * Uses gemma4.h, gguf.h, kv.h and the math library. Begin with reference_ops().
  *
  *   #define _GNU_SOURCE            // before every include: sysconf
  *   #include "gemma4.h"

@@ -10,6 +10,8 @@
  * calls: in the order of the chat template), undeclared properties come last; without additionalProperties only
  * declared properties are allowed, and without items only the items of prefixItems. oneOf is supported if no two of its
  * schemas can hold for the same value.
+ *
+ * Uses grammar.h and gguf.h (JSON). Begin with grammar_from_schema() and grammar_from_tools().
  *   [1] Regular expressions    [2] JSON values    [3] Numbers and keys    [4] Schemas: parts and keywords
  *   [5] Schemas: strings, numbers, arrays    [6] Schemas: objects    [7] Schemas: alternatives    [8] Tools */
 #ifndef SCHEMA_H
