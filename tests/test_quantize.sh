@@ -180,7 +180,7 @@ printf 'This is a text file and no model, whatever its name says.\n' >"$tmp/text
 cp "$tmp/micro-moe-f16.gguf" "$tmp/own.gguf"
 ln -s own.gguf "$tmp/link.gguf"
 mkdir "$tmp/folder.gguf"
-refuse "q9_9: expected one of" quantize "$mini" "$tmp/x.gguf" q9_9
+refuse "q9_9: expected a type, one of" quantize "$mini" "$tmp/x.gguf" q9_9
 refuse "IN OUT.gguf TYPE" quantize "$mini" "$tmp/x.gguf"
 refuse "IN OUT.gguf TYPE" quantize "$mini"
 refuse "q8_0" quantize "$mini" "$tmp/x.gguf" q4_0 q8_0
