@@ -25,7 +25,7 @@ for flags in "--port 99999" "--port x" "-np 0" "-np 65" "--chunk 0" "--queue -1"
     # shellcheck disable=SC2086  # a flag and its value
     run serve "$model" $flags
     ok "serve $flags: exit status 1" [ "$status" -eq 1 ]
-    ok "serve $flags: names the flag" grep -q -e "^gemma4: error: ${flags%% *}: " "$tmp/err"
+    ok "serve $flags: names the flag" grep -q -e "^gemma4: error: ${flags%% *}[: ]" "$tmp/err"
 done
 run serve "$model" --api-key ""
 ok "an empty key: exit status 1" [ "$status" -eq 1 ]
