@@ -453,7 +453,7 @@ static void test_refused(void) {
     REFUSED(path, write_draft(&d, broken), "nextn.post_projection.weight", "missing");
     d = read_draft(drafter);
     fill(draft_tensor(&d, "rope_freqs.weight"), 1);
-    REFUSED(path, write_draft(&d, broken), "micro-dense.gguf", "rotation of global layers");
+    REFUSED(path, write_draft(&d, broken), "micro-dense.gguf", "RoPE of global layers");
     d = read_draft(drafter);
     draft_tensor(&d, "rope_freqs.weight")->type = GGUF_F16;
     REFUSED(path, write_draft(&d, broken), "rope_freqs.weight", "expected type F32, got F16");
